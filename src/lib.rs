@@ -1,1 +1,36 @@
-//! x
+//! Exactly-once *effects* over at-least-once brokers.
+//!
+//! A service writes its business rows and a message in one database transaction; the relay carries committed messages to a
+//! broker, in order per key; the consumer runs handlers inside a transaction that also holds their inbox row, so that an
+//! effect commits once whatever is redelivered, raced, crashed or rebalanced.
+//!
+//! Rooms import only downwards (a test reads the sources and refuses anything else):
+//!
+//! | room | for |
+//! |---|---|
+//! | [`app`], [`cli`], [`http`] | what people and processes touch (feature `programs`) |
+//! | [`runtime`] | relay, consumer, retries, e-mail sender: who does the work |
+//! | [`store`] and [`broker`] | where state lives, and how bytes leave and arrive; they never see each other |
+//! | [`observe`] | every metric name, once |
+//! | [`message`], [`policy`], [`error`] | what travels and what to decide: pure, no I/O, no clock |
+
+#[cfg(feature = "programs")]
+pub mod app;
+pub mod broker;
+#[cfg(feature = "programs")]
+pub mod cli;
+pub mod error;
+#[cfg(feature = "programs")]
+pub mod http;
+pub mod message;
+pub mod observe;
+pub mod policy;
+pub mod runtime;
+pub mod store;
+
+pub use async_trait::async_trait;
+pub use error::{BrokerError, HandlerError, LimitError, StoreError};
+pub use message::{Message, NewMessage};
+pub use runtime::{HandlerTx, MessageHandler};
+pub use sqlx;
+pub use store::Store;

@@ -1,0 +1,273 @@
+//! How bytes leave and arrive: the traits that a broker adapter fulfils.
+//!
+//! One adapter, one folder, the same file names in each: `config`, `publisher`, `subscriber` (and `topology` where the broker
+//! has one). The suite in `conformance` (feature `testing`) is the executable definition and runs on any adapter.
+//!
+//! Guarantees: a row is settled only by the broker's own proof; within a session the broker takes a prefix of what was sent
+//! per key (R15); acknowledgements never run ahead of what the runtime said is committed.
+//!
+//! Not here: SQL of the outbox or inbox, decisions on refusals (room `policy`), retries over sessions (room `runtime`).
+
+#[cfg(feature = "testing")]
+pub mod conformance;
+#[cfg(feature = "embedded")]
+pub mod embedded;
+#[cfg(feature = "kafka")]
+pub mod kafka;
+#[cfg(feature = "testing")]
+pub mod memory;
+#[cfg(feature = "rabbitmq")]
+pub mod rabbitmq;
+
+use std::collections::BTreeMap;
+use std::fmt::Debug;
+use std::sync::Arc;
+use std::time::Duration;
+
+use async_trait::async_trait;
+
+use crate::error::BrokerError;
+use crate::message::{Arrived, OutgoingMessage};
+
+/// What is known of a topic before anything is produced to it (R19).
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum TopicState {
+    /// It is there, as far as the broker lets one see.
+    Ready,
+    /// It is not: rows of it are diverted with this reason.
+    NotReady(String),
+}
+
+/// Why the broker did not take a message.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Refusal {
+    /// For what this message is: too large, invalid.
+    Message(String),
+    /// For where it goes: unknown topic, no route, denied. Never the message's fault.
+    Destination(String),
+    /// Anything else: the session is in doubt.
+    Session(String),
+}
+
+/// The broker's word on one row.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Settled {
+    /// The tag it was sent with.
+    pub tag: u64,
+    /// Where it went, or why not.
+    pub outcome: Result<Receipt, Refusal>,
+}
+
+/// Where a message went.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Receipt {
+    /// Partition and offset.
+    Offset {
+        /// Partition.
+        partition: i32,
+        /// Offset.
+        offset: i64,
+    },
+    /// A publisher confirm without a return.
+    Confirm,
+}
+
+/// A broker as configured; cheap, makes sessions.
+#[async_trait]
+pub trait Broker: Debug + Send + Sync {
+    /// `kafka`, `rabbitmq`, `embedded` or `memory`, for labels and messages.
+    fn name(&self) -> &'static str;
+
+    /// Opens a fresh publishing session, warmed so that the first message does not wait.
+    async fn publisher(&self) -> Result<Box<dyn Publisher>, BrokerError>;
+
+    /// Joins as a consumer.
+    async fn subscriber(&self, subscription: &Subscription) -> Result<Box<dyn Subscriber>, BrokerError>;
+
+    /// Declares what the publisher's side owns: the exchange on RabbitMQ, topics where `create_topics` is on.
+    async fn declare(&self, topics: &[String]) -> Result<(), BrokerError>;
+
+    /// Looks for what breaks or weakens a promise: each answer is (name, severity as in `Finding`, detail, remedy).
+    async fn check(&self, subscriptions: &[Subscription]) -> Result<Vec<BrokerFinding>, BrokerError>;
+
+    /// Reads every message that a topic holds now, from the beginning, without a group and without acknowledging: for `demo`,
+    /// `bench` and tests. RabbitMQ has no such read: it answers with what a tap queue collected since [`Broker::tap`].
+    async fn read_all(&self, topic: &str) -> Result<Vec<Arrived>, BrokerError>;
+
+    /// Makes sure that [`Broker::read_all`] will see what is published from now on (a tap queue on RabbitMQ, else nothing).
+    async fn tap(&self, topic: &str) -> Result<(), BrokerError>;
+}
+
+/// One answer of [`Broker::check`].
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct BrokerFinding {
+    /// What was looked at.
+    pub name: String,
+    /// True where a promise is broken, false where all is well or only weaker.
+    pub refused: bool,
+    /// What was found.
+    pub detail: String,
+    /// What to do.
+    pub remedy: Option<String>,
+}
+
+/// One publishing session. Any error ends it: drop it and start again from the first row that is not proven.
+#[async_trait]
+pub trait Publisher: Send {
+    /// Whether a topic is there. Cached; asks the broker again when it was not there. Cheap for a topic known to be ready.
+    async fn topic(&mut self, topic: &str) -> Result<TopicState, BrokerError>;
+
+    /// Hands rows over, in order, each with a tag that ascends within the session. Returns when the client holds them all;
+    /// waits only where a bound of the client is reached.
+    ///
+    /// # Cancel safety
+    /// None: drop the session with it.
+    async fn send(&mut self, rows: Vec<(u64, OutgoingMessage)>) -> Result<(), BrokerError>;
+
+    /// Waits until the broker said something, and appends it. Returns without outcomes where nothing is in flight.
+    ///
+    /// # Cancel safety
+    /// Safe: no outcome is lost when dropped.
+    async fn settle(&mut self, settled: &mut Vec<Settled>) -> Result<(), BrokerError>;
+
+    /// Why the broker takes nothing for now (a memory alarm), which is no failure.
+    fn blocked(&self) -> Option<String> {
+        None
+    }
+
+    /// Ends the session within a deadline.
+    async fn close(self: Box<Self>);
+}
+
+/// What a consumer subscribes to.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Subscription {
+    /// The consumer's name: the group on Kafka and embedded.
+    pub consumer: String,
+    /// Topics.
+    pub topics: Vec<String>,
+    /// Another group name than the consumer's.
+    pub group: Option<String>,
+    /// Queue names by topic, where not `<topic>.<consumer>`.
+    pub queues: BTreeMap<String, String>,
+    /// Upper bound of deliveries that are not yet acknowledged.
+    pub in_flight_max: usize,
+    /// How long a revoked partition may drain.
+    pub drain: Duration,
+}
+
+impl Subscription {
+    /// Defaults around a consumer and its topics.
+    pub fn new(consumer: impl Into<String>, topics: Vec<String>) -> Self {
+        Self {
+            consumer: consumer.into(),
+            topics,
+            group: None,
+            queues: BTreeMap::new(),
+            in_flight_max: 2_000,
+            drain: Duration::from_secs(10),
+        }
+    }
+
+    /// The group name.
+    #[must_use]
+    pub fn group(&self) -> &str {
+        self.group.as_deref().unwrap_or(&self.consumer)
+    }
+
+    /// The queue of a topic.
+    #[must_use]
+    pub fn queue(&self, topic: &str) -> String {
+        self.queues.get(topic).cloned().unwrap_or_else(|| format!("{topic}.{}", self.consumer))
+    }
+}
+
+/// One assignment of one ordered source: a partition of a topic, or a queue on one channel.
+#[derive(Debug, Clone, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct PartitionId {
+    /// Topic, or queue on RabbitMQ.
+    pub place: Arc<str>,
+    /// Partition; 0 on RabbitMQ.
+    pub partition: i32,
+    /// Distinguishes assignments of the same partition in one process.
+    pub generation: u64,
+}
+
+/// One delivery.
+#[derive(Debug)]
+pub struct Delivery {
+    /// Where it came from.
+    pub source: PartitionId,
+    /// Offset, or delivery tag: ascends within a source.
+    pub sequence: i64,
+    /// The broker says that it was delivered before (RabbitMQ).
+    pub redelivered: bool,
+    /// What came.
+    pub arrived: Arrived,
+}
+
+/// What a subscriber tells the runtime.
+#[derive(Debug)]
+pub enum Event {
+    /// These sources are ours from now on.
+    Assigned(Vec<PartitionId>),
+    /// Deliveries, in the order of their sources.
+    Deliveries(Vec<Delivery>),
+    /// These sources are to be given up: start nothing more of them, finish what runs, acknowledge, then drop `done`.
+    Revoked {
+        /// The sources.
+        sources: Vec<PartitionId>,
+        /// True where the broker has given them to somebody else already: nothing can be acknowledged.
+        lost: bool,
+        /// Dropped when the runtime is through; the adapter waits for it at most the drain time.
+        done: RevokeGuard,
+    },
+}
+
+/// Tells the adapter, when dropped, that the runtime is done with revoked sources.
+#[derive(Debug)]
+pub struct RevokeGuard(#[allow(dead_code)] Option<std::sync::mpsc::SyncSender<()>>);
+
+impl RevokeGuard {
+    /// A guard and the side that waits for it: `recv_timeout` ends when the guard is dropped.
+    #[must_use]
+    pub fn pair() -> (Self, std::sync::mpsc::Receiver<()>) {
+        let (sender, receiver) = std::sync::mpsc::sync_channel(1);
+        (Self(Some(sender)), receiver)
+    }
+
+    /// A guard nobody waits for.
+    #[must_use]
+    pub fn idle() -> Self {
+        Self(None)
+    }
+}
+
+/// A consumer's connection to the broker.
+#[async_trait]
+pub trait Subscriber: Send {
+    /// Waits for the next event.
+    ///
+    /// # Errors
+    /// Any error ends this subscriber: drop it (deliveries that were not acknowledged come again) and subscribe anew.
+    ///
+    /// # Cancel safety
+    /// Safe: no event is lost when dropped.
+    async fn next(&mut self) -> Result<Event, BrokerError>;
+
+    /// All deliveries of this source up to and including `through` are committed.
+    ///
+    /// # Errors
+    /// An acknowledgement that did not arrive is no loss: the inbox knows the message. Errors that end the subscriber come
+    /// from `next`.
+    async fn acknowledge(&mut self, source: &PartitionId, through: i64) -> Result<(), BrokerError>;
+
+    /// Asks the broker for nothing more for now; `next` must still be called (heartbeats, rebalances).
+    fn pause(&mut self, paused: bool);
+
+    /// True once assigned and once every source has delivered what stood in it when it was assigned.
+    async fn caught_up(&mut self) -> Result<bool, BrokerError>;
+
+    /// A planned end: acknowledgements have arrived when it returns; nothing is handed back out of order (R29).
+    async fn close(self: Box<Self>);
+}

@@ -1,0 +1,270 @@
+//! What can go wrong, named for the one who must decide what to do next.
+//!
+//! Guarantees: adapters classify at the edge, so that nothing above them matches on an error of sqlx, librdkafka or lapin;
+//! no message carries a password (URLs are shown by [`redact`]).
+//!
+//! Not here: how a program prints errors and which exit code it takes (room `app`).
+
+pub mod classify;
+
+use std::borrow::Cow;
+use std::time::Duration;
+
+/// An error of a database, classified by what it means for the work at hand.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum StoreError {
+    /// Nobody's failure: deadlock, serialization failure, lock timeout, busy file. The same work again, with jitter.
+    #[error("the database asks to try again: {0}")]
+    Busy(#[source] sqlx::Error),
+    /// The database is away, starting, stopping, full, read-only or out of connections. Wait; no attempt is counted.
+    #[error("the database is not available: {0}")]
+    Unavailable(#[source] sqlx::Error),
+    /// The connection was lost during COMMIT: the outcome is unknown and must be found out, never guessed.
+    #[error("the outcome of a commit is unknown: {0}")]
+    CommitUnknown(#[source] sqlx::Error),
+    /// The lease, epoch or revision is not ours any more: end the session, change nothing.
+    #[error("fenced: {0}")]
+    Fenced(String),
+    /// The schema is not there. `oncebox migrate up` makes it.
+    #[error("the schema of oncebox is missing: {0}; run `oncebox migrate up`")]
+    SchemaMissing(String),
+    /// The schema is older than this program needs.
+    #[error("the schema is at version {found}, this program needs {needed}; run `oncebox migrate up`")]
+    SchemaOld {
+        /// The newest version applied.
+        found: i64,
+        /// The version this program was built with.
+        needed: i64,
+    },
+    /// The schema is newer than this program knows.
+    #[error("the schema is at version {found}, this program knows up to {known}; update the program")]
+    SchemaNewer {
+        /// The newest version applied.
+        found: i64,
+        /// The newest version this program knows.
+        known: i64,
+    },
+    /// A setting of the server or of the schema breaks a promise (checked at start).
+    #[error("refused: {0}")]
+    Refused(String),
+    /// A message breaks a limit.
+    #[error(transparent)]
+    Limit(#[from] LimitError),
+    /// A row or an answer is not what this program wrote: never guessed at.
+    #[error("unexpected data: {0}")]
+    Corrupt(String),
+    /// Any other error of the database.
+    #[error("{0}")]
+    Other(#[source] sqlx::Error),
+}
+
+impl StoreError {
+    /// True where waiting and doing the same again is right and nobody's attempt is to be counted (R27).
+    #[must_use]
+    pub fn is_nobodys(&self) -> bool {
+        matches!(self, Self::Busy(_) | Self::Unavailable(_) | Self::CommitUnknown(_))
+    }
+}
+
+/// A message breaks a limit; `limit` is the name of the row in the limits table.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("limit {limit}: {detail}")]
+pub struct LimitError {
+    /// The name of the limit, the same for every door.
+    pub limit: Cow<'static, str>,
+    /// What was given and what is allowed.
+    pub detail: String,
+}
+
+impl LimitError {
+    /// Names a limit and says what broke it.
+    pub fn new(limit: impl Into<Cow<'static, str>>, detail: impl Into<String>) -> Self {
+        Self { limit: limit.into(), detail: detail.into() }
+    }
+}
+
+/// An error of a broker, classified by what it means for the session.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum BrokerError {
+    /// The broker cannot be reached, or the connection ended. Wait, paced; no attempt is counted.
+    #[error("the broker is not available: {0}")]
+    Unavailable(String),
+    /// A topic, queue or exchange is not there, or access to it is denied.
+    #[error("the destination is not available: {0}")]
+    Destination(String),
+    /// A setting breaks a promise, or the broker refuses what we declare. A person must act.
+    #[error("refused: {0}")]
+    Refused(String),
+    /// Name and password, or a certificate, were not accepted. Retried (they may be put right), but said loudly.
+    #[error("not authorised: {0}")]
+    Unauthorised(String),
+    /// Any other doubt: the session ends and starts again from what is proven.
+    #[error("{0}")]
+    Session(String),
+}
+
+/// What a handler answers when it cannot do its work. Any error turns into a retryable one by `?`.
+#[derive(Debug)]
+pub struct HandlerError {
+    message: String,
+    terminal: bool,
+    retry_after: Option<Duration>,
+    nobodys: bool,
+}
+
+impl HandlerError {
+    /// Try again under the retry policy.
+    pub fn retryable(error: impl std::fmt::Display) -> Self {
+        Self { message: error.to_string(), terminal: false, retry_after: None, nobodys: false }
+    }
+
+    /// No retry can help: the message becomes dead at once.
+    pub fn terminal(error: impl std::fmt::Display) -> Self {
+        Self { terminal: true, ..Self::retryable(error) }
+    }
+
+    /// Try again after this time; it still counts as an attempt.
+    pub fn retry_after(error: impl std::fmt::Display, after: Duration) -> Self {
+        Self { retry_after: Some(after), ..Self::retryable(error) }
+    }
+
+    /// The database asked to try again or went away: nobody's failure, no attempt is counted (R27).
+    pub fn nobodys(error: impl std::fmt::Display) -> Self {
+        Self { nobodys: true, ..Self::retryable(error) }
+    }
+
+    /// Whether a retry is pointless.
+    #[must_use]
+    pub fn is_terminal(&self) -> bool {
+        self.terminal
+    }
+
+    /// Whether the failure is nobody's (R27).
+    #[must_use]
+    pub fn is_nobodys(&self) -> bool {
+        self.nobodys
+    }
+
+    /// When the handler asked to be tried again.
+    #[must_use]
+    pub fn after(&self) -> Option<Duration> {
+        self.retry_after
+    }
+
+    /// What the handler said.
+    #[must_use]
+    pub fn message(&self) -> &str {
+        &self.message
+    }
+}
+
+impl std::fmt::Display for HandlerError {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(&self.message)
+    }
+}
+
+// `HandlerError` itself does not implement `std::error::Error`, so that this conversion can exist (as anyhow does it).
+impl<E: std::error::Error + Send + Sync + 'static> From<E> for HandlerError {
+    fn from(error: E) -> Self {
+        let nobodys = (&error as &dyn std::any::Any)
+            .downcast_ref::<sqlx::Error>()
+            .is_some_and(|error| classify::is_nobodys(error))
+            || (&error as &dyn std::any::Any).downcast_ref::<StoreError>().is_some_and(StoreError::is_nobodys);
+        let mut message = error.to_string();
+        let mut source = error.source();
+        while let Some(cause) = source {
+            let cause_text = cause.to_string();
+            if !message.contains(&cause_text) {
+                message = format!("{message}: {cause_text}");
+            }
+            source = cause.source();
+        }
+        Self { nobodys, ..Self::retryable(message) }
+    }
+}
+
+/// Turns an error into a terminal one at the end of a call: `parse(x).terminal()?`.
+pub trait Terminal<T> {
+    /// Marks the error as terminal.
+    ///
+    /// # Errors
+    /// The error itself, as one that no retry can help.
+    fn terminal(self) -> Result<T, HandlerError>;
+}
+
+impl<T, E: std::fmt::Display> Terminal<T> for Result<T, E> {
+    fn terminal(self) -> Result<T, HandlerError> {
+        self.map_err(HandlerError::terminal)
+    }
+}
+
+/// A URL as it may be printed: user kept, password replaced, query values of secrets replaced.
+#[must_use]
+pub fn redact(url: &str) -> String {
+    let Some((scheme, rest)) = url.split_once("://") else { return url.to_owned() };
+    let authority_end = rest.find('/').unwrap_or(rest.len());
+    let at = match rest[..authority_end].rfind('@') {
+        Some(at) => Some(at),
+        // A password with an unescaped slash: everything up to the last `@` is taken as secret.
+        None => rest.rfind('@').filter(|at| rest[..*at].contains(':')),
+    };
+    let (user_info, tail) = match at {
+        Some(at) => (Some(&rest[..at]), &rest[at + 1..]),
+        None => (None, rest),
+    };
+    let (path, query) = match tail.split_once('?') {
+        Some((path, query)) => (path, Some(query)),
+        None => (tail, None),
+    };
+    let mut shown = format!("{scheme}://");
+    if let Some(user_info) = user_info {
+        match user_info.split_once(':') {
+            Some((user, _)) => shown.push_str(&format!("{user}:***@")),
+            None => shown.push_str(&format!("{user_info}@")),
+        }
+    }
+    shown.push_str(path);
+    if let Some(query) = query {
+        let pairs: Vec<String> = query
+            .split('&')
+            .map(|pair| match pair.split_once('=') {
+                Some((name, _)) if name.to_ascii_lowercase().contains("pass") => format!("{name}=***"),
+                _ => pair.to_owned(),
+            })
+            .collect();
+        shown.push_str(&format!("?{}", pairs.join("&")));
+    }
+    shown
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_password_never_survives_redaction() {
+        for url in [
+            "postgres://app:s3cret@localhost/db",
+            "postgres://app:s3/cret@localhost/db",
+            "amqp://app:s3cret@127.0.0.1:5672/%2f",
+            "kafka://app:s3cret@a:1,b:2",
+            "mysql://app:p@s3cret@h/db?password=s3cret",
+        ] {
+            assert!(!redact(url).contains("s3"), "{}", redact(url));
+        }
+        assert_eq!(redact("sqlite://file.db"), "sqlite://file.db");
+        assert_eq!(redact("postgres://app:x@h:1/db?sslmode=require"), "postgres://app:***@h:1/db?sslmode=require");
+    }
+
+    #[test]
+    fn any_error_is_retryable_unless_it_says_terminal() {
+        let error: HandlerError = std::io::Error::other("x").into();
+        assert!(!error.is_terminal() && !error.is_nobodys());
+        assert!(HandlerError::terminal("x").is_terminal());
+        let parsed: Result<i32, _> = "a".parse::<i32>().terminal();
+        assert!(parsed.is_err_and(|error| error.is_terminal()));
+    }
+}

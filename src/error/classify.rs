@@ -1,0 +1,132 @@
+//! What an error of sqlx means: one place for the codes of all three databases (R27).
+//!
+//! Promise: an unknown code is `Other`, which the runtime counts as a failure of the message; a code of the lists below is
+//! nobody's failure. Sources: PostgreSQL appendix A (SQLSTATE), MariaDB and MySQL server error reference, SQLite result codes.
+
+use sqlx::error::DatabaseError;
+
+use super::{LimitError, StoreError};
+
+/// The two ways in which an error can be nobody's.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Nobodys {
+    Busy,
+    Unavailable,
+}
+
+/// True for deadlocks, lock timeouts, lost connections and databases that are away, full or read-only.
+#[must_use]
+pub fn is_nobodys(error: &sqlx::Error) -> bool {
+    nobodys(error).is_some()
+}
+
+fn nobodys(error: &sqlx::Error) -> Option<Nobodys> {
+    match error {
+        sqlx::Error::Io(_) | sqlx::Error::PoolTimedOut | sqlx::Error::PoolClosed | sqlx::Error::WorkerCrashed => {
+            Some(Nobodys::Unavailable)
+        }
+        // A protocol error is what sqlx reports when the server vanished in the middle of a packet.
+        sqlx::Error::Protocol(_) => Some(Nobodys::Unavailable),
+        sqlx::Error::Database(database) => of_database(database.as_ref()),
+        _ => None,
+    }
+}
+
+fn of_database(error: &dyn DatabaseError) -> Option<Nobodys> {
+    #[cfg(feature = "mysql")]
+    if let Some(error) = error.try_downcast_ref::<sqlx::mysql::MySqlDatabaseError>() {
+        return of_mysql(error.number());
+    }
+    #[cfg(any(feature = "sqlite", feature = "embedded"))]
+    if error.try_downcast_ref::<sqlx::sqlite::SqliteError>().is_some() {
+        return error.code().and_then(|code| code.parse().ok()).and_then(of_sqlite);
+    }
+    of_sqlstate(error.code().as_deref()?)
+}
+
+fn of_sqlstate(code: &str) -> Option<Nobodys> {
+    match code {
+        "40001" | "40P01" | "55P03" => Some(Nobodys::Busy),
+        // Starting, stopping, crashed; a backend that an administrator ended.
+        "57P01" | "57P02" | "57P03" | "57P05" | "25006" => Some(Nobodys::Unavailable),
+        // Idle-in-transaction timeout: the session is gone.
+        "25P03" => Some(Nobodys::Unavailable),
+        _ if code.starts_with("08") || code.starts_with("53") || code == "58030" => Some(Nobodys::Unavailable),
+        _ => None,
+    }
+}
+
+#[cfg(feature = "mysql")]
+fn of_mysql(number: u16) -> Option<Nobodys> {
+    match number {
+        // Lock wait timeout, deadlock, record has changed since last read (MariaDB).
+        1205 | 1213 | 1020 => Some(Nobodys::Busy),
+        // Too many connections, out of resources, server shutdown, table full, disk full, read-only, killed, gone.
+        1040 | 1041 | 1053 | 1114 | 1021 | 1290 | 1792 | 1836 | 1927 | 3024 | 2006 | 2013 | 1203 | 1226 => {
+            Some(Nobodys::Unavailable)
+        }
+        _ => None,
+    }
+}
+
+#[cfg(any(feature = "sqlite", feature = "embedded"))]
+fn of_sqlite(code: i32) -> Option<Nobodys> {
+    match code & 0xff {
+        5 | 6 => Some(Nobodys::Busy),                   // SQLITE_BUSY, SQLITE_LOCKED
+        8 | 10 | 13 | 14 => Some(Nobodys::Unavailable), // READONLY, IOERR, FULL, CANTOPEN
+        _ => None,
+    }
+}
+
+impl From<sqlx::Error> for StoreError {
+    fn from(error: sqlx::Error) -> Self {
+        match nobodys(&error) {
+            Some(Nobodys::Busy) => Self::Busy(error),
+            Some(Nobodys::Unavailable) => Self::Unavailable(error),
+            None => match limit_of(&error) {
+                Some(limit) => Self::Limit(limit),
+                None => Self::Other(error),
+            },
+        }
+    }
+}
+
+/// Every SQL door raises a broken limit as `oncebox: limit NAME: detail`, so that it is the same error in Rust.
+fn limit_of(error: &sqlx::Error) -> Option<LimitError> {
+    let message = match error {
+        sqlx::Error::Database(database) => database.message(),
+        _ => return None,
+    };
+    let rest = &message[message.find("oncebox: limit ")? + "oncebox: limit ".len()..];
+    let (limit, detail) = rest.split_once(": ")?;
+    Some(LimitError::new(limit.to_owned(), detail.trim_end().to_owned()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_codes_of_r27_are_nobodys_and_a_constraint_is_not() {
+        for code in ["40001", "40P01", "55P03", "08006", "53100", "53300", "57P01", "25006"] {
+            assert!(of_sqlstate(code).is_some(), "{code}");
+        }
+        for code in ["23505", "22P02", "42P01", "23514", "57014"] {
+            assert!(of_sqlstate(code).is_none(), "{code}");
+        }
+    }
+
+    #[cfg(feature = "mysql")]
+    #[test]
+    fn the_numbers_of_r27_are_nobodys_and_a_duplicate_is_not() {
+        assert!([1213, 1205, 1040, 1114, 1290].into_iter().all(|number| of_mysql(number).is_some()));
+        assert!([1062, 1406, 1146].into_iter().all(|number| of_mysql(number).is_none()));
+    }
+
+    #[cfg(feature = "sqlite")]
+    #[test]
+    fn the_sqlite_codes_of_r27_are_nobodys_also_extended() {
+        assert!([5, 517, 8, 10, 13, 778].into_iter().all(|code| of_sqlite(code).is_some()));
+        assert!([19, 2067, 1].into_iter().all(|code| of_sqlite(code).is_none()));
+    }
+}

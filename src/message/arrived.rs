@@ -1,0 +1,279 @@
+//! A message as it arrived from a broker, and as a handler sees it.
+//!
+//! Promise: nothing that arrives can panic here; a message without a usable id is told apart with its reason, and keeps all
+//! its bytes.
+
+use std::fmt;
+
+use chrono::{DateTime, Utc};
+
+use super::hash::{ContentHash, content_hash, lane_id};
+use super::identity::{IdRule, MessageId, identity};
+use super::{TraceContext, pointer, wire};
+
+/// Where a message stood in its broker.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub struct Coordinates {
+    /// Topic, or queue on RabbitMQ.
+    pub place: String,
+    /// Partition; 0 on RabbitMQ.
+    pub partition: i32,
+    /// Offset; the delivery tag on RabbitMQ, which means nothing after the channel.
+    pub offset: i64,
+}
+
+impl fmt::Display for Coordinates {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}/{}@{}", self.place, self.partition, self.offset)
+    }
+}
+
+/// What an adapter took from the broker, envelope and all. Headers stand as they came.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Arrived {
+    /// The topic: on RabbitMQ the routing key.
+    pub topic: String,
+    /// The key: record key on Kafka, `cloudEvents_partitionkey` on RabbitMQ.
+    pub key: Option<Vec<u8>>,
+    /// All headers, names as they came.
+    pub headers: Vec<(String, Vec<u8>)>,
+    /// The payload; none for a Kafka tombstone.
+    pub payload: Option<Vec<u8>>,
+    /// `ce_id`, or the property `message_id`.
+    pub id: Option<String>,
+    /// `ce_type`, or the property `type`.
+    pub kind: Option<String>,
+    /// `ce_source`, or the property `app_id`.
+    pub source: Option<String>,
+    /// `ce_time`, or the broker's record time.
+    pub time: Option<DateTime<Utc>>,
+    /// Content type.
+    pub content_type: Option<String>,
+    /// Where it stood.
+    pub coordinates: Coordinates,
+}
+
+/// A message as a handler sees it.
+#[derive(Clone, PartialEq, Eq)]
+pub struct Message {
+    /// The identity under which it is deduplicated.
+    pub id: MessageId,
+    /// The id as it stood in the message, before it became 16 bytes.
+    pub id_text: String,
+    /// Topic.
+    pub topic: String,
+    /// Key, any bytes; [`Message::key_text`] gives the text.
+    pub key: Option<Vec<u8>>,
+    /// Kind; empty where the message has none.
+    pub kind: String,
+    /// Headers of the application (envelope and broker headers are left out).
+    pub headers: Vec<(String, Vec<u8>)>,
+    /// Payload bytes, unchanged; empty for a tombstone.
+    pub payload: Vec<u8>,
+    /// True for a Kafka record with a null value.
+    pub tombstone: bool,
+    /// Content type.
+    pub content_type: Option<String>,
+    /// Source.
+    pub source: String,
+    /// When it was enqueued (`ce_time`), else the broker's record time.
+    pub time: Option<DateTime<Utc>>,
+    /// Trace context.
+    pub trace: Option<TraceContext>,
+    /// Where it stood in the broker.
+    pub coordinates: Coordinates,
+    /// Which try this is, from 1. Only tries that were counted are known here.
+    pub attempt: u32,
+}
+
+/// Why a message has no identity, with the message as far as it goes (its id is made from coordinates or content).
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Unusable {
+    /// What is missing.
+    pub reason: String,
+    /// Everything else.
+    pub message: Message,
+}
+
+impl Message {
+    /// Applies the id rule of the consumer.
+    ///
+    /// # Errors
+    /// [`Unusable`] where the rule finds no id; its message carries an id made from the coordinates (from the content where
+    /// coordinates mean nothing: `stable_coordinates` is false on RabbitMQ), so that it can be stored as dead once.
+    pub fn identify(
+        arrived: Arrived,
+        rule: &IdRule,
+        epoch: &str,
+        stable_coordinates: bool,
+    ) -> Result<Self, Box<Unusable>> {
+        let source = arrived.source.clone().unwrap_or_default();
+        let found = match rule {
+            IdRule::Envelope => arrived.id.clone().ok_or_else(|| "the message has no id".to_owned()),
+            IdRule::Header(name) => header_text(&arrived.headers, name)
+                .ok_or_else(|| format!("the header `{name}`, which is to hold the id, is missing or not text")),
+            IdRule::Payload(path) => pointer::text_at(arrived.payload.as_deref().unwrap_or_default(), path)
+                .map_err(|error| format!("the payload has no id at `{path}`: {error}")),
+            IdRule::Coordinates if stable_coordinates => Ok(format!("{epoch}:{}", arrived.coordinates)),
+            IdRule::Coordinates => Err("coordinates are no identity on this broker".to_owned()),
+        };
+        let found = found.and_then(|id| match id.len() {
+            0 => Err("the message id is empty".to_owned()),
+            1..=1_024 => Ok(id),
+            length => Err(format!("the message id has {length} bytes, at most 1024 are allowed")),
+        });
+        match found {
+            Ok(id_text) => Ok(Self::assemble(arrived, identity(&source, &id_text), id_text, source)),
+            Err(reason) => {
+                let mut message = Self::assemble(arrived, MessageId::default(), String::new(), source);
+                let stand_in = if stable_coordinates {
+                    format!("coordinates:{epoch}:{}", message.coordinates)
+                } else {
+                    let hash = message.content_hash();
+                    format!("content:{}", hash.map(|byte| format!("{byte:02x}")).concat())
+                };
+                message.id = identity("oncebox/no-usable-id", &stand_in);
+                Err(Box::new(Unusable { reason, message }))
+            }
+        }
+    }
+
+    fn assemble(arrived: Arrived, id: MessageId, id_text: String, source: String) -> Self {
+        let trace = header_text(&arrived.headers, wire::TRACEPARENT).and_then(|parent| {
+            TraceContext::parse(&parent, header_text(&arrived.headers, wire::TRACESTATE).as_deref())
+        });
+        Self {
+            id,
+            id_text,
+            topic: arrived.topic,
+            key: arrived.key,
+            kind: arrived.kind.unwrap_or_default(),
+            headers: arrived.headers.into_iter().filter(|(name, _)| !wire::is_envelope(name)).collect(),
+            tombstone: arrived.payload.is_none(),
+            payload: arrived.payload.unwrap_or_default(),
+            content_type: arrived.content_type,
+            source,
+            time: arrived.time,
+            trace,
+            coordinates: arrived.coordinates,
+            attempt: 1,
+        }
+    }
+
+    /// The key as text, where it is UTF-8.
+    #[must_use]
+    pub fn key_text(&self) -> Option<&str> {
+        self.key.as_deref().and_then(|key| std::str::from_utf8(key).ok())
+    }
+
+    /// A header of the application as text, names compared without regard to case.
+    #[must_use]
+    pub fn header(&self, name: &str) -> Option<&str> {
+        let found = self.headers.iter().find(|(other, _)| other.eq_ignore_ascii_case(name))?;
+        std::str::from_utf8(&found.1).ok()
+    }
+
+    /// The payload read as JSON. An error here is terminal: the same bytes will not read better later.
+    ///
+    /// # Errors
+    /// A terminal [`crate::HandlerError`] that names the message.
+    pub fn json<'a, T: serde::Deserialize<'a>>(&'a self) -> Result<T, crate::HandlerError> {
+        serde_json::from_slice(&self.payload).map_err(|error| {
+            crate::HandlerError::terminal(format!(
+                "the payload of message {} is not what is expected: {error}",
+                self.id
+            ))
+        })
+    }
+
+    /// What G7 compares: the content, without time, source and trace.
+    #[must_use]
+    pub fn content_hash(&self) -> ContentHash {
+        content_hash(
+            &self.topic,
+            self.key.as_deref(),
+            &self.kind,
+            self.content_type.as_deref(),
+            &self.payload,
+            self.headers.iter().map(|(name, value)| (name.as_str(), value.as_slice())),
+        )
+    }
+
+    /// The 16 bytes under which order is kept; none for a message without a key.
+    #[must_use]
+    pub fn lane_id(&self) -> Option<[u8; 16]> {
+        self.key.as_deref().map(|key| lane_id(&self.topic, key))
+    }
+}
+
+// Payloads may hold what must not be logged: only their length is shown.
+impl fmt::Debug for Message {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Message")
+            .field("id", &self.id)
+            .field("topic", &self.topic)
+            .field("kind", &self.kind)
+            .field("payload_bytes", &self.payload.len())
+            .field("coordinates", &self.coordinates)
+            .field("attempt", &self.attempt)
+            .finish_non_exhaustive()
+    }
+}
+
+fn header_text(headers: &[(String, Vec<u8>)], name: &str) -> Option<String> {
+    let found = headers.iter().find(|(other, _)| other.eq_ignore_ascii_case(name))?;
+    String::from_utf8(found.1.clone()).ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn arrived() -> Arrived {
+        Arrived {
+            topic: "payments".into(),
+            key: Some(b"acc-7".to_vec()),
+            headers: vec![("Event-Id".into(), b"e-1".to_vec()), ("ce_id".into(), b"x".to_vec())],
+            payload: Some(br#"{"eventId":"e-2","n":1}"#.to_vec()),
+            id: Some("x".into()),
+            kind: None,
+            source: None,
+            time: None,
+            content_type: None,
+            coordinates: Coordinates { place: "payments".into(), partition: 0, offset: 4 },
+        }
+    }
+
+    #[test]
+    fn each_id_rule_finds_its_id() {
+        let id = |rule: &str| {
+            Message::identify(arrived(), &rule.parse().expect("rule"), "e1", true).map(|message| message.id_text)
+        };
+        assert_eq!(id("envelope").expect("id"), "x");
+        assert_eq!(id("header:event-id").expect("id"), "e-1");
+        assert_eq!(id("payload:/eventId").expect("id"), "e-2");
+        assert_eq!(id("coordinates").expect("id"), "e1:payments/0@4");
+    }
+
+    #[test]
+    fn a_message_without_a_usable_id_says_why_and_keeps_a_stable_stand_in() {
+        let mut without = arrived();
+        without.id = None;
+        let first = Message::identify(without.clone(), &IdRule::Envelope, "e1", true).expect_err("no id");
+        assert!(first.reason.contains("no id"), "{}", first.reason);
+        let again = Message::identify(without.clone(), &IdRule::Envelope, "e1", true).expect_err("no id");
+        assert_eq!(first.message.id, again.message.id);
+        without.coordinates.offset = 5;
+        let other = Message::identify(without.clone(), &IdRule::Envelope, "e1", true).expect_err("no id");
+        assert_ne!(first.message.id, other.message.id);
+        let by_content = Message::identify(without, &IdRule::Envelope, "e1", false).expect_err("no id");
+        assert_ne!(by_content.message.id, other.message.id);
+    }
+
+    #[test]
+    fn envelope_headers_are_not_the_applications() {
+        let message = Message::identify(arrived(), &IdRule::Envelope, "", true).expect("id");
+        assert_eq!(message.headers.len(), 1);
+        assert_eq!(message.header("event-id"), Some("e-1"));
+    }
+}

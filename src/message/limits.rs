@@ -1,0 +1,172 @@
+//! The limits of a message, by name. Their values live in the database, the same for every door; this is what they mean.
+//!
+//! Promise: what passes here can be taken by every broker. The names are those of the rows in the limits table.
+
+use std::borrow::Cow;
+
+use super::NewMessage;
+use crate::error::LimitError;
+
+/// Limits that can be raised or lowered in the database.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Limits {
+    /// `topic_length_max`, characters (at most 249, what Kafka takes).
+    pub topic_length_max: usize,
+    /// `key_bytes_max`.
+    pub key_bytes_max: usize,
+    /// `kind_bytes_max` (an AMQP short string: at most 255).
+    pub kind_bytes_max: usize,
+    /// `headers_max`, number of headers.
+    pub headers_max: usize,
+    /// `header_name_bytes_max`.
+    pub header_name_bytes_max: usize,
+    /// `headers_bytes_max`, names and values together; at most 65,536 whatever else is raised (an AMQP frame is 128 KiB).
+    pub headers_bytes_max: usize,
+    /// `content_type_bytes_max`.
+    pub content_type_bytes_max: usize,
+    /// `message_bytes_max`: key, headers and payload together.
+    pub message_bytes_max: usize,
+}
+
+impl Default for Limits {
+    fn default() -> Self {
+        Self {
+            topic_length_max: 249,
+            key_bytes_max: 1_024,
+            kind_bytes_max: 255,
+            headers_max: 64,
+            header_name_bytes_max: 128,
+            headers_bytes_max: 65_536,
+            content_type_bytes_max: 255,
+            message_bytes_max: 900_000,
+        }
+    }
+}
+
+impl Limits {
+    /// Every limit with its name, its default and what it is for: the rows of the limits table.
+    pub const ROWS: [(&'static str, usize); 8] = [
+        ("topic_length_max", 249),
+        ("key_bytes_max", 1_024),
+        ("kind_bytes_max", 255),
+        ("headers_max", 64),
+        ("header_name_bytes_max", 128),
+        ("headers_bytes_max", 65_536),
+        ("content_type_bytes_max", 255),
+        ("message_bytes_max", 900_000),
+    ];
+
+    /// Sets a limit by the name of its row; an unknown name is ignored, so that a newer schema may have more.
+    pub fn set(&mut self, name: &str, value: usize) {
+        match name {
+            "topic_length_max" => self.topic_length_max = value.min(249),
+            "key_bytes_max" => self.key_bytes_max = value,
+            "kind_bytes_max" => self.kind_bytes_max = value.min(255),
+            "headers_max" => self.headers_max = value,
+            "header_name_bytes_max" => self.header_name_bytes_max = value.min(255),
+            "headers_bytes_max" => self.headers_bytes_max = value.min(65_536),
+            "content_type_bytes_max" => self.content_type_bytes_max = value.min(255),
+            "message_bytes_max" => self.message_bytes_max = value,
+            _ => {}
+        }
+    }
+
+    /// Checks a message before it is enqueued.
+    ///
+    /// # Errors
+    /// The first limit that is broken, by name: `topic`, `key`, `kind`, `headers`, `header_name`, `header_value`,
+    /// `header_reserved`, `header_twice`, `content_type`, `message_bytes`, `trace`.
+    pub fn check(&self, message: &NewMessage) -> Result<(), LimitError> {
+        self.check_topic(&message.topic)?;
+        if let Some(key) = &message.key {
+            self.check_text("key", key, self.key_bytes_max)?;
+        }
+        self.check_text("kind", &message.kind, self.kind_bytes_max)?;
+        let header_bytes = self.check_headers(message)?;
+        if let Some(content_type) = &message.content_type {
+            check_printable("content_type", content_type, self.content_type_bytes_max)?;
+        }
+        let bytes = message.key.as_ref().map_or(0, String::len) + header_bytes + message.payload.len();
+        if bytes > self.message_bytes_max {
+            return broken(
+                "message_bytes_max",
+                format!("key, headers and payload have {bytes} bytes, at most {} are allowed", self.message_bytes_max),
+            );
+        }
+        Ok(())
+    }
+
+    fn check_topic(&self, topic: &str) -> Result<(), LimitError> {
+        let allowed = |byte: u8| byte.is_ascii_alphanumeric() || matches!(byte, b'.' | b'_' | b'-');
+        if topic.is_empty() || topic.len() > self.topic_length_max || !topic.bytes().all(allowed) {
+            let max = self.topic_length_max;
+            return broken("topic", format!("a topic has 1 to {max} characters of A-Z, a-z, 0-9, `.`, `_`, `-`"));
+        }
+        if topic == "." || topic == ".." {
+            return broken("topic", "a topic is not `.` or `..`".to_owned());
+        }
+        Ok(())
+    }
+
+    fn check_text(&self, limit: &'static str, text: &str, max: usize) -> Result<(), LimitError> {
+        if text.is_empty() || text.len() > max {
+            return broken(limit, format!("has {} bytes, 1 to {max} are allowed", text.len()));
+        }
+        if text.contains('\0') {
+            return broken(limit, "contains NUL".to_owned());
+        }
+        Ok(())
+    }
+
+    fn check_headers(&self, message: &NewMessage) -> Result<usize, LimitError> {
+        if message.headers.len() > self.headers_max {
+            let (has, max) = (message.headers.len(), self.headers_max);
+            return broken("headers_max", format!("{has} headers, at most {max} are allowed"));
+        }
+        let mut bytes = 0;
+        for (index, (name, value)) in message.headers.iter().enumerate() {
+            self.check_text("header_name", name, self.header_name_bytes_max)?;
+            if is_reserved(name) {
+                return broken("header_reserved", format!("the header name `{name}` is reserved"));
+            }
+            if message.headers[..index].iter().any(|(other, _)| other.eq_ignore_ascii_case(name)) {
+                return broken("header_twice", format!("the header `{name}` is given twice"));
+            }
+            if value.contains('\0') {
+                return broken("header_value", format!("the value of header `{name}` contains NUL"));
+            }
+            bytes += name.len() + value.len();
+        }
+        if bytes > self.headers_bytes_max {
+            let max = self.headers_bytes_max;
+            return broken("headers_bytes_max", format!("headers have {bytes} bytes, at most {max} are allowed"));
+        }
+        Ok(bytes)
+    }
+}
+
+/// Printable ASCII of 1 to `max` bytes: content types and sources.
+///
+/// # Errors
+/// The limit by the given name.
+pub(crate) fn check_printable(limit: &'static str, text: &str, max: usize) -> Result<(), LimitError> {
+    if text.is_empty() || text.len() > max || !text.bytes().all(|byte| (0x20..=0x7e).contains(&byte)) {
+        return broken(limit, format!("1 to {max} bytes of printable ASCII are allowed"));
+    }
+    Ok(())
+}
+
+/// Header names that oncebox, CloudEvents or the brokers use themselves, in any case.
+#[must_use]
+pub fn is_reserved(name: &str) -> bool {
+    let name = name.to_ascii_lowercase();
+    name.starts_with("ce_")
+        || name.starts_with("cloudevents")
+        || name.starts_with("x-")
+        || name.starts_with("oncebox-")
+        || matches!(name.as_str(), "content-type" | "cc" | "bcc")
+}
+
+fn broken<T>(limit: impl Into<Cow<'static, str>>, detail: String) -> Result<T, LimitError> {
+    Err(LimitError::new(limit, detail))
+}

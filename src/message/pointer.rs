@@ -1,0 +1,92 @@
+//! JSON pointers (RFC 6901) into a payload whose numbers keep their digits: never through a float.
+
+use std::collections::HashMap;
+
+use serde_json::value::RawValue;
+
+/// What stands at a pointer.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Pointed {
+    /// An explicit null.
+    Null,
+    /// true or false.
+    Bool(bool),
+    /// A number, with the digits it was written with.
+    Number(String),
+    /// A string, unescaped.
+    Text(String),
+    /// An object or array, as its JSON text.
+    Json(String),
+}
+
+/// Why nothing was found.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum PointerError {
+    /// The payload is not JSON.
+    #[error("not JSON: {0}")]
+    NotJson(String),
+    /// There is nothing at this pointer.
+    #[error("nothing stands there")]
+    Missing,
+}
+
+/// Finds what stands at a pointer.
+///
+/// # Errors
+/// [`PointerError`].
+pub fn find(payload: &[u8], pointer: &str) -> Result<Pointed, PointerError> {
+    let not_json = |error: serde_json::Error| PointerError::NotJson(error.to_string());
+    let mut at: &RawValue = serde_json::from_slice(payload).map_err(not_json)?;
+    for token in pointer.split('/').skip(1) {
+        let token = token.replace("~1", "/").replace("~0", "~");
+        at = match at.get().as_bytes().first() {
+            Some(b'{') => {
+                let members: HashMap<String, &RawValue> = serde_json::from_str(at.get()).map_err(not_json)?;
+                members.get(&token).copied().ok_or(PointerError::Missing)?
+            }
+            Some(b'[') => {
+                let items: Vec<&RawValue> = serde_json::from_str(at.get()).map_err(not_json)?;
+                let index: usize = token.parse().map_err(|_| PointerError::Missing)?;
+                items.get(index).copied().ok_or(PointerError::Missing)?
+            }
+            _ => return Err(PointerError::Missing),
+        };
+    }
+    let text = at.get();
+    Ok(match text.as_bytes().first() {
+        Some(b'n') => Pointed::Null,
+        Some(b't') => Pointed::Bool(true),
+        Some(b'f') => Pointed::Bool(false),
+        Some(b'"') => Pointed::Text(serde_json::from_str(text).map_err(not_json)?),
+        Some(b'{' | b'[') => Pointed::Json(text.to_owned()),
+        _ => Pointed::Number(text.to_owned()),
+    })
+}
+
+/// Finds a string or a number as text: an id.
+///
+/// # Errors
+/// [`PointerError`]; null, booleans, objects and arrays are no ids.
+pub fn text_at(payload: &[u8], pointer: &str) -> Result<String, PointerError> {
+    match find(payload, pointer)? {
+        Pointed::Text(text) | Pointed::Number(text) => Ok(text),
+        _ => Err(PointerError::Missing),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn numbers_keep_their_digits_and_pointers_their_escapes() {
+        let payload = br#"{"a":{"b/c":[1,12345678901234567890.10]},"n":null,"s":"\u00e4","o":{"x":1}}"#;
+        assert_eq!(find(payload, "/a/b~1c/1"), Ok(Pointed::Number("12345678901234567890.10".into())));
+        assert_eq!(find(payload, "/n"), Ok(Pointed::Null));
+        assert_eq!(find(payload, "/s"), Ok(Pointed::Text("ä".into())));
+        assert_eq!(find(payload, "/o"), Ok(Pointed::Json(r#"{"x":1}"#.into())));
+        assert_eq!(find(payload, "/a/x"), Err(PointerError::Missing));
+        assert_eq!(find(payload, "/s/0"), Err(PointerError::Missing));
+        assert!(matches!(find(b"{", "/a"), Err(PointerError::NotJson(_))));
+    }
+}

@@ -1,0 +1,77 @@
+//! W3C trace context: parsed strictly, carried beside the message, never invented.
+//!
+//! Source: W3C Trace Context, level 1, sections 3.2 and 3.3.
+
+/// A `traceparent` and what vendors put beside it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct TraceContext {
+    /// `00-<32 hex>-<16 hex>-<2 hex>`.
+    pub traceparent: String,
+    /// Vendor state, as it came.
+    pub tracestate: Option<String>,
+}
+
+impl TraceContext {
+    /// Takes a `traceparent` in W3C form, or nothing.
+    #[must_use]
+    pub fn parse(traceparent: &str, tracestate: Option<&str>) -> Option<Self> {
+        let bytes = traceparent.as_bytes();
+        let hex = |range: std::ops::Range<usize>| {
+            bytes[range].iter().all(|byte| byte.is_ascii_digit() || (b'a'..=b'f').contains(byte))
+        };
+        let shape = bytes.len() == 55
+            && bytes[2] == b'-'
+            && bytes[35] == b'-'
+            && bytes[52] == b'-'
+            && hex(0..2)
+            && hex(3..35)
+            && hex(36..52)
+            && hex(53..55);
+        if !shape || traceparent.starts_with("ff") {
+            return None;
+        }
+        let zero = |range: std::ops::Range<usize>| bytes[range].iter().all(|byte| *byte == b'0');
+        if zero(3..35) || zero(36..52) {
+            return None;
+        }
+        let state = tracestate.filter(|state| !state.is_empty() && state.len() <= 512 && state.is_ascii());
+        Some(Self { traceparent: traceparent.to_owned(), tracestate: state.map(str::to_owned) })
+    }
+}
+
+/// The trace context of the current `tracing` span, where an OpenTelemetry layer knows it.
+#[cfg(feature = "otel")]
+#[must_use]
+pub fn current_span() -> Option<TraceContext> {
+    use opentelemetry::trace::TraceContextExt;
+    use tracing_opentelemetry::OpenTelemetrySpanExt;
+
+    let context = tracing::Span::current().context();
+    let span = context.span();
+    let span = span.span_context();
+    span.is_valid().then(|| TraceContext {
+        traceparent: format!("00-{}-{}-{:02x}", span.trace_id(), span.span_id(), span.trace_flags().to_u8()),
+        tracestate: Some(span.trace_state().header()).filter(|state| !state.is_empty()),
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_the_w3c_form_is_taken() {
+        let good = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01";
+        assert!(TraceContext::parse(good, None).is_some());
+        for bad in [
+            "",
+            "00-4BF92F3577B34DA6A3CE929D0E0E4736-00f067aa0ba902b7-01",
+            "00-00000000000000000000000000000000-00f067aa0ba902b7-01",
+            "00-4bf92f3577b34da6a3ce929d0e0e4736-0000000000000000-01",
+            "ff-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01",
+            "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01-",
+        ] {
+            assert_eq!(TraceContext::parse(bad, None), None, "{bad}");
+        }
+    }
+}

@@ -1,0 +1,4 @@
+//! Who does the work: relay, consumer, retries, e-mail sender.
+mod handler;
+
+pub use handler::{HandlerTx, MessageHandler};

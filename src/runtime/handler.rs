@@ -1,0 +1,64 @@
+//! What a team implements: a handler that writes through the transaction it is given.
+
+use std::fmt;
+
+use async_trait::async_trait;
+use uuid::Uuid;
+
+use crate::error::{HandlerError, StoreError};
+use crate::message::{Message, NewMessage};
+use crate::store::{Base, InboxTx, Mailbox, NewEmail, Store};
+
+/// The transaction of one message or batch: it also holds the inbox row, so what is written through it commits exactly once.
+///
+/// It has no commit and no rollback: returning `Ok` or `Err` decides.
+pub struct HandlerTx<'t, S: Store> {
+    tx: &'t mut S::Tx,
+    enqueued: &'t mut bool,
+}
+
+impl<'t, S: Store> HandlerTx<'t, S> {
+    pub(crate) fn new(tx: &'t mut S::Tx, enqueued: &'t mut bool) -> Self {
+        Self { tx, enqueued }
+    }
+
+    /// The sqlx connection, inside the transaction. Statements that end the transaction (COMMIT, DDL on MySQL) are found out
+    /// before the commit and make the message dead or tried again.
+    pub fn connection(&mut self) -> &mut <<S as Base>::Db as sqlx::Database>::Connection {
+        self.tx.connection()
+    }
+
+    /// Enqueues a follow-up message in the same transaction.
+    ///
+    /// # Errors
+    /// As [`crate::store::enqueue`].
+    pub async fn enqueue(&mut self, message: NewMessage) -> Result<Uuid, StoreError> {
+        *self.enqueued = true;
+        crate::store::enqueue(self.tx.connection(), message).await
+    }
+
+    /// Stores an e-mail row in the same transaction; false where the unique key is already there.
+    ///
+    /// # Errors
+    /// What the database says.
+    pub async fn queue_email(&mut self, email: &NewEmail) -> Result<bool, StoreError> {
+        <S as Mailbox>::queue_email(self.tx.connection(), email).await
+    }
+}
+
+impl<S: Store> fmt::Debug for HandlerTx<'_, S> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("HandlerTx").finish_non_exhaustive()
+    }
+}
+
+/// Handles messages inside the inbox transaction.
+#[async_trait]
+pub trait MessageHandler<S: Store>: Send + Sync {
+    /// Does the work of one message through `tx`.
+    ///
+    /// # Errors
+    /// Any error is retried under the policy of the consumer unless it is [`HandlerError::terminal`]; nothing that was
+    /// written through `tx` stays.
+    async fn handle(&self, message: &Message, tx: &mut HandlerTx<'_, S>) -> Result<(), HandlerError>;
+}

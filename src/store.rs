@@ -1,0 +1,92 @@
+//! Where state lives: the traits that a database adapter fulfils, one per duty.
+//!
+//! One adapter, one folder, the same file names in each: `connect`, `door`, `schema`, `check`, `relay`, `inbox`, `waiting`,
+//! `operator`, `mailbox`. The suite in [`conformance`] (feature `testing`) is the executable definition and runs on any
+//! adapter.
+//!
+//! Guarantees: time is the database's own; every change of relay state is fenced by an epoch; no statement decides from a
+//! SELECT what a unique key must decide.
+//!
+//! Not here: brokers (the relay and the consumer bring the two together), the decisions themselves (room `policy`).
+
+mod door;
+mod inbox;
+mod mailbox;
+mod operator;
+mod relay;
+mod schema;
+mod waiting;
+
+#[cfg(feature = "testing")]
+pub mod conformance;
+#[cfg(feature = "mysql")]
+pub mod mysql;
+#[cfg(feature = "postgres")]
+pub mod postgres;
+#[cfg(feature = "sqlite")]
+pub mod sqlite;
+
+use std::fmt::Debug;
+use std::future::Future;
+
+pub use door::{Door, commit, enqueue, enqueue_all, enqueued};
+pub use inbox::{Admission, ConsumerId, ConsumerSpec, Inbox, InboxEntry, InboxTx, Known, ParkAs, Parked, Proof};
+pub use mailbox::{EmailOutcome, EmailToSend, Mailbox, NewEmail};
+pub use operator::{
+    ActContext, ConsumerStatus, DeadFilter, DeadMessage, DeadPlace, HistoryEntry, Operator, OperatorAct,
+    OperatorOutcome, ShardStatus, Status,
+};
+pub use relay::{
+    Diversion, DivertedRow, HeldSelect, LeaseAnswer, LeaseRequest, Mark, OperatorRequest, Outbox, OutboxRow, ReadBatch,
+    RelaySession, RequestedAct,
+};
+pub use schema::{AppliedMigration, Finding, MigrationText, Schema, SchemaState, Severity};
+pub use waiting::{ClaimedMessage, Waiting};
+
+/// What every duty needs: a connection pool to one kind of database.
+pub trait Base: Clone + Debug + Send + Sync + 'static {
+    /// The sqlx database of this store; handlers get its connection.
+    type Db: sqlx::Database<Connection: Door>;
+
+    /// `postgres`, `mysql` or `sqlite`, as in URLs.
+    const NAME: &'static str;
+
+    /// The pool all work of this process shares.
+    fn pool(&self) -> &sqlx::Pool<Self::Db>;
+
+    /// Closes the pool and waits until its connections are gone.
+    fn close(&self) -> impl Future<Output = ()> + Send;
+}
+
+/// A database adapter: all duties together.
+pub trait Store: Schema + Outbox + Inbox + Waiting + Operator + Mailbox {}
+
+impl<S: Schema + Outbox + Inbox + Waiting + Operator + Mailbox> Store for S {}
+
+/// How a store connects; the URL decides which adapter.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct StoreOptions {
+    /// `postgres://`, `mysql://` or `sqlite://FILE`. Never printed as it is: see [`crate::error::redact`].
+    pub url: String,
+    /// Upper bound of connections.
+    pub connections_max: u32,
+    /// How long a handler may run; server-side timeouts are set just above it (R28).
+    pub handler_timeout: std::time::Duration,
+    /// A SQLite file that is not there is made only by `migrate up`.
+    pub create: bool,
+    /// A PEM file of certificate authorities to trust instead of the system's.
+    pub ca_file: Option<std::path::PathBuf>,
+}
+
+impl StoreOptions {
+    /// Defaults around a URL: 10 connections, 30 s handlers.
+    pub fn new(url: impl Into<String>) -> Self {
+        Self {
+            url: url.into(),
+            connections_max: 10,
+            handler_timeout: std::time::Duration::from_secs(30),
+            create: false,
+            ca_file: None,
+        }
+    }
+}

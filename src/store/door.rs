@@ -1,0 +1,84 @@
+//! The Rust door: messages into the outbox, in the caller's own transaction.
+//!
+//! Guarantees: one statement a call; every limit is checked before anything is written, the same limits as behind the SQL
+//! doors; a message exists exactly when the caller's transaction committed (G1).
+
+use std::future::Future;
+use std::sync::LazyLock;
+
+use sqlx::{Database, Transaction};
+use tokio::sync::Notify;
+use uuid::Uuid;
+
+use crate::error::StoreError;
+use crate::message::NewMessage;
+
+/// A connection of sqlx that leads to an outbox.
+pub trait Door: Send {
+    /// Writes the messages in one statement and returns their ids, in order.
+    ///
+    /// # Errors
+    /// [`StoreError::Limit`] by name before anything is written, else what the database says.
+    ///
+    /// # Cancel safety
+    /// Dropped before it returns, the statement may or may not have run: roll the transaction back.
+    fn write(&mut self, messages: Vec<NewMessage>) -> impl Future<Output = Result<Vec<Uuid>, StoreError>> + Send;
+}
+
+/// Enqueues one message in the caller's transaction; the answer is its id.
+///
+/// # Errors
+/// [`StoreError::Limit`] where the message breaks a limit, else what the database says. The caller's transaction is to be
+/// rolled back.
+///
+/// # Cancel safety
+/// As [`Door::write`].
+pub async fn enqueue<C: Door>(connection: &mut C, message: NewMessage) -> Result<Uuid, StoreError> {
+    let ids = connection.write(vec![message]).await?;
+    ids.first().copied().ok_or_else(|| StoreError::Corrupt("the outbox returned no id".to_owned()))
+}
+
+/// Enqueues many messages with one statement; the answer is their ids, in order.
+///
+/// # Errors
+/// As [`enqueue`]; one bad message refuses all.
+///
+/// # Cancel safety
+/// As [`Door::write`].
+pub async fn enqueue_all<C: Door>(connection: &mut C, messages: Vec<NewMessage>) -> Result<Vec<Uuid>, StoreError> {
+    if messages.is_empty() {
+        return Ok(Vec::new());
+    }
+    connection.write(messages).await
+}
+
+static HINT: LazyLock<Notify> = LazyLock::new(Notify::new);
+
+/// Waits for the next hint that this process committed messages. A lost hint only delays until the next poll.
+pub async fn enqueued() {
+    HINT.notified().await;
+}
+
+/// Commits and gives a relay in the same process a hint, so that it need not wait for its next poll.
+///
+/// # Errors
+/// [`StoreError::CommitUnknown`] where the connection was lost during COMMIT: find out, do not guess.
+///
+/// # Cancel safety
+/// None: a dropped commit has an unknown outcome.
+pub async fn commit<Db: Database>(transaction: Transaction<'_, Db>) -> Result<(), StoreError> {
+    let outcome = transaction.commit().await.map_err(commit_error);
+    if outcome.is_ok() {
+        HINT.notify_waiters();
+        HINT.notify_one();
+    }
+    outcome
+}
+
+/// An error of COMMIT: a lost connection means that the outcome is unknown.
+pub(crate) fn commit_error(error: sqlx::Error) -> StoreError {
+    match StoreError::from(error) {
+        StoreError::Unavailable(error) => StoreError::CommitUnknown(error),
+        other => other,
+    }
+}

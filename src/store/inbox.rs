@@ -1,0 +1,195 @@
+//! Duty: the inbox and the transaction around a handler.
+//!
+//! The order is fixed (R24): begin, admit (insert first, sorted), blocked keys, handlers, prove (R23), commit. The unique
+//! key decides what is new; nothing is decided from a SELECT.
+
+use std::collections::HashSet;
+use std::future::Future;
+
+use super::Base;
+use crate::error::StoreError;
+use crate::message::{ContentHash, Message, MessageId};
+
+/// A consumer's number in this database.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct ConsumerId(pub i32);
+
+/// How a consumer is registered.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ConsumerSpec {
+    /// Its name.
+    pub name: String,
+    /// Its id rule as text, stored at the first start; another one is refused unless `accept` is set (R31).
+    pub id_rule: String,
+    /// The operator accepts a changed id rule.
+    pub accept: bool,
+}
+
+/// One message to admit.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct InboxEntry {
+    /// Identity.
+    pub id: MessageId,
+    /// What G7 compares.
+    pub hash: ContentHash,
+}
+
+/// What the inbox already had for an id.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Known {
+    /// The hash that stands in the inbox: another one is an alarm.
+    pub hash: ContentHash,
+}
+
+/// The answer of the inbox, in the order of the entries: none where the id is new (its row is inserted now).
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Admission {
+    /// One answer per entry.
+    pub known: Vec<Option<Known>>,
+}
+
+/// As what a message is stored instead of being handled now.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum ParkAs {
+    /// A head that is due after this time.
+    Due(std::time::Duration),
+    /// Behind another message of its key: no due time (R25).
+    Behind,
+    /// Dead; with `holds` later messages of its key are stored behind it.
+    Dead {
+        /// Short reason: `terminal`, `attempts`, `id-reused`, `no-usable-id`, `unhandled`, `too-old`, `from-the-future`,
+        /// `transaction-ended`.
+        reason: String,
+        /// Policy `hold` (true), or `skip` and verdicts.
+        holds: bool,
+    },
+}
+
+/// A message on its way into the waiting table.
+#[derive(Debug, Clone)]
+pub struct Parked {
+    /// The message, whole.
+    pub message: Message,
+    /// As what.
+    pub park_as: ParkAs,
+    /// Tries that were counted so far.
+    pub attempts: u32,
+    /// What the last try said.
+    pub error: Option<String>,
+}
+
+/// What the check before COMMIT found (R23).
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Proof {
+    /// The same transaction, all our inbox rows in it.
+    Same,
+    /// A statement failed and the handler swallowed it: the transaction is aborted. Treated as the handler's failure.
+    Aborted,
+    /// The transaction is another one than the one that inserted our rows: the handler ended it. Look whether the inbox
+    /// rows are committed: if so the message is dead as `transaction-ended`, else the batch is tried again.
+    Ended,
+}
+
+/// Duty: consumers, inbox rows, attempts.
+pub trait Inbox: Base {
+    /// The transaction around a handler.
+    type Tx: InboxTx<Db = Self::Db>;
+
+    /// Registers a consumer at its first start and gives its number.
+    ///
+    /// # Errors
+    /// [`StoreError::Refused`] where the stored id rule is another one.
+    fn register(&self, spec: &ConsumerSpec) -> impl Future<Output = Result<ConsumerId, StoreError>> + Send;
+
+    /// Begins a transaction, READ COMMITTED, on a connection with the session settings the promise needs. Never cancelled
+    /// inside sqlx's `begin()` even if this future is dropped (R28): the adapter begins in a task of its own.
+    fn begin(&self, consumer: ConsumerId) -> impl Future<Output = Result<Self::Tx, StoreError>> + Send;
+
+    /// Which of these ids have a committed inbox row: for suspicion (R26) and `transaction-ended` (R23), never for deduplication.
+    fn known(
+        &self,
+        consumer: ConsumerId,
+        ids: &[MessageId],
+    ) -> impl Future<Output = Result<HashSet<MessageId>, StoreError>> + Send;
+
+    /// Counts a try in a transaction of its own, before the handler runs, and gives the number of this try (1 for the first).
+    fn begin_attempt(
+        &self,
+        consumer: ConsumerId,
+        id: MessageId,
+    ) -> impl Future<Output = Result<u32, StoreError>> + Send;
+
+    /// Counts a try that already failed, with what it said, in a transaction of its own; gives the number of tries so far.
+    fn failed_attempt(
+        &self,
+        consumer: ConsumerId,
+        id: MessageId,
+        error: &str,
+        counted: bool,
+    ) -> impl Future<Output = Result<u32, StoreError>> + Send;
+
+    /// Tries counted so far for these ids; ids without any are left out.
+    fn attempts(
+        &self,
+        consumer: ConsumerId,
+        ids: &[MessageId],
+    ) -> impl Future<Output = Result<Vec<(MessageId, u32)>, StoreError>> + Send;
+
+    /// Notes that a partition was assigned; true where it was found open, so its last owner did not end cleanly (R26).
+    fn open_assignment(
+        &self,
+        consumer: ConsumerId,
+        topic: &str,
+        partition: i32,
+    ) -> impl Future<Output = Result<bool, StoreError>> + Send;
+
+    /// Notes a clean end.
+    fn close_assignment(
+        &self,
+        consumer: ConsumerId,
+        topic: &str,
+        partition: i32,
+    ) -> impl Future<Output = Result<(), StoreError>> + Send;
+}
+
+/// A transaction that holds inbox rows and the handler's effects together. Dropped without commit, it rolls back.
+pub trait InboxTx: Send + 'static {
+    /// The sqlx database.
+    type Db: sqlx::Database;
+
+    /// The connection, inside the transaction: what handlers write through.
+    fn connection(&mut self) -> &mut <Self::Db as sqlx::Database>::Connection;
+
+    /// Inserts the ids, first and sorted, in one statement (R24). Ids must differ from each other. At most one call.
+    fn admit(&mut self, entries: &[InboxEntry]) -> impl Future<Output = Result<Admission, StoreError>> + Send;
+
+    /// Of these lanes (see [`Message::lane_id`]), those with a waiting message or a dead one that holds. A statement of its
+    /// own, after the insert.
+    fn blocked(&mut self, lanes: &[[u8; 16]]) -> impl Future<Output = Result<HashSet<[u8; 16]>, StoreError>> + Send;
+
+    /// Stores messages as waiting or dead. Their inbox rows were inserted by `admit` in this same transaction, except for
+    /// verdicts that leave none. Dead deliveries are unique by (consumer, message id, content hash): a second one is ignored.
+    fn park(&mut self, parked: &[Parked]) -> impl Future<Output = Result<(), StoreError>> + Send;
+
+    /// Takes back inbox rows inserted by `admit` (too old, from the future: R31).
+    fn forget(&mut self, ids: &[MessageId]) -> impl Future<Output = Result<(), StoreError>> + Send;
+
+    /// Removes a claimed waiting message and makes the next of its key due. False where the claim is not ours any more: then
+    /// roll back.
+    fn finish(&mut self, claimed: &super::ClaimedMessage) -> impl Future<Output = Result<bool, StoreError>> + Send;
+
+    /// Deletes the attempt rows of messages that are done with.
+    fn clear_attempts(&mut self, ids: &[MessageId]) -> impl Future<Output = Result<(), StoreError>> + Send;
+
+    /// Proves that this is still the transaction that `admit` (or `finish`) wrote in (R23).
+    fn prove(&mut self) -> impl Future<Output = Result<Proof, StoreError>> + Send;
+
+    /// Commits.
+    ///
+    /// # Errors
+    /// [`StoreError::CommitUnknown`] where the connection was lost: redelivery finds out.
+    fn commit(self) -> impl Future<Output = Result<(), StoreError>> + Send;
+
+    /// Rolls back, explicitly; an error of it closes the connection.
+    fn rollback(self) -> impl Future<Output = Result<(), StoreError>> + Send;
+}

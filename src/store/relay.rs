@@ -1,0 +1,212 @@
+//! Duty: the outbox as its relay sees it.
+//!
+//! A session is one ownership of one shard, from the lease that raised the epoch to the first doubt. It reads new rows in
+//! position order, claims them with a synchronous commit of its own begun after the read (R5), and marks them in order once
+//! the broker has proven them. What the cursor is (gaps and fences, rows present, plain position) is the adapter's own.
+//!
+//! Guarantees: every write is fenced by epoch and revision ([`StoreError::Fenced`] ends the session, nothing changed);
+//! a committed message is read until a mark has proven it or moved it, whole, to dead or held.
+
+use std::future::Future;
+use std::time::Duration;
+
+use super::Base;
+use crate::error::StoreError;
+use crate::message::OutgoingMessage;
+
+/// Who asks for a shard, and for how long at a time.
+#[derive(Debug, Clone)]
+pub struct LeaseRequest {
+    /// The shard; 0 is the only one on MySQL and SQLite.
+    pub shard: i32,
+    /// Host, process and a random part: unique to one relay of one process.
+    pub owner: String,
+    /// Length of the lease, in database time.
+    pub length: Duration,
+}
+
+/// The answer to a request for a lease.
+#[derive(Debug)]
+pub enum LeaseAnswer<T> {
+    /// The shard is ours: the epoch was raised in a synchronous transaction.
+    Taken(T),
+    /// Somebody else's, for at most this long unless renewed.
+    HeldBy {
+        /// The owner's name.
+        owner: String,
+        /// What is left of the lease.
+        left: Duration,
+    },
+    /// There is no such shard.
+    NoShard,
+}
+
+/// A row to publish.
+#[derive(Debug, Clone)]
+pub struct OutboxRow {
+    /// Its position: order, identity of the row.
+    pub position: i64,
+    /// Its bucket.
+    pub bucket: u8,
+    /// The message.
+    pub message: OutgoingMessage,
+}
+
+/// What one read gave: a batch of the window, possibly without rows of ours.
+#[derive(Debug)]
+pub struct ReadBatch {
+    /// Number of this batch within the session, ascending by one.
+    pub batch: u64,
+    /// New rows of this shard, in position order, none of them in flight.
+    pub rows: Vec<OutboxRow>,
+    /// True where there was more to read.
+    pub more: bool,
+    /// True where a claim must follow within a second although there are no rows (gaps found, rows of other shards).
+    pub needs_claim: bool,
+}
+
+/// Why a row leaves the way to the broker.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Diversion {
+    /// Refused for what it is; with `holds` later rows of its key follow it as held.
+    Dead {
+        /// Why the broker refused it.
+        reason: String,
+        /// Policy `hold` (true) or `skip`.
+        holds: bool,
+    },
+    /// Stands behind a dead or held row of its key.
+    HeldBehind,
+    /// Its topic is not there, not routed or denied; released by the relay itself.
+    HeldDestination {
+        /// What the broker said of the destination.
+        reason: String,
+    },
+}
+
+/// What a mark does, in one fenced transaction.
+#[derive(Debug, Clone, Default)]
+pub struct Mark {
+    /// The cursor moves to the end of this batch; all batches up to it are wholly proven or diverted here.
+    pub through: Option<u64>,
+    /// Rows of those batches that are copied whole to the dead and held table.
+    pub diverted: Vec<(i64, Diversion)>,
+    /// Positions of dead or held rows that the broker has proven now: they leave that table.
+    pub released: Vec<i64>,
+    /// Rows of the dead and held table whose state changes (a released row that was refused again).
+    pub changed: Vec<(i64, Diversion)>,
+    /// Dead rows that an operator discarded; the decision is kept.
+    pub discarded: Vec<i64>,
+}
+
+impl Mark {
+    /// True where there is nothing to write.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.through.is_none()
+            && self.diverted.is_empty()
+            && self.released.is_empty()
+            && self.changed.is_empty()
+            && self.discarded.is_empty()
+    }
+}
+
+/// A row of the dead and held table without its message: what [`crate::policy::diversion`] needs.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct DivertedRow {
+    /// Position.
+    pub position: i64,
+    /// Topic.
+    pub topic: String,
+    /// Key.
+    pub key: Option<String>,
+    /// Dead (and whether it holds), held behind, or held for its destination.
+    pub diversion: Diversion,
+}
+
+/// What an operator asked for a dead row.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum RequestedAct {
+    /// Publish it again, with the same id or the one the operator's command put there, then what stands behind it.
+    Redrive,
+    /// Forget it, then publish what stands behind it.
+    Discard,
+}
+
+/// A request that a command wrote into the dead and held table; only the owner of the shard acts on it (R17).
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct OperatorRequest {
+    /// Position of the dead row.
+    pub position: i64,
+    /// Topic.
+    pub topic: String,
+    /// Key.
+    pub key: Option<String>,
+    /// What to do.
+    pub act: RequestedAct,
+}
+
+/// Which dead and held rows to read.
+#[derive(Debug, Clone, Copy)]
+pub enum HeldSelect<'a> {
+    /// All held rows of a topic with reason `destination`, and those behind them.
+    Topic(&'a str),
+    /// The rows of one (topic, key), dead and held.
+    Key(&'a str, &'a str),
+    /// A single row: dead, without a key.
+    Position(i64),
+}
+
+/// Duty: giving out sessions.
+pub trait Outbox: Base {
+    /// The session of this store.
+    type Session: RelaySession;
+
+    /// Takes the lease of a shard in one synchronous transaction, or says who has it. A lease that ends later than now plus
+    /// its length counts as expired: the clock went back (R22). The same owner takes its own lease again at once.
+    ///
+    /// # Cancel safety
+    /// A dropped call may have taken the lease; the next one of the same owner takes it again.
+    fn open(
+        &self,
+        request: &LeaseRequest,
+    ) -> impl Future<Output = Result<LeaseAnswer<Self::Session>, StoreError>> + Send;
+
+    /// The ids of all shards.
+    fn shards(&self) -> impl Future<Output = Result<Vec<i32>, StoreError>> + Send;
+}
+
+/// One ownership of one shard. Any error but [`StoreError::Limit`] is a doubt: drop the session and open a new one.
+///
+/// # Cancel safety
+/// No method may be dropped before it returns unless the session is dropped with it.
+pub trait RelaySession: Send {
+    /// The epoch of this ownership.
+    fn epoch(&self) -> i64;
+
+    /// Reads up to `rows_max` new rows in one snapshot. Fenced: the epoch is checked in the same statement.
+    fn read(&mut self, rows_max: usize) -> impl Future<Output = Result<ReadBatch, StoreError>> + Send;
+
+    /// Commits synchronously, after the read: renews the lease, fences the gaps, and carries a mark where one is due.
+    fn claim(&mut self, mark: Mark) -> impl Future<Output = Result<(), StoreError>> + Send;
+
+    /// Rows of the dead and held table, in position order, at most `limit`: loaded at the start of a session.
+    fn diverted(&mut self, limit: usize) -> impl Future<Output = Result<Vec<DivertedRow>, StoreError>> + Send;
+
+    /// Requests of operators that wait, in position order.
+    fn requests(&mut self) -> impl Future<Output = Result<Vec<OperatorRequest>, StoreError>> + Send;
+
+    /// Dead and held rows above a position, in position order, whole, to be published again.
+    fn held(
+        &mut self,
+        select: HeldSelect<'_>,
+        above: i64,
+        limit: usize,
+    ) -> impl Future<Output = Result<Vec<OutboxRow>, StoreError>> + Send;
+
+    /// Housekeeping between reads, bounded and never in the way of the application: partitions ahead, proven rows deleted.
+    fn tidy(&mut self) -> impl Future<Output = Result<(), StoreError>> + Send;
+
+    /// Gives the lease back, so that a standby need not wait. Fenced.
+    fn release(self) -> impl Future<Output = Result<(), StoreError>> + Send;
+}

@@ -1,0 +1,125 @@
+//! The tables: made by migrations of our own, in a migration table of our own, never by a program on its own accord.
+
+use std::future::Future;
+
+use super::Base;
+use crate::error::StoreError;
+
+/// Where the schema stands.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum SchemaState {
+    /// Nothing of oncebox is there.
+    Missing,
+    /// Older than this program needs.
+    Old {
+        /// Newest applied version.
+        found: i64,
+        /// Version this program needs.
+        needed: i64,
+    },
+    /// What this program was built with.
+    Current(i64),
+    /// Newer than this program knows.
+    Newer {
+        /// Newest applied version.
+        found: i64,
+        /// Newest known version.
+        known: i64,
+    },
+}
+
+impl SchemaState {
+    /// Whether a program may start.
+    ///
+    /// # Errors
+    /// The error that says what to do.
+    pub fn require(self) -> Result<(), StoreError> {
+        match self {
+            Self::Current(_) => Ok(()),
+            Self::Missing => Err(StoreError::SchemaMissing("no table of oncebox is there".to_owned())),
+            Self::Old { found, needed } => Err(StoreError::SchemaOld { found, needed }),
+            Self::Newer { found, known } => Err(StoreError::SchemaNewer { found, known }),
+        }
+    }
+}
+
+/// A migration as text, for `migrate print`.
+#[derive(Debug, Clone, Copy)]
+pub struct MigrationText {
+    /// Version, ascending from 1.
+    pub version: i64,
+    /// What it is for.
+    pub description: &'static str,
+    /// The SQL.
+    pub sql: &'static str,
+}
+
+/// A migration and whether it was applied.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct AppliedMigration {
+    /// Version.
+    pub version: i64,
+    /// What it is for.
+    pub description: String,
+    /// True where the database has it.
+    pub applied: bool,
+}
+
+/// How much a finding matters.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Severity {
+    /// As it should be.
+    Ok,
+    /// Works, but a promise is weaker or trouble is near.
+    Warning,
+    /// Breaks a promise: programs refuse to start.
+    Refused,
+}
+
+/// One answer of a check: what was looked at, how it is, what to do.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Finding {
+    /// What was looked at, for example `sequence cache`.
+    pub name: String,
+    /// How much it matters.
+    pub severity: Severity,
+    /// What was found.
+    pub detail: String,
+    /// What to do, where something is to be done.
+    pub remedy: Option<String>,
+}
+
+impl Finding {
+    /// All is well.
+    pub fn ok(name: impl Into<String>, detail: impl Into<String>) -> Self {
+        Self { name: name.into(), severity: Severity::Ok, detail: detail.into(), remedy: None }
+    }
+
+    /// A promise is weaker.
+    pub fn warning(name: impl Into<String>, detail: impl Into<String>, remedy: impl Into<String>) -> Self {
+        Self { name: name.into(), severity: Severity::Warning, detail: detail.into(), remedy: Some(remedy.into()) }
+    }
+
+    /// A promise is broken.
+    pub fn refused(name: impl Into<String>, detail: impl Into<String>, remedy: impl Into<String>) -> Self {
+        Self { name: name.into(), severity: Severity::Refused, detail: detail.into(), remedy: Some(remedy.into()) }
+    }
+}
+
+/// Duty: the schema.
+pub trait Schema: Base {
+    /// All migrations this program was built with, ascending.
+    fn migrations() -> &'static [MigrationText];
+
+    /// Where the schema stands. A SQLite file that is missing is `Missing`.
+    fn schema(&self) -> impl Future<Output = Result<SchemaState, StoreError>> + Send;
+
+    /// Applies what is missing, under a lock, and says which versions it applied. Safe to run twice and at once.
+    fn migrate(&self) -> impl Future<Output = Result<Vec<i64>, StoreError>> + Send;
+
+    /// Which migrations are known and applied.
+    fn applied(&self) -> impl Future<Output = Result<Vec<AppliedMigration>, StoreError>> + Send;
+
+    /// Settings of server and schema that the promise rests on (R1, R7, R10, R13): run at start and by `doctor`.
+    fn check(&self) -> impl Future<Output = Result<Vec<Finding>, StoreError>> + Send;
+}
