@@ -1,1 +1,3 @@
-//! x
+//! Exactly-once effects over at-least-once brokers.
+
+pub mod policy;
