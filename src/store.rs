@@ -29,7 +29,7 @@ pub mod sqlite;
 use std::fmt::Debug;
 use std::future::Future;
 
-pub use door::{Door, commit, enqueue, enqueue_all, enqueued};
+pub use door::{Door, commit, enqueue, enqueue_all, enqueued, hint};
 pub use inbox::{Admission, ConsumerId, ConsumerSpec, Inbox, InboxEntry, InboxTx, Known, ParkAs, Parked, Proof};
 pub use mailbox::{EmailOutcome, EmailToSend, Mailbox, NewEmail};
 pub use operator::{
@@ -37,7 +37,7 @@ pub use operator::{
     OperatorOutcome, ShardStatus, Status,
 };
 pub use relay::{
-    Diversion, DivertedRow, HeldSelect, LeaseAnswer, LeaseRequest, Mark, OperatorRequest, Outbox, OutboxRow, ReadBatch,
+    Diversion, DivertedRow, LeaseAnswer, LeaseRequest, Mark, OperatorRequest, Outbox, OutboxRow, ReadBatch,
     RelaySession, RequestedAct,
 };
 pub use schema::{AppliedMigration, Finding, MigrationText, Schema, SchemaState, Severity};
