@@ -131,12 +131,7 @@ impl Diversion {
         let topic = self.topics.entry(row.topic.clone()).or_default();
         topic.blocked += usize::from(row.why == Diverted::Destination);
         if let Some(key) = &row.key {
-            topic
-                .keys
-                .entry(key.clone())
-                .or_default()
-                .of(row.why)
-                .insert(row.position);
+            topic.keys.entry(key.clone()).or_default().of(row.why).insert(row.position);
         }
         self.rows.insert(row.position, row);
     }
@@ -168,16 +163,9 @@ impl Diversion {
     /// The rows on their way back, in the position order in which they must be published: not dead, not behind a dead
     /// row of their key, and of a topic whose destination is open. A dead row that was redriven is diverted again as
     /// [`Diverted::BehindDead`] first.
-    pub fn releasable<'a>(
-        &'a self,
-        is_open: impl Fn(&str) -> bool + 'a,
-    ) -> impl Iterator<Item = &'a DivertedRow> {
+    pub fn releasable<'a>(&'a self, is_open: impl Fn(&str) -> bool + 'a) -> impl Iterator<Item = &'a DivertedRow> {
         self.rows.values().filter(move |row| {
-            let key = self
-                .topics
-                .get(&row.topic)
-                .zip(row.key.as_ref())
-                .and_then(|(topic, key)| topic.keys.get(key));
+            let key = self.topics.get(&row.topic).zip(row.key.as_ref()).and_then(|(topic, key)| topic.keys.get(key));
             let first_dead = key.and_then(|key| key.dead.first());
             let free = first_dead.is_none_or(|&dead| row.position < dead);
             row.why != Diverted::Dead && free && is_open(&row.topic)
@@ -186,10 +174,7 @@ impl Diversion {
 
     /// The topics diverted for their destination, for the probe.
     pub fn blocked_topics(&self) -> impl Iterator<Item = &str> {
-        self.topics
-            .iter()
-            .filter(|(_, topic)| topic.blocked > 0)
-            .map(|(name, _)| name.as_str())
+        self.topics.iter().filter(|(_, topic)| topic.blocked > 0).map(|(name, _)| name.as_str())
     }
 
     /// The rows, in position order.
@@ -215,28 +200,16 @@ mod tests {
     use super::*;
 
     fn row(position: i64, topic: &str, key: Option<&str>, why: Diverted) -> DivertedRow {
-        DivertedRow {
-            position,
-            topic: topic.into(),
-            key: key.map(Into::into),
-            why,
-        }
+        DivertedRow { position, topic: topic.into(), key: key.map(Into::into), why }
     }
 
     #[test]
     fn r17_a_dead_row_holds_its_own_key_and_nothing_else() {
         let diversion = Diversion::load([row(1, "payments", Some("a"), Diverted::Dead)]);
-        assert_eq!(
-            diversion.decide("payments", Some("a")),
-            Way::Hold(Behind::Dead)
-        );
+        assert_eq!(diversion.decide("payments", Some("a")), Way::Hold(Behind::Dead));
         assert_eq!(diversion.decide("payments", Some("b")), Way::Send);
         assert_eq!(diversion.decide("payments", None), Way::Send);
-        assert_eq!(
-            diversion.decide("refunds", Some("a")),
-            Way::Send,
-            "a key means topic and key"
-        );
+        assert_eq!(diversion.decide("refunds", Some("a")), Way::Send, "a key means topic and key");
     }
 
     #[test]
@@ -245,10 +218,7 @@ mod tests {
         let held = row(2, "payments", Some("a"), Diverted::BehindDead);
         let mut diversion = Diversion::load([dead, held]);
         assert!(diversion.leave(1));
-        assert_eq!(
-            diversion.decide("payments", Some("a")),
-            Way::Hold(Behind::Dead)
-        );
+        assert_eq!(diversion.decide("payments", Some("a")), Way::Hold(Behind::Dead));
         assert!(diversion.leave(2));
         assert_eq!(diversion.decide("payments", Some("a")), Way::Send);
         assert!(diversion.is_empty() && !diversion.leave(2));
@@ -258,10 +228,7 @@ mod tests {
     fn r17_a_topic_is_diverted_only_while_a_row_held_for_its_destination_stands() {
         let mut diversion = Diversion::load([row(5, "payments", None, Diverted::Destination)]);
         for key in [Some("a"), None] {
-            assert_eq!(
-                diversion.decide("payments", key),
-                Way::Hold(Behind::Destination)
-            );
+            assert_eq!(diversion.decide("payments", key), Way::Hold(Behind::Destination));
         }
         assert_eq!(diversion.blocked_topics().collect::<Vec<_>>(), ["payments"]);
         diversion.leave(5);
@@ -280,26 +247,13 @@ mod tests {
         let dead = row(1, "payments", Some("a"), Diverted::Dead);
         let blocked = row(2, "payments", Some("b"), Diverted::Destination);
         let mut diversion = Diversion::load([dead, blocked]);
-        assert_eq!(
-            diversion.decide("payments", Some("a")),
-            Way::Hold(Behind::Dead)
-        );
-        assert_eq!(
-            diversion.decide("payments", Some("b")),
-            Way::Hold(Behind::Destination)
-        );
+        assert_eq!(diversion.decide("payments", Some("a")), Way::Hold(Behind::Dead));
+        assert_eq!(diversion.decide("payments", Some("b")), Way::Hold(Behind::Destination));
         // On its way back, the blocked row is refused for what it is.
         diversion.divert(row(3, "payments", Some("b"), Diverted::Destination));
         diversion.divert(row(2, "payments", Some("b"), Diverted::Dead));
-        assert_eq!(
-            diversion.decide("payments", Some("b")),
-            Way::Hold(Behind::Dead)
-        );
-        assert_eq!(
-            diversion.releasable(|_| true).count(),
-            0,
-            "row 3 stands behind the dead one, whatever its reason"
-        );
+        assert_eq!(diversion.decide("payments", Some("b")), Way::Hold(Behind::Dead));
+        assert_eq!(diversion.releasable(|_| true).count(), 0, "row 3 stands behind the dead one, whatever its reason");
     }
 
     #[test]
@@ -312,25 +266,14 @@ mod tests {
             row(5, "refunds", None, Diverted::Destination),
         ]);
         let positions = |diversion: &Diversion, open: &'static [&str]| -> Vec<i64> {
-            diversion
-                .releasable(move |topic| open.contains(&topic))
-                .map(|row| row.position)
-                .collect()
+            diversion.releasable(move |topic| open.contains(&topic)).map(|row| row.position).collect()
         };
         assert!(positions(&diversion, &["payments"]).is_empty());
         diversion.divert(row(1, "payments", Some("a"), Diverted::BehindDead));
-        assert_eq!(
-            positions(&diversion, &["payments"]),
-            [1, 2],
-            "1 was redriven"
-        );
+        assert_eq!(positions(&diversion, &["payments"]), [1, 2], "1 was redriven");
         assert_eq!(positions(&diversion, &["payments", "refunds"]), [1, 2, 5]);
         diversion.leave(3);
-        assert_eq!(
-            positions(&diversion, &["payments"]),
-            [1, 2, 4],
-            "3 was discarded"
-        );
+        assert_eq!(positions(&diversion, &["payments"]), [1, 2, 4], "3 was discarded");
     }
 
     #[test]

@@ -99,10 +99,7 @@ impl Isolation {
     /// How the next session sends. Of several rows to isolate, the first is.
     #[must_use]
     pub fn mode(&self) -> Mode {
-        let isolated = self
-            .suspects
-            .iter()
-            .find(|(_, suspect)| suspect.is_isolated());
+        let isolated = self.suspects.iter().find(|(_, suspect)| suspect.is_isolated());
         isolated.map_or(Mode::Window, |(&position, _)| Mode::Alone(position))
     }
 
@@ -116,11 +113,7 @@ impl Isolation {
     /// A probe on a fresh session succeeded: Kafka knows a leader for the row's topic; RabbitMQ opened a channel and
     /// declared the exchange passively.
     pub fn on_probe_succeeded(&mut self) {
-        if let Some(suspect) = self
-            .suspects
-            .values_mut()
-            .find(|suspect| suspect.is_isolated())
-        {
+        if let Some(suspect) = self.suspects.values_mut().find(|suspect| suspect.is_isolated()) {
             suspect.probed = true;
         }
     }
@@ -166,36 +159,22 @@ impl Suspect {
     }
 
     fn ended_in_window(&mut self, cause: Cause) -> Verdict {
-        if cause
-            == (Cause::Stalled {
-                broker_answers: false,
-            })
-        {
+        if cause == (Cause::Stalled { broker_answers: false }) {
             return Verdict::Again;
         }
         self.ends = self.ends.saturating_add(1);
-        if self.is_isolated() {
-            Verdict::Alone
-        } else {
-            Verdict::Again
-        }
+        if self.is_isolated() { Verdict::Alone } else { Verdict::Again }
     }
 
     fn ended_alone(&mut self, cause: Cause) -> Verdict {
         match cause {
             Cause::Message => Verdict::Dead,
             // It was not refused, and nothing ended: whatever blocks is the destination's.
-            Cause::Stalled {
-                broker_answers: true,
-            } => Verdict::Divert,
+            Cause::Stalled { broker_answers: true } => Verdict::Divert,
             Cause::Lost if self.ends_alone == 0 || self.probed => {
                 self.ends_alone += 1;
                 self.probed = false;
-                if self.ends_alone >= ENDS_ALONE_BEFORE_DEAD {
-                    Verdict::Dead
-                } else {
-                    Verdict::Alone
-                }
+                if self.ends_alone >= ENDS_ALONE_BEFORE_DEAD { Verdict::Dead } else { Verdict::Alone }
             }
             // Without a probe between them, two ends may be one outage. A nack ended nothing by itself.
             _ => Verdict::Alone,
@@ -223,10 +202,7 @@ mod tests {
         assert_eq!(isolation.on_session_end(ROW, Cause::Lost), Verdict::Again);
         assert_eq!(isolation.on_session_end(41, Cause::Lost), Verdict::Again);
         assert_eq!(isolation.mode(), Mode::Window);
-        assert_eq!(
-            isolation.on_session_end(ROW, Cause::Message),
-            Verdict::Alone
-        );
+        assert_eq!(isolation.on_session_end(ROW, Cause::Message), Verdict::Alone);
         assert_eq!(isolation.mode(), Mode::Alone(ROW));
         isolation.on_settled(ROW);
         assert_eq!(isolation.mode(), Mode::Window);
@@ -239,11 +215,7 @@ mod tests {
             isolation.on_session_end(position, Cause::Message);
         }
         assert_eq!(isolation.mode(), Mode::Alone(ROW));
-        assert_eq!(
-            isolation.on_session_end(41, Cause::Message),
-            Verdict::Alone,
-            "it was not alone"
-        );
+        assert_eq!(isolation.on_session_end(41, Cause::Message), Verdict::Alone, "it was not alone");
         assert_eq!(isolation.on_session_end(ROW, Cause::Message), Verdict::Dead);
         assert_eq!(isolation.mode(), Mode::Alone(41));
         assert_eq!(isolation.on_session_end(41, Cause::Message), Verdict::Dead);
@@ -273,25 +245,14 @@ mod tests {
         let mut isolation = alone();
         for _ in 0..10 {
             isolation.on_probe_succeeded();
-            assert_eq!(
-                isolation.on_session_end(ROW, Cause::NotConnected),
-                Verdict::Again
-            );
-            assert_eq!(
-                isolation.on_session_end(ROW, Cause::NothingSent),
-                Verdict::Again
-            );
+            assert_eq!(isolation.on_session_end(ROW, Cause::NotConnected), Verdict::Again);
+            assert_eq!(isolation.on_session_end(ROW, Cause::NothingSent), Verdict::Again);
         }
         assert_eq!(isolation.mode(), Mode::Alone(ROW));
         let mut fresh = Isolation::new();
         for _ in 0..10 {
             fresh.on_session_end(ROW, Cause::NotConnected);
-            fresh.on_session_end(
-                ROW,
-                Cause::Stalled {
-                    broker_answers: false,
-                },
-            );
+            fresh.on_session_end(ROW, Cause::Stalled { broker_answers: false });
         }
         assert_eq!(fresh.mode(), Mode::Window);
     }
@@ -299,14 +260,8 @@ mod tests {
     #[test]
     fn r16_a_message_that_the_broker_refuses_is_dead_only_when_it_was_sent_alone() {
         let mut isolation = Isolation::new();
-        assert_eq!(
-            isolation.on_session_end(ROW, Cause::Message),
-            Verdict::Again
-        );
-        assert_eq!(
-            isolation.on_session_end(ROW, Cause::Message),
-            Verdict::Alone
-        );
+        assert_eq!(isolation.on_session_end(ROW, Cause::Message), Verdict::Again);
+        assert_eq!(isolation.on_session_end(ROW, Cause::Message), Verdict::Alone);
         assert_eq!(isolation.on_session_end(ROW, Cause::Message), Verdict::Dead);
         assert_eq!(isolation.mode(), Mode::Window);
     }
@@ -333,16 +288,10 @@ mod tests {
 
     #[test]
     fn r16_what_speaks_of_the_destination_diverts_and_never_kills() {
-        assert_eq!(
-            Isolation::new().on_session_end(ROW, Cause::Destination),
-            Verdict::Divert
-        );
+        assert_eq!(Isolation::new().on_session_end(ROW, Cause::Destination), Verdict::Divert);
         let mut isolation = alone();
         isolation.on_session_end(ROW, Cause::Lost);
-        assert_eq!(
-            isolation.on_session_end(ROW, Cause::Destination),
-            Verdict::Divert
-        );
+        assert_eq!(isolation.on_session_end(ROW, Cause::Destination), Verdict::Divert);
         assert_eq!(isolation.mode(), Mode::Window);
     }
 
@@ -363,24 +312,8 @@ mod tests {
         let mut isolation = alone();
         for _ in 0..10 {
             isolation.on_probe_succeeded();
-            assert_eq!(
-                isolation.on_session_end(
-                    ROW,
-                    Cause::Stalled {
-                        broker_answers: false
-                    }
-                ),
-                Verdict::Alone
-            );
+            assert_eq!(isolation.on_session_end(ROW, Cause::Stalled { broker_answers: false }), Verdict::Alone);
         }
-        assert_eq!(
-            isolation.on_session_end(
-                ROW,
-                Cause::Stalled {
-                    broker_answers: true
-                }
-            ),
-            Verdict::Divert
-        );
+        assert_eq!(isolation.on_session_end(ROW, Cause::Stalled { broker_answers: true }), Verdict::Divert);
     }
 }

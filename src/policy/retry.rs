@@ -94,11 +94,7 @@ impl RetryPolicy {
     /// because one that did not would never end.
     #[must_use]
     pub fn next_after(&self, failed: u32, asked: Duration) -> Decision {
-        if failed >= self.max_attempts {
-            Decision::Dead
-        } else {
-            Decision::Wait(asked.min(self.cap))
-        }
+        if failed >= self.max_attempts { Decision::Dead } else { Decision::Wait(asked.min(self.cap)) }
     }
 
     /// The wait number `n`, counted from 1.
@@ -107,8 +103,7 @@ impl RetryPolicy {
         let cap = self.cap.as_secs_f64();
         let full = self.base.as_secs_f64() * self.multiplier.max(1.0).powi(exponent);
         let off = fraction(self.jitter) * fraction(chance);
-        Duration::try_from_secs_f64(full.min(cap) * (1.0 - off))
-            .map_or(self.cap, |wait| wait.min(self.cap))
+        Duration::try_from_secs_f64(full.min(cap) * (1.0 - off)).map_or(self.cap, |wait| wait.min(self.cap))
     }
 
     /// Checks the settings.
@@ -135,11 +130,7 @@ impl RetryPolicy {
 
 /// A draw or a share as a number from 0 to 1, also when it is none.
 pub(super) fn fraction(share: f64) -> f64 {
-    if share.is_nan() {
-        0.0
-    } else {
-        share.clamp(0.0, 1.0)
-    }
+    if share.is_nan() { 0.0 } else { share.clamp(0.0, 1.0) }
 }
 
 impl fmt::Display for RetryPolicyError {
@@ -175,45 +166,23 @@ mod tests {
         let decisions: Vec<Decision> = (1..=8).map(|failed| STEADY.next(failed, 0.5)).collect();
         let in_place = Decision::InPlace(Duration::from_millis(50));
         let wait = |seconds| Decision::Wait(Duration::from_secs(seconds));
-        let expected = [
-            in_place,
-            in_place,
-            wait(1),
-            wait(2),
-            wait(4),
-            wait(5),
-            Decision::Dead,
-            Decision::Dead,
-        ];
+        let expected = [in_place, in_place, wait(1), wait(2), wait(4), wait(5), Decision::Dead, Decision::Dead];
         assert_eq!(decisions, expected);
     }
 
     #[test]
     fn chance_only_shortens_a_wait_and_never_beyond_the_jitter() {
-        let policy = RetryPolicy {
-            jitter: 0.25,
-            ..STEADY
-        };
+        let policy = RetryPolicy { jitter: 0.25, ..STEADY };
         assert_eq!(policy.next(4, 0.0), Decision::Wait(Duration::from_secs(2)));
-        assert_eq!(
-            policy.next(4, 1.0),
-            Decision::Wait(Duration::from_millis(1_500))
-        );
-        assert_eq!(
-            policy.next(4, f64::NAN),
-            Decision::Wait(Duration::from_secs(2)),
-            "a broken draw does no harm"
-        );
+        assert_eq!(policy.next(4, 1.0), Decision::Wait(Duration::from_millis(1_500)));
+        assert_eq!(policy.next(4, f64::NAN), Decision::Wait(Duration::from_secs(2)), "a broken draw does no harm");
     }
 
     #[test]
     fn a_handler_that_asks_for_a_time_gets_it_up_to_the_cap_and_the_attempt_counts() {
         let asked = Duration::from_secs(3);
         assert_eq!(STEADY.next_after(1, asked), Decision::Wait(asked));
-        assert_eq!(
-            STEADY.next_after(6, Duration::MAX),
-            Decision::Wait(Duration::from_secs(5))
-        );
+        assert_eq!(STEADY.next_after(6, Duration::MAX), Decision::Wait(Duration::from_secs(5)));
         assert_eq!(STEADY.next_after(7, asked), Decision::Dead);
     }
 
@@ -222,62 +191,14 @@ mod tests {
         let good = RetryPolicy::default();
         assert_eq!(good.validate(), Ok(()));
         for (bad, error) in [
-            (
-                RetryPolicy {
-                    max_attempts: 0,
-                    ..good
-                },
-                RetryPolicyError::NoAttempt,
-            ),
-            (
-                RetryPolicy {
-                    base: Duration::ZERO,
-                    ..good
-                },
-                RetryPolicyError::NoBase,
-            ),
-            (
-                RetryPolicy {
-                    cap: Duration::from_millis(999),
-                    ..good
-                },
-                RetryPolicyError::CapBelowBase,
-            ),
-            (
-                RetryPolicy {
-                    multiplier: 0.5,
-                    ..good
-                },
-                RetryPolicyError::Multiplier,
-            ),
-            (
-                RetryPolicy {
-                    multiplier: f64::NAN,
-                    ..good
-                },
-                RetryPolicyError::Multiplier,
-            ),
-            (
-                RetryPolicy {
-                    multiplier: f64::INFINITY,
-                    ..good
-                },
-                RetryPolicyError::Multiplier,
-            ),
-            (
-                RetryPolicy {
-                    jitter: -0.1,
-                    ..good
-                },
-                RetryPolicyError::Jitter,
-            ),
-            (
-                RetryPolicy {
-                    jitter: f64::NAN,
-                    ..good
-                },
-                RetryPolicyError::Jitter,
-            ),
+            (RetryPolicy { max_attempts: 0, ..good }, RetryPolicyError::NoAttempt),
+            (RetryPolicy { base: Duration::ZERO, ..good }, RetryPolicyError::NoBase),
+            (RetryPolicy { cap: Duration::from_millis(999), ..good }, RetryPolicyError::CapBelowBase),
+            (RetryPolicy { multiplier: 0.5, ..good }, RetryPolicyError::Multiplier),
+            (RetryPolicy { multiplier: f64::NAN, ..good }, RetryPolicyError::Multiplier),
+            (RetryPolicy { multiplier: f64::INFINITY, ..good }, RetryPolicyError::Multiplier),
+            (RetryPolicy { jitter: -0.1, ..good }, RetryPolicyError::Jitter),
+            (RetryPolicy { jitter: f64::NAN, ..good }, RetryPolicyError::Jitter),
         ] {
             assert_eq!(bad.validate(), Err(error));
         }

@@ -28,28 +28,16 @@ pub struct Part {
 /// in the batch gives the batch as it was.
 #[must_use]
 pub fn around(batch: Range<usize>, failed: usize) -> Vec<Part> {
-    let together = |messages: Range<usize>| Part {
-        messages,
-        alone: false,
-    };
+    let together = |messages: Range<usize>| Part { messages, alone: false };
     if !batch.contains(&failed) {
-        return [together(batch)]
-            .into_iter()
-            .filter(|part| !part.messages.is_empty())
-            .collect();
+        return [together(batch)].into_iter().filter(|part| !part.messages.is_empty()).collect();
     }
     let parts = [
         together(batch.start..failed),
-        Part {
-            messages: failed..failed + 1,
-            alone: true,
-        },
+        Part { messages: failed..failed + 1, alone: true },
         together(failed + 1..batch.end),
     ];
-    parts
-        .into_iter()
-        .filter(|part| !part.messages.is_empty())
-        .collect()
+    parts.into_iter().filter(|part| !part.messages.is_empty()).collect()
 }
 
 /// The plan for a batch that failed as a whole, as under a handler of batches or a constraint checked at COMMIT: two
@@ -57,10 +45,7 @@ pub fn around(batch: Range<usize>, failed: usize) -> Vec<Part> {
 #[must_use]
 pub fn without_blame(batch: Range<usize>) -> Vec<Part> {
     let alone = batch.len() == 1;
-    halves(batch)
-        .into_iter()
-        .map(|messages| Part { messages, alone })
-        .collect()
+    halves(batch).into_iter().map(|messages| Part { messages, alone }).collect()
 }
 
 /// The tries of one batch that failed through nobody's fault: a deadlock, a lost connection, a full database.
@@ -103,33 +88,18 @@ impl NobodysFault {
     #[must_use]
     pub fn again(self, chance: f64) -> Again {
         let times = self.times.saturating_add(1);
-        let full = PAUSE_FIRST
-            .saturating_mul(1_u32.checked_shl(times - 1).unwrap_or(u32::MAX))
-            .min(PAUSE_MAX);
+        let full = PAUSE_FIRST.saturating_mul(1_u32.checked_shl(times - 1).unwrap_or(u32::MAX)).min(PAUSE_MAX);
         let pause = full.mul_f64(0.5 + 0.5 * fraction(chance));
         // The count goes on in the halves: pauses keep growing while the cause lasts.
-        let parts = if times.is_multiple_of(TIMES_BEFORE_HALVING) {
-            halves(self.batch)
-        } else {
-            vec![self.batch]
-        };
-        Again {
-            parts: parts
-                .into_iter()
-                .map(|batch| Self { batch, times })
-                .collect(),
-            pause,
-        }
+        let parts = if times.is_multiple_of(TIMES_BEFORE_HALVING) { halves(self.batch) } else { vec![self.batch] };
+        Again { parts: parts.into_iter().map(|batch| Self { batch, times }).collect(), pause }
     }
 }
 
 /// Two halves, the first not smaller; one message, or none, is not divided.
 fn halves(batch: Range<usize>) -> Vec<Range<usize>> {
     let middle = batch.start + batch.len().div_ceil(2);
-    [batch.start..middle, middle..batch.end]
-        .into_iter()
-        .filter(|half| !half.is_empty())
-        .collect()
+    [batch.start..middle, middle..batch.end].into_iter().filter(|half| !half.is_empty()).collect()
 }
 
 #[cfg(test)]
@@ -137,18 +107,12 @@ mod tests {
     use super::*;
 
     fn shape(parts: &[Part]) -> Vec<(usize, usize, bool)> {
-        parts
-            .iter()
-            .map(|part| (part.messages.start, part.messages.end, part.alone))
-            .collect()
+        parts.iter().map(|part| (part.messages.start, part.messages.end, part.alone)).collect()
     }
 
     #[test]
     fn r27_the_part_before_runs_then_the_failed_message_alone_then_the_rest() {
-        assert_eq!(
-            shape(&around(0..5, 2)),
-            [(0, 2, false), (2, 3, true), (3, 5, false)]
-        );
+        assert_eq!(shape(&around(0..5, 2)), [(0, 2, false), (2, 3, true), (3, 5, false)]);
         assert_eq!(shape(&around(0..5, 0)), [(0, 1, true), (1, 5, false)]);
         assert_eq!(shape(&around(3..5, 4)), [(3, 4, false), (4, 5, true)]);
         assert_eq!(shape(&around(0..1, 0)), [(0, 1, true)]);
@@ -166,10 +130,7 @@ mod tests {
     #[test]
     fn r27_nobodys_failure_is_tried_again_whole_and_halved_after_the_third_time() {
         let ends = |parts: &[NobodysFault]| -> Vec<(usize, usize)> {
-            parts
-                .iter()
-                .map(|part| (part.batch().start, part.batch().end))
-                .collect()
+            parts.iter().map(|part| (part.batch().start, part.batch().end)).collect()
         };
         let mut batch = NobodysFault::none(0..5);
         for _ in 0..2 {

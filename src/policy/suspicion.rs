@@ -48,9 +48,7 @@ impl Suspicion {
     /// not know.
     #[must_use]
     pub fn found_open(max_in_flight: usize) -> Self {
-        Self {
-            unknown_left: max_in_flight,
-        }
+        Self { unknown_left: max_in_flight }
     }
 
     /// How this delivery runs. Call it once for each delivery, and again after each failed try.
@@ -61,11 +59,7 @@ impl Suspicion {
         // A failed try is not another delivery: it takes nothing from the count.
         let among_first = !facts.failed && self.unknown_left > 0;
         self.unknown_left -= usize::from(among_first);
-        if facts.failed || facts.redelivered || among_first {
-            Run::Alone
-        } else {
-            Run::InBatch
-        }
+        if facts.failed || facts.redelivered || among_first { Run::Alone } else { Run::InBatch }
     }
 
     /// Whether unknown deliveries still run alone.
@@ -79,11 +73,7 @@ impl Suspicion {
 mod tests {
     use super::*;
 
-    const NEW: Facts = Facts {
-        known: false,
-        failed: false,
-        redelivered: false,
-    };
+    const NEW: Facts = Facts { known: false, failed: false, redelivered: false };
 
     #[test]
     fn r26_without_suspicion_nothing_runs_alone() {
@@ -91,25 +81,12 @@ mod tests {
         for _ in 0..100 {
             assert_eq!(suspicion.judge(NEW), Run::InBatch);
         }
-        assert_eq!(
-            suspicion.judge(Facts {
-                failed: true,
-                ..NEW
-            }),
-            Run::Alone
-        );
-        assert_eq!(
-            suspicion.judge(Facts {
-                redelivered: true,
-                ..NEW
-            }),
-            Run::Alone
-        );
+        assert_eq!(suspicion.judge(Facts { failed: true, ..NEW }), Run::Alone);
+        assert_eq!(suspicion.judge(Facts { redelivered: true, ..NEW }), Run::Alone);
     }
 
     #[test]
-    fn r26_the_first_deliveries_that_the_inbox_did_not_know_run_alone_and_known_ones_do_not_count()
-    {
+    fn r26_the_first_deliveries_that_the_inbox_did_not_know_run_alone_and_known_ones_do_not_count() {
         let mut suspicion = Suspicion::found_open(2);
         let known = Facts { known: true, ..NEW };
         for _ in 0..50 {
@@ -126,13 +103,7 @@ mod tests {
     #[test]
     fn r26_a_failed_try_is_no_new_delivery() {
         let mut suspicion = Suspicion::found_open(1);
-        assert_eq!(
-            suspicion.judge(Facts {
-                failed: true,
-                ..NEW
-            }),
-            Run::Alone
-        );
+        assert_eq!(suspicion.judge(Facts { failed: true, ..NEW }), Run::Alone);
         assert!(suspicion.is_active());
         assert_eq!(suspicion.judge(NEW), Run::Alone);
     }
@@ -140,13 +111,6 @@ mod tests {
     #[test]
     fn r26_a_duplicate_never_runs_alone_because_no_handler_runs() {
         let mut suspicion = Suspicion::found_open(1);
-        assert_eq!(
-            suspicion.judge(Facts {
-                known: true,
-                failed: false,
-                redelivered: true
-            }),
-            Run::InBatch
-        );
+        assert_eq!(suspicion.judge(Facts { known: true, failed: false, redelivered: true }), Run::InBatch);
     }
 }

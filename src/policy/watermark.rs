@@ -55,12 +55,7 @@ impl Watermark {
     /// With room for this many deliveries above the mark.
     #[must_use]
     pub fn new(capacity: usize) -> Self {
-        Self {
-            capacity,
-            above: VecDeque::new(),
-            unfinished: 0,
-            mark: None,
-        }
+        Self { capacity, above: VecDeque::new(), unfinished: 0, mark: None }
     }
 
     /// Notes a delivery. They come in ascending order.
@@ -72,10 +67,7 @@ impl Watermark {
         if let Some(last) = self.last()
             && sequence <= last
         {
-            return Err(WatermarkError::NotAscending {
-                last,
-                next: sequence,
-            });
+            return Err(WatermarkError::NotAscending { last, next: sequence });
         }
         if self.room() == 0 {
             return Err(WatermarkError::Full);
@@ -87,10 +79,7 @@ impl Watermark {
 
     /// Notes that a delivery is finished: its transaction committed. Says whether it was in flight.
     pub fn finished(&mut self, sequence: i64) -> bool {
-        let Ok(index) = self
-            .above
-            .binary_search_by_key(&sequence, |&(number, _)| number)
-        else {
+        let Ok(index) = self.above.binary_search_by_key(&sequence, |&(number, _)| number) else {
             return false;
         };
         if std::mem::replace(&mut self.above[index].1, true) {
@@ -135,10 +124,7 @@ impl Watermark {
 impl fmt::Display for WatermarkError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Full => write!(
-                f,
-                "no room for another delivery until the oldest is finished"
-            ),
+            Self::Full => write!(f, "no room for another delivery until the oldest is finished"),
             Self::NotAscending { last, next } => write!(f, "delivery {next} came after {last}"),
         }
     }
@@ -158,15 +144,9 @@ mod tests {
         }
         assert!(mark.finished(9));
         assert!(mark.finished(5));
-        assert_eq!(
-            (mark.committable(), mark.in_flight(), mark.waits_for()),
-            (None, 1, Some(3))
-        );
+        assert_eq!((mark.committable(), mark.in_flight(), mark.waits_for()), (None, 1, Some(3)));
         assert!(mark.finished(3));
-        assert_eq!(
-            (mark.committable(), mark.in_flight(), mark.waits_for()),
-            (Some(9), 0, None)
-        );
+        assert_eq!((mark.committable(), mark.in_flight(), mark.waits_for()), (Some(9), 0, None));
     }
 
     #[test]
@@ -184,11 +164,7 @@ mod tests {
         let mut mark = Watermark::new(2);
         assert_eq!(mark.delivered(1).and(mark.delivered(2)), Ok(()));
         mark.finished(2);
-        assert_eq!(
-            mark.delivered(3),
-            Err(WatermarkError::Full),
-            "what is finished above a hole still takes room"
-        );
+        assert_eq!(mark.delivered(3), Err(WatermarkError::Full), "what is finished above a hole still takes room");
         mark.finished(1);
         assert_eq!(mark.delivered(3), Ok(()));
     }
@@ -197,14 +173,8 @@ mod tests {
     fn a_number_that_does_not_ascend_is_refused_also_when_all_are_finished() {
         let mut mark = Watermark::new(2);
         assert_eq!(mark.delivered(5), Ok(()));
-        assert_eq!(
-            mark.delivered(5),
-            Err(WatermarkError::NotAscending { last: 5, next: 5 })
-        );
+        assert_eq!(mark.delivered(5), Err(WatermarkError::NotAscending { last: 5, next: 5 }));
         mark.finished(5);
-        assert_eq!(
-            mark.delivered(4),
-            Err(WatermarkError::NotAscending { last: 5, next: 4 })
-        );
+        assert_eq!(mark.delivered(4), Err(WatermarkError::NotAscending { last: 5, next: 4 }));
     }
 }

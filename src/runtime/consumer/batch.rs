@@ -237,7 +237,8 @@ async fn look_after_ended<S: Store>(
     const ENDED: &str = "the handler ended the transaction it was given";
     let ids: Vec<MessageId> = handled.iter().map(|index| items[*index].message.id).collect();
     let known = shared.store.known(consumer, &ids).await?;
-    let committed: Vec<usize> = handled.iter().copied().filter(|index| known.contains(&items[*index].message.id)).collect();
+    let committed: Vec<usize> =
+        handled.iter().copied().filter(|index| known.contains(&items[*index].message.id)).collect();
     Ok(match handled.as_slice() {
         _ if !committed.is_empty() => BatchEnd::Ended(committed),
         [only] => BatchEnd::Failed(*only, HandlerError::retryable(ENDED)),

@@ -205,7 +205,8 @@ impl<S: Store> Intake<'_, S> {
     }
 
     async fn give_up_if_drained(&mut self, id: &PartitionId) {
-        let drained = self.sources.get(id).is_some_and(|assigned| assigned.giving_up.is_some() && assigned.outstanding == 0);
+        let drained =
+            self.sources.get(id).is_some_and(|assigned| assigned.giving_up.is_some() && assigned.outstanding == 0);
         if !drained {
             return;
         }
@@ -245,7 +246,9 @@ impl<S: Store> Intake<'_, S> {
         if assigned.giving_up.as_ref().is_some_and(|giving_up| giving_up.lost) {
             return;
         }
-        let Some(through) = assigned.mark.committable().filter(|mark| Some(*mark) != assigned.acknowledged) else { return };
+        let Some(through) = assigned.mark.committable().filter(|mark| Some(*mark) != assigned.acknowledged) else {
+            return;
+        };
         assigned.acknowledged = Some(through);
         if let Err(error) = self.subscriber.acknowledge(id, through).await {
             // No loss: the message comes again and the inbox knows it.

@@ -69,9 +69,8 @@ impl Item {
     pub(super) fn lane(&self, lanes: usize) -> usize {
         let bytes = self.message.lane_id().unwrap_or_else(|| self.message.id.bytes());
         // The last bytes: the first ones of a v7 id are its time.
-        let number = u64::from_be_bytes([
-            bytes[8], bytes[9], bytes[10], bytes[11], bytes[12], bytes[13], bytes[14], bytes[15],
-        ]);
+        let number =
+            u64::from_be_bytes([bytes[8], bytes[9], bytes[10], bytes[11], bytes[12], bytes[13], bytes[14], bytes[15]]);
         usize::try_from(number % lanes.max(1) as u64).unwrap_or(0)
     }
 }

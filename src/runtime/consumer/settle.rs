@@ -19,12 +19,8 @@ pub(super) async fn park<S: Store>(lane: &mut Lane<S>, item: Item, park_as: Park
             tracing::warn!(consumer = %lane.shared.options.name, id = %item.message.id, tries, %error, "a message waits for a retry");
         }
     }
-    let parked = Parked {
-        message: item.message.clone(),
-        park_as,
-        attempts: tries,
-        error: Some(error.message().to_owned()),
-    };
+    let parked =
+        Parked { message: item.message.clone(), park_as, attempts: tries, error: Some(error.message().to_owned()) };
     loop {
         match store(lane, &item, &parked).await {
             Ok(stored) => {
