@@ -8,6 +8,8 @@
 pub mod consumer;
 mod handler;
 pub mod pace;
+pub mod relay;
 
 pub use consumer::{Consumer, ConsumerEnd, ConsumerOptions, DeadPolicy, Handlers, Unhandled};
 pub use handler::{HandlerTx, MessageHandler};
+pub use relay::{Relay, RelayEnd, RelayOptions};

@@ -37,7 +37,7 @@ pub use operator::{
     OperatorOutcome, ShardStatus, Status,
 };
 pub use relay::{
-    Diversion, DivertedRow, HeldSelect, LeaseAnswer, LeaseRequest, Mark, OperatorRequest, Outbox, OutboxRow, ReadBatch,
+    Diversion, DivertedRow, LeaseAnswer, LeaseRequest, Mark, OperatorRequest, Outbox, OutboxRow, ReadBatch,
     RelaySession, RequestedAct,
 };
 pub use schema::{AppliedMigration, Finding, MigrationText, Schema, SchemaState, Severity};

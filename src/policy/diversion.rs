@@ -172,6 +172,14 @@ impl Diversion {
         })
     }
 
+    /// Whether a row on its way back still is: it is known, not dead, and no older row of its key is dead.
+    #[must_use]
+    pub fn is_free(&self, position: i64) -> bool {
+        let Some(row) = self.rows.get(&position).filter(|row| row.why != Diverted::Dead) else { return false };
+        let key = self.topics.get(&row.topic).zip(row.key.as_ref()).and_then(|(topic, key)| topic.keys.get(key));
+        key.and_then(|key| key.dead.first()).is_none_or(|&dead| position < dead)
+    }
+
     /// The topics diverted for their destination, for the probe.
     pub fn blocked_topics(&self) -> impl Iterator<Item = &str> {
         self.topics.iter().filter(|(_, topic)| topic.blocked > 0).map(|(name, _)| name.as_str())
