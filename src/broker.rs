@@ -12,6 +12,8 @@
 pub mod conformance;
 #[cfg(feature = "embedded")]
 pub mod embedded;
+#[cfg(any(feature = "embedded", feature = "testing"))]
+mod envelope;
 #[cfg(feature = "kafka")]
 pub mod kafka;
 #[cfg(feature = "testing")]
