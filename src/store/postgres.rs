@@ -21,6 +21,7 @@ mod partitions;
 mod read;
 mod relay;
 mod schema;
+mod statements;
 mod status;
 mod text;
 mod waiting;
@@ -32,8 +33,10 @@ use sqlx::postgres::PgPool;
 
 pub use inbox::PostgresTx;
 pub use relay::PostgresSession;
+pub use statements::PostgresStatement;
 
-use super::Base;
+use super::{Base, StoreOptions};
+use crate::error::StoreError;
 
 /// The store on PostgreSQL.
 #[derive(Debug, Clone)]
@@ -49,6 +52,11 @@ impl Base for PostgresStore {
     type Db = sqlx::Postgres;
 
     const NAME: &'static str = "postgres";
+
+    /// Prepares a pool; connections are made when they are needed, so a server that is not there yet is no error here.
+    async fn connect(options: &StoreOptions) -> Result<Self, StoreError> {
+        connect::prepare(options)
+    }
 
     fn pool(&self) -> &PgPool {
         &self.pool

@@ -19,34 +19,31 @@ const RESTED: Duration = Duration::from_secs(1);
 /// What the server-side timeouts stand above the handler timeout.
 const MARGIN: Duration = Duration::from_secs(5);
 
-impl PostgresStore {
-    /// Prepares a pool; connections are made when they are needed, so a server that is not there yet is no error here.
-    ///
-    /// # Errors
-    /// [`StoreError::Refused`] for a URL that cannot be read.
-    pub fn connect(options: &StoreOptions) -> Result<Self, StoreError> {
-        let connect = connect_options(options)?;
-        let settings = session_settings(options.handler_timeout);
-        let pool = PgPoolOptions::new()
-            .max_connections(options.connections_max)
-            // A sign of life before every use would cost a round trip; see `before_acquire` and `begin`.
-            .test_before_acquire(false)
-            .before_acquire(|connection, rest| {
-                Box::pin(async move {
-                    match rest.idle_for > RESTED {
-                        true => connection.ping().await.map(|()| true),
-                        false => Ok(true),
-                    }
-                })
+/// A pool that connects when it is used; an error is a URL that cannot be read.
+pub(super) fn prepare(options: &StoreOptions) -> Result<PostgresStore, StoreError> {
+    let connect = connect_options(options)?;
+    let settings = session_settings(options.handler_timeout);
+    let pool = PgPoolOptions::new()
+        .max_connections(options.connections_max)
+        // A sign of life before every use would cost a round trip; see `before_acquire` and `begin`.
+        .test_before_acquire(false)
+        .before_acquire(|connection, rest| {
+            Box::pin(async move {
+                match rest.idle_for > RESTED {
+                    true => connection.ping().await.map(|()| true),
+                    false => Ok(true),
+                }
             })
-            .after_connect(move |connection, _| {
-                let settings = settings.clone();
-                Box::pin(async move { connection.execute(AssertSqlSafe(settings)).await.map(drop) })
-            })
-            .connect_lazy_with(connect);
-        Ok(Self { pool, handler_timeout: options.handler_timeout, inbox_look_at: Arc::default() })
-    }
+        })
+        .after_connect(move |connection, _| {
+            let settings = settings.clone();
+            Box::pin(async move { connection.execute(AssertSqlSafe(settings)).await.map(drop) })
+        })
+        .connect_lazy_with(connect);
+    Ok(PostgresStore { pool, handler_timeout: options.handler_timeout, inbox_look_at: Arc::default() })
+}
 
+impl PostgresStore {
     /// Begins a transaction in a task of its own: a `BEGIN` that is cancelled half-way leaves a pooled connection inside a
     /// transaction, and later writes on it are lost (R28).
     pub(super) async fn transaction(&self) -> Result<Transaction<'static, Postgres>, StoreError> {
