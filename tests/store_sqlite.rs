@@ -47,7 +47,7 @@ async fn smoke() {
         })
         .await
         .unwrap();
-    let held = session.held(HeldSelect::Position(dead), 0, 10).await.unwrap();
+    let held = session.held(&[dead]).await.unwrap();
     assert_eq!(held[0].message, batch2.rows[3].message);
     println!("{:?}", store.status().await.unwrap());
     session.release().await.unwrap();
