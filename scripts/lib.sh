@@ -26,12 +26,12 @@ apt_install() {
         chmod 755 "$policy"
         made=yes
     fi
-    local log
+    local log options=(-y --no-install-recommends -o DPkg::Lock::Timeout=300)
     log=$(mktemp)
     export DEBIAN_FRONTEND=noninteractive
     {
-        apt-get install -y --no-install-recommends "${packages[@]}" ||
-            { apt-get update && apt-get install -y --no-install-recommends "${packages[@]}"; }
+        apt-get install "${options[@]}" "${packages[@]}" ||
+            { apt-get update && apt-get install "${options[@]}" "${packages[@]}"; }
     } >"$log" 2>&1 </dev/null || rc=$?
     if [ "$made" = yes ]; then rm -f "$policy"; fi
     if [ "$rc" -ne 0 ]; then
