@@ -34,7 +34,7 @@ impl MemoryPublisher {
         let session = shared.change(|state| {
             state.faults.available()?;
             state.sessions += 1;
-            Ok(state.sessions)
+            Ok::<_, BrokerError>(state.sessions)
         })?;
         Ok(Self {
             session,

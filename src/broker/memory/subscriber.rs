@@ -66,7 +66,7 @@ impl MemorySubscriber {
             topics.sort();
             topics.dedup();
             state.groups.entry(group.clone()).or_default().members.insert(member, topics);
-            Ok((state.sessions, member))
+            Ok::<_, BrokerError>((state.sessions, member))
         })?;
         Ok(Self {
             session,
