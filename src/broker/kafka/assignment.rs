@@ -87,10 +87,7 @@ impl Assignment {
 
     /// The assignments of these partitions, as they are now.
     pub(super) fn ids(&self, partitions: &[(String, i32)]) -> Vec<PartitionId> {
-        partitions
-            .iter()
-            .filter_map(|(topic, partition)| Some(self.source(topic, *partition)?.id.clone()))
-            .collect()
+        partitions.iter().filter_map(|(topic, partition)| Some(self.source(topic, *partition)?.id.clone())).collect()
     }
 
     /// Forgets partitions, with what is in flight of them.
@@ -185,7 +182,10 @@ impl Assignment {
     /// Those of these partitions that are paused.
     pub(super) fn paused_of(&self, partitions: &[(String, i32)]) -> Vec<(Arc<str>, i32)> {
         let sources = partitions.iter().filter_map(|(topic, partition)| self.source(topic, *partition));
-        sources.filter(|source| source.paused).map(|source| (Arc::clone(&source.id.place), source.id.partition)).collect()
+        sources
+            .filter(|source| source.paused)
+            .map(|source| (Arc::clone(&source.id.place), source.id.partition))
+            .collect()
     }
 
     /// The end of a partition of this number was reached at this offset.
@@ -219,7 +219,8 @@ impl Assignment {
             return true;
         }
         self.ends_seen.iter().any(|((partition, offset), times)| {
-            let explained = || self.sources().filter(|other| other.id.partition == *partition && other.next == Some(*offset));
+            let explained =
+                || self.sources().filter(|other| other.id.partition == *partition && other.next == Some(*offset));
             *partition == source.id.partition && *offset >= end && *times > explained().count()
         })
     }

@@ -106,7 +106,9 @@ fn of_topic(config: &KafkaConfig, topic: &str, copies: usize, settings: &TopicSe
             format!("{copies} copies, but a message counts as taken when one has it (min.insync.replicas=1)"),
             alter("min.insync.replicas=2"),
         ),
-        (copies, in_sync) => fine(name("copies"), format!("{copies} copies, {in_sync} before a message counts as taken")),
+        (copies, in_sync) => {
+            fine(name("copies"), format!("{copies} copies, {in_sync} before a message counts as taken"))
+        }
     });
     if settings.get("unclean.leader.election.enable").is_some_and(|value| value == "true") {
         findings.push(weaker(
@@ -131,10 +133,15 @@ fn of_topic(config: &KafkaConfig, topic: &str, copies: usize, settings: &TopicSe
 fn retention(name: String, settings: &TopicSettings) -> BrokerFinding {
     let of = |name: &str| settings.get(name).map_or("?", String::as_str);
     if of("cleanup.policy").contains("compact") {
-        return fine(name, "compacted: a message may come again at any time, so the inbox horizon is `never`".to_owned());
+        return fine(
+            name,
+            "compacted: a message may come again at any time, so the inbox horizon is `never`".to_owned(),
+        );
     }
     match of("retention.ms").parse::<i64>() {
-        Ok(-1) => fine(name, "unlimited: a message may come again at any time, so the inbox horizon is `never`".to_owned()),
+        Ok(-1) => {
+            fine(name, "unlimited: a message may come again at any time, so the inbox horizon is `never`".to_owned())
+        }
         Ok(kept) => {
             let kept = Duration::from_millis(kept.unsigned_abs());
             fine(name, format!("{}; the inbox horizon must be longer", humantime::format_duration(kept)))
@@ -188,7 +195,8 @@ mod tests {
 
     #[test]
     fn what_weakens_a_proof_is_named_with_its_remedy() {
-        let safe = [("min.insync.replicas", "2"), ("unclean.leader.election.enable", "false"), ("retention.ms", "1000")];
+        let safe =
+            [("min.insync.replicas", "2"), ("unclean.leader.election.enable", "false"), ("retention.ms", "1000")];
         assert!(findings(3, &safe).iter().all(|finding| finding.remedy.is_none()));
         let told = |copies, settings: &[(&str, &str)]| {
             let weak = findings(copies, settings).into_iter().filter(|finding| finding.remedy.is_some());

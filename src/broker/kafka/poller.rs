@@ -11,12 +11,12 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use rdkafka::ClientContext;
 use rdkafka::config::RDKafkaLogLevel;
 use rdkafka::consumer::{BaseConsumer, CommitMode, Consumer, ConsumerContext, Rebalance};
 use rdkafka::error::{KafkaError, KafkaResult, RDKafkaErrorCode};
 use rdkafka::message::Message;
 use rdkafka::topic_partition_list::{Offset, TopicPartitionList};
-use rdkafka::ClientContext;
 use tokio::sync::mpsc::UnboundedSender;
 
 use super::assignment::{Assignment, Position};
@@ -285,9 +285,8 @@ fn is_held(shared: &Shared, holding: bool) -> bool {
         return false;
     }
     shared.hand_over();
-    let full = |assignment: &mut Assignment| {
-        assignment.is_full(shared.rows_max, shared.bytes_max) && !shared.is_closing()
-    };
+    let full =
+        |assignment: &mut Assignment| assignment.is_full(shared.rows_max, shared.bytes_max) && !shared.is_closing();
     let waited = shared.acknowledged.wait_timeout_while(shared.assignment(), BRIEF, full);
     waited.is_ok_and(|(_, waited)| waited.timed_out())
 }

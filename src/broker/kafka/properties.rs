@@ -69,14 +69,26 @@ const RULES: &[(&str, Rule, &str)] = &[
     ),
     ("isolation.level", Only(&["read_committed"]), "messages of aborted transactions must not be handled"),
     ("check.crcs", Only(&["true", "t", "1"]), "a message damaged on its way must not be handled"),
-    ("enable.partition.eof", Only(&["true", "t", "1"]), "the end of a partition is how `--until-idle` knows that it caught up"),
-    ("partition.assignment.strategy", Only(&["cooperative-sticky"]), "another strategy takes all partitions away at each rebalance"),
+    (
+        "enable.partition.eof",
+        Only(&["true", "t", "1"]),
+        "the end of a partition is how `--until-idle` knows that it caught up",
+    ),
+    (
+        "partition.assignment.strategy",
+        Only(&["cooperative-sticky"]),
+        "another strategy takes all partitions away at each rebalance",
+    ),
     ("group.protocol", Only(&["classic"]), "the consumer is built on the classic protocol"),
     ("group.protocol.type", Only(&["consumer"]), "it is a consumer"),
     ("group.remote.assignor", Never, "it belongs to another group protocol"),
     ("group.instance.id", Never, "a static member keeps its partitions after it died"),
     // Security.
-    ("enable.ssl.certificate.verification", Only(&["true", "t", "1"]), "the broker's certificate is always verified; name its CA with `ca_file`"),
+    (
+        "enable.ssl.certificate.verification",
+        Only(&["true", "t", "1"]),
+        "the broker's certificate is always verified; name its CA with `ca_file`",
+    ),
     ("ssl.endpoint.identification.algorithm", Only(&["https"]), "the broker's host name is always verified"),
     ("enable.sasl.oauthbearer.unsecure.jwt", Only(&["false", "f", "0"]), "anybody can make an unsigned token"),
     // What has a setting of its own, which would be overruled here.

@@ -67,13 +67,7 @@ impl KafkaPublisher {
     /// Opens a session and waits until its first message would not wait.
     pub(super) async fn open(config: &Arc<KafkaConfig>, sizes: &Arc<TopicSizes>) -> Result<Self, BrokerError> {
         let session = Session::open(config, sizes.sizes()).await?;
-        Ok(Self {
-            config: Arc::clone(config),
-            sizes: Arc::clone(sizes),
-            session,
-            ready: HashSet::new(),
-            sent: false,
-        })
+        Ok(Self { config: Arc::clone(config), sizes: Arc::clone(sizes), session, ready: HashSet::new(), sent: false })
     }
 
     fn doubt(&self) -> Option<BrokerError> {

@@ -41,7 +41,8 @@ fn read(config: &KafkaConfig, topic: &str) -> Result<Vec<Arrived>, BrokerError> 
     if let TopicState::NotReady(reason) = topology::state(&metadata, topic) {
         return Err(BrokerError::Destination(format!("kafka topic `{topic}`: {reason}")));
     }
-    let partitions = metadata.topics().iter().filter(|found| found.name() == topic).flat_map(|found| found.partitions());
+    let partitions =
+        metadata.topics().iter().filter(|found| found.name() == topic).flat_map(|found| found.partitions());
     let mut open: BTreeSet<i32> = partitions.map(|partition| partition.id()).collect();
     let mut list = TopicPartitionList::with_capacity(open.len());
     for partition in &open {

@@ -145,7 +145,9 @@ impl Subscriber for KafkaSubscriber {
         if let Some(left) = left
             && tokio::time::timeout(CLOSE_DEADLINE, left).await.is_err()
         {
-            tracing::warn!("the kafka consumer did not leave its group within {CLOSE_DEADLINE:?}; it is left to itself");
+            tracing::warn!(
+                "the kafka consumer did not leave its group within {CLOSE_DEADLINE:?}; it is left to itself"
+            );
         }
     }
 }
@@ -169,11 +171,12 @@ fn ends(
         }
         Ok::<_, BrokerError>(list)
     };
-    let found = |list: &TopicPartitionList, source: &PartitionId| {
-        match list.find_partition(&source.place, source.partition)?.offset() {
-            Offset::Offset(offset) => Some(offset),
-            _ => None,
-        }
+    let found = |list: &TopicPartitionList, source: &PartitionId| match list
+        .find_partition(&source.place, source.partition)?
+        .offset()
+    {
+        Offset::Offset(offset) => Some(offset),
+        _ => None,
     };
     // A logical offset where a time is expected asks for that offset.
     let ends = consumer.offsets_for_times(all_at(Offset::End)?, ASK_DEADLINE).map_err(failed)?;

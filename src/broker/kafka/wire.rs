@@ -112,9 +112,7 @@ fn read_headers(headers: &BorrowedHeaders) -> Vec<(String, Vec<u8>)> {
     // rdkafka panics on a header name that is not UTF-8, which any producer can send: such a header is left out.
     let all = catch_unwind(AssertUnwindSafe(|| (0..headers.count()).map(|at| read_header(headers, at)).collect()));
     all.unwrap_or_else(|_| {
-        (0..headers.count())
-            .filter_map(|at| catch_unwind(AssertUnwindSafe(|| read_header(headers, at))).ok())
-            .collect()
+        (0..headers.count()).filter_map(|at| catch_unwind(AssertUnwindSafe(|| read_header(headers, at))).ok()).collect()
     })
 }
 

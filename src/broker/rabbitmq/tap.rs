@@ -6,9 +6,9 @@
 use std::collections::HashMap;
 
 use futures::StreamExt;
+use lapin::Channel;
 use lapin::options::{BasicAckOptions, BasicConsumeOptions, BasicQosOptions, QueueBindOptions, QueueDeclareOptions};
 use lapin::types::{AMQPValue, FieldTable};
-use lapin::Channel;
 use tokio::sync::Mutex;
 
 use super::config::RabbitConfig;

@@ -24,8 +24,7 @@ use super::{millis, now_ms};
 use crate::error::StoreError;
 use crate::message::OutgoingMessage;
 use crate::store::{
-    Base, DivertedRow, LeaseAnswer, LeaseRequest, Mark, OperatorRequest, Outbox, OutboxRow, ReadBatch,
-    RelaySession,
+    Base, DivertedRow, LeaseAnswer, LeaseRequest, Mark, OperatorRequest, Outbox, OutboxRow, ReadBatch, RelaySession,
 };
 
 /// A read ends early once it has this many bytes of messages.
