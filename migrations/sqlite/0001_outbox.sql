@@ -93,7 +93,7 @@ create table oncebox_outbox_dead (
     check (request is null or (state = 'dead' and request in ('redrive', 'discard') and requested_at is not null))
 );
 
--- Serves the release of one key, or of one topic, in position order.
+-- Serves "how many stand behind this one".
 create index oncebox_outbox_dead_key on oncebox_outbox_dead (topic, key, position);
 -- Serves the relay's question for requests.
 create index oncebox_outbox_dead_request on oncebox_outbox_dead (position) where request is not null;

@@ -18,6 +18,7 @@ mod mailbox;
 mod operator;
 mod relay;
 mod schema;
+mod statements;
 mod waiting;
 
 use std::fmt;
@@ -40,6 +41,10 @@ impl Base for MySqlStore {
     type Db = MySql;
 
     const NAME: &'static str = "mysql";
+
+    async fn connect(options: &crate::store::StoreOptions) -> Result<Self, StoreError> {
+        Self::connect(options).await
+    }
 
     fn pool(&self) -> &MySqlPool {
         &self.pool

@@ -19,10 +19,10 @@ use sqlx::{MySqlConnection, MySqlPool, Row};
 use super::door::headers_from_json;
 use super::{HISTORY_MAX, MySqlStore, START, begin, hex, micros, number_list, shortened, text};
 use crate::error::StoreError;
-use crate::message::{OutgoingMessage, TraceContext, lane_id};
+use crate::message::{OutgoingMessage, TraceContext};
 use crate::store::door::commit_error;
 use crate::store::{
-    Diversion, DivertedRow, HeldSelect, LeaseAnswer, LeaseRequest, Mark, OperatorRequest, Outbox, OutboxRow, ReadBatch,
+    Diversion, DivertedRow, LeaseAnswer, LeaseRequest, Mark, OperatorRequest, Outbox, OutboxRow, ReadBatch,
     RelaySession, RequestedAct,
 };
 
@@ -210,14 +210,12 @@ impl RelaySession for MySqlSession {
         found.iter().map(request).collect()
     }
 
-    async fn held(&mut self, select: HeldSelect<'_>, above: i64, limit: usize) -> Result<Vec<OutboxRow>, StoreError> {
-        let limit = i64::try_from(limit).unwrap_or(i64::MAX);
-        let query = match select {
-            HeldSelect::Topic(topic) => sqlx::query(HELD_OF_TOPIC).bind(topic.as_bytes().to_vec()),
-            HeldSelect::Key(topic, key) => sqlx::query(HELD_OF_KEY).bind(lane_id(topic, key.as_bytes()).to_vec()),
-            HeldSelect::Position(position) => sqlx::query(HELD_AT).bind(position),
-        };
-        let found = query.bind(above).bind(limit).fetch_all(&self.pool).await?;
+    async fn held(&mut self, positions: &[i64]) -> Result<Vec<OutboxRow>, StoreError> {
+        if positions.is_empty() {
+            return Ok(Vec::new());
+        }
+        let list = number_list(positions.iter().copied());
+        let found = sqlx::query(DIVERTED_ROWS).bind(list).fetch_all(&self.pool).await?;
         found.iter().map(outbox_row).collect()
     }
 
@@ -287,27 +285,11 @@ const DELETE_DIVERTED: &str = "\
 delete d from json_table(?, '$[*]' columns (position bigint path '$')) j \
   straight_join oncebox_outbox_dead d on d.position = j.position";
 
-const HELD_OF_TOPIC: &str = "\
+const DIVERTED_ROWS: &str = "\
 select d.position, d.bucket, d.message_id, d.topic, d.`key`, d.kind, d.headers, d.payload, d.content_type, d.traceparent, \
        d.tracestate, d.created_at \
-  from oncebox_outbox_dead d \
- where d.topic = ? and d.state = 'held' and d.position > ? \
-   and (d.cause = 'destination' or not exists \
-        (select 1 from oncebox_outbox_dead h where h.lane = d.lane and h.holds and h.position < d.position)) \
- order by d.position limit ?";
-
-const HELD_OF_KEY: &str = "\
-select d.position, d.bucket, d.message_id, d.topic, d.`key`, d.kind, d.headers, d.payload, d.content_type, d.traceparent, \
-       d.tracestate, d.created_at \
-  from oncebox_outbox_dead d \
- where d.lane = ? and d.position > ? and (d.state = 'held' or d.holds or d.requested = 'redrive') \
- order by d.position limit ?";
-
-const HELD_AT: &str = "\
-select d.position, d.bucket, d.message_id, d.topic, d.`key`, d.kind, d.headers, d.payload, d.content_type, d.traceparent, \
-       d.tracestate, d.created_at \
-  from oncebox_outbox_dead d \
- where d.position = ? and d.position > ? limit ?";
+  from json_table(?, '$[*]' columns (position bigint path '$')) j straight_join oncebox_outbox_dead d on d.position = j.position \
+ order by d.position";
 
 /// The lane is computed as `message::lane_id` does: the length of the topic in eight bytes, the topic, the key.
 const DIVERT: &str = "\

@@ -2,6 +2,7 @@
 
 use sqlx::{Pool, Sqlite, query, query_as};
 
+use super::mark::positions_json;
 use super::outbox_row;
 use crate::error::StoreError;
 use crate::store::{Diversion, DivertedRow, OperatorRequest, OutboxRow, RequestedAct};
@@ -43,13 +44,12 @@ pub(super) async fn requests(pool: &Pool<Sqlite>) -> Result<Vec<OperatorRequest>
     rows.into_iter().map(request).collect()
 }
 
-const OF_POSITIONS: &str = "\
-select position, bucket, message_id, topic, key, kind, headers, payload, content_type, created_at
-  from oncebox_outbox_dead where position in (select value from json_each(?)) order by position";
-
 pub(super) async fn held(pool: &Pool<Sqlite>, positions: &[i64]) -> Result<Vec<OutboxRow>, StoreError> {
-    let list = serde_json::to_string(positions).map_err(|error| StoreError::Corrupt(error.to_string()))?;
-    let rows = query(OF_POSITIONS).bind(list).fetch_all(pool).await?;
+    let rows = query(
+        "select position, bucket, message_id, topic, key, kind, headers, payload, content_type, created_at \
+         from oncebox_outbox_dead where position in (select value from json_each(?)) order by position",
+    );
+    let rows = rows.bind(positions_json(positions)).fetch_all(pool).await?;
     rows.iter().map(|row| outbox_row(row, 0)).collect()
 }
 
