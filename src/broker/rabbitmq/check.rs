@@ -89,7 +89,8 @@ async fn alternate_exchange(name: &str, topology: &mut Topology<'_>) -> Result<B
         name: format!("alternate exchange {name}"),
         refused: !there,
         detail: if there { "there".into() } else { "not there: what cannot be routed is refused instead".into() },
-        remedy: (!there).then(|| format!("declare `{name}` and bind a durable queue to it, or unset alternate_exchange")),
+        remedy: (!there)
+            .then(|| format!("declare `{name}` and bind a durable queue to it, or unset alternate_exchange")),
     })
 }
 
@@ -137,11 +138,14 @@ fn policies(vhost: &str) -> BrokerFinding {
     BrokerFinding {
         name: "rabbitmq policies".into(),
         refused: false,
-        detail: "AMQP does not show policies; max-length, message-ttl, expires or a delivery-limit on these queues loses \
+        detail:
+            "AMQP does not show policies; max-length, message-ttl, expires or a delivery-limit on these queues loses \
                  messages"
-            .into(),
-        remedy: Some(format!("look at `rabbitmqctl list_policies -p {vhost}`; where a length limit must be, add \
-                              \"overflow\":\"reject-publish\"")),
+                .into(),
+        remedy: Some(format!(
+            "look at `rabbitmqctl list_policies -p {vhost}`; where a length limit must be, add \
+                              \"overflow\":\"reject-publish\""
+        )),
     }
 }
 

@@ -220,7 +220,9 @@ mod tests {
 
     #[test]
     fn what_cannot_be_meant_is_refused_without_the_password() {
-        for url in ["kafka://a:secret@h", "amqp://", "amqp://u:secret@h/%zz", "amqp://u:secret@h?heartbeat=5", "nonsense"] {
+        for url in
+            ["kafka://a:secret@h", "amqp://", "amqp://u:secret@h/%zz", "amqp://u:secret@h?heartbeat=5", "nonsense"]
+        {
             let error = RabbitConfig::new(url).validate().unwrap_err().to_string();
             assert!(!error.contains("secret"), "{error}");
         }

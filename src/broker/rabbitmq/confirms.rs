@@ -16,9 +16,9 @@ use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use futures::FutureExt;
 use futures::future::BoxFuture;
 use futures::stream::{FuturesUnordered, StreamExt};
-use futures::FutureExt;
 use lapin::options::{BasicPublishOptions, ConfirmSelectOptions};
 use lapin::{Channel, Confirmation, Event};
 use tokio::sync::mpsc;
@@ -295,7 +295,8 @@ impl Confirms {
                 self.shared.lock().no_route.remove(&place.1);
                 self.lanes.settled(lane);
             } else {
-                let why = format!("the server answered basic.nack to a message of topic `{}`; is its queue full?", place.1);
+                let why =
+                    format!("the server answered basic.nack to a message of topic `{}`; is its queue full?", place.1);
                 self.say(tag, weight, Err(Refusal::Session(why.clone())));
                 self.end(BrokerError::Session(why));
             }
@@ -317,7 +318,9 @@ impl Confirms {
             match code {
                 NOT_FOUND => self.refuse(tag, weight, &topic, &text),
                 // Either the exchange is denied, or one topic, which the text then names.
-                ACCESS_REFUSED if alone || !text.contains(" topic '") || text.contains(&format!(" topic '{topic}'")) => {
+                ACCESS_REFUSED
+                    if alone || !text.contains(" topic '") || text.contains(&format!(" topic '{topic}'")) =>
+                {
                     self.refuse(tag, weight, &topic, &text);
                 }
                 _ if alone && ABOUT_THE_MESSAGE.contains(&code) => {

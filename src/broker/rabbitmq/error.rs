@@ -145,7 +145,8 @@ mod tests {
 
     #[test]
     fn the_argument_is_read_from_the_text_of_a_406() {
-        let text = "PRECONDITION_FAILED - inequivalent arg 'x-queue-type' for queue 'q' in vhost '/': received 'quorum'";
+        let text =
+            "PRECONDITION_FAILED - inequivalent arg 'x-queue-type' for queue 'q' in vhost '/': received 'quorum'";
         assert_eq!(inequivalent(text), Some("x-queue-type"));
         assert_eq!(inequivalent("PRECONDITION_FAILED - unknown delivery tag 4"), None);
     }

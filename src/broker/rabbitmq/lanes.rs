@@ -143,7 +143,8 @@ mod tests {
     }
 
     fn drain(lanes: &mut Lanes) -> Vec<Row> {
-        let mut rows: Vec<Row> = (0..lanes.ready.len()).flat_map(|c| std::iter::from_fn(|| lanes.next(c)).collect::<Vec<_>>()).collect();
+        let mut rows: Vec<Row> =
+            (0..lanes.ready.len()).flat_map(|c| std::iter::from_fn(|| lanes.next(c)).collect::<Vec<_>>()).collect();
         rows.sort_unstable_by_key(|row| row.tag);
         rows
     }
@@ -191,12 +192,21 @@ mod tests {
     #[test]
     fn a_topic_is_taken_out_whole_and_others_stay() {
         let mut lanes = Lanes::new(2, false);
-        for (tag, topic, key) in
-            [(1, "t", Some("a")), (2, "t", Some("a")), (3, "u", Some("a")), (4, "t", None), (5, "t", Some("b")), (6, "t", Some("b"))]
-        {
+        for (tag, topic, key) in [
+            (1, "t", Some("a")),
+            (2, "t", Some("a")),
+            (3, "u", Some("a")),
+            (4, "t", None),
+            (5, "t", Some("b")),
+            (6, "t", Some("b")),
+        ] {
             lanes.add(tag, message(topic, key));
         }
-        let in_flight = (0..2).find_map(|channel| lanes.ready[channel].front().is_some_and(|row| row.tag == 1).then(|| lanes.next(channel).unwrap())).unwrap();
+        let in_flight = (0..2)
+            .find_map(|channel| {
+                lanes.ready[channel].front().is_some_and(|row| row.tag == 1).then(|| lanes.next(channel).unwrap())
+            })
+            .unwrap();
         assert_eq!(tags(&lanes.take_topic("t")), [2, 4, 5, 6]);
         assert!(lanes.take_topic("t").is_empty());
         lanes.settled(in_flight.lane);

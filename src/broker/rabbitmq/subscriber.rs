@@ -157,7 +157,8 @@ impl RabbitSubscriber {
         for source in &self.guard.sources {
             let gone = |why: &str| BrokerError::Session(format!("queue `{}`: {why}", source.id.place));
             let found = topology.queue_as_it_stands(&source.id.place).await?;
-            let found = found.ok_or_else(|| BrokerError::Destination(format!("queue `{}` is gone", source.id.place)))?;
+            let found =
+                found.ok_or_else(|| BrokerError::Destination(format!("queue `{}` is gone", source.id.place)))?;
             if found.consumers == 0 {
                 return Err(gone("the server does not know this consumer any more"));
             }

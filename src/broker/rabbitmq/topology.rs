@@ -9,8 +9,7 @@
 use std::time::Duration;
 
 use lapin::options::{
-    ExchangeBindOptions, ExchangeDeclareOptions, ExchangeDeleteOptions, QueueBindOptions,
-    QueueDeclareOptions,
+    ExchangeBindOptions, ExchangeDeclareOptions, ExchangeDeleteOptions, QueueBindOptions, QueueDeclareOptions,
 };
 use lapin::types::{AMQPValue, FieldTable};
 use lapin::{Channel, ExchangeKind};
@@ -115,7 +114,11 @@ impl<'l> Topology<'l> {
     async fn accept(&mut self, declared: Result<(), Fault>, name: &str, what: &str) -> Result<(), BrokerError> {
         match declared {
             Err(fault) if fault.code() == Some(ACCESS_REFUSED) => {
-                if self.exchange_exists(name).await? { Ok(()) } else { Err(fault.into()) }
+                if self.exchange_exists(name).await? {
+                    Ok(())
+                } else {
+                    Err(fault.into())
+                }
             }
             Err(fault) if fault.code() == Some(PRECONDITION_FAILED) => Err(BrokerError::Refused(format!(
                 "the {what} `{name}` is there with another `{}`: {}; delete it, or set the same here",

@@ -66,7 +66,8 @@ pub(super) fn arrived(delivery: Delivery, queue: &str) -> Arrived {
         .unwrap_or_default();
     let header = |name: &str| headers.iter().find(|(other, _)| other == name).map(|(_, value)| value.clone());
     let text = |name: &str| header(name).and_then(|value| String::from_utf8(value).ok());
-    let property = |value: &Option<ShortString>| value.as_ref().map(ToString::to_string).filter(|text| !text.is_empty());
+    let property =
+        |value: &Option<ShortString>| value.as_ref().map(ToString::to_string).filter(|text| !text.is_empty());
     let stamp = properties.timestamp().and_then(|seconds| DateTime::from_timestamp(i64::try_from(seconds).ok()?, 0));
     Arrived {
         topic: delivery.routing_key.to_string(),
@@ -137,7 +138,8 @@ fn decimal_text(value: u32, scale: u8) -> String {
 }
 
 fn instant(seconds: u64) -> String {
-    let time: Option<DateTime<Utc>> = i64::try_from(seconds).ok().and_then(|seconds| DateTime::from_timestamp(seconds, 0));
+    let time: Option<DateTime<Utc>> =
+        i64::try_from(seconds).ok().and_then(|seconds| DateTime::from_timestamp(seconds, 0));
     time.map_or_else(|| seconds.to_string(), |time| time.to_rfc3339_opts(SecondsFormat::Secs, true))
 }
 
@@ -197,7 +199,10 @@ mod tests {
             assert_eq!(table.inner().get(name), Some(&AMQPValue::LongString(value.into())), "{name}");
         }
         let back = delivered(properties);
-        assert_eq!((back.topic.as_str(), back.id.as_deref(), back.key.as_deref()), ("payments", Some(id), Some(&b"acc-7"[..])));
+        assert_eq!(
+            (back.topic.as_str(), back.id.as_deref(), back.key.as_deref()),
+            ("payments", Some(id), Some(&b"acc-7"[..]))
+        );
         assert_eq!(back.time, Some(outgoing().created_at));
         assert_eq!(back.source.as_deref(), Some("shop"));
         assert_eq!((back.coordinates.place.as_str(), back.coordinates.offset), ("payments.ledger", 9));
