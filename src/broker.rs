@@ -20,6 +20,8 @@ pub mod kafka;
 pub mod memory;
 #[cfg(feature = "rabbitmq")]
 pub mod rabbitmq;
+#[cfg(any(feature = "embedded", feature = "testing"))]
+mod share;
 
 use std::collections::BTreeMap;
 use std::fmt::Debug;

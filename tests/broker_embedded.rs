@@ -1,14 +1,39 @@
 //! The embedded broker against its promises: see `src/broker/embedded.rs`.
-#![cfg(feature = "embedded")]
+#![cfg(all(feature = "embedded", feature = "testing"))]
 #![allow(clippy::unwrap_used)]
 
 use std::collections::HashMap;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use async_trait::async_trait;
+use oncebox::broker::conformance::{Capabilities, Fixture};
 use oncebox::broker::embedded::{EmbeddedBroker, EmbeddedConfig};
 use oncebox::broker::{Broker, Event, Publisher, Receipt, Settled, Subscription};
 use oncebox::message::OutgoingMessage;
 use uuid::Uuid;
+
+struct Embedded {
+    directory: tempfile::TempDir,
+}
+
+#[async_trait]
+impl Fixture for Embedded {
+    fn capabilities(&self) -> Capabilities {
+        Capabilities { missing_topics: false, patience: Duration::from_secs(30), ..Capabilities::log() }
+    }
+
+    async fn broker(&self) -> Arc<dyn Broker> {
+        let config = EmbeddedConfig::new(self.directory.path().join("broker.db"));
+        Arc::new(EmbeddedBroker::open(config).await.unwrap())
+    }
+}
+
+async fn fixture(_case: &str) -> Option<Embedded> {
+    Some(Embedded { directory: tempfile::tempdir().unwrap() })
+}
+
+oncebox::broker_conformance!(fixture);
 
 fn message(topic: &str, key: Option<&str>, payload: &[u8]) -> OutgoingMessage {
     OutgoingMessage {

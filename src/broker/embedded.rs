@@ -27,7 +27,6 @@ mod log;
 mod member;
 mod publisher;
 mod record;
-mod share;
 mod subscriber;
 mod topology;
 

@@ -47,7 +47,7 @@ impl CommonArgs {
 
 /// How data is printed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, clap::ValueEnum)]
-pub enum Output {
+pub(super) enum Output {
     /// For people.
     #[default]
     Table,
@@ -56,7 +56,7 @@ pub enum Output {
 }
 
 /// Runs a program to its end and turns what happened into an exit code.
-pub fn run<F: Future<Output = Result<(), AppError>>>(main: F) -> ExitCode {
+pub(super) fn run<F: Future<Output = Result<(), AppError>>>(main: F) -> ExitCode {
     #[cfg(feature = "tls")]
     {
         // Two providers in one graph would panic at run time; one is chosen before anything asks (a second call is harmless).

@@ -22,7 +22,7 @@ pub(super) use roles::{Role, run_role};
 
 /// What the demo shows.
 #[derive(Debug, Clone, Args)]
-pub struct DemoArgs {
+pub(super) struct DemoArgs {
     /// Payments to take
     #[arg(long, default_value_t = 2_000, value_parser = clap::value_parser!(u64).range(1..=1_000_000))]
     messages: u64,

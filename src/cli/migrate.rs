@@ -10,7 +10,7 @@ use crate::store::{Schema, Store, StoreOptions};
 
 /// What to do with the tables.
 #[derive(Debug, Subcommand)]
-pub enum MigrateCommand {
+pub(super) enum MigrateCommand {
     /// Apply what is missing; makes a SQLite file that is not there
     Up,
     /// Show which migrations are known and applied

@@ -13,7 +13,7 @@ use crate::store::Store;
 
 /// Sends the e-mails that handlers have queued: to `.eml` files, or by SMTP where `[email] smtp_url` is set.
 #[derive(Debug, Clone, Args)]
-pub struct SenderArgs {
+pub(super) struct SenderArgs {
     /// Serve /livez, /readyz and /metrics on this address
     #[arg(long, value_name = "ADDR")]
     listen: Option<SocketAddr>,

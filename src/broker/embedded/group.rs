@@ -10,8 +10,8 @@ use std::time::Duration;
 
 use sqlx::sqlite::SqliteConnection;
 
-use super::share::{Seat, share};
 use super::topology::Topic;
+use crate::broker::share::{Seat, share};
 
 /// Now, in milliseconds, by the clock of the transaction's connection.
 const NOW: &str = "select cast(unixepoch('subsec') * 1000 as integer)";

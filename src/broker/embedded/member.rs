@@ -312,13 +312,13 @@ impl Member {
             }
         }
         if let Some(standing) = standing {
-            self.apply(standing);
+            self.apply(&standing);
         }
         Ok(())
     }
 
     /// Becomes what the group says that this member is.
-    fn apply(&mut self, standing: Standing) {
+    fn apply(&mut self, standing: &Standing) {
         self.generation = standing.generation;
         let leases: HashMap<i64, i64> = standing.leases.iter().map(|l| (l.partition_id, l.epoch)).collect();
         self.lose(|owned| leases.get(&owned.0) != Some(&owned.1));

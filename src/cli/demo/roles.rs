@@ -19,7 +19,7 @@ use crate::store::{NewEmail, SqlValue, Store, split_named};
 
 /// A process of the demo.
 #[derive(Debug, Clone, Subcommand)]
-pub enum Role {
+pub(crate) enum Role {
     /// Takes payments
     Till {
         /// This demo's tag

@@ -130,11 +130,11 @@ impl Inbox for SqliteStore {
     ) -> Result<u32, StoreError> {
         let mut write = self.write().await?;
         let count = query(concat!(
-            "insert into oncebox_attempt (consumer_id, message_id, attempts, updated_at) values (?1, ?2, 1, ",
+            "insert into oncebox_attempt (consumer_id, message_id, attempts, updated_at) values (?1, ?2, ?3, ",
             now_ms!(),
             ") on conflict do update set attempts = attempts + ?3, updated_at = excluded.updated_at"
         ));
-        let count = count.bind(consumer.0).bind(id.bytes().to_vec()).bind(i64::from(!counted));
+        let count = count.bind(consumer.0).bind(id.bytes().to_vec()).bind(i64::from(counted));
         count.execute(write.connection()).await?;
         let note = query_scalar::<_, u32>(concat!(
             "update oncebox_attempt set errors = ",

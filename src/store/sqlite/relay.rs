@@ -24,8 +24,7 @@ use super::{millis, now_ms};
 use crate::error::StoreError;
 use crate::message::OutgoingMessage;
 use crate::store::{
-    Base, DivertedRow, HeldSelect, LeaseAnswer, LeaseRequest, Mark, OperatorRequest, Outbox, OutboxRow, ReadBatch,
-    RelaySession,
+    Base, DivertedRow, LeaseAnswer, LeaseRequest, Mark, OperatorRequest, Outbox, OutboxRow, ReadBatch, RelaySession,
 };
 
 /// A read ends early once it has this many bytes of messages.
@@ -186,8 +185,8 @@ impl RelaySession for SqliteSession {
         held::requests(self.store.pool()).await
     }
 
-    async fn held(&mut self, select: HeldSelect<'_>, above: i64, limit: usize) -> Result<Vec<OutboxRow>, StoreError> {
-        held::held(self.store.pool(), select, above, limit).await
+    async fn held(&mut self, positions: &[i64]) -> Result<Vec<OutboxRow>, StoreError> {
+        held::held(self.store.pool(), positions).await
     }
 
     /// Nothing to do: marks delete what they prove, and SQLite moves its log into the file by itself.

@@ -18,7 +18,7 @@ const STORE: &str = concat!(
     "tracestate, place, partition, \"offset\") ",
     "select ?1, ?2, ?3, ?4, ?5, ?6, ?7 + ",
     now_ms!(),
-    ", ?8, case when ?9 is null or json_extract(errors, '$[#-1].attempt') is ?8 then errors else ",
+    ", ?8, case when ?9 is null or json_extract(errors, '$[#-1].error') is ?9 then errors else ",
     add_error!("errors", "?8", "?9"),
     " end, ?10, ",
     now_ms!(),

@@ -2,9 +2,10 @@
 
 use sqlx::{Pool, Sqlite, query, query_as};
 
+use super::mark::positions_json;
 use super::outbox_row;
 use crate::error::StoreError;
-use crate::store::{Diversion, DivertedRow, HeldSelect, OperatorRequest, OutboxRow, RequestedAct};
+use crate::store::{Diversion, DivertedRow, OperatorRequest, OutboxRow, RequestedAct};
 
 /// At most this many requests are read at once; the rest comes with the next question.
 const REQUESTS_MAX: i64 = 1_000;
@@ -43,38 +44,12 @@ pub(super) async fn requests(pool: &Pool<Sqlite>) -> Result<Vec<OperatorRequest>
     rows.into_iter().map(request).collect()
 }
 
-/// Held for the destination, and held behind those: not what stands behind a dead one of its key, which the return of the
-/// destination does not release.
-const OF_TOPIC: &str = "\
-select position, bucket, message_id, topic, key, kind, headers, payload, content_type, created_at
-  from oncebox_outbox_dead as h
- where topic = ?1 and position > ?2 and state in ('held-destination', 'held-behind')
-   and not exists (select 1 from oncebox_outbox_dead as d
-                    where d.topic = h.topic and d.key = h.key and d.position < h.position and d.holds = 1)
- order by position limit ?3";
-
-const OF_KEY: &str = "\
-select position, bucket, message_id, topic, key, kind, headers, payload, content_type, created_at
-  from oncebox_outbox_dead where topic = ?1 and key = ?4 and position > ?2 order by position limit ?3";
-
-const OF_POSITION: &str = "\
-select position, bucket, message_id, topic, key, kind, headers, payload, content_type, created_at
-  from oncebox_outbox_dead where position = ?1 and position > ?2 limit ?3";
-
-pub(super) async fn held(
-    pool: &Pool<Sqlite>,
-    select: HeldSelect<'_>,
-    above: i64,
-    limit: usize,
-) -> Result<Vec<OutboxRow>, StoreError> {
-    let select = match select {
-        HeldSelect::Topic(topic) => query(OF_TOPIC).bind(topic.to_owned()).bind(above).bind(limit_of(limit)),
-        HeldSelect::Key(topic, key) => {
-            query(OF_KEY).bind(topic.to_owned()).bind(above).bind(limit_of(limit)).bind(key.to_owned())
-        }
-        HeldSelect::Position(position) => query(OF_POSITION).bind(position).bind(above).bind(limit_of(limit)),
-    };
-    let rows = select.fetch_all(pool).await?;
+pub(super) async fn held(pool: &Pool<Sqlite>, positions: &[i64]) -> Result<Vec<OutboxRow>, StoreError> {
+    let rows = query(
+        "select position, bucket, message_id, topic, key, kind, headers, payload, content_type, created_at \
+         from oncebox_outbox_dead where position in (select value from json_each(?)) order by position",
+    );
+    let rows = rows.bind(positions_json(positions)).fetch_all(pool).await?;
     rows.iter().map(|row| outbox_row(row, 0)).collect()
 }
 

@@ -115,7 +115,7 @@ fn check_all(done: u64, wanted: usize, what: &str) -> Result<(), StoreError> {
     Err(StoreError::Corrupt(format!("{wanted} rows were to be {what}, {done} are there")))
 }
 
-fn positions_json(positions: &[i64]) -> String {
+pub(super) fn positions_json(positions: &[i64]) -> String {
     json!(positions).to_string()
 }
 

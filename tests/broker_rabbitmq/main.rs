@@ -1,0 +1,12 @@
+//! The RabbitMQ adapter against a real server (`ONCEBOX_TEST_RABBITMQ`): each test has an exchange and queues of its own.
+#![cfg(feature = "rabbitmq")]
+#![allow(clippy::unwrap_used)]
+
+#[path = "../support/mod.rs"]
+mod support;
+
+mod fixture;
+mod handover;
+mod publish;
+mod queues;
+mod reach;
