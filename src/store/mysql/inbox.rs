@@ -93,7 +93,7 @@ impl Inbox for MySqlStore {
         }
         let found = sqlx::query_scalar(
             "select i.message_id from json_table(?, '$[*]' columns (id varchar(32) path '$')) j \
-             straight_join oncebox_inbox i on i.consumer_id = ? and i.message_id = unhex(j.id)",
+             straight_join oncebox_inbox i force index (primary) on i.consumer_id = ? and i.message_id = unhex(j.id)",
         )
         .bind(id_list(ids))
         .bind(consumer.0)
@@ -122,7 +122,7 @@ impl Inbox for MySqlStore {
         }
         let found = sqlx::query_as(
             "select a.message_id, a.attempts from json_table(?, '$[*]' columns (id varchar(32) path '$')) j \
-             straight_join oncebox_attempt a on a.consumer_id = ? and a.message_id = unhex(j.id) where a.attempts > 0",
+             straight_join oncebox_attempt a force index (primary) on a.consumer_id = ? and a.message_id = unhex(j.id) where a.attempts > 0",
         )
         .bind(id_list(ids))
         .bind(consumer.0)
@@ -304,7 +304,7 @@ impl InboxTx for MySqlInboxTx {
         }
         sqlx::query(
             "delete i from json_table(?, '$[*]' columns (id varchar(32) path '$')) j \
-             straight_join oncebox_inbox i on i.consumer_id = ? and i.message_id = unhex(j.id) where i.batch_token = ?",
+             straight_join oncebox_inbox i force index (primary) on i.consumer_id = ? and i.message_id = unhex(j.id) where i.batch_token = ?",
         )
         .bind(id_list(ids))
         .bind(self.consumer.0)
@@ -326,7 +326,7 @@ impl InboxTx for MySqlInboxTx {
         }
         sqlx::query(
             "delete a from json_table(?, '$[*]' columns (id varchar(32) path '$')) j \
-             straight_join oncebox_attempt a on a.consumer_id = ? and a.message_id = unhex(j.id)",
+             straight_join oncebox_attempt a force index (primary) on a.consumer_id = ? and a.message_id = unhex(j.id)",
         )
         .bind(id_list(ids))
         .bind(self.consumer.0)
