@@ -7,5 +7,6 @@
 mod support;
 
 mod consume;
+mod errors;
 mod kit;
 mod publish;

@@ -24,6 +24,9 @@ use crate::error::BrokerError;
 // The first wait for an answer; each next one is twice as long.
 const FIRST_SLICE: Duration = Duration::from_millis(250);
 
+// All brokers are away, and were still when asked again for so long: no need to use the deadline up.
+const SURE_AFTER: Duration = Duration::from_secs(1);
+
 /// Runs what waits on a thread for it.
 ///
 /// # Cancel safety
@@ -75,7 +78,11 @@ fn ask_until<T>(
                 reports.works();
                 return Ok(answer);
             }
-            Err(error) if reports.unauthorised().is_some() || Instant::now() >= end => {
+            Err(error)
+                if reports.unauthorised().is_some()
+                    || Instant::now() >= end
+                    || (slice > SURE_AFTER && reports.all_down().is_some()) =>
+            {
                 return Err(reports.explain("kafka did not answer", &error));
             }
             // Without a connection the call may come back at once.
