@@ -12,12 +12,16 @@
 pub mod conformance;
 #[cfg(feature = "embedded")]
 pub mod embedded;
+#[cfg(any(feature = "embedded", feature = "testing"))]
+mod envelope;
 #[cfg(feature = "kafka")]
 pub mod kafka;
 #[cfg(feature = "testing")]
 pub mod memory;
 #[cfg(feature = "rabbitmq")]
 pub mod rabbitmq;
+#[cfg(any(feature = "embedded", feature = "testing"))]
+mod share;
 
 use std::collections::BTreeMap;
 use std::fmt::Debug;
@@ -77,6 +81,12 @@ pub enum Receipt {
 pub trait Broker: Debug + Send + Sync {
     /// `kafka`, `rabbitmq`, `embedded` or `memory`, for labels and messages.
     fn name(&self) -> &'static str;
+
+    /// True for a log whose coordinates mean the same for ever (Kafka, embedded); false for a queue (RabbitMQ), which says
+    /// itself what it delivers again.
+    fn is_log(&self) -> bool {
+        true
+    }
 
     /// Opens a fresh publishing session, warmed so that the first message does not wait.
     async fn publisher(&self) -> Result<Box<dyn Publisher>, BrokerError>;
@@ -226,20 +236,29 @@ pub enum Event {
 
 /// Tells the adapter, when dropped, that the runtime is done with revoked sources.
 #[derive(Debug)]
-pub struct RevokeGuard(#[allow(dead_code)] Option<std::sync::mpsc::SyncSender<()>>);
+pub struct RevokeGuard {
+    _sender: Option<std::sync::mpsc::SyncSender<()>>,
+    _shared: Option<Arc<RevokeGuard>>,
+}
 
 impl RevokeGuard {
     /// A guard and the side that waits for it: `recv_timeout` ends when the guard is dropped.
     #[must_use]
     pub fn pair() -> (Self, std::sync::mpsc::Receiver<()>) {
         let (sender, receiver) = std::sync::mpsc::sync_channel(1);
-        (Self(Some(sender)), receiver)
+        (Self { _sender: Some(sender), _shared: None }, receiver)
     }
 
     /// A guard nobody waits for.
     #[must_use]
     pub fn idle() -> Self {
-        Self(None)
+        Self { _sender: None, _shared: None }
+    }
+
+    /// One share of a guard: the guard is dropped with its last share.
+    #[must_use]
+    pub fn shared(guard: Arc<Self>) -> Self {
+        Self { _sender: None, _shared: Some(guard) }
     }
 }
 

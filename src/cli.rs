@@ -1,1 +1,12 @@
-//! Soon.
+//! The command lines: parse, wire, run. Data goes to stdout, the rest to stderr.
+
+mod common;
+mod demo;
+mod migrate;
+mod oncebox;
+pub mod programs;
+#[cfg(feature = "email")]
+mod sender;
+mod status;
+
+pub use oncebox::oncebox_main;

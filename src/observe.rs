@@ -1,1 +1,241 @@
-//! Every metric name, once.
+//! Every metric name, once, and the state that `/livez` and `/readyz` answer from.
+//!
+//! Promise: nothing outside this room spells a metric name; [`METRICS`] is the table of `docs/reference/metrics.md`, which a
+//! test compares. Labels are few and bounded: never a key, an id or an error text.
+
+mod health;
+
+use std::time::Duration;
+
+use metrics::{Unit, counter, gauge, histogram};
+
+pub use health::{Health, PartState};
+
+/// What kind of metric it is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Kind {
+    /// Only rises.
+    Counter,
+    /// Rises and falls.
+    Gauge,
+    /// A distribution.
+    Histogram,
+}
+
+/// A metric: its name, kind, unit, labels, and why an operator cares.
+#[derive(Debug, Clone, Copy)]
+pub struct Metric {
+    /// Name.
+    pub name: &'static str,
+    /// Kind.
+    pub kind: Kind,
+    /// Unit.
+    pub unit: Unit,
+    /// Labels, comma-separated.
+    pub labels: &'static str,
+    /// Why an operator cares.
+    pub about: &'static str,
+}
+
+macro_rules! metrics_table {
+    ($($konst:ident $name:literal $kind:ident $unit:ident $labels:literal $about:literal;)*) => {
+        $(const $konst: &str = $name;)*
+
+        /// Every metric of the programs.
+        pub const METRICS: &[Metric] = &[
+            $(Metric { name: $name, kind: Kind::$kind, unit: Unit::$unit, labels: $labels, about: $about },)*
+        ];
+    };
+}
+
+metrics_table! {
+    PUBLISHED "oncebox_published_total" Counter Count "broker" "messages that the broker has proven to have";
+    PUBLISH_FAILURES "oncebox_publish_failures_total" Counter Count "broker,class" "refusals: of a message, a destination, or a whole session";
+    SESSIONS "oncebox_relay_sessions_total" Counter Count "broker" "relay sessions begun; one that keeps rising means doubt after doubt";
+    OLDEST_PENDING "oncebox_oldest_pending_age_seconds" Gauge Seconds "" "the alert: how long the oldest unproven message has waited";
+    PENDING "oncebox_pending_messages" Gauge Count "" "messages not yet proven by the broker";
+    HELD "oncebox_held_messages" Gauge Count "" "messages that stand behind a dead one, or whose destination is blocked";
+    DEAD "oncebox_dead_messages" Gauge Count "place" "messages that could not be sent (place `outbox`) or handled (place is the consumer)";
+    WAITING "oncebox_waiting_messages" Gauge Count "consumer" "messages that wait for a retry, or behind one";
+    CURSOR_AGE "oncebox_relay_cursor_age_seconds" Gauge Seconds "shard" "time since the relay last wrote its cursor";
+    GAPS "oncebox_relay_gaps" Gauge Count "shard" "open gaps: positions that may still appear";
+    LEASES_LOST "oncebox_leases_lost_total" Counter Count "" "leases lost to somebody else: a frozen process, or two with one name";
+    ORDER_INCIDENTS "oncebox_order_incidents_total" Counter Count "broker" "refusals that came after later messages of the key were taken";
+    DELIVERIES "oncebox_deliveries_total" Counter Count "consumer,outcome" "deliveries by outcome: processed, duplicate, retried, dead, mismatch, unhandled";
+    HANDLER_SECONDS "oncebox_handler_duration_seconds" Histogram Seconds "consumer" "time in handlers, one message or one set";
+    INBOX_ROWS "oncebox_inbox_rows" Gauge Count "consumer" "inbox rows: what retention must keep bounded";
+    IN_FLIGHT "oncebox_consumer_in_flight" Gauge Count "consumer" "deliveries taken and not yet acknowledged";
+    ACK_FAILURES "oncebox_acknowledge_failures_total" Counter Count "consumer" "acknowledgements that did not arrive: redelivery follows, the inbox knows";
+    EMAILS "oncebox_emails_total" Counter Count "outcome" "e-mails by outcome: sent, again, failed";
+    EMAILS_PENDING "oncebox_emails_pending" Gauge Count "" "e-mails not yet sent";
+    BUILD_INFO "oncebox_build_info" Gauge Count "version,program" "1, with the version of the program";
+}
+
+/// Why a publish failed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum FailureClass {
+    /// This message, for what it is.
+    Message,
+    /// Where it goes.
+    Destination,
+    /// The session.
+    Session,
+}
+
+impl FailureClass {
+    fn label(self) -> &'static str {
+        match self {
+            Self::Message => "message",
+            Self::Destination => "destination",
+            Self::Session => "session",
+        }
+    }
+}
+
+/// How a delivery ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Outcome {
+    /// The handler's effects are committed now.
+    Processed,
+    /// The inbox knew it.
+    Duplicate,
+    /// The handler failed; it is tried again.
+    Retried,
+    /// Stored as dead.
+    Dead,
+    /// The same id with different content: an alarm.
+    Mismatch,
+    /// No handler takes its kind.
+    Unhandled,
+}
+
+impl Outcome {
+    /// The value of the label `outcome`.
+    #[must_use]
+    pub fn label(self) -> &'static str {
+        match self {
+            Self::Processed => "processed",
+            Self::Duplicate => "duplicate",
+            Self::Retried => "retried",
+            Self::Dead => "dead",
+            Self::Mismatch => "mismatch",
+            Self::Unhandled => "unhandled",
+        }
+    }
+}
+
+/// Describes every metric to the recorder: call once it is installed.
+pub fn describe(program: &'static str) {
+    for metric in METRICS {
+        match metric.kind {
+            Kind::Counter => metrics::describe_counter!(metric.name, metric.unit, metric.about),
+            Kind::Gauge => metrics::describe_gauge!(metric.name, metric.unit, metric.about),
+            Kind::Histogram => metrics::describe_histogram!(metric.name, metric.unit, metric.about),
+        }
+    }
+    gauge!(BUILD_INFO, "version" => env!("CARGO_PKG_VERSION"), "program" => program).set(1.0);
+    counter!(LEASES_LOST).increment(0);
+}
+
+/// Shows the counters of a broker at 0 before anything happened, so that a rate exists from the first message on.
+pub fn relay_starts(broker: &'static str) {
+    counter!(PUBLISHED, "broker" => broker).increment(0);
+    for class in [FailureClass::Message, FailureClass::Destination, FailureClass::Session] {
+        counter!(PUBLISH_FAILURES, "broker" => broker, "class" => class.label()).increment(0);
+    }
+}
+
+/// Messages proven by the broker.
+pub fn published(broker: &'static str, count: u64) {
+    counter!(PUBLISHED, "broker" => broker).increment(count);
+}
+
+/// A refusal.
+pub fn publish_failed(broker: &'static str, class: FailureClass) {
+    counter!(PUBLISH_FAILURES, "broker" => broker, "class" => class.label()).increment(1);
+}
+
+/// A relay session began.
+pub fn session_began(broker: &'static str) {
+    counter!(SESSIONS, "broker" => broker).increment(1);
+}
+
+/// A lease was lost.
+pub fn lease_lost() {
+    counter!(LEASES_LOST).increment(1);
+}
+
+/// A refusal came after later messages of its key were taken.
+pub fn order_incident(broker: &'static str) {
+    counter!(ORDER_INCIDENTS, "broker" => broker).increment(1);
+}
+
+/// How the outbox stands.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct OutboxGauges {
+    /// Messages not yet proven.
+    pub pending: u64,
+    /// Age of the oldest of them, seconds.
+    pub oldest_pending_age_seconds: f64,
+    /// Held rows.
+    pub held: u64,
+    /// Dead rows.
+    pub dead: u64,
+    /// E-mails not yet sent.
+    pub emails_pending: u64,
+}
+
+/// Sets the gauges of the outbox.
+pub fn outbox_stands(gauges: OutboxGauges) {
+    gauge!(PENDING).set(gauges.pending as f64);
+    gauge!(OLDEST_PENDING).set(gauges.oldest_pending_age_seconds);
+    gauge!(HELD).set(gauges.held as f64);
+    gauge!(DEAD, "place" => "outbox").set(gauges.dead as f64);
+    gauge!(EMAILS_PENDING).set(gauges.emails_pending as f64);
+}
+
+/// Sets the gauges of a shard.
+pub fn shard_stands(shard: i32, gaps: u64, cursor_age_seconds: f64) {
+    gauge!(GAPS, "shard" => shard.to_string()).set(gaps as f64);
+    gauge!(CURSOR_AGE, "shard" => shard.to_string()).set(cursor_age_seconds);
+}
+
+/// Sets the gauges of a consumer.
+pub fn consumer_stands(consumer: &str, waiting: u64, dead: u64, inbox_rows: u64) {
+    gauge!(WAITING, "consumer" => consumer.to_owned()).set(waiting as f64);
+    gauge!(DEAD, "place" => consumer.to_owned()).set(dead as f64);
+    gauge!(INBOX_ROWS, "consumer" => consumer.to_owned()).set(inbox_rows as f64);
+}
+
+/// Shows the counters of a consumer at 0.
+pub fn consumer_starts(consumer: &str) {
+    use Outcome::{Dead, Duplicate, Mismatch, Processed, Retried, Unhandled};
+    for outcome in [Processed, Duplicate, Retried, Dead, Mismatch, Unhandled] {
+        delivered(consumer, outcome, 0);
+    }
+}
+
+/// Deliveries with an outcome.
+pub fn delivered(consumer: &str, outcome: Outcome, count: u64) {
+    counter!(DELIVERIES, "consumer" => consumer.to_owned(), "outcome" => outcome.label()).increment(count);
+}
+
+/// Time in a handler.
+pub fn handled(consumer: &str, took: Duration) {
+    histogram!(HANDLER_SECONDS, "consumer" => consumer.to_owned()).record(took.as_secs_f64());
+}
+
+/// Deliveries taken and not yet acknowledged.
+pub fn in_flight(consumer: &str, count: usize) {
+    gauge!(IN_FLIGHT, "consumer" => consumer.to_owned()).set(count as f64);
+}
+
+/// An acknowledgement did not arrive.
+pub fn acknowledge_failed(consumer: &str) {
+    counter!(ACK_FAILURES, "consumer" => consumer.to_owned()).increment(1);
+}
+
+/// An e-mail was sent, failed, or is to be sent again.
+pub fn email(outcome: &'static str) {
+    counter!(EMAILS, "outcome" => outcome).increment(1);
+}

@@ -1,4 +1,19 @@
 //! Who does the work: relay, consumer, retries, e-mail sender.
-mod handler;
+//!
+//! Guarantees: no lock and no transaction is held across a call to the broker; every wait has a bound or a stop; a task that
+//! must finish is never cancelled in the middle of a statement.
+//!
+//! Not here: what to decide (room `policy`), how to say it to a database or broker (rooms `store` and `broker`).
 
+pub mod consumer;
+mod handler;
+pub mod pace;
+pub mod relay;
+#[cfg(feature = "email")]
+pub mod sender;
+mod sql_handler;
+
+pub use consumer::{Consumer, ConsumerEnd, ConsumerOptions, DeadPolicy, Handlers, Unhandled};
 pub use handler::{HandlerTx, MessageHandler};
+pub use relay::{Relay, RelayEnd, RelayOptions};
+pub use sql_handler::{SqlHandler, SqlSpec, SqlSpecError};

@@ -69,10 +69,14 @@ pub async fn enqueued() {
 pub async fn commit<Db: Database>(transaction: Transaction<'_, Db>) -> Result<(), StoreError> {
     let outcome = transaction.commit().await.map_err(commit_error);
     if outcome.is_ok() {
-        HINT.notify_waiters();
-        HINT.notify_one();
+        hint();
     }
     outcome
+}
+
+/// Tells a relay in this process that messages were committed.
+pub fn hint() {
+    HINT.notify_one();
 }
 
 /// An error of COMMIT: a lost connection means that the outcome is unknown.

@@ -119,7 +119,8 @@ pub trait Inbox: Base {
         id: MessageId,
     ) -> impl Future<Output = Result<u32, StoreError>> + Send;
 
-    /// Counts a try that already failed, with what it said, in a transaction of its own; gives the number of tries so far.
+    /// Notes what a failed try said, in a transaction of its own, and counts the try where `counted` is set (it was not counted
+    /// by [`Inbox::begin_attempt`]); gives the number of tries so far.
     fn failed_attempt(
         &self,
         consumer: ConsumerId,

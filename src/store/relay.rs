@@ -146,17 +146,6 @@ pub struct OperatorRequest {
     pub act: RequestedAct,
 }
 
-/// Which dead and held rows to read.
-#[derive(Debug, Clone, Copy)]
-pub enum HeldSelect<'a> {
-    /// All held rows of a topic with reason `destination`, and those behind them.
-    Topic(&'a str),
-    /// The rows of one (topic, key), dead and held.
-    Key(&'a str, &'a str),
-    /// A single row: dead, without a key.
-    Position(i64),
-}
-
 /// Duty: giving out sessions.
 pub trait Outbox: Base {
     /// The session of this store.
@@ -196,13 +185,8 @@ pub trait RelaySession: Send {
     /// Requests of operators that wait, in position order.
     fn requests(&mut self) -> impl Future<Output = Result<Vec<OperatorRequest>, StoreError>> + Send;
 
-    /// Dead and held rows above a position, in position order, whole, to be published again.
-    fn held(
-        &mut self,
-        select: HeldSelect<'_>,
-        above: i64,
-        limit: usize,
-    ) -> impl Future<Output = Result<Vec<OutboxRow>, StoreError>> + Send;
+    /// These dead and held rows, whole, in position order, to be published again; a row that is gone is left out.
+    fn held(&mut self, positions: &[i64]) -> impl Future<Output = Result<Vec<OutboxRow>, StoreError>> + Send;
 
     /// Housekeeping between reads, bounded and never in the way of the application: partitions ahead, proven rows deleted.
     fn tidy(&mut self) -> impl Future<Output = Result<(), StoreError>> + Send;

@@ -1,0 +1,108 @@
+//! How each part of a process is: what `/readyz` shows and a supervisor reads.
+//!
+//! Promise: a part says in words why it is not ready, and since when; a loop that stopped turning is seen (`beat`).
+
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+/// How one part is.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum PartState {
+    /// At work.
+    Ready,
+    /// Waits for something that is named; goes on by itself.
+    Waiting(String),
+    /// Somebody else does the work; takes over when they stop.
+    Standby(String),
+}
+
+#[derive(Debug, Clone)]
+struct Part {
+    state: PartState,
+    since: Instant,
+    beat: Instant,
+}
+
+/// The state of all parts of a process. Cheap to clone; all clones show the same.
+#[derive(Debug, Clone, Default)]
+pub struct Health(Arc<Mutex<BTreeMap<String, Part>>>);
+
+impl Health {
+    /// Says how a part is. Also a beat.
+    pub fn set(&self, part: &str, state: PartState) {
+        let now = Instant::now();
+        let mut parts = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        match parts.get_mut(part) {
+            Some(known) => {
+                if known.state != state {
+                    match &state {
+                        PartState::Ready => tracing::info!(part, "ready"),
+                        PartState::Waiting(why) => tracing::warn!(part, %why, "waiting"),
+                        PartState::Standby(why) => tracing::info!(part, %why, "standing by"),
+                    }
+                    known.since = now;
+                    known.state = state;
+                }
+                known.beat = now;
+            }
+            None => {
+                parts.insert(part.to_owned(), Part { state, since: now, beat: now });
+            }
+        }
+    }
+
+    /// The loop of a part turned.
+    pub fn beat(&self, part: &str) {
+        if let Some(known) = self.0.lock().unwrap_or_else(PoisonError::into_inner).get_mut(part) {
+            known.beat = Instant::now();
+        }
+    }
+
+    /// True where every part is at work or stands by.
+    #[must_use]
+    pub fn is_ready(&self) -> bool {
+        let parts = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        !parts.is_empty() && parts.values().all(|part| !matches!(part.state, PartState::Waiting(_)))
+    }
+
+    /// Parts whose loop has not turned for longer than this.
+    #[must_use]
+    pub fn stuck(&self, longer_than: Duration) -> Vec<String> {
+        let parts = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let late = |part: &Part| part.beat.elapsed() > longer_than;
+        parts.iter().filter(|(_, part)| late(part)).map(|(name, _)| name.clone()).collect()
+    }
+
+    /// One line a part: name, state, since when.
+    #[must_use]
+    pub fn lines(&self) -> Vec<String> {
+        let parts = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let line = |(name, part): (&String, &Part)| {
+            let seconds = part.since.elapsed().as_secs();
+            match &part.state {
+                PartState::Ready => format!("{name}: ready for {seconds} s"),
+                PartState::Waiting(why) => format!("{name}: waiting for {seconds} s: {why}"),
+                PartState::Standby(why) => format!("{name}: standing by for {seconds} s: {why}"),
+            }
+        };
+        parts.iter().map(line).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_process_is_ready_when_no_part_waits() {
+        let health = Health::default();
+        assert!(!health.is_ready(), "nothing has said anything yet");
+        health.set("relay", PartState::Waiting("no broker".into()));
+        assert!(!health.is_ready());
+        assert!(health.lines()[0].contains("no broker"));
+        health.set("relay", PartState::Standby("host-2 has the lease".into()));
+        assert!(health.is_ready());
+        assert!(health.stuck(Duration::from_secs(60)).is_empty());
+    }
+}

@@ -1,0 +1,92 @@
+//! Time as the database tells it: microseconds since 1970, UTC.
+//!
+//! Guarantees:
+//!
+//! * Rules that compare times take this type, so a process's own clock cannot slip in by accident.
+//! * Arithmetic saturates; a broken clock gives a wrong verdict, never a panic.
+//!
+//! Not here: reading any clock (`store`).
+
+use std::time::Duration;
+
+use serde::{Deserialize, Serialize};
+
+/// A moment in database time.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(transparent)]
+pub struct DbTime(i64);
+
+impl DbTime {
+    /// From microseconds since 1970, UTC.
+    #[must_use]
+    pub fn from_micros(micros: i64) -> Self {
+        Self(micros)
+    }
+
+    /// From milliseconds since 1970, UTC: the time inside a UUID v7.
+    #[must_use]
+    pub fn from_millis(millis: i64) -> Self {
+        Self(millis.saturating_mul(1_000))
+    }
+
+    /// Microseconds since 1970, UTC.
+    #[must_use]
+    pub fn micros(self) -> i64 {
+        self.0
+    }
+
+    /// Whole milliseconds since 1970, UTC, rounded down.
+    #[must_use]
+    pub fn millis(self) -> i64 {
+        self.0.div_euclid(1_000)
+    }
+
+    /// This moment and a while.
+    #[must_use]
+    pub fn after(self, duration: Duration) -> Self {
+        Self(self.0.saturating_add(micros_of(duration)))
+    }
+
+    /// A while before this moment.
+    #[must_use]
+    pub fn before(self, duration: Duration) -> Self {
+        Self(self.0.saturating_sub(micros_of(duration)))
+    }
+
+    /// How long it is until a later moment; zero if that one is not later.
+    #[must_use]
+    pub fn until(self, later: Self) -> Duration {
+        if later.0 <= self.0 { Duration::ZERO } else { Duration::from_micros(later.0.abs_diff(self.0)) }
+    }
+}
+
+fn micros_of(duration: Duration) -> i64 {
+    i64::try_from(duration.as_micros()).unwrap_or(i64::MAX)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_while_that_does_not_fit_saturates() {
+        let now = DbTime::from_micros(5);
+        assert_eq!(now.after(Duration::MAX).micros(), i64::MAX);
+        assert_eq!(now.before(Duration::MAX).micros(), 5 - i64::MAX);
+        assert_eq!(DbTime::from_millis(i64::MAX).micros(), i64::MAX);
+        assert_eq!(DbTime::from_micros(i64::MIN).until(DbTime::from_micros(i64::MAX)).as_micros(), u64::MAX.into());
+    }
+
+    #[test]
+    fn milliseconds_round_down_on_both_sides_of_1970() {
+        assert_eq!(DbTime::from_micros(1_999).millis(), 1);
+        assert_eq!(DbTime::from_micros(-1).millis(), -1);
+    }
+
+    #[test]
+    fn nothing_is_left_until_a_moment_that_has_passed() {
+        let (early, late) = (DbTime::from_micros(10), DbTime::from_micros(30));
+        assert_eq!(early.until(late), Duration::from_micros(20));
+        assert_eq!(late.until(early), Duration::ZERO);
+    }
+}

@@ -1,0 +1,296 @@
+//! Which rows go to the held table instead of the broker, so that nothing overtakes what could not be sent (R17).
+//!
+//! Guarantees:
+//!
+//! * A key is diverted while a dead row of it under policy `hold`, or a held row of it, stands in the table or in the
+//!   window. A topic is diverted while a row held for its destination stands there. Both are derived from the rows:
+//!   no flag can be left behind.
+//! * Rows are counted by position: a row that is diverted, marked, loaded again or released is one row.
+//! * A row behind a dead one is held *behind it* even when its topic is blocked too, so the destination's return
+//!   does not release it.
+//!
+//! A session loads what stands in the table, adds what it diverts, and forgets everything at its end. *Key* means
+//! (topic, key); a row without a key holds nothing and is held only for its destination.
+//!
+//! Not here: rows dead under policy `skip`, which hold nothing and are not given here, and the bound on held rows
+//! (`held_rows_max`), for which [`len`](Diversion::len) is what counts.
+
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+
+/// Why a row does not go to the broker.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Diverted {
+    /// It is dead, and its topic's policy is `hold`.
+    Dead,
+    /// It is held behind a dead row of its key, or it was redriven and waits for its turn.
+    BehindDead,
+    /// It is held because its destination is blocked.
+    Destination,
+}
+
+/// What the reader does with a row.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Way {
+    /// Publish it.
+    Send,
+    /// Put it into the held table, for this reason.
+    Hold(Behind),
+}
+
+/// What a held row stands behind.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Behind {
+    /// A dead row of its key.
+    Dead,
+    /// Its blocked destination.
+    Destination,
+}
+
+/// A dead or held row, as it is loaded when a session starts.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct DivertedRow {
+    /// Its place in the outbox.
+    pub position: i64,
+    /// Its topic.
+    pub topic: String,
+    /// Its key.
+    pub key: Option<String>,
+    /// Why it is there.
+    pub why: Diverted,
+}
+
+/// The diverted rows of one shard: those in the table and those in the window.
+#[derive(Debug, Default)]
+pub struct Diversion {
+    rows: BTreeMap<i64, DivertedRow>,
+    topics: HashMap<String, Topic>,
+}
+
+#[derive(Debug, Default)]
+struct Topic {
+    /// Rows held for the destination.
+    blocked: usize,
+    keys: HashMap<String, Key>,
+}
+
+/// The positions of one key's rows.
+#[derive(Debug, Default)]
+struct Key {
+    dead: BTreeSet<i64>,
+    behind_dead: BTreeSet<i64>,
+    destination: BTreeSet<i64>,
+}
+
+impl Key {
+    fn of(&mut self, why: Diverted) -> &mut BTreeSet<i64> {
+        match why {
+            Diverted::Dead => &mut self.dead,
+            Diverted::BehindDead => &mut self.behind_dead,
+            Diverted::Destination => &mut self.destination,
+        }
+    }
+
+    fn is_behind_dead(&self) -> bool {
+        !self.dead.is_empty() || !self.behind_dead.is_empty()
+    }
+
+    fn is_empty(&self) -> bool {
+        !self.is_behind_dead() && self.destination.is_empty()
+    }
+}
+
+impl Diversion {
+    /// What stands in the table when a session starts.
+    pub fn load(rows: impl IntoIterator<Item = DivertedRow>) -> Self {
+        let mut diversion = Self::default();
+        for row in rows {
+            diversion.divert(row);
+        }
+        diversion
+    }
+
+    /// Where the next row of this topic and key goes.
+    #[must_use]
+    pub fn decide(&self, topic: &str, key: Option<&str>) -> Way {
+        let Some(topic) = self.topics.get(topic) else {
+            return Way::Send;
+        };
+        let of_key = key.and_then(|key| topic.keys.get(key));
+        if of_key.is_some_and(Key::is_behind_dead) {
+            Way::Hold(Behind::Dead)
+        } else if of_key.is_some() || topic.blocked > 0 {
+            Way::Hold(Behind::Destination)
+        } else {
+            Way::Send
+        }
+    }
+
+    /// A row is diverted, or its reason changes: a held one turned out dead, a dead one was redriven to held.
+    pub fn divert(&mut self, row: DivertedRow) {
+        self.leave(row.position);
+        let topic = self.topics.entry(row.topic.clone()).or_default();
+        topic.blocked += usize::from(row.why == Diverted::Destination);
+        if let Some(key) = &row.key {
+            topic.keys.entry(key.clone()).or_default().of(row.why).insert(row.position);
+        }
+        self.rows.insert(row.position, row);
+    }
+
+    /// A row left the table: published and marked, discarded, or dead under policy `skip` now. Says whether it was
+    /// known.
+    pub fn leave(&mut self, position: i64) -> bool {
+        let Some(row) = self.rows.remove(&position) else {
+            return false;
+        };
+        let Some(topic) = self.topics.get_mut(&row.topic) else {
+            return true;
+        };
+        topic.blocked -= usize::from(row.why == Diverted::Destination);
+        if let Some(key) = row.key
+            && let Some(rows) = topic.keys.get_mut(&key)
+        {
+            rows.of(row.why).remove(&position);
+            if rows.is_empty() {
+                topic.keys.remove(&key);
+            }
+        }
+        if topic.blocked == 0 && topic.keys.is_empty() {
+            self.topics.remove(&row.topic);
+        }
+        true
+    }
+
+    /// The rows on their way back, in the position order in which they must be published: not dead, not behind a dead
+    /// row of their key, and of a topic whose destination is open. A dead row that was redriven is diverted again as
+    /// [`Diverted::BehindDead`] first.
+    pub fn releasable<'a>(&'a self, is_open: impl Fn(&str) -> bool + 'a) -> impl Iterator<Item = &'a DivertedRow> {
+        self.rows.values().filter(move |row| {
+            let key = self.topics.get(&row.topic).zip(row.key.as_ref()).and_then(|(topic, key)| topic.keys.get(key));
+            let first_dead = key.and_then(|key| key.dead.first());
+            let free = first_dead.is_none_or(|&dead| row.position < dead);
+            row.why != Diverted::Dead && free && is_open(&row.topic)
+        })
+    }
+
+    /// Whether a row on its way back still is: it is known, not dead, and no older row of its key is dead.
+    #[must_use]
+    pub fn is_free(&self, position: i64) -> bool {
+        let Some(row) = self.rows.get(&position).filter(|row| row.why != Diverted::Dead) else { return false };
+        let key = self.topics.get(&row.topic).zip(row.key.as_ref()).and_then(|(topic, key)| topic.keys.get(key));
+        key.and_then(|key| key.dead.first()).is_none_or(|&dead| position < dead)
+    }
+
+    /// The topics diverted for their destination, for the probe.
+    pub fn blocked_topics(&self) -> impl Iterator<Item = &str> {
+        self.topics.iter().filter(|(_, topic)| topic.blocked > 0).map(|(name, _)| name.as_str())
+    }
+
+    /// The rows, in position order.
+    pub fn rows(&self) -> impl Iterator<Item = &DivertedRow> {
+        self.rows.values()
+    }
+
+    /// How many rows there are.
+    #[must_use]
+    pub fn len(&self) -> usize {
+        self.rows.len()
+    }
+
+    /// Whether nothing is diverted.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.rows.is_empty()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn row(position: i64, topic: &str, key: Option<&str>, why: Diverted) -> DivertedRow {
+        DivertedRow { position, topic: topic.into(), key: key.map(Into::into), why }
+    }
+
+    #[test]
+    fn r17_a_dead_row_holds_its_own_key_and_nothing_else() {
+        let diversion = Diversion::load([row(1, "payments", Some("a"), Diverted::Dead)]);
+        assert_eq!(diversion.decide("payments", Some("a")), Way::Hold(Behind::Dead));
+        assert_eq!(diversion.decide("payments", Some("b")), Way::Send);
+        assert_eq!(diversion.decide("payments", None), Way::Send);
+        assert_eq!(diversion.decide("refunds", Some("a")), Way::Send, "a key means topic and key");
+    }
+
+    #[test]
+    fn r17_a_key_stays_diverted_until_its_last_held_row_has_left() {
+        let dead = row(1, "payments", Some("a"), Diverted::Dead);
+        let held = row(2, "payments", Some("a"), Diverted::BehindDead);
+        let mut diversion = Diversion::load([dead, held]);
+        assert!(diversion.leave(1));
+        assert_eq!(diversion.decide("payments", Some("a")), Way::Hold(Behind::Dead));
+        assert!(diversion.leave(2));
+        assert_eq!(diversion.decide("payments", Some("a")), Way::Send);
+        assert!(diversion.is_empty() && !diversion.leave(2));
+    }
+
+    #[test]
+    fn r17_a_topic_is_diverted_only_while_a_row_held_for_its_destination_stands() {
+        let mut diversion = Diversion::load([row(5, "payments", None, Diverted::Destination)]);
+        for key in [Some("a"), None] {
+            assert_eq!(diversion.decide("payments", key), Way::Hold(Behind::Destination));
+        }
+        assert_eq!(diversion.blocked_topics().collect::<Vec<_>>(), ["payments"]);
+        diversion.leave(5);
+        assert_eq!(diversion.decide("payments", None), Way::Send);
+    }
+
+    #[test]
+    fn a_keyless_dead_row_holds_nothing() {
+        let diversion = Diversion::load([row(5, "payments", None, Diverted::Dead)]);
+        assert_eq!(diversion.decide("payments", None), Way::Send);
+        assert_eq!(diversion.len(), 1);
+    }
+
+    #[test]
+    fn a_row_behind_a_dead_one_is_not_released_by_the_return_of_its_destination() {
+        let dead = row(1, "payments", Some("a"), Diverted::Dead);
+        let blocked = row(2, "payments", Some("b"), Diverted::Destination);
+        let mut diversion = Diversion::load([dead, blocked]);
+        assert_eq!(diversion.decide("payments", Some("a")), Way::Hold(Behind::Dead));
+        assert_eq!(diversion.decide("payments", Some("b")), Way::Hold(Behind::Destination));
+        // On its way back, the blocked row is refused for what it is.
+        diversion.divert(row(3, "payments", Some("b"), Diverted::Destination));
+        diversion.divert(row(2, "payments", Some("b"), Diverted::Dead));
+        assert_eq!(diversion.decide("payments", Some("b")), Way::Hold(Behind::Dead));
+        assert_eq!(diversion.releasable(|_| true).count(), 0, "row 3 stands behind the dead one, whatever its reason");
+    }
+
+    #[test]
+    fn r17_held_rows_go_back_in_position_order_up_to_the_next_dead_one_of_their_key() {
+        let mut diversion = Diversion::load([
+            row(1, "payments", Some("a"), Diverted::Dead),
+            row(2, "payments", Some("a"), Diverted::BehindDead),
+            row(3, "payments", Some("a"), Diverted::Dead),
+            row(4, "payments", Some("a"), Diverted::BehindDead),
+            row(5, "refunds", None, Diverted::Destination),
+        ]);
+        let positions = |diversion: &Diversion, open: &'static [&str]| -> Vec<i64> {
+            diversion.releasable(move |topic| open.contains(&topic)).map(|row| row.position).collect()
+        };
+        assert!(positions(&diversion, &["payments"]).is_empty());
+        diversion.divert(row(1, "payments", Some("a"), Diverted::BehindDead));
+        assert_eq!(positions(&diversion, &["payments"]), [1, 2], "1 was redriven");
+        assert_eq!(positions(&diversion, &["payments", "refunds"]), [1, 2, 5]);
+        diversion.leave(3);
+        assert_eq!(positions(&diversion, &["payments"]), [1, 2, 4], "3 was discarded");
+    }
+
+    #[test]
+    fn loading_or_diverting_the_same_position_twice_counts_it_once() {
+        let held = row(2, "payments", Some("a"), Diverted::Destination);
+        let mut diversion = Diversion::load([held.clone(), held.clone()]);
+        diversion.divert(held);
+        assert_eq!(diversion.len(), 1);
+        diversion.leave(2);
+        assert_eq!(diversion.decide("payments", Some("a")), Way::Send);
+    }
+}

@@ -1,0 +1,344 @@
+//! The state machine of one relay session over one shard (R2).
+//!
+//! Guarantees:
+//!
+//! * What must not happen cannot be called: a claim fences only gaps found before it began ([`ClaimTicket`]), and
+//!   lock holders that ended close a gap only at a read that begins after they ended ([`GapCursor::begin_read`]).
+//! * A call that returns an error has changed nothing that a later mark would persist.
+//!
+//! Not here: time. Ages are differences of a counter that the caller supplies and that never goes back.
+
+use super::open::{OpenGaps, Seen};
+use super::window::Window;
+use super::{ClaimTicket, CursorError, GapSet, Mark, Range, ReadOutcome, ReadPlan};
+
+/// The cap on ranges of open gaps (R9): at some 20 us a range, a read over so many stays under a tenth of a second.
+pub const RANGES_MAX: usize = 4_096;
+
+/// The cursor of one session; see the [module](super) for the steps.
+#[derive(Debug)]
+pub struct GapCursor {
+    ranges_max: usize,
+    /// What the shard's row holds.
+    scanned_to: i64,
+    persisted: GapSet,
+    /// What only memory holds.
+    read_to: i64,
+    open: OpenGaps,
+    window: Window,
+    plan: Option<ReadPlan>,
+    reads: u64,
+    /// The last read that a claim must follow, and the last one that a claim followed.
+    claim_due: u64,
+    claimed: u64,
+    xmin: u64,
+    fence: u64,
+    watch: Watch,
+}
+
+/// Where the watch over lock holders stands (R6).
+#[derive(Debug, PartialEq, Eq)]
+enum Watch {
+    Idle,
+    Listing,
+    Watching(Vec<u64>),
+    Gone,
+}
+
+impl GapCursor {
+    /// Starts a session from what is persisted. `fence` is the id of the synchronous transaction that took the lease
+    /// and raised the epoch (R2.1).
+    #[must_use]
+    pub fn start(scanned_to: i64, gaps: &GapSet, fence: u64) -> Self {
+        // A gap above `scanned_to` is read again as part of the tail.
+        let persisted = gaps.cut_at(scanned_to);
+        Self {
+            ranges_max: RANGES_MAX,
+            scanned_to,
+            read_to: scanned_to,
+            open: OpenGaps::fenced(&persisted, fence),
+            persisted,
+            window: Window::default(),
+            plan: None,
+            reads: 0,
+            claim_due: 0,
+            claimed: 0,
+            xmin: 0,
+            fence,
+            watch: Watch::Idle,
+        }
+    }
+
+    /// Changes the cap on ranges of open gaps, [`RANGES_MAX`] unless told.
+    #[must_use]
+    pub fn with_ranges_max(mut self, ranges_max: usize) -> Self {
+        self.ranges_max = ranges_max;
+        self
+    }
+
+    /// The persisted end of what is scanned.
+    #[must_use]
+    pub fn scanned_to(&self) -> i64 {
+        self.scanned_to
+    }
+
+    /// How far this session has read.
+    #[must_use]
+    pub fn read_to(&self) -> i64 {
+        self.read_to
+    }
+
+    /// How many batches wait to be marked.
+    #[must_use]
+    pub fn batches(&self) -> usize {
+        self.window.len()
+    }
+
+    /// The open gap ranges, ascending.
+    pub fn ranges(&self) -> impl Iterator<Item = Range> + '_ {
+        self.open.ranges()
+    }
+
+    /// How many more ranges fit under the cap. A row adds at most one, so this is also a bound for a read's LIMIT.
+    #[must_use]
+    pub fn room(&self) -> usize {
+        self.ranges_max.saturating_sub(self.open.len())
+    }
+
+    /// Whether the cap is reached: reads cover gaps only, until some close. Show it (R9).
+    #[must_use]
+    pub fn at_cap(&self) -> bool {
+        self.room() == 0
+    }
+
+    /// The LIMIT for the next read when `rows` are wanted: never more than the cap has room for, never none.
+    #[must_use]
+    pub fn row_limit(&self, rows: usize) -> usize {
+        rows.min(self.room()).max(1)
+    }
+
+    /// Whether the sequence stands behind this cursor (R7): new rows would get positions that count as scanned.
+    #[must_use]
+    pub fn is_ahead_of(&self, last_value: i64) -> bool {
+        last_value < self.read_to
+    }
+
+    /// Begins a read. Call it before the statement is sent; every call starts over.
+    pub fn begin_read(&mut self) -> ReadPlan {
+        if self.watch == Watch::Gone {
+            self.open.holders_gone();
+            self.watch = Watch::Idle;
+        }
+        let tail_from = (!self.at_cap()).then(|| self.read_to.saturating_add(1));
+        let plan = ReadPlan { ranges: self.open.ranges().collect(), tail_from };
+        self.plan = Some(plan.clone());
+        plan
+    }
+
+    /// Takes what the statement returned: `pg_snapshot_xmin`, the positions of **all** rows in the order they came,
+    /// and whether there were as many as its LIMIT (R2.3, R2.4).
+    ///
+    /// # Errors
+    ///
+    /// Any error ends the session.
+    pub fn on_read(&mut self, xmin: u64, positions: &[i64], limit_reached: bool) -> Result<ReadOutcome, CursorError> {
+        let plan = self.plan.take().ok_or(CursorError::ReadNotBegun)?;
+        self.verify(&plan, xmin, positions)?;
+        self.xmin = xmin;
+        self.reads += 1;
+
+        let ranges_before = self.open.len();
+        let mut gap_rows = GapSet::new();
+        let in_gaps = positions.partition_point(|&position| position <= self.read_to);
+        let (at_gaps, in_tail) = positions.split_at(in_gaps);
+        for &position in at_gaps {
+            self.open.take_row(position);
+            gap_rows.insert(position);
+        }
+        let mut new_gaps = 0;
+        for &position in in_tail {
+            let missing = Range { from: self.read_to + 1, to: position };
+            if !missing.is_empty() {
+                self.open.found(missing, self.reads);
+                new_gaps += 1;
+            }
+            self.read_to = position;
+        }
+        debug_assert!(self.open.len() <= ranges_before + positions.len());
+
+        // With the LIMIT reached, absence is known only below the last row.
+        let below = limit_reached.then(|| positions.last().copied().unwrap_or(i64::MIN));
+        let closed = self.open.close(Seen { xmin, below });
+        let batch = (!positions.is_empty()).then(|| {
+            self.claim_due = self.reads;
+            self.window.push(self.reads, self.read_to, gap_rows)
+        });
+        debug_assert_eq!(self.check(), Ok(()));
+        Ok(ReadOutcome { batch, gap_rows: at_gaps.len(), new_gaps, closed })
+    }
+
+    fn verify(&self, plan: &ReadPlan, xmin: u64, positions: &[i64]) -> Result<(), CursorError> {
+        if xmin < self.xmin {
+            return Err(CursorError::XminWentBack { seen: self.xmin, now: xmin });
+        }
+        if let Some(pair) = positions.windows(2).find(|pair| pair[0] >= pair[1]) {
+            return Err(CursorError::NotAscending { before: pair[0], after: pair[1] });
+        }
+        let expected = |position: i64| {
+            let in_tail = plan.tail_from.is_some_and(|from| position >= from && position < i64::MAX);
+            in_tail || self.open.contains(position)
+        };
+        match positions.iter().find(|&&position| !expected(position)) {
+            Some(&position) => Err(CursorError::Unexpected { position }),
+            None => Ok(()),
+        }
+    }
+
+    /// Whether a claim is due: something was read since the last one began. Send no batch before it returned (R5),
+    /// and claim within a second even when no row was of this shard.
+    #[must_use]
+    pub fn needs_claim(&self) -> bool {
+        self.claim_due > self.claimed
+    }
+
+    /// Begins a claim. Call it before the transaction begins.
+    #[must_use]
+    pub fn begin_claim(&self) -> ClaimTicket {
+        ClaimTicket { reads: self.reads }
+    }
+
+    /// The claim's synchronous commit returned: its transaction id is the fence of the gaps that had none (R2.5).
+    ///
+    /// # Errors
+    ///
+    /// An id that is not above the last one ends the session.
+    pub fn on_claim(&mut self, ticket: ClaimTicket, xid: u64, now: u64) -> Result<(), CursorError> {
+        if xid <= self.fence {
+            return Err(CursorError::FenceWentBack { last: self.fence, now: xid });
+        }
+        self.fence = xid;
+        self.claimed = self.claimed.max(ticket.reads);
+        self.open.fence(ticket.reads, xid, now);
+        Ok(())
+    }
+
+    /// Whether a claim begun after this batch was read has returned.
+    #[must_use]
+    pub fn may_send(&self, batch: u64) -> bool {
+        self.window.get(batch).is_some_and(|batch| batch.read <= self.claimed)
+    }
+
+    /// What to persist for the oldest batch, wholly proven, dead or held (R2.7).
+    #[must_use]
+    pub fn mark(&self) -> Option<Mark> {
+        self.mark_through(self.window.oldest()?.number)
+    }
+
+    /// What to persist for every batch up to this one, all of them wholly proven, dead or held.
+    #[must_use]
+    pub fn mark_through(&self, batch: u64) -> Option<Mark> {
+        let scanned_to = self.window.get(batch)?.read_to;
+        // The rows at gaps of later batches have left `open` and are not proven: a crash would forget them.
+        let mut gaps: GapSet = self.open.ranges().collect();
+        gaps.extend(self.window.gap_rows_after(batch));
+        Some(Mark { batch, scanned_to, gaps: gaps.cut_at(scanned_to) })
+    }
+
+    /// What to persist while nothing is in the window, because gaps have closed since the last mark; a partition
+    /// can be freed only when its gaps are closed on disk too (R8).
+    #[must_use]
+    pub fn mark_idle(&self) -> Option<Mark> {
+        if self.window.oldest().is_some() {
+            return None;
+        }
+        let gaps: GapSet = self.open.ranges().collect();
+        (gaps != self.persisted).then(|| Mark { batch: self.window.marked(), scanned_to: self.read_to, gaps })
+    }
+
+    /// The marking transaction committed. Marks commit in the order in which they were made.
+    pub fn on_marked(&mut self, mark: Mark) {
+        debug_assert!(mark.scanned_to >= self.scanned_to, "a mark goes back");
+        self.window.drop_through(mark.batch);
+        self.scanned_to = mark.scanned_to;
+        self.persisted = mark.gaps;
+        debug_assert_eq!(self.check(), Ok(()));
+    }
+
+    /// How many ranges have waited at least `age` since their fence and were never watched (R6).
+    #[must_use]
+    pub fn stale_gaps(&self, now: u64, age: u64) -> usize {
+        self.open.stale(now, age)
+    }
+
+    /// Begins a watch over the lock holders of the stale gaps, unless one runs; says how many ranges it covers. Call it
+    /// before the holders are listed.
+    pub fn begin_lock_watch(&mut self, now: u64, age: u64) -> usize {
+        if self.watch != Watch::Idle {
+            return 0;
+        }
+        let count = self.open.watch_stale(now, age);
+        if count > 0 {
+            self.watch = Watch::Listing;
+        }
+        count
+    }
+
+    /// The **transaction ids** of all holders of a RowExclusiveLock on the outbox, prepared ones included. Never
+    /// pids or virtual transactions: PREPARE and a restart change them (R6).
+    pub fn on_lock_holders(&mut self, holders: Vec<u64>) {
+        if self.watch == Watch::Listing {
+            self.watch = if holders.is_empty() { Watch::Gone } else { Watch::Watching(holders) };
+        }
+    }
+
+    /// The ids still to watch.
+    #[must_use]
+    pub fn lock_watch(&self) -> Option<&[u64]> {
+        match &self.watch {
+            Watch::Watching(holders) => Some(holders),
+            Watch::Idle | Watch::Listing | Watch::Gone => None,
+        }
+    }
+
+    /// Of the ids watched, these still hold their `transactionid` lock. With none left, the next read that begins
+    /// without finding the row closes the gap.
+    pub fn on_still_holding(&mut self, still: &[u64]) {
+        if let Watch::Watching(holders) = &mut self.watch {
+            holders.retain(|holder| still.contains(holder));
+            if holders.is_empty() {
+                self.watch = Watch::Gone;
+            }
+        }
+    }
+
+    /// The invariants of the state, for tests and debug assertions.
+    ///
+    /// # Errors
+    ///
+    /// A sentence that names the broken invariant.
+    pub fn check(&self) -> Result<(), String> {
+        let ensure = |holds: bool, what: &str| {
+            if holds { Ok(()) } else { Err(format!("{what}: {self:?}")) }
+        };
+        ensure(
+            self.persisted.last().is_none_or(|last| last <= self.scanned_to),
+            "a persisted gap is above scanned_to",
+        )?;
+        let mut end = i64::MIN;
+        for range in self.open.ranges() {
+            ensure(!range.is_empty() && range.from >= end, "open gaps overlap")?;
+            ensure(range.to <= self.read_to, "an open gap is above read_to")?;
+            end = range.to;
+        }
+        let (mut number, mut read_to) = (self.window.marked(), self.scanned_to);
+        for batch in self.window.iter() {
+            ensure(batch.number == number + 1, "a batch is missing")?;
+            ensure(batch.read_to >= read_to, "read_to went back")?;
+            let gap_rows_left = batch.gap_rows.iter().all(|range| !self.open.contains(range.from));
+            ensure(gap_rows_left, "a row in the window is still an open gap")?;
+            (number, read_to) = (batch.number, batch.read_to);
+        }
+        ensure(read_to == self.read_to, "the last batch does not end at read_to")?;
+        ensure(self.needs_claim() || !self.open.unfenced(), "a gap has no fence and no claim is due")
+    }
+}

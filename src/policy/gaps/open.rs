@@ -1,0 +1,156 @@
+//! The open gaps in memory: each range with its fence, its age, and what is known of its lock holders.
+//!
+//! Guarantees:
+//!
+//! * A range is never joined with another, so a fence speaks for exactly the positions it was taken for.
+//! * A row taken out of a range splits it; both parts keep the fence.
+//!
+//! Not here: what is persisted of them ([`GapSet`]), and the order of steps (`cursor`).
+
+use std::collections::BTreeMap;
+
+use super::{GapSet, Range};
+
+/// What is known about the transactions that could still fill a gap (R6).
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Holders {
+    /// Nobody asked.
+    Unasked,
+    /// They are being listed or watched.
+    Watched,
+    /// All of them ended before the read that has begun.
+    Gone,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Fence {
+    xid: u64,
+    taken_at: u64,
+}
+
+#[derive(Debug, Clone, Copy)]
+struct Gap {
+    to: i64,
+    /// The number of the read that found it.
+    found: u64,
+    fence: Option<Fence>,
+    holders: Holders,
+}
+
+/// What a statement saw, for closing.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Seen {
+    /// Every transaction below this id had ended.
+    pub(super) xmin: u64,
+    /// The LIMIT was reached: nothing is known at or above this position.
+    pub(super) below: Option<i64>,
+}
+
+#[derive(Debug, Default)]
+pub(super) struct OpenGaps {
+    gaps: BTreeMap<i64, Gap>,
+}
+
+impl OpenGaps {
+    /// The gaps that a session starts with: all fenced by the transaction that took the lease.
+    pub(super) fn fenced(gaps: &GapSet, xid: u64) -> Self {
+        let fence = Some(Fence { xid, taken_at: 0 });
+        let gap = |range: Range| Gap { to: range.to, found: 0, fence, holders: Holders::Unasked };
+        Self { gaps: gaps.iter().map(|range| (range.from, gap(range))).collect() }
+    }
+
+    pub(super) fn len(&self) -> usize {
+        self.gaps.len()
+    }
+
+    pub(super) fn ranges(&self) -> impl Iterator<Item = Range> + '_ {
+        self.gaps.iter().map(|(&from, gap)| Range { from, to: gap.to })
+    }
+
+    pub(super) fn contains(&self, position: i64) -> bool {
+        self.gaps.range(..=position).next_back().is_some_and(|(_, gap)| position < gap.to)
+    }
+
+    /// Adds a range that a read found missing. It has no fence yet.
+    pub(super) fn found(&mut self, range: Range, read: u64) {
+        let gap = Gap { to: range.to, found: read, fence: None, holders: Holders::Unasked };
+        self.gaps.insert(range.from, gap);
+    }
+
+    /// A row appeared at this position.
+    pub(super) fn take_row(&mut self, position: i64) {
+        let Some((&from, &gap)) = self.gaps.range(..=position).next_back() else {
+            return;
+        };
+        if position >= gap.to {
+            return;
+        }
+        self.gaps.remove(&from);
+        if from < position {
+            self.gaps.insert(from, Gap { to: position, ..gap });
+        }
+        if position + 1 < gap.to {
+            self.gaps.insert(position + 1, gap);
+        }
+    }
+
+    /// A claim that began after read number `reads` fences what was found until then.
+    pub(super) fn fence(&mut self, reads: u64, xid: u64, now: u64) {
+        for gap in self.gaps.values_mut().filter(|gap| gap.fence.is_none() && gap.found <= reads) {
+            gap.fence = Some(Fence { xid, taken_at: now });
+        }
+    }
+
+    pub(super) fn unfenced(&self) -> bool {
+        self.gaps.values().any(|gap| gap.fence.is_none())
+    }
+
+    /// Closes what this statement proves empty (R2.4, R6) and returns it.
+    pub(super) fn close(&mut self, seen: Seen) -> Vec<Range> {
+        let certain = |gap: &Gap| gap.holders == Holders::Gone || gap.fence.is_some_and(|fence| fence.xid <= seen.xmin);
+        let mut closed = Vec::new();
+        let froms: Vec<i64> = self.gaps.iter().filter(|(_, gap)| certain(gap)).map(|(&from, _)| from).collect();
+        for from in froms {
+            let end = seen.below.unwrap_or(i64::MAX);
+            if from >= end {
+                break;
+            }
+            let Some(gap) = self.gaps.remove(&from) else {
+                continue;
+            };
+            closed.push(Range { from, to: gap.to.min(end) });
+            if end < gap.to {
+                self.gaps.insert(end, gap);
+            }
+        }
+        closed
+    }
+
+    /// How many ranges have been fenced for at least `age` and were never asked about.
+    pub(super) fn stale(&self, now: u64, age: u64) -> usize {
+        self.gaps.values().filter(|gap| gap.is_stale(now, age)).count()
+    }
+
+    /// Watches what is stale; says how many ranges that is.
+    pub(super) fn watch_stale(&mut self, now: u64, age: u64) -> usize {
+        let mut count = 0;
+        for gap in self.gaps.values_mut().filter(|gap| gap.is_stale(now, age)) {
+            gap.holders = Holders::Watched;
+            count += 1;
+        }
+        count
+    }
+
+    /// All holders of what is watched have ended, and the read that sees it begins now.
+    pub(super) fn holders_gone(&mut self) {
+        for gap in self.gaps.values_mut().filter(|gap| gap.holders == Holders::Watched) {
+            gap.holders = Holders::Gone;
+        }
+    }
+}
+
+impl Gap {
+    fn is_stale(&self, now: u64, age: u64) -> bool {
+        self.holders == Holders::Unasked && self.fence.is_some_and(|fence| now.saturating_sub(fence.taken_at) >= age)
+    }
+}

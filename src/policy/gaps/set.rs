@@ -1,0 +1,246 @@
+//! Sets of positions, kept as ascending half-open ranges: what a shard's row persists as its gaps.
+//!
+//! Guarantees:
+//!
+//! * Ranges are ascending, disjoint, never empty and never adjacent, so equal sets are equal values.
+//! * The text form is that of PostgreSQL's `int8multirange`, in both directions.
+//!
+//! Not here: fences and ages, which live in memory only (`open`).
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::str::FromStr;
+
+use serde::{Deserialize, Serialize};
+
+/// The positions from `from` up to, but not including, `to`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+pub struct Range {
+    /// The first position of the range.
+    pub from: i64,
+    /// One past the last position of the range.
+    pub to: i64,
+}
+
+impl Range {
+    /// The range that holds one position.
+    #[must_use]
+    pub fn one(position: i64) -> Self {
+        Self { from: position, to: position.saturating_add(1) }
+    }
+
+    /// Whether it holds no position at all.
+    #[must_use]
+    pub fn is_empty(self) -> bool {
+        self.from >= self.to
+    }
+
+    /// Whether it holds this position.
+    #[must_use]
+    pub fn contains(self, position: i64) -> bool {
+        self.from <= position && position < self.to
+    }
+}
+
+/// A set of positions as ascending ranges.
+///
+/// ```
+/// use oncebox::policy::gaps::{GapSet, Range};
+///
+/// let mut gaps: GapSet = [Range { from: 3, to: 6 }].into_iter().collect();
+/// gaps.remove(4);
+/// assert_eq!(gaps.to_string(), "{[3,4),[5,6)}");
+/// ```
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(from = "Vec<Range>", into = "Vec<Range>")]
+pub struct GapSet {
+    /// First position to one past the last.
+    ranges: BTreeMap<i64, i64>,
+}
+
+impl GapSet {
+    /// The empty set.
+    #[must_use]
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Adds all positions of a range; what is there already stays.
+    pub fn insert_range(&mut self, range: Range) {
+        if range.is_empty() {
+            return;
+        }
+        let (mut from, mut to) = (range.from, range.to);
+        if let Some((&before, &end)) = self.ranges.range(..=from).next_back()
+            && end >= from
+        {
+            (from, to) = (before, to.max(end));
+        }
+        while let Some((&next, &end)) = self.ranges.range(from..).next()
+            && next <= to
+        {
+            to = to.max(end);
+            self.ranges.remove(&next);
+        }
+        self.ranges.insert(from, to);
+    }
+
+    /// Adds one position.
+    pub fn insert(&mut self, position: i64) {
+        self.insert_range(Range::one(position));
+    }
+
+    /// Takes one position out, splitting its range; says whether it was there.
+    pub fn remove(&mut self, position: i64) -> bool {
+        let Some(range) = self.range_at(position) else {
+            return false;
+        };
+        self.ranges.remove(&range.from);
+        if range.from < position {
+            self.ranges.insert(range.from, position);
+        }
+        if position + 1 < range.to {
+            self.ranges.insert(position + 1, range.to);
+        }
+        true
+    }
+
+    /// Whether a position is in the set.
+    #[must_use]
+    pub fn contains(&self, position: i64) -> bool {
+        self.range_at(position).is_some()
+    }
+
+    /// Whether any position of a range is in the set: such a partition cannot be freed yet (R8).
+    #[must_use]
+    pub fn intersects(&self, range: Range) -> bool {
+        !range.is_empty() && self.ranges.range(..range.to).next_back().is_some_and(|(_, &end)| end > range.from)
+    }
+
+    /// The ranges, ascending.
+    pub fn iter(&self) -> impl Iterator<Item = Range> + '_ {
+        self.ranges.iter().map(|(&from, &to)| Range { from, to })
+    }
+
+    /// How many ranges there are: what a read costs, and what the cap counts (R9).
+    #[must_use]
+    pub fn len(&self) -> usize {
+        self.ranges.len()
+    }
+
+    /// Whether no position is in the set.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.ranges.is_empty()
+    }
+
+    /// How many positions there are.
+    #[must_use]
+    pub fn positions(&self) -> u64 {
+        self.iter().map(|range| range.to.abs_diff(range.from)).fold(0, u64::saturating_add)
+    }
+
+    /// The highest position.
+    #[must_use]
+    pub fn last(&self) -> Option<i64> {
+        self.ranges.last_key_value().map(|(_, &to)| to - 1)
+    }
+
+    /// The part that lies at or below `scanned_to`.
+    #[must_use]
+    pub fn cut_at(&self, scanned_to: i64) -> Self {
+        let end = scanned_to.saturating_add(1);
+        self.iter().map(|range| Range { from: range.from, to: range.to.min(end) }).collect()
+    }
+
+    /// All positions of both.
+    #[must_use]
+    pub fn union(&self, other: &Self) -> Self {
+        let mut all = self.clone();
+        all.extend(other.iter());
+        all
+    }
+
+    fn range_at(&self, position: i64) -> Option<Range> {
+        let (&from, &to) = self.ranges.range(..=position).next_back()?;
+        Some(Range { from, to }).filter(|range| range.contains(position))
+    }
+}
+
+impl Extend<Range> for GapSet {
+    fn extend<T: IntoIterator<Item = Range>>(&mut self, ranges: T) {
+        for range in ranges {
+            self.insert_range(range);
+        }
+    }
+}
+
+impl FromIterator<Range> for GapSet {
+    fn from_iter<T: IntoIterator<Item = Range>>(ranges: T) -> Self {
+        let mut set = Self::new();
+        set.extend(ranges);
+        set
+    }
+}
+
+impl From<Vec<Range>> for GapSet {
+    fn from(ranges: Vec<Range>) -> Self {
+        ranges.into_iter().collect()
+    }
+}
+
+impl From<GapSet> for Vec<Range> {
+    fn from(set: GapSet) -> Self {
+        set.iter().collect()
+    }
+}
+
+impl fmt::Display for GapSet {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("{")?;
+        for (index, range) in self.iter().enumerate() {
+            let comma = if index == 0 { "" } else { "," };
+            write!(f, "{comma}[{},{})", range.from, range.to)?;
+        }
+        f.write_str("}")
+    }
+}
+
+/// The text is not a multirange of positions as PostgreSQL prints it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ParseGapsError(String);
+
+impl fmt::Display for ParseGapsError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "not a multirange of positions: `{}`", self.0)
+    }
+}
+
+impl std::error::Error for ParseGapsError {}
+
+impl FromStr for GapSet {
+    type Err = ParseGapsError;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        parse(text).ok_or_else(|| ParseGapsError(text.to_owned()))
+    }
+}
+
+/// `{}` or `{[1,2),[5,9)}`: the only form in which PostgreSQL prints a canonical, bounded `int8multirange`.
+fn parse(text: &str) -> Option<GapSet> {
+    let inner = text.strip_prefix('{')?.strip_suffix('}')?;
+    if inner.is_empty() {
+        return Some(GapSet::new());
+    }
+    let inner = inner.strip_prefix('[')?.strip_suffix(')')?;
+    let mut set = GapSet::new();
+    for part in inner.split("),[") {
+        let (from, to) = part.split_once(',')?;
+        let range = Range { from: from.parse().ok()?, to: to.parse().ok()? };
+        if range.is_empty() {
+            return None;
+        }
+        set.insert_range(range);
+    }
+    Some(set)
+}

@@ -1,0 +1,70 @@
+//! The batches that were read and are not marked yet, in read order.
+//!
+//! Guarantee: a batch leaves only at the front, together with everything before it.
+//!
+//! Not here: the rows of a batch and their proofs, which the runtime keeps under the batch's number.
+
+use std::collections::VecDeque;
+
+use super::GapSet;
+
+#[derive(Debug)]
+pub(super) struct Batch {
+    /// Counted from 1 in each session.
+    pub(super) number: u64,
+    /// The number of the read that it came from.
+    pub(super) read: u64,
+    /// How far this session had read after it.
+    pub(super) read_to: i64,
+    /// Its rows that stood at gaps: out of memory's open gaps, and not proven.
+    pub(super) gap_rows: GapSet,
+}
+
+#[derive(Debug, Default)]
+pub(super) struct Window {
+    batches: VecDeque<Batch>,
+    /// The number of the last batch that left.
+    marked: u64,
+}
+
+impl Window {
+    pub(super) fn len(&self) -> usize {
+        self.batches.len()
+    }
+
+    pub(super) fn marked(&self) -> u64 {
+        self.marked
+    }
+
+    pub(super) fn push(&mut self, read: u64, read_to: i64, gap_rows: GapSet) -> u64 {
+        let number = self.batches.back().map_or(self.marked, |batch| batch.number) + 1;
+        self.batches.push_back(Batch { number, read, read_to, gap_rows });
+        number
+    }
+
+    pub(super) fn oldest(&self) -> Option<&Batch> {
+        self.batches.front()
+    }
+
+    pub(super) fn get(&self, number: u64) -> Option<&Batch> {
+        let index = number.checked_sub(self.batches.front()?.number)?;
+        self.batches.get(usize::try_from(index).ok()?)
+    }
+
+    /// The rows at gaps of every batch after this one.
+    pub(super) fn gap_rows_after(&self, number: u64) -> impl Iterator<Item = super::Range> + '_ {
+        self.batches.iter().filter(move |batch| batch.number > number).flat_map(|batch| batch.gap_rows.iter())
+    }
+
+    /// Drops every batch up to this one.
+    pub(super) fn drop_through(&mut self, number: u64) {
+        while self.batches.front().is_some_and(|batch| batch.number <= number) {
+            self.batches.pop_front();
+        }
+        self.marked = self.marked.max(number);
+    }
+
+    pub(super) fn iter(&self) -> impl Iterator<Item = &Batch> {
+        self.batches.iter()
+    }
+}

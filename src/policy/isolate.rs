@@ -1,0 +1,319 @@
+//! Whose fault it is that a relay's session ended: the message's, its destination's, or the connection's (R16).
+//!
+//! Guarantees:
+//!
+//! * A message is dead only when it was sent alone and the broker refused *it*, or when alone it ended three sessions
+//!   while a probe on a fresh session succeeded between them.
+//! * What speaks of the destination (no route, denied, unknown, not enough replicas, a nack that repeats, a stall
+//!   while the broker answers) diverts the topic; it counts nothing and never makes a message dead.
+//! * A connection that could not be made, or that ended with nothing sent, counts nothing.
+//!
+//! ```text
+//!           ended twice at one row              proven, dead or diverted
+//!  window ------------------------> alone(row) -------------------------> window
+//! ```
+//!
+//! Not here: which error of which client is what ([`Cause`] is chosen in the broker's adapter), the probe itself, and
+//! the pace of new sessions (`runtime`). Nothing is persisted: a new process starts without suspicion.
+
+use std::collections::BTreeMap;
+
+/// Ends of sessions at one row, while it is not settled, until it is sent alone.
+pub const ENDS_BEFORE_ALONE: u32 = 2;
+/// Ends of sessions by one row alone, with a successful probe between, until it is dead.
+pub const ENDS_ALONE_BEFORE_DEAD: u32 = 3;
+/// So many rows are remembered; beyond it the highest is forgotten, and will be met again after the lower ones.
+pub const SUSPECTS_MAX: usize = 64;
+
+/// Why a session ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Cause {
+    /// The connection could not be made.
+    NotConnected,
+    /// The connection or channel ended with nothing sent on it.
+    NothingSent,
+    /// The connection or channel ended, and says nothing of why.
+    Lost,
+    /// The broker refused this message for what it is: too large, an invalid record, a channel error that answers
+    /// this publish.
+    Message,
+    /// The broker spoke of the destination: a return, 403, 404, an unknown topic, no authorization, not enough replicas.
+    Destination,
+    /// A nack. It may pass; when it repeats on a fresh session it speaks of the destination.
+    Nack,
+    /// Nothing was answered in time.
+    Stalled {
+        /// Whether the broker answered a probe meanwhile.
+        broker_answers: bool,
+    },
+}
+
+/// What to do next.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Verdict {
+    /// Start a new session.
+    Again,
+    /// Start a new session that sends this row alone.
+    Alone,
+    /// Divert the row's topic (R17).
+    Divert,
+    /// The row is dead.
+    Dead,
+}
+
+/// How the next session sends.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Mode {
+    /// As usual, many rows in flight.
+    Window,
+    /// This row with nothing else in flight, and everything before it proven.
+    Alone(i64),
+}
+
+/// What is remembered between the sessions of one shard.
+#[derive(Debug, Clone, Default)]
+pub struct Isolation {
+    /// The rows at which sessions ended, by position, until they are settled. More than one, because two bad rows may
+    /// end sessions by turns.
+    suspects: BTreeMap<i64, Suspect>,
+}
+
+#[derive(Debug, Clone, Copy, Default)]
+struct Suspect {
+    /// Sessions that ended at it under the usual window.
+    ends: u32,
+    nacked: bool,
+    /// Sessions that it ended alone.
+    ends_alone: u32,
+    /// A probe succeeded since the last of those.
+    probed: bool,
+}
+
+impl Isolation {
+    /// Nothing is suspected.
+    #[must_use]
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// How the next session sends. Of several rows to isolate, the first is.
+    #[must_use]
+    pub fn mode(&self) -> Mode {
+        let isolated = self.suspects.iter().find(|(_, suspect)| suspect.is_isolated());
+        isolated.map_or(Mode::Window, |(&position, _)| Mode::Alone(position))
+    }
+
+    /// Whether a probe must succeed on a fresh session before the row is sent alone again.
+    #[must_use]
+    pub fn needs_probe(&self) -> bool {
+        let isolated = self.suspects.values().find(|suspect| suspect.is_isolated());
+        isolated.is_some_and(|suspect| suspect.ends_alone > 0 && !suspect.probed)
+    }
+
+    /// A probe on a fresh session succeeded: Kafka knows a leader for the row's topic; RabbitMQ opened a channel and
+    /// declared the exchange passively.
+    pub fn on_probe_succeeded(&mut self) {
+        if let Some(suspect) = self.suspects.values_mut().find(|suspect| suspect.is_isolated()) {
+            suspect.probed = true;
+        }
+    }
+
+    /// The row is proven, dead, diverted or gone.
+    pub fn on_settled(&mut self, position: i64) {
+        self.suspects.remove(&position);
+    }
+
+    /// A session ended. `position` is the row it ended at: the one that the broker named, else the first that was sent
+    /// and not proven.
+    pub fn on_session_end(&mut self, position: i64, cause: Cause) -> Verdict {
+        match cause {
+            Cause::NotConnected | Cause::NothingSent => return Verdict::Again,
+            Cause::Destination => {
+                self.on_settled(position);
+                return Verdict::Divert;
+            }
+            Cause::Lost | Cause::Message | Cause::Nack | Cause::Stalled { .. } => {}
+        }
+        let alone = self.mode() == Mode::Alone(position);
+        let suspect = self.suspects.entry(position).or_default();
+        let verdict = if cause == Cause::Nack && std::mem::replace(&mut suspect.nacked, true) {
+            Verdict::Divert
+        } else if alone {
+            suspect.ended_alone(cause)
+        } else {
+            suspect.ended_in_window(cause)
+        };
+        if matches!(verdict, Verdict::Divert | Verdict::Dead) {
+            self.suspects.remove(&position);
+        }
+        if self.suspects.len() > SUSPECTS_MAX {
+            self.suspects.pop_last();
+        }
+        verdict
+    }
+}
+
+impl Suspect {
+    fn is_isolated(&self) -> bool {
+        self.ends >= ENDS_BEFORE_ALONE
+    }
+
+    fn ended_in_window(&mut self, cause: Cause) -> Verdict {
+        if cause == (Cause::Stalled { broker_answers: false }) {
+            return Verdict::Again;
+        }
+        self.ends = self.ends.saturating_add(1);
+        if self.is_isolated() { Verdict::Alone } else { Verdict::Again }
+    }
+
+    fn ended_alone(&mut self, cause: Cause) -> Verdict {
+        match cause {
+            Cause::Message => Verdict::Dead,
+            // It was not refused, and nothing ended: whatever blocks is the destination's.
+            Cause::Stalled { broker_answers: true } => Verdict::Divert,
+            Cause::Lost if self.ends_alone == 0 || self.probed => {
+                self.ends_alone += 1;
+                self.probed = false;
+                if self.ends_alone >= ENDS_ALONE_BEFORE_DEAD { Verdict::Dead } else { Verdict::Alone }
+            }
+            // Without a probe between them, two ends may be one outage. A nack ended nothing by itself.
+            _ => Verdict::Alone,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const ROW: i64 = 40;
+
+    fn alone() -> Isolation {
+        let mut isolation = Isolation::new();
+        assert_eq!(isolation.on_session_end(ROW, Cause::Lost), Verdict::Again);
+        assert_eq!(isolation.on_session_end(ROW, Cause::Lost), Verdict::Alone);
+        assert_eq!(isolation.mode(), Mode::Alone(ROW));
+        isolation
+    }
+
+    #[test]
+    fn r16_a_session_that_ends_twice_at_the_same_row_isolates_it() {
+        let mut isolation = Isolation::new();
+        assert_eq!(isolation.on_session_end(ROW, Cause::Lost), Verdict::Again);
+        assert_eq!(isolation.on_session_end(41, Cause::Lost), Verdict::Again);
+        assert_eq!(isolation.mode(), Mode::Window);
+        assert_eq!(isolation.on_session_end(ROW, Cause::Message), Verdict::Alone);
+        assert_eq!(isolation.mode(), Mode::Alone(ROW));
+        isolation.on_settled(ROW);
+        assert_eq!(isolation.mode(), Mode::Window);
+    }
+
+    #[test]
+    fn two_bad_rows_that_end_sessions_by_turns_are_both_isolated_the_first_one_first() {
+        let mut isolation = Isolation::new();
+        for position in [41, ROW, 41, ROW] {
+            isolation.on_session_end(position, Cause::Message);
+        }
+        assert_eq!(isolation.mode(), Mode::Alone(ROW));
+        assert_eq!(isolation.on_session_end(41, Cause::Message), Verdict::Alone, "it was not alone");
+        assert_eq!(isolation.on_session_end(ROW, Cause::Message), Verdict::Dead);
+        assert_eq!(isolation.mode(), Mode::Alone(41));
+        assert_eq!(isolation.on_session_end(41, Cause::Message), Verdict::Dead);
+        assert_eq!(isolation.mode(), Mode::Window);
+    }
+
+    #[test]
+    fn a_row_that_was_settled_is_suspected_no_more() {
+        let mut isolation = Isolation::new();
+        isolation.on_session_end(ROW, Cause::Lost);
+        isolation.on_settled(ROW);
+        assert_eq!(isolation.on_session_end(ROW, Cause::Lost), Verdict::Again);
+    }
+
+    #[test]
+    fn the_number_of_suspects_is_bounded() {
+        let mut isolation = Isolation::new();
+        for position in 0..1_000 {
+            isolation.on_session_end(position, Cause::Lost);
+        }
+        assert_eq!(isolation.suspects.len(), SUSPECTS_MAX);
+        assert_eq!(isolation.on_session_end(0, Cause::Lost), Verdict::Alone);
+    }
+
+    #[test]
+    fn r16_a_connection_that_cannot_be_made_or_ends_with_nothing_sent_counts_nothing() {
+        let mut isolation = alone();
+        for _ in 0..10 {
+            isolation.on_probe_succeeded();
+            assert_eq!(isolation.on_session_end(ROW, Cause::NotConnected), Verdict::Again);
+            assert_eq!(isolation.on_session_end(ROW, Cause::NothingSent), Verdict::Again);
+        }
+        assert_eq!(isolation.mode(), Mode::Alone(ROW));
+        let mut fresh = Isolation::new();
+        for _ in 0..10 {
+            fresh.on_session_end(ROW, Cause::NotConnected);
+            fresh.on_session_end(ROW, Cause::Stalled { broker_answers: false });
+        }
+        assert_eq!(fresh.mode(), Mode::Window);
+    }
+
+    #[test]
+    fn r16_a_message_that_the_broker_refuses_is_dead_only_when_it_was_sent_alone() {
+        let mut isolation = Isolation::new();
+        assert_eq!(isolation.on_session_end(ROW, Cause::Message), Verdict::Again);
+        assert_eq!(isolation.on_session_end(ROW, Cause::Message), Verdict::Alone);
+        assert_eq!(isolation.on_session_end(ROW, Cause::Message), Verdict::Dead);
+        assert_eq!(isolation.mode(), Mode::Window);
+    }
+
+    #[test]
+    fn r16_three_ends_alone_with_a_successful_probe_between_make_it_dead() {
+        let mut isolation = alone();
+        assert!(!isolation.needs_probe(), "the first try alone needs none");
+        assert_eq!(isolation.on_session_end(ROW, Cause::Lost), Verdict::Alone);
+        assert!(isolation.needs_probe());
+        isolation.on_probe_succeeded();
+        assert_eq!(isolation.on_session_end(ROW, Cause::Lost), Verdict::Alone);
+        isolation.on_probe_succeeded();
+        assert_eq!(isolation.on_session_end(ROW, Cause::Lost), Verdict::Dead);
+    }
+
+    #[test]
+    fn r16_ends_alone_without_a_probe_between_are_an_outage_and_never_make_it_dead() {
+        let mut isolation = alone();
+        for _ in 0..50 {
+            assert_eq!(isolation.on_session_end(ROW, Cause::Lost), Verdict::Alone);
+        }
+    }
+
+    #[test]
+    fn r16_what_speaks_of_the_destination_diverts_and_never_kills() {
+        assert_eq!(Isolation::new().on_session_end(ROW, Cause::Destination), Verdict::Divert);
+        let mut isolation = alone();
+        isolation.on_session_end(ROW, Cause::Lost);
+        assert_eq!(isolation.on_session_end(ROW, Cause::Destination), Verdict::Divert);
+        assert_eq!(isolation.mode(), Mode::Window);
+    }
+
+    #[test]
+    fn r16_a_nack_that_repeats_on_a_fresh_session_is_the_destinations() {
+        let mut isolation = Isolation::new();
+        assert_eq!(isolation.on_session_end(ROW, Cause::Nack), Verdict::Again);
+        assert_eq!(isolation.on_session_end(ROW, Cause::Nack), Verdict::Divert);
+        let mut isolation = alone();
+        for cause in [Cause::Nack, Cause::Lost] {
+            assert_eq!(isolation.on_session_end(ROW, cause), Verdict::Alone);
+        }
+        assert_eq!(isolation.on_session_end(ROW, Cause::Nack), Verdict::Divert);
+    }
+
+    #[test]
+    fn a_stall_while_alone_with_the_broker_reachable_is_the_destinations_never_the_messages() {
+        let mut isolation = alone();
+        for _ in 0..10 {
+            isolation.on_probe_succeeded();
+            assert_eq!(isolation.on_session_end(ROW, Cause::Stalled { broker_answers: false }), Verdict::Alone);
+        }
+        assert_eq!(isolation.on_session_end(ROW, Cause::Stalled { broker_answers: true }), Verdict::Divert);
+    }
+}

@@ -1,0 +1,168 @@
+//! Who owns a shard or a partition, and whether a session is still the one that it was (R7, R22).
+//!
+//! Guarantees:
+//!
+//! * A lease is judged in database time only. One that ends later than now plus its length was written before the
+//!   clock went back, and counts as expired: otherwise nobody could take it until the clock has caught up.
+//! * A session whose epoch or revision is not the one it wrote last has ended, whatever the lease says.
+//!
+//! Not here: writing the row, and the epoch's place in every fenced statement (`store`). A lease only decides who may
+//! try; the epoch decides whose write counts.
+
+use std::fmt;
+use std::time::Duration;
+
+use super::db_time::DbTime;
+
+/// A lease as it stands in its row.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Lease {
+    /// When it ends.
+    pub until: DbTime,
+    /// How long it was granted for.
+    pub length: Duration,
+}
+
+impl Lease {
+    /// A lease granted now.
+    #[must_use]
+    pub fn granted(now: DbTime, length: Duration) -> Self {
+        Self { until: now.after(length), length }
+    }
+
+    /// Whether anybody may take it.
+    #[must_use]
+    pub fn is_expired(self, now: DbTime) -> bool {
+        self.until <= now || self.until > now.after(self.length)
+    }
+
+    /// Whether its owner should renew it: a third of it is gone, so that two renewals may fail.
+    #[must_use]
+    pub fn is_renewal_due(self, now: DbTime) -> bool {
+        self.is_expired(now) || now.until(self.until) <= self.length / 3 * 2
+    }
+
+    /// What is left of it.
+    #[must_use]
+    pub fn remaining(self, now: DbTime) -> Duration {
+        if self.is_expired(now) { Duration::ZERO } else { now.until(self.until) }
+    }
+}
+
+/// What fences a session's writes: the epoch it raised, and the revision it wrote last.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Fence {
+    /// Raised by every change of owner.
+    pub epoch: i64,
+    /// Raised by every write of the owner.
+    pub revision: i64,
+}
+
+impl Fence {
+    /// The fence after a write of this session's own.
+    #[must_use]
+    pub fn written(self) -> Self {
+        Self { revision: self.revision.saturating_add(1), ..self }
+    }
+
+    /// Compares what the row says with what this session wrote last.
+    ///
+    /// # Errors
+    ///
+    /// Any difference ends the session: another owner took over, or another server answers.
+    pub fn check(self, seen: Self) -> Result<(), FenceLost> {
+        if seen.epoch > self.epoch {
+            Err(FenceLost::TakenOver { mine: self.epoch, seen: seen.epoch })
+        } else if seen != self {
+            Err(FenceLost::NotMine { mine: self, seen })
+        } else {
+            Ok(())
+        }
+    }
+}
+
+/// Why a session has ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum FenceLost {
+    /// Another owner took the lease.
+    TakenOver {
+        /// The epoch of this session.
+        mine: i64,
+        /// The epoch in the row.
+        seen: i64,
+    },
+    /// The row is not as this session left it: a pooler or a failover put another server under it.
+    NotMine {
+        /// What this session wrote last.
+        mine: Fence,
+        /// What the row says.
+        seen: Fence,
+    },
+}
+
+impl fmt::Display for FenceLost {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::TakenOver { mine, seen } => {
+                write!(f, "the lease was taken over: epoch {seen} follows {mine}")
+            }
+            Self::NotMine { mine, seen } => write!(
+                f,
+                "the row says epoch {} revision {}, this session wrote epoch {} revision {}",
+                seen.epoch, seen.revision, mine.epoch, mine.revision
+            ),
+        }
+    }
+}
+
+impl std::error::Error for FenceLost {}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const LENGTH: Duration = Duration::from_secs(10);
+
+    fn at(seconds: i64) -> DbTime {
+        DbTime::from_millis(seconds * 1_000)
+    }
+
+    #[test]
+    fn a_lease_is_owned_until_its_end_and_expired_from_it_on() {
+        let lease = Lease::granted(at(100), LENGTH);
+        assert!(!lease.is_expired(at(100)));
+        assert!(!lease.is_expired(DbTime::from_micros(at(110).micros() - 1)));
+        assert!(lease.is_expired(at(110)));
+    }
+
+    #[test]
+    fn r22_a_lease_that_ends_later_than_now_plus_its_length_counts_as_expired() {
+        let lease = Lease::granted(at(100), LENGTH);
+        assert!(!lease.is_expired(at(100)), "the clock stands");
+        assert!(lease.is_expired(DbTime::from_micros(at(100).micros() - 1)), "the clock went back");
+        assert!(lease.is_expired(at(-5_000)));
+        assert_eq!(lease.remaining(at(-5_000)), Duration::ZERO);
+    }
+
+    #[test]
+    fn a_renewal_is_due_after_a_third() {
+        let lease = Lease::granted(at(100), LENGTH);
+        assert!(!lease.is_renewal_due(at(103)));
+        assert!(lease.is_renewal_due(at(104)));
+        assert!(lease.is_renewal_due(at(90)), "an expired lease is due");
+    }
+
+    #[test]
+    fn r7_a_session_ends_when_the_row_is_not_as_it_left_it() {
+        let mine = Fence { epoch: 7, revision: 3 };
+        assert_eq!(mine.check(mine), Ok(()));
+        assert_eq!(mine.written(), Fence { epoch: 7, revision: 4 });
+        let seen = Fence { epoch: 8, revision: 0 };
+        assert_eq!(mine.check(seen), Err(FenceLost::TakenOver { mine: 7, seen: 8 }));
+        for seen in [Fence { epoch: 7, revision: 2 }, Fence { epoch: 7, revision: 4 }, Fence { epoch: 6, revision: 3 }]
+        {
+            assert_eq!(mine.check(seen), Err(FenceLost::NotMine { mine, seen }));
+        }
+    }
+}

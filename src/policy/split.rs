@@ -1,0 +1,162 @@
+//! How a batch is run again after it was rolled back (R27).
+//!
+//! Guarantees:
+//!
+//! * The parts of a plan cover the batch once, in its order, so no part runs a later message of a key first.
+//! * The message that failed runs alone: no other message shares its rollback, its retries or its attempts.
+//! * A failure that is nobody's counts no attempt. The same batch is tried again, and halved after every third time,
+//!   so that one which is too large to ever commit becomes small enough.
+//!
+//! Not here: which failure is nobody's (each adapter maps its own codes), and the retries of the one that runs alone
+//! ([`retry`](super::retry)).
+
+use std::ops::Range;
+use std::time::Duration;
+
+use super::retry::fraction;
+
+/// A part of a batch.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Part {
+    /// Which of its messages.
+    pub messages: Range<usize>,
+    /// Whether this is the message to blame, under the retry policy.
+    pub alone: bool,
+}
+
+/// The plan for a batch in which one message failed: the part before it, it alone, the rest. A message that is not
+/// in the batch gives the batch as it was.
+#[must_use]
+pub fn around(batch: Range<usize>, failed: usize) -> Vec<Part> {
+    let together = |messages: Range<usize>| Part { messages, alone: false };
+    if !batch.contains(&failed) {
+        return [together(batch)].into_iter().filter(|part| !part.messages.is_empty()).collect();
+    }
+    let parts = [
+        together(batch.start..failed),
+        Part { messages: failed..failed + 1, alone: true },
+        together(failed + 1..batch.end),
+    ];
+    parts.into_iter().filter(|part| !part.messages.is_empty()).collect()
+}
+
+/// The plan for a batch that failed as a whole, as under a handler of batches or a constraint checked at COMMIT: two
+/// halves, down to the one message that is to blame.
+#[must_use]
+pub fn without_blame(batch: Range<usize>) -> Vec<Part> {
+    let alone = batch.len() == 1;
+    halves(batch).into_iter().map(|messages| Part { messages, alone }).collect()
+}
+
+/// The tries of one batch that failed through nobody's fault: a deadlock, a lost connection, a full database.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct NobodysFault {
+    batch: Range<usize>,
+    times: u32,
+}
+
+/// What to run after such a failure.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Again {
+    /// The batch, or its halves, in order.
+    pub parts: Vec<NobodysFault>,
+    /// The pause before the first of them.
+    pub pause: Duration,
+}
+
+/// After so many times in a row the batch is halved.
+pub const TIMES_BEFORE_HALVING: u32 = 3;
+/// The longest pause after the first failure; it doubles with each.
+pub const PAUSE_FIRST: Duration = Duration::from_millis(20);
+/// No pause is longer: what is back should be noticed within it.
+pub const PAUSE_MAX: Duration = Duration::from_secs(5);
+
+impl NobodysFault {
+    /// A batch that has not failed yet.
+    #[must_use]
+    pub fn none(batch: Range<usize>) -> Self {
+        Self { batch, times: 0 }
+    }
+
+    /// Which messages of the batch.
+    #[must_use]
+    pub fn batch(&self) -> Range<usize> {
+        self.batch.clone()
+    }
+
+    /// It failed again. `chance` is drawn from 0 to 1 and picks the pause, from half of the full one to all of it.
+    #[must_use]
+    pub fn again(self, chance: f64) -> Again {
+        let times = self.times.saturating_add(1);
+        let full = PAUSE_FIRST.saturating_mul(1_u32.checked_shl(times - 1).unwrap_or(u32::MAX)).min(PAUSE_MAX);
+        let pause = full.mul_f64(0.5 + 0.5 * fraction(chance));
+        // The count goes on in the halves: pauses keep growing while the cause lasts.
+        let parts = if times.is_multiple_of(TIMES_BEFORE_HALVING) { halves(self.batch) } else { vec![self.batch] };
+        Again { parts: parts.into_iter().map(|batch| Self { batch, times }).collect(), pause }
+    }
+}
+
+/// Two halves, the first not smaller; one message, or none, is not divided.
+fn halves(batch: Range<usize>) -> Vec<Range<usize>> {
+    let middle = batch.start + batch.len().div_ceil(2);
+    [batch.start..middle, middle..batch.end].into_iter().filter(|half| !half.is_empty()).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn shape(parts: &[Part]) -> Vec<(usize, usize, bool)> {
+        parts.iter().map(|part| (part.messages.start, part.messages.end, part.alone)).collect()
+    }
+
+    #[test]
+    fn r27_the_part_before_runs_then_the_failed_message_alone_then_the_rest() {
+        assert_eq!(shape(&around(0..5, 2)), [(0, 2, false), (2, 3, true), (3, 5, false)]);
+        assert_eq!(shape(&around(0..5, 0)), [(0, 1, true), (1, 5, false)]);
+        assert_eq!(shape(&around(3..5, 4)), [(3, 4, false), (4, 5, true)]);
+        assert_eq!(shape(&around(0..1, 0)), [(0, 1, true)]);
+        assert_eq!(shape(&around(0..2, 9)), [(0, 2, false)]);
+        assert_eq!(shape(&around(0..0, 0)), []);
+    }
+
+    #[test]
+    fn a_batch_that_failed_as_a_whole_is_halved_down_to_one_message() {
+        assert_eq!(shape(&without_blame(0..5)), [(0, 3, false), (3, 5, false)]);
+        assert_eq!(shape(&without_blame(7..8)), [(7, 8, true)]);
+        assert_eq!(shape(&without_blame(0..0)), []);
+    }
+
+    #[test]
+    fn r27_nobodys_failure_is_tried_again_whole_and_halved_after_the_third_time() {
+        let ends = |parts: &[NobodysFault]| -> Vec<(usize, usize)> {
+            parts.iter().map(|part| (part.batch().start, part.batch().end)).collect()
+        };
+        let mut batch = NobodysFault::none(0..5);
+        for _ in 0..2 {
+            let again = batch.again(0.5);
+            assert_eq!(ends(&again.parts), [(0, 5)]);
+            batch = again.parts[0].clone();
+        }
+        let halves = batch.again(0.5).parts;
+        assert_eq!(ends(&halves), [(0, 3), (3, 5)]);
+        let whole = halves[0].clone().again(0.5).parts;
+        assert_eq!(whole.len(), 1, "each half has three times of its own");
+    }
+
+    #[test]
+    fn one_message_that_fails_through_nobodys_fault_stays_one_and_its_pauses_stay_bounded() {
+        let mut one = NobodysFault::none(4..5);
+        let mut longest = Duration::ZERO;
+        for _ in 0..100 {
+            let again = one.again(1.0);
+            assert!(again.pause >= longest && again.pause <= PAUSE_MAX);
+            longest = again.pause;
+            assert_eq!(again.parts.len(), 1);
+            one = again.parts[0].clone();
+            assert_eq!(one.batch(), 4..5);
+        }
+        assert_eq!(longest, PAUSE_MAX);
+        assert!(one.again(f64::NAN).pause <= PAUSE_MAX);
+    }
+}

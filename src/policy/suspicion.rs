@@ -1,0 +1,116 @@
+//! Which deliveries run alone, with the attempt written before the handler, so that a killer is counted (R26).
+//!
+//! Guarantees:
+//!
+//! * The good path writes nothing per message: without a reason for suspicion, nothing is counted.
+//! * A message that kills the process is met again as one of the first `max_in_flight` unknown deliveries of a
+//!   partition that was not closed cleanly, or with the redelivered flag. So it is counted from its second delivery
+//!   on, and a killer is dead after N + 1 kills.
+//!
+//! Not here: the attempt rows and the assignment rows (`store`). RabbitMQ has the redelivered flag and no assignment
+//! row; Kafka and the embedded broker have the row and no flag.
+
+/// What is known of a delivery when it is about to be handled. The inbox was asked before.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Facts {
+    /// The inbox knew it: a duplicate, for which no handler runs.
+    pub known: bool,
+    /// A try of this delivery has failed in this process.
+    pub failed: bool,
+    /// The broker says that it was delivered before.
+    pub redelivered: bool,
+}
+
+/// How a delivery runs.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Run {
+    /// With the others of its lane.
+    InBatch,
+    /// Alone in the process, after its attempt was written in a transaction of its own.
+    Alone,
+}
+
+/// The suspicion against one partition since it was assigned.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Suspicion {
+    /// How many more deliveries that the inbox does not know run alone.
+    unknown_left: usize,
+}
+
+impl Suspicion {
+    /// The last owner closed the assignment cleanly, or there is no assignment row.
+    #[must_use]
+    pub fn closed() -> Self {
+        Self { unknown_left: 0 }
+    }
+
+    /// The assignment row was found open: an owner died, with at most `max_in_flight` deliveries that the inbox does
+    /// not know.
+    #[must_use]
+    pub fn found_open(max_in_flight: usize) -> Self {
+        Self { unknown_left: max_in_flight }
+    }
+
+    /// How this delivery runs. Call it once for each delivery, and again after each failed try.
+    pub fn judge(&mut self, facts: Facts) -> Run {
+        if facts.known {
+            return Run::InBatch;
+        }
+        // A failed try is not another delivery: it takes nothing from the count.
+        let among_first = !facts.failed && self.unknown_left > 0;
+        self.unknown_left -= usize::from(among_first);
+        if facts.failed || facts.redelivered || among_first { Run::Alone } else { Run::InBatch }
+    }
+
+    /// Whether unknown deliveries still run alone.
+    #[must_use]
+    pub fn is_active(self) -> bool {
+        self.unknown_left > 0
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const NEW: Facts = Facts { known: false, failed: false, redelivered: false };
+
+    #[test]
+    fn r26_without_suspicion_nothing_runs_alone() {
+        let mut suspicion = Suspicion::closed();
+        for _ in 0..100 {
+            assert_eq!(suspicion.judge(NEW), Run::InBatch);
+        }
+        assert_eq!(suspicion.judge(Facts { failed: true, ..NEW }), Run::Alone);
+        assert_eq!(suspicion.judge(Facts { redelivered: true, ..NEW }), Run::Alone);
+    }
+
+    #[test]
+    fn r26_the_first_deliveries_that_the_inbox_did_not_know_run_alone_and_known_ones_do_not_count() {
+        let mut suspicion = Suspicion::found_open(2);
+        let known = Facts { known: true, ..NEW };
+        for _ in 0..50 {
+            assert_eq!(suspicion.judge(known), Run::InBatch);
+        }
+        assert_eq!(suspicion.judge(NEW), Run::Alone);
+        assert_eq!(suspicion.judge(known), Run::InBatch);
+        assert!(suspicion.is_active());
+        assert_eq!(suspicion.judge(NEW), Run::Alone);
+        assert!(!suspicion.is_active());
+        assert_eq!(suspicion.judge(NEW), Run::InBatch);
+    }
+
+    #[test]
+    fn r26_a_failed_try_is_no_new_delivery() {
+        let mut suspicion = Suspicion::found_open(1);
+        assert_eq!(suspicion.judge(Facts { failed: true, ..NEW }), Run::Alone);
+        assert!(suspicion.is_active());
+        assert_eq!(suspicion.judge(NEW), Run::Alone);
+    }
+
+    #[test]
+    fn r26_a_duplicate_never_runs_alone_because_no_handler_runs() {
+        let mut suspicion = Suspicion::found_open(1);
+        assert_eq!(suspicion.judge(Facts { known: true, failed: false, redelivered: true }), Run::InBatch);
+    }
+}

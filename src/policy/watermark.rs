@@ -1,0 +1,180 @@
+//! The low-water mark of finished deliveries of one partition: up to where a consumer may commit or acknowledge.
+//!
+//! Guarantees:
+//!
+//! * [`committable`](Watermark::committable) is never at or above a delivery that is not finished (G5).
+//! * Sequence numbers may start anywhere and have holes, as offsets of compacted or transactional topics have, and
+//!   delivery tags do not: only what was delivered counts.
+//! * Memory is bounded: at its capacity the partition must be paused until the oldest delivery is finished.
+//!
+//! ```
+//! use oncebox::policy::watermark::Watermark;
+//!
+//! let mut mark = Watermark::new(100);
+//! for offset in [40, 41, 47] {
+//!     mark.delivered(offset)?;
+//! }
+//! mark.finished(41);
+//! assert_eq!(mark.committable(), None); // 40 is still being handled
+//! mark.finished(40);
+//! assert_eq!(mark.committable(), Some(41));
+//! # Ok::<(), oncebox::policy::watermark::WatermarkError>(())
+//! ```
+//!
+//! Not here: Kafka commits the offset *after* the mark, and RabbitMQ acknowledges `multiple` up to it (`broker`).
+
+use std::collections::VecDeque;
+use std::fmt;
+
+/// The deliveries of one partition, or of one channel, since it was assigned. Make a new one for a new assignment.
+#[derive(Debug)]
+pub struct Watermark {
+    capacity: usize,
+    /// Deliveries above the mark, ascending, and whether each is finished. The first never is.
+    above: VecDeque<(i64, bool)>,
+    unfinished: usize,
+    mark: Option<i64>,
+}
+
+/// A delivery that must not be taken.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum WatermarkError {
+    /// As many deliveries as its capacity stand above the mark.
+    Full,
+    /// The number is not above those before it: the partition was seeked or reassigned underneath.
+    NotAscending {
+        /// The last number taken.
+        last: i64,
+        /// The number that followed.
+        next: i64,
+    },
+}
+
+impl Watermark {
+    /// With room for this many deliveries above the mark.
+    #[must_use]
+    pub fn new(capacity: usize) -> Self {
+        Self { capacity, above: VecDeque::new(), unfinished: 0, mark: None }
+    }
+
+    /// Notes a delivery. They come in ascending order.
+    ///
+    /// # Errors
+    ///
+    /// [`WatermarkError::Full`] until the oldest one is finished; [`WatermarkError::NotAscending`] ends the assignment.
+    pub fn delivered(&mut self, sequence: i64) -> Result<(), WatermarkError> {
+        if let Some(last) = self.last()
+            && sequence <= last
+        {
+            return Err(WatermarkError::NotAscending { last, next: sequence });
+        }
+        if self.room() == 0 {
+            return Err(WatermarkError::Full);
+        }
+        self.above.push_back((sequence, false));
+        self.unfinished += 1;
+        Ok(())
+    }
+
+    /// Notes that a delivery is finished: its transaction committed. Says whether it was in flight.
+    pub fn finished(&mut self, sequence: i64) -> bool {
+        let Ok(index) = self.above.binary_search_by_key(&sequence, |&(number, _)| number) else {
+            return false;
+        };
+        if std::mem::replace(&mut self.above[index].1, true) {
+            return false;
+        }
+        self.unfinished -= 1;
+        while let Some((number, _)) = self.above.pop_front_if(|&mut (_, finished)| finished) {
+            self.mark = Some(number);
+        }
+        true
+    }
+
+    /// The highest number such that it and everything delivered below it is finished.
+    #[must_use]
+    pub fn committable(&self) -> Option<i64> {
+        self.mark
+    }
+
+    /// How many deliveries are not finished.
+    #[must_use]
+    pub fn in_flight(&self) -> usize {
+        self.unfinished
+    }
+
+    /// How many more deliveries fit.
+    #[must_use]
+    pub fn room(&self) -> usize {
+        self.capacity.saturating_sub(self.above.len())
+    }
+
+    /// The oldest delivery that is not finished: what the mark waits for.
+    #[must_use]
+    pub fn waits_for(&self) -> Option<i64> {
+        self.above.front().map(|&(number, _)| number)
+    }
+
+    fn last(&self) -> Option<i64> {
+        self.above.back().map(|&(number, _)| number).or(self.mark)
+    }
+}
+
+impl fmt::Display for WatermarkError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Full => write!(f, "no room for another delivery until the oldest is finished"),
+            Self::NotAscending { last, next } => write!(f, "delivery {next} came after {last}"),
+        }
+    }
+}
+
+impl std::error::Error for WatermarkError {}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_unfinished_delivery_holds_the_mark_below_it() {
+        let mut mark = Watermark::new(10);
+        for offset in [3, 5, 9] {
+            assert_eq!(mark.delivered(offset), Ok(()));
+        }
+        assert!(mark.finished(9));
+        assert!(mark.finished(5));
+        assert_eq!((mark.committable(), mark.in_flight(), mark.waits_for()), (None, 1, Some(3)));
+        assert!(mark.finished(3));
+        assert_eq!((mark.committable(), mark.in_flight(), mark.waits_for()), (Some(9), 0, None));
+    }
+
+    #[test]
+    fn finishing_twice_or_what_was_never_delivered_changes_nothing() {
+        let mut mark = Watermark::new(10);
+        assert_eq!(mark.delivered(1).and(mark.delivered(2)), Ok(()));
+        assert!(mark.finished(2));
+        assert!(!mark.finished(2));
+        assert!(!mark.finished(7));
+        assert_eq!((mark.committable(), mark.in_flight()), (None, 1));
+    }
+
+    #[test]
+    fn a_full_window_takes_nothing_until_the_oldest_is_finished() {
+        let mut mark = Watermark::new(2);
+        assert_eq!(mark.delivered(1).and(mark.delivered(2)), Ok(()));
+        mark.finished(2);
+        assert_eq!(mark.delivered(3), Err(WatermarkError::Full), "what is finished above a hole still takes room");
+        mark.finished(1);
+        assert_eq!(mark.delivered(3), Ok(()));
+    }
+
+    #[test]
+    fn a_number_that_does_not_ascend_is_refused_also_when_all_are_finished() {
+        let mut mark = Watermark::new(2);
+        assert_eq!(mark.delivered(5), Ok(()));
+        assert_eq!(mark.delivered(5), Err(WatermarkError::NotAscending { last: 5, next: 5 }));
+        mark.finished(5);
+        assert_eq!(mark.delivered(4), Err(WatermarkError::NotAscending { last: 5, next: 4 }));
+    }
+}

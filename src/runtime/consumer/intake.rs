@@ -1,0 +1,317 @@
+//! Broker events in, low-water marks out.
+//!
+//! Promise: what is acknowledged is committed (G5); a revoked source starts nothing more, drains, is acknowledged and only
+//! then given up; the broker is polled also while handlers run, so that heartbeats and rebalances never wait for them.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::sync::mpsc;
+use tokio::task::JoinSet;
+use tokio::time::Instant;
+use tokio_util::sync::CancellationToken;
+
+use super::item::{Done, Item, Source};
+use super::{ConsumerEnd, Shared, lane};
+use crate::broker::{Delivery, Event, PartitionId, RevokeGuard, Subscriber};
+use crate::error::BrokerError;
+use crate::observe::{self, PartState};
+use crate::policy::watermark::Watermark;
+use crate::store::{ConsumerId, Store};
+
+struct Assigned {
+    source: Arc<Source>,
+    mark: Watermark,
+    acknowledged: Option<i64>,
+    /// Handed to lanes and not yet reported.
+    outstanding: usize,
+    giving_up: Option<GivingUp>,
+}
+
+struct GivingUp {
+    lost: bool,
+    _guard: RevokeGuard,
+}
+
+struct Intake<'a, S: Store> {
+    shared: &'a Arc<Shared<S>>,
+    consumer: ConsumerId,
+    subscriber: Box<dyn Subscriber>,
+    lanes: Vec<mpsc::UnboundedSender<Item>>,
+    sources: HashMap<PartitionId, Assigned>,
+    outstanding: usize,
+    paused: bool,
+    active_at: Instant,
+}
+
+/// Serves one subscriber until the stop, idleness, or its error.
+pub(super) async fn run<S: Store>(
+    shared: &Arc<Shared<S>>,
+    consumer: ConsumerId,
+    subscriber: Box<dyn Subscriber>,
+    stop: &CancellationToken,
+) -> Result<ConsumerEnd, BrokerError> {
+    let (done_sender, mut done) = mpsc::unbounded_channel();
+    let lanes_stop = CancellationToken::new();
+    let mut tasks = JoinSet::new();
+    let lanes = (0..shared.options.lanes.max(1))
+        .map(|_| {
+            // Unbounded channels, bounded by `in_flight_max`: the intake pauses the broker there.
+            let (sender, receiver) = mpsc::unbounded_channel();
+            tasks.spawn(lane::run(Arc::clone(shared), consumer, receiver, done_sender.clone(), lanes_stop.clone()));
+            sender
+        })
+        .collect();
+    drop(done_sender);
+    let mut intake = Intake {
+        shared,
+        consumer,
+        subscriber,
+        lanes,
+        sources: HashMap::new(),
+        outstanding: 0,
+        paused: false,
+        active_at: Instant::now(),
+    };
+    shared.health.set(&shared.part, PartState::Ready);
+    let end = intake.serve(&mut done, stop).await;
+    // Nothing more is started; what runs may finish within the grace, and is acknowledged where the subscriber still lives.
+    lanes_stop.cancel();
+    for assigned in intake.sources.values() {
+        assigned.source.revoke();
+    }
+    intake.lanes.clear();
+    let drained = intake.drain(&mut done, end.is_ok()).await;
+    if !drained {
+        tracing::warn!(consumer = %shared.options.name, "handlers still ran at the end of the grace; their messages come again");
+        tasks.abort_all();
+    }
+    while tasks.join_next().await.is_some() {}
+    if end.is_ok() {
+        intake.close().await;
+    }
+    end
+}
+
+impl<S: Store> Intake<'_, S> {
+    async fn serve(
+        &mut self,
+        done: &mut mpsc::UnboundedReceiver<Done>,
+        stop: &CancellationToken,
+    ) -> Result<ConsumerEnd, BrokerError> {
+        let mut tick = tokio::time::interval(Duration::from_millis(50));
+        tick.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
+        loop {
+            // Every branch is cancel safe: `next` by its contract, channel and timer by theirs.
+            tokio::select! {
+                biased;
+                () = stop.cancelled() => return Ok(ConsumerEnd::Stopped),
+                Some(first) = done.recv() => {
+                    let mut finished = vec![first];
+                    while let Ok(next) = done.try_recv() {
+                        finished.push(next);
+                    }
+                    self.finished(finished).await;
+                }
+                event = self.subscriber.next() => self.event(event?).await,
+                _ = tick.tick() => {
+                    self.shared.health.beat(&self.shared.part);
+                    observe::in_flight(&self.shared.options.name, self.outstanding);
+                    if self.is_idle().await? {
+                        return Ok(ConsumerEnd::Idle);
+                    }
+                }
+            }
+        }
+    }
+
+    async fn event(&mut self, event: Event) {
+        match event {
+            Event::Assigned(sources) => {
+                self.active_at = Instant::now();
+                for id in sources {
+                    self.assign(id).await;
+                }
+            }
+            Event::Deliveries(deliveries) => self.deliveries(deliveries),
+            Event::Revoked { sources, lost, done } => {
+                // One guard for several sources: it is dropped with the last of them.
+                let guard = Arc::new(done);
+                for id in sources {
+                    self.revoke(&id, lost, Arc::clone(&guard)).await;
+                }
+            }
+        }
+        let in_flight_max = self.shared.options.in_flight_max;
+        if !self.paused && self.outstanding >= in_flight_max {
+            self.paused = true;
+            self.subscriber.pause(true);
+        }
+    }
+
+    async fn assign(&mut self, id: PartitionId) {
+        let mut suspects = 0;
+        if self.shared.broker.is_log() {
+            // Found open: the last owner did not end cleanly, so what it had in flight may kill a process (R26).
+            match self.shared.store.open_assignment(self.consumer, &id.place, id.partition).await {
+                Ok(true) => suspects = i64::try_from(self.shared.options.in_flight_max).unwrap_or(i64::MAX),
+                Ok(false) => {}
+                Err(error) => {
+                    tracing::warn!(consumer = %self.shared.options.name, %error, "could not note an assignment; taken as suspicious");
+                    suspects = i64::try_from(self.shared.options.in_flight_max).unwrap_or(i64::MAX);
+                }
+            }
+        }
+        tracing::info!(consumer = %self.shared.options.name, place = %id.place, partition = id.partition, suspicious = suspects > 0, "assigned");
+        let assigned = Assigned {
+            source: Source::new(id.clone(), suspects),
+            // Room for what one event may bring beyond the bound at which the broker is paused.
+            mark: Watermark::new(self.shared.options.in_flight_max.saturating_mul(4).max(10_000)),
+            acknowledged: None,
+            outstanding: 0,
+            giving_up: None,
+        };
+        self.sources.insert(id, assigned);
+    }
+
+    fn deliveries(&mut self, deliveries: Vec<Delivery>) {
+        self.active_at = Instant::now();
+        let is_log = self.shared.broker.is_log();
+        for delivery in deliveries {
+            let Some(assigned) = self.sources.get_mut(&delivery.source) else { continue };
+            if assigned.giving_up.is_some() {
+                continue;
+            }
+            if let Err(error) = assigned.mark.delivered(delivery.sequence) {
+                // Not noted, so never acknowledged: it comes again with the next assignment.
+                tracing::warn!(consumer = %self.shared.options.name, error = ?error, "a delivery was left for later");
+                continue;
+            }
+            let item = Item::identify(delivery, Arc::clone(&assigned.source), &self.shared.options, is_log);
+            let lane = item.lane(self.lanes.len());
+            if self.lanes[lane].send(item).is_ok() {
+                assigned.outstanding += 1;
+                self.outstanding += 1;
+            }
+        }
+    }
+
+    async fn revoke(&mut self, id: &PartitionId, lost: bool, guard: Arc<RevokeGuard>) {
+        let Some(assigned) = self.sources.get_mut(id) else { return };
+        assigned.source.revoke();
+        assigned.giving_up = Some(GivingUp { lost, _guard: RevokeGuard::shared(guard) });
+        self.give_up_if_drained(id).await;
+    }
+
+    async fn give_up_if_drained(&mut self, id: &PartitionId) {
+        let drained =
+            self.sources.get(id).is_some_and(|assigned| assigned.giving_up.is_some() && assigned.outstanding == 0);
+        if !drained {
+            return;
+        }
+        self.acknowledge(id).await;
+        self.close_assignment(id).await;
+        tracing::info!(consumer = %self.shared.options.name, place = %id.place, partition = id.partition, "given up");
+        // Drops the guard: the broker may go on.
+        self.sources.remove(id);
+    }
+
+    async fn finished(&mut self, finished: Vec<Done>) {
+        self.active_at = Instant::now();
+        let mut touched = Vec::new();
+        for done in finished {
+            self.outstanding = self.outstanding.saturating_sub(1);
+            let Some(assigned) = self.sources.get_mut(&done.source) else { continue };
+            assigned.outstanding = assigned.outstanding.saturating_sub(1);
+            if done.committed {
+                assigned.mark.finished(done.sequence);
+            }
+            if touched.last() != Some(&done.source) && !touched.contains(&done.source) {
+                touched.push(done.source);
+            }
+        }
+        for id in touched {
+            self.acknowledge(&id).await;
+            self.give_up_if_drained(&id).await;
+        }
+        if self.paused && self.outstanding <= self.shared.options.in_flight_max / 2 {
+            self.paused = false;
+            self.subscriber.pause(false);
+        }
+    }
+
+    async fn acknowledge(&mut self, id: &PartitionId) {
+        let Some(assigned) = self.sources.get_mut(id) else { return };
+        if assigned.giving_up.as_ref().is_some_and(|giving_up| giving_up.lost) {
+            return;
+        }
+        let Some(through) = assigned.mark.committable().filter(|mark| Some(*mark) != assigned.acknowledged) else {
+            return;
+        };
+        assigned.acknowledged = Some(through);
+        if let Err(error) = self.subscriber.acknowledge(id, through).await {
+            // No loss: the message comes again and the inbox knows it.
+            observe::acknowledge_failed(&self.shared.options.name);
+            tracing::warn!(consumer = %self.shared.options.name, %error, "an acknowledgement did not arrive");
+        }
+    }
+
+    async fn close_assignment(&mut self, id: &PartitionId) {
+        if !self.shared.broker.is_log() {
+            return;
+        }
+        if let Err(error) = self.shared.store.close_assignment(self.consumer, &id.place, id.partition).await {
+            tracing::warn!(consumer = %self.shared.options.name, %error, "could not note a clean end; the next start is cautious");
+        }
+    }
+
+    async fn is_idle(&mut self) -> Result<bool, BrokerError> {
+        let Some(idle) = self.shared.options.until_idle else { return Ok(false) };
+        if self.outstanding > 0 || self.active_at.elapsed() < idle {
+            return Ok(false);
+        }
+        if !self.subscriber.caught_up().await? {
+            self.active_at = Instant::now();
+            return Ok(false);
+        }
+        match self.shared.store.next_due(self.consumer).await {
+            Ok(Some(due)) if due.is_zero() => {
+                self.active_at = Instant::now();
+                Ok(false)
+            }
+            Ok(_) => Ok(true),
+            Err(_) => Ok(false),
+        }
+    }
+
+    /// Waits for what runs, and acknowledges it where `alive`.
+    async fn drain(&mut self, done: &mut mpsc::UnboundedReceiver<Done>, alive: bool) -> bool {
+        let grace = tokio::time::sleep(self.shared.options.shutdown_grace);
+        tokio::pin!(grace);
+        while self.outstanding > 0 {
+            let next = tokio::select! {
+                next = done.recv() => next,
+                () = &mut grace => return false,
+            };
+            let Some(first) = next else { return true };
+            if alive {
+                self.finished(vec![first]).await;
+            } else {
+                self.outstanding = self.outstanding.saturating_sub(1);
+            }
+        }
+        true
+    }
+
+    async fn close(mut self) {
+        let ids: Vec<_> = self.sources.keys().cloned().collect();
+        for id in &ids {
+            self.acknowledge(id).await;
+            if self.sources.get(id).is_some_and(|assigned| assigned.outstanding == 0) {
+                self.close_assignment(id).await;
+            }
+        }
+        self.subscriber.close().await;
+    }
+}

@@ -1,0 +1,104 @@
+//! What can be set of a consumer; every bound has a name and a reason beside its default.
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use crate::message::IdRule;
+use crate::policy::retry::RetryPolicy;
+
+/// What happens to later messages of a key behind a dead one.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum DeadPolicy {
+    /// They are held behind it until a person decides: order is kept.
+    #[default]
+    Hold,
+    /// They go on without it.
+    Skip,
+}
+
+/// What happens to a message whose kind no handler takes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Unhandled {
+    /// Acknowledged and counted.
+    #[default]
+    Acknowledge,
+    /// Stored as dead.
+    Dead,
+}
+
+/// Settings of a consumer.
+#[derive(Debug, Clone)]
+pub struct ConsumerOptions {
+    /// Its name: the inbox key, the Kafka group, part of the queue names.
+    pub name: String,
+    /// Topics it reads.
+    pub topics: Vec<String>,
+    /// Another group than its name.
+    pub group: Option<String>,
+    /// Queue names by topic.
+    pub queues: BTreeMap<String, String>,
+    /// Where the id stands.
+    pub id_rule: IdRule,
+    /// Part of the identity by coordinates: change it when a topic is made anew.
+    pub id_epoch: String,
+    /// Take another id rule than the one stored at the first start.
+    pub accept_id_rule: bool,
+    /// Lanes: each has its own transaction. 4 by default, about what one database connection pool serves well; 1 on SQLite.
+    pub lanes: usize,
+    /// Messages of one transaction at most. 100: beyond it the gain is small and a failure repeats more.
+    pub batch_max: usize,
+    /// Deliveries taken and not acknowledged at most: bounds memory and what is repeated after a crash.
+    pub in_flight_max: usize,
+    /// How long one handler may run. 30 s; 2 s on SQLite, where it runs inside the write lock.
+    pub handler_timeout: Duration,
+    /// When a failed message is tried again, and when it is dead.
+    pub retry: RetryPolicy,
+    /// What stands behind a dead message.
+    pub dead: DeadPolicy,
+    /// What happens to kinds without a handler.
+    pub unhandled: Unhandled,
+    /// How long a revoked partition may drain.
+    pub drain: Duration,
+    /// How long a stop waits for what runs.
+    pub shutdown_grace: Duration,
+    /// End when nothing came for this long after having caught up.
+    pub until_idle: Option<Duration>,
+}
+
+impl ConsumerOptions {
+    /// Defaults around a name and topics.
+    pub fn new(name: impl Into<String>, topics: Vec<String>) -> Self {
+        Self {
+            name: name.into(),
+            topics,
+            group: None,
+            queues: BTreeMap::new(),
+            id_rule: IdRule::Envelope,
+            id_epoch: "1".to_owned(),
+            accept_id_rule: false,
+            lanes: 4,
+            batch_max: 100,
+            in_flight_max: 2_000,
+            handler_timeout: Duration::from_secs(30),
+            retry: RetryPolicy::default(),
+            dead: DeadPolicy::Hold,
+            unhandled: Unhandled::Acknowledge,
+            drain: Duration::from_secs(10),
+            shutdown_grace: Duration::from_secs(20),
+            until_idle: None,
+        }
+    }
+
+    /// The id rule as it is stored at the first start; the epoch belongs to it where coordinates are the identity.
+    #[must_use]
+    pub fn id_rule_text(&self) -> String {
+        match self.id_rule {
+            IdRule::Coordinates => format!("coordinates@{}", self.id_epoch),
+            ref rule => rule.to_string(),
+        }
+    }
+
+    pub(super) fn holds(&self) -> bool {
+        self.dead == DeadPolicy::Hold
+    }
+}

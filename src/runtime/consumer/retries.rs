@@ -1,0 +1,244 @@
+//! The retrier: due heads of waiting keys, one after the other, each try counted before its handler runs (R25, R26).
+//!
+//! Promise: only the oldest waiting message of a key is tried; it leaves the table in the handler's transaction, only while
+//! the claim stands; the next of its key becomes due with it, so a key is drained until it is empty or its head fails.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::time::Instant;
+use tokio_util::sync::CancellationToken;
+
+use super::Shared;
+use super::batch::{call, roll_back};
+use super::options::Unhandled;
+use crate::error::{HandlerError, StoreError};
+use crate::observe::{self, Outcome};
+use crate::policy::retry::Decision;
+use crate::runtime::pace::{Pace, sleep_unless};
+use crate::store::{ClaimedMessage, ConsumerId, InboxTx, ParkAs, Parked, Proof, Store};
+
+/// Heads claimed at once: few, because a claim that is not reached in time is lost to somebody else.
+const HEADS_MAX: usize = 8;
+/// Other processes' messages become due without a hint to this one.
+const POLL: Duration = Duration::from_millis(500);
+/// How often heads are looked for that a race left without a due time.
+const SWEEP: Duration = Duration::from_secs(5);
+
+pub(super) async fn run<S: Store>(shared: Arc<Shared<S>>, consumer: ConsumerId, stop: CancellationToken) {
+    let mut pace = Pace::new(Duration::from_millis(100), Duration::from_secs(5));
+    let mut swept = Instant::now();
+    while !stop.is_cancelled() {
+        let step = step(&shared, consumer, &stop, &mut swept).await;
+        match step {
+            Ok(wait) => {
+                pace.worked();
+                tokio::select! {
+                    () = stop.cancelled() => {}
+                    () = shared.parked.notified() => {}
+                    () = tokio::time::sleep(wait) => {}
+                }
+            }
+            Err(error) => {
+                tracing::debug!(consumer = %shared.options.name, %error, "the retrier waits for the database");
+                pace.wait(&stop).await;
+            }
+        }
+    }
+}
+
+/// Runs what is due; gives how long to wait for the next.
+async fn step<S: Store>(
+    shared: &Arc<Shared<S>>,
+    consumer: ConsumerId,
+    stop: &CancellationToken,
+    swept: &mut Instant,
+) -> Result<Duration, StoreError> {
+    if swept.elapsed() >= SWEEP {
+        shared.store.sweep(consumer).await?;
+        *swept = Instant::now();
+    }
+    // A cheap look first: claiming is a write, and most of the time nothing is due.
+    match shared.store.next_due(consumer).await? {
+        Some(due) if due.is_zero() => {}
+        Some(due) => return Ok(due.clamp(Duration::from_millis(1), POLL)),
+        None => return Ok(POLL),
+    }
+    let heads = HEADS_MAX;
+    // Long enough for all claimed heads, one after the other.
+    let claim_for = shared.options.handler_timeout * u32::try_from(heads).unwrap_or(8) + Duration::from_secs(10);
+    let claimed = shared.store.claim_due(consumer, heads, claim_for).await?;
+    if claimed.is_empty() {
+        // Somebody else has what is due.
+        return Ok(Duration::from_millis(50));
+    }
+    for head in claimed {
+        if stop.is_cancelled() {
+            shared.store.give_back(&head).await?;
+        } else {
+            try_head(shared, consumer, head, stop).await?;
+        }
+    }
+    Ok(Duration::ZERO)
+}
+
+async fn try_head<S: Store>(
+    shared: &Arc<Shared<S>>,
+    consumer: ConsumerId,
+    head: ClaimedMessage,
+    stop: &CancellationToken,
+) -> Result<(), StoreError> {
+    let tries = head.message.attempt;
+    if tries > shared.options.retry.max_attempts {
+        let error = HandlerError::retryable("every try ended with the process: the handler kills it");
+        return bury(shared, &head, "attempts", &error).await.map(|_| ());
+    }
+    let mut nobodys = 0;
+    let mut ended = false;
+    let error = loop {
+        let end = {
+            let _alone = shared.solo.write().await;
+            in_transaction(shared, consumer, &head).await
+        };
+        match end {
+            Ok(HeadEnd::Done(outcome)) => {
+                observe::delivered(&shared.options.name, outcome, 1);
+                return Ok(());
+            }
+            Ok(HeadEnd::ClaimLost) => return Ok(()),
+            Ok(HeadEnd::Failed(error)) if !error.is_nobodys() => break error,
+            Ok(HeadEnd::Ended) => {
+                ended = true;
+                break HandlerError::retryable("the handler ended the transaction it was given");
+            }
+            Ok(HeadEnd::Failed(_)) | Err(_) => {
+                nobodys += 1;
+                if nobodys > 5 || !sleep_unless(stop, Duration::from_millis(50 * nobodys)).await {
+                    shared.store.give_back(&head).await?;
+                    return end.map(|_| ());
+                }
+            }
+        }
+    };
+    tracing::warn!(consumer = %shared.options.name, id = %head.message.id, attempt = tries, %error, "a handler failed");
+    let decision = match error.after() {
+        _ if error.is_terminal() => Decision::Dead,
+        Some(asked) => shared.options.retry.next_after(tries, asked),
+        None => shared.options.retry.next(tries, fastrand::f64()),
+    };
+    let stands = match decision {
+        Decision::Dead => {
+            let reason = if error.is_terminal() { "terminal" } else { "attempts" };
+            bury(shared, &head, reason, &error).await?
+        }
+        Decision::InPlace(after) | Decision::Wait(after) => {
+            observe::delivered(&shared.options.name, Outcome::Retried, 1);
+            shared.store.postpone(&head, after, error.message()).await?
+        }
+    };
+    if ended && !stands {
+        // The handler committed on its own, and the waiting row went with that commit: stored anew as dead (R23).
+        store_as_ended(shared, consumer, &head, &error).await?;
+    }
+    Ok(())
+}
+
+enum HeadEnd {
+    Done(Outcome),
+    Failed(HandlerError),
+    ClaimLost,
+    Ended,
+}
+
+async fn in_transaction<S: Store>(
+    shared: &Arc<Shared<S>>,
+    consumer: ConsumerId,
+    head: &ClaimedMessage,
+) -> Result<HeadEnd, StoreError> {
+    let mut tx = shared.store.begin(consumer).await?;
+    let mut enqueued = false;
+    let body = async {
+        // Removed first: it is what the proof counts, and what fences a claim that was lost.
+        if !tx.finish(head).await? {
+            return Ok(HeadEnd::ClaimLost);
+        }
+        let outcome = match shared.handlers.find(&head.message.kind) {
+            Some(handler) => {
+                let tries = Some(head.message.attempt);
+                if let Err(error) = call(shared, handler, &head.message, tries, &mut tx, &mut enqueued).await {
+                    return Ok(HeadEnd::Failed(error));
+                }
+                Outcome::Processed
+            }
+            None if shared.options.unhandled == Unhandled::Acknowledge => Outcome::Unhandled,
+            None => {
+                let why = format!("no handler takes the kind `{}`", head.message.kind);
+                return Ok(HeadEnd::Failed(HandlerError::terminal(why)));
+            }
+        };
+        match tx.prove().await? {
+            Proof::Same => {}
+            Proof::Aborted => {
+                return Ok(HeadEnd::Failed(HandlerError::retryable(
+                    "a statement failed, and the handler went on as if it had not: the transaction is aborted",
+                )));
+            }
+            Proof::Ended => return Ok(HeadEnd::Ended),
+        }
+        tx.clear_attempts(&[head.message.id]).await?;
+        Ok(HeadEnd::Done(outcome))
+    }
+    .await;
+    match body {
+        Ok(HeadEnd::Done(outcome)) => {
+            tx.commit().await?;
+            if enqueued {
+                crate::store::hint();
+            }
+            Ok(HeadEnd::Done(outcome))
+        }
+        other => {
+            roll_back(tx).await;
+            other
+        }
+    }
+}
+
+/// False where the row is not ours any more.
+async fn bury<S: Store>(
+    shared: &Arc<Shared<S>>,
+    head: &ClaimedMessage,
+    reason: &str,
+    error: &HandlerError,
+) -> Result<bool, StoreError> {
+    let holds = shared.options.holds();
+    tracing::error!(consumer = %shared.options.name, id = %head.message.id, topic = %head.message.topic, reason, holds, %error, "a message is dead");
+    let buried = shared.store.bury(head, reason, error.message(), holds).await?;
+    if buried {
+        observe::delivered(&shared.options.name, Outcome::Dead, 1);
+    }
+    Ok(buried)
+}
+
+async fn store_as_ended<S: Store>(
+    shared: &Arc<Shared<S>>,
+    consumer: ConsumerId,
+    head: &ClaimedMessage,
+    error: &HandlerError,
+) -> Result<(), StoreError> {
+    tracing::error!(consumer = %shared.options.name, id = %head.message.id, %error, "a message is dead");
+    let mut tx = shared.store.begin(consumer).await?;
+    let park_as = ParkAs::Dead { reason: "transaction-ended".to_owned(), holds: shared.options.holds() };
+    let (message, attempts) = (head.message.clone(), head.message.attempt);
+    let parked = Parked { message, park_as, attempts, error: Some(error.message().to_owned()) };
+    match tx.park(&[parked]).await {
+        Ok(()) => {
+            observe::delivered(&shared.options.name, Outcome::Dead, 1);
+            tx.commit().await
+        }
+        Err(error) => {
+            roll_back(tx).await;
+            Err(error)
+        }
+    }
+}

@@ -1,0 +1,70 @@
+//! Waiting between tries of in-process work: bounded, with jitter, and ended at once by a stop.
+
+use std::time::Duration;
+
+use tokio_util::sync::CancellationToken;
+
+/// A pace that slows from one failure to the next and starts over after a success.
+#[derive(Debug, Clone)]
+pub struct Pace {
+    first: Duration,
+    longest: Duration,
+    failures: u32,
+}
+
+impl Pace {
+    /// From `first`, doubling, to `longest`.
+    #[must_use]
+    pub fn new(first: Duration, longest: Duration) -> Self {
+        Self { first, longest, failures: 0 }
+    }
+
+    /// How often it failed since the last success.
+    #[must_use]
+    pub fn failures(&self) -> u32 {
+        self.failures
+    }
+
+    /// It worked: start over.
+    pub fn worked(&mut self) {
+        self.failures = 0;
+    }
+
+    /// The next wait, with jitter from half to the whole of it.
+    pub fn next(&mut self) -> Duration {
+        let whole = self.first.saturating_mul(1 << self.failures.min(16)).min(self.longest);
+        self.failures = self.failures.saturating_add(1);
+        whole.mul_f64(0.5 + fastrand::f64() / 2.0)
+    }
+
+    /// Waits for the next wait; false where the stop came first.
+    pub async fn wait(&mut self, stop: &CancellationToken) -> bool {
+        sleep_unless(stop, self.next()).await
+    }
+}
+
+/// Sleeps; false where the stop came first.
+pub async fn sleep_unless(stop: &CancellationToken, time: Duration) -> bool {
+    tokio::select! {
+        () = stop.cancelled() => false,
+        () = tokio::time::sleep(time) => true,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_pace_slows_to_its_bound_and_starts_over() {
+        let mut pace = Pace::new(Duration::from_millis(100), Duration::from_secs(2));
+        assert!(pace.next() <= Duration::from_millis(100));
+        for _ in 0..40 {
+            let wait = pace.next();
+            assert!(wait <= Duration::from_secs(2) && wait >= Duration::from_millis(50), "{wait:?}");
+        }
+        assert_eq!(pace.failures(), 41);
+        pace.worked();
+        assert!(pace.next() <= Duration::from_millis(100));
+    }
+}

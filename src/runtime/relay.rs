@@ -1,0 +1,226 @@
+//! The relay: committed messages to the broker, in order per key, none lost.
+//!
+//! Guarantees: the cursor moves only by the broker's proof, in order (G2); a session starts at or before the first unproven
+//! row and on any doubt is dropped whole (R15, G3); a message that cannot be sent holds its own key and nothing else; a
+//! destination that is not there holds its messages and is released by itself; a broker or database that is away burns no
+//! attempts (G10); every write is fenced (G9).
+//!
+//! The way of a row: `pump` reads and claims → `sending` decides and sends → the broker settles → `pump` marks. Rows that
+//! were diverted come back through `release`.
+//!
+//! Not here: the cursor (the store's), what a refusal means (room `policy`: `isolate`, `diversion`).
+
+mod options;
+mod pump;
+mod release;
+mod sending;
+mod window;
+
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio_util::sync::CancellationToken;
+
+use crate::broker::{Broker, Publisher};
+use crate::error::{BrokerError, StoreError};
+use crate::observe::{self, Health, PartState};
+use crate::policy::isolate::{Cause, Isolation, Verdict};
+use crate::runtime::pace::{Pace, sleep_unless};
+use crate::store::{Diversion, LeaseAnswer, LeaseRequest, Store};
+
+pub use options::RelayOptions;
+use pump::{Doubt, End, Pump};
+
+/// How a relay ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum RelayEnd {
+    /// It was told to stop.
+    Stopped,
+    /// The outbox was empty, where `until_empty` is set.
+    Empty,
+}
+
+/// Why a relay cannot go on by itself.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum RelayError {
+    /// The database refuses.
+    #[error(transparent)]
+    Store(#[from] StoreError),
+    /// The broker refuses.
+    #[error(transparent)]
+    Broker(#[from] BrokerError),
+}
+
+/// The relay of one shard.
+#[derive(Debug)]
+pub struct Relay<S: Store> {
+    store: S,
+    broker: Arc<dyn Broker>,
+    options: RelayOptions,
+    health: Health,
+    part: String,
+}
+
+/// What outlives a session, in memory only: a new process starts without suspicion.
+#[derive(Debug, Default)]
+struct Memory {
+    isolation: Isolation,
+    /// Decided at the end of a session, carried out when the next one meets the row.
+    verdicts: HashMap<i64, Diversion>,
+}
+
+impl<S: Store> Relay<S> {
+    /// Puts a relay together; [`Relay::run`] makes it work.
+    pub fn new(store: S, broker: Arc<dyn Broker>, options: RelayOptions, health: Health) -> Self {
+        let part = format!("relay {}", options.shard);
+        Self { store, broker, options, health, part }
+    }
+
+    /// Runs until it is told to stop, or the outbox is empty where `until_empty` is set. Waits for a database or broker that
+    /// is not there, and stands by while somebody else has the lease.
+    ///
+    /// # Errors
+    /// What a person must mend: no schema, a refused setting, an unknown shard.
+    ///
+    /// # Cancel safety
+    /// Dropped, it loses nothing: what was in flight is sent again by the next session. Prefer the token.
+    pub async fn run(&self, stop: CancellationToken) -> Result<RelayEnd, RelayError> {
+        observe::relay_starts(self.broker.name());
+        self.health.set(&self.part, PartState::Waiting("starting".into()));
+        let mut memory = Memory::default();
+        let mut pace = Pace::new(Duration::from_millis(100), Duration::from_secs(5));
+        loop {
+            let Some(publisher) = self.connect(&stop).await? else { return Ok(RelayEnd::Stopped) };
+            let Some(session) = self.lease(&stop).await? else {
+                publisher.close().await;
+                return Ok(RelayEnd::Stopped);
+            };
+            observe::session_began(self.broker.name());
+            let began = tokio::time::Instant::now();
+            let doubt = match Pump::new(self, session, publisher, &mut memory).run(&stop).await {
+                End::Stopped => return Ok(RelayEnd::Stopped),
+                End::Empty => return Ok(RelayEnd::Empty),
+                End::Doubt(doubt) => doubt,
+            };
+            self.learn(&mut memory, doubt).await?;
+            if began.elapsed() > Duration::from_secs(10) {
+                pace.worked();
+            }
+            if !pace.wait(&stop).await {
+                return Ok(RelayEnd::Stopped);
+            }
+        }
+    }
+
+    /// A fresh session with the broker; waits, paced, for one that is away.
+    async fn connect(&self, stop: &CancellationToken) -> Result<Option<Box<dyn Publisher>>, BrokerError> {
+        let mut pace = Pace::new(Duration::from_millis(200), Duration::from_secs(10));
+        loop {
+            let opened = tokio::select! {
+                opened = self.broker.publisher() => opened,
+                () = stop.cancelled() => return Ok(None),
+            };
+            match opened {
+                Ok(publisher) => return Ok(Some(publisher)),
+                Err(error @ BrokerError::Refused(_)) => return Err(error),
+                Err(error) => {
+                    self.health.set(&self.part, PartState::Waiting(error.to_string()));
+                    if !pace.wait(stop).await {
+                        return Ok(None);
+                    }
+                }
+            }
+        }
+    }
+
+    /// The lease of the shard; waits for a database that is away and for an owner to stop.
+    async fn lease(&self, stop: &CancellationToken) -> Result<Option<S::Session>, StoreError> {
+        let request =
+            LeaseRequest { shard: self.options.shard, owner: self.options.owner.clone(), length: self.options.lease };
+        let mut pace = Pace::new(Duration::from_millis(100), Duration::from_secs(5));
+        loop {
+            if stop.is_cancelled() {
+                return Ok(None);
+            }
+            match self.store.open(&request).await {
+                Ok(LeaseAnswer::Taken(session)) => {
+                    self.health.set(&self.part, PartState::Ready);
+                    return Ok(Some(session));
+                }
+                Ok(LeaseAnswer::HeldBy { owner, left }) => {
+                    self.health.set(&self.part, PartState::Standby(format!("{owner} has the lease")));
+                    let wait = left.clamp(Duration::from_millis(50), self.options.lease / 4);
+                    if !sleep_unless(stop, wait).await {
+                        return Ok(None);
+                    }
+                }
+                Ok(LeaseAnswer::NoShard) => {
+                    return Err(StoreError::Refused(format!(
+                        "there is no shard {} in this database; `oncebox status` lists them",
+                        self.options.shard
+                    )));
+                }
+                Err(error) if error.is_nobodys() => {
+                    self.health.set(&self.part, PartState::Waiting(error.to_string()));
+                    if !pace.wait(stop).await {
+                        return Ok(None);
+                    }
+                }
+                Err(error) => return Err(error),
+            }
+        }
+    }
+
+    /// Learns from the end of a session what the next one must do differently (R16).
+    async fn learn(&self, memory: &mut Memory, doubt: Doubt) -> Result<(), StoreError> {
+        if let Some(error) = doubt.store {
+            match error {
+                StoreError::Fenced(why) => {
+                    observe::lease_lost();
+                    tracing::error!(shard = self.options.shard, %why, "the lease is lost");
+                }
+                error if error.is_nobodys() => {
+                    tracing::warn!(shard = self.options.shard, %error, "the database went away");
+                }
+                error @ (StoreError::SchemaMissing(_)
+                | StoreError::SchemaNewer { .. }
+                | StoreError::SchemaOld { .. }) => {
+                    return Err(error);
+                }
+                error => tracing::error!(shard = self.options.shard, %error, "the outbox could not be read or written"),
+            }
+            return Ok(());
+        }
+        tracing::warn!(shard = self.options.shard, why = %doubt.why, row = doubt.row, "a relay session ended in doubt");
+        let Some(row) = doubt.row else { return Ok(()) };
+        let cause = match doubt.cause {
+            // Whether the broker answers is found out before anything is concluded from its silence.
+            Cause::Stalled { .. } => Cause::Stalled { broker_answers: self.broker_answers().await },
+            cause => cause,
+        };
+        let reason = doubt.why;
+        match memory.isolation.on_session_end(row, cause) {
+            Verdict::Again | Verdict::Alone => {}
+            Verdict::Divert => {
+                memory.verdicts.insert(row, Diversion::HeldDestination { reason });
+            }
+            // Whether it holds its key is the topic's policy, known when the row is met again.
+            Verdict::Dead => {
+                memory.verdicts.insert(row, Diversion::Dead { reason, holds: true });
+            }
+        }
+        Ok(())
+    }
+
+    async fn broker_answers(&self) -> bool {
+        match tokio::time::timeout(Duration::from_secs(10), self.broker.publisher()).await {
+            Ok(Ok(publisher)) => {
+                publisher.close().await;
+                true
+            }
+            _ => false,
+        }
+    }
+}

@@ -1,0 +1,111 @@
+//! Connecting to a SQLite file with the settings that the promises need.
+
+use std::path::{Path, PathBuf};
+use std::str::FromStr;
+use std::sync::Arc;
+use std::time::Duration;
+
+use sqlx::pool::PoolOptions;
+use sqlx::sqlite::{SqliteConnectOptions, SqliteJournalMode, SqliteSynchronous};
+use sqlx::{Connection, Pool, Sqlite};
+
+use super::turn::Turns;
+use crate::error::StoreError;
+use crate::store::{Base, StoreOptions};
+
+/// How long a statement waits for the write lock.
+const BUSY_TIMEOUT: Duration = Duration::from_secs(30);
+
+/// A SQLite file that holds an outbox, an inbox, or both.
+#[derive(Debug, Clone)]
+pub struct SqliteStore {
+    shared: Arc<Shared>,
+}
+
+#[derive(Debug)]
+struct Shared {
+    pool: Pool<Sqlite>,
+    path: PathBuf,
+    create: bool,
+    turns: Turns,
+}
+
+impl SqliteStore {
+    /// Prepares connections to `sqlite://FILE`. The file is opened with the first statement: one that is missing is not made
+    /// (unless `options.create`), and shows as [`crate::store::SchemaState::Missing`].
+    ///
+    /// # Errors
+    /// [`StoreError::Refused`] where the URL is none of a file that this process can write to.
+    ///
+    /// # Cancel safety
+    /// Nothing is lost.
+    pub async fn connect(options: &StoreOptions) -> Result<Self, StoreError> {
+        let url = &options.url;
+        let parsed = SqliteConnectOptions::from_str(url)
+            .map_err(|error| StoreError::Refused(format!("`{url}` is no URL of a SQLite file: {error}")))?;
+        if url.contains(":memory:") || url.contains("mode=memory") {
+            return Err(StoreError::Refused(format!(
+                "`{url}`: every connection to a database in memory has a database of its own; name a file"
+            )));
+        }
+        if url.contains("mode=ro") || url.contains("immutable=") {
+            return Err(StoreError::Refused(format!("`{url}`: oncebox has to write to the database")));
+        }
+        let path = parsed.get_filename().to_owned();
+        if path.as_os_str().is_empty() || path.is_dir() {
+            return Err(StoreError::Refused(format!("`{url}` names no file: write `sqlite://FILE`")));
+        }
+        let connect_options = parsed
+            .create_if_missing(options.create)
+            .journal_mode(SqliteJournalMode::Wal)
+            .synchronous(SqliteSynchronous::Full)
+            .busy_timeout(BUSY_TIMEOUT);
+        let pool = PoolOptions::new()
+            .max_connections(options.connections_max)
+            .test_before_acquire(false)
+            .after_release(|connection: &mut sqlx::SqliteConnection, _| {
+                Box::pin(async move {
+                    // A rollback may still stand in the queue of the connection's thread.
+                    connection.ping().await?;
+                    // A transaction that was ended behind sqlx's back leaves its count of open ones wrong: not used again.
+                    Ok(!connection.is_in_transaction())
+                })
+            })
+            .connect_lazy_with(connect_options);
+        let turns = Turns::beside(&path);
+        Ok(Self { shared: Arc::new(Shared { pool, path, create: options.create, turns }) })
+    }
+
+    /// The database file.
+    #[must_use]
+    pub fn path(&self) -> &Path {
+        &self.shared.path
+    }
+
+    pub(super) fn turns(&self) -> &Turns {
+        &self.shared.turns
+    }
+
+    /// Whether there is, or may be made, a file to open.
+    pub(super) fn can_open(&self) -> bool {
+        self.shared.create || self.shared.path.exists()
+    }
+}
+
+impl Base for SqliteStore {
+    type Db = Sqlite;
+
+    const NAME: &'static str = "sqlite";
+
+    async fn connect(options: &StoreOptions) -> Result<Self, StoreError> {
+        Self::connect(options).await
+    }
+
+    fn pool(&self) -> &Pool<Sqlite> {
+        &self.shared.pool
+    }
+
+    async fn close(&self) {
+        self.shared.pool.close().await;
+    }
+}

@@ -1,0 +1,99 @@
+//! The Rust door of SQLite: one statement a call, whatever the number of messages.
+//!
+//! Several messages go in as one blob that holds all their parts and one JSON array that says where each part stands, so that a
+//! call is one statement without a bound on the number of messages but SQLite's on the size of a value (1,000,000,000 bytes for
+//! all messages of a call together). Positions ascend in the order given: `json_each` walks an array in its order, and
+//! AUTOINCREMENT counts up as rows arrive.
+//!
+//! The limits are the triggers' (R13): nothing of a call is written when one of its messages breaks one.
+
+use sqlx::sqlite::SqliteConnection;
+use uuid::Uuid;
+
+use super::message::headers_to_json;
+use crate::error::StoreError;
+use crate::message::NewMessage;
+use crate::store::Door;
+
+const ONE: &str = "\
+insert into oncebox_outbox (message_id, topic, key, kind, headers, payload, content_type) values (?, ?, ?, ?, ?, ?, ?)";
+
+/// `?1` the blob of parts, `?2` the places: for each message seven pairs of start (from 1) and length, null for no part.
+const MANY: &str = "\
+insert into oncebox_outbox (message_id, topic, key, kind, headers, payload, content_type)
+select cast(substr(?1, m.value ->> 0, m.value ->> 1) as text), cast(substr(?1, m.value ->> 2, m.value ->> 3) as text),
+       cast(substr(?1, m.value ->> 4, m.value ->> 5) as text), cast(substr(?1, m.value ->> 6, m.value ->> 7) as text),
+       cast(substr(?1, m.value ->> 8, m.value ->> 9) as text), substr(?1, m.value ->> 10, m.value ->> 11),
+       cast(substr(?1, m.value ->> 12, m.value ->> 13) as text)
+  from json_each(?2) as m";
+
+/// A message as the columns have it.
+struct Row {
+    id: Uuid,
+    message: NewMessage,
+    headers: String,
+}
+
+impl Row {
+    fn new(mut message: NewMessage) -> Result<Self, StoreError> {
+        message.settle_trace()?;
+        let headers = headers_to_json(&message.headers, message.trace.as_ref())?;
+        Ok(Self { id: message.id.unwrap_or_else(Uuid::now_v7), message, headers })
+    }
+}
+
+/// All parts of all messages, one behind the other.
+#[derive(Default)]
+struct Parts {
+    bytes: Vec<u8>,
+    places: Vec<[Option<usize>; 14]>,
+}
+
+impl Parts {
+    fn push(&mut self, row: &Row) {
+        let id = row.id.to_string();
+        let message = &row.message;
+        let parts: [Option<&[u8]>; 7] = [
+            Some(id.as_bytes()),
+            Some(message.topic.as_bytes()),
+            message.key.as_deref().map(str::as_bytes),
+            Some(message.kind.as_bytes()),
+            Some(row.headers.as_bytes()),
+            Some(&message.payload),
+            message.content_type.as_deref().map(str::as_bytes),
+        ];
+        let mut places = [None; 14];
+        for (part, place) in parts.into_iter().zip(places.chunks_exact_mut(2)) {
+            if let Some(part) = part {
+                place.copy_from_slice(&[Some(self.bytes.len() + 1), Some(part.len())]);
+                self.bytes.extend_from_slice(part);
+            }
+        }
+        self.places.push(places);
+    }
+}
+
+impl Door for SqliteConnection {
+    async fn write(&mut self, messages: Vec<NewMessage>) -> Result<Vec<Uuid>, StoreError> {
+        let rows = messages.into_iter().map(Row::new).collect::<Result<Vec<_>, _>>()?;
+        let ids = rows.iter().map(|row| row.id).collect();
+        match rows.len() {
+            0 => {}
+            1 => {
+                for Row { id, message, headers } in rows {
+                    let insert = sqlx::query(ONE).bind(id.to_string()).bind(message.topic).bind(message.key);
+                    let insert = insert.bind(message.kind).bind(headers).bind(message.payload);
+                    insert.bind(message.content_type).execute(&mut *self).await?;
+                }
+            }
+            _ => {
+                let mut parts = Parts::default();
+                rows.iter().for_each(|row| parts.push(row));
+                let places = serde_json::to_string(&parts.places)
+                    .map_err(|error| StoreError::Corrupt(format!("places of messages: {error}")))?;
+                sqlx::query(MANY).bind(parts.bytes).bind(places).execute(&mut *self).await?;
+            }
+        }
+        Ok(ids)
+    }
+}

@@ -1,0 +1,327 @@
+//! The inbox of SQLite: consumers, tries, assignments, and the transaction around a handler.
+//!
+//! Guarantees: the ids of a batch go in with one statement, sorted, and the unique key answers which are new (R24). A handler
+//! cannot commit by itself: SQLite refuses every commit but ours on its connection, and a savepoint of a random name that must
+//! still be there proves before COMMIT that the transaction is the one that was begun (R23).
+
+mod park;
+
+use std::collections::HashSet;
+
+use sqlx::sqlite::SqliteConnection;
+use sqlx::{AssertSqlSafe, query, query_as, query_scalar, raw_sql};
+
+use super::connect::SqliteStore;
+use super::message::sixteen;
+use super::write::Write;
+use super::{now_ms, parts};
+use crate::error::StoreError;
+use crate::message::MessageId;
+use crate::store::{
+    Admission, Base, ClaimedMessage, ConsumerId, ConsumerSpec, Inbox, InboxEntry, InboxTx, Known, Parked, Proof,
+};
+
+/// Adds an error to a history of at most 20: `$errors` the JSON array, `$attempt` the number of the try, `$error` its text.
+macro_rules! add_error {
+    ($errors:literal, $attempt:literal, $error:literal) => {
+        concat!(
+            "json_insert(case when json_array_length(",
+            $errors,
+            ") >= 20 then json_remove(",
+            $errors,
+            ", '$[0]') else ",
+            $errors,
+            " end, '$[#]', json_object('at', strftime('%Y-%m-%dT%H:%M:%fZ', 'now'), 'attempt', ",
+            $attempt,
+            ", 'error', ",
+            $error,
+            "))"
+        )
+    };
+}
+pub(super) use add_error;
+
+/// Errors are kept up to this many bytes.
+const ERROR_BYTES_MAX: usize = 2_000;
+
+/// An error as it is kept.
+pub(super) fn shorten(error: &str) -> String {
+    let mut end = error.len().min(ERROR_BYTES_MAX);
+    while !error.is_char_boundary(end) {
+        end -= 1;
+    }
+    error[..end].to_owned()
+}
+
+/// Ids behind each other, as `parts` takes them apart.
+fn bytes_of(ids: &[MessageId]) -> Vec<u8> {
+    ids.iter().flat_map(|id| id.bytes()).collect()
+}
+
+fn message_id(bytes: &[u8]) -> Result<MessageId, StoreError> {
+    Ok(MessageId::from_uuid(uuid::Uuid::from_bytes(sixteen(bytes)?)))
+}
+
+impl Inbox for SqliteStore {
+    type Tx = SqliteInboxTx;
+
+    async fn register(&self, spec: &ConsumerSpec) -> Result<ConsumerId, StoreError> {
+        let mut write = self.write().await?;
+        let insert = query(concat!(
+            "insert into oncebox_consumer (name, id_rule, registered_at) values (?, ?, ",
+            now_ms!(),
+            ") on conflict (name) do nothing"
+        ));
+        insert.bind(&spec.name).bind(&spec.id_rule).execute(write.connection()).await?;
+        let stored = query_as("select consumer_id, id_rule from oncebox_consumer where name = ?").bind(&spec.name);
+        let (id, id_rule): (i32, String) = stored.fetch_one(write.connection()).await?;
+        if id_rule != spec.id_rule {
+            if !spec.accept {
+                write.rollback().await?;
+                return Err(StoreError::Refused(format!(
+                    "consumer `{}` has deduplicated by the id rule `{id_rule}`, now it is to be `{}`: messages handled \
+                     before would not be recognised; accept that by `--accept`, or give the consumer another name",
+                    spec.name, spec.id_rule
+                )));
+            }
+            let accept = query("update oncebox_consumer set id_rule = ? where consumer_id = ?");
+            accept.bind(&spec.id_rule).bind(id).execute(write.connection()).await?;
+        }
+        write.commit().await?;
+        Ok(ConsumerId(id))
+    }
+
+    async fn begin(&self, consumer: ConsumerId) -> Result<SqliteInboxTx, StoreError> {
+        let mut write = self.write().await?;
+        write.guard_commits().await?;
+        let savepoint = format!("oncebox_{}", uuid::Uuid::now_v7().simple());
+        raw_sql(AssertSqlSafe(format!("savepoint {savepoint}"))).execute(write.connection()).await?;
+        Ok(SqliteInboxTx { write, consumer, savepoint, admitted: None })
+    }
+
+    async fn known(&self, consumer: ConsumerId, ids: &[MessageId]) -> Result<HashSet<MessageId>, StoreError> {
+        let known = query_scalar::<_, Vec<u8>>(concat!(
+            "with recursive ",
+            parts!("?2", 16),
+            " select message_id from n join oncebox_inbox on consumer_id = ?1 and message_id = substr(?2, 1 + i * 16, 16)"
+        ));
+        let known = known.bind(consumer.0).bind(bytes_of(ids)).fetch_all(self.pool()).await?;
+        known.iter().map(|id| message_id(id)).collect()
+    }
+
+    async fn begin_attempt(&self, consumer: ConsumerId, id: MessageId) -> Result<u32, StoreError> {
+        let mut write = self.write().await?;
+        let count = query_scalar::<_, u32>(concat!(
+            "insert into oncebox_attempt (consumer_id, message_id, attempts, updated_at) values (?1, ?2, 1, ",
+            now_ms!(),
+            ") on conflict do update set attempts = attempts + 1, updated_at = excluded.updated_at returning attempts"
+        ));
+        let attempts = count.bind(consumer.0).bind(id.bytes().to_vec()).fetch_one(write.connection()).await?;
+        write.commit().await?;
+        Ok(attempts)
+    }
+
+    async fn failed_attempt(
+        &self,
+        consumer: ConsumerId,
+        id: MessageId,
+        error: &str,
+        counted: bool,
+    ) -> Result<u32, StoreError> {
+        let mut write = self.write().await?;
+        let count = query(concat!(
+            "insert into oncebox_attempt (consumer_id, message_id, attempts, updated_at) values (?1, ?2, ?3, ",
+            now_ms!(),
+            ") on conflict do update set attempts = attempts + ?3, updated_at = excluded.updated_at"
+        ));
+        let count = count.bind(consumer.0).bind(id.bytes().to_vec()).bind(i64::from(counted));
+        count.execute(write.connection()).await?;
+        let note = query_scalar::<_, u32>(concat!(
+            "update oncebox_attempt set errors = ",
+            add_error!("errors", "attempts", "?3"),
+            " where consumer_id = ?1 and message_id = ?2 returning attempts"
+        ));
+        let note = note.bind(consumer.0).bind(id.bytes().to_vec()).bind(shorten(error));
+        let attempts = note.fetch_one(write.connection()).await?;
+        write.commit().await?;
+        Ok(attempts)
+    }
+
+    async fn attempts(&self, consumer: ConsumerId, ids: &[MessageId]) -> Result<Vec<(MessageId, u32)>, StoreError> {
+        let counted = query_as::<_, (Vec<u8>, u32)>(concat!(
+            "with recursive ",
+            parts!("?2", 16),
+            " select message_id, attempts from n join oncebox_attempt on consumer_id = ?1 \
+             and message_id = substr(?2, 1 + i * 16, 16)"
+        ));
+        let counted = counted.bind(consumer.0).bind(bytes_of(ids)).fetch_all(self.pool()).await?;
+        counted.iter().map(|(id, attempts)| Ok((message_id(id)?, *attempts))).collect()
+    }
+
+    async fn open_assignment(&self, consumer: ConsumerId, topic: &str, partition: i32) -> Result<bool, StoreError> {
+        let mut write = self.write().await?;
+        let state = query_scalar::<_, String>(
+            "select state from oncebox_assignment where consumer_id = ? and topic = ? and partition = ?",
+        );
+        let state = state.bind(consumer.0).bind(topic).bind(partition).fetch_optional(write.connection()).await?;
+        set_assignment(write.connection(), consumer, topic, partition, "open").await?;
+        write.commit().await?;
+        Ok(state.as_deref() == Some("open"))
+    }
+
+    async fn close_assignment(&self, consumer: ConsumerId, topic: &str, partition: i32) -> Result<(), StoreError> {
+        let mut write = self.write().await?;
+        set_assignment(write.connection(), consumer, topic, partition, "closed").await?;
+        write.commit().await
+    }
+}
+
+async fn set_assignment(
+    connection: &mut SqliteConnection,
+    consumer: ConsumerId,
+    topic: &str,
+    partition: i32,
+    state: &'static str,
+) -> Result<(), StoreError> {
+    let set = query(concat!(
+        "insert into oncebox_assignment (consumer_id, topic, partition, state, changed_at) values (?, ?, ?, ?, ",
+        now_ms!(),
+        ") on conflict do update set state = excluded.state, changed_at = excluded.changed_at"
+    ));
+    set.bind(consumer.0).bind(topic).bind(partition).bind(state).execute(connection).await?;
+    Ok(())
+}
+
+/// The transaction around a handler. It holds the turn and the write lock of the file.
+#[derive(Debug)]
+pub struct SqliteInboxTx {
+    write: Write,
+    consumer: ConsumerId,
+    /// Set right after BEGIN, so it covers the inbox rows, and what `finish` removes, whichever comes first.
+    savepoint: String,
+    /// Which ids were new.
+    admitted: Option<HashSet<MessageId>>,
+}
+
+impl InboxTx for SqliteInboxTx {
+    type Db = sqlx::Sqlite;
+
+    fn connection(&mut self) -> &mut SqliteConnection {
+        self.write.connection()
+    }
+
+    async fn admit(&mut self, entries: &[InboxEntry]) -> Result<Admission, StoreError> {
+        if self.admitted.is_some() {
+            return Err(StoreError::Corrupt("ids were admitted twice in one transaction".to_owned()));
+        }
+        let mut sorted: Vec<&InboxEntry> = entries.iter().collect();
+        sorted.sort_unstable_by_key(|entry| entry.id);
+        let rows: Vec<u8> = sorted.iter().flat_map(|entry| entry.id.bytes().into_iter().chain(entry.hash)).collect();
+        let insert = query_scalar::<_, Vec<u8>>(concat!(
+            "with recursive ",
+            parts!("?2", 32),
+            " insert into oncebox_inbox (consumer_id, message_id, hash, received_at) \
+             select ?1, substr(?2, 1 + i * 32, 16), substr(?2, 17 + i * 32, 16), ",
+            now_ms!(),
+            " from n where length(?2) > 0 on conflict do nothing returning message_id"
+        ));
+        let new = insert.bind(self.consumer.0).bind(rows).fetch_all(self.write.connection()).await?;
+        let new = new.iter().map(|id| message_id(id)).collect::<Result<HashSet<_>, _>>()?;
+        let old: Vec<MessageId> = entries.iter().map(|entry| entry.id).filter(|id| !new.contains(id)).collect();
+        let hashes = self.hashes(&old).await?;
+        let known = |entry: &InboxEntry| match hashes.iter().find(|(id, _)| *id == entry.id) {
+            Some((_, hash)) => Ok(Some(Known { hash: *hash })),
+            None if new.contains(&entry.id) => Ok(None),
+            None => Err(StoreError::Corrupt(format!("message {} is neither new nor known", entry.id))),
+        };
+        let known = entries.iter().map(known).collect::<Result<_, _>>()?;
+        self.admitted = Some(new);
+        Ok(Admission { known })
+    }
+
+    async fn blocked(&mut self, lanes: &[[u8; 16]]) -> Result<HashSet<[u8; 16]>, StoreError> {
+        let blocked = query_scalar::<_, Vec<u8>>(concat!(
+            "with recursive ",
+            parts!("?2", 16),
+            " select substr(?2, 1 + i * 16, 16) from n where exists (select 1 from oncebox_waiting \
+             where consumer_id = ?1 and lane = substr(?2, 1 + i * 16, 16) and blocks = 1)"
+        ));
+        let blocked = blocked.bind(self.consumer.0).bind(lanes.concat()).fetch_all(self.write.connection()).await?;
+        blocked.iter().map(|lane| sixteen(lane)).collect()
+    }
+
+    async fn park(&mut self, parked: &[Parked]) -> Result<(), StoreError> {
+        for parked in parked {
+            park::store(self.write.connection(), self.consumer, parked).await?;
+        }
+        Ok(())
+    }
+
+    async fn forget(&mut self, ids: &[MessageId]) -> Result<(), StoreError> {
+        let new = self.admitted.iter().flatten().copied().collect::<HashSet<_>>();
+        let ids: Vec<MessageId> = ids.iter().copied().filter(|id| new.contains(id)).collect();
+        let delete = query(concat!(
+            "with recursive ",
+            parts!("?2", 16),
+            " delete from oncebox_inbox where consumer_id = ?1 and message_id in (select substr(?2, 1 + i * 16, 16) from n)"
+        ));
+        delete.bind(self.consumer.0).bind(bytes_of(&ids)).execute(self.write.connection()).await?;
+        Ok(())
+    }
+
+    async fn finish(&mut self, claimed: &ClaimedMessage) -> Result<bool, StoreError> {
+        let delete = query_scalar::<_, Option<Vec<u8>>>(
+            "delete from oncebox_waiting where sequence = ? and claim = ? and consumer_id = ? returning lane",
+        );
+        let delete = delete.bind(claimed.sequence).bind(claimed.claim.as_bytes().to_vec()).bind(self.consumer.0);
+        let Some(lane) = delete.fetch_optional(self.write.connection()).await? else { return Ok(false) };
+        super::waiting::wake_next(self.write.connection(), self.consumer.0, lane).await?;
+        Ok(true)
+    }
+
+    async fn clear_attempts(&mut self, ids: &[MessageId]) -> Result<(), StoreError> {
+        let delete = query(concat!(
+            "with recursive ",
+            parts!("?2", 16),
+            " delete from oncebox_attempt where consumer_id = ?1 and message_id in (select substr(?2, 1 + i * 16, 16) from n)"
+        ));
+        delete.bind(self.consumer.0).bind(bytes_of(ids)).execute(self.write.connection()).await?;
+        Ok(())
+    }
+
+    async fn prove(&mut self) -> Result<Proof, StoreError> {
+        let release = raw_sql(AssertSqlSafe(format!("release {}", self.savepoint)));
+        let Err(error) = release.execute(self.write.connection()).await else { return Ok(Proof::Same) };
+        let error = StoreError::from(error);
+        if error.is_nobodys() {
+            return Err(error);
+        }
+        // A refused commit was rolled back, so nothing of this transaction can be committed.
+        Ok(if self.write.was_commit_refused() { Proof::Aborted } else { Proof::Ended })
+    }
+
+    async fn commit(self) -> Result<(), StoreError> {
+        self.write.commit().await
+    }
+
+    async fn rollback(self) -> Result<(), StoreError> {
+        self.write.rollback().await
+    }
+}
+
+impl SqliteInboxTx {
+    /// The hashes that stand in the inbox for ids that are not new.
+    async fn hashes(&mut self, ids: &[MessageId]) -> Result<Vec<(MessageId, [u8; 16])>, StoreError> {
+        if ids.is_empty() {
+            return Ok(Vec::new());
+        }
+        let stored = query_as::<_, (Vec<u8>, Vec<u8>)>(concat!(
+            "with recursive ",
+            parts!("?2", 16),
+            " select message_id, hash from n join oncebox_inbox on consumer_id = ?1 \
+             and message_id = substr(?2, 1 + i * 16, 16)"
+        ));
+        let stored = stored.bind(self.consumer.0).bind(bytes_of(ids)).fetch_all(self.write.connection()).await?;
+        stored.iter().map(|(id, hash)| Ok((message_id(id)?, sixteen(hash)?))).collect()
+    }
+}

@@ -1,0 +1,146 @@
+//! How messages stand in the tables: headers as JSON, times as milliseconds, ids as text or bytes.
+//!
+//! Outbox headers are one JSON object of strings, trace context among them, so that every door writes the same; reading lifts
+//! the trace context out. Headers that arrived from a broker may be any bytes: those are pairs of name and hexadecimal digits.
+
+use std::fmt;
+use std::fmt::Write as _;
+
+use chrono::{DateTime, Utc};
+use serde::de::{Deserializer, MapAccess, Visitor};
+use serde::ser::{SerializeMap, Serializer};
+use serde::{Deserialize, Serialize};
+use uuid::Uuid;
+
+use crate::error::StoreError;
+use crate::message::{Headers, TraceContext, wire};
+
+/// Headers as one JSON object. A name given twice is written twice, so that the trigger sees it.
+pub(super) fn headers_to_json(headers: &Headers, trace: Option<&TraceContext>) -> Result<String, StoreError> {
+    if headers.is_empty() && trace.is_none() {
+        return Ok("{}".to_owned());
+    }
+    let mut all: Vec<(&str, &str)> = headers.iter().map(|(name, value)| (name.as_str(), value.as_str())).collect();
+    if let Some(trace) = trace {
+        all.push((wire::TRACEPARENT, &trace.traceparent));
+        all.extend(trace.tracestate.as_deref().map(|state| (wire::TRACESTATE, state)));
+    }
+    serde_json::to_string(&Pairs(all)).map_err(|error| StoreError::Corrupt(format!("headers: {error}")))
+}
+
+/// Headers from JSON, in the order in which they stand, the trace context apart.
+pub(super) fn headers_from_json(json: &[u8]) -> Result<(Headers, Option<TraceContext>), StoreError> {
+    // The door refuses half surrogates and NUL; what else is not UTF-8 becomes the replacement character rather than a row
+    // that nobody can ever read.
+    let text = String::from_utf8_lossy(json);
+    let Pairs(mut headers): Pairs<String> = serde_json::from_str(&text)
+        .map_err(|error| StoreError::Corrupt(format!("headers of an outbox row are no JSON object: {error}")))?;
+    let mut take = |wanted: &str| {
+        let at = headers.iter().position(|(name, _)| name.eq_ignore_ascii_case(wanted))?;
+        Some(headers.remove(at).1)
+    };
+    let (parent, state) = (take(wire::TRACEPARENT), take(wire::TRACESTATE));
+    let trace = parent.and_then(|parent| TraceContext::parse(&parent, state.as_deref()));
+    Ok((headers, trace))
+}
+
+/// Headers as they arrived, any bytes: `[["name","68657820"], ...]`.
+pub(super) fn arrived_to_json(headers: &[(String, Vec<u8>)]) -> Result<String, StoreError> {
+    let pairs: Vec<(&str, String)> = headers.iter().map(|(name, value)| (name.as_str(), to_hex(value))).collect();
+    serde_json::to_string(&pairs).map_err(|error| StoreError::Corrupt(format!("headers: {error}")))
+}
+
+/// The way back of [`arrived_to_json`].
+pub(super) fn arrived_from_json(json: &str) -> Result<Vec<(String, Vec<u8>)>, StoreError> {
+    let corrupt = || StoreError::Corrupt("headers of a waiting row are not as they were written".to_owned());
+    let pairs: Vec<(String, String)> = serde_json::from_str(json).map_err(|_| corrupt())?;
+    pairs.into_iter().map(|(name, hex)| Ok((name, from_hex(&hex).ok_or_else(corrupt)?))).collect()
+}
+
+fn to_hex(bytes: &[u8]) -> String {
+    bytes.iter().fold(String::with_capacity(bytes.len() * 2), |mut hex, byte| {
+        let _ = write!(hex, "{byte:02x}");
+        hex
+    })
+}
+
+fn from_hex(hex: &str) -> Option<Vec<u8>> {
+    let digits: Option<Vec<u8>> =
+        hex.chars().map(|digit| digit.to_digit(16).and_then(|digit| u8::try_from(digit).ok())).collect();
+    let digits = digits.filter(|digits| digits.len() % 2 == 0)?;
+    Some(digits.chunks_exact(2).map(|pair| pair[0] * 16 + pair[1]).collect())
+}
+
+/// A time of the database.
+pub(super) fn time_from_millis(millis: i64) -> Result<DateTime<Utc>, StoreError> {
+    DateTime::from_timestamp_millis(millis).ok_or_else(|| StoreError::Corrupt(format!("{millis} is no time")))
+}
+
+/// A message id that stands as text.
+pub(super) fn uuid_from_text(text: &str) -> Result<Uuid, StoreError> {
+    Uuid::try_parse(text).map_err(|_| StoreError::Corrupt(format!("`{text}` is no message id")))
+}
+
+/// Sixteen bytes that stand as a blob.
+pub(super) fn sixteen(bytes: &[u8]) -> Result<[u8; 16], StoreError> {
+    bytes.try_into().map_err(|_| StoreError::Corrupt(format!("{} bytes stand where 16 belong", bytes.len())))
+}
+
+/// A JSON object as pairs: order and doubled names survive.
+struct Pairs<T>(Vec<(T, T)>);
+
+impl Serialize for Pairs<&str> {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        let mut map = serializer.serialize_map(Some(self.0.len()))?;
+        self.0.iter().try_for_each(|(name, value)| map.serialize_entry(name, value))?;
+        map.end()
+    }
+}
+
+impl<'de> Deserialize<'de> for Pairs<String> {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct InOrder;
+
+        impl<'de> Visitor<'de> for InOrder {
+            type Value = Pairs<String>;
+
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str("an object of strings")
+            }
+
+            fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Self::Value, A::Error> {
+                let mut pairs = Vec::new();
+                while let Some(pair) = map.next_entry()? {
+                    pairs.push(pair);
+                }
+                Ok(Pairs(pairs))
+            }
+        }
+
+        deserializer.deserialize_map(InOrder)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use super::*;
+
+    #[test]
+    fn headers_come_back_in_their_order_with_the_trace_apart() {
+        let trace = TraceContext::parse("00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01", Some("a=b"));
+        let headers: Headers = vec![("z".into(), "1\"\\\u{1}".into()), ("a".into(), "ä😀".into())];
+        let json = headers_to_json(&headers, trace.as_ref()).unwrap();
+        assert_eq!(headers_from_json(json.as_bytes()).unwrap(), (headers, trace));
+        assert_eq!(headers_from_json(b"{}").unwrap(), (Headers::new(), None));
+    }
+
+    #[test]
+    fn arrived_headers_keep_any_bytes() {
+        let headers = vec![("a".to_owned(), vec![0, 255, 16]), ("a".to_owned(), Vec::new())];
+        assert_eq!(arrived_from_json(&arrived_to_json(&headers).unwrap()).unwrap(), headers);
+        assert!(arrived_from_json(r#"[["a","0"]]"#).is_err());
+        assert!(arrived_from_json(r#"[["a","zz"]]"#).is_err());
+    }
+}

@@ -1,0 +1,212 @@
+//! Redrive, redrive under a new id, discard.
+
+use std::time::Duration;
+
+use sqlx::sqlite::SqliteConnection;
+use sqlx::{query, query_as, query_scalar};
+use uuid::Uuid;
+
+use super::dead::{self, Number};
+use crate::error::StoreError;
+use crate::message::content_hash;
+use crate::store::sqlite::message::{arrived_from_json, arrived_to_json, headers_from_json, headers_to_json};
+use crate::store::sqlite::{millis, now_ms, waiting};
+use crate::store::{ActContext, DeadFilter, DeadMessage, DeadPlace, OperatorAct};
+
+/// The header that names the message which another one was made from.
+const CAUSATION_ID: &str = "oncebox-causation-id";
+
+/// Acts on what the filter finds and gives the numbers. The caller commits, or rolls a dry run back.
+pub(super) async fn act(
+    connection: &mut SqliteConnection,
+    filter: &DeadFilter,
+    act: &OperatorAct,
+    context: &ActContext,
+) -> Result<Vec<String>, StoreError> {
+    let messages = dead::list(&mut *connection, filter).await?;
+    if matches!(act, OperatorAct::RedriveAs { .. }) && messages.len() > 1 {
+        let found = messages.len();
+        return Err(StoreError::Refused(format!(
+            "{found} messages are meant, but a new id is for one: give its number"
+        )));
+    }
+    for message in &messages {
+        match Number::parse(&message.number)? {
+            Number::Outbox(position) => on_outbox(connection, position, message, act, context).await?,
+            Number::Consumer(sequence) => on_consumer(connection, sequence, message, act).await?,
+        }
+        audit(connection, message, act, context).await?;
+    }
+    Ok(messages.into_iter().map(|message| message.number).collect())
+}
+
+/// Writes a request; the owner of the shard carries it out.
+async fn on_outbox(
+    connection: &mut SqliteConnection,
+    position: i64,
+    message: &DeadMessage,
+    act: &OperatorAct,
+    context: &ActContext,
+) -> Result<(), StoreError> {
+    let request = match act {
+        OperatorAct::Redrive => {
+            check_age(connection, position, context.redrive_age_max).await?;
+            "redrive"
+        }
+        OperatorAct::RedriveAs { id, payload } => {
+            let stored = query_scalar::<_, Vec<u8>>("select headers from oncebox_outbox_dead where position = ?");
+            let stored = stored.bind(position).fetch_one(&mut *connection).await?;
+            let (mut headers, trace) = headers_from_json(&stored)?;
+            headers.retain(|(name, _)| name != CAUSATION_ID);
+            headers.push((CAUSATION_ID.to_owned(), message.message_id.to_string()));
+            let edit = query(
+                "update oncebox_outbox_dead set message_id = ?2, headers = ?3, payload = coalesce(?4, payload) where position = ?1",
+            );
+            let edit = edit.bind(position).bind(id.to_string()).bind(headers_to_json(&headers, trace.as_ref())?);
+            edit.bind(payload).execute(&mut *connection).await?;
+            "redrive"
+        }
+        OperatorAct::Discard => "discard",
+    };
+    let ask = concat!("update oncebox_outbox_dead set request = ?, requested_at = ", now_ms!(), " where position = ?");
+    query(ask).bind(request).bind(position).execute(connection).await?;
+    Ok(())
+}
+
+/// A consumer may have purged what could answer whether it has handled an old message.
+async fn check_age(connection: &mut SqliteConnection, position: i64, max: Option<Duration>) -> Result<(), StoreError> {
+    let Some(max) = max else { return Ok(()) };
+    let age = concat!("select ", now_ms!(), " - created_at from oncebox_outbox_dead where position = ?");
+    let age: i64 = query_scalar(age).bind(position).fetch_one(connection).await?;
+    if age <= millis(max) {
+        return Ok(());
+    }
+    Err(StoreError::Refused(format!(
+        "o{position} is {} s old, and only messages up to {} s (`redrive_age_max`) are sent again under their own id: \
+         consumers may not know any more whether they handled it; use `--new-id`",
+        age / 1_000,
+        max.as_secs()
+    )))
+}
+
+async fn on_consumer(
+    connection: &mut SqliteConnection,
+    sequence: i64,
+    message: &DeadMessage,
+    act: &OperatorAct,
+) -> Result<(), StoreError> {
+    let place = query_as("select consumer_id, lane from oncebox_waiting where sequence = ?").bind(sequence);
+    let (consumer, lane): (i32, Option<Vec<u8>>) = place.fetch_one(&mut *connection).await?;
+    match act {
+        OperatorAct::Redrive => {
+            own_inbox_row(connection, sequence, message, false).await?;
+            make_due(connection, sequence).await?;
+        }
+        OperatorAct::RedriveAs { id, payload } => {
+            change_identity(connection, sequence, message, *id, payload.as_deref()).await?;
+            own_inbox_row(connection, sequence, message, true).await?;
+            make_due(connection, sequence).await?;
+        }
+        OperatorAct::Discard => {
+            let delete = query("delete from oncebox_waiting where sequence = ?").bind(sequence);
+            delete.execute(&mut *connection).await?;
+        }
+    }
+    waiting::wake_next(connection, consumer, lane).await
+}
+
+/// The inbox row without which a second copy would be new. It stands already, unless the verdict left none (R31).
+async fn own_inbox_row(
+    connection: &mut SqliteConnection,
+    sequence: i64,
+    message: &DeadMessage,
+    must_be_new: bool,
+) -> Result<(), StoreError> {
+    let insert = query(concat!(
+        "insert into oncebox_inbox (consumer_id, message_id, hash, received_at) select consumer_id, message_id, hash, ",
+        now_ms!(),
+        " from oncebox_waiting where sequence = ? on conflict do nothing"
+    ));
+    let new = insert.bind(sequence).execute(&mut *connection).await?.rows_affected() == 1;
+    let own = query_scalar::<_, bool>(
+        "select i.hash = w.hash from oncebox_waiting as w join oncebox_inbox as i using (consumer_id, message_id) \
+         where w.sequence = ?",
+    );
+    let own = own.bind(sequence).fetch_one(connection).await?;
+    if new || (own && !must_be_new) {
+        return Ok(());
+    }
+    Err(StoreError::Refused(format!(
+        "{}: the inbox has this message id already, from another message; choose another by `--new-id`",
+        message.number
+    )))
+}
+
+async fn make_due(connection: &mut SqliteConnection, sequence: i64) -> Result<(), StoreError> {
+    // Behind another one of its key it stays without a due time until that one is gone (R25).
+    let redrive = query(concat!(
+        "update oncebox_waiting as w set state = 'waiting', blocks = lane is not null, reason = null, dead_at = null, ",
+        "attempts = 0, due_at = case when lane is null or not exists (select 1 from oncebox_waiting as o ",
+        "where o.consumer_id = w.consumer_id and o.lane = w.lane and o.blocks = 1 and o.sequence < w.sequence) then ",
+        now_ms!(),
+        " end where sequence = ?"
+    ));
+    redrive.bind(sequence).execute(connection).await?;
+    Ok(())
+}
+
+async fn change_identity(
+    connection: &mut SqliteConnection,
+    sequence: i64,
+    message: &DeadMessage,
+    id: Uuid,
+    payload: Option<&[u8]>,
+) -> Result<(), StoreError> {
+    let stored = query_as("select headers, key from oncebox_waiting where sequence = ?").bind(sequence);
+    let (headers, key): (String, Option<Vec<u8>>) = stored.fetch_one(&mut *connection).await?;
+    let mut headers = arrived_from_json(&headers)?;
+    headers.retain(|(name, _)| name != CAUSATION_ID);
+    headers.push((CAUSATION_ID.to_owned(), message.message_id.to_string().into_bytes()));
+    let content_type = message.content_type.as_deref();
+    let hash = content_hash(
+        &message.topic,
+        key.as_deref(),
+        &message.kind,
+        content_type,
+        payload.unwrap_or(&message.payload),
+        headers.iter().map(|(name, value)| (name.as_str(), value.as_slice())),
+    );
+    let edit = query(
+        "update oncebox_waiting set message_id = ?2, id_text = ?3, hash = ?4, headers = ?5, \
+         payload = coalesce(?6, payload), tombstone = tombstone and ?6 is null where sequence = ?1",
+    );
+    let edit = edit.bind(sequence).bind(id.as_bytes().to_vec()).bind(id.to_string()).bind(hash.to_vec());
+    edit.bind(arrived_to_json(&headers)?).bind(payload).execute(connection).await?;
+    Ok(())
+}
+
+async fn audit(
+    connection: &mut SqliteConnection,
+    message: &DeadMessage,
+    act: &OperatorAct,
+    context: &ActContext,
+) -> Result<(), StoreError> {
+    let (name, new_id) = match act {
+        OperatorAct::Redrive => ("redrive", None),
+        OperatorAct::RedriveAs { id, .. } => ("redrive-as", Some(id.to_string())),
+        OperatorAct::Discard => ("discard", None),
+    };
+    let place = match &message.place {
+        DeadPlace::Outbox => "outbox",
+        DeadPlace::Consumer(name) => name,
+    };
+    let insert = query(concat!(
+        "insert into oncebox_audit (at, actor, reason, act, place, number, message_id, new_id, detail) values (",
+        now_ms!(),
+        ", ?, ?, ?, ?, ?, ?, ?, ?)"
+    ));
+    let insert = insert.bind(&context.actor).bind(&context.reason).bind(name).bind(place).bind(&message.number);
+    let insert = insert.bind(message.message_id.to_string()).bind(new_id).bind(&message.reason);
+    insert.execute(connection).await?;
+    Ok(())
+}

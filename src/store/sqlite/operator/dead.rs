@@ -1,0 +1,172 @@
+//! Dead messages on both sides, as a list.
+
+use sqlx::sqlite::{SqliteConnection, SqliteRow};
+use sqlx::{QueryBuilder, Row, Sqlite};
+use uuid::Uuid;
+
+use crate::error::StoreError;
+use crate::store::sqlite::message::{arrived_from_json, headers_from_json, sixteen, time_from_millis, uuid_from_text};
+use crate::store::{DeadFilter, DeadMessage, DeadPlace, HistoryEntry};
+
+/// A number of `dead list`, taken apart.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Number {
+    Outbox(i64),
+    Consumer(i64),
+}
+
+impl Number {
+    pub(super) fn parse(text: &str) -> Result<Self, StoreError> {
+        let number = |digits: &str| digits.parse().ok().filter(|number| *number > 0);
+        let parsed = match text.split_at_checked(1) {
+            Some(("o", digits)) => number(digits).map(Self::Outbox),
+            Some(("c", digits)) => number(digits).map(Self::Consumer),
+            _ => None,
+        };
+        parsed.ok_or_else(|| {
+            StoreError::Refused(format!(
+                "`{text}` is no number of a dead message; `oncebox dead list` shows them: o17, c9"
+            ))
+        })
+    }
+}
+
+/// Oldest first, both sides together.
+pub(super) async fn list(
+    connection: &mut SqliteConnection,
+    filter: &DeadFilter,
+) -> Result<Vec<DeadMessage>, StoreError> {
+    let number = filter.number.as_deref().map(Number::parse).transpose()?;
+    let limit = if filter.limit == 0 { 100 } else { filter.limit };
+    let mut messages = Vec::new();
+    if !matches!(number, Some(Number::Consumer(_))) && filter.consumer.as_deref().is_none_or(|name| name == "outbox") {
+        let rows = outbox(filter, number, limit).build().fetch_all(&mut *connection).await?;
+        messages.extend(rows.iter().map(outbox_message).collect::<Result<Vec<_>, _>>()?);
+    }
+    if !matches!(number, Some(Number::Outbox(_))) && filter.consumer.as_deref() != Some("outbox") {
+        let rows = consumers(filter, number, limit).build().fetch_all(&mut *connection).await?;
+        messages.extend(rows.iter().map(consumer_message).collect::<Result<Vec<_>, _>>()?);
+    }
+    messages.sort_by_key(|message| message.dead_at);
+    messages.truncate(limit);
+    Ok(messages)
+}
+
+fn outbox(filter: &DeadFilter, number: Option<Number>, limit: usize) -> QueryBuilder<Sqlite> {
+    let mut query = QueryBuilder::new(
+        "select d.position as number, d.message_id, d.topic, d.key, d.kind, d.reason, d.diverted_at, d.request, d.headers, \
+         d.payload, d.content_type, (select count(*) from oncebox_outbox_dead as h where h.topic = d.topic and h.key = d.key \
+         and h.position > d.position and h.state <> 'dead') as behind \
+         from oncebox_outbox_dead as d where d.state = 'dead'",
+    );
+    if let Some(Number::Outbox(position)) = number {
+        query.push(" and d.position = ").push_bind(position);
+    }
+    if let Some(id) = filter.message_id {
+        query.push(" and d.message_id = ").push_bind(id.to_string());
+    }
+    if let Some(key) = &filter.key {
+        query.push(" and d.key = ").push_bind(key.clone());
+    }
+    of_both(&mut query, filter, "d");
+    query.push(" order by d.diverted_at, d.position limit ").push_bind(i64::try_from(limit).unwrap_or(i64::MAX));
+    query
+}
+
+fn consumers(filter: &DeadFilter, number: Option<Number>, limit: usize) -> QueryBuilder<Sqlite> {
+    let mut query = QueryBuilder::new(
+        "select w.sequence as number, c.name, w.message_id, w.topic, w.key, w.kind, w.reason, w.attempts, w.dead_at, w.errors, \
+         w.headers, w.payload, w.content_type, case when w.blocks = 1 then (select count(*) from oncebox_waiting as b \
+         where b.consumer_id = w.consumer_id and b.lane = w.lane and b.blocks = 1 and b.sequence > w.sequence \
+         and b.state = 'waiting') else 0 end as behind \
+         from oncebox_waiting as w join oncebox_consumer as c using (consumer_id) where w.state = 'dead'",
+    );
+    if let Some(Number::Consumer(sequence)) = number {
+        query.push(" and w.sequence = ").push_bind(sequence);
+    }
+    if let Some(id) = filter.message_id {
+        query.push(" and w.message_id = ").push_bind(id.as_bytes().to_vec());
+    }
+    if let Some(key) = &filter.key {
+        query.push(" and w.key = ").push_bind(key.clone().into_bytes());
+    }
+    if let Some(consumer) = &filter.consumer {
+        query.push(" and c.name = ").push_bind(consumer.clone());
+    }
+    of_both(&mut query, filter, "w");
+    query.push(" order by w.dead_at, w.sequence limit ").push_bind(i64::try_from(limit).unwrap_or(i64::MAX));
+    query
+}
+
+fn of_both(query: &mut QueryBuilder<Sqlite>, filter: &DeadFilter, table: &str) {
+    for (column, wanted) in [("topic", &filter.topic), ("reason", &filter.reason)] {
+        if let Some(wanted) = wanted {
+            query.push(format!(" and {table}.{column} = ")).push_bind(wanted.clone());
+        }
+    }
+}
+
+fn outbox_message(row: &SqliteRow) -> Result<DeadMessage, StoreError> {
+    let (headers, trace) = headers_from_json(&row.try_get::<Vec<u8>, _>("headers")?)?;
+    let trace = trace.into_iter().map(|trace| ("traceparent".to_owned(), trace.traceparent));
+    Ok(DeadMessage {
+        number: format!("o{}", row.try_get::<i64, _>("number")?),
+        place: DeadPlace::Outbox,
+        message_id: uuid_from_text(&row.try_get::<String, _>("message_id")?)?,
+        topic: row.try_get("topic")?,
+        key: row.try_get("key")?,
+        kind: row.try_get("kind")?,
+        reason: row.try_get("reason")?,
+        error: None,
+        attempts: 0,
+        dead_at: time_from_millis(row.try_get("diverted_at")?)?,
+        behind: row.try_get::<i64, _>("behind")?.unsigned_abs(),
+        requested: row.try_get("request")?,
+        history: Vec::new(),
+        headers: headers.into_iter().chain(trace).collect(),
+        payload: row.try_get("payload")?,
+        content_type: row.try_get("content_type")?,
+    })
+}
+
+fn consumer_message(row: &SqliteRow) -> Result<DeadMessage, StoreError> {
+    let history: Vec<HistoryEntry> = serde_json::from_str(&row.try_get::<String, _>("errors")?)
+        .map_err(|error| StoreError::Corrupt(format!("the history of a dead message: {error}")))?;
+    let headers = arrived_from_json(&row.try_get::<String, _>("headers")?)?;
+    let shown = |(name, value): (String, Vec<u8>)| (name, String::from_utf8_lossy(&value).into_owned());
+    let key: Option<Vec<u8>> = row.try_get("key")?;
+    Ok(DeadMessage {
+        number: format!("c{}", row.try_get::<i64, _>("number")?),
+        place: DeadPlace::Consumer(row.try_get("name")?),
+        message_id: Uuid::from_bytes(sixteen(&row.try_get::<Vec<u8>, _>("message_id")?)?),
+        topic: row.try_get("topic")?,
+        key: key.and_then(|key| String::from_utf8(key).ok()),
+        kind: row.try_get("kind")?,
+        reason: row.try_get("reason")?,
+        error: history.last().map(|entry| entry.error.clone()),
+        attempts: row.try_get("attempts")?,
+        dead_at: time_from_millis(row.try_get("dead_at")?)?,
+        behind: row.try_get::<i64, _>("behind")?.unsigned_abs(),
+        requested: None,
+        history,
+        headers: headers.into_iter().map(shown).collect(),
+        payload: row.try_get("payload")?,
+        content_type: row.try_get("content_type")?,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use super::*;
+
+    #[test]
+    fn a_number_names_its_side() {
+        assert_eq!(Number::parse("o17").unwrap(), Number::Outbox(17));
+        assert_eq!(Number::parse("c9").unwrap(), Number::Consumer(9));
+        for bad in ["", "17", "o", "o-1", "o0", "x1", "ö1", "o1x"] {
+            assert!(matches!(Number::parse(bad), Err(StoreError::Refused(_))), "{bad}");
+        }
+    }
+}

@@ -1,0 +1,231 @@
+//! The outbox of SQLite as its relay sees it.
+//!
+//! One writer means that positions commit in order, so a plain cursor is exact. A proven row is deleted, by its exact position,
+//! in the transaction that moves the cursor past it (R18), so the table holds only what is not proven.
+//!
+//! Guarantees: every write checks epoch and revision; a claim is a commit of our own with `synchronous = FULL`, begun after the
+//! read, so that what is about to be published is on disk even if its writer did not sync (R5).
+//!
+//! Not here: gaps (SQLite has none), what a mark writes (`mark`).
+
+mod held;
+mod mark;
+
+use std::collections::VecDeque;
+use std::time::Duration;
+
+use futures::TryStreamExt;
+use sqlx::sqlite::SqliteRow;
+use sqlx::{Row, query, query_as, query_scalar};
+
+use super::connect::SqliteStore;
+use super::message::{headers_from_json, time_from_millis, uuid_from_text};
+use super::{millis, now_ms};
+use crate::error::StoreError;
+use crate::message::OutgoingMessage;
+use crate::store::{
+    Base, DivertedRow, LeaseAnswer, LeaseRequest, Mark, OperatorRequest, Outbox, OutboxRow, ReadBatch, RelaySession,
+};
+
+/// A read ends early once it has this many bytes of messages.
+const READ_BYTES_MAX: usize = 8 * 1024 * 1024;
+
+/// One ownership of the only shard.
+#[derive(Debug)]
+pub struct SqliteSession {
+    store: SqliteStore,
+    shard: i32,
+    owner: String,
+    length: Duration,
+    epoch: i64,
+    revision: i64,
+    read_to: i64,
+    batches: u64,
+    /// Batches that are read and not marked, oldest first; those without rows are left out.
+    window: VecDeque<Batch>,
+}
+
+/// A batch of the window.
+#[derive(Debug)]
+struct Batch {
+    number: u64,
+    positions: Vec<i64>,
+}
+
+impl Outbox for SqliteStore {
+    type Session = SqliteSession;
+
+    async fn open(&self, request: &LeaseRequest) -> Result<LeaseAnswer<SqliteSession>, StoreError> {
+        let mut write = self.write().await?;
+        let lease = concat!(
+            "select epoch, revision, scanned_to, coalesce(owner, ''), lease_until - ",
+            now_ms!(),
+            ", lease_length from oncebox_shard where shard_id = ?"
+        );
+        let lease: Option<(i64, i64, i64, String, i64, i64)> =
+            query_as(lease).bind(request.shard).fetch_optional(write.connection()).await?;
+        let Some((epoch, revision, scanned_to, owner, left, length)) = lease else {
+            write.rollback().await?;
+            return Ok(LeaseAnswer::NoShard);
+        };
+        // A lease with more left than its length was written before the clock went back (R22).
+        let stands = !owner.is_empty() && left > 0 && left <= length;
+        if stands && owner != request.owner {
+            write.rollback().await?;
+            let left = Duration::from_millis(left.unsigned_abs());
+            return Ok(LeaseAnswer::HeldBy { owner, left });
+        }
+        let take = concat!(
+            "update oncebox_shard set epoch = epoch + 1, revision = revision + 1, owner = ?, lease_length = ?, lease_until = ",
+            now_ms!(),
+            " + ? where shard_id = ?"
+        );
+        let length = millis(request.length);
+        let take = query(take).bind(&request.owner).bind(length).bind(length).bind(request.shard);
+        take.execute(write.connection()).await?;
+        write.commit().await?;
+        Ok(LeaseAnswer::Taken(SqliteSession {
+            store: self.clone(),
+            shard: request.shard,
+            owner: request.owner.clone(),
+            length: request.length,
+            epoch: epoch + 1,
+            revision: revision + 1,
+            read_to: scanned_to,
+            batches: 0,
+            window: VecDeque::new(),
+        }))
+    }
+
+    async fn shards(&self) -> Result<Vec<i32>, StoreError> {
+        let shards = query_scalar("select shard_id from oncebox_shard order by shard_id");
+        Ok(shards.fetch_all(self.pool()).await?)
+    }
+}
+
+impl SqliteSession {
+    fn fenced(&self, what: &str) -> StoreError {
+        let Self { owner, epoch, revision, .. } = self;
+        StoreError::Fenced(format!("{what}: the lease of `{owner}` (epoch {epoch}, revision {revision}) is gone"))
+    }
+
+    /// The first line of every answer: whether the shard is as this session left it.
+    fn check_fence(&self, row: &SqliteRow) -> Result<(), StoreError> {
+        let (epoch, revision): (i64, i64) = (row.try_get(0)?, row.try_get(1)?);
+        if (epoch, revision) != (self.epoch, self.revision) {
+            return Err(self.fenced(&format!("the shard is at epoch {epoch}, revision {revision}")));
+        }
+        let (last, scanned_to): (i64, i64) = (row.try_get(2)?, row.try_get(3)?);
+        if last < scanned_to {
+            return Err(StoreError::Refused(format!(
+                "sequence behind cursor: the outbox has given positions up to {last}, but the relay has passed {scanned_to}; \
+                 messages enqueued now would never be read; see `oncebox doctor`"
+            )));
+        }
+        Ok(())
+    }
+}
+
+impl RelaySession for SqliteSession {
+    fn epoch(&self) -> i64 {
+        self.epoch
+    }
+
+    async fn read(&mut self, rows_max: usize) -> Result<ReadBatch, StoreError> {
+        // One more than asked for tells whether there is more. The outer join gives the fence also where there is no row.
+        let read = query(
+            "select s.epoch, s.revision, coalesce((select seq from sqlite_sequence where name = 'oncebox_outbox'), 0), \
+             s.scanned_to, o.position, o.bucket, o.message_id, o.topic, o.key, o.kind, o.headers, o.payload, o.content_type, \
+             o.created_at from oncebox_shard as s left join oncebox_outbox as o on o.position > ?1 \
+             where s.shard_id = ?2 order by o.position limit ?3",
+        );
+        let limit = i64::try_from(rows_max).unwrap_or(i64::MAX - 1) + 1;
+        let mut rows = Vec::new();
+        let (mut bytes, mut more, mut seen) = (0, false, false);
+        {
+            let mut stream = read.bind(self.read_to).bind(self.shard).bind(limit).fetch(self.store.pool());
+            while let Some(row) = stream.try_next().await? {
+                if !seen {
+                    self.check_fence(&row)?;
+                    seen = true;
+                }
+                if row.try_get::<Option<i64>, _>(4)?.is_none() {
+                    break;
+                }
+                if rows.len() == rows_max || bytes >= READ_BYTES_MAX {
+                    more = true;
+                    break;
+                }
+                let row = outbox_row(&row, 4)?;
+                bytes += row.message.weight();
+                rows.push(row);
+            }
+        }
+        if !seen {
+            return Err(self.fenced("the shard is gone"));
+        }
+        self.batches += 1;
+        if let Some(last) = rows.last() {
+            self.read_to = last.position;
+            let positions = rows.iter().map(|row| row.position).collect();
+            self.window.push_back(Batch { number: self.batches, positions });
+        }
+        Ok(ReadBatch { batch: self.batches, rows, more, needs_claim: false })
+    }
+
+    async fn claim(&mut self, mark: Mark) -> Result<(), StoreError> {
+        self.write_mark(&mark).await
+    }
+
+    async fn diverted(&mut self, limit: usize) -> Result<Vec<DivertedRow>, StoreError> {
+        held::diverted(self.store.pool(), limit).await
+    }
+
+    async fn requests(&mut self) -> Result<Vec<OperatorRequest>, StoreError> {
+        held::requests(self.store.pool()).await
+    }
+
+    async fn held(&mut self, positions: &[i64]) -> Result<Vec<OutboxRow>, StoreError> {
+        held::held(self.store.pool(), positions).await
+    }
+
+    /// Nothing to do: marks delete what they prove, and SQLite moves its log into the file by itself.
+    async fn tidy(&mut self) -> Result<(), StoreError> {
+        Ok(())
+    }
+
+    async fn release(self) -> Result<(), StoreError> {
+        let mut write = self.store.write().await?;
+        let release = query(
+            "update oncebox_shard set revision = revision + 1, owner = null, lease_until = 0 \
+             where shard_id = ? and epoch = ? and revision = ?",
+        );
+        let release = release.bind(self.shard).bind(self.epoch).bind(self.revision);
+        if release.execute(write.connection()).await?.rows_affected() != 1 {
+            write.rollback().await?;
+            return Err(self.fenced("release"));
+        }
+        write.commit().await
+    }
+}
+
+/// A row whose columns from `at` on are position, bucket, message_id, topic, key, kind, headers, payload, content_type and
+/// created_at.
+fn outbox_row(row: &SqliteRow, at: usize) -> Result<OutboxRow, StoreError> {
+    let (headers, trace) = headers_from_json(&row.try_get::<Vec<u8>, _>(at + 6)?)?;
+    Ok(OutboxRow {
+        position: row.try_get(at)?,
+        bucket: row.try_get(at + 1)?,
+        message: OutgoingMessage {
+            id: uuid_from_text(&row.try_get::<String, _>(at + 2)?)?,
+            topic: row.try_get(at + 3)?,
+            key: row.try_get(at + 4)?,
+            kind: row.try_get(at + 5)?,
+            headers,
+            payload: row.try_get(at + 7)?,
+            content_type: row.try_get(at + 8)?,
+            trace,
+            created_at: time_from_millis(row.try_get(at + 9)?)?,
+        },
+    })
+}

@@ -1,0 +1,132 @@
+//! What a claim and a mark write, in one fenced transaction.
+
+use serde_json::json;
+use sqlx::query;
+use sqlx::sqlite::SqliteConnection;
+
+use super::{Batch, SqliteSession};
+use crate::error::StoreError;
+use crate::store::sqlite::write::Write;
+use crate::store::sqlite::{millis, now_ms};
+use crate::store::{Diversion, Mark};
+
+impl SqliteSession {
+    /// Raises the revision, renews the lease, writes the mark, commits.
+    pub(super) async fn write_mark(&mut self, mark: &Mark) -> Result<(), StoreError> {
+        let marked = self.marked(mark)?;
+        let mut write = self.store.write().await?;
+        let claim = concat!(
+            "update oncebox_shard set revision = revision + 1, lease_until = ",
+            now_ms!(),
+            " + ? where shard_id = ? and epoch = ? and revision = ?"
+        );
+        let claim = query(claim).bind(millis(self.length)).bind(self.shard).bind(self.epoch).bind(self.revision);
+        if claim.execute(write.connection()).await?.rows_affected() != 1 {
+            write.rollback().await?;
+            return Err(self.fenced("claim"));
+        }
+        self.apply(&mut write, mark, marked).await?;
+        write.commit().await?;
+        self.revision += 1;
+        self.window.drain(..marked);
+        Ok(())
+    }
+
+    /// How many batches of the window the mark covers; a mark that cannot be meant is refused before anything is written.
+    fn marked(&self, mark: &Mark) -> Result<usize, StoreError> {
+        let through = mark.through.unwrap_or(0);
+        if through > self.batches {
+            return Err(StoreError::Corrupt(format!(
+                "a mark through batch {through}, of {} that were read",
+                self.batches
+            )));
+        }
+        let marked = self.window.iter().take_while(|batch| batch.number <= through).count();
+        let covered = |position: i64| {
+            let mut positions = self.window.iter().take(marked).flat_map(|batch| &batch.positions);
+            positions.any(|covered| *covered == position)
+        };
+        match mark.diverted.iter().find(|(position, _)| !covered(*position)) {
+            Some((position, _)) => Err(StoreError::Corrupt(format!("position {position} is diverted but not marked"))),
+            None => Ok(marked),
+        }
+    }
+
+    async fn apply(&self, write: &mut Write, mark: &Mark, marked: usize) -> Result<(), StoreError> {
+        let batches = || self.window.iter().take(marked);
+        if let Some(scanned_to) = batches().next_back().and_then(|batch| batch.positions.last()) {
+            // Before the rows go: a trigger keeps what stands above the cursor.
+            let cursor =
+                concat!("update oncebox_shard set scanned_to = ?, cursor_at = ", now_ms!(), " where shard_id = ?");
+            query(cursor).bind(scanned_to).bind(self.shard).execute(write.connection()).await?;
+        }
+        if !mark.diverted.is_empty() {
+            divert(write.connection(), &mark.diverted).await?;
+        }
+        for Batch { positions, .. } in batches() {
+            // By exact positions: never a row that was not read.
+            let delete = query("delete from oncebox_outbox where position in (select value from json_each(?))");
+            delete.bind(positions_json(positions)).execute(write.connection()).await?;
+        }
+        if !mark.changed.is_empty() {
+            change(write.connection(), &mark.changed).await?;
+        }
+        for gone in [&mark.released, &mark.discarded] {
+            if !gone.is_empty() {
+                let delete =
+                    query("delete from oncebox_outbox_dead where position in (select value from json_each(?))");
+                delete.bind(positions_json(gone)).execute(write.connection()).await?;
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Copies rows whole. All of them, or the mark fails: a row that is not there was never proven and would be lost.
+async fn divert(connection: &mut SqliteConnection, diverted: &[(i64, Diversion)]) -> Result<(), StoreError> {
+    let copy = query(concat!(
+        "insert into oncebox_outbox_dead (position, bucket, message_id, topic, key, kind, headers, payload, content_type, ",
+        "created_at, state, holds, reason, diverted_at) ",
+        "select o.position, o.bucket, o.message_id, o.topic, o.key, o.kind, o.headers, cast(o.payload as blob), ",
+        "o.content_type, o.created_at, d.value ->> 'state', d.value ->> 'holds', d.value ->> 'reason', ",
+        now_ms!(),
+        " from json_each(?) as d join oncebox_outbox as o on o.position = d.value ->> 'position'"
+    ));
+    let copied = copy.bind(diversions_json(diverted)).execute(connection).await?.rows_affected();
+    check_all(copied, diverted.len(), "diverted")
+}
+
+/// Changes the state of dead and held rows; a request of an operator that led here is done.
+async fn change(connection: &mut SqliteConnection, changed: &[(i64, Diversion)]) -> Result<(), StoreError> {
+    let change = query(concat!(
+        "update oncebox_outbox_dead set state = d.value ->> 'state', holds = d.value ->> 'holds', ",
+        "reason = d.value ->> 'reason', request = null, requested_at = null, diverted_at = ",
+        now_ms!(),
+        " from json_each(?) as d where oncebox_outbox_dead.position = d.value ->> 'position'"
+    ));
+    let done = change.bind(diversions_json(changed)).execute(connection).await?.rows_affected();
+    check_all(done, changed.len(), "changed")
+}
+
+fn check_all(done: u64, wanted: usize, what: &str) -> Result<(), StoreError> {
+    if done == wanted as u64 {
+        return Ok(());
+    }
+    Err(StoreError::Corrupt(format!("{wanted} rows were to be {what}, {done} are there")))
+}
+
+pub(super) fn positions_json(positions: &[i64]) -> String {
+    json!(positions).to_string()
+}
+
+fn diversions_json(diversions: &[(i64, Diversion)]) -> String {
+    let rows = diversions.iter().map(|(position, diversion)| {
+        let (state, holds, reason) = match diversion {
+            Diversion::Dead { reason, holds } => ("dead", *holds, Some(reason)),
+            Diversion::HeldBehind => ("held-behind", false, None),
+            Diversion::HeldDestination { reason } => ("held-destination", false, Some(reason)),
+        };
+        json!({ "position": position, "state": state, "holds": i64::from(holds), "reason": reason })
+    });
+    serde_json::Value::Array(rows.collect()).to_string()
+}
