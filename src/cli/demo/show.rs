@@ -17,8 +17,8 @@ use crate::message::OutgoingMessage;
 use crate::observe::Health;
 use crate::store::{Store, StoreOptions};
 
-/// A row of payments or ledger: payment, account, number, amount.
-pub(super) type MoneyRow = (String, String, i64, i64);
+/// A row of payments or ledger: payment, a second text, account, number, amount.
+pub(super) type MoneyRow = (String, String, String, i64, i64);
 
 /// What the demo asks of its own tables.
 pub(super) trait Tables: Store {
@@ -26,6 +26,8 @@ pub(super) trait Tables: Store {
     const ENTRY_ID: &'static str;
     /// Where e-mail rows stand.
     const EMAIL_TABLE: &'static str;
+    /// The unique key of an e-mail row, as text.
+    const EMAIL_KEY: &'static str;
 
     fn rows(&self, sql: &str) -> impl Future<Output = Result<Vec<MoneyRow>, AppError>> + Send;
     fn texts(&self, sql: &str) -> impl Future<Output = Result<Vec<String>, AppError>> + Send;
@@ -35,19 +37,21 @@ pub(super) trait Tables: Store {
     /// The unique keys of e-mail rows with this beginning.
     fn email_keys(&self, prefix: &str) -> impl Future<Output = Result<Vec<String>, AppError>> + Send {
         let sql = format!(
-            "select unique_key from {} where substr(unique_key, 1, {}) = '{prefix}'",
+            "select {key} from {} where substr({key}, 1, {}) = '{prefix}'",
             Self::EMAIL_TABLE,
-            prefix.len()
+            prefix.len(),
+            key = Self::EMAIL_KEY
         );
         async move { self.texts(&sql).await }
     }
 }
 
 macro_rules! tables {
-    ($store:path, $entry_id:literal, $emails:literal) => {
+    ($store:path, $entry_id:literal, $emails:literal, $email_key:literal) => {
         impl Tables for $store {
             const ENTRY_ID: &'static str = $entry_id;
             const EMAIL_TABLE: &'static str = $emails;
+            const EMAIL_KEY: &'static str = $email_key;
 
             async fn rows(&self, sql: &str) -> Result<Vec<MoneyRow>, AppError> {
                 let sql = sqlx::AssertSqlSafe(sql.to_owned());
@@ -83,15 +87,16 @@ macro_rules! tables {
 }
 
 #[cfg(feature = "sqlite")]
-tables!(crate::store::sqlite::SqliteStore, "entry_id integer primary key autoincrement", "oncebox_email");
+tables!(crate::store::sqlite::SqliteStore, "entry_id integer primary key autoincrement", "oncebox_email", "unique_key");
 #[cfg(feature = "postgres")]
 tables!(
     crate::store::postgres::PostgresStore,
     "entry_id bigint generated always as identity primary key",
-    "oncebox.email"
+    "oncebox.email",
+    "unique_key"
 );
 #[cfg(feature = "mysql")]
-tables!(crate::store::mysql::MySqlStore, "entry_id bigint auto_increment primary key", "oncebox_email");
+tables!(crate::store::mysql::MySqlStore, "entry_id bigint auto_increment primary key", "oncebox_email", "convert(unique_key using utf8mb4)");
 
 /// How long nothing may move before the show is given up. A kill costs a takeover; a loaded machine is slow.
 const NOTHING_MOVES: Duration = Duration::from_secs(120);

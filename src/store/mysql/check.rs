@@ -33,11 +33,14 @@ pub(super) async fn run(pool: &MySqlPool) -> Result<Vec<Finding>, StoreError> {
         packet(&global),
         read_only(&global),
     ];
-    findings.extend(engine(&mut connection).await?);
-    findings.push(function(schema::has_function(&mut connection).await?));
-    findings.push(triggers(&mut connection).await?);
-    findings.push(positions(&mut connection, &version).await?);
     findings.extend(purge_lag(&mut connection).await);
+    // The server is looked at before the schema is made, too.
+    if schema::applied_versions(&mut connection).await?.is_some() {
+        findings.extend(engine(&mut connection).await?);
+        findings.push(function(schema::has_function(&mut connection).await?));
+        findings.push(triggers(&mut connection).await?);
+        findings.push(positions(&mut connection, &version).await?);
+    }
     Ok(findings)
 }
 
