@@ -5,8 +5,10 @@
 #[path = "../support/mod.rs"]
 mod support;
 
+mod faults;
 mod fixture;
 mod handover;
+mod private;
 mod publish;
 mod queues;
 mod reach;
