@@ -60,14 +60,7 @@ pub(crate) async fn on_server<F>(server: &str, body: impl FnOnce(Database) -> F)
 where
     F: Future<Output = ()> + Send + 'static,
 {
-    let name = unique("oncebox_test").replace('-', "_");
-    // Copies of template0 do not disturb each other; a busy server may still ask for a second try.
-    eventually("a database of its own", Duration::from_secs(60), || async {
-        let mut admin = PgConnection::connect(server).await.ok()?;
-        let create = format!("create database {name} template template0 encoding 'UTF8'");
-        admin.execute(AssertSqlSafe(create)).await.ok()
-    })
-    .await;
+    let name = empty_database(server).await;
     let url = with_path(server, &name);
     let outcome = match migrated(&url).await {
         Ok(store) => {
@@ -85,6 +78,19 @@ where
     if let Err(panic) = outcome {
         std::panic::resume_unwind(panic);
     }
+}
+
+/// Makes a database without the schema; the answer is its name.
+pub(crate) async fn empty_database(server: &str) -> String {
+    let name = unique("oncebox_test").replace('-', "_");
+    // Copies of template0 do not disturb each other; a busy server may still ask for a second try.
+    eventually("a database of its own", Duration::from_secs(60), || async {
+        let mut admin = PgConnection::connect(server).await.ok()?;
+        let create = format!("create database {name} template template0 encoding 'UTF8'");
+        admin.execute(AssertSqlSafe(create)).await.ok()
+    })
+    .await;
+    name
 }
 
 async fn migrated(url: &str) -> Result<PostgresStore, oncebox::StoreError> {

@@ -38,12 +38,14 @@ select count(*) filter (where state = 'held'), count(*) filter (where state = 'd
 
 const CONSUMERS: &str = "
 select c.consumer_id, c.name,
-       (select count(*) from oncebox.waiting w where w.consumer_id = c.consumer_id and w.state = 'waiting'),
-       (select count(*) from oncebox.waiting w where w.consumer_id = c.consumer_id and w.state = 'waiting'
-           and exists (select 1 from oncebox.waiting d where d.consumer_id = w.consumer_id and d.lane_id = w.lane_id and d.holds)),
+       (select count(*) from oncebox.waiting w where w.consumer_id = c.consumer_id and w.state = 'waiting') - h.held, h.held,
        (select count(*) from oncebox.waiting w where w.consumer_id = c.consumer_id and w.state = 'dead'),
        (select count(*) from (select 1 from oncebox.inbox i where i.consumer_id = c.consumer_id limit $1 + 1) counted)
-  from oncebox.consumer c order by c.name";
+  from oncebox.consumer c
+ cross join lateral (
+   select count(*) as held from oncebox.waiting w where w.consumer_id = c.consumer_id and w.state = 'waiting'
+      and exists (select 1 from oncebox.waiting d where d.consumer_id = w.consumer_id and d.lane_id = w.lane_id and d.holds)) h
+ order by c.name";
 
 const INBOX_ESTIMATE: &str = "
 select greatest(sum(greatest(c.reltuples, 0)), 0)::bigint from pg_class c
