@@ -119,8 +119,8 @@ impl Member {
         shared: Arc<Shared>,
         events: mpsc::UnboundedSender<Result<Told, BrokerError>>,
     ) -> Result<Self, BrokerError> {
-        let reader = log.connect().await?;
-        let mut writer = log.connect().await?;
+        let reader = log.connect_for_offsets().await?;
+        let mut writer = log.connect_for_offsets().await?;
         let failed = |error: sqlx::Error| log.failed("join a group in", &error);
         let mut write = log.begin(&mut writer).await?;
         let mut topics: Vec<Topic> = Vec::new();
