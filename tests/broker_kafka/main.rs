@@ -7,6 +7,10 @@
 mod support;
 
 mod consume;
+mod doctor;
 mod errors;
 mod kit;
 mod publish;
+mod rebalance;
+mod security;
+mod tools;

@@ -20,6 +20,7 @@ use rdkafka::topic_partition_list::{Offset, TopicPartitionList};
 use tokio::sync::mpsc::UnboundedSender;
 
 use super::assignment::{Assignment, Position};
+use super::blocking;
 use super::context::Reports;
 use super::wire;
 use crate::broker::{Delivery, Event, RevokeGuard};
@@ -291,8 +292,11 @@ pub(super) fn run(consumer: Arc<BaseConsumer<MemberContext>>, shared: &Shared) {
 
 /// Serves what librdkafka has to say before the thread runs. An error that is not taken here is not repeated.
 pub(super) fn serve(consumer: &BaseConsumer<MemberContext>, shared: &Shared) {
-    if let Some(Err(error)) = consumer.poll(Duration::ZERO) {
-        trouble(shared, &error);
+    let end = Instant::now() + blocking::SERVE;
+    while Instant::now() < end {
+        if let Some(Err(error)) = consumer.poll(blocking::SERVE) {
+            trouble(shared, &error);
+        }
     }
 }
 
