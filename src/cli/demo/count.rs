@@ -153,7 +153,8 @@ pub(super) async fn count<S: Tables>(
 pub(super) async fn payments<S: Tables>(store: &S, stage: &Stage) -> Result<Vec<PaymentRow>, AppError> {
     let table = stage.names.payments();
     // One statement: the till may still be at work, and two would not see the same rows.
-    let rows = store.rows(&format!("select payment_id, message_id, account_id, number, amount_minor from {table}")).await?;
+    let rows =
+        store.rows(&format!("select payment_id, message_id, account_id, number, amount_minor from {table}")).await?;
     let row = |(payment_id, message_id, account_id, number, amount_minor)| PaymentRow {
         message_id,
         payment: Payment { payment_id, account_id, number, amount_minor, currency: "EUR".to_owned() },

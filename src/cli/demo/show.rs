@@ -96,7 +96,12 @@ tables!(
     "unique_key"
 );
 #[cfg(feature = "mysql")]
-tables!(crate::store::mysql::MySqlStore, "entry_id bigint auto_increment primary key", "oncebox_email", "convert(unique_key using utf8mb4)");
+tables!(
+    crate::store::mysql::MySqlStore,
+    "entry_id bigint auto_increment primary key",
+    "oncebox_email",
+    "convert(unique_key using utf8mb4)"
+);
 
 /// How long nothing may move before the show is given up. A kill costs a takeover; a loaded machine is slow.
 const NOTHING_MOVES: Duration = Duration::from_secs(120);
