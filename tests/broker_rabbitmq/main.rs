@@ -5,6 +5,8 @@
 #[path = "../support/mod.rs"]
 mod support;
 
+#[cfg(feature = "testing")]
+mod conformance;
 mod faults;
 mod fixture;
 mod handover;
