@@ -1,6 +1,6 @@
 //! The end-to-end promise with real processes: enqueue, relay, consume, with kills, on all nine pairs of store and broker.
 //!
-//! The three main pairs live through at least fifty kills each (`ONCEBOX_CRASH_ROUNDS` for more); the other six, with two
+//! The three main pairs live through at least fifty kills each (`ONCEBOX_TEST_CRASH_ROUNDS` for more); the other six, with two
 //! consumers of one name, through a few.
 #![allow(clippy::unwrap_used)]
 
@@ -19,7 +19,7 @@ use rounds::{Pair, play};
 use support::{service, unique};
 
 fn main_rounds() -> u32 {
-    std::env::var("ONCEBOX_CRASH_ROUNDS").ok().and_then(|rounds| rounds.parse().ok()).unwrap_or(50)
+    std::env::var("ONCEBOX_TEST_CRASH_ROUNDS").ok().and_then(|rounds| rounds.parse().ok()).unwrap_or(50)
 }
 
 /// A database of the test's own, dropped at its end.
