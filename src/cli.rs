@@ -1,6 +1,7 @@
 //! The command lines: parse, wire, run. Data goes to stdout, the rest to stderr.
 
 mod common;
+mod config;
 mod dead;
 mod demo;
 mod doctor;

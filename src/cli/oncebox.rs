@@ -5,7 +5,7 @@ use std::process::ExitCode;
 use clap::{CommandFactory, Parser, Subcommand};
 
 use super::common::{CommonArgs, Output, run};
-use super::{dead, demo, doctor, migrate, programs, status};
+use super::{config, dead, demo, doctor, migrate, programs, status};
 use crate::app::AppError;
 
 /// Exactly-once effects over at-least-once brokers.
@@ -38,6 +38,9 @@ enum Command {
     /// Send queued e-mails: to .eml files, or by SMTP when configured
     #[cfg(feature = "email")]
     Sender(super::sender::SenderArgs),
+    /// Print settings: a template, or what is in force
+    #[command(subcommand)]
+    Config(config::ConfigCommand),
     /// Print a completion script for a shell
     Completions {
         /// The shell
@@ -70,6 +73,7 @@ impl OnceboxArgs {
             Command::Demo(demo) => demo::run(demo, &self.common, self.output).await,
             Command::Migrate(command) => migrate::run(&command, &self.common, self.output).await,
             Command::Status => status::run(&self.common, self.output).await,
+            Command::Config(command) => config::run(&command, &self.common, self.output),
             Command::Doctor => doctor::run(&self.common, self.output).await,
             Command::Dead(command) => dead::run(&command, &self.common, self.output).await,
             #[cfg(feature = "email")]
