@@ -79,7 +79,10 @@ async fn r14_every_store_gets_its_turns() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 4)]
 async fn r14_a_writer_without_turns_gets_in_because_the_holder_rests() {
     let (stores, outside, worst) = run(REST, Duration::from_secs(4)).await;
-    assert!(outside >= 12 && worst < Duration::from_secs(2), "{outside} transactions, worst wait {worst:?}, {stores:?}");
+    assert!(
+        outside >= 12 && worst < Duration::from_secs(2),
+        "{outside} transactions, worst wait {worst:?}, {stores:?}"
+    );
 }
 
 /// The pause was the rest.
