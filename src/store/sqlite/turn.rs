@@ -80,7 +80,13 @@ impl Turns {
 
     /// Who holds the turn now, if anybody: its process id, and for how long.
     pub(super) fn holder(&self) -> Option<(u32, Duration)> {
-        let stamp = Stamp::read(&mut File::open(&self.shared.path).ok()?);
+        let mut file = File::open(&self.shared.path).ok()?;
+        // A process that died holding the turn left its stamp, but not its lock.
+        if file.try_lock().is_ok() {
+            let _ = file.unlock();
+            return None;
+        }
+        let stamp = Stamp::read(&mut file);
         (stamp.pid != 0).then(|| (stamp.pid, Duration::from_millis(unix_millis().saturating_sub(stamp.taken))))
     }
 
