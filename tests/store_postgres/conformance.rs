@@ -45,7 +45,7 @@ impl Fixture for OnPostgres {
 
     async fn set_lease_end(store: &PostgresStore, seconds: i64) {
         sqlx::query(
-            "update oncebox.shard set lease_until = clock_timestamp() + $1 * interval '1 second' where shard_id = 0",
+            "update oncebox.shard set lease_until = clock_timestamp() + $1 * interval '1 second' where shard_id = 0 and owner is not null",
         )
         .bind(seconds)
         .execute(store.pool())

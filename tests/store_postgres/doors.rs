@@ -1,13 +1,16 @@
 //! The SQL doors: four overloads and the two that the Rust library calls, under the one table of limits.
 
+use std::time::Duration;
+
 use oncebox::sqlx::postgres::PgConnection;
 use oncebox::sqlx::{self, AssertSqlSafe, Connection, Executor, Row};
 use oncebox::store::conformance::{LimitCase, RawValue, limit_cases};
-use oncebox::store::{LeaseAnswer, LeaseRequest, Mark, Outbox, OutboxRow, RelaySession};
+use oncebox::store::{Base, LeaseAnswer, LeaseRequest, Mark, Outbox, OutboxRow, RelaySession};
 use oncebox::{NewMessage, StoreError};
 use uuid::Uuid;
 
 use crate::postgres::{Database, with_database, with_user};
+use crate::support::eventually;
 
 /// A literal of standard SQL for an argument of some type.
 fn literal(value: &RawValue, as_type: &str) -> Option<String> {
@@ -113,6 +116,8 @@ async fn r34_every_limit_holds_at_every_sql_door() {
                     Ok(_) if case.is_taken() => {}
                     // An exact duplicate is gone before jsonb can be looked at; any payload is checked as JSON by its type.
                     Ok(_) if door.headers_type == "jsonb" && case.name == "headers: a name twice" => {}
+                    // The type takes any spelling of a UUID; what is stored and sent is the canonical one.
+                    Ok(_) if case.refused_by == ["message_id"] => {}
                     Err(error) if case.is_taken() && by_type(&error) && door.payload_type.starts_with("json") => {}
                     Err(error) if !case.is_taken() && by_type(&error) => {}
                     outcome => LimitCase { name, ..case }.check(&outcome.map_err(StoreError::from)),
@@ -126,7 +131,7 @@ async fn r34_every_limit_holds_at_every_sql_door() {
 
 /// All committed rows, as a relay reads them.
 async fn rows(database: &Database) -> Vec<OutboxRow> {
-    let request = LeaseRequest { shard: 0, owner: "t".into(), length: std::time::Duration::from_secs(60) };
+    let request = LeaseRequest { shard: 0, owner: "t".into(), length: Duration::from_secs(60) };
     let LeaseAnswer::Taken(mut session) = database.store.open(&request).await.unwrap() else { panic!("no lease") };
     let batch = session.read(1_000).await.unwrap();
     session.claim(Mark::default()).await.unwrap();
@@ -217,7 +222,13 @@ async fn r1_an_application_may_call_the_doors_and_nothing_else() {
         let there: i64 = database.value("select count(*) from oncebox.outbox").await;
         assert_eq!(there, 7);
         assert!(!id.is_nil());
-        database.run(&format!("drop role {role}; drop role {outsider}")).await;
+        let pool = database.store.pool();
+        // Its temporary tables go with its connection, a moment later.
+        eventually("the roles are dropped", Duration::from_secs(20), || async {
+            let drop_roles = format!("drop role if exists {role}; drop role if exists {outsider}");
+            sqlx::raw_sql(AssertSqlSafe(drop_roles)).execute(pool).await.ok()
+        })
+        .await;
     })
     .await;
 }

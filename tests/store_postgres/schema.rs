@@ -16,6 +16,7 @@ async fn every_table_column_index_and_function_says_what_it_is_for() {
                    select c.oid::regclass::text as what from pg_class c
                     where c.relnamespace = 'oncebox'::regnamespace and c.relkind in ('r', 'p', 'v', 'S')
                       and obj_description(c.oid, 'pg_class') is null
+                      and not exists (select 1 from pg_depend d where d.objid = c.oid and d.deptype = 'i')
                    union all
                    select c.oid::regclass::text || '.' || a.attname from pg_class c join pg_attribute a on a.attrelid = c.oid
                     where c.relnamespace = 'oncebox'::regnamespace and c.relkind in ('r', 'p', 'v') and a.attnum > 0 and not a.attisdropped

@@ -11,10 +11,12 @@ const COUNTED_MAX: i64 = 100_000;
 
 const SHARDS: &str = "
 select s.shard_id, s.bucket_from, s.bucket_to, s.scanned_to, (select count(*) from unnest(s.gaps)), s.epoch,
-       case when s.lease_until > clock_timestamp() then s.owner end,
-       greatest(extract(epoch from s.lease_until - clock_timestamp())::float8, 0),
+       case when l.stands then s.owner end,
+       case when l.stands then extract(epoch from s.lease_until - clock_timestamp())::float8 end,
        extract(epoch from clock_timestamp() - s.updated_at)::float8
-  from oncebox.shard s order by s.shard_id";
+  from oncebox.shard s
+ cross join lateral (select s.lease_until between clock_timestamp() and clock_timestamp() + s.lease_seconds * interval '1 second' as stands) l
+ order by s.shard_id";
 
 /// Rows above the cursor and at gaps, of this shard: how many, up to a bound, and the age of the first.
 const PENDING: &str = "
