@@ -2,10 +2,10 @@
 
 use std::time::Duration;
 
-use oncebox::store::{Base, Mark, RelaySession, enqueue, enqueue_all};
+use oncebox::store::{Base, LeaseAnswer, Mark, Outbox, RelaySession, enqueue, enqueue_all};
 use sqlx::{AssertSqlSafe, Connection, MySqlConnection, Row};
 
-use crate::fixture::{Db, execute, text};
+use crate::fixture::{Db, execute, lease, text};
 
 fn payloads(rows: &[oncebox::store::OutboxRow]) -> Vec<String> {
     rows.iter().map(|row| String::from_utf8_lossy(&row.message.payload).into_owned()).collect()
@@ -187,4 +187,23 @@ async fn rows_that_somebody_else_deleted_end_the_session() {
     let mark = Mark { through: Some(read.batch), diverted, ..Mark::default() };
     assert!(session.claim(mark).await.is_err(), "what is to be moved whole must be there");
     assert_eq!(db.count("oncebox_outbox_dead").await, 0);
+}
+
+// Shown to fail: with the time read in the statement that waits for the lock, the standby takes a lease that was just granted.
+#[tokio::test(flavor = "multi_thread")]
+async fn r22_a_lease_granted_while_a_standby_waits_for_the_row_does_not_look_as_if_the_clock_went_back() {
+    let test = "r22_a_lease_granted_while_a_standby_waits_for_the_row_does_not_look_as_if_the_clock_went_back";
+    let Some(db) = Db::new(test).await else { return };
+    let mut owner = db.app().await;
+    execute(&mut owner, "start transaction; select epoch from oncebox_shard where shard_id = 0 for update").await;
+    let store = db.store.clone();
+    let standby = tokio::spawn(async move { store.open(&lease("standby")).await.unwrap() });
+    db.until_waiting(1, "select % from oncebox\\_shard %").await;
+    execute(
+        &mut owner,
+        "update oncebox_shard set owner = 'owner', lease_until = utc_timestamp(6) + interval 600 second, lease_seconds = 600; commit",
+    )
+    .await;
+    let answer = standby.await.unwrap();
+    assert!(matches!(&answer, LeaseAnswer::HeldBy { owner, .. } if owner == "owner"), "{answer:?}");
 }

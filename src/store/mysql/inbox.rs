@@ -47,7 +47,7 @@ impl Inbox for MySqlStore {
 
     async fn register(&self, spec: &ConsumerSpec) -> Result<ConsumerId, StoreError> {
         let inserted = sqlx::query(
-            "insert into oncebox_consumer (name, id_rule, created_at, purged_below) values (?, ?, utc_timestamp(6), null)",
+            "insert into oncebox_consumer (name, id_rule, registered_at, purged_below) values (?, ?, utc_timestamp(6), null)",
         )
         .bind(spec.name.as_bytes())
         .bind(&spec.id_rule)
@@ -273,8 +273,8 @@ impl InboxTx for MySqlInboxTx {
             Some((hash, true)) if *hash == entry.hash => Ok(None),
             Some((hash, false)) => Ok(Some(Known { hash: *hash })),
             Some(_) => Err(StoreError::Corrupt(format!("the inbox changed the content hash of {}", entry.id))),
-            // Either the server changed the id, or the row that made it a duplicate was purged in between: the batch fails.
-            None => Err(StoreError::Corrupt(format!("the inbox has no row of {} after its insert", entry.id))),
+            // The row that made it a duplicate was purged in between: nobody's failure, the batch comes again.
+            None => Err(StoreError::Busy(sqlx::Error::Protocol(format!("the inbox row of {} went away", entry.id)))),
         };
         Ok(Admission { known: entries.iter().map(answer).collect::<Result<_, _>>()? })
     }

@@ -48,14 +48,24 @@ impl Outbox for MySqlStore {
 
     async fn open(&self, request: &LeaseRequest) -> Result<LeaseAnswer<MySqlSession>, StoreError> {
         let mut transaction = begin(&self.pool, START).await?;
+        // The lock first, in a statement of its own: the time of a statement is that of its start, so one that waited for the lock
+        // would see a lease that was taken meanwhile end later than its length from "now", as if the clock had gone back.
+        let locked: Option<i32> =
+            sqlx::query_scalar("select shard_id from oncebox_shard where shard_id = ? for update")
+                .bind(request.shard)
+                .fetch_optional(&mut *transaction)
+                .await?;
+        if locked.is_none() {
+            transaction.rollback().await?;
+            return Ok(LeaseAnswer::NoShard);
+        }
         let found = sqlx::query(
             "select epoch, revision, owner, timestampdiff(microsecond, utc_timestamp(6), lease_until) as left_micros, lease_seconds \
-             from oncebox_shard where shard_id = ? for update",
+             from oncebox_shard where shard_id = ?",
         )
         .bind(request.shard)
-        .fetch_optional(&mut *transaction)
+        .fetch_one(&mut *transaction)
         .await?;
-        let Some(found) = found else { return Ok(LeaseAnswer::NoShard) };
         let owner: Option<String> = found.try_get("owner")?;
         if let Some(owner) = owner.filter(|owner| *owner != request.owner) {
             let left: Option<i64> = found.try_get("left_micros")?;

@@ -183,7 +183,7 @@ select w.sequence from \
 
 const CLAIMED: &str = "\
 select w.sequence, w.message_id, w.id_text, w.topic, w.`key`, w.kind, w.headers, w.payload, w.tombstone, w.content_type, w.source, \
-       w.sent_at, w.traceparent, w.tracestate, w.place, w.partition_no, w.offset_no, w.attempts \
+       w.message_time, w.traceparent, w.tracestate, w.place, w.partition_no, w.offset_no, w.attempts \
   from json_table(?, '$[*]' columns (o for ordinality, sequence bigint path '$')) j \
   straight_join oncebox_waiting w force index (primary) on w.sequence = j.sequence order by j.o";
 
@@ -256,7 +256,7 @@ pub(super) async fn park(
     for chunk in parked.chunks(PARK_ROWS_MAX) {
         let mut insert: QueryBuilder<MySql> = QueryBuilder::new(
             "insert into oncebox_waiting (consumer_id, state, lane, due_at, message_id, id_text, content_hash, dead_hash, topic, \
-             `key`, kind, headers, payload, tombstone, content_type, source, sent_at, traceparent, tracestate, place, partition_no, \
+             `key`, kind, headers, payload, tombstone, content_type, source, message_time, traceparent, tracestate, place, partition_no, \
              offset_no, attempts, reason, error, history, stored_at, dead_at) ",
         );
         insert.push_values(chunk, |mut row, parked| {
@@ -352,7 +352,7 @@ pub(super) fn message(row: &MySqlRow) -> Result<Message, StoreError> {
     let content_type: Option<Vec<u8>> = row.try_get("content_type")?;
     let traceparent: Option<String> = row.try_get("traceparent")?;
     let tracestate: Option<String> = row.try_get("tracestate")?;
-    let time: Option<DateTime<Utc>> = row.try_get("sent_at")?;
+    let time: Option<DateTime<Utc>> = row.try_get("message_time")?;
     Ok(Message {
         id: MessageId::from_uuid(row.try_get("message_id")?),
         id_text: row.try_get("id_text")?,

@@ -95,7 +95,7 @@ async fn find_of_consumers(
 ) -> Result<Vec<Found>, StoreError> {
     let mut query: QueryBuilder<MySql> = QueryBuilder::new(
         "select w.sequence, w.consumer_id, c.name as consumer, w.lane is not null as holds, w.message_id, w.id_text, w.topic, w.`key`, \
-         w.kind, w.headers, w.payload, w.tombstone, w.content_type, w.source, w.sent_at, w.traceparent, w.tracestate, w.place, \
+         w.kind, w.headers, w.payload, w.tombstone, w.content_type, w.source, w.message_time, w.traceparent, w.tracestate, w.place, \
          w.partition_no, w.offset_no, w.attempts, w.reason, w.error, w.history, w.dead_at, \
          if(w.lane is null, 0, (select count(*) from oncebox_waiting b \
            where b.consumer_id = w.consumer_id and b.lane = w.lane and b.sequence > w.sequence)) as behind \

@@ -99,7 +99,7 @@ async fn counted(
     rows: &'static str,
     consumer: Option<i32>,
 ) -> Result<u64, StoreError> {
-    let mut query = sqlx::query_scalar(sqlx::AssertSqlSafe(format!("select count(*) from ({rows}) some")));
+    let mut query = sqlx::query_scalar(sqlx::AssertSqlSafe(format!("select count(*) from ({rows}) c")));
     if let Some(consumer) = consumer {
         query = query.bind(consumer);
     }
