@@ -346,6 +346,36 @@ async fn g9_a_member_that_others_buried_loses_everything_and_joins_anew() {
 }
 
 #[tokio::test]
+async fn what_was_read_ahead_is_not_committed_before_it_is_acknowledged() {
+    let embedded = Embedded::new();
+    let broker = open(EmbeddedConfig { partitions: 1, ..EmbeddedConfig::new(embedded.file()) }).await;
+    let mut publisher = broker.publisher().await.unwrap();
+    publish(publisher.as_mut(), messages(1_000)).await;
+    let mut subscriber = broker.subscriber(&subscription()).await.unwrap();
+    let source = loop {
+        if let Event::Deliveries(deliveries) = subscriber.next().await.unwrap() {
+            break deliveries[0].source.clone();
+        }
+    };
+    let mut other = outside(&embedded.file()).await;
+    for through in [0, 7, 41, 42, 300] {
+        subscriber.acknowledge(&source, through).await.unwrap();
+        let begun = Instant::now();
+        loop {
+            let committed = number(&mut other, "select committed from lease").await;
+            assert!(committed <= through + 1, "{committed} is committed, only {through} acknowledged");
+            if committed == through + 1 {
+                break;
+            }
+            assert!(begun.elapsed() < PATIENCE, "acknowledgements are committed soon");
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+    }
+    subscriber.close().await;
+    assert_eq!(number(&mut other, "select committed from lease").await, 301);
+}
+
+#[tokio::test]
 async fn a_source_that_is_not_given_up_in_time_is_taken_away_after_the_drain() {
     let embedded = Embedded::new();
     let broker = open(EmbeddedConfig::new(embedded.file())).await;

@@ -175,7 +175,11 @@ async fn consume(broker: &EmbeddedBroker, directory: &Path) {
     loop {
         match subscriber.next().await.unwrap() {
             Event::Deliveries(deliveries) => {
-                for delivery in &deliveries {
+                for (at, delivery) in deliveries.iter().enumerate() {
+                    // Slower than reading, so that a kill finds rows that were read and not handled.
+                    if at % 20 == 0 {
+                        tokio::time::sleep(Duration::from_millis(1)).await;
+                    }
                     let key = String::from_utf8(delivery.arrived.key.clone().unwrap()).unwrap();
                     let number = number(&delivery.arrived);
                     // One write, so that lines of several processes never mix.
