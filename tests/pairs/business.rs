@@ -13,8 +13,8 @@ pub(crate) trait Business: Store {
     async fn run(&self, sql: &str);
     async fn entries(&self, sql: &str) -> Vec<Entry>;
     async fn number(&self, sql: &str) -> i64;
-    /// One payment and its message in one transaction.
-    async fn pay(&self, entry: &Entry, topic: &str) -> Result<(), oncebox::StoreError>;
+    /// Payments and their messages in one transaction.
+    async fn pay(&self, entries: &[Entry], topic: &str) -> Result<(), oncebox::StoreError>;
 
     async fn set_up(url: &str) -> Self {
         let options = StoreOptions { create: true, ..StoreOptions::new(url) };
@@ -60,20 +60,24 @@ macro_rules! business {
                 sqlx::query_scalar(sqlx::AssertSqlSafe(sql.to_owned())).fetch_one(self.pool()).await.unwrap()
             }
 
-            async fn pay(&self, entry: &Entry, topic: &str) -> Result<(), oncebox::StoreError> {
+            async fn pay(&self, entries: &[Entry], topic: &str) -> Result<(), oncebox::StoreError> {
                 let mut tx = self.pool().begin().await?;
-                sqlx::query($insert)
-                    .bind(&entry.payment)
-                    .bind(&entry.account)
-                    .bind(entry.number)
-                    .bind(entry.amount)
-                    .execute(&mut *tx)
-                    .await?;
-                let payload = serde_json::json!({
-                    "payment": entry.payment, "account": entry.account, "number": entry.number, "amount": entry.amount
-                });
-                let message = NewMessage::json(topic, "payment.created", &payload).unwrap().with_key(entry.account.clone());
-                oncebox::store::enqueue(&mut *tx, message).await?;
+                let mut messages = Vec::new();
+                for entry in entries {
+                    sqlx::query($insert)
+                        .bind(&entry.payment)
+                        .bind(&entry.account)
+                        .bind(entry.number)
+                        .bind(entry.amount)
+                        .execute(&mut *tx)
+                        .await?;
+                    let payload = serde_json::json!({
+                        "payment": entry.payment, "account": entry.account, "number": entry.number, "amount": entry.amount
+                    });
+                    let message = NewMessage::json(topic, "payment.created", &payload).unwrap();
+                    messages.push(message.with_key(entry.account.clone()));
+                }
+                oncebox::store::enqueue_all(&mut *tx, messages).await?;
                 oncebox::store::commit(tx).await
             }
         }

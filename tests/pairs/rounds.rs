@@ -14,6 +14,8 @@ use crate::checker::{Entry, History, check};
 
 /// A round counts only if so many committed messages had no effect yet when the kill came.
 const IN_FLIGHT_MIN: i64 = 100;
+/// Payments of one transaction: many, so that commits outrun the relay and something is in flight.
+const PAYMENTS_TOGETHER: usize = 25;
 /// How long a round may take to settle: a takeover costs up to the session timeout, a loaded machine is slow.
 const SETTLE: Duration = Duration::from_secs(120);
 
@@ -124,9 +126,9 @@ impl Writer {
             });
         }
         let writers = work.iter().map(|entries| async move {
-            for entry in entries {
+            for together in entries.chunks(PAYMENTS_TOGETHER) {
                 loop {
-                    match store.pay(entry, topic).await {
+                    match store.pay(together, topic).await {
                         Ok(()) => break,
                         Err(oncebox::StoreError::Busy(_)) => tokio::time::sleep(Duration::from_millis(5)).await,
                         Err(error) => panic!("a payment failed: {error}"),

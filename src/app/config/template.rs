@@ -151,7 +151,8 @@ pub fn template() -> String {
         for (key, about) in *settings {
             let line = match table.and_then(|table| table.get(key)) {
                 Some(value) => format!("# {key} = {}", inline(value)),
-                None => format!("# {key} ="),
+                // No default: what stands here is to be replaced.
+                None => format!("# {key} = \"...\""),
             };
             let _ = writeln!(text, "{line:<48} # {about}");
         }
@@ -191,6 +192,7 @@ mod tests {
                     .is_some_and(|(key, _)| key.trim().bytes().all(|b| b.is_ascii_alphanumeric() || b == b'_'))
         };
         let lines = text.lines().filter_map(|line| line.strip_prefix("# ")).filter(|line| is_setting(line));
+        let lines = lines.filter(|line| !line.contains("= \"...\""));
         lines.map(|line| format!("{line}\n")).collect()
     }
 
@@ -218,7 +220,9 @@ mod tests {
         keys("", &Value::try_from(Settings::default()).unwrap(), &mut found);
         let known: Vec<String> = known().into_iter().map(|(path, _)| path).collect();
         for path in found.iter().filter(|path| *path != "consumer") {
-            assert!(known.contains(path), "`{path}` has no line in the template");
+            // A section of which nothing has a default.
+            let section = known.iter().any(|known| known.starts_with(&format!("{path}.")));
+            assert!(section || known.contains(path), "`{path}` has no line in the template");
         }
     }
 
