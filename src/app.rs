@@ -1,1 +1,22 @@
-//! Soon.
+//! What processes are made of: settings, connections by URL, the publisher and consumer as programs.
+//!
+//! Guarantees: only this room and `bin` read the environment; a program never migrates by itself; secrets are never printed.
+//!
+//! Not here: commands for people (room `cli`), the work itself (room `runtime`).
+
+pub mod config;
+mod connect;
+mod consumer;
+mod exit;
+mod listen;
+mod logging;
+mod publisher;
+mod signals;
+
+pub use connect::{AnyBroker, open_broker, open_store, open_store_with, store_kind};
+pub use consumer::{HandlersByConsumer, run_consumers, run_consumers_with};
+pub use exit::{AppError, Exit};
+pub use listen::Listener;
+pub use logging::{LogFormat, start_logging};
+pub use publisher::run_publisher;
+pub use signals::stop_on_signals;

@@ -12,12 +12,16 @@
 pub mod conformance;
 #[cfg(feature = "embedded")]
 pub mod embedded;
+#[cfg(any(feature = "embedded", feature = "testing"))]
+mod envelope;
 #[cfg(feature = "kafka")]
 pub mod kafka;
 #[cfg(feature = "testing")]
 pub mod memory;
 #[cfg(feature = "rabbitmq")]
 pub mod rabbitmq;
+#[cfg(any(feature = "embedded", feature = "testing"))]
+mod share;
 
 use std::collections::BTreeMap;
 use std::fmt::Debug;

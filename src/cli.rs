@@ -1,1 +1,15 @@
-//! Soon.
+//! The command lines: parse, wire, run. Data goes to stdout, the rest to stderr.
+
+mod common;
+mod config;
+mod dead;
+mod demo;
+mod doctor;
+mod migrate;
+mod oncebox;
+pub mod programs;
+#[cfg(feature = "email")]
+mod sender;
+mod status;
+
+pub use oncebox::oncebox_main;

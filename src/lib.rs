@@ -12,6 +12,7 @@
 //! | [`runtime`] | relay, consumer, retries, e-mail sender: who does the work |
 //! | [`store`] and [`broker`] | where state lives, and how bytes leave and arrive; they never see each other |
 //! | [`observe`] | every metric name, once |
+//! | `flock` | turns at a file between processes |
 //! | [`message`], [`policy`], [`error`] | what travels and what to decide: pure, no I/O, no clock |
 
 #[cfg(feature = "programs")]
@@ -20,6 +21,8 @@ pub mod broker;
 #[cfg(feature = "programs")]
 pub mod cli;
 pub mod error;
+#[cfg(any(feature = "embedded", feature = "sqlite"))]
+mod flock;
 #[cfg(feature = "programs")]
 pub mod http;
 pub mod message;

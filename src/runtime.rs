@@ -9,7 +9,11 @@ pub mod consumer;
 mod handler;
 pub mod pace;
 pub mod relay;
+#[cfg(feature = "email")]
+pub mod sender;
+mod sql_handler;
 
 pub use consumer::{Consumer, ConsumerEnd, ConsumerOptions, DeadPolicy, Handlers, Unhandled};
 pub use handler::{HandlerTx, MessageHandler};
 pub use relay::{Relay, RelayEnd, RelayOptions};
+pub use sql_handler::{SqlHandler, SqlSpec, SqlSpecError};

@@ -15,6 +15,7 @@ mod mailbox;
 mod operator;
 mod relay;
 mod schema;
+mod statements;
 mod waiting;
 
 #[cfg(feature = "testing")]
@@ -29,6 +30,8 @@ pub mod sqlite;
 use std::fmt::Debug;
 use std::future::Future;
 
+use crate::error::StoreError;
+
 pub use door::{Door, commit, enqueue, enqueue_all, enqueued, hint};
 pub use inbox::{Admission, ConsumerId, ConsumerSpec, Inbox, InboxEntry, InboxTx, Known, ParkAs, Parked, Proof};
 pub use mailbox::{EmailOutcome, EmailToSend, Mailbox, NewEmail};
@@ -41,6 +44,7 @@ pub use relay::{
     RelaySession, RequestedAct,
 };
 pub use schema::{AppliedMigration, Finding, MigrationText, Schema, SchemaState, Severity};
+pub use statements::{Dialect, Piece, SqlValue, Statements, split as split_named};
 pub use waiting::{ClaimedMessage, Waiting};
 
 /// What every duty needs: a connection pool to one kind of database.
@@ -51,6 +55,9 @@ pub trait Base: Clone + Debug + Send + Sync + 'static {
     /// `postgres`, `mysql` or `sqlite`, as in URLs.
     const NAME: &'static str;
 
+    /// Connects. Never migrates; a SQLite file that is missing is an error unless `create` is set.
+    fn connect(options: &StoreOptions) -> impl Future<Output = Result<Self, StoreError>> + Send;
+
     /// The pool all work of this process shares.
     fn pool(&self) -> &sqlx::Pool<Self::Db>;
 
@@ -59,9 +66,9 @@ pub trait Base: Clone + Debug + Send + Sync + 'static {
 }
 
 /// A database adapter: all duties together.
-pub trait Store: Schema + Outbox + Inbox + Waiting + Operator + Mailbox {}
+pub trait Store: Schema + Outbox + Inbox + Waiting + Operator + Mailbox + Statements {}
 
-impl<S: Schema + Outbox + Inbox + Waiting + Operator + Mailbox> Store for S {}
+impl<S: Schema + Outbox + Inbox + Waiting + Operator + Mailbox + Statements> Store for S {}
 
 /// How a store connects; the URL decides which adapter.
 #[derive(Debug, Clone, PartialEq, Eq)]

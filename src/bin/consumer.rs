@@ -1,2 +1,7 @@
-//! x
-fn main() {}
+//! The consumer runtime as a process, with the handlers that the configuration names.
+
+use std::process::ExitCode;
+
+fn main() -> ExitCode {
+    oncebox::cli::programs::consumer_main()
+}

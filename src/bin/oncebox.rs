@@ -1,2 +1,7 @@
-//! x
-fn main() {}
+//! What a person types: demo, migrate, status, doctor, dead, config, bench.
+
+use std::process::ExitCode;
+
+fn main() -> ExitCode {
+    oncebox::cli::oncebox_main()
+}

@@ -1,2 +1,7 @@
-//! x
-fn main() {}
+//! The relay as a process: outbox to broker.
+
+use std::process::ExitCode;
+
+fn main() -> ExitCode {
+    oncebox::cli::programs::publisher_main()
+}

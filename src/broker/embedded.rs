@@ -1,1 +1,92 @@
-//! embedded.
+//! The embedded broker: a durable topic log in one SQLite file, shared by the processes of one machine.
+//!
+//! Topics have partitions (by hash of the key), partitions have offsets without holes, groups have one lease row with an epoch
+//! per partition. It needs no server, and is what the first command of the README runs.
+//!
+//! Guarantees: an appended row is on disk (WAL, `synchronous=FULL`) before it is settled; the rows of a key stand in one
+//! partition in the order they were sent; an offset is committed only under the epoch of its lease (G9), so a process that
+//! lost a partition changes nothing; a process that dies is taken over when its lease ends.
+//!
+//! Not here: the user's database (another file, never attached), more than one machine (SQLite over a network file system
+//! loses data: use Kafka or RabbitMQ).
+//!
+//! ```no_run
+//! # async fn run() -> Result<(), oncebox::BrokerError> {
+//! use oncebox::broker::Broker;
+//! use oncebox::broker::embedded::{EmbeddedBroker, EmbeddedConfig};
+//!
+//! let broker = EmbeddedBroker::open(EmbeddedConfig::new("broker.db")).await?;
+//! broker.declare(&["payments".to_owned()]).await?;
+//! # Ok(())
+//! # }
+//! ```
+
+mod config;
+mod group;
+mod log;
+mod member;
+mod publisher;
+mod record;
+mod retention;
+mod subscriber;
+mod topology;
+
+use std::sync::Arc;
+
+use async_trait::async_trait;
+
+pub use self::config::EmbeddedConfig;
+use self::log::Log;
+use self::publisher::EmbeddedPublisher;
+use self::subscriber::EmbeddedSubscriber;
+use super::{Broker, BrokerFinding, Publisher, Subscriber, Subscription};
+use crate::error::BrokerError;
+use crate::message::Arrived;
+
+/// The broker in one SQLite file.
+#[derive(Debug, Clone)]
+pub struct EmbeddedBroker {
+    log: Arc<Log>,
+}
+
+impl EmbeddedBroker {
+    /// Opens the file, and makes it where it is missing: topics are data, so there is nothing to migrate.
+    ///
+    /// # Errors
+    /// [`BrokerError::Refused`] where the directory is missing, the file is something else or was written by a newer version,
+    /// or a setting makes no sense.
+    pub async fn open(config: EmbeddedConfig) -> Result<Self, BrokerError> {
+        Ok(Self { log: Arc::new(Log::open(config).await?) })
+    }
+}
+
+#[async_trait]
+impl Broker for EmbeddedBroker {
+    fn name(&self) -> &'static str {
+        "embedded"
+    }
+
+    async fn publisher(&self) -> Result<Box<dyn Publisher>, BrokerError> {
+        Ok(Box::new(EmbeddedPublisher::open(Arc::clone(&self.log)).await?))
+    }
+
+    async fn subscriber(&self, subscription: &Subscription) -> Result<Box<dyn Subscriber>, BrokerError> {
+        Ok(Box::new(EmbeddedSubscriber::join(Arc::clone(&self.log), subscription).await?))
+    }
+
+    async fn declare(&self, topics: &[String]) -> Result<(), BrokerError> {
+        topology::declare(&self.log, topics).await
+    }
+
+    async fn check(&self, subscriptions: &[Subscription]) -> Result<Vec<BrokerFinding>, BrokerError> {
+        topology::check(&self.log, subscriptions).await
+    }
+
+    async fn read_all(&self, topic: &str) -> Result<Vec<Arrived>, BrokerError> {
+        topology::read_all(&self.log, topic).await
+    }
+
+    async fn tap(&self, topic: &str) -> Result<(), BrokerError> {
+        topology::declare(&self.log, &[topic.to_owned()]).await
+    }
+}

@@ -1,1 +1,101 @@
-//! kafka.
+//! Kafka, through librdkafka.
+//!
+//! Guarantees:
+//! - a row is settled by its delivery report only, with `enable.idempotence`, `acks=all` and no message timeout; any setting
+//!   that would break this is refused by name ([`KafkaConfig`]);
+//! - nothing is produced to a topic that was not seen in the broker's metadata (R19);
+//! - an offset is committed only after the runtime acknowledged it, for the assignment it was delivered under;
+//! - no executor thread waits for librdkafka: its calls that block run on threads of their own.
+//!
+//! Not here: Kafka transactions (effects commit in the database, so they are not needed), a schema registry, regular
+//! expressions as topics.
+
+mod assignment;
+mod blocking;
+mod check;
+mod client;
+mod config;
+mod context;
+mod errors;
+mod poller;
+mod properties;
+mod publisher;
+mod reader;
+mod subscriber;
+mod topology;
+mod window;
+mod wire;
+
+use std::fmt;
+use std::sync::Arc;
+
+use async_trait::async_trait;
+
+pub use config::{KafkaConfig, SaslMechanism};
+
+use super::{Broker, BrokerFinding, Publisher, Subscriber, Subscription};
+use crate::error::BrokerError;
+use crate::message::Arrived;
+use topology::TopicSizes;
+
+/// Kafka as configured. Cheap: connections are made by its sessions.
+#[derive(Clone)]
+pub struct KafkaBroker {
+    config: Arc<KafkaConfig>,
+    // What topics take, learned by one session and used by the next ones (R19).
+    sizes: Arc<TopicSizes>,
+}
+
+impl KafkaBroker {
+    /// Checks the configuration, without any connection.
+    ///
+    /// # Errors
+    /// [`BrokerError::Refused`] names the setting that is wrong, breaks a promise, or needs a cargo feature.
+    pub fn new(config: KafkaConfig) -> Result<Self, BrokerError> {
+        config.validate()?;
+        Ok(Self { config: Arc::new(config), sizes: Arc::new(TopicSizes::default()) })
+    }
+
+    /// The configuration.
+    #[must_use]
+    pub fn config(&self) -> &KafkaConfig {
+        &self.config
+    }
+}
+
+impl fmt::Debug for KafkaBroker {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("KafkaBroker").field("config", &self.config).finish_non_exhaustive()
+    }
+}
+
+#[async_trait]
+impl Broker for KafkaBroker {
+    fn name(&self) -> &'static str {
+        "kafka"
+    }
+
+    async fn publisher(&self) -> Result<Box<dyn Publisher>, BrokerError> {
+        Ok(Box::new(publisher::KafkaPublisher::open(&self.config, &self.sizes).await?))
+    }
+
+    async fn subscriber(&self, subscription: &Subscription) -> Result<Box<dyn Subscriber>, BrokerError> {
+        Ok(Box::new(subscriber::KafkaSubscriber::open(&self.config, subscription).await?))
+    }
+
+    async fn declare(&self, topics: &[String]) -> Result<(), BrokerError> {
+        topology::declare(&self.config, topics).await
+    }
+
+    async fn check(&self, subscriptions: &[Subscription]) -> Result<Vec<BrokerFinding>, BrokerError> {
+        check::check(&self.config, subscriptions).await
+    }
+
+    async fn read_all(&self, topic: &str) -> Result<Vec<Arrived>, BrokerError> {
+        reader::read_all(&self.config, topic).await
+    }
+
+    async fn tap(&self, _topic: &str) -> Result<(), BrokerError> {
+        Ok(())
+    }
+}

@@ -1,1 +1,149 @@
-//! mysql.
+//! The store on MySQL 8.0 or later and MariaDB 10.6 or later: tables with the prefix `oncebox_` in the user's own database.
+//!
+//! Guarantees:
+//!
+//! * The outbox holds only what the broker has not proven; every read takes the rows present in position order, so that a row
+//!   which commits late is never passed over (R10). Rows leave by exact position, never by a range (R11).
+//! * The inbox decides by its unique key over fixed binary values, and by a random token which rows are new (R24).
+//! * A handler runs with `autocommit = 0`, and a savepoint proves that it did not end the transaction (R23).
+//!
+//! Not here: shards (there is one), triggers (a migrator without SUPER cannot make them, R12), Galera and other multi-primary
+//! set-ups, which `check` refuses.
+
+mod check;
+mod connect;
+mod door;
+mod inbox;
+mod mailbox;
+mod operator;
+mod relay;
+mod schema;
+mod statements;
+mod waiting;
+
+use std::fmt;
+use std::time::Duration;
+
+use sqlx::{MySql, MySqlPool, Transaction};
+
+pub use self::inbox::MySqlInboxTx;
+pub use self::relay::MySqlSession;
+use super::Base;
+use crate::error::StoreError;
+
+/// The store on MySQL and MariaDB.
+#[derive(Clone)]
+pub struct MySqlStore {
+    pool: MySqlPool,
+}
+
+impl Base for MySqlStore {
+    type Db = MySql;
+
+    const NAME: &'static str = "mysql";
+
+    async fn connect(options: &crate::store::StoreOptions) -> Result<Self, StoreError> {
+        Self::connect(options).await
+    }
+
+    fn pool(&self) -> &MySqlPool {
+        &self.pool
+    }
+
+    async fn close(&self) {
+        self.pool.close().await;
+    }
+}
+
+impl fmt::Debug for MySqlStore {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("MySqlStore").field("connections", &self.pool.size()).finish_non_exhaustive()
+    }
+}
+
+/// Begins a transaction in a task of its own: a cancelled `begin` of sqlx would leave the connection inside it (R28).
+async fn begin(pool: &MySqlPool, statement: &'static str) -> Result<Transaction<'static, MySql>, StoreError> {
+    let pool = pool.clone();
+    let begun = tokio::spawn(async move { pool.begin_with(statement).await });
+    begun.await.map_err(|_| StoreError::Unavailable(sqlx::Error::WorkerCrashed))?.map_err(StoreError::from)
+}
+
+/// A transaction of our own, with `autocommit` as it is.
+const START: &str = "start transaction";
+
+/// How many errors of a message are kept.
+const HISTORY_MAX: u32 = 20;
+/// How many bytes of an error are kept.
+const ERROR_BYTES_MAX: usize = 4_096;
+
+/// Lower-case hexadecimal digits: how bytes stand in a JSON list or in a statement of the text protocol.
+fn hex(bytes: &[u8]) -> String {
+    const DIGITS: &[u8; 16] = b"0123456789abcdef";
+    let mut text = String::with_capacity(bytes.len() * 2);
+    for byte in bytes {
+        text.push(char::from(DIGITS[usize::from(byte >> 4)]));
+        text.push(char::from(DIGITS[usize::from(byte & 15)]));
+    }
+    text
+}
+
+/// A JSON list of hexadecimal strings, for `json_table`.
+fn hex_list<'a>(items: impl IntoIterator<Item = &'a [u8]>) -> String {
+    let items: Vec<String> = items.into_iter().map(|item| format!("\"{}\"", hex(item))).collect();
+    format!("[{}]", items.join(","))
+}
+
+/// A JSON list of positions or sequences, for `json_table`.
+fn number_list(numbers: impl IntoIterator<Item = i64>) -> String {
+    let numbers: Vec<String> = numbers.into_iter().map(|number| number.to_string()).collect();
+    format!("[{}]", numbers.join(","))
+}
+
+/// Bytes of a column that holds text.
+fn text(column: &str, bytes: Vec<u8>) -> Result<String, StoreError> {
+    String::from_utf8(bytes).map_err(|_| StoreError::Corrupt(format!("the column `{column}` holds what is not UTF-8")))
+}
+
+/// 16 bytes of a column that holds a hash or a token.
+fn sixteen(column: &str, bytes: &[u8]) -> Result<[u8; 16], StoreError> {
+    bytes.try_into().map_err(|_| {
+        StoreError::Corrupt(format!("the column `{column}` holds {} bytes, 16 were expected", bytes.len()))
+    })
+}
+
+/// A duration in microseconds, as `interval ? microsecond` takes it.
+fn micros(duration: Duration) -> i64 {
+    i64::try_from(duration.as_micros()).unwrap_or(i64::MAX / 4).min(i64::MAX / 4)
+}
+
+/// The beginning of an error, as much as is kept.
+fn shortened(error: &str) -> &str {
+    let mut end = error.len().min(ERROR_BYTES_MAX);
+    while !error.is_char_boundary(end) {
+        end -= 1;
+    }
+    &error[..end]
+}
+
+/// 16 bytes that no other batch, claim or savepoint has.
+fn token() -> [u8; 16] {
+    uuid::Uuid::now_v7().into_bytes()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn bytes_stand_in_lists_as_digits() {
+        assert_eq!(hex_list([&[0x00, 0xff][..], &[0x1a][..]]), r#"["00ff","1a"]"#);
+        assert_eq!(number_list([3, -1]), "[3,-1]");
+    }
+
+    #[test]
+    fn an_error_is_cut_between_characters() {
+        let error = "ä".repeat(ERROR_BYTES_MAX);
+        assert!(shortened(&error).len() <= ERROR_BYTES_MAX);
+        assert_eq!(shortened("short"), "short");
+    }
+}

@@ -1,1 +1,68 @@
-//! postgres.
+//! PostgreSQL 14 or later: a gap-tracking cursor over an insert-only outbox, and an inbox that is its own proof.
+//!
+//! Guarantees:
+//!
+//! * No committed row is lost, none is sent before its writer's commit is durable, and a long transaction elsewhere stalls
+//!   nothing (R1 to R9; the state machine is [`crate::policy::gaps`]).
+//! * The doors are functions of the database; the Rust door calls the same ones, so no limit depends on the language.
+//! * An effect commits together with its inbox row, and only in the transaction that inserted it (R23, R24).
+//!
+//! Not here: brokers, decisions (room `policy`), and anything that a transaction pooler could take away: sessions set what they
+//! rest on, and [`Schema::check`](super::Schema::check) refuses a pooler that hands out another server between statements.
+
+mod check;
+mod connect;
+mod diverted;
+mod door;
+mod inbox;
+mod mailbox;
+mod operator;
+mod partitions;
+mod read;
+mod relay;
+mod schema;
+mod statements;
+mod status;
+mod text;
+mod waiting;
+
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+use sqlx::postgres::PgPool;
+
+pub use inbox::PostgresTx;
+pub use relay::PostgresSession;
+pub use statements::PostgresStatement;
+
+use super::{Base, StoreOptions};
+use crate::error::StoreError;
+
+/// The store on PostgreSQL.
+#[derive(Debug, Clone)]
+pub struct PostgresStore {
+    pool: PgPool,
+    /// How long a handler may run: server-side timeouts stand just above it (R28).
+    handler_timeout: Duration,
+    /// When the inbox partitions are to be looked at again.
+    inbox_look_at: Arc<Mutex<Option<Instant>>>,
+}
+
+impl Base for PostgresStore {
+    type Db = sqlx::Postgres;
+
+    const NAME: &'static str = "postgres";
+
+    /// Prepares a pool; connections are made when they are needed, so a server that is not there yet is no error here.
+    async fn connect(options: &StoreOptions) -> Result<Self, StoreError> {
+        connect::prepare(options)
+    }
+
+    fn pool(&self) -> &PgPool {
+        &self.pool
+    }
+
+    async fn close(&self) {
+        self.pool.close().await;
+    }
+}

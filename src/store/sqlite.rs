@@ -22,6 +22,7 @@ mod message;
 mod operator;
 mod relay;
 mod schema;
+mod statements;
 mod turn;
 mod waiting;
 mod write;

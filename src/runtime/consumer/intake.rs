@@ -257,7 +257,7 @@ impl<S: Store> Intake<'_, S> {
         }
     }
 
-    async fn close_assignment(&self, id: &PartitionId) {
+    async fn close_assignment(&mut self, id: &PartitionId) {
         if !self.shared.broker.is_log() {
             return;
         }

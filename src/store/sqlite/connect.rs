@@ -97,6 +97,10 @@ impl Base for SqliteStore {
 
     const NAME: &'static str = "sqlite";
 
+    async fn connect(options: &StoreOptions) -> Result<Self, StoreError> {
+        Self::connect(options).await
+    }
+
     fn pool(&self) -> &Pool<Sqlite> {
         &self.shared.pool
     }

@@ -1,0 +1,283 @@
+-- The inbox: which messages had their effects, which wait for a retry, which are dead. And e-mails, acts, assignments.
+
+create table oncebox.consumer (
+  consumer_id    integer not null generated always as identity primary key,
+  name           text not null,
+  id_rule        text not null,
+  registered_at  timestamptz not null default clock_timestamp(),
+  purged_below   timestamptz,
+  constraint consumer_name unique (name)
+);
+comment on table oncebox.consumer is 'consumers that ever started on this database';
+comment on column oncebox.consumer.consumer_id is 'number of the consumer in this database';
+comment on column oncebox.consumer.name is 'its name';
+comment on column oncebox.consumer.id_rule is 'where the id of a message stands; another one is refused unless accepted (R31)';
+comment on column oncebox.consumer.registered_at is 'first start';
+comment on column oncebox.consumer.purged_below is 'ids with an earlier time were purged since the first start and are too old; null: never purged';
+comment on index oncebox.consumer_pkey is 'serves names of consumers';
+comment on index oncebox.consumer_name is 'serves registration: one number per name';
+
+-- Timed ids (UUID v7), range-partitioned by the id so that old ones go whole. The DEFAULT partition takes ids whose range is
+-- gone or not yet made; an id stands in exactly one partition, so the key is unique over all of them.
+create table oncebox.inbox_timed (
+  message_id    uuid not null,
+  content_hash  uuid not null,
+  received_at   timestamptz not null default clock_timestamp(),
+  consumer_id   integer not null,
+  constraint inbox_timed_pkey primary key (consumer_id, message_id)
+) partition by range (message_id);
+comment on table oncebox.inbox_timed is 'messages with a timed id whose effects are committed, or which wait or are dead';
+comment on column oncebox.inbox_timed.message_id is 'identity of the message: UUID v7';
+comment on column oncebox.inbox_timed.content_hash is 'first 16 bytes of SHA-256 of the content: the same id with another one is an alarm';
+comment on column oncebox.inbox_timed.received_at is 'when it was admitted';
+comment on column oncebox.inbox_timed.consumer_id is 'consumer';
+comment on index oncebox.inbox_timed_pkey is 'serves every decision whether a message is new';
+
+create table oncebox.inbox_untimed (
+  message_id    uuid not null,
+  content_hash  uuid not null,
+  received_at   timestamptz not null default clock_timestamp(),
+  consumer_id   integer not null,
+  constraint inbox_untimed_pkey primary key (consumer_id, message_id)
+);
+-- The purge walks by the time of receipt; ids without time cannot go with a partition.
+create index inbox_untimed_received_at on oncebox.inbox_untimed using brin (received_at);
+comment on table oncebox.inbox_untimed is 'messages with an id that carries no time whose effects are committed, or which wait or are dead';
+comment on column oncebox.inbox_untimed.message_id is 'identity of the message: a UUID other than v7, or SHA-256 of source and id stamped version 8';
+comment on column oncebox.inbox_untimed.content_hash is 'first 16 bytes of SHA-256 of the content: the same id with another one is an alarm';
+comment on column oncebox.inbox_untimed.received_at is 'when it was admitted';
+comment on column oncebox.inbox_untimed.consumer_id is 'consumer';
+comment on index oncebox.inbox_untimed_pkey is 'serves every decision whether a message is new';
+comment on index oncebox.inbox_untimed_received_at is 'serves the purge by time of receipt';
+
+create view oncebox.inbox as
+  select consumer_id, message_id, content_hash, received_at from oncebox.inbox_timed
+  union all
+  select consumer_id, message_id, content_hash, received_at from oncebox.inbox_untimed;
+comment on view oncebox.inbox is 'all inbox rows';
+comment on column oncebox.inbox.consumer_id is 'consumer';
+comment on column oncebox.inbox.message_id is 'identity of the message';
+comment on column oncebox.inbox.content_hash is 'first 16 bytes of SHA-256 of the content';
+comment on column oncebox.inbox.received_at is 'when it was admitted';
+
+-- The lowest UUID v7 of a moment: a bound between partitions.
+create function oncebox.uuid_bound(at timestamptz) returns uuid
+language sql immutable strict parallel safe as $$
+  select encode(substring(int8send(floor(extract(epoch from at) * 1000)::bigint) from 3) || '\x00000000000000000000'::bytea, 'hex')::uuid
+$$;
+comment on function oncebox.uuid_bound(timestamptz) is 'the lowest id of that moment: a bound between inbox partitions';
+
+-- As oncebox.attach_outbox_range: a separate table with a CHECK, then ATTACH (R8).
+create function oncebox.attach_inbox_range(range_from timestamptz, range_to timestamptz) returns text
+language plpgsql volatile set search_path = oncebox, pg_temp as $$
+declare
+  id_from uuid := oncebox.uuid_bound(range_from);
+  id_to uuid := oncebox.uuid_bound(range_to);
+  made text := format('inbox_timed_p%s', to_char(range_from at time zone 'UTC', 'YYYYMMDDHH24MISS'));
+begin
+  execute format('create table oncebox.%I (like oncebox.inbox_timed including defaults including constraints including indexes including storage)', made);
+  execute format('alter table oncebox.%I add constraint %I check (message_id >= %L and message_id < %L)', made, made || '_range', id_from, id_to);
+  execute format('comment on table oncebox.%I is %L', made, format('inbox ids from %s to before %s', range_from at time zone 'UTC', range_to at time zone 'UTC'));
+  execute format('alter table oncebox.inbox_timed attach partition oncebox.%I for values from (%L) to (%L)', made, id_from, id_to);
+  return made;
+end
+$$;
+comment on function oncebox.attach_inbox_range(timestamptz, timestamptz) is 'makes an inbox partition for ids of that time span';
+
+create table oncebox.inbox_timed_default (like oncebox.inbox_timed including defaults including constraints including indexes including storage);
+comment on table oncebox.inbox_timed_default is 'timed ids whose partition is gone or not yet made';
+alter table oncebox.inbox_timed attach partition oncebox.inbox_timed_default default;
+-- Nobody writes here yet, so the first ranges may begin in the past.
+select oncebox.attach_inbox_range(day, day + interval '1 day')
+  from generate_series(date_trunc('day', now() at time zone 'UTC') at time zone 'UTC' - interval '1 day',
+                       date_trunc('day', now() at time zone 'UTC') at time zone 'UTC' + interval '8 days', interval '1 day') day;
+
+-- Tries -----------------------------------------------------------------------------------------------------------------------
+
+create table oncebox.attempt (
+  consumer_id  integer not null,
+  message_id   uuid not null,
+  attempts     integer not null,
+  history      jsonb not null default '[]',
+  updated_at   timestamptz not null default clock_timestamp(),
+  constraint attempt_pkey primary key (consumer_id, message_id),
+  constraint attempt_counted check (attempts >= 0)
+);
+comment on table oncebox.attempt is 'tries of messages under suspicion, written in transactions of their own; gone with success';
+comment on column oncebox.attempt.consumer_id is 'consumer';
+comment on column oncebox.attempt.message_id is 'identity of the message';
+comment on column oncebox.attempt.attempts is 'tries counted';
+comment on column oncebox.attempt.history is 'array of {at, attempt, error}, oldest first';
+comment on column oncebox.attempt.updated_at is 'last try';
+comment on index oncebox.attempt_pkey is 'serves counting on suspicion: one message of a consumer';
+
+create table oncebox.assignment (
+  consumer_id  integer not null,
+  topic        text not null,
+  partition    integer not null,
+  state        text not null,
+  changed_at   timestamptz not null default clock_timestamp(),
+  constraint assignment_pkey primary key (consumer_id, topic, partition),
+  constraint assignment_state check (state in ('open', 'closed'))
+);
+comment on table oncebox.assignment is 'partitions that a process handles: one found open did not end cleanly, so its first messages are under suspicion (R26)';
+comment on column oncebox.assignment.consumer_id is 'consumer';
+comment on column oncebox.assignment.topic is 'topic';
+comment on column oncebox.assignment.partition is 'partition';
+comment on column oncebox.assignment.state is 'open at assignment, closed at a clean end';
+comment on column oncebox.assignment.changed_at is 'when the state was last written';
+comment on index oncebox.assignment_pkey is 'serves assignment and clean end: one partition of a consumer';
+
+-- Waiting and dead ------------------------------------------------------------------------------------------------------------
+
+create table oncebox.waiting (
+  sequence      bigint not null generated always as identity primary key,
+  consumer_id   integer not null,
+  lane_id       uuid,
+  state         text not null,
+  due_at        timestamptz,
+  claim         uuid,
+  holds         boolean not null default false,
+  attempts      integer not null default 0,
+  reason        text,
+  error         text,
+  history       jsonb not null default '[]',
+  message_id    uuid not null,
+  content_hash  uuid not null,
+  id_text       text not null,
+  topic         text not null,
+  key           bytea,
+  kind          text not null,
+  header_names  text[] not null default '{}',
+  header_values bytea[] not null default '{}',
+  payload       bytea not null,
+  tombstone     boolean not null default false,
+  content_type  text,
+  source        text not null,
+  message_time  timestamptz,
+  traceparent   text,
+  tracestate    text,
+  place         text not null,
+  partition     integer not null,
+  offset_at     bigint not null,
+  stored_at     timestamptz not null default clock_timestamp(),
+  dead_at       timestamptz,
+  constraint waiting_state check (state in ('waiting', 'dead')),
+  constraint waiting_dead check ((state = 'dead') = (reason is not null) and (state = 'dead') = (dead_at is not null)
+    and (state = 'waiting' or due_at is null)),
+  constraint waiting_holds check (not holds or (state = 'dead' and lane_id is not null)),
+  constraint waiting_claim check (claim is null or due_at is not null),
+  constraint waiting_behind check (state = 'dead' or due_at is not null or lane_id is not null),
+  constraint waiting_lane check (lane_id is null or key is not null),
+  constraint waiting_headers check (cardinality(header_names) = cardinality(header_values)),
+  constraint waiting_attempts check (attempts >= 0)
+);
+create index waiting_due on oncebox.waiting (consumer_id, due_at) where due_at is not null;
+create index waiting_lane on oncebox.waiting (consumer_id, lane_id, sequence) where state = 'waiting' or holds;
+create unique index waiting_dead_once on oncebox.waiting (consumer_id, message_id, content_hash) where state = 'dead';
+create index waiting_dead on oncebox.waiting (sequence) where state = 'dead';
+create index waiting_message_id on oncebox.waiting (message_id);
+comment on table oncebox.waiting is 'messages that wait for a retry, or behind one of their key, and dead ones';
+comment on column oncebox.waiting.sequence is 'order within a key';
+comment on column oncebox.waiting.consumer_id is 'consumer';
+comment on column oncebox.waiting.lane_id is '16 bytes that stand for (topic, key); null: no key, no order';
+comment on column oncebox.waiting.state is 'waiting or dead';
+comment on column oncebox.waiting.due_at is 'a head is tried from then on, and a claim ends then; null: stands behind another one, or is dead (R25)';
+comment on column oncebox.waiting.claim is 'token of the process that tries it now; ends at due_at';
+comment on column oncebox.waiting.holds is 'dead, and later messages of its key wait behind it (policy hold)';
+comment on column oncebox.waiting.attempts is 'tries counted';
+comment on column oncebox.waiting.reason is 'why it is dead';
+comment on column oncebox.waiting.error is 'what the last try said';
+comment on column oncebox.waiting.history is 'array of {at, attempt, error}, oldest first';
+comment on column oncebox.waiting.message_id is 'identity of the message';
+comment on column oncebox.waiting.content_hash is 'as in the inbox';
+comment on column oncebox.waiting.id_text is 'the id as it stood in the message';
+comment on column oncebox.waiting.topic is 'topic';
+comment on column oncebox.waiting.key is 'key, any bytes';
+comment on column oncebox.waiting.kind is 'kind; empty where the message has none';
+comment on column oncebox.waiting.header_names is 'names of headers, in order';
+comment on column oncebox.waiting.header_values is 'values of headers, in the same order';
+comment on column oncebox.waiting.payload is 'bytes';
+comment on column oncebox.waiting.tombstone is 'a Kafka record with a null value';
+comment on column oncebox.waiting.content_type is 'content type';
+comment on column oncebox.waiting.source is 'source';
+comment on column oncebox.waiting.message_time is 'when it was enqueued, or the record time of the broker';
+comment on column oncebox.waiting.traceparent is 'W3C trace context';
+comment on column oncebox.waiting.tracestate is 'W3C trace context, state of vendors';
+comment on column oncebox.waiting.place is 'topic or queue it was delivered from';
+comment on column oncebox.waiting.partition is 'partition; 0 on RabbitMQ';
+comment on column oncebox.waiting.offset_at is 'offset; delivery tag on RabbitMQ';
+comment on column oncebox.waiting.stored_at is 'when it was stored';
+comment on column oncebox.waiting.dead_at is 'when it became dead';
+comment on index oncebox.waiting_pkey is 'serves finish, postpone, bury: one row by its number';
+comment on index oncebox.waiting_due is 'serves claiming due heads, and when the next one is due; rows behind have no due time and are not in it';
+comment on index oncebox.waiting_lane is 'serves which keys are blocked, whether a row is a head, the next of a key, and the sweep (loose scan)';
+comment on index oncebox.waiting_dead_once is 'serves a dead delivery that comes again: it is the same one';
+comment on index oncebox.waiting_dead is 'serves dead list, oldest first';
+comment on index oncebox.waiting_message_id is 'serves explain and dead show: rows by message id';
+
+-- E-mails and acts ------------------------------------------------------------------------------------------------------------
+
+create table oncebox.email (
+  email_id    bigint not null generated always as identity primary key,
+  unique_key  text not null,
+  recipient   text not null,
+  subject     text not null,
+  body        text not null,
+  state       text not null default 'pending',
+  attempts    integer not null default 0,
+  due_at      timestamptz default clock_timestamp(),
+  claim       uuid,
+  error       text,
+  created_at  timestamptz not null default clock_timestamp(),
+  settled_at  timestamptz,
+  constraint email_unique_key unique (unique_key),
+  constraint email_state check (state in ('pending', 'sent', 'failed')),
+  constraint email_settled check ((state = 'pending') = (settled_at is null) and (state = 'pending') = (due_at is not null)),
+  constraint email_claim check (claim is null or state = 'pending')
+);
+create index email_due on oncebox.email (due_at) where state = 'pending';
+comment on table oncebox.email is 'e-mails, one row per effect, sent by a sender process';
+comment on column oncebox.email.email_id is 'number of the row';
+comment on column oncebox.email.unique_key is 'one row per effect; the Message-ID is made from it';
+comment on column oncebox.email.recipient is 'recipient address';
+comment on column oncebox.email.subject is 'subject line';
+comment on column oncebox.email.body is 'plain text body';
+comment on column oncebox.email.state is 'pending, sent, or failed: refused for good';
+comment on column oncebox.email.attempts is 'tries counted';
+comment on column oncebox.email.due_at is 'tried from then on, and a claim ends then; null once settled';
+comment on column oncebox.email.claim is 'token of the sender that tries it now';
+comment on column oncebox.email.error is 'what the server last said';
+comment on column oncebox.email.created_at is 'when it was queued';
+comment on column oncebox.email.settled_at is 'when it was sent or failed';
+comment on index oncebox.email_pkey is 'serves settling: one row by its number';
+comment on index oncebox.email_unique_key is 'serves queueing: one row per effect';
+comment on index oncebox.email_due is 'serves claiming due e-mails, and how many are pending';
+
+create table oncebox.audit (
+  audit_id    bigint not null generated always as identity primary key,
+  at          timestamptz not null default clock_timestamp(),
+  actor       text not null,
+  act         text not null,
+  reason      text not null,
+  number      text not null,
+  message_id  uuid not null,
+  topic       text not null,
+  detail      jsonb not null default '{}',
+  constraint audit_act check (act in ('redrive', 'redrive-as', 'discard'))
+);
+create index audit_message_id on oncebox.audit (message_id);
+comment on table oncebox.audit is 'what operators did with dead messages';
+comment on column oncebox.audit.audit_id is 'number of the row';
+comment on column oncebox.audit.at is 'when';
+comment on column oncebox.audit.actor is 'who';
+comment on column oncebox.audit.act is 'redrive, redrive-as (a new id), discard';
+comment on column oncebox.audit.reason is 'why';
+comment on column oncebox.audit.number is 'the number that dead list showed: o and a position, or c and a consumer row';
+comment on column oncebox.audit.message_id is 'the message';
+comment on column oncebox.audit.topic is 'its topic';
+comment on column oncebox.audit.detail is 'what else the act was given';
+comment on index oncebox.audit_pkey is 'serves the list of acts, newest first';
+comment on index oncebox.audit_message_id is 'serves explain: acts by message id';
+
+revoke execute on all functions in schema oncebox from public;

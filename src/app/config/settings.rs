@@ -1,0 +1,508 @@
+//! Every setting of the programs, with its default. The reasons stand beside the options of the runtime.
+
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+
+use serde::{Deserialize, Serialize};
+
+use super::values::{ByteSize, Secret, Span};
+use crate::runtime::{ConsumerOptions, DeadPolicy, RelayOptions, Unhandled};
+
+/// All settings.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct Settings {
+    /// The database.
+    pub database: DatabaseSettings,
+    /// The broker.
+    pub broker: BrokerSettings,
+    /// The relay.
+    pub publisher: PublisherSettings,
+    /// Consumers of the `consumer` program.
+    pub consumer: Vec<ConsumerSettings>,
+    /// The e-mail sender.
+    pub email: EmailSettings,
+    /// `/livez`, `/readyz`, `/metrics`.
+    pub http: HttpSettings,
+    /// Logs.
+    pub log: LogSettings,
+    /// How long a stop waits for what runs.
+    pub shutdown_grace: Span,
+}
+
+impl Default for Settings {
+    fn default() -> Self {
+        Self {
+            database: DatabaseSettings::default(),
+            broker: BrokerSettings::default(),
+            publisher: PublisherSettings::default(),
+            consumer: Vec::new(),
+            email: EmailSettings::default(),
+            http: HttpSettings::default(),
+            log: LogSettings::default(),
+            shutdown_grace: Span::seconds(20),
+        }
+    }
+}
+
+/// `[database]`
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct DatabaseSettings {
+    /// `postgres://`, `mysql://` or `sqlite://FILE`.
+    pub url: Secret,
+    /// Connections of one process at most.
+    pub connections_max: u32,
+    /// Certificate authorities to trust instead of the system's, PEM.
+    pub ca_file: Option<PathBuf>,
+}
+
+impl Default for DatabaseSettings {
+    fn default() -> Self {
+        Self { url: Secret("sqlite://oncebox.db".into()), connections_max: 12, ca_file: None }
+    }
+}
+
+/// `[broker]`
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct BrokerSettings {
+    /// `kafka://`, `kafkas://`, `amqp://`, `amqps://` or `embedded://FILE`.
+    pub url: Secret,
+    /// Certificate authorities to trust instead of the system's, PEM.
+    pub ca_file: Option<PathBuf>,
+    /// Kafka.
+    pub kafka: KafkaSettings,
+    /// RabbitMQ.
+    pub rabbitmq: RabbitSettings,
+    /// The embedded broker.
+    pub embedded: EmbeddedSettings,
+}
+
+impl Default for BrokerSettings {
+    fn default() -> Self {
+        Self {
+            url: Secret("embedded://oncebox-broker.db".into()),
+            ca_file: None,
+            kafka: KafkaSettings::default(),
+            rabbitmq: RabbitSettings::default(),
+            embedded: EmbeddedSettings::default(),
+        }
+    }
+}
+
+/// `[broker.kafka]`
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct KafkaSettings {
+    /// Create topics that are not there.
+    pub create_topics: bool,
+    /// Partitions of created topics.
+    pub partitions: i32,
+    /// Replicas of created topics.
+    pub replication: i32,
+    /// `PLAIN`, `SCRAM-SHA-256` or `SCRAM-SHA-512`; the user stands in the URL or here.
+    pub sasl_mechanism: Option<String>,
+    /// User.
+    pub username: Option<String>,
+    /// Password.
+    pub password: Option<Secret>,
+    /// How long a consumer may be silent before its partitions go to another.
+    pub session_timeout: Span,
+    /// Settings of librdkafka, passed through; one that breaks a promise is refused by name.
+    pub properties: BTreeMap<String, String>,
+}
+
+impl Default for KafkaSettings {
+    fn default() -> Self {
+        Self {
+            create_topics: false,
+            partitions: 6,
+            replication: 1,
+            sasl_mechanism: None,
+            username: None,
+            password: None,
+            session_timeout: Span::seconds(45),
+            properties: BTreeMap::new(),
+        }
+    }
+}
+
+/// `[broker.rabbitmq]`
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct RabbitSettings {
+    /// The exchange, durable, of type topic.
+    pub exchange: String,
+    /// Where unroutable messages go, set on the exchange when it is made.
+    pub alternate_exchange: Option<String>,
+    /// Gives up one unconfirmed publish per key: faster for few keys, and a nack may reorder a key.
+    pub pipeline_per_key: bool,
+    /// Queues per topic and consumer, behind a consistent-hash exchange where more than one.
+    pub partitions: u32,
+}
+
+impl Default for RabbitSettings {
+    fn default() -> Self {
+        Self { exchange: "oncebox".into(), alternate_exchange: None, pipeline_per_key: false, partitions: 1 }
+    }
+}
+
+/// `[broker.embedded]`
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct EmbeddedSettings {
+    /// Partitions of a topic, fixed when it is made.
+    pub partitions: i32,
+    /// How long a consumer may be silent before its partitions go to another.
+    pub session_timeout: Span,
+}
+
+impl Default for EmbeddedSettings {
+    fn default() -> Self {
+        Self { partitions: 4, session_timeout: Span::seconds(6) }
+    }
+}
+
+/// `hold` or `skip`
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum DeadChoice {
+    /// Later messages of the key are held behind a dead one.
+    #[default]
+    Hold,
+    /// They go on without it.
+    Skip,
+}
+
+impl From<DeadChoice> for DeadPolicy {
+    fn from(choice: DeadChoice) -> Self {
+        match choice {
+            DeadChoice::Hold => Self::Hold,
+            DeadChoice::Skip => Self::Skip,
+        }
+    }
+}
+
+/// `[publisher]`
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct PublisherSettings {
+    /// `ce_source` of every message: 1 to 255 bytes of printable ASCII.
+    pub source: String,
+    /// Length of the lease of a shard.
+    pub lease: Span,
+    /// Rows of one read at most.
+    pub batch_rows: usize,
+    /// Rows sent and not proven at most.
+    pub window_rows: usize,
+    /// Bytes sent and not proven at most.
+    pub window_bytes: ByteSize,
+    /// The longest pause between reads that found nothing.
+    pub poll_max: Span,
+    /// Dead and held rows at most; beyond it reading stops, visibly.
+    pub held_rows_max: usize,
+    /// What a message that cannot be sent does to its key.
+    pub dead: DeadChoice,
+    /// The same for single topics.
+    pub dead_topics: BTreeMap<String, DeadChoice>,
+    /// How long the broker may say nothing while messages are in flight.
+    pub publish_stall: Span,
+    /// How often a blocked destination is tried.
+    pub probe: Span,
+    /// Dead messages older than this need a new id to be redriven.
+    pub redrive_age_max: Span,
+}
+
+impl Default for PublisherSettings {
+    fn default() -> Self {
+        let options = RelayOptions::new("");
+        Self {
+            source: "oncebox".into(),
+            lease: Span(options.lease),
+            batch_rows: options.batch_rows,
+            window_rows: options.window_rows,
+            window_bytes: ByteSize(options.window_bytes),
+            poll_max: Span(options.poll_max),
+            held_rows_max: options.held_rows_max,
+            dead: DeadChoice::Hold,
+            dead_topics: BTreeMap::new(),
+            publish_stall: Span(options.publish_stall),
+            probe: Span(options.probe),
+            redrive_age_max: Span::seconds(7 * 24 * 3600),
+        }
+    }
+}
+
+/// `acknowledge` or `dead`
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum UnhandledChoice {
+    /// Acknowledged and counted.
+    #[default]
+    Acknowledge,
+    /// Stored as dead.
+    Dead,
+}
+
+/// `[consumer.retry]`
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct RetrySettings {
+    /// Quick tries in place before the message is stored as waiting.
+    pub in_place: u32,
+    /// The pause before each of them.
+    pub in_place_delay: Span,
+    /// Tries in all; then the message is dead.
+    pub attempts_max: u32,
+    /// The first wait; each further one doubles.
+    pub base: Span,
+    /// The longest wait.
+    pub cap: Span,
+}
+
+impl Default for RetrySettings {
+    fn default() -> Self {
+        let policy = crate::policy::retry::RetryPolicy::default();
+        Self {
+            in_place: policy.in_place,
+            in_place_delay: Span(policy.in_place_delay),
+            attempts_max: policy.max_attempts,
+            base: Span(policy.base),
+            cap: Span(policy.cap),
+        }
+    }
+}
+
+/// `[[consumer]]`
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct ConsumerSettings {
+    /// Its name: inbox key, Kafka group, part of the queue names.
+    pub name: String,
+    /// Topics it reads.
+    pub topics: Vec<String>,
+    /// Another group than its name.
+    #[serde(default)]
+    pub group: Option<String>,
+    /// Queue names by topic, where not `<topic>.<name>`.
+    #[serde(default)]
+    pub queues: BTreeMap<String, String>,
+    /// Where the message id stands: `envelope`, `header:NAME`, `payload:/POINTER`, `coordinates`.
+    #[serde(default = "envelope")]
+    pub id: String,
+    /// Part of the identity by coordinates.
+    #[serde(default = "first_epoch")]
+    pub id_epoch: String,
+    /// Lanes; on SQLite there is always one.
+    #[serde(default)]
+    pub lanes: Option<usize>,
+    /// Messages of one transaction at most.
+    #[serde(default)]
+    pub batch_max: Option<usize>,
+    /// Deliveries taken and not acknowledged at most.
+    #[serde(default)]
+    pub in_flight_max: Option<usize>,
+    /// How long one handler may run; 30s, on SQLite 2s.
+    #[serde(default)]
+    pub handler_timeout: Option<Span>,
+    /// What stands behind a dead message.
+    #[serde(default)]
+    pub dead: DeadChoice,
+    /// What happens to kinds without a handler.
+    #[serde(default)]
+    pub unhandled: UnhandledChoice,
+    /// How long a revoked partition may drain.
+    #[serde(default)]
+    pub drain: Option<Span>,
+    /// Retries.
+    #[serde(default)]
+    pub retry: RetrySettings,
+    /// Handlers by kind.
+    #[serde(default)]
+    pub on: Vec<OnSettings>,
+}
+
+fn envelope() -> String {
+    "envelope".into()
+}
+
+fn first_epoch() -> String {
+    "1".into()
+}
+
+/// `[[consumer.on]]`
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct OnSettings {
+    /// The kind; absent: every kind.
+    #[serde(default)]
+    pub kind: Option<String>,
+    /// `sql`.
+    pub handler: String,
+    /// Statements of the sql handler.
+    #[serde(default)]
+    pub sql: Vec<String>,
+    /// Parameters: JSON pointers, or `@id`, `@key`, `@kind`, `@topic`, `@time`, `@payload`, `@header:NAME`.
+    #[serde(default)]
+    pub params: BTreeMap<String, String>,
+    /// Parameters that are null where their source is missing.
+    #[serde(default)]
+    pub optional: Vec<String>,
+}
+
+impl ConsumerSettings {
+    /// Defaults around a name and topics.
+    #[must_use]
+    pub fn new(name: &str, topics: Vec<String>) -> Self {
+        Self {
+            name: name.to_owned(),
+            topics,
+            group: None,
+            queues: BTreeMap::new(),
+            id: envelope(),
+            id_epoch: first_epoch(),
+            lanes: None,
+            batch_max: None,
+            in_flight_max: None,
+            handler_timeout: None,
+            dead: DeadChoice::default(),
+            unhandled: UnhandledChoice::default(),
+            drain: None,
+            retry: RetrySettings::default(),
+            on: Vec::new(),
+        }
+    }
+
+    /// The options of the runtime.
+    ///
+    /// # Errors
+    /// The setting that cannot be used, and why.
+    pub fn options(&self, is_sqlite: bool, shutdown_grace: Span) -> Result<ConsumerOptions, String> {
+        let mut options = ConsumerOptions::new(self.name.clone(), self.topics.clone());
+        let bad = |what: &str, why: &str| format!("consumer `{}`: {what}: {why}", self.name);
+        if self.name.is_empty() || self.name.len() > 128 {
+            return Err(bad("name", "1 to 128 bytes are allowed"));
+        }
+        if self.topics.is_empty() {
+            return Err(bad("topics", "name at least one topic"));
+        }
+        options.id_rule = self.id.parse().map_err(|why: String| bad("id", &why))?;
+        options.id_epoch.clone_from(&self.id_epoch);
+        options.group.clone_from(&self.group);
+        options.queues.clone_from(&self.queues);
+        if let Some(lanes) = self.lanes {
+            options.lanes = lanes.clamp(1, 64);
+        }
+        if let Some(batch_max) = self.batch_max {
+            options.batch_max = batch_max.clamp(1, 10_000);
+        }
+        if let Some(in_flight_max) = self.in_flight_max {
+            options.in_flight_max = in_flight_max.max(1);
+        }
+        if is_sqlite {
+            // One writer: more lanes only wait for each other, and a handler runs inside the write lock (R14).
+            options.lanes = 1;
+            options.handler_timeout = Span::seconds(2).0;
+        }
+        if let Some(handler_timeout) = self.handler_timeout {
+            options.handler_timeout = handler_timeout.0;
+        }
+        if let Some(drain) = self.drain {
+            options.drain = drain.0;
+        }
+        options.dead = self.dead.into();
+        options.unhandled = match self.unhandled {
+            UnhandledChoice::Acknowledge => Unhandled::Acknowledge,
+            UnhandledChoice::Dead => Unhandled::Dead,
+        };
+        options.shutdown_grace = shutdown_grace.0;
+        options.retry.in_place = self.retry.in_place;
+        options.retry.in_place_delay = self.retry.in_place_delay.0;
+        options.retry.max_attempts = self.retry.attempts_max;
+        options.retry.base = self.retry.base.0;
+        options.retry.cap = self.retry.cap.0;
+        options.retry.validate().map_err(|why| bad("retry", &why.to_string()))?;
+        Ok(options)
+    }
+}
+
+/// `[email]`
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct EmailSettings {
+    /// The sender's address.
+    pub from: String,
+    /// Where `.eml` files go while no SMTP server is set.
+    pub directory: PathBuf,
+    /// `smtp://` or `smtps://` with user, password and host; absent: files.
+    pub smtp_url: Option<Secret>,
+    /// Tries of one e-mail; then it is failed.
+    pub attempts_max: u32,
+}
+
+impl Default for EmailSettings {
+    fn default() -> Self {
+        Self {
+            from: "oncebox@localhost.localdomain".into(),
+            directory: PathBuf::from("emails"),
+            smtp_url: None,
+            attempts_max: 20,
+        }
+    }
+}
+
+/// `[http]`
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct HttpSettings {
+    /// Address of `/livez`, `/readyz`, `/metrics`; absent: not served.
+    pub listen: Option<std::net::SocketAddr>,
+}
+
+/// `[log]`
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct LogSettings {
+    /// `text` or `json`.
+    pub format: crate::app::LogFormat,
+    /// What is logged, as in `RUST_LOG`.
+    pub filter: String,
+}
+
+impl Default for LogSettings {
+    fn default() -> Self {
+        Self { format: crate::app::LogFormat::Text, filter: "info".into() }
+    }
+}
+
+impl PublisherSettings {
+    /// The options of the runtime.
+    ///
+    /// # Errors
+    /// The setting that cannot be used, and why.
+    pub fn options(&self, owner: String, shutdown_grace: Span) -> Result<RelayOptions, String> {
+        crate::message::limits::check_printable("publisher.source", &self.source, 255)
+            .map_err(|error| error.to_string())?;
+        if self.lease.0 < Span::seconds(1).0 {
+            return Err("publisher.lease: at least 1s, or a short pause loses it".into());
+        }
+        if self.batch_rows == 0 || self.window_rows == 0 || self.window_bytes.0 == 0 {
+            return Err("publisher: batch_rows, window_rows and window_bytes must be more than 0".into());
+        }
+        Ok(RelayOptions {
+            lease: self.lease.0,
+            batch_rows: self.batch_rows.min(10_000),
+            window_rows: self.window_rows,
+            window_bytes: self.window_bytes.0,
+            poll_max: self.poll_max.0,
+            held_rows_max: self.held_rows_max,
+            dead: self.dead.into(),
+            dead_topics: self.dead_topics.iter().map(|(topic, dead)| (topic.clone(), (*dead).into())).collect(),
+            publish_stall: self.publish_stall.0,
+            probe: self.probe.0,
+            shutdown_grace: shutdown_grace.0,
+            ..RelayOptions::new(owner)
+        })
+    }
+}

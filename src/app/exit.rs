@@ -1,0 +1,105 @@
+//! Exit codes: 0 done, 1 failed, 2 usage, 3 not ready or a check failed, 4 refused for safety.
+
+use std::process::ExitCode;
+
+use crate::error::{BrokerError, StoreError};
+use crate::runtime::consumer::ConsumerError;
+use crate::runtime::relay::RelayError;
+
+/// How a program ended, for scripts.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Exit {
+    /// Done.
+    Done = 0,
+    /// Failed.
+    Failed = 1,
+    /// The command or a setting was wrong.
+    Usage = 2,
+    /// Not ready, or a check failed.
+    NotReady = 3,
+    /// Refused for safety.
+    Refused = 4,
+}
+
+impl From<Exit> for ExitCode {
+    fn from(exit: Exit) -> Self {
+        Self::from(exit as u8)
+    }
+}
+
+/// What went wrong, with the code it ends the program with.
+#[derive(Debug, thiserror::Error)]
+#[error("{message}")]
+pub struct AppError {
+    /// For the operator: what failed, on which named thing, what to do.
+    pub message: String,
+    /// The code.
+    pub exit: Exit,
+}
+
+impl AppError {
+    /// Wrong usage or settings.
+    pub fn usage(message: impl Into<String>) -> Self {
+        Self { message: message.into(), exit: Exit::Usage }
+    }
+
+    /// Failed.
+    pub fn failed(message: impl Into<String>) -> Self {
+        Self { message: message.into(), exit: Exit::Failed }
+    }
+
+    /// Not ready.
+    pub fn not_ready(message: impl Into<String>) -> Self {
+        Self { message: message.into(), exit: Exit::NotReady }
+    }
+
+    /// Refused for safety.
+    pub fn refused(message: impl Into<String>) -> Self {
+        Self { message: message.into(), exit: Exit::Refused }
+    }
+
+    /// Names the thing it happened on.
+    #[must_use]
+    pub fn on(mut self, thing: &str) -> Self {
+        self.message = format!("{thing}: {}", self.message);
+        self
+    }
+}
+
+impl From<StoreError> for AppError {
+    fn from(error: StoreError) -> Self {
+        let exit = match &error {
+            StoreError::SchemaMissing(_) | StoreError::SchemaOld { .. } | StoreError::SchemaNewer { .. } => {
+                Exit::NotReady
+            }
+            StoreError::Refused(_) => Exit::NotReady,
+            _ => Exit::Failed,
+        };
+        Self { message: error.to_string(), exit }
+    }
+}
+
+impl From<BrokerError> for AppError {
+    fn from(error: BrokerError) -> Self {
+        let exit = if matches!(error, BrokerError::Refused(_)) { Exit::NotReady } else { Exit::Failed };
+        Self { message: error.to_string(), exit }
+    }
+}
+
+impl From<RelayError> for AppError {
+    fn from(error: RelayError) -> Self {
+        match error {
+            RelayError::Store(error) => error.into(),
+            RelayError::Broker(error) => error.into(),
+        }
+    }
+}
+
+impl From<ConsumerError> for AppError {
+    fn from(error: ConsumerError) -> Self {
+        match error {
+            ConsumerError::Store(error) => error.into(),
+            ConsumerError::Broker(error) => error.into(),
+        }
+    }
+}

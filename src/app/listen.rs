@@ -1,0 +1,62 @@
+//! The listener of a process: health and metrics over HTTP.
+
+use std::net::SocketAddr;
+
+use metrics_exporter_prometheus::{PrometheusBuilder, PrometheusHandle};
+use tokio_util::sync::CancellationToken;
+
+use super::exit::AppError;
+use crate::observe::{self, Health};
+
+/// A listener that was bound; it serves until the stop.
+#[derive(Debug)]
+pub struct Listener {
+    /// Where it listens: with port 0 the one it was given.
+    pub address: SocketAddr,
+}
+
+impl Listener {
+    /// Binds the address and serves `/livez`, `/readyz` and `/metrics` in the background.
+    ///
+    /// # Errors
+    /// The address cannot be bound.
+    pub async fn start(
+        address: SocketAddr,
+        program: &'static str,
+        health: Health,
+        stop: CancellationToken,
+    ) -> Result<Self, AppError> {
+        let metrics = recorder(program)?;
+        let listener = tokio::net::TcpListener::bind(address)
+            .await
+            .map_err(|error| AppError::failed(format!("cannot listen on {address}: {error}")))?;
+        let address = listener.local_addr().map_err(|error| AppError::failed(error.to_string()))?;
+        tracing::info!(%address, "listening: /livez /readyz /metrics");
+        let routes = crate::http::health_routes(health, metrics);
+        tokio::spawn(async move {
+            let served = axum::serve(listener, routes).with_graceful_shutdown(stop.cancelled_owned()).await;
+            if let Err(error) = served {
+                tracing::error!(%error, "the listener ended");
+            }
+        });
+        Ok(Self { address })
+    }
+}
+
+fn recorder(program: &'static str) -> Result<PrometheusHandle, AppError> {
+    const SECONDS: [f64; 12] = [0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0, 5.0, 30.0];
+    let handle = PrometheusBuilder::new()
+        .set_buckets(&SECONDS)
+        .and_then(PrometheusBuilder::install_recorder)
+        .map_err(|error| AppError::failed(format!("metrics cannot be recorded: {error}")))?;
+    observe::describe(program);
+    let upkeep = handle.clone();
+    tokio::spawn(async move {
+        let mut tick = tokio::time::interval(std::time::Duration::from_secs(5));
+        loop {
+            tick.tick().await;
+            upkeep.run_upkeep();
+        }
+    });
+    Ok(handle)
+}

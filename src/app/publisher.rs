@@ -1,0 +1,168 @@
+//! The relay as a process: one relay for each shard, until a stop or until the outbox is empty.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::task::JoinSet;
+use tokio_util::sync::CancellationToken;
+
+use super::config::Settings;
+use super::connect::{AnyBroker, open_broker};
+use super::exit::AppError;
+use crate::observe::{self, Health};
+use crate::runtime::pace::{Pace, sleep_unless};
+use crate::runtime::{Relay, RelayOptions};
+use crate::store::{Severity, Status, Store};
+
+/// Runs the publisher until it is told to stop, or the outbox is empty where `until_empty` is set.
+///
+/// # Errors
+/// What a person must mend.
+pub async fn run_publisher(
+    settings: &Settings,
+    until_empty: bool,
+    health: Health,
+    stop: CancellationToken,
+) -> Result<(), AppError> {
+    let broker = open_broker(settings).await?;
+    crate::with_store!(settings, Some(&stop), |store| relay_all(store, broker, settings, until_empty, health, stop)
+        .await)
+}
+
+async fn relay_all<S: Store>(
+    store: S,
+    broker: AnyBroker,
+    settings: &Settings,
+    until_empty: bool,
+    health: Health,
+    stop: CancellationToken,
+) -> Result<(), AppError> {
+    ready(&store, &stop).await?;
+    declare(&broker, &stop).await?;
+    let shards = store.shards().await?;
+    let mut relays = JoinSet::new();
+    // One failing relay ends them all: the process says why, and its supervisor starts it again.
+    let all = stop.child_token();
+    for shard in shards {
+        let owner = owner_name();
+        let options = settings.publisher.options(owner, settings.shutdown_grace).map_err(AppError::usage)?;
+        let options = RelayOptions { shard, until_empty, ..options };
+        let relay = Relay::new(store.clone(), Arc::clone(&broker), options, health.clone());
+        let stop = all.clone();
+        relays.spawn(async move { relay.run(stop).await });
+    }
+    let gauges = tokio::spawn(keep_gauges(store.clone(), all.clone()));
+    let mut outcome = Ok(());
+    while let Some(ended) = relays.join_next().await {
+        let ended = ended.map_err(|error| AppError::failed(format!("a relay ended in disorder: {error}")));
+        if let Err(error) = ended.and_then(|end| end.map(drop).map_err(AppError::from)) {
+            all.cancel();
+            outcome = Err(error);
+        }
+    }
+    all.cancel();
+    let _ = gauges.await;
+    if outcome.is_ok() && until_empty {
+        report(&store.status().await?);
+    }
+    store.close().await;
+    outcome
+}
+
+/// The schema is there and nothing that the promise rests on is refused. A database that is away is waited for.
+pub(super) async fn ready<S: Store>(store: &S, stop: &CancellationToken) -> Result<(), AppError> {
+    let mut pace = Pace::new(Duration::from_millis(200), Duration::from_secs(5));
+    loop {
+        let looked = async {
+            store.schema().await?.require()?;
+            store.check().await
+        };
+        match looked.await {
+            Ok(findings) => {
+                for finding in findings {
+                    match finding.severity {
+                        Severity::Ok => {}
+                        Severity::Warning => tracing::warn!(
+                            check = %finding.name,
+                            remedy = finding.remedy.as_deref().unwrap_or(""),
+                            "{}",
+                            finding.detail
+                        ),
+                        Severity::Refused => {
+                            let remedy = finding.remedy.map(|remedy| format!("\nhint: {remedy}")).unwrap_or_default();
+                            return Err(AppError::not_ready(format!("{}: {}{remedy}", finding.name, finding.detail)));
+                        }
+                    }
+                }
+                return Ok(());
+            }
+            Err(error) if error.is_nobodys() => {
+                tracing::warn!(%error, "waiting for the database");
+                if !pace.wait(stop).await {
+                    return Err(AppError::failed("stopped while waiting for the database"));
+                }
+            }
+            Err(error) => return Err(error.into()),
+        }
+    }
+}
+
+/// The exchange of RabbitMQ; waits for a broker that is away.
+async fn declare(broker: &AnyBroker, stop: &CancellationToken) -> Result<(), AppError> {
+    let mut pace = Pace::new(Duration::from_millis(200), Duration::from_secs(5));
+    loop {
+        match broker.declare(&[]).await {
+            Ok(()) => return Ok(()),
+            Err(error @ crate::BrokerError::Refused(_)) => return Err(error.into()),
+            Err(error) => {
+                tracing::warn!(%error, "waiting for the broker");
+                if !pace.wait(stop).await {
+                    return Ok(());
+                }
+            }
+        }
+    }
+}
+
+/// Host, process and a random part.
+pub(super) fn owner_name() -> String {
+    let host = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
+    let host = if host.trim().is_empty() { "host" } else { host.trim() };
+    format!("{host}/{}/{:08x}", std::process::id(), fastrand::u32(..))
+}
+
+/// Keeps the gauges of `/metrics` true.
+pub(super) async fn keep_gauges<S: Store>(store: S, stop: CancellationToken) {
+    while sleep_unless(&stop, Duration::from_secs(2)).await {
+        match store.status().await {
+            Ok(status) => show(&status),
+            Err(error) => tracing::debug!(%error, "the status could not be read"),
+        }
+    }
+}
+
+fn show(status: &Status) {
+    observe::outbox_stands(observe::OutboxGauges {
+        pending: status.pending,
+        oldest_pending_age_seconds: status.oldest_pending_age_seconds,
+        held: status.held,
+        dead: status.dead,
+        emails_pending: status.emails_pending,
+    });
+    for shard in &status.shards {
+        observe::shard_stands(shard.shard, shard.gaps, shard.cursor_age_seconds);
+    }
+    for consumer in &status.consumers {
+        observe::consumer_stands(&consumer.name, consumer.waiting, consumer.dead, consumer.inbox_rows);
+    }
+}
+
+fn report(status: &Status) {
+    if status.dead + status.held > 0 {
+        tracing::warn!(
+            dead = status.dead,
+            held = status.held,
+            "the outbox is empty but for dead and held messages; see `oncebox dead list`"
+        );
+    }
+}

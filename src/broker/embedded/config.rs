@@ -1,0 +1,113 @@
+//! What the embedded broker needs to know.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use crate::error::BrokerError;
+
+/// Settings of the embedded broker, with defaults around a path.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct EmbeddedConfig {
+    /// The file; `-wal`, `-shm` and `.lock` stand beside it.
+    pub path: PathBuf,
+    /// `ce_source` of what is published here.
+    pub source: String,
+    /// Partitions of topics that are made from now on; those that exist keep theirs.
+    pub partitions: u32,
+    /// How long a member of a group may be silent before its partitions go to others.
+    pub session_timeout: Duration,
+    /// How long acknowledgements may be gathered before they are committed together. What a crash loses of them comes again.
+    pub acknowledge_interval: Duration,
+    /// How long a transaction waits for its turn and for the file.
+    pub busy_timeout: Duration,
+    /// Rows older than this, and read by every group, are deleted. None keeps everything; a topic that no group has read yet
+    /// keeps everything too.
+    pub retention: Option<Duration>,
+    /// A message with more bytes in key, headers and payload is refused for what it is.
+    pub message_bytes_max: usize,
+}
+
+impl EmbeddedConfig {
+    /// Defaults around a file.
+    pub fn new(path: impl Into<PathBuf>) -> Self {
+        Self {
+            path: path.into(),
+            source: "oncebox".to_owned(),
+            partitions: 4,
+            session_timeout: Duration::from_secs(6),
+            acknowledge_interval: Duration::from_millis(50),
+            busy_timeout: Duration::from_secs(30),
+            retention: None,
+            message_bytes_max: 64 * 1024 * 1024,
+        }
+    }
+
+    /// Takes `embedded://FILE`.
+    ///
+    /// # Errors
+    /// [`BrokerError::Refused`] where it is no such URL.
+    pub fn from_url(url: &str) -> Result<Self, BrokerError> {
+        match url.strip_prefix("embedded://") {
+            Some(path) if !path.is_empty() => Ok(Self::new(path)),
+            _ => Err(BrokerError::Refused(format!(
+                "`{}` is no address of the embedded broker; write `embedded://FILE`",
+                crate::error::redact(url)
+            ))),
+        }
+    }
+
+    /// How often a member says that it is alive: often enough that a busy file does not cost it its membership.
+    pub(super) fn heartbeat(&self) -> Duration {
+        self.session_timeout / 6
+    }
+
+    pub(super) fn validate(&self) -> Result<(), BrokerError> {
+        let refused = |what: &str| Err(BrokerError::Refused(format!("broker `{}`: {what}", self.path.display())));
+        if !(1..=1_024).contains(&self.partitions) {
+            return refused("`partitions` must be 1 to 1024");
+        }
+        if self.session_timeout < Duration::from_millis(300) {
+            return refused("`session_timeout` must be at least 300 ms");
+        }
+        if self.source.is_empty() {
+            return refused("`source` must not be empty");
+        }
+        if !(1..=900_000_000).contains(&self.message_bytes_max) {
+            return refused("`message_bytes_max` must be 1 to 900000000, what SQLite can store");
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use super::*;
+
+    #[test]
+    fn the_path_of_the_url_is_taken_as_it_stands() {
+        assert_eq!(
+            EmbeddedConfig::from_url("embedded:///tmp/a b%20.db").unwrap().path,
+            PathBuf::from("/tmp/a b%20.db")
+        );
+        assert_eq!(EmbeddedConfig::from_url("embedded://broker.db").unwrap().path, PathBuf::from("broker.db"));
+        for wrong in ["embedded://", "sqlite://broker.db", "broker.db"] {
+            let error = EmbeddedConfig::from_url(wrong).unwrap_err();
+            assert!(error.to_string().contains("embedded://FILE"), "{error}");
+        }
+    }
+
+    #[test]
+    fn settings_that_make_no_sense_are_refused_by_name() {
+        let good = EmbeddedConfig::new("broker.db");
+        good.validate().unwrap();
+        let named = |config: EmbeddedConfig, name: &str| {
+            let error = config.validate().unwrap_err().to_string();
+            assert!(error.contains(name), "{error}");
+        };
+        named(EmbeddedConfig { partitions: 0, ..good.clone() }, "partitions");
+        named(EmbeddedConfig { session_timeout: Duration::ZERO, ..good.clone() }, "session_timeout");
+        named(EmbeddedConfig { source: String::new(), ..good.clone() }, "source");
+        named(EmbeddedConfig { message_bytes_max: usize::MAX, ..good }, "message_bytes_max");
+    }
+}

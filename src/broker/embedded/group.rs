@@ -1,0 +1,321 @@
+//! Groups in the file: members, leases with epochs, committed offsets. Every function runs in the caller's write transaction.
+//!
+//! Guarantees: an offset moves only forward, and only under the epoch and member that its lease row has (G9); taking and
+//! giving up raise the epoch; a member whose time is over, or ends later than now plus its length (the clock went back, R22),
+//! counts as dead, and its leases are free in the same transaction.
+//!
+//! Not here: who gets what (`share`), when to look (`member`).
+
+use std::time::Duration;
+
+use sqlx::sqlite::SqliteConnection;
+
+use super::topology::Topic;
+use crate::broker::share::{Seat, share};
+
+/// Now, in milliseconds, by the clock of the transaction's connection.
+const NOW: &str = "select cast(unixepoch('subsec') * 1000 as integer)";
+
+/// A membership.
+#[derive(Debug, Clone)]
+pub(super) struct Membership {
+    pub(super) group_id: i64,
+    pub(super) member_id: i64,
+    pub(super) session: Duration,
+}
+
+/// A partition this member owns.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Lease {
+    pub(super) partition_id: i64,
+    pub(super) epoch: i64,
+    /// The next offset to be handled, never below the first that is there.
+    pub(super) committed: i64,
+    /// The next offset to be written.
+    pub(super) end: i64,
+}
+
+/// An offset to be committed, or a partition to be given back, under its epoch.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Fenced {
+    pub(super) partition_id: i64,
+    pub(super) epoch: i64,
+    /// The next offset to be handled.
+    pub(super) committed: Option<i64>,
+    pub(super) release: bool,
+}
+
+/// What a look at the group found.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Standing {
+    pub(super) leases: Vec<Lease>,
+    /// Partitions above this member's quota.
+    pub(super) give_up: Vec<i64>,
+    /// Every partition of its topics has a live owner.
+    pub(super) complete: bool,
+    pub(super) generation: i64,
+}
+
+/// Joins as a new member.
+pub(super) async fn join(
+    tx: &mut SqliteConnection,
+    group: &str,
+    topics: &[Topic],
+    session: Duration,
+) -> Result<Membership, sqlx::Error> {
+    let group_id: i64 = sqlx::query_scalar(
+        "insert into consumer_group (name) values (?) on conflict (name) do update set generation = generation + 1 \
+         returning group_id",
+    )
+    .bind(group)
+    .fetch_one(&mut *tx)
+    .await?;
+    let session_ms = millis(session);
+    let member_id: i64 = sqlx::query_scalar(
+        "insert into member (group_id, process, session_ms, expires_at) \
+         values (?1, ?2, ?3, cast(unixepoch('subsec') * 1000 as integer) + ?3) returning member_id",
+    )
+    .bind(group_id)
+    .bind(i64::from(std::process::id()))
+    .bind(session_ms)
+    .fetch_one(&mut *tx)
+    .await?;
+    for topic in topics {
+        sqlx::query("insert or ignore into member_topic (member_id, topic_id) values (?, ?)")
+            .bind(member_id)
+            .bind(topic.topic_id)
+            .execute(&mut *tx)
+            .await?;
+        sqlx::query(
+            "insert into lease (group_id, partition_id, committed) \
+             select ?, partition_id, first_offset from topic_partition where topic_id = ? on conflict do nothing",
+        )
+        .bind(group_id)
+        .bind(topic.topic_id)
+        .execute(&mut *tx)
+        .await?;
+    }
+    Ok(Membership { group_id, member_id, session })
+}
+
+/// Says that this member lives, buries the dead, takes what is free for it. None where others buried this member.
+pub(super) async fn stand(tx: &mut SqliteConnection, me: &Membership) -> Result<Option<Standing>, sqlx::Error> {
+    let now: i64 = sqlx::query_scalar(NOW).fetch_one(&mut *tx).await?;
+    let alive = sqlx::query("update member set expires_at = ? where member_id = ?")
+        .bind(now + millis(me.session))
+        .bind(me.member_id)
+        .execute(&mut *tx)
+        .await?;
+    if alive.rows_affected() == 0 {
+        return Ok(None);
+    }
+    let mut changed = false;
+    let dead: Vec<i64> = sqlx::query_scalar(
+        "select member_id from member where group_id = ?1 and (expires_at <= ?2 or expires_at > ?2 + session_ms)",
+    )
+    .bind(me.group_id)
+    .bind(now)
+    .fetch_all(&mut *tx)
+    .await?;
+    for member_id in dead {
+        bury(tx, me.group_id, member_id).await?;
+        changed = true;
+    }
+
+    let members = members(tx, me.group_id).await?;
+    let seats: Vec<(i64, i64, Option<i64>)> = sqlx::query_as(
+        "select p.topic_id, l.partition_id, l.member_id from lease l join topic_partition p using (partition_id) \
+         where l.group_id = ? order by l.partition_id",
+    )
+    .bind(me.group_id)
+    .fetch_all(&mut *tx)
+    .await?;
+    let seats: Vec<Seat> =
+        seats.into_iter().map(|(topic_id, partition_id, owner)| Seat { topic_id, partition_id, owner }).collect();
+    let share = share(me.member_id, &members, &seats);
+    for partition_id in share.take {
+        sqlx::query("update lease set member_id = ?, epoch = epoch + 1 where group_id = ? and partition_id = ?")
+            .bind(me.member_id)
+            .bind(me.group_id)
+            .bind(partition_id)
+            .execute(&mut *tx)
+            .await?;
+        changed = true;
+    }
+    let generation: i64 = sqlx::query_scalar(
+        "update consumer_group set generation = generation + ? where group_id = ? returning generation",
+    )
+    .bind(i64::from(changed))
+    .bind(me.group_id)
+    .fetch_one(&mut *tx)
+    .await?;
+    let (_, leases) = look(tx, me).await?;
+    Ok(Some(Standing { leases, give_up: share.give_up, complete: share.complete, generation }))
+}
+
+/// The group's generation and the partitions that are this member's: what a poll reads, in one statement.
+pub(super) async fn look(connection: &mut SqliteConnection, me: &Membership) -> Result<(i64, Vec<Lease>), sqlx::Error> {
+    type Row = (i64, Option<i64>, Option<i64>, Option<i64>, Option<i64>);
+    let rows: Vec<Row> = sqlx::query_as(
+        "select g.generation, l.partition_id, l.epoch, max(l.committed, p.first_offset), p.next_offset \
+         from consumer_group g left join lease l on l.group_id = g.group_id and l.member_id = ?2 \
+         left join topic_partition p on p.partition_id = l.partition_id where g.group_id = ?1",
+    )
+    .bind(me.group_id)
+    .bind(me.member_id)
+    .fetch_all(connection)
+    .await?;
+    let generation = rows.first().map_or(0, |row| row.0);
+    let leases = rows.into_iter().filter_map(|(_, partition_id, epoch, committed, end)| {
+        Some(Lease { partition_id: partition_id?, epoch: epoch?, committed: committed?, end: end? })
+    });
+    Ok((generation, leases.collect()))
+}
+
+/// Commits offsets and gives partitions back, where the epochs still hold.
+pub(super) async fn settle(tx: &mut SqliteConnection, me: &Membership, fenced: &[Fenced]) -> Result<(), sqlx::Error> {
+    let mut released = false;
+    for Fenced { partition_id, epoch, committed, release } in fenced {
+        // Where the epoch is another one nothing changes: the next look finds the partition gone.
+        let done = sqlx::query(
+            "update lease set committed = max(committed, coalesce(?1, committed)), epoch = epoch + ?2, \
+             member_id = case when ?2 then null else member_id end \
+             where group_id = ?3 and partition_id = ?4 and member_id = ?5 and epoch = ?6",
+        )
+        .bind(committed)
+        .bind(i64::from(*release))
+        .bind(me.group_id)
+        .bind(partition_id)
+        .bind(me.member_id)
+        .bind(epoch)
+        .execute(&mut *tx)
+        .await?;
+        released |= *release && done.rows_affected() > 0;
+    }
+    if released {
+        raise(tx, me.group_id).await?;
+    }
+    Ok(())
+}
+
+/// Leaves: all partitions are free at once.
+pub(super) async fn leave(tx: &mut SqliteConnection, me: &Membership) -> Result<(), sqlx::Error> {
+    bury(tx, me.group_id, me.member_id).await?;
+    raise(tx, me.group_id).await
+}
+
+async fn bury(tx: &mut SqliteConnection, group_id: i64, member_id: i64) -> Result<(), sqlx::Error> {
+    sqlx::query("update lease set member_id = null, epoch = epoch + 1 where group_id = ? and member_id = ?")
+        .bind(group_id)
+        .bind(member_id)
+        .execute(&mut *tx)
+        .await?;
+    sqlx::query("delete from member where member_id = ?").bind(member_id).execute(&mut *tx).await?;
+    Ok(())
+}
+
+/// Makes the other members look.
+async fn raise(tx: &mut SqliteConnection, group_id: i64) -> Result<(), sqlx::Error> {
+    sqlx::query("update consumer_group set generation = generation + 1 where group_id = ?")
+        .bind(group_id)
+        .execute(&mut *tx)
+        .await?;
+    Ok(())
+}
+
+/// The live members with their topics, in the order in which they joined.
+async fn members(tx: &mut SqliteConnection, group_id: i64) -> Result<Vec<(i64, Vec<i64>)>, sqlx::Error> {
+    let rows: Vec<(i64, i64)> = sqlx::query_as(
+        "select m.member_id, t.topic_id from member m join member_topic t using (member_id) \
+         where m.group_id = ? order by m.member_id, t.topic_id",
+    )
+    .bind(group_id)
+    .fetch_all(&mut *tx)
+    .await?;
+    let mut members: Vec<(i64, Vec<i64>)> = Vec::new();
+    for (member_id, topic_id) in rows {
+        match members.last_mut() {
+            Some((last, topics)) if *last == member_id => topics.push(topic_id),
+            _ => members.push((member_id, vec![topic_id])),
+        }
+    }
+    Ok(members)
+}
+
+fn millis(duration: Duration) -> i64 {
+    i64::try_from(duration.as_millis()).unwrap_or(i64::MAX)
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use sqlx::Connection;
+
+    use super::super::topology;
+    use super::*;
+
+    const SESSION: Duration = Duration::from_secs(6);
+
+    async fn file() -> (SqliteConnection, Topic) {
+        let mut connection = SqliteConnection::connect("sqlite::memory:").await.unwrap();
+        sqlx::raw_sql(include_str!("schema.sql")).execute(&mut connection).await.unwrap();
+        let topic = topology::ensure(&mut connection, "t", 2).await.unwrap();
+        (connection, topic)
+    }
+
+    async fn committed(connection: &mut SqliteConnection, partition_id: i64) -> i64 {
+        let sql = "select committed from lease where partition_id = ?";
+        sqlx::query_scalar(sql).bind(partition_id).fetch_one(connection).await.unwrap()
+    }
+
+    // Shown by leaving epoch or member out of the update in `settle`.
+    #[tokio::test]
+    async fn g9_an_offset_is_committed_only_under_the_epoch_and_member_of_its_lease() {
+        let (mut file, topic) = file().await;
+        let topics = [topic];
+        let old = join(&mut file, "g", &topics, SESSION).await.unwrap();
+        let lease = stand(&mut file, &old).await.unwrap().unwrap().leases[0];
+        let fenced = |committed, epoch, release| Fenced {
+            partition_id: lease.partition_id,
+            epoch,
+            committed: Some(committed),
+            release,
+        };
+        settle(&mut file, &old, &[fenced(5, lease.epoch, false)]).await.unwrap();
+        assert_eq!(committed(&mut file, lease.partition_id).await, 5);
+        settle(&mut file, &old, &[fenced(3, lease.epoch, false)]).await.unwrap();
+        assert_eq!(committed(&mut file, lease.partition_id).await, 5, "offsets move only forward");
+        settle(&mut file, &old, &[fenced(9, lease.epoch + 1, false), fenced(9, lease.epoch - 1, true)]).await.unwrap();
+        assert_eq!(committed(&mut file, lease.partition_id).await, 5, "another epoch commits and frees nothing");
+
+        leave(&mut file, &old).await.unwrap();
+        let new = join(&mut file, "g", &topics, SESSION).await.unwrap();
+        let taken = stand(&mut file, &new).await.unwrap().unwrap().leases[0];
+        assert!(taken.epoch > lease.epoch && taken.committed == 5);
+        settle(&mut file, &old, &[fenced(9, taken.epoch, true)]).await.unwrap();
+        assert_eq!(committed(&mut file, lease.partition_id).await, 5, "another member commits and frees nothing");
+        assert_eq!(look(&mut file, &new).await.unwrap().1.len(), 2);
+        assert_eq!(stand(&mut file, &old).await.unwrap(), None, "who was buried knows it");
+    }
+
+    #[tokio::test]
+    async fn what_is_given_back_is_taken_by_the_one_who_lacks_it_from_where_it_was_committed() {
+        let (mut file, topic) = file().await;
+        let topics = [topic];
+        let first = join(&mut file, "g", &topics, SESSION).await.unwrap();
+        assert_eq!(stand(&mut file, &first).await.unwrap().unwrap().leases.len(), 2);
+        let second = join(&mut file, "g", &topics, SESSION).await.unwrap();
+        let standing = stand(&mut file, &second).await.unwrap().unwrap();
+        assert!(standing.leases.is_empty() && standing.complete, "others hold them all");
+        let standing = stand(&mut file, &first).await.unwrap().unwrap();
+        let [surplus] = standing.give_up[..] else { panic!("{standing:?}") };
+        let epoch = standing.leases.iter().find(|lease| lease.partition_id == surplus).unwrap().epoch;
+        let back = Fenced { partition_id: surplus, epoch, committed: Some(7), release: true };
+        settle(&mut file, &first, &[back]).await.unwrap();
+        let (generation, _) = look(&mut file, &second).await.unwrap();
+        assert_ne!(generation, standing.generation, "the others are told to look");
+        let standing = stand(&mut file, &second).await.unwrap().unwrap();
+        assert_eq!(standing.leases.len(), 1);
+        assert_eq!((standing.leases[0].partition_id, standing.leases[0].committed), (surplus, 7));
+    }
+}

@@ -1,0 +1,180 @@
+//! The file: how it is opened, made, and written to in turns.
+//!
+//! Guarantees: WAL, and `synchronous=FULL` for rows; every write transaction is `BEGIN IMMEDIATE` inside a turn (R14); a file that is
+//! not a topic log, or was written by a newer version, is left as it is.
+//!
+//! Not here: what is written (`topology`, `publisher`, `group`).
+
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use sqlx::sqlite::{SqliteConnectOptions, SqliteConnection, SqliteJournalMode, SqliteSynchronous};
+use sqlx::{ConnectOptions, Connection, Sqlite, Transaction};
+use tokio::sync::watch;
+
+use super::config::EmbeddedConfig;
+use crate::error::{BrokerError, classify};
+use crate::flock::{Held, Turn};
+
+/// `pragma application_id`: "onbx".
+const APPLICATION_ID: i32 = 0x6f6e_6278;
+/// `pragma user_version`.
+const SCHEMA_VERSION: i32 = 1;
+const SCHEMA: &str = include_str!("schema.sql");
+/// The WAL is cut to this when it starts anew.
+const WAL_BYTES_KEPT: u32 = 64 * 1024 * 1024;
+
+/// An open file, as far as a process shares it.
+#[derive(Debug)]
+pub(super) struct Log {
+    pub(super) config: EmbeddedConfig,
+    turn: Turn,
+    /// Counts appends of this process, so that its own subscribers need not wait for their next poll.
+    pub(super) appended: watch::Sender<u64>,
+}
+
+/// A write transaction within its turn. Dropped, it rolls back.
+#[derive(Debug)]
+pub(super) struct WriteTx<'c> {
+    pub(super) tx: Transaction<'c, Sqlite>,
+    // Dropped after the transaction.
+    held: Held,
+}
+
+impl Log {
+    pub(super) async fn open(config: EmbeddedConfig) -> Result<Self, BrokerError> {
+        config.validate()?;
+        let directory = match config.path.parent() {
+            Some(parent) if !parent.as_os_str().is_empty() => parent,
+            _ => Path::new("."),
+        };
+        if !directory.is_dir() {
+            return Err(BrokerError::Refused(format!(
+                "the directory `{}` of the broker file does not exist; make it, or set another path",
+                directory.display()
+            )));
+        }
+        let lock_file = lock_file(&config.path);
+        let turn = Turn::open(&lock_file).map_err(|error| {
+            BrokerError::Refused(format!("the lock file `{}` cannot be opened: {error}", lock_file.display()))
+        })?;
+        let log = Self { config, turn, appended: watch::Sender::new(0) };
+        let connection = log.connect().await?;
+        connection.close().await.map_err(|error| log.failed("close", &error))?;
+        Ok(log)
+    }
+
+    /// A connection of its own: a thread and a file handle each. Its commits are on disk when they return.
+    pub(super) async fn connect(&self) -> Result<SqliteConnection, BrokerError> {
+        self.connect_with(SqliteSynchronous::Full).await
+    }
+
+    /// A connection for offsets and heartbeats: its commits survive the process at once, a power failure only with the next
+    /// sync. What is lost then is acknowledged again, by consumers that know their messages.
+    pub(super) async fn connect_for_offsets(&self) -> Result<SqliteConnection, BrokerError> {
+        self.connect_with(SqliteSynchronous::Normal).await
+    }
+
+    async fn connect_with(&self, synchronous: SqliteSynchronous) -> Result<SqliteConnection, BrokerError> {
+        let options = SqliteConnectOptions::new()
+            .filename(&self.config.path)
+            .create_if_missing(true)
+            .busy_timeout(self.config.busy_timeout)
+            .journal_mode(SqliteJournalMode::Wal)
+            .synchronous(synchronous)
+            .pragma("journal_size_limit", WAL_BYTES_KEPT.to_string())
+            .row_buffer_size(256)
+            .thread_name(|number| format!("oncebox-broker-{number}"))
+            .disable_statement_logging();
+        // In a turn: the change to WAL takes an exclusive lock for which no busy timeout waits.
+        let held = self.take().await?;
+        let mut connection = options.connect().await.map_err(|error| self.failed("open", &error))?;
+        self.ensure_schema(&mut connection).await?;
+        drop(held);
+        Ok(connection)
+    }
+
+    async fn ensure_schema(&self, connection: &mut SqliteConnection) -> Result<(), BrokerError> {
+        let path = self.config.path.display();
+        let failed = |error: sqlx::Error| self.failed("read the version of", &error);
+        let application: i32 =
+            sqlx::query_scalar("pragma application_id").fetch_one(&mut *connection).await.map_err(failed)?;
+        let version: i32 =
+            sqlx::query_scalar("pragma user_version").fetch_one(&mut *connection).await.map_err(failed)?;
+        let tables: i64 = sqlx::query_scalar("select count(*) from sqlite_schema")
+            .fetch_one(&mut *connection)
+            .await
+            .map_err(failed)?;
+        match (application, version) {
+            (APPLICATION_ID, SCHEMA_VERSION) => Ok(()),
+            (APPLICATION_ID, newer) if newer > SCHEMA_VERSION => Err(BrokerError::Refused(format!(
+                "the broker file `{path}` is of version {newer}, this program knows up to {SCHEMA_VERSION}; \
+                 update the program"
+            ))),
+            (0, 0) if tables == 0 => self.create_schema(connection).await,
+            _ => Err(BrokerError::Refused(format!(
+                "`{path}` is a SQLite file of something else; give the broker a file of its own"
+            ))),
+        }
+    }
+
+    async fn create_schema(&self, connection: &mut SqliteConnection) -> Result<(), BrokerError> {
+        let failed = |error: sqlx::Error| self.failed("make", &error);
+        let mut tx = connection.begin_with("BEGIN IMMEDIATE").await.map_err(failed)?;
+        sqlx::raw_sql(SCHEMA).execute(&mut *tx).await.map_err(failed)?;
+        let stamp = format!("pragma application_id = {APPLICATION_ID}; pragma user_version = {SCHEMA_VERSION}");
+        sqlx::raw_sql(sqlx::AssertSqlSafe(stamp)).execute(&mut *tx).await.map_err(failed)?;
+        tx.commit().await.map_err(failed)
+    }
+
+    /// Begins a write transaction.
+    ///
+    /// # Cancel safety
+    /// Run in tasks that are not cancelled: a cancelled one is rolled back, but only after its turn was given back.
+    pub(super) async fn begin<'c>(&self, connection: &'c mut SqliteConnection) -> Result<WriteTx<'c>, BrokerError> {
+        let held = self.take().await?;
+        let tx = connection.begin_with("BEGIN IMMEDIATE").await.map_err(|error| self.failed("write to", &error))?;
+        Ok(WriteTx { tx, held })
+    }
+
+    /// Commits, and gives the turn back.
+    pub(super) async fn commit(&self, write: WriteTx<'_>) -> Result<(), BrokerError> {
+        let WriteTx { tx, held } = write;
+        let committed = tx.commit().await;
+        drop(held);
+        committed.map_err(|error| self.failed("write to", &error))
+    }
+
+    async fn take(&self) -> Result<Held, BrokerError> {
+        self.turn.take(self.config.busy_timeout).await.map_err(|error| BrokerError::Unavailable(error.to_string()))
+    }
+
+    /// An error of SQLite, by what it means for the session.
+    pub(super) fn failed(&self, doing: &str, error: &sqlx::Error) -> BrokerError {
+        let path = self.config.path.display();
+        let code = error.as_database_error().and_then(|error| error.code()?.parse::<i32>().ok());
+        match code.map(|code| code & 0xff) {
+            // SQLITE_NOTADB, SQLITE_CORRUPT
+            Some(26) => BrokerError::Refused(format!("`{path}` is no SQLite file; give the broker a file of its own")),
+            Some(11) => BrokerError::Refused(format!(
+                "the broker file `{path}` is damaged ({error}); restore it, or save what `.recover` of sqlite3 finds"
+            )),
+            _ if classify::is_nobodys(error) => {
+                BrokerError::Unavailable(format!("could not {doing} the broker file `{path}`: {error}"))
+            }
+            _ => BrokerError::Session(format!("could not {doing} the broker file `{path}`: {error}")),
+        }
+    }
+
+    /// How long the turn lasts at most in waiting, for deadlines around it.
+    pub(super) fn patience(&self) -> Duration {
+        self.config.busy_timeout
+    }
+}
+
+/// The lock file of a broker file.
+fn lock_file(path: &Path) -> PathBuf {
+    let mut name = path.as_os_str().to_owned();
+    name.push(".lock");
+    PathBuf::from(name)
+}

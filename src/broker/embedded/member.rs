@@ -1,0 +1,508 @@
+//! The task of one membership: it keeps the lease alive, shares partitions with the others, reads ahead and commits offsets.
+//!
+//! Guarantees: reading goes on while a transaction waits for its turn; what is read and not acknowledged stays below
+//! `in_flight_max` rows and two batches in memory; a partition that is to be given up is read no further, and given back when
+//! the runtime is through or `drain` is over, in the transaction that commits its last offsets.
+//!
+//! Polling is adaptive, 2 to 20 ms, and one pragma where nothing changed.
+
+use std::collections::{BTreeMap, HashMap};
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::sync::mpsc::TryRecvError;
+use std::time::Duration;
+
+use sqlx::Connection;
+use sqlx::sqlite::SqliteConnection;
+use tokio::sync::{mpsc, watch};
+use tokio::task::JoinHandle;
+use tokio::time::Instant;
+
+use super::group::{self, Fenced, Membership, Standing};
+use super::log::Log;
+use super::record::{self, Range};
+use super::subscriber::Shared;
+use super::topology::{self, Topic};
+use crate::broker::{Delivery, PartitionId, RevokeGuard, Subscription};
+use crate::error::BrokerError;
+
+/// Bounds of one batch.
+const BATCH_ROWS: usize = 500;
+const BATCH_BYTES: usize = 4 * 1024 * 1024;
+/// Batches that may wait for `next`.
+const BATCHES_QUEUED: usize = 2;
+const POLL_MIN: Duration = Duration::from_millis(2);
+const POLL_MAX: Duration = Duration::from_millis(20);
+
+/// What the task tells the runtime's side.
+#[derive(Debug)]
+pub(super) enum Told {
+    /// Source, first offset to come, end seen now.
+    Assigned(Vec<(PartitionId, i64, i64)>),
+    Deliveries(Vec<Delivery>),
+    Revoked {
+        sources: Vec<PartitionId>,
+        lost: bool,
+        done: RevokeGuard,
+    },
+}
+
+/// A partition this member owns.
+#[derive(Debug)]
+struct Owned {
+    id: PartitionId,
+    epoch: i64,
+    /// The next offset to be read.
+    position: i64,
+    /// The next offset to be written, as last seen.
+    end: i64,
+    /// The next offset to be handled: as the runtime said, and as it stands in the file.
+    acknowledged: i64,
+    committed: i64,
+    /// Being given up: the runtime's guard, and until when it is waited for.
+    leaving: Option<(std::sync::mpsc::Receiver<()>, Instant)>,
+}
+
+/// One write transaction of a membership.
+#[derive(Debug, Default)]
+struct Order {
+    fenced: Vec<Fenced>,
+    stand: bool,
+    leave: bool,
+}
+
+/// What came of it.
+#[derive(Debug)]
+struct Written {
+    order: Order,
+    standing: Option<Standing>,
+    /// Others had buried this member: it joined anew under this membership.
+    joined_anew: Option<Membership>,
+}
+
+type Finished = (SqliteConnection, Result<Written, BrokerError>);
+
+/// A membership with its connections.
+pub(super) struct Member {
+    log: Arc<Log>,
+    group: String,
+    topics: Vec<Topic>,
+    /// Topic and number by partition id.
+    places: HashMap<i64, (Arc<str>, i32)>,
+    in_flight_max: usize,
+    drain: Duration,
+    me: Membership,
+    owned: BTreeMap<i64, Owned>,
+    reader: SqliteConnection,
+    writer: Option<SqliteConnection>,
+    writing: Option<JoinHandle<Finished>>,
+    shared: Arc<Shared>,
+    events: mpsc::UnboundedSender<Result<Told, BrokerError>>,
+    appended: watch::Receiver<u64>,
+    /// The group's generation this member last stood in, and whether it saw another one.
+    generation: i64,
+    stand_now: bool,
+    stand_at: Instant,
+    committed_at: Instant,
+    /// `pragma data_version` at the last look.
+    seen: Option<i64>,
+    poll_at: Instant,
+    poll_after: Duration,
+    /// Where the next batch begins, so that no partition waits behind a full one.
+    first: i64,
+}
+
+impl Member {
+    pub(super) async fn join(
+        log: Arc<Log>,
+        subscription: &Subscription,
+        shared: Arc<Shared>,
+        events: mpsc::UnboundedSender<Result<Told, BrokerError>>,
+    ) -> Result<Self, BrokerError> {
+        let reader = log.connect_for_offsets().await?;
+        let mut writer = log.connect_for_offsets().await?;
+        let failed = |error: sqlx::Error| log.failed("join a group in", &error);
+        let mut write = log.begin(&mut writer).await?;
+        let mut topics: Vec<Topic> = Vec::new();
+        for name in &subscription.topics {
+            if topics.iter().all(|topic| *topic.name != **name) {
+                topics.push(topology::ensure(&mut write.tx, name, log.config.partitions).await.map_err(failed)?);
+            }
+        }
+        let session = log.config.session_timeout;
+        let me = group::join(&mut write.tx, subscription.group(), &topics, session).await.map_err(failed)?;
+        log.commit(write).await?;
+
+        let places = topics
+            .iter()
+            .flat_map(|topic| {
+                let name = Arc::clone(&topic.name);
+                (0_i32..).zip(&topic.partitions).map(move |(number, id)| (*id, (Arc::clone(&name), number)))
+            })
+            .collect();
+        let now = Instant::now();
+        Ok(Self {
+            group: subscription.group().to_owned(),
+            topics,
+            places,
+            in_flight_max: subscription.in_flight_max.max(1),
+            drain: subscription.drain,
+            me,
+            owned: BTreeMap::new(),
+            reader,
+            writer: Some(writer),
+            writing: None,
+            shared,
+            events,
+            appended: log.appended.subscribe(),
+            generation: 0,
+            stand_now: true,
+            stand_at: now,
+            committed_at: now,
+            seen: None,
+            poll_at: now,
+            poll_after: POLL_MIN,
+            first: 0,
+            log,
+        })
+    }
+
+    pub(super) async fn run(mut self) {
+        if let Err(error) = self.work().await {
+            // The lease ends by itself; the runtime subscribes anew.
+            let _ = self.events.send(Err(error));
+            return;
+        }
+        if let Err(error) = self.leave().await {
+            tracing::warn!(%error, "a member could not leave its group; its lease will end");
+        }
+    }
+
+    /// Until nobody listens any more.
+    async fn work(&mut self) -> Result<(), BrokerError> {
+        while !self.events.is_closed() {
+            if self.writing.as_ref().is_some_and(JoinHandle::is_finished) {
+                self.finish_writing().await?;
+            }
+            self.note_acknowledged();
+            self.write();
+            if Instant::now() >= self.poll_at {
+                self.poll().await?;
+            }
+            if self.fetch().await? {
+                self.poll_after = POLL_MIN;
+                continue;
+            }
+            self.wait().await?;
+        }
+        Ok(())
+    }
+
+    /// Until something may be to do.
+    async fn wait(&mut self) -> Result<(), BrokerError> {
+        let until = self.next_deadline();
+        let Self { writing, shared, events, appended, poll_at, .. } = self;
+        let written = async {
+            match writing {
+                Some(writing) => writing.await,
+                None => std::future::pending().await,
+            }
+        };
+        tokio::select! {
+            finished = written => {
+                self.writing = None;
+                return self.written(finished);
+            }
+            () = shared.wake.notified() => {}
+            () = events.closed() => {}
+            Ok(()) = appended.changed() => *poll_at = Instant::now(),
+            () = tokio::time::sleep_until(until) => {}
+        }
+        Ok(())
+    }
+
+    /// Waits for the write transaction that is under way.
+    async fn finish_writing(&mut self) -> Result<(), BrokerError> {
+        match self.writing.take() {
+            Some(writing) => self.written(writing.await),
+            None => Ok(()),
+        }
+    }
+
+    fn next_deadline(&self) -> Instant {
+        let mut until = self.poll_at;
+        if self.writing.is_none() {
+            until = until.min(self.stand_at);
+            if self.owned.values().any(|owned| owned.acknowledged > owned.committed) {
+                until = until.min(self.committed_at + self.log.config.acknowledge_interval);
+            }
+            if self.owned.values().any(|owned| owned.leaving.is_some()) {
+                until = until.min(Instant::now() + POLL_MIN);
+            }
+        }
+        until
+    }
+
+    fn note_acknowledged(&mut self) {
+        for (id, next) in self.shared.take_acknowledged() {
+            // A source of an earlier assignment is nobody's any more (G9).
+            if let Some(owned) = self.owned.values_mut().find(|owned| owned.id == id) {
+                owned.acknowledged = owned.acknowledged.max(next.min(owned.position));
+            }
+        }
+    }
+
+    /// Starts a write transaction where one is due and none is under way.
+    fn write(&mut self) {
+        let now = Instant::now();
+        let due = now >= self.committed_at + self.log.config.acknowledge_interval;
+        let stand = self.stand_now || now >= self.stand_at;
+        let mut order = Order { stand, ..Order::default() };
+        for (partition_id, owned) in &self.owned {
+            let release = owned.leaving.as_ref().is_some_and(|(done, until)| {
+                now >= *until || matches!(done.try_recv(), Err(TryRecvError::Disconnected))
+            });
+            let commit = owned.acknowledged > owned.committed && (due || stand || release);
+            if commit || release {
+                order.fenced.push(Fenced {
+                    partition_id: *partition_id,
+                    epoch: owned.epoch,
+                    committed: commit.then_some(owned.acknowledged),
+                    release,
+                });
+            }
+        }
+        if order.stand || !order.fenced.is_empty() {
+            self.start(order);
+        }
+    }
+
+    fn start(&mut self, order: Order) {
+        let Some(mut connection) = self.writer.take() else { return };
+        let now = Instant::now();
+        if order.stand {
+            self.stand_at = now + self.log.config.heartbeat();
+            self.stand_now = false;
+        }
+        self.committed_at = now;
+        let (log, me) = (Arc::clone(&self.log), self.me.clone());
+        let (group, topics) = (self.group.clone(), self.topics.clone());
+        // In a task of its own: a transaction is not cancelled, and reading goes on beside it.
+        self.writing = Some(tokio::spawn(async move {
+            let written = write(&log, &mut connection, &me, order, &group, &topics).await;
+            (connection, written)
+        }));
+    }
+
+    /// Takes the result of a write transaction.
+    fn written(&mut self, finished: Result<Finished, tokio::task::JoinError>) -> Result<(), BrokerError> {
+        let ended = |error: tokio::task::JoinError| BrokerError::Session(format!("a transaction ended early: {error}"));
+        let (connection, written) = finished.map_err(ended)?;
+        self.writer = Some(connection);
+        let Written { order, standing, joined_anew } = written?;
+        if let Some(me) = joined_anew {
+            self.lose(|_| true);
+            self.me = me;
+        }
+        for Fenced { partition_id, epoch, committed, release } in order.fenced {
+            let Some(owned) = self.owned.get_mut(&partition_id).filter(|owned| owned.epoch == epoch) else { continue };
+            owned.committed = committed.unwrap_or(owned.committed).max(owned.committed);
+            if release {
+                self.owned.remove(&partition_id);
+            }
+        }
+        if let Some(standing) = standing {
+            self.apply(&standing);
+        }
+        Ok(())
+    }
+
+    /// Becomes what the group says that this member is.
+    fn apply(&mut self, standing: &Standing) {
+        self.generation = standing.generation;
+        let leases: HashMap<i64, i64> = standing.leases.iter().map(|l| (l.partition_id, l.epoch)).collect();
+        self.lose(|owned| leases.get(&owned.0) != Some(&owned.1));
+        let mut assigned = Vec::new();
+        for lease in &standing.leases {
+            let Some((place, number)) = self.places.get(&lease.partition_id) else { continue };
+            if self.owned.contains_key(&lease.partition_id) {
+                continue;
+            }
+            let generation = u64::try_from(lease.epoch).unwrap_or_default();
+            let id = PartitionId { place: Arc::clone(place), partition: *number, generation };
+            assigned.push((id.clone(), lease.committed, lease.end));
+            self.owned.insert(
+                lease.partition_id,
+                Owned {
+                    id,
+                    epoch: lease.epoch,
+                    position: lease.committed,
+                    end: lease.end,
+                    acknowledged: lease.committed,
+                    committed: lease.committed,
+                    leaving: None,
+                },
+            );
+        }
+        if !assigned.is_empty() {
+            self.tell(Told::Assigned(assigned));
+        }
+
+        let until = Instant::now() + self.drain;
+        for partition_id in &standing.give_up {
+            let Some(owned) = self.owned.get_mut(partition_id).filter(|owned| owned.leaving.is_none()) else {
+                continue;
+            };
+            let (guard, done) = RevokeGuard::pair();
+            owned.leaving = Some((done, until));
+            let sources = vec![owned.id.clone()];
+            self.tell(Told::Revoked { sources, lost: false, done: guard });
+        }
+        let idle = self.owned.is_empty() && standing.complete;
+        self.shared.others_hold_all.store(idle, Ordering::Release);
+    }
+
+    /// Gives up at once what others have already.
+    fn lose(&mut self, lost: impl Fn((i64, i64)) -> bool) {
+        let mut sources = Vec::new();
+        self.owned.retain(|partition_id, owned| {
+            let lost = lost((*partition_id, owned.epoch));
+            if lost {
+                sources.push(owned.id.clone());
+            }
+            !lost
+        });
+        if !sources.is_empty() {
+            tracing::warn!(group = %self.group, partitions = sources.len(), "partitions were lost to another member");
+            self.tell(Told::Revoked { sources, lost: true, done: RevokeGuard::idle() });
+        }
+    }
+
+    /// Looks whether the group changed and whether rows came; one pragma where nothing did.
+    async fn poll(&mut self) -> Result<(), BrokerError> {
+        let failed = |error: sqlx::Error| self.log.failed("read", &error);
+        let version: i64 =
+            sqlx::query_scalar("pragma data_version").fetch_one(&mut self.reader).await.map_err(failed)?;
+        let changed = self.seen.replace(version) != Some(version);
+        if changed {
+            let (generation, leases) = group::look(&mut self.reader, &self.me).await.map_err(failed)?;
+            let leases: HashMap<i64, _> = leases.into_iter().map(|lease| (lease.partition_id, lease)).collect();
+            self.lose(|(partition_id, epoch)| leases.get(&partition_id).is_none_or(|lease| lease.epoch != epoch));
+            for (partition_id, owned) in &mut self.owned {
+                if let Some(lease) = leases.get(partition_id) {
+                    owned.end = owned.end.max(lease.end);
+                }
+            }
+            self.stand_now |= generation != self.generation;
+        }
+        self.poll_after = if changed { POLL_MIN } else { (self.poll_after * 3 / 2).min(POLL_MAX) };
+        self.poll_at = Instant::now() + self.poll_after;
+        Ok(())
+    }
+
+    /// Reads a batch where there is room for one; true where one was told.
+    async fn fetch(&mut self) -> Result<bool, BrokerError> {
+        if self.shared.paused.load(Ordering::Acquire) || self.shared.queued.load(Ordering::Acquire) >= BATCHES_QUEUED {
+            return Ok(false);
+        }
+        let in_flight: i64 = self.owned.values().map(|owned| owned.position - owned.acknowledged).sum();
+        let mut room =
+            self.in_flight_max.saturating_sub(usize::try_from(in_flight).unwrap_or_default()).min(BATCH_ROWS);
+        let mut bytes = 0;
+        let mut deliveries = Vec::new();
+        let turn: Vec<i64> =
+            self.owned.range(self.first..).chain(self.owned.range(..self.first)).map(|(id, _)| *id).collect();
+        for partition_id in turn {
+            if room == 0 || bytes >= BATCH_BYTES {
+                break;
+            }
+            let Self { owned, reader, log, .. } = self;
+            let Some(owned) = owned.get_mut(&partition_id) else { continue };
+            if owned.leaving.is_some() || owned.position >= owned.end {
+                continue;
+            }
+            let range = Range {
+                topic: &owned.id.place,
+                partition_id,
+                number: owned.id.partition,
+                from: owned.position,
+                to: owned.end,
+            };
+            let rows = record::read(reader, range, room, BATCH_BYTES - bytes)
+                .await
+                .map_err(|error| log.failed("read", &error))?;
+            let Some(last) = rows.last() else {
+                return Err(BrokerError::Session(format!("rows of `{}` are gone", owned.id.place)));
+            };
+            owned.position = last.coordinates.offset + 1;
+            room -= rows.len();
+            bytes += rows.iter().map(|row| row.payload.as_ref().map_or(0, Vec::len)).sum::<usize>();
+            self.first = partition_id + 1;
+            deliveries.extend(rows.into_iter().map(|arrived| Delivery {
+                source: owned.id.clone(),
+                sequence: arrived.coordinates.offset,
+                redelivered: false,
+                arrived,
+            }));
+        }
+        if deliveries.is_empty() {
+            return Ok(false);
+        }
+        self.shared.queued.fetch_add(1, Ordering::AcqRel);
+        self.tell(Told::Deliveries(deliveries));
+        Ok(true)
+    }
+
+    fn tell(&self, told: Told) {
+        // Nobody listens any more: the loop ends.
+        let _ = self.events.send(Ok(told));
+    }
+
+    /// Commits what is acknowledged and leaves the group.
+    async fn leave(mut self) -> Result<(), BrokerError> {
+        self.finish_writing().await?;
+        self.note_acknowledged();
+        let fenced = self.owned.iter().map(|(partition_id, owned)| Fenced {
+            partition_id: *partition_id,
+            epoch: owned.epoch,
+            committed: Some(owned.acknowledged),
+            release: true,
+        });
+        let order = Order { fenced: fenced.collect(), leave: true, stand: false };
+        self.start(order);
+        self.finish_writing().await?;
+        let failed = |error: sqlx::Error| self.log.failed("close", &error);
+        self.reader.close().await.map_err(failed)?;
+        match self.writer {
+            Some(writer) => writer.close().await.map_err(failed),
+            None => Ok(()),
+        }
+    }
+}
+
+/// One write transaction: offsets, leases given back, then the standing in the group.
+async fn write(
+    log: &Log,
+    connection: &mut SqliteConnection,
+    me: &Membership,
+    order: Order,
+    group: &str,
+    topics: &[Topic],
+) -> Result<Written, BrokerError> {
+    let failed = |error: sqlx::Error| log.failed("commit offsets to", &error);
+    let mut write = log.begin(connection).await?;
+    group::settle(&mut write.tx, me, &order.fenced).await.map_err(failed)?;
+    let mut written = Written { order, standing: None, joined_anew: None };
+    if written.order.leave {
+        group::leave(&mut write.tx, me).await.map_err(failed)?;
+    } else if written.order.stand {
+        written.standing = group::stand(&mut write.tx, me).await.map_err(failed)?;
+        if written.standing.is_none() {
+            let anew = group::join(&mut write.tx, group, topics, me.session).await.map_err(failed)?;
+            written.standing = group::stand(&mut write.tx, &anew).await.map_err(failed)?;
+            written.joined_anew = Some(anew);
+        }
+    }
+    log.commit(write).await?;
+    Ok(written)
+}

@@ -1,0 +1,265 @@
+//! Appending: rows that were handed over are written by a task, as many as wait together in one transaction.
+//!
+//! Guarantees: a row is settled after the commit that holds it, which is on disk; rows are appended in the order they were
+//! sent, so what the log has is a prefix of the session (R15); a row that is refused for what it is takes the later rows of
+//! its key in this session with it (as doubt of the session), never its own fault alone.
+//!
+//! Not here: topics that are missing. They are made when the first row of them comes.
+
+use std::collections::{HashMap, HashSet};
+use std::sync::Arc;
+use std::time::Duration;
+
+use async_trait::async_trait;
+use sqlx::Connection;
+use sqlx::sqlite::SqliteConnection;
+use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc};
+use tokio::time::Instant;
+
+use super::log::Log;
+use super::record::{self, NewRecord, partition_hash, position};
+use super::retention;
+use super::topology::{self, Topic};
+use crate::broker::{Publisher, Receipt, Refusal, Settled, TopicState};
+use crate::error::BrokerError;
+use crate::message::OutgoingMessage;
+
+/// Bounds of one transaction: the write lock is held for some 20 ms at most.
+const ROWS_PER_COMMIT: usize = 5_000;
+const BYTES_PER_COMMIT: usize = 8 * 1024 * 1024;
+/// Bytes that may wait for the writer; `send` waits above it.
+const BYTES_WAITING_MAX: usize = 32 * 1024 * 1024;
+/// How often old rows are looked for, where the setting `retention` is on.
+const TRIM_EVERY: Duration = Duration::from_secs(30);
+
+type Outcomes = Result<Vec<Settled>, BrokerError>;
+
+/// One publishing session.
+#[derive(Debug)]
+pub(super) struct EmbeddedPublisher {
+    rows: mpsc::UnboundedSender<Row>,
+    settled: mpsc::UnboundedReceiver<Outcomes>,
+    in_flight: usize,
+    room: Arc<Semaphore>,
+    /// Rows that settle without the file: refused ones.
+    refused: Vec<Settled>,
+    /// (topic, key) of rows that were refused in this session.
+    broken_keys: HashSet<(String, String)>,
+    log: Arc<Log>,
+    writer: tokio::task::JoinHandle<()>,
+}
+
+/// A row on its way to the writer.
+#[derive(Debug)]
+struct Row {
+    tag: u64,
+    message: OutgoingMessage,
+    _room: OwnedSemaphorePermit,
+}
+
+impl EmbeddedPublisher {
+    pub(super) async fn open(log: Arc<Log>) -> Result<Self, BrokerError> {
+        let connection = log.connect().await?;
+        let (rows, waiting) = mpsc::unbounded_channel();
+        let (answers, settled) = mpsc::unbounded_channel();
+        let writer = Writer { log: Arc::clone(&log), connection, topics: HashMap::new(), answers };
+        Ok(Self {
+            rows,
+            settled,
+            in_flight: 0,
+            room: Arc::new(Semaphore::new(BYTES_WAITING_MAX)),
+            refused: Vec::new(),
+            broken_keys: HashSet::new(),
+            log,
+            writer: tokio::spawn(writer.run(waiting)),
+        })
+    }
+
+    /// The broker's word where it does not take a row.
+    fn refusal(&mut self, message: &OutgoingMessage) -> Option<Refusal> {
+        let key = message.key.as_ref().map(|key| (message.topic.clone(), key.clone()));
+        if key.as_ref().is_some_and(|key| self.broken_keys.contains(key)) {
+            return Some(Refusal::Session("an earlier row of its key was refused in this session".to_owned()));
+        }
+        let headers: usize = message.headers.iter().map(|(name, value)| name.len() + value.len()).sum();
+        let bytes = message.payload.len() + headers + message.key.as_ref().map_or(0, String::len);
+        let max = self.log.config.message_bytes_max;
+        if bytes <= max {
+            return None;
+        }
+        self.broken_keys.extend(key);
+        Some(Refusal::Message(format!(
+            "the message has {bytes} bytes in key, headers and payload, at most {max} are taken"
+        )))
+    }
+}
+
+#[async_trait]
+impl Publisher for EmbeddedPublisher {
+    async fn topic(&mut self, _topic: &str) -> Result<TopicState, BrokerError> {
+        Ok(TopicState::Ready)
+    }
+
+    async fn send(&mut self, rows: Vec<(u64, OutgoingMessage)>) -> Result<(), BrokerError> {
+        for (tag, message) in rows {
+            if let Some(refusal) = self.refusal(&message) {
+                self.refused.push(Settled { tag, outcome: Err(refusal) });
+                continue;
+            }
+            let weight = u32::try_from(message.weight().min(BYTES_WAITING_MAX)).unwrap_or(u32::MAX);
+            let room = Arc::clone(&self.room).acquire_many_owned(weight).await;
+            let Ok(room) = room else { break };
+            let row = Row { tag, message, _room: room };
+            // A writer that has ended left its reason for `settle`.
+            if self.rows.send(row).is_err() {
+                break;
+            }
+            self.in_flight += 1;
+        }
+        Ok(())
+    }
+
+    async fn settle(&mut self, settled: &mut Vec<Settled>) -> Result<(), BrokerError> {
+        if !self.refused.is_empty() {
+            settled.append(&mut self.refused);
+            return Ok(());
+        }
+        if self.in_flight == 0 {
+            return Ok(());
+        }
+        let answer = self.settled.recv().await;
+        let outcomes = answer.unwrap_or_else(|| Err(BrokerError::Session("the session has ended".to_owned())))?;
+        self.in_flight = self.in_flight.saturating_sub(outcomes.len());
+        settled.extend(outcomes);
+        Ok(())
+    }
+
+    async fn close(self: Box<Self>) {
+        let Self { rows, writer, log, .. } = *self;
+        drop(rows);
+        if tokio::time::timeout(log.patience(), writer).await.is_err() {
+            tracing::warn!("the embedded publisher did not end in time");
+        }
+    }
+}
+
+/// The task that appends.
+struct Writer {
+    log: Arc<Log>,
+    connection: SqliteConnection,
+    topics: HashMap<String, Topic>,
+    answers: mpsc::UnboundedSender<Outcomes>,
+}
+
+impl Writer {
+    async fn run(mut self, mut waiting: mpsc::UnboundedReceiver<Row>) {
+        let mut rows = Vec::new();
+        let mut trim_at = Instant::now();
+        loop {
+            let first = tokio::select! {
+                biased;
+                row = waiting.recv() => match row {
+                    Some(row) => row,
+                    None => break,
+                },
+                () = tokio::time::sleep_until(trim_at), if self.log.config.retention.is_some() => {
+                    trim_at = self.trim().await;
+                    continue;
+                }
+            };
+            let mut bytes = first.message.weight();
+            rows.push(first);
+            while rows.len() < ROWS_PER_COMMIT && bytes < BYTES_PER_COMMIT {
+                let Ok(row) = waiting.try_recv() else { break };
+                bytes += row.message.weight();
+                rows.push(row);
+            }
+            // A session that was dropped writes no more: what follows would be a zombie's.
+            if self.answers.is_closed() {
+                break;
+            }
+            let outcomes = self.append(std::mem::take(&mut rows)).await;
+            let over = outcomes.is_err();
+            if self.answers.send(outcomes).is_err() || over {
+                break;
+            }
+            // Also where rows never stop coming.
+            if self.log.config.retention.is_some() && Instant::now() >= trim_at {
+                trim_at = self.trim().await;
+            }
+        }
+        if let Err(error) = self.connection.close().await {
+            tracing::debug!(%error, "the broker file did not close cleanly");
+        }
+    }
+
+    /// Deletes a batch of what is old; gives when to look again. It never ends the session.
+    async fn trim(&mut self) -> Instant {
+        let Self { log, connection, .. } = self;
+        let trimmed = async {
+            let mut write = log.begin(connection).await?;
+            let age = log.config.retention.unwrap_or(Duration::MAX);
+            let rows = retention::trim(&mut write.tx, age, retention::ROWS).await;
+            let rows = rows.map_err(|error| log.failed("delete old rows from", &error))?;
+            log.commit(write).await.map(|()| rows)
+        };
+        match trimmed.await {
+            Ok(0) => Instant::now() + TRIM_EVERY,
+            // More may be left; rows that wait go first.
+            Ok(_) => Instant::now(),
+            Err(error) => {
+                tracing::warn!(%error, "old rows could not be deleted");
+                Instant::now() + TRIM_EVERY
+            }
+        }
+    }
+
+    /// Appends rows in one transaction, in their order.
+    async fn append(&mut self, rows: Vec<Row>) -> Outcomes {
+        let Self { log, connection, topics, .. } = self;
+        let failed = |error: sqlx::Error| log.failed("append to", &error);
+        // Encoded before the turn is taken: others need it too.
+        let mut places = Vec::with_capacity(rows.len());
+        let mut records = Vec::with_capacity(rows.len());
+        for row in rows {
+            places.push((row.tag, row.message.topic.clone(), partition_hash(&row.message)));
+            records.push(NewRecord::of(row.message, &log.config.source));
+        }
+
+        let mut write = log.begin(connection).await?;
+        let mut settled = Vec::with_capacity(records.len());
+        let mut partitions: HashMap<i64, Vec<usize>> = HashMap::new();
+        for (index, (tag, topic, hash)) in places.into_iter().enumerate() {
+            if !topics.contains_key(&topic) {
+                let made = topology::ensure(&mut write.tx, &topic, log.config.partitions).await.map_err(failed)?;
+                topics.insert(topic.clone(), made);
+            }
+            let ids = &topics[&topic].partitions;
+            let number = hash as usize % ids.len();
+            partitions.entry(ids[number]).or_default().push(index);
+            let partition = i32::try_from(number).unwrap_or(i32::MAX);
+            settled.push(Settled { tag, outcome: Ok(Receipt::Offset { partition, offset: 0 }) });
+        }
+        for (partition_id, indexes) in partitions {
+            let rows = i64::try_from(indexes.len()).unwrap_or(i64::MAX);
+            let next: i64 = sqlx::query_scalar(
+                "update topic_partition set next_offset = next_offset + ? where partition_id = ? returning next_offset",
+            )
+            .bind(rows)
+            .bind(partition_id)
+            .fetch_one(&mut *write.tx)
+            .await
+            .map_err(failed)?;
+            for (at, index) in (next - rows..).zip(indexes) {
+                records[index].position = position(partition_id, at);
+                if let Ok(Receipt::Offset { offset, .. }) = &mut settled[index].outcome {
+                    *offset = at;
+                }
+            }
+        }
+        record::insert(&mut write.tx, records, chrono::Utc::now().timestamp_millis()).await.map_err(failed)?;
+        log.commit(write).await?;
+        log.appended.send_modify(|count| *count += 1);
+        Ok(settled)
+    }
+}

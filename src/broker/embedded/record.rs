@@ -1,0 +1,184 @@
+//! Rows of the log: where they stand, how they are written and read.
+//!
+//! Guarantees: a position is (partition, offset) in one number, so that a partition is one range of one tree; a read is
+//! bounded in rows and bytes, whatever the rows weigh.
+
+use std::sync::Arc;
+
+use chrono::DateTime;
+use futures::TryStreamExt;
+use sha2::{Digest, Sha256};
+use sqlx::sqlite::SqliteConnection;
+use sqlx::{FromRow, Row};
+
+use crate::broker::envelope;
+use crate::message::{Arrived, Coordinates, OutgoingMessage};
+
+/// Offsets have 40 bits; the rest is the partition's id.
+const OFFSET_BITS: u32 = 40;
+/// Rows per statement: most of a large batch goes in statements of the first size.
+const CHUNKS: [usize; 3] = [100, 10, 1];
+
+/// Where a row stands.
+pub(super) fn position(partition_id: i64, offset: i64) -> i64 {
+    partition_id << OFFSET_BITS | offset
+}
+
+/// What decides on the partition of a message: its key, or its id where there is none. Never changes for a key.
+pub(super) fn partition_hash(message: &OutgoingMessage) -> u32 {
+    let digest = match &message.key {
+        Some(key) => Sha256::digest(key.as_bytes()),
+        None => Sha256::digest(message.id.as_bytes()),
+    };
+    u32::from_be_bytes([digest[0], digest[1], digest[2], digest[3]])
+}
+
+/// A row to append.
+#[derive(Debug)]
+pub(super) struct NewRecord {
+    pub(super) position: i64,
+    pub(super) key: Option<Vec<u8>>,
+    pub(super) headers: String,
+    pub(super) payload: Vec<u8>,
+}
+
+impl NewRecord {
+    /// A message as a row; its position comes with the transaction.
+    pub(super) fn of(message: OutgoingMessage, source: &str) -> Self {
+        let headers = envelope::headers(&message, source);
+        Self {
+            position: 0,
+            headers: serde_json::Value::from_iter(headers.into_iter().map(|(name, value)| vec![name, value]))
+                .to_string(),
+            key: message.key.map(String::into_bytes),
+            payload: message.payload,
+        }
+    }
+}
+
+/// Inserts rows whose positions are known.
+pub(super) async fn insert(
+    connection: &mut SqliteConnection,
+    records: Vec<NewRecord>,
+    now: i64,
+) -> Result<(), sqlx::Error> {
+    let mut left = records.into_iter();
+    while left.len() > 0 {
+        let size = CHUNKS.into_iter().find(|size| *size <= left.len()).unwrap_or(1);
+        let mut statement = sqlx::query(insert_sql(size));
+        for record in left.by_ref().take(size) {
+            statement =
+                statement.bind(record.position).bind(record.key).bind(record.headers).bind(record.payload).bind(now);
+        }
+        statement.execute(&mut *connection).await?;
+    }
+    Ok(())
+}
+
+/// The statement for as many rows, built once (sqlx keeps prepared statements by their text).
+fn insert_sql(rows: usize) -> sqlx::AssertSqlSafe<Arc<str>> {
+    use std::sync::OnceLock;
+    static BUILT: [OnceLock<Arc<str>>; CHUNKS.len()] = [const { OnceLock::new() }; CHUNKS.len()];
+    let index = CHUNKS.iter().position(|size| *size == rows).unwrap_or(CHUNKS.len() - 1);
+    let sql = BUILT[index].get_or_init(|| {
+        let values = vec!["(?, ?, ?, ?, ?)"; CHUNKS[index]].join(", ");
+        format!("insert into record (position, key, headers, payload, appended_at) values {values}").into()
+    });
+    sqlx::AssertSqlSafe(Arc::clone(sql))
+}
+
+/// A range of one partition.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Range<'a> {
+    pub(super) topic: &'a str,
+    pub(super) partition_id: i64,
+    pub(super) number: i32,
+    /// From this offset on, up to and without the other.
+    pub(super) from: i64,
+    pub(super) to: i64,
+}
+
+/// Reads a range, at most as many rows, and no further than the row that makes the bytes full.
+pub(super) async fn read(
+    connection: &mut SqliteConnection,
+    range: Range<'_>,
+    rows_max: usize,
+    bytes_max: usize,
+) -> Result<Vec<Arrived>, sqlx::Error> {
+    let mut rows = sqlx::query(
+        "select position, key, headers, payload, appended_at from record \
+         where position >= ? and position < ? order by position limit ?",
+    )
+    .bind(position(range.partition_id, range.from))
+    .bind(position(range.partition_id, range.to))
+    .bind(i64::try_from(rows_max).unwrap_or(i64::MAX))
+    .fetch(connection);
+    let mut read = Vec::new();
+    let mut bytes = 0;
+    while let Some(row) = rows.try_next().await? {
+        let record = Record::from_row(&row)?;
+        bytes += record.payload.len() + record.headers.len();
+        read.push(record.arrive(range)?);
+        if bytes >= bytes_max {
+            break;
+        }
+    }
+    Ok(read)
+}
+
+#[derive(Debug)]
+struct Record {
+    position: i64,
+    key: Option<Vec<u8>>,
+    headers: String,
+    payload: Vec<u8>,
+    appended_at: i64,
+}
+
+impl<'r> FromRow<'r, sqlx::sqlite::SqliteRow> for Record {
+    fn from_row(row: &'r sqlx::sqlite::SqliteRow) -> Result<Self, sqlx::Error> {
+        Ok(Self {
+            position: row.try_get(0)?,
+            key: row.try_get(1)?,
+            headers: row.try_get(2)?,
+            payload: row.try_get(3)?,
+            appended_at: row.try_get(4)?,
+        })
+    }
+}
+
+impl Record {
+    fn arrive(self, range: Range<'_>) -> Result<Arrived, sqlx::Error> {
+        let headers: Vec<(String, String)> =
+            serde_json::from_str(&self.headers).map_err(|error| sqlx::Error::Decode(Box::new(error)))?;
+        Ok(envelope::arrive(
+            self.key,
+            headers.into_iter().map(|(name, value)| (name, value.into_bytes())).collect(),
+            self.payload,
+            DateTime::from_timestamp_millis(self.appended_at),
+            Coordinates {
+                place: range.topic.to_owned(),
+                partition: range.number,
+                offset: self.position & ((1 << OFFSET_BITS) - 1),
+            },
+        ))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_partition_is_one_range_of_positions() {
+        assert!(position(1, (1 << OFFSET_BITS) - 1) < position(2, 0));
+        assert_eq!(position(7, 5) & ((1 << OFFSET_BITS) - 1), 5);
+    }
+
+    #[test]
+    fn every_size_of_batch_is_made_of_known_statements() {
+        for size in CHUNKS {
+            assert_eq!(insert_sql(size).0.matches("(?, ?, ?, ?, ?)").count(), size);
+        }
+    }
+}

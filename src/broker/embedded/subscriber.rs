@@ -1,0 +1,120 @@
+//! A consumer's side: what the runtime holds of a membership that a task carries (`member`).
+//!
+//! Guarantees: events come in the order in which they happened; `next` may be dropped at any point; an acknowledgement is
+//! noted at once and committed soon, together with others, and wholly when the subscriber is closed.
+//!
+//! Not here: heartbeats and reading. They go on while the runtime is busy with a handler.
+
+use std::collections::HashMap;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use async_trait::async_trait;
+use tokio::sync::{Notify, mpsc};
+use tokio::task::JoinHandle;
+
+use super::log::Log;
+use super::member::{Member, Told};
+use crate::broker::{Event, PartitionId, Subscriber, Subscription};
+use crate::error::BrokerError;
+
+/// What both sides of a membership share.
+#[derive(Debug, Default)]
+pub(super) struct Shared {
+    /// The next offset to be handled, by source.
+    acknowledged: Mutex<HashMap<PartitionId, i64>>,
+    /// Wakes the task.
+    pub(super) wake: Notify,
+    pub(super) paused: AtomicBool,
+    /// Batches that wait for `next`.
+    pub(super) queued: AtomicUsize,
+    /// This member has nothing because live others have everything.
+    pub(super) others_hold_all: AtomicBool,
+}
+
+impl Shared {
+    pub(super) fn take_acknowledged(&self) -> HashMap<PartitionId, i64> {
+        std::mem::take(&mut *self.acknowledged.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+}
+
+/// A membership as the runtime sees it.
+#[derive(Debug)]
+pub(super) struct EmbeddedSubscriber {
+    events: mpsc::UnboundedReceiver<Result<Told, BrokerError>>,
+    shared: Arc<Shared>,
+    /// The next offset that was not delivered yet, and the end that was seen when the source was assigned.
+    delivered: HashMap<PartitionId, (i64, i64)>,
+    member: JoinHandle<()>,
+    log: Arc<Log>,
+}
+
+impl EmbeddedSubscriber {
+    pub(super) async fn join(log: Arc<Log>, subscription: &Subscription) -> Result<Self, BrokerError> {
+        if subscription.topics.is_empty() {
+            return Err(BrokerError::Refused(format!("consumer `{}` has no topics", subscription.consumer)));
+        }
+        let shared = Arc::new(Shared::default());
+        let (told, events) = mpsc::unbounded_channel();
+        let member = Member::join(Arc::clone(&log), subscription, Arc::clone(&shared), told).await?;
+        Ok(Self { events, shared, delivered: HashMap::new(), member: tokio::spawn(member.run()), log })
+    }
+}
+
+#[async_trait]
+impl Subscriber for EmbeddedSubscriber {
+    async fn next(&mut self) -> Result<Event, BrokerError> {
+        let told = self.events.recv().await;
+        Ok(match told.unwrap_or_else(|| Err(BrokerError::Session("the subscriber has ended".to_owned())))? {
+            Told::Assigned(sources) => {
+                let ids = sources.iter().map(|(id, _, _)| id.clone()).collect();
+                self.delivered.extend(sources.into_iter().map(|(id, from, end)| (id, (from, end))));
+                Event::Assigned(ids)
+            }
+            Told::Deliveries(deliveries) => {
+                self.shared.queued.fetch_sub(1, Ordering::AcqRel);
+                self.shared.wake.notify_one();
+                for delivery in &deliveries {
+                    if let Some((next, _)) = self.delivered.get_mut(&delivery.source) {
+                        *next = delivery.sequence + 1;
+                    }
+                }
+                Event::Deliveries(deliveries)
+            }
+            Told::Revoked { sources, lost, done } => {
+                self.delivered.retain(|id, _| !sources.contains(id));
+                Event::Revoked { sources, lost, done }
+            }
+        })
+    }
+
+    async fn acknowledge(&mut self, source: &PartitionId, through: i64) -> Result<(), BrokerError> {
+        let mut acknowledged = self.shared.acknowledged.lock().unwrap_or_else(PoisonError::into_inner);
+        let next = acknowledged.entry(source.clone()).or_insert(0);
+        *next = through.saturating_add(1).max(*next);
+        drop(acknowledged);
+        self.shared.wake.notify_one();
+        Ok(())
+    }
+
+    fn pause(&mut self, paused: bool) {
+        self.shared.paused.store(paused, Ordering::Release);
+        self.shared.wake.notify_one();
+    }
+
+    async fn caught_up(&mut self) -> Result<bool, BrokerError> {
+        if self.delivered.is_empty() {
+            return Ok(self.shared.others_hold_all.load(Ordering::Acquire));
+        }
+        Ok(self.delivered.values().all(|(next, end)| next >= end))
+    }
+
+    async fn close(self: Box<Self>) {
+        let Self { events, member, log, .. } = *self;
+        // The task commits what is acknowledged and leaves when nobody listens any more.
+        drop(events);
+        if tokio::time::timeout(log.patience(), member).await.is_err() {
+            tracing::warn!("the embedded subscriber did not leave its group in time");
+        }
+    }
+}

@@ -1,0 +1,150 @@
+//! Topics: made at the first publish or subscribe, or declared; looked at as a whole for checks and for `read_all`.
+
+use std::sync::Arc;
+
+use sqlx::Connection;
+use sqlx::sqlite::SqliteConnection;
+
+use super::log::Log;
+use super::record::{self, Range};
+use crate::broker::{BrokerFinding, Subscription};
+use crate::error::BrokerError;
+use crate::message::Arrived;
+
+/// Rows of one read of [`read_all`].
+const READ_ROWS: usize = 2_000;
+
+/// A topic and the ids of its partitions, by number.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Topic {
+    pub(super) topic_id: i64,
+    pub(super) name: Arc<str>,
+    pub(super) partitions: Vec<i64>,
+}
+
+/// Finds a topic.
+pub(super) async fn find(connection: &mut SqliteConnection, name: &str) -> Result<Option<Topic>, sqlx::Error> {
+    let topic_id: Option<i64> = sqlx::query_scalar("select topic_id from topic where name = ?")
+        .bind(name)
+        .fetch_optional(&mut *connection)
+        .await?;
+    let Some(topic_id) = topic_id else { return Ok(None) };
+    let partitions = sqlx::query_scalar("select partition_id from topic_partition where topic_id = ? order by number")
+        .bind(topic_id)
+        .fetch_all(&mut *connection)
+        .await?;
+    Ok(Some(Topic { topic_id, name: name.into(), partitions }))
+}
+
+/// Finds a topic or makes it, in the caller's transaction.
+pub(super) async fn ensure(
+    connection: &mut SqliteConnection,
+    name: &str,
+    partitions: u32,
+) -> Result<Topic, sqlx::Error> {
+    if let Some(topic) = find(connection, name).await? {
+        return Ok(topic);
+    }
+    let topic_id: i64 = sqlx::query_scalar(
+        "insert into topic (name, partitions, created_at) \
+         values (?, ?, cast(unixepoch('subsec') * 1000 as integer)) returning topic_id",
+    )
+    .bind(name)
+    .bind(partitions)
+    .fetch_one(&mut *connection)
+    .await?;
+    let mut ids = Vec::new();
+    for number in 0..partitions {
+        let id =
+            sqlx::query_scalar("insert into topic_partition (topic_id, number) values (?, ?) returning partition_id")
+                .bind(topic_id)
+                .bind(number)
+                .fetch_one(&mut *connection)
+                .await?;
+        ids.push(id);
+    }
+    Ok(Topic { topic_id, name: name.into(), partitions: ids })
+}
+
+/// Makes topics that are missing.
+pub(super) async fn declare(log: &Log, topics: &[String]) -> Result<(), BrokerError> {
+    let mut connection = log.connect().await?;
+    let failed = |error: sqlx::Error| log.failed("make topics in", &error);
+    let mut write = log.begin(&mut connection).await?;
+    for name in topics {
+        ensure(&mut write.tx, name, log.config.partitions).await.map_err(failed)?;
+    }
+    log.commit(write).await?;
+    connection.close().await.map_err(failed)
+}
+
+/// Reads all rows of a topic, partition by partition.
+pub(super) async fn read_all(log: &Log, topic: &str) -> Result<Vec<Arrived>, BrokerError> {
+    let mut connection = log.connect().await?;
+    let failed = |error: sqlx::Error| log.failed("read", &error);
+    let mut arrived: Vec<Arrived> = Vec::new();
+    let found = find(&mut connection, topic).await.map_err(failed)?;
+    for (number, partition_id) in (0_i32..).zip(found.map(|topic| topic.partitions).unwrap_or_default()) {
+        let (mut from, to): (i64, i64) =
+            sqlx::query_as("select first_offset, next_offset from topic_partition where partition_id = ?")
+                .bind(partition_id)
+                .fetch_one(&mut connection)
+                .await
+                .map_err(failed)?;
+        while from < to {
+            let range = Range { topic, partition_id, number, from, to };
+            let rows = record::read(&mut connection, range, READ_ROWS, usize::MAX).await.map_err(failed)?;
+            match rows.last() {
+                Some(last) => from = last.coordinates.offset + 1,
+                None => break,
+            }
+            arrived.extend(rows);
+        }
+    }
+    connection.close().await.map_err(failed)?;
+    Ok(arrived)
+}
+
+/// Looks at the file and at the groups.
+pub(super) async fn check(log: &Log, subscriptions: &[Subscription]) -> Result<Vec<BrokerFinding>, BrokerError> {
+    let mut connection = log.connect().await?;
+    let failed = |error: sqlx::Error| log.failed("check", &error);
+    let path = log.config.path.display();
+    let mut findings = Vec::new();
+
+    let sound: String = sqlx::query_scalar("pragma quick_check(1)").fetch_one(&mut connection).await.map_err(failed)?;
+    findings.push(BrokerFinding {
+        name: "file".to_owned(),
+        refused: sound != "ok",
+        detail: format!("`{path}`: {sound}"),
+        remedy: (sound != "ok").then(|| "restore the broker file, or save what `.recover` of sqlite3 finds".to_owned()),
+    });
+    let journal: String = sqlx::query_scalar("pragma journal_mode").fetch_one(&mut connection).await.map_err(failed)?;
+    findings.push(BrokerFinding {
+        name: "journal".to_owned(),
+        refused: journal != "wal",
+        detail: format!("journal mode is `{journal}`; rows are synced to disk before they are settled"),
+        remedy: (journal != "wal").then(|| "keep the file on a local disk: WAL needs shared memory".to_owned()),
+    });
+    for subscription in subscriptions {
+        let (members, lag): (i64, i64) = sqlx::query_as(
+            "select (select count(*) from member m where m.group_id = g.group_id), \
+             coalesce((select sum(p.next_offset - l.committed) from lease l join topic_partition p using (partition_id) \
+                where l.group_id = g.group_id), 0) \
+             from consumer_group g where g.name = ?",
+        )
+        .bind(subscription.group())
+        .fetch_optional(&mut connection)
+        .await
+        .map_err(failed)?
+        .unwrap_or_default();
+        findings.push(BrokerFinding {
+            name: format!("group {}", subscription.group()),
+            refused: false,
+            detail: format!("members: {members}, rows not acknowledged: {lag}"),
+            remedy: None,
+        });
+    }
+    connection.close().await.map_err(failed)?;
+    Ok(findings)
+}

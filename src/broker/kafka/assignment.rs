@@ -1,0 +1,344 @@
+//! The partitions of one member: what was delivered, what is acknowledged, what is committed. Pure: no I/O, no clock.
+//!
+//! Promises: what is committed never runs ahead of what was acknowledged for the assignment it was delivered under;
+//! deliveries in flight are counted exactly.
+//!
+//! Not here: talking to librdkafka (`poller`).
+
+use std::collections::{BTreeMap, HashMap, VecDeque};
+use std::sync::Arc;
+
+use crate::broker::PartitionId;
+
+/// Topic, partition and the offset after the last acknowledged one.
+pub(super) type Position = (Arc<str>, i32, i64);
+
+/// All partitions that are ours.
+#[derive(Debug, Default)]
+pub(super) struct Assignment {
+    topics: HashMap<Arc<str>, BTreeMap<i32, Source>>,
+    generations: u64,
+    assigned_once: bool,
+    rows: usize,
+    bytes: usize,
+    // How often the end of any partition of this number was reported at an offset: the reports name no topic.
+    ends_seen: HashMap<(i32, i64), usize>,
+}
+
+#[derive(Debug)]
+struct Source {
+    id: PartitionId,
+    in_flight: VecDeque<(i64, usize)>,
+    /// Where the next delivery starts, as far as known.
+    next: Option<i64>,
+    acknowledged: Option<i64>,
+    sent: Option<i64>,
+    confirmed: Option<i64>,
+    /// Where the partition ended when that was asked first.
+    end: Option<i64>,
+    paused: bool,
+}
+
+impl Assignment {
+    fn source(&self, topic: &str, partition: i32) -> Option<&Source> {
+        self.topics.get(topic)?.get(&partition)
+    }
+
+    fn source_mut(&mut self, topic: &str, partition: i32) -> Option<&mut Source> {
+        self.topics.get_mut(topic)?.get_mut(&partition)
+    }
+
+    fn sources(&self) -> impl Iterator<Item = &Source> {
+        self.topics.values().flat_map(BTreeMap::values)
+    }
+
+    fn sources_mut(&mut self) -> impl Iterator<Item = &mut Source> {
+        self.topics.values_mut().flat_map(BTreeMap::values_mut)
+    }
+
+    /// Takes partitions, each under a generation of its own.
+    pub(super) fn assign(&mut self, partitions: &[(String, i32)]) -> Vec<PartitionId> {
+        self.assigned_once = true;
+        self.remove(partitions);
+        partitions
+            .iter()
+            .map(|(topic, partition)| {
+                self.generations += 1;
+                let place: Arc<str> = match self.topics.get_key_value(topic.as_str()) {
+                    Some((place, _)) => Arc::clone(place),
+                    None => topic.as_str().into(),
+                };
+                let id = PartitionId { place: Arc::clone(&place), partition: *partition, generation: self.generations };
+                let source = Source {
+                    id: id.clone(),
+                    in_flight: VecDeque::new(),
+                    next: None,
+                    acknowledged: None,
+                    sent: None,
+                    confirmed: None,
+                    end: None,
+                    paused: false,
+                };
+                self.topics.entry(place).or_default().insert(*partition, source);
+                id
+            })
+            .collect()
+    }
+
+    /// The assignments of these partitions, as they are now.
+    pub(super) fn ids(&self, partitions: &[(String, i32)]) -> Vec<PartitionId> {
+        partitions.iter().filter_map(|(topic, partition)| Some(self.source(topic, *partition)?.id.clone())).collect()
+    }
+
+    /// Forgets partitions, with what is in flight of them.
+    pub(super) fn remove(&mut self, partitions: &[(String, i32)]) {
+        for (topic, partition) in partitions {
+            let Some(sources) = self.topics.get_mut(topic.as_str()) else { continue };
+            let Some(source) = sources.remove(partition) else { continue };
+            self.rows -= source.in_flight.len();
+            self.bytes -= source.in_flight.iter().map(|(_, weight)| weight).sum::<usize>();
+        }
+    }
+
+    /// Counts a delivery. Nothing for a partition that is not ours.
+    pub(super) fn deliver(&mut self, topic: &str, partition: i32, offset: i64, weight: usize) -> Option<PartitionId> {
+        let source = self.source_mut(topic, partition)?;
+        source.in_flight.push_back((offset, weight));
+        source.next = Some(offset + 1);
+        let id = source.id.clone();
+        self.rows += 1;
+        self.bytes += weight;
+        Some(id)
+    }
+
+    /// Everything of this assignment up to an offset is committed in the database. False for an assignment of the past.
+    pub(super) fn acknowledge(&mut self, id: &PartitionId, through: i64) -> bool {
+        let Some(source) = self.source_mut(&id.place, id.partition).filter(|source| source.id == *id) else {
+            return false;
+        };
+        let mut gone = (0, 0);
+        while let Some((_, weight)) = source.in_flight.pop_front_if(|(offset, _)| *offset <= through) {
+            gone = (gone.0 + 1, gone.1 + weight);
+        }
+        source.acknowledged = source.acknowledged.max(Some(through + 1));
+        self.rows -= gone.0;
+        self.bytes -= gone.1;
+        true
+    }
+
+    /// Whether the bounds are reached. One delivery is always allowed.
+    pub(super) fn is_full(&self, rows_max: usize, bytes_max: usize) -> bool {
+        self.rows > 0 && (self.rows >= rows_max || self.bytes >= bytes_max)
+    }
+
+    /// What is acknowledged and was not sent to the broker yet; it counts as sent from now on.
+    pub(super) fn take_due(&mut self) -> Vec<Position> {
+        let due = self.sources_mut().filter(|source| source.acknowledged > source.sent);
+        due.filter_map(|source| {
+            source.sent = source.acknowledged;
+            Some((Arc::clone(&source.id.place), source.id.partition, source.acknowledged?))
+        })
+        .collect()
+    }
+
+    /// What is acknowledged of these partitions and not known to be committed.
+    pub(super) fn unconfirmed(&self, partitions: &[(String, i32)]) -> Vec<Position> {
+        let sources = partitions.iter().filter_map(|(topic, partition)| self.source(topic, *partition));
+        sources
+            .filter(|source| source.acknowledged > source.confirmed)
+            .filter_map(|source| Some((Arc::clone(&source.id.place), source.id.partition, source.acknowledged?)))
+            .collect()
+    }
+
+    /// The same of all partitions.
+    pub(super) fn all_unconfirmed(&self) -> Vec<Position> {
+        let sources = self.sources().filter(|source| source.acknowledged > source.confirmed);
+        sources
+            .filter_map(|source| Some((Arc::clone(&source.id.place), source.id.partition, source.acknowledged?)))
+            .collect()
+    }
+
+    /// The broker's answer to a commit. What failed is due again.
+    pub(super) fn committed(&mut self, topic: &str, partition: i32, offset: i64, done: bool) {
+        let Some(source) = self.source_mut(topic, partition) else { return };
+        if done {
+            source.confirmed = source.confirmed.max(Some(offset));
+        } else if source.sent == Some(offset) {
+            source.sent = source.confirmed;
+        }
+    }
+
+    /// The partitions whose consumption is to be paused or resumed, so that all are as wanted; they count as such from now on.
+    pub(super) fn take_to_pause(&mut self, paused: bool) -> Vec<(Arc<str>, i32)> {
+        self.sources_mut()
+            .filter(|source| source.paused != paused)
+            .map(|source| {
+                source.paused = paused;
+                (Arc::clone(&source.id.place), source.id.partition)
+            })
+            .collect()
+    }
+
+    /// Those of these partitions that are paused.
+    pub(super) fn paused_of(&self, partitions: &[(String, i32)]) -> Vec<(Arc<str>, i32)> {
+        let sources = partitions.iter().filter_map(|(topic, partition)| self.source(topic, *partition));
+        sources
+            .filter(|source| source.paused)
+            .map(|source| (Arc::clone(&source.id.place), source.id.partition))
+            .collect()
+    }
+
+    /// The end of a partition of this number was reached at this offset.
+    pub(super) fn end_reached(&mut self, partition: i32, offset: i64) {
+        *self.ends_seen.entry((partition, offset)).or_default() += 1;
+    }
+
+    /// Partitions whose end was not asked yet.
+    pub(super) fn without_end(&self) -> Vec<PartitionId> {
+        self.sources().filter(|source| source.end.is_none()).map(|source| source.id.clone()).collect()
+    }
+
+    /// What the broker says: where consumption starts if nothing was delivered yet, and where the partition ends.
+    pub(super) fn set_end(&mut self, id: &PartitionId, start: Option<i64>, end: i64) {
+        if let Some(source) = self.source_mut(&id.place, id.partition).filter(|source| source.id == *id) {
+            source.next = source.next.or(start);
+            source.end = Some(end);
+        }
+    }
+
+    /// True once assigned and once every partition delivered what stood in it when its end was asked.
+    pub(super) fn is_caught_up(&self) -> bool {
+        self.assigned_once && self.sources().all(|source| self.has_reached_end(source))
+    }
+
+    /// By its offsets; or, where the last ones hold no message (aborted, compacted, markers), by a reported end that no other
+    /// partition of the same number explains.
+    fn has_reached_end(&self, source: &Source) -> bool {
+        let Some(end) = source.end else { return false };
+        if source.next.is_some_and(|next| next >= end) {
+            return true;
+        }
+        self.ends_seen.iter().any(|((partition, offset), times)| {
+            let explained =
+                || self.sources().filter(|other| other.id.partition == *partition && other.next == Some(*offset));
+            *partition == source.id.partition && *offset >= end && *times > explained().count()
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use super::*;
+
+    fn partitions(list: &[(&str, i32)]) -> Vec<(String, i32)> {
+        list.iter().map(|(topic, partition)| ((*topic).to_owned(), *partition)).collect()
+    }
+
+    fn due(assignment: &mut Assignment) -> Vec<(String, i32, i64)> {
+        assignment.take_due().into_iter().map(|(topic, partition, next)| (topic.to_string(), partition, next)).collect()
+    }
+
+    #[test]
+    fn only_what_is_acknowledged_is_committed_and_only_once() {
+        let mut all = Assignment::default();
+        let ids = all.assign(&partitions(&[("t", 0), ("t", 1)]));
+        for offset in [5, 6, 9] {
+            all.deliver("t", 0, offset, 10).unwrap();
+        }
+        assert_eq!(due(&mut all), []);
+        assert!(all.acknowledge(&ids[0], 6));
+        assert_eq!(due(&mut all), [("t".to_owned(), 0, 7)]);
+        assert_eq!(due(&mut all), []);
+        assert!((all.rows, all.bytes) == (1, 10));
+        all.acknowledge(&ids[0], 9);
+        all.acknowledge(&ids[0], 7);
+        assert_eq!(due(&mut all), [("t".to_owned(), 0, 10)], "an older acknowledgement does not go back");
+    }
+
+    #[test]
+    fn a_commit_that_failed_is_due_again_and_a_confirmed_one_is_not() {
+        let mut all = Assignment::default();
+        let t0 = partitions(&[("t", 0)]);
+        let ids = all.assign(&t0);
+        all.acknowledge(&ids[0], 4);
+        due(&mut all);
+        all.committed("t", 0, 5, false);
+        assert_eq!(due(&mut all), [("t".to_owned(), 0, 5)]);
+        assert_eq!(all.unconfirmed(&t0).len(), 1);
+        all.committed("t", 0, 5, true);
+        assert_eq!(due(&mut all), []);
+        assert_eq!(all.unconfirmed(&t0).len(), 0);
+    }
+
+    #[test]
+    fn an_acknowledgement_of_a_past_assignment_changes_nothing() {
+        let mut all = Assignment::default();
+        let t0 = partitions(&[("t", 0)]);
+        let old = all.assign(&t0);
+        all.deliver("t", 0, 1, 10);
+        all.remove(&t0);
+        assert!(!all.acknowledge(&old[0], 1));
+        let new = all.assign(&t0);
+        assert_ne!(old, new);
+        all.deliver("t", 0, 1, 10);
+        assert!(!all.acknowledge(&old[0], 1));
+        assert_eq!(due(&mut all), []);
+        assert_eq!(all.rows, 1);
+    }
+
+    #[test]
+    fn bounds_count_what_is_in_flight_and_let_one_through() {
+        let mut all = Assignment::default();
+        let t0 = partitions(&[("t", 0)]);
+        let ids = all.assign(&t0);
+        assert!(!all.is_full(1, 1));
+        all.deliver("t", 0, 1, 100);
+        assert!(all.is_full(1, 1_000) && all.is_full(10, 100) && !all.is_full(2, 101));
+        all.acknowledge(&ids[0], 1);
+        assert!(!all.is_full(1, 1));
+        all.deliver("t", 0, 2, 100);
+        all.remove(&t0);
+        assert!((all.rows, all.bytes) == (0, 0));
+        assert_eq!(all.deliver("t", 0, 3, 1), None, "not ours any more");
+    }
+
+    #[test]
+    fn caught_up_means_the_end_that_was_seen() {
+        let mut all = Assignment::default();
+        assert!(!all.is_caught_up(), "not assigned yet");
+        all.assign(&[]);
+        assert!(all.is_caught_up(), "a member without partitions");
+        let ids = all.assign(&partitions(&[("t", 0)]));
+        assert!(!all.is_caught_up());
+        all.set_end(&ids[0], Some(0), 2);
+        all.deliver("t", 0, 0, 1);
+        assert!(!all.is_caught_up());
+        all.deliver("t", 0, 1, 1);
+        assert!(all.is_caught_up());
+    }
+
+    #[test]
+    fn an_end_without_messages_before_it_is_taken_from_the_report() {
+        let mut all = Assignment::default();
+        let ids = all.assign(&partitions(&[("a", 0), ("b", 0)]));
+        all.set_end(&ids[0], Some(10), 10);
+        all.set_end(&ids[1], Some(3), 10);
+        all.end_reached(0, 10);
+        assert!(!all.is_caught_up(), "the report is explained by topic a");
+        all.end_reached(0, 10);
+        assert!(all.is_caught_up(), "one of the two reports is of topic b");
+    }
+
+    #[test]
+    fn pausing_names_only_what_changes() {
+        let mut all = Assignment::default();
+        all.assign(&partitions(&[("t", 0)]));
+        assert_eq!(all.take_to_pause(true).len(), 1);
+        assert_eq!(all.take_to_pause(true).len(), 0);
+        all.assign(&partitions(&[("t", 1)]));
+        assert_eq!(all.take_to_pause(true), [("t".into(), 1)]);
+        assert_eq!(all.paused_of(&partitions(&[("t", 0), ("u", 0)])), [("t".into(), 0)]);
+        assert_eq!(all.take_to_pause(false).len(), 2);
+    }
+}

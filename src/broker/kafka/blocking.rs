@@ -1,0 +1,140 @@
+//! librdkafka's calls that wait, on threads where waiting is allowed.
+//!
+//! Promise: no executor thread waits for the broker; a wrong password ends the wait early, because librdkafka itself would
+//! try again until the deadline.
+//!
+//! Not here: the threads that poll (`publisher`, `poller`).
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use rdkafka::ClientContext;
+use rdkafka::admin::{AdminClient, AdminOptions};
+use rdkafka::client::{Client, DefaultClientContext};
+use rdkafka::config::FromClientConfigAndContext;
+use rdkafka::metadata::Metadata;
+use rdkafka::producer::{BaseProducer, Producer};
+
+use super::client;
+use super::config::KafkaConfig;
+use super::context::{AskContext, Reports};
+use super::properties;
+use crate::error::BrokerError;
+
+// The first wait for an answer; each next one is twice as long.
+const FIRST_SLICE: Duration = Duration::from_millis(250);
+
+// All brokers are away, and were still when asked again for so long: no need to use the deadline up.
+const SURE_AFTER: Duration = Duration::from_secs(1);
+
+/// How long reports are served after a question. librdkafka gives one at a time, log lines between them.
+pub(super) const SERVE: Duration = Duration::from_millis(10);
+
+/// Runs what waits on a thread for it.
+///
+/// # Cancel safety
+/// When dropped, the work still runs to its end; its answer is lost.
+pub(super) async fn run<T: Send + 'static>(
+    work: impl FnOnce() -> Result<T, BrokerError> + Send + 'static,
+) -> Result<T, BrokerError> {
+    match tokio::task::spawn_blocking(work).await {
+        Ok(answer) => answer,
+        Err(error) => Err(BrokerError::Session(format!("a call of the kafka client failed: {error}"))),
+    }
+}
+
+/// Waits until a broker answers, refuses us, or the deadline passes.
+pub(super) fn reach<C: ClientContext>(
+    client: &Client<C>,
+    reports: &Reports,
+    deadline: Duration,
+    serve: impl Fn(),
+) -> Result<(), BrokerError> {
+    let ask = |slice| client.fetch_cluster_id(slice).ok_or_else(|| "no answer in time".to_owned());
+    ask_until(reports, deadline, serve, ask).map(drop)
+}
+
+/// Asks for metadata of one topic, or of all, until it is answered, the broker refuses us, or the deadline passes.
+pub(super) fn metadata<C: ClientContext>(
+    client: &Client<C>,
+    reports: &Reports,
+    topic: Option<&str>,
+    deadline: Duration,
+    serve: impl Fn(),
+) -> Result<Metadata, BrokerError> {
+    ask_until(reports, deadline, serve, |slice| client.fetch_metadata(topic, slice).map_err(|error| error.to_string()))
+}
+
+fn ask_until<T>(
+    reports: &Reports,
+    deadline: Duration,
+    serve: impl Fn(),
+    ask: impl Fn(Duration) -> Result<T, String>,
+) -> Result<T, BrokerError> {
+    let end = Instant::now() + deadline;
+    let mut slice = FIRST_SLICE;
+    loop {
+        let answer = ask(slice.min(end.saturating_duration_since(Instant::now())));
+        serve();
+        match answer {
+            Ok(answer) => {
+                reports.works();
+                return Ok(answer);
+            }
+            Err(error)
+                if reports.unauthorised().is_some()
+                    || Instant::now() >= end
+                    || (slice > SURE_AFTER && reports.all_down().is_some()) =>
+            {
+                return Err(reports.explain("kafka did not answer", &error));
+            }
+            // Without a connection the call may come back at once.
+            Err(_) => std::thread::sleep(SERVE),
+        }
+        slice *= 2;
+    }
+}
+
+/// A client for questions.
+pub(super) struct Asker {
+    producer: BaseProducer<AskContext>,
+    reports: Arc<Reports>,
+}
+
+impl Asker {
+    /// Makes the client; nothing is asked yet.
+    pub(super) fn new(config: &KafkaConfig) -> Result<Self, BrokerError> {
+        let context = AskContext::default();
+        let reports = Arc::clone(&context.reports);
+        let producer = BaseProducer::from_config_and_context(&client::asker(config), context)
+            .map_err(|error| BrokerError::Refused(format!("kafka settings: {}", properties::reason(&error))))?;
+        Ok(Self { producer, reports })
+    }
+
+    /// Waits for the broker.
+    pub(super) fn reach(&self) -> Result<(), BrokerError> {
+        reach(self.client(), &self.reports, client::OPEN_DEADLINE, || self.producer.poll(SERVE))
+    }
+
+    /// Metadata of one topic, or of all.
+    pub(super) fn metadata(&self, topic: Option<&str>) -> Result<Metadata, BrokerError> {
+        let serve = || self.producer.poll(SERVE);
+        metadata(self.client(), &self.reports, topic, client::ASK_DEADLINE, serve)
+    }
+
+    /// The client underneath.
+    pub(super) fn client(&self) -> &Client<AskContext> {
+        self.producer.client()
+    }
+}
+
+/// A client for administration. It serves no errors of its own: ask an [`Asker`] first whether the broker is there.
+pub(super) fn admin(config: &KafkaConfig) -> Result<AdminClient<DefaultClientContext>, BrokerError> {
+    AdminClient::from_config_and_context(&client::asker(config), DefaultClientContext)
+        .map_err(|error| BrokerError::Refused(format!("kafka settings: {}", properties::reason(&error))))
+}
+
+/// Deadlines of an administrative request.
+pub(super) fn admin_options() -> AdminOptions {
+    AdminOptions::new().request_timeout(Some(client::ASK_DEADLINE)).operation_timeout(Some(client::ASK_DEADLINE))
+}

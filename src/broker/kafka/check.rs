@@ -1,0 +1,218 @@
+//! What `doctor` says of Kafka: what breaks or weakens a promise, with the command that mends it.
+//!
+//! Promise: nothing is changed by looking.
+//!
+//! Not here: settings of ours, which are refused before any connection (`config`, `properties`).
+
+use std::collections::BTreeSet;
+use std::sync::Arc;
+use std::time::Duration;
+
+use rdkafka::metadata::Metadata;
+
+use super::blocking::{self, Asker};
+use super::client::ASK_DEADLINE;
+use super::config::KafkaConfig;
+use super::topology::{self, TopicSettings};
+use crate::broker::{BrokerFinding, Subscription, TopicState};
+use crate::error::BrokerError;
+
+// What the default limits let through at enqueue, with room for headers of a record.
+const ENQUEUE_BYTES_MAX: usize = 900_000 + 4_096;
+
+/// Looks at the broker, the topics and the groups.
+pub(super) async fn check(
+    config: &Arc<KafkaConfig>,
+    subscriptions: &[Subscription],
+) -> Result<Vec<BrokerFinding>, BrokerError> {
+    let (config, subscriptions) = (Arc::clone(config), subscriptions.to_vec());
+    blocking::run(move || look(&config, &subscriptions)).await
+}
+
+fn look(config: &KafkaConfig, subscriptions: &[Subscription]) -> Result<Vec<BrokerFinding>, BrokerError> {
+    let asker = Asker::new(config)?;
+    let topics: BTreeSet<&str> =
+        subscriptions.iter().flat_map(|subscription| &subscription.topics).map(String::as_str).collect();
+    let mut findings = vec![reachable(config, &asker)?];
+    let mut present = Vec::new();
+    for topic in topics {
+        let metadata = asker.metadata(Some(topic))?;
+        match topology::state(&metadata, topic) {
+            TopicState::Ready => present.push((topic, copies(&metadata, topic))),
+            TopicState::NotReady(reason) => findings.push(weaker(
+                format!("kafka topic {topic}"),
+                format!("cannot be used: {reason}; what is published to it is held, its consumers wait"),
+                topology::how_to_create(config, topic),
+            )),
+        }
+    }
+    let names: BTreeSet<&str> = present.iter().map(|(topic, _)| *topic).collect();
+    let settings = if names.is_empty() { Ok(Default::default()) } else { topology::settings(config, &names) };
+    match settings {
+        Ok(settings) => {
+            for (topic, copies) in present {
+                match settings.get(topic) {
+                    Some(settings) => findings.extend(of_topic(config, topic, copies, settings)),
+                    None => findings.push(unreadable(topic)),
+                }
+            }
+        }
+        Err(_) => findings.extend(names.into_iter().map(unreadable)),
+    }
+    findings.extend(subscriptions.iter().filter_map(|subscription| of_group(&asker, subscription.group())));
+    Ok(findings)
+}
+
+fn reachable(config: &KafkaConfig, asker: &Asker) -> Result<BrokerFinding, BrokerError> {
+    asker.reach()?;
+    let brokers = asker.metadata(Some("__consumer_offsets")).map_or(0, |metadata| metadata.brokers().len());
+    let (_, version) = rdkafka::util::get_rdkafka_version();
+    let security = match (config.tls, &config.user) {
+        (true, Some(_)) => format!("TLS and {}", config.sasl_mechanism.name()),
+        (true, None) => "TLS".to_owned(),
+        (false, Some(_)) => format!("{} without TLS", config.sasl_mechanism.name()),
+        (false, None) => "no TLS".to_owned(),
+    };
+    Ok(fine("kafka", format!("{brokers} broker(s) at {}, {security}, librdkafka {version}", config.bootstrap())))
+}
+
+/// The smallest number of copies that a partition of the topic has.
+fn copies(metadata: &Metadata, name: &str) -> usize {
+    let topic = metadata.topics().iter().find(|topic| topic.name() == name);
+    let partitions = topic.map_or(&[][..], |topic| topic.partitions());
+    partitions.iter().map(|partition| partition.replicas().len()).min().unwrap_or(0)
+}
+
+fn of_topic(config: &KafkaConfig, topic: &str, copies: usize, settings: &TopicSettings) -> Vec<BrokerFinding> {
+    let number = |name: &str| settings.get(name).and_then(|value| value.parse::<i64>().ok());
+    let alter = |change: &str| {
+        let servers = config.bootstrap();
+        format!(
+            "`kafka-configs.sh --bootstrap-server {servers} --alter --entity-type topics --entity-name {topic} \
+             --add-config {change}`"
+        )
+    };
+    let name = |what: &str| format!("kafka topic {topic}: {what}");
+    let mut findings = Vec::new();
+    let in_sync = number("min.insync.replicas").unwrap_or(1);
+    findings.push(match (copies, in_sync) {
+        (0 | 1, _) => weaker(
+            name("copies"),
+            "one copy: the loss of one disk loses messages that were proven".to_owned(),
+            "give it three copies (`kafka-reassign-partitions.sh`) and min.insync.replicas=2".to_owned(),
+        ),
+        (copies, 1) => weaker(
+            name("copies"),
+            format!("{copies} copies, but a message counts as taken when one has it (min.insync.replicas=1)"),
+            alter("min.insync.replicas=2"),
+        ),
+        (copies, in_sync) => {
+            fine(name("copies"), format!("{copies} copies, {in_sync} before a message counts as taken"))
+        }
+    });
+    if settings.get("unclean.leader.election.enable").is_some_and(|value| value == "true") {
+        findings.push(weaker(
+            name("elections"),
+            "a copy that lags may become leader: messages that were proven can be lost".to_owned(),
+            alter("unclean.leader.election.enable=false"),
+        ));
+    }
+    if let Some(max) = number("max.message.bytes").and_then(|max| usize::try_from(max).ok())
+        && max < ENQUEUE_BYTES_MAX
+    {
+        findings.push(weaker(
+            name("sizes"),
+            format!("takes {max} bytes at most, enqueue lets 900000 through: larger messages will be dead"),
+            alter("max.message.bytes=1048588"),
+        ));
+    }
+    findings.push(retention(name("retention"), settings));
+    findings
+}
+
+fn retention(name: String, settings: &TopicSettings) -> BrokerFinding {
+    let of = |name: &str| settings.get(name).map_or("?", String::as_str);
+    if of("cleanup.policy").contains("compact") {
+        return fine(
+            name,
+            "compacted: a message may come again at any time, so the inbox horizon is `never`".to_owned(),
+        );
+    }
+    match of("retention.ms").parse::<i64>() {
+        Ok(-1) => {
+            fine(name, "unlimited: a message may come again at any time, so the inbox horizon is `never`".to_owned())
+        }
+        Ok(kept) => {
+            let kept = Duration::from_millis(kept.unsigned_abs());
+            fine(name, format!("{}; the inbox horizon must be longer", humantime::format_duration(kept)))
+        }
+        Err(_) => fine(name, "not told by the broker".to_owned()),
+    }
+}
+
+fn of_group(asker: &Asker, group: &str) -> Option<BrokerFinding> {
+    let groups = asker.client().fetch_group_list(Some(group), ASK_DEADLINE).ok()?;
+    let found = groups.groups().iter().find(|found| found.name() == group)?;
+    let (members, state) = (found.members().len(), found.state());
+    let name = format!("kafka group {group}");
+    let protocol = found.protocol();
+    if members > 0 && !protocol.is_empty() && protocol != "cooperative-sticky" {
+        return Some(BrokerFinding {
+            name,
+            refused: true,
+            detail: format!("{members} member(s) of another kind: their assignment strategy is `{protocol}`"),
+            remedy: Some("stop them, or give the consumer another `group`".to_owned()),
+        });
+    }
+    Some(fine(name, format!("{members} member(s), {}", if state.is_empty() { "not used yet" } else { state })))
+}
+
+fn unreadable(topic: &str) -> BrokerFinding {
+    weaker(
+        format!("kafka topic {topic}"),
+        "its settings cannot be read: copies, sizes and retention are not known".to_owned(),
+        format!("allow DescribeConfigs on topic `{topic}` to this user"),
+    )
+}
+
+fn fine(name: impl Into<String>, detail: String) -> BrokerFinding {
+    BrokerFinding { name: name.into(), refused: false, detail, remedy: None }
+}
+
+fn weaker(name: String, detail: String, remedy: String) -> BrokerFinding {
+    BrokerFinding { name, refused: false, detail, remedy: Some(remedy) }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use super::*;
+
+    fn findings(copies: usize, settings: &[(&str, &str)]) -> Vec<BrokerFinding> {
+        let settings = settings.iter().map(|(name, value)| ((*name).to_owned(), (*value).to_owned())).collect();
+        of_topic(&KafkaConfig::from_url("kafka://a:1").unwrap(), "t", copies, &settings)
+    }
+
+    #[test]
+    fn what_weakens_a_proof_is_named_with_its_remedy() {
+        let safe =
+            [("min.insync.replicas", "2"), ("unclean.leader.election.enable", "false"), ("retention.ms", "1000")];
+        assert!(findings(3, &safe).iter().all(|finding| finding.remedy.is_none()));
+        let told = |copies, settings: &[(&str, &str)]| {
+            let weak = findings(copies, settings).into_iter().filter(|finding| finding.remedy.is_some());
+            weak.map(|finding| format!("{} {}", finding.detail, finding.remedy.unwrap())).collect::<Vec<_>>().join("\n")
+        };
+        assert!(told(1, &safe).contains("three copies"));
+        assert!(told(3, &[("min.insync.replicas", "1")]).contains("--add-config min.insync.replicas=2"));
+        assert!(told(3, &[("unclean.leader.election.enable", "true")]).contains("can be lost"));
+        assert!(told(3, &[("max.message.bytes", "20000")]).contains("20000 bytes at most"));
+    }
+
+    #[test]
+    fn retention_is_said_because_the_horizon_must_exceed_it() {
+        let last = |settings: &[(&str, &str)]| findings(3, settings).pop().unwrap().detail;
+        assert!(last(&[("retention.ms", "604800000"), ("cleanup.policy", "delete")]).starts_with("7days"));
+        assert!(last(&[("retention.ms", "-1"), ("cleanup.policy", "delete")]).contains("`never`"));
+        assert!(last(&[("retention.ms", "1"), ("cleanup.policy", "compact,delete")]).contains("`never`"));
+    }
+}

@@ -1,0 +1,137 @@
+//! What librdkafka is told: for a producer, a consumer, a reader and for questions.
+//!
+//! Promise: the settings that promises rest on are set here and cannot be changed by a property (`properties` refuses it).
+//!
+//! Not here: sizes that depend on topics (`topology`).
+
+use std::time::Duration;
+
+use rdkafka::ClientConfig;
+use rdkafka::config::RDKafkaLogLevel;
+
+use super::config::KafkaConfig;
+use super::properties;
+use super::topology::Sizes;
+
+/// How long opening a session may take.
+pub(super) const OPEN_DEADLINE: Duration = Duration::from_secs(10);
+/// How long one question to the broker may take.
+pub(super) const ASK_DEADLINE: Duration = Duration::from_secs(5);
+
+// The client's own limit is twice ours, which is the one that is waited for: a full queue is an error in librdkafka.
+const QUEUE_ROWS_MIN: usize = 1_000;
+
+fn common(config: &KafkaConfig) -> ClientConfig {
+    let mut settings = ClientConfig::new();
+    // Level `debug` only lets pass what `debug` below asks for; `context` filters.
+    settings.set_log_level(RDKafkaLogLevel::Debug);
+    settings
+        .set("bootstrap.servers", config.bootstrap())
+        .set("client.id", &config.client_id)
+        .set("allow.auto.create.topics", "false")
+        .set("socket.keepalive.enable", "true")
+        // A frozen leader keeps its sockets open: requests hung for more than 30 s with the default of 60 s.
+        .set("socket.timeout.ms", "10000")
+        .set("socket.connection.setup.timeout.ms", "10000")
+        .set("reconnect.backoff.ms", "50")
+        .set("reconnect.backoff.max.ms", "2000");
+    let protocol = match (config.tls, config.user.is_some()) {
+        (false, false) => "plaintext",
+        (true, false) => "ssl",
+        (false, true) => "sasl_plaintext",
+        (true, true) => "sasl_ssl",
+    };
+    settings.set("security.protocol", protocol);
+    if config.tls {
+        settings.set("enable.ssl.certificate.verification", "true");
+        settings.set("ssl.endpoint.identification.algorithm", "https");
+        if let Some(file) = &config.ca_file {
+            settings.set("ssl.ca.location", file.to_string_lossy());
+        }
+    }
+    if let Some(user) = &config.user {
+        settings.set("sasl.mechanisms", config.sasl_mechanism.name());
+        settings.set("sasl.username", user);
+        settings.set("sasl.password", config.password.as_deref().unwrap_or_default());
+    }
+    settings
+}
+
+fn with_properties(config: &KafkaConfig, mut settings: ClientConfig) -> ClientConfig {
+    for (name, value) in &config.properties {
+        settings.set(properties::canonical(name), value);
+    }
+    settings
+}
+
+/// A producer for questions only: it sends nothing.
+pub(super) fn asker(config: &KafkaConfig) -> ClientConfig {
+    with_properties(config, common(config))
+}
+
+/// The producer of one publishing session.
+pub(super) fn producer(config: &KafkaConfig, sizes: Sizes) -> ClientConfig {
+    let mut settings = common(config);
+    let rows = config.publish_rows_max.saturating_mul(2).max(QUEUE_ROWS_MIN);
+    let kbytes = (config.publish_bytes_max / 1024).saturating_mul(2).max(1024);
+    settings
+        .set("enable.idempotence", "true")
+        .set("acks", "all")
+        // A finite one reorders across retries: m0, m2, m1 (shown).
+        .set("message.timeout.ms", "0")
+        .set("max.in.flight", "5")
+        .set("partitioner", "murmur2_random")
+        .set("linger.ms", (config.linger.as_secs_f64() * 1e3).to_string())
+        .set("queue.buffering.max.messages", rows.min(10_000_000).to_string())
+        .set("queue.buffering.max.kbytes", kbytes.min(2_000_000).to_string())
+        .set("message.max.bytes", sizes.message_max.to_string());
+    let mut settings = with_properties(config, settings);
+    // A batch must fit into the smallest topic, else the broker refuses innocents with it; a message that is larger than a
+    // batch travels alone, so that it is judged alone.
+    let batch = settings.get("batch.size").and_then(|size| size.parse().ok()).unwrap_or(sizes.batch_max);
+    settings.set("batch.size", batch.min(sizes.batch_max).to_string());
+    // The only way to see that the idempotent producer has its id, without which the first message waits 0.5 s.
+    let debug = settings.get("debug").map_or_else(|| "eos".to_owned(), |contexts| format!("{contexts},eos"));
+    settings.set("debug", debug);
+    settings
+}
+
+/// What every consumer has in common.
+fn consumer_common(config: &KafkaConfig, group: &str) -> ClientConfig {
+    let mut settings = common(config);
+    settings
+        .set("group.id", group)
+        .set("enable.auto.commit", "false")
+        .set("enable.auto.offset.store", "false")
+        .set("auto.offset.reset", "earliest")
+        .set("isolation.level", "read_committed")
+        .set("check.crcs", "true")
+        .set("enable.partition.eof", "true")
+        // Low latency: a partition that was just assigned or resumed waits for the fetch in flight.
+        .set("fetch.wait.max.ms", "100")
+        .set("fetch.error.backoff.ms", "200")
+        // With the default of 1,000 a full queue stalls the consumer a second at a time (55k instead of 1.5M a second).
+        .set("fetch.queue.backoff.ms", "5")
+        .set("queued.min.messages", "20000")
+        .set("queued.max.messages.kbytes", "16384");
+    settings
+}
+
+/// The member of a group.
+pub(super) fn member(config: &KafkaConfig, group: &str) -> ClientConfig {
+    let mut settings = consumer_common(config, group);
+    let session = config.session_timeout.as_millis().max(1);
+    settings
+        .set("partition.assignment.strategy", "cooperative-sticky")
+        .set("session.timeout.ms", session.to_string())
+        .set("heartbeat.interval.ms", (session / 3).clamp(1, 3_000).to_string())
+        // A topic that is not there yet is found soon after it is made.
+        .set("topic.metadata.refresh.interval.ms", "2000");
+    with_properties(config, settings)
+}
+
+/// A reader that joins no group; librdkafka wants the name of one, but nothing is committed to it.
+pub(super) fn reader(config: &KafkaConfig) -> ClientConfig {
+    let group = format!("oncebox-reader-{}", uuid::Uuid::now_v7());
+    with_properties(config, consumer_common(config, &group))
+}

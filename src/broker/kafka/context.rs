@@ -1,0 +1,221 @@
+//! What librdkafka says on the side: errors that belong to no message, logs, and the state they add up to.
+//!
+//! Promises: an error of authentication or of TLS is kept, with the broker's name and without secrets, until somebody asks;
+//! a broker that is away is said once, and once when it is back.
+//!
+//! Not here: errors of messages (`window`) and of partitions (`poller`).
+
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicBool, AtomicI64, Ordering};
+
+use rdkafka::ClientContext;
+use rdkafka::config::RDKafkaLogLevel;
+use rdkafka::consumer::ConsumerContext;
+use rdkafka::error::{KafkaError, RDKafkaErrorCode};
+use rdkafka::message::DeliveryResult;
+use rdkafka::producer::ProducerContext;
+use tokio::sync::watch;
+
+use crate::error::BrokerError;
+
+/// What one client reported so far.
+#[derive(Debug)]
+pub(super) struct Reports {
+    unauthorised: Mutex<Option<String>>,
+    down: Mutex<Down>,
+    last: Mutex<Option<String>>,
+    trouble: AtomicBool,
+    // The offset of the last end of a partition: rdkafka's error carries only the partition.
+    eof_offset: AtomicI64,
+    producer_id: watch::Sender<bool>,
+}
+
+#[derive(Debug, Default)]
+struct Down {
+    last_reason: Option<String>,
+    all: bool,
+}
+
+impl Default for Reports {
+    fn default() -> Self {
+        Self {
+            unauthorised: Mutex::default(),
+            down: Mutex::default(),
+            last: Mutex::default(),
+            trouble: AtomicBool::new(false),
+            eof_offset: AtomicI64::new(-1),
+            producer_id: watch::Sender::new(false),
+        }
+    }
+}
+
+impl Reports {
+    /// The connection works: whatever was wrong with it is past.
+    pub(super) fn works(&self) {
+        if !self.trouble.load(Ordering::Relaxed) || !self.trouble.swap(false, Ordering::Relaxed) {
+            return;
+        }
+        if let Ok(mut down) = self.down.lock()
+            && std::mem::take(&mut down.all)
+        {
+            tracing::info!("kafka is back");
+        }
+        if let Ok(mut unauthorised) = self.unauthorised.lock() {
+            *unauthorised = None;
+        }
+    }
+
+    /// Why no broker can be reached, where that is so.
+    pub(super) fn all_down(&self) -> Option<String> {
+        let down = self.down.lock().ok()?;
+        down.all.then(|| down.last_reason.clone().unwrap_or_else(|| "no broker can be reached".to_owned()))
+    }
+
+    /// The error of authentication or of TLS that was reported last.
+    pub(super) fn unauthorised(&self) -> Option<String> {
+        self.unauthorised.lock().ok()?.clone()
+    }
+
+    /// What to say when a question was not answered: the reason that librdkafka gave on the side, if any.
+    pub(super) fn explain(&self, question: &str, otherwise: &str) -> BrokerError {
+        if let Some(reason) = self.unauthorised() {
+            return BrokerError::Unauthorised(reason);
+        }
+        let reason = self.down.lock().ok().and_then(|down| down.last_reason.clone());
+        BrokerError::Unavailable(format!("{question}: {}", reason.as_deref().unwrap_or(otherwise)))
+    }
+
+    /// The reason of the last error, which rdkafka leaves out of what polling gives.
+    pub(super) fn take_last(&self) -> Option<String> {
+        self.last.lock().ok()?.take()
+    }
+
+    /// Where the partition ended whose end was reported last.
+    pub(super) fn eof_offset(&self) -> i64 {
+        self.eof_offset.load(Ordering::Relaxed)
+    }
+
+    /// Becomes true when the idempotent producer has its id.
+    pub(super) fn producer_id(&self) -> watch::Receiver<bool> {
+        self.producer_id.subscribe()
+    }
+
+    /// Takes an error of the whole client.
+    pub(super) fn error(&self, error: &KafkaError, reason: &str) {
+        use RDKafkaErrorCode as Code;
+        let code = error.rdkafka_error_code();
+        match code {
+            Some(Code::PartitionEOF) => {
+                self.eof_offset.store(offset_of_end(reason).unwrap_or(-1), Ordering::Relaxed);
+                return;
+            }
+            Some(Code::Authentication | Code::SaslAuthenticationFailed | Code::SSL) => {
+                self.trouble.store(true, Ordering::Relaxed);
+                tracing::error!(reason, "kafka refuses this client");
+                if let Ok(mut unauthorised) = self.unauthorised.lock() {
+                    *unauthorised = Some(reason.to_owned());
+                }
+            }
+            Some(Code::AllBrokersDown) => {
+                self.trouble.store(true, Ordering::Relaxed);
+                if let Ok(mut down) = self.down.lock()
+                    && !std::mem::replace(&mut down.all, true)
+                {
+                    let reason = down.last_reason.as_deref().unwrap_or(reason);
+                    tracing::warn!(reason, "no kafka broker can be reached");
+                }
+            }
+            Some(Code::BrokerTransportFailure | Code::Resolve | Code::OperationTimedOut | Code::RequestTimedOut) => {
+                self.trouble.store(true, Ordering::Relaxed);
+                tracing::debug!(reason, "connection to kafka");
+                if let Ok(mut down) = self.down.lock() {
+                    down.last_reason = Some(reason.to_owned());
+                }
+            }
+            _ => tracing::debug!(%error, reason, "kafka client"),
+        }
+        if let Ok(mut last) = self.last.lock() {
+            *last = Some(reason.to_owned());
+        }
+    }
+
+    /// Takes a line of librdkafka's log.
+    pub(super) fn log(&self, level: RDKafkaLogLevel, facility: &str, line: &str) {
+        if facility == "IDEMPSTATE" {
+            if line.ends_with("-> Assigned") {
+                self.producer_id.send_replace(true);
+            }
+            tracing::trace!(facility, line, "librdkafka");
+            return;
+        }
+        match level {
+            // What is an error is also reported as one, where it is told apart; the log repeats it.
+            _ if matches!(facility, "FAIL" | "ERROR" | "CONFWARN") => tracing::debug!(facility, line, "librdkafka"),
+            RDKafkaLogLevel::Emerg | RDKafkaLogLevel::Alert | RDKafkaLogLevel::Critical | RDKafkaLogLevel::Error => {
+                tracing::warn!(facility, line, "librdkafka");
+            }
+            RDKafkaLogLevel::Warning => tracing::warn!(facility, line, "librdkafka"),
+            RDKafkaLogLevel::Notice | RDKafkaLogLevel::Info => tracing::debug!(facility, line, "librdkafka"),
+            RDKafkaLogLevel::Debug => tracing::trace!(facility, line, "librdkafka"),
+        }
+    }
+}
+
+/// "Fetch from broker 1 reached end of partition at offset 5 (HighwaterMark 5)"
+fn offset_of_end(reason: &str) -> Option<i64> {
+    let (_, rest) = reason.split_once("at offset ")?;
+    rest.split(' ').next()?.parse().ok()
+}
+
+/// The context of a client that only asks and reads.
+#[derive(Debug, Default)]
+pub(super) struct AskContext {
+    /// What it reported.
+    pub(super) reports: std::sync::Arc<Reports>,
+}
+
+impl ClientContext for AskContext {
+    fn log(&self, level: RDKafkaLogLevel, facility: &str, line: &str) {
+        self.reports.log(level, facility, line);
+    }
+
+    fn error(&self, error: KafkaError, reason: &str) {
+        self.reports.error(&error, reason);
+    }
+}
+
+impl ConsumerContext for AskContext {}
+
+impl ProducerContext for AskContext {
+    type DeliveryOpaque = ();
+
+    fn delivery(&self, _: &DeliveryResult<'_>, (): ()) {}
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use super::*;
+
+    #[test]
+    fn the_offset_of_an_end_is_read_from_the_reason() {
+        let reports = Reports::default();
+        let reason = "Fetch from broker 1 reached end of partition at offset 42 (HighwaterMark 43)";
+        reports.error(&KafkaError::Global(RDKafkaErrorCode::PartitionEOF), reason);
+        assert_eq!(reports.eof_offset(), 42);
+    }
+
+    #[test]
+    fn a_refused_password_outweighs_the_broken_connection_that_follows() {
+        let reports = Reports::default();
+        let code = |code| KafkaError::Global(code);
+        reports.error(&code(RDKafkaErrorCode::Authentication), "sasl_ssl://b:1: Authentication failed");
+        reports.error(&code(RDKafkaErrorCode::BrokerTransportFailure), "b:1: Disconnected");
+        reports.error(&code(RDKafkaErrorCode::AllBrokersDown), "1/1 brokers are down");
+        let error = reports.explain("asked for metadata", "no answer");
+        assert!(matches!(&error, BrokerError::Unauthorised(reason) if reason.contains("b:1")), "{error}");
+        assert_eq!(reports.all_down().unwrap(), "b:1: Disconnected");
+        reports.works();
+        assert!(reports.all_down().is_none() && reports.unauthorised().is_none());
+    }
+}

@@ -1,0 +1,81 @@
+//! What librdkafka's error codes mean for a row, a session, a topic.
+//!
+//! Promise: only what the broker holds against the message itself makes it the message's fault (R16); what speaks of the
+//! destination never does; everything unknown is a doubt of the session.
+//!
+//! Not here: errors without a message (`context`).
+
+use rdkafka::error::{KafkaError, RDKafkaErrorCode as Code};
+
+use crate::broker::Refusal;
+
+/// Why a row was not taken, from a delivery report or from the client itself.
+pub(super) fn refusal(topic: &str, error: &KafkaError) -> Refusal {
+    let Some(code) = error.rdkafka_error_code() else { return Refusal::Session(error.to_string()) };
+    match code {
+        // `InvalidMessage` is CORRUPT_MESSAGE, which the broker answers for what the message is (as a null key on a
+        // compacted topic); damage on the way is retried by librdkafka first.
+        Code::MessageSizeTooLarge | Code::InvalidMessageSize | Code::InvalidMessage | Code::InvalidRecord => {
+            Refusal::Message(format!("kafka refuses the message for topic `{topic}`: {code}"))
+        }
+        Code::UnknownTopic
+        | Code::UnknownTopicOrPartition
+        | Code::UnknownPartition
+        | Code::InvalidTopic
+        | Code::TopicAuthorizationFailed
+        | Code::NotEnoughReplicas
+        | Code::NotEnoughReplicasAfterAppend => Refusal::Destination(format!("kafka topic `{topic}`: {code}")),
+        _ => Refusal::Session(format!("kafka topic `{topic}`: {code}")),
+    }
+}
+
+/// Why a topic cannot be used, from the error in its metadata.
+pub(super) fn topic_trouble(code: Code) -> String {
+    match code {
+        Code::UnknownTopic | Code::UnknownTopicOrPartition => "it does not exist".to_owned(),
+        Code::TopicAuthorizationFailed => "access to it is denied".to_owned(),
+        code => code.to_string(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn r16_only_what_speaks_of_the_message_is_the_messages_fault() {
+        let kind = |code| match refusal("t", &KafkaError::MessageProduction(code)) {
+            Refusal::Message(_) => 'm',
+            Refusal::Destination(_) => 'd',
+            Refusal::Session(_) => 's',
+        };
+        for code in [Code::MessageSizeTooLarge, Code::InvalidMessage, Code::InvalidRecord, Code::InvalidMessageSize] {
+            assert_eq!(kind(code), 'm', "{code}");
+        }
+        for code in [
+            Code::UnknownTopicOrPartition,
+            Code::UnknownTopic,
+            Code::UnknownPartition,
+            Code::InvalidTopic,
+            Code::TopicAuthorizationFailed,
+            Code::NotEnoughReplicas,
+            Code::NotEnoughReplicasAfterAppend,
+        ] {
+            assert_eq!(kind(code), 'd', "{code}");
+        }
+        for code in [
+            Code::PurgeQueue,
+            Code::PurgeInflight,
+            Code::Fatal,
+            Code::MessageTimedOut,
+            Code::RequestTimedOut,
+            Code::OutOfOrderSequenceNumber,
+            Code::UnknownProducerId,
+            Code::ClusterAuthorizationFailed,
+            Code::KafkaStorageError,
+            Code::QueueFull,
+        ] {
+            assert_eq!(kind(code), 's', "{code}");
+        }
+    }
+}

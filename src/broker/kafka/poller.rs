@@ -1,0 +1,384 @@
+//! The thread that polls a member of a group, and the rebalances that librdkafka calls on it.
+//!
+//! Promises: polling never waits for handlers (it pauses partitions instead), so that a slow handler costs no membership;
+//! partitions that are taken away are drained up to a deadline, then what was acknowledged is committed, then they go; what
+//! was lost already is not committed.
+//!
+//! Not here: the bookkeeping (`assignment`), the async side (`subscriber`).
+
+use std::collections::HashMap;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use rdkafka::ClientContext;
+use rdkafka::config::RDKafkaLogLevel;
+use rdkafka::consumer::{BaseConsumer, CommitMode, Consumer, ConsumerContext, Rebalance};
+use rdkafka::error::{KafkaError, KafkaResult, RDKafkaErrorCode};
+use rdkafka::message::Message;
+use rdkafka::topic_partition_list::{Offset, TopicPartitionList};
+use tokio::sync::mpsc::UnboundedSender;
+
+use super::assignment::{Assignment, Position};
+use super::blocking;
+use super::context::Reports;
+use super::wire;
+use crate::broker::{Delivery, Event, RevokeGuard};
+use crate::error::BrokerError;
+
+const POLL: Duration = Duration::from_millis(100);
+const POLL_PAUSED: Duration = Duration::from_millis(10);
+/// How long polling may stand still where the bound is reached: pausing throws away what was fetched ahead.
+const BRIEF: Duration = Duration::from_millis(100);
+const COMMIT_EVERY: Duration = Duration::from_millis(200);
+const BATCH_ROWS: usize = 500;
+const SAY_AGAIN: Duration = Duration::from_secs(30);
+
+/// What the thread, librdkafka's callbacks and the async side have in common.
+pub(super) struct Shared {
+    assignment: Mutex<Assignment>,
+    acknowledged: Condvar,
+    // Converted and not handed over yet; touched by the thread only, and by callbacks, which run on it.
+    pending: Mutex<Vec<Delivery>>,
+    events: UnboundedSender<Result<Event, BrokerError>>,
+    closing: AtomicBool,
+    paused: AtomicBool,
+    rows_max: usize,
+    bytes_max: usize,
+    drain: Duration,
+    said: Mutex<HashMap<String, Instant>>,
+    pub(super) reports: Reports,
+}
+
+impl Shared {
+    pub(super) fn new(
+        events: UnboundedSender<Result<Event, BrokerError>>,
+        rows_max: usize,
+        bytes_max: usize,
+        drain: Duration,
+    ) -> Self {
+        Self {
+            assignment: Mutex::default(),
+            acknowledged: Condvar::new(),
+            pending: Mutex::default(),
+            events,
+            closing: AtomicBool::new(false),
+            paused: AtomicBool::new(false),
+            rows_max: rows_max.max(1),
+            bytes_max,
+            drain,
+            said: Mutex::default(),
+            reports: Reports::default(),
+        }
+    }
+
+    /// The bookkeeping. Held for moments only.
+    pub(super) fn assignment(&self) -> MutexGuard<'_, Assignment> {
+        self.assignment.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Room may have been made.
+    pub(super) fn wake(&self) {
+        self.acknowledged.notify_one();
+    }
+
+    /// Ends the thread.
+    pub(super) fn close(&self) {
+        self.closing.store(true, Ordering::Relaxed);
+        self.wake();
+    }
+
+    pub(super) fn pause(&self, paused: bool) {
+        self.paused.store(paused, Ordering::Relaxed);
+    }
+
+    fn is_closing(&self) -> bool {
+        self.closing.load(Ordering::Relaxed)
+    }
+
+    fn pending(&self) -> MutexGuard<'_, Vec<Delivery>> {
+        self.pending.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn tell(&self, event: Result<Event, BrokerError>) {
+        // Nobody listens any more when the subscriber was dropped: then the thread is about to end.
+        let _nobody = self.events.send(event);
+    }
+
+    /// Says what passes by itself, but not over and over.
+    fn say(&self, reason: &str) {
+        let mut said = self.said.lock().unwrap_or_else(PoisonError::into_inner);
+        let now = Instant::now();
+        if said.get(reason).is_none_or(|last| now.duration_since(*last) >= SAY_AGAIN) {
+            tracing::warn!(reason, "kafka consumer: it goes on by itself");
+            if said.len() > 1_000 {
+                said.clear();
+            }
+            said.insert(reason.to_owned(), now);
+        }
+    }
+
+    fn hand_over(&self) {
+        let deliveries = std::mem::take(&mut *self.pending());
+        if !deliveries.is_empty() {
+            self.tell(Ok(Event::Deliveries(deliveries)));
+        }
+    }
+}
+
+/// What librdkafka calls on the polling thread.
+pub(super) struct MemberContext(pub(super) Arc<Shared>);
+
+impl ClientContext for MemberContext {
+    fn log(&self, level: RDKafkaLogLevel, facility: &str, line: &str) {
+        self.0.reports.log(level, facility, line);
+    }
+
+    fn error(&self, error: KafkaError, reason: &str) {
+        self.0.reports.error(&error, reason);
+    }
+}
+
+impl ConsumerContext for MemberContext {
+    fn pre_rebalance(&self, consumer: &BaseConsumer<Self>, rebalance: &Rebalance<'_>) {
+        self.0.reports.works();
+        match rebalance {
+            Rebalance::Assign(list) => {
+                let sources = self.0.assignment().assign(&partitions(list));
+                tracing::debug!(partitions = sources.len(), "kafka partitions assigned");
+                self.0.hand_over();
+                if !sources.is_empty() {
+                    self.0.tell(Ok(Event::Assigned(sources)));
+                }
+            }
+            Rebalance::Revoke(list) => self.revoke(consumer, &partitions(list)),
+            Rebalance::Error(error) => tracing::warn!(%error, "kafka rebalance"),
+        }
+    }
+
+    fn commit_callback(&self, result: KafkaResult<()>, offsets: &TopicPartitionList) {
+        match &result {
+            Ok(()) => self.0.reports.works(),
+            // A rebalance, mostly: what was not committed is delivered again, and the inbox knows it.
+            Err(error) => tracing::debug!(%error, "kafka offsets were not committed"),
+        }
+        let mut assignment = self.0.assignment();
+        for element in offsets.elements() {
+            if let Offset::Offset(offset) = element.offset() {
+                let done = result.is_ok() && element.error().is_ok();
+                assignment.committed(element.topic(), element.partition(), offset, done);
+            }
+        }
+    }
+}
+
+impl MemberContext {
+    fn revoke(&self, consumer: &BaseConsumer<Self>, revoked: &[(String, i32)]) {
+        let shared = &self.0;
+        let lost = consumer.assignment_lost();
+        let sources = shared.assignment().ids(revoked);
+        // librdkafka keeps the mark of a paused partition also when it comes back later.
+        let paused = shared.assignment().paused_of(revoked);
+        if !paused.is_empty()
+            && let Err(error) = consumer.resume(&list(&paused))
+        {
+            tracing::warn!(%error, "kafka partitions that go away could not be resumed");
+        }
+        shared.pending().retain(|delivery| !sources.contains(&delivery.source));
+        shared.hand_over();
+        tracing::debug!(partitions = sources.len(), lost, "kafka partitions revoked");
+        if lost {
+            // Others may own them already: a commit would be refused, or worse, taken.
+            shared.assignment().remove(revoked);
+            if !sources.is_empty() {
+                shared.tell(Ok(Event::Revoked { sources, lost, done: RevokeGuard::idle() }));
+            }
+            return;
+        }
+        if !sources.is_empty() && !shared.is_closing() {
+            let (done, wait) = RevokeGuard::pair();
+            shared.tell(Ok(Event::Revoked { sources, lost, done }));
+            let deadline = Instant::now() + shared.drain;
+            // The guard sends nothing: its end is what is waited for. A subscriber that closes need not drain.
+            while let Err(std::sync::mpsc::RecvTimeoutError::Timeout) = wait.recv_timeout(BRIEF) {
+                if Instant::now() >= deadline {
+                    tracing::warn!("revoked kafka partitions were not drained in time; they go as they are");
+                    break;
+                }
+                if shared.is_closing() {
+                    break;
+                }
+            }
+        }
+        let positions = shared.assignment().unconfirmed(revoked);
+        commit_now(consumer, &positions);
+        shared.assignment().remove(revoked);
+    }
+}
+
+fn partitions(list: &TopicPartitionList) -> Vec<(String, i32)> {
+    list.elements().iter().map(|element| (element.topic().to_owned(), element.partition())).collect()
+}
+
+fn list(partitions: &[(Arc<str>, i32)]) -> TopicPartitionList {
+    let mut list = TopicPartitionList::with_capacity(partitions.len());
+    for (topic, partition) in partitions {
+        list.add_partition(topic, *partition);
+    }
+    list
+}
+
+fn offsets(positions: &[Position]) -> KafkaResult<TopicPartitionList> {
+    let mut list = TopicPartitionList::with_capacity(positions.len());
+    for (topic, partition, next) in positions {
+        list.add_partition_offset(topic, *partition, Offset::Offset(*next))?;
+    }
+    Ok(list)
+}
+
+fn commit_now(consumer: &BaseConsumer<MemberContext>, positions: &[Position]) {
+    if positions.is_empty() {
+        return;
+    }
+    if let Err(error) = offsets(positions).and_then(|list| consumer.commit(&list, CommitMode::Sync)) {
+        tracing::debug!(%error, "kafka offsets were not committed; the next owner sees duplicates, which the inbox knows");
+    }
+}
+
+/// Polls until the subscriber closes, then leaves the group.
+pub(super) fn run(consumer: Arc<BaseConsumer<MemberContext>>, shared: &Shared) {
+    let mut holding = false;
+    let mut committed_at = Instant::now();
+    while !shared.is_closing() {
+        if committed_at.elapsed() >= COMMIT_EVERY {
+            committed_at = Instant::now();
+            commit_due(&consumer, shared);
+        }
+        holding = is_held(shared, holding);
+        let paused = holding || shared.paused.load(Ordering::Relaxed);
+        apply_pause(&consumer, shared, paused);
+        let wait = if !shared.pending().is_empty() {
+            Duration::ZERO
+        } else if holding {
+            POLL_PAUSED
+        } else {
+            POLL
+        };
+        match consumer.poll(wait) {
+            Some(Ok(record)) => {
+                take(shared, &record);
+                if shared.pending().len() >= BATCH_ROWS {
+                    shared.hand_over();
+                }
+            }
+            Some(Err(KafkaError::PartitionEOF(partition))) => {
+                shared.reports.works();
+                shared.assignment().end_reached(partition, shared.reports.eof_offset());
+            }
+            Some(Err(error)) => trouble(shared, &error),
+            None => shared.hand_over(),
+        }
+        if let (Some(reason), Some(_)) = (shared.reports.unauthorised(), shared.reports.all_down()) {
+            shared.tell(Err(BrokerError::Unauthorised(reason)));
+            break;
+        }
+    }
+    let positions = shared.assignment().all_unconfirmed();
+    commit_now(&consumer, &positions);
+    // Leaves the group: its revocation comes back to `revoke`, on this thread.
+    shared.close();
+    drop(consumer);
+}
+
+/// Serves what librdkafka has to say before the thread runs. An error that is not taken here is not repeated.
+pub(super) fn serve(consumer: &BaseConsumer<MemberContext>, shared: &Shared) {
+    let end = Instant::now() + blocking::SERVE;
+    while Instant::now() < end {
+        if let Some(Err(error)) = consumer.poll(blocking::SERVE) {
+            trouble(shared, &error);
+        }
+    }
+}
+
+/// Whether partitions are to be paused because too much is in flight. Waits a moment first: most often room is made in it.
+fn is_held(shared: &Shared, holding: bool) -> bool {
+    if holding {
+        // Resumes at half, since each pause throws away what was fetched ahead.
+        return shared.assignment().is_full((shared.rows_max / 2).max(1), shared.bytes_max / 2);
+    }
+    if !shared.assignment().is_full(shared.rows_max, shared.bytes_max) {
+        return false;
+    }
+    shared.hand_over();
+    let full =
+        |assignment: &mut Assignment| assignment.is_full(shared.rows_max, shared.bytes_max) && !shared.is_closing();
+    let waited = shared.acknowledged.wait_timeout_while(shared.assignment(), BRIEF, full);
+    waited.is_ok_and(|(_, waited)| waited.timed_out())
+}
+
+fn apply_pause(consumer: &BaseConsumer<MemberContext>, shared: &Shared, paused: bool) {
+    let change = shared.assignment().take_to_pause(paused);
+    if change.is_empty() {
+        return;
+    }
+    let change = list(&change);
+    let done = if paused { consumer.pause(&change) } else { consumer.resume(&change) };
+    if let Err(error) = done {
+        tracing::warn!(%error, paused, "kafka partitions could not be paused or resumed");
+    }
+}
+
+fn take(shared: &Shared, record: &rdkafka::message::BorrowedMessage<'_>) {
+    shared.reports.works();
+    let arrived = wire::arrived(record);
+    let weight = wire::weight(&arrived);
+    let source = shared.assignment().deliver(record.topic(), record.partition(), record.offset(), weight);
+    // A record of a partition that is not ours any more belongs to its new owner.
+    if let Some(source) = source {
+        shared.pending().push(Delivery { source, sequence: record.offset(), redelivered: false, arrived });
+    }
+}
+
+fn commit_due(consumer: &BaseConsumer<MemberContext>, shared: &Shared) {
+    let due = shared.assignment().take_due();
+    if due.is_empty() {
+        return;
+    }
+    if let Err(error) = offsets(&due).and_then(|list| consumer.commit(&list, CommitMode::Async)) {
+        tracing::debug!(%error, "kafka offsets were not committed");
+        for (topic, partition, next) in due {
+            shared.assignment().committed(&topic, partition, next, false);
+        }
+    }
+}
+
+/// An error that polling gave: most pass by themselves and are only said; some end the subscriber.
+fn trouble(shared: &Shared, error: &KafkaError) {
+    use RDKafkaErrorCode as Code;
+    let reason = shared.reports.take_last().unwrap_or_else(|| error.to_string());
+    let end = match error.rdkafka_error_code() {
+        _ if matches!(error, KafkaError::MessageConsumptionFatal(_)) => BrokerError::Session(reason.clone()),
+        Some(Code::GroupAuthorizationFailed) => BrokerError::Destination(format!("kafka group: {reason}")),
+        Some(Code::InvalidSessionTimeout) => {
+            BrokerError::Refused(format!("`session_timeout` is not within what the kafka broker allows: {reason}"))
+        }
+        Some(Code::InconsistentGroupProtocol) => BrokerError::Refused(format!(
+            "the kafka group has members of another kind (another program, or another assignment strategy): {reason}"
+        )),
+        // Said where they are collected.
+        Some(
+            Code::AllBrokersDown
+            | Code::BrokerTransportFailure
+            | Code::Resolve
+            | Code::OperationTimedOut
+            | Code::Authentication
+            | Code::SSL,
+        ) => return,
+        _ => {
+            shared.say(&reason);
+            return;
+        }
+    };
+    tracing::error!(reason, "kafka consumer");
+    shared.tell(Err(end));
+}

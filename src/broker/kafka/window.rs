@@ -1,0 +1,307 @@
+//! What a publishing session holds until the broker proved it: the bounds, and the way of delivery reports to the relay.
+//!
+//! Promises: rows and bytes in the client are bounded, by waiting and never by an error; no delivery report is lost, also
+//! when the one who waits for it is dropped; after a refusal no later row of that key or topic is sent until the relay has
+//! seen every outcome (R15).
+//!
+//! Not here: what an error means (`errors`).
+
+use std::collections::{HashMap, HashSet};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use rdkafka::ClientContext;
+use rdkafka::config::RDKafkaLogLevel;
+use rdkafka::error::KafkaError;
+use rdkafka::message::{DeliveryResult, Message};
+use rdkafka::producer::ProducerContext;
+use tokio::sync::Notify;
+
+use super::context::Reports;
+use super::errors;
+use crate::broker::{Receipt, Refusal, Settled};
+
+/// Rows between `send` and `settle`.
+#[derive(Debug)]
+pub(super) struct Window {
+    rows_max: usize,
+    bytes_max: usize,
+    state: Mutex<State>,
+    changed: Notify,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    // A row's slot is what the client carries: a number instead of an allocation per row.
+    slots: Vec<(u64, usize)>,
+    free: Vec<usize>,
+    rows: usize,
+    bytes: usize,
+    settled: Vec<Settled>,
+    refused_keys: HashSet<(String, Vec<u8>)>,
+    refused_topics: HashMap<String, String>,
+    waiting: Option<Wait>,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Wait {
+    Room,
+    Outcome,
+}
+
+impl Window {
+    pub(super) fn new(rows_max: usize, bytes_max: usize) -> Self {
+        Self { rows_max, bytes_max, state: Mutex::default(), changed: Notify::new() }
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        // Nothing in here panics between two changes that belong together.
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// A slot for a row, or nothing where a bound is reached. One row is always allowed.
+    pub(super) fn reserve(&self, tag: u64, weight: usize) -> Option<usize> {
+        let mut state = self.state();
+        if state.rows > 0 && (state.rows >= self.rows_max || state.bytes.saturating_add(weight) > self.bytes_max) {
+            state.waiting = Some(Wait::Room);
+            return None;
+        }
+        state.rows += 1;
+        state.bytes += weight;
+        Some(match state.free.pop() {
+            Some(slot) => {
+                state.slots[slot] = (tag, weight);
+                slot
+            }
+            None => {
+                state.slots.push((tag, weight));
+                state.slots.len() - 1
+            }
+        })
+    }
+
+    /// Waits until there is room again, or something else happened: the caller looks anew.
+    pub(super) async fn changed(&self) {
+        self.changed.notified().await;
+    }
+
+    /// Wakes whoever waits.
+    pub(super) fn wake(&self) {
+        self.changed.notify_one();
+    }
+
+    /// Whether a row may not be sent in this session, because one before it was refused.
+    pub(super) fn stands_behind(&self, topic: &str, key: Option<&[u8]>) -> Option<Refusal> {
+        let state = self.state();
+        if state.refused_keys.is_empty() && state.refused_topics.is_empty() {
+            return None;
+        }
+        if let Some(reason) = state.refused_topics.get(topic) {
+            return Some(Refusal::Destination(reason.clone()));
+        }
+        let behind_key = key.is_some_and(|key| state.refused_keys.contains(&(topic.to_owned(), key.to_vec())));
+        behind_key.then(|| {
+            Refusal::Session(format!("not sent to kafka topic `{topic}`: an earlier message of its key was refused"))
+        })
+    }
+
+    /// Forgets refusals once every row is settled and every outcome was taken: what is sent from now on is meant.
+    pub(super) fn forget_refusals_when_settled(&self) {
+        let mut state = self.state();
+        if state.rows == 0 && state.settled.is_empty() {
+            state.refused_keys.clear();
+            state.refused_topics.clear();
+        }
+    }
+
+    /// The topics that were refused as destinations.
+    pub(super) fn refused_topics(&self) -> Vec<String> {
+        self.state().refused_topics.keys().cloned().collect()
+    }
+
+    /// The outcome of a row that never got a slot.
+    pub(super) fn settle_unsent(&self, tag: u64, refusal: Refusal) {
+        let mut state = self.state();
+        state.settled.push(Settled { tag, outcome: Err(refusal) });
+        self.tell(&mut state);
+    }
+
+    /// The outcome of a row whose topic cannot be used, and of all that follow it there.
+    pub(super) fn refuse_topic(&self, tag: u64, topic: &str, reason: String) {
+        self.state().refused_topics.entry(topic.to_owned()).or_insert_with(|| reason.clone());
+        self.settle_unsent(tag, Refusal::Destination(reason));
+    }
+
+    /// The outcome of a row.
+    pub(super) fn settle(&self, slot: usize, topic: &str, key: Option<&[u8]>, outcome: Result<Receipt, Refusal>) {
+        let mut state = self.state();
+        let Some((tag, weight)) = state.slots.get(slot).copied() else { return };
+        state.free.push(slot);
+        state.rows = state.rows.saturating_sub(1);
+        state.bytes = state.bytes.saturating_sub(weight);
+        match &outcome {
+            Err(Refusal::Destination(reason)) => {
+                state.refused_topics.entry(topic.to_owned()).or_insert_with(|| reason.clone());
+            }
+            Err(_) => {
+                if let Some(key) = key {
+                    state.refused_keys.insert((topic.to_owned(), key.to_vec()));
+                }
+            }
+            Ok(_) => {}
+        }
+        state.settled.push(Settled { tag, outcome });
+        self.tell(&mut state);
+    }
+
+    fn tell(&self, state: &mut State) {
+        let now = match state.waiting {
+            None => false,
+            Some(Wait::Outcome) => true,
+            // A quarter of the window at a time, else each row that leaves wakes the sender.
+            Some(Wait::Room) => {
+                state.rows == 0
+                    || (state.rows <= self.rows_max - self.rows_max / 4
+                        && state.bytes <= self.bytes_max - self.bytes_max / 4)
+            }
+        };
+        if now {
+            state.waiting = None;
+            self.changed.notify_one();
+        }
+    }
+
+    /// Moves the outcomes out. True where there is nothing left to wait for.
+    pub(super) fn take(&self, settled: &mut Vec<Settled>) -> bool {
+        let mut state = self.state();
+        if state.settled.is_empty() {
+            state.waiting = Some(Wait::Outcome);
+            return state.rows == 0;
+        }
+        if settled.is_empty() {
+            std::mem::swap(settled, &mut state.settled);
+        } else {
+            settled.append(&mut state.settled);
+        }
+        true
+    }
+
+    /// Rows that the broker has not answered yet.
+    pub(super) fn in_flight(&self) -> usize {
+        self.state().rows
+    }
+}
+
+/// What librdkafka calls from the thread that polls the producer.
+#[derive(Debug)]
+pub(super) struct PublishContext {
+    /// Where delivery reports go.
+    pub(super) window: Arc<Window>,
+    /// Where everything else goes.
+    pub(super) reports: Arc<Reports>,
+}
+
+impl ClientContext for PublishContext {
+    fn log(&self, level: RDKafkaLogLevel, facility: &str, line: &str) {
+        self.reports.log(level, facility, line);
+    }
+
+    fn error(&self, error: KafkaError, reason: &str) {
+        self.reports.error(&error, reason);
+        self.window.wake();
+    }
+}
+
+impl ProducerContext for PublishContext {
+    type DeliveryOpaque = usize;
+
+    fn delivery(&self, result: &DeliveryResult<'_>, slot: usize) {
+        match result {
+            Ok(record) => {
+                self.reports.works();
+                let receipt = Receipt::Offset { partition: record.partition(), offset: record.offset() };
+                self.window.settle(slot, "", None, Ok(receipt));
+            }
+            Err((error, record)) => {
+                let topic = record.topic();
+                self.window.settle(slot, topic, record.key(), Err(errors::refusal(topic, error)));
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use super::*;
+    use std::time::Duration;
+
+    const OK: Result<Receipt, Refusal> = Ok(Receipt::Confirm);
+
+    fn refused() -> Result<Receipt, Refusal> {
+        Err(Refusal::Message("too large".into()))
+    }
+
+    #[test]
+    fn rows_and_bytes_are_bounded_but_one_row_always_fits() {
+        let window = Window::new(2, 100);
+        let large = window.reserve(1, 1_000).unwrap();
+        assert_eq!(window.reserve(2, 1), None);
+        window.settle(large, "t", None, OK);
+        let first = window.reserve(3, 50).unwrap();
+        let second = window.reserve(4, 50).unwrap();
+        assert_eq!(window.reserve(5, 0), None);
+        window.settle(second, "t", None, OK);
+        assert_eq!(window.reserve(6, 51), None);
+        window.settle(first, "t", None, OK);
+        assert!(window.reserve(7, 51).is_some());
+        let mut settled = Vec::new();
+        window.take(&mut settled);
+        assert_eq!(settled.iter().map(|row| row.tag).collect::<Vec<_>>(), [1, 4, 3]);
+        assert_eq!(window.in_flight(), 1);
+    }
+
+    #[test]
+    fn r15_nothing_is_sent_behind_a_refusal_until_every_outcome_was_seen() {
+        let window = Window::new(10, 1_000);
+        let slots = [window.reserve(1, 1).unwrap(), window.reserve(2, 1).unwrap()];
+        window.settle(slots[0], "t", Some(b"a"), refused());
+        assert!(window.stands_behind("t", Some(b"a")).is_some());
+        assert!(window.stands_behind("t", Some(b"b")).is_none());
+        assert!(window.stands_behind("u", Some(b"a")).is_none());
+        assert!(window.stands_behind("t", None).is_none());
+        window.forget_refusals_when_settled();
+        assert!(window.stands_behind("t", Some(b"a")).is_some(), "one is in flight, none was taken");
+        window.settle(slots[1], "t", None, OK);
+        window.forget_refusals_when_settled();
+        assert!(window.stands_behind("t", Some(b"a")).is_some(), "the relay has not seen it");
+        window.take(&mut Vec::new());
+        window.forget_refusals_when_settled();
+        assert!(window.stands_behind("t", Some(b"a")).is_none());
+    }
+
+    #[test]
+    fn a_refused_topic_holds_all_its_keys() {
+        let window = Window::new(10, 1_000);
+        let slot = window.reserve(1, 1).unwrap();
+        window.settle(slot, "t", Some(b"a"), Err(Refusal::Destination("gone".into())));
+        for key in [None, Some(b"z".as_slice())] {
+            assert_eq!(window.stands_behind("t", key), Some(Refusal::Destination("gone".into())));
+        }
+        assert_eq!(window.stands_behind("u", None), None);
+        assert_eq!(window.refused_topics(), ["t"]);
+    }
+
+    #[tokio::test]
+    async fn an_outcome_is_not_lost_when_the_one_who_waits_is_dropped() {
+        let window = Arc::new(Window::new(10, 1_000));
+        let slot = window.reserve(1, 1).unwrap();
+        let mut settled = Vec::new();
+        assert!(!window.take(&mut settled));
+        let dropped = tokio::time::timeout(Duration::from_millis(5), window.changed()).await;
+        assert!(dropped.is_err());
+        window.settle(slot, "t", None, OK);
+        assert!(window.take(&mut settled));
+        assert_eq!(settled.len(), 1);
+        tokio::time::timeout(Duration::from_secs(5), window.changed()).await.unwrap();
+    }
+}

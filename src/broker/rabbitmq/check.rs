@@ -1,0 +1,166 @@
+//! What breaks or weakens a promise on this server, as far as AMQP lets one see it, and what to do.
+//!
+//! Policies cannot be seen over AMQP; where they matter, the command that shows or sets them is printed.
+
+use super::config::RabbitConfig;
+use super::error::again;
+use super::socket::Link;
+use super::topology::{ENABLE_PLUGIN, QueueName, Topology, hash_exchange, queues};
+use super::version::ServerVersion;
+use crate::broker::{BrokerFinding, Subscription};
+use crate::error::BrokerError;
+
+/// Quorum queues with a single active consumer and a redelivery that keeps its order.
+const OLDEST: (u32, u32) = (3, 10);
+
+/// Looks at everything that a publisher and these subscriptions use; declares nothing that is not there.
+pub(super) async fn check(
+    config: &RabbitConfig,
+    version: &ServerVersion,
+    subscriptions: &[Subscription],
+) -> Result<Vec<BrokerFinding>, BrokerError> {
+    let server = config.server()?;
+    let link = Link::open(config, "oncebox doctor").await?;
+    let mut topology = Topology::new(&link, config);
+    let mut findings = vec![finding_version(version, &server.to_string())];
+    if !server.tls && !is_loopback(&server.host) {
+        findings.push(BrokerFinding {
+            name: "rabbitmq tls".into(),
+            refused: false,
+            detail: format!("the connection to {server} is not encrypted, and the password goes over it"),
+            remedy: Some("use amqps://".into()),
+        });
+    }
+    findings.push(exchange(config, &mut topology).await?);
+    if let Some(alternate) = &config.alternate_exchange {
+        findings.push(alternate_exchange(alternate, &mut topology).await?);
+    }
+    for subscription in subscriptions {
+        for topic in &subscription.topics {
+            for queue in queues(config, subscription, topic) {
+                findings.push(queue_finding(&queue, version, &mut topology).await?);
+            }
+            if config.partitions > 1 {
+                let hash = hash_exchange(subscription, topic);
+                if !topology.exchange_exists(&hash).await? {
+                    findings.push(BrokerFinding {
+                        name: format!("exchange {hash}"),
+                        refused: false,
+                        detail: "the hash exchange is not there yet".into(),
+                        remedy: Some("start the consumer, which declares it".into()),
+                    });
+                }
+            }
+        }
+    }
+    findings.push(policies(&server.vhost));
+    link.close(config.close_deadline).await;
+    if config.partitions > 1 {
+        findings.push(plugin(config).await?);
+    }
+    Ok(findings)
+}
+
+fn finding_version(version: &ServerVersion, server: &str) -> BrokerFinding {
+    let ServerVersion { product, version: text } = version;
+    let old = product == "RabbitMQ" && version.numbers() < OLDEST;
+    BrokerFinding {
+        name: "rabbitmq server".into(),
+        refused: old,
+        detail: format!("{product} {text} at {server}"),
+        remedy: old.then(|| format!("use RabbitMQ {}.{} or later", OLDEST.0, OLDEST.1)),
+    }
+}
+
+async fn exchange(config: &RabbitConfig, topology: &mut Topology<'_>) -> Result<BrokerFinding, BrokerError> {
+    let name = format!("exchange {}", config.exchange);
+    if !topology.exchange_exists(&config.exchange).await? {
+        let (detail, remedy) = ("not there yet".to_owned(), Some("start `publisher`, which declares it".to_owned()));
+        return Ok(BrokerFinding { name, refused: false, detail, remedy });
+    }
+    // It is there, so declaring it can only compare.
+    let compared = topology.exchange(config).await;
+    difference(name, compared, "a durable topic exchange".into())
+}
+
+async fn alternate_exchange(name: &str, topology: &mut Topology<'_>) -> Result<BrokerFinding, BrokerError> {
+    let there = topology.exchange_exists(name).await?;
+    Ok(BrokerFinding {
+        name: format!("alternate exchange {name}"),
+        refused: !there,
+        detail: if there { "there".into() } else { "not there: what cannot be routed is refused instead".into() },
+        remedy: (!there)
+            .then(|| format!("declare `{name}` and bind a durable queue to it, or unset alternate_exchange")),
+    })
+}
+
+async fn queue_finding(
+    queue: &QueueName,
+    version: &ServerVersion,
+    topology: &mut Topology<'_>,
+) -> Result<BrokerFinding, BrokerError> {
+    let name = format!("queue {}", queue.name);
+    let Some(seen) = topology.queue_as_it_stands(&queue.name).await? else {
+        let remedy = Some("start the consumer, which declares and binds it".to_owned());
+        let detail = format!("not there yet: what is published to `{}` has no route", queue.topic);
+        return Ok(BrokerFinding { name, refused: false, detail, remedy });
+    };
+    let counts = format!("{} ready, {} consumers", seen.ready, seen.consumers);
+    match topology.queue(&queue.name, version.limits_deliveries()).await {
+        Ok(found) if found.limit_as_it_stands && version.limits_deliveries() => Ok(BrokerFinding {
+            name,
+            refused: true,
+            detail: format!("{counts}; its delivery limit is not -1: a message delivered too often is thrown away"),
+            remedy: Some(unlimited(&queue.name)),
+        }),
+        compared => difference(name, compared.map(drop), format!("{counts}; quorum, single active consumer")),
+    }
+}
+
+/// The policy that does for an existing queue what the argument does for a new one.
+fn unlimited(queue: &str) -> String {
+    let pattern = queue.replace('.', r"\.");
+    format!(r#"rabbitmqctl set_policy --apply-to queues "{queue} unlimited" "^{pattern}$" '{{"delivery-limit":-1}}'"#)
+}
+
+fn difference(name: String, compared: Result<(), BrokerError>, good: String) -> Result<BrokerFinding, BrokerError> {
+    match compared {
+        Ok(()) => Ok(BrokerFinding { name, refused: false, detail: good, remedy: None }),
+        Err(BrokerError::Refused(why)) => {
+            let remedy = Some("delete it when it is empty, or set another name here".to_owned());
+            Ok(BrokerFinding { name, refused: true, detail: why, remedy })
+        }
+        Err(error) => Err(again(&error)),
+    }
+}
+
+fn policies(vhost: &str) -> BrokerFinding {
+    BrokerFinding {
+        name: "rabbitmq policies".into(),
+        refused: false,
+        detail:
+            "AMQP does not show policies; max-length, message-ttl, expires or a delivery-limit on these queues loses \
+                 messages"
+                .into(),
+        remedy: Some(format!(
+            "look at `rabbitmqctl list_policies -p {vhost}`; where a length limit must be, add \
+                              \"overflow\":\"reject-publish\""
+        )),
+    }
+}
+
+async fn plugin(config: &RabbitConfig) -> Result<BrokerFinding, BrokerError> {
+    // A connection of its own: the server closes it where the plugin is missing.
+    let link = Link::open(config, "oncebox doctor").await?;
+    let there = Topology::new(&link, config).has_hash_plugin().await?;
+    Ok(BrokerFinding {
+        name: "rabbitmq consistent-hash plugin".into(),
+        refused: !there,
+        detail: if there { "enabled".into() } else { "not enabled, and partitions are above 1".into() },
+        remedy: (!there).then(|| ENABLE_PLUGIN.to_owned()),
+    })
+}
+
+fn is_loopback(host: &str) -> bool {
+    host == "localhost" || host.parse::<std::net::IpAddr>().is_ok_and(|address| address.is_loopback())
+}

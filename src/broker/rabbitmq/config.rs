@@ -1,0 +1,234 @@
+//! What can be set for RabbitMQ, and where the server is.
+//!
+//! Promise: nothing here prints a password; a URL that cannot be meant is refused with the reason.
+//!
+//! Not here: reading files and the environment (room `app`).
+
+use std::fmt;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use lapin::uri::{AMQPAuthority, AMQPQueryString, AMQPScheme, AMQPUri, AMQPUserInfo};
+use url::Url;
+
+use crate::error::{BrokerError, redact};
+
+/// Channels of one publishing session. More than one, because the server works on each channel in a process of its own; a
+/// key always takes the same one.
+const CHANNELS: usize = 4;
+/// Publishes without a confirm, over all channels of a session.
+const PUBLISH_WINDOW: usize = 1_000;
+/// Rows held by a session before `send` waits, in bytes (R20: rows that wait for their key count here only).
+const HELD_BYTES_MAX: usize = 64 * 1024 * 1024;
+/// Deliveries in flight on one queue, whatever the subscription allows in all.
+const PREFETCH_MAX: u16 = 10_000;
+
+/// Settings of the adapter. [`RabbitConfig::new`] gives the defaults around a URL.
+#[derive(Clone, PartialEq, Eq)]
+pub struct RabbitConfig {
+    /// `amqp://USER:PASSWORD@HOST:PORT/VHOST` or `amqps://`; no vhost means `/`, which is written `%2f`.
+    pub url: String,
+    /// A PEM file of certificate authorities to trust instead of the built-in public ones.
+    pub ca_file: Option<PathBuf>,
+    /// CloudEvents source and property `app_id` of what is published.
+    pub source: String,
+    /// The durable topic exchange; topics are routing keys.
+    pub exchange: String,
+    /// The exchange that takes what the exchange cannot route. With it an unroutable message counts as published.
+    pub alternate_exchange: Option<String>,
+    /// Gives up R20: a key may have many unconfirmed publishes, and a nack in the middle of them reorders the key.
+    pub pipeline_per_key: bool,
+    /// Queues per consumer and topic. 1 is a plain quorum queue; more stand behind a consistent-hash exchange (R30).
+    pub partitions: u32,
+    /// Channels of one publishing session.
+    pub channels: usize,
+    /// Publishes without a confirm, over all channels of a session.
+    pub publish_window: usize,
+    /// Bytes of rows that a session holds before `send` waits.
+    pub held_bytes_max: usize,
+    /// Upper bound of deliveries in flight on one queue.
+    pub prefetch: u16,
+    /// Heartbeat asked for; the server may want a shorter one.
+    pub heartbeat: Duration,
+    /// How long resolving, connecting, TLS and the handshake may take together, and how long one answer of the server may.
+    pub connect_deadline: Duration,
+    /// How long a confirm may take while the server has not said that it is blocked.
+    pub confirm_deadline: Duration,
+    /// How long any close may take.
+    pub close_deadline: Duration,
+    /// How long a topic without a route is left alone before a row is tried again.
+    pub route_retry: Duration,
+    /// How long a consumer may be silent before the server is asked whether it still is a consumer.
+    pub quiet_check: Duration,
+}
+
+impl RabbitConfig {
+    /// Defaults around a URL.
+    pub fn new(url: impl Into<String>) -> Self {
+        Self {
+            url: url.into(),
+            ca_file: None,
+            source: "oncebox".to_owned(),
+            exchange: "oncebox".to_owned(),
+            alternate_exchange: None,
+            pipeline_per_key: false,
+            partitions: 1,
+            channels: CHANNELS,
+            publish_window: PUBLISH_WINDOW,
+            held_bytes_max: HELD_BYTES_MAX,
+            prefetch: PREFETCH_MAX,
+            heartbeat: Duration::from_secs(10),
+            connect_deadline: Duration::from_secs(10),
+            confirm_deadline: Duration::from_secs(30),
+            close_deadline: Duration::from_secs(5),
+            route_retry: Duration::from_secs(1),
+            quiet_check: Duration::from_secs(30),
+        }
+    }
+
+    /// Checks what can be checked without a server.
+    ///
+    /// # Errors
+    /// [`BrokerError::Refused`] with the name of the setting.
+    pub fn validate(&self) -> Result<(), BrokerError> {
+        self.server()?;
+        let refused = |what: &str| Err(BrokerError::Refused(format!("[broker.rabbitmq] {what}")));
+        let short = |text: &str| (1..=127).contains(&text.len());
+        if !short(&self.exchange) || self.exchange.starts_with("amq.") {
+            return refused("exchange: 1 to 127 bytes, not starting with `amq.`");
+        }
+        if self.alternate_exchange.as_deref().is_some_and(|name| !short(name) || name == self.exchange) {
+            return refused("alternate_exchange: 1 to 127 bytes, and another one than `exchange`");
+        }
+        if self.source.is_empty() || self.source.len() > 255 {
+            return refused("source: 1 to 255 bytes");
+        }
+        if !(1..=256).contains(&self.partitions) {
+            return refused("partitions: 1 to 256");
+        }
+        if !(1..=64).contains(&self.channels) || self.publish_window == 0 || self.prefetch == 0 {
+            return refused("channels: 1 to 64; publish_window and prefetch: at least 1");
+        }
+        Ok(())
+    }
+
+    /// Where the server is and who asks.
+    pub(super) fn server(&self) -> Result<Server, BrokerError> {
+        let shown = redact(&self.url);
+        let refused = |why: String| BrokerError::Refused(format!("the URL {shown}: {why}"));
+        let url = Url::parse(&self.url).map_err(|error| refused(error.to_string()))?;
+        let scheme = match url.scheme() {
+            "amqp" => AMQPScheme::AMQP,
+            "amqps" => AMQPScheme::AMQPS,
+            other => return Err(refused(format!("`{other}` is no scheme of RabbitMQ; use amqp:// or amqps://"))),
+        };
+        if let Some((name, _)) = url.query_pairs().next() {
+            return Err(refused(format!("`{name}` is not known here; settings stand under [broker.rabbitmq]")));
+        }
+        // Not the parser of the client library: it turns an IPv6 host into `localhost`.
+        let host = url.host_str().filter(|host| !host.is_empty()).ok_or_else(|| refused("no host".to_owned()))?;
+        let host = decode(host.trim_start_matches('[').trim_end_matches(']')).map_err(&refused)?;
+        let port = url.port().unwrap_or_else(|| scheme.default_port());
+        let user = match url.username() {
+            "" => "guest".to_owned(),
+            name => decode(name).map_err(&refused)?,
+        };
+        let password = url.password().map_or(Ok("guest".to_owned()), decode).map_err(&refused)?;
+        let vhost = match url.path() {
+            "" | "/" => "/".to_owned(),
+            path => decode(&path[1..]).map_err(&refused)?,
+        };
+        let heartbeat = u16::try_from(self.heartbeat.as_secs().max(1)).unwrap_or(u16::MAX);
+        let uri = AMQPUri {
+            scheme,
+            authority: AMQPAuthority {
+                userinfo: AMQPUserInfo { username: user.clone(), password },
+                host: host.clone(),
+                port,
+            },
+            vhost: vhost.clone(),
+            query: AMQPQueryString { heartbeat: Some(heartbeat), ..AMQPQueryString::default() },
+        };
+        Ok(Server { tls: matches!(uri.scheme, AMQPScheme::AMQPS), host, port, user, vhost, uri })
+    }
+}
+
+// The URL holds a password.
+impl fmt::Debug for RabbitConfig {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("RabbitConfig")
+            .field("url", &redact(&self.url))
+            .field("exchange", &self.exchange)
+            .field("partitions", &self.partitions)
+            .field("pipeline_per_key", &self.pipeline_per_key)
+            .finish_non_exhaustive()
+    }
+}
+
+/// A URL taken apart. No `Debug`: it holds the password.
+#[derive(Clone)]
+pub(super) struct Server {
+    pub(super) tls: bool,
+    pub(super) host: String,
+    pub(super) port: u16,
+    pub(super) user: String,
+    pub(super) vhost: String,
+    pub(super) uri: AMQPUri,
+}
+
+impl fmt::Display for Server {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}:{} (vhost `{}`)", self.host, self.port, self.vhost)
+    }
+}
+
+fn decode(text: &str) -> Result<String, String> {
+    let mut bytes = Vec::with_capacity(text.len());
+    let mut rest = text.as_bytes();
+    while let Some((&first, tail)) = rest.split_first() {
+        if first != b'%' {
+            bytes.push(first);
+            rest = tail;
+            continue;
+        }
+        let hex = tail.get(..2).and_then(|hex| std::str::from_utf8(hex).ok());
+        let byte = hex.and_then(|hex| u8::from_str_radix(hex, 16).ok());
+        bytes.push(byte.ok_or("a `%` that no two hexadecimal digits follow")?);
+        rest = &tail[2..];
+    }
+    String::from_utf8(bytes).map_err(|_| "a part is not UTF-8".to_owned())
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_url_is_taken_apart_as_people_write_it() {
+        let server = |url: &str| RabbitConfig::new(url).server();
+        let plain = server("amqp://app:p%40ss@rabbit.example:5673/pay%2fments").unwrap();
+        assert_eq!((plain.host.as_str(), plain.port, plain.vhost.as_str()), ("rabbit.example", 5673, "pay/ments"));
+        assert_eq!(plain.uri.authority.userinfo.password, "p@ss");
+        for slash in ["amqp://h", "amqp://h/", "amqp://h/%2f", "amqp://h/%2F"] {
+            assert_eq!(server(slash).unwrap().vhost, "/", "{slash}");
+        }
+        let tls = server("amqps://h").unwrap();
+        assert!(tls.tls && tls.port == 5671);
+        assert_eq!(server("amqp://[::1]:5672/").unwrap().host, "::1");
+    }
+
+    #[test]
+    fn what_cannot_be_meant_is_refused_without_the_password() {
+        for url in
+            ["kafka://a:secret@h", "amqp://", "amqp://u:secret@h/%zz", "amqp://u:secret@h?heartbeat=5", "nonsense"]
+        {
+            let error = RabbitConfig::new(url).validate().unwrap_err().to_string();
+            assert!(!error.contains("secret"), "{error}");
+        }
+        let mut config = RabbitConfig::new("amqp://h");
+        config.partitions = 0;
+        assert!(config.validate().unwrap_err().to_string().contains("partitions"));
+        assert!(!format!("{:?}", RabbitConfig::new("amqp://u:secret@h")).contains("secret"));
+    }
+}

@@ -1,0 +1,393 @@
+//! The task of a publishing session: publishes, collects confirms and returns, and says what became of each row.
+//!
+//! Guarantees: a row counts as published by an ack **and** no return (G2); of a key, one publish is unconfirmed (R20); a
+//! return belongs to the row whose id it carries, whatever confirm it came on, and where one was seen nothing of that
+//! channel is believed before its window is finished (R21); after a refusal no later row of that topic or key is published
+//! until the runtime knows of it; a nack ends the session (R21).
+//!
+//! Why returns need care: the client library keeps returned messages in one queue and gives the first to whichever confirm
+//! completes next. A confirm without a return is safe: it found that queue empty, so its own return, had there been one, was
+//! given to a confirm that completed before it, which is in our hands already. A confirm *with* a return says nothing of its
+//! own row, so the channel then takes nothing new until all its confirms are in: by then every return is out too.
+//!
+//! Not here: what the runtime makes of a refusal (room `policy`).
+
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use futures::FutureExt;
+use futures::future::BoxFuture;
+use futures::stream::{FuturesUnordered, StreamExt};
+use lapin::options::{BasicPublishOptions, ConfirmSelectOptions};
+use lapin::{Channel, Confirmation, Event};
+use tokio::sync::mpsc;
+
+use super::config::RabbitConfig;
+use super::error::{ACCESS_REFUSED, NOT_FOUND, classify, reply, within};
+use super::lanes::{LaneId, Lanes, Row};
+use super::publisher::Shared;
+use super::socket::Link;
+use super::wire;
+use crate::broker::{Receipt, Refusal};
+use crate::error::BrokerError;
+use crate::message::OutgoingMessage;
+
+/// Reply codes that can only be about the message itself, if it was alone: content too large, precondition, frame, syntax.
+const ABOUT_THE_MESSAGE: [u16; 4] = [311, 406, 501, 502];
+
+/// Rows as they come from the runtime.
+#[derive(Debug)]
+pub(super) struct Rows {
+    pub(super) rows: Vec<(u64, OutgoingMessage)>,
+    /// How many hand-overs of outcomes the runtime had seen when it sent them.
+    pub(super) known: u64,
+}
+
+/// A publish without a confirm.
+#[derive(Debug)]
+struct InFlight {
+    lane: Option<LaneId>,
+    channel: usize,
+    topic: String,
+    id: String,
+    weight: usize,
+    since: Instant,
+}
+
+/// A confirm that came, not yet believed.
+#[derive(Debug)]
+struct Confirmed {
+    tag: u64,
+    flight: InFlight,
+    acked: bool,
+}
+
+#[derive(Debug)]
+struct Lane {
+    channel: Channel,
+    in_flight: usize,
+    confirmed: Vec<Confirmed>,
+    /// Ids and topics of returned messages, with the server's reason.
+    returned: HashMap<(String, String), String>,
+    failed: Vec<(u64, InFlight)>,
+    error: Option<lapin::Error>,
+}
+
+pub(super) struct Confirms {
+    link: Arc<Link>,
+    shared: Arc<Shared>,
+    exchange: String,
+    source: String,
+    window: usize,
+    confirm_deadline: Duration,
+    close_deadline: Duration,
+    channels: Vec<Lane>,
+    lanes: Lanes,
+    in_flight: HashMap<u64, InFlight>,
+    publishing: FuturesUnordered<BoxFuture<'static, (u64, lapin::Result<Confirmation>)>>,
+    /// Topics refused, the reason, and the hand-overs before it: rows sent without knowing of it are refused too.
+    refused: HashMap<String, (u64, String)>,
+    /// Set once the session is to end: nothing more is published, what is in flight may still be proven.
+    ending: Option<(BrokerError, Instant)>,
+}
+
+type Done = (u64, lapin::Result<Confirmation>);
+
+impl Confirms {
+    pub(super) async fn open(config: &RabbitConfig, link: Arc<Link>, shared: Arc<Shared>) -> Result<Self, BrokerError> {
+        let mut channels = Vec::with_capacity(config.channels);
+        for _ in 0..config.channels {
+            let channel = link.channel().await?;
+            let select = channel.confirm_select(ConfirmSelectOptions::default());
+            within(config.connect_deadline, "confirm.select", select).await?;
+            let (confirmed, failed, returned) = (Vec::new(), Vec::new(), HashMap::new());
+            channels.push(Lane { channel, in_flight: 0, confirmed, returned, failed, error: None });
+        }
+        Ok(Self {
+            link,
+            shared,
+            exchange: config.exchange.clone(),
+            source: config.source.clone(),
+            window: config.publish_window,
+            confirm_deadline: config.confirm_deadline,
+            close_deadline: config.close_deadline,
+            lanes: Lanes::new(channels.len(), config.pipeline_per_key),
+            channels,
+            in_flight: HashMap::new(),
+            publishing: FuturesUnordered::new(),
+            refused: HashMap::new(),
+            ending: None,
+        })
+    }
+
+    /// Works until the session ends or nobody can send any more.
+    pub(super) async fn run(mut self, mut rows: mpsc::UnboundedReceiver<Rows>) {
+        // Also where this task panics, nobody must wait for outcomes that cannot come.
+        let ended = EndOnDrop(Arc::clone(&self.shared));
+        let mut events = self.link.connection().events_listener().boxed();
+        let mut tick = tokio::time::interval((self.confirm_deadline / 8).max(Duration::from_millis(50)));
+        loop {
+            self.publish();
+            if self.finished() {
+                break;
+            }
+            // Cancel safety: every branch keeps what it has not returned (channel, stream of futures, timer).
+            tokio::select! {
+                more = rows.recv() => match more {
+                    Some(more) => self.take(more),
+                    None => break,
+                },
+                Some(done) = self.publishing.next() => {
+                    let mut all = vec![done];
+                    while let Some(Some(done)) = self.publishing.next().now_or_never() {
+                        all.push(done);
+                    }
+                    self.collect(all);
+                }
+                Some(event) = events.next() => self.heard(event),
+                _ = tick.tick() => self.look_at_the_clock(),
+            }
+        }
+        if let Some((error, _)) = self.ending.take() {
+            self.shared.end(error);
+        }
+        drop(ended);
+    }
+
+    fn finished(&self) -> bool {
+        self.ending.as_ref().is_some_and(|(_, until)| self.publishing.is_empty() || Instant::now() >= *until)
+    }
+
+    /// The session ends for this reason; what is in flight has a last chance to be proven.
+    fn end(&mut self, error: BrokerError) {
+        let until = Instant::now() + self.close_deadline;
+        self.ending.get_or_insert((error, until));
+    }
+
+    fn take(&mut self, Rows { rows, known }: Rows) {
+        self.refused.retain(|_, (handovers, _)| known <= *handovers);
+        for (tag, message) in rows {
+            match self.refused.get(&message.topic) {
+                Some((_, why)) => {
+                    let why = Refusal::Destination(why.clone());
+                    self.say(tag, message.weight(), Err(why));
+                }
+                None => self.lanes.add(tag, message),
+            }
+        }
+        self.shared.notify();
+    }
+
+    fn publish(&mut self) {
+        if self.ending.is_some() || self.shared.lock().blocked.is_some() {
+            return;
+        }
+        let mut idle = 0;
+        let mut at = 0;
+        // Round and round the channels, so that none starves, until none has anything or the window is full.
+        while idle < self.channels.len() && self.in_flight.len() < self.window && self.ending.is_none() {
+            let open = self.channels[at].returned.is_empty() && self.channels[at].error.is_none();
+            match if open { self.lanes.next(at) } else { None } {
+                Some(row) => {
+                    idle = 0;
+                    self.publish_row(row);
+                }
+                None => idle += 1,
+            }
+            at = (at + 1) % self.channels.len();
+        }
+    }
+
+    fn publish_row(&mut self, row: Row) {
+        let Row { tag, lane, channel: at, message } = row;
+        let weight = message.weight();
+        let ready = wire::properties(&message, &self.source)
+            .and_then(|properties| Ok((properties, wire::short("the topic", &message.topic)?)));
+        let (properties, routing_key) = match ready {
+            Ok(ready) => ready,
+            Err(why) => {
+                self.say(tag, weight, Err(Refusal::Message(why)));
+                self.shared.notify();
+                self.after_refused_message(lane);
+                return;
+            }
+        };
+        let (channel, exchange) = (self.channels[at].channel.clone(), self.exchange.as_str().into());
+        let OutgoingMessage { id, topic, payload, .. } = message;
+        let flight = InFlight { lane, channel: at, topic, id: id.to_string(), weight, since: Instant::now() };
+        self.in_flight.insert(tag, flight);
+        self.channels[at].in_flight += 1;
+        self.publishing.push(
+            async move {
+                let mandatory = BasicPublishOptions { mandatory: true, ..BasicPublishOptions::default() };
+                let sent = channel.basic_publish(exchange, routing_key, mandatory, &payload, properties).await;
+                drop(payload);
+                match sent {
+                    Ok(confirm) => (tag, confirm.await),
+                    Err(error) => (tag, Err(error)),
+                }
+            }
+            .boxed(),
+        );
+    }
+
+    /// Rows of a key that wait behind a refused message may go or not as the runtime decides: the session starts anew.
+    fn after_refused_message(&mut self, lane: Option<LaneId>) {
+        if self.lanes.waits_behind(lane) {
+            self.end(BrokerError::Session("a message was refused and others of its key stood behind it".to_owned()));
+        } else {
+            self.lanes.settled(lane);
+        }
+    }
+
+    fn collect(&mut self, done: Vec<Done>) {
+        for (tag, result) in done {
+            let Some(flight) = self.in_flight.remove(&tag) else { continue };
+            let lane = &mut self.channels[flight.channel];
+            lane.in_flight -= 1;
+            let (acked, returned) = match result {
+                Ok(Confirmation::Ack(returned)) => (true, returned),
+                Ok(Confirmation::Nack(returned)) => (false, returned),
+                Ok(Confirmation::NotRequested) => (false, None),
+                Err(error) => {
+                    // A reply of the server says more than that the channel is closed.
+                    if lane.error.as_ref().is_none_or(|known| reply(known).is_none()) {
+                        lane.error = Some(error);
+                    }
+                    lane.failed.push((tag, flight));
+                    continue;
+                }
+            };
+            if let Some(message) = returned {
+                let id = message.properties.message_id().as_ref().map(ToString::to_string).unwrap_or_default();
+                let why = format!("{} {}", message.reply_code, message.reply_text);
+                lane.returned.insert((id, message.routing_key.to_string()), why);
+            }
+            lane.confirmed.push(Confirmed { tag, flight, acked });
+        }
+        for at in 0..self.channels.len() {
+            let lane = &self.channels[at];
+            if lane.error.is_some() {
+                self.fail(at);
+            } else if lane.returned.is_empty() || lane.in_flight == 0 {
+                self.believe(at);
+            }
+        }
+        self.shared.notify();
+    }
+
+    /// Says what became of the confirmed rows of a channel, whose returns are all known.
+    fn believe(&mut self, at: usize) {
+        let returned = std::mem::take(&mut self.channels[at].returned);
+        for Confirmed { tag, flight, acked } in std::mem::take(&mut self.channels[at].confirmed) {
+            let InFlight { lane, topic, id, weight, .. } = flight;
+            let place = (id, topic);
+            if let Some(why) = returned.get(&place) {
+                let why = format!(
+                    "no queue is bound to the exchange `{}` for topic `{}` ({why}); start its consumer, or bind a queue",
+                    self.exchange, place.1
+                );
+                self.refuse(tag, weight, &place.1, &why);
+                self.lanes.settled(lane);
+            } else if acked {
+                self.say(tag, weight, Ok(Receipt::Confirm));
+                self.shared.lock().no_route.remove(&place.1);
+                self.lanes.settled(lane);
+            } else {
+                let why =
+                    format!("the server answered basic.nack to a message of topic `{}`; is its queue full?", place.1);
+                self.say(tag, weight, Err(Refusal::Session(why.clone())));
+                self.end(BrokerError::Session(why));
+            }
+        }
+    }
+
+    /// A channel is closed: what the server's reply says of the rows on it.
+    fn fail(&mut self, at: usize) {
+        let Some(error) = &self.channels[at].error else { return };
+        let (cause, reply) = (classify(error), reply(error));
+        self.end(cause);
+        if self.channels[at].in_flight > 0 {
+            return;
+        }
+        let failed = std::mem::take(&mut self.channels[at].failed);
+        let Some((code, text)) = reply else { return };
+        let alone = failed.len() == 1 && self.channels[at].confirmed.is_empty();
+        for (tag, InFlight { topic, weight, .. }) in failed {
+            match code {
+                NOT_FOUND => self.refuse(tag, weight, &topic, &text),
+                // Either the exchange is denied, or one topic, which the text then names.
+                ACCESS_REFUSED
+                    if alone || !text.contains(" topic '") || text.contains(&format!(" topic '{topic}'")) =>
+                {
+                    self.refuse(tag, weight, &topic, &text);
+                }
+                _ if alone && ABOUT_THE_MESSAGE.contains(&code) => {
+                    self.say(tag, weight, Err(Refusal::Message(text.clone())));
+                }
+                _ => {}
+            }
+        }
+    }
+
+    /// A topic cannot be reached: neither this row nor any of it that is not published yet.
+    fn refuse(&mut self, tag: u64, weight: usize, topic: &str, why: &str) {
+        let behind = self.lanes.take_topic(topic).into_iter().map(|row| (row.tag, row.message.weight()));
+        // One lock for all: a hand-over in between would make rows look as if the runtime knew.
+        let mut state = self.shared.lock();
+        for (tag, weight) in std::iter::once((tag, weight)).chain(behind) {
+            state.settle(tag, weight, Err(Refusal::Destination(why.to_owned())));
+        }
+        state.no_route.insert(topic.to_owned(), (Instant::now(), why.to_owned()));
+        self.refused.insert(topic.to_owned(), (state.handovers, why.to_owned()));
+    }
+
+    fn say(&self, tag: u64, weight: usize, outcome: Result<Receipt, Refusal>) {
+        self.shared.lock().settle(tag, weight, outcome);
+    }
+
+    fn heard(&mut self, event: Event) {
+        match event {
+            Event::ConnectionBlocked(why) => {
+                tracing::warn!(%why, "rabbitmq takes no messages for now");
+                self.shared.lock().blocked = Some(why);
+            }
+            Event::ConnectionUnblocked => {
+                tracing::info!("rabbitmq takes messages again");
+                self.shared.lock().blocked = None;
+                let now = Instant::now();
+                self.in_flight.values_mut().for_each(|flight| flight.since = now);
+            }
+            // An error of a channel comes with its confirms, which say which rows it was about, or belongs to a probe.
+            Event::Error(error) if !error.is_amqp_soft_error() => self.end(classify(&error)),
+            _ => {}
+        }
+        self.shared.notify();
+    }
+
+    fn look_at_the_clock(&mut self) {
+        if self.ending.is_some() || self.shared.lock().blocked.is_some() {
+            return;
+        }
+        if !self.link.connection().status().connected() && self.publishing.is_empty() {
+            self.end(BrokerError::Unavailable("the connection to RabbitMQ has ended".to_owned()));
+            return;
+        }
+        let oldest = self.in_flight.values().map(|flight| flight.since).min();
+        if let Some(waited) = oldest.map(|since| since.elapsed()).filter(|waited| *waited > self.confirm_deadline) {
+            let why = format!("a confirm has not come for {waited:?}, and the server does not say that it is blocked");
+            self.end(BrokerError::Unavailable(why));
+            // Nothing more is believed of a server that is this slow.
+            self.ending = self.ending.take().map(|(error, _)| (error, Instant::now()));
+        }
+    }
+}
+
+struct EndOnDrop(Arc<Shared>);
+
+impl Drop for EndOnDrop {
+    fn drop(&mut self) {
+        self.0.end(BrokerError::Session("the publishing session has ended".to_owned()));
+    }
+}

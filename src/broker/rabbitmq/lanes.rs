@@ -1,0 +1,217 @@
+//! Rows that wait for their turn: one unconfirmed publish per key (R20), and each key always on the same channel.
+//!
+//! Guarantees: of one key, rows leave in the order they came, and the next one only once the one before is settled; rows
+//! without a key never wait. With `pipeline` (R20 given up) nothing waits, but a key still keeps its channel and its order.
+//!
+//! Pure: no I/O, no clock.
+
+use std::collections::{HashMap, VecDeque};
+
+use crate::message::{OutgoingMessage, lane_id};
+
+/// Identity of a (topic, key).
+pub(super) type LaneId = [u8; 16];
+
+/// A row on its way to a channel.
+#[derive(Debug)]
+pub(super) struct Row {
+    pub(super) tag: u64,
+    pub(super) lane: Option<LaneId>,
+    pub(super) channel: usize,
+    pub(super) message: OutgoingMessage,
+}
+
+/// All rows of a session that are not published yet.
+#[derive(Debug)]
+pub(super) struct Lanes {
+    pipeline: bool,
+    /// By channel: rows that may go now.
+    ready: Vec<VecDeque<Row>>,
+    /// A key stands here while one of its rows is ready or in flight; behind it, those that wait.
+    lanes: HashMap<LaneId, VecDeque<Row>>,
+    /// Rows not yet published, by topic.
+    topics: HashMap<String, usize>,
+}
+
+impl Lanes {
+    pub(super) fn new(channels: usize, pipeline: bool) -> Self {
+        let ready = (0..channels).map(|_| VecDeque::new()).collect();
+        Self { pipeline, ready, lanes: HashMap::new(), topics: HashMap::new() }
+    }
+
+    pub(super) fn add(&mut self, tag: u64, message: OutgoingMessage) {
+        let lane = message.key.as_deref().map(|key| lane_id(&message.topic, key.as_bytes()));
+        // The tail of the id is random in every version; the head of a v7 id is time.
+        let spread = lane.unwrap_or_else(|| message.id.into_bytes());
+        let channel = usize::from(u16::from_be_bytes([spread[14], spread[15]])) % self.ready.len();
+        *self.topics.entry(message.topic.clone()).or_default() += 1;
+        let row = Row { tag, lane, channel, message };
+        match lane.filter(|_| !self.pipeline) {
+            None => self.ready[channel].push_back(row),
+            Some(lane) => match self.lanes.get_mut(&lane) {
+                Some(waiting) => waiting.push_back(row),
+                None => {
+                    self.lanes.insert(lane, VecDeque::new());
+                    self.ready[channel].push_back(row);
+                }
+            },
+        }
+    }
+
+    /// The next row for a channel; it counts as in flight until [`Lanes::settled`].
+    pub(super) fn next(&mut self, channel: usize) -> Option<Row> {
+        let row = self.ready[channel].pop_front()?;
+        self.leaves(&row.message.topic);
+        Some(row)
+    }
+
+    /// The row in flight of this key is settled: the next one may go.
+    pub(super) fn settled(&mut self, lane: Option<LaneId>) {
+        let Some(lane) = lane.filter(|_| !self.pipeline) else { return };
+        match self.lanes.get_mut(&lane).and_then(VecDeque::pop_front) {
+            Some(row) => self.ready[row.channel].push_back(row),
+            None => {
+                self.lanes.remove(&lane);
+            }
+        }
+    }
+
+    /// Whether rows of this key wait behind the one in flight.
+    pub(super) fn waits_behind(&self, lane: Option<LaneId>) -> bool {
+        let Some(lane) = lane else { return false };
+        if self.pipeline {
+            return self.ready.iter().flatten().any(|row| row.lane == Some(lane));
+        }
+        self.lanes.get(&lane).is_some_and(|waiting| !waiting.is_empty())
+    }
+
+    /// Takes out all rows of a topic that are not published, in order.
+    pub(super) fn take_topic(&mut self, topic: &str) -> Vec<Row> {
+        if !self.topics.contains_key(topic) {
+            return Vec::new();
+        }
+        let mut taken = Vec::new();
+        for ready in &mut self.ready {
+            for row in std::mem::take(ready) {
+                if row.message.topic == topic { taken.push(row) } else { ready.push_back(row) }
+            }
+        }
+        // A lane whose first row was only ready goes wholly; one with a row in flight stays, with nothing behind it.
+        for lane in taken.iter().filter_map(|row| row.lane).collect::<Vec<_>>() {
+            taken.extend(self.lanes.remove(&lane).unwrap_or_default());
+        }
+        for waiting in self.lanes.values_mut() {
+            if waiting.front().is_some_and(|row| row.message.topic == topic) {
+                taken.extend(std::mem::take(waiting));
+            }
+        }
+        self.topics.remove(topic);
+        taken.sort_unstable_by_key(|row| row.tag);
+        taken
+    }
+
+    fn leaves(&mut self, topic: &str) {
+        if let Some(count) = self.topics.get_mut(topic) {
+            *count -= 1;
+            if *count == 0 {
+                self.topics.remove(topic);
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use chrono::DateTime;
+    use uuid::Uuid;
+
+    use super::*;
+
+    fn message(topic: &str, key: Option<&str>) -> OutgoingMessage {
+        OutgoingMessage {
+            id: Uuid::now_v7(),
+            topic: topic.into(),
+            key: key.map(Into::into),
+            kind: "k".into(),
+            headers: Vec::new(),
+            payload: Vec::new(),
+            content_type: "text/plain".into(),
+            trace: None,
+            created_at: DateTime::UNIX_EPOCH,
+        }
+    }
+
+    fn drain(lanes: &mut Lanes) -> Vec<Row> {
+        let mut rows: Vec<Row> =
+            (0..lanes.ready.len()).flat_map(|c| std::iter::from_fn(|| lanes.next(c)).collect::<Vec<_>>()).collect();
+        rows.sort_unstable_by_key(|row| row.tag);
+        rows
+    }
+
+    fn tags(rows: &[Row]) -> Vec<u64> {
+        rows.iter().map(|row| row.tag).collect()
+    }
+
+    #[test]
+    fn r20_of_one_key_only_one_row_is_out_and_keyless_rows_never_wait() {
+        let mut lanes = Lanes::new(3, false);
+        for (tag, key) in [(1, Some("a")), (2, Some("a")), (3, None), (4, Some("b")), (5, None), (6, Some("a"))] {
+            lanes.add(tag, message("t", key));
+        }
+        let first = drain(&mut lanes);
+        assert_eq!(tags(&first), [1, 3, 4, 5]);
+        assert!(lanes.waits_behind(first[0].lane) && !lanes.waits_behind(first[2].lane));
+        lanes.settled(first[0].lane);
+        let second = drain(&mut lanes);
+        assert_eq!(tags(&second), [2]);
+        assert_eq!(second[0].channel, first[0].channel, "a key keeps its channel");
+        lanes.settled(second[0].lane);
+        assert_eq!(tags(&drain(&mut lanes)), [6]);
+    }
+
+    #[test]
+    fn r20_the_same_key_of_another_topic_is_another_key() {
+        let mut lanes = Lanes::new(1, false);
+        lanes.add(1, message("t", Some("a")));
+        lanes.add(2, message("u", Some("a")));
+        assert_eq!(tags(&drain(&mut lanes)), [1, 2]);
+    }
+
+    #[test]
+    fn r20_given_up_lets_a_key_run_ahead_on_one_channel() {
+        let mut lanes = Lanes::new(4, true);
+        for tag in 1..=3 {
+            lanes.add(tag, message("t", Some("a")));
+        }
+        let rows = drain(&mut lanes);
+        assert_eq!(tags(&rows), [1, 2, 3]);
+        assert!(rows.iter().all(|row| row.channel == rows[0].channel));
+    }
+
+    #[test]
+    fn a_topic_is_taken_out_whole_and_others_stay() {
+        let mut lanes = Lanes::new(2, false);
+        for (tag, topic, key) in [
+            (1, "t", Some("a")),
+            (2, "t", Some("a")),
+            (3, "u", Some("a")),
+            (4, "t", None),
+            (5, "t", Some("b")),
+            (6, "t", Some("b")),
+        ] {
+            lanes.add(tag, message(topic, key));
+        }
+        let in_flight = (0..2)
+            .find_map(|channel| {
+                lanes.ready[channel].front().is_some_and(|row| row.tag == 1).then(|| lanes.next(channel).unwrap())
+            })
+            .unwrap();
+        assert_eq!(tags(&lanes.take_topic("t")), [2, 4, 5, 6]);
+        assert!(lanes.take_topic("t").is_empty());
+        lanes.settled(in_flight.lane);
+        assert_eq!(tags(&drain(&mut lanes)), [3]);
+        lanes.add(7, message("t", Some("b")));
+        assert_eq!(tags(&drain(&mut lanes)), [7], "nothing of the key is left that it would wait for");
+    }
+}

@@ -1,0 +1,231 @@
+//! The publishing side: what the runtime holds, and what it shares with the task that works on the channels.
+//!
+//! Guarantees: `settle` loses nothing when it is dropped (outcomes stand in the shared state until they are handed over);
+//! dropping the session cuts its connection; a topic without a route is not ready until it is time to try again.
+//!
+//! Not here: confirms, returns and channels (`confirms`), the order of a key (`lanes`).
+
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use async_trait::async_trait;
+use lapin::ExchangeKind;
+use lapin::options::ExchangeDeclareOptions;
+use lapin::types::FieldTable;
+use tokio::sync::{Notify, mpsc};
+use tokio::task::JoinHandle;
+
+use super::config::RabbitConfig;
+use super::confirms::{Confirms, Rows};
+use super::error::{NOT_FOUND, again, within};
+use super::socket::Link;
+use crate::broker::{Publisher, Receipt, Refusal, Settled, TopicState};
+use crate::error::BrokerError;
+use crate::message::OutgoingMessage;
+
+/// What the runtime's side and the task share.
+#[derive(Debug, Default)]
+pub(super) struct Shared {
+    state: Mutex<State>,
+    /// Told when there are outcomes, an end, room, or a change of blocking.
+    changed: Notify,
+}
+
+/// Under the lock, which is never held over an await.
+#[derive(Debug, Default)]
+pub(super) struct State {
+    /// Outcomes not handed over.
+    pub(super) outcomes: Vec<Settled>,
+    /// How often outcomes were handed over: rows sent since then know of them.
+    pub(super) handovers: u64,
+    /// Rows sent and without an outcome.
+    pub(super) outstanding: usize,
+    /// Bytes of those rows.
+    pub(super) held_bytes: usize,
+    /// Why the session ended.
+    pub(super) ended: Option<BrokerError>,
+    /// The server's reason for taking nothing.
+    pub(super) blocked: Option<String>,
+    /// Topics whose last message came back, when, and why.
+    pub(super) no_route: HashMap<String, (Instant, String)>,
+}
+
+impl State {
+    /// Says what became of a row.
+    pub(super) fn settle(&mut self, tag: u64, weight: usize, outcome: Result<Receipt, Refusal>) {
+        self.outcomes.push(Settled { tag, outcome });
+        self.outstanding = self.outstanding.saturating_sub(1);
+        self.held_bytes = self.held_bytes.saturating_sub(weight);
+    }
+}
+
+impl Shared {
+    pub(super) fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(super) fn notify(&self) {
+        self.changed.notify_waiters();
+    }
+
+    pub(super) fn end(&self, error: BrokerError) {
+        self.lock().ended.get_or_insert(error);
+        self.notify();
+    }
+
+    /// Waits until `look` finds something.
+    async fn until<T>(&self, mut look: impl FnMut(&mut State) -> Option<T>) -> T {
+        loop {
+            let mut changed = std::pin::pin!(self.changed.notified());
+            changed.as_mut().enable();
+            if let Some(found) = look(&mut self.lock()) {
+                return found;
+            }
+            changed.await;
+        }
+    }
+}
+
+/// One publishing session.
+pub(super) struct RabbitPublisher {
+    link: Arc<Link>,
+    shared: Arc<Shared>,
+    rows: Option<mpsc::UnboundedSender<Rows>>,
+    task: JoinHandle<()>,
+    exchange: String,
+    /// The exchange was seen in this session.
+    exchange_seen: bool,
+    held_bytes_max: usize,
+    deadline: Duration,
+    close_deadline: Duration,
+    route_retry: Duration,
+}
+
+impl RabbitPublisher {
+    /// Opens the connection and its confirm channels, so that the first message does not wait.
+    pub(super) async fn open(config: &RabbitConfig) -> Result<Self, BrokerError> {
+        let link = Arc::new(Link::open(config, "oncebox publisher").await?);
+        let shared = Arc::new(Shared::default());
+        let (rows, receiver) = mpsc::unbounded_channel();
+        let confirms = Confirms::open(config, Arc::clone(&link), Arc::clone(&shared)).await?;
+        Ok(Self {
+            link,
+            shared,
+            rows: Some(rows),
+            task: tokio::spawn(confirms.run(receiver)),
+            exchange: config.exchange.clone(),
+            exchange_seen: false,
+            held_bytes_max: config.held_bytes_max,
+            deadline: config.connect_deadline,
+            close_deadline: config.close_deadline,
+            route_retry: config.route_retry,
+        })
+    }
+
+    fn ended(&self) -> Result<(), BrokerError> {
+        self.shared.lock().ended.as_ref().map_or(Ok(()), |error| Err(again(error)))
+    }
+
+    /// R16's probe: a new channel and a passive declare of the exchange. What is wrong, where something is.
+    async fn probe(&self) -> Result<Option<String>, BrokerError> {
+        let channel = self.link.channel().await?;
+        let passive = ExchangeDeclareOptions { passive: true, ..ExchangeDeclareOptions::default() };
+        let exchange = self.exchange.as_str().into();
+        let asked = channel.exchange_declare(exchange, ExchangeKind::Topic, passive, FieldTable::default());
+        match within(self.deadline, "exchange.declare", asked).await {
+            Ok(()) => {
+                // The channel's own drop would close it too, but without a deadline and without order.
+                let _ = within(self.close_deadline, "channel.close", channel.close(200, "OK".into())).await;
+                Ok(None)
+            }
+            Err(fault) if fault.code() == Some(NOT_FOUND) => {
+                Ok(Some(format!("the exchange `{}` is not there; `publisher` declares it at its start", self.exchange)))
+            }
+            Err(fault) => Err(fault.into()),
+        }
+    }
+}
+
+#[async_trait]
+impl Publisher for RabbitPublisher {
+    async fn topic(&mut self, topic: &str) -> Result<TopicState, BrokerError> {
+        self.ended()?;
+        let returned = self.shared.lock().no_route.get(topic).cloned();
+        if let Some((at, why)) = &returned
+            && at.elapsed() < self.route_retry
+        {
+            return Ok(TopicState::NotReady(why.clone()));
+        }
+        if self.exchange_seen && returned.is_none() {
+            return Ok(TopicState::Ready);
+        }
+        if let Some(why) = self.probe().await? {
+            self.exchange_seen = false;
+            return Ok(TopicState::NotReady(why));
+        }
+        // Routes cannot be seen in advance: a row is the only way to find out.
+        self.exchange_seen = true;
+        let mut state = self.shared.lock();
+        if state.no_route.get(topic).map(|(at, _)| *at) == returned.map(|(at, _)| at) {
+            state.no_route.remove(topic);
+            return Ok(TopicState::Ready);
+        }
+        // A message came back while we asked.
+        Ok(state.no_route.get(topic).map_or(TopicState::Ready, |(_, why)| TopicState::NotReady(why.clone())))
+    }
+
+    async fn send(&mut self, rows: Vec<(u64, OutgoingMessage)>) -> Result<(), BrokerError> {
+        let held_bytes_max = self.held_bytes_max;
+        let bytes: usize = rows.iter().map(|(_, message)| message.weight()).sum();
+        let known = self
+            .shared
+            .until(|state| match &state.ended {
+                Some(error) => Some(Err(again(error))),
+                // While the server is blocked nothing becomes free, and the runtime must stay able to ask why.
+                None if state.held_bytes >= held_bytes_max && state.blocked.is_none() => None,
+                None => {
+                    state.outstanding += rows.len();
+                    state.held_bytes += bytes;
+                    Some(Ok(state.handovers))
+                }
+            })
+            .await?;
+        let sent = self.rows.as_ref().is_some_and(|sender| sender.send(Rows { rows, known }).is_ok());
+        if sent { Ok(()) } else { self.ended().and(Err(BrokerError::Session("the session has ended".to_owned()))) }
+    }
+
+    async fn settle(&mut self, settled: &mut Vec<Settled>) -> Result<(), BrokerError> {
+        self.shared
+            .until(|state| {
+                if !state.outcomes.is_empty() {
+                    settled.append(&mut state.outcomes);
+                    state.handovers += 1;
+                    return Some(Ok(()));
+                }
+                match &state.ended {
+                    Some(error) => Some(Err(again(error))),
+                    None => (state.outstanding == 0).then_some(Ok(())),
+                }
+            })
+            .await
+    }
+
+    fn blocked(&self) -> Option<String> {
+        self.shared.lock().blocked.clone()
+    }
+
+    async fn close(mut self: Box<Self>) {
+        // The task ends when nobody can send any more.
+        self.rows = None;
+        let _ = tokio::time::timeout(self.close_deadline, &mut self.task).await;
+        self.link.close(self.close_deadline).await;
+    }
+}
+
+impl Drop for RabbitPublisher {
+    fn drop(&mut self) {
+        self.task.abort();
+        self.link.cut();
+    }
+}

@@ -1,0 +1,162 @@
+//! A connection whose socket is ours.
+//!
+//! Why: dropping a consumer, channel or connection of the client library *sends* `basic.cancel`, `channel.close` or
+//! `connection.close`; with unacknowledged deliveries that hands the later ones to the standby first (R29). So we open the
+//! socket, keep its descriptor (below TLS), and shut it down before any handle of the library is dropped: the server then
+//! sees a lost connection and puts everything back in order.
+//!
+//! Guarantees: whatever ends a [`Link`] (drop, panic, abort of a task), `shutdown(2)` comes first; connecting has one
+//! deadline for name, socket, TLS and handshake together; TLS is always verified.
+//!
+//! Not here: channels and what runs on them; recovery (never automatic, R29).
+
+use std::io;
+use std::net::{Shutdown, SocketAddr};
+use std::os::fd::AsFd;
+use std::path::Path;
+use std::sync::Mutex;
+use std::time::Duration;
+
+use lapin::tcp::{RustlsConnector, RustlsConnectorConfig};
+use lapin::{AsyncTcpStream, Channel, Connection, ConnectionProperties};
+use rustls::pki_types::CertificateDer;
+use rustls::pki_types::pem::PemObject;
+
+use super::config::{RabbitConfig, Server};
+use super::error::{Fault, connecting, within};
+use crate::error::BrokerError;
+
+/// The socket below a connection; dropped means shut down.
+#[derive(Debug)]
+struct Socket(std::net::TcpStream);
+
+impl Socket {
+    fn shut_down(&self) {
+        // An error means that it is not connected any more, which is what is wanted.
+        let _ = self.0.shutdown(Shutdown::Both);
+    }
+}
+
+impl Drop for Socket {
+    fn drop(&mut self) {
+        self.shut_down();
+    }
+}
+
+/// One connection to the server.
+pub(super) struct Link {
+    // First field: shut down before the handle below is dropped.
+    socket: Socket,
+    connection: Connection,
+    deadline: Duration,
+}
+
+impl Link {
+    /// Connects, or says what is wrong without the password.
+    pub(super) async fn open(config: &RabbitConfig, name: &str) -> Result<Self, BrokerError> {
+        let server = config.server()?;
+        let attempt = Self::connect(config, &server, name);
+        match tokio::time::timeout(config.connect_deadline, attempt).await {
+            Ok(link) => link,
+            Err(_) => Err(BrokerError::Unavailable(format!(
+                "RabbitMQ at {server} did not finish the handshake within {:?}",
+                config.connect_deadline
+            ))),
+        }
+    }
+
+    async fn connect(config: &RabbitConfig, server: &Server, name: &str) -> Result<Self, BrokerError> {
+        let unavailable = |error: io::Error| BrokerError::Unavailable(format!("RabbitMQ at {server}: {error}"));
+        let client = |error: lapin::Error| connecting(&error, server);
+        let runtime = lapin::runtime::default_runtime().map_err(client)?;
+        let mut stream = AsyncTcpStream::connect(&runtime, resolve(server).await?).await.map_err(unavailable)?;
+        let socket = match &stream {
+            AsyncTcpStream::Plain(plain) => {
+                Socket(plain.get_ref().as_fd().try_clone_to_owned().map_err(unavailable)?.into())
+            }
+            _ => return Err(BrokerError::Session("a fresh socket is not plain".to_owned())),
+        };
+        if server.tls {
+            let connector = connector(config.ca_file.as_deref())?;
+            stream = stream.into_rustls(&connector, &server.host).await.map_err(|error| untrusted(&error, server))?;
+        }
+        // The library asks for a stream through a function that it could call again; there is one stream, and no retry.
+        let once = Mutex::new(Some(stream));
+        let connection = Connection::connector(
+            server.uri.clone(),
+            runtime,
+            async move |_, _| {
+                let taken = once.lock().unwrap_or_else(std::sync::PoisonError::into_inner).take();
+                taken.ok_or_else(|| io::Error::from(io::ErrorKind::NotConnected).into())
+            },
+            ConnectionProperties::default().with_connection_name(name.into()),
+        )
+        .await
+        .map_err(client)?;
+        Ok(Self { socket, connection, deadline: config.connect_deadline })
+    }
+
+    /// A new channel.
+    pub(super) async fn channel(&self) -> Result<Channel, Fault> {
+        within(self.deadline, "channel.open", self.connection.create_channel()).await
+    }
+
+    /// The connection's own events and state.
+    pub(super) fn connection(&self) -> &Connection {
+        &self.connection
+    }
+
+    /// Cuts the connection: what is not acknowledged goes back in order.
+    pub(super) fn cut(&self) {
+        self.socket.shut_down();
+    }
+
+    /// Says goodbye, where nothing is outstanding. The library can hang here, so there is a deadline.
+    pub(super) async fn close(&self, deadline: Duration) {
+        let _ = within(deadline, "connection.close", self.connection.close(200, "OK".into())).await;
+    }
+}
+
+impl std::fmt::Debug for Link {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Link").field("status", self.connection.status()).finish_non_exhaustive()
+    }
+}
+
+/// The addresses of the server.
+pub(super) async fn resolve(server: &Server) -> Result<Vec<SocketAddr>, BrokerError> {
+    match tokio::net::lookup_host((server.host.as_str(), server.port)).await {
+        Ok(addresses) => Ok(addresses.collect()),
+        Err(error) => Err(BrokerError::Unavailable(format!("the host of RabbitMQ at {server}: {error}"))),
+    }
+}
+
+/// What makes TLS: the built-in public authorities, or only those of `ca_file`.
+pub(super) fn connector(ca_file: Option<&Path>) -> Result<RustlsConnector, BrokerError> {
+    let roots = match ca_file {
+        None => RustlsConnectorConfig::new_with_webpki_root_certs(),
+        Some(file) => {
+            let refused = |why: String| BrokerError::Refused(format!("ca_file {}: {why}", file.display()));
+            let certificates: Vec<_> = CertificateDer::pem_file_iter(file)
+                .and_then(Iterator::collect)
+                .map_err(|error| refused(error.to_string()))?;
+            if certificates.is_empty() {
+                return Err(refused("holds no certificate".to_owned()));
+            }
+            RustlsConnectorConfig::default().with_parsable_certificates(certificates)
+        }
+    };
+    roots.connector_with_no_client_auth().map_err(|error| BrokerError::Refused(format!("TLS: {error}")))
+}
+
+/// A handshake that failed: not trusted, or not TLS at all.
+pub(super) fn untrusted(error: &io::Error, server: &Server) -> BrokerError {
+    let inner = error.get_ref().and_then(|inner| inner.downcast_ref::<rustls::Error>());
+    match inner {
+        Some(rustls::Error::InvalidCertificate(why)) => BrokerError::Unauthorised(format!(
+            "the certificate of RabbitMQ at {server} is not trusted ({why:?}); set `ca_file` to its authority, and use the \
+             host name that stands in it"
+        )),
+        _ => BrokerError::Unavailable(format!("TLS with RabbitMQ at {server}: {error}")),
+    }
+}

@@ -1,0 +1,295 @@
+//! The consuming side: queues, deliveries, acknowledgements, and an end that hands nothing back out of order.
+//!
+//! Guarantees: acknowledgements are `multiple`, up to what the runtime said is committed, never beyond what was delivered
+//! (R29); a stream that ends, a channel or connection that closes, and a consumer that the server has forgotten are errors
+//! of [`Subscriber::next`]; dropping this in any way cuts the socket before anything else (R29).
+//!
+//! Not here: recovery (the runtime subscribes anew), dedupe (the inbox).
+
+use std::collections::VecDeque;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::task::{Context, Poll, Waker};
+use std::time::{Duration, Instant};
+
+use async_trait::async_trait;
+use futures::Stream;
+use lapin::options::{BasicAckOptions, BasicConsumeOptions, BasicQosOptions, QueueDeclareOptions};
+use lapin::types::FieldTable;
+use lapin::{Channel, Consumer};
+
+use super::config::RabbitConfig;
+use super::error::{classify, within};
+use super::socket::Link;
+use super::topology::Topology;
+use super::wire;
+use crate::broker::{Delivery, Event, PartitionId, Subscriber, Subscription};
+use crate::error::BrokerError;
+
+/// Deliveries in one event.
+const DELIVERIES_MAX: usize = 500;
+/// How often at most `caught_up` asks the server.
+const CAUGHT_UP_PAUSE: Duration = Duration::from_millis(100);
+
+/// Tells channels apart, also of subscribers that follow one another in one process.
+static GENERATION: AtomicU64 = AtomicU64::new(1);
+
+/// One queue on its channel.
+struct Source {
+    id: PartitionId,
+    channel: Channel,
+    consumer: Consumer,
+    prefetch: u16,
+    /// The highest tag handed out, and the highest acknowledged.
+    delivered: u64,
+    acknowledged: u64,
+    /// Messages that stood in the queue when we came, less those taken; none once the queue was seen empty.
+    expected: u64,
+}
+
+/// Everything that must outlive the socket: the socket is cut first, then the handles are dropped (R29).
+struct Guard {
+    link: Link,
+    sources: Vec<Source>,
+}
+
+impl Drop for Guard {
+    fn drop(&mut self) {
+        self.link.cut();
+    }
+}
+
+/// A consumer's connection.
+pub(super) struct RabbitSubscriber {
+    guard: Guard,
+    config: RabbitConfig,
+    assigned: bool,
+    paused: bool,
+    waiting: VecDeque<Delivery>,
+    /// Where the next look begins, so that no queue starves.
+    turn: usize,
+    last_delivery: Instant,
+    last_look: Option<Instant>,
+}
+
+impl RabbitSubscriber {
+    /// Declares queues and bindings, then consumes.
+    pub(super) async fn open(
+        config: &RabbitConfig,
+        subscription: &Subscription,
+        unlimited: bool,
+    ) -> Result<Self, BrokerError> {
+        let link = Link::open(config, &format!("oncebox consumer {}", subscription.consumer)).await?;
+        let mut guard = Guard { link, sources: Vec::new() };
+        let mut queues = Vec::new();
+        let mut topology = Topology::new(&guard.link, config);
+        for topic in &subscription.topics {
+            queues.extend(topology.subscribe(config, subscription, topic, unlimited).await?);
+        }
+        drop(topology);
+        let share = (subscription.in_flight_max / queues.len().max(1)).max(1);
+        let prefetch = u16::try_from(share).unwrap_or(u16::MAX).min(config.prefetch);
+        for (queue, found) in queues {
+            let channel = guard.link.channel().await?;
+            let qos = channel.basic_qos(prefetch, BasicQosOptions::default());
+            within(config.connect_deadline, "basic.qos", qos).await?;
+            let consume = channel.basic_consume(
+                queue.name.as_str().into(),
+                "".into(),
+                BasicConsumeOptions::default(),
+                FieldTable::default(),
+            );
+            let consumer = within(config.connect_deadline, "basic.consume", consume).await?;
+            let generation = GENERATION.fetch_add(1, Ordering::Relaxed);
+            guard.sources.push(Source {
+                id: PartitionId { place: Arc::from(queue.name), partition: 0, generation },
+                channel,
+                consumer,
+                prefetch,
+                delivered: 0,
+                acknowledged: 0,
+                expected: u64::from(found.ready),
+            });
+        }
+        Ok(Self {
+            guard,
+            config: config.clone(),
+            assigned: false,
+            paused: false,
+            waiting: VecDeque::new(),
+            turn: 0,
+            last_delivery: Instant::now(),
+            last_look: None,
+        })
+    }
+
+    /// Takes what has arrived, from all queues in turn, until so many wait.
+    fn take(&mut self, context: &mut Context<'_>, max: usize) -> Result<(), BrokerError> {
+        let count = self.guard.sources.len();
+        for step in 0..count {
+            let source = &mut self.guard.sources[(self.turn + step) % count];
+            while self.waiting.len() < max {
+                match Pin::new(&mut source.consumer).poll_next(context) {
+                    Poll::Pending => break,
+                    Poll::Ready(Some(Ok(delivery))) => self.waiting.push_back(source.take(delivery)),
+                    Poll::Ready(Some(Err(error))) => return Err(classify(&error)),
+                    Poll::Ready(None) => {
+                        return Err(BrokerError::Destination(format!(
+                            "the server cancelled the consumer of queue `{}`; was the queue deleted?",
+                            source.id.place
+                        )));
+                    }
+                }
+            }
+        }
+        self.turn = (self.turn + 1) % count.max(1);
+        Ok(())
+    }
+
+    fn poll_deliveries(&mut self, context: &mut Context<'_>) -> Poll<Result<(), BrokerError>> {
+        // While paused, what the prefetch lets through is kept here, so that an end of the stream is still seen.
+        let max = if self.paused { usize::MAX } else { DELIVERIES_MAX };
+        match self.take(context, max) {
+            Ok(()) if self.paused || self.waiting.is_empty() => Poll::Pending,
+            done => Poll::Ready(done),
+        }
+    }
+
+    /// Messages that stood in a queue when we came may have gone to another process. An empty queue says that nothing is left
+    /// that we do not have, or that is on its way to us: the second answer on the same channel comes after it.
+    async fn look_at_what_is_left(&mut self) -> Result<(), BrokerError> {
+        let deadline = self.config.connect_deadline;
+        let mut left = Vec::with_capacity(self.guard.sources.len());
+        for source in &self.guard.sources {
+            if source.expected == 0 {
+                left.push(false);
+                continue;
+            }
+            let (name, passive) = (source.id.place.as_ref().into(), QueueDeclareOptions::default().passive());
+            let asked = source.channel.queue_declare(name, passive, FieldTable::default());
+            let empty = within(deadline, "queue.declare", asked).await?.message_count() == 0;
+            if empty {
+                let answered = source.channel.basic_qos(source.prefetch, BasicQosOptions::default());
+                within(deadline, "basic.qos", answered).await?;
+            }
+            left.push(!empty);
+        }
+        self.take(&mut Context::from_waker(Waker::noop()), usize::MAX)?;
+        for (source, left) in self.guard.sources.iter_mut().zip(left) {
+            if !left {
+                source.expected = 0;
+            }
+        }
+        Ok(())
+    }
+
+    /// Nothing came for long: is the server there, and does it still know us as a consumer?
+    async fn look_at_quiet_queues(&mut self) -> Result<(), BrokerError> {
+        let mut topology = Topology::new(&self.guard.link, &self.config);
+        for source in &self.guard.sources {
+            let gone = |why: &str| BrokerError::Session(format!("queue `{}`: {why}", source.id.place));
+            let found = topology.queue_as_it_stands(&source.id.place).await?;
+            let found =
+                found.ok_or_else(|| BrokerError::Destination(format!("queue `{}` is gone", source.id.place)))?;
+            if found.consumers == 0 {
+                return Err(gone("the server does not know this consumer any more"));
+            }
+            if found.consumers == 1 && found.ready > 0 && source.delivered == source.acknowledged {
+                return Err(gone("messages are ready and none is delivered"));
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Source {
+    fn take(&mut self, delivery: lapin::message::Delivery) -> Delivery {
+        self.delivered = delivery.delivery_tag;
+        self.expected = self.expected.saturating_sub(1);
+        Delivery {
+            source: self.id.clone(),
+            sequence: i64::try_from(delivery.delivery_tag).unwrap_or(i64::MAX),
+            redelivered: delivery.redelivered,
+            arrived: wire::arrived(delivery, &self.id.place),
+        }
+    }
+}
+
+#[async_trait]
+impl Subscriber for RabbitSubscriber {
+    async fn next(&mut self) -> Result<Event, BrokerError> {
+        if !self.assigned {
+            self.assigned = true;
+            return Ok(Event::Assigned(self.guard.sources.iter().map(|source| source.id.clone()).collect()));
+        }
+        loop {
+            let quiet = self.config.quiet_check.saturating_sub(self.last_delivery.elapsed());
+            // Cancel safety: deliveries that were taken stand in `waiting` until they are returned.
+            let arrived = std::future::poll_fn(|context| self.poll_deliveries(context));
+            match tokio::time::timeout(quiet, arrived).await {
+                Ok(Ok(())) => {
+                    self.last_delivery = Instant::now();
+                    let count = self.waiting.len().min(DELIVERIES_MAX);
+                    return Ok(Event::Deliveries(self.waiting.drain(..count).collect()));
+                }
+                Ok(Err(error)) => return Err(error),
+                Err(_) => {
+                    if !self.paused {
+                        self.look_at_quiet_queues().await?;
+                    }
+                    self.last_delivery = Instant::now();
+                }
+            }
+        }
+    }
+
+    async fn acknowledge(&mut self, source: &PartitionId, through: i64) -> Result<(), BrokerError> {
+        let Some(source) = self.guard.sources.iter_mut().find(|known| known.id == *source) else { return Ok(()) };
+        let through = u64::try_from(through).unwrap_or(0);
+        if through > source.delivered {
+            return Err(BrokerError::Session(format!(
+                "queue `{}`: tag {through} was never delivered, the last one is {}",
+                source.id.place, source.delivered
+            )));
+        }
+        // The server closes the channel over a tag that it does not know any more.
+        if through <= source.acknowledged {
+            return Ok(());
+        }
+        source.acknowledged = through;
+        let ack = source.channel.basic_ack(through, BasicAckOptions { multiple: true });
+        if let Err(fault) = within(self.config.close_deadline, "basic.ack", ack).await {
+            // No loss: the inbox knows these messages. The end of the channel comes from `next` (D7, E9).
+            tracing::debug!(queue = &*source.id.place, why = fault.text(), "an acknowledgement was not sent");
+        }
+        Ok(())
+    }
+
+    fn pause(&mut self, paused: bool) {
+        self.paused = paused;
+    }
+
+    async fn caught_up(&mut self) -> Result<bool, BrokerError> {
+        if !self.assigned {
+            return Ok(false);
+        }
+        if self.guard.sources.iter().any(|source| source.expected > 0)
+            && self.last_look.is_none_or(|at| at.elapsed() >= CAUGHT_UP_PAUSE)
+        {
+            self.last_look = Some(Instant::now());
+            self.look_at_what_is_left().await?;
+        }
+        Ok(self.waiting.is_empty() && self.guard.sources.iter().all(|source| source.expected == 0))
+    }
+
+    async fn close(self: Box<Self>) {
+        for source in &self.guard.sources {
+            // Any call with an answer: the server has then seen the acknowledgements before it on this channel.
+            let answered = source.channel.basic_qos(source.prefetch, BasicQosOptions::default());
+            let _ = within(self.config.close_deadline, "basic.qos", answered).await;
+        }
+        // Not `connection.close`: prefetched messages would go back out of order (R29).
+        self.guard.link.cut();
+    }
+}

@@ -1,0 +1,112 @@
+//! Reading everything that was published, for `demo`, `bench` and tests: a queue beside the consumers' own.
+//!
+//! Guarantees: a tap sees every message published after it was made; `read` answers with all of them, in the order of the
+//! queue, however often it is called. A forgotten tap queue goes away by itself. A dropped `read` may show messages twice.
+
+use std::collections::HashMap;
+
+use futures::StreamExt;
+use lapin::Channel;
+use lapin::options::{BasicAckOptions, BasicConsumeOptions, BasicQosOptions, QueueBindOptions, QueueDeclareOptions};
+use lapin::types::{AMQPValue, FieldTable};
+use tokio::sync::Mutex;
+
+use super::config::RabbitConfig;
+use super::error::{classify, within};
+use super::socket::Link;
+use super::wire;
+use crate::error::BrokerError;
+use crate::message::Arrived;
+
+/// A tap nobody reads for this long is gone.
+const EXPIRES_MILLIS: i32 = 60 * 60 * 1_000;
+/// Deliveries in flight while a tap is read.
+const PREFETCH: u16 = 1_000;
+
+/// The taps of one broker object, by topic.
+#[derive(Debug, Default)]
+pub(super) struct Taps(Mutex<HashMap<String, Tap>>);
+
+#[derive(Debug)]
+struct Tap {
+    queue: String,
+    read: Vec<Arrived>,
+}
+
+impl Taps {
+    /// Makes sure that what is published from now on is seen.
+    pub(super) async fn open(&self, config: &RabbitConfig, topic: &str) -> Result<(), BrokerError> {
+        let mut taps = self.0.lock().await;
+        if taps.contains_key(topic) {
+            return Ok(());
+        }
+        let link = Link::open(config, "oncebox tap").await?;
+        let channel = link.channel().await?;
+        let queue = format!("oncebox.tap.{}", uuid::Uuid::now_v7());
+        let mut arguments = FieldTable::default();
+        arguments.insert("x-expires".into(), AMQPValue::LongInt(EXPIRES_MILLIS));
+        let declared = channel.queue_declare(queue.as_str().into(), QueueDeclareOptions::durable(), arguments);
+        within(config.connect_deadline, "queue.declare", declared).await?;
+        let bound = channel.queue_bind(
+            queue.as_str().into(),
+            config.exchange.as_str().into(),
+            topic.into(),
+            QueueBindOptions::default(),
+            FieldTable::default(),
+        );
+        within(config.connect_deadline, "queue.bind", bound).await?;
+        link.close(config.close_deadline).await;
+        taps.insert(topic.to_owned(), Tap { queue, read: Vec::new() });
+        Ok(())
+    }
+
+    /// Everything seen so far.
+    pub(super) async fn read(&self, config: &RabbitConfig, topic: &str) -> Result<Vec<Arrived>, BrokerError> {
+        let mut taps = self.0.lock().await;
+        let tap = taps.get_mut(topic).ok_or_else(|| {
+            BrokerError::Refused(format!("RabbitMQ keeps no log: topic `{topic}` has to be tapped before it is read"))
+        })?;
+        let link = Link::open(config, "oncebox tap").await?;
+        loop {
+            // A fresh channel each time: what it was given beyond the count goes back to its place when it is closed.
+            let channel = link.channel().await?;
+            let passive = QueueDeclareOptions::default().passive();
+            let asked = channel.queue_declare(tap.queue.as_str().into(), passive, FieldTable::default());
+            let ready = within(config.connect_deadline, "queue.declare", asked).await?.message_count();
+            if ready == 0 {
+                break;
+            }
+            drain(config, &channel, tap, ready).await?;
+            within(config.close_deadline, "channel.close", channel.close(200, "OK".into())).await?;
+        }
+        link.close(config.close_deadline).await;
+        Ok(tap.read.clone())
+    }
+}
+
+async fn drain(config: &RabbitConfig, channel: &Channel, tap: &mut Tap, ready: u32) -> Result<(), BrokerError> {
+    let qos = channel.basic_qos(PREFETCH, BasicQosOptions::default());
+    within(config.connect_deadline, "basic.qos", qos).await?;
+    let options = BasicConsumeOptions { exclusive: true, ..BasicConsumeOptions::default() };
+    let consume = channel.basic_consume(tap.queue.as_str().into(), "".into(), options, FieldTable::default());
+    let mut consumer = within(config.connect_deadline, "basic.consume", consume).await?;
+    for count in 1..=ready {
+        let delivery = tokio::time::timeout(config.connect_deadline, consumer.next()).await;
+        let delivery = match delivery {
+            Ok(Some(Ok(delivery))) => delivery,
+            Ok(Some(Err(error))) => return Err(classify(&error)),
+            Ok(None) => return Err(BrokerError::Destination(format!("the tap queue `{}` is gone", tap.queue))),
+            Err(_) => return Err(BrokerError::Unavailable(format!("the tap queue `{}` is silent", tap.queue))),
+        };
+        let tag = delivery.delivery_tag;
+        tap.read.push(wire::arrived(delivery, &tap.queue));
+        // No tag twice: the server closes the channel over that.
+        if count == ready || count.is_multiple_of(u32::from(PREFETCH) / 2) {
+            let ack = channel.basic_ack(tag, BasicAckOptions { multiple: true });
+            within(config.connect_deadline, "basic.ack", ack).await?;
+        }
+    }
+    let cancel = channel.basic_cancel(consumer.tag(), lapin::options::BasicCancelOptions::default());
+    within(config.connect_deadline, "basic.cancel", cancel).await?;
+    Ok(())
+}

@@ -1,0 +1,338 @@
+//! Exchange, queues and bindings, declared so that declaring again changes nothing (R30).
+//!
+//! Guarantees: queues are durable quorum queues with a single active consumer from the first declaration; an existing queue
+//! with other arguments is refused by the name of the argument, except for the delivery limit, which cannot be changed
+//! afterwards and is taken as it stands; behind a hash exchange all queues are bound before the first message can reach it.
+//!
+//! Not here: policies (an operator's; `check` says what to set), deleting anything.
+
+use std::time::Duration;
+
+use lapin::options::{
+    ExchangeBindOptions, ExchangeDeclareOptions, ExchangeDeleteOptions, QueueBindOptions, QueueDeclareOptions,
+};
+use lapin::types::{AMQPValue, FieldTable};
+use lapin::{Channel, ExchangeKind};
+
+use super::config::RabbitConfig;
+use super::error::{ACCESS_REFUSED, COMMAND_INVALID, Fault, NOT_FOUND, PRECONDITION_FAILED, inequivalent, within};
+use super::socket::Link;
+use crate::broker::Subscription;
+use crate::error::BrokerError;
+use crate::message::wire;
+
+/// The argument that older servers do not know as -1, and that no policy can turn off on newer ones but this.
+pub(super) const DELIVERY_LIMIT: &str = "x-delivery-limit";
+/// The exchange type of the plugin `rabbitmq_consistent_hash_exchange`.
+const CONSISTENT_HASH: &str = "x-consistent-hash";
+/// What to do where the plugin is missing.
+pub(super) const ENABLE_PLUGIN: &str = "rabbitmq-plugins enable rabbitmq_consistent_hash_exchange";
+
+/// One queue of a subscription.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct QueueName {
+    pub(super) topic: String,
+    pub(super) name: String,
+}
+
+/// A queue as it was found.
+#[derive(Debug, Clone)]
+pub(super) struct Found {
+    pub(super) ready: u32,
+    pub(super) consumers: u32,
+    /// Its delivery limit is not the one we asked for.
+    pub(super) limit_as_it_stands: bool,
+}
+
+/// The queues of a topic: one, or `partitions` behind the hash exchange.
+pub(super) fn queues(config: &RabbitConfig, subscription: &Subscription, topic: &str) -> Vec<QueueName> {
+    let queue = subscription.queue(topic);
+    let named = |name: String| QueueName { topic: topic.to_owned(), name };
+    match config.partitions {
+        1 => vec![named(queue)],
+        many => (0..many).map(|at| named(format!("{queue}.{at}"))).collect(),
+    }
+}
+
+/// The hash exchange in front of a topic's queues.
+pub(super) fn hash_exchange(subscription: &Subscription, topic: &str) -> String {
+    format!("{}.hash", subscription.queue(topic))
+}
+
+/// Declares things on one connection; a refused declaration closes its channel, so each failure opens another one.
+#[derive(Debug)]
+pub(super) struct Topology<'l> {
+    link: &'l Link,
+    deadline: Duration,
+    channel: Option<Channel>,
+}
+
+impl<'l> Topology<'l> {
+    pub(super) fn new(link: &'l Link, config: &RabbitConfig) -> Self {
+        Self { link, deadline: config.connect_deadline, channel: None }
+    }
+
+    async fn channel(&mut self) -> Result<Channel, Fault> {
+        match &self.channel {
+            Some(channel) if channel.status().connected() => Ok(channel.clone()),
+            _ => Ok(self.channel.insert(self.link.channel().await?).clone()),
+        }
+    }
+
+    async fn declare_exchange(
+        &mut self,
+        name: &str,
+        kind: ExchangeKind,
+        options: ExchangeDeclareOptions,
+        arguments: FieldTable,
+    ) -> Result<(), Fault> {
+        let channel = self.channel().await?;
+        within(self.deadline, "exchange.declare", channel.exchange_declare(name.into(), kind, options, arguments)).await
+    }
+
+    /// Whether an exchange is there, of whatever kind.
+    pub(super) async fn exchange_exists(&mut self, name: &str) -> Result<bool, Fault> {
+        let passive = ExchangeDeclareOptions { passive: true, ..ExchangeDeclareOptions::default() };
+        match self.declare_exchange(name, ExchangeKind::Topic, passive, FieldTable::default()).await {
+            Ok(()) => Ok(true),
+            Err(fault) if fault.code() == Some(NOT_FOUND) => Ok(false),
+            Err(fault) => Err(fault),
+        }
+    }
+
+    /// The durable topic exchange of the publisher.
+    pub(super) async fn exchange(&mut self, config: &RabbitConfig) -> Result<(), BrokerError> {
+        let mut arguments = FieldTable::default();
+        if let Some(alternate) = &config.alternate_exchange {
+            arguments.insert("alternate-exchange".into(), AMQPValue::LongString(alternate.as_str().into()));
+        }
+        let declared = self.declare_exchange(&config.exchange, ExchangeKind::Topic, durable(), arguments).await;
+        self.accept(declared, &config.exchange, "exchange").await
+    }
+
+    /// A user without the right to configure may use what is there.
+    async fn accept(&mut self, declared: Result<(), Fault>, name: &str, what: &str) -> Result<(), BrokerError> {
+        match declared {
+            Err(fault) if fault.code() == Some(ACCESS_REFUSED) => {
+                if self.exchange_exists(name).await? {
+                    Ok(())
+                } else {
+                    Err(fault.into())
+                }
+            }
+            Err(fault) if fault.code() == Some(PRECONDITION_FAILED) => Err(BrokerError::Refused(format!(
+                "the {what} `{name}` is there with another `{}`: {}; delete it, or set the same here",
+                inequivalent(&fault.text()).unwrap_or("property"),
+                fault.text()
+            ))),
+            Err(fault) if fault.code() == Some(COMMAND_INVALID) => Err(no_plugin(&fault.text())),
+            other => Ok(other?),
+        }
+    }
+
+    /// Everything a subscription needs for one topic; answers with the queues in the order of their numbers.
+    pub(super) async fn subscribe(
+        &mut self,
+        config: &RabbitConfig,
+        subscription: &Subscription,
+        topic: &str,
+        unlimited: bool,
+    ) -> Result<Vec<(QueueName, Found)>, BrokerError> {
+        let queues = queues(config, subscription, topic);
+        let mut found = Vec::with_capacity(queues.len());
+        for queue in queues {
+            let state = self.queue(&queue.name, unlimited).await?;
+            found.push((queue, state));
+        }
+        if config.partitions == 1 {
+            for (queue, _) in &found {
+                self.bind_queue(&queue.name, &config.exchange, topic).await?;
+            }
+            return Ok(found);
+        }
+        let hash = hash_exchange(subscription, topic);
+        let declared = self.declare_exchange(&hash, hash_kind(), durable(), hash_arguments()).await;
+        self.accept(declared, &hash, "hash exchange").await?;
+        for (queue, _) in &found {
+            // The routing key of a hash binding is a weight.
+            self.bind_queue(&queue.name, &hash, "1").await?;
+        }
+        // Last: a message that came before a queue is bound would be hashed over the others.
+        let channel = self.channel().await?;
+        let bound = channel.exchange_bind(
+            hash.as_str().into(),
+            config.exchange.as_str().into(),
+            topic.into(),
+            ExchangeBindOptions::default(),
+            FieldTable::default(),
+        );
+        let bound = within(self.deadline, "exchange.bind", bound).await;
+        self.accept_binding(bound, &hash, &config.exchange)?;
+        Ok(found)
+    }
+
+    /// A quorum queue with a single active consumer.
+    pub(super) async fn queue(&mut self, name: &str, unlimited: bool) -> Result<Found, BrokerError> {
+        let limit = unlimited.then_some(-1);
+        let mut fault = match self.declare_queue(name, limit).await {
+            Ok(found) => return Ok(found),
+            Err(fault) => fault,
+        };
+        if differs_in_limit(&fault) {
+            // The server names one argument at a time: the same again with the limit it has shows whether it was the only one.
+            match self.declare_queue(name, current_limit(&fault.text())).await {
+                Ok(found) => return Ok(Found { limit_as_it_stands: true, ..found }),
+                Err(other) => fault = other,
+            }
+        }
+        let code = fault.code();
+        if code == Some(ACCESS_REFUSED) || differs_in_limit(&fault) {
+            if let Some(found) = self.queue_as_it_stands(name).await? {
+                return Ok(Found { limit_as_it_stands: true, ..found });
+            }
+            return Err(fault.into());
+        }
+        if code == Some(PRECONDITION_FAILED) {
+            return Err(BrokerError::Refused(format!(
+                "the queue `{name}` is there with another `{}`: {}; delete it when it is empty, or give this consumer \
+                 another queue",
+                inequivalent(&fault.text()).unwrap_or("property"),
+                fault.text()
+            )));
+        }
+        Err(fault.into())
+    }
+
+    async fn declare_queue(&mut self, name: &str, limit: Option<i32>) -> Result<Found, Fault> {
+        let mut arguments = FieldTable::default();
+        arguments.insert("x-queue-type".into(), AMQPValue::LongString("quorum".into()));
+        arguments.insert("x-single-active-consumer".into(), AMQPValue::Boolean(true));
+        if let Some(limit) = limit {
+            arguments.insert(DELIVERY_LIMIT.into(), AMQPValue::LongInt(limit));
+        }
+        self.ask_queue(name, QueueDeclareOptions::durable(), arguments).await
+    }
+
+    /// Passive declare: what the server lets one see of a queue, none where it is not there.
+    pub(super) async fn queue_as_it_stands(&mut self, name: &str) -> Result<Option<Found>, Fault> {
+        match self.ask_queue(name, QueueDeclareOptions::default().passive(), FieldTable::default()).await {
+            Ok(found) => Ok(Some(found)),
+            Err(fault) if fault.code() == Some(NOT_FOUND) => Ok(None),
+            Err(fault) => Err(fault),
+        }
+    }
+
+    async fn ask_queue(
+        &mut self,
+        name: &str,
+        options: QueueDeclareOptions,
+        arguments: FieldTable,
+    ) -> Result<Found, Fault> {
+        let channel = self.channel().await?;
+        let queue =
+            within(self.deadline, "queue.declare", channel.queue_declare(name.into(), options, arguments)).await?;
+        let (ready, consumers) = (queue.message_count(), queue.consumer_count());
+        Ok(Found { ready, consumers, limit_as_it_stands: false })
+    }
+
+    async fn bind_queue(&mut self, queue: &str, exchange: &str, routing_key: &str) -> Result<(), BrokerError> {
+        let channel = self.channel().await?;
+        let bound = channel.queue_bind(
+            queue.into(),
+            exchange.into(),
+            routing_key.into(),
+            QueueBindOptions::default(),
+            FieldTable::default(),
+        );
+        let bound = within(self.deadline, "queue.bind", bound).await;
+        self.accept_binding(bound, queue, exchange)
+    }
+
+    fn accept_binding(&self, bound: Result<(), Fault>, to: &str, exchange: &str) -> Result<(), BrokerError> {
+        match bound {
+            Err(fault) if fault.code() == Some(ACCESS_REFUSED) => {
+                // Who may only read works on what an operator has bound; AMQP cannot show bindings.
+                tracing::warn!(to, exchange, why = fault.text(), "no right to bind; taking the binding as it stands");
+                Ok(())
+            }
+            Err(fault) if fault.code() == Some(NOT_FOUND) => Err(BrokerError::Destination(format!(
+                "`{to}` cannot be bound to the exchange `{exchange}`: {}; `publisher` declares the exchange at its start",
+                fault.text()
+            ))),
+            other => Ok(other?),
+        }
+    }
+
+    /// Whether the plugin for hash exchanges is enabled: an exchange of that type for a moment.
+    pub(super) async fn has_hash_plugin(&mut self) -> Result<bool, Fault> {
+        let name = format!("oncebox.probe.{}", uuid::Uuid::now_v7());
+        let fleeting = ExchangeDeclareOptions { auto_delete: true, ..ExchangeDeclareOptions::default() };
+        match self.declare_exchange(&name, hash_kind(), fleeting, hash_arguments()).await {
+            Ok(()) => {
+                let channel = self.channel().await?;
+                let gone = channel.exchange_delete(name.as_str().into(), ExchangeDeleteOptions::default());
+                within(self.deadline, "exchange.delete", gone).await?;
+                Ok(true)
+            }
+            Err(fault) if fault.code() == Some(COMMAND_INVALID) => Ok(false),
+            Err(fault) => Err(fault),
+        }
+    }
+}
+
+pub(super) fn no_plugin(text: &str) -> BrokerError {
+    BrokerError::Refused(format!(
+        "partitions above 1 need the consistent-hash exchange, which the server does not know ({text}); run \
+         `{ENABLE_PLUGIN}` on every node"
+    ))
+}
+
+fn durable() -> ExchangeDeclareOptions {
+    ExchangeDeclareOptions { durable: true, ..ExchangeDeclareOptions::default() }
+}
+
+fn hash_kind() -> ExchangeKind {
+    ExchangeKind::Custom(CONSISTENT_HASH.to_owned())
+}
+
+fn hash_arguments() -> FieldTable {
+    let mut arguments = FieldTable::default();
+    arguments.insert("hash-header".into(), AMQPValue::LongString(wire::ONCEBOX_HASH.into()));
+    arguments
+}
+
+fn differs_in_limit(fault: &Fault) -> bool {
+    fault.code() == Some(PRECONDITION_FAILED) && inequivalent(&fault.text()) == Some(DELIVERY_LIMIT)
+}
+
+/// `.. but current is the value '5' of type 'signedint'`, none for `.. but current is none`.
+fn current_limit(text: &str) -> Option<i32> {
+    let current = text.rsplit_once("current is the value '")?.1;
+    current.split('\'').next()?.parse().ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn r30_the_limit_a_queue_has_is_read_from_the_servers_words() {
+        let text = "PRECONDITION_FAILED - inequivalent arg 'x-delivery-limit' for queue 'q' in vhost '/': received the \
+                    value '-1' of type 'signedint' but current is ";
+        assert_eq!(current_limit(&format!("{text}none")), None);
+        assert_eq!(current_limit(&format!("{text}the value '5' of type 'signedint'")), Some(5));
+    }
+
+    #[test]
+    fn r30_queue_names_are_those_of_the_interface() {
+        let mut config = RabbitConfig::new("amqp://h");
+        let subscription = Subscription::new("ledger", vec!["payments".into()]);
+        let names = |config: &RabbitConfig| -> Vec<String> {
+            queues(config, &subscription, "payments").into_iter().map(|queue| queue.name).collect()
+        };
+        assert_eq!(names(&config), ["payments.ledger"]);
+        config.partitions = 2;
+        assert_eq!(names(&config), ["payments.ledger.0", "payments.ledger.1"]);
+        assert_eq!(hash_exchange(&subscription, "payments"), "payments.ledger.hash");
+    }
+}

@@ -1,0 +1,106 @@
+//! The version of the server, which decides one queue argument (R30).
+//!
+//! The client library receives it in `connection.start` and does not keep it, so we ask on a socket of our own that ends
+//! after that first frame. Asked once per broker object.
+
+use futures::io::{AsyncReadExt, AsyncWriteExt};
+use lapin::AsyncTcpStream;
+use lapin::types::{AMQPValue, FieldTable, parsing};
+
+use super::config::{RabbitConfig, Server};
+use super::socket::{connector, resolve, untrusted};
+use crate::error::BrokerError;
+
+/// The largest first frame that is looked at.
+const FRAME_MAX: usize = 128 * 1024;
+/// Class and method of `connection.start`, then two bytes of protocol version.
+const START: [u8; 4] = [0, 10, 0, 10];
+
+/// Product and version as the server says them.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct ServerVersion {
+    pub(super) product: String,
+    pub(super) version: String,
+}
+
+impl ServerVersion {
+    /// Major and minor; zeros where the text is not of that form.
+    pub(super) fn numbers(&self) -> (u32, u32) {
+        let mut parts = self.version.split('.').map(|part| part.parse().unwrap_or(0));
+        (parts.next().unwrap_or(0), parts.next().unwrap_or(0))
+    }
+
+    /// From 4.0 a quorum queue has a delivery limit of 20 unless told otherwise, and takes -1 for none (R30, D9).
+    pub(super) fn limits_deliveries(&self) -> bool {
+        self.numbers() >= (4, 0)
+    }
+}
+
+/// Asks the server.
+pub(super) async fn ask(config: &RabbitConfig) -> Result<ServerVersion, BrokerError> {
+    let server = config.server()?;
+    match tokio::time::timeout(config.connect_deadline, greet(config, &server)).await {
+        Ok(answer) => answer,
+        Err(_) => Err(BrokerError::Unavailable(format!(
+            "RabbitMQ at {server} did not greet within {:?}",
+            config.connect_deadline
+        ))),
+    }
+}
+
+async fn greet(config: &RabbitConfig, server: &Server) -> Result<ServerVersion, BrokerError> {
+    let unavailable = |error: std::io::Error| BrokerError::Unavailable(format!("RabbitMQ at {server}: {error}"));
+    let runtime = lapin::runtime::default_runtime().map_err(|error| BrokerError::Session(error.to_string()))?;
+    let mut stream = AsyncTcpStream::connect(&runtime, resolve(server).await?).await.map_err(unavailable)?;
+    if server.tls {
+        let connector = connector(config.ca_file.as_deref())?;
+        stream = stream.into_rustls(&connector, &server.host).await.map_err(|error| untrusted(&error, server))?;
+    }
+    stream.write_all(b"AMQP\0\0\x09\x01").await.map_err(unavailable)?;
+    stream.flush().await.map_err(unavailable)?;
+    let mut header = [0; 7];
+    stream.read_exact(&mut header).await.map_err(unavailable)?;
+    let size = u32::from_be_bytes([header[3], header[4], header[5], header[6]]) as usize;
+    let mut payload = vec![0; size.min(FRAME_MAX)];
+    stream.read_exact(&mut payload).await.map_err(unavailable)?;
+    start(&payload).ok_or_else(|| BrokerError::Unavailable(format!("{server} does not speak AMQP 0.9.1")))
+}
+
+fn start(payload: &[u8]) -> Option<ServerVersion> {
+    let table = payload.strip_prefix(&START)?.get(2..)?;
+    let (_, table) = parsing::parse_field_table(table).ok()?;
+    let text = |name: &str| property(&table, name);
+    Some(ServerVersion { product: text("product"), version: text("version") })
+}
+
+fn property(table: &FieldTable, name: &str) -> String {
+    match table.inner().get(name) {
+        Some(AMQPValue::LongString(text)) => String::from_utf8_lossy(text.as_bytes()).into_owned(),
+        _ => String::new(),
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_version_is_read_from_the_first_frame() {
+        let mut payload = vec![0, 10, 0, 10, 0, 9];
+        let table = b"\x07versionS\x00\x00\x00\x054.0.5\x07productS\x00\x00\x00\x08RabbitMQ";
+        payload.extend(u32::try_from(table.len()).unwrap().to_be_bytes());
+        payload.extend(table);
+        let found = start(&payload).unwrap();
+        assert_eq!((found.product.as_str(), found.numbers()), ("RabbitMQ", (4, 0)));
+        assert!(found.limits_deliveries());
+        assert_eq!(start(b"HTTP/1.1 400 Bad Request"), None);
+    }
+
+    #[test]
+    fn r30_only_servers_from_4_0_limit_deliveries() {
+        let version = |text: &str| ServerVersion { product: "RabbitMQ".into(), version: text.into() };
+        assert!(!version("3.13.7").limits_deliveries() && !version("").limits_deliveries());
+        assert!(version("4.1.0-rc.1").limits_deliveries() && version("10.0").limits_deliveries());
+    }
+}

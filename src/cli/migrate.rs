@@ -1,0 +1,82 @@
+//! `oncebox migrate`: up, status, print. Programs never migrate by themselves.
+
+use clap::Subcommand;
+
+use super::common::{CommonArgs, Output};
+use crate::app::config::Settings;
+use crate::app::{AppError, open_store_with, store_kind};
+use crate::observe::Health;
+use crate::store::{Schema, Store, StoreOptions};
+
+/// What to do with the tables.
+#[derive(Debug, Subcommand)]
+pub(super) enum MigrateCommand {
+    /// Apply what is missing; makes a SQLite file that is not there
+    Up,
+    /// Show which migrations are known and applied
+    Status,
+    /// Print the SQL of all migrations, for those who apply it themselves
+    Print,
+}
+
+pub(super) async fn run(command: &MigrateCommand, common: &CommonArgs, output: Output) -> Result<(), AppError> {
+    let settings = common.load(None)?.settings;
+    match store_kind(&settings.database.url.0)? {
+        #[cfg(feature = "postgres")]
+        "postgres" => on::<crate::store::postgres::PostgresStore>(command, &settings, output).await,
+        #[cfg(feature = "mysql")]
+        "mysql" => on::<crate::store::mysql::MySqlStore>(command, &settings, output).await,
+        #[cfg(feature = "sqlite")]
+        "sqlite" => on::<crate::store::sqlite::SqliteStore>(command, &settings, output).await,
+        kind => Err(AppError::usage(format!(
+            "this program was built without the feature `{kind}` that the database URL needs"
+        ))),
+    }
+}
+
+async fn on<S: Store>(command: &MigrateCommand, settings: &Settings, output: Output) -> Result<(), AppError> {
+    if let MigrateCommand::Print = command {
+        for migration in <S as Schema>::migrations() {
+            println!("-- {} {}\n{}", migration.version, migration.description, migration.sql);
+        }
+        return Ok(());
+    }
+    let options = StoreOptions {
+        create: matches!(command, MigrateCommand::Up),
+        ca_file: settings.database.ca_file.clone(),
+        ..StoreOptions::new(settings.database.url.0.clone())
+    };
+    let store: S = open_store_with(&options, None, &Health::default()).await?;
+    if let MigrateCommand::Up = command {
+        let applied = store.migrate().await?;
+        match output {
+            Output::Json => println!("{}", serde_json::json!({ "applied": applied })),
+            Output::Table if applied.is_empty() => println!("nothing to apply"),
+            Output::Table => {
+                for version in applied {
+                    println!("applied {version}");
+                }
+            }
+        }
+    } else {
+        let known = store.applied().await?;
+        match output {
+            Output::Json => {
+                let rows: Vec<_> = known
+                    .iter()
+                    .map(|m| serde_json::json!({ "version": m.version, "description": m.description, "applied": m.applied }))
+                    .collect();
+                println!("{}", serde_json::json!({ "migrations": rows }));
+            }
+            Output::Table => {
+                for migration in &known {
+                    let mark = if migration.applied { "applied" } else { "missing" };
+                    println!("{:>4}  {mark}  {}", migration.version, migration.description);
+                }
+            }
+        }
+        store.schema().await?.require()?;
+    }
+    store.close().await;
+    Ok(())
+}

@@ -1,0 +1,92 @@
+//! `oncebox`: the commands for people and scripts.
+
+use std::process::ExitCode;
+
+use clap::{CommandFactory, Parser, Subcommand};
+
+use super::common::{CommonArgs, Output, run};
+use super::{config, dead, demo, doctor, migrate, programs, status};
+use crate::app::AppError;
+
+/// Exactly-once effects over at-least-once brokers.
+#[derive(Debug, Parser)]
+#[command(name = "oncebox", version, about, propagate_version = true)]
+struct OnceboxArgs {
+    #[command(flatten)]
+    common: CommonArgs,
+    /// How data is printed
+    #[arg(long, value_enum, default_value_t, global = true)]
+    output: Output,
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Debug, Subcommand)]
+enum Command {
+    /// See it work: payments, a relay and consumers in processes of their own, with duplicates and kills
+    Demo(demo::DemoArgs),
+    /// Make or show the tables
+    #[command(subcommand)]
+    Migrate(migrate::MigrateCommand),
+    /// Show how outbox, consumers and e-mails stand
+    Status,
+    /// Look at everything the promise rests on; exit code 3 where something breaks it
+    Doctor,
+    /// List, show, redrive and discard messages that could not be sent or handled
+    #[command(subcommand)]
+    Dead(dead::DeadCommand),
+    /// Send queued e-mails: to .eml files, or by SMTP when configured
+    #[cfg(feature = "email")]
+    Sender(super::sender::SenderArgs),
+    /// Print settings: a template, or what is in force
+    #[command(subcommand)]
+    Config(config::ConfigCommand),
+    /// Print a completion script for a shell
+    Completions {
+        /// The shell
+        shell: clap_complete::Shell,
+    },
+    /// A program in this binary: `cargo run` builds only one
+    #[command(hide = true, subcommand)]
+    Run(Program),
+}
+
+#[derive(Debug, Subcommand)]
+enum Program {
+    Publisher(programs::PublisherArgs),
+    Consumer(programs::ConsumerArgs),
+    #[cfg(feature = "email")]
+    Sender(super::sender::SenderArgs),
+    #[command(subcommand)]
+    Demo(demo::Role),
+}
+
+/// `oncebox`
+pub fn oncebox_main() -> ExitCode {
+    let args = OnceboxArgs::parse();
+    run(args.run())
+}
+
+impl OnceboxArgs {
+    async fn run(self) -> Result<(), AppError> {
+        match self.command {
+            Command::Demo(demo) => demo::run(demo, &self.common, self.output).await,
+            Command::Migrate(command) => migrate::run(&command, &self.common, self.output).await,
+            Command::Status => status::run(&self.common, self.output).await,
+            Command::Config(command) => config::run(&command, &self.common, self.output),
+            Command::Doctor => doctor::run(&self.common, self.output).await,
+            Command::Dead(command) => dead::run(&command, &self.common, self.output).await,
+            #[cfg(feature = "email")]
+            Command::Sender(args) => super::sender::run(&args, &self.common).await,
+            Command::Completions { shell } => {
+                clap_complete::generate(shell, &mut Self::command(), "oncebox", &mut std::io::stdout());
+                Ok(())
+            }
+            Command::Run(Program::Publisher(args)) => args.run(&self.common).await,
+            Command::Run(Program::Consumer(args)) => args.run(&self.common).await,
+            #[cfg(feature = "email")]
+            Command::Run(Program::Sender(args)) => super::sender::run(&args, &self.common).await,
+            Command::Run(Program::Demo(role)) => demo::run_role(role, &self.common).await,
+        }
+    }
+}

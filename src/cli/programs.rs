@@ -1,0 +1,131 @@
+//! `publisher` and `consumer`: the relay and the consumers as processes.
+
+use std::net::SocketAddr;
+use std::process::ExitCode;
+use std::time::Duration;
+
+use clap::{Args, Parser};
+
+use super::common::{CommonArgs, run};
+use crate::app::config::Settings;
+use crate::app::{
+    AppError, HandlersByConsumer, Listener, run_consumers, run_consumers_with, run_publisher, stop_on_signals,
+};
+use crate::observe::Health;
+use crate::store::Store;
+
+/// What `publisher` takes.
+#[derive(Debug, Clone, Args)]
+pub struct PublisherArgs {
+    /// Serve /livez, /readyz and /metrics on this address
+    #[arg(long, value_name = "ADDR")]
+    listen: Option<SocketAddr>,
+    /// End with 0 when the outbox is empty (dead and held messages are reported, not waited for)
+    #[arg(long)]
+    until_empty: bool,
+}
+
+impl PublisherArgs {
+    /// Runs the program.
+    ///
+    /// # Errors
+    /// What a person must mend.
+    pub async fn run(self, common: &CommonArgs) -> Result<(), AppError> {
+        let loaded = common.load(self.listen)?;
+        let (health, stop) = start("publisher", &loaded.settings).await?;
+        run_publisher(&loaded.settings, self.until_empty, health, stop).await
+    }
+}
+
+/// What `consumer` takes.
+#[derive(Debug, Clone, Args)]
+pub struct ConsumerArgs {
+    /// Serve /livez, /readyz and /metrics on this address
+    #[arg(long, value_name = "ADDR")]
+    listen: Option<SocketAddr>,
+    /// End with 0 when nothing came for this long after having caught up, for example 2s
+    #[arg(long, value_name = "TIME", value_parser = humantime::parse_duration)]
+    until_idle: Option<Duration>,
+}
+
+impl ConsumerArgs {
+    /// Runs the program with the handlers of the configuration.
+    ///
+    /// # Errors
+    /// What a person must mend.
+    pub async fn run(self, common: &CommonArgs) -> Result<(), AppError> {
+        let loaded = common.load(self.listen)?;
+        let (health, stop) = start("consumer", &loaded.settings).await?;
+        run_consumers(&loaded.settings, self.until_idle, health, stop).await
+    }
+
+    /// Runs the program with handlers in Rust.
+    ///
+    /// # Errors
+    /// What a person must mend.
+    pub async fn run_with<S: Store>(
+        self,
+        common: &CommonArgs,
+        handlers: HandlersByConsumer<S>,
+    ) -> Result<(), AppError> {
+        let loaded = common.load(self.listen)?;
+        let (health, stop) = start("consumer", &loaded.settings).await?;
+        run_consumers_with(&loaded.settings, handlers, self.until_idle, health, stop).await
+    }
+}
+
+async fn start(
+    program: &'static str,
+    settings: &Settings,
+) -> Result<(Health, tokio_util::sync::CancellationToken), AppError> {
+    let stop =
+        stop_on_signals().map_err(|error| AppError::failed(format!("signals cannot be listened for: {error}")))?;
+    let health = Health::default();
+    if let Some(address) = settings.http.listen {
+        Listener::start(address, program, health.clone(), stop.clone()).await?;
+    }
+    Ok((health, stop))
+}
+
+/// Relays committed messages from the outbox to the broker, in order per key, losing none.
+///
+/// Runs until SIGTERM or SIGINT, then finishes what is in flight and exits with 0; a second signal ends it at once. Several
+/// may run: one works, the others stand by.
+#[derive(Debug, Parser)]
+#[command(name = "publisher", version, about)]
+struct PublisherProgram {
+    #[command(flatten)]
+    common: CommonArgs,
+    #[command(flatten)]
+    args: PublisherArgs,
+}
+
+/// Consumes messages and commits their effects exactly once, with the handlers that the configuration names.
+///
+/// Runs until SIGTERM or SIGINT, then finishes or hands back what runs and exits with 0; a second signal ends it at once.
+#[derive(Debug, Parser)]
+#[command(name = "consumer", version, about)]
+struct ConsumerProgram {
+    #[command(flatten)]
+    common: CommonArgs,
+    #[command(flatten)]
+    args: ConsumerArgs,
+}
+
+/// `publisher`
+pub fn publisher_main() -> ExitCode {
+    let program = PublisherProgram::parse();
+    run(program.args.run(&program.common))
+}
+
+/// `consumer`, with the handlers of the configuration.
+pub fn consumer_main() -> ExitCode {
+    let program = ConsumerProgram::parse();
+    run(program.args.run(&program.common))
+}
+
+/// `consumer`, with handlers in Rust: what a `main` of one's own returns. It reads the same flags, environment and file.
+pub fn consumer_main_with<S: Store>(handlers: HandlersByConsumer<S>) -> ExitCode {
+    let program = ConsumerProgram::parse();
+    run(program.args.run_with(&program.common, handlers))
+}

@@ -1,0 +1,197 @@
+//! The e-mail sender: durable rows out, to `.eml` files or an SMTP server.
+//!
+//! Promise: one row is one e-mail with one Message-ID, made from the row's unique key, the same at every try. A row whose
+//! sending was interrupted is sent again under that Message-ID: whether the server took the first one is unknown, and SMTP has
+//! no way to ask. With files, the second try replaces the file, so there it is exactly once.
+
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use lettre::message::{Mailbox as Address, header::ContentType};
+use lettre::{AsyncSmtpTransport, AsyncTransport, Message, Tokio1Executor};
+use sha2::{Digest, Sha256};
+use tokio_util::sync::CancellationToken;
+
+use super::pace::{Pace, sleep_unless};
+use crate::error::StoreError;
+use crate::observe::{self, Health, PartState};
+use crate::store::{EmailOutcome, EmailToSend, Store};
+
+/// Where e-mails go.
+#[derive(Debug, Clone)]
+pub enum EmailTransport {
+    /// One `.eml` file each, named by its Message-ID.
+    Files(PathBuf),
+    /// An SMTP server.
+    Smtp(AsyncSmtpTransport<Tokio1Executor>),
+}
+
+impl EmailTransport {
+    /// `smtp://` or `smtps://` with user, password and host; TLS as the scheme says (`?tls=required` for STARTTLS).
+    ///
+    /// # Errors
+    /// What is wrong with the URL; never its password.
+    pub fn smtp(url: &str) -> Result<Self, String> {
+        let builder = AsyncSmtpTransport::<Tokio1Executor>::from_url(url)
+            .map_err(|error| format!("the SMTP URL `{}` cannot be used: {error}", crate::error::redact(url)))?;
+        Ok(Self::Smtp(builder.timeout(Some(Duration::from_secs(20))).build()))
+    }
+}
+
+/// Settings of a sender.
+#[derive(Debug, Clone)]
+pub struct SenderOptions {
+    /// The address e-mails come from.
+    pub from: String,
+    /// Tries of one e-mail; then it is failed.
+    pub attempts_max: u32,
+    /// End when nothing is left to send.
+    pub until_empty: bool,
+}
+
+/// Sends e-mail rows.
+#[derive(Debug)]
+pub struct Sender<S: Store> {
+    store: S,
+    transport: EmailTransport,
+    from: Address,
+    options: SenderOptions,
+    health: Health,
+}
+
+/// Rows claimed at once.
+const BATCH: usize = 20;
+/// A claim outlives every deadline of one sending; after it, a row of a sender that died is taken again.
+const CLAIM: Duration = Duration::from_secs(60);
+const PART: &str = "e-mail sender";
+
+impl<S: Store> Sender<S> {
+    /// Puts a sender together.
+    ///
+    /// # Errors
+    /// The address cannot be used, or the directory cannot be made.
+    pub fn new(store: S, transport: EmailTransport, options: SenderOptions, health: Health) -> Result<Self, String> {
+        let from = options.from.parse().map_err(|error| format!("`{}` is no address: {error}", options.from))?;
+        if let EmailTransport::Files(directory) = &transport {
+            std::fs::create_dir_all(directory)
+                .map_err(|error| format!("the directory {} cannot be made: {error}", directory.display()))?;
+        }
+        Ok(Self { store, transport, from, options, health })
+    }
+
+    /// Runs until it is told to stop, or nothing is left where `until_empty` is set.
+    ///
+    /// # Errors
+    /// What a person must mend.
+    ///
+    /// # Cancel safety
+    /// Dropped, a row that is just being sent is sent again later under the same Message-ID.
+    pub async fn run(&self, stop: CancellationToken) -> Result<(), StoreError> {
+        let mut pace = Pace::new(Duration::from_millis(200), Duration::from_secs(5));
+        while !stop.is_cancelled() {
+            match self.step().await {
+                Ok(0) => {
+                    self.health.set(PART, PartState::Ready);
+                    if self.options.until_empty && self.store.emails_pending().await? == 0 {
+                        break;
+                    }
+                    sleep_unless(&stop, Duration::from_millis(100)).await;
+                }
+                Ok(_) => pace.worked(),
+                Err(error) if error.is_nobodys() => {
+                    self.health.set(PART, PartState::Waiting(format!("database: {error}")));
+                    pace.wait(&stop).await;
+                }
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(())
+    }
+
+    /// Sends what is due; gives the number of rows it took.
+    ///
+    /// # Errors
+    /// What the database says.
+    pub async fn step(&self) -> Result<usize, StoreError> {
+        let claimed = self.store.claim_emails(BATCH, CLAIM).await?;
+        let taken = claimed.len();
+        for email in claimed {
+            let outcome = self.send(&email).await;
+            observe::email(match &outcome {
+                EmailOutcome::Sent => "sent",
+                EmailOutcome::Again { .. } => "again",
+                EmailOutcome::Failed(_) => "failed",
+            });
+            if let EmailOutcome::Again { error, .. } | EmailOutcome::Failed(error) = &outcome {
+                tracing::warn!(email = email.email_id, attempt = email.attempt, %error, "an e-mail was not sent");
+            }
+            if !self.store.settle_email(&email, &outcome).await? {
+                tracing::warn!(email = email.email_id, "an e-mail was taken by another sender in the meantime");
+            }
+        }
+        Ok(taken)
+    }
+
+    async fn send(&self, email: &EmailToSend) -> EmailOutcome {
+        let message_id = message_id(&email.unique_key);
+        let message = match self.compose(email, &message_id) {
+            Ok(message) => message,
+            Err(error) => return EmailOutcome::Failed(error),
+        };
+        let (permanent, error) = match &self.transport {
+            EmailTransport::Files(directory) => match write_whole(directory, &message_id, &message.formatted()).await {
+                Ok(()) => return EmailOutcome::Sent,
+                Err(error) => (false, error.to_string()),
+            },
+            EmailTransport::Smtp(server) => match server.send(message).await {
+                Ok(_) => return EmailOutcome::Sent,
+                Err(error) => (error.is_permanent(), error.to_string()),
+            },
+        };
+        if permanent || email.attempt >= self.options.attempts_max {
+            return EmailOutcome::Failed(error);
+        }
+        let after = Duration::from_secs(1 << email.attempt.min(10)).mul_f64(0.5 + fastrand::f64() / 2.0);
+        EmailOutcome::Again { after, error }
+    }
+
+    fn compose(&self, email: &EmailToSend, message_id: &str) -> Result<Message, String> {
+        let to: Address =
+            email.recipient.parse().map_err(|error| format!("`{}` is no address: {error}", email.recipient))?;
+        Message::builder()
+            .message_id(Some(format!("<{message_id}>")))
+            .from(self.from.clone())
+            .to(to)
+            .subject(&email.subject)
+            .header(ContentType::TEXT_PLAIN)
+            .body(email.body.clone())
+            .map_err(|error| format!("the e-mail cannot be composed: {error}"))
+    }
+}
+
+/// Stable: a function of the unique key alone.
+fn message_id(unique_key: &str) -> String {
+    let digest = Sha256::digest(unique_key.as_bytes());
+    let hex: String = digest[..16].iter().map(|byte| format!("{byte:02x}")).collect();
+    format!("{hex}@oncebox.invalid")
+}
+
+/// Whole or not at all: written beside, then renamed.
+async fn write_whole(directory: &Path, message_id: &str, bytes: &[u8]) -> std::io::Result<()> {
+    let name = message_id.split('@').next().unwrap_or(message_id);
+    let (beside, file) = (directory.join(format!(".{name}.part")), directory.join(format!("{name}.eml")));
+    tokio::fs::write(&beside, bytes).await?;
+    tokio::fs::rename(&beside, &file).await
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_message_id_is_a_function_of_the_unique_key() {
+        assert_eq!(message_id("receipt_payment_pay_789"), message_id("receipt_payment_pay_789"));
+        assert_ne!(message_id("receipt_payment_pay_789"), message_id("receipt_payment_pay_790"));
+        assert!(message_id("x\r\nBcc: y").bytes().all(|byte| byte.is_ascii_alphanumeric() || b"@.".contains(&byte)));
+    }
+}

@@ -1,0 +1,352 @@
+//! Settings of the server and of the schema that the promises rest on, looked at before a program starts and by `oncebox doctor`.
+//!
+//! Each answer is made by a function over plain values, so that servers which cannot be had here are tested too.
+
+use std::collections::HashMap;
+
+use sqlx::{MySqlConnection, MySqlPool};
+
+use super::schema;
+use crate::error::StoreError;
+use crate::store::Finding;
+
+/// A packet must hold the largest message twice: it travels as base64, with its envelope.
+const PACKET_BYTES_MIN: u64 = 4 * 1024 * 1024;
+/// Old row versions that the server has not purged yet; each costs the read of the relay a little (R11).
+const PURGE_LAG_MAX: i64 = 250_000;
+
+/// All findings.
+pub(super) async fn run(pool: &MySqlPool) -> Result<Vec<Finding>, StoreError> {
+    let mut connection = pool.acquire().await?;
+    let version: String = sqlx::query_scalar("select version()").fetch_one(&mut *connection).await?;
+    let global = Variables::read(&mut connection, "show global variables").await?;
+    let session = Variables::read(&mut connection, "show session variables").await?;
+    let mut findings = vec![
+        server(&version),
+        isolation(&session),
+        binlog(&global, &session),
+        increment(&global, &session),
+        galera(&global),
+        strict(&session),
+        durability(&global),
+        binlog_durability(&global),
+        packet(&global),
+        read_only(&global),
+    ];
+    findings.extend(purge_lag(&mut connection).await);
+    // The server is looked at before the schema is made, too.
+    if schema::applied_versions(&mut connection).await?.is_some() {
+        findings.extend(engine(&mut connection).await?);
+        findings.push(function(schema::has_function(&mut connection).await?));
+        findings.push(triggers(&mut connection).await?);
+        findings.push(positions(&mut connection, &version).await?);
+    }
+    Ok(findings)
+}
+
+/// Variables by name, in lower case. Names differ between servers and versions.
+struct Variables(HashMap<String, String>);
+
+impl Variables {
+    async fn read(connection: &mut MySqlConnection, statement: &'static str) -> Result<Self, StoreError> {
+        let rows: Vec<(String, String)> = sqlx::query_as(statement).fetch_all(connection).await?;
+        Ok(Self(rows.into_iter().map(|(name, value)| (name.to_lowercase(), value)).collect()))
+    }
+
+    fn get(&self, name: &str) -> Option<&str> {
+        self.0.get(name).map(String::as_str)
+    }
+
+    fn is_on(&self, name: &str) -> bool {
+        self.get(name).is_some_and(|value| matches!(value, "ON" | "1"))
+    }
+}
+
+fn server(version: &str) -> Finding {
+    let numbers: Vec<u32> = version.split(|c: char| !c.is_ascii_digit()).take(2).flat_map(str::parse).collect();
+    let is_mariadb = version.to_lowercase().contains("mariadb");
+    let (name, needed) = if is_mariadb { ("MariaDB", [10, 6]) } else { ("MySQL", [8, 0]) };
+    if numbers.as_slice() >= needed.as_slice() {
+        return Finding::ok("server version", format!("{name} {version}"));
+    }
+    Finding::refused(
+        "server version",
+        format!("{name} {version} has no JSON_TABLE or no SKIP LOCKED"),
+        "use MySQL 8.0 or later, or MariaDB 10.6 or later",
+    )
+}
+
+fn isolation(session: &Variables) -> Finding {
+    let level = session.get("transaction_isolation").or_else(|| session.get("tx_isolation")).unwrap_or("unknown");
+    if level == "READ-COMMITTED" {
+        return Finding::ok("isolation", "READ COMMITTED");
+    }
+    Finding::refused(
+        "isolation",
+        format!("the session runs at {level}; at REPEATABLE READ the relay blocks the application's inserts"),
+        "let no proxy change `transaction isolation level` of the sessions of oncebox",
+    )
+}
+
+fn binlog(global: &Variables, session: &Variables) -> Finding {
+    if !global.is_on("log_bin") {
+        return Finding::ok("binary log", "off");
+    }
+    for (scope, variables) in [("global", global), ("session", session)] {
+        if variables.get("binlog_format") == Some("STATEMENT") {
+            return Finding::refused(
+                "binary log",
+                format!("binlog_format is STATEMENT ({scope}): READ COMMITTED cannot write under it"),
+                "set global binlog_format = 'ROW' (or 'MIXED'), also in the server's configuration",
+            );
+        }
+    }
+    Finding::ok("binary log", global.get("binlog_format").unwrap_or("ROW"))
+}
+
+fn increment(global: &Variables, session: &Variables) -> Finding {
+    for (scope, variables) in [("global", global), ("session", session)] {
+        let increment = variables.get("auto_increment_increment").unwrap_or("1");
+        if increment != "1" {
+            return Finding::refused(
+                "auto_increment",
+                format!("auto_increment_increment is {increment} ({scope}): positions are not in the order of time"),
+                "set global auto_increment_increment = 1; more than one writing server is not supported",
+            );
+        }
+    }
+    let mode = global.get("innodb_autoinc_lock_mode").unwrap_or("unknown");
+    Finding::ok(
+        "auto_increment",
+        format!("increment 1, innodb_autoinc_lock_mode {mode}: every mode draws positions in order"),
+    )
+}
+
+fn galera(global: &Variables) -> Finding {
+    if global.is_on("wsrep_on") {
+        return Finding::refused(
+            "replication",
+            "wsrep_on: a Galera cluster can lose committed transactions and draws positions on several servers",
+            "use a single primary server with asynchronous or semi-synchronous replicas",
+        );
+    }
+    Finding::ok("replication", "one primary server")
+}
+
+fn strict(session: &Variables) -> Finding {
+    let mode = session.get("sql_mode").unwrap_or_default();
+    if mode.split(',').any(|mode| mode == "STRICT_ALL_TABLES") {
+        return Finding::ok("sql_mode", mode.to_owned());
+    }
+    Finding::refused(
+        "sql_mode",
+        format!("the session is not strict (`{mode}`): a value that is too long is shortened without a word"),
+        "let no proxy change `sql_mode` of the sessions of oncebox",
+    )
+}
+
+fn durability(global: &Variables) -> Finding {
+    match global.get("innodb_flush_log_at_trx_commit") {
+        Some("1") => Finding::ok("durability", "innodb_flush_log_at_trx_commit = 1"),
+        other => Finding::warning(
+            "durability",
+            format!(
+                "innodb_flush_log_at_trx_commit is {}: after a crash a message may have been published whose transaction is gone (R5)",
+                other.unwrap_or("unknown")
+            ),
+            "set global innodb_flush_log_at_trx_commit = 1",
+        ),
+    }
+}
+
+fn binlog_durability(global: &Variables) -> Finding {
+    let sync = global.get("sync_binlog").unwrap_or("1");
+    if !global.is_on("log_bin") || sync == "1" {
+        return Finding::ok("binary log durability", "commits survive a crash of the machine");
+    }
+    Finding::warning(
+        "binary log durability",
+        format!(
+            "sync_binlog is {sync}: after a crash of the machine, commits that the binary log misses are rolled back"
+        ),
+        "set global sync_binlog = 1",
+    )
+}
+
+fn packet(global: &Variables) -> Finding {
+    let bytes = global.get("max_allowed_packet").and_then(|bytes| bytes.parse().ok()).unwrap_or(0_u64);
+    if bytes >= PACKET_BYTES_MIN {
+        return Finding::ok("max_allowed_packet", format!("{bytes} bytes"));
+    }
+    Finding::warning(
+        "max_allowed_packet",
+        format!("{bytes} bytes: a message of the largest size, or many in one call, may not fit"),
+        format!("set global max_allowed_packet = {PACKET_BYTES_MIN} or more"),
+    )
+}
+
+fn read_only(global: &Variables) -> Finding {
+    if global.is_on("read_only") || global.is_on("super_read_only") {
+        return Finding::warning(
+            "read_only",
+            "the server takes no writes; everything waits",
+            "connect to the primary server, or set global read_only = off",
+        );
+    }
+    Finding::ok("read_only", "off")
+}
+
+fn function(is_there: bool) -> Finding {
+    if is_there {
+        return Finding::ok("SQL door", "the procedure oncebox_enqueue_p and the function oncebox_enqueue");
+    }
+    Finding::warning(
+        "SQL door",
+        "only the procedure oncebox_enqueue_p; the function oncebox_enqueue is not there",
+        "where the function is wanted: set global log_bin_trust_function_creators = 1, then run `oncebox migrate up` again",
+    )
+}
+
+async fn engine(connection: &mut MySqlConnection) -> Result<Vec<Finding>, StoreError> {
+    let tables: Vec<(String, Option<String>)> = sqlx::query_as(
+        "select table_name, engine from information_schema.tables \
+         where table_schema = database() and left(table_name, 8) = 'oncebox_' and table_type = 'BASE TABLE' and engine <> 'InnoDB'",
+    )
+    .fetch_all(connection)
+    .await?;
+    let refuse = |(table, engine): (String, Option<String>)| {
+        let engine = engine.unwrap_or_default();
+        Finding::refused(
+            "storage engine",
+            format!("the table {table} stands in {engine}, which has no transactions"),
+            format!("alter table {table} engine = InnoDB"),
+        )
+    };
+    Ok(match tables.is_empty() {
+        true => vec![Finding::ok("storage engine", "InnoDB")],
+        false => tables.into_iter().map(refuse).collect(),
+    })
+}
+
+/// Rows of the outbox are insert-only, and what a trigger writes is not what the relay marks.
+async fn triggers(connection: &mut MySqlConnection) -> Result<Finding, StoreError> {
+    let found: Vec<String> = sqlx::query_scalar(
+        "select trigger_name from information_schema.triggers \
+         where event_object_schema = database() and left(event_object_table, 8) = 'oncebox_'",
+    )
+    .fetch_all(connection)
+    .await?;
+    Ok(match found.is_empty() {
+        true => Finding::ok("triggers", "none on the tables of oncebox"),
+        false => Finding::warning(
+            "triggers",
+            format!("somebody made triggers on the tables of oncebox: {}", found.join(", ")),
+            "drop them: they run inside the relay's and the consumers' transactions",
+        ),
+    })
+}
+
+/// A counter that stands at or below a diverted row would give its position out again (after a restore, or `alter table`).
+async fn positions(connection: &mut MySqlConnection, version: &str) -> Result<Finding, StoreError> {
+    let name = "sequence behind cursor";
+    if !version.to_lowercase().contains("mariadb") {
+        // MySQL keeps this column of information_schema for a day unless told otherwise.
+        sqlx::query("set session information_schema_stats_expiry = 0").execute(&mut *connection).await?;
+    }
+    let next: Option<u64> = sqlx::query_scalar(
+        "select auto_increment from information_schema.tables \
+         where table_schema = database() and table_name = 'oncebox_outbox'",
+    )
+    .fetch_optional(&mut *connection)
+    .await?
+    .flatten();
+    let used: Option<i64> =
+        sqlx::query_scalar("select max(position) from oncebox_outbox_dead").fetch_one(connection).await?;
+    let (Some(next), Some(used)) = (next, used.and_then(|used| u64::try_from(used).ok())) else {
+        return Ok(Finding::ok(name, "no dead or held row"));
+    };
+    if next > used {
+        return Ok(Finding::ok(name, format!("the next position is {next}")));
+    }
+    Ok(Finding::refused(
+        name,
+        format!("the next position is {next}, but a dead or held row stands at {used}: positions would be used twice"),
+        format!("alter table oncebox_outbox auto_increment = {}", used + 1),
+    ))
+}
+
+/// Shown where the server lets this user see it (PROCESS).
+async fn purge_lag(connection: &mut MySqlConnection) -> Option<Finding> {
+    let lag: i64 = sqlx::query_scalar(
+        "select cast(`count` as signed) from information_schema.innodb_metrics where name = 'trx_rseg_history_len'",
+    )
+    .fetch_optional(connection)
+    .await
+    .ok()
+    .flatten()?;
+    let detail = format!("{lag} old row versions wait to be purged");
+    Some(match lag <= PURGE_LAG_MAX {
+        true => Finding::ok("purge lag", detail),
+        false => Finding::warning(
+            "purge lag",
+            format!("{detail}: every read of the relay passes over those of the outbox"),
+            "end transactions that have been open for long (information_schema.innodb_trx), or raise innodb_purge_threads",
+        ),
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::store::Severity;
+
+    fn variables(pairs: &[(&str, &str)]) -> Variables {
+        Variables(pairs.iter().map(|(name, value)| ((*name).to_owned(), (*value).to_owned())).collect())
+    }
+
+    #[test]
+    fn r10_servers_that_are_too_old_are_refused() {
+        for version in ["5.7.44-log", "10.5.28-MariaDB-log", "5.5.5-10.4.1-MariaDB"] {
+            assert_eq!(server(version).severity, Severity::Refused, "{version}");
+        }
+        for version in
+            ["8.0.36", "8.4.0", "9.1.0", "10.6.4-MariaDB", "10.11.19-MariaDB-0+deb12u1-log", "11.8.6-MariaDB"]
+        {
+            assert_eq!(server(version).severity, Severity::Ok, "{version}");
+        }
+    }
+
+    #[test]
+    fn r10_a_setting_that_breaks_the_cursor_is_refused_with_its_remedy() {
+        let good = variables(&[("binlog_format", "ROW"), ("log_bin", "ON"), ("auto_increment_increment", "1")]);
+        let statement = variables(&[("binlog_format", "STATEMENT"), ("log_bin", "ON")]);
+        let two = variables(&[("auto_increment_increment", "2")]);
+        let repeatable = variables(&[("transaction_isolation", "REPEATABLE-READ")]);
+        let old_name = variables(&[("tx_isolation", "READ-COMMITTED")]);
+        for finding in [
+            binlog(&statement, &good),
+            binlog(&good, &statement),
+            increment(&two, &good),
+            increment(&good, &two),
+            isolation(&repeatable),
+            strict(&variables(&[("sql_mode", "NO_ENGINE_SUBSTITUTION")])),
+            galera(&variables(&[("wsrep_on", "ON")])),
+        ] {
+            assert_eq!(finding.severity, Severity::Refused, "{finding:?}");
+            assert!(finding.remedy.is_some(), "{finding:?}");
+        }
+        for finding in [binlog(&good, &good), increment(&good, &good), isolation(&old_name), galera(&good)] {
+            assert_eq!(finding.severity, Severity::Ok, "{finding:?}");
+        }
+    }
+
+    #[test]
+    fn r05_commits_that_a_crash_can_undo_are_reported() {
+        let weak = variables(&[("innodb_flush_log_at_trx_commit", "2"), ("log_bin", "ON"), ("sync_binlog", "0")]);
+        assert_eq!(durability(&weak).severity, Severity::Warning);
+        assert_eq!(binlog_durability(&weak).severity, Severity::Warning);
+        let strong = variables(&[("innodb_flush_log_at_trx_commit", "1"), ("log_bin", "ON"), ("sync_binlog", "1")]);
+        assert_eq!(durability(&strong).severity, Severity::Ok);
+        assert_eq!(binlog_durability(&strong).severity, Severity::Ok);
+    }
+}

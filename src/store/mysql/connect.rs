@@ -1,0 +1,141 @@
+//! Connections: TLS, session settings, and their state when they come back to the pool.
+//!
+//! Guarantees: a host that is not loopback is verified unless the URL says otherwise by name (sqlx alone would go on in plain
+//! text); every connection runs READ COMMITTED, strict, in UTC, with server-side timeouts just above the handler's (R28); a
+//! connection that returns is rolled back and set up anew, so that nothing a handler left behind reaches the next one (R23).
+
+use std::str::FromStr;
+use std::time::Duration;
+
+use sqlx::mysql::{MySqlConnectOptions, MySqlPoolOptions, MySqlSslMode};
+use sqlx::{AssertSqlSafe, ConnectOptions, Connection, Executor};
+
+use super::MySqlStore;
+use crate::error::{StoreError, redact};
+use crate::store::StoreOptions;
+
+/// How long the first connection may take.
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
+/// A connection that was idle for longer is tried before it is used.
+const IDLE_UNTRIED_MAX: Duration = Duration::from_secs(1);
+
+impl MySqlStore {
+    /// Connects once, to find out what is wrong at once, and makes the pool.
+    ///
+    /// # Errors
+    /// [`StoreError::Refused`] where the URL cannot be used, [`StoreError::Unavailable`] where the server is not there yet.
+    ///
+    /// # Cancel safety
+    /// Nothing is left behind.
+    pub async fn connect(options: &StoreOptions) -> Result<Self, StoreError> {
+        let connect_options = connect_options(options)?;
+        let timed_out = |_| StoreError::Unavailable(sqlx::Error::PoolTimedOut);
+        let connecting = async { connect_options.connect().await?.close().await };
+        tokio::time::timeout(CONNECT_TIMEOUT, connecting).await.map_err(timed_out)??;
+
+        let session = session_settings(options.handler_timeout);
+        let (at_connect, at_release) = (session.clone(), format!("rollback; {session}"));
+        let pool = MySqlPoolOptions::new()
+            .max_connections(options.connections_max)
+            .acquire_timeout(Duration::from_secs(30))
+            // Below `wait_timeout`, so that the pool closes an idle connection before the server does.
+            .idle_timeout(options.handler_timeout)
+            .test_before_acquire(false)
+            .before_acquire(|connection, meta| {
+                Box::pin(async move {
+                    if meta.idle_for > IDLE_UNTRIED_MAX {
+                        connection.ping().await?;
+                    }
+                    Ok(true)
+                })
+            })
+            .after_connect(move |connection, _| {
+                let session = at_connect.clone();
+                Box::pin(async move { connection.execute(AssertSqlSafe(session)).await.map(|_| ()) })
+            })
+            .after_release(move |connection, _| {
+                let session = at_release.clone();
+                Box::pin(async move { connection.execute(AssertSqlSafe(session)).await.map(|_| true) })
+            })
+            .connect_lazy_with(connect_options);
+        Ok(Self { pool })
+    }
+}
+
+fn connect_options(options: &StoreOptions) -> Result<MySqlConnectOptions, StoreError> {
+    let shown = redact(&options.url);
+    let refused = |what: String| StoreError::Refused(what);
+    let url = url::Url::parse(&options.url).map_err(|error| refused(format!("`{shown}` is no URL: {error}")))?;
+    if url.scheme() != "mysql" {
+        return Err(refused(format!("`{shown}` is no mysql:// URL")));
+    }
+    if url.path().trim_matches('/').is_empty() {
+        return Err(refused(format!("`{shown}` names no database: mysql://USER@HOST/DATABASE")));
+    }
+    // The error of sqlx may show a part of the URL.
+    let mut found = MySqlConnectOptions::from_str(&options.url)
+        .map_err(|_| refused(format!("`{shown}` has an option that is not understood")))?
+        // What the server is set to, and strict besides: see `session_settings`.
+        .pipes_as_concat(false)
+        .no_engine_substitution(false)
+        .timezone(Some("+00:00".to_owned()));
+    let says_ssl_mode = url.query_pairs().any(|(name, _)| matches!(&*name, "ssl-mode" | "sslmode"));
+    if !says_ssl_mode && !is_local(&url) {
+        found = found.ssl_mode(MySqlSslMode::VerifyIdentity);
+    }
+    if let Some(file) = &options.ca_file {
+        found = found.ssl_ca(file);
+    }
+    Ok(found)
+}
+
+/// A host that is loopback, or a socket file: nobody stands between.
+fn is_local(url: &url::Url) -> bool {
+    url.query_pairs().any(|(name, _)| name == "socket")
+        || url.host_str().is_none_or(|host| {
+            let host = host.trim_matches(|c| c == '[' || c == ']');
+            host == "localhost" || host.parse::<std::net::IpAddr>().is_ok_and(|address| address.is_loopback())
+        })
+}
+
+/// Settings of every connection, in one packet. Whatever the server's defaults are, and whatever a handler changed.
+fn session_settings(handler_timeout: Duration) -> String {
+    let handler = handler_timeout.as_secs().max(1);
+    // A frozen process loses its connection, and with it its locks, before those who wait for them give up (R28).
+    let (wait, lock_wait) = (handler + 15, handler + 30);
+    format!(
+        "set session transaction isolation level read committed; \
+         set session autocommit = 1, completion_type = 0, time_zone = '+00:00', \
+         sql_mode = (select concat(@@global.sql_mode, ',STRICT_ALL_TABLES')), \
+         wait_timeout = {wait}, innodb_lock_wait_timeout = {lock_wait}, lock_wait_timeout = {lock_wait}"
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use super::*;
+
+    fn ssl_mode(url: &str) -> String {
+        let url = connect_options(&StoreOptions::new(url)).unwrap().to_url_lossy();
+        url.query_pairs().find(|(name, _)| name == "ssl-mode").map(|(_, value)| value.into_owned()).unwrap()
+    }
+
+    #[test]
+    fn s1_a_host_that_is_not_loopback_is_verified_unless_the_url_says_otherwise() {
+        assert_eq!(ssl_mode("mysql://app:x@db.example/app"), "VERIFY_IDENTITY");
+        assert_eq!(ssl_mode("mysql://app:x@192.0.2.1:3306/app"), "VERIFY_IDENTITY");
+        assert_eq!(ssl_mode("mysql://app:x@db.example/app?ssl-mode=VERIFY_CA"), "VERIFY_CA");
+        for host in ["localhost", "127.0.0.1", "127.8.8.8", "[::1]"] {
+            assert_eq!(ssl_mode(&format!("mysql://app:x@{host}/app")), "PREFERRED", "{host}");
+        }
+    }
+
+    #[test]
+    fn a_url_that_cannot_be_used_is_refused_without_its_password() {
+        for url in ["mysql://app:s3cret@h", "mysql://app:s3cret@h/db?ssl-mode=s3cret", "postgres://app:s3cret@h/db"] {
+            let error = connect_options(&StoreOptions::new(url)).unwrap_err().to_string();
+            assert!(!error.contains("s3cret@") && error.starts_with("refused"), "{error}");
+        }
+    }
+}

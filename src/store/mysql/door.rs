@@ -1,0 +1,335 @@
+//! The Rust door: N messages with one statement, the limits of the database checked in that same statement.
+//!
+//! The messages travel as one JSON list, so the statement is the same for one message and for a thousand; everything in it is
+//! hexadecimal or base64, so neither the character set nor the SQL mode of the caller's connection can change a byte. The
+//! statement writes all rows or none: none where a value of `oncebox_limits` is exceeded, or an id is too far from the database's
+//! clock. Only then does a second statement find out which.
+//!
+//! Not here: the SQL doors (`oncebox_enqueue_p`, `oncebox_enqueue`), which are in the migrations, with the same limits.
+
+use std::fmt::Write as _;
+
+use sqlx::Row;
+use sqlx::mysql::MySqlConnection;
+use uuid::Uuid;
+
+use super::hex;
+use crate::error::{LimitError, StoreError};
+use crate::message::{Headers, Limits, MessageId, NewMessage, bucket};
+use crate::store::Door;
+
+/// Each limit that must be met stands for one row of `oncebox_limits`: a row that was deleted refuses everything.
+const INSERT: &str = "\
+insert into oncebox_outbox \
+  (bucket, message_id, topic, `key`, kind, headers, payload, content_type, traceparent, tracestate, created_at) \
+select m.bucket, unhex(m.id), unhex(m.topic), unhex(m.k), unhex(m.kind), convert(unhex(m.headers) using utf8mb4), \
+       from_base64(m.payload), convert(unhex(m.content_type) using ascii), convert(unhex(m.traceparent) using ascii), \
+       convert(unhex(m.tracestate) using ascii), utc_timestamp(6) \
+  from json_table(?, '$[*]' columns ( \
+         o for ordinality, \
+         bucket int path '$.b', \
+         id varchar(32) path '$.i', \
+         topic longtext path '$.t', \
+         k longtext path '$.k', \
+         kind longtext path '$.n', \
+         headers longtext path '$.h', \
+         payload longtext path '$.p', \
+         content_type longtext path '$.c', \
+         traceparent longtext path '$.tp', \
+         tracestate longtext path '$.ts')) m \
+ where 9 = (select count(*) from oncebox_limits l \
+             where (l.name = 'topic_length_max' and l.value >= ?) \
+                or (l.name = 'key_bytes_max' and l.value >= ?) \
+                or (l.name = 'kind_bytes_max' and l.value >= ?) \
+                or (l.name = 'headers_max' and l.value >= ?) \
+                or (l.name = 'header_name_bytes_max' and l.value >= ?) \
+                or (l.name = 'headers_bytes_max' and l.value >= ?) \
+                or (l.name = 'content_type_bytes_max' and l.value >= ?) \
+                or (l.name = 'message_bytes_max' and l.value >= ?) \
+                or (l.name = 'id_skew_seconds' \
+                    and (cast(? as signed) is null or cast(l.value as signed) * 1000 >= greatest( \
+                      timestampdiff(microsecond, '1970-01-01 00:00:00', utc_timestamp(6)) div 1000 - cast(? as signed), \
+                      cast(? as signed) - timestampdiff(microsecond, '1970-01-01 00:00:00', utc_timestamp(6)) div 1000)))) \
+ order by m.o";
+
+const LIMITS: &str = "\
+select cast(l.name as char) as name, cast(l.value as signed) as value, cast(@@max_allowed_packet as signed) as packet, \
+       timestampdiff(microsecond, '1970-01-01 00:00:00', utc_timestamp(6)) div 1000 as millis \
+  from oncebox_limits l";
+
+/// What every server takes in one packet.
+const PACKET_UNASKED_MAX: i64 = 1_000_000;
+
+/// How often ids are made anew with the database's time before the door gives up.
+const TRIES_MAX: usize = 3;
+
+impl Door for MySqlConnection {
+    async fn write(&mut self, mut messages: Vec<NewMessage>) -> Result<Vec<Uuid>, StoreError> {
+        let mut largest = Largest::default();
+        for message in &mut messages {
+            message.settle_trace()?;
+            CEILINGS.check(message)?;
+            largest.measure(message);
+        }
+        // Ids are made here, by the clock of this host; the statement refuses them where it is off.
+        let mut made: Vec<Uuid> = messages.iter().map(|message| message.id.unwrap_or_else(Uuid::now_v7)).collect();
+        // What no default allows may not even fit into a packet, and a server that gets one too large hangs up.
+        if largest.message > 900_000 || largest.all > PACKET_UNASKED_MAX {
+            self.explain(&messages, largest.all).await?;
+        }
+        for _ in 0..TRIES_MAX {
+            let times = made.iter().filter_map(|id| MessageId::from_uuid(*id).unix_millis());
+            let times: Vec<i64> = times.filter_map(|millis| i64::try_from(millis).ok()).collect();
+            let (first, last) = (times.iter().min().copied(), times.iter().max().copied());
+            let written = sqlx::query(INSERT)
+                .bind(list(&messages, &made))
+                .bind(largest.topic)
+                .bind(largest.key)
+                .bind(largest.kind)
+                .bind(largest.headers)
+                .bind(largest.header_name)
+                .bind(largest.header_bytes)
+                .bind(largest.content_type)
+                .bind(largest.message)
+                .bind(first)
+                .bind(first)
+                .bind(last)
+                .execute(&mut *self)
+                .await?
+                .rows_affected();
+            match usize::try_from(written) {
+                Ok(written) if written == messages.len() => return Ok(made),
+                Ok(0) => {}
+                _ => {
+                    let wanted = messages.len();
+                    return Err(StoreError::Corrupt(format!("the outbox took {written} of {wanted} messages")));
+                }
+            }
+            let now = self.explain(&messages, largest.all).await?;
+            // No limit is broken: the clock of this host is off. The ids that were made get the database's time.
+            for (id, message) in made.iter_mut().zip(&messages) {
+                if message.id.is_none() {
+                    let random = Uuid::now_v7().into_bytes();
+                    let mut tail = [0; 10];
+                    tail.copy_from_slice(&random[6..]);
+                    *id = uuid::Builder::from_unix_timestamp_millis(now, &tail).into_uuid();
+                }
+            }
+        }
+        Err(StoreError::Corrupt("the outbox refuses messages that break no limit".to_owned()))
+    }
+}
+
+/// What the statement found, by name.
+trait Explain {
+    /// Gives the database's time in milliseconds where no limit is broken. `bytes` is what the call weighs.
+    async fn explain(&mut self, messages: &[NewMessage], bytes: i64) -> Result<u64, StoreError>;
+}
+
+impl Explain for MySqlConnection {
+    async fn explain(&mut self, messages: &[NewMessage], bytes: i64) -> Result<u64, StoreError> {
+        let mut limits = Limits::default();
+        let (mut skew, mut now, mut packet, mut found) = (0_u64, 0_u64, i64::MAX, 0);
+        for row in sqlx::query(LIMITS).fetch_all(&mut *self).await? {
+            let (name, value): (String, i64) = (row.try_get("name")?, row.try_get("value")?);
+            now = u64::try_from(row.try_get::<i64, _>("millis")?).unwrap_or(0);
+            packet = row.try_get("packet")?;
+            let value = u64::try_from(value).unwrap_or(0);
+            match name.as_str() {
+                "id_skew_seconds" => skew = value,
+                name => limits.set(name, usize::try_from(value).unwrap_or(usize::MAX)),
+            }
+            found += usize::from(name == "id_skew_seconds" || Limits::ROWS.iter().any(|(known, _)| *known == name));
+        }
+        if found != Limits::ROWS.len() + 1 {
+            return Err(StoreError::Refused(
+                "a row of oncebox_limits is missing; `oncebox migrate print` shows all".to_owned(),
+            ));
+        }
+        for message in messages {
+            limits.check(message)?;
+            let given = message.id.and_then(|id| MessageId::from_uuid(id).unix_millis());
+            if let Some(given) = given
+                && given.abs_diff(now) > skew * 1_000
+            {
+                let detail = format!("the time in the given id is more than {skew} s from the clock of the database");
+                return Err(LimitError::new("id_skew_seconds", detail).into());
+            }
+        }
+        if bytes > packet {
+            return Err(StoreError::Refused(format!(
+                "{} messages in one call need a packet of {bytes} bytes, and max_allowed_packet of the server is {packet}; \
+                 enqueue fewer in one call, or raise it",
+                messages.len()
+            )));
+        }
+        Ok(now)
+    }
+}
+
+/// What no value in the database can raise: everything else about a message is checked before anything is sent.
+const CEILINGS: Limits = Limits {
+    topic_length_max: 249,
+    key_bytes_max: 65_535,
+    kind_bytes_max: 255,
+    headers_max: usize::MAX,
+    header_name_bytes_max: 255,
+    headers_bytes_max: 65_536,
+    content_type_bytes_max: 255,
+    message_bytes_max: usize::MAX,
+};
+
+/// The largest of each measure over all messages of a call: what the statement compares with the limits.
+#[derive(Debug, Default)]
+struct Largest {
+    topic: i64,
+    key: i64,
+    kind: i64,
+    headers: i64,
+    header_name: i64,
+    header_bytes: i64,
+    content_type: i64,
+    message: i64,
+    /// An upper bound of what all of them weigh together on their way.
+    all: i64,
+}
+
+impl Largest {
+    fn measure(&mut self, message: &NewMessage) {
+        let raise = |largest: &mut i64, measure: usize| {
+            *largest = (*largest).max(i64::try_from(measure).unwrap_or(i64::MAX));
+        };
+        let header_bytes: usize = message.headers.iter().map(|(name, value)| name.len() + value.len()).sum();
+        let key = message.key.as_ref().map_or(0, String::len);
+        raise(&mut self.topic, message.topic.len());
+        raise(&mut self.key, key);
+        raise(&mut self.kind, message.kind.len());
+        raise(&mut self.headers, message.headers.len());
+        raise(&mut self.header_name, message.headers.iter().map(|(name, _)| name.len()).max().unwrap_or(0));
+        raise(&mut self.header_bytes, header_bytes);
+        raise(&mut self.content_type, content_type(message).len());
+        raise(&mut self.message, key + header_bytes + message.payload.len());
+        let names =
+            message.topic.len() + key + message.kind.len() + header_bytes * 2 + content_type(message).len() + 600;
+        let weight = i64::try_from(names * 2 + message.payload.len() / 3 * 4 + 200).unwrap_or(i64::MAX);
+        self.all = self.all.saturating_add(weight);
+    }
+}
+
+fn content_type(message: &NewMessage) -> &str {
+    message.content_type.as_deref().unwrap_or("application/octet-stream")
+}
+
+fn list(messages: &[NewMessage], ids: &[Uuid]) -> String {
+    let bytes: usize = messages.iter().map(|message| message.payload.len() * 3 / 2 + 400).sum();
+    let mut list = String::with_capacity(bytes);
+    for (message, id) in messages.iter().zip(ids) {
+        list.push(if list.is_empty() { '[' } else { ',' });
+        let bucket = bucket(message.key.as_deref(), *id);
+        let _ = write!(list, r#"{{"b":{bucket},"i":"{}""#, hex(id.as_bytes()));
+        let mut member = |name: &str, value: &str| {
+            let _ = write!(list, r#","{name}":"{}""#, hex(value.as_bytes()));
+        };
+        member("t", &message.topic);
+        member("n", &message.kind);
+        member("c", content_type(message));
+        // A member that is left out is null.
+        if let Some(key) = &message.key {
+            member("k", key);
+        }
+        if let Some(headers) = headers_to_json(&message.headers) {
+            member("h", &headers);
+        }
+        if let Some(trace) = &message.trace {
+            member("tp", &trace.traceparent);
+            if let Some(state) = &trace.tracestate {
+                member("ts", state);
+            }
+        }
+        list.push_str(r#","p":""#);
+        push_base64(&mut list, &message.payload);
+        list.push_str("\"}");
+    }
+    list.push(']');
+    list
+}
+
+/// RFC 4648, with padding: what `from_base64` of both servers takes.
+fn push_base64(text: &mut String, bytes: &[u8]) {
+    const DIGITS: &[u8; 64] = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
+    for chunk in bytes.chunks(3) {
+        let word = chunk.iter().fold(0_u32, |word, byte| word << 8 | u32::from(*byte)) << (8 * (3 - chunk.len()));
+        for digit in 0..4 {
+            text.push(match digit <= chunk.len() {
+                true => char::from(DIGITS[(word >> (18 - 6 * digit)) as usize & 63]),
+                false => '=',
+            });
+        }
+    }
+}
+
+/// Headers as a JSON object, in the order given; none where there are none.
+pub(super) fn headers_to_json(headers: &Headers) -> Option<String> {
+    if headers.is_empty() {
+        return None;
+    }
+    let members: Vec<String> = headers
+        .iter()
+        .map(|(name, value)| {
+            format!("{}:{}", serde_json::Value::from(name.as_str()), serde_json::Value::from(value.as_str()))
+        })
+        .collect();
+    Some(format!("{{{}}}", members.join(",")))
+}
+
+/// Headers from a JSON object of strings, in the order in which they stand.
+pub(super) fn headers_from_json(json: Option<&str>) -> Result<Headers, StoreError> {
+    struct Members;
+    impl<'de> serde::de::Visitor<'de> for Members {
+        type Value = Headers;
+
+        fn expecting(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+            f.write_str("an object of strings")
+        }
+
+        fn visit_map<A: serde::de::MapAccess<'de>>(self, mut map: A) -> Result<Headers, A::Error> {
+            let mut headers = Headers::new();
+            while let Some(header) = map.next_entry()? {
+                headers.push(header);
+            }
+            Ok(headers)
+        }
+    }
+    let Some(json) = json else { return Ok(Headers::new()) };
+    let mut reader = serde_json::Deserializer::from_str(json);
+    serde::Deserializer::deserialize_map(&mut reader, Members)
+        .map_err(|error| StoreError::Corrupt(format!("the headers of a row are no object of strings: {error}")))
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use super::*;
+
+    #[test]
+    fn base64_is_that_of_rfc_4648() {
+        let encoded = |bytes: &[u8]| {
+            let mut text = String::new();
+            push_base64(&mut text, bytes);
+            text
+        };
+        for (bytes, expected) in [("", ""), ("f", "Zg=="), ("fo", "Zm8="), ("foo", "Zm9v"), ("foobar", "Zm9vYmFy")] {
+            assert_eq!(encoded(bytes.as_bytes()), expected);
+        }
+        assert_eq!(encoded(&[0xff, 0xfe, 0x00]), "//4A");
+    }
+
+    #[test]
+    fn headers_keep_their_order_and_characters() {
+        let headers: Headers = [("z", "1"), ("a", "tab\t\"ä\\"), ("m", "")].map(|(n, v)| (n.into(), v.into())).into();
+        let json = headers_to_json(&headers).unwrap();
+        assert_eq!(headers_from_json(Some(&json)).unwrap(), headers);
+        assert_eq!(headers_to_json(&Headers::new()), None);
+        assert!(headers_from_json(Some(r#"{"a":1}"#)).is_err());
+    }
+}

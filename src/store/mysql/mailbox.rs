@@ -1,0 +1,131 @@
+//! The e-mail rows.
+//!
+//! Guarantees: one row per unique key, decided by the key (the plain insert fails with 1062, which undoes that statement and nothing
+//! else on MySQL); a value that a server without strict mode would shorten is refused before.
+
+use std::time::Duration;
+
+use sqlx::mysql::MySqlRow;
+use sqlx::{MySqlConnection, Row};
+use uuid::Uuid;
+
+use super::schema::number;
+use super::{MySqlStore, START, begin, micros, number_list, shortened, text, token};
+use crate::error::StoreError;
+use crate::store::door::commit_error;
+use crate::store::{EmailOutcome, EmailToSend, Mailbox, NewEmail};
+
+const UNIQUE_KEY_BYTES_MAX: usize = 255;
+const TEXT_BYTES_MAX: usize = 65_535;
+
+impl Mailbox for MySqlStore {
+    async fn queue_email(connection: &mut MySqlConnection, email: &NewEmail) -> Result<bool, StoreError> {
+        // The connection may be the application's own, in any SQL mode.
+        for (what, value, max) in [
+            ("unique key", &email.unique_key, UNIQUE_KEY_BYTES_MAX),
+            ("recipient", &email.recipient, TEXT_BYTES_MAX),
+            ("subject", &email.subject, TEXT_BYTES_MAX),
+        ] {
+            if value.len() > max {
+                let has = value.len();
+                return Err(StoreError::Refused(format!(
+                    "the {what} of an e-mail has {has} bytes, at most {max} are allowed"
+                )));
+            }
+        }
+        let inserted = sqlx::query(
+            "insert into oncebox_email (unique_key, recipient, subject, body, state, due_at, claim, attempts, created_at) \
+             values (?, ?, ?, ?, 'pending', utc_timestamp(6), null, 0, utc_timestamp(6))",
+        )
+        .bind(email.unique_key.as_bytes())
+        .bind(&email.recipient)
+        .bind(&email.subject)
+        .bind(&email.body)
+        .execute(connection)
+        .await;
+        match inserted {
+            Ok(_) => Ok(true),
+            Err(error) if number(&error) == Some(1062) => Ok(false),
+            Err(error) => Err(error.into()),
+        }
+    }
+
+    async fn claim_emails(&self, limit: usize, claim_for: Duration) -> Result<Vec<EmailToSend>, StoreError> {
+        let mut transaction = begin(&self.pool, START).await?;
+        let due: Vec<i64> = sqlx::query_scalar(
+            "select email_id from oncebox_email force index (email_due) where due_at <= utc_timestamp(6) \
+             order by due_at, email_id limit ? for update skip locked",
+        )
+        .bind(i64::try_from(limit).unwrap_or(i64::MAX))
+        .fetch_all(&mut *transaction)
+        .await?;
+        if due.is_empty() {
+            transaction.rollback().await?;
+            return Ok(Vec::new());
+        }
+        let claim = Uuid::from_bytes(token());
+        let list = number_list(due);
+        sqlx::query(
+            "update json_table(?, '$[*]' columns (email_id bigint path '$')) j \
+             straight_join oncebox_email e force index (primary) on e.email_id = j.email_id \
+             set e.claim = ?, e.attempts = e.attempts + 1, e.due_at = utc_timestamp(6) + interval ? microsecond",
+        )
+        .bind(&list)
+        .bind(claim)
+        .bind(micros(claim_for))
+        .execute(&mut *transaction)
+        .await?;
+        let rows = sqlx::query(
+            "select e.email_id, e.unique_key, e.recipient, e.subject, e.body, e.attempts \
+             from json_table(?, '$[*]' columns (o for ordinality, email_id bigint path '$')) j \
+             straight_join oncebox_email e force index (primary) on e.email_id = j.email_id order by j.o",
+        )
+        .bind(&list)
+        .fetch_all(&mut *transaction)
+        .await?;
+        let emails = rows.iter().map(|row| email_to_send(row, claim)).collect::<Result<Vec<_>, _>>()?;
+        transaction.commit().await.map_err(commit_error)?;
+        Ok(emails)
+    }
+
+    async fn settle_email(&self, email: &EmailToSend, outcome: &EmailOutcome) -> Result<bool, StoreError> {
+        let (state, after, error) = match outcome {
+            EmailOutcome::Sent => ("sent", None, None),
+            EmailOutcome::Again { after, error } => ("pending", Some(micros(*after)), Some(error.as_str())),
+            EmailOutcome::Failed(error) => ("failed", None, Some(error.as_str())),
+        };
+        let written = sqlx::query(
+            "update oncebox_email set state = ?, due_at = utc_timestamp(6) + interval ? microsecond, claim = null, error = ?, \
+               settled_at = if(?, utc_timestamp(6), null) \
+             where email_id = ? and claim = ?",
+        )
+        .bind(state)
+        .bind(after)
+        .bind(error.map(shortened))
+        .bind(after.is_none())
+        .bind(email.email_id)
+        .bind(email.claim)
+        .execute(&self.pool)
+        .await?;
+        Ok(written.rows_affected() == 1)
+    }
+
+    async fn emails_pending(&self) -> Result<u64, StoreError> {
+        let pending: i64 = sqlx::query_scalar("select count(*) from oncebox_email where due_at is not null")
+            .fetch_one(&self.pool)
+            .await?;
+        Ok(u64::try_from(pending).unwrap_or(0))
+    }
+}
+
+fn email_to_send(row: &MySqlRow, claim: Uuid) -> Result<EmailToSend, StoreError> {
+    Ok(EmailToSend {
+        email_id: row.try_get("email_id")?,
+        claim,
+        unique_key: text("unique_key", row.try_get("unique_key")?)?,
+        recipient: row.try_get("recipient")?,
+        subject: row.try_get("subject")?,
+        body: row.try_get("body")?,
+        attempt: row.try_get("attempts")?,
+    })
+}

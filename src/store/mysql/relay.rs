@@ -1,0 +1,416 @@
+//! The outbox as its relay sees it: a table that holds only what is not proven (R10).
+//!
+//! Guarantees:
+//!
+//! * A read takes the first rows present, in position order, without a lower bound: a row with a low position that commits late is
+//!   new, because it is not in flight. What is in flight stands in the memory of the session alone.
+//! * A mark deletes exactly the positions that were read, through a join from their list that looks each of them up by the primary
+//!   key (R11): a range would delete rows never read, and an IN list or a range waits for every open writer.
+//! * Every write begins with the row of the shard, where epoch and revision are still ours.
+//!
+//! Not here: gaps and fences, which this cursor does not need.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::time::Duration;
+
+use sqlx::mysql::MySqlRow;
+use sqlx::{MySqlConnection, MySqlPool, Row};
+
+use super::door::headers_from_json;
+use super::{HISTORY_MAX, MySqlStore, START, begin, hex, micros, number_list, shortened, text};
+use crate::error::StoreError;
+use crate::message::{OutgoingMessage, TraceContext};
+use crate::store::door::commit_error;
+use crate::store::{
+    Diversion, DivertedRow, LeaseAnswer, LeaseRequest, Mark, OperatorRequest, Outbox, OutboxRow, ReadBatch,
+    RelaySession, RequestedAct,
+};
+
+/// Requests taken at a time.
+const REQUESTS_MAX: i64 = 1_000;
+
+/// One ownership of the outbox.
+#[derive(Debug)]
+pub struct MySqlSession {
+    pool: MySqlPool,
+    epoch: i64,
+    /// The one this session wrote last: another one in the row means that somebody else wrote (R7).
+    revision: i64,
+    length: Duration,
+    /// Batches of the window that are not marked, each with its positions.
+    window: BTreeMap<u64, Vec<i64>>,
+    in_flight: BTreeSet<i64>,
+    batches: u64,
+}
+
+impl Outbox for MySqlStore {
+    type Session = MySqlSession;
+
+    async fn open(&self, request: &LeaseRequest) -> Result<LeaseAnswer<MySqlSession>, StoreError> {
+        let mut transaction = begin(&self.pool, START).await?;
+        // The lock first, in a statement of its own: the time of a statement is that of its start, so one that waited for the lock
+        // would see a lease that was taken meanwhile end later than its length from "now", as if the clock had gone back.
+        let locked: Option<i32> =
+            sqlx::query_scalar("select shard_id from oncebox_shard where shard_id = ? for update")
+                .bind(request.shard)
+                .fetch_optional(&mut *transaction)
+                .await?;
+        if locked.is_none() {
+            transaction.rollback().await?;
+            return Ok(LeaseAnswer::NoShard);
+        }
+        let found = sqlx::query(
+            "select epoch, revision, owner, timestampdiff(microsecond, utc_timestamp(6), lease_until) as left_micros, lease_seconds \
+             from oncebox_shard where shard_id = ?",
+        )
+        .bind(request.shard)
+        .fetch_one(&mut *transaction)
+        .await?;
+        let owner: Option<String> = found.try_get("owner")?;
+        if let Some(owner) = owner.filter(|owner| *owner != request.owner) {
+            let left: Option<i64> = found.try_get("left_micros")?;
+            let length: Option<f64> = found.try_get("lease_seconds")?;
+            let left = Duration::from_micros(left.and_then(|left| u64::try_from(left).ok()).unwrap_or(0));
+            // One that ends later than its length from now was taken before the clock went back (R22).
+            if !left.is_zero() && left.as_secs_f64() <= length.unwrap_or(0.0) {
+                transaction.rollback().await?;
+                return Ok(LeaseAnswer::HeldBy { owner, left });
+            }
+        }
+        let epoch = found.try_get::<i64, _>("epoch")? + 1;
+        let revision = found.try_get::<i64, _>("revision")? + 1;
+        sqlx::query(
+            "update oncebox_shard set epoch = ?, revision = ?, owner = ?, \
+             lease_until = utc_timestamp(6) + interval ? microsecond, lease_seconds = ? where shard_id = ?",
+        )
+        .bind(epoch)
+        .bind(revision)
+        .bind(&request.owner)
+        .bind(micros(request.length))
+        .bind(request.length.as_secs_f64())
+        .bind(request.shard)
+        .execute(&mut *transaction)
+        .await?;
+        transaction.commit().await.map_err(commit_error)?;
+        Ok(LeaseAnswer::Taken(MySqlSession {
+            pool: self.pool.clone(),
+            epoch,
+            revision,
+            length: request.length,
+            window: BTreeMap::new(),
+            in_flight: BTreeSet::new(),
+            batches: 0,
+        }))
+    }
+
+    async fn shards(&self) -> Result<Vec<i32>, StoreError> {
+        Ok(vec![0])
+    }
+}
+
+impl RelaySession for MySqlSession {
+    fn epoch(&self) -> i64 {
+        self.epoch
+    }
+
+    async fn read(&mut self, rows_max: usize) -> Result<ReadBatch, StoreError> {
+        let limit = self.in_flight.len() + rows_max;
+        let found = sqlx::query(
+            "select s.epoch, s.revision, o.position from oncebox_shard s \
+             left join (select position from oncebox_outbox order by position limit ?) o on true \
+             where s.shard_id = 0 order by o.position",
+        )
+        .bind(i64::try_from(limit).unwrap_or(i64::MAX))
+        .fetch_all(&self.pool)
+        .await?;
+        let Some(first) = found.first() else { return Err(self.fenced("the row of the shard is gone")) };
+        self.is_ours(first)?;
+        let mut positions = Vec::with_capacity(found.len());
+        for row in &found {
+            positions.extend(row.try_get::<Option<i64>, _>("position")?);
+        }
+        let more = positions.len() >= limit;
+        positions.retain(|position| !self.in_flight.contains(position));
+        positions.truncate(rows_max);
+        let rows = self.rows(&positions).await?;
+
+        self.batches += 1;
+        if !positions.is_empty() {
+            self.in_flight.extend(&positions);
+            self.window.insert(self.batches, positions);
+        }
+        Ok(ReadBatch { batch: self.batches, rows, more, needs_claim: false })
+    }
+
+    async fn claim(&mut self, mark: Mark) -> Result<(), StoreError> {
+        // The position that the outbox is proven up to is only shown, so it may stand still.
+        let proven: Vec<i64> = match mark.through {
+            Some(through) => self.window.range(..=through).flat_map(|(_, positions)| positions).copied().collect(),
+            None => Vec::new(),
+        };
+        let mut transaction = begin(&self.pool, START).await?;
+        // The row of the shard first: whoever is fenced waits here and changes nothing.
+        let written = sqlx::query(
+            "update oncebox_shard set revision = ?, lease_until = utc_timestamp(6) + interval ? microsecond, \
+             scanned_to = greatest(scanned_to, ?), updated_at = if(?, utc_timestamp(6), updated_at) \
+             where shard_id = 0 and epoch = ? and revision = ?",
+        )
+        .bind(self.revision + 1)
+        .bind(micros(self.length))
+        .bind(proven.iter().copied().max().unwrap_or(0))
+        .bind(mark.through.is_some())
+        .bind(self.epoch)
+        .bind(self.revision)
+        .execute(&mut *transaction)
+        .await?;
+        if written.rows_affected() != 1 {
+            return Err(self.fenced("another owner wrote"));
+        }
+        divert(&mut transaction, &mark.diverted).await?;
+        change(&mut transaction, &mark.changed).await?;
+        delete_diverted(&mut transaction, &mark.released).await?;
+        delete_diverted(&mut transaction, &mark.discarded).await?;
+        if !proven.is_empty() {
+            sqlx::query(DELETE_PROVEN).bind(number_list(proven.iter().copied())).execute(&mut *transaction).await?;
+        }
+        transaction.commit().await.map_err(commit_error)?;
+
+        self.revision += 1;
+        if let Some(through) = mark.through {
+            self.window.retain(|batch, _| *batch > through);
+            proven.iter().for_each(|position| {
+                self.in_flight.remove(position);
+            });
+        }
+        Ok(())
+    }
+
+    async fn diverted(&mut self, limit: usize) -> Result<Vec<DivertedRow>, StoreError> {
+        let found = sqlx::query(
+            "select position, topic, `key`, cause, reason, holds from oncebox_outbox_dead order by position limit ?",
+        )
+        .bind(i64::try_from(limit).unwrap_or(i64::MAX))
+        .fetch_all(&self.pool)
+        .await?;
+        found.iter().map(diverted_row).collect()
+    }
+
+    async fn requests(&mut self) -> Result<Vec<OperatorRequest>, StoreError> {
+        let found = sqlx::query(
+            "select position, topic, `key`, requested from oncebox_outbox_dead \
+             where requested in ('redrive', 'discard') order by position limit ?",
+        )
+        .bind(REQUESTS_MAX)
+        .fetch_all(&self.pool)
+        .await?;
+        let request = |row: &MySqlRow| {
+            let act = match row.try_get::<String, _>("requested")?.as_str() {
+                "redrive" => RequestedAct::Redrive,
+                "discard" => RequestedAct::Discard,
+                other => return Err(StoreError::Corrupt(format!("a dead row has the request `{other}`"))),
+            };
+            let key: Option<Vec<u8>> = row.try_get("key")?;
+            Ok(OperatorRequest {
+                position: row.try_get("position")?,
+                topic: text("topic", row.try_get("topic")?)?,
+                key: key.map(|key| text("key", key)).transpose()?,
+                act,
+            })
+        };
+        found.iter().map(request).collect()
+    }
+
+    async fn held(&mut self, positions: &[i64]) -> Result<Vec<OutboxRow>, StoreError> {
+        if positions.is_empty() {
+            return Ok(Vec::new());
+        }
+        let list = number_list(positions.iter().copied());
+        let found = sqlx::query(DIVERTED_ROWS).bind(list).fetch_all(&self.pool).await?;
+        found.iter().map(outbox_row).collect()
+    }
+
+    async fn tidy(&mut self) -> Result<(), StoreError> {
+        // The mark has deleted what was proven; there is nothing else to tidy here.
+        Ok(())
+    }
+
+    async fn release(self) -> Result<(), StoreError> {
+        let written = sqlx::query(
+            "update oncebox_shard set revision = revision + 1, owner = null, lease_until = null, lease_seconds = null \
+             where shard_id = 0 and epoch = ? and revision = ?",
+        )
+        .bind(self.epoch)
+        .bind(self.revision)
+        .execute(&self.pool)
+        .await?;
+        match written.rows_affected() {
+            1 => Ok(()),
+            _ => Err(self.fenced("another owner wrote")),
+        }
+    }
+}
+
+impl MySqlSession {
+    fn fenced(&self, why: &str) -> StoreError {
+        StoreError::Fenced(format!("epoch {} of the outbox has ended: {why}", self.epoch))
+    }
+
+    fn is_ours(&self, row: &MySqlRow) -> Result<(), StoreError> {
+        let (epoch, revision): (i64, i64) = (row.try_get("epoch")?, row.try_get("revision")?);
+        if (epoch, revision) == (self.epoch, self.revision) {
+            return Ok(());
+        }
+        Err(self.fenced(&format!("the shard is at epoch {epoch}, revision {revision}, not {}", self.revision)))
+    }
+
+    /// The rows at these positions. They were committed when their positions were read, and only this session deletes them.
+    async fn rows(&self, positions: &[i64]) -> Result<Vec<OutboxRow>, StoreError> {
+        if positions.is_empty() {
+            return Ok(Vec::new());
+        }
+        let found = sqlx::query(ROWS).bind(number_list(positions.iter().copied())).fetch_all(&self.pool).await?;
+        let rows: Vec<OutboxRow> = found.iter().map(outbox_row).collect::<Result<_, _>>()?;
+        if rows.len() != positions.len() {
+            let (read, there) = (positions.len(), rows.len());
+            return Err(
+                self.fenced(&format!("of {read} rows that were read {there} are left: somebody else deleted some"))
+            );
+        }
+        Ok(rows)
+    }
+}
+
+const ROWS: &str = "\
+select o.position, o.bucket, o.message_id, o.topic, o.`key`, o.kind, o.headers, o.payload, o.content_type, o.traceparent, \
+       o.tracestate, o.created_at \
+  from json_table(?, '$[*]' columns (position bigint path '$')) j straight_join oncebox_outbox o force index (primary) on o.position = j.position \
+ order by o.position";
+
+/// `eq_ref` by the primary key: no lock but on the rows themselves (R11). A test reads the plan. The index is forced because an
+/// optimizer prefers to scan a small table, which waits for every open writer.
+pub(super) const DELETE_PROVEN: &str = "\
+delete o from json_table(?, '$[*]' columns (position bigint path '$')) j \
+  straight_join oncebox_outbox o force index (primary) on o.position = j.position";
+
+const DELETE_DIVERTED: &str = "\
+delete d from json_table(?, '$[*]' columns (position bigint path '$')) j \
+  straight_join oncebox_outbox_dead d force index (primary) on d.position = j.position";
+
+const DIVERTED_ROWS: &str = "\
+select d.position, d.bucket, d.message_id, d.topic, d.`key`, d.kind, d.headers, d.payload, d.content_type, d.traceparent, \
+       d.tracestate, d.created_at \
+  from json_table(?, '$[*]' columns (position bigint path '$')) j straight_join oncebox_outbox_dead d force index (primary) on d.position = j.position \
+ order by d.position";
+
+/// The lane is computed as `message::lane_id` does: the length of the topic in eight bytes, the topic, the key.
+const DIVERT: &str = "\
+insert into oncebox_outbox_dead \
+  (position, bucket, message_id, topic, `key`, kind, headers, payload, content_type, traceparent, tracestate, created_at, lane, \
+   state, cause, reason, holds, attempts, history, diverted_at) \
+select o.position, o.bucket, o.message_id, o.topic, o.`key`, o.kind, o.headers, o.payload, o.content_type, o.traceparent, \
+       o.tracestate, o.created_at, \
+       unhex(left(sha2(concat(unhex(lpad(hex(length(o.topic)), 16, '0')), o.topic, o.`key`), 256), 32)), \
+       j.state, j.cause, convert(unhex(j.reason) using utf8mb4), j.holds, 1, \
+       if(j.reason is null, '[]', json_array(json_object( \
+          'at', date_format(utc_timestamp(6), '%Y-%m-%dT%H:%i:%s.%fZ'), 'attempt', 1, \
+          'error', convert(unhex(j.reason) using utf8mb4)))), \
+       utc_timestamp(6) \
+  from json_table(?, '$[*]' columns (position bigint path '$.p', state varchar(16) path '$.s', cause varchar(16) path '$.c', \
+                                     reason longtext path '$.r', holds int path '$.h')) j \
+  straight_join oncebox_outbox o force index (primary) on o.position = j.position";
+
+const CHANGE: &str = "\
+update json_table(?, '$[*]' columns (position bigint path '$.p', state varchar(16) path '$.s', cause varchar(16) path '$.c', \
+                                     reason longtext path '$.r', holds int path '$.h')) j \
+  straight_join oncebox_outbox_dead d force index (primary) on d.position = j.position \
+   set d.history = if(j.reason is null, d.history, json_array_append( \
+         if(json_length(d.history) >= ?, json_remove(d.history, '$[0]'), d.history), '$', json_object( \
+           'at', date_format(utc_timestamp(6), '%Y-%m-%dT%H:%i:%s.%fZ'), 'attempt', d.attempts + 1, \
+           'error', convert(unhex(j.reason) using utf8mb4)))), \
+       d.attempts = d.attempts + 1, d.state = j.state, d.cause = j.cause, d.reason = convert(unhex(j.reason) using utf8mb4), \
+       d.holds = j.holds, d.diverted_at = utc_timestamp(6), d.requested = null, d.requested_at = null, d.requested_by = null";
+
+async fn divert(connection: &mut MySqlConnection, diverted: &[(i64, Diversion)]) -> Result<(), StoreError> {
+    if diverted.is_empty() {
+        return Ok(());
+    }
+    let written = sqlx::query(DIVERT).bind(diversion_list(diverted)).execute(connection).await?.rows_affected();
+    if usize::try_from(written).ok() != Some(diverted.len()) {
+        let wanted = diverted.len();
+        return Err(StoreError::Corrupt(format!("of {wanted} rows to divert the outbox holds {written}")));
+    }
+    Ok(())
+}
+
+async fn change(connection: &mut MySqlConnection, changed: &[(i64, Diversion)]) -> Result<(), StoreError> {
+    if !changed.is_empty() {
+        sqlx::query(CHANGE).bind(diversion_list(changed)).bind(HISTORY_MAX).execute(connection).await?;
+    }
+    Ok(())
+}
+
+async fn delete_diverted(connection: &mut MySqlConnection, positions: &[i64]) -> Result<(), StoreError> {
+    if !positions.is_empty() {
+        sqlx::query(DELETE_DIVERTED).bind(number_list(positions.iter().copied())).execute(connection).await?;
+    }
+    Ok(())
+}
+
+fn diversion_list(diverted: &[(i64, Diversion)]) -> String {
+    let rows: Vec<String> = diverted
+        .iter()
+        .map(|(position, diversion)| {
+            let (state, cause, reason, holds) = match diversion {
+                Diversion::Dead { reason, holds } => ("dead", "refused", Some(reason), *holds),
+                Diversion::HeldBehind => ("held", "behind", None, false),
+                Diversion::HeldDestination { reason } => ("held", "destination", Some(reason), false),
+            };
+            let holds = u8::from(holds);
+            // A member that is left out is null.
+            let reason =
+                reason.map(|reason| format!(r#","r":"{}""#, hex(shortened(reason).as_bytes()))).unwrap_or_default();
+            format!(r#"{{"p":{position},"s":"{state}","c":"{cause}","h":{holds}{reason}}}"#)
+        })
+        .collect();
+    format!("[{}]", rows.join(","))
+}
+
+fn diverted_row(row: &MySqlRow) -> Result<DivertedRow, StoreError> {
+    let reason = row.try_get::<Option<String>, _>("reason")?.unwrap_or_default();
+    let diversion = match row.try_get::<String, _>("cause")?.as_str() {
+        "refused" => Diversion::Dead { reason, holds: row.try_get("holds")? },
+        "behind" => Diversion::HeldBehind,
+        "destination" => Diversion::HeldDestination { reason },
+        other => return Err(StoreError::Corrupt(format!("a dead or held row has the cause `{other}`"))),
+    };
+    let key: Option<Vec<u8>> = row.try_get("key")?;
+    Ok(DivertedRow {
+        position: row.try_get("position")?,
+        topic: text("topic", row.try_get("topic")?)?,
+        key: key.map(|key| text("key", key)).transpose()?,
+        diversion,
+    })
+}
+
+/// A row of the outbox or of the dead and held table.
+fn outbox_row(row: &MySqlRow) -> Result<OutboxRow, StoreError> {
+    let key: Option<Vec<u8>> = row.try_get("key")?;
+    let headers: Option<String> = row.try_get("headers")?;
+    let traceparent: Option<String> = row.try_get("traceparent")?;
+    let tracestate: Option<String> = row.try_get("tracestate")?;
+    Ok(OutboxRow {
+        position: row.try_get("position")?,
+        bucket: row.try_get("bucket")?,
+        message: OutgoingMessage {
+            id: row.try_get("message_id")?,
+            topic: text("topic", row.try_get("topic")?)?,
+            key: key.map(|key| text("key", key)).transpose()?,
+            kind: text("kind", row.try_get("kind")?)?,
+            headers: headers_from_json(headers.as_deref())?,
+            payload: row.try_get("payload")?,
+            content_type: row.try_get("content_type")?,
+            trace: traceparent.map(|traceparent| TraceContext { traceparent, tracestate }),
+            created_at: row.try_get("created_at")?,
+        },
+    })
+}

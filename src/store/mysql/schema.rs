@@ -1,0 +1,211 @@
+//! The schema: migrations that can be run twice, under a lock of the server, in a table of their own.
+//!
+//! DDL commits by itself on MySQL, so a migration that is cut off leaves a part of itself. Each statement can therefore be run
+//! again, and each file ends (the optional function: begins) with the row that says it was applied. The files are what the `mysql`
+//! client reads, `delimiter` included, so that `oncebox migrate print` can be piped into it.
+//!
+//! Not here: sqlx's migrator. It stops at a migration that was cut off and asks a person to repair it.
+
+use sqlx::mysql::MySqlConnection;
+use sqlx::{AssertSqlSafe, Executor};
+
+use super::MySqlStore;
+use crate::error::StoreError;
+use crate::store::{AppliedMigration, MigrationText, Schema, SchemaState};
+
+const MIGRATIONS: &[MigrationText] = &[
+    MigrationText { version: 1, description: "tables", sql: include_str!("../../../migrations/mysql/0001_tables.sql") },
+    MigrationText {
+        version: 2,
+        description: "the procedure oncebox_enqueue_p",
+        sql: include_str!("../../../migrations/mysql/0002_procedure.sql"),
+    },
+    MigrationText {
+        version: 3,
+        description: "the function oncebox_enqueue, where the server allows it",
+        sql: include_str!("../../../migrations/mysql/0003_function.sql"),
+    },
+];
+
+/// The migration whose last statement a server may forbid.
+const OPTIONAL: i64 = 3;
+
+/// Functions are forbidden under binary logging (1418, 1419), or the migrator may not make any (1044, 1142, 1227, 1370).
+const FORBIDDEN: [u16; 6] = [1418, 1419, 1044, 1142, 1227, 1370];
+
+/// Seconds to wait for another migrator.
+const LOCK_SECONDS: i64 = 60;
+
+impl Schema for MySqlStore {
+    fn migrations() -> &'static [MigrationText] {
+        MIGRATIONS
+    }
+
+    async fn schema(&self) -> Result<SchemaState, StoreError> {
+        let Some(found) = applied_versions(&mut *self.pool.acquire().await?).await? else {
+            return Ok(SchemaState::Missing);
+        };
+        let known = MIGRATIONS.iter().map(|migration| migration.version).max().unwrap_or(0);
+        let newest = found.iter().copied().max().unwrap_or(0);
+        let all_there = MIGRATIONS.iter().all(|migration| found.contains(&migration.version));
+        Ok(match newest {
+            0 => SchemaState::Missing,
+            newest if newest > known => SchemaState::Newer { found: newest, known },
+            newest if all_there => SchemaState::Current(newest),
+            newest => SchemaState::Old { found: newest, needed: known },
+        })
+    }
+
+    async fn migrate(&self) -> Result<Vec<i64>, StoreError> {
+        let mut connection = self.pool.acquire().await?;
+        let locked: Option<i64> = sqlx::query_scalar("select get_lock(concat('oncebox/', md5(database())), ?)")
+            .bind(LOCK_SECONDS)
+            .fetch_one(&mut *connection)
+            .await?;
+        if locked != Some(1) {
+            return Err(StoreError::Refused(format!(
+                "another process has been migrating this database for more than {LOCK_SECONDS} s; wait for it, or end it"
+            )));
+        }
+        let outcome = apply(&mut connection).await;
+        // The lock belongs to the connection: one that cannot give it back is closed.
+        let given_back =
+            sqlx::query("select release_lock(concat('oncebox/', md5(database())))").execute(&mut *connection).await;
+        if outcome.is_err() || given_back.is_err() {
+            connection.close_on_drop();
+        }
+        outcome
+    }
+
+    async fn applied(&self) -> Result<Vec<AppliedMigration>, StoreError> {
+        let found = applied_versions(&mut *self.pool.acquire().await?).await?.unwrap_or_default();
+        let known = MIGRATIONS.iter().map(|migration| AppliedMigration {
+            version: migration.version,
+            description: migration.description.to_owned(),
+            applied: found.contains(&migration.version),
+        });
+        let is_known = |version: &i64| MIGRATIONS.iter().any(|migration| migration.version == *version);
+        let newer = found.iter().filter(|version| !is_known(version)).map(|version| AppliedMigration {
+            version: *version,
+            description: "unknown to this program".to_owned(),
+            applied: true,
+        });
+        Ok(known.chain(newer).collect())
+    }
+
+    async fn check(&self) -> Result<Vec<crate::store::Finding>, StoreError> {
+        super::check::run(&self.pool).await
+    }
+}
+
+/// The versions that were applied; none where the table of migrations is not there.
+pub(super) async fn applied_versions(connection: &mut MySqlConnection) -> Result<Option<Vec<i64>>, StoreError> {
+    let found =
+        sqlx::query_scalar("select version from oncebox_migration order by version").fetch_all(connection).await;
+    match found {
+        Ok(found) => Ok(Some(found)),
+        // No such table.
+        Err(error) if number(&error) == Some(1146) => Ok(None),
+        Err(error) => Err(error.into()),
+    }
+}
+
+async fn apply(connection: &mut MySqlConnection) -> Result<Vec<i64>, StoreError> {
+    let found = applied_versions(connection).await?.unwrap_or_default();
+    let known = MIGRATIONS.iter().map(|migration| migration.version).max().unwrap_or(0);
+    if let Some(newer) = found.iter().copied().find(|version| *version > known) {
+        return Err(StoreError::SchemaNewer { found: newer, known });
+    }
+    let mut applied = Vec::new();
+    for migration in MIGRATIONS {
+        let is_there = found.contains(&migration.version);
+        // A function that was forbidden is tried again: the setting may have changed.
+        if is_there && (migration.version != OPTIONAL || has_function(connection).await?) {
+            continue;
+        }
+        for statement in statements(migration.sql) {
+            match connection.execute(AssertSqlSafe(statement)).await {
+                Ok(_) => {}
+                Err(error)
+                    if migration.version == OPTIONAL
+                        && number(&error).is_some_and(|number| FORBIDDEN.contains(&number)) =>
+                {
+                    tracing::warn!(%error, "the function oncebox_enqueue cannot be made here, the procedure is there");
+                    break;
+                }
+                Err(error) => return Err(error.into()),
+            }
+        }
+        if !is_there {
+            applied.push(migration.version);
+        }
+    }
+    Ok(applied)
+}
+
+/// Whether the SQL door stands as a function too.
+pub(super) async fn has_function(connection: &mut MySqlConnection) -> Result<bool, StoreError> {
+    let found: i64 = sqlx::query_scalar(
+        "select count(*) from information_schema.routines \
+         where routine_schema = database() and routine_name = 'oncebox_enqueue' and routine_type = 'FUNCTION'",
+    )
+    .fetch_one(connection)
+    .await?;
+    Ok(found > 0)
+}
+
+/// The number of an error of the server.
+pub(super) fn number(error: &sqlx::Error) -> Option<u16> {
+    match error {
+        sqlx::Error::Database(database) => {
+            database.try_downcast_ref::<sqlx::mysql::MySqlDatabaseError>().map(sqlx::mysql::MySqlDatabaseError::number)
+        }
+        _ => None,
+    }
+}
+
+/// Splits a file as the `mysql` client does: at the delimiter at the end of a line, which `delimiter X` changes.
+fn statements(sql: &str) -> Vec<String> {
+    let (mut found, mut current, mut delimiter) = (Vec::new(), String::new(), ";".to_owned());
+    for line in sql.lines() {
+        if let Some(other) = line.strip_prefix("delimiter ") {
+            other.trim().clone_into(&mut delimiter);
+            continue;
+        }
+        if current.is_empty() && (line.trim().is_empty() || line.starts_with("--")) {
+            continue;
+        }
+        match line.trim_end().strip_suffix(delimiter.as_str()) {
+            Some(last) => {
+                current.push_str(last);
+                found.push(std::mem::take(&mut current));
+            }
+            None => {
+                current.push_str(line);
+                current.push('\n');
+            }
+        }
+    }
+    found
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_file_is_split_at_its_delimiters() {
+        let sql = "-- what\n\nset a = 1;\ndelimiter //\ncreate procedure p()\nbegin\n  select 1;\nend\n//\ndelimiter ;\nselect 2;\n";
+        assert_eq!(statements(sql), ["set a = 1", "create procedure p()\nbegin\n  select 1;\nend\n", "select 2"]);
+    }
+
+    #[test]
+    fn every_migration_ends_with_a_delimiter_and_says_that_it_was_applied() {
+        for migration in MIGRATIONS {
+            let mark = format!("values ({}, '{}', utc_timestamp(6))", migration.version, migration.description);
+            assert!(statements(migration.sql).iter().any(|statement| statement.ends_with(&mark)), "{mark}");
+            let last = migration.sql.trim_end().lines().last().unwrap_or_default();
+            assert!(last.ends_with(';'), "{last}");
+        }
+    }
+}

@@ -1,0 +1,289 @@
+//! Settings of server and schema that the promise rests on, looked at when a program starts and by `doctor` (R1, R7).
+//!
+//! Guarantee: what is `Refused` here loses, doubles or reorders messages; what is a warning weakens a promise or will cost time.
+
+use sqlx::{PgConnection, Row};
+
+use super::PostgresStore;
+use crate::error::StoreError;
+use crate::store::Finding;
+
+pub(super) async fn findings(store: &PostgresStore) -> Result<Vec<Finding>, StoreError> {
+    let mut connection = store.dedicated().await?;
+    let mut findings = vec![server_version(&mut connection).await?];
+    findings.extend(server_settings(&mut connection).await?);
+    findings.push(pooler(store, &mut connection).await?);
+    if value::<bool>(&mut connection, "select to_regclass('oncebox.outbox') is not null").await? {
+        findings.push(sequence(&mut connection).await?);
+        findings.push(columns(&mut connection).await?);
+        findings.push(default_partitions(&mut connection).await?);
+        findings.push(truncate_triggers(&mut connection).await?);
+        findings.push(privileges(&mut connection).await?);
+        findings.push(doors(&mut connection).await?);
+        findings.push(cursor(&mut connection).await?);
+        findings.push(ownership(&mut connection).await?);
+    }
+    Ok(findings)
+}
+
+async fn value<T>(connection: &mut PgConnection, query: &'static str) -> Result<T, StoreError>
+where
+    T: for<'r> sqlx::Decode<'r, sqlx::Postgres> + sqlx::Type<sqlx::Postgres>,
+{
+    Ok(sqlx::query(query).fetch_one(connection).await?.try_get(0)?)
+}
+
+async fn server_version(connection: &mut PgConnection) -> Result<Finding, StoreError> {
+    let number: i32 = value(connection, "select current_setting('server_version_num')::int").await?;
+    let shown: String = value(connection, "select current_setting('server_version')").await?;
+    Ok(match number {
+        140_000.. => Finding::ok("server version", shown),
+        _ => Finding::refused("server version", shown, "use PostgreSQL 14 or later"),
+    })
+}
+
+async fn server_settings(connection: &mut PgConnection) -> Result<Vec<Finding>, StoreError> {
+    let row = sqlx::query(
+        "select current_setting('server_encoding'), current_setting('fsync')::boolean,
+                current_setting('full_page_writes')::boolean, pg_is_in_recovery()",
+    )
+    .fetch_one(connection)
+    .await?;
+    let encoding: String = row.try_get(0)?;
+    let mut findings = vec![match encoding.as_str() {
+        "UTF8" => Finding::ok("encoding", encoding),
+        _ => Finding::refused("encoding", encoding, "create the database with `encoding 'UTF8'`"),
+    }];
+    if !row.try_get::<bool, _>(1)? || !row.try_get::<bool, _>(2)? {
+        findings.push(Finding::warning(
+            "durability",
+            "fsync or full_page_writes is off: a crash of the machine may lose what was acknowledged",
+            "set both to on and restart the server",
+        ));
+    }
+    if row.try_get::<bool, _>(3)? {
+        findings.push(Finding::refused(
+            "primary",
+            "this server is a standby: nothing can be written",
+            "connect to the primary, for example with `target_session_attrs` of your proxy or another host name",
+        ));
+    }
+    Ok(findings)
+}
+
+/// A pooler that changes servers between statements shows one client's session setting to another client.
+async fn pooler(store: &PostgresStore, connection: &mut PgConnection) -> Result<Finding, StoreError> {
+    let mark = uuid::Uuid::now_v7().to_string();
+    let remedy = "connect to the server directly, or to a pooler in session mode";
+    let mut other = store.dedicated().await?;
+    for _ in 0..3 {
+        sqlx::query("select set_config('oncebox.probe', $1, false)").bind(&mark).execute(&mut *connection).await?;
+        let seen: Option<String> = value(&mut other, "select current_setting('oncebox.probe', true)").await?;
+        let own: Option<String> = value(connection, "select current_setting('oncebox.probe', true)").await?;
+        if seen.as_deref() == Some(mark.as_str()) || own.as_deref() != Some(mark.as_str()) {
+            let detail = "a transaction-mode pooler stands in between: sessions share servers";
+            return Ok(Finding::refused("pooler", detail, remedy));
+        }
+    }
+    Ok(Finding::ok("pooler", "sessions keep their server"))
+}
+
+/// R1: a cache hands out positions out of the order of time; an owned sequence is dropped with its column.
+async fn sequence(connection: &mut PgConnection) -> Result<Finding, StoreError> {
+    let row = sqlx::query(
+        "select s.seqcache, s.seqincrement, s.seqcycle,
+                exists (select 1 from pg_depend d where d.classid = 'pg_class'::regclass and d.objid = s.seqrelid
+                           and d.refclassid = 'pg_class'::regclass and d.refobjsubid > 0 and d.deptype in ('a', 'i'))
+           from pg_sequence s where s.seqrelid = 'oncebox.outbox_position_seq'::regclass",
+    )
+    .fetch_one(connection)
+    .await?;
+    let (cache, increment): (i64, i64) = (row.try_get(0)?, row.try_get(1)?);
+    let (cycles, is_owned): (bool, bool) = (row.try_get(2)?, row.try_get(3)?);
+    Ok(match (cache, increment, cycles, is_owned) {
+        (1, 1, false, false) => Finding::ok("outbox sequence", "cache 1, increment 1, not owned by a column"),
+        _ => Finding::refused(
+            "outbox sequence",
+            format!(
+                "cache {cache}, increment {increment}, cycle {cycles}, owned by a column: {is_owned}: positions are not drawn in the order of time"
+            ),
+            "alter sequence oncebox.outbox_position_seq increment 1 cache 1 no cycle owned by none",
+        ),
+    })
+}
+
+/// R1: the transaction id is drawn before the position, by the order of the columns and their defaults.
+async fn columns(connection: &mut PgConnection) -> Result<Finding, StoreError> {
+    let holds: bool = value(
+        connection,
+        "select coalesce(bool_and(
+             case a.attname when 'written_by' then pg_get_expr(d.adbin, d.adrelid) = 'pg_current_xact_id()'
+                            else pg_get_expr(d.adbin, d.adrelid) = 'nextval(''oncebox.outbox_position_seq''::regclass)' end), false)
+           and count(*) = 2
+           and min(a.attnum) filter (where a.attname = 'written_by') < min(a.attnum) filter (where a.attname = 'position')
+           and not exists (select 1 from pg_trigger t where t.tgrelid = 'oncebox.outbox'::regclass and not t.tgisinternal and t.tgtype & 4 = 4)
+           and not exists (select 1 from pg_rewrite r where r.ev_class = 'oncebox.outbox'::regclass)
+           from pg_attribute a join pg_attrdef d on d.adrelid = a.attrelid and d.adnum = a.attnum
+          where a.attrelid = 'oncebox.outbox'::regclass and a.attname in ('written_by', 'position')",
+    )
+    .await?;
+    Ok(match holds {
+        true => Finding::ok("outbox columns", "the transaction id is drawn before the position"),
+        false => Finding::refused(
+            "outbox columns",
+            "the defaults of written_by and position, their order, or the absence of insert triggers and rules was changed: an open \
+             transaction could be taken for an aborted one",
+            "put back what `oncebox migrate print` shows for oncebox.outbox",
+        ),
+    })
+}
+
+async fn default_partitions(connection: &mut PgConnection) -> Result<Finding, StoreError> {
+    let there: bool = value(
+        connection,
+        "select count(*) = 2 from pg_partitioned_table p where p.partdefid <> 0
+          and p.partrelid in ('oncebox.outbox'::regclass, 'oncebox.inbox_timed'::regclass)",
+    )
+    .await?;
+    let outran: i64 = value(
+        connection,
+        "select pg_relation_size('oncebox.outbox_default') + pg_relation_size('oncebox.inbox_timed_default')",
+    )
+    .await?;
+    Ok(match (there, outran) {
+        (false, _) => Finding::refused(
+            "partitions",
+            "a DEFAULT partition is missing: inserts fail when they outrun the ranges made ahead",
+            "put back the DEFAULT partition that `oncebox migrate print` shows",
+        ),
+        (true, 0) => Finding::ok("partitions", "ranges stand ahead of what is written"),
+        (true, bytes) => Finding::warning(
+            "partitions",
+            format!(
+                "{bytes} bytes stand in DEFAULT partitions: no range was made in time, or ids lie outside of all ranges"
+            ),
+            "let a publisher and a consumer run as the owner of the schema oncebox; they make ranges ahead",
+        ),
+    })
+}
+
+/// R7: a trigger on the parent alone does not fire for a partition.
+async fn truncate_triggers(connection: &mut PgConnection) -> Result<Finding, StoreError> {
+    let without: Vec<String> = value(
+        connection,
+        "select coalesce(array_agg(p.relid::text order by 1), '{}') from pg_partition_tree('oncebox.outbox') p
+          where not exists (select 1 from pg_trigger t where t.tgrelid = p.relid and t.tgenabled in ('O', 'A') and t.tgtype & 34 = 34
+                               and t.tgfoid = to_regproc('oncebox.refuse_truncate'))",
+    )
+    .await?;
+    Ok(match without.as_slice() {
+        [] => Finding::ok("truncate", "refused while unproven messages stand"),
+        tables => Finding::refused(
+            "truncate",
+            format!("no trigger refuses TRUNCATE of {}", tables.join(", ")),
+            format!(
+                "create trigger refuse_truncate before truncate on {} for each statement execute function oncebox.refuse_truncate()",
+                tables[0]
+            ),
+        ),
+    })
+}
+
+/// R1: who inserts past the functions decides positions, buckets and limits himself.
+async fn privileges(connection: &mut PgConnection) -> Result<Finding, StoreError> {
+    let granted: Vec<String> = value(
+        connection,
+        "select coalesce(array_agg(distinct format('%s to %s on %s', acl.privilege_type,
+                           case acl.grantee when 0 then 'public' else acl.grantee::regrole::text end, p.relid)), '{}')
+           from pg_partition_tree('oncebox.outbox') p join pg_class c on c.oid = p.relid, aclexplode(c.relacl) acl
+          where acl.grantee <> c.relowner and acl.privilege_type in ('INSERT', 'UPDATE', 'DELETE', 'TRUNCATE', 'TRIGGER')",
+    )
+    .await?;
+    Ok(match granted.as_slice() {
+        [] => Finding::ok("privileges", "only the owner may write the outbox; applications use the functions"),
+        granted => Finding::refused(
+            "privileges",
+            format!("granted: {}", granted.join("; ")),
+            "revoke all on all tables in schema oncebox from those roles; grant them the role oncebox_app instead",
+        ),
+    })
+}
+
+async fn doors(connection: &mut PgConnection) -> Result<Finding, StoreError> {
+    let row = sqlx::query(
+        "select exists (select 1 from pg_roles where rolname = 'oncebox_app'),
+                count(*) filter (where p.prosecdef and p.proconfig @> array['search_path=oncebox, pg_temp']),
+                count(*) filter (where p.proacl is null
+                  or exists (select 1 from aclexplode(p.proacl) acl where acl.grantee = 0 and acl.privilege_type = 'EXECUTE'))
+           from pg_proc p where p.pronamespace = 'oncebox'::regnamespace and p.proname in ('enqueue', 'enqueue_message', 'enqueue_all')",
+    )
+    .fetch_one(connection)
+    .await?;
+    let (role, safe, open): (bool, i64, i64) = (row.try_get(0)?, row.try_get(1)?, row.try_get(2)?);
+    Ok(match (role, safe, open) {
+        (true, 6, 0) => Finding::ok("doors", "six functions, for the role oncebox_app"),
+        (false, _, _) => Finding::warning(
+            "doors",
+            "the role oncebox_app is missing: only the owner can enqueue",
+            "create role oncebox_app nologin; then grant usage on schema oncebox and execute on the functions oncebox.enqueue* to it",
+        ),
+        _ => Finding::refused(
+            "doors",
+            format!("{safe} of 6 functions are as they were made, {open} may be called by everybody"),
+            "put back the functions oncebox.enqueue* that `oncebox migrate print` shows",
+        ),
+    })
+}
+
+/// R7: new messages would get positions that count as scanned.
+async fn cursor(connection: &mut PgConnection) -> Result<Finding, StoreError> {
+    let row = sqlx::query(
+        "select (select last_value from oncebox.outbox_position_seq), (select max(scanned_to) from oncebox.shard)",
+    )
+    .fetch_one(connection)
+    .await?;
+    let (last_value, scanned_to): (i64, Option<i64>) = (row.try_get(0)?, row.try_get(1)?);
+    let Some(scanned_to) = scanned_to else {
+        let remedy = "insert into oncebox.shard (shard_id, bucket_from, bucket_to) values (0, 0, 255)";
+        return Ok(Finding::refused("cursor", "there is no shard: nothing is ever read", remedy));
+    };
+    Ok(if last_value < scanned_to {
+        Finding::refused(
+            "cursor",
+            format!(
+                "sequence behind cursor: the last position drawn is {last_value}, {scanned_to} is scanned; new messages would never be read"
+            ),
+            "stop the writers, then run `oncebox doctor --fix`",
+        )
+    } else {
+        Finding::ok("cursor", format!("scanned to {scanned_to} of {last_value}"))
+    })
+}
+
+/// Partitions are made by the owner; row security would hide rows from everybody else.
+async fn ownership(connection: &mut PgConnection) -> Result<Finding, StoreError> {
+    let row = sqlx::query(
+        "select pg_has_role(c.relowner, 'usage'), c.relrowsecurity, c.relowner::regrole::text
+           from pg_class c where c.oid = 'oncebox.outbox'::regclass",
+    )
+    .fetch_one(connection)
+    .await?;
+    let owner: String = row.try_get(2)?;
+    Ok(if row.try_get(1)? {
+        Finding::refused(
+            "ownership",
+            "row security is enabled on oncebox.outbox: a relay could be shown fewer rows than there are",
+            "alter table oncebox.outbox disable row level security",
+        )
+    } else if row.try_get(0)? {
+        Finding::ok("ownership", format!("this role acts as {owner}, the owner"))
+    } else {
+        Finding::warning(
+            "ownership",
+            format!(
+                "this role is not {owner}, the owner: it can make no partitions, so rows go to the DEFAULT partitions"
+            ),
+            format!("let publisher and consumer connect as {owner}, or grant {owner} to their role"),
+        )
+    })
+}

@@ -1,0 +1,166 @@
+//! Connections: verified TLS, session settings that the promise rests on, and dead connections that nobody notices.
+//!
+//! Guarantees: to a host that is not loopback the certificate and the name are verified unless the URL says otherwise; a frozen
+//! process does not wedge others, because the server ends its transaction (R28); `BEGIN` is never cancelled half-way (R28).
+
+use std::str::FromStr;
+use std::sync::Arc;
+use std::time::Duration;
+
+use sqlx::postgres::{PgConnectOptions, PgPoolOptions, PgSslMode};
+use sqlx::{AssertSqlSafe, ConnectOptions, Connection, Executor, PgConnection, PgPool, Postgres, Transaction};
+
+use super::PostgresStore;
+use crate::error::{StoreError, redact};
+use crate::store::StoreOptions;
+
+/// A pooled connection that rested longer than this is asked for a sign of life before it is used.
+const RESTED: Duration = Duration::from_secs(1);
+/// What the server-side timeouts stand above the handler timeout.
+const MARGIN: Duration = Duration::from_secs(5);
+
+/// A pool that connects when it is used; an error is a URL that cannot be read.
+pub(super) fn prepare(options: &StoreOptions) -> Result<PostgresStore, StoreError> {
+    let connect = connect_options(options)?;
+    let settings = session_settings(options.handler_timeout);
+    let pool = PgPoolOptions::new()
+        .max_connections(options.connections_max)
+        // A sign of life before every use would cost a round trip; see `before_acquire` and `begin`.
+        .test_before_acquire(false)
+        .before_acquire(|connection, rest| {
+            Box::pin(async move {
+                match rest.idle_for > RESTED {
+                    true => connection.ping().await.map(|()| true),
+                    false => Ok(true),
+                }
+            })
+        })
+        .after_connect(move |connection, _| {
+            let settings = settings.clone();
+            Box::pin(async move { connection.execute(AssertSqlSafe(settings)).await.map(drop) })
+        })
+        .connect_lazy_with(connect);
+    Ok(PostgresStore { pool, handler_timeout: options.handler_timeout, inbox_look_at: Arc::default() })
+}
+
+impl PostgresStore {
+    /// Begins a transaction in a task of its own: a `BEGIN` that is cancelled half-way leaves a pooled connection inside a
+    /// transaction, and later writes on it are lost (R28).
+    pub(super) async fn transaction(&self) -> Result<Transaction<'static, Postgres>, StoreError> {
+        let pool = self.pool.clone();
+        match tokio::spawn(async move { begin(&pool).await }).await {
+            Ok(outcome) => outcome.map_err(StoreError::from),
+            Err(_) => Err(StoreError::Unavailable(sqlx::Error::WorkerCrashed)),
+        }
+    }
+
+    /// A connection of its own, out of the pool: a relay session must not share it, nor give it back.
+    pub(super) async fn dedicated(&self) -> Result<PgConnection, StoreError> {
+        Ok(self.pool.acquire().await?.detach())
+    }
+
+    /// How long the server lets a session be idle inside a transaction, or wait for a lock.
+    pub(super) fn server_timeout(&self) -> Duration {
+        self.handler_timeout + MARGIN
+    }
+}
+
+/// `BEGIN` is the sign of life: a connection that died in the pool fails here, before anything was done, and the next is taken.
+async fn begin(pool: &PgPool) -> Result<Transaction<'static, Postgres>, sqlx::Error> {
+    let mut tries = pool.size() + 1;
+    loop {
+        tries = tries.saturating_sub(1);
+        match pool.begin().await {
+            Err(error) if tries > 0 && is_dead(&error) => {}
+            outcome => return outcome,
+        }
+    }
+}
+
+/// The connection ended, or the server says that it ends it.
+fn is_dead(error: &sqlx::Error) -> bool {
+    match error {
+        sqlx::Error::Io(_) | sqlx::Error::Protocol(_) => true,
+        sqlx::Error::Database(error) => matches!(error.code().as_deref(), Some("57P01" | "57P02" | "57P05")),
+        _ => false,
+    }
+}
+
+fn connect_options(options: &StoreOptions) -> Result<PgConnectOptions, StoreError> {
+    let url = &options.url;
+    let refused = |why: String| StoreError::Refused(format!("the database URL {} {why}", redact(url)));
+    if !(url.starts_with("postgres://") || url.starts_with("postgresql://")) {
+        return Err(refused("is not of the form postgres://USER:PASSWORD@HOST:PORT/DATABASE".to_owned()));
+    }
+    let mut connect = PgConnectOptions::from_str(url).map_err(|error| refused(format!("cannot be read: {error}")))?;
+    let says_tls = url::Url::parse(url)
+        .is_ok_and(|url| url.query_pairs().any(|(name, _)| matches!(name.as_ref(), "sslmode" | "ssl-mode")));
+    if !says_tls && connect.get_socket().is_none() && !is_loopback(connect.get_host()) {
+        connect = connect.ssl_mode(PgSslMode::VerifyFull);
+    }
+    if let Some(file) = &options.ca_file {
+        connect = connect.ssl_root_cert(file);
+    }
+    if connect.get_application_name().is_none() {
+        connect = connect.application_name("oncebox");
+    }
+    Ok(connect.disable_statement_logging())
+}
+
+fn is_loopback(host: &str) -> bool {
+    let address = host.trim_start_matches('[').trim_end_matches(']');
+    host.starts_with('/')
+        || host.eq_ignore_ascii_case("localhost")
+        || address.parse::<std::net::IpAddr>().is_ok_and(|address| address.is_loopback())
+}
+
+/// What every pooled connection sets, in one round trip. Timeouts stand just above the handler timeout, so that a process that
+/// froze inside a transaction, or whose host vanished, is ended by the server (R28).
+fn session_settings(handler_timeout: Duration) -> String {
+    let timeout = (handler_timeout + MARGIN).as_millis();
+    let user_timeout = Duration::from_secs(30).min(handler_timeout + MARGIN).as_millis();
+    format!(
+        "set default_transaction_isolation = 'read committed';
+         set default_transaction_read_only = off;
+         set idle_in_transaction_session_timeout = {timeout};
+         set lock_timeout = {timeout};
+         set tcp_keepalives_idle = 10; set tcp_keepalives_interval = 5; set tcp_keepalives_count = 3;
+         set tcp_user_timeout = {user_timeout};
+         {SYNCHRONOUS}"
+    )
+}
+
+/// What is committed must survive a crash before anything is acknowledged for it; a stricter setting of the server stays.
+pub(super) const SYNCHRONOUS: &str = "select set_config('synchronous_commit', 'on', false)
+   where current_setting('synchronous_commit') not in ('on', 'remote_apply')";
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use super::*;
+
+    fn ssl_mode(url: &str) -> PgSslMode {
+        connect_options(&StoreOptions::new(url)).unwrap().get_ssl_mode()
+    }
+
+    #[test]
+    fn s1_a_host_that_is_not_loopback_is_verified_unless_the_url_says_otherwise() {
+        for url in
+            ["postgres://app@db.example.com/x", "postgresql://app@10.0.0.1:5432/x", "postgres://app@[2001:db8::1]/x"]
+        {
+            assert!(matches!(ssl_mode(url), PgSslMode::VerifyFull), "{url}");
+        }
+        for url in ["postgres://app@localhost/x", "postgres://app@127.0.0.2/x", "postgres://app@[::1]/x"] {
+            assert!(matches!(ssl_mode(url), PgSslMode::Prefer), "{url}");
+        }
+        assert!(matches!(ssl_mode("postgres://app@db.example.com/x?sslmode=require"), PgSslMode::Require));
+    }
+
+    #[test]
+    fn a_url_that_cannot_be_read_is_refused_without_its_password() {
+        for url in ["mysql://app:s3cret@localhost/x", "postgres://app:s3cret@localhost:port/x"] {
+            let error = connect_options(&StoreOptions::new(url)).unwrap_err().to_string();
+            assert!(error.contains("refused") && !error.contains("s3cret"), "{error}");
+        }
+    }
+}

@@ -1,0 +1,205 @@
+//! Dead and held rows of the outbox, and the decisions about positions (R17, R18).
+//!
+//! Guarantees: a row comes here whole, and leaves, only in the fenced transaction that moves the cursor; what was decided about a
+//! position is kept until its partition is freed, so that a cursor which is set back sends nothing again.
+
+use std::collections::HashSet;
+
+use sqlx::{PgConnection, Row};
+
+use super::read::{Buckets, message_of};
+use super::text::error_text;
+use crate::error::StoreError;
+use crate::store::{Diversion, DivertedRow, Mark, OperatorRequest, OutboxRow, RequestedAct};
+
+/// Copies rows of the outbox. One that stands here already (a cursor that was set back) takes the new state.
+const DIVERT: &str = "
+insert into oncebox.outbox_dead as t (position, bucket, message_id, topic, key, kind, headers, payload, content_type, traceparent,
+  tracestate, created_at, state, cause, reason, holds, history)
+select o.position, o.bucket, o.message_id, o.topic, o.key, o.kind, o.headers, o.payload, o.content_type, o.traceparent,
+  o.tracestate, o.created_at, d.state, d.cause, d.reason, d.holds,
+  case when d.reason is null then '[]'
+       else jsonb_build_array(jsonb_build_object('at', clock_timestamp(), 'attempt', 1, 'error', d.reason)) end
+  from unnest($1::bigint[], $2::text[], $3::text[], $4::text[], $5::boolean[]) d (position, state, cause, reason, holds)
+  join oncebox.outbox o on o.position = d.position
+on conflict (position) do update set state = excluded.state, cause = excluded.cause, reason = excluded.reason,
+  holds = excluded.holds, requested = null, requested_at = null, requested_by = null, diverted_at = clock_timestamp()";
+
+/// A row on its way back was refused again: what was asked for it is done.
+const CHANGE: &str = "
+update oncebox.outbox_dead t
+   set state = d.state, cause = d.cause, reason = d.reason, holds = d.holds, attempts = t.attempts + 1,
+       requested = null, requested_at = null, requested_by = null, diverted_at = clock_timestamp(),
+       history = case when d.reason is null then t.history
+         else case when jsonb_array_length(t.history) >= 50 then t.history - 0 else t.history end
+           || jsonb_build_object('at', clock_timestamp(), 'attempt', t.attempts + 1, 'error', d.reason) end
+  from unnest($1::bigint[], $2::text[], $3::text[], $4::text[], $5::boolean[]) d (position, state, cause, reason, holds)
+ where t.position = d.position";
+
+const DECIDE: &str = "
+insert into oncebox.decision (position, decision) select position, $2 from unnest($1::bigint[]) position
+on conflict (position) do update set decision = excluded.decision, decided_at = clock_timestamp()";
+
+const RELEASE: &str = "
+with gone as (delete from oncebox.outbox_dead where position = any($1) returning position, edited)
+insert into oncebox.decision (position, decision) select position, case when edited then 'edited' else 'released' end from gone
+on conflict (position) do update set decision = excluded.decision, decided_at = clock_timestamp()";
+
+const DISCARD: &str = "
+with gone as (delete from oncebox.outbox_dead where position = any($1) returning position)
+insert into oncebox.decision (position, decision) select position, 'discarded' from gone
+on conflict (position) do update set decision = excluded.decision, decided_at = clock_timestamp()";
+
+/// Columns of [`Diversion`] for `unnest`.
+#[derive(Default)]
+struct Columns {
+    positions: Vec<i64>,
+    states: Vec<&'static str>,
+    causes: Vec<&'static str>,
+    reasons: Vec<Option<String>>,
+    holds: Vec<bool>,
+}
+
+impl Columns {
+    fn of(rows: &[(i64, Diversion)]) -> Self {
+        let mut columns = Self::default();
+        for (position, diversion) in rows {
+            let (state, cause, reason, holds) = match diversion {
+                Diversion::Dead { reason, holds } => ("dead", "refused", Some(reason), *holds),
+                Diversion::HeldBehind => ("held", "behind", None, false),
+                Diversion::HeldDestination { reason } => ("held", "destination", Some(reason), false),
+            };
+            columns.positions.push(*position);
+            columns.states.push(state);
+            columns.causes.push(cause);
+            columns.reasons.push(reason.map(|reason| error_text(reason)));
+            columns.holds.push(holds);
+        }
+        columns
+    }
+}
+
+/// What a mark does to dead and held rows, in its transaction; the answer is the highest position concerned.
+pub(super) async fn write(connection: &mut PgConnection, mark: &Mark) -> Result<i64, StoreError> {
+    for (statement, rows) in [(DIVERT, &mark.diverted), (CHANGE, &mark.changed)] {
+        if rows.is_empty() {
+            continue;
+        }
+        let columns = Columns::of(rows);
+        let done = sqlx::query(statement)
+            .bind(&columns.positions)
+            .bind(&columns.states)
+            .bind(&columns.causes)
+            .bind(&columns.reasons)
+            .bind(&columns.holds)
+            .execute(&mut *connection)
+            .await?;
+        if usize::try_from(done.rows_affected()) != Ok(rows.len()) {
+            return Err(StoreError::Corrupt(format!(
+                "of the messages at {:?} only {} stand where they were read",
+                columns.positions,
+                done.rows_affected()
+            )));
+        }
+    }
+    let skipped: Vec<i64> = mark
+        .diverted
+        .iter()
+        .filter(|(_, diversion)| matches!(diversion, Diversion::Dead { holds: false, .. }))
+        .map(|(position, _)| *position)
+        .collect();
+    if !skipped.is_empty() {
+        sqlx::query(DECIDE).bind(&skipped).bind("skipped").execute(&mut *connection).await?;
+    }
+    for (statement, positions) in [(RELEASE, &mark.released), (DISCARD, &mark.discarded)] {
+        if !positions.is_empty() {
+            sqlx::query(statement).bind(positions).execute(&mut *connection).await?;
+        }
+    }
+    let concerned = mark.diverted.iter().chain(&mark.changed).map(|(position, _)| position);
+    Ok(concerned.chain(&mark.released).chain(&mark.discarded).copied().max().unwrap_or(0))
+}
+
+/// Of these positions, those that were decided or stand in the dead and held table.
+pub(super) async fn decided(connection: &mut PgConnection, positions: &[i64]) -> Result<HashSet<i64>, StoreError> {
+    let rows = sqlx::query(
+        "select position from oncebox.decision where position = any($1)
+         union all select position from oncebox.outbox_dead where position = any($1)",
+    )
+    .bind(positions)
+    .fetch_all(connection)
+    .await?;
+    rows.iter().map(|row| Ok(row.try_get(0)?)).collect()
+}
+
+/// Dead and held rows without their messages, in position order.
+pub(super) async fn rows(
+    connection: &mut PgConnection,
+    buckets: Buckets,
+    limit: usize,
+) -> Result<Vec<DivertedRow>, StoreError> {
+    let rows = sqlx::query(
+        "select position, topic, key, cause, reason, holds from oncebox.outbox_dead
+          where bucket between $1 and $2 order by position limit $3",
+    )
+    .bind(buckets.from)
+    .bind(buckets.to)
+    .bind(i64::try_from(limit).unwrap_or(i64::MAX))
+    .fetch_all(connection)
+    .await?;
+    rows.iter()
+        .map(|row| {
+            let reason: String = row.try_get::<Option<_>, _>(4)?.unwrap_or_default();
+            let diversion = match row.try_get(3)? {
+                "refused" => Diversion::Dead { reason, holds: row.try_get(5)? },
+                "destination" => Diversion::HeldDestination { reason },
+                _ => Diversion::HeldBehind,
+            };
+            Ok(DivertedRow { position: row.try_get(0)?, topic: row.try_get(1)?, key: row.try_get(2)?, diversion })
+        })
+        .collect()
+}
+
+/// What operators asked for and is not done, in position order.
+pub(super) async fn requests(
+    connection: &mut PgConnection,
+    buckets: Buckets,
+) -> Result<Vec<OperatorRequest>, StoreError> {
+    let rows = sqlx::query(
+        "select position, topic, key, requested from oncebox.outbox_dead
+          where requested is not null and bucket between $1 and $2 order by position limit 1000",
+    )
+    .bind(buckets.from)
+    .bind(buckets.to)
+    .fetch_all(connection)
+    .await?;
+    rows.iter()
+        .map(|row| {
+            let act = match row.try_get(3)? {
+                "discard" => RequestedAct::Discard,
+                _ => RequestedAct::Redrive,
+            };
+            Ok(OperatorRequest { position: row.try_get(0)?, topic: row.try_get(1)?, key: row.try_get(2)?, act })
+        })
+        .collect()
+}
+
+/// These rows, whole, in position order; one that is gone is left out.
+pub(super) async fn held(connection: &mut PgConnection, positions: &[i64]) -> Result<Vec<OutboxRow>, StoreError> {
+    let rows = sqlx::query(
+        "select position, bucket, message_id, topic, key, kind, headers, payload, content_type, traceparent, tracestate, created_at
+           from oncebox.outbox_dead where position = any($1) order by position",
+    )
+    .bind(positions)
+    .fetch_all(connection)
+    .await?;
+    rows.iter()
+        .map(|row| {
+            Ok(OutboxRow {
+                position: row.try_get(0)?,
+                bucket: u8::try_from(row.try_get::<i16, _>(1)?).unwrap_or(u8::MAX),
+                message: message_of(row, 2)?,
+            })
+        })
+        .collect()
+}

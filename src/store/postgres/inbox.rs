@@ -1,0 +1,374 @@
+//! Inbox rows, and the transaction that holds them together with the effects of a handler.
+//!
+//! Guarantees: the unique key decides what is new, in one sorted insert (R24); the check before COMMIT proves that it is still
+//! the transaction that inserted our rows (R23). Timed ids go to a range-partitioned table, others to one of their own (R31).
+
+use std::collections::{HashMap, HashSet};
+
+use sqlx::{PgConnection, Postgres, Row, Transaction};
+use uuid::Uuid;
+
+use super::PostgresStore;
+use super::text::error_text;
+use super::waiting;
+use crate::error::StoreError;
+use crate::message::MessageId;
+use crate::store::door::commit_error;
+use crate::store::{
+    Admission, ClaimedMessage, ConsumerId, ConsumerSpec, Inbox, InboxEntry, InboxTx, Known, Parked, Proof,
+};
+
+/// `returning` runs after the row's insert, so a transaction id is assigned: the witness of R23.
+const ADMIT_TIMED: &str = "
+insert into oncebox.inbox_timed (message_id, content_hash, consumer_id)
+select g.id, g.hash, $1 from unnest($2::uuid[], $3::uuid[]) g (id, hash)
+on conflict do nothing
+returning message_id, pg_current_xact_id_if_assigned()::text";
+const ADMIT_UNTIMED: &str = "
+insert into oncebox.inbox_untimed (message_id, content_hash, consumer_id)
+select g.id, g.hash, $1 from unnest($2::uuid[], $3::uuid[]) g (id, hash)
+on conflict do nothing
+returning message_id, pg_current_xact_id_if_assigned()::text";
+const ADMIT_BOTH: &str = "
+with timed as (
+  insert into oncebox.inbox_timed (message_id, content_hash, consumer_id)
+  select g.id, g.hash, $1 from unnest($2::uuid[], $3::uuid[]) g (id, hash)
+  on conflict do nothing
+  returning message_id, pg_current_xact_id_if_assigned()::text),
+untimed as (
+  insert into oncebox.inbox_untimed (message_id, content_hash, consumer_id)
+  select g.id, g.hash, $1 from unnest($4::uuid[], $5::uuid[]) g (id, hash)
+  on conflict do nothing
+  returning message_id, pg_current_xact_id_if_assigned()::text)
+select * from timed union all select * from untimed";
+
+/// Counts our rows and compares the transaction, in one statement (R23).
+const PROVE: &str = "
+select pg_current_xact_id_if_assigned()::text,
+       (select count(*) from oncebox.inbox_timed where consumer_id = $1 and message_id = any($2))
+     + (select count(*) from oncebox.inbox_untimed where consumer_id = $1 and message_id = any($3)),
+       exists (select 1 from oncebox.waiting where sequence = $4)";
+
+impl Inbox for PostgresStore {
+    type Tx = PostgresTx;
+
+    async fn register(&self, spec: &ConsumerSpec) -> Result<ConsumerId, StoreError> {
+        const FIND: &str = "select consumer_id, id_rule from oncebox.consumer where name = $1";
+        let mut row = sqlx::query(FIND).bind(&spec.name).fetch_optional(&self.pool).await?;
+        if row.is_none() {
+            sqlx::query("insert into oncebox.consumer (name, id_rule) values ($1, $2) on conflict (name) do nothing")
+                .bind(&spec.name)
+                .bind(&spec.id_rule)
+                .execute(&self.pool)
+                .await?;
+            row = sqlx::query(FIND).bind(&spec.name).fetch_optional(&self.pool).await?;
+        }
+        let row = row.ok_or_else(|| StoreError::Corrupt(format!("consumer `{}` vanished", spec.name)))?;
+        let (id, rule): (i32, String) = (row.try_get(0)?, row.try_get(1)?);
+        if rule != spec.id_rule {
+            if !spec.accept {
+                return Err(StoreError::Refused(format!(
+                    "consumer `{}` started with the id rule `{rule}`, now it is `{}`: the inbox would not know old messages \
+                     again; put the rule back, or accept the change with `--accept`",
+                    spec.name, spec.id_rule
+                )));
+            }
+            sqlx::query("update oncebox.consumer set id_rule = $2 where consumer_id = $1")
+                .bind(id)
+                .bind(&spec.id_rule)
+                .execute(&self.pool)
+                .await?;
+        }
+        self.make_inbox_ranges().await?;
+        Ok(ConsumerId(id))
+    }
+
+    async fn begin(&self, consumer: ConsumerId) -> Result<PostgresTx, StoreError> {
+        Ok(PostgresTx { tx: self.transaction().await?, consumer, witness: None, ours: Ids::default(), finished: None })
+    }
+
+    async fn known(&self, consumer: ConsumerId, ids: &[MessageId]) -> Result<HashSet<MessageId>, StoreError> {
+        let mut connection = self.pool.acquire().await?;
+        Ok(hashes(&mut connection, consumer, &Ids::of(ids.iter().copied())).await?.into_keys().collect())
+    }
+
+    async fn begin_attempt(&self, consumer: ConsumerId, id: MessageId) -> Result<u32, StoreError> {
+        let row = sqlx::query(
+            "insert into oncebox.attempt (consumer_id, message_id, attempts) values ($1, $2, 1)
+             on conflict (consumer_id, message_id)
+               do update set attempts = attempt.attempts + 1, updated_at = clock_timestamp()
+             returning attempts",
+        )
+        .bind(consumer.0)
+        .bind(id.uuid())
+        .fetch_one(&self.pool)
+        .await?;
+        Ok(row.try_get::<i32, _>(0)?.unsigned_abs())
+    }
+
+    async fn failed_attempt(
+        &self,
+        consumer: ConsumerId,
+        id: MessageId,
+        error: &str,
+        counted: bool,
+    ) -> Result<u32, StoreError> {
+        let row = sqlx::query(
+            "insert into oncebox.attempt (consumer_id, message_id, attempts, history)
+             values ($1, $2, $4, jsonb_build_array(jsonb_build_object('at', clock_timestamp(), 'attempt', $4, 'error', $3::text)))
+             on conflict (consumer_id, message_id) do update set
+               attempts = attempt.attempts + $4,
+               updated_at = clock_timestamp(),
+               history = case when jsonb_array_length(attempt.history) >= 50 then attempt.history - 0 else attempt.history end
+                 || jsonb_build_object('at', clock_timestamp(), 'attempt', attempt.attempts + $4, 'error', $3::text)
+             returning attempts",
+        )
+        .bind(consumer.0)
+        .bind(id.uuid())
+        .bind(error_text(error))
+        .bind(i32::from(counted))
+        .fetch_one(&self.pool)
+        .await?;
+        Ok(row.try_get::<i32, _>(0)?.unsigned_abs())
+    }
+
+    async fn attempts(&self, consumer: ConsumerId, ids: &[MessageId]) -> Result<Vec<(MessageId, u32)>, StoreError> {
+        let ids: Vec<Uuid> = ids.iter().map(|id| id.uuid()).collect();
+        let rows = sqlx::query(
+            "select message_id, attempts from oncebox.attempt where consumer_id = $1 and message_id = any($2) and attempts > 0",
+        )
+        .bind(consumer.0)
+        .bind(ids)
+        .fetch_all(&self.pool)
+        .await?;
+        rows.iter()
+            .map(|row| Ok((MessageId::from_uuid(row.try_get(0)?), row.try_get::<i32, _>(1)?.unsigned_abs())))
+            .collect()
+    }
+
+    async fn open_assignment(&self, consumer: ConsumerId, topic: &str, partition: i32) -> Result<bool, StoreError> {
+        // The subquery sees the row as it was before this statement.
+        let row = sqlx::query(
+            "insert into oncebox.assignment as a (consumer_id, topic, partition, state) values ($1, $2, $3, 'open')
+             on conflict (consumer_id, topic, partition) do update set state = 'open', changed_at = clock_timestamp()
+             returning exists (select 1 from oncebox.assignment b where b.consumer_id = a.consumer_id
+                                and b.topic = a.topic and b.partition = a.partition and b.state = 'open')",
+        )
+        .bind(consumer.0)
+        .bind(super::text::stored(topic))
+        .bind(partition)
+        .fetch_one(&self.pool)
+        .await?;
+        Ok(row.try_get(0)?)
+    }
+
+    async fn close_assignment(&self, consumer: ConsumerId, topic: &str, partition: i32) -> Result<(), StoreError> {
+        sqlx::query(
+            "update oncebox.assignment set state = 'closed', changed_at = clock_timestamp()
+              where consumer_id = $1 and topic = $2 and partition = $3",
+        )
+        .bind(consumer.0)
+        .bind(super::text::stored(topic))
+        .bind(partition)
+        .execute(&self.pool)
+        .await?;
+        Ok(())
+    }
+}
+
+/// Ids by the table they belong to, sorted: two transactions never insert in different orders.
+#[derive(Debug, Default)]
+struct Ids {
+    timed: Vec<Uuid>,
+    untimed: Vec<Uuid>,
+}
+
+impl Ids {
+    fn of(ids: impl Iterator<Item = MessageId>) -> Self {
+        let (timed, untimed): (Vec<_>, Vec<_>) = ids.partition(|id| id.unix_millis().is_some());
+        let sorted = |ids: Vec<MessageId>| {
+            let mut ids: Vec<Uuid> = ids.into_iter().map(MessageId::uuid).collect();
+            ids.sort_unstable();
+            ids
+        };
+        Self { timed: sorted(timed), untimed: sorted(untimed) }
+    }
+
+    fn len(&self) -> usize {
+        self.timed.len() + self.untimed.len()
+    }
+}
+
+/// The transaction around a handler.
+#[derive(Debug)]
+pub struct PostgresTx {
+    pub(super) tx: Transaction<'static, Postgres>,
+    pub(super) consumer: ConsumerId,
+    /// The id of the transaction that wrote our rows, and which rows.
+    witness: Option<String>,
+    ours: Ids,
+    finished: Option<i64>,
+}
+
+impl InboxTx for PostgresTx {
+    type Db = Postgres;
+
+    fn connection(&mut self) -> &mut PgConnection {
+        &mut self.tx
+    }
+
+    async fn admit(&mut self, entries: &[InboxEntry]) -> Result<Admission, StoreError> {
+        let hash_of: HashMap<Uuid, Uuid> =
+            entries.iter().map(|entry| (entry.id.uuid(), Uuid::from_bytes(entry.hash))).collect();
+        let ids = Ids::of(entries.iter().map(|entry| entry.id));
+        let hashes_of = |ids: &[Uuid]| -> Vec<Uuid> { ids.iter().map(|id| hash_of[id]).collect() };
+        let (timed_hashes, untimed_hashes) = (hashes_of(&ids.timed), hashes_of(&ids.untimed));
+        let query = match (ids.timed.is_empty(), ids.untimed.is_empty()) {
+            (true, true) => return Ok(Admission { known: Vec::new() }),
+            (false, true) => sqlx::query(ADMIT_TIMED).bind(self.consumer.0).bind(&ids.timed).bind(timed_hashes),
+            (true, false) => sqlx::query(ADMIT_UNTIMED).bind(self.consumer.0).bind(&ids.untimed).bind(untimed_hashes),
+            (false, false) => sqlx::query(ADMIT_BOTH)
+                .bind(self.consumer.0)
+                .bind(&ids.timed)
+                .bind(timed_hashes)
+                .bind(&ids.untimed)
+                .bind(untimed_hashes),
+        };
+        let rows = query.fetch_all(&mut *self.tx).await.map_err(admit_error)?;
+        let mut new = HashSet::with_capacity(rows.len());
+        for row in &rows {
+            new.insert(row.try_get::<Uuid, _>(0)?);
+            self.witness = row.try_get(1)?;
+        }
+        self.ours = Ids::of(entries.iter().map(|entry| entry.id).filter(|id| new.contains(&id.uuid())));
+        let stood = if new.len() == entries.len() {
+            HashMap::new()
+        } else {
+            // A statement of its own: it sees what a transaction that we waited for has committed.
+            let others = Ids::of(entries.iter().map(|entry| entry.id).filter(|id| !new.contains(&id.uuid())));
+            hashes(&mut self.tx, self.consumer, &others).await?
+        };
+        let known = entries.iter().map(|entry| {
+            // A row that was purged between the two statements was there a moment ago: a duplicate of itself.
+            let hash = || stood.get(&entry.id).copied().unwrap_or(entry.hash);
+            (!new.contains(&entry.id.uuid())).then(|| Known { hash: hash() })
+        });
+        Ok(Admission { known: known.collect() })
+    }
+
+    async fn blocked(&mut self, lanes: &[[u8; 16]]) -> Result<HashSet<[u8; 16]>, StoreError> {
+        waiting::blocked(&mut self.tx, self.consumer, lanes).await
+    }
+
+    async fn park(&mut self, parked: &[Parked]) -> Result<(), StoreError> {
+        for one in parked {
+            waiting::park(&mut self.tx, self.consumer, one).await?;
+        }
+        Ok(())
+    }
+
+    async fn forget(&mut self, ids: &[MessageId]) -> Result<(), StoreError> {
+        // Only what this transaction inserted: another message's row is not ours to take.
+        let mut gone = Ids::of(ids.iter().copied());
+        gone.timed.retain(|id| self.ours.timed.contains(id));
+        gone.untimed.retain(|id| self.ours.untimed.contains(id));
+        for (statement, ids) in [
+            ("delete from oncebox.inbox_timed where consumer_id = $1 and message_id = any($2)", &gone.timed),
+            ("delete from oncebox.inbox_untimed where consumer_id = $1 and message_id = any($2)", &gone.untimed),
+        ] {
+            if !ids.is_empty() {
+                sqlx::query(statement).bind(self.consumer.0).bind(ids).execute(&mut *self.tx).await?;
+            }
+        }
+        self.ours.timed.retain(|id| !gone.timed.contains(id));
+        self.ours.untimed.retain(|id| !gone.untimed.contains(id));
+        Ok(())
+    }
+
+    async fn finish(&mut self, claimed: &ClaimedMessage) -> Result<bool, StoreError> {
+        let witness = waiting::finish(&mut self.tx, claimed).await?;
+        if witness.is_some() {
+            self.witness = witness;
+            self.finished = Some(claimed.sequence);
+        }
+        Ok(self.finished.is_some())
+    }
+
+    async fn clear_attempts(&mut self, ids: &[MessageId]) -> Result<(), StoreError> {
+        let ids: Vec<Uuid> = ids.iter().map(|id| id.uuid()).collect();
+        sqlx::query("delete from oncebox.attempt where consumer_id = $1 and message_id = any($2)")
+            .bind(self.consumer.0)
+            .bind(ids)
+            .execute(&mut *self.tx)
+            .await?;
+        Ok(())
+    }
+
+    async fn prove(&mut self) -> Result<Proof, StoreError> {
+        let found = sqlx::query(PROVE)
+            .bind(self.consumer.0)
+            .bind(&self.ours.timed)
+            .bind(&self.ours.untimed)
+            .bind(self.finished)
+            .fetch_one(&mut *self.tx)
+            .await;
+        let row = match found {
+            Ok(row) => row,
+            // A statement failed, its error was swallowed: COMMIT would roll back and say nothing.
+            Err(sqlx::Error::Database(error)) if error.code().as_deref() == Some("25P02") => return Ok(Proof::Aborted),
+            Err(error) => return Err(error.into()),
+        };
+        let now: Option<String> = row.try_get(0)?;
+        if self.witness.is_some() && now != self.witness {
+            return Ok(Proof::Ended);
+        }
+        let count: i64 = row.try_get(1)?;
+        let row_is_back: bool = row.try_get(2)?;
+        // The same transaction, but our rows were taken out of it: nothing of the handler's may stay.
+        let whole = usize::try_from(count) == Ok(self.ours.len()) && !row_is_back;
+        Ok(if whole { Proof::Same } else { Proof::Aborted })
+    }
+
+    async fn commit(self) -> Result<(), StoreError> {
+        self.tx.commit().await.map_err(commit_error)
+    }
+
+    async fn rollback(self) -> Result<(), StoreError> {
+        Ok(self.tx.rollback().await?)
+    }
+}
+
+/// A range that was attached while our insert was on its way to DEFAULT is nobody's failure (R8, R27).
+fn admit_error(error: sqlx::Error) -> StoreError {
+    match &error {
+        sqlx::Error::Database(database) if database.code().as_deref() == Some("23514") => StoreError::Busy(error),
+        _ => error.into(),
+    }
+}
+
+/// Content hashes of the inbox rows of these ids.
+async fn hashes(
+    connection: &mut PgConnection,
+    consumer: ConsumerId,
+    ids: &Ids,
+) -> Result<HashMap<MessageId, [u8; 16]>, StoreError> {
+    let mut found = HashMap::with_capacity(ids.len());
+    for (statement, ids) in [
+        (
+            "select message_id, content_hash from oncebox.inbox_timed where consumer_id = $1 and message_id = any($2)",
+            &ids.timed,
+        ),
+        (
+            "select message_id, content_hash from oncebox.inbox_untimed where consumer_id = $1 and message_id = any($2)",
+            &ids.untimed,
+        ),
+    ] {
+        if ids.is_empty() {
+            continue;
+        }
+        for row in sqlx::query(statement).bind(consumer.0).bind(ids).fetch_all(&mut *connection).await? {
+            found.insert(MessageId::from_uuid(row.try_get(0)?), row.try_get::<Uuid, _>(1)?.into_bytes());
+        }
+    }
+    Ok(found)
+}

@@ -1,0 +1,332 @@
+//! A relay session: one ownership of one shard on one connection of its own.
+//!
+//! The steps and what each must wait for are those of [`crate::policy::gaps`] (R2): this file runs their statements. Guarantees:
+//! every write is fenced by epoch and revision in the statement itself; a claim commits synchronously, after the read (R5);
+//! another server, a set-back sequence or rows out of order end the session (R7).
+
+use std::collections::VecDeque;
+use std::time::{Duration, Instant};
+
+use sqlx::{AssertSqlSafe, Connection, Executor, PgConnection, Row};
+
+use super::connect::SYNCHRONOUS;
+use super::read::{Buckets, READ_BYTES_MAX, read};
+use super::{PostgresStore, diverted, partitions};
+use crate::error::StoreError;
+use crate::policy::gaps::{CursorError, GapCursor, GapSet};
+use crate::store::{
+    DivertedRow, LeaseAnswer, LeaseRequest, Mark, OperatorRequest, Outbox, OutboxRow, ReadBatch, RelaySession,
+};
+
+/// A gap that waits so long after its fence is looked at through the locks of its possible writers (R6).
+const STALE_GAP: Duration = Duration::from_secs(2);
+/// How often the locks are looked at.
+const WATCH_EVERY: Duration = Duration::from_millis(500);
+
+/// Takes the lease and raises the epoch. A lease that ends later than now plus its own length counts as expired (R22).
+const TAKE: &str = "
+update oncebox.shard set epoch = epoch + 1, revision = revision + 1, owner = $2, lease_seconds = $3,
+       lease_until = clock_timestamp() + $3 * interval '1 second', updated_at = clock_timestamp()
+ where shard_id = $1
+   and (owner is null or owner = $2 or lease_until <= clock_timestamp()
+        or lease_until > clock_timestamp() + lease_seconds * interval '1 second')
+returning epoch, revision, scanned_to, gaps::text, bucket_from, bucket_to, pg_current_xact_id()::text::bigint,
+  greatest((select max(position) from oncebox.decision), (select max(position) from oncebox.outbox_dead), 0)";
+
+const HOLDER: &str = "
+select owner, extract(epoch from lease_until - clock_timestamp())::float8 from oncebox.shard where shard_id = $1";
+
+const CLAIM: &str = "
+update oncebox.shard set revision = revision + 1, lease_until = clock_timestamp() + lease_seconds * interval '1 second',
+       updated_at = clock_timestamp()
+ where shard_id = $1 and epoch = $2 and revision = $3
+returning pg_current_xact_id()::text::bigint";
+
+const CLAIM_AND_MARK: &str = "
+update oncebox.shard set revision = revision + 1, lease_until = clock_timestamp() + lease_seconds * interval '1 second',
+       updated_at = clock_timestamp(), scanned_to = $4, gaps = $5::text::int8multirange
+ where shard_id = $1 and epoch = $2 and revision = $3
+returning pg_current_xact_id()::text::bigint";
+
+/// The transaction ids of all holders of a RowExclusiveLock on the outbox: only they can still write at a gap (R6). A holder
+/// without an id drew no position, for the id is drawn first (R1). Never by process or virtual transaction: PREPARE changes them.
+const LOCK_HOLDERS: &str = "
+select distinct t.transactionid::text::bigint
+  from pg_locks l
+  join pg_locks t on t.virtualtransaction = l.virtualtransaction and t.locktype = 'transactionid' and t.mode = 'ExclusiveLock'
+                 and t.granted
+ where l.locktype = 'relation' and l.mode = 'RowExclusiveLock' and l.granted
+   and l.database = (select oid from pg_database where datname = current_database())
+   and l.relation in (select relid from pg_partition_tree('oncebox.outbox'))";
+
+const STILL_HOLDING: &str = "
+select distinct transactionid::text::bigint from pg_locks
+ where locktype = 'transactionid' and mode = 'ExclusiveLock' and granted and transactionid::text::bigint = any($1)";
+
+impl Outbox for PostgresStore {
+    type Session = PostgresSession;
+
+    async fn open(&self, request: &LeaseRequest) -> Result<LeaseAnswer<PostgresSession>, StoreError> {
+        let mut connection = self.dedicated().await?;
+        connection.execute(AssertSqlSafe(settings(self.server_timeout()))).await?;
+        let taken = sqlx::query(TAKE)
+            .bind(request.shard)
+            .bind(&request.owner)
+            .bind(request.length.as_secs_f64())
+            .fetch_optional(&mut connection)
+            .await?;
+        let Some(row) = taken else {
+            let holder = sqlx::query(HOLDER).bind(request.shard).fetch_optional(&mut connection).await?;
+            let _ = connection.close().await;
+            let Some(holder) = holder else { return Ok(LeaseAnswer::NoShard) };
+            let left = Duration::try_from_secs_f64(holder.try_get::<Option<f64>, _>(1)?.unwrap_or(0.0));
+            let owner: Option<String> = holder.try_get(0)?;
+            return Ok(LeaseAnswer::HeldBy { owner: owner.unwrap_or_default(), left: left.unwrap_or_default() });
+        };
+        let gaps: GapSet = row
+            .try_get::<&str, _>(3)?
+            .parse()
+            .map_err(|error| StoreError::Corrupt(format!("the gaps of shard {}: {error}", request.shard)))?;
+        let fence: i64 = row.try_get(6)?;
+        Ok(LeaseAnswer::Taken(PostgresSession {
+            shard: request.shard,
+            buckets: Buckets { from: row.try_get(4)?, to: row.try_get(5)? },
+            epoch: row.try_get(0)?,
+            revision: row.try_get(1)?,
+            cursor: GapCursor::start(row.try_get(2)?, &gaps, fence.unsigned_abs()),
+            decided_to: row.try_get(7)?,
+            connection,
+            began: Instant::now(),
+            batches: VecDeque::new(),
+            batch: 0,
+            rows_max: usize::MAX,
+            last_value: 0,
+            watched: None,
+            tidied: partitions::Tidied::default(),
+        }))
+    }
+
+    async fn shards(&self) -> Result<Vec<i32>, StoreError> {
+        let rows = sqlx::query("select shard_id from oncebox.shard order by shard_id").fetch_all(&self.pool).await?;
+        rows.iter().map(|row| Ok(row.try_get(0)?)).collect()
+    }
+}
+
+/// What a session rests on, set by itself. The read has one good plan, whatever statistics say: ordered index scans.
+fn settings(timeout: Duration) -> String {
+    let timeout = timeout.as_millis();
+    format!(
+        "{SYNCHRONOUS};
+         set row_security = off;
+         set plan_cache_mode = force_generic_plan;
+         set enable_seqscan = off; set enable_bitmapscan = off; set enable_sort = off; set jit = off;
+         set statement_timeout = {timeout}"
+    )
+}
+
+/// One ownership of one shard; see [`RelaySession`].
+#[derive(Debug)]
+pub struct PostgresSession {
+    connection: PgConnection,
+    shard: i32,
+    buckets: Buckets,
+    epoch: i64,
+    revision: i64,
+    cursor: GapCursor,
+    began: Instant,
+    /// Batches of this session that have rows, and their numbers in the cursor.
+    batches: VecDeque<(u64, u64)>,
+    batch: u64,
+    /// Lowered while rows are so large that a read reaches its bound of bytes.
+    rows_max: usize,
+    last_value: i64,
+    /// No decision and no dead or held row stands above this position.
+    decided_to: i64,
+    watched: Option<Instant>,
+    tidied: partitions::Tidied,
+}
+
+impl RelaySession for PostgresSession {
+    fn epoch(&self) -> i64 {
+        self.epoch
+    }
+
+    async fn read(&mut self, rows_max: usize) -> Result<ReadBatch, StoreError> {
+        self.watch_locks().await?;
+        let plan = self.cursor.begin_read();
+        let limit = self.limit(rows_max);
+        let found = read(&mut self.connection, self.shard, self.buckets, &plan, limit).await?;
+        let found = found.ok_or_else(|| StoreError::Fenced(format!("shard {} is gone", self.shard)))?;
+        if (found.epoch, found.revision) != (self.epoch, self.revision) {
+            return Err(StoreError::Fenced(format!(
+                "shard {} is at epoch {} and revision {}, this session wrote {} and {} last",
+                self.shard, found.epoch, found.revision, self.epoch, self.revision
+            )));
+        }
+        if self.cursor.is_ahead_of(found.last_value) {
+            return Err(StoreError::Refused(format!(
+                "sequence behind cursor: the last position drawn is {}, shard {} has read up to {}; new messages would never be \
+                 read; stop the writers and run `oncebox doctor --fix`",
+                found.last_value,
+                self.shard,
+                self.cursor.read_to()
+            )));
+        }
+        self.last_value = found.last_value;
+        self.tidied.saw(found.last_value);
+        self.adapt(&found);
+        let outcome = self.cursor.on_read(found.xmin, &found.positions, found.more).map_err(|error| doubt(&error))?;
+        self.batch += 1;
+        if let Some(number) = outcome.batch {
+            self.batches.push_back((self.batch, number));
+        }
+        let rows = self.undecided(found.rows).await?;
+        Ok(ReadBatch { batch: self.batch, rows, more: found.more, needs_claim: self.cursor.needs_claim() })
+    }
+
+    async fn claim(&mut self, mark: Mark) -> Result<(), StoreError> {
+        let ticket = self.cursor.begin_claim();
+        let moved = match mark.through.and_then(|through| self.cursor_batch(through)) {
+            Some(number) => self.cursor.mark_through(number),
+            None => self.cursor.mark_idle(),
+        };
+        let query = sqlx::query(if moved.is_some() { CLAIM_AND_MARK } else { CLAIM });
+        let mut query = query.bind(self.shard).bind(self.epoch).bind(self.revision);
+        if let Some(moved) = &moved {
+            query = query.bind(moved.scanned_to).bind(moved.gaps.to_string());
+        }
+        let rows_move = !(mark.diverted.is_empty()
+            && mark.released.is_empty()
+            && mark.changed.is_empty()
+            && mark.discarded.is_empty());
+        let claimed = if rows_move {
+            let mut tx = self.connection.begin().await?;
+            let claimed = query.fetch_optional(&mut *tx).await?;
+            if claimed.is_some() {
+                let decided_to = diverted::write(&mut tx, &mark).await?;
+                tx.commit().await?;
+                self.decided_to = self.decided_to.max(decided_to);
+            }
+            claimed
+        } else {
+            query.fetch_optional(&mut self.connection).await?
+        };
+        let Some(row) = claimed else {
+            return Err(StoreError::Fenced(format!(
+                "shard {} is not at epoch {} and revision {} any more",
+                self.shard, self.epoch, self.revision
+            )));
+        };
+        let fence: i64 = row.try_get(0)?;
+        self.revision += 1;
+        let now = self.now();
+        self.cursor.on_claim(ticket, fence.unsigned_abs(), now).map_err(|error| doubt(&error))?;
+        if let Some(moved) = moved {
+            while self.batches.front().is_some_and(|(_, number)| *number <= moved.batch) {
+                self.batches.pop_front();
+            }
+            self.cursor.on_marked(moved);
+        }
+        Ok(())
+    }
+
+    async fn diverted(&mut self, limit: usize) -> Result<Vec<DivertedRow>, StoreError> {
+        diverted::rows(&mut self.connection, self.buckets, limit).await
+    }
+
+    async fn requests(&mut self) -> Result<Vec<OperatorRequest>, StoreError> {
+        diverted::requests(&mut self.connection, self.buckets).await
+    }
+
+    async fn held(&mut self, positions: &[i64]) -> Result<Vec<OutboxRow>, StoreError> {
+        diverted::held(&mut self.connection, positions).await
+    }
+
+    async fn tidy(&mut self) -> Result<(), StoreError> {
+        partitions::tidy_outbox(&mut self.connection, &mut self.tidied, self.last_value).await
+    }
+
+    async fn release(mut self) -> Result<(), StoreError> {
+        let done = sqlx::query(
+            "update oncebox.shard set revision = revision + 1, owner = null, lease_until = null, lease_seconds = null,
+                    updated_at = clock_timestamp()
+              where shard_id = $1 and epoch = $2 and revision = $3",
+        )
+        .bind(self.shard)
+        .bind(self.epoch)
+        .bind(self.revision)
+        .execute(&mut self.connection)
+        .await?;
+        let _ = self.connection.close().await;
+        match done.rows_affected() {
+            1 => Ok(()),
+            _ => Err(StoreError::Fenced(format!("shard {} has another owner", self.shard))),
+        }
+    }
+}
+
+impl PostgresSession {
+    /// Milliseconds of this session: ages of gaps are differences of it.
+    fn now(&self) -> u64 {
+        u64::try_from(self.began.elapsed().as_millis()).unwrap_or(u64::MAX)
+    }
+
+    /// The batch of the cursor that a batch of this session ends at.
+    fn cursor_batch(&self, through: u64) -> Option<u64> {
+        self.batches.iter().take_while(|(batch, _)| *batch <= through).last().map(|(_, number)| *number)
+    }
+
+    /// The LIMIT of the next read: what was asked for, or the next lower power of two where the cap on gaps or the size of
+    /// rows allows less, so that few statements are ever prepared.
+    fn limit(&self, rows_max: usize) -> usize {
+        let allowed = self.cursor.row_limit(rows_max.clamp(1, 100_000).min(self.rows_max));
+        if allowed == rows_max { rows_max } else { 1 << allowed.ilog2() }
+    }
+
+    fn adapt(&mut self, found: &super::read::Found) {
+        if found.bytes >= READ_BYTES_MAX {
+            self.rows_max = found.positions.len().max(1);
+        } else if found.more && found.bytes < READ_BYTES_MAX / 4 {
+            self.rows_max = self.rows_max.saturating_mul(2);
+        }
+    }
+
+    /// Leaves out rows whose position was decided, or that stand in the dead and held table already: the cursor may have been
+    /// set back (R18).
+    async fn undecided(&mut self, mut rows: Vec<OutboxRow>) -> Result<Vec<OutboxRow>, StoreError> {
+        let asked: Vec<i64> =
+            rows.iter().map(|row| row.position).take_while(|position| *position <= self.decided_to).collect();
+        if !asked.is_empty() {
+            let decided = diverted::decided(&mut self.connection, &asked).await?;
+            rows.retain(|row| !decided.contains(&row.position));
+        }
+        Ok(rows)
+    }
+
+    /// Closes gaps of transactions that ended without a row, although a long transaction elsewhere keeps the fence open (R6).
+    async fn watch_locks(&mut self) -> Result<(), StoreError> {
+        if self.watched.is_some_and(|last| last.elapsed() < WATCH_EVERY) {
+            return Ok(());
+        }
+        self.watched = Some(Instant::now());
+        if let Some(watched) = self.cursor.lock_watch() {
+            let watched: Vec<i64> = watched.iter().map(|id| id.cast_signed()).collect();
+            let rows = sqlx::query(STILL_HOLDING).bind(watched).fetch_all(&mut self.connection).await?;
+            let still = rows.iter().map(|row| Ok(row.try_get::<i64, _>(0)?.unsigned_abs()));
+            let still = still.collect::<Result<Vec<_>, StoreError>>()?;
+            self.cursor.on_still_holding(&still);
+        } else if self.cursor.begin_lock_watch(self.now(), u64::try_from(STALE_GAP.as_millis()).unwrap_or(u64::MAX)) > 0
+        {
+            let rows = sqlx::query(LOCK_HOLDERS).fetch_all(&mut self.connection).await?;
+            let holders = rows.iter().map(|row| Ok(row.try_get::<i64, _>(0)?.unsigned_abs()));
+            let holders = holders.collect::<Result<Vec<_>, StoreError>>()?;
+            self.cursor.on_lock_holders(holders);
+        }
+        Ok(())
+    }
+}
+
+/// What the database answered cannot be trusted: the session ends and starts again from what is persisted.
+fn doubt(error: &CursorError) -> StoreError {
+    StoreError::Corrupt(error.to_string())
+}

@@ -1,0 +1,143 @@
+//! Migrations, in a migration table of our own inside the schema `oncebox`.
+//!
+//! Guarantees: each migration and its row commit together; two migrators at once take turns; a migration that was changed after
+//! it was applied is refused; no program migrates on its own accord.
+
+use sha2::{Digest, Sha256};
+use sqlx::{AssertSqlSafe, PgConnection, Row};
+
+use super::PostgresStore;
+use crate::error::StoreError;
+use crate::store::{AppliedMigration, Finding, MigrationText, Schema, SchemaState};
+
+const MIGRATIONS: [MigrationText; 3] = [
+    MigrationText {
+        version: 1,
+        description: "outbox, shards, dead and held rows, partitions",
+        sql: include_str!("../../../migrations/postgres/0001_outbox.sql"),
+    },
+    MigrationText {
+        version: 2,
+        description: "doors of the outbox and their limits",
+        sql: include_str!("../../../migrations/postgres/0002_doors.sql"),
+    },
+    MigrationText {
+        version: 3,
+        description: "inbox, waiting messages, e-mails, audit",
+        sql: include_str!("../../../migrations/postgres/0003_inbox.sql"),
+    },
+];
+
+/// Migrators of all databases of a server share the number space of advisory locks: eight bytes that nobody else has.
+const MIGRATION_LOCK: i64 = i64::from_be_bytes(*b"oncebox\0");
+
+const MIGRATION_TABLE: &str = "
+create schema if not exists oncebox;
+create table if not exists oncebox.migration (
+  version      bigint not null primary key,
+  description  text not null,
+  checksum     bytea not null,
+  applied_at   timestamptz not null default clock_timestamp(),
+  applied_by   text not null default current_user
+);
+comment on table oncebox.migration is 'migrations of oncebox that were applied';
+comment on column oncebox.migration.version is 'number of the migration, ascending from 1';
+comment on column oncebox.migration.description is 'what it is for';
+comment on column oncebox.migration.checksum is 'SHA-256 of its text';
+comment on column oncebox.migration.applied_at is 'when it was applied';
+comment on column oncebox.migration.applied_by is 'who applied it';
+comment on index oncebox.migration_pkey is 'serves migrate up and migrate status: one row by its version';
+";
+
+impl Schema for PostgresStore {
+    fn migrations() -> &'static [MigrationText] {
+        &MIGRATIONS
+    }
+
+    async fn schema(&self) -> Result<SchemaState, StoreError> {
+        let mut connection = self.pool.acquire().await?;
+        let needed = MIGRATIONS[MIGRATIONS.len() - 1].version;
+        let newest = applied(&mut connection).await?.last().map(|(version, _)| *version);
+        Ok(match newest {
+            None => SchemaState::Missing,
+            Some(found) if found < needed => SchemaState::Old { found, needed },
+            Some(found) if found > needed => SchemaState::Newer { found, known: needed },
+            Some(found) => SchemaState::Current(found),
+        })
+    }
+
+    async fn migrate(&self) -> Result<Vec<i64>, StoreError> {
+        // Ends with its connection, whatever happens: the connection is not given back to the pool.
+        let mut connection = self.dedicated().await?;
+        sqlx::query("select pg_advisory_lock($1)").bind(MIGRATION_LOCK).execute(&mut connection).await?;
+        if applied(&mut connection).await?.is_empty() {
+            sqlx::raw_sql(MIGRATION_TABLE).execute(&mut connection).await?;
+        }
+        let before = applied(&mut connection).await?;
+        for migration in &MIGRATIONS {
+            let checksum = checksum(migration);
+            if before.iter().any(|(version, other)| *version == migration.version && *other != checksum) {
+                return Err(StoreError::Refused(format!(
+                    "migration {} was changed after it was applied; use the program that applied it, or a new version",
+                    migration.version
+                )));
+            }
+        }
+        let mut done = Vec::new();
+        for migration in MIGRATIONS.iter().filter(|one| before.iter().all(|(version, _)| *version != one.version)) {
+            apply(&mut connection, migration).await?;
+            done.push(migration.version);
+        }
+        Ok(done)
+    }
+
+    async fn applied(&self) -> Result<Vec<AppliedMigration>, StoreError> {
+        let mut connection = self.pool.acquire().await?;
+        let applied = applied(&mut connection).await?;
+        let known = MIGRATIONS.iter().map(|migration| AppliedMigration {
+            version: migration.version,
+            description: migration.description.to_owned(),
+            applied: applied.iter().any(|(version, _)| *version == migration.version),
+        });
+        let newer = applied.iter().filter(|(version, _)| MIGRATIONS.iter().all(|one| one.version != *version));
+        let newer = newer.map(|(version, _)| AppliedMigration {
+            version: *version,
+            description: "of a newer program".to_owned(),
+            applied: true,
+        });
+        Ok(known.chain(newer).collect())
+    }
+
+    async fn check(&self) -> Result<Vec<Finding>, StoreError> {
+        super::check::findings(self).await
+    }
+}
+
+fn checksum(migration: &MigrationText) -> Vec<u8> {
+    Sha256::digest(migration.sql.as_bytes()).to_vec()
+}
+
+/// A migration and its row, in one transaction: sent as one text, so that no half of it can stand.
+async fn apply(connection: &mut PgConnection, migration: &MigrationText) -> Result<(), StoreError> {
+    let hex: String = checksum(migration).iter().map(|byte| format!("{byte:02x}")).collect();
+    let text = format!(
+        "begin;\n{}\ninsert into oncebox.migration (version, description, checksum) values ({}, '{}', '\\x{hex}');\ncommit;",
+        migration.sql, migration.version, migration.description
+    );
+    sqlx::raw_sql(AssertSqlSafe(text)).execute(connection).await?;
+    Ok(())
+}
+
+/// Versions and checksums that were applied, ascending; none where the schema is not there.
+async fn applied(connection: &mut PgConnection) -> Result<Vec<(i64, Vec<u8>)>, StoreError> {
+    let there: bool = sqlx::query("select to_regclass('oncebox.migration') is not null")
+        .fetch_one(&mut *connection)
+        .await?
+        .try_get(0)?;
+    if !there {
+        return Ok(Vec::new());
+    }
+    let rows =
+        sqlx::query("select version, checksum from oncebox.migration order by version").fetch_all(connection).await?;
+    rows.iter().map(|row| Ok((row.try_get(0)?, row.try_get(1)?))).collect()
+}

@@ -1,0 +1,59 @@
+//! Text that PostgreSQL cannot hold: a foreign message may have a NUL in a name, and no column of text takes one.
+//!
+//! Guarantee: [`stored`] and [`restored`] are inverse to each other for every string, and leave ordinary text as it is.
+
+use std::borrow::Cow;
+
+/// Begins an escape: a character of the private use area, itself escaped where it occurs.
+const ESCAPE: char = '\u{e000}';
+
+/// Text as it can be stored.
+pub(super) fn stored(text: &str) -> Cow<'_, str> {
+    if !text.contains(['\0', ESCAPE]) {
+        return Cow::Borrowed(text);
+    }
+    let mut escaped = String::with_capacity(text.len() + 8);
+    for character in text.chars() {
+        match character {
+            '\0' => escaped.extend([ESCAPE, '0']),
+            ESCAPE => escaped.extend([ESCAPE, '1']),
+            other => escaped.push(other),
+        }
+    }
+    Cow::Owned(escaped)
+}
+
+/// Text as it was before [`stored`].
+pub(super) fn restored(text: String) -> String {
+    if !text.contains(ESCAPE) {
+        return text;
+    }
+    let mut original = String::with_capacity(text.len());
+    let mut characters = text.chars();
+    while let Some(character) = characters.next() {
+        original.push(match character {
+            ESCAPE if characters.next() == Some('0') => '\0',
+            other => other,
+        });
+    }
+    original
+}
+
+/// An error message: bounded, and without NUL.
+pub(super) fn error_text(error: &str) -> String {
+    const CHARACTERS_MAX: usize = 4_000;
+    error.chars().take(CHARACTERS_MAX).map(|character| if character == '\0' { '\u{fffd}' } else { character }).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn any_text_comes_back_as_it_was_and_no_nul_is_stored() {
+        for text in ["", "payment.created", "a\0b", "\0", "\u{e000}", "\u{e000}0\0\u{e000}1", "é\0"] {
+            assert!(!stored(text).contains('\0'), "{text:?}");
+            assert_eq!(restored(stored(text).into_owned()), text, "{text:?}");
+        }
+    }
+}

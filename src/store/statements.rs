@@ -1,0 +1,62 @@
+//! Duty: statements of the sql handler. `:name` is found by a tokenizer for the dialect; values are bound, never spliced.
+
+mod named;
+
+use std::collections::BTreeMap;
+use std::fmt::Debug;
+use std::future::Future;
+
+use super::Base;
+use crate::error::StoreError;
+
+pub use named::{Dialect, Piece, split};
+
+/// A value to bind.
+#[derive(Clone, PartialEq, Eq)]
+pub enum SqlValue {
+    /// Null.
+    Null,
+    /// true or false.
+    Bool(bool),
+    /// A number with the digits it was written with.
+    Number(String),
+    /// Text.
+    Text(String),
+    /// The text of a JSON object or array.
+    Json(String),
+    /// Bytes.
+    Bytes(Vec<u8>),
+}
+
+// Values come from payloads: only their kind is shown.
+impl Debug for SqlValue {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            Self::Null => "Null",
+            Self::Bool(_) => "Bool",
+            Self::Number(_) => "Number",
+            Self::Text(_) => "Text",
+            Self::Json(_) => "Json",
+            Self::Bytes(_) => "Bytes",
+        })
+    }
+}
+
+/// Duty: preparing and running a team's own statements.
+pub trait Statements: Base {
+    /// A statement that the server has seen and found good.
+    type Statement: Debug + Send + Sync + 'static;
+
+    /// How strings, comments and names are written.
+    fn dialect() -> Dialect;
+
+    /// Prepares a statement on the server, so that an error in it shows at start and not with the first message.
+    fn prepare(&self, pieces: &[Piece]) -> impl Future<Output = Result<Self::Statement, StoreError>> + Send;
+
+    /// Runs it in the caller's transaction; gives the rows it touched.
+    fn execute(
+        connection: &mut <Self::Db as sqlx::Database>::Connection,
+        statement: &Self::Statement,
+        values: &BTreeMap<String, SqlValue>,
+    ) -> impl Future<Output = Result<u64, StoreError>> + Send;
+}

@@ -1,0 +1,172 @@
+//! Finds `:name` in SQL, and only where it is a parameter: not in strings, names, comments, dollar quotes, or after `:`.
+//!
+//! Promise: the pieces put together again, names for parameters, are the statement as written.
+
+/// How a database writes strings, names and comments.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Dialect {
+    /// `E'..'` escapes, dollar quotes, nested comments, `::` casts.
+    Postgres,
+    /// Backslash escapes, backquotes, `#` comments.
+    MySql,
+    /// `[..]` and backquotes as names.
+    Sqlite,
+}
+
+/// A piece of a statement.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Piece {
+    /// SQL as written.
+    Text(String),
+    /// A parameter by name.
+    Param(String),
+}
+
+/// Takes a statement apart.
+#[must_use]
+pub fn split(sql: &str, dialect: Dialect) -> Vec<Piece> {
+    let bytes = sql.as_bytes();
+    let mut pieces = Vec::new();
+    let (mut from, mut at) = (0, 0);
+    while at < bytes.len() {
+        if bytes[at] == b':' && starts_name(bytes, at + 1) && (at == 0 || bytes[at - 1] != b':') {
+            let end = end_of_name(bytes, at + 1);
+            if from < at {
+                pieces.push(Piece::Text(sql[from..at].to_owned()));
+            }
+            pieces.push(Piece::Param(sql[at + 1..end].to_owned()));
+            (from, at) = (end, end);
+        } else {
+            at = end_of_token(bytes, at, dialect);
+        }
+    }
+    if from < bytes.len() {
+        pieces.push(Piece::Text(sql[from..].to_owned()));
+    }
+    pieces
+}
+
+fn starts_name(bytes: &[u8], at: usize) -> bool {
+    bytes.get(at).is_some_and(|byte| byte.is_ascii_alphabetic() || *byte == b'_')
+}
+
+fn end_of_name(bytes: &[u8], at: usize) -> usize {
+    let word = |byte: &u8| byte.is_ascii_alphanumeric() || *byte == b'_';
+    at + bytes[at..].iter().take_while(|byte| word(byte)).count()
+}
+
+/// Where the token that begins here ends: whole strings, names, comments; single bytes otherwise.
+fn end_of_token(bytes: &[u8], at: usize, dialect: Dialect) -> usize {
+    let next = bytes.get(at + 1).copied();
+    match bytes[at] {
+        b'\'' => end_of_quoted(bytes, at, b'\'', dialect == Dialect::MySql || is_escape_string(bytes, at, dialect)),
+        b'"' => end_of_quoted(bytes, at, b'"', dialect == Dialect::MySql),
+        b'`' if dialect != Dialect::Postgres => end_of_quoted(bytes, at, b'`', false),
+        b'[' if dialect == Dialect::Sqlite => find(bytes, at + 1, b"]"),
+        b'-' if next == Some(b'-') => find(bytes, at, b"\n"),
+        b'#' if dialect == Dialect::MySql => find(bytes, at, b"\n"),
+        b'/' if next == Some(b'*') => end_of_comment(bytes, at, dialect == Dialect::Postgres),
+        b'$' if dialect == Dialect::Postgres => end_of_dollar_quote(bytes, at),
+        byte if byte.is_ascii_alphanumeric() || byte == b'_' => end_of_word(bytes, at),
+        _ => at + 1,
+    }
+}
+
+/// A word may hold `$` (PostgreSQL names), which then begins no dollar quote.
+fn end_of_word(bytes: &[u8], at: usize) -> usize {
+    let word = |byte: &u8| byte.is_ascii_alphanumeric() || matches!(*byte, b'_' | b'$');
+    at + bytes[at..].iter().take_while(|byte| word(byte)).count()
+}
+
+/// `E'..'`, where the `E` is a word of its own.
+fn is_escape_string(bytes: &[u8], at: usize, dialect: Dialect) -> bool {
+    dialect == Dialect::Postgres
+        && at > 0
+        && bytes[at - 1].eq_ignore_ascii_case(&b'e')
+        && (at == 1 || !(bytes[at - 2].is_ascii_alphanumeric() || bytes[at - 2] == b'_'))
+}
+
+fn end_of_quoted(bytes: &[u8], at: usize, quote: u8, backslash: bool) -> usize {
+    let mut at = at + 1;
+    while at < bytes.len() {
+        if backslash && bytes[at] == b'\\' {
+            at += 2;
+        } else if bytes[at] == quote {
+            if bytes.get(at + 1) == Some(&quote) {
+                at += 2;
+            } else {
+                return at + 1;
+            }
+        } else {
+            at += 1;
+        }
+    }
+    bytes.len()
+}
+
+fn find(bytes: &[u8], at: usize, end: &[u8]) -> usize {
+    let found = bytes[at..].windows(end.len()).position(|window| window == end);
+    found.map_or(bytes.len(), |found| at + found + end.len())
+}
+
+fn end_of_comment(bytes: &[u8], at: usize, nested: bool) -> usize {
+    let (mut at, mut depth) = (at + 2, 1);
+    while at < bytes.len() {
+        match &bytes[at..bytes.len().min(at + 2)] {
+            b"*/" => {
+                depth -= 1;
+                at += 2;
+                if depth == 0 {
+                    return at;
+                }
+            }
+            b"/*" if nested => {
+                depth += 1;
+                at += 2;
+            }
+            _ => at += 1,
+        }
+    }
+    bytes.len()
+}
+
+fn end_of_dollar_quote(bytes: &[u8], at: usize) -> usize {
+    let tag_end = end_of_name(bytes, at + 1);
+    let is_tag = bytes.get(tag_end) == Some(&b'$') && !bytes.get(at + 1).is_some_and(u8::is_ascii_digit);
+    if is_tag { find(bytes, tag_end + 1, &bytes[at..=tag_end]) } else { at + 1 }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn names(sql: &str, dialect: Dialect) -> Vec<String> {
+        let name = |piece| match piece {
+            Piece::Param(name) => Some(name),
+            Piece::Text(_) => None,
+        };
+        split(sql, dialect).into_iter().filter_map(name).collect()
+    }
+
+    #[test]
+    fn a_parameter_is_found_only_where_it_is_one() {
+        let sql = "insert into t values (:a, ':b', \":c\", :d::int, x'':e'' /* :f */) -- :g\n, :h";
+        assert_eq!(names(sql, Dialect::Postgres), ["a", "d", "h"]);
+        assert_eq!(names("select $$ :a $$, $t$ :b $t$, :c, a$b, '::' || :d", Dialect::Postgres), ["c", "d"]);
+        assert_eq!(names(r"select E'\' :a', 'x\', :b", Dialect::Postgres), ["b"]);
+        assert_eq!(names("select /* /* :a */ :b */ :c", Dialect::Postgres), ["c"]);
+        assert_eq!(names(r"select '\' :a', `:b`, :c # :d", Dialect::MySql), ["c"]);
+        assert_eq!(names("select [:a], `:b`, :c -- :d", Dialect::Sqlite), ["c"]);
+        assert_eq!(names("select '12:30', a::text, :x_1, 'it''s :y'", Dialect::Sqlite), ["x_1"]);
+    }
+
+    #[test]
+    fn the_pieces_are_the_statement() {
+        let sql = "update ä set b = :b where c = ':x' and d = :d;";
+        let text = split(sql, Dialect::Sqlite).into_iter().map(|piece| match piece {
+            Piece::Text(text) => text,
+            Piece::Param(name) => format!(":{name}"),
+        });
+        assert_eq!(text.collect::<String>(), sql);
+    }
+}
