@@ -10,9 +10,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use sqlx::sqlite::SqliteConnection;
 use sqlx::{Sqlite, Transaction};
 
-use super::connect::SqliteStore;
-use super::turn::Turn;
+use super::connect::{BUSY_TIMEOUT, SqliteStore};
 use crate::error::StoreError;
+use crate::flock;
 use crate::store::Base;
 
 /// After so many steps of SQLite's machine a running statement looks whether it is to go on: some ten microseconds.
@@ -28,7 +28,7 @@ pub(super) struct Write {
 struct Held {
     transaction: Transaction<'static, Sqlite>,
     guard: Option<Arc<Guard>>,
-    turn: Turn,
+    turn: flock::Held,
 }
 
 /// Watches a connection while code that is not ours runs on it.
@@ -69,7 +69,7 @@ impl SqliteStore {
         let store = self.clone();
         // A dropped caller leaves the beginning to finish, and its result rolls back.
         to_its_end(async move {
-            let turn = store.turns().take().await.map_err(sqlx::Error::Io)?;
+            let turn = store.take_turn(BUSY_TIMEOUT).await.map_err(sqlx::Error::Io)?;
             let transaction = store.pool().begin_with("BEGIN IMMEDIATE").await?;
             Ok::<_, StoreError>(Write { held: Some(Held { transaction, guard: None, turn }) })
         })
