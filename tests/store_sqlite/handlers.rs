@@ -1,5 +1,7 @@
 //! What handlers can do to a transaction of SQLite, and what it does to them (R23).
 
+use std::time::Duration;
+
 use oncebox::message::MessageId;
 use oncebox::store::conformance::{Fixture, Trial};
 use oncebox::store::sqlite::SqliteInboxTx;
@@ -65,6 +67,25 @@ async fn the_commit_guard_ends_with_a_dropped_transaction() {
     assert_eq!(trial.effects("later").await, 30);
 }
 
+/// Nor does giving up a rollback or a commit half way leave a connection that refuses the commits of others.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn the_commit_guard_ends_with_a_rollback_that_was_given_up() {
+    let trial = Trial::<SqliteFile>::start("given up").await.unwrap();
+    for round in 0..40 {
+        let (mut tx, _) = begin(&trial).await;
+        run(&mut tx, "insert into effect values ('m', '')").await.unwrap();
+        let patience = Duration::from_micros(20 * (round / 2));
+        let _ = if round % 2 == 0 {
+            tokio::time::timeout(patience, tx.rollback()).await
+        } else {
+            tokio::time::timeout(patience, tx.commit()).await
+        };
+        trial.run("insert into effect values ('later', '')").await;
+    }
+    assert_eq!(trial.effects("later").await, 40);
+    assert!(trial.effects("m").await <= 20);
+}
+
 /// sqlx makes savepoints of them.
 #[tokio::test]
 async fn a_handler_may_use_nested_transactions() {
@@ -93,6 +114,37 @@ async fn readers_do_not_wait_for_a_handler() {
     tx.prove().await.unwrap();
     tx.commit().await.unwrap();
     assert_eq!(trial.effects("m").await, 1);
+}
+
+/// R28: a statement without end holds the write lock of the file. The rollback of the one who gave it up ends it, and so does
+/// dropping the transaction.
+///
+/// Shown to fail: without the progress handler both rollbacks waited until the deadline.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn r28_giving_a_handler_up_interrupts_its_statement() {
+    let endless = "with recursive n(i) as (select 1 union all select i + 1 from n) insert into effect select i, '' from n where i < 0";
+    let trial = Trial::<SqliteFile>::start("endless").await.unwrap();
+    for drop_it in [false, true] {
+        let (mut tx, id) = begin(&trial).await;
+        let given_up = tokio::time::timeout(Duration::from_millis(100), run(&mut tx, endless)).await;
+        assert!(given_up.is_err());
+        let deadline = Duration::from_secs(10);
+        if drop_it {
+            drop(tx);
+        } else {
+            tokio::time::timeout(deadline, tx.rollback()).await.unwrap().unwrap();
+        }
+        let consumer = trial.consumer("c").await;
+        let next = tokio::time::timeout(deadline, trial.store.begin(consumer)).await.unwrap().unwrap();
+        next.commit().await.unwrap();
+        assert!(!is_known(&trial, id).await);
+    }
+    // Nobody who uses the connection later is interrupted.
+    let long =
+        "with recursive n(i) as (select 1 union all select i + 1 from n where i < 200000) select count(*) from n";
+    for _ in 0..12 {
+        assert_eq!(trial.number(long).await, 200_000);
+    }
 }
 
 /// The history of errors is bounded, in number and in length.
