@@ -60,7 +60,7 @@ impl Db {
     pub(crate) async fn until_waiting(&self, count: i64, like: &str) {
         eventually(&format!("{count} statements wait: {like}"), DEADLINE, || async {
             let waiting: i64 = sqlx::query_scalar(
-                "select count(*) from information_schema.processlist where db = database() and command = 'Query' \
+                "select count(*) from information_schema.processlist where db = database() and command in ('Query', 'Execute') \
                  and id <> connection_id() and time_ms > 50 and info like ?",
             )
             .bind(like)

@@ -204,7 +204,7 @@ async fn r23_r28_a_connection_comes_back_as_it_was_whatever_a_handler_did() {
     store.close().await;
 }
 
-// Shown to fail: with `pool.begin_with` awaited directly instead of in a task of its own, acknowledged writes are lost.
+// Shown to fail with neither of the two guards: `begin` in a task of its own, and the rollback of every connection that comes back.
 #[tokio::test(flavor = "multi_thread")]
 async fn r28_a_begin_that_is_given_up_loses_no_later_write() {
     let Some(db) = Db::new("r28_a_begin_that_is_given_up_loses_no_later_write").await else { return };

@@ -61,7 +61,6 @@ async fn plan(connection: &mut MySqlConnection, sql: &str) -> Vec<(String, Strin
     rows.iter().map(|row| (row.get("table"), row.get("type"), row.get("key"))).collect()
 }
 
-// Shown to fail: with `straight_join` replaced by `join`, MariaDB scans the outbox and looks the list up.
 #[tokio::test(flavor = "multi_thread")]
 async fn r11_rows_are_deleted_by_a_lookup_of_each_position_while_writers_are_open() {
     let Some(db) = Db::new("r11_rows_are_deleted_by_a_lookup_of_each_position_while_writers_are_open").await else {
@@ -106,6 +105,7 @@ async fn r11_rows_are_deleted_by_a_lookup_of_each_position_while_writers_are_ope
     assert_eq!(payloads(&left.rows), ["open"], "a row that was never read is not deleted");
 }
 
+// Shown to fail: with `join` instead of `straight_join .. force index`, MariaDB scans a small outbox and looks the list up.
 #[tokio::test(flavor = "multi_thread")]
 async fn r11_every_statement_that_changes_a_table_others_insert_into_looks_its_rows_up() {
     let Some(db) = Db::new("r11_every_statement_that_changes_a_table_others_insert_into_looks_its_rows_up").await
@@ -151,7 +151,6 @@ async fn r09_r25_polls_read_by_index() {
     assert!(extras.iter().any(is_loose), "{extras:?}");
 }
 
-// Shown to fail with `for update` in the read of the relay at REPEATABLE READ.
 #[tokio::test(flavor = "multi_thread")]
 async fn a7_the_relay_never_makes_an_application_wait() {
     let Some(db) = Db::new("a7_the_relay_never_makes_an_application_wait").await else { return };
