@@ -24,6 +24,12 @@ use crate::error::BrokerError;
 // The first wait for an answer; each next one is twice as long.
 const FIRST_SLICE: Duration = Duration::from_millis(250);
 
+// All brokers are away, and were still when asked again for so long: no need to use the deadline up.
+const SURE_AFTER: Duration = Duration::from_secs(1);
+
+/// How long reports are served after a question. librdkafka gives one at a time, log lines between them.
+pub(super) const SERVE: Duration = Duration::from_millis(10);
+
 /// Runs what waits on a thread for it.
 ///
 /// # Cancel safety
@@ -75,11 +81,15 @@ fn ask_until<T>(
                 reports.works();
                 return Ok(answer);
             }
-            Err(error) if reports.unauthorised().is_some() || Instant::now() >= end => {
+            Err(error)
+                if reports.unauthorised().is_some()
+                    || Instant::now() >= end
+                    || (slice > SURE_AFTER && reports.all_down().is_some()) =>
+            {
                 return Err(reports.explain("kafka did not answer", &error));
             }
             // Without a connection the call may come back at once.
-            Err(_) => std::thread::sleep(Duration::from_millis(20)),
+            Err(_) => std::thread::sleep(SERVE),
         }
         slice *= 2;
     }
@@ -103,12 +113,12 @@ impl Asker {
 
     /// Waits for the broker.
     pub(super) fn reach(&self) -> Result<(), BrokerError> {
-        reach(self.client(), &self.reports, client::OPEN_DEADLINE, || self.producer.poll(Duration::ZERO))
+        reach(self.client(), &self.reports, client::OPEN_DEADLINE, || self.producer.poll(SERVE))
     }
 
     /// Metadata of one topic, or of all.
     pub(super) fn metadata(&self, topic: Option<&str>) -> Result<Metadata, BrokerError> {
-        let serve = || self.producer.poll(Duration::ZERO);
+        let serve = || self.producer.poll(SERVE);
         metadata(self.client(), &self.reports, topic, client::ASK_DEADLINE, serve)
     }
 

@@ -20,6 +20,7 @@ use rdkafka::topic_partition_list::{Offset, TopicPartitionList};
 use tokio::sync::mpsc::UnboundedSender;
 
 use super::assignment::{Assignment, Position};
+use super::blocking;
 use super::context::Reports;
 use super::wire;
 use crate::broker::{Delivery, Event, RevokeGuard};
@@ -45,6 +46,7 @@ pub(super) struct Shared {
     rows_max: usize,
     bytes_max: usize,
     drain: Duration,
+    said: Mutex<HashMap<String, Instant>>,
     pub(super) reports: Reports,
 }
 
@@ -65,6 +67,7 @@ impl Shared {
             rows_max: rows_max.max(1),
             bytes_max,
             drain,
+            said: Mutex::default(),
             reports: Reports::default(),
         }
     }
@@ -100,6 +103,19 @@ impl Shared {
     fn tell(&self, event: Result<Event, BrokerError>) {
         // Nobody listens any more when the subscriber was dropped: then the thread is about to end.
         let _nobody = self.events.send(event);
+    }
+
+    /// Says what passes by itself, but not over and over.
+    fn say(&self, reason: &str) {
+        let mut said = self.said.lock().unwrap_or_else(PoisonError::into_inner);
+        let now = Instant::now();
+        if said.get(reason).is_none_or(|last| now.duration_since(*last) >= SAY_AGAIN) {
+            tracing::warn!(reason, "kafka consumer: it goes on by itself");
+            if said.len() > 1_000 {
+                said.clear();
+            }
+            said.insert(reason.to_owned(), now);
+        }
     }
 
     fn hand_over(&self) {
@@ -233,7 +249,6 @@ fn commit_now(consumer: &BaseConsumer<MemberContext>, positions: &[Position]) {
 pub(super) fn run(consumer: Arc<BaseConsumer<MemberContext>>, shared: &Shared) {
     let mut holding = false;
     let mut committed_at = Instant::now();
-    let mut said = HashMap::new();
     while !shared.is_closing() {
         if committed_at.elapsed() >= COMMIT_EVERY {
             committed_at = Instant::now();
@@ -260,7 +275,7 @@ pub(super) fn run(consumer: Arc<BaseConsumer<MemberContext>>, shared: &Shared) {
                 shared.reports.works();
                 shared.assignment().end_reached(partition, shared.reports.eof_offset());
             }
-            Some(Err(error)) => trouble(shared, &error, &mut said),
+            Some(Err(error)) => trouble(shared, &error),
             None => shared.hand_over(),
         }
         if let (Some(reason), Some(_)) = (shared.reports.unauthorised(), shared.reports.all_down()) {
@@ -273,6 +288,16 @@ pub(super) fn run(consumer: Arc<BaseConsumer<MemberContext>>, shared: &Shared) {
     // Leaves the group: its revocation comes back to `revoke`, on this thread.
     shared.close();
     drop(consumer);
+}
+
+/// Serves what librdkafka has to say before the thread runs. An error that is not taken here is not repeated.
+pub(super) fn serve(consumer: &BaseConsumer<MemberContext>, shared: &Shared) {
+    let end = Instant::now() + blocking::SERVE;
+    while Instant::now() < end {
+        if let Some(Err(error)) = consumer.poll(blocking::SERVE) {
+            trouble(shared, &error);
+        }
+    }
 }
 
 /// Whether partitions are to be paused because too much is in flight. Waits a moment first: most often room is made in it.
@@ -328,7 +353,7 @@ fn commit_due(consumer: &BaseConsumer<MemberContext>, shared: &Shared) {
 }
 
 /// An error that polling gave: most pass by themselves and are only said; some end the subscriber.
-fn trouble(shared: &Shared, error: &KafkaError, said: &mut HashMap<String, Instant>) {
+fn trouble(shared: &Shared, error: &KafkaError) {
     use RDKafkaErrorCode as Code;
     let reason = shared.reports.take_last().unwrap_or_else(|| error.to_string());
     let end = match error.rdkafka_error_code() {
@@ -350,15 +375,7 @@ fn trouble(shared: &Shared, error: &KafkaError, said: &mut HashMap<String, Insta
             | Code::SSL,
         ) => return,
         _ => {
-            let now = Instant::now();
-            let last = said.get(&reason);
-            if last.is_none_or(|last| now.duration_since(*last) >= SAY_AGAIN) {
-                tracing::warn!(reason, "kafka consumer: it goes on by itself");
-                if said.len() > 1_000 {
-                    said.clear();
-                }
-                said.insert(reason, now);
-            }
+            shared.say(&reason);
             return;
         }
     };

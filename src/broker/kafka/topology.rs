@@ -5,7 +5,7 @@
 //!
 //! Not here: what is worth a warning (`check`).
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -87,7 +87,10 @@ fn topic_error(topic: &MetadataTopic) -> Option<RDKafkaErrorCode> {
 }
 
 /// The settings of topics. Topics that cannot be read are left out.
-pub(super) fn settings(config: &KafkaConfig, topics: &[&str]) -> Result<BTreeMap<String, TopicSettings>, BrokerError> {
+pub(super) fn settings(
+    config: &KafkaConfig,
+    topics: &BTreeSet<&str>,
+) -> Result<BTreeMap<String, TopicSettings>, BrokerError> {
     let admin = blocking::admin(config)?;
     let resources: Vec<_> = topics.iter().map(|topic| ResourceSpecifier::Topic(topic)).collect();
     let answer = Handle::current().block_on(admin.describe_configs(&resources, &blocking::admin_options()));
@@ -125,11 +128,12 @@ pub(super) async fn declare(config: &Arc<KafkaConfig>, topics: &[String]) -> Res
     if !config.create_topics || topics.is_empty() {
         return Ok(());
     }
-    let (config, topics) = (Arc::clone(config), topics.to_vec());
+    // A set: a name given twice makes librdkafka answer without a result, on which rdkafka 0.39 crashes.
+    let (config, topics) = (Arc::clone(config), topics.iter().cloned().collect::<BTreeSet<_>>());
     blocking::run(move || create_missing(&config, &topics)).await
 }
 
-fn create_missing(config: &KafkaConfig, topics: &[String]) -> Result<(), BrokerError> {
+fn create_missing(config: &KafkaConfig, topics: &BTreeSet<String>) -> Result<(), BrokerError> {
     let asker = Asker::new(config)?;
     let mut missing = Vec::new();
     for topic in topics {

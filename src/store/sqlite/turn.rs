@@ -36,6 +36,7 @@ pub(super) struct Turns {
 struct Shared {
     path: PathBuf,
     rest: Duration,
+    wait_max: Duration,
     keeper: Mutex<Option<mpsc::Sender<Wanted>>>,
 }
 
@@ -51,13 +52,13 @@ pub(super) struct Turn {
 impl Turns {
     /// Turns at a database file. The lock file `<database>.oncebox-lock` is made when the first turn is taken.
     pub(super) fn beside(database: &Path) -> Self {
-        Self::with_rest(database, REST)
+        Self::with(database, REST, WAIT_MAX)
     }
 
-    fn with_rest(database: &Path, rest: Duration) -> Self {
+    fn with(database: &Path, rest: Duration, wait_max: Duration) -> Self {
         let mut path = database.as_os_str().to_owned();
         path.push(".oncebox-lock");
-        Self { shared: Arc::new(Shared { path: path.into(), rest, keeper: Mutex::new(None) }) }
+        Self { shared: Arc::new(Shared { path: path.into(), rest, wait_max, keeper: Mutex::new(None) }) }
     }
 
     /// Waits for the turn.
@@ -70,7 +71,7 @@ impl Turns {
     pub(super) async fn take(&self) -> io::Result<Turn> {
         let (wanted, given) = oneshot::channel();
         self.ask(wanted)?;
-        match tokio::time::timeout(WAIT_MAX, given).await {
+        match tokio::time::timeout(self.shared.wait_max, given).await {
             Ok(Ok(turn)) => turn,
             Ok(Err(_)) => Err(io::Error::other("the thread that keeps the turns ended")),
             Err(_) => Err(io::Error::new(io::ErrorKind::TimedOut, self.timed_out())),
@@ -79,7 +80,13 @@ impl Turns {
 
     /// Who holds the turn now, if anybody: its process id, and for how long.
     pub(super) fn holder(&self) -> Option<(u32, Duration)> {
-        let stamp = Stamp::read(&mut File::open(&self.shared.path).ok()?);
+        let mut file = File::open(&self.shared.path).ok()?;
+        // A process that died holding the turn left its stamp, but not its lock.
+        if file.try_lock().is_ok() {
+            let _ = file.unlock();
+            return None;
+        }
+        let stamp = Stamp::read(&mut file);
         (stamp.pid != 0).then(|| (stamp.pid, Duration::from_millis(unix_millis().saturating_sub(stamp.taken))))
     }
 
@@ -90,7 +97,7 @@ impl Turns {
                 "process {pid} has held the turn of {path} for {} s; if it is frozen, continue or end it",
                 since.as_secs()
             ),
-            None => format!("no turn of {path} in {} s", WAIT_MAX.as_secs()),
+            None => format!("no turn of {path} in {} s", self.shared.wait_max.as_secs()),
         }
     }
 
@@ -132,6 +139,10 @@ impl Keeper {
         if let Err(error) = lock(file) {
             self.file = None;
             let _ = wanted.send(Err(error));
+            return;
+        }
+        if wanted.is_closed() {
+            let _ = file.unlock();
             return;
         }
         let mut stamp = Stamp::read(file);
@@ -223,3 +234,6 @@ fn unix_millis() -> u64 {
 fn millis(later: u64, earlier: u64) -> Duration {
     Duration::from_millis(later.saturating_sub(earlier))
 }
+
+#[cfg(test)]
+mod tests;

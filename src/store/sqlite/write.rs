@@ -39,6 +39,9 @@ struct CommitGuard {
 impl SqliteStore {
     /// Takes the turn and begins.
     pub(super) async fn write(&self) -> Result<Write, StoreError> {
+        if !self.can_open() {
+            return Err(StoreError::SchemaMissing(format!("the file {} is not there", self.path().display())));
+        }
         let store = self.clone();
         // A task of its own: a dropped caller leaves it to finish, and its result rolls back.
         let begun = tokio::spawn(async move {

@@ -1,0 +1,16 @@
+//! The Kafka adapter against a real Kafka, and against librdkafka's mock cluster for errors a real one cannot be made to
+//! show. Every test makes topics and groups of its own.
+#![cfg(feature = "kafka")]
+#![allow(clippy::unwrap_used)]
+
+#[path = "../support/mod.rs"]
+mod support;
+
+mod consume;
+mod doctor;
+mod errors;
+mod kit;
+mod publish;
+mod rebalance;
+mod security;
+mod tools;
