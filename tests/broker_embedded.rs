@@ -391,6 +391,12 @@ async fn a_source_that_is_not_given_up_in_time_is_taken_away_after_the_drain() {
     let assigned = tokio::time::timeout(PATIENCE, second.next()).await.unwrap().unwrap();
     assert!(matches!(assigned, Event::Assigned(_)), "{assigned:?}");
     assert!(begun.elapsed() >= Duration::from_millis(300));
+    while let Ok(event) = tokio::time::timeout(Duration::from_millis(200), first.next()).await {
+        let event = event.unwrap();
+        let again = matches!((&event, &revoked),
+            (Event::Revoked { sources, .. }, Event::Revoked { sources: before, .. }) if sources == before);
+        assert!(!again, "what is given up is not revoked again: {event:?}");
+    }
     drop(revoked);
     first.close().await;
     second.close().await;
