@@ -72,17 +72,22 @@ async fn a_broker_that_is_away_blocks_and_is_no_failure() {
     publisher.close().await;
 }
 
-// Shown: a producer that is destroyed where it is dropped keeps the executor for 0.5 s and more.
+// Shown: with a `Drop` that waits for the polling thread it takes 50 ms at best.
 #[tokio::test]
 async fn dropping_a_session_waits_for_nothing() {
     let (mock, broker) = mock("t");
-    let mut publisher = broker.publisher().await.unwrap();
-    assert_eq!(publisher.topic("t").await.unwrap(), TopicState::Ready);
-    mock.broker_down(1).unwrap();
-    publisher.send((0..1_000).map(|tag| (tag, message("t", None, "x"))).collect()).await.unwrap();
-    let start = Instant::now();
-    drop(publisher);
-    assert!(start.elapsed() < Duration::from_millis(250), "{:?}", start.elapsed());
+    let mut fastest = Duration::MAX;
+    for _ in 0..4 {
+        let mut publisher = broker.publisher().await.unwrap();
+        assert_eq!(publisher.topic("t").await.unwrap(), TopicState::Ready);
+        mock.broker_down(1).unwrap();
+        publisher.send((0..1_000).map(|tag| (tag, message("t", None, "x"))).collect()).await.unwrap();
+        let start = Instant::now();
+        drop(publisher);
+        fastest = fastest.min(start.elapsed());
+        mock.broker_up(1).unwrap();
+    }
+    assert!(fastest < Duration::from_millis(10), "{fastest:?}");
 }
 
 #[tokio::test]

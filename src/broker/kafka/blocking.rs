@@ -12,8 +12,10 @@ use rdkafka::ClientContext;
 use rdkafka::admin::{AdminClient, AdminOptions};
 use rdkafka::client::{Client, DefaultClientContext};
 use rdkafka::config::FromClientConfigAndContext;
+use rdkafka::error::KafkaResult;
 use rdkafka::metadata::Metadata;
 use rdkafka::producer::{BaseProducer, Producer};
+use tokio::runtime::Handle;
 
 use super::client;
 use super::config::KafkaConfig;
@@ -129,12 +131,35 @@ impl Asker {
 }
 
 /// A client for administration. It serves no errors of its own: ask an [`Asker`] first whether the broker is there.
-pub(super) fn admin(config: &KafkaConfig) -> Result<AdminClient<DefaultClientContext>, BrokerError> {
-    AdminClient::from_config_and_context(&client::asker(config), DefaultClientContext)
-        .map_err(|error| BrokerError::Refused(format!("kafka settings: {}", properties::reason(&error))))
+pub(super) struct Admin(Option<AdminClient<DefaultClientContext>>);
+
+impl Admin {
+    /// Makes the client.
+    pub(super) fn new(config: &KafkaConfig) -> Result<Self, BrokerError> {
+        let client = AdminClient::from_config_and_context(&client::asker(config), DefaultClientContext)
+            .map_err(|error| BrokerError::Refused(format!("kafka settings: {}", properties::reason(&error))))?;
+        Ok(Self(Some(client)))
+    }
+
+    /// Does one request.
+    pub(super) fn ask<T>(
+        &self,
+        what: &str,
+        request: impl AsyncFnOnce(&AdminClient<DefaultClientContext>, &AdminOptions) -> KafkaResult<T>,
+    ) -> Result<T, BrokerError> {
+        let unavailable = |why: String| BrokerError::Unavailable(format!("{what}: {why}"));
+        let client = self.0.as_ref().ok_or_else(|| unavailable("the client is gone".to_owned()))?;
+        let options = AdminOptions::new()
+            .request_timeout(Some(client::ASK_DEADLINE))
+            .operation_timeout(Some(client::ASK_DEADLINE));
+        Handle::current().block_on(request(client, &options)).map_err(|error| unavailable(error.to_string()))
+    }
 }
 
-/// Deadlines of an administrative request.
-pub(super) fn admin_options() -> AdminOptions {
-    AdminOptions::new().request_timeout(Some(client::ASK_DEADLINE)).operation_timeout(Some(client::ASK_DEADLINE))
+impl Drop for Admin {
+    // Destroying it waits 0.1 s for a thread of its own: nobody needs to wait with it.
+    fn drop(&mut self) {
+        let client = self.0.take();
+        std::thread::spawn(move || drop(client));
+    }
 }

@@ -31,6 +31,9 @@ const POLL_PAUSED: Duration = Duration::from_millis(10);
 /// How long polling may stand still where the bound is reached: pausing throws away what was fetched ahead.
 const BRIEF: Duration = Duration::from_millis(100);
 const COMMIT_EVERY: Duration = Duration::from_millis(200);
+/// How long a commit is tried again while the group is between two generations.
+const COMMIT_PATIENCE: Duration = Duration::from_secs(3);
+const COMMIT_AGAIN: Duration = Duration::from_millis(50);
 const BATCH_ROWS: usize = 500;
 const SAY_AGAIN: Duration = Duration::from_secs(30);
 
@@ -98,6 +101,11 @@ impl Shared {
 
     fn pending(&self) -> MutexGuard<'_, Vec<Delivery>> {
         self.pending.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// What is acknowledged and not known to be committed, of these partitions or of all.
+    fn unconfirmed(&self, of: Option<&[(String, i32)]>) -> Vec<Position> {
+        self.assignment().unconfirmed(of)
     }
 
     fn tell(&self, event: Result<Event, BrokerError>) {
@@ -210,8 +218,12 @@ impl MemberContext {
                 }
             }
         }
-        let positions = shared.assignment().unconfirmed(revoked);
-        commit_now(consumer, &positions);
+        let end = Instant::now() + COMMIT_PATIENCE;
+        while commit_now(consumer, shared, &shared.unconfirmed(Some(revoked))) == Committed::Later
+            && Instant::now() < end
+        {
+            std::thread::sleep(COMMIT_AGAIN);
+        }
         shared.assignment().remove(revoked);
     }
 }
@@ -236,12 +248,34 @@ fn offsets(positions: &[Position]) -> KafkaResult<TopicPartitionList> {
     Ok(list)
 }
 
-fn commit_now(consumer: &BaseConsumer<MemberContext>, positions: &[Position]) {
+#[derive(Debug, PartialEq, Eq)]
+enum Committed {
+    Done,
+    /// The group is between two generations; the same commit is taken after it.
+    Later,
+}
+
+fn commit_now(consumer: &BaseConsumer<MemberContext>, shared: &Shared, positions: &[Position]) -> Committed {
+    use RDKafkaErrorCode as Code;
     if positions.is_empty() {
-        return;
+        return Committed::Done;
     }
-    if let Err(error) = offsets(positions).and_then(|list| consumer.commit(&list, CommitMode::Sync)) {
-        tracing::debug!(%error, "kafka offsets were not committed; the next owner sees duplicates, which the inbox knows");
+    match offsets(positions).and_then(|list| consumer.commit(&list, CommitMode::Sync)) {
+        Ok(()) => {
+            let mut assignment = shared.assignment();
+            for (topic, partition, next) in positions {
+                assignment.committed(topic, *partition, *next, true);
+            }
+            Committed::Done
+        }
+        Err(error) => {
+            tracing::debug!(%error, "kafka offsets were not committed");
+            match error.rdkafka_error_code() {
+                Some(Code::RebalanceInProgress | Code::IllegalGeneration) => Committed::Later,
+                // The next owner sees duplicates, which the inbox knows.
+                _ => Committed::Done,
+            }
+        }
     }
 }
 
@@ -283,8 +317,11 @@ pub(super) fn run(consumer: Arc<BaseConsumer<MemberContext>>, shared: &Shared) {
             break;
         }
     }
-    let positions = shared.assignment().all_unconfirmed();
-    commit_now(&consumer, &positions);
+    let end = Instant::now() + COMMIT_PATIENCE;
+    while commit_now(&consumer, shared, &shared.unconfirmed(None)) == Committed::Later && Instant::now() < end {
+        // Lets the rebalance come to its end; what is delivered meanwhile comes again to the next owner.
+        drop(consumer.poll(COMMIT_AGAIN));
+    }
     // Leaves the group: its revocation comes back to `revoke`, on this thread.
     shared.close();
     drop(consumer);

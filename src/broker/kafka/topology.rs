@@ -12,9 +12,8 @@ use std::time::{Duration, Instant};
 use rdkafka::admin::{NewTopic, ResourceSpecifier, TopicReplication};
 use rdkafka::error::RDKafkaErrorCode;
 use rdkafka::metadata::{Metadata, MetadataTopic};
-use tokio::runtime::Handle;
 
-use super::blocking::{self, Asker};
+use super::blocking::{self, Admin, Asker};
 use super::client;
 use super::config::KafkaConfig;
 use super::errors;
@@ -91,10 +90,9 @@ pub(super) fn settings(
     config: &KafkaConfig,
     topics: &BTreeSet<&str>,
 ) -> Result<BTreeMap<String, TopicSettings>, BrokerError> {
-    let admin = blocking::admin(config)?;
     let resources: Vec<_> = topics.iter().map(|topic| ResourceSpecifier::Topic(topic)).collect();
-    let answer = Handle::current().block_on(admin.describe_configs(&resources, &blocking::admin_options()));
-    let answer = answer.map_err(|error| BrokerError::Unavailable(format!("settings of kafka topics: {error}")))?;
+    let answer = Admin::new(config)?
+        .ask("settings of kafka topics", async |admin, options| admin.describe_configs(&resources, options).await)?;
     let mut found = BTreeMap::new();
     // The answers stand in the order of the questions.
     for (topic, resource) in topics.iter().zip(answer) {
@@ -150,9 +148,8 @@ fn create_missing(config: &KafkaConfig, topics: &BTreeSet<String>) -> Result<(),
         if config.replication >= 3 { wanted.set("min.insync.replicas", "2") } else { wanted }
     });
     let wanted: Vec<_> = wanted.collect();
-    let admin = blocking::admin(config)?;
-    let answer = Handle::current().block_on(admin.create_topics(&wanted, &blocking::admin_options()));
-    let answer = answer.map_err(|error| BrokerError::Unavailable(format!("creating kafka topics: {error}")))?;
+    let answer = Admin::new(config)?
+        .ask("creating kafka topics", async |admin, options| admin.create_topics(&wanted, options).await)?;
     for created in answer {
         match created {
             Ok(topic) => tracing::info!(topic, partitions = config.partitions, "kafka topic created"),
