@@ -35,8 +35,21 @@ pub(crate) struct Turn {
 /// A turn. Given back when dropped, after the rest where one is due.
 #[derive(Debug)]
 pub(crate) struct Held {
-    file: Option<OwnedMutexGuard<File>>,
+    lock: Option<Lock>,
     since: Instant,
+}
+
+/// The lock itself: given back when dropped, wherever that happens.
+#[derive(Debug)]
+struct Lock(OwnedMutexGuard<File>);
+
+impl Drop for Lock {
+    fn drop(&mut self) {
+        // An error here leaves the lock to the kernel, which frees it with the last handle.
+        if let Err(error) = self.0.unlock() {
+            tracing::error!(%error, "a turn could not be given back");
+        }
+    }
 }
 
 /// What stands in the lock file.
@@ -109,39 +122,30 @@ impl Turn {
 }
 
 impl Held {
-    fn new(mut file: OwnedMutexGuard<File>) -> Self {
-        let mut stamp = Stamp::read(&mut file);
+    fn new(file: OwnedMutexGuard<File>) -> Self {
+        let mut lock = Lock(file);
+        let mut stamp = Stamp::read(&mut lock.0);
         if stamp.process != std::process::id() {
             stamp.process = std::process::id();
-            stamp.write(&mut file);
+            stamp.write(&mut lock.0);
         }
-        Self { file: Some(file), since: Instant::now() }
+        Self { lock: Some(lock), since: Instant::now() }
     }
 }
 
 impl Drop for Held {
     fn drop(&mut self) {
-        let Some(mut file) = self.file.take() else { return };
-        let mut stamp = Stamp::read(&mut file);
+        let Some(mut lock) = self.lock.take() else { return };
+        let mut stamp = Stamp::read(&mut lock.0);
         let rest = stamp.give_back(now_millis(), self.since.elapsed());
-        stamp.write(&mut file);
-        match tokio::runtime::Handle::try_current() {
+        stamp.write(&mut lock.0);
+        if rest && let Ok(runtime) = tokio::runtime::Handle::try_current() {
             // The transaction is over and its caller goes on; only the turn is kept.
-            Ok(runtime) if rest => {
-                runtime.spawn(async move {
-                    tokio::time::sleep(REST).await;
-                    unlock(&file);
-                });
-            }
-            _ => unlock(&file),
+            runtime.spawn(async move {
+                tokio::time::sleep(REST).await;
+                drop(lock);
+            });
         }
-    }
-}
-
-/// An error here leaves the lock to the kernel, which frees it with the last handle.
-fn unlock(file: &File) {
-    if let Err(error) = file.unlock() {
-        tracing::error!(%error, "a turn could not be given back");
     }
 }
 
@@ -200,4 +204,233 @@ fn now_millis() -> u64 {
         .ok()
         .and_then(|since| u64::try_from(since.as_millis()).ok())
         .unwrap_or_default()
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use std::io::{BufRead, BufReader, Lines};
+    use std::process::{Child, ChildStdout, Command, Stdio};
+
+    use std::path::Path;
+
+    use super::*;
+
+    const PATIENCE: Duration = Duration::from_secs(20);
+
+    /// Another process: this test executable again, which runs only `the_other_process` and does as `act` says.
+    struct Other {
+        child: Child,
+        lines: Lines<BufReader<ChildStdout>>,
+    }
+
+    impl Other {
+        fn start(act: &str, file: &Path) -> Self {
+            let mut child = Command::new(std::env::current_exe().unwrap())
+                .args(["--exact", "flock::tests::the_other_process", "--nocapture", "--test-threads=1"])
+                .env("ONCEBOX_FLOCK_ACT", act)
+                .env("ONCEBOX_FLOCK_FILE", file)
+                .stdout(Stdio::piped())
+                .spawn()
+                .unwrap();
+            let lines = BufReader::new(child.stdout.take().unwrap()).lines();
+            Self { child, lines }
+        }
+
+        /// What it says next after this word.
+        fn says(&mut self, word: &str) -> String {
+            loop {
+                let line = self.lines.next().expect("the other process says something").unwrap();
+                if let Some((_, rest)) = line.split_once(word) {
+                    return rest.trim().to_owned();
+                }
+            }
+        }
+
+        fn kill(&mut self) {
+            self.child.kill().unwrap();
+            self.child.wait().unwrap();
+        }
+    }
+
+    impl Drop for Other {
+        fn drop(&mut self) {
+            let _ = self.child.kill();
+            let _ = self.child.wait();
+        }
+    }
+
+    #[tokio::test]
+    async fn the_other_process() {
+        let Ok(act) = std::env::var("ONCEBOX_FLOCK_ACT") else { return };
+        let path = PathBuf::from(std::env::var("ONCEBOX_FLOCK_FILE").unwrap());
+        let turn = Turn::open(&path).unwrap();
+        match act.as_str() {
+            "hold" => {
+                let _held = turn.take(PATIENCE).await.unwrap();
+                println!("\nholding");
+                tokio::time::sleep(Duration::from_secs(60)).await;
+            }
+            "count" => {
+                let counter = path.with_extension("count");
+                for _ in 0..200 {
+                    let _held = turn.take(PATIENCE).await.unwrap();
+                    let count: u32 = std::fs::read_to_string(&counter).unwrap().parse().unwrap();
+                    tokio::task::yield_now().await;
+                    std::fs::write(&counter, (count + 1).to_string()).unwrap();
+                }
+                println!("\ncounted");
+            }
+            "contend" => {
+                println!("\nready");
+                let mut turns = 0;
+                let start = path.with_extension("start");
+                while !start.exists() {
+                    tokio::time::sleep(Duration::from_millis(1)).await;
+                }
+                let until = Instant::now() + Duration::from_secs(3);
+                while Instant::now() < until {
+                    let held = turn.take(PATIENCE).await.unwrap();
+                    std::thread::sleep(Duration::from_millis(1));
+                    drop(held);
+                    turns += 1;
+                }
+                println!("\nturns {turns}");
+            }
+            other => panic!("unknown act {other}"),
+        }
+    }
+
+    fn lock_file() -> (tempfile::TempDir, PathBuf) {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("file.lock");
+        (directory, path)
+    }
+
+    // Shown by taking the lock out of `take`: 600 turns counted to less.
+    #[test]
+    fn r14_one_turn_at_a_time_over_processes() {
+        let (_directory, path) = lock_file();
+        std::fs::write(path.with_extension("count"), "0").unwrap();
+        let mut others: Vec<Other> = (0..3).map(|_| Other::start("count", &path)).collect();
+        for other in &mut others {
+            other.says("counted");
+        }
+        assert_eq!(std::fs::read_to_string(path.with_extension("count")).unwrap(), "600");
+    }
+
+    #[test]
+    fn r14_no_process_starves_beside_others_that_want_every_turn() {
+        let (_directory, path) = lock_file();
+        let mut others: Vec<Other> = (0..3).map(|_| Other::start("contend", &path)).collect();
+        for other in &mut others {
+            other.says("ready");
+        }
+        std::fs::write(path.with_extension("start"), "").unwrap();
+        let turns: Vec<u32> = others.iter_mut().map(|other| other.says("turns").parse().unwrap()).collect();
+        let (least, most) = (turns.iter().min().unwrap(), turns.iter().max().unwrap());
+        println!("turns: {turns:?}");
+        assert!(least * 5 >= *most, "turns are not fair: {turns:?}");
+    }
+
+    // Shown by leaving the rest out: the longest wait was 5.4 s of 6 instead of 1.0 s.
+    #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+    async fn r14_a_program_that_knows_nothing_of_turns_gets_in_beside_writers_that_never_pause() {
+        use sqlx::{ConnectOptions, Executor};
+
+        let (directory, path) = lock_file();
+        let options = sqlx::sqlite::SqliteConnectOptions::new()
+            .filename(directory.path().join("file.db"))
+            .create_if_missing(true)
+            .journal_mode(sqlx::sqlite::SqliteJournalMode::Wal)
+            .busy_timeout(Duration::from_secs(30));
+        let mut outside = options.connect().await.unwrap();
+        outside.execute("create table t (n integer)").await.unwrap();
+        let until = Instant::now() + Duration::from_secs(7);
+        let mut writers = Vec::new();
+        for _ in 0..3 {
+            let (turn, mut writer) = (Turn::open(&path).unwrap(), options.connect().await.unwrap());
+            writers.push(tokio::spawn(async move {
+                while Instant::now() < until {
+                    let _held = turn.take(PATIENCE).await.unwrap();
+                    writer.execute("begin immediate; insert into t values (1)").await.unwrap();
+                    tokio::time::sleep(Duration::from_millis(20)).await;
+                    writer.execute("commit").await.unwrap();
+                }
+            }));
+        }
+        let mut written = 0;
+        let mut longest = Duration::ZERO;
+        while Instant::now() < until {
+            let begun = Instant::now();
+            outside.execute("insert into t values (2)").await.unwrap();
+            longest = longest.max(begun.elapsed());
+            written += 1;
+        }
+        for writer in writers {
+            writer.await.unwrap();
+        }
+        println!("{written} transactions from outside, the longest took {longest:?}");
+        assert!(longest < Duration::from_secs(3), "a transaction from outside took {longest:?}");
+    }
+
+    #[tokio::test]
+    async fn a_turn_that_does_not_come_names_its_holder_and_comes_when_that_process_is_killed() {
+        let (_directory, path) = lock_file();
+        let mut other = Other::start("hold", &path);
+        other.says("holding");
+        let turn = Turn::open(&path).unwrap();
+        let error = turn.take(Duration::from_millis(200)).await.unwrap_err();
+        assert_eq!(error.kind(), io::ErrorKind::TimedOut);
+        assert!(error.to_string().contains(&format!("process {}", other.child.id())), "{error}");
+        other.kill();
+        let _held = turn.take(PATIENCE).await.unwrap();
+        assert_eq!(turn.holder(), std::process::id());
+    }
+
+    #[tokio::test]
+    async fn a_turn_that_nobody_waits_for_any_more_is_given_back() {
+        let (_directory, path) = lock_file();
+        let (here, there) = (Turn::open(&path).unwrap(), Turn::open(&path).unwrap());
+        let held = here.take(PATIENCE).await.unwrap();
+        there.take(Duration::from_millis(50)).await.unwrap_err();
+        drop(held);
+        // The thread that still waited for `there` gets the turn, finds nobody, and gives it back.
+        let held = here.take(PATIENCE).await.unwrap();
+        drop(held);
+        there.take(PATIENCE).await.unwrap();
+    }
+
+    #[test]
+    fn r14_a_busy_file_rests_once_a_second_and_an_idle_one_does_not() {
+        let second = Duration::from_secs(1);
+        let mut stamp = Stamp::default();
+        assert!(!stamp.give_back(10_000, second), "the first turn starts the count");
+        assert!(!stamp.give_back(10_400, second / 4), "the stamp is not a second old");
+        assert!(stamp.give_back(11_000, second / 2), "busy for most of a second");
+        assert!(!stamp.give_back(11_500, second / 2), "it has just rested");
+        // Held for a hundredth of the time since: outsiders had their chance.
+        let mut stamp = Stamp { rested_at: 10_000, ..Stamp::default() };
+        assert!(!stamp.give_back(20_000, second / 10));
+        assert_eq!(stamp.rested_at, 20_000);
+        // A clock that went back starts the count anew.
+        assert!(!stamp.give_back(15_000, second));
+        assert_eq!(stamp.rested_at, 15_000);
+    }
+
+    #[test]
+    fn a_stamp_reads_back_as_it_was_written_and_anything_else_counts_as_none() {
+        let (_directory, path) = lock_file();
+        let mut file = OpenOptions::new().read(true).write(true).create_new(true).open(&path).unwrap();
+        assert_eq!(Stamp::read(&mut file), Stamp::default());
+        let stamp = Stamp { process: u32::MAX, rested_at: u64::MAX, busy: u64::MAX };
+        stamp.write(&mut file);
+        assert_eq!(Stamp::read(&mut file), stamp);
+        let shorter = Stamp { process: 7, rested_at: 8, busy: 9 };
+        shorter.write(&mut file);
+        assert_eq!(Stamp::read(&mut file), shorter);
+        for garbage in ["", "x", "1 2", "-1 2 3", "\u{0}"] {
+            assert_eq!(Stamp::parse(garbage.as_bytes()), Stamp::default(), "{garbage}");
+        }
+    }
 }

@@ -21,7 +21,7 @@ insert into oncebox_limits (name, value, comment) values
     ('headers_bytes_max', 65536, 'bytes of names and values together; never more than 65536, half an AMQP frame'),
     ('content_type_bytes_max', 255, 'bytes of a content type; never more than 255'),
     ('message_bytes_max', 900000, 'bytes of key, headers and payload together'),
-    ('id_skew_seconds', 600, 'how far the time in a given v7 id may be from the time of the database');
+    ('id_skew_seconds', 3600, 'how far the time in a given v7 id may be from the time of the database');
 
 -- Messages that are not proven yet. The door is a plain insert:
 --     insert into oncebox_outbox (topic, key, kind, payload) values (...)
@@ -134,7 +134,7 @@ begin
               + (instr('0123456789abcdef', substr(new.message_id, 11, 1)) - 1) * 256
               + (instr('0123456789abcdef', substr(new.message_id, 12, 1)) - 1) * 16
               + (instr('0123456789abcdef', substr(new.message_id, 13, 1)) - 1)))
-           > 1000 * coalesce((select value from oncebox_limits where name = 'id_skew_seconds'), 600);
+           > 1000 * coalesce((select value from oncebox_limits where name = 'id_skew_seconds'), 3600);
 
     select raise(abort, 'oncebox: limit topic: a topic is text')
      where typeof(new.topic) <> 'text';

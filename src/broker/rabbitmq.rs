@@ -80,6 +80,10 @@ impl Broker for RabbitBroker {
         "rabbitmq"
     }
 
+    fn is_log(&self) -> bool {
+        false
+    }
+
     async fn publisher(&self) -> Result<Box<dyn Publisher>, BrokerError> {
         Ok(Box::new(RabbitPublisher::open(&self.config).await?))
     }

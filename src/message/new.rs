@@ -101,8 +101,13 @@ impl NewMessage {
     /// where neither was given. Every Rust door calls it once before it checks limits.
     ///
     /// # Errors
-    /// The limit `trace` where a given `traceparent` is not of the W3C form.
+    /// The limit `trace` where a given `traceparent` is not of the W3C form, `header_twice` where it is given twice.
     pub fn settle_trace(&mut self) -> Result<(), LimitError> {
+        for wanted in ["traceparent", "tracestate"] {
+            if self.headers.iter().filter(|(name, _)| name.eq_ignore_ascii_case(wanted)).count() > 1 {
+                return Err(LimitError::new("header_twice", format!("the header `{wanted}` is given twice")));
+            }
+        }
         let mut take = |wanted: &str| {
             let at = self.headers.iter().position(|(name, _)| name.eq_ignore_ascii_case(wanted))?;
             Some(self.headers.remove(at).1)

@@ -1,1 +1,216 @@
-//! The store suite.
+//! The store suite: what every adapter must do, as tests that run on any of them.
+//!
+//! An adapter implements [`Fixture`] for its tests and writes `oncebox::store_conformance!(MyFixture);`: one test for each case,
+//! named by the sentence that it proves, each on a database of its own. Cases whose name begins with `r` and a number carry a
+//! rule of the design; `g` and a number, a promise.
+//!
+//! The limits of messages are data ([`limit_cases`]), so that every SQL door of an adapter runs the same table (R34).
+//!
+//! Not here: what only one database has (plans, settings of a server, fences of a cursor), which stands in the adapter's tests.
+#![allow(clippy::unwrap_used)]
+
+pub mod door;
+pub mod fencing;
+pub mod held;
+pub mod inbox;
+mod limits;
+pub mod mailbox;
+pub mod operator;
+pub mod proof;
+pub mod relay;
+pub mod schema;
+mod trial;
+pub mod waiting;
+
+use std::future::Future;
+
+use sqlx::{Database, Transaction};
+
+pub use limits::{LimitCase, RawMessage, RawValue, limit_cases};
+pub use trial::Trial;
+
+use super::{Base, Store};
+
+/// The connection of a fixture's database.
+pub type Connection<F> = <<<F as Fixture>::Store as Base>::Db as Database>::Connection;
+
+/// What only a test needs of a database.
+pub trait Fixture: Sized + Send + Sync + 'static {
+    /// The store under test.
+    type Store: Store;
+
+    /// What stands before the names of oncebox's tables: `oncebox_` or `oncebox.`.
+    const PREFIX: &'static str;
+
+    /// Whether two transactions can write at the same time.
+    const CONCURRENT_WRITERS: bool;
+
+    /// Makes a private, empty database, without the schema. None where the service that it needs is not there.
+    fn empty() -> impl Future<Output = Option<Self>> + Send;
+
+    /// A store connected to it, as another process would have one.
+    fn connect(&self) -> impl Future<Output = Self::Store> + Send;
+
+    /// A transaction as an application begins it.
+    fn begin(store: &Self::Store) -> impl Future<Output = Transaction<'static, <Self::Store as Base>::Db>> + Send;
+
+    /// Runs SQL as it is and gives the number of rows it changed.
+    fn run(connection: &mut Connection<Self>, sql: &str) -> impl Future<Output = Result<u64, sqlx::Error>> + Send;
+
+    /// Runs a query that gives one whole number.
+    fn number(connection: &mut Connection<Self>, sql: &str) -> impl Future<Output = Result<i64, sqlx::Error>> + Send;
+
+    /// Makes the lease of shard 0 end this many seconds from now, by the database's clock.
+    fn set_lease_end(store: &Self::Store, seconds: i64) -> impl Future<Output = ()> + Send;
+
+    /// Drops the database.
+    fn remove(self) -> impl Future<Output = ()> + Send;
+}
+
+/// One test for each case of the suite, on a fixture: `oncebox::store_conformance!(MyFixture);`.
+#[macro_export]
+macro_rules! store_conformance {
+    ($fixture:ty) => {
+        $crate::store_conformance! { $fixture;
+            schema: [
+                a_new_database_has_no_schema,
+                migrating_twice_changes_nothing,
+                migrators_at_once_do_not_disturb_each_other,
+                a_schema_that_is_older_or_newer_is_told_apart,
+                a_sound_database_passes_its_check,
+            ];
+            door: [
+                g1_what_is_rolled_back_never_existed,
+                g1_what_is_committed_is_there_with_the_rows_beside_it,
+                many_messages_keep_their_order_and_every_part,
+                an_id_is_made_unless_given_and_may_be_given_twice,
+                r34_every_limit_holds_at_the_rust_door,
+                one_bad_message_refuses_the_whole_call,
+                limits_are_rows_that_can_be_raised_and_lowered,
+                trace_context_given_as_headers_becomes_the_trace,
+            ];
+            relay: [
+                rows_come_in_position_order_and_never_twice_in_a_session,
+                everything_that_is_not_marked_comes_again_after_a_reopen,
+                a_mark_covers_the_batches_up_to_it_and_no_more,
+                holes_of_rolled_back_transactions_never_stall,
+                a_lower_position_that_commits_late_is_not_lost,
+                many_writers_at_once_lose_nothing_and_keep_each_their_order,
+                a_read_is_bounded_and_says_whether_there_is_more,
+                tidying_never_takes_what_is_not_proven,
+            ];
+            fencing: [
+                a_shard_has_one_owner_and_the_same_owner_takes_it_again,
+                a_lease_that_is_given_back_is_free_at_once,
+                a_lease_ends_by_the_clock_of_the_database,
+                r22_a_lease_longer_than_its_length_counts_as_expired,
+                claims_renew_the_lease,
+                g9_a_session_that_lost_its_lease_changes_nothing,
+                r7_a_shard_that_is_not_as_the_session_left_it_ends_the_session,
+                an_unknown_shard_is_told_apart,
+            ];
+            held: [
+                r17_a_dead_row_is_copied_whole_in_the_mark,
+                dead_and_held_rows_come_back_in_position_order,
+                a_released_row_leaves_and_a_changed_one_stays,
+                a_discarded_row_is_gone_for_good,
+                a_mark_that_cannot_be_whole_changes_nothing,
+            ];
+            inbox: [
+                a_consumer_keeps_its_number_and_its_id_rule,
+                r24_the_unique_key_decides_what_is_new,
+                r24_a_concurrent_duplicate_waits_and_is_known_after_the_commit,
+                r24_a_concurrent_duplicate_is_new_after_the_rollback,
+                r24_batches_that_overlap_do_not_deadlock,
+                consumers_do_not_share_their_inboxes,
+                g7_another_content_under_the_same_id_is_seen,
+                r32_ids_that_differ_only_in_spelling_are_different,
+                a_parked_message_blocks_its_key_and_no_other,
+                what_is_parked_goes_with_its_inbox_row,
+                r31_a_forgotten_id_is_new_again,
+                r26_tries_are_counted_outside_the_handlers_transaction,
+                r26_an_assignment_found_open_was_not_closed,
+                a_transaction_that_is_dropped_leaves_nothing,
+                effects_of_an_enqueue_go_with_the_transaction,
+            ];
+            proof: [
+                r23_an_error_that_was_swallowed_never_commits_half,
+                r23_a_commit_of_the_handler_is_found_out,
+                r23_a_commit_with_a_new_begin_is_found_out,
+                r23_a_rollback_of_the_handler_is_found_out,
+                r23_a_rollback_with_a_new_begin_is_found_out,
+                r23_a_second_begin_never_splits_the_transaction,
+                r23_a_table_made_by_the_handler_never_splits_the_transaction,
+                r23_savepoints_of_the_handler_are_its_own,
+            ];
+            waiting: [
+                r25_only_the_head_of_a_key_is_claimed,
+                r25_a_head_is_claimed_once_by_many_at_once,
+                r25_finishing_makes_the_next_of_the_key_due,
+                a_message_comes_back_from_waiting_as_it_was,
+                a_message_is_not_due_before_its_time,
+                a_claim_that_ended_is_taken_over_and_the_old_one_finishes_nothing,
+                a_postponed_message_keeps_its_tries_and_a_returned_one_does_not,
+                a_buried_message_holds_its_key_or_lets_it_go,
+                r25_a_head_that_a_race_left_behind_is_swept_up,
+                messages_without_a_key_wait_for_nobody,
+                dead_deliveries_are_stored_once,
+            ];
+            operator: [
+                the_status_counts_what_is_there,
+                dead_messages_are_listed_with_their_history,
+                a_redriven_consumer_message_runs_again_and_is_audited,
+                a_discarded_consumer_message_lets_its_key_go_on,
+                a_redrive_under_a_new_id_is_another_message,
+                a_dry_run_writes_nothing,
+                r17_acts_on_outbox_rows_are_requests_to_the_owner,
+                r31_an_old_outbox_row_needs_a_new_id,
+                r31_redriving_what_left_no_inbox_row_inserts_it,
+            ];
+            mailbox: [
+                an_email_is_one_row_for_its_unique_key,
+                an_email_goes_with_its_transaction,
+                emails_are_claimed_once_and_settled,
+                an_interrupted_email_is_claimed_again_under_the_same_key,
+            ];
+        }
+    };
+    ($fixture:ty; $($module:ident: [$($case:ident),* $(,)?];)*) => {
+        $($(
+            #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+            async fn $case() {
+                let Some(trial) = $crate::store::conformance::Trial::<$fixture>::start(stringify!($case)).await else {
+                    return;
+                };
+                $crate::store::conformance::$module::$case(&trial).await;
+                trial.end().await;
+            }
+        )*)*
+    };
+}
+
+#[cfg(test)]
+mod tests {
+    #[test]
+    fn every_case_is_in_the_list() {
+        let list = include_str!("conformance.rs");
+        let sources = [
+            include_str!("conformance/door.rs"),
+            include_str!("conformance/fencing.rs"),
+            include_str!("conformance/held.rs"),
+            include_str!("conformance/inbox.rs"),
+            include_str!("conformance/mailbox.rs"),
+            include_str!("conformance/operator.rs"),
+            include_str!("conformance/proof.rs"),
+            include_str!("conformance/relay.rs"),
+            include_str!("conformance/schema.rs"),
+            include_str!("conformance/waiting.rs"),
+        ];
+        for source in sources {
+            for line in source.lines().filter_map(|line| line.strip_prefix("pub async fn ")) {
+                let name = line.split(['<', '(']).next().unwrap();
+                assert!(list.contains(&format!("                {name},\n")), "{name} is in no list");
+            }
+        }
+    }
+}

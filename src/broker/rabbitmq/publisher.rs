@@ -166,8 +166,13 @@ impl Publisher for RabbitPublisher {
         }
         // Routes cannot be seen in advance: a row is the only way to find out.
         self.exchange_seen = true;
-        self.shared.lock().no_route.remove(topic);
-        Ok(TopicState::Ready)
+        let mut state = self.shared.lock();
+        if state.no_route.get(topic).map(|(at, _)| *at) == returned.map(|(at, _)| at) {
+            state.no_route.remove(topic);
+            return Ok(TopicState::Ready);
+        }
+        // A message came back while we asked.
+        Ok(state.no_route.get(topic).map_or(TopicState::Ready, |(_, why)| TopicState::NotReady(why.clone())))
     }
 
     async fn send(&mut self, rows: Vec<(u64, OutgoingMessage)>) -> Result<(), BrokerError> {

@@ -90,7 +90,6 @@ async fn drain(config: &RabbitConfig, channel: &Channel, tap: &mut Tap, ready: u
     let options = BasicConsumeOptions { exclusive: true, ..BasicConsumeOptions::default() };
     let consume = channel.basic_consume(tap.queue.as_str().into(), "".into(), options, FieldTable::default());
     let mut consumer = within(config.connect_deadline, "basic.consume", consume).await?;
-    let mut last = 0;
     for count in 1..=ready {
         let delivery = tokio::time::timeout(config.connect_deadline, consumer.next()).await;
         let delivery = match delivery {
@@ -99,19 +98,15 @@ async fn drain(config: &RabbitConfig, channel: &Channel, tap: &mut Tap, ready: u
             Ok(None) => return Err(BrokerError::Destination(format!("the tap queue `{}` is gone", tap.queue))),
             Err(_) => return Err(BrokerError::Unavailable(format!("the tap queue `{}` is silent", tap.queue))),
         };
-        last = delivery.delivery_tag;
+        let tag = delivery.delivery_tag;
         tap.read.push(wire::arrived(delivery, &tap.queue));
-        if count.is_multiple_of(u32::from(PREFETCH) / 2) {
-            acknowledge(config, channel, last).await?;
+        // No tag twice: the server closes the channel over that.
+        if count == ready || count.is_multiple_of(u32::from(PREFETCH) / 2) {
+            let ack = channel.basic_ack(tag, BasicAckOptions { multiple: true });
+            within(config.connect_deadline, "basic.ack", ack).await?;
         }
     }
-    acknowledge(config, channel, last).await?;
     let cancel = channel.basic_cancel(consumer.tag(), lapin::options::BasicCancelOptions::default());
     within(config.connect_deadline, "basic.cancel", cancel).await?;
     Ok(())
-}
-
-async fn acknowledge(config: &RabbitConfig, channel: &Channel, through: u64) -> Result<(), BrokerError> {
-    let ack = channel.basic_ack(through, BasicAckOptions { multiple: true });
-    Ok(within(config.connect_deadline, "basic.ack", ack).await?)
 }

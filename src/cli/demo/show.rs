@@ -13,12 +13,13 @@ use super::processes::Process;
 use super::roles::KIND;
 use super::stage::Stage;
 use crate::app::{AnyBroker, AppError, open_broker, open_store_with};
+use crate::broker::Subscription;
 use crate::message::OutgoingMessage;
 use crate::observe::Health;
 use crate::store::{Store, StoreOptions};
 
-/// A row of payments or ledger: payment, account, number, amount.
-pub(super) type MoneyRow = (String, String, i64, i64);
+/// A row of payments or ledger: payment, a second text, account, number, amount.
+pub(super) type MoneyRow = (String, String, String, i64, i64);
 
 /// What the demo asks of its own tables.
 pub(super) trait Tables: Store {
@@ -26,6 +27,8 @@ pub(super) trait Tables: Store {
     const ENTRY_ID: &'static str;
     /// Where e-mail rows stand.
     const EMAIL_TABLE: &'static str;
+    /// The unique key of an e-mail row, as text.
+    const EMAIL_KEY: &'static str;
 
     fn rows(&self, sql: &str) -> impl Future<Output = Result<Vec<MoneyRow>, AppError>> + Send;
     fn texts(&self, sql: &str) -> impl Future<Output = Result<Vec<String>, AppError>> + Send;
@@ -35,19 +38,21 @@ pub(super) trait Tables: Store {
     /// The unique keys of e-mail rows with this beginning.
     fn email_keys(&self, prefix: &str) -> impl Future<Output = Result<Vec<String>, AppError>> + Send {
         let sql = format!(
-            "select unique_key from {} where substr(unique_key, 1, {}) = '{prefix}'",
+            "select {key} from {} where substr({key}, 1, {}) = '{prefix}'",
             Self::EMAIL_TABLE,
-            prefix.len()
+            prefix.len(),
+            key = Self::EMAIL_KEY
         );
         async move { self.texts(&sql).await }
     }
 }
 
 macro_rules! tables {
-    ($store:path, $entry_id:literal, $emails:literal) => {
+    ($store:path, $entry_id:literal, $emails:literal, $email_key:literal) => {
         impl Tables for $store {
             const ENTRY_ID: &'static str = $entry_id;
             const EMAIL_TABLE: &'static str = $emails;
+            const EMAIL_KEY: &'static str = $email_key;
 
             async fn rows(&self, sql: &str) -> Result<Vec<MoneyRow>, AppError> {
                 let sql = sqlx::AssertSqlSafe(sql.to_owned());
@@ -83,15 +88,21 @@ macro_rules! tables {
 }
 
 #[cfg(feature = "sqlite")]
-tables!(crate::store::sqlite::SqliteStore, "entry_id integer primary key autoincrement", "oncebox_email");
+tables!(crate::store::sqlite::SqliteStore, "entry_id integer primary key autoincrement", "oncebox_email", "unique_key");
 #[cfg(feature = "postgres")]
 tables!(
     crate::store::postgres::PostgresStore,
     "entry_id bigint generated always as identity primary key",
-    "oncebox.email"
+    "oncebox.email",
+    "unique_key"
 );
 #[cfg(feature = "mysql")]
-tables!(crate::store::mysql::MySqlStore, "entry_id bigint auto_increment primary key", "oncebox_email");
+tables!(
+    crate::store::mysql::MySqlStore,
+    "entry_id bigint auto_increment primary key",
+    "oncebox_email",
+    "convert(unique_key using utf8mb4)"
+);
 
 /// How long nothing may move before the show is given up. A kill costs a takeover; a loaded machine is slow.
 const NOTHING_MOVES: Duration = Duration::from_secs(120);
@@ -121,12 +132,18 @@ pub(super) async fn show<S: Tables>(args: &DemoArgs, stage: &Stage) -> Result<Ve
     let broker = open_broker(&stage.settings).await?;
     let topic = stage.names.topic();
     broker.declare(std::slice::from_ref(&topic)).await?;
+    if !broker.is_log() {
+        // A queue receives what is published after it is bound: those of both consumers stand before the first payment.
+        for role in ["ledger", "receipts"] {
+            let subscription = Subscription::new(stage.names.consumer(role), vec![topic.clone()]);
+            broker.subscriber(&subscription).await?.close().await;
+        }
+    }
     broker.tap(&topic).await?;
 
     let began = Instant::now();
     let tag = stage.names.tag.as_str();
     let messages = args.messages.to_string();
-    // The queues of the consumers exist before the first payment, so that RabbitMQ need not hold and release.
     let cast = vec![
         Process::start(stage, "ledger", &["demo", "ledger", "--tag", tag])?,
         Process::start(stage, "receipts", &["demo", "receipts", "--tag", tag])?,

@@ -33,11 +33,14 @@ pub(super) async fn run(pool: &MySqlPool) -> Result<Vec<Finding>, StoreError> {
         packet(&global),
         read_only(&global),
     ];
-    findings.extend(engine(&mut connection).await?);
-    findings.push(function(schema::has_function(&mut connection).await?));
-    findings.push(triggers(&mut connection).await?);
-    findings.push(positions(&mut connection, &version).await?);
     findings.extend(purge_lag(&mut connection).await);
+    // The server is looked at before the schema is made, too.
+    if schema::applied_versions(&mut connection).await?.is_some() {
+        findings.extend(engine(&mut connection).await?);
+        findings.push(function(schema::has_function(&mut connection).await?));
+        findings.push(triggers(&mut connection).await?);
+        findings.push(positions(&mut connection, &version).await?);
+    }
     Ok(findings)
 }
 
@@ -207,7 +210,7 @@ fn function(is_there: bool) -> Finding {
 async fn engine(connection: &mut MySqlConnection) -> Result<Vec<Finding>, StoreError> {
     let tables: Vec<(String, Option<String>)> = sqlx::query_as(
         "select table_name, engine from information_schema.tables \
-         where table_schema = database() and table_name like 'oncebox\\_%' and table_type = 'BASE TABLE' and engine <> 'InnoDB'",
+         where table_schema = database() and left(table_name, 8) = 'oncebox_' and table_type = 'BASE TABLE' and engine <> 'InnoDB'",
     )
     .fetch_all(connection)
     .await?;
@@ -229,7 +232,7 @@ async fn engine(connection: &mut MySqlConnection) -> Result<Vec<Finding>, StoreE
 async fn triggers(connection: &mut MySqlConnection) -> Result<Finding, StoreError> {
     let found: Vec<String> = sqlx::query_scalar(
         "select trigger_name from information_schema.triggers \
-         where event_object_schema = database() and event_object_table like 'oncebox\\_%'",
+         where event_object_schema = database() and left(event_object_table, 8) = 'oncebox_'",
     )
     .fetch_all(connection)
     .await?;

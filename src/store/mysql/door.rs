@@ -53,9 +53,12 @@ select m.bucket, unhex(m.id), unhex(m.topic), unhex(m.k), unhex(m.kind), convert
  order by m.o";
 
 const LIMITS: &str = "\
-select cast(l.name as char) as name, cast(l.value as signed) as value, \
+select cast(l.name as char) as name, cast(l.value as signed) as value, cast(@@max_allowed_packet as signed) as packet, \
        timestampdiff(microsecond, '1970-01-01 00:00:00', utc_timestamp(6)) div 1000 as millis \
   from oncebox_limits l";
+
+/// What every server takes in one packet.
+const PACKET_UNASKED_MAX: i64 = 1_000_000;
 
 /// How often ids are made anew with the database's time before the door gives up.
 const TRIES_MAX: usize = 3;
@@ -70,6 +73,10 @@ impl Door for MySqlConnection {
         }
         // Ids are made here, by the clock of this host; the statement refuses them where it is off.
         let mut made: Vec<Uuid> = messages.iter().map(|message| message.id.unwrap_or_else(Uuid::now_v7)).collect();
+        // What no default allows may not even fit into a packet, and a server that gets one too large hangs up.
+        if largest.message > 900_000 || largest.all > PACKET_UNASKED_MAX {
+            self.explain(&messages, largest.all).await?;
+        }
         for _ in 0..TRIES_MAX {
             let times = made.iter().filter_map(|id| MessageId::from_uuid(*id).unix_millis());
             let times: Vec<i64> = times.filter_map(|millis| i64::try_from(millis).ok()).collect();
@@ -98,7 +105,7 @@ impl Door for MySqlConnection {
                     return Err(StoreError::Corrupt(format!("the outbox took {written} of {wanted} messages")));
                 }
             }
-            let now = self.explain(&messages).await?;
+            let now = self.explain(&messages, largest.all).await?;
             // No limit is broken: the clock of this host is off. The ids that were made get the database's time.
             for (id, message) in made.iter_mut().zip(&messages) {
                 if message.id.is_none() {
@@ -115,17 +122,18 @@ impl Door for MySqlConnection {
 
 /// What the statement found, by name.
 trait Explain {
-    /// Gives the database's time in milliseconds where no limit is broken.
-    async fn explain(&mut self, messages: &[NewMessage]) -> Result<u64, StoreError>;
+    /// Gives the database's time in milliseconds where no limit is broken. `bytes` is what the call weighs.
+    async fn explain(&mut self, messages: &[NewMessage], bytes: i64) -> Result<u64, StoreError>;
 }
 
 impl Explain for MySqlConnection {
-    async fn explain(&mut self, messages: &[NewMessage]) -> Result<u64, StoreError> {
+    async fn explain(&mut self, messages: &[NewMessage], bytes: i64) -> Result<u64, StoreError> {
         let mut limits = Limits::default();
-        let (mut skew, mut now, mut found) = (0_u64, 0_u64, 0);
+        let (mut skew, mut now, mut packet, mut found) = (0_u64, 0_u64, i64::MAX, 0);
         for row in sqlx::query(LIMITS).fetch_all(&mut *self).await? {
             let (name, value): (String, i64) = (row.try_get("name")?, row.try_get("value")?);
             now = u64::try_from(row.try_get::<i64, _>("millis")?).unwrap_or(0);
+            packet = row.try_get("packet")?;
             let value = u64::try_from(value).unwrap_or(0);
             match name.as_str() {
                 "id_skew_seconds" => skew = value,
@@ -147,6 +155,13 @@ impl Explain for MySqlConnection {
                 let detail = format!("the time in the given id is more than {skew} s from the clock of the database");
                 return Err(LimitError::new("id_skew_seconds", detail).into());
             }
+        }
+        if bytes > packet {
+            return Err(StoreError::Refused(format!(
+                "{} messages in one call need a packet of {bytes} bytes, and max_allowed_packet of the server is {packet}; \
+                 enqueue fewer in one call, or raise it",
+                messages.len()
+            )));
         }
         Ok(now)
     }
@@ -175,6 +190,8 @@ struct Largest {
     header_bytes: i64,
     content_type: i64,
     message: i64,
+    /// An upper bound of what all of them weigh together on their way.
+    all: i64,
 }
 
 impl Largest {
@@ -192,6 +209,10 @@ impl Largest {
         raise(&mut self.header_bytes, header_bytes);
         raise(&mut self.content_type, content_type(message).len());
         raise(&mut self.message, key + header_bytes + message.payload.len());
+        let names =
+            message.topic.len() + key + message.kind.len() + header_bytes * 2 + content_type(message).len() + 600;
+        let weight = i64::try_from(names * 2 + message.payload.len() / 3 * 4 + 200).unwrap_or(i64::MAX);
+        self.all = self.all.saturating_add(weight);
     }
 }
 

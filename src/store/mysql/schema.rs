@@ -99,7 +99,7 @@ impl Schema for MySqlStore {
 }
 
 /// The versions that were applied; none where the table of migrations is not there.
-async fn applied_versions(connection: &mut MySqlConnection) -> Result<Option<Vec<i64>>, StoreError> {
+pub(super) async fn applied_versions(connection: &mut MySqlConnection) -> Result<Option<Vec<i64>>, StoreError> {
     let found =
         sqlx::query_scalar("select version from oncebox_migration order by version").fetch_all(connection).await;
     match found {
@@ -112,6 +112,10 @@ async fn applied_versions(connection: &mut MySqlConnection) -> Result<Option<Vec
 
 async fn apply(connection: &mut MySqlConnection) -> Result<Vec<i64>, StoreError> {
     let found = applied_versions(connection).await?.unwrap_or_default();
+    let known = MIGRATIONS.iter().map(|migration| migration.version).max().unwrap_or(0);
+    if let Some(newer) = found.iter().copied().find(|version| *version > known) {
+        return Err(StoreError::SchemaNewer { found: newer, known });
+    }
     let mut applied = Vec::new();
     for migration in MIGRATIONS {
         let is_there = found.contains(&migration.version);

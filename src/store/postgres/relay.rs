@@ -173,6 +173,7 @@ impl RelaySession for PostgresSession {
             )));
         }
         self.last_value = found.last_value;
+        self.tidied.saw(found.last_value);
         self.adapt(&found);
         let outcome = self.cursor.on_read(found.xmin, &found.positions, found.more).map_err(|error| doubt(&error))?;
         self.batch += 1;

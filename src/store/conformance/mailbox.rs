@@ -1,0 +1,99 @@
+//! Cases of e-mail rows.
+
+use std::time::Duration;
+
+use super::trial::{eventually, new_entry};
+use super::{Fixture, Trial};
+use crate::store::{EmailOutcome, EmailToSend, Inbox, InboxTx, Mailbox, NewEmail};
+
+const CLAIM: Duration = Duration::from_secs(600);
+
+fn email(key: &str) -> NewEmail {
+    NewEmail {
+        unique_key: key.to_owned(),
+        recipient: "ann@example.org".to_owned(),
+        subject: format!("Receipt {key}, ä😀"),
+        body: "Hello\n'Ann' \"ä\"\n".to_owned(),
+    }
+}
+
+async fn queue<F: Fixture>(trial: &Trial<F>, key: &str) -> bool {
+    let mut tx = trial.begin().await;
+    let queued = F::Store::queue_email(&mut tx, &email(key)).await.unwrap();
+    tx.commit().await.unwrap();
+    queued
+}
+
+/// Keys that differ in case are different.
+pub async fn an_email_is_one_row_for_its_unique_key<F: Fixture>(trial: &Trial<F>) {
+    assert!(queue(trial, "receipt_payment_pay_789").await);
+    assert!(!queue(trial, "receipt_payment_pay_789").await);
+    assert!(queue(trial, "Receipt_payment_pay_789").await);
+    assert!(queue(trial, "receipt_payment_pay_789 ").await);
+    assert_eq!(trial.store.emails_pending().await.unwrap(), 3);
+}
+
+/// A handler that failed sends nothing.
+pub async fn an_email_goes_with_its_transaction<F: Fixture>(trial: &Trial<F>) {
+    let consumer = trial.consumer("c").await;
+    for commit in [false, true] {
+        let mut tx = trial.store.begin(consumer).await.unwrap();
+        tx.admit(&[new_entry()]).await.unwrap();
+        assert!(F::Store::queue_email(tx.connection(), &email("k")).await.unwrap());
+        assert!(!F::Store::queue_email(tx.connection(), &email("k")).await.unwrap());
+        if commit {
+            tx.commit().await.unwrap();
+        } else {
+            tx.rollback().await.unwrap();
+        }
+        assert_eq!(trial.store.emails_pending().await.unwrap(), u64::from(commit));
+    }
+}
+
+/// Sent once, again after a while, or failed for good.
+pub async fn emails_are_claimed_once_and_settled<F: Fixture>(trial: &Trial<F>) {
+    for key in ["1", "2", "3"] {
+        queue(trial, key).await;
+    }
+    let mut claimers = tokio::task::JoinSet::new();
+    for _ in 0..8 {
+        let store = trial.store.clone();
+        claimers.spawn(async move { store.claim_emails(2, CLAIM).await.unwrap() });
+    }
+    let mut claimed: Vec<EmailToSend> = claimers.join_all().await.concat();
+    claimed.extend(trial.store.claim_emails(10, CLAIM).await.unwrap());
+    claimed.sort_by(|a, b| a.unique_key.cmp(&b.unique_key));
+    assert_eq!(claimed.iter().map(|email| email.unique_key.as_str()).collect::<Vec<_>>(), ["1", "2", "3"]);
+    for claimed in &claimed {
+        let given = email(&claimed.unique_key);
+        assert_eq!(
+            (&claimed.recipient, &claimed.subject, &claimed.body),
+            (&given.recipient, &given.subject, &given.body)
+        );
+        assert_eq!(claimed.attempt, 1);
+    }
+    let store = &trial.store;
+    assert!(store.settle_email(&claimed[0], &EmailOutcome::Sent).await.unwrap());
+    assert!(!store.settle_email(&claimed[0], &EmailOutcome::Sent).await.unwrap(), "it is settled");
+    assert!(store.settle_email(&claimed[1], &EmailOutcome::Failed("550 no such user".into())).await.unwrap());
+    let again = EmailOutcome::Again { after: Duration::from_millis(30), error: "450 busy".into() };
+    assert!(store.settle_email(&claimed[2], &again).await.unwrap());
+    assert_eq!(store.emails_pending().await.unwrap(), 1);
+    let retried = eventually("it is due again", || async { store.claim_emails(10, CLAIM).await.unwrap().pop() }).await;
+    assert_eq!((retried.unique_key.as_str(), retried.attempt), ("3", 2));
+    assert!(!queue(trial, "1").await, "a sent one keeps its key");
+}
+
+/// The sender died; the Message-ID, made from the key, stays the same.
+pub async fn an_interrupted_email_is_claimed_again_under_the_same_key<F: Fixture>(trial: &Trial<F>) {
+    queue(trial, "k").await;
+    let store = &trial.store;
+    let dead = store.claim_emails(1, Duration::from_millis(30)).await.unwrap().remove(0);
+    let second =
+        eventually("the claim has ended", || async { store.claim_emails(1, CLAIM).await.unwrap().pop() }).await;
+    assert_eq!((second.email_id, &second.unique_key, second.attempt), (dead.email_id, &dead.unique_key, 2));
+    assert_ne!(second.claim, dead.claim);
+    assert!(!store.settle_email(&dead, &EmailOutcome::Failed("no".into())).await.unwrap());
+    assert!(store.settle_email(&second, &EmailOutcome::Sent).await.unwrap());
+    assert_eq!(store.emails_pending().await.unwrap(), 0);
+}

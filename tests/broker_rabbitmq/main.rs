@@ -1,0 +1,16 @@
+//! The RabbitMQ adapter against a real server (`ONCEBOX_TEST_RABBITMQ`): each test has an exchange and queues of its own.
+#![cfg(feature = "rabbitmq")]
+#![allow(clippy::unwrap_used)]
+
+#[path = "../support/mod.rs"]
+mod support;
+
+#[cfg(feature = "testing")]
+mod conformance;
+mod faults;
+mod fixture;
+mod handover;
+mod private;
+mod publish;
+mod queues;
+mod reach;

@@ -1,0 +1,228 @@
+//! Queues and bindings (R30), foreign messages, taps, and what `check` says.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use lapin::BasicProperties;
+use lapin::options::{BasicPublishOptions, ExchangeDeleteOptions, QueueDeclareOptions, QueueDeleteOptions};
+use lapin::types::{AMQPValue, FieldTable};
+use oncebox::broker::{Broker, Event};
+use oncebox::error::BrokerError;
+
+use crate::fixture::{Corner, SOON, message, number, numbered, numbers, publish, receive};
+
+fn text(value: &str) -> AMQPValue {
+    AMQPValue::LongString(value.into())
+}
+
+#[tokio::test]
+async fn r30_a_queue_is_made_as_quorum_with_a_single_active_consumer() {
+    let Some(corner) = Corner::of("r30_a_queue_is_made_as_quorum").await else { return };
+    let subscriber = corner.broker().subscriber(&corner.subscription()).await.unwrap();
+    subscriber.close().await;
+    let queue = corner.queue();
+    let declare = async |arguments: &[(&str, AMQPValue)]| {
+        let mut table = FieldTable::default();
+        for (name, value) in arguments {
+            table.insert((*name).into(), value.clone());
+        }
+        let channel = corner.connection.create_channel().await.unwrap();
+        channel.queue_declare(queue.as_str().into(), QueueDeclareOptions::durable(), table).await
+    };
+    let good = [("x-queue-type", text("quorum")), ("x-single-active-consumer", AMQPValue::Boolean(true))];
+    declare(&good).await.expect("the same arguments");
+    declare(&good[..1]).await.expect_err("without the single active consumer");
+    declare(&good[1..]).await.expect_err("without the type");
+    corner.clean(&[&queue]).await;
+}
+
+#[tokio::test]
+async fn r30_a_queue_with_other_arguments_is_refused_by_the_name_of_the_argument() {
+    let Some(corner) = Corner::of("r30_a_queue_with_other_arguments").await else { return };
+    let cases = [
+        ("x-queue-type", vec![("x-single-active-consumer", AMQPValue::Boolean(true))]),
+        ("x-single-active-consumer", vec![("x-queue-type", text("quorum"))]),
+    ];
+    for (argument, arguments) in cases {
+        let queue = corner.queue();
+        corner.queue_of(&queue, &corner.topic, &arguments).await;
+        let error = corner.broker().subscriber(&corner.subscription()).await.map(drop).unwrap_err();
+        assert!(
+            matches!(&error, BrokerError::Refused(why) if why.contains(argument) && why.contains(&queue)),
+            "{error}"
+        );
+        let findings = corner.broker().check(&[corner.subscription()]).await.unwrap();
+        assert!(findings.iter().any(|one| one.refused && one.detail.contains(argument)), "{findings:?}");
+        corner.channel.queue_delete(queue.as_str().into(), QueueDeleteOptions::default()).await.unwrap();
+    }
+    corner.clean(&[]).await;
+}
+
+#[tokio::test]
+async fn r30_a_queue_that_differs_only_in_its_delivery_limit_is_taken_as_it_stands() {
+    let Some(corner) = Corner::of("r30_a_queue_that_differs_only_in_its_delivery_limit").await else { return };
+    let queue = corner.queue();
+    let limited = [
+        ("x-queue-type", text("quorum")),
+        ("x-single-active-consumer", AMQPValue::Boolean(true)),
+        ("x-delivery-limit", AMQPValue::LongInt(5)),
+    ];
+    corner.queue_of(&queue, &corner.topic, &limited).await;
+    let mut subscriber = corner.broker().subscriber(&corner.subscription()).await.unwrap();
+    publish(&corner.broker(), numbered(&corner.topic, 1, 3)).await;
+    assert_eq!(numbers(&receive(&mut *subscriber, 3).await), [0, 1, 2]);
+    subscriber.close().await;
+    // Another difference hides behind the limit, because the server names one at a time.
+    corner.channel.queue_delete(queue.as_str().into(), QueueDeleteOptions::default()).await.unwrap();
+    corner.queue_of(&queue, &corner.topic, &[limited[0].clone(), limited[2].clone()]).await;
+    let error = corner.broker().subscriber(&corner.subscription()).await.map(drop).unwrap_err().to_string();
+    assert!(error.contains("x-single-active-consumer"), "{error}");
+    corner.clean(&[&queue]).await;
+}
+
+#[tokio::test]
+async fn r30_queues_behind_the_hash_exchange_keep_a_key_together_and_spread_keyless_messages() {
+    let Some(mut corner) = Corner::of("r30_queues_behind_the_hash_exchange").await else { return };
+    corner.config.partitions = 4;
+    let broker = corner.broker();
+    let mut subscriber = broker.subscriber(&corner.subscription()).await.unwrap();
+    let Event::Assigned(sources) = subscriber.next().await.unwrap() else { panic!("assigned first") };
+    let places: BTreeSet<String> = sources.iter().map(|source| source.place.to_string()).collect();
+    let queues: Vec<String> = (0..4).map(|at| format!("{}.ledger.{at}", corner.topic)).collect();
+    assert_eq!(places, queues.iter().cloned().collect());
+    let mut rows = numbered(&corner.topic, 40, 400);
+    rows.extend((400..600).map(|tag| (tag, message(&corner.topic, None, tag))));
+    publish(&broker, rows).await;
+    let deliveries = receive(&mut *subscriber, 600).await;
+    let (mut keys, mut keyless): (BTreeMap<_, Vec<_>>, BTreeSet<_>) = Default::default();
+    for delivery in &deliveries {
+        let number = number(delivery.arrived.payload.as_deref().unwrap());
+        match &delivery.arrived.key {
+            Some(key) => keys.entry(key.clone()).or_default().push((delivery.source.place.clone(), number)),
+            None => drop(keyless.insert(delivery.source.place.clone())),
+        }
+        subscriber.acknowledge(&delivery.source, delivery.sequence).await.unwrap();
+    }
+    for (key, seen) in &keys {
+        assert!(seen.iter().all(|(place, _)| *place == seen[0].0), "{key:?} is split: {seen:?}");
+        assert!(seen.is_sorted_by_key(|(_, number)| *number), "{key:?} is out of order: {seen:?}");
+    }
+    assert_eq!(keyless.len(), 4, "R20: keyless messages all fell into {keyless:?}");
+    assert!(subscriber.caught_up().await.unwrap());
+    let findings = broker.check(&[corner.subscription()]).await.unwrap();
+    assert!(findings.iter().all(|one| !one.refused), "{findings:?}");
+    assert!(findings.iter().any(|one| one.name.contains("consistent-hash") && one.detail == "enabled"), "{findings:?}");
+    subscriber.close().await;
+    let hash = format!("{}.ledger.hash", corner.topic);
+    corner.channel.exchange_delete(hash.as_str().into(), ExchangeDeleteOptions::default()).await.unwrap();
+    corner.clean(&queues.iter().map(String::as_str).collect::<Vec<_>>()).await;
+}
+
+#[tokio::test]
+async fn one_consumer_reads_several_topics_and_a_queue_may_have_another_name() {
+    let Some(corner) = Corner::of("one_consumer_reads_several_topics").await else { return };
+    let other = format!("{}-other", corner.topic);
+    let named = format!("{}-named", corner.topic);
+    let mut subscription = corner.subscription();
+    subscription.topics.push(other.clone());
+    subscription.queues.insert(other.clone(), named.clone());
+    let broker = corner.broker();
+    let mut subscriber = broker.subscriber(&subscription).await.unwrap();
+    publish(&broker, vec![(0, message(&corner.topic, None, 1)), (1, message(&other, None, 2))]).await;
+    let deliveries = receive(&mut *subscriber, 2).await;
+    let seen: BTreeSet<_> =
+        deliveries.iter().map(|one| (one.arrived.topic.clone(), one.arrived.coordinates.place.clone())).collect();
+    assert_eq!(seen, BTreeSet::from([(corner.topic.clone(), corner.queue()), (other, named.clone())]));
+    subscriber.close().await;
+    let queue = corner.queue();
+    corner.clean(&[&queue, &named]).await;
+}
+
+#[tokio::test]
+async fn a_consumer_waits_for_the_exchange_and_a_deleted_queue_ends_its_subscriber() {
+    let Some(corner) = Corner::bare("a_consumer_waits_for_the_exchange").await else { return };
+    let broker = corner.broker();
+    let error = broker.subscriber(&corner.subscription()).await.map(drop).unwrap_err();
+    assert!(matches!(&error, BrokerError::Destination(why) if why.contains(&corner.config.exchange)), "{error}");
+    broker.declare(&[]).await.unwrap();
+    let mut subscriber = broker.subscriber(&corner.subscription()).await.unwrap();
+    assert!(matches!(subscriber.next().await, Ok(Event::Assigned(_))));
+    corner.channel.queue_delete(corner.queue().as_str().into(), QueueDeleteOptions::default()).await.unwrap();
+    let error = tokio::time::timeout(SOON, subscriber.next()).await.expect("an end").unwrap_err();
+    assert!(matches!(&error, BrokerError::Destination(why) if why.contains(&corner.queue())), "{error}");
+    drop(subscriber);
+    let mut again = broker.subscriber(&corner.subscription()).await.unwrap();
+    publish(&broker, numbered(&corner.topic, 1, 1)).await;
+    assert_eq!(numbers(&receive(&mut *again, 1).await), [0]);
+    again.close().await;
+    let queue = corner.queue();
+    corner.clean(&[&queue]).await;
+}
+
+#[tokio::test]
+async fn a_message_of_a_foreign_publisher_arrives_with_what_it_has() {
+    let Some(corner) = Corner::of("a_message_of_a_foreign_publisher").await else { return };
+    let mut subscriber = corner.broker().subscriber(&corner.subscription()).await.unwrap();
+    let mut headers = FieldTable::default();
+    headers.insert("event-id".into(), AMQPValue::LongLongInt(77));
+    headers.insert("flag".into(), AMQPValue::Boolean(true));
+    headers.insert("half".into(), AMQPValue::ShortInt(-2));
+    let properties = BasicProperties::default().with_headers(headers).with_type("legacy.event".into());
+    for (payload, properties) in [(&b"{\"a\":1}"[..], properties), (b"", BasicProperties::default())] {
+        let (exchange, topic) = (corner.config.exchange.as_str(), corner.topic.as_str());
+        let options = BasicPublishOptions::default();
+        corner.channel.basic_publish(exchange.into(), topic.into(), options, payload, properties).await.unwrap();
+    }
+    let deliveries = receive(&mut *subscriber, 2).await;
+    let foreign = &deliveries[0].arrived;
+    assert_eq!((foreign.id.as_deref(), foreign.kind.as_deref()), (None, Some("legacy.event")));
+    assert_eq!((foreign.topic.as_str(), foreign.key.as_deref()), (corner.topic.as_str(), None));
+    let headers: BTreeMap<_, _> = foreign.headers.iter().cloned().collect();
+    assert_eq!(
+        (&headers["event-id"][..], &headers["flag"][..], &headers["half"][..]),
+        (&b"77"[..], &b"true"[..], &b"-2"[..])
+    );
+    assert_eq!(deliveries[1].arrived.payload.as_deref(), Some(&b""[..]));
+    subscriber.close().await;
+    let queue = corner.queue();
+    corner.clean(&[&queue]).await;
+}
+
+#[tokio::test]
+async fn a_tap_sees_everything_since_it_was_made_however_often_it_is_read() {
+    let Some(corner) = Corner::of("a_tap_sees_everything").await else { return };
+    let broker = corner.broker();
+    broker.read_all(&corner.topic).await.expect_err("not tapped");
+    broker.tap(&corner.topic).await.unwrap();
+    broker.tap(&corner.topic).await.unwrap();
+    assert!(broker.read_all(&corner.topic).await.unwrap().is_empty());
+    publish(&broker, numbered(&corner.topic, 5, 2_500)).await;
+    let seen = |all: &[oncebox::message::Arrived]| -> Vec<u64> {
+        all.iter().map(|one| number(one.payload.as_deref().unwrap())).collect()
+    };
+    let first = broker.read_all(&corner.topic).await.unwrap();
+    assert_eq!(seen(&first).into_iter().collect::<BTreeSet<_>>().len(), 2_500);
+    publish(&broker, vec![(0, message(&corner.topic, None, 9_999))]).await;
+    // A clone shares the tap.
+    let again = broker.clone().read_all(&corner.topic).await.unwrap();
+    assert_eq!(again[..2_500], first[..]);
+    assert_eq!(seen(&again[2_500..]), [9_999]);
+    corner.clean(&[]).await;
+}
+
+#[tokio::test]
+async fn check_declares_nothing_and_names_what_is_missing() {
+    let Some(mut corner) = Corner::bare("check_declares_nothing").await else { return };
+    corner.config.alternate_exchange = Some(format!("{}-rest", corner.config.exchange));
+    corner.config.partitions = 2;
+    let findings = corner.broker().check(&[corner.subscription()]).await.unwrap();
+    let about = |part: &str| {
+        findings.iter().find(|one| one.name.contains(part)).unwrap_or_else(|| panic!("{part}: {findings:?}"))
+    };
+    assert!(about("rabbitmq server").detail.contains("RabbitMQ 3."), "{findings:?}");
+    assert!(about(&format!("exchange {}", corner.config.exchange)).detail.contains("not there"));
+    assert!(about("alternate exchange").refused);
+    assert!(about(&format!("queue {}.0", corner.queue())).detail.contains("no route"));
+    assert!(about("policies").remedy.as_deref().unwrap().contains("list_policies"));
+    let again = corner.broker().check(&[corner.subscription()]).await.unwrap();
+    assert_eq!(findings, again, "the first look changed something");
+}

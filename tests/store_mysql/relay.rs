@@ -1,0 +1,208 @@
+//! The outbox cursor: rows present instead of a position (R10), rows out by exact position (R11), and nobody waits for it (A7).
+
+use std::time::Duration;
+
+use oncebox::store::{Base, LeaseAnswer, Mark, Outbox, RelaySession, enqueue, enqueue_all};
+use sqlx::{AssertSqlSafe, Connection, MySqlConnection, Row};
+
+use crate::fixture::{Db, execute, lease, text};
+
+fn payloads(rows: &[oncebox::store::OutboxRow]) -> Vec<String> {
+    rows.iter().map(|row| String::from_utf8_lossy(&row.message.payload).into_owned()).collect()
+}
+
+// Shown to fail: with `where position > (highest position read)` in the read, "late" never comes.
+#[tokio::test(flavor = "multi_thread")]
+async fn r10_a_lower_position_that_commits_late_is_read_and_any_lower_bound_would_lose_it() {
+    let Some(db) = Db::new("r10_a_lower_position_that_commits_late_is_read_and_any_lower_bound_would_lose_it").await
+    else {
+        return;
+    };
+    let (mut slow, mut quick) = (db.app().await, db.app().await);
+    let mut late = slow.begin().await.unwrap();
+    enqueue(&mut *late, text("t", "a", "late")).await.unwrap();
+    enqueue(&mut quick, text("t", "b", "early")).await.unwrap();
+
+    let mut session = db.session("a").await;
+    let first = session.read(10).await.unwrap();
+    assert_eq!(payloads(&first.rows), ["early"]);
+    let highest = first.rows[0].position;
+    late.commit().await.unwrap();
+    let second = session.read(10).await.unwrap();
+    assert_eq!(payloads(&second.rows), ["late"], "also while the higher one is in flight");
+    assert!(second.rows[0].position < highest);
+    let bounded: i64 = sqlx::query_scalar("select count(*) from oncebox_outbox where position > ?")
+        .bind(highest)
+        .fetch_one(db.store.pool())
+        .await
+        .unwrap();
+    assert_eq!(bounded, 0, "a cursor with a lower bound would never see it");
+
+    session.claim(Mark { through: Some(first.batch), ..Mark::default() }).await.unwrap();
+    assert_eq!(db.count("oncebox_outbox").await, 1, "only what was proven is gone");
+    session.claim(Mark { through: Some(second.batch), ..Mark::default() }).await.unwrap();
+    assert_eq!(db.count("oncebox_outbox").await, 0);
+}
+
+/// A statement of the store, as it stands in its source, with its parameters written in.
+fn statement(source: &str, name: &str, parameters: &[&str]) -> String {
+    let start = source.find(&format!("const {name}: &str = \"\\\n")).unwrap_or_else(|| panic!("no statement {name}"));
+    let text = &source[start..];
+    let text = &text[text.find('\n').unwrap() + 1..text.find("\";").unwrap()];
+    let mut sql: String = text.lines().map(|line| line.trim_start().trim_end_matches('\\')).collect();
+    for parameter in parameters {
+        sql = sql.replacen('?', parameter, 1);
+    }
+    sql
+}
+
+async fn plan(connection: &mut MySqlConnection, sql: &str) -> Vec<(String, String, Option<String>)> {
+    let rows = sqlx::raw_sql(AssertSqlSafe(format!("explain {sql}"))).fetch_all(connection).await.unwrap();
+    rows.iter().map(|row| (row.get("table"), row.get("type"), row.get("key"))).collect()
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn r11_rows_are_deleted_by_a_lookup_of_each_position_while_writers_are_open() {
+    let Some(db) = Db::new("r11_rows_are_deleted_by_a_lookup_of_each_position_while_writers_are_open").await else {
+        return;
+    };
+    let mut app = db.app().await;
+    let messages = (0..50).map(|n| text("t", "a", &n.to_string())).collect();
+    enqueue_all(&mut app, messages).await.unwrap();
+    let mut before = db.app().await;
+    let mut before = before.begin().await.unwrap();
+    enqueue(&mut *before, text("t", "b", "open")).await.unwrap();
+    enqueue(&mut app, text("t", "c", "after")).await.unwrap();
+
+    let mut session = db.session("a").await;
+    let read = session.read(100).await.unwrap();
+    assert_eq!(read.rows.len(), 51);
+    let sql = statement(include_str!("../../src/store/mysql/relay.rs"), "DELETE_PROVEN", &["'[1,2,3]'"]);
+    let plan = plan(&mut app, &sql).await;
+    let [list, outbox] = plan.as_slice() else { panic!("{plan:?}") };
+    assert_eq!(list.1, "ALL", "{plan:?}");
+    assert_eq!(
+        (outbox.0.as_str(), outbox.1.as_str(), outbox.2.as_deref()),
+        ("o", "eq_ref", Some("PRIMARY")),
+        "{plan:?}"
+    );
+
+    // The open row stands between the deleted ones: a range over them waits for its writer.
+    let (low, high) = (read.rows[0].position, read.rows[50].position);
+    execute(
+        &mut app,
+        "set session innodb_lock_wait_timeout = 1; set session transaction isolation level read committed",
+    )
+    .await;
+    let range = format!("delete from oncebox_outbox where position between {low} and {high}");
+    let waited = sqlx::raw_sql(AssertSqlSafe(range)).execute(&mut app).await.unwrap_err();
+    assert!(waited.to_string().contains("1205"), "{waited}");
+
+    let mark = session.claim(Mark { through: Some(read.batch), ..Mark::default() });
+    tokio::time::timeout(Duration::from_secs(10), mark).await.expect("the mark waits for an open writer").unwrap();
+    before.commit().await.unwrap();
+    let left = session.read(100).await.unwrap();
+    assert_eq!(payloads(&left.rows), ["open"], "a row that was never read is not deleted");
+}
+
+// Shown to fail: with `join` instead of `straight_join .. force index`, MariaDB scans a small outbox and looks the list up.
+#[tokio::test(flavor = "multi_thread")]
+async fn r11_every_statement_that_changes_a_table_others_insert_into_looks_its_rows_up() {
+    let Some(db) = Db::new("r11_every_statement_that_changes_a_table_others_insert_into_looks_its_rows_up").await
+    else {
+        return;
+    };
+    let mut app = db.app().await;
+    let relay = include_str!("../../src/store/mysql/relay.rs");
+    for (name, parameters) in [
+        ("DELETE_PROVEN", ["'[1]'"].as_slice()),
+        ("DELETE_DIVERTED", &["'[1]'"]),
+        ("DIVERT", &["'[{\"p\":1}]'"]),
+        ("CHANGE", &["'[{\"p\":1}]'", "20"]),
+    ] {
+        let plan = plan(&mut app, &statement(relay, name, parameters)).await;
+        let last = plan.last().unwrap();
+        assert!(last.1 == "eq_ref" && last.2.as_deref() == Some("PRIMARY"), "{name}: {plan:?}");
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn r09_r25_polls_read_by_index() {
+    let Some(db) = Db::new("r09_r25_polls_read_by_index").await else { return };
+    let mut app = db.app().await;
+    let waiting = include_str!("../../src/store/mysql/waiting.rs");
+    let heads = plan(&mut app, &statement(waiting, "DUE_HEADS", &["1", "10"])).await;
+    assert!(heads.iter().any(|step| step.2.as_deref() == Some("waiting_due")), "{heads:?}");
+    assert!(heads.iter().all(|step| step.1 != "ALL"), "{heads:?}");
+    // The loose scan is worth it once a key has several rows: 50 keys, 200 behind each.
+    execute(
+        &mut app,
+        "insert into oncebox_waiting (consumer_id, state, lane, message_id, id_text, content_hash, topic, kind, headers, payload, \
+           tombstone, source, place, partition_no, offset_no, attempts, history, stored_at) \
+         select 1, 'waiting', unhex(md5(seq % 50)), unhex(md5(seq)), '', unhex(md5(seq)), 't', '', '[]', '', 0, '', '', 0, 0, 0, '[]', \
+           utc_timestamp(6) from seq_1_to_10000; \
+         analyze table oncebox_waiting",
+    )
+    .await;
+    let sweep = statement(waiting, "HEADS_WITHOUT_DUE_TIME", &["1", "10"]);
+    let rows = sqlx::raw_sql(AssertSqlSafe(format!("explain {sweep}"))).fetch_all(&mut app).await.unwrap();
+    let extras: Vec<Option<String>> = rows.iter().map(|row| row.get("Extra")).collect();
+    let is_loose = |extra: &Option<String>| extra.as_deref().is_some_and(|extra| extra.contains("for group-by"));
+    assert!(extras.iter().any(is_loose), "{extras:?}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a7_the_relay_never_makes_an_application_wait() {
+    let Some(db) = Db::new("a7_the_relay_never_makes_an_application_wait").await else { return };
+    let mut app = db.app().await;
+    enqueue_all(&mut app, (0..10).map(|n| text("t", "a", &n.to_string())).collect()).await.unwrap();
+    execute(&mut app, "set session innodb_lock_wait_timeout = 1").await;
+
+    // What others do, to show what is avoided: a locking read at REPEATABLE READ closes the end of the table.
+    let mut other = db.app().await;
+    execute(&mut other, "set session transaction isolation level repeatable read; start transaction").await;
+    let locked = "select position from oncebox_outbox order by position for update skip locked";
+    sqlx::raw_sql(locked).fetch_all(&mut other).await.unwrap();
+    let waited = enqueue(&mut app, text("t", "a", "10")).await.unwrap_err();
+    assert!(waited.is_nobodys() && waited.to_string().contains("1205"), "{waited:?}");
+    execute(&mut other, "rollback").await;
+
+    let mut session = db.session("a").await;
+    let read = session.read(100).await.unwrap();
+    enqueue(&mut app, text("t", "a", "11")).await.unwrap();
+    session.claim(Mark { through: Some(read.batch), ..Mark::default() }).await.unwrap();
+    enqueue(&mut app, text("t", "a", "12")).await.unwrap();
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn rows_that_somebody_else_deleted_end_the_session() {
+    let Some(db) = Db::new("rows_that_somebody_else_deleted_end_the_session").await else { return };
+    let mut app = db.app().await;
+    enqueue(&mut app, text("t", "a", "1")).await.unwrap();
+    let mut session = db.session("a").await;
+    let read = session.read(10).await.unwrap();
+    execute(&mut app, "delete from oncebox_outbox").await;
+    let diverted = vec![(read.rows[0].position, oncebox::store::Diversion::HeldBehind)];
+    let mark = Mark { through: Some(read.batch), diverted, ..Mark::default() };
+    assert!(session.claim(mark).await.is_err(), "what is to be moved whole must be there");
+    assert_eq!(db.count("oncebox_outbox_dead").await, 0);
+}
+
+// Shown to fail: with the time read in the statement that waits for the lock, the standby takes a lease that was just granted.
+#[tokio::test(flavor = "multi_thread")]
+async fn r22_a_lease_granted_while_a_standby_waits_for_the_row_does_not_look_as_if_the_clock_went_back() {
+    let test = "r22_a_lease_granted_while_a_standby_waits_for_the_row_does_not_look_as_if_the_clock_went_back";
+    let Some(db) = Db::new(test).await else { return };
+    let mut owner = db.app().await;
+    execute(&mut owner, "start transaction; select epoch from oncebox_shard where shard_id = 0 for update").await;
+    let store = db.store.clone();
+    let standby = tokio::spawn(async move { store.open(&lease("standby")).await.unwrap() });
+    db.until_waiting(1, "select % from oncebox\\_shard %").await;
+    execute(
+        &mut owner,
+        "update oncebox_shard set owner = 'owner', lease_until = utc_timestamp(6) + interval 600 second, lease_seconds = 600; commit",
+    )
+    .await;
+    let answer = standby.await.unwrap();
+    assert!(matches!(&answer, LeaseAnswer::HeldBy { owner, .. } if owner == "owner"), "{answer:?}");
+}
