@@ -169,9 +169,7 @@ impl std::fmt::Display for HandlerError {
 // `HandlerError` itself does not implement `std::error::Error`, so that this conversion can exist (as anyhow does it).
 impl<E: std::error::Error + Send + Sync + 'static> From<E> for HandlerError {
     fn from(error: E) -> Self {
-        let nobodys = (&error as &dyn std::any::Any)
-            .downcast_ref::<sqlx::Error>()
-            .is_some_and(|error| classify::is_nobodys(error))
+        let nobodys = (&error as &dyn std::any::Any).downcast_ref::<sqlx::Error>().is_some_and(classify::is_nobodys)
             || (&error as &dyn std::any::Any).downcast_ref::<StoreError>().is_some_and(StoreError::is_nobodys);
         let mut message = error.to_string();
         let mut source = error.source();

@@ -111,7 +111,7 @@ async fn on<S: Store>(store: S, command: &DeadCommand, settings: &Settings, outp
             let how = match (payload, new_id) {
                 (None, false) => OperatorAct::Redrive,
                 (file, _) => {
-                    let payload = file.as_ref().map(|file| read_payload(file)).transpose()?;
+                    let payload = file.as_ref().map(read_payload).transpose()?;
                     OperatorAct::RedriveAs { id: Uuid::now_v7(), payload }
                 }
             };

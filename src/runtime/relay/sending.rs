@@ -153,19 +153,16 @@ impl<S: Store> Pump<'_, S> {
     pub(super) fn settle(&mut self, settled: Settled) -> Result<bool, Doubt> {
         let Some(sent) = self.window.get(settled.tag) else { return Ok(false) };
         let alone = self.alone == Some(settled.tag);
-        let refusal = match settled.outcome {
-            Ok(_) => {
-                self.window.prove(settled.tag);
-                self.memory.isolation.on_settled(sent.position);
-                if alone {
-                    self.alone = None;
-                    if let Some(topic) = self.release.alone_topic.take() {
-                        self.release.opened(&topic);
-                    }
+        let Err(refusal) = settled.outcome else {
+            self.window.prove(settled.tag);
+            self.memory.isolation.on_settled(sent.position);
+            if alone {
+                self.alone = None;
+                if let Some(topic) = self.release.alone_topic.take() {
+                    self.release.opened(&topic);
                 }
-                return Ok(true);
             }
-            Err(refusal) => refusal,
+            return Ok(true);
         };
         let (class, cause, why) = match refusal {
             Refusal::Message(why) => (FailureClass::Message, Cause::Message, why),

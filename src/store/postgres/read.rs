@@ -199,7 +199,7 @@ mod tests {
                 "{shown}"
             );
             let scanned = |node: &&str| node.starts_with("Seq Scan on outbox") && !node.contains("outbox_position_seq");
-            assert!(!nodes.iter().any(|node| scanned(node)), "{shown}");
+            assert!(!nodes.iter().any(scanned), "{shown}");
             assert!(nodes.iter().any(|node| node.starts_with("Index Scan using outbox_p")), "{shown}");
             // Of 2,000 rows in the tail no more are read than the limit lets through.
             let most = nodes
