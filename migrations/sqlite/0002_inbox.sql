@@ -91,5 +91,7 @@ create unique index oncebox_waiting_dead on oncebox_waiting (consumer_id, messag
 create index oncebox_waiting_due on oncebox_waiting (consumer_id, due_at) where due_at is not null;
 -- Serves "is this lane blocked", "what comes next in it", and the sweep over the lanes.
 create index oncebox_waiting_lane on oncebox_waiting (consumer_id, lane, sequence) where blocks = 1;
+-- Serves the count of waiting messages of a consumer.
+create index oncebox_waiting_consumer on oncebox_waiting (consumer_id);
 -- Serves `dead list`.
 create index oncebox_waiting_state on oncebox_waiting (state, consumer_id, sequence) where state = 'dead';

@@ -20,6 +20,8 @@ mod inbox;
 mod mailbox;
 mod message;
 mod operator;
+#[cfg(test)]
+mod plans;
 mod relay;
 mod schema;
 mod statements;

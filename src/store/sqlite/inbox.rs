@@ -53,6 +53,31 @@ pub(super) fn shorten(error: &str) -> String {
     error[..end].to_owned()
 }
 
+/// Which of these ids stand in the inbox.
+pub(super) const KNOWN: &str = concat!(
+    "with recursive ",
+    parts!("?2", 16),
+    " select message_id from n join oncebox_inbox on consumer_id = ?1 and message_id = substr(?2, 1 + i * 16, 16)"
+);
+
+/// Inserts ids and hashes, and gives the ids that were new.
+pub(super) const ADMIT: &str = concat!(
+    "with recursive ",
+    parts!("?2", 32),
+    " insert into oncebox_inbox (consumer_id, message_id, hash, received_at) \
+             select ?1, substr(?2, 1 + i * 32, 16), substr(?2, 17 + i * 32, 16), ",
+    now_ms!(),
+    " from n where length(?2) > 0 on conflict do nothing returning message_id"
+);
+
+/// Which of these lanes have a message that blocks.
+pub(super) const BLOCKED: &str = concat!(
+    "with recursive ",
+    parts!("?2", 16),
+    " select substr(?2, 1 + i * 16, 16) from n where exists (select 1 from oncebox_waiting \
+             where consumer_id = ?1 and lane = substr(?2, 1 + i * 16, 16) and blocks = 1)"
+);
+
 /// Ids behind each other, as `parts` takes them apart.
 fn bytes_of(ids: &[MessageId]) -> Vec<u8> {
     ids.iter().flat_map(|id| id.bytes()).collect()
@@ -100,11 +125,7 @@ impl Inbox for SqliteStore {
     }
 
     async fn known(&self, consumer: ConsumerId, ids: &[MessageId]) -> Result<HashSet<MessageId>, StoreError> {
-        let known = query_scalar::<_, Vec<u8>>(concat!(
-            "with recursive ",
-            parts!("?2", 16),
-            " select message_id from n join oncebox_inbox on consumer_id = ?1 and message_id = substr(?2, 1 + i * 16, 16)"
-        ));
+        let known = query_scalar::<_, Vec<u8>>(KNOWN);
         let known = known.bind(consumer.0).bind(bytes_of(ids)).fetch_all(self.pool()).await?;
         known.iter().map(|id| message_id(id)).collect()
     }
@@ -217,14 +238,7 @@ impl InboxTx for SqliteInboxTx {
         let mut sorted: Vec<&InboxEntry> = entries.iter().collect();
         sorted.sort_unstable_by_key(|entry| entry.id);
         let rows: Vec<u8> = sorted.iter().flat_map(|entry| entry.id.bytes().into_iter().chain(entry.hash)).collect();
-        let insert = query_scalar::<_, Vec<u8>>(concat!(
-            "with recursive ",
-            parts!("?2", 32),
-            " insert into oncebox_inbox (consumer_id, message_id, hash, received_at) \
-             select ?1, substr(?2, 1 + i * 32, 16), substr(?2, 17 + i * 32, 16), ",
-            now_ms!(),
-            " from n where length(?2) > 0 on conflict do nothing returning message_id"
-        ));
+        let insert = query_scalar::<_, Vec<u8>>(ADMIT);
         let new = insert.bind(self.consumer.0).bind(rows).fetch_all(self.write.connection()).await?;
         let new = new.iter().map(|id| message_id(id)).collect::<Result<HashSet<_>, _>>()?;
         let old: Vec<MessageId> = entries.iter().map(|entry| entry.id).filter(|id| !new.contains(id)).collect();
@@ -240,12 +254,7 @@ impl InboxTx for SqliteInboxTx {
     }
 
     async fn blocked(&mut self, lanes: &[[u8; 16]]) -> Result<HashSet<[u8; 16]>, StoreError> {
-        let blocked = query_scalar::<_, Vec<u8>>(concat!(
-            "with recursive ",
-            parts!("?2", 16),
-            " select substr(?2, 1 + i * 16, 16) from n where exists (select 1 from oncebox_waiting \
-             where consumer_id = ?1 and lane = substr(?2, 1 + i * 16, 16) and blocks = 1)"
-        ));
+        let blocked = query_scalar::<_, Vec<u8>>(BLOCKED);
         let blocked = blocked.bind(self.consumer.0).bind(lanes.concat()).fetch_all(self.write.connection()).await?;
         blocked.iter().map(|lane| sixteen(lane)).collect()
     }

@@ -13,6 +13,16 @@ use super::{millis, now_ms};
 use crate::error::StoreError;
 use crate::store::{Base, EmailOutcome, EmailToSend, Mailbox, NewEmail};
 
+/// Rows come by due time; `returning` gives them in no order.
+pub(super) const CLAIM: &str = concat!(
+    "update oncebox_email set claim = randomblob(16), attempts = attempts + 1, due_at = ?2 + ",
+    now_ms!(),
+    " where email_id in (select email_id from oncebox_email where state = 'pending' and due_at <= ",
+    now_ms!(),
+    " order by due_at, email_id limit ?1) ",
+    "returning email_id, claim, unique_key, recipient, subject, body, attempts"
+);
+
 impl Mailbox for SqliteStore {
     async fn queue_email(connection: &mut SqliteConnection, email: &NewEmail) -> Result<bool, StoreError> {
         let insert = query(concat!(
@@ -38,14 +48,7 @@ impl Mailbox for SqliteStore {
             return Ok(Vec::new());
         }
         let mut write = self.write().await?;
-        let claim = query(concat!(
-            "update oncebox_email set claim = randomblob(16), attempts = attempts + 1, due_at = ?2 + ",
-            now_ms!(),
-            " where email_id in (select email_id from oncebox_email where state = 'pending' and due_at <= ",
-            now_ms!(),
-            " order by due_at, email_id limit ?1) ",
-            "returning email_id, claim, unique_key, recipient, subject, body, attempts"
-        ));
+        let claim = query(CLAIM);
         let claim = claim.bind(i64::try_from(limit).unwrap_or(i64::MAX)).bind(millis(claim_for));
         let rows = claim.fetch_all(write.connection()).await?;
         let mut emails = rows.iter().map(email_to_send).collect::<Result<Vec<_>, _>>()?;

@@ -18,6 +18,8 @@ use crate::store::{
 
 /// Above this many the number of pending messages is an estimate.
 const COUNT_MAX: i64 = 100_000;
+/// Inbox rows are counted up to this many.
+const INBOX_COUNT_MAX: i64 = 1_000_000;
 
 /// shard_id, bucket_low, bucket_high, scanned_to, epoch, owner, what is left of the lease, age of the cursor.
 type ShardRow = (i32, u8, u8, i64, i64, Option<String>, i64, i64);
@@ -106,17 +108,22 @@ impl SqliteStore {
     }
 
     async fn consumer_status(&self) -> Result<Vec<ConsumerStatus>, StoreError> {
+        // What stands behind a dead one is counted from the dead ones: they are few, the others may be many.
         let consumers = query_as::<_, (String, i64, i64, i64, i64)>(
-            "select c.name,
-                    (select count(*) from oncebox_waiting as w where w.consumer_id = c.consumer_id and w.state = 'waiting'),
-                    (select count(*) from oncebox_waiting as w where w.consumer_id = c.consumer_id and w.state = 'waiting'
-                        and exists (select 1 from oncebox_waiting as d
-                                     where d.consumer_id = w.consumer_id and d.lane = w.lane and d.blocks = 1
-                                       and d.sequence < w.sequence and d.state = 'dead')),
+            "with walls(consumer_id, lane, sequence) as (
+                select consumer_id, lane, min(sequence) from oncebox_waiting
+                 where state = 'dead' and blocks = 1 group by consumer_id, lane)
+             select c.name,
+                    (select count(*) from oncebox_waiting as w where w.consumer_id = c.consumer_id)
+                  - (select count(*) from oncebox_waiting as w where w.consumer_id = c.consumer_id and w.state = 'dead'),
+                    (select count(*) from walls join oncebox_waiting as w using (consumer_id, lane)
+                      where consumer_id = c.consumer_id and w.blocks = 1 and w.sequence > walls.sequence
+                        and w.state = 'waiting'),
                     (select count(*) from oncebox_waiting as w where w.consumer_id = c.consumer_id and w.state = 'dead'),
-                    (select count(*) from oncebox_inbox as i where i.consumer_id = c.consumer_id)
+                    (select count(*) from (select 1 from oncebox_inbox as i where i.consumer_id = c.consumer_id limit ?))
                from oncebox_consumer as c order by c.name",
-        );
+        )
+        .bind(INBOX_COUNT_MAX);
         let status = |(name, waiting, held, dead, inbox): (String, i64, i64, i64, i64)| ConsumerStatus {
             name,
             waiting: (waiting - held).unsigned_abs(),

@@ -11,6 +11,9 @@
 mod held;
 mod mark;
 
+#[cfg(test)]
+pub(super) use mark::DELETE;
+
 use std::collections::VecDeque;
 use std::time::Duration;
 
@@ -29,6 +32,12 @@ use crate::store::{
 
 /// A read ends early once it has this many bytes of messages.
 const READ_BYTES_MAX: usize = 8 * 1024 * 1024;
+
+/// The fence and the next rows, in one snapshot. The outer join gives the fence also where there is no row.
+pub(super) const READ: &str = "select s.epoch, s.revision, coalesce((select seq from sqlite_sequence where name = 'oncebox_outbox'), 0), \
+             s.scanned_to, o.position, o.bucket, o.message_id, o.topic, o.key, o.kind, o.headers, o.payload, o.content_type, \
+             o.created_at from oncebox_shard as s left join oncebox_outbox as o on o.position > ?1 \
+             where s.shard_id = ?2 order by o.position limit ?3";
 
 /// One ownership of the only shard.
 #[derive(Debug)]
@@ -132,13 +141,8 @@ impl RelaySession for SqliteSession {
     }
 
     async fn read(&mut self, rows_max: usize) -> Result<ReadBatch, StoreError> {
-        // One more than asked for tells whether there is more. The outer join gives the fence also where there is no row.
-        let read = query(
-            "select s.epoch, s.revision, coalesce((select seq from sqlite_sequence where name = 'oncebox_outbox'), 0), \
-             s.scanned_to, o.position, o.bucket, o.message_id, o.topic, o.key, o.kind, o.headers, o.payload, o.content_type, \
-             o.created_at from oncebox_shard as s left join oncebox_outbox as o on o.position > ?1 \
-             where s.shard_id = ?2 order by o.position limit ?3",
-        );
+        // One more than asked for tells whether there is more.
+        let read = query(READ);
         let limit = i64::try_from(rows_max).unwrap_or(i64::MAX - 1) + 1;
         let mut rows = Vec::new();
         let (mut bytes, mut more, mut seen) = (0, false, false);

@@ -26,7 +26,7 @@ macro_rules! is_head {
 }
 
 /// Heads come by due time; `returning` gives them in no order.
-const CLAIM: &str = concat!(
+pub(super) const CLAIM: &str = concat!(
     "update oncebox_waiting set claim = randomblob(16), attempts = attempts + 1, due_at = ?3 + ",
     now_ms!(),
     " where sequence in (select w.sequence from oncebox_waiting as w where w.consumer_id = ?1 and w.due_at <= ",
@@ -39,7 +39,7 @@ const CLAIM: &str = concat!(
 );
 
 /// The heads without a due time: a loose scan over the lanes of the index, then the first row of each.
-const LOST_HEADS: &str = "\
+pub(super) const LOST_HEADS: &str = "\
 with recursive lanes(lane) as (
     select min(lane) from oncebox_waiting where consumer_id = ?1 and blocks = 1
     union all
@@ -50,6 +50,23 @@ heads(sequence) as (
              where w.consumer_id = ?1 and w.blocks = 1 and w.lane = lanes.lane order by w.sequence limit 1)
       from lanes where lanes.lane is not null)
 select w.sequence from heads join oncebox_waiting as w using (sequence) where w.state = 'waiting' and w.due_at is null";
+
+/// How many milliseconds until the first head is due.
+pub(super) const NEXT_DUE: &str = concat!(
+    "select max(0, w.due_at - ",
+    now_ms!(),
+    ") from oncebox_waiting as w where w.consumer_id = ? and w.due_at is not null and ",
+    is_head!(),
+    " order by w.due_at limit 1"
+);
+
+/// Makes the first row of a lane due, if it waits without a due time.
+pub(super) const WAKE_NEXT: &str = concat!(
+    "update oncebox_waiting set due_at = ",
+    now_ms!(),
+    " where sequence = (select sequence from oncebox_waiting where consumer_id = ? and lane = ? and blocks = 1 ",
+    "order by sequence limit 1) and state = 'waiting' and due_at is null"
+);
 
 impl Waiting for SqliteStore {
     async fn claim_due(
@@ -73,13 +90,7 @@ impl Waiting for SqliteStore {
     }
 
     async fn next_due(&self, consumer: ConsumerId) -> Result<Option<Duration>, StoreError> {
-        let next = query_scalar::<_, i64>(concat!(
-            "select max(0, w.due_at - ",
-            now_ms!(),
-            ") from oncebox_waiting as w where w.consumer_id = ? and w.due_at is not null and ",
-            is_head!(),
-            " order by w.due_at limit 1"
-        ));
+        let next = query_scalar::<_, i64>(NEXT_DUE);
         let next = next.bind(consumer.0).fetch_optional(self.pool()).await?;
         Ok(next.map(|left| Duration::from_millis(left.unsigned_abs())))
     }
@@ -157,12 +168,7 @@ pub(super) async fn wake_next(
     consumer: i32,
     lane: Option<Vec<u8>>,
 ) -> Result<(), StoreError> {
-    let wake = query(concat!(
-        "update oncebox_waiting set due_at = ",
-        now_ms!(),
-        " where sequence = (select sequence from oncebox_waiting where consumer_id = ? and lane = ? and blocks = 1 ",
-        "order by sequence limit 1) and state = 'waiting' and due_at is null"
-    ));
+    let wake = query(WAKE_NEXT);
     wake.bind(consumer).bind(lane).execute(connection).await?;
     Ok(())
 }

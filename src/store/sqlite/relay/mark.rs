@@ -10,6 +10,10 @@ use crate::store::sqlite::write::Write;
 use crate::store::sqlite::{millis, now_ms};
 use crate::store::{Diversion, Mark};
 
+/// By exact positions: never a row that was not read.
+pub(in crate::store::sqlite) const DELETE: &str =
+    "delete from oncebox_outbox where position in (select value from json_each(?))";
+
 impl SqliteSession {
     /// Raises the revision, renews the lease, writes the mark, commits.
     pub(super) async fn write_mark(&mut self, mark: &Mark) -> Result<(), StoreError> {
@@ -64,8 +68,7 @@ impl SqliteSession {
             divert(write.connection(), &mark.diverted).await?;
         }
         for Batch { positions, .. } in batches() {
-            // By exact positions: never a row that was not read.
-            let delete = query("delete from oncebox_outbox where position in (select value from json_each(?))");
+            let delete = query(DELETE);
             delete.bind(positions_json(positions)).execute(write.connection()).await?;
         }
         if !mark.changed.is_empty() {
