@@ -77,7 +77,7 @@ impl Corner {
         Some(read(&got))
     }
 
-    pub(crate) async fn clean(self, queues: &[&str]) {
+    pub(crate) async fn clean(&self, queues: &[&str]) {
         let channel = self.connection.create_channel().await.unwrap();
         for queue in queues {
             channel.queue_delete((*queue).into(), QueueDeleteOptions::default()).await.unwrap();

@@ -5,8 +5,12 @@
 #[path = "../support/mod.rs"]
 mod support;
 
+#[cfg(feature = "testing")]
+mod conformance;
+mod faults;
 mod fixture;
 mod handover;
+mod private;
 mod publish;
 mod queues;
 mod reach;

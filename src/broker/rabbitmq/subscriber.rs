@@ -10,12 +10,12 @@ use std::collections::VecDeque;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::task::{Context, Poll};
+use std::task::{Context, Poll, Waker};
 use std::time::{Duration, Instant};
 
 use async_trait::async_trait;
 use futures::Stream;
-use lapin::options::{BasicAckOptions, BasicConsumeOptions, BasicQosOptions};
+use lapin::options::{BasicAckOptions, BasicConsumeOptions, BasicQosOptions, QueueDeclareOptions};
 use lapin::types::FieldTable;
 use lapin::{Channel, Consumer};
 
@@ -44,9 +44,8 @@ struct Source {
     /// The highest tag handed out, and the highest acknowledged.
     delivered: u64,
     acknowledged: u64,
-    /// Messages that stood in the queue when we came, less those handed out.
+    /// Messages that stood in the queue when we came, less those taken; none once the queue was seen empty.
     expected: u64,
-    caught_up: bool,
 }
 
 /// Everything that must outlive the socket: the socket is cut first, then the handles are dropped (R29).
@@ -111,7 +110,6 @@ impl RabbitSubscriber {
                 delivered: 0,
                 acknowledged: 0,
                 expected: u64::from(found.ready),
-                caught_up: found.ready == 0,
             });
         }
         Ok(Self {
@@ -126,29 +124,64 @@ impl RabbitSubscriber {
         })
     }
 
-    /// Takes what has arrived, from all queues in turn.
-    fn poll_deliveries(&mut self, context: &mut Context<'_>) -> Poll<Result<(), BrokerError>> {
+    /// Takes what has arrived, from all queues in turn, until so many wait.
+    fn take(&mut self, context: &mut Context<'_>, max: usize) -> Result<(), BrokerError> {
         let count = self.guard.sources.len();
         for step in 0..count {
-            let at = (self.turn + step) % count;
-            let source = &mut self.guard.sources[at];
-            // While paused, what the prefetch lets through is kept here, so that an end of the stream is still seen.
-            while self.paused || self.waiting.len() < DELIVERIES_MAX {
+            let source = &mut self.guard.sources[(self.turn + step) % count];
+            while self.waiting.len() < max {
                 match Pin::new(&mut source.consumer).poll_next(context) {
                     Poll::Pending => break,
                     Poll::Ready(Some(Ok(delivery))) => self.waiting.push_back(source.take(delivery)),
-                    Poll::Ready(Some(Err(error))) => return Poll::Ready(Err(classify(&error))),
+                    Poll::Ready(Some(Err(error))) => return Err(classify(&error)),
                     Poll::Ready(None) => {
-                        return Poll::Ready(Err(BrokerError::Destination(format!(
+                        return Err(BrokerError::Destination(format!(
                             "the server cancelled the consumer of queue `{}`; was the queue deleted?",
                             source.id.place
-                        ))));
+                        )));
                     }
                 }
             }
         }
         self.turn = (self.turn + 1) % count.max(1);
-        if self.paused || self.waiting.is_empty() { Poll::Pending } else { Poll::Ready(Ok(())) }
+        Ok(())
+    }
+
+    fn poll_deliveries(&mut self, context: &mut Context<'_>) -> Poll<Result<(), BrokerError>> {
+        // While paused, what the prefetch lets through is kept here, so that an end of the stream is still seen.
+        let max = if self.paused { usize::MAX } else { DELIVERIES_MAX };
+        match self.take(context, max) {
+            Ok(()) if self.paused || self.waiting.is_empty() => Poll::Pending,
+            done => Poll::Ready(done),
+        }
+    }
+
+    /// Messages that stood in a queue when we came may have gone to another process. An empty queue says that nothing is left
+    /// that we do not have, or that is on its way to us: the second answer on the same channel comes after it.
+    async fn look_at_what_is_left(&mut self) -> Result<(), BrokerError> {
+        let deadline = self.config.connect_deadline;
+        let mut left = Vec::with_capacity(self.guard.sources.len());
+        for source in &self.guard.sources {
+            if source.expected == 0 {
+                left.push(false);
+                continue;
+            }
+            let (name, passive) = (source.id.place.as_ref().into(), QueueDeclareOptions::default().passive());
+            let asked = source.channel.queue_declare(name, passive, FieldTable::default());
+            let empty = within(deadline, "queue.declare", asked).await?.message_count() == 0;
+            if empty {
+                let answered = source.channel.basic_qos(source.prefetch, BasicQosOptions::default());
+                within(deadline, "basic.qos", answered).await?;
+            }
+            left.push(!empty);
+        }
+        self.take(&mut Context::from_waker(Waker::noop()), usize::MAX)?;
+        for (source, left) in self.guard.sources.iter_mut().zip(left) {
+            if !left {
+                source.expected = 0;
+            }
+        }
+        Ok(())
     }
 
     /// Nothing came for long: is the server there, and does it still know us as a consumer?
@@ -197,7 +230,8 @@ impl Subscriber for RabbitSubscriber {
             match tokio::time::timeout(quiet, arrived).await {
                 Ok(Ok(())) => {
                     self.last_delivery = Instant::now();
-                    return Ok(Event::Deliveries(self.waiting.drain(..).collect()));
+                    let count = self.waiting.len().min(DELIVERIES_MAX);
+                    return Ok(Event::Deliveries(self.waiting.drain(..count).collect()));
                 }
                 Ok(Err(error)) => return Err(error),
                 Err(_) => {
@@ -240,28 +274,13 @@ impl Subscriber for RabbitSubscriber {
         if !self.assigned {
             return Ok(false);
         }
-        let handed_out = self.waiting.is_empty();
-        for source in &mut self.guard.sources {
-            source.caught_up |= source.expected == 0 && handed_out;
+        if self.guard.sources.iter().any(|source| source.expected > 0)
+            && self.last_look.is_none_or(|at| at.elapsed() >= CAUGHT_UP_PAUSE)
+        {
+            self.last_look = Some(Instant::now());
+            self.look_at_what_is_left().await?;
         }
-        if self.guard.sources.iter().all(|source| source.caught_up) {
-            return Ok(true);
-        }
-        // Another process may be the active one: then the queue itself must be empty.
-        if self.last_look.is_some_and(|at| at.elapsed() < CAUGHT_UP_PAUSE) {
-            return Ok(false);
-        }
-        self.last_look = Some(Instant::now());
-        let mut topology = Topology::new(&self.guard.link, &self.config);
-        let mut all = true;
-        for source in &mut self.guard.sources {
-            if !source.caught_up {
-                let found = topology.queue_as_it_stands(&source.id.place).await?;
-                source.caught_up = handed_out && found.is_none_or(|found| found.ready == 0);
-            }
-            all &= source.caught_up;
-        }
-        Ok(all)
+        Ok(self.waiting.is_empty() && self.guard.sources.iter().all(|source| source.expected == 0))
     }
 
     async fn close(self: Box<Self>) {

@@ -1,0 +1,183 @@
+//! Alarms, timeouts, refusals and deaths of the server, on a RabbitMQ of our own.
+
+use std::time::{Duration, Instant};
+
+use oncebox::broker::{Broker, Publisher, Receipt, Refusal, Settled, Subscriber};
+use oncebox::error::BrokerError;
+
+use crate::fixture::{Corner, SOON, message, numbered, numbers, publish, receive, send_all};
+use crate::private::Private;
+use crate::support::eventually;
+
+async fn corner(private: &Private) -> Corner {
+    let corner = Corner::at(&private.url()).await;
+    corner.broker().declare(&[]).await.unwrap();
+    corner
+}
+
+async fn settle_all(publisher: &mut dyn Publisher, settled: &mut Vec<Settled>, count: usize) {
+    while settled.len() < count {
+        tokio::time::timeout(SOON, publisher.settle(settled)).await.expect("outcomes").unwrap();
+    }
+}
+
+#[tokio::test]
+async fn c5_a_memory_alarm_means_blocked_fails_nothing_and_work_goes_on_after_it() {
+    let Some(private) = Private::of("c5_a_memory_alarm_means_blocked") else { return };
+    let _alone = private.peace.write().await;
+    let mut corner = corner(&private).await;
+    // Shorter than the alarm will last: neither a confirm that is late nor a heartbeat may end the session.
+    corner.config.confirm_deadline = Duration::from_secs(1);
+    corner.config.heartbeat = Duration::from_secs(1);
+    let broker = corner.broker();
+    broker.subscriber(&corner.subscription()).await.unwrap().close().await;
+    let mut publisher = broker.publisher().await.unwrap();
+    assert!(send_all(&mut *publisher, numbered(&corner.topic, 2, 10)).await.iter().all(|one| one.outcome.is_ok()));
+    assert_eq!(publisher.blocked(), None);
+    assert!(private.control(&["set_vm_memory_high_watermark", "0.00001"]));
+    publisher.send((10..400).map(|tag| (tag, message(&corner.topic, Some("k"), tag))).collect()).await.unwrap();
+    let mut settled = Vec::new();
+    let (start, mut blocked_since) = (Instant::now(), None);
+    while blocked_since.is_none_or(|since: Instant| since.elapsed() < Duration::from_secs(5)) {
+        assert!(start.elapsed() < 2 * SOON, "the alarm was never told");
+        let waited = tokio::time::timeout(Duration::from_millis(100), publisher.settle(&mut settled)).await;
+        waited.unwrap_or(Ok(())).expect("blocked is no failure");
+        if let Some(why) = publisher.blocked() {
+            assert!(why.contains("memory"), "{why}");
+            blocked_since.get_or_insert_with(Instant::now);
+        }
+    }
+    assert!(settled.len() < 390, "nothing was held back: nothing is shown");
+    // Consuming goes on meanwhile.
+    let mut subscriber = broker.subscriber(&corner.subscription()).await.unwrap();
+    let deliveries = receive(&mut *subscriber, 10).await;
+    subscriber.acknowledge(&deliveries[9].source, deliveries[9].sequence).await.unwrap();
+    assert!(private.control(&["set_vm_memory_high_watermark", "absolute", "1GB"]));
+    settle_all(&mut *publisher, &mut settled, 390).await;
+    assert!(settled.iter().all(|one| one.outcome == Ok(Receipt::Confirm)), "{settled:?}");
+    assert_eq!(publisher.blocked(), None);
+    let rest = receive(&mut *subscriber, 390).await;
+    assert_eq!(numbers(&rest)[..], (10..400).collect::<Vec<_>>()[..]);
+    publisher.close().await;
+    subscriber.close().await;
+}
+
+#[tokio::test]
+async fn d8_a_channel_closed_by_the_consumer_timeout_is_told_and_a_new_subscriber_works() {
+    let Some(private) = Private::of("d8_a_channel_closed_by_the_consumer_timeout") else { return };
+    let _shared = private.peace.read().await;
+    let corner = corner(&private).await;
+    let broker = corner.broker();
+    let mut subscriber = broker.subscriber(&corner.subscription()).await.unwrap();
+    publish(&broker, numbered(&corner.topic, 1, 5)).await;
+    let held = receive(&mut *subscriber, 5).await;
+    let error = tokio::time::timeout(3 * SOON, subscriber.next()).await.expect("the timeout").unwrap_err();
+    let text = error.to_string();
+    assert!(text.contains("timed out") || text.contains("timeout"), "{text}");
+    // Too late to be told to the server, and no loss: the inbox knows these messages (D7, E9).
+    subscriber.acknowledge(&held[4].source, held[4].sequence).await.unwrap();
+    subscriber.close().await;
+    let mut again = broker.subscriber(&corner.subscription()).await.unwrap();
+    let deliveries = receive(&mut *again, 5).await;
+    assert_eq!(numbers(&deliveries), [0, 1, 2, 3, 4]);
+    assert!(deliveries.iter().all(|delivery| delivery.redelivered));
+    again.acknowledge(&deliveries[4].source, deliveries[4].sequence).await.unwrap();
+    again.close().await;
+}
+
+#[tokio::test]
+async fn c4_a_message_too_large_is_the_messages_fault_only_when_it_was_alone() {
+    let Some(private) = Private::of("c4_a_message_too_large") else { return };
+    let _shared = private.peace.read().await;
+    let corner = corner(&private).await;
+    corner.queue_of(&corner.queue(), &corner.topic, &[]).await;
+    let mut large = message(&corner.topic, Some("large"), 0);
+    large.payload = vec![b'x'; 300_000];
+    let broker = corner.broker();
+    let mut publisher = broker.publisher().await.unwrap();
+    let settled = send_all(&mut *publisher, vec![(0, large.clone())]).await;
+    let Err(Refusal::Message(why)) = &settled[0].outcome else { panic!("{settled:?}") };
+    assert!(why.contains("size"), "{why}");
+    publisher.settle(&mut Vec::new()).await.expect_err("its channel is closed");
+    publisher.close().await;
+    // Among others nobody knows which one it was: the session ends, and the runtime sends them one by one.
+    let mut publisher = broker.publisher().await.unwrap();
+    let mut rows = numbered(&corner.topic, 300, 300);
+    rows.push((300, large));
+    rows.extend((301..600).map(|tag| (tag, message(&corner.topic, None, tag))));
+    publisher.send(rows).await.unwrap();
+    let mut settled = Vec::new();
+    while let Ok(answer) = tokio::time::timeout(SOON, publisher.settle(&mut settled)).await {
+        if answer.is_err() {
+            break;
+        }
+    }
+    assert!(settled.iter().all(|one| one.outcome == Ok(Receipt::Confirm) && one.tag != 300), "{settled:?}");
+    publisher.close().await;
+}
+
+#[tokio::test]
+async fn r30_without_the_plugin_partitions_are_refused_with_the_command_that_enables_it() {
+    let Some(private) = Private::of("r30_without_the_plugin") else { return };
+    let _shared = private.peace.read().await;
+    let mut corner = corner(&private).await;
+    corner.config.partitions = 3;
+    let broker = corner.broker();
+    let error = broker.subscriber(&corner.subscription()).await.map(drop).unwrap_err();
+    let command = "rabbitmq-plugins enable rabbitmq_consistent_hash_exchange";
+    assert!(matches!(&error, BrokerError::Refused(why) if why.contains(command)), "{error}");
+    let findings = broker.check(&[corner.subscription()]).await.unwrap();
+    let found = findings.iter().find(|one| one.name.contains("consistent-hash")).unwrap();
+    assert!(found.refused && found.remedy.as_deref() == Some(command), "{found:?}");
+}
+
+#[tokio::test]
+async fn a_killed_server_ends_both_sides_and_what_was_confirmed_is_there_after_its_restart() {
+    let Some(private) = Private::of("a_killed_server_ends_both_sides") else { return };
+    let _alone = private.peace.write().await;
+    let corner = corner(&private).await;
+    let broker = corner.broker();
+    broker.subscriber(&corner.subscription()).await.unwrap().close().await;
+    // A clean stop first: RabbitMQ 3.10 forgets which member of a quorum queue it is when it is killed in the first seconds of
+    // the queue's life, and that queue never finds a leader again.
+    assert!(private.control(&["stop_app"]) && private.control(&["start_app"]));
+    let mut subscriber: Box<dyn Subscriber> = broker.subscriber(&corner.subscription()).await.unwrap();
+    let mut publisher = broker.publisher().await.unwrap();
+    let mut proven: Vec<u64> = Vec::new();
+    publisher.send(numbered(&corner.topic, 1, 2_000)).await.unwrap();
+    let mut settled = Vec::new();
+    publisher.settle(&mut settled).await.unwrap();
+    private.kill();
+    let error = loop {
+        match tokio::time::timeout(SOON, publisher.settle(&mut settled)).await.expect("an end") {
+            Ok(()) => assert!(settled.len() < 2_000, "all were proven before the kill: nothing is shown"),
+            Err(error) => break error,
+        }
+    };
+    assert!(matches!(error, BrokerError::Unavailable(_)), "{error}");
+    proven.extend(settled.iter().filter(|one| one.outcome.is_ok()).map(|one| one.tag));
+    let error = loop {
+        match tokio::time::timeout(SOON, subscriber.next()).await.expect("an end") {
+            Ok(_) => {}
+            Err(error) => break error,
+        }
+    };
+    assert!(matches!(error, BrokerError::Unavailable(_)), "{error}");
+    publisher.close().await;
+    subscriber.close().await;
+    let error = broker.publisher().await.map(drop).unwrap_err();
+    assert!(matches!(error, BrokerError::Unavailable(_)), "{error}");
+    private.start();
+    // The queue is there before its leader is: consuming may be unanswered for a while.
+    let subscribed = async || broker.subscriber(&corner.subscription()).await.ok();
+    let mut again = eventually("a subscriber", 3 * SOON, subscribed).await;
+    let seen = numbers(&receive(&mut *again, proven.len()).await);
+    assert!(
+        proven.iter().all(|tag| seen.contains(tag)),
+        "a confirmed message is gone: {} of {}",
+        seen.len(),
+        proven.len()
+    );
+    assert!(seen.is_sorted(), "of one key, what was taken is a prefix in order");
+    again.close().await;
+}
