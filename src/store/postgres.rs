@@ -48,6 +48,15 @@ pub struct PostgresStore {
     inbox_look_at: Arc<Mutex<Option<Instant>>>,
 }
 
+/// The settings of a relay session and the statement of its read, for tests of the plan (R9).
+#[cfg(feature = "testing")]
+#[doc(hidden)]
+#[must_use]
+pub fn read_plan(buckets: (i16, i16), limit: usize) -> (String, String) {
+    let buckets = read::Buckets { from: buckets.0, to: buckets.1 };
+    (relay::settings(Duration::from_secs(30)), read::statement(buckets, limit))
+}
+
 impl Base for PostgresStore {
     type Db = sqlx::Postgres;
 
