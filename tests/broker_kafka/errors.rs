@@ -72,6 +72,23 @@ async fn a_broker_that_is_away_blocks_and_is_no_failure() {
     publisher.close().await;
 }
 
+// An idempotent producer keeps its messages back until it has its id, which it asks for every 500 ms.
+// Shown: without the wait for the id in `warm` the first message takes a second.
+#[tokio::test]
+async fn a_session_is_warm_when_it_opens() {
+    let (mock, broker) = mock("t");
+    // Once for what a broker learns of a topic.
+    publish_all(&broker, vec![message("t", None, "x")]).await;
+    let not_yet = RDKafkaRespErr::RD_KAFKA_RESP_ERR_COORDINATOR_LOAD_IN_PROGRESS;
+    mock.request_errors(RDKafkaApiKey::InitProducerId, &[not_yet; 3]);
+    let mut publisher = broker.publisher().await.unwrap();
+    let start = Instant::now();
+    assert_eq!(publisher.topic("t").await.unwrap(), TopicState::Ready);
+    publish(&mut publisher, vec![message("t", None, "x")]).await;
+    assert!(start.elapsed() < Duration::from_millis(400), "{:?}", start.elapsed());
+    publisher.close().await;
+}
+
 // Shown: with a `Drop` that waits for the polling thread it takes 50 ms at best.
 #[tokio::test]
 async fn dropping_a_session_waits_for_nothing() {

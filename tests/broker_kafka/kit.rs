@@ -52,9 +52,15 @@ impl Kafka {
         self.config.servers.join(",")
     }
 
+    /// Takes note of a topic that is to go when the test ends.
+    pub(crate) fn note(&self, topic: &str) -> String {
+        self.topics.lock().unwrap().insert(topic.to_owned());
+        topic.to_owned()
+    }
+
     /// Creates a topic with settings, by rdkafka's own client.
     pub(crate) async fn create(&self, topic: &str, partitions: i32, settings: &[(&str, &str)]) {
-        self.topics.lock().unwrap().insert(topic.to_owned());
+        self.note(topic);
         let new =
             settings.iter().fold(NewTopic::new(topic, partitions, TopicReplication::Fixed(1)), |new, (name, value)| {
                 new.set(name, value)

@@ -6,6 +6,8 @@
 #[path = "../support/mod.rs"]
 mod support;
 
+#[cfg(feature = "testing")]
+mod conformance;
 mod consume;
 mod doctor;
 mod errors;

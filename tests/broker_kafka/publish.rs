@@ -1,7 +1,7 @@
 //! Publishing: what is proven, what is refused, in which order it stands in the topic.
 
 use std::collections::HashMap;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use crate::kit::*;
 use oncebox::BrokerError;
@@ -169,28 +169,6 @@ async fn r19_a_session_that_sent_already_starts_anew_for_a_smaller_topic() {
     publish(&mut publisher, vec![message(&kafka.topic, None, "x")]).await;
     assert_eq!(publisher.topic(&small).await.unwrap(), TopicState::Ready);
     publisher.close().await;
-}
-
-// Shown: without the wait for the producer's id the first message takes 500 ms, each time.
-#[tokio::test]
-async fn a_session_is_warm_when_it_opens() {
-    let Some(kafka) = Kafka::with_topic("a_session_is_warm_when_it_opens", 1).await else { return };
-    let broker = kafka.broker();
-    // Once for what a broker learns of a topic.
-    publish_all(&broker, vec![message(&kafka.topic, None, "x")]).await;
-    let mut fastest = Duration::MAX;
-    for _ in 0..5 {
-        let mut publisher = broker.publisher().await.unwrap();
-        let start = Instant::now();
-        assert_eq!(publisher.topic(&kafka.topic).await.unwrap(), TopicState::Ready);
-        publish(&mut publisher, vec![message(&kafka.topic, None, "x")]).await;
-        fastest = fastest.min(start.elapsed());
-        publisher.close().await;
-        if fastest < Duration::from_millis(250) {
-            return;
-        }
-    }
-    panic!("the first message of a session took {fastest:?} at best");
 }
 
 #[tokio::test]

@@ -113,7 +113,7 @@ impl Outbox for PostgresStore {
 }
 
 /// What a session rests on, set by itself. The read has one good plan, whatever statistics say: ordered index scans.
-fn settings(timeout: Duration) -> String {
+pub(super) fn settings(timeout: Duration) -> String {
     let timeout = timeout.as_millis();
     format!(
         "{SYNCHRONOUS};
