@@ -15,10 +15,10 @@ use uuid::Uuid;
 
 use super::hex;
 use crate::error::{LimitError, StoreError};
-use crate::message::{Headers, Limits, MessageId, NewMessage, bucket};
+use crate::message::{Headers, Limits, MessageId, NewMessage, TraceContext, bucket};
 use crate::store::Door;
 
-/// Each limit that must be met stands for one row of `oncebox_limits`: a row that was deleted refuses everything.
+/// Lengths are twice those of the columns: everything stands in hexadecimal digits. Each limit that must be met stands for one row of `oncebox_limits`: a row that was deleted refuses everything.
 const INSERT: &str = "\
 insert into oncebox_outbox \
   (bucket, message_id, topic, `key`, kind, headers, payload, content_type, traceparent, tracestate, created_at) \
@@ -29,14 +29,14 @@ select m.bucket, unhex(m.id), unhex(m.topic), unhex(m.k), unhex(m.kind), convert
          o for ordinality, \
          bucket int path '$.b', \
          id varchar(32) path '$.i', \
-         topic longtext path '$.t', \
+         topic varchar(498) path '$.t', \
          k longtext path '$.k', \
-         kind longtext path '$.n', \
+         kind varchar(510) path '$.n', \
          headers longtext path '$.h', \
          payload longtext path '$.p', \
-         content_type longtext path '$.c', \
-         traceparent longtext path '$.tp', \
-         tracestate longtext path '$.ts')) m \
+         content_type varchar(510) path '$.c', \
+         traceparent varchar(110) path '$.tp', \
+         tracestate varchar(1024) path '$.ts')) m \
  where 9 = (select count(*) from oncebox_limits l \
              where (l.name = 'topic_length_max' and l.value >= ?) \
                 or (l.name = 'key_bytes_max' and l.value >= ?) \
@@ -68,6 +68,13 @@ impl Door for MySqlConnection {
         let mut largest = Largest::default();
         for message in &mut messages {
             message.settle_trace()?;
+            // A context that was put together by hand may be anything; headers were looked at above.
+            if let Some(trace) = &message.trace {
+                message.trace =
+                    Some(TraceContext::parse(&trace.traceparent, trace.tracestate.as_deref()).ok_or_else(|| {
+                        LimitError::new("trace", format!("`{}` is not of the W3C form", trace.traceparent))
+                    })?);
+            }
             CEILINGS.check(message)?;
             largest.measure(message);
         }
