@@ -1,4 +1,8 @@
 //! Cases of one subscriber: starting, redelivery, catching up, pausing, bounds.
+//!
+//! Shown to fail on adapters that commit what was read instead of what was acknowledged, forget acknowledgements when they are
+//! closed, say `caught_up` always, ignore `pause` or the bound, or wait on something after they took an event from their
+//! channel.
 
 use std::collections::HashMap;
 use std::time::Duration;

@@ -1,4 +1,7 @@
 //! Cases of several subscribers in one group: sharing, taking over, handing over, fencing.
+//!
+//! Shown to fail on adapters that hand over what was read instead of what was acknowledged, repeat what was acknowledged, or
+//! revoke a source twice.
 
 use std::collections::BTreeSet;
 use std::time::Duration;

@@ -1,4 +1,7 @@
 //! Cases of publishing: settling, order, dropped sessions, missing topics.
+//!
+//! Shown to fail on adapters that append a batch from its end, leave a row in the middle out, or wait on something after they
+//! took an outcome from their channel.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;

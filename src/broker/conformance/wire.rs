@@ -1,4 +1,7 @@
 //! Cases of what travels: bytes, envelope and headers arrive as INTERFACE says, under the names of the binding.
+//!
+//! Shown to fail on adapters that make an empty key of a missing one, write a partition key without a key, or keep only some of
+//! the headers.
 
 use std::collections::BTreeMap;
 
