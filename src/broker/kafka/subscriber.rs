@@ -122,7 +122,7 @@ impl Subscriber for KafkaSubscriber {
         if !unknown.is_empty()
             && let Some(consumer) = self.consumer.upgrade()
         {
-            match blocking::run(move || ends(&consumer, unknown)).await {
+            match blocking::run(move || ends(&consumer, &unknown)).await {
                 Ok(ends) => {
                     let mut assignment = self.shared.assignment();
                     for (source, start, end) in ends {
@@ -161,12 +161,12 @@ impl Drop for KafkaSubscriber {
 /// Where consumption of these partitions starts, and where they end.
 fn ends(
     consumer: &BaseConsumer<MemberContext>,
-    sources: Vec<PartitionId>,
+    sources: &[PartitionId],
 ) -> Result<Vec<(PartitionId, Option<i64>, i64)>, BrokerError> {
     let failed = |error: rdkafka::error::KafkaError| BrokerError::Unavailable(format!("kafka offsets: {error}"));
     let all_at = |offset: Offset| {
         let mut list = TopicPartitionList::with_capacity(sources.len());
-        for source in &sources {
+        for source in sources {
             list.add_partition_offset(&source.place, source.partition, offset).map_err(failed)?;
         }
         Ok::<_, BrokerError>(list)
