@@ -1,7 +1,10 @@
 //! The command lines: parse, wire, run. Data goes to stdout, the rest to stderr.
 
 mod common;
+mod config;
+mod dead;
 mod demo;
+mod doctor;
 mod migrate;
 mod oncebox;
 pub mod programs;

@@ -37,3 +37,8 @@ pub use message::{Message, NewMessage};
 pub use runtime::{HandlerTx, MessageHandler};
 pub use sqlx;
 pub use store::Store;
+
+/// The code of the README, compiled with the documentation tests.
+#[cfg(all(doctest, feature = "postgres", feature = "programs"))]
+#[doc = include_str!("../README.md")]
+struct Readme;

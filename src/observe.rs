@@ -239,3 +239,21 @@ pub fn acknowledge_failed(consumer: &str) {
 pub fn email(outcome: &'static str) {
     counter!(EMAILS, "outcome" => outcome).increment(1);
 }
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use super::*;
+
+    #[test]
+    fn the_documented_table_is_the_code() {
+        let file = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("docs/reference/metrics.md");
+        let text = std::fs::read_to_string(file).unwrap();
+        let rows = text.lines().filter(|line| line.starts_with("| `")).count();
+        assert_eq!(rows, METRICS.len());
+        for metric in METRICS {
+            let line = format!("| `{}` | {} |", metric.name, format!("{:?}", metric.kind).to_lowercase());
+            assert!(text.contains(&line) && text.contains(metric.about), "{line}");
+        }
+    }
+}

@@ -1,17 +1,23 @@
-//! The embedded broker against its promises: see `src/broker/embedded.rs`.
+//! The embedded broker within one process: the conformance suite, the file, turns, leases, retention.
 #![cfg(all(feature = "embedded", feature = "testing"))]
 #![allow(clippy::unwrap_used)]
 
-use std::collections::HashMap;
+use std::collections::BTreeSet;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use async_trait::async_trait;
+use oncebox::BrokerError;
 use oncebox::broker::conformance::{Capabilities, Fixture};
 use oncebox::broker::embedded::{EmbeddedBroker, EmbeddedConfig};
-use oncebox::broker::{Broker, Event, Publisher, Receipt, Settled, Subscription};
+use oncebox::broker::{Broker, Event, Publisher, Receipt, Refusal, Settled, Subscriber, Subscription};
 use oncebox::message::OutgoingMessage;
+use sqlx::sqlite::SqliteConnectOptions;
+use sqlx::{ConnectOptions, Connection, SqliteConnection};
 use uuid::Uuid;
+
+const PATIENCE: Duration = Duration::from_secs(30);
 
 struct Embedded {
     directory: tempfile::TempDir,
@@ -20,28 +26,37 @@ struct Embedded {
 #[async_trait]
 impl Fixture for Embedded {
     fn capabilities(&self) -> Capabilities {
-        Capabilities { missing_topics: false, patience: Duration::from_secs(30), ..Capabilities::log() }
+        Capabilities { missing_topics: false, patience: PATIENCE, ..Capabilities::log() }
     }
 
     async fn broker(&self) -> Arc<dyn Broker> {
-        let config = EmbeddedConfig::new(self.directory.path().join("broker.db"));
-        Arc::new(EmbeddedBroker::open(config).await.unwrap())
+        Arc::new(EmbeddedBroker::open(EmbeddedConfig::new(self.file())).await.unwrap())
+    }
+}
+
+impl Embedded {
+    fn new() -> Self {
+        Self { directory: tempfile::tempdir().unwrap() }
+    }
+
+    fn file(&self) -> PathBuf {
+        self.directory.path().join("broker.db")
     }
 }
 
 async fn fixture(_case: &str) -> Option<Embedded> {
-    Some(Embedded { directory: tempfile::tempdir().unwrap() })
+    Some(Embedded::new())
 }
 
 oncebox::broker_conformance!(fixture);
 
-fn message(topic: &str, key: Option<&str>, payload: &[u8]) -> OutgoingMessage {
+fn message(key: Option<&str>, payload: &[u8]) -> OutgoingMessage {
     OutgoingMessage {
         id: Uuid::now_v7(),
-        topic: topic.to_owned(),
+        topic: "t".to_owned(),
         key: key.map(str::to_owned),
         kind: "test.happened".to_owned(),
-        headers: vec![("tenant".to_owned(), "t1".to_owned())],
+        headers: Vec::new(),
         payload: payload.to_vec(),
         content_type: "application/json".to_owned(),
         trace: None,
@@ -49,55 +64,406 @@ fn message(topic: &str, key: Option<&str>, payload: &[u8]) -> OutgoingMessage {
     }
 }
 
+fn messages(count: usize) -> Vec<OutgoingMessage> {
+    (0..count).map(|n| message(Some(&format!("key-{}", n % 10)), n.to_string().as_bytes())).collect()
+}
+
 async fn publish(publisher: &mut dyn Publisher, rows: Vec<OutgoingMessage>) -> Vec<Settled> {
     let count = rows.len();
     publisher.send((0..).zip(rows).collect()).await.unwrap();
     let mut settled = Vec::new();
     while settled.len() < count {
-        publisher.settle(&mut settled).await.unwrap();
+        tokio::time::timeout(PATIENCE, publisher.settle(&mut settled)).await.unwrap().unwrap();
     }
     settled
 }
 
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn rows_that_were_sent_are_read_once_in_order_of_their_keys_and_not_again_once_acknowledged() {
-    let directory = tempfile::tempdir().unwrap();
-    let broker = EmbeddedBroker::open(EmbeddedConfig::new(directory.path().join("b.db"))).await.unwrap();
-    let mut publisher = broker.publisher().await.unwrap();
-    let count = 20_000_usize;
-    let rows = (0..count).map(|n| message("t", Some(&format!("k{}", n % 100)), n.to_string().as_bytes())).collect();
-    let begun = Instant::now();
-    let settled = publish(&mut *publisher, rows).await;
-    eprintln!("published {:.0}/s", count as f64 / begun.elapsed().as_secs_f64());
-    assert!(settled.iter().all(|settled| matches!(settled.outcome, Ok(Receipt::Offset { .. }))));
-    publisher.close().await;
+async fn open(config: EmbeddedConfig) -> EmbeddedBroker {
+    EmbeddedBroker::open(config).await.unwrap()
+}
 
-    let begun = Instant::now();
-    let mut subscriber = broker.subscriber(&Subscription::new("c", vec!["t".into()])).await.unwrap();
-    let mut last: HashMap<Vec<u8>, usize> = HashMap::new();
-    let mut seen = 0;
-    while seen < count {
-        match tokio::time::timeout(Duration::from_secs(10), subscriber.next()).await.unwrap().unwrap() {
-            Event::Deliveries(deliveries) => {
-                for delivery in deliveries {
-                    let n: usize = String::from_utf8(delivery.arrived.payload.unwrap()).unwrap().parse().unwrap();
-                    let before = last.insert(delivery.arrived.key.unwrap(), n);
-                    assert!(before.is_none_or(|before| before < n));
-                    seen += 1;
+fn subscription() -> Subscription {
+    Subscription::new("c", vec!["t".into()])
+}
+
+/// Reads so many rows; acknowledges them where told.
+async fn read(subscriber: &mut dyn Subscriber, count: usize, acknowledge: bool) -> Vec<(i32, i64)> {
+    let mut read = Vec::new();
+    while read.len() < count {
+        let event = tokio::time::timeout(PATIENCE, subscriber.next()).await.unwrap().unwrap();
+        if let Event::Deliveries(deliveries) = event {
+            for delivery in deliveries {
+                read.push((delivery.source.partition, delivery.sequence));
+                if acknowledge {
                     subscriber.acknowledge(&delivery.source, delivery.sequence).await.unwrap();
                 }
             }
-            event => eprintln!("{event:?}"),
         }
     }
-    eprintln!("consumed {:.0}/s", count as f64 / begun.elapsed().as_secs_f64());
-    assert!(subscriber.caught_up().await.unwrap());
-    subscriber.close().await;
+    read
+}
 
-    let mut again = broker.subscriber(&Subscription::new("c", vec!["t".into()])).await.unwrap();
-    while !again.caught_up().await.unwrap() {
-        let event = again.next().await.unwrap();
-        assert!(matches!(event, Event::Assigned(_)), "{event:?}");
+/// A plain connection, as a program has it that knows nothing of turns.
+async fn outside(path: &Path) -> SqliteConnection {
+    SqliteConnectOptions::new().filename(path).busy_timeout(Duration::from_secs(30)).connect().await.unwrap()
+}
+
+async fn number(connection: &mut SqliteConnection, sql: &'static str) -> i64 {
+    sqlx::query_scalar(sql).fetch_one(connection).await.unwrap()
+}
+
+fn refused(answer: Result<EmbeddedBroker, BrokerError>) -> String {
+    match answer {
+        Err(BrokerError::Refused(why)) => why,
+        other => panic!("not refused: {other:?}"),
     }
-    assert_eq!(broker.read_all("t").await.unwrap().len(), count);
+}
+
+#[tokio::test]
+async fn offsets_of_a_partition_ascend_without_holes_over_sessions_and_files_that_are_opened_anew() {
+    let embedded = Embedded::new();
+    let mut offsets: Vec<BTreeSet<i64>> = vec![BTreeSet::new(); 3];
+    for _ in 0..3 {
+        let broker = open(EmbeddedConfig { partitions: 3, ..EmbeddedConfig::new(embedded.file()) }).await;
+        let mut publisher = broker.publisher().await.unwrap();
+        for settled in publish(publisher.as_mut(), messages(111)).await {
+            let Ok(Receipt::Offset { partition, offset }) = settled.outcome else { panic!("{settled:?}") };
+            assert!(offsets[usize::try_from(partition).unwrap()].insert(offset), "an offset is given once");
+        }
+        publisher.close().await;
+    }
+    assert_eq!(offsets.iter().map(BTreeSet::len).sum::<usize>(), 333);
+    for of_partition in offsets {
+        let count = i64::try_from(of_partition.len()).unwrap();
+        assert!(of_partition.into_iter().eq(0..count));
+    }
+}
+
+#[tokio::test]
+async fn a_topic_keeps_the_partitions_it_was_made_with_and_a_key_its_partition() {
+    let embedded = Embedded::new();
+    let mut places = BTreeSet::new();
+    for partitions in [4, 1, 9] {
+        let broker = open(EmbeddedConfig { partitions, ..EmbeddedConfig::new(embedded.file()) }).await;
+        let mut publisher = broker.publisher().await.unwrap();
+        let settled = publish(publisher.as_mut(), vec![message(Some("acc-7"), b"")]).await;
+        let Ok(Receipt::Offset { partition, .. }) = settled[0].outcome else { panic!("{settled:?}") };
+        places.insert(partition);
+    }
+    // The first four bytes of SHA-256("acc-7") are 555333e3: computed with another language.
+    assert_eq!(places, BTreeSet::from([i32::try_from(0x5553_33e3_u32 % 4).unwrap()]));
+}
+
+#[tokio::test]
+async fn a_row_is_on_disk_before_it_is_settled() {
+    let embedded = Embedded::new();
+    let broker = open(EmbeddedConfig::new(embedded.file())).await;
+    let mut publisher = broker.publisher().await.unwrap();
+    let mut other = outside(&embedded.file()).await;
+    for n in 1..20 {
+        publish(publisher.as_mut(), messages(3)).await;
+        assert_eq!(number(&mut other, "select count(*) from record").await, n * 3);
+    }
+    assert_eq!(sqlx::query_scalar::<_, String>("pragma journal_mode").fetch_one(&mut other).await.unwrap(), "wal");
+}
+
+#[tokio::test]
+async fn a_message_that_is_too_large_is_refused_for_what_it_is_and_its_key_goes_no_further_in_the_session() {
+    let embedded = Embedded::new();
+    let broker = open(EmbeddedConfig { message_bytes_max: 1_000, ..EmbeddedConfig::new(embedded.file()) }).await;
+    let mut publisher = broker.publisher().await.unwrap();
+    let rows = vec![
+        message(Some("a"), b"1"),
+        message(Some("a"), &[0; 1_000]),
+        message(Some("a"), b"3"),
+        message(Some("b"), b"4"),
+        message(None, &[0; 1_001]),
+        message(None, b"6"),
+    ];
+    let mut settled = publish(publisher.as_mut(), rows).await;
+    settled.sort_by_key(|settled| settled.tag);
+    assert!(settled[0].outcome.is_ok());
+    let Err(Refusal::Message(why)) = &settled[1].outcome else { panic!("{:?}", settled[1]) };
+    assert!(why.contains("1001 bytes"), "{why}");
+    assert!(matches!(settled[2].outcome, Err(Refusal::Session(_))), "R15: a key is never gone on with");
+    assert!(settled[3].outcome.is_ok(), "another key goes on");
+    assert!(matches!(settled[4].outcome, Err(Refusal::Message(_))));
+    assert!(settled[5].outcome.is_ok(), "a message without a key holds nothing");
+    assert_eq!(broker.read_all("t").await.unwrap().len(), 3);
+}
+
+#[tokio::test]
+async fn a_directory_that_is_missing_is_named_with_what_to_do() {
+    let embedded = Embedded::new();
+    let why = refused(EmbeddedBroker::open(EmbeddedConfig::new(embedded.directory.path().join("no/broker.db"))).await);
+    assert!(why.contains("no` of the broker file does not exist; make it"), "{why}");
+}
+
+#[tokio::test]
+async fn files_of_others_and_of_newer_versions_are_refused_and_left_as_they_are() {
+    let embedded = Embedded::new();
+    let text = embedded.directory.path().join("notes.txt");
+    std::fs::write(&text, "no database at all, but long enough to have a header of a hundred bytes or so; ".repeat(9))
+        .unwrap();
+    let why = refused(EmbeddedBroker::open(EmbeddedConfig::new(&text)).await);
+    assert!(why.contains("no SQLite file"), "{why}");
+    assert!(std::fs::read_to_string(&text).unwrap().starts_with("no database"));
+
+    let other = embedded.directory.path().join("app.db");
+    let mut connection = SqliteConnectOptions::new().filename(&other).create_if_missing(true).connect().await.unwrap();
+    sqlx::raw_sql("create table payment (id integer primary key)").execute(&mut connection).await.unwrap();
+    let why = refused(EmbeddedBroker::open(EmbeddedConfig::new(&other)).await);
+    assert!(why.contains("something else"), "{why}");
+    assert_eq!(number(&mut connection, "select count(*) from sqlite_schema").await, 1);
+
+    open(EmbeddedConfig::new(embedded.file())).await;
+    let mut connection = outside(&embedded.file()).await;
+    sqlx::raw_sql("pragma user_version = 7").execute(&mut connection).await.unwrap();
+    connection.close().await.unwrap();
+    let why = refused(EmbeddedBroker::open(EmbeddedConfig::new(embedded.file())).await);
+    assert!(why.contains("version 7") && why.contains("update the program"), "{why}");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn many_that_open_a_new_file_at_once_make_it_once() {
+    let embedded = Embedded::new();
+    let file = embedded.file();
+    let openings: Vec<_> = (0..12)
+        .map(|_| {
+            let file = file.clone();
+            tokio::spawn(async move {
+                let broker = open(EmbeddedConfig::new(file)).await;
+                broker.declare(&["t".to_owned()]).await.unwrap();
+            })
+        })
+        .collect();
+    for opening in openings {
+        opening.await.unwrap();
+    }
+    assert_eq!(number(&mut outside(&file).await, "select count(*) from topic_partition").await, 4);
+}
+
+/// A member that says nothing, with all partitions of the topic, whose lease ends after so many milliseconds.
+async fn silent_member(file: &Path, ends_after: i64) {
+    let mut other = outside(file).await;
+    sqlx::query(
+        "insert into member (group_id, process, session_ms, expires_at) \
+         select group_id, 1, 6000, cast(unixepoch('subsec') * 1000 as integer) + ? from consumer_group",
+    )
+    .bind(ends_after)
+    .execute(&mut other)
+    .await
+    .unwrap();
+    sqlx::raw_sql(
+        "insert into member_topic select m.member_id, t.topic_id from member m, topic t; \
+         update lease set member_id = (select max(member_id) from member), epoch = epoch + 1",
+    )
+    .execute(&mut other)
+    .await
+    .unwrap();
+}
+
+async fn first_assignment(broker: &EmbeddedBroker) -> (Box<dyn Subscriber>, Duration, usize) {
+    let begun = Instant::now();
+    let mut subscriber = broker.subscriber(&subscription()).await.unwrap();
+    match tokio::time::timeout(PATIENCE, subscriber.next()).await.unwrap().unwrap() {
+        Event::Assigned(sources) => (subscriber, begun.elapsed(), sources.len()),
+        event => panic!("{event:?}"),
+    }
+}
+
+#[tokio::test]
+async fn a_silent_member_keeps_its_partitions_until_its_lease_ends_and_meanwhile_others_are_caught_up() {
+    let embedded = Embedded::new();
+    let broker = open(EmbeddedConfig::new(embedded.file())).await;
+    broker.subscriber(&subscription()).await.unwrap().close().await;
+    silent_member(&embedded.file(), 2_500).await;
+    let begun = Instant::now();
+    let mut subscriber = broker.subscriber(&subscription()).await.unwrap();
+    while !subscriber.caught_up().await.unwrap() {
+        assert!(begun.elapsed() < PATIENCE);
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    }
+    let mut sources = 0;
+    while sources < 4 {
+        match tokio::time::timeout(PATIENCE, subscriber.next()).await.unwrap().unwrap() {
+            Event::Assigned(assigned) => sources += assigned.len(),
+            event => panic!("{event:?}"),
+        }
+    }
+    assert!(begun.elapsed() >= Duration::from_millis(2_400), "taken after {:?}", begun.elapsed());
+    subscriber.close().await;
+}
+
+// Shown by taking `expires_at > ?2 + session_ms` out of `stand`: nothing is assigned for an hour.
+#[tokio::test]
+async fn r22_a_lease_that_ends_later_than_now_and_its_length_counts_as_over() {
+    let embedded = Embedded::new();
+    let broker = open(EmbeddedConfig::new(embedded.file())).await;
+    broker.subscriber(&subscription()).await.unwrap().close().await;
+    silent_member(&embedded.file(), 3_600_000).await;
+    let (subscriber, _, sources) = first_assignment(&broker).await;
+    assert_eq!(sources, 4);
+    subscriber.close().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn g9_a_member_that_others_buried_loses_everything_and_joins_anew() {
+    let embedded = Embedded::new();
+    let broker = open(EmbeddedConfig::new(embedded.file())).await;
+    let mut publisher = broker.publisher().await.unwrap();
+    publish(publisher.as_mut(), messages(100)).await;
+    let (mut subscriber, _, _) = first_assignment(&broker).await;
+    let deliveries = match tokio::time::timeout(PATIENCE, subscriber.next()).await.unwrap().unwrap() {
+        Event::Deliveries(deliveries) => deliveries,
+        event => panic!("{event:?}"),
+    };
+    // As another member does it.
+    let mut other = outside(&embedded.file()).await;
+    sqlx::raw_sql(
+        "begin immediate; update lease set member_id = null, epoch = epoch + 1; delete from member; \
+         update consumer_group set generation = generation + 1; commit",
+    )
+    .execute(&mut other)
+    .await
+    .unwrap();
+    for delivery in &deliveries {
+        subscriber.acknowledge(&delivery.source, delivery.sequence).await.unwrap();
+    }
+    let mut lost = 0;
+    let mut again = 0;
+    while again < 100 {
+        match tokio::time::timeout(PATIENCE, subscriber.next()).await.unwrap().unwrap() {
+            Event::Revoked { sources, lost: true, .. } => lost += sources.len(),
+            Event::Revoked { .. } => panic!("it is too late to give anything up"),
+            Event::Deliveries(deliveries) if lost > 0 => again += deliveries.len(),
+            Event::Deliveries(_) | Event::Assigned(_) => {}
+        }
+    }
+    assert_eq!(lost, 4);
+    assert_eq!(number(&mut other, "select sum(committed) from lease").await, 0, "the old epoch commits nothing");
+    subscriber.close().await;
+}
+
+#[tokio::test]
+async fn what_was_read_ahead_is_not_committed_before_it_is_acknowledged() {
+    let embedded = Embedded::new();
+    let broker = open(EmbeddedConfig { partitions: 1, ..EmbeddedConfig::new(embedded.file()) }).await;
+    let mut publisher = broker.publisher().await.unwrap();
+    publish(publisher.as_mut(), messages(1_000)).await;
+    let mut subscriber = broker.subscriber(&subscription()).await.unwrap();
+    let source = loop {
+        if let Event::Deliveries(deliveries) = subscriber.next().await.unwrap() {
+            break deliveries[0].source.clone();
+        }
+    };
+    let mut other = outside(&embedded.file()).await;
+    for through in [0, 7, 41, 42, 300] {
+        subscriber.acknowledge(&source, through).await.unwrap();
+        let begun = Instant::now();
+        loop {
+            let committed = number(&mut other, "select committed from lease").await;
+            assert!(committed <= through + 1, "{committed} is committed, only {through} acknowledged");
+            if committed == through + 1 {
+                break;
+            }
+            assert!(begun.elapsed() < PATIENCE, "acknowledgements are committed soon");
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+    }
+    subscriber.close().await;
+    assert_eq!(number(&mut other, "select committed from lease").await, 301);
+}
+
+#[tokio::test]
+async fn a_source_that_is_not_given_up_in_time_is_taken_away_after_the_drain() {
+    let embedded = Embedded::new();
+    let broker = open(EmbeddedConfig::new(embedded.file())).await;
+    let mut slow = Subscription { drain: Duration::from_millis(300), ..subscription() };
+    let mut first = broker.subscriber(&slow).await.unwrap();
+    assert!(matches!(first.next().await.unwrap(), Event::Assigned(_)));
+    slow.drain = PATIENCE;
+    let begun = Instant::now();
+    let mut second = broker.subscriber(&slow).await.unwrap();
+    let revoked = tokio::time::timeout(PATIENCE, first.next()).await.unwrap().unwrap();
+    assert!(matches!(&revoked, Event::Revoked { lost: false, .. }), "{revoked:?}");
+    // The runtime holds the guard for ever.
+    let assigned = tokio::time::timeout(PATIENCE, second.next()).await.unwrap().unwrap();
+    assert!(matches!(assigned, Event::Assigned(_)), "{assigned:?}");
+    assert!(begun.elapsed() >= Duration::from_millis(300));
+    while let Ok(event) = tokio::time::timeout(Duration::from_millis(200), first.next()).await {
+        let event = event.unwrap();
+        let again = matches!((&event, &revoked),
+            (Event::Revoked { sources, .. }, Event::Revoked { sources: before, .. }) if sources == before);
+        assert!(!again, "what is given up is not revoked again: {event:?}");
+    }
+    drop(revoked);
+    first.close().await;
+    second.close().await;
+}
+
+#[tokio::test]
+async fn retention_deletes_what_every_group_has_handled_and_nothing_else() {
+    let embedded = Embedded::new();
+    let mut config = EmbeddedConfig { partitions: 1, ..EmbeddedConfig::new(embedded.file()) };
+    let broker = open(config.clone()).await;
+    let mut publisher = broker.publisher().await.unwrap();
+    publish(publisher.as_mut(), messages(2_500)).await;
+    publisher.close().await;
+    config.retention = Some(Duration::ZERO);
+    let trimming = open(config.clone()).await;
+    let first = |sql_file: PathBuf| async move {
+        number(&mut outside(&sql_file).await, "select first_offset from topic_partition").await
+    };
+
+    // Nobody has read: everything stays.
+    let mut publisher = trimming.publisher().await.unwrap();
+    publish(publisher.as_mut(), messages(1)).await;
+    publisher.close().await;
+    assert_eq!(first(embedded.file()).await, 0);
+
+    // One group has handled all, another one a part.
+    let mut all = trimming.subscriber(&subscription()).await.unwrap();
+    read(all.as_mut(), 2_501, true).await;
+    all.close().await;
+    let part = Subscription { in_flight_max: 500, ..Subscription::new("part", vec!["t".into()]) };
+    let mut some = trimming.subscriber(&part).await.unwrap();
+    let handled = read(some.as_mut(), 1_200, true).await;
+    some.close().await;
+    let handled = handled.last().unwrap().1 + 1;
+    let publisher = trimming.publisher().await.unwrap();
+    let begun = Instant::now();
+    while first(embedded.file()).await < handled {
+        assert!(begun.elapsed() < PATIENCE, "it trims as far as every group has come");
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+    publisher.close().await;
+    assert_eq!(first(embedded.file()).await, handled);
+    let left = trimming.read_all("t").await.unwrap();
+    assert_eq!(left.first().unwrap().coordinates.offset, handled);
+    assert_eq!(i64::try_from(left.len()).unwrap(), 2_501 - handled);
+
+    // The group goes on where it was; a new one begins with what is left.
+    for name in ["part", "new"] {
+        let mut rest = trimming.subscriber(&Subscription::new(name, vec!["t".into()])).await.unwrap();
+        let read = read(rest.as_mut(), left.len(), true).await;
+        assert_eq!((read[0].1, read.len()), (handled, left.len()));
+        assert!(rest.caught_up().await.unwrap());
+        rest.close().await;
+    }
+}
+
+#[tokio::test]
+async fn check_looks_at_the_file_and_says_how_far_a_group_is_behind() {
+    let embedded = Embedded::new();
+    let broker = open(EmbeddedConfig::new(embedded.file())).await;
+    let mut publisher = broker.publisher().await.unwrap();
+    publish(publisher.as_mut(), messages(100)).await;
+    let mut subscriber = broker.subscriber(&subscription()).await.unwrap();
+    read(subscriber.as_mut(), 100, false).await;
+    let findings = broker.check(&[subscription()]).await.unwrap();
+    assert!(findings.iter().all(|finding| !finding.refused), "{findings:?}");
+    let group = findings.iter().find(|finding| finding.name == "group c").unwrap();
+    assert_eq!(group.detail, "members: 1, rows not acknowledged: 100");
+    subscriber.close().await;
 }

@@ -216,6 +216,21 @@ async fn lost_acknowledgements_and_expired_leases_bring_rows_again() {
 }
 
 #[tokio::test]
+async fn g9_an_acknowledgement_after_the_lease_was_lost_changes_nothing() {
+    let broker = MemoryBroker::with_partitions(1);
+    broker.append("t", Some(b"k"), &[], Some(b"1"));
+    let mut subscriber = broker.subscriber(&Subscription::new("c", vec!["t".into()])).await.unwrap();
+    let source = loop {
+        if let Event::Deliveries(deliveries) = subscriber.next().await.unwrap() {
+            break deliveries[0].source.clone();
+        }
+    };
+    broker.faults().expire_leases("c");
+    subscriber.acknowledge(&source, 0).await.unwrap();
+    assert_eq!(broker.committed("c", "t", 0), 0);
+}
+
+#[tokio::test]
 async fn messages_of_others_stand_as_they_were_appended() {
     let broker = MemoryBroker::new();
     let (partition, offset) = broker.append("t", None, &[("event-id", b"e-1"), ("raw", &[0xff])], None);

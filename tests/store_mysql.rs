@@ -2,13 +2,15 @@
 //!
 //! Each test has a database of its own. Settings that hold for a whole server (binary log, durability, functions) are tested on a
 //! private server, which needs `mariadbd` on this machine.
-#![cfg(feature = "mysql")]
+#![cfg(all(feature = "mysql", feature = "testing"))]
 #![allow(clippy::unwrap_used)]
 
 mod support;
 
 #[path = "store_mysql/check.rs"]
 mod check;
+#[path = "store_mysql/conformance.rs"]
+mod conformance;
 #[path = "store_mysql/door.rs"]
 mod door;
 #[path = "store_mysql/fixture.rs"]

@@ -116,8 +116,8 @@ create table if not exists oncebox_consumer (
   consumer_id  int             not null auto_increment comment 'number of the consumer in this database',
   name         varbinary(255)  not null comment 'its name',
   id_rule      text character set utf8mb4 collate utf8mb4_bin not null comment 'where the id of a message stands; another one is refused unless accepted',
-  created_at   datetime(6)     not null comment 'first start, UTC',
-  purged_below binary(16)      null     comment 'timed ids below this were purged from the inbox and are too old; null: never purged',
+  registered_at datetime(6)    not null comment 'its first start, UTC',
+  purged_below datetime(6)     null     comment 'ids whose time is before this were purged from the inbox and are too old; null: never purged since its first start',
   primary key (consumer_id) comment 'serves: names of consumers',
   unique key consumer_name (name) comment 'serves: registration; one number per name'
 ) engine = InnoDB default charset = utf8mb4 comment = 'oncebox: consumers';
@@ -159,7 +159,7 @@ create table if not exists oncebox_waiting (
   tombstone    boolean         not null comment 'a Kafka record with a null value',
   content_type blob            null     comment 'content type',
   source       blob            not null comment 'source',
-  sent_at      datetime(6)     null     comment 'time of the message, UTC',
+  message_time datetime(6)     null     comment 'time of the message, UTC',
   traceparent  varchar(55)  character set ascii collate ascii_bin null comment 'W3C trace context',
   tracestate   varchar(512) character set ascii collate ascii_bin null comment 'W3C trace context, state of vendors',
   place        blob            not null comment 'topic or queue it was delivered from',

@@ -258,8 +258,9 @@ $$;
 comment on function oncebox.refuse_truncate() is 'refuses TRUNCATE while unproven rows stand in the table';
 
 -- A separate table with a CHECK, then ATTACH: this takes no lock that a writer or a reader of the other partitions waits for.
--- `create table .. partition of` would queue every writer behind one open reader (R8).
-create function oncebox.attach_outbox_range(range_from bigint, range_to bigint) returns text
+-- `create table .. partition of` would queue every writer behind one open reader (R8). A statement that began before the ATTACH
+-- has its rows routed to DEFAULT until it ends: when the lock is there, the range must still be `distance` above what was drawn.
+create function oncebox.attach_outbox_range(range_from bigint, range_to bigint, distance bigint) returns text
 language plpgsql volatile set search_path = oncebox, pg_temp as $$
 declare
   made text := format('outbox_p%s', range_from);
@@ -269,10 +270,14 @@ begin
   execute format('comment on table oncebox.%I is %L', made, format('outbox positions from %s to below %s', range_from, range_to));
   execute format('create trigger refuse_truncate before truncate on oncebox.%I for each statement execute function oncebox.refuse_truncate()', made);
   execute format('alter table oncebox.outbox attach partition oncebox.%I for values from (%s) to (%s)', made, range_from, range_to);
+  if (select q.last_value from oncebox.outbox_position_seq q) + distance >= range_from then
+    raise exception 'oncebox: position % is near, the range from it is not attached', range_from
+      using errcode = 'object_not_in_prerequisite_state';
+  end if;
   return made;
 end
 $$;
-comment on function oncebox.attach_outbox_range(bigint, bigint) is 'makes an outbox partition for positions from the first to below the second';
+comment on function oncebox.attach_outbox_range(bigint, bigint, bigint) is 'makes an outbox partition for positions from the first to below the second';
 
 create trigger refuse_truncate before truncate on oncebox.outbox for each statement execute function oncebox.refuse_truncate();
 -- Takes what outruns the partitions made ahead: an insert never fails for want of one.
@@ -280,4 +285,4 @@ create table oncebox.outbox_default (like oncebox.outbox including defaults incl
 comment on table oncebox.outbox_default is 'outbox positions for which no partition was made in time';
 create trigger refuse_truncate before truncate on oncebox.outbox_default for each statement execute function oncebox.refuse_truncate();
 alter table oncebox.outbox attach partition oncebox.outbox_default default;
-select oncebox.attach_outbox_range(1 + 1000000 * (i - 1), 1 + 1000000 * i) from generate_series(1, 5) i;
+select oncebox.attach_outbox_range(1 + 1000000 * (i - 1), 1 + 1000000 * i, -1) from generate_series(1, 5) i;

@@ -2,6 +2,7 @@
 
 mod load;
 mod settings;
+pub mod template;
 mod values;
 
 pub use load::{Layers, Loaded, load};

@@ -27,6 +27,7 @@ mod log;
 mod member;
 mod publisher;
 mod record;
+mod retention;
 mod subscriber;
 mod topology;
 

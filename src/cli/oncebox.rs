@@ -5,7 +5,7 @@ use std::process::ExitCode;
 use clap::{CommandFactory, Parser, Subcommand};
 
 use super::common::{CommonArgs, Output, run};
-use super::{demo, migrate, programs, status};
+use super::{config, dead, demo, doctor, migrate, programs, status};
 use crate::app::AppError;
 
 /// Exactly-once effects over at-least-once brokers.
@@ -30,9 +30,17 @@ enum Command {
     Migrate(migrate::MigrateCommand),
     /// Show how outbox, consumers and e-mails stand
     Status,
+    /// Look at everything the promise rests on; exit code 3 where something breaks it
+    Doctor,
+    /// List, show, redrive and discard messages that could not be sent or handled
+    #[command(subcommand)]
+    Dead(dead::DeadCommand),
     /// Send queued e-mails: to .eml files, or by SMTP when configured
     #[cfg(feature = "email")]
     Sender(super::sender::SenderArgs),
+    /// Print settings: a template, or what is in force
+    #[command(subcommand)]
+    Config(config::ConfigCommand),
     /// Print a completion script for a shell
     Completions {
         /// The shell
@@ -65,6 +73,9 @@ impl OnceboxArgs {
             Command::Demo(demo) => demo::run(demo, &self.common, self.output).await,
             Command::Migrate(command) => migrate::run(&command, &self.common, self.output).await,
             Command::Status => status::run(&self.common, self.output).await,
+            Command::Config(command) => config::run(&command, &self.common, self.output),
+            Command::Doctor => doctor::run(&self.common, self.output).await,
+            Command::Dead(command) => dead::run(&command, &self.common, self.output).await,
             #[cfg(feature = "email")]
             Command::Sender(args) => super::sender::run(&args, &self.common).await,
             Command::Completions { shell } => {

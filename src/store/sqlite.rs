@@ -23,7 +23,6 @@ mod operator;
 mod relay;
 mod schema;
 mod statements;
-mod turn;
 mod waiting;
 mod write;
 

@@ -1,5 +1,6 @@
 //! What the tests of this adapter share: a broker on the real Kafka, messages, and readers with a deadline.
 
+use std::collections::BTreeSet;
 use std::time::Duration;
 
 use chrono::{DateTime, Utc};
@@ -20,7 +21,8 @@ pub(crate) const SOON: Duration = Duration::from_secs(60);
 pub(crate) struct Kafka {
     pub(crate) config: KafkaConfig,
     pub(crate) topic: String,
-    topics: std::sync::Mutex<Vec<String>>,
+    // A set: librdkafka's delete of a name given twice crashes rdkafka 0.39.
+    topics: std::sync::Mutex<BTreeSet<String>>,
 }
 
 impl Kafka {
@@ -39,7 +41,7 @@ impl Kafka {
         config.partitions = 3;
         config.replication = 1;
         let topic = unique("kafka");
-        Some(Self { config, topics: std::sync::Mutex::new(vec![topic.clone()]), topic })
+        Some(Self { config, topics: std::sync::Mutex::new([topic.clone()].into()), topic })
     }
 
     pub(crate) fn broker(&self) -> KafkaBroker {
@@ -50,9 +52,15 @@ impl Kafka {
         self.config.servers.join(",")
     }
 
+    /// Takes note of a topic that is to go when the test ends.
+    pub(crate) fn note(&self, topic: &str) -> String {
+        self.topics.lock().unwrap().insert(topic.to_owned());
+        topic.to_owned()
+    }
+
     /// Creates a topic with settings, by rdkafka's own client.
     pub(crate) async fn create(&self, topic: &str, partitions: i32, settings: &[(&str, &str)]) {
-        self.topics.lock().unwrap().push(topic.to_owned());
+        self.note(topic);
         let new =
             settings.iter().fold(NewTopic::new(topic, partitions, TopicReplication::Fixed(1)), |new, (name, value)| {
                 new.set(name, value)

@@ -6,6 +6,13 @@
 #[path = "../support/mod.rs"]
 mod support;
 
+#[cfg(feature = "testing")]
+mod conformance;
 mod consume;
+mod doctor;
+mod errors;
 mod kit;
 mod publish;
+mod rebalance;
+mod security;
+mod tools;

@@ -1,7 +1,11 @@
 //! Publishing: what is proven, what is refused, in which order it stands in the topic.
 
+use std::collections::HashMap;
+use std::time::Duration;
+
 use crate::kit::*;
-use oncebox::broker::Broker;
+use oncebox::BrokerError;
+use oncebox::broker::{Broker, Receipt, Refusal, TopicState};
 
 #[tokio::test]
 async fn what_is_published_stands_in_the_topic_as_cloudevents() {
@@ -10,7 +14,7 @@ async fn what_is_published_stands_in_the_topic_as_cloudevents() {
     };
     let sent = message(&kafka.topic, Some("acc-7"), "hello");
     let receipts = publish_all(&kafka.broker(), vec![sent.clone()]).await;
-    assert_eq!(receipts, [oncebox::broker::Receipt::Offset { partition: 0, offset: 0 }]);
+    assert_eq!(receipts, [Receipt::Offset { partition: 0, offset: 0 }]);
     let found = kafka.broker().read_all(&kafka.topic).await.unwrap();
     assert_eq!(found.len(), 1);
     let found = &found[0];
@@ -23,4 +27,224 @@ async fn what_is_published_stands_in_the_topic_as_cloudevents() {
     assert_eq!(found.payload.as_deref(), Some(b"hello".as_slice()));
     assert!(found.headers.contains(&("tenant".to_owned(), b"t1".to_vec())));
     assert!(found.headers.contains(&("ce_partitionkey".to_owned(), b"acc-7".to_vec())));
+}
+
+#[tokio::test]
+async fn keyless_empty_and_large_messages_keep_their_bytes() {
+    let Some(kafka) = Kafka::with_topic("keyless_empty_and_large_messages_keep_their_bytes", 1).await else { return };
+    let large: Vec<u8> = (0..200_000_u32).map(|n| (n % 251) as u8).collect();
+    let rows = vec![message(&kafka.topic, None, ""), message(&kafka.topic, Some("k"), large.clone())];
+    publish_all(&kafka.broker(), rows).await;
+    let found = kafka.broker().read_all(&kafka.topic).await.unwrap();
+    assert_eq!(found[0].key, None);
+    assert_eq!(found[0].payload.as_deref(), Some(b"".as_slice()), "zero bytes, not null");
+    assert!(!found[0].headers.iter().any(|(name, _)| name == "ce_partitionkey"));
+    assert_eq!(found[1].payload, Some(large));
+}
+
+#[tokio::test]
+async fn g3_messages_of_a_key_stand_in_the_order_they_were_sent() {
+    let Some(kafka) = Kafka::with_topic("g3_messages_of_a_key_stand_in_the_order_they_were_sent", 3).await else {
+        return;
+    };
+    let (keys, each) = (40, 100);
+    let rows = (0..keys * each).map(|n| message(&kafka.topic, Some(&format!("k{}", n * 7 % keys)), n.to_string()));
+    // Small batches handed over without waiting for each other, as the relay does.
+    let rows: Vec<_> = rows.zip(0..).map(|(row, tag)| (tag, row)).collect();
+    let mut publisher = kafka.broker().publisher().await.unwrap();
+    for batch in rows.chunks(130) {
+        publisher.send(batch.to_vec()).await.unwrap();
+    }
+    let settled = outcomes(&mut publisher, rows.len()).await;
+    assert!(settled.iter().all(|row| row.outcome.is_ok()));
+    publisher.close().await;
+    let mut last: HashMap<(Vec<u8>, i32), i32> = HashMap::new();
+    let found = kafka.broker().read_all(&kafka.topic).await.unwrap();
+    assert_eq!(found.len(), rows.len(), "each once");
+    for arrived in found {
+        let n: i32 = String::from_utf8(arrived.payload.unwrap()).unwrap().parse().unwrap();
+        let before = last.insert((arrived.key.unwrap(), arrived.coordinates.partition), n);
+        assert!(before.is_none_or(|before| before < n), "{before:?} before {n}");
+    }
+    assert_eq!(last.len(), keys as usize, "a key stands in one partition");
+}
+
+// Shown: with the checks of `ready` and of `stands_behind` taken out of `send`, r1 and r2 fail as unknown and r3 is taken.
+#[tokio::test]
+async fn r19_nothing_is_produced_to_a_topic_before_it_was_seen() {
+    let Some(mut kafka) = Kafka::without_topic("r19_nothing_is_produced_to_a_topic_before_it_was_seen") else { return };
+    // How long librdkafka keeps messages of an unknown topic: 30 s unless this is set.
+    kafka.config.properties.insert("topic.metadata.propagation.max.ms".into(), "300".into());
+    let topic = kafka.topic.clone();
+    let row = |name: &str| message(&topic, Some("k"), name);
+    let mut publisher = kafka.broker().publisher().await.unwrap();
+    assert_eq!(publisher.topic(&topic).await.unwrap(), TopicState::NotReady("it does not exist".into()));
+    publisher.send(vec![(1, row("r1")), (2, row("r2"))]).await.unwrap();
+    // The moment of danger: the topic is made when r1 and r2 have failed, and r3 is on its way.
+    tokio::time::sleep(Duration::from_millis(1_000)).await;
+    kafka.create(&topic, 1, &[]).await;
+    publisher.send(vec![(3, row("r3"))]).await.unwrap();
+    for settled in outcomes(&mut publisher, 3).await {
+        assert!(matches!(settled.outcome, Err(Refusal::Destination(_))), "{settled:?}");
+    }
+    // The relay has seen every outcome: now they may go, all of them.
+    assert_eq!(publisher.topic(&topic).await.unwrap(), TopicState::Ready);
+    let settled = publish(&mut publisher, vec![row("r1"), row("r2"), row("r3")]).await;
+    assert!(settled.iter().all(|row| row.outcome.is_ok()), "{settled:?}");
+    publisher.close().await;
+    let found = kafka.broker().read_all(&topic).await.unwrap();
+    let found: Vec<_> = found.into_iter().map(|arrived| arrived.payload.unwrap()).collect();
+    assert_eq!(found, [b"r1", b"r2", b"r3"]);
+}
+
+// Shown: with `batch.size` left at its default, thousands of small messages are refused with the batch they travel in.
+#[tokio::test]
+async fn r19_a_message_that_is_too_large_is_refused_alone_and_the_others_go() {
+    let Some(kafka) = Kafka::without_topic("r19_a_message_that_is_too_large_is_refused_alone_and_the_others_go") else {
+        return;
+    };
+    let (small, usual) = (kafka.topic.clone(), unique("kafka"));
+    kafka.create(&small, 1, &[("max.message.bytes", "20000")]).await;
+    kafka.create(&usual, 1, &[]).await;
+    let broker = kafka.broker();
+    let mut publisher = broker.publisher().await.unwrap();
+    assert_eq!(publisher.topic(&small).await.unwrap(), TopicState::Ready);
+    let mut rows: Vec<_> = (0..3_000).map(|n| message(&small, Some("k"), vec![b'.'; 100 + n % 50])).collect();
+    rows.insert(1_500, message(&small, Some("large"), vec![b'x'; 30_000]));
+    rows.insert(1_700, message(&usual, Some("k"), vec![b'x'; 500_000]));
+    rows.push(message(&small, Some("k"), vec![b'y'; 19_000]));
+    let settled = publish(&mut publisher, rows).await;
+    let refused: Vec<_> = settled.iter().filter(|row| row.outcome.is_err()).collect();
+    assert_eq!(refused.len(), 1, "{refused:?}");
+    assert_eq!(refused[0].tag, 1_500);
+    assert!(matches!(&refused[0].outcome, Err(Refusal::Message(why)) if why.contains(&small)), "{refused:?}");
+    publisher.close().await;
+    assert_eq!(broker.read_all(&small).await.unwrap().len(), 3_001);
+    assert_eq!(broker.read_all(&usual).await.unwrap().len(), 1);
+}
+
+// Shown: without `stands_behind` in `send` the second row is taken before the relay knows that the first was refused.
+#[tokio::test]
+async fn r15_nothing_follows_a_refused_message_of_its_key_until_the_refusal_was_seen() {
+    let Some(mut kafka) =
+        Kafka::with_topic("r15_nothing_follows_a_refused_message_of_its_key_until_the_refusal_was_seen", 1).await
+    else {
+        return;
+    };
+    // What the client itself refuses, it refuses while the rows are handed over.
+    kafka.config.properties.insert("message.max.bytes".into(), "2000".into());
+    let row = |key: &str, payload: &str| message(&kafka.topic, Some(key), payload);
+    let mut publisher = kafka.broker().publisher().await.unwrap();
+    let settled =
+        publish(&mut publisher, vec![row("a", "a1"), row("a", &"x".repeat(3_000)), row("a", "a3"), row("b", "b")])
+            .await;
+    assert!(settled[0].outcome.is_ok() && settled[3].outcome.is_ok(), "{settled:?}");
+    assert!(matches!(settled[1].outcome, Err(Refusal::Message(_))), "{settled:?}");
+    assert!(matches!(settled[2].outcome, Err(Refusal::Session(_))), "{settled:?}");
+    // The relay has seen it: what it sends now is meant.
+    assert!(publish(&mut publisher, vec![row("a", "a4")]).await[0].outcome.is_ok());
+    publisher.close().await;
+    let found = kafka.broker().read_all(&kafka.topic).await.unwrap();
+    let found: Vec<_> = found.into_iter().map(|arrived| String::from_utf8(arrived.payload.unwrap()).unwrap()).collect();
+    assert_eq!(found, ["a1", "b", "a4"]);
+}
+
+#[tokio::test]
+async fn r19_a_session_that_sent_already_starts_anew_for_a_smaller_topic() {
+    let Some(kafka) = Kafka::with_topic("r19_a_session_that_sent_already_starts_anew_for_a_smaller_topic", 1).await
+    else {
+        return;
+    };
+    let small = unique("kafka");
+    kafka.create(&small, 1, &[("max.message.bytes", "20000")]).await;
+    let broker = kafka.broker();
+    let mut publisher = broker.publisher().await.unwrap();
+    publish(&mut publisher, vec![message(&kafka.topic, None, "x")]).await;
+    let error = publisher.topic(&small).await.unwrap_err();
+    assert!(matches!(&error, BrokerError::Session(why) if why.contains(&small) && why.contains("20000")), "{error}");
+    publisher.close().await;
+    // What was learned stays: the next session fits from its start.
+    let mut publisher = broker.publisher().await.unwrap();
+    assert_eq!(publisher.topic(&kafka.topic).await.unwrap(), TopicState::Ready);
+    publish(&mut publisher, vec![message(&kafka.topic, None, "x")]).await;
+    assert_eq!(publisher.topic(&small).await.unwrap(), TopicState::Ready);
+    publisher.close().await;
+}
+
+#[tokio::test]
+async fn g11_the_client_holds_a_bounded_number_of_rows_and_waits_instead_of_failing() {
+    let Some(mut kafka) =
+        Kafka::with_topic("g11_the_client_holds_a_bounded_number_of_rows_and_waits_instead_of_failing", 3).await
+    else {
+        return;
+    };
+    kafka.config.publish_rows_max = 10;
+    let rows = (0..1_000).map(|n| message(&kafka.topic, Some(&n.to_string()), "x")).collect();
+    assert_eq!(publish_all(&kafka.broker(), rows).await.len(), 1_000);
+    kafka.config.publish_rows_max = 20_000;
+    kafka.config.publish_bytes_max = 1_000;
+    let rows = (0..100).map(|n| message(&kafka.topic, Some(&n.to_string()), vec![b'x'; 2_000])).collect();
+    assert_eq!(publish_all(&kafka.broker(), rows).await.len(), 100);
+}
+
+#[tokio::test]
+async fn settle_loses_no_outcome_when_it_is_dropped() {
+    let Some(kafka) = Kafka::with_topic("settle_loses_no_outcome_when_it_is_dropped", 3).await else { return };
+    let mut publisher = kafka.broker().publisher().await.unwrap();
+    let mut settled = Vec::new();
+    for round in 0..50_u64 {
+        let rows = (0..20).map(|n| (round * 20 + n, message(&kafka.topic, None, "x"))).collect();
+        publisher.send(rows).await.unwrap();
+        tokio::select! {
+            biased;
+            () = tokio::task::yield_now() => {}
+            outcome = publisher.settle(&mut settled) => outcome.unwrap(),
+        }
+    }
+    let left = 1_000 - settled.len();
+    settled.extend(outcomes(&mut publisher, left).await);
+    let mut tags: Vec<u64> = settled.iter().map(|row| row.tag).collect();
+    tags.sort_unstable();
+    assert_eq!(tags, (0..1_000).collect::<Vec<_>>());
+    settled.clear();
+    publisher.settle(&mut settled).await.unwrap();
+    assert!(settled.is_empty(), "returns at once where nothing is in flight");
+    publisher.close().await;
+}
+
+// The vectors are those of Apache Kafka's own test of `Utils.murmur2`; the Java client takes `toPositive(hash) % partitions`.
+#[tokio::test]
+async fn keys_go_to_the_partition_that_the_java_client_would_take() {
+    let Some(kafka) = Kafka::with_topic("keys_go_to_the_partition_that_the_java_client_would_take", 7).await else {
+        return;
+    };
+    let vectors = [
+        ("21", -973_932_308_i32),
+        ("foobar", -790_332_482),
+        ("a-little-bit-long-string", -985_981_536),
+        ("a-little-bit-longer-string", -1_486_304_829),
+        ("lkjh234lh9fiuh90y23oiuhsafujhadof229phr9h19h89h8", -58_897_971),
+        ("abc", 479_470_107),
+    ];
+    let rows = vectors.iter().map(|(key, _)| message(&kafka.topic, Some(key), "x")).collect();
+    let receipts = publish_all(&kafka.broker(), rows).await;
+    for ((key, hash), receipt) in vectors.into_iter().zip(receipts) {
+        let Receipt::Offset { partition, .. } = receipt else { panic!("{receipt:?}") };
+        assert_eq!(partition, (hash & 0x7fff_ffff) % 7, "{key}");
+    }
+}
+
+#[tokio::test]
+async fn a_topic_is_created_only_where_that_was_asked_for() {
+    let Some(mut kafka) = Kafka::without_topic("a_topic_is_created_only_where_that_was_asked_for") else { return };
+    // A name given twice crashes librdkafka's administration, as rdkafka 0.39 uses it.
+    let topics = [kafka.topic.clone(), kafka.topic.clone()];
+    kafka.broker().declare(&topics).await.unwrap();
+    let mut publisher = kafka.broker().publisher().await.unwrap();
+    assert!(matches!(publisher.topic(&kafka.topic).await.unwrap(), TopicState::NotReady(_)));
+    kafka.config.create_topics = true;
+    kafka.broker().declare(&topics).await.unwrap();
+    assert_eq!(publisher.topic(&kafka.topic).await.unwrap(), TopicState::Ready);
+    kafka.broker().declare(&topics).await.unwrap();
+    publisher.close().await;
 }

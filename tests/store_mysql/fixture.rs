@@ -3,12 +3,12 @@
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
+use oncebox::NewMessage;
 use oncebox::store::mysql::MySqlStore;
 use oncebox::store::{Base, ConsumerId, ConsumerSpec, Inbox, LeaseAnswer, LeaseRequest, Outbox, Schema, StoreOptions};
-use oncebox::{Message, NewMessage};
 use sqlx::{AssertSqlSafe, Connection, MySqlConnection};
 
-use crate::support::{service, unique};
+use crate::support::{eventually, service, unique};
 
 pub(crate) const DEADLINE: Duration = Duration::from_secs(20);
 
@@ -56,6 +56,22 @@ impl Db {
             .unwrap()
     }
 
+    /// Waits until so many statements like this one stand still. (`innodb_trx` is no use: it is not renewed while it is read often.)
+    pub(crate) async fn until_waiting(&self, count: i64, like: &str) {
+        eventually(&format!("{count} statements wait: {like}"), DEADLINE, || async {
+            let waiting: i64 = sqlx::query_scalar(
+                "select count(*) from information_schema.processlist where db = database() and command in ('Query', 'Execute') \
+                 and id <> connection_id() and time_ms > 50 and info like ?",
+            )
+            .bind(like)
+            .fetch_one(self.store.pool())
+            .await
+            .unwrap();
+            (waiting == count).then_some(())
+        })
+        .await;
+    }
+
     pub(crate) async fn consumer(&self, name: &str) -> ConsumerId {
         let spec = ConsumerSpec { name: name.to_owned(), id_rule: "envelope".to_owned(), accept: false };
         self.store.register(&spec).await.unwrap()
@@ -98,23 +114,6 @@ pub(crate) async fn execute(connection: &mut MySqlConnection, sql: &str) {
     sqlx::raw_sql(AssertSqlSafe(sql.to_owned())).execute(connection).await.unwrap();
 }
 
-/// A message as a consumer sees it.
-pub(crate) fn message(key: &str, payload: &str) -> Message {
-    let arrived = oncebox::message::Arrived {
-        topic: "payments".to_owned(),
-        key: Some(key.as_bytes().to_vec()),
-        headers: vec![("tenant".to_owned(), b"t1".to_vec()), ("raw".to_owned(), vec![0xff, 0x00])],
-        payload: Some(payload.as_bytes().to_vec()),
-        id: Some(uuid::Uuid::now_v7().to_string()),
-        kind: Some("payment.created".to_owned()),
-        source: Some("oncebox".to_owned()),
-        time: None,
-        content_type: Some("application/json".to_owned()),
-        coordinates: oncebox::message::Coordinates { place: "payments".to_owned(), partition: 3, offset: 9 },
-    };
-    Message::identify(arrived, &oncebox::message::IdRule::Envelope, "", true).unwrap()
-}
-
 /// A server of this test alone; ended with it.
 pub(crate) struct PrivateServer {
     server: Child,
@@ -131,6 +130,9 @@ impl PrivateServer {
         }
         let dir = tempfile::Builder::new().prefix("ob-mariadb").tempdir().unwrap();
         let data = dir.path().join("data");
+        // A starting server removes what looks like a temporary table in its directory: never one that servers share.
+        let temporary = dir.path().join("tmp");
+        std::fs::create_dir(&temporary).unwrap();
         // The server refuses to run as root; root makes the directory its own.
         let is_root = std::fs::metadata("/proc/self").is_ok_and(|found| {
             use std::os::unix::fs::MetadataExt;
@@ -138,16 +140,19 @@ impl PrivateServer {
         });
         let user: &[&str] = if is_root { &["--user=mysql"] } else { &[] };
         if is_root {
-            run(Command::new("chown").arg("mysql").arg(dir.path()));
+            run(Command::new("chown").arg("mysql").args([dir.path(), &temporary]));
             run(Command::new("chmod").arg("755").arg(dir.path()));
         }
         run(Command::new("mariadb-install-db")
             .args(["--no-defaults", "--auth-root-authentication-method=normal", "--skip-test-db"])
             .args(user)
+            .env("TMPDIR", &temporary)
+            .arg(format!("--tmpdir={}", temporary.display()))
             .arg(format!("--datadir={}", data.display())));
         let server = Command::new("mariadbd")
             .args(["--no-defaults", "--skip-networking", "--innodb-buffer-pool-size=32M", "--innodb-log-file-size=16M"])
             .args(user)
+            .arg(format!("--tmpdir={}", temporary.display()))
             .arg(format!("--datadir={}", data.display()))
             .arg(format!("--socket={}", dir.path().join("sock").display()))
             .arg(format!("--pid-file={}", dir.path().join("pid").display()))

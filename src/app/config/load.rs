@@ -53,7 +53,8 @@ pub fn load(layers: &Layers) -> Result<Loaded, String> {
         check_readable(file)?;
         figment = figment.merge(Toml::file_exact(file));
     }
-    let names_only = Env::prefixed("ONCEBOX_").filter(|name| !name.starts_with("test_")).split("__");
+    let names_only =
+        Env::prefixed("ONCEBOX_").filter(|name| name != "config" && !name.starts_with("test_")).split("__");
     figment = figment.merge(names_only);
     for (path, value) in &layers.flags {
         figment = figment.merge(Serialized::global(path, value));

@@ -233,7 +233,7 @@ impl Reader {
             }
             Event::Revoked { sources, done, .. } => {
                 for source in &sources {
-                    self.sources.remove(source);
+                    assert!(self.sources.remove(source), "a source is revoked once, and only after it was assigned");
                 }
                 drop(done);
                 0

@@ -35,7 +35,7 @@ impl EmbeddedConfig {
             source: "oncebox".to_owned(),
             partitions: 4,
             session_timeout: Duration::from_secs(6),
-            acknowledge_interval: Duration::from_millis(20),
+            acknowledge_interval: Duration::from_millis(50),
             busy_timeout: Duration::from_secs(30),
             retention: None,
             message_bytes_max: 64 * 1024 * 1024,

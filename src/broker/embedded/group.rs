@@ -245,3 +245,77 @@ async fn members(tx: &mut SqliteConnection, group_id: i64) -> Result<Vec<(i64, V
 fn millis(duration: Duration) -> i64 {
     i64::try_from(duration.as_millis()).unwrap_or(i64::MAX)
 }
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use sqlx::Connection;
+
+    use super::super::topology;
+    use super::*;
+
+    const SESSION: Duration = Duration::from_secs(6);
+
+    async fn file() -> (SqliteConnection, Topic) {
+        let mut connection = SqliteConnection::connect("sqlite::memory:").await.unwrap();
+        sqlx::raw_sql(include_str!("schema.sql")).execute(&mut connection).await.unwrap();
+        let topic = topology::ensure(&mut connection, "t", 2).await.unwrap();
+        (connection, topic)
+    }
+
+    async fn committed(connection: &mut SqliteConnection, partition_id: i64) -> i64 {
+        let sql = "select committed from lease where partition_id = ?";
+        sqlx::query_scalar(sql).bind(partition_id).fetch_one(connection).await.unwrap()
+    }
+
+    // Shown by leaving epoch or member out of the update in `settle`.
+    #[tokio::test]
+    async fn g9_an_offset_is_committed_only_under_the_epoch_and_member_of_its_lease() {
+        let (mut file, topic) = file().await;
+        let topics = [topic];
+        let old = join(&mut file, "g", &topics, SESSION).await.unwrap();
+        let lease = stand(&mut file, &old).await.unwrap().unwrap().leases[0];
+        let fenced = |committed, epoch, release| Fenced {
+            partition_id: lease.partition_id,
+            epoch,
+            committed: Some(committed),
+            release,
+        };
+        settle(&mut file, &old, &[fenced(5, lease.epoch, false)]).await.unwrap();
+        assert_eq!(committed(&mut file, lease.partition_id).await, 5);
+        settle(&mut file, &old, &[fenced(3, lease.epoch, false)]).await.unwrap();
+        assert_eq!(committed(&mut file, lease.partition_id).await, 5, "offsets move only forward");
+        settle(&mut file, &old, &[fenced(9, lease.epoch + 1, false), fenced(9, lease.epoch - 1, true)]).await.unwrap();
+        assert_eq!(committed(&mut file, lease.partition_id).await, 5, "another epoch commits and frees nothing");
+
+        leave(&mut file, &old).await.unwrap();
+        let new = join(&mut file, "g", &topics, SESSION).await.unwrap();
+        let taken = stand(&mut file, &new).await.unwrap().unwrap().leases[0];
+        assert!(taken.epoch > lease.epoch && taken.committed == 5);
+        settle(&mut file, &old, &[fenced(9, taken.epoch, true)]).await.unwrap();
+        assert_eq!(committed(&mut file, lease.partition_id).await, 5, "another member commits and frees nothing");
+        assert_eq!(look(&mut file, &new).await.unwrap().1.len(), 2);
+        assert_eq!(stand(&mut file, &old).await.unwrap(), None, "who was buried knows it");
+    }
+
+    #[tokio::test]
+    async fn what_is_given_back_is_taken_by_the_one_who_lacks_it_from_where_it_was_committed() {
+        let (mut file, topic) = file().await;
+        let topics = [topic];
+        let first = join(&mut file, "g", &topics, SESSION).await.unwrap();
+        assert_eq!(stand(&mut file, &first).await.unwrap().unwrap().leases.len(), 2);
+        let second = join(&mut file, "g", &topics, SESSION).await.unwrap();
+        let standing = stand(&mut file, &second).await.unwrap().unwrap();
+        assert!(standing.leases.is_empty() && standing.complete, "others hold them all");
+        let standing = stand(&mut file, &first).await.unwrap().unwrap();
+        let [surplus] = standing.give_up[..] else { panic!("{standing:?}") };
+        let epoch = standing.leases.iter().find(|lease| lease.partition_id == surplus).unwrap().epoch;
+        let back = Fenced { partition_id: surplus, epoch, committed: Some(7), release: true };
+        settle(&mut file, &first, &[back]).await.unwrap();
+        let (generation, _) = look(&mut file, &second).await.unwrap();
+        assert_ne!(generation, standing.generation, "the others are told to look");
+        let standing = stand(&mut file, &second).await.unwrap().unwrap();
+        assert_eq!(standing.leases.len(), 1);
+        assert_eq!((standing.leases[0].partition_id, standing.leases[0].committed), (surplus, 7));
+    }
+}

@@ -1,6 +1,6 @@
 //! The file: how it is opened, made, and written to in turns.
 //!
-//! Guarantees: WAL and `synchronous=FULL`; every write transaction is `BEGIN IMMEDIATE` inside a turn (R14); a file that is
+//! Guarantees: WAL, and `synchronous=FULL` for rows; every write transaction is `BEGIN IMMEDIATE` inside a turn (R14); a file that is
 //! not a topic log, or was written by a newer version, is left as it is.
 //!
 //! Not here: what is written (`topology`, `publisher`, `group`).
@@ -64,14 +64,24 @@ impl Log {
         Ok(log)
     }
 
-    /// A connection of its own: a thread and a file handle each.
+    /// A connection of its own: a thread and a file handle each. Its commits are on disk when they return.
     pub(super) async fn connect(&self) -> Result<SqliteConnection, BrokerError> {
+        self.connect_with(SqliteSynchronous::Full).await
+    }
+
+    /// A connection for offsets and heartbeats: its commits survive the process at once, a power failure only with the next
+    /// sync. What is lost then is acknowledged again, by consumers that know their messages.
+    pub(super) async fn connect_for_offsets(&self) -> Result<SqliteConnection, BrokerError> {
+        self.connect_with(SqliteSynchronous::Normal).await
+    }
+
+    async fn connect_with(&self, synchronous: SqliteSynchronous) -> Result<SqliteConnection, BrokerError> {
         let options = SqliteConnectOptions::new()
             .filename(&self.config.path)
             .create_if_missing(true)
             .busy_timeout(self.config.busy_timeout)
             .journal_mode(SqliteJournalMode::Wal)
-            .synchronous(SqliteSynchronous::Full)
+            .synchronous(synchronous)
             .pragma("journal_size_limit", WAL_BYTES_KEPT.to_string())
             .row_buffer_size(256)
             .thread_name(|number| format!("oncebox-broker-{number}"))

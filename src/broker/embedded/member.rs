@@ -119,8 +119,8 @@ impl Member {
         shared: Arc<Shared>,
         events: mpsc::UnboundedSender<Result<Told, BrokerError>>,
     ) -> Result<Self, BrokerError> {
-        let reader = log.connect().await?;
-        let mut writer = log.connect().await?;
+        let reader = log.connect_for_offsets().await?;
+        let mut writer = log.connect_for_offsets().await?;
         let failed = |error: sqlx::Error| log.failed("join a group in", &error);
         let mut write = log.begin(&mut writer).await?;
         let mut topics: Vec<Topic> = Vec::new();
@@ -184,8 +184,10 @@ impl Member {
             if self.writing.as_ref().is_some_and(JoinHandle::is_finished) {
                 self.finish_writing().await?;
             }
+            // Before the acknowledgements are noted: the runtime acknowledges first and lets go of the guard then.
+            let through = self.through();
             self.note_acknowledged();
-            self.write();
+            self.write(&through);
             if Instant::now() >= self.poll_at {
                 self.poll().await?;
             }
@@ -252,16 +254,25 @@ impl Member {
         }
     }
 
+    /// Partitions that are being given up and with which the runtime is through, or had its time.
+    fn through(&self) -> Vec<i64> {
+        let now = Instant::now();
+        let through = |owned: &Owned| {
+            owned.leaving.as_ref().is_some_and(|(done, until)| {
+                now >= *until || matches!(done.try_recv(), Err(TryRecvError::Disconnected))
+            })
+        };
+        self.owned.iter().filter(|(_, owned)| through(owned)).map(|(partition_id, _)| *partition_id).collect()
+    }
+
     /// Starts a write transaction where one is due and none is under way.
-    fn write(&mut self) {
+    fn write(&mut self, through: &[i64]) {
         let now = Instant::now();
         let due = now >= self.committed_at + self.log.config.acknowledge_interval;
         let stand = self.stand_now || now >= self.stand_at;
         let mut order = Order { stand, ..Order::default() };
         for (partition_id, owned) in &self.owned {
-            let release = owned.leaving.as_ref().is_some_and(|(done, until)| {
-                now >= *until || matches!(done.try_recv(), Err(TryRecvError::Disconnected))
-            });
+            let release = through.contains(partition_id);
             let commit = owned.acknowledged > owned.committed && (due || stand || release);
             if commit || release {
                 order.fenced.push(Fenced {
@@ -367,7 +378,8 @@ impl Member {
         let mut sources = Vec::new();
         self.owned.retain(|partition_id, owned| {
             let lost = lost((*partition_id, owned.epoch));
-            if lost {
+            // What is being given up was revoked already.
+            if lost && owned.leaving.is_none() {
                 sources.push(owned.id.clone());
             }
             !lost

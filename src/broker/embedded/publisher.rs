@@ -8,14 +8,17 @@
 
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
+use std::time::Duration;
 
 use async_trait::async_trait;
 use sqlx::Connection;
 use sqlx::sqlite::SqliteConnection;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc};
+use tokio::time::Instant;
 
 use super::log::Log;
 use super::record::{self, NewRecord, partition_hash, position};
+use super::retention;
 use super::topology::{self, Topic};
 use crate::broker::{Publisher, Receipt, Refusal, Settled, TopicState};
 use crate::error::BrokerError;
@@ -26,6 +29,8 @@ const ROWS_PER_COMMIT: usize = 5_000;
 const BYTES_PER_COMMIT: usize = 8 * 1024 * 1024;
 /// Bytes that may wait for the writer; `send` waits above it.
 const BYTES_WAITING_MAX: usize = 32 * 1024 * 1024;
+/// How often old rows are looked for, where the setting `retention` is on.
+const TRIM_EVERY: Duration = Duration::from_secs(30);
 
 type Outcomes = Result<Vec<Settled>, BrokerError>;
 
@@ -76,12 +81,16 @@ impl EmbeddedPublisher {
         if key.as_ref().is_some_and(|key| self.broken_keys.contains(key)) {
             return Some(Refusal::Session("an earlier row of its key was refused in this session".to_owned()));
         }
+        let headers: usize = message.headers.iter().map(|(name, value)| name.len() + value.len()).sum();
+        let bytes = message.payload.len() + headers + message.key.as_ref().map_or(0, String::len);
         let max = self.log.config.message_bytes_max;
-        if message.weight() <= max {
+        if bytes <= max {
             return None;
         }
         self.broken_keys.extend(key);
-        Some(Refusal::Message(format!("the message has {} bytes, at most {max} are taken", message.weight())))
+        Some(Refusal::Message(format!(
+            "the message has {bytes} bytes in key, headers and payload, at most {max} are taken"
+        )))
     }
 }
 
@@ -145,7 +154,19 @@ struct Writer {
 impl Writer {
     async fn run(mut self, mut waiting: mpsc::UnboundedReceiver<Row>) {
         let mut rows = Vec::new();
-        while let Some(first) = waiting.recv().await {
+        let mut trim_at = Instant::now();
+        loop {
+            let first = tokio::select! {
+                biased;
+                row = waiting.recv() => match row {
+                    Some(row) => row,
+                    None => break,
+                },
+                () = tokio::time::sleep_until(trim_at), if self.log.config.retention.is_some() => {
+                    trim_at = self.trim().await;
+                    continue;
+                }
+            };
             let mut bytes = first.message.weight();
             rows.push(first);
             while rows.len() < ROWS_PER_COMMIT && bytes < BYTES_PER_COMMIT {
@@ -162,9 +183,34 @@ impl Writer {
             if self.answers.send(outcomes).is_err() || over {
                 break;
             }
+            // Also where rows never stop coming.
+            if self.log.config.retention.is_some() && Instant::now() >= trim_at {
+                trim_at = self.trim().await;
+            }
         }
         if let Err(error) = self.connection.close().await {
             tracing::debug!(%error, "the broker file did not close cleanly");
+        }
+    }
+
+    /// Deletes a batch of what is old; gives when to look again. It never ends the session.
+    async fn trim(&mut self) -> Instant {
+        let Self { log, connection, .. } = self;
+        let trimmed = async {
+            let mut write = log.begin(connection).await?;
+            let age = log.config.retention.unwrap_or(Duration::MAX);
+            let rows = retention::trim(&mut write.tx, age, retention::ROWS).await;
+            let rows = rows.map_err(|error| log.failed("delete old rows from", &error))?;
+            log.commit(write).await.map(|()| rows)
+        };
+        match trimmed.await {
+            Ok(0) => Instant::now() + TRIM_EVERY,
+            // More may be left; rows that wait go first.
+            Ok(_) => Instant::now(),
+            Err(error) => {
+                tracing::warn!(%error, "old rows could not be deleted");
+                Instant::now() + TRIM_EVERY
+            }
         }
     }
 

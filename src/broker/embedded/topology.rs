@@ -123,7 +123,7 @@ pub(super) async fn check(log: &Log, subscriptions: &[Subscription]) -> Result<V
     findings.push(BrokerFinding {
         name: "journal".to_owned(),
         refused: journal != "wal",
-        detail: format!("journal mode is `{journal}`, synchronous is FULL"),
+        detail: format!("journal mode is `{journal}`; rows are synced to disk before they are settled"),
         remedy: (journal != "wal").then(|| "keep the file on a local disk: WAL needs shared memory".to_owned()),
     });
     for subscription in subscriptions {
@@ -141,7 +141,7 @@ pub(super) async fn check(log: &Log, subscriptions: &[Subscription]) -> Result<V
         findings.push(BrokerFinding {
             name: format!("group {}", subscription.group()),
             refused: false,
-            detail: format!("{members} members, {lag} rows not acknowledged"),
+            detail: format!("members: {members}, rows not acknowledged: {lag}"),
             remedy: None,
         });
     }

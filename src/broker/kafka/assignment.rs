@@ -141,19 +141,15 @@ impl Assignment {
         .collect()
     }
 
-    /// What is acknowledged of these partitions and not known to be committed.
-    pub(super) fn unconfirmed(&self, partitions: &[(String, i32)]) -> Vec<Position> {
-        let sources = partitions.iter().filter_map(|(topic, partition)| self.source(topic, *partition));
-        sources
+    /// What is acknowledged and not known to be committed, of these partitions or of all.
+    pub(super) fn unconfirmed(&self, of: Option<&[(String, i32)]>) -> Vec<Position> {
+        let is_asked = |source: &&Source| {
+            let (place, partition) = (&*source.id.place, source.id.partition);
+            of.is_none_or(|of| of.iter().any(|(topic, number)| topic == place && *number == partition))
+        };
+        self.sources()
+            .filter(is_asked)
             .filter(|source| source.acknowledged > source.confirmed)
-            .filter_map(|source| Some((Arc::clone(&source.id.place), source.id.partition, source.acknowledged?)))
-            .collect()
-    }
-
-    /// The same of all partitions.
-    pub(super) fn all_unconfirmed(&self) -> Vec<Position> {
-        let sources = self.sources().filter(|source| source.acknowledged > source.confirmed);
-        sources
             .filter_map(|source| Some((Arc::clone(&source.id.place), source.id.partition, source.acknowledged?)))
             .collect()
     }
@@ -265,10 +261,10 @@ mod tests {
         due(&mut all);
         all.committed("t", 0, 5, false);
         assert_eq!(due(&mut all), [("t".to_owned(), 0, 5)]);
-        assert_eq!(all.unconfirmed(&t0).len(), 1);
+        assert_eq!(all.unconfirmed(Some(&t0)).len(), 1);
         all.committed("t", 0, 5, true);
         assert_eq!(due(&mut all), []);
-        assert_eq!(all.unconfirmed(&t0).len(), 0);
+        assert_eq!(all.unconfirmed(None).len(), 0);
     }
 
     #[test]

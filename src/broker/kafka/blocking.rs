@@ -12,8 +12,10 @@ use rdkafka::ClientContext;
 use rdkafka::admin::{AdminClient, AdminOptions};
 use rdkafka::client::{Client, DefaultClientContext};
 use rdkafka::config::FromClientConfigAndContext;
+use rdkafka::error::KafkaResult;
 use rdkafka::metadata::Metadata;
 use rdkafka::producer::{BaseProducer, Producer};
+use tokio::runtime::Handle;
 
 use super::client;
 use super::config::KafkaConfig;
@@ -23,6 +25,12 @@ use crate::error::BrokerError;
 
 // The first wait for an answer; each next one is twice as long.
 const FIRST_SLICE: Duration = Duration::from_millis(250);
+
+// All brokers are away, and were still when asked again for so long: no need to use the deadline up.
+const SURE_AFTER: Duration = Duration::from_secs(1);
+
+/// How long reports are served after a question. librdkafka gives one at a time, log lines between them.
+pub(super) const SERVE: Duration = Duration::from_millis(10);
 
 /// Runs what waits on a thread for it.
 ///
@@ -75,11 +83,15 @@ fn ask_until<T>(
                 reports.works();
                 return Ok(answer);
             }
-            Err(error) if reports.unauthorised().is_some() || Instant::now() >= end => {
+            Err(error)
+                if reports.unauthorised().is_some()
+                    || Instant::now() >= end
+                    || (slice > SURE_AFTER && reports.all_down().is_some()) =>
+            {
                 return Err(reports.explain("kafka did not answer", &error));
             }
             // Without a connection the call may come back at once.
-            Err(_) => std::thread::sleep(Duration::from_millis(20)),
+            Err(_) => std::thread::sleep(SERVE),
         }
         slice *= 2;
     }
@@ -103,12 +115,12 @@ impl Asker {
 
     /// Waits for the broker.
     pub(super) fn reach(&self) -> Result<(), BrokerError> {
-        reach(self.client(), &self.reports, client::OPEN_DEADLINE, || self.producer.poll(Duration::ZERO))
+        reach(self.client(), &self.reports, client::OPEN_DEADLINE, || self.producer.poll(SERVE))
     }
 
     /// Metadata of one topic, or of all.
     pub(super) fn metadata(&self, topic: Option<&str>) -> Result<Metadata, BrokerError> {
-        let serve = || self.producer.poll(Duration::ZERO);
+        let serve = || self.producer.poll(SERVE);
         metadata(self.client(), &self.reports, topic, client::ASK_DEADLINE, serve)
     }
 
@@ -119,12 +131,35 @@ impl Asker {
 }
 
 /// A client for administration. It serves no errors of its own: ask an [`Asker`] first whether the broker is there.
-pub(super) fn admin(config: &KafkaConfig) -> Result<AdminClient<DefaultClientContext>, BrokerError> {
-    AdminClient::from_config_and_context(&client::asker(config), DefaultClientContext)
-        .map_err(|error| BrokerError::Refused(format!("kafka settings: {}", properties::reason(&error))))
+pub(super) struct Admin(Option<AdminClient<DefaultClientContext>>);
+
+impl Admin {
+    /// Makes the client.
+    pub(super) fn new(config: &KafkaConfig) -> Result<Self, BrokerError> {
+        let client = AdminClient::from_config_and_context(&client::asker(config), DefaultClientContext)
+            .map_err(|error| BrokerError::Refused(format!("kafka settings: {}", properties::reason(&error))))?;
+        Ok(Self(Some(client)))
+    }
+
+    /// Does one request.
+    pub(super) fn ask<T>(
+        &self,
+        what: &str,
+        request: impl AsyncFnOnce(&AdminClient<DefaultClientContext>, &AdminOptions) -> KafkaResult<T>,
+    ) -> Result<T, BrokerError> {
+        let unavailable = |why: String| BrokerError::Unavailable(format!("{what}: {why}"));
+        let client = self.0.as_ref().ok_or_else(|| unavailable("the client is gone".to_owned()))?;
+        let options = AdminOptions::new()
+            .request_timeout(Some(client::ASK_DEADLINE))
+            .operation_timeout(Some(client::ASK_DEADLINE));
+        Handle::current().block_on(request(client, &options)).map_err(|error| unavailable(error.to_string()))
+    }
 }
 
-/// Deadlines of an administrative request.
-pub(super) fn admin_options() -> AdminOptions {
-    AdminOptions::new().request_timeout(Some(client::ASK_DEADLINE)).operation_timeout(Some(client::ASK_DEADLINE))
+impl Drop for Admin {
+    // Destroying it waits 0.1 s for a thread of its own: nobody needs to wait with it.
+    fn drop(&mut self) {
+        let client = self.0.take();
+        std::thread::spawn(move || drop(client));
+    }
 }

@@ -46,7 +46,7 @@ fn look(config: &KafkaConfig, subscriptions: &[Subscription]) -> Result<Vec<Brok
             )),
         }
     }
-    let names: Vec<&str> = present.iter().map(|(topic, _)| *topic).collect();
+    let names: BTreeSet<&str> = present.iter().map(|(topic, _)| *topic).collect();
     let settings = if names.is_empty() { Ok(Default::default()) } else { topology::settings(config, &names) };
     match settings {
         Ok(settings) => {

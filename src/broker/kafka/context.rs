@@ -23,7 +23,6 @@ use crate::error::BrokerError;
 pub(super) struct Reports {
     unauthorised: Mutex<Option<String>>,
     down: Mutex<Down>,
-    fatal: Mutex<Option<String>>,
     last: Mutex<Option<String>>,
     trouble: AtomicBool,
     // The offset of the last end of a partition: rdkafka's error carries only the partition.
@@ -42,7 +41,6 @@ impl Default for Reports {
         Self {
             unauthorised: Mutex::default(),
             down: Mutex::default(),
-            fatal: Mutex::default(),
             last: Mutex::default(),
             trouble: AtomicBool::new(false),
             eof_offset: AtomicI64::new(-1),
@@ -76,11 +74,6 @@ impl Reports {
     /// The error of authentication or of TLS that was reported last.
     pub(super) fn unauthorised(&self) -> Option<String> {
         self.unauthorised.lock().ok()?.clone()
-    }
-
-    /// The error after which the client is of no use.
-    pub(super) fn fatal(&self) -> Option<String> {
-        self.fatal.lock().ok()?.clone()
     }
 
     /// What to say when a question was not answered: the reason that librdkafka gave on the side, if any.
@@ -121,12 +114,6 @@ impl Reports {
                 tracing::error!(reason, "kafka refuses this client");
                 if let Ok(mut unauthorised) = self.unauthorised.lock() {
                     *unauthorised = Some(reason.to_owned());
-                }
-            }
-            Some(Code::Fatal) => {
-                tracing::error!(reason, "the kafka client is of no use any more");
-                if let Ok(mut fatal) = self.fatal.lock() {
-                    *fatal = Some(reason.to_owned());
                 }
             }
             Some(Code::AllBrokersDown) => {

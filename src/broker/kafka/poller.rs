@@ -20,6 +20,7 @@ use rdkafka::topic_partition_list::{Offset, TopicPartitionList};
 use tokio::sync::mpsc::UnboundedSender;
 
 use super::assignment::{Assignment, Position};
+use super::blocking;
 use super::context::Reports;
 use super::wire;
 use crate::broker::{Delivery, Event, RevokeGuard};
@@ -30,6 +31,9 @@ const POLL_PAUSED: Duration = Duration::from_millis(10);
 /// How long polling may stand still where the bound is reached: pausing throws away what was fetched ahead.
 const BRIEF: Duration = Duration::from_millis(100);
 const COMMIT_EVERY: Duration = Duration::from_millis(200);
+/// How long a commit is tried again while the group is between two generations.
+const COMMIT_PATIENCE: Duration = Duration::from_secs(3);
+const COMMIT_AGAIN: Duration = Duration::from_millis(50);
 const BATCH_ROWS: usize = 500;
 const SAY_AGAIN: Duration = Duration::from_secs(30);
 
@@ -45,6 +49,7 @@ pub(super) struct Shared {
     rows_max: usize,
     bytes_max: usize,
     drain: Duration,
+    said: Mutex<HashMap<String, Instant>>,
     pub(super) reports: Reports,
 }
 
@@ -65,6 +70,7 @@ impl Shared {
             rows_max: rows_max.max(1),
             bytes_max,
             drain,
+            said: Mutex::default(),
             reports: Reports::default(),
         }
     }
@@ -97,9 +103,27 @@ impl Shared {
         self.pending.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// What is acknowledged and not known to be committed, of these partitions or of all.
+    fn unconfirmed(&self, of: Option<&[(String, i32)]>) -> Vec<Position> {
+        self.assignment().unconfirmed(of)
+    }
+
     fn tell(&self, event: Result<Event, BrokerError>) {
         // Nobody listens any more when the subscriber was dropped: then the thread is about to end.
         let _nobody = self.events.send(event);
+    }
+
+    /// Says what passes by itself, but not over and over.
+    fn say(&self, reason: &str) {
+        let mut said = self.said.lock().unwrap_or_else(PoisonError::into_inner);
+        let now = Instant::now();
+        if said.get(reason).is_none_or(|last| now.duration_since(*last) >= SAY_AGAIN) {
+            tracing::warn!(reason, "kafka consumer: it goes on by itself");
+            if said.len() > 1_000 {
+                said.clear();
+            }
+            said.insert(reason.to_owned(), now);
+        }
     }
 
     fn hand_over(&self) {
@@ -194,8 +218,12 @@ impl MemberContext {
                 }
             }
         }
-        let positions = shared.assignment().unconfirmed(revoked);
-        commit_now(consumer, &positions);
+        let end = Instant::now() + COMMIT_PATIENCE;
+        while commit_now(consumer, shared, &shared.unconfirmed(Some(revoked))) == Committed::Later
+            && Instant::now() < end
+        {
+            std::thread::sleep(COMMIT_AGAIN);
+        }
         shared.assignment().remove(revoked);
     }
 }
@@ -220,12 +248,34 @@ fn offsets(positions: &[Position]) -> KafkaResult<TopicPartitionList> {
     Ok(list)
 }
 
-fn commit_now(consumer: &BaseConsumer<MemberContext>, positions: &[Position]) {
+#[derive(Debug, PartialEq, Eq)]
+enum Committed {
+    Done,
+    /// The group is between two generations; the same commit is taken after it.
+    Later,
+}
+
+fn commit_now(consumer: &BaseConsumer<MemberContext>, shared: &Shared, positions: &[Position]) -> Committed {
+    use RDKafkaErrorCode as Code;
     if positions.is_empty() {
-        return;
+        return Committed::Done;
     }
-    if let Err(error) = offsets(positions).and_then(|list| consumer.commit(&list, CommitMode::Sync)) {
-        tracing::debug!(%error, "kafka offsets were not committed; the next owner sees duplicates, which the inbox knows");
+    match offsets(positions).and_then(|list| consumer.commit(&list, CommitMode::Sync)) {
+        Ok(()) => {
+            let mut assignment = shared.assignment();
+            for (topic, partition, next) in positions {
+                assignment.committed(topic, *partition, *next, true);
+            }
+            Committed::Done
+        }
+        Err(error) => {
+            tracing::debug!(%error, "kafka offsets were not committed");
+            match error.rdkafka_error_code() {
+                Some(Code::RebalanceInProgress | Code::IllegalGeneration) => Committed::Later,
+                // The next owner sees duplicates, which the inbox knows.
+                _ => Committed::Done,
+            }
+        }
     }
 }
 
@@ -233,7 +283,6 @@ fn commit_now(consumer: &BaseConsumer<MemberContext>, positions: &[Position]) {
 pub(super) fn run(consumer: Arc<BaseConsumer<MemberContext>>, shared: &Shared) {
     let mut holding = false;
     let mut committed_at = Instant::now();
-    let mut said = HashMap::new();
     while !shared.is_closing() {
         if committed_at.elapsed() >= COMMIT_EVERY {
             committed_at = Instant::now();
@@ -260,7 +309,7 @@ pub(super) fn run(consumer: Arc<BaseConsumer<MemberContext>>, shared: &Shared) {
                 shared.reports.works();
                 shared.assignment().end_reached(partition, shared.reports.eof_offset());
             }
-            Some(Err(error)) => trouble(shared, &error, &mut said),
+            Some(Err(error)) => trouble(shared, &error),
             None => shared.hand_over(),
         }
         if let (Some(reason), Some(_)) = (shared.reports.unauthorised(), shared.reports.all_down()) {
@@ -268,11 +317,24 @@ pub(super) fn run(consumer: Arc<BaseConsumer<MemberContext>>, shared: &Shared) {
             break;
         }
     }
-    let positions = shared.assignment().all_unconfirmed();
-    commit_now(&consumer, &positions);
+    let end = Instant::now() + COMMIT_PATIENCE;
+    while commit_now(&consumer, shared, &shared.unconfirmed(None)) == Committed::Later && Instant::now() < end {
+        // Lets the rebalance come to its end; what is delivered meanwhile comes again to the next owner.
+        drop(consumer.poll(COMMIT_AGAIN));
+    }
     // Leaves the group: its revocation comes back to `revoke`, on this thread.
     shared.close();
     drop(consumer);
+}
+
+/// Serves what librdkafka has to say before the thread runs. An error that is not taken here is not repeated.
+pub(super) fn serve(consumer: &BaseConsumer<MemberContext>, shared: &Shared) {
+    let end = Instant::now() + blocking::SERVE;
+    while Instant::now() < end {
+        if let Some(Err(error)) = consumer.poll(blocking::SERVE) {
+            trouble(shared, &error);
+        }
+    }
 }
 
 /// Whether partitions are to be paused because too much is in flight. Waits a moment first: most often room is made in it.
@@ -328,7 +390,7 @@ fn commit_due(consumer: &BaseConsumer<MemberContext>, shared: &Shared) {
 }
 
 /// An error that polling gave: most pass by themselves and are only said; some end the subscriber.
-fn trouble(shared: &Shared, error: &KafkaError, said: &mut HashMap<String, Instant>) {
+fn trouble(shared: &Shared, error: &KafkaError) {
     use RDKafkaErrorCode as Code;
     let reason = shared.reports.take_last().unwrap_or_else(|| error.to_string());
     let end = match error.rdkafka_error_code() {
@@ -350,15 +412,7 @@ fn trouble(shared: &Shared, error: &KafkaError, said: &mut HashMap<String, Insta
             | Code::SSL,
         ) => return,
         _ => {
-            let now = Instant::now();
-            let last = said.get(&reason);
-            if last.is_none_or(|last| now.duration_since(*last) >= SAY_AGAIN) {
-                tracing::warn!(reason, "kafka consumer: it goes on by itself");
-                if said.len() > 1_000 {
-                    said.clear();
-                }
-                said.insert(reason, now);
-            }
+            shared.say(&reason);
             return;
         }
     };

@@ -10,7 +10,7 @@ use std::collections::HashSet;
 use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use async_trait::async_trait;
 use rdkafka::config::FromClientConfigAndContext;
@@ -30,6 +30,8 @@ use crate::broker::{Publisher, Settled, TopicState};
 use crate::error::BrokerError;
 use crate::message::OutgoingMessage;
 
+// How often a session that opens looks whether it failed for good.
+const WARM_LOOK: Duration = Duration::from_millis(50);
 const CLOSE_DEADLINE: Duration = Duration::from_secs(5);
 // Rows handed over between two chances for other tasks: about 3 us each.
 const ROWS_PER_TURN: usize = 128;
@@ -71,14 +73,14 @@ impl KafkaPublisher {
     }
 
     fn doubt(&self) -> Option<BrokerError> {
-        self.session.reports.fatal().map(|reason| BrokerError::Session(format!("the kafka producer ended: {reason}")))
+        self.session.fatal().map(|reason| BrokerError::Session(format!("the kafka producer ended: {reason}")))
     }
 
     /// Makes the producer fit a topic that was not seen before (R19).
     async fn fit(&mut self, topic: &str) -> Result<(), BrokerError> {
         if !self.sizes.knows(topic) {
             let (config, name) = (Arc::clone(&self.config), topic.to_owned());
-            let found = blocking::run(move || topology::settings(&config, &[&name])).await;
+            let found = blocking::run(move || topology::settings(&config, &[name.as_str()].into())).await;
             let max = match &found {
                 Ok(found) => found.get(topic).and_then(|settings| settings.get("max.message.bytes")?.parse().ok()),
                 // Not allowed, or not spoken by this broker: the defaults serve.
@@ -241,15 +243,26 @@ impl Session {
     async fn warm(&self) -> Result<(), BrokerError> {
         let (producer, reports) = (Arc::clone(&self.producer), Arc::clone(&self.reports));
         blocking::run(move || blocking::reach(producer.client(), &reports, OPEN_DEADLINE, || {})).await?;
+        let end = Instant::now() + ASK_DEADLINE;
         let mut producer_id = self.reports.producer_id();
-        let assigned = producer_id.wait_for(|assigned| *assigned);
-        if tokio::time::timeout(ASK_DEADLINE, assigned).await.is_err() {
-            tracing::debug!("the kafka producer has no id yet; its first messages will wait for it");
+        loop {
+            let assigned = producer_id.wait_for(|assigned| *assigned);
+            if tokio::time::timeout(WARM_LOOK, assigned).await.is_ok() {
+                return Ok(());
+            }
+            if let Some(reason) = self.fatal() {
+                return Err(BrokerError::Unauthorised(format!("an idempotent kafka producer: {reason}")));
+            }
+            if Instant::now() >= end {
+                tracing::debug!("the kafka producer has no id yet; its first messages will wait for it");
+                return Ok(());
+            }
         }
-        match self.reports.fatal() {
-            Some(reason) => Err(BrokerError::Unauthorised(format!("an idempotent kafka producer: {reason}"))),
-            None => Ok(()),
-        }
+    }
+
+    /// Why the producer is of no use any more, where that is so.
+    fn fatal(&self) -> Option<String> {
+        self.producer.client().fatal_error().map(|(_, reason)| reason)
     }
 
     /// Asks the broker, through this producer, so that it knows the topic when the first row comes.

@@ -57,7 +57,7 @@ impl KafkaSubscriber {
         let consumer = blocking::run(move || {
             let consumer = BaseConsumer::from_config_and_context(&settings, context)
                 .map_err(|error| BrokerError::Refused(format!("kafka settings: {}", properties::reason(&error))))?;
-            let serve = || drop(consumer.poll(Duration::ZERO));
+            let serve = || poller::serve(&consumer, &open);
             blocking::reach(consumer.client(), &open.reports, OPEN_DEADLINE, serve)?;
             say_what_is_missing(&config, &consumer, &open, &topics)?;
             let names: Vec<&str> = topics.iter().map(String::as_str).collect();
@@ -86,7 +86,7 @@ fn say_what_is_missing(
     topics: &[String],
 ) -> Result<(), BrokerError> {
     for topic in topics {
-        let serve = || drop(consumer.poll(Duration::ZERO));
+        let serve = || poller::serve(consumer, shared);
         let metadata = blocking::metadata(consumer.client(), &shared.reports, Some(topic), ASK_DEADLINE, serve)?;
         if let TopicState::NotReady(reason) = topology::state(&metadata, topic) {
             let remedy = topology::how_to_create(config, topic);

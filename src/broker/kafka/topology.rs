@@ -5,16 +5,15 @@
 //!
 //! Not here: what is worth a warning (`check`).
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use rdkafka::admin::{NewTopic, ResourceSpecifier, TopicReplication};
 use rdkafka::error::RDKafkaErrorCode;
 use rdkafka::metadata::{Metadata, MetadataTopic};
-use tokio::runtime::Handle;
 
-use super::blocking::{self, Asker};
+use super::blocking::{self, Admin, Asker};
 use super::client;
 use super::config::KafkaConfig;
 use super::errors;
@@ -87,11 +86,13 @@ fn topic_error(topic: &MetadataTopic) -> Option<RDKafkaErrorCode> {
 }
 
 /// The settings of topics. Topics that cannot be read are left out.
-pub(super) fn settings(config: &KafkaConfig, topics: &[&str]) -> Result<BTreeMap<String, TopicSettings>, BrokerError> {
-    let admin = blocking::admin(config)?;
+pub(super) fn settings(
+    config: &KafkaConfig,
+    topics: &BTreeSet<&str>,
+) -> Result<BTreeMap<String, TopicSettings>, BrokerError> {
     let resources: Vec<_> = topics.iter().map(|topic| ResourceSpecifier::Topic(topic)).collect();
-    let answer = Handle::current().block_on(admin.describe_configs(&resources, &blocking::admin_options()));
-    let answer = answer.map_err(|error| BrokerError::Unavailable(format!("settings of kafka topics: {error}")))?;
+    let answer = Admin::new(config)?
+        .ask("settings of kafka topics", async |admin, options| admin.describe_configs(&resources, options).await)?;
     let mut found = BTreeMap::new();
     // The answers stand in the order of the questions.
     for (topic, resource) in topics.iter().zip(answer) {
@@ -125,11 +126,12 @@ pub(super) async fn declare(config: &Arc<KafkaConfig>, topics: &[String]) -> Res
     if !config.create_topics || topics.is_empty() {
         return Ok(());
     }
-    let (config, topics) = (Arc::clone(config), topics.to_vec());
+    // A set: a name given twice makes librdkafka answer without a result, on which rdkafka 0.39 crashes.
+    let (config, topics) = (Arc::clone(config), topics.iter().cloned().collect::<BTreeSet<_>>());
     blocking::run(move || create_missing(&config, &topics)).await
 }
 
-fn create_missing(config: &KafkaConfig, topics: &[String]) -> Result<(), BrokerError> {
+fn create_missing(config: &KafkaConfig, topics: &BTreeSet<String>) -> Result<(), BrokerError> {
     let asker = Asker::new(config)?;
     let mut missing = Vec::new();
     for topic in topics {
@@ -146,9 +148,8 @@ fn create_missing(config: &KafkaConfig, topics: &[String]) -> Result<(), BrokerE
         if config.replication >= 3 { wanted.set("min.insync.replicas", "2") } else { wanted }
     });
     let wanted: Vec<_> = wanted.collect();
-    let admin = blocking::admin(config)?;
-    let answer = Handle::current().block_on(admin.create_topics(&wanted, &blocking::admin_options()));
-    let answer = answer.map_err(|error| BrokerError::Unavailable(format!("creating kafka topics: {error}")))?;
+    let answer = Admin::new(config)?
+        .ask("creating kafka topics", async |admin, options| admin.create_topics(&wanted, options).await)?;
     for created in answer {
         match created {
             Ok(topic) => tracing::info!(topic, partitions = config.partitions, "kafka topic created"),

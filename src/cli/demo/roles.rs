@@ -189,7 +189,7 @@ impl<S: Store> MessageHandler<S> for Receipts {
         let email = NewEmail {
             unique_key: self.names.receipt(&payment.payment_id),
             recipient: format!("{}@example.com", payment.account_id),
-            subject: format!("Receipt for {}", payment.payment_id),
+            subject: format!("Receipt {}", self.names.receipt(&payment.payment_id)),
             body: format!("We received {} {} minor units.\n", payment.currency, payment.amount_minor),
         };
         tx.queue_email(&email).await?;

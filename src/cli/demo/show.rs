@@ -13,6 +13,7 @@ use super::processes::Process;
 use super::roles::KIND;
 use super::stage::Stage;
 use crate::app::{AnyBroker, AppError, open_broker, open_store_with};
+use crate::broker::Subscription;
 use crate::message::OutgoingMessage;
 use crate::observe::Health;
 use crate::store::{Store, StoreOptions};
@@ -131,12 +132,18 @@ pub(super) async fn show<S: Tables>(args: &DemoArgs, stage: &Stage) -> Result<Ve
     let broker = open_broker(&stage.settings).await?;
     let topic = stage.names.topic();
     broker.declare(std::slice::from_ref(&topic)).await?;
+    if !broker.is_log() {
+        // A queue receives what is published after it is bound: those of both consumers stand before the first payment.
+        for role in ["ledger", "receipts"] {
+            let subscription = Subscription::new(stage.names.consumer(role), vec![topic.clone()]);
+            broker.subscriber(&subscription).await?.close().await;
+        }
+    }
     broker.tap(&topic).await?;
 
     let began = Instant::now();
     let tag = stage.names.tag.as_str();
     let messages = args.messages.to_string();
-    // The queues of the consumers exist before the first payment, so that RabbitMQ need not hold and release.
     let cast = vec![
         Process::start(stage, "ledger", &["demo", "ledger", "--tag", tag])?,
         Process::start(stage, "receipts", &["demo", "receipts", "--tag", tag])?,

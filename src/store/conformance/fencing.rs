@@ -116,6 +116,24 @@ pub async fn g9_a_session_that_lost_its_lease_changes_nothing<F: Fixture>(trial:
     assert_eq!(payloads(&read_rows(&mut other, 4).await.0), ["0", "1", "2", "3"]);
 }
 
+/// A pooler or a failover put another server under the session, or somebody restored the table.
+pub async fn r7_a_shard_that_is_not_as_the_session_left_it_ends_the_session<F: Fixture>(trial: &Trial<F>) {
+    trial.enqueue(vec![new_message("k", "0")]).await;
+    let shard = trial.table("shard");
+    for change in ["revision = revision + 1", "revision = revision - 1", "epoch = epoch - 1"] {
+        let mut session = trial.session("a").await;
+        let (_, batch) = read_rows(&mut session, 1).await;
+        trial.run(&format!("update {shard} set {change}")).await;
+        let outcome = session.claim(through(batch)).await;
+        assert!(matches!(outcome, Err(StoreError::Fenced(_))), "{change}: {outcome:?}");
+        let read = session.read(10).await;
+        assert!(matches!(read, Err(StoreError::Fenced(_))), "{change}: {read:?}");
+        let outcome = session.release().await;
+        assert!(matches!(outcome, Err(StoreError::Fenced(_))), "{change}: {outcome:?}");
+    }
+    assert_eq!(trial.store.status().await.unwrap().pending, 1);
+}
+
 /// A configuration that names a shard which is not there.
 pub async fn an_unknown_shard_is_told_apart<F: Fixture>(trial: &Trial<F>) {
     assert!(trial.store.shards().await.unwrap().contains(&0));

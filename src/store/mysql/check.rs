@@ -210,7 +210,7 @@ fn function(is_there: bool) -> Finding {
 async fn engine(connection: &mut MySqlConnection) -> Result<Vec<Finding>, StoreError> {
     let tables: Vec<(String, Option<String>)> = sqlx::query_as(
         "select table_name, engine from information_schema.tables \
-         where table_schema = database() and table_name like 'oncebox\\_%' and table_type = 'BASE TABLE' and engine <> 'InnoDB'",
+         where table_schema = database() and left(table_name, 8) = 'oncebox_' and table_type = 'BASE TABLE' and engine <> 'InnoDB'",
     )
     .fetch_all(connection)
     .await?;
@@ -232,7 +232,7 @@ async fn engine(connection: &mut MySqlConnection) -> Result<Vec<Finding>, StoreE
 async fn triggers(connection: &mut MySqlConnection) -> Result<Finding, StoreError> {
     let found: Vec<String> = sqlx::query_scalar(
         "select trigger_name from information_schema.triggers \
-         where event_object_schema = database() and event_object_table like 'oncebox\\_%'",
+         where event_object_schema = database() and left(event_object_table, 8) = 'oncebox_'",
     )
     .fetch_all(connection)
     .await?;

@@ -67,7 +67,7 @@ impl Mailbox for MySqlStore {
         let list = number_list(due);
         sqlx::query(
             "update json_table(?, '$[*]' columns (email_id bigint path '$')) j \
-             straight_join oncebox_email e on e.email_id = j.email_id \
+             straight_join oncebox_email e force index (primary) on e.email_id = j.email_id \
              set e.claim = ?, e.attempts = e.attempts + 1, e.due_at = utc_timestamp(6) + interval ? microsecond",
         )
         .bind(&list)
@@ -78,7 +78,7 @@ impl Mailbox for MySqlStore {
         let rows = sqlx::query(
             "select e.email_id, e.unique_key, e.recipient, e.subject, e.body, e.attempts \
              from json_table(?, '$[*]' columns (o for ordinality, email_id bigint path '$')) j \
-             straight_join oncebox_email e on e.email_id = j.email_id order by j.o",
+             straight_join oncebox_email e force index (primary) on e.email_id = j.email_id order by j.o",
         )
         .bind(&list)
         .fetch_all(&mut *transaction)

@@ -47,7 +47,7 @@ impl Waiting for MySqlStore {
         let list = number_list(heads);
         sqlx::query(
             "update json_table(?, '$[*]' columns (sequence bigint path '$')) j \
-             straight_join oncebox_waiting w on w.sequence = j.sequence \
+             straight_join oncebox_waiting w force index (primary) on w.sequence = j.sequence \
              set w.claim = ?, w.attempts = w.attempts + 1, w.due_at = utc_timestamp(6) + interval ? microsecond",
         )
         .bind(&list)
@@ -154,7 +154,7 @@ impl Waiting for MySqlStore {
         }
         sqlx::query(
             "update json_table(?, '$[*]' columns (sequence bigint path '$')) j \
-             straight_join oncebox_waiting w on w.sequence = j.sequence \
+             straight_join oncebox_waiting w force index (primary) on w.sequence = j.sequence \
              set w.due_at = utc_timestamp(6) where w.state = 'waiting' and w.due_at is null",
         )
         .bind(number_list(left.iter().copied()))
@@ -176,15 +176,16 @@ select w.sequence from oncebox_waiting w force index (waiting_due) \
 /// The first row of each key, by a loose scan of the index, then those that should be due and are not.
 const HEADS_WITHOUT_DUE_TIME: &str = "\
 select w.sequence from \
-  (select min(sequence) as sequence from oncebox_waiting force index (waiting_lane) where consumer_id = ? group by lane) h \
-  straight_join oncebox_waiting w on w.sequence = h.sequence \
+  (select min(sequence) as sequence from oncebox_waiting force index (waiting_lane) where consumer_id = ? \
+    group by consumer_id, lane) h \
+  straight_join oncebox_waiting w force index (primary) on w.sequence = h.sequence \
  where w.lane is not null and w.state = 'waiting' and w.due_at is null limit ?";
 
 const CLAIMED: &str = "\
 select w.sequence, w.message_id, w.id_text, w.topic, w.`key`, w.kind, w.headers, w.payload, w.tombstone, w.content_type, w.source, \
-       w.sent_at, w.traceparent, w.tracestate, w.place, w.partition_no, w.offset_no, w.attempts \
+       w.message_time, w.traceparent, w.tracestate, w.place, w.partition_no, w.offset_no, w.attempts \
   from json_table(?, '$[*]' columns (o for ordinality, sequence bigint path '$')) j \
-  straight_join oncebox_waiting w on w.sequence = j.sequence order by j.o";
+  straight_join oncebox_waiting w force index (primary) on w.sequence = j.sequence order by j.o";
 
 /// The consumer of a row that is still claimed by us; locks it.
 async fn claimed_by(
@@ -255,7 +256,7 @@ pub(super) async fn park(
     for chunk in parked.chunks(PARK_ROWS_MAX) {
         let mut insert: QueryBuilder<MySql> = QueryBuilder::new(
             "insert into oncebox_waiting (consumer_id, state, lane, due_at, message_id, id_text, content_hash, dead_hash, topic, \
-             `key`, kind, headers, payload, tombstone, content_type, source, sent_at, traceparent, tracestate, place, partition_no, \
+             `key`, kind, headers, payload, tombstone, content_type, source, message_time, traceparent, tracestate, place, partition_no, \
              offset_no, attempts, reason, error, history, stored_at, dead_at) ",
         );
         insert.push_values(chunk, |mut row, parked| {
@@ -333,7 +334,7 @@ async fn histories(
     }
     let found: Vec<(Uuid, String)> = sqlx::query_as(
         "select a.message_id, a.history from json_table(?, '$[*]' columns (id varchar(32) path '$')) j \
-         straight_join oncebox_attempt a on a.consumer_id = ? and a.message_id = unhex(j.id) where a.history <> '[]'",
+         straight_join oncebox_attempt a force index (primary) on a.consumer_id = ? and a.message_id = unhex(j.id) where a.history <> '[]'",
     )
     .bind(hex_list(suspects.iter().map(<[u8; 16]>::as_slice)))
     .bind(consumer.0)
@@ -351,7 +352,7 @@ pub(super) fn message(row: &MySqlRow) -> Result<Message, StoreError> {
     let content_type: Option<Vec<u8>> = row.try_get("content_type")?;
     let traceparent: Option<String> = row.try_get("traceparent")?;
     let tracestate: Option<String> = row.try_get("tracestate")?;
-    let time: Option<DateTime<Utc>> = row.try_get("sent_at")?;
+    let time: Option<DateTime<Utc>> = row.try_get("message_time")?;
     Ok(Message {
         id: MessageId::from_uuid(row.try_get("message_id")?),
         id_text: row.try_get("id_text")?,

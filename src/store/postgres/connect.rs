@@ -71,9 +71,18 @@ async fn begin(pool: &PgPool) -> Result<Transaction<'static, Postgres>, sqlx::Er
     loop {
         tries = tries.saturating_sub(1);
         match pool.begin().await {
-            Err(sqlx::Error::Io(_) | sqlx::Error::Protocol(_)) if tries > 0 => {}
+            Err(error) if tries > 0 && is_dead(&error) => {}
             outcome => return outcome,
         }
+    }
+}
+
+/// The connection ended, or the server says that it ends it.
+fn is_dead(error: &sqlx::Error) -> bool {
+    match error {
+        sqlx::Error::Io(_) | sqlx::Error::Protocol(_) => true,
+        sqlx::Error::Database(error) => matches!(error.code().as_deref(), Some("57P01" | "57P02" | "57P05")),
+        _ => false,
     }
 }
 

@@ -178,13 +178,13 @@ impl Inbox for PostgresStore {
 
 /// Ids by the table they belong to, sorted: two transactions never insert in different orders.
 #[derive(Debug, Default)]
-pub(super) struct Ids {
-    pub(super) timed: Vec<Uuid>,
-    pub(super) untimed: Vec<Uuid>,
+struct Ids {
+    timed: Vec<Uuid>,
+    untimed: Vec<Uuid>,
 }
 
 impl Ids {
-    pub(super) fn of(ids: impl Iterator<Item = MessageId>) -> Self {
+    fn of(ids: impl Iterator<Item = MessageId>) -> Self {
         let (timed, untimed): (Vec<_>, Vec<_>) = ids.partition(|id| id.unix_millis().is_some());
         let sorted = |ids: Vec<MessageId>| {
             let mut ids: Vec<Uuid> = ids.into_iter().map(MessageId::uuid).collect();
@@ -268,7 +268,10 @@ impl InboxTx for PostgresTx {
     }
 
     async fn forget(&mut self, ids: &[MessageId]) -> Result<(), StoreError> {
-        let gone = Ids::of(ids.iter().copied());
+        // Only what this transaction inserted: another message's row is not ours to take.
+        let mut gone = Ids::of(ids.iter().copied());
+        gone.timed.retain(|id| self.ours.timed.contains(id));
+        gone.untimed.retain(|id| self.ours.untimed.contains(id));
         for (statement, ids) in [
             ("delete from oncebox.inbox_timed where consumer_id = $1 and message_id = any($2)", &gone.timed),
             ("delete from oncebox.inbox_untimed where consumer_id = $1 and message_id = any($2)", &gone.untimed),

@@ -11,7 +11,6 @@ use uuid::Uuid;
 
 use super::PostgresStore;
 use super::door::{headers_json, parse_headers};
-use super::inbox::Ids;
 use super::text::{restored, stored};
 use super::waiting::next_is_due;
 use crate::error::StoreError;
@@ -299,21 +298,57 @@ async fn carry_out(
     let Some(row) = revived else { return Ok(false) };
     let (consumer, mut hash): (i32, Uuid) = (row.try_get(0)?, row.try_get(1)?);
     let mut id = message.message_id;
+    let mut is_new_id = false;
     if let OperatorAct::RedriveAs { id: new, payload } = act {
-        id = *new;
+        (id, is_new_id) = (*new, true);
         hash = rename(connection, sequence, message, id, payload.as_deref()).await?;
     }
-    // A verdict left no inbox row, a new id has none: with it a second copy is a duplicate (R31).
-    let statement = match Ids::of([MessageId::from_uuid(id)].into_iter()).timed.is_empty() {
+    let stands = inbox_row(connection, consumer, id, hash).await?;
+    match stands {
+        Some(other) if is_new_id || other != hash => Err(StoreError::Refused(format!(
+            "the inbox of {} has the id {id} already, from another message: message {} would never run under it; choose another \
+             by `--new-id`",
+            where_of(message),
+            message.number
+        ))),
+        _ => Ok(true),
+    }
+}
+
+fn where_of(message: &DeadMessage) -> String {
+    match &message.place {
+        DeadPlace::Outbox => "the outbox".to_owned(),
+        DeadPlace::Consumer(name) => format!("consumer `{name}`"),
+    }
+}
+
+/// Inserts the inbox row of a message that is redriven, so that a second copy is a duplicate (a verdict left none, a new id has
+/// none: R31); gives the content hash of the row that stood there before.
+async fn inbox_row(
+    connection: &mut PgConnection,
+    consumer: i32,
+    id: Uuid,
+    hash: Uuid,
+) -> Result<Option<Uuid>, StoreError> {
+    let is_timed = MessageId::from_uuid(id).unix_millis().is_some();
+    let insert = match is_timed {
         true => {
-            "insert into oncebox.inbox_untimed (message_id, content_hash, consumer_id) values ($1, $2, $3) on conflict do nothing"
-        }
-        false => {
             "insert into oncebox.inbox_timed (message_id, content_hash, consumer_id) values ($1, $2, $3) on conflict do nothing"
         }
+        false => {
+            "insert into oncebox.inbox_untimed (message_id, content_hash, consumer_id) values ($1, $2, $3) on conflict do nothing"
+        }
     };
-    sqlx::query(statement).bind(id).bind(hash).bind(consumer).execute(connection).await?;
-    Ok(true)
+    let done = sqlx::query(insert).bind(id).bind(hash).bind(consumer).execute(&mut *connection).await?;
+    if done.rows_affected() == 1 {
+        return Ok(None);
+    }
+    let row = sqlx::query("select content_hash from oncebox.inbox where message_id = $1 and consumer_id = $2")
+        .bind(id)
+        .bind(consumer)
+        .fetch_optional(connection)
+        .await?;
+    Ok(row.map(|row| row.try_get(0)).transpose()?)
 }
 
 /// Gives a consumer's row a new id and perhaps a new payload; the answer is its new content hash.

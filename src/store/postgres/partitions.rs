@@ -21,19 +21,39 @@ const LOOK_EVERY: Duration = Duration::from_secs(10);
 /// After a lock was not to be had.
 const AGAIN_AFTER: Duration = Duration::from_secs(1);
 /// At most so many ranges are made or freed at a time: a look is bounded.
-const AT_A_TIME: i64 = 8;
+const AT_A_TIME: usize = 8;
 /// Emptied partitions beyond this number are dropped: each costs every read a little.
 const EMPTIED_MAX: usize = 32;
 /// The DEFAULT partition is scanned at an ATTACH; beyond this size that would be felt.
 const DEFAULT_BYTES_MAX: i64 = 64 << 20;
 
-/// When the outbox partitions are to be looked at again.
+/// When the outbox partitions are to be looked at again, and how fast positions are drawn.
 #[derive(Debug, Default)]
 pub(super) struct Tidied {
     not_before: Option<Instant>,
     /// The position from which on ranges are missing.
     make_from: i64,
     drop_not_before: Option<Instant>,
+    /// A position that was the last one drawn, and when.
+    drawn: Option<(Instant, i64)>,
+}
+
+impl Tidied {
+    /// Notes the last position drawn.
+    pub(super) fn saw(&mut self, last_value: i64) {
+        self.drawn.get_or_insert((Instant::now(), last_value));
+    }
+
+    /// Positions drawn a second since the last look; none while too little time has passed to say.
+    fn rate(&mut self, last_value: i64) -> Option<i64> {
+        let (since, from) = self.drawn?;
+        let millis = i64::try_from(since.elapsed().as_millis()).unwrap_or(i64::MAX);
+        if millis < 200 {
+            return None;
+        }
+        self.drawn = Some((Instant::now(), last_value));
+        Some(last_value.saturating_sub(from).max(0).saturating_mul(1_000) / millis)
+    }
 }
 
 /// A range partition of the outbox.
@@ -71,27 +91,27 @@ pub(super) async fn tidy_outbox(
     if waits && last_value < tidied.make_from {
         return Ok(());
     }
-    tidied.not_before = Some(Instant::now() + LOOK_EVERY);
     let state = connection.fetch_one(OUTBOX_STATE).await?;
-    let rows: i64 = state.try_get(1)?;
-    let (scanned_to, ahead, retention) = (state.try_get(0)?, state.try_get(2)?, state.try_get(3)?);
-    let default_bytes: i64 = state.try_get(4)?;
+    let (scanned_to, rows, ahead) = (state.try_get(0)?, state.try_get::<i64, _>(1)?, state.try_get::<i64, _>(2)?);
+    let (retention, default_bytes): (i64, i64) = (state.try_get(3)?, state.try_get(4)?);
     let last_value: i64 = state.try_get(5)?;
+    let Some(rate) = tidied.rate(last_value) else { return Ok(()) };
+    tidied.not_before = Some(Instant::now() + LOOK_EVERY);
     let ranges = outbox_ranges(connection).await?;
     let top = ranges.last().map_or(1, |range| range.to);
-    let missing = missing_ranges(top, last_value, rows, ahead);
-    tidied.make_from = missing.last().map_or(top, |range| range.1) - rows.saturating_mul(ahead.max(2) - 1);
-    if !missing.is_empty() && default_bytes > DEFAULT_BYTES_MAX {
+    let plan = Plan::new(top, last_value, rows, ahead, rate);
+    tidied.make_from = plan.enough - plan.rows;
+    if !plan.missing.is_empty() && default_bytes > DEFAULT_BYTES_MAX {
         tracing::warn!(
             default_bytes,
             "the DEFAULT partition of the outbox has grown too large to attach ranges beside it; they are made once it is proven and emptied"
         );
     } else {
-        for (from, to) in missing {
-            let attach = format!("select oncebox.attach_outbox_range({from}, {to})");
+        for (from, to) in plan.missing {
+            let attach = format!("select oncebox.attach_outbox_range({from}, {to}, {})", plan.distance / 2);
             if !attempt(connection, &attach).await? {
                 tidied.not_before = Some(Instant::now() + AGAIN_AFTER);
-                tidied.make_from = 0;
+                tidied.make_from = i64::MAX;
                 break;
             }
             tracing::debug!(from, to, "made an outbox partition");
@@ -115,19 +135,37 @@ async fn outbox_ranges(connection: &mut PgConnection) -> Result<Vec<OutboxRange>
         .collect()
 }
 
-/// Ranges to make: whole ones on the grid, the first at least one range above what was drawn, until `ahead` of them stand.
-fn missing_ranges(top: i64, last_value: i64, rows: i64, ahead: i64) -> Vec<(i64, i64)> {
-    let safe = (last_value / rows + 2).saturating_mul(rows) + 1;
-    let mut from = top.max(safe);
-    let enough = last_value.saturating_add(rows.saturating_mul(ahead.max(2)));
-    let mut missing = Vec::new();
-    while from < enough.max(safe) + 1 && i64::try_from(missing.len()).is_ok_and(|made| made < AT_A_TIME) {
-        // A range of another size stood before: come back to the grid.
-        let to = ((from - 1) / rows + 1).saturating_mul(rows) + 1;
-        missing.push((from, to));
-        from = to;
+/// Which ranges to make.
+#[derive(Debug)]
+struct Plan {
+    /// Positions of a range: what is set, or what is drawn in ten seconds.
+    rows: i64,
+    /// A new range begins at least so far above what was drawn: a statement that began before the ATTACH has its rows routed
+    /// to DEFAULT until it ends, and must not reach the range.
+    distance: i64,
+    /// Ranges up to here are enough.
+    enough: i64,
+    /// Their bounds.
+    missing: Vec<(i64, i64)>,
+}
+
+impl Plan {
+    fn new(top: i64, last_value: i64, rows: i64, ahead: i64, rate: i64) -> Self {
+        // Ranges stay on the grid of what is set.
+        let rows = rows.saturating_mul((rate.saturating_mul(10) / rows).max(1));
+        let distance = rows.max(rate.saturating_mul(5));
+        let safe = (last_value.saturating_add(distance) / rows + 1).saturating_mul(rows) + 1;
+        let mut from = top.max(safe);
+        let enough = last_value.saturating_add(distance).saturating_add(rows.saturating_mul(ahead.max(2)));
+        let mut missing = Vec::new();
+        while from <= enough && missing.len() < AT_A_TIME {
+            // A range of another size stood before: come back to the grid.
+            let to = ((from - 1) / rows + 1).saturating_mul(rows) + 1;
+            missing.push((from, to));
+            from = to;
+        }
+        Self { rows, distance, enough, missing }
     }
-    missing
 }
 
 /// TRUNCATE of ranges whose rows are all proven and older than the retention. The trigger asks again (R7).
@@ -138,7 +176,7 @@ async fn free_proven(
     retention: i64,
 ) -> Result<(), StoreError> {
     let full = ranges.iter().filter(|range| range.to <= scanned_to.saturating_add(1) && !range.is_empty);
-    let full = full.map(|range| (range.name.as_str(), range.from, range.to)).take(8);
+    let full = full.map(|range| (range.name.as_str(), range.from, range.to)).take(AT_A_TIME);
     for (name, from, to) in full.chain([("outbox_default", 0, i64::MAX)]) {
         let may = format!(
             "select (select created_at < clock_timestamp() - {retention} * interval '1 second' and position <= {scanned_to}
@@ -273,17 +311,18 @@ mod tests {
 
     #[test]
     fn r8_a_new_range_starts_at_least_one_whole_range_above_what_was_drawn() {
-        for rows in [10, 1_000] {
+        for (rows, rate) in [(10, 0), (10, 700), (1_000, 0), (1_000, 99), (1_000, 50_000)] {
             for last_value in [1, 9, 10, 11, 5_000, 5_001] {
                 for top in [1, 5_001, last_value + 3 * rows] {
-                    let missing = missing_ranges(top, last_value, rows, 4);
-                    for (from, to) in &missing {
-                        assert!(*from > last_value + rows, "{from} is too near to {last_value}");
-                        assert!(*from >= top && from < to && to - from <= rows);
+                    let plan = Plan::new(top, last_value, rows, 4, rate);
+                    assert!(plan.distance >= rows && plan.distance >= 5 * rate);
+                    for (from, to) in &plan.missing {
+                        assert!(*from > last_value + plan.distance, "{from} is too near to {last_value}");
+                        assert!(*from >= top && from < to && to - from <= plan.rows);
                     }
-                    assert!(missing.windows(2).all(|pair| pair[0].1 == pair[1].0));
-                    let covered = missing.last().map_or(top, |range| range.1);
-                    assert!(covered > last_value + 2 * rows, "{covered} is not enough above {last_value}");
+                    assert!(plan.missing.windows(2).all(|pair| pair[0].1 == pair[1].0));
+                    let covered = plan.missing.last().map_or(top, |range| range.1);
+                    assert!(covered > plan.enough, "{covered} is not enough above {last_value}");
                 }
             }
         }

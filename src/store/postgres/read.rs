@@ -166,3 +166,79 @@ pub(super) fn message_of(row: &PgRow, at: usize) -> Result<OutgoingMessage, Stor
         created_at: row.try_get_unchecked::<DateTime<Utc>, _>(at + 9)?,
     })
 }
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use sqlx::{Connection, Executor};
+
+    use super::*;
+    use crate::store::postgres::{PostgresStore, relay};
+    use crate::store::{Base, Schema, StoreOptions};
+
+    /// Shown by an `order by` on the outer query: a Sort appears, and all rows are read for the first few.
+    #[tokio::test]
+    async fn r9_the_read_is_ordered_index_scans_and_no_sort() {
+        let Some(server) = std::env::var("ONCEBOX_TEST_POSTGRES").ok().filter(|url| !url.is_empty()) else {
+            assert!(std::env::var("ONCEBOX_TEST_STRICT").as_deref() != Ok("1"), "needs ONCEBOX_TEST_POSTGRES");
+            eprintln!("SKIPPED: r9_the_read_is_ordered_index_scans_and_no_sort (no ONCEBOX_TEST_POSTGRES)");
+            return;
+        };
+        let name = format!("oncebox_plan_{}", uuid::Uuid::now_v7().simple());
+        let mut admin = PgConnection::connect(&server).await.unwrap();
+        admin.execute(AssertSqlSafe(format!("create database {name} template template0"))).await.unwrap();
+        let mut url = url::Url::parse(&server).unwrap();
+        url.set_path(&name);
+        let plans = plans(url.as_str()).await;
+        admin.execute(AssertSqlSafe(format!("drop database {name} with (force)"))).await.unwrap();
+        for plan in plans {
+            let shown = plan.join("\n");
+            let nodes: Vec<&str> = plan.iter().map(|line| line.trim_start_matches([' ', '-', '>'])).collect();
+            assert!(
+                !nodes.iter().any(|node| node.starts_with("Sort (") || node.starts_with("Incremental Sort (")),
+                "{shown}"
+            );
+            let scanned = |node: &&str| node.starts_with("Seq Scan on outbox") && !node.contains("outbox_position_seq");
+            assert!(!nodes.iter().any(|node| scanned(node)), "{shown}");
+            assert!(nodes.iter().any(|node| node.starts_with("Index Scan using outbox_p")), "{shown}");
+            // Of 2,000 rows in the tail no more are read than the limit lets through.
+            let most = nodes
+                .iter()
+                .filter(|node| node.starts_with("Index Scan using outbox_p"))
+                .filter_map(|node| node.split("actual rows=").nth(1)?.split([' ', '.']).next()?.parse::<u32>().ok());
+            assert!(most.max().unwrap() <= 100, "{shown}");
+        }
+    }
+
+    /// The plan of the statement in a session, for a whole and for a part of the buckets.
+    async fn plans(url: &str) -> Vec<Vec<String>> {
+        let store = PostgresStore::connect(&StoreOptions::new(url)).await.unwrap();
+        store.migrate().await.unwrap();
+        let mut session = store.dedicated().await.unwrap();
+        session.execute(AssertSqlSafe(relay::settings(std::time::Duration::from_secs(30)))).await.unwrap();
+        // Rows on both sides of a bound between partitions, with holes.
+        session
+            .execute(
+                "select setval('oncebox.outbox_position_seq', 999000);
+                 insert into oncebox.outbox (bucket, message_id, topic, kind, payload, content_type)
+                 select i % 256, gen_random_uuid(), 't', 'k', repeat('x', 300)::bytea, 'c' from generate_series(1, 3000) i;
+                 delete from oncebox.outbox where position % 10 = 0;
+                 analyze oncebox.outbox",
+            )
+            .await
+            .unwrap();
+        let mut plans = Vec::new();
+        for buckets in [Buckets { from: 0, to: 255 }, Buckets { from: 0, to: 127 }] {
+            let statement = statement(buckets, 100);
+            let explain = format!(
+                "deallocate all; prepare read (int, text, bigint) as {statement};
+                 explain (analyze, costs off, timing off, summary off) execute read (0, '{{[999010,999011),[999020,999021),[1000010,1000011)}}', 1000100)"
+            );
+            let rows = sqlx::raw_sql(AssertSqlSafe(explain)).fetch_all(&mut session).await.unwrap();
+            plans.push(rows.iter().map(|row| row.get::<String, _>(0)).collect());
+        }
+        session.close().await.unwrap();
+        store.close().await;
+        plans
+    }
+}

@@ -113,7 +113,7 @@ impl Outbox for PostgresStore {
 }
 
 /// What a session rests on, set by itself. The read has one good plan, whatever statistics say: ordered index scans.
-fn settings(timeout: Duration) -> String {
+pub(super) fn settings(timeout: Duration) -> String {
     let timeout = timeout.as_millis();
     format!(
         "{SYNCHRONOUS};
@@ -173,6 +173,7 @@ impl RelaySession for PostgresSession {
             )));
         }
         self.last_value = found.last_value;
+        self.tidied.saw(found.last_value);
         self.adapt(&found);
         let outcome = self.cursor.on_read(found.xmin, &found.positions, found.more).map_err(|error| doubt(&error))?;
         self.batch += 1;

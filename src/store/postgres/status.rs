@@ -11,10 +11,12 @@ const COUNTED_MAX: i64 = 100_000;
 
 const SHARDS: &str = "
 select s.shard_id, s.bucket_from, s.bucket_to, s.scanned_to, (select count(*) from unnest(s.gaps)), s.epoch,
-       case when s.lease_until > clock_timestamp() then s.owner end,
-       greatest(extract(epoch from s.lease_until - clock_timestamp())::float8, 0),
+       case when l.stands then s.owner end,
+       case when l.stands then extract(epoch from s.lease_until - clock_timestamp())::float8 end,
        extract(epoch from clock_timestamp() - s.updated_at)::float8
-  from oncebox.shard s order by s.shard_id";
+  from oncebox.shard s
+ cross join lateral (select s.lease_until between clock_timestamp() and clock_timestamp() + s.lease_seconds * interval '1 second' as stands) l
+ order by s.shard_id";
 
 /// Rows above the cursor and at gaps, of this shard: how many, up to a bound, and the age of the first.
 const PENDING: &str = "
@@ -38,12 +40,14 @@ select count(*) filter (where state = 'held'), count(*) filter (where state = 'd
 
 const CONSUMERS: &str = "
 select c.consumer_id, c.name,
-       (select count(*) from oncebox.waiting w where w.consumer_id = c.consumer_id and w.state = 'waiting'),
-       (select count(*) from oncebox.waiting w where w.consumer_id = c.consumer_id and w.state = 'waiting'
-           and exists (select 1 from oncebox.waiting d where d.consumer_id = w.consumer_id and d.lane_id = w.lane_id and d.holds)),
+       (select count(*) from oncebox.waiting w where w.consumer_id = c.consumer_id and w.state = 'waiting') - h.held, h.held,
        (select count(*) from oncebox.waiting w where w.consumer_id = c.consumer_id and w.state = 'dead'),
        (select count(*) from (select 1 from oncebox.inbox i where i.consumer_id = c.consumer_id limit $1 + 1) counted)
-  from oncebox.consumer c order by c.name";
+  from oncebox.consumer c
+ cross join lateral (
+   select count(*) as held from oncebox.waiting w where w.consumer_id = c.consumer_id and w.state = 'waiting'
+      and exists (select 1 from oncebox.waiting d where d.consumer_id = w.consumer_id and d.lane_id = w.lane_id and d.holds)) h
+ order by c.name";
 
 const INBOX_ESTIMATE: &str = "
 select greatest(sum(greatest(c.reltuples, 0)), 0)::bigint from pg_class c

@@ -11,7 +11,7 @@ use crate::store::{Base, Finding, Schema};
 /// The triggers that are the limits.
 const TRIGGERS: [&str; 4] =
     ["oncebox_outbox_limits", "oncebox_outbox_complete", "oncebox_outbox_immutable", "oncebox_outbox_keep"];
-/// A turn that is held for longer than this is worth a look: handlers have 2 s.
+/// A turn that does not come for so long is worth a look: handlers have 2 s.
 const TURN_LONG: Duration = Duration::from_secs(5);
 
 pub(super) async fn check(store: &SqliteStore) -> Result<Vec<Finding>, StoreError> {
@@ -25,7 +25,7 @@ pub(super) async fn check(store: &SqliteStore) -> Result<Vec<Finding>, StoreErro
         triggers(store).await?,
         sequence(store).await?,
         below_cursor(store).await?,
-        turn(store),
+        turn(store).await,
     ])
 }
 
@@ -113,13 +113,13 @@ async fn below_cursor(store: &SqliteStore) -> Result<Finding, StoreError> {
 }
 
 /// A frozen process keeps the write lock, and nothing in SQLite can end its transaction (R28).
-fn turn(store: &SqliteStore) -> Finding {
-    match store.turns().holder() {
-        Some((pid, since)) if since > TURN_LONG => Finding::warning(
+async fn turn(store: &SqliteStore) -> Finding {
+    match store.take_turn(TURN_LONG).await {
+        Ok(_) => Finding::ok("turn", "the write turn is free, or comes soon"),
+        Err(error) => Finding::warning(
             "turn",
-            format!("process {pid} has held the write turn for {} s", since.as_secs()),
-            "nobody else can write: look whether the process is stopped, and continue or end it",
+            error.to_string(),
+            "nobody can write while it is held: look whether that process is stopped, and continue or end it",
         ),
-        _ => Finding::ok("turn", "nobody holds the write turn for long"),
     }
 }

@@ -2,19 +2,19 @@
 
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use sqlx::pool::PoolOptions;
 use sqlx::sqlite::{SqliteConnectOptions, SqliteJournalMode, SqliteSynchronous};
 use sqlx::{Connection, Pool, Sqlite};
 
-use super::turn::Turns;
 use crate::error::StoreError;
+use crate::flock::{Held, Turn};
 use crate::store::{Base, StoreOptions};
 
-/// How long a statement waits for the write lock.
-const BUSY_TIMEOUT: Duration = Duration::from_secs(30);
+/// How long a statement waits for the write lock, and a transaction for its turn.
+pub(super) const BUSY_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// A SQLite file that holds an outbox, an inbox, or both.
 #[derive(Debug, Clone)]
@@ -27,10 +27,44 @@ struct Shared {
     pool: Pool<Sqlite>,
     path: PathBuf,
     create: bool,
-    turns: Turns,
+    /// Opened with the first write, so that looking at a missing database leaves no lock file.
+    turn: OnceLock<Turn>,
 }
 
 impl SqliteStore {
+    /// The database file.
+    #[must_use]
+    pub fn path(&self) -> &Path {
+        &self.shared.path
+    }
+
+    /// Waits for this store's turn to write, by the lock file `<database>.oncebox-lock` (R14).
+    pub(super) async fn take_turn(&self, patience: Duration) -> std::io::Result<Held> {
+        let turn = match self.shared.turn.get() {
+            Some(turn) => turn,
+            None => {
+                // Beside the file itself, by whatever link it was named.
+                let database = self.shared.path.canonicalize().unwrap_or_else(|_| self.shared.path.clone());
+                let mut path = database.into_os_string();
+                path.push(".oncebox-lock");
+                let opened = Turn::open(PathBuf::from(path))?;
+                self.shared.turn.get_or_init(|| opened)
+            }
+        };
+        turn.take(patience).await
+    }
+
+    /// Whether there is, or may be made, a file to open.
+    pub(super) fn can_open(&self) -> bool {
+        self.shared.create || self.shared.path.exists()
+    }
+}
+
+impl Base for SqliteStore {
+    type Db = Sqlite;
+
+    const NAME: &'static str = "sqlite";
+
     /// Prepares connections to `sqlite://FILE`. The file is opened with the first statement: one that is missing is not made
     /// (unless `options.create`), and shows as [`crate::store::SchemaState::Missing`].
     ///
@@ -39,7 +73,7 @@ impl SqliteStore {
     ///
     /// # Cancel safety
     /// Nothing is lost.
-    pub async fn connect(options: &StoreOptions) -> Result<Self, StoreError> {
+    async fn connect(options: &StoreOptions) -> Result<Self, StoreError> {
         let url = &options.url;
         let parsed = SqliteConnectOptions::from_str(url)
             .map_err(|error| StoreError::Refused(format!("`{url}` is no URL of a SQLite file: {error}")))?;
@@ -72,33 +106,7 @@ impl SqliteStore {
                 })
             })
             .connect_lazy_with(connect_options);
-        let turns = Turns::beside(&path);
-        Ok(Self { shared: Arc::new(Shared { pool, path, create: options.create, turns }) })
-    }
-
-    /// The database file.
-    #[must_use]
-    pub fn path(&self) -> &Path {
-        &self.shared.path
-    }
-
-    pub(super) fn turns(&self) -> &Turns {
-        &self.shared.turns
-    }
-
-    /// Whether there is, or may be made, a file to open.
-    pub(super) fn can_open(&self) -> bool {
-        self.shared.create || self.shared.path.exists()
-    }
-}
-
-impl Base for SqliteStore {
-    type Db = Sqlite;
-
-    const NAME: &'static str = "sqlite";
-
-    async fn connect(options: &StoreOptions) -> Result<Self, StoreError> {
-        Self::connect(options).await
+        Ok(Self { shared: Arc::new(Shared { pool, path, create: options.create, turn: OnceLock::new() }) })
     }
 
     fn pool(&self) -> &Pool<Sqlite> {

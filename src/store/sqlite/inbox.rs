@@ -93,7 +93,7 @@ impl Inbox for SqliteStore {
 
     async fn begin(&self, consumer: ConsumerId) -> Result<SqliteInboxTx, StoreError> {
         let mut write = self.write().await?;
-        write.guard_commits().await?;
+        write.guard().await?;
         let savepoint = format!("oncebox_{}", uuid::Uuid::now_v7().simple());
         raw_sql(AssertSqlSafe(format!("savepoint {savepoint}"))).execute(write.connection()).await?;
         Ok(SqliteInboxTx { write, consumer, savepoint, admitted: None })

@@ -73,9 +73,6 @@ impl Schema for SqliteStore {
     }
 
     async fn migrate(&self) -> Result<Vec<i64>, StoreError> {
-        if !self.can_open() {
-            return Err(StoreError::SchemaMissing(format!("the file {} is not there", self.path().display())));
-        }
         let mut write = self.write().await?;
         write.connection().execute(MIGRATION_TABLE).await?;
         let applied = Self::applied_versions(write.connection()).await?.unwrap_or_default();

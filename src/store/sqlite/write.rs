@@ -10,10 +10,13 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use sqlx::sqlite::SqliteConnection;
 use sqlx::{Sqlite, Transaction};
 
-use super::connect::SqliteStore;
-use super::turn::Turn;
+use super::connect::{BUSY_TIMEOUT, SqliteStore};
 use crate::error::StoreError;
+use crate::flock;
 use crate::store::Base;
+
+/// After so many steps of SQLite's machine a running statement looks whether it is to go on: some ten microseconds.
+const PROGRESS_OPS: i32 = 1_000;
 
 /// A transaction that holds SQLite's write lock. Dropped without commit, it rolls back.
 #[derive(Debug)]
@@ -24,29 +27,53 @@ pub(super) struct Write {
 #[derive(Debug)]
 struct Held {
     transaction: Transaction<'static, Sqlite>,
-    guard: Option<Arc<CommitGuard>>,
-    turn: Turn,
+    guard: Option<Arc<Guard>>,
+    turn: flock::Held,
 }
 
-/// Refuses every commit on a connection that is not [`Write::commit`]: a raw COMMIT, or a statement that commits by itself
-/// because something ended the transaction before.
+/// Watches a connection while code that is not ours runs on it.
 #[derive(Debug, Default)]
-struct CommitGuard {
-    open: AtomicBool,
+struct Guard {
+    /// Set once the transaction has ended: the connection belongs to somebody else.
+    ended: AtomicBool,
+    /// Set by [`Write::commit`]: every other commit is refused, be it a raw COMMIT, or a statement that commits by itself
+    /// because something ended the transaction before.
+    committing: AtomicBool,
+    /// Whether a commit was refused.
     refused: AtomicBool,
+    /// Set by a rollback: a statement that still runs is interrupted. It may be one of a handler that was given up, and it
+    /// holds the write lock of the whole file (R28).
+    interrupted: AtomicBool,
+}
+
+impl Guard {
+    fn may_commit(&self) -> bool {
+        let may = self.ended.load(Ordering::SeqCst) || self.committing.load(Ordering::SeqCst);
+        if !may {
+            self.refused.store(true, Ordering::SeqCst);
+        }
+        may
+    }
+
+    fn may_go_on(&self) -> bool {
+        self.ended.load(Ordering::SeqCst) || !self.interrupted.load(Ordering::SeqCst)
+    }
 }
 
 impl SqliteStore {
     /// Takes the turn and begins.
     pub(super) async fn write(&self) -> Result<Write, StoreError> {
+        if !self.can_open() {
+            return Err(StoreError::SchemaMissing(format!("the file {} is not there", self.path().display())));
+        }
         let store = self.clone();
-        // A task of its own: a dropped caller leaves it to finish, and its result rolls back.
-        let begun = tokio::spawn(async move {
-            let turn = store.turns().take().await.map_err(sqlx::Error::Io)?;
+        // A dropped caller leaves the beginning to finish, and its result rolls back.
+        to_its_end(async move {
+            let turn = store.take_turn(BUSY_TIMEOUT).await.map_err(sqlx::Error::Io)?;
             let transaction = store.pool().begin_with("BEGIN IMMEDIATE").await?;
             Ok::<_, StoreError>(Write { held: Some(Held { transaction, guard: None, turn }) })
-        });
-        begun.await.map_err(|error| sqlx::Error::Io(std::io::Error::other(error)))?
+        })
+        .await
     }
 }
 
@@ -59,17 +86,16 @@ impl Write {
         }
     }
 
-    /// From now on only [`Write::commit`] commits: SQLite turns any other commit on this connection into a rollback.
-    pub(super) async fn guard_commits(&mut self) -> Result<(), StoreError> {
-        let guard = Arc::new(CommitGuard::default());
+    /// From now on only [`Write::commit`] commits: SQLite turns any other commit on this connection into a rollback. And a
+    /// rollback interrupts what runs.
+    pub(super) async fn guard(&mut self) -> Result<(), StoreError> {
+        let guard = Arc::new(Guard::default());
+        let mut handle = self.connection().lock_handle().await?;
         let asked = Arc::clone(&guard);
-        self.connection().lock_handle().await?.set_commit_hook(move || {
-            let open = asked.open.load(Ordering::SeqCst);
-            if !open {
-                asked.refused.store(true, Ordering::SeqCst);
-            }
-            open
-        });
+        handle.set_commit_hook(move || asked.may_commit());
+        let asked = Arc::clone(&guard);
+        handle.set_progress_handler(PROGRESS_OPS, move || asked.may_go_on());
+        drop(handle);
         if let Some(held) = &mut self.held {
             held.guard = Some(guard);
         }
@@ -84,29 +110,52 @@ impl Write {
 
     /// Commits, and gives the turn back.
     pub(super) async fn commit(mut self) -> Result<(), StoreError> {
-        let Some(Held { transaction, guard, turn }) = self.held.take() else { return Ok(()) };
-        open(guard);
-        let outcome = transaction.commit().await.map_err(crate::store::door::commit_error);
-        drop(turn);
-        outcome
+        match self.held.take() {
+            Some(held) => to_its_end(held.commit()).await,
+            None => Ok(()),
+        }
     }
 
     /// Rolls back, and gives the turn back.
     pub(super) async fn rollback(mut self) -> Result<(), StoreError> {
         match self.held.take() {
-            Some(held) => held.rollback().await,
+            Some(held) => to_its_end(held.rollback()).await,
             None => Ok(()),
         }
     }
 }
 
+/// In a task of its own: a caller that gives up does not leave a connection half way.
+async fn to_its_end<T: Send + 'static>(
+    work: impl Future<Output = Result<T, StoreError>> + Send + 'static,
+) -> Result<T, StoreError> {
+    tokio::spawn(work).await.map_err(|error| sqlx::Error::Io(std::io::Error::other(error)))?
+}
+
 impl Held {
+    async fn commit(self) -> Result<(), StoreError> {
+        if let Some(guard) = &self.guard {
+            guard.committing.store(true, Ordering::SeqCst);
+        }
+        let outcome = self.transaction.commit().await.map_err(crate::store::door::commit_error);
+        end(self.guard);
+        drop(self.turn);
+        outcome
+    }
+
     async fn rollback(self) -> Result<(), StoreError> {
+        if let Some(guard) = &self.guard {
+            guard.interrupted.store(true, Ordering::SeqCst);
+        }
         let outcome = self.transaction.rollback().await;
         // Only now: statements of a handler that was given up may have stood in the queue of the connection's thread.
-        open(self.guard);
+        end(self.guard);
         drop(self.turn);
-        Ok(outcome?)
+        match outcome {
+            // An interrupted statement took the transaction with it. Its connection is not used again (see `connect`).
+            Err(sqlx::Error::Database(error)) if error.message().contains("no transaction is active") => Ok(()),
+            outcome => Ok(outcome?),
+        }
     }
 }
 
@@ -127,9 +176,9 @@ impl Drop for Write {
     }
 }
 
-/// The connection goes back to the pool, where its next user may commit.
-fn open(guard: Option<Arc<CommitGuard>>) {
+/// The connection goes back to the pool, where its next user is free.
+fn end(guard: Option<Arc<Guard>>) {
     if let Some(guard) = guard {
-        guard.open.store(true, Ordering::SeqCst);
+        guard.ended.store(true, Ordering::SeqCst);
     }
 }

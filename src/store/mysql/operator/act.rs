@@ -14,6 +14,8 @@ use crate::store::{ActContext, ConsumerId, DeadMessage, DeadPlace, OperatorAct};
 
 /// The header that names the id an edited message had before.
 const CAUSATION: &str = "oncebox-causation-id";
+/// The verdict on an id that came with another content.
+const ID_REUSED: &str = "id-reused";
 /// Verdicts that left no inbox row: a redrive inserts it (R31).
 const WITHOUT_INBOX_ROW: [&str; 2] = ["too-old", "from-the-future"];
 
@@ -30,6 +32,12 @@ pub(super) async fn act_on(
             OperatorAct::Discard => discard(connection, *sequence, *consumer, *holds, message).await?,
             OperatorAct::Redrive => {
                 let reason = found.dead.reason.as_str();
+                if reason == ID_REUSED {
+                    return Err(StoreError::Refused(format!(
+                        "{} has the id of another message, which the inbox knows: redrive it with `--new-id`",
+                        found.dead.number
+                    )));
+                }
                 if WITHOUT_INBOX_ROW.contains(&reason) && !insert_inbox_row(connection, *consumer, message).await? {
                     // A second copy was handled since: this one is a duplicate, and nothing is left to do.
                     discard(connection, *sequence, *consumer, *holds, message).await?

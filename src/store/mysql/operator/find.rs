@@ -35,9 +35,10 @@ pub(super) async fn find(connection: &mut MySqlConnection, filter: &DeadFilter) 
         Some("outbox") => (true, false),
         Some(_) => (false, true),
     };
-    let row_number = |prefix: char| match &filter.number {
+    let number = filter.number.as_deref().map(parse_number).transpose()?;
+    let row_number = |prefix: char| match number {
         None => Some(None),
-        Some(given) => given.strip_prefix(prefix).and_then(|digits| digits.parse::<i64>().ok()).map(Some),
+        Some((given, number)) => (given == prefix).then_some(Some(number)),
     };
     let mut found = Vec::new();
     if let Some(position) = row_number('o').filter(|_| wants_outbox) {
@@ -49,6 +50,16 @@ pub(super) async fn find(connection: &mut MySqlConnection, filter: &DeadFilter) 
     found.sort_by_key(|found| found.dead.dead_at);
     found.truncate(limit);
     Ok(found)
+}
+
+/// The number that a list shows.
+fn parse_number(given: &str) -> Result<(char, i64), StoreError> {
+    let parsed = ['o', 'c'].into_iter().find_map(|prefix| Some((prefix, given.strip_prefix(prefix)?.parse().ok()?)));
+    parsed.ok_or_else(|| {
+        StoreError::Refused(format!(
+            "`{given}` is no number of a dead message: use `o17` or `c9`, as `oncebox dead list` shows them"
+        ))
+    })
 }
 
 async fn find_in_outbox(
@@ -84,7 +95,7 @@ async fn find_of_consumers(
 ) -> Result<Vec<Found>, StoreError> {
     let mut query: QueryBuilder<MySql> = QueryBuilder::new(
         "select w.sequence, w.consumer_id, c.name as consumer, w.lane is not null as holds, w.message_id, w.id_text, w.topic, w.`key`, \
-         w.kind, w.headers, w.payload, w.tombstone, w.content_type, w.source, w.sent_at, w.traceparent, w.tracestate, w.place, \
+         w.kind, w.headers, w.payload, w.tombstone, w.content_type, w.source, w.message_time, w.traceparent, w.tracestate, w.place, \
          w.partition_no, w.offset_no, w.attempts, w.reason, w.error, w.history, w.dead_at, \
          if(w.lane is null, 0, (select count(*) from oncebox_waiting b \
            where b.consumer_id = w.consumer_id and b.lane = w.lane and b.sequence > w.sequence)) as behind \

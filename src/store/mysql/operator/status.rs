@@ -36,21 +36,24 @@ pub(super) async fn read(connection: &mut MySqlConnection) -> Result<Status, Sto
 }
 
 const SHARDS: &str = "\
-select shard_id, bucket_from, bucket_to, scanned_to, epoch, owner, \
+select shard_id, bucket_from, bucket_to, scanned_to, epoch, owner, lease_seconds, \
        timestampdiff(microsecond, utc_timestamp(6), lease_until) as left_micros, \
        timestampdiff(microsecond, updated_at, utc_timestamp(6)) as age_micros \
   from oncebox_shard order by shard_id";
 
 fn shard_status(row: &MySqlRow) -> Result<ShardStatus, StoreError> {
-    let left: Option<i64> = row.try_get("left_micros")?;
+    let length: Option<f64> = row.try_get("lease_seconds")?;
+    // A lease that ends later than its length from now was taken before the clock went back: nobody holds it (R22).
+    let left: Option<f64> = row.try_get::<Option<i64>, _>("left_micros")?.map(seconds);
+    let left = left.filter(|left| *left > 0.0 && *left <= length.unwrap_or(0.0));
     Ok(ShardStatus {
         shard: row.try_get("shard_id")?,
         buckets: (row.try_get("bucket_from")?, row.try_get("bucket_to")?),
         scanned_to: row.try_get("scanned_to")?,
         gaps: 0,
         epoch: row.try_get("epoch")?,
-        owner: row.try_get::<Option<String>, _>("owner")?.filter(|_| left.is_some_and(|left| left > 0)),
-        lease_seconds_left: left.map_or(0.0, seconds),
+        owner: row.try_get::<Option<String>, _>("owner")?.filter(|_| left.is_some()),
+        lease_seconds_left: left.unwrap_or(0.0),
         cursor_age_seconds: seconds(row.try_get("age_micros")?),
     })
 }
@@ -75,11 +78,13 @@ async fn consumers(connection: &mut MySqlConnection) -> Result<Vec<ConsumerStatu
         .bind(id)
         .fetch_one(&mut *connection)
         .await?;
+        let (waiting, held): (i64, i64) = (row.try_get("waiting")?, row.try_get("held")?);
         let inbox = "select 1 from oncebox_inbox where consumer_id = ? limit ?";
         consumers.push(ConsumerStatus {
             name: text("name", name)?,
-            waiting: count_of(row.try_get("waiting")?),
-            held: count_of(row.try_get("held")?),
+            // What stands behind a dead one is held: no retry is due to it.
+            waiting: count_of(waiting - held),
+            held: count_of(held),
             dead: count_of(row.try_get("dead")?),
             inbox_rows: counted(connection, "oncebox_inbox", inbox, Some(id)).await?,
         });
@@ -94,7 +99,7 @@ async fn counted(
     rows: &'static str,
     consumer: Option<i32>,
 ) -> Result<u64, StoreError> {
-    let mut query = sqlx::query_scalar(sqlx::AssertSqlSafe(format!("select count(*) from ({rows}) some")));
+    let mut query = sqlx::query_scalar(sqlx::AssertSqlSafe(format!("select count(*) from ({rows}) c")));
     if let Some(consumer) = consumer {
         query = query.bind(consumer);
     }

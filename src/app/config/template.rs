@@ -1,0 +1,235 @@
+//! The configuration file as it is printed by `oncebox config template`: every setting with its default and what it is for.
+//!
+//! Promise: a test reads it back, uncommented, and finds the defaults; a setting without a line here fails that test.
+
+use std::fmt::Write as _;
+
+use toml::Value;
+
+use super::Settings;
+
+/// A section and its settings, each with what it is for.
+type Section = (&'static str, &'static [(&'static str, &'static str)]);
+
+const SECTIONS: &[Section] = &[
+    ("", &[("shutdown_grace", "how long a stop waits for what runs")]),
+    (
+        "database",
+        &[
+            (
+                "url",
+                "postgres://, mysql:// (also MariaDB) or sqlite://FILE; TLS is verified unless the host is loopback",
+            ),
+            ("connections_max", "connections of one process at most; a consumer takes at least one for each lane"),
+            ("ca_file", "certificate authorities to trust instead of the system's, PEM"),
+        ],
+    ),
+    (
+        "broker",
+        &[
+            ("url", "kafka://HOST:PORT,HOST:PORT  kafkas://  amqp://  amqps://  embedded://FILE"),
+            ("ca_file", "certificate authorities to trust instead of the system's, PEM"),
+        ],
+    ),
+    (
+        "broker.kafka",
+        &[
+            ("create_topics", "create topics that are not there"),
+            ("partitions", "partitions of created topics; more later moves keys to other partitions"),
+            ("replication", "replicas of created topics"),
+            ("sasl_mechanism", "PLAIN, SCRAM-SHA-256 or SCRAM-SHA-512 (SCRAM needs the feature kafka-tls)"),
+            ("username", "user, where it does not stand in the URL"),
+            ("password", "password, where it does not stand in the URL"),
+            ("session_timeout", "how long a consumer may be silent before its partitions go to another"),
+            ("properties", "settings of librdkafka, passed through; one that breaks a promise is refused by name"),
+        ],
+    ),
+    (
+        "broker.rabbitmq",
+        &[
+            ("exchange", "the exchange, durable, of type topic; the publisher declares it"),
+            ("alternate_exchange", "where unroutable messages go, set when the exchange is made"),
+            (
+                "pipeline_per_key",
+                "true gives up one unconfirmed publish per key: faster for few keys, and a nack may reorder a key",
+            ),
+            ("partitions", "queues per topic and consumer, behind a consistent-hash exchange where more than one"),
+        ],
+    ),
+    (
+        "broker.embedded",
+        &[
+            ("partitions", "partitions of a topic, fixed when it is made"),
+            ("session_timeout", "how long a consumer may be silent before its partitions go to another"),
+        ],
+    ),
+    (
+        "publisher",
+        &[
+            ("source", "ce_source of every message: 1 to 255 bytes of printable ASCII"),
+            (
+                "lease",
+                "length of the lease of a shard: a standby takes over within it, a short freeze does not lose it",
+            ),
+            ("batch_rows", "rows of one read at most"),
+            ("window_rows", "rows sent and not proven at most: what a crash sends again"),
+            ("window_bytes", "bytes sent and not proven at most: bounds memory"),
+            ("poll_max", "the longest pause between reads that found nothing: the delay after a quiet time"),
+            ("held_rows_max", "dead and held messages at most; beyond it reading stops, visibly"),
+            ("dead", "what a message that cannot be sent does to its key: hold (order is kept) or skip"),
+            ("dead_topics", "the same for single topics, for example { audit = \"skip\" }"),
+            ("publish_stall", "how long the broker may say nothing while messages are in flight"),
+            ("probe", "how often a blocked destination is tried"),
+            (
+                "redrive_age_max",
+                "dead messages older than this need a new id to be redriven: inboxes may have forgotten the old one",
+            ),
+        ],
+    ),
+    (
+        "email",
+        &[
+            ("from", "the sender's address"),
+            ("directory", "where .eml files go while no SMTP server is set"),
+            ("smtp_url", "smtp://USER:PASSWORD@HOST:PORT?tls=required or smtps://; absent: files"),
+            ("attempts_max", "tries of one e-mail; then it is failed"),
+        ],
+    ),
+    ("http", &[("listen", "address of /livez, /readyz, /metrics, for example \"127.0.0.1:9090\"; absent: not served")]),
+    ("log", &[("format", "text or json"), ("filter", "what is logged, as in RUST_LOG, which decides over it")]),
+];
+
+const CONSUMER: &str = r#"
+# Consumers of the `consumer` program. Each reads its topics and commits the effects of its handlers exactly once.
+#
+# [[consumer]]
+# name   = "ledger"            # inbox key, Kafka group, part of the queue names
+# topics = ["payments"]
+# group  = "ledger"            # another group than the name
+# queues = { payments = "payments.ledger" }  # other queue names than <topic>.<name>
+# id     = "envelope"          # where the id stands: envelope, header:NAME, payload:/POINTER, coordinates
+# id_epoch = "1"               # part of the identity by coordinates: change it when a topic is made anew
+# lanes  = 4                   # transactions at once; a key keeps its lane; always 1 on SQLite
+# batch_max = 100              # messages of one transaction at most
+# in_flight_max = 2000         # deliveries taken and not acknowledged at most
+# handler_timeout = "30s"      # 2s on SQLite, where a handler runs inside the write lock
+# dead   = "hold"              # later messages of a key behind a dead one: hold or skip
+# unhandled = "acknowledge"    # a kind that no handler takes: acknowledge (counted) or dead
+# drain  = "10s"               # how long a revoked partition may drain
+#
+# [consumer.retry]
+# in_place = 2                 # quick tries before the message is stored as waiting
+# in_place_delay = "50ms"
+# attempts_max = 12            # tries in all; then the message is dead
+# base   = "1s"                # the first wait; each further one doubles
+# cap    = "10m"               # the longest wait
+#
+# [[consumer.on]]
+# kind    = "payment.created"  # absent: every kind
+# handler = "sql"              # statements in the inbox transaction; values are bound, never spliced
+# sql     = ["insert into ledger_entry (entry_type, source_payment_id, account_id, amount_minor) values ('payment', :payment, :account, :amount)"]
+# params  = { payment = "/paymentId", account = "/accountId", amount = "/amountMinor" }  # JSON pointers; also @id @key @kind @topic @time @payload @header:NAME
+# optional = []                # parameters that are null where their source is missing
+"#;
+
+/// The whole file, every line with a setting commented out.
+#[must_use]
+pub fn template() -> String {
+    let defaults = Value::try_from(Settings::default()).unwrap_or(Value::Table(toml::Table::new()));
+    let mut text = String::from(
+        "# Settings of oncebox. Flag over environment over this file over default. Each line shows a default.\n\
+         # In the environment: ONCEBOX_ and __ between levels, for example ONCEBOX_DATABASE__URL.\n\
+         # `oncebox config show` prints what is in force and where it came from.\n",
+    );
+    for (section, settings) in SECTIONS {
+        if !section.is_empty() {
+            let _ = write!(text, "\n# [{section}]\n");
+        } else {
+            text.push('\n');
+        }
+        let table = section.split('.').filter(|name| !name.is_empty()).try_fold(&defaults, |at, name| at.get(name));
+        for (key, about) in *settings {
+            let line = match table.and_then(|table| table.get(key)) {
+                Some(value) => format!("# {key} = {}", inline(value)),
+                // No default: what stands here is to be replaced.
+                None => format!("# {key} = \"...\""),
+            };
+            let _ = writeln!(text, "{line:<48} # {about}");
+        }
+    }
+    text.push_str(CONSUMER);
+    text
+}
+
+fn inline(value: &Value) -> String {
+    match value {
+        Value::Table(table) if table.is_empty() => "{}".to_owned(),
+        other => other.to_string(),
+    }
+}
+
+/// The settings that the template knows, by section and key.
+#[must_use]
+pub fn known() -> Vec<(String, &'static str)> {
+    let path = |section: &str, key: &str| if section.is_empty() { key.to_owned() } else { format!("{section}.{key}") };
+    SECTIONS
+        .iter()
+        .flat_map(|(section, settings)| settings.iter().map(move |(key, about)| (path(section, key), *about)))
+        .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use super::*;
+
+    /// Every line that begins with `# ` and holds a setting or a section, uncommented.
+    fn uncommented(text: &str) -> String {
+        let is_setting = |line: &str| {
+            line.starts_with('[')
+                || line
+                    .split_once(" = ")
+                    .is_some_and(|(key, _)| key.trim().bytes().all(|b| b.is_ascii_alphanumeric() || b == b'_'))
+        };
+        let lines = text.lines().filter_map(|line| line.strip_prefix("# ")).filter(|line| is_setting(line));
+        let lines = lines.filter(|line| !line.contains("= \"...\""));
+        lines.map(|line| format!("{line}\n")).collect()
+    }
+
+    #[test]
+    fn the_template_read_back_is_the_defaults_and_a_consumer() {
+        let settings: Settings = toml::from_str(&uncommented(&template())).unwrap();
+        let consumer = settings.consumer[0].clone();
+        assert_eq!((consumer.name.as_str(), consumer.on.len()), ("ledger", 1));
+        assert!(consumer.options(false, settings.shutdown_grace).is_ok());
+        assert_eq!(Settings { consumer: Vec::new(), ..settings }, Settings::default());
+    }
+
+    #[test]
+    fn every_setting_has_a_line() {
+        fn keys(prefix: &str, value: &Value, found: &mut Vec<String>) {
+            for (key, value) in value.as_table().unwrap() {
+                let path = if prefix.is_empty() { key.clone() } else { format!("{prefix}.{key}") };
+                match value {
+                    Value::Table(table) if !table.is_empty() => keys(&path, value, found),
+                    _ => found.push(path),
+                }
+            }
+        }
+        let mut found = Vec::new();
+        keys("", &Value::try_from(Settings::default()).unwrap(), &mut found);
+        let known: Vec<String> = known().into_iter().map(|(path, _)| path).collect();
+        for path in found.iter().filter(|path| *path != "consumer") {
+            // A section of which nothing has a default.
+            let section = known.iter().any(|known| known.starts_with(&format!("{path}.")));
+            assert!(section || known.contains(path), "`{path}` has no line in the template");
+        }
+    }
+
+    #[test]
+    fn the_example_file_is_the_template() {
+        let file = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("config.example.toml");
+        let text = std::fs::read_to_string(file).unwrap();
+        assert_eq!(text, template(), "run `oncebox config template > config.example.toml`");
+    }
+}

@@ -1,0 +1,53 @@
+//! Deleting what is old and read by everybody, a bounded batch per transaction.
+//!
+//! Guarantees: only a prefix of a partition goes, so offsets stay without holes; never a row that a known group has not
+//! handled; a topic that no group has read yet keeps everything, because publisher and consumer may start in any order.
+//!
+//! Not here: giving space back to the file system. The file keeps its free pages and fills them again.
+
+use std::time::Duration;
+
+use sqlx::sqlite::SqliteConnection;
+
+use super::record::position;
+
+/// Rows per transaction.
+pub(super) const ROWS: i64 = 1_000;
+
+/// Deletes one batch in the caller's transaction; gives how many rows went.
+pub(super) async fn trim(tx: &mut SqliteConnection, age: Duration, rows_max: i64) -> Result<u64, sqlx::Error> {
+    let partitions: Vec<(i64, i64, i64)> = sqlx::query_as(
+        "select p.partition_id, p.first_offset, min(l.committed) from topic_partition p join lease l using (partition_id) \
+         group by p.partition_id having min(l.committed) > p.first_offset",
+    )
+    .fetch_all(&mut *tx)
+    .await?;
+    let age = i64::try_from(age.as_millis()).unwrap_or(i64::MAX);
+    let mut deleted = 0;
+    for (partition_id, first, handled) in partitions {
+        let rows: Vec<(i64, bool)> = sqlx::query_as(
+            "select position, appended_at <= cast(unixepoch('subsec') * 1000 as integer) - ? from record \
+             where position >= ? and position < ? order by position limit ?",
+        )
+        .bind(age)
+        .bind(position(partition_id, first))
+        .bind(position(partition_id, handled))
+        .bind(rows_max)
+        .fetch_all(&mut *tx)
+        .await?;
+        let old = rows.iter().take_while(|(_, old)| *old).count();
+        let Some((last, _)) = rows.get(..old).and_then(<[_]>::last) else { continue };
+        let gone = sqlx::query("delete from record where position >= ? and position <= ?")
+            .bind(position(partition_id, first))
+            .bind(last)
+            .execute(&mut *tx)
+            .await?;
+        sqlx::query("update topic_partition set first_offset = ? where partition_id = ?")
+            .bind(last - position(partition_id, 0) + 1)
+            .bind(partition_id)
+            .execute(&mut *tx)
+            .await?;
+        deleted += gone.rows_affected();
+    }
+    Ok(deleted)
+}

@@ -1,0 +1,322 @@
+//! `oncebox dead`: list, show, redrive, discard, on the outbox's side and the consumers'. Every act has a reason and leaves an
+//! audit row.
+
+use std::io::Write;
+use std::path::PathBuf;
+
+use clap::{Args, Subcommand};
+use comfy_table::{Table, presets};
+use uuid::Uuid;
+
+use super::common::{CommonArgs, Output};
+use crate::app::AppError;
+use crate::app::config::Settings;
+use crate::store::{ActContext, DeadFilter, DeadMessage, DeadPlace, OperatorAct, Store};
+
+/// What to do with dead messages.
+#[derive(Debug, Subcommand)]
+pub(crate) enum DeadCommand {
+    /// List dead messages, oldest first
+    List(Filter),
+    /// Show one with its headers, payload and error history
+    Show {
+        /// The number that `dead list` shows: o17 (outbox) or c9 (consumer)
+        number: String,
+    },
+    /// Send or handle again, with the same id: inboxes still deduplicate
+    Redrive {
+        #[command(flatten)]
+        which: Which,
+        #[command(flatten)]
+        act: Act,
+        /// Under a new id, so that it is a new message (only one at a time)
+        #[arg(long)]
+        new_id: bool,
+        /// With the bytes of this file as payload; implies --new-id
+        #[arg(long, value_name = "FILE")]
+        payload: Option<PathBuf>,
+    },
+    /// Forget; what stands behind goes on
+    Discard {
+        #[command(flatten)]
+        which: Which,
+        #[command(flatten)]
+        act: Act,
+    },
+}
+
+/// Which messages.
+#[derive(Debug, Clone, Default, Args)]
+pub(crate) struct Filter {
+    /// Only with this message id
+    #[arg(long, value_name = "UUID")]
+    id: Option<Uuid>,
+    /// Only of this topic
+    #[arg(long)]
+    topic: Option<String>,
+    /// Only of this key
+    #[arg(long)]
+    key: Option<String>,
+    /// Only of this consumer; `outbox` for messages that could not be sent
+    #[arg(long)]
+    consumer: Option<String>,
+    /// Only with this reason
+    #[arg(long)]
+    reason: Option<String>,
+    /// At most this many
+    #[arg(long, default_value_t = 100)]
+    limit: usize,
+}
+
+/// Which messages an act concerns: numbers, or a filter.
+#[derive(Debug, Clone, Args)]
+pub(crate) struct Which {
+    /// Numbers that `dead list` shows
+    numbers: Vec<String>,
+    #[command(flatten)]
+    filter: Filter,
+    /// All that match, without naming a number or a filter
+    #[arg(long)]
+    all: bool,
+}
+
+/// Who, why, and how carefully.
+#[derive(Debug, Clone, Args)]
+pub(crate) struct Act {
+    /// Why; stored in the audit row
+    #[arg(long, value_name = "TEXT")]
+    why: String,
+    /// Only say what would be done
+    #[arg(long)]
+    dry_run: bool,
+    /// Do not ask
+    #[arg(long)]
+    yes: bool,
+}
+
+/// So many are acted on without a question.
+const UNASKED_MAX: usize = 1;
+
+pub(super) async fn run(command: &DeadCommand, common: &CommonArgs, output: Output) -> Result<(), AppError> {
+    let settings = common.load(None)?.settings;
+    crate::with_store!(&settings, None, |store| on(store, command, &settings, output).await)
+}
+
+async fn on<S: Store>(store: S, command: &DeadCommand, settings: &Settings, output: Output) -> Result<(), AppError> {
+    store.schema().await?.require()?;
+    let done = match command {
+        DeadCommand::List(filter) => list(&store, &filter.to_store(None), output).await,
+        DeadCommand::Show { number } => show(&store, number, output).await,
+        DeadCommand::Redrive { which, act, new_id, payload } => {
+            let how = match (payload, new_id) {
+                (None, false) => OperatorAct::Redrive,
+                (file, _) => {
+                    let payload = file.as_ref().map(|file| read_payload(file)).transpose()?;
+                    OperatorAct::RedriveAs { id: Uuid::now_v7(), payload }
+                }
+            };
+            act_on(&store, which, act, &how, settings, output).await
+        }
+        DeadCommand::Discard { which, act } => {
+            act_on(&store, which, act, &OperatorAct::Discard, settings, output).await
+        }
+    };
+    store.close().await;
+    done
+}
+
+impl Filter {
+    fn to_store(&self, number: Option<&str>) -> DeadFilter {
+        DeadFilter {
+            number: number.map(str::to_owned),
+            message_id: self.id,
+            topic: self.topic.clone(),
+            key: self.key.clone(),
+            consumer: self.consumer.clone(),
+            reason: self.reason.clone(),
+            limit: self.limit,
+        }
+    }
+
+    fn is_empty(&self) -> bool {
+        self.id.is_none()
+            && self.topic.is_none()
+            && self.key.is_none()
+            && self.consumer.is_none()
+            && self.reason.is_none()
+    }
+}
+
+fn read_payload(file: &PathBuf) -> Result<Vec<u8>, AppError> {
+    std::fs::read(file).map_err(|error| AppError::usage(format!("{} cannot be read: {error}", file.display())))
+}
+
+fn place(message: &DeadMessage) -> &str {
+    match &message.place {
+        DeadPlace::Outbox => "outbox",
+        DeadPlace::Consumer(name) => name,
+    }
+}
+
+async fn list<S: Store>(store: &S, filter: &DeadFilter, output: Output) -> Result<(), AppError> {
+    let dead = store.dead(filter).await?;
+    if output == Output::Json {
+        println!("{}", to_json(&serde_json::json!({ "dead": dead }))?);
+        return Ok(());
+    }
+    let mut table = Table::new();
+    table.load_preset(presets::UTF8_HORIZONTAL_ONLY);
+    table.set_header(["number", "where", "topic", "key", "kind", "reason", "error", "tries", "behind", "dead since"]);
+    for message in &dead {
+        let error: String = message.error.as_deref().unwrap_or("").chars().take(60).collect();
+        table.add_row([
+            message.number.clone(),
+            place(message).to_owned(),
+            message.topic.clone(),
+            message.key.clone().unwrap_or_default(),
+            message.kind.clone(),
+            match &message.requested {
+                Some(requested) => format!("{} ({requested} requested)", message.reason),
+                None => message.reason.clone(),
+            },
+            error,
+            message.attempts.to_string(),
+            message.behind.to_string(),
+            message.dead_at.format("%Y-%m-%d %H:%M:%S").to_string(),
+        ]);
+    }
+    println!("{table}");
+    if dead.len() >= filter.limit.max(1) {
+        eprintln!("hint: there may be more; see `--limit`");
+    }
+    Ok(())
+}
+
+async fn show<S: Store>(store: &S, number: &str, output: Output) -> Result<(), AppError> {
+    let filter = DeadFilter { number: Some(number.to_owned()), limit: 1, ..DeadFilter::default() };
+    let Some(message) = store.dead(&filter).await?.into_iter().next() else {
+        return Err(AppError::failed(format!("there is no dead message `{number}`; `oncebox dead list` shows them")));
+    };
+    let payload = String::from_utf8_lossy(&message.payload).into_owned();
+    if output == Output::Json {
+        let mut value = serde_json::to_value(&message).map_err(|error| AppError::failed(error.to_string()))?;
+        if let Some(fields) = value.as_object_mut() {
+            fields.insert("payload".to_owned(), payload.into());
+        }
+        println!("{}", to_json(&value)?);
+        return Ok(());
+    }
+    println!("number        {}", message.number);
+    println!("where         {}", place(&message));
+    println!("message id    {}", message.message_id);
+    println!("topic         {}", message.topic);
+    println!("key           {}", message.key.as_deref().unwrap_or("-"));
+    println!("kind          {}", message.kind);
+    println!("content type  {}", message.content_type.as_deref().unwrap_or("-"));
+    println!("reason        {}", message.reason);
+    println!("tries         {}", message.attempts);
+    println!("behind it     {}", message.behind);
+    println!("dead since    {}", message.dead_at.to_rfc3339());
+    println!("requested     {}", message.requested.as_deref().unwrap_or("-"));
+    for (name, value) in &message.headers {
+        println!("header        {name}: {value}");
+    }
+    for entry in &message.history {
+        println!("try {:<9} {} {}", entry.attempt, entry.at.to_rfc3339(), entry.error);
+    }
+    println!("payload       {} bytes\n{payload}", message.payload.len());
+    Ok(())
+}
+
+async fn act_on<S: Store>(
+    store: &S,
+    which: &Which,
+    act: &Act,
+    how: &OperatorAct,
+    settings: &Settings,
+    output: Output,
+) -> Result<(), AppError> {
+    if which.numbers.is_empty() && which.filter.is_empty() && !which.all {
+        return Err(AppError::usage("name numbers (`oncebox dead list` shows them), a filter, or --all"));
+    }
+    let filters: Vec<DeadFilter> = if which.numbers.is_empty() {
+        vec![which.filter.to_store(None)]
+    } else {
+        which.numbers.iter().map(|number| which.filter.to_store(Some(number))).collect()
+    };
+    let mut found = Vec::new();
+    for filter in &filters {
+        let of_filter = store.dead(filter).await?;
+        if let (true, Some(number)) = (of_filter.is_empty(), &filter.number) {
+            return Err(AppError::failed(format!(
+                "there is no dead message `{number}`; `oncebox dead list` shows them"
+            )));
+        }
+        found.extend(of_filter.into_iter().map(|message| message.number));
+    }
+    if matches!(how, OperatorAct::RedriveAs { .. }) && found.len() > 1 {
+        return Err(AppError::usage(format!("{} messages match; only one at a time gets a new id", found.len())));
+    }
+    if !act.dry_run && !act.yes && found.len() > UNASKED_MAX {
+        confirm(found.len(), how)?;
+    }
+    let context = ActContext {
+        actor: actor(),
+        reason: act.why.clone(),
+        dry_run: act.dry_run,
+        redrive_age_max: Some(settings.publisher.redrive_age_max.0),
+    };
+    let mut numbers = Vec::new();
+    for filter in &filters {
+        numbers.extend(store.act(filter, how, &context).await.map_err(refused)?.numbers);
+    }
+    let verb = match how {
+        OperatorAct::Discard => "discard",
+        OperatorAct::Redrive | OperatorAct::RedriveAs { .. } => "redrive",
+    };
+    if output == Output::Json {
+        let value = serde_json::json!({ "act": verb, "dry_run": act.dry_run, "numbers": numbers });
+        println!("{}", to_json(&value)?);
+        return Ok(());
+    }
+    let would = if act.dry_run { "would " } else { "" };
+    println!("{would}{verb} {}: {}", numbers.len(), numbers.join(" "));
+    if !act.dry_run && numbers.iter().any(|number| number.starts_with('o')) {
+        println!("the publisher carries out what concerns the outbox");
+    }
+    Ok(())
+}
+
+/// What an operator may not do is refused for safety: exit code 4.
+fn refused(error: crate::StoreError) -> AppError {
+    match error {
+        crate::StoreError::Refused(why) => AppError::refused(why),
+        other => other.into(),
+    }
+}
+
+/// More than one: the count is typed, so that it was seen.
+fn confirm(count: usize, how: &OperatorAct) -> Result<(), AppError> {
+    let verb = if matches!(how, OperatorAct::Discard) { "discarded" } else { "redriven" };
+    if !std::io::IsTerminal::is_terminal(&std::io::stdin()) {
+        return Err(AppError::refused(format!(
+            "{count} messages would be {verb}\nhint: look with --dry-run, then give --yes"
+        )));
+    }
+    eprint!("{count} messages will be {verb}. Type the number to go on: ");
+    let _ = std::io::stderr().flush();
+    let mut line = String::new();
+    let read = std::io::stdin().read_line(&mut line);
+    if read.is_ok() && line.trim() == count.to_string() {
+        return Ok(());
+    }
+    Err(AppError::refused("nothing was done"))
+}
+
+fn actor() -> String {
+    std::env::var("USER").or_else(|_| std::env::var("LOGNAME")).unwrap_or_else(|_| "unknown".to_owned())
+}
+
+fn to_json(value: &serde_json::Value) -> Result<String, AppError> {
+    serde_json::to_string(value).map_err(|error| AppError::failed(error.to_string()))
+}

@@ -1,0 +1,121 @@
+//! `oncebox doctor`: everything the promise rests on, looked at once. Exit code 3 where something breaks it.
+
+use comfy_table::{Table, presets};
+
+use super::common::{CommonArgs, Output};
+use crate::app::config::Settings;
+use crate::app::{AnyBroker, AppError, open_broker};
+use crate::broker::Subscription;
+use crate::error::redact;
+use crate::store::{Finding, Severity, Store};
+
+pub(super) async fn run(common: &CommonArgs, output: Output) -> Result<(), AppError> {
+    let settings = common.load(None)?.settings;
+    let mut findings = match database(&settings).await {
+        Ok(findings) => findings,
+        Err(error) => vec![Finding::refused(
+            "database",
+            error.message,
+            "see the message; nothing else of the database was looked at",
+        )],
+    };
+    match open_broker(&settings).await {
+        Ok(broker) => findings.extend(broker_findings(&broker, &settings).await),
+        Err(error) => findings.push(Finding::refused("broker", error.message, "mend the broker's settings")),
+    }
+    print(&findings, output)?;
+    if findings.iter().any(|finding| finding.severity == Severity::Refused) {
+        return Err(AppError::not_ready("something that the promise rests on is broken"));
+    }
+    Ok(())
+}
+
+async fn database(settings: &Settings) -> Result<Vec<Finding>, AppError> {
+    crate::with_store!(settings, None, |store| look(store, settings).await)
+}
+
+async fn look<S: Store>(store: S, settings: &Settings) -> Result<Vec<Finding>, AppError> {
+    let name = redact(&settings.database.url.0);
+    let mut findings = Vec::new();
+    let schema = store.schema().await.map_err(|error| AppError::from(error).on(&name))?;
+    match schema.require() {
+        Ok(()) => {
+            findings.push(Finding::ok("schema", format!("{name}: {schema:?}")));
+            findings.extend(store.check().await?);
+            let status = store.status().await?;
+            if status.dead + status.held > 0 {
+                findings.push(Finding::warning(
+                    "outbox",
+                    format!("{} dead and {} held messages", status.dead, status.held),
+                    "see `oncebox dead list`",
+                ));
+            }
+        }
+        Err(error) => findings.push(Finding::refused("schema", format!("{name}: {error}"), "run `oncebox migrate up`")),
+    }
+    store.close().await;
+    Ok(findings)
+}
+
+async fn broker_findings(broker: &AnyBroker, settings: &Settings) -> Vec<Finding> {
+    let subscription = |consumer: &crate::app::config::ConsumerSettings| Subscription {
+        group: consumer.group.clone(),
+        queues: consumer.queues.clone(),
+        ..Subscription::new(consumer.name.clone(), consumer.topics.clone())
+    };
+    let subscriptions: Vec<Subscription> = settings.consumer.iter().map(subscription).collect();
+    let name = redact(&settings.broker.url.0);
+    match broker.check(&subscriptions).await {
+        Ok(found) => found
+            .into_iter()
+            .map(|finding| Finding {
+                severity: match (finding.refused, &finding.remedy) {
+                    (true, _) => Severity::Refused,
+                    (false, Some(_)) => Severity::Warning,
+                    (false, None) => Severity::Ok,
+                },
+                name: finding.name,
+                detail: finding.detail,
+                remedy: finding.remedy,
+            })
+            .collect(),
+        Err(error) => vec![Finding::refused("broker", format!("{name}: {error}"), "start it, or mend [broker] url")],
+    }
+}
+
+fn print(findings: &[Finding], output: Output) -> Result<(), AppError> {
+    let word = |severity: Severity| match severity {
+        Severity::Ok => "ok",
+        Severity::Warning => "warning",
+        Severity::Refused => "refused",
+    };
+    if output == Output::Json {
+        let rows: Vec<_> = findings
+            .iter()
+            .map(|finding| {
+                serde_json::json!({
+                    "name": finding.name,
+                    "severity": word(finding.severity),
+                    "detail": finding.detail,
+                    "remedy": finding.remedy,
+                })
+            })
+            .collect();
+        let value = serde_json::json!({ "findings": rows });
+        println!("{}", serde_json::to_string(&value).map_err(|error| AppError::failed(error.to_string()))?);
+        return Ok(());
+    }
+    let mut table = Table::new();
+    table.load_preset(presets::UTF8_HORIZONTAL_ONLY);
+    table.set_header(["", "looked at", "found", "to do"]);
+    for finding in findings {
+        table.add_row([
+            word(finding.severity),
+            &finding.name,
+            &finding.detail,
+            finding.remedy.as_deref().unwrap_or(""),
+        ]);
+    }
+    println!("{table}");
+    Ok(())
+}

@@ -1,0 +1,34 @@
+//! The suite that defines a broker, on the real Kafka.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use async_trait::async_trait;
+use oncebox::broker::Broker;
+use oncebox::broker::conformance::{Capabilities, Fixture};
+
+use crate::kit::Kafka;
+
+#[async_trait]
+impl Fixture for Kafka {
+    fn capabilities(&self) -> Capabilities {
+        Capabilities { patience: Duration::from_secs(90), ..Capabilities::log() }
+    }
+
+    async fn broker(&self) -> Arc<dyn Broker> {
+        Arc::new(Kafka::broker(self))
+    }
+
+    // Noted, so that it goes when the case ends.
+    fn topic(&self, label: &str) -> String {
+        self.note(&format!("{}-{label}", self.topic))
+    }
+}
+
+async fn fixture(case: &str) -> Option<Kafka> {
+    let mut kafka = Kafka::without_topic(case)?;
+    kafka.config.create_topics = true;
+    Some(kafka)
+}
+
+oncebox::broker_conformance!(fixture);

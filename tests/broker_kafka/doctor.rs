@@ -1,0 +1,71 @@
+//! What `check` says of a real Kafka.
+
+use crate::kit::*;
+use oncebox::broker::{Broker, Subscription};
+
+#[tokio::test]
+async fn the_doctor_names_what_is_missing_and_what_weakens_a_promise() {
+    let Some(kafka) = Kafka::without_topic("the_doctor_names_what_is_missing_and_what_weakens_a_promise") else {
+        return;
+    };
+    kafka.create(&kafka.topic, 1, &[("max.message.bytes", "20000"), ("retention.ms", "3600000")]).await;
+    let missing = unique("kafka-missing");
+    let group = unique("group");
+    let broker = kafka.broker();
+    let mut subscriber = broker.subscriber(&kafka.subscription(&group)).await.unwrap();
+    assigned(&mut subscriber).await;
+    let subscription = Subscription::new(group.clone(), vec![kafka.topic.clone(), missing.clone()]);
+    let findings = broker.check(&[subscription]).await.unwrap();
+    let of = |name: &str| {
+        let found = findings.iter().find(|finding| finding.name.contains(name));
+        let found = found.unwrap_or_else(|| panic!("{name}: {findings:#?}"));
+        (found.detail.clone(), found.remedy.clone().unwrap_or_default())
+    };
+    assert!(findings[0].name == "kafka" && findings[0].detail.contains("librdkafka"), "{findings:#?}");
+    let (detail, remedy) = of(&missing);
+    assert!(detail.contains("does not exist"), "{detail}");
+    assert!(remedy.contains(&format!("--create --topic {missing} --partitions 3")), "{remedy}");
+    assert!(remedy.contains(&kafka.servers()) && remedy.contains("create_topics = true"), "{remedy}");
+    assert!(of(": copies").0.contains("one copy"));
+    assert!(of(": sizes").0.contains("20000"));
+    assert!(of(": retention").0.starts_with("1h"));
+    assert!(of(&group).0.contains("1 member"));
+    assert!(findings.iter().all(|finding| !finding.refused), "{findings:#?}");
+    subscriber.close().await;
+}
+
+#[tokio::test]
+async fn the_doctor_refuses_a_group_with_members_of_another_kind() {
+    use rdkafka::ClientConfig;
+    use rdkafka::consumer::{BaseConsumer, Consumer};
+
+    let Some(kafka) = Kafka::with_topic("the_doctor_refuses_a_group_with_members_of_another_kind", 1).await else {
+        return;
+    };
+    let group = unique("group");
+    let mut settings = ClientConfig::new();
+    settings.set("bootstrap.servers", kafka.servers()).set("group.id", &group);
+    settings.set("partition.assignment.strategy", "range");
+    let other: BaseConsumer = settings.create().unwrap();
+    other.subscribe(&[&kafka.topic]).unwrap();
+    eventually("the other member is in", SOON, || async {
+        drop(other.poll(std::time::Duration::from_millis(50)));
+        (other.assignment().unwrap().count() > 0).then_some(())
+    })
+    .await;
+    let findings = kafka.broker().check(&[kafka.subscription(&group)]).await.unwrap();
+    let refused: Vec<_> = findings.iter().filter(|finding| finding.refused).collect();
+    assert!(refused.len() == 1 && refused[0].detail.contains("`range`"), "{findings:#?}");
+    let mut subscriber = kafka.broker().subscriber(&kafka.subscription(&group)).await.unwrap();
+    let joined = async {
+        loop {
+            drop(other.poll(std::time::Duration::from_millis(10)));
+            if let Ok(event) = tokio::time::timeout(std::time::Duration::from_millis(50), subscriber.next()).await {
+                break event;
+            }
+        }
+    };
+    let error = tokio::time::timeout(SOON, joined).await.unwrap().unwrap_err();
+    assert!(matches!(&error, oncebox::BrokerError::Refused(why) if why.contains("another kind")), "{error}");
+    subscriber.close().await;
+}

@@ -1,0 +1,164 @@
+//! Errors that a healthy Kafka does not show, from librdkafka's mock cluster. It is no oracle for order.
+
+use std::time::{Duration, Instant};
+
+use crate::kit::*;
+use oncebox::BrokerError;
+use oncebox::broker::kafka::{KafkaBroker, KafkaConfig};
+use oncebox::broker::{Broker, Event, Publisher, Refusal, Settled, Subscription, TopicState};
+use rdkafka::mocking::MockCluster;
+use rdkafka::producer::DefaultProducerContext;
+use rdkafka::types::{RDKafkaApiKey, RDKafkaRespErr};
+
+type Mock = MockCluster<'static, DefaultProducerContext>;
+
+fn mock(topic: &str) -> (Mock, KafkaBroker) {
+    let mock = MockCluster::new(1).unwrap();
+    mock.create_topic(topic, 1, 1).unwrap();
+    let mut config = KafkaConfig::from_url(&format!("kafka://{}", mock.bootstrap_servers())).unwrap();
+    config.session_timeout = Duration::from_secs(6);
+    config.properties.insert("fetch.wait.max.ms".into(), "10".into());
+    (mock, KafkaBroker::new(config).unwrap())
+}
+
+async fn first_outcome(publisher: &mut Box<dyn Publisher>, topic: &str) -> Settled {
+    publish(publisher, vec![message(topic, Some("k"), "x")]).await.remove(0)
+}
+
+#[tokio::test]
+async fn what_the_broker_answers_decides_whose_fault_it_is() {
+    use RDKafkaRespErr as Code;
+    let (mock, broker) = mock("t");
+    for (error, expected) in [
+        (Code::RD_KAFKA_RESP_ERR_MSG_SIZE_TOO_LARGE, "message"),
+        (Code::RD_KAFKA_RESP_ERR_INVALID_RECORD, "message"),
+        (Code::RD_KAFKA_RESP_ERR_TOPIC_AUTHORIZATION_FAILED, "destination"),
+        (Code::RD_KAFKA_RESP_ERR_INVALID_REQUIRED_ACKS, "session"),
+        (Code::RD_KAFKA_RESP_ERR_NOT_LEADER_FOR_PARTITION, "retried"),
+        (Code::RD_KAFKA_RESP_ERR_REQUEST_TIMED_OUT, "retried"),
+    ] {
+        let mut publisher = broker.publisher().await.unwrap();
+        assert_eq!(publisher.topic("t").await.unwrap(), TopicState::Ready);
+        mock.request_errors(RDKafkaApiKey::Produce, &[error]);
+        let settled = first_outcome(&mut publisher, "t").await;
+        let found = match &settled.outcome {
+            Err(Refusal::Message(_)) => "message",
+            Err(Refusal::Destination(_)) => "destination",
+            Err(Refusal::Session(_)) => "session",
+            Ok(_) => "retried",
+        };
+        assert_eq!(found, expected, "{error:?}: {settled:?}");
+        mock.clear_request_errors(RDKafkaApiKey::Produce);
+        publisher.close().await;
+    }
+}
+
+#[tokio::test]
+async fn a_broker_that_is_away_blocks_and_is_no_failure() {
+    let (mock, broker) = mock("t");
+    let mut publisher = broker.publisher().await.unwrap();
+    assert_eq!(publisher.topic("t").await.unwrap(), TopicState::Ready);
+    assert_eq!(publisher.blocked(), None);
+    mock.broker_down(1).unwrap();
+    publisher.send(vec![(0, message("t", Some("k"), "x"))]).await.unwrap();
+    let blocked = Instant::now();
+    while publisher.blocked().is_none() {
+        assert!(blocked.elapsed() < SOON);
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    }
+    mock.broker_up(1).unwrap();
+    assert!(outcomes(&mut publisher, 1).await[0].outcome.is_ok());
+    assert_eq!(publisher.blocked(), None);
+    publisher.close().await;
+}
+
+// An idempotent producer keeps its messages back until it has its id, which it asks for every 500 ms.
+// Shown: without the wait for the id in `warm` the first message takes a second.
+#[tokio::test]
+async fn a_session_is_warm_when_it_opens() {
+    let (mock, broker) = mock("t");
+    // Once for what a broker learns of a topic.
+    publish_all(&broker, vec![message("t", None, "x")]).await;
+    let not_yet = RDKafkaRespErr::RD_KAFKA_RESP_ERR_COORDINATOR_LOAD_IN_PROGRESS;
+    mock.request_errors(RDKafkaApiKey::InitProducerId, &[not_yet; 3]);
+    let mut publisher = broker.publisher().await.unwrap();
+    let start = Instant::now();
+    assert_eq!(publisher.topic("t").await.unwrap(), TopicState::Ready);
+    publish(&mut publisher, vec![message("t", None, "x")]).await;
+    assert!(start.elapsed() < Duration::from_millis(400), "{:?}", start.elapsed());
+    publisher.close().await;
+}
+
+// Shown: with a `Drop` that waits for the polling thread it takes 50 ms at best.
+#[tokio::test]
+async fn dropping_a_session_waits_for_nothing() {
+    let (mock, broker) = mock("t");
+    let mut fastest = Duration::MAX;
+    for _ in 0..4 {
+        let mut publisher = broker.publisher().await.unwrap();
+        assert_eq!(publisher.topic("t").await.unwrap(), TopicState::Ready);
+        mock.broker_down(1).unwrap();
+        publisher.send((0..1_000).map(|tag| (tag, message("t", None, "x"))).collect()).await.unwrap();
+        let start = Instant::now();
+        drop(publisher);
+        fastest = fastest.min(start.elapsed());
+        mock.broker_up(1).unwrap();
+    }
+    assert!(fastest < Duration::from_millis(10), "{fastest:?}");
+}
+
+#[tokio::test]
+async fn g10_a_broker_that_is_not_there_is_named() {
+    let broker = KafkaBroker::new(KafkaConfig::from_url("kafka://127.0.0.1:1").unwrap()).unwrap();
+    for error in [
+        broker.publisher().await.err().unwrap(),
+        broker.subscriber(&Subscription::new("g", vec!["t".into()])).await.err().unwrap(),
+        broker.check(&[]).await.unwrap_err(),
+        broker.read_all("t").await.unwrap_err(),
+    ] {
+        let text = error.to_string();
+        assert!(matches!(error, BrokerError::Unavailable(_)) && text.contains("127.0.0.1:1"), "{text}");
+    }
+}
+
+#[tokio::test]
+async fn a_user_who_may_not_produce_is_told_when_the_session_opens() {
+    let (mock, broker) = mock("t");
+    let denied = [RDKafkaRespErr::RD_KAFKA_RESP_ERR_CLUSTER_AUTHORIZATION_FAILED; 3];
+    mock.request_errors(RDKafkaApiKey::InitProducerId, &denied);
+    let error = broker.publisher().await.err().unwrap();
+    assert!(matches!(&error, BrokerError::Unauthorised(why) if why.contains("idempotent")), "{error}");
+}
+
+#[tokio::test]
+async fn a_group_that_is_denied_ends_the_subscriber_with_the_reason() {
+    let (mock, broker) = mock("t");
+    mock.request_errors(
+        RDKafkaApiKey::FindCoordinator,
+        &[RDKafkaRespErr::RD_KAFKA_RESP_ERR_GROUP_AUTHORIZATION_FAILED; 20],
+    );
+    let mut subscriber = broker.subscriber(&Subscription::new("g", vec!["t".into()])).await.unwrap();
+    let error = tokio::time::timeout(SOON, subscriber.next()).await.unwrap().unwrap_err();
+    assert!(matches!(&error, BrokerError::Destination(why) if why.contains("group")), "{error}");
+}
+
+#[tokio::test]
+async fn what_was_lost_is_revoked_as_lost_and_not_committed() {
+    let (mock, broker) = mock("t");
+    publish_all(&broker, (0..4).map(|n| message("t", None, n.to_string())).collect()).await;
+    let subscription = Subscription::new(unique("group"), vec!["t".into()]);
+    let mut subscriber = broker.subscriber(&subscription).await.unwrap();
+    let first = assigned(&mut subscriber).await;
+    let deliveries = receive(&mut subscriber, 4).await;
+    mock.request_errors(RDKafkaApiKey::Heartbeat, &[RDKafkaRespErr::RD_KAFKA_RESP_ERR_UNKNOWN_MEMBER_ID]);
+    match next(&mut subscriber).await {
+        Event::Revoked { sources, lost, done: _ } => assert!(lost && sources == first, "{sources:?} {lost}"),
+        other => panic!("{other:?}"),
+    }
+    acknowledge(&mut subscriber, &deliveries).await;
+    let second = assigned(&mut subscriber).await;
+    assert_ne!(first, second, "another generation of the same partition");
+    let again = receive(&mut subscriber, 4).await;
+    assert_eq!(texts(&again), ["0", "1", "2", "3"], "the late acknowledgement committed nothing");
+    subscriber.close().await;
+}

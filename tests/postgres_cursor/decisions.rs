@@ -1,0 +1,128 @@
+//! Decisions stay (R18), and shards: buckets are no property of the rows.
+
+use std::collections::BTreeSet;
+use std::time::Duration;
+
+use oncebox::NewMessage;
+use oncebox::store::{
+    ActContext, DeadFilter, Diversion, LeaseAnswer, LeaseRequest, Mark, Operator, OperatorAct, Outbox, RelaySession,
+    RequestedAct, enqueue_all,
+};
+use uuid::Uuid;
+
+use crate::postgres::with_database;
+use crate::relay::{Relay, message, open, payload, scanned_to};
+
+/// Shown by not consulting the decisions: everything that was decided is sent again.
+#[tokio::test]
+async fn r18_a_cursor_that_was_set_back_sends_nothing_that_was_decided() {
+    with_database("r18_a_cursor_that_was_set_back_sends_nothing_that_was_decided", |database| async move {
+        let mut connection = database.connection().await;
+        let many = ["sent", "skipped", "dead", "discarded", "released", "edited", "destination"];
+        let many = many.map(|text| NewMessage::text("payments", "k", text).with_key(text)).into();
+        enqueue_all(&mut connection, many).await.unwrap();
+        let mut session = open(&database.store, "relay").await;
+        let batch = session.read(100).await.unwrap();
+        let at: Vec<i64> = batch.rows.iter().map(|row| row.position).collect();
+        let dead = |holds| Diversion::Dead { reason: "too large".into(), holds };
+        let destination = Diversion::HeldDestination { reason: "unknown".into() };
+        let mut diverted = vec![(at[1], dead(false)), (at[6], destination)];
+        diverted.extend([2, 3, 4, 5].map(|n| (at[n], dead(true))));
+        session.claim(Mark { through: Some(batch.batch), diverted, ..Mark::default() }).await.unwrap();
+        let act = async |position: i64, act: OperatorAct| {
+            let filter = DeadFilter { number: Some(format!("o{position}")), ..DeadFilter::default() };
+            let context = ActContext { actor: "ann".into(), reason: "r".into(), dry_run: false, redrive_age_max: None };
+            assert_eq!(database.store.act(&filter, &act, &context).await.unwrap().numbers.len(), 1);
+        };
+        act(at[3], OperatorAct::Discard).await;
+        act(at[4], OperatorAct::Redrive).await;
+        let id = Uuid::now_v7();
+        act(at[5], OperatorAct::RedriveAs { id, payload: Some(b"better".to_vec()) }).await;
+        let requests = session.requests().await.unwrap();
+        let asked: Vec<(i64, RequestedAct)> = requests.iter().map(|request| (request.position, request.act)).collect();
+        use RequestedAct::{Discard, Redrive};
+        assert_eq!(asked, [(at[3], Discard), (at[4], Redrive), (at[5], Redrive)]);
+        let held = session.held(&[at[5], at[4], 99_999]).await.unwrap();
+        assert_eq!(held.iter().map(payload).collect::<Vec<_>>(), ["released", "better"]);
+        let was = batch.rows[5].message.id.to_string();
+        assert_eq!(held[1].message.id, id);
+        assert_eq!(held[1].message.headers, [("oncebox-causation-id".to_owned(), was)]);
+        session.claim(Mark { released: vec![at[4], at[5]], discarded: vec![at[3]], ..Mark::default() }).await.unwrap();
+        drop(session);
+        let decisions: Vec<String> =
+            database.value("select array_agg(decision order by position) from oncebox.decision").await;
+        assert_eq!(decisions, ["skipped", "discarded", "released", "edited"]);
+
+        database.run("update oncebox.shard set scanned_to = 0, gaps = '{}'").await;
+        let mut relay = Relay::of(&database.store).await;
+        assert_eq!(relay.drain().await, ["sent"], "what was decided, dead or held is not sent again");
+        assert_eq!(scanned_to(&database).await, 7);
+        assert_eq!(relay.session.diverted(100).await.unwrap().len(), 3);
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn r18_decisions_go_with_the_partition_of_their_positions() {
+    with_database("r18_decisions_go_with_the_partition_of_their_positions", |database| async move {
+        let mut connection = database.connection().await;
+        enqueue_all(&mut connection, vec![message("a"), message("b")]).await.unwrap();
+        let mut relay = Relay::of(&database.store).await;
+        let batch = relay.session.read(100).await.unwrap();
+        let dead = Diversion::Dead { reason: "too large".into(), holds: false };
+        let diverted = vec![(batch.rows[0].position, dead)];
+        let mark = Mark { through: Some(batch.batch), diverted, ..Mark::default() };
+        relay.session.claim(mark).await.unwrap();
+        // What stands at the end of the partition is what the cursor has not passed.
+        database
+            .run(
+                "update oncebox.setting set value = 0 where name = 'outbox_retention_seconds';
+                 select setval('oncebox.outbox_position_seq', 1000000)",
+            )
+            .await;
+        enqueue_all(&mut connection, vec![message("next partition")]).await.unwrap();
+        relay.drain_until(&database, "select not exists (select 1 from oncebox.outbox_p1)").await;
+        assert_eq!(database.value::<i64>("select count(*) from oncebox.decision").await, 0);
+        let kept: String = database.value("select convert_from(payload, 'UTF8') from oncebox.outbox_dead").await;
+        assert_eq!(kept, "a", "a dead row stays, whatever happens to its partition");
+    })
+    .await;
+}
+
+/// Two shards read one table: each sends its own buckets, both see all positions.
+#[tokio::test]
+async fn shards_share_a_table_and_send_each_row_once() {
+    with_database("shards_share_a_table_and_send_each_row_once", |database| async move {
+        database
+            .run(
+                "update oncebox.shard set bucket_to = 127;
+                 insert into oncebox.shard (shard_id, bucket_from, bucket_to) values (1, 128, 255)",
+            )
+            .await;
+        assert_eq!(database.store.shards().await.unwrap(), [0, 1]);
+        let mut connection = database.connection().await;
+        let many: Vec<NewMessage> =
+            (0..300).map(|n| NewMessage::text("t", "k", n.to_string()).with_key(n.to_string())).collect();
+        enqueue_all(&mut connection, many).await.unwrap();
+        let mut all = BTreeSet::new();
+        let mut sizes = Vec::new();
+        for shard in [0, 1] {
+            let request = LeaseRequest { shard, owner: "relay".into(), length: Duration::from_secs(10) };
+            let LeaseAnswer::Taken(session) = database.store.open(&request).await.unwrap() else { panic!("no lease") };
+            let mut relay = Relay { session, sent: Vec::new() };
+            let sent = relay.drain().await;
+            sizes.push(sent.len());
+            for one in sent {
+                assert!(all.insert(one.clone()), "{one} was sent by both");
+                let bucket = oncebox::message::bucket(Some(one.as_str()), Uuid::nil());
+                assert_eq!(i32::from(bucket >= 128), shard);
+            }
+        }
+        assert_eq!(sizes.iter().sum::<usize>(), 300);
+        assert!(sizes.iter().all(|size| *size > 50), "{sizes:?}");
+        let stands: bool =
+            database.value("select bool_and(scanned_to = 300 and isempty(gaps)) from oncebox.shard").await;
+        assert!(stands);
+    })
+    .await;
+}

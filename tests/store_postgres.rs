@@ -1,0 +1,16 @@
+//! The store on PostgreSQL: the suite that every store must pass, and what only PostgreSQL has.
+#![cfg(all(feature = "postgres", feature = "testing"))]
+#![allow(clippy::unwrap_used)]
+
+#[path = "support/postgres.rs"]
+mod postgres;
+mod support;
+
+#[path = "store_postgres/conformance.rs"]
+mod conformance;
+#[path = "store_postgres/connections.rs"]
+mod connections;
+#[path = "store_postgres/doors.rs"]
+mod doors;
+#[path = "store_postgres/schema.rs"]
+mod schema;

@@ -1,0 +1,190 @@
+//! Connections that die, are frozen, or are not what they should be.
+
+use std::time::Duration;
+
+use oncebox::sqlx::{self, Connection, Executor, PgConnection};
+use oncebox::store::postgres::PostgresStore;
+use oncebox::store::{Base, ConsumerSpec, Inbox, InboxEntry, InboxTx, Proof, StoreOptions};
+use oncebox::{StoreError, message::MessageId};
+
+use crate::postgres::{on_server, with_database, with_path};
+use crate::support::{eventually, service};
+
+fn spec() -> ConsumerSpec {
+    ConsumerSpec { name: "ledger".into(), id_rule: "envelope".into(), accept: false }
+}
+
+fn entry() -> InboxEntry {
+    InboxEntry { id: MessageId::new(), hash: [1; 16] }
+}
+
+const KILL_OTHERS: &str = "select pg_terminate_backend(pid) from pg_stat_activity
+  where datname = current_database() and pid <> pg_backend_pid() and application_name = 'oncebox'";
+
+/// Shown by beginning without a second try: the first transaction after the loss fails.
+#[tokio::test]
+async fn connections_that_died_in_the_pool_cost_no_transaction() {
+    with_database("connections_that_died_in_the_pool_cost_no_transaction", |database| async move {
+        let consumer = database.store.register(&spec()).await.unwrap();
+        let mut warm = Vec::new();
+        for _ in 0..4 {
+            warm.push(database.store.begin(consumer).await.unwrap());
+        }
+        for tx in warm {
+            tx.rollback().await.unwrap();
+        }
+        let mut admin = database.connection().await;
+        admin.execute(KILL_OTHERS).await.unwrap();
+        let mut tx = database.store.begin(consumer).await.unwrap();
+        assert_eq!(tx.admit(&[entry()]).await.unwrap().known, [None]);
+        tx.commit().await.unwrap();
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn g12_a_connection_that_is_lost_during_commit_leaves_the_outcome_unknown() {
+    with_database("g12_a_connection_that_is_lost_during_commit_leaves_the_outcome_unknown", |database| async move {
+        let consumer = database.store.register(&spec()).await.unwrap();
+        let mut tx = database.store.begin(consumer).await.unwrap();
+        tx.admit(&[entry()]).await.unwrap();
+        database.connection().await.execute(KILL_OTHERS).await.unwrap();
+        let outcome = tx.commit().await;
+        assert!(matches!(outcome, Err(StoreError::CommitUnknown(_))), "{outcome:?}");
+    })
+    .await;
+}
+
+/// R28: without the server's own timeout the row locks of a frozen process would stop its key for ever.
+#[tokio::test]
+async fn r28_a_process_that_froze_inside_a_transaction_is_ended_by_the_server() {
+    with_database("r28_a_process_that_froze_inside_a_transaction_is_ended_by_the_server", |database| async move {
+        let settings: Vec<String> = {
+            let rows = database
+                .store
+                .pool()
+                .fetch_all(
+                    "select current_setting('idle_in_transaction_session_timeout') union all select current_setting('lock_timeout')
+                     union all select current_setting('synchronous_commit') union all select current_setting('default_transaction_isolation')",
+                )
+                .await
+                .unwrap();
+            rows.iter().map(|row| sqlx::Row::get(row, 0)).collect()
+        };
+        assert_eq!(settings, ["35s", "35s", "on", "read committed"]);
+        let options = StoreOptions { handler_timeout: Duration::ZERO, ..StoreOptions::new(database.url.clone()) };
+        let impatient = PostgresStore::connect(&options).await.unwrap();
+        let consumer = impatient.register(&spec()).await.unwrap();
+        let one = entry();
+        let mut frozen = impatient.begin(consumer).await.unwrap();
+        frozen.admit(&[one]).await.unwrap();
+        // The same message elsewhere waits for the frozen transaction, and goes on when the server ends it.
+        let mut other = database.store.begin(consumer).await.unwrap();
+        assert_eq!(other.admit(&[one]).await.unwrap().known, [None]);
+        other.commit().await.unwrap();
+        assert!(frozen.commit().await.is_err());
+        impatient.close().await;
+    })
+    .await;
+}
+
+/// R28. Shown by awaiting sqlx's `begin` in the caller: a later write on the connection is lost within a few hundred drops.
+#[tokio::test]
+async fn r28_a_begin_that_is_dropped_at_any_moment_loses_no_later_write() {
+    with_database("r28_a_begin_that_is_dropped_at_any_moment_loses_no_later_write", |database| async move {
+        let options = StoreOptions { connections_max: 1, ..StoreOptions::new(database.url.clone()) };
+        let store = PostgresStore::connect(&options).await.unwrap();
+        database.run("create table written (n int)").await;
+        let consumer = store.register(&spec()).await.unwrap();
+        for n in 0..200_u64 {
+            let _ = tokio::time::timeout(Duration::from_micros(10 * n), store.begin(consumer)).await;
+            sqlx::query("insert into written values ($1)")
+                .bind(i32::try_from(n).unwrap())
+                .execute(store.pool())
+                .await
+                .unwrap();
+        }
+        assert_eq!(database.value::<i64>("select count(*) from written").await, 200);
+        store.close().await;
+    })
+    .await;
+}
+
+/// R23: sqlx answers Ok to a commit that the server turned into a rollback.
+#[tokio::test]
+async fn r23_only_the_transaction_that_admitted_the_message_is_proven() {
+    with_database("r23_only_the_transaction_that_admitted_the_message_is_proven", |database| async move {
+        database.run("create table effect (n int primary key)").await;
+        let consumer = database.store.register(&spec()).await.unwrap();
+        for (handler, proof) in [
+            ("insert into effect values (1)", Proof::Same),
+            ("savepoint s; insert into effect values (2); rollback to savepoint s", Proof::Same),
+            ("savepoint s; insert into effect values (3); release savepoint s", Proof::Same),
+            ("insert into effect values (1)", Proof::Aborted),
+            ("delete from oncebox.inbox_timed", Proof::Aborted),
+            ("insert into effect values (4); commit", Proof::Ended),
+            ("rollback; insert into effect values (5)", Proof::Ended),
+            ("insert into effect values (6); commit; begin; insert into effect values (7)", Proof::Ended),
+            ("rollback; begin; insert into effect values (8)", Proof::Ended),
+            ("commit and chain; insert into effect values (9)", Proof::Ended),
+        ] {
+            let mut tx = database.store.begin(consumer).await.unwrap();
+            assert_eq!(tx.admit(&[entry()]).await.unwrap().known, [None]);
+            let _ = sqlx::raw_sql(handler).execute(tx.connection()).await;
+            assert_eq!(tx.prove().await.unwrap(), proof, "{handler}");
+            match proof {
+                Proof::Same => tx.commit().await.unwrap(),
+                _ => tx.rollback().await.unwrap(),
+            }
+        }
+    })
+    .await;
+}
+
+/// S1: sqlx prefers TLS and verifies nothing unless it is told to.
+#[tokio::test]
+async fn s1_another_authority_and_another_name_are_refused() {
+    let test = "s1_another_authority_and_another_name_are_refused";
+    let (Some(url), Some(other_ca)) =
+        (service(test, "ONCEBOX_TEST_POSTGRES_TLS"), service(test, "ONCEBOX_TEST_OTHER_CA"))
+    else {
+        return;
+    };
+    let plain = url.split('?').next().unwrap().to_owned();
+    let good = url::Url::parse(&url).unwrap();
+    let ca = good.query_pairs().find(|(name, _)| name == "sslrootcert").unwrap().1.into_owned();
+    let connects = async |url: String, ca: &str| {
+        let options = StoreOptions { ca_file: Some(ca.into()), ..StoreOptions::new(url) };
+        let store = PostgresStore::connect(&options).await.unwrap();
+        let outcome = store.pool().execute("select 1").await.map(drop);
+        store.close().await;
+        outcome
+    };
+    connects(format!("{plain}?sslmode=verify-full"), &ca).await.unwrap();
+    connects(format!("{plain}?sslmode=verify-full"), &other_ca).await.unwrap_err();
+    connects(format!("{}?sslmode=verify-full", plain.replace("localhost", "127.0.0.2")), &ca).await.unwrap_err();
+}
+
+/// A pooler that shares servers between sessions would break leases, fences and prepared statements.
+#[tokio::test]
+async fn a_pooler_in_session_mode_is_no_reason_to_refuse() {
+    let Some(server) = service("a_pooler_in_session_mode_is_no_reason_to_refuse", "ONCEBOX_TEST_POSTGRES") else {
+        return;
+    };
+    on_server(&server, |database| async move {
+        use oncebox::store::{Schema, Severity};
+        let findings = database.store.check().await.unwrap();
+        let pooler = findings.iter().find(|finding| finding.name == "pooler").unwrap();
+        assert_eq!(pooler.severity, Severity::Ok);
+        let mut reader = PgConnection::connect(&with_path(&database.url, &database.name)).await.unwrap();
+        reader.ping().await.unwrap();
+        eventually("the check's own connections are gone", Duration::from_secs(20), || async {
+            let left: i64 = database
+                .value("select count(*) from pg_stat_activity where datname = current_database() and application_name = 'oncebox' and pid <> pg_backend_pid()")
+                .await;
+            (left <= 1).then_some(())
+        })
+        .await;
+    })
+    .await;
+}

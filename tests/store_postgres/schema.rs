@@ -1,0 +1,110 @@
+//! The schema: comments, migrations, and what a server or a role may lack.
+
+use oncebox::sqlx::postgres::PgConnection;
+use oncebox::sqlx::{AssertSqlSafe, Connection, Executor};
+use oncebox::store::postgres::PostgresStore;
+use oncebox::store::{Base, Schema, SchemaState, Severity, StoreOptions};
+
+use crate::postgres::{Server, with_database, with_path, with_user};
+
+#[tokio::test]
+async fn every_table_column_index_and_function_says_what_it_is_for() {
+    with_database("every_table_column_index_and_function_says_what_it_is_for", |database| async move {
+        let silent: Vec<String> = database
+            .value(
+                "select coalesce(array_agg(what order by what), '{}') from (
+                   select c.oid::regclass::text as what from pg_class c
+                    where c.relnamespace = 'oncebox'::regnamespace and c.relkind in ('r', 'p', 'v', 'S')
+                      and obj_description(c.oid, 'pg_class') is null
+                      and not exists (select 1 from pg_depend d where d.objid = c.oid and d.deptype = 'i')
+                   union all
+                   select c.oid::regclass::text || '.' || a.attname from pg_class c join pg_attribute a on a.attrelid = c.oid
+                    where c.relnamespace = 'oncebox'::regnamespace and c.relkind in ('r', 'p', 'v') and a.attnum > 0 and not a.attisdropped
+                      and not c.relispartition and col_description(c.oid, a.attnum) is null
+                   union all
+                   select c.oid::regclass::text from pg_class c
+                    where c.relnamespace = 'oncebox'::regnamespace and c.relkind in ('i', 'I') and not c.relispartition
+                      and coalesce(obj_description(c.oid, 'pg_class'), '') not like 'serves %'
+                   union all
+                   select p.oid::regprocedure::text from pg_proc p
+                    where p.pronamespace = 'oncebox'::regnamespace and obj_description(p.oid, 'pg_proc') is null) silent",
+            )
+            .await;
+        assert_eq!(silent, Vec::<String>::new());
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn a_migration_that_was_changed_after_it_was_applied_is_refused() {
+    with_database("a_migration_that_was_changed_after_it_was_applied_is_refused", |database| async move {
+        database.run("update oncebox.migration set checksum = '\\x00' where version = 2").await;
+        let error = database.store.migrate().await.unwrap_err().to_string();
+        assert!(error.contains("migration 2 was changed"), "{error}");
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn a_migrator_that_may_not_create_roles_is_told_what_to_run() {
+    let test = "a_migrator_that_may_not_create_roles_is_told_what_to_run";
+    // The role is one for a whole server: on a shared one another test has made it.
+    let Some(server) = Server::start(test, "fsync = off").await else { return };
+    let mut admin = PgConnection::connect(&server.url()).await.unwrap();
+    admin.execute("create role migrator login password 'x'").await.unwrap();
+    admin.execute("create database app owner migrator").await.unwrap();
+    let url = with_user(&with_path(&server.url(), "app"), "migrator", "x");
+    let store = PostgresStore::connect(&StoreOptions::new(url)).await.unwrap();
+    let error = store.migrate().await.unwrap_err().to_string();
+    assert!(error.contains("role oncebox_app is missing"), "{error}");
+    assert_eq!(store.schema().await.unwrap(), SchemaState::Missing, "no half of it stands");
+    admin.execute("create role oncebox_app nologin").await.unwrap();
+    assert_eq!(store.migrate().await.unwrap().len(), PostgresStore::migrations().len());
+    let worst = store.check().await.unwrap().into_iter().max_by_key(|finding| finding.severity).unwrap();
+    // The server runs without fsync.
+    assert!(worst.severity < Severity::Refused, "{worst:?}");
+    store.close().await;
+}
+
+#[tokio::test]
+async fn a_standby_and_row_security_are_refused() {
+    with_database("a_standby_and_row_security_are_refused", |database| async move {
+        database.run("alter table oncebox.outbox enable row level security").await;
+        let findings = database.store.check().await.unwrap();
+        let refused: Vec<&str> = findings
+            .iter()
+            .filter(|finding| finding.severity == Severity::Refused)
+            .map(|finding| finding.name.as_str())
+            .collect();
+        assert_eq!(refused, ["ownership"]);
+        assert!(findings.iter().all(|finding| (finding.severity == Severity::Ok) == finding.remedy.is_none()));
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn partitions_of_the_inbox_are_made_ahead_and_a_fixed_clock_routes_ids_to_them() {
+    let test = "partitions_of_the_inbox_are_made_ahead_and_a_fixed_clock_routes_ids_to_them";
+    with_database(test, |database| async move {
+        use oncebox::store::{ConsumerSpec, Inbox};
+        let ranges = "select count(*) from pg_partition_tree('oncebox.inbox_timed') where isleaf";
+        let before: i64 = database.value(ranges).await;
+        database.run("update oncebox.setting set value = 12 where name = 'inbox_ranges_ahead'").await;
+        let spec = ConsumerSpec { name: "c".into(), id_rule: "envelope".into(), accept: false };
+        database.store.register(&spec).await.unwrap();
+        assert!(database.value::<i64>(ranges).await > before);
+        let mut tx = database.connection().await;
+        let insert = "insert into oncebox.inbox_timed (message_id, content_hash, consumer_id) values ";
+        for moment in ["now()", "now() + interval '2 days'", "now() + interval '9 days'"] {
+            let row = format!("{insert} (oncebox.uuid_bound({moment}), gen_random_uuid(), 1)");
+            tx.execute(AssertSqlSafe(row)).await.unwrap();
+        }
+        assert_eq!(database.value::<i64>("select count(*) from oncebox.inbox_timed_default").await, 0);
+        tx.execute(AssertSqlSafe(format!("{insert} ('00000000-0000-7000-8000-000000000000', gen_random_uuid(), 1)")))
+            .await
+            .unwrap();
+        assert_eq!(database.value::<i64>("select count(*) from oncebox.inbox_timed_default").await, 1);
+        assert_eq!(database.value::<i64>("select count(*) from oncebox.inbox").await, 4);
+    })
+    .await;
+}

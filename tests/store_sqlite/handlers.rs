@@ -1,0 +1,165 @@
+//! What handlers can do to a transaction of SQLite, and what it does to them (R23).
+
+use std::time::Duration;
+
+use oncebox::message::MessageId;
+use oncebox::store::conformance::{Fixture, Trial};
+use oncebox::store::sqlite::SqliteInboxTx;
+use oncebox::store::{Base, Inbox, InboxEntry, InboxTx, Proof};
+use sqlx::Connection;
+
+use crate::fixture::SqliteFile;
+
+async fn begin(trial: &Trial<SqliteFile>) -> (SqliteInboxTx, MessageId) {
+    let consumer = trial.consumer("c").await;
+    let id = MessageId::new();
+    let mut tx = trial.store.begin(consumer).await.unwrap();
+    tx.admit(&[InboxEntry { id, hash: [1; 16] }]).await.unwrap();
+    (tx, id)
+}
+
+async fn run(tx: &mut SqliteInboxTx, sql: &str) -> Result<u64, sqlx::Error> {
+    SqliteFile::run(tx.connection(), sql).await
+}
+
+async fn is_known(trial: &Trial<SqliteFile>, id: MessageId) -> bool {
+    let consumer = trial.consumer("c").await;
+    !trial.store.known(consumer, &[id]).await.unwrap().is_empty()
+}
+
+/// Statements after a transaction that SQLite itself rolled back would commit one by one, outside the inbox transaction.
+///
+/// Shown to fail: without the commit guard the effect stayed, and its message ran again.
+#[tokio::test]
+async fn r23_nothing_commits_by_itself_after_a_transaction_was_rolled_back() {
+    for ending in ["insert or rollback into effect_once values (1)", "rollback", "commit", "end"] {
+        let trial = Trial::<SqliteFile>::start("rolled back").await.unwrap();
+        trial.run("create table effect_once (a unique)").await;
+        trial.run("insert into effect_once values (1)").await;
+        let (mut tx, id) = begin(&trial).await;
+        let _ = run(&mut tx, ending).await;
+        let effect = "insert into effect values ('m', '')";
+        assert!(run(&mut tx, effect).await.is_err(), "{ending}: the handler is told");
+        assert!(run(&mut tx, "create table made (a)").await.is_err());
+        assert_eq!(tx.prove().await.unwrap(), Proof::Aborted, "{ending}: the handler's failure, which is counted");
+        let _ = tx.rollback().await;
+        assert_eq!(trial.effects("m").await, 0, "{ending}");
+        assert!(!is_known(&trial, id).await, "{ending}");
+        // The guard goes with the transaction.
+        trial.run("insert into effect values ('later', '')").await;
+        assert_eq!(trial.effects("later").await, 1);
+    }
+}
+
+/// Also where the transaction is dropped, not rolled back.
+#[tokio::test]
+async fn the_commit_guard_ends_with_a_dropped_transaction() {
+    let trial = Trial::<SqliteFile>::start("dropped").await.unwrap();
+    for _ in 0..30 {
+        let (mut tx, _) = begin(&trial).await;
+        let _ = run(&mut tx, "commit").await;
+        drop(tx);
+    }
+    for _ in 0..30 {
+        let mut connection = trial.store.pool().acquire().await.unwrap();
+        SqliteFile::run(&mut connection, "insert into effect values ('later', '')").await.unwrap();
+    }
+    assert_eq!(trial.effects("later").await, 30);
+}
+
+/// Nor does giving up a rollback or a commit half way leave a connection that refuses the commits of others.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn the_commit_guard_ends_with_a_rollback_that_was_given_up() {
+    let trial = Trial::<SqliteFile>::start("given up").await.unwrap();
+    for round in 0..40 {
+        let (mut tx, _) = begin(&trial).await;
+        run(&mut tx, "insert into effect values ('m', '')").await.unwrap();
+        let patience = Duration::from_micros(20 * (round / 2));
+        let _ = if round % 2 == 0 {
+            tokio::time::timeout(patience, tx.rollback()).await
+        } else {
+            tokio::time::timeout(patience, tx.commit()).await
+        };
+        trial.run("insert into effect values ('later', '')").await;
+    }
+    assert_eq!(trial.effects("later").await, 40);
+    assert!(trial.effects("m").await <= 20);
+}
+
+/// sqlx makes savepoints of them.
+#[tokio::test]
+async fn a_handler_may_use_nested_transactions() {
+    let trial = Trial::<SqliteFile>::start("nested").await.unwrap();
+    let (mut tx, id) = begin(&trial).await;
+    let mut inner = tx.connection().begin().await.unwrap();
+    sqlx::query("insert into effect values ('kept', '')").execute(&mut *inner).await.unwrap();
+    inner.commit().await.unwrap();
+    let mut inner = tx.connection().begin().await.unwrap();
+    sqlx::query("insert into effect values ('taken back', '')").execute(&mut *inner).await.unwrap();
+    drop(inner);
+    assert_eq!(tx.prove().await.unwrap(), Proof::Same);
+    tx.commit().await.unwrap();
+    assert_eq!((trial.effects("kept").await, trial.effects("taken back").await), (1, 0));
+    assert!(is_known(&trial, id).await);
+}
+
+/// Readers see the state before, and do not wait.
+#[tokio::test]
+async fn readers_do_not_wait_for_a_handler() {
+    let trial = Trial::<SqliteFile>::start("readers").await.unwrap();
+    let (mut tx, _) = begin(&trial).await;
+    run(&mut tx, "insert into effect values ('m', '')").await.unwrap();
+    assert_eq!(trial.effects("m").await, 0);
+    assert_eq!(oncebox::store::Operator::status(&trial.store).await.unwrap().pending, 0);
+    tx.prove().await.unwrap();
+    tx.commit().await.unwrap();
+    assert_eq!(trial.effects("m").await, 1);
+}
+
+/// R28: a statement without end holds the write lock of the file. The rollback of the one who gave it up ends it, and so does
+/// dropping the transaction.
+///
+/// Shown to fail: without the progress handler both rollbacks waited until the deadline.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn r28_giving_a_handler_up_interrupts_its_statement() {
+    let endless = "with recursive n(i) as (select 1 union all select i + 1 from n) insert into effect select i, '' from n where i < 0";
+    let trial = Trial::<SqliteFile>::start("endless").await.unwrap();
+    for drop_it in [false, true] {
+        let (mut tx, id) = begin(&trial).await;
+        let given_up = tokio::time::timeout(Duration::from_millis(100), run(&mut tx, endless)).await;
+        assert!(given_up.is_err());
+        let deadline = Duration::from_secs(10);
+        if drop_it {
+            drop(tx);
+        } else {
+            tokio::time::timeout(deadline, tx.rollback()).await.unwrap().unwrap();
+        }
+        let consumer = trial.consumer("c").await;
+        let next = tokio::time::timeout(deadline, trial.store.begin(consumer)).await.unwrap().unwrap();
+        next.commit().await.unwrap();
+        assert!(!is_known(&trial, id).await);
+    }
+    // Nobody who uses the connection later is interrupted.
+    let long =
+        "with recursive n(i) as (select 1 union all select i + 1 from n where i < 200000) select count(*) from n";
+    for _ in 0..12 {
+        assert_eq!(trial.number(long).await, 200_000);
+    }
+}
+
+/// The history of errors is bounded, in number and in length.
+#[tokio::test]
+async fn g11_a_history_keeps_the_last_twenty_errors() {
+    let trial = Trial::<SqliteFile>::start("history").await.unwrap();
+    let consumer = trial.consumer("c").await;
+    let id = MessageId::new();
+    for number in 1..=30 {
+        let error = format!("{number} {}", "ä".repeat(5_000));
+        trial.store.failed_attempt(consumer, id, &error, true).await.unwrap();
+    }
+    let errors: String =
+        sqlx::query_scalar("select errors from oncebox_attempt").fetch_one(trial.store.pool()).await.unwrap();
+    let errors: Vec<oncebox::store::HistoryEntry> = serde_json::from_str(&errors).unwrap();
+    assert_eq!(errors.iter().map(|entry| entry.attempt).collect::<Vec<_>>(), (11..=30).collect::<Vec<_>>());
+    assert!(errors.iter().all(|entry| entry.error.len() <= 2_000 && entry.error.contains('ä')));
+}

@@ -1,0 +1,120 @@
+//! Several processes at one file: turns that come back from the dead, and programs in other languages.
+
+use std::io::{BufRead, BufReader};
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
+
+use oncebox::message::{MessageId, NewMessage};
+use oncebox::store::conformance::Trial;
+use oncebox::store::sqlite::SqliteStore;
+use oncebox::store::{Base, Inbox, InboxEntry, InboxTx, StoreOptions};
+
+use crate::fixture::SqliteFile;
+
+const CHILD: &str = "ONCEBOX_TEST_CHILD_OF";
+
+/// Not a test of its own: what the next one runs as another process. It holds the turn and the write lock until it is killed.
+#[tokio::test]
+async fn a_child_that_holds_the_turn() {
+    let Ok(url) = std::env::var(CHILD) else { return };
+    let store = SqliteStore::connect(&StoreOptions::new(url)).await.unwrap();
+    let consumer = store.register(&spec("c")).await.unwrap();
+    let mut tx = store.begin(consumer).await.unwrap();
+    tx.admit(&[InboxEntry { id: MessageId::new(), hash: [1; 16] }]).await.unwrap();
+    sqlx::query("insert into effect values ('child', '')").execute(tx.connection()).await.unwrap();
+    println!("holding");
+    std::future::pending::<()>().await;
+}
+
+fn spec(name: &str) -> oncebox::store::ConsumerSpec {
+    oncebox::store::ConsumerSpec { name: name.into(), id_rule: "envelope".into(), accept: false }
+}
+
+/// The kernel gives its locks back, SQLite its transaction.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn r14_a_process_that_is_killed_gives_its_turn_back() {
+    let trial = Trial::<SqliteFile>::start("killed").await.unwrap();
+    let mut child = Command::new(std::env::current_exe().unwrap())
+        .args(["--exact", "processes::a_child_that_holds_the_turn", "--nocapture"])
+        .env(CHILD, trial.fixture.url())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::null())
+        .spawn()
+        .unwrap();
+    let mut lines = BufReader::new(child.stdout.take().unwrap()).lines();
+    assert!(lines.any(|line| line.unwrap().contains("holding")), "the child never held the turn");
+    let consumer = {
+        let (store, pid) = (trial.store.clone(), child.id());
+        let waiting = tokio::spawn(async move { store.register(&spec("waits")).await });
+        // The check names who holds the turn once that has lasted for long; here it only must not wait for it.
+        oncebox::store::Schema::check(&trial.store).await.unwrap();
+        assert!(!waiting.is_finished(), "process {pid} holds the turn");
+        child.kill().unwrap();
+        child.wait().unwrap();
+        let killed = Instant::now();
+        let consumer = waiting.await.unwrap().unwrap();
+        assert!(killed.elapsed() < Duration::from_secs(10), "{:?}", killed.elapsed());
+        consumer
+    };
+    assert_eq!(trial.effects("child").await, 0);
+    trial.store.begin(consumer).await.unwrap().commit().await.unwrap();
+}
+
+/// The turn is no part of the promise: a program without it is only less polite.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn applications_without_turns_write_beside_busy_stores() {
+    let trial = Trial::<SqliteFile>::start("beside").await.unwrap();
+    let until = Instant::now() + Duration::from_secs(2);
+    let mut busy = tokio::task::JoinSet::new();
+    for name in ["a", "b"] {
+        let store = SqliteStore::connect(&StoreOptions::new(trial.fixture.url())).await.unwrap();
+        let consumer = store.register(&spec(name)).await.unwrap();
+        busy.spawn(async move {
+            let mut transactions = 0;
+            while Instant::now() < until {
+                let mut tx = store.begin(consumer).await.unwrap();
+                tx.admit(&[InboxEntry { id: MessageId::new(), hash: [1; 16] }]).await.unwrap();
+                tx.prove().await.unwrap();
+                tx.commit().await.unwrap();
+                transactions += 1;
+            }
+            transactions
+        });
+    }
+    let mut written = 0;
+    while Instant::now() < until {
+        trial.enqueue(vec![NewMessage::text("t", "k", "1")]).await;
+        written += 1;
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
+    let stores = busy.join_all().await;
+    assert!(stores.iter().all(|transactions| *transactions > 5), "{stores:?}");
+    assert!(written > 5, "{written}");
+    let rows: i64 =
+        sqlx::query_scalar("select count(*) from oncebox_outbox").fetch_one(trial.store.pool()).await.unwrap();
+    assert_eq!(rows, written);
+}
+
+/// The door works from any client of SQLite 3.38 or later, here its command line.
+#[tokio::test]
+async fn another_program_enqueues_by_a_plain_insert() {
+    let trial = Trial::<SqliteFile>::start("another program").await.unwrap();
+    let run = |sql: &str| Command::new("sqlite3").arg(trial.fixture.path()).arg(sql).output();
+    if run("select 1").is_err() {
+        eprintln!("SKIPPED: another_program_enqueues_by_a_plain_insert (no program sqlite3)");
+        return;
+    }
+    let good = "insert into oncebox_outbox (topic, key, kind, payload, headers) \
+                values ('payments', 'ä😀', 'payment.created', '{}', '{\"tenant\":\"t1\"}')";
+    let output = run(good).unwrap();
+    assert!(output.status.success(), "{output:?}");
+    let output = run("insert or ignore into oncebox_outbox (topic, key, kind, payload) values ('a b', 'k', 'k', '')");
+    assert!(String::from_utf8_lossy(&output.unwrap().stderr).contains("oncebox: limit topic: "));
+    let request = oncebox::store::LeaseRequest { shard: 0, owner: "a".into(), length: Duration::from_secs(60) };
+    let answer = oncebox::store::Outbox::open(&trial.store, &request).await.unwrap();
+    let oncebox::store::LeaseAnswer::Taken(mut session) = answer else { panic!() };
+    let rows = oncebox::store::RelaySession::read(&mut session, 10).await.unwrap().rows;
+    assert_eq!(rows.len(), 1);
+    assert_eq!(rows[0].message.key.as_deref(), Some("ä😀"));
+    assert_eq!(rows[0].message.headers, [("tenant".to_owned(), "t1".to_owned())]);
+}

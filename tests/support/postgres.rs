@@ -1,0 +1,210 @@
+//! Databases of their own on the PostgreSQL server of the tests, and private servers that may be killed.
+#![allow(dead_code, clippy::unwrap_used)] // each test binary uses its part
+
+use std::future::Future;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::Duration;
+
+use oncebox::sqlx::postgres::{PgConnectOptions, PgConnection};
+use oncebox::sqlx::{AssertSqlSafe, ConnectOptions, Connection, Executor, Row};
+use oncebox::store::postgres::PostgresStore;
+use oncebox::store::{Base, Schema, StoreOptions};
+
+use super::support::{eventually, service, unique};
+
+/// A database of its own, migrated.
+#[derive(Debug, Clone)]
+pub(crate) struct Database {
+    pub(crate) url: String,
+    pub(crate) name: String,
+    pub(crate) store: PostgresStore,
+}
+
+impl Database {
+    /// A plain connection, as an application has it.
+    pub(crate) async fn connection(&self) -> PgConnection {
+        PgConnection::connect(&self.url).await.unwrap()
+    }
+
+    /// Another store on this database, with its own pool.
+    pub(crate) async fn another_store(&self) -> PostgresStore {
+        PostgresStore::connect(&StoreOptions::new(self.url.clone())).await.unwrap()
+    }
+
+    /// One value.
+    pub(crate) async fn value<T>(&self, query: &str) -> T
+    where
+        T: for<'r> oncebox::sqlx::Decode<'r, oncebox::sqlx::Postgres> + oncebox::sqlx::Type<oncebox::sqlx::Postgres>,
+    {
+        self.store.pool().fetch_one(AssertSqlSafe(query.to_owned())).await.unwrap().try_get(0).unwrap()
+    }
+
+    /// Runs statements, each committed by itself.
+    pub(crate) async fn run(&self, statements: &str) {
+        oncebox::sqlx::raw_sql(AssertSqlSafe(statements.to_owned())).execute(self.store.pool()).await.unwrap();
+    }
+}
+
+/// Runs a test in a database of its own, which is dropped afterwards, also when the test fails.
+pub(crate) async fn with_database<F>(test: &str, body: impl FnOnce(Database) -> F)
+where
+    F: Future<Output = ()> + Send + 'static,
+{
+    let Some(server) = service(test, "ONCEBOX_TEST_POSTGRES") else { return };
+    on_server(&server, body).await;
+}
+
+/// As [`with_database`], on any server.
+pub(crate) async fn on_server<F>(server: &str, body: impl FnOnce(Database) -> F)
+where
+    F: Future<Output = ()> + Send + 'static,
+{
+    let name = empty_database(server).await;
+    let url = with_path(server, &name);
+    let outcome = match migrated(&url).await {
+        Ok(store) => {
+            let database = Database { url, name: name.clone(), store: store.clone() };
+            let outcome = tokio::spawn(body(database)).await;
+            store.close().await;
+            outcome.map_err(|error| error.into_panic())
+        }
+        Err(error) => Err(Box::new(error.to_string()) as Box<dyn std::any::Any + Send>),
+    };
+    if let Ok(mut admin) = PgConnection::connect(server).await {
+        let drop_database = format!("drop database if exists {name} with (force)");
+        let _ = admin.execute(AssertSqlSafe(drop_database)).await;
+    }
+    if let Err(panic) = outcome {
+        std::panic::resume_unwind(panic);
+    }
+}
+
+/// Makes a database without the schema; the answer is its name.
+pub(crate) async fn empty_database(server: &str) -> String {
+    let name = unique("oncebox_test").replace('-', "_");
+    // Copies of template0 do not disturb each other; a busy server may still ask for a second try.
+    eventually("a database of its own", Duration::from_secs(60), || async {
+        let mut admin = PgConnection::connect(server).await.ok()?;
+        let create = format!("create database {name} template template0 encoding 'UTF8'");
+        admin.execute(AssertSqlSafe(create)).await.ok()
+    })
+    .await;
+    name
+}
+
+async fn migrated(url: &str) -> Result<PostgresStore, oncebox::StoreError> {
+    let store = PostgresStore::connect(&StoreOptions::new(url.to_owned())).await?;
+    store.migrate().await?;
+    Ok(store)
+}
+
+/// The same server, another database.
+pub(crate) fn with_path(server: &str, database: &str) -> String {
+    let mut url = url::Url::parse(server).unwrap();
+    url.set_path(database);
+    url.to_string()
+}
+
+/// The same server, another user.
+pub(crate) fn with_user(server: &str, user: &str, password: &str) -> String {
+    let mut url = url::Url::parse(server).unwrap();
+    url.set_username(user).unwrap();
+    url.set_password(Some(password)).unwrap();
+    url.to_string()
+}
+
+/// A server of its own that may be killed.
+#[derive(Debug)]
+pub(crate) struct Server {
+    bin: PathBuf,
+    directory: tempfile::TempDir,
+    port: u16,
+    process: Option<Child>,
+}
+
+impl Server {
+    /// Makes and starts a server with these lines in its configuration; none where the programs are not there.
+    pub(crate) async fn start(test: &str, settings: &str) -> Option<Self> {
+        let bin = PathBuf::from(service(test, "ONCEBOX_TEST_PG_BIN")?);
+        let directory = tempfile::Builder::new().prefix("oncebox-pg-").tempdir_in("/var/tmp").unwrap();
+        let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+        let mut server = Self { bin, directory, port, process: None };
+        if is_root() {
+            let path = server.directory.path().to_str().unwrap();
+            assert!(Command::new("chown").args(["postgres", path]).status().unwrap().success());
+        }
+        let data = server.data();
+        let initdb = server
+            .command("initdb")
+            .args(["-U", "postgres", "-A", "trust", "-E", "UTF8", "--locale=C.UTF-8", "--no-sync", "-D"])
+            .arg(&data)
+            .stdout(Stdio::null())
+            .status()
+            .unwrap();
+        assert!(initdb.success(), "initdb failed");
+        let fixed = format!(
+            "listen_addresses = '127.0.0.1'\nport = {port}\nunix_socket_directories = ''\nmax_prepared_transactions = 10\n{settings}\n"
+        );
+        let mut configuration = std::fs::read_to_string(data.join("postgresql.conf")).unwrap();
+        configuration.push_str(&fixed);
+        std::fs::write(data.join("postgresql.conf"), configuration).unwrap();
+        server.run().await;
+        Some(server)
+    }
+
+    /// Starts it, or starts it again after a kill.
+    pub(crate) async fn run(&mut self) {
+        let log =
+            std::fs::OpenOptions::new().create(true).append(true).open(self.directory.path().join("log")).unwrap();
+        let mut command = self.command("postgres");
+        command.arg("-D").arg(self.data()).stdout(log.try_clone().unwrap()).stderr(log);
+        self.process = Some(command.spawn().unwrap());
+        let options: PgConnectOptions = self.url().parse().unwrap();
+        eventually("a server that answers", Duration::from_secs(60), || async {
+            options.connect().await.ok()?.ping().await.ok()
+        })
+        .await;
+    }
+
+    pub(crate) fn url(&self) -> String {
+        format!("postgres://postgres@127.0.0.1:{}/postgres", self.port)
+    }
+
+    /// Ends it without a word, as a loss of power ends its processes; what the kernel has stays.
+    pub(crate) fn kill(&mut self) {
+        let Some(mut process) = self.process.take() else { return };
+        let pid = process.id().to_string();
+        // Its children first hear of it through their pipe; those that write now must not write on.
+        let children = std::fs::read_to_string(format!("/proc/{pid}/task/{pid}/children")).unwrap_or_default();
+        for child in std::iter::once(pid.as_str()).chain(children.split_whitespace()) {
+            let _ = Command::new("kill").args(["-KILL", child]).status();
+        }
+        let _ = process.wait();
+    }
+
+    fn data(&self) -> PathBuf {
+        self.directory.path().join("data")
+    }
+
+    /// The server refuses to run as root.
+    fn command(&self, program: &str) -> Command {
+        let program = self.bin.join(program);
+        if !is_root() {
+            return Command::new(program);
+        }
+        let mut command = Command::new("setpriv");
+        command.args(["--reuid=postgres", "--regid=postgres", "--init-groups", "--"]).arg(program);
+        command
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        self.kill();
+    }
+}
+
+fn is_root() -> bool {
+    Path::new("/proc/self").metadata().is_ok_and(|own| std::os::unix::fs::MetadataExt::uid(&own) == 0)
+}

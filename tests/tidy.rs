@@ -1,0 +1,128 @@
+//! The house rules, read from the sources: rooms import only downwards, files stay small and say what they are for.
+#![allow(clippy::unwrap_used)]
+
+use std::path::{Path, PathBuf};
+
+/// Rooms from top to bottom; a room may name only rooms of lower floors, or itself.
+const FLOORS: [&[&str]; 7] = [
+    &["bin"],
+    &["cli"],
+    &["app"],
+    &["http"],
+    &["runtime"],
+    &["store", "broker"],
+    &["observe", "flock", "message", "policy", "error"],
+];
+const LINES_MAX: usize = 600;
+
+fn sources(dir: &Path, found: &mut Vec<PathBuf>) {
+    for entry in std::fs::read_dir(dir).unwrap() {
+        let path = entry.unwrap().path();
+        if path.is_dir() {
+            sources(&path, found);
+        } else if path.extension().is_some_and(|extension| extension == "rs") {
+            found.push(path);
+        }
+    }
+}
+
+fn all_sources() -> Vec<(PathBuf, String)> {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let mut found = Vec::new();
+    sources(&root.join("src"), &mut found);
+    found
+        .into_iter()
+        .map(|path| {
+            let text = std::fs::read_to_string(&path).unwrap();
+            (path.strip_prefix(root).unwrap().to_owned(), text)
+        })
+        .collect()
+}
+
+fn room(path: &Path) -> Option<String> {
+    let inside = path.strip_prefix("src").ok()?;
+    let first = inside.components().next()?.as_os_str().to_str()?;
+    Some(first.trim_end_matches(".rs").to_owned())
+}
+
+fn floor(room: &str) -> Option<usize> {
+    FLOORS.iter().position(|floor| floor.contains(&room))
+}
+
+#[test]
+fn rooms_import_only_downwards() {
+    let mut wrong = Vec::new();
+    for (path, text) in all_sources() {
+        let Some(from) = room(&path).filter(|room| room != "lib") else { continue };
+        let from_floor = floor(&from).unwrap_or_else(|| panic!("{} is in no room that DESIGN knows", path.display()));
+        for (number, line) in text.lines().enumerate() {
+            // Documentation may point anywhere.
+            if line.trim_start().starts_with("//") {
+                continue;
+            }
+            for part in line.split("crate::").skip(1) {
+                let to: String = part.chars().take_while(|c| c.is_ascii_lowercase() || *c == '_').collect();
+                let Some(to_floor) = floor(&to) else { continue };
+                let allowed =
+                    to == from || to_floor > from_floor || (to_floor == from_floor && from_floor == FLOORS.len() - 1);
+                if !allowed {
+                    wrong.push(format!("{}:{}: `{from}` names `{to}`", path.display(), number + 1));
+                }
+            }
+        }
+    }
+    assert!(wrong.is_empty(), "{}", wrong.join("\n"));
+}
+
+#[test]
+fn the_lowest_rooms_do_no_input_or_output() {
+    let forbidden = ["tokio::net", "std::fs", "std::net", "std::env", "SystemTime::now", "Instant::now", "Utc::now"];
+    let mut wrong = Vec::new();
+    for (path, text) in all_sources() {
+        if !matches!(room(&path).as_deref(), Some("message" | "policy")) {
+            continue;
+        }
+        for word in forbidden {
+            if text.lines().any(|line| !line.trim_start().starts_with("//") && line.contains(word)) {
+                wrong.push(format!("{}: {word}", path.display()));
+            }
+        }
+    }
+    assert!(wrong.is_empty(), "{}", wrong.join("\n"));
+}
+
+#[test]
+fn only_app_cli_and_bin_read_the_environment() {
+    for (path, text) in all_sources() {
+        if matches!(room(&path).as_deref(), Some("app" | "cli" | "bin")) {
+            continue;
+        }
+        assert!(
+            !text.contains("std::env::var") && !text.contains("env::var_os"),
+            "{} reads the environment",
+            path.display()
+        );
+    }
+}
+
+#[test]
+fn every_file_says_what_it_is_for_and_stays_small() {
+    let mut lines = Vec::new();
+    for (path, text) in all_sources() {
+        assert!(text.starts_with("//!"), "{} does not say what it is for", path.display());
+        let count = text.lines().count();
+        assert!(count <= LINES_MAX, "{} has {count} lines, at most {LINES_MAX}", path.display());
+        lines.push(count);
+    }
+    lines.sort_unstable();
+    let median = lines[lines.len() / 2];
+    assert!(median <= 200, "the median file has {median} lines");
+}
+
+#[test]
+fn there_is_no_room_for_everything() {
+    for (path, _) in all_sources() {
+        let name = path.file_stem().unwrap().to_str().unwrap();
+        assert!(!["utils", "util", "common_utils", "helpers", "misc", "types"].contains(&name), "{}", path.display());
+    }
+}
