@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use oncebox::broker::{Broker, Publisher, Receipt, Refusal, Settled, Subscriber};
+use oncebox::broker::{Broker, Publisher, Receipt, Refusal, Settled, Subscriber, TopicState};
 use oncebox::error::BrokerError;
 
 use crate::fixture::{Corner, SOON, message, numbered, numbers, publish, receive, send_all};
@@ -129,6 +129,60 @@ async fn r30_without_the_plugin_partitions_are_refused_with_the_command_that_ena
     let findings = broker.check(&[corner.subscription()]).await.unwrap();
     let found = findings.iter().find(|one| one.name.contains("consistent-hash")).unwrap();
     assert!(found.refused && found.remedy.as_deref() == Some(command), "{found:?}");
+}
+
+/// A corner as another user sees it, who may configure, write and read what these patterns say.
+async fn as_user(private: &Private, owner: &Corner, name: &str, rights: [&str; 3]) -> Corner {
+    assert!(private.control(&["add_user", name, "secret"]));
+    assert!(private.control(&["set_permissions", name, rights[0], rights[1], rights[2]]));
+    let mut corner = Corner::at(&private.url().replace("guest:guest", &format!("{name}:secret"))).await;
+    corner.config.exchange.clone_from(&owner.config.exchange);
+    corner.topic.clone_from(&owner.topic);
+    corner
+}
+
+#[tokio::test]
+async fn s5_least_rights_are_enough_and_a_right_that_is_missing_blocks_only_its_destination() {
+    let Some(private) = Private::of("s5_least_rights_are_enough") else { return };
+    let _shared = private.peace.read().await;
+    let owner = corner(&private).await;
+    owner.broker().subscriber(&owner.subscription()).await.unwrap().close().await;
+    let (exchange, topic) = (owner.config.exchange.as_str(), owner.topic.as_str());
+
+    // May write to the exchange, to one topic only, and configure nothing.
+    let writer = as_user(&private, &owner, &format!("w{topic}"), ["^$", &format!("^{exchange}$"), "^$"]).await;
+    let rights = ["set_topic_permissions", &format!("w{topic}"), exchange, &format!("^{topic}$"), ".*"];
+    assert!(private.control(&rights));
+    writer.broker().declare(&[]).await.expect("the exchange is there");
+    let mut publisher = writer.broker().publisher().await.unwrap();
+    assert_eq!(publisher.topic(topic).await.unwrap(), TopicState::Ready);
+    assert!(send_all(&mut *publisher, numbered(topic, 1, 3)).await.iter().all(|one| one.outcome.is_ok()));
+    let mut rows = numbered(topic, 20, 20);
+    rows.push((20, message(&format!("{topic}-denied"), None, 20)));
+    publisher.send(rows).await.unwrap();
+    let mut settled = Vec::new();
+    while publisher.settle(&mut settled).await.is_ok() {}
+    let refused: Vec<_> = settled.iter().filter(|one| one.outcome.is_err()).collect();
+    let why = format!("topic '{topic}-denied'");
+    assert!(
+        matches!(refused[..], [Settled { tag: 20, outcome: Err(Refusal::Destination(text)) }] if text.contains(&why)),
+        "{settled:?}"
+    );
+    publisher.close().await;
+
+    // May read the queue, and neither configure nor bind.
+    let reader = as_user(&private, &owner, &format!("r{topic}"), ["^$", "^$", &format!("^{}$", owner.queue())]).await;
+    let mut subscriber = reader.broker().subscriber(&reader.subscription()).await.unwrap();
+    let deliveries = receive(&mut *subscriber, 3).await;
+    assert_eq!(numbers(&deliveries)[..3], [0, 1, 2]);
+    subscriber.close().await;
+    let mut publisher = reader.broker().publisher().await.unwrap();
+    let settled = send_all(&mut *publisher, vec![(0, message(topic, None, 0))]).await;
+    assert!(
+        matches!(&settled[0].outcome, Err(Refusal::Destination(why)) if why.contains("ACCESS_REFUSED")),
+        "{settled:?}"
+    );
+    publisher.close().await;
 }
 
 #[tokio::test]

@@ -112,6 +112,13 @@ async fn r30_queues_behind_the_hash_exchange_keep_a_key_together_and_spread_keyl
     assert!(findings.iter().all(|one| !one.refused), "{findings:?}");
     assert!(findings.iter().any(|one| one.name.contains("consistent-hash") && one.detail == "enabled"), "{findings:?}");
     subscriber.close().await;
+    // With another number the old queues would fill up unread.
+    for (partitions, left) in [(1, ".ledger.0"), (2, ".ledger.2")] {
+        corner.config.partitions = partitions;
+        let findings = corner.broker().check(&[corner.subscription()]).await.unwrap();
+        let found = findings.iter().find(|one| one.refused && one.name.ends_with(left));
+        assert!(found.is_some_and(|one| one.detail.contains("nobody reads it")), "{partitions}: {findings:?}");
+    }
     let hash = format!("{}.ledger.hash", corner.topic);
     corner.channel.exchange_delete(hash.as_str().into(), ExchangeDeleteOptions::default()).await.unwrap();
     corner.clean(&queues.iter().map(String::as_str).collect::<Vec<_>>()).await;

@@ -233,6 +233,34 @@ async fn a_server_that_falls_silent_is_found_out_by_the_confirm_and_by_the_quiet
 }
 
 #[tokio::test]
+async fn g11_send_waits_at_the_bound_of_held_bytes_and_goes_on_when_there_is_room() {
+    let Some(mut corner) = Corner::of("g11_send_waits_at_the_bound").await else { return };
+    let proxy = Proxy::before(&address(&corner.config.url), "127.0.0.1:0").await;
+    corner.config.url = format!("amqp://guest:guest@{}/%2f", proxy.address);
+    corner.config.held_bytes_max = 10_000;
+    let queue = corner.queue();
+    corner.queue_of(&queue, &corner.topic, &[]).await;
+    let mut publisher = corner.broker().publisher().await.unwrap();
+    proxy.line.send(Line::Frozen).unwrap();
+    // What is handed over at once is taken at once; what comes on top of it waits.
+    publisher.send(numbered(&corner.topic, 1, 100)).await.unwrap();
+    let more = vec![(100, message(&corner.topic, Some("k0"), 100))];
+    {
+        let mut sending = std::pin::pin!(publisher.send(more));
+        assert!(tokio::time::timeout(Duration::from_millis(200), &mut sending).await.is_err(), "no bound");
+        proxy.line.send(Line::Open).unwrap();
+        tokio::time::timeout(SOON, sending).await.expect("room").unwrap();
+    }
+    let mut settled = Vec::new();
+    while settled.len() < 101 {
+        tokio::time::timeout(SOON, publisher.settle(&mut settled)).await.expect("outcomes").unwrap();
+    }
+    assert!(settled.iter().all(|one| one.outcome.is_ok()), "{settled:?}");
+    publisher.close().await;
+    corner.clean(&[&queue]).await;
+}
+
+#[tokio::test]
 async fn what_is_dropped_leaves_no_connection_behind() {
     let Some(mut corner) = Corner::of("what_is_dropped_leaves_no_connection").await else { return };
     let proxy = Proxy::before(&address(&corner.config.url), "127.0.0.1:0").await;

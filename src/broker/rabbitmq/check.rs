@@ -40,6 +40,7 @@ pub(super) async fn check(
             for queue in queues(config, subscription, topic) {
                 findings.push(queue_finding(&queue, version, &mut topology).await?);
             }
+            findings.extend(leftovers(config, subscription, topic, &mut topology).await?);
             if config.partitions > 1 {
                 let hash = hash_exchange(subscription, topic);
                 if !topology.exchange_exists(&hash).await? {
@@ -115,6 +116,37 @@ async fn queue_finding(
         }),
         compared => difference(name, compared.map(drop), format!("{counts}; quorum, single active consumer")),
     }
+}
+
+/// Queues of another number of partitions are still bound: they fill up, and nobody reads them (R30).
+async fn leftovers(
+    config: &RabbitConfig,
+    subscription: &Subscription,
+    topic: &str,
+    topology: &mut Topology<'_>,
+) -> Result<Option<BrokerFinding>, BrokerError> {
+    let queue = subscription.queue(topic);
+    let next = if config.partitions == 1 { 0 } else { config.partitions };
+    let mut others = vec![format!("{queue}.{next}")];
+    if config.partitions > 1 {
+        others.push(queue);
+    }
+    for other in others {
+        if let Some(found) = topology.queue_as_it_stands(&other).await? {
+            let (ready, partitions) = (found.ready, config.partitions);
+            return Ok(Some(BrokerFinding {
+                name: format!("queue {other}"),
+                refused: true,
+                detail: format!(
+                    "is there with {ready} ready messages, but with partitions = {partitions} nobody reads it"
+                ),
+                remedy: Some(format!(
+                    "set the number of partitions that it was made for, let the consumer drain it, then delete `{other}`"
+                )),
+            }));
+        }
+    }
+    Ok(None)
 }
 
 /// The policy that does for an existing queue what the argument does for a new one.

@@ -313,7 +313,9 @@ impl Confirms {
         }
         let failed = std::mem::take(&mut self.channels[at].failed);
         let Some((code, text)) = reply else { return };
-        let alone = failed.len() == 1 && self.channels[at].confirmed.is_empty();
+        // The server may have closed the whole connection over a message of any channel.
+        let others = self.channels.iter().any(|lane| !lane.failed.is_empty() || !lane.confirmed.is_empty());
+        let alone = failed.len() == 1 && self.in_flight.is_empty() && !others;
         for (tag, InFlight { topic, weight, .. }) in failed {
             match code {
                 NOT_FOUND => self.refuse(tag, weight, &topic, &text),

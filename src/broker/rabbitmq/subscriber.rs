@@ -70,6 +70,8 @@ pub(super) struct RabbitSubscriber {
     /// Where the next look begins, so that no queue starves.
     turn: usize,
     last_delivery: Instant,
+    /// The last look at quiet queues found one that should have delivered.
+    suspected: bool,
     last_look: Option<Instant>,
 }
 
@@ -120,6 +122,7 @@ impl RabbitSubscriber {
             waiting: VecDeque::new(),
             turn: 0,
             last_delivery: Instant::now(),
+            suspected: false,
             last_look: None,
         })
     }
@@ -187,19 +190,27 @@ impl RabbitSubscriber {
     /// Nothing came for long: is the server there, and does it still know us as a consumer?
     async fn look_at_quiet_queues(&mut self) -> Result<(), BrokerError> {
         let mut topology = Topology::new(&self.guard.link, &self.config);
+        let mut stuck = None;
         for source in &self.guard.sources {
-            let gone = |why: &str| BrokerError::Session(format!("queue `{}`: {why}", source.id.place));
-            let found = topology.queue_as_it_stands(&source.id.place).await?;
-            let found =
-                found.ok_or_else(|| BrokerError::Destination(format!("queue `{}` is gone", source.id.place)))?;
+            let place = &source.id.place;
+            let found = topology.queue_as_it_stands(place).await?;
+            let found = found.ok_or_else(|| BrokerError::Destination(format!("queue `{place}` is gone")))?;
             if found.consumers == 0 {
-                return Err(gone("the server does not know this consumer any more"));
+                let why = format!("queue `{place}`: the server does not know this consumer any more");
+                return Err(BrokerError::Session(why));
             }
             if found.consumers == 1 && found.ready > 0 && source.delivered == source.acknowledged {
-                return Err(gone("messages are ready and none is delivered"));
+                stuck = Some(format!("queue `{place}`: messages are ready and none is delivered"));
             }
         }
-        Ok(())
+        // Once may be a message that came this moment.
+        match stuck {
+            Some(why) if self.suspected => Err(BrokerError::Session(why)),
+            found => {
+                self.suspected = found.is_some();
+                Ok(())
+            }
+        }
     }
 }
 
@@ -230,6 +241,7 @@ impl Subscriber for RabbitSubscriber {
             match tokio::time::timeout(quiet, arrived).await {
                 Ok(Ok(())) => {
                     self.last_delivery = Instant::now();
+                    self.suspected = false;
                     let count = self.waiting.len().min(DELIVERIES_MAX);
                     return Ok(Event::Deliveries(self.waiting.drain(..count).collect()));
                 }
