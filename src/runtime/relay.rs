@@ -69,6 +69,8 @@ struct Memory {
     isolation: Isolation,
     /// Decided at the end of a session, carried out when the next one meets the row.
     verdicts: HashMap<i64, Diversion>,
+    /// A row was diverted since the last end of a session.
+    progress: bool,
 }
 
 impl<S: Store> Relay<S> {
@@ -105,7 +107,7 @@ impl<S: Store> Relay<S> {
                 End::Doubt(doubt) => doubt,
             };
             self.learn(&mut memory, doubt).await?;
-            if began.elapsed() > Duration::from_secs(10) {
+            if began.elapsed() > Duration::from_secs(10) || std::mem::take(&mut memory.progress) {
                 pace.worked();
             }
             if !pace.wait(&stop).await {

@@ -150,7 +150,7 @@ mod tests {
 
     #[test]
     fn a_parameter_is_found_only_where_it_is_one() {
-        let sql = "insert into t values (:a, ':b', \":c\", :d::int, x'':e'' /* :f */) -- :g\n, :h";
+        let sql = "insert into t values (:a, ':b', \":c\", :d::int, 'x'':e''' /* :f */) -- :g\n, :h";
         assert_eq!(names(sql, Dialect::Postgres), ["a", "d", "h"]);
         assert_eq!(names("select $$ :a $$, $t$ :b $t$, :c, a$b, '::' || :d", Dialect::Postgres), ["c", "d"]);
         assert_eq!(names(r"select E'\' :a', 'x\', :b", Dialect::Postgres), ["b"]);
