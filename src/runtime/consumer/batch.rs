@@ -34,11 +34,17 @@ pub(super) enum BatchEnd {
 
 /// What the body of the transaction came to.
 enum Body {
-    Commit { outcomes: Vec<Outcome>, handled: Vec<usize> },
+    Commit {
+        outcomes: Vec<Outcome>,
+        handled: Vec<usize>,
+    },
     Rollback(BatchEnd),
     /// A handler ended the transaction. `owed` are the items whose inbox rows it may have committed while something of them
     /// was still to be done; where it did not, the end is `otherwise`.
-    TransactionEnded { owed: Vec<usize>, otherwise: BatchEnd },
+    TransactionEnded {
+        owed: Vec<usize>,
+        otherwise: BatchEnd,
+    },
 }
 
 /// Runs the items in one transaction. `attempt` is the number of the try where it was counted.

@@ -281,8 +281,6 @@ impl<'a, S: Store> Pump<'a, S> {
         self.session.claim(mark).await?;
         self.claimed_at = Instant::now();
         self.some_left |= !gone.is_empty();
-        // A bad row was dealt with: the next one of many must not wait as if the broker were away.
-        self.memory.progress |= !stored.is_empty() || !changed.is_empty();
         for position in changed {
             self.memory.verdicts.remove(&position);
             self.release.changed(position);

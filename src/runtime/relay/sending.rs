@@ -220,6 +220,11 @@ impl<S: Store> Pump<'_, S> {
             tracing::warn!(%topic, %why, "the destination is blocked; its messages are held and released by themselves");
             Diversion::HeldDestination { reason: why }
         };
+        // Remembered until it is marked: where the next bad row of the batch ends the session first, this one must not be found
+        // out anew, or n bad rows of one batch take sessions without end.
+        self.memory.verdicts.insert(sent.position, diversion.clone());
+        // The next bad row must not wait as if the broker were away.
+        self.memory.progress = true;
         self.to_table(sent.position, sent.batch, topic, key, sent.is_release, diversion);
     }
 }
