@@ -31,7 +31,7 @@ impl Pace {
     }
 
     /// The next wait, with jitter from half to the whole of it.
-    pub fn next(&mut self) -> Duration {
+    pub fn next_wait(&mut self) -> Duration {
         let whole = self.first.saturating_mul(1 << self.failures.min(16)).min(self.longest);
         self.failures = self.failures.saturating_add(1);
         whole.mul_f64(0.5 + fastrand::f64() / 2.0)
@@ -39,7 +39,7 @@ impl Pace {
 
     /// Waits for the next wait; false where the stop came first.
     pub async fn wait(&mut self, stop: &CancellationToken) -> bool {
-        sleep_unless(stop, self.next()).await
+        sleep_unless(stop, self.next_wait()).await
     }
 }
 
@@ -58,13 +58,13 @@ mod tests {
     #[test]
     fn a_pace_slows_to_its_bound_and_starts_over() {
         let mut pace = Pace::new(Duration::from_millis(100), Duration::from_secs(2));
-        assert!(pace.next() <= Duration::from_millis(100));
+        assert!(pace.next_wait() <= Duration::from_millis(100));
         for _ in 0..40 {
-            let wait = pace.next();
+            let wait = pace.next_wait();
             assert!(wait <= Duration::from_secs(2) && wait >= Duration::from_millis(50), "{wait:?}");
         }
         assert_eq!(pace.failures(), 41);
         pace.worked();
-        assert!(pace.next() <= Duration::from_millis(100));
+        assert!(pace.next_wait() <= Duration::from_millis(100));
     }
 }

@@ -133,13 +133,13 @@ impl<S: Store> Pump<'_, S> {
             _ => {}
         }
         let Unsent { position, batch, message, is_release, .. } = row;
-        self.to_table(position, batch, message.topic, message.key, is_release, diversion);
+        self.stand_aside(position, batch, message.topic, message.key, is_release, diversion);
     }
 
     /// The row goes to the dead and held table; one on its way back stays there, for another reason. A redriven row whose
     /// topic is blocked is held for its destination from then on: left as it was, it would be tried without end, and reading
     /// would wait for it.
-    fn to_table(
+    fn stand_aside(
         &mut self,
         position: i64,
         batch: u64,
@@ -168,19 +168,16 @@ impl<S: Store> Pump<'_, S> {
     pub(super) fn settle(&mut self, settled: Settled) -> Result<bool, Doubt> {
         let Some(sent) = self.window.get(settled.tag) else { return Ok(false) };
         let alone = self.alone == Some(settled.tag);
-        let refusal = match settled.outcome {
-            Ok(_) => {
-                self.window.prove(settled.tag);
-                self.memory.isolation.on_settled(sent.position);
-                if alone {
-                    self.alone = None;
-                    if let Some(topic) = self.release.alone_topic.take() {
-                        self.release.opened(&topic);
-                    }
+        let Err(refusal) = settled.outcome else {
+            self.window.prove(settled.tag);
+            self.memory.isolation.on_settled(sent.position);
+            if alone {
+                self.alone = None;
+                if let Some(topic) = self.release.alone_topic.take() {
+                    self.release.opened(&topic);
                 }
-                return Ok(true);
             }
-            Err(refusal) => refusal,
+            return Ok(true);
         };
         let (class, cause, why) = match refusal {
             Refusal::Message(why) => (FailureClass::Message, Cause::Message, why),
@@ -225,7 +222,7 @@ impl<S: Store> Pump<'_, S> {
         self.memory.verdicts.insert(sent.position, diversion.clone());
         // The next bad row must not wait as if the broker were away.
         self.memory.progress = true;
-        self.to_table(sent.position, sent.batch, topic, key, sent.is_release, diversion);
+        self.stand_aside(sent.position, sent.batch, topic, key, sent.is_release, diversion);
     }
 }
 
