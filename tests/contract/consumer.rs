@@ -58,6 +58,7 @@ async fn g4_effects_commit_exactly_once_under_concurrent_duplicates_on_postgres(
     on_postgres("g4_concurrent_duplicates", concurrent_duplicates).await;
 }
 
+/// Shown to fail: reported as committed after a failed try in place, offsets were acknowledged without an effect.
 #[tokio::test]
 async fn g5_nothing_is_acknowledged_before_the_commit_returned() {
     let world = sqlite().await;
@@ -83,6 +84,7 @@ async fn g5_nothing_is_acknowledged_before_the_commit_returned() {
     consumer.end().await;
 }
 
+/// Shown to fail: without the look at blocked keys a3 ran before a2.
 #[tokio::test]
 async fn g6_effects_of_a_key_keep_their_order_while_one_of_its_messages_waits_and_other_keys_flow() {
     let world = sqlite().await;
@@ -163,6 +165,7 @@ async fn under_policy_skip_later_messages_of_the_key_go_on_without_the_dead_one(
     consumer.end().await;
 }
 
+/// Shown to fail: without the comparison of hashes nothing was dead.
 #[tokio::test]
 async fn g7_the_same_id_with_different_content_is_dead_and_the_first_stays() {
     let world = sqlite().await;
@@ -185,6 +188,7 @@ async fn g7_the_same_id_with_different_content_is_dead_and_the_first_stays() {
     consumer.end().await;
 }
 
+/// Shown to fail: counted like any other failure, the message was dead.
 #[tokio::test]
 async fn r27_nobodys_failure_counts_no_attempt() {
     let world = sqlite().await;

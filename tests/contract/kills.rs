@@ -32,6 +32,7 @@ async fn a_child_whose_handler_aborts() {
     world.consumer(options, Does(aborts)).task.await.unwrap();
 }
 
+/// Shown to fail: with an open assignment taken for a clean end it killed without end.
 #[tokio::test]
 async fn r26_a_handler_that_kills_the_process_is_dead_after_one_kill_more_than_it_has_attempts() {
     let world = super::kit::sqlite().await;

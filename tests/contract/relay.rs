@@ -116,6 +116,7 @@ async fn g9_a_process_that_lost_its_lease_changes_nothing_and_a_standby_takes_ov
     relay.end().await.unwrap();
 }
 
+/// Shown to fail: without the mark of a stop both rows were still pending.
 #[tokio::test]
 async fn a_stop_marks_what_was_proven_and_gives_the_lease_back() {
     let world = sqlite().await;
