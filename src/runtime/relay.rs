@@ -69,6 +69,8 @@ struct Memory {
     isolation: Isolation,
     /// Decided at the end of a session, carried out when the next one meets the row.
     verdicts: HashMap<i64, Diversion>,
+    /// A row was found out since the last end of a session.
+    progress: bool,
 }
 
 impl<S: Store> Relay<S> {
@@ -105,7 +107,7 @@ impl<S: Store> Relay<S> {
                 End::Doubt(doubt) => doubt,
             };
             self.learn(&mut memory, doubt).await?;
-            if began.elapsed() > Duration::from_secs(10) {
+            if began.elapsed() > Duration::from_secs(10) || std::mem::take(&mut memory.progress) {
                 pace.worked();
             }
             if !pace.wait(&stop).await {
@@ -179,6 +181,8 @@ impl<S: Store> Relay<S> {
             match error {
                 StoreError::Fenced(why) => {
                     observe::lease_lost();
+                    // What was concluded is the next owner's to conclude; kept, it would judge a row that was redriven since.
+                    *memory = Memory::default();
                     tracing::error!(shard = self.options.shard, %why, "the lease is lost");
                 }
                 error if error.is_nobodys() => {

@@ -59,9 +59,12 @@ pub struct Sender<S: Store> {
     health: Health,
 }
 
-/// Rows claimed at once.
-const BATCH: usize = 20;
-/// A claim outlives every deadline of one sending; after it, a row of a sender that died is taken again.
+/// Rows claimed at once: two, because a claim must outlive the sending of all of them, or another sender takes the last ones
+/// and sends them a second time.
+const BATCH: usize = 2;
+/// The whole of one sending; the timeout of the SMTP client is one of each command.
+const SENDING: Duration = Duration::from_secs(25);
+/// A claim outlives the deadlines of all rows that were claimed together; after it, a row of a sender that died is taken again.
 const CLAIM: Duration = Duration::from_secs(60);
 const PART: &str = "e-mail sender";
 
@@ -143,9 +146,10 @@ impl<S: Store> Sender<S> {
                 Ok(()) => return EmailOutcome::Sent,
                 Err(error) => (false, error.to_string()),
             },
-            EmailTransport::Smtp(server) => match server.send(message).await {
-                Ok(_) => return EmailOutcome::Sent,
-                Err(error) => (error.is_permanent(), error.to_string()),
+            EmailTransport::Smtp(server) => match tokio::time::timeout(SENDING, server.send(message)).await {
+                Ok(Ok(_)) => return EmailOutcome::Sent,
+                Ok(Err(error)) => (error.is_permanent(), error.to_string()),
+                Err(_) => (false, format!("the server did not take it within {} s", SENDING.as_secs())),
             },
         };
         if permanent || email.attempt >= self.options.attempts_max {

@@ -34,9 +34,17 @@ pub(super) enum BatchEnd {
 
 /// What the body of the transaction came to.
 enum Body {
-    Commit(Vec<Outcome>),
+    Commit {
+        outcomes: Vec<Outcome>,
+        handled: Vec<usize>,
+    },
     Rollback(BatchEnd),
-    TransactionEnded { handled: Vec<usize> },
+    /// A handler ended the transaction. `owed` are the items whose inbox rows it may have committed while something of them
+    /// was still to be done; where it did not, the end is `otherwise`.
+    TransactionEnded {
+        owed: Vec<usize>,
+        otherwise: BatchEnd,
+    },
 }
 
 /// Runs the items in one transaction. `attempt` is the number of the try where it was counted.
@@ -52,20 +60,27 @@ pub(super) async fn run<S: Store>(
     let mut tx = shared.store.begin(consumer).await?;
     let mut enqueued = false;
     match body(shared, &mut tx, items, attempt, &mut enqueued).await {
-        Ok(Body::Commit(outcomes)) => {
-            tx.commit().await?;
-            if enqueued {
-                crate::store::hint();
+        Ok(Body::Commit { outcomes, handled }) => match tx.commit().await {
+            Ok(()) => {
+                if enqueued {
+                    crate::store::hint();
+                }
+                Ok(BatchEnd::Done(outcomes))
             }
-            Ok(BatchEnd::Done(outcomes))
-        }
+            // A deferred constraint speaks only now: it is the handler's failure, not the database's, and the same batch
+            // again would fail for ever.
+            Err(error @ StoreError::Other(_)) if !handled.is_empty() => {
+                Ok(whose(&handled, &format!("the commit was refused: {error}")))
+            }
+            Err(error) => Err(error),
+        },
         Ok(Body::Rollback(end)) => {
             roll_back(tx).await;
             Ok(end)
         }
-        Ok(Body::TransactionEnded { handled }) => {
+        Ok(Body::TransactionEnded { owed, otherwise }) => {
             roll_back(tx).await;
-            look_after_ended(shared, consumer, items, handled).await
+            look_after_ended(shared, consumer, items, &owed, otherwise).await
         }
         Err(error) => {
             roll_back(tx).await;
@@ -118,7 +133,13 @@ async fn body<S: Store>(
                 Some(handler) => {
                     handled.push(index);
                     if let Err(error) = call(shared, handler, &item.message, attempt, tx, enqueued).await {
-                        return Ok(Body::Rollback(BatchEnd::Failed(index, error)));
+                        let ended = !error.is_nobodys() && has_ended(tx).await;
+                        let failed = BatchEnd::Failed(index, error);
+                        return Ok(if ended {
+                            Body::TransactionEnded { owed: owed(shared, items, &fates), otherwise: failed }
+                        } else {
+                            Body::Rollback(failed)
+                        });
                     }
                     Outcome::Processed
                 }
@@ -130,8 +151,11 @@ async fn body<S: Store>(
     if !handled.is_empty() {
         match tx.prove().await? {
             Proof::Same => {}
-            Proof::Aborted => return Ok(Body::Rollback(aborted(&handled))),
-            Proof::Ended => return Ok(Body::TransactionEnded { handled }),
+            Proof::Aborted => return Ok(Body::Rollback(whose(&handled, SWALLOWED))),
+            Proof::Ended => {
+                let otherwise = whose(&handled, "the handler ended the transaction it was given");
+                return Ok(Body::TransactionEnded { owed: owed(shared, items, &fates), otherwise });
+            }
         }
     }
     if !parked.is_empty() {
@@ -141,7 +165,25 @@ async fn body<S: Store>(
         let ids: Vec<MessageId> = items.iter().map(|item| item.message.id).collect();
         tx.clear_attempts(&ids).await?;
     }
-    Ok(Body::Commit(outcomes))
+    Ok(Body::Commit { outcomes, handled })
+}
+
+/// The new items of which something is still to be done when the transaction ends too early: also those that no handler has
+/// seen yet, or that were to be stored. Their inbox rows were inserted together, and so committed together.
+fn owed<S: Store>(shared: &Arc<Shared<S>>, items: &[Item], fates: &[Fate]) -> Vec<usize> {
+    let is_done = |item: &Item| {
+        item.unusable.is_none()
+            && shared.options.unhandled == Unhandled::Acknowledge
+            && shared.handlers.find(&item.message.kind).is_none()
+    };
+    let new = items.iter().zip(fates).enumerate().filter(|(_, (item, fate))| **fate == Fate::New && !is_done(item));
+    new.map(|(index, _)| index).collect()
+}
+
+/// After a handler's failure: whether it ended the transaction before it failed (R23). Within a deadline, for a handler that
+/// timed out may have left a statement running.
+pub(super) async fn has_ended<T: InboxTx>(tx: &mut T) -> bool {
+    matches!(tokio::time::timeout(Duration::from_secs(2), tx.prove()).await, Ok(Ok(Proof::Ended)))
 }
 
 /// What the inbox says of one item.
@@ -218,11 +260,13 @@ fn panic_text(panic: &(dyn std::any::Any + Send)) -> &str {
     text.or_else(|| panic.downcast_ref::<String>().map(String::as_str)).unwrap_or("no message")
 }
 
-fn aborted(handled: &[usize]) -> BatchEnd {
-    const SWALLOWED: &str = "a statement failed, and the handler went on as if it had not: the transaction is aborted";
+const SWALLOWED: &str = "a statement failed, and the handler went on as if it had not: the transaction is aborted";
+
+/// A failure of the transaction as a whole: of its only handler, else it is found out by running each alone.
+fn whose(handled: &[usize], why: &str) -> BatchEnd {
     match handled {
-        [only] => BatchEnd::Failed(*only, HandlerError::retryable(SWALLOWED)),
-        _ => BatchEnd::Unclear(SWALLOWED.to_owned()),
+        [only] => BatchEnd::Failed(*only, HandlerError::retryable(why)),
+        _ => BatchEnd::Unclear(why.to_owned()),
     }
 }
 
@@ -232,18 +276,14 @@ async fn look_after_ended<S: Store>(
     shared: &Arc<Shared<S>>,
     consumer: ConsumerId,
     items: &[Item],
-    handled: Vec<usize>,
+    owed: &[usize],
+    otherwise: BatchEnd,
 ) -> Result<BatchEnd, StoreError> {
-    const ENDED: &str = "the handler ended the transaction it was given";
-    let ids: Vec<MessageId> = handled.iter().map(|index| items[*index].message.id).collect();
+    let ids: Vec<MessageId> = owed.iter().map(|index| items[*index].message.id).collect();
     let known = shared.store.known(consumer, &ids).await?;
     let committed: Vec<usize> =
-        handled.iter().copied().filter(|index| known.contains(&items[*index].message.id)).collect();
-    Ok(match handled.as_slice() {
-        _ if !committed.is_empty() => BatchEnd::Ended(committed),
-        [only] => BatchEnd::Failed(*only, HandlerError::retryable(ENDED)),
-        _ => BatchEnd::Unclear(ENDED.to_owned()),
-    })
+        owed.iter().copied().filter(|index| known.contains(&items[*index].message.id)).collect();
+    Ok(if committed.is_empty() { otherwise } else { BatchEnd::Ended(committed) })
 }
 
 /// Rolls back within a deadline: a handler that timed out may have left a statement running.

@@ -73,7 +73,7 @@ impl<S: Store> Lane<S> {
         }
     }
 
-    async fn batch(&mut self, mut items: Vec<Item>, stack: &mut Vec<Work>) {
+    async fn batch(&mut self, items: Vec<Item>, stack: &mut Vec<Work>) {
         match self.first_suspect(&items).await {
             Ok(Some(suspect)) => return take_out(items, suspect, None, stack),
             Ok(None) => {}
@@ -103,11 +103,16 @@ impl<S: Store> Lane<S> {
                 stack.extend(items.into_iter().rev().map(|item| Work::Alone(Box::new(item), None)));
             }
             Ok(BatchEnd::Ended(committed)) => {
-                for index in committed.into_iter().rev() {
-                    let item = items.remove(index);
-                    settle::transaction_ended(self, item).await;
+                // In order: what is stored first is the head of its key (R25).
+                let mut rest = Vec::new();
+                for (index, item) in items.into_iter().enumerate() {
+                    if committed.contains(&index) {
+                        settle::transaction_ended(self, item).await;
+                    } else {
+                        rest.push(item);
+                    }
                 }
-                stack.push(Work::Batch(items));
+                stack.push(Work::Batch(rest));
             }
             Err(error) => self.again(items, error.to_string(), stack).await,
         }

@@ -3,6 +3,7 @@
 //! Promise: only the oldest waiting message of a key is tried; it leaves the table in the handler's transaction, only while
 //! the claim stands; the next of its key becomes due with it, so a key is drained until it is empty or its head fails.
 
+use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -10,7 +11,7 @@ use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
 use super::Shared;
-use super::batch::{call, roll_back};
+use super::batch::{call, has_ended, roll_back};
 use super::options::Unhandled;
 use crate::error::{HandlerError, StoreError};
 use crate::observe::{self, Outcome};
@@ -28,8 +29,9 @@ const SWEEP: Duration = Duration::from_secs(5);
 pub(super) async fn run<S: Store>(shared: Arc<Shared<S>>, consumer: ConsumerId, stop: CancellationToken) {
     let mut pace = Pace::new(Duration::from_millis(100), Duration::from_secs(5));
     let mut swept = Instant::now();
+    let mut claimed = VecDeque::new();
     while !stop.is_cancelled() {
-        let step = step(&shared, consumer, &stop, &mut swept).await;
+        let step = step(&shared, consumer, &stop, &mut swept, &mut claimed).await;
         match step {
             Ok(wait) => {
                 pace.worked();
@@ -45,15 +47,23 @@ pub(super) async fn run<S: Store>(shared: Arc<Shared<S>>, consumer: ConsumerId, 
             }
         }
     }
+    for head in claimed {
+        if let Err(error) = shared.store.give_back(&head).await {
+            tracing::debug!(consumer = %shared.options.name, %error, "a claim was not given back; it runs out");
+        }
+    }
 }
 
-/// Runs what is due; gives how long to wait for the next.
+/// Runs what is due; gives how long to wait for the next. Heads stay in `claimed` until they are dealt with: a database that
+/// went away in the middle must not leave the others counted and unreachable until their claims run out (G10).
 async fn step<S: Store>(
     shared: &Arc<Shared<S>>,
     consumer: ConsumerId,
     stop: &CancellationToken,
     swept: &mut Instant,
+    claimed: &mut VecDeque<ClaimedMessage>,
 ) -> Result<Duration, StoreError> {
+    try_heads(shared, consumer, stop, claimed).await?;
     if swept.elapsed() >= SWEEP {
         shared.store.sweep(consumer).await?;
         *swept = Instant::now();
@@ -67,19 +77,27 @@ async fn step<S: Store>(
     let heads = HEADS_MAX;
     // Long enough for all claimed heads, one after the other.
     let claim_for = shared.options.handler_timeout * u32::try_from(heads).unwrap_or(8) + Duration::from_secs(10);
-    let claimed = shared.store.claim_due(consumer, heads, claim_for).await?;
+    claimed.extend(shared.store.claim_due(consumer, heads, claim_for).await?);
     if claimed.is_empty() {
         // Somebody else has what is due.
         return Ok(Duration::from_millis(50));
     }
-    for head in claimed {
-        if stop.is_cancelled() {
-            shared.store.give_back(&head).await?;
-        } else {
-            try_head(shared, consumer, head, stop).await?;
-        }
-    }
+    try_heads(shared, consumer, stop, claimed).await?;
     Ok(Duration::ZERO)
+}
+
+async fn try_heads<S: Store>(
+    shared: &Arc<Shared<S>>,
+    consumer: ConsumerId,
+    stop: &CancellationToken,
+    claimed: &mut VecDeque<ClaimedMessage>,
+) -> Result<(), StoreError> {
+    // A head that was given back in the meantime is found to be claimed no more.
+    while let Some(head) = claimed.front().filter(|_| !stop.is_cancelled()) {
+        try_head(shared, consumer, head.clone(), stop).await?;
+        claimed.pop_front();
+    }
+    Ok(())
 }
 
 async fn try_head<S: Store>(
@@ -166,7 +184,8 @@ async fn in_transaction<S: Store>(
             Some(handler) => {
                 let tries = Some(head.message.attempt);
                 if let Err(error) = call(shared, handler, &head.message, tries, &mut tx, &mut enqueued).await {
-                    return Ok(HeadEnd::Failed(error));
+                    let ended = !error.is_nobodys() && has_ended(&mut tx).await;
+                    return Ok(if ended { HeadEnd::Ended } else { HeadEnd::Failed(error) });
                 }
                 Outcome::Processed
             }
@@ -191,7 +210,15 @@ async fn in_transaction<S: Store>(
     .await;
     match body {
         Ok(HeadEnd::Done(outcome)) => {
-            tx.commit().await?;
+            match tx.commit().await {
+                Ok(()) => {}
+                // A deferred constraint speaks only now.
+                Err(error @ StoreError::Other(_)) => {
+                    let why = format!("the commit was refused: {error}");
+                    return Ok(HeadEnd::Failed(HandlerError::retryable(why)));
+                }
+                Err(error) => return Err(error),
+            }
             if enqueued {
                 crate::store::hint();
             }

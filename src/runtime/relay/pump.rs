@@ -70,6 +70,13 @@ pub(super) struct Pump<'a, S: Store> {
     tidied_at: Instant,
     /// A read that found nothing, with nothing in the window.
     empty: bool,
+    /// More stands in the dead and held table than `held_rows_max`: what is not loaded could be overtaken, so nothing is
+    /// read until all of it is known.
+    not_loaded: bool,
+    /// Rows left the table since it was loaded.
+    some_left: bool,
+    /// The health says that this part waits.
+    shown_waiting: bool,
 }
 
 /// The claim of a read without rows of ours may wait this long (R2.5).
@@ -104,6 +111,9 @@ impl<'a, S: Store> Pump<'a, S> {
             rows_max: relay.options.batch_rows.clamp(1, 100),
             tidied_at: now,
             empty: false,
+            not_loaded: false,
+            some_left: false,
+            shown_waiting: false,
         }
     }
 
@@ -151,7 +161,10 @@ impl<'a, S: Store> Pump<'a, S> {
 
     /// The dead and held rows as they stand.
     async fn load(&mut self) -> Result<(), Doubt> {
-        let rows = self.session.diverted(self.relay.options.held_rows_max.saturating_add(1)).await?;
+        let limit = self.relay.options.held_rows_max.saturating_add(1);
+        let rows = self.session.diverted(limit).await?;
+        self.not_loaded = rows.len() >= limit;
+        self.some_left = false;
         self.diverted = Diverted::load(rows.into_iter().filter_map(|row| {
             let why = super::release::why(&row.diversion)?;
             Some(Row { position: row.position, topic: row.topic, key: row.key, why })
@@ -162,6 +175,10 @@ impl<'a, S: Store> Pump<'a, S> {
     /// One round; false where there was nothing to do.
     async fn step(&mut self) -> Result<bool, Doubt> {
         let mut moved = self.send_unsent().await?;
+        if self.not_loaded && self.some_left && self.nothing_under_way() {
+            self.load().await?;
+            self.release.reloaded(Instant::now());
+        }
         moved |= self.look_after_released().await?;
         if self.may_read() {
             moved |= self.read().await?;
@@ -191,13 +208,26 @@ impl<'a, S: Store> Pump<'a, S> {
         if !room || self.release.pauses_reading() || Instant::now() < self.read_at {
             return false;
         }
-        if self.diverted.len() >= options.held_rows_max {
+        if self.not_loaded || self.diverted.len() >= options.held_rows_max {
             let held = self.diverted.len();
             let why = format!("{held} dead and held messages, `held_rows_max` reached: nothing more is read");
             self.relay.health.set(&self.relay.part, PartState::Waiting(why));
+            self.shown_waiting = true;
             return false;
         }
+        if self.shown_waiting && self.publisher.blocked().is_none() {
+            self.shown_waiting = false;
+            self.relay.health.set(&self.relay.part, PartState::Ready);
+        }
         true
+    }
+
+    fn nothing_under_way(&self) -> bool {
+        self.window.is_empty()
+            && self.unsent.is_empty()
+            && self.alone.is_none()
+            && self.unmarked.is_empty()
+            && self.release.in_flight.is_empty()
     }
 
     async fn read(&mut self) -> Result<bool, Doubt> {
@@ -247,8 +277,14 @@ impl<'a, S: Store> Pump<'a, S> {
     pub(super) async fn claim(&mut self, mark: Mark) -> Result<(), Doubt> {
         let gone: Vec<i64> = mark.released.iter().chain(&mark.discarded).copied().collect();
         let stored: Vec<i64> = mark.diverted.iter().map(|(position, _)| *position).collect();
+        let changed: Vec<i64> = mark.changed.iter().map(|(position, _)| *position).collect();
         self.session.claim(mark).await?;
         self.claimed_at = Instant::now();
+        self.some_left |= !gone.is_empty();
+        for position in changed {
+            self.memory.verdicts.remove(&position);
+            self.release.changed(position);
+        }
         for position in gone {
             self.diverted.leave(position);
             self.release.left(position);
@@ -310,6 +346,7 @@ impl<'a, S: Store> Pump<'a, S> {
         if let Some(why) = self.publisher.blocked() {
             // No failure: it takes nothing for now, and says so.
             self.heard_at = Instant::now();
+            self.shown_waiting = true;
             self.relay.health.set(&self.relay.part, PartState::Waiting(format!("the broker is blocked: {why}")));
             return Ok(());
         }

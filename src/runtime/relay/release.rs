@@ -97,7 +97,20 @@ impl Release {
     pub(super) fn refused(&mut self, topic: &str, position: i64) {
         self.topics.remove(topic);
         self.in_flight.remove(&position);
+        self.look = true;
+    }
+
+    /// The change of a row is stored, and with it the request that led there is done. Not earlier: until then the request
+    /// still stands in the table and would be taken a second time.
+    pub(super) fn changed(&mut self, position: i64) {
         self.redriven.remove(&position);
+        self.look = true;
+    }
+
+    /// The table is loaded anew, requests with it.
+    pub(super) fn reloaded(&mut self, now: Instant) {
+        self.redriven.clear();
+        self.requests_at = now;
         self.look = true;
     }
 }

@@ -84,24 +84,21 @@ impl<S: Store> Pump<'_, S> {
     /// Whether the row leaves the way to the broker, and as what.
     async fn diversion_of(&mut self, row: &Unsent, alone: bool) -> Result<Option<Diversion>, Doubt> {
         let (topic, key) = (&row.message.topic, row.message.key.as_deref());
-        if !row.is_release {
-            if !self.memory.verdicts.is_empty()
-                && let Some(verdict) = self.memory.verdicts.get(&row.position)
-            {
-                let holds = self.relay.options.holds(topic);
-                return Ok(Some(match verdict.clone() {
-                    Diversion::Dead { reason, .. } => Diversion::Dead { reason, holds },
-                    other => other,
-                }));
-            }
-            if !self.diverted.is_empty() {
-                match self.diverted.decide(topic, key) {
-                    Way::Send => {}
-                    Way::Hold(Behind::Dead) => return Ok(Some(Diversion::HeldBehind)),
-                    Way::Hold(Behind::Destination) => {
-                        let reason = format!("the topic `{topic}` is blocked");
-                        return Ok(Some(Diversion::HeldDestination { reason }));
-                    }
+        // Also for a row on its way back: without its verdict it would end every session, and nothing else would flow (G3).
+        if let Some(verdict) = self.memory.verdicts.get(&row.position) {
+            let holds = self.relay.options.holds(topic);
+            return Ok(Some(match verdict.clone() {
+                Diversion::Dead { reason, .. } => Diversion::Dead { reason, holds },
+                other => other,
+            }));
+        }
+        if !row.is_release && !self.diverted.is_empty() {
+            match self.diverted.decide(topic, key) {
+                Way::Send => {}
+                Way::Hold(Behind::Dead) => return Ok(Some(Diversion::HeldBehind)),
+                Way::Hold(Behind::Destination) => {
+                    let reason = format!("the topic `{topic}` is blocked");
+                    return Ok(Some(Diversion::HeldDestination { reason }));
                 }
             }
         }
@@ -122,12 +119,6 @@ impl<S: Store> Pump<'_, S> {
 
     fn divert(&mut self, row: Unsent, diversion: Diversion) {
         self.memory.isolation.on_settled(row.position);
-        if row.is_release {
-            // It stands in the table already; its topic is not ready after all.
-            self.release.refused(&row.message.topic, row.position);
-            self.window.leave(row.batch);
-            return;
-        }
         match &diversion {
             Diversion::Dead { reason, holds } => {
                 observe::publish_failed(self.relay.broker.name(), FailureClass::Message);
@@ -141,12 +132,36 @@ impl<S: Store> Pump<'_, S> {
             }
             _ => {}
         }
-        let (topic, key) = (row.message.topic, row.message.key);
-        if let Some(why) = super::release::why(&diversion) {
-            self.diverted.divert(DivertedRow { position: row.position, topic, key, why });
+        let Unsent { position, batch, message, is_release, .. } = row;
+        self.stand_aside(position, batch, message.topic, message.key, is_release, diversion);
+    }
+
+    /// The row goes to the dead and held table; one on its way back stays there, for another reason. A redriven row whose
+    /// topic is blocked is held for its destination from then on: left as it was, it would be tried without end, and reading
+    /// would wait for it.
+    fn stand_aside(
+        &mut self,
+        position: i64,
+        batch: u64,
+        topic: String,
+        key: Option<String>,
+        is_release: bool,
+        diversion: Diversion,
+    ) {
+        if is_release {
+            self.release.refused(&topic, position);
         }
-        self.unmarked.insert(row.position);
-        self.window.divert(row.batch, row.position, diversion);
+        match super::release::why(&diversion) {
+            Some(why) => self.diverted.divert(DivertedRow { position, topic, key, why }),
+            // Dead under policy `skip`: it holds nothing.
+            None => drop(self.diverted.leave(position)),
+        }
+        if is_release {
+            self.window.change(batch, position, diversion);
+        } else {
+            self.unmarked.insert(position);
+            self.window.divert(batch, position, diversion);
+        }
     }
 
     /// Takes the broker's word on one row; true where it is proven.
@@ -194,10 +209,6 @@ impl<S: Store> Pump<'_, S> {
             self.relay.broker.name(),
             if dead { FailureClass::Message } else { FailureClass::Destination },
         );
-        if sent.is_release && !dead {
-            self.release.refused(&topic, sent.position);
-            return self.window.leave(sent.batch);
-        }
         let diversion = if dead {
             tracing::error!(position = sent.position, %topic, %why, "a message is dead: the broker refused it, sent alone");
             let holds = self.relay.options.holds(&topic);
@@ -206,18 +217,12 @@ impl<S: Store> Pump<'_, S> {
             tracing::warn!(%topic, %why, "the destination is blocked; its messages are held and released by themselves");
             Diversion::HeldDestination { reason: why }
         };
-        match super::release::why(&diversion) {
-            Some(why) => self.diverted.divert(DivertedRow { position: sent.position, topic: topic.clone(), key, why }),
-            // Dead under policy `skip`: it holds nothing.
-            None => drop(self.diverted.leave(sent.position)),
-        }
-        if sent.is_release {
-            self.release.refused(&topic, sent.position);
-            self.window.change(sent.batch, sent.position, diversion);
-        } else {
-            self.unmarked.insert(sent.position);
-            self.window.divert(sent.batch, sent.position, diversion);
-        }
+        // Remembered until it is marked: where the next bad row of the batch ends the session first, this one must not be found
+        // out anew, or n bad rows of one batch take sessions without end.
+        self.memory.verdicts.insert(sent.position, diversion.clone());
+        // The next bad row must not wait as if the broker were away.
+        self.memory.progress = true;
+        self.stand_aside(sent.position, sent.batch, topic, key, sent.is_release, diversion);
     }
 }
 

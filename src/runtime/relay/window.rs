@@ -49,6 +49,16 @@ pub(super) struct Window {
 impl Window {
     /// Opens a batch of so many rows; gives its number in this window.
     pub(super) fn open(&mut self, through: Option<u64>, rows: usize) -> u64 {
+        // Reads that found nothing follow each other for as long as a broker is blocked: one batch stands for them all (G11).
+        if rows == 0
+            && through.is_some()
+            && let Some(last) = self.batches.back_mut()
+            && !last.matters
+            && last.through.is_some()
+        {
+            last.through = through;
+            return self.first_batch + self.batches.len() as u64 - 1;
+        }
         let number = self.first_batch + self.batches.len() as u64;
         let (diverted, released, changed, discarded) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
         self.batches.push_back(Batch {
@@ -234,6 +244,23 @@ mod tests {
         window.prove(b);
         assert_eq!(window.proven_after(a), vec![2]);
         assert_eq!(window.first_unproven(), Some(1));
+    }
+
+    #[test]
+    fn g11_reads_that_find_nothing_take_no_room_however_many() {
+        let mut window = Window::default();
+        let first = window.open(Some(1), 1);
+        let tag = window.send(sent(1, first));
+        for read in 2..1_000 {
+            window.open(Some(read), 0);
+        }
+        assert_eq!(window.batches.len(), 2);
+        let last = window.open(Some(1_000), 1);
+        window.prove(tag);
+        assert_eq!(window.take_done().through, Some(999));
+        let tag = window.send(sent(2, last));
+        window.prove(tag);
+        assert_eq!(window.take_done().through, Some(1_000));
     }
 
     #[test]

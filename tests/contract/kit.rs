@@ -1,0 +1,326 @@
+//! A database, a broker in memory, and a handler that does what the test says.
+
+use std::future::Future;
+use std::sync::Arc;
+use std::time::Duration;
+
+use async_trait::async_trait;
+use oncebox::broker::Broker;
+use oncebox::broker::memory::MemoryBroker;
+use oncebox::observe::Health;
+use oncebox::policy::retry::RetryPolicy;
+use oncebox::runtime::relay::RelayError;
+use oncebox::runtime::{Consumer, ConsumerEnd, ConsumerOptions, Handlers, Relay, RelayEnd, RelayOptions};
+use oncebox::store::postgres::PostgresStore;
+use oncebox::store::sqlite::SqliteStore;
+use oncebox::store::{
+    ActContext, Base, ConsumerStatus, DeadFilter, DeadMessage, Door, OperatorAct, Schema, Status, StoreOptions,
+};
+use oncebox::{HandlerError, HandlerTx, Message, MessageHandler, NewMessage, Store};
+use sqlx::{AssertSqlSafe, Database, raw_sql};
+use tokio::task::JoinHandle;
+use tokio_util::sync::CancellationToken;
+use uuid::Uuid;
+
+use super::support::eventually;
+
+/// Long enough for a busy machine; a condition that holds ends the wait at once.
+pub(crate) const SOON: Duration = Duration::from_secs(20);
+
+pub(crate) type Connection<S> = <<S as Base>::Db as Database>::Connection;
+
+/// What tests need of a database beyond the traits.
+#[async_trait]
+pub(crate) trait Sql: Store {
+    const EFFECT: &'static str;
+
+    async fn run(connection: &mut Connection<Self>, sql: &str) -> Result<(), sqlx::Error>;
+    async fn texts(&self, sql: &str) -> Vec<String>;
+    /// Enqueues in one transaction; committed or not.
+    async fn enqueue_all(&self, messages: Vec<NewMessage>, commit: bool) -> Vec<Uuid>;
+}
+
+macro_rules! sql {
+    ($store:ty, $begin:literal, $effect:literal) => {
+        #[async_trait]
+        impl Sql for $store {
+            const EFFECT: &'static str = $effect;
+
+            async fn run(connection: &mut Connection<Self>, sql: &str) -> Result<(), sqlx::Error> {
+                raw_sql(AssertSqlSafe(sql.to_owned())).execute(connection).await.map(|_| ())
+            }
+
+            async fn texts(&self, sql: &str) -> Vec<String> {
+                sqlx::query_scalar(AssertSqlSafe(sql.to_owned())).fetch_all(self.pool()).await.unwrap()
+            }
+
+            async fn enqueue_all(&self, messages: Vec<NewMessage>, commit: bool) -> Vec<Uuid> {
+                let mut tx = self.pool().begin_with($begin).await.unwrap();
+                let ids = Door::write(&mut *tx, messages).await.unwrap();
+                if commit {
+                    oncebox::store::commit(tx).await.unwrap()
+                } else {
+                    tx.rollback().await.unwrap()
+                }
+                ids
+            }
+        }
+    };
+}
+
+// No unique constraint: a second effect would stand there.
+sql!(SqliteStore, "BEGIN IMMEDIATE", "create table effect (no integer primary key autoincrement, text text not null)");
+sql!(PostgresStore, "BEGIN", "create table effect (no bigserial primary key, text text not null)");
+
+/// Something that runs until it is told to stop.
+#[derive(Debug)]
+pub(crate) struct Running<T> {
+    pub(crate) stop: CancellationToken,
+    pub(crate) task: JoinHandle<T>,
+}
+
+impl<T> Running<T> {
+    pub(crate) async fn end(self) -> T {
+        self.stop.cancel();
+        tokio::time::timeout(SOON, self.task).await.expect("it stops in time").unwrap()
+    }
+}
+
+/// One database and one broker.
+#[derive(Debug, Clone)]
+pub(crate) struct World<S: Store> {
+    pub(crate) store: S,
+    pub(crate) broker: MemoryBroker,
+    pub(crate) health: Health,
+    pub(crate) url: String,
+    _directory: Option<Arc<tempfile::TempDir>>,
+}
+
+pub(crate) async fn sqlite() -> World<SqliteStore> {
+    let directory = tempfile::tempdir().unwrap();
+    let url = format!("sqlite://{}", directory.path().join("contract.db").display());
+    let store = SqliteStore::connect(&StoreOptions { create: true, ..StoreOptions::new(url.clone()) }).await.unwrap();
+    store.migrate().await.unwrap();
+    World { url, _directory: Some(Arc::new(directory)), ..World::on(store).await }
+}
+
+impl<S: Sql> World<S> {
+    pub(crate) async fn on(store: S) -> Self {
+        let mut connection = store.pool().acquire().await.unwrap();
+        S::run(&mut connection, S::EFFECT).await.unwrap();
+        drop(connection);
+        Self::with(store)
+    }
+
+    /// On a database that is made already.
+    pub(crate) fn with(store: S) -> Self {
+        // One partition: what stands there stands in one order.
+        let broker = MemoryBroker::with_partitions(1);
+        Self { store, broker, health: Health::default(), url: String::new(), _directory: None }
+    }
+
+    pub(crate) async fn run(&self, sql: &str) {
+        let mut connection = self.store.pool().acquire().await.unwrap();
+        S::run(&mut connection, sql).await.unwrap();
+    }
+
+    /// `a1` is the message `a1` of the key `a`; all of them in one transaction.
+    pub(crate) async fn enqueue(&self, topic: &str, names: &[&str]) -> Vec<Uuid> {
+        self.store.enqueue_all(names.iter().map(|name| message(topic, name)).collect(), true).await
+    }
+
+    /// What a topic holds, in order.
+    pub(crate) async fn published(&self, topic: &str) -> Vec<String> {
+        let all = self.broker.read_all(topic).await.unwrap();
+        all.into_iter().map(|arrived| String::from_utf8(arrived.payload.unwrap()).unwrap()).collect()
+    }
+
+    pub(crate) async fn until_published(&self, topic: &str, names: &[&str]) {
+        let what = format!("first occurrences {names:?} in {topic}");
+        let mut seen = Vec::new();
+        let start = std::time::Instant::now();
+        while start.elapsed() < SOON {
+            seen = first_occurrences(self.published(topic).await);
+            if seen == names {
+                return;
+            }
+            tokio::time::sleep(Duration::from_millis(10)).await;
+        }
+        panic!("{what}: there are {seen:?}; {:?}; {:?}", self.health.lines(), self.status().await);
+    }
+
+    pub(crate) async fn status(&self) -> Status {
+        self.store.status().await.unwrap()
+    }
+
+    pub(crate) async fn until_status(&self, what: &str, holds: impl Fn(&Status) -> bool) -> Status {
+        eventually(what, SOON, || async { Some(self.status().await).filter(&holds) }).await
+    }
+
+    pub(crate) async fn consumer_status(&self) -> ConsumerStatus {
+        self.status().await.consumers.into_iter().find(|one| one.name == "ledger").unwrap_or_default()
+    }
+
+    pub(crate) async fn until_consumer(&self, what: &str, holds: impl Fn(&ConsumerStatus) -> bool) -> ConsumerStatus {
+        eventually(what, SOON, || async { Some(self.consumer_status().await).filter(&holds) }).await
+    }
+
+    pub(crate) async fn effects(&self) -> Vec<String> {
+        self.store.texts("select text from effect order by no").await
+    }
+
+    pub(crate) async fn until_effects(&self, names: &[&str]) {
+        let start = std::time::Instant::now();
+        let mut seen = Vec::new();
+        while start.elapsed() < SOON {
+            seen = self.effects().await;
+            if seen == names {
+                return;
+            }
+            tokio::time::sleep(Duration::from_millis(10)).await;
+        }
+        panic!("effects {names:?}: there are {seen:?}; {:?}; {:?}", self.health.lines(), self.status().await);
+    }
+
+    pub(crate) async fn dead(&self) -> Vec<DeadMessage> {
+        self.store.dead(&DeadFilter::default()).await.unwrap()
+    }
+
+    pub(crate) async fn act(&self, act: OperatorAct) {
+        let context =
+            ActContext { actor: "test".into(), reason: "because".into(), dry_run: false, redrive_age_max: None };
+        self.store.act(&DeadFilter::default(), &act, &context).await.unwrap();
+    }
+
+    pub(crate) fn relay(&self, options: RelayOptions) -> Running<Result<RelayEnd, RelayError>> {
+        let relay = Relay::new(self.store.clone(), Arc::new(self.broker.clone()), options, self.health.clone());
+        let stop = CancellationToken::new();
+        let token = stop.clone();
+        Running { stop, task: tokio::spawn(async move { relay.run(token).await }) }
+    }
+
+    pub(crate) fn consumer(
+        &self,
+        options: ConsumerOptions,
+        handler: impl MessageHandler<S> + 'static,
+    ) -> Running<Option<ConsumerEnd>> {
+        self.consumer_of(options, Handlers::all(handler))
+    }
+
+    pub(crate) fn consumer_of(&self, options: ConsumerOptions, handlers: Handlers<S>) -> Running<Option<ConsumerEnd>> {
+        let broker = Arc::new(self.broker.clone());
+        let consumer = Consumer::new(self.store.clone(), broker, handlers, options, self.health.clone());
+        let stop = CancellationToken::new();
+        let token = stop.clone();
+        Running { stop, task: tokio::spawn(async move { consumer.run(token).await.ok() }) }
+    }
+
+    /// A message straight into the broker, with this id.
+    pub(crate) fn deliver(&self, id: &str, kind: &str, name: &str) {
+        let headers = [("ce_id", id.as_bytes()), ("ce_type", kind.as_bytes()), ("ce_source", b"test".as_slice())];
+        self.broker.append("t", Some(&name.as_bytes()[..1]), &headers, Some(name.as_bytes()));
+    }
+
+    /// Messages straight into the broker, ids of their own.
+    pub(crate) fn deliver_all(&self, names: &[&str]) {
+        for name in names {
+            self.deliver(&Uuid::now_v7().to_string(), "made", name);
+        }
+    }
+}
+
+pub(crate) fn message(topic: &str, name: &str) -> NewMessage {
+    NewMessage::text(topic, "made", name).with_key(&name[..1])
+}
+
+pub(crate) fn first_occurrences(names: Vec<String>) -> Vec<String> {
+    let mut seen = std::collections::HashSet::new();
+    names.into_iter().filter(|name| seen.insert(name.clone())).collect()
+}
+
+pub(crate) fn relay_options() -> RelayOptions {
+    RelayOptions {
+        lease: Duration::from_secs(1),
+        poll_max: Duration::from_millis(5),
+        probe: Duration::from_millis(100),
+        ..RelayOptions::new(super::support::unique("relay"))
+    }
+}
+
+pub(crate) fn consumer_options() -> ConsumerOptions {
+    ConsumerOptions {
+        lanes: 1,
+        handler_timeout: Duration::from_millis(500),
+        retry: RetryPolicy {
+            in_place: 1,
+            in_place_delay: Duration::from_millis(5),
+            max_attempts: 4,
+            base: Duration::from_millis(20),
+            cap: Duration::from_millis(50),
+            ..RetryPolicy::default()
+        },
+        ..ConsumerOptions::new("ledger", vec!["t".into()])
+    }
+}
+
+/// What a handler does after it wrote its effect.
+pub(crate) enum Act {
+    Done,
+    Fail(HandlerError),
+    Panic,
+    /// Waits longer than it may.
+    Hang,
+    /// Runs this, swallows its error, and says that all is well.
+    Swallow(&'static str),
+    /// Runs this and fails.
+    RunAndFail(&'static str),
+}
+
+/// Writes the payload as an effect, then does what the function says.
+pub(crate) struct Does<F>(pub(crate) F);
+
+#[async_trait]
+impl<S, F> MessageHandler<S> for Does<F>
+where
+    S: Sql,
+    F: Fn(&str, &Message) -> Act + Send + Sync,
+{
+    async fn handle(&self, message: &Message, tx: &mut HandlerTx<'_, S>) -> Result<(), HandlerError> {
+        let name = String::from_utf8(message.payload.clone()).unwrap();
+        let insert = format!("insert into effect (text) values ('{name}')");
+        S::run(tx.connection(), &insert).await?;
+        match (self.0)(&name, message) {
+            Act::Done => Ok(()),
+            Act::Fail(error) => Err(error),
+            Act::Panic => panic!("the handler of {name} was told to"),
+            Act::Hang => {
+                std::future::pending::<()>().await;
+                Ok(())
+            }
+            Act::Swallow(sql) => {
+                let _ = S::run(tx.connection(), sql).await;
+                Ok(())
+            }
+            Act::RunAndFail(sql) => {
+                let _ = S::run(tx.connection(), sql).await;
+                Err(HandlerError::retryable("after that it failed"))
+            }
+        }
+    }
+}
+
+pub(crate) fn fails() -> Act {
+    Act::Fail(HandlerError::retryable("not today"))
+}
+
+/// A test on a PostgreSQL database of its own.
+pub(crate) async fn on_postgres<F>(test: &str, body: impl FnOnce(World<PostgresStore>) -> F + Send + 'static)
+where
+    F: Future<Output = ()> + Send + 'static,
+{
+    super::postgres::with_database(test, |database| async move {
+        let world = World::on(database.store.clone()).await;
+        body(world).await;
+    })
+    .await;
+}

@@ -1,0 +1,21 @@
+//! The contract, line by line: relay, consumer, retries, sender and sql handler on real stores, with a broker whose faults can
+//! be switched.
+//!
+//! Names are the sentences of the contract (`g..`) or cite the rule (`r..`). Every wait is for a condition, with a deadline.
+#![cfg(all(feature = "sqlite", feature = "postgres", feature = "email", feature = "testing"))]
+#![allow(clippy::unwrap_used)]
+
+#[path = "../support/postgres.rs"]
+mod postgres;
+#[path = "../support/mod.rs"]
+mod support;
+
+mod consumer;
+mod kills;
+mod kit;
+mod lost_commit;
+mod misuse;
+mod relay;
+mod relay_held;
+mod sender;
+mod sql;

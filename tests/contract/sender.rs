@@ -1,0 +1,147 @@
+//! The e-mail sender: rows out, one e-mail each, under one Message-ID.
+
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use oncebox::runtime::sender::{EmailTransport, Sender, SenderOptions};
+use oncebox::store::sqlite::SqliteStore;
+use oncebox::store::{Base, EmailOutcome, Mailbox, NewEmail};
+use tokio::io::{AsyncBufReadExt, AsyncWriteExt, BufReader};
+use tokio::net::TcpListener;
+use tokio_util::sync::CancellationToken;
+
+use super::kit::{SOON, Sql, World, sqlite};
+
+/// A server that speaks just enough SMTP: it answers the end of each e-mail with the next of these codes, then 250.
+async fn smtp(codes: &[u16]) -> (String, Arc<Mutex<Vec<String>>>) {
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let url = format!("smtp://{}", listener.local_addr().unwrap());
+    let taken = Arc::new(Mutex::new(Vec::new()));
+    let codes = Arc::new(Mutex::new(codes.to_vec()));
+    let seen = Arc::clone(&taken);
+    tokio::spawn(async move {
+        while let Ok((socket, _)) = listener.accept().await {
+            let (seen, codes) = (Arc::clone(&seen), Arc::clone(&codes));
+            tokio::spawn(async move { talk(BufReader::new(socket), &seen, &codes).await });
+        }
+    });
+    (url, taken)
+}
+
+async fn talk(
+    mut socket: BufReader<tokio::net::TcpStream>,
+    seen: &Mutex<Vec<String>>,
+    codes: &Mutex<Vec<u16>>,
+) -> Option<()> {
+    socket.write_all(b"220 test\r\n").await.ok()?;
+    loop {
+        let mut line = String::new();
+        if socket.read_line(&mut line).await.ok()? == 0 {
+            return None;
+        }
+        let answer = match line.get(..4).unwrap_or_default().to_ascii_uppercase().as_str() {
+            "DATA" => {
+                socket.write_all(b"354 go on\r\n").await.ok()?;
+                let mut email = String::new();
+                while !email.ends_with("\r\n.\r\n") {
+                    socket.read_line(&mut email).await.ok()?;
+                }
+                let code = codes.lock().unwrap().pop().unwrap_or(250);
+                seen.lock().unwrap().push(email);
+                format!("{code} so be it\r\n")
+            }
+            "QUIT" => "221 bye\r\n".to_owned(),
+            _ => "250 ok\r\n".to_owned(),
+        };
+        socket.write_all(answer.as_bytes()).await.ok()?;
+    }
+}
+
+async fn queue(world: &World<SqliteStore>, key: &str, subject: &str) -> bool {
+    let email = NewEmail {
+        unique_key: key.into(),
+        recipient: "someone@example.com".into(),
+        subject: subject.into(),
+        body: "Thank you.".into(),
+    };
+    let mut tx = world.store.pool().begin_with("BEGIN IMMEDIATE").await.unwrap();
+    let new = SqliteStore::queue_email(&mut tx, &email).await.unwrap();
+    tx.commit().await.unwrap();
+    new
+}
+
+async fn send_all(world: &World<SqliteStore>, transport: EmailTransport) {
+    let options = SenderOptions { from: "shop@example.com".into(), attempts_max: 5, until_empty: true };
+    let sender = Sender::new(world.store.clone(), transport, options, world.health.clone()).unwrap();
+    tokio::time::timeout(SOON, sender.run(CancellationToken::new())).await.unwrap().unwrap();
+}
+
+fn message_ids(emails: &[String]) -> Vec<String> {
+    let line = |email: &String| email.lines().find(|line| line.starts_with("Message-ID:")).unwrap().to_owned();
+    emails.iter().map(line).collect()
+}
+
+#[tokio::test]
+async fn one_unique_key_is_one_file_and_a_subject_adds_no_header() {
+    let world = sqlite().await;
+    assert!(queue(&world, "receipt_1", "Receipt\r\nBcc: other@example.com").await);
+    assert!(!queue(&world, "receipt_1", "again").await, "the unique key is there already");
+    assert!(queue(&world, "receipt_2", "Receipt").await);
+    let directory = tempfile::tempdir().unwrap();
+    send_all(&world, EmailTransport::Files(directory.path().to_owned())).await;
+    send_all(&world, EmailTransport::Files(directory.path().to_owned())).await;
+    let files: Vec<_> = std::fs::read_dir(directory.path()).unwrap().map(|file| file.unwrap().path()).collect();
+    assert_eq!(files.len(), 2, "{files:?}");
+    for file in files {
+        assert_eq!(file.extension().unwrap(), "eml");
+        let email = std::fs::read_to_string(file).unwrap();
+        assert!(!email.lines().any(|line| line.starts_with("Bcc:")), "{email}");
+    }
+}
+
+#[tokio::test]
+async fn a_sending_that_was_interrupted_is_sent_again_under_the_same_message_id() {
+    let world = sqlite().await;
+    let (url, taken) = smtp(&[]).await;
+    queue(&world, "receipt_1", "Receipt").await;
+    // A sender that died after the server took it: the claim runs out, the row is due again.
+    let claimed = world.store.claim_emails(1, Duration::from_millis(50)).await.unwrap();
+    assert_eq!(claimed.len(), 1);
+    send_all(&world, EmailTransport::smtp(&url).unwrap()).await;
+    // What the dead one says now changes nothing.
+    assert!(!world.store.settle_email(&claimed[0], &EmailOutcome::Failed("late".into())).await.unwrap());
+    queue(&world, "receipt_2", "Receipt").await;
+    send_all(&world, EmailTransport::smtp(&url).unwrap()).await;
+    let ids = message_ids(&taken.lock().unwrap());
+    assert_eq!(ids.len(), 2);
+    assert_ne!(ids[0], ids[1]);
+}
+
+#[tokio::test]
+async fn a_4xx_is_tried_again_under_the_same_message_id_and_a_5xx_is_failed() {
+    let world = sqlite().await;
+    let (url, taken) = smtp(&[451]).await;
+    queue(&world, "receipt_1", "Receipt").await;
+    send_all(&world, EmailTransport::smtp(&url).unwrap()).await;
+    let ids = message_ids(&taken.lock().unwrap());
+    assert_eq!((ids.len(), &ids[0]), (2, &ids[1]));
+    let (url, taken) = smtp(&[550]).await;
+    queue(&world, "receipt_2", "Receipt").await;
+    send_all(&world, EmailTransport::smtp(&url).unwrap()).await;
+    assert_eq!(taken.lock().unwrap().len(), 1);
+    assert_eq!(world.store.texts("select state from oncebox_email order by email_id").await, ["sent", "failed"]);
+}
+
+#[tokio::test]
+async fn e_mails_that_were_claimed_together_are_sent_before_their_claim_runs_out() {
+    // 25 s each at most, two together, 60 s a claim: with more of them another sender would send the last ones too.
+    let world = sqlite().await;
+    for n in 0..5 {
+        queue(&world, &format!("receipt_{n}"), "Receipt").await;
+    }
+    let directory = tempfile::tempdir().unwrap();
+    let options = SenderOptions { from: "shop@example.com".into(), attempts_max: 5, until_empty: true };
+    let files = EmailTransport::Files(directory.path().to_owned());
+    let sender = Sender::new(world.store.clone(), files, options, world.health.clone()).unwrap();
+    assert_eq!(sender.step().await.unwrap(), 2);
+}
