@@ -4,6 +4,7 @@ use std::process::Command;
 use std::time::Duration;
 
 use oncebox::runtime::ConsumerOptions;
+use oncebox::store::Base as _;
 use oncebox::store::StoreOptions;
 use oncebox::store::sqlite::SqliteStore;
 use uuid::Uuid;
