@@ -129,6 +129,7 @@ async fn urls_that_cannot_keep_the_promise_are_refused() {
         "sqlite://:memory:",
         "sqlite://file.db?mode=memory",
         "sqlite://file.db?mode=ro",
+        "sqlite://file.db?cache=shared",
         "sqlite://file.db?immutable=true",
         "sqlite://",
         "sqlite:///",

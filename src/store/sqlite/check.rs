@@ -51,7 +51,7 @@ async fn journal(store: &SqliteStore) -> Result<Finding, StoreError> {
     Ok(if mode == "wal" && synchronous >= 2 {
         Finding::ok("durability", detail)
     } else {
-        let remedy = "take `journal_mode` and `synchronous` out of the URL: WAL and FULL are needed";
+        let remedy = "WAL and FULL are needed; a network drive, for one, knows no WAL: put the file on a local disk";
         Finding::refused("durability", detail, remedy)
     })
 }

@@ -82,6 +82,11 @@ impl Base for SqliteStore {
                 "`{url}`: every connection to a database in memory has a database of its own; name a file"
             )));
         }
+        if url.contains("cache=shared") {
+            return Err(StoreError::Refused(format!(
+                "`{url}`: a shared cache knows no waiting for a lock; leave it out"
+            )));
+        }
         if url.contains("mode=ro") || url.contains("immutable=") {
             return Err(StoreError::Refused(format!("`{url}`: oncebox has to write to the database")));
         }

@@ -7,7 +7,7 @@ use super::connect::SqliteStore;
 use super::{inbox, mailbox, relay, waiting};
 use crate::store::{Base, Schema, StoreOptions};
 
-/// Shown to fail: without the index `oncebox_waiting_lane` five of them walked over the waiting table (R25).
+/// Shown to fail: without the index `oncebox_waiting_lane` two of them walked over the rows of a consumer (R25).
 #[tokio::test]
 async fn r25_no_poll_and_no_batch_walks_over_a_table() {
     let directory = tempfile::tempdir().unwrap();
