@@ -139,7 +139,7 @@ async fn r09_r25_polls_read_by_index() {
         &mut app,
         "insert into oncebox_waiting (consumer_id, state, lane, message_id, id_text, content_hash, topic, kind, headers, payload, \
            tombstone, source, place, partition_no, offset_no, attempts, history, stored_at) \
-         select 1, 'waiting', unhex(md5(seq % 50)), unhex(md5(seq)), '', unhex(md5(seq)), 't', '', '[]', '', 0, '', '', 0, 0, 0, '[]', \
+         select 1, 'waiting', unhex(left(sha2(seq % 50, 256), 32)), unhex(left(sha2(seq, 256), 32)), '', unhex(left(sha2(seq, 256), 32)), 't', '', '[]', '', 0, '', '', 0, 0, 0, '[]', \
            utc_timestamp(6) from seq_1_to_10000; \
          analyze table oncebox_waiting",
     )
