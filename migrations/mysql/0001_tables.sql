@@ -83,13 +83,14 @@ create table if not exists oncebox_outbox_dead (
   key outbox_dead_requested (requested, position) comment 'serves: the question of the relay for requests',
   key outbox_dead_message_id (message_id) comment 'serves: explain and dead show, rows by message id',
   constraint oncebox_outbox_dead_state check (state in ('dead', 'held')),
-  constraint oncebox_outbox_dead_cause check (case state when 'dead' then cause = 'refused' else cause in ('behind', 'destination') end),
-  constraint oncebox_outbox_dead_holds check (state = 'dead' or not holds),
+  constraint oncebox_outbox_dead_cause check (cause in ('refused', 'behind', 'destination') and (state = 'dead') = (cause = 'refused')),
+  constraint oncebox_outbox_dead_holds check (state = 'dead' or holds = 0),
   constraint oncebox_outbox_dead_reason check ((reason is null) = (cause = 'behind')),
   constraint oncebox_outbox_dead_behind check (cause <> 'behind' or lane is not null),
   constraint oncebox_outbox_dead_lane check ((lane is null) = (`key` is null)),
-  constraint oncebox_outbox_dead_requested check (case when requested is null then requested_at is null and requested_by is null
-    else state = 'dead' and requested in ('redrive', 'discard') and requested_at is not null and requested_by is not null end)
+  constraint oncebox_outbox_dead_requested check ((requested is null) = (requested_at is null)
+    and (requested is null) = (requested_by is null)
+    and (requested is null or (state = 'dead' and requested in ('redrive', 'discard'))))
 ) engine = InnoDB default charset = utf8mb4
   comment = 'oncebox: outbox rows that could not be sent, and those they hold back, whole';
 

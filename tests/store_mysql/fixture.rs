@@ -8,7 +8,7 @@ use oncebox::store::mysql::MySqlStore;
 use oncebox::store::{Base, ConsumerId, ConsumerSpec, Inbox, LeaseAnswer, LeaseRequest, Outbox, Schema, StoreOptions};
 use sqlx::{AssertSqlSafe, Connection, MySqlConnection};
 
-use crate::support::{eventually, service, unique};
+use crate::support::{service, unique};
 
 pub(crate) const DEADLINE: Duration = Duration::from_secs(20);
 
@@ -56,20 +56,24 @@ impl Db {
             .unwrap()
     }
 
-    /// Waits until so many statements like this one stand still. (`innodb_trx` is no use: it is not renewed while it is read often.)
+    /// Waits until so many statements like this one stand still: seen twice, a while apart. (`innodb_trx` is no use: MariaDB does
+    /// not renew it while it is read often.)
     pub(crate) async fn until_waiting(&self, count: i64, like: &str) {
-        eventually(&format!("{count} statements wait: {like}"), DEADLINE, || async {
+        let mut seen = 0;
+        let start = Instant::now();
+        while seen < 3 {
             let waiting: i64 = sqlx::query_scalar(
                 "select count(*) from information_schema.processlist where db = database() and command in ('Query', 'Execute') \
-                 and id <> connection_id() and time_ms > 50 and info like ?",
+                 and id <> connection_id() and info like ?",
             )
             .bind(like)
             .fetch_one(self.store.pool())
             .await
             .unwrap();
-            (waiting == count).then_some(())
-        })
-        .await;
+            seen = if waiting == count { seen + 1 } else { 0 };
+            assert!(start.elapsed() < DEADLINE, "{count} statements do not wait: {like}");
+            tokio::time::sleep(Duration::from_millis(50)).await;
+        }
     }
 
     pub(crate) async fn consumer(&self, name: &str) -> ConsumerId {

@@ -58,10 +58,11 @@ impl Schema for MySqlStore {
 
     async fn migrate(&self) -> Result<Vec<i64>, StoreError> {
         let mut connection = self.pool.acquire().await?;
-        let locked: Option<i64> = sqlx::query_scalar("select get_lock(concat('oncebox/', md5(database())), ?)")
-            .bind(LOCK_SECONDS)
-            .fetch_one(&mut *connection)
-            .await?;
+        let locked: Option<i64> =
+            sqlx::query_scalar("select get_lock(concat('oncebox/', left(sha2(database(), 256), 40)), ?)")
+                .bind(LOCK_SECONDS)
+                .fetch_one(&mut *connection)
+                .await?;
         if locked != Some(1) {
             return Err(StoreError::Refused(format!(
                 "another process has been migrating this database for more than {LOCK_SECONDS} s; wait for it, or end it"
@@ -69,8 +70,9 @@ impl Schema for MySqlStore {
         }
         let outcome = apply(&mut connection).await;
         // The lock belongs to the connection: one that cannot give it back is closed.
-        let given_back =
-            sqlx::query("select release_lock(concat('oncebox/', md5(database())))").execute(&mut *connection).await;
+        let given_back = sqlx::query("select release_lock(concat('oncebox/', left(sha2(database(), 256), 40)))")
+            .execute(&mut *connection)
+            .await;
         if outcome.is_err() || given_back.is_err() {
             connection.close_on_drop();
         }
