@@ -28,7 +28,7 @@ async fn c5_a_memory_alarm_means_blocked_fails_nothing_and_work_goes_on_after_it
     let mut corner = corner(&private).await;
     // Shorter than the alarm will last: neither a confirm that is late nor a heartbeat may end the session.
     corner.config.confirm_deadline = Duration::from_secs(1);
-    corner.config.heartbeat = Duration::from_secs(1);
+    corner.config.heartbeat = Duration::from_secs(2);
     let broker = corner.broker();
     broker.subscriber(&corner.subscription()).await.unwrap().close().await;
     let mut publisher = broker.publisher().await.unwrap();
@@ -38,7 +38,7 @@ async fn c5_a_memory_alarm_means_blocked_fails_nothing_and_work_goes_on_after_it
     publisher.send((10..400).map(|tag| (tag, message(&corner.topic, Some("k"), tag))).collect()).await.unwrap();
     let mut settled = Vec::new();
     let (start, mut blocked_since) = (Instant::now(), None);
-    while blocked_since.is_none_or(|since: Instant| since.elapsed() < Duration::from_secs(5)) {
+    while blocked_since.is_none_or(|since: Instant| since.elapsed() < Duration::from_secs(7)) {
         assert!(start.elapsed() < 2 * SOON, "the alarm was never told");
         let waited = tokio::time::timeout(Duration::from_millis(100), publisher.settle(&mut settled)).await;
         waited.unwrap_or(Ok(())).expect("blocked is no failure");

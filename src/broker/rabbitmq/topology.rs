@@ -120,12 +120,12 @@ impl<'l> Topology<'l> {
                     Err(fault.into())
                 }
             }
+            Err(fault) if is_unknown_type(&fault) => Err(no_plugin(&fault.text())),
             Err(fault) if fault.code() == Some(PRECONDITION_FAILED) => Err(BrokerError::Refused(format!(
                 "the {what} `{name}` is there with another `{}`: {}; delete it, or set the same here",
                 inequivalent(&fault.text()).unwrap_or("property"),
                 fault.text()
             ))),
-            Err(fault) if fault.code() == Some(COMMAND_INVALID) => Err(no_plugin(&fault.text())),
             other => Ok(other?),
         }
     }
@@ -274,7 +274,7 @@ impl<'l> Topology<'l> {
                 within(self.deadline, "exchange.delete", gone).await?;
                 Ok(true)
             }
-            Err(fault) if fault.code() == Some(COMMAND_INVALID) => Ok(false),
+            Err(fault) if is_unknown_type(&fault) => Ok(false),
             Err(fault) => Err(fault),
         }
     }
@@ -285,6 +285,12 @@ pub(super) fn no_plugin(text: &str) -> BrokerError {
         "partitions above 1 need the consistent-hash exchange, which the server does not know ({text}); run \
          `{ENABLE_PLUGIN}` on every node"
     ))
+}
+
+/// The plugin of an exchange type is missing: 503 and the end of the connection before 4.0, 406 since.
+fn is_unknown_type(fault: &Fault) -> bool {
+    fault.code() == Some(COMMAND_INVALID)
+        || fault.code() == Some(PRECONDITION_FAILED) && fault.text().contains("unknown exchange type")
 }
 
 fn durable() -> ExchangeDeclareOptions {
