@@ -184,6 +184,12 @@ impl Diversion {
         })
     }
 
+    /// What was decided about the row at this position, for a row that is read a second time (R18).
+    #[must_use]
+    pub fn get(&self, position: i64) -> Option<&DivertedRow> {
+        self.rows.get(&position)
+    }
+
     /// The topics diverted for their destination, for the probe.
     pub fn blocked_topics(&self) -> impl Iterator<Item = &str> {
         self.topics
