@@ -1,4 +1,5 @@
-//! Logs go to stderr, as text for people or JSON for machines. `RUST_LOG` decides over the setting.
+//! Logs go to stderr, as text for people or JSON for machines. `RUST_LOG` decides over the setting, except that no setting
+//! brings back lines that print payloads.
 
 use serde::{Deserialize, Serialize};
 use tracing_subscriber::EnvFilter;
@@ -16,7 +17,13 @@ pub enum LogFormat {
 
 /// Starts logging; a second call changes nothing.
 pub fn start_logging(format: LogFormat, filter: &str) {
-    let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new(filter));
+    let mut filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new(filter));
+    // The client of RabbitMQ logs every returned message whole, and each planned end of a connection as an error.
+    for silenced in ["lapin::returned_messages=off", "lapin::channels=off"] {
+        if let Ok(directive) = silenced.parse() {
+            filter = filter.add_directive(directive);
+        }
+    }
     let builder = tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr);
     // Where a recorder is installed already (tests, embedding), that one stays.
     let _ = match format {

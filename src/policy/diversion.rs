@@ -172,6 +172,12 @@ impl Diversion {
         })
     }
 
+    /// What was decided about the row at this position, for a row that is read a second time (R18).
+    #[must_use]
+    pub fn get(&self, position: i64) -> Option<&DivertedRow> {
+        self.rows.get(&position)
+    }
+
     /// Whether a row on its way back still is: it is known, not dead, and no older row of its key is dead.
     #[must_use]
     pub fn is_free(&self, position: i64) -> bool {

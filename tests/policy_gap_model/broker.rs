@@ -31,10 +31,7 @@ pub(crate) struct Broker {
 
 impl Broker {
     pub(crate) fn connect(&mut self) -> usize {
-        self.connections.push(Connection {
-            alive: true,
-            ..Connection::default()
-        });
+        self.connections.push(Connection { alive: true, ..Connection::default() });
         self.connections.len() - 1
     }
 
@@ -42,19 +39,9 @@ impl Broker {
         self.connections[connection].alive = false;
     }
 
-    pub(crate) fn send(
-        &mut self,
-        connection: usize,
-        topic: Topic,
-        key: Option<&'static str>,
-        item: (u64, usize),
-    ) {
+    pub(crate) fn send(&mut self, connection: usize, topic: Topic, key: Option<&'static str>, item: (u64, usize)) {
         let queue = (topic, key.ok_or(item.1));
-        self.connections[connection]
-            .queues
-            .entry(queue)
-            .or_default()
-            .push_back(item);
+        self.connections[connection].queues.entry(queue).or_default().push_back(item);
     }
 
     /// One message of a random queue lands; says whether there was any.
@@ -88,11 +75,7 @@ impl Broker {
         }
     }
 
-    pub(crate) fn take_confirmed(
-        &mut self,
-        connection: usize,
-        random: &mut fastrand::Rng,
-    ) -> Vec<u64> {
+    pub(crate) fn take_confirmed(&mut self, connection: usize, random: &mut fastrand::Rng) -> Vec<u64> {
         let confirmed = &mut self.connections[connection].confirmed;
         let count = random.usize(0..=confirmed.len());
         confirmed.drain(..count).collect()
@@ -111,9 +94,7 @@ impl Broker {
             .connections
             .iter()
             .enumerate()
-            .flat_map(|(index, connection)| {
-                connection.queues.keys().map(move |&queue| (index, queue))
-            })
+            .flat_map(|(index, connection)| connection.queues.keys().map(move |&queue| (index, queue)))
             .collect();
         random.choice(all)
     }

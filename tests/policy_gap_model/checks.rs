@@ -44,18 +44,11 @@ impl World {
             if let Some(last) = shard.gaps.last()
                 && last > shard.scanned_to
             {
-                return Err(violation(
-                    Kind::Lost,
-                    format!("shard {index}: gap {last} is above scanned_to"),
-                ));
+                return Err(violation(Kind::Lost, format!("shard {index}: gap {last} is above scanned_to")));
             }
             for (id, message) in self.committed() {
-                let scanned =
-                    message.position <= shard.scanned_to && !shard.gaps.contains(message.position);
-                if scanned
-                    && shard.buckets.contains(&message.bucket)
-                    && !self.is_accounted_for(id, message)
-                {
+                let scanned = message.position <= shard.scanned_to && !shard.gaps.contains(message.position);
+                if scanned && shard.buckets.contains(&message.bucket) && !self.is_accounted_for(id, message) {
                     let what = format!(
                         "shard {index} scanned to {} with gaps {} and forgot message {id}: {message:?}",
                         shard.scanned_to, shard.gaps
@@ -73,12 +66,7 @@ impl World {
     }
 
     fn is_accounted_for(&self, id: usize, message: &Message) -> bool {
-        let in_table = || {
-            self.pg
-                .table
-                .get(&message.position)
-                .is_some_and(|row| row.message == id)
-        };
+        let in_table = || self.pg.table.get(&message.position).is_some_and(|row| row.message == id);
         self.broker.has(id) || message.discarded || in_table()
     }
 
@@ -92,24 +80,17 @@ impl World {
                 return Err(violation(Kind::Phantom, what));
             }
         }
-        let keyed: Vec<(usize, &Message)> = self
-            .committed()
-            .filter(|(_, message)| message.key.is_some())
-            .collect();
+        let keyed: Vec<(usize, &Message)> = self.committed().filter(|(_, message)| message.key.is_some()).collect();
         for &(first, a) in &keyed {
             let Fate::Committed { at, .. } = a.fate else {
                 continue;
             };
             for &(second, b) in &keyed {
-                let after =
-                    (a.topic, a.key) == (b.topic, b.key) && at < b.enqueued_at && !a.discarded;
+                let after = (a.topic, a.key) == (b.topic, b.key) && at < b.enqueued_at && !a.discarded;
                 let Some(place_of_b) = place.get(&second).filter(|_| after) else {
                     continue;
                 };
-                if place
-                    .get(&first)
-                    .is_none_or(|place_of_a| place_of_a > place_of_b)
-                {
+                if place.get(&first).is_none_or(|place_of_a| place_of_a > place_of_b) {
                     let what = format!("message {second} {b:?} came before message {first} {a:?}");
                     return Err(violation(Kind::OutOfOrder, what));
                 }
@@ -120,14 +101,8 @@ impl World {
 
     /// At the end, everything that committed was sent or given up by an operator.
     pub(crate) fn check_nothing_lost(&self) -> Result<(), Violation> {
-        match self
-            .committed()
-            .find(|(id, message)| !self.broker.has(*id) && !message.discarded)
-        {
-            Some((id, message)) => Err(violation(
-                Kind::Lost,
-                format!("message {id} was never sent: {message:?}"),
-            )),
+        match self.committed().find(|(id, message)| !self.broker.has(*id) && !message.discarded) {
+            Some((id, message)) => Err(violation(Kind::Lost, format!("message {id} was never sent: {message:?}"))),
             None => Ok(()),
         }
     }

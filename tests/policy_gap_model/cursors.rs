@@ -27,19 +27,11 @@ pub(crate) struct Outcome {
 }
 
 impl Cursor {
-    pub(crate) fn start(
-        shard: &Shard,
-        fence: u64,
-        ranges_max: usize,
-        mutant: Option<Mutant>,
-    ) -> Self {
+    pub(crate) fn start(shard: &Shard, fence: u64, ranges_max: usize, mutant: Option<Mutant>) -> Self {
         let (scanned_to, gaps) = (shard.scanned_to, &shard.gaps);
         let reference = Reference::start(scanned_to, gaps, fence, ranges_max, mutant);
         let real = GapCursor::start(scanned_to, gaps, fence).with_ranges_max(ranges_max);
-        Self {
-            real: mutant.is_none_or(is_of_the_user).then_some(real),
-            reference,
-        }
+        Self { real: mutant.is_none_or(is_of_the_user).then_some(real), reference }
     }
 
     pub(crate) fn begin_read(&mut self) -> ReadPlan {
@@ -58,34 +50,21 @@ impl Cursor {
         limit
     }
 
-    pub(crate) fn on_read(
-        &mut self,
-        seen: Snapshot,
-        positions: &[i64],
-        limit_reached: bool,
-    ) -> Outcome {
+    pub(crate) fn on_read(&mut self, seen: Snapshot, positions: &[i64], limit_reached: bool) -> Outcome {
         let (batch, closed) = self.reference.on_read(seen, positions, limit_reached);
         if let Some(real) = &mut self.real {
             let before = real.ranges().count();
-            let outcome = real
-                .on_read(seen.xmin, positions, limit_reached)
-                .expect("a true answer is taken");
+            let outcome = real.on_read(seen.xmin, positions, limit_reached).expect("a true answer is taken");
             assert_eq!(outcome.batch, batch);
             assert_eq!(outcome.closed.into_iter().collect::<GapSet>(), closed);
-            assert!(
-                real.ranges().count() <= before + positions.len(),
-                "a row adds at most one range"
-            );
+            assert!(real.ranges().count() <= before + positions.len(), "a row adds at most one range");
         }
         self.agree();
         Outcome { batch, closed }
     }
 
     pub(crate) fn begin_claim(&self) -> Ticket {
-        Ticket {
-            real: self.real.as_ref().map(GapCursor::begin_claim),
-            reads: self.reference.reads(),
-        }
+        Ticket { real: self.real.as_ref().map(GapCursor::begin_claim), reads: self.reference.reads() }
     }
 
     pub(crate) fn on_claim(&mut self, ticket: Ticket, xid: u64, now: u64) {

@@ -32,27 +32,15 @@ struct Phase {
 impl Phase {
     /// Few act at a time, so that everybody is stopped between any two steps while others go far.
     fn random(random: &mut fastrand::Rng, processes: usize) -> Self {
-        let relays: Vec<u32> = (0..processes)
-            .map(|_| u32::from(random.u8(0..2) == 0))
-            .collect();
+        let relays: Vec<u32> = (0..processes).map(|_| u32::from(random.u8(0..2) == 0)).collect();
         let writers = u32::from(random.u8(0..2) == 0 || relays.iter().all(|&weight| weight == 0));
-        Self {
-            left: random.usize(1..40),
-            burst: random.usize(1..=8),
-            broker: random.u8(0..3),
-            writers,
-            relays,
-        }
+        Self { left: random.usize(1..40), burst: random.usize(1..=8), broker: random.u8(0..3), writers, relays }
     }
 }
 
 /// Runs the history of this seed: with everything random, or focused on where the rule of a mutant matters; with all
 /// rules, or with the one of the mutant taken out.
-pub(crate) fn run(
-    seed: u64,
-    focus: Option<Mutant>,
-    mutant: Option<Mutant>,
-) -> Result<Stats, Violation> {
+pub(crate) fn run(seed: u64, focus: Option<Mutant>, mutant: Option<Mutant>) -> Result<Stats, Violation> {
     History::new(seed, focus, mutant, false).run()
 }
 
@@ -60,10 +48,7 @@ pub(crate) fn run(
 pub(crate) fn trace(seed: u64, focus: Option<Mutant>, mutant: Option<Mutant>) -> String {
     let mut history = History::new(seed, focus, mutant, true);
     let settings = format!("{:?}", history.world.settings);
-    let end = history.play().err().map_or_else(
-        || "no violation".to_owned(),
-        |violation| format!("{violation:?}"),
-    );
+    let end = history.play().err().map_or_else(|| "no violation".to_owned(), |violation| format!("{violation:?}"));
     let events = history.world.trace.unwrap_or_default().join("\n");
     format!("seed {seed}\n{settings}\n{events}\n{end}")
 }
@@ -71,14 +56,8 @@ pub(crate) fn trace(seed: u64, focus: Option<Mutant>, mutant: Option<Mutant>) ->
 impl History {
     fn new(seed: u64, focus: Option<Mutant>, mutant: Option<Mutant>, traced: bool) -> Self {
         let world = World::new(seed, focus, mutant, traced);
-        let processes = (0..world.settings.processes)
-            .map(|_| Process::default())
-            .collect();
-        Self {
-            world,
-            processes,
-            phase: Phase::default(),
-        }
+        let processes = (0..world.settings.processes).map(|_| Process::default()).collect();
+        Self { world, processes, phase: Phase::default() }
     }
 
     fn run(mut self) -> Result<Stats, Violation> {
@@ -152,11 +131,7 @@ impl History {
     fn relay_step(&mut self, index: usize) {
         // Where there are more shards than processes, they take turns.
         let shards = self.world.pg.shards.len();
-        let turn = if self.processes.len() < shards {
-            self.world.pg.clock as usize / 100
-        } else {
-            0
-        };
+        let turn = if self.processes.len() < shards { self.world.pg.clock as usize / 100 } else { 0 };
         let shard = (index + turn) % shards;
         if self.processes[index].shard != shard {
             self.processes[index].end(&mut self.world, "another shard");
@@ -165,12 +140,9 @@ impl History {
         if self.processes[index].session.is_none() {
             // The lease of an owner that makes no steps runs out; another one is stolen seldom.
             let others = self.processes.iter().zip(&self.phase.relays).enumerate();
-            let owners = others.filter(|(other, (process, _))| {
-                *other != index && process.shard == shard && process.session.is_some()
-            });
-            let patience = owners
-                .map(|(_, (_, &weight))| if weight == 0 { 30 } else { 200 })
-                .max();
+            let owners = others
+                .filter(|(other, (process, _))| *other != index && process.shard == shard && process.session.is_some());
+            let patience = owners.map(|(_, (_, &weight))| if weight == 0 { 30 } else { 200 }).max();
             if patience.is_some_and(|patience| !self.world.one_in(patience)) {
                 return;
             }
@@ -184,11 +156,7 @@ impl History {
     }
 
     fn block_or_open(&mut self) {
-        let topic = if self.world.random.bool() {
-            "orders"
-        } else {
-            "payments"
-        };
+        let topic = if self.world.random.bool() { "orders" } else { "payments" };
         if !self.world.broker.blocked.remove(topic) {
             self.world.broker.blocked.insert(topic);
         }
@@ -196,17 +164,8 @@ impl History {
 
     /// An operator mends and redrives a dead message, or discards it.
     fn operate(&mut self) {
-        let dead = self
-            .world
-            .pg
-            .table
-            .iter()
-            .filter(|(_, row)| row.why == Diverted::Dead);
-        let Some(position) = self
-            .world
-            .random
-            .choice(dead.map(|(&position, _)| position).collect::<Vec<_>>())
-        else {
+        let dead = self.world.pg.table.iter().filter(|(_, row)| row.why == Diverted::Dead);
+        let Some(position) = self.world.random.choice(dead.map(|(&position, _)| position).collect::<Vec<_>>()) else {
             return;
         };
         if self.world.random.bool() {
@@ -227,45 +186,21 @@ impl History {
 
     /// R18: a shard is split by copying its row, and joined when both have scanned to the same place.
     fn split_or_join(&mut self) {
-        let epoch = self
-            .world
-            .pg
-            .shards
-            .iter()
-            .map(|shard| shard.epoch)
-            .max()
-            .unwrap_or(0)
-            + 1;
+        let epoch = self.world.pg.shards.iter().map(|shard| shard.epoch).max().unwrap_or(0) + 1;
         if let [one, other] = self.world.pg.shards.as_slice() {
             if !self.world.merging {
                 self.world.merging = true;
                 return;
             }
             let joined = join((one.scanned_to, &one.gaps), (other.scanned_to, &other.gaps));
-            let both = || {
-                one.gaps
-                    .iter()
-                    .flat_map(|range| range.from..range.to)
-                    .filter(|&p| other.gaps.contains(p))
-            };
-            let intersection = || {
-                both()
-                    .map(oncebox::policy::gaps::Range::one)
-                    .collect::<GapSet>()
-            };
+            let both = || one.gaps.iter().flat_map(|range| range.from..range.to).filter(|&p| other.gaps.contains(p));
+            let intersection = || both().map(oncebox::policy::gaps::Range::one).collect::<GapSet>();
             let mutated = self.world.mutant == Some(Mutant::JoinByIntersection);
-            let Some(gaps) = joined.map(|union| if mutated { intersection() } else { union })
-            else {
+            let Some(gaps) = joined.map(|union| if mutated { intersection() } else { union }) else {
                 return;
             };
             let (scanned_to, buckets) = (one.scanned_to, 0..=u8::MAX);
-            self.world.pg.shards = vec![Shard {
-                buckets,
-                scanned_to,
-                gaps,
-                epoch,
-                revision: 0,
-            }];
+            self.world.pg.shards = vec![Shard { buckets, scanned_to, gaps, epoch, revision: 0 }];
             self.world.merging = false;
             self.world.stats.joins += 1;
         } else {
@@ -336,10 +271,7 @@ impl History {
                 world.check_invariant()?;
                 if rounds > DRAIN_ROUNDS {
                     world.check_nothing_lost()?;
-                    return Err(Violation {
-                        kind: Kind::Stuck,
-                        what: format!("{process:?}"),
-                    });
+                    return Err(Violation { kind: Kind::Stuck, what: format!("{process:?}") });
                 }
             }
         }

@@ -53,10 +53,7 @@ impl Mutant {
     /// What must be seen of it.
     pub(crate) fn breaks(self) -> Kind {
         match self {
-            Self::RecheckSeldom
-            | Self::RecheckApart
-            | Self::SkipAndGoOn
-            | Self::DivertByTableOnly => Kind::OutOfOrder,
+            Self::RecheckSeldom | Self::RecheckApart | Self::SkipAndGoOn | Self::DivertByTableOnly => Kind::OutOfOrder,
             Self::SendBeforeClaim | Self::ClaimBeforeRead => Kind::Phantom,
             _ => Kind::Lost,
         }

@@ -78,13 +78,7 @@ pub(crate) struct Postgres {
 
 impl Postgres {
     pub(crate) fn new(chunk: i64) -> Self {
-        let shard = Shard {
-            buckets: 0..=u8::MAX,
-            scanned_to: 0,
-            gaps: GapSet::new(),
-            epoch: 0,
-            revision: 0,
-        };
+        let shard = Shard { buckets: 0..=u8::MAX, scanned_to: 0, gaps: GapSet::new(), epoch: 0, revision: 0 };
         Self {
             clock: 0,
             next_xid: 100,
@@ -141,10 +135,7 @@ impl Postgres {
 
     pub(crate) fn commit(&mut self, messages: &[usize]) {
         for &id in messages {
-            self.messages[id].fate = Fate::Committed {
-                at: self.clock,
-                durable: false,
-            };
+            self.messages[id].fate = Fate::Committed { at: self.clock, durable: false };
         }
         self.changed = true;
     }
@@ -169,10 +160,7 @@ impl Postgres {
     /// The server dies and comes back. `prepared` are the transactions that survive, with their messages.
     /// Gives the number of committed messages that are undone.
     pub(crate) fn crash(&mut self, prepared: &[(u64, &[usize])]) -> u64 {
-        let kept: BTreeSet<usize> = prepared
-            .iter()
-            .flat_map(|(_, ids)| ids.iter().copied())
-            .collect();
+        let kept: BTreeSet<usize> = prepared.iter().flat_map(|(_, ids)| ids.iter().copied()).collect();
         let undone: Vec<usize> = (0..self.messages.len())
             .filter(|id| match self.messages[*id].fate {
                 Fate::Open => !kept.contains(id),
@@ -193,28 +181,15 @@ impl Postgres {
 
     pub(crate) fn snapshot(&self) -> Snapshot {
         let xmax = self.latest_completed + 1;
-        let xmin = self
-            .running
-            .first()
-            .map_or(xmax, |&oldest| oldest.min(xmax));
+        let xmin = self.running.first().map_or(xmax, |&oldest| oldest.min(xmax));
         Snapshot { xmin, xmax }
     }
 
     /// The committed rows in these ranges, at most `limit`, in position order.
-    pub(crate) fn select(
-        &self,
-        ranges: &[std::ops::Range<i64>],
-        limit: usize,
-    ) -> Vec<(i64, usize)> {
-        let rows = ranges
-            .iter()
-            .flat_map(|range| self.rows.range(range.clone()));
-        let committed =
-            rows.filter(|(_, id)| matches!(self.messages[**id].fate, Fate::Committed { .. }));
-        committed
-            .take(limit)
-            .map(|(&position, &id)| (position, id))
-            .collect()
+    pub(crate) fn select(&self, ranges: &[std::ops::Range<i64>], limit: usize) -> Vec<(i64, usize)> {
+        let rows = ranges.iter().flat_map(|range| self.rows.range(range.clone()));
+        let committed = rows.filter(|(_, id)| matches!(self.messages[**id].fate, Fate::Committed { .. }));
+        committed.take(limit).map(|(&position, &id)| (position, id)).collect()
     }
 
     /// The lease: a synchronous transaction that raises the epoch. Gives its id.
@@ -228,9 +203,7 @@ impl Postgres {
 
     /// Whether the row of this shard is still as its owner left it.
     pub(crate) fn is_owner(&self, shard: usize, epoch: u64, revision: u64) -> bool {
-        self.shards
-            .get(shard)
-            .is_some_and(|row| (row.epoch, row.revision) == (epoch, revision))
+        self.shards.get(shard).is_some_and(|row| (row.epoch, row.revision) == (epoch, revision))
     }
 
     pub(crate) fn apply_mark(&mut self, shard: usize, mark: &Mark) {

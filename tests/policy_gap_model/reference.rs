@@ -56,23 +56,9 @@ pub(crate) struct Reference {
 }
 
 impl Reference {
-    pub(crate) fn start(
-        scanned_to: i64,
-        gaps: &GapSet,
-        fence: u64,
-        ranges_max: usize,
-        mutant: Option<Mutant>,
-    ) -> Self {
-        let fence = if mutant == Some(Mutant::StartWithoutFence) {
-            0
-        } else {
-            fence
-        };
-        let gap = Gap {
-            found: 0,
-            fence: Some((fence, 0)),
-            holders: Holders::Unasked,
-        };
+    pub(crate) fn start(scanned_to: i64, gaps: &GapSet, fence: u64, ranges_max: usize, mutant: Option<Mutant>) -> Self {
+        let fence = if mutant == Some(Mutant::StartWithoutFence) { 0 } else { fence };
+        let gap = Gap { found: 0, fence: Some((fence, 0)), holders: Holders::Unasked };
         let persisted: BTreeSet<i64> = gaps.iter().flat_map(|range| range.from..range.to).collect();
         Self {
             mutant,
@@ -107,33 +93,20 @@ impl Reference {
             self.holders_gone();
         }
         self.gaps_skipped = self.is(Mutant::RecheckSeldom) && !self.reads.is_multiple_of(3);
-        let ranges: Vec<Range> = if self.gaps_skipped {
-            Vec::new()
-        } else {
-            self.open().iter().collect()
-        };
+        let ranges: Vec<Range> = if self.gaps_skipped { Vec::new() } else { self.open().iter().collect() };
         let tail_from = (self.room() > 0).then_some(self.read_to + 1);
         ReadPlan { ranges, tail_from }
     }
 
     fn holders_gone(&mut self) {
-        for gap in self
-            .open
-            .values_mut()
-            .filter(|gap| gap.holders == Holders::Watched)
-        {
+        for gap in self.open.values_mut().filter(|gap| gap.holders == Holders::Watched) {
             gap.holders = Holders::Gone;
         }
         self.watch = Watch::Idle;
     }
 
     /// Gives the number of the batch, and what closed.
-    pub(crate) fn on_read(
-        &mut self,
-        seen: Snapshot,
-        positions: &[i64],
-        limit_reached: bool,
-    ) -> (Option<u64>, GapSet) {
+    pub(crate) fn on_read(&mut self, seen: Snapshot, positions: &[i64], limit_reached: bool) -> (Option<u64>, GapSet) {
         if self.watch == Watch::Gone {
             // Only with the rule taken out: the plan of a read that began later has dealt with it.
             if self.is(Mutant::HoldersGoneDuringRead) {
@@ -142,48 +115,30 @@ impl Reference {
         }
         self.reads += 1;
         let mut gap_rows = BTreeSet::new();
-        let first_tail = positions
-            .iter()
-            .copied()
-            .find(|&position| position > self.read_to);
+        let first_tail = positions.iter().copied().find(|&position| position > self.read_to);
         for &position in positions {
             if position <= self.read_to {
-                assert!(
-                    self.open.remove(&position).is_some(),
-                    "row {position} is at no gap"
-                );
+                assert!(self.open.remove(&position).is_some(), "row {position} is at no gap");
                 gap_rows.insert(position);
                 continue;
             }
             let skipped = self.is(Mutant::NothingBeforeTheFirst) && Some(position) == first_tail;
             if !skipped && !self.is(Mutant::HighestSeen) {
                 let fence = self.is(Mutant::XmaxIsTheFence).then_some((seen.xmax, 0));
-                let gap = Gap {
-                    found: self.reads,
-                    fence,
-                    holders: Holders::Unasked,
-                };
-                self.open
-                    .extend((self.read_to + 1..position).map(|missing| (missing, gap)));
+                let gap = Gap { found: self.reads, fence, holders: Holders::Unasked };
+                self.open.extend((self.read_to + 1..position).map(|missing| (missing, gap)));
             }
             self.read_to = position;
         }
         let limited = limit_reached && !self.is(Mutant::LimitIgnored);
-        let below = if limited {
-            positions.last().copied().unwrap_or(i64::MIN)
-        } else {
-            i64::MAX
-        };
+        let below = if limited { positions.last().copied().unwrap_or(i64::MIN) } else { i64::MAX };
         let found_now = self.reads;
         let closed: Vec<i64> = self
             .open
             .iter()
             .filter(|&(&position, gap)| {
-                let fenced_out =
-                    gap.found != found_now && gap.fence.is_some_and(|(xid, _)| xid <= seen.xmin);
-                position < below
-                    && (fenced_out || gap.holders == Holders::Gone)
-                    && !self.gaps_skipped
+                let fenced_out = gap.found != found_now && gap.fence.is_some_and(|(xid, _)| xid <= seen.xmin);
+                position < below && (fenced_out || gap.holders == Holders::Gone) && !self.gaps_skipped
             })
             .map(|(&position, _)| position)
             .collect();
@@ -192,12 +147,7 @@ impl Reference {
         }
         let batch = (!positions.is_empty()).then(|| {
             self.batches += 1;
-            let batch = Batch {
-                number: self.batches,
-                read: self.reads,
-                read_to: self.read_to,
-                gap_rows,
-            };
+            let batch = Batch { number: self.batches, read: self.reads, read_to: self.read_to, gap_rows };
             self.window.push(batch);
             self.batches
         });
@@ -209,36 +159,21 @@ impl Reference {
     }
 
     pub(crate) fn needs_claim(&self) -> bool {
-        self.window.iter().any(|batch| batch.read > self.claimed)
-            || self.open.values().any(|gap| gap.fence.is_none())
+        self.window.iter().any(|batch| batch.read > self.claimed) || self.open.values().any(|gap| gap.fence.is_none())
     }
 
     /// A claim committed that had begun after read number `began_after`.
     pub(crate) fn on_claim(&mut self, began_after: u64, xid: u64, now: u64) {
-        let fences = if self.is(Mutant::FenceBeforeRead) {
-            self.reads
-        } else {
-            began_after
-        };
-        let releases = if self.is(Mutant::ClaimBeforeRead) {
-            self.reads
-        } else {
-            began_after
-        };
+        let fences = if self.is(Mutant::FenceBeforeRead) { self.reads } else { began_after };
+        let releases = if self.is(Mutant::ClaimBeforeRead) { self.reads } else { began_after };
         self.claimed = self.claimed.max(releases);
-        for gap in self
-            .open
-            .values_mut()
-            .filter(|gap| gap.fence.is_none() && gap.found <= fences)
-        {
+        for gap in self.open.values_mut().filter(|gap| gap.fence.is_none() && gap.found <= fences) {
             gap.fence = Some((xid, now));
         }
     }
 
     pub(crate) fn may_send(&self, number: u64) -> bool {
-        self.window
-            .iter()
-            .any(|batch| batch.number == number && batch.read <= self.claimed)
+        self.window.iter().any(|batch| batch.number == number && batch.read <= self.claimed)
     }
 
     pub(crate) fn mark_through(&self, number: u64) -> Option<Mark> {
@@ -249,30 +184,18 @@ impl Reference {
             gaps.extend(later.flat_map(|batch| batch.gap_rows.iter()));
         }
         let gaps = set(gaps.iter()).cut_at(batch.read_to);
-        Some(Mark {
-            batch: number,
-            scanned_to: batch.read_to,
-            gaps,
-        })
+        Some(Mark { batch: number, scanned_to: batch.read_to, gaps })
     }
 
     pub(crate) fn mark_idle(&self) -> Option<Mark> {
         let changed = self.window.is_empty() && set(self.persisted.iter()) != self.open();
-        changed.then(|| Mark {
-            batch: self.marked,
-            scanned_to: self.read_to,
-            gaps: self.open(),
-        })
+        changed.then(|| Mark { batch: self.marked, scanned_to: self.read_to, gaps: self.open() })
     }
 
     pub(crate) fn on_marked(&mut self, mark: &Mark) {
         self.window.retain(|batch| batch.number > mark.batch);
         self.marked = self.marked.max(mark.batch);
-        self.persisted = mark
-            .gaps
-            .iter()
-            .flat_map(|range| range.from..range.to)
-            .collect();
+        self.persisted = mark.gaps.iter().flat_map(|range| range.from..range.to).collect();
     }
 
     pub(crate) fn begin_lock_watch(&mut self, now: u64, age: u64) -> usize {
@@ -283,10 +206,7 @@ impl Reference {
             .open
             .iter_mut()
             .filter(|(_, gap)| gap.holders == Holders::Unasked)
-            .filter(|(_, gap)| {
-                gap.fence
-                    .is_some_and(|(_, at)| now.saturating_sub(at) >= age)
-            })
+            .filter(|(_, gap)| gap.fence.is_some_and(|(_, at)| now.saturating_sub(at) >= age))
             .map(|(&position, gap)| {
                 gap.holders = Holders::Watched;
                 position
@@ -300,15 +220,9 @@ impl Reference {
 
     pub(crate) fn on_lock_holders(&mut self, holders: Vec<u64>) {
         if self.is(Mutant::HoldersForLaterGaps) {
-            self.open
-                .values_mut()
-                .for_each(|gap| gap.holders = Holders::Watched);
+            self.open.values_mut().for_each(|gap| gap.holders = Holders::Watched);
         }
-        self.watch = if holders.is_empty() {
-            Watch::Gone
-        } else {
-            Watch::Watching(holders)
-        };
+        self.watch = if holders.is_empty() { Watch::Gone } else { Watch::Watching(holders) };
     }
 
     pub(crate) fn lock_watch(&self) -> Option<Vec<u64>> {
@@ -319,11 +233,7 @@ impl Reference {
     }
 
     pub(crate) fn on_still_holding(&mut self, still: &[u64]) {
-        self.watch = if still.is_empty() {
-            Watch::Gone
-        } else {
-            Watch::Watching(still.to_vec())
-        };
+        self.watch = if still.is_empty() { Watch::Gone } else { Watch::Watching(still.to_vec()) };
     }
 }
 

@@ -106,30 +106,20 @@ struct Write {
 
 impl Batch {
     fn is_settled(&self) -> bool {
-        self.rows
-            .iter()
-            .all(|row| row.proven || row.diverted.is_some())
+        self.rows.iter().all(|row| row.proven || row.diverted.is_some())
     }
 }
 
 impl Row {
     fn diverted_as(&self, message: &Message, why: Diverted) -> DivertedRow {
         let (topic, key) = (message.topic.to_owned(), message.key.map(str::to_owned));
-        DivertedRow {
-            position: self.position,
-            topic,
-            key,
-            why,
-        }
+        DivertedRow { position: self.position, topic, key, why }
     }
 }
 
 impl Process {
     pub(crate) fn of(shard: usize) -> Self {
-        Self {
-            shard,
-            ..Self::default()
-        }
+        Self { shard, ..Self::default() }
     }
 
     /// One step. Says whether it did anything.
@@ -159,24 +149,12 @@ impl Process {
             self.verdicts.clear();
         }
         self.last_epoch = row.epoch;
-        let ours = |table_row: &TableRow| {
-            row.buckets
-                .contains(&world.pg.messages[table_row.message].bucket)
-        };
-        let table = world
-            .pg
-            .table
-            .iter()
-            .filter(|(_, table_row)| ours(table_row));
+        let ours = |table_row: &TableRow| row.buckets.contains(&world.pg.messages[table_row.message].bucket);
+        let table = world.pg.table.iter().filter(|(_, table_row)| ours(table_row));
         let diversion = Diversion::load(table.map(|(&position, table_row)| {
             let message = &world.pg.messages[table_row.message];
             let (topic, key) = (message.topic.to_owned(), message.key.map(str::to_owned));
-            DivertedRow {
-                position,
-                topic,
-                key,
-                why: table_row.why,
-            }
+            DivertedRow { position, topic, key, why: table_row.why }
         }));
         self.session = Some(Session {
             epoch: row.epoch,
@@ -193,12 +171,7 @@ impl Process {
         });
         world.stats.sessions += 1;
         let shard = self.shard;
-        world.note(|| {
-            format!(
-                "lease of shard {shard}, fence {fence}, from {} {}",
-                row.scanned_to, row.gaps
-            )
-        });
+        world.note(|| format!("lease of shard {shard}, fence {fence}, from {} {}", row.scanned_to, row.gaps));
         true
     }
 
@@ -216,11 +189,7 @@ impl Process {
     }
 
     fn owns(&self, world: &World) -> bool {
-        self.session.as_ref().is_some_and(|session| {
-            world
-                .pg
-                .is_owner(self.shard, session.epoch, session.revision)
-        })
+        self.session.as_ref().is_some_and(|session| world.pg.is_owner(self.shard, session.epoch, session.revision))
     }
 
     /// Begins a read, lets the server run it, or takes its answer.
@@ -241,22 +210,12 @@ impl Process {
                 let limit = session.cursor.row_limit(world.settings.rows);
                 let tail = if apart { None } else { plan.tail_from };
                 let answer = world.select(shard, &plan, tail, limit);
-                if apart {
-                    Read::GapsOnly(plan, answer)
-                } else {
-                    Read::Answered(answer)
-                }
+                if apart { Read::GapsOnly(plan, answer) } else { Read::Answered(answer) }
             }
             Read::GapsOnly(plan, mut gaps) => {
-                let limit = session
-                    .cursor
-                    .row_limit(world.settings.rows)
-                    .saturating_sub(gaps.rows.len());
+                let limit = session.cursor.row_limit(world.settings.rows).saturating_sub(gaps.rows.len());
                 if !gaps.limit_reached {
-                    let gapless = ReadPlan {
-                        ranges: Vec::new(),
-                        ..plan
-                    };
+                    let gapless = ReadPlan { ranges: Vec::new(), ..plan };
                     let tail = world.select(shard, &gapless, gapless.tail_from, limit);
                     gaps.rows.extend(tail.rows);
                     gaps.limit_reached = tail.limit_reached;
@@ -277,20 +236,10 @@ impl Process {
         };
         let positions: Vec<i64> = answer.rows.iter().map(|&(position, _)| position).collect();
         let read_before = session.cursor.open();
-        let outcome = session
-            .cursor
-            .on_read(answer.snapshot, &positions, answer.limit_reached);
-        world.stats.gap_rows += positions
-            .iter()
-            .filter(|&&position| read_before.contains(position))
-            .count() as u64;
+        let outcome = session.cursor.on_read(answer.snapshot, &positions, answer.limit_reached);
+        world.stats.gap_rows += positions.iter().filter(|&&position| read_before.contains(position)).count() as u64;
         world.stats.closed += outcome.closed.positions();
-        world.note(|| {
-            format!(
-                "read {positions:?} at {:?}, closed {}",
-                answer.snapshot, outcome.closed
-            )
-        });
+        world.note(|| format!("read {positions:?} at {:?}, closed {}", answer.snapshot, outcome.closed));
         if outcome.batch.is_none() {
             return;
         }
@@ -301,13 +250,7 @@ impl Process {
             if !buckets.contains(&message.bucket) {
                 continue;
             }
-            let mut row = Row {
-                position,
-                message: id,
-                diverted: None,
-                token: None,
-                proven: false,
-            };
+            let mut row = Row { position, message: id, diverted: None, token: None, proven: false };
             if let Some(standing) = session.diversion.get(position) {
                 // Read again below a position once marked: what was decided stays (R18).
                 row.diverted = Some(standing.why);
@@ -329,10 +272,7 @@ impl Process {
             }
             rows.push(row);
         }
-        session.batches.push_back(Batch {
-            number: outcome.batch,
-            rows,
-        });
+        session.batches.push_back(Batch { number: outcome.batch, rows });
     }
 
     /// Begins a claim, a mark, or both in one transaction.
@@ -344,50 +284,21 @@ impl Process {
             return false;
         }
         let settled = if world.mutant == Some(Mutant::MarkAnyProven) {
-            session
-                .batches
-                .iter()
-                .rposition(Batch::is_settled)
-                .map_or(0, |index| index + 1)
+            session.batches.iter().rposition(Batch::is_settled).map_or(0, |index| index + 1)
         } else {
-            session
-                .batches
-                .iter()
-                .take_while(|batch| batch.is_settled())
-                .count()
+            session.batches.iter().take_while(|batch| batch.is_settled()).count()
         };
-        let count = if settled > 0 {
-            world.random.usize(0..=settled)
-        } else {
-            0
-        };
-        let through = session
-            .batches
-            .iter()
-            .take(count)
-            .filter_map(|batch| batch.number)
-            .next_back();
+        let count = if settled > 0 { world.random.usize(0..=settled) } else { 0 };
+        let through = session.batches.iter().take(count).filter_map(|batch| batch.number).next_back();
         let mark = through.and_then(|number| session.cursor.mark_through(number));
-        let idle = if session.batches.is_empty() {
-            session.cursor.mark_idle()
-        } else {
-            None
-        };
+        let idle = if session.batches.is_empty() { session.cursor.mark_idle() } else { None };
         world.stats.idle_marks += u64::from(idle.is_some());
         let marks = (count > 0 || idle.is_some()).then(|| (count, mark.or(idle)));
-        let claim = session
-            .cursor
-            .needs_claim()
-            .then(|| session.cursor.begin_claim());
+        let claim = session.cursor.needs_claim().then(|| session.cursor.begin_claim());
         if claim.is_none() && marks.is_none() {
             return false;
         }
-        session.write = Some(Write {
-            xid: world.pg.assign_xid(),
-            claim,
-            marks,
-            committed: false,
-        });
+        session.write = Some(Write { xid: world.pg.assign_xid(), claim, marks, committed: false });
         true
     }
 
@@ -416,12 +327,7 @@ impl Process {
             }
             world.pg.shards[shard].revision += 1;
             if let Some((count, mark)) = &write.marks {
-                for row in session
-                    .batches
-                    .iter()
-                    .take(*count)
-                    .flat_map(|batch| batch.rows.iter())
-                {
+                for row in session.batches.iter().take(*count).flat_map(|batch| batch.rows.iter()) {
                     world.settle_in_table(row);
                 }
                 if let Some(mark) = mark {
@@ -477,18 +383,11 @@ impl Process {
             return false;
         };
         let goes = |row: &Row| row.token.is_none() && row.diverted.is_none();
-        let Some(batch) = session
-            .batches
-            .iter_mut()
-            .find(|batch| batch.rows.iter().any(goes))
-        else {
+        let Some(batch) = session.batches.iter_mut().find(|batch| batch.rows.iter().any(goes)) else {
             return false;
         };
         let early = world.mutant == Some(Mutant::SendBeforeClaim);
-        if batch
-            .number
-            .is_some_and(|number| !early && !session.cursor.may_send(number))
-        {
+        if batch.number.is_some_and(|number| !early && !session.cursor.may_send(number)) {
             return false;
         }
         let Some(row) = batch.rows.iter_mut().find(|row| goes(row)) else {
@@ -499,11 +398,7 @@ impl Process {
         let refused = if message.poison {
             Some(Diverted::Dead)
         } else {
-            world
-                .broker
-                .blocked
-                .contains(topic)
-                .then_some(Diverted::Destination)
+            world.broker.blocked.contains(topic).then_some(Diverted::Destination)
         };
         if let Some(why) = refused {
             let position = row.position;
@@ -519,9 +414,7 @@ impl Process {
         session.tokens += 1;
         row.token = Some(session.tokens);
         let (position, id) = (row.position, row.message);
-        world
-            .broker
-            .send(session.connection, topic, key, (session.tokens, id));
+        world.broker.send(session.connection, topic, key, (session.tokens, id));
         world.note(|| format!("sent row {position}, message {id} of {topic} {key:?}"));
         true
     }
@@ -530,13 +423,8 @@ impl Process {
         let Some(session) = &mut self.session else {
             return false;
         };
-        let confirmed = world
-            .broker
-            .take_confirmed(session.connection, &mut world.random);
-        let rows = session
-            .batches
-            .iter_mut()
-            .flat_map(|batch| batch.rows.iter_mut());
+        let confirmed = world.broker.take_confirmed(session.connection, &mut world.random);
+        let rows = session.batches.iter_mut().flat_map(|batch| batch.rows.iter_mut());
         for row in rows.filter(|row| row.token.is_some_and(|token| confirmed.contains(&token))) {
             row.proven = true;
         }
@@ -562,10 +450,7 @@ impl Process {
                     session.diversion.leave(row.position);
                 }
                 Some(table_row) if table_row.redriven && row.why == Diverted::Dead => {
-                    session.diversion.divert(DivertedRow {
-                        why: Diverted::BehindDead,
-                        ..row
-                    });
+                    session.diversion.divert(DivertedRow { why: Diverted::BehindDead, ..row });
                 }
                 _ => {}
             }
@@ -584,14 +469,9 @@ impl Process {
             return false;
         }
         let mut rows = Vec::new();
-        let waiting = session
-            .diversion
-            .releasable(|topic| !world.broker.blocked.iter().any(|&name| name == topic));
+        let waiting = session.diversion.releasable(|topic| !world.broker.blocked.iter().any(|&name| name == topic));
         let sent = |position: i64| {
-            let mut returning = session
-                .batches
-                .iter()
-                .filter(|batch| batch.number.is_none());
+            let mut returning = session.batches.iter().filter(|batch| batch.number.is_none());
             returning.any(|batch| batch.rows.iter().any(|row| row.position == position))
         };
         let mut refused = None;
@@ -602,20 +482,11 @@ impl Process {
             if let Some(why) = self.verdicts.remove(&held.position) {
                 table_row.why = why;
                 table_row.redriven = false;
-                refused = Some(DivertedRow {
-                    why,
-                    ..held.clone()
-                });
+                refused = Some(DivertedRow { why, ..held.clone() });
                 break;
             }
             let (position, message) = (held.position, table_row.message);
-            rows.push(Row {
-                position,
-                message,
-                diverted: None,
-                token: None,
-                proven: false,
-            });
+            rows.push(Row { position, message, diverted: None, token: None, proven: false });
             if rows.len() >= world.settings.rows {
                 break;
             }
@@ -657,12 +528,8 @@ impl Process {
     /// Whether nothing is left to do.
     pub(crate) fn is_idle(&self) -> bool {
         self.session.as_ref().is_some_and(|session| {
-            let nothing_open =
-                session.cursor.open().is_empty() && session.cursor.mark_idle().is_none();
-            session.batches.is_empty()
-                && session.write.is_none()
-                && session.diversion.is_empty()
-                && nothing_open
+            let nothing_open = session.cursor.open().is_empty() && session.cursor.mark_idle().is_none();
+            session.batches.is_empty() && session.write.is_none() && session.diversion.is_empty() && nothing_open
         })
     }
 }
@@ -670,11 +537,7 @@ impl Process {
 impl World {
     /// The read of R2.2, in one snapshot.
     fn select(&mut self, shard: usize, plan: &ReadPlan, tail: Option<i64>, limit: usize) -> Answer {
-        let mut ranges: Vec<std::ops::Range<i64>> = plan
-            .ranges
-            .iter()
-            .map(|range| range.from..range.to)
-            .collect();
+        let mut ranges: Vec<std::ops::Range<i64>> = plan.ranges.iter().map(|range| range.from..range.to).collect();
         self.stats.reads_at_cap += u64::from(plan.tail_from.is_none());
         if let Some(from) = tail {
             let end = self.tail_end(shard);
@@ -684,21 +547,12 @@ impl World {
         }
         let rows = self.pg.select(&ranges, limit);
         let limit_reached = rows.len() == limit;
-        Answer {
-            snapshot: self.pg.snapshot(),
-            rows,
-            limit_reached,
-        }
+        Answer { snapshot: self.pg.snapshot(), rows, limit_reached }
     }
 
     /// While shards are merged, the leading one reads no tail and the other no further than it (R18).
     fn tail_end(&self, shard: usize) -> i64 {
-        let others = self
-            .pg
-            .shards
-            .iter()
-            .enumerate()
-            .filter(|&(index, _)| index != shard);
+        let others = self.pg.shards.iter().enumerate().filter(|&(index, _)| index != shard);
         match others.map(|(_, other)| other.scanned_to).next() {
             Some(other) if self.merging => other + 1,
             _ => i64::MAX,
@@ -715,11 +569,7 @@ impl World {
             Diverted::Dead => self.stats.dead += 1,
             Diverted::BehindDead | Diverted::Destination => self.stats.held += 1,
         }
-        let table_row = TableRow {
-            message: row.message,
-            why,
-            redriven: false,
-        };
+        let table_row = TableRow { message: row.message, why, redriven: false };
         self.pg.table.entry(row.position).or_insert(table_row);
     }
 }

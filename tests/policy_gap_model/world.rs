@@ -82,12 +82,7 @@ pub(crate) struct World {
 }
 
 impl World {
-    pub(crate) fn new(
-        seed: u64,
-        focus: Option<Mutant>,
-        mutant: Option<Mutant>,
-        traced: bool,
-    ) -> Self {
+    pub(crate) fn new(seed: u64, focus: Option<Mutant>, mutant: Option<Mutant>, traced: bool) -> Self {
         let mut random = fastrand::Rng::with_seed(seed);
         let mut settings = Settings::random(&mut random);
         if let Some(focus) = focus {

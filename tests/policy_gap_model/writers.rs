@@ -35,17 +35,11 @@ impl World {
     /// One step of some writer.
     pub(crate) fn writer_step(&mut self) {
         let begins = self.writers.len() < self.settings.writers_max && self.one_in(2);
-        if (begins || self.writers.is_empty())
-            && self.pg.messages.len() < self.settings.messages_max
-        {
+        if (begins || self.writers.is_empty()) && self.pg.messages.len() < self.settings.messages_max {
             self.next_backend += 1;
             let long = self.settings.long_writers && self.one_in(4);
             let patience = if long { 16 } else { self.random.u32(1..=3) };
-            self.writers.push(Writer {
-                backend: self.next_backend,
-                patience,
-                ..Writer::default()
-            });
+            self.writers.push(Writer { backend: self.next_backend, patience, ..Writer::default() });
             return;
         }
         if self.writers.is_empty() {
@@ -53,11 +47,7 @@ impl World {
         }
         // Often the same one as before: some transactions are quick.
         let same = self.random.u8(0..3) == 0 && self.last_writer < self.writers.len();
-        let index = if same {
-            self.last_writer
-        } else {
-            self.random.usize(0..self.writers.len())
-        };
+        let index = if same { self.last_writer } else { self.random.usize(0..self.writers.len()) };
         self.last_writer = index;
         let writer = &self.writers[index];
         if writer.prepared {
@@ -106,8 +96,7 @@ impl World {
         let topic = TOPICS[self.random.usize(0..self.settings.topics)];
         let key = KEYS[self.random.usize(0..self.settings.keys)];
         // Who would have to wait for a key enqueues without one meanwhile.
-        let takes_key =
-            !self.one_in(6) && (!self.settings.serialised || self.lock_key(index, (topic, key)));
+        let takes_key = !self.one_in(6) && (!self.settings.serialised || self.lock_key(index, (topic, key)));
         let key = takes_key.then_some(key);
         self.writers[index].holds_table = true;
         if self.mutant == Some(Mutant::PositionBeforeId) && self.writers[index].xid.is_none() {
@@ -128,10 +117,7 @@ impl World {
         if self.writers[index].keys.contains(&key) {
             return true;
         }
-        let free = self
-            .writers
-            .iter()
-            .all(|writer| !writer.keys.contains(&key));
+        let free = self.writers.iter().all(|writer| !writer.keys.contains(&key));
         if free {
             self.writers[index].keys.push(key);
         }
@@ -147,13 +133,7 @@ impl World {
         }
     }
 
-    fn insert(
-        &mut self,
-        index: usize,
-        at: (Topic, Option<&'static str>),
-        position: i64,
-        enqueued_at: u64,
-    ) {
+    fn insert(&mut self, index: usize, at: (Topic, Option<&'static str>), position: i64, enqueued_at: u64) {
         let (topic, key) = at;
         let bucket = match key {
             Some(key) => key.as_bytes()[0] ^ topic.as_bytes()[0],
@@ -161,16 +141,7 @@ impl World {
         };
         let poison = self.settings.poison && self.random.u8(0..12) == 0;
         let fate = Fate::Open;
-        let message = Message {
-            topic,
-            key,
-            bucket,
-            position,
-            enqueued_at,
-            fate,
-            poison,
-            discarded: false,
-        };
+        let message = Message { topic, key, bucket, position, enqueued_at, fate, poison, discarded: false };
         let id = self.pg.insert(message);
         self.writers[index].messages.push(id);
         self.note(|| format!("writer {index} inserts {position}"));
@@ -179,11 +150,7 @@ impl World {
     fn set_savepoint(&mut self, index: usize) {
         let writer = &mut self.writers[index];
         let (messages, held_table) = (writer.messages.len(), writer.holds_table);
-        writer.savepoint = Some(Savepoint {
-            messages,
-            xid: None,
-            held_table,
-        });
+        writer.savepoint = Some(Savepoint { messages, xid: None, held_table });
     }
 
     fn roll_back_to_savepoint(&mut self, index: usize) {
@@ -204,12 +171,7 @@ impl World {
     pub(crate) fn end_writer(&mut self, index: usize) {
         let writer = self.writers.swap_remove(index);
         let commits = self.random.u8(0..4) > 0;
-        self.note(|| {
-            format!(
-                "writer {index} ends, commits {commits} {:?}",
-                writer.messages
-            )
-        });
+        self.note(|| format!("writer {index} ends, commits {commits} {:?}", writer.messages));
         if commits {
             self.pg.commit(&writer.messages);
         } else {
@@ -226,15 +188,9 @@ impl World {
 
     /// Who holds a lock on the outbox: by transaction, or (R6 taken out) by backend.
     pub(crate) fn lock_holders(&self) -> Vec<u64> {
-        let holders = self
-            .writers
-            .iter()
-            .filter(|writer| writer.holds_table && writer.xid.is_some());
+        let holders = self.writers.iter().filter(|writer| writer.holds_table && writer.xid.is_some());
         if self.mutant == Some(Mutant::HoldersByBackend) {
-            holders
-                .filter(|writer| !writer.prepared)
-                .map(|writer| writer.backend)
-                .collect()
+            holders.filter(|writer| !writer.prepared).map(|writer| writer.backend).collect()
         } else {
             holders.filter_map(|writer| writer.xid).collect()
         }
@@ -244,9 +200,7 @@ impl World {
     pub(crate) fn still_holding(&self, watched: &[u64]) -> Vec<u64> {
         let is_there = |id: u64| {
             if self.mutant == Some(Mutant::HoldersByBackend) {
-                self.writers
-                    .iter()
-                    .any(|writer| writer.backend == id && !writer.prepared)
+                self.writers.iter().any(|writer| writer.backend == id && !writer.prepared)
             } else {
                 self.pg.is_running(id)
             }
@@ -258,11 +212,8 @@ impl World {
     pub(crate) fn crash_server(&mut self) {
         self.stats.server_crashes += 1;
         self.writers.retain(|writer| writer.prepared);
-        let prepared: Vec<(u64, &[usize])> = self
-            .writers
-            .iter()
-            .filter_map(|writer| writer.xid.map(|xid| (xid, writer.messages.as_slice())))
-            .collect();
+        let prepared: Vec<(u64, &[usize])> =
+            self.writers.iter().filter_map(|writer| writer.xid.map(|xid| (xid, writer.messages.as_slice()))).collect();
         self.stats.undone_by_crash += Postgres::crash(&mut self.pg, &prepared);
     }
 }
@@ -290,11 +241,7 @@ impl Settings {
             session_ends: [0, 1, 4, 12][random.usize(0..4)],
             processes: random.usize(1..=3),
             rows: [1, 2, 3, 5, 8, 20, 20, 20][random.usize(0..8)],
-            ranges_max: if random.u8(0..6) == 0 {
-                random.usize(2..=4)
-            } else {
-                1_000
-            },
+            ranges_max: if random.u8(0..6) == 0 { random.usize(2..=4) } else { 1_000 },
             chunk: random.i64(1..=4),
         }
     }
