@@ -197,7 +197,7 @@ async fn r23_r28_a_connection_comes_back_as_it_was_whatever_a_handler_did() {
     };
     let store = MySqlStore::connect(&options).await.unwrap();
     let expected = "1 1 +00:00 45 60 NO_CHAIN READ-COMMITTED";
-    let read = async || settings(&mut *store.pool().acquire().await.unwrap()).await;
+    let read = async || settings(&mut store.pool().acquire().await.unwrap()).await;
     assert_eq!(read().await, expected);
 
     let mut tx = store.begin(consumer).await.unwrap();
