@@ -2,7 +2,7 @@
 //!
 //! An adapter's test file gives a [`Fixture`] and one line:
 //!
-//! ```ignore
+//! ```text
 //! async fn fixture(case: &str) -> Option<MyFixture> { /* None skips the case */ }
 //! oncebox::broker_conformance!(fixture);
 //! ```
