@@ -36,7 +36,7 @@ async fn every_connection_writes_ahead_and_syncs() {
 /// R5: what is about to be published is on disk, even if its writer did not sync. SQLite syncs the whole log with a commit of
 /// its own, so the claim must be one, also with nothing to mark.
 ///
-/// Shown to fail: with the claim's UPDATE taken out for an empty mark, the log stayed as it was.
+/// Shown to fail: with a claim that returns at once for an empty mark.
 #[tokio::test]
 async fn r5_every_claim_is_a_commit_of_its_own_after_the_read() {
     let trial = Trial::<SqliteFile>::start("claims").await.unwrap();

@@ -119,7 +119,7 @@ async fn readers_do_not_wait_for_a_handler() {
 /// R28: a statement without end holds the write lock of the file. The rollback of the one who gave it up ends it, and so does
 /// dropping the transaction.
 ///
-/// Shown to fail: without the progress handler both rollbacks waited until the deadline.
+/// Shown to fail: without the interrupt the run did not end.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn r28_giving_a_handler_up_interrupts_its_statement() {
     let endless = "with recursive n(i) as (select 1 union all select i + 1 from n) insert into effect select i, '' from n where i < 0";

@@ -51,7 +51,7 @@ async fn count(store: &SqliteStore) -> i64 {
     query_scalar("select count(*) from oncebox_outbox").fetch_one(store.pool()).await.unwrap()
 }
 
-/// Shown to fail: with CHECK constraints in place of a trigger, `insert or ignore` answered Ok and wrote nothing.
+/// Why triggers: a CHECK lets `insert or ignore` answer Ok and write nothing (tried on SQLite 3.40).
 #[tokio::test]
 async fn r34_every_limit_holds_for_plain_inserts_whatever_the_conflict_clause() {
     let trial = Trial::<SqliteFile>::start("plain inserts").await.unwrap();
