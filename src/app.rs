@@ -13,6 +13,10 @@ mod logging;
 mod publisher;
 mod signals;
 
+#[cfg(feature = "kafka")]
+pub use connect::kafka_config;
+#[cfg(feature = "rabbitmq")]
+pub use connect::rabbit_config;
 pub use connect::{AnyBroker, open_broker, open_store, open_store_with, store_kind};
 pub use consumer::{HandlersByConsumer, run_consumers, run_consumers_with};
 pub use exit::{AppError, Exit};

@@ -106,6 +106,10 @@ pub trait Broker: Debug + Send + Sync {
 
     /// Makes sure that [`Broker::read_all`] will see what is published from now on (a tap queue on RabbitMQ, else nothing).
     async fn tap(&self, topic: &str) -> Result<(), BrokerError>;
+
+    /// Takes topics, queues and groups of these subscriptions away, with everything in them: for `demo`, `bench` and tests,
+    /// which made them. What is not there is no error.
+    async fn remove(&self, subscriptions: &[Subscription]) -> Result<(), BrokerError>;
 }
 
 /// One answer of [`Broker::check`].

@@ -1,5 +1,6 @@
 //! The command lines: parse, wire, run. Data goes to stdout, the rest to stderr.
 
+mod bench;
 mod common;
 mod config;
 mod dead;
@@ -7,7 +8,9 @@ mod demo;
 mod doctor;
 mod migrate;
 mod oncebox;
+mod place;
 pub mod programs;
+mod progress;
 #[cfg(feature = "email")]
 mod sender;
 mod status;

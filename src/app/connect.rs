@@ -115,11 +115,14 @@ pub async fn open_broker(settings: &Settings) -> Result<AnyBroker, AppError> {
     let scheme = url.split_once(':').map_or("", |(scheme, _)| scheme);
     let opened: Result<AnyBroker, AppError> = match scheme {
         #[cfg(feature = "kafka")]
-        "kafka" | "kafkas" => kafka(settings),
+        "kafka" | "kafkas" => kafka_config(settings)
+            .and_then(|config| Ok(Arc::new(crate::broker::kafka::KafkaBroker::new(config)?) as AnyBroker)),
         #[cfg(not(feature = "kafka"))]
         "kafka" | "kafkas" => Err(missing_feature("kafka")),
         #[cfg(feature = "rabbitmq")]
-        "amqp" | "amqps" => rabbitmq(settings),
+        "amqp" | "amqps" => crate::broker::rabbitmq::RabbitBroker::new(rabbit_config(settings))
+            .map(|broker| Arc::new(broker) as AnyBroker)
+            .map_err(AppError::from),
         #[cfg(not(feature = "rabbitmq"))]
         "amqp" | "amqps" => Err(missing_feature("rabbitmq")),
         #[cfg(feature = "embedded")]
@@ -138,12 +141,14 @@ fn missing_feature(feature: &str) -> AppError {
     AppError::usage(format!("this program was built without the feature `{feature}` that the broker URL needs"))
 }
 
+/// Kafka as the settings name it.
+///
+/// # Errors
+/// What is wrong in the URL, without its password.
 #[cfg(feature = "kafka")]
-fn kafka(settings: &Settings) -> Result<AnyBroker, AppError> {
-    use crate::broker::kafka::{KafkaBroker, KafkaConfig};
-
+pub fn kafka_config(settings: &Settings) -> Result<crate::broker::kafka::KafkaConfig, AppError> {
     let from = &settings.broker.kafka;
-    let mut config = KafkaConfig::from_url(&settings.broker.url.0)?;
+    let mut config = crate::broker::kafka::KafkaConfig::from_url(&settings.broker.url.0)?;
     config.source.clone_from(&settings.publisher.source);
     config.ca_file.clone_from(&settings.broker.ca_file);
     config.create_topics = from.create_topics;
@@ -160,22 +165,22 @@ fn kafka(settings: &Settings) -> Result<AnyBroker, AppError> {
     if let Some(password) = &from.password {
         config.password = Some(password.0.clone());
     }
-    Ok(Arc::new(KafkaBroker::new(config)?))
+    Ok(config)
 }
 
+/// RabbitMQ as the settings name it.
 #[cfg(feature = "rabbitmq")]
-fn rabbitmq(settings: &Settings) -> Result<AnyBroker, AppError> {
-    use crate::broker::rabbitmq::{RabbitBroker, RabbitConfig};
-
+#[must_use]
+pub fn rabbit_config(settings: &Settings) -> crate::broker::rabbitmq::RabbitConfig {
     let from = &settings.broker.rabbitmq;
-    let mut config = RabbitConfig::new(settings.broker.url.0.clone());
+    let mut config = crate::broker::rabbitmq::RabbitConfig::new(settings.broker.url.0.clone());
     config.source.clone_from(&settings.publisher.source);
     config.ca_file.clone_from(&settings.broker.ca_file);
     config.exchange.clone_from(&from.exchange);
     config.alternate_exchange.clone_from(&from.alternate_exchange);
     config.pipeline_per_key = from.pipeline_per_key;
     config.partitions = from.partitions;
-    Ok(Arc::new(RabbitBroker::new(config)?))
+    config
 }
 
 #[cfg(feature = "embedded")]

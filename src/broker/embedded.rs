@@ -89,4 +89,8 @@ impl Broker for EmbeddedBroker {
     async fn tap(&self, topic: &str) -> Result<(), BrokerError> {
         topology::declare(&self.log, &[topic.to_owned()]).await
     }
+
+    async fn remove(&self, subscriptions: &[Subscription]) -> Result<(), BrokerError> {
+        topology::remove(&self.log, subscriptions).await
+    }
 }

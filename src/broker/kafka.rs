@@ -20,6 +20,7 @@ mod errors;
 mod poller;
 mod properties;
 mod publisher;
+mod raw;
 mod reader;
 mod subscriber;
 mod topology;
@@ -32,6 +33,7 @@ use std::sync::Arc;
 use async_trait::async_trait;
 
 pub use config::{KafkaConfig, SaslMechanism};
+pub use raw::RawProducer;
 
 use super::{Broker, BrokerFinding, Publisher, Subscriber, Subscription};
 use crate::error::BrokerError;
@@ -97,5 +99,9 @@ impl Broker for KafkaBroker {
 
     async fn tap(&self, _topic: &str) -> Result<(), BrokerError> {
         Ok(())
+    }
+
+    async fn remove(&self, subscriptions: &[Subscription]) -> Result<(), BrokerError> {
+        topology::remove(&self.config, subscriptions).await
     }
 }

@@ -130,4 +130,9 @@ impl Broker for MemoryBroker {
     async fn tap(&self, _topic: &str) -> Result<(), BrokerError> {
         Ok(())
     }
+
+    async fn remove(&self, subscriptions: &[Subscription]) -> Result<(), BrokerError> {
+        self.shared.change(|state| subscriptions.iter().for_each(|subscription| state.remove(subscription)));
+        Ok(())
+    }
 }

@@ -8,6 +8,7 @@
 //! | `subscriber` | deliveries and acknowledgements (R29) |
 //! | `topology`, `version` | exchange, queues, bindings (R30) |
 //! | `check`, `tap` | what an operator should know; reading all for demo, bench and tests |
+//! | `raw` | the client library alone, for comparison in `bench` |
 //! | `wire`, `error` | CloudEvents over AMQP 0.9.1; what reply codes mean |
 //!
 //! Guarantees: a row is published by an ack **and** no return; order per key holds through nacks; publishing and consuming
@@ -21,6 +22,7 @@ mod confirms;
 mod error;
 mod lanes;
 mod publisher;
+mod raw;
 mod socket;
 mod subscriber;
 mod tap;
@@ -34,6 +36,7 @@ use async_trait::async_trait;
 use tokio::sync::OnceCell;
 
 pub use config::RabbitConfig;
+pub use raw::RawPublisher;
 
 use self::publisher::RabbitPublisher;
 use self::socket::Link;
@@ -110,5 +113,12 @@ impl Broker for RabbitBroker {
 
     async fn tap(&self, topic: &str) -> Result<(), BrokerError> {
         self.taps.open(&self.config, topic).await
+    }
+
+    async fn remove(&self, subscriptions: &[Subscription]) -> Result<(), BrokerError> {
+        let link = Link::open(&self.config, "oncebox remove").await?;
+        let removed = Topology::new(&link, &self.config).remove(&self.config, subscriptions).await;
+        link.close(self.config.close_deadline).await;
+        removed
     }
 }

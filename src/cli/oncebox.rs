@@ -5,7 +5,7 @@ use std::process::ExitCode;
 use clap::{CommandFactory, Parser, Subcommand};
 
 use super::common::{CommonArgs, Output, run};
-use super::{config, dead, demo, doctor, migrate, programs, status};
+use super::{bench, config, dead, demo, doctor, migrate, programs, status};
 use crate::app::AppError;
 
 /// Exactly-once effects over at-least-once brokers.
@@ -25,6 +25,9 @@ struct OnceboxArgs {
 enum Command {
     /// See it work: payments, a relay and consumers in processes of their own, with duplicates and kills
     Demo(demo::DemoArgs),
+    /// Measure what the promise costs, as ratios inside one run
+    #[command(subcommand)]
+    Bench(bench::BenchCommand),
     /// Make or show the tables
     #[command(subcommand)]
     Migrate(migrate::MigrateCommand),
@@ -71,6 +74,7 @@ impl OnceboxArgs {
     async fn run(self) -> Result<(), AppError> {
         match self.command {
             Command::Demo(demo) => demo::run(demo, &self.common, self.output).await,
+            Command::Bench(command) => bench::run(command, &self.common, self.output).await,
             Command::Migrate(command) => migrate::run(&command, &self.common, self.output).await,
             Command::Status => status::run(&self.common, self.output).await,
             Command::Config(command) => config::run(&command, &self.common, self.output),

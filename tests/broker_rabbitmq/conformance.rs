@@ -55,6 +55,10 @@ impl Broker for Noted {
     async fn tap(&self, topic: &str) -> Result<(), BrokerError> {
         self.broker.tap(topic).await
     }
+
+    async fn remove(&self, subscriptions: &[Subscription]) -> Result<(), BrokerError> {
+        self.broker.remove(subscriptions).await
+    }
 }
 
 struct Rabbit {

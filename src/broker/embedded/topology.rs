@@ -78,6 +78,43 @@ pub(super) async fn declare(log: &Log, topics: &[String]) -> Result<(), BrokerEr
     connection.close().await.map_err(failed)
 }
 
+/// Deletes the topics and groups of subscriptions, rows and offsets with them.
+pub(super) async fn remove(log: &Log, subscriptions: &[Subscription]) -> Result<(), BrokerError> {
+    let mut connection = log.connect().await?;
+    let failed = |error: sqlx::Error| log.failed("delete topics from", &error);
+    let mut write = log.begin(&mut connection).await?;
+    for subscription in subscriptions {
+        for topic in &subscription.topics {
+            let Some(topic) = find(&mut write.tx, topic).await.map_err(failed)? else { continue };
+            for partition_id in &topic.partitions {
+                sqlx::query("delete from record where position >= ? and position < ?")
+                    .bind(record::position(*partition_id, 0))
+                    .bind(record::position(partition_id + 1, 0))
+                    .execute(&mut *write.tx)
+                    .await
+                    .map_err(failed)?;
+                for sql in
+                    ["delete from lease where partition_id = ?", "delete from topic_partition where partition_id = ?"]
+                {
+                    sqlx::query(sql).bind(partition_id).execute(&mut *write.tx).await.map_err(failed)?;
+                }
+            }
+            for sql in ["delete from member_topic where topic_id = ?", "delete from topic where topic_id = ?"] {
+                sqlx::query(sql).bind(topic.topic_id).execute(&mut *write.tx).await.map_err(failed)?;
+            }
+        }
+        for sql in [
+            "delete from lease where group_id = (select group_id from consumer_group where name = ?)",
+            "delete from member where group_id = (select group_id from consumer_group where name = ?)",
+            "delete from consumer_group where name = ?",
+        ] {
+            sqlx::query(sql).bind(subscription.group()).execute(&mut *write.tx).await.map_err(failed)?;
+        }
+    }
+    log.commit(write).await?;
+    connection.close().await.map_err(failed)
+}
+
 /// Reads all rows of a topic, partition by partition.
 pub(super) async fn read_all(log: &Log, topic: &str) -> Result<Vec<Arrived>, BrokerError> {
     let mut connection = log.connect().await?;

@@ -17,7 +17,7 @@ use super::blocking::{self, Admin, Asker};
 use super::client;
 use super::config::KafkaConfig;
 use super::errors;
-use crate::broker::TopicState;
+use crate::broker::{Subscription, TopicState};
 use crate::error::BrokerError;
 
 // Above what a broker takes by default (1,048,588), so that a session need not start anew for it.
@@ -171,6 +171,48 @@ fn creation_error(topic: &str, code: RDKafkaErrorCode) -> BrokerError {
         | Code::InvalidConfig
         | Code::PolicyViolation => BrokerError::Refused(text),
         _ => BrokerError::Unavailable(text),
+    }
+}
+
+/// Deletes the topics and groups of subscriptions.
+pub(super) async fn remove(config: &Arc<KafkaConfig>, subscriptions: &[Subscription]) -> Result<(), BrokerError> {
+    let topics: BTreeSet<String> = subscriptions.iter().flat_map(|subscription| subscription.topics.clone()).collect();
+    let groups: BTreeSet<String> = subscriptions.iter().map(|subscription| subscription.group().to_owned()).collect();
+    let config = Arc::clone(config);
+    blocking::run(move || {
+        let topics: Vec<&str> = topics.iter().map(String::as_str).collect();
+        let groups: Vec<&str> = groups.iter().map(String::as_str).collect();
+        let admin = Admin::new(&config)?;
+        if !topics.is_empty() {
+            let gone = admin
+                .ask("deleting kafka topics", async |admin, options| admin.delete_topics(&topics, options).await)?;
+            removed(gone)?;
+        }
+        // A member that was killed stays in its group until its session ends.
+        let end = Instant::now() + config.session_timeout + client::ASK_DEADLINE;
+        for group in groups {
+            loop {
+                let gone = admin
+                    .ask("deleting a kafka group", async |admin, options| admin.delete_groups(&[group], options).await)?;
+                match gone.first() {
+                    Some(Err((_, RDKafkaErrorCode::NonEmptyGroup))) if Instant::now() < end => {
+                        std::thread::sleep(Duration::from_millis(100));
+                    }
+                    _ => break removed(gone)?,
+                }
+            }
+        }
+        Ok(())
+    })
+    .await
+}
+
+fn removed(answers: Vec<Result<String, (String, RDKafkaErrorCode)>>) -> Result<(), BrokerError> {
+    use RDKafkaErrorCode::{GroupIdNotFound, UnknownTopicOrPartition};
+    let faults = answers.into_iter().filter_map(Result::err);
+    match faults.into_iter().find(|(_, code)| !matches!(code, UnknownTopicOrPartition | GroupIdNotFound)) {
+        None => Ok(()),
+        Some((name, code)) => Err(BrokerError::Unavailable(format!("deleting `{name}` from kafka: {code}"))),
     }
 }
 

@@ -10,7 +10,7 @@ use tokio::sync::watch;
 
 use super::faults::Switches;
 use super::groups::Group;
-use crate::broker::envelope;
+use crate::broker::{Subscription, envelope};
 use crate::message::{Arrived, Coordinates};
 
 /// The broker, shared by its sessions.
@@ -103,6 +103,14 @@ impl State {
         if !self.topics.contains_key(name) {
             let topic = Topic { id: self.next_id(), partitions: vec![Vec::new(); self.partitions] };
             self.topics.insert(name.to_owned(), topic);
+        }
+    }
+
+    /// Forgets topics and group of a subscription.
+    pub(super) fn remove(&mut self, subscription: &Subscription) {
+        self.groups.remove(subscription.group());
+        for topic in &subscription.topics {
+            self.topics.remove(topic);
         }
     }
 

@@ -4,12 +4,12 @@
 //! with other arguments is refused by the name of the argument, except for the delivery limit, which cannot be changed
 //! afterwards and is taken as it stands; behind a hash exchange all queues are bound before the first message can reach it.
 //!
-//! Not here: policies (an operator's; `check` says what to set), deleting anything.
+//! Not here: policies (an operator's; `check` says what to set).
 
 use std::time::Duration;
 
 use lapin::options::{
-    ExchangeBindOptions, ExchangeDeclareOptions, ExchangeDeleteOptions, QueueBindOptions, QueueDeclareOptions,
+    ExchangeBindOptions, ExchangeDeclareOptions, ExchangeDeleteOptions, QueueBindOptions, QueueDeclareOptions, QueueDeleteOptions,
 };
 use lapin::types::{AMQPValue, FieldTable};
 use lapin::{Channel, ExchangeKind};
@@ -169,6 +169,29 @@ impl<'l> Topology<'l> {
         let bound = within(self.deadline, "exchange.bind", bound).await;
         self.accept_binding(bound, &hash, &config.exchange)?;
         Ok(found)
+    }
+
+    /// Deletes the queues of subscriptions and the exchanges that stand only before them.
+    pub(super) async fn remove(
+        &mut self,
+        config: &RabbitConfig,
+        subscriptions: &[Subscription],
+    ) -> Result<(), BrokerError> {
+        for subscription in subscriptions {
+            for topic in &subscription.topics {
+                for queue in queues(config, subscription, topic) {
+                    let channel = self.channel().await?;
+                    let gone = channel.queue_delete(queue.name.as_str().into(), QueueDeleteOptions::default());
+                    within(self.deadline, "queue.delete", gone).await?;
+                }
+                if config.partitions > 1 {
+                    let (channel, hash) = (self.channel().await?, hash_exchange(subscription, topic));
+                    let gone = channel.exchange_delete(hash.as_str().into(), ExchangeDeleteOptions::default());
+                    within(self.deadline, "exchange.delete", gone).await?;
+                }
+            }
+        }
+        Ok(())
     }
 
     /// A quorum queue with a single active consumer.

@@ -1,0 +1,143 @@
+//! The client library alone, with the headers of a row but without session, window or order: what `bench` compares with.
+//!
+//! Promise: the settings that a careful user would take (idempotence, all replicas), and one warm-up before anything is timed.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use rdkafka::ClientContext;
+use rdkafka::config::FromClientConfigAndContext;
+use rdkafka::error::{KafkaError, RDKafkaErrorCode};
+use rdkafka::message::DeliveryResult;
+use rdkafka::producer::{BaseProducer, BaseRecord, Producer, ProducerContext};
+
+use super::config::KafkaConfig;
+use super::topology::{Sizes, TopicSizes};
+use super::{blocking, client, properties, wire};
+use crate::error::BrokerError;
+use crate::message::OutgoingMessage;
+
+// How long the broker may say nothing before the comparison is given up.
+const PATIENCE: Duration = Duration::from_secs(60);
+// Polling per message would cost more than the rest; this is what the client's own examples do.
+const POLL_EVERY: usize = 256;
+
+#[derive(Default)]
+struct Counts {
+    delivered: AtomicU64,
+    failed: AtomicU64,
+}
+
+struct Counting(Arc<Counts>);
+
+impl ClientContext for Counting {}
+
+impl ProducerContext for Counting {
+    type DeliveryOpaque = ();
+
+    fn delivery(&self, result: &DeliveryResult<'_>, (): ()) {
+        let counter = if result.is_ok() { &self.0.delivered } else { &self.0.failed };
+        counter.fetch_add(1, Ordering::Relaxed);
+    }
+}
+
+/// A producer without oncebox.
+pub struct RawProducer {
+    producer: Arc<BaseProducer<Counting>>,
+    counts: Arc<Counts>,
+    source: String,
+}
+
+impl std::fmt::Debug for RawProducer {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("RawProducer").finish_non_exhaustive()
+    }
+}
+
+impl RawProducer {
+    /// A producer that waits for company as long as `linger` says.
+    ///
+    /// # Errors
+    /// [`BrokerError::Refused`] names a setting that the client does not take.
+    pub fn new(config: &KafkaConfig, linger: Duration) -> Result<Self, BrokerError> {
+        let sizes: Sizes = TopicSizes::default().sizes();
+        let mut settings = client::producer(config, sizes);
+        settings
+            .set("linger.ms", linger.as_millis().to_string())
+            .set("queue.buffering.max.messages", "1000000")
+            .set("queue.buffering.max.kbytes", "1048576")
+            .remove("debug");
+        let counts = Arc::new(Counts::default());
+        let producer = BaseProducer::from_config_and_context(&settings, Counting(Arc::clone(&counts)))
+            .map_err(|error| BrokerError::Refused(format!("kafka settings: {}", properties::reason(&error))))?;
+        Ok(Self { producer: Arc::new(producer), counts, source: config.source.clone() })
+    }
+
+    /// Sends all, as fast as the client takes them, and waits until all are delivered.
+    ///
+    /// # Errors
+    /// The first refusal, or a broker that says nothing for a minute.
+    pub async fn send_all(&self, messages: Arc<Vec<OutgoingMessage>>) -> Result<(), BrokerError> {
+        let (producer, counts, source) = (Arc::clone(&self.producer), Arc::clone(&self.counts), self.source.clone());
+        blocking::run(move || send_all(&producer, &counts, &source, &messages)).await
+    }
+
+    /// Sends each, and waits for its delivery before the next: the loop that a first version has.
+    ///
+    /// # Errors
+    /// As [`RawProducer::send_all`].
+    pub async fn send_one(&self, message: OutgoingMessage) -> Result<(), BrokerError> {
+        self.send_all(Arc::new(vec![message])).await
+    }
+}
+
+fn send_all(
+    producer: &BaseProducer<Counting>,
+    counts: &Counts,
+    source: &str,
+    messages: &[OutgoingMessage],
+) -> Result<(), BrokerError> {
+    let before = counts.delivered.load(Ordering::Relaxed);
+    for (at, message) in messages.iter().enumerate() {
+        let mut record = BaseRecord::<[u8], [u8]>::to(&message.topic)
+            .payload(&message.payload)
+            .headers(wire::headers(message, source));
+        if let Some(key) = &message.key {
+            record = record.key(key.as_bytes());
+        }
+        while let Err((error, back)) = producer.send(record) {
+            if !matches!(error, KafkaError::MessageProduction(RDKafkaErrorCode::QueueFull)) {
+                return Err(BrokerError::Session(format!("the raw producer: {error}")));
+            }
+            producer.poll(Duration::from_millis(1));
+            record = back;
+        }
+        if at % POLL_EVERY == POLL_EVERY - 1 {
+            producer.poll(Duration::ZERO);
+        }
+    }
+    let (mut last, mut moved) = (before, Instant::now());
+    loop {
+        let delivered = counts.delivered.load(Ordering::Relaxed);
+        if counts.failed.load(Ordering::Relaxed) > 0 {
+            return Err(BrokerError::Session("the broker refused a message of the raw producer".to_owned()));
+        }
+        if delivered - before >= messages.len() as u64 {
+            return Ok(());
+        }
+        if delivered != last {
+            (last, moved) = (delivered, Instant::now());
+        }
+        if moved.elapsed() > PATIENCE {
+            return Err(BrokerError::Unavailable("the broker says nothing to the raw producer".to_owned()));
+        }
+        producer.poll(Duration::from_millis(1));
+    }
+}
+
+impl Drop for RawProducer {
+    fn drop(&mut self) {
+        let _ = self.producer.flush(Duration::from_secs(1));
+    }
+}

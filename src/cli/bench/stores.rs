@@ -1,0 +1,49 @@
+//! The plain SQL of each database.
+
+#[cfg(feature = "mysql")]
+mod mysql;
+#[cfg(feature = "postgres")]
+mod postgres;
+#[cfg(feature = "sqlite")]
+mod sqlite;
+
+/// What every database does the same way, in its own dialect.
+///
+/// `$read` is the list of columns, `$table` the outbox; `$row` turns a row into position and message.
+macro_rules! plain_sql {
+    (business: $business:literal, inbox: $inbox:literal, mark: $mark:literal, read: $read:expr, unmarked: $unmarked:expr, row: $row:path, id: $id:expr) => {
+        async fn read_plainly(&self, after: i64) -> Result<Vec<(i64, OutgoingMessage)>, StoreError> {
+            let rows = sqlx::query($read).bind(after).fetch_all(self.pool()).await?;
+            rows.iter().map($row).collect()
+        }
+
+        async fn read_unmarked(&self) -> Result<Vec<(i64, OutgoingMessage)>, StoreError> {
+            let rows = sqlx::query($unmarked).fetch_all(self.pool()).await?;
+            rows.iter().map($row).collect()
+        }
+
+        async fn mark(&self, position: i64) -> Result<(), StoreError> {
+            sqlx::query($mark).bind(position).execute(self.pool()).await?;
+            Ok(())
+        }
+
+        async fn business(
+            connection: &mut <Self::Db as sqlx::Database>::Connection,
+            account: i64,
+        ) -> Result<(), StoreError> {
+            sqlx::query($business).bind(account).execute(connection).await?;
+            Ok(())
+        }
+
+        async fn handle_by_hand(&self, id: Uuid, account: i64) -> Result<(), StoreError> {
+            let mut tx = self.pool().begin().await?;
+            let new = sqlx::query($inbox).bind($id(id)).execute(&mut *tx).await?.rows_affected();
+            if new == 1 {
+                sqlx::query($business).bind(account).execute(&mut *tx).await?;
+            }
+            tx.commit().await?;
+            Ok(())
+        }
+    };
+}
+pub(crate) use plain_sql;

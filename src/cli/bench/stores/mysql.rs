@@ -1,0 +1,104 @@
+//! MySQL and MariaDB.
+
+use std::path::Path;
+
+use chrono::NaiveDateTime;
+use sqlx::mysql::{MySqlConnection, MySqlRow};
+use sqlx::{AssertSqlSafe, Connection, Executor, Row};
+use uuid::Uuid;
+
+use super::plain_sql;
+use crate::StoreError;
+use crate::app::AppError;
+use crate::cli::bench::yard::{ACCOUNTS, Yard};
+use crate::message::OutgoingMessage;
+use crate::store::Base;
+use crate::store::mysql::MySqlStore;
+
+const COLUMNS: &str = "position, message_id, topic, `key`, kind, headers, payload, content_type, created_at";
+
+fn message(row: &MySqlRow) -> Result<(i64, OutgoingMessage), StoreError> {
+    let bytes = |at: usize| row.try_get_unchecked::<Vec<u8>, _>(at);
+    let text = |bytes: Vec<u8>| String::from_utf8(bytes).map_err(|error| StoreError::Corrupt(error.to_string()));
+    let key: Option<Vec<u8>> = row.try_get_unchecked(3)?;
+    let message = OutgoingMessage {
+        id: Uuid::from_slice(&bytes(1)?).map_err(|error| StoreError::Corrupt(error.to_string()))?,
+        topic: text(bytes(2)?)?,
+        key: key.map(text).transpose()?,
+        kind: text(bytes(4)?)?,
+        headers: Vec::new(),
+        payload: bytes(6)?,
+        content_type: text(bytes(7)?)?,
+        trace: None,
+        created_at: row.try_get_unchecked::<NaiveDateTime, _>(8)?.and_utc(),
+    };
+    Ok((row.try_get_unchecked(0)?, message))
+}
+
+impl Yard for MySqlStore {
+    const WRITERS: usize = 16;
+
+    async fn make_database(server: &str, name: &str, _: &Path) -> Result<String, AppError> {
+        let mut admin = MySqlConnection::connect(server).await.map_err(StoreError::from)?;
+        admin.execute(AssertSqlSafe(format!("create database {name}"))).await.map_err(StoreError::from)?;
+        admin.close().await.map_err(StoreError::from)?;
+        let mut url = url::Url::parse(server).map_err(|error| AppError::usage(error.to_string()))?;
+        url.set_path(name);
+        Ok(url.to_string())
+    }
+
+    async fn drop_database(server: &str, name: &str) -> Result<(), AppError> {
+        let mut admin = MySqlConnection::connect(server).await.map_err(StoreError::from)?;
+        admin
+            .execute(AssertSqlSafe(format!("drop database if exists {name}")))
+            .await
+            .map_err(StoreError::from)?;
+        Ok(admin.close().await.map_err(StoreError::from)?)
+    }
+
+    async fn make_tables(&self) -> Result<(), AppError> {
+        let accounts: Vec<String> = (0..ACCOUNTS).map(|account| format!("({account}, 0)")).collect();
+        let tables = format!(
+            "create table bench_account (account bigint primary key, balance bigint not null) engine = InnoDB;
+             insert into bench_account values {};
+             create table bench_inbox (consumer smallint not null, id binary(16) not null, primary key (consumer, id))
+               engine = InnoDB",
+            accounts.join(", ")
+        );
+        sqlx::raw_sql(AssertSqlSafe(tables)).execute(self.pool()).await.map_err(StoreError::from)?;
+        Ok(())
+    }
+
+    async fn copy_with_status(&self, rows: usize) -> Result<(), StoreError> {
+        let copy = format!(
+            "drop table if exists bench_outbox;
+             create table bench_outbox engine = InnoDB as select o.* from oncebox_outbox o order by position desc limit {rows};
+             alter table bench_outbox add column published_at datetime(6) null, add primary key (position),
+               add key (published_at, position)"
+        );
+        sqlx::raw_sql(AssertSqlSafe(copy)).execute(self.pool()).await?;
+        Ok(())
+    }
+
+    async fn log_written(&self) -> Result<Option<f64>, StoreError> {
+        Ok(None)
+    }
+
+    async fn left_behind(&self) -> Result<Option<f64>, StoreError> {
+        Ok(None)
+    }
+
+    plain_sql! {
+        business: "update bench_account set balance = balance + 1 where account = ?",
+        inbox: "insert ignore into bench_inbox (consumer, id) values (1, ?)",
+        mark: "update bench_outbox set published_at = now(6) where position = ?",
+        read: AssertSqlSafe(format!(
+            "select {COLUMNS} from oncebox_outbox where position > ? order by position limit 1000"
+        )),
+        unmarked: AssertSqlSafe(format!(
+            "select {COLUMNS} from bench_outbox where published_at is null order by position limit 100"
+        )),
+        row: message,
+        id: |id: Uuid| id.as_bytes().to_vec()
+    }
+}

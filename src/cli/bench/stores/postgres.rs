@@ -1,0 +1,111 @@
+//! PostgreSQL.
+
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use sqlx::postgres::{PgConnection, PgRow};
+use sqlx::{AssertSqlSafe, Connection, Executor, Row};
+use uuid::Uuid;
+
+use super::plain_sql;
+use crate::StoreError;
+use crate::app::AppError;
+use crate::cli::bench::yard::{ACCOUNTS, Yard};
+use crate::message::OutgoingMessage;
+use crate::store::Base;
+use crate::store::postgres::PostgresStore;
+
+const COLUMNS: &str = "position, message_id, topic, key, kind, headers::text, payload, content_type, created_at";
+
+fn message(row: &PgRow) -> Result<(i64, OutgoingMessage), StoreError> {
+    let message = OutgoingMessage {
+        id: row.try_get_unchecked(1)?,
+        topic: row.try_get_unchecked(2)?,
+        key: row.try_get_unchecked(3)?,
+        kind: row.try_get_unchecked(4)?,
+        headers: Vec::new(),
+        payload: row.try_get_unchecked(6)?,
+        content_type: row.try_get_unchecked(7)?,
+        trace: None,
+        created_at: row.try_get_unchecked(8)?,
+    };
+    Ok((row.try_get_unchecked(0)?, message))
+}
+
+impl Yard for PostgresStore {
+    const WRITERS: usize = 16;
+
+    async fn make_database(server: &str, name: &str, _: &Path) -> Result<String, AppError> {
+        let mut admin = PgConnection::connect(server).await.map_err(StoreError::from)?;
+        admin.execute(AssertSqlSafe(format!("create database {name}"))).await.map_err(StoreError::from)?;
+        admin.close().await.map_err(StoreError::from)?;
+        let mut url = url::Url::parse(server).map_err(|error| AppError::usage(error.to_string()))?;
+        url.set_path(name);
+        Ok(url.to_string())
+    }
+
+    async fn drop_database(server: &str, name: &str) -> Result<(), AppError> {
+        let mut admin = PgConnection::connect(server).await.map_err(StoreError::from)?;
+        let drop = format!("drop database if exists {name} with (force)");
+        admin.execute(AssertSqlSafe(drop)).await.map_err(StoreError::from)?;
+        Ok(admin.close().await.map_err(StoreError::from)?)
+    }
+
+    async fn make_tables(&self) -> Result<(), AppError> {
+        let tables = format!(
+            "create table bench_account (account bigint primary key, balance bigint not null) with (fillfactor = 50);
+             insert into bench_account select n, 0 from generate_series(0, {}) n;
+             create table bench_inbox (consumer smallint not null, id uuid not null, primary key (consumer, id))",
+            ACCOUNTS - 1
+        );
+        sqlx::raw_sql(AssertSqlSafe(tables)).execute(self.pool()).await.map_err(StoreError::from)?;
+        Ok(())
+    }
+
+    async fn copy_with_status(&self, rows: usize) -> Result<(), StoreError> {
+        let copy = format!(
+            "drop table if exists bench_outbox;
+             create table bench_outbox as select o.*, null::timestamptz as published_at
+               from oncebox.outbox o order by position desc limit {rows};
+             alter table bench_outbox add primary key (position);
+             create index on bench_outbox (position) where published_at is null;
+             analyze bench_outbox"
+        );
+        sqlx::raw_sql(AssertSqlSafe(copy)).execute(self.pool()).await?;
+        Ok(())
+    }
+
+    async fn log_written(&self) -> Result<Option<f64>, StoreError> {
+        let bytes = "select pg_wal_lsn_diff(pg_current_wal_insert_lsn(), '0/0')::float8";
+        Ok(Some(sqlx::query_scalar(bytes).fetch_one(self.pool()).await?))
+    }
+
+    async fn left_behind(&self) -> Result<Option<f64>, StoreError> {
+        // A backend reports what it did when it ends, at the latest.
+        let others = "select count(*) from pg_stat_activity
+                       where datname = current_database() and backend_type = 'client backend' and state = 'idle'
+                         and pid <> pg_backend_pid()";
+        let ours = i64::from(self.pool().size()) - 1;
+        let deadline = Instant::now() + Duration::from_secs(5);
+        while sqlx::query_scalar::<_, i64>(others).fetch_one(self.pool()).await? > ours && Instant::now() < deadline {
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+        let versions = "select coalesce(sum(n_tup_upd + n_tup_del), 0)::float8 from pg_stat_user_tables
+                         where schemaname = 'oncebox'";
+        Ok(Some(sqlx::query_scalar(versions).fetch_one(self.pool()).await?))
+    }
+
+    plain_sql! {
+        business: "update bench_account set balance = balance + 1 where account = $1",
+        inbox: "insert into bench_inbox (consumer, id) values (1, $1) on conflict do nothing",
+        mark: "update bench_outbox set published_at = now() where position = $1",
+        read: AssertSqlSafe(format!(
+            "select {COLUMNS} from oncebox.outbox where position > $1 order by position limit 1000"
+        )),
+        unmarked: AssertSqlSafe(format!(
+            "select {COLUMNS} from bench_outbox where published_at is null order by position limit 100"
+        )),
+        row: message,
+        id: std::convert::identity
+    }
+}

@@ -1,0 +1,94 @@
+//! SQLite.
+
+use std::path::Path;
+
+use chrono::DateTime;
+use sqlx::sqlite::SqliteRow;
+use sqlx::{AssertSqlSafe, Row};
+use uuid::Uuid;
+
+use super::plain_sql;
+use crate::StoreError;
+use crate::app::AppError;
+use crate::cli::bench::bed::file_url;
+use crate::cli::bench::yard::{ACCOUNTS, Yard};
+use crate::message::OutgoingMessage;
+use crate::store::Base;
+use crate::store::sqlite::SqliteStore;
+
+const COLUMNS: &str = "position, message_id, topic, key, kind, headers, cast(payload as blob), content_type, created_at";
+
+fn message(row: &SqliteRow) -> Result<(i64, OutgoingMessage), StoreError> {
+    let id: &str = row.try_get_unchecked(1)?;
+    let message = OutgoingMessage {
+        id: id.parse().map_err(|error: uuid::Error| StoreError::Corrupt(error.to_string()))?,
+        topic: row.try_get_unchecked(2)?,
+        key: row.try_get_unchecked(3)?,
+        kind: row.try_get_unchecked(4)?,
+        headers: Vec::new(),
+        payload: row.try_get_unchecked(6)?,
+        content_type: row.try_get_unchecked(7)?,
+        trace: None,
+        created_at: DateTime::from_timestamp_millis(row.try_get_unchecked(8)?).unwrap_or_default(),
+    };
+    Ok((row.try_get_unchecked(0)?, message))
+}
+
+impl Yard for SqliteStore {
+    const WRITERS: usize = 1;
+
+    async fn make_database(_: &str, name: &str, dir: &Path) -> Result<String, AppError> {
+        Ok(file_url(dir, name))
+    }
+
+    async fn drop_database(_: &str, _: &str) -> Result<(), AppError> {
+        // It goes with the directory.
+        Ok(())
+    }
+
+    async fn make_tables(&self) -> Result<(), AppError> {
+        let tables = format!(
+            "create table bench_account (account integer primary key, balance integer not null);
+             with recursive n(n) as (select 0 union all select n + 1 from n where n < {})
+             insert into bench_account select n, 0 from n;
+             create table bench_inbox (consumer integer not null, id blob not null, primary key (consumer, id)) without rowid",
+            ACCOUNTS - 1
+        );
+        sqlx::raw_sql(AssertSqlSafe(tables)).execute(self.pool()).await.map_err(StoreError::from)?;
+        Ok(())
+    }
+
+    async fn copy_with_status(&self, rows: usize) -> Result<(), StoreError> {
+        let copy = format!(
+            "drop table if exists bench_outbox;
+             create table bench_outbox as select o.*, null as published_at
+               from oncebox_outbox o order by position desc limit {rows};
+             create unique index bench_outbox_position on bench_outbox (position);
+             create index bench_outbox_unmarked on bench_outbox (position) where published_at is null"
+        );
+        sqlx::raw_sql(AssertSqlSafe(copy)).execute(self.pool()).await?;
+        Ok(())
+    }
+
+    async fn log_written(&self) -> Result<Option<f64>, StoreError> {
+        Ok(None)
+    }
+
+    async fn left_behind(&self) -> Result<Option<f64>, StoreError> {
+        Ok(None)
+    }
+
+    plain_sql! {
+        business: "update bench_account set balance = balance + 1 where account = ?",
+        inbox: "insert into bench_inbox (consumer, id) values (1, ?) on conflict do nothing",
+        mark: "update bench_outbox set published_at = 1 where position = ?",
+        read: AssertSqlSafe(format!(
+            "select {COLUMNS} from oncebox_outbox where position > ? order by position limit 1000"
+        )),
+        unmarked: AssertSqlSafe(format!(
+            "select {COLUMNS} from bench_outbox where published_at is null order by position limit 100"
+        )),
+        row: message,
+        id: |id: Uuid| id.as_bytes().to_vec()
+    }
+}

@@ -1,0 +1,58 @@
+//! What a benchmark asks of a database besides the store: a database of its own, and the plain SQL that a first version has.
+//!
+//! Not here: anything of the relay or the consumer; this is what they are compared with.
+
+use std::future::Future;
+use std::path::Path;
+
+use crate::StoreError;
+use crate::app::AppError;
+use crate::message::OutgoingMessage;
+use crate::store::Store;
+
+/// Accounts of the business table.
+pub(super) const ACCOUNTS: i64 = 1_000;
+
+/// A store that can be measured.
+pub(super) trait Yard: Store {
+    /// Writers that make sense at once: SQLite has one.
+    const WRITERS: usize;
+
+    /// Makes an empty database beside the one that the URL names; answers with its URL.
+    fn make_database(server: &str, name: &str, dir: &Path) -> impl Future<Output = Result<String, AppError>> + Send;
+
+    /// Drops it again.
+    fn drop_database(server: &str, name: &str) -> impl Future<Output = Result<(), AppError>> + Send;
+
+    /// Makes the business table and an inbox of one's own.
+    fn make_tables(&self) -> impl Future<Output = Result<(), AppError>> + Send;
+
+    /// The rows behind a position, as a plain reader has them: whole, in position order, at most a thousand.
+    fn read_plainly(&self, after: i64)
+    -> impl Future<Output = Result<Vec<(i64, OutgoingMessage)>, StoreError>> + Send;
+
+    /// Copies the first rows of the outbox into a table with a status column.
+    fn copy_with_status(&self, rows: usize) -> impl Future<Output = Result<(), StoreError>> + Send;
+
+    /// The first hundred rows of that table that are not marked.
+    fn read_unmarked(&self) -> impl Future<Output = Result<Vec<(i64, OutgoingMessage)>, StoreError>> + Send;
+
+    /// Marks one of them, in a transaction of its own.
+    fn mark(&self, position: i64) -> impl Future<Output = Result<(), StoreError>> + Send;
+
+    /// One business write in a transaction.
+    fn business(
+        connection: &mut <Self::Db as sqlx::Database>::Connection,
+        account: i64,
+    ) -> impl Future<Output = Result<(), StoreError>> + Send;
+
+    /// A message handled in a transaction of its own, by hand: begin, id, effect, commit, each awaited.
+    fn handle_by_hand(&self, id: uuid::Uuid, account: i64) -> impl Future<Output = Result<(), StoreError>> + Send;
+
+    /// Bytes of log written so far, where the database tells.
+    fn log_written(&self) -> impl Future<Output = Result<Option<f64>, StoreError>> + Send;
+
+    /// Row versions that updates and deletes left behind so far, where the database tells. Waits until closed connections
+    /// have reported theirs.
+    fn left_behind(&self) -> impl Future<Output = Result<Option<f64>, StoreError>> + Send;
+}

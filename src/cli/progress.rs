@@ -1,0 +1,31 @@
+//! Progress of what takes long, on stderr and only where a person looks.
+
+use indicatif::{ProgressBar, ProgressStyle};
+
+/// Rounds of a benchmark.
+#[derive(Debug)]
+pub(super) struct Rounds(ProgressBar);
+
+impl Rounds {
+    /// Shows that something begins.
+    pub(super) fn start(what: &'static str, rounds: u32) -> Self {
+        let bar = ProgressBar::new(u64::from(rounds));
+        if let Ok(style) = ProgressStyle::with_template("{msg}: round {pos} of {len} done, {elapsed}") {
+            bar.set_style(style);
+        }
+        bar.set_message(what);
+        bar.enable_steady_tick(std::time::Duration::from_millis(500));
+        Self(bar)
+    }
+
+    /// One is done.
+    pub(super) fn next(&self) {
+        self.0.inc(1);
+    }
+}
+
+impl Drop for Rounds {
+    fn drop(&mut self) {
+        self.0.finish_and_clear();
+    }
+}
