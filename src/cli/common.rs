@@ -7,7 +7,7 @@ use std::process::ExitCode;
 
 use clap::Args;
 
-use crate::app::config::{Layers, Loaded, load};
+use crate::app::config::{Layers, Loaded, LogSettings, load};
 use crate::app::{AppError, Exit, LogFormat, start_logging};
 
 /// Flags of every program.
@@ -33,15 +33,28 @@ impl CommonArgs {
     /// # Errors
     /// Settings that cannot be used: exit code 2.
     pub fn load(&self, listen: Option<SocketAddr>) -> Result<Loaded, AppError> {
+        let loaded = self.read(listen)?;
+        start_logging(loaded.settings.log.format, &loaded.settings.log.filter);
+        Ok(loaded)
+    }
+
+    /// As [`CommonArgs::load`], for a command that a person watches: only warnings are logged unless a filter was set.
+    pub(super) fn load_quietly(&self) -> Result<Loaded, AppError> {
+        let loaded = self.read(None)?;
+        let log = &loaded.settings.log;
+        let filter = if log.filter == LogSettings::default().filter { "warn" } else { &log.filter };
+        start_logging(log.format, filter);
+        Ok(loaded)
+    }
+
+    fn read(&self, listen: Option<SocketAddr>) -> Result<Loaded, AppError> {
         let mut flags = Vec::new();
         let mut flag = |path: &'static str, value: Option<String>| flags.extend(value.map(|value| (path, value)));
         flag("database.url", self.database.clone());
         flag("broker.url", self.broker.clone());
         flag("log.format", self.log_format.map(|format| format!("{format:?}").to_lowercase()));
         flag("http.listen", listen.map(|listen| listen.to_string()));
-        let loaded = load(&Layers { file: self.config.clone(), flags }).map_err(AppError::usage)?;
-        start_logging(loaded.settings.log.format, &loaded.settings.log.filter);
-        Ok(loaded)
+        load(&Layers { file: self.config.clone(), flags }).map_err(AppError::usage)
     }
 }
 

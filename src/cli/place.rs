@@ -20,7 +20,7 @@ pub(super) fn private_directory(dir: &Path) -> Result<(), AppError> {
 
 /// The settings in force; database and broker are files in `dir` unless somebody named others.
 pub(super) fn settings_in(common: &CommonArgs, dir: &Path) -> Result<Settings, AppError> {
-    let mut settings = common.load(None)?.settings;
+    let mut settings = common.load_quietly()?.settings;
     if common.database.is_none() && std::env::var_os("ONCEBOX_DATABASE__URL").is_none() && common.config.is_none() {
         settings.database.url = Secret(format!("sqlite://{}", dir.join("payments.db").display()));
     }

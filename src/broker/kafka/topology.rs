@@ -192,8 +192,9 @@ pub(super) async fn remove(config: &Arc<KafkaConfig>, subscriptions: &[Subscript
         let end = Instant::now() + config.session_timeout + client::ASK_DEADLINE;
         for group in groups {
             loop {
-                let gone = admin
-                    .ask("deleting a kafka group", async |admin, options| admin.delete_groups(&[group], options).await)?;
+                let gone = admin.ask("deleting a kafka group", async |admin, options| {
+                    admin.delete_groups(&[group], options).await
+                })?;
                 match gone.first() {
                     Some(Err((_, RDKafkaErrorCode::NonEmptyGroup))) if Instant::now() < end => {
                         std::thread::sleep(Duration::from_millis(100));

@@ -20,8 +20,8 @@ const DEADLINE: Duration = Duration::from_secs(600);
 pub(super) async fn measure<S: Yard>(bed: &mut Bed<S>, load: Load) -> Result<Figure, AppError> {
     let (topic, _) = bed.topic("memory", &["sink"]).await?;
     super::relay::append(bed, &Maker::new(&topic, load), load.messages * TIMES).await?;
-    let this = std::env::current_exe()
-        .map_err(|error| AppError::failed(format!("this program is not found: {error}")))?;
+    let this =
+        std::env::current_exe().map_err(|error| AppError::failed(format!("this program is not found: {error}")))?;
     let mut publisher = Command::new(this)
         .arg("--config")
         .arg(bed.config_file()?)

@@ -51,7 +51,12 @@ pub(super) async fn measure<S: Yard>(bed: &mut Bed<S>, load: Load) -> Result<Vec
             &of(|round| (round.relay, round.producer.min(round.reader))),
         )
         .wanted(">= 0.40"),
-        Figure::beside("relay.of_client", "rows/s", "the bare warmed client", &of(|round| (round.relay, round.producer))),
+        Figure::beside(
+            "relay.of_client",
+            "rows/s",
+            "the bare warmed client",
+            &of(|round| (round.relay, round.producer)),
+        ),
         Figure::beside(
             "relay.of_reader",
             "rows/s",
@@ -144,11 +149,8 @@ async fn round<S: Yard>(bed: &mut Bed<S>, load: Load) -> Result<Round, AppError>
 /// Enqueues so many messages; answers with the position before the first.
 pub(super) async fn append<S: Yard>(bed: &Bed<S>, maker: &Maker, count: usize) -> Result<i64, AppError> {
     let mut last = 0;
-    loop {
-        match bed.store.read_plainly(last).await?.last() {
-            Some((position, _)) => last = *position,
-            None => break,
-        }
+    while let Some((position, _)) = bed.store.read_plainly(last).await?.last() {
+        last = *position;
     }
     let mut left = count;
     while left > 0 {

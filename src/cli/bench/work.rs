@@ -72,7 +72,7 @@ pub(super) enum Raw {
     #[cfg(feature = "kafka")]
     Kafka(crate::broker::kafka::RawProducer),
     #[cfg(feature = "rabbitmq")]
-    Rabbit(crate::broker::rabbitmq::RawPublisher),
+    Rabbit(Box<crate::broker::rabbitmq::RawPublisher>),
     /// The embedded broker has no other client: its own session, without relay.
     Own(AnyBroker),
 }
@@ -81,14 +81,14 @@ impl Raw {
     pub(super) async fn open(settings: &Settings, broker: &AnyBroker, linger: Duration) -> Result<Self, AppError> {
         match broker.name() {
             #[cfg(feature = "kafka")]
-            "kafka" => Ok(Self::Kafka(crate::broker::kafka::RawProducer::new(
-                &crate::app::kafka_config(settings)?,
-                linger,
-            )?)),
+            "kafka" => {
+                Ok(Self::Kafka(crate::broker::kafka::RawProducer::new(&crate::app::kafka_config(settings)?, linger)?))
+            }
             #[cfg(feature = "rabbitmq")]
-            "rabbitmq" => Ok(Self::Rabbit(
-                crate::broker::rabbitmq::RawPublisher::open(&crate::app::rabbit_config(settings), 1_000).await?,
-            )),
+            "rabbitmq" => {
+                let config = crate::app::rabbit_config(settings);
+                Ok(Self::Rabbit(Box::new(crate::broker::rabbitmq::RawPublisher::open(&config, 1_000).await?)))
+            }
             _ => {
                 let _ = (settings, linger);
                 Ok(Self::Own(Arc::clone(broker)))

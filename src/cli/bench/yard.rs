@@ -28,8 +28,7 @@ pub(super) trait Yard: Store {
     fn make_tables(&self) -> impl Future<Output = Result<(), AppError>> + Send;
 
     /// The rows behind a position, as a plain reader has them: whole, in position order, at most a thousand.
-    fn read_plainly(&self, after: i64)
-    -> impl Future<Output = Result<Vec<(i64, OutgoingMessage)>, StoreError>> + Send;
+    fn read_plainly(&self, after: i64) -> impl Future<Output = Result<Vec<(i64, OutgoingMessage)>, StoreError>> + Send;
 
     /// Copies the first rows of the outbox into a table with a status column.
     fn copy_with_status(&self, rows: usize) -> impl Future<Output = Result<(), StoreError>> + Send;

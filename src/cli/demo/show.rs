@@ -163,7 +163,8 @@ pub(super) async fn show<S: Tables>(args: &DemoArgs, stage: &Stage) -> Result<Ve
         for table in [stage.names.payments(), stage.names.ledger()] {
             store.run(&format!("drop table {table}")).await?;
         }
-        let made = ["ledger", "receipts"].map(|role| Subscription::new(stage.names.consumer(role), vec![topic.clone()]));
+        let made =
+            ["ledger", "receipts"].map(|role| Subscription::new(stage.names.consumer(role), vec![topic.clone()]));
         broker.remove(&made).await?;
     }
     store.close().await;

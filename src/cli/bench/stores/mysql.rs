@@ -49,10 +49,7 @@ impl Yard for MySqlStore {
 
     async fn drop_database(server: &str, name: &str) -> Result<(), AppError> {
         let mut admin = MySqlConnection::connect(server).await.map_err(StoreError::from)?;
-        admin
-            .execute(AssertSqlSafe(format!("drop database if exists {name}")))
-            .await
-            .map_err(StoreError::from)?;
+        admin.execute(AssertSqlSafe(format!("drop database if exists {name}"))).await.map_err(StoreError::from)?;
         Ok(admin.close().await.map_err(StoreError::from)?)
     }
 

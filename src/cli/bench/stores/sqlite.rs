@@ -16,7 +16,8 @@ use crate::message::OutgoingMessage;
 use crate::store::Base;
 use crate::store::sqlite::SqliteStore;
 
-const COLUMNS: &str = "position, message_id, topic, key, kind, headers, cast(payload as blob), content_type, created_at";
+const COLUMNS: &str =
+    "position, message_id, topic, key, kind, headers, cast(payload as blob), content_type, created_at";
 
 fn message(row: &SqliteRow) -> Result<(i64, OutgoingMessage), StoreError> {
     let id: &str = row.try_get_unchecked(1)?;
