@@ -90,3 +90,17 @@ async fn a_server_that_is_not_there_is_unavailable_at_once() {
     assert!(matches!(error, StoreError::Unavailable(_)), "{error:?}");
     assert!(started.elapsed().as_secs() < 10 && !error.to_string().contains("s3cret"));
 }
+
+/// A migrator without SUPER can make neither triggers nor functions under binary logging.
+///
+/// Shown by: adding a trigger of one line to the migration of the doors.
+#[tokio::test(flavor = "multi_thread")]
+async fn r12_there_is_no_trigger_and_every_pattern_ends_at_the_very_end() {
+    let Some(db) = Db::new("r12_there_is_no_trigger_and_every_pattern_ends_at_the_very_end").await else { return };
+    assert_eq!(db.count("information_schema.triggers where trigger_schema = database()").await, 0);
+    for migration in MySqlStore::migrations() {
+        for line in migration.sql.lines().filter(|line| line.contains("regexp") || line.contains("rlike")) {
+            assert!(line.contains(r"'\\A") && !line.contains("$'"), "a `$` takes a trailing newline: {line}");
+        }
+    }
+}
