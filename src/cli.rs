@@ -7,7 +7,6 @@ mod demo;
 mod doctor;
 mod migrate;
 mod oncebox;
-pub mod programs;
 #[cfg(feature = "email")]
 mod sender;
 mod status;
