@@ -87,7 +87,11 @@ async fn run(Args { common, topic, command }: Args) -> Result<(), AppError> {
         }
         Command::Provider { listen } => {
             let failed = |error| AppError::failed(format!("{listen}: {error}"));
-            serve(TcpListener::bind(listen).await.map_err(failed)?, Bookings::default()).await.map_err(failed)?;
+            let (stop, listener) = (stop_on_signals()?, TcpListener::bind(listen).await.map_err(failed)?);
+            tokio::select! {
+                served = serve(listener, Bookings::default()) => served.map_err(failed)?,
+                () = stop.cancelled() => {}
+            }
         }
         Command::Counts => show_counts(&open(&common).await?).await?,
     }

@@ -4,6 +4,7 @@
 //! with the same key, and the provider, which knows the key, answers as it did the first time. Two senders at once, or one
 //! that is killed between answer and update, are the same case: one more request under a key that is known.
 
+use std::error::Error;
 use std::time::Duration;
 
 use oncebox::runtime::pace::{Pace, sleep_unless};
@@ -111,15 +112,15 @@ impl ProviderSender {
         let answer = match request.header("Content-Type", "application/json").send().await {
             Ok(answer) => answer,
             // The key is no header value: nothing was sent, and nothing ever will be.
-            Err(error) if error.is_builder() => return Outcome::Refused(format!("{:?}", error.without_url())),
-            Err(error) => return Outcome::Unknown(format!("{:?}", error.without_url())),
+            Err(error) if error.is_builder() => return Outcome::Refused(said(error)),
+            Err(error) => return Outcome::Unknown(said(error)),
         };
         let status = answer.status();
         match answer.text().await {
             Ok(reference) if status.is_success() => Outcome::Delivered(reference),
             Ok(text) if is_final(status) => Outcome::Refused(format!("{status}: {text}")),
             Ok(text) => Outcome::Unknown(format!("{status}: {text}")),
-            Err(error) => Outcome::Unknown(format!("{status}: {:?}", error.without_url())),
+            Err(error) => Outcome::Unknown(format!("{status}: {}", said(error))),
         }
     }
 }
@@ -128,4 +129,11 @@ impl ProviderSender {
 /// 409 says that the first request is still at work; a 5xx may come from a gateway, after the provider has booked.
 fn is_final(status: StatusCode) -> bool {
     matches!(status, StatusCode::BAD_REQUEST | StatusCode::PAYLOAD_TOO_LARGE | StatusCode::UNPROCESSABLE_ENTITY)
+}
+
+/// Cause after cause, without the URL, which may hold a secret.
+fn said(error: reqwest::Error) -> String {
+    let error = error.without_url();
+    let causes = std::iter::successors(error.source(), |&cause| cause.source());
+    causes.fold(error.to_string(), |text, cause| format!("{text}: {cause}"))
 }

@@ -14,6 +14,8 @@ use crate::observe::Health;
 use crate::runtime::{Consumer, Handlers};
 use crate::store::{Store, StoreOptions};
 
+type ByName<S> = BTreeMap<String, Handlers<S>>;
+
 /// Handlers in Rust, by consumer. A consumer of the configuration that is not named here has the handlers named there.
 #[derive(Debug)]
 pub struct HandlersByConsumer<S: Store>(Vec<(ConsumerSettings, Handlers<S>)>);
@@ -41,12 +43,9 @@ impl<S: Store> HandlersByConsumer<S> {
     }
 
     /// The consumers to run, those of the configuration first, and the handlers in Rust by name.
-    fn beside(
-        self,
-        configured: &[ConsumerSettings],
-    ) -> Result<(Vec<ConsumerSettings>, BTreeMap<String, Handlers<S>>), AppError> {
+    fn beside(self, configured: &[ConsumerSettings]) -> Result<(Vec<ConsumerSettings>, ByName<S>), AppError> {
         let mut consumers = configured.to_vec();
-        let mut by_name = BTreeMap::new();
+        let mut by_name = ByName::new();
         for (default, handlers) in self.0 {
             if by_name.insert(default.name.clone(), handlers).is_some() {
                 let name = default.name;
@@ -204,4 +203,31 @@ async fn configured<S: Store>(store: &S, settings: &ConsumerSettings) -> Result<
         };
     }
     Ok(handlers)
+}
+
+#[cfg(all(test, feature = "sqlite"))]
+mod tests {
+    use super::*;
+    use crate::store::sqlite::SqliteStore;
+
+    fn handlers(names: [&str; 2]) -> HandlersByConsumer<SqliteStore> {
+        let add = |all: HandlersByConsumer<_>, name| all.consumer(name, ["payments"], Handlers::new());
+        names.into_iter().fold(HandlersByConsumer::new(), add)
+    }
+
+    #[test]
+    fn the_configuration_decides_over_the_topics_of_handlers_and_its_other_consumers_stay() {
+        let configured = [("ledger", "bookings"), ("audit", "payments")]
+            .map(|(name, topic)| ConsumerSettings::new(name, vec![topic.to_owned()]));
+        let (consumers, by_name) = handlers(["ledger", "emails"]).beside(&configured).expect("each name stands once");
+        let seen: Vec<_> = consumers.iter().map(|one| (one.name.as_str(), one.topics[0].as_str())).collect();
+        assert_eq!(seen, [("ledger", "bookings"), ("audit", "payments"), ("emails", "payments")]);
+        assert_eq!(by_name.into_keys().collect::<Vec<_>>(), ["emails", "ledger"]);
+    }
+
+    #[test]
+    fn handlers_for_one_consumer_twice_are_refused_by_name() {
+        let refused = handlers(["ledger", "ledger"]).beside(&[]).expect_err("one would be left out silently");
+        assert!(refused.message.contains("`ledger`"), "{refused}");
+    }
 }

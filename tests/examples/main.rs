@@ -1,6 +1,7 @@
 //! The examples, as real processes: what they teach holds when it is run.
 #![allow(clippy::unwrap_used)]
 
+mod answers;
 mod payments;
 mod plain_sql;
 #[path = "../support/postgres.rs"]

@@ -7,7 +7,7 @@ use sqlx::query_scalar;
 
 use crate::stage::{ONCEBOX, PUBLISHER, Stage, example, finished, repeated};
 
-/// Shown by: taking the inbox's word away (`admit` says that every message is new), and by enqueuing outside the transaction.
+/// Shown by: an inbox that takes every message for new.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn an_order_of_the_smallest_producer_is_shipped_once_by_the_smallest_consumer() {
     let stage = Stage::new(None, None);
