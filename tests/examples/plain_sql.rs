@@ -79,7 +79,7 @@ async fn the_mariadb_client_enqueues_from_plain_sql() {
     url.set_path(&database);
     let mut mariadb = Command::new("mariadb");
     mariadb
-        .args(["--protocol=tcp", "--skip-ssl-verify-server-cert", "--host", url.host_str().unwrap()])
+        .args(["--no-defaults", "--protocol=tcp", "--skip-ssl-verify-server-cert", "--host", url.host_str().unwrap()])
         .args(["--port", &url.port().unwrap().to_string(), "--user", url.username()])
         .env("MYSQL_PWD", url.password().unwrap_or_default())
         .arg(&database)

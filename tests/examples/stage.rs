@@ -96,7 +96,9 @@ impl Stage {
 /// Runs a command to its end, which must be a good one; gives what it printed.
 pub(crate) fn finished(mut command: Command) -> String {
     let output = command.output().unwrap();
-    assert!(output.status.success(), "{command:?}: {}", String::from_utf8_lossy(&output.stderr));
+    // Its arguments may hold a password.
+    let (program, said) = (command.get_program(), String::from_utf8_lossy(&output.stderr));
+    assert!(output.status.success(), "{program:?}: {}: {said}", output.status);
     String::from_utf8(output.stdout).unwrap()
 }
 

@@ -41,7 +41,7 @@ impl Process {
     /// It should run: a program that ended by itself is a failure.
     pub(crate) fn check(&mut self) {
         if let Some(status) = self.child.try_wait().unwrap() {
-            panic!("{:?} ended by itself ({status}):\n{}", self.command, self.tail());
+            panic!("{} ended by itself ({status}):\n{}", self.log.display(), self.tail());
         }
     }
 
@@ -52,10 +52,10 @@ impl Process {
         let asked = Instant::now();
         loop {
             if let Some(status) = self.child.try_wait().unwrap() {
-                assert!(status.success(), "{:?} ended with {status}:\n{}", self.command, self.tail());
+                assert!(status.success(), "{} ended with {status}:\n{}", self.log.display(), self.tail());
                 return;
             }
-            assert!(asked.elapsed() < deadline, "{:?} did not stop:\n{}", self.command, self.tail());
+            assert!(asked.elapsed() < deadline, "{} did not stop:\n{}", self.log.display(), self.tail());
             std::thread::sleep(Duration::from_millis(20));
         }
     }
