@@ -1,4 +1,5 @@
-//! What processes are made of: settings, connections by URL, the publisher and consumer as programs.
+//! What processes are made of: settings, connections by URL, the publisher and consumer as programs, with their
+//! command lines.
 //!
 //! Guarantees: only this room and `bin` read the environment; a program never migrates by itself; secrets are never printed.
 //!
@@ -10,6 +11,8 @@ mod consumer;
 mod exit;
 mod listen;
 mod logging;
+mod program;
+mod programs;
 mod publisher;
 mod signals;
 
@@ -22,5 +25,7 @@ pub use consumer::{HandlersByConsumer, run_consumers, run_consumers_with};
 pub use exit::{AppError, Exit};
 pub use listen::Listener;
 pub use logging::{LogFormat, start_logging};
+pub use program::{CommonArgs, run};
+pub use programs::{ConsumerArgs, PublisherArgs, configured_consumer, consumer, publisher};
 pub use publisher::run_publisher;
 pub use signals::stop_on_signals;

@@ -9,7 +9,6 @@ mod doctor;
 mod migrate;
 mod oncebox;
 mod place;
-pub mod programs;
 mod progress;
 #[cfg(feature = "email")]
 mod sender;

@@ -27,9 +27,13 @@ fn sources(dir: &Path, found: &mut Vec<PathBuf>) {
 }
 
 fn all_sources() -> Vec<(PathBuf, String)> {
+    sources_below("src")
+}
+
+fn sources_below(directory: &str) -> Vec<(PathBuf, String)> {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
     let mut found = Vec::new();
-    sources(&root.join("src"), &mut found);
+    sources(&root.join(directory), &mut found);
     found
         .into_iter()
         .map(|path| {
@@ -110,7 +114,7 @@ fn only_app_cli_and_bin_read_the_environment() {
 #[test]
 fn every_file_says_what_it_is_for_and_stays_small() {
     let mut lines = Vec::new();
-    for (path, text) in all_sources() {
+    for (path, text) in all_sources().into_iter().chain(sources_below("examples")) {
         assert!(text.starts_with("//!"), "{} does not say what it is for", path.display());
         let count = text.lines().count();
         assert!(count <= LINES_MAX, "{} has {count} lines, at most {LINES_MAX}", path.display());

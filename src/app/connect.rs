@@ -83,6 +83,13 @@ pub async fn open_store_with<S: Store>(
     stop: Option<&CancellationToken>,
     health: &Health,
 ) -> Result<S, AppError> {
+    let kind = store_kind(&options.url)?;
+    if kind != S::NAME {
+        return Err(AppError::usage(format!(
+            "the database URL is of kind `{kind}`, this program is written for `{}`",
+            S::NAME
+        )));
+    }
     let name = redact(&options.url);
     let mut pace = Pace::new(Duration::from_millis(200), Duration::from_secs(5));
     loop {

@@ -14,8 +14,56 @@ use crate::observe::Health;
 use crate::runtime::{Consumer, Handlers};
 use crate::store::{Store, StoreOptions};
 
-/// Handlers in Rust by consumer name; a consumer that is not named here has those of the configuration.
-pub type HandlersByConsumer<S> = BTreeMap<String, Handlers<S>>;
+type ByName<S> = BTreeMap<String, Handlers<S>>;
+
+/// Handlers in Rust, by consumer. A consumer of the configuration that is not named here has the handlers named there.
+#[derive(Debug)]
+pub struct HandlersByConsumer<S: Store>(Vec<(ConsumerSettings, Handlers<S>)>);
+
+impl<S: Store> HandlersByConsumer<S> {
+    /// No consumer yet.
+    #[must_use]
+    pub fn new() -> Self {
+        Self(Vec::new())
+    }
+
+    /// Adds a consumer. Its name is the inbox key, the Kafka group and part of the queue names: it stays for good. Where the
+    /// configuration has a `[[consumer]]` of this name, that one says which topics it reads, and all else; otherwise it reads
+    /// `topics` with the defaults.
+    #[must_use]
+    pub fn consumer<T: Into<String>>(
+        mut self,
+        name: &str,
+        topics: impl IntoIterator<Item = T>,
+        handlers: Handlers<S>,
+    ) -> Self {
+        let topics = topics.into_iter().map(Into::into).collect();
+        self.0.push((ConsumerSettings::new(name, topics), handlers));
+        self
+    }
+
+    /// The consumers to run, those of the configuration first, and the handlers in Rust by name.
+    fn beside(self, configured: &[ConsumerSettings]) -> Result<(Vec<ConsumerSettings>, ByName<S>), AppError> {
+        let mut consumers = configured.to_vec();
+        let mut by_name = ByName::new();
+        for (default, handlers) in self.0 {
+            if by_name.insert(default.name.clone(), handlers).is_some() {
+                let name = default.name;
+                return Err(AppError::usage(format!("there are handlers for the consumer `{name}` twice")));
+            }
+            if !consumers.iter().any(|consumer| consumer.name == default.name) {
+                consumers.push(default);
+            }
+        }
+        Ok((consumers, by_name))
+    }
+}
+
+impl<S: Store> Default for HandlersByConsumer<S> {
+    fn default() -> Self {
+        Self::new()
+    }
+}
 
 /// Runs the consumers of the settings until they are told to stop, or all are idle where `until_idle` is set.
 ///
@@ -30,11 +78,11 @@ pub async fn run_consumers(
     let run = Run { settings, until_idle, health, stop };
     match store_kind(&settings.database.url.0)? {
         #[cfg(feature = "postgres")]
-        "postgres" => run.with::<crate::store::postgres::PostgresStore>(BTreeMap::new()).await,
+        "postgres" => run.with::<crate::store::postgres::PostgresStore>(HandlersByConsumer::new()).await,
         #[cfg(feature = "mysql")]
-        "mysql" => run.with::<crate::store::mysql::MySqlStore>(BTreeMap::new()).await,
+        "mysql" => run.with::<crate::store::mysql::MySqlStore>(HandlersByConsumer::new()).await,
         #[cfg(feature = "sqlite")]
-        "sqlite" => run.with::<crate::store::sqlite::SqliteStore>(BTreeMap::new()).await,
+        "sqlite" => run.with::<crate::store::sqlite::SqliteStore>(HandlersByConsumer::new()).await,
         kind => Err(AppError::usage(format!(
             "this program was built without the feature `{kind}` that the database URL needs"
         ))),
@@ -52,13 +100,6 @@ pub async fn run_consumers_with<S: Store>(
     health: Health,
     stop: CancellationToken,
 ) -> Result<(), AppError> {
-    let kind = store_kind(&settings.database.url.0)?;
-    if kind != S::NAME {
-        return Err(AppError::usage(format!(
-            "the database URL is of kind `{kind}`, these handlers are written for `{}`",
-            S::NAME
-        )));
-    }
     Run { settings, until_idle, health, stop }.with(handlers).await
 }
 
@@ -70,22 +111,16 @@ struct Run<'a> {
 }
 
 impl Run<'_> {
-    async fn with<S: Store>(self, mut handlers: HandlersByConsumer<S>) -> Result<(), AppError> {
-        if self.settings.consumer.is_empty() {
+    async fn with<S: Store>(self, handlers: HandlersByConsumer<S>) -> Result<(), AppError> {
+        let (consumers, mut handlers) = handlers.beside(&self.settings.consumer)?;
+        if consumers.is_empty() {
             return Err(AppError::usage(
                 "no consumer is configured\nhint: add [[consumer]] to the configuration file; `oncebox config template` shows one",
             ));
         }
-        for name in handlers.keys() {
-            if !self.settings.consumer.iter().any(|consumer| consumer.name == *name) {
-                return Err(AppError::usage(format!(
-                    "there are handlers for the consumer `{name}`, but no [[consumer]] of that name"
-                )));
-            }
-        }
         let is_sqlite = S::NAME == "sqlite";
         let mut options = Vec::new();
-        for consumer in &self.settings.consumer {
+        for consumer in &consumers {
             let mut one = consumer.options(is_sqlite, self.settings.shutdown_grace).map_err(AppError::usage)?;
             one.until_idle = self.until_idle;
             options.push((consumer, one));
@@ -168,4 +203,31 @@ async fn configured<S: Store>(store: &S, settings: &ConsumerSettings) -> Result<
         };
     }
     Ok(handlers)
+}
+
+#[cfg(all(test, feature = "sqlite"))]
+mod tests {
+    use super::*;
+    use crate::store::sqlite::SqliteStore;
+
+    fn handlers(names: [&str; 2]) -> HandlersByConsumer<SqliteStore> {
+        let add = |all: HandlersByConsumer<_>, name| all.consumer(name, ["payments"], Handlers::new());
+        names.into_iter().fold(HandlersByConsumer::new(), add)
+    }
+
+    #[test]
+    fn the_configuration_decides_over_the_topics_of_handlers_and_its_other_consumers_stay() {
+        let configured = [("ledger", "bookings"), ("audit", "payments")]
+            .map(|(name, topic)| ConsumerSettings::new(name, vec![topic.to_owned()]));
+        let (consumers, by_name) = handlers(["ledger", "emails"]).beside(&configured).expect("each name stands once");
+        let seen: Vec<_> = consumers.iter().map(|one| (one.name.as_str(), one.topics[0].as_str())).collect();
+        assert_eq!(seen, [("ledger", "bookings"), ("audit", "payments"), ("emails", "payments")]);
+        assert_eq!(by_name.into_keys().collect::<Vec<_>>(), ["emails", "ledger"]);
+    }
+
+    #[test]
+    fn handlers_for_one_consumer_twice_are_refused_by_name() {
+        let refused = handlers(["ledger", "ledger"]).beside(&[]).expect_err("one would be left out silently");
+        assert!(refused.message.contains("`ledger`"), "{refused}");
+    }
 }

@@ -3,14 +3,17 @@
 use tokio::signal::unix::{SignalKind, signal};
 use tokio_util::sync::CancellationToken;
 
+use super::exit::AppError;
+
 /// A token that is cancelled by the first SIGTERM or SIGINT; the second exits with 1.
 ///
 /// # Errors
 /// Where signals cannot be listened for.
-pub fn stop_on_signals() -> std::io::Result<CancellationToken> {
+pub fn stop_on_signals() -> Result<CancellationToken, AppError> {
     let token = CancellationToken::new();
-    let mut terminate = signal(SignalKind::terminate())?;
-    let mut interrupt = signal(SignalKind::interrupt())?;
+    let listen =
+        |kind| signal(kind).map_err(|error| AppError::failed(format!("signals cannot be listened for: {error}")));
+    let (mut terminate, mut interrupt) = (listen(SignalKind::terminate())?, listen(SignalKind::interrupt())?);
     let stop = token.clone();
     tokio::spawn(async move {
         loop {

@@ -3,5 +3,5 @@
 use std::process::ExitCode;
 
 fn main() -> ExitCode {
-    oncebox::cli::programs::consumer_main()
+    oncebox::app::configured_consumer()
 }

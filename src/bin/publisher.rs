@@ -3,5 +3,5 @@
 use std::process::ExitCode;
 
 fn main() -> ExitCode {
-    oncebox::cli::programs::publisher_main()
+    oncebox::app::publisher()
 }

@@ -5,8 +5,8 @@ use std::process::ExitCode;
 use clap::{CommandFactory, Parser, Subcommand};
 
 use super::common::{CommonArgs, Output, run};
-use super::{bench, config, dead, demo, doctor, migrate, programs, status};
-use crate::app::AppError;
+use super::{bench, config, dead, demo, doctor, migrate, status};
+use crate::app::{AppError, ConsumerArgs, PublisherArgs};
 
 /// Exactly-once effects over at-least-once brokers.
 #[derive(Debug, Parser)]
@@ -56,8 +56,8 @@ enum Command {
 
 #[derive(Debug, Subcommand)]
 enum Program {
-    Publisher(programs::PublisherArgs),
-    Consumer(programs::ConsumerArgs),
+    Publisher(PublisherArgs),
+    Consumer(ConsumerArgs),
     #[cfg(feature = "email")]
     Sender(super::sender::SenderArgs),
     #[command(subcommand)]

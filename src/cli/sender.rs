@@ -24,7 +24,7 @@ pub(super) struct SenderArgs {
 
 pub(super) async fn run(args: &SenderArgs, common: &CommonArgs) -> Result<(), AppError> {
     let settings = common.load(args.listen)?.settings;
-    let stop = stop_on_signals().map_err(|error| AppError::failed(error.to_string()))?;
+    let stop = stop_on_signals()?;
     let health = Health::default();
     if let Some(address) = settings.http.listen {
         Listener::start(address, "sender", health.clone(), stop.clone()).await?;

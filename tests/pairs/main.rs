@@ -5,8 +5,9 @@
 #![allow(clippy::unwrap_used)]
 
 mod business;
-mod cast;
 mod checker;
+#[path = "../support/process.rs"]
+mod process;
 mod rounds;
 #[path = "../support/mod.rs"]
 mod support;

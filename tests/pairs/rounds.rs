@@ -2,15 +2,16 @@
 //!
 //! Services, topics, groups and all data live through all rounds. A kill that hit nothing in flight is no round.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
+use std::process::Command;
 use std::time::{Duration, Instant};
 
 use oncebox::app::config::{ConsumerSettings, OnSettings, Secret, Settings, Span};
 use oncebox::broker::Subscription;
 
 use crate::business::{Business, topic};
-use crate::cast::Process;
 use crate::checker::{Entry, History, check};
+use crate::process::Process;
 
 /// A round counts only if so many committed messages had no effect yet when the kill came.
 const IN_FLIGHT_MIN: i64 = 100;
@@ -45,9 +46,10 @@ pub(crate) async fn play<B: Business>(pair: Pair) {
     }
     broker.tap(&topic_name).await.unwrap();
 
-    let mut publisher = Process::start("publisher", &config, &pair.dir.join("publisher.log"));
+    let start = |binary: &str, log: &str| Process::start(with_config(binary, &config), &pair.dir.join(log));
+    let mut publisher = start(env!("CARGO_BIN_EXE_publisher"), "publisher.log");
     let mut consumers: Vec<Process> = (0..pair.consumers)
-        .map(|number| Process::start("consumer", &config, &pair.dir.join(format!("consumer-{number}.log"))))
+        .map(|number| start(env!("CARGO_BIN_EXE_consumer"), &format!("consumer-{number}.log")))
         .collect();
 
     let mut writer = Writer { numbers: vec![0; 40], payments: 0 };
@@ -101,6 +103,12 @@ pub(crate) async fn play<B: Business>(pair: Pair) {
         consumer.stop(Duration::from_secs(40));
     }
     store.close().await;
+}
+
+fn with_config(binary: &str, config: &Path) -> Command {
+    let mut command = Command::new(binary);
+    command.arg("--config").arg(config);
+    command
 }
 
 struct Writer {

@@ -8,8 +8,8 @@ use serde::{Deserialize, Serialize};
 use uuid::Uuid;
 
 use super::stage::Names;
-use crate::app::config::{ConsumerSettings, Settings};
-use crate::app::{AppError, run_consumers_with, stop_on_signals, store_kind};
+use crate::app::config::Settings;
+use crate::app::{AppError, HandlersByConsumer, run_consumers_with, stop_on_signals, store_kind};
 use crate::cli::common::CommonArgs;
 use crate::error::HandlerError;
 use crate::message::{Message, NewMessage};
@@ -79,7 +79,7 @@ pub(in crate::cli) async fn run_role(role: Role, common: &CommonArgs) -> Result<
 }
 
 async fn play<S: Store>(role: Role, mut settings: Settings) -> Result<(), AppError> {
-    let stop = stop_on_signals().map_err(|error| AppError::failed(error.to_string()))?;
+    let stop = stop_on_signals()?;
     let (tag, role_name) = match &role {
         Role::Till { tag, .. } => (tag, "till"),
         Role::Ledger { tag } => (tag, "ledger"),
@@ -91,14 +91,17 @@ async fn play<S: Store>(role: Role, mut settings: Settings) -> Result<(), AppErr
         return take_payments(&store, &names, messages).await;
     }
     let name = names.consumer(role_name);
-    settings.consumer = vec![ConsumerSettings::new(&name, vec![names.topic()])];
+    // Those of the demo and no others.
+    settings.consumer.clear();
+    let topics = [names.topic()];
     let handlers = if let Role::Ledger { .. } = role {
         let store: S = crate::app::open_store(&settings, Some(&stop)).await?;
         Handlers::new().on(KIND, ledger(&store, &names).await?)
     } else {
         Handlers::new().on(KIND, Receipts { names })
     };
-    run_consumers_with::<S>(&settings, BTreeMap::from([(name, handlers)]), None, Health::default(), stop).await
+    let handlers = HandlersByConsumer::new().consumer(&name, topics, handlers);
+    run_consumers_with::<S>(&settings, handlers, None, Health::default(), stop).await
 }
 
 /// Business row and message in one transaction, one by one, over many accounts in turn.

@@ -6,11 +6,13 @@ use std::time::Duration;
 
 use clap::{Args, Parser};
 
-use super::common::{CommonArgs, run};
-use crate::app::config::Settings;
-use crate::app::{
-    AppError, HandlersByConsumer, Listener, run_consumers, run_consumers_with, run_publisher, stop_on_signals,
-};
+use super::config::Settings;
+use super::consumer::{HandlersByConsumer, run_consumers, run_consumers_with};
+use super::exit::AppError;
+use super::listen::Listener;
+use super::program::{CommonArgs, run};
+use super::publisher::run_publisher;
+use super::signals::stop_on_signals;
 use crate::observe::Health;
 use crate::store::Store;
 
@@ -78,8 +80,7 @@ async fn start(
     program: &'static str,
     settings: &Settings,
 ) -> Result<(Health, tokio_util::sync::CancellationToken), AppError> {
-    let stop =
-        stop_on_signals().map_err(|error| AppError::failed(format!("signals cannot be listened for: {error}")))?;
+    let stop = stop_on_signals()?;
     let health = Health::default();
     if let Some(address) = settings.http.listen {
         Listener::start(address, program, health.clone(), stop.clone()).await?;
@@ -112,20 +113,22 @@ struct ConsumerProgram {
     args: ConsumerArgs,
 }
 
-/// `publisher`
-pub fn publisher_main() -> ExitCode {
+/// `publisher`: what its `main` returns.
+pub fn publisher() -> ExitCode {
     let program = PublisherProgram::parse();
     run(program.args.run(&program.common))
 }
 
-/// `consumer`, with the handlers of the configuration.
-pub fn consumer_main() -> ExitCode {
+/// `consumer` with the handlers that the configuration names: what its `main` returns.
+pub fn configured_consumer() -> ExitCode {
     let program = ConsumerProgram::parse();
     run(program.args.run(&program.common))
 }
 
-/// `consumer`, with handlers in Rust: what a `main` of one's own returns. It reads the same flags, environment and file.
-pub fn consumer_main_with<S: Store>(handlers: HandlersByConsumer<S>) -> ExitCode {
+/// `consumer` with handlers in Rust: what a `main` of one's own returns (`examples/consumer.rs`). It reads the same flags,
+/// environment and file. A program with more commands takes [`CommonArgs`] and [`ConsumerArgs`] into its own command line
+/// instead (`examples/payments`).
+pub fn consumer<S: Store>(handlers: HandlersByConsumer<S>) -> ExitCode {
     let program = ConsumerProgram::parse();
     run(program.args.run_with(&program.common, handlers))
 }

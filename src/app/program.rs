@@ -1,0 +1,86 @@
+//! What all programs take, and how each of them starts and ends. A program of one's own can have the same.
+
+use std::future::Future;
+use std::net::SocketAddr;
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use clap::Args;
+
+use super::config::{Layers, Loaded, LogSettings, load};
+use super::exit::{AppError, Exit};
+use super::logging::{LogFormat, start_logging};
+
+/// Flags of every program; a command line of one's own takes them by `#[command(flatten)]`.
+#[derive(Debug, Clone, Default, Args)]
+pub struct CommonArgs {
+    /// Configuration file (TOML); `oncebox config template` prints one
+    #[arg(long, value_name = "FILE", env = "ONCEBOX_CONFIG", global = true)]
+    pub config: Option<PathBuf>,
+    /// Database: postgres://, mysql:// (also MariaDB) or sqlite://FILE [env: ONCEBOX_DATABASE__URL]
+    #[arg(long, value_name = "URL", global = true)]
+    pub database: Option<String>,
+    /// Broker: kafka://, kafkas://, amqp://, amqps:// or embedded://FILE [env: ONCEBOX_BROKER__URL]
+    #[arg(long, value_name = "URL", global = true)]
+    pub broker: Option<String>,
+    /// How log lines look [env: ONCEBOX_LOG__FORMAT]
+    #[arg(long, value_name = "FORMAT", global = true)]
+    pub log_format: Option<LogFormat>,
+}
+
+impl CommonArgs {
+    /// Reads all layers and starts logging.
+    ///
+    /// # Errors
+    /// Settings that cannot be used: exit code 2.
+    pub fn load(&self, listen: Option<SocketAddr>) -> Result<Loaded, AppError> {
+        let loaded = self.read(listen)?;
+        start_logging(loaded.settings.log.format, &loaded.settings.log.filter);
+        Ok(loaded)
+    }
+
+    /// As [`CommonArgs::load`], for a command that a person watches: only warnings are logged unless a filter was set.
+    pub(crate) fn load_quietly(&self) -> Result<Loaded, AppError> {
+        let loaded = self.read(None)?;
+        let log = &loaded.settings.log;
+        let filter = if log.filter == LogSettings::default().filter { "warn" } else { &log.filter };
+        start_logging(log.format, filter);
+        Ok(loaded)
+    }
+
+    fn read(&self, listen: Option<SocketAddr>) -> Result<Loaded, AppError> {
+        let mut flags = Vec::new();
+        let mut flag = |path: &'static str, value: Option<String>| flags.extend(value.map(|value| (path, value)));
+        flag("database.url", self.database.clone());
+        flag("broker.url", self.broker.clone());
+        flag("log.format", self.log_format.map(|format| format!("{format:?}").to_lowercase()));
+        flag("http.listen", listen.map(|listen| listen.to_string()));
+        load(&Layers { file: self.config.clone(), flags }).map_err(AppError::usage)
+    }
+}
+
+/// Runs a program to its end and turns what happened into an exit code: what a `main` returns. It makes the runtime, and
+/// chooses the provider of TLS.
+pub fn run<F: Future<Output = Result<(), AppError>>>(main: F) -> ExitCode {
+    #[cfg(feature = "tls")]
+    {
+        // Two providers in one graph would panic at run time; one is chosen before anything asks (a second call is harmless).
+        let _ = rustls::crypto::aws_lc_rs::default_provider().install_default();
+    }
+    let runtime = match tokio::runtime::Builder::new_multi_thread().enable_all().build() {
+        Ok(runtime) => runtime,
+        Err(error) => return end(&AppError::failed(format!("the runtime cannot start: {error}"))),
+    };
+    let outcome = runtime.block_on(main);
+    // Threads of clients that hang in their teardown must not keep the process.
+    runtime.shutdown_timeout(std::time::Duration::from_secs(2));
+    match outcome {
+        Ok(()) => Exit::Done.into(),
+        Err(error) => end(&error),
+    }
+}
+
+fn end(error: &AppError) -> ExitCode {
+    eprintln!("error: {error}");
+    error.exit.into()
+}

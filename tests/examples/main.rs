@@ -1,0 +1,17 @@
+//! The examples, as real processes: what they teach holds when it is run.
+#![allow(clippy::unwrap_used)]
+
+mod answers;
+mod payments;
+mod plain_sql;
+#[path = "../support/postgres.rs"]
+mod postgres;
+#[path = "../support/process.rs"]
+mod process;
+/// The outside provider, the same that the example has: it is no part of what is tested.
+#[path = "../../examples/payments/provider.rs"]
+mod provider;
+mod smallest;
+mod stage;
+#[path = "../support/mod.rs"]
+mod support;

@@ -1,0 +1,123 @@
+//! A directory with the settings of one test, and the programs and examples that run with them.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::{Duration, SystemTime};
+
+use oncebox::NewMessage;
+use oncebox::app::AnyBroker;
+use oncebox::app::config::{ConsumerSettings, Secret, Settings, Span};
+use oncebox::message::Arrived;
+
+use crate::process::Process;
+use crate::support::{eventually, unique};
+
+/// Long enough for a busy machine and a rebalance of Kafka; a condition that holds ends the wait at once.
+pub(crate) const SOON: Duration = Duration::from_secs(120);
+
+/// The three programs.
+pub(crate) const ONCEBOX: &str = env!("CARGO_BIN_EXE_oncebox");
+pub(crate) const PUBLISHER: &str = env!("CARGO_BIN_EXE_publisher");
+
+/// An example, which cargo builds beside this test. `cargo test --test examples` builds none: then it says so.
+pub(crate) fn example(name: &str) -> String {
+    let this = std::env::current_exe().unwrap();
+    let binary = this.ancestors().nth(2).unwrap().join("examples").join(name);
+    let built = |path: &Path| path.metadata().and_then(|data| data.modified()).unwrap_or(SystemTime::UNIX_EPOCH);
+    let sources = std::fs::read_to_string(binary.with_extension("d")).unwrap_or_default();
+    let newest = sources.split_whitespace().skip(1).map(|source| built(Path::new(source))).max();
+    assert!(
+        newest.is_some_and(|newest| newest <= built(&binary)),
+        "{} is missing or older than its sources: `cargo build --all-features --examples` makes it",
+        binary.display()
+    );
+    binary.to_str().unwrap().to_owned()
+}
+
+pub(crate) struct Stage {
+    dir: tempfile::TempDir,
+    pub(crate) settings: Settings,
+    /// A name that no other test has; topics and groups are shared on a real broker.
+    pub(crate) tag: String,
+}
+
+impl Stage {
+    /// SQLite and the embedded broker in a directory, unless URLs are given.
+    pub(crate) fn new(database: Option<&str>, broker: Option<&str>) -> Self {
+        let dir = tempfile::tempdir().unwrap();
+        let file = |scheme: &str, name: &str| format!("{scheme}://{}", dir.path().join(name).display());
+        let mut settings = Settings::default();
+        settings.database.url = Secret(database.map_or_else(|| file("sqlite", "service.db"), str::to_owned));
+        settings.broker.url = Secret(broker.map_or_else(|| file("embedded", "broker.db"), str::to_owned));
+        settings.broker.kafka.create_topics = true;
+        // Takeovers after a kill are what the test waits for.
+        settings.broker.kafka.session_timeout = Span::seconds(6);
+        settings.broker.embedded.session_timeout = Span::seconds(2);
+        settings.publisher.lease = Span::seconds(2);
+        settings.email.directory = dir.path().join("emails");
+        Self { dir, settings, tag: unique("examples") }
+    }
+
+    pub(crate) fn path(&self, name: &str) -> PathBuf {
+        self.dir.path().join(name)
+    }
+
+    /// A program or example with the settings of this stage, and those of its consumer where it is one.
+    pub(crate) fn command(&self, binary: &str, args: &[&str], consumer: Option<ConsumerSettings>) -> Command {
+        let settings = Settings { consumer: consumer.into_iter().collect(), ..self.settings.clone() };
+        let config = self.path(&format!("{}.toml", unique("config")));
+        std::fs::write(&config, toml::to_string(&settings).unwrap()).unwrap();
+        let mut command = Command::new(binary);
+        command.args(args).env("ONCEBOX_CONFIG", config).env("NO_PROXY", "127.0.0.1").current_dir(self.dir.path());
+        command
+    }
+
+    /// Runs it to its end, which must be a good one; gives what it printed.
+    pub(crate) fn run(&self, binary: &str, args: &[&str]) -> String {
+        finished(self.command(binary, args, None))
+    }
+
+    /// Starts it; its log is named after its last argument.
+    pub(crate) fn start(&self, mut command: Command, log: &str) -> Process {
+        command.env("RUST_BACKTRACE", "1");
+        Process::start(command, &self.path(&format!("{log}.log")))
+    }
+
+    /// What stands in a topic.
+    pub(crate) async fn published(&self, topic: &str) -> Vec<Arrived> {
+        self.broker().await.read_all(topic).await.unwrap()
+    }
+
+    pub(crate) async fn broker(&self) -> AnyBroker {
+        oncebox::app::open_broker(&self.settings).await.unwrap()
+    }
+}
+
+/// Runs a command to its end, which must be a good one; gives what it printed.
+pub(crate) fn finished(mut command: Command) -> String {
+    let output = command.output().unwrap();
+    // Its arguments may hold a password.
+    let (program, said) = (command.get_program(), String::from_utf8_lossy(&output.stderr));
+    assert!(output.status.success(), "{program:?}: {}: {said}", output.status);
+    String::from_utf8(output.stdout).unwrap()
+}
+
+/// The same messages once more: the same ids, the same bytes.
+pub(crate) fn repeated(arrived: &[Arrived]) -> Vec<NewMessage> {
+    let again = |one: &Arrived| {
+        let payload = String::from_utf8(one.payload.clone().unwrap()).unwrap();
+        let message = NewMessage::text(&one.topic, one.kind.clone().unwrap(), payload);
+        let key = String::from_utf8(one.key.clone().unwrap()).unwrap();
+        message.with_key(key).with_id(one.id.as_deref().unwrap().parse().unwrap())
+    };
+    arrived.iter().map(again).collect()
+}
+
+/// Waits until the answer is yes.
+pub(crate) async fn until<F: Future<Output = bool>>(what: &str, mut ask: impl FnMut() -> F) {
+    eventually(what, SOON, || {
+        let asked = ask();
+        async move { asked.await.then_some(()) }
+    })
+    .await;
+}
