@@ -13,10 +13,10 @@ mod logging;
 mod publisher;
 mod signals;
 
-pub use connect::{AnyBroker, open_broker, open_store, open_store_with, store_kind};
+pub use connect::{AnyBroker, open_broker, open_store, open_store_with, require_schema, store_kind};
 pub use consumer::{HandlersByConsumer, run_consumers, run_consumers_with};
 pub use exit::{AppError, Exit};
 pub use listen::Listener;
-pub use logging::{LogFormat, start_logging};
+pub use logging::{LogFormat, say, speak, start_logging};
 pub use publisher::run_publisher;
 pub use signals::stop_on_signals;

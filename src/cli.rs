@@ -1,5 +1,6 @@
 //! The command lines: parse, wire, run. Data goes to stdout, the rest to stderr.
 
+#[macro_use]
 mod common;
 mod config;
 mod dead;

@@ -6,9 +6,10 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 
 use clap::Args;
+use comfy_table::{ContentArrangement, Table, presets};
 
 use crate::app::config::{Layers, Loaded, load};
-use crate::app::{AppError, Exit, LogFormat, start_logging};
+use crate::app::{AppError, Exit, LogFormat, say, speak, start_logging};
 
 /// Flags of every program.
 #[derive(Debug, Clone, Default, Args)]
@@ -33,16 +34,33 @@ impl CommonArgs {
     /// # Errors
     /// Settings that cannot be used: exit code 2.
     pub fn load(&self, listen: Option<SocketAddr>) -> Result<Loaded, AppError> {
+        // What is wrong with the settings is said in the format that was asked for where it is read first.
+        let from_environment = || std::env::var("ONCEBOX_LOG__FORMAT").ok().and_then(|format| format.parse().ok());
+        if let Some(format) = self.log_format.or_else(from_environment) {
+            speak(format);
+        }
         let mut flags = Vec::new();
-        let mut flag = |path: &'static str, value: Option<String>| flags.extend(value.map(|value| (path, value)));
-        flag("database.url", self.database.clone());
-        flag("broker.url", self.broker.clone());
-        flag("log.format", self.log_format.map(|format| format!("{format:?}").to_lowercase()));
-        flag("http.listen", listen.map(|listen| listen.to_string()));
+        let mut flag = |flag: &'static str, path: &'static str, value: Option<String>| {
+            flags.extend(value.map(|value| (flag, path, value)));
+        };
+        flag("--database", "database.url", self.database.clone());
+        flag("--broker", "broker.url", self.broker.clone());
+        flag("--log-format", "log.format", self.log_format.map(|format| format!("{format:?}").to_lowercase()));
+        flag("--listen", "http.listen", listen.map(|listen| listen.to_string()));
         let loaded = load(&Layers { file: self.config.clone(), flags }).map_err(AppError::usage)?;
-        start_logging(loaded.settings.log.format, &loaded.settings.log.filter);
+        let log = &loaded.settings.log;
+        start_logging(log.format, &log.filter).map_err(AppError::usage)?;
         Ok(loaded)
     }
+}
+
+/// Prints a line of data to stdout; where it cannot be written (a full disk, a reader that went away), that is an error.
+macro_rules! data {
+    ($($argument:tt)*) => {{
+        use std::io::Write as _;
+        writeln!(std::io::stdout(), $($argument)*)
+            .map_err(|error| $crate::app::AppError::failed(format!("stdout cannot be written: {error}")))?
+    }};
 }
 
 /// How data is printed.
@@ -53,6 +71,18 @@ pub(super) enum Output {
     Table,
     /// For machines.
     Json,
+}
+
+/// A table for people: on a terminal long cells are wrapped, in a pipe every row is one line.
+pub(super) fn table<const COLUMNS: usize>(header: [&str; COLUMNS]) -> Table {
+    const WIDTH: u16 = 120;
+    let mut table = Table::new();
+    table.load_preset(presets::UTF8_HORIZONTAL_ONLY);
+    table.set_header(header);
+    if std::io::IsTerminal::is_terminal(&std::io::stdout()) {
+        table.set_content_arrangement(ContentArrangement::Dynamic).set_width(WIDTH);
+    }
+    table
 }
 
 /// Runs a program to its end and turns what happened into an exit code.
@@ -76,6 +106,6 @@ pub(super) fn run<F: Future<Output = Result<(), AppError>>>(main: F) -> ExitCode
 }
 
 fn end(error: &AppError) -> ExitCode {
-    eprintln!("error: {error}");
+    say(if error.exit == Exit::Done { "INFO" } else { "ERROR" }, &error.message);
     error.exit.into()
 }
