@@ -170,6 +170,7 @@ fn place(message: &DeadMessage) -> &str {
 
 async fn list<S: Store>(store: &S, filter: &DeadFilter, output: Output) -> Result<(), AppError> {
     let dead = store.dead(filter).await?;
+    hint_at_more(dead.len(), filter);
     if output == Output::Json {
         data!("{}", to_json(&serde_json::json!({ "dead": dead }))?);
         return Ok(());
@@ -195,10 +196,13 @@ async fn list<S: Store>(store: &S, filter: &DeadFilter, output: Output) -> Resul
         ]);
     }
     data!("{table}");
-    if dead.len() >= filter.limit.max(1) {
+    Ok(())
+}
+
+fn hint_at_more(found: usize, filter: &DeadFilter) {
+    if filter.number.is_none() && found >= filter.limit.max(1) {
         say("INFO", "hint: there may be more; see `--limit`");
     }
-    Ok(())
 }
 
 async fn show<S: Store>(store: &S, number: &str, output: Output) -> Result<(), AppError> {
@@ -261,6 +265,7 @@ async fn act_on<S: Store>(
                 "there is no dead message `{number}`; `oncebox dead list` shows them"
             )));
         }
+        hint_at_more(of_filter.len(), filter);
         found.extend(of_filter.into_iter().map(|message| message.number));
     }
     if matches!(how, OperatorAct::RedriveAs { .. }) && found.len() > 1 {
@@ -297,7 +302,8 @@ async fn act_on<S: Store>(
         return Ok(());
     }
     let would = if act.dry_run { "would " } else { "" };
-    data!("{would}{verb} {}: {}", numbers.len(), numbers.join(" "));
+    let shown: String = numbers.iter().map(|number| format!(" {number}")).collect();
+    data!("{would}{verb} {}:{shown}", numbers.len());
     if !act.dry_run && numbers.iter().any(|number| number.starts_with('o')) {
         data!("the publisher carries out what concerns the outbox");
     }

@@ -62,3 +62,29 @@ impl Drop for Database {
         }
     }
 }
+
+/// The write lock of a SQLite file, held until it is dropped.
+pub(crate) struct Locked {
+    runtime: tokio::runtime::Runtime,
+    connection: Option<SqliteConnection>,
+}
+
+impl Locked {
+    pub(crate) fn on(url: &str) -> Self {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+        let connection = runtime.block_on(async {
+            let mut connection = SqliteConnection::connect(url).await.unwrap();
+            sqlx::raw_sql("begin immediate").execute(&mut connection).await.unwrap();
+            connection
+        });
+        Self { runtime, connection: Some(connection) }
+    }
+}
+
+impl Drop for Locked {
+    fn drop(&mut self) {
+        if let Some(connection) = self.connection.take() {
+            self.runtime.block_on(connection.close()).unwrap();
+        }
+    }
+}

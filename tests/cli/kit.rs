@@ -353,6 +353,21 @@ impl Place {
         ));
     }
 
+    /// A record in the broker that no publisher of ours wrote: these headers and nothing else. The topic must be there.
+    pub(crate) fn append(&self, key: Option<&str>, headers: &[(&str, &str)], payload: &str) {
+        let key = key.map_or("null".to_owned(), |key| format!("cast('{key}' as blob)"));
+        let headers = serde_json::to_string(headers).unwrap().replace('\'', "''");
+        let partition = "(select partition_id from topic_partition join topic using (topic_id) where name = 'payments' and number = 0)";
+        let append = format!(
+            "begin immediate;
+             insert into record select partition_id << 40 | next_offset, {key}, '{headers}', cast('{payload}' as blob),
+               unixepoch() * 1000 from topic_partition where partition_id = {partition};
+             update topic_partition set next_offset = next_offset + 1 where partition_id = {partition};
+             commit"
+        );
+        super::database::run(&self.broker.replace("embedded:", "sqlite:"), &append).unwrap();
+    }
+
     /// A table for a ledger, and the configuration of the consumer that writes it.
     pub(crate) fn ledger(&self) -> String {
         self.sql(

@@ -19,8 +19,14 @@
 mod support;
 
 mod database;
+mod dead;
+mod doctor;
 mod help;
 mod kit;
+mod limits;
+mod logs;
+mod messages;
+mod processes;
 mod schema;
 mod settings;
 mod show;
