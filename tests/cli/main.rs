@@ -18,6 +18,7 @@
 #[path = "../support/mod.rs"]
 mod support;
 
+mod broker;
 mod database;
 mod dead;
 mod doctor;
@@ -30,4 +31,5 @@ mod processes;
 mod schema;
 mod settings;
 mod show;
+mod unreachable;
 mod urls;

@@ -15,9 +15,9 @@ fn text<'v>(message: &'v Value, name: &str) -> &'v str {
     message[name].as_str().unwrap_or_default()
 }
 
-/// The one dead message: its reason and its error, which `dead list` and `dead show` say to people too.
-fn the_dead_one(place: &Place, reason: &str, words: &[&str]) -> String {
-    let dead = dead(place);
+/// The one dead message of a key: its reason and its error, which `dead list` and `dead show` say to people too.
+fn the_dead_one(place: &Place, key: &str, reason: &str, words: &[&str]) -> String {
+    let dead: Vec<Value> = dead(place).into_iter().filter(|message| text(message, "key") == key).collect();
     assert_eq!(dead.len(), 1, "{dead:?}");
     assert_eq!(text(&dead[0], "reason"), reason, "{dead:?}");
     let number = text(&dead[0], "number").to_owned();
@@ -31,32 +31,28 @@ fn the_dead_one(place: &Place, reason: &str, words: &[&str]) -> String {
     number
 }
 
-/// A payment that is in order goes through beside it, once.
-fn nothing_else_waits(place: &Place, config: &str) {
-    place.enqueue("acc-other", &payment("other"));
-    place.publish();
-    place.consume(config).ok();
-    assert_eq!(place.entries(), ["other"]);
-}
-
 /// Shown by treating a missing source as null: the ledger takes the payment.
 #[test]
 fn a_payload_without_what_the_handler_needs_is_dead_with_the_parameter_named() {
-    for (payload, words) in [
-        ("not JSON", &["parameter", "not JSON"][..]),
-        ("", &["not JSON"]),
-        (r#"{"accountId":"acc-7","amountMinor":1}"#, &["the parameter `payment` has no value", "/paymentId"]),
-        (r#"{"paymentId":"p1","amountMinor":1}"#, &["the parameter `account` has no value", "/accountId"]),
-        ("[]", &["the parameter"]),
-    ] {
-        let place = Place::migrated();
-        let config = place.ledger();
-        place.enqueue("acc-7", payload);
-        place.publish();
-        place.consume(&config).ok_saying(&["a message is dead", "the parameter"]);
-        the_dead_one(&place, "terminal", words);
-        nothing_else_waits(&place, &config);
+    let cases = [
+        ("acc-1", "not JSON", &["parameter", "not JSON"][..]),
+        ("acc-2", "", &["not JSON"]),
+        ("acc-3", r#"{"accountId":"acc-7","amountMinor":1}"#, &["the parameter `payment` has no value", "/paymentId"]),
+        ("acc-4", r#"{"paymentId":"p1","amountMinor":1}"#, &["the parameter `account` has no value", "/accountId"]),
+        ("acc-5", "[]", &["the parameter"]),
+    ];
+    let place = Place::migrated();
+    let config = place.ledger();
+    for (key, payload, _) in cases {
+        place.enqueue(key, payload);
     }
+    place.enqueue("acc-other", &payment("other"));
+    place.publish();
+    place.consume(&config).ok_saying(&["a message is dead", "the parameter"]);
+    for (key, _, words) in cases {
+        the_dead_one(&place, key, "terminal", words);
+    }
+    assert_eq!(place.entries(), ["other"], "nothing else waits for them");
 }
 
 #[test]
@@ -78,7 +74,7 @@ fn a_header_key_or_time_that_is_missing_is_named_and_an_optional_one_is_null() {
         place.consume(&config).ok();
         place.append(None, &[("ce_id", "m-1")], "{}");
         place.consume(&place.config(&handler(source, ""))).ok_saying(&["a message is dead"]);
-        the_dead_one(&place, "terminal", words);
+        the_dead_one(&place, "", "terminal", words);
         assert_eq!(place.entries(), [""; 0]);
 
         place.append(None, &[("ce_id", "m-2")], "{}");
@@ -101,7 +97,7 @@ fn a_statement_that_fails_is_tried_again_and_then_dead_with_the_words_of_the_dat
     consumer.says(&["a message is dead"]);
     eventually("the next one of its key is held behind it", || (dead(&place)[0]["behind"] == 1).then_some(()));
     consumer.stop().ok();
-    let number = the_dead_one(&place, "attempts", &["UNIQUE constraint failed: ledger_entry.payment_id"]);
+    let number = the_dead_one(&place, "acc-7", "attempts", &["UNIQUE constraint failed: ledger_entry.payment_id"]);
     let shown = place.oncebox(&["dead", "show", &number, "--output", "json"]).run().json();
     assert_eq!(shown["history"].as_array().unwrap().len(), 2, "each try is kept: {shown}");
     assert_eq!(place.entries(), ["p1"]);
@@ -177,7 +173,7 @@ fn the_same_id_with_other_content_is_dead_and_the_first_one_stays() {
     }
     place.consume(&config).ok_saying(&["the same message id with different content"]);
     assert_eq!(place.entries(), ["p1"]);
-    the_dead_one(&place, "id-reused", &["the same id stands in the inbox with different content"]);
+    the_dead_one(&place, "acc-7", "id-reused", &["the same id stands in the inbox with different content"]);
 }
 
 #[test]
@@ -192,7 +188,7 @@ fn a_kind_that_no_handler_takes_is_acknowledged_or_dead_as_it_is_set() {
     assert!(dead(&place).is_empty());
     place.append(None, &[("ce_id", "m-2"), ("ce_type", "payment.refunded")], "{}");
     place.consume(&dead_config).ok();
-    the_dead_one(&place, "unhandled", &["payment.refunded"]);
+    the_dead_one(&place, "", "unhandled", &["payment.refunded"]);
 }
 
 /// A consumer keeps the rule by which it told messages apart: another one would take known messages for new.
