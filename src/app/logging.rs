@@ -44,8 +44,10 @@ pub fn start_logging(format: LogFormat, filter: &str) -> Result<(), String> {
     };
     let mut filter = EnvFilter::try_new(filter)
         .map_err(|error| format!("{name} = `{filter}`: {error}; write for example `info,oncebox=debug`"))?;
-    // The client of RabbitMQ logs every returned message whole, and each planned end of a connection as an error.
-    for silenced in ["lapin::returned_messages=off", "lapin::channels=off"] {
+    // The client of RabbitMQ logs every returned message whole, and each end of a channel or connection as an error, planned ones
+    // too: what such an end means is said by the one who meets it.
+    for silenced in ["returned_messages", "channel", "channels", "io_loop"].map(|module| format!("lapin::{module}=off"))
+    {
         if let Ok(directive) = silenced.parse() {
             filter = filter.add_directive(directive);
         }
