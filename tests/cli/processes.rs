@@ -95,6 +95,8 @@ fn until_empty_and_until_idle_end_by_themselves_with_everything_done_once() {
     let table = place.oncebox(&["status"]).run().ok();
     assert!(table.contains("outbox: 0 pending") && table.contains("ledger"), "{table}");
 
+    assert_eq!(place.oncebox(&["sender", "--until-empty"]).run().ok(), "", "there is no e-mail to send");
+
     place.enqueue("acc-9", "{}");
     place.publish();
     place.consume(&config).ok_saying(&["idle, but messages wait or are dead", "oncebox dead list"]);

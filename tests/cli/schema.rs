@@ -67,6 +67,14 @@ fn migrations_newer_than_the_program_knows_end_it_with_3() {
     place.oncebox(&["migrate", "up"]).run().fails(3, &words);
     let listed = place.oncebox(&["migrate", "status"]).run().stdout;
     assert!(listed.contains("99  applied  of a newer program"), "{listed}");
+    let test = "migrations_newer_than_the_program_knows_end_it_with_3";
+    let Some(server) = service(test, "ONCEBOX_TEST_MARIADB") else { return };
+    let database = Database::on(&server);
+    let place = Place::on(Some(&database.url), None);
+    place.oncebox(&["migrate", "up"]).run().ok();
+    place.sql("insert into oncebox_migration values (99, 'later', utc_timestamp(6))");
+    all_end_with_3(&place, &words);
+    place.oncebox(&["migrate", "up"]).run().fails(3, &words);
 }
 
 #[test]

@@ -111,10 +111,13 @@ fn a_day(world: &World) {
     world.consume();
     assert_eq!(world.place.entries(), [vec!["mended".to_owned()], all].concat());
     assert_eq!(world.json(&["dead", "list"])["dead"], serde_json::json!([]));
-    // Again: there is nothing more to do.
+    // Again: there is nothing more to do, but for a message of somebody else, which has no id.
+    broker::foreign(&world.broker, &world.name, &payment("foreign"));
     world.publish();
     world.consume();
     assert_eq!(world.place.entries().len(), 21);
+    let listed = world.oncebox(&["dead", "list"]).run().ok();
+    assert!(listed.contains("no-usable-id") && listed.contains("the message has no id"), "{listed}");
 }
 
 #[test]

@@ -16,7 +16,7 @@ fn the_template_is_the_example_file_and_is_accepted_as_it_stands() {
     assert_eq!(with_file, without, "every line of it is a comment");
 }
 
-/// Shown by taking figment's own names: a flag comes from a line of our source.
+/// Shown by merging the environment before the file.
 #[test]
 fn flag_stands_over_environment_over_file_over_default_and_each_value_knows_its_origin() {
     let place = Place::new();

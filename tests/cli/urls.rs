@@ -117,6 +117,8 @@ fn other_broker_settings_that_cannot_hold_are_refused_by_name() {
     ] {
         publisher(&place, url, config).fails(2, words);
     }
+    let mail = place.config(&format!("email.smtp_url = 'http://app:{SECRET}@mail.example'"));
+    place.oncebox(&["sender", "--config", &mail]).run().fails(2, &["SMTP URL", "http://app:***@mail.example"]);
     let database = "postgres://app@db.example/app";
     let ca = place.config("database.ca_file = 'missing.pem'");
     place.publisher(&["--database", database, "--config", &ca]).run().fails(2, &["database.ca_file", "`missing.pem`"]);
