@@ -81,7 +81,8 @@ impl Program {
         if capture {
             self.0.stdout(Stdio::piped());
         }
-        let shown = format!("{:?}", self.0).replace(SECRET, "***");
+        let arguments: Vec<_> = self.0.get_args().map(|argument| argument.to_string_lossy()).collect();
+        let shown = format!("{} {}", self.0.get_program().display(), arguments.join(" ")).replace(SECRET, "***");
         let mut child = self.0.stderr(Stdio::piped()).spawn().unwrap();
         let stdout = child.stdout.take().map(|mut pipe| {
             std::thread::spawn(move || {

@@ -17,7 +17,6 @@ fn objects(done: &Done) -> Vec<Value> {
     objects
 }
 
-/// Shown by printing the last error with `eprintln!`: it is no JSON.
 #[test]
 fn with_json_logs_every_line_of_stderr_is_an_object_and_stdout_is_data() {
     let place = Place::migrated();
@@ -39,6 +38,7 @@ fn with_json_logs_every_line_of_stderr_is_an_object_and_stdout_is_data() {
     assert_eq!(done.json()["dead"].as_array().unwrap().len(), 1);
 }
 
+/// Shown by printing the last error with `eprintln!`: it is no JSON.
 #[test]
 fn an_error_is_an_object_too_also_where_the_settings_cannot_be_read() {
     let place = Place::new();

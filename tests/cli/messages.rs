@@ -31,7 +31,7 @@ fn the_dead_one(place: &Place, key: &str, reason: &str, words: &[&str]) -> Strin
     number
 }
 
-/// Shown by treating a missing source as null: the ledger takes the payment.
+/// Shown by treating a missing source as null: the statement is tried again and again, and no parameter is named.
 #[test]
 fn a_payload_without_what_the_handler_needs_is_dead_with_the_parameter_named() {
     let cases = [

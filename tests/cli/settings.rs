@@ -132,7 +132,7 @@ fn a_configuration_file_that_is_missing_or_no_toml_is_named_with_the_line() {
     }
 }
 
-/// Shown by reading every value as TOML: the password that is a number is refused as no text.
+/// Shown by reading every value as TOML: text that looks like a number is none any more.
 #[test]
 fn the_environment_is_checked_like_the_file_and_names_the_variable() {
     let place = Place::new();
