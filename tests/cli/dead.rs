@@ -170,7 +170,7 @@ fn an_act_on_the_outbox_is_a_request_that_the_publisher_carries_out() {
     assert!(numbers(&place, &[]).is_empty());
 }
 
-/// Shown by acting on the numbers one after another without asking first: `c1` is gone although `c1 c2` was refused.
+/// Shown by acting on the numbers one after another without asking first: `c1` is gone although `c1 o7` was refused.
 #[test]
 fn what_is_not_safe_is_refused_with_4_and_nothing_is_done() {
     let (place, _) = with_dead_payments(2);

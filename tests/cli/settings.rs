@@ -52,7 +52,7 @@ fn every_program_refuses_an_unknown_key_before_it_does_anything() {
     assert!(!place.path().join("broker.db").exists(), "the broker file is not made");
 }
 
-/// Shown by printing figment's own description of a wrong type: it repeats the URL with its password.
+/// Shown by printing figment's own description of a wrong type: it repeats the value.
 #[test]
 fn a_value_that_cannot_be_used_is_named_with_what_may_be_written() {
     let place = Place::new();

@@ -67,7 +67,7 @@ fn a_broker_url_that_cannot_be_used_says_how_one_is_written() {
 
 /// One property of each kind of rule; the unit test of the table goes through all of them.
 ///
-/// Shown by leaving out the check when a broker is made: librdkafka takes them, and the program runs on.
+/// Shown by leaving out the check when a broker is made.
 #[test]
 fn a_kafka_property_that_breaks_a_promise_is_refused_by_name() {
     let place = Place::migrated();
