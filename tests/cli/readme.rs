@@ -75,7 +75,6 @@ fn shown(command: &str) -> Shown {
     }
 }
 
-/// Shown by adding a command to the README: it is a command nobody runs.
 #[test]
 fn the_one_command_of_the_readme_shows_every_effect_exactly_once() {
     let demo = shell_commands().into_iter().find(|command| command.starts_with("cargo run")).unwrap();
@@ -103,6 +102,8 @@ fn the_one_command_of_the_readme_shows_every_effect_exactly_once() {
 }
 
 /// The block "Run it", in order, against the test servers: hosts, ports and names of the test's own, all else as it stands.
+///
+/// Shown by adding a command to the README: it is a command nobody runs.
 #[test]
 fn the_commands_of_the_readme_run_in_their_order() {
     let test = "the_commands_of_the_readme_run_in_their_order";
@@ -218,7 +219,7 @@ fn what_cannot_be_run_inside_a_test_run_is_there() {
     }
 }
 
-/// Shown by a file that is renamed: the link to it is dead.
+/// Shown by a link to a folder with another name.
 #[test]
 fn every_link_of_the_documents_leads_to_a_file() {
     let mut documents: Vec<PathBuf> =
