@@ -20,11 +20,11 @@ mod signals;
 pub use connect::kafka_config;
 #[cfg(feature = "rabbitmq")]
 pub use connect::rabbit_config;
-pub use connect::{AnyBroker, open_broker, open_store, open_store_with, store_kind};
+pub use connect::{AnyBroker, open_broker, open_store, open_store_with, require_schema, store_kind};
 pub use consumer::{HandlersByConsumer, run_consumers, run_consumers_with};
 pub use exit::{AppError, Exit};
 pub use listen::Listener;
-pub use logging::{LogFormat, start_logging};
+pub use logging::{LogFormat, say, speak, start_logging};
 pub use program::{CommonArgs, run};
 pub use programs::{ConsumerArgs, PublisherArgs, configured_consumer, consumer, publisher};
 pub use publisher::run_publisher;

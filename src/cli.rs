@@ -1,7 +1,8 @@
 //! The command lines: parse, wire, run. Data goes to stdout, the rest to stderr.
 
-mod bench;
+#[macro_use]
 mod common;
+mod bench;
 mod config;
 mod dead;
 mod demo;

@@ -199,16 +199,17 @@ impl<T, E: std::fmt::Display> Terminal<T> for Result<T, E> {
     }
 }
 
-/// A URL as it may be printed: user kept, password replaced, query values of secrets replaced.
+/// A URL as it may be printed: user kept, password replaced, query values of secrets replaced. What is no URL, but names a
+/// user or password before an `@`, loses all of that.
 #[must_use]
 pub fn redact(url: &str) -> String {
-    let Some((scheme, rest)) = url.split_once("://") else { return url.to_owned() };
-    let authority_end = rest.find('/').unwrap_or(rest.len());
-    let at = match rest[..authority_end].rfind('@') {
-        Some(at) => Some(at),
-        // A password with an unescaped slash: everything up to the last `@` is taken as secret.
-        None => rest.rfind('@').filter(|at| rest[..*at].contains(':')),
+    let Some((scheme, rest)) = url.split_once("://") else {
+        return url.rsplit_once('@').map_or_else(|| url.to_owned(), |(_, tail)| format!("***@{tail}"));
     };
+    // A password may hold `/`, `?`, `#` and `@` without being escaped: the last `@` before the query ends it, and a query
+    // only begins behind an `@`.
+    let query = rest.find('@').and_then(|at| rest[at..].find('?').map(|query| at + query));
+    let at = rest[..query.unwrap_or(rest.len())].rfind('@');
     let (user_info, tail) = match at {
         Some(at) => (Some(&rest[..at]), &rest[at + 1..]),
         None => (None, rest),
@@ -250,6 +251,11 @@ mod tests {
             "amqp://app:s3cret@127.0.0.1:5672/%2f",
             "kafka://app:s3cret@a:1,b:2",
             "mysql://app:p@s3cret@h/db?password=s3cret",
+            "postgres://a@b:x/s3cret@localhost/db",
+            "postgres://app:x?s3cret@localhost/db",
+            "postgres://app:x#s3cret@localhost/db",
+            "postgres:app:s3cret@localhost/db",
+            "app:s3cret@localhost/db",
         ] {
             assert!(!redact(url).contains("s3"), "{}", redact(url));
         }

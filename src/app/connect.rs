@@ -1,5 +1,6 @@
 //! From URLs to stores and brokers. A URL that needs a missing feature is refused by naming it.
 
+use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -8,10 +9,10 @@ use tokio_util::sync::CancellationToken;
 use super::config::Settings;
 use super::exit::AppError;
 use crate::broker::Broker;
-use crate::error::{StoreError, redact};
+use crate::error::{BrokerError, StoreError, redact};
 use crate::observe::{Health, PartState};
 use crate::runtime::pace::Pace;
-use crate::store::{Store, StoreOptions};
+use crate::store::{SchemaState, Store, StoreOptions};
 
 /// A broker of any kind.
 pub type AnyBroker = Arc<dyn Broker>;
@@ -32,26 +33,28 @@ pub fn store_kind(url: &str) -> Result<&'static str, AppError> {
     }
 }
 
-/// Runs a generic function with the store that the settings name: `with_store!(settings, |store| work(store).await)`.
+/// Runs a generic function with the store that the settings name, [`open_store`] with what waits for it:
+/// `with_store!(settings, None, |store| work(store).await)`.
 #[macro_export]
 #[doc(hidden)]
 macro_rules! with_store {
-    ($settings:expr, $stop:expr, |$store:ident| $body:expr) => {{
+    ($settings:expr, $waits:expr, |$store:ident| $body:expr) => {{
         let settings: &$crate::app::config::Settings = $settings;
         match $crate::app::store_kind(&settings.database.url.0)? {
             #[cfg(feature = "postgres")]
             "postgres" => {
-                let $store = $crate::app::open_store::<$crate::store::postgres::PostgresStore>(settings, $stop).await?;
+                let $store =
+                    $crate::app::open_store::<$crate::store::postgres::PostgresStore>(settings, $waits).await?;
                 $body
             }
             #[cfg(feature = "mysql")]
             "mysql" => {
-                let $store = $crate::app::open_store::<$crate::store::mysql::MySqlStore>(settings, $stop).await?;
+                let $store = $crate::app::open_store::<$crate::store::mysql::MySqlStore>(settings, $waits).await?;
                 $body
             }
             #[cfg(feature = "sqlite")]
             "sqlite" => {
-                let $store = $crate::app::open_store::<$crate::store::sqlite::SqliteStore>(settings, $stop).await?;
+                let $store = $crate::app::open_store::<$crate::store::sqlite::SqliteStore>(settings, $waits).await?;
                 $body
             }
             kind => Err($crate::app::AppError::usage(format!(
@@ -61,17 +64,24 @@ macro_rules! with_store {
     }};
 }
 
-/// Connects to the database. With a stop, a server that is away is waited for, visibly; without, it is an error at once.
+/// Connects to the database. With a stop, a server that is away is waited for, visibly in the health; without, it is an error
+/// at once.
 ///
 /// # Errors
 /// What a person must mend, or where the stop came first.
-pub async fn open_store<S: Store>(settings: &Settings, stop: Option<&CancellationToken>) -> Result<S, AppError> {
+pub async fn open_store<S: Store>(
+    settings: &Settings,
+    waits: Option<(&CancellationToken, &Health)>,
+) -> Result<S, AppError> {
     let options = StoreOptions {
         connections_max: settings.database.connections_max,
         ca_file: settings.database.ca_file.clone(),
         ..StoreOptions::new(settings.database.url.0.clone())
     };
-    open_store_with(&options, stop, &Health::default()).await
+    match waits {
+        Some((stop, health)) => open_store_with(&options, Some(stop), health).await,
+        None => open_store_with(&options, None, &Health::default()).await,
+    }
 }
 
 /// As [`open_store`], with options of one's own.
@@ -90,26 +100,61 @@ pub async fn open_store_with<S: Store>(
             S::NAME
         )));
     }
+    exists("database.ca_file", options.ca_file.as_deref())?;
     let name = redact(&options.url);
-    let mut pace = Pace::new(Duration::from_millis(200), Duration::from_secs(5));
+    let mut wait = Wait::new("database", health, stop);
     loop {
-        let error = match S::connect(options).await {
-            Ok(store) => {
-                health.set("database", PartState::Ready);
-                return Ok(store);
-            }
-            Err(error) => error,
-        };
-        let away = matches!(error, StoreError::Unavailable(_) | StoreError::Busy(_));
-        match stop {
-            Some(stop) if away => {
-                health.set("database", PartState::Waiting(format!("{name}: {error}")));
-                if !pace.wait(stop).await {
-                    return Err(AppError::failed(format!("{name}: stopped while waiting for the database")));
-                }
-            }
-            _ => return Err(AppError::from(error).on(&name)),
+        match S::connect(options).await {
+            Ok(store) => return Ok(store),
+            Err(error) if stop.is_some() && error.is_nobodys() => wait.on(&format!("{name}: {error}")).await?,
+            // Nothing but the URL, which is shown, is looked at before there is a connection.
+            Err(StoreError::Refused(why)) => return Err(AppError::usage(why)),
+            Err(error) => return Err(AppError::from(error).on(&name)),
         }
+    }
+}
+
+/// The schema must be the one that this program was built with.
+///
+/// # Errors
+/// What the database has instead, with its name and what to do.
+pub async fn require_schema<S: Store>(store: &S, settings: &Settings) -> Result<(), AppError> {
+    let required = store.schema().await.and_then(SchemaState::require);
+    required.map_err(|error| AppError::from(error).on(&redact(&settings.database.url.0)))
+}
+
+/// Waiting for something that is not there yet: paced, shown in the health and the log, ended by a stop.
+#[derive(Debug)]
+pub(super) struct Wait<'a> {
+    part: &'static str,
+    health: &'a Health,
+    stop: CancellationToken,
+    pace: Pace,
+}
+
+impl<'a> Wait<'a> {
+    pub(super) fn new(part: &'static str, health: &'a Health, stop: Option<&CancellationToken>) -> Self {
+        let stop = stop.cloned().unwrap_or_default();
+        Self { part, health, stop, pace: Pace::new(Duration::from_millis(200), Duration::from_secs(5)) }
+    }
+
+    /// Waits until it is time to try again.
+    ///
+    /// # Errors
+    /// The stop came first.
+    pub(super) async fn on(&mut self, why: &str) -> Result<(), AppError> {
+        self.health.set(self.part, PartState::Waiting(why.to_owned()));
+        if self.pace.wait(&self.stop).await {
+            return Ok(());
+        }
+        Err(AppError::stopped(format!("stopped while waiting for the {}: {why}", self.part)))
+    }
+}
+
+/// What was waited for is there, or is given up: those who work with it say how they are.
+impl Drop for Wait<'_> {
+    fn drop(&mut self) {
+        self.health.done(self.part);
     }
 }
 
@@ -120,27 +165,47 @@ pub async fn open_store_with<S: Store>(
 pub async fn open_broker(settings: &Settings) -> Result<AnyBroker, AppError> {
     let url = settings.broker.url.0.as_str();
     let scheme = url.split_once(':').map_or("", |(scheme, _)| scheme);
-    let opened: Result<AnyBroker, AppError> = match scheme {
+    exists("broker.ca_file", settings.broker.ca_file.as_deref())?;
+    match scheme {
         #[cfg(feature = "kafka")]
         "kafka" | "kafkas" => kafka_config(settings)
-            .and_then(|config| Ok(Arc::new(crate::broker::kafka::KafkaBroker::new(config)?) as AnyBroker)),
+            .and_then(crate::broker::kafka::KafkaBroker::new)
+            .map(|broker| Arc::new(broker) as AnyBroker)
+            .map_err(wrong_setting),
         #[cfg(not(feature = "kafka"))]
         "kafka" | "kafkas" => Err(missing_feature("kafka")),
         #[cfg(feature = "rabbitmq")]
         "amqp" | "amqps" => crate::broker::rabbitmq::RabbitBroker::new(rabbit_config(settings))
             .map(|broker| Arc::new(broker) as AnyBroker)
-            .map_err(AppError::from),
+            .map_err(wrong_setting),
         #[cfg(not(feature = "rabbitmq"))]
         "amqp" | "amqps" => Err(missing_feature("rabbitmq")),
         #[cfg(feature = "embedded")]
         "embedded" => embedded(settings).await,
         #[cfg(not(feature = "embedded"))]
         "embedded" => Err(missing_feature("embedded")),
-        _ => Err(AppError::usage(
-            "no scheme that is known: use kafka://HOST:PORT, kafkas://, amqp://, amqps:// or embedded://FILE",
-        )),
-    };
-    opened.map_err(|error| error.on(&format!("broker {}", redact(url))))
+        _ => Err(AppError::usage(format!(
+            "the broker URL `{}` has no scheme that is known: use kafka://HOST:PORT, kafkas://, amqp://, amqps:// or \
+             embedded://FILE",
+            redact(url)
+        ))),
+    }
+}
+
+/// What a broker says before it makes a connection speaks of settings.
+fn wrong_setting(error: BrokerError) -> AppError {
+    match error {
+        BrokerError::Refused(why) => AppError::usage(why),
+        other => other.into(),
+    }
+}
+
+/// A file that is missing must not look like a server that is away.
+fn exists(setting: &str, file: Option<&Path>) -> Result<(), AppError> {
+    match file.filter(|file| !file.is_file()) {
+        None => Ok(()),
+        Some(file) => Err(AppError::usage(format!("{setting}: there is no file `{}`", file.display()))),
+    }
 }
 
 #[cfg(not(all(feature = "kafka", feature = "rabbitmq", feature = "embedded")))]
@@ -153,7 +218,7 @@ fn missing_feature(feature: &str) -> AppError {
 /// # Errors
 /// What is wrong in the URL, without its password.
 #[cfg(feature = "kafka")]
-pub fn kafka_config(settings: &Settings) -> Result<crate::broker::kafka::KafkaConfig, AppError> {
+pub fn kafka_config(settings: &Settings) -> Result<crate::broker::kafka::KafkaConfig, BrokerError> {
     let from = &settings.broker.kafka;
     let mut config = crate::broker::kafka::KafkaConfig::from_url(&settings.broker.url.0)?;
     config.source.clone_from(&settings.publisher.source);
@@ -195,9 +260,10 @@ async fn embedded(settings: &Settings) -> Result<AnyBroker, AppError> {
     use crate::broker::embedded::{EmbeddedBroker, EmbeddedConfig};
 
     let from = &settings.broker.embedded;
-    let mut config = EmbeddedConfig::from_url(&settings.broker.url.0)?;
+    let mut config = EmbeddedConfig::from_url(&settings.broker.url.0).map_err(wrong_setting)?;
     config.source.clone_from(&settings.publisher.source);
-    config.partitions = u32::try_from(from.partitions).unwrap_or(1).max(1);
+    config.partitions = u32::try_from(from.partitions).unwrap_or(0);
     config.session_timeout = from.session_timeout.0;
+    config.validate().map_err(wrong_setting)?;
     Ok(Arc::new(EmbeddedBroker::open(config).await?))
 }

@@ -7,11 +7,11 @@ use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
 
 use super::config::{ConsumerSettings, Settings};
-use super::connect::{AnyBroker, open_broker, store_kind};
-use super::exit::{AppError, Exit};
+use super::connect::{AnyBroker, Wait, open_broker, store_kind};
+use super::exit::AppError;
 use super::publisher::{keep_gauges, ready};
 use crate::observe::Health;
-use crate::runtime::{Consumer, Handlers};
+use crate::runtime::{Consumer, Handlers, SqlHandler, SqlSpec, SqlSpecError};
 use crate::store::{Store, StoreOptions};
 
 type ByName<S> = BTreeMap<String, Handlers<S>>;
@@ -136,13 +136,13 @@ impl Run<'_> {
             ..StoreOptions::new(self.settings.database.url.0.clone())
         };
         let store: S = super::open_store_with(&store_options, Some(&self.stop), &self.health).await?;
-        ready(&store, &self.stop).await?;
+        ready(&store, self.settings, &self.stop, &self.health).await?;
         let all = self.stop.child_token();
         let mut running = JoinSet::new();
         for (settings, options) in options {
             let handlers = match handlers.remove(&settings.name) {
                 Some(handlers) => handlers,
-                None => configured::<S>(&store, settings).await?,
+                None => self.configured::<S>(&store, settings).await?,
             };
             let consumer =
                 Consumer::new(store.clone(), AnyBroker::clone(&broker), handlers, options, self.health.clone());
@@ -170,39 +170,41 @@ impl Run<'_> {
         store.close().await;
         outcome
     }
-}
 
-/// The handlers that the configuration names.
-async fn configured<S: Store>(store: &S, settings: &ConsumerSettings) -> Result<Handlers<S>, AppError> {
-    let mut handlers = Handlers::new();
-    if settings.on.is_empty() {
-        return Err(AppError::usage(format!(
-            "consumer `{}` has no [[consumer.on]] and no handler in Rust",
-            settings.name
-        )));
-    }
-    for on in &settings.on {
-        if on.handler != "sql" {
+    /// The handlers that the configuration names. A database that went away meanwhile is waited for.
+    async fn configured<S: Store>(&self, store: &S, settings: &ConsumerSettings) -> Result<Handlers<S>, AppError> {
+        let mut handlers = Handlers::new();
+        if settings.on.is_empty() {
             return Err(AppError::usage(format!(
-                "consumer `{}`: unknown handler `{}`; known is `sql`",
-                settings.name, on.handler
+                "consumer `{}` has no [[consumer.on]] and no handler in Rust",
+                settings.name
             )));
         }
-        let spec = crate::runtime::SqlSpec {
-            statements: on.sql.clone(),
-            params: on.params.clone(),
-            optional: on.optional.clone(),
-        };
-        let handler = crate::runtime::SqlHandler::prepare(store, spec).await.map_err(|error| AppError {
-            message: format!("consumer `{}`: {error}", settings.name),
-            exit: Exit::Usage,
-        })?;
-        handlers = match &on.kind {
-            Some(kind) => handlers.on(kind.clone(), handler),
-            None => handlers.otherwise(handler),
-        };
+        let mut wait = Wait::new("database", &self.health, Some(&self.stop));
+        for on in &settings.on {
+            if on.handler != "sql" {
+                return Err(AppError::usage(format!(
+                    "consumer `{}`: unknown handler `{}`; known is `sql`",
+                    settings.name, on.handler
+                )));
+            }
+            let spec = SqlSpec { statements: on.sql.clone(), params: on.params.clone(), optional: on.optional.clone() };
+            let handler = loop {
+                match SqlHandler::prepare(store, spec.clone()).await {
+                    Ok(handler) => break handler,
+                    Err(SqlSpecError::Refused { error, .. }) if error.is_nobodys() => {
+                        wait.on(&error.to_string()).await?;
+                    }
+                    Err(error) => return Err(AppError::usage(format!("consumer `{}`: {error}", settings.name))),
+                }
+            };
+            handlers = match &on.kind {
+                Some(kind) => handlers.on(kind.clone(), handler),
+                None => handlers.otherwise(handler),
+            };
+        }
+        Ok(handlers)
     }
-    Ok(handlers)
 }
 
 #[cfg(all(test, feature = "sqlite"))]

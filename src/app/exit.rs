@@ -58,6 +58,11 @@ impl AppError {
         Self { message: message.into(), exit: Exit::Refused }
     }
 
+    /// Told to stop before the work began: no error for the one who said so.
+    pub fn stopped(message: impl Into<String>) -> Self {
+        Self { message: message.into(), exit: Exit::Done }
+    }
+
     /// Names the thing it happened on.
     #[must_use]
     pub fn on(mut self, thing: &str) -> Self {

@@ -27,9 +27,11 @@ impl Listener {
         stop: CancellationToken,
     ) -> Result<Self, AppError> {
         let metrics = recorder(program)?;
-        let listener = tokio::net::TcpListener::bind(address)
-            .await
-            .map_err(|error| AppError::failed(format!("cannot listen on {address}: {error}")))?;
+        let listener = tokio::net::TcpListener::bind(address).await.map_err(|error| {
+            AppError::failed(format!(
+                "cannot listen on {address}: {error}; choose another address, or end the program that has it"
+            ))
+        })?;
         let address = listener.local_addr().map_err(|error| AppError::failed(error.to_string()))?;
         tracing::info!(%address, "listening: /livez /readyz /metrics");
         let routes = crate::http::health_routes(health, metrics);

@@ -1,5 +1,10 @@
 //! Logs go to stderr, as text for people or JSON for machines. `RUST_LOG` decides over the setting, except that no setting
-//! brings back lines that print payloads.
+//! brings back lines that print payloads or passwords.
+//!
+//! Promise: with the format `json` every line that a program writes to stderr is one JSON object, the last error too.
+
+use std::str::FromStr;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use serde::{Deserialize, Serialize};
 use tracing_subscriber::EnvFilter;
@@ -15,11 +20,34 @@ pub enum LogFormat {
     Json,
 }
 
+impl FromStr for LogFormat {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        <Self as clap::ValueEnum>::from_str(text, true)
+    }
+}
+
+/// Whether [`say`] speaks JSON.
+static JSON: AtomicBool = AtomicBool::new(false);
+
 /// Starts logging; a second call changes nothing.
-pub fn start_logging(format: LogFormat, filter: &str) {
-    let mut filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new(filter));
-    // The client of RabbitMQ logs every returned message whole, and each planned end of a connection as an error.
-    for silenced in ["lapin::returned_messages=off", "lapin::channels=off"] {
+///
+/// # Errors
+/// A filter that cannot be read.
+pub fn start_logging(format: LogFormat, filter: &str) -> Result<(), String> {
+    speak(format);
+    let from_environment = std::env::var(EnvFilter::DEFAULT_ENV).ok().filter(|filter| !filter.is_empty());
+    let (name, filter) = match &from_environment {
+        Some(filter) => (EnvFilter::DEFAULT_ENV, filter.as_str()),
+        None => ("log.filter", filter),
+    };
+    let mut filter = EnvFilter::try_new(filter)
+        .map_err(|error| format!("{name} = `{filter}`: {error}; write for example `info,oncebox=debug`"))?;
+    // The client of RabbitMQ logs every returned message whole, and each end of a channel or connection as an error, planned ones
+    // too: what such an end means is said by the one who meets it.
+    for silenced in ["returned_messages", "channel", "channels", "io_loop"].map(|module| format!("lapin::{module}=off"))
+    {
         if let Ok(directive) = silenced.parse() {
             filter = filter.add_directive(directive);
         }
@@ -30,4 +58,29 @@ pub fn start_logging(format: LogFormat, filter: &str) {
         LogFormat::Text => builder.with_ansi(std::io::IsTerminal::is_terminal(&std::io::stderr())).try_init(),
         LogFormat::Json => builder.json().try_init(),
     };
+    Ok(())
+}
+
+/// From now on [`say`] speaks this way, a panic too.
+pub fn speak(format: LogFormat) {
+    let json = format == LogFormat::Json;
+    if json && !JSON.swap(json, Ordering::Relaxed) {
+        std::panic::set_hook(Box::new(|panic| say("ERROR", &panic.to_string())));
+    }
+}
+
+/// Says something to the one who called the program, whatever the log filter is: `ERROR` or `INFO`.
+pub fn say(level: &str, text: &str) {
+    if JSON.load(Ordering::Relaxed) {
+        let timestamp = chrono::Utc::now().to_rfc3339_opts(chrono::SecondsFormat::Micros, true);
+        let fields = serde_json::json!({ "message": text });
+        eprintln!(
+            "{}",
+            serde_json::json!({ "timestamp": timestamp, "level": level, "fields": fields, "target": "oncebox" })
+        );
+    } else if level == "ERROR" {
+        eprintln!("error: {text}");
+    } else {
+        eprintln!("{text}");
+    }
 }

@@ -9,7 +9,7 @@ use clap::Args;
 
 use super::config::{Layers, Loaded, LogSettings, load};
 use super::exit::{AppError, Exit};
-use super::logging::{LogFormat, start_logging};
+use super::logging::{LogFormat, say, speak, start_logging};
 
 /// Flags of every program; a command line of one's own takes them by `#[command(flatten)]`.
 #[derive(Debug, Clone, Default, Args)]
@@ -35,7 +35,7 @@ impl CommonArgs {
     /// Settings that cannot be used: exit code 2.
     pub fn load(&self, listen: Option<SocketAddr>) -> Result<Loaded, AppError> {
         let loaded = self.read(listen)?;
-        start_logging(loaded.settings.log.format, &loaded.settings.log.filter);
+        start_logging(loaded.settings.log.format, &loaded.settings.log.filter).map_err(AppError::usage)?;
         Ok(loaded)
     }
 
@@ -44,17 +44,24 @@ impl CommonArgs {
         let loaded = self.read(None)?;
         let log = &loaded.settings.log;
         let filter = if log.filter == LogSettings::default().filter { "warn" } else { &log.filter };
-        start_logging(log.format, filter);
+        start_logging(log.format, filter).map_err(AppError::usage)?;
         Ok(loaded)
     }
 
     fn read(&self, listen: Option<SocketAddr>) -> Result<Loaded, AppError> {
+        // What is wrong with the settings is said in the format that was asked for where it is read first.
+        let from_environment = || std::env::var("ONCEBOX_LOG__FORMAT").ok().and_then(|format| format.parse().ok());
+        if let Some(format) = self.log_format.or_else(from_environment) {
+            speak(format);
+        }
         let mut flags = Vec::new();
-        let mut flag = |path: &'static str, value: Option<String>| flags.extend(value.map(|value| (path, value)));
-        flag("database.url", self.database.clone());
-        flag("broker.url", self.broker.clone());
-        flag("log.format", self.log_format.map(|format| format!("{format:?}").to_lowercase()));
-        flag("http.listen", listen.map(|listen| listen.to_string()));
+        let mut flag = |flag: &'static str, path: &'static str, value: Option<String>| {
+            flags.extend(value.map(|value| (flag, path, value)));
+        };
+        flag("--database", "database.url", self.database.clone());
+        flag("--broker", "broker.url", self.broker.clone());
+        flag("--log-format", "log.format", self.log_format.map(|format| format!("{format:?}").to_lowercase()));
+        flag("--listen", "http.listen", listen.map(|listen| listen.to_string()));
         load(&Layers { file: self.config.clone(), flags }).map_err(AppError::usage)
     }
 }
@@ -81,6 +88,6 @@ pub fn run<F: Future<Output = Result<(), AppError>>>(main: F) -> ExitCode {
 }
 
 fn end(error: &AppError) -> ExitCode {
-    eprintln!("error: {error}");
+    say(if error.exit == Exit::Done { "INFO" } else { "ERROR" }, &error.message);
     error.exit.into()
 }

@@ -7,10 +7,11 @@ use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
 
 use super::config::Settings;
-use super::connect::{AnyBroker, open_broker};
+use super::connect::{AnyBroker, Wait, open_broker};
 use super::exit::AppError;
+use crate::error::redact;
 use crate::observe::{self, Health};
-use crate::runtime::pace::{Pace, sleep_unless};
+use crate::runtime::pace::sleep_unless;
 use crate::runtime::{Relay, RelayOptions};
 use crate::store::{Severity, Status, Store};
 
@@ -25,8 +26,10 @@ pub async fn run_publisher(
     stop: CancellationToken,
 ) -> Result<(), AppError> {
     let broker = open_broker(settings).await?;
-    crate::with_store!(settings, Some(&stop), |store| relay_all(store, broker, settings, until_empty, health, stop)
-        .await)
+    let waits = Some((&stop, &health));
+    crate::with_store!(settings, waits, |store| {
+        relay_all(store, broker, settings, until_empty, health.clone(), stop.clone()).await
+    })
 }
 
 async fn relay_all<S: Store>(
@@ -37,8 +40,8 @@ async fn relay_all<S: Store>(
     health: Health,
     stop: CancellationToken,
 ) -> Result<(), AppError> {
-    ready(&store, &stop).await?;
-    declare(&broker, &stop).await?;
+    ready(&store, settings, &stop, &health).await?;
+    declare(&broker, settings, &stop, &health).await?;
     let shards = store.shards().await?;
     let mut relays = JoinSet::new();
     // One failing relay ends them all: the process says why, and its supervisor starts it again.
@@ -70,56 +73,58 @@ async fn relay_all<S: Store>(
 }
 
 /// The schema is there and nothing that the promise rests on is refused. A database that is away is waited for.
-pub(super) async fn ready<S: Store>(store: &S, stop: &CancellationToken) -> Result<(), AppError> {
-    let mut pace = Pace::new(Duration::from_millis(200), Duration::from_secs(5));
-    loop {
+pub(super) async fn ready<S: Store>(
+    store: &S,
+    settings: &Settings,
+    stop: &CancellationToken,
+    health: &Health,
+) -> Result<(), AppError> {
+    let name = redact(&settings.database.url.0);
+    let mut wait = Wait::new("database", health, Some(stop));
+    let findings = loop {
         let looked = async {
             store.schema().await?.require()?;
             store.check().await
         };
         match looked.await {
-            Ok(findings) => {
-                for finding in findings {
-                    match finding.severity {
-                        Severity::Ok => {}
-                        Severity::Warning => tracing::warn!(
-                            check = %finding.name,
-                            remedy = finding.remedy.as_deref().unwrap_or(""),
-                            "{}",
-                            finding.detail
-                        ),
-                        Severity::Refused => {
-                            let remedy = finding.remedy.map(|remedy| format!("\nhint: {remedy}")).unwrap_or_default();
-                            return Err(AppError::not_ready(format!("{}: {}{remedy}", finding.name, finding.detail)));
-                        }
-                    }
-                }
-                return Ok(());
+            Ok(findings) => break findings,
+            Err(error) if error.is_nobodys() => wait.on(&format!("{name}: {error}")).await?,
+            Err(error) => return Err(AppError::from(error).on(&name)),
+        }
+    };
+    for finding in findings {
+        match finding.severity {
+            Severity::Ok => {}
+            Severity::Warning => tracing::warn!(
+                check = %finding.name,
+                remedy = finding.remedy.as_deref().unwrap_or(""),
+                "{}",
+                finding.detail
+            ),
+            Severity::Refused => {
+                let remedy = finding.remedy.map(|remedy| format!("\nhint: {remedy}")).unwrap_or_default();
+                let refused = format!("{}: {}{remedy}", finding.name, finding.detail);
+                return Err(AppError::not_ready(refused).on(&name));
             }
-            Err(error) if error.is_nobodys() => {
-                tracing::warn!(%error, "waiting for the database");
-                if !pace.wait(stop).await {
-                    return Err(AppError::failed("stopped while waiting for the database"));
-                }
-            }
-            Err(error) => return Err(error.into()),
         }
     }
+    Ok(())
 }
 
 /// The exchange of RabbitMQ; waits for a broker that is away.
-async fn declare(broker: &AnyBroker, stop: &CancellationToken) -> Result<(), AppError> {
-    let mut pace = Pace::new(Duration::from_millis(200), Duration::from_secs(5));
+async fn declare(
+    broker: &AnyBroker,
+    settings: &Settings,
+    stop: &CancellationToken,
+    health: &Health,
+) -> Result<(), AppError> {
+    let name = redact(&settings.broker.url.0);
+    let mut wait = Wait::new("broker", health, Some(stop));
     loop {
         match broker.declare(&[]).await {
             Ok(()) => return Ok(()),
-            Err(error @ crate::BrokerError::Refused(_)) => return Err(error.into()),
-            Err(error) => {
-                tracing::warn!(%error, "waiting for the broker");
-                if !pace.wait(stop).await {
-                    return Ok(());
-                }
-            }
+            Err(error @ crate::BrokerError::Refused(_)) => return Err(AppError::from(error).on(&name)),
+            Err(error) => wait.on(&format!("{name}: {error}")).await?,
         }
     }
 }
@@ -133,10 +138,13 @@ pub(super) fn owner_name() -> String {
 
 /// Keeps the gauges of `/metrics` true.
 pub(super) async fn keep_gauges<S: Store>(store: S, stop: CancellationToken) {
-    while sleep_unless(&stop, Duration::from_secs(2)).await {
+    loop {
         match store.status().await {
             Ok(status) => show(&status),
             Err(error) => tracing::debug!(%error, "the status could not be read"),
+        }
+        if !sleep_unless(&stop, Duration::from_secs(2)).await {
+            return;
         }
     }
 }

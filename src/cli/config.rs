@@ -19,7 +19,7 @@ pub(crate) enum ConfigCommand {
 pub(super) fn run(command: &ConfigCommand, common: &CommonArgs, output: Output) -> Result<(), AppError> {
     match command {
         ConfigCommand::Template => {
-            print!("{}", template::template());
+            data!("{}", template::template().trim_end());
             Ok(())
         }
         ConfigCommand::Show => show(&common.load(None)?, output),
@@ -43,7 +43,7 @@ fn show(loaded: &Loaded, output: Output) -> Result<(), AppError> {
             .iter()
             .map(|(path, value, origin)| serde_json::json!({ "setting": path, "value": value, "origin": origin }))
             .collect();
-        println!("{}", serde_json::json!({ "settings": rows }));
+        data!("{}", serde_json::json!({ "settings": rows }));
         return Ok(());
     }
     let mut table = Table::new();
@@ -52,7 +52,7 @@ fn show(loaded: &Loaded, output: Output) -> Result<(), AppError> {
     for (path, value, origin) in rows {
         table.add_row([path, value, origin]);
     }
-    println!("{table}");
+    data!("{table}");
     Ok(())
 }
 

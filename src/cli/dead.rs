@@ -5,12 +5,11 @@ use std::io::Write;
 use std::path::PathBuf;
 
 use clap::{Args, Subcommand};
-use comfy_table::{Table, presets};
 use uuid::Uuid;
 
-use super::common::{CommonArgs, Output};
-use crate::app::AppError;
+use super::common::{CommonArgs, Output, table};
 use crate::app::config::Settings;
+use crate::app::{AppError, require_schema, say};
 use crate::store::{ActContext, DeadFilter, DeadMessage, DeadPlace, OperatorAct, Store};
 
 /// What to do with dead messages.
@@ -21,6 +20,7 @@ pub(crate) enum DeadCommand {
     /// Show one with its headers, payload and error history
     Show {
         /// The number that `dead list` shows: o17 (outbox) or c9 (consumer)
+        #[arg(value_parser = number)]
         number: String,
     },
     /// Send or handle again, with the same id: inboxes still deduplicate
@@ -72,6 +72,7 @@ pub(crate) struct Filter {
 #[derive(Debug, Clone, Args)]
 pub(crate) struct Which {
     /// Numbers that `dead list` shows
+    #[arg(value_parser = number)]
     numbers: Vec<String>,
     #[command(flatten)]
     filter: Filter,
@@ -94,6 +95,15 @@ pub(crate) struct Act {
     yes: bool,
 }
 
+/// A number as `dead list` shows it.
+fn number(text: &str) -> Result<String, String> {
+    let digits = text.strip_prefix(['o', 'c']).and_then(|digits| digits.parse::<i64>().ok());
+    match digits {
+        Some(1..) => Ok(text.to_owned()),
+        _ => Err("no number of a dead message; `oncebox dead list` shows them: o17, c9".to_owned()),
+    }
+}
+
 /// So many are acted on without a question.
 const UNASKED_MAX: usize = 1;
 
@@ -103,7 +113,7 @@ pub(super) async fn run(command: &DeadCommand, common: &CommonArgs, output: Outp
 }
 
 async fn on<S: Store>(store: S, command: &DeadCommand, settings: &Settings, output: Output) -> Result<(), AppError> {
-    store.schema().await?.require()?;
+    require_schema(&store, settings).await?;
     let done = match command {
         DeadCommand::List(filter) => list(&store, &filter.to_store(None), output).await,
         DeadCommand::Show { number } => show(&store, number, output).await,
@@ -160,13 +170,13 @@ fn place(message: &DeadMessage) -> &str {
 
 async fn list<S: Store>(store: &S, filter: &DeadFilter, output: Output) -> Result<(), AppError> {
     let dead = store.dead(filter).await?;
+    hint_at_more(dead.len(), filter);
     if output == Output::Json {
-        println!("{}", to_json(&serde_json::json!({ "dead": dead }))?);
+        data!("{}", to_json(&serde_json::json!({ "dead": dead }))?);
         return Ok(());
     }
-    let mut table = Table::new();
-    table.load_preset(presets::UTF8_HORIZONTAL_ONLY);
-    table.set_header(["number", "where", "topic", "key", "kind", "reason", "error", "tries", "behind", "dead since"]);
+    let mut table =
+        table(["number", "where", "topic", "key", "kind", "reason", "error", "tries", "behind", "dead since"]);
     for message in &dead {
         let error: String = message.error.as_deref().unwrap_or("").chars().take(60).collect();
         table.add_row([
@@ -185,11 +195,14 @@ async fn list<S: Store>(store: &S, filter: &DeadFilter, output: Output) -> Resul
             message.dead_at.format("%Y-%m-%d %H:%M:%S").to_string(),
         ]);
     }
-    println!("{table}");
-    if dead.len() >= filter.limit.max(1) {
-        eprintln!("hint: there may be more; see `--limit`");
-    }
+    data!("{table}");
     Ok(())
+}
+
+fn hint_at_more(found: usize, filter: &DeadFilter) {
+    if filter.number.is_none() && found >= filter.limit.max(1) {
+        say("INFO", "hint: there may be more; see `--limit`");
+    }
 }
 
 async fn show<S: Store>(store: &S, number: &str, output: Output) -> Result<(), AppError> {
@@ -203,28 +216,28 @@ async fn show<S: Store>(store: &S, number: &str, output: Output) -> Result<(), A
         if let Some(fields) = value.as_object_mut() {
             fields.insert("payload".to_owned(), payload.into());
         }
-        println!("{}", to_json(&value)?);
+        data!("{}", to_json(&value)?);
         return Ok(());
     }
-    println!("number        {}", message.number);
-    println!("where         {}", place(&message));
-    println!("message id    {}", message.message_id);
-    println!("topic         {}", message.topic);
-    println!("key           {}", message.key.as_deref().unwrap_or("-"));
-    println!("kind          {}", message.kind);
-    println!("content type  {}", message.content_type.as_deref().unwrap_or("-"));
-    println!("reason        {}", message.reason);
-    println!("tries         {}", message.attempts);
-    println!("behind it     {}", message.behind);
-    println!("dead since    {}", message.dead_at.to_rfc3339());
-    println!("requested     {}", message.requested.as_deref().unwrap_or("-"));
+    data!("number        {}", message.number);
+    data!("where         {}", place(&message));
+    data!("message id    {}", message.message_id);
+    data!("topic         {}", message.topic);
+    data!("key           {}", message.key.as_deref().unwrap_or("-"));
+    data!("kind          {}", message.kind);
+    data!("content type  {}", message.content_type.as_deref().unwrap_or("-"));
+    data!("reason        {}", message.reason);
+    data!("tries         {}", message.attempts);
+    data!("behind it     {}", message.behind);
+    data!("dead since    {}", message.dead_at.to_rfc3339());
+    data!("requested     {}", message.requested.as_deref().unwrap_or("-"));
     for (name, value) in &message.headers {
-        println!("header        {name}: {value}");
+        data!("header        {name}: {value}");
     }
     for entry in &message.history {
-        println!("try {:<9} {} {}", entry.attempt, entry.at.to_rfc3339(), entry.error);
+        data!("try {:<9} {} {}", entry.attempt, entry.at.to_rfc3339(), entry.error);
     }
-    println!("payload       {} bytes\n{payload}", message.payload.len());
+    data!("payload       {} bytes\n{payload}", message.payload.len());
     Ok(())
 }
 
@@ -252,6 +265,7 @@ async fn act_on<S: Store>(
                 "there is no dead message `{number}`; `oncebox dead list` shows them"
             )));
         }
+        hint_at_more(of_filter.len(), filter);
         found.extend(of_filter.into_iter().map(|message| message.number));
     }
     if matches!(how, OperatorAct::RedriveAs { .. }) && found.len() > 1 {
@@ -260,15 +274,23 @@ async fn act_on<S: Store>(
     if !act.dry_run && !act.yes && found.len() > UNASKED_MAX {
         confirm(found.len(), how)?;
     }
-    let context = ActContext {
+    let dry_run = ActContext {
         actor: actor(),
         reason: act.why.clone(),
-        dry_run: act.dry_run,
+        dry_run: true,
         redrive_age_max: Some(settings.publisher.redrive_age_max.0),
     };
+    // First all of it as a dry run: a number that is refused leaves the others as they are.
     let mut numbers = Vec::new();
     for filter in &filters {
-        numbers.extend(store.act(filter, how, &context).await.map_err(refused)?.numbers);
+        numbers.extend(store.act(filter, how, &dry_run).await.map_err(refused)?.numbers);
+    }
+    if !act.dry_run {
+        let context = ActContext { dry_run: false, ..dry_run };
+        numbers.clear();
+        for filter in &filters {
+            numbers.extend(store.act(filter, how, &context).await.map_err(refused)?.numbers);
+        }
     }
     let verb = match how {
         OperatorAct::Discard => "discard",
@@ -276,13 +298,14 @@ async fn act_on<S: Store>(
     };
     if output == Output::Json {
         let value = serde_json::json!({ "act": verb, "dry_run": act.dry_run, "numbers": numbers });
-        println!("{}", to_json(&value)?);
+        data!("{}", to_json(&value)?);
         return Ok(());
     }
     let would = if act.dry_run { "would " } else { "" };
-    println!("{would}{verb} {}: {}", numbers.len(), numbers.join(" "));
+    let shown: String = numbers.iter().map(|number| format!(" {number}")).collect();
+    data!("{would}{verb} {}:{shown}", numbers.len());
     if !act.dry_run && numbers.iter().any(|number| number.starts_with('o')) {
-        println!("the publisher carries out what concerns the outbox");
+        data!("the publisher carries out what concerns the outbox");
     }
     Ok(())
 }

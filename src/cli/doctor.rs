@@ -1,13 +1,13 @@
 //! `oncebox doctor`: everything the promise rests on, looked at once. Exit code 3 where something breaks it.
 
-use comfy_table::{Table, presets};
+use std::path::Path;
 
-use super::common::{CommonArgs, Output};
+use super::common::{CommonArgs, Output, table};
 use crate::app::config::Settings;
 use crate::app::{AnyBroker, AppError, open_broker};
 use crate::broker::Subscription;
 use crate::error::redact;
-use crate::store::{Finding, Severity, Store};
+use crate::store::{Finding, SchemaState, Severity, Store};
 
 pub(super) async fn run(common: &CommonArgs, output: Output) -> Result<(), AppError> {
     let settings = common.load(None)?.settings;
@@ -19,8 +19,13 @@ pub(super) async fn run(common: &CommonArgs, output: Output) -> Result<(), AppEr
             "see the message; nothing else of the database was looked at",
         )],
     };
-    match open_broker(&settings).await {
-        Ok(broker) => findings.extend(broker_findings(&broker, &settings).await),
+    match broker(&settings).await {
+        Ok(None) => findings.push(Finding::warning(
+            "broker",
+            format!("{}: the file is not there yet", settings.broker.url.0),
+            "start `publisher` or `consumer`, which make it, or mend [broker] url",
+        )),
+        Ok(Some(broker)) => findings.extend(broker_findings(&broker, &settings).await),
         Err(error) => findings.push(Finding::refused("broker", error.message, "mend the broker's settings")),
     }
     print(&findings, output)?;
@@ -30,28 +35,43 @@ pub(super) async fn run(common: &CommonArgs, output: Output) -> Result<(), AppEr
     Ok(())
 }
 
+/// The broker; none where it is a file that is not there: looking does not make it.
+async fn broker(settings: &Settings) -> Result<Option<AnyBroker>, AppError> {
+    let file = settings.broker.url.0.strip_prefix("embedded://").filter(|file| !file.is_empty());
+    match file.map(Path::new).filter(|file| !file.exists() && file.parent().is_some_and(is_directory)) {
+        Some(_) => Ok(None),
+        None => open_broker(settings).await.map(Some),
+    }
+}
+
+fn is_directory(path: &Path) -> bool {
+    path.as_os_str().is_empty() || path.is_dir()
+}
+
 async fn database(settings: &Settings) -> Result<Vec<Finding>, AppError> {
     crate::with_store!(settings, None, |store| look(store, settings).await)
 }
 
 async fn look<S: Store>(store: S, settings: &Settings) -> Result<Vec<Finding>, AppError> {
     let name = redact(&settings.database.url.0);
-    let mut findings = Vec::new();
     let schema = store.schema().await.map_err(|error| AppError::from(error).on(&name))?;
-    match schema.require() {
-        Ok(()) => {
-            findings.push(Finding::ok("schema", format!("{name}: {schema:?}")));
-            findings.extend(store.check().await?);
-            let status = store.status().await?;
-            if status.dead + status.held > 0 {
-                findings.push(Finding::warning(
-                    "outbox",
-                    format!("{} dead and {} held messages", status.dead, status.held),
-                    "see `oncebox dead list`",
-                ));
-            }
+    if let Err(error) = schema.require() {
+        let remedy = match schema {
+            SchemaState::Newer { .. } | SchemaState::Changed { .. } => "use the program that migrated this database",
+            _ => "run `oncebox migrate up`",
+        };
+        store.close().await;
+        return Ok(vec![Finding::refused("schema", format!("{name}: {error}"), remedy)]);
+    }
+    let mut findings = vec![Finding::ok("schema", format!("{name}: all migrations are applied"))];
+    findings.extend(store.check().await?);
+    let status = store.status().await?;
+    let consumers = status.consumers.iter().map(|one| (format!("consumer {}", one.name), one.dead, one.held));
+    for (place, dead, held) in std::iter::once(("outbox".to_owned(), status.dead, status.held)).chain(consumers) {
+        if dead + held > 0 {
+            let detail = format!("{dead} dead and {held} held messages");
+            findings.push(Finding::warning(place, detail, "see `oncebox dead list`"));
         }
-        Err(error) => findings.push(Finding::refused("schema", format!("{name}: {error}"), "run `oncebox migrate up`")),
     }
     store.close().await;
     Ok(findings)
@@ -102,12 +122,10 @@ fn print(findings: &[Finding], output: Output) -> Result<(), AppError> {
             })
             .collect();
         let value = serde_json::json!({ "findings": rows });
-        println!("{}", serde_json::to_string(&value).map_err(|error| AppError::failed(error.to_string()))?);
+        data!("{}", serde_json::to_string(&value).map_err(|error| AppError::failed(error.to_string()))?);
         return Ok(());
     }
-    let mut table = Table::new();
-    table.load_preset(presets::UTF8_HORIZONTAL_ONLY);
-    table.set_header(["", "looked at", "found", "to do"]);
+    let mut table = table(["", "looked at", "found", "to do"]);
     for finding in findings {
         table.add_row([
             word(finding.severity),
@@ -116,6 +134,6 @@ fn print(findings: &[Finding], output: Output) -> Result<(), AppError> {
             finding.remedy.as_deref().unwrap_or(""),
         ]);
     }
-    println!("{table}");
+    data!("{table}");
     Ok(())
 }

@@ -4,7 +4,8 @@ use clap::Subcommand;
 
 use super::common::{CommonArgs, Output};
 use crate::app::config::Settings;
-use crate::app::{AppError, open_store_with, store_kind};
+use crate::app::{AppError, open_store_with, require_schema, store_kind};
+use crate::error::redact;
 use crate::observe::Health;
 use crate::store::{Schema, Store, StoreOptions};
 
@@ -36,9 +37,7 @@ pub(super) async fn run(command: &MigrateCommand, common: &CommonArgs, output: O
 
 async fn on<S: Store>(command: &MigrateCommand, settings: &Settings, output: Output) -> Result<(), AppError> {
     if let MigrateCommand::Print = command {
-        for migration in <S as Schema>::migrations() {
-            println!("-- {} {}\n{}", migration.version, migration.description, migration.sql);
-        }
+        data!("{}", <S as Schema>::script().trim_end());
         return Ok(());
     }
     let options = StoreOptions {
@@ -46,36 +45,37 @@ async fn on<S: Store>(command: &MigrateCommand, settings: &Settings, output: Out
         ca_file: settings.database.ca_file.clone(),
         ..StoreOptions::new(settings.database.url.0.clone())
     };
+    let name = redact(&options.url);
     let store: S = open_store_with(&options, None, &Health::default()).await?;
     if let MigrateCommand::Up = command {
-        let applied = store.migrate().await?;
+        let applied = store.migrate().await.map_err(|error| AppError::from(error).on(&name))?;
         match output {
-            Output::Json => println!("{}", serde_json::json!({ "applied": applied })),
-            Output::Table if applied.is_empty() => println!("nothing to apply"),
+            Output::Json => data!("{}", serde_json::json!({ "applied": applied })),
+            Output::Table if applied.is_empty() => data!("nothing to apply"),
             Output::Table => {
                 for version in applied {
-                    println!("applied {version}");
+                    data!("applied {version}");
                 }
             }
         }
     } else {
-        let known = store.applied().await?;
+        let known = store.applied().await.map_err(|error| AppError::from(error).on(&name))?;
         match output {
             Output::Json => {
                 let rows: Vec<_> = known
                     .iter()
                     .map(|m| serde_json::json!({ "version": m.version, "description": m.description, "applied": m.applied }))
                     .collect();
-                println!("{}", serde_json::json!({ "migrations": rows }));
+                data!("{}", serde_json::json!({ "migrations": rows }));
             }
             Output::Table => {
                 for migration in &known {
                     let mark = if migration.applied { "applied" } else { "missing" };
-                    println!("{:>4}  {mark}  {}", migration.version, migration.description);
+                    data!("{:>4}  {mark}  {}", migration.version, migration.description);
                 }
             }
         }
-        store.schema().await?.require()?;
+        require_schema(&store, settings).await?;
     }
     store.close().await;
     Ok(())

@@ -83,7 +83,9 @@ impl OnceboxArgs {
             #[cfg(feature = "email")]
             Command::Sender(args) => super::sender::run(&args, &self.common).await,
             Command::Completions { shell } => {
-                clap_complete::generate(shell, &mut Self::command(), "oncebox", &mut std::io::stdout());
+                let mut script = Vec::new();
+                clap_complete::generate(shell, &mut Self::command(), "oncebox", &mut script);
+                data!("{}", String::from_utf8_lossy(&script).trim_end());
                 Ok(())
             }
             Command::Run(Program::Publisher(args)) => args.run(&self.common).await,

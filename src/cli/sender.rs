@@ -6,7 +6,7 @@ use clap::Args;
 
 use super::common::CommonArgs;
 use crate::app::config::Settings;
-use crate::app::{AppError, Listener, stop_on_signals};
+use crate::app::{AppError, Listener, require_schema, stop_on_signals};
 use crate::observe::Health;
 use crate::runtime::sender::{EmailTransport, Sender, SenderOptions};
 use crate::store::Store;
@@ -29,7 +29,8 @@ pub(super) async fn run(args: &SenderArgs, common: &CommonArgs) -> Result<(), Ap
     if let Some(address) = settings.http.listen {
         Listener::start(address, "sender", health.clone(), stop.clone()).await?;
     }
-    crate::with_store!(&settings, Some(&stop), |store| send(store, &settings, args.until_empty, health, &stop).await)
+    let waits = Some((&stop, &health));
+    crate::with_store!(&settings, waits, |store| send(store, &settings, args.until_empty, health.clone(), &stop).await)
 }
 
 async fn send<S: Store>(
@@ -39,7 +40,7 @@ async fn send<S: Store>(
     health: Health,
     stop: &tokio_util::sync::CancellationToken,
 ) -> Result<(), AppError> {
-    store.schema().await?.require()?;
+    require_schema(&store, settings).await?;
     let email = &settings.email;
     let transport = match &email.smtp_url {
         Some(url) => EmailTransport::smtp(&url.0).map_err(AppError::usage)?,

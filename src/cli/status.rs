@@ -1,38 +1,39 @@
 //! `oncebox status`: how things stand.
 
-use comfy_table::{Table, presets};
-
-use super::common::{CommonArgs, Output};
-use crate::app::AppError;
+use super::common::{CommonArgs, Output, table};
+use crate::app::config::Settings;
+use crate::app::{AppError, require_schema};
 use crate::store::{Status, Store};
 
 pub(super) async fn run(common: &CommonArgs, output: Output) -> Result<(), AppError> {
     let settings = common.load(None)?.settings;
-    crate::with_store!(&settings, None, |store| show(store, output).await)
+    crate::with_store!(&settings, None, |store| show(store, &settings, output).await)
 }
 
-async fn show<S: Store>(store: S, output: Output) -> Result<(), AppError> {
-    store.schema().await?.require()?;
+async fn show<S: Store>(store: S, settings: &Settings, output: Output) -> Result<(), AppError> {
+    require_schema(&store, settings).await?;
     let status = store.status().await?;
     match output {
         Output::Json => {
             let text = serde_json::to_string(&status).map_err(|error| AppError::failed(error.to_string()))?;
-            println!("{text}");
+            data!("{text}");
         }
-        Output::Table => print(&status),
+        Output::Table => print(&status)?,
     }
     store.close().await;
     Ok(())
 }
 
-fn print(status: &Status) {
-    println!(
+fn print(status: &Status) -> Result<(), AppError> {
+    data!(
         "outbox: {} pending (oldest {:.1} s), {} held, {} dead; {} e-mails to send",
-        status.pending, status.oldest_pending_age_seconds, status.held, status.dead, status.emails_pending
+        status.pending,
+        status.oldest_pending_age_seconds,
+        status.held,
+        status.dead,
+        status.emails_pending
     );
-    let mut shards = Table::new();
-    shards.load_preset(presets::UTF8_HORIZONTAL_ONLY);
-    shards.set_header(["shard", "buckets", "cursor", "gaps", "epoch", "owner", "lease left", "cursor age"]);
+    let mut shards = table(["shard", "buckets", "cursor", "gaps", "epoch", "owner", "lease left", "cursor age"]);
     for shard in &status.shards {
         shards.add_row([
             shard.shard.to_string(),
@@ -45,11 +46,9 @@ fn print(status: &Status) {
             format!("{:.1} s", shard.cursor_age_seconds),
         ]);
     }
-    println!("{shards}");
+    data!("{shards}");
     if !status.consumers.is_empty() {
-        let mut consumers = Table::new();
-        consumers.load_preset(presets::UTF8_HORIZONTAL_ONLY);
-        consumers.set_header(["consumer", "inbox rows", "waiting", "held", "dead"]);
+        let mut consumers = table(["consumer", "inbox rows", "waiting", "held", "dead"]);
         for consumer in &status.consumers {
             consumers.add_row([
                 consumer.name.clone(),
@@ -59,6 +58,7 @@ fn print(status: &Status) {
                 consumer.dead.to_string(),
             ]);
         }
-        println!("{consumers}");
+        data!("{consumers}");
     }
+    Ok(())
 }

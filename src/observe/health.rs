@@ -9,6 +9,8 @@ use std::time::{Duration, Instant};
 /// How one part is.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum PartState {
+    /// Begins; says soon how it is.
+    Starting,
     /// At work.
     Ready,
     /// Waits for something that is named; goes on by itself.
@@ -33,22 +35,23 @@ impl Health {
     pub fn set(&self, part: &str, state: PartState) {
         let now = Instant::now();
         let mut parts = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        match parts.get_mut(part) {
-            Some(known) => {
-                if known.state != state {
-                    match &state {
-                        PartState::Ready => tracing::info!(part, "ready"),
-                        PartState::Waiting(why) => tracing::warn!(part, %why, "waiting"),
-                        PartState::Standby(why) => tracing::info!(part, %why, "standing by"),
-                    }
-                    known.since = now;
-                    known.state = state;
-                }
-                known.beat = now;
-            }
-            None => {
-                parts.insert(part.to_owned(), Part { state, since: now, beat: now });
-            }
+        if let Some(known) = parts.get_mut(part).filter(|known| known.state == state) {
+            known.beat = now;
+            return;
+        }
+        match &state {
+            PartState::Starting => tracing::debug!(part, "starting"),
+            PartState::Ready => tracing::info!(part, "ready"),
+            PartState::Waiting(why) => tracing::warn!(part, %why, "waiting"),
+            PartState::Standby(why) => tracing::info!(part, %why, "standing by"),
+        }
+        parts.insert(part.to_owned(), Part { state, since: now, beat: now });
+    }
+
+    /// A part has done its work and has no loop that could get stuck: it is not shown any more.
+    pub fn done(&self, part: &str) {
+        if self.0.lock().unwrap_or_else(PoisonError::into_inner).remove(part).is_some() {
+            tracing::debug!(part, "done");
         }
     }
 
@@ -63,7 +66,7 @@ impl Health {
     #[must_use]
     pub fn is_ready(&self) -> bool {
         let parts = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        !parts.is_empty() && parts.values().all(|part| !matches!(part.state, PartState::Waiting(_)))
+        !parts.is_empty() && parts.values().all(|part| matches!(part.state, PartState::Ready | PartState::Standby(_)))
     }
 
     /// Parts whose loop has not turned for longer than this.
@@ -81,6 +84,7 @@ impl Health {
         let line = |(name, part): (&String, &Part)| {
             let seconds = part.since.elapsed().as_secs();
             match &part.state {
+                PartState::Starting => format!("{name}: starting for {seconds} s"),
                 PartState::Ready => format!("{name}: ready for {seconds} s"),
                 PartState::Waiting(why) => format!("{name}: waiting for {seconds} s: {why}"),
                 PartState::Standby(why) => format!("{name}: standing by for {seconds} s: {why}"),
@@ -104,5 +108,14 @@ mod tests {
         health.set("relay", PartState::Standby("host-2 has the lease".into()));
         assert!(health.is_ready());
         assert!(health.stuck(Duration::from_secs(60)).is_empty());
+    }
+
+    #[test]
+    fn a_part_that_is_done_is_neither_waited_for_nor_stuck() {
+        let health = Health::default();
+        health.set("database", PartState::Waiting("no server".into()));
+        assert_eq!(health.stuck(Duration::ZERO), ["database"]);
+        health.done("database");
+        assert!(health.stuck(Duration::ZERO).is_empty() && health.lines().is_empty());
     }
 }

@@ -87,7 +87,7 @@ impl<S: Store> Consumer<S> {
     /// Dropped, it stops without acknowledging what runs: those messages come again. Prefer the token.
     pub async fn run(&self, stop: CancellationToken) -> Result<ConsumerEnd, ConsumerError> {
         let shared = &self.0;
-        shared.health.set(&shared.part, PartState::Waiting("starting".into()));
+        shared.health.set(&shared.part, PartState::Starting);
         observe::consumer_starts(&shared.options.name);
         let Some(consumer) = shared.register(&stop).await? else { return Ok(ConsumerEnd::Stopped) };
         let retries_stop = stop.child_token();

@@ -90,7 +90,7 @@ impl<S: Store> Relay<S> {
     /// Dropped, it loses nothing: what was in flight is sent again by the next session. Prefer the token.
     pub async fn run(&self, stop: CancellationToken) -> Result<RelayEnd, RelayError> {
         observe::relay_starts(self.broker.name());
-        self.health.set(&self.part, PartState::Waiting("starting".into()));
+        self.health.set(&self.part, PartState::Starting);
         let mut memory = Memory::default();
         let mut pace = Pace::new(Duration::from_millis(100), Duration::from_secs(5));
         loop {

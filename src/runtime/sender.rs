@@ -92,9 +92,12 @@ impl<S: Store> Sender<S> {
     pub async fn run(&self, stop: CancellationToken) -> Result<(), StoreError> {
         let mut pace = Pace::new(Duration::from_millis(200), Duration::from_secs(5));
         while !stop.is_cancelled() {
-            match self.step().await {
+            let step = self.step().await;
+            if step.is_ok() {
+                self.health.set(PART, PartState::Ready);
+            }
+            match step {
                 Ok(0) => {
-                    self.health.set(PART, PartState::Ready);
                     if self.options.until_empty && self.store.emails_pending().await? == 0 {
                         break;
                     }

@@ -62,9 +62,15 @@ impl Base for PostgresStore {
 
     const NAME: &'static str = "postgres";
 
-    /// Prepares a pool; connections are made when they are needed, so a server that is not there yet is no error here.
+    /// Connects once, to find out what is wrong at once, and makes the pool.
+    ///
+    /// # Errors
+    /// [`StoreError::Refused`] where the URL cannot be used, [`StoreError::Unavailable`] where the server is not there yet.
+    ///
+    /// # Cancel safety
+    /// Nothing is left behind.
     async fn connect(options: &StoreOptions) -> Result<Self, StoreError> {
-        connect::prepare(options)
+        connect::connect(options).await
     }
 
     fn pool(&self) -> &PgPool {

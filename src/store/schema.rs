@@ -26,6 +26,11 @@ pub enum SchemaState {
         /// Newest known version.
         known: i64,
     },
+    /// A migration was applied with another text than this program has.
+    Changed {
+        /// Its version.
+        version: i64,
+    },
 }
 
 impl SchemaState {
@@ -39,6 +44,10 @@ impl SchemaState {
             Self::Missing => Err(StoreError::SchemaMissing("no table of oncebox is there".to_owned())),
             Self::Old { found, needed } => Err(StoreError::SchemaOld { found, needed }),
             Self::Newer { found, known } => Err(StoreError::SchemaNewer { found, known }),
+            Self::Changed { version } => Err(StoreError::Refused(format!(
+                "migration {version} was applied with another text than this program has; a migration never changes: use the \
+                 program that applied it, or a newer one"
+            ))),
         }
     }
 }
@@ -111,7 +120,18 @@ pub trait Schema: Base {
     /// All migrations this program was built with, ascending.
     fn migrations() -> &'static [MigrationText];
 
-    /// Where the schema stands. A SQLite file that is missing is `Missing`.
+    /// Everything that [`Schema::migrate`] runs on a new database, for those who run it themselves: with the rows that say that it
+    /// was applied.
+    #[must_use]
+    fn script() -> String {
+        let text = |migration: &MigrationText| {
+            format!("-- {} {}\n{}\n", migration.version, migration.description, migration.sql)
+        };
+        Self::migrations().iter().map(text).collect()
+    }
+
+    /// Where the schema stands. A SQLite file that is missing is `Missing`. On MySQL texts are not compared: its migrations note
+    /// themselves, also where they are applied by the `mysql` client.
     fn schema(&self) -> impl Future<Output = Result<SchemaState, StoreError>> + Send;
 
     /// Applies what is missing, under a lock, and says which versions it applied. Safe to run twice and at once.

@@ -155,10 +155,10 @@ async fn s1_another_authority_and_another_name_are_refused() {
     let ca = good.query_pairs().find(|(name, _)| name == "sslrootcert").unwrap().1.into_owned();
     let connects = async |url: String, ca: &str| {
         let options = StoreOptions { ca_file: Some(ca.into()), ..StoreOptions::new(url) };
-        let store = PostgresStore::connect(&options).await.unwrap();
+        let store = PostgresStore::connect(&options).await?;
         let outcome = store.pool().execute("select 1").await.map(drop);
         store.close().await;
-        outcome
+        outcome.map_err(StoreError::from)
     };
     connects(format!("{plain}?sslmode=verify-full"), &ca).await.unwrap();
     connects(format!("{plain}?sslmode=verify-full"), &other_ca).await.unwrap_err();

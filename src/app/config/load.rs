@@ -1,9 +1,14 @@
 //! Layers of settings: flag over environment over file over default; each value knows where it came from.
+//!
+//! Promise: what cannot be used is named with its place and, where a name is unknown, the nearest one that is known. No value
+//! that may be a secret is repeated, and no line of the file.
 
+use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 
-use figment::Figment;
-use figment::providers::{Env, Format, Serialized, Toml};
+use figment::error::{Actual, Kind};
+use figment::value::{Dict, Map, Value};
+use figment::{Figment, Metadata, Profile, Provider};
 
 use super::Settings;
 
@@ -12,8 +17,8 @@ use super::Settings;
 pub struct Layers {
     /// `--config FILE`.
     pub file: Option<PathBuf>,
-    /// Flags by the path of the setting they stand for.
-    pub flags: Vec<(&'static str, String)>,
+    /// Flags: as they are written, the path of the setting they stand for, and the value.
+    pub flags: Vec<(&'static str, &'static str, String)>,
 }
 
 /// Settings and their origins.
@@ -25,20 +30,62 @@ pub struct Loaded {
 }
 
 impl Loaded {
-    /// Where a value came from: `default`, `--flag`, `environment` or the file.
+    /// Where a value came from: `default`, `file FILE`, `environment NAME` or `flag --NAME`.
     #[must_use]
     pub fn origin(&self, path: &str) -> String {
-        let Some(metadata) = self.figment.find_metadata(path) else { return "default".to_owned() };
-        match &metadata.source {
-            Some(source) => source.to_string(),
-            None => metadata.name.to_string(),
+        let whole = self.figment.find_value("").ok();
+        let value = whole.as_ref().and_then(|whole| find(whole, path));
+        let metadata = value.and_then(|value| self.figment.get_metadata(value.tag()));
+        metadata.map_or_else(|| DEFAULT.to_owned(), |metadata| metadata.name.to_string())
+    }
+}
+
+/// What stands at a path; names of settings of other programs may have dots in them, places in a list are numbers.
+fn find<'v>(value: &'v Value, path: &str) -> Option<&'v Value> {
+    let ends = path.match_indices('.').map(|(dot, _)| dot).chain([path.len()]);
+    match value {
+        Value::Dict(_, table) => {
+            ends.filter_map(|end| Some((table.get(&path[..end])?, path.get(end + 1..)))).find_map(|(inner, rest)| {
+                match rest {
+                    None => Some(inner),
+                    Some(rest) => find(inner, rest),
+                }
+            })
         }
+        Value::Array(_, items) => {
+            let (index, rest) = path.split_once('.').map_or((path, None), |(index, rest)| (index, Some(rest)));
+            let item = items.get(index.parse::<usize>().ok()?)?;
+            rest.map_or(Some(item), |rest| find(item, rest))
+        }
+        _ => None,
+    }
+}
+
+const DEFAULT: &str = "default";
+const PREFIX: &str = "ONCEBOX_";
+
+/// One origin and what it sets.
+#[derive(Debug)]
+struct Layer {
+    origin: String,
+    values: Dict,
+}
+
+impl Provider for Layer {
+    fn metadata(&self) -> Metadata {
+        Metadata::named(self.origin.clone())
     }
 
-    /// Settings as they are, without a file or the environment: for tests and embedding.
-    #[must_use]
-    pub fn of(settings: Settings) -> Self {
-        Self { figment: Figment::from(Serialized::defaults(&settings)), settings }
+    fn data(&self) -> Result<Map<Profile, Dict>, figment::Error> {
+        Ok(Profile::Default.collect(self.values.clone()))
+    }
+}
+
+impl Layer {
+    /// One value at the path of its setting.
+    fn one(origin: String, path: &str, value: Value) -> Self {
+        let values = figment::util::nest(path, value).into_dict().unwrap_or_default();
+        Self { origin, values }
     }
 }
 
@@ -48,16 +95,18 @@ impl Loaded {
 /// What cannot be read, which key is not known (and the nearest one that is), which value cannot be used and where it came
 /// from. Never a secret.
 pub fn load(layers: &Layers) -> Result<Loaded, String> {
-    let mut figment = Figment::from(Serialized::defaults(Settings::default()));
+    let defaults = table_of(&Settings::default())?;
+    let mut figment = Figment::from(Layer { origin: DEFAULT.to_owned(), values: defaults.clone() });
     if let Some(file) = &layers.file {
-        check_readable(file)?;
-        figment = figment.merge(Toml::file_exact(file));
+        figment = figment.merge(read(file)?);
     }
-    let names_only =
-        Env::prefixed("ONCEBOX_").filter(|name| name != "config" && !name.starts_with("test_")).split("__");
-    figment = figment.merge(names_only);
-    for (path, value) in &layers.flags {
-        figment = figment.merge(Serialized::global(path, value));
+    for (name, value) in std::env::vars_os() {
+        if let Some(layer) = variable(&name, value, &defaults)? {
+            figment = figment.merge(layer);
+        }
+    }
+    for (flag, path, value) in &layers.flags {
+        figment = figment.merge(Layer::one(format!("flag {flag}"), path, value.as_str().into()));
     }
     match figment.extract::<Settings>() {
         Ok(settings) => Ok(Loaded { settings, figment }),
@@ -65,36 +114,123 @@ pub fn load(layers: &Layers) -> Result<Loaded, String> {
     }
 }
 
-fn check_readable(file: &Path) -> Result<(), String> {
-    std::fs::File::open(file)
-        .map(drop)
-        .map_err(|error| format!("the configuration file {} cannot be read: {error}", file.display()))
+fn table_of(value: &impl serde::Serialize) -> Result<Dict, String> {
+    let value = Value::serialize(value).map_err(|error| error.to_string())?;
+    value.into_dict().ok_or_else(|| "settings are a table".to_owned())
+}
+
+fn read(file: &Path) -> Result<Layer, String> {
+    let shown = file.display();
+    let text = std::fs::read_to_string(file).map_err(|error| {
+        format!("the configuration file {shown} cannot be read: {error}; `oncebox config template` prints one")
+    })?;
+    let table: toml::Table = toml::from_str(&text).map_err(|error| {
+        // Not as the parser shows it: the line may hold a password.
+        let before = &text[..error.span().map_or(0, |span| span.start.min(text.len()))];
+        let (line, column) =
+            (before.matches('\n').count() + 1, before.chars().rev().take_while(|c| *c != '\n').count());
+        format!("the configuration file {shown} is no TOML at line {line}, column {}: {}", column + 1, error.message())
+    })?;
+    Ok(Layer { origin: format!("file {shown}"), values: table_of(&table)? })
+}
+
+/// A variable of the environment, where it is a setting.
+fn variable(name: &OsString, value: OsString, defaults: &Dict) -> Result<Option<Layer>, String> {
+    let name = name.to_string_lossy();
+    let Some(path) = name.get(..PREFIX.len()).filter(|prefix| prefix.eq_ignore_ascii_case(PREFIX)) else {
+        return Ok(None);
+    };
+    let path = name[path.len()..].to_ascii_lowercase();
+    // The flag `--config` has its own; tests find their servers by theirs.
+    if path == "config" || path.starts_with("test_") {
+        return Ok(None);
+    }
+    let levels: Vec<&str> = path.split("__").collect();
+    if levels.iter().any(|level| level.is_empty()) {
+        return Err(format!(
+            "the variable {name} of the environment names no setting: {PREFIX} and `__` between levels"
+        ));
+    }
+    let value = value.into_string().map_err(|_| format!("the value of {name} in the environment is not UTF-8"))?;
+    let default = at(defaults, &levels);
+    let value = typed(value, default);
+    // Merged, it would stand in the way of the variables below it, or be lost under them.
+    if matches!((default, &value), (Some(Value::Dict(..)), Value::String(..))) {
+        let path = levels.join(".");
+        return Err(format!("the setting `{path}` (environment {name}): found text, expected a table; {HINT}"));
+    }
+    Ok(Some(Layer::one(format!("environment {name}"), &levels.join("."), value)))
+}
+
+fn at<'a>(table: &'a Dict, levels: &[&str]) -> Option<&'a Value> {
+    let (first, rest) = levels.split_first()?;
+    let value = table.get(*first)?;
+    if rest.is_empty() { Some(value) } else { at(value.as_dict()?, rest) }
+}
+
+/// Text stays text, whatever it looks like: a password may be a number. Numbers, lists and tables are read as in the file.
+fn typed(text: String, default: Option<&Value>) -> Value {
+    let is_text = !matches!(default, Some(Value::Bool(..) | Value::Num(..) | Value::Array(..) | Value::Dict(..)));
+    let parsed = if is_text { None } else { toml::from_str::<toml::Table>(&format!("value = {text}")).ok() };
+    let value = parsed.and_then(|mut table| table.remove("value")).and_then(|value| Value::serialize(value).ok());
+    value.unwrap_or_else(|| text.into())
 }
 
 fn describe(error: &figment::Error) -> String {
-    let place = error.metadata.as_ref().map(|metadata| match &metadata.source {
-        Some(source) => format!("{} ({source})", metadata.name),
-        None => metadata.name.to_string(),
-    });
-    let place = place.map_or(String::new(), |place| format!(" in {place}"));
+    let place = error.metadata.as_ref().map_or(String::new(), |metadata| format!(" ({})", metadata.name));
     let path = error.path.join(".");
     match &error.kind {
-        figment::error::Kind::UnknownField(field, known) => {
+        Kind::UnknownField(field, known) => {
             let nearest =
                 known.iter().max_by(|a, b| strsim::jaro_winkler(field, a).total_cmp(&strsim::jaro_winkler(field, b)));
-            let key = if path.is_empty() || path == *field || path.ends_with(&format!(".{field}")) {
-                if path.is_empty() { field.clone() } else { path }
+            let key = if path.is_empty() {
+                field.clone()
+            } else if path == *field || path.ends_with(&format!(".{field}")) {
+                path
             } else {
                 format!("{path}.{field}")
             };
             let hint = nearest.map_or(String::new(), |nearest| format!("; did you mean `{nearest}`?"));
             format!("unknown setting `{key}`{place}{hint}")
         }
-        // The value itself may be a secret: only what was expected is said for URLs and passwords.
-        kind if path.contains("url") || path.contains("password") => {
-            let _ = kind;
-            format!("the setting `{path}`{place} is not text")
+        // The value itself may be a secret: only its type is said.
+        Kind::InvalidType(found, expected) | Kind::InvalidValue(found, expected) => {
+            let (found, expected) = (type_of(found), in_words(expected));
+            format!("the setting `{path}`{place}: found {found}, expected {expected}; {HINT}")
         }
-        kind => format!("the setting `{path}`{place}: {kind}"),
+        Kind::UnknownVariant(found, known) => {
+            format!("the setting `{path}`{place}: `{found}` is unknown, use one of: {}", known.join(", "))
+        }
+        Kind::MissingField(field) => {
+            let path = if path.is_empty() { field.to_string() } else { format!("{path}.{field}") };
+            format!("the setting `{path}` is missing{place}")
+        }
+        kind => format!("the setting `{path}`{place}: {kind}; {HINT}"),
+    }
+}
+
+const HINT: &str = "`oncebox config template` shows how it is written";
+
+/// What serde expects, for people.
+fn in_words(expected: &str) -> &str {
+    match expected {
+        "a string" => "text",
+        "a sequence" => "a list",
+        "a map" => "a table",
+        _ if expected.starts_with("struct ") => "a table",
+        _ if expected.starts_with('u') => "a whole number that is not negative",
+        _ if expected.starts_with('i') => "a whole number",
+        _ => expected,
+    }
+}
+
+fn type_of(found: &Actual) -> &'static str {
+    match found {
+        Actual::Bool(_) => "a boolean",
+        Actual::Unsigned(_) | Actual::Signed(_) | Actual::Float(_) => "a number",
+        Actual::Char(_) | Actual::Str(_) | Actual::Bytes(_) => "text",
+        Actual::Seq => "a list",
+        Actual::Map => "a table",
+        _ => "something else",
     }
 }

@@ -61,7 +61,11 @@ impl EmbeddedConfig {
         self.session_timeout / 6
     }
 
-    pub(super) fn validate(&self) -> Result<(), BrokerError> {
+    /// Checks what can be checked without the file.
+    ///
+    /// # Errors
+    /// [`BrokerError::Refused`] with the name of the setting.
+    pub fn validate(&self) -> Result<(), BrokerError> {
         let refused = |what: &str| Err(BrokerError::Refused(format!("broker `{}`: {what}", self.path.display())));
         if !(1..=1_024).contains(&self.partitions) {
             return refused("`partitions` must be 1 to 1024");

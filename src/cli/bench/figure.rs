@@ -1,10 +1,9 @@
 //! A figure: medians over rounds, its baseline from the same rounds, and the spread.
 
-use comfy_table::{Table, presets};
 use serde::Serialize;
 
 use crate::app::AppError;
-use crate::cli::common::Output;
+use crate::cli::common::{Output, table};
 
 /// One line of the output.
 #[derive(Debug, Clone, PartialEq, Serialize)]
@@ -84,13 +83,11 @@ fn median(values: impl Iterator<Item = f64>) -> f64 {
 pub(super) fn print(figures: &[Figure], output: Output) -> Result<(), AppError> {
     if output == Output::Json {
         for figure in figures {
-            println!("{}", serde_json::to_string(figure).map_err(|error| AppError::failed(error.to_string()))?);
+            data!("{}", serde_json::to_string(figure).map_err(|error| AppError::failed(error.to_string()))?);
         }
         return Ok(());
     }
-    let mut table = Table::new();
-    table.load_preset(presets::UTF8_HORIZONTAL_ONLY);
-    table.set_header(["figure", "value", "unit", "baseline", "ratio", "min", "max", "wanted", "against"]);
+    let mut table = table(["figure", "value", "unit", "baseline", "ratio", "min", "max", "wanted", "against"]);
     let optional = |value: Option<f64>| value.map_or_else(|| "-".to_owned(), short);
     for figure in figures {
         table.add_row([
@@ -105,7 +102,7 @@ pub(super) fn print(figures: &[Figure], output: Output) -> Result<(), AppError> 
             figure.against.unwrap_or("-").to_owned(),
         ]);
     }
-    println!("{table}");
+    data!("{table}");
     Ok(())
 }
 

@@ -50,7 +50,7 @@ impl Verdict {
 
     pub(super) fn print(&self, output: Output) -> Result<(), AppError> {
         if output == Output::Json {
-            println!("{}", serde_json::to_string(self).map_err(|error| AppError::failed(error.to_string()))?);
+            data!("{}", serde_json::to_string(self).map_err(|error| AppError::failed(error.to_string()))?);
             return Ok(());
         }
         let mut table = Table::new();
@@ -67,8 +67,8 @@ impl Verdict {
         table.add_row(row("lost", self.lost.to_string(), "0".into()));
         table.add_row(row("doubled", self.doubled.to_string(), "0".into()));
         table.add_row(row("out of order", self.out_of_order.to_string(), "0".into()));
-        println!("{table}");
-        println!(
+        data!("{table}");
+        data!(
             "{} deliveries for {} effects: {} duplicates suppressed; {} processes killed with SIGKILL; {:.1} s",
             self.deliveries,
             self.ledger_entries + self.emails,
@@ -76,7 +76,7 @@ impl Verdict {
             self.kills,
             self.seconds
         );
-        println!("{}", if self.agrees() { "every effect exactly once" } else { "THE COUNTS DO NOT AGREE" });
+        data!("{}", if self.agrees() { "every effect exactly once" } else { "THE COUNTS DO NOT AGREE" });
         Ok(())
     }
 }

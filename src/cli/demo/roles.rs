@@ -87,7 +87,7 @@ async fn play<S: Store>(role: Role, mut settings: Settings) -> Result<(), AppErr
     };
     let names = Names { tag: tag.clone() };
     if let Role::Till { messages, .. } = role {
-        let store: S = crate::app::open_store(&settings, Some(&stop)).await?;
+        let store: S = crate::app::open_store(&settings, Some((&stop, &Health::default()))).await?;
         return take_payments(&store, &names, messages).await;
     }
     let name = names.consumer(role_name);
@@ -95,7 +95,7 @@ async fn play<S: Store>(role: Role, mut settings: Settings) -> Result<(), AppErr
     settings.consumer.clear();
     let topics = [names.topic()];
     let handlers = if let Role::Ledger { .. } = role {
-        let store: S = crate::app::open_store(&settings, Some(&stop)).await?;
+        let store: S = crate::app::open_store(&settings, Some((&stop, &Health::default()))).await?;
         Handlers::new().on(KIND, ledger(&store, &names).await?)
     } else {
         Handlers::new().on(KIND, Receipts { names })

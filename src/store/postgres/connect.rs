@@ -19,9 +19,16 @@ const RESTED: Duration = Duration::from_secs(1);
 /// What the server-side timeouts stand above the handler timeout.
 const MARGIN: Duration = Duration::from_secs(5);
 
-/// A pool that connects when it is used; an error is a URL that cannot be read.
-pub(super) fn prepare(options: &StoreOptions) -> Result<PostgresStore, StoreError> {
+/// How long the first connection may take.
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// Connects once, to find out what is wrong at once, and makes the pool: a pool asks a server that refuses connections again
+/// and again for 30 s, and then says only that time is up.
+pub(super) async fn connect(options: &StoreOptions) -> Result<PostgresStore, StoreError> {
     let connect = connect_options(options)?;
+    let timed_out = |_| StoreError::Unavailable(sqlx::Error::PoolTimedOut);
+    let connecting = async { connect.connect().await?.close().await };
+    tokio::time::timeout(CONNECT_TIMEOUT, connecting).await.map_err(timed_out)??;
     let settings = session_settings(options.handler_timeout);
     let pool = PgPoolOptions::new()
         .max_connections(options.connections_max)

@@ -54,15 +54,22 @@ impl Schema for PostgresStore {
         &MIGRATIONS
     }
 
+    fn script() -> String {
+        let texts = MIGRATIONS.iter().map(|one| format!("\n-- {} {}\n{}\n", one.version, one.description, text(one)));
+        std::iter::once(MIGRATION_TABLE.to_owned()).chain(texts).collect()
+    }
+
     async fn schema(&self) -> Result<SchemaState, StoreError> {
         let mut connection = self.pool.acquire().await?;
         let needed = MIGRATIONS[MIGRATIONS.len() - 1].version;
-        let newest = applied(&mut connection).await?.last().map(|(version, _)| *version);
-        Ok(match newest {
-            None => SchemaState::Missing,
-            Some(found) if found < needed => SchemaState::Old { found, needed },
-            Some(found) if found > needed => SchemaState::Newer { found, known: needed },
-            Some(found) => SchemaState::Current(found),
+        let applied = applied(&mut connection).await?;
+        let newest = applied.last().map(|(version, _)| *version);
+        Ok(match (newest, changed(&applied)) {
+            (None, _) => SchemaState::Missing,
+            (Some(found), _) if found > needed => SchemaState::Newer { found, known: needed },
+            (Some(_), Some(version)) => SchemaState::Changed { version },
+            (Some(found), _) if found < needed => SchemaState::Old { found, needed },
+            (Some(found), _) => SchemaState::Current(found),
         })
     }
 
@@ -74,18 +81,16 @@ impl Schema for PostgresStore {
             sqlx::raw_sql(MIGRATION_TABLE).execute(&mut connection).await?;
         }
         let before = applied(&mut connection).await?;
-        for migration in &MIGRATIONS {
-            let checksum = checksum(migration);
-            if before.iter().any(|(version, other)| *version == migration.version && *other != checksum) {
-                return Err(StoreError::Refused(format!(
-                    "migration {} was changed after it was applied; use the program that applied it, or a new version",
-                    migration.version
-                )));
-            }
+        let known = MIGRATIONS[MIGRATIONS.len() - 1].version;
+        if let Some((found, _)) = before.last().filter(|(found, _)| *found > known) {
+            return Err(StoreError::SchemaNewer { found: *found, known });
+        }
+        if let Some(version) = changed(&before) {
+            SchemaState::Changed { version }.require()?;
         }
         let mut done = Vec::new();
         for migration in MIGRATIONS.iter().filter(|one| before.iter().all(|(version, _)| *version != one.version)) {
-            apply(&mut connection, migration).await?;
+            sqlx::raw_sql(AssertSqlSafe(text(migration))).execute(&mut connection).await?;
             done.push(migration.version);
         }
         Ok(done)
@@ -113,19 +118,25 @@ impl Schema for PostgresStore {
     }
 }
 
+/// The version of a migration that was applied with another text than it has here.
+fn changed(applied: &[(i64, Vec<u8>)]) -> Option<i64> {
+    let other = |(version, stored): &&(i64, Vec<u8>)| {
+        MIGRATIONS.iter().any(|migration| migration.version == *version && checksum(migration) != *stored)
+    };
+    applied.iter().find(other).map(|(version, _)| *version)
+}
+
 fn checksum(migration: &MigrationText) -> Vec<u8> {
     Sha256::digest(migration.sql.as_bytes()).to_vec()
 }
 
 /// A migration and its row, in one transaction: sent as one text, so that no half of it can stand.
-async fn apply(connection: &mut PgConnection, migration: &MigrationText) -> Result<(), StoreError> {
+fn text(migration: &MigrationText) -> String {
     let hex: String = checksum(migration).iter().map(|byte| format!("{byte:02x}")).collect();
-    let text = format!(
+    format!(
         "begin;\n{}\ninsert into oncebox.migration (version, description, checksum) values ({}, '{}', '\\x{hex}');\ncommit;",
         migration.sql, migration.version, migration.description
-    );
-    sqlx::raw_sql(AssertSqlSafe(text)).execute(connection).await?;
-    Ok(())
+    )
 }
 
 /// Versions and checksums that were applied, ascending; none where the schema is not there.

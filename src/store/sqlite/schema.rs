@@ -4,7 +4,7 @@
 //! migration that fails leaves nothing behind.
 
 use sha2::{Digest, Sha256};
-use sqlx::{Executor, query, query_as, query_scalar};
+use sqlx::{AssertSqlSafe, Executor, query_as, query_scalar};
 
 use super::connect::SqliteStore;
 use super::now_ms;
@@ -46,15 +46,36 @@ impl SqliteStore {
         Ok(Some(query_as(applied).fetch_all(&mut *connection).await?))
     }
 
-    /// The newest version that was applied; none where nothing of oncebox is there.
-    async fn newest(&self) -> Result<Option<i64>, StoreError> {
+    /// What was applied, ascending; none where nothing of oncebox is there.
+    async fn applied_migrations(&self) -> Result<Option<Vec<(i64, Vec<u8>)>>, StoreError> {
         if !self.can_open() {
             return Ok(None);
         }
         let mut connection = self.pool().acquire().await?;
-        let applied = Self::applied_versions(&mut connection).await?;
-        Ok(applied.and_then(|applied| applied.last().map(|(version, _)| *version)))
+        Self::applied_versions(&mut connection).await
     }
+}
+
+/// The version of a migration that was applied with another text than it has here.
+fn changed(applied: &[(i64, Vec<u8>)]) -> Option<i64> {
+    let other = |(version, stored): &&(i64, Vec<u8>)| {
+        MIGRATIONS.iter().any(|migration| migration.version == *version && checksum(migration) != *stored)
+    };
+    applied.iter().find(other).map(|(version, _)| *version)
+}
+
+/// The statement that notes a migration as applied.
+fn row(migration: &MigrationText) -> String {
+    let hex: String = checksum(migration).iter().map(|byte| format!("{byte:02x}")).collect();
+    let MigrationText { version, description, .. } = migration;
+    format!(
+        concat!("insert into oncebox_migration values ({}, '{}', x'{}', ", now_ms!(), ")"),
+        version, description, hex
+    )
+}
+
+fn checksum(migration: &MigrationText) -> Vec<u8> {
+    Sha256::digest(migration.sql.as_bytes()).to_vec()
 }
 
 impl Schema for SqliteStore {
@@ -62,13 +83,24 @@ impl Schema for SqliteStore {
         MIGRATIONS
     }
 
+    fn script() -> String {
+        let texts = MIGRATIONS
+            .iter()
+            .map(|one| format!("\n-- {} {}\n{}\n{};\n", one.version, one.description, one.sql, row(one)));
+        let all: String = texts.collect();
+        format!("begin immediate;\n{MIGRATION_TABLE};\n{all}commit;\n")
+    }
+
     async fn schema(&self) -> Result<SchemaState, StoreError> {
         let known = MIGRATIONS.last().map_or(0, |migration| migration.version);
-        Ok(match self.newest().await? {
-            None => SchemaState::Missing,
-            Some(found) if found < known => SchemaState::Old { found, needed: known },
-            Some(found) if found > known => SchemaState::Newer { found, known },
-            Some(found) => SchemaState::Current(found),
+        let applied = self.applied_migrations().await?.unwrap_or_default();
+        let newest = applied.last().map(|(version, _)| *version);
+        Ok(match (newest, changed(&applied)) {
+            (None, _) => SchemaState::Missing,
+            (Some(found), _) if found > known => SchemaState::Newer { found, known },
+            (Some(_), Some(version)) => SchemaState::Changed { version },
+            (Some(found), _) if found < known => SchemaState::Old { found, needed: known },
+            (Some(found), _) => SchemaState::Current(found),
         })
     }
 
@@ -80,38 +112,33 @@ impl Schema for SqliteStore {
         if let Some((found, _)) = applied.last().filter(|(found, _)| *found > known) {
             return Err(StoreError::SchemaNewer { found: *found, known });
         }
+        if let Some(version) = changed(&applied) {
+            SchemaState::Changed { version }.require()?;
+        }
         let mut done = Vec::new();
-        for migration in MIGRATIONS {
-            let checksum = Sha256::digest(migration.sql.as_bytes()).to_vec();
-            match applied.iter().find(|(version, _)| *version == migration.version) {
-                Some((_, stored)) if *stored == checksum => {}
-                Some(_) => {
-                    return Err(StoreError::Refused(format!(
-                        "migration {} ({}) was applied with another text than this program has; a migration never changes",
-                        migration.version, migration.description
-                    )));
-                }
-                None => {
-                    write.connection().execute(sqlx::raw_sql(migration.sql)).await?;
-                    let note = concat!("insert into oncebox_migration values (?, ?, ?, ", now_ms!(), ")");
-                    let note = query(note).bind(migration.version).bind(migration.description).bind(checksum);
-                    note.execute(write.connection()).await?;
-                    done.push(migration.version);
-                }
-            }
+        for migration in MIGRATIONS.iter().filter(|one| applied.iter().all(|(version, _)| *version != one.version)) {
+            write.connection().execute(sqlx::raw_sql(migration.sql)).await?;
+            write.connection().execute(AssertSqlSafe(row(migration))).await?;
+            done.push(migration.version);
         }
         write.commit().await?;
         Ok(done)
     }
 
     async fn applied(&self) -> Result<Vec<AppliedMigration>, StoreError> {
-        let newest = self.newest().await?.unwrap_or(0);
-        let of = |migration: &MigrationText| AppliedMigration {
+        let applied = self.applied_migrations().await?.unwrap_or_default();
+        let known = MIGRATIONS.iter().map(|migration| AppliedMigration {
             version: migration.version,
             description: migration.description.to_owned(),
-            applied: migration.version <= newest,
-        };
-        Ok(MIGRATIONS.iter().map(of).collect())
+            applied: applied.iter().any(|(version, _)| *version == migration.version),
+        });
+        let newer = applied.iter().filter(|(version, _)| MIGRATIONS.iter().all(|one| one.version != *version));
+        let newer = newer.map(|(version, _)| AppliedMigration {
+            version: *version,
+            description: "of a newer program".to_owned(),
+            applied: true,
+        });
+        Ok(known.chain(newer).collect())
     }
 
     async fn check(&self) -> Result<Vec<Finding>, StoreError> {

@@ -1,0 +1,90 @@
+//! Databases as an application sees them: its own connection, plain SQL, on all three kinds. Those on servers are the test's
+//! own and dropped at its end.
+
+use oncebox::sqlx::{self, AssertSqlSafe, Connection, MySqlConnection, PgConnection, SqliteConnection};
+
+use super::kit::block_on;
+use super::support::unique;
+
+/// Runs statements, each committed by itself.
+pub(crate) fn run(url: &str, statements: &str) -> Result<(), sqlx::Error> {
+    let sql = || sqlx::raw_sql(AssertSqlSafe(statements.to_owned()));
+    block_on(async {
+        match kind(url) {
+            "postgres" => sql().execute(&mut PgConnection::connect(url).await?).await.map(drop),
+            "mysql" => sql().execute(&mut MySqlConnection::connect(url).await?).await.map(drop),
+            _ => sql().execute(&mut SqliteConnection::connect(url).await?).await.map(drop),
+        }
+    })
+}
+
+/// The first column of a query, as text.
+pub(crate) fn column(url: &str, query: &str) -> Vec<String> {
+    let sql = AssertSqlSafe(query.to_owned());
+    let rows = block_on(async {
+        match kind(url) {
+            "postgres" => sqlx::query_scalar(sql).fetch_all(&mut PgConnection::connect(url).await?).await,
+            "mysql" => sqlx::query_scalar(sql).fetch_all(&mut MySqlConnection::connect(url).await?).await,
+            _ => sqlx::query_scalar(sql).fetch_all(&mut SqliteConnection::connect(url).await?).await,
+        }
+    });
+    rows.unwrap_or_else(|error| panic!("{query}: {error}"))
+}
+
+fn kind(url: &str) -> &str {
+    url.split(':').next().unwrap()
+}
+
+/// A database of its own on a server.
+#[derive(Debug)]
+pub(crate) struct Database {
+    pub(crate) url: String,
+    server: String,
+    name: String,
+}
+
+impl Database {
+    /// Empty: without the tables of oncebox.
+    pub(crate) fn on(server: &str) -> Self {
+        let name = unique("cli").replace('-', "_");
+        run(server, &format!("create database {name}")).unwrap();
+        let mut url = url::Url::parse(server).unwrap();
+        url.set_path(&name);
+        Self { url: url.into(), server: server.to_owned(), name }
+    }
+}
+
+impl Drop for Database {
+    fn drop(&mut self) {
+        let force = if kind(&self.server) == "postgres" { " with (force)" } else { "" };
+        if let Err(error) = run(&self.server, &format!("drop database {}{force}", self.name)) {
+            eprintln!("{} was not dropped: {error}", self.name);
+        }
+    }
+}
+
+/// The write lock of a SQLite file, held until it is dropped.
+pub(crate) struct Locked {
+    runtime: tokio::runtime::Runtime,
+    connection: Option<SqliteConnection>,
+}
+
+impl Locked {
+    pub(crate) fn on(url: &str) -> Self {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+        let connection = runtime.block_on(async {
+            let mut connection = SqliteConnection::connect(url).await.unwrap();
+            sqlx::raw_sql("begin immediate").execute(&mut connection).await.unwrap();
+            connection
+        });
+        Self { runtime, connection: Some(connection) }
+    }
+}
+
+impl Drop for Locked {
+    fn drop(&mut self) {
+        if let Some(connection) = self.connection.take() {
+            self.runtime.block_on(connection.close()).unwrap();
+        }
+    }
+}

@@ -1,0 +1,223 @@
+//! `oncebox dead`: what it lists and shows, what it does by number and by filter, and what it refuses for safety (exit code 4).
+
+use serde_json::{Value, json};
+
+use crate::kit::{Place, payment};
+
+/// Some payments that no ledger takes, each with a key of its own, dead at the consumer.
+fn with_dead_payments(count: usize) -> (Place, String) {
+    let place = Place::migrated();
+    let config = place.ledger();
+    let rows: Vec<String> = (1..=count)
+        .map(|number| format!("('payments', 'acc-{number}', 'payment.created', '{{\"paymentId\":\"p{number}\"}}')"))
+        .collect();
+    place.sql(&format!("insert into oncebox_outbox (topic, key, kind, payload) values {}", rows.join(", ")));
+    place.publish();
+    place.consume(&config).ok();
+    (place, config)
+}
+
+/// A message that the broker refused, as the relay leaves it.
+fn dead_in_the_outbox(place: &Place, number: usize, age: &str) {
+    place.sql(&format!(
+        "insert into oncebox_outbox_dead (position, bucket, message_id, topic, key, kind, headers, payload, content_type, created_at,
+           state, holds, reason, diverted_at)
+         values ({number}, 0, '0197a1b2-c3d4-7e5f-8a9b-0c1d2e3f4a{number:02}', 'payments', 'acc-{number}', 'payment.created', '{{}}',
+           cast('{}' as blob), 'application/json', unixepoch('now', '{age}') * 1000, 'dead', 1, 'too large', unixepoch() * 1000);
+         update oncebox_shard set scanned_to = max(scanned_to, {number});
+         update sqlite_sequence set seq = max(seq, {number}) where name = 'oncebox_outbox';
+         insert into sqlite_sequence (name, seq) select 'oncebox_outbox', {number}
+           where not exists (select 1 from sqlite_sequence where name = 'oncebox_outbox')",
+        payment(&format!("o{number}"))
+    ));
+}
+
+fn listed(place: &Place, filter: &[&str]) -> Vec<Value> {
+    let arguments = [&["dead", "list", "--output", "json"], filter].concat();
+    place.oncebox(&arguments).run().json()["dead"].as_array().unwrap().clone()
+}
+
+fn numbers(place: &Place, filter: &[&str]) -> Vec<String> {
+    listed(place, filter).iter().map(|message| message["number"].as_str().unwrap().to_owned()).collect()
+}
+
+fn audit(place: &Place) -> Vec<String> {
+    place.column("select act || ' ' || reason from oncebox_audit order by 1")
+}
+
+#[test]
+fn list_and_show_say_everything_of_a_dead_message_to_people_and_machines() {
+    let (place, _) = with_dead_payments(2);
+    dead_in_the_outbox(&place, 9, "-1 hour");
+    let all = listed(&place, &[]);
+    assert_eq!(all.len(), 3);
+    let of_outbox = all.iter().find(|message| message["number"] == "o9").unwrap();
+    for (name, value) in [
+        ("place", json!("outbox")),
+        ("topic", json!("payments")),
+        ("key", json!("acc-9")),
+        ("kind", json!("payment.created")),
+        ("reason", json!("too large")),
+        ("message_id", json!("0197a1b2-c3d4-7e5f-8a9b-0c1d2e3f4a09")),
+        ("requested", Value::Null),
+    ] {
+        assert_eq!(of_outbox[name], value, "{name} of {of_outbox}");
+    }
+    let of_consumer = all.iter().find(|message| message["key"] == "acc-1").unwrap();
+    assert_eq!((&of_consumer["place"], &of_consumer["reason"]), (&json!({ "consumer": "ledger" }), &json!("terminal")));
+    let id = of_consumer["message_id"].as_str().unwrap();
+    for (filter, count) in [
+        (&["--topic", "payments"][..], 3),
+        (&["--topic", "audit"], 0),
+        (&["--key", "acc-1"], 1),
+        (&["--consumer", "ledger"], 2),
+        (&["--consumer", "outbox"], 1),
+        (&["--consumer", "nobody"], 0),
+        (&["--reason", "too large"], 1),
+        (&["--id", id], 1),
+        (&["--key", "acc-1", "--reason", "too large"], 0),
+    ] {
+        assert_eq!(listed(&place, filter).len(), count, "{filter:?}");
+    }
+    let number = of_consumer["number"].as_str().unwrap();
+    let shown = place.oncebox(&["dead", "show", number]).run().ok();
+    for text in [number, id, "acc-1", "payment.created", "terminal", "the parameter `account`", r#"{"paymentId":"p1"}"#]
+    {
+        assert!(shown.contains(text), "{text} in {shown}");
+    }
+    let shown = place.oncebox(&["dead", "show", "o9", "--output", "json"]).run().json();
+    assert_eq!(shown["payload"], payment("o9"));
+    for command in [&["dead", "show", "c4711"][..], &["dead", "discard", "c4711", "--why", "x"]] {
+        place.oncebox(command).run().fails(1, &["no dead message `c4711`", "oncebox dead list"]);
+    }
+}
+
+/// Shown by another default: the list is as long as it.
+#[test]
+fn a_list_shows_100_at_most_unless_told_otherwise_and_says_that_there_may_be_more() {
+    let (place, _) = with_dead_payments(101);
+    let hint = "there may be more; see `--limit`";
+    let done = place.oncebox(&["dead", "list", "--output", "json"]).run();
+    assert!(done.stderr.contains(hint), "{}", done.stderr);
+    assert_eq!(done.json()["dead"].as_array().unwrap().len(), 100);
+    assert_eq!(numbers(&place, &["--limit", "7"]).len(), 7);
+    let done = place.oncebox(&["dead", "list", "--limit", "200"]).run();
+    assert!(!done.stderr.contains(hint), "{}", done.stderr);
+    assert_eq!(done.ok().lines().filter(|line| line.contains("payment.created")).count(), 101);
+    // An act has the same limit, and says so.
+    let done = place.oncebox(&["dead", "discard", "--all", "--yes", "--why", "x"]).run();
+    assert!(done.stderr.contains(hint), "{}", done.stderr);
+    assert_eq!((done.ok().split(' ').count(), numbers(&place, &[]).len()), (2 + 100, 1));
+}
+
+#[test]
+fn a_dry_run_says_what_would_be_done_and_does_nothing() {
+    let (place, _) = with_dead_payments(2);
+    let before = listed(&place, &[]);
+    for act in ["redrive", "discard"] {
+        let done = place.oncebox(&["dead", act, "--consumer", "ledger", "--why", "x", "--dry-run"]).run();
+        assert_eq!(done.ok(), format!("would {act} 2: c1 c2\n"));
+        let done = place.oncebox(&["dead", act, "c1", "--why", "x", "--dry-run", "--output", "json"]).run().json();
+        assert_eq!(done, json!({ "act": act, "dry_run": true, "numbers": ["c1"] }));
+    }
+    assert_eq!((listed(&place, &[]), audit(&place)), (before, Vec::new()));
+}
+
+/// A redriven message is handled once its cause is gone, a discarded one never; each act leaves an audit row with its reason.
+#[test]
+fn redrive_and_discard_by_number_and_by_filter_do_what_they_say_once() {
+    let (place, config) = with_dead_payments(4);
+    let mended = place.config(
+        &std::fs::read_to_string(&config)
+            .unwrap()
+            .replace("[[consumer.on]]", "[[consumer.on]]\noptional = ['account', 'amount']"),
+    );
+    place.sql("alter table ledger_entry rename to old; create table ledger_entry (payment_id text, account_id text, amount_minor int)");
+    let act = |arguments: &[&str]| place.oncebox(&[&["dead"], arguments].concat()).run().ok();
+    let of = |key: &str| numbers(&place, &["--key", key]).remove(0);
+    let [one, two, three, four] = ["acc-1", "acc-2", "acc-3", "acc-4"].map(of);
+    assert_eq!(act(&["redrive", &one, "--why", "mended"]), format!("redrive 1: {one}\n"));
+    assert_eq!(act(&["discard", &two, "--why", "a test"]), format!("discard 1: {two}\n"));
+    assert_eq!(act(&["redrive", "--key", "acc-3", "--why", "mended"]), format!("redrive 1: {three}\n"));
+    let filter = ["discard", "--key", "acc-4", "--topic", "payments", "--why", "a test"];
+    assert_eq!(act(&filter), format!("discard 1: {four}\n"));
+    assert_eq!(act(&filter), "discard 0:\n");
+    place.consume(&mended).ok();
+    place.consume(&mended).ok();
+    assert_eq!(place.entries(), ["p1", "p3"]);
+    assert_eq!(audit(&place), ["discard a test", "discard a test", "redrive mended", "redrive mended"]);
+    assert!(numbers(&place, &[]).is_empty());
+}
+
+/// The relay carries out what concerns the outbox; until then the request is shown.
+#[test]
+fn an_act_on_the_outbox_is_a_request_that_the_publisher_carries_out() {
+    let place = Place::migrated();
+    let config = place.ledger();
+    for number in [1, 2, 3] {
+        dead_in_the_outbox(&place, number, "-1 hour");
+    }
+    let redriven = place.oncebox(&["dead", "redrive", "o1", "--why", "the broker takes more now"]).run().ok();
+    assert!(redriven.contains("redrive 1: o1\n") && redriven.contains("the publisher carries out"), "{redriven}");
+    place.oncebox(&["dead", "discard", "o2", "--why", "not needed"]).run().ok();
+    let smaller = place.file("smaller.json", &payment("smaller")).display().to_string();
+    place.oncebox(&["dead", "redrive", "o3", "--payload", &smaller, "--why", "smaller"]).run().ok();
+    let table = place.oncebox(&["dead", "list"]).run().ok();
+    assert!(table.contains("(redrive requested)") && table.contains("(discard requested)"), "{table}");
+    place.publish();
+    place.consume(&config).ok();
+    assert_eq!(place.entries(), ["o1", "smaller"]);
+    assert!(numbers(&place, &[]).is_empty());
+}
+
+/// Shown by acting on the numbers one after another without asking first: `c1` is gone although `c1 o7` was refused.
+#[test]
+fn what_is_not_safe_is_refused_with_4_and_nothing_is_done() {
+    let (place, _) = with_dead_payments(2);
+    dead_in_the_outbox(&place, 7, "-30 days");
+    let before = listed(&place, &[]);
+    for (arguments, words) in [
+        // More than one without a person who types their number.
+        (&["redrive", "--consumer", "ledger"][..], &["2 messages would be redriven", "--dry-run", "--yes"][..]),
+        (&["discard", "--all"], &["3 messages would be discarded", "--yes"]),
+        (&["discard", "c1", "c2"], &["2 messages would be discarded"]),
+        // Older than what consumers may still know.
+        (&["redrive", "o7"], &["o7", "redrive_age_max", "--new-id"]),
+        (&["redrive", "c1", "o7", "--yes"], &["o7", "redrive_age_max"]),
+        (&["redrive", "--all", "--yes"], &["o7", "redrive_age_max"]),
+    ] {
+        let arguments = [&["dead"], arguments, &["--why", "x"]].concat();
+        place.oncebox(&arguments).run().fails(4, words);
+    }
+    for (arguments, words) in [
+        (&["redrive"][..], "name numbers"),
+        (&["discard"], "--all"),
+        (&["redrive", "c1", "c2", "--new-id", "--yes"], "only one at a time gets a new id"),
+        (&["redrive", "c1", "--payload", "missing.json"], "missing.json"),
+    ] {
+        let arguments = [&["dead"], arguments, &["--why", "x"]].concat();
+        place.oncebox(&arguments).run().fails(2, &[words]);
+    }
+    assert_eq!((listed(&place, &[]), audit(&place)), (before, Vec::new()));
+    place.oncebox(&["dead", "redrive", "o7", "--new-id", "--why", "known to nobody"]).run().ok();
+    let age = place.config("publisher.redrive_age_max = '60days'");
+    dead_in_the_outbox(&place, 8, "-30 days");
+    place.oncebox(&["dead", "redrive", "o8", "--why", "x", "--config", &age]).run().ok();
+}
+
+/// The inbox has this id from another message: run under it, one of the two would be lost.
+#[test]
+fn a_message_with_a_reused_id_is_redriven_only_under_a_new_one() {
+    let place = Place::migrated();
+    let config = place.ledger();
+    place.consume(&config).ok();
+    let headers = [("ce_id", "m-1"), ("ce_type", "payment.created")];
+    place.append(None, &headers, &payment("p1"));
+    place.append(None, &headers, &payment("p2"));
+    place.consume(&config).ok();
+    assert_eq!(place.entries(), ["p1"]);
+    place.oncebox(&["dead", "redrive", "c1", "--why", "x"]).run().fails(4, &["c1", "another message", "--new-id"]);
+    place.oncebox(&["dead", "redrive", "c1", "--new-id", "--why", "it is another payment"]).run().ok();
+    place.consume(&config).ok();
+    assert_eq!(place.entries(), ["p1", "p2"]);
+}

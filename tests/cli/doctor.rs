@@ -1,0 +1,77 @@
+//! `oncebox doctor`: 0 where all is well, 3 where something breaks a promise; each finding says what to do.
+
+use serde_json::Value;
+
+use crate::kit::{Done, Place};
+
+/// The findings by name: how much they matter and what to do.
+fn findings(done: &Done) -> Vec<(String, String, String)> {
+    let value: Value = serde_json::from_str(&done.stdout).unwrap();
+    let text = |finding: &Value, name: &str| finding[name].as_str().unwrap_or_default().to_owned();
+    let rows = value["findings"].as_array().unwrap();
+    rows.iter().map(|one| (text(one, "name"), text(one, "severity"), text(one, "remedy"))).collect()
+}
+
+fn doctor(place: &Place, arguments: &[&str]) -> Done {
+    place.oncebox(&[&["doctor", "--output", "json"], arguments].concat()).run()
+}
+
+/// A finding that is not all right says what to do; one that is says nothing of the kind.
+fn each_has_a_remedy(done: &Done) {
+    for (name, severity, remedy) in findings(done) {
+        assert_eq!(severity == "ok", remedy.is_empty(), "{name}: {severity} {remedy}");
+    }
+}
+
+#[test]
+fn all_well_is_0() {
+    let place = Place::migrated();
+    let config = place.ledger();
+    place.consume(&config).ok();
+    let done = doctor(&place, &["--config", &config]);
+    each_has_a_remedy(&done);
+    assert!(findings(&done).iter().all(|(_, severity, _)| severity == "ok"), "{}", done.stdout);
+    assert!(findings(&done).iter().any(|(name, ..)| name == "group ledger"), "{}", done.stdout);
+    assert!(!done.stderr.contains("error"), "{}", done.stderr);
+    done.ok();
+    let table = place.oncebox(&["doctor"]).run().ok();
+    assert!(table.contains("schema") && table.contains("journal"), "{table}");
+}
+
+/// Shown by ending with 0 whatever was found.
+#[test]
+fn what_breaks_a_promise_is_3_with_the_remedy() {
+    let place = Place::migrated();
+    place.sql("drop trigger oncebox_outbox_limits");
+    let done = doctor(&place, &[]);
+    done.ends_with(3, &["broken"]);
+    each_has_a_remedy(&done);
+    let refused: Vec<_> = findings(&done).into_iter().filter(|(_, severity, _)| severity == "refused").collect();
+    assert!(refused.len() == 1 && refused[0].0 == "limits", "{refused:?}");
+    // What the doctor refuses, no program starts with.
+    place.publisher(&["--until-empty"]).run().fails(3, &["limits", place.database()]);
+}
+
+#[test]
+fn both_sides_are_looked_at_where_one_is_broken() {
+    let place = Place::new();
+    let done = doctor(&place, &["--broker", "kafka://127.0.0.1:port"]);
+    done.ends_with(3, &["broken"]);
+    each_has_a_remedy(&done);
+    let names: Vec<String> = findings(&done).into_iter().map(|(name, ..)| name).collect();
+    assert_eq!(names, ["schema", "broker"]);
+}
+
+#[test]
+fn dead_messages_are_a_warning_that_points_at_their_list() {
+    let place = Place::migrated();
+    let config = place.ledger();
+    place.enqueue("acc-7", "{}");
+    place.publish();
+    place.consume(&config).ok();
+    let done = doctor(&place, &[]);
+    each_has_a_remedy(&done);
+    let warning = ("consumer ledger".to_owned(), "warning".to_owned(), "see `oncebox dead list`".to_owned());
+    assert!(findings(&done).contains(&warning), "{}", done.stdout);
+    done.ok();
+}

@@ -1,0 +1,71 @@
+//! Where things are said: data to stdout, the rest to stderr; with `--log-format json` every line of stderr is an object.
+
+use serde_json::Value;
+
+use crate::kit::{Done, Place, payment};
+
+/// Every line of stderr, as JSON.
+fn objects(done: &Done) -> Vec<Value> {
+    let read = |line: &str| serde_json::from_str(line).unwrap_or_else(|error| panic!("{error}: {line}"));
+    let objects: Vec<Value> = done.stderr.lines().map(read).collect();
+    for object in &objects {
+        assert!(object["level"].is_string() && object["timestamp"].is_string(), "{object}");
+        // Clients may say what they say in fields of their own.
+        let ours = object["target"].as_str().unwrap().starts_with("oncebox");
+        assert!(!ours || object["fields"]["message"].is_string(), "{object}");
+    }
+    objects
+}
+
+#[test]
+fn with_json_logs_every_line_of_stderr_is_an_object_and_stdout_is_data() {
+    let place = Place::migrated();
+    let config = place.ledger();
+    place.enqueue("acc-7", &payment("p1"));
+    place.enqueue("acc-8", "{}");
+    let done = place.publisher(&["--until-empty", "--log-format", "json"]).env("RUST_LOG", "debug").run();
+    assert!(objects(&done).len() > 3, "{done:?}");
+    assert_eq!(done.ok(), "");
+    let arguments = ["--until-idle", "300ms", "--config", &config];
+    let done = place.consumer(&arguments).env("ONCEBOX_LOG__FORMAT", "json").env("RUST_LOG", "debug").run();
+    let said = objects(&done);
+    let dead = said.iter().find(|line| line["fields"]["message"] == "a message is dead").unwrap();
+    assert_eq!((&dead["level"], &dead["fields"]["consumer"]), (&"ERROR".into(), &"ledger".into()));
+    assert_eq!(done.ok(), "");
+
+    let done = place.oncebox(&["dead", "list", "--limit", "1", "--log-format", "json", "--output", "json"]).run();
+    assert!(objects(&done)[0]["fields"]["message"].as_str().unwrap().contains("--limit"), "a hint is no data");
+    assert_eq!(done.json()["dead"].as_array().unwrap().len(), 1);
+}
+
+/// Shown by printing the last error with `eprintln!`: it is no JSON.
+#[test]
+fn an_error_is_an_object_too_also_where_the_settings_cannot_be_read() {
+    let place = Place::new();
+    let broken = place.config("[databse]");
+    let in_file = place.config("[log]\nformat = 'json'");
+    for (done, code, words) in [
+        (place.oncebox(&["status", "--log-format", "json"]).run(), 3, "oncebox migrate up"),
+        (place.publisher(&["--log-format", "json"]).env("RUST_LOG", "off").run(), 3, "oncebox migrate up"),
+        (place.consumer(&["--config", &in_file]).run(), 2, "no consumer is configured"),
+        (place.oncebox(&["status", "--log-format", "json", "--config", &broken]).run(), 2, "unknown setting `databse`"),
+        (place.publisher(&["--config", &broken]).env("ONCEBOX_LOG__FORMAT", "json").run(), 2, "unknown setting"),
+    ] {
+        let said = objects(&done);
+        let last = said.last().unwrap();
+        assert_eq!(last["level"], "ERROR");
+        assert!(last["fields"]["message"].as_str().unwrap().contains(words), "{last}");
+        assert_eq!((done.code(), done.stdout.as_str()), (Some(code), ""));
+    }
+}
+
+#[test]
+fn the_log_filter_decides_what_is_said_and_rust_log_stands_over_it() {
+    let place = Place::migrated();
+    let quiet = place.config("[log]\nfilter = 'off'");
+    let run = |variable: &str| place.publisher(&["--until-empty", "--config", &quiet]).env("RUST_LOG", variable).run();
+    assert_eq!(run("").stderr, "", "an empty one is none");
+    assert!(run("oncebox=debug").stderr.contains("ready"));
+    let chatty = place.config("[log]\nfilter = 'oncebox=debug'");
+    assert!(place.publisher(&["--until-empty", "--config", &chatty]).run().stderr.contains("DEBUG oncebox"));
+}

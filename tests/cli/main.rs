@@ -1,0 +1,37 @@
+//! The three programs as a person or script sees them from outside: exit codes, what is said where, what is refused by name,
+//! and that no password is ever shown.
+//!
+//! Most tests run on a SQLite file and the embedded broker; `servers` and `unreachable` on the real ones.
+#![cfg(all(
+    feature = "programs",
+    feature = "postgres",
+    feature = "mysql",
+    feature = "sqlite",
+    feature = "kafka",
+    feature = "rabbitmq",
+    feature = "embedded",
+    feature = "email",
+    feature = "testing"
+))]
+#![allow(clippy::unwrap_used)]
+
+#[path = "../support/mod.rs"]
+mod support;
+
+mod broker;
+mod database;
+mod dead;
+mod doctor;
+mod help;
+mod kit;
+mod limits;
+mod logs;
+mod messages;
+mod processes;
+mod readme;
+mod schema;
+mod servers;
+mod settings;
+mod show;
+mod unreachable;
+mod urls;

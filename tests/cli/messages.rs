@@ -1,0 +1,203 @@
+//! Messages that cannot be handled: each is dead with a reason that names what is missing, nothing else waits for it, and
+//! nothing is lost or doubled.
+
+use serde_json::Value;
+
+use crate::kit::{CONSUMER_OF_PAYMENTS, Place, eventually, payment};
+
+/// The dead messages, as `dead list` shows them.
+fn dead(place: &Place) -> Vec<Value> {
+    let listed = place.oncebox(&["dead", "list", "--output", "json"]).run().json();
+    listed["dead"].as_array().unwrap().clone()
+}
+
+fn text<'v>(message: &'v Value, name: &str) -> &'v str {
+    message[name].as_str().unwrap_or_default()
+}
+
+/// The one dead message of a key: its reason and its error, which `dead list` and `dead show` say to people too.
+fn the_dead_one(place: &Place, key: &str, reason: &str, words: &[&str]) -> String {
+    let dead: Vec<Value> = dead(place).into_iter().filter(|message| text(message, "key") == key).collect();
+    assert_eq!(dead.len(), 1, "{dead:?}");
+    assert_eq!(text(&dead[0], "reason"), reason, "{dead:?}");
+    let number = text(&dead[0], "number").to_owned();
+    let table = place.oncebox(&["dead", "list"]).run().ok();
+    assert!(table.contains(reason) && table.contains(&number), "{table}");
+    let shown = place.oncebox(&["dead", "show", &number]).run().ok();
+    for word in words {
+        assert!(text(&dead[0], "error").contains(word), "`{word}` in {dead:?}");
+        assert!(shown.contains(word), "`{word}` in {shown}");
+    }
+    number
+}
+
+/// Shown by treating a missing source as null: the statement is tried again and again, and no parameter is named.
+#[test]
+fn a_payload_without_what_the_handler_needs_is_dead_with_the_parameter_named() {
+    let cases = [
+        ("acc-1", "not JSON", &["parameter", "not JSON"][..]),
+        ("acc-2", "", &["not JSON"]),
+        ("acc-3", r#"{"accountId":"acc-7","amountMinor":1}"#, &["the parameter `payment` has no value", "/paymentId"]),
+        ("acc-4", r#"{"paymentId":"p1","amountMinor":1}"#, &["the parameter `account` has no value", "/accountId"]),
+        ("acc-5", "[]", &["the parameter"]),
+    ];
+    let place = Place::migrated();
+    let config = place.ledger();
+    for (key, payload, _) in cases {
+        place.enqueue(key, payload);
+    }
+    place.enqueue("acc-other", &payment("other"));
+    place.publish();
+    place.consume(&config).ok_saying(&["a message is dead", "the parameter"]);
+    for (key, _, words) in cases {
+        the_dead_one(&place, key, "terminal", words);
+    }
+    assert_eq!(place.entries(), ["other"], "nothing else waits for them");
+}
+
+#[test]
+fn a_header_key_or_time_that_is_missing_is_named_and_an_optional_one_is_null() {
+    let handler = |source: &str, optional: &str| {
+        format!(
+            "{CONSUMER_OF_PAYMENTS}[[consumer.on]]\nhandler = 'sql'\n\
+             sql = [\"insert into ledger_entry (payment_id, account_id, amount_minor) values (:id, 'acc-7', :what)\"]\n\
+             params = {{ id = '@id', what = '{source}' }}\noptional = [{optional}]\n"
+        )
+    };
+    for (source, words) in [
+        ("@header:tenant", &["the parameter `what` has no value", "header `tenant`"][..]),
+        ("@key", &["the parameter `what` has no value", "key"]),
+        ("@kind", &["the parameter `what` has no value", "kind"]),
+    ] {
+        let place = Place::migrated();
+        let config = place.ledger();
+        place.consume(&config).ok();
+        place.append(None, &[("ce_id", "m-1")], "{}");
+        place.consume(&place.config(&handler(source, ""))).ok_saying(&["a message is dead"]);
+        the_dead_one(&place, "", "terminal", words);
+        assert_eq!(place.entries(), [""; 0]);
+
+        place.append(None, &[("ce_id", "m-2")], "{}");
+        place.consume(&place.config(&handler(source, "'what'"))).ok();
+        let rows = place.column("select payment_id || ' ' || (amount_minor is null) from ledger_entry");
+        assert_eq!(rows, ["m-2 1"], "{source}");
+    }
+}
+
+/// An error of the statement may pass, so it is tried again first; at last the database's own words are what is shown.
+#[test]
+fn a_statement_that_fails_is_tried_again_and_then_dead_with_the_words_of_the_database() {
+    let place = Place::migrated();
+    let config = place.ledger();
+    place.sql(r#"insert into ledger_entry values ('p1', 'somebody else', 1)"#);
+    place.enqueue("acc-7", &payment("p1"));
+    place.enqueue("acc-7", &payment("p2"));
+    place.publish();
+    let mut consumer = place.consumer(&["--config", &config]).start();
+    consumer.says(&["a message is dead"]);
+    eventually("the next one of its key is held behind it", || (dead(&place)[0]["behind"] == 1).then_some(()));
+    consumer.stop().ok();
+    let number = the_dead_one(&place, "acc-7", "attempts", &["UNIQUE constraint failed: ledger_entry.payment_id"]);
+    let shown = place.oncebox(&["dead", "show", &number, "--output", "json"]).run().json();
+    assert_eq!(shown["history"].as_array().unwrap().len(), 2, "each try is kept: {shown}");
+    assert_eq!(place.entries(), ["p1"]);
+
+    place.sql("delete from ledger_entry");
+    place.oncebox(&["dead", "redrive", &number, "--why", "the row is gone"]).run().ok();
+    place.consume(&config).ok();
+    assert_eq!((place.entries(), dead(&place)), (vec!["p1".into(), "p2".into()], Vec::new()));
+}
+
+#[test]
+fn a_mistake_in_the_handler_is_found_when_the_consumer_starts() {
+    let place = Place::migrated();
+    place.ledger();
+    for (sql, params, words) in [
+        ("insert into nowhere values (:a)", "a = '/a'", &["insert into nowhere", "no such table: nowhere"][..]),
+        ("insert into ledger_entry (nothing) values (:a)", "a = '/a'", &["nothing"]),
+        ("insert into", "", &["insert into", "cannot be prepared"]),
+        ("select :a", "", &["`select :a` uses :a", "`params` does not name"]),
+        ("select 1", "a = '/a'", &["`a` is declared and no statement uses it"]),
+        ("select :a", "a = 'amount'", &["`a` reads from `amount`", "@header:NAME"]),
+    ] {
+        let on = format!("[[consumer.on]]\nhandler = 'sql'\nsql = [\"{sql}\"]\nparams = {{ {params} }}\n");
+        let config = place.config(&format!("{CONSUMER_OF_PAYMENTS}{on}"));
+        place.consume(&config).fails(2, &[&["consumer `ledger`"], words].concat());
+    }
+    let config = place.config(&format!("{CONSUMER_OF_PAYMENTS}[[consumer.on]]\nhandler = 'sql'\n"));
+    place.consume(&config).fails(2, &["consumer `ledger`", "no statement"]);
+}
+
+/// Messages of others: `dead list` says what is wrong with their ids.
+#[test]
+fn a_foreign_message_without_a_usable_id_is_dead_and_says_why() {
+    let with_rule = |rule: &str| {
+        let consumer = CONSUMER_OF_PAYMENTS.replace("topics =", &format!("id = '{rule}'\ntopics ="));
+        format!("{consumer}{}", crate::kit::LEDGER)
+    };
+    let too_long = "x".repeat(1_025);
+    for (rule, headers, payload, error) in [
+        ("envelope", &[][..], "{}", "the message has no id"),
+        ("envelope", &[("ce_id", "")], "{}", "the message id is empty"),
+        ("envelope", &[("ce_id", too_long.as_str())], "{}", "has 1025 bytes, at most 1024"),
+        ("header:event-id", &[("ce_id", "1")], "{}", "the header `event-id`"),
+        ("payload:/eventId", &[("ce_id", "1")], "{}", "no id at `/eventId`"),
+        ("payload:/eventId", &[], "not JSON", "not JSON"),
+    ] {
+        let place = Place::migrated();
+        place.ledger();
+        let config = place.config(&with_rule(rule));
+        place.consume(&config).ok();
+        place.append(Some("acc-7"), headers, payload);
+        place.append(Some("acc-7"), headers, payload);
+        place.consume(&config).ok();
+        let dead = dead(&place);
+        assert_eq!(dead.len(), 2, "each of them stands for itself: {dead:?}");
+        for message in &dead {
+            assert_eq!(text(message, "reason"), "no-usable-id", "{dead:?}");
+            assert!(text(message, "error").contains(error), "{error} in {dead:?}");
+        }
+        assert_eq!(place.entries(), [""; 0]);
+    }
+}
+
+/// Shown by comparing ids alone: the second one is taken for a duplicate and vanishes.
+#[test]
+fn the_same_id_with_other_content_is_dead_and_the_first_one_stays() {
+    let place = Place::migrated();
+    let config = place.ledger();
+    place.consume(&config).ok();
+    let headers = [("ce_id", "m-1"), ("ce_type", "payment.created")];
+    for id in ["p1", "p1", "p2"] {
+        place.append(Some("acc-7"), &headers, &payment(id));
+    }
+    place.consume(&config).ok_saying(&["the same message id with different content"]);
+    assert_eq!(place.entries(), ["p1"]);
+    the_dead_one(&place, "acc-7", "id-reused", &["the same id stands in the inbox with different content"]);
+}
+
+#[test]
+fn a_kind_that_no_handler_takes_is_acknowledged_or_dead_as_it_is_set() {
+    let place = Place::migrated();
+    let config = place.ledger();
+    let dead_config = CONSUMER_OF_PAYMENTS.replace("topics =", "unhandled = 'dead'\ntopics =");
+    let dead_config = place.config(&format!("{dead_config}{}", crate::kit::LEDGER));
+    place.consume(&config).ok();
+    place.append(None, &[("ce_id", "m-1"), ("ce_type", "payment.refunded")], "{}");
+    place.consume(&config).ok();
+    assert!(dead(&place).is_empty());
+    place.append(None, &[("ce_id", "m-2"), ("ce_type", "payment.refunded")], "{}");
+    place.consume(&dead_config).ok();
+    the_dead_one(&place, "", "unhandled", &["payment.refunded"]);
+}
+
+/// A consumer keeps the rule by which it told messages apart: another one would take known messages for new.
+#[test]
+fn another_id_rule_than_at_the_first_start_is_refused() {
+    let place = Place::migrated();
+    let config = place.ledger();
+    place.consume(&config).ok();
+    let other = CONSUMER_OF_PAYMENTS.replace("topics =", "id = 'header:event-id'\ntopics =");
+    let other = place.config(&format!("{other}{}", crate::kit::LEDGER));
+    place.consume(&other).fails(3, &["ledger", "envelope", "header:event-id"]);
+}

@@ -1,0 +1,154 @@
+//! `publisher` and `consumer` as processes: they end by themselves where they are told to, on the first signal with 0, on the
+//! second at once, and show on their listener how they are.
+
+use crate::database::Locked;
+use crate::kit::{Place, eventually, payment};
+
+/// Shown by taking the gauge of pending messages out of the code: its name is missing.
+#[test]
+fn the_listener_serves_livez_readyz_and_every_metric_of_the_interface() {
+    let place = Place::migrated();
+    let config = place.ledger();
+    place.enqueue("acc-7", &payment("p1"));
+    let mut publisher = place.publisher(&["--listen", "127.0.0.1:0"]).start();
+    let mut consumer = place.consumer(&["--listen", "127.0.0.1:0", "--config", &config]).start();
+    publisher.until_ready_says(200, &["relay 0: ready"]);
+    consumer.until_ready_says(200, &["consumer ledger: ready"]);
+    assert_eq!(publisher.get("/livez"), (200, "ok\n".to_owned()));
+    assert_eq!(consumer.get("/livez"), (200, "ok\n".to_owned()));
+    eventually("the payment is in the ledger", || (place.entries() == ["p1"]).then_some(()));
+    let of_publisher = [
+        "oncebox_published_total{broker=\"embedded\"} 1",
+        "oncebox_publish_failures_total{broker=\"embedded\",class=\"message\"} 0",
+        "oncebox_oldest_pending_age_seconds 0",
+        "oncebox_pending_messages 0",
+        "oncebox_held_messages 0",
+        "oncebox_dead_messages{place=\"outbox\"} 0",
+        "oncebox_leases_lost_total 0",
+        "oncebox_build_info{version=\"",
+    ];
+    let outcomes = ["processed\"} 1", "duplicate\"} 0", "retried\"} 0", "dead\"} 0", "mismatch\"} 0", "unhandled\"} 0"];
+    let of_consumer =
+        outcomes.map(|outcome| format!("oncebox_deliveries_total{{consumer=\"ledger\",outcome=\"{outcome}"));
+    for (program, names) in [
+        (&mut publisher, of_publisher.map(str::to_owned).to_vec()),
+        (
+            &mut consumer,
+            [of_consumer.to_vec(), vec!["oncebox_leases_lost_total".into(), "oncebox_build_info{".into()]].concat(),
+        ),
+    ] {
+        let mut text = String::new();
+        let missing = |text: &str| names.iter().find(|name| !text.contains(*name)).cloned();
+        eventually("every metric is there", || {
+            text = program.get("/metrics").1;
+            missing(&text).is_none().then_some(())
+        });
+        for line in text.lines().filter(|line| !line.is_empty() && !line.starts_with('#')) {
+            let name = line.split(['{', ' ']).next().unwrap();
+            assert!(
+                text.contains(&format!("# TYPE {name} "))
+                    || name.ends_with("_sum")
+                    || name.contains("_bucket")
+                    || name.ends_with("_count"),
+                "{line}"
+            );
+        }
+        assert_eq!(program.get("/nowhere").0, 404);
+    }
+    assert_eq!(publisher.stop().ok(), "");
+    assert_eq!(consumer.stop().ok(), "");
+}
+
+#[test]
+fn an_address_in_use_is_an_error_that_names_it() {
+    let place = Place::migrated();
+    let taken = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = taken.local_addr().unwrap().to_string();
+    let config = place.ledger();
+    for program in [
+        place.publisher(&["--listen", &address]),
+        place.consumer(&["--listen", &address, "--config", &config]),
+        place.oncebox(&["sender", "--listen", &address]),
+        place.publisher(&[]).env("ONCEBOX_HTTP__LISTEN", &address),
+    ] {
+        program.run().fails(1, &[&address, "Address already in use", "choose another address"]);
+    }
+}
+
+/// What is held or dead is reported, not waited for; a second run finds nothing to do and doubles nothing.
+#[test]
+fn until_empty_and_until_idle_end_by_themselves_with_everything_done_once() {
+    let place = Place::migrated();
+    let config = place.ledger();
+    for number in 0..50 {
+        place.enqueue(&format!("acc-{}", number % 7), &payment(&format!("p{number:02}")));
+    }
+    place.publish();
+    assert_eq!(place.consumer(&["--until-idle", "2s", "--config", &config]).run().ok(), "");
+    let all: Vec<String> = (0..50).map(|number| format!("p{number:02}")).collect();
+    assert_eq!(place.entries(), all);
+    place.publish();
+    place.consume(&config).ok();
+    assert_eq!(place.entries(), all);
+    let status = place.oncebox(&["status", "--output", "json"]).run().json();
+    assert_eq!((&status["pending"], &status["consumers"][0]["inbox_rows"]), (&0.into(), &50.into()), "{status}");
+    let table = place.oncebox(&["status"]).run().ok();
+    assert!(table.contains("outbox: 0 pending") && table.contains("ledger"), "{table}");
+
+    assert_eq!(place.oncebox(&["sender", "--until-empty"]).run().ok(), "", "there is no e-mail to send");
+
+    place.enqueue("acc-9", "{}");
+    place.publish();
+    place.consume(&config).ok_saying(&["idle, but messages wait or are dead", "oncebox dead list"]);
+}
+
+#[test]
+fn the_first_signal_ends_a_program_with_0_and_what_came_meanwhile_is_not_lost() {
+    let place = Place::migrated();
+    let config = place.ledger();
+    for signal in ["-TERM", "-INT"] {
+        let mut publisher = place.publisher(&["--listen", "127.0.0.1:0"]).start();
+        let mut consumer = place.consumer(&["--listen", "127.0.0.1:0", "--config", &config]).start();
+        publisher.until_ready_says(200, &["relay 0: ready"]);
+        consumer.until_ready_says(200, &["consumer ledger: ready"]);
+        place.enqueue("acc-7", &payment(&format!("p{signal}")));
+        publisher.signal(signal);
+        consumer.signal(signal);
+        publisher.ends().ok_saying(&["stopping"]);
+        consumer.ends().ok_saying(&["stopping"]);
+    }
+    place.publish();
+    place.consume(&config).ok();
+    assert_eq!(place.entries(), ["p-INT", "p-TERM"]);
+}
+
+/// The handler cannot commit while the test holds the write lock, so the first signal has to wait for it.
+///
+/// Shown by letting the second signal cancel the token once more instead of ending the process: the first grace runs out.
+#[test]
+fn the_second_signal_ends_a_program_at_once_and_the_work_is_done_by_the_next_one() {
+    let place = Place::migrated();
+    let config = place.ledger();
+    // The consumer and its topic are known before the lock is taken.
+    place.consume(&config).ok();
+    let grace = ("ONCEBOX_SHUTDOWN_GRACE", "10m");
+    let mut consumer = place.consumer(&["--listen", "127.0.0.1:0", "--config", &config]).env(grace.0, grace.1).start();
+    consumer.until_ready_says(200, &["consumer ledger: ready"]);
+    let lock = Locked::on(place.database());
+    place.append(Some("acc-7"), &[("ce_id", "1"), ("ce_type", "payment.created")], &payment("p1"));
+    eventually("the handler is on its way", || {
+        consumer.get("/metrics").1.contains("oncebox_consumer_in_flight{consumer=\"ledger\"} 1").then_some(())
+    });
+    consumer.signal("-TERM");
+    consumer.says(&["stopping"]);
+    consumer.signal("-TERM");
+    let done = consumer.ends();
+    assert_eq!((done.code(), done.stderr.contains("a second signal: ending at once")), (Some(1), true), "{done:?}");
+    drop(lock);
+    assert_eq!(place.entries(), [""; 0]);
+    // The group waits until the one who did not say goodbye is out of time.
+    let mut consumer = place.consumer(&["--config", &config]).start();
+    eventually("the payment is in the ledger", || (place.entries() == ["p1"]).then_some(()));
+    consumer.says(&["assigned", "suspicious=true"]);
+    consumer.stop().ok();
+}

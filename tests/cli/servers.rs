@@ -1,0 +1,169 @@
+//! The programs on the real servers: the same commands, the same exit codes, every effect once. Databases, topics, exchanges
+//! and queues are the test's own.
+
+use serde_json::Value;
+
+use crate::broker;
+use crate::database::Database;
+use crate::kit::{Place, Program, payment};
+use crate::support::{service, unique};
+
+/// A database with the tables and a broker, on servers.
+struct World {
+    place: Place,
+    config: String,
+    name: String,
+    broker: String,
+    // Dropped after everything that uses it.
+    _database: Database,
+}
+
+impl World {
+    fn on(test: &str, database: &str, broker: &str) -> Option<Self> {
+        let (database, broker) = (service(test, database)?, service(test, broker)?);
+        let database = Database::on(&database);
+        let place = Place::on(Some(&database.url), Some(&broker));
+        place.oncebox(&["migrate", "up"]).run().ok();
+        assert_eq!(place.oncebox(&["migrate", "up"]).run().ok(), "nothing to apply\n");
+        let name = unique("cli");
+        let own = std::fs::read_to_string(place.ledger()).unwrap();
+        let own = own.replace("\"payments\"", &format!("\"{name}\"")).replace("\"ledger\"", &format!("\"{name}\""));
+        let config = place.config(&format!(
+            "broker.rabbitmq.exchange = '{name}'\nbroker.kafka = {{ create_topics = true, partitions = 2, session_timeout = '6s' }}\n{own}"
+        ));
+        Some(Self { place, config, name, broker, _database: database })
+    }
+
+    fn enqueue(&self, key: &str, payload: &str) {
+        let (name, url) = (&self.name, self.place.database());
+        self.place.sql(&if url.starts_with("mysql") {
+            format!("call oncebox_enqueue_p('{name}', '{key}', 'payment.created', '{payload}', null, null, null, @id)")
+        } else {
+            format!("select oncebox.enqueue('{name}', 'payment.created', '{payload}'::text, '{key}')")
+        });
+    }
+
+    fn with_config(&self, program: Program) -> Program {
+        program.env("ONCEBOX_CONFIG", &self.config)
+    }
+
+    fn publish(&self) {
+        assert_eq!(self.with_config(self.place.publisher(&["--until-empty"])).run().ok(), "");
+    }
+
+    fn consume(&self) {
+        assert_eq!(self.with_config(self.place.consumer(&["--until-idle", "1s"])).run().ok(), "");
+    }
+
+    fn oncebox(&self, arguments: &[&str]) -> Program {
+        self.with_config(self.place.oncebox(arguments))
+    }
+
+    fn json(&self, arguments: &[&str]) -> Value {
+        self.oncebox(&[arguments, &["--output", "json"]].concat()).run().json()
+    }
+}
+
+impl Drop for World {
+    fn drop(&mut self) {
+        if !std::thread::panicking() {
+            broker::forget(&self.broker, &self.name);
+        }
+    }
+}
+
+/// Enqueue, relay, consume, look, redrive, discard: as a person does it by hand.
+fn a_day(world: &World) {
+    // The publisher declares the exchange, and the queue of a new consumer receives what comes after it was bound.
+    world.publish();
+    world.consume();
+    for number in 0..20 {
+        world.enqueue(&format!("acc-{}", number % 3), &payment(&format!("p{number:02}")));
+    }
+    world.enqueue("acc-bad", r#"{"paymentId":"bad"}"#);
+    world.enqueue("acc-worse", "not JSON");
+    assert_eq!(world.json(&["status"])["pending"], 22);
+    world.publish();
+    assert_eq!(world.json(&["status"])["pending"], 0);
+    world.consume();
+    let all: Vec<String> = (0..20).map(|number| format!("p{number:02}")).collect();
+    assert_eq!(world.place.entries(), all);
+
+    let status = world.json(&["status"]);
+    let consumer = &status["consumers"][0];
+    assert_eq!((&consumer["inbox_rows"], &consumer["dead"]), (&22.into(), &2.into()), "{status}");
+    let doctor = world.oncebox(&["doctor"]).run();
+    assert!(doctor.stdout.contains("2 dead and 0 held messages"), "{}", doctor.stdout);
+    doctor.ok();
+
+    let dead = world.json(&["dead", "list", "--consumer", &world.name]);
+    let number = |key: &str| {
+        let dead = dead["dead"].as_array().unwrap().iter().find(|message| message["key"] == key).unwrap();
+        assert_eq!(dead["reason"], "terminal");
+        dead["number"].as_str().unwrap().to_owned()
+    };
+    let (bad, worse) = (number("acc-bad"), number("acc-worse"));
+    assert!(world.oncebox(&["dead", "show", &bad]).run().ok().contains("the parameter `account` has no value"));
+    world.oncebox(&["dead", "discard", "--all", "--why", "x"]).run().fails(4, &["2 messages would be discarded"]);
+    world.oncebox(&["dead", "discard", &worse, "--why", "nobody wants it"]).run().ok();
+    let mended = world.place.file("mended.json", &payment("mended")).display().to_string();
+    world.oncebox(&["dead", "redrive", &bad, "--payload", &mended, "--why", "mended"]).run().ok();
+    world.consume();
+    assert_eq!(world.place.entries(), [vec!["mended".to_owned()], all].concat());
+    assert_eq!(world.json(&["dead", "list"])["dead"], serde_json::json!([]));
+    // Again: there is nothing more to do, but for a message of somebody else, which has no id.
+    broker::foreign(&world.broker, &world.name, &payment("foreign"));
+    world.publish();
+    world.consume();
+    assert_eq!(world.place.entries().len(), 21);
+    let listed = world.oncebox(&["dead", "list"]).run().ok();
+    assert!(listed.contains("no-usable-id") && listed.contains("the message has no id"), "{listed}");
+}
+
+#[test]
+fn a_day_on_postgres_and_kafka() {
+    let test = "a_day_on_postgres_and_kafka";
+    let Some(world) = World::on(test, "ONCEBOX_TEST_POSTGRES", "ONCEBOX_TEST_KAFKA") else { return };
+    a_day(&world);
+    // What the broker refuses for what it is: its key is held, and the act is carried out by the publisher.
+    world.place.sql("update oncebox.limits set value = 3000000 where name = 'message_bytes_max'");
+    world.enqueue("acc-large", &format!(r#"{{"paymentId":"large","filler":"{}"}}"#, "x".repeat(2_000_000)));
+    world.enqueue("acc-large", &payment("behind"));
+    world.publish();
+    let dead = world.json(&["dead", "list", "--consumer", "outbox"]);
+    let dead = &dead["dead"][0];
+    assert!(dead["reason"].as_str().unwrap().contains("kafka refuses the message"), "{dead}");
+    assert_eq!(dead["behind"], 1);
+    let number = dead["number"].as_str().unwrap();
+    world.oncebox(&["dead", "discard", number, "--why", "too large"]).run().ok();
+    world.publish();
+    world.consume();
+    assert_eq!(world.place.entries().len(), 22, "what stood behind it went on");
+}
+
+#[test]
+fn a_day_on_mariadb_and_rabbitmq() {
+    let test = "a_day_on_mariadb_and_rabbitmq";
+    let Some(world) = World::on(test, "ONCEBOX_TEST_MARIADB", "ONCEBOX_TEST_RABBITMQ") else { return };
+    a_day(&world);
+}
+
+/// A topic that is not there holds its messages and nothing else; `doctor` prints what is missing and how to make it.
+#[test]
+fn a_kafka_topic_that_is_missing_is_shown_with_the_command_that_makes_it() {
+    let test = "a_kafka_topic_that_is_missing_is_shown_with_the_command_that_makes_it";
+    let Some(broker) = service(test, "ONCEBOX_TEST_KAFKA") else { return };
+    let place = Place::migrated();
+    let arguments = ["--broker", &broker, "--config", &place.ledger()];
+    let name = unique("cli");
+    place.sql(&format!(
+        "insert into oncebox_outbox (topic, kind, payload) values ('{name}', 'payment.created', '{{}}')"
+    ));
+    place.publisher(&[&["--until-empty"], &arguments[..]].concat()).run().ok_saying(&["held=1", "oncebox dead list"]);
+    let status = place.oncebox(&["status", "--output", "json"]).run().json();
+    assert_eq!((&status["held"], &status["dead"]), (&1.into(), &0.into()), "{status}");
+    let config = place.config(&format!("[[consumer]]\nname = '{name}'\ntopics = ['{name}']"));
+    let doctor = place.oncebox(&["doctor", "--broker", &broker, "--config", &config]).run();
+    let shown = doctor.ok();
+    assert!(shown.contains("it does not exist") && shown.contains("kafka-topics.sh"), "{shown}");
+}
