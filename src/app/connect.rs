@@ -66,11 +66,7 @@ macro_rules! with_store {
 /// # Errors
 /// What a person must mend, or where the stop came first.
 pub async fn open_store<S: Store>(settings: &Settings, stop: Option<&CancellationToken>) -> Result<S, AppError> {
-    let options = StoreOptions {
-        connections_max: settings.database.connections_max,
-        ca_file: settings.database.ca_file.clone(),
-        ..StoreOptions::new(settings.database.url.0.clone())
-    };
+    let options = settings.database.options().map_err(AppError::usage)?;
     open_store_with(&options, stop, &Health::default()).await
 }
 

@@ -41,11 +41,8 @@ async fn on<S: Store>(command: &MigrateCommand, settings: &Settings, output: Out
         }
         return Ok(());
     }
-    let options = StoreOptions {
-        create: matches!(command, MigrateCommand::Up),
-        ca_file: settings.database.ca_file.clone(),
-        ..StoreOptions::new(settings.database.url.0.clone())
-    };
+    let options = settings.database.options().map_err(AppError::usage)?;
+    let options = StoreOptions { create: matches!(command, MigrateCommand::Up), ..options };
     let store: S = open_store_with(&options, None, &Health::default()).await?;
     if let MigrateCommand::Up = command {
         let applied = store.migrate().await?;

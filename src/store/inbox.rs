@@ -101,8 +101,8 @@ pub trait Inbox: Base {
     /// [`StoreError::Refused`] where the stored id rule is another one.
     fn register(&self, spec: &ConsumerSpec) -> impl Future<Output = Result<ConsumerId, StoreError>> + Send;
 
-    /// Begins a transaction, READ COMMITTED, on a connection with the session settings the promise needs. Never cancelled
-    /// inside sqlx's `begin()` even if this future is dropped (R28): the adapter begins in a task of its own.
+    /// Begins a transaction, READ COMMITTED, on a connection with the session settings the promise needs. Dropped before it
+    /// returns, it leaves no connection that is inside a transaction to anybody else (R28).
     fn begin(&self, consumer: ConsumerId) -> impl Future<Output = Result<Self::Tx, StoreError>> + Send;
 
     /// Which of these ids have a committed inbox row: for suspicion (R26) and `transaction-ended` (R23), never for deduplication.

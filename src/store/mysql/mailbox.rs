@@ -10,9 +10,9 @@ use sqlx::{MySqlConnection, Row};
 use uuid::Uuid;
 
 use super::schema::number;
-use super::{MySqlStore, START, begin, micros, number_list, shortened, text, token};
+use super::{MySqlStore, START, micros, number_list, shortened, text, token};
 use crate::error::StoreError;
-use crate::store::door::commit_error;
+use crate::store::bounded::Ask;
 use crate::store::{EmailOutcome, EmailToSend, Mailbox, NewEmail};
 
 const UNIQUE_KEY_BYTES_MAX: usize = 255;
@@ -51,13 +51,13 @@ impl Mailbox for MySqlStore {
     }
 
     async fn claim_emails(&self, limit: usize, claim_for: Duration) -> Result<Vec<EmailToSend>, StoreError> {
-        let mut transaction = begin(&self.pool, START).await?;
+        let mut transaction = self.pool.begin(START).await?;
         let due: Vec<i64> = sqlx::query_scalar(
             "select email_id from oncebox_email force index (email_due) where due_at <= utc_timestamp(6) \
              order by due_at, email_id limit ? for update skip locked",
         )
         .bind(i64::try_from(limit).unwrap_or(i64::MAX))
-        .fetch_all(&mut *transaction)
+        .all(&mut transaction)
         .await?;
         if due.is_empty() {
             transaction.rollback().await?;
@@ -73,7 +73,7 @@ impl Mailbox for MySqlStore {
         .bind(&list)
         .bind(claim)
         .bind(micros(claim_for))
-        .execute(&mut *transaction)
+        .run(&mut transaction)
         .await?;
         let rows = sqlx::query(
             "select e.email_id, e.unique_key, e.recipient, e.subject, e.body, e.attempts \
@@ -81,10 +81,10 @@ impl Mailbox for MySqlStore {
              straight_join oncebox_email e force index (primary) on e.email_id = j.email_id order by j.o",
         )
         .bind(&list)
-        .fetch_all(&mut *transaction)
+        .all(&mut transaction)
         .await?;
         let emails = rows.iter().map(|row| email_to_send(row, claim)).collect::<Result<Vec<_>, _>>()?;
-        transaction.commit().await.map_err(commit_error)?;
+        transaction.commit().await?;
         Ok(emails)
     }
 
@@ -105,15 +105,14 @@ impl Mailbox for MySqlStore {
         .bind(after.is_none())
         .bind(email.email_id)
         .bind(email.claim)
-        .execute(&self.pool)
+        .run(&self.pool)
         .await?;
         Ok(written.rows_affected() == 1)
     }
 
     async fn emails_pending(&self) -> Result<u64, StoreError> {
-        let pending: i64 = sqlx::query_scalar("select count(*) from oncebox_email where due_at is not null")
-            .fetch_one(&self.pool)
-            .await?;
+        let pending: i64 =
+            sqlx::query_scalar("select count(*) from oncebox_email where due_at is not null").one(&self.pool).await?;
         Ok(u64::try_from(pending).unwrap_or(0))
     }
 }

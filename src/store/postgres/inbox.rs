@@ -5,7 +5,7 @@
 
 use std::collections::{HashMap, HashSet};
 
-use sqlx::{PgConnection, Postgres, Row, Transaction};
+use sqlx::{PgConnection, Postgres, Row};
 use uuid::Uuid;
 
 use super::PostgresStore;
@@ -13,7 +13,7 @@ use super::text::error_text;
 use super::waiting;
 use crate::error::StoreError;
 use crate::message::MessageId;
-use crate::store::door::commit_error;
+use crate::store::bounded::{Ask, Bounded};
 use crate::store::{
     Admission, ClaimedMessage, ConsumerId, ConsumerSpec, Inbox, InboxEntry, InboxTx, Known, Parked, Proof,
 };
@@ -54,14 +54,14 @@ impl Inbox for PostgresStore {
 
     async fn register(&self, spec: &ConsumerSpec) -> Result<ConsumerId, StoreError> {
         const FIND: &str = "select consumer_id, id_rule from oncebox.consumer where name = $1";
-        let mut row = sqlx::query(FIND).bind(&spec.name).fetch_optional(&self.pool).await?;
+        let mut row = sqlx::query(FIND).bind(&spec.name).optional(&self.pool).await?;
         if row.is_none() {
             sqlx::query("insert into oncebox.consumer (name, id_rule) values ($1, $2) on conflict (name) do nothing")
                 .bind(&spec.name)
                 .bind(&spec.id_rule)
-                .execute(&self.pool)
+                .run(&self.pool)
                 .await?;
-            row = sqlx::query(FIND).bind(&spec.name).fetch_optional(&self.pool).await?;
+            row = sqlx::query(FIND).bind(&spec.name).optional(&self.pool).await?;
         }
         let row = row.ok_or_else(|| StoreError::Corrupt(format!("consumer `{}` vanished", spec.name)))?;
         let (id, rule): (i32, String) = (row.try_get(0)?, row.try_get(1)?);
@@ -76,7 +76,7 @@ impl Inbox for PostgresStore {
             sqlx::query("update oncebox.consumer set id_rule = $2 where consumer_id = $1")
                 .bind(id)
                 .bind(&spec.id_rule)
-                .execute(&self.pool)
+                .run(&self.pool)
                 .await?;
         }
         self.make_inbox_ranges().await?;
@@ -101,7 +101,7 @@ impl Inbox for PostgresStore {
         )
         .bind(consumer.0)
         .bind(id.uuid())
-        .fetch_one(&self.pool)
+        .one(&self.pool)
         .await?;
         Ok(row.try_get::<i32, _>(0)?.unsigned_abs())
     }
@@ -127,7 +127,7 @@ impl Inbox for PostgresStore {
         .bind(id.uuid())
         .bind(error_text(error))
         .bind(i32::from(counted))
-        .fetch_one(&self.pool)
+        .one(&self.pool)
         .await?;
         Ok(row.try_get::<i32, _>(0)?.unsigned_abs())
     }
@@ -139,7 +139,7 @@ impl Inbox for PostgresStore {
         )
         .bind(consumer.0)
         .bind(ids)
-        .fetch_all(&self.pool)
+        .all(&self.pool)
         .await?;
         rows.iter()
             .map(|row| Ok((MessageId::from_uuid(row.try_get(0)?), row.try_get::<i32, _>(1)?.unsigned_abs())))
@@ -157,7 +157,7 @@ impl Inbox for PostgresStore {
         .bind(consumer.0)
         .bind(super::text::stored(topic))
         .bind(partition)
-        .fetch_one(&self.pool)
+        .one(&self.pool)
         .await?;
         Ok(row.try_get(0)?)
     }
@@ -170,7 +170,7 @@ impl Inbox for PostgresStore {
         .bind(consumer.0)
         .bind(super::text::stored(topic))
         .bind(partition)
-        .execute(&self.pool)
+        .run(&self.pool)
         .await?;
         Ok(())
     }
@@ -202,8 +202,8 @@ impl Ids {
 /// The transaction around a handler.
 #[derive(Debug)]
 pub struct PostgresTx {
-    pub(super) tx: Transaction<'static, Postgres>,
-    pub(super) consumer: ConsumerId,
+    tx: Bounded<Postgres>,
+    consumer: ConsumerId,
     /// The id of the transaction that wrote our rows, and which rows.
     witness: Option<String>,
     ours: Ids,
@@ -214,7 +214,7 @@ impl InboxTx for PostgresTx {
     type Db = Postgres;
 
     fn connection(&mut self) -> &mut PgConnection {
-        &mut self.tx
+        self.tx.plain()
     }
 
     async fn admit(&mut self, entries: &[InboxEntry]) -> Result<Admission, StoreError> {
@@ -234,7 +234,7 @@ impl InboxTx for PostgresTx {
                 .bind(&ids.untimed)
                 .bind(untimed_hashes),
         };
-        let rows = query.fetch_all(&mut *self.tx).await.map_err(admit_error)?;
+        let rows = query.all(&mut self.tx).await.map_err(admit_error)?;
         let mut new = HashSet::with_capacity(rows.len());
         for row in &rows {
             new.insert(row.try_get::<Uuid, _>(0)?);
@@ -277,7 +277,7 @@ impl InboxTx for PostgresTx {
             ("delete from oncebox.inbox_untimed where consumer_id = $1 and message_id = any($2)", &gone.untimed),
         ] {
             if !ids.is_empty() {
-                sqlx::query(statement).bind(self.consumer.0).bind(ids).execute(&mut *self.tx).await?;
+                sqlx::query(statement).bind(self.consumer.0).bind(ids).run(&mut self.tx).await?;
             }
         }
         self.ours.timed.retain(|id| !gone.timed.contains(id));
@@ -299,7 +299,7 @@ impl InboxTx for PostgresTx {
         sqlx::query("delete from oncebox.attempt where consumer_id = $1 and message_id = any($2)")
             .bind(self.consumer.0)
             .bind(ids)
-            .execute(&mut *self.tx)
+            .run(&mut self.tx)
             .await?;
         Ok(())
     }
@@ -310,7 +310,7 @@ impl InboxTx for PostgresTx {
             .bind(&self.ours.timed)
             .bind(&self.ours.untimed)
             .bind(self.finished)
-            .fetch_one(&mut *self.tx)
+            .one(&mut self.tx)
             .await;
         let row = match found {
             Ok(row) => row,
@@ -329,11 +329,11 @@ impl InboxTx for PostgresTx {
         Ok(if whole { Proof::Same } else { Proof::Aborted })
     }
 
-    async fn commit(self) -> Result<(), StoreError> {
-        self.tx.commit().await.map_err(commit_error)
+    async fn commit(mut self) -> Result<(), StoreError> {
+        self.tx.commit().await
     }
 
-    async fn rollback(self) -> Result<(), StoreError> {
+    async fn rollback(mut self) -> Result<(), StoreError> {
         Ok(self.tx.rollback().await?)
     }
 }
@@ -348,7 +348,7 @@ fn admit_error(error: sqlx::Error) -> StoreError {
 
 /// Content hashes of the inbox rows of these ids.
 async fn hashes(
-    connection: &mut PgConnection,
+    connection: &mut Bounded<Postgres>,
     consumer: ConsumerId,
     ids: &Ids,
 ) -> Result<HashMap<MessageId, [u8; 16]>, StoreError> {
@@ -366,7 +366,7 @@ async fn hashes(
         if ids.is_empty() {
             continue;
         }
-        for row in sqlx::query(statement).bind(consumer.0).bind(ids).fetch_all(&mut *connection).await? {
+        for row in sqlx::query(statement).bind(consumer.0).bind(ids).all(&mut *connection).await? {
             found.insert(MessageId::from_uuid(row.try_get(0)?), row.try_get::<Uuid, _>(1)?.into_bytes());
         }
     }

@@ -7,6 +7,7 @@ use sqlx::{PgConnection, Row};
 use super::PostgresStore;
 use super::text::error_text;
 use crate::error::StoreError;
+use crate::store::bounded::Ask;
 use crate::store::{EmailOutcome, EmailToSend, Mailbox, NewEmail};
 
 impl Mailbox for PostgresStore {
@@ -36,7 +37,7 @@ impl Mailbox for PostgresStore {
         )
         .bind(i64::try_from(limit).unwrap_or(i64::MAX))
         .bind(claim_for.as_secs_f64())
-        .fetch_all(&self.pool)
+        .all(&self.pool)
         .await?;
         let mut emails = rows
             .iter()
@@ -73,14 +74,13 @@ impl Mailbox for PostgresStore {
         .bind(state)
         .bind(after)
         .bind(error)
-        .execute(&self.pool)
+        .run(&self.pool)
         .await?;
         Ok(done.rows_affected() == 1)
     }
 
     async fn emails_pending(&self) -> Result<u64, StoreError> {
-        let row =
-            sqlx::query("select count(*) from oncebox.email where state = 'pending'").fetch_one(&self.pool).await?;
+        let row = sqlx::query("select count(*) from oncebox.email where state = 'pending'").one(&self.pool).await?;
         Ok(row.try_get::<i64, _>(0)?.unsigned_abs())
     }
 }
