@@ -47,7 +47,7 @@ pub use relay::{
 };
 pub use schema::{AppliedMigration, Finding, MigrationText, Schema, SchemaState, Severity};
 pub use statements::{Dialect, Piece, SqlValue, Statements, split as split_named};
-pub use waiting::{ClaimedMessage, Waiting};
+pub use waiting::{Claim, ClaimedMessage, Waiting};
 
 /// What every duty needs: a connection pool to one kind of database.
 pub trait Base: Clone + Debug + Send + Sync + 'static {

@@ -233,6 +233,11 @@ impl<Db: Remote> Bounded<Db> {
         self.within(|connection| Db::prepare(connection, sql)).await
     }
 
+    /// Nothing will be heard on it any more: whatever is asked fails at once.
+    pub(super) fn give_up(&mut self) {
+        self.state = State::GivenUp;
+    }
+
     /// Ends the connection, politely.
     pub(super) async fn close(mut self) {
         let Some(held) = self.held.take() else { return };

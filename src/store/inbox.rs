@@ -185,6 +185,11 @@ pub trait InboxTx: Send + 'static {
     /// Proves that this is still the transaction that `admit` (or `finish`) wrote in (R23).
     fn prove(&mut self) -> impl Future<Output = Result<Proof, StoreError>> + Send;
 
+    /// After a handler failed and nothing more is heard on its connection: true where the server has nothing to do for it, or
+    /// cannot be asked. Then the connection is lost, and the failure is nobody's (R27). False where the server still works at a
+    /// statement of the handler.
+    fn is_lost(&mut self) -> impl Future<Output = bool> + Send;
+
     /// Commits.
     ///
     /// # Errors

@@ -20,7 +20,7 @@ use super::schema::number;
 use super::{HISTORY_MAX, MySqlStore, START, hex, hex_list, shortened, sixteen, token, waiting};
 use crate::error::StoreError;
 use crate::message::MessageId;
-use crate::store::bounded::{Ask, Bounded};
+use crate::store::bounded::{Ask, Bounded, BoundedPool};
 use crate::store::{
     Admission, ClaimedMessage, ConsumerId, ConsumerSpec, Inbox, InboxEntry, InboxTx, Known, Parked, Proof,
 };
@@ -37,10 +37,19 @@ const NO_SAVEPOINT: u16 = 1305;
 #[derive(Debug)]
 pub struct MySqlInboxTx {
     transaction: Bounded<MySql>,
+    /// To ask about `transaction` where it does not answer.
+    pool: BoundedPool<MySql>,
     consumer: ConsumerId,
     token: [u8; 16],
     savepoint: Option<String>,
+    /// As the server counts connections.
+    connection_id: Option<u64>,
 }
+
+/// Whether the server works for this connection, and waits neither for us to ask nor to listen.
+const WORKS: &str = "\
+select count(*) from information_schema.processlist \
+ where id = ? and command <> 'Sleep' and coalesce(state, '') not in ('Writing to net', 'Sending to client', 'Reading from net')";
 
 impl Inbox for MySqlStore {
     type Tx = MySqlInboxTx;
@@ -83,8 +92,8 @@ impl Inbox for MySqlStore {
     }
 
     async fn begin(&self, consumer: ConsumerId) -> Result<MySqlInboxTx, StoreError> {
-        let transaction = self.pool.begin(START_HANDLER).await?;
-        Ok(MySqlInboxTx { transaction, consumer, token: token(), savepoint: None })
+        let (transaction, pool) = (self.pool.begin(START_HANDLER).await?, self.pool.clone());
+        Ok(MySqlInboxTx { transaction, pool, consumer, token: token(), savepoint: None, connection_id: None })
     }
 
     async fn known(&self, consumer: ConsumerId, ids: &[MessageId]) -> Result<HashSet<MessageId>, StoreError> {
@@ -260,6 +269,7 @@ impl InboxTx for MySqlInboxTx {
             return Err(StoreError::Corrupt(format!("five statements of the inbox gave {count} answers")));
         };
         self.savepoint = Some(savepoint);
+        self.connection_id = rows.rows.first().map(|row| row.try_get(3)).transpose()?;
         only_duplicates(entries.len(), inserted.changed, warned, warnings)?;
 
         let mut found = HashMap::with_capacity(rows.rows.len());
@@ -346,6 +356,18 @@ impl InboxTx for MySqlInboxTx {
         }
     }
 
+    async fn is_lost(&mut self) -> bool {
+        let works: Result<i64, _> = sqlx::query_scalar(WORKS).bind(self.connection_id).one(&self.pool).await;
+        let is_lost = match works {
+            Ok(works) => works == 0,
+            Err(error) => StoreError::from(error).is_nobodys(),
+        };
+        if is_lost {
+            self.transaction.give_up();
+        }
+        is_lost
+    }
+
     async fn commit(mut self) -> Result<(), StoreError> {
         self.transaction.commit().await
     }
@@ -366,7 +388,8 @@ impl MySqlInboxTx {
     async fn set_savepoint(&mut self) -> Result<(), StoreError> {
         if self.savepoint.is_none() {
             let name = savepoint_name();
-            raw_sql(AssertSqlSafe(format!("savepoint {name}"))).run(&mut self.transaction).await?;
+            let set = raw_sql(AssertSqlSafe(format!("savepoint {name}; select connection_id()")));
+            self.connection_id = Some(set.one(&mut self.transaction).await?.try_get(0)?);
             self.savepoint = Some(name);
         }
         Ok(())
@@ -406,7 +429,8 @@ fn admit_statements(consumer: ConsumerId, sorted: &[InboxEntry], token: [u8; 16]
     format!(
         "insert ignore into oncebox_inbox (consumer_id, message_id, content_hash, batch_token, received_at) values {}; \
          show count(*) warnings; show warnings; \
-         select message_id, content_hash, batch_token from oncebox_inbox where consumer_id = {consumer} and message_id in ({}); \
+         select message_id, content_hash, batch_token, connection_id() from oncebox_inbox \
+           where consumer_id = {consumer} and message_id in ({}); \
          savepoint {savepoint}",
         values.join(","),
         ids.join(",")

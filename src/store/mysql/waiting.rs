@@ -15,11 +15,11 @@ use sqlx::{MySql, QueryBuilder, Row};
 use uuid::Uuid;
 
 use super::schema::number;
-use super::{HISTORY_MAX, MySqlStore, START, hex, hex_list, micros, number_list, shortened, text, token};
+use super::{HISTORY_MAX, MySqlStore, START, hex, hex_list, micros, number_list, shortened, text};
 use crate::error::StoreError;
 use crate::message::{Coordinates, Message, MessageId, TraceContext};
 use crate::store::bounded::{Ask, Bounded};
-use crate::store::{ClaimedMessage, ConsumerId, ParkAs, Parked, Waiting};
+use crate::store::{Claim, ClaimedMessage, ConsumerId, ParkAs, Parked, Waiting};
 
 /// Rows of one insert: well below what a prepared statement can bind.
 const PARK_ROWS_MAX: usize = 500;
@@ -31,7 +31,7 @@ impl Waiting for MySqlStore {
         &self,
         consumer: ConsumerId,
         limit: usize,
-        claim_for: Duration,
+        claim: &Claim,
     ) -> Result<Vec<ClaimedMessage>, StoreError> {
         let mut transaction = self.pool.begin(START).await?;
         let heads: Vec<i64> = sqlx::query_scalar(DUE_HEADS)
@@ -43,7 +43,6 @@ impl Waiting for MySqlStore {
             transaction.rollback().await?;
             return Ok(Vec::new());
         }
-        let claim = Uuid::from_bytes(token());
         let list = number_list(heads);
         sqlx::query(
             "update json_table(?, '$[*]' columns (sequence bigint path '$')) j \
@@ -51,12 +50,12 @@ impl Waiting for MySqlStore {
              set w.claim = ?, w.attempts = w.attempts + 1, w.due_at = utc_timestamp(6) + interval ? microsecond",
         )
         .bind(&list)
-        .bind(claim)
-        .bind(micros(claim_for))
+        .bind(claim.token)
+        .bind(micros(claim.length))
         .run(&mut transaction)
         .await?;
         let rows = sqlx::query(CLAIMED).bind(&list).all(&mut transaction).await?;
-        let claimed = rows.iter().map(|row| claimed_message(row, claim)).collect::<Result<Vec<_>, _>>()?;
+        let claimed = rows.iter().map(|row| claimed_message(row, claim.token)).collect::<Result<Vec<_>, _>>()?;
         transaction.commit().await?;
         Ok(claimed)
     }
@@ -100,6 +99,28 @@ impl Waiting for MySqlStore {
         .run(&self.pool)
         .await?;
         Ok(written.rows_affected() == 1)
+    }
+
+    async fn give_back_all(&self, consumer: ConsumerId, claim: &Claim) -> Result<u64, StoreError> {
+        let claimed: Vec<i64> = sqlx::query_scalar(
+            "select sequence from oncebox_waiting force index (waiting_due) \
+             where consumer_id = ? and due_at is not null and claim = ?",
+        )
+        .bind(consumer.0)
+        .bind(claim.token)
+        .all(&self.pool)
+        .await?;
+        // By exact rows: an update that searched would wait for every open writer (R11).
+        let given_back = sqlx::query(
+            "update json_table(?, '$[*]' columns (sequence bigint path '$')) j \
+             straight_join oncebox_waiting w force index (primary) on w.sequence = j.sequence \
+             set w.due_at = utc_timestamp(6), w.claim = null, w.attempts = if(w.attempts > 0, w.attempts - 1, 0) where w.claim = ?",
+        )
+        .bind(number_list(claimed))
+        .bind(claim.token)
+        .run(&self.pool)
+        .await?;
+        Ok(given_back.rows_affected())
     }
 
     async fn bury(&self, claimed: &ClaimedMessage, reason: &str, error: &str, holds: bool) -> Result<bool, StoreError> {

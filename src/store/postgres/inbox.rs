@@ -13,7 +13,7 @@ use super::text::error_text;
 use super::waiting;
 use crate::error::StoreError;
 use crate::message::MessageId;
-use crate::store::bounded::{Ask, Bounded};
+use crate::store::bounded::{Ask, Bounded, BoundedPool};
 use crate::store::{
     Admission, ClaimedMessage, ConsumerId, ConsumerSpec, Inbox, InboxEntry, InboxTx, Known, Parked, Proof,
 };
@@ -48,6 +48,11 @@ select pg_current_xact_id_if_assigned()::text,
        (select count(*) from oncebox.inbox_timed where consumer_id = $1 and message_id = any($2))
      + (select count(*) from oncebox.inbox_untimed where consumer_id = $1 and message_id = any($3)),
        exists (select 1 from oncebox.waiting where sequence = $4)";
+
+/// Whether the server works for this transaction, and waits neither for us to ask nor to listen.
+const WORKS: &str = "
+select exists (select 1 from pg_stat_activity where backend_xid = $1::text::xid8::xid and state = 'active'
+                and wait_event_type is distinct from 'Client')";
 
 impl Inbox for PostgresStore {
     type Tx = PostgresTx;
@@ -84,7 +89,8 @@ impl Inbox for PostgresStore {
     }
 
     async fn begin(&self, consumer: ConsumerId) -> Result<PostgresTx, StoreError> {
-        Ok(PostgresTx { tx: self.transaction().await?, consumer, witness: None, ours: Ids::default(), finished: None })
+        let (tx, pool) = (self.transaction().await?, self.pool.clone());
+        Ok(PostgresTx { tx, pool, consumer, witness: None, ours: Ids::default(), finished: None })
     }
 
     async fn known(&self, consumer: ConsumerId, ids: &[MessageId]) -> Result<HashSet<MessageId>, StoreError> {
@@ -203,6 +209,8 @@ impl Ids {
 #[derive(Debug)]
 pub struct PostgresTx {
     tx: Bounded<Postgres>,
+    /// To ask about `tx` where it does not answer.
+    pool: BoundedPool<Postgres>,
     consumer: ConsumerId,
     /// The id of the transaction that wrote our rows, and which rows.
     witness: Option<String>,
@@ -327,6 +335,18 @@ impl InboxTx for PostgresTx {
         // The same transaction, but our rows were taken out of it: nothing of the handler's may stay.
         let whole = usize::try_from(count) == Ok(self.ours.len()) && !row_is_back;
         Ok(if whole { Proof::Same } else { Proof::Aborted })
+    }
+
+    async fn is_lost(&mut self) -> bool {
+        let works: Result<bool, _> = sqlx::query_scalar(WORKS).bind(&self.witness).one(&self.pool).await;
+        let is_lost = match works {
+            Ok(works) => !works,
+            Err(error) => StoreError::from(error).is_nobodys(),
+        };
+        if is_lost {
+            self.tx.give_up();
+        }
+        is_lost
     }
 
     async fn commit(mut self) -> Result<(), StoreError> {

@@ -15,7 +15,7 @@ use super::text::{error_text, restored, stored};
 use crate::error::StoreError;
 use crate::message::{Coordinates, Message, MessageId, TraceContext};
 use crate::store::bounded::{Ask, Bounded};
-use crate::store::{ClaimedMessage, ConsumerId, ParkAs, Parked, Waiting};
+use crate::store::{Claim, ClaimedMessage, ConsumerId, ParkAs, Parked, Waiting};
 
 /// The columns of a message, in the order that [`message_of`] reads.
 macro_rules! message_columns {
@@ -36,7 +36,7 @@ const CLAIM: &str = concat!(
                              and (o.state = 'waiting' or o.holds))
         order by w.due_at limit $2 for update of w skip locked)
      update oncebox.waiting w
-        set claim = gen_random_uuid(), attempts = w.attempts + 1, due_at = statement_timestamp() + $3 * interval '1 second'
+        set claim = $4, attempts = w.attempts + 1, due_at = statement_timestamp() + $3 * interval '1 second'
        from head where w.sequence = head.sequence
      returning ",
     message_columns!()
@@ -131,12 +131,13 @@ impl Waiting for PostgresStore {
         &self,
         consumer: ConsumerId,
         limit: usize,
-        claim_for: Duration,
+        claim: &Claim,
     ) -> Result<Vec<ClaimedMessage>, StoreError> {
         let rows = sqlx::query(CLAIM)
             .bind(consumer.0)
             .bind(i64::try_from(limit).unwrap_or(i64::MAX))
-            .bind(claim_for.as_secs_f64())
+            .bind(claim.length.as_secs_f64())
+            .bind(claim.token)
             .all(&self.pool)
             .await?;
         let mut claimed = rows.iter().map(claimed_of).collect::<Result<Vec<_>, _>>()?;
@@ -177,6 +178,18 @@ impl Waiting for PostgresStore {
         .run(&self.pool)
         .await?;
         Ok(done.rows_affected() == 1)
+    }
+
+    async fn give_back_all(&self, consumer: ConsumerId, claim: &Claim) -> Result<u64, StoreError> {
+        let done = sqlx::query(
+            "update oncebox.waiting set claim = null, attempts = greatest(attempts - 1, 0), due_at = statement_timestamp()
+              where consumer_id = $1 and due_at is not null and claim = $2",
+        )
+        .bind(consumer.0)
+        .bind(claim.token)
+        .run(&self.pool)
+        .await?;
+        Ok(done.rows_affected())
     }
 
     async fn bury(&self, claimed: &ClaimedMessage, reason: &str, error: &str, holds: bool) -> Result<bool, StoreError> {
