@@ -9,6 +9,8 @@
 //!
 //! Not here: brokers (the relay and the consumer bring the two together), the decisions themselves (room `policy`).
 
+#[cfg(any(feature = "postgres", feature = "mysql"))]
+mod bounded;
 mod door;
 mod inbox;
 mod mailbox;
@@ -45,7 +47,7 @@ pub use relay::{
 };
 pub use schema::{AppliedMigration, Finding, MigrationText, Schema, SchemaState, Severity};
 pub use statements::{Dialect, Piece, SqlValue, Statements, split as split_named};
-pub use waiting::{ClaimedMessage, Waiting};
+pub use waiting::{Claim, ClaimedMessage, Waiting};
 
 /// What every duty needs: a connection pool to one kind of database.
 pub trait Base: Clone + Debug + Send + Sync + 'static {
@@ -79,6 +81,9 @@ pub struct StoreOptions {
     pub connections_max: u32,
     /// How long a handler may run; server-side timeouts are set just above it (R28).
     pub handler_timeout: std::time::Duration,
+    /// How long a server may be silent in the middle of a statement before its connection is given up; absent: just above the
+    /// server-side timeouts. SQLite has no server.
+    pub answer_timeout: Option<std::time::Duration>,
     /// A SQLite file that is not there is made only by `migrate up`.
     pub create: bool,
     /// A PEM file of certificate authorities to trust instead of the system's.
@@ -92,6 +97,7 @@ impl StoreOptions {
             url: url.into(),
             connections_max: 10,
             handler_timeout: std::time::Duration::from_secs(30),
+            answer_timeout: None,
             create: false,
             ca_file: None,
         }

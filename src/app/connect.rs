@@ -73,11 +73,7 @@ pub async fn open_store<S: Store>(
     settings: &Settings,
     waits: Option<(&CancellationToken, &Health)>,
 ) -> Result<S, AppError> {
-    let options = StoreOptions {
-        connections_max: settings.database.connections_max,
-        ca_file: settings.database.ca_file.clone(),
-        ..StoreOptions::new(settings.database.url.0.clone())
-    };
+    let options = settings.database.options().map_err(AppError::usage)?;
     match waits {
         Some((stop, health)) => open_store_with(&options, Some(stop), health).await,
         None => open_store_with(&options, None, &Health::default()).await,

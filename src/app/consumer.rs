@@ -128,12 +128,12 @@ impl Run<'_> {
         let broker = open_broker(self.settings).await?;
         let lanes: usize = options.iter().map(|(_, options)| options.lanes + 2).sum();
         let timeout = options.iter().map(|(_, options)| options.handler_timeout).max().unwrap_or_default();
+        let store_options = self.settings.database.options().map_err(AppError::usage)?;
         let store_options = StoreOptions {
             // Each lane keeps one; attempts and the retrier take another.
-            connections_max: self.settings.database.connections_max.max(u32::try_from(lanes).unwrap_or(64)),
+            connections_max: store_options.connections_max.max(u32::try_from(lanes).unwrap_or(64)),
             handler_timeout: timeout,
-            ca_file: self.settings.database.ca_file.clone(),
-            ..StoreOptions::new(self.settings.database.url.0.clone())
+            ..store_options
         };
         let store: S = super::open_store_with(&store_options, Some(&self.stop), &self.health).await?;
         ready(&store, self.settings, &self.stop, &self.health).await?;

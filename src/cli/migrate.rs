@@ -40,11 +40,8 @@ async fn on<S: Store>(command: &MigrateCommand, settings: &Settings, output: Out
         data!("{}", <S as Schema>::script().trim_end());
         return Ok(());
     }
-    let options = StoreOptions {
-        create: matches!(command, MigrateCommand::Up),
-        ca_file: settings.database.ca_file.clone(),
-        ..StoreOptions::new(settings.database.url.0.clone())
-    };
+    let options = settings.database.options().map_err(AppError::usage)?;
+    let options = StoreOptions { create: matches!(command, MigrateCommand::Up), ..options };
     let name = redact(&options.url);
     let store: S = open_store_with(&options, None, &Health::default()).await?;
     if let MigrateCommand::Up = command {

@@ -20,6 +20,12 @@ pub fn is_nobodys(error: &sqlx::Error) -> bool {
     nobodys(error).is_some()
 }
 
+/// True where the connection or the database is gone, for now.
+#[cfg(any(feature = "postgres", feature = "mysql"))]
+pub(crate) fn is_unavailable(error: &sqlx::Error) -> bool {
+    nobodys(error) == Some(Nobodys::Unavailable)
+}
+
 fn nobodys(error: &sqlx::Error) -> Option<Nobodys> {
     match error {
         sqlx::Error::Io(_) | sqlx::Error::PoolTimedOut | sqlx::Error::PoolClosed | sqlx::Error::WorkerCrashed => {

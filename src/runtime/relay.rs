@@ -139,8 +139,12 @@ impl<S: Store> Relay<S> {
 
     /// The lease of the shard; waits for a database that is away and for an owner to stop.
     async fn lease(&self, stop: &CancellationToken) -> Result<Option<S::Session>, StoreError> {
-        let request =
-            LeaseRequest { shard: self.options.shard, owner: self.options.owner.clone(), length: self.options.lease };
+        let request = LeaseRequest {
+            shard: self.options.shard,
+            owner: self.options.owner.clone(),
+            length: self.options.lease,
+            read_bytes: self.options.read_bytes,
+        };
         let mut pace = Pace::new(Duration::from_millis(100), Duration::from_secs(5));
         loop {
             if stop.is_cancelled() {

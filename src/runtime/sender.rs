@@ -4,8 +4,9 @@
 //! sending was interrupted is sent again under that Message-ID: whether the server took the first one is unknown, and SMTP has
 //! no way to ask. With files, the second try replaces the file, so there it is exactly once.
 
+use std::collections::VecDeque;
 use std::path::{Path, PathBuf};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use lettre::message::{Mailbox as Address, header::ContentType};
 use lettre::{AsyncSmtpTransport, AsyncTransport, Message, Tokio1Executor};
@@ -15,7 +16,7 @@ use tokio_util::sync::CancellationToken;
 use super::pace::{Pace, sleep_unless};
 use crate::error::StoreError;
 use crate::observe::{self, Health, PartState};
-use crate::store::{EmailOutcome, EmailToSend, Store};
+use crate::store::{Claim, EmailOutcome, EmailToSend, Store};
 
 /// Where e-mails go.
 #[derive(Debug, Clone)]
@@ -66,7 +67,28 @@ const BATCH: usize = 2;
 const SENDING: Duration = Duration::from_secs(25);
 /// A claim outlives the deadlines of all rows that were claimed together; after it, a row of a sender that died is taken again.
 const CLAIM: Duration = Duration::from_secs(60);
+/// How long a stop waits for claimed rows to be given back.
+const GIVE_BACK: Duration = Duration::from_secs(5);
 const PART: &str = "e-mail sender";
+
+/// What a sender has claimed and not settled.
+#[derive(Debug, Default)]
+struct Hand {
+    claimed: VecDeque<EmailToSend>,
+    claimed_at: Option<Instant>,
+    /// A claim whose answer was lost.
+    in_doubt: Option<Claim>,
+    /// How a sending ended, not yet told to the database.
+    outcome: Option<(EmailToSend, EmailOutcome)>,
+}
+
+/// What a round came to.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Step {
+    Worked,
+    Idle,
+    Empty,
+}
 
 impl<S: Store> Sender<S> {
     /// Puts a sender together.
@@ -91,19 +113,18 @@ impl<S: Store> Sender<S> {
     /// Dropped, a row that is just being sent is sent again later under the same Message-ID.
     pub async fn run(&self, stop: CancellationToken) -> Result<(), StoreError> {
         let mut pace = Pace::new(Duration::from_millis(200), Duration::from_secs(5));
+        let mut hand = Hand::default();
         while !stop.is_cancelled() {
-            let step = self.step().await;
+            let step = self.step(&mut hand, &stop).await;
             if step.is_ok() {
                 self.health.set(PART, PartState::Ready);
             }
             match step {
-                Ok(0) => {
-                    if self.options.until_empty && self.store.emails_pending().await? == 0 {
-                        break;
-                    }
+                Ok(Step::Worked) => pace.worked(),
+                Ok(Step::Idle) => {
                     sleep_unless(&stop, Duration::from_millis(100)).await;
                 }
-                Ok(_) => pace.worked(),
+                Ok(Step::Empty) => break,
                 Err(error) if error.is_nobodys() => {
                     self.health.set(PART, PartState::Waiting(format!("database: {error}")));
                     pace.wait(&stop).await;
@@ -111,31 +132,64 @@ impl<S: Store> Sender<S> {
                 Err(error) => return Err(error),
             }
         }
+        // What is in the hand goes back; where that is not to be had, the claims run out.
+        if tokio::time::timeout(GIVE_BACK, self.empty(&mut hand, &stop)).await.is_err() {
+            tracing::debug!("claimed e-mails were not given back");
+        }
         Ok(())
     }
 
-    /// Sends what is due; gives the number of rows it took.
-    ///
-    /// # Errors
-    /// What the database says.
-    pub async fn step(&self) -> Result<usize, StoreError> {
-        let claimed = self.store.claim_emails(BATCH, CLAIM).await?;
-        let taken = claimed.len();
-        for email in claimed {
-            let outcome = self.send(&email).await;
+    async fn step(&self, hand: &mut Hand, stop: &CancellationToken) -> Result<Step, StoreError> {
+        self.empty(hand, stop).await?;
+        if stop.is_cancelled() {
+            return Ok(Step::Worked);
+        }
+        if let Some(claim) = &hand.in_doubt {
+            self.store.give_back_emails(claim).await?;
+            hand.in_doubt = None;
+        }
+        // Before the claim begins by the database's clock.
+        hand.claimed_at = Some(Instant::now());
+        let claim = Claim::new(CLAIM);
+        hand.in_doubt = Some(claim);
+        hand.claimed = self.store.claim_emails(BATCH, &claim).await?.into();
+        hand.in_doubt = None;
+        if !hand.claimed.is_empty() {
+            self.empty(hand, stop).await?;
+            return Ok(Step::Worked);
+        }
+        let empty = self.options.until_empty && self.store.emails_pending().await? == 0;
+        Ok(if empty { Step::Empty } else { Step::Idle })
+    }
+
+    /// Sends what is in the hand, one after the other, each settled before the next. A database that goes away in between leaves
+    /// the outcome in the hand: told later, it is not sent a second time (G10).
+    async fn empty(&self, hand: &mut Hand, stop: &CancellationToken) -> Result<(), StoreError> {
+        loop {
+            if let Some((email, outcome)) = &hand.outcome {
+                if !self.store.settle_email(email, outcome).await? {
+                    tracing::warn!(
+                        email = email.email_id,
+                        "an e-mail was settled before, or another sender took it in the meantime"
+                    );
+                }
+                hand.outcome = None;
+            }
+            let Some(email) = hand.claimed.pop_front() else { return Ok(()) };
+            // A claim that may end while its e-mail is sent is not used: another sender would send it too.
+            let stands = hand.claimed_at.is_some_and(|at| at.elapsed() + SENDING < CLAIM) && !stop.is_cancelled();
+            let outcome = if stands { self.send(&email).await } else { EmailOutcome::NotTried };
             observe::email(match &outcome {
                 EmailOutcome::Sent => "sent",
                 EmailOutcome::Again { .. } => "again",
                 EmailOutcome::Failed(_) => "failed",
+                EmailOutcome::NotTried => "not-tried",
             });
             if let EmailOutcome::Again { error, .. } | EmailOutcome::Failed(error) = &outcome {
                 tracing::warn!(email = email.email_id, attempt = email.attempt, %error, "an e-mail was not sent");
             }
-            if !self.store.settle_email(&email, &outcome).await? {
-                tracing::warn!(email = email.email_id, "an e-mail was taken by another sender in the meantime");
-            }
+            hand.outcome = Some((email, outcome));
         }
-        Ok(taken)
     }
 
     async fn send(&self, email: &EmailToSend) -> EmailOutcome {
@@ -194,6 +248,12 @@ async fn write_whole(directory: &Path, message_id: &str, bytes: &[u8]) -> std::i
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn e_mails_that_were_claimed_together_are_sent_before_their_claim_runs_out() {
+        // With more of them another sender would send the last ones too.
+        assert!(SENDING * u32::try_from(BATCH).unwrap_or(u32::MAX) < CLAIM);
+    }
 
     #[test]
     fn a_message_id_is_a_function_of_the_unique_key() {

@@ -151,6 +151,7 @@ macro_rules! store_conformance {
                 a_message_is_not_due_before_its_time,
                 a_claim_that_ended_is_taken_over_and_the_old_one_finishes_nothing,
                 a_postponed_message_keeps_its_tries_and_a_returned_one_does_not,
+                g10_a_claim_whose_answer_was_lost_is_given_back_uncounted,
                 a_buried_message_holds_its_key_or_lets_it_go,
                 r25_a_head_that_a_race_left_behind_is_swept_up,
                 messages_without_a_key_wait_for_nobody,

@@ -101,8 +101,8 @@ pub trait Inbox: Base {
     /// [`StoreError::Refused`] where the stored id rule is another one.
     fn register(&self, spec: &ConsumerSpec) -> impl Future<Output = Result<ConsumerId, StoreError>> + Send;
 
-    /// Begins a transaction, READ COMMITTED, on a connection with the session settings the promise needs. Never cancelled
-    /// inside sqlx's `begin()` even if this future is dropped (R28): the adapter begins in a task of its own.
+    /// Begins a transaction, READ COMMITTED, on a connection with the session settings the promise needs. Dropped before it
+    /// returns, it leaves no connection that is inside a transaction to anybody else (R28).
     fn begin(&self, consumer: ConsumerId) -> impl Future<Output = Result<Self::Tx, StoreError>> + Send;
 
     /// Which of these ids have a committed inbox row: for suspicion (R26) and `transaction-ended` (R23), never for deduplication.
@@ -184,6 +184,11 @@ pub trait InboxTx: Send + 'static {
 
     /// Proves that this is still the transaction that `admit` (or `finish`) wrote in (R23).
     fn prove(&mut self) -> impl Future<Output = Result<Proof, StoreError>> + Send;
+
+    /// After a handler failed and nothing more is heard on its connection: true where the server has nothing to do for it, or
+    /// cannot be asked. Then the connection is lost, and the failure is nobody's (R27). False where the server still works at a
+    /// statement of the handler.
+    fn is_lost(&mut self) -> impl Future<Output = bool> + Send;
 
     /// Commits.
     ///

@@ -7,7 +7,7 @@
 use std::future::Future;
 use std::time::Duration;
 
-use super::Base;
+use super::{Base, Claim};
 use crate::error::StoreError;
 
 /// An e-mail to be sent once.
@@ -56,6 +56,8 @@ pub enum EmailOutcome {
     },
     /// Refused for good.
     Failed(String),
+    /// Given back at once, its try uncounted: nobody's failure, or a stop.
+    NotTried,
 }
 
 /// Duty: the e-mail rows.
@@ -66,12 +68,15 @@ pub trait Mailbox: Base {
         email: &NewEmail,
     ) -> impl Future<Output = Result<bool, StoreError>> + Send;
 
-    /// Claims due rows, at most `limit`, counts the try. A claim ends by itself after `claim_for`.
+    /// Claims due rows, at most `limit`, counts the try. Where the answer was lost, see [`Mailbox::give_back_emails`].
     fn claim_emails(
         &self,
         limit: usize,
-        claim_for: Duration,
+        claim: &Claim,
     ) -> impl Future<Output = Result<Vec<EmailToSend>, StoreError>> + Send;
+
+    /// Gives back uncounted whatever stands under this claim, and gives the number of rows (G10).
+    fn give_back_emails(&self, claim: &Claim) -> impl Future<Output = Result<u64, StoreError>> + Send;
 
     /// Records how it ended; false where the claim is not ours any more.
     fn settle_email(

@@ -24,17 +24,18 @@ mod waiting;
 use std::fmt;
 use std::time::Duration;
 
-use sqlx::{MySql, MySqlPool, Transaction};
+use sqlx::{MySql, MySqlPool};
 
 pub use self::inbox::MySqlInboxTx;
 pub use self::relay::MySqlSession;
 use super::Base;
+use super::bounded::BoundedPool;
 use crate::error::StoreError;
 
 /// The store on MySQL and MariaDB.
 #[derive(Clone)]
 pub struct MySqlStore {
-    pool: MySqlPool,
+    pool: BoundedPool<MySql>,
 }
 
 impl Base for MySqlStore {
@@ -47,7 +48,7 @@ impl Base for MySqlStore {
     }
 
     fn pool(&self) -> &MySqlPool {
-        &self.pool
+        self.pool.plain()
     }
 
     async fn close(&self) {
@@ -57,15 +58,8 @@ impl Base for MySqlStore {
 
 impl fmt::Debug for MySqlStore {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("MySqlStore").field("connections", &self.pool.size()).finish_non_exhaustive()
+        f.debug_struct("MySqlStore").field("connections", &self.pool.plain().size()).finish_non_exhaustive()
     }
-}
-
-/// Begins a transaction in a task of its own: a cancelled `begin` of sqlx would leave the connection inside it (R28).
-async fn begin(pool: &MySqlPool, statement: &'static str) -> Result<Transaction<'static, MySql>, StoreError> {
-    let pool = pool.clone();
-    let begun = tokio::spawn(async move { pool.begin_with(statement).await });
-    begun.await.map_err(|_| StoreError::Unavailable(sqlx::Error::WorkerCrashed))?.map_err(StoreError::from)
 }
 
 /// A transaction of our own, with `autocommit` as it is.

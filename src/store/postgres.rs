@@ -29,19 +29,21 @@ mod waiting;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
+use sqlx::Postgres;
 use sqlx::postgres::PgPool;
 
 pub use inbox::PostgresTx;
 pub use relay::PostgresSession;
 pub use statements::PostgresStatement;
 
+use super::bounded::BoundedPool;
 use super::{Base, StoreOptions};
 use crate::error::StoreError;
 
 /// The store on PostgreSQL.
 #[derive(Debug, Clone)]
 pub struct PostgresStore {
-    pool: PgPool,
+    pool: BoundedPool<Postgres>,
     /// How long a handler may run: server-side timeouts stand just above it (R28).
     handler_timeout: Duration,
     /// When the inbox partitions are to be looked at again.
@@ -54,7 +56,8 @@ pub struct PostgresStore {
 #[must_use]
 pub fn read_plan(buckets: (i16, i16), limit: usize) -> (String, String) {
     let buckets = read::Buckets { from: buckets.0, to: buckets.1 };
-    (relay::settings(Duration::from_secs(30)), read::statement(buckets, limit))
+    let bounds = read::Bounds { rows: limit, bytes: 4 << 20 };
+    (relay::settings(Duration::from_secs(30)), read::statement(buckets, bounds))
 }
 
 impl Base for PostgresStore {
@@ -74,7 +77,7 @@ impl Base for PostgresStore {
     }
 
     fn pool(&self) -> &PgPool {
-        &self.pool
+        self.pool.plain()
     }
 
     async fn close(&self) {

@@ -23,6 +23,16 @@ pub struct LeaseRequest {
     pub owner: String,
     /// Length of the lease, in database time.
     pub length: Duration,
+    /// Bytes of messages that one read gives at most, unless the first alone is larger: bounds memory whatever the number of
+    /// rows (G11).
+    pub read_bytes: usize,
+}
+
+impl LeaseRequest {
+    /// Of the first shard, with reads of 4 MiB.
+    pub fn new(owner: impl Into<String>, length: Duration) -> Self {
+        Self { shard: 0, owner: owner.into(), length, read_bytes: 4 << 20 }
+    }
 }
 
 /// The answer to a request for a lease.
@@ -173,7 +183,8 @@ pub trait RelaySession: Send {
     /// The epoch of this ownership.
     fn epoch(&self) -> i64;
 
-    /// Reads up to `rows_max` new rows in one snapshot. Fenced: the epoch is checked in the same statement.
+    /// Reads up to `rows_max` new rows in one snapshot, fewer where they reach the bytes that were asked for. Fenced: the epoch is
+    /// checked in the same statement.
     fn read(&mut self, rows_max: usize) -> impl Future<Output = Result<ReadBatch, StoreError>> + Send;
 
     /// Commits synchronously, after the read: renews the lease, fences the gaps, and carries a mark where one is due.
@@ -185,7 +196,8 @@ pub trait RelaySession: Send {
     /// Requests of operators that wait, in position order.
     fn requests(&mut self) -> impl Future<Output = Result<Vec<OperatorRequest>, StoreError>> + Send;
 
-    /// These dead and held rows, whole, in position order, to be published again; a row that is gone is left out.
+    /// These dead and held rows, whole, in position order, to be published again; a row that is gone is left out, and so are the
+    /// last ones where the others reach the bytes of a read.
     fn held(&mut self, positions: &[i64]) -> impl Future<Output = Result<Vec<OutboxRow>, StoreError>> + Send;
 
     /// Housekeeping between reads, bounded and never in the way of the application: partitions ahead, proven rows deleted.
@@ -193,4 +205,16 @@ pub trait RelaySession: Send {
 
     /// Gives the lease back, so that a standby need not wait. Fenced.
     fn release(self) -> impl Future<Output = Result<(), StoreError>> + Send;
+}
+
+/// Of positions with the bytes of their messages, the first ones: as many as it takes to reach `bytes_max`, and at least one.
+#[cfg(any(feature = "postgres", feature = "mysql"))]
+pub(crate) fn first_within(weights: Vec<(i64, i64)>, bytes_max: usize) -> Vec<i64> {
+    let mut bytes = 0;
+    let room = |(_, weight): &(i64, i64)| {
+        let has_room = bytes < bytes_max;
+        bytes += usize::try_from(*weight).unwrap_or(0);
+        has_room
+    };
+    weights.into_iter().take_while(room).map(|(position, _)| position).collect()
 }

@@ -22,14 +22,33 @@ pub struct ClaimedMessage {
     pub message: Message,
 }
 
+/// A claim on rows: for how long, and under which token. The token is the caller's, so that a claim whose answer was lost can be
+/// given back.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Claim {
+    /// Unique to this claim.
+    pub token: uuid::Uuid,
+    /// It ends by itself after this time, by the database's clock.
+    pub length: Duration,
+}
+
+impl Claim {
+    /// With a token of its own.
+    #[must_use]
+    pub fn new(length: Duration) -> Self {
+        Self { token: uuid::Uuid::now_v7(), length }
+    }
+}
+
 /// Duty: waiting messages.
 pub trait Waiting: Base {
-    /// Claims due heads of different keys, at most `limit`, and counts a try for each. A claim ends by itself after `claim_for`.
+    /// Claims due heads of different keys, at most `limit`, and counts a try for each. Where the answer was lost, see
+    /// [`Waiting::give_back_all`].
     fn claim_due(
         &self,
         consumer: ConsumerId,
         limit: usize,
-        claim_for: Duration,
+        claim: &Claim,
     ) -> impl Future<Output = Result<Vec<ClaimedMessage>, StoreError>> + Send;
 
     /// How long until the next head is due; none where nothing waits. Zero or negative times come as zero.
@@ -45,6 +64,14 @@ pub trait Waiting: Base {
 
     /// The claim is given back uncounted and due at once: nobody's failure, or a stop.
     fn give_back(&self, claimed: &ClaimedMessage) -> impl Future<Output = Result<bool, StoreError>> + Send;
+
+    /// Gives back uncounted whatever stands under this claim, and gives the number of rows: the database went away, and whether
+    /// it had claimed anything is not known (G10).
+    fn give_back_all(
+        &self,
+        consumer: ConsumerId,
+        claim: &Claim,
+    ) -> impl Future<Output = Result<u64, StoreError>> + Send;
 
     /// The message is dead. With `holds` false the next of its key becomes due in the same transaction.
     fn bury(

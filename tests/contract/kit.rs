@@ -11,6 +11,7 @@ use oncebox::observe::Health;
 use oncebox::policy::retry::RetryPolicy;
 use oncebox::runtime::relay::RelayError;
 use oncebox::runtime::{Consumer, ConsumerEnd, ConsumerOptions, Handlers, Relay, RelayEnd, RelayOptions};
+use oncebox::store::mysql::MySqlStore;
 use oncebox::store::postgres::PostgresStore;
 use oncebox::store::sqlite::SqliteStore;
 use oncebox::store::{
@@ -22,6 +23,7 @@ use tokio::task::JoinHandle;
 use tokio_util::sync::CancellationToken;
 use uuid::Uuid;
 
+use super::proxy::Proxy;
 use super::support::eventually;
 
 /// Long enough for a busy machine; a condition that holds ends the wait at once.
@@ -71,6 +73,11 @@ macro_rules! sql {
 // No unique constraint: a second effect would stand there.
 sql!(SqliteStore, "BEGIN IMMEDIATE", "create table effect (no integer primary key autoincrement, text text not null)");
 sql!(PostgresStore, "BEGIN", "create table effect (no bigserial primary key, text text not null)");
+sql!(
+    MySqlStore,
+    "START TRANSACTION",
+    "create table effect (no bigint auto_increment primary key, text varchar(200) not null)"
+);
 
 /// Something that runs until it is told to stop.
 #[derive(Debug)]
@@ -319,8 +326,66 @@ where
     F: Future<Output = ()> + Send + 'static,
 {
     super::postgres::with_database(test, |database| async move {
-        let world = World::on(database.store.clone()).await;
+        let world = World { url: database.url.clone(), ..World::on(database.store.clone()).await };
         body(world).await;
     })
     .await;
 }
+
+/// A test on a MariaDB database of its own.
+pub(crate) async fn on_mariadb<F>(test: &str, body: impl FnOnce(World<MySqlStore>) -> F)
+where
+    F: Future<Output = ()>,
+{
+    let Some(db) = super::mysql::Db::new(test).await else { return };
+    let world = World { url: db.url.clone(), ..World::on(db.store.clone()).await };
+    body(world).await;
+    db.store.close().await;
+}
+
+/// A world whose processes reach their database through a proxy, while the test looks at it directly.
+#[derive(Debug)]
+pub(crate) struct Behind<S: Store> {
+    pub(crate) direct: World<S>,
+    pub(crate) through: World<S>,
+    pub(crate) proxy: Proxy,
+}
+
+impl<S: Sql> Behind<S> {
+    /// `clear` says in the URL that nothing is encrypted.
+    pub(crate) async fn new(direct: World<S>, clear: &str, options: StoreOptions) -> Self {
+        let proxy = Proxy::before(&direct.url, clear);
+        let store = S::connect(&StoreOptions { url: proxy.url.clone(), ..options }).await.unwrap();
+        let through = World { store, ..direct.clone() };
+        Self { direct, through, proxy }
+    }
+}
+
+/// A test on PostgreSQL and one on MariaDB, each behind a proxy.
+macro_rules! behind_a_proxy {
+    ($($(#[$doc:meta])* $name:ident: $body:expr, $options:expr;)*) => {$(
+        $(#[$doc])*
+        mod $name {
+            use super::*;
+
+            #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+            async fn on_postgres() {
+                $crate::kit::on_postgres(stringify!($name), |world| async move {
+                    let behind = $crate::kit::Behind::new(world, "sslmode=disable", $options).await;
+                    $body(behind).await;
+                })
+                .await;
+            }
+
+            #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+            async fn on_mariadb() {
+                $crate::kit::on_mariadb(stringify!($name), |world| async move {
+                    let behind = $crate::kit::Behind::new(world, "ssl-mode=DISABLED", $options).await;
+                    $body(behind).await;
+                })
+                .await;
+            }
+        }
+    )*};
+}
+pub(crate) use behind_a_proxy;

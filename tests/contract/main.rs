@@ -2,14 +2,20 @@
 //! be switched.
 //!
 //! Names are the sentences of the contract (`g..`) or cite the rule (`r..`). Every wait is for a condition, with a deadline.
-#![cfg(all(feature = "sqlite", feature = "postgres", feature = "email", feature = "testing"))]
+#![cfg(all(feature = "sqlite", feature = "postgres", feature = "mysql", feature = "email", feature = "testing"))]
 #![allow(clippy::unwrap_used)]
 
+#[path = "../store_mysql/fixture.rs"]
+#[allow(dead_code)]
+mod mysql;
 #[path = "../support/postgres.rs"]
 mod postgres;
+#[path = "../support/proxy.rs"]
+mod proxy;
 #[path = "../support/mod.rs"]
 mod support;
 
+mod away;
 mod consumer;
 mod kills;
 mod kit;

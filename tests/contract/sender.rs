@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use oncebox::runtime::sender::{EmailTransport, Sender, SenderOptions};
 use oncebox::store::sqlite::SqliteStore;
-use oncebox::store::{Base, EmailOutcome, Mailbox, NewEmail};
+use oncebox::store::{Base, Claim, EmailOutcome, Mailbox, NewEmail};
 use tokio::io::{AsyncBufReadExt, AsyncWriteExt, BufReader};
 use tokio::net::TcpListener;
 use tokio_util::sync::CancellationToken;
@@ -13,7 +13,7 @@ use tokio_util::sync::CancellationToken;
 use super::kit::{SOON, Sql, World, sqlite};
 
 /// A server that speaks just enough SMTP: it answers the end of each e-mail with the next of these codes, then 250.
-async fn smtp(codes: &[u16]) -> (String, Arc<Mutex<Vec<String>>>) {
+pub(crate) async fn smtp(codes: &[u16]) -> (String, Arc<Mutex<Vec<String>>>) {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let url = format!("smtp://{}", listener.local_addr().unwrap());
     let taken = Arc::new(Mutex::new(Vec::new()));
@@ -105,7 +105,7 @@ async fn a_sending_that_was_interrupted_is_sent_again_under_the_same_message_id(
     let (url, taken) = smtp(&[]).await;
     queue(&world, "receipt_1", "Receipt").await;
     // A sender that died after the server took it: the claim runs out, the row is due again.
-    let claimed = world.store.claim_emails(1, Duration::from_millis(50)).await.unwrap();
+    let claimed = world.store.claim_emails(1, &Claim::new(Duration::from_millis(50))).await.unwrap();
     assert_eq!(claimed.len(), 1);
     send_all(&world, EmailTransport::smtp(&url).unwrap()).await;
     // What the dead one says now changes nothing.
@@ -130,18 +130,4 @@ async fn a_4xx_is_tried_again_under_the_same_message_id_and_a_5xx_is_failed() {
     send_all(&world, EmailTransport::smtp(&url).unwrap()).await;
     assert_eq!(taken.lock().unwrap().len(), 1);
     assert_eq!(world.store.texts("select state from oncebox_email order by email_id").await, ["sent", "failed"]);
-}
-
-#[tokio::test]
-async fn e_mails_that_were_claimed_together_are_sent_before_their_claim_runs_out() {
-    // 25 s each at most, two together, 60 s a claim: with more of them another sender would send the last ones too.
-    let world = sqlite().await;
-    for n in 0..5 {
-        queue(&world, &format!("receipt_{n}"), "Receipt").await;
-    }
-    let directory = tempfile::tempdir().unwrap();
-    let options = SenderOptions { from: "shop@example.com".into(), attempts_max: 5, until_empty: true };
-    let files = EmailTransport::Files(directory.path().to_owned());
-    let sender = Sender::new(world.store.clone(), files, options, world.health.clone()).unwrap();
-    assert_eq!(sender.step().await.unwrap(), 2);
 }

@@ -107,7 +107,7 @@ async fn shards_share_a_table_and_send_each_row_once() {
         let mut all = BTreeSet::new();
         let mut sizes = Vec::new();
         for shard in [0, 1] {
-            let request = LeaseRequest { shard, owner: "relay".into(), length: Duration::from_secs(10) };
+            let request = LeaseRequest { shard, ..LeaseRequest::new("relay", Duration::from_secs(10)) };
             let LeaseAnswer::Taken(session) = database.store.open(&request).await.unwrap() else { panic!("no lease") };
             let mut relay = Relay { session, sent: Vec::new() };
             let sent = relay.drain().await;

@@ -62,7 +62,7 @@ pub(crate) fn payload(row: &OutboxRow) -> String {
 }
 
 pub(crate) fn request(owner: &str) -> LeaseRequest {
-    LeaseRequest { shard: 0, owner: owner.to_owned(), length: Duration::from_secs(10) }
+    LeaseRequest::new(owner, Duration::from_secs(10))
 }
 
 pub(crate) async fn open(store: &PostgresStore, owner: &str) -> PostgresSession {

@@ -107,7 +107,7 @@ impl Drop for Db {
 }
 
 pub(crate) fn lease(owner: &str) -> LeaseRequest {
-    LeaseRequest { shard: 0, owner: owner.to_owned(), length: Duration::from_secs(30) }
+    LeaseRequest::new(owner, Duration::from_secs(30))
 }
 
 pub(crate) fn text(topic: &str, key: &str, payload: &str) -> NewMessage {

@@ -14,7 +14,7 @@ use sqlx::query_scalar;
 use crate::fixture::SqliteFile;
 
 fn request() -> LeaseRequest {
-    LeaseRequest { shard: 0, owner: "a".into(), length: Duration::from_secs(60) }
+    LeaseRequest::new("a", Duration::from_secs(60))
 }
 
 /// Every commit is synced: WAL with `synchronous = FULL`, on every connection.

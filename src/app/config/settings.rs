@@ -7,6 +7,7 @@ use serde::{Deserialize, Serialize};
 
 use super::values::{ByteSize, Secret, Span};
 use crate::runtime::{ConsumerOptions, DeadPolicy, RelayOptions, Unhandled};
+use crate::store::StoreOptions;
 
 /// All settings.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -53,13 +54,33 @@ pub struct DatabaseSettings {
     pub url: Secret,
     /// Connections of one process at most.
     pub connections_max: u32,
+    /// How long the server may be silent in the middle of a statement.
+    pub answer_timeout: Option<Span>,
     /// Certificate authorities to trust instead of the system's, PEM.
     pub ca_file: Option<PathBuf>,
 }
 
 impl Default for DatabaseSettings {
     fn default() -> Self {
-        Self { url: Secret("sqlite://oncebox.db".into()), connections_max: 12, ca_file: None }
+        Self { url: Secret("sqlite://oncebox.db".into()), connections_max: 12, answer_timeout: None, ca_file: None }
+    }
+}
+
+impl DatabaseSettings {
+    /// The options of the store.
+    ///
+    /// # Errors
+    /// The setting that cannot be used, and why.
+    pub fn options(&self) -> Result<StoreOptions, String> {
+        if self.answer_timeout.is_some_and(|timeout| timeout.0 < Span::seconds(1).0) {
+            return Err("database.answer_timeout: at least 1s, or a busy server is taken for a silent one".into());
+        }
+        Ok(StoreOptions {
+            connections_max: self.connections_max,
+            answer_timeout: self.answer_timeout.map(|timeout| timeout.0),
+            ca_file: self.ca_file.clone(),
+            ..StoreOptions::new(self.url.0.clone())
+        })
     }
 }
 
@@ -194,6 +215,8 @@ pub struct PublisherSettings {
     pub lease: Span,
     /// Rows of one read at most.
     pub batch_rows: usize,
+    /// Bytes of one read at most, unless a single message is larger.
+    pub read_bytes: ByteSize,
     /// Rows sent and not proven at most.
     pub window_rows: usize,
     /// Bytes sent and not proven at most.
@@ -221,6 +244,7 @@ impl Default for PublisherSettings {
             source: "oncebox".into(),
             lease: Span(options.lease),
             batch_rows: options.batch_rows,
+            read_bytes: ByteSize(options.read_bytes),
             window_rows: options.window_rows,
             window_bytes: ByteSize(options.window_bytes),
             poll_max: Span(options.poll_max),
@@ -487,12 +511,14 @@ impl PublisherSettings {
         if self.lease.0 < Span::seconds(1).0 {
             return Err("publisher.lease: at least 1s, or a short pause loses it".into());
         }
-        if self.batch_rows == 0 || self.window_rows == 0 || self.window_bytes.0 == 0 {
-            return Err("publisher: batch_rows, window_rows and window_bytes must be more than 0".into());
+        let bounds = [self.batch_rows, self.read_bytes.0, self.window_rows, self.window_bytes.0];
+        if bounds.contains(&0) {
+            return Err("publisher: batch_rows, read_bytes, window_rows and window_bytes must be more than 0".into());
         }
         Ok(RelayOptions {
             lease: self.lease.0,
             batch_rows: self.batch_rows.min(10_000),
+            read_bytes: self.read_bytes.0,
             window_rows: self.window_rows,
             window_bytes: self.window_bytes.0,
             poll_max: self.poll_max.0,

@@ -21,6 +21,11 @@ const SECTIONS: &[Section] = &[
                 "postgres://, mysql:// (also MariaDB) or sqlite://FILE; TLS is verified unless the host is loopback",
             ),
             ("connections_max", "connections of one process at most; a consumer takes at least one for each lane"),
+            (
+                "answer_timeout",
+                "how long the server may be silent in the middle of a statement, for example \"65s\": its connection is then given \
+                 up and another one made; absent: just above the longest wait for a lock, which follows handler_timeout",
+            ),
             ("ca_file", "certificate authorities to trust instead of the system's, PEM"),
         ],
     ),
@@ -72,6 +77,10 @@ const SECTIONS: &[Section] = &[
                 "length of the lease of a shard: a standby takes over within it, a short freeze does not lose it",
             ),
             ("batch_rows", "rows of one read at most"),
+            (
+                "read_bytes",
+                "bytes of one read at most, unless a single message is larger: with window_bytes it bounds memory",
+            ),
             ("window_rows", "rows sent and not proven at most: what a crash sends again"),
             ("window_bytes", "bytes sent and not proven at most: bounds memory"),
             ("poll_max", "the longest pause between reads that found nothing: the delay after a quiet time"),

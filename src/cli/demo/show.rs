@@ -121,11 +121,8 @@ struct Show<'a, S: Tables> {
 
 /// Runs the whole show and counts.
 pub(super) async fn show<S: Tables>(args: &DemoArgs, stage: &Stage) -> Result<Verdict, AppError> {
-    let options = StoreOptions {
-        create: true,
-        ca_file: stage.settings.database.ca_file.clone(),
-        ..StoreOptions::new(stage.settings.database.url.0.clone())
-    };
+    let options = stage.settings.database.options().map_err(AppError::usage)?;
+    let options = StoreOptions { create: true, ..options };
     let store: S = open_store_with(&options, None, &Health::default()).await?;
     store.migrate().await?;
     make_tables(&store, stage).await?;

@@ -14,16 +14,11 @@ use crate::store::{ParkAs, Store};
 /// Runs it until it is done, waiting, dead, or left for later.
 pub(super) async fn run<S: Store>(lane: &mut Lane<S>, item: Item, mut failure: Option<HandlerError>) {
     // The try in the batch already failed: it is counted after the fact, which is enough, for the process lived to say so.
-    let mut counted = match &failure {
-        Some(error) => loop {
-            match lane.shared.store.failed_attempt(lane.consumer, item.message.id, error.message(), true).await {
-                Ok(tries) => break tries,
-                Err(away) if leave(lane, &item, &away).await => return,
-                Err(_) => {}
-            }
-        },
-        None => 0,
-    };
+    let mut counted = 0;
+    if failure.is_some() {
+        let Some(tries) = count(lane, &item, failure.as_ref(), counted).await else { return };
+        counted = tries;
+    }
     // A try that was counted and then turned out to be nobody's failure is not counted again.
     let mut counted_in_vain = false;
     loop {
@@ -47,11 +42,8 @@ pub(super) async fn run<S: Store>(lane: &mut Lane<S>, item: Item, mut failure: O
             return lane.report(&item, false);
         }
         if !counted_in_vain {
-            match lane.shared.store.begin_attempt(lane.consumer, item.message.id).await {
-                Ok(this) => counted = this,
-                Err(away) if leave(lane, &item, &away).await => return,
-                Err(_) => continue,
-            }
+            let Some(this) = count(lane, &item, None, counted).await else { return };
+            counted = this;
         }
         counted_in_vain = false;
         if counted > lane.shared.options.retry.max_attempts {
@@ -93,6 +85,31 @@ pub(super) async fn run<S: Store>(lane: &mut Lane<S>, item: Item, mut failure: O
                     return;
                 }
             }
+        }
+    }
+}
+
+/// Counts a try, of a failure after the fact. Where the answer was lost, the try may be counted: that is found out before it is
+/// counted again, so that a database that goes away burns none (G10). None where the message is left for later.
+async fn count<S: Store>(lane: &mut Lane<S>, item: &Item, failure: Option<&HandlerError>, counted: u32) -> Option<u32> {
+    let mut in_doubt = false;
+    loop {
+        let (store, consumer, id) = (&lane.shared.store, lane.consumer, item.message.id);
+        let tries = async {
+            if in_doubt
+                && let Some((_, stored)) = store.attempts(consumer, &[id]).await?.first().filter(|(_, n)| *n > counted)
+            {
+                return Ok(*stored);
+            }
+            match failure {
+                Some(error) => store.failed_attempt(consumer, id, error.message(), true).await,
+                None => store.begin_attempt(consumer, id).await,
+            }
+        };
+        match tries.await {
+            Ok(tries) => return Some(tries),
+            Err(away) if leave(lane, item, &away).await => return None,
+            Err(_) => in_doubt = true,
         }
     }
 }

@@ -133,7 +133,7 @@ async fn body<S: Store>(
                 Some(handler) => {
                     handled.push(index);
                     if let Err(error) = call(shared, handler, &item.message, attempt, tx, enqueued).await {
-                        let ended = !error.is_nobodys() && has_ended(tx).await;
+                        let (error, ended) = whose_failure(tx, error).await;
                         let failed = BatchEnd::Failed(index, error);
                         return Ok(if ended {
                             Body::TransactionEnded { owed: owed(shared, items, &fates), otherwise: failed }
@@ -180,10 +180,20 @@ fn owed<S: Store>(shared: &Arc<Shared<S>>, items: &[Item], fates: &[Fate]) -> Ve
     new.map(|(index, _)| index).collect()
 }
 
-/// After a handler's failure: whether it ended the transaction before it failed (R23). Within a deadline, for a handler that
-/// timed out may have left a statement running.
-pub(super) async fn has_ended<T: InboxTx>(tx: &mut T) -> bool {
-    matches!(tokio::time::timeout(Duration::from_secs(2), tx.prove()).await, Ok(Ok(Proof::Ended)))
+/// After a handler's failure: nobody's where the connection is lost, whatever the handler made of that (R27), and true where the
+/// handler ended the transaction before it failed (R23). Within a deadline, for a handler that timed out may have left a
+/// statement running.
+pub(super) async fn whose_failure<T: InboxTx>(tx: &mut T, error: HandlerError) -> (HandlerError, bool) {
+    if error.is_nobodys() {
+        return (error, false);
+    }
+    let lost = match tokio::time::timeout(Duration::from_secs(2), tx.prove()).await {
+        Ok(Ok(proof)) => return (error, proof == Proof::Ended),
+        Ok(Err(silence)) => silence.is_nobodys(),
+        Err(_) => tx.is_lost().await,
+    };
+    let error = if lost { HandlerError::nobodys(format!("{error}; the connection is lost")) } else { error };
+    (error, false)
 }
 
 /// What the inbox says of one item.

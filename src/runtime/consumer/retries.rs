@@ -11,13 +11,13 @@ use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
 use super::Shared;
-use super::batch::{call, has_ended, roll_back};
+use super::batch::{call, roll_back, whose_failure};
 use super::options::Unhandled;
 use crate::error::{HandlerError, StoreError};
 use crate::observe::{self, Outcome};
 use crate::policy::retry::Decision;
 use crate::runtime::pace::{Pace, sleep_unless};
-use crate::store::{ClaimedMessage, ConsumerId, InboxTx, ParkAs, Parked, Proof, Store};
+use crate::store::{Claim, ClaimedMessage, ConsumerId, InboxTx, ParkAs, Parked, Proof, Store};
 
 /// Heads claimed at once: few, because a claim that is not reached in time is lost to somebody else.
 const HEADS_MAX: usize = 8;
@@ -26,12 +26,20 @@ const POLL: Duration = Duration::from_millis(500);
 /// How often heads are looked for that a race left without a due time.
 const SWEEP: Duration = Duration::from_secs(5);
 
+/// What a retrier has in its hands. Heads stay there until they are dealt with: a database that went away in the middle must not
+/// leave them counted and unreachable until their claims run out (G10).
+struct Hand {
+    claimed: VecDeque<ClaimedMessage>,
+    /// A claim whose answer was lost.
+    in_doubt: Option<Claim>,
+    swept: Instant,
+}
+
 pub(super) async fn run<S: Store>(shared: Arc<Shared<S>>, consumer: ConsumerId, stop: CancellationToken) {
     let mut pace = Pace::new(Duration::from_millis(100), Duration::from_secs(5));
-    let mut swept = Instant::now();
-    let mut claimed = VecDeque::new();
+    let mut hand = Hand { claimed: VecDeque::new(), in_doubt: None, swept: Instant::now() };
     while !stop.is_cancelled() {
-        let step = step(&shared, consumer, &stop, &mut swept, &mut claimed).await;
+        let step = step(&shared, consumer, &stop, &mut hand).await;
         match step {
             Ok(wait) => {
                 pace.worked();
@@ -47,26 +55,28 @@ pub(super) async fn run<S: Store>(shared: Arc<Shared<S>>, consumer: ConsumerId, 
             }
         }
     }
-    for head in claimed {
+    for head in hand.claimed {
         if let Err(error) = shared.store.give_back(&head).await {
             tracing::debug!(consumer = %shared.options.name, %error, "a claim was not given back; it runs out");
         }
     }
 }
 
-/// Runs what is due; gives how long to wait for the next. Heads stay in `claimed` until they are dealt with: a database that
-/// went away in the middle must not leave the others counted and unreachable until their claims run out (G10).
+/// Runs what is due; gives how long to wait for the next.
 async fn step<S: Store>(
     shared: &Arc<Shared<S>>,
     consumer: ConsumerId,
     stop: &CancellationToken,
-    swept: &mut Instant,
-    claimed: &mut VecDeque<ClaimedMessage>,
+    hand: &mut Hand,
 ) -> Result<Duration, StoreError> {
-    try_heads(shared, consumer, stop, claimed).await?;
-    if swept.elapsed() >= SWEEP {
+    try_heads(shared, consumer, stop, &mut hand.claimed).await?;
+    if let Some(claim) = &hand.in_doubt {
+        shared.store.give_back_all(consumer, claim).await?;
+        hand.in_doubt = None;
+    }
+    if hand.swept.elapsed() >= SWEEP {
         shared.store.sweep(consumer).await?;
-        *swept = Instant::now();
+        hand.swept = Instant::now();
     }
     // A cheap look first: claiming is a write, and most of the time nothing is due.
     match shared.store.next_due(consumer).await? {
@@ -77,12 +87,15 @@ async fn step<S: Store>(
     let heads = HEADS_MAX;
     // Long enough for all claimed heads, one after the other.
     let claim_for = shared.options.handler_timeout * u32::try_from(heads).unwrap_or(8) + Duration::from_secs(10);
-    claimed.extend(shared.store.claim_due(consumer, heads, claim_for).await?);
-    if claimed.is_empty() {
+    let claim = Claim::new(claim_for);
+    hand.in_doubt = Some(claim);
+    hand.claimed.extend(shared.store.claim_due(consumer, heads, &claim).await?);
+    hand.in_doubt = None;
+    if hand.claimed.is_empty() {
         // Somebody else has what is due.
         return Ok(Duration::from_millis(50));
     }
-    try_heads(shared, consumer, stop, claimed).await?;
+    try_heads(shared, consumer, stop, &mut hand.claimed).await?;
     Ok(Duration::ZERO)
 }
 
@@ -184,7 +197,7 @@ async fn in_transaction<S: Store>(
             Some(handler) => {
                 let tries = Some(head.message.attempt);
                 if let Err(error) = call(shared, handler, &head.message, tries, &mut tx, &mut enqueued).await {
-                    let ended = !error.is_nobodys() && has_ended(&mut tx).await;
+                    let (error, ended) = whose_failure(&mut tx, error).await;
                     return Ok(if ended { HeadEnd::Ended } else { HeadEnd::Failed(error) });
                 }
                 Outcome::Processed

@@ -16,6 +16,8 @@ pub struct RelayOptions {
     pub lease: Duration,
     /// Rows of one read at most. 1,000: beyond it the gain is small and a mark comes later.
     pub batch_rows: usize,
+    /// Bytes of one read at most, unless a single message is larger. 4 MiB: half a window, and a thousand messages of 4 KiB.
+    pub read_bytes: usize,
     /// Rows sent and not proven at most: bounds what a crash sends again.
     pub window_rows: usize,
     /// Bytes sent and not proven at most: bounds memory.
@@ -48,6 +50,7 @@ impl RelayOptions {
             owner: owner.into(),
             lease: Duration::from_secs(10),
             batch_rows: 1_000,
+            read_bytes: 4 << 20,
             window_rows: 8_000,
             window_bytes: 8 * 1024 * 1024,
             poll_min: Duration::from_millis(2),

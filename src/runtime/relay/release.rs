@@ -227,6 +227,7 @@ impl<S: Store> Pump<'_, S> {
         }
         self.release.look = more || trial.is_some();
         let rows = self.session.held(&positions).await?;
+        // Large ones come a few at a time: the others are looked for when these have left.
         let batch = self.window.open(None, rows.len());
         for row in rows {
             self.release.in_flight.insert(row.position);

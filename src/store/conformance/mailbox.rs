@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use super::trial::{eventually, new_entry};
 use super::{Fixture, Trial};
-use crate::store::{EmailOutcome, EmailToSend, Inbox, InboxTx, Mailbox, NewEmail};
+use crate::store::{Claim, EmailOutcome, EmailToSend, Inbox, InboxTx, Mailbox, NewEmail};
 
 const CLAIM: Duration = Duration::from_secs(600);
 
@@ -58,10 +58,10 @@ pub async fn emails_are_claimed_once_and_settled<F: Fixture>(trial: &Trial<F>) {
     let mut claimers = tokio::task::JoinSet::new();
     for _ in 0..8 {
         let store = trial.store.clone();
-        claimers.spawn(async move { store.claim_emails(2, CLAIM).await.unwrap() });
+        claimers.spawn(async move { store.claim_emails(2, &Claim::new(CLAIM)).await.unwrap() });
     }
     let mut claimed: Vec<EmailToSend> = claimers.join_all().await.concat();
-    claimed.extend(trial.store.claim_emails(10, CLAIM).await.unwrap());
+    claimed.extend(trial.store.claim_emails(10, &Claim::new(CLAIM)).await.unwrap());
     claimed.sort_by(|a, b| a.unique_key.cmp(&b.unique_key));
     assert_eq!(claimed.iter().map(|email| email.unique_key.as_str()).collect::<Vec<_>>(), ["1", "2", "3"]);
     for claimed in &claimed {
@@ -79,18 +79,31 @@ pub async fn emails_are_claimed_once_and_settled<F: Fixture>(trial: &Trial<F>) {
     let again = EmailOutcome::Again { after: Duration::from_millis(30), error: "450 busy".into() };
     assert!(store.settle_email(&claimed[2], &again).await.unwrap());
     assert_eq!(store.emails_pending().await.unwrap(), 1);
-    let retried = eventually("it is due again", || async { store.claim_emails(10, CLAIM).await.unwrap().pop() }).await;
+    let retried =
+        eventually("it is due again", || async { store.claim_emails(10, &Claim::new(CLAIM)).await.unwrap().pop() })
+            .await;
     assert_eq!((retried.unique_key.as_str(), retried.attempt), ("3", 2));
+    assert!(store.settle_email(&retried, &EmailOutcome::NotTried).await.unwrap());
+    let given_back = store.claim_emails(10, &Claim::new(CLAIM)).await.unwrap().pop().expect("due at once");
+    assert_eq!((given_back.email_id, given_back.attempt), (retried.email_id, 2), "a try that was none is not counted");
     assert!(!queue(trial, "1").await, "a sent one keeps its key");
+    let claim = Claim::new(CLAIM);
+    assert!(store.claim_emails(10, &claim).await.unwrap().is_empty(), "it is claimed");
+    assert_eq!(store.give_back_emails(&claim).await.unwrap(), 0, "another claim is not touched");
+    assert!(store.settle_email(&given_back, &EmailOutcome::NotTried).await.unwrap());
+    assert_eq!(store.claim_emails(10, &claim).await.unwrap().len(), 1);
+    assert_eq!(store.give_back_emails(&claim).await.unwrap(), 1);
+    assert_eq!(store.claim_emails(10, &Claim::new(CLAIM)).await.unwrap()[0].attempt, 2);
 }
 
 /// The sender died; the Message-ID, made from the key, stays the same.
 pub async fn an_interrupted_email_is_claimed_again_under_the_same_key<F: Fixture>(trial: &Trial<F>) {
     queue(trial, "k").await;
     let store = &trial.store;
-    let dead = store.claim_emails(1, Duration::from_millis(30)).await.unwrap().remove(0);
+    let dead = store.claim_emails(1, &Claim::new(Duration::from_millis(30))).await.unwrap().remove(0);
     let second =
-        eventually("the claim has ended", || async { store.claim_emails(1, CLAIM).await.unwrap().pop() }).await;
+        eventually("the claim has ended", || async { store.claim_emails(1, &Claim::new(CLAIM)).await.unwrap().pop() })
+            .await;
     assert_eq!((second.email_id, &second.unique_key, second.attempt), (dead.email_id, &dead.unique_key, 2));
     assert_ne!(second.claim, dead.claim);
     assert!(!store.settle_email(&dead, &EmailOutcome::Failed("no".into())).await.unwrap());

@@ -9,8 +9,8 @@ use super::{Fixture, Trial};
 use crate::error::StoreError;
 use crate::message::{Message, MessageId};
 use crate::store::{
-    ActContext, ConsumerId, DeadFilter, DeadMessage, DeadPlace, Diversion, EmailOutcome, Inbox, InboxTx, Mailbox, Mark,
-    NewEmail, Operator, OperatorAct, OperatorRequest, ParkAs, RelaySession, RequestedAct, Waiting,
+    ActContext, Claim, ConsumerId, DeadFilter, DeadMessage, DeadPlace, Diversion, EmailOutcome, Inbox, InboxTx,
+    Mailbox, Mark, NewEmail, Operator, OperatorAct, OperatorRequest, ParkAs, RelaySession, RequestedAct, Waiting,
 };
 
 fn context() -> ActContext {
@@ -34,7 +34,7 @@ async fn audits<F: Fixture>(trial: &Trial<F>) -> i64 {
 }
 
 async fn claim<F: Fixture>(trial: &Trial<F>, consumer: ConsumerId) -> Vec<Message> {
-    let claimed = trial.store.claim_due(consumer, 100, Duration::from_secs(600)).await.unwrap();
+    let claimed = trial.store.claim_due(consumer, 100, &Claim::new(Duration::from_secs(600))).await.unwrap();
     claimed.into_iter().map(|claimed| claimed.message).collect()
 }
 
@@ -70,7 +70,7 @@ pub async fn the_status_counts_what_is_there<F: Fixture>(trial: &Trial<F>) {
         assert!(F::Store::queue_email(&mut tx, &email).await.unwrap());
     }
     tx.commit().await.unwrap();
-    let email = trial.store.claim_emails(1, Duration::from_secs(60)).await.unwrap().remove(0);
+    let email = trial.store.claim_emails(1, &Claim::new(Duration::from_secs(60))).await.unwrap().remove(0);
     assert!(trial.store.settle_email(&email, &EmailOutcome::Sent).await.unwrap());
 
     let status = trial.store.status().await.unwrap();
@@ -101,10 +101,10 @@ pub async fn dead_messages_are_listed_with_their_history<F: Fixture>(trial: &Tri
     tx.clear_attempts(&[failing.id]).await.unwrap();
     tx.commit().await.unwrap();
     let store = &trial.store;
-    let head = store.claim_due(consumer, 1, Duration::from_secs(600)).await.unwrap().remove(0);
+    let head = store.claim_due(consumer, 1, &Claim::new(Duration::from_secs(600))).await.unwrap().remove(0);
     assert!(store.postpone(&head, Duration::ZERO, "third").await.unwrap());
     let head = super::trial::eventually("it is due", || async {
-        store.claim_due(consumer, 1, Duration::from_secs(600)).await.unwrap().pop()
+        store.claim_due(consumer, 1, &Claim::new(Duration::from_secs(600))).await.unwrap().pop()
     })
     .await;
     assert!(store.bury(&head, "attempts", "fourth", true).await.unwrap());

@@ -135,7 +135,7 @@ pub(super) async fn effect<F: Fixture>(
 
 /// A request for the first shard.
 pub(super) fn lease(owner: &str) -> LeaseRequest {
-    LeaseRequest { shard: 0, owner: owner.to_owned(), length: LEASE }
+    LeaseRequest::new(owner, LEASE)
 }
 
 /// The session of an answer that must give one.

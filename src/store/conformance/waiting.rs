@@ -5,7 +5,7 @@ use std::time::Duration;
 use super::trial::{arrived, due, entry, eventually, message, parked};
 use super::{Fixture, Trial};
 use crate::message::Message;
-use crate::store::{ClaimedMessage, ConsumerId, DeadFilter, Inbox, InboxTx, Operator, ParkAs, Waiting};
+use crate::store::{Claim, ClaimedMessage, ConsumerId, DeadFilter, Inbox, InboxTx, Operator, ParkAs, Waiting};
 
 const CLAIM: Duration = Duration::from_secs(600);
 
@@ -14,7 +14,7 @@ fn payloads(claimed: &[ClaimedMessage]) -> Vec<String> {
 }
 
 async fn claim<F: Fixture>(trial: &Trial<F>, consumer: ConsumerId) -> Vec<ClaimedMessage> {
-    trial.store.claim_due(consumer, 100, CLAIM).await.unwrap()
+    trial.store.claim_due(consumer, 100, &Claim::new(CLAIM)).await.unwrap()
 }
 
 /// Finishes a claimed message as the retrier does.
@@ -47,7 +47,7 @@ pub async fn r25_only_the_head_of_a_key_is_claimed<F: Fixture>(trial: &Trial<F>)
     // Even one that was given a due time, by whatever way.
     trial.park(consumer, &message("a", "a4"), due()).await;
     assert!(claim(trial, other).await.is_empty(), "another consumer's");
-    assert_eq!(trial.store.claim_due(consumer, 1, CLAIM).await.unwrap().len(), 1);
+    assert_eq!(trial.store.claim_due(consumer, 1, &Claim::new(CLAIM)).await.unwrap().len(), 1);
     let rest = claim(trial, consumer).await;
     assert_eq!(rest.len(), 1);
     assert!(claim(trial, consumer).await.is_empty());
@@ -60,7 +60,7 @@ pub async fn r25_a_head_is_claimed_once_by_many_at_once<F: Fixture>(trial: &Tria
     let mut claimers = tokio::task::JoinSet::new();
     for _ in 0..20 {
         let store = trial.store.clone();
-        claimers.spawn(async move { store.claim_due(consumer, 2, CLAIM).await.unwrap() });
+        claimers.spawn(async move { store.claim_due(consumer, 2, &Claim::new(CLAIM)).await.unwrap() });
     }
     let mut claimed = payloads(&claimers.join_all().await.concat());
     // Locked heads are skipped, so that a claimer may have come away with less than there was.
@@ -136,7 +136,7 @@ pub async fn a_message_is_not_due_before_its_time<F: Fixture>(trial: &Trial<F>) 
 pub async fn a_claim_that_ended_is_taken_over_and_the_old_one_finishes_nothing<F: Fixture>(trial: &Trial<F>) {
     let consumer = trial.consumer("c").await;
     trial.park(consumer, &message("k", "1"), due()).await;
-    let frozen = trial.store.claim_due(consumer, 1, Duration::from_millis(50)).await.unwrap().remove(0);
+    let frozen = trial.store.claim_due(consumer, 1, &Claim::new(Duration::from_millis(50))).await.unwrap().remove(0);
     assert_eq!(frozen.message.attempt, 2);
     let second = eventually("the claim has ended", || async { claim(trial, consumer).await.pop() }).await;
     assert_eq!(second.message.attempt, 3);
@@ -161,6 +161,23 @@ pub async fn a_postponed_message_keeps_its_tries_and_a_returned_one_does_not<F: 
     assert!(trial.store.postpone(&second, Duration::from_secs(3_600), "no").await.unwrap());
     assert!(claim(trial, consumer).await.is_empty());
     assert!(!trial.store.postpone(&second, Duration::ZERO, "again").await.unwrap(), "the claim is gone");
+}
+
+/// The database went away, and what it claimed is not known to anybody: the token gives it back.
+pub async fn g10_a_claim_whose_answer_was_lost_is_given_back_uncounted<F: Fixture>(trial: &Trial<F>) {
+    let consumer = trial.consumer("c").await;
+    three_of_each(trial, consumer, &["a", "b"]).await;
+    let (lost, other) = (Claim::new(CLAIM), Claim::new(CLAIM));
+    assert_eq!(trial.store.give_back_all(consumer, &lost).await.unwrap(), 0, "nothing was claimed yet");
+    let attempts = |heads: &[ClaimedMessage]| heads.iter().map(|head| head.message.attempt).collect::<Vec<_>>();
+    let first = trial.store.claim_due(consumer, 1, &lost).await.unwrap();
+    let second = trial.store.claim_due(consumer, 1, &other).await.unwrap();
+    assert_eq!((attempts(&first), attempts(&second)), (vec![2], vec![2]));
+    assert_eq!(trial.store.give_back_all(consumer, &lost).await.unwrap(), 1);
+    assert!(!finish(trial, consumer, &first[0]).await, "the claim is gone");
+    let again = claim(trial, consumer).await;
+    assert_eq!((attempts(&again), again[0].sequence), (vec![2], first[0].sequence), "due at once, and uncounted");
+    assert!(finish(trial, consumer, &second[0]).await, "another claim is not touched");
 }
 
 /// Hold is for order, skip for going on.

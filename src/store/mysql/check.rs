@@ -4,11 +4,12 @@
 
 use std::collections::HashMap;
 
-use sqlx::{MySqlConnection, MySqlPool};
+use sqlx::MySql;
 
 use super::schema;
 use crate::error::StoreError;
 use crate::store::Finding;
+use crate::store::bounded::{Ask, Bounded, BoundedPool};
 
 /// A packet must hold the largest message twice: it travels as base64, with its envelope.
 const PACKET_BYTES_MIN: u64 = 4 * 1024 * 1024;
@@ -16,9 +17,9 @@ const PACKET_BYTES_MIN: u64 = 4 * 1024 * 1024;
 const PURGE_LAG_MAX: i64 = 250_000;
 
 /// All findings.
-pub(super) async fn run(pool: &MySqlPool) -> Result<Vec<Finding>, StoreError> {
+pub(super) async fn run(pool: &BoundedPool<MySql>) -> Result<Vec<Finding>, StoreError> {
     let mut connection = pool.acquire().await?;
-    let version: String = sqlx::query_scalar("select version()").fetch_one(&mut *connection).await?;
+    let version: String = sqlx::query_scalar("select version()").one(&mut connection).await?;
     let global = Variables::read(&mut connection, "show global variables").await?;
     let session = Variables::read(&mut connection, "show session variables").await?;
     let mut findings = vec![
@@ -48,8 +49,8 @@ pub(super) async fn run(pool: &MySqlPool) -> Result<Vec<Finding>, StoreError> {
 struct Variables(HashMap<String, String>);
 
 impl Variables {
-    async fn read(connection: &mut MySqlConnection, statement: &'static str) -> Result<Self, StoreError> {
-        let rows: Vec<(String, String)> = sqlx::query_as(statement).fetch_all(connection).await?;
+    async fn read(connection: &mut Bounded<MySql>, statement: &'static str) -> Result<Self, StoreError> {
+        let rows: Vec<(String, String)> = sqlx::query_as(statement).all(connection).await?;
         Ok(Self(rows.into_iter().map(|(name, value)| (name.to_lowercase(), value)).collect()))
     }
 
@@ -207,12 +208,12 @@ fn function(is_there: bool) -> Finding {
     )
 }
 
-async fn engine(connection: &mut MySqlConnection) -> Result<Vec<Finding>, StoreError> {
+async fn engine(connection: &mut Bounded<MySql>) -> Result<Vec<Finding>, StoreError> {
     let tables: Vec<(String, Option<String>)> = sqlx::query_as(
         "select table_name, engine from information_schema.tables \
          where table_schema = database() and left(table_name, 8) = 'oncebox_' and table_type = 'BASE TABLE' and engine <> 'InnoDB'",
     )
-    .fetch_all(connection)
+    .all(connection)
     .await?;
     let refuse = |(table, engine): (String, Option<String>)| {
         let engine = engine.unwrap_or_default();
@@ -229,12 +230,12 @@ async fn engine(connection: &mut MySqlConnection) -> Result<Vec<Finding>, StoreE
 }
 
 /// Rows of the outbox are insert-only, and what a trigger writes is not what the relay marks.
-async fn triggers(connection: &mut MySqlConnection) -> Result<Finding, StoreError> {
+async fn triggers(connection: &mut Bounded<MySql>) -> Result<Finding, StoreError> {
     let found: Vec<String> = sqlx::query_scalar(
         "select trigger_name from information_schema.triggers \
          where event_object_schema = database() and left(event_object_table, 8) = 'oncebox_'",
     )
-    .fetch_all(connection)
+    .all(connection)
     .await?;
     Ok(match found.is_empty() {
         true => Finding::ok("triggers", "none on the tables of oncebox"),
@@ -247,21 +248,20 @@ async fn triggers(connection: &mut MySqlConnection) -> Result<Finding, StoreErro
 }
 
 /// A counter that stands at or below a diverted row would give its position out again (after a restore, or `alter table`).
-async fn positions(connection: &mut MySqlConnection, version: &str) -> Result<Finding, StoreError> {
+async fn positions(connection: &mut Bounded<MySql>, version: &str) -> Result<Finding, StoreError> {
     let name = "sequence behind cursor";
     if !version.to_lowercase().contains("mariadb") {
         // MySQL keeps this column of information_schema for a day unless told otherwise.
-        sqlx::query("set session information_schema_stats_expiry = 0").execute(&mut *connection).await?;
+        sqlx::query("set session information_schema_stats_expiry = 0").run(&mut *connection).await?;
     }
     let next: Option<u64> = sqlx::query_scalar(
         "select auto_increment from information_schema.tables \
          where table_schema = database() and table_name = 'oncebox_outbox'",
     )
-    .fetch_optional(&mut *connection)
+    .optional(&mut *connection)
     .await?
     .flatten();
-    let used: Option<i64> =
-        sqlx::query_scalar("select max(position) from oncebox_outbox_dead").fetch_one(connection).await?;
+    let used: Option<i64> = sqlx::query_scalar("select max(position) from oncebox_outbox_dead").one(connection).await?;
     let (Some(next), Some(used)) = (next, used.and_then(|used| u64::try_from(used).ok())) else {
         return Ok(Finding::ok(name, "no dead or held row"));
     };
@@ -276,11 +276,11 @@ async fn positions(connection: &mut MySqlConnection, version: &str) -> Result<Fi
 }
 
 /// Shown where the server lets this user see it (PROCESS).
-async fn purge_lag(connection: &mut MySqlConnection) -> Option<Finding> {
+async fn purge_lag(connection: &mut Bounded<MySql>) -> Option<Finding> {
     let lag: i64 = sqlx::query_scalar(
         "select cast(`count` as signed) from information_schema.innodb_metrics where name = 'trx_rseg_history_len'",
     )
-    .fetch_optional(connection)
+    .optional(connection)
     .await
     .ok()
     .flatten()?;

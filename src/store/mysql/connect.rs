@@ -7,17 +7,16 @@
 use std::str::FromStr;
 use std::time::Duration;
 
-use sqlx::mysql::{MySqlConnectOptions, MySqlPoolOptions, MySqlSslMode};
+use sqlx::mysql::{MySqlConnectOptions, MySqlConnection, MySqlSslMode};
 use sqlx::{AssertSqlSafe, ConnectOptions, Connection, Executor};
 
 use super::MySqlStore;
 use crate::error::{StoreError, redact};
 use crate::store::StoreOptions;
+use crate::store::bounded::{BoundedPool, pool_options};
 
 /// How long the first connection may take.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
-/// A connection that was idle for longer is tried before it is used.
-const IDLE_UNTRIED_MAX: Duration = Duration::from_secs(1);
 
 impl MySqlStore {
     /// Connects once, to find out what is wrong at once, and makes the pool.
@@ -33,32 +32,23 @@ impl MySqlStore {
         let connecting = async { connect_options.connect().await?.close().await };
         tokio::time::timeout(CONNECT_TIMEOUT, connecting).await.map_err(timed_out)??;
 
-        let session = session_settings(options.handler_timeout);
+        let timeouts = Timeouts::above(options.handler_timeout);
+        let answer_timeout = options.answer_timeout.unwrap_or(timeouts.answer);
+        let session = session_settings(&timeouts);
         let (at_connect, at_release) = (session.clone(), format!("rollback; {session}"));
-        let pool = MySqlPoolOptions::new()
-            .max_connections(options.connections_max)
-            .acquire_timeout(Duration::from_secs(30))
+        let pool = pool_options(options.connections_max, answer_timeout)
             // Below `wait_timeout`, so that the pool closes an idle connection before the server does.
             .idle_timeout(options.handler_timeout)
-            .test_before_acquire(false)
-            .before_acquire(|connection, meta| {
-                Box::pin(async move {
-                    if meta.idle_for > IDLE_UNTRIED_MAX {
-                        connection.ping().await?;
-                    }
-                    Ok(true)
-                })
-            })
-            .after_connect(move |connection, _| {
+            .after_connect(move |connection: &mut MySqlConnection, _| {
                 let session = at_connect.clone();
                 Box::pin(async move { connection.execute(AssertSqlSafe(session)).await.map(|_| ()) })
             })
-            .after_release(move |connection, _| {
+            .after_release(move |connection: &mut MySqlConnection, _| {
                 let session = at_release.clone();
                 Box::pin(async move { connection.execute(AssertSqlSafe(session)).await.map(|_| true) })
             })
             .connect_lazy_with(connect_options);
-        Ok(Self { pool })
+        Ok(Self { pool: BoundedPool::new(pool, answer_timeout) })
     }
 }
 
@@ -98,11 +88,27 @@ fn is_local(url: &url::Url) -> bool {
         })
 }
 
+/// A frozen process loses its connection, and with it its locks, before those who wait for them give up; and those before they
+/// take the server for silent (R28).
+struct Timeouts {
+    /// How long the server waits for the next statement.
+    wait: Duration,
+    /// How long a statement waits for a lock.
+    lock_wait: Duration,
+    answer: Duration,
+}
+
+impl Timeouts {
+    fn above(handler_timeout: Duration) -> Self {
+        let handler = handler_timeout.max(Duration::from_secs(1));
+        let seconds = |more| handler + Duration::from_secs(more);
+        Self { wait: seconds(15), lock_wait: seconds(30), answer: seconds(35) }
+    }
+}
+
 /// Settings of every connection, in one packet. Whatever the server's defaults are, and whatever a handler changed.
-fn session_settings(handler_timeout: Duration) -> String {
-    let handler = handler_timeout.as_secs().max(1);
-    // A frozen process loses its connection, and with it its locks, before those who wait for them give up (R28).
-    let (wait, lock_wait) = (handler + 15, handler + 30);
+fn session_settings(timeouts: &Timeouts) -> String {
+    let (wait, lock_wait) = (timeouts.wait.as_secs(), timeouts.lock_wait.as_secs());
     format!(
         "set session transaction isolation level read committed; \
          set session autocommit = 1, completion_type = 0, time_zone = '+00:00', \

@@ -11,16 +11,16 @@
 //! Not here: waiting messages ([`super::waiting`]), but for what happens to them inside the handler's transaction.
 
 use std::collections::{HashMap, HashSet};
+use std::ops::ControlFlow;
 
-use futures::TryStreamExt;
-use sqlx::mysql::MySqlRow;
-use sqlx::{AssertSqlSafe, Either, Executor, MySql, MySqlConnection, Row, Transaction};
+use sqlx::mysql::{MySqlQueryResult, MySqlRow};
+use sqlx::{AssertSqlSafe, Either, MySql, MySqlConnection, Row, raw_sql};
 
 use super::schema::number;
-use super::{HISTORY_MAX, MySqlStore, START, begin, hex, hex_list, shortened, sixteen, token, waiting};
+use super::{HISTORY_MAX, MySqlStore, START, hex, hex_list, shortened, sixteen, token, waiting};
 use crate::error::StoreError;
 use crate::message::MessageId;
-use crate::store::door::commit_error;
+use crate::store::bounded::{Ask, Bounded, BoundedPool};
 use crate::store::{
     Admission, ClaimedMessage, ConsumerId, ConsumerSpec, Inbox, InboxEntry, InboxTx, Known, Parked, Proof,
 };
@@ -36,11 +36,20 @@ const NO_SAVEPOINT: u16 = 1305;
 /// The transaction around a handler.
 #[derive(Debug)]
 pub struct MySqlInboxTx {
-    transaction: Transaction<'static, MySql>,
+    transaction: Bounded<MySql>,
+    /// To ask about `transaction` where it does not answer.
+    pool: BoundedPool<MySql>,
     consumer: ConsumerId,
     token: [u8; 16],
     savepoint: Option<String>,
+    /// As the server counts connections.
+    connection_id: Option<u64>,
 }
+
+/// Whether the server works for this connection, and waits neither for us to ask nor to listen.
+const WORKS: &str = "\
+select count(*) from information_schema.processlist \
+ where id = ? and command <> 'Sleep' and coalesce(state, '') not in ('Writing to net', 'Sending to client', 'Reading from net')";
 
 impl Inbox for MySqlStore {
     type Tx = MySqlInboxTx;
@@ -51,17 +60,17 @@ impl Inbox for MySqlStore {
         )
         .bind(spec.name.as_bytes())
         .bind(&spec.id_rule)
-        .execute(&self.pool)
+        .run(&self.pool)
         .await;
         match inserted {
             Ok(_) => {}
             Err(error) if number(&error) == Some(DUPLICATE) => {}
             Err(error) => return Err(error.into()),
         }
-        let mut transaction = begin(&self.pool, START).await?;
+        let mut transaction = self.pool.begin(START).await?;
         let found = sqlx::query("select consumer_id, id_rule from oncebox_consumer where name = ? for update")
             .bind(spec.name.as_bytes())
-            .fetch_one(&mut *transaction)
+            .one(&mut transaction)
             .await?;
         let (id, id_rule): (i32, String) = (found.try_get("consumer_id")?, found.try_get("id_rule")?);
         if id_rule != spec.id_rule {
@@ -75,16 +84,16 @@ impl Inbox for MySqlStore {
             sqlx::query("update oncebox_consumer set id_rule = ? where consumer_id = ?")
                 .bind(&spec.id_rule)
                 .bind(id)
-                .execute(&mut *transaction)
+                .run(&mut transaction)
                 .await?;
         }
-        transaction.commit().await.map_err(commit_error)?;
+        transaction.commit().await?;
         Ok(ConsumerId(id))
     }
 
     async fn begin(&self, consumer: ConsumerId) -> Result<MySqlInboxTx, StoreError> {
-        let transaction = begin(&self.pool, START_HANDLER).await?;
-        Ok(MySqlInboxTx { transaction, consumer, token: token(), savepoint: None })
+        let (transaction, pool) = (self.pool.begin(START_HANDLER).await?, self.pool.clone());
+        Ok(MySqlInboxTx { transaction, pool, consumer, token: token(), savepoint: None, connection_id: None })
     }
 
     async fn known(&self, consumer: ConsumerId, ids: &[MessageId]) -> Result<HashSet<MessageId>, StoreError> {
@@ -97,7 +106,7 @@ impl Inbox for MySqlStore {
         )
         .bind(id_list(ids))
         .bind(consumer.0)
-        .fetch_all(&self.pool)
+        .all(&self.pool)
         .await?;
         Ok(found.into_iter().map(MessageId::from_uuid).collect())
     }
@@ -126,13 +135,13 @@ impl Inbox for MySqlStore {
         )
         .bind(id_list(ids))
         .bind(consumer.0)
-        .fetch_all(&self.pool)
+        .all(&self.pool)
         .await?;
         Ok(found.into_iter().map(|(id, attempts)| (MessageId::from_uuid(id), attempts)).collect())
     }
 
     async fn open_assignment(&self, consumer: ConsumerId, topic: &str, partition: i32) -> Result<bool, StoreError> {
-        let mut transaction = begin(&self.pool, START).await?;
+        let mut transaction = self.pool.begin(START).await?;
         // The insert decides who is first; whoever is second waits for its lock and sees what the first one wrote.
         let inserted = sqlx::query(
             "insert into oncebox_assignment (consumer_id, topic, partition_no, state, changed_at) \
@@ -141,7 +150,7 @@ impl Inbox for MySqlStore {
         .bind(consumer.0)
         .bind(topic.as_bytes())
         .bind(partition)
-        .execute(&mut *transaction)
+        .run(&mut transaction)
         .await;
         let was_open = match inserted {
             Ok(_) => false,
@@ -152,19 +161,19 @@ impl Inbox for MySqlStore {
                 .bind(consumer.0)
                 .bind(topic.as_bytes())
                 .bind(partition)
-                .fetch_one(&mut *transaction)
+                .one(&mut transaction)
                 .await?;
                 set_assignment(&mut transaction, consumer, topic, partition, "open").await?;
                 state == "open"
             }
             Err(error) => return Err(error.into()),
         };
-        transaction.commit().await.map_err(commit_error)?;
+        transaction.commit().await?;
         Ok(was_open)
     }
 
     async fn close_assignment(&self, consumer: ConsumerId, topic: &str, partition: i32) -> Result<(), StoreError> {
-        set_assignment(&mut *self.pool.acquire().await?, consumer, topic, partition, "closed").await
+        set_assignment(&mut self.pool.acquire().await?, consumer, topic, partition, "closed").await
     }
 }
 
@@ -176,7 +185,7 @@ impl MySqlStore {
         counts: bool,
         error: Option<&str>,
     ) -> Result<u32, StoreError> {
-        let mut transaction = begin(&self.pool, START).await?;
+        let mut transaction = self.pool.begin(START).await?;
         sqlx::query(
             "insert into oncebox_attempt (consumer_id, message_id, attempts, history, updated_at) \
              values (?, ?, ?, '[]', utc_timestamp(6)) \
@@ -186,7 +195,7 @@ impl MySqlStore {
         .bind(id.uuid())
         .bind(u32::from(counts))
         .bind(u32::from(counts))
-        .execute(&mut *transaction)
+        .run(&mut transaction)
         .await?;
         if let Some(error) = error {
             sqlx::query(
@@ -199,22 +208,22 @@ impl MySqlStore {
             .bind(shortened(error))
             .bind(consumer.0)
             .bind(id.uuid())
-            .execute(&mut *transaction)
+            .run(&mut transaction)
             .await?;
         }
         let attempts =
             sqlx::query_scalar("select attempts from oncebox_attempt where consumer_id = ? and message_id = ?")
                 .bind(consumer.0)
                 .bind(id.uuid())
-                .fetch_one(&mut *transaction)
+                .one(&mut transaction)
                 .await?;
-        transaction.commit().await.map_err(commit_error)?;
+        transaction.commit().await?;
         Ok(attempts)
     }
 }
 
 async fn set_assignment(
-    connection: &mut MySqlConnection,
+    connection: &mut Bounded<MySql>,
     consumer: ConsumerId,
     topic: &str,
     partition: i32,
@@ -228,7 +237,7 @@ async fn set_assignment(
     .bind(consumer.0)
     .bind(topic.as_bytes())
     .bind(partition)
-    .execute(connection)
+    .run(connection)
     .await?;
     Ok(())
 }
@@ -242,7 +251,7 @@ impl InboxTx for MySqlInboxTx {
     type Db = MySql;
 
     fn connection(&mut self) -> &mut MySqlConnection {
-        &mut self.transaction
+        self.transaction.plain()
     }
 
     async fn admit(&mut self, entries: &[InboxEntry]) -> Result<Admission, StoreError> {
@@ -260,6 +269,7 @@ impl InboxTx for MySqlInboxTx {
             return Err(StoreError::Corrupt(format!("five statements of the inbox gave {count} answers")));
         };
         self.savepoint = Some(savepoint);
+        self.connection_id = rows.rows.first().map(|row| row.try_get(3)).transpose()?;
         only_duplicates(entries.len(), inserted.changed, warned, warnings)?;
 
         let mut found = HashMap::with_capacity(rows.rows.len());
@@ -289,7 +299,7 @@ impl InboxTx for MySqlInboxTx {
         )
         .bind(hex_list(lanes.iter().map(<[u8; 16]>::as_slice)))
         .bind(self.consumer.0)
-        .fetch_all(&mut *self.transaction)
+        .all(&mut self.transaction)
         .await?;
         found.iter().map(|lane| sixteen("lane", lane)).collect()
     }
@@ -309,7 +319,7 @@ impl InboxTx for MySqlInboxTx {
         .bind(id_list(ids))
         .bind(self.consumer.0)
         .bind(self.token.as_slice())
-        .execute(&mut *self.transaction)
+        .run(&mut self.transaction)
         .await?;
         Ok(())
     }
@@ -330,14 +340,15 @@ impl InboxTx for MySqlInboxTx {
         )
         .bind(id_list(ids))
         .bind(self.consumer.0)
-        .execute(&mut *self.transaction)
+        .run(&mut self.transaction)
         .await?;
         Ok(())
     }
 
     async fn prove(&mut self) -> Result<Proof, StoreError> {
         let Some(savepoint) = self.savepoint.take() else { return Ok(Proof::Same) };
-        let released = (&mut *self.transaction).execute(AssertSqlSafe(format!("release savepoint {savepoint}"))).await;
+        let release = raw_sql(AssertSqlSafe(format!("release savepoint {savepoint}")));
+        let released = release.run(&mut self.transaction).await;
         match released {
             Ok(_) => Ok(Proof::Same),
             Err(error) if number(&error) == Some(NO_SAVEPOINT) => Ok(Proof::Ended),
@@ -345,11 +356,23 @@ impl InboxTx for MySqlInboxTx {
         }
     }
 
-    async fn commit(self) -> Result<(), StoreError> {
-        self.transaction.commit().await.map_err(commit_error)
+    async fn is_lost(&mut self) -> bool {
+        let works: Result<i64, _> = sqlx::query_scalar(WORKS).bind(self.connection_id).one(&self.pool).await;
+        let is_lost = match works {
+            Ok(works) => works == 0,
+            Err(error) => StoreError::from(error).is_nobodys(),
+        };
+        if is_lost {
+            self.transaction.give_up();
+        }
+        is_lost
     }
 
-    async fn rollback(self) -> Result<(), StoreError> {
+    async fn commit(mut self) -> Result<(), StoreError> {
+        self.transaction.commit().await
+    }
+
+    async fn rollback(mut self) -> Result<(), StoreError> {
         self.transaction.rollback().await.map_err(StoreError::from)
     }
 }
@@ -365,7 +388,8 @@ impl MySqlInboxTx {
     async fn set_savepoint(&mut self) -> Result<(), StoreError> {
         if self.savepoint.is_none() {
             let name = savepoint_name();
-            (&mut *self.transaction).execute(AssertSqlSafe(format!("savepoint {name}"))).await?;
+            let set = raw_sql(AssertSqlSafe(format!("savepoint {name}; select connection_id()")));
+            self.connection_id = Some(set.one(&mut self.transaction).await?.try_get(0)?);
             self.savepoint = Some(name);
         }
         Ok(())
@@ -375,15 +399,16 @@ impl MySqlInboxTx {
     async fn run_all(&mut self, statements: String) -> Result<Vec<Answer>, StoreError> {
         let mut answers = Vec::new();
         let mut rows = Vec::new();
-        let mut stream = sqlx::raw_sql(AssertSqlSafe(statements)).fetch_many(&mut *self.transaction);
-        while let Some(item) = stream.try_next().await? {
-            match item {
+        let take = |part: Either<MySqlQueryResult, MySqlRow>| {
+            match part {
                 Either::Left(done) => {
                     answers.push(Answer { rows: std::mem::take(&mut rows), changed: done.rows_affected() });
                 }
                 Either::Right(row) => rows.push(row),
             }
-        }
+            ControlFlow::Continue(())
+        };
+        self.transaction.parts(raw_sql(AssertSqlSafe(statements)), take).await?;
         Ok(answers)
     }
 }
@@ -404,7 +429,8 @@ fn admit_statements(consumer: ConsumerId, sorted: &[InboxEntry], token: [u8; 16]
     format!(
         "insert ignore into oncebox_inbox (consumer_id, message_id, content_hash, batch_token, received_at) values {}; \
          show count(*) warnings; show warnings; \
-         select message_id, content_hash, batch_token from oncebox_inbox where consumer_id = {consumer} and message_id in ({}); \
+         select message_id, content_hash, batch_token, connection_id() from oncebox_inbox \
+           where consumer_id = {consumer} and message_id in ({}); \
          savepoint {savepoint}",
         values.join(","),
         ids.join(",")

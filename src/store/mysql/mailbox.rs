@@ -3,17 +3,15 @@
 //! Guarantees: one row per unique key, decided by the key (the plain insert fails with 1062, which undoes that statement and nothing
 //! else on MySQL); a value that a server without strict mode would shorten is refused before.
 
-use std::time::Duration;
-
 use sqlx::mysql::MySqlRow;
 use sqlx::{MySqlConnection, Row};
 use uuid::Uuid;
 
 use super::schema::number;
-use super::{MySqlStore, START, begin, micros, number_list, shortened, text, token};
+use super::{MySqlStore, START, micros, number_list, shortened, text};
 use crate::error::StoreError;
-use crate::store::door::commit_error;
-use crate::store::{EmailOutcome, EmailToSend, Mailbox, NewEmail};
+use crate::store::bounded::Ask;
+use crate::store::{Claim, EmailOutcome, EmailToSend, Mailbox, NewEmail};
 
 const UNIQUE_KEY_BYTES_MAX: usize = 255;
 const TEXT_BYTES_MAX: usize = 65_535;
@@ -50,20 +48,19 @@ impl Mailbox for MySqlStore {
         }
     }
 
-    async fn claim_emails(&self, limit: usize, claim_for: Duration) -> Result<Vec<EmailToSend>, StoreError> {
-        let mut transaction = begin(&self.pool, START).await?;
+    async fn claim_emails(&self, limit: usize, claim: &Claim) -> Result<Vec<EmailToSend>, StoreError> {
+        let mut transaction = self.pool.begin(START).await?;
         let due: Vec<i64> = sqlx::query_scalar(
             "select email_id from oncebox_email force index (email_due) where due_at <= utc_timestamp(6) \
              order by due_at, email_id limit ? for update skip locked",
         )
         .bind(i64::try_from(limit).unwrap_or(i64::MAX))
-        .fetch_all(&mut *transaction)
+        .all(&mut transaction)
         .await?;
         if due.is_empty() {
             transaction.rollback().await?;
             return Ok(Vec::new());
         }
-        let claim = Uuid::from_bytes(token());
         let list = number_list(due);
         sqlx::query(
             "update json_table(?, '$[*]' columns (email_id bigint path '$')) j \
@@ -71,9 +68,9 @@ impl Mailbox for MySqlStore {
              set e.claim = ?, e.attempts = e.attempts + 1, e.due_at = utc_timestamp(6) + interval ? microsecond",
         )
         .bind(&list)
-        .bind(claim)
-        .bind(micros(claim_for))
-        .execute(&mut *transaction)
+        .bind(claim.token)
+        .bind(micros(claim.length))
+        .run(&mut transaction)
         .await?;
         let rows = sqlx::query(
             "select e.email_id, e.unique_key, e.recipient, e.subject, e.body, e.attempts \
@@ -81,11 +78,30 @@ impl Mailbox for MySqlStore {
              straight_join oncebox_email e force index (primary) on e.email_id = j.email_id order by j.o",
         )
         .bind(&list)
-        .fetch_all(&mut *transaction)
+        .all(&mut transaction)
         .await?;
-        let emails = rows.iter().map(|row| email_to_send(row, claim)).collect::<Result<Vec<_>, _>>()?;
-        transaction.commit().await.map_err(commit_error)?;
+        let emails = rows.iter().map(|row| email_to_send(row, claim.token)).collect::<Result<Vec<_>, _>>()?;
+        transaction.commit().await?;
         Ok(emails)
+    }
+
+    async fn give_back_emails(&self, claim: &Claim) -> Result<u64, StoreError> {
+        let claimed: Vec<i64> = sqlx::query_scalar(
+            "select email_id from oncebox_email force index (email_due) where due_at is not null and claim = ?",
+        )
+        .bind(claim.token)
+        .all(&self.pool)
+        .await?;
+        let given_back = sqlx::query(
+            "update json_table(?, '$[*]' columns (email_id bigint path '$')) j \
+             straight_join oncebox_email e force index (primary) on e.email_id = j.email_id \
+             set e.due_at = utc_timestamp(6), e.claim = null, e.attempts = if(e.attempts > 0, e.attempts - 1, 0) where e.claim = ?",
+        )
+        .bind(number_list(claimed))
+        .bind(claim.token)
+        .run(&self.pool)
+        .await?;
+        Ok(given_back.rows_affected())
     }
 
     async fn settle_email(&self, email: &EmailToSend, outcome: &EmailOutcome) -> Result<bool, StoreError> {
@@ -93,27 +109,28 @@ impl Mailbox for MySqlStore {
             EmailOutcome::Sent => ("sent", None, None),
             EmailOutcome::Again { after, error } => ("pending", Some(micros(*after)), Some(error.as_str())),
             EmailOutcome::Failed(error) => ("failed", None, Some(error.as_str())),
+            EmailOutcome::NotTried => ("pending", Some(0), None),
         };
         let written = sqlx::query(
-            "update oncebox_email set state = ?, due_at = utc_timestamp(6) + interval ? microsecond, claim = null, error = ?, \
-               settled_at = if(?, utc_timestamp(6), null) \
+            "update oncebox_email set state = ?, due_at = utc_timestamp(6) + interval ? microsecond, claim = null, error = coalesce(?, error), \
+               settled_at = if(?, utc_timestamp(6), null), attempts = attempts - ? \
              where email_id = ? and claim = ?",
         )
         .bind(state)
         .bind(after)
         .bind(error.map(shortened))
         .bind(after.is_none())
+        .bind(u32::from(*outcome == EmailOutcome::NotTried))
         .bind(email.email_id)
         .bind(email.claim)
-        .execute(&self.pool)
+        .run(&self.pool)
         .await?;
         Ok(written.rows_affected() == 1)
     }
 
     async fn emails_pending(&self) -> Result<u64, StoreError> {
-        let pending: i64 = sqlx::query_scalar("select count(*) from oncebox_email where due_at is not null")
-            .fetch_one(&self.pool)
-            .await?;
+        let pending: i64 =
+            sqlx::query_scalar("select count(*) from oncebox_email where due_at is not null").one(&self.pool).await?;
         Ok(u64::try_from(pending).unwrap_or(0))
     }
 }

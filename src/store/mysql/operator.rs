@@ -7,20 +7,19 @@ mod act;
 mod find;
 mod status;
 
-use super::{MySqlStore, START, begin};
+use super::{MySqlStore, START};
 use crate::error::StoreError;
-use crate::store::door::commit_error;
 use crate::store::{ActContext, DeadFilter, DeadMessage, Mailbox, Operator, OperatorAct, OperatorOutcome, Status};
 
 impl Operator for MySqlStore {
     async fn status(&self) -> Result<Status, StoreError> {
-        let mut status = status::read(&mut *self.pool.acquire().await?).await?;
+        let mut status = status::read(&mut self.pool.acquire().await?).await?;
         status.emails_pending = self.emails_pending().await?;
         Ok(status)
     }
 
     async fn dead(&self, filter: &DeadFilter) -> Result<Vec<DeadMessage>, StoreError> {
-        let found = find::find(&mut *self.pool.acquire().await?, filter).await?;
+        let found = find::find(&mut self.pool.acquire().await?, filter).await?;
         Ok(found.into_iter().map(|found| found.dead).collect())
     }
 
@@ -30,7 +29,7 @@ impl Operator for MySqlStore {
         act: &OperatorAct,
         context: &ActContext,
     ) -> Result<OperatorOutcome, StoreError> {
-        let mut transaction = begin(&self.pool, START).await?;
+        let mut transaction = self.pool.begin(START).await?;
         let found = find::find(&mut transaction, filter).await?;
         if let (OperatorAct::RedriveAs { .. }, count @ 2..) = (act, found.len()) {
             return Err(StoreError::Refused(format!(
@@ -47,7 +46,7 @@ impl Operator for MySqlStore {
         if context.dry_run {
             transaction.rollback().await?;
         } else {
-            transaction.commit().await.map_err(commit_error)?;
+            transaction.commit().await?;
         }
         Ok(OperatorOutcome { numbers, dry_run: context.dry_run })
     }

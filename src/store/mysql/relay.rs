@@ -7,20 +7,23 @@
 //! * A mark deletes exactly the positions that were read, through a join from their list that looks each of them up by the primary
 //!   key (R11): a range would delete rows never read, and an IN list or a range waits for every open writer.
 //! * Every write begins with the row of the shard, where epoch and revision are still ours.
+//! * A read holds no more bytes than were asked for: where rows suddenly weigh more, it stops in the middle (G11).
 //!
 //! Not here: gaps and fences, which this cursor does not need.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::ops::ControlFlow;
 use std::time::Duration;
 
 use sqlx::mysql::MySqlRow;
-use sqlx::{MySqlConnection, MySqlPool, Row};
+use sqlx::{Either, MySql, Row};
 
 use super::door::headers_from_json;
-use super::{HISTORY_MAX, MySqlStore, START, begin, hex, micros, number_list, shortened, text};
+use super::{HISTORY_MAX, MySqlStore, START, hex, micros, number_list, shortened, text};
 use crate::error::StoreError;
 use crate::message::{OutgoingMessage, TraceContext};
-use crate::store::door::commit_error;
+use crate::store::bounded::{Ask, Bounded, BoundedPool};
+use crate::store::relay::first_within;
 use crate::store::{
     Diversion, DivertedRow, LeaseAnswer, LeaseRequest, Mark, OperatorRequest, Outbox, OutboxRow, ReadBatch,
     RelaySession, RequestedAct,
@@ -32,7 +35,7 @@ const REQUESTS_MAX: i64 = 1_000;
 /// One ownership of the outbox.
 #[derive(Debug)]
 pub struct MySqlSession {
-    pool: MySqlPool,
+    pool: BoundedPool<MySql>,
     epoch: i64,
     /// The one this session wrote last: another one in the row means that somebody else wrote (R7).
     revision: i64,
@@ -41,19 +44,22 @@ pub struct MySqlSession {
     window: BTreeMap<u64, Vec<i64>>,
     in_flight: BTreeSet<i64>,
     batches: u64,
+    read_bytes: usize,
+    /// Lowered while rows are so large that they reach the bytes of a read.
+    rows_max: usize,
 }
 
 impl Outbox for MySqlStore {
     type Session = MySqlSession;
 
     async fn open(&self, request: &LeaseRequest) -> Result<LeaseAnswer<MySqlSession>, StoreError> {
-        let mut transaction = begin(&self.pool, START).await?;
+        let mut transaction = self.pool.begin(START).await?;
         // The lock first, in a statement of its own: the time of a statement is that of its start, so one that waited for the lock
         // would see a lease that was taken meanwhile end later than its length from "now", as if the clock had gone back.
         let locked: Option<i32> =
             sqlx::query_scalar("select shard_id from oncebox_shard where shard_id = ? for update")
                 .bind(request.shard)
-                .fetch_optional(&mut *transaction)
+                .optional(&mut transaction)
                 .await?;
         if locked.is_none() {
             transaction.rollback().await?;
@@ -64,7 +70,7 @@ impl Outbox for MySqlStore {
              from oncebox_shard where shard_id = ?",
         )
         .bind(request.shard)
-        .fetch_one(&mut *transaction)
+        .one(&mut transaction)
         .await?;
         let owner: Option<String> = found.try_get("owner")?;
         if let Some(owner) = owner.filter(|owner| *owner != request.owner) {
@@ -89,9 +95,9 @@ impl Outbox for MySqlStore {
         .bind(micros(request.length))
         .bind(request.length.as_secs_f64())
         .bind(request.shard)
-        .execute(&mut *transaction)
+        .run(&mut transaction)
         .await?;
-        transaction.commit().await.map_err(commit_error)?;
+        transaction.commit().await?;
         Ok(LeaseAnswer::Taken(MySqlSession {
             pool: self.pool.clone(),
             epoch,
@@ -100,6 +106,8 @@ impl Outbox for MySqlStore {
             window: BTreeMap::new(),
             in_flight: BTreeSet::new(),
             batches: 0,
+            read_bytes: request.read_bytes,
+            rows_max: 100_000,
         }))
     }
 
@@ -114,6 +122,7 @@ impl RelaySession for MySqlSession {
     }
 
     async fn read(&mut self, rows_max: usize) -> Result<ReadBatch, StoreError> {
+        let rows_max = rows_max.min(self.rows_max);
         let limit = self.in_flight.len() + rows_max;
         let found = sqlx::query(
             "select s.epoch, s.revision, o.position from oncebox_shard s \
@@ -121,7 +130,7 @@ impl RelaySession for MySqlSession {
              where s.shard_id = 0 order by o.position",
         )
         .bind(i64::try_from(limit).unwrap_or(i64::MAX))
-        .fetch_all(&self.pool)
+        .all(&self.pool)
         .await?;
         let Some(first) = found.first() else { return Err(self.fenced("the row of the shard is gone")) };
         self.is_ours(first)?;
@@ -129,10 +138,12 @@ impl RelaySession for MySqlSession {
         for row in &found {
             positions.extend(row.try_get::<Option<i64>, _>("position")?);
         }
-        let more = positions.len() >= limit;
+        let mut more = positions.len() >= limit;
         positions.retain(|position| !self.in_flight.contains(position));
         positions.truncate(rows_max);
         let rows = self.rows(&positions).await?;
+        more |= rows.len() < positions.len();
+        positions.truncate(rows.len());
 
         self.batches += 1;
         if !positions.is_empty() {
@@ -148,7 +159,7 @@ impl RelaySession for MySqlSession {
             Some(through) => self.window.range(..=through).flat_map(|(_, positions)| positions).copied().collect(),
             None => Vec::new(),
         };
-        let mut transaction = begin(&self.pool, START).await?;
+        let mut transaction = self.pool.begin(START).await?;
         // The row of the shard first: whoever is fenced waits here and changes nothing.
         let written = sqlx::query(
             "update oncebox_shard set revision = ?, lease_until = utc_timestamp(6) + interval ? microsecond, \
@@ -161,7 +172,7 @@ impl RelaySession for MySqlSession {
         .bind(mark.through.is_some())
         .bind(self.epoch)
         .bind(self.revision)
-        .execute(&mut *transaction)
+        .run(&mut transaction)
         .await?;
         if written.rows_affected() != 1 {
             return Err(self.fenced("another owner wrote"));
@@ -171,9 +182,9 @@ impl RelaySession for MySqlSession {
         delete_diverted(&mut transaction, &mark.released).await?;
         delete_diverted(&mut transaction, &mark.discarded).await?;
         if !proven.is_empty() {
-            sqlx::query(DELETE_PROVEN).bind(number_list(proven.iter().copied())).execute(&mut *transaction).await?;
+            sqlx::query(DELETE_PROVEN).bind(number_list(proven.iter().copied())).run(&mut transaction).await?;
         }
-        transaction.commit().await.map_err(commit_error)?;
+        transaction.commit().await?;
 
         self.revision += 1;
         if let Some(through) = mark.through {
@@ -190,7 +201,7 @@ impl RelaySession for MySqlSession {
             "select position, topic, `key`, cause, reason, holds from oncebox_outbox_dead order by position limit ?",
         )
         .bind(i64::try_from(limit).unwrap_or(i64::MAX))
-        .fetch_all(&self.pool)
+        .all(&self.pool)
         .await?;
         found.iter().map(diverted_row).collect()
     }
@@ -201,7 +212,7 @@ impl RelaySession for MySqlSession {
              where requested in ('redrive', 'discard') order by position limit ?",
         )
         .bind(REQUESTS_MAX)
-        .fetch_all(&self.pool)
+        .all(&self.pool)
         .await?;
         let request = |row: &MySqlRow| {
             let act = match row.try_get::<String, _>("requested")?.as_str() {
@@ -225,7 +236,9 @@ impl RelaySession for MySqlSession {
             return Ok(Vec::new());
         }
         let list = number_list(positions.iter().copied());
-        let found = sqlx::query(DIVERTED_ROWS).bind(list).fetch_all(&self.pool).await?;
+        let weights: Vec<(i64, i64)> = sqlx::query_as(DIVERTED_WEIGHTS).bind(list).all(&self.pool).await?;
+        let list = number_list(first_within(weights, self.read_bytes));
+        let found = sqlx::query(DIVERTED_ROWS).bind(list).all(&self.pool).await?;
         found.iter().map(outbox_row).collect()
     }
 
@@ -241,7 +254,7 @@ impl RelaySession for MySqlSession {
         )
         .bind(self.epoch)
         .bind(self.revision)
-        .execute(&self.pool)
+        .run(&self.pool)
         .await?;
         match written.rows_affected() {
             1 => Ok(()),
@@ -263,14 +276,36 @@ impl MySqlSession {
         Err(self.fenced(&format!("the shard is at epoch {epoch}, revision {revision}, not {}", self.revision)))
     }
 
-    /// The rows at these positions. They were committed when their positions were read, and only this session deletes them.
-    async fn rows(&self, positions: &[i64]) -> Result<Vec<OutboxRow>, StoreError> {
+    /// The rows at these positions, the first ones that reach the bytes of a read. They were committed when their positions were
+    /// read, and only this session deletes them.
+    async fn rows(&mut self, positions: &[i64]) -> Result<Vec<OutboxRow>, StoreError> {
         if positions.is_empty() {
             return Ok(Vec::new());
         }
-        let found = sqlx::query(ROWS).bind(number_list(positions.iter().copied())).fetch_all(&self.pool).await?;
-        let rows: Vec<OutboxRow> = found.iter().map(outbox_row).collect::<Result<_, _>>()?;
-        if rows.len() != positions.len() {
+        let (mut rows, mut bytes, bytes_max) = (Vec::with_capacity(positions.len()), 0, self.read_bytes);
+        let mut outcome = Ok(());
+        let take = |part: Either<_, MySqlRow>| {
+            let Either::Right(row) = part else { return ControlFlow::Continue(()) };
+            match outbox_row(&row) {
+                Ok(row) => {
+                    bytes += row.message.weight();
+                    rows.push(row);
+                }
+                Err(error) => outcome = Err(error),
+            }
+            // The server sends what was asked for, whatever it weighs: only the end of the connection stops it.
+            if outcome.is_err() || bytes >= bytes_max { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
+        };
+        let query = sqlx::query(ROWS).bind(number_list(positions.iter().copied()));
+        self.pool.acquire().await?.parts(query, take).await?;
+        outcome?;
+        // So many are asked for next time, and twice as many when they leave room again.
+        if bytes >= bytes_max {
+            self.rows_max = rows.len();
+        } else if bytes < bytes_max / 4 {
+            self.rows_max = self.rows_max.saturating_mul(2);
+        }
+        if rows.len() != positions.len() && bytes < bytes_max {
             let (read, there) = (positions.len(), rows.len());
             return Err(
                 self.fenced(&format!("of {read} rows that were read {there} are left: somebody else deleted some"))
@@ -295,6 +330,11 @@ delete o from json_table(?, '$[*]' columns (position bigint path '$')) j \
 const DELETE_DIVERTED: &str = "\
 delete d from json_table(?, '$[*]' columns (position bigint path '$')) j \
   straight_join oncebox_outbox_dead d force index (primary) on d.position = j.position";
+
+const DIVERTED_WEIGHTS: &str = "\
+select d.position, cast(length(d.payload) + coalesce(length(d.headers), 0) as signed) \
+  from json_table(?, '$[*]' columns (position bigint path '$')) j straight_join oncebox_outbox_dead d force index (primary) on d.position = j.position \
+ order by d.position";
 
 const DIVERTED_ROWS: &str = "\
 select d.position, d.bucket, d.message_id, d.topic, d.`key`, d.kind, d.headers, d.payload, d.content_type, d.traceparent, \
@@ -330,11 +370,11 @@ update json_table(?, '$[*]' columns (position bigint path '$.p', state varchar(1
        d.attempts = d.attempts + 1, d.state = j.state, d.cause = j.cause, d.reason = convert(unhex(j.reason) using utf8mb4), \
        d.holds = j.holds, d.diverted_at = utc_timestamp(6), d.requested = null, d.requested_at = null, d.requested_by = null";
 
-async fn divert(connection: &mut MySqlConnection, diverted: &[(i64, Diversion)]) -> Result<(), StoreError> {
+async fn divert(connection: &mut Bounded<MySql>, diverted: &[(i64, Diversion)]) -> Result<(), StoreError> {
     if diverted.is_empty() {
         return Ok(());
     }
-    let written = sqlx::query(DIVERT).bind(diversion_list(diverted)).execute(connection).await?.rows_affected();
+    let written = sqlx::query(DIVERT).bind(diversion_list(diverted)).run(connection).await?.rows_affected();
     if usize::try_from(written).ok() != Some(diverted.len()) {
         let wanted = diverted.len();
         return Err(StoreError::Corrupt(format!("of {wanted} rows to divert the outbox holds {written}")));
@@ -342,16 +382,16 @@ async fn divert(connection: &mut MySqlConnection, diverted: &[(i64, Diversion)])
     Ok(())
 }
 
-async fn change(connection: &mut MySqlConnection, changed: &[(i64, Diversion)]) -> Result<(), StoreError> {
+async fn change(connection: &mut Bounded<MySql>, changed: &[(i64, Diversion)]) -> Result<(), StoreError> {
     if !changed.is_empty() {
-        sqlx::query(CHANGE).bind(diversion_list(changed)).bind(HISTORY_MAX).execute(connection).await?;
+        sqlx::query(CHANGE).bind(diversion_list(changed)).bind(HISTORY_MAX).run(connection).await?;
     }
     Ok(())
 }
 
-async fn delete_diverted(connection: &mut MySqlConnection, positions: &[i64]) -> Result<(), StoreError> {
+async fn delete_diverted(connection: &mut Bounded<MySql>, positions: &[i64]) -> Result<(), StoreError> {
     if !positions.is_empty() {
-        sqlx::query(DELETE_DIVERTED).bind(number_list(positions.iter().copied())).execute(connection).await?;
+        sqlx::query(DELETE_DIVERTED).bind(number_list(positions.iter().copied())).run(connection).await?;
     }
     Ok(())
 }

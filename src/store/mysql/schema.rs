@@ -6,11 +6,11 @@
 //!
 //! Not here: sqlx's migrator. It stops at a migration that was cut off and asks a person to repair it.
 
-use sqlx::mysql::MySqlConnection;
-use sqlx::{AssertSqlSafe, Executor};
+use sqlx::{AssertSqlSafe, Executor, MySql};
 
 use super::MySqlStore;
 use crate::error::StoreError;
+use crate::store::bounded::{Ask, Bounded};
 use crate::store::{AppliedMigration, MigrationText, Schema, SchemaState};
 
 const MIGRATIONS: &[MigrationText] = &[
@@ -42,7 +42,7 @@ impl Schema for MySqlStore {
     }
 
     async fn schema(&self) -> Result<SchemaState, StoreError> {
-        let Some(found) = applied_versions(&mut *self.pool.acquire().await?).await? else {
+        let Some(found) = applied_versions(&mut self.pool.acquire().await?).await? else {
             return Ok(SchemaState::Missing);
         };
         let known = MIGRATIONS.iter().map(|migration| migration.version).max().unwrap_or(0);
@@ -57,11 +57,13 @@ impl Schema for MySqlStore {
     }
 
     async fn migrate(&self) -> Result<Vec<i64>, StoreError> {
-        let mut connection = self.pool.acquire().await?;
+        // The lock ends with its connection, whatever happens: it is not given back to the pool. A migration, and the wait for
+        // another migrator, may take as long as they take.
+        let mut connection = self.pool.dedicated().await?;
         let locked: Option<i64> =
             sqlx::query_scalar("select get_lock(concat('oncebox/', left(sha2(database(), 256), 40)), ?)")
                 .bind(LOCK_SECONDS)
-                .fetch_one(&mut *connection)
+                .fetch_one(connection.plain())
                 .await?;
         if locked != Some(1) {
             return Err(StoreError::Refused(format!(
@@ -69,18 +71,12 @@ impl Schema for MySqlStore {
             )));
         }
         let outcome = apply(&mut connection).await;
-        // The lock belongs to the connection: one that cannot give it back is closed.
-        let given_back = sqlx::query("select release_lock(concat('oncebox/', left(sha2(database(), 256), 40)))")
-            .execute(&mut *connection)
-            .await;
-        if outcome.is_err() || given_back.is_err() {
-            connection.close_on_drop();
-        }
+        connection.close().await;
         outcome
     }
 
     async fn applied(&self) -> Result<Vec<AppliedMigration>, StoreError> {
-        let found = applied_versions(&mut *self.pool.acquire().await?).await?.unwrap_or_default();
+        let found = applied_versions(&mut self.pool.acquire().await?).await?.unwrap_or_default();
         let known = MIGRATIONS.iter().map(|migration| AppliedMigration {
             version: migration.version,
             description: migration.description.to_owned(),
@@ -101,9 +97,8 @@ impl Schema for MySqlStore {
 }
 
 /// The versions that were applied; none where the table of migrations is not there.
-pub(super) async fn applied_versions(connection: &mut MySqlConnection) -> Result<Option<Vec<i64>>, StoreError> {
-    let found =
-        sqlx::query_scalar("select version from oncebox_migration order by version").fetch_all(connection).await;
+pub(super) async fn applied_versions(connection: &mut Bounded<MySql>) -> Result<Option<Vec<i64>>, StoreError> {
+    let found = sqlx::query_scalar("select version from oncebox_migration order by version").all(connection).await;
     match found {
         Ok(found) => Ok(Some(found)),
         // No such table.
@@ -112,7 +107,7 @@ pub(super) async fn applied_versions(connection: &mut MySqlConnection) -> Result
     }
 }
 
-async fn apply(connection: &mut MySqlConnection) -> Result<Vec<i64>, StoreError> {
+async fn apply(connection: &mut Bounded<MySql>) -> Result<Vec<i64>, StoreError> {
     let found = applied_versions(connection).await?.unwrap_or_default();
     let known = MIGRATIONS.iter().map(|migration| migration.version).max().unwrap_or(0);
     if let Some(newer) = found.iter().copied().find(|version| *version > known) {
@@ -126,7 +121,7 @@ async fn apply(connection: &mut MySqlConnection) -> Result<Vec<i64>, StoreError>
             continue;
         }
         for statement in statements(migration.sql) {
-            match connection.execute(AssertSqlSafe(statement)).await {
+            match connection.plain().execute(AssertSqlSafe(statement)).await {
                 Ok(_) => {}
                 Err(error)
                     if migration.version == OPTIONAL
@@ -146,12 +141,12 @@ async fn apply(connection: &mut MySqlConnection) -> Result<Vec<i64>, StoreError>
 }
 
 /// Whether the SQL door stands as a function too.
-pub(super) async fn has_function(connection: &mut MySqlConnection) -> Result<bool, StoreError> {
+pub(super) async fn has_function(connection: &mut Bounded<MySql>) -> Result<bool, StoreError> {
     let found: i64 = sqlx::query_scalar(
         "select count(*) from information_schema.routines \
          where routine_schema = database() and routine_name = 'oncebox_enqueue' and routine_type = 'FUNCTION'",
     )
-    .fetch_one(connection)
+    .one(connection)
     .await?;
     Ok(found > 0)
 }

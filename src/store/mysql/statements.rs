@@ -6,11 +6,11 @@
 use std::collections::BTreeMap;
 
 use sqlx::mysql::MySqlArguments;
-use sqlx::{Arguments, Executor, MySqlConnection};
+use sqlx::{Arguments, MySqlConnection};
 
 use super::MySqlStore;
 use crate::error::StoreError;
-use crate::store::{Base, Dialect, Piece, SqlValue, Statements};
+use crate::store::{Dialect, Piece, SqlValue, Statements};
 
 /// A statement with a `?` for each parameter, in order.
 #[derive(Debug)]
@@ -39,8 +39,7 @@ impl Statements for MySqlStore {
             }
         }
         let sql: &'static str = String::leak(sql);
-        let mut connection = self.pool().acquire().await?;
-        (&mut *connection).prepare(sqlx::SqlSafeStr::into_sql_str(sql)).await?;
+        self.pool.acquire().await?.prepare(sql).await?;
         Ok(MySqlStatement { sql, names })
     }
 

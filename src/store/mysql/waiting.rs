@@ -11,15 +11,15 @@ use std::time::Duration;
 
 use chrono::{DateTime, Utc};
 use sqlx::mysql::MySqlRow;
-use sqlx::{MySql, MySqlConnection, QueryBuilder, Row};
+use sqlx::{MySql, QueryBuilder, Row};
 use uuid::Uuid;
 
 use super::schema::number;
-use super::{HISTORY_MAX, MySqlStore, START, begin, hex, hex_list, micros, number_list, shortened, text, token};
+use super::{HISTORY_MAX, MySqlStore, START, hex, hex_list, micros, number_list, shortened, text};
 use crate::error::StoreError;
 use crate::message::{Coordinates, Message, MessageId, TraceContext};
-use crate::store::door::commit_error;
-use crate::store::{ClaimedMessage, ConsumerId, ParkAs, Parked, Waiting};
+use crate::store::bounded::{Ask, Bounded};
+use crate::store::{Claim, ClaimedMessage, ConsumerId, ParkAs, Parked, Waiting};
 
 /// Rows of one insert: well below what a prepared statement can bind.
 const PARK_ROWS_MAX: usize = 500;
@@ -31,19 +31,18 @@ impl Waiting for MySqlStore {
         &self,
         consumer: ConsumerId,
         limit: usize,
-        claim_for: Duration,
+        claim: &Claim,
     ) -> Result<Vec<ClaimedMessage>, StoreError> {
-        let mut transaction = begin(&self.pool, START).await?;
+        let mut transaction = self.pool.begin(START).await?;
         let heads: Vec<i64> = sqlx::query_scalar(DUE_HEADS)
             .bind(consumer.0)
             .bind(i64::try_from(limit).unwrap_or(i64::MAX))
-            .fetch_all(&mut *transaction)
+            .all(&mut transaction)
             .await?;
         if heads.is_empty() {
             transaction.rollback().await?;
             return Ok(Vec::new());
         }
-        let claim = Uuid::from_bytes(token());
         let list = number_list(heads);
         sqlx::query(
             "update json_table(?, '$[*]' columns (sequence bigint path '$')) j \
@@ -51,13 +50,13 @@ impl Waiting for MySqlStore {
              set w.claim = ?, w.attempts = w.attempts + 1, w.due_at = utc_timestamp(6) + interval ? microsecond",
         )
         .bind(&list)
-        .bind(claim)
-        .bind(micros(claim_for))
-        .execute(&mut *transaction)
+        .bind(claim.token)
+        .bind(micros(claim.length))
+        .run(&mut transaction)
         .await?;
-        let rows = sqlx::query(CLAIMED).bind(&list).fetch_all(&mut *transaction).await?;
-        let claimed = rows.iter().map(|row| claimed_message(row, claim)).collect::<Result<Vec<_>, _>>()?;
-        transaction.commit().await.map_err(commit_error)?;
+        let rows = sqlx::query(CLAIMED).bind(&list).all(&mut transaction).await?;
+        let claimed = rows.iter().map(|row| claimed_message(row, claim.token)).collect::<Result<Vec<_>, _>>()?;
+        transaction.commit().await?;
         Ok(claimed)
     }
 
@@ -67,7 +66,7 @@ impl Waiting for MySqlStore {
              where consumer_id = ? and due_at is not null",
         )
         .bind(consumer.0)
-        .fetch_one(&self.pool)
+        .one(&self.pool)
         .await?;
         Ok(left.map(|left| Duration::from_micros(u64::try_from(left).unwrap_or(0))))
     }
@@ -85,7 +84,7 @@ impl Waiting for MySqlStore {
         .bind(shortened(error))
         .bind(claimed.sequence)
         .bind(claimed.claim)
-        .execute(&self.pool)
+        .run(&self.pool)
         .await?;
         Ok(written.rows_affected() == 1)
     }
@@ -97,13 +96,35 @@ impl Waiting for MySqlStore {
         )
         .bind(claimed.sequence)
         .bind(claimed.claim)
-        .execute(&self.pool)
+        .run(&self.pool)
         .await?;
         Ok(written.rows_affected() == 1)
     }
 
+    async fn give_back_all(&self, consumer: ConsumerId, claim: &Claim) -> Result<u64, StoreError> {
+        let claimed: Vec<i64> = sqlx::query_scalar(
+            "select sequence from oncebox_waiting force index (waiting_due) \
+             where consumer_id = ? and due_at is not null and claim = ?",
+        )
+        .bind(consumer.0)
+        .bind(claim.token)
+        .all(&self.pool)
+        .await?;
+        // By exact rows: an update that searched would wait for every open writer (R11).
+        let given_back = sqlx::query(
+            "update json_table(?, '$[*]' columns (sequence bigint path '$')) j \
+             straight_join oncebox_waiting w force index (primary) on w.sequence = j.sequence \
+             set w.due_at = utc_timestamp(6), w.claim = null, w.attempts = if(w.attempts > 0, w.attempts - 1, 0) where w.claim = ?",
+        )
+        .bind(number_list(claimed))
+        .bind(claim.token)
+        .run(&self.pool)
+        .await?;
+        Ok(given_back.rows_affected())
+    }
+
     async fn bury(&self, claimed: &ClaimedMessage, reason: &str, error: &str, holds: bool) -> Result<bool, StoreError> {
-        let mut transaction = begin(&self.pool, START).await?;
+        let mut transaction = self.pool.begin(START).await?;
         let Some(consumer) = claimed_by(&mut transaction, claimed).await? else {
             transaction.rollback().await?;
             return Ok(false);
@@ -121,7 +142,7 @@ impl Waiting for MySqlStore {
         .bind(HISTORY_MAX)
         .bind(shortened(error))
         .bind(claimed.sequence)
-        .execute(&mut *transaction)
+        .run(&mut transaction)
         .await;
         match buried {
             Ok(_) => {}
@@ -129,7 +150,7 @@ impl Waiting for MySqlStore {
             Err(error) if number(&error) == Some(1062) => {
                 sqlx::query("delete from oncebox_waiting where sequence = ?")
                     .bind(claimed.sequence)
-                    .execute(&mut *transaction)
+                    .run(&mut transaction)
                     .await?;
             }
             Err(error) => return Err(error.into()),
@@ -137,17 +158,14 @@ impl Waiting for MySqlStore {
         if !holds {
             next_of_lane(&mut transaction, consumer, claimed.message.lane_id()).await?;
         }
-        transaction.commit().await.map_err(commit_error)?;
+        transaction.commit().await?;
         Ok(true)
     }
 
     async fn sweep(&self, consumer: ConsumerId) -> Result<u64, StoreError> {
-        let mut transaction = begin(&self.pool, START).await?;
-        let left: Vec<i64> = sqlx::query_scalar(HEADS_WITHOUT_DUE_TIME)
-            .bind(consumer.0)
-            .bind(SWEEP_MAX)
-            .fetch_all(&mut *transaction)
-            .await?;
+        let mut transaction = self.pool.begin(START).await?;
+        let left: Vec<i64> =
+            sqlx::query_scalar(HEADS_WITHOUT_DUE_TIME).bind(consumer.0).bind(SWEEP_MAX).all(&mut transaction).await?;
         if left.is_empty() {
             transaction.rollback().await?;
             return Ok(0);
@@ -158,9 +176,9 @@ impl Waiting for MySqlStore {
              set w.due_at = utc_timestamp(6) where w.state = 'waiting' and w.due_at is null",
         )
         .bind(number_list(left.iter().copied()))
-        .execute(&mut *transaction)
+        .run(&mut transaction)
         .await?;
-        transaction.commit().await.map_err(commit_error)?;
+        transaction.commit().await?;
         Ok(left.len() as u64)
     }
 }
@@ -189,21 +207,21 @@ select w.sequence, w.message_id, w.id_text, w.topic, w.`key`, w.kind, w.headers,
 
 /// The consumer of a row that is still claimed by us; locks it.
 async fn claimed_by(
-    connection: &mut MySqlConnection,
+    connection: &mut Bounded<MySql>,
     claimed: &ClaimedMessage,
 ) -> Result<Option<ConsumerId>, StoreError> {
     let found =
         sqlx::query_scalar("select consumer_id from oncebox_waiting where sequence = ? and claim = ? for update")
             .bind(claimed.sequence)
             .bind(claimed.claim)
-            .fetch_optional(connection)
+            .optional(connection)
             .await?;
     Ok(found.map(ConsumerId))
 }
 
 /// Removes a claimed row and makes the next one of its key due. False where the claim is not ours any more.
 pub(super) async fn finish(
-    connection: &mut MySqlConnection,
+    connection: &mut Bounded<MySql>,
     consumer: ConsumerId,
     claimed: &ClaimedMessage,
 ) -> Result<bool, StoreError> {
@@ -211,7 +229,7 @@ pub(super) async fn finish(
         .bind(claimed.sequence)
         .bind(claimed.claim)
         .bind(consumer.0)
-        .execute(&mut *connection)
+        .run(&mut *connection)
         .await?;
     if deleted.rows_affected() != 1 {
         return Ok(false);
@@ -222,7 +240,7 @@ pub(super) async fn finish(
 
 /// The first row of a key is due now, unless it is due already, or dead and holding.
 pub(super) async fn next_of_lane(
-    connection: &mut MySqlConnection,
+    connection: &mut Bounded<MySql>,
     consumer: ConsumerId,
     lane: Option<[u8; 16]>,
 ) -> Result<(), StoreError> {
@@ -233,14 +251,14 @@ pub(super) async fn next_of_lane(
     )
     .bind(consumer.0)
     .bind(lane.as_slice())
-    .fetch_optional(&mut *connection)
+    .optional(&mut *connection)
     .await?;
     if let Some(next) = next {
         sqlx::query(
             "update oncebox_waiting set due_at = utc_timestamp(6) where sequence = ? and state = 'waiting' and due_at is null",
         )
         .bind(next)
-        .execute(connection)
+        .run(connection)
         .await?;
     }
     Ok(())
@@ -248,7 +266,7 @@ pub(super) async fn next_of_lane(
 
 /// Stores messages as waiting or dead, in order. A dead delivery that is there already stays as it is.
 pub(super) async fn park(
-    connection: &mut MySqlConnection,
+    connection: &mut Bounded<MySql>,
     consumer: ConsumerId,
     parked: &[Parked],
 ) -> Result<(), StoreError> {
@@ -316,14 +334,14 @@ pub(super) async fn park(
         });
         // Only the key of dead deliveries can be there already; nothing is read from the count of rows.
         insert.push(" on duplicate key update sequence = sequence");
-        insert.build().persistent(false).execute(&mut *connection).await?;
+        insert.build().persistent(false).run(&mut *connection).await?;
     }
     Ok(())
 }
 
 /// What the tries that were counted under suspicion said.
 async fn histories(
-    connection: &mut MySqlConnection,
+    connection: &mut Bounded<MySql>,
     consumer: ConsumerId,
     parked: &[Parked],
 ) -> Result<HashMap<MessageId, String>, StoreError> {
@@ -338,7 +356,7 @@ async fn histories(
     )
     .bind(hex_list(suspects.iter().map(<[u8; 16]>::as_slice)))
     .bind(consumer.0)
-    .fetch_all(connection)
+    .all(connection)
     .await?;
     Ok(found.into_iter().map(|(id, history)| (MessageId::from_uuid(id), history)).collect())
 }

@@ -2,11 +2,12 @@
 //!
 //! Guarantee: what is `Refused` here loses, doubles or reorders messages; what is a warning weakens a promise or will cost time.
 
-use sqlx::{PgConnection, Row};
+use sqlx::{Postgres, Row};
 
 use super::PostgresStore;
 use crate::error::StoreError;
 use crate::store::Finding;
+use crate::store::bounded::{Ask, Bounded};
 
 pub(super) async fn findings(store: &PostgresStore) -> Result<Vec<Finding>, StoreError> {
     let mut connection = store.dedicated().await?;
@@ -26,14 +27,14 @@ pub(super) async fn findings(store: &PostgresStore) -> Result<Vec<Finding>, Stor
     Ok(findings)
 }
 
-async fn value<T>(connection: &mut PgConnection, query: &'static str) -> Result<T, StoreError>
+async fn value<T>(connection: &mut Bounded<Postgres>, query: &'static str) -> Result<T, StoreError>
 where
     T: for<'r> sqlx::Decode<'r, sqlx::Postgres> + sqlx::Type<sqlx::Postgres>,
 {
-    Ok(sqlx::query(query).fetch_one(connection).await?.try_get(0)?)
+    Ok(sqlx::query(query).one(connection).await?.try_get(0)?)
 }
 
-async fn server_version(connection: &mut PgConnection) -> Result<Finding, StoreError> {
+async fn server_version(connection: &mut Bounded<Postgres>) -> Result<Finding, StoreError> {
     let number: i32 = value(connection, "select current_setting('server_version_num')::int").await?;
     let shown: String = value(connection, "select current_setting('server_version')").await?;
     Ok(match number {
@@ -42,12 +43,12 @@ async fn server_version(connection: &mut PgConnection) -> Result<Finding, StoreE
     })
 }
 
-async fn server_settings(connection: &mut PgConnection) -> Result<Vec<Finding>, StoreError> {
+async fn server_settings(connection: &mut Bounded<Postgres>) -> Result<Vec<Finding>, StoreError> {
     let row = sqlx::query(
         "select current_setting('server_encoding'), current_setting('fsync')::boolean,
                 current_setting('full_page_writes')::boolean, pg_is_in_recovery()",
     )
-    .fetch_one(connection)
+    .one(connection)
     .await?;
     let encoding: String = row.try_get(0)?;
     let mut findings = vec![match encoding.as_str() {
@@ -72,12 +73,12 @@ async fn server_settings(connection: &mut PgConnection) -> Result<Vec<Finding>, 
 }
 
 /// A pooler that changes servers between statements shows one client's session setting to another client.
-async fn pooler(store: &PostgresStore, connection: &mut PgConnection) -> Result<Finding, StoreError> {
+async fn pooler(store: &PostgresStore, connection: &mut Bounded<Postgres>) -> Result<Finding, StoreError> {
     let mark = uuid::Uuid::now_v7().to_string();
     let remedy = "connect to the server directly, or to a pooler in session mode";
     let mut other = store.dedicated().await?;
     for _ in 0..3 {
-        sqlx::query("select set_config('oncebox.probe', $1, false)").bind(&mark).execute(&mut *connection).await?;
+        sqlx::query("select set_config('oncebox.probe', $1, false)").bind(&mark).run(&mut *connection).await?;
         let seen: Option<String> = value(&mut other, "select current_setting('oncebox.probe', true)").await?;
         let own: Option<String> = value(connection, "select current_setting('oncebox.probe', true)").await?;
         if seen.as_deref() == Some(mark.as_str()) || own.as_deref() != Some(mark.as_str()) {
@@ -89,14 +90,14 @@ async fn pooler(store: &PostgresStore, connection: &mut PgConnection) -> Result<
 }
 
 /// R1: a cache hands out positions out of the order of time; an owned sequence is dropped with its column.
-async fn sequence(connection: &mut PgConnection) -> Result<Finding, StoreError> {
+async fn sequence(connection: &mut Bounded<Postgres>) -> Result<Finding, StoreError> {
     let row = sqlx::query(
         "select s.seqcache, s.seqincrement, s.seqcycle,
                 exists (select 1 from pg_depend d where d.classid = 'pg_class'::regclass and d.objid = s.seqrelid
                            and d.refclassid = 'pg_class'::regclass and d.refobjsubid > 0 and d.deptype in ('a', 'i'))
            from pg_sequence s where s.seqrelid = 'oncebox.outbox_position_seq'::regclass",
     )
-    .fetch_one(connection)
+    .one(connection)
     .await?;
     let (cache, increment): (i64, i64) = (row.try_get(0)?, row.try_get(1)?);
     let (cycles, is_owned): (bool, bool) = (row.try_get(2)?, row.try_get(3)?);
@@ -113,7 +114,7 @@ async fn sequence(connection: &mut PgConnection) -> Result<Finding, StoreError> 
 }
 
 /// R1: the transaction id is drawn before the position, by the order of the columns and their defaults.
-async fn columns(connection: &mut PgConnection) -> Result<Finding, StoreError> {
+async fn columns(connection: &mut Bounded<Postgres>) -> Result<Finding, StoreError> {
     let holds: bool = value(
         connection,
         "select coalesce(bool_and(
@@ -138,7 +139,7 @@ async fn columns(connection: &mut PgConnection) -> Result<Finding, StoreError> {
     })
 }
 
-async fn default_partitions(connection: &mut PgConnection) -> Result<Finding, StoreError> {
+async fn default_partitions(connection: &mut Bounded<Postgres>) -> Result<Finding, StoreError> {
     let there: bool = value(
         connection,
         "select count(*) = 2 from pg_partitioned_table p where p.partdefid <> 0
@@ -168,7 +169,7 @@ async fn default_partitions(connection: &mut PgConnection) -> Result<Finding, St
 }
 
 /// R7: a trigger on the parent alone does not fire for a partition.
-async fn truncate_triggers(connection: &mut PgConnection) -> Result<Finding, StoreError> {
+async fn truncate_triggers(connection: &mut Bounded<Postgres>) -> Result<Finding, StoreError> {
     let without: Vec<String> = value(
         connection,
         "select coalesce(array_agg(p.relid::text order by 1), '{}') from pg_partition_tree('oncebox.outbox') p
@@ -190,7 +191,7 @@ async fn truncate_triggers(connection: &mut PgConnection) -> Result<Finding, Sto
 }
 
 /// R1: who inserts past the functions decides positions, buckets and limits himself.
-async fn privileges(connection: &mut PgConnection) -> Result<Finding, StoreError> {
+async fn privileges(connection: &mut Bounded<Postgres>) -> Result<Finding, StoreError> {
     let granted: Vec<String> = value(
         connection,
         "select coalesce(array_agg(distinct format('%s to %s on %s', acl.privilege_type,
@@ -209,7 +210,7 @@ async fn privileges(connection: &mut PgConnection) -> Result<Finding, StoreError
     })
 }
 
-async fn doors(connection: &mut PgConnection) -> Result<Finding, StoreError> {
+async fn doors(connection: &mut Bounded<Postgres>) -> Result<Finding, StoreError> {
     let row = sqlx::query(
         "select exists (select 1 from pg_roles where rolname = 'oncebox_app'),
                 count(*) filter (where p.prosecdef and p.proconfig @> array['search_path=oncebox, pg_temp']),
@@ -217,7 +218,7 @@ async fn doors(connection: &mut PgConnection) -> Result<Finding, StoreError> {
                   or exists (select 1 from aclexplode(p.proacl) acl where acl.grantee = 0 and acl.privilege_type = 'EXECUTE'))
            from pg_proc p where p.pronamespace = 'oncebox'::regnamespace and p.proname in ('enqueue', 'enqueue_message', 'enqueue_all')",
     )
-    .fetch_one(connection)
+    .one(connection)
     .await?;
     let (role, safe, open): (bool, i64, i64) = (row.try_get(0)?, row.try_get(1)?, row.try_get(2)?);
     Ok(match (role, safe, open) {
@@ -236,11 +237,11 @@ async fn doors(connection: &mut PgConnection) -> Result<Finding, StoreError> {
 }
 
 /// R7: new messages would get positions that count as scanned.
-async fn cursor(connection: &mut PgConnection) -> Result<Finding, StoreError> {
+async fn cursor(connection: &mut Bounded<Postgres>) -> Result<Finding, StoreError> {
     let row = sqlx::query(
         "select (select last_value from oncebox.outbox_position_seq), (select max(scanned_to) from oncebox.shard)",
     )
-    .fetch_one(connection)
+    .one(connection)
     .await?;
     let (last_value, scanned_to): (i64, Option<i64>) = (row.try_get(0)?, row.try_get(1)?);
     let Some(scanned_to) = scanned_to else {
@@ -261,12 +262,12 @@ async fn cursor(connection: &mut PgConnection) -> Result<Finding, StoreError> {
 }
 
 /// Partitions are made by the owner; row security would hide rows from everybody else.
-async fn ownership(connection: &mut PgConnection) -> Result<Finding, StoreError> {
+async fn ownership(connection: &mut Bounded<Postgres>) -> Result<Finding, StoreError> {
     let row = sqlx::query(
         "select pg_has_role(c.relowner, 'usage'), c.relrowsecurity, c.relowner::regrole::text
            from pg_class c where c.oid = 'oncebox.outbox'::regclass",
     )
-    .fetch_one(connection)
+    .one(connection)
     .await?;
     let owner: String = row.try_get(2)?;
     Ok(if row.try_get(1)? {

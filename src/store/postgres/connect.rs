@@ -1,23 +1,25 @@
-//! Connections: verified TLS, session settings that the promise rests on, and dead connections that nobody notices.
+//! Connections: verified TLS, and the session settings that the promise rests on.
 //!
 //! Guarantees: to a host that is not loopback the certificate and the name are verified unless the URL says otherwise; a frozen
-//! process does not wedge others, because the server ends its transaction (R28); `BEGIN` is never cancelled half-way (R28).
+//! process does not wedge others, because the server ends its transaction (R28). That a frozen server does not wedge this process
+//! is the promise of [`crate::store::bounded`].
 
 use std::str::FromStr;
 use std::sync::Arc;
 use std::time::Duration;
 
-use sqlx::postgres::{PgConnectOptions, PgPoolOptions, PgSslMode};
-use sqlx::{AssertSqlSafe, ConnectOptions, Connection, Executor, PgConnection, PgPool, Postgres, Transaction};
+use sqlx::postgres::{PgConnectOptions, PgSslMode};
+use sqlx::{AssertSqlSafe, ConnectOptions, Connection, Executor, PgConnection, Postgres};
 
 use super::PostgresStore;
 use crate::error::{StoreError, redact};
 use crate::store::StoreOptions;
+use crate::store::bounded::{Bounded, BoundedPool, pool_options};
 
-/// A pooled connection that rested longer than this is asked for a sign of life before it is used.
-const RESTED: Duration = Duration::from_secs(1);
-/// What the server-side timeouts stand above the handler timeout.
+/// What the server-side timeouts stand above the handler timeout, and the answer timeout above them.
 const MARGIN: Duration = Duration::from_secs(5);
+/// Begins a transaction; the isolation is the session's.
+pub(super) const BEGIN: &str = "begin";
 
 /// How long the first connection may take.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
@@ -30,66 +32,31 @@ pub(super) async fn connect(options: &StoreOptions) -> Result<PostgresStore, Sto
     let connecting = async { connect.connect().await?.close().await };
     tokio::time::timeout(CONNECT_TIMEOUT, connecting).await.map_err(timed_out)??;
     let settings = session_settings(options.handler_timeout);
-    let pool = PgPoolOptions::new()
-        .max_connections(options.connections_max)
-        // A sign of life before every use would cost a round trip; see `before_acquire` and `begin`.
-        .test_before_acquire(false)
-        .before_acquire(|connection, rest| {
-            Box::pin(async move {
-                match rest.idle_for > RESTED {
-                    true => connection.ping().await.map(|()| true),
-                    false => Ok(true),
-                }
-            })
-        })
-        .after_connect(move |connection, _| {
+    let answer_timeout = options.answer_timeout.unwrap_or(options.handler_timeout + 2 * MARGIN);
+    let pool = pool_options(options.connections_max, answer_timeout)
+        .after_connect(move |connection: &mut PgConnection, _| {
             let settings = settings.clone();
             Box::pin(async move { connection.execute(AssertSqlSafe(settings)).await.map(drop) })
         })
         .connect_lazy_with(connect);
+    let pool = BoundedPool::new(pool, answer_timeout);
     Ok(PostgresStore { pool, handler_timeout: options.handler_timeout, inbox_look_at: Arc::default() })
 }
 
 impl PostgresStore {
-    /// Begins a transaction in a task of its own: a `BEGIN` that is cancelled half-way leaves a pooled connection inside a
-    /// transaction, and later writes on it are lost (R28).
-    pub(super) async fn transaction(&self) -> Result<Transaction<'static, Postgres>, StoreError> {
-        let pool = self.pool.clone();
-        match tokio::spawn(async move { begin(&pool).await }).await {
-            Ok(outcome) => outcome.map_err(StoreError::from),
-            Err(_) => Err(StoreError::Unavailable(sqlx::Error::WorkerCrashed)),
-        }
+    /// A connection inside a transaction.
+    pub(super) async fn transaction(&self) -> Result<Bounded<Postgres>, StoreError> {
+        Ok(self.pool.begin(BEGIN).await?)
     }
 
     /// A connection of its own, out of the pool: a relay session must not share it, nor give it back.
-    pub(super) async fn dedicated(&self) -> Result<PgConnection, StoreError> {
-        Ok(self.pool.acquire().await?.detach())
+    pub(super) async fn dedicated(&self) -> Result<Bounded<Postgres>, StoreError> {
+        Ok(self.pool.dedicated().await?)
     }
 
     /// How long the server lets a session be idle inside a transaction, or wait for a lock.
     pub(super) fn server_timeout(&self) -> Duration {
         self.handler_timeout + MARGIN
-    }
-}
-
-/// `BEGIN` is the sign of life: a connection that died in the pool fails here, before anything was done, and the next is taken.
-async fn begin(pool: &PgPool) -> Result<Transaction<'static, Postgres>, sqlx::Error> {
-    let mut tries = pool.size() + 1;
-    loop {
-        tries = tries.saturating_sub(1);
-        match pool.begin().await {
-            Err(error) if tries > 0 && is_dead(&error) => {}
-            outcome => return outcome,
-        }
-    }
-}
-
-/// The connection ended, or the server says that it ends it.
-fn is_dead(error: &sqlx::Error) -> bool {
-    match error {
-        sqlx::Error::Io(_) | sqlx::Error::Protocol(_) => true,
-        sqlx::Error::Database(error) => matches!(error.code().as_deref(), Some("57P01" | "57P02" | "57P05")),
-        _ => false,
     }
 }
 

@@ -5,11 +5,13 @@
 
 use std::collections::HashSet;
 
-use sqlx::{PgConnection, Row};
+use sqlx::{Postgres, Row};
 
 use super::read::{Buckets, message_of};
 use super::text::error_text;
 use crate::error::StoreError;
+use crate::store::bounded::{Ask, Bounded};
+use crate::store::relay::first_within;
 use crate::store::{Diversion, DivertedRow, Mark, OperatorRequest, OutboxRow, RequestedAct};
 
 /// Copies rows of the outbox. One that stands here already (a cursor that was set back) takes the new state.
@@ -80,7 +82,7 @@ impl Columns {
 }
 
 /// What a mark does to dead and held rows, in its transaction; the answer is the highest position concerned.
-pub(super) async fn write(connection: &mut PgConnection, mark: &Mark) -> Result<i64, StoreError> {
+pub(super) async fn write(connection: &mut Bounded<Postgres>, mark: &Mark) -> Result<i64, StoreError> {
     for (statement, rows) in [(DIVERT, &mark.diverted), (CHANGE, &mark.changed)] {
         if rows.is_empty() {
             continue;
@@ -92,7 +94,7 @@ pub(super) async fn write(connection: &mut PgConnection, mark: &Mark) -> Result<
             .bind(&columns.causes)
             .bind(&columns.reasons)
             .bind(&columns.holds)
-            .execute(&mut *connection)
+            .run(&mut *connection)
             .await?;
         if usize::try_from(done.rows_affected()) != Ok(rows.len()) {
             return Err(StoreError::Corrupt(format!(
@@ -109,11 +111,11 @@ pub(super) async fn write(connection: &mut PgConnection, mark: &Mark) -> Result<
         .map(|(position, _)| *position)
         .collect();
     if !skipped.is_empty() {
-        sqlx::query(DECIDE).bind(&skipped).bind("skipped").execute(&mut *connection).await?;
+        sqlx::query(DECIDE).bind(&skipped).bind("skipped").run(&mut *connection).await?;
     }
     for (statement, positions) in [(RELEASE, &mark.released), (DISCARD, &mark.discarded)] {
         if !positions.is_empty() {
-            sqlx::query(statement).bind(positions).execute(&mut *connection).await?;
+            sqlx::query(statement).bind(positions).run(&mut *connection).await?;
         }
     }
     let concerned = mark.diverted.iter().chain(&mark.changed).map(|(position, _)| position);
@@ -121,20 +123,20 @@ pub(super) async fn write(connection: &mut PgConnection, mark: &Mark) -> Result<
 }
 
 /// Of these positions, those that were decided or stand in the dead and held table.
-pub(super) async fn decided(connection: &mut PgConnection, positions: &[i64]) -> Result<HashSet<i64>, StoreError> {
+pub(super) async fn decided(connection: &mut Bounded<Postgres>, positions: &[i64]) -> Result<HashSet<i64>, StoreError> {
     let rows = sqlx::query(
         "select position from oncebox.decision where position = any($1)
          union all select position from oncebox.outbox_dead where position = any($1)",
     )
     .bind(positions)
-    .fetch_all(connection)
+    .all(connection)
     .await?;
     rows.iter().map(|row| Ok(row.try_get(0)?)).collect()
 }
 
 /// Dead and held rows without their messages, in position order.
 pub(super) async fn rows(
-    connection: &mut PgConnection,
+    connection: &mut Bounded<Postgres>,
     buckets: Buckets,
     limit: usize,
 ) -> Result<Vec<DivertedRow>, StoreError> {
@@ -145,7 +147,7 @@ pub(super) async fn rows(
     .bind(buckets.from)
     .bind(buckets.to)
     .bind(i64::try_from(limit).unwrap_or(i64::MAX))
-    .fetch_all(connection)
+    .all(connection)
     .await?;
     rows.iter()
         .map(|row| {
@@ -162,7 +164,7 @@ pub(super) async fn rows(
 
 /// What operators asked for and is not done, in position order.
 pub(super) async fn requests(
-    connection: &mut PgConnection,
+    connection: &mut Bounded<Postgres>,
     buckets: Buckets,
 ) -> Result<Vec<OperatorRequest>, StoreError> {
     let rows = sqlx::query(
@@ -171,7 +173,7 @@ pub(super) async fn requests(
     )
     .bind(buckets.from)
     .bind(buckets.to)
-    .fetch_all(connection)
+    .all(connection)
     .await?;
     rows.iter()
         .map(|row| {
@@ -184,14 +186,23 @@ pub(super) async fn requests(
         .collect()
 }
 
-/// These rows, whole, in position order; one that is gone is left out.
-pub(super) async fn held(connection: &mut PgConnection, positions: &[i64]) -> Result<Vec<OutboxRow>, StoreError> {
+const WEIGHTS: &str = "
+select position, (octet_length(payload) + coalesce(octet_length(headers::text), 0))::bigint
+  from oncebox.outbox_dead where position = any($1) order by position";
+
+/// These rows, whole, in position order, the first ones that reach the bytes; one that is gone is left out.
+pub(super) async fn held(
+    connection: &mut Bounded<Postgres>,
+    positions: &[i64],
+    bytes_max: usize,
+) -> Result<Vec<OutboxRow>, StoreError> {
+    let weights: Vec<(i64, i64)> = sqlx::query_as(WEIGHTS).bind(positions).all(&mut *connection).await?;
     let rows = sqlx::query(
         "select position, bucket, message_id, topic, key, kind, headers, payload, content_type, traceparent, tracestate, created_at
            from oncebox.outbox_dead where position = any($1) order by position",
     )
-    .bind(positions)
-    .fetch_all(connection)
+    .bind(first_within(weights, bytes_max))
+    .all(connection)
     .await?;
     rows.iter()
         .map(|row| {

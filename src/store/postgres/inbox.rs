@@ -5,7 +5,7 @@
 
 use std::collections::{HashMap, HashSet};
 
-use sqlx::{PgConnection, Postgres, Row, Transaction};
+use sqlx::{PgConnection, Postgres, Row};
 use uuid::Uuid;
 
 use super::PostgresStore;
@@ -13,7 +13,7 @@ use super::text::error_text;
 use super::waiting;
 use crate::error::StoreError;
 use crate::message::MessageId;
-use crate::store::door::commit_error;
+use crate::store::bounded::{Ask, Bounded, BoundedPool};
 use crate::store::{
     Admission, ClaimedMessage, ConsumerId, ConsumerSpec, Inbox, InboxEntry, InboxTx, Known, Parked, Proof,
 };
@@ -49,19 +49,24 @@ select pg_current_xact_id_if_assigned()::text,
      + (select count(*) from oncebox.inbox_untimed where consumer_id = $1 and message_id = any($3)),
        exists (select 1 from oncebox.waiting where sequence = $4)";
 
+/// Whether the server works for this transaction, and waits neither for us to ask nor to listen.
+const WORKS: &str = "
+select exists (select 1 from pg_stat_activity where backend_xid = $1::text::xid8::xid and state = 'active'
+                and wait_event_type is distinct from 'Client')";
+
 impl Inbox for PostgresStore {
     type Tx = PostgresTx;
 
     async fn register(&self, spec: &ConsumerSpec) -> Result<ConsumerId, StoreError> {
         const FIND: &str = "select consumer_id, id_rule from oncebox.consumer where name = $1";
-        let mut row = sqlx::query(FIND).bind(&spec.name).fetch_optional(&self.pool).await?;
+        let mut row = sqlx::query(FIND).bind(&spec.name).optional(&self.pool).await?;
         if row.is_none() {
             sqlx::query("insert into oncebox.consumer (name, id_rule) values ($1, $2) on conflict (name) do nothing")
                 .bind(&spec.name)
                 .bind(&spec.id_rule)
-                .execute(&self.pool)
+                .run(&self.pool)
                 .await?;
-            row = sqlx::query(FIND).bind(&spec.name).fetch_optional(&self.pool).await?;
+            row = sqlx::query(FIND).bind(&spec.name).optional(&self.pool).await?;
         }
         let row = row.ok_or_else(|| StoreError::Corrupt(format!("consumer `{}` vanished", spec.name)))?;
         let (id, rule): (i32, String) = (row.try_get(0)?, row.try_get(1)?);
@@ -76,7 +81,7 @@ impl Inbox for PostgresStore {
             sqlx::query("update oncebox.consumer set id_rule = $2 where consumer_id = $1")
                 .bind(id)
                 .bind(&spec.id_rule)
-                .execute(&self.pool)
+                .run(&self.pool)
                 .await?;
         }
         self.make_inbox_ranges().await?;
@@ -84,7 +89,8 @@ impl Inbox for PostgresStore {
     }
 
     async fn begin(&self, consumer: ConsumerId) -> Result<PostgresTx, StoreError> {
-        Ok(PostgresTx { tx: self.transaction().await?, consumer, witness: None, ours: Ids::default(), finished: None })
+        let (tx, pool) = (self.transaction().await?, self.pool.clone());
+        Ok(PostgresTx { tx, pool, consumer, witness: None, ours: Ids::default(), finished: None })
     }
 
     async fn known(&self, consumer: ConsumerId, ids: &[MessageId]) -> Result<HashSet<MessageId>, StoreError> {
@@ -101,7 +107,7 @@ impl Inbox for PostgresStore {
         )
         .bind(consumer.0)
         .bind(id.uuid())
-        .fetch_one(&self.pool)
+        .one(&self.pool)
         .await?;
         Ok(row.try_get::<i32, _>(0)?.unsigned_abs())
     }
@@ -127,7 +133,7 @@ impl Inbox for PostgresStore {
         .bind(id.uuid())
         .bind(error_text(error))
         .bind(i32::from(counted))
-        .fetch_one(&self.pool)
+        .one(&self.pool)
         .await?;
         Ok(row.try_get::<i32, _>(0)?.unsigned_abs())
     }
@@ -139,7 +145,7 @@ impl Inbox for PostgresStore {
         )
         .bind(consumer.0)
         .bind(ids)
-        .fetch_all(&self.pool)
+        .all(&self.pool)
         .await?;
         rows.iter()
             .map(|row| Ok((MessageId::from_uuid(row.try_get(0)?), row.try_get::<i32, _>(1)?.unsigned_abs())))
@@ -157,7 +163,7 @@ impl Inbox for PostgresStore {
         .bind(consumer.0)
         .bind(super::text::stored(topic))
         .bind(partition)
-        .fetch_one(&self.pool)
+        .one(&self.pool)
         .await?;
         Ok(row.try_get(0)?)
     }
@@ -170,7 +176,7 @@ impl Inbox for PostgresStore {
         .bind(consumer.0)
         .bind(super::text::stored(topic))
         .bind(partition)
-        .execute(&self.pool)
+        .run(&self.pool)
         .await?;
         Ok(())
     }
@@ -202,8 +208,10 @@ impl Ids {
 /// The transaction around a handler.
 #[derive(Debug)]
 pub struct PostgresTx {
-    pub(super) tx: Transaction<'static, Postgres>,
-    pub(super) consumer: ConsumerId,
+    tx: Bounded<Postgres>,
+    /// To ask about `tx` where it does not answer.
+    pool: BoundedPool<Postgres>,
+    consumer: ConsumerId,
     /// The id of the transaction that wrote our rows, and which rows.
     witness: Option<String>,
     ours: Ids,
@@ -214,7 +222,7 @@ impl InboxTx for PostgresTx {
     type Db = Postgres;
 
     fn connection(&mut self) -> &mut PgConnection {
-        &mut self.tx
+        self.tx.plain()
     }
 
     async fn admit(&mut self, entries: &[InboxEntry]) -> Result<Admission, StoreError> {
@@ -234,7 +242,7 @@ impl InboxTx for PostgresTx {
                 .bind(&ids.untimed)
                 .bind(untimed_hashes),
         };
-        let rows = query.fetch_all(&mut *self.tx).await.map_err(admit_error)?;
+        let rows = query.all(&mut self.tx).await.map_err(admit_error)?;
         let mut new = HashSet::with_capacity(rows.len());
         for row in &rows {
             new.insert(row.try_get::<Uuid, _>(0)?);
@@ -277,7 +285,7 @@ impl InboxTx for PostgresTx {
             ("delete from oncebox.inbox_untimed where consumer_id = $1 and message_id = any($2)", &gone.untimed),
         ] {
             if !ids.is_empty() {
-                sqlx::query(statement).bind(self.consumer.0).bind(ids).execute(&mut *self.tx).await?;
+                sqlx::query(statement).bind(self.consumer.0).bind(ids).run(&mut self.tx).await?;
             }
         }
         self.ours.timed.retain(|id| !gone.timed.contains(id));
@@ -299,7 +307,7 @@ impl InboxTx for PostgresTx {
         sqlx::query("delete from oncebox.attempt where consumer_id = $1 and message_id = any($2)")
             .bind(self.consumer.0)
             .bind(ids)
-            .execute(&mut *self.tx)
+            .run(&mut self.tx)
             .await?;
         Ok(())
     }
@@ -310,7 +318,7 @@ impl InboxTx for PostgresTx {
             .bind(&self.ours.timed)
             .bind(&self.ours.untimed)
             .bind(self.finished)
-            .fetch_one(&mut *self.tx)
+            .one(&mut self.tx)
             .await;
         let row = match found {
             Ok(row) => row,
@@ -329,11 +337,23 @@ impl InboxTx for PostgresTx {
         Ok(if whole { Proof::Same } else { Proof::Aborted })
     }
 
-    async fn commit(self) -> Result<(), StoreError> {
-        self.tx.commit().await.map_err(commit_error)
+    async fn is_lost(&mut self) -> bool {
+        let works: Result<bool, _> = sqlx::query_scalar(WORKS).bind(&self.witness).one(&self.pool).await;
+        let is_lost = match works {
+            Ok(works) => !works,
+            Err(error) => StoreError::from(error).is_nobodys(),
+        };
+        if is_lost {
+            self.tx.give_up();
+        }
+        is_lost
     }
 
-    async fn rollback(self) -> Result<(), StoreError> {
+    async fn commit(mut self) -> Result<(), StoreError> {
+        self.tx.commit().await
+    }
+
+    async fn rollback(mut self) -> Result<(), StoreError> {
         Ok(self.tx.rollback().await?)
     }
 }
@@ -348,7 +368,7 @@ fn admit_error(error: sqlx::Error) -> StoreError {
 
 /// Content hashes of the inbox rows of these ids.
 async fn hashes(
-    connection: &mut PgConnection,
+    connection: &mut Bounded<Postgres>,
     consumer: ConsumerId,
     ids: &Ids,
 ) -> Result<HashMap<MessageId, [u8; 16]>, StoreError> {
@@ -366,7 +386,7 @@ async fn hashes(
         if ids.is_empty() {
             continue;
         }
-        for row in sqlx::query(statement).bind(consumer.0).bind(ids).fetch_all(&mut *connection).await? {
+        for row in sqlx::query(statement).bind(consumer.0).bind(ids).all(&mut *connection).await? {
             found.insert(MessageId::from_uuid(row.try_get(0)?), row.try_get::<Uuid, _>(1)?.into_bytes());
         }
     }

@@ -1,13 +1,12 @@
 //! E-mail rows: one per effect by their unique key, claimed by due time.
 
-use std::time::Duration;
-
 use sqlx::{PgConnection, Row};
 
 use super::PostgresStore;
 use super::text::error_text;
 use crate::error::StoreError;
-use crate::store::{EmailOutcome, EmailToSend, Mailbox, NewEmail};
+use crate::store::bounded::Ask;
+use crate::store::{Claim, EmailOutcome, EmailToSend, Mailbox, NewEmail};
 
 impl Mailbox for PostgresStore {
     async fn queue_email(connection: &mut PgConnection, email: &NewEmail) -> Result<bool, StoreError> {
@@ -24,19 +23,20 @@ impl Mailbox for PostgresStore {
         Ok(done.rows_affected() == 1)
     }
 
-    async fn claim_emails(&self, limit: usize, claim_for: Duration) -> Result<Vec<EmailToSend>, StoreError> {
+    async fn claim_emails(&self, limit: usize, claim: &Claim) -> Result<Vec<EmailToSend>, StoreError> {
         let rows = sqlx::query(
             "with due as (
                select e.email_id from oncebox.email e where e.state = 'pending' and e.due_at <= statement_timestamp()
                 order by e.due_at limit $1 for update skip locked)
              update oncebox.email e
-                set claim = gen_random_uuid(), attempts = e.attempts + 1, due_at = statement_timestamp() + $2 * interval '1 second'
+                set claim = $3, attempts = e.attempts + 1, due_at = statement_timestamp() + $2 * interval '1 second'
                from due where e.email_id = due.email_id
              returning e.email_id, e.claim, e.unique_key, e.recipient, e.subject, e.body, e.attempts",
         )
         .bind(i64::try_from(limit).unwrap_or(i64::MAX))
-        .bind(claim_for.as_secs_f64())
-        .fetch_all(&self.pool)
+        .bind(claim.length.as_secs_f64())
+        .bind(claim.token)
+        .all(&self.pool)
         .await?;
         let mut emails = rows
             .iter()
@@ -56,16 +56,29 @@ impl Mailbox for PostgresStore {
         Ok(emails)
     }
 
+    async fn give_back_emails(&self, claim: &Claim) -> Result<u64, StoreError> {
+        let done = sqlx::query(
+            "update oncebox.email set claim = null, attempts = greatest(attempts - 1, 0), due_at = statement_timestamp()
+              where state = 'pending' and claim = $1",
+        )
+        .bind(claim.token)
+        .run(&self.pool)
+        .await?;
+        Ok(done.rows_affected())
+    }
+
     async fn settle_email(&self, email: &EmailToSend, outcome: &EmailOutcome) -> Result<bool, StoreError> {
         let (state, after, error) = match outcome {
             EmailOutcome::Sent => ("sent", None, None),
             EmailOutcome::Again { after, error } => ("pending", Some(after.as_secs_f64()), Some(error_text(error))),
             EmailOutcome::Failed(error) => ("failed", None, Some(error_text(error))),
+            EmailOutcome::NotTried => ("pending", Some(0.0), None),
         };
         let done = sqlx::query(
             "update oncebox.email
                 set state = $3, claim = null, due_at = statement_timestamp() + $4 * interval '1 second', error = coalesce($5, error),
-                    settled_at = case when $3 <> 'pending' then clock_timestamp() end
+                    settled_at = case when $3 <> 'pending' then clock_timestamp() end,
+                    attempts = attempts - $6
               where email_id = $1 and claim = $2",
         )
         .bind(email.email_id)
@@ -73,14 +86,14 @@ impl Mailbox for PostgresStore {
         .bind(state)
         .bind(after)
         .bind(error)
-        .execute(&self.pool)
+        .bind(i32::from(*outcome == EmailOutcome::NotTried))
+        .run(&self.pool)
         .await?;
         Ok(done.rows_affected() == 1)
     }
 
     async fn emails_pending(&self) -> Result<u64, StoreError> {
-        let row =
-            sqlx::query("select count(*) from oncebox.email where state = 'pending'").fetch_one(&self.pool).await?;
+        let row = sqlx::query("select count(*) from oncebox.email where state = 'pending'").one(&self.pool).await?;
         Ok(row.try_get::<i64, _>(0)?.unsigned_abs())
     }
 }

@@ -6,7 +6,7 @@
 use std::time::Duration;
 
 use sqlx::postgres::PgRow;
-use sqlx::{PgConnection, Row};
+use sqlx::{Postgres, Row};
 use uuid::Uuid;
 
 use super::PostgresStore;
@@ -15,6 +15,7 @@ use super::text::{restored, stored};
 use super::waiting::next_is_due;
 use crate::error::StoreError;
 use crate::message::MessageId;
+use crate::store::bounded::{Ask, Bounded};
 use crate::store::{
     ActContext, DeadFilter, DeadMessage, DeadPlace, HistoryEntry, Operator, OperatorAct, OperatorOutcome, Status,
 };
@@ -91,7 +92,7 @@ impl Operator for PostgresStore {
 
 /// Dead messages of both sides, oldest first, with the age of the message where it is the outbox's.
 async fn find(
-    connection: &mut PgConnection,
+    connection: &mut Bounded<Postgres>,
     filter: &DeadFilter,
 ) -> Result<Vec<(DeadMessage, Option<Duration>)>, StoreError> {
     let limit = if filter.limit == 0 { LIMIT } else { filter.limit };
@@ -118,7 +119,7 @@ async fn find(
             .bind(&filter.key)
             .bind(&filter.reason)
             .bind(rows_max)
-            .fetch_all(&mut *connection)
+            .all(&mut *connection)
             .await?;
         for row in &rows {
             let age = Duration::try_from_secs_f64(row.try_get(15)?).unwrap_or_default();
@@ -134,7 +135,7 @@ async fn find(
             .bind(&filter.reason)
             .bind(rows_max)
             .bind(&filter.consumer)
-            .fetch_all(connection)
+            .all(connection)
             .await?;
         for row in &rows {
             found.push((consumer_message(row)?, None));
@@ -229,7 +230,7 @@ fn refuse_unsafe(
 
 /// Writes a request; false where the row is not dead any more or something was asked for it already.
 async fn request(
-    connection: &mut PgConnection,
+    connection: &mut Bounded<Postgres>,
     position: i64,
     message: &DeadMessage,
     act: &OperatorAct,
@@ -258,14 +259,14 @@ async fn request(
     .bind(id)
     .bind(payload)
     .bind(headers)
-    .execute(connection)
+    .run(connection)
     .await?;
     Ok(done.rows_affected() == 1)
 }
 
 /// Changes a consumer's row at once; false where it is not dead any more.
 async fn carry_out(
-    connection: &mut PgConnection,
+    connection: &mut Bounded<Postgres>,
     sequence: i64,
     message: &DeadMessage,
     act: &OperatorAct,
@@ -274,13 +275,13 @@ async fn carry_out(
         // What stands behind goes on first: the row is still there to tell its key.
         let mine = sqlx::query("select 1 from oncebox.waiting where sequence = $1 and state = 'dead' for update")
             .bind(sequence)
-            .fetch_optional(&mut *connection)
+            .optional(&mut *connection)
             .await?;
         if mine.is_none() {
             return Ok(false);
         }
         next_is_due(connection, sequence).await?;
-        sqlx::query("delete from oncebox.waiting where sequence = $1").bind(sequence).execute(connection).await?;
+        sqlx::query("delete from oncebox.waiting where sequence = $1").bind(sequence).run(connection).await?;
         return Ok(true);
     }
     let revived = sqlx::query(
@@ -293,7 +294,7 @@ async fn carry_out(
          returning w.consumer_id, w.content_hash",
     )
     .bind(sequence)
-    .fetch_optional(&mut *connection)
+    .optional(&mut *connection)
     .await?;
     let Some(row) = revived else { return Ok(false) };
     let (consumer, mut hash): (i32, Uuid) = (row.try_get(0)?, row.try_get(1)?);
@@ -325,7 +326,7 @@ fn where_of(message: &DeadMessage) -> String {
 /// Inserts the inbox row of a message that is redriven, so that a second copy is a duplicate (a verdict left none, a new id has
 /// none: R31); gives the content hash of the row that stood there before.
 async fn inbox_row(
-    connection: &mut PgConnection,
+    connection: &mut Bounded<Postgres>,
     consumer: i32,
     id: Uuid,
     hash: Uuid,
@@ -339,27 +340,27 @@ async fn inbox_row(
             "insert into oncebox.inbox_untimed (message_id, content_hash, consumer_id) values ($1, $2, $3) on conflict do nothing"
         }
     };
-    let done = sqlx::query(insert).bind(id).bind(hash).bind(consumer).execute(&mut *connection).await?;
+    let done = sqlx::query(insert).bind(id).bind(hash).bind(consumer).run(&mut *connection).await?;
     if done.rows_affected() == 1 {
         return Ok(None);
     }
     let row = sqlx::query("select content_hash from oncebox.inbox where message_id = $1 and consumer_id = $2")
         .bind(id)
         .bind(consumer)
-        .fetch_optional(connection)
+        .optional(connection)
         .await?;
     Ok(row.map(|row| row.try_get(0)).transpose()?)
 }
 
 /// Gives a consumer's row a new id and perhaps a new payload; the answer is its new content hash.
 async fn rename(
-    connection: &mut PgConnection,
+    connection: &mut Bounded<Postgres>,
     sequence: i64,
     message: &DeadMessage,
     id: Uuid,
     payload: Option<&[u8]>,
 ) -> Result<Uuid, StoreError> {
-    let row = sqlx::query(super::waiting::ROW).bind(sequence).fetch_one(&mut *connection).await?;
+    let row = sqlx::query(super::waiting::ROW).bind(sequence).one(&mut *connection).await?;
     let mut whole = super::waiting::message_of(&row)?;
     whole.headers.retain(|(name, _)| name != CAUSATION);
     whole.headers.push((CAUSATION.to_owned(), message.message_id.to_string().into_bytes()));
@@ -382,13 +383,13 @@ async fn rename(
     .bind(values)
     .bind(&whole.payload)
     .bind(whole.tombstone)
-    .execute(connection)
+    .run(connection)
     .await?;
     Ok(hash)
 }
 
 async fn audit(
-    connection: &mut PgConnection,
+    connection: &mut Bounded<Postgres>,
     message: &DeadMessage,
     act: &OperatorAct,
     context: &ActContext,
@@ -412,7 +413,7 @@ async fn audit(
     .bind(new_id)
     .bind(edited)
     .bind(&message.reason)
-    .execute(connection)
+    .run(connection)
     .await?;
     Ok(())
 }

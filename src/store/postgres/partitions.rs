@@ -9,10 +9,12 @@
 use std::sync::PoisonError;
 use std::time::{Duration, Instant};
 
-use sqlx::{AssertSqlSafe, Connection, Executor, PgConnection, Row};
+use sqlx::{AssertSqlSafe, Postgres, Row, raw_sql};
 
 use super::PostgresStore;
+use super::connect::BEGIN;
 use crate::error::StoreError;
+use crate::store::bounded::{Ask, Bounded};
 
 /// No statement here waits longer for a lock; whoever queues behind it waits no longer either.
 const LOCK_WAIT: &str = "set local lock_timeout = '150ms'; set local statement_timeout = '5s'";
@@ -83,7 +85,7 @@ select (select min(scanned_to) from oncebox.shard),
 
 /// Makes ranges ahead and frees proven ones; a lock that is not to be had is no error.
 pub(super) async fn tidy_outbox(
-    connection: &mut PgConnection,
+    connection: &mut Bounded<Postgres>,
     tidied: &mut Tidied,
     last_value: i64,
 ) -> Result<(), StoreError> {
@@ -91,7 +93,7 @@ pub(super) async fn tidy_outbox(
     if waits && last_value < tidied.make_from {
         return Ok(());
     }
-    let state = connection.fetch_one(OUTBOX_STATE).await?;
+    let state = raw_sql(OUTBOX_STATE).one(&mut *connection).await?;
     let (scanned_to, rows, ahead) = (state.try_get(0)?, state.try_get::<i64, _>(1)?, state.try_get::<i64, _>(2)?);
     let (retention, default_bytes): (i64, i64) = (state.try_get(3)?, state.try_get(4)?);
     let last_value: i64 = state.try_get(5)?;
@@ -121,8 +123,8 @@ pub(super) async fn tidy_outbox(
     drop_emptied(connection, tidied, &ranges, scanned_to).await
 }
 
-async fn outbox_ranges(connection: &mut PgConnection) -> Result<Vec<OutboxRange>, StoreError> {
-    let rows = connection.fetch_all(OUTBOX_RANGES).await?;
+async fn outbox_ranges(connection: &mut Bounded<Postgres>) -> Result<Vec<OutboxRange>, StoreError> {
+    let rows = raw_sql(OUTBOX_RANGES).all(connection).await?;
     rows.iter()
         .map(|row| {
             Ok(OutboxRange {
@@ -170,7 +172,7 @@ impl Plan {
 
 /// TRUNCATE of ranges whose rows are all proven and older than the retention. The trigger asks again (R7).
 async fn free_proven(
-    connection: &mut PgConnection,
+    connection: &mut Bounded<Postgres>,
     ranges: &[OutboxRange],
     scanned_to: i64,
     retention: i64,
@@ -183,7 +185,7 @@ async fn free_proven(
                        from oncebox.{name} order by position desc limit 1)
                 and not exists (select 1 from oncebox.shard s, unnest(s.gaps) g where lower(g) < {to} and upper(g) > {from})"
         );
-        let may: Option<bool> = connection.fetch_one(AssertSqlSafe(may)).await?.try_get(0)?;
+        let may: Option<bool> = raw_sql(AssertSqlSafe(may)).one(&mut *connection).await?.try_get(0)?;
         if may != Some(true) {
             continue;
         }
@@ -208,7 +210,7 @@ async fn free_proven(
 
 /// Drops the oldest emptied partition when there are many. DETACH needs a moment of the whole table, so it is rare and patient.
 async fn drop_emptied(
-    connection: &mut PgConnection,
+    connection: &mut Bounded<Postgres>,
     tidied: &mut Tidied,
     ranges: &[OutboxRange],
     scanned_to: i64,
@@ -230,20 +232,15 @@ async fn drop_emptied(
 }
 
 /// Runs statements in one transaction with short waits; false where something stood in the way, and nothing was changed.
-async fn attempt(connection: &mut PgConnection, statements: &str) -> Result<bool, StoreError> {
-    let mut tx = connection.begin().await?;
-    let outcome = async {
-        tx.execute(AssertSqlSafe(format!("{LOCK_WAIT}; {statements}"))).await?;
-        Ok::<_, sqlx::Error>(())
-    }
-    .await;
-    match outcome {
-        Ok(()) => {
-            tx.commit().await?;
+async fn attempt(connection: &mut Bounded<Postgres>, statements: &str) -> Result<bool, StoreError> {
+    connection.begin(BEGIN).await?;
+    match raw_sql(AssertSqlSafe(format!("{LOCK_WAIT}; {statements}"))).run(&mut *connection).await {
+        Ok(_) => {
+            connection.commit().await?;
             Ok(true)
         }
         Err(error) => {
-            tx.rollback().await?;
+            connection.rollback().await?;
             let code = match &error {
                 sqlx::Error::Database(database) => database.code().map(|code| code.into_owned()),
                 _ => None,
@@ -292,7 +289,7 @@ impl PostgresStore {
             *look_at = Some(Instant::now() + 6 * LOOK_EVERY);
         }
         let mut connection = self.dedicated().await?;
-        let missing = connection.fetch_all(INBOX_MISSING).await?;
+        let missing = raw_sql(INBOX_MISSING).all(&mut connection).await?;
         for row in missing {
             let (from, to): (i64, i64) = (row.try_get(0)?, row.try_get(1)?);
             let attach = format!("select oncebox.attach_inbox_range(to_timestamp({from}), to_timestamp({to}))");
@@ -300,7 +297,7 @@ impl PostgresStore {
                 break;
             }
         }
-        let _ = connection.close().await;
+        connection.close().await;
         Ok(())
     }
 }

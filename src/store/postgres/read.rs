@@ -2,21 +2,21 @@
 //!
 //! Guarantees: the fence of this snapshot, epoch and revision come with the rows; positions of all shards are returned, content
 //! only of this one; the plan has no Sort, because every range is an ordered index scan of its own and the outer query has a
-//! LIMIT and no ORDER BY. Memory is bounded by bytes too, not only by rows.
+//! LIMIT and no ORDER BY. A read is bounded by bytes too, not only by rows (G11).
+
+use std::collections::HashMap;
+use std::ops::ControlFlow;
 
 use chrono::{DateTime, Utc};
-use futures::TryStreamExt;
 use sqlx::postgres::PgRow;
-use sqlx::{AssertSqlSafe, PgConnection, Row};
+use sqlx::{AssertSqlSafe, Either, Postgres, Row};
 
 use super::door::parse_headers;
 use crate::error::StoreError;
 use crate::message::{OutgoingMessage, TraceContext};
 use crate::policy::gaps::{GapSet, ReadPlan};
 use crate::store::OutboxRow;
-
-/// A read stops taking rows beyond this weight; what it left is read again.
-pub(super) const READ_BYTES_MAX: usize = 32 << 20;
+use crate::store::bounded::{Ask, Bounded};
 
 /// Content columns, in the order that [`message_of`] reads.
 pub(super) const CONTENT: [&str; 10] = [
@@ -49,7 +49,22 @@ impl Buckets {
     }
 }
 
-/// What one statement gave.
+/// What a read may give.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Bounds {
+    pub(super) rows: usize,
+    pub(super) bytes: usize,
+}
+
+impl Bounds {
+    /// A message that weighs more than its share of the bytes comes with a statement of its own, once it is known that there is
+    /// room for it: else one read could bring a thousand of the largest.
+    fn share(self) -> usize {
+        (self.bytes / self.rows.max(1)).clamp(1, 1 << 30)
+    }
+}
+
+/// What a read gave.
 #[derive(Debug)]
 pub(super) struct Found {
     pub(super) xmin: u64,
@@ -62,19 +77,27 @@ pub(super) struct Found {
     pub(super) rows: Vec<OutboxRow>,
     /// There may be rows beyond the last one.
     pub(super) more: bool,
-    /// Bytes of the rows taken.
-    pub(super) bytes: usize,
+    /// Rows that came without headers and payload, by their place in `rows`.
+    large: Vec<usize>,
+    bytes: usize,
 }
 
-/// The statement. The limit is a literal, so that no generic plan can think it large; there are few of them in a session.
-pub(super) fn statement(buckets: Buckets, limit: usize) -> String {
-    let mut content = String::new();
+/// The statement. Limit and share are literals, so that no generic plan can think the limit large; there are few of them in a
+/// session. Lengths are read without the values.
+pub(super) fn statement(buckets: Buckets, bounds: Bounds) -> String {
+    let (limit, share) = (bounds.rows, bounds.share());
+    let weight = "octet_length(payload) + coalesce(octet_length(headers::text), 0)";
+    let ours = match buckets.are_all() {
+        true => "true".to_owned(),
+        false => format!("bucket between {} and {}", buckets.from, buckets.to),
+    };
+    let mut content = format!(", case when {ours} and {weight} > {share} then {weight} end as large");
     for column in CONTENT {
-        content.push_str(&if buckets.are_all() {
-            format!(", {column}")
-        } else {
-            format!(", case when bucket between {} and {} then {column} end as {column}", buckets.from, buckets.to)
-        });
+        let when = match column {
+            "headers" | "payload" => format!("{ours} and {weight} <= {share}"),
+            _ => ours.clone(),
+        };
+        content.push_str(&format!(", case when {when} then {column} end as {column}"));
     }
     format!(
         "with st as materialized (
@@ -94,56 +117,95 @@ pub(super) fn statement(buckets: Buckets, limit: usize) -> String {
     )
 }
 
+/// Rows are immutable, and what is not proven stays: a later snapshot shows the same.
+const LARGE: &str = "select position, headers, payload from oncebox.outbox where position = any($1)";
+
 /// Runs the statement; none where there is no such shard.
 pub(super) async fn read(
-    connection: &mut PgConnection,
+    connection: &mut Bounded<Postgres>,
     shard: i32,
     buckets: Buckets,
     plan: &ReadPlan,
-    limit: usize,
+    bounds: Bounds,
 ) -> Result<Option<Found>, StoreError> {
     let gaps: GapSet = plan.ranges.iter().copied().collect();
-    let mut stream = sqlx::query(AssertSqlSafe(statement(buckets, limit)))
-        .bind(shard)
-        .bind(gaps.to_string())
-        .bind(plan.tail_from)
-        .fetch(connection);
+    let query =
+        sqlx::query(AssertSqlSafe(statement(buckets, bounds))).bind(shard).bind(gaps.to_string()).bind(plan.tail_from);
+    let mut outcome = Ok(());
     let mut found: Option<Found> = None;
-    while let Some(row) = stream.try_next().await? {
-        let found = match &mut found {
-            Some(found) => found,
-            None => found.insert(Found {
-                xmin: row.try_get_unchecked::<i64, _>(0)?.unsigned_abs(),
-                epoch: row.try_get_unchecked(1)?,
-                revision: row.try_get_unchecked(2)?,
-                last_value: row.try_get_unchecked(3)?,
-                positions: Vec::with_capacity(limit.min(1_024)),
-                rows: Vec::new(),
-                more: false,
-                bytes: 0,
-            }),
-        };
-        let Some(position) = row.try_get_unchecked::<Option<i64>, _>(4)? else { break };
-        let bucket: i16 = row.try_get_unchecked(5)?;
-        found.positions.push(position);
-        if buckets.contain(bucket) {
-            let message = message_of(&row, 6)?;
-            found.bytes += message.weight();
-            found.rows.push(OutboxRow { position, bucket: u8::try_from(bucket).unwrap_or(u8::MAX), message });
+    let take = |part: Either<_, PgRow>| {
+        if let (Either::Right(row), Ok(())) = (part, &outcome) {
+            outcome = add(&mut found, &row, buckets, bounds);
         }
-        if found.bytes >= READ_BYTES_MAX {
-            // What was not taken counts as not read: absence is known only below the last position taken.
-            found.more = true;
-            break;
-        }
-    }
-    if let Some(found) = &mut found {
-        found.more |= found.positions.len() >= limit;
-    }
-    Ok(found)
+        ControlFlow::Continue(())
+    };
+    connection.parts(query, take).await?;
+    outcome?;
+    let Some(mut found) = found else { return Ok(None) };
+    found.more |= found.positions.len() >= bounds.rows;
+    complete(connection, &mut found).await?;
+    Ok(Some(found))
 }
 
-/// A message, its columns beginning at `at` in the order of [`CONTENT`].
+/// Takes a row, unless those before it reach the bytes: then it counts as not read, for absence is known only below the last
+/// position taken.
+fn add(found: &mut Option<Found>, row: &PgRow, buckets: Buckets, bounds: Bounds) -> Result<(), StoreError> {
+    let found = match found {
+        Some(found) => found,
+        None => found.insert(Found {
+            xmin: row.try_get_unchecked::<i64, _>(0)?.unsigned_abs(),
+            epoch: row.try_get_unchecked(1)?,
+            revision: row.try_get_unchecked(2)?,
+            last_value: row.try_get_unchecked(3)?,
+            positions: Vec::with_capacity(bounds.rows.min(1_024)),
+            rows: Vec::new(),
+            more: false,
+            large: Vec::new(),
+            bytes: 0,
+        }),
+    };
+    let Some(position) = row.try_get_unchecked::<Option<i64>, _>(4)? else { return Ok(()) };
+    found.more |= found.bytes >= bounds.bytes;
+    if found.more {
+        return Ok(());
+    }
+    let bucket: i16 = row.try_get_unchecked(5)?;
+    found.positions.push(position);
+    if buckets.contain(bucket) {
+        let message = message_of(row, 7)?;
+        found.bytes += message.weight();
+        if let Some(large) = row.try_get_unchecked::<Option<i32>, _>(6)? {
+            found.bytes += usize::try_from(large).unwrap_or(usize::MAX);
+            found.large.push(found.rows.len());
+        }
+        found.rows.push(OutboxRow { position, bucket: u8::try_from(bucket).unwrap_or(u8::MAX), message });
+    }
+    Ok(())
+}
+
+/// Fetches what came without headers and payload.
+async fn complete(connection: &mut Bounded<Postgres>, found: &mut Found) -> Result<(), StoreError> {
+    if found.large.is_empty() {
+        return Ok(());
+    }
+    let positions: Vec<i64> = found.large.iter().map(|place| found.rows[*place].position).collect();
+    let rows = sqlx::query(LARGE).bind(&positions).all(connection).await?;
+    let mut values = HashMap::with_capacity(rows.len());
+    for row in &rows {
+        let headers = row.try_get_unchecked::<Option<&str>, _>(1)?.map(parse_headers).transpose()?;
+        values.insert(row.try_get::<i64, _>(0)?, (headers.unwrap_or_default(), row.try_get::<Vec<u8>, _>(2)?));
+    }
+    for place in &found.large {
+        let row = &mut found.rows[*place];
+        let Some((headers, payload)) = values.remove(&row.position) else {
+            return Err(StoreError::Corrupt(format!("the message at {} was read and is gone", row.position)));
+        };
+        (row.message.headers, row.message.payload) = (headers, payload);
+    }
+    Ok(())
+}
+
+/// A message, its columns beginning at `at` in the order of [`CONTENT`]; without a payload where it was left out.
 pub(super) fn message_of(row: &PgRow, at: usize) -> Result<OutgoingMessage, StoreError> {
     let headers = match row.try_get_unchecked::<Option<&str>, _>(at + 4)? {
         Some(json) => parse_headers(json)?,
@@ -160,7 +222,7 @@ pub(super) fn message_of(row: &PgRow, at: usize) -> Result<OutgoingMessage, Stor
         key: row.try_get_unchecked(at + 2)?,
         kind: row.try_get_unchecked(at + 3)?,
         headers,
-        payload: row.try_get_unchecked(at + 5)?,
+        payload: row.try_get_unchecked::<Option<Vec<u8>>, _>(at + 5)?.unwrap_or_default(),
         content_type: row.try_get_unchecked(at + 6)?,
         trace,
         created_at: row.try_get_unchecked::<DateTime<Utc>, _>(at + 9)?,

@@ -7,13 +7,14 @@
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
-use sqlx::{AssertSqlSafe, Connection, Executor, PgConnection, Row};
+use sqlx::{AssertSqlSafe, Postgres, Row, raw_sql};
 
-use super::connect::SYNCHRONOUS;
-use super::read::{Buckets, READ_BYTES_MAX, read};
+use super::connect::{BEGIN, SYNCHRONOUS};
+use super::read::{Bounds, Buckets, read};
 use super::{PostgresStore, diverted, partitions};
 use crate::error::StoreError;
 use crate::policy::gaps::{CursorError, GapCursor, GapSet};
+use crate::store::bounded::{Ask, Bounded};
 use crate::store::{
     DivertedRow, LeaseAnswer, LeaseRequest, Mark, OperatorRequest, Outbox, OutboxRow, ReadBatch, RelaySession,
 };
@@ -68,16 +69,16 @@ impl Outbox for PostgresStore {
 
     async fn open(&self, request: &LeaseRequest) -> Result<LeaseAnswer<PostgresSession>, StoreError> {
         let mut connection = self.dedicated().await?;
-        connection.execute(AssertSqlSafe(settings(self.server_timeout()))).await?;
+        raw_sql(AssertSqlSafe(settings(self.server_timeout()))).run(&mut connection).await?;
         let taken = sqlx::query(TAKE)
             .bind(request.shard)
             .bind(&request.owner)
             .bind(request.length.as_secs_f64())
-            .fetch_optional(&mut connection)
+            .optional(&mut connection)
             .await?;
         let Some(row) = taken else {
-            let holder = sqlx::query(HOLDER).bind(request.shard).fetch_optional(&mut connection).await?;
-            let _ = connection.close().await;
+            let holder = sqlx::query(HOLDER).bind(request.shard).optional(&mut connection).await?;
+            connection.close().await;
             let Some(holder) = holder else { return Ok(LeaseAnswer::NoShard) };
             let left = Duration::try_from_secs_f64(holder.try_get::<Option<f64>, _>(1)?.unwrap_or(0.0));
             let owner: Option<String> = holder.try_get(0)?;
@@ -99,7 +100,7 @@ impl Outbox for PostgresStore {
             began: Instant::now(),
             batches: VecDeque::new(),
             batch: 0,
-            rows_max: usize::MAX,
+            read_bytes: request.read_bytes,
             last_value: 0,
             watched: None,
             tidied: partitions::Tidied::default(),
@@ -107,7 +108,7 @@ impl Outbox for PostgresStore {
     }
 
     async fn shards(&self) -> Result<Vec<i32>, StoreError> {
-        let rows = sqlx::query("select shard_id from oncebox.shard order by shard_id").fetch_all(&self.pool).await?;
+        let rows = sqlx::query("select shard_id from oncebox.shard order by shard_id").all(&self.pool).await?;
         rows.iter().map(|row| Ok(row.try_get(0)?)).collect()
     }
 }
@@ -127,7 +128,7 @@ pub(super) fn settings(timeout: Duration) -> String {
 /// One ownership of one shard; see [`RelaySession`].
 #[derive(Debug)]
 pub struct PostgresSession {
-    connection: PgConnection,
+    connection: Bounded<Postgres>,
     shard: i32,
     buckets: Buckets,
     epoch: i64,
@@ -137,8 +138,7 @@ pub struct PostgresSession {
     /// Batches of this session that have rows, and their numbers in the cursor.
     batches: VecDeque<(u64, u64)>,
     batch: u64,
-    /// Lowered while rows are so large that a read reaches its bound of bytes.
-    rows_max: usize,
+    read_bytes: usize,
     last_value: i64,
     /// No decision and no dead or held row stands above this position.
     decided_to: i64,
@@ -154,8 +154,8 @@ impl RelaySession for PostgresSession {
     async fn read(&mut self, rows_max: usize) -> Result<ReadBatch, StoreError> {
         self.watch_locks().await?;
         let plan = self.cursor.begin_read();
-        let limit = self.limit(rows_max);
-        let found = read(&mut self.connection, self.shard, self.buckets, &plan, limit).await?;
+        let bounds = Bounds { rows: self.limit(rows_max), bytes: self.read_bytes };
+        let found = read(&mut self.connection, self.shard, self.buckets, &plan, bounds).await?;
         let found = found.ok_or_else(|| StoreError::Fenced(format!("shard {} is gone", self.shard)))?;
         if (found.epoch, found.revision) != (self.epoch, self.revision) {
             return Err(StoreError::Fenced(format!(
@@ -174,7 +174,6 @@ impl RelaySession for PostgresSession {
         }
         self.last_value = found.last_value;
         self.tidied.saw(found.last_value);
-        self.adapt(&found);
         let outcome = self.cursor.on_read(found.xmin, &found.positions, found.more).map_err(|error| doubt(&error))?;
         self.batch += 1;
         if let Some(number) = outcome.batch {
@@ -200,16 +199,16 @@ impl RelaySession for PostgresSession {
             && mark.changed.is_empty()
             && mark.discarded.is_empty());
         let claimed = if rows_move {
-            let mut tx = self.connection.begin().await?;
-            let claimed = query.fetch_optional(&mut *tx).await?;
+            self.connection.begin(BEGIN).await?;
+            let claimed = query.optional(&mut self.connection).await?;
             if claimed.is_some() {
-                let decided_to = diverted::write(&mut tx, &mark).await?;
-                tx.commit().await?;
+                let decided_to = diverted::write(&mut self.connection, &mark).await?;
+                self.connection.commit().await?;
                 self.decided_to = self.decided_to.max(decided_to);
             }
             claimed
         } else {
-            query.fetch_optional(&mut self.connection).await?
+            query.optional(&mut self.connection).await?
         };
         let Some(row) = claimed else {
             return Err(StoreError::Fenced(format!(
@@ -239,7 +238,7 @@ impl RelaySession for PostgresSession {
     }
 
     async fn held(&mut self, positions: &[i64]) -> Result<Vec<OutboxRow>, StoreError> {
-        diverted::held(&mut self.connection, positions).await
+        diverted::held(&mut self.connection, positions, self.read_bytes).await
     }
 
     async fn tidy(&mut self) -> Result<(), StoreError> {
@@ -255,9 +254,9 @@ impl RelaySession for PostgresSession {
         .bind(self.shard)
         .bind(self.epoch)
         .bind(self.revision)
-        .execute(&mut self.connection)
+        .run(&mut self.connection)
         .await?;
-        let _ = self.connection.close().await;
+        self.connection.close().await;
         match done.rows_affected() {
             1 => Ok(()),
             _ => Err(StoreError::Fenced(format!("shard {} has another owner", self.shard))),
@@ -276,19 +275,11 @@ impl PostgresSession {
         self.batches.iter().take_while(|(batch, _)| *batch <= through).last().map(|(_, number)| *number)
     }
 
-    /// The LIMIT of the next read: what was asked for, or the next lower power of two where the cap on gaps or the size of
-    /// rows allows less, so that few statements are ever prepared.
+    /// The LIMIT of the next read: what was asked for, or the next lower power of two where the cap on gaps allows less, so that
+    /// few statements are ever prepared.
     fn limit(&self, rows_max: usize) -> usize {
-        let allowed = self.cursor.row_limit(rows_max.clamp(1, 100_000).min(self.rows_max));
+        let allowed = self.cursor.row_limit(rows_max.clamp(1, 100_000));
         if allowed == rows_max { rows_max } else { 1 << allowed.ilog2() }
-    }
-
-    fn adapt(&mut self, found: &super::read::Found) {
-        if found.bytes >= READ_BYTES_MAX {
-            self.rows_max = found.positions.len().max(1);
-        } else if found.more && found.bytes < READ_BYTES_MAX / 4 {
-            self.rows_max = self.rows_max.saturating_mul(2);
-        }
     }
 
     /// Leaves out rows whose position was decided, or that stand in the dead and held table already: the cursor may have been
@@ -311,13 +302,13 @@ impl PostgresSession {
         self.watched = Some(Instant::now());
         if let Some(watched) = self.cursor.lock_watch() {
             let watched: Vec<i64> = watched.iter().map(|id| id.cast_signed()).collect();
-            let rows = sqlx::query(STILL_HOLDING).bind(watched).fetch_all(&mut self.connection).await?;
+            let rows = sqlx::query(STILL_HOLDING).bind(watched).all(&mut self.connection).await?;
             let still = rows.iter().map(|row| Ok(row.try_get::<i64, _>(0)?.unsigned_abs()));
             let still = still.collect::<Result<Vec<_>, StoreError>>()?;
             self.cursor.on_still_holding(&still);
         } else if self.cursor.begin_lock_watch(self.now(), u64::try_from(STALE_GAP.as_millis()).unwrap_or(u64::MAX)) > 0
         {
-            let rows = sqlx::query(LOCK_HOLDERS).fetch_all(&mut self.connection).await?;
+            let rows = sqlx::query(LOCK_HOLDERS).all(&mut self.connection).await?;
             let holders = rows.iter().map(|row| Ok(row.try_get::<i64, _>(0)?.unsigned_abs()));
             let holders = holders.collect::<Result<Vec<_>, StoreError>>()?;
             self.cursor.on_lock_holders(holders);

@@ -4,10 +4,11 @@
 //! it was applied is refused; no program migrates on its own accord.
 
 use sha2::{Digest, Sha256};
-use sqlx::{AssertSqlSafe, PgConnection, Row};
+use sqlx::{AssertSqlSafe, Postgres, Row};
 
 use super::PostgresStore;
 use crate::error::StoreError;
+use crate::store::bounded::{Ask, Bounded};
 use crate::store::{AppliedMigration, Finding, MigrationText, Schema, SchemaState};
 
 const MIGRATIONS: [MigrationText; 3] = [
@@ -74,11 +75,12 @@ impl Schema for PostgresStore {
     }
 
     async fn migrate(&self) -> Result<Vec<i64>, StoreError> {
-        // Ends with its connection, whatever happens: the connection is not given back to the pool.
+        // The lock ends with its connection, whatever happens: it is not given back to the pool. A migration, and the wait for
+        // another migrator, may take as long as they take.
         let mut connection = self.dedicated().await?;
-        sqlx::query("select pg_advisory_lock($1)").bind(MIGRATION_LOCK).execute(&mut connection).await?;
+        sqlx::query("select pg_advisory_lock($1)").bind(MIGRATION_LOCK).execute(connection.plain()).await?;
         if applied(&mut connection).await?.is_empty() {
-            sqlx::raw_sql(MIGRATION_TABLE).execute(&mut connection).await?;
+            sqlx::raw_sql(MIGRATION_TABLE).execute(connection.plain()).await?;
         }
         let before = applied(&mut connection).await?;
         let known = MIGRATIONS[MIGRATIONS.len() - 1].version;
@@ -90,7 +92,7 @@ impl Schema for PostgresStore {
         }
         let mut done = Vec::new();
         for migration in MIGRATIONS.iter().filter(|one| before.iter().all(|(version, _)| *version != one.version)) {
-            sqlx::raw_sql(AssertSqlSafe(text(migration))).execute(&mut connection).await?;
+            sqlx::raw_sql(AssertSqlSafe(text(migration))).execute(connection.plain()).await?;
             done.push(migration.version);
         }
         Ok(done)
@@ -140,15 +142,12 @@ fn text(migration: &MigrationText) -> String {
 }
 
 /// Versions and checksums that were applied, ascending; none where the schema is not there.
-async fn applied(connection: &mut PgConnection) -> Result<Vec<(i64, Vec<u8>)>, StoreError> {
-    let there: bool = sqlx::query("select to_regclass('oncebox.migration') is not null")
-        .fetch_one(&mut *connection)
-        .await?
-        .try_get(0)?;
+async fn applied(connection: &mut Bounded<Postgres>) -> Result<Vec<(i64, Vec<u8>)>, StoreError> {
+    let there: bool =
+        sqlx::query("select to_regclass('oncebox.migration') is not null").one(&mut *connection).await?.try_get(0)?;
     if !there {
         return Ok(Vec::new());
     }
-    let rows =
-        sqlx::query("select version, checksum from oncebox.migration order by version").fetch_all(connection).await?;
+    let rows = sqlx::query("select version, checksum from oncebox.migration order by version").all(connection).await?;
     rows.iter().map(|row| Ok((row.try_get(0)?, row.try_get(1)?))).collect()
 }

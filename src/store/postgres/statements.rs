@@ -7,10 +7,11 @@ use std::collections::BTreeMap;
 use std::fmt::Write as _;
 
 use sqlx::postgres::PgArguments;
-use sqlx::{Arguments, AssertSqlSafe, Either, Executor, PgConnection, Row, Statement};
+use sqlx::{Arguments, AssertSqlSafe, Either, PgConnection, Row, Statement};
 
 use super::PostgresStore;
 use crate::error::StoreError;
+use crate::store::bounded::Ask;
 use crate::store::{Dialect, Piece, SqlValue, Statements};
 
 /// A statement whose parameters are text, cast to what the server found them to be.
@@ -33,7 +34,7 @@ impl Statements for PostgresStore {
         // Its own connection: what is prepared here is prepared for no one else, and ends with it.
         let mut connection = self.dedicated().await?;
         let plain = numbered(pieces, |number| format!("${number}"));
-        let prepared = connection.prepare(sqlx::SqlSafeStr::into_sql_str(AssertSqlSafe(plain))).await?;
+        let prepared = connection.prepare(AssertSqlSafe(plain)).await?;
         let oids: Vec<_> = match prepared.parameters() {
             Some(Either::Left(types)) => types.iter().map(|one| one.oid()).collect(),
             _ => Vec::new(),
@@ -41,13 +42,13 @@ impl Statements for PostgresStore {
         let mut types = Vec::with_capacity(oids.len());
         for oid in oids {
             let name: String =
-                sqlx::query("select format_type($1, null)").bind(oid).fetch_one(&mut connection).await?.try_get(0)?;
+                sqlx::query("select format_type($1, null)").bind(oid).one(&mut connection).await?.try_get(0)?;
             types.push(name);
         }
         let type_of = |number: usize| types.get(number - 1).map_or("text", String::as_str);
         let sql = numbered(pieces, |number| format!("(${number}::text::{})", type_of(number)));
         // The casts could change what an operator means: the server sees the statement as it will run.
-        connection.prepare(sqlx::SqlSafeStr::into_sql_str(AssertSqlSafe(sql.clone()))).await?;
+        connection.prepare(AssertSqlSafe(sql.clone())).await?;
         let names = pieces.iter().filter_map(|piece| match piece {
             Piece::Param(name) => Some(name.clone()),
             Piece::Text(_) => None,

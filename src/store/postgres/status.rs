@@ -1,9 +1,10 @@
 //! How things stand: what `status` and `/metrics` show. Counts are bounded; beyond the bound they are estimates.
 
-use sqlx::{PgConnection, Row};
+use sqlx::{Postgres, Row};
 
 use super::PostgresStore;
 use crate::error::StoreError;
+use crate::store::bounded::{Ask, Bounded};
 use crate::store::{ConsumerStatus, Mailbox, ShardStatus, Status};
 
 /// What is counted one by one; beyond it a count is estimated.
@@ -56,17 +57,17 @@ select greatest(sum(greatest(c.reltuples, 0)), 0)::bigint from pg_class c
 
 pub(super) async fn status(store: &PostgresStore) -> Result<Status, StoreError> {
     let mut connection = store.pool.acquire().await?;
-    let connection = &mut *connection;
+    let connection = &mut connection;
     let mut status = Status { shards: shards(connection).await?, ..Status::default() };
     for shard in &status.shards {
-        let row = sqlx::query(PENDING).bind(shard.shard).bind(COUNTED_MAX).fetch_one(&mut *connection).await?;
+        let row = sqlx::query(PENDING).bind(shard.shard).bind(COUNTED_MAX).one(&mut *connection).await?;
         let (gap_rows, tail_rows, drawn): (i64, i64, i64) = (row.try_get(0)?, row.try_get(1)?, row.try_get(2)?);
         let tail_rows = if tail_rows > COUNTED_MAX { tail_rows.max(drawn) } else { tail_rows };
         status.pending += gap_rows.saturating_add(tail_rows).unsigned_abs();
         let age: Option<f64> = row.try_get(3)?;
         status.oldest_pending_age_seconds = status.oldest_pending_age_seconds.max(age.unwrap_or(0.0));
     }
-    let row = sqlx::query(DIVERTED).fetch_one(&mut *connection).await?;
+    let row = sqlx::query(DIVERTED).one(&mut *connection).await?;
     status.held = row.try_get::<i64, _>(0)?.unsigned_abs();
     status.dead = row.try_get::<i64, _>(1)?.unsigned_abs();
     status.consumers = consumers(connection).await?;
@@ -74,8 +75,8 @@ pub(super) async fn status(store: &PostgresStore) -> Result<Status, StoreError> 
     Ok(status)
 }
 
-async fn shards(connection: &mut PgConnection) -> Result<Vec<ShardStatus>, StoreError> {
-    let rows = sqlx::query(SHARDS).fetch_all(connection).await?;
+async fn shards(connection: &mut Bounded<Postgres>) -> Result<Vec<ShardStatus>, StoreError> {
+    let rows = sqlx::query(SHARDS).all(connection).await?;
     rows.iter()
         .map(|row| {
             let bucket = |at| Ok::<_, sqlx::Error>(u8::try_from(row.try_get::<i16, _>(at)?).unwrap_or(u8::MAX));
@@ -93,8 +94,8 @@ async fn shards(connection: &mut PgConnection) -> Result<Vec<ShardStatus>, Store
         .collect()
 }
 
-async fn consumers(connection: &mut PgConnection) -> Result<Vec<ConsumerStatus>, StoreError> {
-    let rows = sqlx::query(CONSUMERS).bind(COUNTED_MAX).fetch_all(&mut *connection).await?;
+async fn consumers(connection: &mut Bounded<Postgres>) -> Result<Vec<ConsumerStatus>, StoreError> {
+    let rows = sqlx::query(CONSUMERS).bind(COUNTED_MAX).all(&mut *connection).await?;
     let mut consumers = Vec::with_capacity(rows.len());
     for row in &rows {
         let count = |at| Ok::<_, sqlx::Error>(row.try_get::<i64, _>(at)?.unsigned_abs());
@@ -110,7 +111,7 @@ async fn consumers(connection: &mut PgConnection) -> Result<Vec<ConsumerStatus>,
     let large = consumers.iter().filter(|consumer| beyond(consumer)).count();
     if large > 0 {
         // Partitions know how many rows they have, not whose: what the small ones leave is shared out evenly.
-        let all = sqlx::query(INBOX_ESTIMATE).fetch_one(connection).await?.try_get::<i64, _>(0)?.unsigned_abs();
+        let all = sqlx::query(INBOX_ESTIMATE).one(connection).await?.try_get::<i64, _>(0)?.unsigned_abs();
         let small: u64 =
             consumers.iter().filter(|consumer| !beyond(consumer)).map(|consumer| consumer.inbox_rows).sum();
         let share = all.saturating_sub(small) / large as u64;

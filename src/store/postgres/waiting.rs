@@ -7,14 +7,15 @@ use std::collections::HashSet;
 use std::time::Duration;
 
 use sqlx::postgres::PgRow;
-use sqlx::{PgConnection, Row};
+use sqlx::{Postgres, Row};
 use uuid::Uuid;
 
 use super::PostgresStore;
 use super::text::{error_text, restored, stored};
 use crate::error::StoreError;
 use crate::message::{Coordinates, Message, MessageId, TraceContext};
-use crate::store::{ClaimedMessage, ConsumerId, ParkAs, Parked, Waiting};
+use crate::store::bounded::{Ask, Bounded};
+use crate::store::{Claim, ClaimedMessage, ConsumerId, ParkAs, Parked, Waiting};
 
 /// The columns of a message, in the order that [`message_of`] reads.
 macro_rules! message_columns {
@@ -35,7 +36,7 @@ const CLAIM: &str = concat!(
                              and (o.state = 'waiting' or o.holds))
         order by w.due_at limit $2 for update of w skip locked)
      update oncebox.waiting w
-        set claim = gen_random_uuid(), attempts = w.attempts + 1, due_at = statement_timestamp() + $3 * interval '1 second'
+        set claim = $4, attempts = w.attempts + 1, due_at = statement_timestamp() + $3 * interval '1 second'
        from head where w.sequence = head.sequence
      returning ",
     message_columns!()
@@ -130,13 +131,14 @@ impl Waiting for PostgresStore {
         &self,
         consumer: ConsumerId,
         limit: usize,
-        claim_for: Duration,
+        claim: &Claim,
     ) -> Result<Vec<ClaimedMessage>, StoreError> {
         let rows = sqlx::query(CLAIM)
             .bind(consumer.0)
             .bind(i64::try_from(limit).unwrap_or(i64::MAX))
-            .bind(claim_for.as_secs_f64())
-            .fetch_all(&self.pool)
+            .bind(claim.length.as_secs_f64())
+            .bind(claim.token)
+            .all(&self.pool)
             .await?;
         let mut claimed = rows.iter().map(claimed_of).collect::<Result<Vec<_>, _>>()?;
         claimed.sort_unstable_by_key(|claimed| claimed.sequence);
@@ -149,7 +151,7 @@ impl Waiting for PostgresStore {
               where w.consumer_id = $1 and w.due_at is not null order by w.due_at limit 1",
         )
         .bind(consumer.0)
-        .fetch_optional(&self.pool)
+        .optional(&self.pool)
         .await?;
         let seconds = row.map(|row| row.try_get::<f64, _>(0)).transpose()?;
         Ok(seconds.map(|seconds| Duration::try_from_secs_f64(seconds).unwrap_or_default()))
@@ -161,7 +163,7 @@ impl Waiting for PostgresStore {
             .bind(claimed.claim)
             .bind(after.as_secs_f64())
             .bind(error_text(error))
-            .execute(&self.pool)
+            .run(&self.pool)
             .await?;
         Ok(done.rows_affected() == 1)
     }
@@ -173,9 +175,21 @@ impl Waiting for PostgresStore {
         )
         .bind(claimed.sequence)
         .bind(claimed.claim)
-        .execute(&self.pool)
+        .run(&self.pool)
         .await?;
         Ok(done.rows_affected() == 1)
+    }
+
+    async fn give_back_all(&self, consumer: ConsumerId, claim: &Claim) -> Result<u64, StoreError> {
+        let done = sqlx::query(
+            "update oncebox.waiting set claim = null, attempts = greatest(attempts - 1, 0), due_at = statement_timestamp()
+              where consumer_id = $1 and due_at is not null and claim = $2",
+        )
+        .bind(consumer.0)
+        .bind(claim.token)
+        .run(&self.pool)
+        .await?;
+        Ok(done.rows_affected())
     }
 
     async fn bury(&self, claimed: &ClaimedMessage, reason: &str, error: &str, holds: bool) -> Result<bool, StoreError> {
@@ -186,7 +200,7 @@ impl Waiting for PostgresStore {
             .bind(reason)
             .bind(error_text(error))
             .bind(holds)
-            .execute(&mut *tx)
+            .run(&mut tx)
             .await?;
         let done = if buried.rows_affected() == 0 {
             finish(&mut tx, claimed).await?.is_some()
@@ -202,13 +216,13 @@ impl Waiting for PostgresStore {
 
     async fn sweep(&self, consumer: ConsumerId) -> Result<u64, StoreError> {
         self.make_inbox_ranges().await?;
-        Ok(sqlx::query(SWEEP).bind(consumer.0).execute(&self.pool).await?.rows_affected())
+        Ok(sqlx::query(SWEEP).bind(consumer.0).run(&self.pool).await?.rows_affected())
     }
 }
 
 /// Of these lanes, those with a waiting message or a dead one that holds.
 pub(super) async fn blocked(
-    connection: &mut PgConnection,
+    connection: &mut Bounded<Postgres>,
     consumer: ConsumerId,
     lanes: &[[u8; 16]],
 ) -> Result<HashSet<[u8; 16]>, StoreError> {
@@ -222,14 +236,14 @@ pub(super) async fn blocked(
     )
     .bind(consumer.0)
     .bind(lanes)
-    .fetch_all(connection)
+    .all(connection)
     .await?;
     rows.iter().map(|row| Ok(row.try_get::<Uuid, _>(0)?.into_bytes())).collect()
 }
 
 /// Stores a message as waiting or dead.
 pub(super) async fn park(
-    connection: &mut PgConnection,
+    connection: &mut Bounded<Postgres>,
     consumer: ConsumerId,
     parked: &Parked,
 ) -> Result<(), StoreError> {
@@ -270,7 +284,7 @@ pub(super) async fn park(
         .bind(stored(&message.coordinates.place))
         .bind(message.coordinates.partition)
         .bind(message.coordinates.offset)
-        .execute(connection)
+        .run(connection)
         .await?;
     Ok(())
 }
@@ -278,21 +292,21 @@ pub(super) async fn park(
 /// Removes a claimed row and makes the next of its key due; the answer is the id of this transaction, none where the claim is
 /// not ours any more.
 pub(super) async fn finish(
-    connection: &mut PgConnection,
+    connection: &mut Bounded<Postgres>,
     claimed: &ClaimedMessage,
 ) -> Result<Option<String>, StoreError> {
-    let row = sqlx::query(FINISH).bind(claimed.sequence).bind(claimed.claim).fetch_optional(connection).await?;
+    let row = sqlx::query(FINISH).bind(claimed.sequence).bind(claimed.claim).optional(connection).await?;
     Ok(row.map(|row| row.try_get(0)).transpose()?)
 }
 
 /// Makes the first of a key due, after the row `sequence` of it stopped blocking.
-pub(super) async fn next_is_due(connection: &mut PgConnection, sequence: i64) -> Result<(), StoreError> {
+pub(super) async fn next_is_due(connection: &mut Bounded<Postgres>, sequence: i64) -> Result<(), StoreError> {
     const NEXT: &str = concat!(
         "with ended as (select consumer_id, lane_id, sequence from oncebox.waiting where sequence = $1), ",
         next_is_due!(),
         " select 1"
     );
-    sqlx::query(NEXT).bind(sequence).execute(connection).await?;
+    sqlx::query(NEXT).bind(sequence).run(connection).await?;
     Ok(())
 }
 

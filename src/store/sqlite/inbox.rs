@@ -309,6 +309,11 @@ impl InboxTx for SqliteInboxTx {
         Ok(if self.write.was_commit_refused() { Proof::Aborted } else { Proof::Ended })
     }
 
+    /// There is no server that could be away: what does not answer still works.
+    async fn is_lost(&mut self) -> bool {
+        false
+    }
+
     async fn commit(self) -> Result<(), StoreError> {
         self.write.commit().await
     }

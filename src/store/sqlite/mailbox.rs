@@ -1,7 +1,5 @@
 //! E-mail rows of SQLite.
 
-use std::time::Duration;
-
 use sqlx::sqlite::{SqliteConnection, SqliteRow};
 use sqlx::{Row, query, query_scalar};
 use uuid::Uuid;
@@ -11,11 +9,11 @@ use super::inbox::shorten;
 use super::message::sixteen;
 use super::{millis, now_ms};
 use crate::error::StoreError;
-use crate::store::{Base, EmailOutcome, EmailToSend, Mailbox, NewEmail};
+use crate::store::{Base, Claim, EmailOutcome, EmailToSend, Mailbox, NewEmail};
 
 /// Rows come by due time; `returning` gives them in no order.
 pub(super) const CLAIM: &str = concat!(
-    "update oncebox_email set claim = randomblob(16), attempts = attempts + 1, due_at = ?2 + ",
+    "update oncebox_email set claim = ?3, attempts = attempts + 1, due_at = ?2 + ",
     now_ms!(),
     " where email_id in (select email_id from oncebox_email where state = 'pending' and due_at <= ",
     now_ms!(),
@@ -37,7 +35,7 @@ impl Mailbox for SqliteStore {
         Ok(insert.execute(connection).await?.rows_affected() == 1)
     }
 
-    async fn claim_emails(&self, limit: usize, claim_for: Duration) -> Result<Vec<EmailToSend>, StoreError> {
+    async fn claim_emails(&self, limit: usize, claim: &Claim) -> Result<Vec<EmailToSend>, StoreError> {
         // Most questions find nothing: they need no turn.
         let due = concat!(
             "select exists (select 1 from oncebox_email where state = 'pending' and due_at <= ",
@@ -48,13 +46,25 @@ impl Mailbox for SqliteStore {
             return Ok(Vec::new());
         }
         let mut write = self.write().await?;
-        let claim = query(CLAIM);
-        let claim = claim.bind(i64::try_from(limit).unwrap_or(i64::MAX)).bind(millis(claim_for));
-        let rows = claim.fetch_all(write.connection()).await?;
+        let due = query(CLAIM).bind(i64::try_from(limit).unwrap_or(i64::MAX)).bind(millis(claim.length));
+        let rows = due.bind(claim.token.as_bytes().to_vec()).fetch_all(write.connection()).await?;
         let mut emails = rows.iter().map(email_to_send).collect::<Result<Vec<_>, _>>()?;
         write.commit().await?;
         emails.sort_unstable_by_key(|email| email.email_id);
         Ok(emails)
+    }
+
+    async fn give_back_emails(&self, claim: &Claim) -> Result<u64, StoreError> {
+        let mut write = self.write().await?;
+        let give_back = query(concat!(
+            "update oncebox_email set claim = null, attempts = max(attempts - 1, 0), due_at = ",
+            now_ms!(),
+            " where state = 'pending' and claim = ?"
+        ));
+        let give_back = give_back.bind(claim.token.as_bytes().to_vec());
+        let given_back = give_back.execute(write.connection()).await?.rows_affected();
+        write.commit().await?;
+        Ok(given_back)
     }
 
     async fn settle_email(&self, email: &EmailToSend, outcome: &EmailOutcome) -> Result<bool, StoreError> {
@@ -62,17 +72,18 @@ impl Mailbox for SqliteStore {
             EmailOutcome::Sent => ("sent", None, None),
             EmailOutcome::Again { after, error } => ("pending", Some(millis(*after)), Some(shorten(error))),
             EmailOutcome::Failed(error) => ("failed", None, Some(shorten(error))),
+            EmailOutcome::NotTried => ("pending", Some(0), None),
         };
         let mut write = self.write().await?;
         let settle = query(concat!(
             "update oncebox_email set state = ?3, claim = null, due_at = ?4 + ",
             now_ms!(),
-            ", error = ?5, settled_at = case when ?3 <> 'pending' then ",
+            ", error = coalesce(?5, error), attempts = attempts - ?6, settled_at = case when ?3 <> 'pending' then ",
             now_ms!(),
             " end where email_id = ?1 and claim = ?2"
         ));
         let settle = settle.bind(email.email_id).bind(email.claim.as_bytes().to_vec());
-        let settle = settle.bind(state).bind(after).bind(error);
+        let settle = settle.bind(state).bind(after).bind(error).bind(*outcome == EmailOutcome::NotTried);
         let done = settle.execute(write.connection()).await?.rows_affected();
         write.commit().await?;
         Ok(done == 1)

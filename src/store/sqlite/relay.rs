@@ -30,9 +30,6 @@ use crate::store::{
     Base, DivertedRow, LeaseAnswer, LeaseRequest, Mark, OperatorRequest, Outbox, OutboxRow, ReadBatch, RelaySession,
 };
 
-/// A read ends early once it has this many bytes of messages.
-const READ_BYTES_MAX: usize = 8 * 1024 * 1024;
-
 /// The fence and the next rows, in one snapshot. The outer join gives the fence also where there is no row.
 pub(super) const READ: &str = "select s.epoch, s.revision, coalesce((select seq from sqlite_sequence where name = 'oncebox_outbox'), 0), \
              s.scanned_to, o.position, o.bucket, o.message_id, o.topic, o.key, o.kind, o.headers, o.payload, o.content_type, \
@@ -48,6 +45,7 @@ pub struct SqliteSession {
     length: Duration,
     epoch: i64,
     revision: i64,
+    read_bytes: usize,
     read_to: i64,
     batches: u64,
     /// Batches that are read and not marked, oldest first; those without rows are left out.
@@ -100,6 +98,7 @@ impl Outbox for SqliteStore {
             length: request.length,
             epoch: epoch + 1,
             revision: revision + 1,
+            read_bytes: request.read_bytes,
             read_to: scanned_to,
             batches: 0,
             window: VecDeque::new(),
@@ -156,7 +155,7 @@ impl RelaySession for SqliteSession {
                 if row.try_get::<Option<i64>, _>(4)?.is_none() {
                     break;
                 }
-                if rows.len() == rows_max || bytes >= READ_BYTES_MAX {
+                if rows.len() == rows_max || bytes >= self.read_bytes {
                     more = true;
                     break;
                 }
@@ -190,7 +189,7 @@ impl RelaySession for SqliteSession {
     }
 
     async fn held(&mut self, positions: &[i64]) -> Result<Vec<OutboxRow>, StoreError> {
-        held::held(self.store.pool(), positions).await
+        held::held(self.store.pool(), positions, self.read_bytes).await
     }
 
     /// Nothing to do: marks delete what they prove, and SQLite moves its log into the file by itself.

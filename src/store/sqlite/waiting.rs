@@ -15,7 +15,7 @@ use super::message::{arrived_from_json, sixteen};
 use super::{millis, now_ms};
 use crate::error::StoreError;
 use crate::message::{Coordinates, Message, MessageId, TraceContext, wire};
-use crate::store::{Base, ClaimedMessage, ConsumerId, Waiting};
+use crate::store::{Base, Claim, ClaimedMessage, ConsumerId, Waiting};
 
 /// True for a row `w` of the waiting table that no older one of its lane blocks.
 macro_rules! is_head {
@@ -27,7 +27,7 @@ macro_rules! is_head {
 
 /// Heads come by due time; `returning` gives them in no order.
 pub(super) const CLAIM: &str = concat!(
-    "update oncebox_waiting set claim = randomblob(16), attempts = attempts + 1, due_at = ?3 + ",
+    "update oncebox_waiting set claim = ?4, attempts = attempts + 1, due_at = ?3 + ",
     now_ms!(),
     " where sequence in (select w.sequence from oncebox_waiting as w where w.consumer_id = ?1 and w.due_at <= ",
     now_ms!(),
@@ -73,16 +73,16 @@ impl Waiting for SqliteStore {
         &self,
         consumer: ConsumerId,
         limit: usize,
-        claim_for: Duration,
+        claim: &Claim,
     ) -> Result<Vec<ClaimedMessage>, StoreError> {
         // Most questions find nothing: they need no turn.
         if self.next_due(consumer).await?.is_none_or(|due| !due.is_zero()) {
             return Ok(Vec::new());
         }
         let mut write = self.write().await?;
-        let claim =
-            query(CLAIM).bind(consumer.0).bind(i64::try_from(limit).unwrap_or(i64::MAX)).bind(millis(claim_for));
-        let rows = claim.fetch_all(write.connection()).await?;
+        let heads = query(CLAIM).bind(consumer.0).bind(i64::try_from(limit).unwrap_or(i64::MAX));
+        let heads = heads.bind(millis(claim.length)).bind(claim.token.as_bytes().to_vec());
+        let rows = heads.fetch_all(write.connection()).await?;
         let mut claimed = rows.iter().map(claimed_message).collect::<Result<Vec<_>, _>>()?;
         write.commit().await?;
         claimed.sort_unstable_by_key(|claimed| claimed.sequence);
@@ -122,6 +122,19 @@ impl Waiting for SqliteStore {
         let done = back.execute(write.connection()).await?.rows_affected();
         write.commit().await?;
         Ok(done == 1)
+    }
+
+    async fn give_back_all(&self, consumer: ConsumerId, claim: &Claim) -> Result<u64, StoreError> {
+        let mut write = self.write().await?;
+        let give_back = query(concat!(
+            "update oncebox_waiting set claim = null, attempts = max(attempts - 1, 0), due_at = ",
+            now_ms!(),
+            " where consumer_id = ?1 and due_at is not null and claim = ?2"
+        ));
+        let give_back = give_back.bind(consumer.0).bind(claim.token.as_bytes().to_vec());
+        let given_back = give_back.execute(write.connection()).await?.rows_affected();
+        write.commit().await?;
+        Ok(given_back)
     }
 
     async fn bury(&self, claimed: &ClaimedMessage, reason: &str, error: &str, holds: bool) -> Result<bool, StoreError> {

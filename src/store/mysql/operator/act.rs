@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use sqlx::MySqlConnection;
+use sqlx::MySql;
 
 use super::super::door::headers_to_json;
 use super::super::schema::number;
@@ -10,6 +10,7 @@ use super::super::{token, waiting};
 use super::find::{Found, FoundRow};
 use crate::error::StoreError;
 use crate::message::{Message, MessageId, bucket};
+use crate::store::bounded::{Ask, Bounded};
 use crate::store::{ActContext, ConsumerId, DeadMessage, DeadPlace, OperatorAct};
 
 /// The header that names the id an edited message had before.
@@ -21,7 +22,7 @@ const WITHOUT_INBOX_ROW: [&str; 2] = ["too-old", "from-the-future"];
 
 /// False where the row changed since it was found.
 pub(super) async fn act_on(
-    connection: &mut MySqlConnection,
+    connection: &mut Bounded<MySql>,
     found: &Found,
     act: &OperatorAct,
     context: &ActContext,
@@ -84,7 +85,7 @@ pub(super) fn refuse_too_old(found: &Found, act: &OperatorAct, context: &ActCont
 }
 
 async fn request(
-    connection: &mut MySqlConnection,
+    connection: &mut Bounded<MySql>,
     position: i64,
     dead: &DeadMessage,
     act: &OperatorAct,
@@ -101,7 +102,7 @@ async fn request(
     .bind(requested)
     .bind(&context.actor)
     .bind(position)
-    .execute(&mut *connection)
+    .run(&mut *connection)
     .await?;
     if written.rows_affected() != 1 {
         return Ok(false);
@@ -118,7 +119,7 @@ async fn request(
         .bind(headers_to_json(&headers))
         .bind(payload.as_deref())
         .bind(position)
-        .execute(connection)
+        .run(connection)
         .await?;
     }
     Ok(true)
@@ -126,7 +127,7 @@ async fn request(
 
 /// False where the id is in the inbox already.
 async fn insert_inbox_row(
-    connection: &mut MySqlConnection,
+    connection: &mut Bounded<MySql>,
     consumer: ConsumerId,
     message: &Message,
 ) -> Result<bool, StoreError> {
@@ -138,7 +139,7 @@ async fn insert_inbox_row(
     .bind(message.id.uuid())
     .bind(message.content_hash().as_slice())
     .bind(token().as_slice())
-    .execute(connection)
+    .run(connection)
     .await;
     match inserted {
         Ok(_) => Ok(true),
@@ -149,7 +150,7 @@ async fn insert_inbox_row(
 
 /// Waiting again, tries counted from nothing; due now unless an older row of its key stands before it.
 async fn redrive(
-    connection: &mut MySqlConnection,
+    connection: &mut Bounded<MySql>,
     sequence: i64,
     consumer: ConsumerId,
     message: &Message,
@@ -162,7 +163,7 @@ async fn redrive(
     )
     .bind(lane.as_ref().map(<[u8; 16]>::as_slice))
     .bind(sequence)
-    .execute(&mut *connection)
+    .run(&mut *connection)
     .await?;
     if written.rows_affected() != 1 {
         return Ok(false);
@@ -179,7 +180,7 @@ async fn redrive(
         .bind(&renewed.payload)
         .bind(renewed.tombstone)
         .bind(sequence)
-        .execute(&mut *connection)
+        .run(&mut *connection)
         .await?;
     }
     if let Some(lane) = lane {
@@ -190,19 +191,19 @@ async fn redrive(
         )
         .bind(consumer.0)
         .bind(lane.as_slice())
-        .fetch_all(&mut *connection)
+        .all(&mut *connection)
         .await?;
         let first: Option<i64> = sqlx::query_scalar(
             "select sequence from oncebox_waiting where consumer_id = ? and lane = ? order by sequence limit 1",
         )
         .bind(consumer.0)
         .bind(lane.as_slice())
-        .fetch_optional(&mut *connection)
+        .optional(&mut *connection)
         .await?;
         for behind in due.into_iter().filter(|due| Some(*due) != first) {
             sqlx::query("update oncebox_waiting set due_at = null where sequence = ? and claim is null")
                 .bind(behind)
-                .execute(&mut *connection)
+                .run(&mut *connection)
                 .await?;
         }
     }
@@ -217,7 +218,7 @@ fn hash_without_causation(message: &Message) -> [u8; 16] {
 }
 
 async fn discard(
-    connection: &mut MySqlConnection,
+    connection: &mut Bounded<MySql>,
     sequence: i64,
     consumer: ConsumerId,
     holds: bool,
@@ -225,7 +226,7 @@ async fn discard(
 ) -> Result<bool, StoreError> {
     let written = sqlx::query("delete from oncebox_waiting where sequence = ? and state = 'dead'")
         .bind(sequence)
-        .execute(&mut *connection)
+        .run(&mut *connection)
         .await?;
     if written.rows_affected() != 1 {
         return Ok(false);
@@ -237,7 +238,7 @@ async fn discard(
 }
 
 async fn audit(
-    connection: &mut MySqlConnection,
+    connection: &mut Bounded<MySql>,
     dead: &DeadMessage,
     act: &OperatorAct,
     context: &ActContext,
@@ -263,7 +264,7 @@ async fn audit(
     .bind(dead.message_id)
     .bind(new_id)
     .bind(&dead.reason)
-    .execute(connection)
+    .run(connection)
     .await?;
     Ok(())
 }

@@ -4,13 +4,14 @@ use std::time::Duration;
 
 use chrono::{DateTime, Utc};
 use sqlx::mysql::MySqlRow;
-use sqlx::{MySql, MySqlConnection, QueryBuilder, Row};
+use sqlx::{MySql, QueryBuilder, Row};
 
 use super::super::door::headers_from_json;
 use super::super::{text, waiting};
 use super::count_of;
 use crate::error::StoreError;
 use crate::message::Message;
+use crate::store::bounded::{Ask, Bounded};
 use crate::store::{ConsumerId, DeadFilter, DeadMessage, DeadPlace, HistoryEntry};
 
 /// How many a list shows unless told otherwise.
@@ -28,7 +29,7 @@ pub(super) enum FoundRow {
 }
 
 /// Dead messages of both places, oldest first.
-pub(super) async fn find(connection: &mut MySqlConnection, filter: &DeadFilter) -> Result<Vec<Found>, StoreError> {
+pub(super) async fn find(connection: &mut Bounded<MySql>, filter: &DeadFilter) -> Result<Vec<Found>, StoreError> {
     let limit = if filter.limit == 0 { LIST_DEFAULT } else { filter.limit };
     let (wants_outbox, wants_consumers) = match filter.consumer.as_deref() {
         None => (true, true),
@@ -63,7 +64,7 @@ fn parse_number(given: &str) -> Result<(char, i64), StoreError> {
 }
 
 async fn find_in_outbox(
-    connection: &mut MySqlConnection,
+    connection: &mut Bounded<MySql>,
     filter: &DeadFilter,
     position: Option<i64>,
     limit: usize,
@@ -83,12 +84,12 @@ async fn find_in_outbox(
         query.push(" and d.reason = ").push_bind(reason.clone());
     }
     query.push(" order by d.diverted_at, d.position limit ").push_bind(i64::try_from(limit).unwrap_or(i64::MAX));
-    let rows = query.build().persistent(false).fetch_all(connection).await?;
+    let rows = query.build().persistent(false).all(connection).await?;
     rows.iter().map(found_in_outbox).collect()
 }
 
 async fn find_of_consumers(
-    connection: &mut MySqlConnection,
+    connection: &mut Bounded<MySql>,
     filter: &DeadFilter,
     sequence: Option<i64>,
     limit: usize,
@@ -112,7 +113,7 @@ async fn find_of_consumers(
         query.push(" and w.reason = ").push_bind(reason.clone().into_bytes());
     }
     query.push(" order by w.dead_at, w.sequence limit ").push_bind(i64::try_from(limit).unwrap_or(i64::MAX));
-    let rows = query.build().persistent(false).fetch_all(connection).await?;
+    let rows = query.build().persistent(false).all(connection).await?;
     rows.iter().map(found_of_consumer).collect()
 }
 

@@ -1,28 +1,28 @@
 //! How things stand: shards, counts, ages.
 
 use sqlx::mysql::MySqlRow;
-use sqlx::{MySqlConnection, Row};
+use sqlx::{MySql, Row};
 
 use super::super::text;
 use super::count_of;
 use crate::error::StoreError;
+use crate::store::bounded::{Ask, Bounded};
 use crate::store::{ConsumerStatus, ShardStatus, Status};
 
 /// Rows that are counted one by one; more are estimated.
 const COUNT_MAX: i64 = 100_000;
 
 /// Everything but the e-mails.
-pub(super) async fn read(connection: &mut MySqlConnection) -> Result<Status, StoreError> {
-    let shards = sqlx::query(SHARDS).fetch_all(&mut *connection).await?;
-    let diverted: Vec<(String, i64)> = sqlx::query_as("select state, count(*) from oncebox_outbox_dead group by state")
-        .fetch_all(&mut *connection)
-        .await?;
+pub(super) async fn read(connection: &mut Bounded<MySql>) -> Result<Status, StoreError> {
+    let shards = sqlx::query(SHARDS).all(&mut *connection).await?;
+    let diverted: Vec<(String, i64)> =
+        sqlx::query_as("select state, count(*) from oncebox_outbox_dead group by state").all(&mut *connection).await?;
     let of_state =
         |wanted: &str| diverted.iter().find(|(state, _)| state == wanted).map_or(0, |(_, count)| count_of(*count));
     let oldest: Option<i64> = sqlx::query_scalar(
         "select timestampdiff(microsecond, created_at, utc_timestamp(6)) from oncebox_outbox order by position limit 1",
     )
-    .fetch_optional(&mut *connection)
+    .optional(&mut *connection)
     .await?;
     Ok(Status {
         shards: shards.iter().map(shard_status).collect::<Result<_, _>>()?,
@@ -58,10 +58,9 @@ fn shard_status(row: &MySqlRow) -> Result<ShardStatus, StoreError> {
     })
 }
 
-async fn consumers(connection: &mut MySqlConnection) -> Result<Vec<ConsumerStatus>, StoreError> {
-    let names: Vec<(i32, Vec<u8>)> = sqlx::query_as("select consumer_id, name from oncebox_consumer order by name")
-        .fetch_all(&mut *connection)
-        .await?;
+async fn consumers(connection: &mut Bounded<MySql>) -> Result<Vec<ConsumerStatus>, StoreError> {
+    let names: Vec<(i32, Vec<u8>)> =
+        sqlx::query_as("select consumer_id, name from oncebox_consumer order by name").all(&mut *connection).await?;
     let mut consumers = Vec::with_capacity(names.len());
     for (id, name) in names {
         let row = sqlx::query(
@@ -76,7 +75,7 @@ async fn consumers(connection: &mut MySqlConnection) -> Result<Vec<ConsumerStatu
         .bind(id)
         .bind(id)
         .bind(id)
-        .fetch_one(&mut *connection)
+        .one(&mut *connection)
         .await?;
         let (waiting, held): (i64, i64) = (row.try_get("waiting")?, row.try_get("held")?);
         let inbox = "select 1 from oncebox_inbox where consumer_id = ? limit ?";
@@ -94,7 +93,7 @@ async fn consumers(connection: &mut MySqlConnection) -> Result<Vec<ConsumerStatu
 
 /// Counts up to [`COUNT_MAX`]; above it, what the server estimates for the table.
 async fn counted(
-    connection: &mut MySqlConnection,
+    connection: &mut Bounded<MySql>,
     table: &'static str,
     rows: &'static str,
     consumer: Option<i32>,
@@ -103,7 +102,7 @@ async fn counted(
     if let Some(consumer) = consumer {
         query = query.bind(consumer);
     }
-    let count: i64 = query.bind(COUNT_MAX + 1).fetch_one(&mut *connection).await?;
+    let count: i64 = query.bind(COUNT_MAX + 1).one(&mut *connection).await?;
     if count <= COUNT_MAX {
         return Ok(count_of(count));
     }
@@ -111,7 +110,7 @@ async fn counted(
         "select cast(table_rows as signed) from information_schema.tables where table_schema = database() and table_name = ?",
     )
     .bind(table)
-    .fetch_one(connection)
+    .one(connection)
     .await?;
     Ok(count_of(estimate.unwrap_or(0).max(count)))
 }

@@ -1,5 +1,6 @@
 //! Dead and held rows as the relay reads them.
 
+use futures::TryStreamExt;
 use sqlx::{Pool, Sqlite, query, query_as};
 
 use super::mark::positions_json;
@@ -44,13 +45,26 @@ pub(super) async fn requests(pool: &Pool<Sqlite>) -> Result<Vec<OperatorRequest>
     rows.into_iter().map(request).collect()
 }
 
-pub(super) async fn held(pool: &Pool<Sqlite>, positions: &[i64]) -> Result<Vec<OutboxRow>, StoreError> {
-    let rows = query(
+pub(super) async fn held(
+    pool: &Pool<Sqlite>,
+    positions: &[i64],
+    bytes_max: usize,
+) -> Result<Vec<OutboxRow>, StoreError> {
+    let stored = query(
         "select position, bucket, message_id, topic, key, kind, headers, payload, content_type, created_at \
          from oncebox_outbox_dead where position in (select value from json_each(?)) order by position",
     );
-    let rows = rows.bind(positions_json(positions)).fetch_all(pool).await?;
-    rows.iter().map(|row| outbox_row(row, 0)).collect()
+    let mut stream = stored.bind(positions_json(positions)).fetch(pool);
+    let (mut rows, mut bytes) = (Vec::new(), 0);
+    while let Some(row) = stream.try_next().await? {
+        let row = outbox_row(&row, 0)?;
+        bytes += row.message.weight();
+        rows.push(row);
+        if bytes >= bytes_max {
+            break;
+        }
+    }
+    Ok(rows)
 }
 
 fn limit_of(limit: usize) -> i64 {

@@ -1,0 +1,446 @@
+//! Connections whose server must answer within a bound. A frozen server, a half-open TCP connection, a cut cable: all say
+//! nothing, and sqlx, which has no read deadline, would wait for ever (R28).
+//!
+//! Guarantees:
+//!
+//! * Between two parts of an answer at most the answer timeout passes. Then the statement fails as an I/O error that timed out:
+//!   nobody's failure, and of a COMMIT an unknown outcome (G10, G12).
+//! * A connection goes back to the pool only when nothing is under way on it. One that fell silent or broke, whose statement was
+//!   dropped half way, or that is dropped inside a transaction, is closed and never used again. So a `begin` may be dropped at any
+//!   moment: a transaction that it opened dies with its connection, and no later write is lost in it.
+//! * Giving a connection back is bounded too: a silent server keeps no place of the pool.
+//!
+//! sqlx gives nobody its socket, so neither keep-alive nor `TCP_USER_TIMEOUT` can be set on this side of a connection.
+//!
+//! Not here: what handlers and applications run on the plain connection, which the handler timeout bounds; migrations.
+
+use std::borrow::BorrowMut;
+use std::fmt;
+use std::future::Future;
+use std::io;
+use std::ops::ControlFlow;
+use std::time::Duration;
+
+use futures::TryStreamExt;
+use futures::future::BoxFuture;
+use futures::stream::BoxStream;
+use sqlx::pool::PoolConnection;
+use sqlx::query::{Query, QueryAs, QueryScalar};
+use sqlx::{Connection, Database, Either, Execute, Executor, FromRow, IntoArguments, Pool, RawSql, SqlSafeStr, SqlStr};
+use sqlx_core::transaction::TransactionManager;
+use tokio::time::timeout;
+
+use crate::error::StoreError;
+use crate::store::door::commit_error;
+
+/// A pooled connection that rested for longer is asked for a sign of life before it is used.
+const RESTED: Duration = Duration::from_secs(1);
+/// How long a sign of life, or a connection, may take; an answer to a statement may take longer.
+const SIGN_OF_LIFE_MAX: Duration = Duration::from_secs(5);
+const CONNECT_MAX: Duration = Duration::from_secs(30);
+
+/// One part of an answer: the end of a statement, or a row.
+type Part<Db> = Either<<Db as Database>::QueryResult, <Db as Database>::Row>;
+
+/// A database behind a network.
+pub(super) trait Remote: Database<Arguments: IntoArguments<Self>> {
+    /// Sends a statement; sqlx's own trait cannot be asked for in generic code that must be `Send`.
+    fn send<'e, 'q: 'e, E>(connection: &'e mut Self::Connection, query: E) -> BoxStream<'e, sqlx::Result<Part<Self>>>
+    where
+        E: Execute<'q, Self> + 'q;
+
+    /// Has the server look at a statement.
+    fn prepare(connection: &mut Self::Connection, sql: SqlStr) -> BoxFuture<'_, sqlx::Result<Self::Statement>>;
+}
+
+macro_rules! remote {
+    ($feature:literal, $db:ty) => {
+        #[cfg(feature = $feature)]
+        impl Remote for $db {
+            fn send<'e, 'q: 'e, E>(
+                connection: &'e mut Self::Connection,
+                query: E,
+            ) -> BoxStream<'e, sqlx::Result<Part<Self>>>
+            where
+                E: Execute<'q, Self> + 'q,
+            {
+                connection.fetch_many(query)
+            }
+
+            fn prepare(connection: &mut Self::Connection, sql: SqlStr) -> BoxFuture<'_, sqlx::Result<Self::Statement>> {
+                Executor::prepare(connection, sql)
+            }
+        }
+    };
+}
+
+remote!("postgres", sqlx::Postgres);
+remote!("mysql", sqlx::MySql);
+
+/// A pool of such connections.
+#[derive(Debug)]
+pub(super) struct BoundedPool<Db: Remote> {
+    pool: Pool<Db>,
+    answer_timeout: Duration,
+}
+
+impl<Db: Remote> Clone for BoundedPool<Db> {
+    fn clone(&self) -> Self {
+        Self { pool: self.pool.clone(), answer_timeout: self.answer_timeout }
+    }
+}
+
+/// What every pool of ours has in common: connecting is bounded, and a connection that rested must give a sign of life. A sign
+/// before every use would cost a round trip.
+pub(super) fn pool_options<Db: Remote>(connections_max: u32, answer_timeout: Duration) -> sqlx::pool::PoolOptions<Db> {
+    let sign_of_life_max = answer_timeout.min(SIGN_OF_LIFE_MAX);
+    sqlx::pool::PoolOptions::new()
+        .max_connections(connections_max)
+        .acquire_timeout(answer_timeout.min(CONNECT_MAX))
+        .test_before_acquire(false)
+        .before_acquire(move |connection: &mut Db::Connection, rest| {
+            Box::pin(async move {
+                if rest.idle_for > RESTED {
+                    let alive = timeout(sign_of_life_max, connection.ping()).await;
+                    alive.map_err(|_| silent(sign_of_life_max))??;
+                }
+                Ok(true)
+            })
+        })
+}
+
+impl<Db: Remote> BoundedPool<Db> {
+    pub(super) fn new(pool: Pool<Db>, answer_timeout: Duration) -> Self {
+        Self { pool, answer_timeout }
+    }
+
+    /// The pool as sqlx has it.
+    pub(super) fn plain(&self) -> &Pool<Db> {
+        &self.pool
+    }
+
+    pub(super) async fn acquire(&self) -> sqlx::Result<Bounded<Db>> {
+        Ok(Bounded::new(Held::Pooled(self.pool.acquire().await?), self.answer_timeout))
+    }
+
+    /// A connection out of the pool: it is shared with nobody, and never given back.
+    pub(super) async fn dedicated(&self) -> sqlx::Result<Bounded<Db>> {
+        Ok(Bounded::new(Held::Own(self.pool.acquire().await?.detach()), self.answer_timeout))
+    }
+
+    /// A connection inside a transaction. `BEGIN` is the sign of life of one that did not rest: where it died in the pool,
+    /// nothing was done yet, and the next one is taken.
+    pub(super) async fn begin(&self, statement: &'static str) -> sqlx::Result<Bounded<Db>> {
+        let mut others = self.pool.size();
+        loop {
+            let mut connection = self.acquire().await?;
+            match connection.begin(statement).await {
+                Ok(()) => return Ok(connection),
+                Err(error) if others > 0 && ended_at_rest(&error) => others -= 1,
+                Err(error) => return Err(error),
+            }
+        }
+    }
+
+    /// Closes the pool; connections that are still used after the bound are closed when they come back.
+    pub(super) async fn close(&self) {
+        if timeout(self.answer_timeout, self.pool.close()).await.is_err() {
+            tracing::warn!("connections were still in use when the database was closed");
+        }
+    }
+}
+
+/// Whether a connection that rested in the pool had ended meanwhile. One that says nothing is no such case: the next one would
+/// be waited for as long.
+fn ended_at_rest(error: &sqlx::Error) -> bool {
+    match error {
+        sqlx::Error::Io(error) => error.kind() != io::ErrorKind::TimedOut,
+        sqlx::Error::Protocol(_) => true,
+        sqlx::Error::Database(_) => crate::error::classify::is_unavailable(error),
+        _ => false,
+    }
+}
+
+/// Where a connection comes from, and goes back to.
+enum Held<Db: Database> {
+    Pooled(PoolConnection<Db>),
+    Own(Db::Connection),
+}
+
+/// In what state it is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum State {
+    Rests,
+    /// A statement is under way, or was dropped under way.
+    Works,
+    /// Silent or broken: not used again.
+    GivenUp,
+}
+
+/// A connection whose server must answer.
+pub(super) struct Bounded<Db: Remote> {
+    held: Option<Held<Db>>,
+    state: State,
+    in_transaction: bool,
+    answer_timeout: Duration,
+}
+
+impl<Db: Remote> Bounded<Db> {
+    fn new(held: Held<Db>, answer_timeout: Duration) -> Self {
+        Self { held: Some(held), state: State::Rests, in_transaction: false, answer_timeout }
+    }
+
+    /// The plain connection: whoever uses it bounds his own statements.
+    pub(super) fn plain(&mut self) -> &mut Db::Connection {
+        match &mut self.held {
+            Some(Held::Pooled(connection)) => connection,
+            Some(Held::Own(connection)) => connection,
+            None => unreachable!("`held` is taken only by what consumes or drops this"),
+        }
+    }
+
+    /// Begins a transaction.
+    ///
+    /// # Cancel safety
+    /// Dropped half way, the connection is closed with this value.
+    pub(super) async fn begin(&mut self, statement: &'static str) -> sqlx::Result<()> {
+        // From here on: where the answer is lost, the transaction may be open.
+        self.in_transaction = true;
+        let statement = Some(statement.into_sql_str());
+        self.within(|connection| Box::pin(Db::TransactionManager::begin(connection, statement))).await
+    }
+
+    /// Commits.
+    ///
+    /// # Errors
+    /// [`StoreError::CommitUnknown`] where the answer was lost.
+    pub(super) async fn commit(&mut self) -> Result<(), StoreError> {
+        let done = self.within(|connection| Box::pin(Db::TransactionManager::commit(connection))).await;
+        self.in_transaction = done.is_err();
+        done.map_err(commit_error)
+    }
+
+    /// Rolls back.
+    pub(super) async fn rollback(&mut self) -> sqlx::Result<()> {
+        let done = self.within(|connection| Box::pin(Db::TransactionManager::rollback(connection))).await;
+        self.in_transaction = done.is_err();
+        done
+    }
+
+    /// Has the server look at a statement.
+    pub(super) async fn prepare(&mut self, sql: impl SqlSafeStr) -> sqlx::Result<Db::Statement> {
+        let sql = sql.into_sql_str();
+        self.within(|connection| Db::prepare(connection, sql)).await
+    }
+
+    /// Nothing will be heard on it any more: whatever is asked fails at once.
+    pub(super) fn give_up(&mut self) {
+        self.state = State::GivenUp;
+    }
+
+    /// Ends the connection, politely.
+    pub(super) async fn close(mut self) {
+        let Some(held) = self.held.take() else { return };
+        let closing = async move {
+            match held {
+                Held::Pooled(connection) => connection.close().await,
+                Held::Own(connection) => connection.close().await,
+            }
+        };
+        // It ends anyway.
+        let _ = timeout(self.answer_timeout.min(SIGN_OF_LIFE_MAX), closing).await;
+    }
+
+    /// Runs a statement and hands over each part of its answer as it comes. After a break the connection is of no further use:
+    /// the rest of the answer is not waited for.
+    pub(super) async fn parts<'q>(
+        &mut self,
+        query: impl Execute<'q, Db> + 'q,
+        mut take: impl FnMut(Part<Db>) -> ControlFlow<()> + Send,
+    ) -> sqlx::Result<()> {
+        self.start()?;
+        let limit = self.answer_timeout;
+        let outcome = {
+            let mut parts = Db::send(self.plain(), query);
+            loop {
+                match timeout(limit, parts.try_next()).await {
+                    Ok(Ok(Some(part))) => match take(part) {
+                        ControlFlow::Continue(()) => {}
+                        ControlFlow::Break(()) => return Ok(()),
+                    },
+                    Ok(Ok(None)) => break Ok(()),
+                    Ok(Err(error)) => break Err(error),
+                    Err(_) => break Err(silent(limit)),
+                }
+            }
+        };
+        self.settle(&outcome);
+        outcome
+    }
+
+    async fn within<T>(
+        &mut self,
+        work: impl for<'c> FnOnce(&'c mut Db::Connection) -> BoxFuture<'c, sqlx::Result<T>>,
+    ) -> sqlx::Result<T> {
+        self.start()?;
+        let limit = self.answer_timeout;
+        let outcome = timeout(limit, work(self.plain())).await.unwrap_or_else(|_| Err(silent(limit)));
+        self.settle(&outcome);
+        outcome
+    }
+
+    fn start(&mut self) -> sqlx::Result<()> {
+        if self.state == State::GivenUp {
+            let why = "the connection was given up";
+            return Err(sqlx::Error::Io(io::Error::new(io::ErrorKind::NotConnected, why)));
+        }
+        self.state = State::Works;
+        Ok(())
+    }
+
+    fn settle<T>(&mut self, outcome: &sqlx::Result<T>) {
+        self.state = match outcome {
+            Err(sqlx::Error::Io(_) | sqlx::Error::Protocol(_) | sqlx::Error::Tls(_)) => State::GivenUp,
+            _ => State::Rests,
+        };
+    }
+}
+
+impl<Db: Remote> Drop for Bounded<Db> {
+    fn drop(&mut self) {
+        let Some(Held::Pooled(mut connection)) = self.held.take() else { return };
+        let fit = self.state == State::Rests && !self.in_transaction;
+        match tokio::runtime::Handle::try_current() {
+            // What sqlx does at a drop, but not for ever: what is dropped at the deadline is closed and leaves its place.
+            Ok(runtime) if fit => drop(runtime.spawn(timeout(self.answer_timeout, connection.return_to_pool()))),
+            _ => drop(connection.detach()),
+        }
+    }
+}
+
+impl<Db: Remote> fmt::Debug for Bounded<Db> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (state, in_transaction) = (&self.state, &self.in_transaction);
+        f.debug_struct("Bounded").field("state", state).field("in_transaction", in_transaction).finish_non_exhaustive()
+    }
+}
+
+fn silent(limit: Duration) -> sqlx::Error {
+    let what = format!("the server has said nothing for {}", humantime::format_duration(limit));
+    sqlx::Error::Io(io::Error::new(io::ErrorKind::TimedOut, what))
+}
+
+/// Where a statement may run: on a connection, or on whichever the pool gives.
+pub(super) trait Reach<Db: Remote>: Send {
+    /// The connection, for as long as the statement runs.
+    type Place: BorrowMut<Bounded<Db>> + Send;
+
+    fn reach(self) -> impl Future<Output = sqlx::Result<Self::Place>> + Send;
+}
+
+impl<Db: Remote> Reach<Db> for &mut Bounded<Db> {
+    type Place = Self;
+
+    async fn reach(self) -> sqlx::Result<Self> {
+        Ok(self)
+    }
+}
+
+impl<Db: Remote> Reach<Db> for &BoundedPool<Db> {
+    type Place = Bounded<Db>;
+
+    async fn reach(self) -> sqlx::Result<Bounded<Db>> {
+        self.acquire().await
+    }
+}
+
+/// A statement, and what its rows become: sqlx's `fetch_all` and the like, within the bound.
+pub(super) trait Ask<'q, Db: Remote>: Execute<'q, Db> + 'q {
+    /// What a row becomes.
+    type Answer: Send;
+
+    fn answer(row: Db::Row) -> sqlx::Result<Self::Answer>;
+
+    /// All answers.
+    fn all(self, place: impl Reach<Db>) -> impl Future<Output = sqlx::Result<Vec<Self::Answer>>> + Send {
+        async move {
+            let (mut answers, mut wrong) = (Vec::new(), None);
+            let take = |part| {
+                match part {
+                    Either::Left(_) => {}
+                    Either::Right(row) => match Self::answer(row) {
+                        Ok(answer) => answers.push(answer),
+                        Err(error) => wrong = Some(error),
+                    },
+                }
+                ControlFlow::Continue(())
+            };
+            place.reach().await?.borrow_mut().parts(self, take).await?;
+            wrong.map_or(Ok(answers), Err)
+        }
+    }
+
+    /// The first answer, where there is one.
+    fn optional(self, place: impl Reach<Db>) -> impl Future<Output = sqlx::Result<Option<Self::Answer>>> + Send {
+        async move { Ok(self.all(place).await?.into_iter().next()) }
+    }
+
+    /// The only answer.
+    fn one(self, place: impl Reach<Db>) -> impl Future<Output = sqlx::Result<Self::Answer>> + Send {
+        async move { self.optional(place).await?.ok_or(sqlx::Error::RowNotFound) }
+    }
+
+    /// What was changed.
+    fn run(self, place: impl Reach<Db>) -> impl Future<Output = sqlx::Result<Db::QueryResult>> + Send {
+        async move {
+            let mut result = Db::QueryResult::default();
+            let take = |part| {
+                if let Either::Left(done) = part {
+                    result.extend([done]);
+                }
+                ControlFlow::Continue(())
+            };
+            place.reach().await?.borrow_mut().parts(self, take).await?;
+            Ok(result)
+        }
+    }
+}
+
+impl<'q, Db: Remote> Ask<'q, Db> for Query<'q, Db, Db::Arguments> {
+    type Answer = Db::Row;
+
+    fn answer(row: Db::Row) -> sqlx::Result<Db::Row> {
+        Ok(row)
+    }
+}
+
+impl<Db: Remote> Ask<'_, Db> for RawSql {
+    type Answer = Db::Row;
+
+    fn answer(row: Db::Row) -> sqlx::Result<Db::Row> {
+        Ok(row)
+    }
+}
+
+impl<'q, Db: Remote, O> Ask<'q, Db> for QueryAs<'q, Db, O, Db::Arguments>
+where
+    O: for<'r> FromRow<'r, Db::Row> + Send + 'q,
+{
+    type Answer = O;
+
+    fn answer(row: Db::Row) -> sqlx::Result<O> {
+        O::from_row(&row)
+    }
+}
+
+impl<'q, Db: Remote, O> Ask<'q, Db> for QueryScalar<'q, Db, O, Db::Arguments>
+where
+    O: Send + 'q,
+    (O,): for<'r> FromRow<'r, Db::Row>,
+{
+    type Answer = O;
+
+    fn answer(row: Db::Row) -> sqlx::Result<O> {
+        <(O,)>::from_row(&row).map(|(answer,)| answer)
+    }
+}

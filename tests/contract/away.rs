@@ -1,0 +1,167 @@
+//! A database that goes away in the middle of work, whatever the work (G10, R28): connections are cut and refused, or say nothing
+//! more, at one request after the other, before the server has seen it and after. It comes back a moment later. Nothing is
+//! restarted, no try is counted for it, nothing is lost, doubled or reordered.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use oncebox::StoreError;
+use oncebox::runtime::sender::{EmailTransport, Sender, SenderOptions};
+use oncebox::store::{NewEmail, StoreOptions};
+use tokio_util::sync::CancellationToken;
+
+use super::kit::{Act, Behind, Does, SOON, Sql, behind_a_proxy, consumer_options, fails, relay_options};
+use super::proxy::{Failure, When};
+use super::sender::smtp;
+use super::support::eventually;
+
+/// Moments of failure: after so many requests, before the next one arrives or before its answer does.
+fn moments(failure: Failure) -> impl Iterator<Item = (u32, When)> {
+    let requests: &[u32] = match failure {
+        Failure::Cut => &[0, 1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 15],
+        // Each costs the answer timeout.
+        _ => &[0, 1, 3, 5, 8],
+    };
+    let both = |n: &u32| [(*n, When::BeforeRequest), (*n, When::BeforeAnswer)];
+    requests.iter().flat_map(both)
+}
+
+fn patient() -> StoreOptions {
+    StoreOptions { answer_timeout: Some(Duration::from_secs(2)), ..StoreOptions::new("") }
+}
+
+/// A wait for all rounds of a test: some end with a pace of seconds.
+const LONG: Duration = Duration::from_secs(240);
+
+async fn relay<S: Sql>(behind: Behind<S>, failure: Failure) {
+    let Behind { direct, through, proxy } = behind;
+    let relay = through.relay(relay_options());
+    let mut all = Vec::new();
+    for (requests, when) in moments(failure) {
+        let names: Vec<String> = (0..6).map(|i| format!("{}{requests}{when:?}{i}", ["a", "b", "c"][i % 3])).collect();
+        proxy.fail_after(requests, when, failure);
+        direct.enqueue("t", &names.iter().map(String::as_str).collect::<Vec<_>>()).await;
+        all.extend(names);
+        eventually("it failed and works again", LONG, || async { proxy.has_failed().then_some(()) }).await;
+        eventually("all of them are published", LONG, || async {
+            (super::kit::first_occurrences(direct.published("t").await).len() == all.len()).then_some(())
+        })
+        .await;
+    }
+    assert_eq!(super::kit::first_occurrences(direct.published("t").await), all, "in order, none lost");
+    let status = direct.until_status("all of it is marked", |status| status.pending == 0).await;
+    assert_eq!((status.held, status.dead), (0, 0));
+    assert!(!relay.task.is_finished(), "no restart");
+    relay.end().await.unwrap();
+    through.store.close().await;
+}
+
+/// The first two tries of every second message fail, so that it runs in a batch, alone, and out of the waiting table.
+async fn consumer<S: Sql>(behind: Behind<S>, failure: Failure) {
+    let Behind { direct, through, proxy } = behind;
+    let tries: Arc<Mutex<BTreeMap<String, BTreeSet<u32>>>> = Arc::default();
+    let seen = Arc::clone(&tries);
+    let handler = move |name: &str, message: &oncebox::Message| {
+        seen.lock().unwrap().entry(name.to_owned()).or_default().insert(message.attempt);
+        if name.starts_with('a') && message.attempt < 3 { fails() } else { Act::Done }
+    };
+    let consumer = through.consumer(consumer_options(), Does(handler));
+    let mut all: BTreeMap<char, Vec<String>> = BTreeMap::new();
+    for (requests, when) in moments(failure) {
+        let names: Vec<String> = (0..4).map(|i| format!("{}{requests}{when:?}{i}", ["a", "b"][i % 2])).collect();
+        proxy.fail_after(requests, when, failure);
+        direct.deliver_all(&names.iter().map(String::as_str).collect::<Vec<_>>());
+        for name in names {
+            all.entry(name.chars().next().unwrap()).or_default().push(name);
+        }
+        let count: usize = all.values().map(Vec::len).sum();
+        eventually("it failed and works again", LONG, || async { proxy.has_failed().then_some(()) }).await;
+        eventually("all effects are there", LONG, || async { (direct.effects().await.len() >= count).then_some(()) })
+            .await;
+    }
+    let mut effects: BTreeMap<char, Vec<String>> = BTreeMap::new();
+    for effect in direct.effects().await {
+        effects.entry(effect.chars().next().unwrap()).or_default().push(effect);
+    }
+    assert_eq!(effects, all, "once, in the order of their keys");
+    for (name, tries) in tries.lock().unwrap().iter() {
+        let wanted = if name.starts_with('a') { BTreeSet::from([1, 2, 3]) } else { BTreeSet::from([1]) };
+        assert_eq!(*tries, wanted, "the tries of {name}: one was counted for the database");
+    }
+    direct.until_consumer("nothing waits", |ledger| ledger.waiting == 0).await;
+    assert!(direct.dead().await.is_empty());
+    assert!(!consumer.task.is_finished(), "no restart");
+    consumer.end().await;
+    through.store.close().await;
+}
+
+async fn sender<S: Sql>(behind: Behind<S>, failure: Failure) {
+    let Behind { direct, through, proxy } = behind;
+    let (url, taken) = smtp(&[]).await;
+    let options = SenderOptions { from: "shop@example.com".into(), attempts_max: 5, until_empty: false };
+    let transport = EmailTransport::smtp(&url).unwrap();
+    let sender = Sender::new(through.store.clone(), transport, options, through.health.clone()).unwrap();
+    let stop = CancellationToken::new();
+    let token = stop.clone();
+    let running = tokio::spawn(async move { sender.run(token).await });
+    let mut sent = 0;
+    for (requests, when) in moments(failure) {
+        let mut tx = direct.store.pool().begin().await.unwrap();
+        for part in 0..2 {
+            let email = NewEmail {
+                unique_key: format!("{requests}{when:?}{part}"),
+                recipient: "someone@example.com".into(),
+                subject: "Receipt".into(),
+                body: "Thank you.".into(),
+            };
+            assert!(S::queue_email(&mut tx, &email).await.unwrap());
+        }
+        proxy.fail_after(requests, when, failure);
+        tx.commit().await.unwrap();
+        sent += 2;
+        eventually("it failed and works again", LONG, || async { proxy.has_failed().then_some(()) }).await;
+        eventually("all are sent", LONG, || async {
+            (direct.store.emails_pending().await.unwrap() == 0).then_some(())
+        })
+        .await;
+        assert_eq!(taken.lock().unwrap().len(), sent, "each went out once");
+    }
+    let table = if S::NAME == "postgres" { "oncebox.email" } else { "oncebox_email" };
+    let tries = format!("select cast(sum(attempts) as char(9)) from {table} where state = 'sent'");
+    assert_eq!(direct.store.texts(&tries).await[0].trim(), sent.to_string(), "a try was counted for the database");
+    assert!(!running.is_finished(), "no restart");
+    stop.cancel();
+    running.await.unwrap().unwrap();
+    through.store.close().await;
+}
+
+/// What an operator's command asks of a server that says nothing ends, and so does the next one, until the server is back.
+async fn commands<S: Sql>(behind: Behind<S>) {
+    let Behind { through, proxy, .. } = behind;
+    through.store.status().await.unwrap();
+    proxy.fails(Failure::Silence);
+    for _ in 0..3 {
+        let status = tokio::time::timeout(SOON, through.store.status()).await.expect("within the bound");
+        assert!(matches!(status, Err(StoreError::Unavailable(_))), "{status:?}");
+    }
+    proxy.works();
+    eventually("it works again", SOON, || async { through.store.status().await.ok() }).await;
+    tokio::time::timeout(SOON, through.store.close()).await.expect("closing is bounded");
+}
+
+behind_a_proxy! {
+    g10_a_relay_whose_database_goes_away_in_the_middle_goes_on_when_it_is_back:
+        |behind| relay(behind, Failure::Cut), StoreOptions::new("");
+    g10_a_consumer_whose_database_goes_away_in_the_middle_goes_on_when_it_is_back:
+        |behind| consumer(behind, Failure::Cut), StoreOptions::new("");
+    g10_a_sender_whose_database_goes_away_in_the_middle_goes_on_when_it_is_back:
+        |behind| sender(behind, Failure::Cut), StoreOptions::new("");
+    r28_a_relay_whose_database_falls_silent_goes_on_with_a_fresh_connection:
+        |behind| relay(behind, Failure::Silence), patient();
+    r28_a_consumer_whose_database_falls_silent_goes_on_with_a_fresh_connection:
+        |behind| consumer(behind, Failure::Silence), patient();
+    r28_a_sender_whose_database_falls_silent_goes_on_with_a_fresh_connection:
+        |behind| sender(behind, Failure::Silence), patient();
+    r28_what_is_asked_of_a_silent_server_ends: commands, patient();
+}

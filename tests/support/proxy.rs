@@ -1,0 +1,250 @@
+//! A proxy before a database server whose network can fail: in the middle of a request, or between a request and its answer.
+#![allow(dead_code, clippy::unwrap_used)] // each test binary uses its part
+
+use std::net::SocketAddr;
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::tcp::{OwnedReadHalf, OwnedWriteHalf};
+use tokio::net::{TcpListener, TcpSocket, TcpStream};
+use tokio::sync::watch;
+
+/// How the network fails.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Failure {
+    /// Connections are closed, new ones refused.
+    Cut,
+    /// Nothing is closed and nothing arrives: a frozen server, a half-open connection. The server's end is closed with the
+    /// client's.
+    Silence,
+    /// As above, and the server hears nothing of an end either: its session stays until it ends it by itself.
+    Deafness,
+}
+
+/// When it fails: before the request arrives at the server, or after the server has answered and before that arrives.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum When {
+    BeforeRequest,
+    BeforeAnswer,
+}
+
+/// What makes it fail.
+#[derive(Debug, Clone)]
+struct Armed {
+    /// Requests that come through before.
+    requests: u32,
+    /// Only those that hold this text, on a connection that has sent the other one since the last of those.
+    text: Option<(&'static str, &'static str)>,
+    when: When,
+    failure: Failure,
+    /// How long; then new connections work.
+    lasts: Duration,
+}
+
+#[derive(Debug)]
+struct Shared {
+    server: String,
+    /// What is wrong, and how often something went wrong so far: a connection of an earlier time never works again.
+    state: watch::Sender<(Option<Failure>, u32)>,
+    armed: Mutex<Option<Armed>>,
+}
+
+/// One address in place of a server's.
+#[derive(Debug)]
+pub(crate) struct Proxy {
+    pub(crate) url: String,
+    shared: Arc<Shared>,
+}
+
+impl Proxy {
+    /// Before the server of this URL, in clear text.
+    pub(crate) fn before(server: &str, clear: &str) -> Self {
+        let mut url = url::Url::parse(server).unwrap();
+        let default = if url.scheme() == "mysql" { 3306 } else { 5432 };
+        let address = format!("{}:{}", url.host_str().unwrap(), url.port().unwrap_or(default));
+        // Bound and never listening: the port stays ours while nobody listens, and connecting to it is refused.
+        let reserved = socket("127.0.0.1:0".parse().unwrap());
+        let here = reserved.local_addr().unwrap();
+        url.set_host(Some("127.0.0.1")).unwrap();
+        url.set_port(Some(here.port())).unwrap();
+        url.set_query(Some(clear));
+        let state = watch::Sender::new((None, 0));
+        let shared = Arc::new(Shared { server: address, state, armed: Mutex::new(None) });
+        let serving = Arc::clone(&shared);
+        let listener = listen(here);
+        tokio::spawn(async move {
+            let _reserved = reserved;
+            serve(listener, here, serving).await;
+        });
+        Self { url: url.to_string(), shared }
+    }
+
+    /// The network fails at the request that comes after so many others, and works again a moment later.
+    pub(crate) fn fail_after(&self, requests: u32, when: When, failure: Failure) {
+        let lasts = Duration::from_millis(150);
+        *self.shared.armed.lock().unwrap() = Some(Armed { requests, text: None, when, failure, lasts });
+    }
+
+    /// It fails at a request with the text `at` on a connection that has sent `since` before, and other connections go on.
+    pub(crate) fn fail_at(&self, since: &'static str, at: &'static str, when: When, failure: Failure) {
+        let text = Some((since, at));
+        let lasts = Duration::ZERO;
+        *self.shared.armed.lock().unwrap() = Some(Armed { requests: 0, text, when, failure, lasts });
+    }
+
+    /// Nothing is to fail any more.
+    pub(crate) fn has_failed(&self) -> bool {
+        self.shared.armed.lock().unwrap().is_none() && self.shared.state.borrow().0.is_none()
+    }
+
+    /// Fails now, for all connections, until [`Proxy::works`].
+    pub(crate) fn fails(&self, failure: Failure) {
+        self.shared.state.send_modify(|(now, times)| (*now, *times) = (Some(failure), *times + 1));
+    }
+
+    /// New connections work.
+    pub(crate) fn works(&self) {
+        self.shared.state.send_modify(|(now, _)| *now = None);
+    }
+}
+
+fn socket(address: SocketAddr) -> TcpSocket {
+    let socket = TcpSocket::new_v4().unwrap();
+    socket.set_reuseaddr(true).unwrap();
+    socket.bind(address).unwrap();
+    socket
+}
+
+fn listen(address: SocketAddr) -> TcpListener {
+    socket(address).listen(128).unwrap()
+}
+
+async fn serve(listener: TcpListener, here: SocketAddr, shared: Arc<Shared>) {
+    let mut state = shared.state.subscribe();
+    let mut listener = Some(listener);
+    loop {
+        let cut = state.borrow_and_update().0 == Some(Failure::Cut);
+        match &listener {
+            Some(_) if cut => listener = None,
+            None if !cut => listener = Some(listen(here)),
+            _ => {}
+        }
+        let accepted = async {
+            match &listener {
+                Some(listener) => listener.accept().await.map(|(client, _)| client).ok(),
+                None => std::future::pending().await,
+            }
+        };
+        tokio::select! {
+            changed = state.changed() => if changed.is_err() { return },
+            client = accepted => {
+                let Some(client) = client else { continue };
+                let shared = Arc::clone(&shared);
+                tokio::spawn(async move { Connection::run(client, shared).await });
+            }
+        }
+    }
+}
+
+struct Connection {
+    shared: Arc<Shared>,
+    from_client: OwnedReadHalf,
+    to_client: OwnedWriteHalf,
+    from_server: OwnedReadHalf,
+    to_server: OwnedWriteHalf,
+    /// It has sent the text since which an armed failure counts.
+    since: bool,
+}
+
+impl Connection {
+    async fn run(client: TcpStream, shared: Arc<Shared>) -> Option<()> {
+        let mut state = shared.state.subscribe();
+        let (failure, times) = *state.borrow_and_update();
+        let server = TcpStream::connect(&shared.server).await.ok()?;
+        let (from_client, to_client) = client.into_split();
+        let (from_server, to_server) = server.into_split();
+        let mut this = Self { shared, from_client, to_client, from_server, to_server, since: false };
+        if let Some(failure) = failure {
+            return this.fail(failure).await;
+        }
+        let (mut request, mut answer) = (vec![0; 65_536], vec![0; 65_536]);
+        loop {
+            tokio::select! {
+                changed = state.changed() => {
+                    changed.ok()?;
+                    let (failure, now) = *state.borrow_and_update();
+                    if now > times {
+                        return this.fail(failure.unwrap_or(Failure::Cut)).await;
+                    }
+                }
+                read = this.from_client.read(&mut request) => {
+                    let bytes = &request[..read.ok().filter(|read| *read > 0)?];
+                    match this.take_armed(bytes) {
+                        None => this.to_server.write_all(bytes).await.ok()?,
+                        Some(armed) => {
+                            if armed.when == When::BeforeAnswer {
+                                this.to_server.write_all(bytes).await.ok()?;
+                                this.from_server.read(&mut answer).await.ok()?;
+                            }
+                            return this.fail_armed(&armed).await;
+                        }
+                    }
+                }
+                read = this.from_server.read(&mut answer) => {
+                    let bytes = &answer[..read.ok().filter(|read| *read > 0)?];
+                    this.to_client.write_all(bytes).await.ok()?;
+                }
+            }
+        }
+    }
+
+    /// The failure that this request was armed with.
+    fn take_armed(&mut self, bytes: &[u8]) -> Option<Armed> {
+        let mut slot = self.shared.armed.lock().unwrap();
+        let armed = slot.as_mut()?;
+        if let Some((since, at)) = armed.text {
+            self.since |= holds(bytes, since);
+            if !(self.since && holds(bytes, at)) {
+                return None;
+            }
+        }
+        match armed.requests.checked_sub(1) {
+            Some(left) => {
+                armed.requests = left;
+                None
+            }
+            None => slot.take(),
+        }
+    }
+
+    /// This connection alone where the failure lasts no time; else all of them.
+    async fn fail_armed(self, armed: &Armed) -> Option<()> {
+        if !armed.lasts.is_zero() {
+            let (shared, failure, lasts) = (Arc::clone(&self.shared), armed.failure, armed.lasts);
+            shared.state.send_modify(|(now, times)| (*now, *times) = (Some(failure), *times + 1));
+            tokio::spawn(async move {
+                tokio::time::sleep(lasts).await;
+                shared.state.send_modify(|(now, _)| *now = None);
+            });
+        }
+        self.fail(armed.failure).await
+    }
+
+    async fn fail(mut self, failure: Failure) -> Option<()> {
+        if failure == Failure::Cut {
+            return None;
+        }
+        let mut lost = vec![0; 65_536];
+        while self.from_client.read(&mut lost).await.ok()? > 0 {}
+        if failure == Failure::Deafness {
+            // Until the server has enough of it.
+            while self.from_server.read(&mut lost).await.ok()? > 0 {}
+        }
+        Some(())
+    }
+}
+
+fn holds(bytes: &[u8], text: &str) -> bool {
+    bytes.windows(text.len()).any(|window| window.eq_ignore_ascii_case(text.as_bytes()))
+}
