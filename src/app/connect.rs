@@ -187,5 +187,6 @@ async fn embedded(settings: &Settings) -> Result<AnyBroker, AppError> {
     config.source.clone_from(&settings.publisher.source);
     config.partitions = u32::try_from(from.partitions).unwrap_or(1).max(1);
     config.session_timeout = from.session_timeout.0;
+    config.retention = from.retention.duration();
     Ok(Arc::new(EmbeddedBroker::open(config).await?))
 }

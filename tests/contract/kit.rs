@@ -11,18 +11,19 @@ use oncebox::observe::Health;
 use oncebox::policy::retry::RetryPolicy;
 use oncebox::runtime::relay::RelayError;
 use oncebox::runtime::{Consumer, ConsumerEnd, ConsumerOptions, Handlers, Relay, RelayEnd, RelayOptions};
+use oncebox::store::mysql::MySqlStore;
 use oncebox::store::postgres::PostgresStore;
 use oncebox::store::sqlite::SqliteStore;
 use oncebox::store::{
     ActContext, Base, ConsumerStatus, DeadFilter, DeadMessage, Door, OperatorAct, Schema, Status, StoreOptions,
 };
 use oncebox::{HandlerError, HandlerTx, Message, MessageHandler, NewMessage, Store};
-use sqlx::{AssertSqlSafe, Database, raw_sql};
+use sqlx::{AssertSqlSafe, Connection as _, Database, MySqlConnection, raw_sql};
 use tokio::task::JoinHandle;
 use tokio_util::sync::CancellationToken;
 use uuid::Uuid;
 
-use super::support::eventually;
+use super::support::{eventually, service, unique};
 
 /// Long enough for a busy machine; a condition that holds ends the wait at once.
 pub(crate) const SOON: Duration = Duration::from_secs(20);
@@ -33,6 +34,8 @@ pub(crate) type Connection<S> = <<S as Base>::Db as Database>::Connection;
 #[async_trait]
 pub(crate) trait Sql: Store {
     const EFFECT: &'static str;
+    /// What stands before the names of oncebox's tables.
+    const PREFIX: &'static str;
 
     async fn run(connection: &mut Connection<Self>, sql: &str) -> Result<(), sqlx::Error>;
     async fn texts(&self, sql: &str) -> Vec<String>;
@@ -41,10 +44,11 @@ pub(crate) trait Sql: Store {
 }
 
 macro_rules! sql {
-    ($store:ty, $begin:literal, $effect:literal) => {
+    ($store:ty, $begin:literal, $prefix:literal, $effect:literal) => {
         #[async_trait]
         impl Sql for $store {
             const EFFECT: &'static str = $effect;
+            const PREFIX: &'static str = $prefix;
 
             async fn run(connection: &mut Connection<Self>, sql: &str) -> Result<(), sqlx::Error> {
                 raw_sql(AssertSqlSafe(sql.to_owned())).execute(connection).await.map(|_| ())
@@ -69,8 +73,19 @@ macro_rules! sql {
 }
 
 // No unique constraint: a second effect would stand there.
-sql!(SqliteStore, "BEGIN IMMEDIATE", "create table effect (no integer primary key autoincrement, text text not null)");
-sql!(PostgresStore, "BEGIN", "create table effect (no bigserial primary key, text text not null)");
+sql!(
+    SqliteStore,
+    "BEGIN IMMEDIATE",
+    "oncebox_",
+    "create table effect (no integer primary key autoincrement, text text not null)"
+);
+sql!(PostgresStore, "BEGIN", "oncebox.", "create table effect (no bigserial primary key, text text not null)");
+sql!(
+    MySqlStore,
+    "START TRANSACTION",
+    "oncebox_",
+    "create table effect (no bigint auto_increment primary key, text text not null)"
+);
 
 /// Something that runs until it is told to stop.
 #[derive(Debug)]
@@ -323,4 +338,25 @@ where
         body(world).await;
     })
     .await;
+}
+
+/// A test on a MariaDB database of its own, which is dropped afterwards, also when the test fails.
+pub(crate) async fn on_mysql<F>(test: &str, body: impl FnOnce(World<MySqlStore>) -> F)
+where
+    F: Future<Output = ()> + Send + 'static,
+{
+    let Some(admin) = service(test, "ONCEBOX_TEST_MARIADB") else { return };
+    let mut server = MySqlConnection::connect(&admin).await.unwrap();
+    let name = unique("ob_contract").replace('-', "_");
+    raw_sql(AssertSqlSafe(format!("create database {name}"))).execute(&mut server).await.unwrap();
+    let mut url = url::Url::parse(&admin).unwrap();
+    url.set_path(&name);
+    let store = MySqlStore::connect(&StoreOptions::new(url.to_string())).await.unwrap();
+    store.migrate().await.unwrap();
+    let outcome = tokio::spawn(body(World::on(store.clone()).await)).await;
+    store.close().await;
+    raw_sql(AssertSqlSafe(format!("drop database {name}"))).execute(&mut server).await.unwrap();
+    if let Err(failed) = outcome {
+        std::panic::resume_unwind(failed.into_panic());
+    }
 }

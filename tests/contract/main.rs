@@ -2,7 +2,7 @@
 //! be switched.
 //!
 //! Names are the sentences of the contract (`g..`) or cite the rule (`r..`). Every wait is for a condition, with a deadline.
-#![cfg(all(feature = "sqlite", feature = "postgres", feature = "email", feature = "testing"))]
+#![cfg(all(feature = "sqlite", feature = "postgres", feature = "mysql", feature = "email", feature = "testing"))]
 #![allow(clippy::unwrap_used)]
 
 #[path = "../support/postgres.rs"]
@@ -11,6 +11,8 @@ mod postgres;
 mod support;
 
 mod consumer;
+mod horizon;
+mod intake;
 mod kills;
 mod kit;
 mod lost_commit;
