@@ -138,6 +138,7 @@ macro_rules! store_conformance {
                 r23_an_error_that_was_swallowed_never_commits_half,
                 r23_a_commit_of_the_handler_is_found_out,
                 r23_a_commit_with_a_new_begin_is_found_out,
+                r23_a_commit_with_a_new_begin_that_fails_is_found_out,
                 r23_a_rollback_of_the_handler_is_found_out,
                 r23_a_rollback_with_a_new_begin_is_found_out,
                 r23_a_second_begin_never_splits_the_transaction,

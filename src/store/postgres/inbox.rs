@@ -8,7 +8,7 @@ mod purge;
 use std::collections::{HashMap, HashSet};
 use std::time::Duration;
 
-use sqlx::{PgConnection, Postgres, Row, Transaction};
+use sqlx::{Executor, PgConnection, Postgres, Row, Transaction};
 use uuid::Uuid;
 
 use super::PostgresStore;
@@ -343,8 +343,9 @@ impl InboxTx for PostgresTx {
             .await;
         let row = match found {
             Ok(row) => row,
-            // A statement failed, its error was swallowed: COMMIT would roll back and say nothing.
-            Err(sqlx::Error::Database(error)) if error.code().as_deref() == Some("25P02") => return Ok(Proof::Aborted),
+            Err(sqlx::Error::Database(error)) if error.code().as_deref() == Some("25P02") => {
+                return self.aborted().await;
+            }
             Err(error) => return Err(error.into()),
         };
         let now: Option<String> = row.try_get(0)?;
@@ -364,6 +365,19 @@ impl InboxTx for PostgresTx {
 
     async fn rollback(self) -> Result<(), StoreError> {
         Ok(self.tx.rollback().await?)
+    }
+}
+
+impl PostgresTx {
+    /// A statement failed, and its error was swallowed: COMMIT would roll back and say nothing. Whether it is our transaction
+    /// that is aborted, or one that the handler began after it had committed ours, is known to nobody inside an aborted one:
+    /// it is left, and the server asked what became of ours.
+    async fn aborted(&mut self) -> Result<Proof, StoreError> {
+        self.tx.execute("rollback").await?;
+        let Some(witness) = &self.witness else { return Ok(Proof::Aborted) };
+        let fate: Option<String> =
+            sqlx::query_scalar("select pg_xact_status($1::text::xid8)").bind(witness).fetch_one(&mut *self.tx).await?;
+        Ok(if fate.as_deref() == Some("committed") { Proof::Ended } else { Proof::Aborted })
     }
 }
 
