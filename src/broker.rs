@@ -32,6 +32,7 @@ use async_trait::async_trait;
 
 use crate::error::BrokerError;
 use crate::message::{Arrived, OutgoingMessage};
+use crate::policy::horizon::TopicRetention;
 
 /// What is known of a topic before anything is produced to it (R19).
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -93,6 +94,12 @@ pub trait Broker: Debug + Send + Sync {
 
     /// Joins as a consumer.
     async fn subscriber(&self, subscription: &Subscription) -> Result<Box<dyn Subscriber>, BrokerError>;
+
+    /// How long these topics keep what a consumer may read again, the longest of them; none where the broker does not tell, or
+    /// none of them is there yet.
+    async fn retention(&self, _topics: &[String]) -> Result<Option<TopicRetention>, BrokerError> {
+        Ok(None)
+    }
 
     /// Declares what the publisher's side owns: the exchange on RabbitMQ, topics where `create_topics` is on.
     async fn declare(&self, topics: &[String]) -> Result<(), BrokerError>;

@@ -64,6 +64,7 @@ metrics_table! {
     DELIVERIES "oncebox_deliveries_total" Counter Count "consumer,outcome" "deliveries by outcome: processed, duplicate, retried, dead, mismatch, unhandled";
     HANDLER_SECONDS "oncebox_handler_duration_seconds" Histogram Seconds "consumer" "time in handlers, one message or one set";
     INBOX_ROWS "oncebox_inbox_rows" Gauge Count "consumer" "inbox rows: what retention must keep bounded";
+    INBOX_PURGED "oncebox_inbox_purged_total" Counter Count "consumer" "inbox rows that were older than the horizon and are gone";
     IN_FLIGHT "oncebox_consumer_in_flight" Gauge Count "consumer" "deliveries taken and not yet acknowledged";
     ACK_FAILURES "oncebox_acknowledge_failures_total" Counter Count "consumer" "acknowledgements that did not arrive: redelivery follows, the inbox knows";
     EMAILS "oncebox_emails_total" Counter Count "outcome" "e-mails by outcome: sent, again, failed";
@@ -213,6 +214,12 @@ pub fn consumer_starts(consumer: &str) {
     for outcome in [Processed, Duplicate, Retried, Dead, Mismatch, Unhandled] {
         delivered(consumer, outcome, 0);
     }
+    purged(consumer, 0);
+}
+
+/// Inbox rows went.
+pub fn purged(consumer: &str, rows: u64) {
+    counter!(INBOX_PURGED, "consumer" => consumer.to_owned()).increment(rows);
 }
 
 /// Deliveries with an outcome.

@@ -35,7 +35,10 @@ use std::future::Future;
 use crate::error::StoreError;
 
 pub use door::{Door, commit, enqueue, enqueue_all, enqueued, hint};
-pub use inbox::{Admission, ConsumerId, ConsumerSpec, Inbox, InboxEntry, InboxTx, Known, ParkAs, Parked, Proof};
+pub(crate) use inbox::time_in_id;
+pub use inbox::{
+    Admission, ConsumerId, ConsumerSpec, Inbox, InboxEntry, InboxTx, Known, ParkAs, Parked, Proof, Purged, Standing,
+};
 pub use mailbox::{EmailOutcome, EmailToSend, Mailbox, NewEmail};
 pub use operator::{
     ActContext, ConsumerStatus, DeadFilter, DeadMessage, DeadPlace, HistoryEntry, Operator, OperatorAct,

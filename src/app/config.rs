@@ -7,4 +7,4 @@ mod values;
 
 pub use load::{Layers, Loaded, load};
 pub use settings::*;
-pub use values::{ByteSize, Secret, Span};
+pub use values::{ByteSize, Secret, Span, SpanOrNever};

@@ -260,6 +260,7 @@ async fn embedded(settings: &Settings) -> Result<AnyBroker, AppError> {
     config.source.clone_from(&settings.publisher.source);
     config.partitions = u32::try_from(from.partitions).unwrap_or(0);
     config.session_timeout = from.session_timeout.0;
+    config.retention = from.retention.duration();
     config.validate().map_err(wrong_setting)?;
     Ok(Arc::new(EmbeddedBroker::open(config).await?))
 }

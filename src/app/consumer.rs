@@ -123,6 +123,7 @@ impl Run<'_> {
         for consumer in &consumers {
             let mut one = consumer.options(is_sqlite, self.settings.shutdown_grace).map_err(AppError::usage)?;
             one.until_idle = self.until_idle;
+            one.redrive_age_max = self.settings.publisher.redrive_age_max.0;
             options.push((consumer, one));
         }
         let broker = open_broker(self.settings).await?;

@@ -42,6 +42,7 @@ use self::subscriber::EmbeddedSubscriber;
 use super::{Broker, BrokerFinding, Publisher, Subscriber, Subscription};
 use crate::error::BrokerError;
 use crate::message::Arrived;
+use crate::policy::horizon::TopicRetention;
 
 /// The broker in one SQLite file.
 #[derive(Debug, Clone)]
@@ -72,6 +73,10 @@ impl Broker for EmbeddedBroker {
 
     async fn subscriber(&self, subscription: &Subscription) -> Result<Box<dyn Subscriber>, BrokerError> {
         Ok(Box::new(EmbeddedSubscriber::join(Arc::clone(&self.log), subscription).await?))
+    }
+
+    async fn retention(&self, _topics: &[String]) -> Result<Option<TopicRetention>, BrokerError> {
+        Ok(Some(self.log.config.retention.map_or(TopicRetention::Unlimited, TopicRetention::For)))
     }
 
     async fn declare(&self, topics: &[String]) -> Result<(), BrokerError> {

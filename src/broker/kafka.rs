@@ -38,6 +38,7 @@ pub use raw::RawProducer;
 use super::{Broker, BrokerFinding, Publisher, Subscriber, Subscription};
 use crate::error::BrokerError;
 use crate::message::Arrived;
+use crate::policy::horizon::TopicRetention;
 use topology::TopicSizes;
 
 /// Kafka as configured. Cheap: connections are made by its sessions.
@@ -83,6 +84,10 @@ impl Broker for KafkaBroker {
 
     async fn subscriber(&self, subscription: &Subscription) -> Result<Box<dyn Subscriber>, BrokerError> {
         Ok(Box::new(subscriber::KafkaSubscriber::open(&self.config, subscription).await?))
+    }
+
+    async fn retention(&self, topics: &[String]) -> Result<Option<TopicRetention>, BrokerError> {
+        topology::retention(&self.config, topics).await
     }
 
     async fn declare(&self, topics: &[String]) -> Result<(), BrokerError> {

@@ -37,6 +37,7 @@ use self::subscriber::MemorySubscriber;
 use super::{Broker, BrokerFinding, Publisher, Subscriber, Subscription};
 use crate::error::BrokerError;
 use crate::message::Arrived;
+use crate::policy::horizon::TopicRetention;
 
 /// A broker in memory. Clones are the same broker.
 #[derive(Debug, Clone)]
@@ -109,6 +110,10 @@ impl Broker for MemoryBroker {
 
     async fn subscriber(&self, subscription: &Subscription) -> Result<Box<dyn Subscriber>, BrokerError> {
         Ok(Box::new(MemorySubscriber::join(Arc::clone(&self.shared), subscription)?))
+    }
+
+    async fn retention(&self, _topics: &[String]) -> Result<Option<TopicRetention>, BrokerError> {
+        Ok(self.shared.look(|state| state.faults.retention))
     }
 
     async fn declare(&self, topics: &[String]) -> Result<(), BrokerError> {

@@ -7,8 +7,9 @@
 //! * An id from beyond the clock's skew is *from the future*: it would outlive every purge bound.
 //! * A horizon within which a duplicate can still come is refused, and the reason is named.
 //!
-//! Not here: the lookup in the inbox, which comes first (a known id is a duplicate, however old), and reading the time
-//! out of an id (`message`: only a canonical UUID v7 is timed).
+//! Not here: the lookup in the inbox, which comes first (a known id is a duplicate, however old), reading the time out of an
+//! id (`message`: only a canonical UUID v7 is timed), and rows of messages that still wait or are dead, which a purge leaves
+//! alone whatever their age (`store`).
 
 use std::fmt;
 use std::time::Duration;
@@ -18,7 +19,7 @@ use super::db_time::DbTime;
 /// What tells the age of a message that the inbox does not know.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Age {
-    /// The time inside its id. Such rows are purged by this very time.
+    /// The time inside its id. Such rows are purged by this very time, once they were received so long ago too.
     InId(DbTime),
     /// `ce_time` or the broker's record time, for an id without time. Such rows are purged by the time of receipt.
     Stated(DbTime),
@@ -31,7 +32,7 @@ pub enum Age {
 pub struct Bounds {
     /// Everything below it was purged for this consumer; `None` without a purge since its first start.
     pub purged_below: Option<DbTime>,
-    /// Database time.
+    /// Database time, not later than the time of receipt of a row that was inserted before this was asked.
     pub now: DbTime,
     /// How far a clock may be off.
     pub id_skew: Duration,
@@ -46,6 +47,18 @@ pub enum Verdict {
     TooOld,
     /// Dead: its time lies beyond database time and skew.
     FromTheFuture,
+}
+
+impl Verdict {
+    /// The word under which a message is stored as dead; none for one that is new.
+    #[must_use]
+    pub fn reason(self) -> Option<&'static str> {
+        match self {
+            Self::GoOn => None,
+            Self::TooOld => Some("too-old"),
+            Self::FromTheFuture => Some("from-the-future"),
+        }
+    }
 }
 
 /// The verdict on a message that the inbox does not know.
@@ -66,6 +79,19 @@ pub fn judge(age: Age, bounds: Bounds) -> Verdict {
     }
 }
 
+/// The bound that must be recorded before, or with, the loss of a row; `None` where a purge up to `below` must leave it. Its
+/// id's time, where it has one, and its time of receipt must both be past, so that a message which is redriven long after its
+/// time is known again for as long as any other.
+///
+/// The bound is that of the row, not that of the purge: a consumer that was away for longer than its horizon has forgotten
+/// nothing of what came meanwhile, and must not call it too old.
+#[must_use]
+pub fn purge_row(in_id: Option<DbTime>, received: DbTime, below: DbTime) -> Option<DbTime> {
+    let is_past = received < below && in_id.is_none_or(|time| time < below);
+    // Whole milliseconds, as the times of ids are.
+    is_past.then(|| DbTime::from_millis(in_id.unwrap_or(received).millis().saturating_add(1)))
+}
+
 /// How long inbox rows live.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Horizon {
@@ -76,12 +102,13 @@ pub enum Horizon {
 }
 
 impl Horizon {
-    /// The bound below which a purge that begins now may remove rows; `None` if it may remove none.
+    /// Rows from before this may go in a purge that begins now, in whole milliseconds as the times of ids are; `None` if none
+    /// may.
     #[must_use]
     pub fn purge_bound(self, now: DbTime) -> Option<DbTime> {
         match self {
             Self::Never => None,
-            Self::After(age) => Some(now.before(age)),
+            Self::After(age) => Some(DbTime::from_millis(now.before(age).millis())),
         }
     }
 }
@@ -97,17 +124,30 @@ pub enum TopicRetention {
     Compacted,
 }
 
+impl TopicRetention {
+    /// That of two topics together: a duplicate may come from either.
+    #[must_use]
+    pub fn or_longer(self, other: Self) -> Self {
+        match (self, other) {
+            (Self::For(one), Self::For(other)) => Self::For(one.max(other)),
+            (Self::For(_), limitless) | (limitless, _) => limitless,
+        }
+    }
+}
+
 /// Where a duplicate can still come from, and how late.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Sources {
-    /// The longest of the consumer's topics.
-    pub topic: TopicRetention,
+    /// The longest of the consumer's topics; `None` where the broker does not tell.
+    pub topic: Option<TopicRetention>,
     /// Outbox rows that were proven can be sent again while they are kept.
     pub outbox: Duration,
     /// The age that a waiting message may reach.
     pub waiting: Duration,
     /// The age up to which a dead message may be redriven under its id.
     pub dead: Duration,
+    /// How far a clock may be off: a time that a message states for itself is believed only up to this.
+    pub skew: Duration,
 }
 
 /// A horizon within which a duplicate can still come.
@@ -115,7 +155,7 @@ pub struct Sources {
 pub struct HorizonTooShort {
     /// What was asked for.
     pub horizon: Duration,
-    /// What it must exceed, or `None` if only [`Horizon::Never`] will do.
+    /// What it must exceed, clocks that are off included, or `None` if only [`Horizon::Never`] will do.
     pub needs: Option<Duration>,
     /// What asks for it.
     pub because: Because,
@@ -140,16 +180,7 @@ pub enum Because {
 }
 
 impl Sources {
-    /// The horizon to take where none was asked for: never, or half as long again as the longest source.
-    #[must_use]
-    pub fn default_horizon(&self) -> Horizon {
-        match self.longest() {
-            (Some(age), _) => Horizon::After(age.saturating_add(age / 2).max(Duration::from_secs(1))),
-            (None, _) => Horizon::Never,
-        }
-    }
-
-    /// Whether a horizon exceeds every way in which a duplicate can come.
+    /// Whether a horizon exceeds every way in which a duplicate can come, and by more than clocks may be off.
     ///
     /// # Errors
     ///
@@ -166,9 +197,10 @@ impl Sources {
 
     fn longest(&self) -> (Option<Duration>, Because) {
         let topic = match self.topic {
-            TopicRetention::Unlimited => return (None, Because::TopicUnlimited),
-            TopicRetention::Compacted => return (None, Because::TopicCompacted),
-            TopicRetention::For(age) => (age, Because::TopicRetention),
+            Some(TopicRetention::Unlimited) => return (None, Because::TopicUnlimited),
+            Some(TopicRetention::Compacted) => return (None, Because::TopicCompacted),
+            Some(TopicRetention::For(age)) => (age, Because::TopicRetention),
+            None => (Duration::ZERO, Because::TopicRetention),
         };
         let others =
             [(self.outbox, Because::OutboxRetention), (self.waiting, Because::Waiting), (self.dead, Because::Dead)];
@@ -176,7 +208,7 @@ impl Sources {
             if other.0 > one.0 { other } else { one }
         };
         let (age, because) = others.into_iter().fold(topic, longer);
-        (Some(age), because)
+        (Some(age.saturating_add(self.skew)), because)
     }
 }
 
@@ -192,7 +224,7 @@ impl fmt::Display for HorizonTooShort {
         };
         write!(f, "the inbox horizon of {:?} is too short: {what}", self.horizon)?;
         match self.needs {
-            Some(needs) => write!(f, " for {needs:?}; set a longer horizon"),
+            Some(needs) => write!(f, " for so long that it must exceed {needs:?}; set a longer horizon, or `never`"),
             None => write!(f, "; set `horizon = \"never\"`"),
         }
     }
@@ -247,15 +279,21 @@ mod tests {
 
     #[test]
     fn r31_a_horizon_must_exceed_every_way_a_duplicate_can_come() {
-        let sources = Sources { topic: TopicRetention::For(DAY * 7), outbox: DAY, waiting: DAY * 2, dead: DAY * 9 };
-        let short = |horizon, because| Err(HorizonTooShort { horizon, needs: Some(DAY * 9), because });
+        let sources = Sources {
+            topic: Some(TopicRetention::For(DAY * 7)),
+            outbox: DAY,
+            waiting: DAY * 2,
+            dead: DAY * 9,
+            skew: SKEW,
+        };
+        let needs = DAY * 9 + SKEW;
+        let short = |horizon, because| Err(HorizonTooShort { horizon, needs: Some(needs), because });
         assert_eq!(sources.check(Horizon::After(DAY * 8)), short(DAY * 8, Because::Dead));
-        assert_eq!(sources.check(Horizon::After(DAY * 9)), short(DAY * 9, Because::Dead), "it must exceed");
+        assert_eq!(sources.check(Horizon::After(needs)), short(needs, Because::Dead), "it must exceed");
         assert_eq!(sources.check(Horizon::After(DAY * 10)), Ok(()));
         assert_eq!(sources.check(Horizon::Never), Ok(()));
-        assert_eq!(sources.check(sources.default_horizon()), Ok(()));
         for (sources, because) in [
-            (Sources { topic: TopicRetention::For(DAY * 30), ..sources }, Because::TopicRetention),
+            (Sources { topic: Some(TopicRetention::For(DAY * 30)), ..sources }, Because::TopicRetention),
             (Sources { outbox: DAY * 30, ..sources }, Because::OutboxRetention),
             (Sources { waiting: DAY * 30, ..sources }, Because::Waiting),
         ] {
@@ -264,22 +302,37 @@ mod tests {
     }
 
     #[test]
-    fn r31_never_is_the_only_horizon_and_the_default_where_a_topic_is_compacted_or_unlimited() {
+    fn r31_never_is_the_only_horizon_where_a_topic_is_compacted_or_unlimited() {
         for (topic, because) in
             [(TopicRetention::Compacted, Because::TopicCompacted), (TopicRetention::Unlimited, Because::TopicUnlimited)]
         {
-            let sources = Sources { topic, outbox: DAY, waiting: DAY, dead: DAY };
+            let either = topic.or_longer(TopicRetention::For(DAY));
+            assert_eq!(either, TopicRetention::For(DAY).or_longer(topic));
+            let sources = Sources { topic: Some(either), outbox: DAY, waiting: DAY, dead: DAY, skew: SKEW };
             let error = HorizonTooShort { horizon: DAY * 9_999, needs: None, because };
             assert_eq!(sources.check(Horizon::After(DAY * 9_999)), Err(error));
             assert!(error.to_string().contains("never"));
             assert_eq!(sources.check(Horizon::Never), Ok(()));
-            assert_eq!(sources.default_horizon(), Horizon::Never);
         }
     }
 
     #[test]
+    fn r31_a_row_goes_when_its_id_and_its_receipt_are_past_and_leaves_a_bound_above_its_own_time() {
+        let (early, bound, late) = (at(4_000), at(5_000), at(5_001));
+        let own = |time: DbTime| Some(DbTime::from_millis(time.millis() + 1));
+        assert_eq!(purge_row(Some(early), at(4_500), bound), own(early));
+        assert_eq!(purge_row(None, early, bound), own(early));
+        assert_eq!(purge_row(Some(early), late, bound), None, "it was redriven: a second copy is a duplicate");
+        assert_eq!(purge_row(Some(late), early, bound), None, "its time has not passed");
+        assert_eq!((purge_row(Some(bound), early, bound), purge_row(None, bound, bound)), (None, None));
+        let last = DbTime::from_micros(bound.micros() - 1);
+        assert_eq!(purge_row(None, last, bound), Some(bound), "never above that of the purge");
+    }
+
+    #[test]
     fn a_purge_begins_a_horizon_before_now_and_never_means_no_purge() {
-        assert_eq!(Horizon::After(SKEW).purge_bound(at(10_000)), Some(at(9_940)));
+        let now = DbTime::from_micros(at(10_000).micros() + 999);
+        assert_eq!(Horizon::After(SKEW).purge_bound(now), Some(at(9_940)));
         assert_eq!(Horizon::Never.purge_bound(at(10_000)), None);
     }
 }

@@ -6,8 +6,7 @@
 //! * Every wait is bounded, whatever the settings, the attempt number, or what a handler asks for.
 //! * The same arguments give the same answer: chance is an argument.
 //!
-//! Not here: storing a waiting message (`store`), failures that are nobody's and count no attempt ([`split`]), and a
-//! terminal failure, which is dead without asking.
+//! Not here: storing a waiting message (`store`), failures that are nobody's and count no attempt ([`split`]).
 //!
 //! [`split`]: super::split
 
@@ -42,8 +41,39 @@ pub enum Decision {
     InPlace(Duration),
     /// Store it as waiting, due after this time.
     Wait(Duration),
+    /// No further try.
+    Dead(Death),
+}
+
+/// Why a message is not tried again.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Death {
+    /// Its handler said that no retry can help.
+    Terminal,
     /// It had its last attempt.
-    Dead,
+    Attempts,
+}
+
+impl Death {
+    /// The word under which it is stored.
+    #[must_use]
+    pub fn reason(self) -> &'static str {
+        match self {
+            Self::Terminal => "terminal",
+            Self::Attempts => "attempts",
+        }
+    }
+}
+
+/// What a failed try asked for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Asked {
+    /// Nothing: the schedule decides.
+    Nothing,
+    /// To be tried again after this time.
+    After(Duration),
+    /// Not to be tried again.
+    NoRetry,
 }
 
 /// Why a schedule cannot be used.
@@ -78,23 +108,29 @@ impl Default for RetryPolicy {
 
 impl RetryPolicy {
     /// What follows a failure, where `failed` attempts have failed, this one included, and `chance` is drawn from
-    /// 0 to 1.
+    /// 0 to 1. A time that was asked for is given up to the cap, and the attempt counts: one that did not would never end.
     #[must_use]
-    pub fn next(&self, failed: u32, chance: f64) -> Decision {
-        if failed >= self.max_attempts {
-            Decision::Dead
-        } else if failed <= self.in_place {
-            Decision::InPlace(self.in_place_delay)
-        } else {
-            Decision::Wait(self.wait(failed - self.in_place, chance))
+    pub fn next(&self, failed: u32, asked: Asked, chance: f64) -> Decision {
+        match asked {
+            Asked::NoRetry => Decision::Dead(Death::Terminal),
+            _ if failed >= self.max_attempts => Decision::Dead(Death::Attempts),
+            Asked::After(asked) => Decision::Wait(asked.min(self.cap)),
+            Asked::Nothing if failed <= self.in_place => Decision::InPlace(self.in_place_delay),
+            Asked::Nothing => Decision::Wait(self.wait(failed - self.in_place, chance)),
         }
     }
 
-    /// What follows when the handler asked to be retried after a time: its time, up to the cap. The attempt counts,
-    /// because one that did not would never end.
+    /// Whether the attempt of this number, counted from 1, may still begin. One beyond the last is met where every try
+    /// ended with its process.
     #[must_use]
-    pub fn next_after(&self, failed: u32, asked: Duration) -> Decision {
-        if failed >= self.max_attempts { Decision::Dead } else { Decision::Wait(asked.min(self.cap)) }
+    pub fn allows(&self, attempt: u32) -> bool {
+        attempt <= self.max_attempts
+    }
+
+    /// How long all waits together can be at most, whatever handlers ask for; the time of the handlers comes on top.
+    #[must_use]
+    pub fn longest(&self) -> Duration {
+        self.cap.max(self.in_place_delay).saturating_mul(self.max_attempts)
     }
 
     /// The wait number `n`, counted from 1.
@@ -128,8 +164,16 @@ impl RetryPolicy {
     }
 }
 
+/// The pause after so many failures in a row: from `first`, doubling, to `longest`. `chance` is drawn from 0 to 1 and picks
+/// from half of it to all of it, so that what failed together does not come back together.
+#[must_use]
+pub fn pause(first: Duration, longest: Duration, failures: u32, chance: f64) -> Duration {
+    let doubled = 1_u32.checked_shl(failures.saturating_sub(1)).unwrap_or(u32::MAX);
+    first.saturating_mul(doubled).min(longest).mul_f64(0.5 + 0.5 * fraction(chance))
+}
+
 /// A draw or a share as a number from 0 to 1, also when it is none.
-pub(super) fn fraction(share: f64) -> f64 {
+fn fraction(share: f64) -> f64 {
     if share.is_nan() { 0.0 } else { share.clamp(0.0, 1.0) }
 }
 
@@ -163,27 +207,45 @@ mod tests {
 
     #[test]
     fn quick_tries_come_first_then_growing_waits_up_to_the_cap_then_death() {
-        let decisions: Vec<Decision> = (1..=8).map(|failed| STEADY.next(failed, 0.5)).collect();
+        let decisions: Vec<Decision> = (1..=8).map(|failed| STEADY.next(failed, Asked::Nothing, 0.5)).collect();
         let in_place = Decision::InPlace(Duration::from_millis(50));
         let wait = |seconds| Decision::Wait(Duration::from_secs(seconds));
-        let expected = [in_place, in_place, wait(1), wait(2), wait(4), wait(5), Decision::Dead, Decision::Dead];
-        assert_eq!(decisions, expected);
+        let dead = Decision::Dead(Death::Attempts);
+        assert_eq!(decisions, [in_place, in_place, wait(1), wait(2), wait(4), wait(5), dead, dead]);
+        assert!(STEADY.allows(7) && !STEADY.allows(8));
     }
 
     #[test]
     fn chance_only_shortens_a_wait_and_never_beyond_the_jitter() {
         let policy = RetryPolicy { jitter: 0.25, ..STEADY };
-        assert_eq!(policy.next(4, 0.0), Decision::Wait(Duration::from_secs(2)));
-        assert_eq!(policy.next(4, 1.0), Decision::Wait(Duration::from_millis(1_500)));
-        assert_eq!(policy.next(4, f64::NAN), Decision::Wait(Duration::from_secs(2)), "a broken draw does no harm");
+        assert_eq!(policy.next(4, Asked::Nothing, 0.0), Decision::Wait(Duration::from_secs(2)));
+        assert_eq!(policy.next(4, Asked::Nothing, 1.0), Decision::Wait(Duration::from_millis(1_500)));
+        let broken = policy.next(4, Asked::Nothing, f64::NAN);
+        assert_eq!(broken, Decision::Wait(Duration::from_secs(2)), "a broken draw does no harm");
     }
 
     #[test]
     fn a_handler_that_asks_for_a_time_gets_it_up_to_the_cap_and_the_attempt_counts() {
         let asked = Duration::from_secs(3);
-        assert_eq!(STEADY.next_after(1, asked), Decision::Wait(asked));
-        assert_eq!(STEADY.next_after(6, Duration::MAX), Decision::Wait(Duration::from_secs(5)));
-        assert_eq!(STEADY.next_after(7, asked), Decision::Dead);
+        assert_eq!(STEADY.next(1, Asked::After(asked), 0.5), Decision::Wait(asked));
+        assert_eq!(STEADY.next(6, Asked::After(Duration::MAX), 0.5), Decision::Wait(Duration::from_secs(5)));
+        assert_eq!(STEADY.next(7, Asked::After(asked), 0.5), Decision::Dead(Death::Attempts));
+    }
+
+    #[test]
+    fn a_handler_that_says_terminal_has_no_second_try() {
+        assert_eq!(STEADY.next(1, Asked::NoRetry, 0.5), Decision::Dead(Death::Terminal));
+        assert_eq!(STEADY.next(7, Asked::NoRetry, 0.5), Decision::Dead(Death::Terminal));
+    }
+
+    #[test]
+    fn pauses_double_from_half_of_the_first_to_the_longest() {
+        let (first, longest) = (Duration::from_millis(20), Duration::from_secs(5));
+        let at = |failures, chance| pause(first, longest, failures, chance);
+        assert_eq!((at(1, 0.0), at(1, 1.0)), (first / 2, first));
+        assert_eq!(at(4, 1.0), first * 8);
+        assert_eq!((at(u32::MAX, 1.0), at(0, 1.0)), (longest, first));
+        assert!(at(3, f64::NAN) <= first * 4, "a broken draw does no harm");
     }
 
     #[test]

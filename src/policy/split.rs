@@ -13,7 +13,7 @@
 use std::ops::Range;
 use std::time::Duration;
 
-use super::retry::fraction;
+use super::retry::pause;
 
 /// A part of a batch.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -48,10 +48,9 @@ pub fn without_blame(batch: Range<usize>) -> Vec<Part> {
     halves(batch).into_iter().map(|messages| Part { messages, alone }).collect()
 }
 
-/// The tries of one batch that failed through nobody's fault: a deadlock, a lost connection, a full database.
-#[derive(Debug, Clone, PartialEq, Eq)]
+/// Failures in a row that were nobody's: a deadlock, a lost connection, a full database.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct NobodysFault {
-    batch: Range<usize>,
     times: u32,
 }
 
@@ -59,7 +58,7 @@ pub struct NobodysFault {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Again {
     /// The batch, or its halves, in order.
-    pub parts: Vec<NobodysFault>,
+    pub parts: Vec<Range<usize>>,
     /// The pause before the first of them.
     pub pause: Duration,
 }
@@ -72,27 +71,25 @@ pub const PAUSE_FIRST: Duration = Duration::from_millis(20);
 pub const PAUSE_MAX: Duration = Duration::from_secs(5);
 
 impl NobodysFault {
-    /// A batch that has not failed yet.
+    /// How often in a row.
     #[must_use]
-    pub fn none(batch: Range<usize>) -> Self {
-        Self { batch, times: 0 }
+    pub fn times(self) -> u32 {
+        self.times
     }
 
-    /// Which messages of the batch.
-    #[must_use]
-    pub fn batch(&self) -> Range<usize> {
-        self.batch.clone()
+    /// Something worked: whatever it was is over.
+    pub fn is_over(&mut self) {
+        self.times = 0;
     }
 
-    /// It failed again. `chance` is drawn from 0 to 1 and picks the pause, from half of the full one to all of it.
+    /// This batch failed through nobody's fault. `chance` is drawn from 0 to 1 and picks the pause, from half of the full
+    /// one to all of it. The count goes on in the halves: pauses keep growing while the cause lasts.
     #[must_use]
-    pub fn again(self, chance: f64) -> Again {
-        let times = self.times.saturating_add(1);
-        let full = PAUSE_FIRST.saturating_mul(1_u32.checked_shl(times - 1).unwrap_or(u32::MAX)).min(PAUSE_MAX);
-        let pause = full.mul_f64(0.5 + 0.5 * fraction(chance));
-        // The count goes on in the halves: pauses keep growing while the cause lasts.
-        let parts = if times.is_multiple_of(TIMES_BEFORE_HALVING) { halves(self.batch) } else { vec![self.batch] };
-        Again { parts: parts.into_iter().map(|batch| Self { batch, times }).collect(), pause }
+    pub fn again(&mut self, batch: Range<usize>, chance: f64) -> Again {
+        self.times = self.times.saturating_add(1);
+        let pause = pause(PAUSE_FIRST, PAUSE_MAX, self.times, chance);
+        let parts = if self.times.is_multiple_of(TIMES_BEFORE_HALVING) { halves(batch) } else { vec![batch] };
+        Again { parts, pause }
     }
 }
 
@@ -129,34 +126,27 @@ mod tests {
 
     #[test]
     fn r27_nobodys_failure_is_tried_again_whole_and_halved_after_the_third_time() {
-        let ends = |parts: &[NobodysFault]| -> Vec<(usize, usize)> {
-            parts.iter().map(|part| (part.batch().start, part.batch().end)).collect()
-        };
-        let mut batch = NobodysFault::none(0..5);
+        let mut fault = NobodysFault::default();
         for _ in 0..2 {
-            let again = batch.again(0.5);
-            assert_eq!(ends(&again.parts), [(0, 5)]);
-            batch = again.parts[0].clone();
+            assert_eq!(fault.again(0..5, 0.5).parts, vec![0..5]);
         }
-        let halves = batch.again(0.5).parts;
-        assert_eq!(ends(&halves), [(0, 3), (3, 5)]);
-        let whole = halves[0].clone().again(0.5).parts;
-        assert_eq!(whole.len(), 1, "each half has three times of its own");
+        assert_eq!(fault.again(0..5, 0.5).parts, [0..3, 3..5]);
+        assert_eq!(fault.again(0..3, 0.5).parts, vec![0..3], "each half has three times of its own");
+        fault.is_over();
+        assert_eq!(fault.times(), 0);
+        assert!(fault.again(0..3, 1.0).pause <= PAUSE_FIRST);
     }
 
     #[test]
     fn one_message_that_fails_through_nobodys_fault_stays_one_and_its_pauses_stay_bounded() {
-        let mut one = NobodysFault::none(4..5);
+        let mut fault = NobodysFault::default();
         let mut longest = Duration::ZERO;
         for _ in 0..100 {
-            let again = one.again(1.0);
+            let again = fault.again(4..5, 1.0);
             assert!(again.pause >= longest && again.pause <= PAUSE_MAX);
             longest = again.pause;
-            assert_eq!(again.parts.len(), 1);
-            one = again.parts[0].clone();
-            assert_eq!(one.batch(), 4..5);
+            assert_eq!(again.parts, vec![4..5]);
         }
         assert_eq!(longest, PAUSE_MAX);
-        assert!(one.again(f64::NAN).pause <= PAUSE_MAX);
     }
 }

@@ -7,16 +7,15 @@
 //!   partition that was not closed cleanly, or with the redelivered flag. So it is counted from its second delivery
 //!   on, and a killer is dead after N + 1 kills.
 //!
-//! Not here: the attempt rows and the assignment rows (`store`). RabbitMQ has the redelivered flag and no assignment
-//! row; Kafka and the embedded broker have the row and no flag.
+//! Not here: the attempt rows and the assignment rows (`store`), and a message whose try failed, which runs alone too
+//! ([`split`](super::split)). RabbitMQ has the redelivered flag and no assignment row; Kafka and the embedded broker have the
+//! row and no flag.
 
 /// What is known of a delivery when it is about to be handled. The inbox was asked before.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Facts {
     /// The inbox knew it: a duplicate, for which no handler runs.
     pub known: bool,
-    /// A try of this delivery has failed in this process.
-    pub failed: bool,
     /// The broker says that it was delivered before.
     pub redelivered: bool,
 }
@@ -51,15 +50,11 @@ impl Suspicion {
         Self { unknown_left: max_in_flight }
     }
 
-    /// How this delivery runs. Call it once for each delivery, and again after each failed try.
+    /// How this delivery runs. What is to run alone is taken from the count: it is asked about once.
     pub fn judge(&mut self, facts: Facts) -> Run {
-        if facts.known {
-            return Run::InBatch;
-        }
-        // A failed try is not another delivery: it takes nothing from the count.
-        let among_first = !facts.failed && self.unknown_left > 0;
+        let among_first = !facts.known && self.unknown_left > 0;
         self.unknown_left -= usize::from(among_first);
-        if facts.failed || facts.redelivered || among_first { Run::Alone } else { Run::InBatch }
+        if !facts.known && (facts.redelivered || among_first) { Run::Alone } else { Run::InBatch }
     }
 
     /// Whether unknown deliveries still run alone.
@@ -73,7 +68,7 @@ impl Suspicion {
 mod tests {
     use super::*;
 
-    const NEW: Facts = Facts { known: false, failed: false, redelivered: false };
+    const NEW: Facts = Facts { known: false, redelivered: false };
 
     #[test]
     fn r26_without_suspicion_nothing_runs_alone() {
@@ -81,8 +76,8 @@ mod tests {
         for _ in 0..100 {
             assert_eq!(suspicion.judge(NEW), Run::InBatch);
         }
-        assert_eq!(suspicion.judge(Facts { failed: true, ..NEW }), Run::Alone);
         assert_eq!(suspicion.judge(Facts { redelivered: true, ..NEW }), Run::Alone);
+        assert_eq!(suspicion.judge(NEW), Run::InBatch);
     }
 
     #[test]
@@ -101,16 +96,9 @@ mod tests {
     }
 
     #[test]
-    fn r26_a_failed_try_is_no_new_delivery() {
-        let mut suspicion = Suspicion::found_open(1);
-        assert_eq!(suspicion.judge(Facts { failed: true, ..NEW }), Run::Alone);
-        assert!(suspicion.is_active());
-        assert_eq!(suspicion.judge(NEW), Run::Alone);
-    }
-
-    #[test]
     fn r26_a_duplicate_never_runs_alone_because_no_handler_runs() {
         let mut suspicion = Suspicion::found_open(1);
-        assert_eq!(suspicion.judge(Facts { known: true, failed: false, redelivered: true }), Run::InBatch);
+        assert_eq!(suspicion.judge(Facts { known: true, redelivered: true }), Run::InBatch);
+        assert!(suspicion.is_active(), "and it takes nothing from the count");
     }
 }

@@ -7,8 +7,12 @@
 //! The way of a delivery: `intake` (broker events, low-water marks) → `lane` (one key, one lane; batches of what is there) →
 //! `batch` (one transaction) or `alone` (a failing or suspicious message) → back to `intake`, which acknowledges.
 //!
-//! Not here: retries that are due later (`retries`), SQL of the inbox (room `store`).
+//! Beside it: retries that are due later (`retries`), inbox rows older than the horizon (`purge`).
+//!
+//! Not here: SQL of the inbox (room `store`), and what is decided by rule (room `policy`): whose failure it is and what runs
+//! again, which messages run alone, when the next try is, up to where to acknowledge, what is too old.
 
+mod admission;
 mod alone;
 mod batch;
 mod handlers;
@@ -16,6 +20,7 @@ mod intake;
 mod item;
 mod lane;
 mod options;
+mod purge;
 mod retries;
 mod settle;
 
@@ -28,6 +33,7 @@ use tokio_util::sync::CancellationToken;
 use crate::broker::{Broker, Subscription};
 use crate::error::{BrokerError, StoreError};
 use crate::observe::{self, Health, PartState};
+use crate::policy::horizon::HorizonTooShort;
 use crate::store::{ConsumerId, ConsumerSpec, Store};
 
 pub use handlers::Handlers;
@@ -81,7 +87,7 @@ impl<S: Store> Consumer<S> {
     /// is not there yet.
     ///
     /// # Errors
-    /// What a person must mend: no schema, a refused setting, a changed id rule.
+    /// What a person must mend: no schema, a refused setting, a changed id rule, a horizon that is too short.
     ///
     /// # Cancel safety
     /// Dropped, it stops without acknowledging what runs: those messages come again. Prefer the token.
@@ -90,12 +96,16 @@ impl<S: Store> Consumer<S> {
         shared.health.set(&shared.part, PartState::Starting);
         observe::consumer_starts(&shared.options.name);
         let Some(consumer) = shared.register(&stop).await? else { return Ok(ConsumerEnd::Stopped) };
-        let retries_stop = stop.child_token();
-        let retrier = tokio::spawn(retries::run(Arc::clone(shared), consumer, retries_stop.clone()));
+        purge::check(shared, consumer, &stop).await?;
+        let beside = stop.child_token();
+        let retrier = tokio::spawn(retries::run(Arc::clone(shared), consumer, beside.clone()));
+        let purge = tokio::spawn(purge::run(Arc::clone(shared), consumer, beside.clone()));
         let end = shared.serve(consumer, &stop).await;
-        retries_stop.cancel();
-        if let Err(error) = retrier.await {
-            tracing::error!(consumer = %shared.options.name, %error, "the retrier ended in disorder");
+        beside.cancel();
+        for (what, task) in [("retrier", retrier), ("purge", purge)] {
+            if let Err(error) = task.await {
+                tracing::error!(consumer = %shared.options.name, %error, "the {what} ended in disorder");
+            }
         }
         end
     }
@@ -111,6 +121,9 @@ pub enum ConsumerError {
     /// The broker refuses.
     #[error(transparent)]
     Broker(#[from] BrokerError),
+    /// The inbox would forget what can still come.
+    #[error(transparent)]
+    Horizon(#[from] HorizonTooShort),
 }
 
 impl<S: Store> Shared<S> {

@@ -4,6 +4,8 @@ use std::time::Duration;
 
 use tokio_util::sync::CancellationToken;
 
+use crate::policy::retry::pause;
+
 /// A pace that slows from one failure to the next and starts over after a success.
 #[derive(Debug, Clone)]
 pub struct Pace {
@@ -32,9 +34,8 @@ impl Pace {
 
     /// The next wait, with jitter from half to the whole of it.
     pub fn next_wait(&mut self) -> Duration {
-        let whole = self.first.saturating_mul(1 << self.failures.min(16)).min(self.longest);
         self.failures = self.failures.saturating_add(1);
-        whole.mul_f64(0.5 + fastrand::f64() / 2.0)
+        pause(self.first, self.longest, self.failures, fastrand::f64())
     }
 
     /// Waits for the next wait; false where the stop came first.

@@ -17,6 +17,7 @@ mod limits;
 pub mod mailbox;
 pub mod operator;
 pub mod proof;
+pub mod purge;
 pub mod relay;
 pub mod schema;
 mod trial;
@@ -137,11 +138,20 @@ macro_rules! store_conformance {
                 r23_an_error_that_was_swallowed_never_commits_half,
                 r23_a_commit_of_the_handler_is_found_out,
                 r23_a_commit_with_a_new_begin_is_found_out,
+                r23_a_commit_with_a_new_begin_that_fails_is_found_out,
                 r23_a_rollback_of_the_handler_is_found_out,
                 r23_a_rollback_with_a_new_begin_is_found_out,
                 r23_a_second_begin_never_splits_the_transaction,
                 r23_a_table_made_by_the_handler_never_splits_the_transaction,
                 r23_savepoints_of_the_handler_are_its_own,
+            ];
+            purge: [
+                r31_a_purge_takes_what_is_past_and_nothing_else,
+                a_purge_goes_on_where_its_last_step_ended,
+                r31_messages_that_wait_or_are_dead_keep_their_rows,
+                r31_the_bound_is_recorded_with_the_first_row_and_never_lowered,
+                g8_what_was_purged_is_new_to_the_insert_and_too_old_to_the_verdict,
+                r31_ages_are_judged_by_the_time_of_receipt,
             ];
             waiting: [
                 r25_only_the_head_of_a_key_is_claimed,
@@ -203,6 +213,7 @@ mod tests {
             include_str!("conformance/mailbox.rs"),
             include_str!("conformance/operator.rs"),
             include_str!("conformance/proof.rs"),
+            include_str!("conformance/purge.rs"),
             include_str!("conformance/relay.rs"),
             include_str!("conformance/schema.rs"),
             include_str!("conformance/waiting.rs"),

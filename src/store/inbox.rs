@@ -1,7 +1,8 @@
 //! Duty: the inbox and the transaction around a handler.
 //!
-//! The order is fixed (R24): begin, admit (insert first, sorted), blocked keys, handlers, prove (R23), commit. The unique
-//! key decides what is new; nothing is decided from a SELECT.
+//! The order is fixed (R24): begin, admit (insert first, sorted), blocked keys and purge bound, handlers, prove (R23), commit.
+//! The unique key decides what is new; nothing is decided from a SELECT. A purge records its bound before, or with, the first
+//! row it takes, so that whoever finds such a message new finds it too old as well (R31, G8).
 
 use std::collections::HashSet;
 use std::future::Future;
@@ -9,6 +10,8 @@ use std::future::Future;
 use super::Base;
 use crate::error::StoreError;
 use crate::message::{ContentHash, Message, MessageId};
+use crate::policy::db_time::DbTime;
+use crate::policy::horizon::Bounds;
 
 /// A consumer's number in this database.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -46,6 +49,24 @@ pub struct Known {
 pub struct Admission {
     /// One answer per entry.
     pub known: Vec<Option<Known>>,
+}
+
+/// What may stand in the way of messages that are new, asked in a statement of its own after their rows were inserted.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Standing {
+    /// Of the lanes asked about, those with a waiting message or a dead one that holds.
+    pub blocked: HashSet<[u8; 16]>,
+    /// What `policy::horizon` judges ages by.
+    pub bounds: Bounds,
+}
+
+/// What one step of a purge did.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Purged {
+    /// Rows that are gone.
+    pub rows: u64,
+    /// The last id that was looked at: the next step goes on behind it. None where this was the last step.
+    pub next: Option<MessageId>,
 }
 
 /// As what a message is stored instead of being handled now.
@@ -90,6 +111,42 @@ pub enum Proof {
     Ended,
 }
 
+/// The time that an id carries.
+pub(crate) fn time_in_id(id: MessageId) -> Option<DbTime> {
+    id.unix_millis().map(|millis| DbTime::from_millis(i64::try_from(millis).unwrap_or(i64::MAX)))
+}
+
+/// The keys that the next page of a purge reads where one table holds all ids: those of the past, then those beyond the
+/// present. What is between has a time that no purge takes yet; the few ids among them that carry no time wait until it has
+/// passed.
+#[cfg(any(feature = "mysql", feature = "sqlite"))]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct KeyRange {
+    /// Exclusive.
+    pub(crate) after: MessageId,
+    /// Exclusive.
+    pub(crate) before: MessageId,
+    /// Where to go on once these are read.
+    pub(crate) then: Option<MessageId>,
+}
+
+#[cfg(any(feature = "mysql", feature = "sqlite"))]
+impl KeyRange {
+    /// More than any horizon and clock that is right: what lies beyond is read, and left if it is of the present after all.
+    const PRESENT: std::time::Duration = std::time::Duration::from_secs(366 * 86_400);
+
+    pub(crate) fn of(below: DbTime, after: Option<MessageId>) -> Self {
+        // A v7 id begins with its milliseconds in 48 bits.
+        let first = |time: DbTime| u128::try_from(time.millis()).unwrap_or(0).min((1 << 48) - 1) << 80;
+        let id = |key: u128| MessageId::from_uuid(uuid::Uuid::from_u128(key));
+        let (past_ends, goes_on) = (id(first(below)), id(first(below.after(Self::PRESENT)) - 1));
+        match after.unwrap_or_else(|| id(0)) {
+            after if after < past_ends => Self { after, before: past_ends, then: Some(goes_on) },
+            after => Self { after, before: id(u128::MAX), then: None },
+        }
+    }
+}
+
 /// Duty: consumers, inbox rows, attempts.
 pub trait Inbox: Base {
     /// The transaction around a handler.
@@ -111,6 +168,21 @@ pub trait Inbox: Base {
         consumer: ConsumerId,
         ids: &[MessageId],
     ) -> impl Future<Output = Result<HashSet<MessageId>, StoreError>> + Send;
+
+    /// What ages are judged by now, outside any transaction: where a purge begins.
+    fn bounds(&self, consumer: ConsumerId) -> impl Future<Output = Result<Bounds, StoreError>> + Send;
+
+    /// One step of a purge up to `below`, in whole milliseconds: looks at up to `rows_max` inbox rows of this consumer behind
+    /// the id `after` and takes those that `policy::horizon` lets go and whose message does not wait and is not dead. The
+    /// bound of what it takes is recorded in the same transaction, and never lowered. Rows of other consumers, and their
+    /// bounds, stay: what one of them remembers is its own affair.
+    fn purge(
+        &self,
+        consumer: ConsumerId,
+        below: DbTime,
+        after: Option<MessageId>,
+        rows_max: usize,
+    ) -> impl Future<Output = Result<Purged, StoreError>> + Send;
 
     /// Counts a try in a transaction of its own, before the handler runs, and gives the number of this try (1 for the first).
     fn begin_attempt(
@@ -164,9 +236,9 @@ pub trait InboxTx: Send + 'static {
     /// Inserts the ids, first and sorted, in one statement (R24). Ids must differ from each other. At most one call.
     fn admit(&mut self, entries: &[InboxEntry]) -> impl Future<Output = Result<Admission, StoreError>> + Send;
 
-    /// Of these lanes (see [`Message::lane_id`]), those with a waiting message or a dead one that holds. A statement of its
-    /// own, after the insert.
-    fn blocked(&mut self, lanes: &[[u8; 16]]) -> impl Future<Output = Result<HashSet<[u8; 16]>, StoreError>> + Send;
+    /// Which of these lanes (see [`Message::lane_id`]) are blocked, and what ages are judged by. A statement of its own, after
+    /// the insert: it sees what whoever was waited for has committed.
+    fn standing(&mut self, lanes: &[[u8; 16]]) -> impl Future<Output = Result<Standing, StoreError>> + Send;
 
     /// Stores messages as waiting or dead. Their inbox rows were inserted by `admit` in this same transaction, except for
     /// verdicts that leave none. Dead deliveries are unique by (consumer, message id, content hash): a second one is ignored.

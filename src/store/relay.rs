@@ -171,6 +171,9 @@ pub trait Outbox: Base {
         request: &LeaseRequest,
     ) -> impl Future<Output = Result<LeaseAnswer<Self::Session>, StoreError>> + Send;
 
+    /// How long rows that were proven are kept, and so can be sent again.
+    fn proven_kept(&self) -> impl Future<Output = Result<Duration, StoreError>> + Send;
+
     /// The ids of all shards.
     fn shards(&self) -> impl Future<Output = Result<Vec<i32>, StoreError>> + Send;
 }

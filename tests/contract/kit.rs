@@ -35,6 +35,8 @@ pub(crate) type Connection<S> = <<S as Base>::Db as Database>::Connection;
 #[async_trait]
 pub(crate) trait Sql: Store {
     const EFFECT: &'static str;
+    /// What stands before the names of oncebox's tables.
+    const PREFIX: &'static str;
 
     async fn run(connection: &mut Connection<Self>, sql: &str) -> Result<(), sqlx::Error>;
     async fn texts(&self, sql: &str) -> Vec<String>;
@@ -43,10 +45,11 @@ pub(crate) trait Sql: Store {
 }
 
 macro_rules! sql {
-    ($store:ty, $begin:literal, $effect:literal) => {
+    ($store:ty, $begin:literal, $prefix:literal, $effect:literal) => {
         #[async_trait]
         impl Sql for $store {
             const EFFECT: &'static str = $effect;
+            const PREFIX: &'static str = $prefix;
 
             async fn run(connection: &mut Connection<Self>, sql: &str) -> Result<(), sqlx::Error> {
                 raw_sql(AssertSqlSafe(sql.to_owned())).execute(connection).await.map(|_| ())
@@ -71,12 +74,18 @@ macro_rules! sql {
 }
 
 // No unique constraint: a second effect would stand there.
-sql!(SqliteStore, "BEGIN IMMEDIATE", "create table effect (no integer primary key autoincrement, text text not null)");
-sql!(PostgresStore, "BEGIN", "create table effect (no bigserial primary key, text text not null)");
+sql!(
+    SqliteStore,
+    "BEGIN IMMEDIATE",
+    "oncebox_",
+    "create table effect (no integer primary key autoincrement, text text not null)"
+);
+sql!(PostgresStore, "BEGIN", "oncebox.", "create table effect (no bigserial primary key, text text not null)");
 sql!(
     MySqlStore,
     "START TRANSACTION",
-    "create table effect (no bigint auto_increment primary key, text varchar(200) not null)"
+    "oncebox_",
+    "create table effect (no bigint auto_increment primary key, text text not null)"
 );
 
 /// Something that runs until it is told to stop.

@@ -17,6 +17,8 @@ mod support;
 
 mod away;
 mod consumer;
+mod horizon;
+mod intake;
 mod kills;
 mod kit;
 mod lost_commit;

@@ -5,7 +5,8 @@ use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 
-use super::values::{ByteSize, Secret, Span};
+use super::values::{ByteSize, Secret, Span, SpanOrNever};
+use crate::policy::horizon::Horizon;
 use crate::runtime::{ConsumerOptions, DeadPolicy, RelayOptions, Unhandled};
 use crate::store::StoreOptions;
 
@@ -177,11 +178,13 @@ pub struct EmbeddedSettings {
     pub partitions: i32,
     /// How long a consumer may be silent before its partitions go to another.
     pub session_timeout: Span,
+    /// How long messages are kept that every consumer has handled.
+    pub retention: SpanOrNever,
 }
 
 impl Default for EmbeddedSettings {
     fn default() -> Self {
-        Self { partitions: 4, session_timeout: Span::seconds(6) }
+        Self { partitions: 4, session_timeout: Span::seconds(6), retention: SpanOrNever::Never }
     }
 }
 
@@ -336,6 +339,9 @@ pub struct ConsumerSettings {
     /// What happens to kinds without a handler.
     #[serde(default)]
     pub unhandled: UnhandledChoice,
+    /// How long the inbox remembers: `never` forgets nothing, else a duration.
+    #[serde(default)]
+    pub horizon: SpanOrNever,
     /// How long a revoked partition may drain.
     #[serde(default)]
     pub drain: Option<Span>,
@@ -392,6 +398,7 @@ impl ConsumerSettings {
             handler_timeout: None,
             dead: DeadChoice::default(),
             unhandled: UnhandledChoice::default(),
+            horizon: SpanOrNever::default(),
             drain: None,
             retry: RetrySettings::default(),
             on: Vec::new(),
@@ -440,6 +447,7 @@ impl ConsumerSettings {
             UnhandledChoice::Acknowledge => Unhandled::Acknowledge,
             UnhandledChoice::Dead => Unhandled::Dead,
         };
+        options.horizon = self.horizon.duration().map_or(Horizon::Never, Horizon::After);
         options.shutdown_grace = shutdown_grace.0;
         options.retry.in_place = self.retry.in_place;
         options.retry.in_place_delay = self.retry.in_place_delay.0;

@@ -66,6 +66,10 @@ const SECTIONS: &[Section] = &[
         &[
             ("partitions", "partitions of a topic, fixed when it is made"),
             ("session_timeout", "how long a consumer may be silent before its partitions go to another"),
+            (
+                "retention",
+                "how long messages are kept that every consumer has handled, for example \"7d\", or never: for ever",
+            ),
         ],
     ),
     (
@@ -124,12 +128,13 @@ const CONSUMER: &str = r#"
 # handler_timeout = "30s"      # 2s on SQLite, where a handler runs inside the write lock
 # dead   = "hold"              # later messages of a key behind a dead one: hold or skip
 # unhandled = "acknowledge"    # a kind that no handler takes: acknowledge (counted) or dead
+# horizon = "never"            # how long the inbox remembers, for example "30d"; longer than a message can come again
 # drain  = "10s"               # how long a revoked partition may drain
 #
 # [consumer.retry]
 # in_place = 2                 # quick tries before the message is stored as waiting
 # in_place_delay = "50ms"
-# attempts_max = 12            # tries in all; then the message is dead
+# attempts_max = 20            # tries in all; then the message is dead
 # base   = "1s"                # the first wait; each further one doubles
 # cap    = "10m"               # the longest wait
 #

@@ -54,6 +54,51 @@ impl<'de> Deserialize<'de> for Span {
     }
 }
 
+/// A duration, or `never`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum SpanOrNever {
+    /// For ever.
+    #[default]
+    Never,
+    /// For so long.
+    For(Span),
+}
+
+impl SpanOrNever {
+    /// The duration, where there is one.
+    #[must_use]
+    pub fn duration(self) -> Option<Duration> {
+        match self {
+            Self::Never => None,
+            Self::For(span) => Some(span.0),
+        }
+    }
+}
+
+impl Serialize for SpanOrNever {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        match self {
+            Self::Never => serializer.serialize_str("never"),
+            Self::For(span) => span.serialize(serializer),
+        }
+    }
+}
+
+impl<'de> Deserialize<'de> for SpanOrNever {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        let text = String::deserialize(deserializer)
+            .map_err(|_| serde::de::Error::custom("`never`, or a duration as text with a unit, for example \"30d\""))?;
+        if text == "never" {
+            return Ok(Self::Never);
+        }
+        humantime::parse_duration(&text).map(|span| Self::For(Span(span))).map_err(|error| {
+            serde::de::Error::custom(format!(
+                "`{text}` is no duration ({error}); write for example \"30d\", or \"never\""
+            ))
+        })
+    }
+}
+
 /// A size: `900000`, `64KiB`, `8MiB`.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub struct ByteSize(pub usize);
@@ -157,6 +202,14 @@ mod tests {
         let span: Span = serde_json::from_str("\"1m 30s\"").unwrap();
         assert_eq!(span.0, Duration::from_secs(90));
         assert!(serde_json::from_str::<Span>("30").unwrap_err().to_string().contains("unit"));
+        let horizon = |text: &str| serde_json::from_str::<SpanOrNever>(text);
+        assert_eq!(horizon("\"never\"").unwrap(), SpanOrNever::Never);
+        let month = SpanOrNever::For(Span::seconds(30 * 86_400));
+        assert_eq!(horizon("\"30d\"").unwrap(), month);
+        assert_eq!(horizon(&serde_json::to_string(&month).unwrap()).unwrap(), month);
+        for wrong in ["\"always\"", "30"] {
+            assert!(horizon(wrong).unwrap_err().to_string().contains("never"));
+        }
     }
 
     #[test]

@@ -6,7 +6,6 @@
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
-use std::time::Duration;
 
 use rdkafka::metadata::Metadata;
 
@@ -16,6 +15,7 @@ use super::config::KafkaConfig;
 use super::topology::{self, TopicSettings};
 use crate::broker::{BrokerFinding, Subscription, TopicState};
 use crate::error::BrokerError;
+use crate::policy::horizon::TopicRetention;
 
 // What the default limits let through at enqueue, with room for headers of a record.
 const ENQUEUE_BYTES_MAX: usize = 900_000 + 4_096;
@@ -131,23 +131,16 @@ fn of_topic(config: &KafkaConfig, topic: &str, copies: usize, settings: &TopicSe
 }
 
 fn retention(name: String, settings: &TopicSettings) -> BrokerFinding {
-    let of = |name: &str| settings.get(name).map_or("?", String::as_str);
-    if of("cleanup.policy").contains("compact") {
-        return fine(
-            name,
-            "compacted: a message may come again at any time, so the inbox horizon is `never`".to_owned(),
-        );
-    }
-    match of("retention.ms").parse::<i64>() {
-        Ok(-1) => {
-            fine(name, "unlimited: a message may come again at any time, so the inbox horizon is `never`".to_owned())
+    let never = "a message may come again at any time, so the inbox horizon is `never`";
+    let detail = match topology::kept(settings) {
+        Some(TopicRetention::Compacted) => format!("compacted: {never}"),
+        Some(TopicRetention::Unlimited) => format!("unlimited: {never}"),
+        Some(TopicRetention::For(kept)) => {
+            format!("{}; the inbox horizon must be longer", humantime::format_duration(kept))
         }
-        Ok(kept) => {
-            let kept = Duration::from_millis(kept.unsigned_abs());
-            fine(name, format!("{}; the inbox horizon must be longer", humantime::format_duration(kept)))
-        }
-        Err(_) => fine(name, "not told by the broker".to_owned()),
-    }
+        None => "not told by the broker".to_owned(),
+    };
+    fine(name, detail)
 }
 
 fn of_group(asker: &Asker, group: &str) -> Option<BrokerFinding> {

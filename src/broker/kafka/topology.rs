@@ -19,6 +19,7 @@ use super::config::KafkaConfig;
 use super::errors;
 use crate::broker::{Subscription, TopicState};
 use crate::error::BrokerError;
+use crate::policy::horizon::TopicRetention;
 
 // Above what a broker takes by default (1,048,588), so that a session need not start anew for it.
 const MESSAGE_MAX_FLOOR: usize = 2 << 20;
@@ -106,6 +107,28 @@ pub(super) fn settings(
         }
     }
     Ok(found)
+}
+
+/// How long a topic keeps its records, where its settings tell.
+pub(super) fn kept(settings: &TopicSettings) -> Option<TopicRetention> {
+    if settings.get("cleanup.policy").is_some_and(|policy| policy.contains("compact")) {
+        return Some(TopicRetention::Compacted);
+    }
+    let kept = settings.get("retention.ms")?.parse::<i64>().ok()?;
+    Some(u64::try_from(kept).map_or(TopicRetention::Unlimited, |kept| TopicRetention::For(Duration::from_millis(kept))))
+}
+
+/// The longest of these topics; those whose settings cannot be read tell nothing.
+pub(super) async fn retention(
+    config: &Arc<KafkaConfig>,
+    topics: &[String],
+) -> Result<Option<TopicRetention>, BrokerError> {
+    let (config, topics) = (Arc::clone(config), topics.to_vec());
+    blocking::run(move || {
+        let settings = settings(&config, &topics.iter().map(String::as_str).collect())?;
+        Ok(settings.values().filter_map(kept).reduce(TopicRetention::or_longer))
+    })
+    .await
 }
 
 /// The command that creates a topic.

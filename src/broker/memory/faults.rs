@@ -9,6 +9,7 @@ use std::sync::Arc;
 use super::state::Shared;
 use crate::error::BrokerError;
 use crate::message::OutgoingMessage;
+use crate::policy::horizon::TopicRetention;
 
 /// What happens to a row that is sent.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -41,6 +42,8 @@ pub(super) struct Switches {
     missing_topics: BTreeSet<String>,
     pub(super) deliveries_held: bool,
     pub(super) acknowledgements_lost: bool,
+    pub(super) retention: Option<TopicRetention>,
+    pub(super) in_flight_unbounded: bool,
     /// Sessions up to this number have ended.
     pub(super) publishers_ended: u64,
     pub(super) subscribers_ended: u64,
@@ -164,6 +167,16 @@ impl Faults {
     /// Acknowledgements get lost on their way until this is switched off: they come again after a rebalance.
     pub fn lose_acknowledgements(&self, lose: bool) {
         self.set(|faults| faults.acknowledgements_lost = lose);
+    }
+
+    /// Subscribers get more than they asked for at most: whatever they have not acknowledged, the next batch comes.
+    pub fn deliver_without_bound(&self, unbounded: bool) {
+        self.set(|faults| faults.in_flight_unbounded = unbounded);
+    }
+
+    /// The broker says that its topics keep their records for so long, or does not tell. It keeps everything.
+    pub fn says_retention(&self, retention: Option<TopicRetention>) {
+        self.set(|faults| faults.retention = retention);
     }
 
     /// The members of a group lose all their partitions, as after a freeze beyond the session timeout, and share them anew:

@@ -158,7 +158,8 @@ impl MemorySubscriber {
             return None;
         }
         let in_flight: i64 = self.owned.values().map(|owned| owned.position - owned.acknowledged).sum();
-        let room = self.in_flight_max.saturating_sub(usize::try_from(in_flight).unwrap_or_default()).min(BATCH_ROWS);
+        let in_flight_max = if state.faults.in_flight_unbounded { usize::MAX } else { self.in_flight_max };
+        let room = in_flight_max.saturating_sub(usize::try_from(in_flight).unwrap_or_default()).min(BATCH_ROWS);
         if room == 0 {
             return None;
         }

@@ -7,7 +7,7 @@ use super::lane::Lane;
 use super::settle;
 use crate::error::{HandlerError, StoreError};
 use crate::observe::{self, Outcome};
-use crate::policy::retry::Decision;
+use crate::policy::retry::{Death, Decision};
 use crate::runtime::pace::sleep_unless;
 use crate::store::{ParkAs, Store};
 
@@ -23,7 +23,7 @@ pub(super) async fn run<S: Store>(lane: &mut Lane<S>, item: Item, mut failure: O
     let mut counted_in_vain = false;
     loop {
         if let Some(error) = failure.take() {
-            match decide(lane, &error, counted) {
+            match settle::decide(&lane.shared.options.retry, &error, counted) {
                 Decision::InPlace(pause) => {
                     observe::delivered(&lane.shared.options.name, Outcome::Retried, 1);
                     if !sleep_unless(&lane.stop, pause).await {
@@ -31,9 +31,9 @@ pub(super) async fn run<S: Store>(lane: &mut Lane<S>, item: Item, mut failure: O
                     }
                 }
                 Decision::Wait(after) => return settle::park(lane, item, ParkAs::Due(after), counted, &error).await,
-                Decision::Dead => {
-                    let reason = if error.is_terminal() { "terminal" } else { "attempts" };
-                    let park_as = ParkAs::Dead { reason: reason.to_owned(), holds: lane.shared.options.holds() };
+                Decision::Dead(death) => {
+                    let park_as =
+                        ParkAs::Dead { reason: death.reason().to_owned(), holds: lane.shared.options.holds() };
                     return settle::park(lane, item, park_as, counted, &error).await;
                 }
             }
@@ -46,9 +46,10 @@ pub(super) async fn run<S: Store>(lane: &mut Lane<S>, item: Item, mut failure: O
             counted = this;
         }
         counted_in_vain = false;
-        if counted > lane.shared.options.retry.max_attempts {
-            let error = HandlerError::retryable("every try ended with the process: the handler kills it");
-            let park_as = ParkAs::Dead { reason: "attempts".to_owned(), holds: lane.shared.options.holds() };
+        if !lane.shared.options.retry.allows(counted) {
+            let error = HandlerError::retryable(settle::KILLS);
+            let reason = Death::Attempts.reason().to_owned();
+            let park_as = ParkAs::Dead { reason, holds: lane.shared.options.holds() };
             return settle::park(lane, item, park_as, counted - 1, &error).await;
         }
         let end = {
@@ -65,8 +66,7 @@ pub(super) async fn run<S: Store>(lane: &mut Lane<S>, item: Item, mut failure: O
             }
             Ok(BatchEnd::Failed(_, error)) if error.is_nobodys() => {
                 counted_in_vain = true;
-                tracing::debug!(consumer = %lane.shared.options.name, %error, "nobody's failure");
-                lane.pace.wait(&lane.stop).await;
+                lane.wait_out(&error).await;
             }
             Ok(BatchEnd::Failed(_, error)) => {
                 tracing::warn!(consumer = %lane.shared.options.name, id = %item.message.id, attempt = counted, %error, "a handler failed");
@@ -111,15 +111,6 @@ async fn count<S: Store>(lane: &mut Lane<S>, item: &Item, failure: Option<&Handl
             Err(away) if leave(lane, item, &away).await => return None,
             Err(_) => in_doubt = true,
         }
-    }
-}
-
-fn decide<S: Store>(lane: &Lane<S>, error: &HandlerError, counted: u32) -> Decision {
-    let retry = &lane.shared.options.retry;
-    match error.after() {
-        _ if error.is_terminal() => Decision::Dead,
-        Some(asked) => retry.next_after(counted, asked),
-        None => retry.next(counted, fastrand::f64()),
     }
 }
 

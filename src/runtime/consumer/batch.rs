@@ -1,9 +1,8 @@
-//! One transaction: admit, see blocked keys, run handlers in order, prove, commit (R23, R24).
+//! One transaction: admit, see blocked keys and ages, run handlers in order, prove, commit (R23, R24, R31).
 //!
 //! Promise: either everything of this batch commits together, inbox rows and effects, or nothing of it stays. No savepoint on
 //! the good path.
 
-use std::collections::{HashMap, HashSet};
 use std::panic::AssertUnwindSafe;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -11,13 +10,15 @@ use std::time::{Duration, Instant};
 use futures::FutureExt;
 
 use super::Shared;
+use super::admission::{Fate, admit};
 use super::item::Item;
 use super::options::Unhandled;
+use super::settle::{self, dead};
 use crate::error::{HandlerError, StoreError};
 use crate::message::{Message, MessageId};
 use crate::observe::{self, Outcome};
 use crate::runtime::{HandlerTx, MessageHandler};
-use crate::store::{ConsumerId, InboxEntry, InboxTx, ParkAs, Parked, Proof, Store};
+use crate::store::{ConsumerId, InboxTx, ParkAs, Parked, Proof, Store};
 
 /// How a batch ended; unless it is `Done`, nothing of it stayed.
 #[derive(Debug)]
@@ -97,12 +98,6 @@ async fn body<S: Store>(
     enqueued: &mut bool,
 ) -> Result<Body, StoreError> {
     let fates = admit(tx, items).await?;
-    let lanes: Vec<[u8; 16]> = {
-        let new = items.iter().zip(&fates).filter(|(_, fate)| **fate == Fate::New);
-        let lanes: HashSet<_> = new.filter_map(|(item, _)| item.message.lane_id()).collect();
-        lanes.into_iter().collect()
-    };
-    let blocked = if lanes.is_empty() { HashSet::new() } else { tx.blocked(&lanes).await? };
     let mut outcomes = Vec::with_capacity(items.len());
     let mut parked = Vec::new();
     let mut handled = Vec::new();
@@ -110,15 +105,18 @@ async fn body<S: Store>(
         let outcome = match fate {
             Fate::Duplicate => Outcome::Duplicate,
             Fate::Mismatch => {
-                tracing::error!(consumer = %shared.options.name, id = %item.message.id, id_text = %item.message.id_text, place = %item.message.coordinates, "the same message id with different content");
-                parked.push(dead(item, "id-reused", "the same id stands in the inbox with different content", false));
+                parked.push(settle::id_reused(&shared.options.name, item));
                 Outcome::Mismatch
             }
-            Fate::New if item.unusable.is_some() => {
+            Fate::OutOfTime(reason) => {
+                parked.push(settle::out_of_time(&shared.options.name, item, reason));
+                Outcome::Dead
+            }
+            Fate::New | Fate::Behind if item.unusable.is_some() => {
                 parked.push(dead(item, "no-usable-id", item.unusable.as_deref().unwrap_or_default(), false));
                 Outcome::Dead
             }
-            Fate::New if item.message.lane_id().is_some_and(|lane| blocked.contains(&lane)) => {
+            Fate::Behind => {
                 let message = item.message.clone();
                 parked.push(Parked { message, park_as: ParkAs::Behind, attempts: 0, error: None });
                 Outcome::Retried
@@ -176,7 +174,8 @@ fn owed<S: Store>(shared: &Arc<Shared<S>>, items: &[Item], fates: &[Fate]) -> Ve
             && shared.options.unhandled == Unhandled::Acknowledge
             && shared.handlers.find(&item.message.kind).is_none()
     };
-    let new = items.iter().zip(fates).enumerate().filter(|(_, (item, fate))| **fate == Fate::New && !is_done(item));
+    let is_new = |fate: &Fate| matches!(fate, Fate::New | Fate::Behind);
+    let new = items.iter().zip(fates).enumerate().filter(|(_, (item, fate))| is_new(fate) && !is_done(item));
     new.map(|(index, _)| index).collect()
 }
 
@@ -194,45 +193,6 @@ pub(super) async fn whose_failure<T: InboxTx>(tx: &mut T, error: HandlerError) -
     };
     let error = if lost { HandlerError::nobodys(format!("{error}; the connection is lost")) } else { error };
     (error, false)
-}
-
-/// What the inbox says of one item.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Fate {
-    New,
-    Duplicate,
-    Mismatch,
-}
-
-/// Inserts the ids, first; inside the batch the first delivered wins, and hashes are compared in memory too (R32).
-async fn admit<T: InboxTx>(tx: &mut T, items: &[Item]) -> Result<Vec<Fate>, StoreError> {
-    let mut first: HashMap<MessageId, usize> = HashMap::with_capacity(items.len());
-    let mut entries = Vec::with_capacity(items.len());
-    for (index, item) in items.iter().enumerate() {
-        if let std::collections::hash_map::Entry::Vacant(vacant) = first.entry(item.message.id) {
-            vacant.insert(index);
-            entries.push(InboxEntry { id: item.message.id, hash: item.hash });
-        }
-    }
-    let admission = tx.admit(&entries).await?;
-    if admission.known.len() != entries.len() {
-        return Err(StoreError::Corrupt(format!(
-            "the inbox answered {} of {} ids",
-            admission.known.len(),
-            entries.len()
-        )));
-    }
-    let known: HashMap<MessageId, _> = entries.iter().map(|entry| entry.id).zip(admission.known).collect();
-    let fate = |(index, item): (usize, &Item)| {
-        let winner = first[&item.message.id];
-        let standing = match known[&item.message.id] {
-            Some(known) => known.hash,
-            None if winner == index => return Fate::New,
-            None => items[winner].hash,
-        };
-        if standing == item.hash { Fate::Duplicate } else { Fate::Mismatch }
-    };
-    Ok(items.iter().enumerate().map(fate).collect())
 }
 
 /// Runs a handler: a panic and a timeout are failures like any other.
@@ -302,14 +262,5 @@ pub(super) async fn roll_back<T: InboxTx>(tx: T) {
         Ok(Ok(())) => {}
         Ok(Err(error)) => tracing::debug!(%error, "a rollback failed; the connection is given up"),
         Err(_) => tracing::warn!("a rollback took longer than 5 s; the connection is given up"),
-    }
-}
-
-pub(super) fn dead(item: &Item, reason: &str, error: &str, holds: bool) -> Parked {
-    Parked {
-        message: item.message.clone(),
-        park_as: ParkAs::Dead { reason: reason.to_owned(), holds },
-        attempts: 0,
-        error: Some(error.to_owned()),
     }
 }

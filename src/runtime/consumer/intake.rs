@@ -3,7 +3,7 @@
 //! Promise: what is acknowledged is committed (G5); a revoked source starts nothing more, drains, is acknowledged and only
 //! then given up; the broker is polled also while handlers run, so that heartbeats and rebalances never wait for them.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -17,12 +17,15 @@ use super::{ConsumerEnd, Shared, lane};
 use crate::broker::{Delivery, Event, PartitionId, RevokeGuard, Subscriber};
 use crate::error::BrokerError;
 use crate::observe::{self, PartState};
+use crate::policy::suspicion::Suspicion;
 use crate::policy::watermark::Watermark;
 use crate::store::{ConsumerId, Store};
 
 struct Assigned {
     source: Arc<Source>,
     mark: Watermark,
+    /// Delivered while the mark had no room: handed over, in order, when it has.
+    backlog: VecDeque<Delivery>,
     acknowledged: Option<i64>,
     /// Handed to lanes and not yet reported.
     outstanding: usize,
@@ -113,8 +116,12 @@ impl<S: Store> Intake<'_, S> {
                         finished.push(next);
                     }
                     self.finished(finished).await;
+                    self.go_on()?;
                 }
-                event = self.subscriber.next() => self.event(event?).await,
+                event = self.subscriber.next() => {
+                    self.event(event?).await;
+                    self.go_on()?;
+                }
                 _ = tick.tick() => {
                     self.shared.health.beat(&self.shared.part);
                     observe::in_flight(&self.shared.options.name, self.outstanding);
@@ -143,31 +150,61 @@ impl<S: Store> Intake<'_, S> {
                 }
             }
         }
-        let in_flight_max = self.shared.options.in_flight_max;
-        if !self.paused && self.outstanding >= in_flight_max {
-            self.paused = true;
-            self.subscriber.pause(true);
+    }
+
+    /// Hands to the lanes what there is room for, and asks the broker for more, or for nothing more.
+    fn go_on(&mut self) -> Result<(), BrokerError> {
+        let is_log = self.shared.broker.is_log();
+        let (mut waits, in_flight_max) = (false, self.shared.options.in_flight_max);
+        for (id, assigned) in &mut self.sources {
+            // What the mark does not know must not run: it would pass over it.
+            while assigned.mark.room() > 0 {
+                let Some(delivery) = assigned.backlog.pop_front() else { break };
+                assigned.mark.delivered(delivery.sequence).map_err(|error| {
+                    BrokerError::Session(format!("{}, partition {}: {error}", id.place, id.partition))
+                })?;
+                let item = Item::identify(delivery, Arc::clone(&assigned.source), &self.shared.options, is_log);
+                let lane = item.lane(self.lanes.len());
+                if self.lanes[lane].send(item).is_ok() {
+                    assigned.outstanding += 1;
+                    self.outstanding += 1;
+                }
+            }
+            waits |= !assigned.backlog.is_empty();
         }
+        let pause = waits || self.outstanding >= in_flight_max;
+        let resume = !waits && self.outstanding <= in_flight_max / 2;
+        if pause != self.paused && (pause || resume) {
+            self.paused = pause;
+            self.subscriber.pause(pause);
+        }
+        Ok(())
+    }
+
+    fn has_backlog(&self) -> bool {
+        self.sources.values().any(|assigned| !assigned.backlog.is_empty())
     }
 
     async fn assign(&mut self, id: PartitionId) {
-        let mut suspects = 0;
+        let mut suspicion = Suspicion::closed();
         if self.shared.broker.is_log() {
             // Found open: the last owner did not end cleanly, so what it had in flight may kill a process (R26).
+            let found_open = Suspicion::found_open(self.shared.options.in_flight_max);
             match self.shared.store.open_assignment(self.consumer, &id.place, id.partition).await {
-                Ok(true) => suspects = i64::try_from(self.shared.options.in_flight_max).unwrap_or(i64::MAX),
+                Ok(true) => suspicion = found_open,
                 Ok(false) => {}
                 Err(error) => {
                     tracing::warn!(consumer = %self.shared.options.name, %error, "could not note an assignment; taken as suspicious");
-                    suspects = i64::try_from(self.shared.options.in_flight_max).unwrap_or(i64::MAX);
+                    suspicion = found_open;
                 }
             }
         }
-        tracing::info!(consumer = %self.shared.options.name, place = %id.place, partition = id.partition, suspicious = suspects > 0, "assigned");
+        tracing::info!(consumer = %self.shared.options.name, place = %id.place, partition = id.partition, suspicious = suspicion.is_active(), "assigned");
         let assigned = Assigned {
-            source: Source::new(id.clone(), suspects),
-            // Room for what one event may bring beyond the bound at which the broker is paused.
-            mark: Watermark::new(self.shared.options.in_flight_max.saturating_mul(4).max(10_000)),
+            source: Source::new(id.clone(), suspicion),
+            // What is finished above an unfinished one is not acknowledged either: it counts too.
+            mark: Watermark::new(self.shared.options.in_flight_max.max(1)),
+            backlog: VecDeque::new(),
             acknowledged: None,
             outstanding: 0,
             giving_up: None,
@@ -177,22 +214,9 @@ impl<S: Store> Intake<'_, S> {
 
     fn deliveries(&mut self, deliveries: Vec<Delivery>) {
         self.active_at = Instant::now();
-        let is_log = self.shared.broker.is_log();
         for delivery in deliveries {
-            let Some(assigned) = self.sources.get_mut(&delivery.source) else { continue };
-            if assigned.giving_up.is_some() {
-                continue;
-            }
-            if let Err(error) = assigned.mark.delivered(delivery.sequence) {
-                // Not noted, so never acknowledged: it comes again with the next assignment.
-                tracing::warn!(consumer = %self.shared.options.name, error = ?error, "a delivery was left for later");
-                continue;
-            }
-            let item = Item::identify(delivery, Arc::clone(&assigned.source), &self.shared.options, is_log);
-            let lane = item.lane(self.lanes.len());
-            if self.lanes[lane].send(item).is_ok() {
-                assigned.outstanding += 1;
-                self.outstanding += 1;
+            if let Some(assigned) = self.sources.get_mut(&delivery.source).filter(|one| one.giving_up.is_none()) {
+                assigned.backlog.push_back(delivery);
             }
         }
     }
@@ -200,6 +224,7 @@ impl<S: Store> Intake<'_, S> {
     async fn revoke(&mut self, id: &PartitionId, lost: bool, guard: Arc<RevokeGuard>) {
         let Some(assigned) = self.sources.get_mut(id) else { return };
         assigned.source.revoke();
+        assigned.backlog.clear();
         assigned.giving_up = Some(GivingUp { lost, _guard: RevokeGuard::shared(guard) });
         self.give_up_if_drained(id).await;
     }
@@ -235,10 +260,6 @@ impl<S: Store> Intake<'_, S> {
             self.acknowledge(&id).await;
             self.give_up_if_drained(&id).await;
         }
-        if self.paused && self.outstanding <= self.shared.options.in_flight_max / 2 {
-            self.paused = false;
-            self.subscriber.pause(false);
-        }
     }
 
     async fn acknowledge(&mut self, id: &PartitionId) {
@@ -268,7 +289,7 @@ impl<S: Store> Intake<'_, S> {
 
     async fn is_idle(&mut self) -> Result<bool, BrokerError> {
         let Some(idle) = self.shared.options.until_idle else { return Ok(false) };
-        if self.outstanding > 0 || self.active_at.elapsed() < idle {
+        if self.outstanding > 0 || self.has_backlog() || self.active_at.elapsed() < idle {
             return Ok(false);
         }
         if !self.subscriber.caught_up().await? {

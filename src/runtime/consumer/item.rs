@@ -1,10 +1,11 @@
 //! A delivery on its way through lane and batch, and the source it came from.
 
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicI64, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 
 use crate::broker::{Delivery, PartitionId};
 use crate::message::{ContentHash, Message};
+use crate::policy::suspicion::{Facts, Run, Suspicion};
 
 use super::options::ConsumerOptions;
 
@@ -14,13 +15,13 @@ pub(super) struct Source {
     pub(super) id: PartitionId,
     /// Given up: start nothing more of it.
     revoked: AtomicBool,
-    /// How many deliveries that the inbox does not know still run alone, because the last owner did not end cleanly (R26).
-    suspects: AtomicI64,
+    /// What the last owner left behind, shared by the lanes (R26).
+    suspicion: Mutex<Suspicion>,
 }
 
 impl Source {
-    pub(super) fn new(id: PartitionId, suspects: i64) -> Arc<Self> {
-        Arc::new(Self { id, revoked: AtomicBool::new(false), suspects: AtomicI64::new(suspects) })
+    pub(super) fn new(id: PartitionId, suspicion: Suspicion) -> Arc<Self> {
+        Arc::new(Self { id, revoked: AtomicBool::new(false), suspicion: Mutex::new(suspicion) })
     }
 
     pub(super) fn revoke(&self) {
@@ -31,14 +32,8 @@ impl Source {
         self.revoked.load(Ordering::Acquire)
     }
 
-    /// True while deliveries of this source are to be looked up before they run.
-    pub(super) fn is_suspicious(&self) -> bool {
-        self.suspects.load(Ordering::Relaxed) > 0
-    }
-
-    /// Takes one from the number of suspects; false where none is left.
-    pub(super) fn take_suspect(&self) -> bool {
-        self.suspects.fetch_sub(1, Ordering::Relaxed) > 0
+    fn with_suspicion<T>(&self, ask: impl FnOnce(&mut Suspicion) -> T) -> T {
+        ask(&mut self.suspicion.lock().unwrap_or_else(PoisonError::into_inner))
     }
 }
 
@@ -63,6 +58,17 @@ impl Item {
         };
         let hash = message.content_hash();
         Self { message, hash, unusable, source, sequence, redelivered }
+    }
+
+    /// True where it is to be looked up in the inbox before it runs.
+    pub(super) fn is_suspicious(&self) -> bool {
+        self.redelivered || self.source.with_suspicion(|suspicion| suspicion.is_active())
+    }
+
+    /// Whether it runs alone, its try counted first, `known` being whether the inbox has it (R26).
+    pub(super) fn runs_alone(&self, known: bool) -> bool {
+        let facts = Facts { known, redelivered: self.redelivered };
+        self.source.with_suspicion(|suspicion| suspicion.judge(facts)) == Run::Alone
     }
 
     /// Which of `lanes` it belongs to: one key, one lane.

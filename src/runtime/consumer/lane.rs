@@ -1,10 +1,10 @@
 //! A lane: the messages of its keys, in order, in batches of what is there; no delay is added when idle.
 //!
 //! A failing message is taken out: the part before it runs again, then it alone under the retry policy, then the rest, so
-//! that a lane never reorders a key.
+//! that a lane never reorders a key. Which parts those are is decided by [`crate::policy::split`], which messages are under
+//! suspicion by [`crate::policy::suspicion`].
 
 use std::sync::Arc;
-use std::time::Duration;
 
 use tokio::sync::mpsc;
 use tokio_util::sync::CancellationToken;
@@ -14,7 +14,8 @@ use super::item::{Done, Item};
 use super::{Shared, alone, settle};
 use crate::error::{HandlerError, StoreError};
 use crate::observe::{self, PartState};
-use crate::runtime::pace::Pace;
+use crate::policy::split::{self, NobodysFault, Part};
+use crate::runtime::pace::sleep_unless;
 use crate::store::{ConsumerId, Store};
 
 /// One lane's hands.
@@ -23,7 +24,8 @@ pub(super) struct Lane<S: Store> {
     pub(super) consumer: ConsumerId,
     pub(super) done: mpsc::UnboundedSender<Done>,
     pub(super) stop: CancellationToken,
-    pub(super) pace: Pace,
+    /// Failures in a row that were nobody's, whatever this lane was doing.
+    pub(super) fault: NobodysFault,
 }
 
 /// What is to be done next, last in, first out.
@@ -40,9 +42,8 @@ pub(super) async fn run<S: Store>(
     done: mpsc::UnboundedSender<Done>,
     stop: CancellationToken,
 ) {
-    let pace = Pace::new(Duration::from_millis(20), Duration::from_secs(5));
     let batch_max = shared.options.batch_max.max(1);
-    let mut lane = Lane { shared, consumer, done, stop, pace };
+    let mut lane = Lane { shared, consumer, done, stop, fault: NobodysFault::default() };
     while let Some(first) = items.recv().await {
         let mut batch = vec![first];
         while batch.len() < batch_max {
@@ -74,8 +75,9 @@ impl<S: Store> Lane<S> {
     }
 
     async fn batch(&mut self, items: Vec<Item>, stack: &mut Vec<Work>) {
+        let whole = 0..items.len();
         match self.first_suspect(&items).await {
-            Ok(Some(suspect)) => return take_out(items, suspect, None, stack),
+            Ok(Some(suspect)) => return stack_up(items, split::around(whole, suspect), None, stack),
             Ok(None) => {}
             Err(error) => {
                 self.wait_out(&error).await;
@@ -95,12 +97,12 @@ impl<S: Store> Lane<S> {
                 }
             }
             Ok(BatchEnd::Failed(_, error)) if error.is_nobodys() => {
-                self.again(items, error.message().to_owned(), stack).await;
+                self.again(items, error.message(), stack).await;
             }
-            Ok(BatchEnd::Failed(index, error)) => take_out(items, index, Some(error), stack),
+            Ok(BatchEnd::Failed(index, error)) => stack_up(items, split::around(whole, index), Some(error), stack),
             Ok(BatchEnd::Unclear(why)) => {
-                tracing::warn!(consumer = %self.shared.options.name, messages = items.len(), %why, "each message of a batch runs alone");
-                stack.extend(items.into_iter().rev().map(|item| Work::Alone(Box::new(item), None)));
+                tracing::warn!(consumer = %self.shared.options.name, messages = items.len(), %why, "a batch failed as a whole; its halves run");
+                stack_up(items, split::without_blame(whole), None, stack);
             }
             Ok(BatchEnd::Ended(committed)) => {
                 // In order: what is stored first is the head of its key (R25).
@@ -114,33 +116,27 @@ impl<S: Store> Lane<S> {
                 }
                 stack.push(Work::Batch(rest));
             }
-            Err(error) => self.again(items, error.to_string(), stack).await,
+            Err(error) => self.again(items, &error.to_string(), stack).await,
         }
     }
 
-    /// Nobody's failure: the same batch again with jitter, halved after the third time (R27).
-    async fn again(&mut self, mut items: Vec<Item>, why: String, stack: &mut Vec<Work>) {
-        self.say_waiting(&why);
-        self.pace.wait(&self.stop).await;
-        if self.pace.failures() > 3 && items.len() > 1 {
-            let rest = items.split_off(items.len() / 2);
-            stack.push(Work::Batch(rest));
-        }
-        stack.push(Work::Batch(items));
+    /// Nobody's failure: the same batch again, or its halves (R27).
+    async fn again(&mut self, items: Vec<Item>, why: &str, stack: &mut Vec<Work>) {
+        let again = self.fault.again(0..items.len(), fastrand::f64());
+        self.say_waiting(why);
+        sleep_unless(&self.stop, again.pause).await;
+        let parts = again.parts.into_iter().map(|messages| Part { messages, alone: false });
+        stack_up(items, parts.collect(), None, stack);
     }
 
     /// The first item that is to run alone, with its try counted first (R26): only those that the inbox does not know.
     async fn first_suspect(&self, items: &[Item]) -> Result<Option<usize>, StoreError> {
-        if !items.iter().any(|item| item.redelivered || item.source.is_suspicious()) {
+        if !items.iter().any(Item::is_suspicious) {
             return Ok(None);
         }
         let ids: Vec<_> = items.iter().map(|item| item.message.id).collect();
         let known = self.shared.store.known(self.consumer, &ids).await?;
-        let suspect = |item: &Item| {
-            !known.contains(&item.message.id)
-                && (item.redelivered || (item.source.is_suspicious() && item.source.take_suspect()))
-        };
-        Ok(items.iter().position(suspect))
+        Ok(items.iter().position(|item| item.runs_alone(known.contains(&item.message.id))))
     }
 
     fn leave_revoked(&self, items: Vec<Item>) -> Vec<Item> {
@@ -158,20 +154,22 @@ impl<S: Store> Lane<S> {
     }
 
     pub(super) fn went_well(&mut self) {
-        if self.pace.failures() > 0 {
-            self.pace.worked();
+        if self.fault.times() > 0 {
+            self.fault.is_over();
             self.shared.health.set(&self.shared.part, PartState::Ready);
         }
     }
 
-    pub(super) async fn wait_out(&mut self, error: &StoreError) {
-        self.say_waiting(&error.to_string());
-        self.pace.wait(&self.stop).await;
+    /// Waits for a database that is away, or asks to try again.
+    pub(super) async fn wait_out(&mut self, why: &(impl std::fmt::Display + Sync)) {
+        let again = self.fault.again(0..1, fastrand::f64());
+        self.say_waiting(&why.to_string());
+        sleep_unless(&self.stop, again.pause).await;
     }
 
     fn say_waiting(&self, why: &str) {
         // A deadlock or two is daily life; only what lasts is shown as waiting.
-        if self.pace.failures() >= 3 {
+        if self.fault.times() > split::TIMES_BEFORE_HALVING {
             self.shared.health.set(&self.shared.part, PartState::Waiting(format!("database: {why}")));
         } else {
             tracing::debug!(consumer = %self.shared.options.name, %why, "a batch runs again");
@@ -179,17 +177,16 @@ impl<S: Store> Lane<S> {
     }
 }
 
-/// The part before, then the one alone, then the rest.
-fn take_out(mut items: Vec<Item>, index: usize, error: Option<HandlerError>, stack: &mut Vec<Work>) {
-    let rest = items.split_off(index + 1);
-    let taken = items.pop();
-    if !rest.is_empty() {
-        stack.push(Work::Batch(rest));
-    }
-    if let Some(taken) = taken {
-        stack.push(Work::Alone(Box::new(taken), error));
-    }
-    if !items.is_empty() {
-        stack.push(Work::Batch(items));
+/// Lays the parts of a plan on the stack, so that the first of them is next. The error belongs to the message to blame.
+fn stack_up(mut items: Vec<Item>, plan: Vec<Part>, mut error: Option<HandlerError>, stack: &mut Vec<Work>) {
+    for part in plan.into_iter().rev() {
+        let mut taken = items.split_off(part.messages.start);
+        match taken.pop() {
+            Some(item) if part.alone => stack.push(Work::Alone(Box::new(item), error.take())),
+            last => {
+                taken.extend(last);
+                stack.push(Work::Batch(taken));
+            }
+        }
     }
 }

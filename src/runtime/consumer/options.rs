@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 
 use crate::message::IdRule;
+use crate::policy::horizon::Horizon;
 use crate::policy::retry::RetryPolicy;
 
 /// What happens to later messages of a key behind a dead one.
@@ -57,6 +58,13 @@ pub struct ConsumerOptions {
     pub dead: DeadPolicy,
     /// What happens to kinds without a handler.
     pub unhandled: Unhandled,
+    /// How long the inbox remembers; a message older than what it has forgotten is dead as too old. For ever by default.
+    pub horizon: Horizon,
+    /// How often rows older than the horizon are looked for. 1 h: the inbox is larger by what comes in that time.
+    pub purge_every: Duration,
+    /// How old a dead message may be that is sent again under its own id: the publisher's setting of this name, which the
+    /// horizon must exceed. 7 days.
+    pub redrive_age_max: Duration,
     /// How long a revoked partition may drain.
     pub drain: Duration,
     /// How long a stop waits for what runs.
@@ -83,6 +91,9 @@ impl ConsumerOptions {
             retry: RetryPolicy::default(),
             dead: DeadPolicy::Hold,
             unhandled: Unhandled::Acknowledge,
+            horizon: Horizon::Never,
+            purge_every: Duration::from_secs(3_600),
+            redrive_age_max: Duration::from_secs(7 * 86_400),
             drain: Duration::from_secs(10),
             shutdown_grace: Duration::from_secs(20),
             until_idle: None,

@@ -13,9 +13,11 @@ use tokio_util::sync::CancellationToken;
 use super::Shared;
 use super::batch::{call, roll_back, whose_failure};
 use super::options::Unhandled;
+use super::settle::{self, KILLS};
 use crate::error::{HandlerError, StoreError};
 use crate::observe::{self, Outcome};
-use crate::policy::retry::Decision;
+use crate::policy::retry::{Death, Decision};
+use crate::policy::split::NobodysFault;
 use crate::runtime::pace::{Pace, sleep_unless};
 use crate::store::{Claim, ClaimedMessage, ConsumerId, InboxTx, ParkAs, Parked, Proof, Store};
 
@@ -23,6 +25,8 @@ use crate::store::{Claim, ClaimedMessage, ConsumerId, InboxTx, ParkAs, Parked, P
 const HEADS_MAX: usize = 8;
 /// Other processes' messages become due without a hint to this one.
 const POLL: Duration = Duration::from_millis(500);
+/// After so many failures of nobody's a head is given back: others may be luckier with theirs.
+const FAULTS_MAX: u32 = 5;
 /// How often heads are looked for that a race left without a due time.
 const SWEEP: Duration = Duration::from_secs(5);
 
@@ -120,11 +124,11 @@ async fn try_head<S: Store>(
     stop: &CancellationToken,
 ) -> Result<(), StoreError> {
     let tries = head.message.attempt;
-    if tries > shared.options.retry.max_attempts {
-        let error = HandlerError::retryable("every try ended with the process: the handler kills it");
-        return bury(shared, &head, "attempts", &error).await.map(|_| ());
+    if !shared.options.retry.allows(tries) {
+        let error = HandlerError::retryable(KILLS);
+        return bury(shared, &head, Death::Attempts.reason(), &error).await.map(|_| ());
     }
-    let mut nobodys = 0;
+    let mut fault = NobodysFault::default();
     let mut ended = false;
     let error = loop {
         let end = {
@@ -143,8 +147,8 @@ async fn try_head<S: Store>(
                 break HandlerError::retryable("the handler ended the transaction it was given");
             }
             Ok(HeadEnd::Failed(_)) | Err(_) => {
-                nobodys += 1;
-                if nobodys > 5 || !sleep_unless(stop, Duration::from_millis(50 * nobodys)).await {
+                let pause = fault.again(0..1, fastrand::f64()).pause;
+                if fault.times() > FAULTS_MAX || !sleep_unless(stop, pause).await {
                     shared.store.give_back(&head).await?;
                     return end.map(|_| ());
                 }
@@ -152,16 +156,8 @@ async fn try_head<S: Store>(
         }
     };
     tracing::warn!(consumer = %shared.options.name, id = %head.message.id, attempt = tries, %error, "a handler failed");
-    let decision = match error.after() {
-        _ if error.is_terminal() => Decision::Dead,
-        Some(asked) => shared.options.retry.next_after(tries, asked),
-        None => shared.options.retry.next(tries, fastrand::f64()),
-    };
-    let stands = match decision {
-        Decision::Dead => {
-            let reason = if error.is_terminal() { "terminal" } else { "attempts" };
-            bury(shared, &head, reason, &error).await?
-        }
+    let stands = match settle::decide(&shared.options.retry, &error, tries) {
+        Decision::Dead(death) => bury(shared, &head, death.reason(), &error).await?,
         Decision::InPlace(after) | Decision::Wait(after) => {
             observe::delivered(&shared.options.name, Outcome::Retried, 1);
             shared.store.postpone(&head, after, error.message()).await?

@@ -1,12 +1,46 @@
 //! A message that is not handled now is stored: waiting with a due time, behind its key, or dead. Its inbox row is inserted in
 //! the same transaction (R24), so that a redelivery finds it known.
 
+use super::admission::{Fate, admit};
 use super::batch::roll_back;
 use super::item::Item;
 use super::lane::Lane;
 use crate::error::{HandlerError, StoreError};
 use crate::observe::{self, Outcome};
-use crate::store::{InboxEntry, InboxTx, ParkAs, Parked, Store};
+use crate::policy::retry::{Asked, Decision, RetryPolicy};
+use crate::store::{InboxTx, ParkAs, Parked, Store};
+
+/// What is said of a message whose tries were counted and never came to an end.
+pub(super) const KILLS: &str = "every try ended with the process: the handler kills it";
+
+/// What follows a failed try, `counted` being its number.
+pub(super) fn decide(retry: &RetryPolicy, error: &HandlerError, counted: u32) -> Decision {
+    let asked = match error.after() {
+        _ if error.is_terminal() => Asked::NoRetry,
+        Some(after) => Asked::After(after),
+        None => Asked::Nothing,
+    };
+    retry.next(counted, asked, fastrand::f64())
+}
+
+/// A message as it is stored when it is dead before any try.
+pub(super) fn dead(item: &Item, reason: &str, error: &str, holds: bool) -> Parked {
+    let park_as = ParkAs::Dead { reason: reason.to_owned(), holds };
+    Parked { message: item.message.clone(), park_as, attempts: 0, error: Some(error.to_owned()) }
+}
+
+/// The id of another message: an alarm (G7). A verdict holds nothing.
+pub(super) fn id_reused(consumer: &str, item: &Item) -> Parked {
+    tracing::error!(consumer, id = %item.message.id, id_text = %item.message.id_text, place = %item.message.coordinates, "the same message id with different content");
+    dead(item, "id-reused", "the same id stands in the inbox with different content", false)
+}
+
+/// Too old, or from the future (R31). A verdict holds nothing.
+pub(super) fn out_of_time(consumer: &str, item: &Item, reason: &str) -> Parked {
+    tracing::error!(consumer, id = %item.message.id, topic = %item.message.topic, reason, "a message is dead");
+    let why = "what could tell whether it was handled is not there any more, or will not be for long; redrive it if it was not";
+    dead(item, reason, why, false)
+}
 
 /// Stores the message until it works, then reports it as committed.
 pub(super) async fn park<S: Store>(lane: &mut Lane<S>, item: Item, park_as: ParkAs, tries: u32, error: &HandlerError) {
@@ -44,16 +78,18 @@ pub(super) async fn park<S: Store>(lane: &mut Lane<S>, item: Item, park_as: Park
 async fn store<S: Store>(lane: &Lane<S>, item: &Item, parked: &Parked) -> Result<bool, StoreError> {
     let mut tx = lane.shared.store.begin(lane.consumer).await?;
     let body = async {
-        let admission = tx.admit(&[InboxEntry { id: item.message.id, hash: item.hash }]).await?;
-        if admission.known.first().is_some_and(Option::is_some) {
-            return Ok(false);
-        }
         let mut parked = parked.clone();
-        if let (Some(lane), ParkAs::Due(_)) = (item.message.lane_id(), &parked.park_as)
-            && !tx.blocked(&[lane]).await?.is_empty()
-        {
+        match admit(&mut tx, std::slice::from_ref(item)).await?.first() {
+            None | Some(Fate::Duplicate) => return Ok(false),
+            Some(Fate::New) => {}
             // An older message of its key came to wait in the meantime: it is the head, this one stands behind it.
-            parked.park_as = ParkAs::Behind;
+            Some(Fate::Behind) => {
+                if matches!(parked.park_as, ParkAs::Due(_)) {
+                    parked.park_as = ParkAs::Behind;
+                }
+            }
+            Some(Fate::Mismatch) => parked = id_reused(&lane.shared.options.name, item),
+            Some(Fate::OutOfTime(reason)) => parked = out_of_time(&lane.shared.options.name, item, reason),
         }
         tx.park(std::slice::from_ref(&parked)).await?;
         tx.clear_attempts(&[item.message.id]).await?;
@@ -104,7 +140,7 @@ pub(super) async fn transaction_ended<S: Store>(lane: &mut Lane<S>, item: Item) 
             // Even at a stop this is tried on: a redelivery would look like a duplicate and the alarm would be lost.
             Err(away) => {
                 lane.wait_out(&away).await;
-                if lane.stop.is_cancelled() && lane.pace.failures() > 5 {
+                if lane.stop.is_cancelled() && lane.fault.times() > 5 {
                     return lane.report(&item, false);
                 }
             }

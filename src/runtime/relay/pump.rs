@@ -19,6 +19,7 @@ use crate::error::{BrokerError, StoreError};
 use crate::observe::{self, PartState};
 use crate::policy::diversion::{Diversion as Diverted, DivertedRow as Row};
 use crate::policy::isolate::Cause;
+use crate::policy::lease::Lease;
 use crate::store::{Mark, RelaySession, Store};
 
 /// How a session ended.
@@ -187,7 +188,7 @@ impl<'a, S: Store> Pump<'a, S> {
             self.claim(mark).await?;
             moved = true;
         }
-        if self.claimed_at.elapsed() >= self.relay.options.lease / 3 {
+        if self.claimed_at.elapsed() >= Lease::renewed_after(self.relay.options.lease) {
             let mark = self.window.take_done();
             self.claim(mark).await?;
         }

@@ -175,16 +175,16 @@ pub async fn a_parked_message_blocks_its_key_and_no_other<F: Fixture>(trial: &Tr
         let lane = parked.lane_id().unwrap();
         let mut tx = trial.store.begin(consumer).await.unwrap();
         tx.admit(&[new_entry()]).await.unwrap();
-        let blocked = tx.blocked(&[other, lane]).await.unwrap();
+        let blocked = tx.standing(&[other, lane]).await.unwrap().blocked;
         assert_eq!(blocked.contains(&lane), blocks, "{key}");
         assert!(!blocked.contains(&other));
-        assert!(tx.blocked(&[]).await.unwrap().is_empty());
+        assert!(tx.standing(&[]).await.unwrap().blocked.is_empty());
         tx.rollback().await.unwrap();
     }
     let elsewhere = trial.consumer("another").await;
     let mut tx = trial.store.begin(elsewhere).await.unwrap();
     let lane = message("due", "1").lane_id().unwrap();
-    assert!(tx.blocked(&[lane]).await.unwrap().is_empty(), "another consumer's keys are its own");
+    assert!(tx.standing(&[lane]).await.unwrap().blocked.is_empty(), "another consumer's keys are its own");
     tx.rollback().await.unwrap();
 }
 

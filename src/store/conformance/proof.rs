@@ -96,6 +96,16 @@ pub async fn r23_a_commit_with_a_new_begin_is_found_out<F: Fixture>(trial: &Tria
     assert_eq!(end.after, 0, "what came after is rolled back");
 }
 
+/// A fresh transaction in place of the old one, which then fails: what was committed before is not hidden by it.
+pub async fn r23_a_commit_with_a_new_begin_that_fails_is_found_out<F: Fixture>(trial: &Trial<F>) {
+    let end = handler(trial, &["commit", "begin", "insert into no_such_table (a) values (1)"]).await;
+    assert_ne!(end.proof, Proof::Same);
+    assert_eq!((end.known, end.after), (end.before == 1, 0));
+    if end.known {
+        assert_eq!(end.proof, Proof::Ended, "so that the runtime looks, and does not take it for a duplicate");
+    }
+}
+
 /// Nothing stays.
 pub async fn r23_a_rollback_of_the_handler_is_found_out<F: Fixture>(trial: &Trial<F>) {
     let consumer = trial.consumer("c").await;

@@ -194,7 +194,7 @@ pub async fn a_buried_message_holds_its_key_or_lets_it_go<F: Fixture>(trial: &Tr
     assert_eq!(trial.store.sweep(consumer).await.unwrap(), 0, "what stands behind a dead one is no head");
     let held = arrived(Some("hold"), "", "x").lane_id().unwrap();
     let mut tx = trial.store.begin(consumer).await.unwrap();
-    assert!(tx.blocked(&[held]).await.unwrap().contains(&held));
+    assert!(tx.standing(&[held]).await.unwrap().blocked.contains(&held));
     tx.rollback().await.unwrap();
     let dead = trial.store.dead(&DeadFilter::default()).await.unwrap();
     let mut dead: Vec<_> = dead.into_iter().map(|dead| (dead.key.unwrap(), dead.reason, dead.behind)).collect();

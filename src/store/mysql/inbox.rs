@@ -10,8 +10,11 @@
 //!
 //! Not here: waiting messages ([`super::waiting`]), but for what happens to them inside the handler's transaction.
 
+mod purge;
+
 use std::collections::{HashMap, HashSet};
 use std::ops::ControlFlow;
+use std::time::Duration;
 
 use sqlx::mysql::{MySqlQueryResult, MySqlRow};
 use sqlx::{AssertSqlSafe, Either, MySql, MySqlConnection, Row, raw_sql};
@@ -20,9 +23,12 @@ use super::schema::number;
 use super::{HISTORY_MAX, MySqlStore, START, hex, hex_list, shortened, sixteen, token, waiting};
 use crate::error::StoreError;
 use crate::message::MessageId;
+use crate::policy::db_time::DbTime;
+use crate::policy::horizon::Bounds;
 use crate::store::bounded::{Ask, Bounded, BoundedPool};
 use crate::store::{
-    Admission, ClaimedMessage, ConsumerId, ConsumerSpec, Inbox, InboxEntry, InboxTx, Known, Parked, Proof,
+    Admission, ClaimedMessage, ConsumerId, ConsumerSpec, Inbox, InboxEntry, InboxTx, Known, Parked, Proof, Purged,
+    Standing,
 };
 
 /// `autocommit = 0` until the connection is back in the pool, which sets it up anew.
@@ -44,6 +50,8 @@ pub struct MySqlInboxTx {
     savepoint: Option<String>,
     /// As the server counts connections.
     connection_id: Option<u64>,
+    /// When our rows were received.
+    received: Option<DbTime>,
 }
 
 /// Whether the server works for this connection, and waits neither for us to ask nor to listen.
@@ -93,7 +101,8 @@ impl Inbox for MySqlStore {
 
     async fn begin(&self, consumer: ConsumerId) -> Result<MySqlInboxTx, StoreError> {
         let (transaction, pool) = (self.pool.begin(START_HANDLER).await?, self.pool.clone());
-        Ok(MySqlInboxTx { transaction, pool, consumer, token: token(), savepoint: None, connection_id: None })
+        let (savepoint, connection_id, received) = (None, None, None);
+        Ok(MySqlInboxTx { transaction, pool, consumer, token: token(), savepoint, connection_id, received })
     }
 
     async fn known(&self, consumer: ConsumerId, ids: &[MessageId]) -> Result<HashSet<MessageId>, StoreError> {
@@ -109,6 +118,20 @@ impl Inbox for MySqlStore {
         .all(&self.pool)
         .await?;
         Ok(found.into_iter().map(MessageId::from_uuid).collect())
+    }
+
+    async fn bounds(&self, consumer: ConsumerId) -> Result<Bounds, StoreError> {
+        Ok(standing(&mut self.pool.acquire().await?, consumer, &[]).await?.bounds)
+    }
+
+    async fn purge(
+        &self,
+        consumer: ConsumerId,
+        below: DbTime,
+        after: Option<MessageId>,
+        rows_max: usize,
+    ) -> Result<Purged, StoreError> {
+        purge::step(&self.pool, consumer, below, after, rows_max).await
     }
 
     async fn begin_attempt(&self, consumer: ConsumerId, id: MessageId) -> Result<u32, StoreError> {
@@ -269,7 +292,7 @@ impl InboxTx for MySqlInboxTx {
             return Err(StoreError::Corrupt(format!("five statements of the inbox gave {count} answers")));
         };
         self.savepoint = Some(savepoint);
-        self.connection_id = rows.rows.first().map(|row| row.try_get(3)).transpose()?;
+        self.connection_id = rows.rows.first().map(|row| row.try_get(4)).transpose()?;
         only_duplicates(entries.len(), inserted.changed, warned, warnings)?;
 
         let mut found = HashMap::with_capacity(rows.rows.len());
@@ -277,6 +300,9 @@ impl InboxTx for MySqlInboxTx {
             let id: uuid::Uuid = row.try_get(0)?;
             let hash = sixteen("content_hash", row.try_get::<&[u8], _>(1)?)?;
             let is_new = row.try_get::<&[u8], _>(2)? == self.token;
+            if is_new {
+                self.received = Some(DbTime::from_micros(row.try_get(3)?));
+            }
             found.insert(MessageId::from_uuid(id), (hash, is_new));
         }
         let answer = |entry: &InboxEntry| match found.get(&entry.id) {
@@ -289,19 +315,12 @@ impl InboxTx for MySqlInboxTx {
         Ok(Admission { known: entries.iter().map(answer).collect::<Result<_, _>>()? })
     }
 
-    async fn blocked(&mut self, lanes: &[[u8; 16]]) -> Result<HashSet<[u8; 16]>, StoreError> {
-        if lanes.is_empty() {
-            return Ok(HashSet::new());
+    async fn standing(&mut self, lanes: &[[u8; 16]]) -> Result<Standing, StoreError> {
+        let mut standing = standing(&mut self.transaction, self.consumer, lanes).await?;
+        if let Some(received) = self.received {
+            standing.bounds.now = received;
         }
-        let found: Vec<Vec<u8>> = sqlx::query_scalar(
-            "select unhex(j.lane) from json_table(?, '$[*]' columns (lane varchar(32) path '$')) j \
-             where (select w.sequence from oncebox_waiting w where w.consumer_id = ? and w.lane = unhex(j.lane) limit 1) is not null",
-        )
-        .bind(hex_list(lanes.iter().map(<[u8; 16]>::as_slice)))
-        .bind(self.consumer.0)
-        .all(&mut self.transaction)
-        .await?;
-        found.iter().map(|lane| sixteen("lane", lane)).collect()
+        Ok(standing)
     }
 
     async fn park(&mut self, parked: &[Parked]) -> Result<(), StoreError> {
@@ -413,6 +432,38 @@ impl MySqlInboxTx {
     }
 }
 
+/// The blocked ones of some lanes, and what ages are judged by.
+async fn standing(
+    connection: &mut Bounded<MySql>,
+    consumer: ConsumerId,
+    lanes: &[[u8; 16]],
+) -> Result<Standing, StoreError> {
+    let rows = sqlx::query(
+        "select b.purged, b.now, b.skew, l.lane from \
+           (select timestampdiff(microsecond, '1970-01-01', c.purged_below) as purged, \
+                   timestampdiff(microsecond, '1970-01-01', utc_timestamp(6)) as now, \
+                   cast((select value from oncebox_limits where name = 'id_skew_seconds') as signed) as skew \
+              from oncebox_consumer c where c.consumer_id = ?) b \
+         left join (select unhex(j.lane) as lane from json_table(?, '$[*]' columns (lane varchar(32) path '$')) j \
+           where (select w.sequence from oncebox_waiting w where w.consumer_id = ? and w.lane = unhex(j.lane) limit 1) is not null) l \
+           on true",
+    )
+    .bind(consumer.0)
+    .bind(hex_list(lanes.iter().map(<[u8; 16]>::as_slice)))
+    .bind(consumer.0)
+    .all(connection)
+    .await?;
+    let first = rows.first().ok_or_else(|| StoreError::Corrupt(format!("there is no consumer {}", consumer.0)))?;
+    let bounds = Bounds {
+        purged_below: first.try_get::<Option<i64>, _>(0)?.map(DbTime::from_micros),
+        now: DbTime::from_micros(first.try_get(1)?),
+        id_skew: Duration::from_secs(first.try_get::<i64, _>(2)?.unsigned_abs()),
+    };
+    let lanes = rows.iter().filter_map(|row| row.try_get::<Option<&[u8]>, _>(3).transpose());
+    let blocked = lanes.map(|lane| sixteen("lane", lane?)).collect::<Result<_, _>>()?;
+    Ok(Standing { blocked, bounds })
+}
+
 /// A name that no handler can have by chance.
 fn savepoint_name() -> String {
     format!("oncebox_{}", hex(&token()))
@@ -429,8 +480,8 @@ fn admit_statements(consumer: ConsumerId, sorted: &[InboxEntry], token: [u8; 16]
     format!(
         "insert ignore into oncebox_inbox (consumer_id, message_id, content_hash, batch_token, received_at) values {}; \
          show count(*) warnings; show warnings; \
-         select message_id, content_hash, batch_token, connection_id() from oncebox_inbox \
-           where consumer_id = {consumer} and message_id in ({}); \
+         select message_id, content_hash, batch_token, timestampdiff(microsecond, '1970-01-01', received_at), connection_id() \
+            from oncebox_inbox where consumer_id = {consumer} and message_id in ({}); \
          savepoint {savepoint}",
         values.join(","),
         ids.join(",")

@@ -22,6 +22,8 @@ use super::door::headers_from_json;
 use super::{HISTORY_MAX, MySqlStore, START, hex, micros, number_list, shortened, text};
 use crate::error::StoreError;
 use crate::message::{OutgoingMessage, TraceContext};
+use crate::policy::db_time::DbTime;
+use crate::policy::lease::{Fence, Lease};
 use crate::store::bounded::{Ask, Bounded, BoundedPool};
 use crate::store::relay::first_within;
 use crate::store::{
@@ -76,11 +78,12 @@ impl Outbox for MySqlStore {
         if let Some(owner) = owner.filter(|owner| *owner != request.owner) {
             let left: Option<i64> = found.try_get("left_micros")?;
             let length: Option<f64> = found.try_get("lease_seconds")?;
-            let left = Duration::from_micros(left.and_then(|left| u64::try_from(left).ok()).unwrap_or(0));
-            // One that ends later than its length from now was taken before the clock went back (R22).
-            if !left.is_zero() && left.as_secs_f64() <= length.unwrap_or(0.0) {
+            let length = Duration::try_from_secs_f64(length.unwrap_or(0.0)).unwrap_or_default();
+            let now = DbTime::from_micros(0);
+            let lease = Lease { until: DbTime::from_micros(left.unwrap_or(0)), length };
+            if !lease.is_expired(now) {
                 transaction.rollback().await?;
-                return Ok(LeaseAnswer::HeldBy { owner, left });
+                return Ok(LeaseAnswer::HeldBy { owner, left: lease.remaining(now) });
             }
         }
         let epoch = found.try_get::<i64, _>("epoch")? + 1;
@@ -109,6 +112,11 @@ impl Outbox for MySqlStore {
             read_bytes: request.read_bytes,
             rows_max: 100_000,
         }))
+    }
+
+    async fn proven_kept(&self) -> Result<Duration, StoreError> {
+        // The mark deletes what it proves.
+        Ok(Duration::ZERO)
     }
 
     async fn shards(&self) -> Result<Vec<i32>, StoreError> {
@@ -269,11 +277,9 @@ impl MySqlSession {
     }
 
     fn is_ours(&self, row: &MySqlRow) -> Result<(), StoreError> {
-        let (epoch, revision): (i64, i64) = (row.try_get("epoch")?, row.try_get("revision")?);
-        if (epoch, revision) == (self.epoch, self.revision) {
-            return Ok(());
-        }
-        Err(self.fenced(&format!("the shard is at epoch {epoch}, revision {revision}, not {}", self.revision)))
+        let seen = Fence { epoch: row.try_get("epoch")?, revision: row.try_get("revision")? };
+        let mine = Fence { epoch: self.epoch, revision: self.revision };
+        mine.check(seen).map_err(|lost| self.fenced(&lost.to_string()))
     }
 
     /// The rows at these positions, the first ones that reach the bytes of a read. They were committed when their positions were

@@ -3,7 +3,10 @@
 //! Guarantees: the unique key decides what is new, in one sorted insert (R24); the check before COMMIT proves that it is still
 //! the transaction that inserted our rows (R23). Timed ids go to a range-partitioned table, others to one of their own (R31).
 
+mod purge;
+
 use std::collections::{HashMap, HashSet};
+use std::time::Duration;
 
 use sqlx::{PgConnection, Postgres, Row};
 use uuid::Uuid;
@@ -13,9 +16,12 @@ use super::text::error_text;
 use super::waiting;
 use crate::error::StoreError;
 use crate::message::MessageId;
+use crate::policy::db_time::DbTime;
+use crate::policy::horizon::Bounds;
 use crate::store::bounded::{Ask, Bounded, BoundedPool};
 use crate::store::{
-    Admission, ClaimedMessage, ConsumerId, ConsumerSpec, Inbox, InboxEntry, InboxTx, Known, Parked, Proof,
+    Admission, ClaimedMessage, ConsumerId, ConsumerSpec, Inbox, InboxEntry, InboxTx, Known, Parked, Proof, Purged,
+    Standing,
 };
 
 /// `returning` runs after the row's insert, so a transaction id is assigned: the witness of R23.
@@ -53,6 +59,15 @@ select pg_current_xact_id_if_assigned()::text,
 const WORKS: &str = "
 select exists (select 1 from pg_stat_activity where backend_xid = $1::text::xid8::xid and state = 'active'
                 and wait_event_type is distinct from 'Client')";
+
+/// The blocked ones of some lanes, and what ages are judged by. `now()` is when the transaction began, before any row of it was
+/// received.
+const STANDING: &str = "
+select array(select distinct w.lane_id from oncebox.waiting w
+              where w.consumer_id = $1 and w.lane_id = any($2) and (w.state = 'waiting' or w.holds)),
+       (extract(epoch from c.purged_below) * 1000000)::bigint, (extract(epoch from now()) * 1000000)::bigint,
+       (select value from oncebox.limits where name = 'id_skew_seconds')
+  from oncebox.consumer c where c.consumer_id = $1";
 
 impl Inbox for PostgresStore {
     type Tx = PostgresTx;
@@ -96,6 +111,20 @@ impl Inbox for PostgresStore {
     async fn known(&self, consumer: ConsumerId, ids: &[MessageId]) -> Result<HashSet<MessageId>, StoreError> {
         let mut connection = self.pool.acquire().await?;
         Ok(hashes(&mut connection, consumer, &Ids::of(ids.iter().copied())).await?.into_keys().collect())
+    }
+
+    async fn bounds(&self, consumer: ConsumerId) -> Result<Bounds, StoreError> {
+        Ok(standing(&mut self.pool.acquire().await?, consumer, &[]).await?.bounds)
+    }
+
+    async fn purge(
+        &self,
+        consumer: ConsumerId,
+        below: DbTime,
+        after: Option<MessageId>,
+        rows_max: usize,
+    ) -> Result<Purged, StoreError> {
+        purge::step(self, consumer, below, after, rows_max).await
     }
 
     async fn begin_attempt(&self, consumer: ConsumerId, id: MessageId) -> Result<u32, StoreError> {
@@ -264,8 +293,8 @@ impl InboxTx for PostgresTx {
         Ok(Admission { known: known.collect() })
     }
 
-    async fn blocked(&mut self, lanes: &[[u8; 16]]) -> Result<HashSet<[u8; 16]>, StoreError> {
-        waiting::blocked(&mut self.tx, self.consumer, lanes).await
+    async fn standing(&mut self, lanes: &[[u8; 16]]) -> Result<Standing, StoreError> {
+        standing(&mut self.tx, self.consumer, lanes).await
     }
 
     async fn park(&mut self, parked: &[Parked]) -> Result<(), StoreError> {
@@ -322,8 +351,9 @@ impl InboxTx for PostgresTx {
             .await;
         let row = match found {
             Ok(row) => row,
-            // A statement failed, its error was swallowed: COMMIT would roll back and say nothing.
-            Err(sqlx::Error::Database(error)) if error.code().as_deref() == Some("25P02") => return Ok(Proof::Aborted),
+            Err(sqlx::Error::Database(error)) if error.code().as_deref() == Some("25P02") => {
+                return self.aborted().await;
+            }
             Err(error) => return Err(error.into()),
         };
         let now: Option<String> = row.try_get(0)?;
@@ -358,12 +388,44 @@ impl InboxTx for PostgresTx {
     }
 }
 
+impl PostgresTx {
+    /// A statement failed, and its error was swallowed: COMMIT would roll back and say nothing. Whether it is our transaction
+    /// that is aborted, or one that the handler began after it had committed ours, is known to nobody inside an aborted one:
+    /// it is left, and the server asked what became of ours.
+    async fn aborted(&mut self) -> Result<Proof, StoreError> {
+        sqlx::raw_sql("rollback").run(&mut self.tx).await?;
+        let Some(witness) = &self.witness else { return Ok(Proof::Aborted) };
+        let fate: Option<String> =
+            sqlx::query_scalar("select pg_xact_status($1::text::xid8)").bind(witness).one(&mut self.tx).await?;
+        Ok(if fate.as_deref() == Some("committed") { Proof::Ended } else { Proof::Aborted })
+    }
+}
+
 /// A range that was attached while our insert was on its way to DEFAULT is nobody's failure (R8, R27).
 fn admit_error(error: sqlx::Error) -> StoreError {
     match &error {
         sqlx::Error::Database(database) if database.code().as_deref() == Some("23514") => StoreError::Busy(error),
         _ => error.into(),
     }
+}
+
+async fn standing(
+    connection: &mut Bounded<Postgres>,
+    consumer: ConsumerId,
+    lanes: &[[u8; 16]],
+) -> Result<Standing, StoreError> {
+    let lanes: Vec<Uuid> = lanes.iter().map(|lane| Uuid::from_bytes(*lane)).collect();
+    let row = sqlx::query(STANDING).bind(consumer.0).bind(lanes).optional(connection).await?;
+    let row = row.ok_or_else(|| StoreError::Corrupt(format!("there is no consumer {}", consumer.0)))?;
+    let blocked: Vec<Uuid> = row.try_get(0)?;
+    Ok(Standing {
+        blocked: blocked.into_iter().map(Uuid::into_bytes).collect(),
+        bounds: Bounds {
+            purged_below: row.try_get::<Option<i64>, _>(1)?.map(DbTime::from_micros),
+            now: DbTime::from_micros(row.try_get(2)?),
+            id_skew: Duration::from_secs(row.try_get::<i64, _>(3)?.unsigned_abs()),
+        },
+    })
 }
 
 /// Content hashes of the inbox rows of these ids.

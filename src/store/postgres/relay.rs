@@ -14,6 +14,7 @@ use super::read::{Bounds, Buckets, read};
 use super::{PostgresStore, diverted, partitions};
 use crate::error::StoreError;
 use crate::policy::gaps::{CursorError, GapCursor, GapSet};
+use crate::policy::lease::Fence;
 use crate::store::bounded::{Ask, Bounded};
 use crate::store::{
     DivertedRow, LeaseAnswer, LeaseRequest, Mark, OperatorRequest, Outbox, OutboxRow, ReadBatch, RelaySession,
@@ -107,6 +108,13 @@ impl Outbox for PostgresStore {
         }))
     }
 
+    async fn proven_kept(&self) -> Result<Duration, StoreError> {
+        let kept = "select value from oncebox.setting where name = 'outbox_retention_seconds'";
+        let row = sqlx::query(kept).optional(&self.pool).await?;
+        let seconds = row.map(|row| row.try_get::<i64, _>(0)).transpose()?;
+        Ok(Duration::from_secs(seconds.unwrap_or(0).unsigned_abs()))
+    }
+
     async fn shards(&self) -> Result<Vec<i32>, StoreError> {
         let rows = sqlx::query("select shard_id from oncebox.shard order by shard_id").all(&self.pool).await?;
         rows.iter().map(|row| Ok(row.try_get(0)?)).collect()
@@ -157,12 +165,9 @@ impl RelaySession for PostgresSession {
         let bounds = Bounds { rows: self.limit(rows_max), bytes: self.read_bytes };
         let found = read(&mut self.connection, self.shard, self.buckets, &plan, bounds).await?;
         let found = found.ok_or_else(|| StoreError::Fenced(format!("shard {} is gone", self.shard)))?;
-        if (found.epoch, found.revision) != (self.epoch, self.revision) {
-            return Err(StoreError::Fenced(format!(
-                "shard {} is at epoch {} and revision {}, this session wrote {} and {} last",
-                self.shard, found.epoch, found.revision, self.epoch, self.revision
-            )));
-        }
+        let mine = Fence { epoch: self.epoch, revision: self.revision };
+        mine.check(Fence { epoch: found.epoch, revision: found.revision })
+            .map_err(|lost| StoreError::Fenced(format!("shard {}: {lost}", self.shard)))?;
         if self.cursor.is_ahead_of(found.last_value) {
             return Err(StoreError::Refused(format!(
                 "sequence behind cursor: the last position drawn is {}, shard {} has read up to {}; new messages would never be \

@@ -3,7 +3,6 @@
 //! Guarantees: only heads are claimed, so two messages of one key never run at once; rows behind have no due time, so an empty
 //! poll touches none of them; whoever removes a head makes the next of its key due in the same statement.
 
-use std::collections::HashSet;
 use std::time::Duration;
 
 use sqlx::postgres::PgRow;
@@ -218,27 +217,6 @@ impl Waiting for PostgresStore {
         self.make_inbox_ranges().await?;
         Ok(sqlx::query(SWEEP).bind(consumer.0).run(&self.pool).await?.rows_affected())
     }
-}
-
-/// Of these lanes, those with a waiting message or a dead one that holds.
-pub(super) async fn blocked(
-    connection: &mut Bounded<Postgres>,
-    consumer: ConsumerId,
-    lanes: &[[u8; 16]],
-) -> Result<HashSet<[u8; 16]>, StoreError> {
-    if lanes.is_empty() {
-        return Ok(HashSet::new());
-    }
-    let lanes: Vec<Uuid> = lanes.iter().map(|lane| Uuid::from_bytes(*lane)).collect();
-    let rows = sqlx::query(
-        "select distinct w.lane_id from oncebox.waiting w
-          where w.consumer_id = $1 and w.lane_id = any($2) and (w.state = 'waiting' or w.holds)",
-    )
-    .bind(consumer.0)
-    .bind(lanes)
-    .all(connection)
-    .await?;
-    rows.iter().map(|row| Ok(row.try_get::<Uuid, _>(0)?.into_bytes())).collect()
 }
 
 /// Stores a message as waiting or dead.

@@ -5,8 +5,10 @@
 //! still be there proves before COMMIT that the transaction is the one that was begun (R23).
 
 mod park;
+mod purge;
 
 use std::collections::HashSet;
+use std::time::Duration;
 
 use sqlx::sqlite::SqliteConnection;
 use sqlx::{AssertSqlSafe, query, query_as, query_scalar, raw_sql};
@@ -17,8 +19,11 @@ use super::write::Write;
 use super::{now_ms, parts};
 use crate::error::StoreError;
 use crate::message::MessageId;
+use crate::policy::db_time::DbTime;
+use crate::policy::horizon::Bounds;
 use crate::store::{
     Admission, Base, ClaimedMessage, ConsumerId, ConsumerSpec, Inbox, InboxEntry, InboxTx, Known, Parked, Proof,
+    Purged, Standing,
 };
 
 /// Adds an error to a history of at most 20: `$errors` the JSON array, `$attempt` the number of the try, `$error` its text.
@@ -67,7 +72,14 @@ pub(super) const ADMIT: &str = concat!(
     " insert into oncebox_inbox (consumer_id, message_id, hash, received_at) \
              select ?1, substr(?2, 1 + i * 32, 16), substr(?2, 17 + i * 32, 16), ",
     now_ms!(),
-    " from n where length(?2) > 0 on conflict do nothing returning message_id"
+    " from n where length(?2) > 0 on conflict do nothing returning message_id, received_at"
+);
+
+/// Purge bound, now, skew.
+const BOUNDS: &str = concat!(
+    "select purged_before, ",
+    now_ms!(),
+    ", (select value from oncebox_limits where name = 'id_skew_seconds') from oncebox_consumer where consumer_id = ?"
 );
 
 /// Which of these lanes have a message that blocks.
@@ -121,13 +133,27 @@ impl Inbox for SqliteStore {
         write.guard().await?;
         let savepoint = format!("oncebox_{}", uuid::Uuid::now_v7().simple());
         raw_sql(AssertSqlSafe(format!("savepoint {savepoint}"))).execute(write.connection()).await?;
-        Ok(SqliteInboxTx { write, consumer, savepoint, admitted: None })
+        Ok(SqliteInboxTx { write, consumer, savepoint, admitted: None, received: None })
     }
 
     async fn known(&self, consumer: ConsumerId, ids: &[MessageId]) -> Result<HashSet<MessageId>, StoreError> {
         let known = query_scalar::<_, Vec<u8>>(KNOWN);
         let known = known.bind(consumer.0).bind(bytes_of(ids)).fetch_all(self.pool()).await?;
         known.iter().map(|id| message_id(id)).collect()
+    }
+
+    async fn bounds(&self, consumer: ConsumerId) -> Result<Bounds, StoreError> {
+        bounds(&mut *self.pool().acquire().await?, consumer).await
+    }
+
+    async fn purge(
+        &self,
+        consumer: ConsumerId,
+        below: DbTime,
+        after: Option<MessageId>,
+        rows_max: usize,
+    ) -> Result<Purged, StoreError> {
+        purge::step(self, consumer, below, after, rows_max).await
     }
 
     async fn begin_attempt(&self, consumer: ConsumerId, id: MessageId) -> Result<u32, StoreError> {
@@ -197,6 +223,17 @@ impl Inbox for SqliteStore {
     }
 }
 
+async fn bounds(connection: &mut SqliteConnection, consumer: ConsumerId) -> Result<Bounds, StoreError> {
+    let found = query_as::<_, (Option<i64>, i64, i64)>(BOUNDS).bind(consumer.0).fetch_optional(connection).await?;
+    let (purged, now, skew) =
+        found.ok_or_else(|| StoreError::Corrupt(format!("there is no consumer {}", consumer.0)))?;
+    Ok(Bounds {
+        purged_below: purged.map(DbTime::from_millis),
+        now: DbTime::from_millis(now),
+        id_skew: Duration::from_secs(skew.unsigned_abs()),
+    })
+}
+
 async fn set_assignment(
     connection: &mut SqliteConnection,
     consumer: ConsumerId,
@@ -222,6 +259,8 @@ pub struct SqliteInboxTx {
     savepoint: String,
     /// Which ids were new.
     admitted: Option<HashSet<MessageId>>,
+    /// When their rows were received.
+    received: Option<DbTime>,
 }
 
 impl InboxTx for SqliteInboxTx {
@@ -238,9 +277,10 @@ impl InboxTx for SqliteInboxTx {
         let mut sorted: Vec<&InboxEntry> = entries.iter().collect();
         sorted.sort_unstable_by_key(|entry| entry.id);
         let rows: Vec<u8> = sorted.iter().flat_map(|entry| entry.id.bytes().into_iter().chain(entry.hash)).collect();
-        let insert = query_scalar::<_, Vec<u8>>(ADMIT);
-        let new = insert.bind(self.consumer.0).bind(rows).fetch_all(self.write.connection()).await?;
-        let new = new.iter().map(|id| message_id(id)).collect::<Result<HashSet<_>, _>>()?;
+        let insert = query_as::<_, (Vec<u8>, i64)>(ADMIT);
+        let rows = insert.bind(self.consumer.0).bind(rows).fetch_all(self.write.connection()).await?;
+        let new = rows.iter().map(|(id, _)| message_id(id)).collect::<Result<HashSet<_>, _>>()?;
+        self.received = rows.first().map(|(_, received)| DbTime::from_millis(*received));
         let old: Vec<MessageId> = entries.iter().map(|entry| entry.id).filter(|id| !new.contains(id)).collect();
         let hashes = self.hashes(&old).await?;
         let known = |entry: &InboxEntry| match hashes.iter().find(|(id, _)| *id == entry.id) {
@@ -253,10 +293,14 @@ impl InboxTx for SqliteInboxTx {
         Ok(Admission { known })
     }
 
-    async fn blocked(&mut self, lanes: &[[u8; 16]]) -> Result<HashSet<[u8; 16]>, StoreError> {
+    async fn standing(&mut self, lanes: &[[u8; 16]]) -> Result<Standing, StoreError> {
         let blocked = query_scalar::<_, Vec<u8>>(BLOCKED);
         let blocked = blocked.bind(self.consumer.0).bind(lanes.concat()).fetch_all(self.write.connection()).await?;
-        blocked.iter().map(|lane| sixteen(lane)).collect()
+        let mut bounds = bounds(self.write.connection(), self.consumer).await?;
+        if let Some(received) = self.received {
+            bounds.now = received;
+        }
+        Ok(Standing { blocked: blocked.iter().map(|lane| sixteen(lane)).collect::<Result<_, _>>()?, bounds })
     }
 
     async fn park(&mut self, parked: &[Parked]) -> Result<(), StoreError> {

@@ -26,6 +26,8 @@ use super::message::{headers_from_json, time_from_millis, uuid_from_text};
 use super::{millis, now_ms};
 use crate::error::StoreError;
 use crate::message::OutgoingMessage;
+use crate::policy::db_time::DbTime;
+use crate::policy::lease::{Fence, Lease};
 use crate::store::{
     Base, DivertedRow, LeaseAnswer, LeaseRequest, Mark, OperatorRequest, Outbox, OutboxRow, ReadBatch, RelaySession,
 };
@@ -75,12 +77,11 @@ impl Outbox for SqliteStore {
             write.rollback().await?;
             return Ok(LeaseAnswer::NoShard);
         };
-        // A lease with more left than its length was written before the clock went back (R22).
-        let stands = !owner.is_empty() && left > 0 && left <= length;
-        if stands && owner != request.owner {
+        let now = DbTime::from_millis(0);
+        let lease = Lease { until: DbTime::from_millis(left), length: Duration::from_millis(length.unsigned_abs()) };
+        if !owner.is_empty() && !lease.is_expired(now) && owner != request.owner {
             write.rollback().await?;
-            let left = Duration::from_millis(left.unsigned_abs());
-            return Ok(LeaseAnswer::HeldBy { owner, left });
+            return Ok(LeaseAnswer::HeldBy { owner, left: lease.remaining(now) });
         }
         let take = concat!(
             "update oncebox_shard set epoch = epoch + 1, revision = revision + 1, owner = ?, lease_length = ?, lease_until = ",
@@ -105,6 +106,11 @@ impl Outbox for SqliteStore {
         }))
     }
 
+    async fn proven_kept(&self) -> Result<Duration, StoreError> {
+        // The mark deletes what it proves.
+        Ok(Duration::ZERO)
+    }
+
     async fn shards(&self) -> Result<Vec<i32>, StoreError> {
         let shards = query_scalar("select shard_id from oncebox_shard order by shard_id");
         Ok(shards.fetch_all(self.pool()).await?)
@@ -119,10 +125,9 @@ impl SqliteSession {
 
     /// The first line of every answer: whether the shard is as this session left it.
     fn check_fence(&self, row: &SqliteRow) -> Result<(), StoreError> {
-        let (epoch, revision): (i64, i64) = (row.try_get(0)?, row.try_get(1)?);
-        if (epoch, revision) != (self.epoch, self.revision) {
-            return Err(self.fenced(&format!("the shard is at epoch {epoch}, revision {revision}")));
-        }
+        let seen = Fence { epoch: row.try_get(0)?, revision: row.try_get(1)? };
+        let mine = Fence { epoch: self.epoch, revision: self.revision };
+        mine.check(seen).map_err(|lost| self.fenced(&lost.to_string()))?;
         let (last, scanned_to): (i64, i64) = (row.try_get(2)?, row.try_get(3)?);
         if last < scanned_to {
             return Err(StoreError::Refused(format!(

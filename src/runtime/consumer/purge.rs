@@ -1,0 +1,111 @@
+//! The purge: inbox rows older than the horizon go, a page at a time (R31).
+//!
+//! Promise: a horizon within which a duplicate can still come is refused at start, as far as what it must exceed is known, and
+//! nothing is purged by it later either; a purge is paced, so that it does not stand in the way of what is handled.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio_util::sync::CancellationToken;
+
+use super::{ConsumerError, Shared};
+use crate::error::BrokerError;
+use crate::observe::{self, PartState};
+use crate::policy::horizon::{Horizon, Sources};
+use crate::runtime::pace::{Pace, sleep_unless};
+use crate::store::{ConsumerId, Store};
+
+/// Rows looked at in one transaction.
+const PAGE: usize = 1_000;
+/// The pause between two of them.
+const BETWEEN: Duration = Duration::from_millis(20);
+
+/// Whether the horizon may be used; waits for a database or broker that is away.
+pub(super) async fn check<S: Store>(
+    shared: &Shared<S>,
+    consumer: ConsumerId,
+    stop: &CancellationToken,
+) -> Result<(), ConsumerError> {
+    let mut pace = Pace::new(Duration::from_millis(100), Duration::from_secs(5));
+    loop {
+        match is_long_enough(shared, consumer).await {
+            Err(error) if is_away(&error) => {
+                shared.health.set(&shared.part, PartState::Waiting(error.to_string()));
+                if !pace.wait(stop).await {
+                    return Ok(());
+                }
+            }
+            answer => return answer,
+        }
+    }
+}
+
+/// Purges at start and at every interval, until the stop.
+pub(super) async fn run<S: Store>(shared: Arc<Shared<S>>, consumer: ConsumerId, stop: CancellationToken) {
+    let mut pace = Pace::new(Duration::from_millis(100), Duration::from_secs(60));
+    let name = &shared.options.name;
+    while shared.options.horizon != Horizon::Never && !stop.is_cancelled() {
+        let next = match round(&shared, consumer, &stop).await {
+            Ok(rows) => {
+                pace.worked();
+                tracing::debug!(consumer = %name, rows, "purged the inbox");
+                shared.options.purge_every
+            }
+            Err(error) if is_away(&error) => {
+                tracing::debug!(consumer = %name, %error, "the purge waits");
+                pace.next_wait()
+            }
+            Err(error) => {
+                tracing::error!(consumer = %name, %error, "the inbox is not purged");
+                shared.options.purge_every
+            }
+        };
+        sleep_unless(&stop, next).await;
+    }
+}
+
+/// Everything older than the horizon; gives the rows that went.
+async fn round<S: Store>(
+    shared: &Shared<S>,
+    consumer: ConsumerId,
+    stop: &CancellationToken,
+) -> Result<u64, ConsumerError> {
+    // Once more: a topic may have been made, or keep its records for longer, since the last time.
+    is_long_enough(shared, consumer).await?;
+    let now = shared.store.bounds(consumer).await?.now;
+    let Some(below) = shared.options.horizon.purge_bound(now) else { return Ok(0) };
+    let (mut rows, mut after) = (0, None);
+    loop {
+        let purged = shared.store.purge(consumer, below, after, PAGE).await?;
+        observe::purged(&shared.options.name, purged.rows);
+        rows += purged.rows;
+        after = purged.next;
+        if after.is_none() || !sleep_unless(stop, BETWEEN).await {
+            return Ok(rows);
+        }
+    }
+}
+
+async fn is_long_enough<S: Store>(shared: &Shared<S>, consumer: ConsumerId) -> Result<(), ConsumerError> {
+    let options = &shared.options;
+    if options.horizon == Horizon::Never {
+        return Ok(());
+    }
+    let sources = Sources {
+        skew: shared.store.bounds(consumer).await?.id_skew,
+        topic: shared.broker.retention(&options.topics).await?,
+        outbox: shared.store.proven_kept().await?,
+        waiting: options.retry.longest(),
+        dead: options.redrive_age_max,
+    };
+    Ok(sources.check(options.horizon)?)
+}
+
+/// True where waiting may help.
+fn is_away(error: &ConsumerError) -> bool {
+    match error {
+        ConsumerError::Store(error) => error.is_nobodys(),
+        ConsumerError::Broker(error) => !matches!(error, BrokerError::Refused(_)),
+        ConsumerError::Horizon(_) => false,
+    }
+}

@@ -1,0 +1,49 @@
+//! What is acknowledged, up to where, and in which bounds: the low-water mark of a source as the consumer keeps it.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::time::Duration;
+
+use oncebox::runtime::{ConsumerEnd, ConsumerOptions};
+
+use super::kit::{Act, Does, SOON, consumer_options, fails, sqlite};
+use super::support::eventually;
+
+/// Shown by: what the mark had no room for was left out, as a full mark was answered before, and never ran.
+#[tokio::test]
+async fn g5_what_comes_while_an_older_one_is_unfinished_waits_for_room_and_none_of_it_is_passed_over() {
+    let world = sqlite().await;
+    let (open, ran) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicUsize::new(0)));
+    let (gate, count) = (Arc::clone(&open), Arc::clone(&ran));
+    let act = move |name: &str, _: &oncebox::Message| {
+        if name == "a1" && !gate.load(Ordering::Relaxed) {
+            return fails();
+        }
+        count.fetch_add(1, Ordering::Relaxed);
+        Act::Done
+    };
+    // Two lanes, so that others flow past a1, which stays where it is; and a broker that heeds no bound.
+    world.broker.faults().deliver_without_bound(true);
+    let mut options = ConsumerOptions { lanes: 2, in_flight_max: 10, ..consumer_options() };
+    options.retry.in_place = u32::MAX;
+    options.retry.max_attempts = u32::MAX;
+    let names: Vec<String> = (100..200).map(|number| format!("{}{number}", ["b", "c", "d", "e"][number % 4])).collect();
+    world.broker.faults().hold_deliveries(true);
+    world.deliver_all(&["a1"]);
+    world.deliver_all(&names.iter().map(String::as_str).collect::<Vec<_>>());
+    let consumer =
+        world.consumer(ConsumerOptions { until_idle: Some(Duration::from_millis(200)), ..options }, Does(act));
+    world.broker.faults().hold_deliveries(false);
+    eventually("others flowed", SOON, || async { (ran.load(Ordering::Relaxed) > 0).then_some(()) }).await;
+    assert_eq!(world.broker.committed("ledger", "t", 0), 0, "a1 is not finished");
+    assert!(ran.load(Ordering::Relaxed) < 10, "taken and not acknowledged: `in_flight_max` at most");
+    open.store(true, Ordering::Relaxed);
+    assert_eq!(tokio::time::timeout(SOON, consumer.task).await.unwrap().unwrap(), Some(ConsumerEnd::Idle));
+    let mut effects = world.effects().await;
+    effects.sort();
+    let mut expected = names.clone();
+    expected.push("a1".into());
+    expected.sort();
+    assert_eq!(effects, expected);
+    assert_eq!(world.broker.committed("ledger", "t", 0), 101);
+}

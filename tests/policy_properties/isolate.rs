@@ -1,0 +1,109 @@
+//! Whose fault a session's end is, against the words of the rule (R16).
+
+use std::collections::BTreeMap;
+
+use oncebox::policy::isolate::{Cause, Isolation, Mode, Verdict};
+use proptest::prelude::*;
+
+#[derive(Debug, Clone)]
+enum Step {
+    /// A session ends at one of three rows.
+    End(i64, Cause),
+    /// A probe on a fresh session succeeds.
+    Probe,
+    /// A row is proven after all.
+    Settled(i64),
+}
+
+fn cause() -> impl Strategy<Value = Cause> {
+    prop_oneof![
+        1 => Just(Cause::NotConnected),
+        1 => Just(Cause::NothingSent),
+        6 => Just(Cause::Lost),
+        1 => Just(Cause::Message),
+        1 => Just(Cause::Destination),
+        1 => Just(Cause::Nack),
+        1 => any::<bool>().prop_map(|broker_answers| Cause::Stalled { broker_answers }),
+    ]
+}
+
+fn step() -> impl Strategy<Value = Step> {
+    prop_oneof![
+        8 => (0_i64..3, cause()).prop_map(|(row, cause)| Step::End(row, cause)),
+        3 => Just(Step::Probe),
+        1 => (0_i64..3).prop_map(Step::Settled),
+    ]
+}
+
+/// What the rule counts of one row.
+#[derive(Debug, Default)]
+struct Told {
+    /// Sessions that ended at it, of whatever kind counts.
+    ends: u32,
+    /// Sessions that it ended alone, with a successful probe since the one before.
+    ends_alone: u32,
+    probed: bool,
+    nacked: bool,
+}
+
+proptest! {
+    #![proptest_config(crate::cases(3_000))]
+
+    /// Shown by: ends alone that counted without a probe between them; a row dead at a refusal in company; a nack
+    /// that repeated and made it dead.
+    #[test]
+    fn r16_a_row_is_dead_only_by_the_brokers_word_on_it_alone_or_three_ends_with_a_probe_between(
+        steps in prop::collection::vec(step(), 0..80),
+    ) {
+        let mut isolation = Isolation::new();
+        let mut told: BTreeMap<i64, Told> = BTreeMap::new();
+        for step in steps {
+            match step {
+                Step::Probe => {
+                    if let Mode::Alone(row) = isolation.mode() {
+                        told.entry(row).or_default().probed = true;
+                    }
+                    isolation.on_probe_succeeded();
+                    prop_assert!(!isolation.needs_probe());
+                }
+                Step::Settled(row) => {
+                    isolation.on_settled(row);
+                    told.remove(&row);
+                }
+                Step::End(row, cause) => {
+                    let alone = isolation.mode() == Mode::Alone(row);
+                    let counts = told.entry(row).or_default();
+                    let says_message = matches!(cause, Cause::Lost | Cause::Message | Cause::Nack | Cause::Stalled { broker_answers: true });
+                    counts.ends += u32::from(says_message && !alone);
+                    if alone {
+                        prop_assert!(counts.ends >= 2, "isolated only after two ends at it");
+                        if cause == Cause::Lost && (counts.ends_alone == 0 || counts.probed) {
+                            counts.ends_alone += 1;
+                            counts.probed = false;
+                        }
+                    }
+                    let verdict = isolation.on_session_end(row, cause);
+                    let is_dead = alone && (cause == Cause::Message || (cause == Cause::Lost && counts.ends_alone >= 3));
+                    prop_assert_eq!(verdict == Verdict::Dead, is_dead, "{:?} alone: {} {:?}", cause, alone, counts);
+                    // What speaks of the destination diverts it; what speaks of the connection counts nothing.
+                    let diverts = match cause {
+                        Cause::Destination => true,
+                        Cause::Nack => std::mem::replace(&mut counts.nacked, true),
+                        Cause::Stalled { broker_answers } => alone && broker_answers,
+                        _ => false,
+                    };
+                    prop_assert_eq!(verdict == Verdict::Divert, diverts, "{:?}", cause);
+                    if matches!(cause, Cause::NotConnected | Cause::NothingSent) {
+                        prop_assert_eq!(verdict, Verdict::Again);
+                    }
+                    if is_dead || diverts {
+                        told.remove(&row);
+                    }
+                }
+            }
+            // The next session sends alone the first of those at which two have ended.
+            let isolated = told.iter().find(|(_, counts)| counts.ends >= 2).map(|(row, _)| *row);
+            prop_assert_eq!(isolation.mode(), isolated.map_or(Mode::Window, Mode::Alone));
+        }
+    }
+}
