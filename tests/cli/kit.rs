@@ -81,8 +81,10 @@ impl Program {
         if capture {
             self.0.stdout(Stdio::piped());
         }
-        let arguments: Vec<_> = self.0.get_args().map(|argument| argument.to_string_lossy()).collect();
-        let shown = format!("{} {}", self.0.get_program().display(), arguments.join(" ")).replace(SECRET, "***");
+        // Arguments may hold a password of a real server too.
+        let arguments = self.0.get_args().map(|argument| oncebox::error::redact(&argument.to_string_lossy()));
+        let shown: Vec<String> = std::iter::once(self.0.get_program().display().to_string()).chain(arguments).collect();
+        let shown = shown.join(" ");
         let mut child = self.0.stderr(Stdio::piped()).spawn().unwrap();
         let stdout = child.stdout.take().map(|mut pipe| {
             std::thread::spawn(move || {

@@ -40,7 +40,7 @@ async fn a_migration_that_was_changed_after_it_was_applied_is_refused() {
     with_database("a_migration_that_was_changed_after_it_was_applied_is_refused", |database| async move {
         database.run("update oncebox.migration set checksum = '\\x00' where version = 2").await;
         let error = database.store.migrate().await.unwrap_err().to_string();
-        assert!(error.contains("migration 2 was changed"), "{error}");
+        assert!(error.contains("migration 2 was applied with another text"), "{error}");
     })
     .await;
 }
