@@ -2,6 +2,8 @@
 //!
 //! A property is only a test if its absence shows: each says by which mutant of the policy it was seen to fail.
 
+#![allow(clippy::unwrap_used)]
+
 mod diversion;
 mod horizon;
 mod isolate;

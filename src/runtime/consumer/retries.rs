@@ -11,7 +11,8 @@ use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
 use super::Shared;
-use super::batch::{call, has_ended, roll_back};
+use super::batch::{has_ended, roll_back};
+use super::calls::call;
 use super::options::Unhandled;
 use super::settle::{self, KILLS};
 use crate::error::{HandlerError, StoreError};
@@ -177,9 +178,9 @@ async fn in_transaction<S: Store>(
             return Ok(HeadEnd::ClaimLost);
         }
         let outcome = match shared.handlers.find(&head.message.kind) {
-            Some(handler) => {
+            Some((_, handler)) => {
                 let tries = Some(head.message.attempt);
-                if let Err(error) = call(shared, handler, &head.message, tries, &mut tx, &mut enqueued).await {
+                if let Err(error) = call(shared, handler, &[&head.message], tries, &mut tx, &mut enqueued).await {
                     let ended = !error.is_nobodys() && has_ended(&mut tx).await;
                     return Ok(if ended { HeadEnd::Ended } else { HeadEnd::Failed(error) });
                 }
