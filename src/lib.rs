@@ -34,7 +34,7 @@ pub mod store;
 pub use async_trait::async_trait;
 pub use error::{BrokerError, HandlerError, LimitError, StoreError};
 pub use message::{Message, NewMessage};
-pub use runtime::{HandlerTx, Handlers, MessageHandler};
+pub use runtime::{BatchMessageHandler, HandlerTx, Handlers, MessageHandler};
 pub use sqlx;
 pub use store::Store;
 

@@ -14,6 +14,6 @@ pub mod sender;
 mod sql_handler;
 
 pub use consumer::{Consumer, ConsumerEnd, ConsumerOptions, DeadPolicy, Handlers, Unhandled};
-pub use handler::{HandlerTx, MessageHandler};
+pub use handler::{BatchMessageHandler, HandlerTx, MessageHandler};
 pub use relay::{Relay, RelayEnd, RelayOptions};
 pub use sql_handler::{SqlHandler, SqlSpec, SqlSpecError};

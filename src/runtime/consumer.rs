@@ -15,6 +15,7 @@
 mod admission;
 mod alone;
 mod batch;
+mod calls;
 mod handlers;
 mod intake;
 mod item;

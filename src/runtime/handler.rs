@@ -1,4 +1,4 @@
-//! What a team implements: a handler that writes through the transaction it is given.
+//! What a team implements: a handler that writes through the transaction it is given, message by message or in sets.
 
 use std::fmt;
 
@@ -61,4 +61,46 @@ pub trait MessageHandler<S: Store>: Send + Sync {
     /// Any error is retried under the policy of the consumer unless it is [`HandlerError::terminal`]; nothing that was
     /// written through `tx` stays.
     async fn handle(&self, message: &Message, tx: &mut HandlerTx<'_, S>) -> Result<(), HandlerError>;
+}
+
+/// Handles the new messages of a batch at once, inside the inbox transaction: one statement for hundreds of effects.
+///
+/// ```
+/// use oncebox::sqlx;
+/// use oncebox::{BatchMessageHandler, HandlerError, HandlerTx, Message, Store, async_trait};
+/// # #[cfg(feature = "postgres")]
+/// # mod on_postgres {
+/// # use super::*;
+/// use oncebox::store::postgres::PostgresStore;
+///
+/// struct Ledger;
+///
+/// #[async_trait]
+/// impl BatchMessageHandler<PostgresStore> for Ledger {
+///     async fn handle_batch(
+///         &self,
+///         messages: &[&Message],
+///         tx: &mut HandlerTx<'_, PostgresStore>,
+///     ) -> Result<(), HandlerError> {
+///         let read = messages.iter().map(|message| message.json::<(String, i64)>());
+///         let (accounts, cents): (Vec<String>, Vec<i64>) = read.collect::<Result<Vec<_>, _>>()?.into_iter().unzip();
+///         sqlx::query("insert into ledger (account, amount) select * from unnest($1::text[], $2::bigint[])")
+///             .bind(accounts)
+///             .bind(cents)
+///             .execute(tx.connection())
+///             .await?;
+///         Ok(())
+///     }
+/// }
+/// # }
+/// ```
+#[async_trait]
+pub trait BatchMessageHandler<S: Store>: Send + Sync {
+    /// Does the work of all of them through `tx`: at least one message, in the order of delivery, so that those of a key stand
+    /// in its order. A retry brings one message.
+    ///
+    /// # Errors
+    /// Nothing that was written through `tx` stays. Of several messages none is to blame yet: the batch runs again in halves,
+    /// until the one that fails is alone; what is said of that one counts, as in [`MessageHandler::handle`].
+    async fn handle_batch(&self, messages: &[&Message], tx: &mut HandlerTx<'_, S>) -> Result<(), HandlerError>;
 }

@@ -17,7 +17,7 @@ use oncebox::store::sqlite::SqliteStore;
 use oncebox::store::{
     ActContext, Base, ConsumerStatus, DeadFilter, DeadMessage, Door, OperatorAct, Schema, Status, StoreOptions,
 };
-use oncebox::{HandlerError, HandlerTx, Message, MessageHandler, NewMessage, Store};
+use oncebox::{BatchMessageHandler, HandlerError, HandlerTx, Message, MessageHandler, NewMessage, Store};
 use sqlx::{AssertSqlSafe, Database, raw_sql};
 use tokio::task::JoinHandle;
 use tokio_util::sync::CancellationToken;
@@ -305,22 +305,43 @@ where
         let name = String::from_utf8(message.payload.clone()).unwrap();
         let insert = format!("insert into effect (text) values ('{name}')");
         S::run(tx.connection(), &insert).await?;
-        match (self.0)(&name, message) {
-            Act::Done => Ok(()),
-            Act::Fail(error) => Err(error),
-            Act::Panic => panic!("the handler of {name} was told to"),
-            Act::Hang => {
-                std::future::pending::<()>().await;
-                Ok(())
-            }
-            Act::Swallow(sql) => {
-                let _ = S::run(tx.connection(), sql).await;
-                Ok(())
-            }
-            Act::RunAndFail(sql) => {
-                let _ = S::run(tx.connection(), sql).await;
-                Err(HandlerError::retryable("after that it failed"))
-            }
+        carry_out((self.0)(&name, message), tx).await
+    }
+}
+
+/// Writes the payloads of a set as effects, in one statement, then does what the function says.
+pub(crate) struct DoesAll<F>(pub(crate) F);
+
+#[async_trait]
+impl<S, F> BatchMessageHandler<S> for DoesAll<F>
+where
+    S: Sql,
+    F: Fn(&[&str]) -> Act + Send + Sync,
+{
+    async fn handle_batch(&self, messages: &[&Message], tx: &mut HandlerTx<'_, S>) -> Result<(), HandlerError> {
+        let names: Vec<&str> = messages.iter().map(|message| std::str::from_utf8(&message.payload).unwrap()).collect();
+        let insert = format!("insert into effect (text) values ('{}')", names.join("'), ('"));
+        S::run(tx.connection(), &insert).await?;
+        carry_out((self.0)(&names), tx).await
+    }
+}
+
+async fn carry_out<S: Sql>(act: Act, tx: &mut HandlerTx<'_, S>) -> Result<(), HandlerError> {
+    match act {
+        Act::Done => Ok(()),
+        Act::Fail(error) => Err(error),
+        Act::Panic => panic!("the handler was told to"),
+        Act::Hang => {
+            std::future::pending::<()>().await;
+            Ok(())
+        }
+        Act::Swallow(sql) => {
+            let _ = S::run(tx.connection(), sql).await;
+            Ok(())
+        }
+        Act::RunAndFail(sql) => {
+            let _ = S::run(tx.connection(), sql).await;
+            Err(HandlerError::retryable("after that it failed"))
         }
     }
 }

@@ -26,4 +26,5 @@ mod misuse;
 mod relay;
 mod relay_held;
 mod sender;
+mod sets;
 mod sql;

@@ -3,21 +3,19 @@
 //! Promise: either everything of this batch commits together, inbox rows and effects, or nothing of it stays. No savepoint on
 //! the good path.
 
-use std::panic::AssertUnwindSafe;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
-
-use futures::FutureExt;
+use std::time::Duration;
 
 use super::Shared;
 use super::admission::{Fate, admit};
+use super::calls::{self, Call, Wanted, call};
+use super::handlers::Handler;
 use super::item::Item;
 use super::options::Unhandled;
 use super::settle::{self, dead};
 use crate::error::{HandlerError, StoreError};
 use crate::message::{Message, MessageId};
-use crate::observe::{self, Outcome};
-use crate::runtime::{HandlerTx, MessageHandler};
+use crate::observe::Outcome;
 use crate::store::{ConsumerId, InboxTx, ParkAs, Parked, Proof, Store};
 
 /// How a batch ended; unless it is `Done`, nothing of it stayed.
@@ -27,7 +25,7 @@ pub(super) enum BatchEnd {
     Done(Vec<Outcome>),
     /// The handler of this item failed.
     Failed(usize, HandlerError),
-    /// Something went wrong in a handler, and it cannot be told which: each item alone.
+    /// Something went wrong in a handler, and it cannot be told with which item.
     Unclear(String),
     /// A handler ended the transaction and so committed inbox rows: these items are dead as `transaction-ended`.
     Ended(Vec<usize>),
@@ -100,7 +98,7 @@ async fn body<S: Store>(
     let fates = admit(tx, items).await?;
     let mut outcomes = Vec::with_capacity(items.len());
     let mut parked = Vec::new();
-    let mut handled = Vec::new();
+    let mut wanted = Vec::new();
     for (index, (item, fate)) in items.iter().zip(&fates).enumerate() {
         let outcome = match fate {
             Fate::Duplicate => Outcome::Duplicate,
@@ -128,22 +126,31 @@ async fn body<S: Store>(
                     parked.push(dead(item, "unhandled", &error, false));
                     Outcome::Unhandled
                 }
-                Some(handler) => {
-                    handled.push(index);
-                    if let Err(error) = call(shared, handler, &item.message, attempt, tx, enqueued).await {
-                        let (error, ended) = whose_failure(tx, error).await;
-                        let failed = BatchEnd::Failed(index, error);
-                        return Ok(if ended {
-                            Body::TransactionEnded { owed: owed(shared, items, &fates), otherwise: failed }
-                        } else {
-                            Body::Rollback(failed)
-                        });
-                    }
+                Some((number, handler)) => {
+                    let (in_sets, lane) = (matches!(handler, Handler::Batch(_)), item.message.lane_id());
+                    wanted.push(Wanted { item: index, handler: number, in_sets, lane });
                     Outcome::Processed
                 }
             },
         };
         outcomes.push(outcome);
+    }
+    let handled: Vec<usize> = wanted.iter().map(|wanted| wanted.item).collect();
+    for Call { handler, items: called } in calls::plan(wanted) {
+        let messages: Vec<&Message> = called.iter().map(|index| &items[*index].message).collect();
+        let result = call(shared, shared.handlers.get(handler), &messages, attempt, tx, enqueued).await;
+        let Err(error) = result else { continue };
+        let (error, ended) = whose_failure(tx, error).await;
+        let failed = match called.as_slice() {
+            [only] => BatchEnd::Failed(*only, error),
+            [first, ..] if error.is_nobodys() => BatchEnd::Failed(*first, error),
+            _ => BatchEnd::Unclear(error.message().to_owned()),
+        };
+        return Ok(if ended {
+            Body::TransactionEnded { owed: owed(shared, items, &fates), otherwise: failed }
+        } else {
+            Body::Rollback(failed)
+        });
     }
     // The proof comes before our own statements: in an aborted transaction they would only fail and hide whose fault it was.
     if !handled.is_empty() {
@@ -193,41 +200,6 @@ pub(super) async fn whose_failure<T: InboxTx>(tx: &mut T, error: HandlerError) -
     };
     let error = if lost { HandlerError::nobodys(format!("{error}; the connection is lost")) } else { error };
     (error, false)
-}
-
-/// Runs a handler: a panic and a timeout are failures like any other.
-pub(super) async fn call<S: Store>(
-    shared: &Arc<Shared<S>>,
-    handler: &Arc<dyn MessageHandler<S>>,
-    message: &Message,
-    attempt: Option<u32>,
-    tx: &mut S::Tx,
-    enqueued: &mut bool,
-) -> Result<(), HandlerError> {
-    let numbered;
-    let message = match attempt {
-        Some(attempt) => {
-            numbered = Message { attempt, ..message.clone() };
-            &numbered
-        }
-        None => message,
-    };
-    let limit = shared.options.handler_timeout;
-    let began = Instant::now();
-    let mut handler_tx = HandlerTx::new(tx, enqueued);
-    let run = AssertUnwindSafe(handler.handle(message, &mut handler_tx)).catch_unwind();
-    let result = match tokio::time::timeout(limit, run).await {
-        Ok(Ok(result)) => result,
-        Ok(Err(panic)) => Err(HandlerError::retryable(format!("the handler panicked: {}", panic_text(panic.as_ref())))),
-        Err(_) => Err(HandlerError::retryable(format!("the handler ran longer than {limit:?}"))),
-    };
-    observe::handled(&shared.options.name, began.elapsed());
-    result
-}
-
-fn panic_text(panic: &(dyn std::any::Any + Send)) -> &str {
-    let text = panic.downcast_ref::<&str>().copied();
-    text.or_else(|| panic.downcast_ref::<String>().map(String::as_str)).unwrap_or("no message")
 }
 
 const SWALLOWED: &str = "a statement failed, and the handler went on as if it had not: the transaction is aborted";

@@ -3,11 +3,19 @@
 use std::fmt;
 use std::sync::Arc;
 
-use crate::runtime::MessageHandler;
+use crate::runtime::{BatchMessageHandler, MessageHandler};
 use crate::store::Store;
 
+/// A handler, by how it takes messages.
+pub(super) enum Handler<S: Store> {
+    /// One by one.
+    Single(Arc<dyn MessageHandler<S>>),
+    /// All new ones of a batch at once.
+    Batch(Arc<dyn BatchMessageHandler<S>>),
+}
+
 /// The handlers of a consumer, by kind. The first that fits takes the message.
-pub struct Handlers<S: Store>(Vec<(Option<String>, Arc<dyn MessageHandler<S>>)>);
+pub struct Handlers<S: Store>(Vec<(Option<String>, Handler<S>)>);
 
 impl<S: Store> Handlers<S> {
     /// No handler yet.
@@ -18,28 +26,48 @@ impl<S: Store> Handlers<S> {
 
     /// One handler for every kind.
     pub fn all(handler: impl MessageHandler<S> + 'static) -> Self {
-        Self(vec![(None, Arc::new(handler))])
+        Self::new().otherwise(handler)
     }
 
     /// Adds a handler for one kind.
     #[must_use]
-    pub fn on(mut self, kind: impl Into<String>, handler: impl MessageHandler<S> + 'static) -> Self {
-        self.0.push((Some(kind.into()), Arc::new(handler)));
-        self
+    pub fn on(self, kind: impl Into<String>, handler: impl MessageHandler<S> + 'static) -> Self {
+        self.with(Some(kind.into()), Handler::Single(Arc::new(handler)))
+    }
+
+    /// Adds a handler for one kind that takes the messages of a batch at once.
+    #[must_use]
+    pub fn on_batch(self, kind: impl Into<String>, handler: impl BatchMessageHandler<S> + 'static) -> Self {
+        self.with(Some(kind.into()), Handler::Batch(Arc::new(handler)))
     }
 
     /// Adds a handler for what no other takes.
     #[must_use]
-    pub fn otherwise(mut self, handler: impl MessageHandler<S> + 'static) -> Self {
-        self.0.push((None, Arc::new(handler)));
+    pub fn otherwise(self, handler: impl MessageHandler<S> + 'static) -> Self {
+        self.with(None, Handler::Single(Arc::new(handler)))
+    }
+
+    /// Adds a handler for what no other takes, that takes the messages of a batch at once.
+    #[must_use]
+    pub fn otherwise_batch(self, handler: impl BatchMessageHandler<S> + 'static) -> Self {
+        self.with(None, Handler::Batch(Arc::new(handler)))
+    }
+
+    fn with(mut self, kind: Option<String>, handler: Handler<S>) -> Self {
+        self.0.push((kind, handler));
         self
     }
 
-    /// The handler of a kind.
-    #[must_use]
-    pub fn find(&self, kind: &str) -> Option<&Arc<dyn MessageHandler<S>>> {
-        let exact = self.0.iter().find(|(of, _)| of.as_deref() == Some(kind));
-        exact.or_else(|| self.0.iter().find(|(of, _)| of.is_none())).map(|(_, handler)| handler)
+    /// The handler of a kind, and its number.
+    pub(super) fn find(&self, kind: &str) -> Option<(usize, &Handler<S>)> {
+        let exact = self.0.iter().position(|(of, _)| of.as_deref() == Some(kind));
+        let number = exact.or_else(|| self.0.iter().position(|(of, _)| of.is_none()))?;
+        Some((number, &self.0[number].1))
+    }
+
+    /// The handler of a number that [`Handlers::find`] gave.
+    pub(super) fn get(&self, number: usize) -> &Handler<S> {
+        &self.0[number].1
     }
 }
 

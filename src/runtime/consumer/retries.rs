@@ -11,7 +11,8 @@ use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
 use super::Shared;
-use super::batch::{call, roll_back, whose_failure};
+use super::batch::{roll_back, whose_failure};
+use super::calls::call;
 use super::options::Unhandled;
 use super::settle::{self, KILLS};
 use crate::error::{HandlerError, StoreError};
@@ -190,9 +191,9 @@ async fn in_transaction<S: Store>(
             return Ok(HeadEnd::ClaimLost);
         }
         let outcome = match shared.handlers.find(&head.message.kind) {
-            Some(handler) => {
+            Some((_, handler)) => {
                 let tries = Some(head.message.attempt);
-                if let Err(error) = call(shared, handler, &head.message, tries, &mut tx, &mut enqueued).await {
+                if let Err(error) = call(shared, handler, &[&head.message], tries, &mut tx, &mut enqueued).await {
                     let (error, ended) = whose_failure(&mut tx, error).await;
                     return Ok(if ended { HeadEnd::Ended } else { HeadEnd::Failed(error) });
                 }
