@@ -22,3 +22,4 @@ mod relay_held;
 mod sender;
 mod sets;
 mod sql;
+mod stop;
