@@ -66,12 +66,10 @@ pub trait MessageHandler<S: Store>: Send + Sync {
 /// Handles the new messages of a batch at once, inside the inbox transaction: one statement for hundreds of effects.
 ///
 /// ```
-/// use oncebox::sqlx;
-/// use oncebox::{BatchMessageHandler, HandlerError, HandlerTx, Message, Store, async_trait};
 /// # #[cfg(feature = "postgres")]
 /// # mod on_postgres {
-/// # use super::*;
 /// use oncebox::store::postgres::PostgresStore;
+/// use oncebox::{BatchMessageHandler, HandlerError, HandlerTx, Message, async_trait, sqlx};
 ///
 /// struct Ledger;
 ///

@@ -130,6 +130,7 @@ macro_rules! store_conformance {
                 what_is_parked_goes_with_its_inbox_row,
                 r31_a_forgotten_id_is_new_again,
                 r26_tries_are_counted_outside_the_handlers_transaction,
+                r26_a_try_that_was_not_made_is_taken_back,
                 r26_an_assignment_found_open_was_not_closed,
                 a_transaction_that_is_dropped_leaves_nothing,
                 effects_of_an_enqueue_go_with_the_transaction,

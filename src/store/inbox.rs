@@ -191,6 +191,13 @@ pub trait Inbox: Base {
         id: MessageId,
     ) -> impl Future<Output = Result<u32, StoreError>> + Send;
 
+    /// Takes back a try that [`Inbox::begin_attempt`] counted and that was not made: nobody's failure, or a stop.
+    fn take_back_attempt(
+        &self,
+        consumer: ConsumerId,
+        id: MessageId,
+    ) -> impl Future<Output = Result<(), StoreError>> + Send;
+
     /// Notes what a failed try said, in a transaction of its own, and counts the try where `counted` is set (it was not counted
     /// by [`Inbox::begin_attempt`]); gives the number of tries so far.
     fn failed_attempt(

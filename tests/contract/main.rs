@@ -28,3 +28,4 @@ mod relay_held;
 mod sender;
 mod sets;
 mod sql;
+mod stop;

@@ -1,7 +1,13 @@
 //! One message alone: after a failed try, or under suspicion. Its tries are counted outside the handler's transaction, before
 //! the handler runs, so that a handler that kills the process is counted too (R26).
+//!
+//! Promise: a try is counted when nothing but the handler stands between it and its end; one that a stop or a revocation
+//! prevented, or that was nobody's failure, is taken back where the message is left for later.
 
-use super::batch::{self, BatchEnd};
+use std::sync::Arc;
+use std::time::Duration;
+
+use super::batch::BatchEnd;
 use super::item::Item;
 use super::lane::Lane;
 use super::settle;
@@ -11,6 +17,9 @@ use crate::policy::retry::{Death, Decision};
 use crate::runtime::pace::sleep_unless;
 use crate::store::{ParkAs, Store};
 
+/// How long a stop waits for a try to be taken back: where the database is away, it stays counted.
+const TAKE_BACK: Duration = Duration::from_secs(1);
+
 /// Runs it until it is done, waiting, dead, or left for later.
 pub(super) async fn run<S: Store>(lane: &mut Lane<S>, item: Item, mut failure: Option<HandlerError>) {
     // The try in the batch already failed: it is counted after the fact, which is enough, for the process lived to say so.
@@ -19,8 +28,9 @@ pub(super) async fn run<S: Store>(lane: &mut Lane<S>, item: Item, mut failure: O
         let Some(tries) = count(lane, &item, failure.as_ref(), counted).await else { return };
         counted = tries;
     }
-    // A try that was counted and then turned out to be nobody's failure is not counted again.
-    let mut counted_in_vain = false;
+    // A try is counted that has not come to an end: it is not counted again, and taken back where none follows.
+    let mut unspent = false;
+    let shared = Arc::clone(&lane.shared);
     loop {
         if let Some(error) = failure.take() {
             match settle::decide(&lane.shared.options.retry, &error, counted) {
@@ -32,30 +42,34 @@ pub(super) async fn run<S: Store>(lane: &mut Lane<S>, item: Item, mut failure: O
                 }
                 Decision::Wait(after) => return settle::park(lane, item, ParkAs::Due(after), counted, &error).await,
                 Decision::Dead(death) => {
-                    let park_as =
-                        ParkAs::Dead { reason: death.reason().to_owned(), holds: lane.shared.options.holds() };
+                    let park_as = dies(lane, death);
                     return settle::park(lane, item, park_as, counted, &error).await;
                 }
             }
         }
-        if item.source.is_revoked() || lane.stop.is_cancelled() {
-            return lane.report(&item, false);
+        let alone = tokio::select! {
+            biased;
+            () = lane.stop.cancelled() => None,
+            alone = shared.solo.write() => Some(alone),
+        };
+        if alone.is_none() || item.source.is_revoked() {
+            return leave_for_later(lane, &item, unspent).await;
         }
-        if !counted_in_vain {
+        if !unspent {
             let Some(this) = count(lane, &item, None, counted).await else { return };
             counted = this;
         }
-        counted_in_vain = false;
-        if !lane.shared.options.retry.allows(counted) {
+        unspent = true;
+        if !shared.options.retry.allows(counted) {
+            drop(alone);
             let error = HandlerError::retryable(settle::KILLS);
-            let reason = Death::Attempts.reason().to_owned();
-            let park_as = ParkAs::Dead { reason, holds: lane.shared.options.holds() };
+            let park_as = dies(lane, Death::Attempts);
             return settle::park(lane, item, park_as, counted - 1, &error).await;
         }
-        let end = {
-            let _alone = lane.shared.solo.write().await;
-            batch::run(&lane.shared, lane.consumer, std::slice::from_ref(&item), Some(counted)).await
+        let Some(end) = lane.transaction(std::slice::from_ref(&item), Some(counted)).await else {
+            return leave_for_later(lane, &item, unspent).await;
         };
+        drop(alone);
         match end {
             Ok(BatchEnd::Done(outcomes)) => {
                 lane.went_well();
@@ -64,11 +78,9 @@ pub(super) async fn run<S: Store>(lane: &mut Lane<S>, item: Item, mut failure: O
                 }
                 return lane.report(&item, true);
             }
-            Ok(BatchEnd::Failed(_, error)) if error.is_nobodys() => {
-                counted_in_vain = true;
-                lane.wait_out(&error).await;
-            }
+            Ok(BatchEnd::Failed(_, error)) if error.is_nobodys() => lane.wait_out(&error).await,
             Ok(BatchEnd::Failed(_, error)) => {
+                unspent = false;
                 tracing::warn!(consumer = %lane.shared.options.name, id = %item.message.id, attempt = counted, %error, "a handler failed");
                 if let Err(away) =
                     lane.shared.store.failed_attempt(lane.consumer, item.message.id, error.message(), false).await
@@ -77,11 +89,13 @@ pub(super) async fn run<S: Store>(lane: &mut Lane<S>, item: Item, mut failure: O
                 }
                 failure = Some(error);
             }
-            Ok(BatchEnd::Unclear(why)) => failure = Some(HandlerError::retryable(why)),
+            Ok(BatchEnd::Unclear(why)) => {
+                unspent = false;
+                failure = Some(HandlerError::retryable(why));
+            }
             Ok(BatchEnd::Ended(_)) => return settle::transaction_ended(lane, item).await,
             Err(away) => {
-                counted_in_vain = true;
-                if leave(lane, &item, &away).await {
+                if leave(lane, &item, &away, unspent).await {
                     return;
                 }
             }
@@ -108,18 +122,36 @@ async fn count<S: Store>(lane: &mut Lane<S>, item: &Item, failure: Option<&Handl
         };
         match tries.await {
             Ok(tries) => return Some(tries),
-            Err(away) if leave(lane, item, &away).await => return None,
+            Err(away) if leave(lane, item, &away, false).await => return None,
             Err(_) => in_doubt = true,
         }
     }
 }
 
+fn dies<S: Store>(lane: &Lane<S>, death: Death) -> ParkAs {
+    ParkAs::Dead { reason: death.reason().to_owned(), holds: lane.shared.options.holds() }
+}
+
 /// Waits for a database that is away; true where the stop or a revocation came, and the message is left for later.
-async fn leave<S: Store>(lane: &mut Lane<S>, item: &Item, away: &StoreError) -> bool {
+async fn leave<S: Store>(lane: &mut Lane<S>, item: &Item, away: &StoreError, unspent: bool) -> bool {
     lane.wait_out(away).await;
-    if lane.stop.is_cancelled() || item.source.is_revoked() {
-        lane.report(item, false);
-        return true;
+    let leaves = lane.stop.is_cancelled() || item.source.is_revoked();
+    if leaves {
+        leave_for_later(lane, item, unspent).await;
     }
-    false
+    leaves
+}
+
+async fn leave_for_later<S: Store>(lane: &Lane<S>, item: &Item, unspent: bool) {
+    if unspent {
+        let taken_back = lane.shared.store.take_back_attempt(lane.consumer, item.message.id);
+        match tokio::time::timeout(TAKE_BACK, taken_back).await {
+            Ok(Ok(())) => {}
+            Ok(Err(error)) => {
+                tracing::warn!(id = %item.message.id, %error, "a try that was not made stays counted");
+            }
+            Err(_) => tracing::warn!(id = %item.message.id, "a try that was not made stays counted"),
+        }
+    }
+    lane.report(item, false);
 }

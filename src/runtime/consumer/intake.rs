@@ -21,6 +21,9 @@ use crate::policy::suspicion::Suspicion;
 use crate::policy::watermark::Watermark;
 use crate::store::{ConsumerId, Store};
 
+/// The last of the grace: what runs is dropped, and its tries are taken back.
+const HAND_BACK: Duration = Duration::from_secs(2);
+
 struct Assigned {
     source: Arc<Source>,
     mark: Watermark,
@@ -56,13 +59,14 @@ pub(super) async fn run<S: Store>(
     stop: &CancellationToken,
 ) -> Result<ConsumerEnd, BrokerError> {
     let (done_sender, mut done) = mpsc::unbounded_channel();
-    let lanes_stop = CancellationToken::new();
+    let (lanes_stop, abandon) = (CancellationToken::new(), CancellationToken::new());
     let mut tasks = JoinSet::new();
     let lanes = (0..shared.options.lanes.max(1))
         .map(|_| {
             // Unbounded channels, bounded by `in_flight_max`: the intake pauses the broker there.
             let (sender, receiver) = mpsc::unbounded_channel();
-            tasks.spawn(lane::run(Arc::clone(shared), consumer, receiver, done_sender.clone(), lanes_stop.clone()));
+            let (done, stop, abandon) = (done_sender.clone(), lanes_stop.clone(), abandon.clone());
+            tasks.spawn(lane::run(Arc::clone(shared), consumer, receiver, done, stop, abandon));
             sender
         })
         .collect();
@@ -85,10 +89,14 @@ pub(super) async fn run<S: Store>(
         assigned.source.revoke();
     }
     intake.lanes.clear();
-    let drained = intake.drain(&mut done, end.is_ok()).await;
-    if !drained {
+    let grace = shared.options.shutdown_grace;
+    let hand_back = HAND_BACK.min(grace / 2);
+    if !intake.drain(&mut done, end.is_ok(), grace - hand_back).await {
         tracing::warn!(consumer = %shared.options.name, "handlers still ran at the end of the grace; their messages come again");
-        tasks.abort_all();
+        abandon.cancel();
+        if !intake.drain(&mut done, end.is_ok(), hand_back).await {
+            tasks.abort_all();
+        }
     }
     while tasks.join_next().await.is_some() {}
     if end.is_ok() {
@@ -307,8 +315,8 @@ impl<S: Store> Intake<'_, S> {
     }
 
     /// Waits for what runs, and acknowledges it where `alive`.
-    async fn drain(&mut self, done: &mut mpsc::UnboundedReceiver<Done>, alive: bool) -> bool {
-        let grace = tokio::time::sleep(self.shared.options.shutdown_grace);
+    async fn drain(&mut self, done: &mut mpsc::UnboundedReceiver<Done>, alive: bool, grace: Duration) -> bool {
+        let grace = tokio::time::sleep(grace);
         tokio::pin!(grace);
         while self.outstanding > 0 {
             let next = tokio::select! {

@@ -24,6 +24,8 @@ pub(super) struct Lane<S: Store> {
     pub(super) consumer: ConsumerId,
     pub(super) done: mpsc::UnboundedSender<Done>,
     pub(super) stop: CancellationToken,
+    /// The grace of a stop is over: what runs is dropped.
+    pub(super) abandon: CancellationToken,
     /// Failures in a row that were nobody's, whatever this lane was doing.
     pub(super) fault: NobodysFault,
 }
@@ -41,9 +43,10 @@ pub(super) async fn run<S: Store>(
     mut items: mpsc::UnboundedReceiver<Item>,
     done: mpsc::UnboundedSender<Done>,
     stop: CancellationToken,
+    abandon: CancellationToken,
 ) {
     let batch_max = shared.options.batch_max.max(1);
-    let mut lane = Lane { shared, consumer, done, stop, fault: NobodysFault::default() };
+    let mut lane = Lane { shared, consumer, done, stop, abandon, fault: NobodysFault::default() };
     while let Some(first) = items.recv().await {
         let mut batch = vec![first];
         while batch.len() < batch_max {
@@ -86,7 +89,10 @@ impl<S: Store> Lane<S> {
         }
         let end = {
             let _together = self.shared.solo.read().await;
-            batch::run(&self.shared, self.consumer, &items, None).await
+            self.transaction(&items, None).await
+        };
+        let Some(end) = end else {
+            return items.iter().for_each(|item| self.report(item, false));
         };
         match end {
             Ok(BatchEnd::Done(outcomes)) => {
@@ -117,6 +123,19 @@ impl<S: Store> Lane<S> {
                 stack.push(Work::Batch(rest));
             }
             Err(error) => self.again(items, &error.to_string(), stack).await,
+        }
+    }
+
+    /// Runs the items in one transaction; none where the grace of a stop ended first: then nothing of it stays.
+    pub(super) async fn transaction(
+        &self,
+        items: &[Item],
+        attempt: Option<u32>,
+    ) -> Option<Result<BatchEnd, StoreError>> {
+        tokio::select! {
+            biased;
+            () = self.abandon.cancelled() => None,
+            end = batch::run(&self.shared, self.consumer, items, attempt) => Some(end),
         }
     }
 

@@ -244,6 +244,25 @@ pub async fn r26_tries_are_counted_outside_the_handlers_transaction<F: Fixture>(
     assert_eq!(store.attempts(consumer, &[entry.id, other.id]).await.unwrap(), [(other.id, 1)]);
 }
 
+/// As if it had never been counted; what failed tries said stays.
+pub async fn r26_a_try_that_was_not_made_is_taken_back<F: Fixture>(trial: &Trial<F>) {
+    let consumer = trial.consumer("c").await;
+    let (entry, other) = (new_entry(), new_entry());
+    let store = &trial.store;
+    let rows = format!("select count(*) from {}", trial.table("attempt"));
+    store.begin_attempt(consumer, entry.id).await.unwrap();
+    store.begin_attempt(consumer, other.id).await.unwrap();
+    store.take_back_attempt(consumer, entry.id).await.unwrap();
+    store.take_back_attempt(consumer, entry.id).await.unwrap();
+    assert_eq!(store.attempts(consumer, &[entry.id, other.id]).await.unwrap(), [(other.id, 1)]);
+    assert_eq!(trial.number(&rows).await, 1, "nothing is left of it");
+    assert_eq!(store.failed_attempt(consumer, entry.id, "no", true).await.unwrap(), 1);
+    assert_eq!(store.begin_attempt(consumer, entry.id).await.unwrap(), 2);
+    store.take_back_attempt(consumer, entry.id).await.unwrap();
+    assert_eq!(store.attempts(consumer, &[entry.id]).await.unwrap(), [(entry.id, 1)]);
+    assert_eq!(store.begin_attempt(consumer, entry.id).await.unwrap(), 2);
+}
+
 /// The last owner died, so the next one suspects what it finds.
 pub async fn r26_an_assignment_found_open_was_not_closed<F: Fixture>(trial: &Trial<F>) {
     let consumer = trial.consumer("c").await;

@@ -138,6 +138,18 @@ impl Inbox for MySqlStore {
         self.attempt(consumer, id, true, None).await
     }
 
+    async fn take_back_attempt(&self, consumer: ConsumerId, id: MessageId) -> Result<(), StoreError> {
+        // A row that says nothing any more goes: only the success of a counted try would delete it.
+        for statement in [
+            "update oncebox_attempt set attempts = attempts - 1, updated_at = utc_timestamp(6) \
+             where consumer_id = ? and message_id = ? and attempts > 0",
+            "delete from oncebox_attempt where consumer_id = ? and message_id = ? and attempts = 0 and json_length(history) = 0",
+        ] {
+            sqlx::query(statement).bind(consumer.0).bind(id.uuid()).execute(&self.pool).await?;
+        }
+        Ok(())
+    }
+
     async fn failed_attempt(
         &self,
         consumer: ConsumerId,

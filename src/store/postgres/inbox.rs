@@ -141,6 +141,21 @@ impl Inbox for PostgresStore {
         Ok(row.try_get::<i32, _>(0)?.unsigned_abs())
     }
 
+    async fn take_back_attempt(&self, consumer: ConsumerId, id: MessageId) -> Result<(), StoreError> {
+        // A row that says nothing any more goes: only the success of a counted try would delete it.
+        sqlx::query(
+            "with empty as (
+               delete from oncebox.attempt where consumer_id = $1 and message_id = $2 and attempts <= 1 and history = '[]')
+             update oncebox.attempt set attempts = attempts - 1, updated_at = clock_timestamp()
+              where consumer_id = $1 and message_id = $2 and attempts > 0 and not (attempts <= 1 and history = '[]')",
+        )
+        .bind(consumer.0)
+        .bind(id.uuid())
+        .execute(&self.pool)
+        .await?;
+        Ok(())
+    }
+
     async fn failed_attempt(
         &self,
         consumer: ConsumerId,

@@ -168,6 +168,18 @@ impl Inbox for SqliteStore {
         Ok(attempts)
     }
 
+    async fn take_back_attempt(&self, consumer: ConsumerId, id: MessageId) -> Result<(), StoreError> {
+        let mut write = self.write().await?;
+        // A row that says nothing any more goes: only the success of a counted try would delete it.
+        for statement in [
+            "update oncebox_attempt set attempts = attempts - 1 where consumer_id = ? and message_id = ? and attempts > 0",
+            "delete from oncebox_attempt where consumer_id = ? and message_id = ? and attempts = 0 and errors = '[]'",
+        ] {
+            query(statement).bind(consumer.0).bind(id.bytes().to_vec()).execute(write.connection()).await?;
+        }
+        write.commit().await
+    }
+
     async fn failed_attempt(
         &self,
         consumer: ConsumerId,
@@ -199,7 +211,7 @@ impl Inbox for SqliteStore {
             "with recursive ",
             parts!("?2", 16),
             " select message_id, attempts from n join oncebox_attempt on consumer_id = ?1 \
-             and message_id = substr(?2, 1 + i * 16, 16)"
+             and message_id = substr(?2, 1 + i * 16, 16) where attempts > 0"
         ));
         let counted = counted.bind(consumer.0).bind(bytes_of(ids)).fetch_all(self.pool()).await?;
         counted.iter().map(|(id, attempts)| Ok((message_id(id)?, *attempts))).collect()

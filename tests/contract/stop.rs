@@ -1,0 +1,85 @@
+//! A graceful stop: what it prevents was no try (R26, G10).
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::Duration;
+
+use oncebox::HandlerError;
+use oncebox::runtime::{ConsumerEnd, ConsumerOptions};
+
+use super::kit::{Act, Does, SOON, Sql, World, consumer_options, on_mysql, on_postgres, sqlite};
+use super::support::eventually;
+
+async fn attempts<S: Sql>(world: &World<S>) -> Vec<String> {
+    world.store.texts(&format!("select cast(attempts as char(9)) from {}attempt", S::PREFIX)).await
+}
+
+/// The last owner of the partition did not end cleanly, so that all it may have had in flight is under suspicion.
+async fn is_suspicious<S: Sql>(world: &World<S>) {
+    let spec = oncebox::store::ConsumerSpec { name: "ledger".into(), id_rule: "envelope".into(), accept: false };
+    let consumer = world.store.register(&spec).await.unwrap();
+    world.store.open_assignment(consumer, "t", 0).await.unwrap();
+}
+
+/// One more stop than a message has attempts, each in the middle of what the function does.
+async fn stopped_again_and_again<S: Sql>(world: World<S>, act: fn() -> Act) {
+    world.deliver_all(&["a1", "b1", "c1"]);
+    // Two lanes: one message runs, and others wait until they may run alone.
+    let options = ConsumerOptions {
+        lanes: 2,
+        handler_timeout: Duration::from_secs(60),
+        shutdown_grace: Duration::from_millis(400),
+        ..consumer_options()
+    };
+    for round in 1..=5 {
+        is_suspicious(&world).await;
+        let entered = Arc::new(AtomicU32::new(0));
+        let count = Arc::clone(&entered);
+        let consumer = world.consumer(
+            options.clone(),
+            Does(move |_: &str, _: &oncebox::Message| {
+                count.fetch_add(1, Ordering::Relaxed);
+                act()
+            }),
+        );
+        eventually("a handler runs", SOON, || async { (entered.load(Ordering::Relaxed) > 0).then_some(()) }).await;
+        assert_eq!(consumer.end().await, Some(ConsumerEnd::Stopped));
+        assert_eq!(attempts(&world).await, Vec::<String>::new(), "round {round}");
+    }
+    assert!(world.effects().await.is_empty() && world.dead().await.is_empty());
+    // All was handed back, so the partition was closed, and nothing is suspected any more.
+    let again = world.consumer(options, Does(|_: &str, _: &oncebox::Message| Act::Done));
+    eventually("all ran", SOON, || async { (world.effects().await.len() == 3).then_some(()) }).await;
+    assert!(attempts(&world).await.is_empty());
+    again.end().await;
+}
+
+fn hangs() -> Act {
+    Act::Hang
+}
+
+fn deadlocks() -> Act {
+    Act::Fail(HandlerError::nobodys("deadlock"))
+}
+
+/// Shown to fail on the code before: the tries that the end of the grace cut off stayed counted.
+#[tokio::test]
+async fn r26_a_stop_in_the_middle_of_a_try_burns_no_attempt_on_sqlite() {
+    stopped_again_and_again(sqlite().await, hangs).await;
+}
+
+#[tokio::test]
+async fn r26_a_stop_in_the_middle_of_a_try_burns_no_attempt_on_postgres() {
+    on_postgres("r26_stop", |world| stopped_again_and_again(world, hangs)).await;
+}
+
+#[tokio::test]
+async fn r26_a_stop_in_the_middle_of_a_try_burns_no_attempt_on_mysql() {
+    on_mysql("r26_stop", |world| stopped_again_and_again(world, hangs)).await;
+}
+
+/// Shown to fail on the code before: a try that had been nobody's failure stayed counted when the stop came.
+#[tokio::test]
+async fn r27_a_stop_between_failures_of_nobodys_burns_no_attempt() {
+    stopped_again_and_again(sqlite().await, deadlocks).await;
+}
