@@ -26,7 +26,10 @@ use futures::future::BoxFuture;
 use futures::stream::BoxStream;
 use sqlx::pool::PoolConnection;
 use sqlx::query::{Query, QueryAs, QueryScalar};
-use sqlx::{Connection, Database, Either, Execute, Executor, FromRow, IntoArguments, Pool, RawSql, SqlSafeStr, SqlStr};
+use sqlx::{
+    ConnectOptions, Connection, Database, Either, Execute, Executor, FromRow, IntoArguments, Pool, RawSql, SqlSafeStr,
+    SqlStr,
+};
 use sqlx_core::transaction::TransactionManager;
 use tokio::time::timeout;
 
@@ -126,6 +129,13 @@ impl<Db: Remote> BoundedPool<Db> {
     /// A connection out of the pool: it is shared with nobody, and never given back.
     pub(super) async fn dedicated(&self) -> sqlx::Result<Bounded<Db>> {
         Ok(Bounded::new(Held::Own(self.pool.acquire().await?.detach()), self.answer_timeout))
+    }
+
+    /// A connection that is not the pool's: to ask about one that does not answer, even where it is the pool's only one.
+    pub(super) async fn fresh(&self) -> sqlx::Result<Bounded<Db>> {
+        let (options, limit) = (self.pool.connect_options(), self.answer_timeout.min(CONNECT_MAX));
+        let connection = timeout(limit, options.connect()).await.map_err(|_| silent(limit))??;
+        Ok(Bounded::new(Held::Own(connection), self.answer_timeout))
     }
 
     /// A connection inside a transaction. `BEGIN` is the sign of life of one that did not rest: where it died in the pool,

@@ -4,7 +4,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Mutex};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use oncebox::StoreError;
 use oncebox::runtime::sender::{EmailTransport, Sender, SenderOptions};
@@ -136,18 +136,51 @@ async fn sender<S: Sql>(behind: Behind<S>, failure: Failure) {
     through.store.close().await;
 }
 
-/// What an operator's command asks of a server that says nothing ends, and so does the next one, until the server is back.
+/// What an operator's command asks of a server that says nothing ends, and so does the next one, until the server is back; also
+/// where a connection goes back to the pool at that moment, which has only this one.
 async fn commands<S: Sql>(behind: Behind<S>) {
     let Behind { through, proxy, .. } = behind;
     through.store.status().await.unwrap();
-    proxy.fails(Failure::Silence);
-    for _ in 0..3 {
-        let status = tokio::time::timeout(SOON, through.store.status()).await.expect("within the bound");
-        assert!(matches!(status, Err(StoreError::Unavailable(_))), "{status:?}");
+    let mut failed = 0;
+    for requests in 0..12 {
+        proxy.fail_after(requests, When::BeforeRequest, Failure::Silence);
+        let began = Instant::now();
+        while !proxy.has_failed() {
+            assert!(began.elapsed() < SOON, "a connection that fell silent kept its place of the pool");
+            match tokio::time::timeout(SOON, through.store.status()).await.expect("within the bound") {
+                Ok(_) => {}
+                Err(StoreError::Unavailable(_)) => failed += 1,
+                Err(error) => panic!("{error}"),
+            }
+        }
     }
-    proxy.works();
-    eventually("it works again", SOON, || async { through.store.status().await.ok() }).await;
+    assert!(failed > 0, "no request was hit");
+    proxy.fails(Failure::Silence);
+    let status = tokio::time::timeout(SOON, through.store.status()).await.expect("within the bound");
+    assert!(matches!(status, Err(StoreError::Unavailable(_))), "{status:?}");
     tokio::time::timeout(SOON, through.store.close()).await.expect("closing is bounded");
+}
+
+/// A claim of waiting messages that the database has made and nobody has heard of.
+async fn claim<S: Sql>(behind: Behind<S>) {
+    let Behind { direct, through, proxy } = behind;
+    let tries: Arc<Mutex<BTreeSet<u32>>> = Arc::default();
+    let seen = Arc::clone(&tries);
+    let handler = move |_: &str, message: &oncebox::Message| {
+        seen.lock().unwrap().insert(message.attempt);
+        if message.attempt < 3 { fails() } else { Act::Done }
+    };
+    // On PostgreSQL it is one statement, prepared and run; on MariaDB a transaction.
+    let (at, others) = if S::NAME == "postgres" { ("", 1) } else { ("COMMIT", 0) };
+    proxy.fail_at("skip locked", at, others, When::BeforeAnswer, Failure::Cut);
+    let consumer = through.consumer(consumer_options(), Does(handler));
+    direct.deliver_all(&["a1"]);
+    // Long before the claim ends.
+    direct.until_effects(&["a1"]).await;
+    assert!(proxy.has_failed());
+    assert_eq!(*tries.lock().unwrap(), BTreeSet::from([1, 2, 3]), "a try was counted for the database");
+    consumer.end().await;
+    through.store.close().await;
 }
 
 behind_a_proxy! {
@@ -163,5 +196,6 @@ behind_a_proxy! {
         |behind| consumer(behind, Failure::Silence), patient();
     r28_a_sender_whose_database_falls_silent_goes_on_with_a_fresh_connection:
         |behind| sender(behind, Failure::Silence), patient();
-    r28_what_is_asked_of_a_silent_server_ends: commands, patient();
+    r28_what_is_asked_of_a_silent_server_ends: commands, StoreOptions { connections_max: 1, ..patient() };
+    g10_a_claim_whose_answer_was_lost_is_given_back: claim, StoreOptions::new("");
 }

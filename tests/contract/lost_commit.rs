@@ -8,7 +8,7 @@ use super::proxy::{Failure, When};
 /// So many COMMITs of the effect fail, one after the other.
 async fn effect_is_once<S: Sql>(behind: Behind<S>, when: When, failure: Failure, times: u32) {
     let Behind { direct, through, proxy } = behind;
-    let cut = || proxy.fail_at("insert into effect", "COMMIT", when, failure);
+    let cut = || proxy.fail_at("insert into effect", "COMMIT", 0, when, failure);
     cut();
     direct.deliver_all(&["a1", "b1"]);
     let consumer = through.consumer(consumer_options(), Does(|_: &str, _: &oncebox::Message| Act::Done));

@@ -88,7 +88,7 @@ async fn r28_a_process_that_froze_inside_a_transaction_is_ended_by_the_server() 
     .await;
 }
 
-/// R28. Shown by awaiting sqlx's `begin` in the caller: a later write on the connection is lost within a few hundred drops.
+/// R28. Shown by giving back to the pool a connection whose `begin` was dropped: later writes on it are lost.
 #[tokio::test]
 async fn r28_a_begin_that_is_dropped_at_any_moment_loses_no_later_write() {
     with_database("r28_a_begin_that_is_dropped_at_any_moment_loses_no_later_write", |database| async move {

@@ -34,7 +34,7 @@ pub(crate) enum When {
 struct Armed {
     /// Requests that come through before.
     requests: u32,
-    /// Only those that hold this text, on a connection that has sent the other one since the last of those.
+    /// Only those that hold the second text, on a connection that has sent the first one.
     text: Option<(&'static str, &'static str)>,
     when: When,
     failure: Failure,
@@ -86,11 +86,12 @@ impl Proxy {
         *self.shared.armed.lock().unwrap() = Some(Armed { requests, text: None, when, failure, lasts });
     }
 
-    /// It fails at a request with the text `at` on a connection that has sent `since` before, and other connections go on.
-    pub(crate) fn fail_at(&self, since: &'static str, at: &'static str, when: When, failure: Failure) {
+    /// It fails at a request with the text `at` on a connection that has sent `since`, after so many others of that kind; other
+    /// connections go on.
+    pub(crate) fn fail_at(&self, since: &'static str, at: &'static str, requests: u32, when: When, failure: Failure) {
         let text = Some((since, at));
         let lasts = Duration::ZERO;
-        *self.shared.armed.lock().unwrap() = Some(Armed { requests: 0, text, when, failure, lasts });
+        *self.shared.armed.lock().unwrap() = Some(Armed { requests, text, when, failure, lasts });
     }
 
     /// Nothing is to fail any more.
@@ -247,5 +248,5 @@ impl Connection {
 }
 
 fn holds(bytes: &[u8], text: &str) -> bool {
-    bytes.windows(text.len()).any(|window| window.eq_ignore_ascii_case(text.as_bytes()))
+    text.is_empty() || bytes.windows(text.len()).any(|window| window.eq_ignore_ascii_case(text.as_bytes()))
 }

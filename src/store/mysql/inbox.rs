@@ -388,8 +388,13 @@ impl InboxTx for MySqlInboxTx {
     }
 
     async fn is_lost(&mut self) -> bool {
-        let works: Result<i64, _> = sqlx::query_scalar(WORKS).bind(self.connection_id).one(&self.pool).await;
-        let is_lost = match works {
+        let works = async {
+            let mut other = self.pool.fresh().await?;
+            let works: sqlx::Result<i64> = sqlx::query_scalar(WORKS).bind(self.connection_id).one(&mut other).await;
+            other.close().await;
+            works
+        };
+        let is_lost = match works.await {
             Ok(works) => works == 0,
             Err(error) => StoreError::from(error).is_nobodys(),
         };

@@ -383,8 +383,13 @@ impl InboxTx for PostgresTx {
     }
 
     async fn is_lost(&mut self) -> bool {
-        let works: Result<bool, _> = sqlx::query_scalar(WORKS).bind(&self.witness).one(&self.pool).await;
-        let is_lost = match works {
+        let works = async {
+            let mut other = self.pool.fresh().await?;
+            let works: sqlx::Result<bool> = sqlx::query_scalar(WORKS).bind(&self.witness).one(&mut other).await;
+            other.close().await;
+            works
+        };
+        let is_lost = match works.await {
             Ok(works) => !works,
             Err(error) => StoreError::from(error).is_nobodys(),
         };

@@ -57,20 +57,21 @@ select greatest(sum(greatest(c.reltuples, 0)), 0)::bigint from pg_class c
 
 pub(super) async fn status(store: &PostgresStore) -> Result<Status, StoreError> {
     let mut connection = store.pool.acquire().await?;
-    let connection = &mut connection;
-    let mut status = Status { shards: shards(connection).await?, ..Status::default() };
+    let mut status = Status { shards: shards(&mut connection).await?, ..Status::default() };
     for shard in &status.shards {
-        let row = sqlx::query(PENDING).bind(shard.shard).bind(COUNTED_MAX).one(&mut *connection).await?;
+        let row = sqlx::query(PENDING).bind(shard.shard).bind(COUNTED_MAX).one(&mut connection).await?;
         let (gap_rows, tail_rows, drawn): (i64, i64, i64) = (row.try_get(0)?, row.try_get(1)?, row.try_get(2)?);
         let tail_rows = if tail_rows > COUNTED_MAX { tail_rows.max(drawn) } else { tail_rows };
         status.pending += gap_rows.saturating_add(tail_rows).unsigned_abs();
         let age: Option<f64> = row.try_get(3)?;
         status.oldest_pending_age_seconds = status.oldest_pending_age_seconds.max(age.unwrap_or(0.0));
     }
-    let row = sqlx::query(DIVERTED).one(&mut *connection).await?;
+    let row = sqlx::query(DIVERTED).one(&mut connection).await?;
     status.held = row.try_get::<i64, _>(0)?.unsigned_abs();
     status.dead = row.try_get::<i64, _>(1)?.unsigned_abs();
-    status.consumers = consumers(connection).await?;
+    status.consumers = consumers(&mut connection).await?;
+    // The next question takes a connection of its own, which may be the only one.
+    drop(connection);
     status.emails_pending = store.emails_pending().await?;
     Ok(status)
 }
