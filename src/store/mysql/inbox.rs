@@ -145,7 +145,7 @@ impl Inbox for MySqlStore {
              where consumer_id = ? and message_id = ? and attempts > 0",
             "delete from oncebox_attempt where consumer_id = ? and message_id = ? and attempts = 0 and json_length(history) = 0",
         ] {
-            sqlx::query(statement).bind(consumer.0).bind(id.uuid()).execute(&self.pool).await?;
+            sqlx::query(statement).bind(consumer.0).bind(id.uuid()).run(&self.pool).await?;
         }
         Ok(())
     }

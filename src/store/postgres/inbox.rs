@@ -151,7 +151,7 @@ impl Inbox for PostgresStore {
         )
         .bind(consumer.0)
         .bind(id.uuid())
-        .execute(&self.pool)
+        .run(&self.pool)
         .await?;
         Ok(())
     }
