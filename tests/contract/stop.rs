@@ -7,7 +7,7 @@ use std::time::Duration;
 use oncebox::HandlerError;
 use oncebox::runtime::{ConsumerEnd, ConsumerOptions};
 
-use super::kit::{Act, Does, SOON, Sql, World, consumer_options, on_mysql, on_postgres, sqlite};
+use super::kit::{Act, Does, SOON, Sql, World, consumer_options, on_mariadb, on_postgres, sqlite};
 use super::support::eventually;
 
 async fn attempts<S: Sql>(world: &World<S>) -> Vec<String> {
@@ -74,8 +74,8 @@ async fn r26_a_stop_in_the_middle_of_a_try_burns_no_attempt_on_postgres() {
 }
 
 #[tokio::test]
-async fn r26_a_stop_in_the_middle_of_a_try_burns_no_attempt_on_mysql() {
-    on_mysql("r26_stop", |world| stopped_again_and_again(world, hangs)).await;
+async fn r26_a_stop_in_the_middle_of_a_try_burns_no_attempt_on_mariadb() {
+    on_mariadb("r26_stop", |world| stopped_again_and_again(world, hangs)).await;
 }
 
 /// Shown to fail on the code before: a try that had been nobody's failure stayed counted when the stop came.
