@@ -16,7 +16,7 @@ use std::path::PathBuf;
 use clap::Args;
 
 use super::common::{CommonArgs, Output};
-use crate::app::{AppError, store_kind};
+use crate::app::{AppError, stop_on_signals, store_kind};
 
 pub(super) use roles::{Role, run_role};
 
@@ -46,16 +46,24 @@ pub(super) struct DemoArgs {
 pub(super) async fn run(args: DemoArgs, common: &CommonArgs, output: Output) -> Result<(), AppError> {
     let stage = stage::Stage::set(&args, common)?;
     let kind = store_kind(&stage.settings.database.url.0)?;
-    let shown: Result<count::Verdict, AppError> = match kind {
-        #[cfg(feature = "sqlite")]
-        "sqlite" => show::show::<crate::store::sqlite::SqliteStore>(&args, &stage).await,
-        #[cfg(feature = "postgres")]
-        "postgres" => show::show::<crate::store::postgres::PostgresStore>(&args, &stage).await,
-        #[cfg(feature = "mysql")]
-        "mysql" => show::show::<crate::store::mysql::MySqlStore>(&args, &stage).await,
-        kind => Err(AppError::usage(format!(
-            "this program was built without the feature `{kind}` that the database URL needs"
-        ))),
+    // Told to stop, the show is dropped, and its processes with it.
+    let stop = stop_on_signals().map_err(|error| AppError::failed(error.to_string()))?;
+    let show = async {
+        match kind {
+            #[cfg(feature = "sqlite")]
+            "sqlite" => show::show::<crate::store::sqlite::SqliteStore>(&args, &stage).await,
+            #[cfg(feature = "postgres")]
+            "postgres" => show::show::<crate::store::postgres::PostgresStore>(&args, &stage).await,
+            #[cfg(feature = "mysql")]
+            "mysql" => show::show::<crate::store::mysql::MySqlStore>(&args, &stage).await,
+            kind => Err(AppError::usage(format!(
+                "this program was built without the feature `{kind}` that the database URL needs"
+            ))),
+        }
+    };
+    let shown: Result<count::Verdict, AppError> = tokio::select! {
+        shown = show => shown,
+        () = stop.cancelled() => Err(AppError::failed("interrupted: nothing was counted")),
     };
     let verdict = match shown {
         Ok(verdict) => verdict,

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use serde_json::Value;
 
 /// Long enough for a busy machine; what is waited for ends the wait at once.
-pub(crate) const SOON: Duration = Duration::from_secs(60);
+pub(crate) const SOON: Duration = Duration::from_secs(120);
 /// The password of every URL, property and setting here. It must not occur in anything that a program prints.
 pub(crate) const SECRET: &str = "hunter2-secret";
 
@@ -106,7 +106,7 @@ impl Program {
     }
 }
 
-/// A program that runs; it is killed when the test is done with it.
+/// A program that runs; it is stopped when the test is done with it.
 #[derive(Debug)]
 pub(crate) struct Running {
     shown: String,
@@ -186,14 +186,18 @@ impl Running {
     }
 
     /// Waits for its end.
-    pub(crate) fn ends(mut self) -> Done {
-        let until = Instant::now() + SOON;
+    pub(crate) fn ends(self) -> Done {
+        self.ends_within(SOON)
+    }
+
+    pub(crate) fn ends_within(mut self, deadline: Duration) -> Done {
+        let until = Instant::now() + deadline;
         loop {
             match self.lines.recv_timeout(until.saturating_duration_since(Instant::now())) {
                 Ok(line) => self.said.push(line),
                 Err(RecvTimeoutError::Disconnected) => break,
                 Err(RecvTimeoutError::Timeout) => {
-                    panic!("{} did not end within {SOON:?}:\n{}", self.shown, self.said.join("\n"))
+                    panic!("{} did not end within {deadline:?}:\n{}", self.shown, self.said.join("\n"))
                 }
             }
         }
@@ -208,6 +212,15 @@ impl Running {
 
 impl Drop for Running {
     fn drop(&mut self) {
+        // Politely first: it may have processes of its own.
+        let is_there = |child: &mut Child| matches!(child.try_wait(), Ok(None));
+        if is_there(&mut self.child) {
+            self.signal("-TERM");
+        }
+        let asked = Instant::now();
+        while is_there(&mut self.child) && asked.elapsed() < Duration::from_secs(5) {
+            std::thread::sleep(Duration::from_millis(20));
+        }
         let _ = self.child.kill();
         let _ = self.child.wait();
     }

@@ -15,9 +15,10 @@ fn text<'v>(message: &'v Value, name: &str) -> &'v str {
     message[name].as_str().unwrap_or_default()
 }
 
-/// The one dead message of a key: its reason and its error, which `dead list` and `dead show` say to people too.
-fn the_dead_one(place: &Place, key: &str, reason: &str, words: &[&str]) -> String {
-    let dead: Vec<Value> = dead(place).into_iter().filter(|message| text(message, "key") == key).collect();
+/// The one dead message of a key, or of a consumer: its reason and its error, which `dead list` and `dead show` say to people too.
+fn the_dead_one(place: &Place, of: &str, reason: &str, words: &[&str]) -> String {
+    let mut dead = dead(place);
+    dead.retain(|message| text(message, "key") == of || text(&message["place"], "consumer") == of);
     assert_eq!(dead.len(), 1, "{dead:?}");
     assert_eq!(text(&dead[0], "reason"), reason, "{dead:?}");
     let number = text(&dead[0], "number").to_owned();
@@ -56,32 +57,39 @@ fn a_payload_without_what_the_handler_needs_is_dead_with_the_parameter_named() {
 }
 
 #[test]
-fn a_header_key_or_time_that_is_missing_is_named_and_an_optional_one_is_null() {
-    let handler = |source: &str, optional: &str| {
-        format!(
-            "{CONSUMER_OF_PAYMENTS}[[consumer.on]]\nhandler = 'sql'\n\
-             sql = [\"insert into ledger_entry (payment_id, account_id, amount_minor) values (:id, 'acc-7', :what)\"]\n\
-             params = {{ id = '@id', what = '{source}' }}\noptional = [{optional}]\n"
-        )
+fn a_header_key_or_kind_that_is_missing_is_named_and_an_optional_one_is_null() {
+    let sources = [
+        ("of-header", "@header:tenant", "the message has no header `tenant`"),
+        ("of-key", "@key", "the message has no key"),
+        ("of-kind", "@kind", "the message has no kind"),
+    ];
+    let consumers = |optional: &str| -> String {
+        let consumer = |(name, source, _): (&str, &str, &str)| {
+            format!(
+                "{}[[consumer.on]]\nhandler = 'sql'\n\
+                 sql = [\"insert into ledger_entry (payment_id, account_id, amount_minor) values ('{name}', :id, :what)\"]\n\
+                 params = {{ id = '@id', what = '{source}' }}\noptional = [{optional}]\n",
+                CONSUMER_OF_PAYMENTS.replace("\"ledger\"", &format!("\"{name}\""))
+            )
+        };
+        sources.map(consumer).concat()
     };
-    for (source, words) in [
-        ("@header:tenant", &["the parameter `what` has no value", "header `tenant`"][..]),
-        ("@key", &["the parameter `what` has no value", "key"]),
-        ("@kind", &["the parameter `what` has no value", "kind"]),
-    ] {
-        let place = Place::migrated();
-        let config = place.ledger();
-        place.consume(&config).ok();
-        place.append(None, &[("ce_id", "m-1")], "{}");
-        place.consume(&place.config(&handler(source, ""))).ok_saying(&["a message is dead"]);
-        the_dead_one(&place, "", "terminal", words);
-        assert_eq!(place.entries(), [""; 0]);
-
-        place.append(None, &[("ce_id", "m-2")], "{}");
-        place.consume(&place.config(&handler(source, "'what'"))).ok();
-        let rows = place.column("select payment_id || ' ' || (amount_minor is null) from ledger_entry");
-        assert_eq!(rows, ["m-2 1"], "{source}");
+    let place = Place::migrated();
+    place.ledger();
+    let (strict, lenient) = (place.config(&consumers("")), place.config(&consumers("'what'")));
+    place.consume(&strict).ok();
+    place.append(None, &[("ce_id", "m-1")], "{}");
+    place.consume(&strict).ok_saying(&["a message is dead"]);
+    for (name, _, why) in sources {
+        the_dead_one(&place, name, "terminal", &["the parameter `what` has no value", why]);
     }
+    assert_eq!(place.entries(), [""; 0]);
+
+    place.append(None, &[("ce_id", "m-2")], "{}");
+    place.consume(&lenient).ok();
+    let rows =
+        place.column("select account_id || ' ' || payment_id from ledger_entry where amount_minor is null order by 1");
+    assert_eq!(rows, ["m-2 of-header", "m-2 of-key", "m-2 of-kind"]);
 }
 
 /// An error of the statement may pass, so it is tried again first; at last the database's own words are what is shown.
@@ -136,26 +144,33 @@ fn a_foreign_message_without_a_usable_id_is_dead_and_says_why() {
         format!("{consumer}{}", crate::kit::LEDGER)
     };
     let too_long = "x".repeat(1_025);
-    for (rule, headers, payload, error) in [
-        ("envelope", &[][..], "{}", "the message has no id"),
-        ("envelope", &[("ce_id", "")], "{}", "the message id is empty"),
-        ("envelope", &[("ce_id", too_long.as_str())], "{}", "has 1025 bytes, at most 1024"),
-        ("header:event-id", &[("ce_id", "1")], "{}", "the header `event-id`"),
-        ("payload:/eventId", &[("ce_id", "1")], "{}", "no id at `/eventId`"),
-        ("payload:/eventId", &[], "not JSON", "not JSON"),
+    let no_headers = &[][..];
+    for (rule, cases) in [
+        (
+            "envelope",
+            &[
+                (no_headers, "{}", "the message has no id"),
+                (&[("ce_id", "")], "{}", "the message id is empty"),
+                (&[("ce_id", too_long.as_str())], "{}", "has 1025 bytes, at most 1024"),
+            ][..],
+        ),
+        ("header:event-id", &[(&[("ce_id", "1")], "{}", "the header `event-id`")]),
+        ("payload:/eventId", &[(&[("ce_id", "1")], "{}", "no id at `/eventId`"), (no_headers, "not JSON", "not JSON")]),
     ] {
         let place = Place::migrated();
         place.ledger();
         let config = place.config(&with_rule(rule));
         place.consume(&config).ok();
-        place.append(Some("acc-7"), headers, payload);
-        place.append(Some("acc-7"), headers, payload);
+        for (headers, payload, error) in cases {
+            place.append(Some(error), headers, payload);
+            place.append(Some(error), headers, payload);
+        }
         place.consume(&config).ok();
         let dead = dead(&place);
-        assert_eq!(dead.len(), 2, "each of them stands for itself: {dead:?}");
+        assert_eq!(dead.len(), 2 * cases.len(), "each of them stands for itself: {dead:?}");
         for message in &dead {
             assert_eq!(text(message, "reason"), "no-usable-id", "{dead:?}");
-            assert!(text(message, "error").contains(error), "{error} in {dead:?}");
+            assert!(text(message, "error").contains(text(message, "key")), "{dead:?}");
         }
         assert_eq!(place.entries(), [""; 0]);
     }
@@ -188,7 +203,7 @@ fn a_kind_that_no_handler_takes_is_acknowledged_or_dead_as_it_is_set() {
     assert!(dead(&place).is_empty());
     place.append(None, &[("ce_id", "m-2"), ("ce_type", "payment.refunded")], "{}");
     place.consume(&dead_config).ok();
-    the_dead_one(&place, "", "unhandled", &["payment.refunded"]);
+    the_dead_one(&place, "ledger", "unhandled", &["payment.refunded"]);
 }
 
 /// A consumer keeps the rule by which it told messages apart: another one would take known messages for new.

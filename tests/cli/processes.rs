@@ -2,7 +2,7 @@
 //! second at once, and show on their listener how they are.
 
 use crate::database::Locked;
-use crate::kit::{Place, eventually, payment};
+use crate::kit::{ONCEBOX, Place, Program, eventually, payment};
 
 /// Shown by taking the gauge of pending messages out of the code: its name is missing.
 #[test]
@@ -154,4 +154,24 @@ fn the_second_signal_ends_a_program_at_once_and_the_work_is_done_by_the_next_one
     eventually("the payment is in the ledger", || (place.entries() == ["p1"]).then_some(()));
     consumer.says(&["assigned", "suspicious=true"]);
     consumer.stop().ok();
+}
+
+/// Processes that name this directory in their arguments.
+fn processes_of(directory: &str) -> usize {
+    let all = std::fs::read_dir("/proc").unwrap().flatten();
+    let arguments = all.filter_map(|entry| std::fs::read(entry.path().join("cmdline")).ok());
+    arguments.filter(|arguments| String::from_utf8_lossy(arguments).contains(directory)).count()
+}
+
+/// Shown by leaving the signals to the system: publisher, consumers and sender run on.
+#[test]
+fn an_interrupted_demo_leaves_no_process_behind() {
+    let place = Place::new();
+    let directory = place.path().join("demo").display().to_string();
+    let config = format!("{directory}/oncebox.toml");
+    let demo = Program::new(ONCEBOX, &["demo", "--no-progress", "--dir", &directory]).within(place.path()).start();
+    eventually("the cast is on the stage", || (processes_of(&config) >= 4).then_some(()));
+    demo.signal("-TERM");
+    demo.ends().fails(1, &["interrupted"]);
+    eventually("nobody is left", || (processes_of(&config) == 0).then_some(()));
 }

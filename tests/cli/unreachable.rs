@@ -3,6 +3,7 @@
 
 use std::net::{SocketAddr, TcpListener, TcpStream};
 
+use crate::broker::Own;
 use crate::database::Database;
 use crate::kit::{Done, Place, Program, SECRET, eventually, payment};
 use crate::support::{service, unique};
@@ -145,6 +146,7 @@ fn programs_wait_visibly_for_mariadb_and_go_on_when_it_appears() {
 fn waits_for_the_broker(server: &str, settings: &str, part: &str) {
     let place = Place::migrated();
     let name = unique("cli");
+    let _own = Own::new(server, &name);
     let config = place.ledger();
     let own = std::fs::read_to_string(&config)
         .unwrap()
@@ -171,7 +173,6 @@ fn waits_for_the_broker(server: &str, settings: &str, part: &str) {
     eventually("the payment is in the ledger", || (place.entries() == ["p1"]).then_some(()));
     publisher.stop().ok();
     consumer.stop().ok();
-    crate::broker::forget(server, &name);
 }
 
 #[test]
