@@ -26,6 +26,7 @@ pub mod gaps;
 pub mod horizon;
 pub mod isolate;
 pub mod lease;
+pub mod operation;
 pub mod retry;
 pub mod split;
 pub mod suspicion;

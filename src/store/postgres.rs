@@ -16,6 +16,7 @@ mod diverted;
 mod door;
 mod inbox;
 mod mailbox;
+mod operations;
 mod operator;
 mod partitions;
 mod read;
@@ -32,6 +33,7 @@ use std::time::{Duration, Instant};
 use sqlx::postgres::PgPool;
 
 pub use inbox::PostgresTx;
+pub use operations::PostgresOperationTx;
 pub use relay::PostgresSession;
 pub use statements::PostgresStatement;
 

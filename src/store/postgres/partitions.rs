@@ -230,7 +230,7 @@ async fn drop_emptied(
 }
 
 /// Runs statements in one transaction with short waits; false where something stood in the way, and nothing was changed.
-async fn attempt(connection: &mut PgConnection, statements: &str) -> Result<bool, StoreError> {
+pub(super) async fn attempt(connection: &mut PgConnection, statements: &str) -> Result<bool, StoreError> {
     let mut tx = connection.begin().await?;
     let outcome = async {
         tx.execute(AssertSqlSafe(format!("{LOCK_WAIT}; {statements}"))).await?;

@@ -1,0 +1,293 @@
+//! How a run ended, by what is certain and not by the number of the status (O10, O12, O13, M69 to M77).
+//!
+//! Guarantees:
+//!
+//! * What may have happened and was not seen to end is UNKNOWN. "Retryable" is written only where no effect can be
+//!   outstanding: by a handler's own word, or because its transaction is known to have rolled back.
+//! * A request that was refused before the operation began frees its key: a typo does not pin a failure for a day.
+//! * A rate limit, a missing login or a timeout never becomes an answer that is replayed, unless the operation had begun
+//!   and its author said so by a tag.
+//! * Once a guard has committed, what it stored is the outcome, whatever inner layers answer (O2).
+//!
+//! Not here: commits whose outcome is unknown ([`doubt`](super::doubt)), phases ([`flow`](super::flow)), and what is kept
+//! of an answer.
+
+use super::record::{Mode, State};
+use super::route::Route;
+
+/// What a handler says of its run, with the answer. Typed handlers return it; others may attach it to their answer.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Outcome<R> {
+    /// It happened.
+    Completed(R),
+    /// A business rule refused it, and nothing happened.
+    Rejected {
+        /// The answer.
+        answer: R,
+        /// Whether the refusal holds for this key for ever (`INSUFFICIENT_FUNDS`), or only for this try.
+        binding: bool,
+    },
+    /// Nothing happened, and no effect is outstanding; the same key may run again.
+    Retryable(R),
+    /// Nobody knows.
+    Unknown(R),
+    /// Nothing happened, and nothing is to be remembered.
+    DontStore(R),
+}
+
+/// How a run ended that carries no tag.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Untagged {
+    /// With this status.
+    Status(u16),
+    /// With an error or a panic.
+    Failed,
+}
+
+/// What is known of the run besides its answer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Run {
+    /// The mode it was claimed in.
+    pub mode: Mode,
+    /// How far it came.
+    pub reached: Reached,
+    /// [`Route::release_untagged`].
+    pub release_untagged: bool,
+}
+
+/// How far a run came.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Reached {
+    /// The operation's code was not called.
+    NotCalled,
+    /// It was called, and nothing tells whether it went beyond its extractors: no `Idempotent<E>` on the route.
+    Called,
+    /// It was called, and the `started` flag of the guard is unset: no extractor has let it in.
+    NotStarted,
+    /// It was called, and the flag is set.
+    Started,
+    /// The guard's commit failed to say how it ended.
+    CommitUnknown,
+    /// The guard has committed business rows and outcome together.
+    Committed,
+}
+
+/// What is done with the record, by one statement that compares the epoch.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Settle {
+    /// Write this state with the answer. In door A a binding rejection rolls back to the savepoint before.
+    Finish(State),
+    /// Take the record away; in door A, roll everything back.
+    Release,
+    /// It stands already: answer what is stored.
+    Stored,
+    /// Write nothing. The lease ends, and the next request finds the outcome or takes over.
+    Leave,
+}
+
+impl<R> Outcome<R> {
+    /// The answer.
+    pub fn answer(&self) -> &R {
+        match self {
+            Self::Completed(answer)
+            | Self::Rejected { answer, .. }
+            | Self::Retryable(answer)
+            | Self::Unknown(answer)
+            | Self::DontStore(answer) => answer,
+        }
+    }
+
+    /// The same outcome with another answer: sanitised, encoded, cut to a tombstone.
+    pub fn map<T>(self, change: impl FnOnce(R) -> T) -> Outcome<T> {
+        match self {
+            Self::Completed(answer) => Outcome::Completed(change(answer)),
+            Self::Rejected { answer, binding } => Outcome::Rejected { answer: change(answer), binding },
+            Self::Retryable(answer) => Outcome::Retryable(change(answer)),
+            Self::Unknown(answer) => Outcome::Unknown(change(answer)),
+            Self::DontStore(answer) => Outcome::DontStore(change(answer)),
+        }
+    }
+
+    /// What is done with the record after a tagged end.
+    #[must_use]
+    pub fn settle(&self, run: Run) -> Settle {
+        if let Some(settled) = run.settled() {
+            return settled;
+        }
+        match self {
+            Self::Completed(_) => Settle::Finish(State::Completed),
+            Self::Rejected { binding: true, .. } => Settle::Finish(State::FailedReplayable),
+            Self::Unknown(_) => Settle::Finish(State::UnknownRequiresRecovery),
+            // A rolled back door A leaves no row to mark (O29).
+            Self::Retryable(_) if run.mode != Mode::SameTx => Settle::Finish(State::FailedRetryable),
+            Self::Rejected { binding: false, .. } | Self::Retryable(_) | Self::DontStore(_) => Settle::Release,
+        }
+    }
+}
+
+impl Run {
+    /// A run of a route.
+    #[must_use]
+    pub fn of(route: &Route, reached: Reached) -> Self {
+        Self { mode: route.mode, reached, release_untagged: route.release_untagged }
+    }
+
+    /// What is settled already, whatever was answered.
+    fn settled(self) -> Option<Settle> {
+        match self.reached {
+            Reached::Committed => Some(Settle::Stored),
+            Reached::CommitUnknown => Some(Settle::Leave),
+            Reached::NotCalled => Some(Settle::Release),
+            Reached::Called | Reached::NotStarted | Reached::Started => None,
+        }
+    }
+
+    /// What is done with the record after an untagged end.
+    #[must_use]
+    pub fn settle(self, end: Untagged) -> Settle {
+        if let Some(settled) = self.settled() {
+            return settled;
+        }
+        match end {
+            Untagged::Status(200..=399) => Settle::Finish(State::Completed),
+            // Before the operation begins: its envelope, its caller, its pace.
+            Untagged::Status(400 | 401 | 403 | 405 | 406 | 411 | 413 | 414 | 415 | 417 | 422 | 426 | 428 | 431)
+                if self.frees_refusals() =>
+            {
+                Settle::Release
+            }
+            Untagged::Status(408 | 425 | 429) => self.lost(),
+            Untagged::Status(400..=499) => Settle::Finish(State::FailedReplayable),
+            Untagged::Status(_) | Untagged::Failed => self.lost(),
+        }
+    }
+
+    fn frees_refusals(self) -> bool {
+        match self.reached {
+            Reached::NotStarted => true,
+            Reached::Called => self.release_untagged,
+            _ => false,
+        }
+    }
+
+    /// What is done when nobody saw the end. Where all effects stand in a transaction that was not committed, nothing
+    /// happened.
+    fn lost(self) -> Settle {
+        match self.mode {
+            Mode::SameTx => Settle::Release,
+            Mode::Bridged => Settle::Finish(State::FailedRetryable),
+            Mode::Edge | Mode::Phased => Settle::Finish(State::UnknownRequiresRecovery),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const REACHED: [Reached; 3] = [Reached::Called, Reached::NotStarted, Reached::Started];
+    /// O10, the list.
+    const REFUSALS: [u16; 14] = [400, 401, 403, 405, 406, 411, 413, 414, 415, 417, 422, 426, 428, 431];
+    const UNKNOWN: Settle = Settle::Finish(State::UnknownRequiresRecovery);
+    const FAILURE: Settle = Settle::Finish(State::FailedReplayable);
+
+    fn run(mode: Mode, reached: Reached) -> Run {
+        Run { mode, reached, release_untagged: false }
+    }
+
+    // Shown by: releasing 429 (it was in the list of a published middleware); 501 and 505; 408.
+    #[test]
+    fn o10_what_was_called_and_not_seen_to_end_is_unknown() {
+        for reached in REACHED {
+            for release_untagged in [true, false] {
+                for mode in [Mode::Edge, Mode::Phased] {
+                    let run = Run { release_untagged, ..run(mode, reached) };
+                    let ends =
+                        (500..=599).chain([0, 100, 101, 199, 408, 425, 429, 600, u16::MAX]).map(Untagged::Status);
+                    for end in ends.chain([Untagged::Failed]) {
+                        assert_eq!(run.settle(end), UNKNOWN, "{end:?} {run:?}");
+                    }
+                }
+            }
+        }
+        for mode in Mode::ALL {
+            for end in [Untagged::Status(500), Untagged::Failed] {
+                assert_eq!(run(mode, Reached::NotCalled).settle(end), Settle::Release);
+            }
+        }
+    }
+
+    // Shown by: releasing whatever the flag says; never releasing.
+    #[test]
+    fn o10_m70_m72_a_refusal_frees_the_key_only_before_the_operation_has_started() {
+        for status in 400..=499 {
+            let settle = |reached, release_untagged| {
+                Run { release_untagged, ..run(Mode::Edge, reached) }.settle(Untagged::Status(status))
+            };
+            if [408, 425, 429].contains(&status) {
+                continue;
+            }
+            let freed = if REFUSALS.contains(&status) { Settle::Release } else { FAILURE };
+            assert_eq!(settle(Reached::NotStarted, false), freed, "{status}");
+            assert_eq!(settle(Reached::Called, true), freed, "{status}");
+            assert_eq!(settle(Reached::Called, false), FAILURE, "{status}");
+            assert_eq!(settle(Reached::Started, true), FAILURE, "{status}");
+        }
+    }
+
+    // Shown by: treating `Rejected` without looking at `binding`; FAILED_RETRYABLE in door A.
+    #[test]
+    fn m71_m76_a_tag_says_what_is_certain() {
+        let settle = |outcome: &Outcome<()>, mode| outcome.settle(run(mode, Reached::Started));
+        for mode in Mode::ALL {
+            assert_eq!(settle(&Outcome::Completed(()), mode), Settle::Finish(State::Completed));
+            assert_eq!(settle(&Outcome::Rejected { answer: (), binding: true }, mode), FAILURE);
+            assert_eq!(settle(&Outcome::Rejected { answer: (), binding: false }, mode), Settle::Release);
+            assert_eq!(settle(&Outcome::Unknown(()), mode), UNKNOWN);
+            assert_eq!(settle(&Outcome::DontStore(()), mode), Settle::Release);
+            let retryable = if mode == Mode::SameTx { Settle::Release } else { Settle::Finish(State::FailedRetryable) };
+            assert_eq!(settle(&Outcome::Retryable(()), mode), retryable);
+        }
+        assert_eq!(*Outcome::Unknown(7).map(|answer| answer + 1).answer(), 8);
+    }
+
+    // Shown by: UNKNOWN in mode bridged (a burnt key, M75); FAILED_RETRYABLE in mode edge.
+    #[test]
+    fn m74_m75_a_failure_is_retryable_only_where_its_transaction_is_known_to_have_rolled_back() {
+        for reached in REACHED {
+            for end in [Untagged::Status(500), Untagged::Status(503), Untagged::Status(408), Untagged::Failed] {
+                assert_eq!(run(Mode::SameTx, reached).settle(end), Settle::Release, "no row is left (O29)");
+                assert_eq!(run(Mode::Bridged, reached).settle(end), Settle::Finish(State::FailedRetryable));
+                assert_eq!(run(Mode::Edge, reached).settle(end), UNKNOWN);
+            }
+        }
+    }
+
+    // Shown by: asking the answer before the guard.
+    #[test]
+    fn o2_once_the_guard_has_committed_its_outcome_stands_whatever_is_answered() {
+        for (reached, settled) in [(Reached::Committed, Settle::Stored), (Reached::CommitUnknown, Settle::Leave)] {
+            for mode in Mode::ALL {
+                for status in 0..=600 {
+                    assert_eq!(run(mode, reached).settle(Untagged::Status(status)), settled);
+                }
+                assert_eq!(run(mode, reached).settle(Untagged::Failed), settled);
+                assert_eq!(Outcome::DontStore(()).settle(run(mode, reached)), settled);
+                assert_eq!(Outcome::Retryable(()).settle(run(mode, reached)), settled);
+            }
+        }
+    }
+
+    #[test]
+    fn m69_answers_of_a_run_are_kept() {
+        for status in 200..=399 {
+            assert_eq!(
+                run(Mode::Edge, Reached::Started).settle(Untagged::Status(status)),
+                Settle::Finish(State::Completed)
+            );
+        }
+        for status in [402, 404, 409, 410, 412, 423] {
+            assert_eq!(run(Mode::Edge, Reached::NotStarted).settle(Untagged::Status(status)), FAILURE);
+        }
+    }
+}

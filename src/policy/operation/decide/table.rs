@@ -1,0 +1,203 @@
+//! The table itself: the first row whose columns all hold gives the decision.
+//!
+//! Promise: what no row covers executes nothing. A test shows that there is no such thing, and that no row is idle.
+
+use super::super::fingerprint::Comparison;
+use super::super::identity::PrincipalMatch;
+use super::super::record::{Mode, State};
+use super::super::retention::KeyAge;
+use super::super::route::{AfterExpiry, Effects, Replay, Requirement, WhileRunning};
+use super::{Decision, InProgress, Lost, TakeOver};
+
+/// What asks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Asks {
+    Keyless,
+    Malformed,
+    Unscoped,
+    Elsewhere,
+    Keyed,
+}
+
+/// What is known of the key.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Seen {
+    NotAsked,
+    Running,
+    Unreachable,
+    Busy,
+    Nothing,
+    WrongRecord,
+    Record,
+}
+
+/// What is left of the answer's body.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Body {
+    Kept,
+    Reference,
+    Gone,
+}
+
+/// The columns: the facts of one case, and for each a condition that a row may put on it.
+macro_rules! columns {
+    ($($column:ident: $kind:ty,)*) => {
+        /// One case.
+        #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+        pub(super) struct Facts {
+            $(pub(super) $column: $kind,)*
+        }
+
+        /// What a row asks of a case: each column is among these values, or is not looked at.
+        #[derive(Debug, Clone, Copy)]
+        pub(super) struct When {
+            $(pub(super) $column: Option<&'static [$kind]>,)*
+        }
+
+        const ANY: When = When { $($column: None,)* };
+
+        impl When {
+            $(const fn $column(mut self, among: &'static [$kind]) -> Self {
+                self.$column = Some(among);
+                self
+            })*
+
+            pub(super) fn holds(&self, facts: &Facts) -> bool {
+                $(self.$column.is_none_or(|among| among.contains(&facts.$column)))&&*
+            }
+        }
+    };
+}
+
+columns! {
+    requirement: Requirement,
+    asks: Asks,
+    seen: Seen,
+    age: KeyAge,
+    over_quota: bool,
+    principal: PrincipalMatch,
+    fingerprint: Comparison,
+    state: State,
+    mode: Mode,
+    owned: bool,
+    parked: bool,
+    body: Body,
+    while_running: WhileRunning,
+    after_expiry: AfterExpiry,
+    replay: Replay,
+    effects: Effects,
+    reconciles: bool,
+}
+
+impl Facts {
+    /// A case in which nothing may run.
+    pub(super) const CAREFUL: Self = Self {
+        requirement: Requirement::Required,
+        asks: Asks::Keyless,
+        seen: Seen::Unreachable,
+        age: KeyAge::Untimed,
+        over_quota: true,
+        principal: PrincipalMatch::Other,
+        fingerprint: Comparison::Different,
+        state: State::UnknownRequiresRecovery,
+        mode: Mode::SameTx,
+        owned: true,
+        parked: true,
+        body: Body::Gone,
+        while_running: WhileRunning::Conflict,
+        after_expiry: AfterExpiry::Reject,
+        replay: Replay::Exact,
+        effects: Effects::External,
+        reconciles: false,
+    };
+}
+
+/// A row: the case, and what becomes of it.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Row {
+    pub(super) when: When,
+    pub(super) then: Decision,
+}
+
+const fn row(when: When, then: Decision) -> Row {
+    Row { when, then }
+}
+
+/// The decision of the first row that holds.
+pub(super) fn judge(table: &[Row], facts: &Facts) -> Decision {
+    table.iter().find(|row| row.when.holds(facts)).map_or(Decision::StoreUnavailable, |row| row.then)
+}
+
+/// A record, or a run of this process.
+const KNOWN: When = ANY.seen(&[Seen::Record, Seen::Running]);
+/// Of the same principal and command, from here on.
+const STANDS: When = ANY.seen(&[Seen::Record]);
+const RUNS: When = STANDS.state(&[State::InProgress]);
+const OWNED: When = RUNS.owned(&[true]);
+const UNKNOWN: When = STANDS.state(&[State::UnknownRequiresRecovery]);
+const SUCCEEDED: When = STANDS.state(&[State::Completed]);
+
+const CONFLICT: Decision = Decision::InProgress(InProgress::Conflict);
+const ACCEPTED: Decision = Decision::InProgress(InProgress::Accepted);
+const WAIT: Decision = Decision::InProgress(InProgress::Wait);
+const REPEAT: Decision = Decision::TakeOver(TakeOver::Repeatable);
+
+pub(super) const TABLE: &[Row] = &[
+    // Before anybody is asked.
+    row(ANY.requirement(&[Requirement::Off]), Decision::PassThrough),
+    row(ANY.asks(&[Asks::Malformed]), Decision::KeyInvalid),
+    row(ANY.asks(&[Asks::Keyless]).requirement(&[Requirement::Optional]), Decision::PassThrough),
+    row(ANY.asks(&[Asks::Keyless]), Decision::KeyRequired),
+    row(ANY.asks(&[Asks::Unscoped]), Decision::ScopeRequired),
+    row(ANY.asks(&[Asks::Elsewhere]), Decision::WrongRegion),
+    row(ANY.seen(&[Seen::NotAsked]), Decision::Look),
+    // What cannot be judged at all: closed (M60).
+    row(ANY.seen(&[Seen::Unreachable]), Decision::StoreUnavailable),
+    row(ANY.seen(&[Seen::WrongRecord]), Decision::WrongRecord),
+    // The order of O3: principal, fingerprint version, fingerprint.
+    row(KNOWN.principal(&[PrincipalMatch::Other]), Decision::PrincipalMismatch),
+    row(KNOWN.principal(&[PrincipalMatch::Unreadable]), Decision::FingerprintUnreadable),
+    row(KNOWN.fingerprint(&[Comparison::Newer, Comparison::UnknownKid]), Decision::FingerprintUnreadable),
+    row(KNOWN.fingerprint(&[Comparison::TooOld]), Decision::FingerprintTooOld),
+    row(KNOWN.fingerprint(&[Comparison::Different]), Decision::Mismatch),
+    // A claim that is not committed yet, here or elsewhere (O15, O19). There is no operation to point at.
+    row(ANY.seen(&[Seen::Running, Seen::Busy]).while_running(&[WhileRunning::Wait]), WAIT),
+    row(ANY.seen(&[Seen::Running, Seen::Busy]), CONFLICT),
+    // No record (O23).
+    row(ANY.seen(&[Seen::Nothing]).after_expiry(&[AfterExpiry::Reject]).age(&[KeyAge::TooOld]), Decision::Expired),
+    row(
+        ANY.seen(&[Seen::Nothing]).after_expiry(&[AfterExpiry::Reject]).age(&[KeyAge::FromTheFuture]),
+        Decision::KeyFromTheFuture,
+    ),
+    row(ANY.seen(&[Seen::Nothing]).after_expiry(&[AfterExpiry::Reject]).age(&[KeyAge::Untimed]), Decision::KeyInvalid),
+    row(ANY.seen(&[Seen::Nothing]).over_quota(&[true]), Decision::QuotaExceeded),
+    row(ANY.seen(&[Seen::Nothing]), Decision::Claim),
+    // In progress. A committed claim of door A first: its lease says nothing (O1, O2).
+    row(RUNS.mode(&[Mode::SameTx]), Decision::MarkUnknown(Lost::CommittedClaim)),
+    row(OWNED.while_running(&[WhileRunning::Conflict]), CONFLICT),
+    row(OWNED.while_running(&[WhileRunning::Accepted]), ACCEPTED),
+    row(OWNED.while_running(&[WhileRunning::Wait]), WAIT),
+    row(RUNS.mode(&[Mode::Bridged]), Decision::TakeOver(TakeOver::Bridged)),
+    row(RUNS.mode(&[Mode::Phased]).parked(&[true]), Decision::UnknownOutcome),
+    row(RUNS.mode(&[Mode::Phased]), Decision::Recover),
+    row(RUNS.mode(&[Mode::Edge]).effects(&[Effects::Repeatable]).reconciles(&[false]), REPEAT),
+    row(RUNS.mode(&[Mode::Edge]), Decision::MarkUnknown(Lost::StaleEdge)),
+    // Unknown (O9, O11).
+    row(UNKNOWN.mode(&[Mode::Phased]).parked(&[true]), Decision::UnknownOutcome),
+    row(UNKNOWN.mode(&[Mode::Phased]).owned(&[true]), Decision::RecoveryPending),
+    row(UNKNOWN.mode(&[Mode::Phased]), Decision::Recover),
+    row(UNKNOWN.mode(&[Mode::Edge]).reconciles(&[true]), Decision::Reconcile),
+    row(UNKNOWN.mode(&[Mode::Edge]).effects(&[Effects::Repeatable]), REPEAT),
+    row(UNKNOWN, Decision::UnknownOutcome),
+    // The outcome's time is over (O3, O4).
+    row(STANDS.state(&[State::Expired]).after_expiry(&[AfterExpiry::Reject]), Decision::Expired),
+    row(STANDS.state(&[State::Expired]).over_quota(&[true]), Decision::QuotaExceeded),
+    row(STANDS.state(&[State::Expired]), Decision::ExecuteAsNew),
+    // The outcome is known.
+    row(STANDS.state(&[State::FailedRetryable]).over_quota(&[true]), Decision::QuotaExceeded),
+    row(STANDS.state(&[State::FailedRetryable]), Decision::Reclaim),
+    row(STANDS.state(&[State::Completed, State::FailedReplayable]).body(&[Body::Kept]), Decision::Replay),
+    row(SUCCEEDED.replay(&[Replay::Reconstruct]), Decision::Reconstruct),
+    row(SUCCEEDED.replay(&[Replay::Reference]).body(&[Body::Reference]), Decision::ReplayReference),
+    row(STANDS.state(&[State::Completed, State::FailedReplayable]), Decision::NotRetained),
+];

@@ -1,0 +1,370 @@
+//! The whole space of cases, walked: what the table must never do, whatever stands in it, said apart from its rows.
+//!
+//! Every property is held against mutants of the table: a property that no mutant breaks would check nothing.
+
+use proptest::prelude::*;
+
+use super::super::fingerprint::Comparison;
+use super::super::identity::PrincipalMatch;
+use super::super::record::{Mode, State};
+use super::super::retention::KeyAge;
+use super::super::route::{AfterExpiry, Effects, Replay, Requirement, WhileRunning};
+use super::table::{Asks, Body, Facts, Row, Seen, TABLE, judge};
+use super::{Decision, InProgress, Lost, TakeOver};
+
+const REQUIREMENTS: [Requirement; 3] = [Requirement::Off, Requirement::Optional, Requirement::Required];
+const ASKS: [Asks; 5] = [Asks::Keyless, Asks::Malformed, Asks::Unscoped, Asks::Elsewhere, Asks::Keyed];
+const SEEN: [Seen; 7] =
+    [Seen::NotAsked, Seen::Running, Seen::Unreachable, Seen::Busy, Seen::Nothing, Seen::WrongRecord, Seen::Record];
+const AGES: [KeyAge; 4] = [KeyAge::Fine, KeyAge::TooOld, KeyAge::FromTheFuture, KeyAge::Untimed];
+const PRINCIPALS: [PrincipalMatch; 3] = [PrincipalMatch::Same, PrincipalMatch::Other, PrincipalMatch::Unreadable];
+const COMPARISONS: [Comparison; 5] =
+    [Comparison::Equal, Comparison::Different, Comparison::Newer, Comparison::UnknownKid, Comparison::TooOld];
+const STATES: [State; 6] = [
+    State::InProgress,
+    State::Completed,
+    State::FailedReplayable,
+    State::FailedRetryable,
+    State::UnknownRequiresRecovery,
+    State::Expired,
+];
+const BODIES: [Body; 3] = [Body::Kept, Body::Reference, Body::Gone];
+const WHILE_RUNNING: [WhileRunning; 3] = [WhileRunning::Conflict, WhileRunning::Accepted, WhileRunning::Wait];
+const AFTER_EXPIRY: [AfterExpiry; 2] = [AfterExpiry::ExecuteAsNew, AfterExpiry::Reject];
+const REPLAYS: [Replay; 3] = [Replay::Exact, Replay::Reference, Replay::Reconstruct];
+const EFFECTS: [Effects; 3] = [Effects::Local, Effects::External, Effects::Repeatable];
+const BOTH: [bool; 2] = [true, false];
+
+/// The next digit of a case's number.
+fn digit<T: Copy>(all: &[T], number: &mut usize) -> T {
+    let value = all[*number % all.len()];
+    *number /= all.len();
+    value
+}
+
+/// The columns of a committed record.
+fn record_case(number: &mut usize) -> Facts {
+    Facts {
+        requirement: Requirement::Required,
+        asks: Asks::Keyed,
+        seen: Seen::Record,
+        age: KeyAge::Fine,
+        over_quota: digit(&BOTH, number),
+        principal: digit(&PRINCIPALS, number),
+        fingerprint: digit(&COMPARISONS, number),
+        state: digit(&STATES, number),
+        mode: digit(&Mode::ALL, number),
+        owned: digit(&BOTH, number),
+        parked: digit(&BOTH, number),
+        body: digit(&BODIES, number),
+        while_running: digit(&WHILE_RUNNING, number),
+        after_expiry: digit(&AFTER_EXPIRY, number),
+        replay: digit(&REPLAYS, number),
+        effects: digit(&EFFECTS, number),
+        reconciles: digit(&BOTH, number),
+    }
+}
+
+const RECORD_CASES: usize = 2 * 3 * 5 * 6 * 4 * 2 * 2 * 3 * 3 * 2 * 3 * 3 * 2;
+
+/// The columns before a record is looked at, with those of some record.
+fn front_case(number: &mut usize, record: Facts) -> Facts {
+    Facts {
+        requirement: digit(&REQUIREMENTS, number),
+        asks: digit(&ASKS, number),
+        seen: digit(&SEEN, number),
+        age: digit(&AGES, number),
+        over_quota: digit(&BOTH, number),
+        principal: digit(&PRINCIPALS, number),
+        fingerprint: digit(&COMPARISONS, number),
+        while_running: digit(&WHILE_RUNNING, number),
+        after_expiry: digit(&AFTER_EXPIRY, number),
+        ..record
+    }
+}
+
+const FRONT_CASES: usize = 3 * 5 * 7 * 4 * 2 * 3 * 5 * 3 * 2;
+
+/// Every case of a record, and every case before one with the record's columns held.
+fn cases() -> impl Iterator<Item = Facts> {
+    let records = (0..RECORD_CASES).map(|number| record_case(&mut { number }));
+    // A finished record that could be replayed: the most tempting one.
+    let tempting = Facts { state: State::Completed, body: Body::Kept, ..record_case(&mut 0) };
+    let fronts = (0..FRONT_CASES).map(move |number| front_case(&mut { number }, tempting));
+    fronts.chain(records)
+}
+
+/// Whether a case has gone as far as a record of the same principal and command.
+fn stands(facts: &Facts) -> bool {
+    let asked = facts.requirement != Requirement::Off && facts.asks == Asks::Keyed;
+    let same = facts.principal == PrincipalMatch::Same && facts.fingerprint == Comparison::Equal;
+    asked && facts.seen == Seen::Record && same
+}
+
+/// Whether a case meets a record or a run that it can be compared with.
+fn compared(facts: &Facts) -> bool {
+    let asked = facts.requirement != Requirement::Off && facts.asks == Asks::Keyed;
+    asked && matches!(facts.seen, Seen::Record | Seen::Running)
+}
+
+type Property = (&'static str, fn(&Facts, Decision) -> bool);
+
+const PROPERTIES: &[Property] = &[
+    ("m12: only a route without keys or with an optional one runs without a key", |facts, decision| {
+        let keyless = facts.asks == Asks::Keyless && facts.requirement == Requirement::Optional;
+        (decision == Decision::PassThrough) == (facts.requirement == Requirement::Off || keyless)
+    }),
+    ("m40: only what was read from the store is executed or replayed", |facts, decision| {
+        let read = facts.asks == Asks::Keyed && matches!(facts.seen, Seen::Nothing | Seen::Record);
+        let shown = decision.executes() && decision != Decision::PassThrough || decision.replays();
+        !shown || read && facts.requirement != Requirement::Off
+    }),
+    ("o20: another principal gets one answer in every case", |facts, decision| {
+        let other = compared(facts) && facts.principal == PrincipalMatch::Other;
+        other == (decision == Decision::PrincipalMismatch)
+    }),
+    ("o21: what cannot be compared is never called different", |facts, decision| {
+        let unreadable = facts.principal == PrincipalMatch::Unreadable
+            || matches!(facts.fingerprint, Comparison::Newer | Comparison::UnknownKid);
+        let judged = compared(facts) && facts.principal != PrincipalMatch::Other;
+        !judged || unreadable == (decision == Decision::FingerprintUnreadable)
+    }),
+    ("m26 m27: another command is a mismatch in every state", |facts, decision| {
+        let other = facts.fingerprint == Comparison::Different && facts.principal == PrincipalMatch::Same;
+        (compared(facts) && other) == (decision == Decision::Mismatch)
+    }),
+    ("m27: nothing but the same command of the same principal executes or replays", |facts, decision| {
+        let shown = decision.executes() || decision.replays();
+        !compared(facts) || stands(facts) || !shown
+    }),
+    ("o21: what nobody can judge any more is neither executed nor replayed as it is", |facts, decision| {
+        let readable = facts.principal == PrincipalMatch::Same;
+        let too_old = compared(facts) && readable && facts.fingerprint == Comparison::TooOld;
+        too_old == (decision == Decision::FingerprintTooOld)
+    }),
+    ("o2: a stale claim is executed again only in mode bridged or declared repeatable", |facts, decision| {
+        let stale = facts.state == State::InProgress && !facts.owned;
+        let unknown = facts.state == State::UnknownRequiresRecovery;
+        let bridged = facts.mode == Mode::Bridged && stale;
+        let declared = facts.effects == Effects::Repeatable && !facts.reconciles && facts.mode == Mode::Edge;
+        match decision {
+            Decision::TakeOver(TakeOver::Bridged) => stands(facts) && bridged,
+            Decision::TakeOver(TakeOver::Repeatable) => stands(facts) && declared && (stale || unknown),
+            _ => true,
+        }
+    }),
+    ("o1: a committed claim of door A is an alarm, whatever its lease says", |facts, decision| {
+        let committed = stands(facts) && facts.state == State::InProgress && facts.mode == Mode::SameTx;
+        committed == (decision == Decision::MarkUnknown(Lost::CommittedClaim))
+    }),
+    ("o3: expiry says nothing of IN_PROGRESS and UNKNOWN", |facts, decision| {
+        let running = matches!(facts.state, State::InProgress | State::UnknownRequiresRecovery);
+        let over = matches!(decision, Decision::Expired | Decision::ExecuteAsNew | Decision::Reclaim);
+        !(stands(facts) && running && over)
+    }),
+    ("o4: an outcome whose time is over follows the route's policy and nothing else", |facts, decision| {
+        let over = stands(facts) && facts.state == State::Expired;
+        let expected = match facts.after_expiry {
+            AfterExpiry::Reject => Decision::Expired,
+            AfterExpiry::ExecuteAsNew if facts.over_quota => Decision::QuotaExceeded,
+            AfterExpiry::ExecuteAsNew => Decision::ExecuteAsNew,
+        };
+        if over { decision == expected } else { decision != Decision::ExecuteAsNew }
+    }),
+    ("m42: a known outcome is replayed or said to be gone, never run again", |facts, decision| {
+        let known = matches!(facts.state, State::Completed | State::FailedReplayable);
+        !(stands(facts) && known) || decision.replays()
+    }),
+    ("m68: bytes are replayed exactly where they are kept", |facts, decision| {
+        let known = matches!(facts.state, State::Completed | State::FailedReplayable);
+        (stands(facts) && known && facts.body == Body::Kept) == (decision == Decision::Replay)
+    }),
+    ("m47: only what failed with no effect outstanding is run again", |facts, decision| {
+        let retryable = stands(facts) && facts.state == State::FailedRetryable && !facts.over_quota;
+        retryable == (decision == Decision::Reclaim)
+    }),
+    ("o9: a phased operation is never executed by a request, it is recovered", |facts, decision| {
+        let open = matches!(facts.state, State::InProgress | State::UnknownRequiresRecovery);
+        !(stands(facts) && facts.mode == Mode::Phased && open && decision.executes())
+    }),
+    ("m46: recovery begins only where nobody owns the operation, and never what an operator has", |facts, decision| {
+        decision != Decision::Recover || !facts.owned && !facts.parked && facts.mode == Mode::Phased
+    }),
+    ("m43: while the first request runs, the answer is the one that the route chose", |facts, decision| {
+        let runs = stands(facts) && facts.state == State::InProgress && facts.owned && facts.mode != Mode::SameTx;
+        let expected = match facts.while_running {
+            WhileRunning::Conflict => InProgress::Conflict,
+            WhileRunning::Accepted => InProgress::Accepted,
+            WhileRunning::Wait => InProgress::Wait,
+        };
+        !runs || decision == Decision::InProgress(expected)
+    }),
+    ("o19: an uncommitted claim is waited for or answered with 409", |facts, decision| {
+        let asked = facts.requirement != Requirement::Off && facts.asks == Asks::Keyed;
+        let waits = facts.while_running == WhileRunning::Wait;
+        let expected = Decision::InProgress(if waits { InProgress::Wait } else { InProgress::Conflict });
+        !(asked && facts.seen == Seen::Busy) || decision == expected
+    }),
+    (
+        "o23: where late retries are rejected, a key without a record runs only if its time is fine",
+        |facts, decision| {
+            let fine = facts.age == KeyAge::Fine || facts.after_expiry == AfterExpiry::ExecuteAsNew;
+            decision != Decision::Claim || facts.seen == Seen::Nothing && fine && !facts.over_quota
+        },
+    ),
+    ("o11: UNKNOWN is ended by evidence, an operator, or a declaration, never by a request", |facts, decision| {
+        let unknown = stands(facts) && facts.state == State::UnknownRequiresRecovery;
+        let answers = matches!(
+            decision,
+            Decision::Recover
+                | Decision::RecoveryPending
+                | Decision::Reconcile
+                | Decision::UnknownOutcome
+                | Decision::TakeOver(TakeOver::Repeatable)
+        );
+        !unknown || answers
+    }),
+    ("m60: a store that is away is closed", |facts, decision| {
+        let asked = facts.requirement != Requirement::Off && facts.asks == Asks::Keyed;
+        let away = asked && facts.seen == Seen::Unreachable;
+        away == (decision == Decision::StoreUnavailable)
+    }),
+];
+
+fn broken(table: &[Row], facts: &Facts) -> Vec<&'static str> {
+    let decision = judge(table, facts);
+    PROPERTIES.iter().filter(|(_, holds)| !holds(facts, decision)).map(|(name, _)| *name).collect()
+}
+
+#[test]
+fn m42_the_table_keeps_every_promise_in_every_case() {
+    for facts in cases() {
+        let broken = broken(TABLE, &facts);
+        assert!(broken.is_empty(), "{facts:#?}\n{:?}: {broken:?}", judge(TABLE, &facts));
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(20_000))]
+
+    // The product of all columns, sampled; the walk above holds some of them fixed.
+    #[test]
+    fn m42_the_table_keeps_every_promise_in_any_product_of_columns(record in 0..RECORD_CASES, front in 0..FRONT_CASES) {
+        let facts = front_case(&mut { front }, record_case(&mut { record }));
+        prop_assert_eq!(broken(TABLE, &facts), Vec::<&str>::new(), "{:?}", facts);
+    }
+}
+
+#[test]
+fn m42_every_case_has_a_row_and_no_row_is_idle() {
+    let mut used = vec![0_u64; TABLE.len()];
+    for facts in cases() {
+        let row = TABLE.iter().position(|row| row.when.holds(&facts)).unwrap_or_else(|| panic!("no row: {facts:#?}"));
+        used[row] += 1;
+    }
+    for (row, used) in TABLE.iter().zip(used) {
+        assert!(used > 0, "never used: {row:?}");
+    }
+}
+
+/// A table that a reasonable mind might have written, and the property that it breaks.
+struct Mutant {
+    breaks: &'static str,
+    table: Vec<Row>,
+}
+
+/// The table with each row changed by `change`; a row may go.
+fn changed(change: impl Fn(Row) -> Option<Row>) -> Vec<Row> {
+    let table: Vec<Row> = TABLE.iter().filter_map(|row| change(*row)).collect();
+    let same = table.len() == TABLE.len() && table.iter().zip(TABLE).all(|(a, b)| format!("{a:?}") == format!("{b:?}"));
+    assert!(!same, "a mutant that changes nothing");
+    table
+}
+
+fn mutants() -> Vec<Mutant> {
+    let without = |gone: Decision| changed(move |row| (row.then != gone).then_some(row));
+    let instead = |old: Decision, new: Decision| {
+        changed(move |row| Some(Row { then: if row.then == old { new } else { row.then }, ..row }))
+    };
+    let first = |then: Decision| {
+        let at = TABLE.iter().position(|row| row.then == then).expect("a row");
+        let mut table = TABLE.to_vec();
+        let row = table.remove(at);
+        table.insert(0, row);
+        table
+    };
+    // In front of the first row that looks at a record's state.
+    let ahead = |row: Row| {
+        let at = TABLE.iter().position(|row| row.when.state.is_some()).expect("a row");
+        let mut table = TABLE.to_vec();
+        table.insert(at, row);
+        table
+    };
+    let any = TABLE.last().expect("a row").when;
+    let state = |state: &'static [State]| super::table::When { state: Some(state), body: None, ..any };
+    let wide = |then: Decision, widen: fn(&mut super::table::When)| {
+        changed(move |mut row| {
+            if row.then == then {
+                widen(&mut row.when);
+            }
+            Some(row)
+        })
+    };
+    let repeat = Decision::TakeOver(TakeOver::Repeatable);
+    let mutant = |breaks, table| Mutant { breaks, table };
+    vec![
+        mutant("m12", instead(Decision::KeyRequired, Decision::PassThrough)),
+        mutant("m40", without(Decision::Look).into_iter().chain([Row { then: Decision::Claim, ..TABLE[0] }]).collect()),
+        mutant("m40", instead(Decision::WrongRecord, Decision::Replay)),
+        mutant("o20", without(Decision::PrincipalMismatch)),
+        mutant("o20", instead(Decision::PrincipalMismatch, Decision::Mismatch)),
+        mutant("o21: what cannot", instead(Decision::FingerprintUnreadable, Decision::Mismatch)),
+        mutant("o21: what nobody", instead(Decision::FingerprintTooOld, Decision::Mismatch)),
+        mutant("m26 m27", without(Decision::Mismatch)),
+        mutant("m26 m27", first(Decision::Replay)),
+        mutant("m27: nothing", first(Decision::Reclaim)),
+        mutant("o2", instead(Decision::MarkUnknown(Lost::StaleEdge), repeat)),
+        mutant("o2", wide(Decision::TakeOver(TakeOver::Bridged), |when| when.mode = None)),
+        mutant("o2", wide(repeat, |when| when.reconciles = None)),
+        mutant("o1", first(Decision::InProgress(InProgress::Conflict))),
+        mutant("o1", without(Decision::MarkUnknown(Lost::CommittedClaim))),
+        mutant("o3", ahead(Row { when: state(&[State::InProgress]), then: Decision::Expired })),
+        mutant("o3", ahead(Row { when: state(&[State::UnknownRequiresRecovery]), then: Decision::ExecuteAsNew })),
+        mutant("o4", without(Decision::ExecuteAsNew)),
+        mutant("o4", wide(Decision::ExecuteAsNew, |when| when.state = Some(&[State::Expired, State::FailedRetryable]))),
+        mutant("m42", instead(Decision::NotRetained, Decision::Reclaim)),
+        mutant("m68", wide(Decision::Replay, |when| when.body = None)),
+        mutant(
+            "m47",
+            wide(Decision::Reclaim, |when| when.state = Some(&[State::FailedRetryable, State::FailedReplayable])),
+        ),
+        mutant("o9", instead(Decision::Recover, Decision::TakeOver(TakeOver::Bridged))),
+        mutant("m46", without(Decision::RecoveryPending)),
+        mutant("m43", instead(Decision::InProgress(InProgress::Wait), Decision::InProgress(InProgress::Conflict))),
+        mutant(
+            "o19",
+            wide(Decision::Claim, |when| when.seen = Some(&[Seen::Nothing, Seen::Busy]))
+                .into_iter()
+                .filter(|row| row.when.seen != Some(&[Seen::Running, Seen::Busy]))
+                .collect(),
+        ),
+        mutant("o19", instead(Decision::InProgress(InProgress::Conflict), Decision::InProgress(InProgress::Accepted))),
+        mutant("o23", without(Decision::Expired)),
+        mutant("o23", without(Decision::KeyFromTheFuture)),
+        mutant("o11", instead(Decision::UnknownOutcome, Decision::Reclaim)),
+        mutant("m60", instead(Decision::StoreUnavailable, Decision::Claim)),
+    ]
+}
+
+#[test]
+fn every_property_of_the_table_is_broken_by_a_mutant_and_every_mutant_breaks_its_property() {
+    let mutants = mutants();
+    for (number, mutant) in mutants.iter().enumerate() {
+        let killed =
+            cases().any(|facts| broken(&mutant.table, &facts).iter().any(|name| name.starts_with(mutant.breaks)));
+        assert!(killed, "mutant {number} keeps {}", mutant.breaks);
+    }
+    for (name, _) in PROPERTIES {
+        assert!(mutants.iter().any(|mutant| name.starts_with(mutant.breaks)), "no mutant for {name}");
+    }
+}

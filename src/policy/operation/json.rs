@@ -1,0 +1,289 @@
+//! One text for each JSON document: the fallback of the generic layer, where no typed command is known.
+//!
+//! Guarantees:
+//!
+//! * What is accepted comes out as RFC 8785 has it: no white space, members sorted by the UTF-16 code units of their
+//!   names, strings with the shortest escapes. Any total order would do for a hash; this one lets a person check a
+//!   fingerprint with the RFC's libraries of any language.
+//! * What readers do not agree on is refused, because this text and the handler might see two different commands: a
+//!   member named twice, whole numbers beyond 2^53 - 1 (RFC 8785 itself writes 9007199254740993 and ..992 alike), a
+//!   fraction or exponent, a lone surrogate. A typed door takes such commands ([`canonical`](super::canonical)).
+//! * It ends on any input, at a depth of at most [`DEPTH_MAX`], and keeps no digit and no name in its errors.
+//!
+//! A reader of our own, because the numbers and duplicate names that `serde_json` shows depend on features that any
+//! crate of the graph may turn on; a test holds the two against each other.
+
+use std::fmt::Write as _;
+
+/// The deepest nesting of arrays and objects: what `serde_json` reads.
+pub const DEPTH_MAX: usize = 127;
+
+const INTEGER_MAX: u64 = (1 << 53) - 1;
+
+/// What is wrong with a document, and where. The answer is `REQUEST_INVALID`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[error("the body is not acceptable JSON: {fault} at byte {at}")]
+pub struct JsonError {
+    /// The offset in bytes.
+    pub at: usize,
+    /// What stands there.
+    pub fault: JsonFault,
+}
+
+/// The faults of a document.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum JsonFault {
+    /// Not UTF-8.
+    #[error("text that is not UTF-8")]
+    NotUtf8,
+    /// It ends in the middle.
+    #[error("an early end")]
+    Truncated,
+    /// Not JSON.
+    #[error("a character that does not belong there")]
+    Syntax,
+    /// Half of a surrogate pair.
+    #[error("half of a surrogate pair")]
+    LoneSurrogate,
+    /// Two members of one object have one name.
+    #[error("a member that the object has already")]
+    DuplicateMember,
+    /// Beyond 2^53 - 1.
+    #[error("a whole number beyond 9007199254740991")]
+    IntegerTooBig,
+    /// A fraction, an exponent, or minus zero.
+    #[error("a number with a fraction, an exponent or a negative zero")]
+    Float,
+    /// Nested too deeply.
+    #[error("nesting deeper than 127")]
+    TooDeep,
+}
+
+/// The canonical text of a document.
+///
+/// # Errors
+///
+/// What is wrong with it, and where.
+pub fn canonical_json(body: &[u8]) -> Result<String, JsonError> {
+    let text =
+        std::str::from_utf8(body).map_err(|error| JsonError { at: error.valid_up_to(), fault: JsonFault::NotUtf8 })?;
+    let mut reader = Reader { text, at: 0 };
+    let canonical = reader.value(DEPTH_MAX)?;
+    reader.blanks();
+    if reader.at < text.len() { Err(reader.fault(JsonFault::Syntax)) } else { Ok(canonical) }
+}
+
+struct Reader<'a> {
+    text: &'a str,
+    at: usize,
+}
+
+impl Reader<'_> {
+    fn fault(&self, fault: JsonFault) -> JsonError {
+        JsonError { at: self.at, fault }
+    }
+
+    fn peek(&self) -> Result<u8, JsonError> {
+        self.text.as_bytes().get(self.at).copied().ok_or(self.fault(JsonFault::Truncated))
+    }
+
+    /// Takes this byte and says whether it was there.
+    fn take(&mut self, byte: u8) -> Result<bool, JsonError> {
+        let there = self.peek()? == byte;
+        self.at += usize::from(there);
+        Ok(there)
+    }
+
+    fn blanks(&mut self) {
+        while matches!(self.peek(), Ok(b' ' | b'\t' | b'\n' | b'\r')) {
+            self.at += 1;
+        }
+    }
+
+    fn expect(&mut self, byte: u8) -> Result<(), JsonError> {
+        if self.take(byte)? { Ok(()) } else { Err(self.fault(JsonFault::Syntax)) }
+    }
+
+    /// The next value, with so many levels of nesting left.
+    fn value(&mut self, depth: usize) -> Result<String, JsonError> {
+        self.blanks();
+        match self.peek()? {
+            b'{' => self.object(depth),
+            b'[' => self.array(depth),
+            b'"' => Ok(quoted(&self.string()?)),
+            b'-' | b'0'..=b'9' => self.number(),
+            b't' => self.word("true"),
+            b'f' => self.word("false"),
+            b'n' => self.word("null"),
+            _ => Err(self.fault(JsonFault::Syntax)),
+        }
+    }
+
+    fn word(&mut self, word: &str) -> Result<String, JsonError> {
+        word.bytes().try_for_each(|byte| self.expect(byte))?;
+        Ok(word.to_owned())
+    }
+
+    fn number(&mut self) -> Result<String, JsonError> {
+        let start = self.at;
+        let negative = self.take(b'-')?;
+        let digits = self.at;
+        while matches!(self.peek(), Ok(b'0'..=b'9')) {
+            self.at += 1;
+        }
+        let digits = &self.text[digits..self.at];
+        if digits.is_empty() {
+            // The end, or what is no digit.
+            self.peek()?;
+            return Err(self.fault(JsonFault::Syntax));
+        }
+        let refused = |at, fault| Err(JsonError { at, fault });
+        if digits.len() > 1 && digits.starts_with('0') {
+            refused(start, JsonFault::Syntax)
+        } else if matches!(self.peek(), Ok(b'.' | b'e' | b'E')) || (negative && digits == "0") {
+            refused(start, JsonFault::Float)
+        } else if digits.parse::<u64>().is_ok_and(|number| number <= INTEGER_MAX) {
+            Ok(self.text[start..self.at].to_owned())
+        } else {
+            refused(start, JsonFault::IntegerTooBig)
+        }
+    }
+
+    fn array(&mut self, depth: usize) -> Result<String, JsonError> {
+        let inner = depth.checked_sub(1).ok_or(self.fault(JsonFault::TooDeep))?;
+        self.expect(b'[')?;
+        let mut out = String::from("[");
+        self.blanks();
+        if !self.take(b']')? {
+            loop {
+                out.push_str(&self.value(inner)?);
+                self.blanks();
+                if self.take(b']')? {
+                    break;
+                }
+                self.expect(b',')?;
+                out.push(',');
+            }
+        }
+        out.push(']');
+        Ok(out)
+    }
+
+    fn object(&mut self, depth: usize) -> Result<String, JsonError> {
+        let inner = depth.checked_sub(1).ok_or(self.fault(JsonFault::TooDeep))?;
+        self.expect(b'{')?;
+        let mut members: Vec<(Vec<u16>, usize, String)> = Vec::new();
+        self.blanks();
+        if !self.take(b'}')? {
+            loop {
+                self.blanks();
+                let at = self.at;
+                let name = self.string()?;
+                self.blanks();
+                self.expect(b':')?;
+                let value = self.value(inner)?;
+                members.push((name.encode_utf16().collect(), at, format!("{}:{value}", quoted(&name))));
+                self.blanks();
+                if self.take(b'}')? {
+                    break;
+                }
+                self.expect(b',')?;
+            }
+        }
+        members.sort_unstable();
+        if let Some(pair) = members.windows(2).find(|pair| pair[0].0 == pair[1].0) {
+            return Err(JsonError { at: pair[1].1, fault: JsonFault::DuplicateMember });
+        }
+        let members: Vec<String> = members.into_iter().map(|(_, _, member)| member).collect();
+        Ok(format!("{{{}}}", members.join(",")))
+    }
+
+    /// A string, without its quotes and escapes.
+    fn string(&mut self) -> Result<String, JsonError> {
+        self.expect(b'"')?;
+        let mut out = String::new();
+        loop {
+            let start = self.at;
+            while !matches!(self.peek()?, b'"' | b'\\' | 0..0x20) {
+                self.at += 1;
+            }
+            out.push_str(&self.text[start..self.at]);
+            match self.peek()? {
+                b'"' => {
+                    self.at += 1;
+                    return Ok(out);
+                }
+                b'\\' => out.push(self.escape()?),
+                _ => return Err(self.fault(JsonFault::Syntax)),
+            }
+        }
+    }
+
+    fn escape(&mut self) -> Result<char, JsonError> {
+        let start = self.at;
+        self.expect(b'\\')?;
+        let letter = self.peek()?;
+        let plain = match letter {
+            b'"' | b'\\' | b'/' => char::from(letter),
+            b'b' => '\u{8}',
+            b'f' => '\u{c}',
+            b'n' => '\n',
+            b'r' => '\r',
+            b't' => '\t',
+            b'u' => {
+                let lone = JsonError { at: start, fault: JsonFault::LoneSurrogate };
+                let unit = self.unit()?;
+                if !(0xd800..0xe000).contains(&unit) {
+                    return char::from_u32(unit.into()).ok_or(lone);
+                }
+                // What follows decides between a pair and a lone half; an early end is an early end.
+                if unit >= 0xdc00 || !self.take(b'\\')? || self.peek()? != b'u' {
+                    return Err(lone);
+                }
+                let pair = [unit, self.unit()?];
+                return char::decode_utf16(pair).next().and_then(Result::ok).ok_or(lone);
+            }
+            _ => return Err(self.fault(JsonFault::Syntax)),
+        };
+        self.at += 1;
+        Ok(plain)
+    }
+
+    /// `uXXXX`.
+    fn unit(&mut self) -> Result<u16, JsonError> {
+        self.expect(b'u')?;
+        let mut unit = 0_u16;
+        for _ in 0..4 {
+            let digit = char::from(self.peek()?).to_digit(16).ok_or(self.fault(JsonFault::Syntax))?;
+            unit = unit << 4 | u16::try_from(digit).unwrap_or(0);
+            self.at += 1;
+        }
+        Ok(unit)
+    }
+}
+
+/// A string with quotes and the shortest escapes.
+fn quoted(text: &str) -> String {
+    let mut out = String::with_capacity(text.len() + 2);
+    out.push('"');
+    for character in text.chars() {
+        match character {
+            '"' => out.push_str("\\\""),
+            '\\' => out.push_str("\\\\"),
+            '\u{8}' => out.push_str("\\b"),
+            '\u{c}' => out.push_str("\\f"),
+            '\n' => out.push_str("\\n"),
+            '\r' => out.push_str("\\r"),
+            '\t' => out.push_str("\\t"),
+            // Writing to a string cannot fail.
+            '\0'..='\u{1f}' => _ = write!(out, "\\u{:04x}", u32::from(character)),
+            _ => out.push(character),
+        }
+    }
+    out.push('"');
+    out
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,101 @@
+//! When to come again: the seconds of `Retry-After` (M45, O29).
+//!
+//! Guarantees: never 0, at most 30 before jitter; growing for a key that keeps failing; chance is an argument.
+//!
+//! Not here: what is retryable ([`problem`](super::problem)), and the client's own backoff (`client`).
+
+use std::time::Duration;
+
+/// The longest wait before jitter.
+pub const RETRY_AFTER_MAX: u32 = 30;
+
+/// The seconds of `Retry-After` for a wait of about `expected`, where `chance` is drawn from 0 to 1: rounded up, kept
+/// within 1 and 30, and up to a quarter (at least a second) later, so that all who wait do not come at once.
+#[must_use]
+pub fn retry_after(expected: Duration, chance: f64) -> u32 {
+    let whole = expected.as_secs().saturating_add(u64::from(expected.subsec_nanos() > 0));
+    let base = u32::try_from(whole).unwrap_or(RETRY_AFTER_MAX).clamp(1, RETRY_AFTER_MAX);
+    let spread = (base / 4).max(1);
+    // The cast saturates: no draw leads out of the bounds.
+    base + ((f64::from(spread + 1) * chance) as u32).min(spread)
+}
+
+/// How long the first request may still run: what is left of its lease, or of the time that runs usually take if that is
+/// known and less.
+#[must_use]
+pub fn while_running(lease_left: Duration, ran: Duration, usual: Option<Duration>) -> Duration {
+    usual.map_or(lease_left, |usual| usual.saturating_sub(ran).min(lease_left))
+}
+
+/// The wait after the given number of failed attempts of one key: 1, 2, 4, .. 30 seconds.
+#[must_use]
+pub fn after_attempts(attempts: u32) -> Duration {
+    let doubled = 1_u64.checked_shl(attempts.saturating_sub(1)).unwrap_or(u64::MAX);
+    Duration::from_secs(doubled.clamp(1, RETRY_AFTER_MAX.into()))
+}
+
+/// How long runs of one operation usually take: a moving average of which each run is a fifth.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Usual(Option<Duration>);
+
+impl Usual {
+    /// Counts a run.
+    pub fn observe(&mut self, ran: Duration) {
+        self.0 = Some(self.0.map_or(ran, |usual| usual.saturating_mul(4).saturating_add(ran) / 5));
+    }
+
+    /// The average; none before the first run.
+    #[must_use]
+    pub fn duration(self) -> Option<Duration> {
+        self.0
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const SECOND: Duration = Duration::from_secs(1);
+
+    // Shown by: rounding down; clamping from 0 (pitfall 31).
+    #[test]
+    fn m45_retry_after_is_never_0_and_at_most_30_before_jitter() {
+        for (expected, base) in [(0, 1), (1, 1), (999, 1), (1_000, 1), (1_001, 2), (29_001, 30), (600_000, 30)] {
+            let expected = Duration::from_millis(expected);
+            assert_eq!(retry_after(expected, 0.0), base);
+            let latest = base + (base / 4).max(1);
+            assert_eq!(retry_after(expected, 1.0), latest);
+            for chance in [f64::NAN, f64::INFINITY, -1.0, 0.3, 0.999] {
+                assert!((base..=latest).contains(&retry_after(expected, chance)), "{chance}");
+            }
+        }
+        assert_eq!(retry_after(Duration::MAX, 0.0), 30);
+    }
+
+    #[test]
+    fn jitter_spreads_those_who_wait_over_all_its_seconds() {
+        let mut seen: Vec<u32> = (0..100).map(|step| retry_after(SECOND * 30, f64::from(step) / 100.0)).collect();
+        seen.dedup();
+        assert_eq!(seen, (30..=37).collect::<Vec<_>>());
+    }
+
+    // Shown by: doubling from 2.
+    #[test]
+    fn o29_a_key_that_keeps_failing_waits_longer_up_to_30_seconds_for_ever() {
+        let waits: Vec<u64> =
+            (0..8).chain([64, 65, u32::MAX]).map(|attempts| after_attempts(attempts).as_secs()).collect();
+        assert_eq!(waits, [1, 1, 2, 4, 8, 16, 30, 30, 30, 30, 30]);
+    }
+
+    #[test]
+    fn m45_a_wait_follows_the_lease_or_the_usual_time_if_that_is_less() {
+        let mut usual = Usual::default();
+        assert_eq!(while_running(SECOND * 20, SECOND, usual.duration()), SECOND * 20);
+        usual.observe(SECOND * 5);
+        assert_eq!(while_running(SECOND * 20, SECOND, usual.duration()), SECOND * 4);
+        assert_eq!(while_running(SECOND * 2, SECOND, usual.duration()), SECOND * 2);
+        assert_eq!(while_running(SECOND * 20, SECOND * 9, usual.duration()), Duration::ZERO);
+        usual.observe(SECOND * 10);
+        assert_eq!(usual.duration(), Some(SECOND * 6));
+    }
+}

@@ -1,0 +1,339 @@
+//! Every code that the engine answers with, once: for HTTP, gRPC and the client (M36, M120).
+//!
+//! Guarantees:
+//!
+//! * The name, status, `retryable` and `key_state` of a code are the same wherever it is met.
+//! * `retryable` answers one question: may the same key be sent again? It says nothing of another key.
+//! * `key_state` claims only what was looked up. It is `spent` where the outcome of this very command is known and
+//!   nothing else: a client that has once lost an answer may end at `spent`, and at no other problem (O26). So a
+//!   mismatch says `unknown`: it must not show the state of another's record, and proves nothing of an earlier try.
+//!
+//! Not here: titles and links in a problem body (`http`), codes of an application such as `INSUFFICIENT_FUNDS`, and the
+//! seconds of `Retry-After` ([`pace`](super::pace)).
+
+use std::fmt;
+use std::str::FromStr;
+
+/// What is known of a key when a problem is answered.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum KeyState {
+    /// No record stands under it.
+    Free,
+    /// The first request runs.
+    InProgress,
+    /// The outcome of this command is known and will not change.
+    Spent,
+    /// Its time is over.
+    Expired,
+    /// Nothing is known, or nothing may be said.
+    Unknown,
+}
+
+/// A code of `code` in a problem body and of `reason` in gRPC's `ErrorInfo`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum Code {
+    /// A key is required and missing.
+    KeyRequired,
+    /// The key is malformed, doubled, or its time lies in the future.
+    KeyInvalid,
+    /// No scope from verified authentication.
+    ScopeRequired,
+    /// Not authenticated.
+    Unauthenticated,
+    /// The request is not what the operation takes.
+    RequestInvalid,
+    /// A content type that the operation does not take.
+    UnsupportedMediaType,
+    /// The body is longer than the limit.
+    BodyTooLarge,
+    /// The bodies in flight fill the memory given to them (`body_memory_max`, O29).
+    BodyMemoryExceeded,
+    /// The key was used with another command, or by another principal.
+    KeyReused,
+    /// The first request runs.
+    InProgress,
+    /// What happened is being found out.
+    RecoveryPending,
+    /// What happened is not known, and nobody is finding it out but an operator.
+    OutcomeUnknown,
+    /// The key's time is over.
+    KeyExpired,
+    /// It happened, and the answer is not kept.
+    ResultNotRetained,
+    /// The commit's outcome is not known; the retry finds it.
+    CommitUnknown,
+    /// It happened, and the answer could not be written yet.
+    ResultNotStored,
+    /// The handler ended the transaction by itself: a defect.
+    TransactionEnded,
+    /// Another process must judge this key.
+    FingerprintVersionUnknown,
+    /// The store does not answer or takes no writes. Nothing ran.
+    StoreUnavailable,
+    /// The tenant has too much running or unresolved.
+    QuotaExceeded,
+    /// The key's home is another region.
+    WrongRegion,
+}
+
+/// The numbers of gRPC's status codes.
+mod grpc {
+    pub(super) const INVALID_ARGUMENT: i32 = 3;
+    pub(super) const PERMISSION_DENIED: i32 = 7;
+    pub(super) const RESOURCE_EXHAUSTED: i32 = 8;
+    pub(super) const FAILED_PRECONDITION: i32 = 9;
+    pub(super) const ABORTED: i32 = 10;
+    pub(super) const INTERNAL: i32 = 13;
+    pub(super) const UNAVAILABLE: i32 = 14;
+    pub(super) const UNAUTHENTICATED: i32 = 16;
+}
+
+struct Row {
+    code: Code,
+    name: &'static str,
+    status: u16,
+    grpc: i32,
+    retryable: bool,
+    key_state: KeyState,
+    /// Seconds to wait at least, where a wait helps.
+    pause: Option<u32>,
+}
+
+const fn row(
+    code: Code,
+    name: &'static str,
+    (status, grpc): (u16, i32),
+    retryable: bool,
+    key_state: KeyState,
+    pause: Option<u32>,
+) -> Row {
+    Row { code, name, status, grpc, retryable, key_state, pause }
+}
+
+const TABLE: [Row; 21] = {
+    use KeyState::{Expired, Free, InProgress, Spent, Unknown};
+    use grpc::*;
+    [
+        row(Code::KeyRequired, "IDEMPOTENCY_KEY_REQUIRED", (400, INVALID_ARGUMENT), false, Free, None),
+        row(Code::KeyInvalid, "IDEMPOTENCY_KEY_INVALID", (400, INVALID_ARGUMENT), false, Free, None),
+        row(Code::ScopeRequired, "IDEMPOTENCY_SCOPE_REQUIRED", (403, PERMISSION_DENIED), true, Unknown, None),
+        row(Code::Unauthenticated, "UNAUTHENTICATED", (401, UNAUTHENTICATED), true, Unknown, None),
+        row(Code::RequestInvalid, "REQUEST_INVALID", (400, INVALID_ARGUMENT), true, Unknown, None),
+        row(Code::UnsupportedMediaType, "UNSUPPORTED_MEDIA_TYPE", (415, INVALID_ARGUMENT), true, Unknown, None),
+        row(Code::BodyTooLarge, "IDEMPOTENCY_BODY_TOO_LARGE", (413, INVALID_ARGUMENT), true, Unknown, None),
+        row(Code::BodyMemoryExceeded, "IDEMPOTENCY_BODY_MEMORY_EXCEEDED", (503, UNAVAILABLE), true, Unknown, Some(1)),
+        row(
+            Code::KeyReused,
+            "IDEMPOTENCY_KEY_REUSED_WITH_DIFFERENT_REQUEST",
+            (422, FAILED_PRECONDITION),
+            false,
+            Unknown,
+            None,
+        ),
+        row(Code::InProgress, "IDEMPOTENCY_REQUEST_IN_PROGRESS", (409, ABORTED), true, InProgress, Some(1)),
+        row(Code::RecoveryPending, "IDEMPOTENCY_RECOVERY_PENDING", (409, ABORTED), true, Unknown, Some(2)),
+        row(Code::OutcomeUnknown, "IDEMPOTENCY_OUTCOME_UNKNOWN", (409, ABORTED), true, Unknown, Some(30)),
+        row(Code::KeyExpired, "IDEMPOTENCY_KEY_EXPIRED", (409, FAILED_PRECONDITION), false, Expired, None),
+        row(Code::ResultNotRetained, "IDEMPOTENT_RESULT_NOT_RETAINED", (409, FAILED_PRECONDITION), false, Spent, None),
+        row(Code::CommitUnknown, "IDEMPOTENCY_COMMIT_UNKNOWN", (503, UNAVAILABLE), true, Unknown, Some(1)),
+        row(Code::ResultNotStored, "IDEMPOTENCY_RESULT_NOT_STORED", (503, UNAVAILABLE), true, Unknown, Some(2)),
+        row(Code::TransactionEnded, "IDEMPOTENCY_TRANSACTION_ENDED", (500, INTERNAL), false, Unknown, None),
+        row(
+            Code::FingerprintVersionUnknown,
+            "IDEMPOTENCY_FINGERPRINT_VERSION_UNKNOWN",
+            (503, UNAVAILABLE),
+            true,
+            Unknown,
+            Some(5),
+        ),
+        row(Code::StoreUnavailable, "IDEMPOTENCY_STORE_UNAVAILABLE", (503, UNAVAILABLE), true, Unknown, Some(2)),
+        row(Code::QuotaExceeded, "IDEMPOTENCY_QUOTA_EXCEEDED", (429, RESOURCE_EXHAUSTED), true, Unknown, Some(5)),
+        row(Code::WrongRegion, "IDEMPOTENCY_WRONG_REGION", (421, FAILED_PRECONDITION), true, Unknown, None),
+    ]
+};
+
+impl Code {
+    /// Every code.
+    pub fn all() -> impl Iterator<Item = Self> {
+        TABLE.iter().map(|row| row.code)
+    }
+
+    fn row(self) -> &'static Row {
+        // The table stands in the order of the codes; a test holds it to that.
+        &TABLE[self as usize]
+    }
+
+    /// The name, fixed for ever.
+    #[must_use]
+    pub fn as_str(self) -> &'static str {
+        self.row().name
+    }
+
+    /// The HTTP status. A route may choose another one for [`Code::KeyReused`], and 202 for
+    /// [`Code::RecoveryPending`].
+    #[must_use]
+    pub fn status(self) -> u16 {
+        self.row().status
+    }
+
+    /// The number of the gRPC status.
+    #[must_use]
+    pub fn grpc(self) -> i32 {
+        self.row().grpc
+    }
+
+    /// Whether the same key may be sent again.
+    #[must_use]
+    pub fn retryable(self) -> bool {
+        self.row().retryable
+    }
+
+    /// What is known of the key, unless the one who answers knows more.
+    #[must_use]
+    pub fn key_state(self) -> KeyState {
+        self.row().key_state
+    }
+
+    /// How many seconds to wait at least; none where waiting does not help.
+    #[must_use]
+    pub fn pause(self) -> Option<u32> {
+        self.row().pause
+    }
+}
+
+impl KeyState {
+    /// All of them.
+    pub const ALL: [Self; 5] = [Self::Free, Self::InProgress, Self::Spent, Self::Expired, Self::Unknown];
+
+    /// The name in a problem body.
+    #[must_use]
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Free => "free",
+            Self::InProgress => "in_progress",
+            Self::Spent => "spent",
+            Self::Expired => "expired",
+            Self::Unknown => "unknown",
+        }
+    }
+
+    /// Whether a client that has lost an answer may take this problem as the end of its operation (O26).
+    #[must_use]
+    pub fn ends_the_operation(self) -> bool {
+        self == Self::Spent
+    }
+}
+
+impl fmt::Display for Code {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.as_str())
+    }
+}
+
+impl fmt::Display for KeyState {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.as_str())
+    }
+}
+
+/// A text is no code of the engine's: it may be an application's, or a newer program's.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[error("not a code that this program knows")]
+pub struct UnknownCode;
+
+impl FromStr for Code {
+    type Err = UnknownCode;
+
+    fn from_str(text: &str) -> Result<Self, UnknownCode> {
+        Self::all().find(|code| code.as_str() == text).ok_or(UnknownCode)
+    }
+}
+
+impl FromStr for KeyState {
+    type Err = UnknownCode;
+
+    fn from_str(text: &str) -> Result<Self, UnknownCode> {
+        Self::ALL.into_iter().find(|state| state.as_str() == text).ok_or(UnknownCode)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    // The published table, code by code: what others program against. Shown by: changing one cell.
+    #[test]
+    fn m36_m120_every_code_has_the_status_and_the_answer_that_are_published() {
+        let published = [
+            ("IDEMPOTENCY_KEY_REQUIRED", 400, false),
+            ("IDEMPOTENCY_KEY_INVALID", 400, false),
+            ("IDEMPOTENCY_SCOPE_REQUIRED", 403, true),
+            ("UNAUTHENTICATED", 401, true),
+            ("REQUEST_INVALID", 400, true),
+            ("UNSUPPORTED_MEDIA_TYPE", 415, true),
+            ("IDEMPOTENCY_BODY_TOO_LARGE", 413, true),
+            ("IDEMPOTENCY_BODY_MEMORY_EXCEEDED", 503, true),
+            ("IDEMPOTENCY_KEY_REUSED_WITH_DIFFERENT_REQUEST", 422, false),
+            ("IDEMPOTENCY_REQUEST_IN_PROGRESS", 409, true),
+            ("IDEMPOTENCY_RECOVERY_PENDING", 409, true),
+            ("IDEMPOTENCY_OUTCOME_UNKNOWN", 409, true),
+            ("IDEMPOTENCY_KEY_EXPIRED", 409, false),
+            ("IDEMPOTENT_RESULT_NOT_RETAINED", 409, false),
+            ("IDEMPOTENCY_COMMIT_UNKNOWN", 503, true),
+            ("IDEMPOTENCY_RESULT_NOT_STORED", 503, true),
+            ("IDEMPOTENCY_TRANSACTION_ENDED", 500, false),
+            ("IDEMPOTENCY_FINGERPRINT_VERSION_UNKNOWN", 503, true),
+            ("IDEMPOTENCY_STORE_UNAVAILABLE", 503, true),
+            ("IDEMPOTENCY_QUOTA_EXCEEDED", 429, true),
+            ("IDEMPOTENCY_WRONG_REGION", 421, true),
+        ];
+        let codes: Vec<_> = Code::all().map(|code| (code.as_str(), code.status(), code.retryable())).collect();
+        assert_eq!(codes, published);
+    }
+
+    // Shown by: swapping two rows.
+    #[test]
+    fn the_table_stands_in_the_order_of_the_codes_and_names_are_read_back() {
+        for (at, row) in TABLE.iter().enumerate() {
+            assert_eq!(row.code as usize, at);
+            assert_eq!(row.name.parse(), Ok(row.code));
+            assert_eq!(row.key_state.as_str().parse(), Ok(row.key_state));
+        }
+        assert_eq!("INSUFFICIENT_FUNDS".parse::<Code>(), Err(UnknownCode));
+    }
+
+    // Shown by: `Spent` for a mismatch.
+    #[test]
+    fn o26_no_problem_ends_an_operation_but_a_known_outcome_of_the_same_command() {
+        let ending: Vec<Code> = Code::all().filter(|code| code.key_state().ends_the_operation()).collect();
+        assert_eq!(ending, [Code::ResultNotRetained]);
+    }
+
+    #[test]
+    fn m60_what_may_pass_with_time_says_when_to_come_again_and_is_retryable() {
+        for code in Code::all() {
+            let passes = matches!(code.status(), 429 | 503) || code.status() == 409 && code.retryable();
+            assert_eq!(code.pause().is_some(), passes, "{code}");
+            assert!(code.pause().is_none_or(|seconds| (1..=30).contains(&seconds) && code.retryable()), "{code}");
+        }
+    }
+
+    // HTTP.md, section 8.
+    #[test]
+    fn m109_the_grpc_status_follows_from_the_code() {
+        for code in Code::all() {
+            let expected = match code.status() {
+                400 | 413 | 415 => 3,
+                401 => 16,
+                403 => 7,
+                429 => 8,
+                500 => 13,
+                503 => 14,
+                409 if code.retryable() => 10,
+                _ => 9,
+            };
+            assert_eq!(code.grpc(), expected, "{code}");
+        }
+    }
+}

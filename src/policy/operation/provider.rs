@@ -1,0 +1,269 @@
+//! An outside provider: what its answer proves, and what to do next (O5 to O8, M78 to M82).
+//!
+//! Guarantees, each held by a model of random histories (lost requests and answers, late arrivals, crashes, lost leases):
+//!
+//! * A send is repeated only while the provider still knows our key, and the key and bytes of an effect never change.
+//! * "Not found" proves nothing: a request may be on its way. Only what was found decides.
+//! * A failure is believed only as a listed verdict on the operation, or as the answer to the only send that can have
+//!   arrived: judged when it is decided, because another process may have begun a send since the answer came. All else
+//!   stays unknown, and what no rule can find out goes to an operator, whatever the number of attempts.
+//!
+//! What the store must keep to: the begin of every send is committed, fenced by the epoch, before it starts, so that a
+//! crash cannot forget one; evidence is appended by anybody at any time; [`Strategy::next`] is asked in the transaction
+//! that decides, with the evidence read there (O8).
+//!
+//! Not here: the calls and their timeouts (`runtime`), an adapter's list of verdicts, and the rows (`store`).
+
+mod verdict;
+
+use std::collections::BTreeSet;
+use std::time::Duration;
+
+use crate::policy::db_time::DbTime;
+
+pub use self::verdict::{Answer, Matches, QueryAnswer, Verdict};
+
+/// So many replays of a stored server error end the resends: the provider will say nothing else (O7).
+pub const STORED_ERRORS_MAX: u32 = 3;
+
+/// What a provider offers to find out whether an effect happened; declared per effect (O6).
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Strategy {
+    /// It keeps our key and answers a second send as the first.
+    Key(Window),
+    /// It can be asked for the effect by our reference.
+    Query,
+    /// Both.
+    KeyAndQuery(Window),
+    /// Neither: what is not certain goes to an operator. A declared gap (M82).
+    None,
+    /// Its author declared that doing it twice does no harm: at-least-once.
+    Repeatable,
+}
+
+/// For how long a send may be repeated under its key.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Window {
+    /// How long the provider keeps a key from its first use.
+    pub retention: Duration,
+    /// The longest time from our decision to send until the provider has taken the request, however late.
+    pub max_in_flight: Duration,
+}
+
+/// A window within which nothing can be repeated.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[error("`max_in_flight` ({}) must be shorter than the provider's `retention` of keys ({})",
+    humantime::format_duration(*max_in_flight), humantime::format_duration(*retention))]
+pub struct WindowError {
+    /// The window's retention.
+    pub retention: Duration,
+    /// The window's longest flight.
+    pub max_in_flight: Duration,
+}
+
+/// What is committed of an effect's sends.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Sends {
+    /// Database time of the intent, committed before the first send.
+    pub first_sent_at: Option<DbTime>,
+    /// Sends begun by anybody.
+    pub begun: u32,
+}
+
+/// A row of evidence: what one answer proves.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Proof {
+    /// The send that it answers, counted from 1; none for a query.
+    pub send: Option<u32>,
+    /// What it proves.
+    pub verdict: Verdict,
+    /// Database time of the row.
+    pub at: DbTime,
+}
+
+/// What the evidence rows of an effect come to; made by [`Evidence::of`].
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct Evidence {
+    succeeded: bool,
+    failed: bool,
+    /// A refusal that counts if it answers the only send.
+    refused: bool,
+    mismatch: bool,
+    wait_until: Option<DbTime>,
+    not_found: bool,
+    stored_errors: u32,
+    /// The sends that did not leave us. A row that was written twice counts once.
+    not_sent: BTreeSet<u32>,
+}
+
+/// What is proven of an effect.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Settled {
+    /// It happened, once, as we asked.
+    Succeeded,
+    /// It did not happen and will not.
+    Failed,
+}
+
+/// What to do next with an effect.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Step {
+    /// It is proven: go on with the flow.
+    Settle(Settled),
+    /// Send for the first time, or after sends that are proven not to have left us.
+    Send,
+    /// Send the same bytes under the same key again.
+    Resend,
+    /// Ask for it.
+    Query,
+    /// The provider asked for a pause.
+    Wait {
+        /// Until then.
+        until: DbTime,
+    },
+    /// Give it to an operator, for this reason.
+    Operator(Gap),
+}
+
+/// Why only a person can find out.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Gap {
+    /// The provider offers neither key nor query.
+    NoMeans,
+    /// The provider may have forgotten our key, and offers no query.
+    WindowOver,
+    /// It was asked and not found, which proves nothing.
+    NotFound,
+    /// The provider replays a stored error, and offers no query.
+    StoredError,
+    /// It happened otherwise than we asked, or the evidence contradicts itself (`provider-mismatch`).
+    Mismatch,
+    /// The attempts are used up (O9). UNKNOWN stays UNKNOWN.
+    Attempts,
+}
+
+impl Window {
+    /// Checks the window.
+    ///
+    /// # Errors
+    ///
+    /// Nothing could ever be repeated in it.
+    pub fn validate(self) -> Result<(), WindowError> {
+        let Self { retention, max_in_flight } = self;
+        if max_in_flight < retention { Ok(()) } else { Err(WindowError { retention, max_in_flight }) }
+    }
+
+    /// Whether a send that is decided now arrives while the provider knows the key.
+    #[must_use]
+    pub fn is_open(self, first_sent_at: DbTime, now: DbTime) -> bool {
+        now < first_sent_at.after(self.retention).before(self.max_in_flight)
+    }
+}
+
+impl Evidence {
+    /// What the rows of an effect come to.
+    #[must_use]
+    pub fn of(rows: impl IntoIterator<Item = Proof>) -> Self {
+        let mut evidence = Self::default();
+        for Proof { send, verdict, at } in rows {
+            match verdict {
+                Verdict::Succeeded => evidence.succeeded = true,
+                Verdict::Failed => evidence.failed = true,
+                Verdict::Refused => evidence.refused = true,
+                Verdict::Mismatch => evidence.mismatch = true,
+                Verdict::NotSent => evidence.not_sent.extend(send),
+                Verdict::Wait(pause) => evidence.wait_until = Some(at.after(pause)).max(evidence.wait_until),
+                Verdict::NotFound => evidence.not_found = true,
+                Verdict::StoredError => evidence.stored_errors += 1,
+                Verdict::Indefinite => {}
+            }
+        }
+        evidence
+    }
+
+    /// How many sends may have arrived.
+    fn doubtful(&self, sends: Sends) -> u32 {
+        sends.begun.saturating_sub(u32::try_from(self.not_sent.len()).unwrap_or(u32::MAX))
+    }
+
+    /// What is proven now; none also if the evidence contradicts itself.
+    #[must_use]
+    pub fn settled(&self, sends: Sends) -> Option<Settled> {
+        match (self.succeeded, self.failed) {
+            _ if self.mismatch => None,
+            (true, false) => Some(Settled::Succeeded),
+            (false, true) => Some(Settled::Failed),
+            (false, false) if self.refused && self.doubtful(sends) == 1 => Some(Settled::Failed),
+            _ => None,
+        }
+    }
+
+    /// Whether it contradicts an outcome that was decided: an alarm, and nothing is rewritten (O8).
+    #[must_use]
+    pub fn contradicts(&self, decided: Settled) -> bool {
+        self.mismatch || if decided == Settled::Succeeded { self.failed } else { self.succeeded }
+    }
+}
+
+impl Strategy {
+    /// What to do next with an effect, from what is committed and nothing else.
+    #[must_use]
+    pub fn next(self, sends: Sends, evidence: &Evidence, now: DbTime) -> Step {
+        if evidence.mismatch || evidence.succeeded && evidence.failed {
+            return Step::Operator(Gap::Mismatch);
+        }
+        if let Some(settled) = evidence.settled(sends) {
+            return Step::Settle(settled);
+        }
+        if let Some(until) = evidence.wait_until.filter(|&until| until > now && self != Self::None) {
+            return Step::Wait { until };
+        }
+        let sent = sends.first_sent_at.filter(|_| evidence.doubtful(sends) > 0);
+        let Some(first_sent_at) = sent else { return Step::Send };
+        let stuck = evidence.stored_errors >= STORED_ERRORS_MAX;
+        match self {
+            Self::Repeatable => Step::Resend,
+            Self::Key(window) | Self::KeyAndQuery(window) if window.is_open(first_sent_at, now) && !stuck => {
+                Step::Resend
+            }
+            Self::Query | Self::KeyAndQuery(_) if evidence.not_found => Step::Operator(Gap::NotFound),
+            Self::Query | Self::KeyAndQuery(_) => Step::Query,
+            Self::Key(_) if stuck => Step::Operator(Gap::StoredError),
+            Self::Key(_) => Step::Operator(Gap::WindowOver),
+            Self::None => Step::Operator(Gap::NoMeans),
+        }
+    }
+
+    /// Whether an operator may have it sent again (`operations retry`): the same rule as for the worker, unless a duplicate
+    /// is accepted by name, with who and why.
+    #[must_use]
+    pub fn may_send_again(self, sends: Sends, evidence: &Evidence, now: DbTime, accept_duplicate: bool) -> bool {
+        let allowed = matches!(self.next(sends, evidence, now), Step::Send | Step::Resend);
+        allowed || accept_duplicate && evidence.settled(sends).is_none()
+    }
+}
+
+impl Step {
+    /// The step, or the operator where the attempts are used up. What is proven is settled whatever their number, and
+    /// nothing unknown ever turns into a failure (O9).
+    #[must_use]
+    pub fn within(self, attempts: u32, max_attempts: u32) -> Self {
+        match self {
+            Self::Settle(_) | Self::Operator(_) => self,
+            _ if attempts >= max_attempts => Self::Operator(Gap::Attempts),
+            _ => self,
+        }
+    }
+}
+
+/// Whether a call may start: its timeout must fit into what is left of the lease by the process's own monotonic clock,
+/// so that no call begins whose owner is another already (O5).
+#[must_use]
+pub fn may_start(timeout: Duration, lease_left: Duration) -> bool {
+    timeout <= lease_left
+}
+
+#[cfg(test)]
+mod model;
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,301 @@
+//! Random histories of one effect against a provider: requests and answers are lost, requests arrive late, processes die
+//! or lose their lease with a call in flight, the provider errs before and after it charged, and forgets keys.
+//!
+//! The rules must never double a charge, and never call failed (or done) what was not, for any kind of provider. The
+//! variants that a reasonable mind might write must be caught: a model that misses them shows nothing.
+
+use fastrand::Rng;
+
+use super::*;
+
+/// Seconds for which the provider keeps a key.
+const RETENTION: i64 = 100;
+/// Seconds that a request may be on its way.
+const FLIGHT: i64 = 20;
+/// Seconds after which a caller hears no answer any more.
+const TIMEOUT: i64 = 5;
+const HISTORIES: u64 = 4_000;
+
+/// What the provider offers, and what is declared of it.
+#[derive(Debug, Clone, Copy, PartialEq)]
+enum Kind {
+    Key,
+    Query,
+    Both,
+    Neither,
+}
+
+const KINDS: [Kind; 4] = [Kind::Key, Kind::Query, Kind::Both, Kind::Neither];
+
+/// What the caller makes of things: the rules, or one of their naive variants.
+#[derive(Debug, Clone, Copy, PartialEq)]
+enum Caller {
+    Rules,
+    /// Resends under the key whenever it likes.
+    NoWindow,
+    /// Resends up to the end of the retention.
+    NoFlight,
+    /// Takes any 4xx for a failure.
+    AnyRefusal,
+    /// Judges "the only send" when the answer comes, not when it decides.
+    EarlyJudge,
+    /// Sends again what was not found.
+    NotFoundMeansNot,
+    /// Takes a timeout for a failure.
+    TimeoutMeansFailed,
+    /// Takes a timeout for "not sent".
+    TimeoutMeansNotSent,
+    /// Counts a send when its answer is there.
+    CountsAfter,
+}
+
+struct Flight {
+    send: u32,
+    arrives: i64,
+    /// Somebody hears an answer until then.
+    heard_until: Option<i64>,
+}
+
+/// A key that the provider remembers.
+struct Known {
+    since: i64,
+    /// While it works on the first request.
+    until: i64,
+    answer: Answer,
+}
+
+struct World {
+    rng: Rng,
+    kind: Kind,
+    caller: Caller,
+    now: i64,
+    flights: Vec<Flight>,
+    known: Option<Known>,
+    charges: u32,
+    declines: bool,
+    stores_errors: bool,
+    sends: Sends,
+    rows: Vec<Proof>,
+}
+
+#[derive(Debug, Default)]
+struct Count {
+    doubled: u32,
+    wrongly_failed: u32,
+    wrongly_succeeded: u32,
+    operator: u32,
+}
+
+fn at(seconds: i64) -> DbTime {
+    DbTime::from_millis(seconds * 1_000)
+}
+
+fn charged(status: u16, replayed: bool) -> Answer {
+    let matches = if status == 201 { Matches::ALL } else { Matches::default() };
+    let listed = status == 402;
+    Answer::Status { status, listed, in_progress: false, replayed, matches, retry_after: None }
+}
+
+impl World {
+    fn chance(&mut self, percent: u32) -> bool {
+        self.rng.u32(0..100) < percent
+    }
+
+    fn has_key(&self) -> bool {
+        matches!(self.kind, Kind::Key | Kind::Both)
+    }
+
+    fn has_query(&self) -> bool {
+        matches!(self.kind, Kind::Query | Kind::Both)
+    }
+
+    /// The provider takes a request.
+    fn arrive(&mut self, now: i64) -> Answer {
+        if let Some(known) = self.known.as_ref().filter(|known| now < known.since + RETENTION) {
+            return match known.answer {
+                _ if now < known.until => Answer::status(409),
+                Answer::Status { status, .. } => charged(status, true),
+                other => other,
+            };
+        }
+        // Before it looks at the operation: credentials, rate, its own health.
+        match self.rng.u32(0..100) {
+            0..8 => return Answer::status(*self.rng.choice(&[400, 401, 403, 404, 422]).expect("some")),
+            8..13 => return Answer::status(429),
+            13..20 => return Answer::status(500),
+            _ => {}
+        }
+        let status = if self.declines {
+            402
+        } else {
+            self.charges += 1;
+            if self.chance(15) { 500 } else { 201 }
+        };
+        if self.has_key() {
+            // An error after the charge is replayed as such, or as the success that it was.
+            let kept = if status == 500 && !self.stores_errors { 201 } else { status };
+            let until = now + self.rng.i64(0..3);
+            self.known = Some(Known { since: now, until, answer: charged(kept, false) });
+        }
+        charged(status, false)
+    }
+
+    /// Time goes on: requests arrive in their order, and their answers become evidence where somebody hears them.
+    fn advance(&mut self, to: i64) {
+        self.flights.sort_by_key(|flight| flight.arrives);
+        while self.flights.first().is_some_and(|flight| flight.arrives <= to) {
+            let flight = self.flights.remove(0);
+            let answer = self.arrive(flight.arrives);
+            if flight.heard_until.is_some_and(|until| flight.arrives <= until) && !self.chance(20) {
+                self.write(Some(flight.send), answer.verdict(), flight.arrives);
+            }
+        }
+        self.now = self.now.max(to);
+    }
+
+    fn write(&mut self, send: Option<u32>, verdict: Verdict, now: i64) {
+        let only = self.sends.begun == 1;
+        let verdict = match (self.caller, verdict) {
+            (Caller::AnyRefusal, Verdict::Refused) => Verdict::Failed,
+            (Caller::EarlyJudge, Verdict::Refused) if only => Verdict::Failed,
+            (Caller::TimeoutMeansFailed, Verdict::Indefinite) => Verdict::Failed,
+            (Caller::TimeoutMeansNotSent, Verdict::Indefinite) => Verdict::NotSent,
+            (_, verdict) => verdict,
+        };
+        if self.caller == Caller::CountsAfter && send.is_some() {
+            self.sends.begun += 1;
+        }
+        self.rows.push(Proof { send, verdict, at: at(now) });
+    }
+
+    fn step(&self) -> Step {
+        let flight = if self.caller == Caller::NoFlight { 0 } else { FLIGHT };
+        let retention = if self.caller == Caller::NoWindow { 1 << 40 } else { RETENTION };
+        let seconds = |seconds: i64| Duration::from_secs(seconds.unsigned_abs());
+        let window = Window { retention: seconds(retention), max_in_flight: seconds(flight) };
+        let strategy = match self.kind {
+            Kind::Key => Strategy::Key(window),
+            Kind::Query => Strategy::Query,
+            Kind::Both => Strategy::KeyAndQuery(window),
+            Kind::Neither => Strategy::None,
+        };
+        let step = strategy.next(self.sends, &Evidence::of(self.rows.iter().copied()), at(self.now));
+        if self.caller == Caller::NotFoundMeansNot && step == Step::Operator(Gap::NotFound) {
+            Step::Resend
+        } else {
+            step
+        }
+    }
+
+    /// A call, as far as its process lives to see it.
+    fn send(&mut self) {
+        self.sends.first_sent_at = self.sends.first_sent_at.or(Some(at(self.now)));
+        if self.caller != Caller::CountsAfter {
+            self.sends.begun += 1;
+        }
+        let send = self.sends.begun;
+        match self.rng.u32(0..100) {
+            0..10 => return, // It dies before a byte has left.
+            10..20 => return self.write(Some(send), Verdict::NotSent, self.now),
+            _ => {}
+        }
+        let lost = self.chance(15);
+        let delay = if self.chance(20) { self.rng.i64(0..=FLIGHT) } else { self.rng.i64(0..3) };
+        let dies = self.chance(15);
+        let heard_until = (!dies).then_some(self.now + TIMEOUT);
+        if !lost {
+            self.flights.push(Flight { send, arrives: self.now + delay, heard_until });
+        }
+        // Another process takes over at once, with this call in flight: its answer is evidence, if it is heard.
+        if dies || self.chance(15) {
+            return;
+        }
+        let before = self.rows.len();
+        self.advance(self.now + TIMEOUT);
+        if self.rows.len() == before {
+            self.write(Some(send), Verdict::Indefinite, self.now);
+        }
+    }
+
+    fn query(&mut self) {
+        let answer = match self.rng.u32(0..100) {
+            0..20 => QueryAnswer::Failed,
+            _ if !self.has_query() => QueryAnswer::Failed,
+            _ if self.charges > 0 => QueryAnswer::Done(Matches::ALL),
+            _ => QueryAnswer::NotFound,
+        };
+        self.write(None, answer.verdict(), self.now);
+    }
+
+    /// Runs until it is settled or an operator's; none for the operator.
+    fn run(&mut self) -> Option<Settled> {
+        for _ in 0..60 {
+            let idle = if self.chance(5) { self.rng.i64(0..300) } else { self.rng.i64(0..10) };
+            self.advance(self.now + idle);
+            match self.step() {
+                Step::Settle(settled) => return Some(settled),
+                Step::Operator(_) => return None,
+                Step::Wait { until } => self.advance(until.millis() / 1_000),
+                Step::Query => self.query(),
+                Step::Send | Step::Resend => self.send(),
+            }
+        }
+        None
+    }
+}
+
+fn histories(kind: Kind, caller: Caller) -> Count {
+    let mut count = Count::default();
+    for seed in 0..HISTORIES {
+        let mut rng = Rng::with_seed(seed);
+        let (declines, stores_errors) = (rng.u32(0..5) == 0, rng.bool());
+        let (flights, rows, known, sends) = (Vec::new(), Vec::new(), None, Sends::default());
+        let (now, charges) = (1_000, 0);
+        let mut world = World { rng, kind, caller, now, flights, known, charges, declines, stores_errors, sends, rows };
+        let settled = world.run();
+        // What is still on its way arrives.
+        world.advance(i64::MAX);
+        count.doubled += u32::from(world.charges > 1);
+        count.wrongly_failed += u32::from(settled == Some(Settled::Failed) && world.charges > 0);
+        count.wrongly_succeeded += u32::from(settled == Some(Settled::Succeeded) && world.charges == 0);
+        count.operator += u32::from(settled.is_none());
+    }
+    count
+}
+
+#[test]
+fn o5_o6_o7_no_charge_is_doubled_and_none_wrongly_failed_with_any_kind_of_provider() {
+    for kind in KINDS {
+        let count = histories(kind, Caller::Rules);
+        let harm = (count.doubled, count.wrongly_failed, count.wrongly_succeeded);
+        assert_eq!(harm, (0, 0, 0), "{kind:?}: {count:?}");
+        // Not by giving everything to an operator, where there are means.
+        let most = match kind {
+            Kind::Both => HISTORIES / 50,
+            Kind::Key => HISTORIES / 10,
+            Kind::Query => HISTORIES / 4,
+            Kind::Neither => HISTORIES * 9 / 10,
+        };
+        assert!(u64::from(count.operator) <= most, "{kind:?}: {count:?}");
+    }
+}
+
+#[test]
+fn o5_o6_o7_every_naive_variant_doubles_a_charge_or_calls_one_failed() {
+    for (caller, kind) in [
+        (Caller::NoWindow, Kind::Key),
+        (Caller::NoWindow, Kind::Both),
+        (Caller::NoFlight, Kind::Key),
+        (Caller::AnyRefusal, Kind::Key),
+        (Caller::EarlyJudge, Kind::Key),
+        (Caller::NotFoundMeansNot, Kind::Query),
+        (Caller::TimeoutMeansFailed, Kind::Neither),
+        (Caller::TimeoutMeansNotSent, Kind::Neither),
+        (Caller::TimeoutMeansNotSent, Kind::Query),
+        (Caller::CountsAfter, Kind::Neither),
+        (Caller::CountsAfter, Kind::Key),
+    ] {
+        let count = histories(kind, caller);
+        assert!(count.doubled + count.wrongly_failed > 0, "{caller:?} {kind:?} does no harm: {count:?}");
+    }
+}

@@ -1,0 +1,181 @@
+//! The raw request as a command: what the generic layer compares when it knows no typed one (M19, M22, pitfall 24).
+//!
+//! Guarantees:
+//!
+//! * Path parameters, the query and the body count, each length-prefixed; the path itself does not, because the operation
+//!   has a name.
+//! * Only headers that the route lists count. `Authorization`, cookies and the key are refused in the list: a retry may
+//!   carry a fresh token.
+//! * A JSON body counts by its canonical text, any other by its bytes, and the two never compare as equal.
+//!
+//! Not here: reading the body, its limit, and which headers a route lists (the layer).
+
+use super::canonical::{Bytes, FingerprintValue, FingerprintWriter, ValueWriter};
+use super::fingerprint::Canonical;
+use super::json::{JsonError, canonical_json};
+
+/// Headers that never belong to a command.
+const NEVER: [&str; 6] =
+    ["authorization", "proxy-authorization", "cookie", "idempotency-key", "traceparent", "user-agent"];
+
+/// What a request asks for.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct RawCommand {
+    path: Vec<(String, String)>,
+    query: Vec<(String, String)>,
+    content_type: String,
+    headers: Vec<(String, Vec<u8>)>,
+    body: RawBody,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq)]
+enum RawBody {
+    Json(String),
+    Bytes(Vec<u8>),
+}
+
+impl Default for RawBody {
+    fn default() -> Self {
+        Self::Bytes(Vec::new())
+    }
+}
+
+impl RawCommand {
+    /// The request's path parameters and its query, both decoded. The order of query names does not matter, that of the
+    /// values of one name does.
+    #[must_use]
+    pub fn new(path: Vec<(String, String)>, mut query: Vec<(String, String)>) -> Self {
+        query.sort_by(|a, b| a.0.cmp(&b.0));
+        Self { path, query, ..Self::default() }
+    }
+
+    /// The body under its `Content-Type`. JSON (`application/json` and `+json`) is read, unless it is empty.
+    ///
+    /// # Errors
+    ///
+    /// JSON that two readers may read differently.
+    pub fn body(mut self, content_type: &str, body: &[u8]) -> Result<Self, JsonError> {
+        let essence = content_type.split(';').next().unwrap_or("").trim().to_ascii_lowercase();
+        let is_json = essence == "application/json" || essence.ends_with("+json");
+        self.body = match body {
+            body if is_json && !body.is_empty() => RawBody::Json(canonical_json(body)?),
+            body => RawBody::Bytes(body.to_vec()),
+        };
+        self.content_type = essence;
+        Ok(self)
+    }
+
+    /// A line of a header that the route lists.
+    #[must_use]
+    pub fn header(mut self, name: &str, value: &[u8]) -> Self {
+        self.headers.push((name.to_ascii_lowercase(), value.to_vec()));
+        self.headers.sort_by(|a, b| a.0.cmp(&b.0));
+        self
+    }
+
+    /// Whether a route may list this header; checked when the route is made.
+    #[must_use]
+    pub fn may_list(name: &str) -> bool {
+        !NEVER.contains(&name.to_ascii_lowercase().as_str())
+    }
+}
+
+impl Canonical for RawCommand {
+    fn write_canonical(&self, _version: u32, writer: &mut FingerprintWriter) {
+        writer.field("path", &Pairs(&self.path)).field("query", &Pairs(&self.query));
+        writer.field("contentType", &self.content_type).field("headers", &Pairs(&self.headers));
+        match &self.body {
+            RawBody::Json(text) => writer.field("json", text),
+            RawBody::Bytes(bytes) => writer.field("bytes", &Bytes(bytes)),
+        };
+    }
+}
+
+/// Names with values, in this order.
+struct Pairs<'a, V>(&'a [(String, V)]);
+
+struct Pair<'a, V>(&'a (String, V));
+
+impl<V: AsRef<[u8]>> FingerprintValue for Pairs<'_, V> {
+    fn write(&self, out: ValueWriter<'_>) {
+        let pairs: Vec<Pair<'_, V>> = self.0.iter().map(Pair).collect();
+        out.list(&pairs);
+    }
+}
+
+impl<V: AsRef<[u8]>> FingerprintValue for Pair<'_, V> {
+    fn write(&self, out: ValueWriter<'_>) {
+        out.list(&[Bytes(self.0.0.as_bytes()), Bytes(self.0.1.as_ref())]);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::fingerprint::{Comparison, Fingerprinter};
+    use super::super::keyring::Keyring;
+    use super::*;
+
+    fn pairs(pairs: &[(&str, &str)]) -> Vec<(String, String)> {
+        pairs.iter().map(|(name, value)| ((*name).to_owned(), (*value).to_owned())).collect()
+    }
+
+    fn request(path: &[(&str, &str)], query: &[(&str, &str)], content_type: &str, body: &str) -> RawCommand {
+        RawCommand::new(pairs(path), pairs(query)).body(content_type, body.as_bytes()).expect("a readable body")
+    }
+
+    fn same(a: &RawCommand, b: &RawCommand) -> bool {
+        let operation = "notes".parse().expect("a name");
+        let fingerprinter = Fingerprinter::new(operation, 1..=1, None, Keyring::plain()).expect("settings");
+        fingerprinter.compare(&fingerprinter.write(a), b) == Comparison::Equal
+    }
+
+    // Shown by: comparing JSON by its bytes; not sorting the query.
+    #[test]
+    fn m19_order_of_members_white_space_and_order_of_query_names_do_not_matter() {
+        let json = "application/json";
+        let first = request(&[], &[("a", "1"), ("b", "2")], json, r#"{"x":1,"y":"z"}"#);
+        let second =
+            request(&[], &[("b", "2"), ("a", "1")], "Application/JSON; charset=utf-8", r#" {"y":"z" , "x":1}"#);
+        assert!(same(&first, &second));
+        let problem = |body| request(&[], &[], "application/merge-patch+json", body);
+        assert!(same(&problem(r#"{"x": 1}"#), &problem(r#"{"x":1}"#)));
+    }
+
+    // Shown by: leaving out each of path, query, content type, headers and body.
+    #[test]
+    fn m23_everything_that_the_handler_sees_of_the_command_counts() {
+        let base = || request(&[("id", "7")], &[("dry", "1")], "text/plain", "a");
+        assert!(same(&base(), &base()));
+        let others = [
+            request(&[("id", "8")], &[("dry", "1")], "text/plain", "a"),
+            request(&[("id", "7")], &[("dry", "2")], "text/plain", "a"),
+            request(&[("id", "7")], &[], "text/plain", "a"),
+            request(&[("id", "7")], &[("dry", "1")], "text/html", "a"),
+            request(&[("id", "7")], &[("dry", "1")], "text/plain", "b"),
+            base().header("Prefer", b"return=minimal"),
+        ];
+        for other in others {
+            assert!(!same(&base(), &other), "{other:?}");
+        }
+        let listed = request(&[], &[("a", "1"), ("a", "2")], "", "");
+        assert!(!same(&listed, &request(&[], &[("a", "2"), ("a", "1")], "", "")), "the order of one name's values");
+        assert!(!same(&base().header("x-a", b"bc"), &base().header("x-ab", b"c")));
+    }
+
+    // Shown by: taking `authorization` out of the list.
+    #[test]
+    fn m22_credentials_and_the_key_never_belong_to_a_command() {
+        for name in ["Authorization", "cookie", "Idempotency-Key", "TraceParent"] {
+            assert!(!RawCommand::may_list(name), "{name}");
+        }
+        assert!(RawCommand::may_list("Prefer") && RawCommand::may_list("If-Match"));
+    }
+
+    #[test]
+    fn a_json_body_and_the_same_bytes_as_another_type_differ_and_an_empty_body_is_no_json() {
+        assert!(!same(&request(&[], &[], "application/json", "1"), &request(&[], &[], "text/plain", "1")));
+        assert!(RawCommand::new(vec![], vec![]).body("application/json", b"").is_ok());
+        assert!(RawCommand::new(vec![], vec![]).body("application/json", b" ").is_err());
+        assert!(RawCommand::new(vec![], vec![]).body("application/json", br#"{"a":1,"a":2}"#).is_err());
+    }
+}

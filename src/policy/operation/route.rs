@@ -1,0 +1,280 @@
+//! What the author of an operation chose (M4): every policy explicit, checked when the service starts.
+//!
+//! Guarantees: choices that cannot keep the promise together are refused by name, before a request is taken.
+//!
+//! Not here: the command's fingerprint ([`fingerprint`](super::fingerprint)), the strategies of outside providers
+//! ([`provider`](super::provider)), and where a route's settings are read from.
+
+use std::time::Duration;
+
+use super::key::KeyFormat;
+use super::record::Mode;
+use super::retention::{Retention, RetentionError};
+
+/// Whether a request must carry a key (M6, M12).
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Requirement {
+    /// A key in the header is ignored: GET, HEAD, OPTIONS, uploads.
+    Off,
+    /// A request without a key runs unprotected.
+    Optional,
+    /// A request without a key is refused.
+    Required,
+}
+
+/// What a request gets while the first one runs (M43).
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum WhileRunning {
+    /// 409 with `Retry-After`.
+    Conflict,
+    /// 202 with the `Location` of the operation. Not for door A, whose running operation nobody else can see.
+    Accepted,
+    /// Wait up to [`Route::wait_max`], then replay, else 409.
+    Wait,
+}
+
+/// What a request gets whose key's time is over (M98, O4).
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum AfterExpiry {
+    /// It is a new operation.
+    ExecuteAsNew,
+    /// 409 `IDEMPOTENCY_KEY_EXPIRED`, also when nothing is left of the record. Needs keys that carry their time.
+    Reject,
+}
+
+/// What is replayed where the body was not kept (M62 to M64).
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Replay {
+    /// The first answer's bytes; without them 409 `IDEMPOTENT_RESULT_NOT_RETAINED`.
+    Exact,
+    /// 303 with the `Location` of the resource.
+    Reference,
+    /// The route builds the answer anew from the resource, without running the operation.
+    Reconstruct,
+}
+
+/// What a run may have done when its end was not seen.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Effects {
+    /// Only what its own transaction commits. Given in the modes `same_tx` and `bridged`, not to be chosen elsewhere.
+    Local,
+    /// Anything.
+    External,
+    /// Anything, and its author declared that doing it twice does no harm: at-least-once.
+    Repeatable,
+}
+
+/// The status of a mismatch; the code is the same (M27).
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+pub enum MismatchStatus {
+    /// 422, which generic clients do not retry.
+    #[default]
+    Unprocessable,
+    /// 409.
+    Conflict,
+    /// 400.
+    BadRequest,
+}
+
+/// What the store is that the route's records stand in.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Durability {
+    /// It remembers every outcome.
+    Durable,
+    /// It suppresses duplicates while one primary keeps its data (Redis, O25).
+    Guard,
+}
+
+/// The policies of one operation.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Route {
+    /// Which door claims.
+    pub mode: Mode,
+    /// Whether a key is needed. Default required.
+    pub requirement: Requirement,
+    /// What a key looks like. Default opaque, for phased operations UUID v7.
+    pub key_format: KeyFormat,
+    /// What a duplicate gets while the first one runs. Default 409.
+    pub while_running: WhileRunning,
+    /// How long a duplicate waits at most, for [`WhileRunning::Wait`], and for its turn at a SQLite file (O18).
+    pub wait_max: Duration,
+    /// What a late retry gets. Default: rejected for phased operations, executed as new elsewhere.
+    pub after_expiry: AfterExpiry,
+    /// What is replayed without a body. Default 409.
+    pub replay: Replay,
+    /// What a run may have done. By mode.
+    pub effects: Effects,
+    /// Whether the route can find out how a run ended (O11).
+    pub reconciles: bool,
+    /// The status of a mismatch.
+    pub mismatch: MismatchStatus,
+    /// How long a claim is owned without a heartbeat. Default 30 s.
+    pub lease: Duration,
+    /// The engine's own timeout of the handler; it replaces an inner one. Default 20 s.
+    pub timeout: Duration,
+    /// What is kept of the lease to write the outcome. Default 5 s.
+    pub completion_budget: Duration,
+    /// The lifetimes.
+    pub retention: Retention,
+    /// How far the clock of a key's maker may be ahead. Default 60 s.
+    pub id_skew: Duration,
+    /// Whether, on a route without `Idempotent<E>`, an untagged 400 and its like frees the key (O10). Only true of a
+    /// handler that has done nothing when it answers so. Default no.
+    pub release_untagged: bool,
+}
+
+/// Choices that cannot keep the promise together.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum RouteError {
+    /// O19, O29.
+    #[error("`while_running = accepted` needs an operation that others can see: not in mode same_tx")]
+    AcceptedInSameTx,
+    /// O23.
+    #[error("`after_expiry = reject` needs `key_format = uuid_v7`: without a time a late retry looks like a new key")]
+    RejectUntimed,
+    /// O11: what may be run twice is declared for an edge route, and for a provider by its strategy.
+    #[error("`effects = repeatable` is for mode edge only")]
+    RepeatableElsewhere,
+    /// Pitfall 9.
+    #[error("`effects = local` holds in the modes same_tx and bridged only")]
+    LocalElsewhere,
+    /// Pitfall 9: a stale claim of these modes is run again.
+    #[error("the modes same_tx and bridged hold no effect outside their transaction: use mode phased or edge")]
+    ExternalInTransaction,
+    /// O11.
+    #[error("`reconciles` is for mode edge only: a phased operation recovers, the others need none")]
+    ReconcilesElsewhere,
+    /// Pitfall 10.
+    #[error("`timeout` and `completion_budget` must be shorter than `lease` together, or a run outlives its claim")]
+    LeaseTooShort,
+    /// A wait without an end.
+    #[error("`wait_max` must be longer than zero for `while_running = wait`")]
+    NoWait,
+    /// O25.
+    #[error("a guard store forgets: it takes mode edge with `effects = repeatable` only")]
+    GuardNeedsRepeatable,
+    /// The lifetimes.
+    #[error(transparent)]
+    Retention(#[from] RetentionError),
+}
+
+impl MismatchStatus {
+    /// The number.
+    #[must_use]
+    pub fn status(self) -> u16 {
+        match self {
+            Self::Unprocessable => 422,
+            Self::Conflict => 409,
+            Self::BadRequest => 400,
+        }
+    }
+}
+
+impl Route {
+    /// The defaults of a mode.
+    #[must_use]
+    pub fn new(mode: Mode) -> Self {
+        let phased = mode == Mode::Phased;
+        Self {
+            mode,
+            requirement: Requirement::Required,
+            key_format: if phased { KeyFormat::UuidV7 } else { KeyFormat::Opaque },
+            while_running: WhileRunning::Conflict,
+            wait_max: Duration::from_secs(5),
+            after_expiry: if phased { AfterExpiry::Reject } else { AfterExpiry::ExecuteAsNew },
+            replay: Replay::Exact,
+            effects: if matches!(mode, Mode::SameTx | Mode::Bridged) { Effects::Local } else { Effects::External },
+            reconciles: false,
+            mismatch: MismatchStatus::default(),
+            lease: Duration::from_secs(30),
+            timeout: Duration::from_secs(20),
+            completion_budget: Duration::from_secs(5),
+            retention: Retention::default(),
+            id_skew: Duration::from_secs(60),
+            release_untagged: false,
+        }
+    }
+
+    /// Checks the choices against each other and against the store.
+    ///
+    /// # Errors
+    ///
+    /// The choices that cannot keep the promise together.
+    pub fn validate(&self, store: Durability) -> Result<(), RouteError> {
+        let in_transaction = matches!(self.mode, Mode::SameTx | Mode::Bridged);
+        let refused = [
+            (self.mode == Mode::SameTx && self.while_running == WhileRunning::Accepted, RouteError::AcceptedInSameTx),
+            (
+                self.after_expiry == AfterExpiry::Reject && self.key_format != KeyFormat::UuidV7,
+                RouteError::RejectUntimed,
+            ),
+            (self.effects == Effects::Repeatable && self.mode != Mode::Edge, RouteError::RepeatableElsewhere),
+            (self.effects == Effects::Local && !in_transaction, RouteError::LocalElsewhere),
+            (self.effects == Effects::External && in_transaction, RouteError::ExternalInTransaction),
+            (self.reconciles && self.mode != Mode::Edge, RouteError::ReconcilesElsewhere),
+            (self.timeout.saturating_add(self.completion_budget) >= self.lease, RouteError::LeaseTooShort),
+            (self.while_running == WhileRunning::Wait && self.wait_max.is_zero(), RouteError::NoWait),
+            (store == Durability::Guard && self.effects != Effects::Repeatable, RouteError::GuardNeedsRepeatable),
+        ];
+        if let Some((_, error)) = refused.into_iter().find(|(refused, _)| *refused) {
+            return Err(error);
+        }
+        Ok(self.retention.validate()?)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn refused(route: &Route) -> RouteError {
+        route.validate(Durability::Durable).expect_err("refused")
+    }
+
+    #[test]
+    fn o4_o24_the_defaults_of_every_mode_are_accepted() {
+        for mode in Mode::ALL {
+            let route = Route::new(mode);
+            assert_eq!(route.validate(Durability::Durable), Ok(()), "{mode}");
+            assert_eq!(route.after_expiry == AfterExpiry::Reject, mode == Mode::Phased);
+            assert_eq!(route.key_format == KeyFormat::Opaque, mode != Mode::Phased);
+            assert_eq!(route.mismatch.status(), 422);
+        }
+    }
+
+    // Shown by: taking each line out of the list in turn.
+    #[test]
+    fn o11_o19_o23_o29_choices_that_break_the_promise_are_refused_by_name() {
+        let (same_tx, edge, phased) = (Route::new(Mode::SameTx), Route::new(Mode::Edge), Route::new(Mode::Phased));
+        let accepted = Route { while_running: WhileRunning::Accepted, ..same_tx.clone() };
+        assert_eq!(refused(&accepted), RouteError::AcceptedInSameTx);
+        for key_format in [KeyFormat::Opaque, KeyFormat::Uuid] {
+            assert_eq!(refused(&Route { key_format, ..phased.clone() }), RouteError::RejectUntimed);
+        }
+        for mode in [Mode::SameTx, Mode::Bridged, Mode::Phased] {
+            let route = Route { effects: Effects::Repeatable, ..Route::new(mode) };
+            assert_eq!(refused(&route), RouteError::RepeatableElsewhere);
+            assert_eq!(refused(&Route { reconciles: true, ..Route::new(mode) }), RouteError::ReconcilesElsewhere);
+        }
+        assert_eq!(refused(&Route { effects: Effects::Local, ..edge.clone() }), RouteError::LocalElsewhere);
+        let external = Route { effects: Effects::External, ..same_tx };
+        assert_eq!(refused(&external), RouteError::ExternalInTransaction);
+        assert_eq!(refused(&Route { lease: Duration::from_secs(25), ..edge.clone() }), RouteError::LeaseTooShort);
+        let wait = Route { while_running: WhileRunning::Wait, wait_max: Duration::ZERO, ..edge.clone() };
+        assert_eq!(refused(&wait), RouteError::NoWait);
+        let retention = Retention { ttl: Duration::ZERO, ..Retention::default() };
+        assert_eq!(refused(&Route { retention, ..edge }), RouteError::Retention(RetentionError::NoTtl));
+    }
+
+    // Shown by: taking the last line out of the list.
+    #[test]
+    fn o25_a_guard_store_takes_repeatable_edge_routes_only() {
+        for mode in Mode::ALL {
+            let refused = Route::new(mode).validate(Durability::Guard);
+            assert_eq!(refused, Err(RouteError::GuardNeedsRepeatable), "{mode}");
+        }
+        let repeatable = Route { effects: Effects::Repeatable, ..Route::new(Mode::Edge) };
+        assert_eq!(repeatable.validate(Durability::Guard), Ok(()));
+    }
+}
