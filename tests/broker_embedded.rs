@@ -13,6 +13,7 @@ use oncebox::broker::conformance::{Capabilities, Fixture};
 use oncebox::broker::embedded::{EmbeddedBroker, EmbeddedConfig};
 use oncebox::broker::{Broker, Event, Publisher, Receipt, Refusal, Settled, Subscriber, Subscription};
 use oncebox::message::OutgoingMessage;
+use oncebox::policy::horizon::TopicRetention;
 use sqlx::sqlite::SqliteConnectOptions;
 use sqlx::{ConnectOptions, Connection, SqliteConnection};
 use uuid::Uuid;
@@ -412,6 +413,9 @@ async fn retention_deletes_what_every_group_has_handled_and_nothing_else() {
     publisher.close().await;
     config.retention = Some(Duration::ZERO);
     let trimming = open(config.clone()).await;
+    // What the horizon of an inbox must exceed.
+    assert_eq!(broker.retention(&[]).await.unwrap(), Some(TopicRetention::Unlimited));
+    assert_eq!(trimming.retention(&[]).await.unwrap(), Some(TopicRetention::For(Duration::ZERO)));
     let first = |sql_file: PathBuf| async move {
         number(&mut outside(&sql_file).await, "select first_offset from topic_partition").await
     };

@@ -105,7 +105,7 @@ impl From<ConsumerError> for AppError {
         match error {
             ConsumerError::Store(error) => error.into(),
             ConsumerError::Broker(error) => error.into(),
-            ConsumerError::Horizon(error) => Self::refused(error.to_string()),
+            error @ ConsumerError::Horizon { .. } => Self::refused(error.to_string()),
         }
     }
 }

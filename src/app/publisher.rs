@@ -49,7 +49,8 @@ async fn relay_all<S: Store>(
     for shard in shards {
         let owner = owner_name();
         let options = settings.publisher.options(owner, settings.shutdown_grace).map_err(AppError::usage)?;
-        let options = RelayOptions { shard, until_empty, ..options };
+        let declare_topics = settings.broker.kafka.create_topics;
+        let options = RelayOptions { shard, until_empty, declare_topics, ..options };
         let relay = Relay::new(store.clone(), Arc::clone(&broker), options, health.clone());
         let stop = all.clone();
         relays.spawn(async move { relay.run(stop).await });

@@ -28,6 +28,7 @@ pub(super) async fn run(common: &CommonArgs, output: Output) -> Result<(), AppEr
         Ok(Some(broker)) => findings.extend(broker_findings(&broker, &settings).await),
         Err(error) => findings.push(Finding::refused("broker", error.message, "mend the broker's settings")),
     }
+    findings.extend(settings.consumer.iter().filter_map(horizon));
     print(&findings, output)?;
     if findings.iter().any(|finding| finding.severity == Severity::Refused) {
         return Err(AppError::not_ready("something that the promise rests on is broken"));
@@ -101,6 +102,18 @@ async fn broker_findings(broker: &AnyBroker, settings: &Settings) -> Vec<Finding
             .collect(),
         Err(error) => vec![Finding::refused("broker", format!("{name}: {error}"), "start it, or mend [broker] url")],
     }
+}
+
+/// What is not promised of an inbox that forgets (G8).
+fn horizon(consumer: &crate::app::config::ConsumerSettings) -> Option<Finding> {
+    let horizon = consumer.horizon.duration()?;
+    let name = format!("consumer {}: horizon", consumer.name);
+    let detail = format!(
+        "the inbox forgets after {}; what comes again later is told by the time in its id, else by its ce_time or the broker's \
+         record time; a message with neither would run again",
+        humantime::format_duration(horizon)
+    );
+    Some(Finding::ok(name, detail))
 }
 
 fn print(findings: &[Finding], output: Output) -> Result<(), AppError> {

@@ -14,6 +14,8 @@
 use std::fmt;
 use std::time::Duration;
 
+use humantime::format_duration;
+
 use super::db_time::DbTime;
 
 /// What tells the age of a message that the inbox does not know.
@@ -222,9 +224,12 @@ impl fmt::Display for HorizonTooShort {
             Because::Waiting => "messages may wait for a retry",
             Because::Dead => "dead messages may be redriven",
         };
-        write!(f, "the inbox horizon of {:?} is too short: {what}", self.horizon)?;
+        write!(f, "the inbox horizon of {} is too short: {what}", format_duration(self.horizon))?;
         match self.needs {
-            Some(needs) => write!(f, " for so long that it must exceed {needs:?}; set a longer horizon, or `never`"),
+            Some(needs) => {
+                let needs = format_duration(needs);
+                write!(f, " for so long that it must exceed {needs}; set a longer horizon, or `never`")
+            }
             None => write!(f, "; set `horizon = \"never\"`"),
         }
     }

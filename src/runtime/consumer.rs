@@ -123,8 +123,13 @@ pub enum ConsumerError {
     #[error(transparent)]
     Broker(#[from] BrokerError),
     /// The inbox would forget what can still come.
-    #[error(transparent)]
-    Horizon(#[from] HorizonTooShort),
+    #[error("consumer `{consumer}`: {why}")]
+    Horizon {
+        /// Whose.
+        consumer: String,
+        /// What can still come, and for how long.
+        why: HorizonTooShort,
+    },
 }
 
 impl<S: Store> Shared<S> {

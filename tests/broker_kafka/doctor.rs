@@ -1,7 +1,10 @@
 //! What `check` says of a real Kafka.
 
+use std::time::Duration;
+
 use crate::kit::*;
 use oncebox::broker::{Broker, Subscription};
+use oncebox::policy::horizon::TopicRetention;
 
 #[tokio::test]
 async fn the_doctor_names_what_is_missing_and_what_weakens_a_promise() {
@@ -31,6 +34,10 @@ async fn the_doctor_names_what_is_missing_and_what_weakens_a_promise() {
     assert!(of(": retention").0.starts_with("1h"));
     assert!(of(&group).0.contains("1 member"));
     assert!(findings.iter().all(|finding| !finding.refused), "{findings:#?}");
+    // What the horizon of an inbox must exceed; a topic that is not there says nothing.
+    let kept = Some(TopicRetention::For(Duration::from_secs(3_600)));
+    assert_eq!(broker.retention(&[missing.clone(), kafka.topic.clone()]).await.unwrap(), kept);
+    assert_eq!(broker.retention(&[missing]).await.unwrap(), None);
     subscriber.close().await;
 }
 

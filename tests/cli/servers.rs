@@ -116,6 +116,7 @@ fn a_day(world: &World) {
     assert!(listed.contains("no-usable-id") && listed.contains("the message has no id"), "{listed}");
 }
 
+/// The publisher comes first here, and makes the topic. Shown by not declaring it: all is held, and the ledger stays empty.
 #[test]
 fn a_day_on_postgres_and_kafka() {
     let test = "a_day_on_postgres_and_kafka";

@@ -76,15 +76,6 @@ impl KafkaPublisher {
         self.session.fatal().map(|reason| BrokerError::Session(format!("the kafka producer ended: {reason}")))
     }
 
-    /// Creates a topic that is not there; what stands in the way is the topic's trouble, not the session's.
-    async fn create(&self, topic: &str) -> Result<TopicState, BrokerError> {
-        match topology::declare(&self.config, &[topic.to_owned()]).await {
-            Ok(()) => self.session.ask(topic).await,
-            Err(BrokerError::Refused(why) | BrokerError::Destination(why)) => Ok(TopicState::NotReady(why)),
-            Err(error) => Err(error),
-        }
-    }
-
     /// Makes the producer fit a topic that was not seen before (R19).
     async fn fit(&mut self, topic: &str) -> Result<(), BrokerError> {
         if !self.sizes.knows(topic) {
@@ -165,10 +156,7 @@ impl Publisher for KafkaPublisher {
         if self.ready.contains(topic) {
             return Ok(TopicState::Ready);
         }
-        let mut state = self.session.ask(topic).await?;
-        if state == topology::missing() && self.config.create_topics {
-            state = self.create(topic).await?;
-        }
+        let state = self.session.ask(topic).await?;
         if state == TopicState::Ready {
             self.fit(topic).await?;
             // The producer may be another one now: it must have seen the topic itself.

@@ -70,14 +70,11 @@ impl TopicSizes {
     }
 }
 
-/// The state of a topic that does not exist.
-pub(super) fn missing() -> TopicState {
-    TopicState::NotReady(errors::topic_trouble(RDKafkaErrorCode::UnknownTopicOrPartition))
-}
-
 /// What metadata says of a topic.
 pub(super) fn state(metadata: &Metadata, name: &str) -> TopicState {
-    let Some(topic) = metadata.topics().iter().find(|topic| topic.name() == name) else { return missing() };
+    let Some(topic) = metadata.topics().iter().find(|topic| topic.name() == name) else {
+        return TopicState::NotReady("it does not exist".to_owned());
+    };
     match topic_error(topic) {
         Some(code) => TopicState::NotReady(errors::topic_trouble(code)),
         None if topic.partitions().iter().any(|partition| partition.leader() >= 0) => TopicState::Ready,

@@ -5,12 +5,12 @@
 //! * What may have happened and was not seen to end is UNKNOWN. "Retryable" is written only where no effect can be
 //!   outstanding: by a handler's own word, or because its transaction is known to have rolled back.
 //! * A request that was refused before the operation began frees its key: a typo does not pin a failure for a day.
-//! * A rate limit, a missing login or a timeout never becomes an answer that is replayed, unless the operation had begun
-//!   and its author said so by a tag.
+//! * A rate limit or a timeout never becomes an answer that is replayed, unless its author said so by a tag; a missing
+//!   login does only where the operation had begun, or nobody can tell.
 //! * Once a guard has committed, what it stored is the outcome, whatever inner layers answer (O2).
 //!
-//! Not here: commits whose outcome is unknown ([`doubt`](super::doubt)), phases ([`flow`](super::flow)), and what is kept
-//! of an answer.
+//! Not here: commits whose outcome is unknown ([`doubt`](super::doubt)), phases ([`flow`](super::flow)), and what is
+//! kept of an answer.
 
 use super::record::{Mode, State};
 use super::route::Route;

@@ -2,18 +2,20 @@
 //!
 //! Guarantees, each walked over the whole space of facts by a test that also kills mutants of the table:
 //!
-//! * The order of decision: principal, fingerprint version, fingerprint, state, and expiry only for terminal states (O3).
-//! * Another command under the key executes nothing and replays nothing, in any state (M26, M27). Another principal gets
-//!   the very same answer.
+//! * The order of decision: principal, fingerprint version, fingerprint, state, and expiry only for terminal states
+//!   (O3).
+//! * Another command under the key executes nothing and replays nothing, in any state (M26, M27). Another principal
+//!   gets the very same answer.
 //! * A stale claim is executed again in two cases only: the mode `bridged`, and an edge route declared repeatable. A
 //!   committed claim of door A is never taken over: it is an alarm.
-//! * IN_PROGRESS and UNKNOWN never expire. What cannot be judged here (another's secret, a newer program, a store that is
-//!   away) is answered with 503, and nothing runs (M60).
+//! * IN_PROGRESS and UNKNOWN never expire. What cannot be judged here (another's secret, a newer program, a store that
+//!   is away) is answered with 503, and nothing runs (M60).
 //!
-//! A door asks more than once (O15): with [`Found::NotAsked`] before it takes a connection; with [`Found::Running`] from
-//! the map of what runs in its process; with what a plain read found; and, when the lock or the insert was refused, with
-//! what a second read found, or [`Found::Busy`]. Only the answer to a read may execute, and then by one fenced statement:
-//! insert-first for [`Decision::Claim`], an UPDATE that compares the epoch for the others. Zero rows: read and ask again.
+//! A door asks more than once (O15): with [`Found::NotAsked`] before it takes a connection; with [`Found::Running`]
+//! from the map of what runs in its process; with what a plain read found; and, when the lock or the insert was
+//! refused, with what a second read found, or [`Found::Busy`]. Only the answer to a read may execute, and then by one
+//! fenced statement: insert-first for [`Decision::Claim`], an UPDATE that compares the epoch for the others. Zero rows:
+//! read and ask again.
 //!
 //! Not here: the statements (`store`), the answers' texts (`http`), and how a run ends
 //! ([`classify`](super::classify)).

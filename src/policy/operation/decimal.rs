@@ -1,7 +1,7 @@
 //! Amounts that are exact: a whole number and how many of its digits stand behind the point.
 //!
-//! Promise: two texts of one amount (`10`, `10.0`, `010.00`) are one value with one text, and no digit is lost. What does
-//! not fit is refused, never rounded.
+//! Promise: two texts of one amount (`10`, `10.0`, `010.00`) are one value with one text, and no digit is lost. What
+//! does not fit is refused, never rounded.
 
 use std::fmt;
 use std::str::FromStr;
@@ -75,7 +75,7 @@ impl fmt::Display for Decimal {
 mod tests {
     use super::*;
 
-    // Shown by: not trimming the zeros behind the point; dropping the sign of a number between -1 and 0.
+    // Shown by: keeping the zeros behind the point; dropping the sign of a number between -1 and 0.
     #[test]
     fn m24_texts_of_one_amount_are_one_value() {
         for (texts, shortest) in [
@@ -101,6 +101,7 @@ mod tests {
         for text in ["", "-", ".", "1.", ".5", "+1", "1e3", "1,5", " 1", "0x1", "NaN", "1.-5", "--1", "\u{661}"] {
             assert_eq!(text.parse::<Decimal>(), Err(DecimalError::Syntax), "{text:?}");
         }
+        assert_eq!(format!("1.5{}", "0".repeat(60)).parse(), Ok(Decimal::new(15, 1)), "zeros are no digits");
         assert!("9".repeat(38).parse::<Decimal>().is_ok());
         assert_eq!("9".repeat(39).parse::<Decimal>(), Err(DecimalError::TooLong));
         assert_eq!(format!("0.{}1", "0".repeat(40)).parse::<Decimal>(), Err(DecimalError::TooLong));

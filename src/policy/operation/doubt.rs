@@ -4,8 +4,8 @@
 //! failed before COMMIT, because a handler ended it by raw SQL or swallowed an error that rolled it back. A fresh
 //! connection looks (for up to a second, O29), and what it finds decides.
 //!
-//! Guarantees: "nothing happened" is said only where it is proven; else the record becomes UNKNOWN, with an alarm. No retry
-//! executes beside an effect that may be there.
+//! Guarantees: "nothing happened" is said only where it is proven; else the record becomes UNKNOWN, with an alarm. No
+//! retry executes beside an effect that may be there.
 //!
 //! Not here: the proof itself and the look (`store`).
 

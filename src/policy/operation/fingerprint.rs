@@ -256,7 +256,8 @@ mod tests {
         let text = plain(1).write(&PAYMENT).to_string();
         assert_eq!(text, "1:sha256:6f7c1e5a3cda8d99450a5004829f843aea214fc07cace8ea6bbffef93e2282bd");
         assert_eq!(text.parse::<Fingerprint>().expect("its own text").to_string(), text);
-        for bad in ["", "1", "1:sha256", "+1:sha256:00", "x:sha256:00", &text[..text.len() - 1], &text.to_uppercase()] {
+        let signed = format!("+{text}");
+        for bad in ["", "1", "1:sha256", &signed, "x:sha256:00", &text[..text.len() - 1], &text.to_uppercase()] {
             assert_eq!(bad.parse::<Fingerprint>(), Err(ParseFingerprintError), "{bad}");
         }
     }

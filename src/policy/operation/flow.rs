@@ -23,8 +23,8 @@
 //! | FAILED | the outcome | replays |
 //! | UNKNOWN | the intents and the evidence | as OUTSTANDING; then an operator |
 //!
-//! Where each end of a phase leads; a test reads this table and compares it with [`Stage::after`]. Rows that hold no end
-//! (SUCCEEDED, FAILED) are final.
+//! Where each end of a phase leads; a test reads this table and compares it with [`Stage::after`]. Rows that hold no
+//! end (SUCCEEDED, FAILED) are final.
 //!
 //! | end | RECEIVED | LOCAL | OUTSTANDING | SETTLED | UNKNOWN |
 //! |---|---|---|---|---|---|
@@ -39,9 +39,9 @@
 //! | dont-store | RECEIVED | - | - | - | - |
 //! | lost | RECEIVED | LOCAL | UNKNOWN | UNKNOWN | UNKNOWN |
 //!
-//! Guarantees: once an intent is committed, no phase ends as if nothing had happened: a rejection, "retryable" and "do not
-//! store" are no ends there, an error or a panic is UNKNOWN, and a failure needs proof (O13). Before it, a lost phase has
-//! rolled back and runs again.
+//! Guarantees: once an intent is committed, no phase ends as if nothing had happened: a rejection, "retryable" and "do
+//! not store" are no ends there, an error or a panic is UNKNOWN, and a failure needs proof (O13). Before it, a lost
+//! phase has rolled back and runs again.
 //!
 //! Not here: the types by which a wrong end does not compile (the phased door), and the fenced UPDATE from point to
 //! point (`store`).

@@ -20,8 +20,8 @@ pub fn retry_after(expected: Duration, chance: f64) -> u32 {
     base + ((f64::from(spread + 1) * chance) as u32).min(spread)
 }
 
-/// How long the first request may still run: what is left of its lease, or of the time that runs usually take if that is
-/// known and less.
+/// How long the first request may still run: what is left of its lease, or of the time that runs usually take if that
+/// is known and less.
 #[must_use]
 pub fn while_running(lease_left: Duration, ran: Duration, usual: Option<Duration>) -> Duration {
     usual.map_or(lease_left, |usual| usual.saturating_sub(ran).min(lease_left))

@@ -1,6 +1,7 @@
 //! An outside provider: what its answer proves, and what to do next (O5 to O8, M78 to M82).
 //!
-//! Guarantees, each held by a model of random histories (lost requests and answers, late arrivals, crashes, lost leases):
+//! Guarantees, each held by a model of random histories (lost requests and answers, late arrivals, crashes, lost
+//! leases):
 //!
 //! * A send is repeated only while the provider still knows our key, and the key and bytes of an effect never change.
 //! * "Not found" proves nothing: a request may be on its way. Only what was found decides.
@@ -153,10 +154,12 @@ impl Window {
         if max_in_flight < retention { Ok(()) } else { Err(WindowError { retention, max_in_flight }) }
     }
 
-    /// Whether a send that is decided now arrives while the provider knows the key.
+    /// Whether a send that is decided now arrives while the provider knows the key. A first send that lies in the
+    /// future by more than a flight was written before the clock went back (R22): nobody knows how long ago it was.
     #[must_use]
     pub fn is_open(self, first_sent_at: DbTime, now: DbTime) -> bool {
-        now < first_sent_at.after(self.retention).before(self.max_in_flight)
+        let end = first_sent_at.after(self.retention).before(self.max_in_flight);
+        first_sent_at <= now.after(self.max_in_flight) && now < end
     }
 }
 
@@ -218,14 +221,14 @@ impl Strategy {
         if let Some(until) = evidence.wait_until.filter(|&until| until > now && self != Self::None) {
             return Step::Wait { until };
         }
-        let sent = sends.first_sent_at.filter(|_| evidence.doubtful(sends) > 0);
-        let Some(first_sent_at) = sent else { return Step::Send };
+        if evidence.doubtful(sends) == 0 {
+            return Step::Send;
+        }
+        let is_open = |window: Window| sends.first_sent_at.is_some_and(|first| window.is_open(first, now));
         let stuck = evidence.stored_errors >= STORED_ERRORS_MAX;
         match self {
             Self::Repeatable => Step::Resend,
-            Self::Key(window) | Self::KeyAndQuery(window) if window.is_open(first_sent_at, now) && !stuck => {
-                Step::Resend
-            }
+            Self::Key(window) | Self::KeyAndQuery(window) if is_open(window) && !stuck => Step::Resend,
             Self::Query | Self::KeyAndQuery(_) if evidence.not_found => Step::Operator(Gap::NotFound),
             Self::Query | Self::KeyAndQuery(_) => Step::Query,
             Self::Key(_) if stuck => Step::Operator(Gap::StoredError),
@@ -234,8 +237,8 @@ impl Strategy {
         }
     }
 
-    /// Whether an operator may have it sent again (`operations retry`): the same rule as for the worker, unless a duplicate
-    /// is accepted by name, with who and why.
+    /// Whether an operator may have it sent again (`operations retry`): the same rule as for the worker, unless a
+    /// duplicate is accepted by name, with who and why.
     #[must_use]
     pub fn may_send_again(self, sends: Sends, evidence: &Evidence, now: DbTime, accept_duplicate: bool) -> bool {
         let allowed = matches!(self.next(sends, evidence, now), Step::Send | Step::Resend);

@@ -2,8 +2,8 @@
 //!
 //! Guarantees:
 //!
-//! * Path parameters, the query and the body count, each length-prefixed; the path itself does not, because the operation
-//!   has a name.
+//! * Path parameters, the query and the body count, each length-prefixed; the path itself does not, because the
+//!   operation has a name.
 //! * Only headers that the route lists count. `Authorization`, cookies and the key are refused in the list: a retry may
 //!   carry a fresh token.
 //! * A JSON body counts by its canonical text, any other by its bytes, and the two never compare as equal.

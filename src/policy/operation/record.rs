@@ -2,8 +2,8 @@
 //!
 //! Guarantees:
 //!
-//! * A state's text is the same in every store, and `EXPIRED` is never stored: it is derived from database time, and only
-//!   for terminal states. IN_PROGRESS and UNKNOWN_REQUIRES_RECOVERY never expire (O3).
+//! * A state's text is the same in every store, and `EXPIRED` is never stored: it is derived from database time, and
+//!   only for terminal states. IN_PROGRESS and UNKNOWN_REQUIRES_RECOVERY never expire (O3).
 //! * A record says in which mode it was claimed, and that mode, not today's route, says what a stale one means (O2).
 //! * A lease that ends later than now and its length was written before the clock went back: it counts as over (R22).
 //!
@@ -67,7 +67,8 @@ pub struct Record {
     /// Raised by every change of owner; every fenced statement compares it.
     pub epoch: i64,
     /// The owner's lease. For [`Mode::Phased`] that of the operation row, which has the only one (O9), read in the same
-    /// statement. None if nobody owns it.
+    /// statement. Its length is stored beside its end, because a route's may change while claims live (R22). None if
+    /// nobody owns it.
     pub lease: Option<Lease>,
     /// Raised when the key is used anew after its time was over (O4).
     pub generation: i64,

@@ -53,14 +53,14 @@ pub enum Replay {
     Reconstruct,
 }
 
-/// What a run may have done when its end was not seen.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+/// What the author of an edge route says of a run whose end was not seen. (In the modes `same_tx` and `bridged` all
+/// effects stand in the transaction; a phased operation declares a strategy per effect.)
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub enum Effects {
-    /// Only what its own transaction commits. Given in the modes `same_tx` and `bridged`, not to be chosen elsewhere.
-    Local,
-    /// Anything.
+    /// It may have done anything.
+    #[default]
     External,
-    /// Anything, and its author declared that doing it twice does no harm: at-least-once.
+    /// It may have done anything, and doing it twice does no harm: at-least-once.
     Repeatable,
 }
 
@@ -102,7 +102,7 @@ pub struct Route {
     pub after_expiry: AfterExpiry,
     /// What is replayed without a body. Default 409.
     pub replay: Replay,
-    /// What a run may have done. By mode.
+    /// What a lost run may have done. Default anything.
     pub effects: Effects,
     /// Whether the route can find out how a run ended (O11).
     pub reconciles: bool,
@@ -136,12 +136,6 @@ pub enum RouteError {
     /// O11: what may be run twice is declared for an edge route, and for a provider by its strategy.
     #[error("`effects = repeatable` is for mode edge only")]
     RepeatableElsewhere,
-    /// Pitfall 9.
-    #[error("`effects = local` holds in the modes same_tx and bridged only")]
-    LocalElsewhere,
-    /// Pitfall 9: a stale claim of these modes is run again.
-    #[error("the modes same_tx and bridged hold no effect outside their transaction: use mode phased or edge")]
-    ExternalInTransaction,
     /// O11.
     #[error("`reconciles` is for mode edge only: a phased operation recovers, the others need none")]
     ReconcilesElsewhere,
@@ -184,7 +178,7 @@ impl Route {
             wait_max: Duration::from_secs(5),
             after_expiry: if phased { AfterExpiry::Reject } else { AfterExpiry::ExecuteAsNew },
             replay: Replay::Exact,
-            effects: if matches!(mode, Mode::SameTx | Mode::Bridged) { Effects::Local } else { Effects::External },
+            effects: Effects::External,
             reconciles: false,
             mismatch: MismatchStatus::default(),
             lease: Duration::from_secs(30),
@@ -202,7 +196,6 @@ impl Route {
     ///
     /// The choices that cannot keep the promise together.
     pub fn validate(&self, store: Durability) -> Result<(), RouteError> {
-        let in_transaction = matches!(self.mode, Mode::SameTx | Mode::Bridged);
         let refused = [
             (self.mode == Mode::SameTx && self.while_running == WhileRunning::Accepted, RouteError::AcceptedInSameTx),
             (
@@ -210,8 +203,6 @@ impl Route {
                 RouteError::RejectUntimed,
             ),
             (self.effects == Effects::Repeatable && self.mode != Mode::Edge, RouteError::RepeatableElsewhere),
-            (self.effects == Effects::Local && !in_transaction, RouteError::LocalElsewhere),
-            (self.effects == Effects::External && in_transaction, RouteError::ExternalInTransaction),
             (self.reconciles && self.mode != Mode::Edge, RouteError::ReconcilesElsewhere),
             (self.timeout.saturating_add(self.completion_budget) >= self.lease, RouteError::LeaseTooShort),
             (self.while_running == WhileRunning::Wait && self.wait_max.is_zero(), RouteError::NoWait),
@@ -247,7 +238,7 @@ mod tests {
     #[test]
     fn o11_o19_o23_o29_choices_that_break_the_promise_are_refused_by_name() {
         let (same_tx, edge, phased) = (Route::new(Mode::SameTx), Route::new(Mode::Edge), Route::new(Mode::Phased));
-        let accepted = Route { while_running: WhileRunning::Accepted, ..same_tx.clone() };
+        let accepted = Route { while_running: WhileRunning::Accepted, ..same_tx };
         assert_eq!(refused(&accepted), RouteError::AcceptedInSameTx);
         for key_format in [KeyFormat::Opaque, KeyFormat::Uuid] {
             assert_eq!(refused(&Route { key_format, ..phased.clone() }), RouteError::RejectUntimed);
@@ -257,9 +248,6 @@ mod tests {
             assert_eq!(refused(&route), RouteError::RepeatableElsewhere);
             assert_eq!(refused(&Route { reconciles: true, ..Route::new(mode) }), RouteError::ReconcilesElsewhere);
         }
-        assert_eq!(refused(&Route { effects: Effects::Local, ..edge.clone() }), RouteError::LocalElsewhere);
-        let external = Route { effects: Effects::External, ..same_tx };
-        assert_eq!(refused(&external), RouteError::ExternalInTransaction);
         assert_eq!(refused(&Route { lease: Duration::from_secs(25), ..edge.clone() }), RouteError::LeaseTooShort);
         let wait = Route { while_running: WhileRunning::Wait, wait_max: Duration::ZERO, ..edge.clone() };
         assert_eq!(refused(&wait), RouteError::NoWait);

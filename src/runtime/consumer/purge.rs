@@ -98,7 +98,7 @@ async fn is_long_enough<S: Store>(shared: &Shared<S>, consumer: ConsumerId) -> R
         waiting: options.retry.longest(),
         dead: options.redrive_age_max,
     };
-    Ok(sources.check(options.horizon)?)
+    sources.check(options.horizon).map_err(|why| ConsumerError::Horizon { consumer: options.name.clone(), why })
 }
 
 /// True where waiting may help.
@@ -106,6 +106,6 @@ fn is_away(error: &ConsumerError) -> bool {
     match error {
         ConsumerError::Store(error) => error.is_nobodys(),
         ConsumerError::Broker(error) => !matches!(error, BrokerError::Refused(_)),
-        ConsumerError::Horizon(_) => false,
+        ConsumerError::Horizon { .. } => false,
     }
 }

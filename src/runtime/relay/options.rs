@@ -36,6 +36,8 @@ pub struct RelayOptions {
     pub publish_stall: Duration,
     /// How often a blocked destination is tried.
     pub probe: Duration,
+    /// Declare a topic that is not there before its rows are held. What that makes is the broker's to say: on Kafka a topic.
+    pub declare_topics: bool,
     /// How long a stop waits for what is in flight.
     pub shutdown_grace: Duration,
     /// End when the outbox is empty.
@@ -60,6 +62,7 @@ impl RelayOptions {
             dead_topics: BTreeMap::new(),
             publish_stall: Duration::from_secs(30),
             probe: Duration::from_secs(2),
+            declare_topics: false,
             shutdown_grace: Duration::from_secs(10),
             until_empty: false,
         }

@@ -8,6 +8,7 @@ use std::hash::{DefaultHasher, Hash, Hasher};
 use super::pump::{Doubt, Pump, doubt_of};
 use super::window::Sent;
 use crate::broker::{Refusal, Settled, TopicState};
+use crate::error::BrokerError;
 use crate::message::OutgoingMessage;
 use crate::observe::{self, FailureClass};
 use crate::policy::diversion::{Behind, DivertedRow, Way};
@@ -104,7 +105,11 @@ impl<S: Store> Pump<'_, S> {
         }
         let probe = alone && self.memory.isolation.needs_probe();
         if probe || !self.ready_topics.contains(topic) {
-            match self.publisher.topic(topic).await.map_err(|error| doubt_of(&error))? {
+            let mut state = self.publisher.topic(topic).await.map_err(|error| doubt_of(&error))?;
+            if state != TopicState::Ready && self.relay.options.declare_topics {
+                state = self.declare(topic).await?;
+            }
+            match state {
                 TopicState::Ready => {
                     if probe {
                         self.memory.isolation.on_probe_succeeded();
@@ -115,6 +120,15 @@ impl<S: Store> Pump<'_, S> {
             }
         }
         Ok(None)
+    }
+
+    /// Makes a topic that is not there; what stands in the way is the topic's trouble, not the session's.
+    async fn declare(&mut self, topic: &str) -> Result<TopicState, Doubt> {
+        match self.relay.broker.declare(&[topic.to_owned()]).await {
+            Ok(()) => self.publisher.topic(topic).await.map_err(|error| doubt_of(&error)),
+            Err(BrokerError::Refused(why) | BrokerError::Destination(why)) => Ok(TopicState::NotReady(why)),
+            Err(error) => Err(doubt_of(&error)),
+        }
     }
 
     fn divert(&mut self, row: Unsent, diversion: Diversion) {

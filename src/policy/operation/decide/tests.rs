@@ -189,7 +189,7 @@ fn o18_o19_an_uncommitted_claim_is_409_whatever_the_body_or_waited_for() {
     assert_eq!(second(&accepted, "alice", 1_000, Found::Busy), Decision::InProgress(InProgress::Conflict));
 }
 
-// Shown by: reading the purge bound after the skew; by asking a v4 key for its time.
+// Shown by: letting keys from the future in; reading the key's time in other units.
 #[test]
 fn o23_a_key_without_a_record_is_judged_by_its_time_where_late_retries_are_rejected() {
     let made = 0x0197_a1b2_c3d4;

@@ -1,5 +1,5 @@
-//! Random histories of one effect against a provider: requests and answers are lost, requests arrive late, processes die
-//! or lose their lease with a call in flight, the provider errs before and after it charged, and forgets keys.
+//! Random histories of one effect against a provider: requests and answers are lost, requests arrive late, processes
+//! die or lose their lease with a call in flight, the provider errs before and after it charged, and forgets keys.
 //!
 //! The rules must never double a charge, and never call failed (or done) what was not, for any kind of provider. The
 //! variants that a reasonable mind might write must be caught: a model that misses them shows nothing.
@@ -202,7 +202,7 @@ impl World {
         let send = self.sends.begun;
         match self.rng.u32(0..100) {
             0..10 => return, // It dies before a byte has left.
-            10..20 => return self.write(Some(send), Verdict::NotSent, self.now),
+            10..20 => return self.write(Some(send), Answer::NotConnected.verdict(), self.now),
             _ => {}
         }
         let lost = self.chance(15);
@@ -220,7 +220,7 @@ impl World {
         let before = self.rows.len();
         self.advance(self.now + TIMEOUT);
         if self.rows.len() == before {
-            self.write(Some(send), Verdict::Indefinite, self.now);
+            self.write(Some(send), Answer::NoAnswer.verdict(), self.now);
         }
     }
 

@@ -101,7 +101,10 @@ fn o6_each_strategy_does_what_it_can_and_no_more() {
     ] {
         assert_eq!(step(strategy, 79), inside, "{strategy:?}");
         assert_eq!(step(strategy, 80), outside, "{strategy:?}");
-        assert_eq!(step(strategy, -1), inside, "{strategy:?}");
+        assert_eq!(step(strategy, -20), inside, "{strategy:?}");
+        assert_eq!(step(strategy, -21), outside, "the clock went back (R22): {strategy:?}");
+        let forgotten = Sends { first_sent_at: None, begun: 1 };
+        assert_eq!(strategy.next(forgotten, &lost, at(0)), outside, "{strategy:?}");
     }
     let not_found = Proof { send: None, verdict: Verdict::NotFound, at: at(1) };
     let rows = Evidence::of([not_found]);
@@ -120,6 +123,11 @@ fn o7_a_pause_is_kept_and_a_stored_error_ends_the_resends() {
         assert_eq!(strategy.next(sends(1), &evidence(&[wait]), at(4)), Step::Wait { until: at(5) });
         assert!(!matches!(strategy.next(sends(1), &evidence(&[wait]), at(5)), Step::Wait { .. }));
     }
+    let years = Some(Duration::from_secs(1 << 40));
+    let matches = Matches::default();
+    let later =
+        Answer::Status { status: 429, listed: false, in_progress: false, replayed: false, matches, retry_after: years };
+    assert_eq!(later.verdict(), Verdict::Wait(Duration::from_secs(600)), "a provider that asks for years gets minutes");
     let stuck = |count: usize| evidence(&vec![Verdict::StoredError; count]);
     assert_eq!(Strategy::Key(WINDOW).next(sends(3), &stuck(2), at(1)), Step::Resend);
     assert_eq!(Strategy::Key(WINDOW).next(sends(4), &stuck(3), at(1)), Step::Operator(Gap::StoredError));

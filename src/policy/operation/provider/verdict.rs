@@ -4,6 +4,8 @@ use std::time::Duration;
 
 /// How long to wait when a provider says "later" without saying when.
 const PAUSE: Duration = Duration::from_secs(2);
+/// The longest pause that a provider is granted: one that asks for years must not hide an operation for years.
+const PAUSE_MAX: Duration = Duration::from_secs(600);
 
 /// What came back of a send, in the adapter's words.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -62,8 +64,8 @@ pub enum Verdict {
     Succeeded,
     /// It was refused for good, and every later send of it will be.
     Failed,
-    /// This send was refused, for a reason that may be another one next time. Proves a failure if no other send can have
-    /// arrived, which is judged at the decision.
+    /// This send was refused, for a reason that may be another one next time. Proves a failure if no other send can
+    /// have arrived, which is judged at the decision.
     Refused,
     /// This send did not leave us.
     NotSent,
@@ -102,7 +104,7 @@ impl Answer {
                 (status, listed, in_progress, replayed, matches, retry_after)
             }
         };
-        let wait = Verdict::Wait(retry_after.unwrap_or(PAUSE));
+        let wait = Verdict::Wait(retry_after.unwrap_or(PAUSE).min(PAUSE_MAX));
         match status {
             _ if in_progress => wait,
             200..=299 if matches == Matches::ALL => Verdict::Succeeded,
