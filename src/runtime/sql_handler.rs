@@ -10,7 +10,7 @@ use async_trait::async_trait;
 
 use super::{HandlerTx, MessageHandler};
 use crate::error::{HandlerError, StoreError};
-use crate::message::{Message, pointer, wire};
+use crate::message::{Message, pointer};
 use crate::store::{Piece, SqlValue, Statements, Store, split_named};
 
 /// What the configuration says.
@@ -106,7 +106,7 @@ impl Source {
             Self::Key => text(message.key_text().map(str::to_owned), "key that is text"),
             Self::Kind => text(Some(message.kind.clone()).filter(|kind| !kind.is_empty()), "kind"),
             Self::Topic => text(Some(message.topic.clone()), "topic"),
-            Self::Time => text(message.time.map(wire::format_time), "time"),
+            Self::Time => message.time.map(SqlValue::Time).ok_or_else(|| "the message has no time".to_owned()),
             Self::Payload => Ok(SqlValue::Bytes(message.payload.clone())),
             Self::Header(name) => {
                 text(message.header(name).map(str::to_owned), &format!("header `{name}` that is text"))

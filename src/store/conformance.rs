@@ -15,6 +15,7 @@ pub mod fencing;
 pub mod held;
 pub mod inbox;
 mod limits;
+pub mod lost;
 pub mod mailbox;
 pub mod operations;
 pub mod operator;
@@ -47,6 +48,14 @@ pub trait Fixture: Sized + Send + Sync + 'static {
 
     /// Whether two transactions can write at the same time.
     const CONCURRENT_WRITERS: bool;
+
+    /// How the server ends a connection: a query for the number of the connection that asks, and the statement that ends number
+    /// `{}`. None where there is no server, and so no connection that could be lost.
+    const KILL: Option<(&'static str, &'static str)>;
+
+    /// Whether nothing stays of what a handler writes after it ended its transaction by a raw ROLLBACK. Where the database commits
+    /// each such statement by itself, it must at least be found out.
+    const UNDOES_WHAT_FOLLOWS: bool = true;
 
     /// Makes a private, empty database, without the schema. None where the service that it needs is not there.
     fn empty() -> impl Future<Output = Option<Self>> + Send;
@@ -100,6 +109,7 @@ macro_rules! store_conformance {
                 a_lower_position_that_commits_late_is_not_lost,
                 many_writers_at_once_lose_nothing_and_keep_each_their_order,
                 a_read_is_bounded_and_says_whether_there_is_more,
+                g11_a_read_gives_no_more_bytes_than_were_asked_for,
                 tidying_never_takes_what_is_not_proven,
             ];
             fencing: [
@@ -118,6 +128,7 @@ macro_rules! store_conformance {
                 a_released_row_leaves_and_a_changed_one_stays,
                 a_discarded_row_is_gone_for_good,
                 a_mark_that_cannot_be_whole_changes_nothing,
+                g11_rows_on_their_way_back_come_within_the_bytes_of_a_read,
             ];
             inbox: [
                 a_consumer_keeps_its_number_and_its_id_rule,
@@ -155,6 +166,10 @@ macro_rules! store_conformance {
                 r31_the_bound_is_recorded_with_the_first_row_and_never_lowered,
                 g8_what_was_purged_is_new_to_the_insert_and_too_old_to_the_verdict,
                 r31_ages_are_judged_by_the_time_of_receipt,
+            ];
+            lost: [
+                r27_a_lost_connection_in_any_statement_of_the_inbox_transaction_is_nobodys_failure,
+                g12_a_commit_on_a_lost_connection_is_unknown_and_not_an_error,
             ];
             waiting: [
                 r25_only_the_head_of_a_key_is_claimed,
@@ -244,6 +259,7 @@ mod tests {
             include_str!("conformance/fencing.rs"),
             include_str!("conformance/held.rs"),
             include_str!("conformance/inbox.rs"),
+            include_str!("conformance/lost.rs"),
             include_str!("conformance/mailbox.rs"),
             include_str!("conformance/operations.rs"),
             include_str!("conformance/operator.rs"),

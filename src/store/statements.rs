@@ -6,6 +6,8 @@ use std::collections::BTreeMap;
 use std::fmt::Debug;
 use std::future::Future;
 
+use chrono::{DateTime, Utc};
+
 use super::Base;
 use crate::error::StoreError;
 
@@ -24,6 +26,8 @@ pub enum SqlValue {
     Text(String),
     /// The text of a JSON object or array.
     Json(String),
+    /// A time.
+    Time(DateTime<Utc>),
     /// Bytes.
     Bytes(Vec<u8>),
 }
@@ -37,6 +41,7 @@ impl Debug for SqlValue {
             Self::Number(_) => "Number",
             Self::Text(_) => "Text",
             Self::Json(_) => "Json",
+            Self::Time(_) => "Time",
             Self::Bytes(_) => "Bytes",
         })
     }

@@ -97,13 +97,19 @@ async fn r20_nacks_do_not_reorder_a_key() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn r20_given_up_by_name_a_nack_reorders() {
     let Some(mut corner) = Corner::of("r20_given_up_by_name_a_nack_reorders").await else { return };
+    // A control of the test above: that a window without the rule is reordered. Seen on 3.10 in the first round. There a full queue
+    // takes one message for each that leaves it; RabbitMQ 4.0.5 stayed in one state, full or not, for longer than a window lasts,
+    // ten rounds long: nothing of a window was taken after something of it was refused. The rule stands there all the same: the
+    // state does change, and it may change in the middle of a window.
+    let server = corner.broker().check(&[]).await.unwrap().remove(0).detail;
+    if !server.starts_with("RabbitMQ 3.") {
+        eprintln!("NOT SHOWN: r20_given_up_by_name_a_nack_reorders (seen on RabbitMQ 3 only, and this is {server})");
+        return;
+    }
     corner.config.pipeline_per_key = true;
     corner.queue_of(&corner.queue(), &corner.topic, &small(20)).await;
-    // Seen on 3.10 in the first round. RabbitMQ 4.0.5 stayed in one state for longer than a window lasts, ten rounds long.
-    let findings = corner.broker().check(&[]).await.unwrap();
-    let rounds = if findings[0].detail.starts_with("RabbitMQ 3.") { 10 } else { 0 };
-    let mut reordered = rounds == 0;
-    for _ in 0..rounds {
+    let mut reordered = false;
+    for _ in 0..10 {
         let (log, _) = relay_through_a_full_queue(&corner, 6, 2_000).await;
         reordered |= !in_order(&log);
         if reordered {

@@ -126,3 +126,39 @@ async fn shards_share_a_table_and_send_each_row_once() {
     })
     .await;
 }
+
+/// Lengths are read of one's own rows alone, and what is left out of the first answer is fetched from one's own rows alone.
+#[tokio::test]
+async fn g11_large_messages_come_whole_and_in_order_to_the_shard_they_belong_to() {
+    with_database("g11_large_messages_come_whole_and_in_order_to_the_shard_they_belong_to", |database| async move {
+        database
+            .run(
+                "update oncebox.shard set bucket_to = 127;
+                 insert into oncebox.shard (shard_id, bucket_from, bucket_to) values (1, 128, 255)",
+            )
+            .await;
+        let mut connection = database.connection().await;
+        let payload = |n: usize| format!("{n} {}", "x".repeat([10, 90_000, 300_000, 5_000][n % 4]));
+        let many = (0..40).map(|n| NewMessage::text("t", "k", payload(n)).with_key(n.to_string())).collect();
+        enqueue_all(&mut connection, many).await.unwrap();
+        let mut all = BTreeSet::new();
+        for shard in [0, 1] {
+            let request = LeaseRequest { shard, read_bytes: 400_000, ..crate::relay::request("relay") };
+            let LeaseAnswer::Taken(session) = database.store.open(&request).await.unwrap() else { panic!("no lease") };
+            let mut relay = Relay { session, sent: Vec::new() };
+            let sent = relay.drain().await;
+            let numbers: Vec<usize> = sent.iter().map(|one| one.split(' ').next().unwrap().parse().unwrap()).collect();
+            assert!(numbers.is_sorted(), "{numbers:?}");
+            for (number, sent) in numbers.iter().zip(sent) {
+                assert_eq!(i32::from(oncebox::message::bucket(Some(&number.to_string()), Uuid::nil()) >= 128), shard);
+                assert!(*sent == payload(*number), "the message {number} is not whole");
+                assert!(all.insert(*number));
+            }
+        }
+        assert_eq!(all.len(), 40);
+        let stands: bool =
+            database.value("select bool_and(scanned_to = 40 and isempty(gaps)) from oncebox.shard").await;
+        assert!(stands);
+    })
+    .await;
+}

@@ -16,6 +16,8 @@ impl Fixture for MariaDb {
 
     const PREFIX: &'static str = "oncebox_";
     const CONCURRENT_WRITERS: bool = true;
+    const KILL: Option<(&'static str, &'static str)> =
+        Some(("select cast(connection_id() as signed)", "kill connection {}"));
 
     async fn empty() -> Option<Self> {
         Some(Self { db: Db::empty("the store suite").await? })

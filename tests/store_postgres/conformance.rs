@@ -19,6 +19,10 @@ impl Fixture for OnPostgres {
 
     const PREFIX: &'static str = "oncebox.";
     const CONCURRENT_WRITERS: bool = true;
+    // It waits until the connection is gone.
+    const KILL: Option<(&'static str, &'static str)> =
+        Some(("select pg_backend_pid()", "select pg_terminate_backend({}, 10000)"));
+    const UNDOES_WHAT_FOLLOWS: bool = false;
 
     async fn empty() -> Option<Self> {
         let server = service("the suite of stores on PostgreSQL", "ONCEBOX_TEST_POSTGRES")?;

@@ -30,6 +30,7 @@ impl Fixture for SqliteFile {
 
     const PREFIX: &'static str = "oncebox_";
     const CONCURRENT_WRITERS: bool = false;
+    const KILL: Option<(&'static str, &'static str)> = None;
 
     async fn empty() -> Option<Self> {
         Some(Self { directory: tempfile::tempdir().unwrap() })

@@ -1,5 +1,6 @@
 //! Cases of dead and held rows (R17, R18).
 
+use super::relay::{bounded, of_all_sizes, within_bytes};
 use super::trial::{new_message, payloads, read_nothing, read_rows, through};
 use super::{Fixture, Trial};
 use crate::error::StoreError;
@@ -130,4 +131,25 @@ pub async fn a_mark_that_cannot_be_whole_changes_nothing<F: Fixture>(trial: &Tri
     let mut session = trial.session("a").await;
     assert_eq!(payloads(&read_rows(&mut session, 2).await.0), ["0", "1"]);
     assert_eq!(trial.store.status().await.unwrap().dead, 0);
+}
+
+/// As a read: the first ones that were asked for, and at least one.
+pub async fn g11_rows_on_their_way_back_come_within_the_bytes_of_a_read<F: Fixture>(trial: &Trial<F>) {
+    let messages = of_all_sizes();
+    let all: Vec<(usize, Diversion)> = (0..messages.len()).map(|number| (number, dead(true))).collect();
+    let (session, rows) = diverted(trial, messages, &all).await;
+    drop(session);
+    let mut session = bounded(trial).await;
+    let mut left: Vec<i64> = rows.iter().map(|row| row.position).collect();
+    let mut back = Vec::new();
+    while !left.is_empty() {
+        let held = session.held(&left).await.unwrap();
+        within_bytes(&held);
+        let positions: Vec<i64> = held.iter().map(|row| row.position).collect();
+        assert!(!positions.is_empty() && left.starts_with(&positions), "{positions:?} of {left:?}");
+        left.drain(..positions.len());
+        back.extend(held);
+    }
+    assert_eq!(payloads(&back), payloads(&rows));
+    assert!(session.held(&[]).await.unwrap().is_empty());
 }

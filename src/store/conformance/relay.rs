@@ -2,11 +2,12 @@
 
 use std::time::Duration;
 
-use super::trial::{DEADLINE, new_message, payloads, read_nothing, read_rows, through};
+use super::trial::{DEADLINE, Session, new_message, payloads, read_nothing, read_rows, through};
 use super::{Fixture, Trial};
-use crate::store::{Mark, Operator, RelaySession};
+use crate::message::NewMessage;
+use crate::store::{LeaseRequest, Mark, Operator, Outbox, OutboxRow, RelaySession};
 
-fn messages(numbers: std::ops::Range<u32>) -> Vec<crate::message::NewMessage> {
+fn messages(numbers: std::ops::Range<u32>) -> Vec<NewMessage> {
     numbers.map(|number| new_message("k", number.to_string())).collect()
 }
 
@@ -200,6 +201,62 @@ pub async fn a_read_is_bounded_and_says_whether_there_is_more<F: Fixture>(trial:
     let read = session.read(9).await.unwrap();
     assert_eq!(read.rows.len(), 1);
     assert!(!read.more);
+}
+
+/// Bytes that a read may give in these cases, and what no message of them weighs more than.
+const READ_BYTES: usize = 100_000;
+const LARGEST: usize = 150_000;
+
+/// Small ones, large ones, one that is larger than a read, and one whose weight is in its headers; each with its number.
+pub(super) fn of_all_sizes() -> Vec<NewMessage> {
+    let sizes = [
+        10, 20, 30_000, 40, 60_000, 60_000, 140_000, 10, 90_000, 50, 60_000, 10, 10, 70_000, 20, 33_000, 33_000, 34_000,
+    ];
+    let message = |(number, size): (usize, &usize)| {
+        let payload: String = format!("{number} ").chars().chain(std::iter::repeat('x')).take(*size).collect();
+        let message = new_message("k", payload);
+        if number % 5 == 0 { message.with_header("h", "y".repeat(20_000)) } else { message }
+    };
+    sizes.iter().enumerate().map(message).collect()
+}
+
+/// Rows of a read reach its bytes at most with the last one.
+pub(super) fn within_bytes(rows: &[OutboxRow]) {
+    let before_last: usize = rows.iter().rev().skip(1).map(|row| row.message.weight()).sum();
+    assert!(before_last < READ_BYTES, "{before_last} bytes before the last of {} rows", rows.len());
+}
+
+/// The session of an owner whose reads are so bounded.
+pub(super) async fn bounded<F: Fixture>(trial: &Trial<F>) -> Session<F> {
+    F::set_lease_end(&trial.store, -1).await;
+    let request = LeaseRequest { read_bytes: READ_BYTES, ..super::trial::lease("bounded") };
+    super::trial::taken(trial.store.open(&request).await.unwrap())
+}
+
+/// Whatever the number of rows that was asked for: a thousand of the largest would not fit into memory (G11).
+pub async fn g11_a_read_gives_no_more_bytes_than_were_asked_for<F: Fixture>(trial: &Trial<F>) {
+    let messages = of_all_sizes();
+    trial.enqueue(messages.clone()).await;
+    let mut session = bounded(trial).await;
+    let (mut rows, mut reads, mut last) = (Vec::new(), 0, 0);
+    while rows.len() < messages.len() {
+        let read = session.read(100).await.unwrap();
+        session.claim(Mark::default()).await.unwrap();
+        within_bytes(&read.rows);
+        assert!(!read.rows.is_empty(), "one is always given");
+        reads += 1;
+        last = read.batch;
+        rows.extend(read.rows);
+        assert!(read.more || rows.len() == messages.len(), "no more after {} rows", rows.len());
+    }
+    assert!(reads >= 5, "only {reads} reads");
+    for (row, message) in rows.iter().zip(&messages) {
+        assert!(row.message.payload == message.payload && row.message.headers == message.headers);
+    }
+    assert!(rows.iter().all(|row| row.message.weight() < LARGEST));
+    session.claim(through(last)).await.unwrap();
+    read_nothing(&mut session).await;
+    assert_eq!(trial.store.status().await.unwrap().pending, 0);
 }
 
 /// Whatever it does, and however often.

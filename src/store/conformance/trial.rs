@@ -114,6 +114,18 @@ impl<F: Fixture> Trial<F> {
         self.store.register(&spec(name)).await.unwrap()
     }
 
+    /// Has the server end this connection. False where there is no server: then the case says so, and has nothing to show.
+    pub async fn end_connection(&self, case: &str, connection: &mut Connection<F>) -> bool {
+        let Some((number, kill)) = F::KILL else {
+            eprintln!("{case}: {} has no connections that could be lost", F::Store::NAME);
+            return false;
+        };
+        let number = F::number(connection, number).await.unwrap();
+        let mut other = self.store.pool().acquire().await.unwrap();
+        F::run(&mut other, &kill.replace("{}", &number.to_string())).await.unwrap();
+        true
+    }
+
     /// Parks a message together with its inbox row, in one committed transaction.
     pub async fn park(&self, consumer: ConsumerId, message: &Message, park_as: ParkAs) {
         let mut tx = self.store.begin(consumer).await.unwrap();

@@ -1,23 +1,29 @@
 //! Statements of the sql handler on MySQL and MariaDB.
 //!
-//! Values keep their digits: a whole number that fits is bound as an integer, any other number as its text, which the server
-//! turns into the column's type exactly (DECIMAL) or refuses (strict mode). Nothing passes through a float on the way.
+//! Values keep their digits. The server knows of no parameter what type it is to have, and counts with text as with a float: so a
+//! whole number is bound as an integer, signed or not, and any other as its digits cast to a DECIMAL of exactly so many. A time
+//! is bound as one, because no column takes the form that it has in a payload.
 
 use std::collections::BTreeMap;
 
 use sqlx::mysql::MySqlArguments;
-use sqlx::{Arguments, MySqlConnection};
+use sqlx::{Arguments, AssertSqlSafe, MySqlConnection};
 
 use super::MySqlStore;
 use crate::error::StoreError;
 use crate::store::{Dialect, Piece, SqlValue, Statements};
 
-/// A statement with a `?` for each parameter, in order.
+/// Digits of a DECIMAL, and those of them behind the point.
+const DIGITS_MAX: usize = 65;
+const SCALE_MAX: usize = 30;
+
+/// A statement, taken apart at its parameters.
 #[derive(Debug)]
 pub struct MySqlStatement {
-    // Interned for the life of the program: a handler's statements are few, and sqlx keeps prepared what is `'static`.
-    sql: &'static str,
-    names: Vec<String>,
+    /// With a `?` for each parameter. Interned for the life of the program: a handler's statements are few, and sqlx keeps prepared
+    /// what is `'static`.
+    plain: &'static str,
+    pieces: Vec<Piece>,
 }
 
 impl Statements for MySqlStore {
@@ -28,19 +34,9 @@ impl Statements for MySqlStore {
     }
 
     async fn prepare(&self, pieces: &[Piece]) -> Result<MySqlStatement, StoreError> {
-        let (mut sql, mut names) = (String::new(), Vec::new());
-        for piece in pieces {
-            match piece {
-                Piece::Text(text) => sql.push_str(text),
-                Piece::Param(name) => {
-                    sql.push('?');
-                    names.push(name.clone());
-                }
-            }
-        }
-        let sql: &'static str = String::leak(sql);
-        self.pool.acquire().await?.prepare(sql).await?;
-        Ok(MySqlStatement { sql, names })
+        let plain: &'static str = String::leak(text(pieces, |_| "?".to_owned()));
+        self.pool.acquire().await?.prepare(plain).await?;
+        Ok(MySqlStatement { plain, pieces: pieces.to_vec() })
     }
 
     async fn execute(
@@ -49,19 +45,134 @@ impl Statements for MySqlStore {
         values: &BTreeMap<String, SqlValue>,
     ) -> Result<u64, StoreError> {
         let mut arguments = MySqlArguments::default();
-        for name in &statement.names {
+        let mut casts: BTreeMap<&str, String> = BTreeMap::new();
+        for piece in &statement.pieces {
+            let Piece::Param(name) = piece else { continue };
             let added = match values.get(name) {
                 None | Some(SqlValue::Null) => arguments.add(None::<String>),
                 Some(SqlValue::Bool(value)) => arguments.add(i64::from(*value)),
-                Some(SqlValue::Number(digits)) => match digits.parse::<i64>() {
-                    Ok(number) => arguments.add(number),
-                    Err(_) => arguments.add(digits.clone()),
+                Some(SqlValue::Number(digits)) => match Exact::of(digits) {
+                    Exact::Signed(number) => arguments.add(number),
+                    Exact::Unsigned(number) => arguments.add(number),
+                    Exact::Decimal { digits, scale } => {
+                        casts.insert(name, format!("cast(? as decimal({DIGITS_MAX},{scale}))"));
+                        arguments.add(digits)
+                    }
+                    Exact::Beyond => arguments.add(digits.clone()),
                 },
+                Some(SqlValue::Time(time)) => arguments.add(*time),
                 Some(SqlValue::Text(text) | SqlValue::Json(text)) => arguments.add(text.clone()),
                 Some(SqlValue::Bytes(bytes)) => arguments.add(bytes.clone()),
             };
             added.map_err(|error| StoreError::Corrupt(error.to_string()))?;
         }
-        Ok(sqlx::query_with(statement.sql, arguments).execute(connection).await?.rows_affected())
+        let done = if casts.is_empty() {
+            sqlx::query_with(statement.plain, arguments).execute(connection).await?
+        } else {
+            let sql = text(&statement.pieces, |name| casts.get(name).map_or("?", String::as_str).to_owned());
+            sqlx::query_with(AssertSqlSafe(sql), arguments).execute(connection).await?
+        };
+        Ok(done.rows_affected())
+    }
+}
+
+/// The statement with something for each parameter.
+fn text(pieces: &[Piece], parameter: impl Fn(&str) -> String) -> String {
+    let piece = |piece: &Piece| match piece {
+        Piece::Text(text) => text.clone(),
+        Piece::Param(name) => parameter(name),
+    };
+    pieces.iter().map(piece).collect()
+}
+
+/// A number as the server holds it without loss.
+#[derive(Debug, PartialEq, Eq)]
+enum Exact {
+    Signed(i64),
+    Unsigned(u64),
+    /// Plain digits, so many of them behind the point.
+    Decimal {
+        digits: String,
+        scale: usize,
+    },
+    /// More digits than a DECIMAL has: the column decides what becomes of the text.
+    Beyond,
+}
+
+impl Exact {
+    /// From the text of a JSON number.
+    fn of(text: &str) -> Self {
+        if let Ok(number) = text.parse() {
+            return Self::Signed(number);
+        }
+        if let Ok(number) = text.parse() {
+            return Self::Unsigned(number);
+        }
+        decimal(text).unwrap_or(Self::Beyond)
+    }
+}
+
+fn decimal(text: &str) -> Option<Exact> {
+    let (mantissa, exponent) = text.split_once(['e', 'E']).unwrap_or((text, "0"));
+    let exponent: i64 = exponent.parse().ok().filter(|exponent: &i64| exponent.unsigned_abs() <= DIGITS_MAX as u64)?;
+    let (sign, mantissa) = mantissa.strip_prefix('-').map_or(("", mantissa), |mantissa| ("-", mantissa));
+    let (whole, fraction) = mantissa.split_once('.').unwrap_or((mantissa, ""));
+    let mut digits = format!("{whole}{fraction}");
+    // Where the point stands in `digits`.
+    let mut point = i64::try_from(whole.len()).ok()? + exponent;
+    if point < 1 {
+        let zeros = usize::try_from(1 - point).ok()?;
+        digits.insert_str(0, &"0".repeat(zeros));
+        point = 1;
+    }
+    let point = usize::try_from(point).ok()?;
+    digits.extend(std::iter::repeat_n('0', point.saturating_sub(digits.len())));
+    let (whole, fraction) = digits.split_at(point);
+    let whole = whole.trim_start_matches('0');
+    if fraction.len() > SCALE_MAX || whole.len() + fraction.len() > DIGITS_MAX {
+        return None;
+    }
+    let whole = if whole.is_empty() { "0" } else { whole };
+    let digits = if fraction.is_empty() { format!("{sign}{whole}") } else { format!("{sign}{whole}.{fraction}") };
+    Some(Exact::Decimal { digits, scale: fraction.len() })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn shown(text: &str) -> String {
+        match Exact::of(text) {
+            Exact::Signed(number) => format!("i {number}"),
+            Exact::Unsigned(number) => format!("u {number}"),
+            Exact::Decimal { digits, scale } => format!("{scale} {digits}"),
+            Exact::Beyond => "beyond".to_owned(),
+        }
+    }
+
+    #[test]
+    fn numbers_keep_their_digits() {
+        for (text, wanted) in [
+            ("-9223372036854775808", "i -9223372036854775808"),
+            ("9007199254740993", "i 9007199254740993"),
+            ("18446744073709551615", "u 18446744073709551615"),
+            ("18446744073709551616", "0 18446744073709551616"),
+            ("12345678901234567890.10", "2 12345678901234567890.10"),
+            ("-0.5", "1 -0.5"),
+            ("0.10", "2 0.10"),
+            ("1.5e3", "0 1500"),
+            ("1.2345e2", "2 123.45"),
+            ("-12E-4", "4 -0.0012"),
+            ("0e0", "0 0"),
+            ("1e64", &format!("0 1{}", "0".repeat(64))),
+            ("1e65", "beyond"),
+            ("1e-31", "beyond"),
+            ("1e400", "beyond"),
+            ("1e99999999999999999999", "beyond"),
+        ] {
+            assert_eq!(shown(text), wanted, "{text}");
+        }
+        assert_eq!(shown(&format!("{}.{}", "9".repeat(35), "9".repeat(30))).split(' ').next(), Some("30"));
+        assert_eq!(shown(&format!("{}.{}", "9".repeat(36), "9".repeat(30))), "beyond");
     }
 }

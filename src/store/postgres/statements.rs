@@ -11,6 +11,7 @@ use sqlx::{Arguments, AssertSqlSafe, Either, PgConnection, Row, Statement};
 
 use super::PostgresStore;
 use crate::error::StoreError;
+use crate::message::wire;
 use crate::store::bounded::Ask;
 use crate::store::{Dialect, Piece, SqlValue, Statements};
 
@@ -40,9 +41,10 @@ impl Statements for PostgresStore {
             _ => Vec::new(),
         };
         let mut types = Vec::with_capacity(oids.len());
+        // Without a modifier: `character` and `bit` alone would mean one character and one bit, and cut the rest off.
         for oid in oids {
             let name: String =
-                sqlx::query("select format_type($1, null)").bind(oid).one(&mut connection).await?.try_get(0)?;
+                sqlx::query("select format_type($1, -1)").bind(oid).one(&mut connection).await?.try_get(0)?;
             types.push(name);
         }
         let type_of = |number: usize| types.get(number - 1).map_or("text", String::as_str);
@@ -95,6 +97,7 @@ fn text_of(name: &str, value: &SqlValue, wants_bytes: bool) -> Result<Option<Str
         SqlValue::Bytes(bytes) => String::from_utf8(bytes.clone())
             .map_err(|_| StoreError::Corrupt(format!("the parameter `{name}` is bytes that are no text")))?,
         SqlValue::Bool(value) => value.to_string(),
+        SqlValue::Time(time) => wire::format_time(*time),
         SqlValue::Number(text) | SqlValue::Text(text) | SqlValue::Json(text) => text.clone(),
     };
     if wants_bytes {

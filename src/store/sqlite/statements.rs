@@ -1,7 +1,8 @@
 //! Statements of the sql handler on SQLite.
 //!
-//! Values keep their digits: a whole number that fits is bound as an integer, any other number as its text, to which the
-//! column's affinity applies. Nothing passes through a float on the way.
+//! Values keep their digits: a whole number that fits is bound as an integer, any other number as its text. Nothing passes through a
+//! float on the way; what the column makes of it is SQLite's: it has no decimal type, so a column that must keep more than fifteen
+//! digits is declared TEXT.
 
 use std::collections::BTreeMap;
 
@@ -10,6 +11,7 @@ use sqlx::{Arguments, Executor, SqliteConnection};
 
 use super::connect::SqliteStore;
 use crate::error::StoreError;
+use crate::message::wire;
 use crate::store::{Base, Dialect, Piece, SqlValue, Statements};
 
 /// A statement with a `?` for each parameter, in order.
@@ -58,6 +60,7 @@ impl Statements for SqliteStore {
                     Ok(number) => arguments.add(number),
                     Err(_) => arguments.add(digits.clone()),
                 },
+                Some(SqlValue::Time(time)) => arguments.add(wire::format_time(*time)),
                 Some(SqlValue::Text(text) | SqlValue::Json(text)) => arguments.add(text.clone()),
                 Some(SqlValue::Bytes(bytes)) => arguments.add(bytes.clone()),
             };
