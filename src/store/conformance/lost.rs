@@ -21,7 +21,7 @@ async fn run<F: Fixture>(
     let lane = waiting.lane_id().unwrap();
     let outcome = match statement {
         "admit" => tx.admit(&[entry]).await.map(drop),
-        "blocked" => tx.blocked(&[lane]).await.map(drop),
+        "blocked" => tx.standing(&[lane]).await.map(drop),
         "park" => tx.park(&[parked(&message("other", "1"), ParkAs::Behind)]).await,
         "forget" => tx.forget(&[entry.id]).await,
         "finish" => {
