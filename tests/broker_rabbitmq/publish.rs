@@ -109,14 +109,15 @@ async fn r20_given_up_by_name_a_nack_reorders() {
     corner.config.pipeline_per_key = true;
     corner.queue_of(&corner.queue(), &corner.topic, &small(20)).await;
     let mut reordered = false;
-    for _ in 0..10 {
+    // The first round shows it on a quiet machine; on a busy one the queue may drain in step with the window for many rounds.
+    for _ in 0..60 {
         let (log, _) = relay_through_a_full_queue(&corner, 6, 2_000).await;
         reordered |= !in_order(&log);
         if reordered {
             break;
         }
     }
-    assert!(reordered, "ten rounds on a full queue kept the order: then R20 would cost for nothing");
+    assert!(reordered, "sixty rounds on a full queue kept the order: then R20 would cost for nothing");
     let queue = corner.queue();
     corner.clean(&[&queue]).await;
 }
