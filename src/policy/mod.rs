@@ -17,6 +17,7 @@
 //! | [`suspicion`] | which deliveries run alone, with the attempt written first | R26 |
 //! | [`split`] | how a failed batch is run again | R27 |
 //! | [`horizon`] | what is too old or from the future, and how long the inbox must remember | R31 |
+//! | [`operation`] | what a second request is, and what becomes of it | O1 to O29 |
 //!
 //! Not here: SQL, brokers, tasks and timers (`store`, `broker`, `runtime`), and the words for metrics (`observe`).
 

@@ -29,6 +29,9 @@ impl Decimal {
     /// `unscaled` divided by ten to the power of `scale`: 1250 and 2 are 12.5.
     #[must_use]
     pub fn new(mut unscaled: i128, mut scale: u32) -> Self {
+        if unscaled == 0 {
+            scale = 0;
+        }
         while scale > 0 && unscaled % 10 == 0 {
             unscaled /= 10;
             scale -= 1;

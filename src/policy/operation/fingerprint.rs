@@ -17,7 +17,7 @@ use std::ops::RangeInclusive;
 use std::str::FromStr;
 
 use super::canonical::FingerprintWriter;
-use super::identity::OperationName;
+use super::identity::{IdentityError, OperationName};
 use super::keyring::{Keyring, Kid};
 use super::{framed, hex, unhex};
 
@@ -84,18 +84,25 @@ pub struct Fingerprinter {
     keyring: Keyring,
 }
 
-/// The version to write cannot be read.
+/// Settings under which an operation's fingerprints cannot be written.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("`write_version` of {operation} is {asked}: this program writes versions {oldest} to {newest}")]
-pub struct WriteVersionError {
-    /// The operation.
-    pub operation: OperationName,
-    /// What was asked for.
-    pub asked: u32,
-    /// The oldest version that can be written.
-    pub oldest: u32,
-    /// The newest version that can be written.
-    pub newest: u32,
+#[non_exhaustive]
+pub enum FingerprinterError {
+    /// The command's operation has no usable name.
+    #[error(transparent)]
+    Operation(#[from] IdentityError),
+    /// The version to write is none that can be read.
+    #[error("`write_version` of {operation} is {asked}: this program writes versions {oldest} to {newest}")]
+    WriteVersion {
+        /// The operation.
+        operation: OperationName,
+        /// What was asked for.
+        asked: u32,
+        /// The oldest version that can be written.
+        oldest: u32,
+        /// The newest version that can be written.
+        newest: u32,
+    },
 }
 
 impl Fingerprinter {
@@ -109,13 +116,22 @@ impl Fingerprinter {
         readable: RangeInclusive<u32>,
         write_version: Option<u32>,
         keyring: Keyring,
-    ) -> Result<Self, WriteVersionError> {
+    ) -> Result<Self, FingerprinterError> {
         let write_version = write_version.unwrap_or(*readable.end());
         if !readable.contains(&write_version) {
             let (oldest, newest) = readable.into_inner();
-            return Err(WriteVersionError { operation, asked: write_version, oldest, newest });
+            return Err(FingerprinterError::WriteVersion { operation, asked: write_version, oldest, newest });
         }
         Ok(Self { operation, readable, write_version, keyring })
+    }
+
+    /// For a typed command.
+    ///
+    /// # Errors
+    ///
+    /// Its operation has no usable name, or `write_version` is none of its versions.
+    pub fn of<C: IdempotentCommand>(write_version: Option<u32>, keyring: Keyring) -> Result<Self, FingerprinterError> {
+        Self::new(C::OPERATION.parse()?, C::OLDEST..=C::VERSION, write_version, keyring)
     }
 
     /// The fingerprint under which a new record is written.
@@ -279,9 +295,13 @@ mod tests {
         assert!(version(&plain(1)).starts_with("1:sha256:"));
         assert!(version(&fingerprinter(1..=2, None, ring("sha256"))).starts_with("2:sha256:"));
         assert!(version(&fingerprinter(1..=2, None, ring("k1"))).starts_with("2:k1:"));
-        let operation: OperationName = Payment::OPERATION.parse().expect("a name");
-        let error = Fingerprinter::new(operation, 1..=2, Some(3), Keyring::plain()).expect_err("not writable");
-        assert_eq!((error.asked, error.oldest, error.newest), (3, 1, 2));
+        let newest = Fingerprinter::of::<Payment>(None, Keyring::plain()).expect("settings");
+        assert_eq!((newest.readable(), newest.operation().as_str()), (1..=2, Payment::OPERATION));
+        for asked in [0, 3] {
+            let error = Fingerprinter::of::<Payment>(Some(asked), Keyring::plain()).expect_err("not writable");
+            let expected = format!("`write_version` of create_payment is {asked}: this program writes versions 1 to 2");
+            assert_eq!(error.to_string(), expected);
+        }
     }
 
     #[test]

@@ -313,52 +313,59 @@ fn mutants() -> Vec<Mutant> {
     let repeat = Decision::TakeOver(TakeOver::Repeatable);
     let mutant = |breaks, table| Mutant { breaks, table };
     vec![
-        mutant("m12", instead(Decision::KeyRequired, Decision::PassThrough)),
-        mutant("m40", without(Decision::Look).into_iter().chain([Row { then: Decision::Claim, ..TABLE[0] }]).collect()),
-        mutant("m40", instead(Decision::WrongRecord, Decision::Replay)),
-        mutant("o20", without(Decision::PrincipalMismatch)),
-        mutant("o20", instead(Decision::PrincipalMismatch, Decision::Mismatch)),
+        mutant("m12:", instead(Decision::KeyRequired, Decision::PassThrough)),
+        mutant("m40:", instead(Decision::Look, Decision::Claim)),
+        mutant("m40:", instead(Decision::WrongRecord, Decision::Replay)),
+        mutant("o20:", without(Decision::PrincipalMismatch)),
+        mutant("o20:", instead(Decision::PrincipalMismatch, Decision::Mismatch)),
         mutant("o21: what cannot", instead(Decision::FingerprintUnreadable, Decision::Mismatch)),
         mutant("o21: what nobody", instead(Decision::FingerprintTooOld, Decision::Mismatch)),
-        mutant("m26 m27", without(Decision::Mismatch)),
-        mutant("m26 m27", first(Decision::Replay)),
+        mutant("m26 m27:", without(Decision::Mismatch)),
+        mutant("m26 m27:", first(Decision::Replay)),
         mutant("m27: nothing", first(Decision::Reclaim)),
-        mutant("o2", instead(Decision::MarkUnknown(Lost::StaleEdge), repeat)),
-        mutant("o2", wide(Decision::TakeOver(TakeOver::Bridged), |when| when.mode = None)),
-        mutant("o2", wide(repeat, |when| when.reconciles = None)),
-        mutant("o1", first(Decision::InProgress(InProgress::Conflict))),
-        mutant("o1", without(Decision::MarkUnknown(Lost::CommittedClaim))),
-        mutant("o3", ahead(Row { when: state(&[State::InProgress]), then: Decision::Expired })),
-        mutant("o3", ahead(Row { when: state(&[State::UnknownRequiresRecovery]), then: Decision::ExecuteAsNew })),
-        mutant("o4", without(Decision::ExecuteAsNew)),
-        mutant("o4", wide(Decision::ExecuteAsNew, |when| when.state = Some(&[State::Expired, State::FailedRetryable]))),
-        mutant("m42", instead(Decision::NotRetained, Decision::Reclaim)),
-        mutant("m68", wide(Decision::Replay, |when| when.body = None)),
+        mutant("o2:", instead(Decision::MarkUnknown(Lost::StaleEdge), repeat)),
+        mutant("o2:", wide(Decision::TakeOver(TakeOver::Bridged), |when| when.mode = None)),
+        mutant("o2:", wide(repeat, |when| when.reconciles = None)),
+        mutant("o1:", first(Decision::InProgress(InProgress::Conflict))),
+        mutant("o1:", without(Decision::MarkUnknown(Lost::CommittedClaim))),
+        mutant("o3:", ahead(Row { when: state(&[State::InProgress]), then: Decision::Expired })),
+        mutant("o3:", ahead(Row { when: state(&[State::UnknownRequiresRecovery]), then: Decision::ExecuteAsNew })),
+        mutant("o4:", without(Decision::ExecuteAsNew)),
         mutant(
-            "m47",
+            "o4:",
+            wide(Decision::ExecuteAsNew, |when| when.state = Some(&[State::Expired, State::FailedRetryable])),
+        ),
+        mutant("m42:", instead(Decision::NotRetained, Decision::Reclaim)),
+        mutant("m68:", wide(Decision::Replay, |when| when.body = None)),
+        mutant(
+            "m47:",
             wide(Decision::Reclaim, |when| when.state = Some(&[State::FailedRetryable, State::FailedReplayable])),
         ),
-        mutant("o9", instead(Decision::Recover, Decision::TakeOver(TakeOver::Bridged))),
-        mutant("m46", without(Decision::RecoveryPending)),
-        mutant("m43", instead(Decision::InProgress(InProgress::Wait), Decision::InProgress(InProgress::Conflict))),
+        mutant("o9:", instead(Decision::Recover, Decision::TakeOver(TakeOver::Bridged))),
+        mutant("m46:", without(Decision::RecoveryPending)),
+        mutant("m43:", instead(Decision::InProgress(InProgress::Wait), Decision::InProgress(InProgress::Conflict))),
         mutant(
-            "o19",
+            "o19:",
             wide(Decision::Claim, |when| when.seen = Some(&[Seen::Nothing, Seen::Busy]))
                 .into_iter()
                 .filter(|row| row.when.seen != Some(&[Seen::Running, Seen::Busy]))
                 .collect(),
         ),
-        mutant("o19", instead(Decision::InProgress(InProgress::Conflict), Decision::InProgress(InProgress::Accepted))),
-        mutant("o23", without(Decision::Expired)),
-        mutant("o23", without(Decision::KeyFromTheFuture)),
-        mutant("o11", instead(Decision::UnknownOutcome, Decision::Reclaim)),
-        mutant("m60", instead(Decision::StoreUnavailable, Decision::Claim)),
+        mutant("o19:", instead(Decision::InProgress(InProgress::Conflict), Decision::InProgress(InProgress::Accepted))),
+        mutant("o23:", without(Decision::Expired)),
+        mutant("o23:", without(Decision::KeyFromTheFuture)),
+        mutant("o11:", instead(Decision::UnknownOutcome, Decision::Reclaim)),
+        mutant("m60:", instead(Decision::StoreUnavailable, Decision::Claim)),
     ]
 }
 
 #[test]
 fn every_property_of_the_table_is_broken_by_a_mutant_and_every_mutant_breaks_its_property() {
     let mutants = mutants();
+    for mutant in &mutants {
+        let named = PROPERTIES.iter().filter(|(name, _)| name.starts_with(mutant.breaks)).count();
+        assert_eq!(named, 1, "{} names one property", mutant.breaks);
+    }
     for (number, mutant) in mutants.iter().enumerate() {
         let killed =
             cases().any(|facts| broken(&mutant.table, &facts).iter().any(|name| name.starts_with(mutant.breaks)));
