@@ -127,11 +127,13 @@ create table oncebox_operation_intent (
     outcome         text,                              -- what is proven; null: nothing
     settled_at      integer,                           -- when it was proven
     primary key (operation_id, effect),
-    unique (adapter, provider_key),
     check (strategy in ('key', 'query', 'key_and_query', 'none', 'repeatable')),
     check ((outcome is null or outcome in ('succeeded', 'failed', 'not-sent')) and (outcome is null) = (settled_at is null)),
     check (sends > 0 and last_sent_at >= first_sent_at)
 );
+
+-- Serves the promise that no two effects share a key.
+create unique index oncebox_operation_intent_provider_key on oncebox_operation_intent (adapter, provider_key);
 
 -- What was seen of providers and of runs that lost their lease; appended by anybody, never fenced, never changed.
 create table oncebox_operation_evidence (

@@ -159,6 +159,8 @@ async fn careless<F: Fixture>(connection: &mut Connection<F>, sql: &str) {
 }
 
 /// Everything that a handler may do to its transaction, with and without taking its effects back.
+///
+/// Shown by: no comparison of the transaction id; a savepoint that is gone taken for proof.
 pub async fn o1_a_handler_that_ends_its_transaction_never_completes<F: Fixture>(trial: &Trial<F>) {
     let ends: [&[&str]; 6] = [
         &["commit"],

@@ -167,6 +167,8 @@ pub async fn o3_an_answer_comes_back_as_it_was<F: Fixture>(trial: &Trial<F>) {
 }
 
 /// A lease is judged by the database; while it lives nobody takes the claim, and a heartbeat makes it live.
+///
+/// Shown by: a lease that always counts as over.
 pub async fn o2_a_claim_is_taken_over_only_when_its_lease_is_over<F: Fixture>(trial: &Trial<F>) {
     let claim = KeyClaim { lease: SHORT, ..claim(Mode::Bridged, "k", 1) };
     let owner = take(trial, &claim).await;
@@ -193,6 +195,8 @@ pub async fn r22_a_claim_whose_lease_is_longer_than_its_length_is_stale<F: Fixtu
 }
 
 /// Its heartbeat, outcome and release change nothing, and the new owner's stand.
+///
+/// Shown by: a completion that does not compare the token.
 pub async fn o2_an_owner_that_was_taken_over_changes_nothing<F: Fixture>(trial: &Trial<F>) {
     let claim = KeyClaim { lease: SHORT, ..claim(Mode::Bridged, "k", 1) };
     let old = take(trial, &claim).await;
@@ -257,6 +261,8 @@ pub async fn o11_a_release_frees_the_key_only_while_it_runs<F: Fixture>(trial: &
 }
 
 /// One fenced UPDATE, of an edge claim whose lease is over; its old owner writes nothing more.
+///
+/// Shown by: a lease that always counts as over.
 pub async fn o11_a_stale_edge_claim_becomes_unknown_once<F: Fixture>(trial: &Trial<F>) {
     let live = claim(Mode::Edge, "live", 1);
     take(trial, &live).await;
@@ -301,6 +307,8 @@ pub async fn o29_what_failed_with_nothing_outstanding_runs_again<F: Fixture>(tri
 }
 
 /// One UPDATE, one winner, a new run; and only after the time is over.
+///
+/// Shown by: a renewal that does not compare `expires_at`.
 pub async fn o4_a_key_is_used_anew_only_after_its_time<F: Fixture>(trial: &Trial<F>) {
     let first = claim(Mode::Edge, "k", 1);
     let owner = take(trial, &first).await;
@@ -355,6 +363,8 @@ pub async fn m99_bodies_go_and_their_records_stay<F: Fixture>(trial: &Trial<F>) 
 }
 
 /// Age is no reason: what runs and what nobody knows stays. What goes leaves its bound (O23), in bounded batches.
+///
+/// Shown by: a purge by age where there is no outcome (PostgreSQL).
 pub async fn m100_a_purge_takes_only_what_has_its_outcome<F: Fixture>(trial: &Trial<F>) {
     let operation = claim(Mode::Edge, "k", 1).identity.operation().clone();
     let (running, unknown) = (claim(Mode::Edge, "running", 1), claim(Mode::Edge, "unknown", 1));

@@ -29,7 +29,7 @@ const DUPLICATE: u16 = 1062;
 /// Microseconds since 1970.
 macro_rules! micros {
     ($time:literal) => {
-        concat!("timestampdiff(microsecond, timestamp'1970-01-01', ", $time, ")")
+        concat!("timestampdiff(microsecond, timestamp'1970-01-01 00:00:00', ", $time, ")")
     };
 }
 

@@ -73,15 +73,15 @@ macro_rules! insert {
 }
 
 /// A claim in a transaction of its own.
-const INSERT: &str = concat!(insert!("IN_PROGRESS"), " on conflict (key_digest) do nothing");
-const INSERT_UNKNOWN: &str = concat!(insert!("UNKNOWN_REQUIRES_RECOVERY"), " on conflict (key_digest) do nothing");
+const INSERT: &str = concat!(insert!("IN_PROGRESS"), " on conflict do nothing");
+const INSERT_UNKNOWN: &str = concat!(insert!("UNKNOWN_REQUIRES_RECOVERY"), " on conflict do nothing");
 
 /// The try-lock of O15 and the insert in one round trip: no lock, no insert.
 const LOCK_AND_INSERT: &str = concat!(
     "with locked as materialized (select pg_try_advisory_xact_lock($11) as got), \
      claimed as (",
     insert!("IN_PROGRESS"),
-    " from locked where locked.got on conflict (key_digest) do nothing returning pg_current_xact_id()::text as token) \
+    " from locked where locked.got on conflict do nothing returning pg_current_xact_id()::text as token) \
      select locked.got, (select token from claimed) from locked"
 );
 

@@ -58,7 +58,7 @@ macro_rules! insert {
             now_ms!(),
             ", ",
             now_ms!(),
-            ") on conflict (key_digest) do nothing"
+            ") on conflict do nothing"
         )
     };
 }
