@@ -1,7 +1,7 @@
 //! Where state lives: the traits that a database adapter fulfils, one per duty.
 //!
 //! One adapter, one folder, the same file names in each: `connect`, `door`, `schema`, `check`, `relay`, `inbox`, `waiting`,
-//! `operator`, `mailbox`. The suite in [`conformance`] (feature `testing`) is the executable definition and runs on any
+//! `operator`, `mailbox`, `operations`. The suite in [`conformance`] (feature `testing`) is the executable definition and runs on any
 //! adapter.
 //!
 //! Guarantees: time is the database's own; every change of relay state is fenced by an epoch; no statement decides from a
@@ -14,6 +14,7 @@ mod bounded;
 mod door;
 mod inbox;
 mod mailbox;
+mod operations;
 mod operator;
 mod relay;
 mod schema;
@@ -40,6 +41,10 @@ pub use inbox::{
     Admission, ConsumerId, ConsumerSpec, Inbox, InboxEntry, InboxTx, Known, ParkAs, Parked, Proof, Purged, Standing,
 };
 pub use mailbox::{EmailOutcome, EmailToSend, Mailbox, NewEmail};
+pub use operations::{
+    Answer, AnswerBody, Basis, Begun, KeyClaim, Claimed, Fenced, KeptBody, Look, OperationStats, OperationTx, Operations,
+    Outcome, Owned,
+};
 pub use operator::{
     ActContext, ConsumerStatus, DeadFilter, DeadMessage, DeadPlace, HistoryEntry, Operator, OperatorAct,
     OperatorOutcome, ShardStatus, Status,
@@ -71,9 +76,9 @@ pub trait Base: Clone + Debug + Send + Sync + 'static {
 }
 
 /// A database adapter: all duties together.
-pub trait Store: Schema + Outbox + Inbox + Waiting + Operator + Mailbox + Statements {}
+pub trait Store: Schema + Outbox + Inbox + Waiting + Operator + Mailbox + Operations + Statements {}
 
-impl<S: Schema + Outbox + Inbox + Waiting + Operator + Mailbox + Statements> Store for S {}
+impl<S: Schema + Outbox + Inbox + Waiting + Operator + Mailbox + Operations + Statements> Store for S {}
 
 /// How a store connects; the URL decides which adapter.
 #[derive(Debug, Clone, PartialEq, Eq)]

@@ -10,12 +10,14 @@
 #![allow(clippy::unwrap_used)]
 
 pub mod door;
+pub mod door_a;
 pub mod fencing;
 pub mod held;
 pub mod inbox;
 mod limits;
 pub mod lost;
 pub mod mailbox;
+pub mod operations;
 pub mod operator;
 pub mod proof;
 pub mod purge;
@@ -194,6 +196,36 @@ macro_rules! store_conformance {
                 r31_an_old_outbox_row_needs_a_new_id,
                 r31_redriving_what_left_no_inbox_row_inserts_it,
             ];
+            operations: [
+                m39_of_twenty_claims_at_once_one_owns,
+                m42_what_refuses_a_claim_is_returned_whole,
+                o16_keys_and_tenants_that_differ_in_one_byte_are_different,
+                o3_an_answer_comes_back_as_it_was,
+                o2_a_claim_is_taken_over_only_when_its_lease_is_over,
+                r22_a_claim_whose_lease_is_longer_than_its_length_is_stale,
+                o2_an_owner_that_was_taken_over_changes_nothing,
+                o2_a_bridged_outcome_goes_with_the_handlers_transaction,
+                o11_a_release_frees_the_key_only_while_it_runs,
+                o11_a_stale_edge_claim_becomes_unknown_once,
+                o29_what_failed_with_nothing_outstanding_runs_again,
+                o4_a_key_is_used_anew_only_after_its_time,
+                m99_bodies_go_and_their_records_stay,
+                m100_a_purge_takes_only_what_has_its_outcome,
+                m103_what_is_open_is_counted,
+                o2_a_claim_of_another_door_is_refused,
+            ];
+            door_a: [
+                m50_claim_effects_messages_and_answer_commit_together,
+                o29_a_dropped_operation_leaves_nothing,
+                o15_a_duplicate_of_an_open_operation_is_locked_and_does_not_wait,
+                m41_of_many_at_once_one_has_its_effect,
+                o1_a_rejection_is_remembered_without_its_effects,
+                o1_a_handler_that_ends_its_transaction_never_completes,
+                o1_an_error_that_was_swallowed_never_commits_half,
+                o1_a_table_made_by_the_handler_never_splits_the_transaction,
+                o4_door_a_runs_again_what_it_may,
+                o2_an_operation_of_another_mode_is_refused_at_door_a,
+            ];
             mailbox: [
                 an_email_is_one_row_for_its_unique_key,
                 an_email_goes_with_its_transaction,
@@ -223,11 +255,13 @@ mod tests {
         let list = include_str!("conformance.rs");
         let sources = [
             include_str!("conformance/door.rs"),
+            include_str!("conformance/door_a.rs"),
             include_str!("conformance/fencing.rs"),
             include_str!("conformance/held.rs"),
             include_str!("conformance/inbox.rs"),
             include_str!("conformance/lost.rs"),
             include_str!("conformance/mailbox.rs"),
+            include_str!("conformance/operations.rs"),
             include_str!("conformance/operator.rs"),
             include_str!("conformance/proof.rs"),
             include_str!("conformance/purge.rs"),

@@ -15,6 +15,7 @@ mod connect;
 mod door;
 mod inbox;
 mod mailbox;
+mod operations;
 mod operator;
 mod relay;
 mod schema;
@@ -27,6 +28,7 @@ use std::time::Duration;
 use sqlx::{MySql, MySqlPool};
 
 pub use self::inbox::MySqlInboxTx;
+pub use self::operations::MySqlOperationTx;
 pub use self::relay::MySqlSession;
 use super::Base;
 use super::bounded::BoundedPool;

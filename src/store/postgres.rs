@@ -16,6 +16,7 @@ mod diverted;
 mod door;
 mod inbox;
 mod mailbox;
+mod operations;
 mod operator;
 mod partitions;
 mod read;
@@ -33,6 +34,7 @@ use sqlx::Postgres;
 use sqlx::postgres::PgPool;
 
 pub use inbox::PostgresTx;
+pub use operations::PostgresOperationTx;
 pub use relay::PostgresSession;
 pub use statements::PostgresStatement;
 

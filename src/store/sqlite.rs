@@ -19,6 +19,7 @@ mod door;
 mod inbox;
 mod mailbox;
 mod message;
+mod operations;
 mod operator;
 #[cfg(test)]
 mod plans;
@@ -30,6 +31,7 @@ mod write;
 
 pub use connect::SqliteStore;
 pub use inbox::SqliteInboxTx;
+pub use operations::SqliteOperationTx;
 pub use relay::SqliteSession;
 
 /// Milliseconds since 1970 by the database's clock, as SQL.

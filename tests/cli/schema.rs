@@ -62,7 +62,7 @@ fn a_database_without_the_schema_ends_every_program_with_3_and_is_left_as_it_is(
 fn migrations_newer_than_the_program_knows_end_it_with_3() {
     let place = Place::migrated();
     place.sql("insert into oncebox_migration values (99, 'later', x'00', 0)");
-    let words = ["version 99", "this program knows up to 3", "update the program"];
+    let words = ["version 99", "this program knows up to 4", "update the program"];
     all_end_with_3(&place, &words);
     place.oncebox(&["migrate", "up"]).run().fails(3, &words);
     let listed = place.oncebox(&["migrate", "status"]).run().stdout;
@@ -80,10 +80,10 @@ fn migrations_newer_than_the_program_knows_end_it_with_3() {
 #[test]
 fn migrations_older_than_the_program_needs_end_it_with_3_and_name_the_remedy() {
     let place = Place::migrated();
-    place.sql("delete from oncebox_migration where version = 3");
-    all_end_with_3(&place, &["version 2", "needs 3", "run `oncebox migrate up`"]);
+    place.sql("delete from oncebox_migration where version = 4");
+    all_end_with_3(&place, &["version 3", "needs 4", "run `oncebox migrate up`"]);
     let listed = place.oncebox(&["migrate", "status"]).run().stdout;
-    assert!(listed.contains("2  applied") && listed.contains("3  missing"), "{listed}");
+    assert!(listed.contains("3  applied") && listed.contains("4  missing"), "{listed}");
 }
 
 /// Shown by comparing checksums in `migrate up` only: the publisher runs.
@@ -102,7 +102,7 @@ fn a_migration_that_was_applied_with_another_text_ends_every_program_with_3() {
     place.sql(r"update oncebox.migration set checksum = '\x00' where version = 2");
     all_end_with_3(&place, &words);
     place.oncebox(&["migrate", "up"]).run().fails(3, &words);
-    place.sql(r"update oncebox.migration set version = 99 where version = 3");
+    place.sql(r"update oncebox.migration set version = 99 where version = 4");
     all_end_with_3(&place, &["version 99", "update the program"]);
     place.oncebox(&["migrate", "up"]).run().fails(3, &["version 99"]);
 }
@@ -111,13 +111,13 @@ fn a_migration_that_was_applied_with_another_text_ends_every_program_with_3() {
 fn migrating_twice_applies_nothing_the_second_time_and_status_shows_it() {
     let place = Place::new();
     let listed = place.oncebox(&["migrate", "status"]).run().stdout;
-    assert_eq!(listed.matches("missing").count(), 3, "{listed}");
-    assert_eq!(place.oncebox(&["migrate", "up"]).run().ok(), "applied 1\napplied 2\napplied 3\n");
+    assert_eq!(listed.matches("missing").count(), 4, "{listed}");
+    assert_eq!(place.oncebox(&["migrate", "up"]).run().ok(), "applied 1\napplied 2\napplied 3\napplied 4\n");
     assert_eq!(place.oncebox(&["migrate", "up"]).run().ok(), "nothing to apply\n");
     assert_eq!(place.oncebox(&["migrate", "up", "--output", "json"]).run().json()["applied"], serde_json::json!([]));
     let listed = place.oncebox(&["migrate", "status", "--output", "json"]).run().json();
     let rows = listed["migrations"].as_array().unwrap();
-    assert!(rows.len() == 3 && rows.iter().all(|row| row["applied"] == true), "{listed}");
+    assert!(rows.len() == 4 && rows.iter().all(|row| row["applied"] == true), "{listed}");
 }
 
 /// Shown by printing the texts of the migrations alone: the programs do not know that they were applied.

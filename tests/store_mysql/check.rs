@@ -89,7 +89,7 @@ async fn a_migrator_without_super_gets_the_schema_under_binary_logging_and_the_f
     .await;
     let options = oncebox::store::StoreOptions::new(db.url.replace("root@", "app:x@"));
     let store = oncebox::store::mysql::MySqlStore::connect(&options).await.unwrap();
-    assert_eq!(store.migrate().await.unwrap(), [1, 2, 3]);
+    assert_eq!(store.migrate().await.unwrap(), [1, 2, 3, 4]);
     let findings = store.check().await.unwrap();
     assert_eq!(find(&findings, "SQL door").severity, Severity::Warning);
     assert!(findings.iter().all(|finding| finding.severity != Severity::Refused), "{findings:?}");

@@ -16,13 +16,13 @@ async fn migrations_run_twice_and_at_once_and_say_what_they_did() {
     let (one, two) = tokio::join!(db.store.migrate(), db.store.migrate());
     let mut applied = [one.unwrap(), two.unwrap()];
     applied.sort();
-    assert_eq!(applied, [vec![], vec![1, 2, 3]], "one of them applies all, the other waits and finds nothing to do");
-    assert_eq!(db.store.schema().await.unwrap(), SchemaState::Current(3));
+    assert_eq!(applied, [vec![], vec![1, 2, 3, 4]], "one of them applies all, the other waits and finds nothing to do");
+    assert_eq!(db.store.schema().await.unwrap(), SchemaState::Current(4));
     assert!(db.store.migrate().await.unwrap().is_empty());
 
     execute(&mut db.app().await, "insert into oncebox_migration values (99, 'from the future', utc_timestamp(6))")
         .await;
-    assert_eq!(db.store.schema().await.unwrap(), SchemaState::Newer { found: 99, known: 3 });
+    assert_eq!(db.store.schema().await.unwrap(), SchemaState::Newer { found: 99, known: 4 });
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -32,9 +32,9 @@ async fn a_migration_that_was_cut_off_is_finished_by_the_next_run() {
     let mut app = db.app().await;
     execute(&mut app, "delete from oncebox_migration where version = 1; drop table oncebox_email, oncebox_audit").await;
     execute(&mut app, "drop procedure oncebox_enqueue_p; delete from oncebox_migration where version = 2").await;
-    assert_eq!(db.store.schema().await.unwrap(), SchemaState::Old { found: 3, needed: 3 });
+    assert_eq!(db.store.schema().await.unwrap(), SchemaState::Old { found: 4, needed: 4 });
     assert_eq!(db.store.migrate().await.unwrap(), [1, 2]);
-    assert_eq!(db.store.schema().await.unwrap(), SchemaState::Current(3));
+    assert_eq!(db.store.schema().await.unwrap(), SchemaState::Current(4));
     assert_eq!(db.count("oncebox_email").await, 0);
     execute(&mut app, "call oncebox_enqueue_p('t', null, 'k', '', null, null, null, @id)").await;
 }

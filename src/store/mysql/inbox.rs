@@ -32,12 +32,12 @@ use crate::store::{
 };
 
 /// `autocommit = 0` until the connection is back in the pool, which sets it up anew.
-const START_HANDLER: &str = "set session autocommit = 0; start transaction";
+pub(super) const START_HANDLER: &str = "set session autocommit = 0; start transaction";
 
 /// A row of the inbox was there already.
 const DUPLICATE: u16 = 1062;
 /// There is no such savepoint: the transaction it stood in has ended.
-const NO_SAVEPOINT: u16 = 1305;
+pub(super) const NO_SAVEPOINT: u16 = 1305;
 
 /// The transaction around a handler.
 #[derive(Debug)]
@@ -482,7 +482,7 @@ async fn standing(
 }
 
 /// A name that no handler can have by chance.
-fn savepoint_name() -> String {
+pub(super) fn savepoint_name() -> String {
     format!("oncebox_{}", hex(&token()))
 }
 

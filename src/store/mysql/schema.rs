@@ -25,6 +25,11 @@ const MIGRATIONS: &[MigrationText] = &[
         description: "the function oncebox_enqueue, where the server allows it",
         sql: include_str!("../../../migrations/mysql/0003_function.sql"),
     },
+    MigrationText {
+        version: 4,
+        description: "operations",
+        sql: include_str!("../../../migrations/mysql/0004_operations.sql"),
+    },
 ];
 
 /// The migration whose last statement a server may forbid.

@@ -232,7 +232,7 @@ async fn drop_emptied(
 }
 
 /// Runs statements in one transaction with short waits; false where something stood in the way, and nothing was changed.
-async fn attempt(connection: &mut Bounded<Postgres>, statements: &str) -> Result<bool, StoreError> {
+pub(super) async fn attempt(connection: &mut Bounded<Postgres>, statements: &str) -> Result<bool, StoreError> {
     connection.begin(BEGIN).await?;
     match raw_sql(AssertSqlSafe(format!("{LOCK_WAIT}; {statements}"))).run(&mut *connection).await {
         Ok(_) => {

@@ -11,7 +11,7 @@ use crate::error::StoreError;
 use crate::store::bounded::{Ask, Bounded};
 use crate::store::{AppliedMigration, Finding, MigrationText, Schema, SchemaState};
 
-const MIGRATIONS: [MigrationText; 3] = [
+const MIGRATIONS: [MigrationText; 4] = [
     MigrationText {
         version: 1,
         description: "outbox, shards, dead and held rows, partitions",
@@ -26,6 +26,11 @@ const MIGRATIONS: [MigrationText; 3] = [
         version: 3,
         description: "inbox, waiting messages, e-mails, audit",
         sql: include_str!("../../../migrations/postgres/0003_inbox.sql"),
+    },
+    MigrationText {
+        version: 4,
+        description: "operations: idempotency records, bodies, phases",
+        sql: include_str!("../../../migrations/postgres/0004_operations.sql"),
     },
 ];
 

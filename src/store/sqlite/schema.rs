@@ -23,6 +23,11 @@ const MIGRATIONS: &[MigrationText] = &[
         description: "operator and e-mail",
         sql: include_str!("../../../migrations/sqlite/0003_operator_email.sql"),
     },
+    MigrationText {
+        version: 4,
+        description: "operations",
+        sql: include_str!("../../../migrations/sqlite/0004_operations.sql"),
+    },
 ];
 
 const MIGRATION_TABLE: &str = "\

@@ -1,0 +1,303 @@
+-- Operations: which request was first used for what, in what state it is, who owns it, and what is answered (O1 to O29).
+
+-- Claims and metadata ---------------------------------------------------------------------------------------------------------
+
+create table oncebox.idempotency_request (
+  key_digest         bytea not null,
+  tenant             bytea not null,
+  operation          bytea not null,
+  key                bytea not null,
+  principal          text not null,
+  fingerprint        text not null,
+  mode               text not null,
+  state              text not null,
+  epoch              bigint not null default 1,
+  owner              uuid,
+  lease_until        timestamptz,
+  lease_seconds      double precision,
+  generation         bigint not null default 1,
+  operation_id       uuid not null,
+  attempts           integer not null default 1,
+  created_at         timestamptz not null default clock_timestamp(),
+  updated_at         timestamptz not null default clock_timestamp(),
+  outcome_at         timestamptz,
+  expires_at         timestamptz,
+  answer_status      integer,
+  schema_version     bigint,
+  body               text,
+  body_expires_at    timestamptz,
+  resource_kind      text,
+  resource_id        text,
+  resource_location  text,
+  error_code         text,
+  constraint idempotency_request_pkey primary key (key_digest),
+  constraint idempotency_request_operation_id unique (operation_id),
+  constraint idempotency_request_digest check (octet_length(key_digest) = 32),
+  constraint idempotency_request_mode check (mode in ('same_tx', 'bridged', 'edge', 'phased')),
+  constraint idempotency_request_state check
+    (state in ('IN_PROGRESS', 'COMPLETED', 'FAILED_REPLAYABLE', 'FAILED_RETRYABLE', 'UNKNOWN_REQUIRES_RECOVERY')),
+  constraint idempotency_request_lease check ((owner is null) = (lease_until is null) and (owner is null) = (lease_seconds is null)),
+  constraint idempotency_request_owned check ((owner is not null) = (state = 'IN_PROGRESS' and mode in ('bridged', 'edge'))),
+  constraint idempotency_request_outcome check
+    ((outcome_at is not null) = (state in ('COMPLETED', 'FAILED_REPLAYABLE', 'FAILED_RETRYABLE'))
+     and (outcome_at is null) = (expires_at is null) and (outcome_at is null or expires_at >= outcome_at)),
+  constraint idempotency_request_answer check
+    ((answer_status is null) = (schema_version is null) and (answer_status is null) = (body is null)
+     and (answer_status is null or outcome_at is not null)
+     and (answer_status is not null or state not in ('COMPLETED', 'FAILED_REPLAYABLE'))),
+  constraint idempotency_request_body check
+    ((body is null or body in ('kept', 'reference', 'oversize', 'stream', 'withheld', 'purged'))
+     and (body is not distinct from 'kept') = (body_expires_at is not null)),
+  constraint idempotency_request_resource check
+    ((resource_kind is null) = (resource_id is null) and (resource_kind is not null or resource_location is null)
+     and (body is distinct from 'reference' or resource_kind is not null)),
+  constraint idempotency_request_error check (error_code is null or state in ('FAILED_REPLAYABLE', 'FAILED_RETRYABLE')),
+  constraint idempotency_request_counted check (epoch > 0 and generation > 0 and attempts > 0)
+);
+create index idempotency_request_open on oncebox.idempotency_request (state, created_at) include (tenant)
+  where state in ('IN_PROGRESS', 'UNKNOWN_REQUIRES_RECOVERY');
+create index idempotency_request_purge on oncebox.idempotency_request (operation, outcome_at) where outcome_at is not null;
+comment on table oncebox.idempotency_request is 'one row per (tenant, operation, key): claim, state, owner, and what is kept of the answer; the body has a table and a life of its own';
+comment on column oncebox.idempotency_request.key_digest is 'SHA-256 of tenant, operation and key, each behind its length: the identity (O16)';
+comment on column oncebox.idempotency_request.tenant is 'tenant from authentication, compared on read; empty: the public scope';
+comment on column oncebox.idempotency_request.operation is 'name of the operation';
+comment on column oncebox.idempotency_request.key is 'the Idempotency-Key, byte for byte';
+comment on column oncebox.idempotency_request.principal is 'keyed hash of the principal of the first request: kid:hex (O20)';
+comment on column oncebox.idempotency_request.fingerprint is 'hash of the command: version:kid:hex (O21)';
+comment on column oncebox.idempotency_request.mode is 'who claimed it: same_tx, bridged, edge or phased; says what a claim without outcome means (O2)';
+comment on column oncebox.idempotency_request.state is 'IN_PROGRESS, COMPLETED, FAILED_REPLAYABLE, FAILED_RETRYABLE or UNKNOWN_REQUIRES_RECOVERY; expiry is derived from expires_at';
+comment on column oncebox.idempotency_request.epoch is 'raised by every change of owner; a write of an older one changes nothing';
+comment on column oncebox.idempotency_request.owner is 'token of the process that runs it; null in modes same_tx (its transaction owns it) and phased (the operation row has the lease)';
+comment on column oncebox.idempotency_request.lease_until is 'end of the lease, by the clock of the database';
+comment on column oncebox.idempotency_request.lease_seconds is 'length of the lease; one that ends later than now plus this counts as over, for the clock went back';
+comment on column oncebox.idempotency_request.generation is 'raised when the key is used anew after its time was over (O4)';
+comment on column oncebox.idempotency_request.operation_id is 'identity of the run of this generation; every downstream identity is derived from it';
+comment on column oncebox.idempotency_request.attempts is 'how often this generation was begun';
+comment on column oncebox.idempotency_request.created_at is 'when it was claimed first';
+comment on column oncebox.idempotency_request.updated_at is 'when it last changed';
+comment on column oncebox.idempotency_request.outcome_at is 'when its outcome became known; every lifetime counts from here (O3)';
+comment on column oncebox.idempotency_request.expires_at is 'when its answer is no longer promised; null while there is no outcome: such a row never expires';
+comment on column oncebox.idempotency_request.answer_status is 'HTTP status, or the code of gRPC';
+comment on column oncebox.idempotency_request.schema_version is 'version of the schema that the body was written in';
+comment on column oncebox.idempotency_request.body is 'kept: in idempotency_body until body_expires_at; reference: the resource; oversize, stream, withheld, purged: not kept, and never made by a second run';
+comment on column oncebox.idempotency_request.body_expires_at is 'until when the body is kept; after it, the body counts as purged';
+comment on column oncebox.idempotency_request.resource_kind is 'kind of the resource that was made';
+comment on column oncebox.idempotency_request.resource_id is 'its id';
+comment on column oncebox.idempotency_request.resource_location is 'its URL';
+comment on column oncebox.idempotency_request.error_code is 'code of the failure';
+comment on index oncebox.idempotency_request_pkey is 'serves every claim, look and fenced write: the unique key is the arbiter';
+comment on index oncebox.idempotency_request_operation_id is 'serves operation resources and resolve: the record of an operation';
+comment on index oncebox.idempotency_request_open is 'serves counts and the oldest of what has no outcome, and quotas of tenants';
+comment on index oncebox.idempotency_request_purge is 'serves the purge: one operation, oldest outcome first';
+
+-- Bodies of answers, range-partitioned by the end of their life so that old ones go whole. Its own life: the claim, which stays
+-- unique, cannot be partitioned by time. The DEFAULT partition takes bodies kept longer than ranges are made ahead.
+create table oncebox.idempotency_body (
+  key_digest  bytea not null,
+  epoch       bigint not null,
+  expires_at  timestamptz not null,
+  headers     bytea not null,
+  bytes       bytea not null,
+  format      integer not null,
+  kid         text,
+  constraint idempotency_body_pkey primary key (key_digest, epoch, expires_at)
+) partition by range (expires_at);
+create index idempotency_body_expires_at on oncebox.idempotency_body (expires_at);
+comment on table oncebox.idempotency_body is 'headers and bytes of stored answers, until their own end';
+comment on column oncebox.idempotency_body.key_digest is 'as in idempotency_request';
+comment on column oncebox.idempotency_body.epoch is 'epoch of the run that completed with it';
+comment on column oncebox.idempotency_body.expires_at is 'end of its life: body_expires_at of the request';
+comment on column oncebox.idempotency_body.headers is 'list of names and values, each behind its length in four bytes, in order; names may repeat';
+comment on column oncebox.idempotency_body.bytes is 'the body: plain, compressed or encrypted, as format says';
+comment on column oncebox.idempotency_body.format is 'how headers and bytes are written';
+comment on column oncebox.idempotency_body.kid is 'id of the key that encrypted it; null: not encrypted';
+comment on index oncebox.idempotency_body_pkey is 'serves the replay: the body of one completion, in one partition';
+comment on index oncebox.idempotency_body_expires_at is 'serves the expiry of what stands in the DEFAULT partition';
+
+-- As oncebox.attach_inbox_range: a separate table with a CHECK, then ATTACH (R8).
+create function oncebox.attach_body_range(range_from timestamptz, range_to timestamptz) returns text
+language plpgsql volatile set search_path = oncebox, pg_temp as $$
+declare
+  made text := format('idempotency_body_p%s', to_char(range_from at time zone 'UTC', 'YYYYMMDDHH24MISS'));
+begin
+  execute format('create table oncebox.%I (like oncebox.idempotency_body including defaults including constraints including indexes including storage)', made);
+  execute format('alter table oncebox.%I add constraint %I check (expires_at >= %L and expires_at < %L)', made, made || '_range', range_from, range_to);
+  execute format('comment on table oncebox.%I is %L', made, format('bodies that end from %s to before %s', range_from at time zone 'UTC', range_to at time zone 'UTC'));
+  execute format('alter table oncebox.idempotency_body attach partition oncebox.%I for values from (%L) to (%L)', made, range_from, range_to);
+  return made;
+end
+$$;
+comment on function oncebox.attach_body_range(timestamptz, timestamptz) is 'makes a partition for bodies whose life ends in that time span';
+
+create table oncebox.idempotency_body_default (like oncebox.idempotency_body including defaults including constraints including indexes including storage);
+comment on table oncebox.idempotency_body_default is 'bodies for whose end no partition was made';
+alter table oncebox.idempotency_body attach partition oncebox.idempotency_body_default default;
+-- Nobody writes here yet, so the first ranges may begin in the past.
+select oncebox.attach_body_range(day, day + interval '1 day')
+  from generate_series(date_trunc('day', now() at time zone 'UTC') at time zone 'UTC' - interval '1 day',
+                       date_trunc('day', now() at time zone 'UTC') at time zone 'UTC' + interval '34 days', interval '1 day') day;
+
+create table oncebox.idempotency_purge (
+  operation     bytea not null,
+  purged_below  timestamptz not null,
+  constraint idempotency_purge_pkey primary key (operation)
+);
+comment on table oncebox.idempotency_purge is 'how far records of an operation were purged: a key whose time lies below may have had one (O23)';
+comment on column oncebox.idempotency_purge.operation is 'name of the operation';
+comment on column oncebox.idempotency_purge.purged_below is 'bound of the purge; never lowered';
+comment on index oncebox.idempotency_purge_pkey is 'serves every look: the bound of one operation';
+
+-- Phased operations -----------------------------------------------------------------------------------------------------------
+
+create table oncebox.operation (
+  operation_id   uuid not null,
+  key_digest     bytea not null,
+  flow           text not null,
+  flow_version   integer not null,
+  point          text not null,
+  state          text not null,
+  command        bytea not null,
+  command_kid    text,
+  epoch          bigint not null default 1,
+  owner          uuid,
+  lease_until    timestamptz,
+  lease_seconds  double precision,
+  attempts       integer not null default 0,
+  due_at         timestamptz,
+  parked         text,
+  created_at     timestamptz not null default clock_timestamp(),
+  updated_at     timestamptz not null default clock_timestamp(),
+  outcome_at     timestamptz,
+  expires_at     timestamptz,
+  constraint operation_pkey primary key (operation_id),
+  constraint operation_digest check (octet_length(key_digest) = 32),
+  constraint operation_state check
+    (state in ('RECEIVED', 'LOCAL', 'OUTSTANDING', 'SETTLED', 'SUCCEEDED', 'FAILED', 'UNKNOWN')),
+  constraint operation_lease check ((owner is null) = (lease_until is null) and (owner is null) = (lease_seconds is null)),
+  constraint operation_outcome check
+    ((outcome_at is not null) = (state in ('SUCCEEDED', 'FAILED')) and (outcome_at is null) = (expires_at is null)
+     and (outcome_at is null or (owner is null and parked is null))),
+  constraint operation_due check ((due_at is not null) = (outcome_at is null and parked is null)),
+  constraint operation_parked check (parked is null or owner is null),
+  constraint operation_counted check (epoch > 0 and attempts >= 0 and flow_version >= 0)
+);
+create index operation_due on oncebox.operation (flow, due_at) where due_at is not null;
+create index operation_parked on oncebox.operation (updated_at) where parked is not null;
+comment on table oncebox.operation is 'operations in phases: where each stands, who drives it, and the command to go on with; no provider is called inside a transaction';
+comment on column oncebox.operation.operation_id is 'identity of the operation; provider keys and ids of messages are derived from it';
+comment on column oncebox.operation.key_digest is 'the idempotency record that it answers';
+comment on column oncebox.operation.flow is 'name of the operation, under which its phases are registered';
+comment on column oncebox.operation.flow_version is 'version of its phases; a worker takes only versions that it has';
+comment on column oncebox.operation.point is 'recovery point that was reached last';
+comment on column oncebox.operation.state is 'stage of that point: RECEIVED, LOCAL, OUTSTANDING, SETTLED, SUCCEEDED, FAILED or UNKNOWN';
+comment on column oncebox.operation.command is 'canonical bytes of the command, through the body cipher';
+comment on column oncebox.operation.command_kid is 'id of the key that encrypted it; null: not encrypted';
+comment on column oncebox.operation.epoch is 'raised by every change of owner; a phase of an older one changes nothing';
+comment on column oncebox.operation.owner is 'token of the process that drives it; null: nobody';
+comment on column oncebox.operation.lease_until is 'end of the lease, by the clock of the database';
+comment on column oncebox.operation.lease_seconds is 'length of the lease; one that ends later than now plus this counts as over, for the clock went back';
+comment on column oncebox.operation.attempts is 'recoveries counted; a provider that is away counts none';
+comment on column oncebox.operation.due_at is 'recovery may take it from then on, when nobody holds the lease; null: it has its outcome, or is parked';
+comment on column oncebox.operation.parked is 'why it waits for an operator; null: it does not';
+comment on column oncebox.operation.created_at is 'when its first phase was committed';
+comment on column oncebox.operation.updated_at is 'when it last changed';
+comment on column oncebox.operation.outcome_at is 'when its outcome became known';
+comment on column oncebox.operation.expires_at is 'as in idempotency_request';
+comment on index oncebox.operation_pkey is 'serves phases, resources and resolve: one operation';
+comment on index oncebox.operation_due is 'serves recovery: due operations of a flow';
+comment on index oncebox.operation_parked is 'serves operations list: what waits for an operator, longest first';
+
+create table oncebox.operation_intent (
+  operation_id     uuid not null,
+  effect           text not null,
+  strategy         text not null,
+  provider_key     text not null,
+  request          bytea not null,
+  request_kid      text,
+  adapter          text not null,
+  adapter_version  integer not null,
+  first_sent_at    timestamptz not null default clock_timestamp(),
+  last_sent_at     timestamptz not null default clock_timestamp(),
+  sends            integer not null default 1,
+  outcome          text,
+  settled_at       timestamptz,
+  constraint operation_intent_pkey primary key (operation_id, effect),
+  constraint operation_intent_provider_key unique (adapter, provider_key),
+  constraint operation_intent_strategy check (strategy in ('key', 'query', 'key_and_query', 'none', 'repeatable')),
+  constraint operation_intent_outcome check
+    ((outcome is null or outcome in ('succeeded', 'failed', 'not-sent')) and (outcome is null) = (settled_at is null)),
+  constraint operation_intent_sends check (sends > 0 and last_sent_at >= first_sent_at)
+);
+comment on table oncebox.operation_intent is 'calls of outside providers, committed before the first send; the key of an effect never changes (O5, O7)';
+comment on column oncebox.operation_intent.operation_id is 'operation';
+comment on column oncebox.operation_intent.effect is 'name of the effect inside the operation';
+comment on column oncebox.operation_intent.strategy is 'what may be done when no answer came: key, query, key_and_query, none or repeatable (O6)';
+comment on column oncebox.operation_intent.provider_key is 'idempotency key for the provider, derived from the operation id';
+comment on column oncebox.operation_intent.request is 'exact bytes of the request: every resend sends these';
+comment on column oncebox.operation_intent.request_kid is 'id of the key that encrypted them; null: not encrypted';
+comment on column oncebox.operation_intent.adapter is 'adapter of the provider';
+comment on column oncebox.operation_intent.adapter_version is 'its version when the bytes were made';
+comment on column oncebox.operation_intent.first_sent_at is 'when the first send was allowed; the provider window counts from here';
+comment on column oncebox.operation_intent.last_sent_at is 'when the last send was allowed';
+comment on column oncebox.operation_intent.sends is 'sends that were begun';
+comment on column oncebox.operation_intent.outcome is 'what is proven: succeeded, failed or not-sent; null: nothing';
+comment on column oncebox.operation_intent.settled_at is 'when it was proven';
+comment on index oncebox.operation_intent_pkey is 'serves phases and recovery: the intents of one operation';
+comment on index oncebox.operation_intent_provider_key is 'serves the promise that no two effects share a key';
+
+create table oncebox.operation_evidence (
+  evidence_id   bigint not null generated always as identity,
+  operation_id  uuid not null,
+  effect        text not null,
+  epoch         bigint not null,
+  send          integer not null,
+  kind          text not null,
+  verdict       text not null,
+  status        integer,
+  bytes         bytea not null,
+  bytes_kid     text,
+  observed_at   timestamptz not null default clock_timestamp(),
+  constraint operation_evidence_pkey primary key (evidence_id),
+  constraint operation_evidence_kind check (kind in ('answer', 'query', 'error', 'operator', 'run')),
+  constraint operation_evidence_verdict check (verdict in ('success', 'failure', 'not-sent', 'wait', 'indefinite'))
+);
+create index operation_evidence_operation_id on oncebox.operation_evidence (operation_id, evidence_id);
+comment on table oncebox.operation_evidence is 'what was seen of providers and of runs that lost their lease; appended by anybody, never fenced, never changed (O8)';
+comment on column oncebox.operation_evidence.evidence_id is 'order of arrival';
+comment on column oncebox.operation_evidence.operation_id is 'operation';
+comment on column oncebox.operation_evidence.effect is 'effect inside the operation; empty: the run itself';
+comment on column oncebox.operation_evidence.epoch is 'epoch of who saw it, perhaps no longer the owner';
+comment on column oncebox.operation_evidence.send is 'which send it answers; 0: none';
+comment on column oncebox.operation_evidence.kind is 'answer, query, error, operator, or run: the result of a handler that lost its lease';
+comment on column oncebox.operation_evidence.verdict is 'what it proves by O7: success, failure, not-sent; wait or indefinite: nothing';
+comment on column oncebox.operation_evidence.status is 'status of the provider';
+comment on column oncebox.operation_evidence.bytes is 'what was seen';
+comment on column oncebox.operation_evidence.bytes_kid is 'id of the key that encrypted them; null: not encrypted';
+comment on column oncebox.operation_evidence.observed_at is 'when it was stored';
+comment on index oncebox.operation_evidence_pkey is 'serves evidence in order of arrival';
+comment on index oncebox.operation_evidence_operation_id is 'serves recovery and resolve: the evidence of one operation';
+
+create table oncebox.deployment (
+  only_row       boolean not null default true,
+  deployment_id  uuid not null,
+  created_at     timestamptz not null default clock_timestamp(),
+  constraint deployment_pkey primary key (only_row),
+  constraint deployment_only_row check (only_row)
+);
+comment on table oncebox.deployment is 'which deployment this database belongs to; nothing is sent to providers where the configuration names another: a copy must not charge (O22)';
+comment on column oncebox.deployment.only_row is 'always true: there is one row';
+comment on column oncebox.deployment.deployment_id is 'id that stands in the configuration too';
+comment on column oncebox.deployment.created_at is 'when it was made';
+comment on index oncebox.deployment_pkey is 'serves the check before sending: the only row';
+insert into oncebox.deployment (deployment_id) values (gen_random_uuid());
+
+-- What operators do with keys and operations.
+alter table oncebox.audit drop constraint audit_act;
+alter table oncebox.audit add constraint audit_act check (act in ('redrive', 'redrive-as', 'discard', 'release', 'purge', 'retry', 'resolve'));
+comment on table oncebox.audit is 'what operators did with dead messages, keys and operations';
+comment on column oncebox.audit.act is 'redrive, redrive-as (a new id), discard; of keys and operations: release, purge, retry, resolve';
+comment on column oncebox.audit.number is 'the number that dead list showed: o and a position, or c and a consumer row; of a key the hexadecimal digits of its digest';
+comment on column oncebox.audit.message_id is 'the message, or the operation';
+comment on column oncebox.audit.topic is 'its topic, or the name of the operation';
+
+revoke execute on all functions in schema oncebox from public;

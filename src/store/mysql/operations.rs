@@ -1,0 +1,348 @@
+//! Idempotency records, and the transaction of door A.
+//!
+//! Guarantees: the primary key of fixed binary values decides who executes (O16, R24); every other write is one statement that
+//! compares the epoch it saw; door A never waits for another claim of its key (O17), and its outcome is written only while the
+//! savepoint set after the claim stands (O1, R23).
+
+mod expiry;
+mod tx;
+
+use std::time::Duration;
+
+use sqlx::mysql::MySqlArguments;
+use sqlx::{AssertSqlSafe, MySqlConnection, Row};
+
+pub use self::tx::MySqlOperationTx;
+
+use super::schema::number;
+use super::{MySqlStore, START};
+use crate::error::StoreError;
+use crate::policy::operation::retention::Retention;
+use crate::policy::operation::{Identity, Mode, OperationName, Record, State};
+use crate::store::bounded::Ask;
+use crate::store::operations::stored::{Columns, body_of, look_of, pack};
+use crate::store::{Basis, Begun, KeyClaim, Claimed, Fenced, KeptBody, Look, OperationStats, Operations, Outcome, Owned};
+
+/// A record of the key was there already.
+const DUPLICATE: u16 = 1062;
+
+/// Microseconds since 1970.
+macro_rules! micros {
+    ($time:literal) => {
+        concat!("timestampdiff(microsecond, timestamp'1970-01-01 00:00:00', ", $time, ")")
+    };
+}
+
+/// As [`look_of`] reads it. The lease of a phased record is that of its operation (O9).
+const FIND: &str = concat!(
+    "select ",
+    micros!("n.at"),
+    ", ",
+    micros!("p.purged_below"),
+    ", r.tenant, r.operation, r.`key`, r.principal, r.fingerprint, r.mode, r.state, r.epoch, ",
+    micros!("coalesce(r.lease_until, o.lease_until)"),
+    ", cast(round(coalesce(r.lease_seconds, o.lease_seconds) * 1000000) as signed), r.generation, r.operation_id, \
+     cast(r.attempts as signed), cast(o.parked is not null as signed), ",
+    micros!("r.created_at"),
+    ", ",
+    micros!("r.outcome_at"),
+    ", ",
+    micros!("r.expires_at"),
+    ", cast(r.answer_status as signed), r.schema_version, r.body, ",
+    micros!("r.body_expires_at"),
+    ", r.resource_kind, r.resource_id, r.resource_location \
+     from (select utc_timestamp(6) as at) n \
+     left join oncebox_idempotency_purge p on p.operation = ? \
+     left join oncebox_idempotency_request r on r.key_digest = ? \
+     left join oncebox_operation o on r.mode = 'phased' and o.operation_id = r.operation_id"
+);
+
+/// A lease that is over, also one that was written before the clock went back (R22).
+macro_rules! lease_is_over {
+    () => {
+        "(lease_until <= utc_timestamp(6) or lease_until > utc_timestamp(6) + interval round(lease_seconds * 1000000) microsecond)"
+    };
+}
+
+/// Inserts a claim; its state is a parameter.
+macro_rules! insert {
+    () => {
+        "insert into oncebox_idempotency_request (key_digest, tenant, operation, `key`, principal, fingerprint, mode, state, epoch, \
+           owner, lease_until, lease_seconds, generation, operation_id, attempts, created_at, updated_at) \
+         values (?, ?, ?, ?, ?, ?, ?, ?, 1, ?, utc_timestamp(6) + interval round(? * 1000000) microsecond, ?, 1, ?, 1, \
+           utc_timestamp(6), utc_timestamp(6))"
+    };
+}
+
+/// A claim in a transaction of its own.
+const INSERT: &str = insert!();
+/// Door A's: it waits for nobody on MariaDB, and one second on MySQL, where [`tx`] sets that (O17).
+const INSERT_AT_ONCE: &str = concat!("/*M! set statement innodb_lock_wait_timeout = 0 for */ ", insert!());
+
+/// A claim on a record that was seen; what must still hold follows.
+const RENEW: &str = "update oncebox_idempotency_request \
+    set principal = ?, fingerprint = ?, mode = ?, state = 'IN_PROGRESS', epoch = epoch + 1, owner = ?, \
+        lease_until = utc_timestamp(6) + interval round(? * 1000000) microsecond, lease_seconds = ?, generation = ?, \
+        operation_id = ?, attempts = ?, updated_at = utc_timestamp(6), outcome_at = null, expires_at = null, \
+        answer_status = null, schema_version = null, body = null, body_expires_at = null, resource_kind = null, \
+        resource_id = null, resource_location = null, error_code = null \
+  where key_digest = ? and epoch = ? and ";
+
+const FINISH: &str = "update oncebox_idempotency_request \
+    set state = ?, owner = null, lease_until = null, lease_seconds = null, updated_at = utc_timestamp(6), \
+        outcome_at = if(? is null, null, utc_timestamp(6)), \
+        expires_at = utc_timestamp(6) + interval ? microsecond, answer_status = ?, schema_version = ?, body = ?, \
+        body_expires_at = utc_timestamp(6) + interval ? microsecond, resource_kind = ?, resource_id = ?, resource_location = ?, \
+        error_code = ? \
+  where key_digest = ? and epoch = ? and owner <=> ? and state = 'IN_PROGRESS'";
+
+impl Operations for MySqlStore {
+    type Operation = MySqlOperationTx;
+
+    async fn find(&self, identity: &Identity) -> Result<Look, StoreError> {
+        find(self.pool.acquire().await?.plain(), identity).await
+    }
+
+    async fn body(&self, record: &Record) -> Result<Option<KeptBody>, StoreError> {
+        let row = sqlx::query(
+            "select b.headers, b.bytes, cast(b.format as signed), b.kid from oncebox_idempotency_request r \
+             join oncebox_idempotency_body b on b.key_digest = r.key_digest and b.epoch = r.epoch \
+             where r.key_digest = ? and r.epoch = ? and r.body_expires_at > utc_timestamp(6)",
+        )
+        .bind(record.identity.digest().to_vec())
+        .bind(record.epoch)
+        .optional(&self.pool)
+        .await?;
+        row.as_ref().map(body_of).transpose()
+    }
+
+    async fn claim(&self, claim: &KeyClaim, basis: Basis<'_>) -> Result<Claimed, StoreError> {
+        claim.requires(&[Mode::Bridged, Mode::Edge])?;
+        let owned = claim.owned(basis);
+        let mut connection = self.pool.acquire().await?;
+        if stake(connection.plain(), INSERT, claim, basis, &owned).await? {
+            return Ok(Claimed::Owned(owned));
+        }
+        let found = find(connection.plain(), &claim.identity).await?.record;
+        Ok(found.map_or(Claimed::Vanished, |record| Claimed::Existing(Box::new(record))))
+    }
+
+    async fn heartbeat(&self, owned: &Owned, lease: Duration) -> Result<Fenced, StoreError> {
+        let beat = sqlx::query(
+            "update oncebox_idempotency_request set lease_until = utc_timestamp(6) + interval round(? * 1000000) microsecond, \
+             lease_seconds = ?, updated_at = utc_timestamp(6) where key_digest = ? and epoch = ? and owner = ? and state = 'IN_PROGRESS'",
+        );
+        let beat = beat.bind(lease.as_secs_f64()).bind(lease.as_secs_f64());
+        Ok(Fenced::rows(fence(beat, owned).run(&self.pool).await?.rows_affected()))
+    }
+
+    async fn finish(&self, owned: &Owned, outcome: &Outcome, retention: &Retention) -> Result<Fenced, StoreError> {
+        let mut transaction = self.pool.begin(START).await?;
+        let fenced = finish(transaction.plain(), owned, outcome, retention).await?;
+        transaction.commit().await?;
+        Ok(fenced)
+    }
+
+    async fn finish_in(
+        connection: &mut MySqlConnection,
+        owned: &Owned,
+        outcome: &Outcome,
+        retention: &Retention,
+    ) -> Result<Fenced, StoreError> {
+        finish(connection, owned, outcome, retention).await
+    }
+
+    async fn release(&self, owned: &Owned) -> Result<Fenced, StoreError> {
+        let release = sqlx::query(
+            "delete from oncebox_idempotency_request where key_digest = ? and epoch = ? and owner = ? and state = 'IN_PROGRESS'",
+        );
+        Ok(Fenced::rows(fence(release, owned).run(&self.pool).await?.rows_affected()))
+    }
+
+    async fn mark_unknown(&self, seen: &Record) -> Result<Fenced, StoreError> {
+        let done = sqlx::query(concat!(
+            "update oncebox_idempotency_request set state = 'UNKNOWN_REQUIRES_RECOVERY', epoch = epoch + 1, owner = null, \
+             lease_until = null, lease_seconds = null, updated_at = utc_timestamp(6) \
+             where key_digest = ? and epoch = ? and state = 'IN_PROGRESS' and (mode = 'same_tx' or (mode = 'edge' and ",
+            lease_is_over!(),
+            "))"
+        ))
+        .bind(seen.identity.digest().to_vec())
+        .bind(seen.epoch)
+        .run(&self.pool)
+        .await?;
+        Ok(Fenced::rows(done.rows_affected()))
+    }
+
+    async fn insert_unknown(&self, claim: &KeyClaim) -> Result<Fenced, StoreError> {
+        let nobodys = Owned { owner: None, ..claim.owned(Basis::New) };
+        let state = State::UnknownRequiresRecovery;
+        match insert(INSERT, claim, state, &nobodys).run(&self.pool).await {
+            Ok(_) => Ok(Fenced::Done),
+            Err(error) if number(&error) == Some(DUPLICATE) => Ok(Fenced::LostOwnership),
+            Err(error) => Err(error.into()),
+        }
+    }
+
+    async fn begin_operation(
+        &self,
+        claim: &KeyClaim,
+        basis: Basis<'_>,
+        _: Duration,
+    ) -> Result<Begun<MySqlOperationTx>, StoreError> {
+        claim.requires(&[Mode::SameTx])?;
+        tx::begin_operation(self, claim, basis).await
+    }
+
+    async fn expire_bodies(&self, limit: u32) -> Result<u64, StoreError> {
+        expiry::expire_bodies(self, limit).await
+    }
+
+    async fn purge_keys(
+        &self,
+        operation: &OperationName,
+        retention: &Retention,
+        id_skew: Duration,
+        limit: u32,
+    ) -> Result<u64, StoreError> {
+        expiry::purge(self, operation, retention, id_skew, limit).await
+    }
+
+    async fn operation_stats(&self) -> Result<OperationStats, StoreError> {
+        let row = sqlx::query(
+            "select cast(coalesce(sum(state = 'IN_PROGRESS'), 0) as signed), \
+                    timestampdiff(microsecond, min(if(state = 'IN_PROGRESS', open_since, null)), utc_timestamp(6)), \
+                    cast(coalesce(sum(state = 'UNKNOWN_REQUIRES_RECOVERY'), 0) as signed) \
+             from oncebox_idempotency_request where open_since is not null",
+        )
+        .one(&self.pool)
+        .await?;
+        let age: Option<i64> = row.try_get(1)?;
+        Ok(OperationStats {
+            in_progress: row.try_get::<i64, _>(0)?.unsigned_abs(),
+            oldest_in_progress: age.map(|micros| Duration::from_micros(micros.max(0).unsigned_abs())),
+            unknown: row.try_get::<i64, _>(2)?.unsigned_abs(),
+        })
+    }
+}
+
+type Query<'q> = sqlx::query::Query<'q, sqlx::MySql, MySqlArguments>;
+
+fn fence<'q>(statement: Query<'q>, owned: &Owned) -> Query<'q> {
+    statement.bind(owned.identity.digest().to_vec()).bind(owned.epoch).bind(owner(owned))
+}
+
+fn owner(owned: &Owned) -> Option<Vec<u8>> {
+    owned.owner.map(|owner| owner.as_bytes().to_vec())
+}
+
+async fn find(connection: &mut MySqlConnection, identity: &Identity) -> Result<Look, StoreError> {
+    let row = sqlx::query(FIND)
+        .bind(identity.operation().as_str().as_bytes().to_vec())
+        .bind(identity.digest().to_vec())
+        .fetch_one(connection)
+        .await?;
+    look_of(&row)
+}
+
+/// Inserts by this statement, or renews; false where something else stands there.
+async fn stake(
+    connection: &mut MySqlConnection,
+    statement: &'static str,
+    claim: &KeyClaim,
+    basis: Basis<'_>,
+    owned: &Owned,
+) -> Result<bool, sqlx::Error> {
+    let (seen, holds) = match basis {
+        Basis::New => {
+            let state = State::InProgress;
+            return match insert(statement, claim, state, owned).execute(connection).await {
+                Ok(_) => Ok(true),
+                Err(error) if number(&error) == Some(DUPLICATE) => Ok(false),
+                Err(error) => Err(error),
+            };
+        }
+        Basis::TakeOver(seen) => (
+            seen,
+            concat!(
+                "((state = 'IN_PROGRESS' and mode in ('bridged', 'edge') and ",
+                lease_is_over!(),
+                ") or (state = 'UNKNOWN_REQUIRES_RECOVERY' and mode = 'edge'))"
+            ),
+        ),
+        Basis::Reclaim(seen) => (seen, "state = 'FAILED_RETRYABLE' and expires_at >= utc_timestamp(6)"),
+        Basis::Anew(seen) => (seen, "expires_at < utc_timestamp(6)"),
+    };
+    let renew = sqlx::query(AssertSqlSafe(format!("{RENEW}{holds}")))
+        .bind(claim.principal.to_string())
+        .bind(claim.fingerprint.to_string())
+        .bind(claim.mode.as_str())
+        .bind(owner(owned))
+        .bind(lease(claim, owned))
+        .bind(lease(claim, owned))
+        .bind(owned.generation)
+        .bind(owned.operation_id.as_bytes().to_vec())
+        .bind(owned.attempts)
+        .bind(claim.identity.digest().to_vec())
+        .bind(seen.epoch);
+    Ok(renew.execute(connection).await?.rows_affected() == 1)
+}
+
+/// Seconds of the lease; none where the claim has no owner but its transaction.
+fn lease(claim: &KeyClaim, owned: &Owned) -> Option<f64> {
+    owned.owner.map(|_| claim.lease.as_secs_f64())
+}
+
+fn insert<'q>(statement: &'static str, claim: &KeyClaim, state: State, owned: &Owned) -> Query<'q> {
+    let identity = &claim.identity;
+    sqlx::query(statement)
+        .bind(identity.digest().to_vec())
+        .bind(identity.tenant().as_bytes().to_vec())
+        .bind(identity.operation().as_str().as_bytes().to_vec())
+        .bind(identity.key().as_str().as_bytes().to_vec())
+        .bind(claim.principal.to_string())
+        .bind(claim.fingerprint.to_string())
+        .bind(claim.mode.as_str())
+        .bind(state.as_str())
+        .bind(owner(owned))
+        .bind(lease(claim, owned))
+        .bind(lease(claim, owned))
+        .bind(owned.operation_id.as_bytes().to_vec())
+}
+
+/// Writes the outcome, then the body: two statements of one transaction.
+async fn finish(
+    connection: &mut MySqlConnection,
+    owned: &Owned,
+    outcome: &Outcome,
+    retention: &Retention,
+) -> Result<Fenced, StoreError> {
+    let columns = Columns::of(outcome, retention);
+    let done = sqlx::query(FINISH)
+        .bind(columns.state.as_str())
+        .bind(columns.ttl.map(super::micros))
+        .bind(columns.ttl.map(super::micros))
+        .bind(columns.status)
+        .bind(columns.schema_version)
+        .bind(columns.body)
+        .bind(columns.body_ttl.map(super::micros))
+        .bind(columns.resource.map(|resource| resource.kind.as_str()))
+        .bind(columns.resource.map(|resource| resource.id.as_str()))
+        .bind(columns.resource.and_then(|resource| resource.location.as_deref()))
+        .bind(columns.error_code);
+    let fenced = Fenced::rows(fence(done, owned).execute(&mut *connection).await?.rows_affected());
+    if let (Fenced::Done, Some(kept)) = (fenced, columns.kept) {
+        sqlx::query(
+            "insert into oncebox_idempotency_body (key_digest, epoch, expires_at, headers, bytes, format, kid) \
+             select key_digest, epoch, body_expires_at, ?, ?, ?, ? from oncebox_idempotency_request where key_digest = ?",
+        )
+        .bind(pack(&kept.headers))
+        .bind(kept.bytes.as_slice())
+        .bind(kept.format)
+        .bind(kept.kid.as_deref())
+        .bind(owned.identity.digest().to_vec())
+        .execute(connection)
+        .await?;
+    }
+    Ok(fenced)
+}

@@ -1,0 +1,122 @@
+//! The transaction of door A: claim, effects, outcome (O1, O15, O17).
+
+use sqlx::{AssertSqlSafe, MySql, MySqlConnection, raw_sql};
+
+use super::super::inbox::{NO_SAVEPOINT, START_HANDLER, savepoint_name};
+use super::super::schema::number;
+use super::super::MySqlStore;
+use super::{INSERT_AT_ONCE, find, finish, stake};
+use crate::error::StoreError;
+use crate::policy::operation::retention::Retention;
+use crate::store::bounded::{Ask, Bounded};
+use crate::store::{Basis, Begun, KeyClaim, Fenced, OperationTx, Outcome, Owned, Proof};
+
+/// A row that somebody holds, and nobody waits for: 1205 on MariaDB, 3572 on MySQL.
+const LOCKED: [u16; 2] = [1205, 3572];
+
+/// MySQL has no wait of a statement's own: its shortest one of a session, until the claim stands.
+const SHORT_WAIT: &str =
+    "set @oncebox_lock_wait = @@session.innodb_lock_wait_timeout /*!80000 , session innodb_lock_wait_timeout = 1 */";
+/// What handlers were promised.
+const USUAL_WAIT: &str = "set session innodb_lock_wait_timeout = @oncebox_lock_wait";
+
+/// A transaction in which one claim stands, with `autocommit = 0`.
+#[derive(Debug)]
+pub struct MySqlOperationTx {
+    transaction: Bounded<MySql>,
+    owned: Owned,
+    /// Set right after the claim: effects are taken back to it, and it must be there when the outcome is written.
+    savepoint: String,
+}
+
+/// Locks without waiting, claims. Where the claim is refused, the transaction ends before the answer.
+pub(super) async fn begin_operation(
+    store: &MySqlStore,
+    claim: &KeyClaim,
+    basis: Basis<'_>,
+) -> Result<Begun<MySqlOperationTx>, StoreError> {
+    let owned = claim.owned(basis);
+    let mut transaction = store.pool.begin(START_HANDLER).await?;
+    match try_claim(&mut transaction, claim, basis, &owned).await {
+        Ok(true) => {}
+        Ok(false) => {
+            let found = find(transaction.plain(), &claim.identity).await?.record;
+            transaction.rollback().await?;
+            return Ok(found.map_or(Begun::Locked, |record| Begun::Existing(Box::new(record))));
+        }
+        Err(error) if number(&error).is_some_and(|number| LOCKED.contains(&number)) => {
+            // Only the statement was rolled back (R27).
+            transaction.rollback().await?;
+            return Ok(Begun::Locked);
+        }
+        Err(error) => return Err(error.into()),
+    }
+    let savepoint = savepoint_name();
+    let set = format!("{USUAL_WAIT}; savepoint {savepoint}");
+    raw_sql(AssertSqlSafe(set)).run(&mut transaction).await?;
+    Ok(Begun::Claimed(MySqlOperationTx { transaction, owned, savepoint }))
+}
+
+async fn try_claim(
+    connection: &mut Bounded<MySql>,
+    claim: &KeyClaim,
+    basis: Basis<'_>,
+    owned: &Owned,
+) -> Result<bool, sqlx::Error> {
+    raw_sql(SHORT_WAIT).run(&mut *connection).await?;
+    let there: Option<i64> =
+        sqlx::query_scalar("select epoch from oncebox_idempotency_request where key_digest = ? for update nowait")
+            .bind(claim.identity.digest().to_vec())
+            .optional(&mut *connection)
+            .await?;
+    if there.is_some() && matches!(basis, Basis::New) {
+        return Ok(false);
+    }
+    stake(connection.plain(), INSERT_AT_ONCE, claim, basis, owned).await
+}
+
+impl MySqlOperationTx {
+    async fn prove(&mut self, statement: &str) -> Result<Proof, StoreError> {
+        let prove = AssertSqlSafe(format!("{statement} savepoint {}", self.savepoint));
+        match raw_sql(prove).run(&mut self.transaction).await {
+            Ok(_) => Ok(Proof::Same),
+            Err(error) if number(&error) == Some(NO_SAVEPOINT) => Ok(Proof::Ended),
+            Err(error) => Err(error.into()),
+        }
+    }
+}
+
+impl OperationTx for MySqlOperationTx {
+    type Db = MySql;
+
+    fn owned(&self) -> &Owned {
+        &self.owned
+    }
+
+    fn connection(&mut self) -> &mut MySqlConnection {
+        self.transaction.plain()
+    }
+
+    async fn undo_effects(&mut self) -> Result<Proof, StoreError> {
+        self.prove("rollback to").await
+    }
+
+    async fn complete(&mut self, outcome: &Outcome, retention: &Retention) -> Result<Proof, StoreError> {
+        let proof = self.prove("release").await?;
+        if proof != Proof::Same {
+            return Ok(proof);
+        }
+        Ok(match finish(self.transaction.plain(), &self.owned, outcome, retention).await? {
+            Fenced::Done => Proof::Same,
+            Fenced::LostOwnership => Proof::Ended,
+        })
+    }
+
+    async fn commit(mut self) -> Result<(), StoreError> {
+        self.transaction.commit().await
+    }
+
+    async fn rollback(mut self) -> Result<(), StoreError> {
+        self.transaction.rollback().await.map_err(StoreError::from)
+    }
+}

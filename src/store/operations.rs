@@ -1,0 +1,374 @@
+//! Duty: operations, the memory of the operation engine (M29, M37, M54, O1 to O29).
+//!
+//! A record says for what a key was first used, in what state that is, who owns it, and what is answered. Its primary key is
+//! the arbiter: whoever inserts it executes. Every other change is one statement fenced by the epoch that it saw, so of twenty
+//! that try, one wins. Leases and expiries are the database's clock at the statement.
+//!
+//! Two ways to claim:
+//!
+//! * [`Operations::claim`] commits the claim, the handler runs, [`Operations::finish`] commits the outcome (modes `edge` and
+//!   `bridged`; a bridged handler calls [`Operations::finish_in`] in its own transaction instead, O2).
+//! * [`Operations::begin_operation`] begins the transaction that holds claim, effects and outcome together (mode `same_tx`,
+//!   door A). Dropped or rolled back, nothing stays.
+//!
+//! Errors, everywhere: [`StoreError::Busy`], [`StoreError::Unavailable`] and other errors of a single statement are definite:
+//! nothing was changed. [`StoreError::CommitUnknown`], and an error of a statement that commits by itself over a connection
+//! that was lost, are indefinite: look again, do not guess. A fenced statement may be repeated; if the first one hit, the
+//! second answers [`Fenced::LostOwnership`], and a look shows why.
+//!
+//! Cancel safety: a call that is dropped has happened or not, wholly; look again.
+//!
+//! Not here: what is decided from a record ([`decide`](crate::policy::operation::decide())), and encryption of bodies.
+
+pub(super) mod stored;
+
+use std::future::Future;
+use std::time::Duration;
+
+use sqlx::Database;
+use uuid::Uuid;
+
+use super::{Base, Proof};
+use crate::error::StoreError;
+use crate::policy::db_time::DbTime;
+use crate::policy::operation::doubt;
+use crate::policy::operation::record::{Resource, Tombstone};
+use crate::policy::operation::retention::Retention;
+use crate::policy::operation::{Fingerprint, Identity, Mode, OperationName, PrincipalMark, Record};
+
+/// How long a fresh connection looks for a commit that was lost sight of (O29).
+const LOOK_AFTER: Duration = Duration::from_secs(1);
+/// How often it looks.
+const LOOK_EVERY: Duration = Duration::from_millis(50);
+
+/// What a request wants to own.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct KeyClaim {
+    /// Tenant, operation and key.
+    pub identity: Identity,
+    /// Who asks.
+    pub principal: PrincipalMark,
+    /// The command.
+    pub fingerprint: Fingerprint,
+    /// By which door. [`Operations::claim`] takes `bridged` and `edge`, [`Operations::begin_operation`] `same_tx`.
+    pub mode: Mode,
+    /// The identity of the run, if the record is new or used anew; else the record keeps its own.
+    pub operation_id: Uuid,
+    /// How long it is owned without a heartbeat; meaningless in mode `same_tx`, which has no lease.
+    pub lease: Duration,
+}
+
+/// What must be there for a claim to succeed: nothing, or a record exactly as it was seen.
+#[derive(Debug, Clone, Copy)]
+pub enum Basis<'a> {
+    /// No record: insert first.
+    New,
+    /// A claim of mode `bridged` or `edge` whose lease is over by database time, or an UNKNOWN of mode `edge`. Who is allowed
+    /// to execute it again is decided before (O2, O11).
+    TakeOver(&'a Record),
+    /// FAILED_RETRYABLE, its time not over: attempts are raised.
+    Reclaim(&'a Record),
+    /// A terminal state whose time is over: the generation is raised, the operation id is a new one (O4).
+    Anew(&'a Record),
+}
+
+/// A claim that this process owns. Its epoch and token fence everything that it writes.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Owned {
+    /// Of which record.
+    pub identity: Identity,
+    /// Token of this owner; none in mode `same_tx`, where the transaction is the owner.
+    pub owner: Option<Uuid>,
+    /// The epoch it raised.
+    pub epoch: i64,
+    /// The generation.
+    pub generation: i64,
+    /// The identity of the run.
+    pub operation_id: Uuid,
+    /// Which attempt this is, from 1.
+    pub attempts: u32,
+}
+
+/// What came of a claim.
+#[derive(Debug)]
+pub enum Claimed {
+    /// It is ours.
+    Owned(Owned),
+    /// Another record stands there, or the one that was seen has changed: decide again from this one.
+    Existing(Box<Record>),
+    /// What refused the claim is gone. Nothing is owned: look again (pitfall 12).
+    Vanished,
+}
+
+/// What came of beginning door A.
+#[derive(Debug)]
+pub enum Begun<T> {
+    /// The claim stands in this transaction, and nobody else's can.
+    Claimed(T),
+    /// A committed record; the transaction is rolled back and its connection given back.
+    Existing(Box<Record>),
+    /// Another transaction holds the claim, uncommitted, or its turn did not come in time. Look again (O15 step 4).
+    Locked,
+}
+
+/// What stands under a key, read by one statement without a lock (O15 step 1).
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Look {
+    /// Database time of the statement.
+    pub now: DbTime,
+    /// How far records of this operation were purged; none: never (O23).
+    pub purged_below: Option<DbTime>,
+    /// The record. Its identity is to be compared with the request's (O16).
+    pub record: Option<Record>,
+}
+
+/// How a run ended.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Outcome {
+    /// It succeeded.
+    Completed(Answer),
+    /// It failed for good.
+    FailedReplayable {
+        /// What is replayed.
+        answer: Answer,
+        /// The code of the failure.
+        error_code: Option<String>,
+    },
+    /// It failed with no effect outstanding (O3).
+    FailedRetryable {
+        /// The code of the failure.
+        error_code: Option<String>,
+    },
+    /// Nobody knows.
+    Unknown,
+}
+
+/// An answer to keep.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Answer {
+    /// The HTTP status, or the code of gRPC.
+    pub status: u16,
+    /// The version of the schema that the body is written in.
+    pub schema_version: u32,
+    /// What there is to replay.
+    pub body: AnswerBody,
+}
+
+/// What is kept of an answer's body.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum AnswerBody {
+    /// All of it.
+    Kept(KeptBody),
+    /// Nothing, for this reason.
+    Tombstone(Tombstone),
+    /// Where the result is.
+    Reference(Resource),
+}
+
+/// Headers and bytes of an answer, as they are stored: sanitised, perhaps compressed and encrypted.
+#[derive(Clone, PartialEq, Eq, Default)]
+pub struct KeptBody {
+    /// Names and values in order; a name may repeat (pitfall 21).
+    pub headers: Vec<(String, Vec<u8>)>,
+    /// The body.
+    pub bytes: Vec<u8>,
+    /// How the bytes are written; 0: as they were.
+    pub format: u16,
+    /// The id of the key that encrypted them.
+    pub kid: Option<String>,
+}
+
+impl std::fmt::Debug for KeptBody {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let (headers, bytes) = (self.headers.len(), self.bytes.len());
+        write!(f, "KeptBody({headers} headers, {bytes} bytes, format {}, {:?})", self.format, self.kid)
+    }
+}
+
+/// Whether a fenced statement hit.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Fenced {
+    /// It did.
+    Done,
+    /// Nothing was changed: the record is another's by now, or has its outcome.
+    LostOwnership,
+}
+
+impl Fenced {
+    /// From the number of rows that a statement with the whole fence changed.
+    pub(super) fn rows(rows: u64) -> Self {
+        if rows == 0 { Self::LostOwnership } else { Self::Done }
+    }
+}
+
+/// How much is open.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct OperationStats {
+    /// Committed records IN_PROGRESS. Door A's are not among them: nobody sees them before their commit (pitfall 6).
+    pub in_progress: u64,
+    /// The age of the oldest of them, by database time.
+    pub oldest_in_progress: Option<Duration>,
+    /// Records UNKNOWN_REQUIRES_RECOVERY.
+    pub unknown: u64,
+}
+
+impl KeyClaim {
+    /// What this claim owns if it succeeds on a basis.
+    pub(super) fn owned(&self, basis: Basis<'_>) -> Owned {
+        let owner = (self.mode != Mode::SameTx).then(Uuid::now_v7);
+        let (epoch, generation, operation_id, attempts) = match basis {
+            Basis::New => (1, 1, self.operation_id, 1),
+            Basis::TakeOver(seen) | Basis::Reclaim(seen) => {
+                (seen.epoch + 1, seen.generation, seen.operation_id, seen.attempts.saturating_add(1))
+            }
+            Basis::Anew(seen) => (seen.epoch + 1, seen.generation + 1, self.operation_id, 1),
+        };
+        Owned { identity: self.identity.clone(), owner, epoch, generation, operation_id, attempts }
+    }
+
+    /// Refuses a mode that this way of claiming would break a promise of.
+    pub(super) fn requires(&self, modes: &[Mode]) -> Result<(), StoreError> {
+        if modes.contains(&self.mode) {
+            return Ok(());
+        }
+        Err(StoreError::Refused(format!("a claim of mode {} cannot be made here", self.mode)))
+    }
+}
+
+/// Duty: idempotency records, and the transaction of door A.
+pub trait Operations: Base {
+    /// The transaction of door A.
+    type Operation: OperationTx<Db = Self::Db>;
+
+    /// What stands under a key: one plain SELECT. The lease of a phased record is that of its operation row, read in the same
+    /// statement (O9).
+    fn find(&self, identity: &Identity) -> impl Future<Output = Result<Look, StoreError>> + Send;
+
+    /// The body of a record's answer; none where its life is over.
+    fn body(&self, record: &Record) -> impl Future<Output = Result<Option<KeptBody>, StoreError>> + Send;
+
+    /// Claims in a transaction of its own, modes `bridged` and `edge`.
+    ///
+    /// # Errors
+    /// [`StoreError::Refused`] for another mode: a committed claim of it would never be completed.
+    fn claim(&self, claim: &KeyClaim, basis: Basis<'_>) -> impl Future<Output = Result<Claimed, StoreError>> + Send;
+
+    /// Extends the lease, from now, by this length.
+    fn heartbeat(&self, owned: &Owned, lease: Duration) -> impl Future<Output = Result<Fenced, StoreError>> + Send;
+
+    /// Writes the outcome and keeps the answer, in a transaction of its own. Every lifetime counts from now (O3).
+    fn finish(
+        &self,
+        owned: &Owned,
+        outcome: &Outcome,
+        retention: &Retention,
+    ) -> impl Future<Output = Result<Fenced, StoreError>> + Send;
+
+    /// The same inside the caller's transaction (mode `bridged`, O2). After [`Fenced::LostOwnership`], and after an error, roll
+    /// back: another owner may have executed.
+    fn finish_in(
+        connection: &mut <Self::Db as Database>::Connection,
+        owned: &Owned,
+        outcome: &Outcome,
+        retention: &Retention,
+    ) -> impl Future<Output = Result<Fenced, StoreError>> + Send;
+
+    /// Takes the claim away: nothing happened, and nothing is to be remembered. Only while it is IN_PROGRESS and ours.
+    fn release(&self, owned: &Owned) -> impl Future<Output = Result<Fenced, StoreError>> + Send;
+
+    /// Makes a claim UNKNOWN whose outcome was lost sight of: of mode `edge` once its lease is over (O11), of mode `same_tx` at
+    /// once (O1). The epoch is raised: whoever owned it changes nothing more.
+    fn mark_unknown(&self, seen: &Record) -> impl Future<Output = Result<Fenced, StoreError>> + Send;
+
+    /// Writes the record of a run as UNKNOWN where there is none (O1). [`Fenced::LostOwnership`] where there is one: look again.
+    fn insert_unknown(&self, claim: &KeyClaim) -> impl Future<Output = Result<Fenced, StoreError>> + Send;
+
+    /// Begins door A, mode `same_tx`: the try-lock, then the claim, insert first (O15 steps 2 to 4). It never waits for another
+    /// claim of the key; `patience` bounds the wait for a turn where there is one writer at a time (O18).
+    ///
+    /// # Errors
+    /// [`StoreError::Refused`] for another mode. [`StoreError::Busy`]: the same again (R27).
+    fn begin_operation(
+        &self,
+        claim: &KeyClaim,
+        basis: Basis<'_>,
+        patience: Duration,
+    ) -> impl Future<Output = Result<Begun<Self::Operation>, StoreError>> + Send;
+
+    /// Looks for the record of a run whose transaction was lost sight of, over a fresh connection, for a second (O29).
+    fn look_after(&self, claim: &KeyClaim) -> impl Future<Output = doubt::Look> + Send {
+        async move {
+            let deadline = tokio::time::Instant::now() + LOOK_AFTER;
+            let mut seen = doubt::Look::NoAnswer;
+            loop {
+                match tokio::time::timeout_at(deadline, self.find(&claim.identity)).await {
+                    Ok(Ok(Look { record: Some(record), .. })) if record.operation_id == claim.operation_id => {
+                        return doubt::Look::Ours(record.state);
+                    }
+                    Ok(Ok(Look { record: Some(_), .. })) => return doubt::Look::Anothers,
+                    // The commit may still be on its way.
+                    Ok(Ok(Look { record: None, .. })) => seen = doubt::Look::Nothing,
+                    Ok(Err(error)) => tracing::debug!(%error, "looking for a lost commit"),
+                    Err(_) => return seen,
+                }
+                if tokio::time::Instant::now() + LOOK_EVERY >= deadline {
+                    return seen;
+                }
+                tokio::time::sleep(LOOK_EVERY).await;
+            }
+        }
+    }
+
+    /// Takes away at most about `limit` bodies whose life is over, and gives their number; the records stay (M99). On PostgreSQL
+    /// whole partitions go, counted as none.
+    fn expire_bodies(&self, limit: u32) -> impl Future<Output = Result<u64, StoreError>> + Send;
+
+    /// Takes away at most `limit` records of an operation whose metadata's time is over, terminal ones only (M100), and records
+    /// how far in the same transaction (O23). Gives their number.
+    fn purge_keys(
+        &self,
+        operation: &OperationName,
+        retention: &Retention,
+        id_skew: Duration,
+        limit: u32,
+    ) -> impl Future<Output = Result<u64, StoreError>> + Send;
+
+    /// How much is open.
+    fn operation_stats(&self) -> impl Future<Output = Result<OperationStats, StoreError>> + Send;
+}
+
+/// The transaction of door A: claim, effects, outcome. Dropped without commit, it rolls back.
+///
+/// The proof (O1, R23): what is written as an outcome is written only in the transaction that holds the claim. A handler that
+/// ended it by raw SQL, or swallowed an error that rolled it back, is found out. Anything but [`Proof::Same`]: roll back, then
+/// [`Operations::look_after`] and [`Doubt`](doubt::Doubt) say what follows.
+pub trait OperationTx: std::fmt::Debug + Send + 'static {
+    /// The sqlx database.
+    type Db: Database;
+
+    /// What is owned, if this commits.
+    fn owned(&self) -> &Owned;
+
+    /// The connection, inside the transaction: what handlers write through.
+    fn connection(&mut self) -> &mut <Self::Db as Database>::Connection;
+
+    /// Takes back all effects since the claim, which stays: for a rejection that is to be remembered (pitfall 18). It also
+    /// mends a transaction that a swallowed error aborted.
+    fn undo_effects(&mut self) -> impl Future<Output = Result<Proof, StoreError>> + Send;
+
+    /// Writes the outcome and keeps the answer. Once; after it, commit.
+    fn complete(
+        &mut self,
+        outcome: &Outcome,
+        retention: &Retention,
+    ) -> impl Future<Output = Result<Proof, StoreError>> + Send;
+
+    /// Commits.
+    ///
+    /// # Errors
+    /// [`StoreError::CommitUnknown`] where the connection was lost: [`Operations::look_after`].
+    fn commit(self) -> impl Future<Output = Result<(), StoreError>> + Send;
+
+    /// Rolls back, explicitly; an error of it closes the connection.
+    fn rollback(self) -> impl Future<Output = Result<(), StoreError>> + Send;
+}

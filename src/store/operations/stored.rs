@@ -1,0 +1,199 @@
+//! How records and answers stand in tables, the same in every adapter: what a row gives, and what an outcome writes.
+//!
+//! A row is read by position: every adapter selects the columns in the order of [`look_of`], with times in microseconds and
+//! numbers as 64 bits, so there is one reader.
+
+use std::time::Duration;
+
+use sqlx::{ColumnIndex, Decode, Row, Type};
+use uuid::Uuid;
+
+use super::{Answer, AnswerBody, KeptBody, Look, Outcome};
+use crate::error::StoreError;
+use crate::policy::db_time::DbTime;
+use crate::policy::lease::Lease;
+use crate::policy::operation::record::{Resource, StoredAnswer, StoredBody, Tombstone};
+use crate::policy::operation::retention::Retention;
+use crate::policy::operation::{Identity, Record, State};
+
+/// What a stored value is not.
+fn corrupt(error: impl std::fmt::Display) -> StoreError {
+    StoreError::Corrupt(format!("an idempotency record: {error}"))
+}
+
+fn number<T: TryFrom<i64>>(what: &str, value: i64) -> Result<T, StoreError> {
+    T::try_from(value).map_err(|_| corrupt(format!("{value} is no {what}")))
+}
+
+/// A row of: now, purged_below, tenant, operation, key, principal, fingerprint, mode, state, epoch, lease end, lease length,
+/// generation, operation_id, attempts, parked, created, outcome, expires, status, schema version, body, body's end, resource kind,
+/// id, location. From the third on null where there is no record.
+pub(in crate::store) fn look_of<R>(row: &R) -> Result<Look, StoreError>
+where
+    R: Row,
+    usize: ColumnIndex<R>,
+    for<'r> i64: Decode<'r, R::Database> + Type<R::Database>,
+    for<'r> String: Decode<'r, R::Database> + Type<R::Database>,
+    for<'r> Vec<u8>: Decode<'r, R::Database> + Type<R::Database>,
+{
+    let time = |index: usize| -> Result<Option<DbTime>, StoreError> {
+        Ok(row.try_get::<Option<i64>, _>(index)?.map(DbTime::from_micros))
+    };
+    let text = |index: usize| -> Result<Option<String>, StoreError> { Ok(row.try_get(index)?) };
+    let now = DbTime::from_micros(row.try_get(0)?);
+    let purged_below = time(1)?;
+    let Some(tenant) = row.try_get::<Option<Vec<u8>>, _>(2)? else {
+        return Ok(Look { now, purged_below, record: None });
+    };
+    let identity = Identity::from_stored(&tenant, &row.try_get::<Vec<u8>, _>(3)?, &row.try_get::<Vec<u8>, _>(4)?)
+        .map_err(corrupt)?;
+    let lease = match (time(10)?, row.try_get::<Option<i64>, _>(11)?) {
+        (Some(until), Some(micros)) => Some(Lease { until, length: Duration::from_micros(micros.unsigned_abs()) }),
+        _ => None,
+    };
+    let answer = match row.try_get::<Option<i64>, _>(19)? {
+        None => None,
+        Some(status) => Some(StoredAnswer {
+            status: number("status", status)?,
+            schema_version: number("schema version", row.try_get(20)?)?,
+            body: match (row.try_get::<String, _>(21)?.as_str(), time(22)?) {
+                ("kept", Some(until)) if until > now => StoredBody::Kept,
+                ("kept", _) => StoredBody::Tombstone(Tombstone::Purged),
+                ("reference", _) => StoredBody::Reference(Resource {
+                    kind: row.try_get(23)?,
+                    id: row.try_get(24)?,
+                    location: text(25)?,
+                }),
+                (reason, _) => StoredBody::Tombstone(reason.parse().map_err(corrupt)?),
+            },
+        }),
+    };
+    let record = Record {
+        identity,
+        principal: row.try_get::<String, _>(5)?.parse().map_err(corrupt)?,
+        fingerprint: row.try_get::<String, _>(6)?.parse().map_err(corrupt)?,
+        mode: row.try_get::<String, _>(7)?.parse().map_err(corrupt)?,
+        state: row.try_get::<String, _>(8)?.parse().map_err(corrupt)?,
+        epoch: row.try_get(9)?,
+        lease,
+        generation: row.try_get(12)?,
+        operation_id: Uuid::from_slice(&row.try_get::<Vec<u8>, _>(13)?).map_err(corrupt)?,
+        attempts: number("number of attempts", row.try_get(14)?)?,
+        parked: row.try_get::<i64, _>(15)? != 0,
+        created_at: DbTime::from_micros(row.try_get(16)?),
+        outcome_at: time(17)?,
+        expires_at: time(18)?,
+        answer,
+    };
+    Ok(Look { now, purged_below, record: Some(record) })
+}
+
+/// A row of: headers, bytes, format, key id.
+pub(in crate::store) fn body_of<R>(row: &R) -> Result<KeptBody, StoreError>
+where
+    R: Row,
+    usize: ColumnIndex<R>,
+    for<'r> i64: Decode<'r, R::Database> + Type<R::Database>,
+    for<'r> String: Decode<'r, R::Database> + Type<R::Database>,
+    for<'r> Vec<u8>: Decode<'r, R::Database> + Type<R::Database>,
+{
+    Ok(KeptBody {
+        headers: unpack(&row.try_get::<Vec<u8>, _>(0)?)?,
+        bytes: row.try_get(1)?,
+        format: number("format of a body", row.try_get(2)?)?,
+        kid: row.try_get(3)?,
+    })
+}
+
+/// What an outcome writes.
+#[derive(Debug)]
+pub(in crate::store) struct Columns<'a> {
+    pub(in crate::store) state: State,
+    pub(in crate::store) ttl: Option<Duration>,
+    pub(in crate::store) status: Option<i64>,
+    pub(in crate::store) schema_version: Option<i64>,
+    pub(in crate::store) body: Option<&'static str>,
+    pub(in crate::store) body_ttl: Option<Duration>,
+    pub(in crate::store) resource: Option<&'a Resource>,
+    pub(in crate::store) error_code: Option<&'a str>,
+    pub(in crate::store) kept: Option<&'a KeptBody>,
+}
+
+impl<'a> Columns<'a> {
+    /// The columns of an outcome.
+    pub(in crate::store) fn of(outcome: &'a Outcome, retention: &Retention) -> Self {
+        let (state, answer, error_code): (_, Option<&Answer>, _) = match outcome {
+            Outcome::Completed(answer) => (State::Completed, Some(answer), None),
+            Outcome::FailedReplayable { answer, error_code } => {
+                (State::FailedReplayable, Some(answer), error_code.as_deref())
+            }
+            Outcome::FailedRetryable { error_code } => (State::FailedRetryable, None, error_code.as_deref()),
+            Outcome::Unknown => (State::UnknownRequiresRecovery, None, None),
+        };
+        let (body, resource, kept) = match answer.map(|answer| &answer.body) {
+            None => (None, None, None),
+            Some(AnswerBody::Kept(kept)) => (Some("kept"), None, Some(kept)),
+            Some(AnswerBody::Tombstone(reason)) => (Some(reason.as_str()), None, None),
+            Some(AnswerBody::Reference(resource)) => (Some("reference"), Some(resource), None),
+        };
+        Self {
+            state,
+            ttl: state.is_terminal().then_some(retention.ttl),
+            status: answer.map(|answer| answer.status.into()),
+            schema_version: answer.map(|answer| answer.schema_version.into()),
+            body,
+            body_ttl: kept.map(|_| retention.body),
+            resource,
+            error_code,
+            kept,
+        }
+    }
+}
+
+/// Names and values, each behind its length in four bytes, the highest first.
+pub(in crate::store) fn pack(headers: &[(String, Vec<u8>)]) -> Vec<u8> {
+    let mut packed = Vec::new();
+    for part in headers.iter().flat_map(|(name, value)| [name.as_bytes(), value]) {
+        packed.extend_from_slice(&u32::try_from(part.len()).unwrap_or(u32::MAX).to_be_bytes());
+        packed.extend_from_slice(part);
+    }
+    packed
+}
+
+fn unpack(mut packed: &[u8]) -> Result<Vec<(String, Vec<u8>)>, StoreError> {
+    let mut part = || -> Option<Vec<u8>> {
+        let (length, rest) = packed.split_first_chunk::<4>()?;
+        let (part, rest) = rest.split_at_checked(usize::try_from(u32::from_be_bytes(*length)).ok()?)?;
+        packed = rest;
+        Some(part.to_vec())
+    };
+    let mut headers = Vec::new();
+    while let Some(name) = part() {
+        let name = String::from_utf8(name).map_err(corrupt)?;
+        headers.push((name, part().ok_or_else(|| corrupt("a header without a value"))?));
+    }
+    if packed.is_empty() { Ok(headers) } else { Err(corrupt("headers that are cut off")) }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use super::*;
+
+    #[test]
+    fn headers_come_back_as_they_were_and_nothing_is_guessed() {
+        let headers = vec![
+            ("link".to_owned(), b"<a>".to_vec()),
+            ("link".to_owned(), vec![0xff, 0]),
+            ("location".to_owned(), Vec::new()),
+        ];
+        let packed = pack(&headers);
+        assert_eq!(unpack(&packed).unwrap(), headers);
+        assert!(unpack(&[]).unwrap().is_empty());
+        for end in 1..packed.len() {
+            assert!(unpack(&packed[..end]).is_ok_and(|found| found.len() < 3) || unpack(&packed[..end]).is_err());
+        }
+        assert!(unpack(&packed[..packed.len() - 1]).is_err());
+        assert!(unpack(&[0xff; 8]).is_err());
+    }
+}

@@ -1,0 +1,343 @@
+//! Idempotency records, and the transaction of door A.
+//!
+//! Guarantees: the primary key decides who executes; every other write is one statement that compares the epoch it saw (O4);
+//! an outcome is written only in the transaction that holds the claim, compared by its id inside that statement (O1, R23);
+//! door A never waits for another claim of its key: an advisory lock is tried first (O15).
+
+mod expiry;
+mod tx;
+
+use std::time::Duration;
+
+use sqlx::{AssertSqlSafe, PgConnection, Row};
+
+pub use self::tx::PostgresOperationTx;
+
+use super::PostgresStore;
+use crate::error::StoreError;
+use crate::policy::operation::retention::Retention;
+use crate::policy::operation::{Identity, Mode, OperationName, Record};
+use crate::store::bounded::Ask;
+use crate::store::operations::stored::{Columns, body_of, look_of, pack};
+use crate::store::{Basis, Begun, KeyClaim, Claimed, Fenced, KeptBody, Look, OperationStats, Operations, Outcome, Owned};
+
+/// Microseconds since 1970, exact.
+macro_rules! micros {
+    ($time:literal) => {
+        concat!("(extract(epoch from ", $time, ") * 1000000)::bigint")
+    };
+}
+
+/// As [`look_of`] reads it. The lease of a phased record is that of its operation (O9).
+const FIND: &str = concat!(
+    "select ",
+    micros!("n.at"),
+    ", ",
+    micros!("p.purged_below"),
+    ", r.tenant, r.operation, r.key, r.principal, r.fingerprint, r.mode, r.state, r.epoch, ",
+    micros!("coalesce(r.lease_until, o.lease_until)"),
+    ", (coalesce(r.lease_seconds, o.lease_seconds) * 1000000)::bigint, r.generation, uuid_send(r.operation_id), r.attempts::bigint, \
+     (o.parked is not null)::int::bigint, ",
+    micros!("r.created_at"),
+    ", ",
+    micros!("r.outcome_at"),
+    ", ",
+    micros!("r.expires_at"),
+    ", r.answer_status::bigint, r.schema_version, r.body, ",
+    micros!("r.body_expires_at"),
+    ", r.resource_kind, r.resource_id, r.resource_location \
+     from (select clock_timestamp() as at) n \
+     left join oncebox.idempotency_purge p on p.operation = $2 \
+     left join oncebox.idempotency_request r on r.key_digest = $1 \
+     left join oncebox.operation o on r.mode = 'phased' and o.operation_id = r.operation_id"
+);
+
+/// A lease that is over, also one that was written before the clock went back (R22).
+macro_rules! lease_is_over {
+    () => {
+        "(r.lease_until <= clock_timestamp() or r.lease_until > clock_timestamp() + r.lease_seconds * interval '1 second')"
+    };
+}
+
+/// Inserts a claim in the given state.
+macro_rules! insert {
+    ($state:literal) => {
+        concat!(
+            "insert into oncebox.idempotency_request (key_digest, tenant, operation, key, principal, fingerprint, mode, state, owner, \
+               lease_until, lease_seconds, operation_id) \
+             select $1, $2, $3, $4, $5, $6, $7, '",
+            $state,
+            "', $8, clock_timestamp() + $9 * interval '1 second', $9, $10"
+        )
+    };
+}
+
+/// A claim in a transaction of its own.
+const INSERT: &str = concat!(insert!("IN_PROGRESS"), " on conflict do nothing");
+const INSERT_UNKNOWN: &str = concat!(insert!("UNKNOWN_REQUIRES_RECOVERY"), " on conflict do nothing");
+
+/// The try-lock of O15 and the insert in one round trip: no lock, no insert.
+const LOCK_AND_INSERT: &str = concat!(
+    "with locked as materialized (select pg_try_advisory_xact_lock($11) as got), \
+     claimed as (",
+    insert!("IN_PROGRESS"),
+    " from locked where locked.got on conflict do nothing returning pg_current_xact_id()::text as token) \
+     select locked.got, (select token from claimed) from locked"
+);
+
+/// A claim on a record that was seen; what must still hold follows.
+const RENEW: &str = "update oncebox.idempotency_request r \
+    set principal = $2, fingerprint = $3, mode = $4, state = 'IN_PROGRESS', epoch = $5, owner = $6, \
+        lease_until = clock_timestamp() + $7 * interval '1 second', lease_seconds = $7, generation = $8, operation_id = $9, \
+        attempts = $10, updated_at = clock_timestamp(), outcome_at = null, expires_at = null, answer_status = null, \
+        schema_version = null, body = null, body_expires_at = null, resource_kind = null, resource_id = null, \
+        resource_location = null, error_code = null \
+  where r.key_digest = $1 and r.epoch = $5 - 1 and ";
+
+const FINISH: &str = "
+with done as (
+  update oncebox.idempotency_request r
+     set state = $4, owner = null, lease_until = null, lease_seconds = null, updated_at = n.at,
+         outcome_at = case when $5::float8 is not null then n.at end, expires_at = n.at + $5 * interval '1 second',
+         answer_status = $6, schema_version = $7, body = $8, body_expires_at = n.at + $9 * interval '1 second',
+         resource_kind = $10, resource_id = $11, resource_location = $12, error_code = $13
+    from (select clock_timestamp() as at) n
+   where r.key_digest = $1 and r.epoch = $2 and r.owner is not distinct from $3 and r.state = 'IN_PROGRESS'
+     and ($14::text is null or $14 = pg_current_xact_id_if_assigned()::text)
+  returning r.key_digest, r.epoch, r.body_expires_at),
+kept as (
+  insert into oncebox.idempotency_body (key_digest, epoch, expires_at, headers, bytes, format, kid)
+  select d.key_digest, d.epoch, d.body_expires_at, $15, $16, $17, $18 from done d where d.body_expires_at is not null)
+select count(*) from done";
+
+impl Operations for PostgresStore {
+    type Operation = PostgresOperationTx;
+
+    async fn find(&self, identity: &Identity) -> Result<Look, StoreError> {
+        find(self.pool.acquire().await?.plain(), identity).await
+    }
+
+    async fn body(&self, record: &Record) -> Result<Option<KeptBody>, StoreError> {
+        let row = sqlx::query(
+            "select b.headers, b.bytes, b.format::bigint, b.kid from oncebox.idempotency_request r \
+               join oncebox.idempotency_body b on b.key_digest = r.key_digest and b.epoch = r.epoch and b.expires_at = r.body_expires_at \
+              where r.key_digest = $1 and r.epoch = $2 and r.body_expires_at > clock_timestamp()",
+        )
+        .bind(record.identity.digest().as_slice())
+        .bind(record.epoch)
+        .optional(&self.pool)
+        .await?;
+        row.as_ref().map(body_of).transpose()
+    }
+
+    async fn claim(&self, claim: &KeyClaim, basis: Basis<'_>) -> Result<Claimed, StoreError> {
+        claim.requires(&[Mode::Bridged, Mode::Edge])?;
+        let owned = claim.owned(basis);
+        let mut connection = self.pool.acquire().await?;
+        let changed = match renewal(basis) {
+            None => insert(INSERT, claim, &owned).execute(connection.plain()).await?,
+            Some(holds) => renew(&format!("{RENEW}{holds}"), claim, &owned).execute(connection.plain()).await?,
+        };
+        if changed.rows_affected() == 1 {
+            return Ok(Claimed::Owned(owned));
+        }
+        // A statement of its own: it sees what a transaction that we waited for has committed (pitfall 3).
+        let found = find(connection.plain(), &claim.identity).await?.record;
+        Ok(found.map_or(Claimed::Vanished, |record| Claimed::Existing(Box::new(record))))
+    }
+
+    async fn heartbeat(&self, owned: &Owned, lease: Duration) -> Result<Fenced, StoreError> {
+        let done = sqlx::query(
+            "update oncebox.idempotency_request set lease_until = clock_timestamp() + $4 * interval '1 second', lease_seconds = $4, \
+               updated_at = clock_timestamp() where key_digest = $1 and epoch = $2 and owner = $3 and state = 'IN_PROGRESS'",
+        )
+        .bind(owned.identity.digest().as_slice())
+        .bind(owned.epoch)
+        .bind(owned.owner)
+        .bind(lease.as_secs_f64())
+        .run(&self.pool)
+        .await?;
+        Ok(Fenced::rows(done.rows_affected()))
+    }
+
+    async fn finish(&self, owned: &Owned, outcome: &Outcome, retention: &Retention) -> Result<Fenced, StoreError> {
+        finish(self.pool.acquire().await?.plain(), owned, outcome, retention, None).await
+    }
+
+    async fn finish_in(
+        connection: &mut PgConnection,
+        owned: &Owned,
+        outcome: &Outcome,
+        retention: &Retention,
+    ) -> Result<Fenced, StoreError> {
+        finish(connection, owned, outcome, retention, None).await
+    }
+
+    async fn release(&self, owned: &Owned) -> Result<Fenced, StoreError> {
+        let done = sqlx::query(
+            "delete from oncebox.idempotency_request where key_digest = $1 and epoch = $2 and owner = $3 and state = 'IN_PROGRESS'",
+        )
+        .bind(owned.identity.digest().as_slice())
+        .bind(owned.epoch)
+        .bind(owned.owner)
+        .run(&self.pool)
+        .await?;
+        Ok(Fenced::rows(done.rows_affected()))
+    }
+
+    async fn mark_unknown(&self, seen: &Record) -> Result<Fenced, StoreError> {
+        let done = sqlx::query(concat!(
+            "update oncebox.idempotency_request r set state = 'UNKNOWN_REQUIRES_RECOVERY', epoch = r.epoch + 1, owner = null, \
+               lease_until = null, lease_seconds = null, updated_at = clock_timestamp() \
+             where r.key_digest = $1 and r.epoch = $2 and r.state = 'IN_PROGRESS' \
+               and (r.mode = 'same_tx' or (r.mode = 'edge' and ",
+            lease_is_over!(),
+            "))"
+        ))
+        .bind(seen.identity.digest().as_slice())
+        .bind(seen.epoch)
+        .run(&self.pool)
+        .await?;
+        Ok(Fenced::rows(done.rows_affected()))
+    }
+
+    async fn insert_unknown(&self, claim: &KeyClaim) -> Result<Fenced, StoreError> {
+        let nobodys = Owned { owner: None, ..claim.owned(Basis::New) };
+        let done = insert(INSERT_UNKNOWN, claim, &nobodys).run(&self.pool).await?;
+        Ok(Fenced::rows(done.rows_affected()))
+    }
+
+    async fn begin_operation(
+        &self,
+        claim: &KeyClaim,
+        basis: Basis<'_>,
+        _: Duration,
+    ) -> Result<Begun<PostgresOperationTx>, StoreError> {
+        claim.requires(&[Mode::SameTx])?;
+        tx::begin(self, claim, basis).await
+    }
+
+    async fn expire_bodies(&self, limit: u32) -> Result<u64, StoreError> {
+        expiry::expire_bodies(self, limit).await
+    }
+
+    async fn purge_keys(
+        &self,
+        operation: &OperationName,
+        retention: &Retention,
+        id_skew: Duration,
+        limit: u32,
+    ) -> Result<u64, StoreError> {
+        expiry::purge(self, operation, retention, id_skew, limit).await
+    }
+
+    async fn operation_stats(&self) -> Result<OperationStats, StoreError> {
+        let row = sqlx::query(
+            "select count(*) filter (where state = 'IN_PROGRESS'), \
+                    extract(epoch from clock_timestamp() - min(created_at) filter (where state = 'IN_PROGRESS'))::float8, \
+                    count(*) filter (where state = 'UNKNOWN_REQUIRES_RECOVERY') \
+               from oncebox.idempotency_request where state in ('IN_PROGRESS', 'UNKNOWN_REQUIRES_RECOVERY')",
+        )
+        .one(&self.pool)
+        .await?;
+        let age: Option<f64> = row.try_get(1)?;
+        Ok(OperationStats {
+            in_progress: row.try_get::<i64, _>(0)?.unsigned_abs(),
+            oldest_in_progress: age.map(|seconds| Duration::try_from_secs_f64(seconds).unwrap_or_default()),
+            unknown: row.try_get::<i64, _>(2)?.unsigned_abs(),
+        })
+    }
+}
+
+type Query<'q> = sqlx::query::Query<'q, sqlx::Postgres, sqlx::postgres::PgArguments>;
+
+async fn find(connection: &mut PgConnection, identity: &Identity) -> Result<Look, StoreError> {
+    let row = sqlx::query(FIND)
+        .bind(identity.digest().as_slice())
+        .bind(identity.operation().as_str().as_bytes())
+        .fetch_one(connection)
+        .await?;
+    look_of(&row)
+}
+
+/// What must still hold of a record that was seen; none for a claim that inserts.
+fn renewal(basis: Basis<'_>) -> Option<&'static str> {
+    Some(match basis {
+        Basis::New => return None,
+        Basis::TakeOver(_) => concat!(
+            "((r.state = 'IN_PROGRESS' and r.mode in ('bridged', 'edge') and ",
+            lease_is_over!(),
+            ") or (r.state = 'UNKNOWN_REQUIRES_RECOVERY' and r.mode = 'edge'))"
+        ),
+        Basis::Reclaim(_) => "r.state = 'FAILED_RETRYABLE' and r.expires_at >= clock_timestamp()",
+        Basis::Anew(_) => "r.expires_at < clock_timestamp()",
+    })
+}
+
+/// Seconds of the lease; none where the claim has no owner but its transaction.
+fn seconds(claim: &KeyClaim, owned: &Owned) -> Option<f64> {
+    owned.owner.map(|_| claim.lease.as_secs_f64())
+}
+
+fn insert<'q>(statement: &'static str, claim: &'q KeyClaim, owned: &Owned) -> Query<'q> {
+    let identity = &claim.identity;
+    sqlx::query(statement)
+        .bind(identity.digest().to_vec())
+        .bind(identity.tenant().as_bytes())
+        .bind(identity.operation().as_str().as_bytes())
+        .bind(identity.key().as_str().as_bytes())
+        .bind(claim.principal.to_string())
+        .bind(claim.fingerprint.to_string())
+        .bind(claim.mode.as_str())
+        .bind(owned.owner)
+        .bind(seconds(claim, owned))
+        .bind(owned.operation_id)
+}
+
+fn renew<'q>(statement: &str, claim: &'q KeyClaim, owned: &Owned) -> Query<'q> {
+    sqlx::query(AssertSqlSafe(statement.to_owned()))
+        .bind(claim.identity.digest().to_vec())
+        .bind(claim.principal.to_string())
+        .bind(claim.fingerprint.to_string())
+        .bind(claim.mode.as_str())
+        .bind(owned.epoch)
+        .bind(owned.owner)
+        .bind(seconds(claim, owned))
+        .bind(owned.generation)
+        .bind(owned.operation_id)
+        .bind(i32::try_from(owned.attempts).unwrap_or(i32::MAX))
+}
+
+/// Writes the outcome and the body in one statement; with `token`, only in the transaction of that id.
+async fn finish(
+    connection: &mut PgConnection,
+    owned: &Owned,
+    outcome: &Outcome,
+    retention: &Retention,
+    token: Option<&str>,
+) -> Result<Fenced, StoreError> {
+    let columns = Columns::of(outcome, retention);
+    let rows: i64 = sqlx::query_scalar(FINISH)
+        .bind(owned.identity.digest().as_slice())
+        .bind(owned.epoch)
+        .bind(owned.owner)
+        .bind(columns.state.as_str())
+        .bind(columns.ttl.map(|ttl| ttl.as_secs_f64()))
+        .bind(columns.status.map(|status| status as i32))
+        .bind(columns.schema_version)
+        .bind(columns.body)
+        .bind(columns.body_ttl.map(|ttl| ttl.as_secs_f64()))
+        .bind(columns.resource.map(|resource| resource.kind.as_str()))
+        .bind(columns.resource.map(|resource| resource.id.as_str()))
+        .bind(columns.resource.and_then(|resource| resource.location.as_deref()))
+        .bind(columns.error_code)
+        .bind(token)
+        .bind(columns.kept.map(|kept| pack(&kept.headers)))
+        .bind(columns.kept.map(|kept| kept.bytes.as_slice()))
+        .bind(columns.kept.map(|kept| i32::from(kept.format)))
+        .bind(columns.kept.and_then(|kept| kept.kid.as_deref()))
+        .fetch_one(connection)
+        .await
+        .map_err(expiry::attached)?;
+    Ok(Fenced::rows(rows.unsigned_abs()))
+}

@@ -1,0 +1,92 @@
+//! The transaction of door A: claim, effects, outcome (O1, O18).
+
+use std::time::Duration;
+
+use sqlx::sqlite::SqliteConnection;
+use sqlx::{AssertSqlSafe, raw_sql};
+
+use super::super::connect::SqliteStore;
+use super::super::write::Write;
+use super::{find, finish, stake};
+use crate::error::StoreError;
+use crate::policy::operation::retention::Retention;
+use crate::store::{Basis, Begun, KeyClaim, Fenced, OperationTx, Outcome, Owned, Proof};
+
+/// A transaction in which one claim stands. It holds the turn and the write lock of the file.
+#[derive(Debug)]
+pub struct SqliteOperationTx {
+    write: Write,
+    owned: Owned,
+    /// Set right after the claim: effects are taken back to it, and it must be there when the outcome is written.
+    savepoint: String,
+}
+
+/// Waits for the turn, then claims.
+pub(super) async fn begin(
+    store: &SqliteStore,
+    claim: &KeyClaim,
+    basis: Basis<'_>,
+    patience: Duration,
+) -> Result<Begun<SqliteOperationTx>, StoreError> {
+    let owned = claim.owned(basis);
+    // Given up, the beginning goes on in its own task, and what it began is rolled back.
+    let Ok(write) = tokio::time::timeout(patience, store.write()).await else { return Ok(Begun::Locked) };
+    let mut write = write?;
+    write.guard().await?;
+    if !stake(write.connection(), claim, basis, &owned).await? {
+        let found = find(write.connection(), &claim.identity).await?.record;
+        write.rollback().await?;
+        return Ok(found.map_or(Begun::Locked, |record| Begun::Existing(Box::new(record))));
+    }
+    let savepoint = format!("oncebox_{}", uuid::Uuid::now_v7().simple());
+    raw_sql(AssertSqlSafe(format!("savepoint {savepoint}"))).execute(write.connection()).await?;
+    Ok(Begun::Claimed(SqliteOperationTx { write, owned, savepoint }))
+}
+
+impl SqliteOperationTx {
+    async fn prove(&mut self, statement: &str) -> Result<Proof, StoreError> {
+        let prove = raw_sql(AssertSqlSafe(format!("{statement} {}", self.savepoint)));
+        let Err(error) = prove.execute(self.write.connection()).await else { return Ok(Proof::Same) };
+        let error = StoreError::from(error);
+        if error.is_nobodys() {
+            return Err(error);
+        }
+        // A refused commit was rolled back, so nothing of this transaction can be committed.
+        Ok(if self.write.was_commit_refused() { Proof::Aborted } else { Proof::Ended })
+    }
+}
+
+impl OperationTx for SqliteOperationTx {
+    type Db = sqlx::Sqlite;
+
+    fn owned(&self) -> &Owned {
+        &self.owned
+    }
+
+    fn connection(&mut self) -> &mut SqliteConnection {
+        self.write.connection()
+    }
+
+    async fn undo_effects(&mut self) -> Result<Proof, StoreError> {
+        self.prove("rollback to").await
+    }
+
+    async fn complete(&mut self, outcome: &Outcome, retention: &Retention) -> Result<Proof, StoreError> {
+        let proof = self.prove("release").await?;
+        if proof != Proof::Same {
+            return Ok(proof);
+        }
+        Ok(match finish(self.write.connection(), &self.owned, outcome, retention).await? {
+            Fenced::Done => Proof::Same,
+            Fenced::LostOwnership => Proof::Ended,
+        })
+    }
+
+    async fn commit(self) -> Result<(), StoreError> {
+        self.write.commit().await
+    }
+
+    async fn rollback(self) -> Result<(), StoreError> {
+        self.write.rollback().await
+    }
+}
