@@ -42,8 +42,8 @@ pub use inbox::{
 };
 pub use mailbox::{EmailOutcome, EmailToSend, Mailbox, NewEmail};
 pub use operations::{
-    Answer, AnswerBody, Basis, Begun, KeyClaim, Claimed, Fenced, KeptBody, Look, OperationStats, OperationTx, Operations,
-    Outcome, Owned,
+    Answer, AnswerBody, Basis, Begun, Claimed, Fenced, KeptBody, KeyClaim, Look, OperationStats, OperationTx,
+    Operations, Outcome, Owned,
 };
 pub use operator::{
     ActContext, ConsumerStatus, DeadFilter, DeadMessage, DeadPlace, HistoryEntry, Operator, OperatorAct,

@@ -21,7 +21,9 @@ use crate::policy::operation::retention::Retention;
 use crate::policy::operation::{Identity, Mode, OperationName, Record, State};
 use crate::store::bounded::Ask;
 use crate::store::operations::stored::{Columns, body_of, look_of, pack};
-use crate::store::{Basis, Begun, KeyClaim, Claimed, Fenced, KeptBody, Look, OperationStats, Operations, Outcome, Owned};
+use crate::store::{
+    Basis, Begun, Claimed, Fenced, KeptBody, KeyClaim, Look, OperationStats, Operations, Outcome, Owned,
+};
 
 /// A record of the key was there already.
 const DUPLICATE: u16 = 1062;

@@ -19,7 +19,9 @@ use crate::policy::operation::retention::Retention;
 use crate::policy::operation::{Identity, Mode, OperationName, Record};
 use crate::store::bounded::Ask;
 use crate::store::operations::stored::{Columns, body_of, look_of, pack};
-use crate::store::{Basis, Begun, KeyClaim, Claimed, Fenced, KeptBody, Look, OperationStats, Operations, Outcome, Owned};
+use crate::store::{
+    Basis, Begun, Claimed, Fenced, KeptBody, KeyClaim, Look, OperationStats, Operations, Outcome, Owned,
+};
 
 /// Microseconds since 1970, exact.
 macro_rules! micros {

@@ -21,7 +21,7 @@ use crate::policy::operation::retention::Retention;
 use crate::policy::operation::{Identity, Mode, OperationName, Record};
 use crate::store::operations::stored::{Columns, body_of, look_of, pack};
 use crate::store::{
-    Base, Basis, Begun, KeyClaim, Claimed, Fenced, KeptBody, Look, OperationStats, Operations, Outcome, Owned,
+    Base, Basis, Begun, Claimed, Fenced, KeptBody, KeyClaim, Look, OperationStats, Operations, Outcome, Owned,
 };
 
 /// As [`look_of`] reads it. The lease of a phased record is that of its operation (O9).

@@ -2,14 +2,14 @@
 
 use sqlx::{AssertSqlSafe, MySql, MySqlConnection, raw_sql};
 
+use super::super::MySqlStore;
 use super::super::inbox::{NO_SAVEPOINT, START_HANDLER, savepoint_name};
 use super::super::schema::number;
-use super::super::MySqlStore;
 use super::{INSERT_AT_ONCE, find, finish, stake};
 use crate::error::StoreError;
 use crate::policy::operation::retention::Retention;
 use crate::store::bounded::{Ask, Bounded};
-use crate::store::{Basis, Begun, KeyClaim, Fenced, OperationTx, Outcome, Owned, Proof};
+use crate::store::{Basis, Begun, Fenced, KeyClaim, OperationTx, Outcome, Owned, Proof};
 
 /// A row that somebody holds, and nobody waits for: 1205 on MariaDB, 3572 on MySQL.
 const LOCKED: [u16; 2] = [1205, 3572];

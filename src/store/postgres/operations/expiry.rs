@@ -66,7 +66,8 @@ pub(super) async fn expire_bodies(store: &PostgresStore, limit: u32) -> Result<u
         }
     }
     let day = 86_400;
-    let now: i64 = sqlx::query_scalar("select extract(epoch from clock_timestamp())::bigint").one(&mut connection).await?;
+    let now: i64 =
+        sqlx::query_scalar("select extract(epoch from clock_timestamp())::bigint").one(&mut connection).await?;
     // Above whatever a statement that runs now may write, unless it is in DEFAULT and stays there.
     let mut from = top.max((now / day + DAYS_AHEAD) * day);
     while from <= now + (DAYS_AHEAD + 1) * day {

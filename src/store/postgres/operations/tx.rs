@@ -8,7 +8,7 @@ use super::{LOCK_AND_INSERT, RENEW, find, finish, insert, renew, renewal};
 use crate::error::StoreError;
 use crate::policy::operation::retention::Retention;
 use crate::store::bounded::{Ask, Bounded};
-use crate::store::{Basis, Begun, KeyClaim, Fenced, OperationTx, Outcome, Owned, Proof};
+use crate::store::{Basis, Begun, Fenced, KeyClaim, OperationTx, Outcome, Owned, Proof};
 
 /// A transaction in which one claim stands.
 #[derive(Debug)]

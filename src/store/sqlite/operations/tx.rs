@@ -10,7 +10,7 @@ use super::super::write::Write;
 use super::{find, finish, stake};
 use crate::error::StoreError;
 use crate::policy::operation::retention::Retention;
-use crate::store::{Basis, Begun, KeyClaim, Fenced, OperationTx, Outcome, Owned, Proof};
+use crate::store::{Basis, Begun, Fenced, KeyClaim, OperationTx, Outcome, Owned, Proof};
 
 /// A transaction in which one claim stands. It holds the turn and the write lock of the file.
 #[derive(Debug)]
