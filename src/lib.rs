@@ -20,10 +20,12 @@ pub mod app;
 pub mod broker;
 #[cfg(feature = "programs")]
 pub mod cli;
+#[cfg(feature = "client")]
+pub mod client;
 pub mod error;
 #[cfg(any(feature = "embedded", feature = "sqlite"))]
 mod flock;
-#[cfg(feature = "programs")]
+#[cfg(any(feature = "programs", feature = "http"))]
 pub mod http;
 pub mod message;
 pub mod observe;

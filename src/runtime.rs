@@ -7,6 +7,7 @@
 
 pub mod consumer;
 mod handler;
+pub mod operation;
 pub mod pace;
 pub mod relay;
 #[cfg(feature = "email")]

@@ -16,6 +16,7 @@ mod inbox;
 mod mailbox;
 mod operations;
 mod operator;
+mod phases;
 mod relay;
 mod schema;
 mod statements;
@@ -42,12 +43,16 @@ pub use inbox::{
 };
 pub use mailbox::{EmailOutcome, EmailToSend, Mailbox, NewEmail};
 pub use operations::{
-    Answer, AnswerBody, Basis, Begun, Claimed, Fenced, KeptBody, KeyClaim, Look, OperationStats, OperationTx,
+    Answer, AnswerBody, Basis, Begun, Claimed, Fenced, KeptBody, KeyClaim, Keys, Look, OperationStats, OperationTx,
     Operations, Outcome, Owned,
 };
 pub use operator::{
     ActContext, ConsumerStatus, DeadFilter, DeadMessage, DeadPlace, HistoryEntry, Operator, OperatorAct,
     OperatorOutcome, ShardStatus, Status,
+};
+pub use phases::{
+    Driven, Due, NewEvidence, NewIntent, NewOperation, PhaseTx, Phases, Sealed, StoredEvidence, StoredIntent,
+    StoredOperation, Taken,
 };
 pub use relay::{
     Diversion, DivertedRow, LeaseAnswer, LeaseRequest, Mark, OperatorRequest, Outbox, OutboxRow, ReadBatch,

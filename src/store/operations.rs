@@ -6,7 +6,7 @@
 //!
 //! Two ways to claim:
 //!
-//! * [`Operations::claim`] commits the claim, the handler runs, [`Operations::finish`] commits the outcome (modes `edge` and
+//! * [`Keys::claim`] commits the claim, the handler runs, [`Keys::finish`] commits the outcome (modes `edge` and
 //!   `bridged`; a bridged handler calls [`Operations::finish_in`] in its own transaction instead, O2).
 //! * [`Operations::begin_operation`] begins the transaction that holds claim, effects and outcome together (mode `same_tx`,
 //!   door A). Dropped or rolled back, nothing stays.
@@ -34,6 +34,7 @@ use crate::policy::db_time::DbTime;
 use crate::policy::operation::doubt;
 use crate::policy::operation::record::{Resource, Tombstone};
 use crate::policy::operation::retention::Retention;
+use crate::policy::operation::route::Durability;
 use crate::policy::operation::{Fingerprint, Identity, Mode, OperationName, PrincipalMark, Record};
 
 /// How long a fresh connection looks for a commit that was lost sight of (O29).
@@ -50,7 +51,7 @@ pub struct KeyClaim {
     pub principal: PrincipalMark,
     /// The command.
     pub fingerprint: Fingerprint,
-    /// By which door. [`Operations::claim`] takes `bridged` and `edge`, [`Operations::begin_operation`] `same_tx`.
+    /// By which door. [`Keys::claim`] takes `bridged` and `edge`, [`Operations::begin_operation`] `same_tx`.
     pub mode: Mode,
     /// The identity of the run, if the record is new or used anew; else the record keeps its own.
     pub operation_id: Uuid,
@@ -235,10 +236,11 @@ impl KeyClaim {
     }
 }
 
-/// Duty: idempotency records, and the transaction of door A.
-pub trait Operations: Base {
-    /// The transaction of door A.
-    type Operation: OperationTx<Db = Self::Db>;
+/// Duty: idempotency records that are claimed and finished by statements of their own. A store without transactions of the
+/// application's can keep them too (O25).
+pub trait Keys: Clone + std::fmt::Debug + Send + Sync + 'static {
+    /// Whether it remembers every outcome.
+    const DURABILITY: Durability;
 
     /// What stands under a key: one plain SELECT. The lease of a phased record is that of its operation row, read in the same
     /// statement (O9).
@@ -264,6 +266,36 @@ pub trait Operations: Base {
         retention: &Retention,
     ) -> impl Future<Output = Result<Fenced, StoreError>> + Send;
 
+    /// Takes the claim away: nothing happened, and nothing is to be remembered. Only while it is IN_PROGRESS and ours.
+    fn release(&self, owned: &Owned) -> impl Future<Output = Result<Fenced, StoreError>> + Send;
+
+    /// Makes a claim UNKNOWN whose outcome was lost sight of: of mode `edge` once its lease is over (O11), of mode `same_tx` at
+    /// once (O1). The epoch is raised: whoever owned it changes nothing more.
+    fn mark_unknown(&self, seen: &Record) -> impl Future<Output = Result<Fenced, StoreError>> + Send;
+
+    /// Takes away at most about `limit` bodies whose life is over, and gives their number; the records stay (M99). On PostgreSQL
+    /// whole partitions go, counted as none.
+    fn expire_bodies(&self, limit: u32) -> impl Future<Output = Result<u64, StoreError>> + Send;
+
+    /// Takes away at most `limit` records of an operation whose metadata's time is over, terminal ones only (M100), and records
+    /// how far in the same transaction (O23). Gives their number.
+    fn purge_keys(
+        &self,
+        operation: &OperationName,
+        retention: &Retention,
+        id_skew: Duration,
+        limit: u32,
+    ) -> impl Future<Output = Result<u64, StoreError>> + Send;
+
+    /// How much is open.
+    fn operation_stats(&self) -> impl Future<Output = Result<OperationStats, StoreError>> + Send;
+}
+
+/// Duty: outcomes in the application's own transaction: bridged handlers, and door A.
+pub trait Operations: Keys + Base {
+    /// The transaction of door A.
+    type Operation: OperationTx<Db = Self::Db>;
+
     /// The same inside the caller's transaction (mode `bridged`, O2). After [`Fenced::LostOwnership`], and after an error, roll
     /// back: another owner may have executed.
     fn finish_in(
@@ -272,13 +304,6 @@ pub trait Operations: Base {
         outcome: &Outcome,
         retention: &Retention,
     ) -> impl Future<Output = Result<Fenced, StoreError>> + Send;
-
-    /// Takes the claim away: nothing happened, and nothing is to be remembered. Only while it is IN_PROGRESS and ours.
-    fn release(&self, owned: &Owned) -> impl Future<Output = Result<Fenced, StoreError>> + Send;
-
-    /// Makes a claim UNKNOWN whose outcome was lost sight of: of mode `edge` once its lease is over (O11), of mode `same_tx` at
-    /// once (O1). The epoch is raised: whoever owned it changes nothing more.
-    fn mark_unknown(&self, seen: &Record) -> impl Future<Output = Result<Fenced, StoreError>> + Send;
 
     /// Writes the record of a run as UNKNOWN where there is none (O1). [`Fenced::LostOwnership`] where there is one: look again.
     fn insert_unknown(&self, claim: &KeyClaim) -> impl Future<Output = Result<Fenced, StoreError>> + Send;
@@ -318,23 +343,6 @@ pub trait Operations: Base {
             }
         }
     }
-
-    /// Takes away at most about `limit` bodies whose life is over, and gives their number; the records stay (M99). On PostgreSQL
-    /// whole partitions go, counted as none.
-    fn expire_bodies(&self, limit: u32) -> impl Future<Output = Result<u64, StoreError>> + Send;
-
-    /// Takes away at most `limit` records of an operation whose metadata's time is over, terminal ones only (M100), and records
-    /// how far in the same transaction (O23). Gives their number.
-    fn purge_keys(
-        &self,
-        operation: &OperationName,
-        retention: &Retention,
-        id_skew: Duration,
-        limit: u32,
-    ) -> impl Future<Output = Result<u64, StoreError>> + Send;
-
-    /// How much is open.
-    fn operation_stats(&self) -> impl Future<Output = Result<OperationStats, StoreError>> + Send;
 }
 
 /// The transaction of door A: claim, effects, outcome. Dropped without commit, it rolls back.

@@ -8,7 +8,7 @@ use super::trial::{effect, new_message, payloads, read_nothing, read_rows};
 use super::{Connection, Fixture, Trial};
 use crate::policy::operation::doubt;
 use crate::policy::operation::{Mode, State};
-use crate::store::{Basis, Begun, Fenced, KeyClaim, OperationTx, Operations, Outcome, Proof};
+use crate::store::{Basis, Begun, Fenced, KeyClaim, Keys, OperationTx, Operations, Outcome, Proof};
 
 /// How long a turn is waited for where the case does not ask about it.
 const PATIENCE: Duration = Duration::from_secs(20);

@@ -8,7 +8,9 @@ use crate::policy::operation::key::KeyFormat;
 use crate::policy::operation::record::{Resource, StoredBody, Tombstone};
 use crate::policy::operation::retention::Retention;
 use crate::policy::operation::{Identity, Key, Keyring, Mode, Record, Scope, State};
-use crate::store::{Answer, AnswerBody, Base, Basis, Claimed, Fenced, KeptBody, KeyClaim, Operations, Outcome, Owned};
+use crate::store::{
+    Answer, AnswerBody, Base, Basis, Claimed, Fenced, KeptBody, KeyClaim, Keys, Operations, Outcome, Owned,
+};
 
 /// A lease that no case outlives.
 const LONG: Duration = Duration::from_secs(600);

@@ -18,11 +18,12 @@ use super::schema::number;
 use super::{MySqlStore, START};
 use crate::error::StoreError;
 use crate::policy::operation::retention::Retention;
+use crate::policy::operation::route::Durability;
 use crate::policy::operation::{Identity, Mode, OperationName, Record, State};
 use crate::store::bounded::Ask;
 use crate::store::operations::stored::{Columns, body_of, look_of, pack};
 use crate::store::{
-    Basis, Begun, Claimed, Fenced, KeptBody, KeyClaim, Look, OperationStats, Operations, Outcome, Owned,
+    Basis, Begun, Claimed, Fenced, KeptBody, KeyClaim, Keys, Look, OperationStats, Operations, Outcome, Owned,
 };
 
 /// A record of the key was there already.
@@ -98,8 +99,8 @@ const FINISH: &str = "update oncebox_idempotency_request \
         error_code = ? \
   where key_digest = ? and epoch = ? and owner <=> ? and state = 'IN_PROGRESS'";
 
-impl Operations for MySqlStore {
-    type Operation = MySqlOperationTx;
+impl Keys for MySqlStore {
+    const DURABILITY: Durability = Durability::Durable;
 
     async fn find(&self, identity: &Identity) -> Result<Look, StoreError> {
         find(self.pool.acquire().await?.plain(), identity).await
@@ -145,15 +146,6 @@ impl Operations for MySqlStore {
         Ok(fenced)
     }
 
-    async fn finish_in(
-        connection: &mut MySqlConnection,
-        owned: &Owned,
-        outcome: &Outcome,
-        retention: &Retention,
-    ) -> Result<Fenced, StoreError> {
-        finish(connection, owned, outcome, retention).await
-    }
-
     async fn release(&self, owned: &Owned) -> Result<Fenced, StoreError> {
         let release = sqlx::query(
             "delete from oncebox_idempotency_request where key_digest = ? and epoch = ? and owner = ? and state = 'IN_PROGRESS'",
@@ -174,26 +166,6 @@ impl Operations for MySqlStore {
         .run(&self.pool)
         .await?;
         Ok(Fenced::rows(done.rows_affected()))
-    }
-
-    async fn insert_unknown(&self, claim: &KeyClaim) -> Result<Fenced, StoreError> {
-        let nobodys = Owned { owner: None, ..claim.owned(Basis::New) };
-        let state = State::UnknownRequiresRecovery;
-        match insert(INSERT, claim, state, &nobodys).run(&self.pool).await {
-            Ok(_) => Ok(Fenced::Done),
-            Err(error) if number(&error) == Some(DUPLICATE) => Ok(Fenced::LostOwnership),
-            Err(error) => Err(error.into()),
-        }
-    }
-
-    async fn begin_operation(
-        &self,
-        claim: &KeyClaim,
-        basis: Basis<'_>,
-        _: Duration,
-    ) -> Result<Begun<MySqlOperationTx>, StoreError> {
-        claim.requires(&[Mode::SameTx])?;
-        tx::begin_operation(self, claim, basis).await
     }
 
     async fn expire_bodies(&self, limit: u32) -> Result<u64, StoreError> {
@@ -225,6 +197,39 @@ impl Operations for MySqlStore {
             oldest_in_progress: age.map(|micros| Duration::from_micros(micros.max(0).unsigned_abs())),
             unknown: row.try_get::<i64, _>(2)?.unsigned_abs(),
         })
+    }
+}
+
+impl Operations for MySqlStore {
+    type Operation = MySqlOperationTx;
+
+    async fn finish_in(
+        connection: &mut MySqlConnection,
+        owned: &Owned,
+        outcome: &Outcome,
+        retention: &Retention,
+    ) -> Result<Fenced, StoreError> {
+        finish(connection, owned, outcome, retention).await
+    }
+
+    async fn insert_unknown(&self, claim: &KeyClaim) -> Result<Fenced, StoreError> {
+        let nobodys = Owned { owner: None, ..claim.owned(Basis::New) };
+        let state = State::UnknownRequiresRecovery;
+        match insert(INSERT, claim, state, &nobodys).run(&self.pool).await {
+            Ok(_) => Ok(Fenced::Done),
+            Err(error) if number(&error) == Some(DUPLICATE) => Ok(Fenced::LostOwnership),
+            Err(error) => Err(error.into()),
+        }
+    }
+
+    async fn begin_operation(
+        &self,
+        claim: &KeyClaim,
+        basis: Basis<'_>,
+        _: Duration,
+    ) -> Result<Begun<MySqlOperationTx>, StoreError> {
+        claim.requires(&[Mode::SameTx])?;
+        tx::begin_operation(self, claim, basis).await
     }
 }
 

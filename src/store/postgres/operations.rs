@@ -16,11 +16,12 @@ pub use self::tx::PostgresOperationTx;
 use super::PostgresStore;
 use crate::error::StoreError;
 use crate::policy::operation::retention::Retention;
+use crate::policy::operation::route::Durability;
 use crate::policy::operation::{Identity, Mode, OperationName, Record};
 use crate::store::bounded::Ask;
 use crate::store::operations::stored::{Columns, body_of, look_of, pack};
 use crate::store::{
-    Basis, Begun, Claimed, Fenced, KeptBody, KeyClaim, Look, OperationStats, Operations, Outcome, Owned,
+    Basis, Begun, Claimed, Fenced, KeptBody, KeyClaim, Keys, Look, OperationStats, Operations, Outcome, Owned,
 };
 
 /// Microseconds since 1970, exact.
@@ -112,8 +113,8 @@ kept as (
   select d.key_digest, d.epoch, d.body_expires_at, $15, $16, $17, $18 from done d where d.body_expires_at is not null)
 select count(*) from done";
 
-impl Operations for PostgresStore {
-    type Operation = PostgresOperationTx;
+impl Keys for PostgresStore {
+    const DURABILITY: Durability = Durability::Durable;
 
     async fn find(&self, identity: &Identity) -> Result<Look, StoreError> {
         find(self.pool.acquire().await?.plain(), identity).await
@@ -166,15 +167,6 @@ impl Operations for PostgresStore {
         finish(self.pool.acquire().await?.plain(), owned, outcome, retention, None).await
     }
 
-    async fn finish_in(
-        connection: &mut PgConnection,
-        owned: &Owned,
-        outcome: &Outcome,
-        retention: &Retention,
-    ) -> Result<Fenced, StoreError> {
-        finish(connection, owned, outcome, retention, None).await
-    }
-
     async fn release(&self, owned: &Owned) -> Result<Fenced, StoreError> {
         let done = sqlx::query(
             "delete from oncebox.idempotency_request where key_digest = $1 and epoch = $2 and owner = $3 and state = 'IN_PROGRESS'",
@@ -201,22 +193,6 @@ impl Operations for PostgresStore {
         .run(&self.pool)
         .await?;
         Ok(Fenced::rows(done.rows_affected()))
-    }
-
-    async fn insert_unknown(&self, claim: &KeyClaim) -> Result<Fenced, StoreError> {
-        let nobodys = Owned { owner: None, ..claim.owned(Basis::New) };
-        let done = insert(INSERT_UNKNOWN, claim, &nobodys).run(&self.pool).await?;
-        Ok(Fenced::rows(done.rows_affected()))
-    }
-
-    async fn begin_operation(
-        &self,
-        claim: &KeyClaim,
-        basis: Basis<'_>,
-        _: Duration,
-    ) -> Result<Begun<PostgresOperationTx>, StoreError> {
-        claim.requires(&[Mode::SameTx])?;
-        tx::begin(self, claim, basis).await
     }
 
     async fn expire_bodies(&self, limit: u32) -> Result<u64, StoreError> {
@@ -248,6 +224,35 @@ impl Operations for PostgresStore {
             oldest_in_progress: age.map(|seconds| Duration::try_from_secs_f64(seconds).unwrap_or_default()),
             unknown: row.try_get::<i64, _>(2)?.unsigned_abs(),
         })
+    }
+}
+
+impl Operations for PostgresStore {
+    type Operation = PostgresOperationTx;
+
+    async fn finish_in(
+        connection: &mut PgConnection,
+        owned: &Owned,
+        outcome: &Outcome,
+        retention: &Retention,
+    ) -> Result<Fenced, StoreError> {
+        finish(connection, owned, outcome, retention, None).await
+    }
+
+    async fn insert_unknown(&self, claim: &KeyClaim) -> Result<Fenced, StoreError> {
+        let nobodys = Owned { owner: None, ..claim.owned(Basis::New) };
+        let done = insert(INSERT_UNKNOWN, claim, &nobodys).run(&self.pool).await?;
+        Ok(Fenced::rows(done.rows_affected()))
+    }
+
+    async fn begin_operation(
+        &self,
+        claim: &KeyClaim,
+        basis: Basis<'_>,
+        _: Duration,
+    ) -> Result<Begun<PostgresOperationTx>, StoreError> {
+        claim.requires(&[Mode::SameTx])?;
+        tx::begin(self, claim, basis).await
     }
 }
 

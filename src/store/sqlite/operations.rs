@@ -18,10 +18,11 @@ use super::connect::SqliteStore;
 use super::{millis, now_ms};
 use crate::error::StoreError;
 use crate::policy::operation::retention::Retention;
+use crate::policy::operation::route::Durability;
 use crate::policy::operation::{Identity, Mode, OperationName, Record};
 use crate::store::operations::stored::{Columns, body_of, look_of, pack};
 use crate::store::{
-    Base, Basis, Begun, Claimed, Fenced, KeptBody, KeyClaim, Look, OperationStats, Operations, Outcome, Owned,
+    Base, Basis, Begun, Claimed, Fenced, KeptBody, KeyClaim, Keys, Look, OperationStats, Operations, Outcome, Owned,
 };
 
 /// As [`look_of`] reads it. The lease of a phased record is that of its operation (O9).
@@ -85,8 +86,8 @@ const FINISH: &str = concat!(
     " as at) as n where key_digest = ?1 and epoch = ?2 and owner is ?3 and state = 'IN_PROGRESS'"
 );
 
-impl Operations for SqliteStore {
-    type Operation = SqliteOperationTx;
+impl Keys for SqliteStore {
+    const DURABILITY: Durability = Durability::Durable;
 
     async fn find(&self, identity: &Identity) -> Result<Look, StoreError> {
         find(&mut *self.pool().acquire().await?, identity).await
@@ -134,19 +135,6 @@ impl Operations for SqliteStore {
         Ok(fenced)
     }
 
-    async fn finish_in(
-        connection: &mut SqliteConnection,
-        owned: &Owned,
-        outcome: &Outcome,
-        retention: &Retention,
-    ) -> Result<Fenced, StoreError> {
-        // Two statements, which stand or fall together whatever the caller does with an error.
-        let mut both = connection.begin().await?;
-        let fenced = finish(&mut both, owned, outcome, retention).await?;
-        both.commit().await?;
-        Ok(fenced)
-    }
-
     async fn release(&self, owned: &Owned) -> Result<Fenced, StoreError> {
         let release = query(
             "delete from oncebox_idempotency_request where key_digest = ?1 and epoch = ?2 and owner = ?3 and state = 'IN_PROGRESS'",
@@ -164,21 +152,6 @@ impl Operations for SqliteStore {
             "))"
         ));
         self.fenced(mark.bind(seen.identity.digest().to_vec()).bind(seen.epoch)).await
-    }
-
-    async fn insert_unknown(&self, claim: &KeyClaim) -> Result<Fenced, StoreError> {
-        let nobodys = Owned { owner: None, ..claim.owned(Basis::New) };
-        self.fenced(insert(insert!("UNKNOWN_REQUIRES_RECOVERY"), claim, &nobodys)).await
-    }
-
-    async fn begin_operation(
-        &self,
-        claim: &KeyClaim,
-        basis: Basis<'_>,
-        patience: Duration,
-    ) -> Result<Begun<SqliteOperationTx>, StoreError> {
-        claim.requires(&[Mode::SameTx])?;
-        tx::begin(self, claim, basis, patience).await
     }
 
     async fn expire_bodies(&self, limit: u32) -> Result<u64, StoreError> {
@@ -209,6 +182,38 @@ impl Operations for SqliteStore {
             oldest_in_progress: age.map(|age| Duration::from_millis(age.max(0).unsigned_abs())),
             unknown: row.try_get::<i64, _>(2)?.unsigned_abs(),
         })
+    }
+}
+
+impl Operations for SqliteStore {
+    type Operation = SqliteOperationTx;
+
+    async fn finish_in(
+        connection: &mut SqliteConnection,
+        owned: &Owned,
+        outcome: &Outcome,
+        retention: &Retention,
+    ) -> Result<Fenced, StoreError> {
+        // Two statements, which stand or fall together whatever the caller does with an error.
+        let mut both = connection.begin().await?;
+        let fenced = finish(&mut both, owned, outcome, retention).await?;
+        both.commit().await?;
+        Ok(fenced)
+    }
+
+    async fn insert_unknown(&self, claim: &KeyClaim) -> Result<Fenced, StoreError> {
+        let nobodys = Owned { owner: None, ..claim.owned(Basis::New) };
+        self.fenced(insert(insert!("UNKNOWN_REQUIRES_RECOVERY"), claim, &nobodys)).await
+    }
+
+    async fn begin_operation(
+        &self,
+        claim: &KeyClaim,
+        basis: Basis<'_>,
+        patience: Duration,
+    ) -> Result<Begun<SqliteOperationTx>, StoreError> {
+        claim.requires(&[Mode::SameTx])?;
+        tx::begin(self, claim, basis, patience).await
     }
 }
 

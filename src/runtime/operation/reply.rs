@@ -1,0 +1,97 @@
+//! What a door answers, before HTTP or gRPC gives it its form.
+
+use uuid::Uuid;
+
+use crate::policy::operation::Code;
+use crate::policy::operation::problem::KeyState;
+use crate::policy::operation::record::Resource;
+
+/// The answer of an operation: what is stored and replayed.
+#[derive(Clone, PartialEq, Eq)]
+pub struct Reply {
+    /// The HTTP status, or the code of gRPC.
+    pub status: u16,
+    /// Names, lower case, and values in order; a name may repeat.
+    pub headers: Vec<(String, Vec<u8>)>,
+    /// The body.
+    pub body: Vec<u8>,
+    /// The version of the schema that the body is written in (M66).
+    pub schema_version: u32,
+    /// The resource that was made (M34).
+    pub resource: Option<Resource>,
+    /// What is kept of it.
+    pub keep: Keep,
+}
+
+/// What is kept of an answer (M67, M68).
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+pub enum Keep {
+    /// Status, allow-listed headers and body.
+    #[default]
+    Exact,
+    /// The reference to the resource.
+    Reference,
+    /// The status: the body is a secret that is shown once.
+    Nothing,
+}
+
+/// What a door answers.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Answered {
+    /// The operation's own answer, now or again.
+    Reply {
+        /// The answer.
+        reply: Reply,
+        /// Whether it is the outcome of an earlier request: `Idempotent-Replayed: true`.
+        replayed: bool,
+    },
+    /// The engine's answer.
+    Problem(Problem),
+}
+
+/// A problem that the engine answers with (RFC 9457).
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Problem {
+    /// The code.
+    pub code: Code,
+    /// The status, which a route may choose for some codes.
+    pub status: u16,
+    /// What is known of the key.
+    pub key_state: KeyState,
+    /// When to come again, in seconds.
+    pub retry_after: Option<u32>,
+    /// The operation, where its id may be shown.
+    pub operation_id: Option<Uuid>,
+    /// The URL of the operation or the resource.
+    pub location: Option<String>,
+    /// The resource, for a result that is not retained.
+    pub resource: Option<Resource>,
+    /// The home of the key, for another region's.
+    pub home_region: Option<String>,
+    /// What to say beside the title; never a value of the first request.
+    pub detail: Option<String>,
+}
+
+impl Problem {
+    /// A problem with what its code says.
+    #[must_use]
+    pub fn new(code: Code) -> Self {
+        Self {
+            code,
+            status: code.status(),
+            key_state: code.key_state(),
+            retry_after: code.pause(),
+            operation_id: None,
+            location: None,
+            resource: None,
+            home_region: None,
+            detail: None,
+        }
+    }
+}
+
+impl std::fmt::Debug for Reply {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Reply({}, {} headers, {} bytes)", self.status, self.headers.len(), self.body.len())
+    }
+}

@@ -1,0 +1,306 @@
+//! Duty: operations in phases (door B): where each stands, who drives it, what was sent, what was observed (O5 to O9, O22).
+//!
+//! The idempotency record of a phased operation has no lease of its own; the operation row has the only one (O9). Every
+//! transaction of a phase moves the row from the point and epoch that it began with, or changes nothing; the record's state
+//! is that of the operation's stage ([`Stage::record`]), written in the same transaction.
+//!
+//! Evidence is the exception: it is appended by anybody at any time, because it is a fact (O8).
+//!
+//! Errors and cancel safety as in [`Keys`](super::Keys).
+//!
+//! Not here: what evidence proves ([`provider`](crate::policy::operation::provider)), which stage follows which
+//! ([`flow`](crate::policy::operation::flow)), and encryption of the bytes.
+
+use std::future::Future;
+use std::time::Duration;
+
+use sqlx::Database;
+use uuid::Uuid;
+
+use super::operations::{Begun, Fenced, KeyClaim, Operations, Outcome};
+use super::{Basis, Proof};
+use crate::error::StoreError;
+use crate::policy::db_time::DbTime;
+use crate::policy::operation::Identity;
+use crate::policy::operation::flow::Stage;
+use crate::policy::operation::retention::Retention;
+
+/// Bytes as they are stored: plain, or encrypted under the key of this id.
+#[derive(Clone, PartialEq, Eq, Default)]
+pub struct Sealed {
+    /// The bytes.
+    pub bytes: Vec<u8>,
+    /// The id of the key that encrypted them.
+    pub kid: Option<String>,
+}
+
+/// What begins a phased operation.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct NewOperation {
+    /// The claim of the key, of mode `phased`. Its lease is that of the operation row.
+    pub claim: KeyClaim,
+    /// The name under which its phases are registered.
+    pub flow: String,
+    /// The version of its phases.
+    pub flow_version: u32,
+    /// The canonical command.
+    pub command: Sealed,
+}
+
+/// A phased operation that this process drives. Epoch and token fence everything but evidence.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Driven {
+    /// Which.
+    pub operation_id: Uuid,
+    /// The token of this driver.
+    pub owner: Uuid,
+    /// The epoch that it raised.
+    pub epoch: i64,
+}
+
+/// A phased operation as it is read.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct StoredOperation {
+    /// Database time of the read.
+    pub now: DbTime,
+    /// Its identity.
+    pub operation_id: Uuid,
+    /// The identity of its record. None if the record is gone.
+    pub identity: Option<Identity>,
+    /// The name under which its phases are registered.
+    pub flow: String,
+    /// The version of its phases.
+    pub flow_version: u32,
+    /// The recovery point reached last.
+    pub point: String,
+    /// The stage of that point.
+    pub stage: Stage,
+    /// The canonical command.
+    pub command: Sealed,
+    /// The epoch.
+    pub epoch: i64,
+    /// Until when somebody drives it.
+    pub lease_until: Option<DbTime>,
+    /// How often recovery took it up in vain; a provider that is away counts none (G10).
+    pub attempts: u32,
+    /// When a worker may take it up.
+    pub due_at: Option<DbTime>,
+    /// Why only an operator can go on with it.
+    pub parked: Option<String>,
+    /// When it began.
+    pub created_at: DbTime,
+    /// When its outcome became known.
+    pub outcome_at: Option<DbTime>,
+    /// What was sent, by effect.
+    pub intents: Vec<StoredIntent>,
+    /// What was observed, oldest first.
+    pub evidence: Vec<StoredEvidence>,
+}
+
+/// An effect that is committed before its first send (O5).
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct NewIntent {
+    /// The name of the effect within its operation.
+    pub effect: String,
+    /// How its provider is asked: `key`, `query`, `key_and_query`, `none` or `repeatable`.
+    pub strategy: String,
+    /// The key that the provider sees; it never changes.
+    pub provider_key: String,
+    /// The exact bytes that are sent, each time.
+    pub request: Sealed,
+    /// Which adapter made them.
+    pub adapter: String,
+    /// Its version.
+    pub adapter_version: u32,
+}
+
+/// An intent as it is read.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct StoredIntent {
+    /// As it was committed.
+    pub intent: NewIntent,
+    /// Database time of its first send.
+    pub first_sent_at: DbTime,
+    /// Database time of its last send.
+    pub last_sent_at: DbTime,
+    /// Sends begun by anybody.
+    pub sends: u32,
+    /// `succeeded`, `failed` or `not-sent` once it is proven.
+    pub outcome: Option<String>,
+}
+
+/// What was observed of an effect.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct NewEvidence {
+    /// Of which operation.
+    pub operation_id: Uuid,
+    /// Of which effect.
+    pub effect: String,
+    /// The epoch of the observer.
+    pub epoch: i64,
+    /// The send that it answers, from 1; 0 for what answers none.
+    pub send: u32,
+    /// `answer`, `query`, `error`, `operator` or `run`.
+    pub kind: String,
+    /// `success`, `failure`, `not-sent`, `wait` or `indefinite`.
+    pub verdict: String,
+    /// The status of the provider's answer.
+    pub status: Option<u16>,
+    /// What was observed, as its reader wrote it; never a secret in plain.
+    pub bytes: Sealed,
+}
+
+/// Evidence as it is read.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct StoredEvidence {
+    /// As it was written.
+    pub evidence: NewEvidence,
+    /// Database time of the row.
+    pub at: DbTime,
+}
+
+/// What came of taking an operation up.
+#[derive(Debug)]
+pub enum Taken {
+    /// It is ours, read after the epoch was raised.
+    Driven(Driven, Box<StoredOperation>),
+    /// Somebody drives it, or it is parked, or it has its outcome.
+    Not(Box<StoredOperation>),
+    /// There is none.
+    Missing,
+}
+
+/// How long after which attempt an operation is due again.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Due {
+    /// From now.
+    pub after: Duration,
+    /// Whether this counts as an attempt.
+    pub attempt: bool,
+}
+
+impl std::fmt::Debug for Sealed {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Sealed({} bytes, {:?})", self.bytes.len(), self.kid)
+    }
+}
+
+/// Duty: operations in phases.
+pub trait Phases: Operations {
+    /// The transaction of a phase.
+    type Phase: PhaseTx<Db = Self::Db>;
+
+    /// Begins the first phase: try-lock, claim and operation row (stage RECEIVED, driven by us) in one transaction, as
+    /// [`Operations::begin_operation`] does for door A. What `basis` allows is as there; a record used anew gets a new operation.
+    fn begin_first(
+        &self,
+        new: &NewOperation,
+        basis: Basis<'_>,
+        patience: Duration,
+    ) -> impl Future<Output = Result<Begun<Self::Phase>, StoreError>> + Send;
+
+    /// Begins a later phase of an operation that is ours. The fence is compared when the phase moves on.
+    fn begin_phase(&self, driven: &Driven) -> impl Future<Output = Result<Self::Phase, StoreError>> + Send;
+
+    /// Takes up an operation that nobody drives, by one fenced UPDATE that raises the epoch: of twenty that try, one wins. A
+    /// parked one is not taken up.
+    fn take_operation(
+        &self,
+        operation_id: Uuid,
+        lease: Duration,
+    ) -> impl Future<Output = Result<Taken, StoreError>> + Send;
+
+    /// Takes up at most `limit` operations of a flow and these versions that are due and that nobody drives, the longest due
+    /// first; in one transaction, and twenty workers get different ones.
+    fn take_due(
+        &self,
+        flow: &str,
+        versions: &[u32],
+        limit: u32,
+        lease: Duration,
+    ) -> impl Future<Output = Result<Vec<(Driven, StoredOperation)>, StoreError>> + Send;
+
+    /// Extends the lease, from now.
+    fn drive_on(&self, driven: &Driven, lease: Duration) -> impl Future<Output = Result<Fenced, StoreError>> + Send;
+
+    /// Commits that another send of an effect begins, and gives its number. None: not ours any more; send nothing.
+    fn begin_send(&self, driven: &Driven, effect: &str)
+    -> impl Future<Output = Result<Option<u32>, StoreError>> + Send;
+
+    /// Appends evidence. Never fenced, always allowed (O8).
+    fn observe(&self, evidence: &NewEvidence) -> impl Future<Output = Result<(), StoreError>> + Send;
+
+    /// Gives an operation back, due again then. Its stage stays.
+    fn give_back(&self, driven: &Driven, due: Due) -> impl Future<Output = Result<Fenced, StoreError>> + Send;
+
+    /// Makes stage and record UNKNOWN and gives the operation back, due again then.
+    fn doubt(&self, driven: &Driven, due: Due) -> impl Future<Output = Result<Fenced, StoreError>> + Send;
+
+    /// Makes stage and record UNKNOWN and leaves the operation to an operator, for this reason.
+    fn park(&self, driven: &Driven, reason: &str) -> impl Future<Output = Result<Fenced, StoreError>> + Send;
+
+    /// An operation with its intents and evidence.
+    fn operation(&self, operation_id: Uuid)
+    -> impl Future<Output = Result<Option<StoredOperation>, StoreError>> + Send;
+
+    /// Makes operations of a flow due at once that wait for a worker; all of them, or one. For a nudge by a request.
+    fn nudge(&self, operation_id: Uuid) -> impl Future<Output = Result<(), StoreError>> + Send;
+
+    /// The id of this deployment; a clone of the database has it too, the configuration of the clone's services has not (O22).
+    fn deployment(&self) -> impl Future<Output = Result<Uuid, StoreError>> + Send;
+
+    /// Says that this database belongs to that deployment.
+    fn set_deployment(&self, deployment: Uuid) -> impl Future<Output = Result<(), StoreError>> + Send;
+}
+
+/// The transaction of a phase. Dropped without commit, it rolls back.
+///
+/// As in door A, what moves the operation on is written only in the transaction that began the phase: anything but
+/// [`Proof::Same`] from [`Self::advance`] or [`Self::finish`]: roll back.
+pub trait PhaseTx: std::fmt::Debug + Send + 'static {
+    /// The sqlx database.
+    type Db: Database;
+
+    /// What is driven.
+    fn driven(&self) -> &Driven;
+
+    /// The connection, inside the transaction.
+    fn connection(&mut self) -> &mut <Self::Db as Database>::Connection;
+
+    /// Takes back all effects of this phase; the claim of a first phase stays.
+    fn undo_effects(&mut self) -> impl Future<Output = Result<Proof, StoreError>> + Send;
+
+    /// The evidence of the operation, read in this transaction: what decides is read where it is decided (O8).
+    fn evidence(&mut self) -> impl Future<Output = Result<Vec<StoredEvidence>, StoreError>> + Send;
+
+    /// Records what is proven of an effect: `succeeded`, `failed` or `not-sent`.
+    fn settle(&mut self, effect: &str, outcome: &str) -> impl Future<Output = Result<(), StoreError>> + Send;
+
+    /// Moves from point `from` to `to`, at this stage, with these intents (their first send counts as begun). Once; after it,
+    /// commit. [`Fenced::LostOwnership`]: roll back.
+    fn advance(
+        &mut self,
+        from: &str,
+        to: &str,
+        stage: Stage,
+        intents: &[NewIntent],
+    ) -> impl Future<Output = Result<(Proof, Fenced), StoreError>> + Send;
+
+    /// Writes the outcome to operation and record, both with their lifetimes from now (O3): SUCCEEDED for
+    /// [`Outcome::Completed`], FAILED for [`Outcome::FailedReplayable`]. Once; after it, commit.
+    fn finish(
+        &mut self,
+        from: &str,
+        outcome: &Outcome,
+        retention: &Retention,
+    ) -> impl Future<Output = Result<(Proof, Fenced), StoreError>> + Send;
+
+    /// Commits.
+    ///
+    /// # Errors
+    /// [`StoreError::CommitUnknown`] where the connection was lost: read the operation.
+    fn commit(self) -> impl Future<Output = Result<(), StoreError>> + Send;
+
+    /// Rolls back, explicitly; an error of it closes the connection.
+    fn rollback(self) -> impl Future<Output = Result<(), StoreError>> + Send;
+}
