@@ -51,8 +51,8 @@ pub use operator::{
     OperatorOutcome, ShardStatus, Status,
 };
 pub use phases::{
-    Driven, Due, NewEvidence, NewIntent, NewOperation, PhaseTx, Phases, Sealed, StoredEvidence, StoredIntent,
-    StoredOperation, Taken,
+    Driven, Due, FIRST_POINT, NewEvidence, NewIntent, NewOperation, PhaseTx, Phases, Sealed, StoredEvidence,
+    StoredIntent, StoredOperation, Taken,
 };
 pub use relay::{
     Diversion, DivertedRow, LeaseAnswer, LeaseRequest, Mark, OperatorRequest, Outbox, OutboxRow, ReadBatch,
