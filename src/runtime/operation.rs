@@ -6,6 +6,7 @@
 //! | `endpoint` | [`Endpoint`]: an operation as its author declares it |
 //! | `front` | [`Front`]: what every door asks before it executes |
 //! | `door_a` | [`Engine::execute_tx`]: claim, effects, messages and answer in one commit |
+//! | `door_c` | [`Engine::execute_edge`]: a claim around any handler |
 //! | `codec` | what is kept of answers, and replayed |
 //! | `reconcile` | how an edge run ended whose end was not seen |
 //! | `running`, `memory` | what runs here; how much memory bodies may take |
@@ -15,6 +16,7 @@
 
 mod codec;
 mod door_a;
+mod door_c;
 mod endpoint;
 mod engine;
 mod front;
@@ -25,6 +27,7 @@ mod running;
 
 pub use codec::{Kept, SealError, Sealer};
 pub use door_a::EffectTx;
+pub use door_c::{EdgeAnswer, Ended, Guard, GuardError, Progress};
 pub use endpoint::{Endpoint, EndpointError, Reconciled, Reconciling, Registered};
 pub use engine::{Engine, EngineBuilder};
 pub use front::{Asking, Begin, Front, KeyGiven, Turn};
