@@ -81,9 +81,9 @@ pub trait Base: Clone + Debug + Send + Sync + 'static {
 }
 
 /// A database adapter: all duties together.
-pub trait Store: Schema + Outbox + Inbox + Waiting + Operator + Mailbox + Operations + Statements {}
+pub trait Store: Schema + Outbox + Inbox + Waiting + Operator + Mailbox + Operations + Phases + Statements {}
 
-impl<S: Schema + Outbox + Inbox + Waiting + Operator + Mailbox + Operations + Statements> Store for S {}
+impl<S: Schema + Outbox + Inbox + Waiting + Operator + Mailbox + Operations + Phases + Statements> Store for S {}
 
 /// How a store connects; the URL decides which adapter.
 #[derive(Debug, Clone, PartialEq, Eq)]

@@ -307,8 +307,8 @@ pub trait Phases: Operations {
     /// Appends evidence. Never fenced, always allowed (O8).
     fn observe(&self, evidence: &NewEvidence) -> impl Future<Output = Result<(), StoreError>> + Send;
 
-    /// Gives an operation back, due again then. Its stage stays.
-    fn give_back(&self, driven: &Driven, due: Due) -> impl Future<Output = Result<Fenced, StoreError>> + Send;
+    /// Hands an operation back, due again then. Its stage stays.
+    fn hand_back(&self, driven: &Driven, due: Due) -> impl Future<Output = Result<Fenced, StoreError>> + Send;
 
     /// Makes stage and record UNKNOWN and gives the operation back, due again then.
     fn doubt(&self, driven: &Driven, due: Due) -> impl Future<Output = Result<Fenced, StoreError>> + Send;

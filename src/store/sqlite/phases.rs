@@ -191,7 +191,7 @@ impl Phases for SqliteStore {
         self.fenced(insert).await.map(|_| ())
     }
 
-    async fn give_back(&self, driven: &Driven, due: Due) -> Result<Fenced, StoreError> {
+    async fn hand_back(&self, driven: &Driven, due: Due) -> Result<Fenced, StoreError> {
         leave(self, driven, None, Some(due), None).await
     }
 
