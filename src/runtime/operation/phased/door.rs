@@ -28,9 +28,11 @@ use crate::error::{HandlerError, StoreError};
 use crate::policy::operation::doubt::{Aftermath, Doubt};
 use crate::policy::operation::flow::Stage;
 use crate::policy::operation::record::Mode;
-use crate::policy::operation::{Code, Record};
-use crate::runtime::operation::{Answered, Asking, Begin, Engine, Front, Registered, Reply, Turn};
-use crate::store::{Begun, Driven, FIRST_POINT, Fenced, NewIntent, NewOperation, PhaseTx, Phases, Proof, StoredOperation, Taken};
+use crate::policy::operation::{Canonical, Code, Record, Scope};
+use crate::runtime::operation::{Answered, Asking, Begin, Engine, Front, KeyGiven, Registered, Reply, Turn};
+use crate::store::{
+    Begun, Driven, FIRST_POINT, Fenced, NewIntent, NewOperation, PhaseTx, Phases, Proof, StoredOperation, Taken,
+};
 
 /// How often a claim is tried that nobody refused (R27).
 const TRIES: u32 = 5;
@@ -138,34 +140,42 @@ impl<S: Phases> Door<S> {
     }
 
     /// Runs an operation for a request, and waits for its outcome for at most `budget`; then 202 or 409
-    /// `IDEMPOTENCY_RECOVERY_PENDING`, and it goes on. The command must be the one that `asking` holds.
+    /// `IDEMPOTENCY_RECOVERY_PENDING`, and it goes on.
     ///
     /// # Cancel safety
     /// Dropped, the operation goes on; before its first phase has begun, nothing happened.
-    pub async fn execute_phased<C>(&self, endpoint: &Registered, asking: Asking, command: C, budget: Duration) -> Answered
+    pub async fn execute_phased<C>(
+        &self,
+        endpoint: &Registered,
+        scope: Option<Scope>,
+        key: KeyGiven,
+        command: C,
+        budget: Duration,
+    ) -> Answered
     where
-        C: Serialize + Send + Sync + 'static,
+        C: Canonical + Serialize + Send + Sync + 'static,
     {
         let engine = &self.phased.engine;
+        let command = Arc::new(command);
+        let asking = Asking { scope, key, command: Arc::clone(&command) as Arc<dyn Canonical + Send + Sync> };
         let mut front = engine.front(endpoint, asking);
         let Some(member) = self.phased.newest(endpoint.operation().as_str()) else {
             tracing::error!(operation = %endpoint.operation(), "no flow is registered for this operation");
             return front.problem(Code::StoreUnavailable);
         };
-        let bytes = match serde_json::to_vec(&command) {
+        let bytes = match serde_json::to_vec(&*command) {
             Ok(bytes) => bytes,
             Err(error) => {
                 tracing::error!(operation = %endpoint.operation(), %error, "a command cannot be written");
                 return front.problem(Code::RequestInvalid);
             }
         };
-        let command: AnyCommand = Arc::new(command);
+        let command: AnyCommand = command;
         let (began, until) = (Instant::now(), tokio::time::Instant::now() + budget);
         loop {
             match front.turn().await {
                 Turn::Answer(answered) => return answered,
-                // Without a key there is no operation to recover.
-                Turn::Unkeyed => return front.problem(Code::KeyRequired),
+                Turn::Unkeyed => front = front.under_own_key(),
                 Turn::Recover(record) => match self.recover(&record, until).await {
                     Ok(Recovered::Look) => front.look_again(),
                     Ok(Recovered::Pending) => return front.pending(&record),
@@ -235,7 +245,9 @@ impl<S: Phases> Door<S> {
         let (driven, stored) = match store.take_operation(record.operation_id, member.lease()).await? {
             Taken::Driven(driven, stored) => (driven, *stored),
             // Its outcome may have come in between.
-            Taken::Not(stored) if matches!(stored.stage, Stage::Succeeded | Stage::Failed) => return Ok(Recovered::Look),
+            Taken::Not(stored) if matches!(stored.stage, Stage::Succeeded | Stage::Failed) => {
+                return Ok(Recovered::Look);
+            }
             Taken::Not(stored) if stored.parked.is_some() => return Ok(Recovered::Look),
             Taken::Not(_) => return Ok(Recovered::Pending),
             Taken::Missing => return Ok(Recovered::Unknown),
@@ -339,18 +351,27 @@ impl<S: Phases> Opening<S> {
         let driven = tx.driven().clone();
         let identities = Identities::new(phased.deployment, driven.operation_id);
         let context = Context::new(identities, begin.claim.identity.clone());
-        let ended = guarded(flow.first().run(&mut Phase::new(&mut tx, &context), &self.command)).await;
+        let ended =
+            guarded(self.member.timeout(), flow.first().run(&mut Phase::new(&mut tx, &context), &self.command)).await;
         let first = match ended {
             Ok(first) => first,
             Err(error) => {
-                tx.rollback().await?;
+                let proof = tx.undo_effects().await?;
+                let _ = tx.rollback().await;
+                if proof != Proof::Same {
+                    return self.ended_by_itself(&phased, &begin, &driven, proof).await;
+                }
                 return Ok(failed(&error));
             }
         };
         let rejected = matches!(first, First::Rejected { binding: true, .. });
         let (how, fresh) = match self.judge(&phased, &context, first)? {
             Move::Forget(reply) => {
-                tx.rollback().await?;
+                let proof = tx.undo_effects().await?;
+                let _ = tx.rollback().await;
+                if proof != Proof::Same {
+                    return self.ended_by_itself(&phased, &begin, &driven, proof).await;
+                }
                 return Ok(Opened::Replied(reply));
             }
             Move::Advance(to, stage, intent) => {
@@ -370,7 +391,7 @@ impl<S: Phases> Opening<S> {
         };
         if how != (Proof::Same, Fenced::Done) {
             let _ = tx.rollback().await;
-            return self.ended_by_itself(&phased, &begin, &driven).await;
+            return self.ended_by_itself(&phased, &begin, &driven, how.0).await;
         }
         match tx.commit().await {
             Ok(()) => crate::store::hint(),
@@ -414,11 +435,16 @@ impl<S: Phases> Opening<S> {
     fn judge(&self, phased: &Phased<S>, context: &Context, first: First) -> Result<Move, StoreError> {
         let (flow, end) = (self.member.flow(), first.end());
         let unknown = |what: &str| {
-            StoreError::Refused(format!("the first phase of `{}` goes on at `{what}`, which its flow does not have", flow.name()))
+            StoreError::Refused(format!(
+                "the first phase of `{}` goes on at `{what}`, which its flow does not have",
+                flow.name()
+            ))
         };
         let stage = Stage::Received.after(end).ok_or_else(|| unknown("no stage"))?;
         Ok(match first {
-            First::RecoveryPoint(point) if flow.local(point.0).is_some() => Move::Advance(point.0.to_owned(), stage, None),
+            First::RecoveryPoint(point) if flow.local(point.0).is_some() => {
+                Move::Advance(point.0.to_owned(), stage, None)
+            }
             First::RecoveryPoint(point) => return Err(unknown(point.0)),
             First::Intent(Intent(prepared)) => {
                 let effect = flow.effect(prepared.effect).ok_or_else(|| unknown(prepared.effect))?;
@@ -432,9 +458,16 @@ impl<S: Phases> Opening<S> {
     }
 
     /// A handler ended the transaction of the first phase: what it did may be done (O1).
-    async fn ended_by_itself(self, phased: &Phased<S>, begin: &Begin, driven: &Driven) -> Result<Opened, StoreError> {
+    async fn ended_by_itself(
+        self,
+        phased: &Phased<S>,
+        begin: &Begin,
+        driven: &Driven,
+        proof: Proof,
+    ) -> Result<Opened, StoreError> {
         let store = phased.engine.store();
-        let aftermath = Doubt::TokenGone { nothing_ran_after: false }.after(store.look_after(&begin.claim).await);
+        let nothing_ran_after = proof == Proof::Aborted;
+        let aftermath = Doubt::TokenGone { nothing_ran_after }.after(store.look_after(&begin.claim).await);
         tracing::error!(operation = %driven.operation_id, ?aftermath, "a first phase ended its transaction by itself");
         match aftermath {
             Aftermath::Stored => return Ok(Opened::Look),
@@ -454,7 +487,7 @@ impl<S: Phases> Opening<S> {
 /// The first phase failed, and nothing of it stayed.
 fn failed(error: &HandlerError) -> Opened {
     tracing::warn!(%error, "a first phase failed: nothing happened");
-    Opened::Problem(Code::StoreUnavailable)
+    Opened::Problem(if error.is_nobodys() { Code::StoreUnavailable } else { Code::OperationFailed })
 }
 
 /// Drives an operation that was taken up.
@@ -492,7 +525,7 @@ pub(super) async fn taken<S: Phases>(
             // Another process may have the key or the version.
             tracing::error!(operation = %stored.operation_id, %error, "an operation cannot be read here");
             let due = crate::store::Due { after: phased.settings.backoff_max, attempt: false };
-            store.give_back(&driven, due).await?;
+            store.hand_back(&driven, due).await?;
             return Ok(Ended { end: End::Later, reply: None });
         }
     };

@@ -33,6 +33,7 @@ use crate::policy::operation::Fingerprint;
 use crate::policy::operation::flow::{PhaseEnd, Stage};
 use crate::policy::operation::provider::{self, Gap, Sends, Step, Verdict};
 use crate::policy::retry;
+use crate::runtime::handler::panic_text;
 use crate::runtime::operation::{Kept, Reply};
 use crate::runtime::pace::sleep_unless;
 use crate::store::{Driven, Due, Fenced, NewIntent, Outcome, PhaseTx, Phases, Proof, StoredOperation};
@@ -130,7 +131,9 @@ impl<S: Phases> Driver<S> {
             Stage::Outstanding | Stage::Unknown => match flow.effect_at(&stored.point) {
                 Some(effect) => self.effect(effect, stored).await,
                 // UNKNOWN at a point behind the phase of its effect: all effects are settled, and the phase runs.
-                None if stored.intents.iter().all(|intent| intent.outcome.is_some()) => self.settled(flow, stored).await,
+                None if stored.intents.iter().all(|intent| intent.outcome.is_some()) => {
+                    self.settled(flow, stored).await
+                }
                 None => Ok(Next::End(self.park("no-such-effect").await?)),
             },
             Stage::Succeeded | Stage::Failed => Ok(Next::End(End::Known)),
@@ -141,13 +144,10 @@ impl<S: Phases> Driver<S> {
         let Some(code) = flow.local(&stored.point) else { return Ok(Next::End(self.park("no-such-point").await?)) };
         let mut tx = self.phased.engine.store().begin_phase(&self.driven).await?;
         let (context, command) = (self.context.clone(), Arc::clone(&self.command));
-        let ended = guarded(code.run(&mut Phase::new(&mut tx, &context), &command)).await;
+        let ended = guarded(self.member.timeout(), code.run(&mut Phase::new(&mut tx, &context), &command)).await;
         let end = match ended {
             Ok(end) => end,
-            Err(error) => {
-                tx.rollback().await?;
-                return self.failed(stored, &error).await;
-            }
+            Err(error) => return self.failed(tx, stored, &error).await,
         };
         let Some(stage) = stored.stage.after(end.end()) else { return self.impossible(tx, end.end()).await };
         match end {
@@ -158,10 +158,7 @@ impl<S: Phases> Driver<S> {
             Local::Intent(Intent(prepared)) => self.intend(tx, flow, &stored.point, stage, prepared).await,
             Local::Response(reply) => self.finish(tx, &stored.point, &reply, None).await,
             Local::Rejected { reply, code } => self.finish(tx, &stored.point, &reply, Some(code)).await,
-            Local::Retryable => {
-                tx.rollback().await?;
-                self.failed(stored, &HandlerError::retryable("the phase asked to run again")).await
-            }
+            Local::Retryable => self.failed(tx, stored, &HandlerError::retryable("the phase asked to run again")).await,
         }
     }
 
@@ -170,13 +167,11 @@ impl<S: Phases> Driver<S> {
         let settlements = self.settlements(flow, stored)?;
         let mut tx = self.phased.engine.store().begin_phase(&self.driven).await?;
         let (context, command) = (self.context.clone(), Arc::clone(&self.command));
-        let ended = guarded(code.run(&mut Phase::new(&mut tx, &context), &command, &settlements)).await;
+        let ended =
+            guarded(self.member.timeout(), code.run(&mut Phase::new(&mut tx, &context), &command, &settlements)).await;
         let end = match ended {
             Ok(end) => end,
-            Err(error) => {
-                tx.rollback().await?;
-                return self.failed(stored, &error).await;
-            }
+            Err(error) => return self.failed(tx, stored, &error).await,
         };
         // UNKNOWN here means that an earlier run of this very phase was lost.
         let Some(stage) = Stage::Settled.after(end.end()) else { return self.impossible(tx, end.end()).await };
@@ -193,7 +188,11 @@ impl<S: Phases> Driver<S> {
                 None => self.finish(tx, &stored.point, &reply, Some(code)).await,
                 Some(effect) => {
                     tx.rollback().await?;
-                    tracing::error!(flow = flow.name(), effect, "a phase says that an operation failed whose effect stands");
+                    tracing::error!(
+                        flow = flow.name(),
+                        effect,
+                        "a phase says that an operation failed whose effect stands"
+                    );
                     Ok(Next::End(self.park("failure-with-a-standing-effect").await?))
                 }
             },
@@ -204,7 +203,8 @@ impl<S: Phases> Driver<S> {
         let Some(intent) = stored.intents.iter().find(|intent| intent.intent.effect == effect.name) else {
             return Ok(Next::End(self.park("no-such-intent").await?));
         };
-        if intent.intent.adapter != effect.provider.name() || intent.intent.adapter_version > effect.provider.version() {
+        if intent.intent.adapter != effect.provider.name() || intent.intent.adapter_version > effect.provider.version()
+        {
             tracing::warn!(effect = effect.name, adapter = %intent.intent.adapter, "an intent of an adapter that is not here");
             return Ok(Next::End(self.give_back(self.pause(stored.attempts), false).await?));
         }
@@ -214,7 +214,8 @@ impl<S: Phases> Driver<S> {
         }
         let rows = evidence::rows(&self.phased.vault, &stored.evidence, effect.name)?;
         let seen = evidence::evidence(&rows);
-        let step = effect.strategy.next(sends, &seen, stored.now).within(stored.attempts, self.phased.settings.attempts_max);
+        let step =
+            effect.strategy.next(sends, &seen, stored.now).within(stored.attempts, self.phased.settings.attempts_max);
         match step {
             Step::Settle(_) => self.settle(effect, sends, &stored.point).await,
             // Nothing left us: nothing is unknown, and nothing counts (G10).
@@ -326,10 +327,8 @@ impl<S: Phases> Driver<S> {
                 return Ok(Next::End(End::Lost));
             }
             _ => {
-                // What the handler committed by itself is there, and its point was not moved.
                 let _ = tx.rollback().await;
-                tracing::error!(operation = %self.driven.operation_id, "a phase ended its transaction by itself");
-                return Ok(Next::End(self.park("phase-ended-its-transaction").await?));
+                return self.ended_by_itself().await;
             }
         }
         match tx.commit().await {
@@ -343,6 +342,12 @@ impl<S: Phases> Driver<S> {
         Ok(Next::Again)
     }
 
+    /// What the handler committed by itself is there, and its point was not moved: only a person can say what it did.
+    async fn ended_by_itself(&mut self) -> Result<Next, StoreError> {
+        tracing::error!(operation = %self.driven.operation_id, "a phase ended its transaction by itself");
+        Ok(Next::End(self.park("phase-ended-its-transaction").await?))
+    }
+
     /// A phase ended as it cannot here: nothing was committed.
     async fn impossible(&mut self, tx: S::Phase, end: PhaseEnd) -> Result<Next, StoreError> {
         tx.rollback().await?;
@@ -350,8 +355,18 @@ impl<S: Phases> Driver<S> {
         Ok(Next::End(self.park("phase-ended-impossibly").await?))
     }
 
-    /// A phase failed.
-    async fn failed(&mut self, stored: &StoredOperation, error: &HandlerError) -> Result<Next, StoreError> {
+    /// A phase failed: it is rolled back, if its transaction is still the one that began.
+    async fn failed(
+        &mut self,
+        mut tx: S::Phase,
+        stored: &StoredOperation,
+        error: &HandlerError,
+    ) -> Result<Next, StoreError> {
+        let proof = tx.undo_effects().await?;
+        let _ = tx.rollback().await;
+        if proof != Proof::Same {
+            return self.ended_by_itself().await;
+        }
         let (operation, point) = (self.driven.operation_id, stored.point.as_str());
         tracing::warn!(%operation, point, %error, "a phase failed");
         if error.is_terminal() || stored.attempts >= self.phased.settings.attempts_max {
@@ -403,7 +418,7 @@ impl<S: Phases> Driver<S> {
 
     pub(super) async fn give_back(&mut self, after: Duration, attempt: bool) -> Result<End, StoreError> {
         self.hold.let_go();
-        let fenced = self.phased.engine.store().give_back(&self.driven, Due { after, attempt }).await?;
+        let fenced = self.phased.engine.store().hand_back(&self.driven, Due { after, attempt }).await?;
         Ok(if fenced == Fenced::Done { End::Later } else { End::Lost })
     }
 
@@ -434,11 +449,15 @@ fn settles(verdict: Verdict, settled: provider::Settled) -> bool {
     }
 }
 
-/// Runs a phase; a panic is an error (O13).
-pub(super) async fn guarded<T>(phase: impl Future<Output = Result<T, HandlerError>>) -> Result<T, HandlerError> {
-    match AssertUnwindSafe(phase).catch_unwind().await {
-        Ok(ended) => ended,
-        Err(_) => Err(HandlerError::retryable("the phase panicked")),
+/// Runs a phase; a panic, and a run that takes too long, is an error (O13).
+pub(super) async fn guarded<T>(
+    timeout: Duration,
+    phase: impl Future<Output = Result<T, HandlerError>>,
+) -> Result<T, HandlerError> {
+    match tokio::time::timeout(timeout, AssertUnwindSafe(phase).catch_unwind()).await {
+        Ok(Ok(ended)) => ended,
+        Ok(Err(panic)) => Err(HandlerError::retryable(format!("the phase panicked: {}", panic_text(panic.as_ref())))),
+        Err(_) => Err(HandlerError::retryable(format!("the phase ran longer than {timeout:?}"))),
     }
 }
 

@@ -128,12 +128,20 @@ fn read(vault: &Vault, stored: &StoredEvidence) -> Result<Row, StoreError> {
             _ => Verdict::Indefinite,
         };
         let saw = String::from_utf8_lossy(&bytes).into_owned();
-        return Ok(Row { proof: Proof { send: (row.send > 0).then_some(row.send), verdict, at: stored.at }, operator: true, saw });
+        return Ok(Row {
+            proof: Proof { send: (row.send > 0).then_some(row.send), verdict, at: stored.at },
+            operator: true,
+            saw,
+        });
     }
     let body: Body = serde_json::from_slice(&bytes).map_err(|error| unreadable(&error))?;
     let verdict = Verdict::from_row(&body.proves, Duration::from_millis(body.pause_ms))
         .ok_or_else(|| unreadable(&format!("`{}` is no verdict that this program knows", body.proves)))?;
-    Ok(Row { proof: Proof { send: (row.send > 0).then_some(row.send), verdict, at: stored.at }, operator: false, saw: body.saw })
+    Ok(Row {
+        proof: Proof { send: (row.send > 0).then_some(row.send), verdict, at: stored.at },
+        operator: false,
+        saw: body.saw,
+    })
 }
 
 /// The rows of an effect that decide: an operator's last word alone, else all.
@@ -160,9 +168,9 @@ pub(super) fn evidence(rows: &[Row]) -> Evidence {
 
 #[cfg(test)]
 mod tests {
-    use crate::runtime::operation::Sealer;
     use super::*;
     use crate::policy::db_time::DbTime;
+    use crate::runtime::operation::Sealer;
     use crate::store::Sealed;
 
     fn plain() -> Vault {

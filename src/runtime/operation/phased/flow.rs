@@ -133,8 +133,9 @@ impl<S: Phases> Flow<S> {
     }
 
     pub(super) fn decode(&self, bytes: &[u8]) -> Result<AnyCommand, StoreError> {
-        (self.decode)(bytes)
-            .map_err(|error| StoreError::Corrupt(format!("a command of `{}` version {}: {error}", self.name, self.version)))
+        (self.decode)(bytes).map_err(|error| {
+            StoreError::Corrupt(format!("a command of `{}` version {}: {error}", self.name, self.version))
+        })
     }
 
     pub(super) fn first(&self) -> &dyn ErasedFirst<S> {
@@ -162,7 +163,9 @@ impl<S: Phases> Flow<S> {
     pub(super) fn standing(&self, settled: &Settlements) -> Option<&'static str> {
         use super::effect::Settlement::{Succeeded, Undone};
         let undone = |name| {
-            self.effects.iter().any(|undo| undo.undoes == Some(name) && matches!(settled.of(undo.name), Some(Undone(_))))
+            self.effects
+                .iter()
+                .any(|undo| undo.undoes == Some(name) && matches!(settled.of(undo.name), Some(Undone(_))))
         };
         let stands = |effect: &&Declared| {
             effect.strategy != Strategy::Repeatable

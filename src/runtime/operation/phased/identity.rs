@@ -56,7 +56,8 @@ impl Identities {
     /// The key of an effect at its provider.
     #[must_use]
     pub fn provider_key(self, effect: &str) -> ProviderKey {
-        let digits = self.digest("provider", effect).iter().take(20).map(|byte| format!("{byte:02x}")).collect::<String>();
+        let digits =
+            self.digest("provider", effect).iter().take(20).map(|byte| format!("{byte:02x}")).collect::<String>();
         ProviderKey(format!("op_{digits}"))
     }
 

@@ -90,7 +90,11 @@ impl<S: Phases> Recovery<S> {
         ended
     }
 
-    async fn round(&self, driven: &mut JoinSet<Result<Ended, StoreError>>, stop: &CancellationToken) -> Result<bool, StoreError> {
+    async fn round(
+        &self,
+        driven: &mut JoinSet<Result<Ended, StoreError>>,
+        stop: &CancellationToken,
+    ) -> Result<bool, StoreError> {
         while let Some(end) = driven.try_join_next() {
             note(end);
         }

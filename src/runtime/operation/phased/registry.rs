@@ -78,6 +78,11 @@ impl<S: Phases> Member<S> {
         self.endpoint.route().retention
     }
 
+    /// How long a phase may run.
+    pub(super) fn timeout(&self) -> Duration {
+        self.endpoint.route().timeout
+    }
+
     pub(super) fn lease(&self) -> Duration {
         self.endpoint.route().lease
     }
@@ -100,7 +105,10 @@ impl<S: Phases> Phased<S> {
     }
 
     pub(super) fn member(&self, flow: &str, version: u32) -> Option<Arc<Member<S>>> {
-        self.members.iter().find(|((name, of), _)| *name == flow && *of == version).map(|(_, member)| Arc::clone(member))
+        self.members
+            .iter()
+            .find(|((name, of), _)| *name == flow && *of == version)
+            .map(|(_, member)| Arc::clone(member))
     }
 
     /// The newest version of a flow.
