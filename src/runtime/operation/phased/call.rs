@@ -77,14 +77,51 @@ impl<S: Phases> Driver<S> {
         Ok(Next::Again)
     }
 
+    /// Asks for the effect, where its strategy leaves nothing else.
     pub(super) async fn query(
         &mut self,
         effect: &Declared,
         stored: &StoredOperation,
         intent: &StoredIntent,
     ) -> Result<Next, StoreError> {
-        if !self.fits(effect).await || !self.phased.is_ours().await? {
+        let Some(asked) = self.ask(effect, stored, intent).await? else {
             return Ok(Next::End(self.give_back(self.pause(stored.attempts), false).await?));
+        };
+        let verdict = asked.answer.verdict();
+        if proves_nothing(verdict) {
+            self.vain += 1;
+        }
+        self.keep(effect, 0, (By::Query, verdict, asked.status, &asked.saw)).await?;
+        Ok(Next::Again)
+    }
+
+    /// Asks before a resend. That it is not found proves nothing, and is no reason to ask no more: it is kept as such.
+    pub(super) async fn ask_first(
+        &mut self,
+        effect: &Declared,
+        stored: &StoredOperation,
+        intent: &StoredIntent,
+    ) -> Result<Next, StoreError> {
+        let Some(asked) = self.ask(effect, stored, intent).await? else {
+            return Ok(Next::End(self.give_back(self.pause(stored.attempts), false).await?));
+        };
+        let verdict = match asked.answer.verdict() {
+            Verdict::NotFound => Verdict::Indefinite,
+            verdict => verdict,
+        };
+        self.keep(effect, 0, (By::Query, verdict, asked.status, &asked.saw)).await?;
+        Ok(Next::Again)
+    }
+
+    /// One query; none where it may not start.
+    async fn ask(
+        &mut self,
+        effect: &Declared,
+        stored: &StoredOperation,
+        intent: &StoredIntent,
+    ) -> Result<Option<Asked>, StoreError> {
+        if !self.fits(effect).await || !self.phased.is_ours().await? {
+            return Ok(None);
         }
         let bytes = self.request(effect, intent)?;
         let key = ProviderKey::stored(&intent.intent.provider_key);
@@ -97,13 +134,7 @@ impl<S: Phases> Driver<S> {
             saw: b"no answer in time".to_vec(),
         });
         self.reached |= asked.status.is_some();
-        let verdict = asked.answer.verdict();
-        if proves_nothing(verdict) {
-            self.vain += 1;
-        }
-        let seen = (By::Query, verdict, asked.status, asked.saw.as_slice());
-        self.keep(effect, 0, seen).await?;
-        Ok(Next::Again)
+        Ok(Some(asked))
     }
 
     /// Whether a call may start; the lease is renewed where it would not fit.

@@ -29,7 +29,7 @@ use crate::policy::operation::doubt::{Aftermath, Doubt};
 use crate::policy::operation::flow::Stage;
 use crate::policy::operation::record::Mode;
 use crate::policy::operation::{Canonical, Code, Record, Scope};
-use crate::runtime::operation::{Answered, Asking, Begin, Engine, Front, KeyGiven, Registered, Reply, Turn};
+use crate::runtime::operation::{Answered, Asking, Begin, Engine, Front, KeyGiven, Problem, Registered, Reply, Turn};
 use crate::store::{
     Begun, Driven, FIRST_POINT, Fenced, NewIntent, NewOperation, PhaseTx, Phases, Proof, StoredOperation, Taken,
 };
@@ -174,11 +174,11 @@ impl<S: Phases> Door<S> {
         let (began, until) = (Instant::now(), tokio::time::Instant::now() + budget);
         loop {
             match front.turn().await {
-                Turn::Answer(answered) => return answered,
+                Turn::Answer(answered) => return shown(answered),
                 Turn::Unkeyed => front = front.under_own_key(),
                 Turn::Recover(record) => match self.recover(&record, until).await {
                     Ok(Recovered::Look) => front.look_again(),
-                    Ok(Recovered::Pending) => return front.pending(&record),
+                    Ok(Recovered::Pending) => return shown(front.pending(&record)),
                     Ok(Recovered::Unknown) => return front.problem(Code::OutcomeUnknown),
                     Err(error) => return front.store_failed("recover", &error),
                 },
@@ -221,8 +221,14 @@ impl<S: Phases> Door<S> {
     async fn stands(&self, front: &mut Front<S>, operation_id: &Uuid) -> Answered {
         front.look_again();
         match front.turn().await {
-            Turn::Answer(answered) => answered,
-            Turn::Recover(record) => front.pending(&record),
+            Turn::Answer(Answered::Problem(problem)) if problem.code == Code::InProgress => {
+                let mut pending = Problem::new(Code::RecoveryPending);
+                pending.operation_id = Some(*operation_id);
+                pending.location = front.endpoint().location_of(*operation_id);
+                shown(Answered::Problem(pending))
+            }
+            Turn::Answer(answered) => shown(answered),
+            Turn::Recover(record) => shown(front.pending(&record)),
             Turn::Unkeyed | Turn::Begin(_) => {
                 tracing::error!(operation = %operation_id, "an operation is gone that was just there");
                 front.problem(Code::StoreUnavailable)
@@ -269,6 +275,17 @@ impl<S: Phases> Door<S> {
             Err(_) => Ok(Recovered::Pending),
         }
     }
+}
+
+/// A recovery that goes on is 202 where there is a place to look at it.
+fn shown(mut answered: Answered) -> Answered {
+    if let Answered::Problem(problem) = &mut answered
+        && problem.code == Code::RecoveryPending
+        && problem.location.is_some()
+    {
+        problem.status = 202;
+    }
+    answered
 }
 
 /// What came of a recovery by a request.
@@ -425,6 +442,7 @@ impl<S: Phases> Opening<S> {
             attempt: false,
             reached: false,
             vain: 0,
+            asked: false,
             reply: None,
         };
         // From here on duplicates read the operation itself.
@@ -516,6 +534,7 @@ pub(super) async fn taken<S: Phases>(
                 attempt,
                 reached: false,
                 vain: 0,
+                asked: false,
                 reply: None,
             };
             return driver.drive().await;

@@ -31,7 +31,7 @@ use super::registry::{Member, Phased};
 use crate::error::{HandlerError, StoreError};
 use crate::policy::operation::Fingerprint;
 use crate::policy::operation::flow::{PhaseEnd, Stage};
-use crate::policy::operation::provider::{self, Gap, Sends, Step, Verdict};
+use crate::policy::operation::provider::{self, Gap, Sends, Step, Strategy, Verdict};
 use crate::policy::retry;
 use crate::runtime::handler::panic_text;
 use crate::runtime::operation::{Kept, Reply};
@@ -78,6 +78,8 @@ pub(super) struct Driver<S: Phases> {
     pub(super) reached: bool,
     /// Calls of this drive that proved nothing.
     pub(super) vain: u32,
+    /// Whether the provider was just asked, before a resend.
+    pub(super) asked: bool,
     /// The answer that was written with the outcome.
     pub(super) reply: Option<Reply>,
 }
@@ -223,8 +225,18 @@ impl<S: Phases> Driver<S> {
                 Ok(Next::End(self.give_back(self.pause(stored.attempts.max(intent.sends / 4)), false).await?))
             }
             Step::Resend | Step::Query if self.is_spent() => self.doubt(stored.attempts).await,
-            Step::Send | Step::Resend => {
+            Step::Send => {
                 self.catch_breath().await;
+                self.send_again(effect, stored, intent).await
+            }
+            Step::Resend => {
+                self.catch_breath().await;
+                // What is found needs no second send, and a provider may have forgotten a key too early.
+                if matches!(effect.strategy, Strategy::KeyAndQuery(_)) && !self.asked {
+                    self.asked = true;
+                    return self.ask_first(effect, stored, intent).await;
+                }
+                self.asked = false;
                 self.send_again(effect, stored, intent).await
             }
             Step::Query => {
