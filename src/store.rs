@@ -55,8 +55,8 @@ pub use operator::{
     OperatorOutcome, ShardStatus, Status,
 };
 pub use phases::{
-    Driven, Due, NewEvidence, NewIntent, NewOperation, PhaseTx, Phases, Sealed, StoredEvidence, StoredIntent,
-    StoredOperation, Taken,
+    Driven, Due, FIRST_POINT, NewEvidence, NewIntent, NewOperation, PhaseTx, Phases, Sealed, StoredEvidence,
+    StoredIntent, StoredOperation, Taken,
 };
 pub use relay::{
     Diversion, DivertedRow, LeaseAnswer, LeaseRequest, Mark, OperatorRequest, Outbox, OutboxRow, ReadBatch,
@@ -85,9 +85,9 @@ pub trait Base: Clone + Debug + Send + Sync + 'static {
 }
 
 /// A database adapter: all duties together.
-pub trait Store: Schema + Outbox + Inbox + Waiting + Operator + Mailbox + Operations + Statements {}
+pub trait Store: Schema + Outbox + Inbox + Waiting + Operator + Mailbox + Operations + Phases + Statements {}
 
-impl<S: Schema + Outbox + Inbox + Waiting + Operator + Mailbox + Operations + Statements> Store for S {}
+impl<S: Schema + Outbox + Inbox + Waiting + Operator + Mailbox + Operations + Phases + Statements> Store for S {}
 
 /// How a store connects; the URL decides which adapter.
 #[derive(Debug, Clone, PartialEq, Eq)]

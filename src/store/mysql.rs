@@ -17,6 +17,7 @@ mod inbox;
 mod mailbox;
 mod operations;
 mod operator;
+mod phases;
 mod relay;
 mod schema;
 mod statements;
@@ -29,6 +30,7 @@ use sqlx::{MySql, MySqlPool};
 
 pub use self::inbox::MySqlInboxTx;
 pub use self::operations::MySqlOperationTx;
+pub use self::phases::MySqlPhaseTx;
 pub use self::relay::MySqlSession;
 use super::Base;
 use super::bounded::BoundedPool;

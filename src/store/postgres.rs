@@ -19,6 +19,7 @@ mod mailbox;
 mod operations;
 mod operator;
 mod partitions;
+mod phases;
 mod read;
 mod relay;
 mod schema;
@@ -35,6 +36,7 @@ use sqlx::postgres::PgPool;
 
 pub use inbox::PostgresTx;
 pub use operations::PostgresOperationTx;
+pub use phases::PostgresPhaseTx;
 pub use relay::PostgresSession;
 pub use statements::PostgresStatement;
 

@@ -21,6 +21,7 @@ mod mailbox;
 mod message;
 mod operations;
 mod operator;
+mod phases;
 #[cfg(test)]
 mod plans;
 mod relay;
@@ -32,6 +33,7 @@ mod write;
 pub use connect::SqliteStore;
 pub use inbox::SqliteInboxTx;
 pub use operations::SqliteOperationTx;
+pub use phases::SqlitePhaseTx;
 pub use relay::SqliteSession;
 
 /// Milliseconds since 1970 by the database's clock, as SQL.

@@ -13,6 +13,7 @@ use sqlx::sqlite::{SqliteArguments, SqliteConnection};
 use sqlx::{AssertSqlSafe, Connection, Row, query};
 
 pub use self::tx::SqliteOperationTx;
+pub(super) use self::tx::{Savepoint, staked};
 
 use super::connect::SqliteStore;
 use super::{millis, now_ms};
@@ -20,6 +21,7 @@ use crate::error::StoreError;
 use crate::policy::operation::retention::Retention;
 use crate::policy::operation::route::Durability;
 use crate::policy::operation::{Identity, Mode, OperationName, Record};
+use crate::store::operations::RecordFence;
 use crate::store::operations::stored::{Columns, body_of, look_of, pack};
 use crate::store::{
     Base, Basis, Begun, Claimed, Fenced, KeptBody, KeyClaim, Keys, Look, OperationStats, Operations, Outcome, Owned,
@@ -83,7 +85,8 @@ const FINISH: &str = concat!(
          body = ?8, body_expires_at = n.at + ?9, resource_kind = ?10, resource_id = ?11, resource_location = ?12, error_code = ?13 \
      from (select ",
     now_ms!(),
-    " as at) as n where key_digest = ?1 and epoch = ?2 and owner is ?3 and state = 'IN_PROGRESS'"
+    " as at) as n where key_digest = ?1 and epoch = ?2 and owner is ?3 \
+       and (state = 'IN_PROGRESS' or (mode = 'phased' and state = 'UNKNOWN_REQUIRES_RECOVERY'))"
 );
 
 impl Keys for SqliteStore {
@@ -130,7 +133,7 @@ impl Keys for SqliteStore {
 
     async fn finish(&self, owned: &Owned, outcome: &Outcome, retention: &Retention) -> Result<Fenced, StoreError> {
         let mut write = self.write().await?;
-        let fenced = finish(write.connection(), owned, outcome, retention).await?;
+        let fenced = finish(write.connection(), &owned.into(), outcome, retention).await?;
         write.commit().await?;
         Ok(fenced)
     }
@@ -196,7 +199,7 @@ impl Operations for SqliteStore {
     ) -> Result<Fenced, StoreError> {
         // Two statements, which stand or fall together whatever the caller does with an error.
         let mut both = connection.begin().await?;
-        let fenced = finish(&mut both, owned, outcome, retention).await?;
+        let fenced = finish(&mut both, &owned.into(), outcome, retention).await?;
         both.commit().await?;
         Ok(fenced)
     }
@@ -217,11 +220,11 @@ impl Operations for SqliteStore {
     }
 }
 
-type Query<'q> = sqlx::query::Query<'q, sqlx::Sqlite, SqliteArguments>;
+pub(super) type Query<'q> = sqlx::query::Query<'q, sqlx::Sqlite, SqliteArguments>;
 
 impl SqliteStore {
     /// Runs a fenced statement in a transaction of its own.
-    async fn fenced(&self, statement: Query<'_>) -> Result<Fenced, StoreError> {
+    pub(super) async fn fenced(&self, statement: Query<'_>) -> Result<Fenced, StoreError> {
         let mut write = self.write().await?;
         let changed = statement.execute(write.connection()).await?.rows_affected();
         write.commit().await?;
@@ -230,7 +233,11 @@ impl SqliteStore {
 }
 
 fn fence<'q>(statement: Query<'q>, owned: &Owned) -> Query<'q> {
-    statement.bind(owned.identity.digest().to_vec()).bind(owned.epoch).bind(owner(owned))
+    bind(statement, &owned.into())
+}
+
+fn bind<'q>(statement: Query<'q>, fence: &RecordFence) -> Query<'q> {
+    statement.bind(fence.digest.clone()).bind(fence.epoch).bind(fence.owner.map(|owner| owner.as_bytes().to_vec()))
 }
 
 fn owner(owned: &Owned) -> Option<Vec<u8>> {
@@ -296,14 +303,14 @@ fn insert<'q>(statement: &'static str, claim: &KeyClaim, owned: &Owned) -> Query
 }
 
 /// Writes the outcome, then the body.
-async fn finish(
+pub(super) async fn finish(
     connection: &mut SqliteConnection,
-    owned: &Owned,
+    fence: &RecordFence,
     outcome: &Outcome,
     retention: &Retention,
 ) -> Result<Fenced, StoreError> {
     let columns = Columns::of(outcome, retention);
-    let done = fence(query(FINISH), owned)
+    let done = bind(query(FINISH), fence)
         .bind(columns.state.as_str())
         .bind(columns.ttl.map(millis))
         .bind(columns.status)
@@ -322,7 +329,7 @@ async fn finish(
             "insert into oncebox_idempotency_body (key_digest, epoch, expires_at, headers, bytes, format, kid) \
              select key_digest, epoch, body_expires_at, ?2, ?3, ?4, ?5 from oncebox_idempotency_request where key_digest = ?1",
         );
-        let keep = keep.bind(owned.identity.digest().to_vec()).bind(pack(&kept.headers)).bind(kept.bytes.clone());
+        let keep = keep.bind(fence.digest.clone()).bind(pack(&kept.headers)).bind(kept.bytes.clone());
         keep.bind(kept.format).bind(kept.kid.clone()).execute(connection).await?;
     }
     Ok(fenced)
