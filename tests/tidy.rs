@@ -8,7 +8,7 @@ const FLOORS: [&[&str]; 7] = [
     &["bin"],
     &["cli"],
     &["app"],
-    &["http", "client"],
+    &["http", "grpc", "client"],
     &["runtime"],
     &["store", "broker"],
     &["observe", "flock", "message", "policy", "error"],

@@ -137,8 +137,8 @@ enum Says {
 
 fn says(status: u16, code: Option<Code>) -> Says {
     match code {
-        // Refused before the operation was looked at, or by its store.
-        Some(Code::StoreUnavailable | Code::QuotaExceeded | Code::BodyMemoryExceeded) => {
+        // Refused before the operation was looked at, or by its store; or it ran, and was taken back whole.
+        Some(Code::StoreUnavailable | Code::QuotaExceeded | Code::BodyMemoryExceeded | Code::OperationFailed) => {
             Says::Wait { ran_nothing: true }
         }
         Some(
@@ -274,7 +274,7 @@ mod tests {
                 assert_ne!(next, Next::Done, "nobody knows what a {status} did: {seen:?}");
             }
             // An answer without doubt says of the attempt that it did nothing; so it must never be said of what may have run.
-            let sure = [Code::StoreUnavailable, Code::QuotaExceeded, Code::BodyMemoryExceeded];
+            let sure = [Code::StoreUnavailable, Code::QuotaExceeded, Code::BodyMemoryExceeded, Code::OperationFailed];
             if next == (Next::Again { doubt: false }) {
                 assert!(code.is_some_and(|code| sure.contains(&code)), "{seen:?}");
             }
@@ -296,7 +296,9 @@ mod tests {
         for code in Code::all() {
             let next = after_attempt(answer(code.status(), Some(code)), false);
             let expected = match code {
-                Code::StoreUnavailable | Code::QuotaExceeded | Code::BodyMemoryExceeded => Next::Again { doubt: false },
+                Code::StoreUnavailable | Code::QuotaExceeded | Code::BodyMemoryExceeded | Code::OperationFailed => {
+                    Next::Again { doubt: false }
+                }
                 Code::InProgress
                 | Code::RecoveryPending
                 | Code::OutcomeUnknown
