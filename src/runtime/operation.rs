@@ -6,11 +6,8 @@
 //! | `endpoint` | [`Endpoint`]: an operation as its author declares it |
 //! | `front` | [`Front`]: what every door asks before it executes |
 //! | `door_a` | [`Engine::execute_tx`]: claim, effects, messages and answer in one commit |
-<<<<<<< HEAD
 //! | [`phased`] | door B: phases, and calls of providers between them |
-=======
 //! | `door_c` | [`Engine::execute_edge`]: a claim around any handler |
->>>>>>> engine
 //! | `codec` | what is kept of answers, and replayed |
 //! | `reconcile` | how an edge run ended whose end was not seen |
 //! | `running`, `memory` | what runs here; how much memory bodies may take |
