@@ -4,12 +4,14 @@
 //! test compares. Labels are few and bounded: never a key, an id or an error text.
 
 mod health;
+mod operations;
 
 use std::time::Duration;
 
 use metrics::{Unit, counter, gauge, histogram};
 
 pub use health::{Health, PartState};
+pub use operations::{Noted, noted, operation_starts, operations_stand};
 
 /// What kind of metric it is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -69,6 +71,21 @@ metrics_table! {
     ACK_FAILURES "oncebox_acknowledge_failures_total" Counter Count "consumer" "acknowledgements that did not arrive: redelivery follows, the inbox knows";
     EMAILS "oncebox_emails_total" Counter Count "outcome" "e-mails by outcome: sent, again, failed";
     EMAILS_PENDING "oncebox_emails_pending" Gauge Count "" "e-mails not yet sent";
+    IDEMPOTENCY_CLAIM "oncebox_idempotency_claim_count" Counter Count "operation" "requests that executed: the first of their key, or one whose key was free again";
+    IDEMPOTENCY_REPLAY "oncebox_idempotency_replay_count" Counter Count "operation,outcome" "requests that were answered with the outcome of an earlier one";
+    IDEMPOTENCY_CONFLICT "oncebox_idempotency_conflict_different_request_count" Counter Count "operation" "keys that were used again with another command: a client makes keys wrongly";
+    IDEMPOTENCY_PRINCIPAL "oncebox_idempotency_principal_mismatch_count" Counter Count "operation" "keys that were used by another principal of the tenant";
+    IDEMPOTENCY_IN_PROGRESS "oncebox_idempotency_in_progress_count" Counter Count "operation" "requests that came while the first of their key ran";
+    IDEMPOTENCY_IN_PROGRESS_AGE "oncebox_idempotency_in_progress_age_max" Gauge Seconds "" "the alert: the age of the oldest operation without an outcome, of this process or committed";
+    IDEMPOTENCY_EXPIRED "oncebox_idempotency_expired_retry_count" Counter Count "operation,then" "requests under a key whose time was over: the lifetime is shorter than clients retry";
+    IDEMPOTENCY_UNKNOWN "oncebox_idempotency_unknown_state_count" Gauge Count "" "the alert: operations of which nobody knows whether they happened";
+    IDEMPOTENCY_TAKEOVER "oncebox_idempotency_takeover_count" Counter Count "operation,kind" "claims that were taken over from a process that is gone, or run again";
+    IDEMPOTENCY_RECOVERY "oncebox_idempotency_recovery_count" Counter Count "operation" "requests that met an operation whose outcome is being found out";
+    IDEMPOTENCY_REJECTED "oncebox_idempotency_rejected_count" Counter Count "operation,code" "requests that were refused with this code of the engine";
+    IDEMPOTENCY_STORE_ERROR "oncebox_idempotency_store_error_count" Counter Count "operation,stage" "times that the store did not answer, by stage";
+    IDEMPOTENCY_COMMIT_UNKNOWN "oncebox_idempotency_commit_unknown_count" Counter Count "operation" "commits that were lost sight of";
+    IDEMPOTENCY_ENDED "oncebox_idempotency_transaction_ended_count" Counter Count "operation" "the alert: handlers that ended the transaction of their operation";
+    IDEMPOTENCY_HEARTBEAT_LOST "oncebox_idempotency_heartbeat_lost_count" Counter Count "operation" "leases lost while their handler ran";
     BUILD_INFO "oncebox_build_info" Gauge Count "version,program" "1, with the version of the program";
 }
 

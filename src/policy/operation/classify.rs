@@ -97,6 +97,17 @@ impl<R> Outcome<R> {
         }
     }
 
+    /// The answer, alone.
+    pub fn into_answer(self) -> R {
+        match self {
+            Self::Completed(answer)
+            | Self::Rejected { answer, .. }
+            | Self::Retryable(answer)
+            | Self::Unknown(answer)
+            | Self::DontStore(answer) => answer,
+        }
+    }
+
     /// The same outcome with another answer: sanitised, encoded, cut to a tombstone.
     pub fn map<T>(self, change: impl FnOnce(R) -> T) -> Outcome<T> {
         match self {

@@ -75,6 +75,8 @@ pub enum Code {
     QuotaExceeded,
     /// The key's home is another region.
     WrongRegion,
+    /// The operation's own code failed, and everything that it did was rolled back: nothing is remembered (M36).
+    OperationFailed,
 }
 
 /// The numbers of gRPC's status codes.
@@ -111,7 +113,7 @@ const fn row(
     Row { code, name, status, grpc, retryable, key_state, pause }
 }
 
-const TABLE: [Row; 21] = {
+const TABLE: [Row; 22] = {
     use KeyState::{Expired, Free, InProgress, Spent, Unknown};
     use grpc::*;
     [
@@ -150,6 +152,7 @@ const TABLE: [Row; 21] = {
         row(Code::StoreUnavailable, "IDEMPOTENCY_STORE_UNAVAILABLE", (503, UNAVAILABLE), true, Unknown, Some(2)),
         row(Code::QuotaExceeded, "IDEMPOTENCY_QUOTA_EXCEEDED", (429, RESOURCE_EXHAUSTED), true, Unknown, Some(5)),
         row(Code::WrongRegion, "IDEMPOTENCY_WRONG_REGION", (421, FAILED_PRECONDITION), true, Unknown, None),
+        row(Code::OperationFailed, "OPERATION_FAILED", (500, INTERNAL), true, Free, None),
     ]
 };
 
@@ -287,6 +290,7 @@ mod tests {
             ("IDEMPOTENCY_STORE_UNAVAILABLE", 503, true),
             ("IDEMPOTENCY_QUOTA_EXCEEDED", 429, true),
             ("IDEMPOTENCY_WRONG_REGION", 421, true),
+            ("OPERATION_FAILED", 500, true),
         ];
         let codes: Vec<_> = Code::all().map(|code| (code.as_str(), code.status(), code.retryable())).collect();
         assert_eq!(codes, published);

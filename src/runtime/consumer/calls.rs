@@ -15,6 +15,7 @@ use crate::error::HandlerError;
 use crate::message::Message;
 use crate::observe;
 use crate::runtime::HandlerTx;
+use crate::runtime::handler::panic_text;
 use crate::store::Store;
 
 /// A new message and the handler that takes its kind.
@@ -96,11 +97,6 @@ pub(super) async fn call<S: Store>(
     };
     observe::handled(&shared.options.name, began.elapsed());
     result
-}
-
-fn panic_text(panic: &(dyn std::any::Any + Send)) -> &str {
-    let text = panic.downcast_ref::<&str>().copied();
-    text.or_else(|| panic.downcast_ref::<String>().map(String::as_str)).unwrap_or("no message")
 }
 
 #[cfg(test)]

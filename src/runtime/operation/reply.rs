@@ -15,7 +15,7 @@ pub struct Reply {
     pub headers: Vec<(String, Vec<u8>)>,
     /// The body.
     pub body: Vec<u8>,
-    /// The version of the schema that the body is written in (M66).
+    /// The version of the schema that the body is written in (M66); 0: the endpoint's, of today.
     pub schema_version: u32,
     /// The resource that was made (M34).
     pub resource: Option<Resource>,
@@ -70,6 +70,45 @@ pub struct Problem {
     pub home_region: Option<String>,
     /// What to say beside the title; never a value of the first request.
     pub detail: Option<String>,
+}
+
+impl Reply {
+    /// An answer with this status, without headers and body, kept whole.
+    #[must_use]
+    pub fn new(status: u16) -> Self {
+        Self { status, headers: Vec::new(), body: Vec::new(), schema_version: 0, resource: None, keep: Keep::Exact }
+    }
+
+    /// An answer in JSON.
+    ///
+    /// # Errors
+    /// The value has no JSON form, such as a map with keys that are no strings.
+    pub fn json(status: u16, value: &impl serde::Serialize) -> Result<Self, serde_json::Error> {
+        let body = serde_json::to_vec(value)?;
+        Ok(Self { body, ..Self::new(status) }.header("content-type", "application/json"))
+    }
+
+    /// With another header; a name may be given again.
+    #[must_use]
+    pub fn header(mut self, name: &str, value: impl Into<Vec<u8>>) -> Self {
+        self.headers.push((name.to_ascii_lowercase(), value.into()));
+        self
+    }
+
+    /// With the resource that was made, and its `Location`.
+    #[must_use]
+    pub fn made(mut self, kind: &str, id: &str, location: &str) -> Self {
+        self.resource =
+            Some(Resource { kind: kind.to_owned(), id: id.to_owned(), location: Some(location.to_owned()) });
+        self.header("location", location)
+    }
+
+    /// What is kept of it.
+    #[must_use]
+    pub fn keep(mut self, keep: Keep) -> Self {
+        self.keep = keep;
+        self
+    }
 }
 
 impl Problem {

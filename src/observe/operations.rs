@@ -1,0 +1,120 @@
+//! The operation engine in metrics and spans (M103 to M105).
+//!
+//! Promise: a key is shown as a short hash only, a tenant never; the labels are names that an author of operations chose.
+
+use std::time::Duration;
+
+use metrics::{counter, gauge};
+
+use super::{
+    IDEMPOTENCY_CLAIM, IDEMPOTENCY_COMMIT_UNKNOWN, IDEMPOTENCY_CONFLICT, IDEMPOTENCY_ENDED, IDEMPOTENCY_EXPIRED,
+    IDEMPOTENCY_HEARTBEAT_LOST, IDEMPOTENCY_IN_PROGRESS, IDEMPOTENCY_IN_PROGRESS_AGE, IDEMPOTENCY_PRINCIPAL,
+    IDEMPOTENCY_RECOVERY, IDEMPOTENCY_REJECTED, IDEMPOTENCY_REPLAY, IDEMPOTENCY_STORE_ERROR, IDEMPOTENCY_TAKEOVER,
+    IDEMPOTENCY_UNKNOWN,
+};
+
+/// What became of a request.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Noted {
+    /// It is to execute.
+    Acquired,
+    /// An outcome is shown again: `completed`, `failure`, `reference`, `reconstructed`, `tombstone`.
+    Replayed(&'static str),
+    /// The first one runs.
+    InProgress,
+    /// The key was used with another command.
+    Mismatch,
+    /// The key is another principal's.
+    PrincipalMismatch,
+    /// The key's time is over: `executed`, `rejected`.
+    Expired(&'static str),
+    /// A claim of another run is taken over: `bridged`, `repeatable`, `reclaim`.
+    TakenOver(&'static str),
+    /// What happened is being found out, or cannot be.
+    Recovering,
+    /// Refused before anything was looked at, with the code.
+    Rejected(&'static str),
+    /// The store did not answer, at this stage: `find`, `claim`, `complete`, `commit`, `heartbeat`, `replay`.
+    StoreError(&'static str),
+    /// A commit was lost sight of.
+    CommitUnknown,
+    /// A handler ended its transaction: an alarm.
+    TransactionEnded,
+    /// A lease was lost while the handler ran.
+    HeartbeatLost,
+}
+
+/// Counts it, and notes it in a span of its own.
+pub fn noted(operation: &str, key: &str, noted: Noted) {
+    let counted = |name: &'static str| counter!(name, "operation" => operation.to_owned()).increment(1);
+    let labelled = |name: &'static str, label: &'static str, value: &'static str| {
+        counter!(name, "operation" => operation.to_owned(), label => value).increment(1);
+    };
+    match noted {
+        Noted::Acquired => {
+            counted(IDEMPOTENCY_CLAIM);
+            tracing::info_span!("idempotency.acquire", operation, key).in_scope(|| tracing::debug!("claimed"));
+        }
+        Noted::Replayed(outcome) => {
+            labelled(IDEMPOTENCY_REPLAY, "outcome", outcome);
+            tracing::info_span!("idempotency.replay", operation, key).in_scope(|| tracing::info!(outcome, "replayed"));
+        }
+        Noted::InProgress => {
+            counted(IDEMPOTENCY_IN_PROGRESS);
+            tracing::info_span!("idempotency.in_progress", operation, key).in_scope(|| tracing::debug!("in progress"));
+        }
+        Noted::Mismatch | Noted::PrincipalMismatch => {
+            let other = noted == Noted::PrincipalMismatch;
+            counted(if other { IDEMPOTENCY_PRINCIPAL } else { IDEMPOTENCY_CONFLICT });
+            tracing::info_span!("idempotency.mismatch", operation, key)
+                .in_scope(|| tracing::warn!(principal = other, "the key was used with a different request"));
+        }
+        Noted::Expired(then) => labelled(IDEMPOTENCY_EXPIRED, "then", then),
+        Noted::TakenOver(kind) => {
+            labelled(IDEMPOTENCY_TAKEOVER, "kind", kind);
+            tracing::info_span!("idempotency.recovery", operation, key).in_scope(|| tracing::warn!(kind, "taken over"));
+        }
+        Noted::Recovering => {
+            counted(IDEMPOTENCY_RECOVERY);
+            tracing::info_span!("idempotency.recovery", operation, key)
+                .in_scope(|| tracing::info!("outcome not known yet"));
+        }
+        Noted::Rejected(code) => labelled(IDEMPOTENCY_REJECTED, "code", code),
+        Noted::StoreError(stage) => labelled(IDEMPOTENCY_STORE_ERROR, "stage", stage),
+        Noted::CommitUnknown => counted(IDEMPOTENCY_COMMIT_UNKNOWN),
+        Noted::TransactionEnded => {
+            counted(IDEMPOTENCY_ENDED);
+            tracing::error!(
+                operation,
+                key,
+                "a handler ended the transaction of its operation: what it wrote may stand without an outcome"
+            );
+        }
+        Noted::HeartbeatLost => {
+            counted(IDEMPOTENCY_HEARTBEAT_LOST);
+            tracing::warn!(operation, key, "the lease was lost while the handler ran");
+        }
+    }
+}
+
+/// Shows the counters of an operation at 0 before anything happened.
+pub fn operation_starts(operation: &str) {
+    let name = || operation.to_owned();
+    for outcome in ["completed", "failure", "reference", "reconstructed", "tombstone"] {
+        counter!(IDEMPOTENCY_REPLAY, "operation" => name(), "outcome" => outcome).increment(0);
+    }
+    for then in ["executed", "rejected"] {
+        counter!(IDEMPOTENCY_EXPIRED, "operation" => name(), "then" => then).increment(0);
+    }
+    for counted in [IDEMPOTENCY_CLAIM, IDEMPOTENCY_CONFLICT, IDEMPOTENCY_PRINCIPAL, IDEMPOTENCY_IN_PROGRESS] {
+        counter!(counted, "operation" => name()).increment(0);
+    }
+    gauge!(IDEMPOTENCY_IN_PROGRESS_AGE).increment(0.0);
+    gauge!(IDEMPOTENCY_UNKNOWN).increment(0.0);
+}
+
+/// Sets the gauges of the engine.
+pub fn operations_stand(oldest_in_progress: Option<Duration>, unknown: u64) {
+    gauge!(IDEMPOTENCY_IN_PROGRESS_AGE).set(oldest_in_progress.unwrap_or_default().as_secs_f64());
+    gauge!(IDEMPOTENCY_UNKNOWN).set(unknown as f64);
+}

@@ -1,0 +1,343 @@
+//! Door A: claim, effects, messages and the stored answer in one commit (O1, O15, O29, M50).
+//!
+//! Promises:
+//!
+//! * The handler runs in a task of its own: a client that goes away drops the request, not the transaction (pitfall 2).
+//! * Whatever the handler returns, the transaction must be shown to be the one that holds the claim before anything follows from
+//!   it. If it is not, "nothing happened" is said only where that is proven (O1).
+//! * An error, a panic and a timeout roll back and leave no row; deadlocks and the like run again (R27).
+//! * The answer is encoded before COMMIT: what cannot be stored is not committed.
+//!
+//! Not here: the decisions ([`Front`], [`doubt`](crate::policy::operation::doubt)).
+
+use std::fmt;
+use std::panic::AssertUnwindSafe;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use futures::FutureExt;
+use futures::future::BoxFuture;
+use sqlx::Database;
+use uuid::Uuid;
+
+use super::codec::{Kept, error_code};
+use super::endpoint::Registered;
+use super::engine::Engine;
+use super::front::{Asking, Begin, Front, KeyGiven, Turn};
+use super::reply::{Answered, Reply};
+use crate::error::{HandlerError, StoreError};
+use crate::message::NewMessage;
+use crate::observe::Noted;
+use crate::policy::operation::classify::{Reached, Run, Settle};
+use crate::policy::operation::doubt::{Aftermath, Doubt, Look};
+use crate::policy::operation::{Canonical, Code, Outcome, Scope, State};
+use crate::runtime::handler::panic_text;
+use crate::store::{self, Basis, Begun, OperationTx, Operations, Proof};
+
+/// How often what is nobody's fault runs again.
+const TRIES_MAX: u32 = 10;
+
+/// The transaction of one operation: what is written through it commits together with the operation's outcome.
+///
+/// It has no commit and no rollback: what the handler returns decides. Statements that end the transaction are found out.
+pub struct EffectTx<'t, S: Operations> {
+    tx: &'t mut S::Operation,
+    enqueued: &'t mut bool,
+}
+
+impl<S: Operations> EffectTx<'_, S> {
+    /// The sqlx connection, inside the transaction.
+    pub fn connection(&mut self) -> &mut <S::Db as Database>::Connection {
+        self.tx.connection()
+    }
+
+    /// Enqueues a message in the same transaction.
+    ///
+    /// # Errors
+    /// As [`crate::store::enqueue`].
+    pub async fn enqueue(&mut self, message: NewMessage) -> Result<Uuid, StoreError> {
+        *self.enqueued = true;
+        store::enqueue(self.tx.connection(), message).await
+    }
+
+    /// The identity of this run, the same however often it is tried: make downstream identities from it, never from the
+    /// client's key (M78, M79).
+    #[must_use]
+    pub fn operation_id(&self) -> Uuid {
+        self.tx.owned().operation_id
+    }
+}
+
+impl<S: Operations> fmt::Debug for EffectTx<'_, S> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("EffectTx").finish_non_exhaustive()
+    }
+}
+
+/// What one try came to.
+enum Tried {
+    /// The first answer.
+    Done(Reply),
+    /// A record stands there, or somebody holds the key.
+    Refused,
+    /// Nobody's fault, and nothing was done.
+    Again(&'static str, StoreError),
+    /// The outcome stands: answer what is stored.
+    Stored,
+    /// This.
+    Answer(Answered),
+}
+
+impl<S: Operations> Engine<S> {
+    /// Runs an operation of mode `same_tx` once per key, and answers its second requests (M1).
+    ///
+    /// `handler` is called with the command and the transaction, and again after a deadlock; nothing of the first call stays
+    /// then. What it returns: [`Outcome::Completed`] commits; a binding [`Outcome::Rejected`] takes its effects back and
+    /// remembers the refusal; the others roll everything back and free the key ([`Outcome::Unknown`] commits and needs an
+    /// operator). An error rolls back and answers 500 `OPERATION_FAILED`.
+    ///
+    /// # Cancel safety
+    /// Dropped, the operation goes on in its own task, and the retry with the same key finds its outcome.
+    pub async fn execute_tx<C, F>(
+        &self,
+        endpoint: &Registered,
+        scope: Option<Scope>,
+        key: KeyGiven,
+        command: C,
+        handler: F,
+    ) -> Answered
+    where
+        C: Canonical + Send + Sync + 'static,
+        F: for<'t> Fn(&'t C, EffectTx<'t, S>) -> BoxFuture<'t, Result<Outcome<Reply>, HandlerError>>
+            + Send
+            + Sync
+            + 'static,
+    {
+        let command = Arc::new(command);
+        let asking = Asking { scope, key, command: Arc::clone(&command) as Arc<dyn Canonical + Send + Sync> };
+        let mut front = self.front(endpoint, asking);
+        // What needs no execution needs no task.
+        let begin = loop {
+            match front.turn().await {
+                Turn::Begin(begin) => break begin,
+                Turn::Unkeyed => front = front.under_own_key(),
+                Turn::Recover(record) => return front.pending(&record),
+                Turn::Answer(answered) => return answered,
+            }
+        };
+        let door = Door { front, command, handler };
+        match self.spawn(door.run(begin)).await {
+            Ok(answered) => answered,
+            Err(error) => {
+                tracing::error!(operation = %endpoint.operation(), %error, "door A failed");
+                Answered::Problem(super::Problem::new(Code::CommitUnknown))
+            }
+        }
+    }
+}
+
+struct Door<S: Operations, C, F> {
+    front: Front<S>,
+    command: Arc<C>,
+    handler: F,
+}
+
+impl<S, C, F> Door<S, C, F>
+where
+    S: Operations,
+    C: Canonical + Send + Sync + 'static,
+    F: for<'t> Fn(&'t C, EffectTx<'t, S>) -> BoxFuture<'t, Result<Outcome<Reply>, HandlerError>>
+        + Send
+        + Sync
+        + 'static,
+{
+    async fn run(mut self, mut begin: Box<Begin>) -> Answered {
+        loop {
+            match self.tries(&begin).await {
+                Tried::Done(reply) => return self.front.first(begin.ran(), reply),
+                Tried::Answer(answered) => return answered,
+                Tried::Again(stage, error) => return self.front.store_failed(stage, &error),
+                Tried::Refused => self.front.refused(begin),
+                Tried::Stored => {
+                    drop(begin);
+                    self.front.look_again();
+                }
+            }
+            begin = match self.front.turn().await {
+                Turn::Begin(begin) => begin,
+                Turn::Unkeyed => return self.front.problem(Code::StoreUnavailable),
+                Turn::Recover(record) => return self.front.pending(&record),
+                Turn::Answer(answered) => return answered,
+            };
+        }
+    }
+
+    /// Tries until it is somebody's fault (R27).
+    async fn tries(&self, begin: &Begin) -> Tried {
+        let until = Instant::now() + self.front.endpoint().route().timeout;
+        for tried in 1.. {
+            match self.try_once(begin).await {
+                Tried::Again(stage, error) => {
+                    if tried >= TRIES_MAX || Instant::now() >= until || !matches!(error, StoreError::Busy(_)) {
+                        return Tried::Again(stage, error);
+                    }
+                    tracing::debug!(%error, tried, "the database asks to try again");
+                    tokio::time::sleep(Duration::from_millis(fastrand::u64(1..=10) * u64::from(tried))).await;
+                }
+                end => return end,
+            }
+        }
+        Tried::Refused
+    }
+
+    async fn try_once(&self, begin: &Begin) -> Tried {
+        let front = &self.front;
+        let route = front.endpoint().route();
+        let began = front.engine().store().begin_operation(&begin.claim, begin.basis(), front.patience()).await;
+        let mut tx = match began {
+            Ok(Begun::Claimed(tx)) => tx,
+            Ok(Begun::Existing(_) | Begun::Locked) => return Tried::Refused,
+            Err(error) => return Tried::Again("claim", error),
+        };
+        front.note(Noted::Acquired);
+        let mut enqueued = false;
+        let call = (self.handler)(&self.command, EffectTx { tx: &mut tx, enqueued: &mut enqueued });
+        let called = tokio::time::timeout(route.timeout, AssertUnwindSafe(call).catch_unwind()).await;
+        let failed = match called {
+            Ok(Ok(Ok(outcome))) => return self.settle(begin, tx, outcome, enqueued).await,
+            Ok(Ok(Err(error))) => error,
+            Ok(Err(panic)) => HandlerError::retryable(format!("the handler panicked: {}", panic_text(panic.as_ref()))),
+            Err(_) => HandlerError::retryable(format!("the handler ran longer than {:?}", route.timeout)),
+        };
+        match self.roll_back(begin, tx).await {
+            Some(end) => end,
+            None if failed.is_nobodys() => {
+                Tried::Again("execute", StoreError::Busy(sqlx::Error::Protocol(failed.message().to_owned())))
+            }
+            None => {
+                tracing::warn!(operation = %front.endpoint().operation(), key = front.short_key(), error = %failed, "the operation failed and was rolled back");
+                Tried::Answer(front.problem(Code::OperationFailed))
+            }
+        }
+    }
+
+    async fn settle(&self, begin: &Begin, mut tx: S::Operation, outcome: Outcome<Reply>, enqueued: bool) -> Tried {
+        let front = &self.front;
+        let (endpoint, claim) = (front.endpoint(), &begin.claim);
+        let settle = outcome.settle(Run::of(endpoint.route(), Reached::Started));
+        let reply = outcome.into_answer();
+        let Settle::Finish(state) = settle else {
+            return self.roll_back(begin, tx).await.unwrap_or(Tried::Done(reply));
+        };
+        let kept = Kept::Whole(reply.clone());
+        let answer = match front.engine().encode(endpoint, &claim.identity, &claim.fingerprint, &kept) {
+            Ok(answer) => answer,
+            Err(error) => {
+                tracing::error!(operation = %endpoint.operation(), %error, "an answer could not be sealed: nothing is committed");
+                return self.roll_back(begin, tx).await.unwrap_or(Tried::Answer(front.problem(Code::OperationFailed)));
+            }
+        };
+        let outcome = match state {
+            State::Completed => store::Outcome::Completed(answer),
+            State::FailedReplayable => store::Outcome::FailedReplayable { answer, error_code: error_code(&reply) },
+            _ => store::Outcome::Unknown,
+        };
+        if state == State::FailedReplayable {
+            match tx.undo_effects().await {
+                Ok(Proof::Same) => {}
+                Ok(proof) => return self.doubt(begin, tx, proof).await,
+                Err(error) => return Tried::Again("complete", error),
+            }
+        }
+        match tx.complete(&outcome, &endpoint.route().retention).await {
+            Ok(Proof::Same) => {}
+            Ok(proof) => return self.doubt(begin, tx, proof).await,
+            Err(error) => return self.failed_to_end("complete", error),
+        }
+        match tx.commit().await {
+            Ok(()) => {
+                if enqueued && state == State::Completed {
+                    store::hint();
+                }
+                Tried::Done(reply)
+            }
+            Err(StoreError::CommitUnknown(error)) => {
+                tracing::warn!(operation = %endpoint.operation(), key = front.short_key(), %error, "a commit was lost sight of");
+                self.after(begin, Doubt::CommitLost, Some((state, reply))).await
+            }
+            Err(error) => self.failed_to_end("commit", error),
+        }
+    }
+
+    /// A statement or COMMIT that failed for certain: nothing is there.
+    fn failed_to_end(&self, stage: &'static str, error: StoreError) -> Tried {
+        if error.is_nobodys() {
+            return Tried::Again(stage, error);
+        }
+        tracing::warn!(operation = %self.front.endpoint().operation(), stage, %error, "the operation could not be committed");
+        Tried::Answer(self.front.problem(Code::OperationFailed))
+    }
+
+    /// Rolls back a transaction that is shown to hold the claim; none: nothing happened.
+    async fn roll_back(&self, begin: &Begin, mut tx: S::Operation) -> Option<Tried> {
+        let budget = self.front.endpoint().route().completion_budget;
+        match tokio::time::timeout(budget, tx.undo_effects()).await {
+            Ok(Ok(Proof::Same)) => {
+                if let Err(error) = tx.rollback().await {
+                    // The connection is closed; the server rolls back.
+                    tracing::debug!(%error, "a rollback was not answered");
+                }
+                None
+            }
+            Ok(Ok(proof)) => Some(self.doubt(begin, tx, proof).await),
+            // Dropped: closed, and rolled back by the server.
+            Ok(Err(error)) => Some(Tried::Again("execute", error)),
+            Err(_) => None,
+        }
+    }
+
+    async fn doubt(&self, begin: &Begin, tx: S::Operation, proof: Proof) -> Tried {
+        if let Err(error) = tx.rollback().await {
+            tracing::debug!(%error, "a rollback was not answered");
+        }
+        self.after(begin, Doubt::TokenGone { nothing_ran_after: proof == Proof::Aborted }, None).await
+    }
+
+    /// Looks for what became of a transaction, and follows.
+    async fn after(&self, begin: &Begin, doubt: Doubt, answer: Option<(State, Reply)>) -> Tried {
+        let (front, claim) = (&self.front, &begin.claim);
+        let store = front.engine().store();
+        let look = store.look_after(claim).await;
+        let aftermath = doubt.after(look);
+        match (aftermath, answer) {
+            // The id of a new run shows that it is this commit's.
+            (Aftermath::Stored, Some((state, reply)))
+                if look == Look::Ours(state) && matches!(begin.basis(), Basis::New | Basis::Anew(_)) =>
+            {
+                return Tried::Done(reply);
+            }
+            (Aftermath::Stored, _) => return Tried::Stored,
+            (Aftermath::CommitUnknown, _) => {
+                front.note(Noted::CommitUnknown);
+                return Tried::Answer(front.problem(Code::CommitUnknown));
+            }
+            (Aftermath::InsertUnknown | Aftermath::MarkUnknown | Aftermath::Ended, _) => {}
+        }
+        front.note(Noted::TransactionEnded);
+        let written = match aftermath {
+            Aftermath::InsertUnknown => store.insert_unknown(claim).await.map(drop),
+            Aftermath::MarkUnknown => match store.find(&claim.identity).await {
+                Ok(found) => match found.record {
+                    Some(record) => store.mark_unknown(&record).await.map(drop),
+                    None => Ok(()),
+                },
+                Err(error) => Err(error),
+            },
+            _ => Ok(()),
+        };
+        if let Err(error) = written {
+            tracing::error!(operation = %front.endpoint().operation(), key = front.short_key(), %error, "an operation that ended its transaction could not be marked as unknown");
+        }
+        Tried::Answer(front.problem(Code::TransactionEnded))
+    }
+}

@@ -1,0 +1,331 @@
+//! A protected operation as its author declared it: route, fingerprints, what is kept of its answers.
+//!
+//! Promise: what cannot keep the promise together is refused when it is registered, before a request is taken (M4).
+//!
+//! Not here: the requests ([`Front`](super::Front)), and what a transport adds (`http`).
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::sync::Arc;
+
+use futures::future::BoxFuture;
+use uuid::Uuid;
+
+use super::codec::Keeping;
+use super::reply::Reply;
+use crate::error::HandlerError;
+use crate::policy::operation::fingerprint::FingerprinterError;
+use crate::policy::operation::identity::IdentityError;
+use crate::policy::operation::raw::RawCommand;
+use crate::policy::operation::route::{Durability, Replay, Requirement, RouteError, WhileRunning};
+use crate::policy::operation::{
+    Fingerprint, Fingerprinter, IdempotentCommand, Keyring, Mode, OperationName, Record, Route,
+};
+
+/// Builds an answer anew from what the operation made.
+pub(super) type Rebuild = Arc<dyn Fn(Record) -> BoxFuture<'static, Result<Reply, HandlerError>> + Send + Sync>;
+/// Finds out how a run ended whose end was not seen.
+pub(super) type Reconcile =
+    Arc<dyn Fn(Reconciling) -> BoxFuture<'static, Result<Reconciled, HandlerError>> + Send + Sync>;
+/// Turns an answer of one schema version into the next.
+pub(super) type Upcast = Arc<dyn Fn(Reply) -> Reply + Send + Sync>;
+
+/// A run whose end was not seen (O11).
+#[derive(Debug, Clone)]
+pub struct Reconciling {
+    /// The tenant.
+    pub tenant: String,
+    /// The command, as its fingerprint.
+    pub command: Fingerprint,
+    /// The identity of the run, which the handler was given too.
+    pub operation_id: Uuid,
+}
+
+/// What was found out about it.
+#[derive(Debug, Clone)]
+pub enum Reconciled {
+    /// It happened; this is its answer.
+    Completed(Reply),
+    /// It was refused for good; this is its answer.
+    Failed(Reply),
+    /// It did not happen: the key is free again.
+    NotHappened,
+    /// Nobody can say yet.
+    Unknown,
+}
+
+/// A protected operation.
+pub struct Endpoint {
+    route: Route,
+    readable: std::ops::RangeInclusive<u32>,
+    write_version: Option<u32>,
+    operation: Result<OperationName, IdentityError>,
+    pub(super) keeping: Keeping,
+    pub(super) schema_version: u32,
+    pub(super) upcasts: BTreeMap<u32, Upcast>,
+    pub(super) rebuild: Option<Rebuild>,
+    pub(super) reconcile: Option<Reconcile>,
+    counted_headers: Vec<String>,
+    request_body_max: usize,
+    operation_path: Option<String>,
+    place: Option<(String, String)>,
+}
+
+/// Why an operation cannot be protected so.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum EndpointError {
+    /// Its name.
+    #[error(transparent)]
+    Name(#[from] IdentityError),
+    /// Its route.
+    #[error(transparent)]
+    Route(#[from] RouteError),
+    /// Its fingerprints.
+    #[error(transparent)]
+    Fingerprints(#[from] FingerprinterError),
+    /// A header that is never replayed.
+    #[error("the header `{0}` is never stored: it belongs to one answer, one connection or one caller")]
+    Header(String),
+    /// A header that is no part of a command.
+    #[error("the header `{0}` is no part of a command: it changes from one try to the next")]
+    Counted(String),
+    /// Not a JSON pointer.
+    #[error("`{0}` is no JSON pointer: it begins with `/`")]
+    Pointer(String),
+    /// A typed door claims each request; one without a key gets the server's.
+    #[error("`requirement = off` is for the layer: a typed door takes `optional`")]
+    Off,
+    /// The route builds answers anew, and nothing was given that can.
+    #[error("`replay = reconstruct` needs `rebuilt_by`, and only it")]
+    Rebuild,
+    /// The route reconciles, and nothing was given that can.
+    #[error("`reconciles` needs `reconciled_by`, and only it")]
+    Reconcile,
+    /// A duplicate is sent to the operation, and no path says where that is.
+    #[error("`while_running = accepted` needs `operation_path`")]
+    OperationPath,
+}
+
+impl Endpoint {
+    /// A typed operation.
+    #[must_use]
+    pub fn typed<C: IdempotentCommand>(route: Route) -> Self {
+        Self::new(C::OPERATION, C::OLDEST..=C::VERSION, route)
+    }
+
+    /// An operation of which only the raw request is known: the generic layer (M18).
+    #[must_use]
+    pub fn raw(operation: &str, route: Route) -> Self {
+        Self::new(operation, 1..=1, route)
+    }
+
+    fn new(operation: &str, readable: std::ops::RangeInclusive<u32>, route: Route) -> Self {
+        Self {
+            route,
+            readable,
+            write_version: None,
+            operation: operation.parse(),
+            keeping: Keeping::default(),
+            schema_version: 1,
+            upcasts: BTreeMap::new(),
+            rebuild: None,
+            reconcile: None,
+            counted_headers: vec!["prefer".to_owned(), "if-match".to_owned()],
+            request_body_max: 1 << 20,
+            operation_path: None,
+            place: None,
+        }
+    }
+
+    /// The version that new fingerprints are written with; raised when every process reads it (O21).
+    #[must_use]
+    pub fn write_version(mut self, version: u32) -> Self {
+        self.write_version = Some(version);
+        self
+    }
+
+    /// Counts this request header as a part of the command, in the generic layer (M22). `Prefer` and `If-Match` always are.
+    #[must_use]
+    pub fn counts_header(mut self, name: &str) -> Self {
+        self.counted_headers.push(name.to_ascii_lowercase());
+        self
+    }
+
+    /// The longest request body, in bytes. Default 1 MiB.
+    #[must_use]
+    pub fn request_body_max(mut self, bytes: usize) -> Self {
+        self.request_body_max = bytes;
+        self
+    }
+
+    /// The longest answer that is kept, in bytes; a longer one leaves a tombstone (pitfall 19). Default 256 KiB.
+    #[must_use]
+    pub fn kept_body_max(mut self, bytes: usize) -> Self {
+        self.keeping.body_max = bytes;
+        self
+    }
+
+    /// Keeps this header of answers too.
+    #[must_use]
+    pub fn keeps_header(mut self, name: &str) -> Self {
+        self.keeping.headers.push(name.to_ascii_lowercase());
+        self
+    }
+
+    /// Puts `"[redacted]"` for what this JSON pointer names, before an answer is kept (M67).
+    #[must_use]
+    pub fn redacts(mut self, pointer: &str) -> Self {
+        self.keeping.redact.push(pointer.to_owned());
+        self
+    }
+
+    /// The version of the schema that answers are written in today (M66). Default 1.
+    #[must_use]
+    pub fn schema_version(mut self, version: u32) -> Self {
+        self.schema_version = version;
+        self
+    }
+
+    /// How an answer of version `from` becomes one of the next version. Without it, the stored bytes are replayed as they are.
+    #[must_use]
+    pub fn upcast(mut self, from: u32, change: impl Fn(Reply) -> Reply + Send + Sync + 'static) -> Self {
+        self.upcasts.insert(from, Arc::new(change));
+        self
+    }
+
+    /// Builds the answer anew where the body is not kept ([`Replay::Reconstruct`]); nothing may be changed by it.
+    #[must_use]
+    pub fn rebuilt_by(
+        mut self,
+        build: impl Fn(Record) -> BoxFuture<'static, Result<Reply, HandlerError>> + Send + Sync + 'static,
+    ) -> Self {
+        self.rebuild = Some(Arc::new(build));
+        self
+    }
+
+    /// Finds out how a run of mode `edge` ended whose end was not seen (O11).
+    #[must_use]
+    pub fn reconciled_by(
+        mut self,
+        ask: impl Fn(Reconciling) -> BoxFuture<'static, Result<Reconciled, HandlerError>> + Send + Sync + 'static,
+    ) -> Self {
+        self.reconcile = Some(Arc::new(ask));
+        self
+    }
+
+    /// Where an operation is read: `/operations/` and its id behind it.
+    #[must_use]
+    pub fn operation_path(mut self, prefix: &str) -> Self {
+        self.operation_path = Some(prefix.to_owned());
+        self
+    }
+
+    /// Method and path under which it is published (`/.well-known/idempotency`).
+    #[must_use]
+    pub fn served_at(mut self, method: &str, path: &str) -> Self {
+        self.place = Some((method.to_owned(), path.to_owned()));
+        self
+    }
+
+    pub(super) fn register(self, durability: Durability, keyring: &Keyring) -> Result<Registered, EndpointError> {
+        self.route.validate(durability)?;
+        self.keeping.validate()?;
+        if let Some(name) = self.counted_headers.iter().find(|name| !RawCommand::may_list(name)) {
+            return Err(EndpointError::Counted(name.clone()));
+        }
+        if self.route.requirement == Requirement::Off && self.route.mode == Mode::SameTx {
+            return Err(EndpointError::Off);
+        }
+        if (self.route.replay == Replay::Reconstruct) != self.rebuild.is_some() {
+            return Err(EndpointError::Rebuild);
+        }
+        if self.route.reconciles != self.reconcile.is_some() {
+            return Err(EndpointError::Reconcile);
+        }
+        if self.route.while_running == WhileRunning::Accepted && self.operation_path.is_none() {
+            return Err(EndpointError::OperationPath);
+        }
+        let operation = self.operation.clone()?;
+        let fingerprinter = Fingerprinter::new(operation, self.readable.clone(), self.write_version, keyring.clone())?;
+        Ok(Registered(Arc::new(Parts { endpoint: self, fingerprinter })))
+    }
+}
+
+/// A protected operation of an engine. Cheap to clone.
+#[derive(Clone)]
+pub struct Registered(Arc<Parts>);
+
+struct Parts {
+    endpoint: Endpoint,
+    fingerprinter: Fingerprinter,
+}
+
+impl Registered {
+    /// Its policies.
+    #[must_use]
+    pub fn route(&self) -> &Route {
+        &self.0.endpoint.route
+    }
+
+    /// Its name.
+    #[must_use]
+    pub fn operation(&self) -> &OperationName {
+        self.0.fingerprinter.operation()
+    }
+
+    /// Its fingerprints.
+    #[must_use]
+    pub fn fingerprinter(&self) -> &Fingerprinter {
+        &self.0.fingerprinter
+    }
+
+    /// The longest request body, in bytes.
+    #[must_use]
+    pub fn request_body_max(&self) -> usize {
+        self.0.endpoint.request_body_max
+    }
+
+    /// The request headers that belong to the command, in lower case.
+    #[must_use]
+    pub fn counted_headers(&self) -> &[String] {
+        &self.0.endpoint.counted_headers
+    }
+
+    /// Method and path, where it was said.
+    #[must_use]
+    pub fn place(&self) -> Option<(&str, &str)> {
+        self.0.endpoint.place.as_ref().map(|(method, path)| (method.as_str(), path.as_str()))
+    }
+
+    /// The URL of an operation, where a path was given.
+    #[must_use]
+    pub fn location_of(&self, operation_id: Uuid) -> Option<String> {
+        self.0.endpoint.operation_path.as_ref().map(|prefix| format!("{prefix}{operation_id}"))
+    }
+
+    /// The longest answer that is kept, in bytes.
+    #[must_use]
+    pub fn kept_body_max(&self) -> usize {
+        self.0.endpoint.keeping.body_max
+    }
+
+    pub(super) fn endpoint(&self) -> &Endpoint {
+        &self.0.endpoint
+    }
+}
+
+impl fmt::Debug for Endpoint {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Endpoint")
+            .field("operation", &self.operation)
+            .field("route", &self.route)
+            .finish_non_exhaustive()
+    }
+}
+
+impl fmt::Debug for Registered {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("Registered").field(&self.operation().as_str()).finish()
+    }
+}

@@ -1,0 +1,295 @@
+//! The engine of a process: its store, secrets and limits, what runs in it, and the operations it protects.
+//!
+//! Promises: one engine is shared by all doors of a process, by cheap clones; what it starts is tracked, so that
+//! [`Engine::drain`] can wait for it; a limit that is reached is answered, never waited for.
+//!
+//! Not here: what becomes of a request ([`Front`](super::Front)).
+
+use std::collections::HashMap;
+use std::fmt;
+use std::future::Future;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use tokio::task::JoinHandle;
+use tokio_util::task::TaskTracker;
+
+use super::codec::{self, Kept, SealError, Sealer};
+use super::endpoint::{Endpoint, EndpointError, Registered};
+use super::front::{Asking, Front};
+use super::memory::{BodyMemory, BodyPermit};
+use super::reply::Reply;
+use super::running::Running;
+use crate::error::StoreError;
+use crate::observe;
+use crate::policy::operation::pace::Usual;
+use crate::policy::operation::{Fingerprint, Identity, Keyring, OperationName, Record, Scope};
+use crate::store::{Answer, KeptBody, Keys};
+
+/// Where the keys of a scope are kept (M106).
+type Home = Arc<dyn Fn(&Scope) -> Option<String> + Send + Sync>;
+
+/// The operation engine on a store. Cheap to clone.
+pub struct Engine<S: Keys> {
+    inner: Arc<Inner<S>>,
+}
+
+struct Inner<S> {
+    store: S,
+    keyring: Keyring,
+    sealer: Sealer,
+    running: Running,
+    usual: Mutex<HashMap<OperationName, Usual>>,
+    body_memory: BodyMemory,
+    open_per_tenant_max: Option<u32>,
+    region: Option<(String, Home)>,
+    endpoints: Mutex<Vec<Registered>>,
+    tasks: TaskTracker,
+}
+
+/// How an engine is made.
+pub struct EngineBuilder<S: Keys> {
+    store: S,
+    keyring: Keyring,
+    sealer: Sealer,
+    body_memory_max: usize,
+    open_per_tenant_max: Option<u32>,
+    region: Option<(String, Home)>,
+}
+
+impl<S: Keys> EngineBuilder<S> {
+    /// The secrets of fingerprints and principals. Default: none, plain SHA-256, which can be guessed offline by who reads the
+    /// database (pitfall 25).
+    #[must_use]
+    pub fn keyring(mut self, keyring: Keyring) -> Self {
+        self.keyring = keyring;
+        self
+    }
+
+    /// The keys of stored bodies and commands. Default: plain.
+    #[must_use]
+    pub fn sealer(mut self, sealer: Sealer) -> Self {
+        self.sealer = sealer;
+        self
+    }
+
+    /// How many bytes of request bodies may be in flight in this process. Default 64 MiB. Beyond: 503
+    /// `IDEMPOTENCY_BODY_MEMORY_EXCEEDED`.
+    #[must_use]
+    pub fn body_memory_max(mut self, bytes: usize) -> Self {
+        self.body_memory_max = bytes;
+        self
+    }
+
+    /// How many operations of one tenant may run in this process at once. Default: no bound. Beyond: 429
+    /// `IDEMPOTENCY_QUOTA_EXCEEDED`, and nothing is stored.
+    #[must_use]
+    pub fn open_per_tenant_max(mut self, operations: u32) -> Self {
+        self.open_per_tenant_max = Some(operations);
+        self
+    }
+
+    /// The region of this service, and where the keys of a scope are kept: a request for another region's is answered 421 with
+    /// its name, never redirected (M106). `None`: at home everywhere.
+    #[must_use]
+    pub fn region(
+        mut self,
+        here: impl Into<String>,
+        home: impl Fn(&Scope) -> Option<String> + Send + Sync + 'static,
+    ) -> Self {
+        self.region = Some((here.into(), Arc::new(home)));
+        self
+    }
+
+    /// The engine.
+    #[must_use]
+    pub fn build(self) -> Engine<S> {
+        Engine {
+            inner: Arc::new(Inner {
+                store: self.store,
+                keyring: self.keyring,
+                sealer: self.sealer,
+                running: Running::default(),
+                usual: Mutex::default(),
+                body_memory: BodyMemory::new(self.body_memory_max),
+                open_per_tenant_max: self.open_per_tenant_max,
+                region: self.region,
+                endpoints: Mutex::default(),
+                tasks: TaskTracker::new(),
+            }),
+        }
+    }
+}
+
+impl<S: Keys> Engine<S> {
+    /// Begins to make an engine on this store.
+    pub fn builder(store: S) -> EngineBuilder<S> {
+        EngineBuilder {
+            store,
+            keyring: Keyring::plain(),
+            sealer: Sealer::plain(),
+            body_memory_max: 64 << 20,
+            open_per_tenant_max: None,
+            region: None,
+        }
+    }
+
+    /// Protects an operation.
+    ///
+    /// # Errors
+    /// Choices that cannot keep the promise together.
+    pub fn protect(&self, endpoint: Endpoint) -> Result<Registered, EndpointError> {
+        let registered = endpoint.register(S::DURABILITY, &self.inner.keyring)?;
+        observe::operation_starts(registered.operation().as_str());
+        lock(&self.inner.endpoints).push(registered.clone());
+        Ok(registered)
+    }
+
+    /// The operations that are protected, in the order of their registration.
+    #[must_use]
+    pub fn protected(&self) -> Vec<Registered> {
+        lock(&self.inner.endpoints).clone()
+    }
+
+    /// The store.
+    #[must_use]
+    pub fn store(&self) -> &S {
+        &self.inner.store
+    }
+
+    /// The keys of stored bytes: commands of phased operations are sealed with it too.
+    #[must_use]
+    pub fn sealer(&self) -> &Sealer {
+        &self.inner.sealer
+    }
+
+    /// What becomes of a request: see [`Front`].
+    #[must_use]
+    pub fn front(&self, endpoint: &Registered, asking: Asking) -> Front<S> {
+        Front::new(self.clone(), endpoint.clone(), asking)
+    }
+
+    /// Reserves memory for a request body of so many bytes, for as long as the permit lives. None: answer 503
+    /// [`Code::BodyMemoryExceeded`](crate::policy::operation::Code::BodyMemoryExceeded).
+    #[must_use]
+    pub fn reserve_body(&self, bytes: usize) -> Option<BodyPermit> {
+        self.inner.body_memory.reserve(bytes)
+    }
+
+    /// Runs work that must end even when nobody waits for it any more: a client's disconnect drops the request's future, not
+    /// this (pitfall 2). [`Self::drain`] waits for it.
+    pub fn spawn<T: Send + 'static>(&self, work: impl Future<Output = T> + Send + 'static) -> JoinHandle<T> {
+        self.inner.tasks.spawn(work)
+    }
+
+    /// Waits until all that was started here has ended, at most this long; true if it has. Take no more requests before; give
+    /// it less than the shortest lease, so that what does not end is not another's yet.
+    pub async fn drain(&self, at_most: Duration) -> bool {
+        self.inner.tasks.close();
+        let ended = tokio::time::timeout(at_most, self.inner.tasks.wait()).await.is_ok();
+        self.inner.tasks.reopen();
+        ended
+    }
+
+    /// The answer as it is stored for a request: sanitised, perhaps compressed and encrypted. For what finishes a record by
+    /// itself: door B, and a guard.
+    ///
+    /// # Errors
+    /// [`SealError`]; nothing is to be stored in plain instead.
+    pub fn encode(
+        &self,
+        endpoint: &Registered,
+        identity: &Identity,
+        fingerprint: &Fingerprint,
+        kept: &Kept,
+    ) -> Result<Answer, SealError> {
+        codec::encode(endpoint.endpoint(), &self.inner.sealer, identity, fingerprint, kept)
+    }
+
+    /// The stored answer of a record, whose body was read.
+    ///
+    /// # Errors
+    /// [`SealError`].
+    pub fn decode(&self, endpoint: &Registered, record: &Record, body: &KeptBody) -> Result<Reply, SealError> {
+        let (status, version) =
+            record.answer.as_ref().map_or((200, 1), |answer| (answer.status, answer.schema_version));
+        let of = (&record.identity, &record.fingerprint);
+        codec::decode(endpoint.endpoint(), &self.inner.sealer, of, (status, version), body)
+    }
+
+    /// Sets the gauges of M103: call it before metrics are shown.
+    ///
+    /// # Errors
+    /// What the store says; the gauges stay as they were.
+    pub async fn measure(&self) -> Result<(), StoreError> {
+        let stats = self.inner.store.operation_stats().await?;
+        // Door A's claims are seen by nobody but the process that runs them (O19).
+        let oldest = stats.oldest_in_progress.max(self.inner.running.oldest());
+        observe::operations_stand(oldest, stats.unknown);
+        Ok(())
+    }
+
+    /// Forgets what nobody was promised any more: bodies, then records of every protected operation, at most about `limit` of
+    /// each, in bounded statements (M101). Gives how many. Call it now and then, in as many processes as you like.
+    ///
+    /// # Errors
+    /// What the store says; what was forgotten before stays forgotten.
+    pub async fn sweep(&self, limit: u32) -> Result<u64, StoreError> {
+        let mut forgotten = self.inner.store.expire_bodies(limit).await?;
+        for endpoint in self.protected() {
+            let route = endpoint.route();
+            let purged = self.inner.store.purge_keys(endpoint.operation(), &route.retention, route.id_skew, limit);
+            forgotten += purged.await?;
+        }
+        Ok(forgotten)
+    }
+
+    pub(super) fn running(&self) -> &Running {
+        &self.inner.running
+    }
+
+    pub(super) fn keyring(&self) -> &Keyring {
+        &self.inner.keyring
+    }
+
+    /// Whether this tenant has as much open as it may.
+    pub(super) fn is_over_quota(&self, tenant: &str) -> bool {
+        self.inner.open_per_tenant_max.is_some_and(|max| self.inner.running.of_tenant(tenant) >= max)
+    }
+
+    /// The home of a scope's keys, if it is not here.
+    pub(super) fn home_elsewhere(&self, scope: &Scope) -> Option<String> {
+        let (here, home) = self.inner.region.as_ref()?;
+        home(scope).filter(|home| home != here)
+    }
+
+    pub(super) fn usual(&self, operation: &OperationName) -> Option<Duration> {
+        lock(&self.inner.usual).get(operation).and_then(|usual| usual.duration())
+    }
+
+    pub(super) fn has_run(&self, operation: &OperationName, ran: Duration) {
+        lock(&self.inner.usual).entry(operation.clone()).or_default().observe(ran);
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl<S: Keys> Clone for Engine<S> {
+    fn clone(&self) -> Self {
+        Self { inner: Arc::clone(&self.inner) }
+    }
+}
+
+impl<S: Keys> fmt::Debug for Engine<S> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Engine").field("store", &self.inner.store).finish_non_exhaustive()
+    }
+}
+
+impl<S: Keys> fmt::Debug for EngineBuilder<S> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("EngineBuilder").field("store", &self.store).finish_non_exhaustive()
+    }
+}

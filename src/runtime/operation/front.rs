@@ -1,0 +1,443 @@
+//! The front: what every door does with a request before and after its own part (O15).
+//!
+//! A door makes a [`Front`] for a request whose body is read and validated, and takes its turns:
+//!
+//! ```text
+//! loop {
+//!     match front.turn().await {
+//!         Turn::Answer(answered) => return answered,
+//!         Turn::Unkeyed          => run without protection,
+//!         Turn::Recover(record)  => recover the operation, then go on (or answer front.pending(&record)),
+//!         Turn::Begin(begin)     => match store.begin..(&begin.claim, begin.basis(), front.patience()).await {
+//!             claimed            => { front.note(Noted::Acquired); run; finish; return front.first(begin.ran(), reply) }
+//!             refused            => front.refused(begin),   // and go on
+//!             Err(error)         => return front.store_failed("claim", &error),
+//!         },
+//!     }
+//! }
+//! ```
+//!
+//! Promises: it decides by [`decide`] alone; nothing is executed that it did not say so of; it holds no connection between two
+//! reads, so that duplicates that wait starve nobody; every loop has a bound; every turn is counted.
+//!
+//! Cancel safety: dropped at any point, nothing is owned; the entry of the map goes with [`Begin`].
+//!
+//! Not here: claiming and executing, which the doors do, and the form of answers (`http`, gRPC).
+
+mod answer;
+
+use std::fmt;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use uuid::Uuid;
+
+use super::endpoint::Registered;
+use super::engine::Engine;
+use super::reply::Answered;
+use super::running::{Entry, Run};
+use crate::error::StoreError;
+use crate::observe::{self, Noted};
+use crate::policy::db_time::DbTime;
+use crate::policy::horizon::Bounds;
+use crate::policy::operation::decide::{Asked, Found, InProgress, Lost, Request, TakeOver};
+use crate::policy::operation::{Canonical, Code, Decision, Identity, Key, KeyError, KeyFormat, Record, Scope, decide};
+use crate::store::{Basis, Fenced, KeyClaim, Keys};
+
+/// How often a request may ask again without having waited, before it is told that the key is in use.
+const ROUNDS_MAX: u32 = 8;
+/// Between two looks of a request that waits for another process.
+const LOOK_EVERY: Duration = Duration::from_millis(50);
+/// The same, when it has waited for long.
+const LOOK_EVERY_MAX: Duration = Duration::from_millis(500);
+
+/// The key of a request.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum KeyGiven {
+    /// None was sent.
+    Missing,
+    /// What was sent is none.
+    Malformed(KeyError),
+    /// This.
+    Given(Key),
+}
+
+/// What a request asks.
+#[derive(Clone)]
+pub struct Asking {
+    /// Who asks, from verified authentication; never from a header that a client may set.
+    pub scope: Option<Scope>,
+    /// Its key.
+    pub key: KeyGiven,
+    /// The validated command.
+    pub command: Arc<dyn Canonical + Send + Sync>,
+}
+
+/// What a door is to do next.
+#[derive(Debug)]
+pub enum Turn {
+    /// Run without protection: the route asks for no key.
+    Unkeyed,
+    /// Claim on this basis, then execute.
+    Begin(Box<Begin>),
+    /// A phased operation whose driver is gone: take recovery ownership by `record.operation_id`.
+    Recover(Box<Record>),
+    /// Answer this.
+    Answer(Answered),
+}
+
+/// A claim to be made. While it lives, duplicates in this process are answered from the map; dropped, they are woken.
+#[derive(Debug)]
+pub struct Begin {
+    /// The claim. Its operation id is that of the run: a new one, or that of the record that is run again.
+    pub claim: KeyClaim,
+    ground: Ground,
+    entry: Entry,
+}
+
+/// What must still be there for the claim to succeed.
+#[derive(Debug)]
+enum Ground {
+    New,
+    TakeOver(Box<Record>),
+    Reclaim(Box<Record>),
+    Anew(Box<Record>),
+}
+
+impl Begin {
+    /// What must still be there for the claim to succeed.
+    #[must_use]
+    pub fn basis(&self) -> Basis<'_> {
+        match &self.ground {
+            Ground::New => Basis::New,
+            Ground::TakeOver(record) => Basis::TakeOver(record),
+            Ground::Reclaim(record) => Basis::Reclaim(record),
+            Ground::Anew(record) => Basis::Anew(record),
+        }
+    }
+
+    /// How long it has run.
+    #[must_use]
+    pub fn ran(&self) -> Duration {
+        self.entry.ran()
+    }
+}
+
+/// Where the front stands.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Stage {
+    /// Nobody was asked.
+    Fresh,
+    /// Look in the map, then in the store.
+    Look,
+    /// A lock or an insert was refused: what a read finds is judged, nothing found is busy (O15 step 4).
+    Refused,
+}
+
+/// What was found, for what follows from the decision.
+enum Seen {
+    Nobody,
+    Run(Arc<Run>),
+    Record(Box<Record>, DbTime),
+}
+
+/// The turns of one request.
+pub struct Front<S: Keys> {
+    engine: Engine<S>,
+    endpoint: Registered,
+    asking: Asking,
+    identity: Option<Identity>,
+    home: Option<String>,
+    stage: Stage,
+    rounds: u32,
+    waits_until: Option<Instant>,
+    look_every: Duration,
+}
+
+impl<S: Keys> Front<S> {
+    pub(super) fn new(engine: Engine<S>, endpoint: Registered, asking: Asking) -> Self {
+        let identity = match (&asking.scope, &asking.key) {
+            (Some(scope), KeyGiven::Given(key)) => {
+                Some(Identity::new(scope, endpoint.operation().clone(), key.clone()))
+            }
+            _ => None,
+        };
+        let home = asking.scope.as_ref().and_then(|scope| engine.home_elsewhere(scope));
+        Self {
+            engine,
+            endpoint,
+            asking,
+            identity,
+            home,
+            stage: Stage::Fresh,
+            rounds: 0,
+            waits_until: None,
+            look_every: LOOK_EVERY,
+        }
+    }
+
+    /// The engine.
+    #[must_use]
+    pub fn engine(&self) -> &Engine<S> {
+        &self.engine
+    }
+
+    /// The operation.
+    #[must_use]
+    pub fn endpoint(&self) -> &Registered {
+        &self.endpoint
+    }
+
+    /// How long a claim may wait for its turn where there is one writer at a time (O18): the `patience` of the store's calls.
+    #[must_use]
+    pub fn patience(&self) -> Duration {
+        self.endpoint.route().wait_max
+    }
+
+    /// What stands for the key in logs: a short hash; empty where there is no key.
+    #[must_use]
+    pub fn short_key(&self) -> String {
+        self.identity.as_ref().map(|identity| identity.key().short_hash()).unwrap_or_default()
+    }
+
+    /// What is answered before anybody is asked, and before a body is read: no key, no scope, another region. None: go on.
+    #[must_use]
+    pub fn early(&self) -> Option<Answered> {
+        let decision = self.decide(Found::NotAsked);
+        let goes_on = matches!(decision, Decision::Look | Decision::PassThrough);
+        (!goes_on).then(|| self.refusal(decision, None))
+    }
+
+    /// Whether the route asks for no key, and none was sent.
+    #[must_use]
+    pub fn is_unkeyed(&self) -> bool {
+        self.decide(Found::NotAsked) == Decision::PassThrough
+    }
+
+    /// The next thing to do.
+    pub async fn turn(&mut self) -> Turn {
+        loop {
+            let (decision, seen) = self.ask().await;
+            tracing::trace!(?decision, stage = ?self.stage, "decided");
+            if let Some(turn) = self.follow(decision, seen).await {
+                return turn;
+            }
+        }
+    }
+
+    /// The claim was refused: another record stands there, or somebody holds it. The next turn looks again.
+    pub fn refused(&mut self, begin: Box<Begin>) {
+        drop(begin);
+        self.stage = Stage::Refused;
+    }
+
+    /// A front of the same request, to answer with while another task holds this one.
+    pub(super) fn under_way(&self) -> Self {
+        Self::new(self.engine.clone(), self.endpoint.clone(), self.asking.clone())
+    }
+
+    /// The same request under a key that the server makes: for a door that must claim, and a client that sent none (M17).
+    #[must_use]
+    pub fn under_own_key(&self) -> Self {
+        let mut asking = self.asking.clone();
+        if let Ok(key) = Key::parse(Uuid::now_v7().to_string().as_bytes(), KeyFormat::Opaque) {
+            asking.key = KeyGiven::Given(key);
+        }
+        Self::new(self.engine.clone(), self.endpoint.clone(), asking)
+    }
+
+    /// Looks again from the beginning: after a recovery, or when an outcome was lost sight of.
+    pub fn look_again(&mut self) {
+        self.stage = Stage::Look;
+        self.rounds += 1;
+    }
+
+    /// Notes it in metrics and spans.
+    pub fn note(&self, noted: Noted) {
+        observe::noted(self.endpoint.operation().as_str(), &self.short_key(), noted);
+    }
+
+    /// The answer where the store failed at this stage: 503, and nothing was executed or everything was rolled back.
+    pub fn store_failed(&self, stage: &'static str, error: &StoreError) -> Answered {
+        tracing::warn!(operation = %self.endpoint.operation(), key = self.short_key(), stage, %error, "the store failed");
+        self.note(Noted::StoreError(stage));
+        self.problem(Code::StoreUnavailable)
+    }
+
+    async fn ask(&mut self) -> (Decision, Seen) {
+        if self.stage == Stage::Fresh {
+            let decision = self.decide(Found::NotAsked);
+            if decision != Decision::Look {
+                return (decision, Seen::Nobody);
+            }
+            self.stage = Stage::Look;
+        }
+        let Some(identity) = self.identity.clone() else { return (Decision::ScopeRequired, Seen::Nobody) };
+        if self.rounds > ROUNDS_MAX {
+            return (Decision::InProgress(InProgress::Conflict), Seen::Nobody);
+        }
+        if let Some(run) = self.engine.running().get(&identity.digest()) {
+            let found = Found::Running { principal: &run.principal, fingerprint: &run.fingerprint };
+            return (self.decide(found), Seen::Run(run));
+        }
+        let refused = self.stage == Stage::Refused;
+        self.stage = Stage::Look;
+        let look = match self.find(&identity).await {
+            Ok(look) => look,
+            Err(error) => {
+                tracing::warn!(operation = %self.endpoint.operation(), %error, "a key could not be looked for");
+                self.note(Noted::StoreError("find"));
+                return (self.decide(Found::Unreachable), Seen::Nobody);
+            }
+        };
+        match look.record {
+            Some(record) => {
+                let decision = self.decide(Found::Record(&record, look.now));
+                (decision, Seen::Record(Box::new(record), look.now))
+            }
+            // Once: whoever held it may have rolled back, and then a wait finds the key free.
+            None if refused => (self.decide(Found::Busy), Seen::Nobody),
+            None => {
+                let id_skew = self.endpoint.route().id_skew;
+                let bounds = Bounds { purged_below: look.purged_below, now: look.now, id_skew };
+                (self.decide(Found::Nothing(bounds)), Seen::Nobody)
+            }
+        }
+    }
+
+    /// One read. What is nobody's fault is asked again, a little later.
+    async fn find(&self, identity: &Identity) -> Result<crate::store::Look, StoreError> {
+        let mut tries = 0;
+        loop {
+            match self.engine.store().find(identity).await {
+                Err(StoreError::Busy(_)) if tries < 5 => tries += 1,
+                found => return found,
+            }
+            tokio::time::sleep(Duration::from_millis(10 << tries)).await;
+        }
+    }
+
+    fn decide(&self, found: Found<'_>) -> Decision {
+        let route = self.endpoint.route();
+        let request;
+        let asked = match (&self.asking.key, &self.asking.scope, &self.identity) {
+            (KeyGiven::Missing, _, _) => Asked::Keyless,
+            (KeyGiven::Malformed(_), _, _) => Asked::Malformed,
+            (KeyGiven::Given(_), Some(scope), Some(identity)) if self.home.is_none() => {
+                request = Request {
+                    scope,
+                    identity,
+                    command: &*self.asking.command,
+                    fingerprinter: self.endpoint.fingerprinter(),
+                    over_quota: self.engine.is_over_quota(scope.tenant()),
+                };
+                Asked::Keyed(&request)
+            }
+            (KeyGiven::Given(_), Some(_), _) => Asked::Elsewhere,
+            (KeyGiven::Given(_), None, _) => Asked::Unscoped,
+        };
+        decide(route, asked, found)
+    }
+
+    /// What follows from a decision; none: ask again.
+    async fn follow(&mut self, decision: Decision, seen: Seen) -> Option<Turn> {
+        let record = match seen {
+            Seen::Record(record, now) => Some((record, now)),
+            Seen::Run(run) => {
+                if decision == Decision::InProgress(InProgress::Wait) && self.may_wait() {
+                    let until = self.waits_until.map_or(self.look_every, |until| until.duration_since(Instant::now()));
+                    // A run of this process says itself when it has ended.
+                    let _ = tokio::time::timeout(until, run.ended.cancelled()).await;
+                    return None;
+                }
+                return Some(Turn::Answer(self.answer_running(decision, &run)));
+            }
+            Seen::Nobody => None,
+        };
+        match (decision, record) {
+            (Decision::PassThrough, _) => Some(Turn::Unkeyed),
+            (Decision::Claim, _) => self.begin(Ground::New),
+            (Decision::TakeOver(kind), Some((record, _))) => {
+                self.note(Noted::TakenOver(match kind {
+                    TakeOver::Bridged => "bridged",
+                    TakeOver::Repeatable => "repeatable",
+                }));
+                self.begin(Ground::TakeOver(record))
+            }
+            (Decision::Reclaim, Some((record, _))) => {
+                self.note(Noted::TakenOver("reclaim"));
+                self.begin(Ground::Reclaim(record))
+            }
+            (Decision::ExecuteAsNew, Some((record, _))) => {
+                self.note(Noted::Expired("executed"));
+                self.begin(Ground::Anew(record))
+            }
+            (Decision::InProgress(InProgress::Wait), _) if self.may_wait() => {
+                tokio::time::sleep(self.look_every).await;
+                self.look_every = (self.look_every * 3 / 2).min(LOOK_EVERY_MAX);
+                None
+            }
+            (Decision::MarkUnknown(lost), Some((record, _))) => self.mark_unknown(lost, &record).await,
+            (Decision::Recover, Some((record, _))) => {
+                self.note(Noted::Recovering);
+                Some(Turn::Recover(record))
+            }
+            (Decision::Reconcile, Some((record, now))) => {
+                super::reconcile::wake(&self.engine, &self.endpoint, &record);
+                Some(Turn::Answer(self.answer(Decision::Reconcile, Some((&record, now))).await))
+            }
+            (decision, record) => {
+                let record = record.as_ref().map(|(record, now)| (&**record, *now));
+                Some(Turn::Answer(self.answer(decision, record).await))
+            }
+        }
+    }
+
+    fn begin(&mut self, ground: Ground) -> Option<Turn> {
+        let (Some(identity), Some(scope)) = (self.identity.clone(), &self.asking.scope) else { return None };
+        let principal = scope.mark(self.engine.keyring());
+        let fingerprint = self.endpoint.fingerprinter().write(&*self.asking.command);
+        let Some(entry) = self.engine.running().enter(&identity, principal.clone(), fingerprint.clone()) else {
+            // Another request of this process was faster: it is judged from the map.
+            self.rounds += 1;
+            return None;
+        };
+        let operation_id = match &ground {
+            Ground::New | Ground::Anew(_) => Uuid::now_v7(),
+            Ground::TakeOver(seen) | Ground::Reclaim(seen) => seen.operation_id,
+        };
+        let route = self.endpoint.route();
+        let claim = KeyClaim { identity, principal, fingerprint, mode: route.mode, operation_id, lease: route.lease };
+        self.rounds += 1;
+        Some(Turn::Begin(Box::new(Begin { claim, ground, entry })))
+    }
+
+    async fn mark_unknown(&mut self, lost: Lost, record: &Record) -> Option<Turn> {
+        if lost == Lost::CommittedClaim {
+            self.note(Noted::TransactionEnded);
+        }
+        self.rounds += 1;
+        match self.engine.store().mark_unknown(record).await {
+            Ok(Fenced::Done | Fenced::LostOwnership) => None,
+            Err(error) => Some(Turn::Answer(self.store_failed("claim", &error))),
+        }
+    }
+
+    /// Whether a duplicate may go on waiting; the first call starts its time.
+    fn may_wait(&mut self) -> bool {
+        let until = *self.waits_until.get_or_insert_with(|| Instant::now() + self.endpoint.route().wait_max);
+        Instant::now() < until
+    }
+}
+
+impl<S: Keys> fmt::Debug for Front<S> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Front").field("endpoint", &self.endpoint).field("stage", &self.stage).finish_non_exhaustive()
+    }
+}
+
+impl fmt::Debug for Asking {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Asking").field("scope", &self.scope).field("key", &self.key).finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,206 @@
+//! Answers of the front: problems with the seconds of `Retry-After`, and outcomes shown again.
+
+use std::time::Duration;
+
+use super::{Front, KeyGiven};
+use crate::observe::Noted;
+use crate::policy::db_time::DbTime;
+use crate::policy::operation::decide::InProgress;
+use crate::policy::operation::pace::{retry_after, while_running};
+use crate::policy::operation::record::{Resource, StoredBody};
+use crate::policy::operation::route::WhileRunning;
+use crate::policy::operation::{Code, Decision, Record, State};
+use crate::runtime::operation::codec::SealError;
+use crate::runtime::operation::reply::{Answered, Problem, Reply};
+use crate::runtime::operation::running::Run;
+use crate::store::Keys;
+
+impl<S: Keys> Front<S> {
+    /// A problem with this code, as its table has it.
+    #[must_use]
+    pub fn problem(&self, code: Code) -> Answered {
+        Answered::Problem(Problem::new(code))
+    }
+
+    /// The answer to a duplicate of an operation whose recovery goes on: 202 with its location where the route accepts, else
+    /// 409 (`IDEMPOTENCY_RECOVERY_PENDING`).
+    #[must_use]
+    pub fn pending(&self, record: &Record) -> Answered {
+        let mut problem = Problem::new(Code::RecoveryPending);
+        problem.operation_id = Some(record.operation_id);
+        problem.location = self.endpoint.location_of(record.operation_id);
+        if self.endpoint.route().while_running == WhileRunning::Accepted {
+            problem.status = 202;
+        }
+        Answered::Problem(problem)
+    }
+
+    /// The answer of a run that has ended here for the first time.
+    pub fn first(&self, begin_ran: Duration, reply: Reply) -> Answered {
+        self.engine.has_run(self.endpoint.operation(), begin_ran);
+        Answered::Reply { reply, replayed: false }
+    }
+
+    /// The answer to a duplicate while the first one runs in this process, for a door whose own timeout came (O10).
+    #[must_use]
+    pub fn still_running(&self, ran: Duration) -> Answered {
+        self.note(Noted::InProgress);
+        let mut problem = Problem::new(Code::InProgress);
+        problem.retry_after = Some(self.comes_again(self.endpoint.route().lease, ran));
+        Answered::Problem(problem)
+    }
+
+    pub(super) fn answer_running(&self, decision: Decision, run: &Run) -> Answered {
+        match decision {
+            Decision::InProgress(_) => self.still_running(run.since.elapsed()),
+            decision => self.refusal(decision, None),
+        }
+    }
+
+    pub(super) async fn answer(&self, decision: Decision, seen: Option<(&Record, DbTime)>) -> Answered {
+        match (decision, seen) {
+            (Decision::Replay, Some((record, _))) => self.replay(record).await,
+            (Decision::ReplayReference, Some((record, _))) => self.reference(record),
+            (Decision::Reconstruct, Some((record, _))) => self.rebuild(record).await,
+            (Decision::NotRetained, Some((record, _))) => self.not_retained(record),
+            (decision, seen) => self.refusal(decision, seen),
+        }
+    }
+
+    async fn replay(&self, record: &Record) -> Answered {
+        let body = match self.engine.store().body(record).await {
+            Ok(Some(body)) => body,
+            // Its life ended between the two reads.
+            Ok(None) => return self.not_retained(record),
+            Err(error) => return self.store_failed("replay", &error),
+        };
+        match self.engine.decode(&self.endpoint, record, &body) {
+            Ok(reply) => {
+                self.note(Noted::Replayed(if record.state == State::Completed { "completed" } else { "failure" }));
+                Answered::Reply { reply, replayed: true }
+            }
+            Err(error) => {
+                tracing::error!(operation = %self.endpoint.operation(), key = self.short_key(), %error, "a stored answer cannot be read");
+                self.note(Noted::StoreError("replay"));
+                // Another process may have the key; nobody can mend what is broken.
+                let elsewhere = matches!(error, SealError::UnknownKid(_) | SealError::Feature(_));
+                if elsewhere { self.problem(Code::FingerprintVersionUnknown) } else { self.not_retained(record) }
+            }
+        }
+    }
+
+    fn reference(&self, record: &Record) -> Answered {
+        match resource_of(record) {
+            Some(Resource { location: Some(location), .. }) => {
+                self.note(Noted::Replayed("reference"));
+                Answered::Reply { reply: Reply::new(303).header("location", location.as_str()), replayed: true }
+            }
+            _ => self.not_retained(record),
+        }
+    }
+
+    async fn rebuild(&self, record: &Record) -> Answered {
+        let Some(rebuild) = self.endpoint.endpoint().rebuild.clone() else { return self.not_retained(record) };
+        // Nothing is run by it; it is tracked because it is the application's code and may panic.
+        match self.engine.spawn(rebuild(record.clone())).await {
+            Ok(Ok(reply)) => {
+                self.note(Noted::Replayed("reconstructed"));
+                Answered::Reply { reply, replayed: true }
+            }
+            Ok(Err(error)) => {
+                tracing::warn!(operation = %self.endpoint.operation(), %error, "an answer could not be built anew");
+                self.problem(Code::StoreUnavailable)
+            }
+            Err(error) => {
+                tracing::error!(operation = %self.endpoint.operation(), %error, "building an answer anew failed");
+                self.problem(Code::StoreUnavailable)
+            }
+        }
+    }
+
+    fn not_retained(&self, record: &Record) -> Answered {
+        self.note(Noted::Replayed("tombstone"));
+        let mut problem = Problem::new(Code::ResultNotRetained);
+        problem.operation_id = Some(record.operation_id);
+        problem.resource = resource_of(record).cloned();
+        problem.location = problem.resource.as_ref().and_then(|resource| resource.location.clone());
+        Answered::Problem(problem)
+    }
+
+    pub(super) fn refusal(&self, decision: Decision, seen: Option<(&Record, DbTime)>) -> Answered {
+        let Some((code, key_state)) = decision.problem() else {
+            // No answer belongs to this decision here: closed (M60).
+            return self.problem(Code::StoreUnavailable);
+        };
+        self.note_refusal(decision, code);
+        let mut problem = Problem { key_state, ..Problem::new(code) };
+        let route = self.endpoint.route();
+        match decision {
+            Decision::Mismatch | Decision::PrincipalMismatch => problem.status = route.mismatch.status(),
+            Decision::KeyInvalid => problem.detail = self.what_is_wrong(),
+            Decision::KeyFromTheFuture => {
+                problem.detail = Some("the time in the key lies ahead of the server's: check the clock".to_owned());
+            }
+            Decision::WrongRegion => problem.home_region = self.home.clone(),
+            Decision::InProgress(how) => {
+                let ran = seen.map_or(Duration::ZERO, |(record, now)| record.created_at.until(now));
+                let left = seen.map_or(Duration::from_secs(1), |(record, now)| record.lease_left(now));
+                problem.retry_after = Some(self.comes_again(left, ran));
+                if let (InProgress::Accepted, Some((record, _))) = (how, seen) {
+                    problem.status = 202;
+                    problem.operation_id = Some(record.operation_id);
+                    problem.location = self.endpoint.location_of(record.operation_id);
+                }
+            }
+            Decision::RecoveryPending | Decision::Reconcile | Decision::Recover => {
+                if let Some((record, _)) = seen {
+                    return self.pending(record);
+                }
+            }
+            Decision::UnknownOutcome => {
+                problem.operation_id = seen.map(|(record, _)| record.operation_id);
+                problem.location = problem.operation_id.and_then(|id| self.endpoint.location_of(id));
+            }
+            _ => {}
+        }
+        Answered::Problem(problem)
+    }
+
+    fn note_refusal(&self, decision: Decision, code: Code) {
+        self.note(match decision {
+            Decision::Mismatch => Noted::Mismatch,
+            Decision::PrincipalMismatch => Noted::PrincipalMismatch,
+            Decision::InProgress(_) => Noted::InProgress,
+            Decision::Expired => Noted::Expired("rejected"),
+            Decision::RecoveryPending | Decision::Reconcile | Decision::Recover | Decision::UnknownOutcome => {
+                Noted::Recovering
+            }
+            _ => Noted::Rejected(code.as_str()),
+        });
+        if decision == Decision::WrongRecord {
+            tracing::error!(operation = %self.endpoint.operation(), key = self.short_key(), "the record under this key is another's: nothing was touched");
+        }
+    }
+
+    /// What is wrong with the key; no text of it repeats the key.
+    fn what_is_wrong(&self) -> Option<String> {
+        match &self.asking.key {
+            KeyGiven::Malformed(error) => Some(error.to_string()),
+            KeyGiven::Given(_) => Some("the key carries no time, which this operation asks for".to_owned()),
+            KeyGiven::Missing => None,
+        }
+    }
+
+    fn comes_again(&self, left: Duration, ran: Duration) -> u32 {
+        let usual = self.engine.usual(self.endpoint.operation());
+        let expected = while_running(left, ran, usual.or(Some(ran + Duration::from_secs(1))));
+        retry_after(expected, fastrand::f64())
+    }
+}
+
+fn resource_of(record: &Record) -> Option<&Resource> {
+    match record.answer.as_ref().map(|answer| &answer.body) {
+        Some(StoredBody::Reference(resource)) => Some(resource),
+        _ => None,
+    }
+}

@@ -1,0 +1,145 @@
+//! What runs in this process: one entry for each key whose operation was begun here and has not ended.
+//!
+//! Promises: an entry answers a duplicate (409, or 422 for another command) without a connection; it never decides that
+//! something executes (O15, O19). It goes when its holder is dropped, also by a panic, and wakes everybody who waits for it.
+//!
+//! Not here: runs of other processes, which only the store knows.
+
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use tokio_util::sync::CancellationToken;
+
+use crate::policy::operation::{Fingerprint, Identity, PrincipalMark};
+
+/// A run of this process.
+#[derive(Debug)]
+pub(super) struct Run {
+    pub(super) principal: PrincipalMark,
+    pub(super) fingerprint: Fingerprint,
+    pub(super) since: Instant,
+    /// Cancelled when the run has ended.
+    pub(super) ended: CancellationToken,
+}
+
+#[derive(Debug, Default)]
+struct Runs {
+    by_key: HashMap<[u8; 32], Arc<Run>>,
+    by_tenant: HashMap<String, u32>,
+}
+
+/// The map.
+#[derive(Debug, Clone, Default)]
+pub(super) struct Running(Arc<Mutex<Runs>>);
+
+/// Holds the place of one run.
+#[derive(Debug)]
+pub(super) struct Entry {
+    map: Running,
+    digest: [u8; 32],
+    tenant: String,
+    run: Arc<Run>,
+}
+
+impl Running {
+    /// Enters a run. None where one of this key is there already.
+    pub(super) fn enter(
+        &self,
+        identity: &Identity,
+        principal: PrincipalMark,
+        fingerprint: Fingerprint,
+    ) -> Option<Entry> {
+        let digest = identity.digest();
+        let mut runs = self.lock();
+        if runs.by_key.contains_key(&digest) {
+            return None;
+        }
+        let run = Arc::new(Run { principal, fingerprint, since: Instant::now(), ended: CancellationToken::new() });
+        runs.by_key.insert(digest, Arc::clone(&run));
+        *runs.by_tenant.entry(identity.tenant().to_owned()).or_default() += 1;
+        Some(Entry { map: self.clone(), digest, tenant: identity.tenant().to_owned(), run })
+    }
+
+    /// The run of a key.
+    pub(super) fn get(&self, digest: &[u8; 32]) -> Option<Arc<Run>> {
+        self.lock().by_key.get(digest).cloned()
+    }
+
+    /// How many runs of this tenant there are.
+    pub(super) fn of_tenant(&self, tenant: &str) -> u32 {
+        self.lock().by_tenant.get(tenant).copied().unwrap_or(0)
+    }
+
+    /// The age of the oldest run; none if nothing runs.
+    pub(super) fn oldest(&self) -> Option<Duration> {
+        self.lock().by_key.values().map(|run| run.since.elapsed()).max()
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Runs> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Entry {
+    /// How long it has run.
+    pub(super) fn ran(&self) -> Duration {
+        self.run.since.elapsed()
+    }
+}
+
+impl Drop for Entry {
+    fn drop(&mut self) {
+        let mut runs = self.map.lock();
+        runs.by_key.remove(&self.digest);
+        if let Some(count) = runs.by_tenant.get_mut(&self.tenant) {
+            *count -= 1;
+            if *count == 0 {
+                runs.by_tenant.remove(&self.tenant);
+            }
+        }
+        drop(runs);
+        self.run.ended.cancel();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use super::*;
+    use crate::policy::operation::{
+        FingerprintWriter, Fingerprinter, IdempotentCommand, Key, KeyFormat, Keyring, Scope,
+    };
+
+    struct Nothing;
+
+    impl IdempotentCommand for Nothing {
+        const OPERATION: &'static str = "nothing";
+        const VERSION: u32 = 1;
+
+        fn fingerprint(&self, _: u32, _: &mut FingerprintWriter) {}
+    }
+
+    fn enter(map: &Running, key: &str) -> Option<Entry> {
+        let scope = Scope::new("t1", "p1").unwrap();
+        let fingerprinter = Fingerprinter::of::<Nothing>(None, Keyring::plain()).unwrap();
+        let key = Key::parse(key.as_bytes(), KeyFormat::Opaque).unwrap();
+        let identity = Identity::new(&scope, fingerprinter.operation().clone(), key);
+        map.enter(&identity, scope.mark(&Keyring::plain()), fingerprinter.write(&Nothing))
+    }
+
+    // Shown by: not removing the tenant's count; entering over a run that is there.
+    #[test]
+    fn o15_a_key_runs_once_and_its_entry_goes_with_its_holder() {
+        let map = Running::default();
+        let first = enter(&map, "key-0000000000000001").unwrap();
+        assert!(enter(&map, "key-0000000000000001").is_none());
+        let second = enter(&map, "key-0000000000000002").unwrap();
+        assert_eq!((map.of_tenant("t1"), map.of_tenant("t2")), (2, 0));
+        let ended = first.run.ended.clone();
+        drop((first, second));
+        assert!(ended.is_cancelled());
+        assert_eq!((map.of_tenant("t1"), map.oldest()), (0, None));
+        assert!(enter(&map, "key-0000000000000001").is_some());
+    }
+}
