@@ -6,6 +6,7 @@
 //! | `endpoint` | [`Endpoint`]: an operation as its author declares it |
 //! | `front` | [`Front`]: what every door asks before it executes |
 //! | `door_a` | [`Engine::execute_tx`]: claim, effects, messages and answer in one commit |
+//! | [`phased`] | door B: phases, and calls of providers between them |
 //! | `door_c` | [`Engine::execute_edge`]: a claim around any handler |
 //! | `codec` | what is kept of answers, and replayed |
 //! | `reconcile` | how an edge run ended whose end was not seen |
@@ -21,6 +22,7 @@ mod endpoint;
 mod engine;
 mod front;
 mod memory;
+pub mod phased;
 mod reconcile;
 mod reply;
 mod running;

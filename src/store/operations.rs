@@ -51,11 +51,13 @@ pub struct KeyClaim {
     pub principal: PrincipalMark,
     /// The command.
     pub fingerprint: Fingerprint,
-    /// By which door. [`Keys::claim`] takes `bridged` and `edge`, [`Operations::begin_operation`] `same_tx`.
+    /// By which door. [`Keys::claim`] takes `bridged` and `edge`, [`Operations::begin_operation`] `same_tx`,
+    /// [`Phases::begin_first`](super::Phases::begin_first) `phased`.
     pub mode: Mode,
     /// The identity of the run, if the record is new or used anew; else the record keeps its own.
     pub operation_id: Uuid,
-    /// How long it is owned without a heartbeat; meaningless in mode `same_tx`, which has no lease.
+    /// How long it is owned without a heartbeat; meaningless in mode `same_tx`, which has no lease. In mode `phased` it is the
+    /// operation's.
     pub lease: Duration,
 }
 
@@ -78,7 +80,8 @@ pub enum Basis<'a> {
 pub struct Owned {
     /// Of which record.
     pub identity: Identity,
-    /// Token of this owner; none in mode `same_tx`, where the transaction is the owner.
+    /// Token of this owner; none in mode `same_tx`, where the transaction is the owner, and in mode `phased`, where the operation
+    /// row has it (O9).
     pub owner: Option<Uuid>,
     /// The epoch it raised.
     pub epoch: i64,
@@ -88,6 +91,25 @@ pub struct Owned {
     pub operation_id: Uuid,
     /// Which attempt this is, from 1.
     pub attempts: u32,
+}
+
+/// What fences the outcome of a record.
+#[derive(Debug, Clone)]
+pub(super) struct RecordFence {
+    /// The digest of its identity.
+    pub(super) digest: Vec<u8>,
+    /// The epoch.
+    pub(super) epoch: i64,
+    /// The token of its owner, where it has one of its own.
+    pub(super) owner: Option<Uuid>,
+    /// Whether an UNKNOWN gets its outcome too: by recovery, or by an operator.
+    pub(super) unknown: bool,
+}
+
+impl From<&Owned> for RecordFence {
+    fn from(owned: &Owned) -> Self {
+        Self { digest: owned.identity.digest().to_vec(), epoch: owned.epoch, owner: owned.owner, unknown: false }
+    }
 }
 
 /// What came of a claim.
@@ -216,7 +238,7 @@ pub struct OperationStats {
 impl KeyClaim {
     /// What this claim owns if it succeeds on a basis.
     pub(super) fn owned(&self, basis: Basis<'_>) -> Owned {
-        let owner = (self.mode != Mode::SameTx).then(Uuid::now_v7);
+        let owner = matches!(self.mode, Mode::Bridged | Mode::Edge).then(Uuid::now_v7);
         let (epoch, generation, operation_id, attempts) = match basis {
             Basis::New => (1, 1, self.operation_id, 1),
             Basis::TakeOver(seen) | Basis::Reclaim(seen) => {

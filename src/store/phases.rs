@@ -6,10 +6,16 @@
 //!
 //! Evidence is the exception: it is appended by anybody at any time, because it is a fact (O8).
 //!
+//! A committed RECEIVED is an alarm, as a committed claim of door A is (O1): a handler ended the transaction of its first phase,
+//! and what it did before may be done. Whoever takes such an operation up parks it, and runs no phase. The same after a
+//! [`Proof`] other than [`Proof::Same`] in a later phase: what the handler committed is there, and its point was not moved.
+//!
 //! Errors and cancel safety as in [`Keys`](super::Keys).
 //!
 //! Not here: what evidence proves ([`provider`](crate::policy::operation::provider)), which stage follows which
 //! ([`flow`](crate::policy::operation::flow)), and encryption of the bytes.
+
+pub(super) mod stored;
 
 use std::future::Future;
 use std::time::Duration;
@@ -24,6 +30,9 @@ use crate::policy::db_time::DbTime;
 use crate::policy::operation::Identity;
 use crate::policy::operation::flow::Stage;
 use crate::policy::operation::retention::Retention;
+
+/// The point that an operation stands at until its first phase is committed; `from` of the first phase's end.
+pub const FIRST_POINT: &str = "RECEIVED";
 
 /// Bytes as they are stored: plain, or encrypted under the key of this id.
 #[derive(Clone, PartialEq, Eq, Default)]
@@ -79,9 +88,10 @@ pub struct StoredOperation {
     pub command: Sealed,
     /// The epoch.
     pub epoch: i64,
-    /// Until when somebody drives it.
+    /// Until when somebody drives it. None if nobody does at `now`.
     pub lease_until: Option<DbTime>,
-    /// How often recovery took it up in vain; a provider that is away counts none (G10).
+    /// How often it was driven in vain: given back so ([`Due::attempt`]), or left behind by a driver that died. A provider that
+    /// is away counts none (G10).
     pub attempts: u32,
     /// When a worker may take it up.
     pub due_at: Option<DbTime>,
@@ -179,6 +189,65 @@ pub struct Due {
     pub attempt: bool,
 }
 
+/// Refuses what a phase that moves on cannot lead to.
+pub(super) fn may_advance(stage: Stage, intents: &[NewIntent]) -> Result<(), StoreError> {
+    if stage.record().is_terminal() {
+        return Err(StoreError::Refused(format!("a phase moves on to {}: that is an outcome", stage.as_str())));
+    }
+    if !intents.is_empty() && !stage.has_intents() {
+        return Err(StoreError::Refused(format!("an intent at stage {}, which has none", stage.as_str())));
+    }
+    Ok(())
+}
+
+/// The stage that an outcome ends an operation at.
+pub(super) fn end_stage(outcome: &Outcome) -> Result<Stage, StoreError> {
+    match outcome {
+        Outcome::Completed(_) => Ok(Stage::Succeeded),
+        Outcome::FailedReplayable { .. } => Ok(Stage::Failed),
+        Outcome::FailedRetryable { .. } | Outcome::Unknown => {
+            Err(StoreError::Refused("an operation in phases ends with what it did, or with a failure".to_owned()))
+        }
+    }
+}
+
+/// What a phase says of an effect, until it is written.
+#[derive(Debug, Default)]
+pub(super) struct Settled(Vec<(String, &'static str)>);
+
+impl Settled {
+    /// Takes a word that the table knows.
+    pub(super) fn add(&mut self, effect: &str, outcome: &str) -> Result<(), StoreError> {
+        let known = ["succeeded", "failed", "not-sent"].into_iter().find(|word| *word == outcome);
+        let known = known.ok_or_else(|| StoreError::Refused(format!("`{outcome}` is no outcome of an effect")))?;
+        self.0.push((effect.to_owned(), known));
+        Ok(())
+    }
+
+    /// What was said.
+    pub(super) fn iter(&self) -> impl Iterator<Item = (&str, &'static str)> {
+        self.0.iter().map(|(effect, outcome)| (effect.as_str(), *outcome))
+    }
+}
+
+/// An effect was to be settled that is not there.
+pub(super) fn no_effect(effect: &str) -> StoreError {
+    StoreError::Refused(format!("there is no effect `{effect}` to settle"))
+}
+
+/// Of an intent that the tables refused: the effect, or the key that its provider sees, is there already (O5).
+pub(super) fn twice(intent: &NewIntent) -> StoreError {
+    StoreError::Refused(format!(
+        "the effect `{}`, or its key at the adapter `{}`, is there already",
+        intent.effect, intent.adapter
+    ))
+}
+
+/// The record of an operation is not as its operation says.
+pub(super) fn no_record(operation_id: Uuid) -> StoreError {
+    StoreError::Corrupt(format!("the record of the operation {operation_id} is gone or has another outcome"))
+}
+
 impl std::fmt::Debug for Sealed {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(f, "Sealed({} bytes, {:?})", self.bytes.len(), self.kid)
@@ -191,7 +260,11 @@ pub trait Phases: Operations {
     type Phase: PhaseTx<Db = Self::Db>;
 
     /// Begins the first phase: try-lock, claim and operation row (stage RECEIVED, driven by us) in one transaction, as
-    /// [`Operations::begin_operation`] does for door A. What `basis` allows is as there; a record used anew gets a new operation.
+    /// [`Operations::begin_operation`] does for door A. It stands at [`FIRST_POINT`]. What `basis` allows is as there; a record
+    /// used anew gets a new operation, and what was kept of the old one goes.
+    ///
+    /// # Errors
+    /// [`StoreError::Refused`] for a claim of another mode. [`StoreError::Busy`]: the same again (R27).
     fn begin_first(
         &self,
         new: &NewOperation,
@@ -200,10 +273,13 @@ pub trait Phases: Operations {
     ) -> impl Future<Output = Result<Begun<Self::Phase>, StoreError>> + Send;
 
     /// Begins a later phase of an operation that is ours. The fence is compared when the phase moves on.
+    ///
+    /// # Errors
+    /// [`StoreError::Fenced`] where there is no such operation any more.
     fn begin_phase(&self, driven: &Driven) -> impl Future<Output = Result<Self::Phase, StoreError>> + Send;
 
-    /// Takes up an operation that nobody drives, by one fenced UPDATE that raises the epoch: of twenty that try, one wins. A
-    /// parked one is not taken up.
+    /// Takes up an operation that nobody drives, due or not, by one fenced UPDATE that raises the epoch: of twenty that try, one
+    /// wins. A parked one is not taken up. A lease that its driver let end counts as an attempt.
     fn take_operation(
         &self,
         operation_id: Uuid,
@@ -223,15 +299,16 @@ pub trait Phases: Operations {
     /// Extends the lease, from now.
     fn drive_on(&self, driven: &Driven, lease: Duration) -> impl Future<Output = Result<Fenced, StoreError>> + Send;
 
-    /// Commits that another send of an effect begins, and gives its number. None: not ours any more; send nothing.
+    /// Commits that another send of an effect begins, and gives its number. None: the operation is not ours any more or our lease
+    /// is over, or the effect is settled or not there; send nothing.
     fn begin_send(&self, driven: &Driven, effect: &str)
     -> impl Future<Output = Result<Option<u32>, StoreError>> + Send;
 
     /// Appends evidence. Never fenced, always allowed (O8).
     fn observe(&self, evidence: &NewEvidence) -> impl Future<Output = Result<(), StoreError>> + Send;
 
-    /// Gives an operation back, due again then. Its stage stays.
-    fn give_back(&self, driven: &Driven, due: Due) -> impl Future<Output = Result<Fenced, StoreError>> + Send;
+    /// Hands an operation back, due again then. Its stage stays.
+    fn hand_back(&self, driven: &Driven, due: Due) -> impl Future<Output = Result<Fenced, StoreError>> + Send;
 
     /// Makes stage and record UNKNOWN and gives the operation back, due again then.
     fn doubt(&self, driven: &Driven, due: Due) -> impl Future<Output = Result<Fenced, StoreError>> + Send;
@@ -243,7 +320,7 @@ pub trait Phases: Operations {
     fn operation(&self, operation_id: Uuid)
     -> impl Future<Output = Result<Option<StoredOperation>, StoreError>> + Send;
 
-    /// Makes operations of a flow due at once that wait for a worker; all of them, or one. For a nudge by a request.
+    /// Makes an operation due at once that waits for a worker: a request came for it.
     fn nudge(&self, operation_id: Uuid) -> impl Future<Output = Result<(), StoreError>> + Send;
 
     /// The id of this deployment; a clone of the database has it too, the configuration of the clone's services has not (O22).
@@ -267,17 +344,25 @@ pub trait PhaseTx: std::fmt::Debug + Send + 'static {
     /// The connection, inside the transaction.
     fn connection(&mut self) -> &mut <Self::Db as Database>::Connection;
 
-    /// Takes back all effects of this phase; the claim of a first phase stays.
+    /// Takes back all effects of this phase; the claim of a first phase stays, and what [`Self::settle`] was told.
     fn undo_effects(&mut self) -> impl Future<Output = Result<Proof, StoreError>> + Send;
 
     /// The evidence of the operation, read in this transaction: what decides is read where it is decided (O8).
     fn evidence(&mut self) -> impl Future<Output = Result<Vec<StoredEvidence>, StoreError>> + Send;
 
-    /// Records what is proven of an effect: `succeeded`, `failed` or `not-sent`.
+    /// Records what is proven of an effect: `succeeded`, `failed` or `not-sent`. It is written when the phase moves on, under the
+    /// same proof and fence.
+    ///
+    /// # Errors
+    /// [`StoreError::Refused`] for another word.
     fn settle(&mut self, effect: &str, outcome: &str) -> impl Future<Output = Result<(), StoreError>> + Send;
 
     /// Moves from point `from` to `to`, at this stage, with these intents (their first send counts as begun). Once; after it,
-    /// commit. [`Fenced::LostOwnership`]: roll back.
+    /// commit. [`Fenced::LostOwnership`]: roll back. It means nothing where the proof is not [`Proof::Same`].
+    ///
+    /// # Errors
+    /// [`StoreError::Refused`]: an outcome ([`Self::finish`] writes those); intents at a stage that has none; an effect or provider
+    /// key that is there already; an effect settled that is not there. Roll back.
     fn advance(
         &mut self,
         from: &str,
@@ -287,7 +372,10 @@ pub trait PhaseTx: std::fmt::Debug + Send + 'static {
     ) -> impl Future<Output = Result<(Proof, Fenced), StoreError>> + Send;
 
     /// Writes the outcome to operation and record, both with their lifetimes from now (O3): SUCCEEDED for
-    /// [`Outcome::Completed`], FAILED for [`Outcome::FailedReplayable`]. Once; after it, commit.
+    /// [`Outcome::Completed`], FAILED for [`Outcome::FailedReplayable`]. Once; after it, commit. The rest as in [`Self::advance`].
+    ///
+    /// # Errors
+    /// [`StoreError::Refused`] for another outcome.
     fn finish(
         &mut self,
         from: &str,

@@ -15,10 +15,12 @@ mod connect;
 mod diverted;
 mod door;
 mod inbox;
+mod key_operator;
 mod mailbox;
 mod operations;
 mod operator;
 mod partitions;
+mod phases;
 mod read;
 mod relay;
 mod schema;
@@ -35,6 +37,7 @@ use sqlx::postgres::PgPool;
 
 pub use inbox::PostgresTx;
 pub use operations::PostgresOperationTx;
+pub use phases::PostgresPhaseTx;
 pub use relay::PostgresSession;
 pub use statements::PostgresStatement;
 

@@ -17,10 +17,12 @@ mod check;
 mod connect;
 mod door;
 mod inbox;
+mod key_operator;
 mod mailbox;
 mod message;
 mod operations;
 mod operator;
+mod phases;
 #[cfg(test)]
 mod plans;
 mod relay;
@@ -32,6 +34,7 @@ mod write;
 pub use connect::SqliteStore;
 pub use inbox::SqliteInboxTx;
 pub use operations::SqliteOperationTx;
+pub use phases::SqlitePhaseTx;
 pub use relay::SqliteSession;
 
 /// Milliseconds since 1970 by the database's clock, as SQL.

@@ -3,7 +3,7 @@
 
 use std::time::Duration;
 
-use super::operations::{KEPT, answer, claim, completed, record};
+use super::keys::{KEPT, answer, claim, completed, record};
 use super::trial::{effect, new_message, payloads, read_nothing, read_rows};
 use super::{Connection, Fixture, Trial};
 use crate::policy::operation::doubt;
@@ -213,7 +213,7 @@ pub async fn o1_a_handler_that_ends_its_transaction_never_completes<F: Fixture>(
 }
 
 /// No connection of the pool was left in a state of its own.
-async fn still_works<F: Fixture>(trial: &Trial<F>) {
+pub(super) async fn still_works<F: Fixture>(trial: &Trial<F>) {
     for round in 0..12 {
         let claim = claim(Mode::SameTx, &format!("works{round}"), 1);
         let mut tx = begin(trial, &claim).await;

@@ -13,6 +13,7 @@ use sqlx::mysql::MySqlArguments;
 use sqlx::{AssertSqlSafe, MySqlConnection, Row};
 
 pub use self::tx::MySqlOperationTx;
+pub(super) use self::tx::{Held, staked};
 
 use super::schema::number;
 use super::{MySqlStore, START};
@@ -21,13 +22,14 @@ use crate::policy::operation::retention::Retention;
 use crate::policy::operation::route::Durability;
 use crate::policy::operation::{Identity, Mode, OperationName, Record, State};
 use crate::store::bounded::Ask;
+use crate::store::operations::RecordFence;
 use crate::store::operations::stored::{Columns, body_of, look_of, pack};
 use crate::store::{
     Basis, Begun, Claimed, Fenced, KeptBody, KeyClaim, Keys, Look, OperationStats, Operations, Outcome, Owned,
 };
 
 /// A record of the key was there already.
-const DUPLICATE: u16 = 1062;
+pub(super) const DUPLICATE: u16 = 1062;
 
 /// Microseconds since 1970.
 macro_rules! micros {
@@ -36,25 +38,36 @@ macro_rules! micros {
     };
 }
 
-/// As [`look_of`] reads it. The lease of a phased record is that of its operation (O9).
+pub(super) use micros;
+
+/// The columns that [`look_of`] reads. The lease of a phased record is that of its operation (O9).
+macro_rules! look_columns {
+    () => {
+        concat!(
+            $crate::store::mysql::operations::micros!("n.at"),
+            ", ",
+            $crate::store::mysql::operations::micros!("p.purged_below"),
+            ", r.tenant, r.operation, r.`key`, r.principal, r.fingerprint, r.mode, r.state, r.epoch, ",
+            $crate::store::mysql::operations::micros!("coalesce(r.lease_until, o.lease_until)"),
+            ", cast(round(coalesce(r.lease_seconds, o.lease_seconds) * 1000000) as signed), r.generation, r.operation_id, \
+             cast(r.attempts as signed), cast(o.parked is not null as signed), ",
+            $crate::store::mysql::operations::micros!("r.created_at"),
+            ", ",
+            $crate::store::mysql::operations::micros!("r.outcome_at"),
+            ", ",
+            $crate::store::mysql::operations::micros!("r.expires_at"),
+            ", cast(r.answer_status as signed), r.schema_version, r.body, ",
+            $crate::store::mysql::operations::micros!("r.body_expires_at"),
+            ", r.resource_kind, r.resource_id, r.resource_location"
+        )
+    };
+}
+pub(super) use look_columns;
+
 const FIND: &str = concat!(
     "select ",
-    micros!("n.at"),
-    ", ",
-    micros!("p.purged_below"),
-    ", r.tenant, r.operation, r.`key`, r.principal, r.fingerprint, r.mode, r.state, r.epoch, ",
-    micros!("coalesce(r.lease_until, o.lease_until)"),
-    ", cast(round(coalesce(r.lease_seconds, o.lease_seconds) * 1000000) as signed), r.generation, r.operation_id, \
-     cast(r.attempts as signed), cast(o.parked is not null as signed), ",
-    micros!("r.created_at"),
-    ", ",
-    micros!("r.outcome_at"),
-    ", ",
-    micros!("r.expires_at"),
-    ", cast(r.answer_status as signed), r.schema_version, r.body, ",
-    micros!("r.body_expires_at"),
-    ", r.resource_kind, r.resource_id, r.resource_location \
-     from (select utc_timestamp(6) as at) n \
+    look_columns!(),
+    " from (select utc_timestamp(6) as at) n \
      left join oncebox_idempotency_purge p on p.operation = ? \
      left join oncebox_idempotency_request r on r.key_digest = ? \
      left join oncebox_operation o on r.mode = 'phased' and o.operation_id = r.operation_id"
@@ -97,7 +110,8 @@ const FINISH: &str = "update oncebox_idempotency_request \
         expires_at = utc_timestamp(6) + interval ? microsecond, answer_status = ?, schema_version = ?, body = ?, \
         body_expires_at = utc_timestamp(6) + interval ? microsecond, resource_kind = ?, resource_id = ?, resource_location = ?, \
         error_code = ? \
-  where key_digest = ? and epoch = ? and owner <=> ? and state = 'IN_PROGRESS'";
+  where key_digest = ? and epoch = ? and owner <=> ? \
+    and (state = 'IN_PROGRESS' or (? and state = 'UNKNOWN_REQUIRES_RECOVERY'))";
 
 impl Keys for MySqlStore {
     const DURABILITY: Durability = Durability::Durable;
@@ -141,7 +155,7 @@ impl Keys for MySqlStore {
 
     async fn finish(&self, owned: &Owned, outcome: &Outcome, retention: &Retention) -> Result<Fenced, StoreError> {
         let mut transaction = self.pool.begin(START).await?;
-        let fenced = finish(transaction.plain(), owned, outcome, retention).await?;
+        let fenced = finish(transaction.plain(), &owned.into(), outcome, retention).await?;
         transaction.commit().await?;
         Ok(fenced)
     }
@@ -209,7 +223,7 @@ impl Operations for MySqlStore {
         outcome: &Outcome,
         retention: &Retention,
     ) -> Result<Fenced, StoreError> {
-        finish(connection, owned, outcome, retention).await
+        finish(connection, &owned.into(), outcome, retention).await
     }
 
     async fn insert_unknown(&self, claim: &KeyClaim) -> Result<Fenced, StoreError> {
@@ -233,10 +247,14 @@ impl Operations for MySqlStore {
     }
 }
 
-type Query<'q> = sqlx::query::Query<'q, sqlx::MySql, MySqlArguments>;
+pub(super) type Query<'q> = sqlx::query::Query<'q, sqlx::MySql, MySqlArguments>;
 
 fn fence<'q>(statement: Query<'q>, owned: &Owned) -> Query<'q> {
-    statement.bind(owned.identity.digest().to_vec()).bind(owned.epoch).bind(owner(owned))
+    bind(statement, &owned.into())
+}
+
+fn bind<'q>(statement: Query<'q>, fence: &RecordFence) -> Query<'q> {
+    statement.bind(fence.digest.clone()).bind(fence.epoch).bind(fence.owner.map(|owner| owner.as_bytes().to_vec()))
 }
 
 fn owner(owned: &Owned) -> Option<Vec<u8>> {
@@ -318,9 +336,9 @@ fn insert<'q>(statement: &'static str, claim: &KeyClaim, state: State, owned: &O
 }
 
 /// Writes the outcome, then the body: two statements of one transaction.
-async fn finish(
+pub(super) async fn finish(
     connection: &mut MySqlConnection,
-    owned: &Owned,
+    fence: &RecordFence,
     outcome: &Outcome,
     retention: &Retention,
 ) -> Result<Fenced, StoreError> {
@@ -337,7 +355,7 @@ async fn finish(
         .bind(columns.resource.map(|resource| resource.id.as_str()))
         .bind(columns.resource.and_then(|resource| resource.location.as_deref()))
         .bind(columns.error_code);
-    let fenced = Fenced::rows(fence(done, owned).execute(&mut *connection).await?.rows_affected());
+    let fenced = Fenced::rows(bind(done, fence).bind(fence.unknown).execute(&mut *connection).await?.rows_affected());
     if let (Fenced::Done, Some(kept)) = (fenced, columns.kept) {
         sqlx::query(
             "insert into oncebox_idempotency_body (key_digest, epoch, expires_at, headers, bytes, format, kid) \
@@ -347,7 +365,7 @@ async fn finish(
         .bind(kept.bytes.as_slice())
         .bind(kept.format)
         .bind(kept.kid.as_deref())
-        .bind(owned.identity.digest().to_vec())
+        .bind(fence.digest.clone())
         .execute(connection)
         .await?;
     }

@@ -12,6 +12,7 @@ use std::time::Duration;
 use sqlx::{AssertSqlSafe, PgConnection, Row};
 
 pub use self::tx::PostgresOperationTx;
+pub(super) use self::tx::{Held, aborted, staked, undo};
 
 use super::PostgresStore;
 use crate::error::StoreError;
@@ -19,6 +20,7 @@ use crate::policy::operation::retention::Retention;
 use crate::policy::operation::route::Durability;
 use crate::policy::operation::{Identity, Mode, OperationName, Record};
 use crate::store::bounded::Ask;
+use crate::store::operations::RecordFence;
 use crate::store::operations::stored::{Columns, body_of, look_of, pack};
 use crate::store::{
     Basis, Begun, Claimed, Fenced, KeptBody, KeyClaim, Keys, Look, OperationStats, Operations, Outcome, Owned,
@@ -31,25 +33,36 @@ macro_rules! micros {
     };
 }
 
-/// As [`look_of`] reads it. The lease of a phased record is that of its operation (O9).
+pub(super) use micros;
+
+/// The columns that [`look_of`] reads. The lease of a phased record is that of its operation (O9).
+macro_rules! look_columns {
+    () => {
+        concat!(
+            $crate::store::postgres::operations::micros!("n.at"),
+            ", ",
+            $crate::store::postgres::operations::micros!("p.purged_below"),
+            ", r.tenant, r.operation, r.key, r.principal, r.fingerprint, r.mode, r.state, r.epoch, ",
+            $crate::store::postgres::operations::micros!("coalesce(r.lease_until, o.lease_until)"),
+            ", (coalesce(r.lease_seconds, o.lease_seconds) * 1000000)::bigint, r.generation, uuid_send(r.operation_id), r.attempts::bigint, \
+             (o.parked is not null)::int::bigint, ",
+            $crate::store::postgres::operations::micros!("r.created_at"),
+            ", ",
+            $crate::store::postgres::operations::micros!("r.outcome_at"),
+            ", ",
+            $crate::store::postgres::operations::micros!("r.expires_at"),
+            ", r.answer_status::bigint, r.schema_version, r.body, ",
+            $crate::store::postgres::operations::micros!("r.body_expires_at"),
+            ", r.resource_kind, r.resource_id, r.resource_location"
+        )
+    };
+}
+pub(super) use look_columns;
+
 const FIND: &str = concat!(
     "select ",
-    micros!("n.at"),
-    ", ",
-    micros!("p.purged_below"),
-    ", r.tenant, r.operation, r.key, r.principal, r.fingerprint, r.mode, r.state, r.epoch, ",
-    micros!("coalesce(r.lease_until, o.lease_until)"),
-    ", (coalesce(r.lease_seconds, o.lease_seconds) * 1000000)::bigint, r.generation, uuid_send(r.operation_id), r.attempts::bigint, \
-     (o.parked is not null)::int::bigint, ",
-    micros!("r.created_at"),
-    ", ",
-    micros!("r.outcome_at"),
-    ", ",
-    micros!("r.expires_at"),
-    ", r.answer_status::bigint, r.schema_version, r.body, ",
-    micros!("r.body_expires_at"),
-    ", r.resource_kind, r.resource_id, r.resource_location \
-     from (select clock_timestamp() as at) n \
+    look_columns!(),
+    " from (select clock_timestamp() as at) n \
      left join oncebox.idempotency_purge p on p.operation = $2 \
      left join oncebox.idempotency_request r on r.key_digest = $1 \
      left join oncebox.operation o on r.mode = 'phased' and o.operation_id = r.operation_id"
@@ -105,7 +118,8 @@ with done as (
          answer_status = $6, schema_version = $7, body = $8, body_expires_at = n.at + $9 * interval '1 second',
          resource_kind = $10, resource_id = $11, resource_location = $12, error_code = $13
     from (select clock_timestamp() as at) n
-   where r.key_digest = $1 and r.epoch = $2 and r.owner is not distinct from $3 and r.state = 'IN_PROGRESS'
+   where r.key_digest = $1 and r.epoch = $2 and r.owner is not distinct from $3
+     and (r.state = 'IN_PROGRESS' or ($19 and r.state = 'UNKNOWN_REQUIRES_RECOVERY'))
      and ($14::text is null or $14 = pg_current_xact_id_if_assigned()::text)
   returning r.key_digest, r.epoch, r.body_expires_at),
 kept as (
@@ -164,7 +178,7 @@ impl Keys for PostgresStore {
     }
 
     async fn finish(&self, owned: &Owned, outcome: &Outcome, retention: &Retention) -> Result<Fenced, StoreError> {
-        finish(self.pool.acquire().await?.plain(), owned, outcome, retention, None).await
+        finish(self.pool.acquire().await?.plain(), &owned.into(), outcome, retention, None).await
     }
 
     async fn release(&self, owned: &Owned) -> Result<Fenced, StoreError> {
@@ -236,7 +250,7 @@ impl Operations for PostgresStore {
         outcome: &Outcome,
         retention: &Retention,
     ) -> Result<Fenced, StoreError> {
-        finish(connection, owned, outcome, retention, None).await
+        finish(connection, &owned.into(), outcome, retention, None).await
     }
 
     async fn insert_unknown(&self, claim: &KeyClaim) -> Result<Fenced, StoreError> {
@@ -256,7 +270,7 @@ impl Operations for PostgresStore {
     }
 }
 
-type Query<'q> = sqlx::query::Query<'q, sqlx::Postgres, sqlx::postgres::PgArguments>;
+pub(super) type Query<'q> = sqlx::query::Query<'q, sqlx::Postgres, sqlx::postgres::PgArguments>;
 
 async fn find(connection: &mut PgConnection, identity: &Identity) -> Result<Look, StoreError> {
     let row = sqlx::query(FIND)
@@ -316,18 +330,18 @@ fn renew<'q>(statement: &str, claim: &'q KeyClaim, owned: &Owned) -> Query<'q> {
 }
 
 /// Writes the outcome and the body in one statement; with `token`, only in the transaction of that id.
-async fn finish(
+pub(super) async fn finish(
     connection: &mut PgConnection,
-    owned: &Owned,
+    fence: &RecordFence,
     outcome: &Outcome,
     retention: &Retention,
     token: Option<&str>,
 ) -> Result<Fenced, StoreError> {
     let columns = Columns::of(outcome, retention);
     let rows: i64 = sqlx::query_scalar(FINISH)
-        .bind(owned.identity.digest().as_slice())
-        .bind(owned.epoch)
-        .bind(owned.owner)
+        .bind(fence.digest.as_slice())
+        .bind(fence.epoch)
+        .bind(fence.owner)
         .bind(columns.state.as_str())
         .bind(columns.ttl.map(|ttl| ttl.as_secs_f64()))
         .bind(columns.status.map(|status| status as i32))
@@ -343,6 +357,7 @@ async fn finish(
         .bind(columns.kept.map(|kept| kept.bytes.as_slice()))
         .bind(columns.kept.map(|kept| i32::from(kept.format)))
         .bind(columns.kept.and_then(|kept| kept.kid.as_deref()))
+        .bind(fence.unknown)
         .fetch_one(connection)
         .await
         .map_err(expiry::attached)?;

@@ -13,6 +13,7 @@ use sqlx::sqlite::{SqliteArguments, SqliteConnection};
 use sqlx::{AssertSqlSafe, Connection, Row, query};
 
 pub use self::tx::SqliteOperationTx;
+pub(super) use self::tx::{Savepoint, staked};
 
 use super::connect::SqliteStore;
 use super::{millis, now_ms};
@@ -20,17 +21,27 @@ use crate::error::StoreError;
 use crate::policy::operation::retention::Retention;
 use crate::policy::operation::route::Durability;
 use crate::policy::operation::{Identity, Mode, OperationName, Record};
+use crate::store::operations::RecordFence;
 use crate::store::operations::stored::{Columns, body_of, look_of, pack};
 use crate::store::{
     Base, Basis, Begun, Claimed, Fenced, KeptBody, KeyClaim, Keys, Look, OperationStats, Operations, Outcome, Owned,
 };
 
-/// As [`look_of`] reads it. The lease of a phased record is that of its operation (O9).
+/// The columns that [`look_of`] reads. The lease of a phased record is that of its operation (O9).
+macro_rules! look_columns {
+    () => {
+        "n.at * 1000, p.purged_below * 1000, r.tenant, r.operation, r.key, r.principal, r.fingerprint, r.mode, r.state, r.epoch, \
+         coalesce(r.lease_until, o.lease_until) * 1000, coalesce(r.lease_ms, o.lease_ms) * 1000, r.generation, r.operation_id, \
+         r.attempts, o.parked is not null, r.created_at * 1000, r.outcome_at * 1000, r.expires_at * 1000, r.answer_status, \
+         r.schema_version, r.body, r.body_expires_at * 1000, r.resource_kind, r.resource_id, r.resource_location"
+    };
+}
+pub(super) use look_columns;
+
 const FIND: &str = concat!(
-    "select n.at * 1000, p.purged_below * 1000, r.tenant, r.operation, r.key, r.principal, r.fingerprint, r.mode, r.state, r.epoch, \
-     coalesce(r.lease_until, o.lease_until) * 1000, coalesce(r.lease_ms, o.lease_ms) * 1000, r.generation, r.operation_id, \
-     r.attempts, o.parked is not null, r.created_at * 1000, r.outcome_at * 1000, r.expires_at * 1000, r.answer_status, \
-     r.schema_version, r.body, r.body_expires_at * 1000, r.resource_kind, r.resource_id, r.resource_location from (select ",
+    "select ",
+    look_columns!(),
+    " from (select ",
     now_ms!(),
     " as at) as n \
      left join oncebox_idempotency_purge as p on p.operation = ?2 \
@@ -83,7 +94,8 @@ const FINISH: &str = concat!(
          body = ?8, body_expires_at = n.at + ?9, resource_kind = ?10, resource_id = ?11, resource_location = ?12, error_code = ?13 \
      from (select ",
     now_ms!(),
-    " as at) as n where key_digest = ?1 and epoch = ?2 and owner is ?3 and state = 'IN_PROGRESS'"
+    " as at) as n where key_digest = ?1 and epoch = ?2 and owner is ?3 \
+       and (state = 'IN_PROGRESS' or (?14 and state = 'UNKNOWN_REQUIRES_RECOVERY'))"
 );
 
 impl Keys for SqliteStore {
@@ -130,7 +142,7 @@ impl Keys for SqliteStore {
 
     async fn finish(&self, owned: &Owned, outcome: &Outcome, retention: &Retention) -> Result<Fenced, StoreError> {
         let mut write = self.write().await?;
-        let fenced = finish(write.connection(), owned, outcome, retention).await?;
+        let fenced = finish(write.connection(), &owned.into(), outcome, retention).await?;
         write.commit().await?;
         Ok(fenced)
     }
@@ -196,7 +208,7 @@ impl Operations for SqliteStore {
     ) -> Result<Fenced, StoreError> {
         // Two statements, which stand or fall together whatever the caller does with an error.
         let mut both = connection.begin().await?;
-        let fenced = finish(&mut both, owned, outcome, retention).await?;
+        let fenced = finish(&mut both, &owned.into(), outcome, retention).await?;
         both.commit().await?;
         Ok(fenced)
     }
@@ -217,11 +229,11 @@ impl Operations for SqliteStore {
     }
 }
 
-type Query<'q> = sqlx::query::Query<'q, sqlx::Sqlite, SqliteArguments>;
+pub(super) type Query<'q> = sqlx::query::Query<'q, sqlx::Sqlite, SqliteArguments>;
 
 impl SqliteStore {
     /// Runs a fenced statement in a transaction of its own.
-    async fn fenced(&self, statement: Query<'_>) -> Result<Fenced, StoreError> {
+    pub(super) async fn fenced(&self, statement: Query<'_>) -> Result<Fenced, StoreError> {
         let mut write = self.write().await?;
         let changed = statement.execute(write.connection()).await?.rows_affected();
         write.commit().await?;
@@ -230,7 +242,11 @@ impl SqliteStore {
 }
 
 fn fence<'q>(statement: Query<'q>, owned: &Owned) -> Query<'q> {
-    statement.bind(owned.identity.digest().to_vec()).bind(owned.epoch).bind(owner(owned))
+    bind(statement, &owned.into())
+}
+
+fn bind<'q>(statement: Query<'q>, fence: &RecordFence) -> Query<'q> {
+    statement.bind(fence.digest.clone()).bind(fence.epoch).bind(fence.owner.map(|owner| owner.as_bytes().to_vec()))
 }
 
 fn owner(owned: &Owned) -> Option<Vec<u8>> {
@@ -296,14 +312,14 @@ fn insert<'q>(statement: &'static str, claim: &KeyClaim, owned: &Owned) -> Query
 }
 
 /// Writes the outcome, then the body.
-async fn finish(
+pub(super) async fn finish(
     connection: &mut SqliteConnection,
-    owned: &Owned,
+    fence: &RecordFence,
     outcome: &Outcome,
     retention: &Retention,
 ) -> Result<Fenced, StoreError> {
     let columns = Columns::of(outcome, retention);
-    let done = fence(query(FINISH), owned)
+    let done = bind(query(FINISH), fence)
         .bind(columns.state.as_str())
         .bind(columns.ttl.map(millis))
         .bind(columns.status)
@@ -314,6 +330,7 @@ async fn finish(
         .bind(columns.resource.map(|resource| resource.id.clone()))
         .bind(columns.resource.and_then(|resource| resource.location.clone()))
         .bind(columns.error_code.map(str::to_owned))
+        .bind(fence.unknown)
         .execute(&mut *connection)
         .await?;
     let fenced = Fenced::rows(done.rows_affected());
@@ -322,7 +339,7 @@ async fn finish(
             "insert into oncebox_idempotency_body (key_digest, epoch, expires_at, headers, bytes, format, kid) \
              select key_digest, epoch, body_expires_at, ?2, ?3, ?4, ?5 from oncebox_idempotency_request where key_digest = ?1",
         );
-        let keep = keep.bind(owned.identity.digest().to_vec()).bind(pack(&kept.headers)).bind(kept.bytes.clone());
+        let keep = keep.bind(fence.digest.clone()).bind(pack(&kept.headers)).bind(kept.bytes.clone());
         keep.bind(kept.format).bind(kept.kid.clone()).execute(connection).await?;
     }
     Ok(fenced)

@@ -23,38 +23,57 @@ const USUAL_WAIT: &str = "set session innodb_lock_wait_timeout = @oncebox_lock_w
 /// A transaction in which one claim stands, with `autocommit = 0`.
 #[derive(Debug)]
 pub struct MySqlOperationTx {
-    transaction: Bounded<MySql>,
+    held: Held,
     owned: Owned,
+}
+
+/// A transaction that must still be there when its outcome is written.
+#[derive(Debug)]
+pub(in crate::store::mysql) struct Held {
+    pub(in crate::store::mysql) transaction: Bounded<MySql>,
     /// Set right after the claim: effects are taken back to it, and it must be there when the outcome is written.
     savepoint: String,
 }
 
-/// Locks without waiting, claims. Where the claim is refused, the transaction ends before the answer.
+/// Locks without waiting, claims, and sets the savepoint.
 pub(super) async fn begin_operation(
     store: &MySqlStore,
     claim: &KeyClaim,
     basis: Basis<'_>,
 ) -> Result<Begun<MySqlOperationTx>, StoreError> {
     let owned = claim.owned(basis);
+    Ok(match staked(store, claim, basis, &owned).await? {
+        Begun::Claimed(transaction) => Begun::Claimed(MySqlOperationTx { held: Held::new(transaction).await?, owned }),
+        Begun::Existing(record) => Begun::Existing(record),
+        Begun::Locked => Begun::Locked,
+    })
+}
+
+/// A transaction in which the claim stands. Where the claim is refused, it ends before the answer.
+pub(in crate::store::mysql) async fn staked(
+    store: &MySqlStore,
+    claim: &KeyClaim,
+    basis: Basis<'_>,
+    owned: &Owned,
+) -> Result<Begun<Bounded<MySql>>, StoreError> {
     let mut transaction = store.pool.begin(START_HANDLER).await?;
-    match try_claim(&mut transaction, claim, basis, &owned).await {
-        Ok(true) => {}
+    match try_claim(&mut transaction, claim, basis, owned).await {
+        Ok(true) => {
+            raw_sql(USUAL_WAIT).run(&mut transaction).await?;
+            Ok(Begun::Claimed(transaction))
+        }
         Ok(false) => {
             let found = find(transaction.plain(), &claim.identity).await?.record;
             transaction.rollback().await?;
-            return Ok(found.map_or(Begun::Locked, |record| Begun::Existing(Box::new(record))));
+            Ok(found.map_or(Begun::Locked, |record| Begun::Existing(Box::new(record))))
         }
         Err(error) if number(&error).is_some_and(|number| LOCKED.contains(&number)) => {
             // Only the statement was rolled back (R27).
             transaction.rollback().await?;
-            return Ok(Begun::Locked);
+            Ok(Begun::Locked)
         }
-        Err(error) => return Err(error.into()),
+        Err(error) => Err(error.into()),
     }
-    let savepoint = savepoint_name();
-    let set = format!("{USUAL_WAIT}; savepoint {savepoint}");
-    raw_sql(AssertSqlSafe(set)).run(&mut transaction).await?;
-    Ok(Begun::Claimed(MySqlOperationTx { transaction, owned, savepoint }))
 }
 
 async fn try_claim(
@@ -75,8 +94,16 @@ async fn try_claim(
     stake(connection.plain(), INSERT_AT_ONCE, claim, basis, owned).await
 }
 
-impl MySqlOperationTx {
-    async fn prove(&mut self, statement: &str) -> Result<Proof, StoreError> {
+impl Held {
+    /// Sets the savepoint.
+    pub(in crate::store::mysql) async fn new(mut transaction: Bounded<MySql>) -> Result<Self, StoreError> {
+        let savepoint = savepoint_name();
+        raw_sql(AssertSqlSafe(format!("savepoint {savepoint}"))).run(&mut transaction).await?;
+        Ok(Self { transaction, savepoint })
+    }
+
+    /// Runs `rollback to` or `release`: whether the savepoint is still there.
+    pub(in crate::store::mysql) async fn prove(&mut self, statement: &str) -> Result<Proof, StoreError> {
         let prove = AssertSqlSafe(format!("{statement} savepoint {}", self.savepoint));
         match raw_sql(prove).run(&mut self.transaction).await {
             Ok(_) => Ok(Proof::Same),
@@ -94,29 +121,29 @@ impl OperationTx for MySqlOperationTx {
     }
 
     fn connection(&mut self) -> &mut MySqlConnection {
-        self.transaction.plain()
+        self.held.transaction.plain()
     }
 
     async fn undo_effects(&mut self) -> Result<Proof, StoreError> {
-        self.prove("rollback to").await
+        self.held.prove("rollback to").await
     }
 
     async fn complete(&mut self, outcome: &Outcome, retention: &Retention) -> Result<Proof, StoreError> {
-        let proof = self.prove("release").await?;
+        let proof = self.held.prove("release").await?;
         if proof != Proof::Same {
             return Ok(proof);
         }
-        Ok(match finish(self.transaction.plain(), &self.owned, outcome, retention).await? {
+        Ok(match finish(self.held.transaction.plain(), &(&self.owned).into(), outcome, retention).await? {
             Fenced::Done => Proof::Same,
             Fenced::LostOwnership => Proof::Ended,
         })
     }
 
     async fn commit(mut self) -> Result<(), StoreError> {
-        self.transaction.commit().await
+        self.held.transaction.commit().await
     }
 
     async fn rollback(mut self) -> Result<(), StoreError> {
-        self.transaction.rollback().await.map_err(StoreError::from)
+        self.held.transaction.rollback().await.map_err(StoreError::from)
     }
 }

@@ -13,12 +13,27 @@ use crate::store::{Basis, Begun, Fenced, KeyClaim, OperationTx, Outcome, Owned, 
 /// A transaction in which one claim stands.
 #[derive(Debug)]
 pub struct PostgresOperationTx {
-    tx: Bounded<Postgres>,
+    held: Held,
     owned: Owned,
+}
+
+/// A transaction that must still be there when its outcome is written.
+#[derive(Debug)]
+pub(in crate::store::postgres) struct Held {
+    pub(in crate::store::postgres) tx: Bounded<Postgres>,
     /// The id of the transaction that holds the claim: the witness of R23.
-    token: String,
+    pub(in crate::store::postgres) token: String,
     /// Set right after the claim.
     savepoint: String,
+}
+
+impl Held {
+    /// Sets the savepoint.
+    pub(in crate::store::postgres) async fn new(mut tx: Bounded<Postgres>, token: String) -> Result<Self, StoreError> {
+        let savepoint = format!("oncebox_{}", Uuid::now_v7().simple());
+        raw_sql(AssertSqlSafe(format!("savepoint {savepoint}"))).run(&mut tx).await?;
+        Ok(Self { tx, token, savepoint })
+    }
 }
 
 /// Try-lock, claim, savepoint. Where the claim is refused, the transaction ends before the answer.
@@ -28,30 +43,60 @@ pub(super) async fn begin(
     basis: Basis<'_>,
 ) -> Result<Begun<PostgresOperationTx>, StoreError> {
     let owned = claim.owned(basis);
+    Ok(match staked(store, claim, basis, &owned).await? {
+        Begun::Claimed((tx, token)) => Begun::Claimed(PostgresOperationTx { held: Held::new(tx, token).await?, owned }),
+        Begun::Existing(record) => Begun::Existing(record),
+        Begun::Locked => Begun::Locked,
+    })
+}
+
+/// A transaction in which the claim stands, and its id.
+pub(in crate::store::postgres) async fn staked(
+    store: &PostgresStore,
+    claim: &KeyClaim,
+    basis: Basis<'_>,
+    owned: &Owned,
+) -> Result<Begun<(Bounded<Postgres>, String)>, StoreError> {
     let mut tx = store.transaction().await?;
     let lock = claim.identity.lock_number();
     let (locked, token): (bool, Option<String>) = match renewal(basis) {
         None => {
-            let row = insert(LOCK_AND_INSERT, claim, &owned).bind(lock).one(&mut tx).await?;
+            let row = insert(LOCK_AND_INSERT, claim, owned).bind(lock).one(&mut tx).await?;
             (row.try_get(0)?, row.try_get(1)?)
         }
         Some(holds) => {
             let statement = format!(
                 "{RENEW}{holds} and (select pg_try_advisory_xact_lock($11)) returning pg_current_xact_id()::text"
             );
-            let row = renew(&statement, claim, &owned).bind(lock).optional(&mut tx).await?;
+            let row = renew(&statement, claim, owned).bind(lock).optional(&mut tx).await?;
             (true, row.map(|row| row.try_get(0)).transpose()?)
         }
     };
     if let Some(token) = token {
-        let savepoint = format!("oncebox_{}", Uuid::now_v7().simple());
-        raw_sql(AssertSqlSafe(format!("savepoint {savepoint}"))).run(&mut tx).await?;
-        return Ok(Begun::Claimed(PostgresOperationTx { tx, owned, token, savepoint }));
+        return Ok(Begun::Claimed((tx, token)));
     }
     // A statement of its own: it sees what was committed meanwhile.
     let found = if locked { find(tx.plain(), &claim.identity).await?.record } else { None };
     tx.rollback().await?;
     Ok(found.map_or(Begun::Locked, |record| Begun::Existing(Box::new(record))))
+}
+
+/// Takes everything back to the savepoint, where it is still there.
+pub(in crate::store::postgres) async fn undo(held: &mut Held) -> Result<Proof, StoreError> {
+    let undo = AssertSqlSafe(format!("rollback to savepoint {}", held.savepoint));
+    match raw_sql(undo).run(&mut held.tx).await {
+        Ok(_) => Ok(Proof::Same),
+        // No such savepoint; no transaction; an aborted one of which this savepoint is no part.
+        Err(sqlx::Error::Database(error)) if matches!(error.code().as_deref(), Some("3B001" | "25P01" | "25P02")) => {
+            Ok(Proof::Ended)
+        }
+        Err(error) => Err(error.into()),
+    }
+}
+
+/// Whether a statement failed before, and its error was swallowed: COMMIT would roll back and say nothing.
+pub(in crate::store::postgres) fn aborted(error: &StoreError) -> bool {
+    matches!(error, StoreError::Other(sqlx::Error::Database(error)) if error.code().as_deref() == Some("25P02"))
 }
 
 impl OperationTx for PostgresOperationTx {
@@ -62,40 +107,28 @@ impl OperationTx for PostgresOperationTx {
     }
 
     fn connection(&mut self) -> &mut PgConnection {
-        self.tx.plain()
+        self.held.tx.plain()
     }
 
     async fn undo_effects(&mut self) -> Result<Proof, StoreError> {
-        let undo = AssertSqlSafe(format!("rollback to savepoint {}", self.savepoint));
-        match raw_sql(undo).run(&mut self.tx).await {
-            Ok(_) => Ok(Proof::Same),
-            // No such savepoint; no transaction; an aborted one of which this savepoint is no part.
-            Err(sqlx::Error::Database(error))
-                if matches!(error.code().as_deref(), Some("3B001" | "25P01" | "25P02")) =>
-            {
-                Ok(Proof::Ended)
-            }
-            Err(error) => Err(error.into()),
-        }
+        undo(&mut self.held).await
     }
 
     async fn complete(&mut self, outcome: &Outcome, retention: &Retention) -> Result<Proof, StoreError> {
-        match finish(self.tx.plain(), &self.owned, outcome, retention, Some(&self.token)).await {
+        let token = Some(self.held.token.as_str());
+        match finish(self.held.tx.plain(), &(&self.owned).into(), outcome, retention, token).await {
             Ok(Fenced::Done) => Ok(Proof::Same),
             Ok(Fenced::LostOwnership) => Ok(Proof::Ended),
-            // A statement failed, its error was swallowed: COMMIT would roll back and say nothing.
-            Err(StoreError::Other(sqlx::Error::Database(error))) if error.code().as_deref() == Some("25P02") => {
-                Ok(Proof::Aborted)
-            }
+            Err(error) if aborted(&error) => Ok(Proof::Aborted),
             Err(error) => Err(error),
         }
     }
 
     async fn commit(mut self) -> Result<(), StoreError> {
-        self.tx.commit().await
+        self.held.tx.commit().await
     }
 
     async fn rollback(mut self) -> Result<(), StoreError> {
-        Ok(self.tx.rollback().await?)
+        Ok(self.held.tx.rollback().await?)
     }
 }

@@ -17,9 +17,12 @@ use crate::store::{Basis, Begun, Fenced, KeyClaim, OperationTx, Outcome, Owned, 
 pub struct SqliteOperationTx {
     write: Write,
     owned: Owned,
-    /// Set right after the claim: effects are taken back to it, and it must be there when the outcome is written.
-    savepoint: String,
+    savepoint: Savepoint,
 }
+
+/// Set right after the claim: effects are taken back to it, and it must be there when the outcome is written (O1).
+#[derive(Debug)]
+pub(in crate::store::sqlite) struct Savepoint(String);
 
 /// Waits for the turn, then claims.
 pub(super) async fn begin(
@@ -29,30 +32,58 @@ pub(super) async fn begin(
     patience: Duration,
 ) -> Result<Begun<SqliteOperationTx>, StoreError> {
     let owned = claim.owned(basis);
+    Ok(match staked(store, claim, basis, &owned, patience).await? {
+        Begun::Claimed(mut write) => {
+            let savepoint = Savepoint::set(&mut write).await?;
+            Begun::Claimed(SqliteOperationTx { write, owned, savepoint })
+        }
+        Begun::Existing(record) => Begun::Existing(record),
+        Begun::Locked => Begun::Locked,
+    })
+}
+
+/// A transaction in which the claim stands, and which only we commit.
+pub(in crate::store::sqlite) async fn staked(
+    store: &SqliteStore,
+    claim: &KeyClaim,
+    basis: Basis<'_>,
+    owned: &Owned,
+    patience: Duration,
+) -> Result<Begun<Write>, StoreError> {
     // Given up, the beginning goes on in its own task, and what it began is rolled back.
     let Ok(write) = tokio::time::timeout(patience, store.write()).await else { return Ok(Begun::Locked) };
     let mut write = write?;
     write.guard().await?;
-    if !stake(write.connection(), claim, basis, &owned).await? {
-        let found = find(write.connection(), &claim.identity).await?.record;
-        write.rollback().await?;
-        return Ok(found.map_or(Begun::Locked, |record| Begun::Existing(Box::new(record))));
+    if stake(write.connection(), claim, basis, owned).await? {
+        return Ok(Begun::Claimed(write));
     }
-    let savepoint = format!("oncebox_{}", uuid::Uuid::now_v7().simple());
-    raw_sql(AssertSqlSafe(format!("savepoint {savepoint}"))).execute(write.connection()).await?;
-    Ok(Begun::Claimed(SqliteOperationTx { write, owned, savepoint }))
+    let found = find(write.connection(), &claim.identity).await?.record;
+    write.rollback().await?;
+    Ok(found.map_or(Begun::Locked, |record| Begun::Existing(Box::new(record))))
 }
 
-impl SqliteOperationTx {
-    async fn prove(&mut self, statement: &str) -> Result<Proof, StoreError> {
-        let prove = raw_sql(AssertSqlSafe(format!("{statement} {}", self.savepoint)));
-        let Err(error) = prove.execute(self.write.connection()).await else { return Ok(Proof::Same) };
+impl Savepoint {
+    /// Sets it.
+    pub(in crate::store::sqlite) async fn set(write: &mut Write) -> Result<Self, StoreError> {
+        let name = format!("oncebox_{}", uuid::Uuid::now_v7().simple());
+        raw_sql(AssertSqlSafe(format!("savepoint {name}"))).execute(write.connection()).await?;
+        Ok(Self(name))
+    }
+
+    /// Runs `rollback to` or `release`: whether it is still there.
+    pub(in crate::store::sqlite) async fn prove(
+        &self,
+        write: &mut Write,
+        statement: &str,
+    ) -> Result<Proof, StoreError> {
+        let prove = raw_sql(AssertSqlSafe(format!("{statement} {}", self.0)));
+        let Err(error) = prove.execute(write.connection()).await else { return Ok(Proof::Same) };
         let error = StoreError::from(error);
         if error.is_nobodys() {
             return Err(error);
         }
         // A refused commit was rolled back, so nothing of this transaction can be committed.
-        Ok(if self.write.was_commit_refused() { Proof::Aborted } else { Proof::Ended })
+        Ok(if write.was_commit_refused() { Proof::Aborted } else { Proof::Ended })
     }
 }
 
@@ -68,15 +99,15 @@ impl OperationTx for SqliteOperationTx {
     }
 
     async fn undo_effects(&mut self) -> Result<Proof, StoreError> {
-        self.prove("rollback to").await
+        self.savepoint.prove(&mut self.write, "rollback to").await
     }
 
     async fn complete(&mut self, outcome: &Outcome, retention: &Retention) -> Result<Proof, StoreError> {
-        let proof = self.prove("release").await?;
+        let proof = self.savepoint.prove(&mut self.write, "release").await?;
         if proof != Proof::Same {
             return Ok(proof);
         }
-        Ok(match finish(self.write.connection(), &self.owned, outcome, retention).await? {
+        Ok(match finish(self.write.connection(), &(&self.owned).into(), outcome, retention).await? {
             Fenced::Done => Proof::Same,
             Fenced::LostOwnership => Proof::Ended,
         })

@@ -1,0 +1,45 @@
+//! Door B: operations in phases, with calls of outside providers between them (O5 to O9, O13, O22; M52, M53, M78 to M83).
+//!
+//! An author writes phases and an adapter of each provider. A phase is a transaction that ends at a recovery point or with the
+//! intent to call; the engine commits what it will send, sends it, keeps every answer as evidence, decides from it, and goes on
+//! with the next phase. A crash at any point leaves an operation that a worker, or the repeating request, takes up where it is.
+//!
+//! | file | holds |
+//! |---|---|
+//! | `flow`, `phase`, `ends` | what an author writes, and how a phase may end |
+//! | `effect`, `provider`, `http` | effects, adapters, an adapter over HTTP |
+//! | `identity` | identities derived from the operation |
+//! | `door` | a request, and the first phase |
+//! | `driver`, `call`, `hold` | from a recovery point to the next: phases, calls, the lease |
+//! | `evidence`, `vault` | how what was seen is stored |
+//! | `registry`, `recovery` | what is registered, and the worker |
+//!
+//! Not here: what an answer proves and what is next ([`policy::operation::provider`](crate::policy::operation::provider)), which
+//! stage follows which ([`policy::operation::flow`](crate::policy::operation::flow)), and the rows (`store`).
+
+mod call;
+mod door;
+mod driver;
+mod effect;
+mod ends;
+mod evidence;
+mod flow;
+mod hold;
+#[cfg(feature = "client")]
+pub mod http;
+mod identity;
+mod phase;
+mod provider;
+mod recovery;
+mod registry;
+mod vault;
+
+pub use door::{Door, DoorBuilder, DoorError};
+pub use effect::{Compensation, Effect, Intent, Proven, Settlement, Settlements, Undo};
+pub use ends::{First, Local, LocalPoint, Settled, SettledPoint};
+pub use flow::{Flow, FlowBuilder, FlowError};
+pub use identity::{Identities, ProviderKey};
+pub use phase::{Context, FirstPhase, LocalPhase, Phase, SettledPhase};
+pub use provider::{Asked, Call, Prepare, Provider, Sent};
+pub use recovery::{Recovery, RecoveryOptions};
+pub use registry::DriveSettings;

@@ -1,0 +1,205 @@
+//! One call of a provider: begun and committed before it starts, within the lease, its answer kept whatever became of the lease
+//! (O5, O8).
+//!
+//! Not here: whether a call is made ([`driver`](super::driver)), and what its answer proves
+//! ([`provider`](crate::policy::operation::provider)).
+
+use std::time::Duration;
+
+use super::driver::{Driver, End, Next};
+use super::effect::Declared;
+use super::evidence::{self, By, Observation};
+use super::identity::ProviderKey;
+use super::provider::{Asked, Call, Sent};
+use crate::error::StoreError;
+use crate::policy::operation::provider::{Answer, QueryAnswer, Settled, Verdict, may_start};
+use crate::runtime::pace::Pace;
+use crate::store::{Phases, StoredIntent, StoredOperation};
+
+/// How long an answer is tried to be stored where the database does not take it.
+const STORING: Duration = Duration::from_secs(20);
+
+fn proves_nothing(verdict: Verdict) -> bool {
+    matches!(verdict, Verdict::Indefinite | Verdict::NotSent | Verdict::StoredError | Verdict::Wait(_))
+}
+
+impl<S: Phases> Driver<S> {
+    /// The send that was begun with its intent.
+    pub(super) async fn first_send(
+        &mut self,
+        effect: &Declared,
+        stored: &StoredOperation,
+        intent: &StoredIntent,
+    ) -> Result<Next, StoreError> {
+        self.send(effect, stored, intent, 1).await
+    }
+
+    /// Another send of the same bytes under the same key.
+    pub(super) async fn send_again(
+        &mut self,
+        effect: &Declared,
+        stored: &StoredOperation,
+        intent: &StoredIntent,
+    ) -> Result<Next, StoreError> {
+        if !self.fits(effect).await || !self.phased.is_ours().await? {
+            return Ok(Next::End(self.give_back(self.pause(stored.attempts), false).await?));
+        }
+        match self.phased.engine.store().begin_send(&self.driven, effect.name).await? {
+            Some(number) => self.send(effect, stored, intent, number).await,
+            None => Ok(Next::End(End::Lost)),
+        }
+    }
+
+    async fn send(
+        &mut self,
+        effect: &Declared,
+        stored: &StoredOperation,
+        intent: &StoredIntent,
+        number: u32,
+    ) -> Result<Next, StoreError> {
+        // Begun, and nothing left us yet.
+        if self.hold.is_lost() || !self.fits(effect).await || !self.phased.is_ours().await? {
+            let sent = Sent { answer: Answer::NotConnected, saw: b"not started: the lease was too short".to_vec() };
+            self.keep_answer(effect, number, &sent).await?;
+            return Ok(Next::End(self.give_back(self.pause(stored.attempts), false).await?));
+        }
+        let bytes = self.request(effect, intent)?;
+        let key = ProviderKey::stored(&intent.intent.provider_key);
+        let call = Call { key: &key, bytes: &bytes, version: intent.intent.adapter_version, send: number };
+        tracing::debug!(operation = %stored.operation_id, effect = effect.name, send = number, "a provider is called");
+        let answered = tokio::time::timeout(effect.provider.timeout(), effect.provider.send(&call)).await;
+        let sent = answered.unwrap_or_else(|_| Sent { answer: Answer::NoAnswer, saw: b"no answer in time".to_vec() });
+        self.reached |= sent.answer.counts();
+        if proves_nothing(sent.answer.verdict()) {
+            self.vain += 1;
+        }
+        self.keep_answer(effect, number, &sent).await?;
+        Ok(Next::Again)
+    }
+
+    /// Asks for the effect, where its strategy leaves nothing else.
+    pub(super) async fn query(
+        &mut self,
+        effect: &Declared,
+        stored: &StoredOperation,
+        intent: &StoredIntent,
+    ) -> Result<Next, StoreError> {
+        let Some(asked) = self.ask(effect, stored, intent).await? else {
+            return Ok(Next::End(self.give_back(self.pause(stored.attempts), false).await?));
+        };
+        let verdict = asked.answer.verdict();
+        if proves_nothing(verdict) {
+            self.vain += 1;
+        }
+        self.keep(effect, 0, (By::Query, verdict, asked.status, &asked.saw)).await?;
+        Ok(Next::Again)
+    }
+
+    /// Asks before a resend. That it is not found proves nothing, and is no reason to ask no more: it is kept as such.
+    pub(super) async fn ask_first(
+        &mut self,
+        effect: &Declared,
+        stored: &StoredOperation,
+        intent: &StoredIntent,
+    ) -> Result<Next, StoreError> {
+        let Some(asked) = self.ask(effect, stored, intent).await? else {
+            return Ok(Next::End(self.give_back(self.pause(stored.attempts), false).await?));
+        };
+        let verdict = match asked.answer.verdict() {
+            Verdict::NotFound => Verdict::Indefinite,
+            verdict => verdict,
+        };
+        self.keep(effect, 0, (By::Query, verdict, asked.status, &asked.saw)).await?;
+        Ok(Next::Again)
+    }
+
+    /// One query; none where it may not start.
+    async fn ask(
+        &mut self,
+        effect: &Declared,
+        stored: &StoredOperation,
+        intent: &StoredIntent,
+    ) -> Result<Option<Asked>, StoreError> {
+        if !self.fits(effect).await || !self.phased.is_ours().await? {
+            return Ok(None);
+        }
+        let bytes = self.request(effect, intent)?;
+        let key = ProviderKey::stored(&intent.intent.provider_key);
+        let call = Call { key: &key, bytes: &bytes, version: intent.intent.adapter_version, send: 0 };
+        tracing::debug!(operation = %stored.operation_id, effect = effect.name, "a provider is asked");
+        let answered = tokio::time::timeout(effect.provider.timeout(), effect.provider.query(&call)).await;
+        let asked = answered.unwrap_or_else(|_| Asked {
+            answer: QueryAnswer::Failed,
+            status: None,
+            saw: b"no answer in time".to_vec(),
+        });
+        self.reached |= asked.status.is_some();
+        Ok(Some(asked))
+    }
+
+    /// Whether a call may start; the lease is renewed where it would not fit.
+    async fn fits(&self, effect: &Declared) -> bool {
+        if !may_start(effect.provider.timeout(), self.hold.left()) {
+            self.hold.renew().await;
+        }
+        !self.hold.is_lost() && may_start(effect.provider.timeout(), self.hold.left())
+    }
+
+    fn request(&self, effect: &Declared, intent: &StoredIntent) -> Result<Vec<u8>, StoreError> {
+        let what = format!("request:{}", effect.name);
+        self.phased.vault.open(self.driven.operation_id, &what, &intent.intent.request)
+    }
+
+    async fn keep_answer(&self, effect: &Declared, number: u32, sent: &Sent) -> Result<(), StoreError> {
+        let (by, status) = match sent.answer {
+            Answer::Status { status, .. } => (By::Answer, Some(status)),
+            Answer::NotConnected | Answer::NoAnswer => (By::Error, None),
+        };
+        self.keep(effect, number, (by, sent.answer.verdict(), status, &sent.saw)).await
+    }
+
+    /// Appends what was seen, whether the lease is ours or not, and tells loudly where it contradicts an outcome (O8).
+    async fn keep(
+        &self,
+        effect: &Declared,
+        send: u32,
+        (by, verdict, status, saw): (By, Verdict, Option<u16>, &[u8]),
+    ) -> Result<(), StoreError> {
+        let (operation_id, epoch) = (self.driven.operation_id, self.driven.epoch);
+        let seen = Observation { operation_id, effect: effect.name, epoch, send, by, verdict, status, saw };
+        let row = evidence::row(&self.phased.vault, &seen)?;
+        let mut pace = Pace::new(Duration::from_millis(20), Duration::from_secs(1));
+        let until = tokio::time::Instant::now() + STORING;
+        loop {
+            match self.phased.engine.store().observe(&row).await {
+                Ok(()) => break,
+                // A row that is written twice counts once.
+                Err(error) if error.is_nobodys() && tokio::time::Instant::now() < until => {
+                    tracing::warn!(operation = %operation_id, %error, "an answer of a provider waits to be stored");
+                    tokio::time::sleep(pace.next_wait()).await;
+                }
+                Err(error) => return Err(error),
+            }
+        }
+        if self.hold.is_lost() {
+            self.look_for_conflict(effect).await?;
+        }
+        Ok(())
+    }
+
+    async fn look_for_conflict(&self, effect: &Declared) -> Result<(), StoreError> {
+        let Some(stored) = self.phased.engine.store().operation(self.driven.operation_id).await? else { return Ok(()) };
+        let decided = stored.intents.iter().find(|intent| intent.intent.effect == effect.name);
+        let decided = match decided.and_then(|intent| intent.outcome.as_deref()) {
+            Some("succeeded") => Settled::Succeeded,
+            Some(_) => Settled::Failed,
+            None => return Ok(()),
+        };
+        let rows = evidence::rows(&self.phased.vault, &stored.evidence, effect.name)?;
+        if evidence::evidence(&rows).contradicts(decided) {
+            tracing::error!(operation = %stored.operation_id, effect = effect.name, ?decided,
+                "evidence contradicts what was decided: nothing is rewritten, a person must look");
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,510 @@
+//! Drives one operation from where it stands to its outcome, or to where it cannot go on now (M53, M80, O5 to O9).
+//!
+//! It reads where the operation stands, does one thing, and reads again: nothing is remembered between the steps but which send
+//! was just begun, so a driver that takes up another's operation does what that one would have done.
+//!
+//! Promises:
+//!
+//! * No transaction is open across a call (M52). Every send is begun and committed before it starts (O5).
+//! * What settles an effect is decided in the transaction that says so, from the evidence read there (O8).
+//! * A lost lease ends the driving after the call in flight, whose answer becomes evidence.
+//! * After an intent, an error or a panic leaves the operation UNKNOWN and due again, and whatever cannot be found out goes to an
+//!   operator with a reason. Nothing unknown becomes a failure (O9, O13).
+//!
+//! Not here: the first phase ([`door`](super::door)), the calls ([`call`](super::call)), and which step is next
+//! ([`provider`](crate::policy::operation::provider)).
+
+use std::panic::AssertUnwindSafe;
+use std::sync::Arc;
+use std::time::Duration;
+
+use futures::FutureExt;
+use tokio_util::sync::CancellationToken;
+
+use super::effect::{Compensation, Declared, Intent, Prepared, Settlements};
+use super::ends::{Local, Settled};
+use super::evidence;
+use super::flow::{AnyCommand, Flow};
+use super::hold::Hold;
+use super::phase::{Context, Phase};
+use super::registry::{Member, Phased};
+use crate::error::{HandlerError, StoreError};
+use crate::policy::operation::Fingerprint;
+use crate::policy::operation::flow::{PhaseEnd, Stage};
+use crate::policy::operation::provider::{self, Gap, Sends, Step, Strategy, Verdict};
+use crate::policy::retry;
+use crate::runtime::handler::panic_text;
+use crate::runtime::operation::{Kept, Reply};
+use crate::runtime::pace::sleep_unless;
+use crate::store::{Driven, Due, Fenced, NewIntent, Outcome, PhaseTx, Phases, Proof, StoredOperation};
+
+/// How driving ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum End {
+    /// The outcome is known and stored.
+    Known,
+    /// It goes on later.
+    Later,
+    /// An operator has it.
+    Parked,
+    /// Somebody else drives it.
+    Lost,
+}
+
+/// How driving ended, with the answer where this driver wrote it.
+#[derive(Debug)]
+pub(super) struct Ended {
+    pub(super) end: End,
+    pub(super) reply: Option<Reply>,
+}
+
+/// A driver of one operation.
+#[derive(Debug)]
+pub(super) struct Driver<S: Phases> {
+    pub(super) phased: Arc<Phased<S>>,
+    pub(super) member: Arc<Member<S>>,
+    pub(super) context: Context,
+    pub(super) command: AnyCommand,
+    pub(super) driven: Driven,
+    pub(super) hold: Hold<S>,
+    /// For the cipher of the answer.
+    pub(super) fingerprint: Fingerprint,
+    pub(super) stop: CancellationToken,
+    /// The effect whose first send this driver committed with its intent, and has not made yet.
+    pub(super) fresh: Option<&'static str>,
+    /// Whether a vain end counts as an attempt: the first run and one that came before it was due count none.
+    pub(super) attempt: bool,
+    /// Whether a provider was there: one that is away counts no attempt (G10).
+    pub(super) reached: bool,
+    /// Calls of this drive that proved nothing.
+    pub(super) vain: u32,
+    /// Whether the provider was just asked, before a resend.
+    pub(super) asked: bool,
+    /// The answer that was written with the outcome.
+    pub(super) reply: Option<Reply>,
+}
+
+/// What came of a step.
+pub(super) enum Next {
+    Again,
+    End(End),
+}
+
+impl<S: Phases> Driver<S> {
+    /// Drives on. Errors of the database end it: what is committed stands, the lease ends, and somebody takes it up.
+    pub(super) async fn drive(mut self) -> Result<Ended, StoreError> {
+        let end = self.drive_on().await?;
+        let reply = self.reply.take().filter(|_| end == End::Known);
+        Ok(Ended { end, reply })
+    }
+
+    async fn drive_on(&mut self) -> Result<End, StoreError> {
+        loop {
+            if self.hold.is_lost() {
+                return Ok(End::Lost);
+            }
+            let Some(stored) = self.phased.engine.store().operation(self.driven.operation_id).await? else {
+                return Ok(End::Lost);
+            };
+            if matches!(stored.stage, Stage::Succeeded | Stage::Failed) {
+                return Ok(End::Known);
+            }
+            if stored.epoch != self.driven.epoch {
+                return Ok(End::Lost);
+            }
+            if self.stop.is_cancelled() && self.fresh.is_none() {
+                return self.give_back(Duration::ZERO, false).await;
+            }
+            match self.step(&stored).await? {
+                Next::Again => {}
+                Next::End(end) => return Ok(end),
+            }
+        }
+    }
+
+    async fn step(&mut self, stored: &StoredOperation) -> Result<Next, StoreError> {
+        let member = Arc::clone(&self.member);
+        let flow = member.flow();
+        match stored.stage {
+            // A handler ended the transaction of the first phase: what it did may be done.
+            Stage::Received => Ok(Next::End(self.park("first-phase-ended-its-transaction").await?)),
+            Stage::Local => self.local(flow, stored).await,
+            Stage::Settled => self.settled(flow, stored).await,
+            Stage::Outstanding | Stage::Unknown => match flow.effect_at(&stored.point) {
+                Some(effect) => self.effect(effect, stored).await,
+                // UNKNOWN at a point behind the phase of its effect: all effects are settled, and the phase runs.
+                None if stored.intents.iter().all(|intent| intent.outcome.is_some()) => {
+                    self.settled(flow, stored).await
+                }
+                None => Ok(Next::End(self.park("no-such-effect").await?)),
+            },
+            Stage::Succeeded | Stage::Failed => Ok(Next::End(End::Known)),
+        }
+    }
+
+    async fn local(&mut self, flow: &Flow<S>, stored: &StoredOperation) -> Result<Next, StoreError> {
+        let Some(code) = flow.local(&stored.point) else { return Ok(Next::End(self.park("no-such-point").await?)) };
+        let mut tx = self.phased.engine.store().begin_phase(&self.driven).await?;
+        let (context, command) = (self.context.clone(), Arc::clone(&self.command));
+        let ended = guarded(self.member.timeout(), code.run(&mut Phase::new(&mut tx, &context), &command)).await;
+        let end = match ended {
+            Ok(end) => end,
+            Err(error) => return self.failed(tx, stored, &error).await,
+        };
+        let Some(stage) = stored.stage.after(end.end()) else { return self.impossible(tx, end.end()).await };
+        match end {
+            Local::RecoveryPoint(point) if flow.local(point.0).is_some() => {
+                self.advance(tx, &stored.point, point.0, stage, None).await
+            }
+            Local::RecoveryPoint(_) => self.impossible(tx, PhaseEnd::RecoveryPoint).await,
+            Local::Intent(Intent(prepared)) => self.intend(tx, flow, &stored.point, stage, prepared).await,
+            Local::Response(reply) => self.finish(tx, &stored.point, &reply, None).await,
+            Local::Rejected { reply, code } => self.finish(tx, &stored.point, &reply, Some(code)).await,
+            Local::Retryable => self.failed(tx, stored, &HandlerError::retryable("the phase asked to run again")).await,
+        }
+    }
+
+    async fn settled(&mut self, flow: &Flow<S>, stored: &StoredOperation) -> Result<Next, StoreError> {
+        let Some(code) = flow.settled(&stored.point) else { return Ok(Next::End(self.park("no-such-point").await?)) };
+        let settlements = self.settlements(flow, stored)?;
+        let mut tx = self.phased.engine.store().begin_phase(&self.driven).await?;
+        let (context, command) = (self.context.clone(), Arc::clone(&self.command));
+        let ended =
+            guarded(self.member.timeout(), code.run(&mut Phase::new(&mut tx, &context), &command, &settlements)).await;
+        let end = match ended {
+            Ok(end) => end,
+            Err(error) => return self.failed(tx, stored, &error).await,
+        };
+        // UNKNOWN here means that an earlier run of this very phase was lost.
+        let Some(stage) = Stage::Settled.after(end.end()) else { return self.impossible(tx, end.end()).await };
+        match end {
+            Settled::RecoveryPoint(point) if flow.settled(point.0).is_some() => {
+                self.advance(tx, &stored.point, point.0, stage, None).await
+            }
+            Settled::RecoveryPoint(_) => self.impossible(tx, PhaseEnd::RecoveryPoint).await,
+            Settled::Intent(Intent(prepared)) | Settled::Compensate(Compensation(prepared)) => {
+                self.intend(tx, flow, &stored.point, stage, prepared).await
+            }
+            Settled::Response(reply) => self.finish(tx, &stored.point, &reply, None).await,
+            Settled::Failure { proof: _, reply, code } => match flow.standing(&settlements) {
+                None => self.finish(tx, &stored.point, &reply, Some(code)).await,
+                Some(effect) => {
+                    tx.rollback().await?;
+                    tracing::error!(
+                        flow = flow.name(),
+                        effect,
+                        "a phase says that an operation failed whose effect stands"
+                    );
+                    Ok(Next::End(self.park("failure-with-a-standing-effect").await?))
+                }
+            },
+        }
+    }
+
+    async fn effect(&mut self, effect: &Declared, stored: &StoredOperation) -> Result<Next, StoreError> {
+        let Some(intent) = stored.intents.iter().find(|intent| intent.intent.effect == effect.name) else {
+            return Ok(Next::End(self.park("no-such-intent").await?));
+        };
+        if intent.intent.adapter != effect.provider.name() || intent.intent.adapter_version > effect.provider.version()
+        {
+            tracing::warn!(effect = effect.name, adapter = %intent.intent.adapter, "an intent of an adapter that is not here");
+            return Ok(Next::End(self.give_back(self.pause(stored.attempts), false).await?));
+        }
+        let sends = Sends { first_sent_at: Some(intent.first_sent_at), begun: intent.sends };
+        if self.fresh.take().is_some_and(|name| name == effect.name) && intent.sends == 1 {
+            return self.first_send(effect, stored, intent).await;
+        }
+        let rows = evidence::rows(&self.phased.vault, &stored.evidence, effect.name)?;
+        let seen = evidence::evidence(&rows);
+        let step =
+            effect.strategy.next(sends, &seen, stored.now).within(stored.attempts, self.phased.settings.attempts_max);
+        match step {
+            Step::Settle(_) => self.settle(effect, sends, &stored.point).await,
+            // Nothing left us: nothing is unknown, and nothing counts (G10).
+            Step::Send if self.is_spent() => {
+                Ok(Next::End(self.give_back(self.pause(stored.attempts.max(intent.sends / 4)), false).await?))
+            }
+            Step::Resend | Step::Query if self.is_spent() => self.doubt(stored.attempts).await,
+            Step::Send => {
+                self.catch_breath().await;
+                self.send_again(effect, stored, intent).await
+            }
+            Step::Resend => {
+                self.catch_breath().await;
+                // What is found needs no second send, and a provider may have forgotten a key too early.
+                if matches!(effect.strategy, Strategy::KeyAndQuery(_)) && !self.asked {
+                    self.asked = true;
+                    return self.ask_first(effect, stored, intent).await;
+                }
+                self.asked = false;
+                self.send_again(effect, stored, intent).await
+            }
+            Step::Query => {
+                self.catch_breath().await;
+                self.query(effect, stored, intent).await
+            }
+            Step::Wait { until } => self.wait(stored, stored.now.until(until)).await,
+            Step::Operator(gap) => {
+                tracing::error!(operation = %self.driven.operation_id, effect = effect.name, ?gap, "an operation needs an operator");
+                Ok(Next::End(self.park(gap_name(gap)).await?))
+            }
+        }
+    }
+
+    /// Whether this drive has called in vain often enough.
+    fn is_spent(&self) -> bool {
+        self.vain >= self.phased.settings.calls_per_drive
+    }
+
+    /// Says what is proven of an effect, in the transaction that reads the evidence.
+    async fn settle(&mut self, effect: &Declared, sends: Sends, point: &str) -> Result<Next, StoreError> {
+        let mut tx = self.phased.engine.store().begin_phase(&self.driven).await?;
+        let stored = tx.evidence().await?;
+        let rows = evidence::rows(&self.phased.vault, &stored, effect.name)?;
+        let Some(settled) = evidence::evidence(&rows).settled(sends) else {
+            // Another row came in between: decide again.
+            tx.rollback().await?;
+            return Ok(Next::Again);
+        };
+        let outcome = if settled == provider::Settled::Succeeded { "succeeded" } else { "failed" };
+        tx.settle(effect.name, outcome).await?;
+        let stage = Stage::Outstanding.after(PhaseEnd::Settle).unwrap_or(Stage::Settled);
+        self.advance(tx, point, &effect.settled, stage, None).await
+    }
+
+    fn settlements(&self, flow: &Flow<S>, stored: &StoredOperation) -> Result<Settlements, StoreError> {
+        let mut settlements = Settlements::default();
+        for intent in &stored.intents {
+            let (Some(effect), Some(outcome)) = (flow.effect(&intent.intent.effect), intent.outcome.as_deref()) else {
+                continue;
+            };
+            let settled = match outcome {
+                "succeeded" => provider::Settled::Succeeded,
+                _ => provider::Settled::Failed,
+            };
+            let rows = evidence::rows(&self.phased.vault, &stored.evidence, effect.name)?;
+            let saw = rows.into_iter().rev().find(|row| settles(row.proof.verdict, settled)).map(|row| row.saw);
+            settlements.add(effect.name, effect.settlement(settled), saw.unwrap_or_default());
+        }
+        Ok(settlements)
+    }
+
+    async fn intend(
+        &mut self,
+        tx: S::Phase,
+        flow: &Flow<S>,
+        from: &str,
+        stage: Stage,
+        prepared: Prepared,
+    ) -> Result<Next, StoreError> {
+        let Some(effect) = flow.effect(prepared.effect) else { return self.impossible(tx, PhaseEnd::Intent).await };
+        let intent = new_intent(&self.phased, &self.context, effect, &prepared)?;
+        self.fresh = Some(effect.name);
+        self.advance(tx, from, &effect.sent, stage, Some(intent)).await
+    }
+
+    async fn advance(
+        &mut self,
+        mut tx: S::Phase,
+        from: &str,
+        to: &str,
+        stage: Stage,
+        intent: Option<NewIntent>,
+    ) -> Result<Next, StoreError> {
+        let intents: Vec<NewIntent> = intent.into_iter().collect();
+        let moved = tx.advance(from, to, stage, &intents).await?;
+        self.commit(tx, moved).await
+    }
+
+    async fn finish(
+        &mut self,
+        mut tx: S::Phase,
+        from: &str,
+        reply: &Reply,
+        failure: Option<Option<String>>,
+    ) -> Result<Next, StoreError> {
+        let outcome = outcome(&self.member, &self.phased, &self.context, &self.fingerprint, reply, failure)?;
+        let moved = tx.finish(from, &outcome, &self.member.retention()).await?;
+        let next = self.commit(tx, moved).await?;
+        // Shown only where the next look finds the outcome.
+        self.reply = Some(reply.clone());
+        Ok(next)
+    }
+
+    async fn commit(&mut self, tx: S::Phase, moved: (Proof, Fenced)) -> Result<Next, StoreError> {
+        match moved {
+            (Proof::Same, Fenced::Done) => {}
+            (Proof::Same, Fenced::LostOwnership) => {
+                tx.rollback().await?;
+                return Ok(Next::End(End::Lost));
+            }
+            _ => {
+                let _ = tx.rollback().await;
+                return self.ended_by_itself().await;
+            }
+        }
+        match tx.commit().await {
+            Ok(()) => crate::store::hint(),
+            // The next look shows what came of it.
+            Err(error @ StoreError::CommitUnknown(_)) => {
+                tracing::warn!(operation = %self.driven.operation_id, %error, "a phase was lost sight of");
+            }
+            Err(error) => return Err(error),
+        }
+        Ok(Next::Again)
+    }
+
+    /// What the handler committed by itself is there, and its point was not moved: only a person can say what it did.
+    async fn ended_by_itself(&mut self) -> Result<Next, StoreError> {
+        tracing::error!(operation = %self.driven.operation_id, "a phase ended its transaction by itself");
+        Ok(Next::End(self.park("phase-ended-its-transaction").await?))
+    }
+
+    /// A phase ended as it cannot here: nothing was committed.
+    async fn impossible(&mut self, tx: S::Phase, end: PhaseEnd) -> Result<Next, StoreError> {
+        tx.rollback().await?;
+        tracing::error!(operation = %self.driven.operation_id, ?end, "a phase names a point or effect that its flow does not have");
+        Ok(Next::End(self.park("phase-ended-impossibly").await?))
+    }
+
+    /// A phase failed: it is rolled back, if its transaction is still the one that began.
+    async fn failed(
+        &mut self,
+        mut tx: S::Phase,
+        stored: &StoredOperation,
+        error: &HandlerError,
+    ) -> Result<Next, StoreError> {
+        let proof = tx.undo_effects().await?;
+        let _ = tx.rollback().await;
+        if proof != Proof::Same {
+            return self.ended_by_itself().await;
+        }
+        let (operation, point) = (self.driven.operation_id, stored.point.as_str());
+        tracing::warn!(%operation, point, %error, "a phase failed");
+        if error.is_terminal() || stored.attempts >= self.phased.settings.attempts_max {
+            return Ok(Next::End(self.park("phase-failed").await?));
+        }
+        self.reached = true;
+        let counts = self.attempt && !error.is_nobodys();
+        let after = error.after().unwrap_or_else(|| self.pause(stored.attempts));
+        if stored.stage.after(PhaseEnd::Lost) == Some(Stage::Unknown) {
+            return Ok(Next::End(self.doubtful(after, counts).await?));
+        }
+        Ok(Next::End(self.give_back(after, counts).await?))
+    }
+
+    async fn wait(&mut self, stored: &StoredOperation, time: Duration) -> Result<Next, StoreError> {
+        if time <= self.phased.settings.wait_max {
+            sleep_unless(&self.stop, time).await;
+            return Ok(Next::Again);
+        }
+        tracing::debug!(operation = %stored.operation_id, ?time, "a provider asked for a pause");
+        Ok(Next::End(self.give_back(time, false).await?))
+    }
+
+    /// Between calls of one drive: at once after a first send, then longer and longer.
+    async fn catch_breath(&self) {
+        if self.vain > 0 {
+            let time = retry::pause(Duration::from_millis(50), Duration::from_secs(1), self.vain, fastrand::f64());
+            sleep_unless(&self.stop, time).await;
+        }
+    }
+
+    /// When to come again.
+    pub(super) fn pause(&self, attempts: u32) -> Duration {
+        let settings = &self.phased.settings;
+        retry::pause(settings.backoff_first, settings.backoff_max, attempts.saturating_add(1), fastrand::f64())
+    }
+
+    /// Gives it back where the evidence proves nothing.
+    async fn doubt(&mut self, attempts: u32) -> Result<Next, StoreError> {
+        let counts = self.attempt && self.reached;
+        Ok(Next::End(self.doubtful(self.pause(attempts), counts).await?))
+    }
+
+    async fn doubtful(&mut self, after: Duration, attempt: bool) -> Result<End, StoreError> {
+        self.hold.let_go();
+        let fenced = self.phased.engine.store().doubt(&self.driven, Due { after, attempt }).await?;
+        Ok(if fenced == Fenced::Done { End::Later } else { End::Lost })
+    }
+
+    pub(super) async fn give_back(&mut self, after: Duration, attempt: bool) -> Result<End, StoreError> {
+        self.hold.let_go();
+        let fenced = self.phased.engine.store().hand_back(&self.driven, Due { after, attempt }).await?;
+        Ok(if fenced == Fenced::Done { End::Later } else { End::Lost })
+    }
+
+    pub(super) async fn park(&mut self, reason: &str) -> Result<End, StoreError> {
+        self.hold.let_go();
+        let fenced = self.phased.engine.store().park(&self.driven, reason).await?;
+        Ok(if fenced == Fenced::Done { End::Parked } else { End::Lost })
+    }
+}
+
+/// The reason that an operator reads.
+fn gap_name(gap: Gap) -> &'static str {
+    match gap {
+        Gap::NoMeans => "provider-without-key-or-query",
+        Gap::WindowOver => "provider-may-have-forgotten-the-key",
+        Gap::NotFound => "provider-did-not-find-it",
+        Gap::StoredError => "provider-replays-an-error",
+        Gap::Mismatch => "provider-mismatch",
+        Gap::Attempts => "attempts-used-up",
+    }
+}
+
+/// Whether this verdict is what settled an effect so.
+fn settles(verdict: Verdict, settled: provider::Settled) -> bool {
+    match settled {
+        provider::Settled::Succeeded => verdict == Verdict::Succeeded,
+        provider::Settled::Failed => matches!(verdict, Verdict::Failed | Verdict::Refused),
+    }
+}
+
+/// Runs a phase; a panic, and a run that takes too long, is an error (O13).
+pub(super) async fn guarded<T>(
+    timeout: Duration,
+    phase: impl Future<Output = Result<T, HandlerError>>,
+) -> Result<T, HandlerError> {
+    match tokio::time::timeout(timeout, AssertUnwindSafe(phase).catch_unwind()).await {
+        Ok(Ok(ended)) => ended,
+        Ok(Err(panic)) => Err(HandlerError::retryable(format!("the phase panicked: {}", panic_text(panic.as_ref())))),
+        Err(_) => Err(HandlerError::retryable(format!("the phase ran longer than {timeout:?}"))),
+    }
+}
+
+/// The intent as it is committed.
+pub(super) fn new_intent<S: Phases>(
+    phased: &Phased<S>,
+    context: &Context,
+    effect: &Declared,
+    prepared: &Prepared,
+) -> Result<NewIntent, StoreError> {
+    let what = format!("request:{}", effect.name);
+    Ok(NewIntent {
+        effect: effect.name.to_owned(),
+        strategy: effect.strategy_name().to_owned(),
+        provider_key: prepared.key.to_string(),
+        request: phased.vault.seal(context.operation_id(), &what, &prepared.bytes)?,
+        adapter: effect.provider.name().to_owned(),
+        adapter_version: effect.provider.version(),
+    })
+}
+
+/// The outcome as it is written; `failure` holds the code of one.
+pub(super) fn outcome<S: Phases>(
+    member: &Member<S>,
+    phased: &Phased<S>,
+    context: &Context,
+    fingerprint: &Fingerprint,
+    reply: &Reply,
+    failure: Option<Option<String>>,
+) -> Result<Outcome, StoreError> {
+    let kept = Kept::Whole(reply.clone());
+    let answer = phased.engine.encode(member.endpoint(), context.identity(), fingerprint, &kept);
+    let answer = answer.map_err(|error| StoreError::Refused(format!("an answer cannot be kept: {error}")))?;
+    Ok(match failure {
+        None => Outcome::Completed(answer),
+        Some(error_code) => Outcome::FailedReplayable { answer, error_code },
+    })
+}

@@ -1,0 +1,173 @@
+//! How a phase may end, by types (O13).
+//!
+//! A phase before the first intent can refuse, ask for a retry, or forget itself. After the first intent is committed it cannot: what
+//! a provider may have done is not undone by a word. An error or a panic there is UNKNOWN, and recovery goes on.
+//!
+//! ```compile_fail,E0599
+//! use oncebox::runtime::operation::{Reply, phased::Settled};
+//! fn end(reply: Reply) -> Settled {
+//!     Settled::Rejected { reply, code: None, binding: true }
+//! }
+//! ```
+//!
+//! ```compile_fail,E0599
+//! use oncebox::runtime::operation::{Reply, phased::Settled};
+//! fn end(reply: Reply) -> Settled {
+//!     Settled::Retryable(reply)
+//! }
+//! ```
+//!
+//! ```compile_fail,E0599
+//! use oncebox::runtime::operation::{Reply, phased::Settled};
+//! fn end(reply: Reply) -> Settled {
+//!     Settled::DontStore(reply)
+//! }
+//! ```
+//!
+//! A failure needs proof, which nobody but the driver can make:
+//!
+//! ```compile_fail,E0423
+//! use oncebox::runtime::operation::{Reply, phased::{Proven, Settled}};
+//! fn end(reply: Reply) -> Settled {
+//!     Settled::Failure { proof: Proven(()), reply, code: None }
+//! }
+//! ```
+//!
+//! A phase that has no effect to undo cannot compensate, and no phase goes on at a point of the other kind:
+//!
+//! ```compile_fail,E0308
+//! use oncebox::runtime::operation::phased::{Local, SettledPoint};
+//! fn end() -> Local {
+//!     Local::RecoveryPoint(SettledPoint("PROVIDER_CONFIRMED"))
+//! }
+//! ```
+//!
+//! What does compile:
+//!
+//! ```
+//! use oncebox::runtime::operation::{Reply, phased::{Settled, Settlement, Settlements}};
+//! fn end(settlements: &Settlements, reply: Reply) -> Option<Settled> {
+//!     match settlements.of("charge")? {
+//!         Settlement::Succeeded => Some(Settled::Response(reply)),
+//!         Settlement::Failed(proof) => Some(Settled::Failure { proof: proof.clone(), reply, code: None }),
+//!         Settlement::Undone(_) | Settlement::NotUndone => None,
+//!     }
+//! }
+//! ```
+//!
+//! Not here: which stage each end leads to ([`flow`](crate::policy::operation::flow)).
+
+use super::effect::{Compensation, Intent, Proven};
+use crate::policy::operation::flow::PhaseEnd;
+use crate::runtime::operation::Reply;
+
+/// A recovery point before the first intent.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct LocalPoint(pub &'static str);
+
+/// A recovery point after an effect is settled.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct SettledPoint(pub &'static str);
+
+/// How the first phase ends. Nothing of the operation is there before it commits.
+#[derive(Debug)]
+pub enum First {
+    /// Commit, and go on from there.
+    RecoveryPoint(LocalPoint),
+    /// Commit the intent, then send it.
+    Intent(Intent),
+    /// It succeeded, without a provider.
+    Response(Reply),
+    /// A business rule refused it: what the phase wrote is taken back.
+    Rejected {
+        /// The answer.
+        reply: Reply,
+        /// Its code.
+        code: Option<String>,
+        /// Whether it is remembered for this key; else the key is free.
+        binding: bool,
+    },
+    /// Nothing happened; the same key may run again.
+    Retryable(Reply),
+    /// Nothing happened, and nothing is remembered.
+    DontStore(Reply),
+}
+
+/// How a later phase before the first intent ends.
+#[derive(Debug)]
+pub enum Local {
+    /// Commit, and go on from there.
+    RecoveryPoint(LocalPoint),
+    /// Commit the intent, then send it.
+    Intent(Intent),
+    /// It succeeded, without a provider.
+    Response(Reply),
+    /// A business rule refused it. What this phase wrote before is kept, so that it can close what earlier phases committed.
+    Rejected {
+        /// The answer.
+        reply: Reply,
+        /// Its code.
+        code: Option<String>,
+    },
+    /// Nothing happened in this phase; it runs again later.
+    Retryable,
+}
+
+/// How a phase ends after an effect is settled.
+#[derive(Debug)]
+pub enum Settled {
+    /// Commit, and go on from there.
+    RecoveryPoint(SettledPoint),
+    /// Commit the intent of another effect, then send it.
+    Intent(Intent),
+    /// Commit the intent to undo an effect, then send it.
+    Compensate(Compensation),
+    /// It succeeded.
+    Response(Reply),
+    /// It failed, and nothing that was done stands.
+    Failure {
+        /// What proves it.
+        proof: Proven,
+        /// The answer, which is replayed.
+        reply: Reply,
+        /// Its code.
+        code: Option<String>,
+    },
+}
+
+impl First {
+    pub(super) fn end(&self) -> PhaseEnd {
+        match self {
+            Self::RecoveryPoint(_) => PhaseEnd::RecoveryPoint,
+            Self::Intent(_) => PhaseEnd::Intent,
+            Self::Response(_) => PhaseEnd::Succeed,
+            Self::Rejected { binding: true, .. } => PhaseEnd::Rejected,
+            Self::Rejected { binding: false, .. } | Self::DontStore(_) => PhaseEnd::DontStore,
+            Self::Retryable(_) => PhaseEnd::Retryable,
+        }
+    }
+}
+
+impl Local {
+    pub(super) fn end(&self) -> PhaseEnd {
+        match self {
+            Self::RecoveryPoint(_) => PhaseEnd::RecoveryPoint,
+            Self::Intent(_) => PhaseEnd::Intent,
+            Self::Response(_) => PhaseEnd::Succeed,
+            Self::Rejected { .. } => PhaseEnd::Rejected,
+            Self::Retryable => PhaseEnd::Retryable,
+        }
+    }
+}
+
+impl Settled {
+    pub(super) fn end(&self) -> PhaseEnd {
+        match self {
+            Self::RecoveryPoint(_) => PhaseEnd::RecoveryPoint,
+            Self::Intent(_) => PhaseEnd::Intent,
+            Self::Compensate(_) => PhaseEnd::Compensate,
+            Self::Response(_) => PhaseEnd::Succeed,
+            Self::Failure { .. } => PhaseEnd::FailProven,
+        }
+    }
+}

@@ -1,0 +1,244 @@
+//! How a verdict stands in an evidence row: the one place that writes and reads it (O7, O8).
+//!
+//! | verdict of policy | `kind` | `verdict` of the row | in the bytes |
+//! |---|---|---|---|
+//! | succeeded | answer, query | success | `proves`, what was seen |
+//! | failed | answer, query | failure | the same |
+//! | not_sent | error | not-sent | the same |
+//! | wait | answer, query | wait | the same and `pause_ms` |
+//! | refused, mismatch, not_found, stored_error | answer, query | indefinite | the same |
+//! | indefinite | answer, query, error | indefinite | the same |
+//!
+//! The row's own word is for people and lists; `proves` is what a process decides from. An operator's row (`operator`, `success` or
+//! `failure`) has no `proves`: its word is the verdict, and the last of them decides alone, whatever was seen before and since.
+//!
+//! Guarantees: any process that can open the bytes rebuilds the same [`Evidence`]; a row that this program cannot read is an
+//! error, never left out.
+//!
+//! Not here: what the rows come to ([`Evidence`]), and the cipher of the bytes ([`vault`](super::vault)).
+
+use std::time::Duration;
+
+use serde::{Deserialize, Serialize};
+use uuid::Uuid;
+
+use super::vault::Vault;
+use crate::error::StoreError;
+use crate::policy::operation::provider::{Evidence, Proof, Verdict};
+use crate::store::{NewEvidence, StoredEvidence};
+
+/// The longest text that is kept of what was seen, in bytes.
+const SAW_MAX: usize = 2_048;
+const OPERATOR: &str = "operator";
+
+/// By what something was seen.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum By {
+    /// The answer to a send.
+    Answer,
+    /// The answer to a query.
+    Query,
+    /// No answer.
+    Error,
+}
+
+/// What is written.
+#[derive(Debug)]
+pub(super) struct Observation<'a> {
+    pub(super) operation_id: Uuid,
+    pub(super) effect: &'a str,
+    pub(super) epoch: i64,
+    /// 0 for a query.
+    pub(super) send: u32,
+    pub(super) by: By,
+    pub(super) verdict: Verdict,
+    pub(super) status: Option<u16>,
+    pub(super) saw: &'a [u8],
+}
+
+#[derive(Debug, Serialize, Deserialize)]
+struct Body {
+    proves: String,
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pause_ms: u64,
+    saw: String,
+}
+
+/// A row that was read.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Row {
+    pub(super) proof: Proof,
+    pub(super) operator: bool,
+    pub(super) saw: String,
+}
+
+// serde's `skip_serializing_if` hands out a reference.
+#[allow(clippy::trivially_copy_pass_by_ref)]
+fn is_zero(number: &u64) -> bool {
+    *number == 0
+}
+
+fn pause_of(verdict: Verdict) -> Duration {
+    if let Verdict::Wait(pause) = verdict { pause } else { Duration::ZERO }
+}
+
+/// The row of an observation.
+pub(super) fn row(vault: &Vault, seen: &Observation<'_>) -> Result<NewEvidence, StoreError> {
+    let kind = match seen.by {
+        By::Answer => "answer",
+        By::Query => "query",
+        By::Error => "error",
+    };
+    let word = match seen.verdict {
+        Verdict::Succeeded => "success",
+        Verdict::Failed => "failure",
+        Verdict::NotSent => "not-sent",
+        Verdict::Wait(_) => "wait",
+        _ => "indefinite",
+    };
+    let body = Body {
+        proves: seen.verdict.name().to_owned(),
+        pause_ms: u64::try_from(pause_of(seen.verdict).as_millis()).unwrap_or(u64::MAX),
+        saw: String::from_utf8_lossy(&seen.saw[..seen.saw.len().min(SAW_MAX)]).into_owned(),
+    };
+    let bytes = serde_json::to_vec(&body).map_err(|error| StoreError::Corrupt(format!("evidence: {error}")))?;
+    Ok(NewEvidence {
+        operation_id: seen.operation_id,
+        effect: seen.effect.to_owned(),
+        epoch: seen.epoch,
+        send: seen.send,
+        kind: kind.to_owned(),
+        verdict: word.to_owned(),
+        status: seen.status,
+        bytes: vault.seal(seen.operation_id, "evidence", &bytes)?,
+    })
+}
+
+fn read(vault: &Vault, stored: &StoredEvidence) -> Result<Row, StoreError> {
+    let row = &stored.evidence;
+    let unreadable = |what: &dyn std::fmt::Display| {
+        StoreError::Corrupt(format!("evidence of the operation {} cannot be read: {what}", row.operation_id))
+    };
+    let bytes = vault.open(row.operation_id, "evidence", &row.bytes)?;
+    if row.kind == OPERATOR {
+        let verdict = match row.verdict.as_str() {
+            "success" => Verdict::Succeeded,
+            "failure" => Verdict::Failed,
+            "not-sent" => Verdict::NotSent,
+            _ => Verdict::Indefinite,
+        };
+        let saw = String::from_utf8_lossy(&bytes).into_owned();
+        return Ok(Row {
+            proof: Proof { send: (row.send > 0).then_some(row.send), verdict, at: stored.at },
+            operator: true,
+            saw,
+        });
+    }
+    let body: Body = serde_json::from_slice(&bytes).map_err(|error| unreadable(&error))?;
+    let verdict = Verdict::from_row(&body.proves, Duration::from_millis(body.pause_ms))
+        .ok_or_else(|| unreadable(&format!("`{}` is no verdict that this program knows", body.proves)))?;
+    Ok(Row {
+        proof: Proof { send: (row.send > 0).then_some(row.send), verdict, at: stored.at },
+        operator: false,
+        saw: body.saw,
+    })
+}
+
+/// The rows of an effect that decide: an operator's last word alone, else all.
+///
+/// # Errors
+/// A row that cannot be read.
+pub(super) fn rows(vault: &Vault, stored: &[StoredEvidence], effect: &str) -> Result<Vec<Row>, StoreError> {
+    let mut rows = Vec::new();
+    // A run that ended after its lease says nothing of a provider.
+    for one in stored.iter().filter(|one| one.evidence.effect == effect && one.evidence.kind != "run") {
+        rows.push(read(vault, one)?);
+    }
+    let decided = |row: &Row| row.operator && matches!(row.proof.verdict, Verdict::Succeeded | Verdict::Failed);
+    match rows.iter().rposition(decided) {
+        Some(at) => Ok(vec![rows.swap_remove(at)]),
+        None => Ok(rows),
+    }
+}
+
+/// What the rows come to.
+pub(super) fn evidence(rows: &[Row]) -> Evidence {
+    Evidence::of(rows.iter().map(|row| row.proof))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::policy::db_time::DbTime;
+    use crate::runtime::operation::Sealer;
+    use crate::store::Sealed;
+
+    fn plain() -> Vault {
+        Vault::new(Sealer::plain())
+    }
+
+    fn observed(verdict: Verdict, send: u32, by: By) -> StoredEvidence {
+        let seen = Observation {
+            operation_id: Uuid::from_u128(7),
+            effect: "charge",
+            epoch: 1,
+            send,
+            by,
+            verdict,
+            status: Some(409),
+            saw: b"{\"code\":\"in_progress\"}",
+        };
+        StoredEvidence { evidence: row(&plain(), &seen).expect("a row"), at: DbTime::from_millis(5) }
+    }
+
+    fn operators(verdict: &str) -> StoredEvidence {
+        let mut one = observed(Verdict::Indefinite, 0, By::Query);
+        one.evidence.kind = OPERATOR.to_owned();
+        one.evidence.verdict = verdict.to_owned();
+        one.evidence.bytes = Sealed { bytes: b"seen in the provider's console".to_vec(), kid: None };
+        one
+    }
+
+    // Shown by: leaving the pause out; the row's word instead of `proves`.
+    #[test]
+    fn o8_every_verdict_is_read_back_as_it_was_written() {
+        let pause = Duration::from_millis(2_500);
+        for verdict in [
+            Verdict::Succeeded,
+            Verdict::Failed,
+            Verdict::Refused,
+            Verdict::NotSent,
+            Verdict::Wait(pause),
+            Verdict::Mismatch,
+            Verdict::NotFound,
+            Verdict::StoredError,
+            Verdict::Indefinite,
+        ] {
+            for (send, by) in [(3, By::Answer), (0, By::Query), (1, By::Error)] {
+                let read = rows(&plain(), &[observed(verdict, send, by)], "charge").expect("read");
+                assert_eq!(read[0].proof.verdict, verdict);
+                assert_eq!(read[0].proof.send, (send > 0).then_some(send));
+                assert_eq!(read[0].saw, "{\"code\":\"in_progress\"}");
+            }
+        }
+        let other = rows(&plain(), &[observed(Verdict::Succeeded, 1, By::Answer)], "refund").expect("read");
+        assert!(other.is_empty(), "of another effect");
+    }
+
+    // Shown by: skipping what cannot be read.
+    #[test]
+    fn o8_a_row_of_a_newer_program_is_an_error_and_not_left_out() {
+        let mut newer = observed(Verdict::Succeeded, 1, By::Answer);
+        newer.evidence.bytes.bytes = br#"{"proves":"quantum","saw":""}"#.to_vec();
+        assert!(matches!(rows(&plain(), &[newer], "charge"), Err(StoreError::Corrupt(_))));
+    }
+
+    // Shown by: letting the mismatch count beside the operator's word: it went to the operator for ever.
+    #[test]
+    fn o9_the_last_word_of_an_operator_decides_alone() {
+        let mismatch = observed(Verdict::Mismatch, 1, By::Answer);
+        let read = rows(&plain(), &[mismatch.clone(), operators("failure"), operators("success"), mismatch], "charge");
+        let read = read.expect("read");
+        assert_eq!(read.iter().map(|row| row.proof.verdict).collect::<Vec<_>>(), [Verdict::Succeeded]);
+    }
+}

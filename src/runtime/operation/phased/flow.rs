@@ -1,0 +1,328 @@
+//! A phased operation as it is registered: its name, version, command, phases and effects (O22).
+//!
+//! Checked when it is built: every point and effect once, windows in which something can be repeated (O6), what is undone is there,
+//! and calls that fit into the lease (O5). Nothing that could not be recovered starts.
+//!
+//! Not here: running it ([`driver`](super::driver)).
+
+use std::any::Any;
+use std::collections::BTreeMap;
+use std::marker::PhantomData;
+use std::sync::Arc;
+use std::time::Duration;
+
+use async_trait::async_trait;
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+
+use super::effect::{Declared, Effect, Settlements, Undo};
+use super::ends::{First, Local, LocalPoint, Settled, SettledPoint};
+use super::phase::{FirstPhase, LocalPhase, Phase, SettledPhase};
+use super::provider::Provider;
+use crate::error::{HandlerError, StoreError};
+use crate::policy::operation::provider::{Strategy, WindowError};
+use crate::store::{FIRST_POINT, Phases};
+
+/// A command whose type was put aside.
+pub(super) type AnyCommand = Arc<dyn Any + Send + Sync>;
+
+/// A registered operation; a worker takes only flows of the names and versions that it has.
+#[derive(Debug)]
+pub struct Flow<S: Phases> {
+    name: &'static str,
+    version: u32,
+    decode: fn(&[u8]) -> Result<AnyCommand, serde_json::Error>,
+    first: Box<dyn ErasedFirst<S>>,
+    local: BTreeMap<&'static str, Box<dyn ErasedLocal<S>>>,
+    settled: BTreeMap<String, Box<dyn ErasedSettled<S>>>,
+    effects: Vec<Declared>,
+}
+
+/// Puts a flow together.
+#[derive(Debug)]
+pub struct FlowBuilder<S: Phases, C> {
+    flow: Flow<S>,
+    /// Points in the order of registration, to find doubles.
+    points: Vec<String>,
+    command: PhantomData<fn(C)>,
+}
+
+/// Why a flow is refused at start.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum FlowError {
+    /// A point or an effect was registered twice.
+    #[error("flow `{flow}`: `{name}` is registered twice, or is the name of the first point")]
+    Twice {
+        /// The flow.
+        flow: &'static str,
+        /// The point or effect.
+        name: String,
+    },
+    /// O6.
+    #[error("flow `{flow}`, effect `{effect}`: {error}")]
+    Window {
+        /// The flow.
+        flow: &'static str,
+        /// The effect.
+        effect: &'static str,
+        /// What is wrong with its window.
+        error: WindowError,
+    },
+    /// An effect undoes one that is not there.
+    #[error("flow `{flow}`, effect `{effect}` undoes `{undoes}`, which is no effect of the flow")]
+    Undoes {
+        /// The flow.
+        flow: &'static str,
+        /// The effect.
+        effect: &'static str,
+        /// What it undoes.
+        undoes: &'static str,
+    },
+    /// O5.
+    #[error("flow `{flow}`, effect `{effect}`: its timeout must be longer than zero and shorter than two thirds of the lease ({})",
+        humantime::format_duration(*lease))]
+    Timeout {
+        /// The flow.
+        flow: &'static str,
+        /// The effect.
+        effect: &'static str,
+        /// The lease.
+        lease: Duration,
+    },
+    /// The same name and version twice.
+    #[error("flow `{flow}` is registered twice with version {version}")]
+    Registered {
+        /// The flow.
+        flow: &'static str,
+        /// Its version.
+        version: u32,
+    },
+}
+
+impl<S: Phases> Flow<S> {
+    /// Begins a flow with its first phase. Name and version stand with every operation: raise the version when phases or the
+    /// command change, and keep the old flow until its last operation has its outcome.
+    #[must_use]
+    pub fn begin<C>(name: &'static str, version: u32, first: impl FirstPhase<S, C>) -> FlowBuilder<S, C>
+    where
+        C: Serialize + DeserializeOwned + Send + Sync + 'static,
+    {
+        let flow = Self {
+            name,
+            version,
+            decode: |bytes| Ok(Arc::new(serde_json::from_slice::<C>(bytes)?)),
+            first: Box::new(Typed::new(first)),
+            local: BTreeMap::new(),
+            settled: BTreeMap::new(),
+            effects: Vec::new(),
+        };
+        FlowBuilder { flow, points: vec![FIRST_POINT.to_owned()], command: PhantomData }
+    }
+
+    /// The name.
+    #[must_use]
+    pub fn name(&self) -> &'static str {
+        self.name
+    }
+
+    /// The version.
+    #[must_use]
+    pub fn version(&self) -> u32 {
+        self.version
+    }
+
+    pub(super) fn decode(&self, bytes: &[u8]) -> Result<AnyCommand, StoreError> {
+        (self.decode)(bytes).map_err(|error| {
+            StoreError::Corrupt(format!("a command of `{}` version {}: {error}", self.name, self.version))
+        })
+    }
+
+    pub(super) fn first(&self) -> &dyn ErasedFirst<S> {
+        self.first.as_ref()
+    }
+
+    pub(super) fn local(&self, point: &str) -> Option<&dyn ErasedLocal<S>> {
+        self.local.get(point).map(AsRef::as_ref)
+    }
+
+    pub(super) fn settled(&self, point: &str) -> Option<&dyn ErasedSettled<S>> {
+        self.settled.get(point).map(AsRef::as_ref)
+    }
+
+    pub(super) fn effect(&self, name: &str) -> Option<&Declared> {
+        self.effects.iter().find(|effect| effect.name == name)
+    }
+
+    /// The effect that is outstanding at a point.
+    pub(super) fn effect_at(&self, point: &str) -> Option<&Declared> {
+        self.effects.iter().find(|effect| effect.sent == point || effect.settled == point)
+    }
+
+    /// The effects that stand, as far as is proven, and are not declared repeatable: none may, where an operation failed.
+    pub(super) fn standing(&self, settled: &Settlements) -> Option<&'static str> {
+        use super::effect::Settlement::{Succeeded, Undone};
+        let undone = |name| {
+            self.effects
+                .iter()
+                .any(|undo| undo.undoes == Some(name) && matches!(settled.of(undo.name), Some(Undone(_))))
+        };
+        let stands = |effect: &&Declared| {
+            effect.strategy != Strategy::Repeatable
+                && matches!(settled.of(effect.name), Some(Succeeded))
+                && !undone(effect.name)
+        };
+        self.effects.iter().find(stands).map(|effect| effect.name)
+    }
+
+    /// Checks that every call fits into what a renewed lease leaves.
+    pub(super) fn fits(&self, lease: Duration) -> Result<(), FlowError> {
+        // A lease is renewed after a third of it.
+        let longest = lease * 2 / 3;
+        let fits = |effect: &&Declared| !effect.provider.timeout().is_zero() && effect.provider.timeout() < longest;
+        match self.effects.iter().find(|effect| !fits(effect)) {
+            Some(effect) => Err(FlowError::Timeout { flow: self.name, effect: effect.name, lease }),
+            None => Ok(()),
+        }
+    }
+}
+
+impl<S: Phases, C: Send + Sync + 'static> FlowBuilder<S, C> {
+    /// A phase before the first intent, at this point.
+    #[must_use]
+    pub fn local(mut self, point: LocalPoint, phase: impl LocalPhase<S, C>) -> Self {
+        self.points.push(point.0.to_owned());
+        self.flow.local.insert(point.0, Box::new(Typed::new(phase)));
+        self
+    }
+
+    /// An effect, and the phase that runs when it is settled.
+    #[must_use]
+    pub fn effect<P: Provider>(self, effect: &Effect<P>, then: impl SettledPhase<S, C>) -> Self {
+        self.declare(effect.declared(), Box::new(Typed::new(then)))
+    }
+
+    /// An effect that undoes another, and the phase that runs when it is settled.
+    #[must_use]
+    pub fn undo<P: Provider>(self, undo: &Undo<P>, then: impl SettledPhase<S, C>) -> Self {
+        self.declare(undo.declared(), Box::new(Typed::new(then)))
+    }
+
+    /// A further phase after an effect is settled, at this point.
+    #[must_use]
+    pub fn settled(mut self, point: SettledPoint, phase: impl SettledPhase<S, C>) -> Self {
+        self.points.push(point.0.to_owned());
+        self.flow.settled.insert(point.0.to_owned(), Box::new(Typed::new(phase)));
+        self
+    }
+
+    fn declare(mut self, declared: Declared, then: Box<dyn ErasedSettled<S>>) -> Self {
+        self.points.extend([declared.sent.clone(), declared.settled.clone()]);
+        self.flow.settled.insert(declared.settled.clone(), then);
+        self.flow.effects.push(declared);
+        self
+    }
+
+    /// The flow.
+    ///
+    /// # Errors
+    /// [`FlowError`]: what could not be recovered.
+    pub fn build(self) -> Result<Flow<S>, FlowError> {
+        let Self { flow, mut points, .. } = self;
+        let mut names: Vec<String> = flow.effects.iter().map(|effect| effect.name.to_owned()).collect();
+        for list in [&mut points, &mut names] {
+            list.sort_unstable();
+            if let Some(pair) = list.windows(2).find(|pair| pair[0] == pair[1]) {
+                return Err(FlowError::Twice { flow: flow.name, name: pair[0].clone() });
+            }
+        }
+        for effect in &flow.effects {
+            if let Strategy::Key(window) | Strategy::KeyAndQuery(window) = effect.strategy {
+                let refused = |error| FlowError::Window { flow: flow.name, effect: effect.name, error };
+                window.validate().map_err(refused)?;
+            }
+            if let Some(undoes) = effect.undoes
+                && !flow.effects.iter().any(|other| other.name == undoes && other.undoes.is_none())
+            {
+                return Err(FlowError::Undoes { flow: flow.name, effect: effect.name, undoes });
+            }
+        }
+        Ok(flow)
+    }
+}
+
+/// A phase with its command's type put aside.
+struct Typed<P, C> {
+    phase: P,
+    command: PhantomData<fn(C)>,
+}
+
+impl<P, C> Typed<P, C> {
+    fn new(phase: P) -> Self {
+        Self { phase, command: PhantomData }
+    }
+}
+
+fn typed<C: 'static>(command: &AnyCommand) -> Result<&C, HandlerError> {
+    command.downcast_ref().ok_or_else(|| HandlerError::terminal("the command is of another type than the flow's"))
+}
+
+#[async_trait]
+pub(super) trait ErasedFirst<S: Phases>: Send + Sync {
+    async fn run(&self, phase: &mut Phase<'_, S>, command: &AnyCommand) -> Result<First, HandlerError>;
+}
+
+#[async_trait]
+pub(super) trait ErasedLocal<S: Phases>: Send + Sync {
+    async fn run(&self, phase: &mut Phase<'_, S>, command: &AnyCommand) -> Result<Local, HandlerError>;
+}
+
+#[async_trait]
+pub(super) trait ErasedSettled<S: Phases>: Send + Sync {
+    async fn run(
+        &self,
+        phase: &mut Phase<'_, S>,
+        command: &AnyCommand,
+        settled: &Settlements,
+    ) -> Result<Settled, HandlerError>;
+}
+
+#[async_trait]
+impl<S: Phases, C: Send + Sync + 'static, P: FirstPhase<S, C>> ErasedFirst<S> for Typed<P, C> {
+    async fn run(&self, phase: &mut Phase<'_, S>, command: &AnyCommand) -> Result<First, HandlerError> {
+        self.phase.run(phase, typed::<C>(command)?).await
+    }
+}
+
+#[async_trait]
+impl<S: Phases, C: Send + Sync + 'static, P: LocalPhase<S, C>> ErasedLocal<S> for Typed<P, C> {
+    async fn run(&self, phase: &mut Phase<'_, S>, command: &AnyCommand) -> Result<Local, HandlerError> {
+        self.phase.run(phase, typed::<C>(command)?).await
+    }
+}
+
+#[async_trait]
+impl<S: Phases, C: Send + Sync + 'static, P: SettledPhase<S, C>> ErasedSettled<S> for Typed<P, C> {
+    async fn run(
+        &self,
+        phase: &mut Phase<'_, S>,
+        command: &AnyCommand,
+        settled: &Settlements,
+    ) -> Result<Settled, HandlerError> {
+        self.phase.run(phase, typed::<C>(command)?, settled).await
+    }
+}
+
+macro_rules! opaque {
+    ($($erased:ident)*) => {
+        $(
+            impl<S: Phases> std::fmt::Debug for dyn $erased<S> {
+                fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+                    f.write_str("phase")
+                }
+            }
+        )*
+    };
+}
+
+opaque! { ErasedFirst ErasedLocal ErasedSettled }

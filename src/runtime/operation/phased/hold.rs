@@ -1,0 +1,93 @@
+//! Holding an operation: its lease is renewed while it is driven, and what is left of it is known by this process's own clock (O5, O9).
+//!
+//! Promises: what is left is counted from before the statement that granted it was sent, so it is never more than the truth; a lost
+//! lease is a flag that stops what would start, and cancels nothing that runs (O8); no statement is dropped half way.
+//!
+//! Not here: the fence, which every statement carries.
+
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use tokio_util::sync::CancellationToken;
+
+use crate::policy::lease::Lease;
+use crate::runtime::pace::sleep_unless;
+use crate::store::{Driven, Fenced, Phases};
+
+/// A lease that is renewed until it is dropped.
+#[derive(Debug)]
+pub(super) struct Hold<S: Phases> {
+    shared: Arc<Shared<S>>,
+}
+
+#[derive(Debug)]
+struct Shared<S> {
+    store: S,
+    driven: Driven,
+    lease: Duration,
+    granted: Mutex<Instant>,
+    lost: CancellationToken,
+    done: CancellationToken,
+}
+
+impl<S: Phases> Hold<S> {
+    /// Holds what was granted by a statement that was sent at `asked`.
+    pub(super) fn new(store: S, driven: Driven, lease: Duration, asked: Instant) -> Self {
+        let (lost, done) = (CancellationToken::new(), CancellationToken::new());
+        let shared = Arc::new(Shared { store, driven, lease, granted: Mutex::new(asked), lost, done });
+        tokio::spawn(Arc::clone(&shared).renew_until_done());
+        Self { shared }
+    }
+
+    /// What is left at least; zero where it is lost.
+    pub(super) fn left(&self) -> Duration {
+        if self.is_lost() { Duration::ZERO } else { self.shared.left() }
+    }
+
+    /// Whether somebody else drives it.
+    pub(super) fn is_lost(&self) -> bool {
+        self.shared.lost.is_cancelled()
+    }
+
+    /// Renews it now.
+    pub(super) async fn renew(&self) {
+        self.shared.renew().await;
+    }
+
+    /// Ends the renewals: the operation is given back or has its outcome.
+    pub(super) fn let_go(&self) {
+        self.shared.done.cancel();
+    }
+}
+
+impl<S: Phases> Drop for Hold<S> {
+    fn drop(&mut self) {
+        self.let_go();
+    }
+}
+
+impl<S: Phases> Shared<S> {
+    fn left(&self) -> Duration {
+        let granted = *self.granted.lock().unwrap_or_else(PoisonError::into_inner);
+        self.lease.saturating_sub(granted.elapsed())
+    }
+
+    async fn renew(&self) {
+        let asked = Instant::now();
+        match self.store.drive_on(&self.driven, self.lease).await {
+            Ok(Fenced::Done) => *self.granted.lock().unwrap_or_else(PoisonError::into_inner) = asked,
+            Ok(Fenced::LostOwnership) if self.done.is_cancelled() => {}
+            Ok(Fenced::LostOwnership) => {
+                tracing::warn!(operation = %self.driven.operation_id, "the lease of an operation was lost");
+                self.lost.cancel();
+            }
+            Err(error) => tracing::warn!(operation = %self.driven.operation_id, %error, "a lease was not renewed"),
+        }
+    }
+
+    async fn renew_until_done(self: Arc<Self>) {
+        while !self.lost.is_cancelled() && sleep_unless(&self.done, Lease::renewed_after(self.lease)).await {
+            self.renew().await;
+        }
+    }
+}

@@ -1,0 +1,124 @@
+//! The identities of what an operation does outside and downstream (M78, M79, pitfall 40).
+//!
+//! Each is derived from the deployment, the operation and the name of what is done, and from nothing that a client sent: a crash, a
+//! resend and a recovery by another process come to the same ones, and a clone of the database under another deployment to others.
+//!
+//! Not here: the operation's own id, which the claim makes.
+
+use std::fmt;
+
+use sha2::{Digest, Sha256};
+use uuid::{Builder, Uuid};
+
+/// The key that a provider sees for an effect: `op_` and 40 hexadecimal digits. It never changes (O7).
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub struct ProviderKey(String);
+
+/// Derives the identities of one operation.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Identities {
+    deployment: Uuid,
+    operation_id: Uuid,
+}
+
+impl ProviderKey {
+    /// The key as it is sent.
+    #[must_use]
+    pub fn as_str(&self) -> &str {
+        &self.0
+    }
+
+    /// A key as it was stored.
+    pub(super) fn stored(text: &str) -> Self {
+        Self(text.to_owned())
+    }
+}
+
+impl fmt::Display for ProviderKey {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+impl Identities {
+    /// Of an operation in a deployment.
+    #[must_use]
+    pub fn new(deployment: Uuid, operation_id: Uuid) -> Self {
+        Self { deployment, operation_id }
+    }
+
+    /// The operation.
+    #[must_use]
+    pub fn operation_id(self) -> Uuid {
+        self.operation_id
+    }
+
+    /// The key of an effect at its provider.
+    #[must_use]
+    pub fn provider_key(self, effect: &str) -> ProviderKey {
+        let digits =
+            self.digest("provider", effect).iter().take(20).map(|byte| format!("{byte:02x}")).collect::<String>();
+        ProviderKey(format!("op_{digits}"))
+    }
+
+    /// The id of a row that the operation makes: a UUID v7 of the time of the operation's own id.
+    #[must_use]
+    pub fn row(self, name: &str) -> Uuid {
+        self.id("row", name)
+    }
+
+    /// The id of a message that the operation enqueues, of the time of the operation's own id. A consumer whose horizon is
+    /// shorter than operations may take to be recovered takes such a message for too old: let the outbox make the id then; the
+    /// transaction that enqueues commits once.
+    #[must_use]
+    pub fn message(self, name: &str) -> Uuid {
+        self.id("message", name)
+    }
+
+    fn id(self, kind: &str, name: &str) -> Uuid {
+        let mut time = [0; 8];
+        time[2..].copy_from_slice(&self.operation_id.as_bytes()[..6]);
+        let mut rest = [0; 10];
+        rest.copy_from_slice(&self.digest(kind, name)[..10]);
+        Builder::from_unix_timestamp_millis(u64::from_be_bytes(time), &rest).into_uuid()
+    }
+
+    fn digest(self, kind: &str, name: &str) -> [u8; 32] {
+        let mut hash = Sha256::new();
+        for part in [b"oncebox identity".as_slice(), kind.as_bytes(), name.as_bytes()] {
+            hash.update((part.len() as u64).to_be_bytes());
+            hash.update(part);
+        }
+        hash.update(self.deployment.as_bytes());
+        hash.update(self.operation_id.as_bytes());
+        hash.finalize().into()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    // Shown by: leaving the deployment, the kind or the name out of the digest.
+    #[test]
+    fn m78_m79_an_effect_has_one_identity_and_no_two_share_one() {
+        let (here, there, one, two) = (Uuid::now_v7(), Uuid::now_v7(), Uuid::now_v7(), Uuid::now_v7());
+        let of = |deployment, operation| Identities::new(deployment, operation);
+        assert_eq!(of(here, one).provider_key("charge"), of(here, one).provider_key("charge"));
+        let keys = [
+            of(here, one).provider_key("charge"),
+            of(here, one).provider_key("refund"),
+            of(here, two).provider_key("charge"),
+            of(there, one).provider_key("charge"),
+        ];
+        for (at, key) in keys.iter().enumerate() {
+            assert_eq!(key.as_str().len(), 43);
+            assert!(!keys[..at].contains(key) && !key.as_str().contains(&one.simple().to_string()));
+        }
+        assert_eq!(of(here, one).row("payment"), of(here, one).row("payment"));
+        assert_ne!(of(here, one).row("payment"), of(here, one).message("payment"));
+        assert_ne!(of(here, one).row("payment"), of(here, one).row("refund"));
+        let id = of(here, one).row("payment");
+        assert_eq!((id.get_version_num(), &id.as_bytes()[..6]), (7, &one.as_bytes()[..6]));
+    }
+}

@@ -1,0 +1,110 @@
+//! The phases that an author writes: code that runs in one transaction, and says how it ends (M53).
+//!
+//! A phase may run more than once: only one run of it commits. It calls no provider and waits for nothing outside: no transaction
+//! stays open across a call (M52).
+//!
+//! Not here: how a phase may end ([`ends`](super::ends)), and who runs it ([`driver`](super::driver)).
+
+use async_trait::async_trait;
+use uuid::Uuid;
+
+use super::effect::Settlements;
+use super::ends::{First, Local, Settled};
+use super::identity::Identities;
+use crate::error::{HandlerError, StoreError};
+use crate::message::NewMessage;
+use crate::policy::operation::Identity;
+use crate::store::{Base, PhaseTx, Phases, enqueue};
+
+/// What a phase knows of its operation.
+#[derive(Debug, Clone)]
+pub struct Context {
+    identities: Identities,
+    identity: Identity,
+}
+
+/// The transaction of a phase: a connection, and no way to end it.
+#[derive(Debug)]
+pub struct Phase<'a, S: Phases> {
+    tx: &'a mut S::Phase,
+    context: &'a Context,
+}
+
+/// The first phase. Every check that may refuse stands here, uniqueness included (O13).
+#[async_trait]
+pub trait FirstPhase<S: Phases, C>: Send + Sync + 'static {
+    /// Runs it. An error rolls back: nothing happened.
+    async fn run(&self, phase: &mut Phase<'_, S>, command: &C) -> Result<First, HandlerError>;
+}
+
+/// A later phase before the first intent.
+#[async_trait]
+pub trait LocalPhase<S: Phases, C>: Send + Sync + 'static {
+    /// Runs it. An error rolls back this phase; it runs again.
+    async fn run(&self, phase: &mut Phase<'_, S>, command: &C) -> Result<Local, HandlerError>;
+}
+
+/// A phase after an effect is settled.
+#[async_trait]
+pub trait SettledPhase<S: Phases, C>: Send + Sync + 'static {
+    /// Runs it. An error rolls back this phase, and the operation is UNKNOWN until it succeeds.
+    async fn run(&self, phase: &mut Phase<'_, S>, command: &C, settled: &Settlements) -> Result<Settled, HandlerError>;
+}
+
+impl Context {
+    pub(super) fn new(identities: Identities, identity: Identity) -> Self {
+        Self { identities, identity }
+    }
+
+    /// The operation.
+    #[must_use]
+    pub fn operation_id(&self) -> Uuid {
+        self.identities.operation_id()
+    }
+
+    /// Derives the identities of rows, messages and effects.
+    #[must_use]
+    pub fn identities(&self) -> Identities {
+        self.identities
+    }
+
+    /// Whose operation it is.
+    #[must_use]
+    pub fn tenant(&self) -> &str {
+        self.identity.tenant()
+    }
+
+    /// Tenant, operation and key of the request.
+    #[must_use]
+    pub fn identity(&self) -> &Identity {
+        &self.identity
+    }
+}
+
+impl<'a, S: Phases> Phase<'a, S> {
+    pub(super) fn new(tx: &'a mut S::Phase, context: &'a Context) -> Self {
+        Self { tx, context }
+    }
+
+    /// The connection, inside the transaction.
+    pub fn connection(&mut self) -> &mut <<S as Base>::Db as sqlx::Database>::Connection {
+        self.tx.connection()
+    }
+
+    /// What is known of the operation.
+    #[must_use]
+    pub fn context(&self) -> &'a Context {
+        self.context
+    }
+
+    /// Enqueues a message in this transaction: it exists exactly if the phase commits.
+    ///
+    /// # Errors
+    /// As [`enqueue`].
+    ///
+    /// # Cancel safety
+    /// As [`enqueue`].
+    pub async fn enqueue(&mut self, message: NewMessage) -> Result<Uuid, StoreError> {
+        enqueue(self.connection(), message).await
+    }
+}

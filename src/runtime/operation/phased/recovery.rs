@@ -1,0 +1,144 @@
+//! The recovery worker: takes up operations that nobody drives, and drives them through the same phases (M80, M83, O22).
+//!
+//! Promises: ownership is taken by one statement, so of many workers one has an operation; at most `concurrency` at once; only flows
+//! and versions of this process; where the deployment is not ours nothing is taken, let alone sent. At a stop it takes nothing
+//! more, lets calls in flight end, gives back what it holds, and returns.
+//!
+//! It runs in the service's process, or in one built with the same flows; the stock `publisher` has none.
+//!
+//! Not here: what is done with an operation ([`driver`](super::driver)).
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use tokio::task::JoinSet;
+use tokio_util::sync::CancellationToken;
+
+use super::door::{Door, taken};
+use super::driver::Ended;
+use super::registry::Phased;
+use crate::error::StoreError;
+use crate::observe::{Health, PartState};
+use crate::runtime::pace::{Pace, sleep_unless};
+use crate::store::Phases;
+
+const PART: &str = "recovery";
+/// How long it waits after it has seen that the deployment is another.
+const FOREIGN: Duration = Duration::from_secs(30);
+
+/// Settings of a worker.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct RecoveryOptions {
+    /// Operations that are driven at once. Default 8.
+    pub concurrency: u32,
+    /// How often it looks where nothing was due. Default 500 ms.
+    pub every: Duration,
+}
+
+impl Default for RecoveryOptions {
+    fn default() -> Self {
+        Self { concurrency: 8, every: Duration::from_millis(500) }
+    }
+}
+
+/// A recovery worker.
+#[derive(Debug)]
+pub struct Recovery<S: Phases> {
+    phased: Arc<Phased<S>>,
+    options: RecoveryOptions,
+    health: Health,
+}
+
+impl<S: Phases> Recovery<S> {
+    /// A worker for the operations of a door.
+    #[must_use]
+    pub fn new(door: &Door<S>, options: RecoveryOptions, health: Health) -> Self {
+        Self { phased: door.phased(), options, health }
+    }
+
+    /// Runs until it is told to stop.
+    ///
+    /// # Errors
+    /// What a person must mend; a database that is away is waited for.
+    ///
+    /// # Cancel safety
+    /// Dropped, leases run out, and others take up what was held.
+    pub async fn run(self, stop: CancellationToken) -> Result<(), StoreError> {
+        let mut pace = Pace::new(Duration::from_millis(200), Duration::from_secs(5));
+        let mut driven: JoinSet<Result<Ended, StoreError>> = JoinSet::new();
+        let mut ended = Ok(());
+        while !stop.is_cancelled() {
+            match self.round(&mut driven, &stop).await {
+                Ok(worked) => {
+                    pace.worked();
+                    self.health.set(PART, PartState::Ready);
+                    self.pause(&mut driven, worked, &stop).await;
+                }
+                Err(error) if error.is_nobodys() => {
+                    self.health.set(PART, PartState::Waiting(format!("database: {error}")));
+                    pace.wait(&stop).await;
+                }
+                Err(error) => {
+                    ended = Err(error);
+                    break;
+                }
+            }
+        }
+        while let Some(end) = driven.join_next().await {
+            note(end);
+        }
+        ended
+    }
+
+    async fn round(
+        &self,
+        driven: &mut JoinSet<Result<Ended, StoreError>>,
+        stop: &CancellationToken,
+    ) -> Result<bool, StoreError> {
+        while let Some(end) = driven.try_join_next() {
+            note(end);
+        }
+        if !self.phased.is_ours().await? {
+            self.health.set(PART, PartState::Waiting("this database belongs to another deployment".to_owned()));
+            sleep_unless(stop, FOREIGN).await;
+            return Ok(false);
+        }
+        let mut worked = false;
+        for (flow, versions, lease) in self.phased.flows() {
+            let free = self.options.concurrency.saturating_sub(u32::try_from(driven.len()).unwrap_or(u32::MAX));
+            if free == 0 || stop.is_cancelled() {
+                break;
+            }
+            let asked = Instant::now();
+            for (held, stored) in self.phased.engine.store().take_due(flow, &versions, free, lease).await? {
+                worked = true;
+                tracing::info!(operation = %stored.operation_id, flow, stage = stored.stage.as_str(), "an operation is recovered");
+                let (phased, stop) = (Arc::clone(&self.phased), stop.clone());
+                driven.spawn(async move { taken(phased, held, stored, asked, true, stop).await });
+            }
+        }
+        Ok(worked)
+    }
+
+    /// Waits for what may bring work: a driver that ended, a request that asks, time.
+    async fn pause(&self, driven: &mut JoinSet<Result<Ended, StoreError>>, worked: bool, stop: &CancellationToken) {
+        if worked && driven.len() < self.options.concurrency as usize {
+            return;
+        }
+        let full = driven.len() >= self.options.concurrency as usize;
+        tokio::select! {
+            () = stop.cancelled() => {}
+            Some(end) = driven.join_next(), if full => note(end),
+            () = self.phased.wake.notified(), if !full => {}
+            () = tokio::time::sleep(self.options.every), if !full => {}
+        }
+    }
+}
+
+fn note(end: Result<Result<Ended, StoreError>, tokio::task::JoinError>) {
+    match end {
+        Ok(Ok(ended)) => tracing::debug!(end = ?ended.end, "a recovery ended"),
+        Ok(Err(error)) => tracing::warn!(%error, "a recovery was broken off: its lease runs out"),
+        Err(error) => tracing::error!(%error, "a recovery died: its lease runs out"),
+    }
+}

@@ -1,0 +1,143 @@
+//! The phased operations of a process: flows with their endpoints, what seals their bytes, and which deployment they belong to (O22).
+//!
+//! Promises: a flow is registered by name and version, once; a worker takes only those. Nothing is sent where the database's
+//! deployment is not the configured one: a clone of a database must not charge.
+//!
+//! Not here: requests ([`door`](super::door)), and the worker ([`recovery`](super::recovery)).
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::sync::Notify;
+use uuid::Uuid;
+
+use super::flow::{Flow, FlowError};
+use super::vault::Vault;
+use crate::error::StoreError;
+use crate::policy::operation::retention::Retention;
+use crate::runtime::operation::{Engine, Registered};
+use crate::store::Phases;
+
+/// How operations are driven.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct DriveSettings {
+    /// Vain attempts of recovery until an operator gets it (O9). Default 12.
+    pub attempts_max: u32,
+    /// Calls of one drive that prove nothing, until it is given back. Default 3.
+    pub calls_per_drive: u32,
+    /// The longest pause of a provider that a driver sits out; for a longer one it gives the operation back. Default 2.5 s.
+    pub wait_max: Duration,
+    /// When it is due again after the first vain attempt; doubled each time, with jitter. Default 1 s.
+    pub backoff_first: Duration,
+    /// The longest time until it is due again. Default 5 min.
+    pub backoff_max: Duration,
+}
+
+impl Default for DriveSettings {
+    fn default() -> Self {
+        Self {
+            attempts_max: 12,
+            calls_per_drive: 3,
+            wait_max: Duration::from_millis(2_500),
+            backoff_first: Duration::from_secs(1),
+            backoff_max: Duration::from_secs(300),
+        }
+    }
+}
+
+/// A flow and how its answers are kept.
+#[derive(Debug)]
+pub(super) struct Member<S: Phases> {
+    flow: Flow<S>,
+    endpoint: Registered,
+}
+
+/// What drives operations in this process.
+#[derive(Debug)]
+pub(super) struct Phased<S: Phases> {
+    pub(super) engine: Engine<S>,
+    pub(super) vault: Vault,
+    pub(super) settings: DriveSettings,
+    pub(super) deployment: Uuid,
+    /// Wakes the worker of this process.
+    pub(super) wake: Notify,
+    members: BTreeMap<(&'static str, u32), Arc<Member<S>>>,
+}
+
+impl<S: Phases> Member<S> {
+    pub(super) fn flow(&self) -> &Flow<S> {
+        &self.flow
+    }
+
+    pub(super) fn endpoint(&self) -> &Registered {
+        &self.endpoint
+    }
+
+    pub(super) fn retention(&self) -> Retention {
+        self.endpoint.route().retention
+    }
+
+    /// How long a phase may run.
+    pub(super) fn timeout(&self) -> Duration {
+        self.endpoint.route().timeout
+    }
+
+    pub(super) fn lease(&self) -> Duration {
+        self.endpoint.route().lease
+    }
+}
+
+impl<S: Phases> Phased<S> {
+    pub(super) fn new(engine: Engine<S>, settings: DriveSettings, deployment: Uuid) -> Self {
+        let vault = Vault::new(engine.sealer().clone());
+        Self { engine, vault, settings, deployment, wake: Notify::new(), members: BTreeMap::new() }
+    }
+
+    pub(super) fn register(&mut self, flow: Flow<S>, endpoint: Registered) -> Result<(), FlowError> {
+        flow.fits(endpoint.route().lease)?;
+        let at = (flow.name(), flow.version());
+        if self.members.contains_key(&at) {
+            return Err(FlowError::Registered { flow: at.0, version: at.1 });
+        }
+        self.members.insert(at, Arc::new(Member { flow, endpoint }));
+        Ok(())
+    }
+
+    pub(super) fn member(&self, flow: &str, version: u32) -> Option<Arc<Member<S>>> {
+        self.members
+            .iter()
+            .find(|((name, of), _)| *name == flow && *of == version)
+            .map(|(_, member)| Arc::clone(member))
+    }
+
+    /// The newest version of a flow.
+    pub(super) fn newest(&self, flow: &str) -> Option<Arc<Member<S>>> {
+        self.members.iter().rev().find(|((name, _), _)| *name == flow).map(|(_, member)| Arc::clone(member))
+    }
+
+    /// Flows with their versions and the lease of the newest.
+    pub(super) fn flows(&self) -> Vec<(&'static str, Vec<u32>, Duration)> {
+        let mut flows: Vec<(&'static str, Vec<u32>, Duration)> = Vec::new();
+        for ((name, version), member) in &self.members {
+            match flows.last_mut() {
+                Some((last, versions, lease)) if last == name => {
+                    versions.push(*version);
+                    *lease = member.lease();
+                }
+                _ => flows.push((name, vec![*version], member.lease())),
+            }
+        }
+        flows
+    }
+
+    /// Whether the database belongs to the configured deployment. If not, nothing may be sent, and it is said loudly.
+    pub(super) async fn is_ours(&self) -> Result<bool, StoreError> {
+        let found = self.engine.store().deployment().await?;
+        if found != self.deployment {
+            tracing::error!(configured = %self.deployment, %found,
+                "this database belongs to another deployment: nothing is sent to providers");
+        }
+        Ok(found == self.deployment)
+    }
+}

@@ -1,0 +1,343 @@
+//! Operations in phases.
+//!
+//! Guarantees: of many that take an operation up one raises its epoch, under the lock of its row; a phase moves its operation on
+//! only while the savepoint set at its beginning stands, and from the point and epoch that it knew (O1, O9); record and operation
+//! change together.
+
+mod tx;
+
+use std::time::Duration;
+
+use sqlx::MySql;
+use uuid::Uuid;
+
+pub use self::tx::MySqlPhaseTx;
+pub(super) use self::tx::{end_record, fence_of, forget};
+
+use super::operations::{Query, micros};
+use super::{MySqlStore, START, number_list};
+use crate::error::StoreError;
+use crate::policy::operation::flow::Stage;
+use crate::store::bounded::{Ask, Bounded};
+use crate::store::phases::no_record;
+use crate::store::phases::stored::{evidence_of, intent_of, operation_of};
+use crate::store::{
+    Basis, Begun, Driven, Due, Fenced, NewEvidence, NewOperation, Phases, StoredEvidence, StoredOperation, Taken,
+};
+
+/// As [`operation_of`] reads it.
+const OPERATION: &str = concat!(
+    "select ",
+    micros!("n.at"),
+    ", o.operation_id, r.tenant, r.operation, r.`key`, convert(o.flow using utf8mb4), cast(o.flow_version as signed), \
+     convert(o.point using utf8mb4), o.state, o.command, o.command_kid, o.epoch, \
+     if(o.lease_until > n.at and o.lease_until <= n.at + interval round(o.lease_seconds * 1000000) microsecond, ",
+    micros!("o.lease_until"),
+    ", null), cast(o.attempts as signed), ",
+    micros!("o.due_at"),
+    ", o.parked, ",
+    micros!("o.created_at"),
+    ", ",
+    micros!("o.outcome_at"),
+    " from (select utc_timestamp(6) as at) n join oncebox_operation o on o.operation_id = ? \
+      left join oncebox_idempotency_request r on r.key_digest = o.key_digest and r.operation_id = o.operation_id"
+);
+
+/// As [`intent_of`] reads it.
+const INTENTS: &str = concat!(
+    "select convert(effect using utf8mb4), strategy, convert(provider_key using utf8mb4), request, request_kid, \
+     convert(adapter using utf8mb4), cast(adapter_version as signed), ",
+    micros!("first_sent_at"),
+    ", ",
+    micros!("last_sent_at"),
+    ", cast(sends as signed), outcome from oncebox_operation_intent where operation_id = ? order by first_sent_at, effect"
+);
+
+/// As [`evidence_of`] reads it.
+const EVIDENCE: &str = concat!(
+    "select operation_id, convert(effect using utf8mb4), epoch, cast(send as signed), kind, verdict, cast(status as signed), \
+     bytes, bytes_kid, ",
+    micros!("observed_at"),
+    " from oncebox_operation_evidence where operation_id = ? order by evidence_id"
+);
+
+/// Nobody drives it, and somebody may; a lease that was written before the clock went back is over (R22).
+macro_rules! is_free {
+    () => {
+        "parked is null and outcome_at is null and (owner is null or lease_until <= utc_timestamp(6) \
+         or lease_until > utc_timestamp(6) + interval round(lease_seconds * 1000000) microsecond)"
+    };
+}
+
+/// What every statement of a driver is fenced by; a parked operation, and one with its outcome, has no owner.
+macro_rules! is_ours {
+    () => {
+        "operation_id = ? and epoch = ? and owner = ?"
+    };
+}
+use is_ours;
+
+/// The row is locked by a statement of its own: a statement that waits for a lock goes on with the time at which it began, and a
+/// lease granted meanwhile would seem to end later than it can (R22).
+const LOCK: &str = "select epoch from oncebox_operation where operation_id = ? for update";
+
+/// Rows that somebody else is about to take are passed over; what they say is asked again when they are taken.
+const DUE: &str = concat!(
+    "select operation_id, epoch from oncebox_operation force index (operation_due) \
+      where flow = ? and due_at <= utc_timestamp(6) \
+        and flow_version in (select v.version from json_table(?, '$[*]' columns (version bigint path '$')) v) and ",
+    is_free!(),
+    " order by due_at limit ? for update skip locked"
+);
+
+/// `attempts` first: MySQL sets from left to right.
+const TAKE: &str = concat!(
+    "update oncebox_operation set attempts = attempts + (owner is not null), epoch = epoch + 1, owner = ?, \
+       lease_until = utc_timestamp(6) + interval ? microsecond, lease_seconds = ? / 1000000, updated_at = utc_timestamp(6) \
+     where operation_id = ? and ",
+    is_free!()
+);
+
+const LEAVE: &str = concat!(
+    "update oncebox_operation set state = coalesce(?, state), owner = null, lease_until = null, lease_seconds = null, \
+       attempts = attempts + ?, due_at = utc_timestamp(6) + interval ? microsecond, parked = ?, updated_at = utc_timestamp(6) \
+     where ",
+    is_ours!()
+);
+
+impl Phases for MySqlStore {
+    type Phase = MySqlPhaseTx;
+
+    async fn begin_first(
+        &self,
+        new: &NewOperation,
+        basis: Basis<'_>,
+        _: Duration,
+    ) -> Result<Begun<MySqlPhaseTx>, StoreError> {
+        tx::begin_first(self, new, basis).await
+    }
+
+    async fn begin_phase(&self, driven: &Driven) -> Result<MySqlPhaseTx, StoreError> {
+        tx::begin_phase(self, driven).await
+    }
+
+    async fn take_operation(&self, operation_id: Uuid, lease: Duration) -> Result<Taken, StoreError> {
+        let mut transaction = self.pool.begin(START).await?;
+        let driven = match lock(&mut transaction, operation_id).await? {
+            Some(epoch) => take(&mut transaction, operation_id, epoch, lease).await?,
+            None => None,
+        };
+        let found = read(&mut transaction, operation_id).await?.map(Box::new);
+        transaction.commit().await?;
+        Ok(match (driven, found) {
+            (_, None) => Taken::Missing,
+            (Some(driven), Some(found)) => Taken::Driven(driven, found),
+            (None, Some(found)) => Taken::Not(found),
+        })
+    }
+
+    async fn take_due(
+        &self,
+        flow: &str,
+        versions: &[u32],
+        limit: u32,
+        lease: Duration,
+    ) -> Result<Vec<(Driven, StoredOperation)>, StoreError> {
+        let mut transaction = self.pool.begin(START).await?;
+        let due = sqlx::query_as(DUE)
+            .bind(flow.as_bytes().to_vec())
+            .bind(number_list(versions.iter().copied().map(i64::from)))
+            .bind(limit);
+        let due: Vec<(Vec<u8>, i64)> = due.all(&mut transaction).await?;
+        let mut taken = Vec::new();
+        for (id, epoch) in due {
+            let id = Uuid::from_bytes(super::sixteen("operation_id", &id)?);
+            let driven = take(&mut transaction, id, epoch, lease).await?;
+            taken.extend(driven.zip(read(&mut transaction, id).await?));
+        }
+        transaction.commit().await?;
+        Ok(taken)
+    }
+
+    async fn drive_on(&self, driven: &Driven, lease: Duration) -> Result<Fenced, StoreError> {
+        let beat = sqlx::query(concat!(
+            "update oncebox_operation set lease_until = utc_timestamp(6) + interval ? microsecond, lease_seconds = ? / 1000000, \
+               updated_at = utc_timestamp(6) where ",
+            is_ours!()
+        ));
+        let beat = beat.bind(super::micros(lease)).bind(super::micros(lease));
+        Ok(Fenced::rows(ours(beat, driven).run(&self.pool).await?.rows_affected()))
+    }
+
+    async fn begin_send(&self, driven: &Driven, effect: &str) -> Result<Option<u32>, StoreError> {
+        let mut transaction = self.pool.begin(START).await?;
+        lock(&mut transaction, driven.operation_id).await?;
+        let still = sqlx::query(concat!(
+            "select 1 from oncebox_operation where ",
+            is_ours!(),
+            " and lease_until > utc_timestamp(6) \
+              and lease_until <= utc_timestamp(6) + interval round(lease_seconds * 1000000) microsecond"
+        ));
+        let still = ours(still, driven).optional(&mut transaction).await?;
+        let (id, effect) = (driven.operation_id.as_bytes().to_vec(), effect.as_bytes().to_vec());
+        let mut send = None;
+        if still.is_some() {
+            let begin = sqlx::query(
+                "update oncebox_operation_intent set sends = sends + 1, last_sent_at = greatest(last_sent_at, utc_timestamp(6)) \
+                 where operation_id = ? and effect = ? and outcome is null",
+            );
+            if begin.bind(&id).bind(&effect).run(&mut transaction).await?.rows_affected() == 1 {
+                let count = sqlx::query_scalar(
+                    "select sends from oncebox_operation_intent where operation_id = ? and effect = ?",
+                );
+                let count: i32 = count.bind(&id).bind(&effect).one(&mut transaction).await?;
+                send = Some(count.unsigned_abs());
+            }
+        }
+        transaction.commit().await?;
+        Ok(send)
+    }
+
+    async fn observe(&self, evidence: &NewEvidence) -> Result<(), StoreError> {
+        append(evidence).run(&self.pool).await?;
+        Ok(())
+    }
+
+    async fn hand_back(&self, driven: &Driven, due: Due) -> Result<Fenced, StoreError> {
+        leave(self, driven, None, Some(due), None).await
+    }
+
+    async fn doubt(&self, driven: &Driven, due: Due) -> Result<Fenced, StoreError> {
+        leave(self, driven, Some(Stage::Unknown), Some(due), None).await
+    }
+
+    async fn park(&self, driven: &Driven, reason: &str) -> Result<Fenced, StoreError> {
+        leave(self, driven, Some(Stage::Unknown), None, Some(reason)).await
+    }
+
+    async fn operation(&self, operation_id: Uuid) -> Result<Option<StoredOperation>, StoreError> {
+        read(&mut self.pool.acquire().await?, operation_id).await
+    }
+
+    async fn nudge(&self, operation_id: Uuid) -> Result<(), StoreError> {
+        let nudge = sqlx::query(
+            "update oncebox_operation set due_at = utc_timestamp(6) where operation_id = ? and due_at > utc_timestamp(6)",
+        );
+        nudge.bind(operation_id.as_bytes().to_vec()).run(&self.pool).await?;
+        Ok(())
+    }
+
+    async fn deployment(&self) -> Result<Uuid, StoreError> {
+        let id: Vec<u8> = sqlx::query_scalar("select deployment_id from oncebox_deployment").one(&self.pool).await?;
+        Ok(Uuid::from_bytes(super::sixteen("deployment_id", &id)?))
+    }
+
+    async fn set_deployment(&self, deployment: Uuid) -> Result<(), StoreError> {
+        let set = sqlx::query("update oncebox_deployment set deployment_id = ?");
+        set.bind(deployment.as_bytes().to_vec()).run(&self.pool).await?;
+        Ok(())
+    }
+}
+
+/// Appends evidence.
+pub(super) fn append<'q>(evidence: &NewEvidence) -> Query<'q> {
+    let insert = sqlx::query(
+        "insert into oncebox_operation_evidence (operation_id, effect, epoch, send, kind, verdict, status, bytes, bytes_kid, \
+           observed_at) values (?, ?, ?, ?, ?, ?, ?, ?, ?, utc_timestamp(6))",
+    );
+    insert
+        .bind(evidence.operation_id.as_bytes().to_vec())
+        .bind(evidence.effect.as_bytes().to_vec())
+        .bind(evidence.epoch)
+        .bind(evidence.send)
+        .bind(evidence.kind.clone())
+        .bind(evidence.verdict.clone())
+        .bind(evidence.status)
+        .bind(evidence.bytes.bytes.clone())
+        .bind(evidence.bytes.kid.clone())
+}
+
+/// Binds what [`is_ours`] compares.
+fn ours<'q>(statement: Query<'q>, driven: &Driven) -> Query<'q> {
+    statement.bind(driven.operation_id.as_bytes().to_vec()).bind(driven.epoch).bind(driven.owner.as_bytes().to_vec())
+}
+
+/// Locks the row of an operation, if there is one, and gives its epoch.
+pub(super) async fn lock(transaction: &mut Bounded<MySql>, operation_id: Uuid) -> Result<Option<i64>, StoreError> {
+    let lock = sqlx::query_scalar(LOCK).bind(operation_id.as_bytes().to_vec());
+    Ok(lock.optional(transaction).await?)
+}
+
+/// Takes an operation whose row is locked at this epoch, if it is free.
+async fn take(
+    transaction: &mut Bounded<MySql>,
+    operation_id: Uuid,
+    epoch: i64,
+    lease: Duration,
+) -> Result<Option<Driven>, StoreError> {
+    let driven = Driven { operation_id, owner: Uuid::now_v7(), epoch: epoch + 1 };
+    let done = sqlx::query(TAKE)
+        .bind(driven.owner.as_bytes().to_vec())
+        .bind(super::micros(lease))
+        .bind(super::micros(lease))
+        .bind(operation_id.as_bytes().to_vec())
+        .run(transaction)
+        .await?;
+    Ok((done.rows_affected() == 1).then_some(driven))
+}
+
+/// Gives an operation out of our hands: due again, or parked.
+async fn leave(
+    store: &MySqlStore,
+    driven: &Driven,
+    stage: Option<Stage>,
+    due: Option<Due>,
+    parked: Option<&str>,
+) -> Result<Fenced, StoreError> {
+    let mut transaction = store.pool.begin(START).await?;
+    let left = sqlx::query(LEAVE)
+        .bind(stage.map(Stage::as_str))
+        .bind(due.is_some_and(|due| due.attempt))
+        .bind(due.map(|due| super::micros(due.after)))
+        .bind(parked);
+    let fenced = Fenced::rows(ours(left, driven).run(&mut transaction).await?.rows_affected());
+    if let (Fenced::Done, Some(stage)) = (fenced, stage) {
+        follow(&mut transaction, driven.operation_id, stage).await?;
+    }
+    transaction.commit().await?;
+    Ok(fenced)
+}
+
+/// Brings the record after its operation.
+pub(super) async fn follow(
+    transaction: &mut Bounded<MySql>,
+    operation_id: Uuid,
+    stage: Stage,
+) -> Result<(), StoreError> {
+    let follow = sqlx::query(
+        "update oncebox_idempotency_request set state = ?, updated_at = utc_timestamp(6) \
+         where operation_id = ? and mode = 'phased' and outcome_at is null",
+    );
+    let follow = follow.bind(stage.record().as_str()).bind(operation_id.as_bytes().to_vec());
+    if follow.run(transaction).await?.rows_affected() == 0 {
+        return Err(no_record(operation_id));
+    }
+    Ok(())
+}
+
+pub(super) async fn read(
+    connection: &mut Bounded<MySql>,
+    operation_id: Uuid,
+) -> Result<Option<StoredOperation>, StoreError> {
+    let id = operation_id.as_bytes().to_vec();
+    let Some(row) = sqlx::query(OPERATION).bind(&id).optional(&mut *connection).await? else { return Ok(None) };
+    let intents = sqlx::query(INTENTS).bind(&id).all(&mut *connection).await?;
+    let intents = intents.iter().map(intent_of).collect::<Result<_, _>>()?;
+    let evidence = evidence(connection, operation_id).await?;
+    operation_of(&row, intents, evidence).map(Some)
+}
+
+async fn evidence(connection: &mut Bounded<MySql>, operation_id: Uuid) -> Result<Vec<StoredEvidence>, StoreError> {
+    let rows = sqlx::query(EVIDENCE).bind(operation_id.as_bytes().to_vec()).all(connection).await?;
+    rows.iter().map(evidence_of).collect()
+}

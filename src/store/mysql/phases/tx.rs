@@ -1,0 +1,257 @@
+//! The transaction of a phase (O1, O5, O9).
+
+use sqlx::{MySql, MySqlConnection, query};
+use uuid::Uuid;
+
+use super::super::inbox::START_HANDLER;
+use super::super::operations::{DUPLICATE, Held, finish, staked};
+use super::super::schema::number;
+use super::super::{MySqlStore, micros};
+use super::{evidence, follow, is_ours, ours};
+use crate::error::StoreError;
+use crate::policy::operation::Mode;
+use crate::policy::operation::flow::Stage;
+use crate::policy::operation::retention::Retention;
+use crate::store::bounded::{Ask, Bounded};
+use crate::store::operations::RecordFence;
+use crate::store::phases::{Settled, end_stage, may_advance, no_effect, no_record, twice};
+use crate::store::{
+    Basis, Begun, Driven, FIRST_POINT, Fenced, NewIntent, NewOperation, Outcome, PhaseTx, Proof, StoredEvidence,
+};
+
+/// A transaction in which one phase runs, with `autocommit = 0`.
+#[derive(Debug)]
+pub struct MySqlPhaseTx {
+    held: Held,
+    driven: Driven,
+    record: RecordFence,
+    settled: Settled,
+}
+
+/// Claims, and inserts the operation.
+pub(super) async fn begin_first(
+    store: &MySqlStore,
+    new: &NewOperation,
+    basis: Basis<'_>,
+) -> Result<Begun<MySqlPhaseTx>, StoreError> {
+    new.claim.requires(&[Mode::Phased])?;
+    let owned = new.claim.owned(basis);
+    let mut transaction = match staked(store, &new.claim, basis, &owned).await? {
+        Begun::Claimed(transaction) => transaction,
+        Begun::Existing(record) => return Ok(Begun::Existing(record)),
+        Begun::Locked => return Ok(Begun::Locked),
+    };
+    if let Basis::Anew(seen) = basis {
+        forget(&mut transaction, seen.operation_id).await?;
+    }
+    let driven = Driven { operation_id: owned.operation_id, owner: Uuid::now_v7(), epoch: 1 };
+    let record = RecordFence { unknown: true, ..RecordFence::from(&owned) };
+    let insert = query(
+        "insert into oncebox_operation (operation_id, epoch, owner, key_digest, flow, flow_version, point, state, command, \
+           command_kid, attempts, lease_until, lease_seconds, due_at, created_at, updated_at) \
+         values (?, ?, ?, ?, ?, ?, ?, 'RECEIVED', ?, ?, 0, utc_timestamp(6) + interval ? microsecond, ? / 1000000, \
+           utc_timestamp(6), utc_timestamp(6), utc_timestamp(6))",
+    );
+    ours(insert, &driven)
+        .bind(record.digest.clone())
+        .bind(new.flow.as_bytes())
+        .bind(new.flow_version)
+        .bind(FIRST_POINT.as_bytes())
+        .bind(&new.command.bytes)
+        .bind(&new.command.kid)
+        .bind(micros(new.claim.lease))
+        .bind(micros(new.claim.lease))
+        .run(&mut transaction)
+        .await?;
+    let held = Held::new(transaction).await?;
+    Ok(Begun::Claimed(MySqlPhaseTx { held, driven, record, settled: Settled::default() }))
+}
+
+/// Takes away what was kept of an operation whose key is used anew, or forgotten.
+pub(in crate::store::mysql) async fn forget(
+    transaction: &mut Bounded<MySql>,
+    operation_id: Uuid,
+) -> Result<(), StoreError> {
+    for statement in [
+        "delete from oncebox_operation where operation_id = ?",
+        "delete from oncebox_operation_intent where operation_id = ?",
+        "delete from oncebox_operation_evidence where operation_id = ?",
+    ] {
+        query(statement).bind(operation_id.as_bytes().to_vec()).run(&mut *transaction).await?;
+    }
+    Ok(())
+}
+
+pub(super) async fn begin_phase(store: &MySqlStore, driven: &Driven) -> Result<MySqlPhaseTx, StoreError> {
+    let mut transaction = store.pool.begin(START_HANDLER).await?;
+    let Some(record) = fence_of(&mut transaction, driven.operation_id).await? else {
+        transaction.rollback().await?;
+        return Err(StoreError::Fenced(format!("there is no operation {}", driven.operation_id)));
+    };
+    let held = Held::new(transaction).await?;
+    Ok(MySqlPhaseTx { held, driven: driven.clone(), record, settled: Settled::default() })
+}
+
+/// What fences the record of an operation.
+pub(in crate::store::mysql) async fn fence_of(
+    transaction: &mut Bounded<MySql>,
+    operation_id: Uuid,
+) -> Result<Option<RecordFence>, StoreError> {
+    let record = sqlx::query_as(
+        "select key_digest, epoch from oncebox_idempotency_request where operation_id = ? and mode = 'phased'",
+    );
+    let record: Option<(Vec<u8>, i64)> = record.bind(operation_id.as_bytes().to_vec()).optional(transaction).await?;
+    Ok(record.map(|(digest, epoch)| RecordFence { digest, epoch, owner: None, unknown: true }))
+}
+
+/// Writes the outcome of an operation to its record.
+pub(in crate::store::mysql) async fn end_record(
+    transaction: &mut Bounded<MySql>,
+    operation_id: Uuid,
+    record: &RecordFence,
+    outcome: &Outcome,
+    retention: &Retention,
+) -> Result<(), StoreError> {
+    if finish(transaction.plain(), record, outcome, retention).await? != Fenced::Done {
+        return Err(no_record(operation_id));
+    }
+    // One time for both, though each statement has read the clock (O3).
+    let same = query(
+        "update oncebox_operation o join oncebox_idempotency_request r on r.operation_id = o.operation_id \
+         set o.outcome_at = r.outcome_at, o.expires_at = r.expires_at where o.operation_id = ?",
+    );
+    same.bind(operation_id.as_bytes().to_vec()).run(transaction).await?;
+    Ok(())
+}
+
+impl MySqlPhaseTx {
+    fn id(&self) -> Vec<u8> {
+        self.driven.operation_id.as_bytes().to_vec()
+    }
+
+    async fn settle_effects(&mut self) -> Result<(), StoreError> {
+        let id = self.id();
+        for (effect, outcome) in self.settled.iter() {
+            let settle = query(
+                "update oncebox_operation_intent set outcome = ?, settled_at = utc_timestamp(6) \
+                 where operation_id = ? and effect = ?",
+            );
+            let settle = settle.bind(outcome).bind(&id).bind(effect.as_bytes());
+            if settle.run(&mut self.held.transaction).await?.rows_affected() == 0 {
+                return Err(no_effect(effect));
+            }
+        }
+        Ok(())
+    }
+
+    async fn insert_intent(&mut self, intent: &NewIntent) -> Result<(), StoreError> {
+        let insert = query(
+            "insert into oncebox_operation_intent (operation_id, effect, strategy, provider_key, request, request_kid, adapter, \
+               adapter_version, first_sent_at, last_sent_at, sends) \
+             values (?, ?, ?, ?, ?, ?, ?, ?, utc_timestamp(6), utc_timestamp(6), 1)",
+        );
+        let insert = insert
+            .bind(self.id())
+            .bind(intent.effect.as_bytes())
+            .bind(&intent.strategy)
+            .bind(intent.provider_key.as_bytes())
+            .bind(&intent.request.bytes)
+            .bind(&intent.request.kid)
+            .bind(intent.adapter.as_bytes())
+            .bind(intent.adapter_version);
+        match insert.run(&mut self.held.transaction).await {
+            Ok(_) => Ok(()),
+            Err(error) if number(&error) == Some(DUPLICATE) => Err(twice(intent)),
+            Err(error) => Err(error.into()),
+        }
+    }
+}
+
+impl PhaseTx for MySqlPhaseTx {
+    type Db = MySql;
+
+    fn driven(&self) -> &Driven {
+        &self.driven
+    }
+
+    fn connection(&mut self) -> &mut MySqlConnection {
+        self.held.transaction.plain()
+    }
+
+    async fn undo_effects(&mut self) -> Result<Proof, StoreError> {
+        self.held.prove("rollback to").await
+    }
+
+    async fn evidence(&mut self) -> Result<Vec<StoredEvidence>, StoreError> {
+        evidence(&mut self.held.transaction, self.driven.operation_id).await
+    }
+
+    async fn settle(&mut self, effect: &str, outcome: &str) -> Result<(), StoreError> {
+        self.settled.add(effect, outcome)
+    }
+
+    async fn advance(
+        &mut self,
+        from: &str,
+        to: &str,
+        stage: Stage,
+        intents: &[NewIntent],
+    ) -> Result<(Proof, Fenced), StoreError> {
+        may_advance(stage, intents)?;
+        let proof = self.held.prove("release").await?;
+        if proof != Proof::Same {
+            return Ok((proof, Fenced::LostOwnership));
+        }
+        let advance = query(concat!(
+            "update oncebox_operation set point = ?, state = ?, updated_at = utc_timestamp(6) where ",
+            is_ours!(),
+            " and point = ?"
+        ));
+        let advance = ours(advance.bind(to.as_bytes().to_vec()).bind(stage.as_str()), &self.driven);
+        let moved = advance.bind(from.as_bytes().to_vec()).run(&mut self.held.transaction).await?;
+        if moved.rows_affected() == 0 {
+            return Ok((proof, Fenced::LostOwnership));
+        }
+        follow(&mut self.held.transaction, self.driven.operation_id, stage).await?;
+        self.settle_effects().await?;
+        for intent in intents {
+            self.insert_intent(intent).await?;
+        }
+        Ok((proof, Fenced::Done))
+    }
+
+    async fn finish(
+        &mut self,
+        from: &str,
+        outcome: &Outcome,
+        retention: &Retention,
+    ) -> Result<(Proof, Fenced), StoreError> {
+        let stage = end_stage(outcome)?;
+        let proof = self.held.prove("release").await?;
+        if proof != Proof::Same {
+            return Ok((proof, Fenced::LostOwnership));
+        }
+        let end = query(concat!(
+            "update oncebox_operation set state = ?, owner = null, lease_until = null, lease_seconds = null, due_at = null, \
+               updated_at = utc_timestamp(6), outcome_at = utc_timestamp(6), expires_at = utc_timestamp(6) + interval ? microsecond \
+             where ",
+            is_ours!(),
+            " and point = ?"
+        ));
+        let end = ours(end.bind(stage.as_str()).bind(micros(retention.ttl)), &self.driven);
+        if end.bind(from.as_bytes().to_vec()).run(&mut self.held.transaction).await?.rows_affected() == 0 {
+            return Ok((proof, Fenced::LostOwnership));
+        }
+        end_record(&mut self.held.transaction, self.driven.operation_id, &self.record, outcome, retention).await?;
+        self.settle_effects().await?;
+        Ok((proof, Fenced::Done))
+    }
+
+    async fn commit(mut self) -> Result<(), StoreError> {
+        self.held.transaction.commit().await
+    }
+
+    async fn rollback(mut self) -> Result<(), StoreError> {
+        self.held.transaction.rollback().await.map_err(StoreError::from)
+    }
+}

@@ -1,0 +1,180 @@
+//! The provider of the examples, as a process, with each of its faults: never two charges, never wrongly failed.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use oncebox::policy::operation::Code;
+use oncebox::policy::operation::flow::Stage;
+use oncebox::runtime::operation::Answered;
+
+use crate::cards::Cards;
+use crate::flow::{KEY_AND_QUERY, Plan, Service, Shared};
+use crate::provider::ProviderProcess;
+use crate::support::eventually;
+use crate::world::{Rows, SOON};
+
+/// The adapter of the example, for this provider.
+pub(crate) fn adapter(provider: &ProviderProcess) -> Shared {
+    Shared(Arc::new(Cards::new(&provider.url, Duration::from_millis(700)).unwrap()))
+}
+
+const KEY: &str = "key-0000000000000001";
+
+/// One charge, whatever went wrong on the way, and every later answer is the first one. No worker runs: the repeating request
+/// recovers.
+async fn one_charge<S: Rows>(store: S, faults: &[(&str, i64, u64)]) {
+    let provider = ProviderProcess::start();
+    for (fault, times, delay) in faults {
+        provider.fault(fault, *times, *delay).await;
+    }
+    let service = Service::start(&store, &Plan::new(KEY_AND_QUERY), adapter(&provider)).await;
+    let (first, _) = service.ask_until_known(KEY, 700).await;
+    assert_eq!(first.status, 201, "{faults:?}");
+    let (again, replayed) = service.ask_until_known(KEY, 700).await;
+    assert_eq!((again.status, &again.body, replayed), (201, &first.body, true));
+    assert_eq!(provider.count().await, (1, 1), "{faults:?}");
+    service.ended_once("settled").await;
+    assert_eq!(service.operation().await.stage, Stage::Succeeded);
+}
+
+async fn m81_no_fault<S: Rows>(store: S) {
+    let provider = ProviderProcess::start();
+    let service = Service::start(&store, &Plan::new(KEY_AND_QUERY), adapter(&provider)).await;
+    let answered = service.ask(KEY, 700, Duration::from_secs(20)).await;
+    let Answered::Reply { reply, replayed: false } = answered else { panic!("{answered:?}") };
+    assert_eq!((reply.status, provider.count().await), (201, (1, 1)));
+    service.ended_once("settled").await;
+    assert_eq!(service.operation().await.intents[0].sends, 1);
+}
+
+async fn o7_late<S: Rows>(store: S) {
+    one_charge(store, &[("late", 1, 2_500)]).await;
+}
+
+async fn o7_drop_before<S: Rows>(store: S) {
+    one_charge(store, &[("drop_before", 2, 0)]).await;
+}
+
+async fn o7_drop_after<S: Rows>(store: S) {
+    one_charge(store, &[("drop_after", 1, 0)]).await;
+}
+
+async fn o7_error_before<S: Rows>(store: S) {
+    one_charge(store, &[("error_before", 4, 0)]).await;
+}
+
+async fn o7_error_after<S: Rows>(store: S) {
+    one_charge(store, &[("error_after", 1, 0)]).await;
+}
+
+async fn o7_take_late<S: Rows>(store: S) {
+    one_charge(store, &[("take_late", 1, 1_500)]).await;
+}
+
+async fn o7_in_progress<S: Rows>(store: S) {
+    one_charge(store, &[("in_progress", 1, 0)]).await;
+}
+
+async fn o7_a_query_that_fails_leaves_the_key<S: Rows>(store: S) {
+    one_charge(store, &[("drop_after", 1, 0), ("no_query", -1, 0)]).await;
+}
+
+// Shown by: resending without asking first (two charges under one key).
+async fn o6_a_key_that_was_forgotten_too_early<S: Rows>(store: S) {
+    one_charge(store, &[("drop_after", 1, 0), ("forget_keys", -1, 0)]).await;
+}
+
+// Shown by: taking any 4xx for a failure: it failed, and the charge was taken.
+async fn o7_a_refusal_of_a_resend_is_no_verdict<S: Rows>(store: S) {
+    let provider = ProviderProcess::start();
+    provider.fault("take_late", 1, 1_500).await;
+    provider.fault("refuse_keys", 0, 0).await;
+    let service = Service::start(&store, &Plan::new(KEY_AND_QUERY), adapter(&provider)).await;
+    let asked = async { service.ask(KEY, 700, Duration::from_secs(20)).await };
+    let refuses = async {
+        eventually("the first send", SOON, || async {
+            let sent = service.store.number(&format!("select count(*) from {}", S::table("operation_evidence"))).await;
+            (sent > 0).then_some(())
+        })
+        .await;
+        provider.fault("refuse_keys", 2, 0).await;
+    };
+    tokio::join!(asked, refuses);
+    let (reply, _) = service.ask_until_known(KEY, 700).await;
+    assert_eq!((reply.status, provider.count().await), (201, (1, 1)));
+    service.ended_once("settled").await;
+}
+
+async fn o7_a_listed_verdict_is_a_failure<S: Rows>(store: S) {
+    for (fault, key) in [("decline", KEY), ("refuse_keys", "key-0000000000000002")] {
+        let provider = ProviderProcess::start();
+        provider.fault(fault, 1, 0).await;
+        let service = Service::start(&store, &Plan::new(KEY_AND_QUERY), adapter(&provider)).await;
+        let answered = service.ask(key, 700, Duration::from_secs(20)).await;
+        let Answered::Reply { reply, replayed: false } = answered else { panic!("{fault}: {answered:?}") };
+        let (again, replayed) = service.ask_until_known(key, 700).await;
+        assert_eq!((reply.status, again.status, replayed, &again.body), (402, 402, true, &reply.body), "{fault}");
+        assert_eq!(provider.count().await, (0, 0), "{fault}");
+    }
+    assert_eq!((service_failed(&store).await, store.number("select count(*) from payment").await), (2, 2));
+}
+
+async fn service_failed<S: Rows>(store: &S) -> i64 {
+    store.number("select count(*) from payment where state = 'failed'").await
+}
+
+async fn o7_another_amount_goes_to_an_operator<S: Rows>(store: S) {
+    let provider = ProviderProcess::start();
+    provider.fault("wrong_amount", 1, 0).await;
+    let service = Service::start(&store, &Plan::new(KEY_AND_QUERY), adapter(&provider)).await;
+    for _ in 0..3 {
+        let answered = service.ask(KEY, 700, Duration::from_secs(20)).await;
+        let Answered::Problem(problem) = answered else { panic!("{answered:?}") };
+        assert_eq!((problem.code, problem.status), (Code::OutcomeUnknown, 409));
+    }
+    let operation = service.operation().await;
+    assert_eq!((operation.stage, operation.parked.as_deref()), (Stage::Unknown, Some("provider-mismatch")));
+    assert_eq!((provider.count().await, service.payments("pending").await, service.messages().await), ((1, 1), 1, 0));
+}
+
+// G10: a provider that is away counts no attempt. Shown by: counting every vain end.
+async fn g10_m82_a_provider_that_is_away_is_waited_for<S: Rows>(store: S) {
+    let provider = ProviderProcess::start();
+    let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let nobody = format!("http://{}", listener.local_addr().unwrap());
+    drop(listener);
+    let mut plan = Plan::new(KEY_AND_QUERY);
+    plan.settings.attempts_max = 2;
+    let away = Shared(Arc::new(Cards::new(&nobody, Duration::from_millis(700)).unwrap()));
+    let service = Service::start(&store, &plan, away).await;
+    let Answered::Problem(problem) = service.ask(KEY, 700, Duration::from_secs(20)).await else { panic!("pending") };
+    assert_eq!((problem.code, problem.status), (Code::RecoveryPending, 202));
+    let worker = service.recover();
+    eventually("many sends in vain", SOON, || async {
+        (service.operation().await.intents[0].sends > 12).then_some(())
+    })
+    .await;
+    worker.stop().await;
+    let operation = service.operation().await;
+    assert_eq!((operation.attempts, operation.parked), (0, None));
+    let back = Service::start(&store, &plan, adapter(&provider)).await;
+    let (reply, _) = back.ask_until_known(KEY, 700).await;
+    assert_eq!((reply.status, provider.count().await), (201, (1, 1)));
+}
+
+crate::on_both! {
+    m81_no_fault;
+    o7_late;
+    o7_drop_before;
+    o7_drop_after;
+    o7_error_before;
+    o7_error_after;
+    o7_take_late;
+    o7_in_progress;
+    o7_a_query_that_fails_leaves_the_key;
+    o6_a_key_that_was_forgotten_too_early;
+    o7_a_refusal_of_a_resend_is_no_verdict;
+    o7_a_listed_verdict_is_a_failure;
+    o7_another_amount_goes_to_an_operator;
+    g10_m82_a_provider_that_is_away_is_waited_for;
+}

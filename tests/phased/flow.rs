@@ -1,0 +1,380 @@
+//! A charge: a payment row and an intent, then the payment settled, a message, an answer.
+
+use std::fmt::Debug;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::Duration;
+
+use oncebox::policy::operation::key::KeyFormat;
+use oncebox::policy::operation::provider::{Strategy, Window};
+use oncebox::policy::operation::record::Mode;
+use oncebox::policy::operation::route::AfterExpiry;
+use oncebox::policy::operation::{FingerprintWriter, IdempotentCommand, Key, Route, Scope};
+use oncebox::runtime::operation::phased::{
+    Door, DriveSettings, Effect, First, FirstPhase, Flow, Local, LocalPhase, LocalPoint, Phase, Prepare, Provider,
+    Recovery, RecoveryOptions, Settled, SettledPhase, SettledPoint, Settlement, Settlements,
+};
+use oncebox::runtime::operation::{Answered, Endpoint, Engine, KeyGiven, Registered, Reply, Sealer};
+use oncebox::store::{Phases, StoredOperation};
+use oncebox::{HandlerError, NewMessage, async_trait};
+use serde::{Deserialize, Serialize};
+use serde_json::json;
+use tokio::task::JoinHandle;
+use tokio_util::sync::CancellationToken;
+use uuid::Uuid;
+
+use crate::cards::CardCharge;
+use crate::scripted::Scripted;
+use crate::support::eventually;
+use crate::world::{Rows, SOON};
+
+pub(crate) const KEY_AND_QUERY: Strategy = Strategy::KeyAndQuery(WINDOW);
+pub(crate) const KEY: Strategy = Strategy::Key(WINDOW);
+pub(crate) const WINDOW: Window =
+    Window { retention: Duration::from_secs(86_400), max_in_flight: Duration::from_secs(60) };
+
+/// The command.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub(crate) struct Charge {
+    pub(crate) amount: i64,
+}
+
+impl IdempotentCommand for Charge {
+    const OPERATION: &'static str = "create_charge";
+    const VERSION: u32 = 1;
+
+    fn fingerprint(&self, _: u32, writer: &mut FingerprintWriter) {
+        writer.field("amount", &self.amount);
+    }
+}
+
+/// An adapter that this flow can intend to.
+pub(crate) trait Adapter: Provider + Clone {
+    fn intent(
+        effect: &Effect<Self>,
+        phase: &oncebox::runtime::operation::phased::Context,
+        amount: i64,
+        reference: &str,
+    ) -> Result<oncebox::runtime::operation::phased::Intent, HandlerError>;
+}
+
+impl Adapter for Scripted {
+    fn intent(
+        effect: &Effect<Self>,
+        context: &oncebox::runtime::operation::phased::Context,
+        amount: i64,
+        _: &str,
+    ) -> Result<oncebox::runtime::operation::phased::Intent, HandlerError>
+    where
+        Self: Prepare<i64>,
+    {
+        effect.intend(context, &amount)
+    }
+}
+
+/// The example's adapter, shared.
+#[derive(Debug, Clone)]
+pub(crate) struct Shared(pub(crate) Arc<crate::cards::Cards>);
+
+#[async_trait]
+impl Provider for Shared {
+    fn name(&self) -> &'static str {
+        self.0.name()
+    }
+
+    fn version(&self) -> u32 {
+        self.0.version()
+    }
+
+    fn timeout(&self) -> Duration {
+        self.0.timeout()
+    }
+
+    async fn send(
+        &self,
+        call: &oncebox::runtime::operation::phased::Call<'_>,
+    ) -> oncebox::runtime::operation::phased::Sent {
+        self.0.send(call).await
+    }
+
+    async fn query(
+        &self,
+        call: &oncebox::runtime::operation::phased::Call<'_>,
+    ) -> oncebox::runtime::operation::phased::Asked {
+        self.0.query(call).await
+    }
+}
+
+impl Prepare<CardCharge> for Shared {
+    fn prepare(
+        &self,
+        request: &CardCharge,
+        key: &oncebox::runtime::operation::phased::ProviderKey,
+    ) -> Result<Vec<u8>, HandlerError> {
+        self.0.prepare(request, key)
+    }
+}
+
+impl Adapter for Shared {
+    fn intent(
+        effect: &Effect<Self>,
+        context: &oncebox::runtime::operation::phased::Context,
+        amount: i64,
+        reference: &str,
+    ) -> Result<oncebox::runtime::operation::phased::Intent, HandlerError> {
+        let request = CardCharge { amount_minor: amount, currency: "EUR".to_owned(), reference: reference.to_owned() };
+        effect.intend(context, &request)
+    }
+}
+
+/// How the phases misbehave, so many times.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct Trouble {
+    pub(crate) local_fails: Arc<AtomicU32>,
+    pub(crate) settled_panics: Arc<AtomicU32>,
+}
+
+fn takes_one(count: &AtomicU32) -> bool {
+    count.fetch_update(Ordering::SeqCst, Ordering::SeqCst, |left| left.checked_sub(1)).is_ok()
+}
+
+/// With a recovery point before the intent where there is one to be.
+pub(crate) struct Begin<P> {
+    effect: Effect<P>,
+    local: bool,
+}
+
+struct Intend<P> {
+    effect: Effect<P>,
+    trouble: Trouble,
+}
+
+struct Settle {
+    trouble: Trouble,
+}
+
+pub(crate) const CREATED: LocalPoint = LocalPoint("LOCAL_PAYMENT_CREATED");
+
+fn payment<S: Phases>(phase: &Phase<'_, S>) -> Uuid {
+    phase.context().identities().row("payment")
+}
+
+#[async_trait]
+impl<S: Rows, P: Adapter> FirstPhase<S, Charge> for Begin<P> {
+    async fn run(&self, phase: &mut Phase<'_, S>, command: &Charge) -> Result<First, HandlerError> {
+        let id = payment(phase);
+        let amount = command.amount;
+        let sql =
+            format!("insert into payment (id, reference, amount, state) values ('{id}', 'r', {amount}, 'pending')");
+        S::run(phase.connection(), sql).await?;
+        match amount {
+            1 => {
+                let reply = Reply::json(402, &json!({ "code": "INSUFFICIENT_FUNDS" }))?;
+                return Ok(First::Rejected { reply, code: Some("INSUFFICIENT_FUNDS".to_owned()), binding: true });
+            }
+            2 => return Ok(First::Rejected { reply: Reply::new(404), code: None, binding: false }),
+            3 => return Ok(First::DontStore(Reply::new(409))),
+            4 => return Ok(First::Retryable(Reply::new(503))),
+            5 => return Err(HandlerError::retryable("the first phase fails")),
+            6 => panic!("the first phase panics"),
+            7 => return Ok(First::Response(Reply::json(201, &json!({ "id": id }))?)),
+            _ => {}
+        }
+        if self.local {
+            return Ok(First::RecoveryPoint(CREATED));
+        }
+        Ok(First::Intent(P::intent(&self.effect, phase.context(), amount, &id.to_string())?))
+    }
+}
+
+#[async_trait]
+impl<S: Rows, P: Adapter> LocalPhase<S, Charge> for Intend<P> {
+    async fn run(&self, phase: &mut Phase<'_, S>, command: &Charge) -> Result<Local, HandlerError> {
+        S::run(phase.connection(), "insert into step (name) values ('intend')".to_owned()).await?;
+        if takes_one(&self.trouble.local_fails) {
+            return Err(HandlerError::retryable("the local phase fails"));
+        }
+        let id = payment(phase).to_string();
+        Ok(Local::Intent(P::intent(&self.effect, phase.context(), command.amount, &id)?))
+    }
+}
+
+#[async_trait]
+impl<S: Rows> SettledPhase<S, Charge> for Settle {
+    async fn run(
+        &self,
+        phase: &mut Phase<'_, S>,
+        command: &Charge,
+        settled: &Settlements,
+    ) -> Result<Settled, HandlerError> {
+        let id = payment(phase);
+        let state = match settled.of("charge") {
+            Some(Settlement::Succeeded) => "settled",
+            _ => "failed",
+        };
+        S::run(phase.connection(), format!("update payment set state = '{state}' where id = '{id}'")).await?;
+        let message = NewMessage::text("payments", format!("payment.{state}"), json!({ "paymentId": id }).to_string());
+        phase.enqueue(message).await?;
+        assert!(!takes_one(&self.trouble.settled_panics), "the settled phase panics");
+        Ok(match settled.of("charge") {
+            Some(Settlement::Failed(proof)) => Settled::Failure {
+                proof: proof.clone(),
+                reply: Reply::json(402, &json!({ "code": "PROVIDER_DECLINED" }))?,
+                code: Some("PROVIDER_DECLINED".to_owned()),
+            },
+            _ => Settled::Response(Reply::json(201, &json!({ "id": id, "amount": command.amount }))?.made(
+                "payment",
+                &id.to_string(),
+                &format!("/payments/{id}"),
+            )),
+        })
+    }
+}
+
+/// How a service is put together.
+#[derive(Debug, Clone)]
+pub(crate) struct Plan {
+    pub(crate) strategy: Strategy,
+    pub(crate) lease: Duration,
+    pub(crate) settings: DriveSettings,
+    pub(crate) local: bool,
+    pub(crate) trouble: Trouble,
+    pub(crate) version: u32,
+    pub(crate) deployment: Option<Uuid>,
+    pub(crate) sealer: Sealer,
+}
+
+impl Plan {
+    pub(crate) fn new(strategy: Strategy) -> Self {
+        let settings = DriveSettings {
+            backoff_first: Duration::from_millis(50),
+            backoff_max: Duration::from_millis(400),
+            ..DriveSettings::default()
+        };
+        Self {
+            strategy,
+            lease: Duration::from_secs(30),
+            settings,
+            local: false,
+            trouble: Trouble::default(),
+            version: 1,
+            deployment: None,
+            sealer: Sealer::plain(),
+        }
+    }
+
+    /// A lease that is over soon: for a driver that dies.
+    pub(crate) fn short_lease(self) -> Self {
+        Self { lease: Duration::from_secs(3), ..self }
+    }
+
+    pub(crate) fn route(&self) -> Route {
+        Route {
+            key_format: KeyFormat::Opaque,
+            after_expiry: AfterExpiry::ExecuteAsNew,
+            lease: self.lease,
+            timeout: self.lease / 3,
+            completion_budget: self.lease / 6,
+            ..Route::new(Mode::Phased)
+        }
+    }
+}
+
+/// A process of the service, as far as door B goes.
+#[derive(Debug)]
+pub(crate) struct Service<S: Phases> {
+    pub(crate) store: S,
+    pub(crate) engine: Engine<S>,
+    pub(crate) endpoint: Registered,
+    pub(crate) door: Door<S>,
+}
+
+pub(crate) fn flow<S: Rows, P: Adapter + Debug>(plan: &Plan, provider: P) -> Flow<S> {
+    let effect =
+        Effect::new("charge", provider, plan.strategy).at("PROVIDER_REQUEST_SENT", SettledPoint("PROVIDER_CONFIRMED"));
+    let first = Begin { effect: effect.clone(), local: plan.local };
+    Flow::begin("create_charge", plan.version, first)
+        .local(CREATED, Intend { effect: effect.clone(), trouble: plan.trouble.clone() })
+        .effect(&effect, Settle { trouble: plan.trouble.clone() })
+        .build()
+        .unwrap()
+}
+
+impl<S: Rows> Service<S> {
+    pub(crate) async fn start<P: Adapter + Debug>(store: &S, plan: &Plan, provider: P) -> Self {
+        let engine = Engine::builder(store.clone()).sealer(plan.sealer.clone()).build();
+        let endpoint = Endpoint::typed::<Charge>(plan.route()).operation_path("/operations/");
+        let endpoint = engine.protect(endpoint).unwrap();
+        let deployment = match plan.deployment {
+            Some(deployment) => deployment,
+            None => store.deployment().await.unwrap(),
+        };
+        let door = Door::builder(&engine, deployment).settings(plan.settings);
+        let door = door.register(flow(plan, provider), &endpoint).unwrap().build();
+        Self { store: store.clone(), engine, endpoint, door }
+    }
+
+    /// A request.
+    pub(crate) async fn ask(&self, key: &str, amount: i64, budget: Duration) -> Answered {
+        let scope = Scope::new("t1", "p1").unwrap();
+        let key = Key::parse(key.as_bytes(), KeyFormat::Opaque).unwrap();
+        self.door.execute_phased(&self.endpoint, Some(scope), KeyGiven::Given(key), Charge { amount }, budget).await
+    }
+
+    /// The request again and again, as a client does, until an outcome is answered.
+    pub(crate) async fn ask_until_known(&self, key: &str, amount: i64) -> (Reply, bool) {
+        eventually("an outcome", SOON, || async {
+            match self.ask(key, amount, Duration::from_secs(2)).await {
+                Answered::Reply { reply, replayed } => Some((reply, replayed)),
+                Answered::Problem(problem) => {
+                    assert!(problem.code.retryable() || problem.status == 500, "{problem:?}");
+                    None
+                }
+            }
+        })
+        .await
+    }
+
+    /// A recovery worker.
+    pub(crate) fn recover(&self) -> Worker {
+        let stop = CancellationToken::new();
+        let options = RecoveryOptions { every: Duration::from_millis(50), ..RecoveryOptions::default() };
+        let recovery = Recovery::new(&self.door, options, oncebox::observe::Health::default());
+        Worker { running: tokio::spawn(recovery.run(stop.clone())), stop }
+    }
+
+    /// The only operation.
+    pub(crate) async fn operation(&self) -> StoredOperation {
+        let column = if S::PREFIX == "oncebox." { "operation_id::text" } else { "hex(operation_id)" };
+        let ids = self.store.texts(&format!("select {column} from {}", S::table("operation"))).await;
+        assert_eq!(ids.len(), 1, "one operation");
+        self.store.operation(ids[0].parse().unwrap()).await.unwrap().unwrap()
+    }
+
+    pub(crate) async fn payments(&self, state: &str) -> i64 {
+        self.store.number(&format!("select count(*) from payment where state = '{state}'")).await
+    }
+
+    pub(crate) async fn messages(&self) -> i64 {
+        self.store.number(&format!("select count(*) from {}", S::table("outbox"))).await
+    }
+
+    /// One payment in this state, one message, and nothing else.
+    pub(crate) async fn ended_once(&self, state: &str) {
+        assert_eq!(self.store.number("select count(*) from payment").await, 1);
+        assert_eq!((self.payments(state).await, self.messages().await), (1, 1));
+    }
+}
+
+/// A worker that runs.
+pub(crate) struct Worker {
+    stop: CancellationToken,
+    running: JoinHandle<Result<(), oncebox::StoreError>>,
+}
+
+impl Worker {
+    pub(crate) async fn stop(self) {
+        self.stop.cancel();
+        self.running.await.unwrap().unwrap();
+    }
+}

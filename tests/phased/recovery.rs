@@ -1,0 +1,154 @@
+//! Drivers that die, workers that take over.
+
+use std::time::Duration;
+
+use oncebox::policy::operation::Code;
+use oncebox::policy::operation::flow::Stage;
+use oncebox::policy::operation::provider::Answer;
+use oncebox::runtime::operation::Answered;
+use oncebox::store::Taken;
+
+use crate::faults::adapter;
+use crate::flow::{KEY, KEY_AND_QUERY, Plan, Service};
+use crate::provider::ProviderProcess;
+use crate::scripted::{Act, Scripted, done};
+use crate::support::eventually;
+use crate::world::{Rows, SOON};
+
+const ONE: &str = "key-0000000000000001";
+const BUDGET: Duration = Duration::from_secs(20);
+
+/// A service whose process ends while its first send is out.
+async fn dies_in_a_call<S: Rows>(store: &S, plan: &Plan) -> Service<S> {
+    let dying = Service::start(store, plan, Scripted::default().then(Act::Dies)).await;
+    let answered = dying.ask(ONE, 700, BUDGET).await;
+    assert!(
+        matches!(answered, Answered::Problem(ref problem) if problem.code == Code::RecoveryPending),
+        "{answered:?}"
+    );
+    dying
+}
+
+// M115, M81. Shown by: a provider key made anew (two charges).
+async fn m115_m81_provider_success_then_crash_keeps_the_identity<S: Rows>(store: S) {
+    let plan = Plan::new(KEY).short_lease();
+    let dying = dies_in_a_call(&store, &plan).await;
+    let before = dying.operation().await;
+    let told = Scripted::default().answers(done());
+    let next = Service::start(&store, &plan, told.clone()).await;
+    let worker = next.recover();
+    let stage = eventually("recovered", SOON, || async {
+        let operation = next.operation().await;
+        (operation.stage == Stage::Succeeded).then_some(operation)
+    })
+    .await;
+    worker.stop().await;
+    assert_eq!(stage.operation_id, before.operation_id);
+    assert_eq!(told.arrived()[0].key, before.intents[0].intent.provider_key);
+    assert_eq!(
+        (told.arrived()[0].send, told.arrived()[0].bytes.clone()),
+        (2, before.intents[0].intent.request.bytes.clone())
+    );
+    let (reply, replayed) = next.ask_until_known(ONE, 700).await;
+    assert_eq!((reply.status, replayed), (201, true));
+    // Pitfall 11: the record was finished, and the message enqueued, by the worker.
+    next.ended_once("settled").await;
+}
+
+// M80, M46: no worker runs, and the repeating request recovers. Shown by: answering pending for ever.
+async fn m80_m46_the_repeating_request_recovers_within_its_budget<S: Rows>(store: S) {
+    let plan = Plan::new(KEY).short_lease();
+    dies_in_a_call(&store, &plan).await;
+    let told = Scripted::default().answers(done());
+    let next = Service::start(&store, &plan, told.clone()).await;
+    let (reply, replayed) = next.ask_until_known(ONE, 700).await;
+    assert_eq!((reply.status, replayed, told.arrived().len()), (201, true, 1));
+    next.ended_once("settled").await;
+}
+
+// M46, M83: twenty requests and a worker at once, and one of them recovers. Shown by: no epoch in the taking.
+async fn m83_m46_of_many_that_try_one_recovers<S: Rows>(store: S) {
+    let plan = Plan::new(KEY).short_lease();
+    dies_in_a_call(&store, &plan).await;
+    let told = Scripted::default().answers(done());
+    let next = Service::start(&store, &plan, told.clone()).await;
+    eventually("an operation without a driver", SOON, || async {
+        next.operation().await.lease_until.is_none().then_some(())
+    })
+    .await;
+    let worker = next.recover();
+    let asks = (0..20).map(|_| next.ask(ONE, 700, BUDGET));
+    futures::future::join_all(asks).await;
+    worker.stop().await;
+    next.ask_until_known(ONE, 700).await;
+    assert_eq!(told.arrived().len(), 1);
+    next.ended_once("settled").await;
+}
+
+// O22. Shown by: taking every version.
+async fn o22_a_worker_takes_only_versions_that_it_has<S: Rows>(store: S) {
+    let mut old = Plan::new(KEY);
+    old.settings.calls_per_drive = 1;
+    let first = Service::start(&store, &old, Scripted::default().answers(Answer::status(500))).await;
+    first.ask(ONE, 700, BUDGET).await;
+    let told = Scripted::default().answers(done());
+    let newer = Service::start(&store, &Plan { version: 2, ..old.clone() }, told.clone()).await;
+    let worker = newer.recover();
+    for _ in 0..5 {
+        let answered = newer.ask(ONE, 700, BUDGET).await;
+        assert!(matches!(answered, Answered::Problem(ref problem) if problem.code == Code::RecoveryPending));
+    }
+    worker.stop().await;
+    assert_eq!(told.arrived().len(), 0);
+    let same = Service::start(&store, &old, told.clone()).await;
+    same.ask_until_known(ONE, 700).await;
+    assert_eq!(told.arrived().len(), 1);
+}
+
+// M52, G10: the worker gives back what it drives when it is stopped, and another goes on at once.
+async fn a_stopped_worker_leaves_no_lease_behind<S: Rows>(store: S) {
+    let plan = Plan::new(KEY_AND_QUERY);
+    let provider = ProviderProcess::start();
+    provider.fault("in_progress", -1, 0).await;
+    let service = Service::start(&store, &plan, adapter(&provider)).await;
+    let answered = service.ask(ONE, 700, Duration::from_millis(300)).await;
+    assert!(matches!(answered, Answered::Problem(ref problem) if problem.status == 202), "{answered:?}");
+    service.door.stop();
+    assert!(service.engine.drain(SOON).await);
+    assert_eq!(service.operation().await.lease_until, None);
+    provider.no_faults().await;
+    let next = Service::start(&store, &plan, adapter(&provider)).await;
+    let worker = next.recover();
+    eventually("recovered", SOON, || async { (next.operation().await.stage == Stage::Succeeded).then_some(()) }).await;
+    worker.stop().await;
+    assert_eq!(provider.count().await, (1, 1));
+    next.ended_once("settled").await;
+}
+
+// O1: a committed RECEIVED, and a phase that ended its transaction, are a person's.
+async fn o1_a_committed_first_phase_without_a_point_is_parked<S: Rows>(store: S) {
+    let plan = Plan::new(KEY).short_lease();
+    let dying = dies_in_a_call(&store, &plan).await;
+    let id = dying.operation().await.operation_id;
+    let table = S::table("operation");
+    store.write(&format!("update {table} set state = 'RECEIVED', point = 'RECEIVED'")).await;
+    let told = Scripted::default().answers(done());
+    let next = Service::start(&store, &plan, told.clone()).await;
+    let parked = eventually("parked", SOON, || async {
+        next.ask(ONE, 700, BUDGET).await;
+        next.operation().await.parked
+    })
+    .await;
+    assert_eq!(parked, "first-phase-ended-its-transaction");
+    assert!(matches!(store.take_operation(id, plan.lease).await.unwrap(), Taken::Not(_)));
+    assert_eq!(told.arrived().len(), 0);
+}
+
+crate::on_both! {
+    m115_m81_provider_success_then_crash_keeps_the_identity;
+    m80_m46_the_repeating_request_recovers_within_its_budget;
+    m83_m46_of_many_that_try_one_recovers;
+    o22_a_worker_takes_only_versions_that_it_has;
+    a_stopped_worker_leaves_no_lease_behind;
+    o1_a_committed_first_phase_without_a_point_is_parked;
+}

@@ -1,0 +1,100 @@
+//! What is refused before a request is taken.
+
+use std::time::Duration;
+
+use oncebox::policy::operation::provider::{Strategy, Window};
+use oncebox::policy::operation::record::Mode;
+use oncebox::policy::operation::{Route, provider::WindowError};
+use oncebox::runtime::operation::phased::{
+    Door, DoorError, Effect, First, FirstPhase, Flow, FlowError, Phase, Settled, SettledPhase, SettledPoint,
+    Settlements,
+};
+use oncebox::runtime::operation::{Endpoint, Engine, Reply};
+use oncebox::store::sqlite::SqliteStore;
+use oncebox::{HandlerError, async_trait};
+use uuid::Uuid;
+
+use crate::flow::{Charge, KEY, Plan, WINDOW, flow};
+use crate::scripted::Scripted;
+
+struct Nothing;
+
+#[async_trait]
+impl FirstPhase<SqliteStore, Charge> for Nothing {
+    async fn run(&self, _: &mut Phase<'_, SqliteStore>, _: &Charge) -> Result<First, HandlerError> {
+        Ok(First::Response(Reply::new(204)))
+    }
+}
+
+#[async_trait]
+impl SettledPhase<SqliteStore, Charge> for Nothing {
+    async fn run(&self, _: &mut Phase<'_, SqliteStore>, _: &Charge, _: &Settlements) -> Result<Settled, HandlerError> {
+        Ok(Settled::Response(Reply::new(204)))
+    }
+}
+
+fn effect(name: &'static str, strategy: Strategy) -> Effect<Scripted> {
+    Effect::new(name, Scripted::default(), strategy)
+}
+
+fn of(effects: &[Effect<Scripted>]) -> Result<Flow<SqliteStore>, FlowError> {
+    let begun = Flow::begin("create_charge", 1, Nothing);
+    effects.iter().fold(begun, |flow, effect| flow.effect(effect, Nothing)).build()
+}
+
+async fn engine(directory: &std::path::Path) -> Engine<SqliteStore> {
+    Engine::builder(crate::world::sqlite(directory).await).build()
+}
+
+// Shown by: leaving `validate` out.
+#[test]
+fn o6_a_window_in_which_nothing_can_be_repeated_is_refused() {
+    let window = Window { retention: Duration::from_secs(60), max_in_flight: Duration::from_secs(60) };
+    for strategy in [Strategy::Key(window), Strategy::KeyAndQuery(window)] {
+        let refused = of(&[effect("charge", strategy)]).expect_err("refused");
+        let Window { retention, max_in_flight } = window;
+        let error = WindowError { retention, max_in_flight };
+        assert_eq!(refused, FlowError::Window { flow: "create_charge", effect: "charge", error });
+    }
+    of(&[effect("charge", Strategy::Key(WINDOW))]).expect("good");
+}
+
+#[test]
+fn every_point_and_effect_is_registered_once_and_what_is_undone_is_there() {
+    assert!(matches!(of(&[effect("charge", KEY), effect("charge", KEY)]), Err(FlowError::Twice { .. })));
+    let shared = effect("refund", KEY).at("charge:sent", SettledPoint("refund:settled"));
+    assert!(matches!(of(&[effect("charge", KEY), shared]), Err(FlowError::Twice { .. })));
+    let undo = effect("refund", KEY).undoing("nothing");
+    let flow = Flow::begin("create_charge", 1, Nothing).effect(&effect("charge", KEY), Nothing).undo(&undo, Nothing);
+    assert!(matches!(flow.build(), Err(FlowError::Undoes { undoes: "nothing", .. })));
+}
+
+// Shown by: leaving `fits` out.
+#[tokio::test]
+async fn o5_a_call_that_does_not_fit_into_the_lease_is_refused() {
+    let directory = tempfile::tempdir().unwrap();
+    let engine = engine(directory.path()).await;
+    let plan = Plan::new(KEY).short_lease();
+    let endpoint = engine.protect(Endpoint::typed::<Charge>(plan.route())).unwrap();
+    let slow = Scripted::default().timeout(Duration::from_secs(2));
+    let refused = Door::builder(&engine, Uuid::nil()).register(flow(&plan, slow), &endpoint).expect_err("refused");
+    assert!(matches!(refused, DoorError::Flow(FlowError::Timeout { effect: "charge", .. })), "{refused}");
+    let quick = Scripted::default().timeout(Duration::from_millis(1_900));
+    Door::builder(&engine, Uuid::nil()).register(flow(&plan, quick), &endpoint).expect("good");
+}
+
+#[tokio::test]
+async fn a_flow_stands_under_the_name_and_mode_of_its_operation_once() {
+    let directory = tempfile::tempdir().unwrap();
+    let engine = engine(directory.path()).await;
+    let plan = Plan::new(KEY);
+    let here = engine.protect(Endpoint::typed::<Charge>(plan.route())).unwrap();
+    let other = engine.protect(Endpoint::raw("other", plan.route())).unwrap();
+    let door = || Door::builder(&engine, Uuid::nil());
+    let of = || flow(&plan, Scripted::default());
+    assert!(matches!(door().register(of(), &other), Err(DoorError::Name { .. })));
+    let twice = door().register(of(), &here).unwrap().register(of(), &here);
+    assert!(matches!(twice, Err(DoorError::Flow(FlowError::Registered { version: 1, .. }))));
+    let edge = engine.protect(Endpoint::typed::<Charge>(Route::new(Mode::Edge))).unwrap();
+    assert!(matches!(door().register(of(), &edge), Err(DoorError::Mode { .. })));
+}

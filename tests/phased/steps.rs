@@ -1,0 +1,309 @@
+//! The rules, step by step, with a provider that answers as it is told.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+use oncebox::policy::operation::flow::Stage;
+use oncebox::policy::operation::provider::{Answer, Matches, QueryAnswer, Strategy};
+use oncebox::policy::operation::{Code, Kid};
+use oncebox::runtime::operation::{Answered, Sealer};
+use oncebox::store::{NewEvidence, Sealed};
+use tokio::sync::Notify;
+use uuid::Uuid;
+
+use crate::flow::{KEY, Plan, Service};
+use crate::scripted::{Act, Scripted, declined, done};
+use crate::support::eventually;
+use crate::world::{Rows, SOON};
+
+const ONE: &str = "key-0000000000000001";
+const TWO: &str = "key-0000000000000002";
+const BUDGET: Duration = Duration::from_secs(20);
+
+fn code(answered: &Answered) -> Option<Code> {
+    match answered {
+        Answered::Problem(problem) => Some(problem.code),
+        Answered::Reply { .. } => None,
+    }
+}
+
+fn status(answered: &Answered) -> (u16, bool) {
+    match answered {
+        Answered::Reply { reply, replayed } => (reply.status, *replayed),
+        Answered::Problem(problem) => panic!("{problem:?}"),
+    }
+}
+
+// Shown by: preparing at every send; a key from the client.
+async fn o5_m78_a_resend_sends_the_same_bytes_under_the_same_key<S: Rows>(store: S) {
+    let told = Scripted::default().answers(Answer::NoAnswer).answers(Answer::status(500)).answers(done());
+    let service = Service::start(&store, &Plan::new(KEY), told.clone()).await;
+    assert_eq!(status(&service.ask(ONE, 700, BUDGET).await), (201, false));
+    let arrived = told.arrived();
+    assert_eq!(arrived.iter().map(|one| one.send).collect::<Vec<_>>(), [1, 2, 3]);
+    assert!(arrived.iter().all(|one| one.bytes == arrived[0].bytes && one.key == arrived[0].key), "{arrived:?}");
+    assert!(!arrived[0].key.contains(ONE));
+    service.ended_once("settled").await;
+}
+
+// Shown by: sending before the commit; a transaction held across the call (the write below waits for its end).
+async fn m52_o5_the_intent_is_committed_and_no_transaction_is_open_while_a_provider_is_called<S: Rows>(store: S) {
+    let look = store.clone();
+    let during = Box::pin(async move {
+        let sends =
+            format!("select count(*) from {} where sends = 1 and outcome is null", S::table("operation_intent"));
+        assert_eq!(look.number(&sends).await, 1);
+        assert_eq!(look.number("select count(*) from payment where state = 'pending'").await, 1);
+        tokio::time::timeout(Duration::from_millis(800), look.write("update payment set reference = 'seen'"))
+            .await
+            .unwrap();
+    });
+    let told = Scripted::default().then(Act::After(during, done()));
+    let service = Service::start(&store, &Plan::new(KEY), told).await;
+    assert_eq!(status(&service.ask(ONE, 700, BUDGET).await), (201, false));
+    assert_eq!(store.number("select count(*) from payment where reference = 'seen'").await, 1);
+}
+
+// Shown by: running the flow from its first phase.
+async fn m53_a_flow_goes_on_from_its_last_recovery_point<S: Rows>(store: S) {
+    let plan = Plan { local: true, ..Plan::new(KEY) };
+    plan.trouble.local_fails.store(1, Ordering::SeqCst);
+    let service = Service::start(&store, &plan, Scripted::default().answers(done())).await;
+    assert_eq!(code(&service.ask(ONE, 700, BUDGET).await), Some(Code::RecoveryPending));
+    let operation = service.operation().await;
+    assert_eq!((operation.stage, operation.point.as_str()), (Stage::Local, "LOCAL_PAYMENT_CREATED"));
+    assert_eq!((store.number("select count(*) from step").await, service.payments("pending").await), (0, 1));
+    let (reply, replayed) = service.ask_until_known(ONE, 700).await;
+    assert_eq!((reply.status, replayed), (201, true));
+    assert_eq!(store.number("select count(*) from step").await, 1);
+    service.ended_once("settled").await;
+}
+
+// Shown by: FAILED after the panic; running the call again.
+async fn o13_m74_a_panic_after_an_intent_is_unknown_and_recovers<S: Rows>(store: S) {
+    let plan = Plan::new(KEY);
+    plan.trouble.settled_panics.store(1, Ordering::SeqCst);
+    let told = Scripted::default().answers(done());
+    let service = Service::start(&store, &plan, told.clone()).await;
+    assert_eq!(code(&service.ask(ONE, 700, BUDGET).await), Some(Code::RecoveryPending));
+    let operation = service.operation().await;
+    assert_eq!((operation.stage, service.messages().await), (Stage::Unknown, 0), "the phase was rolled back");
+    let (reply, _) = service.ask_until_known(ONE, 700).await;
+    assert_eq!((reply.status, told.arrived().len()), (201, 1));
+    service.ended_once("settled").await;
+}
+
+// Shown by: committing what a refusing phase wrote; storing what is not to be stored.
+async fn o13_m71_before_an_intent_a_phase_may_refuse_or_forget<S: Rows>(store: S) {
+    let service = Service::start(&store, &Plan::new(KEY), Scripted::default()).await;
+    let key = |amount: i64| format!("key-000000000000000{amount}");
+    for (amount, expected, remembered) in
+        [(1, 402, true), (2, 404, false), (3, 409, false), (4, 503, false), (7, 201, true)]
+    {
+        assert_eq!(status(&service.ask(&key(amount), amount, BUDGET).await), (expected, false), "{amount}");
+        assert_eq!(status(&service.ask(&key(amount), amount, BUDGET).await), (expected, remembered), "{amount}");
+    }
+    for amount in [5, 6] {
+        assert_eq!(code(&service.ask(&key(amount), amount, BUDGET).await), Some(Code::OperationFailed));
+    }
+    assert_eq!(store.number("select count(*) from payment").await, 1, "of the one that succeeded");
+    let records = format!("select count(*) from {}", S::table("idempotency_request"));
+    assert_eq!(store.number(&records).await, 2);
+}
+
+// M26, M27: in every state that a phased operation can be in.
+async fn m26_another_command_under_the_key_is_refused_in_every_state<S: Rows>(store: S) {
+    let told = Scripted::default().answers(Answer::status(500)).answers(done());
+    let mut plan = Plan::new(KEY);
+    plan.settings.calls_per_drive = 1;
+    let service = Service::start(&store, &plan, told).await;
+    service.ask(ONE, 700, BUDGET).await;
+    assert_eq!(service.operation().await.stage, Stage::Unknown);
+    assert_eq!(code(&service.ask(ONE, 701, BUDGET).await), Some(Code::KeyReused));
+    service.ask_until_known(ONE, 700).await;
+    assert_eq!(code(&service.ask(ONE, 701, BUDGET).await), Some(Code::KeyReused));
+    service.ended_once("settled").await;
+}
+
+// Shown by: taking "not found" for a failure; resending after it.
+async fn o6_not_found_never_decides_and_never_resends<S: Rows>(store: S) {
+    let told = Scripted::default().answers(Answer::NoAnswer).finds(QueryAnswer::NotFound);
+    let service = Service::start(&store, &Plan::new(Strategy::Query), told.clone()).await;
+    for _ in 0..3 {
+        assert_eq!(code(&service.ask(ONE, 700, BUDGET).await), Some(Code::OutcomeUnknown));
+    }
+    let operation = service.operation().await;
+    assert_eq!(operation.parked.as_deref(), Some("provider-did-not-find-it"));
+    assert_eq!((told.arrived().len(), told.asked()), (1, 1));
+}
+
+async fn o6_what_a_query_finds_settles<S: Rows>(store: S) {
+    let told =
+        Scripted::default().answers(Answer::NoAnswer).finds(QueryAnswer::Failed).finds(QueryAnswer::Done(Matches::ALL));
+    let service = Service::start(&store, &Plan::new(Strategy::Query), told.clone()).await;
+    assert_eq!(status(&service.ask(ONE, 700, BUDGET).await), (201, false));
+    assert_eq!((told.arrived().len(), told.asked()), (1, 2));
+    service.ended_once("settled").await;
+}
+
+// M82: a provider without key and query is a declared gap. Shown by: resending.
+async fn m82_o6_without_key_and_query_an_operator_decides<S: Rows>(store: S) {
+    let told = Scripted::default().answers(Answer::NoAnswer);
+    let service = Service::start(&store, &Plan::new(Strategy::None), told.clone()).await;
+    assert_eq!(code(&service.ask(ONE, 700, BUDGET).await), Some(Code::OutcomeUnknown));
+    let operation = service.operation().await;
+    assert_eq!(operation.parked.as_deref(), Some("provider-without-key-or-query"));
+    assert_eq!(told.arrived().len(), 1);
+}
+
+// O9. Shown by: FAILED when the attempts are used up; counting the attempts of impatient clients.
+async fn o9_attempts_never_turn_unknown_into_failed<S: Rows>(store: S) {
+    let mut told = Scripted::default();
+    for _ in 0..200 {
+        told = told.answers(Answer::status(500));
+    }
+    let mut plan = Plan::new(KEY);
+    plan.settings.attempts_max = 3;
+    plan.settings.calls_per_drive = 1;
+    let service = Service::start(&store, &plan, told.clone()).await;
+    assert_eq!(code(&service.ask(ONE, 700, BUDGET).await), Some(Code::RecoveryPending));
+    let worker = service.recover();
+    let parked = eventually("parked", SOON, || async { service.operation().await.parked }).await;
+    worker.stop().await;
+    let operation = service.operation().await;
+    assert_eq!((parked.as_str(), operation.stage, operation.attempts), ("attempts-used-up", Stage::Unknown, 3));
+    assert_eq!(code(&service.ask(ONE, 700, BUDGET).await), Some(Code::OutcomeUnknown));
+    assert_eq!(service.payments("pending").await, 1);
+}
+
+async fn m76_a_listed_refusal_is_the_outcome_and_is_replayed<S: Rows>(store: S) {
+    let told = Scripted::default().answers(Answer::NoAnswer).answers(declined());
+    let service = Service::start(&store, &Plan::new(KEY), told).await;
+    assert_eq!(status(&service.ask(ONE, 700, BUDGET).await), (402, false));
+    assert_eq!(status(&service.ask(ONE, 700, BUDGET).await), (402, true));
+    service.ended_once("failed").await;
+}
+
+// O8: an answer that comes after the lease was lost. Shown by: fencing evidence; cancelling the call.
+async fn o8_an_answer_after_the_lease_was_lost_is_evidence_for_the_next<S: Rows>(store: S) {
+    let (arrives, goes) = (Arc::new(Notify::new()), Arc::new(Notify::new()));
+    let (here, there) = (Arc::clone(&arrives), Arc::clone(&goes));
+    let waits = Box::pin(async move {
+        here.notify_one();
+        there.notified().await;
+    });
+    let told = Scripted::default().then(Act::After(waits, done())).timeout(Duration::from_secs(15));
+    let slow = Service::start(&store, &Plan::new(Strategy::Query), told.clone()).await;
+    let first = async { slow.ask(ONE, 700, Duration::from_millis(1)).await };
+    let (first, ()) = tokio::join!(first, arrives.notified());
+    assert_eq!(code(&first), Some(Code::RecoveryPending));
+    // The lease is over for everybody but the one who still waits for its answer.
+    let (owner, table) = (slow.operation().await.epoch, S::table("operation"));
+    let over = if S::PREFIX == "oncebox." { "now() - interval '1 second'" } else { "1000" };
+    store.write(&format!("update {table} set lease_until = {over}")).await;
+    let silent = Scripted::default();
+    let next = Service::start(&store, &Plan::new(Strategy::Query), silent.clone()).await;
+    let before = eventually("another epoch", SOON, || async {
+        next.ask(ONE, 700, BUDGET).await;
+        let operation = next.operation().await;
+        (operation.epoch > owner).then_some(operation)
+    })
+    .await;
+    assert!(
+        matches!(before.stage, Stage::Unknown | Stage::Outstanding)
+            && before.evidence.iter().all(|row| row.evidence.send == 0)
+    );
+    goes.notify_one();
+    let (reply, replayed) = next.ask_until_known(ONE, 700).await;
+    assert_eq!((reply.status, replayed, told.arrived().len(), silent.arrived().len()), (201, true, 1, 0));
+    let answer = next.operation().await.evidence.into_iter().find(|row| row.evidence.send == 1).unwrap();
+    assert_eq!((answer.evidence.epoch, answer.evidence.verdict.as_str()), (owner, "success"));
+    next.ended_once("settled").await;
+}
+
+// O8, O9: what an operator saw is evidence, and decides. Shown by: reading evidence before the transaction that decides.
+async fn o8_m48_an_operator_says_what_happened_and_the_flow_goes_on<S: Rows>(store: S) {
+    let told = Scripted::default().answers(Answer::NoAnswer);
+    let mut plan = Plan::new(KEY);
+    plan.settings.calls_per_drive = 1;
+    let service = Service::start(&store, &plan, told.clone()).await;
+    assert_eq!(code(&service.ask(ONE, 700, BUDGET).await), Some(Code::RecoveryPending));
+    let operation = service.operation().await;
+    let word = NewEvidence {
+        operation_id: operation.operation_id,
+        effect: "charge".to_owned(),
+        epoch: operation.epoch,
+        send: 0,
+        kind: "operator".to_owned(),
+        verdict: "success".to_owned(),
+        status: None,
+        bytes: Sealed { bytes: b"seen in the provider's console".to_vec(), kid: None },
+    };
+    store.observe(&word).await.unwrap();
+    let (reply, _) = service.ask_until_known(ONE, 700).await;
+    assert_eq!((reply.status, told.arrived().len()), (201, 1));
+    service.ended_once("settled").await;
+}
+
+// O22, M67. Shown by: storing the command in plain.
+async fn o22_commands_requests_and_evidence_are_sealed_and_recovered_by_who_has_the_key<S: Rows>(store: S) {
+    let kid: Kid = "k1".parse().unwrap();
+    let key = [7_u8; 32];
+    let sealer = Sealer::encrypting(&kid, [(kid.clone(), key.as_slice())]).unwrap();
+    let mut plan = Plan { sealer, ..Plan::new(KEY) };
+    plan.settings.calls_per_drive = 1;
+    let told = Scripted::default().answers(Answer::status(500)).answers(done());
+    let service = Service::start(&store, &plan, told.clone()).await;
+    assert_eq!(code(&service.ask(ONE, 4_242, BUDGET).await), Some(Code::RecoveryPending));
+    let operation = service.operation().await;
+    let holds = |bytes: &[u8]| bytes.windows(4).any(|part| part == b"4242");
+    assert!(operation.command.kid.is_some() && !holds(&operation.command.bytes));
+    assert!(!holds(&operation.intents[0].intent.request.bytes));
+    assert!(operation.evidence.iter().all(|row| row.evidence.bytes.kid.as_deref() == Some("k1")));
+    // Without the key nothing is sent and nothing is decided.
+    let blind = Service::start(&store, &Plan::new(KEY), told.clone()).await;
+    assert_eq!(code(&blind.ask(ONE, 4_242, BUDGET).await), Some(Code::RecoveryPending));
+    assert_eq!((told.arrived().len(), blind.operation().await.parked), (1, None));
+    let (reply, _) = service.ask_until_known(ONE, 4_242).await;
+    assert_eq!((reply.status, holds(&told.arrived()[1].bytes)), (201, true));
+}
+
+// O22. Shown by: leaving the comparison out.
+async fn o22_in_a_cloned_database_nothing_is_sent<S: Rows>(store: S) {
+    let told = Scripted::default().answers(Answer::status(500)).answers(done());
+    let mut plan = Plan::new(KEY);
+    plan.settings.calls_per_drive = 1;
+    let service = Service::start(&store, &plan, told.clone()).await;
+    service.ask(ONE, 700, BUDGET).await;
+    let ours = store.deployment().await.unwrap();
+    store.set_deployment(Uuid::now_v7()).await.unwrap();
+    // What the configuration of the services says is still the old one.
+    let clone = Service::start(&store, &Plan { deployment: Some(ours), ..plan.clone() }, told.clone()).await;
+    let worker = clone.recover();
+    assert_eq!(code(&clone.ask(ONE, 700, BUDGET).await), Some(Code::RecoveryPending));
+    assert_eq!(code(&clone.ask(TWO, 700, BUDGET).await), Some(Code::StoreUnavailable));
+    worker.stop().await;
+    assert_eq!((told.arrived().len(), service.operation().await.attempts), (1, 0));
+    store.set_deployment(ours).await.unwrap();
+    let (reply, _) = service.ask_until_known(ONE, 700).await;
+    assert_eq!((reply.status, told.arrived().len()), (201, 2));
+}
+
+crate::on_both! {
+    o5_m78_a_resend_sends_the_same_bytes_under_the_same_key;
+    m52_o5_the_intent_is_committed_and_no_transaction_is_open_while_a_provider_is_called;
+    m53_a_flow_goes_on_from_its_last_recovery_point;
+    o13_m74_a_panic_after_an_intent_is_unknown_and_recovers;
+    o13_m71_before_an_intent_a_phase_may_refuse_or_forget;
+    m26_another_command_under_the_key_is_refused_in_every_state;
+    o6_not_found_never_decides_and_never_resends;
+    o6_what_a_query_finds_settles;
+    m82_o6_without_key_and_query_an_operator_decides;
+    o9_attempts_never_turn_unknown_into_failed;
+    m76_a_listed_refusal_is_the_outcome_and_is_replayed;
+    o8_an_answer_after_the_lease_was_lost_is_evidence_for_the_next;
+    o8_m48_an_operator_says_what_happened_and_the_flow_goes_on;
+    o22_commands_requests_and_evidence_are_sealed_and_recovered_by_who_has_the_key;
+    o22_in_a_cloned_database_nothing_is_sent;
+}

@@ -1,0 +1,76 @@
+//! A database with the tables of a small service, and what tests ask it.
+
+use std::path::Path;
+use std::time::Duration;
+
+use oncebox::Store;
+use oncebox::async_trait;
+use oncebox::sqlx::{self, AssertSqlSafe, Database, raw_sql};
+use oncebox::store::postgres::PostgresStore;
+use oncebox::store::sqlite::SqliteStore;
+use oncebox::store::{Base, Operations, Phases, Schema, StoreOptions};
+
+pub(crate) type Connection<S> = <<S as Base>::Db as Database>::Connection;
+
+/// Long enough for a busy machine; a condition that holds ends the wait at once.
+pub(crate) const SOON: Duration = Duration::from_secs(60);
+
+const TABLES: &str =
+    "create table payment (id varchar(36) primary key, reference varchar(64), amount bigint, state varchar(16));
+    create table step (name varchar(64))";
+
+/// What tests need of a database beyond the traits.
+#[async_trait]
+pub(crate) trait Rows: Store + Phases + Operations {
+    const PREFIX: &'static str;
+
+    async fn run(connection: &mut Connection<Self>, sql: String) -> Result<(), sqlx::Error>;
+    async fn write(&self, sql: &str);
+    async fn number(&self, sql: &str) -> i64;
+    async fn texts(&self, sql: &str) -> Vec<String>;
+
+    /// A table of oncebox.
+    fn table(name: &str) -> String {
+        format!("{}{name}", Self::PREFIX)
+    }
+}
+
+macro_rules! rows {
+    ($store:ty, $prefix:literal) => {
+        #[async_trait]
+        impl Rows for $store {
+            const PREFIX: &'static str = $prefix;
+
+            async fn run(connection: &mut Connection<Self>, sql: String) -> Result<(), sqlx::Error> {
+                raw_sql(AssertSqlSafe(sql)).execute(connection).await.map(|_| ())
+            }
+
+            async fn write(&self, sql: &str) {
+                raw_sql(AssertSqlSafe(sql.to_owned())).execute(self.pool()).await.unwrap();
+            }
+
+            async fn number(&self, sql: &str) -> i64 {
+                sqlx::query_scalar(AssertSqlSafe(sql.to_owned())).fetch_one(self.pool()).await.unwrap()
+            }
+
+            async fn texts(&self, sql: &str) -> Vec<String> {
+                sqlx::query_scalar(AssertSqlSafe(sql.to_owned())).fetch_all(self.pool()).await.unwrap()
+            }
+        }
+    };
+}
+
+rows!(SqliteStore, "oncebox_");
+rows!(PostgresStore, "oncebox.");
+
+pub(crate) async fn sqlite(directory: &Path) -> SqliteStore {
+    let url = format!("sqlite://{}", directory.join("phased.db").display());
+    let store = SqliteStore::connect(&StoreOptions { create: true, ..StoreOptions::new(url) }).await.unwrap();
+    store.migrate().await.unwrap();
+    prepared(store).await
+}
+
+pub(crate) async fn prepared<S: Rows>(store: S) -> S {
+    store.write(TABLES).await;
+    store
+}
