@@ -9,6 +9,7 @@
 //! | room | for |
 //! |---|---|
 //! | [`app`], [`cli`], [`http`] | what people and processes touch (feature `programs`) |
+//! | `grpc`, `client` | the same operations over gRPC, and who calls them (features `grpc`, `client`) |
 //! | [`runtime`] | relay, consumer, retries, e-mail sender: who does the work |
 //! | [`store`] and [`broker`] | where state lives, and how bytes leave and arrive; they never see each other |
 //! | [`observe`] | every metric name, once |
@@ -25,6 +26,8 @@ pub mod client;
 pub mod error;
 #[cfg(any(feature = "embedded", feature = "sqlite"))]
 mod flock;
+#[cfg(feature = "grpc")]
+pub mod grpc;
 #[cfg(any(feature = "programs", feature = "http"))]
 pub mod http;
 pub mod message;

@@ -17,10 +17,12 @@
 //! | [`suspicion`] | which deliveries run alone, with the attempt written first | R26 |
 //! | [`split`] | how a failed batch is run again | R27 |
 //! | [`horizon`] | what is too old or from the future, and how long the inbox must remember | R31 |
+//! | [`breaker`] | when an outside place is left alone for a while | M110 |
 //! | [`operation`] | what a second request is, and what becomes of it | O1 to O29 |
 //!
 //! Not here: SQL, brokers, tasks and timers (`store`, `broker`, `runtime`), and the words for metrics (`observe`).
 
+pub mod breaker;
 pub mod db_time;
 pub mod diversion;
 pub mod gaps;

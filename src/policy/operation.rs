@@ -25,6 +25,7 @@
 //! | [`doubt`] | what follows a transaction of unknown outcome | O1 |
 //! | [`provider`] | what an outside provider's answer proves, and the next step | O5 to O8 |
 //! | [`problem`], [`pace`] | the codes, and when to come again | O29 |
+//! | [`resend`] | what a client does after an attempt | O26, O27 |
 //! | [`retention`] | how long what is remembered | O3, O23, M99 |
 
 pub mod canonical;
@@ -44,6 +45,7 @@ pub mod problem;
 pub mod provider;
 pub mod raw;
 pub mod record;
+pub mod resend;
 pub mod retention;
 pub mod route;
 

@@ -14,6 +14,8 @@ pub mod door_a;
 pub mod fencing;
 pub mod held;
 pub mod inbox;
+pub mod key_operator;
+pub mod keys;
 pub mod lifetimes;
 mod limits;
 pub mod lost;
@@ -35,7 +37,7 @@ use sqlx::{Database, Transaction};
 pub use limits::{LimitCase, RawMessage, RawValue, limit_cases};
 pub use trial::Trial;
 
-use super::{Base, Store};
+use super::{Base, Keys, Store};
 
 /// The connection of a fixture's database.
 pub type Connection<F> = <<<F as Fixture>::Store as Base>::Db as Database>::Connection;
@@ -81,10 +83,85 @@ pub trait Fixture: Sized + Send + Sync + 'static {
     fn remove(self) -> impl Future<Output = ()> + Send;
 }
 
+/// What only a test needs of a store of keys. Every [`Fixture`] gives one: its [`Trial`].
+pub trait KeysFixture: Sized + Send + Sync + 'static {
+    /// The store under test.
+    type Store: Keys;
+
+    /// A private, empty store. None, with a line `SKIPPED: case (why)` on stderr, where the service that it needs is not there.
+    fn start(case: &str) -> impl Future<Output = Option<Self>> + Send;
+
+    /// The store.
+    fn store(&self) -> &Self::Store;
+
+    /// Whether records and bodies go at their time without a cleaner.
+    fn forgets_by_itself(&self) -> bool {
+        false
+    }
+
+    /// Whether a cleaner takes bodies away one by one.
+    fn bodies_go_in_batches(&self) -> bool {
+        !self.forgets_by_itself()
+    }
+
+    /// Makes every stored lease say that its length is a second, whatever its end is: as if the clock had gone back.
+    fn shorten_leases(&self) -> impl Future<Output = ()> + Send;
+
+    /// How many records are stored.
+    fn records(&self) -> impl Future<Output = i64> + Send;
+
+    /// How many bodies are stored.
+    fn bodies(&self) -> impl Future<Output = i64> + Send;
+
+    /// Takes the store away. Not called when a case fails.
+    fn end(self) -> impl Future<Output = ()> + Send;
+}
+
+/// One test for each case of a store of keys, on a fixture: `oncebox::keys_conformance!(MyFixture);`. A whole store has them in
+/// [`store_conformance!`](crate::store_conformance) already.
+#[macro_export]
+macro_rules! keys_conformance {
+    ($fixture:ty) => {
+        $crate::keys_conformance! { $fixture;
+            [
+                m39_of_twenty_claims_at_once_one_owns,
+                m42_what_refuses_a_claim_is_returned_whole,
+                o16_keys_and_tenants_that_differ_in_one_byte_are_different,
+                o3_an_answer_comes_back_as_it_was,
+                o2_a_claim_is_taken_over_only_when_its_lease_is_over,
+                r22_a_claim_whose_lease_is_longer_than_its_length_is_stale,
+                o2_an_owner_that_was_taken_over_changes_nothing,
+                o11_a_release_frees_the_key_only_while_it_runs,
+                o11_a_stale_edge_claim_becomes_unknown_once,
+                o29_what_failed_with_nothing_outstanding_runs_again,
+                o4_a_key_is_used_anew_only_after_its_time,
+                m99_bodies_go_and_their_records_stay,
+                m100_a_purge_takes_only_what_has_its_outcome,
+                m103_what_is_open_is_counted,
+                o2_a_claim_of_another_door_is_refused,
+            ]
+        }
+    };
+    ($fixture:ty; [$($case:ident),* $(,)?]) => {
+        $(
+            #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+            async fn $case() {
+                use $crate::store::conformance::KeysFixture;
+                let Some(fixture) = <$fixture as KeysFixture>::start(stringify!($case)).await else {
+                    return;
+                };
+                $crate::store::conformance::keys::$case(&fixture).await;
+                fixture.end().await;
+            }
+        )*
+    };
+}
+
 /// One test for each case of the suite, on a fixture: `oncebox::store_conformance!(MyFixture);`.
 #[macro_export]
 macro_rules! store_conformance {
     ($fixture:ty) => {
+        $crate::keys_conformance!($crate::store::conformance::Trial<$fixture>);
         $crate::store_conformance! { $fixture;
             schema: [
                 a_new_database_has_no_schema,
@@ -199,22 +276,7 @@ macro_rules! store_conformance {
                 r31_redriving_what_left_no_inbox_row_inserts_it,
             ];
             operations: [
-                m39_of_twenty_claims_at_once_one_owns,
-                m42_what_refuses_a_claim_is_returned_whole,
-                o16_keys_and_tenants_that_differ_in_one_byte_are_different,
-                o3_an_answer_comes_back_as_it_was,
-                o2_a_claim_is_taken_over_only_when_its_lease_is_over,
-                r22_a_claim_whose_lease_is_longer_than_its_length_is_stale,
-                o2_an_owner_that_was_taken_over_changes_nothing,
                 o2_a_bridged_outcome_goes_with_the_handlers_transaction,
-                o11_a_release_frees_the_key_only_while_it_runs,
-                o11_a_stale_edge_claim_becomes_unknown_once,
-                o29_what_failed_with_nothing_outstanding_runs_again,
-                o4_a_key_is_used_anew_only_after_its_time,
-                m99_bodies_go_and_their_records_stay,
-                m100_a_purge_takes_only_what_has_its_outcome,
-                m103_what_is_open_is_counted,
-                o2_a_claim_of_another_door_is_refused,
             ];
             door_a: [
                 m50_claim_effects_messages_and_answer_commit_together,
@@ -247,6 +309,15 @@ macro_rules! store_conformance {
                 o3_what_is_recovered_late_is_remembered_from_its_outcome,
                 o4_a_key_used_anew_gets_a_new_operation,
                 o22_the_deployment_is_the_databases,
+            ];
+            key_operator: [
+                keys_are_found_by_every_filter,
+                o11_a_key_is_released_and_purged_only_where_nothing_may_have_happened,
+                o11_an_unknown_key_is_resolved_once,
+                o8_operations_are_found_by_every_filter_and_conflicts_are_seen,
+                o6_a_retry_is_the_workers_and_a_duplicate_is_accepted_by_name,
+                o9_a_resolved_operation_and_its_record_have_one_outcome,
+                o8_an_effect_is_resolved_and_its_flow_goes_on,
             ];
             mailbox: [
                 an_email_is_one_row_for_its_unique_key,
@@ -281,6 +352,8 @@ mod tests {
             include_str!("conformance/fencing.rs"),
             include_str!("conformance/held.rs"),
             include_str!("conformance/inbox.rs"),
+            include_str!("conformance/key_operator.rs"),
+            include_str!("conformance/keys.rs"),
             include_str!("conformance/lifetimes.rs"),
             include_str!("conformance/lost.rs"),
             include_str!("conformance/mailbox.rs"),

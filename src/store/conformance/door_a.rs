@@ -3,7 +3,7 @@
 
 use std::time::Duration;
 
-use super::operations::{KEPT, answer, claim, completed, record};
+use super::keys::{KEPT, answer, claim, completed, record};
 use super::trial::{effect, new_message, payloads, read_nothing, read_rows};
 use super::{Connection, Fixture, Trial};
 use crate::policy::operation::doubt;

@@ -5,7 +5,7 @@ use std::time::Duration;
 use sqlx::Transaction;
 use uuid::Uuid;
 
-use super::{Connection, Fixture};
+use super::{Connection, Fixture, KeysFixture};
 use crate::message::{Arrived, Coordinates, IdRule, Message, MessageId, NewMessage};
 use crate::store::{
     Base, ConsumerId, ConsumerSpec, Inbox, InboxEntry, InboxTx, LeaseAnswer, LeaseRequest, Mark, Outbox, OutboxRow,
@@ -133,6 +133,40 @@ impl<F: Fixture> Trial<F> {
         assert_eq!(known, vec![None], "a case parks what is new");
         tx.park(&[parked(message, park_as)]).await.unwrap();
         tx.commit().await.unwrap();
+    }
+}
+
+impl<F: Fixture> KeysFixture for Trial<F> {
+    type Store = F::Store;
+
+    async fn start(case: &str) -> Option<Self> {
+        Self::start(case).await
+    }
+
+    fn store(&self) -> &F::Store {
+        &self.store
+    }
+
+    fn bodies_go_in_batches(&self) -> bool {
+        // PostgreSQL drops partitions.
+        F::Store::NAME != "postgres"
+    }
+
+    async fn shorten_leases(&self) {
+        let length = if F::Store::NAME == "sqlite" { "lease_ms = 1000" } else { "lease_seconds = 1" };
+        self.run(&format!("update {} set {length}", self.table("idempotency_request"))).await;
+    }
+
+    async fn records(&self) -> i64 {
+        self.number(&format!("select count(*) from {}", self.table("idempotency_request"))).await
+    }
+
+    async fn bodies(&self) -> i64 {
+        self.number(&format!("select count(*) from {}", self.table("idempotency_body"))).await
+    }
+
+    async fn end(self) {
+        Self::end(self).await;
     }
 }
 

@@ -160,7 +160,8 @@ pub(in crate::store) fn pack(headers: &[(String, Vec<u8>)]) -> Vec<u8> {
     packed
 }
 
-fn unpack(mut packed: &[u8]) -> Result<Vec<(String, Vec<u8>)>, StoreError> {
+/// What [`pack`] packed.
+pub(in crate::store) fn unpack(mut packed: &[u8]) -> Result<Vec<(String, Vec<u8>)>, StoreError> {
     let mut part = || -> Option<Vec<u8>> {
         let (length, rest) = packed.split_first_chunk::<4>()?;
         let (part, rest) = rest.split_at_checked(usize::try_from(u32::from_be_bytes(*length)).ok()?)?;

@@ -1,0 +1,130 @@
+//! What a server publishes of its keys at `/.well-known/idempotency`: for how long it remembers them.
+//!
+//! Not here: serving it (`http`).
+
+use std::time::Duration;
+
+use serde::Deserialize;
+
+use super::ClientError;
+
+/// Where it is published.
+const PATH: &str = "/.well-known/idempotency";
+/// The longest document that is read, in bytes.
+const BYTES_MAX: usize = 1 << 20;
+
+/// What a server publishes.
+#[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
+#[non_exhaustive]
+pub struct Advertised {
+    /// Its operations.
+    pub operations: Vec<AdvertisedOperation>,
+}
+
+/// One operation of a server.
+#[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
+#[non_exhaustive]
+pub struct AdvertisedOperation {
+    /// Its name.
+    pub operation: String,
+    /// Its path.
+    pub path: String,
+    /// Its method.
+    pub method: String,
+    /// Whether a key is needed.
+    #[serde(default)]
+    pub required: bool,
+    /// How long an answer is replayed, counted from the outcome.
+    #[serde(deserialize_with = "duration")]
+    pub ttl: Duration,
+}
+
+impl Advertised {
+    /// The shortest lifetime of all operations.
+    #[must_use]
+    pub fn shortest(&self) -> Option<Duration> {
+        self.operations.iter().map(|operation| operation.ttl).min()
+    }
+}
+
+fn duration<'de, D: serde::Deserializer<'de>>(deserializer: D) -> Result<Duration, D::Error> {
+    let text = String::deserialize(deserializer)?;
+    iso_8601(&text).ok_or_else(|| serde::de::Error::custom(format!("`{text}` is no duration of days to seconds")))
+}
+
+/// A duration such as `PT24H`, `P1D` or `P1DT30M`: whole numbers of weeks, days, hours, minutes and seconds. Months and years have
+/// no length.
+fn iso_8601(text: &str) -> Option<Duration> {
+    let rest = text.strip_prefix('P')?;
+    let (days, times) = rest.split_once('T').map_or((rest, None), |(days, times)| (days, Some(times)));
+    if times.is_some_and(str::is_empty) || (days.is_empty() && times.is_none()) {
+        return None;
+    }
+    let parts = |mut text: &str, units: &[(char, u64)]| -> Option<u64> {
+        let mut seconds = 0_u64;
+        for &(unit, length) in units {
+            if let Some((number, behind)) = text.split_once(unit) {
+                if number.is_empty() || !number.bytes().all(|byte| byte.is_ascii_digit()) {
+                    return None;
+                }
+                seconds = seconds.checked_add(number.parse::<u64>().ok()?.checked_mul(length)?)?;
+                text = behind;
+            }
+        }
+        text.is_empty().then_some(seconds)
+    };
+    let days = parts(days, &[('W', 604_800), ('D', 86_400)])?;
+    let times = parts(times.unwrap_or_default(), &[('H', 3_600), ('M', 60), ('S', 1)])?;
+    Some(Duration::from_secs(days.checked_add(times)?))
+}
+
+/// Asks a server.
+pub(super) async fn ask(http: &reqwest::Client, url: &str, timeout: Duration) -> Result<Advertised, ClientError> {
+    let unusable = |error: &dyn std::fmt::Display| ClientError::Request(error.to_string());
+    let place = reqwest::Url::parse(url).and_then(|url| url.join(PATH)).map_err(|error| unusable(&error))?;
+    let whole = async {
+        let mut answer = http.get(place).send().await.map_err(|error| unusable(&error.without_url()))?;
+        if answer.status().as_u16() != 200 {
+            return Err(ClientError::Request(format!("{PATH} is answered with {}", answer.status())));
+        }
+        let mut body = Vec::new();
+        while let Some(chunk) = answer.chunk().await.map_err(|error| unusable(&error.without_url()))? {
+            body.extend_from_slice(&chunk);
+            if body.len() > BYTES_MAX {
+                return Err(ClientError::Request(format!("{PATH} is longer than {BYTES_MAX} bytes")));
+            }
+        }
+        serde_json::from_slice(&body).map_err(|error| unusable(&error))
+    };
+    tokio::time::timeout(timeout, whole).await.map_err(|_| ClientError::Request(format!("{PATH} does not answer")))?
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    // Shown by: reading M as months everywhere; allowing an empty T.
+    #[test]
+    fn lifetimes_are_read_as_they_are_published() {
+        for (text, seconds) in [
+            ("PT24H", Some(86_400)),
+            ("P1D", Some(86_400)),
+            ("P2W", Some(1_209_600)),
+            ("P1DT1H30M5S", Some(91_805)),
+            ("PT90M", Some(5_400)),
+            ("PT0S", Some(0)),
+            ("P1M", None),
+            ("P1Y", None),
+            ("PT", None),
+            ("P", None),
+            ("P1DT", None),
+            ("PT1.5H", None),
+            ("PT-1H", None),
+            ("PT5M1H", None),
+            ("24h", None),
+            ("PT99999999999999999999H", None),
+        ] {
+            assert_eq!(iso_8601(text), seconds.map(Duration::from_secs), "{text}");
+        }
+    }
+}

@@ -1,0 +1,296 @@
+//! Keys that outlive the process: what is about to be sent, on the disk before it is (O27).
+//!
+//! One file for each operation, in a directory that one process holds at a time. A file is a line of JSON (key, method, URL,
+//! headers, time of the first send), and behind it the sealed body, if bodies are kept.
+//!
+//! Promises:
+//!
+//! * A file is whole or absent: written beside, synchronised, renamed, and the directory synchronised, before the first send.
+//!   What cannot be written is not sent.
+//! * Only the owner reads it (mode 600, directory 700). Credentials are never in it, a body only encrypted.
+//! * A key keeps its request: another method, URL or body under it is refused.
+//! * It goes when the application acknowledges the result, and by nothing else.
+//!
+//! Not here: what is sent again and when (`sending`).
+
+mod entry;
+
+use std::fs::{self, File, OpenOptions, TryLockError};
+use std::io::{self, Write};
+use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::SystemTime;
+
+use reqwest::header::HeaderMap;
+use sha2::{Digest, Sha256};
+
+use self::entry::Entry;
+use super::request::Request;
+use crate::policy::operation::Key;
+
+#[cfg(feature = "encrypt")]
+pub use self::entry::JournalCipher;
+
+/// The lock file; the name of no entry.
+const LOCK: &str = "lock";
+/// What is being written; never sent, and so removed when found.
+const UNFINISHED: &str = "part";
+/// An entry.
+const ENTRY: &str = "key";
+
+/// What is kept of bodies.
+#[derive(Debug, Clone)]
+#[non_exhaustive]
+pub enum Bodies {
+    /// A SHA-256: whoever resumes must have the same bytes.
+    Digest,
+    /// The bytes, encrypted.
+    #[cfg(feature = "encrypt")]
+    Encrypted(JournalCipher),
+}
+
+/// What a journal says no to.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum JournalError {
+    /// Another process holds the directory; two would send the same operations at once.
+    #[error("another process holds {}", .0.display())]
+    Locked(PathBuf),
+    /// The file system refused.
+    #[error("{}: {source}", path.display())]
+    Io {
+        /// Which file.
+        path: PathBuf,
+        /// Why.
+        #[source]
+        source: io::Error,
+    },
+    /// A file that is no entry of this journal, or sealed with another secret. It may stand for an operation: it is not passed
+    /// over.
+    #[error("{} cannot be read: {why}", path.display())]
+    Unreadable {
+        /// Which file.
+        path: PathBuf,
+        /// Why.
+        why: String,
+    },
+    /// The key stands in the journal for another method or URL.
+    #[error("the key is that of another request")]
+    OtherRequest,
+    /// The body is not that of the first send.
+    #[error("the body is not that of the first send")]
+    OtherBody,
+    /// The journal keeps a digest of the body, and no body was given.
+    #[error("the journal does not keep the body: give the same bytes again")]
+    BodyNeeded,
+}
+
+/// An operation whose result no application acknowledged.
+#[derive(Debug, Clone)]
+pub struct Pending {
+    /// Its key.
+    pub key: Key,
+    /// Its method.
+    pub method: String,
+    /// Its URL.
+    pub url: String,
+    /// Its headers, without credentials.
+    pub headers: HeaderMap,
+    /// Its body.
+    pub body: PendingBody,
+    /// When it was journalled, just before the first send.
+    pub first_sent_at: SystemTime,
+}
+
+/// What the journal keeps of a body.
+#[derive(Clone, PartialEq, Eq)]
+pub enum PendingBody {
+    /// The bytes.
+    Kept(Vec<u8>),
+    /// Their SHA-256.
+    Digest([u8; 32]),
+}
+
+impl std::fmt::Debug for PendingBody {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::Kept(bytes) => write!(f, "Kept({} bytes)", bytes.len()),
+            Self::Digest(_) => f.write_str("Digest"),
+        }
+    }
+}
+
+impl PendingBody {
+    /// Whether these are the bytes.
+    fn is(&self, body: &[u8]) -> bool {
+        match self {
+            Self::Kept(kept) => kept == body,
+            Self::Digest(digest) => digest[..] == Sha256::digest(body)[..],
+        }
+    }
+}
+
+impl Pending {
+    /// The operation again, with these headers beside and before the stored ones.
+    pub(super) fn request(&self, body: Option<Vec<u8>>, headers: &HeaderMap) -> Result<Request, super::ClientError> {
+        let body = match (&self.body, body) {
+            (PendingBody::Kept(kept), None) => kept.clone(),
+            (PendingBody::Digest(_), None) => return Err(JournalError::BodyNeeded.into()),
+            (kept, Some(body)) if kept.is(&body) => body,
+            (_, Some(_)) => return Err(JournalError::OtherBody.into()),
+        };
+        let mut request = Request::new(&self.method, &self.url, body)?.with_key(self.key.as_str())?;
+        request.headers = self.headers.clone();
+        for name in headers.keys() {
+            request.headers.remove(name);
+        }
+        request.headers.extend(headers.clone());
+        Ok(request)
+    }
+}
+
+/// A journal of keys in a directory. Clones share the lock; it is given back with the last one, and by the kernel when the
+/// process dies.
+#[derive(Debug, Clone)]
+pub struct KeyJournal {
+    directory: Arc<PathBuf>,
+    bodies: Bodies,
+    // Held, not read.
+    _lock: Arc<File>,
+}
+
+impl KeyJournal {
+    /// Opens the journal in a directory, which is made if it is missing, and locks it. Blocks shortly: for the start of a
+    /// program.
+    ///
+    /// # Errors
+    /// [`JournalError::Locked`], and what the file system says.
+    pub fn open(directory: impl Into<PathBuf>, bodies: Bodies) -> Result<Self, JournalError> {
+        let directory = directory.into();
+        let made = fs::DirBuilder::new().recursive(true).mode(0o700).create(&directory);
+        made.map_err(|source| JournalError::Io { path: directory.clone(), source })?;
+        let path = directory.join(LOCK);
+        let lock = OpenOptions::new().write(true).create(true).truncate(false).mode(0o600).open(&path);
+        let lock = lock.map_err(|source| JournalError::Io { path: path.clone(), source })?;
+        lock.try_lock().map_err(|error| match error {
+            TryLockError::WouldBlock => JournalError::Locked(directory.clone()),
+            TryLockError::Error(source) => JournalError::Io { path, source },
+        })?;
+        // What was not finished was not sent.
+        for path in files(&directory, UNFINISHED)? {
+            fs::remove_file(&path).map_err(|source| JournalError::Io { path, source })?;
+        }
+        Ok(Self { directory: Arc::new(directory), bodies, _lock: Arc::new(lock) })
+    }
+
+    /// What was sent, or was about to be, and never acknowledged; the oldest first.
+    ///
+    /// # Errors
+    /// A file that cannot be read: it is not passed over.
+    pub async fn pending(&self) -> Result<Vec<Pending>, JournalError> {
+        let journal = self.clone();
+        blocking(&self.directory, move || {
+            let mut pending = Vec::new();
+            for path in files(&journal.directory, ENTRY)? {
+                pending.push(journal.read(&path)?);
+            }
+            pending.sort_by_key(|one| one.first_sent_at);
+            Ok(pending)
+        })
+        .await
+    }
+
+    /// Forgets a key: the application has the result, or gives the operation up. One that is not there is forgotten.
+    ///
+    /// # Errors
+    /// The file system refused: the operation is found again.
+    pub async fn acknowledge(&self, key: &Key) -> Result<(), JournalError> {
+        let (directory, path) = (Arc::clone(&self.directory), self.path(key));
+        blocking(&self.directory, move || match fs::remove_file(&path) {
+            Err(error) if error.kind() != io::ErrorKind::NotFound => Err(JournalError::Io { path, source: error }),
+            _ => synchronise(&directory),
+        })
+        .await
+    }
+
+    /// Writes an operation down, and gives the time of its first send if it stood there.
+    pub(super) async fn note(&self, request: &Request) -> Result<Option<SystemTime>, JournalError> {
+        let (journal, request) = (self.clone(), request.clone());
+        blocking(&self.directory, move || {
+            let path = journal.path(&request.key);
+            let known = path.try_exists();
+            if known.map_err(|source| JournalError::Io { path: path.clone(), source })? {
+                let found = journal.read(&path)?;
+                if found.method != request.method.as_str() || found.url != request.url.as_str() {
+                    return Err(JournalError::OtherRequest);
+                }
+                return if found.body.is(&request.body) {
+                    Ok(Some(found.first_sent_at))
+                } else {
+                    Err(JournalError::OtherBody)
+                };
+            }
+            let bytes = Entry::seal(&request, SystemTime::now(), &journal.bodies);
+            let bytes = bytes.map_err(|why| JournalError::Unreadable { path: path.clone(), why })?;
+            journal.write(&path, &bytes)?;
+            Ok(None)
+        })
+        .await
+    }
+
+    fn write(&self, path: &Path, bytes: &[u8]) -> Result<(), JournalError> {
+        let beside = path.with_extension(UNFINISHED);
+        let failed = |source| JournalError::Io { path: beside.clone(), source };
+        let mut file =
+            OpenOptions::new().write(true).create(true).truncate(true).mode(0o600).open(&beside).map_err(failed)?;
+        file.write_all(bytes).and_then(|()| file.sync_all()).map_err(failed)?;
+        fs::rename(&beside, path).map_err(failed)?;
+        synchronise(&self.directory)
+    }
+
+    fn read(&self, path: &Path) -> Result<Pending, JournalError> {
+        let unreadable = |why: String| JournalError::Unreadable { path: path.to_owned(), why };
+        let bytes = fs::read(path).map_err(|source| JournalError::Io { path: path.to_owned(), source })?;
+        let pending = Entry::open(&bytes, &self.bodies).map_err(unreadable)?;
+        if self.path(&pending.key) != path {
+            return Err(unreadable("it stands under another key's name".to_owned()));
+        }
+        Ok(pending)
+    }
+
+    /// A file's name does not show the key.
+    fn path(&self, key: &Key) -> PathBuf {
+        let digest = Sha256::digest(key.as_str().as_bytes());
+        let name: String = digest[..16].iter().map(|byte| format!("{byte:02x}")).collect();
+        self.directory.join(name).with_extension(ENTRY)
+    }
+}
+
+/// The files of a kind.
+fn files(directory: &Path, extension: &str) -> Result<Vec<PathBuf>, JournalError> {
+    let failed = |source| JournalError::Io { path: directory.to_owned(), source };
+    let mut found = Vec::new();
+    for entry in fs::read_dir(directory).map_err(failed)? {
+        let path = entry.map_err(failed)?.path();
+        if path.extension().is_some_and(|kind| kind == extension) {
+            found.push(path);
+        }
+    }
+    Ok(found)
+}
+
+/// Makes the names in a directory last.
+fn synchronise(directory: &Path) -> Result<(), JournalError> {
+    let synchronised = File::open(directory).and_then(|file| file.sync_all());
+    synchronised.map_err(|source| JournalError::Io { path: directory.to_owned(), source })
+}
+
+/// Away from the executor's threads: a disk may take its time. Dropped, it is finished all the same.
+async fn blocking<T: Send + 'static>(
+    directory: &Path,
+    work: impl FnOnce() -> Result<T, JournalError> + Send + 'static,
+) -> Result<T, JournalError> {
+    let ended = tokio::task::spawn_blocking(work).await;
+    ended.unwrap_or_else(|error| Err(JournalError::Io { path: directory.to_owned(), source: io::Error::other(error) }))
+}

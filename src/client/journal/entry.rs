@@ -1,0 +1,197 @@
+//! One entry of the journal, as bytes: a line of JSON, and the sealed body behind it.
+//!
+//! Promise: what was changed by a byte does not open. The line is bound to the body by the cipher, which authenticates both.
+
+use std::time::{Duration, SystemTime};
+
+use reqwest::header::{HeaderMap, HeaderName, HeaderValue};
+use serde::{Deserialize, Serialize};
+use sha2::{Digest, Sha256};
+
+use super::{Bodies, Pending, PendingBody};
+use crate::client::request::{KEY_HEADER, Request, is_credential};
+use crate::policy::operation::Key;
+use crate::policy::operation::key::KeyFormat;
+
+/// The first and only version.
+const VERSION: u32 = 1;
+#[cfg(feature = "encrypt")]
+const NONCE_BYTES: usize = 24;
+
+/// The line of JSON.
+#[derive(Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct Entry {
+    version: u32,
+    key: String,
+    method: String,
+    url: String,
+    headers: Vec<(String, String)>,
+    first_sent_at_ms: u64,
+    /// SHA-256 of the body; absent where the bytes stand behind this line.
+    body_sha256: Option<String>,
+}
+
+/// A secret that bodies in the journal are encrypted with (XChaCha20-Poly1305). It is the application's to keep.
+#[cfg(feature = "encrypt")]
+#[derive(Clone)]
+pub struct JournalCipher(chacha20poly1305::XChaCha20Poly1305);
+
+#[cfg(feature = "encrypt")]
+impl std::fmt::Debug for JournalCipher {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("JournalCipher")
+    }
+}
+
+#[cfg(feature = "encrypt")]
+impl JournalCipher {
+    /// From 32 secret bytes.
+    #[must_use]
+    pub fn new(secret: &[u8; 32]) -> Self {
+        use chacha20poly1305::KeyInit;
+        Self(chacha20poly1305::XChaCha20Poly1305::new(secret.into()))
+    }
+
+    fn seal(&self, line: &[u8], body: &[u8]) -> Result<Vec<u8>, String> {
+        use chacha20poly1305::aead::{Aead, Payload};
+        // Two v7 UUIDs hold 148 random bits and the time: no nonce comes twice.
+        let chance = Sha256::new().chain_update(uuid::Uuid::now_v7()).chain_update(uuid::Uuid::now_v7()).finalize();
+        let mut nonce = [0; NONCE_BYTES];
+        nonce.copy_from_slice(&chance[..NONCE_BYTES]);
+        let sealed = self.0.encrypt(&nonce.into(), Payload { msg: body, aad: line });
+        let sealed = sealed.map_err(|_| "the body cannot be encrypted".to_owned())?;
+        Ok([&nonce[..], &sealed].concat())
+    }
+
+    fn open(&self, line: &[u8], sealed: &[u8]) -> Result<Vec<u8>, String> {
+        use chacha20poly1305::aead::{Aead, Payload};
+        let (nonce, sealed) = sealed.split_first_chunk::<NONCE_BYTES>().ok_or("the body is cut off")?;
+        let opened = self.0.decrypt(&(*nonce).into(), Payload { msg: sealed, aad: line });
+        opened.map_err(|_| "it was changed, or encrypted with another secret".to_owned())
+    }
+}
+
+fn hex(bytes: &[u8]) -> String {
+    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+fn unhex(text: &str) -> Option<[u8; 32]> {
+    let (pairs, rest) = text.as_bytes().as_chunks::<2>();
+    let digit = |byte: u8| char::from(byte).to_digit(16);
+    let bytes: Option<Vec<u8>> =
+        pairs.iter().map(|&[high, low]| u8::try_from(digit(high)? << 4 | digit(low)?).ok()).collect();
+    if rest.is_empty() { bytes?.try_into().ok() } else { None }
+}
+
+impl Entry {
+    /// A request as an entry.
+    pub(super) fn seal(request: &Request, now: SystemTime, bodies: &Bodies) -> Result<Vec<u8>, String> {
+        let mut headers = Vec::new();
+        for (name, value) in &request.headers {
+            // Whoever resumes has fresh ones.
+            if is_credential(name) || value.is_sensitive() || name == KEY_HEADER {
+                continue;
+            }
+            let value = value.to_str().map_err(|_| format!("the header {name} is no text"))?;
+            headers.push((name.as_str().to_owned(), value.to_owned()));
+        }
+        let since = now.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
+        let entry = Self {
+            version: VERSION,
+            key: request.key.as_str().to_owned(),
+            method: request.method.as_str().to_owned(),
+            url: request.url.as_str().to_owned(),
+            headers,
+            first_sent_at_ms: u64::try_from(since.as_millis()).unwrap_or(u64::MAX),
+            body_sha256: matches!(bodies, Bodies::Digest).then(|| hex(&Sha256::digest(&request.body))),
+        };
+        let line = serde_json::to_vec(&entry).map_err(|error| error.to_string())?;
+        let sealed = match bodies {
+            Bodies::Digest => Vec::new(),
+            #[cfg(feature = "encrypt")]
+            Bodies::Encrypted(cipher) => cipher.seal(&line, &request.body)?,
+        };
+        Ok([&line[..], b"\n", &sealed].concat())
+    }
+
+    /// An entry as what is pending.
+    pub(super) fn open(bytes: &[u8], bodies: &Bodies) -> Result<Pending, String> {
+        let end = bytes.iter().position(|&byte| byte == b'\n').ok_or("it has no first line")?;
+        let (line, sealed) = (&bytes[..end], &bytes[end + 1..]);
+        let entry: Self = serde_json::from_slice(line).map_err(|error| error.to_string())?;
+        if entry.version != VERSION {
+            return Err(format!("version {} is not known here", entry.version));
+        }
+        let body = match (&entry.body_sha256, bodies) {
+            (Some(digest), _) => PendingBody::Digest(unhex(digest).ok_or("its digest is none")?),
+            #[cfg(feature = "encrypt")]
+            (None, Bodies::Encrypted(cipher)) => PendingBody::Kept(cipher.open(line, sealed)?),
+            (None, Bodies::Digest) => return Err(format!("{} sealed bytes, and no secret is given", sealed.len())),
+        };
+        let mut headers = HeaderMap::new();
+        for (name, value) in &entry.headers {
+            let name = HeaderName::from_bytes(name.as_bytes()).map_err(|error| error.to_string())?;
+            headers.append(name, HeaderValue::from_str(value).map_err(|error| error.to_string())?);
+        }
+        Ok(Pending {
+            key: Key::parse(entry.key.as_bytes(), KeyFormat::Opaque).map_err(|error| error.to_string())?,
+            method: entry.method,
+            url: entry.url,
+            headers,
+            body,
+            first_sent_at: SystemTime::UNIX_EPOCH + Duration::from_millis(entry.first_sent_at_ms),
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use super::*;
+
+    fn request() -> Request {
+        Request::new("POST", "https://api.example.com/payments", *b"{\"secret\":\"7\"}\0\xff")
+            .unwrap()
+            .with_header("content-type", "application/json")
+            .unwrap()
+            .with_header("authorization", "Bearer t1:user-7")
+            .unwrap()
+    }
+
+    // Shown by: keeping every header.
+    #[test]
+    fn o27_an_entry_holds_no_credentials_and_a_digest_that_must_match() {
+        let request = request();
+        let bytes = Entry::seal(&request, SystemTime::now(), &Bodies::Digest).unwrap();
+        let text = String::from_utf8_lossy(&bytes);
+        assert!(!text.contains("Bearer") && !text.contains("secret"), "{text}");
+        let pending = Entry::open(&bytes, &Bodies::Digest).unwrap();
+        assert_eq!((&pending.key, pending.method.as_str()), (&request.key, "POST"));
+        assert_eq!(pending.headers.len(), 1);
+        let none = HeaderMap::new();
+        assert!(pending.request(None, &none).is_err());
+        assert!(pending.request(Some(b"other".to_vec()), &none).is_err());
+        assert_eq!(pending.request(Some(request.body.clone()), &none).unwrap().body, request.body);
+    }
+
+    // Shown by: leaving the associated data out.
+    #[cfg(feature = "encrypt")]
+    #[test]
+    fn o27_a_kept_body_is_unreadable_and_nothing_of_its_entry_can_be_changed() {
+        let bodies = Bodies::Encrypted(JournalCipher::new(&[7; 32]));
+        let request = request();
+        let bytes = Entry::seal(&request, SystemTime::now(), &bodies).unwrap();
+        assert!(!bytes.windows(6).any(|part| part == b"secret"));
+        let pending = Entry::open(&bytes, &bodies).unwrap();
+        assert_eq!(pending.body, PendingBody::Kept(request.body.clone()));
+        for at in 0..bytes.len() {
+            let mut changed = bytes.clone();
+            changed[at] ^= 1;
+            assert!(Entry::open(&changed, &bodies).is_err(), "byte {at}");
+        }
+        let other = Bodies::Encrypted(JournalCipher::new(&[8; 32]));
+        assert!(Entry::open(&bytes, &other).is_err());
+        assert!(Entry::open(&bytes, &Bodies::Digest).is_err());
+    }
+}

@@ -1,0 +1,90 @@
+//! The rules of the client as a middleware of `reqwest-middleware`.
+//!
+//! Promise: what [`Client::send`](super::Client::send) promises, for every POST and PATCH, and for any other request that
+//! carries an `Idempotency-Key`. GET, HEAD and OPTIONS pass through.
+//!
+//! The redirects of the client below are not the middleware's to switch off: put it on [`Client::reqwest`](super::Client::reqwest),
+//! or on a client whose redirect policy is none. With another one an answer from another URL ends nothing, but the key has been
+//! carried there.
+
+use std::sync::Arc;
+
+use http::Extensions;
+use reqwest::{Method, ResponseBuilderExt};
+use reqwest_middleware::{Error, Middleware, Next};
+
+use super::ClientError;
+use super::request::{KEY_HEADER, Request, new_key, parse};
+use super::sending::{Shared, Transport};
+use crate::policy::operation::Key;
+
+/// The middleware; see [`Client::middleware`](super::Client::middleware). Its errors hold a [`ClientError`].
+#[derive(Debug, Clone)]
+pub struct Resend(Arc<Shared>);
+
+/// The key of an answer, among the extensions of its response: what the journal wants to hear of.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct SentUnder(pub Key);
+
+/// The rest of the chain, once for each attempt.
+struct Chain<'a, 'e> {
+    next: Next<'a>,
+    extensions: &'e mut Extensions,
+}
+
+impl Transport for Chain<'_, '_> {
+    async fn call(&mut self, request: reqwest::Request) -> Result<reqwest::Response, Error> {
+        // Each attempt has extensions of its own, or what one attempt left would be the next one's.
+        let mut extensions = self.extensions.clone();
+        self.next.clone().run(request, &mut extensions).await
+    }
+}
+
+impl Resend {
+    pub(super) fn new(shared: Arc<Shared>) -> Self {
+        Self(shared)
+    }
+}
+
+/// The operation of a request.
+fn operation(request: &reqwest::Request) -> Result<Request, ClientError> {
+    let body = match request.body() {
+        None => Vec::new(),
+        Some(body) => body
+            .as_bytes()
+            .ok_or_else(|| ClientError::Request("a streamed body cannot be sent twice".to_owned()))?
+            .to_vec(),
+    };
+    let mut headers = request.headers().clone();
+    let key = match headers.remove(KEY_HEADER) {
+        Some(key) => parse(key.to_str().map_err(|error| ClientError::Request(error.to_string()))?)?,
+        None => new_key()?,
+    };
+    Ok(Request { method: request.method().clone(), url: request.url().clone(), headers, body, key })
+}
+
+#[async_trait::async_trait]
+impl Middleware for Resend {
+    async fn handle(
+        &self,
+        request: reqwest::Request,
+        extensions: &mut Extensions,
+        next: Next<'_>,
+    ) -> Result<reqwest::Response, Error> {
+        let keyed = request.headers().contains_key(KEY_HEADER);
+        let mutates = matches!(*request.method(), Method::POST | Method::PATCH);
+        let safe = matches!(*request.method(), Method::GET | Method::HEAD | Method::OPTIONS);
+        if safe || !(keyed || mutates) {
+            return next.run(request, extensions).await;
+        }
+        let operation = operation(&request).map_err(Error::middleware)?;
+        let mut chain = Chain { next, extensions };
+        let answer = self.0.send(&mut chain, &operation).await.map_err(Error::middleware)?;
+        let mut response = http::Response::builder().status(answer.status).url(operation.url);
+        if let Some(headers) = response.headers_mut() {
+            *headers = answer.headers;
+        }
+        let response = response.extension(SentUnder(answer.key)).body(answer.body);
+        Ok(response.map_err(Error::middleware)?.into())
+    }
+}

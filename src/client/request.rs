@@ -1,0 +1,117 @@
+//! An operation as it is sent: method, URL, headers, bytes and the key, all of which stay the same.
+//!
+//! Promise: the key is made with the request, once. A clone is the same operation.
+//!
+//! Not here: credentials that change (they may be changed between calls, as any header), and sending.
+
+use reqwest::header::{HeaderMap, HeaderName, HeaderValue};
+use reqwest::{Method, Url};
+use serde::Serialize;
+
+use super::ClientError;
+use crate::policy::operation::Key;
+use crate::policy::operation::key::KeyFormat;
+
+/// The name of the header that carries a key.
+pub(super) const KEY_HEADER: HeaderName = HeaderName::from_static("idempotency-key");
+
+/// An operation to be sent once, in as many attempts as it takes.
+#[derive(Debug, Clone)]
+pub struct Request {
+    pub(super) method: Method,
+    pub(super) url: Url,
+    pub(super) headers: HeaderMap,
+    pub(super) body: Vec<u8>,
+    pub(super) key: Key,
+}
+
+/// A new key: a UUID v7, whose time lets a server tell a late retry.
+pub(super) fn new_key() -> Result<Key, ClientError> {
+    parse(&uuid::Uuid::now_v7().to_string())
+}
+
+/// A key that a caller gave.
+pub(super) fn parse(key: &str) -> Result<Key, ClientError> {
+    Key::parse(key.as_bytes(), KeyFormat::Opaque).map_err(|error| ClientError::Request(error.to_string()))
+}
+
+impl Request {
+    /// An operation under a new key.
+    ///
+    /// # Errors
+    /// [`ClientError::Request`]: method or URL cannot be used.
+    pub fn new(method: &str, url: &str, body: impl Into<Vec<u8>>) -> Result<Self, ClientError> {
+        let unusable = |error: &dyn std::fmt::Display| ClientError::Request(error.to_string());
+        Ok(Self {
+            method: Method::from_bytes(method.as_bytes()).map_err(|error| unusable(&error))?,
+            url: Url::parse(url).map_err(|error| unusable(&error))?,
+            headers: HeaderMap::new(),
+            body: body.into(),
+            key: new_key()?,
+        })
+    }
+
+    /// A POST of JSON under a new key.
+    ///
+    /// # Errors
+    /// [`ClientError::Request`]: the URL cannot be used, or the value is no JSON.
+    pub fn json(url: &str, value: &impl Serialize) -> Result<Self, ClientError> {
+        let body = serde_json::to_vec(value).map_err(|error| ClientError::Request(error.to_string()))?;
+        Self::new("POST", url, body)?.with_header("content-type", "application/json")
+    }
+
+    /// The same under a key of the caller's: stored with what is to be done, it makes a retry of the caller's one too.
+    ///
+    /// # Errors
+    /// [`ClientError::Request`]: it is no key (16 to 255 characters of `[A-Za-z0-9_.:~-]`).
+    pub fn with_key(self, key: &str) -> Result<Self, ClientError> {
+        Ok(Self { key: parse(key)?, ..self })
+    }
+
+    /// The same with this header in place of others of its name. The key is not given so.
+    ///
+    /// # Errors
+    /// [`ClientError::Request`]: it is no header, or the key's.
+    pub fn with_header(mut self, name: &str, value: &str) -> Result<Self, ClientError> {
+        let unusable = |error: &dyn std::fmt::Display| ClientError::Request(error.to_string());
+        let name = HeaderName::from_bytes(name.as_bytes()).map_err(|error| unusable(&error))?;
+        if name == KEY_HEADER {
+            return Err(ClientError::Request("a key is given by `with_key`".to_owned()));
+        }
+        let mut value = HeaderValue::from_str(value).map_err(|error| unusable(&error))?;
+        value.set_sensitive(is_credential(&name));
+        self.headers.insert(name, value);
+        Ok(self)
+    }
+
+    /// The key.
+    #[must_use]
+    pub fn key(&self) -> &Key {
+        &self.key
+    }
+
+    /// One attempt's request.
+    pub(super) fn attempt(&self) -> Result<reqwest::Request, ClientError> {
+        let mut request = reqwest::Request::new(self.method.clone(), self.url.clone());
+        *request.headers_mut() = self.headers.clone();
+        let key = HeaderValue::from_str(self.key.as_str()).map_err(|error| ClientError::Request(error.to_string()))?;
+        request.headers_mut().insert(KEY_HEADER, key);
+        *request.body_mut() = Some(self.body.clone().into());
+        Ok(request)
+    }
+
+    /// The question for the outcome at an operation's own URL: who asks, and nothing of what was asked.
+    pub(super) fn question(&self, place: Url) -> reqwest::Request {
+        let mut request = reqwest::Request::new(Method::GET, place);
+        *request.headers_mut() = self.headers.clone();
+        for name in ["content-type", "content-length", "content-encoding", "if-match", "if-none-match", "prefer"] {
+            request.headers_mut().remove(name);
+        }
+        request
+    }
+}
+
+/// Whether a header proves who asks, and so is never written down.
+pub(super) fn is_credential(name: &HeaderName) -> bool {
+    ["authorization", "proxy-authorization", "cookie", "x-api-key"].contains(&name.as_str())
+}

@@ -1,0 +1,329 @@
+//! The attempts of one operation: send, look, wait, until the table says that it is over.
+//!
+//! Guarantees: the journal is written before the first attempt; pauses are the longer of the backoff and what the server asks
+//! for; an attempt that was begun ends by its own timeout, and then its outcome is unknown.
+//!
+//! Not here: the table ([`resend`](crate::policy::operation::resend)).
+
+use std::collections::HashMap;
+use std::sync::{Mutex, PoisonError};
+use std::time::{Duration, Instant, SystemTime};
+
+use reqwest::Url;
+use reqwest::header::CONTENT_TYPE;
+
+use super::answer::{Answer, Arrived};
+use super::request::Request;
+use super::{Cause, ClientError, ClientOptions, KeyJournal};
+use crate::policy::breaker::Breaker;
+use crate::policy::operation::Key;
+use crate::policy::operation::resend::{AfterPoll, Next, Polled, Seen, Window, after_attempt, after_poll, pause};
+
+/// How far the clock may have been set back since a key was journalled; beyond that its age is not known, and counts as too high.
+const CLOCK_SKEW: Duration = Duration::from_secs(60);
+
+/// Who carries one attempt.
+pub(super) trait Transport: Send {
+    /// Sends it and gives the head of the answer.
+    fn call(
+        &mut self,
+        request: reqwest::Request,
+    ) -> impl Future<Output = Result<reqwest::Response, reqwest_middleware::Error>> + Send;
+}
+
+/// By a client of reqwest.
+pub(super) struct Direct<'a>(pub(super) &'a reqwest::Client);
+
+impl Transport for Direct<'_> {
+    async fn call(&mut self, request: reqwest::Request) -> Result<reqwest::Response, reqwest_middleware::Error> {
+        Ok(self.0.execute(request).await?)
+    }
+}
+
+/// What all clones of a client share.
+#[derive(Debug)]
+pub(super) struct Shared {
+    pub(super) options: ClientOptions,
+    pub(super) journal: Option<KeyJournal>,
+    breakers: Mutex<HashMap<String, Breaker>>,
+    began: Instant,
+}
+
+/// What one attempt or question came to.
+enum Met {
+    Arrived(Arrived),
+    Nothing { seen: Seen, why: String },
+}
+
+/// How long one operation was tried, and how old its key is.
+struct Course {
+    window: Window,
+    began: Instant,
+    age: Duration,
+    failed: u32,
+    doubt: bool,
+}
+
+impl Course {
+    /// Why nothing may begin after this pause, if so.
+    fn over(&self, pause: Duration, last: &str) -> Option<Cause> {
+        let lasted = self.began.elapsed();
+        let age = self.age.saturating_add(lasted);
+        if self.window.allows(pause, lasted, age) {
+            return None;
+        }
+        let forgotten = !Window { total: Duration::MAX, ..self.window }.allows(pause, lasted, age);
+        let last = last.to_owned();
+        Some(if forgotten { Cause::KeyForgotten { last } } else { Cause::OutOfTime { last } })
+    }
+}
+
+impl Shared {
+    pub(super) fn new(options: ClientOptions, journal: Option<KeyJournal>) -> Self {
+        Self { options, journal, breakers: Mutex::default(), began: Instant::now() }
+    }
+
+    /// Sends an operation to its end.
+    pub(super) async fn send(&self, transport: &mut impl Transport, request: &Request) -> Result<Answer, ClientError> {
+        let mut course = Course {
+            window: Window {
+                total: self.options.total,
+                lifetime: self.options.lifetime,
+                attempt: self.options.attempt_timeout,
+            },
+            began: Instant::now(),
+            age: Duration::ZERO,
+            failed: 0,
+            doubt: false,
+        };
+        if let Some(journal) = &self.journal {
+            let noted = journal.note(request).await?;
+            if let Some(first_sent_at) = noted {
+                // It may have been sent, also if the process died before that.
+                course.doubt = true;
+                course.age = age(first_sent_at, SystemTime::now());
+            }
+        }
+        let ended = self.run(transport, request, &mut course).await;
+        ended.map_err(|cause| {
+            let key = request.key().clone();
+            tracing::warn!(key = key.short_hash(), doubt = course.doubt, %cause, "an operation has no known end");
+            if course.doubt { ClientError::OutcomeUnknown { key, cause } } else { ClientError::NotSent { key, cause } }
+        })
+    }
+
+    async fn run(
+        &self,
+        transport: &mut impl Transport,
+        request: &Request,
+        course: &mut Course,
+    ) -> Result<Answer, Cause> {
+        // Where the outcome will be, once the server has said so.
+        let mut place: Option<Url> = None;
+        let mut last = "nothing was tried".to_owned();
+        let mut wait = Duration::ZERO;
+        loop {
+            if let Some(cause) = course.over(wait, &last) {
+                return Err(cause);
+            }
+            tokio::time::sleep(wait).await;
+            if let Err(left) = self.admit(&request.url) {
+                "the origin is left alone after failures in a row".clone_into(&mut last);
+                wait = left;
+                continue;
+            }
+            let asked = place.clone().unwrap_or_else(|| request.url.clone());
+            let prepared = match &place {
+                Some(place) => Ok(request.question(place.clone())),
+                None => request.attempt(),
+            };
+            let met = match prepared {
+                Ok(prepared) => self.attempt(transport, prepared).await,
+                Err(error) => Met::Nothing { seen: Seen::NotSent, why: error.to_string() },
+            };
+            let asks_for = match &met {
+                Met::Arrived(arrived) => {
+                    last = format!("the answer {}", arrived.status);
+                    arrived.retry_after(SystemTime::now())
+                }
+                Met::Nothing { why, .. } => {
+                    last.clone_from(why);
+                    None
+                }
+            };
+            self.tell(&request.url, matches!(&met, Met::Arrived(arrived) if arrived.status < 500));
+            course.failed = course.failed.saturating_add(1);
+            if place.is_some() {
+                match self.asked(met, &asked, &request.key)? {
+                    Outcome::Ended(answer) => return Ok(answer),
+                    Outcome::Ask => {}
+                    Outcome::Resend => place = None,
+                }
+            } else {
+                match self.sent(met, &asked, course, &request.key)? {
+                    Sent::Ended(answer) => return Ok(answer),
+                    Sent::Again => {}
+                    Sent::Follow(at) => place = at,
+                }
+            }
+            let backoff = pause(course.failed, self.options.backoff, self.options.backoff_max, fastrand::f64());
+            wait = asks_for.map_or(backoff, |asked| asked.max(backoff));
+            tracing::debug!(key = request.key.short_hash(), ?wait, last, "an operation is not at its end");
+        }
+    }
+
+    /// What follows an attempt.
+    fn sent(&self, met: Met, asked: &Url, course: &mut Course, key: &Key) -> Result<Sent, Cause> {
+        let (seen, arrived) = match met {
+            Met::Arrived(arrived) => (arrived.seen(asked), Some(arrived)),
+            Met::Nothing { seen, .. } => (seen, None),
+        };
+        match (after_attempt(seen, course.doubt), arrived) {
+            (Next::Done, Some(arrived)) => Ok(Sent::Ended(arrived.into_answer(key.clone()))),
+            (Next::Again { doubt }, _) => {
+                course.doubt = doubt;
+                Ok(Sent::Again)
+            }
+            (Next::Follow, arrived) => {
+                course.doubt = true;
+                Ok(Sent::Follow(arrived.and_then(|arrived| arrived.location())))
+            }
+            (Next::Unknown, Some(arrived)) => {
+                course.doubt = true;
+                Err(arrived.cause())
+            }
+            // The table ends nothing without an answer; if it did, nobody would know.
+            (Next::Done | Next::Unknown, None) => {
+                course.doubt = true;
+                Ok(Sent::Again)
+            }
+        }
+    }
+
+    /// What follows a question for the outcome.
+    fn asked(&self, met: Met, asked: &Url, key: &Key) -> Result<Outcome, Cause> {
+        let (polled, arrived) = match met {
+            Met::Arrived(arrived) => (arrived.polled(asked), Some(arrived)),
+            Met::Nothing { seen, .. } => (Polled::Met(seen), None),
+        };
+        match (after_poll(polled), arrived) {
+            (AfterPoll::Done, Some(arrived)) => match arrived.result() {
+                Some((status, body)) => {
+                    let mut headers = arrived.headers;
+                    // The others are those of the question's answer.
+                    let kind = headers.remove(CONTENT_TYPE);
+                    let headers = kind.into_iter().map(|kind| (CONTENT_TYPE, kind)).collect();
+                    Ok(Outcome::Ended(Answer { key: key.clone(), status, headers, body }))
+                }
+                None => Ok(Outcome::Resend),
+            },
+            (AfterPoll::Ask, _) => Ok(Outcome::Ask),
+            (AfterPoll::Unknown, Some(arrived)) if matches!(arrived.status, 404 | 410) => Err(Cause::OperationNotFound),
+            (AfterPoll::Unknown, Some(arrived)) => Err(arrived.cause()),
+            (AfterPoll::Resend | AfterPoll::Done | AfterPoll::Unknown, _) => Ok(Outcome::Resend),
+        }
+    }
+
+    /// One attempt, within its timeout, its answer's body included.
+    async fn attempt(&self, transport: &mut impl Transport, request: reqwest::Request) -> Met {
+        let whole = async {
+            let mut response = match transport.call(request).await {
+                Ok(response) => response,
+                Err(error) => return failed(&error),
+            };
+            let mut body = Vec::new();
+            loop {
+                match response.chunk().await {
+                    Ok(Some(chunk)) if body.len() + chunk.len() > self.options.answer_bytes_max => {
+                        let why = format!("the answer is longer than {} bytes", self.options.answer_bytes_max);
+                        return Met::Nothing { seen: Seen::NoAnswer, why };
+                    }
+                    Ok(Some(chunk)) => body.extend_from_slice(&chunk),
+                    Ok(None) => break,
+                    Err(error) => return Met::Nothing { seen: Seen::NoAnswer, why: chain(&error) },
+                }
+            }
+            let (status, url) = (response.status().as_u16(), response.url().clone());
+            Met::Arrived(Arrived { status, headers: response.headers().clone(), body, url })
+        };
+        match tokio::time::timeout(self.options.attempt_timeout, whole).await {
+            Ok(met) => met,
+            Err(_) => Met::Nothing {
+                seen: Seen::NoAnswer,
+                why: format!("no whole answer within {:?}", self.options.attempt_timeout),
+            },
+        }
+    }
+
+    fn admit(&self, url: &Url) -> Result<(), Duration> {
+        let Some(options) = self.options.breaker else { return Ok(()) };
+        let mut breakers = self.breakers.lock().unwrap_or_else(PoisonError::into_inner);
+        let breaker = breakers.entry(url.origin().ascii_serialization()).or_insert_with(|| Breaker::new(options));
+        breaker.admit(self.began.elapsed())
+    }
+
+    fn tell(&self, url: &Url, well: bool) {
+        let mut breakers = self.breakers.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(breaker) = breakers.get_mut(&url.origin().ascii_serialization()) {
+            breaker.ended(well, self.began.elapsed());
+        }
+    }
+}
+
+/// What follows an attempt, with what it needs.
+enum Sent {
+    Ended(Answer),
+    Again,
+    Follow(Option<Url>),
+}
+
+/// What follows a question, with what it needs.
+enum Outcome {
+    Ended(Answer),
+    Ask,
+    Resend,
+}
+
+/// How old a key is by the wall clock. One that lies ahead was written before the clock was set back: nobody knows its age.
+fn age(first_sent_at: SystemTime, now: SystemTime) -> Duration {
+    now.duration_since(first_sent_at)
+        .unwrap_or_else(|ahead| if ahead.duration() <= CLOCK_SKEW { Duration::ZERO } else { Duration::MAX })
+}
+
+/// What an error of reqwest says of the attempt. What a middleware in between says is nothing.
+fn failed(error: &reqwest_middleware::Error) -> Met {
+    let (not_sent, why) = match error {
+        reqwest_middleware::Error::Reqwest(error) => (error.is_connect() || error.is_builder(), chain(error)),
+        reqwest_middleware::Error::Middleware(error) => (false, error.to_string()),
+    };
+    Met::Nothing { seen: if not_sent { Seen::NotSent } else { Seen::NoAnswer }, why }
+}
+
+/// An error with its causes; the first one of reqwest names none. URLs are left out: they may hold what is not for logs.
+fn chain(error: &reqwest::Error) -> String {
+    let mut text = String::new();
+    let mut next: Option<&dyn std::error::Error> = std::error::Error::source(error);
+    while let Some(cause) = next {
+        if !text.is_empty() {
+            text.push_str(": ");
+        }
+        text.push_str(&cause.to_string());
+        next = cause.source();
+    }
+    if text.is_empty() { "the request failed".to_owned() } else { text }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    // Shown by: taking a time ahead for now.
+    #[test]
+    fn o27_a_key_from_before_the_clock_was_set_back_is_too_old_to_be_sent() {
+        let now = SystemTime::UNIX_EPOCH + Duration::from_secs(1_000_000);
+        let hour = Duration::from_secs(3_600);
+        assert_eq!(age(now - hour, now), hour);
+        assert_eq!(age(now + CLOCK_SKEW, now), Duration::ZERO);
+        assert_eq!(age(now + hour, now), Duration::MAX);
+    }
+}

@@ -1,0 +1,81 @@
+//! Operations over gRPC: a typed door for unary calls of tonic services (M109).
+//!
+//! An interceptor of tonic sees no message, so the door stands in the method, around what it does:
+//!
+//! ```ignore
+//! async fn create_payment(&self, request: Request<CreatePayment>) -> Result<Response<Payment>, Status> {
+//!     oncebox::grpc::idempotent_unary(&self.engine, &self.create_payment, request, |command, mut tx| {
+//!         Box::pin(async move { /* write through tx */ Ok(Outcome::Completed(oncebox::grpc::reply(&payment))) })
+//!     })
+//!     .await
+//! }
+//! ```
+//!
+//! Promises:
+//!
+//! * The key comes from the metadata `idempotency-key`, or from the message's own field ([`KeyField`]); both are one key or
+//!   `INVALID_ARGUMENT`. Who asks comes from the request's extensions, where an interceptor that verified it put a
+//!   [`Scope`](crate::policy::operation::Scope), never from metadata.
+//! * A second call gets the stored status, message, details and metadata, and `idempotent-replayed: true`.
+//! * A call whose deadline passed, or that was cancelled, goes on in a task of its own, and the next call finds its outcome
+//!   (O27).
+//! * Problems carry an `ErrorInfo` (reason: the code; domain `oncebox`; `key_state`, `retryable`) and, where waiting helps, a
+//!   `RetryInfo`.
+//!
+//! A message is stored as its bytes and read back into today's type: fields that this program does not know are not replayed.
+//!
+//! Not here: streams (they are never replayed), and the engine ([`runtime::operation`](crate::runtime::operation)).
+
+mod key;
+mod status;
+
+use futures::future::BoxFuture;
+use prost::Message;
+use tonic::{Request, Response, Status};
+
+pub use key::{KEY_METADATA, KeyField};
+pub use status::{REPLAYED_METADATA, refusal, reply, seen};
+
+use crate::error::HandlerError;
+use crate::policy::operation::{Code, IdempotentCommand, Outcome, Scope};
+use crate::runtime::operation::{Answered, EffectTx, Engine, Problem, Registered, Reply};
+use crate::store::Operations;
+
+/// Runs a unary call once for its key, in mode `same_tx`, and answers its second calls. `handler` is that of
+/// [`Engine::execute_tx`]; it makes its answers with [`reply`] and [`refusal`].
+///
+/// # Errors
+/// The status to answer: the operation's own refusal, now or again, or a problem.
+///
+/// # Cancel safety
+/// Dropped, the operation goes on, and a call with the same key finds its outcome.
+pub async fn idempotent_unary<S, M, R, F>(
+    engine: &Engine<S>,
+    endpoint: &Registered,
+    request: Request<M>,
+    handler: F,
+) -> Result<Response<R>, Status>
+where
+    S: Operations,
+    M: Message + IdempotentCommand + KeyField + 'static,
+    R: Message + Default,
+    F: for<'t> Fn(&'t M, EffectTx<'t, S>) -> BoxFuture<'t, Result<Outcome<Reply>, HandlerError>>
+        + Send
+        + Sync
+        + 'static,
+{
+    let given = key::given(request.metadata(), request.get_ref().key_field(), endpoint.route().key_format);
+    let given = given.map_err(|problem| status::of_problem(&problem))?;
+    let scope = request.extensions().get::<Scope>().cloned();
+    let bytes = request.get_ref().encoded_len();
+    if bytes > endpoint.request_body_max() {
+        return Err(status::of_problem(&Problem::new(Code::BodyTooLarge)));
+    }
+    let Some(_memory) = engine.reserve_body(bytes) else {
+        return Err(status::of_problem(&Problem::new(Code::BodyMemoryExceeded)));
+    };
+    match engine.execute_tx(endpoint, scope, given, request.into_inner(), handler).await {
+        Answered::Reply { reply, replayed } => status::of_reply(&reply, replayed),
+        Answered::Problem(problem) => Err(status::of_problem(&problem)),
+    }
+}

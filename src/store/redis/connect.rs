@@ -1,0 +1,151 @@
+//! The connection to Redis, and what is asked of the server before anything is trusted to it.
+//!
+//! Guarantees: a connection that failed, or did not answer in time, is never used again; the next call makes a new one.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use redis::aio::MultiplexedConnection;
+use redis::{AsyncConnectionConfig, Client, FromRedisValue, RedisError, Script};
+use tokio::sync::Mutex;
+
+use crate::error::{StoreError, redact};
+
+/// How to connect.
+#[derive(Clone)]
+pub struct RedisOptions {
+    /// `redis://[user:password@]host:port[/database]`.
+    pub url: String,
+    /// What the name of every key begins with; another one is another store. Default `oncebox`.
+    pub prefix: String,
+    /// How long the server may take to answer. Default 2 s.
+    pub answer_timeout: Duration,
+}
+
+impl RedisOptions {
+    /// Defaults around a URL.
+    #[must_use]
+    pub fn new(url: impl Into<String>) -> Self {
+        Self { url: url.into(), prefix: "oncebox".to_owned(), answer_timeout: Duration::from_secs(2) }
+    }
+}
+
+impl std::fmt::Debug for RedisOptions {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "RedisOptions({}, {})", redact(&self.url), self.prefix)
+    }
+}
+
+/// Records in Redis. Clones share the connection.
+#[derive(Clone)]
+pub struct RedisKeys {
+    client: Client,
+    pub(super) options: Arc<RedisOptions>,
+    connection: Arc<Mutex<Option<MultiplexedConnection>>>,
+}
+
+impl std::fmt::Debug for RedisKeys {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "RedisKeys({:?})", self.options)
+    }
+}
+
+impl RedisKeys {
+    /// Connects, and refuses a server that may forget.
+    ///
+    /// # Errors
+    /// [`StoreError::Refused`]: its `maxmemory_policy` is not `noeviction`, it is a replica or a cluster, or the URL or the
+    /// password is wrong. [`StoreError::Unavailable`]: it does not answer.
+    ///
+    /// # Cancel safety
+    /// Safe.
+    pub async fn connect(options: RedisOptions) -> Result<Self, StoreError> {
+        let refused = |error: RedisError| StoreError::Refused(format!("{}: {error}", redact(&options.url)));
+        let client = Client::open(options.url.as_str()).map_err(refused)?;
+        let keys = Self { client, options: Arc::new(options), connection: Arc::default() };
+        keys.check().await?;
+        Ok(keys)
+    }
+
+    /// What may be asked again at any time, because a server's settings can change while it runs.
+    ///
+    /// # Errors
+    /// As [`RedisKeys::connect`].
+    pub async fn check(&self) -> Result<(), StoreError> {
+        for (section, field, wanted, why) in [
+            ("memory", "maxmemory_policy", "noeviction", "it may evict a claim while its request runs"),
+            ("replication", "role", "master", "a replica's view is late, and it takes no writes"),
+            ("cluster", "cluster_enabled", "0", "the scripts name keys of several slots"),
+        ] {
+            let info: String =
+                self.with(async |connection| redis::cmd("INFO").arg(section).query_async(connection).await).await?;
+            let found = info.lines().find_map(|line| line.strip_prefix(field)?.strip_prefix(':'));
+            if found != Some(wanted) {
+                let (found, server) = (found.unwrap_or("nothing"), redact(&self.options.url));
+                return Err(StoreError::Refused(format!("{server} says {field}:{found}, not {wanted}: {why}")));
+            }
+        }
+        Ok(())
+    }
+
+    /// Runs a script.
+    pub(super) async fn call<T: FromRedisValue>(
+        &self,
+        script: &Script,
+        keys: &[String],
+        arguments: &[Vec<u8>],
+    ) -> Result<T, StoreError> {
+        let mut invocation = script.prepare_invoke();
+        for key in keys {
+            invocation.key(key);
+        }
+        for argument in arguments {
+            invocation.arg(argument);
+        }
+        self.with(async |connection| invocation.invoke_async(connection).await).await
+    }
+
+    async fn with<T>(
+        &self,
+        work: impl AsyncFnOnce(&mut MultiplexedConnection) -> Result<T, RedisError>,
+    ) -> Result<T, StoreError> {
+        let mut connection = self.connection().await?;
+        let done = work(&mut connection).await;
+        if done.as_ref().is_err_and(|error| error.is_io_error() || error.is_unrecoverable_error()) {
+            // Whoever comes next connects anew; others may still be waiting for answers on this one.
+            *self.connection.lock().await = None;
+        }
+        done.map_err(store_error)
+    }
+
+    async fn connection(&self) -> Result<MultiplexedConnection, StoreError> {
+        let mut slot = self.connection.lock().await;
+        if let Some(connection) = &*slot {
+            return Ok(connection.clone());
+        }
+        let timeout = Some(self.options.answer_timeout);
+        let config = AsyncConnectionConfig::new().set_connection_timeout(timeout).set_response_timeout(timeout);
+        let made = self.client.get_multiplexed_async_connection_with_config(&config).await;
+        Ok(slot.insert(made.map_err(store_error)?).clone())
+    }
+}
+
+/// What an error of Redis means. A connection that was lost says nothing of a script that was sent over it.
+fn store_error(error: RedisError) -> StoreError {
+    /// The server is there and cannot serve now.
+    const WAIT: [&str; 9] =
+        ["READONLY", "LOADING", "MASTERDOWN", "OOM", "BUSY", "MISCONF", "NOREPLICAS", "TRYAGAIN", "CLUSTERDOWN"];
+    /// A person must act.
+    const REFUSED: [&str; 3] = ["NOAUTH", "WRONGPASS", "NOPERM"];
+    if matches!(error.kind(), redis::ErrorKind::UnexpectedReturnType | redis::ErrorKind::Parse) {
+        return StoreError::Corrupt(format!("an answer of Redis: {error}"));
+    }
+    match error.code() {
+        Some(code) if WAIT.contains(&code) => StoreError::Unavailable(sqlx::Error::Io(std::io::Error::other(error))),
+        Some(code) if REFUSED.contains(&code) => StoreError::Refused(error.to_string()),
+        _ if error.is_io_error() || error.is_timeout() || error.is_unrecoverable_error() => {
+            StoreError::Unavailable(sqlx::Error::Io(std::io::Error::other(error)))
+        }
+        _ => StoreError::Other(sqlx::Error::Protocol(error.to_string())),
+    }
+}

@@ -1,0 +1,286 @@
+//! Idempotency records in Redis.
+//!
+//! A record is a hash, its body another one with a time to live of its own; two sorted sets name what runs and what is unknown. What
+//! is over goes by itself, so the cleaner's calls find nothing to do; how far back keys may have been forgotten is derived from
+//! the first outcome of an operation and its shortest retention (O23).
+//!
+//! Guarantees: see the room. The parts of an identity stand beside its digest, and are compared by the engine (O16).
+
+use std::collections::HashMap;
+use std::time::Duration;
+
+use sha2::{Digest, Sha256};
+use uuid::Uuid;
+
+use super::connect::RedisKeys;
+use super::scripts;
+use crate::error::StoreError;
+use crate::policy::db_time::DbTime;
+use crate::policy::lease::Lease;
+use crate::policy::operation::record::{Resource, StoredAnswer, StoredBody, Tombstone};
+use crate::policy::operation::retention::Retention;
+use crate::policy::operation::route::Durability;
+use crate::policy::operation::{Identity, Mode, OperationName, Record, State};
+use crate::store::operations::stored::{Columns, pack, unpack};
+use crate::store::{Basis, Claimed, Fenced, KeptBody, KeyClaim, Keys, Look, OperationStats, Outcome, Owned};
+
+/// How far the clock of a key's maker may be ahead: the default of [`Route::id_skew`](crate::policy::operation::Route::id_skew),
+/// which a store that forgets by itself is not told.
+const ID_SKEW: Duration = Duration::from_secs(60);
+
+/// The fields of a hash.
+struct Fields(HashMap<String, Vec<u8>>);
+
+fn corrupt(error: impl std::fmt::Display) -> StoreError {
+    StoreError::Corrupt(format!("an idempotency record in Redis: {error}"))
+}
+
+impl Fields {
+    fn bytes(&self, name: &str) -> Result<&[u8], StoreError> {
+        self.0.get(name).map(Vec::as_slice).ok_or_else(|| corrupt(format!("it has no field `{name}`")))
+    }
+
+    fn text(&self, name: &str) -> Result<&str, StoreError> {
+        std::str::from_utf8(self.bytes(name)?).map_err(corrupt)
+    }
+
+    fn read<T: std::str::FromStr<Err: std::fmt::Display>>(&self, name: &str) -> Result<T, StoreError> {
+        self.text(name)?.parse().map_err(corrupt)
+    }
+
+    fn maybe<T: std::str::FromStr<Err: std::fmt::Display>>(&self, name: &str) -> Result<Option<T>, StoreError> {
+        if self.0.contains_key(name) { self.read(name).map(Some) } else { Ok(None) }
+    }
+
+    fn time(&self, name: &str) -> Result<Option<DbTime>, StoreError> {
+        Ok(self.maybe(name)?.map(DbTime::from_micros))
+    }
+
+    fn record(&self, now: DbTime) -> Result<Record, StoreError> {
+        let identity = Identity::from_stored(self.bytes("tenant")?, self.bytes("operation")?, self.bytes("key")?);
+        let lease = match (self.time("lease_until")?, self.maybe("lease_length")?) {
+            (Some(until), Some(micros)) => Some(Lease { until, length: Duration::from_micros(micros) }),
+            _ => None,
+        };
+        let answer = match self.maybe("status")? {
+            None => None,
+            Some(status) => Some(StoredAnswer {
+                status,
+                schema_version: self.read("schema_version")?,
+                body: match (self.text("body")?, self.time("body_until")?) {
+                    ("kept", Some(until)) if until > now => StoredBody::Kept,
+                    ("kept", _) => StoredBody::Tombstone(Tombstone::Purged),
+                    ("reference", _) => StoredBody::Reference(Resource {
+                        kind: self.read("resource_kind")?,
+                        id: self.read("resource_id")?,
+                        location: self.maybe("resource_location")?,
+                    }),
+                    (reason, _) => StoredBody::Tombstone(reason.parse().map_err(corrupt)?),
+                },
+            }),
+        };
+        Ok(Record {
+            identity: identity.map_err(corrupt)?,
+            principal: self.read("principal")?,
+            fingerprint: self.read("fingerprint")?,
+            mode: self.read("mode")?,
+            state: self.read("state")?,
+            epoch: self.read("epoch")?,
+            lease,
+            generation: self.read("generation")?,
+            operation_id: self.read("operation_id")?,
+            attempts: self.read("attempts")?,
+            parked: false,
+            created_at: DbTime::from_micros(self.read("created")?),
+            outcome_at: self.time("outcome")?,
+            expires_at: self.time("expires")?,
+            answer,
+        })
+    }
+}
+
+/// 128 random bits: of two UUIDs v7, whose 148 nobody can guess.
+fn token() -> Uuid {
+    let chance = Sha256::new().chain_update(Uuid::now_v7()).chain_update(Uuid::now_v7()).finalize();
+    let mut bytes = [0; 16];
+    bytes.copy_from_slice(&chance[..16]);
+    Uuid::from_bytes(bytes)
+}
+
+fn micros(duration: Duration) -> Vec<u8> {
+    // Below 2^53, which a script's numbers hold: 285 years.
+    duration.as_micros().min(1 << 53).to_string().into_bytes()
+}
+
+fn name(identity: &Identity) -> String {
+    identity.digest().iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+fn text(text: impl std::fmt::Display) -> Vec<u8> {
+    text.to_string().into_bytes()
+}
+
+impl RedisKeys {
+    fn key(&self, kind: &str, name: &str) -> String {
+        format!("{}:{kind}:{name}", self.options.prefix)
+    }
+
+    fn records_of(&self, identity: &Identity) -> [String; 2] {
+        let name = name(identity);
+        [self.key("record", &name), self.key("body", &name)]
+    }
+
+    /// What runs, what is unknown, the counter of epochs.
+    fn shared(&self) -> [String; 3] {
+        [self.key("all", "running"), self.key("all", "unknown"), self.key("all", "epoch")]
+    }
+
+    async fn fenced(&self, script: &redis::Script, keys: &[String], args: &[Vec<u8>]) -> Result<Fenced, StoreError> {
+        Ok(Fenced::rows(self.call::<u64>(script, keys, args).await?))
+    }
+}
+
+/// The epoch and the owner, as the scripts compare them.
+fn fence(owned: &Owned) -> [Vec<u8>; 2] {
+    [text(owned.epoch), owned.owner.map(text).unwrap_or_default()]
+}
+
+impl Keys for RedisKeys {
+    const DURABILITY: Durability = Durability::Guard;
+
+    async fn find(&self, identity: &Identity) -> Result<Look, StoreError> {
+        let [record, _] = self.records_of(identity);
+        let forgotten = self.key("forgotten", identity.operation().as_str());
+        type Found = (i64, Option<i64>, Option<u64>, HashMap<String, Vec<u8>>);
+        let (now, first, shortest, fields): Found = self.call(&scripts::FIND, &[record, forgotten], &[]).await?;
+        let now = DbTime::from_micros(now);
+        let purged_below = first.zip(shortest).and_then(|(first, shortest)| {
+            let shortest = Duration::from_micros(shortest);
+            (DbTime::from_micros(first).after(shortest) <= now).then(|| now.before(shortest).after(ID_SKEW))
+        });
+        let record = if fields.is_empty() { None } else { Some(Fields(fields).record(now)?) };
+        Ok(Look { now, purged_below, record })
+    }
+
+    async fn body(&self, record: &Record) -> Result<Option<KeptBody>, StoreError> {
+        let keys = self.records_of(&record.identity);
+        let fields: HashMap<String, Vec<u8>> = self.call(&scripts::BODY, &keys, &[text(record.epoch)]).await?;
+        if fields.is_empty() {
+            return Ok(None);
+        }
+        let fields = Fields(fields);
+        Ok(Some(KeptBody {
+            headers: unpack(fields.bytes("headers")?)?,
+            bytes: fields.bytes("bytes")?.to_vec(),
+            format: fields.read("format")?,
+            kid: fields.maybe("kid")?,
+        }))
+    }
+
+    async fn claim(&self, claim: &KeyClaim, basis: Basis<'_>) -> Result<Claimed, StoreError> {
+        claim.requires(&[Mode::Bridged, Mode::Edge])?;
+        let (owner, planned) = (token(), claim.owned(basis));
+        let (basis, seen) = match basis {
+            Basis::New => ("new", 0),
+            Basis::TakeOver(seen) => ("take_over", seen.epoch),
+            Basis::Reclaim(seen) => ("reclaim", seen.epoch),
+            Basis::Anew(seen) => ("anew", seen.epoch),
+        };
+        let identity = &claim.identity;
+        let mut args = vec![text(basis), text(seen), text(name(identity)), micros(claim.lease)];
+        for (field, value) in [
+            ("tenant", text(identity.tenant())),
+            ("operation", text(identity.operation().as_str())),
+            ("key", text(identity.key().as_str())),
+            ("principal", text(&claim.principal)),
+            ("fingerprint", text(&claim.fingerprint)),
+            ("mode", text(claim.mode)),
+            ("state", text(State::InProgress)),
+            ("owner", text(owner)),
+            ("generation", text(planned.generation)),
+            ("operation_id", text(planned.operation_id)),
+            ("attempts", text(planned.attempts)),
+        ] {
+            args.extend([text(field), value]);
+        }
+        let [record, body] = self.records_of(identity);
+        let [running, unknown, epochs] = self.shared();
+        let keys = [record, body, running, unknown, epochs];
+        let epoch: Option<i64> = self.call(&scripts::CLAIM, &keys, &args).await?;
+        if let Some(epoch) = epoch {
+            return Ok(Claimed::Owned(Owned { owner: Some(owner), epoch, ..planned }));
+        }
+        let found = self.find(identity).await?.record;
+        Ok(found.map_or(Claimed::Vanished, |record| Claimed::Existing(Box::new(record))))
+    }
+
+    async fn heartbeat(&self, owned: &Owned, lease: Duration) -> Result<Fenced, StoreError> {
+        let ([record, _], [epoch, owner]) = (self.records_of(&owned.identity), fence(owned));
+        self.fenced(&scripts::HEARTBEAT, &[record], &[epoch, owner, micros(lease)]).await
+    }
+
+    async fn finish(&self, owned: &Owned, outcome: &Outcome, retention: &Retention) -> Result<Fenced, StoreError> {
+        let columns = Columns::of(outcome, retention);
+        let ([record, body], [running, unknown, _]) = (self.records_of(&owned.identity), self.shared());
+        let forgotten = self.key("forgotten", owned.identity.operation().as_str());
+        let mut parts = Vec::new();
+        let mut part = |field: &str, value: Option<Vec<u8>>| parts.extend(value.map(|value| [text(field), value]));
+        part("status", columns.status.map(text));
+        part("schema_version", columns.schema_version.map(text));
+        part("body", columns.body.map(text));
+        part("error_code", columns.error_code.map(text));
+        part("resource_kind", columns.resource.map(|resource| text(&resource.kind)));
+        part("resource_id", columns.resource.map(|resource| text(&resource.id)));
+        part("resource_location", columns.resource.and_then(|resource| resource.location.as_ref()).map(text));
+        let parts: Vec<Vec<u8>> = parts.into_iter().flatten().collect();
+        let [epoch, owner] = fence(owned);
+        let life = |life: Option<Duration>| life.map(micros).unwrap_or_default();
+        let metadata = retention.metadata.max(retention.ttl);
+        let mut args = vec![epoch, owner, text(name(&owned.identity)), text(columns.state), life(columns.ttl)];
+        args.extend([micros(metadata), life(columns.body_ttl), text(parts.len())]);
+        args.extend(parts);
+        if let Some(kept) = columns.kept {
+            args.extend([text("headers"), pack(&kept.headers), text("bytes"), kept.bytes.clone()]);
+            args.extend([text("format"), text(kept.format)]);
+            args.extend(kept.kid.iter().flat_map(|kid| [text("kid"), text(kid)]));
+        }
+        self.fenced(&scripts::FINISH, &[record, body, running, unknown, forgotten], &args).await
+    }
+
+    async fn release(&self, owned: &Owned) -> Result<Fenced, StoreError> {
+        let ([record, body], [running, _, _]) = (self.records_of(&owned.identity), self.shared());
+        let [epoch, owner] = fence(owned);
+        self.fenced(&scripts::RELEASE, &[record, body, running], &[epoch, owner, text(name(&owned.identity))]).await
+    }
+
+    async fn mark_unknown(&self, seen: &Record) -> Result<Fenced, StoreError> {
+        let ([record, _], [running, unknown, epochs]) = (self.records_of(&seen.identity), self.shared());
+        let args = [text(seen.epoch), text(name(&seen.identity))];
+        self.fenced(&scripts::MARK_UNKNOWN, &[record, running, unknown, epochs], &args).await
+    }
+
+    /// Nothing: bodies go at their time.
+    async fn expire_bodies(&self, _limit: u32) -> Result<u64, StoreError> {
+        Ok(0)
+    }
+
+    /// Nothing: records go at their time.
+    async fn purge_keys(
+        &self,
+        _operation: &OperationName,
+        _retention: &Retention,
+        _id_skew: Duration,
+        _limit: u32,
+    ) -> Result<u64, StoreError> {
+        Ok(0)
+    }
+
+    async fn operation_stats(&self) -> Result<OperationStats, StoreError> {
+        let [running, unknown, _] = self.shared();
+        let found: (u64, Option<f64>, u64, i64) = self.call(&scripts::STATS, &[running, unknown], &[]).await?;
+        let (in_progress, oldest, unknown, now) = found;
+        // A score is a time in microseconds, which a double holds whole.
+        let age = |since: f64| DbTime::from_micros(since as i64).until(DbTime::from_micros(now));
+        Ok(OperationStats { in_progress, oldest_in_progress: oldest.map(age), unknown })
+    }
+}

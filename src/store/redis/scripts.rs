@@ -1,0 +1,142 @@
+//! The scripts, one for each change, and the names of the keys that they touch.
+//!
+//! Guarantees: a script that changes a record compares epoch and owner first; times are the server's, in microseconds.
+//!
+//! Not here: what a record's fields mean (`operations`).
+
+use std::sync::LazyLock;
+
+use redis::Script;
+
+/// What every script begins with.
+macro_rules! script {
+    ($($part:expr),* $(,)?) => {
+        LazyLock::new(|| {
+            Script::new(concat!(
+                "local t = redis.call('TIME')\n",
+                "local now = t[1] * 1000000 + t[2]\n",
+                "local function whole(x) return string.format('%.0f', x) end\n",
+                $($part),*
+            ))
+        })
+    };
+}
+
+/// A lease that is over, also one that was written before the clock went back (R22).
+macro_rules! over {
+    () => {
+        "local function over(ends, length)\n\
+           ends, length = tonumber(ends or 0), tonumber(length or 0)\n\
+           return ends <= now or ends > now + length\n\
+         end\n"
+    };
+}
+
+/// Ends with 0 unless the record is IN_PROGRESS and ours: KEYS[1], ARGV[1] the epoch, ARGV[2] the owner.
+macro_rules! fence {
+    () => {
+        "local f = redis.call('HMGET', KEYS[1], 'epoch', 'owner', 'state')\n\
+         if f[1] ~= ARGV[1] or f[2] ~= ARGV[2] or f[3] ~= 'IN_PROGRESS' then return 0 end\n"
+    };
+}
+
+/// KEYS: record, forgotten. Gives: now, first outcome, shortest metadata's life, fields.
+pub(super) static FIND: LazyLock<Script> = script!(
+    "local g = redis.call('HMGET', KEYS[2], 'first', 'metadata')\n",
+    "return {whole(now), g[1], g[2], redis.call('HGETALL', KEYS[1])}\n",
+);
+
+/// KEYS: record, body. ARGV: epoch. Gives the body's fields; none where its time is over, also before it has gone.
+pub(super) static BODY: LazyLock<Script> = script!(
+    "local r = redis.call('HMGET', KEYS[1], 'epoch', 'body_until')\n",
+    "if r[1] ~= ARGV[1] or not r[2] or tonumber(r[2]) <= now then return {} end\n",
+    "return redis.call('HGETALL', KEYS[2])\n",
+);
+
+/// KEYS: record, body, running, unknown, epoch. ARGV: basis, epoch seen, name, length of the lease, then fields and values. Gives the
+/// epoch, or nothing where what must hold does not.
+pub(super) static CLAIM: LazyLock<Script> = script!(
+    over!(),
+    "local r = redis.call('HMGET', KEYS[1], 'epoch', 'state', 'mode', 'lease_until', 'lease_length', 'expires', 'created')\n",
+    "local basis, created = ARGV[1], whole(now)\n",
+    "if basis == 'new' then\n",
+    "  if r[1] then return false end\n",
+    "else\n",
+    "  if r[1] ~= ARGV[2] then return false end\n",
+    "  created = r[7]\n",
+    "  local expired = r[6] and tonumber(r[6]) < now\n",
+    "  local holds = false\n",
+    "  if basis == 'take_over' then\n",
+    "    holds = (r[2] == 'IN_PROGRESS' and over(r[4], r[5])) or (r[2] == 'UNKNOWN_REQUIRES_RECOVERY' and r[3] == 'edge')\n",
+    "  elseif basis == 'reclaim' then\n",
+    "    holds = r[2] == 'FAILED_RETRYABLE' and not expired\n",
+    "  elseif basis == 'anew' then\n",
+    "    holds = expired\n",
+    "  end\n",
+    "  if not holds then return false end\n",
+    "end\n",
+    // The first write, and the only one that a full server refuses.
+    "local epoch = redis.call('INCR', KEYS[5])\n",
+    "redis.call('DEL', KEYS[1], KEYS[2])\n",
+    "redis.call('HSET', KEYS[1], 'epoch', epoch, 'created', created, 'lease_until', whole(now + ARGV[4]), 'lease_length', ARGV[4],\n",
+    "  unpack(ARGV, 5))\n",
+    "redis.call('ZADD', KEYS[3], created, ARGV[3])\n",
+    "redis.call('ZREM', KEYS[4], ARGV[3])\n",
+    "return epoch\n",
+);
+
+/// KEYS: record. ARGV: epoch, owner, length of the lease.
+pub(super) static HEARTBEAT: LazyLock<Script> = script!(
+    fence!(),
+    "redis.call('HSET', KEYS[1], 'lease_until', whole(now + ARGV[3]), 'lease_length', ARGV[3])\n",
+    "return 1\n",
+);
+
+/// KEYS: record, body, running, unknown, forgotten. ARGV: epoch, owner, name, state, life of the answer, of the metadata, of the
+/// body (each empty where there is none), the number of the record's fields and values, these, and the body's.
+pub(super) static FINISH: LazyLock<Script> = script!(
+    fence!(),
+    "local ttl, metadata, body_ttl, parts = ARGV[5], ARGV[6], ARGV[7], tonumber(ARGV[8])\n",
+    "redis.call('HDEL', KEYS[1], 'owner', 'lease_until', 'lease_length')\n",
+    "redis.call('HSET', KEYS[1], 'state', ARGV[4])\n",
+    "redis.call('ZREM', KEYS[3], ARGV[3])\n",
+    "if parts > 0 then redis.call('HSET', KEYS[1], unpack(ARGV, 9, 8 + parts)) end\n",
+    "if ttl == '' then\n",
+    "  redis.call('ZADD', KEYS[4], whole(now), ARGV[3])\n",
+    "  return 1\n",
+    "end\n",
+    "redis.call('HSET', KEYS[1], 'outcome', whole(now), 'expires', whole(now + ttl))\n",
+    "redis.call('PEXPIRE', KEYS[1], whole(math.max(math.ceil(metadata / 1000), 1)))\n",
+    "if body_ttl ~= '' then\n",
+    "  redis.call('HSET', KEYS[1], 'body_until', whole(now + body_ttl))\n",
+    "  redis.call('HSET', KEYS[2], 'epoch', ARGV[1], unpack(ARGV, 9 + parts))\n",
+    "  redis.call('PEXPIRE', KEYS[2], whole(math.max(math.ceil(body_ttl / 1000), 1)))\n",
+    "end\n",
+    // From when on records of the operation may be forgotten, and after how long at least.
+    "redis.call('HSETNX', KEYS[5], 'first', whole(now))\n",
+    "local shortest = redis.call('HGET', KEYS[5], 'metadata')\n",
+    "if not shortest or tonumber(shortest) > tonumber(metadata) then redis.call('HSET', KEYS[5], 'metadata', metadata) end\n",
+    "return 1\n",
+);
+
+/// KEYS: record, body, running. ARGV: epoch, owner, name.
+pub(super) static RELEASE: LazyLock<Script> =
+    script!(fence!(), "redis.call('DEL', KEYS[1], KEYS[2])\n", "redis.call('ZREM', KEYS[3], ARGV[3])\n", "return 1\n",);
+
+/// KEYS: record, running, unknown, epoch. ARGV: epoch seen, name.
+pub(super) static MARK_UNKNOWN: LazyLock<Script> = script!(
+    over!(),
+    "local r = redis.call('HMGET', KEYS[1], 'epoch', 'state', 'mode', 'lease_until', 'lease_length')\n",
+    "if r[1] ~= ARGV[1] or r[2] ~= 'IN_PROGRESS' or r[3] ~= 'edge' or not over(r[4], r[5]) then return 0 end\n",
+    "redis.call('HSET', KEYS[1], 'epoch', redis.call('INCR', KEYS[4]), 'state', 'UNKNOWN_REQUIRES_RECOVERY')\n",
+    "redis.call('HDEL', KEYS[1], 'owner', 'lease_until', 'lease_length')\n",
+    "redis.call('ZREM', KEYS[2], ARGV[2])\n",
+    "redis.call('ZADD', KEYS[3], whole(now), ARGV[2])\n",
+    "return 1\n",
+);
+
+/// KEYS: running, unknown. Gives: how many run, since when the oldest one, how many are unknown, now.
+pub(super) static STATS: LazyLock<Script> = script!(
+    "local oldest = redis.call('ZRANGE', KEYS[1], 0, 0, 'WITHSCORES')\n",
+    "return {redis.call('ZCARD', KEYS[1]), oldest[2] or false, redis.call('ZCARD', KEYS[2]), whole(now)}\n",
+);

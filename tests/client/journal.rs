@@ -1,0 +1,165 @@
+//! Keys that outlive the process (O27).
+
+use std::os::unix::fs::PermissionsExt;
+use std::path::Path;
+use std::process::{Command, Stdio};
+use std::time::Duration;
+
+use oncebox::client::{
+    Bodies, Cause, Client, ClientError, ClientOptions, JournalCipher, JournalError, KeyJournal, PendingBody, Request,
+};
+use reqwest::header::HeaderMap;
+
+use super::server::{Server, Step, client, quick, say};
+use super::support::eventually;
+
+const DIRECTORY: &str = "ONCEBOX_TEST_JOURNAL_DIRECTORY";
+const ORIGIN: &str = "ONCEBOX_TEST_JOURNAL_ORIGIN";
+
+fn kept() -> Bodies {
+    Bodies::Encrypted(JournalCipher::new(&[7; 32]))
+}
+
+fn entries(directory: &Path) -> Vec<std::path::PathBuf> {
+    let all = std::fs::read_dir(directory).unwrap().map(|entry| entry.unwrap().path());
+    all.filter(|path| path.extension().is_some_and(|kind| kind == "key")).collect()
+}
+
+/// What the process that is killed does; nothing when it is run as a test.
+#[tokio::test]
+async fn the_process_that_is_killed() {
+    let (Ok(directory), Ok(origin)) = (std::env::var(DIRECTORY), std::env::var(ORIGIN)) else { return };
+    let client = client().with_journal(KeyJournal::open(directory, kept()).unwrap());
+    let request = Request::new("POST", &format!("{origin}/payments"), "{\"amountMinor\": 100}").unwrap();
+    let request = request.with_header("content-type", "application/json").unwrap();
+    let request = request.with_header("authorization", "Bearer t1:user-7").unwrap();
+    let never = client.send(&request).await;
+    unreachable!("it was to be killed: {never:?}");
+}
+
+// Shown by: writing the journal after the first attempt; making a new key for what is pending.
+#[tokio::test]
+async fn o27_after_kill_9_the_next_process_goes_on_with_the_same_key_and_bytes() {
+    let directory = tempfile::tempdir().unwrap();
+    let server = Server::start([Step::Hang]).await;
+    let mut child = Command::new(std::env::current_exe().unwrap())
+        .args(["--exact", "journal::the_process_that_is_killed", "--nocapture", "--test-threads=1"])
+        .env(DIRECTORY, directory.path())
+        .env(ORIGIN, &server.origin)
+        .stdout(Stdio::null())
+        .spawn()
+        .unwrap();
+    eventually("the operation has come", Duration::from_secs(60), || async {
+        (!server.came().is_empty()).then_some(())
+    })
+    .await;
+    // While it lives, nobody else has the journal.
+    let locked = KeyJournal::open(directory.path(), kept());
+    assert!(matches!(locked, Err(JournalError::Locked(_))), "{locked:?}");
+    child.kill().unwrap(); // SIGKILL
+    child.wait().unwrap();
+
+    let journal = KeyJournal::open(directory.path(), kept()).unwrap();
+    let pending = journal.pending().await.unwrap();
+    assert_eq!(pending.len(), 1);
+    assert_eq!(pending[0].body, PendingBody::Kept(b"{\"amountMinor\": 100}".to_vec()));
+    let came = server.came();
+    assert_eq!(came[0].headers.get("idempotency-key").unwrap(), pending[0].key.as_str());
+    let client = client().with_journal(journal.clone());
+    // It begins in doubt: an answer of the second process's says nothing of what the first one did.
+    server.next([say(401, &[], "")]);
+    let error = client.resume(&pending[0], None, &HeaderMap::new()).await.unwrap_err();
+    assert!(matches!(error, ClientError::OutcomeUnknown { cause: Cause::Answer { status: 401, .. }, .. }), "{error}");
+    let mut fresh = HeaderMap::new();
+    fresh.insert("authorization", "Bearer t1:user-7".parse().unwrap());
+    let answer = client.resume(&pending[0], None, &fresh).await.unwrap();
+    assert_eq!((answer.status, server.all_the_same()), (201, 3));
+    assert_eq!(server.came()[1].headers.get("authorization"), None, "credentials are not in the journal");
+    assert_eq!(server.came()[2].headers.get("content-type").unwrap(), "application/json");
+    assert_eq!(server.effects(), [answer.key.as_str()]);
+    assert_eq!(journal.pending().await.unwrap().len(), 1, "the application has not said that it has the result");
+    client.acknowledge(&answer.key).await.unwrap();
+    client.acknowledge(&answer.key).await.unwrap();
+    assert!(journal.pending().await.unwrap().is_empty() && entries(directory.path()).is_empty());
+}
+
+// Shown by: `note` after the loop; mode 644.
+#[tokio::test]
+async fn o27_the_journal_is_written_before_the_first_send_and_for_the_owner_alone() {
+    let directory = tempfile::tempdir().unwrap();
+    let journal = KeyJournal::open(directory.path().join("keys"), Bodies::Digest).unwrap();
+    let server = Server::start([Step::Hang]).await;
+    let (sending, request) = (client().with_journal(journal.clone()), server.request());
+    let (key, body) = (request.key().clone(), serde_json::json!({"accountId": "acc-7", "amountMinor": 100}));
+    let task = tokio::spawn(async move { sending.send(&request).await });
+    eventually("it was sent", Duration::from_secs(20), || async { (!server.came().is_empty()).then_some(()) }).await;
+    let found = entries(&directory.path().join("keys"));
+    assert_eq!(found.len(), 1);
+    assert_eq!(found[0].metadata().unwrap().permissions().mode() & 0o777, 0o600);
+    assert_eq!(directory.path().join("keys").metadata().unwrap().permissions().mode() & 0o777, 0o700);
+    task.abort();
+    let pending = journal.pending().await.unwrap().remove(0);
+    assert_eq!((&pending.key, pending.method.as_str()), (&key, "POST"));
+    let client = client().with_journal(journal);
+    let none = HeaderMap::new();
+    let missing = client.resume(&pending, None, &none).await.unwrap_err();
+    assert!(matches!(missing, ClientError::Journal(JournalError::BodyNeeded)), "{missing}");
+    let other = client.resume(&pending, Some(b"{}".to_vec()), &none).await.unwrap_err();
+    assert!(matches!(other, ClientError::Journal(JournalError::OtherBody)), "{other}");
+    assert_eq!(server.came().len(), 1, "nothing else is sent under the key");
+    let body = serde_json::to_vec(&body).unwrap();
+    assert_eq!(client.resume(&pending, Some(body), &none).await.unwrap().status, 201);
+}
+
+// Shown by: leaving the comparison out of `note`.
+#[tokio::test]
+async fn o27_a_key_keeps_its_request() {
+    let directory = tempfile::tempdir().unwrap();
+    let journal = KeyJournal::open(directory.path(), kept()).unwrap();
+    let client = client().with_journal(journal);
+    let server = Server::start([]).await;
+    let request = server.request().with_key("order-7-0123456789abcdef").unwrap();
+    client.send(&request).await.unwrap();
+    let key = request.key().as_str();
+    let url = format!("{}/payments", server.origin);
+    let elsewhere = Request::new("POST", &format!("{url}/x"), "{}").unwrap().with_key(key).unwrap();
+    let other_url = client.send(&elsewhere).await.unwrap_err();
+    assert!(matches!(other_url, ClientError::Journal(JournalError::OtherRequest)), "{other_url}");
+    let changed = Request::new("POST", &url, "{}").unwrap().with_key(key).unwrap();
+    let other_body = client.send(&changed).await.unwrap_err();
+    assert!(matches!(other_body, ClientError::Journal(JournalError::OtherBody)), "{other_body}");
+    assert_eq!(server.came().len(), 1);
+}
+
+// Shown by: counting the lifetime from the start of the process.
+#[tokio::test]
+async fn o27_a_pending_key_that_the_server_may_have_forgotten_is_not_sent() {
+    let directory = tempfile::tempdir().unwrap();
+    let journal = KeyJournal::open(directory.path(), kept()).unwrap();
+    let server = Server::start([]).await;
+    let options =
+        ClientOptions { attempt_timeout: Duration::from_secs(1), lifetime: Duration::from_millis(1_500), ..quick() };
+    let client = Client::new(options).unwrap().with_journal(journal.clone());
+    client.send(&server.request()).await.unwrap();
+    let pending = journal.pending().await.unwrap().remove(0);
+    eventually("the key is old", Duration::from_secs(20), || async {
+        (pending.first_sent_at.elapsed().unwrap() > Duration::from_millis(600)).then_some(())
+    })
+    .await;
+    let error = client.resume(&pending, None, &HeaderMap::new()).await.unwrap_err();
+    assert!(matches!(error, ClientError::OutcomeUnknown { cause: Cause::KeyForgotten { .. }, .. }), "{error}");
+    assert_eq!(server.came().len(), 1);
+}
+
+// Shown by: passing over what cannot be read.
+#[tokio::test]
+async fn o27_an_entry_that_cannot_be_read_is_not_passed_over_and_an_unfinished_one_is_removed() {
+    let directory = tempfile::tempdir().unwrap();
+    std::fs::write(directory.path().join("0123.part"), "{").unwrap();
+    let journal = KeyJournal::open(directory.path(), kept()).unwrap();
+    assert!(!directory.path().join("0123.part").exists());
+    assert!(journal.pending().await.unwrap().is_empty());
+    std::fs::write(directory.path().join("0123.key"), "{").unwrap();
+    let error = journal.pending().await.unwrap_err();
+    assert!(matches!(error, JournalError::Unreadable { .. }), "{error}");
+}

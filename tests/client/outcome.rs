@@ -1,0 +1,152 @@
+//! What ends an operation, and what does not (O26).
+
+use std::time::Duration;
+
+use oncebox::client::{Cause, Client, ClientError, ClientOptions};
+
+use super::server::{Server, Step, client, problem, quick, say};
+
+fn unknown(error: ClientError) -> Cause {
+    match error {
+        ClientError::OutcomeUnknown { cause, .. } => cause,
+        other => panic!("the outcome is not unknown: {other}"),
+    }
+}
+
+// Shown by: making the key in `attempt`; ending at the first 500.
+#[tokio::test]
+async fn m110_whatever_happens_the_same_bytes_go_under_one_key_until_the_answer_is_there() {
+    let steps = [
+        Step::DropBefore,
+        Step::DropAfter,
+        Step::Cut,
+        say(500, &[], "oops"),
+        say(429, &[], ""),
+        problem(409, "IDEMPOTENCY_REQUEST_IN_PROGRESS", "in_progress"),
+        problem(503, "IDEMPOTENCY_COMMIT_UNKNOWN", "unknown"),
+    ];
+    let server = Server::start(steps).await;
+    let request = server.request();
+    let answer = client().send(&request).await.unwrap();
+    assert_eq!((answer.status, &answer.key), (201, request.key()));
+    assert_eq!(answer.headers.get("location").unwrap(), "/payments/7");
+    assert_eq!(answer.body, format!(r#"{{"key":"{}"}}"#, request.key().as_str()).into_bytes());
+    assert_eq!(server.all_the_same(), 8);
+    assert_eq!(server.effects(), [request.key().as_str()]);
+}
+
+// Shown by: ending at any answer of the second attempt.
+#[tokio::test]
+async fn o26_after_a_lost_answer_a_refusal_is_no_end_and_fresh_credentials_go_on() {
+    let refusals = [
+        say(400, &[], ""),
+        say(401, &[], ""),
+        say(403, &[], ""),
+        say(404, &[], ""),
+        say(409, &[], ""),
+        problem(422, "IDEMPOTENCY_KEY_REUSED_WITH_DIFFERENT_REQUEST", "unknown"),
+        problem(409, "IDEMPOTENCY_KEY_EXPIRED", "expired"),
+        problem(500, "IDEMPOTENCY_TRANSACTION_ENDED", "unknown"),
+        // A proxy's JSON is no problem body.
+        say(409, &[("content-type", "application/json")], r#"{"key_state":"spent"}"#),
+    ];
+    for refusal in refusals {
+        let server = Server::start([Step::DropAfter, refusal.clone()]).await;
+        let request = server.request();
+        let cause = unknown(client().send(&request).await.unwrap_err());
+        assert!(matches!(cause, Cause::Answer { .. }), "{refusal:?}: {cause}");
+        assert_eq!(server.all_the_same(), 2, "it is not repeated in vain");
+        let renewed = request.clone().with_header("authorization", "Bearer t1:user-7").unwrap();
+        assert_eq!(client().send(&renewed).await.unwrap().status, 201);
+        assert_eq!(server.effects(), [request.key().as_str()]);
+    }
+}
+
+#[tokio::test]
+async fn m110_without_a_lost_answer_a_refusal_is_the_answer() {
+    for refusal in [
+        say(400, &[], ""),
+        say(401, &[], ""),
+        say(402, &[], "no funds"),
+        say(404, &[], ""),
+        problem(422, "IDEMPOTENCY_KEY_REUSED_WITH_DIFFERENT_REQUEST", "unknown"),
+    ] {
+        let server = Server::start([problem(503, "IDEMPOTENCY_STORE_UNAVAILABLE", "unknown"), refusal]).await;
+        let answer = client().send(&server.request()).await.unwrap();
+        assert!(!answer.is_success() && server.effects().is_empty(), "{answer:?}");
+        assert_eq!(server.all_the_same(), 2);
+    }
+}
+
+// Shown by: leaving the state out of the table.
+#[tokio::test]
+async fn o26_a_spent_key_ends_it_also_after_a_lost_answer() {
+    let server = Server::start([Step::DropAfter, problem(409, "IDEMPOTENT_RESULT_NOT_RETAINED", "spent")]).await;
+    assert_eq!(client().send(&server.request()).await.unwrap().status, 409);
+    // The code of an application's own is no hindrance.
+    let server = Server::start([Step::DropAfter, problem(402, "INSUFFICIENT_FUNDS", "spent")]).await;
+    assert_eq!(client().send(&server.request()).await.unwrap().status, 402);
+}
+
+// Shown by: the redirect policy of reqwest in place of none.
+#[tokio::test]
+async fn o26_a_redirect_is_not_followed_and_carries_the_key_nowhere() {
+    let other = Server::start([]).await;
+    for status in [301, 302, 303, 307, 308] {
+        let place = format!("{}/payments", other.origin);
+        let server = Server::start([say(status, &[("location", &place)], "")]).await;
+        let request = server.request();
+        assert_eq!(client().send(&request).await.unwrap().status, 201, "the next attempt is served");
+        assert_eq!(server.all_the_same(), 2);
+        let server = Server::start((0..200).map(|_| say(status, &[("location", "/elsewhere")], ""))).await;
+        let short = ClientOptions { total: Duration::from_millis(300), ..quick() };
+        let cause = unknown(Client::new(short).unwrap().send(&server.request()).await.unwrap_err());
+        assert!(matches!(cause, Cause::OutOfTime { .. }), "{cause}");
+        assert!(server.came().iter().all(|came| came.line.starts_with("POST /payments ")));
+    }
+    assert!(other.came().is_empty(), "{:?}", other.came());
+}
+
+// Shown by: asking with the operation's own headers; following the Location wherever it points.
+#[tokio::test]
+async fn o26_an_accepted_operation_is_asked_for_on_its_origin_without_the_key() {
+    let done = r#"{"id":"7","status":"succeeded","result":{"status":201,"body":{"id": "pay_7"}}}"#;
+    let json = [("content-type", "application/json"), ("x-request-id", "9")];
+    let server = Server::start([
+        say(202, &[("location", "/operations/7")], ""),
+        say(200, &[], r#"{"id":"7","status":"pending","result":null}"#),
+        say(503, &[], ""),
+        Step::DropBefore,
+        say(200, &json, done),
+    ])
+    .await;
+    let request = server.request().with_header("authorization", "Bearer t1:user-7").unwrap();
+    let answer = client().send(&request).await.unwrap();
+    assert_eq!((answer.status, answer.body.as_slice()), (201, br#"{"id": "pay_7"}"#.as_slice()));
+    assert_eq!(answer.headers.len(), 1, "{:?}", answer.headers);
+    let came = server.came();
+    assert_eq!(came.len(), 5);
+    for question in &came[1..] {
+        assert_eq!(question.line, "GET /operations/7 HTTP/1.1");
+        assert_eq!(question.headers.get("authorization").unwrap(), "Bearer t1:user-7");
+        assert!(!question.headers.contains_key("idempotency-key") && question.body.is_empty());
+    }
+    // A result that is not kept there: the operation itself is sent again, and replayed.
+    let gone = r#"{"id":"7","status":"succeeded","result":null}"#;
+    let server = Server::start([say(202, &[("location", "/operations/7")], ""), say(200, &[], gone)]).await;
+    assert_eq!(client().send(&server.request()).await.unwrap().status, 201);
+    let lines: Vec<_> = server.came().iter().map(|came| came.line.clone()).collect();
+    assert_eq!(lines, ["POST /payments HTTP/1.1", "GET /operations/7 HTTP/1.1", "POST /payments HTTP/1.1"]);
+}
+
+#[tokio::test]
+async fn o26_an_accepted_operation_that_is_not_found_is_unknown_and_another_origin_is_not_asked() {
+    let other = Server::start([]).await;
+    let server = Server::start([say(202, &[("location", "/operations/7")], ""), say(404, &[], "")]).await;
+    assert_eq!(unknown(client().send(&server.request()).await.unwrap_err()), Cause::OperationNotFound);
+    let place = format!("{}/operations/7", other.origin);
+    let server = Server::start([say(202, &[("location", &place)], "")]).await;
+    assert_eq!(client().send(&server.request()).await.unwrap().status, 201);
+    assert_eq!(server.all_the_same(), 2);
+    assert!(other.came().is_empty());
+}

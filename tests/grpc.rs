@@ -1,0 +1,301 @@
+//! A tonic service over the engine, called through tonic's own client and framing, without protoc: messages, codec and service are
+//! written by hand.
+#![cfg(all(feature = "grpc", feature = "sqlite", feature = "client"))]
+#![allow(clippy::unwrap_used)]
+
+use std::convert::Infallible;
+use std::marker::PhantomData;
+use std::sync::Arc;
+use std::task::{Context, Poll};
+use std::time::Duration;
+
+use futures::future::BoxFuture;
+use oncebox::grpc::{KEY_METADATA, KeyField, REPLAYED_METADATA, idempotent_unary, refusal, reply, seen};
+use oncebox::policy::operation::resend::{Next, after_attempt};
+use oncebox::policy::operation::{FingerprintWriter, IdempotentCommand, Mode, Outcome, Route, Scope};
+use oncebox::runtime::operation::{Endpoint, Engine, Registered};
+use oncebox::sqlx;
+use oncebox::store::sqlite::SqliteStore;
+use oncebox::store::{Base, Schema, StoreOptions};
+use prost::Message;
+use tokio::sync::Notify;
+use tonic::body::Body;
+use tonic::codec::{Codec, DecodeBuf, Decoder, EncodeBuf, Encoder};
+use tonic::{Code, Request, Response, Status};
+use tonic_types::{ErrorDetails, StatusExt};
+
+const KEY: &str = "9b2f0c64-1b5e-4f0e-8a3c-6f1d2e3a4b5c";
+const OTHER: &str = "1c2f0c64-1b5e-4f0e-8a3c-6f1d2e3a4b5c";
+
+#[derive(Clone, PartialEq, Eq, Message)]
+struct CreatePayment {
+    #[prost(string, tag = "1")]
+    account_id: String,
+    #[prost(int64, tag = "2")]
+    amount_minor: i64,
+    #[prost(string, tag = "3")]
+    request_id: String,
+}
+
+#[derive(Clone, PartialEq, Eq, Message)]
+struct Payment {
+    #[prost(string, tag = "1")]
+    id: String,
+    #[prost(int64, tag = "2")]
+    amount_minor: i64,
+}
+
+impl IdempotentCommand for CreatePayment {
+    const OPERATION: &'static str = "create_payment";
+    const VERSION: u32 = 1;
+
+    fn fingerprint(&self, _version: u32, writer: &mut FingerprintWriter) {
+        writer.field("accountId", self.account_id.as_str());
+        writer.field("amountMinor", &self.amount_minor);
+    }
+}
+
+impl KeyField for CreatePayment {
+    fn key_field(&self) -> &str {
+        &self.request_id
+    }
+}
+
+/// Messages as bytes.
+struct Prost<E, D>(PhantomData<fn(E) -> D>);
+
+impl<E, D> Default for Prost<E, D> {
+    fn default() -> Self {
+        Self(PhantomData)
+    }
+}
+
+impl<E: Message + 'static, D: Message + Default + 'static> Codec for Prost<E, D> {
+    type Encode = E;
+    type Decode = D;
+    type Encoder = Self;
+    type Decoder = Self;
+
+    fn encoder(&mut self) -> Self {
+        Self::default()
+    }
+
+    fn decoder(&mut self) -> Self {
+        Self::default()
+    }
+}
+
+impl<E: Message, D> Encoder for Prost<E, D> {
+    type Item = E;
+    type Error = Status;
+
+    fn encode(&mut self, item: E, into: &mut EncodeBuf<'_>) -> Result<(), Status> {
+        item.encode(into).map_err(|error| Status::internal(error.to_string()))
+    }
+}
+
+impl<E, D: Message + Default> Decoder for Prost<E, D> {
+    type Item = D;
+    type Error = Status;
+
+    fn decode(&mut self, from: &mut DecodeBuf<'_>) -> Result<Option<D>, Status> {
+        D::decode(from).map(Some).map_err(|error| Status::internal(error.to_string()))
+    }
+}
+
+/// The service: one method.
+#[derive(Clone)]
+struct Payments {
+    engine: Engine<SqliteStore>,
+    endpoint: Registered,
+    started: Arc<Notify>,
+    go_on: Arc<Notify>,
+}
+
+impl tonic::server::UnaryService<CreatePayment> for Payments {
+    type Response = Payment;
+    type Future = BoxFuture<'static, Result<Response<Payment>, Status>>;
+
+    fn call(&mut self, mut request: Request<CreatePayment>) -> Self::Future {
+        let this = self.clone();
+        // What an interceptor does that has verified who calls.
+        if let Some(tenant) = request.metadata().get("authorization").and_then(|value| value.to_str().ok()) {
+            let scope = Scope::new(tenant, "user-7").unwrap();
+            request.extensions_mut().insert(scope);
+        }
+        Box::pin(async move {
+            let (started, go_on) = (Arc::clone(&this.started), Arc::clone(&this.go_on));
+            idempotent_unary(&this.engine, &this.endpoint, request, move |command: &CreatePayment, mut tx| {
+                let (started, go_on) = (Arc::clone(&started), Arc::clone(&go_on));
+                Box::pin(async move {
+                    if command.account_id == "slow" {
+                        started.notify_one();
+                        go_on.notified().await;
+                    }
+                    let id = tx.operation_id().to_string();
+                    let insert = sqlx::query("insert into payment (id, amount) values (?, ?)");
+                    insert.bind(&id).bind(command.amount_minor).execute(tx.connection()).await?;
+                    if command.amount_minor > 1_000 {
+                        let mut details = ErrorDetails::new();
+                        details.set_error_info("INSUFFICIENT_FUNDS", "payments.example", []);
+                        let refused = Status::with_error_details(Code::FailedPrecondition, "no funds", details);
+                        return Ok(Outcome::Rejected { answer: refusal(&refused), binding: true });
+                    }
+                    let payment = Payment { id, amount_minor: command.amount_minor };
+                    Ok(Outcome::Completed(reply(&payment).header("location", "payments/7")))
+                })
+            })
+            .await
+        })
+    }
+}
+
+impl tonic::codegen::Service<http::Request<Body>> for Payments {
+    type Response = http::Response<Body>;
+    type Error = Infallible;
+    type Future = BoxFuture<'static, Result<Self::Response, Infallible>>;
+
+    fn poll_ready(&mut self, _: &mut Context<'_>) -> Poll<Result<(), Infallible>> {
+        Poll::Ready(Ok(()))
+    }
+
+    fn call(&mut self, request: http::Request<Body>) -> Self::Future {
+        let this = self.clone();
+        Box::pin(async move {
+            let mut grpc = tonic::server::Grpc::new(Prost::<Payment, CreatePayment>::default());
+            Ok(grpc.unary(this, request).await)
+        })
+    }
+}
+
+struct World {
+    service: Payments,
+    store: SqliteStore,
+    _directory: tempfile::TempDir,
+}
+
+impl World {
+    async fn new() -> Self {
+        let directory = tempfile::tempdir().unwrap();
+        let url = format!("sqlite://{}", directory.path().join("test.db").display());
+        let store = SqliteStore::connect(&StoreOptions { create: true, ..StoreOptions::new(url) }).await.unwrap();
+        store.migrate().await.unwrap();
+        sqlx::query("create table payment (id text primary key, amount integer)").execute(store.pool()).await.unwrap();
+        let engine = Engine::builder(store.clone()).build();
+        let endpoint = engine.protect(Endpoint::typed::<CreatePayment>(Route::new(Mode::SameTx))).unwrap();
+        let service = Payments { engine, endpoint, started: Arc::default(), go_on: Arc::default() };
+        Self { service, store, _directory: directory }
+    }
+
+    async fn payments(&self) -> i64 {
+        sqlx::query_scalar("select count(*) from payment").fetch_one(self.store.pool()).await.unwrap()
+    }
+
+    /// A call of tenant `t1`, with a key in the metadata unless it is empty.
+    async fn call(&self, key: &str, command: CreatePayment) -> Result<Response<Payment>, Status> {
+        call(self.service.clone(), Some("t1"), key, command).await
+    }
+}
+
+async fn call(
+    service: Payments,
+    tenant: Option<&'static str>,
+    key: &str,
+    command: CreatePayment,
+) -> Result<Response<Payment>, Status> {
+    let mut client = tonic::client::Grpc::new(service);
+    let mut request = Request::new(command);
+    if !key.is_empty() {
+        request.metadata_mut().insert(KEY_METADATA, key.parse().unwrap());
+    }
+    if let Some(tenant) = tenant {
+        request.metadata_mut().insert("authorization", tenant.parse().unwrap());
+    }
+    client.ready().await.unwrap();
+    let path = http::uri::PathAndQuery::from_static("/payments.Payments/CreatePayment");
+    client.unary(request, path, Prost::<CreatePayment, Payment>::default()).await
+}
+
+fn payment(amount_minor: i64) -> CreatePayment {
+    CreatePayment { account_id: "acc-7".to_owned(), amount_minor, request_id: String::new() }
+}
+
+fn reason(status: &Status) -> String {
+    status.get_details_error_info().map(|info| info.reason).unwrap_or_default()
+}
+
+// Shown by: leaving the metadata out of the answer; a key of the field that is not read.
+#[tokio::test]
+async fn m109_a_second_call_has_no_effect_and_gets_the_same_message() {
+    let world = World::new().await;
+    let first = world.call(KEY, payment(100)).await.unwrap();
+    assert_eq!(first.metadata().get(REPLAYED_METADATA), None);
+    let in_field = CreatePayment { request_id: KEY.to_owned(), ..payment(100) };
+    for (key, command) in [(KEY, payment(100)), ("", in_field.clone()), (KEY, in_field)] {
+        let again = world.call(key, command).await.unwrap();
+        assert_eq!(again.get_ref(), first.get_ref());
+        assert_eq!(again.metadata().get(REPLAYED_METADATA).unwrap(), "true");
+        assert_eq!(again.metadata().get("location"), first.metadata().get("location"));
+    }
+    assert_eq!(world.payments().await, 1);
+}
+
+#[tokio::test]
+async fn m109_what_cannot_be_run_has_a_status_with_its_reason() {
+    let world = World::new().await;
+    world.call(KEY, payment(100)).await.unwrap();
+    let both = CreatePayment { request_id: OTHER.to_owned(), ..payment(100) };
+    for (key, command, code, why) in [
+        (KEY, payment(101), Code::FailedPrecondition, "IDEMPOTENCY_KEY_REUSED_WITH_DIFFERENT_REQUEST"),
+        ("", payment(100), Code::InvalidArgument, "IDEMPOTENCY_KEY_REQUIRED"),
+        ("short", payment(100), Code::InvalidArgument, "IDEMPOTENCY_KEY_INVALID"),
+        (KEY, both, Code::InvalidArgument, "IDEMPOTENCY_KEY_INVALID"),
+    ] {
+        let status = world.call(key, command).await.unwrap_err();
+        assert_eq!((status.code(), reason(&status).as_str()), (code, why), "{status}");
+    }
+    let nobody = call(world.service.clone(), None, OTHER, payment(100)).await.unwrap_err();
+    assert_eq!((nobody.code(), reason(&nobody).as_str()), (Code::PermissionDenied, "IDEMPOTENCY_SCOPE_REQUIRED"));
+    // Another tenant's key is another key.
+    call(world.service.clone(), Some("t2"), KEY, payment(100)).await.unwrap();
+    assert_eq!(world.payments().await, 2);
+}
+
+// Shown by: storing the code without the details.
+#[tokio::test]
+async fn m71_a_binding_refusal_is_replayed_with_its_details_and_leaves_no_effect() {
+    let world = World::new().await;
+    let first = world.call(KEY, payment(2_000)).await.unwrap_err();
+    let again = world.call(KEY, payment(2_000)).await.unwrap_err();
+    for status in [&first, &again] {
+        assert_eq!((status.code(), status.message()), (Code::FailedPrecondition, "no funds"));
+        assert_eq!(reason(status), "INSUFFICIENT_FUNDS");
+    }
+    assert_eq!(again.metadata().get(REPLAYED_METADATA).unwrap(), "true");
+    assert_eq!(first.metadata().get(REPLAYED_METADATA), None);
+    assert_eq!(world.payments().await, 0);
+}
+
+// Shown by: running the handler in the call's own future.
+#[tokio::test]
+async fn o27_a_call_whose_deadline_passed_goes_on_and_the_next_one_finds_its_outcome() {
+    let world = World::new().await;
+    let slow = CreatePayment { account_id: "slow".to_owned(), ..payment(100) };
+    let calling = tokio::spawn(call(world.service.clone(), Some("t1"), KEY, slow.clone()));
+    tokio::time::timeout(Duration::from_secs(20), world.service.started.notified()).await.unwrap();
+    let running = world.call(KEY, slow.clone()).await;
+    let status = running.as_ref().unwrap_err();
+    assert_eq!((status.code(), reason(status).as_str()), (Code::Aborted, "IDEMPOTENCY_REQUEST_IN_PROGRESS"));
+    assert!(status.get_details_retry_info().unwrap().retry_delay.unwrap() >= Duration::from_secs(1));
+    assert_eq!(after_attempt(seen(&running), false), Next::Again { doubt: true });
+    // As a server does whose client's deadline has passed.
+    calling.abort();
+    assert!(calling.await.unwrap_err().is_cancelled());
+    let given_up: Result<Response<Payment>, _> = Err(Status::deadline_exceeded("Timeout expired"));
+    assert_eq!(after_attempt(seen(&given_up), false), Next::Again { doubt: true });
+    world.service.go_on.notify_one();
+    assert!(world.service.engine.drain(Duration::from_secs(20)).await);
+    let answer = world.call(KEY, slow).await.unwrap();
+    assert_eq!(answer.metadata().get(REPLAYED_METADATA).unwrap(), "true");
+    assert_eq!((world.payments().await, after_attempt(seen(&Ok(answer)), true)), (1, Next::Done));
+}

@@ -1,0 +1,205 @@
+//! What a guard promises, and which servers are none (O25).
+
+use std::net::TcpListener;
+use std::process::{Child, Command, Stdio};
+use std::time::Duration;
+
+use oncebox::StoreError;
+use oncebox::policy::operation::key::KeyFormat;
+use oncebox::policy::operation::retention::Retention;
+use oncebox::policy::operation::route::{Durability, RouteError};
+use oncebox::policy::operation::{Identity, Key, Keyring, Mode, Route, Scope, State};
+use oncebox::store::conformance::KeysFixture;
+use oncebox::store::redis::{RedisKeys, RedisOptions};
+use oncebox::store::{Answer, AnswerBody, Basis, Claimed, Fenced, KeptBody, KeyClaim, Keys, Outcome, Owned};
+use redis::AsyncCommands;
+use uuid::Uuid;
+
+use super::prefix::Prefix;
+use super::support::eventually;
+
+const LONG: Duration = Duration::from_secs(600);
+
+fn claim(key: &str) -> KeyClaim {
+    let scope = Scope::new("t1", "user-7").unwrap();
+    let key = Key::parse(format!("{key}-0123456789abcdef").as_bytes(), KeyFormat::Opaque).unwrap();
+    KeyClaim {
+        identity: Identity::new(&scope, "send_receipt".parse().unwrap(), key),
+        principal: scope.mark(&Keyring::plain()),
+        fingerprint: format!("1:sha256:{}", "0a".repeat(32)).parse().unwrap(),
+        mode: Mode::Edge,
+        operation_id: Uuid::now_v7(),
+        lease: LONG,
+    }
+}
+
+async fn take(store: &RedisKeys, claim: &KeyClaim) -> Owned {
+    match store.claim(claim, Basis::New).await.unwrap() {
+        Claimed::Owned(owned) => owned,
+        other => panic!("{other:?}"),
+    }
+}
+
+/// A server of this test's own, killed with it.
+struct Server {
+    process: Child,
+    port: u16,
+    directory: tempfile::TempDir,
+}
+
+impl Server {
+    fn launch(port: u16, directory: &std::path::Path, arguments: &[&str]) -> Child {
+        let port = port.to_string();
+        let mut server = Command::new("redis-server");
+        server.args(["--port", &port, "--bind", "127.0.0.1", "--save", "", "--appendonly", "yes"]);
+        server.args(["--appendfsync", "always"]).args(arguments).arg("--dir").arg(directory);
+        server.stdout(Stdio::null()).spawn().unwrap()
+    }
+
+    /// None, with a line on stderr, where Redis is not installed.
+    async fn start(test: &str, arguments: &[&str]) -> Option<Self> {
+        if Command::new("redis-server").arg("--version").stdout(Stdio::null()).status().is_err() {
+            assert!(std::env::var("ONCEBOX_TEST_STRICT").as_deref() != Ok("1"), "{test} needs redis-server");
+            eprintln!("SKIPPED: {test} (no redis-server)");
+            return None;
+        }
+        let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+        let directory = tempfile::tempdir().unwrap();
+        let server = Self { process: Self::launch(port, directory.path(), arguments), port, directory };
+        server.serves().await;
+        Some(server)
+    }
+
+    fn options(&self) -> RedisOptions {
+        RedisOptions::new(format!("redis://127.0.0.1:{}", self.port))
+    }
+
+    async fn connection(&self) -> redis::RedisResult<redis::aio::MultiplexedConnection> {
+        redis::Client::open(self.options().url)?.get_multiplexed_async_connection().await
+    }
+
+    async fn serves(&self) {
+        eventually("the server answers", Duration::from_secs(20), || async {
+            let mut connection = self.connection().await.ok()?;
+            redis::cmd("PING").query_async::<String>(&mut connection).await.ok()
+        })
+        .await;
+    }
+
+    async fn set(&self, name: &str, value: &str) {
+        let mut connection = self.connection().await.unwrap();
+        redis::cmd("CONFIG").arg("SET").arg(name).arg(value).exec_async(&mut connection).await.unwrap();
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        let _ = self.process.kill();
+        let _ = self.process.wait();
+    }
+}
+
+#[tokio::test]
+async fn o25_a_guard_takes_no_route_that_needs_a_memory() {
+    assert_eq!(RedisKeys::DURABILITY, Durability::Guard);
+    assert_eq!(Route::new(Mode::Edge).validate(RedisKeys::DURABILITY), Err(RouteError::GuardNeedsRepeatable));
+}
+
+// `allkeys-lru` evicted live claims. Shown by: leaving the check out.
+#[tokio::test]
+async fn o25_a_server_that_may_forget_is_refused() {
+    let test = "o25_a_server_that_may_forget_is_refused";
+    let Some(server) = Server::start(test, &["--maxmemory-policy", "allkeys-lru"]).await else { return };
+    for policy in ["allkeys-lru", "volatile-ttl", "allkeys-random"] {
+        server.set("maxmemory-policy", policy).await;
+        let refused = RedisKeys::connect(server.options()).await.unwrap_err();
+        assert!(matches!(&refused, StoreError::Refused(why) if why.contains(policy)), "{refused}");
+    }
+    server.set("maxmemory-policy", "noeviction").await;
+    let store = RedisKeys::connect(server.options()).await.unwrap();
+    take(&store, &claim("k")).await;
+    // The settings of a running server may change, and then it says so.
+    server.set("maxmemory-policy", "allkeys-lfu").await;
+    assert!(matches!(store.check().await, Err(StoreError::Refused(_))));
+    server.set("maxmemory-policy", "noeviction").await;
+    let mut connection = server.connection().await.unwrap();
+    redis::cmd("REPLICAOF").arg("127.0.0.1").arg(1).exec_async(&mut connection).await.unwrap();
+    let refused = RedisKeys::connect(server.options()).await.unwrap_err();
+    assert!(matches!(&refused, StoreError::Refused(why) if why.contains("role:slave")), "{refused}");
+}
+
+// Shown by: `volatile` keys for claims; a connection that is kept after it failed.
+#[tokio::test]
+async fn o25_duplicates_are_suppressed_while_the_server_keeps_its_data_and_a_server_that_is_away_is_none() {
+    let test = "o25_duplicates_are_suppressed_while_the_server_keeps_its_data";
+    let Some(mut server) = Server::start(test, &[]).await else { return };
+    let store = RedisKeys::connect(server.options()).await.unwrap();
+    let (mine, running) = (claim("k"), claim("running"));
+    let owner = take(&store, &mine).await;
+    take(&store, &running).await;
+    server.process.kill().unwrap(); // SIGKILL
+    server.process.wait().unwrap();
+    for _ in 0..2 {
+        let away = store.claim(&claim("other"), Basis::New).await.unwrap_err();
+        assert!(matches!(away, StoreError::Unavailable(_)), "{away}");
+    }
+    server.process = Server::launch(server.port, server.directory.path(), &[]);
+    server.serves().await;
+    let existing = eventually("it is used again", Duration::from_secs(20), || async {
+        store.claim(&running, Basis::New).await.ok()
+    })
+    .await;
+    assert!(matches!(existing, Claimed::Existing(record) if record.state == State::InProgress));
+    assert_eq!(store.finish(&owner, &Outcome::Unknown, &Retention::default()).await.unwrap(), Fenced::Done);
+}
+
+// Shown by: a time to live at the claim (`PX` = lease let a second claim run beside the first).
+#[tokio::test]
+async fn o25_a_lease_that_is_over_takes_no_claim_away_and_only_an_outcome_has_a_time_to_live() {
+    let Some(fixture) = Prefix::start("o25_a_lease_that_is_over_takes_no_claim_away").await else { return };
+    let mut connection = fixture.connection.clone();
+    let stale = KeyClaim { lease: Duration::from_millis(1), ..claim("stale") };
+    take(&fixture.store, &stale).await;
+    eventually("the lease is over", Duration::from_secs(20), || async {
+        let look = fixture.store.find(&stale.identity).await.unwrap();
+        (!look.record.unwrap().is_owned(look.now)).then_some(())
+    })
+    .await;
+    assert!(matches!(fixture.store.claim(&stale, Basis::New).await.unwrap(), Claimed::Existing(_)));
+    let unknown = take(&fixture.store, &claim("unknown")).await;
+    fixture.store.finish(&unknown, &Outcome::Unknown, &Retention::default()).await.unwrap();
+    for key in fixture.keys("").await {
+        let left: i64 = connection.ttl(&key).await.unwrap();
+        assert_eq!(left, -1, "{key} would go by itself");
+    }
+    let done = take(&fixture.store, &claim("done")).await;
+    let body = AnswerBody::Kept(KeptBody { bytes: b"{}".to_vec(), ..KeptBody::default() });
+    let outcome = Outcome::Completed(Answer { status: 201, schema_version: 1, body });
+    let retention = Retention { ttl: LONG, body: LONG / 2, metadata: LONG * 2 };
+    fixture.store.finish(&done, &outcome, &retention).await.unwrap();
+    let mut lives = Vec::new();
+    for key in fixture.keys("").await {
+        lives.push(connection.ttl::<_, i64>(&key).await.unwrap());
+    }
+    lives.retain(|&left| left != -1);
+    lives.sort_unstable();
+    assert!(matches!(lives[..], [body, record] if (295..=300).contains(&body) && (1_195..=1_200).contains(&record)));
+    fixture.end().await;
+}
+
+// Shown by: counting epochs in the record.
+#[tokio::test]
+async fn o25_no_epoch_is_given_twice_also_after_the_record_is_gone() {
+    let Some(fixture) = Prefix::start("o25_no_epoch_is_given_twice").await else { return };
+    let mut before = 0;
+    let mut owners = std::collections::HashSet::new();
+    for _ in 0..5 {
+        let owned = take(&fixture.store, &claim("k")).await;
+        assert!(owned.epoch > before);
+        assert!(owners.insert(owned.owner.unwrap()));
+        before = owned.epoch;
+        fixture.store.release(&owned).await.unwrap();
+    }
+    assert_eq!(fixture.records().await, 0);
+    fixture.end().await;
+}
