@@ -3,7 +3,7 @@
 
 use std::time::Duration;
 
-use super::operations::{KEPT, answer, claim, completed, record};
+use super::keys::{KEPT, answer, claim, completed, record};
 use super::phases::{
     AT_ONCE, LONG, MOVED, SHORT, intent, local, new_operation, observed, outstanding, step, stored, taken,
 };
