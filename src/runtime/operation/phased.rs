@@ -8,6 +8,7 @@
 //! |---|---|
 //! | `flow`, `phase`, `ends` | what an author writes, and how a phase may end |
 //! | `effect`, `provider`, `http` | effects, adapters, an adapter over HTTP |
+//! | `webhook` | webhooks, signed and sent as an operation |
 //! | `identity` | identities derived from the operation |
 //! | `door` | a request, and the first phase |
 //! | `driver`, `call`, `hold` | from a recovery point to the next: phases, calls, the lease |
@@ -33,6 +34,8 @@ mod provider;
 mod recovery;
 mod registry;
 mod vault;
+#[cfg(feature = "client")]
+pub mod webhook;
 
 pub use door::{Door, DoorBuilder, DoorError};
 pub use effect::{Compensation, Effect, Intent, Proven, Settlement, Settlements, Undo};
