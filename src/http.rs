@@ -5,6 +5,8 @@
 
 #[cfg(feature = "programs")]
 mod health;
+#[cfg(feature = "http")]
+pub mod idempotency;
 
 #[cfg(feature = "programs")]
 pub use health::health_routes;

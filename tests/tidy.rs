@@ -132,3 +132,44 @@ fn there_is_no_room_for_everything() {
         assert!(!["utils", "util", "common_utils", "helpers", "misc", "types"].contains(&name), "{}", path.display());
     }
 }
+
+/// Names of tests in a text: in backticks, of the form `something_long_with_underscores`.
+fn named_tests(text: &str) -> impl Iterator<Item = &str> {
+    text.split('`').skip(1).step_by(2).filter(|name| {
+        name.matches('_').count() >= 3
+            && name.bytes().all(|c| c.is_ascii_lowercase() || c.is_ascii_digit() || c == b'_')
+    })
+}
+
+/// Shown by naming a test that is not there.
+#[test]
+fn every_item_of_the_mission_says_where_it_is_shown_and_the_test_is_there() {
+    let code: String = all_sources()
+        .into_iter()
+        .chain(sources_below("tests"))
+        .chain(sources_below("examples"))
+        .map(|(_, text)| text)
+        .collect();
+    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let read = |file: &str| std::fs::read_to_string(root.join(file)).unwrap();
+    let mission = read("docs/reference/mission.md");
+    for item in (1..=84).chain(97..=121) {
+        let rows = mission.lines().filter(|line| line.starts_with(&format!("| M{item} |"))).count();
+        assert_eq!(rows, 1, "docs/reference/mission.md has {rows} rows for M{item}");
+    }
+    let patterns = read("docs/concepts/anti-patterns.md");
+    for pitfall in 1..=40 {
+        let rows = patterns.lines().filter(|line| line.starts_with(&format!("| {pitfall} |"))).count();
+        assert_eq!(rows, 1, "docs/concepts/anti-patterns.md has {rows} rows for pitfall {pitfall}");
+    }
+    let missing: Vec<&str> = named_tests(&mission)
+        .chain(named_tests(&patterns))
+        // A macro of the suites makes the function; its name stands there as a word.
+        .filter(|name| {
+            !code.contains(&format!("fn {name}"))
+                && !code.contains(&format!("{name},"))
+                && !code.contains(&format!("\"{name}"))
+        })
+        .collect();
+    assert!(missing.is_empty(), "no such test: {}", missing.join(", "));
+}

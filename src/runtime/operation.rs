@@ -7,6 +7,7 @@
 //! | `front` | [`Front`]: what every door asks before it executes |
 //! | `door_a` | [`Engine::execute_tx`]: claim, effects, messages and answer in one commit |
 //! | [`phased`] | door B: phases, and calls of providers between them |
+//! | `door_c` | [`Engine::execute_edge`]: a claim around any handler |
 //! | `codec` | what is kept of answers, and replayed |
 //! | `reconcile` | how an edge run ended whose end was not seen |
 //! | `running`, `memory` | what runs here; how much memory bodies may take |
@@ -16,6 +17,7 @@
 
 mod codec;
 mod door_a;
+mod door_c;
 mod endpoint;
 mod engine;
 mod front;
@@ -27,6 +29,7 @@ mod running;
 
 pub use codec::{Kept, SealError, Sealer};
 pub use door_a::EffectTx;
+pub use door_c::{EdgeAnswer, Ended, Guard, GuardError, Progress};
 pub use endpoint::{Endpoint, EndpointError, Reconciled, Reconciling, Registered};
 pub use engine::{Engine, EngineBuilder};
 pub use front::{Asking, Begin, Front, KeyGiven, Turn};

@@ -15,11 +15,13 @@ pub mod fencing;
 pub mod held;
 pub mod inbox;
 pub mod keys;
+pub mod lifetimes;
 mod limits;
 pub mod lost;
 pub mod mailbox;
 pub mod operations;
 pub mod operator;
+pub mod phases;
 pub mod proof;
 pub mod purge;
 pub mod relay;
@@ -287,6 +289,26 @@ macro_rules! store_conformance {
                 o4_door_a_runs_again_what_it_may,
                 o2_an_operation_of_another_mode_is_refused_at_door_a,
             ];
+            phases: [
+                o22_claim_command_operation_and_first_phase_commit_together,
+                o9_of_twenty_that_take_an_operation_up_one_drives_it,
+                r22_a_lease_of_an_operation_longer_than_its_length_is_over,
+                o22_twenty_workers_take_different_due_operations_of_their_versions,
+                o9_a_driver_of_an_older_epoch_changes_nothing_and_its_evidence_is_kept,
+                o9_a_phase_moves_on_only_from_the_point_it_knew,
+                o5_an_effect_its_key_and_its_bytes_are_committed_once,
+                o5_sends_are_counted_under_races_and_after_a_crash,
+                m32_the_record_is_in_the_state_of_the_stage_after_each_step,
+                o13_a_phase_does_not_move_on_to_what_it_is_not,
+                o13_a_rejection_of_the_first_phase_is_remembered_without_its_effects,
+                o1_a_handler_that_ends_the_transaction_of_a_phase_is_found_out,
+            ];
+            lifetimes: [
+                o9_a_parked_operation_waits_for_an_operator,
+                o3_what_is_recovered_late_is_remembered_from_its_outcome,
+                o4_a_key_used_anew_gets_a_new_operation,
+                o22_the_deployment_is_the_databases,
+            ];
             mailbox: [
                 an_email_is_one_row_for_its_unique_key,
                 an_email_goes_with_its_transaction,
@@ -321,10 +343,12 @@ mod tests {
             include_str!("conformance/held.rs"),
             include_str!("conformance/inbox.rs"),
             include_str!("conformance/keys.rs"),
+            include_str!("conformance/lifetimes.rs"),
             include_str!("conformance/lost.rs"),
             include_str!("conformance/mailbox.rs"),
             include_str!("conformance/operations.rs"),
             include_str!("conformance/operator.rs"),
+            include_str!("conformance/phases.rs"),
             include_str!("conformance/proof.rs"),
             include_str!("conformance/purge.rs"),
             include_str!("conformance/relay.rs"),

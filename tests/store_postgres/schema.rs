@@ -108,3 +108,29 @@ async fn partitions_of_the_inbox_are_made_ahead_and_a_fixed_clock_routes_ids_to_
     })
     .await;
 }
+
+/// Shown by leaving the advisory lock out: a consumer that started beside another ended with an error of the catalogue.
+#[tokio::test]
+async fn consumers_that_start_at_once_make_the_partitions_of_the_inbox_together() {
+    let test = "consumers_that_start_at_once_make_the_partitions_of_the_inbox_together";
+    with_database(test, |database| async move {
+        use oncebox::store::{ConsumerSpec, Inbox};
+        let spec = ConsumerSpec { name: "c".into(), id_rule: "envelope".into(), accept: false };
+        database.store.register(&spec).await.unwrap();
+        for round in 0..20 {
+            let ahead = 12 + 4 * round;
+            database
+                .run(&format!("update oncebox.setting set value = {ahead} where name = 'inbox_ranges_ahead'"))
+                .await;
+            let fresh = (0..6).map(|_| async {
+                // A store that has not looked yet.
+                let store = database.another_store().await;
+                (store.register(&spec).await, store.close().await).0
+            });
+            for registered in futures::future::join_all(fresh).await {
+                registered.unwrap();
+            }
+        }
+    })
+    .await;
+}

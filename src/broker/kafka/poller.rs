@@ -1,6 +1,6 @@
 //! The thread that polls a member of a group, and the rebalances that librdkafka calls on it.
 //!
-//! Promises: polling never waits for handlers (it pauses partitions instead), so that a slow handler costs no membership;
+//! Promises: polling does not wait for handlers for longer than a second (it pauses partitions then), so that a slow handler costs no membership;
 //! partitions that are taken away are drained up to a deadline, then what was acknowledged is committed, then they go; what
 //! was lost already is not committed.
 //!
@@ -28,8 +28,11 @@ use crate::error::BrokerError;
 
 const POLL: Duration = Duration::from_millis(100);
 const POLL_PAUSED: Duration = Duration::from_millis(10);
-/// How long polling may stand still where the bound is reached: pausing throws away what was fetched ahead.
+/// How long one wait for room lasts.
 const BRIEF: Duration = Duration::from_millis(100);
+/// How long polling may stand still for want of room, far below every session timeout. Then partitions are paused, which throws
+/// away what was fetched ahead: a consumer that is slower than its broker would fetch everything several times.
+const STILL: Duration = Duration::from_secs(1);
 const COMMIT_EVERY: Duration = Duration::from_millis(200);
 /// How long a commit is tried again while the group is between two generations.
 const COMMIT_PATIENCE: Duration = Duration::from_secs(3);
@@ -92,7 +95,23 @@ impl Shared {
     }
 
     pub(super) fn pause(&self, paused: bool) {
-        self.paused.store(paused, Ordering::Relaxed);
+        {
+            // Held, so that the thread does not look just before and sleep just after.
+            let _assignment = self.assignment();
+            self.paused.store(paused, Ordering::Relaxed);
+        }
+        self.wake();
+    }
+
+    /// Waits for room, a moment at most.
+    fn wait_for_room(&self) {
+        let crowded = |assignment: &mut Assignment| self.is_crowded(assignment, 1) && !self.is_closing();
+        let _room_or_time = self.acknowledged.wait_timeout_while(self.assignment(), BRIEF, crowded);
+    }
+
+    /// Whether so large a part of the bounds is in flight, or nothing more is wanted.
+    fn is_crowded(&self, assignment: &Assignment, part: usize) -> bool {
+        self.paused.load(Ordering::Relaxed) || assignment.is_full((self.rows_max / part).max(1), self.bytes_max / part)
     }
 
     fn is_closing(&self) -> bool {
@@ -281,19 +300,26 @@ fn commit_now(consumer: &BaseConsumer<MemberContext>, shared: &Shared, positions
 
 /// Polls until the subscriber closes, then leaves the group.
 pub(super) fn run(consumer: Arc<BaseConsumer<MemberContext>>, shared: &Shared) {
-    let mut holding = false;
+    let mut crowded_since = None;
     let mut committed_at = Instant::now();
     while !shared.is_closing() {
         if committed_at.elapsed() >= COMMIT_EVERY {
             committed_at = Instant::now();
             commit_due(&consumer, shared);
         }
-        holding = is_held(shared, holding);
-        let paused = holding || shared.paused.load(Ordering::Relaxed);
+        let paused = match pressure(shared, &mut crowded_since) {
+            Pressure::Still => {
+                shared.hand_over();
+                shared.wait_for_room();
+                continue;
+            }
+            Pressure::Paused => true,
+            Pressure::No => false,
+        };
         apply_pause(&consumer, shared, paused);
         let wait = if !shared.pending().is_empty() {
             Duration::ZERO
-        } else if holding {
+        } else if paused {
             POLL_PAUSED
         } else {
             POLL
@@ -337,20 +363,25 @@ pub(super) fn serve(consumer: &BaseConsumer<MemberContext>, shared: &Shared) {
     }
 }
 
-/// Whether partitions are to be paused because too much is in flight. Waits a moment first: most often room is made in it.
-fn is_held(shared: &Shared, holding: bool) -> bool {
-    if holding {
-        // Resumes at half, since each pause throws away what was fetched ahead.
-        return shared.assignment().is_full((shared.rows_max / 2).max(1), shared.bytes_max / 2);
+/// What a lack of room asks of the thread.
+enum Pressure {
+    /// Poll.
+    No,
+    /// Stand still: most often room is made soon.
+    Still,
+    /// Poll with everything paused, so that the group hears of us.
+    Paused,
+}
+
+fn pressure(shared: &Shared, since: &mut Option<Instant>) -> Pressure {
+    let paused = since.is_some_and(|since| since.elapsed() >= STILL);
+    // What was paused goes on at half.
+    if !shared.is_crowded(&shared.assignment(), if paused { 2 } else { 1 }) {
+        *since = None;
+        return Pressure::No;
     }
-    if !shared.assignment().is_full(shared.rows_max, shared.bytes_max) {
-        return false;
-    }
-    shared.hand_over();
-    let full =
-        |assignment: &mut Assignment| assignment.is_full(shared.rows_max, shared.bytes_max) && !shared.is_closing();
-    let waited = shared.acknowledged.wait_timeout_while(shared.assignment(), BRIEF, full);
-    waited.is_ok_and(|(_, waited)| waited.timed_out())
+    since.get_or_insert_with(Instant::now);
+    if paused { Pressure::Paused } else { Pressure::Still }
 }
 
 fn apply_pause(consumer: &BaseConsumer<MemberContext>, shared: &Shared, paused: bool) {

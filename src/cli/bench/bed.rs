@@ -73,6 +73,21 @@ impl<S: Yard> Bed<S> {
         connect(&self.settings).await
     }
 
+    /// A database beside this one, with the same tables and nothing in them. [`Self::clear_beside`] drops it.
+    pub(super) async fn beside(&self) -> Result<S, AppError> {
+        let mut settings = self.settings.clone();
+        settings.database.url = Secret(S::make_database(&self.server.0, &beside(&self.tag), &self.dir).await?);
+        let store = connect::<S>(&settings).await?;
+        store.migrate().await?;
+        Ok(store)
+    }
+
+    /// Drops that database.
+    pub(super) async fn clear_beside(&self, store: S) -> Result<(), AppError> {
+        store.close().await;
+        S::drop_database(&self.server.0, &beside(&self.tag)).await
+    }
+
     /// A new topic that these consumers read; on RabbitMQ their queues stand before anything is published.
     pub(super) async fn topic(&mut self, name: &str, consumers: &[&str]) -> Result<(String, Vec<String>), AppError> {
         let topic = format!("bench-{}-{name}-{}", self.tag, self.made.len());
@@ -116,6 +131,10 @@ impl<S: Yard> Bed<S> {
 
 fn name(tag: &str) -> String {
     format!("oncebox_bench_{tag}")
+}
+
+fn beside(tag: &str) -> String {
+    format!("oncebox_bench_{tag}_b")
 }
 
 async fn connect<S: Yard>(settings: &Settings) -> Result<S, AppError> {

@@ -15,11 +15,23 @@ pub(super) fn cpu_time() -> Duration {
 /// # Errors
 /// The process is gone, or the system keeps no such count.
 pub(super) fn resident_peak(process: u32) -> Result<f64, AppError> {
+    memory(process, "VmHWM:")
+}
+
+/// The memory that a running process has resident now, in bytes (`VmRSS`).
+///
+/// # Errors
+/// As [`resident_peak`].
+pub(super) fn resident(process: u32) -> Result<f64, AppError> {
+    memory(process, "VmRSS:")
+}
+
+fn memory(process: u32, name: &str) -> Result<f64, AppError> {
     let file = format!("/proc/{process}/status");
     let text = std::fs::read_to_string(&file).map_err(|error| AppError::failed(format!("{file}: {error}")))?;
-    let line = text.lines().find_map(|line| line.strip_prefix("VmHWM:"));
+    let line = text.lines().find_map(|line| line.strip_prefix(name));
     let kilobytes = line.and_then(|rest| rest.trim().strip_suffix("kB")).and_then(|number| number.trim().parse().ok());
     kilobytes
         .map(|kilobytes: f64| kilobytes * 1_024.0)
-        .ok_or_else(|| AppError::failed(format!("{file} does not say how much memory was resident")))
+        .ok_or_else(|| AppError::failed(format!("{file} does not say how much memory is resident")))
 }

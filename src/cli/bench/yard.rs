@@ -48,6 +48,9 @@ pub(super) trait Yard: Store {
     /// A message handled in a transaction of its own, by hand: begin, id, effect, commit, each awaited.
     fn handle_by_hand(&self, id: uuid::Uuid, account: i64) -> impl Future<Output = Result<(), StoreError>> + Send;
 
+    /// Puts finished keys of long ago into the store, numbered from the first to before the second.
+    fn fill_keys(&self, from: u64, to: u64) -> impl Future<Output = Result<(), StoreError>> + Send;
+
     /// Bytes of log written so far, where the database tells.
     fn log_written(&self) -> impl Future<Output = Result<Option<f64>, StoreError>> + Send;
 

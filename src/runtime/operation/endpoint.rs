@@ -16,6 +16,7 @@ use super::reply::Reply;
 use crate::error::HandlerError;
 use crate::policy::operation::fingerprint::FingerprinterError;
 use crate::policy::operation::identity::IdentityError;
+use crate::policy::operation::raw::RawCommand;
 use crate::policy::operation::route::{Durability, Replay, Requirement, RouteError, WhileRunning};
 use crate::policy::operation::{
     Fingerprint, Fingerprinter, IdempotentCommand, Keyring, Mode, OperationName, Record, Route,
@@ -64,6 +65,7 @@ pub struct Endpoint {
     pub(super) upcasts: BTreeMap<u32, Upcast>,
     pub(super) rebuild: Option<Rebuild>,
     pub(super) reconcile: Option<Reconcile>,
+    counted_headers: Vec<String>,
     request_body_max: usize,
     operation_path: Option<String>,
     place: Option<(String, String)>,
@@ -85,6 +87,9 @@ pub enum EndpointError {
     /// A header that is never replayed.
     #[error("the header `{0}` is never stored: it belongs to one answer, one connection or one caller")]
     Header(String),
+    /// A header that is no part of a command.
+    #[error("the header `{0}` is no part of a command: it changes from one try to the next")]
+    Counted(String),
     /// Not a JSON pointer.
     #[error("`{0}` is no JSON pointer: it begins with `/`")]
     Pointer(String),
@@ -126,6 +131,7 @@ impl Endpoint {
             upcasts: BTreeMap::new(),
             rebuild: None,
             reconcile: None,
+            counted_headers: vec!["prefer".to_owned(), "if-match".to_owned()],
             request_body_max: 1 << 20,
             operation_path: None,
             place: None,
@@ -136,6 +142,13 @@ impl Endpoint {
     #[must_use]
     pub fn write_version(mut self, version: u32) -> Self {
         self.write_version = Some(version);
+        self
+    }
+
+    /// Counts this request header as a part of the command, in the generic layer (M22). `Prefer` and `If-Match` always are.
+    #[must_use]
+    pub fn counts_header(mut self, name: &str) -> Self {
+        self.counted_headers.push(name.to_ascii_lowercase());
         self
     }
 
@@ -218,6 +231,9 @@ impl Endpoint {
     pub(super) fn register(self, durability: Durability, keyring: &Keyring) -> Result<Registered, EndpointError> {
         self.route.validate(durability)?;
         self.keeping.validate()?;
+        if let Some(name) = self.counted_headers.iter().find(|name| !RawCommand::may_list(name)) {
+            return Err(EndpointError::Counted(name.clone()));
+        }
         if self.route.requirement == Requirement::Off && self.route.mode == Mode::SameTx {
             return Err(EndpointError::Off);
         }
@@ -268,6 +284,12 @@ impl Registered {
     #[must_use]
     pub fn request_body_max(&self) -> usize {
         self.0.endpoint.request_body_max
+    }
+
+    /// The request headers that belong to the command, in lower case.
+    #[must_use]
+    pub fn counted_headers(&self) -> &[String] {
+        &self.0.endpoint.counted_headers
     }
 
     /// Method and path, where it was said.

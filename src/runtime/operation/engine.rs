@@ -229,6 +229,21 @@ impl<S: Keys> Engine<S> {
         Ok(())
     }
 
+    /// Forgets what nobody was promised any more: bodies, then records of every protected operation, at most about `limit` of
+    /// each, in bounded statements (M101). Gives how many. Call it now and then, in as many processes as you like.
+    ///
+    /// # Errors
+    /// What the store says; what was forgotten before stays forgotten.
+    pub async fn sweep(&self, limit: u32) -> Result<u64, StoreError> {
+        let mut forgotten = self.inner.store.expire_bodies(limit).await?;
+        for endpoint in self.protected() {
+            let route = endpoint.route();
+            let purged = self.inner.store.purge_keys(endpoint.operation(), &route.retention, route.id_skew, limit);
+            forgotten += purged.await?;
+        }
+        Ok(forgotten)
+    }
+
     pub(super) fn running(&self) -> &Running {
         &self.inner.running
     }

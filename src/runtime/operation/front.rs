@@ -200,6 +200,20 @@ impl<S: Keys> Front<S> {
         self.identity.as_ref().map(|identity| identity.key().short_hash()).unwrap_or_default()
     }
 
+    /// What is answered before anybody is asked, and before a body is read: no key, no scope, another region. None: go on.
+    #[must_use]
+    pub fn early(&self) -> Option<Answered> {
+        let decision = self.decide(Found::NotAsked);
+        let goes_on = matches!(decision, Decision::Look | Decision::PassThrough);
+        (!goes_on).then(|| self.refusal(decision, None))
+    }
+
+    /// Whether the route asks for no key, and none was sent.
+    #[must_use]
+    pub fn is_unkeyed(&self) -> bool {
+        self.decide(Found::NotAsked) == Decision::PassThrough
+    }
+
     /// The next thing to do.
     pub async fn turn(&mut self) -> Turn {
         loop {
@@ -215,6 +229,11 @@ impl<S: Keys> Front<S> {
     pub fn refused(&mut self, begin: Box<Begin>) {
         drop(begin);
         self.stage = Stage::Refused;
+    }
+
+    /// A front of the same request, to answer with while another task holds this one.
+    pub(super) fn under_way(&self) -> Self {
+        Self::new(self.engine.clone(), self.endpoint.clone(), self.asking.clone())
     }
 
     /// The same request under a key that the server makes: for a door that must claim, and a client that sent none (M17).

@@ -213,7 +213,7 @@ pub async fn o1_a_handler_that_ends_its_transaction_never_completes<F: Fixture>(
 }
 
 /// No connection of the pool was left in a state of its own.
-async fn still_works<F: Fixture>(trial: &Trial<F>) {
+pub(super) async fn still_works<F: Fixture>(trial: &Trial<F>) {
     for round in 0..12 {
         let claim = claim(Mode::SameTx, &format!("works{round}"), 1);
         let mut tx = begin(trial, &claim).await;

@@ -76,11 +76,11 @@ macro_rules! is_ours {
 }
 use is_ours;
 
-/// The row is locked, so what it says stays so.
-const FREE: &str =
-    concat!("select epoch from oncebox_operation where operation_id = ? and ", is_free!(), " for update");
+/// The row is locked by a statement of its own: a statement that waits for a lock goes on with the time at which it began, and a
+/// lease granted meanwhile would seem to end later than it can (R22).
+const LOCK: &str = "select epoch from oncebox_operation where operation_id = ? for update";
 
-/// Rows that somebody else is about to take are passed over.
+/// Rows that somebody else is about to take are passed over; what they say is asked again when they are taken.
 const DUE: &str = concat!(
     "select operation_id, epoch from oncebox_operation force index (operation_due) \
       where flow = ? and due_at <= utc_timestamp(6) \
@@ -90,9 +90,12 @@ const DUE: &str = concat!(
 );
 
 /// `attempts` first: MySQL sets from left to right.
-const TAKE: &str = "update oncebox_operation set attempts = attempts + (owner is not null), epoch = epoch + 1, owner = ?, \
-    lease_until = utc_timestamp(6) + interval ? microsecond, lease_seconds = ? / 1000000, updated_at = utc_timestamp(6) \
-    where operation_id = ?";
+const TAKE: &str = concat!(
+    "update oncebox_operation set attempts = attempts + (owner is not null), epoch = epoch + 1, owner = ?, \
+       lease_until = utc_timestamp(6) + interval ? microsecond, lease_seconds = ? / 1000000, updated_at = utc_timestamp(6) \
+     where operation_id = ? and ",
+    is_free!()
+);
 
 const LEAVE: &str = concat!(
     "update oncebox_operation set state = coalesce(?, state), owner = null, lease_until = null, lease_seconds = null, \
@@ -119,10 +122,8 @@ impl Phases for MySqlStore {
 
     async fn take_operation(&self, operation_id: Uuid, lease: Duration) -> Result<Taken, StoreError> {
         let mut transaction = self.pool.begin(START).await?;
-        let free = sqlx::query_scalar(FREE).bind(operation_id.as_bytes().to_vec());
-        let free: Option<i64> = free.optional(&mut transaction).await?;
-        let driven = match free {
-            Some(epoch) => Some(take(&mut transaction, operation_id, epoch, lease).await?),
+        let driven = match lock(&mut transaction, operation_id).await? {
+            Some(epoch) => take(&mut transaction, operation_id, epoch, lease).await?,
             None => None,
         };
         let found = read(&mut transaction, operation_id).await?.map(Box::new);
@@ -151,9 +152,7 @@ impl Phases for MySqlStore {
         for (id, epoch) in due {
             let id = Uuid::from_bytes(super::sixteen("operation_id", &id)?);
             let driven = take(&mut transaction, id, epoch, lease).await?;
-            if let Some(found) = read(&mut transaction, id).await? {
-                taken.push((driven, found));
-            }
+            taken.extend(driven.zip(read(&mut transaction, id).await?));
         }
         transaction.commit().await?;
         Ok(taken)
@@ -171,11 +170,12 @@ impl Phases for MySqlStore {
 
     async fn begin_send(&self, driven: &Driven, effect: &str) -> Result<Option<u32>, StoreError> {
         let mut transaction = self.pool.begin(START).await?;
+        lock(&mut transaction, driven.operation_id).await?;
         let still = sqlx::query(concat!(
             "select 1 from oncebox_operation where ",
             is_ours!(),
             " and lease_until > utc_timestamp(6) \
-              and lease_until <= utc_timestamp(6) + interval round(lease_seconds * 1000000) microsecond for update"
+              and lease_until <= utc_timestamp(6) + interval round(lease_seconds * 1000000) microsecond"
         ));
         let still = ours(still, driven).optional(&mut transaction).await?;
         let (id, effect) = (driven.operation_id.as_bytes().to_vec(), effect.as_bytes().to_vec());
@@ -257,22 +257,28 @@ fn ours<'q>(statement: Query<'q>, driven: &Driven) -> Query<'q> {
     statement.bind(driven.operation_id.as_bytes().to_vec()).bind(driven.epoch).bind(driven.owner.as_bytes().to_vec())
 }
 
-/// Takes an operation whose row is locked and free.
+/// Locks the row of an operation, if there is one, and gives its epoch.
+async fn lock(transaction: &mut Bounded<MySql>, operation_id: Uuid) -> Result<Option<i64>, StoreError> {
+    let lock = sqlx::query_scalar(LOCK).bind(operation_id.as_bytes().to_vec());
+    Ok(lock.optional(transaction).await?)
+}
+
+/// Takes an operation whose row is locked at this epoch, if it is free.
 async fn take(
     transaction: &mut Bounded<MySql>,
     operation_id: Uuid,
     epoch: i64,
     lease: Duration,
-) -> Result<Driven, StoreError> {
+) -> Result<Option<Driven>, StoreError> {
     let driven = Driven { operation_id, owner: Uuid::now_v7(), epoch: epoch + 1 };
-    sqlx::query(TAKE)
+    let done = sqlx::query(TAKE)
         .bind(driven.owner.as_bytes().to_vec())
         .bind(super::micros(lease))
         .bind(super::micros(lease))
         .bind(operation_id.as_bytes().to_vec())
         .run(transaction)
         .await?;
-    Ok(driven)
+    Ok((done.rows_affected() == 1).then_some(driven))
 }
 
 /// Gives an operation out of our hands: due again, or parked.

@@ -18,6 +18,9 @@ use crate::store::bounded::{Ask, Bounded};
 
 /// No statement here waits longer for a lock; whoever queues behind it waits no longer either.
 const LOCK_WAIT: &str = "set local lock_timeout = '150ms'; set local statement_timeout = '5s'";
+/// Held by whoever makes or frees partitions of this database: two that make the same one at once would get errors of the
+/// catalogue that say little (23505 and 42710 were seen), the second of two in a row gets 42P07.
+const ONE_AT_A_TIME: &str = "select pg_advisory_xact_lock(x'6f6e636570617274'::bit(64)::bigint)";
 /// How often the partitions are looked at while nothing is missing.
 const LOOK_EVERY: Duration = Duration::from_secs(10);
 /// After a lock was not to be had.
@@ -234,7 +237,7 @@ async fn drop_emptied(
 /// Runs statements in one transaction with short waits; false where something stood in the way, and nothing was changed.
 pub(super) async fn attempt(connection: &mut Bounded<Postgres>, statements: &str) -> Result<bool, StoreError> {
     connection.begin(BEGIN).await?;
-    match raw_sql(AssertSqlSafe(format!("{LOCK_WAIT}; {statements}"))).run(&mut *connection).await {
+    match raw_sql(AssertSqlSafe(format!("{LOCK_WAIT}; {ONE_AT_A_TIME}; {statements}"))).run(&mut *connection).await {
         Ok(_) => {
             connection.commit().await?;
             Ok(true)

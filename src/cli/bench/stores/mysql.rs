@@ -10,6 +10,7 @@ use uuid::Uuid;
 use super::plain_sql;
 use crate::StoreError;
 use crate::app::AppError;
+use crate::cli::bench::keys::OLD;
 use crate::cli::bench::yard::{ACCOUNTS, Yard};
 use crate::message::OutgoingMessage;
 use crate::store::Base;
@@ -74,6 +75,26 @@ impl Yard for MySqlStore {
                add key (published_at, position)"
         );
         sqlx::raw_sql(AssertSqlSafe(copy)).execute(self.pool()).await?;
+        Ok(())
+    }
+
+    async fn fill_keys(&self, from: u64, to: u64) -> Result<(), StoreError> {
+        let fill = format!(
+            "insert into oncebox_idempotency_request (key_digest, tenant, operation, `key`, principal, fingerprint, mode, state, \
+               epoch, generation, operation_id, attempts, created_at, updated_at, outcome_at, expires_at, answer_status, \
+               schema_version, body) \
+             with recursive numbers as (select {from} as n union all select n + 1 from numbers where n < {to} - 1) \
+             select unhex(sha2(concat('old', n), 256)), 't1', '{OLD}', concat('old-', n), \
+               concat('sha256:', repeat('0', 64)), concat('1:sha256:', repeat('0', 64)), 'same_tx', 'COMPLETED', 1, 1, \
+               unhex(left(sha2(concat('run', n), 256), 32)), 1, t, t, t, t + interval 1 day, 201, 1, 'oversize' \
+               from numbers, (select utc_timestamp(6) - interval 30 day as t) long_ago"
+        );
+        let mut connection = self.pool().acquire().await?;
+        // MariaDB stops a recursion after 1,000 rounds, unless it is told to go on; MySQL has another name for it.
+        for deep in ["set max_recursive_iterations = 4294967295", "set cte_max_recursion_depth = 4294967295"] {
+            let _one_of_the_two_is_known = sqlx::raw_sql(deep).execute(&mut *connection).await;
+        }
+        sqlx::raw_sql(AssertSqlSafe(fill)).execute(&mut *connection).await?;
         Ok(())
     }
 

@@ -10,6 +10,7 @@ use uuid::Uuid;
 use super::plain_sql;
 use crate::StoreError;
 use crate::app::AppError;
+use crate::cli::bench::keys::OLD;
 use crate::cli::bench::yard::{ACCOUNTS, Yard};
 use crate::message::OutgoingMessage;
 use crate::store::Base;
@@ -72,6 +73,19 @@ impl Yard for PostgresStore {
              analyze bench_outbox"
         );
         sqlx::raw_sql(AssertSqlSafe(copy)).execute(self.pool()).await?;
+        Ok(())
+    }
+
+    async fn fill_keys(&self, from: u64, to: u64) -> Result<(), StoreError> {
+        let fill = format!(
+            "insert into oncebox.idempotency_request (key_digest, tenant, operation, key, principal, fingerprint, mode, state, \
+               operation_id, created_at, updated_at, outcome_at, expires_at, answer_status, schema_version, body) \
+             select sha256(('old' || n)::bytea), 't1', '{OLD}', ('old-' || n)::bytea, 'sha256:' || repeat('0', 64), \
+               '1:sha256:' || repeat('0', 64), 'same_tx', 'COMPLETED', gen_random_uuid(), now() - interval '30 days', \
+               now() - interval '30 days', now() - interval '30 days', now() - interval '29 days', 201, 1, 'oversize' \
+               from generate_series({from}, {to} - 1) n"
+        );
+        sqlx::raw_sql(AssertSqlSafe(fill)).execute(self.pool()).await?;
         Ok(())
     }
 

@@ -11,6 +11,7 @@ use super::plain_sql;
 use crate::StoreError;
 use crate::app::AppError;
 use crate::cli::bench::bed::file_url;
+use crate::cli::bench::keys::OLD;
 use crate::cli::bench::yard::{ACCOUNTS, Yard};
 use crate::message::OutgoingMessage;
 use crate::store::Base;
@@ -68,6 +69,20 @@ impl Yard for SqliteStore {
              create index bench_outbox_unmarked on bench_outbox (position) where published_at is null"
         );
         sqlx::raw_sql(AssertSqlSafe(copy)).execute(self.pool()).await?;
+        Ok(())
+    }
+
+    async fn fill_keys(&self, from: u64, to: u64) -> Result<(), StoreError> {
+        let fill = format!(
+            "insert into oncebox_idempotency_request (key_digest, tenant, operation, key, principal, fingerprint, mode, state, \
+               operation_id, created_at, updated_at, outcome_at, expires_at, answer_status, schema_version, body) \
+             with recursive numbers (n) as (select {from} union all select n + 1 from numbers where n < {to} - 1) \
+             select randomblob(32), cast('t1' as blob), cast('{OLD}' as blob), cast('old-' || n as blob), \
+               'sha256:' || printf('%064d', 0), '1:sha256:' || printf('%064d', 0), 'same_tx', 'COMPLETED', randomblob(16), \
+               t, t, t, t + 86400000, 201, 1, 'oversize' \
+               from numbers, (select unixepoch() * 1000 - 30 * 86400000 as t)"
+        );
+        sqlx::raw_sql(AssertSqlSafe(fill)).execute(self.pool()).await?;
         Ok(())
     }
 

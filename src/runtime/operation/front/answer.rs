@@ -127,7 +127,7 @@ impl<S: Keys> Front<S> {
         Answered::Problem(problem)
     }
 
-    fn refusal(&self, decision: Decision, seen: Option<(&Record, DbTime)>) -> Answered {
+    pub(super) fn refusal(&self, decision: Decision, seen: Option<(&Record, DbTime)>) -> Answered {
         let Some((code, key_state)) = decision.problem() else {
             // No answer belongs to this decision here: closed (M60).
             return self.problem(Code::StoreUnavailable);

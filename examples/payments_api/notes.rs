@@ -1,0 +1,70 @@
+//! `POST /notes`: any handler behind the layer. Edge protection only: a process that dies between the note and its outcome
+//! leaves a key whose outcome is unknown.
+
+use axum::extract::{FromRequest, Path, Request, State};
+use axum::http::StatusCode;
+use axum::http::header::{CONTENT_TYPE, LOCATION};
+use axum::response::{IntoResponse, Response};
+use axum::{Extension, Json};
+use oncebox::http::idempotency::{IdempotencyScope, Idempotent, problem_response};
+use oncebox::policy::operation::Code;
+use oncebox::runtime::operation::Problem;
+use serde::{Deserialize, Serialize};
+
+use crate::books::Books;
+use crate::service::App;
+
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct NewNote {
+    text: String,
+}
+
+#[derive(Debug, Serialize)]
+struct Note {
+    id: String,
+    text: String,
+}
+
+/// A JSON body whose refusals have the form of all others.
+pub(crate) struct Body<T>(pub(crate) T);
+
+impl<T: serde::de::DeserializeOwned, St: Send + Sync> FromRequest<St> for Body<T> {
+    type Rejection = Response;
+
+    async fn from_request(request: Request, state: &St) -> Result<Self, Response> {
+        let refuse = |code| problem_response(&Problem::new(code));
+        let json = request.headers().get(CONTENT_TYPE).and_then(|value| value.to_str().ok());
+        if !json
+            .is_some_and(|value| value.split(';').next().is_some_and(|essence| essence.trim() == "application/json"))
+        {
+            return Err(refuse(Code::UnsupportedMediaType));
+        }
+        let bytes = axum::body::Bytes::from_request(request, state).await.map_err(|_| refuse(Code::BodyTooLarge))?;
+        serde_json::from_slice(&bytes).map(Self).map_err(|_| refuse(Code::RequestInvalid))
+    }
+}
+
+pub(crate) async fn create<S: Books>(
+    State(app): State<App<S>>,
+    Extension(IdempotencyScope(scope)): Extension<IdempotencyScope>,
+    Idempotent(Body(new)): Idempotent<Body<NewNote>>,
+) -> Response {
+    let note = Note { id: format!("note_{}", uuid::Uuid::now_v7().simple()), text: new.text };
+    match app.store.add_note(scope.tenant(), &note.id, &note.text).await {
+        Ok(()) => (StatusCode::CREATED, [(LOCATION, format!("/notes/{}", note.id))], Json(note)).into_response(),
+        Err(error) => crate::service::unavailable(&error),
+    }
+}
+
+pub(crate) async fn show<S: Books>(
+    State(app): State<App<S>>,
+    Extension(IdempotencyScope(scope)): Extension<IdempotencyScope>,
+    Path(id): Path<String>,
+) -> Response {
+    match app.store.note(scope.tenant(), &id).await {
+        Ok(Some(text)) => Json(Note { id, text }).into_response(),
+        Ok(None) => StatusCode::NOT_FOUND.into_response(),
+        Err(error) => crate::service::unavailable(&error),
+    }
+}

@@ -1,0 +1,200 @@
+//! The service: what it is made of, its routes, its beginning and end.
+//!
+//! Another operation is a file of its own with its handlers, and a line in [`App`] and in `routes`.
+
+use std::time::Duration;
+
+use axum::Router;
+use axum::extract::{Request, State};
+use axum::http::{StatusCode, header};
+use axum::middleware::{Next, from_fn};
+use axum::response::{IntoResponse, Response};
+use axum::routing::{get, post, put};
+use metrics_exporter_prometheus::{PrometheusBuilder, PrometheusHandle};
+use oncebox::app::config::{Secret, Settings};
+use oncebox::app::{AppError, LogFormat, open_broker, start_logging, stop_on_signals};
+use oncebox::http::idempotency::{IdempotencyLayer, IdempotencyScope, TypedDoor, problem_response, well_known};
+use oncebox::observe::{self, Health};
+use oncebox::policy::operation::{Code, Mode, Scope};
+use oncebox::runtime::operation::{Endpoint, Engine, Problem};
+use oncebox::runtime::{Relay, RelayOptions};
+use oncebox::store::StoreOptions;
+use oncebox::{StoreError, sqlx};
+use tokio::net::TcpListener;
+use tokio_util::sync::CancellationToken;
+
+use crate::args::{Args, Switch};
+use crate::books::Books;
+use crate::payments::NewPayment;
+use crate::{accounts, notes, payments};
+
+/// How long two processes that start at once may wait for each other's tables.
+const TABLES_WITHIN: Duration = Duration::from_secs(30);
+/// Between two sweeps of what is forgotten.
+const SWEEP: Duration = Duration::from_secs(60);
+
+/// What handlers share.
+#[derive(Debug, Clone)]
+pub(crate) struct App<S: Books> {
+    pub(crate) store: S,
+    pub(crate) engine: Engine<S>,
+    pub(crate) payments: TypedDoor<S, NewPayment>,
+    metrics: PrometheusHandle,
+}
+
+pub(crate) async fn run<S: Books>(args: Args) -> Result<(), AppError> {
+    let metrics = PrometheusBuilder::new().install_recorder().map_err(failed)?;
+    observe::describe("payments_api");
+    start_logging(LogFormat::Text, &std::env::var("RUST_LOG").unwrap_or_else(|_| "warn".to_owned())).map_err(failed)?;
+    let store: S = open(&args.database).await?;
+    let mut engine = Engine::builder(store.clone());
+    if let Some(here) = &args.region {
+        engine = engine.region(here, |scope: &Scope| scope.tenant().split_once('.').map(|(home, _)| home.to_owned()));
+    }
+    let engine = engine.build();
+    let payment = Endpoint::typed::<NewPayment>(args.route(Mode::SameTx)).served_at("POST", "/payments");
+    let payments = TypedDoor::new(&engine, payment).map_err(failed)?;
+    let app = App { store: store.clone(), engine: engine.clone(), payments, metrics };
+    let router = routes(app, &args)?;
+
+    let stop = stop_on_signals()?;
+    let mut background = tokio::task::JoinSet::new();
+    if let Some(broker) = &args.broker {
+        background.spawn(relay(store.clone(), broker.clone(), stop.clone()));
+    }
+    background.spawn(sweep(engine.clone(), stop.clone()));
+    tracing::info!(
+        provider = args.provider.as_deref().unwrap_or("none"),
+        recovery = args.recovery == Switch::On,
+        charge_budget = args.charge_budget,
+        "starting"
+    );
+    let listener = TcpListener::bind(&args.listen).await.map_err(failed)?;
+    let address = listener.local_addr().map_err(failed)?;
+    println!("listening on {address}");
+    let stopped = stop.clone();
+    let served = axum::serve(listener, router).with_graceful_shutdown(async move { stopped.cancelled().await }).await;
+    engine.drain(Duration::from_secs_f64(args.lease).mul_f64(0.8)).await;
+    while background.join_next().await.is_some() {}
+    store.close().await;
+    served.map_err(failed)
+}
+
+fn failed(error: impl std::fmt::Display) -> AppError {
+    AppError::failed(error.to_string())
+}
+
+fn routes<S: Books>(app: App<S>, args: &Args) -> Result<Router, AppError> {
+    let note = Endpoint::raw("create_note", args.route(Mode::Edge)).served_at("POST", "/notes");
+    let layer = IdempotencyLayer::new(&app.engine, note).map_err(failed)?;
+    let protected = Router::new()
+        .route("/notes", post(notes::create::<S>))
+        .route_layer(layer)
+        .route("/notes/{id}", get(notes::show::<S>))
+        .route("/payments", post(payments::create::<S>))
+        .route("/payments/{id}", get(payments::show::<S>))
+        .route("/accounts/{id}", put(accounts::put::<S>))
+        // The last layer is the outermost: who is not authenticated reaches no key.
+        .layer(from_fn(authenticate));
+    let open = Router::new()
+        .route("/.well-known/idempotency", get(async |State(app): State<App<S>>| well_known(&app.engine)))
+        .route("/livez", get(async || "ok\n"))
+        .route("/readyz", get(ready::<S>))
+        .route("/metrics", get(show_metrics::<S>));
+    Ok(protected.merge(open).with_state(app))
+}
+
+/// Stands for verified authentication: `Authorization: Bearer TENANT:PRINCIPAL`.
+async fn authenticate(mut request: Request, next: Next) -> Response {
+    let good = |part: &str| {
+        (1..=64).contains(&part.len()) && part.bytes().all(|b| b.is_ascii_alphanumeric() || b"_.-".contains(&b))
+    };
+    let bearer = request.headers().get(header::AUTHORIZATION).and_then(|value| value.to_str().ok());
+    let scope = bearer
+        .and_then(|value| value.strip_prefix("Bearer "))
+        .and_then(|token| token.split_once(':'))
+        .filter(|(tenant, principal)| good(tenant) && good(principal))
+        .and_then(|(tenant, principal)| Scope::new(tenant, principal).ok());
+    match scope {
+        Some(scope) => {
+            request.extensions_mut().insert(IdempotencyScope(scope));
+            next.run(request).await
+        }
+        None => problem_response(&Problem::new(Code::Unauthenticated)),
+    }
+}
+
+/// The answer where a statement of a plain handler failed.
+pub(crate) fn unavailable(error: &sqlx::Error) -> Response {
+    tracing::warn!(%error, "a statement failed");
+    StatusCode::SERVICE_UNAVAILABLE.into_response()
+}
+
+async fn ready<S: Books>(State(app): State<App<S>>) -> Response {
+    match app.engine.measure().await {
+        Ok(()) => "ready\n".into_response(),
+        Err(error) => (StatusCode::SERVICE_UNAVAILABLE, format!("{error}\n")).into_response(),
+    }
+}
+
+async fn show_metrics<S: Books>(State(app): State<App<S>>) -> Response {
+    if let Err(error) = app.engine.measure().await {
+        tracing::warn!(%error, "the gauges are old");
+    }
+    ([(header::CONTENT_TYPE, "text/plain; version=0.0.4; charset=utf-8")], app.metrics.render()).into_response()
+}
+
+/// Connects, and makes the tables. Of two that start at once one makes them; the other one tries again.
+async fn open<S: Books>(url: &str) -> Result<S, AppError> {
+    let options = StoreOptions { create: true, ..StoreOptions::new(url) };
+    let deadline = tokio::time::Instant::now() + TABLES_WITHIN;
+    loop {
+        match make::<S>(&options).await {
+            Ok(store) => return Ok(store),
+            Err(error) if tokio::time::Instant::now() >= deadline => return Err(error.into()),
+            Err(error) => tracing::debug!(%error, "the tables could not be made yet"),
+        }
+        tokio::time::sleep(Duration::from_millis(fastrand_millis())).await;
+    }
+}
+
+/// Some time, not the same in two processes.
+fn fastrand_millis() -> u64 {
+    100 + u64::from(uuid::Uuid::now_v7().as_bytes()[15])
+}
+
+async fn make<S: Books>(options: &StoreOptions) -> Result<S, StoreError> {
+    let store = S::connect(options).await?;
+    store.migrate().await?;
+    store.make_tables().await?;
+    Ok(store)
+}
+
+/// The relay, in the same process.
+async fn relay<S: Books>(store: S, broker: String, stop: CancellationToken) {
+    let mut settings = Settings::default();
+    settings.broker.url = Secret(broker);
+    settings.broker.kafka.create_topics = true;
+    let broker = match open_broker(&settings).await {
+        Ok(broker) => broker,
+        Err(error) => return tracing::error!(%error, "no broker"),
+    };
+    let owner = format!("payments-api-{}", uuid::Uuid::now_v7().simple());
+    let relay = Relay::new(store, broker, RelayOptions::new(owner), Health::default());
+    while !stop.is_cancelled() {
+        if let Err(error) = relay.run(stop.clone()).await {
+            tracing::error!(%error, "the relay ended");
+            let pause = tokio::time::sleep(Duration::from_secs(1));
+            stop.run_until_cancelled(pause).await;
+        }
+    }
+}
+
+/// Forgets what nobody was promised any more.
+async fn sweep<S: Books>(engine: Engine<S>, stop: CancellationToken) {
+    while stop.run_until_cancelled(tokio::time::sleep(SWEEP)).await.is_some() {
+        if let Err(error) = engine.sweep(1_000).await {
+            tracing::warn!(%error, "a sweep failed");
+        }
+    }
+}

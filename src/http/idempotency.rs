@@ -1,0 +1,36 @@
+//! `Idempotency-Key` for axum and tower services (M108): what the engine decides, in the form of HTTP.
+//!
+//! Order of layers, from outside to inside, and why:
+//!
+//! ```text
+//! request id, trace -> CORS -> compression -> rate limit -> authentication -> [idempotency] -> handler
+//! ```
+//!
+//! * Authentication puts [`IdempotencyScope`] into the request's extensions, and stands outside: a refused login, a rate limit or
+//!   a preflight makes no record, and a revoked principal replays nothing. There is no fallback to a header.
+//! * Compression stands outside, so that stored bodies are plain; CORS too, so that no origin is stored. CORS exposes
+//!   `Idempotent-Replayed`, `Retry-After` and `Location`, and allows `Idempotency-Key`.
+//! * [`IdempotencyLayer`] is put on with `route_layer`, so that 404 and 405 claim nothing. A timeout of its own inside is of no
+//!   use: the engine's answers 409 and does not drop the handler.
+//!
+//! Two doors: [`TypedDoor`] (claim, effects and answer in one commit) and [`IdempotencyLayer`] (edge protection for any handler).
+//!
+//! Not here: the engine ([`runtime::operation`](crate::runtime::operation)).
+
+mod discovery;
+mod door;
+mod extract;
+mod intake;
+mod layer;
+#[cfg(feature = "openapi")]
+mod openapi;
+mod respond;
+
+pub use discovery::well_known;
+pub use door::{JsonCommand, Scoped, Taken, TypedDoor};
+pub use extract::{IdempotencyGuard, Idempotent, OutcomeTag};
+pub use intake::{IdempotencyScope, Intake, key_in, read_body, scope_in};
+pub use layer::{IdempotencyLayer, IdempotencyService};
+#[cfg(feature = "openapi")]
+pub use openapi::describe;
+pub use respond::{problem_response, reply_response, respond};

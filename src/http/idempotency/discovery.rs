@@ -1,0 +1,64 @@
+//! What a service publishes of its protected operations: `GET /.well-known/idempotency` (M4, M97).
+
+use axum::response::{IntoResponse, Response};
+use serde::Serialize;
+
+use crate::policy::operation::route::Requirement;
+use crate::runtime::operation::Engine;
+use crate::store::Keys;
+
+#[derive(Serialize)]
+#[serde(rename_all = "camelCase")]
+struct Published {
+    operation: String,
+    path: Option<String>,
+    method: Option<String>,
+    required: bool,
+    ttl: String,
+    mode: &'static str,
+    mismatch_status: u16,
+}
+
+#[derive(Serialize)]
+struct Document {
+    operations: Vec<Published>,
+}
+
+/// The document, for a handler of that route.
+#[must_use]
+pub fn well_known<S: Keys>(engine: &Engine<S>) -> Response {
+    let published = engine.protected().into_iter().map(|endpoint| {
+        let (place, route) = (endpoint.place(), endpoint.route());
+        Published {
+            operation: endpoint.operation().to_string(),
+            path: place.map(|(_, path)| path.to_owned()),
+            method: place.map(|(method, _)| method.to_owned()),
+            required: route.requirement == Requirement::Required,
+            ttl: iso_8601(route.retention.ttl),
+            mode: route.mode.as_str(),
+            mismatch_status: route.mismatch.status(),
+        }
+    });
+    axum::Json(Document { operations: published.collect() }).into_response()
+}
+
+/// A duration as ISO 8601 has it, in hours where it is whole hours, else in minutes or seconds.
+fn iso_8601(duration: std::time::Duration) -> String {
+    let seconds = duration.as_secs();
+    match seconds {
+        _ if seconds.is_multiple_of(3_600) => format!("PT{}H", seconds / 3_600),
+        _ if seconds.is_multiple_of(60) => format!("PT{}M", seconds / 60),
+        _ => format!("PT{seconds}S"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn m97_a_lifetime_is_published_as_iso_8601() {
+        let seconds = |seconds| iso_8601(std::time::Duration::from_secs(seconds));
+        assert_eq!([86_400, 300, 90].map(seconds), ["PT24H", "PT5M", "PT90S"]);
+    }
+}

@@ -1,0 +1,191 @@
+//! A typed operation behind a route: read, validate, run once per key, answer.
+//!
+//! ```
+//! # #[cfg(feature = "sqlite")]
+//! # mod on_sqlite {
+//! # use axum::{Router, extract::Request, routing::post};
+//! # use oncebox::http::idempotency::{JsonCommand, TypedDoor};
+//! # use oncebox::policy::operation::{FingerprintWriter, IdempotentCommand, Mode, Outcome, Route};
+//! # use oncebox::runtime::operation::{Endpoint, Engine, EndpointError, Reply};
+//! # use oncebox::store::sqlite::SqliteStore;
+//! # #[derive(serde::Deserialize)]
+//! # #[serde(deny_unknown_fields)]
+//! # struct Pay { amount: i64 }
+//! # impl JsonCommand for Pay {}
+//! # impl IdempotentCommand for Pay {
+//! #     const OPERATION: &'static str = "pay";
+//! #     const VERSION: u32 = 1;
+//! #     fn fingerprint(&self, _: u32, writer: &mut FingerprintWriter) { writer.field("amount", &self.amount); }
+//! # }
+//! fn routes(engine: &Engine<SqliteStore>) -> Result<Router, EndpointError> {
+//!     let door = TypedDoor::<_, Pay>::new(engine, Endpoint::typed::<Pay>(Route::new(Mode::SameTx)))?;
+//!     let pay = move |request: Request| {
+//!         let door = door.clone();
+//!         async move {
+//!             door.serve(request, |asked, mut tx| Box::pin(async move {
+//!                 oncebox::sqlx::query("insert into payment (tenant, amount) values (?, ?)")
+//!                     .bind(asked.scope.tenant().to_owned()).bind(asked.command.amount)
+//!                     .execute(tx.connection()).await?;
+//!                 Ok(Outcome::Completed(Reply::json(201, &asked.command.amount)?))
+//!             })).await
+//!         }
+//!     };
+//!     Ok(Router::new().route("/payments", post(pay)))
+//! }
+//! # }
+//! ```
+//!
+//! Not here: authentication, which puts [`IdempotencyScope`](super::IdempotencyScope) into the request before.
+
+use std::fmt;
+use std::marker::PhantomData;
+
+use axum::extract::Request;
+use axum::response::Response;
+use futures::future::BoxFuture;
+use serde::de::DeserializeOwned;
+
+use super::intake::{invalid, is_json, key_in, read_body, scope_in, unsupported};
+use super::respond::{problem_response, respond};
+use crate::error::HandlerError;
+use crate::policy::operation::{Canonical, Code, FingerprintWriter, IdempotentCommand, Outcome, Scope};
+use crate::runtime::operation::{
+    Asking, EffectTx, Endpoint, EndpointError, Engine, KeyGiven, Problem, Registered, Reply,
+};
+use crate::store::{Keys, Operations};
+
+/// A command that is read from a JSON body. Derive `Deserialize` with `deny_unknown_fields`: a member that nobody reads would
+/// be no part of the command (M21). Members that stand twice are refused by the derive.
+pub trait JsonCommand: IdempotentCommand + DeserializeOwned + Send + Sync + 'static {
+    /// Checks it, after defaults were filled in (M20).
+    ///
+    /// # Errors
+    /// What is wrong, without the values.
+    fn check(&self) -> Result<(), String> {
+        Ok(())
+    }
+}
+
+/// A command and who sent it.
+#[derive(Debug, Clone)]
+pub struct Scoped<C> {
+    /// Who asks.
+    pub scope: Scope,
+    /// What.
+    pub command: C,
+}
+
+impl<C: Canonical> Canonical for Scoped<C> {
+    fn write_canonical(&self, version: u32, writer: &mut FingerprintWriter) {
+        self.command.write_canonical(version, writer);
+    }
+}
+
+/// A command, its sender and its key, read from a request: for doors of one's own.
+#[derive(Debug)]
+pub struct Taken<C> {
+    /// Command and scope.
+    pub scoped: Scoped<C>,
+    /// The key.
+    pub key: KeyGiven,
+}
+
+/// The door of one typed operation of mode `same_tx`. Cheap to clone.
+pub struct TypedDoor<S: Keys, C> {
+    engine: Engine<S>,
+    endpoint: Registered,
+    command: PhantomData<fn() -> C>,
+}
+
+/// A command without fields, for what is decided before the body is read.
+struct Unread;
+
+impl Canonical for Unread {
+    fn write_canonical(&self, _: u32, _: &mut FingerprintWriter) {}
+}
+
+impl<S: Keys, C: JsonCommand> TypedDoor<S, C> {
+    /// Protects an operation.
+    ///
+    /// # Errors
+    /// As [`Engine::protect`].
+    pub fn new(engine: &Engine<S>, endpoint: Endpoint) -> Result<Self, EndpointError> {
+        Ok(Self { engine: engine.clone(), endpoint: engine.protect(endpoint)?, command: PhantomData })
+    }
+
+    /// The operation.
+    #[must_use]
+    pub fn endpoint(&self) -> &Registered {
+        &self.endpoint
+    }
+
+    /// The engine.
+    #[must_use]
+    pub fn engine(&self) -> &Engine<S> {
+        &self.engine
+    }
+
+    /// Reads a request: key, scope, body, command. What is refused here has made no record.
+    ///
+    /// # Errors
+    /// The response to answer with.
+    pub async fn read(&self, request: Request) -> Result<Taken<C>, Box<Response>> {
+        let refuse = |problem: &Problem| Box::new(problem_response(problem));
+        let (parts, body) = request.into_parts();
+        let key = key_in(&parts.headers, self.endpoint.route().key_format);
+        let scope = scope_in(&parts);
+        let asking = Asking { scope: scope.clone(), key: key.clone(), command: std::sync::Arc::new(Unread) };
+        if let Some(answered) = self.engine.front(&self.endpoint, asking).early() {
+            return Err(Box::new(respond(answered)));
+        }
+        let Some(scope) = scope else { return Err(refuse(&Problem::new(Code::ScopeRequired))) };
+        if !is_json(&parts.headers) {
+            return Err(refuse(&unsupported()));
+        }
+        let intake = read_body(&self.engine, &self.endpoint, &parts, body).await.map_err(|problem| refuse(&problem))?;
+        let command: C =
+            serde_json::from_slice(&intake.body).map_err(|error| refuse(&invalid(what_is_wrong(&error))))?;
+        command.check().map_err(|wrong| refuse(&invalid(wrong)))?;
+        Ok(Taken { scoped: Scoped { scope, command }, key })
+    }
+}
+
+impl<S: Operations, C: JsonCommand> TypedDoor<S, C> {
+    /// Serves a request: see [`Engine::execute_tx`].
+    pub async fn serve<F>(&self, request: Request, handler: F) -> Response
+    where
+        F: for<'t> Fn(&'t Scoped<C>, EffectTx<'t, S>) -> BoxFuture<'t, Result<Outcome<Reply>, HandlerError>>
+            + Send
+            + Sync
+            + 'static,
+    {
+        let taken = match self.read(request).await {
+            Ok(taken) => taken,
+            Err(response) => return *response,
+        };
+        let scope = Some(taken.scoped.scope.clone());
+        respond(self.engine.execute_tx(&self.endpoint, scope, taken.key, taken.scoped, handler).await)
+    }
+}
+
+/// Where a body stops being the command; the values are not repeated.
+fn what_is_wrong(error: &serde_json::Error) -> String {
+    let what = match error.classify() {
+        serde_json::error::Category::Data => "is JSON, but not what this operation takes",
+        serde_json::error::Category::Eof => "ends early",
+        serde_json::error::Category::Syntax | serde_json::error::Category::Io => "is no JSON",
+    };
+    format!("the body {what}, at line {} column {}", error.line(), error.column())
+}
+
+impl<S: Keys, C> Clone for TypedDoor<S, C> {
+    fn clone(&self) -> Self {
+        Self { engine: self.engine.clone(), endpoint: self.endpoint.clone(), command: PhantomData }
+    }
+}
+
+impl<S: Keys, C> fmt::Debug for TypedDoor<S, C> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("TypedDoor").field("endpoint", &self.endpoint).finish_non_exhaustive()
+    }
+}

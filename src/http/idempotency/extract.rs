@@ -1,0 +1,69 @@
+//! What handlers behind the layer use: a wrapper that says when the operation starts, the guard, a tag for the outcome.
+
+use axum::extract::{FromRequest, FromRequestParts, Request};
+use axum::http::StatusCode;
+use axum::http::request::Parts;
+use axum::response::Response;
+use sqlx::Transaction;
+
+use super::layer::reply_of;
+use super::respond::reply_response;
+use crate::policy::operation::Outcome;
+use crate::runtime::operation::{Guard, GuardError, Progress};
+use crate::store::Operations;
+
+/// Wraps the extractor of the body: `Idempotent<Json<NewNote>>`. What `E` refuses has not started, so a 400 or 422 of its own
+/// frees the key; from then on the same status is an outcome (O10).
+#[derive(Debug, Clone, Copy)]
+pub struct Idempotent<E>(pub E);
+
+impl<St, E> FromRequest<St> for Idempotent<E>
+where
+    St: Send + Sync,
+    E: FromRequest<St>,
+{
+    type Rejection = E::Rejection;
+
+    async fn from_request(request: Request, state: &St) -> Result<Self, E::Rejection> {
+        // Without the layer there is nothing to say.
+        let progress = request.extensions().get::<Progress>().cloned();
+        if let Some(progress) = &progress {
+            progress.met_extractor();
+        }
+        let inner = E::from_request(request, state).await?;
+        if let Some(progress) = progress {
+            progress.started();
+        }
+        Ok(Self(inner))
+    }
+}
+
+/// Says of a response how the operation ended, as a response extension: `response.extensions_mut().insert(OutcomeTag(..))`.
+#[derive(Debug, Clone)]
+pub struct OutcomeTag(pub Outcome<()>);
+
+/// The claim of the request, for a handler that commits its outcome with its effects (O2).
+#[derive(Debug, Clone)]
+pub struct IdempotencyGuard<S: Operations>(pub Guard<S>);
+
+impl<S: Operations> IdempotencyGuard<S> {
+    /// Commits the handler's transaction and this response as its outcome, together; gives the response back. Its body must be
+    /// complete, no stream.
+    ///
+    /// # Errors
+    /// As [`Guard::commit`].
+    pub async fn commit(&self, tx: Transaction<'_, S::Db>, response: Response) -> Result<Response, GuardError> {
+        let reply = reply_of(response, usize::MAX).await;
+        Ok(reply_response(self.0.commit(tx, reply).await?, false))
+    }
+}
+
+impl<S: Operations, St: Send + Sync> FromRequestParts<St> for IdempotencyGuard<S> {
+    type Rejection = (StatusCode, &'static str);
+
+    async fn from_request_parts(parts: &mut Parts, _: &St) -> Result<Self, Self::Rejection> {
+        let guard = parts.extensions.get::<Guard<S>>().cloned();
+        let missing = "this handler needs the idempotency layer, and a request with a key";
+        guard.map(Self).ok_or((StatusCode::INTERNAL_SERVER_ERROR, missing))
+    }
+}

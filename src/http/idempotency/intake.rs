@@ -1,0 +1,99 @@
+//! What is taken of a request: the key's header, the scope that authentication left, the body within its limits.
+//!
+//! Promises: a body over the limit is refused before it is read where its length is said, and at the limit where it is not;
+//! memory is reserved before it is read (O29); a body that has trailers or ends early is refused. A scope never comes from a
+//! header.
+
+use axum::body::Body;
+use axum::http::request::Parts;
+use axum::http::{HeaderMap, header};
+use http_body_util::BodyExt;
+
+use crate::policy::operation::{Code, Key, KeyFormat, Scope};
+use crate::runtime::operation::{BodyPermit, Engine, KeyGiven, Problem, Registered};
+use crate::store::Keys;
+
+/// The scope of a request, put into its extensions by verified authentication, and by nothing else (pitfall 15).
+#[derive(Debug, Clone)]
+pub struct IdempotencyScope(pub Scope);
+
+/// The body of a request, and the memory it was promised.
+#[derive(Debug)]
+pub struct Intake {
+    /// The bytes.
+    pub body: Vec<u8>,
+    /// Keep it as long as the bytes.
+    pub permit: BodyPermit,
+}
+
+/// The key in a request's headers.
+#[must_use]
+pub fn key_in(headers: &HeaderMap, format: KeyFormat) -> KeyGiven {
+    let lines: Vec<&[u8]> = headers.get_all("idempotency-key").iter().map(|value| value.as_bytes()).collect();
+    match Key::from_header(&lines, format) {
+        Ok(None) => KeyGiven::Missing,
+        Ok(Some(key)) => KeyGiven::Given(key),
+        Err(error) => KeyGiven::Malformed(error),
+    }
+}
+
+/// The scope of a request, where authentication left one.
+#[must_use]
+pub fn scope_in(parts: &Parts) -> Option<Scope> {
+    parts.extensions.get::<IdempotencyScope>().map(|scope| scope.0.clone())
+}
+
+/// Reads a body.
+///
+/// # Errors
+/// The problem to answer with: 413, 503 `IDEMPOTENCY_BODY_MEMORY_EXCEEDED`, or 400.
+///
+/// # Cancel safety
+/// Dropped, the rest of the body is not read and its memory is given back.
+pub async fn read_body<S: Keys>(
+    engine: &Engine<S>,
+    endpoint: &Registered,
+    parts: &Parts,
+    mut body: Body,
+) -> Result<Intake, Box<Problem>> {
+    let max = endpoint.request_body_max();
+    let said = parts.headers.get(header::CONTENT_LENGTH).and_then(|value| value.to_str().ok()?.parse::<u64>().ok());
+    if said.is_some_and(|said| said > max as u64) {
+        return Err(Box::new(Problem::new(Code::BodyTooLarge)));
+    }
+    let expected = said.and_then(|said| usize::try_from(said).ok()).unwrap_or(max);
+    let Some(permit) = engine.reserve_body(expected) else {
+        return Err(Box::new(Problem::new(Code::BodyMemoryExceeded)));
+    };
+    let mut bytes = Vec::with_capacity(expected.min(64 << 10));
+    while let Some(frame) = body.frame().await {
+        let Ok(frame) = frame else { return Err(invalid("the body ended early")) };
+        match frame.into_data() {
+            Ok(data) if bytes.len() + data.len() > max => return Err(Box::new(Problem::new(Code::BodyTooLarge))),
+            Ok(data) => bytes.extend_from_slice(&data),
+            Err(frame) => {
+                if frame.into_trailers().is_ok_and(|trailers| !trailers.is_empty()) {
+                    return Err(invalid("trailers are not taken: they would be no part of the command"));
+                }
+            }
+        }
+    }
+    Ok(Intake { body: bytes, permit })
+}
+
+/// A problem `REQUEST_INVALID` that says why. The text must not repeat values of the request.
+pub(super) fn invalid(detail: impl Into<String>) -> Box<Problem> {
+    Box::new(Problem { detail: Some(detail.into()), ..Problem::new(Code::RequestInvalid) })
+}
+
+/// Whether a request says that its body is JSON.
+pub(super) fn is_json(headers: &HeaderMap) -> bool {
+    let value = headers.get(header::CONTENT_TYPE).and_then(|value| value.to_str().ok()).unwrap_or("");
+    let essence = value.split(';').next().unwrap_or("").trim().to_ascii_lowercase();
+    essence == "application/json" || essence.ends_with("+json")
+}
+
+/// The problem for a content type that a typed door does not take.
+pub(super) fn unsupported() -> Box<Problem> {
+    Box::new(Problem::new(Code::UnsupportedMediaType))
+}

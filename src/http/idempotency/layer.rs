@@ -1,0 +1,241 @@
+//! Door C as a tower layer around any axum or tower handler.
+//!
+//! It suppresses concurrent duplicates and replays outcomes. A process that dies between what the handler did and the outcome
+//! leaves UNKNOWN, unless the handler ends with [`IdempotencyGuard::commit`](super::IdempotencyGuard::commit).
+//!
+//! Not here: what is decided, and how an end is judged ([`Engine::execute_edge`]).
+
+use std::convert::Infallible;
+use std::fmt;
+use std::sync::Arc;
+use std::task::{Context, Poll};
+
+use axum::body::{Body, HttpBody};
+use axum::extract::{FromRequestParts, OriginalUri, RawPathParams, Request};
+use axum::http::request::Parts;
+use axum::http::{Method, header};
+use axum::response::Response;
+use futures::future::BoxFuture;
+use tower_layer::Layer;
+use tower_service::Service;
+
+use super::extract::OutcomeTag;
+use super::intake::{Intake, invalid, key_in, read_body, scope_in};
+use super::respond::{problem_response, respond};
+use crate::policy::operation::json::JsonError;
+use crate::policy::operation::raw::RawCommand;
+use crate::policy::operation::{Canonical, FingerprintWriter};
+use crate::runtime::operation::{
+    Answered, Asking, EdgeAnswer, Ended, Endpoint, EndpointError, Engine, Guard, Kept, Registered, Reply,
+};
+use crate::store::Keys;
+
+/// Protects the routes it is put on with `route_layer`. One operation each.
+pub struct IdempotencyLayer<S: Keys> {
+    engine: Engine<S>,
+    endpoint: Registered,
+}
+
+/// The layer around a service.
+pub struct IdempotencyService<I, S: Keys> {
+    inner: I,
+    engine: Engine<S>,
+    endpoint: Registered,
+}
+
+impl<S: Keys> IdempotencyLayer<S> {
+    /// Protects an operation of mode `edge` or `bridged`.
+    ///
+    /// # Errors
+    /// As [`Engine::protect`].
+    pub fn new(engine: &Engine<S>, endpoint: Endpoint) -> Result<Self, EndpointError> {
+        Ok(Self { engine: engine.clone(), endpoint: engine.protect(endpoint)? })
+    }
+}
+
+impl<I, S: Keys> Layer<I> for IdempotencyLayer<S> {
+    type Service = IdempotencyService<I, S>;
+
+    fn layer(&self, inner: I) -> Self::Service {
+        IdempotencyService { inner, engine: self.engine.clone(), endpoint: self.endpoint.clone() }
+    }
+}
+
+impl<I, S> Service<Request> for IdempotencyService<I, S>
+where
+    I: Service<Request, Response = Response, Error = Infallible> + Clone + Send + 'static,
+    I::Future: Send + 'static,
+    S: Keys,
+{
+    type Response = Response;
+    type Error = Infallible;
+    type Future = BoxFuture<'static, Result<Response, Infallible>>;
+
+    fn poll_ready(&mut self, context: &mut Context<'_>) -> Poll<Result<(), Infallible>> {
+        self.inner.poll_ready(context)
+    }
+
+    fn call(&mut self, request: Request) -> Self::Future {
+        // The one that is ready is taken.
+        let next = self.inner.clone();
+        let inner = std::mem::replace(&mut self.inner, next);
+        let (engine, endpoint) = (self.engine.clone(), self.endpoint.clone());
+        Box::pin(async move { Ok(serve(engine, endpoint, inner, request).await) })
+    }
+}
+
+/// A command that was not read.
+struct Unread;
+
+impl Canonical for Unread {
+    fn write_canonical(&self, _: u32, _: &mut FingerprintWriter) {}
+}
+
+async fn serve<I, S>(engine: Engine<S>, endpoint: Registered, mut inner: I, request: Request) -> Response
+where
+    I: Service<Request, Response = Response, Error = Infallible> + Send + 'static,
+    I::Future: Send + 'static,
+    S: Keys,
+{
+    // A key adds nothing to what changes nothing (M6).
+    if matches!(*request.method(), Method::GET | Method::HEAD | Method::OPTIONS) {
+        return call(&mut inner, request).await;
+    }
+    let (mut parts, body) = request.into_parts();
+    let (key, scope) = (key_in(&parts.headers, endpoint.route().key_format), scope_in(&parts));
+    let early = Asking { scope: scope.clone(), key: key.clone(), command: Arc::new(Unread) };
+    let early = engine.front(&endpoint, early);
+    if let Some(answered) = early.early() {
+        return respond(answered);
+    }
+    if early.is_unkeyed() {
+        return call(&mut inner, Request::from_parts(parts, body)).await;
+    }
+    let Intake { body, permit } = match read_body(&engine, &endpoint, &parts, body).await {
+        Ok(intake) => intake,
+        Err(problem) => return problem_response(&problem),
+    };
+    let command = match command(&endpoint, &mut parts, &body).await {
+        Ok(command) => command,
+        Err(error) => return problem_response(&invalid(error.to_string())),
+    };
+    let asking = Asking { scope, key, command: Arc::new(command) };
+    let kept_max = endpoint.kept_body_max();
+    let run = move |guard: Option<Guard<S>>| async move {
+        // The bytes are held until the handler is done.
+        let _permit = permit;
+        let mut request = Request::from_parts(parts, Body::from(body));
+        if let Some(guard) = guard {
+            request.extensions_mut().insert(guard.progress().clone());
+            request.extensions_mut().insert(guard);
+        }
+        ended(call(&mut inner, request).await, kept_max).await
+    };
+    match engine.execute_edge(&endpoint, asking, run).await {
+        EdgeAnswer::Answered(Answered::Problem(problem)) => problem_response(&problem),
+        EdgeAnswer::Answered(answered) => respond(answered),
+        EdgeAnswer::Ran { mut answer, retry_after } => {
+            if let Some(seconds) = retry_after.filter(|_| !answer.headers().contains_key(header::RETRY_AFTER)) {
+                answer.headers_mut().insert(header::RETRY_AFTER, seconds.into());
+            }
+            answer
+        }
+    }
+}
+
+async fn call<I>(inner: &mut I, request: Request) -> Response
+where
+    I: Service<Request, Response = Response, Error = Infallible>,
+{
+    match inner.call(request).await {
+        Ok(response) => response,
+        Err(never) => match never {},
+    }
+}
+
+/// The raw request as a command: what the handler sees of it (M23). The path counts by its parameters; where no router says
+/// them, whole.
+async fn command(endpoint: &Registered, parts: &mut Parts, body: &[u8]) -> Result<RawCommand, JsonError> {
+    let mut path = vec![("@method".to_owned(), parts.method.as_str().to_owned())];
+    match RawPathParams::from_request_parts(parts, &()).await {
+        Ok(params) => path.extend(params.iter().map(|(name, value)| (name.to_owned(), value.to_owned()))),
+        Err(_) => {
+            // Nested routers strip prefixes of `uri` (pitfall 24).
+            let uri = parts.extensions.get::<OriginalUri>().map_or(&parts.uri, |original| &original.0);
+            path.push(("@path".to_owned(), uri.path().to_owned()));
+        }
+    }
+    let query = parts.uri.query().unwrap_or("").as_bytes();
+    let query = url::form_urlencoded::parse(query).map(|(name, value)| (name.into_owned(), value.into_owned()));
+    let content_type = parts.headers.get(header::CONTENT_TYPE).map_or(&b""[..], |value| value.as_bytes());
+    let mut command = RawCommand::new(path, query.collect()).body(&String::from_utf8_lossy(content_type), body)?;
+    for name in endpoint.counted_headers() {
+        for value in parts.headers.get_all(name.as_str()) {
+            command = command.header(name, value.as_bytes());
+        }
+    }
+    Ok(command)
+}
+
+/// What there is to keep of a response. A stream is never collected: it would be held back from the client (pitfall 19).
+async fn ended(response: Response, kept_max: usize) -> Ended<Response> {
+    let tag = response.extensions().get::<OutcomeTag>().map(|tag| tag.0.clone());
+    let status = response.status().as_u16();
+    match response.body().size_hint().upper() {
+        None => Ended { tag, kept: Kept::Stream(status), answer: response },
+        Some(upper) if upper > kept_max as u64 => Ended { tag, kept: Kept::Oversize(status), answer: response },
+        Some(_) => {
+            let (parts, body) = response.into_parts();
+            match axum::body::to_bytes(body, kept_max).await {
+                Ok(bytes) => {
+                    let reply = reply(&parts, bytes.to_vec());
+                    Ended { tag, kept: Kept::Whole(reply), answer: Response::from_parts(parts, Body::from(bytes)) }
+                }
+                // The handler ended; its body did not. What it did stands.
+                Err(error) => {
+                    tracing::warn!(%error, "the body of an answer could not be read");
+                    Ended { tag, kept: Kept::Stream(status), answer: Response::from_parts(parts, Body::empty()) }
+                }
+            }
+        }
+    }
+}
+
+fn reply(parts: &axum::http::response::Parts, body: Vec<u8>) -> Reply {
+    let headers = parts.headers.iter().map(|(name, value)| (name.as_str().to_owned(), value.as_bytes().to_vec()));
+    Reply { headers: headers.collect(), body, ..Reply::new(parts.status.as_u16()) }
+}
+
+/// A response, read whole. A body that cannot be read counts as empty.
+pub(super) async fn reply_of(response: Response, max: usize) -> Reply {
+    let (parts, body) = response.into_parts();
+    let bytes = axum::body::to_bytes(body, max).await.unwrap_or_else(|error| {
+        tracing::warn!(%error, "the body of an answer could not be read");
+        axum::body::Bytes::new()
+    });
+    reply(&parts, bytes.to_vec())
+}
+
+impl<S: Keys> Clone for IdempotencyLayer<S> {
+    fn clone(&self) -> Self {
+        Self { engine: self.engine.clone(), endpoint: self.endpoint.clone() }
+    }
+}
+
+impl<I: Clone, S: Keys> Clone for IdempotencyService<I, S> {
+    fn clone(&self) -> Self {
+        Self { inner: self.inner.clone(), engine: self.engine.clone(), endpoint: self.endpoint.clone() }
+    }
+}
+
+impl<S: Keys> fmt::Debug for IdempotencyLayer<S> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("IdempotencyLayer").field("endpoint", &self.endpoint).finish_non_exhaustive()
+    }
+}
+
+impl<I, S: Keys> fmt::Debug for IdempotencyService<I, S> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("IdempotencyService").field("endpoint", &self.endpoint).finish_non_exhaustive()
+    }
+}

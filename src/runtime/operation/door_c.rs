@@ -1,0 +1,177 @@
+//! Door C: a claim of its own around any handler (O10 to O12).
+//!
+//! Promises:
+//!
+//! * The claim is committed before the handler is called; the handler runs in a task of its own, its lease extended while it
+//!   lives. Neither a client that goes away, nor the engine's own timeout (409), nor a lost lease ends it.
+//! * What cannot be remembered is not said: while the outcome is not written the answer is 503 `IDEMPOTENCY_RESULT_NOT_STORED`,
+//!   and the write is tried until the lease ends, also after the answer.
+//! * How it ended is judged by what is certain ([`classify`](crate::policy::operation::classify)).
+//!
+//! This is edge protection: a process that dies between the handler's commit and the outcome leaves UNKNOWN. A handler that
+//! ends with [`Guard::commit`] has both in one commit (mode `bridged`, O2).
+//!
+//! Not here: requests and responses (`http`).
+
+mod guard;
+mod heart;
+mod outcome;
+
+use std::future::Future;
+use std::panic::AssertUnwindSafe;
+
+use futures::FutureExt;
+use tokio::sync::oneshot;
+
+use self::heart::Heart;
+use super::codec::Kept;
+use super::endpoint::Registered;
+use super::engine::Engine;
+use super::front::{Asking, Begin, Front, Turn};
+use super::reply::{Answered, Problem};
+use crate::observe::Noted;
+use crate::policy::operation::classify::{Run, Settle, Untagged};
+use crate::policy::operation::pace::after_attempts;
+use crate::policy::operation::{Code, Outcome, State};
+use crate::runtime::handler::panic_text;
+use crate::store::{Claimed, Keys, Owned};
+
+pub use guard::{Guard, GuardError, Progress};
+
+/// How a handler ended, as its transport saw it.
+#[derive(Debug)]
+pub struct Ended<T> {
+    /// What the handler said of it; none: judged by the status.
+    pub tag: Option<Outcome<()>>,
+    /// What there is to keep.
+    pub kept: Kept,
+    /// The answer in the transport's own form, for the first request.
+    pub answer: T,
+}
+
+/// What a request gets.
+#[derive(Debug)]
+pub enum EdgeAnswer<T> {
+    /// The handler ran for this request.
+    Ran {
+        /// Its answer.
+        answer: T,
+        /// When to come again, where the same key may run again (O29).
+        retry_after: Option<u32>,
+    },
+    /// The engine's answer, or an outcome shown again.
+    Answered(Answered),
+}
+
+impl<S: Keys> Engine<S> {
+    /// Runs a handler of mode `edge` or `bridged` once per key. `run` is given a guard where the request carries a key; without
+    /// one, on a route that does not require it, the handler runs unprotected.
+    ///
+    /// # Cancel safety
+    /// Dropped before the claim: nothing happened. Later: the handler goes on in its own task.
+    pub async fn execute_edge<T, R, W>(&self, endpoint: &Registered, asking: Asking, run: R) -> EdgeAnswer<T>
+    where
+        T: Send + 'static,
+        R: FnOnce(Option<Guard<S>>) -> W + Send + 'static,
+        W: Future<Output = Ended<T>> + Send + 'static,
+    {
+        let mut front = self.front(endpoint, asking);
+        let (begin, owned) = loop {
+            let begin = match front.turn().await {
+                Turn::Begin(begin) => begin,
+                Turn::Unkeyed => return EdgeAnswer::Ran { answer: run(None).await.answer, retry_after: None },
+                Turn::Recover(record) => return EdgeAnswer::Answered(front.pending(&record)),
+                Turn::Answer(answered) => return EdgeAnswer::Answered(answered),
+            };
+            match self.store().claim(&begin.claim, begin.basis()).await {
+                Ok(Claimed::Owned(owned)) => break (begin, owned),
+                // Judged by what stands there now; what vanished is looked for again, a bounded number of times.
+                Ok(Claimed::Existing(_) | Claimed::Vanished) => {
+                    drop(begin);
+                    front.look_again();
+                }
+                Err(error) => return EdgeAnswer::Answered(front.store_failed("claim", &error)),
+            }
+        };
+        front.note(Noted::Acquired);
+        let timeout = endpoint.route().timeout;
+        let running = front.under_way();
+        let (tell, told) = oneshot::channel();
+        self.spawn(Edge { front, begin, owned }.drive(run, tell));
+        match tokio::time::timeout(timeout, told).await {
+            Ok(Ok(answer)) => answer,
+            Ok(Err(_)) => EdgeAnswer::Answered(Answered::Problem(Problem::new(Code::ResultNotStored))),
+            Err(_) => EdgeAnswer::Answered(running.still_running(timeout)),
+        }
+    }
+}
+
+struct Edge<S: Keys> {
+    front: Front<S>,
+    begin: Box<Begin>,
+    owned: Owned,
+}
+
+impl<S: Keys> Edge<S> {
+    async fn drive<T, R, W>(self, run: R, tell: oneshot::Sender<EdgeAnswer<T>>)
+    where
+        R: FnOnce(Option<Guard<S>>) -> W,
+        W: Future<Output = Ended<T>>,
+    {
+        let (engine, endpoint) = (self.front.engine().clone(), self.front.endpoint().clone());
+        let route = endpoint.route();
+        let heart = Heart::start(&self.front, self.owned.clone());
+        let guard = Guard::new(engine.clone(), endpoint.clone(), &self.begin.claim, self.owned.clone());
+        let progress = guard.progress().clone();
+        // The closure may panic as well as its future.
+        let called = AssertUnwindSafe(async move { run(Some(guard)).await }).catch_unwind().await;
+        engine.has_run(endpoint.operation(), self.begin.ran());
+        let reached = Run::of(route, progress.reached());
+        let (settle, ended) = match called {
+            Ok(ended) => {
+                let settle = match &ended.tag {
+                    Some(tag) => tag.settle(reached),
+                    None => reached.settle(Untagged::Status(ended.kept.status())),
+                };
+                (settle, Some(ended))
+            }
+            Err(panic) => {
+                tracing::error!(operation = %endpoint.operation(), key = self.front.short_key(), panic = panic_text(panic.as_ref()), "a handler panicked");
+                (reached.settle(Untagged::Failed), None)
+            }
+        };
+        let tell = |answer| drop(tell.send(answer));
+        match settle {
+            Settle::Stored => tell(EdgeAnswer::Answered(match progress.stored() {
+                Some(reply) => Answered::Reply { reply, replayed: false },
+                None => self.front.problem(Code::CommitUnknown),
+            })),
+            Settle::Leave => {
+                self.front.note(Noted::CommitUnknown);
+                tell(EdgeAnswer::Answered(self.front.problem(Code::CommitUnknown)));
+            }
+            settle @ (Settle::Finish(_) | Settle::Release) => {
+                let (kept, answer) = ended.map_or((None, None), |ended| (Some(ended.kept), Some(ended.answer)));
+                let answer = answer.map_or_else(
+                    || EdgeAnswer::Answered(self.front.problem(panicked(settle))),
+                    |answer| EdgeAnswer::Ran { answer, retry_after: self.retry_after(settle) },
+                );
+                self.remember(settle, kept.as_ref(), &heart, answer, tell).await;
+            }
+        }
+        heart.stop();
+    }
+
+    fn retry_after(&self, settle: Settle) -> Option<u32> {
+        let again = settle == Settle::Finish(State::FailedRetryable);
+        again.then(|| u32::try_from(after_attempts(self.owned.attempts).as_secs()).unwrap_or(1))
+    }
+}
+
+/// What is answered where the handler panicked.
+fn panicked(settle: Settle) -> Code {
+    match settle {
+        Settle::Finish(State::UnknownRequiresRecovery) => Code::OutcomeUnknown,
+        _ => Code::OperationFailed,
+    }
+}

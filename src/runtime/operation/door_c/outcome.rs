@@ -1,0 +1,123 @@
+//! Writes how an edge run ended, until the lease ends (O12).
+//!
+//! Promise: evidence is never fenced, decisions are (O8). A run that was given up as UNKNOWN and then ends after all says so by
+//! taking the record over, once, and only if nobody else has touched it since.
+
+use std::time::Duration;
+
+use super::{Edge, EdgeAnswer};
+use crate::error::StoreError;
+use crate::observe::Noted;
+use crate::policy::operation::classify::Settle;
+use crate::policy::operation::{Code, Mode, State};
+use crate::runtime::operation::codec::{Kept, error_code};
+use crate::runtime::operation::door_c::heart::Heart;
+use crate::store::{Basis, Claimed, Fenced, Keys, Outcome, Owned};
+
+/// Between two tries to write an outcome.
+const AGAIN: Duration = Duration::from_millis(100);
+/// The same, after many.
+const AGAIN_MAX: Duration = Duration::from_secs(2);
+
+impl<S: Keys> Edge<S> {
+    /// Writes it, and tells the answer as soon as it is known whether it will be remembered.
+    pub(super) async fn remember<T>(
+        &self,
+        settle: Settle,
+        kept: Option<&Kept>,
+        heart: &Heart,
+        answer: EdgeAnswer<T>,
+        tell: impl FnOnce(EdgeAnswer<T>),
+    ) {
+        let budget = self.front.endpoint().route().completion_budget;
+        let write = self.outcome(settle, kept);
+        let first = tokio::time::timeout(budget, self.write(&self.owned, write.as_ref())).await;
+        match first {
+            Ok(Ok(Fenced::Done)) => return tell(answer),
+            Ok(Ok(Fenced::LostOwnership)) if self.late(write.as_ref()).await => return tell(answer),
+            Ok(Ok(Fenced::LostOwnership)) => {
+                return tell(EdgeAnswer::Answered(self.front.problem(Code::ResultNotStored)));
+            }
+            Ok(Err(error)) => {
+                tracing::warn!(operation = %self.front.endpoint().operation(), key = self.front.short_key(), %error, "an outcome could not be written");
+            }
+            Err(_) => {
+                tracing::warn!(operation = %self.front.endpoint().operation(), key = self.front.short_key(), "writing an outcome took too long");
+            }
+        }
+        self.front.note(Noted::StoreError("complete"));
+        tell(EdgeAnswer::Answered(self.front.problem(Code::ResultNotStored)));
+        let mut pause = AGAIN;
+        while heart.is_ours() {
+            tokio::time::sleep(pause).await;
+            pause = (pause * 2).min(AGAIN_MAX);
+            match self.write(&self.owned, write.as_ref()).await {
+                Ok(Fenced::Done) => return,
+                Ok(Fenced::LostOwnership) => {
+                    self.late(write.as_ref()).await;
+                    return;
+                }
+                Err(error) => tracing::debug!(%error, "an outcome could not be written"),
+            }
+        }
+        tracing::error!(operation = %self.front.endpoint().operation(), key = self.front.short_key(), ?settle, "the lease ended before the outcome could be written: it becomes unknown");
+    }
+
+    /// What is written; none: the record is taken away.
+    fn outcome(&self, settle: Settle, kept: Option<&Kept>) -> Option<Outcome> {
+        let (engine, endpoint, claim) = (self.front.engine(), self.front.endpoint(), &self.begin.claim);
+        let Settle::Finish(state) = settle else { return None };
+        let code = match kept {
+            Some(Kept::Whole(reply)) => error_code(reply),
+            _ => None,
+        };
+        let answer = kept.map(|kept| engine.encode(endpoint, &claim.identity, &claim.fingerprint, kept));
+        Some(match (state, answer) {
+            (State::FailedRetryable, _) => Outcome::FailedRetryable { error_code: code },
+            (State::Completed, Some(Ok(answer))) => Outcome::Completed(answer),
+            (State::FailedReplayable, Some(Ok(answer))) => Outcome::FailedReplayable { answer, error_code: code },
+            (_, Some(Err(error))) => {
+                tracing::error!(operation = %endpoint.operation(), %error, "an answer could not be sealed: its outcome is unknown to those who ask again");
+                Outcome::Unknown
+            }
+            _ => Outcome::Unknown,
+        })
+    }
+
+    async fn write(&self, owned: &Owned, outcome: Option<&Outcome>) -> Result<Fenced, StoreError> {
+        let store = self.front.engine().store();
+        match outcome {
+            Some(outcome) => store.finish(owned, outcome, &self.front.endpoint().route().retention).await,
+            None => store.release(owned).await,
+        }
+    }
+
+    /// The record is not ours any more: whether the outcome stands in it all the same.
+    async fn late(&self, outcome: Option<&Outcome>) -> bool {
+        let store = self.front.engine().store();
+        let record = match store.find(&self.owned.identity).await {
+            Ok(look) => look.record,
+            Err(error) => {
+                tracing::warn!(%error, "a lost claim could not be looked at");
+                return false;
+            }
+        };
+        let Some(record) = record else { return outcome.is_none() };
+        if record.operation_id != self.owned.operation_id {
+            return false;
+        }
+        // An earlier try that was not answered has hit.
+        if record.epoch == self.owned.epoch && record.state != State::InProgress {
+            return true;
+        }
+        let given_up = record.state == State::UnknownRequiresRecovery && record.mode == Mode::Edge;
+        if !given_up || record.epoch != self.owned.epoch + 1 {
+            tracing::warn!(operation = %self.front.endpoint().operation(), key = self.front.short_key(), state = %record.state, "a run ended whose key is another's by now: its outcome is not remembered");
+            return false;
+        }
+        match store.claim(&self.begin.claim, Basis::TakeOver(&record)).await {
+            Ok(Claimed::Owned(owned)) => matches!(self.write(&owned, outcome).await, Ok(Fenced::Done)),
+            _ => false,
+        }
+    }
+}

@@ -1,0 +1,135 @@
+//! Cases of operations in phases over their lives: parked, recovered late, purged, used anew (O3, O4, O9, O22, M100).
+
+use std::time::Duration;
+
+use uuid::Uuid;
+
+use super::operations::{KEPT, completed, record};
+use super::phases::{AT_ONCE, LONG, MOVED, PATIENCE, SHORT, new_operation, observed, outstanding, stored};
+use super::trial::eventually;
+use super::{Fixture, Trial};
+use crate::policy::operation::flow::Stage;
+use crate::policy::operation::retention::Retention;
+use crate::policy::operation::{OperationName, State};
+use crate::store::{Base, Basis, Begun, FIRST_POINT, Fenced, Keys, PhaseTx, Phases, Taken};
+
+/// Nobody takes it, and a look at its key says so; its stage and its record are UNKNOWN.
+///
+/// Shown by: `parked` not asked for in either way of taking.
+pub async fn o9_a_parked_operation_waits_for_an_operator<F: Fixture>(trial: &Trial<F>) {
+    let new = new_operation("k", LONG);
+    let driven = outstanding(trial, &new).await;
+    assert!(!record(trial, &new.claim).await.parked);
+    assert_eq!(trial.store.park(&driven, "two answers").await.unwrap(), Fenced::Done);
+    let found = stored(trial, &driven).await;
+    assert_eq!((found.stage, found.parked.as_deref()), (Stage::Unknown, Some("two answers")));
+    assert_eq!((found.due_at, found.lease_until), (None, None));
+    trial.store.nudge(driven.operation_id).await.unwrap();
+    assert!(matches!(trial.store.take_operation(driven.operation_id, LONG).await.unwrap(), Taken::Not(_)));
+    assert!(trial.store.take_due("create_charge", &[2], 10, LONG).await.unwrap().is_empty());
+    let seen = record(trial, &new.claim).await;
+    assert_eq!((seen.parked, seen.state), (true, State::UnknownRequiresRecovery));
+    assert_eq!(trial.store.operation_stats().await.unwrap().unknown, 1);
+    assert_eq!(trial.store.hand_back(&driven, AT_ONCE).await.unwrap(), Fenced::LostOwnership, "it is nobody's");
+}
+
+/// Recovered on the third day, it is remembered from then (O3); and what was not finished is never purged (M100).
+///
+/// Shown by: lifetimes that count from the claim.
+pub async fn o3_what_is_recovered_late_is_remembered_from_its_outcome<F: Fixture>(trial: &Trial<F>) {
+    let operation: OperationName = "create_payment".parse().unwrap();
+    let gone = Retention { ttl: SHORT, body: SHORT, metadata: SHORT };
+    let new = new_operation("k", LONG);
+    let driven = outstanding(trial, &new).await;
+    let open = outstanding(trial, &new_operation("open", LONG)).await;
+    let parked = outstanding(trial, &new_operation("parked", LONG)).await;
+    trial.store.park(&parked, "no").await.unwrap();
+    let ago = match F::Store::NAME {
+        "sqlite" => "created_at - 259200000",
+        "mysql" => "created_at - interval 3 day",
+        _ => "created_at - interval '3 days'",
+    };
+    for table in ["idempotency_request", "operation"] {
+        trial.run(&format!("update {} set created_at = {ago}, updated_at = {ago}", trial.table(table))).await;
+    }
+    assert_eq!(trial.store.purge_keys(&operation, &gone, Duration::ZERO, 100).await.unwrap(), 0);
+    let mut tx = trial.store.begin_phase(&driven).await.unwrap();
+    assert_eq!(tx.finish("SENT", &completed(), &KEPT).await.unwrap(), MOVED);
+    tx.commit().await.unwrap();
+    assert_eq!(trial.store.purge_keys(&operation, &KEPT, Duration::ZERO, 100).await.unwrap(), 0);
+    let look = trial.store.find(&new.claim.identity).await.unwrap();
+    let seen = look.record.unwrap();
+    assert_eq!(seen.state_at(look.now), State::Completed);
+    assert_eq!(seen.expires_at, seen.outcome_at.map(|at| KEPT.expires_at(at)));
+    assert!(trial.store.body(&seen).await.unwrap().is_some());
+    // With its record, all of it goes, in batches; nothing of the others.
+    let more = outstanding(trial, &new_operation("more", LONG)).await;
+    for done in [&more, &driven] {
+        trial.store.observe(&observed(done, "success")).await.unwrap();
+    }
+    let mut tx = trial.store.begin_phase(&more).await.unwrap();
+    assert_eq!(tx.finish("SENT", &completed(), &gone).await.unwrap(), MOVED);
+    tx.commit().await.unwrap();
+    let rows = |table: &'static str| async move {
+        trial.number(&format!("select count(*) from {}", trial.table(table))).await
+    };
+    eventually("its time is over", || async {
+        (trial.store.purge_keys(&operation, &gone, Duration::ZERO, 1).await.unwrap() == 1).then_some(())
+    })
+    .await;
+    assert_eq!(trial.store.operation(more.operation_id).await.unwrap(), None);
+    let left = (rows("operation").await, rows("operation_intent").await, rows("operation_evidence").await);
+    assert_eq!(left, (3, 3, 1));
+    for kept in [&open, &parked, &driven] {
+        assert!(trial.store.operation(kept.operation_id).await.unwrap().is_some());
+    }
+}
+
+/// One fenced UPDATE of the record, a new operation, and nothing left of the old one.
+pub async fn o4_a_key_used_anew_gets_a_new_operation<F: Fixture>(trial: &Trial<F>) {
+    let gone = Retention { ttl: SHORT, body: SHORT, metadata: LONG };
+    let first = new_operation("k", LONG);
+    let driven = outstanding(trial, &first).await;
+    trial.store.observe(&observed(&driven, "success")).await.unwrap();
+    let mut tx = trial.store.begin_phase(&driven).await.unwrap();
+    assert_eq!(tx.finish("SENT", &completed(), &gone).await.unwrap(), MOVED);
+    tx.commit().await.unwrap();
+    let seen = eventually("its time is over", || async {
+        let look = trial.store.find(&first.claim.identity).await.unwrap();
+        let record = look.record.unwrap();
+        (record.state_at(look.now) == State::Expired).then_some(record)
+    })
+    .await;
+    let second = new_operation("k", LONG);
+    let Begun::Claimed(mut tx) = trial.store.begin_first(&second, Basis::Anew(&seen), PATIENCE).await.unwrap() else {
+        panic!("not claimed anew")
+    };
+    let anew = tx.driven().clone();
+    assert_eq!(anew.operation_id, second.claim.operation_id);
+    assert_eq!(tx.advance(FIRST_POINT, "LOCAL", Stage::Local, &[]).await.unwrap(), MOVED);
+    tx.commit().await.unwrap();
+    assert_eq!(trial.store.operation(driven.operation_id).await.unwrap(), None);
+    let left = format!(
+        "select (select count(*) from {}) + (select count(*) from {})",
+        trial.table("operation_intent"),
+        trial.table("operation_evidence")
+    );
+    assert_eq!(trial.number(&left).await, 0);
+    let found = record(trial, &first.claim).await;
+    assert_eq!((found.generation, found.operation_id, found.state), (2, anew.operation_id, State::InProgress));
+    let mut tx = trial.store.begin_phase(&anew).await.unwrap();
+    assert_eq!(tx.finish("LOCAL", &completed(), &KEPT).await.unwrap(), MOVED);
+    tx.commit().await.unwrap();
+    let found = record(trial, &first.claim).await;
+    assert!(trial.store.body(&found).await.unwrap().is_some(), "the body of the new run");
+}
+
+/// It is there, stays, and is another in each database.
+pub async fn o22_the_deployment_is_the_databases<F: Fixture>(trial: &Trial<F>) {
+    let made = trial.store.deployment().await.unwrap();
+    assert!(!made.is_nil());
+    assert_eq!(trial.store.deployment().await.unwrap(), made);
+    let set = Uuid::now_v7();
+    trial.store.set_deployment(set).await.unwrap();
+    assert_eq!(trial.store.deployment().await.unwrap(), set);
+}
