@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use uuid::Uuid;
 
-use super::operations::{KEPT, completed, record};
+use super::keys::{KEPT, completed, record};
 use super::phases::{AT_ONCE, LONG, MOVED, PATIENCE, SHORT, new_operation, observed, outstanding, stored};
 use super::trial::eventually;
 use super::{Fixture, Trial};

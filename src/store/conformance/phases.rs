@@ -6,7 +6,7 @@ use std::time::Duration;
 use uuid::Uuid;
 
 use super::door_a::still_works;
-use super::operations::{KEPT, answer, claim, completed, record};
+use super::keys::{KEPT, answer, claim, completed, record};
 use super::trial::{effect, eventually};
 use super::{Fixture, Trial};
 use crate::policy::operation::flow::Stage;
