@@ -13,6 +13,7 @@
 mod bounded;
 mod door;
 mod inbox;
+mod key_operator;
 mod mailbox;
 mod operations;
 mod operator;
@@ -45,6 +46,7 @@ pub(crate) use inbox::time_in_id;
 pub use inbox::{
     Admission, ConsumerId, ConsumerSpec, Inbox, InboxEntry, InboxTx, Known, ParkAs, Parked, Proof, Purged, Standing,
 };
+pub use key_operator::{KeyChange, KeyFilter, KeyOperator, OperationChange, OperationFilter, Resolution};
 pub use mailbox::{EmailOutcome, EmailToSend, Mailbox, NewEmail};
 pub use operations::{
     Answer, AnswerBody, Basis, Begun, Claimed, Fenced, KeptBody, KeyClaim, Keys, Look, OperationStats, OperationTx,
@@ -85,9 +87,15 @@ pub trait Base: Clone + Debug + Send + Sync + 'static {
 }
 
 /// A database adapter: all duties together.
-pub trait Store: Schema + Outbox + Inbox + Waiting + Operator + Mailbox + Operations + Phases + Statements {}
+pub trait Store:
+    Schema + Outbox + Inbox + Waiting + Operator + Mailbox + Operations + Phases + KeyOperator + Statements
+{
+}
 
-impl<S: Schema + Outbox + Inbox + Waiting + Operator + Mailbox + Operations + Phases + Statements> Store for S {}
+impl<S: Schema + Outbox + Inbox + Waiting + Operator + Mailbox + Operations + Phases + KeyOperator + Statements> Store
+    for S
+{
+}
 
 /// How a store connects; the URL decides which adapter.
 #[derive(Debug, Clone, PartialEq, Eq)]

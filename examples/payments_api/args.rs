@@ -3,7 +3,9 @@
 use std::time::Duration;
 
 use clap::{Parser, ValueEnum};
+use oncebox::policy::operation::key::KeyFormat;
 use oncebox::policy::operation::retention::Retention;
+use oncebox::policy::operation::route::AfterExpiry;
 use oncebox::policy::operation::{Mode, Route};
 
 /// A payments API in which every POST may be sent twice.
@@ -37,6 +39,12 @@ pub(crate) struct Args {
     /// The region of this service: keys of a tenant named `REGION.anything` are kept in that region, others everywhere
     #[arg(long)]
     pub(crate) region: Option<String>,
+    /// The id of this deployment; where the database has another one, nothing is sent to the provider. Default: the database's
+    #[arg(long)]
+    pub(crate) deployment: Option<uuid::Uuid>,
+    /// Stops at a point and says so on stderr, for tests that kill it there
+    #[arg(long, hide = true)]
+    pub(crate) pause_at: Option<String>,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
@@ -55,6 +63,16 @@ impl Args {
         route.timeout = lease.mul_f64(0.6);
         route.completion_budget = lease.mul_f64(0.2);
         route.retention = Retention { ttl, body: ttl, metadata: ttl.max(Retention::default().metadata) };
+        if mode == Mode::Phased {
+            // Keys of any form, which are free again after their time; the default asks for UUID v7 and refuses late ones.
+            route.key_format = KeyFormat::Opaque;
+            route.after_expiry = AfterExpiry::ExecuteAsNew;
+        }
         route
+    }
+
+    /// How long a call of the provider may take: it must fit into the lease.
+    pub(crate) fn provider_timeout(&self) -> Duration {
+        Duration::from_secs_f64((self.lease.max(0.1) * 0.4).min(10.0))
     }
 }

@@ -3,11 +3,13 @@
 use std::future::Future;
 
 use oncebox::sqlx::{self, AssertSqlSafe, Database, Row};
+use oncebox::store::Base;
 use oncebox::store::mysql::MySqlStore;
 use oncebox::store::postgres::PostgresStore;
 use oncebox::store::sqlite::SqliteStore;
-use oncebox::store::{Base, Store};
 use serde::Serialize;
+
+use crate::charge_rows::ChargeRows;
 
 pub(crate) type Connection<S> = <<S as Base>::Db as Database>::Connection;
 
@@ -28,7 +30,7 @@ pub(crate) struct Payment {
 }
 
 /// The statements of the business.
-pub(crate) trait Books: Store {
+pub(crate) trait Books: ChargeRows {
     /// Makes the tables that are not there.
     fn make_tables(&self) -> impl Future<Output = Result<(), sqlx::Error>> + Send;
 

@@ -79,7 +79,7 @@ impl Provider for Cards {
 
     fn timeout(&self) -> Duration {
         // A little more than the client's own, which knows more of what happened.
-        self.timeout + Duration::from_millis(500)
+        self.timeout.mul_f64(1.1)
     }
 
     async fn send(&self, call: &Call<'_>) -> Sent {

@@ -12,9 +12,14 @@
 mod accounts;
 mod args;
 mod books;
+mod cards;
+mod charge_rows;
+mod charges;
 mod notes;
 mod payments;
+mod points;
 mod service;
+mod watched;
 
 use std::process::ExitCode;
 

@@ -7,14 +7,15 @@ use oncebox::http::idempotency::{IdempotencyScope, JsonCommand, Scoped};
 use oncebox::policy::operation::{FingerprintWriter, IdempotentCommand, Outcome};
 use oncebox::runtime::operation::{EffectTx, Reply};
 use oncebox::{HandlerError, NewMessage};
-use serde::Deserialize;
+use serde::{Deserialize, Serialize};
 use serde_json::json;
 
 use crate::books::{Books, Payment};
+use crate::points::reach;
 use crate::service::App;
 
 /// The body of a payment, and of a charge.
-#[derive(Debug, Clone, Deserialize)]
+#[derive(Debug, Clone, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 pub(crate) struct NewPayment {
     pub(crate) account_id: String,
@@ -61,17 +62,21 @@ impl JsonCommand for NewPayment {
 }
 
 impl NewPayment {
-    fn is(&self, payment: &Payment) -> bool {
+    pub(crate) fn is(&self, payment: &Payment) -> bool {
         (self.amount_minor, &self.currency, &self.channel)
             == (payment.amount_minor, &payment.currency, &payment.channel)
     }
 }
 
 pub(crate) async fn create<S: Books>(State(app): State<App<S>>, request: Request) -> Response {
-    app.payments.serve(request, |asked, tx| Box::pin(pay(asked, tx))).await
+    reach("payment.received").await;
+    let response = app.payments.serve(request, |asked, tx| Box::pin(pay(asked, tx))).await;
+    reach("payment.committed").await;
+    response
 }
 
 async fn pay<S: Books>(asked: &Scoped<NewPayment>, mut tx: EffectTx<'_, S>) -> Result<Outcome<Reply>, HandlerError> {
+    reach("payment.claimed").await;
     let (tenant, new) = (asked.scope.tenant(), &asked.command);
     // Made from the operation's own id: the same however often this runs.
     let id = format!("pay_{}", tx.operation_id().simple());
@@ -91,13 +96,15 @@ async fn pay<S: Books>(asked: &Scoped<NewPayment>, mut tx: EffectTx<'_, S>) -> R
     if !S::debit(tx.connection(), tenant, &new.account_id, new.amount_minor).await? {
         return refused(402, "INSUFFICIENT_FUNDS");
     }
-    tx.enqueue(created(tenant, &payment)?).await?;
+    reach("payment.written").await;
+    tx.enqueue(created("payment.created", tenant, &payment)?).await?;
+    reach("payment.enqueued").await;
     let reply = Reply::json(201, &payment)?.made("payment", &payment.id, &format!("/payments/{}", payment.id));
     Ok(Outcome::Completed(reply))
 }
 
 /// What the world is told of a payment.
-fn created(tenant: &str, payment: &Payment) -> Result<NewMessage, serde_json::Error> {
+pub(crate) fn created(kind: &str, tenant: &str, payment: &Payment) -> Result<NewMessage, serde_json::Error> {
     let payload = json!({
         "paymentId": payment.id,
         "accountId": payment.account_id,
@@ -105,7 +112,7 @@ fn created(tenant: &str, payment: &Payment) -> Result<NewMessage, serde_json::Er
         "currency": payment.currency,
         "merchantReference": payment.merchant_reference,
     });
-    let message = NewMessage::json("payments", "payment.created", &payload)?;
+    let message = NewMessage::json("payments", kind, &payload)?;
     Ok(message.with_key(&payment.account_id).with_header("tenant", tenant))
 }
 
@@ -119,6 +126,11 @@ fn duplicate_of(standing: Payment) -> Result<Outcome<Reply>, HandlerError> {
 
 /// A refusal that holds for this key for ever.
 pub(crate) fn refused(status: u16, code: &str) -> Result<Outcome<Reply>, HandlerError> {
+    Ok(Outcome::Rejected { answer: problem(status, code)?, binding: true })
+}
+
+/// The body of a refusal (RFC 9457).
+pub(crate) fn problem(status: u16, code: &str) -> Result<Reply, serde_json::Error> {
     let body = json!({
         "type": format!("urn:payments:problem:{}", code.to_lowercase().replace('_', "-")),
         "title": code.replace('_', " ").to_lowercase(),
@@ -128,8 +140,7 @@ pub(crate) fn refused(status: u16, code: &str) -> Result<Outcome<Reply>, Handler
         "key_state": "spent",
     });
     let reply = Reply { body: serde_json::to_vec(&body)?, ..Reply::new(status) };
-    let answer = reply.header("content-type", "application/problem+json");
-    Ok(Outcome::Rejected { answer, binding: true })
+    Ok(reply.header("content-type", "application/problem+json"))
 }
 
 pub(crate) async fn show<S: Books>(
@@ -137,7 +148,11 @@ pub(crate) async fn show<S: Books>(
     axum::Extension(IdempotencyScope(scope)): axum::Extension<IdempotencyScope>,
     Path(id): Path<String>,
 ) -> Response {
-    match app.store.payment(scope.tenant(), &id).await {
+    let found = match app.store.payment(scope.tenant(), &id).await {
+        Ok(None) => app.store.charge(scope.tenant(), &id).await,
+        found => found,
+    };
+    match found {
         Ok(Some(payment)) => axum::Json(payment).into_response(),
         // Another tenant's is not there.
         Ok(None) => StatusCode::NOT_FOUND.into_response(),

@@ -2,6 +2,7 @@
 //!
 //! Another operation is a file of its own with its handlers, and a line in [`App`] and in `routes`.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use axum::Router;
@@ -16,6 +17,7 @@ use oncebox::app::{AppError, LogFormat, open_broker, start_logging, stop_on_sign
 use oncebox::http::idempotency::{IdempotencyLayer, IdempotencyScope, TypedDoor, problem_response, well_known};
 use oncebox::observe::{self, Health};
 use oncebox::policy::operation::{Code, Mode, Scope};
+use oncebox::runtime::operation::phased::{Door, Recovery, RecoveryOptions};
 use oncebox::runtime::operation::{Endpoint, Engine, Problem};
 use oncebox::runtime::{Relay, RelayOptions};
 use oncebox::store::StoreOptions;
@@ -25,8 +27,10 @@ use tokio_util::sync::CancellationToken;
 
 use crate::args::{Args, Switch};
 use crate::books::Books;
+use crate::cards::Cards;
+use crate::charges::{Charges, NewCharge};
 use crate::payments::NewPayment;
-use crate::{accounts, notes, payments};
+use crate::{accounts, charges, notes, payments};
 
 /// How long two processes that start at once may wait for each other's tables.
 const TABLES_WITHIN: Duration = Duration::from_secs(30);
@@ -39,10 +43,14 @@ pub(crate) struct App<S: Books> {
     pub(crate) store: S,
     pub(crate) engine: Engine<S>,
     pub(crate) payments: TypedDoor<S, NewPayment>,
+    pub(crate) charges: Arc<Charges<S>>,
     metrics: PrometheusHandle,
 }
 
 pub(crate) async fn run<S: Books>(args: Args) -> Result<(), AppError> {
+    if let Some(point) = &args.pause_at {
+        crate::points::pause_at(point);
+    }
     let metrics = PrometheusBuilder::new().install_recorder().map_err(failed)?;
     observe::describe("payments_api");
     start_logging(LogFormat::Text, &std::env::var("RUST_LOG").unwrap_or_else(|_| "warn".to_owned())).map_err(failed)?;
@@ -54,7 +62,9 @@ pub(crate) async fn run<S: Books>(args: Args) -> Result<(), AppError> {
     let engine = engine.build();
     let payment = Endpoint::typed::<NewPayment>(args.route(Mode::SameTx)).served_at("POST", "/payments");
     let payments = TypedDoor::new(&engine, payment).map_err(failed)?;
-    let app = App { store: store.clone(), engine: engine.clone(), payments, metrics };
+    let charges = Arc::new(charges(&args, &store, &engine).await?);
+    let door = charges.door.clone();
+    let app = App { store: store.clone(), engine: engine.clone(), payments, charges, metrics };
     let router = routes(app, &args)?;
 
     let stop = stop_on_signals()?;
@@ -63,6 +73,9 @@ pub(crate) async fn run<S: Books>(args: Args) -> Result<(), AppError> {
         background.spawn(relay(store.clone(), broker.clone(), stop.clone()));
     }
     background.spawn(sweep(engine.clone(), stop.clone()));
+    if let (Some(door), Switch::On) = (&door, args.recovery) {
+        background.spawn(recover(Recovery::new(door, RecoveryOptions::default(), Health::default()), stop.clone()));
+    }
     tracing::info!(
         provider = args.provider.as_deref().unwrap_or("none"),
         recovery = args.recovery == Switch::On,
@@ -74,6 +87,9 @@ pub(crate) async fn run<S: Books>(args: Args) -> Result<(), AppError> {
     println!("listening on {address}");
     let stopped = stop.clone();
     let served = axum::serve(listener, router).with_graceful_shutdown(async move { stopped.cancelled().await }).await;
+    if let Some(door) = &door {
+        door.stop();
+    }
     engine.drain(Duration::from_secs_f64(args.lease).mul_f64(0.8)).await;
     while background.join_next().await.is_some() {}
     store.close().await;
@@ -82,6 +98,32 @@ pub(crate) async fn run<S: Books>(args: Args) -> Result<(), AppError> {
 
 fn failed(error: impl std::fmt::Display) -> AppError {
     AppError::failed(error.to_string())
+}
+
+/// The door of `/charges`, where there is a provider.
+async fn charges<S: Books>(args: &Args, store: &S, engine: &Engine<S>) -> Result<Charges<S>, AppError> {
+    let endpoint = Endpoint::typed::<NewCharge>(args.route(Mode::Phased)).served_at("POST", "/charges");
+    let typed = TypedDoor::new(engine, endpoint.operation_path("/operations/")).map_err(failed)?;
+    let door = match &args.provider {
+        None => None,
+        Some(url) => {
+            let deployment = match args.deployment {
+                Some(deployment) => deployment,
+                None => store.deployment().await?,
+            };
+            let cards = Cards::new(url, args.provider_timeout()).map_err(failed)?;
+            let flow = charges::flow(cards).map_err(failed)?;
+            Some(Door::builder(engine, deployment).register(flow, typed.endpoint()).map_err(failed)?.build())
+        }
+    };
+    Ok(Charges { typed, door, budget: Duration::from_secs_f64(args.charge_budget.max(0.0)) })
+}
+
+/// The recovery worker, in the service's process.
+async fn recover<S: Books>(recovery: Recovery<S>, stop: CancellationToken) {
+    if let Err(error) = recovery.run(stop).await {
+        tracing::error!(%error, "the recovery ended");
+    }
 }
 
 fn routes<S: Books>(app: App<S>, args: &Args) -> Result<Router, AppError> {
@@ -93,6 +135,8 @@ fn routes<S: Books>(app: App<S>, args: &Args) -> Result<Router, AppError> {
         .route("/notes/{id}", get(notes::show::<S>))
         .route("/payments", post(payments::create::<S>))
         .route("/payments/{id}", get(payments::show::<S>))
+        .route("/charges", post(charges::create::<S>))
+        .route("/operations/{id}", get(charges::show::<S>))
         .route("/accounts/{id}", put(accounts::put::<S>))
         // The last layer is the outermost: who is not authenticated reaches no key.
         .layer(from_fn(authenticate));
@@ -167,6 +211,7 @@ async fn make<S: Books>(options: &StoreOptions) -> Result<S, StoreError> {
     let store = S::connect(options).await?;
     store.migrate().await?;
     store.make_tables().await?;
+    store.make_charges().await?;
     Ok(store)
 }
 

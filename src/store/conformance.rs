@@ -14,6 +14,7 @@ pub mod door_a;
 pub mod fencing;
 pub mod held;
 pub mod inbox;
+pub mod key_operator;
 pub mod keys;
 pub mod lifetimes;
 mod limits;
@@ -309,6 +310,15 @@ macro_rules! store_conformance {
                 o4_a_key_used_anew_gets_a_new_operation,
                 o22_the_deployment_is_the_databases,
             ];
+            key_operator: [
+                keys_are_found_by_every_filter,
+                o11_a_key_is_released_and_purged_only_where_nothing_may_have_happened,
+                o11_an_unknown_key_is_resolved_once,
+                o8_operations_are_found_by_every_filter_and_conflicts_are_seen,
+                o6_a_retry_is_the_workers_and_a_duplicate_is_accepted_by_name,
+                o9_a_resolved_operation_and_its_record_have_one_outcome,
+                o8_an_effect_is_resolved_and_its_flow_goes_on,
+            ];
             mailbox: [
                 an_email_is_one_row_for_its_unique_key,
                 an_email_goes_with_its_transaction,
@@ -342,6 +352,7 @@ mod tests {
             include_str!("conformance/fencing.rs"),
             include_str!("conformance/held.rs"),
             include_str!("conformance/inbox.rs"),
+            include_str!("conformance/key_operator.rs"),
             include_str!("conformance/keys.rs"),
             include_str!("conformance/lifetimes.rs"),
             include_str!("conformance/lost.rs"),

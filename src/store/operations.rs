@@ -102,11 +102,13 @@ pub(super) struct RecordFence {
     pub(super) epoch: i64,
     /// The token of its owner, where it has one of its own.
     pub(super) owner: Option<Uuid>,
+    /// Whether an UNKNOWN gets its outcome too: by recovery, or by an operator.
+    pub(super) unknown: bool,
 }
 
 impl From<&Owned> for RecordFence {
     fn from(owned: &Owned) -> Self {
-        Self { digest: owned.identity.digest().to_vec(), epoch: owned.epoch, owner: owned.owner }
+        Self { digest: owned.identity.digest().to_vec(), epoch: owned.epoch, owner: owned.owner, unknown: false }
     }
 }
 

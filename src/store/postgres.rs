@@ -15,6 +15,7 @@ mod connect;
 mod diverted;
 mod door;
 mod inbox;
+mod key_operator;
 mod mailbox;
 mod operations;
 mod operator;

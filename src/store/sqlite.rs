@@ -17,6 +17,7 @@ mod check;
 mod connect;
 mod door;
 mod inbox;
+mod key_operator;
 mod mailbox;
 mod message;
 mod operations;

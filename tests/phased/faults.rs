@@ -1,89 +1,21 @@
 //! The provider of the examples, as a process, with each of its faults: never two charges, never wrongly failed.
 
-use std::io::{BufRead, BufReader};
-use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
-use std::time::{Duration, SystemTime};
+use std::time::Duration;
 
 use oncebox::policy::operation::Code;
 use oncebox::policy::operation::flow::Stage;
 use oncebox::runtime::operation::Answered;
-use serde_json::{Value, json};
 
 use crate::cards::Cards;
 use crate::flow::{KEY_AND_QUERY, Plan, Service, Shared};
+use crate::provider::ProviderProcess;
 use crate::support::eventually;
 use crate::world::{Rows, SOON};
 
-/// The provider, killed when dropped.
-pub(crate) struct ProviderProcess {
-    child: Child,
-    pub(crate) url: String,
-    client: reqwest::Client,
-    _data: tempfile::TempDir,
-}
-
-/// An example, which cargo builds beside this test. `cargo test --test phased` builds none: then it says so.
-pub(crate) fn example(name: &str) -> String {
-    let this = std::env::current_exe().unwrap();
-    let binary = this.ancestors().nth(2).unwrap().join("examples").join(name);
-    let built =
-        |path: &std::path::Path| path.metadata().and_then(|data| data.modified()).unwrap_or(SystemTime::UNIX_EPOCH);
-    let sources = std::fs::read_to_string(binary.with_extension("d")).unwrap_or_default();
-    let own = |source: &&str| source.contains(&format!("/{name}/"));
-    let newest = sources.split_whitespace().skip(1).filter(own).map(|source| built(source.as_ref())).max();
-    assert!(
-        newest.is_some_and(|newest| newest <= built(&binary)),
-        "{} is missing or older than its sources: `cargo build --all-features --examples` makes it",
-        binary.display()
-    );
-    binary.to_str().unwrap().to_owned()
-}
-
-impl ProviderProcess {
-    pub(crate) fn start() -> Self {
-        let data = tempfile::tempdir().unwrap();
-        let file = data.path().join("charges.jsonl");
-        let mut child = Command::new(example("payments_provider"))
-            .args(["--listen", "127.0.0.1:0", "--data", file.to_str().unwrap()])
-            .stdout(Stdio::piped())
-            .stdin(Stdio::null())
-            .spawn()
-            .unwrap();
-        let mut line = String::new();
-        BufReader::new(child.stdout.take().unwrap()).read_line(&mut line).unwrap();
-        let url = format!("http://{}", line.trim().strip_prefix("listening on ").unwrap());
-        let client = reqwest::Client::builder().no_proxy().build().unwrap();
-        Self { child, url, client, _data: data }
-    }
-
-    pub(crate) async fn fault(&self, name: &str, times: i64, delay_ms: u64) {
-        let order = json!({ "fault": name, "times": times, "delayMs": delay_ms }).to_string();
-        let answer = self.client.post(format!("{}/admin/faults", self.url)).body(order).send().await.unwrap();
-        assert_eq!(answer.status(), 204);
-    }
-
-    pub(crate) async fn no_faults(&self) {
-        self.client.delete(format!("{}/admin/faults", self.url)).send().await.unwrap();
-    }
-
-    /// Charges, and keys of charges.
-    pub(crate) async fn count(&self) -> (i64, i64) {
-        let text = self.client.get(format!("{}/charges/count", self.url)).send().await.unwrap().text().await.unwrap();
-        let counts: Value = serde_json::from_str(&text).unwrap();
-        (counts["count"].as_i64().unwrap(), counts["keys"].as_i64().unwrap())
-    }
-
-    pub(crate) fn adapter(&self) -> Shared {
-        Shared(Arc::new(Cards::new(&self.url, Duration::from_millis(700)).unwrap()))
-    }
-}
-
-impl Drop for ProviderProcess {
-    fn drop(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
-    }
+/// The adapter of the example, for this provider.
+pub(crate) fn adapter(provider: &ProviderProcess) -> Shared {
+    Shared(Arc::new(Cards::new(&provider.url, Duration::from_millis(700)).unwrap()))
 }
 
 const KEY: &str = "key-0000000000000001";
@@ -95,7 +27,7 @@ async fn one_charge<S: Rows>(store: S, faults: &[(&str, i64, u64)]) {
     for (fault, times, delay) in faults {
         provider.fault(fault, *times, *delay).await;
     }
-    let service = Service::start(&store, &Plan::new(KEY_AND_QUERY), provider.adapter()).await;
+    let service = Service::start(&store, &Plan::new(KEY_AND_QUERY), adapter(&provider)).await;
     let (first, _) = service.ask_until_known(KEY, 700).await;
     assert_eq!(first.status, 201, "{faults:?}");
     let (again, replayed) = service.ask_until_known(KEY, 700).await;
@@ -107,7 +39,7 @@ async fn one_charge<S: Rows>(store: S, faults: &[(&str, i64, u64)]) {
 
 async fn m81_no_fault<S: Rows>(store: S) {
     let provider = ProviderProcess::start();
-    let service = Service::start(&store, &Plan::new(KEY_AND_QUERY), provider.adapter()).await;
+    let service = Service::start(&store, &Plan::new(KEY_AND_QUERY), adapter(&provider)).await;
     let answered = service.ask(KEY, 700, Duration::from_secs(20)).await;
     let Answered::Reply { reply, replayed: false } = answered else { panic!("{answered:?}") };
     assert_eq!((reply.status, provider.count().await), (201, (1, 1)));
@@ -157,7 +89,7 @@ async fn o7_a_refusal_of_a_resend_is_no_verdict<S: Rows>(store: S) {
     let provider = ProviderProcess::start();
     provider.fault("take_late", 1, 1_500).await;
     provider.fault("refuse_keys", 0, 0).await;
-    let service = Service::start(&store, &Plan::new(KEY_AND_QUERY), provider.adapter()).await;
+    let service = Service::start(&store, &Plan::new(KEY_AND_QUERY), adapter(&provider)).await;
     let asked = async { service.ask(KEY, 700, Duration::from_secs(20)).await };
     let refuses = async {
         eventually("the first send", SOON, || async {
@@ -177,7 +109,7 @@ async fn o7_a_listed_verdict_is_a_failure<S: Rows>(store: S) {
     for (fault, key) in [("decline", KEY), ("refuse_keys", "key-0000000000000002")] {
         let provider = ProviderProcess::start();
         provider.fault(fault, 1, 0).await;
-        let service = Service::start(&store, &Plan::new(KEY_AND_QUERY), provider.adapter()).await;
+        let service = Service::start(&store, &Plan::new(KEY_AND_QUERY), adapter(&provider)).await;
         let answered = service.ask(key, 700, Duration::from_secs(20)).await;
         let Answered::Reply { reply, replayed: false } = answered else { panic!("{fault}: {answered:?}") };
         let (again, replayed) = service.ask_until_known(key, 700).await;
@@ -194,7 +126,7 @@ async fn service_failed<S: Rows>(store: &S) -> i64 {
 async fn o7_another_amount_goes_to_an_operator<S: Rows>(store: S) {
     let provider = ProviderProcess::start();
     provider.fault("wrong_amount", 1, 0).await;
-    let service = Service::start(&store, &Plan::new(KEY_AND_QUERY), provider.adapter()).await;
+    let service = Service::start(&store, &Plan::new(KEY_AND_QUERY), adapter(&provider)).await;
     for _ in 0..3 {
         let answered = service.ask(KEY, 700, Duration::from_secs(20)).await;
         let Answered::Problem(problem) = answered else { panic!("{answered:?}") };
@@ -225,7 +157,7 @@ async fn g10_m82_a_provider_that_is_away_is_waited_for<S: Rows>(store: S) {
     worker.stop().await;
     let operation = service.operation().await;
     assert_eq!((operation.attempts, operation.parked), (0, None));
-    let back = Service::start(&store, &plan, provider.adapter()).await;
+    let back = Service::start(&store, &plan, adapter(&provider)).await;
     let (reply, _) = back.ask_until_known(KEY, 700).await;
     assert_eq!((reply.status, provider.count().await), (201, (1, 1)));
 }

@@ -8,6 +8,8 @@ mod faults;
 mod flow;
 #[path = "../support/postgres.rs"]
 mod postgres;
+#[path = "../support/provider.rs"]
+mod provider;
 mod recovery;
 mod registration;
 mod scripted;

@@ -8,8 +8,9 @@ use oncebox::policy::operation::provider::Answer;
 use oncebox::runtime::operation::Answered;
 use oncebox::store::Taken;
 
-use crate::faults::ProviderProcess;
+use crate::faults::adapter;
 use crate::flow::{KEY, KEY_AND_QUERY, Plan, Service};
+use crate::provider::ProviderProcess;
 use crate::scripted::{Act, Scripted, done};
 use crate::support::eventually;
 use crate::world::{Rows, SOON};
@@ -109,14 +110,14 @@ async fn a_stopped_worker_leaves_no_lease_behind<S: Rows>(store: S) {
     let plan = Plan::new(KEY_AND_QUERY);
     let provider = ProviderProcess::start();
     provider.fault("in_progress", -1, 0).await;
-    let service = Service::start(&store, &plan, provider.adapter()).await;
+    let service = Service::start(&store, &plan, adapter(&provider)).await;
     let answered = service.ask(ONE, 700, Duration::from_millis(300)).await;
     assert!(matches!(answered, Answered::Problem(ref problem) if problem.status == 202), "{answered:?}");
     service.door.stop();
     assert!(service.engine.drain(SOON).await);
     assert_eq!(service.operation().await.lease_until, None);
     provider.no_faults().await;
-    let next = Service::start(&store, &plan, provider.adapter()).await;
+    let next = Service::start(&store, &plan, adapter(&provider)).await;
     let worker = next.recover();
     eventually("recovered", SOON, || async { (next.operation().await.stage == Stage::Succeeded).then_some(()) }).await;
     worker.stop().await;

@@ -74,7 +74,7 @@ async fn begin<F: Fixture>(trial: &Trial<F>, new: &NewOperation) -> Tx<F> {
 }
 
 /// An operation at the point `LOCAL`, driven by us.
-async fn local<F: Fixture>(trial: &Trial<F>, new: &NewOperation) -> Driven {
+pub(super) async fn local<F: Fixture>(trial: &Trial<F>, new: &NewOperation) -> Driven {
     let mut tx = begin(trial, new).await;
     let driven = tx.driven().clone();
     assert_eq!(tx.advance(FIRST_POINT, "LOCAL", Stage::Local, &[]).await.unwrap(), MOVED);
@@ -83,7 +83,7 @@ async fn local<F: Fixture>(trial: &Trial<F>, new: &NewOperation) -> Driven {
 }
 
 /// Moves on and commits.
-async fn step<F: Fixture>(
+pub(super) async fn step<F: Fixture>(
     trial: &Trial<F>,
     driven: &Driven,
     from: &str,

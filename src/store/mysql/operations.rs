@@ -40,25 +40,34 @@ macro_rules! micros {
 
 pub(super) use micros;
 
-/// As [`look_of`] reads it. The lease of a phased record is that of its operation (O9).
+/// The columns that [`look_of`] reads. The lease of a phased record is that of its operation (O9).
+macro_rules! look_columns {
+    () => {
+        concat!(
+            $crate::store::mysql::operations::micros!("n.at"),
+            ", ",
+            $crate::store::mysql::operations::micros!("p.purged_below"),
+            ", r.tenant, r.operation, r.`key`, r.principal, r.fingerprint, r.mode, r.state, r.epoch, ",
+            $crate::store::mysql::operations::micros!("coalesce(r.lease_until, o.lease_until)"),
+            ", cast(round(coalesce(r.lease_seconds, o.lease_seconds) * 1000000) as signed), r.generation, r.operation_id, \
+             cast(r.attempts as signed), cast(o.parked is not null as signed), ",
+            $crate::store::mysql::operations::micros!("r.created_at"),
+            ", ",
+            $crate::store::mysql::operations::micros!("r.outcome_at"),
+            ", ",
+            $crate::store::mysql::operations::micros!("r.expires_at"),
+            ", cast(r.answer_status as signed), r.schema_version, r.body, ",
+            $crate::store::mysql::operations::micros!("r.body_expires_at"),
+            ", r.resource_kind, r.resource_id, r.resource_location"
+        )
+    };
+}
+pub(super) use look_columns;
+
 const FIND: &str = concat!(
     "select ",
-    micros!("n.at"),
-    ", ",
-    micros!("p.purged_below"),
-    ", r.tenant, r.operation, r.`key`, r.principal, r.fingerprint, r.mode, r.state, r.epoch, ",
-    micros!("coalesce(r.lease_until, o.lease_until)"),
-    ", cast(round(coalesce(r.lease_seconds, o.lease_seconds) * 1000000) as signed), r.generation, r.operation_id, \
-     cast(r.attempts as signed), cast(o.parked is not null as signed), ",
-    micros!("r.created_at"),
-    ", ",
-    micros!("r.outcome_at"),
-    ", ",
-    micros!("r.expires_at"),
-    ", cast(r.answer_status as signed), r.schema_version, r.body, ",
-    micros!("r.body_expires_at"),
-    ", r.resource_kind, r.resource_id, r.resource_location \
-     from (select utc_timestamp(6) as at) n \
+    look_columns!(),
+    " from (select utc_timestamp(6) as at) n \
      left join oncebox_idempotency_purge p on p.operation = ? \
      left join oncebox_idempotency_request r on r.key_digest = ? \
      left join oncebox_operation o on r.mode = 'phased' and o.operation_id = r.operation_id"
@@ -102,7 +111,7 @@ const FINISH: &str = "update oncebox_idempotency_request \
         body_expires_at = utc_timestamp(6) + interval ? microsecond, resource_kind = ?, resource_id = ?, resource_location = ?, \
         error_code = ? \
   where key_digest = ? and epoch = ? and owner <=> ? \
-    and (state = 'IN_PROGRESS' or (mode = 'phased' and state = 'UNKNOWN_REQUIRES_RECOVERY'))";
+    and (state = 'IN_PROGRESS' or (? and state = 'UNKNOWN_REQUIRES_RECOVERY'))";
 
 impl Keys for MySqlStore {
     const DURABILITY: Durability = Durability::Durable;
@@ -346,7 +355,7 @@ pub(super) async fn finish(
         .bind(columns.resource.map(|resource| resource.id.as_str()))
         .bind(columns.resource.and_then(|resource| resource.location.as_deref()))
         .bind(columns.error_code);
-    let fenced = Fenced::rows(bind(done, fence).execute(&mut *connection).await?.rows_affected());
+    let fenced = Fenced::rows(bind(done, fence).bind(fence.unknown).execute(&mut *connection).await?.rows_affected());
     if let (Fenced::Done, Some(kept)) = (fenced, columns.kept) {
         sqlx::query(
             "insert into oncebox_idempotency_body (key_digest, epoch, expires_at, headers, bytes, format, kid) \

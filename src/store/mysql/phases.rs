@@ -12,6 +12,7 @@ use sqlx::MySql;
 use uuid::Uuid;
 
 pub use self::tx::MySqlPhaseTx;
+pub(super) use self::tx::{end_record, fence_of, forget};
 
 use super::operations::{Query, micros};
 use super::{MySqlStore, START, number_list};
@@ -198,21 +199,7 @@ impl Phases for MySqlStore {
     }
 
     async fn observe(&self, evidence: &NewEvidence) -> Result<(), StoreError> {
-        let insert = sqlx::query(
-            "insert into oncebox_operation_evidence (operation_id, effect, epoch, send, kind, verdict, status, bytes, bytes_kid, \
-               observed_at) values (?, ?, ?, ?, ?, ?, ?, ?, ?, utc_timestamp(6))",
-        );
-        let insert = insert
-            .bind(evidence.operation_id.as_bytes().to_vec())
-            .bind(evidence.effect.as_bytes())
-            .bind(evidence.epoch)
-            .bind(evidence.send)
-            .bind(&evidence.kind)
-            .bind(&evidence.verdict)
-            .bind(evidence.status)
-            .bind(&evidence.bytes.bytes)
-            .bind(&evidence.bytes.kid);
-        insert.run(&self.pool).await?;
+        append(evidence).run(&self.pool).await?;
         Ok(())
     }
 
@@ -252,13 +239,31 @@ impl Phases for MySqlStore {
     }
 }
 
+/// Appends evidence.
+pub(super) fn append<'q>(evidence: &NewEvidence) -> Query<'q> {
+    let insert = sqlx::query(
+        "insert into oncebox_operation_evidence (operation_id, effect, epoch, send, kind, verdict, status, bytes, bytes_kid, \
+           observed_at) values (?, ?, ?, ?, ?, ?, ?, ?, ?, utc_timestamp(6))",
+    );
+    insert
+        .bind(evidence.operation_id.as_bytes().to_vec())
+        .bind(evidence.effect.as_bytes().to_vec())
+        .bind(evidence.epoch)
+        .bind(evidence.send)
+        .bind(evidence.kind.clone())
+        .bind(evidence.verdict.clone())
+        .bind(evidence.status)
+        .bind(evidence.bytes.bytes.clone())
+        .bind(evidence.bytes.kid.clone())
+}
+
 /// Binds what [`is_ours`] compares.
 fn ours<'q>(statement: Query<'q>, driven: &Driven) -> Query<'q> {
     statement.bind(driven.operation_id.as_bytes().to_vec()).bind(driven.epoch).bind(driven.owner.as_bytes().to_vec())
 }
 
 /// Locks the row of an operation, if there is one, and gives its epoch.
-async fn lock(transaction: &mut Bounded<MySql>, operation_id: Uuid) -> Result<Option<i64>, StoreError> {
+pub(super) async fn lock(transaction: &mut Bounded<MySql>, operation_id: Uuid) -> Result<Option<i64>, StoreError> {
     let lock = sqlx::query_scalar(LOCK).bind(operation_id.as_bytes().to_vec());
     Ok(lock.optional(transaction).await?)
 }
@@ -304,7 +309,11 @@ async fn leave(
 }
 
 /// Brings the record after its operation.
-async fn follow(transaction: &mut Bounded<MySql>, operation_id: Uuid, stage: Stage) -> Result<(), StoreError> {
+pub(super) async fn follow(
+    transaction: &mut Bounded<MySql>,
+    operation_id: Uuid,
+    stage: Stage,
+) -> Result<(), StoreError> {
     let follow = sqlx::query(
         "update oncebox_idempotency_request set state = ?, updated_at = utc_timestamp(6) \
          where operation_id = ? and mode = 'phased' and outcome_at is null",
@@ -316,7 +325,10 @@ async fn follow(transaction: &mut Bounded<MySql>, operation_id: Uuid, stage: Sta
     Ok(())
 }
 
-async fn read(connection: &mut Bounded<MySql>, operation_id: Uuid) -> Result<Option<StoredOperation>, StoreError> {
+pub(super) async fn read(
+    connection: &mut Bounded<MySql>,
+    operation_id: Uuid,
+) -> Result<Option<StoredOperation>, StoreError> {
     let id = operation_id.as_bytes().to_vec();
     let Some(row) = sqlx::query(OPERATION).bind(&id).optional(&mut *connection).await? else { return Ok(None) };
     let intents = sqlx::query(INTENTS).bind(&id).all(&mut *connection).await?;

@@ -35,25 +35,34 @@ macro_rules! micros {
 
 pub(super) use micros;
 
-/// As [`look_of`] reads it. The lease of a phased record is that of its operation (O9).
+/// The columns that [`look_of`] reads. The lease of a phased record is that of its operation (O9).
+macro_rules! look_columns {
+    () => {
+        concat!(
+            $crate::store::postgres::operations::micros!("n.at"),
+            ", ",
+            $crate::store::postgres::operations::micros!("p.purged_below"),
+            ", r.tenant, r.operation, r.key, r.principal, r.fingerprint, r.mode, r.state, r.epoch, ",
+            $crate::store::postgres::operations::micros!("coalesce(r.lease_until, o.lease_until)"),
+            ", (coalesce(r.lease_seconds, o.lease_seconds) * 1000000)::bigint, r.generation, uuid_send(r.operation_id), r.attempts::bigint, \
+             (o.parked is not null)::int::bigint, ",
+            $crate::store::postgres::operations::micros!("r.created_at"),
+            ", ",
+            $crate::store::postgres::operations::micros!("r.outcome_at"),
+            ", ",
+            $crate::store::postgres::operations::micros!("r.expires_at"),
+            ", r.answer_status::bigint, r.schema_version, r.body, ",
+            $crate::store::postgres::operations::micros!("r.body_expires_at"),
+            ", r.resource_kind, r.resource_id, r.resource_location"
+        )
+    };
+}
+pub(super) use look_columns;
+
 const FIND: &str = concat!(
     "select ",
-    micros!("n.at"),
-    ", ",
-    micros!("p.purged_below"),
-    ", r.tenant, r.operation, r.key, r.principal, r.fingerprint, r.mode, r.state, r.epoch, ",
-    micros!("coalesce(r.lease_until, o.lease_until)"),
-    ", (coalesce(r.lease_seconds, o.lease_seconds) * 1000000)::bigint, r.generation, uuid_send(r.operation_id), r.attempts::bigint, \
-     (o.parked is not null)::int::bigint, ",
-    micros!("r.created_at"),
-    ", ",
-    micros!("r.outcome_at"),
-    ", ",
-    micros!("r.expires_at"),
-    ", r.answer_status::bigint, r.schema_version, r.body, ",
-    micros!("r.body_expires_at"),
-    ", r.resource_kind, r.resource_id, r.resource_location \
-     from (select clock_timestamp() as at) n \
+    look_columns!(),
+    " from (select clock_timestamp() as at) n \
      left join oncebox.idempotency_purge p on p.operation = $2 \
      left join oncebox.idempotency_request r on r.key_digest = $1 \
      left join oncebox.operation o on r.mode = 'phased' and o.operation_id = r.operation_id"
@@ -110,7 +119,7 @@ with done as (
          resource_kind = $10, resource_id = $11, resource_location = $12, error_code = $13
     from (select clock_timestamp() as at) n
    where r.key_digest = $1 and r.epoch = $2 and r.owner is not distinct from $3
-     and (r.state = 'IN_PROGRESS' or (r.mode = 'phased' and r.state = 'UNKNOWN_REQUIRES_RECOVERY'))
+     and (r.state = 'IN_PROGRESS' or ($19 and r.state = 'UNKNOWN_REQUIRES_RECOVERY'))
      and ($14::text is null or $14 = pg_current_xact_id_if_assigned()::text)
   returning r.key_digest, r.epoch, r.body_expires_at),
 kept as (
@@ -348,6 +357,7 @@ pub(super) async fn finish(
         .bind(columns.kept.map(|kept| kept.bytes.as_slice()))
         .bind(columns.kept.map(|kept| i32::from(kept.format)))
         .bind(columns.kept.and_then(|kept| kept.kid.as_deref()))
+        .bind(fence.unknown)
         .fetch_one(connection)
         .await
         .map_err(expiry::attached)?;

@@ -12,6 +12,7 @@ use sqlx::Row;
 use uuid::Uuid;
 
 pub use self::tx::PostgresPhaseTx;
+pub(super) use self::tx::{end_record, forget};
 
 use super::PostgresStore;
 use super::operations::{Query, micros};
@@ -184,21 +185,7 @@ impl Phases for PostgresStore {
     }
 
     async fn observe(&self, evidence: &NewEvidence) -> Result<(), StoreError> {
-        let insert = sqlx::query(
-            "insert into oncebox.operation_evidence (operation_id, effect, epoch, send, kind, verdict, status, bytes, bytes_kid) \
-             values ($1, $2, $3, $4, $5, $6, $7, $8, $9)",
-        );
-        let insert = insert
-            .bind(evidence.operation_id)
-            .bind(&evidence.effect)
-            .bind(evidence.epoch)
-            .bind(i32::try_from(evidence.send).unwrap_or(i32::MAX))
-            .bind(&evidence.kind)
-            .bind(&evidence.verdict)
-            .bind(evidence.status.map(i32::from))
-            .bind(&evidence.bytes.bytes)
-            .bind(&evidence.bytes.kid);
-        insert.run(&self.pool).await?;
+        append(evidence).run(&self.pool).await?;
         Ok(())
     }
 
@@ -236,6 +223,24 @@ impl Phases for PostgresStore {
     }
 }
 
+/// Appends evidence.
+pub(super) fn append<'q>(evidence: &NewEvidence) -> Query<'q> {
+    let insert = sqlx::query(
+        "insert into oncebox.operation_evidence (operation_id, effect, epoch, send, kind, verdict, status, bytes, bytes_kid) \
+         values ($1, $2, $3, $4, $5, $6, $7, $8, $9)",
+    );
+    insert
+        .bind(evidence.operation_id)
+        .bind(evidence.effect.clone())
+        .bind(evidence.epoch)
+        .bind(i32::try_from(evidence.send).unwrap_or(i32::MAX))
+        .bind(evidence.kind.clone())
+        .bind(evidence.verdict.clone())
+        .bind(evidence.status.map(i32::from))
+        .bind(evidence.bytes.bytes.clone())
+        .bind(evidence.bytes.kid.clone())
+}
+
 /// Binds what [`is_ours`] compares.
 fn ours<'q>(statement: Query<'q>, driven: &Driven) -> Query<'q> {
     statement.bind(driven.operation_id).bind(driven.epoch).bind(driven.owner)
@@ -264,7 +269,11 @@ async fn leave(
 }
 
 /// Brings the record after its operation.
-async fn follow(tx: &mut Bounded<sqlx::Postgres>, operation_id: Uuid, stage: Stage) -> Result<(), StoreError> {
+pub(super) async fn follow(
+    tx: &mut Bounded<sqlx::Postgres>,
+    operation_id: Uuid,
+    stage: Stage,
+) -> Result<(), StoreError> {
     let follow = sqlx::query(
         "update oncebox.idempotency_request set state = $2, updated_at = clock_timestamp() \
           where operation_id = $1 and mode = 'phased' and outcome_at is null",
@@ -275,7 +284,7 @@ async fn follow(tx: &mut Bounded<sqlx::Postgres>, operation_id: Uuid, stage: Sta
     Ok(())
 }
 
-async fn read(
+pub(super) async fn read(
     connection: &mut Bounded<sqlx::Postgres>,
     operation_id: Uuid,
 ) -> Result<Option<StoredOperation>, StoreError> {

@@ -27,12 +27,21 @@ use crate::store::{
     Base, Basis, Begun, Claimed, Fenced, KeptBody, KeyClaim, Keys, Look, OperationStats, Operations, Outcome, Owned,
 };
 
-/// As [`look_of`] reads it. The lease of a phased record is that of its operation (O9).
+/// The columns that [`look_of`] reads. The lease of a phased record is that of its operation (O9).
+macro_rules! look_columns {
+    () => {
+        "n.at * 1000, p.purged_below * 1000, r.tenant, r.operation, r.key, r.principal, r.fingerprint, r.mode, r.state, r.epoch, \
+         coalesce(r.lease_until, o.lease_until) * 1000, coalesce(r.lease_ms, o.lease_ms) * 1000, r.generation, r.operation_id, \
+         r.attempts, o.parked is not null, r.created_at * 1000, r.outcome_at * 1000, r.expires_at * 1000, r.answer_status, \
+         r.schema_version, r.body, r.body_expires_at * 1000, r.resource_kind, r.resource_id, r.resource_location"
+    };
+}
+pub(super) use look_columns;
+
 const FIND: &str = concat!(
-    "select n.at * 1000, p.purged_below * 1000, r.tenant, r.operation, r.key, r.principal, r.fingerprint, r.mode, r.state, r.epoch, \
-     coalesce(r.lease_until, o.lease_until) * 1000, coalesce(r.lease_ms, o.lease_ms) * 1000, r.generation, r.operation_id, \
-     r.attempts, o.parked is not null, r.created_at * 1000, r.outcome_at * 1000, r.expires_at * 1000, r.answer_status, \
-     r.schema_version, r.body, r.body_expires_at * 1000, r.resource_kind, r.resource_id, r.resource_location from (select ",
+    "select ",
+    look_columns!(),
+    " from (select ",
     now_ms!(),
     " as at) as n \
      left join oncebox_idempotency_purge as p on p.operation = ?2 \
@@ -86,7 +95,7 @@ const FINISH: &str = concat!(
      from (select ",
     now_ms!(),
     " as at) as n where key_digest = ?1 and epoch = ?2 and owner is ?3 \
-       and (state = 'IN_PROGRESS' or (mode = 'phased' and state = 'UNKNOWN_REQUIRES_RECOVERY'))"
+       and (state = 'IN_PROGRESS' or (?14 and state = 'UNKNOWN_REQUIRES_RECOVERY'))"
 );
 
 impl Keys for SqliteStore {
@@ -321,6 +330,7 @@ pub(super) async fn finish(
         .bind(columns.resource.map(|resource| resource.id.clone()))
         .bind(columns.resource.and_then(|resource| resource.location.clone()))
         .bind(columns.error_code.map(str::to_owned))
+        .bind(fence.unknown)
         .execute(&mut *connection)
         .await?;
     let fenced = Fenced::rows(done.rows_affected());

@@ -13,6 +13,7 @@ use sqlx::{Row, query, query_scalar};
 use uuid::Uuid;
 
 pub use self::tx::SqlitePhaseTx;
+pub(super) use self::tx::{end_record, fence_of, forget};
 
 use super::connect::SqliteStore;
 use super::operations::Query;
@@ -172,23 +173,7 @@ impl Phases for SqliteStore {
     }
 
     async fn observe(&self, evidence: &NewEvidence) -> Result<(), StoreError> {
-        let insert = query(concat!(
-            "insert into oncebox_operation_evidence (operation_id, effect, epoch, send, kind, verdict, status, bytes, bytes_kid, \
-               observed_at) values (?, ?, ?, ?, ?, ?, ?, ?, ?, ",
-            now_ms!(),
-            ")"
-        ));
-        let insert = insert
-            .bind(evidence.operation_id.as_bytes().to_vec())
-            .bind(evidence.effect.clone())
-            .bind(evidence.epoch)
-            .bind(evidence.send)
-            .bind(evidence.kind.clone())
-            .bind(evidence.verdict.clone())
-            .bind(evidence.status)
-            .bind(evidence.bytes.bytes.clone())
-            .bind(evidence.bytes.kid.clone());
-        self.fenced(insert).await.map(|_| ())
+        self.fenced(append(evidence)).await.map(|_| ())
     }
 
     async fn hand_back(&self, driven: &Driven, due: Due) -> Result<Fenced, StoreError> {
@@ -226,6 +211,26 @@ impl Phases for SqliteStore {
         let set = query("update oncebox_deployment set deployment_id = ?");
         self.fenced(set.bind(deployment.as_bytes().to_vec())).await.map(|_| ())
     }
+}
+
+/// Appends evidence.
+pub(super) fn append<'q>(evidence: &NewEvidence) -> Query<'q> {
+    let insert = query(concat!(
+        "insert into oncebox_operation_evidence (operation_id, effect, epoch, send, kind, verdict, status, bytes, bytes_kid, \
+           observed_at) values (?, ?, ?, ?, ?, ?, ?, ?, ?, ",
+        now_ms!(),
+        ")"
+    ));
+    insert
+        .bind(evidence.operation_id.as_bytes().to_vec())
+        .bind(evidence.effect.clone())
+        .bind(evidence.epoch)
+        .bind(evidence.send)
+        .bind(evidence.kind.clone())
+        .bind(evidence.verdict.clone())
+        .bind(evidence.status)
+        .bind(evidence.bytes.bytes.clone())
+        .bind(evidence.bytes.kid.clone())
 }
 
 /// Binds what [`is_ours`] compares.
@@ -267,7 +272,11 @@ async fn leave(
 }
 
 /// Brings the record after its operation.
-async fn follow(connection: &mut SqliteConnection, operation_id: Uuid, stage: Stage) -> Result<(), StoreError> {
+pub(super) async fn follow(
+    connection: &mut SqliteConnection,
+    operation_id: Uuid,
+    stage: Stage,
+) -> Result<(), StoreError> {
     let follow = query(concat!(
         "update oncebox_idempotency_request set state = ?2, updated_at = ",
         now_ms!(),
@@ -280,7 +289,10 @@ async fn follow(connection: &mut SqliteConnection, operation_id: Uuid, stage: St
     Ok(())
 }
 
-async fn read(connection: &mut SqliteConnection, operation_id: Uuid) -> Result<Option<StoredOperation>, StoreError> {
+pub(super) async fn read(
+    connection: &mut SqliteConnection,
+    operation_id: Uuid,
+) -> Result<Option<StoredOperation>, StoreError> {
     let id = operation_id.as_bytes().to_vec();
     let Some(row) = query(OPERATION).bind(&id).fetch_optional(&mut *connection).await? else { return Ok(None) };
     let intents = query(INTENTS).bind(&id).fetch_all(&mut *connection).await?;

@@ -45,7 +45,7 @@ pub(super) async fn begin_first(
         forget(&mut transaction, seen.operation_id).await?;
     }
     let driven = Driven { operation_id: owned.operation_id, owner: Uuid::now_v7(), epoch: 1 };
-    let record = RecordFence::from(&owned);
+    let record = RecordFence { unknown: true, ..RecordFence::from(&owned) };
     let insert = query(
         "insert into oncebox_operation (operation_id, epoch, owner, key_digest, flow, flow_version, point, state, command, \
            command_kid, attempts, lease_until, lease_seconds, due_at, created_at, updated_at) \
@@ -67,8 +67,11 @@ pub(super) async fn begin_first(
     Ok(Begun::Claimed(MySqlPhaseTx { held, driven, record, settled: Settled::default() }))
 }
 
-/// Takes away what was kept of an operation whose key is used anew.
-async fn forget(transaction: &mut Bounded<MySql>, operation_id: Uuid) -> Result<(), StoreError> {
+/// Takes away what was kept of an operation whose key is used anew, or forgotten.
+pub(in crate::store::mysql) async fn forget(
+    transaction: &mut Bounded<MySql>,
+    operation_id: Uuid,
+) -> Result<(), StoreError> {
     for statement in [
         "delete from oncebox_operation where operation_id = ?",
         "delete from oncebox_operation_intent where operation_id = ?",
@@ -81,18 +84,44 @@ async fn forget(transaction: &mut Bounded<MySql>, operation_id: Uuid) -> Result<
 
 pub(super) async fn begin_phase(store: &MySqlStore, driven: &Driven) -> Result<MySqlPhaseTx, StoreError> {
     let mut transaction = store.pool.begin(START_HANDLER).await?;
-    let record = sqlx::query_as(
-        "select key_digest, epoch from oncebox_idempotency_request where operation_id = ? and mode = 'phased'",
-    );
-    let record: Option<(Vec<u8>, i64)> =
-        record.bind(driven.operation_id.as_bytes().to_vec()).optional(&mut transaction).await?;
-    let Some((digest, epoch)) = record else {
+    let Some(record) = fence_of(&mut transaction, driven.operation_id).await? else {
         transaction.rollback().await?;
         return Err(StoreError::Fenced(format!("there is no operation {}", driven.operation_id)));
     };
-    let record = RecordFence { digest, epoch, owner: None };
     let held = Held::new(transaction).await?;
     Ok(MySqlPhaseTx { held, driven: driven.clone(), record, settled: Settled::default() })
+}
+
+/// What fences the record of an operation.
+pub(in crate::store::mysql) async fn fence_of(
+    transaction: &mut Bounded<MySql>,
+    operation_id: Uuid,
+) -> Result<Option<RecordFence>, StoreError> {
+    let record = sqlx::query_as(
+        "select key_digest, epoch from oncebox_idempotency_request where operation_id = ? and mode = 'phased'",
+    );
+    let record: Option<(Vec<u8>, i64)> = record.bind(operation_id.as_bytes().to_vec()).optional(transaction).await?;
+    Ok(record.map(|(digest, epoch)| RecordFence { digest, epoch, owner: None, unknown: true }))
+}
+
+/// Writes the outcome of an operation to its record.
+pub(in crate::store::mysql) async fn end_record(
+    transaction: &mut Bounded<MySql>,
+    operation_id: Uuid,
+    record: &RecordFence,
+    outcome: &Outcome,
+    retention: &Retention,
+) -> Result<(), StoreError> {
+    if finish(transaction.plain(), record, outcome, retention).await? != Fenced::Done {
+        return Err(no_record(operation_id));
+    }
+    // One time for both, though each statement has read the clock (O3).
+    let same = query(
+        "update oncebox_operation o join oncebox_idempotency_request r on r.operation_id = o.operation_id \
+         set o.outcome_at = r.outcome_at, o.expires_at = r.expires_at where o.operation_id = ?",
+    );
+    same.bind(operation_id.as_bytes().to_vec()).run(transaction).await?;
+    Ok(())
 }
 
 impl MySqlPhaseTx {
@@ -213,15 +242,7 @@ impl PhaseTx for MySqlPhaseTx {
         if end.bind(from.as_bytes().to_vec()).run(&mut self.held.transaction).await?.rows_affected() == 0 {
             return Ok((proof, Fenced::LostOwnership));
         }
-        if finish(self.held.transaction.plain(), &self.record, outcome, retention).await? != Fenced::Done {
-            return Err(no_record(self.driven.operation_id));
-        }
-        // One time for both, though each statement has read the clock (O3).
-        let same = query(
-            "update oncebox_operation o join oncebox_idempotency_request r on r.operation_id = o.operation_id \
-             set o.outcome_at = r.outcome_at, o.expires_at = r.expires_at where o.operation_id = ?",
-        );
-        same.bind(self.id()).run(&mut self.held.transaction).await?;
+        end_record(&mut self.held.transaction, self.driven.operation_id, &self.record, outcome, retention).await?;
         self.settle_effects().await?;
         Ok((proof, Fenced::Done))
     }

@@ -63,7 +63,7 @@ pub(super) async fn begin_first(
         forget(&mut tx, seen.operation_id).await?;
     }
     let driven = Driven { operation_id: owned.operation_id, owner: Uuid::now_v7(), epoch: 1 };
-    let record = RecordFence::from(&owned);
+    let record = RecordFence { unknown: true, ..RecordFence::from(&owned) };
     let insert = query(
         "insert into oncebox.operation (operation_id, epoch, owner, key_digest, flow, flow_version, point, state, command, \
            command_kid, lease_until, lease_seconds, due_at, created_at, updated_at) \
@@ -84,8 +84,11 @@ pub(super) async fn begin_first(
     Ok(Begun::Claimed(PostgresPhaseTx { held, driven, record, settled: Settled::default() }))
 }
 
-/// Takes away what was kept of an operation whose key is used anew.
-async fn forget(tx: &mut Bounded<Postgres>, operation_id: Uuid) -> Result<(), StoreError> {
+/// Takes away what was kept of an operation whose key is used anew, or forgotten.
+pub(in crate::store::postgres) async fn forget(
+    tx: &mut Bounded<Postgres>,
+    operation_id: Uuid,
+) -> Result<(), StoreError> {
     for statement in [
         "delete from oncebox.operation where operation_id = $1",
         "delete from oncebox.operation_intent where operation_id = $1",
@@ -110,9 +113,29 @@ pub(super) async fn begin_phase(store: &PostgresStore, driven: &Driven) -> Resul
         tx.rollback().await?;
         return Err(StoreError::Fenced(format!("there is no operation {}", driven.operation_id)));
     };
-    let record = RecordFence { digest: row.try_get(0)?, epoch: row.try_get(1)?, owner: None };
+    let record = RecordFence { digest: row.try_get(0)?, epoch: row.try_get(1)?, owner: None, unknown: true };
     let held = Held::new(tx, row.try_get(2)?).await?;
     Ok(PostgresPhaseTx { held, driven: driven.clone(), record, settled: Settled::default() })
+}
+
+/// Writes the outcome of an operation to its record; with `token`, only in the transaction of that id.
+pub(in crate::store::postgres) async fn end_record(
+    tx: &mut Bounded<Postgres>,
+    operation_id: Uuid,
+    record: &RecordFence,
+    (outcome, retention): (&Outcome, &Retention),
+    token: Option<&str>,
+) -> Result<(), StoreError> {
+    if finish(tx.plain(), record, outcome, retention, token).await? != Fenced::Done {
+        return Err(no_record(operation_id));
+    }
+    // One time for both, though each statement has read the clock (O3).
+    let same = query(
+        "update oncebox.operation o set outcome_at = r.outcome_at, expires_at = r.expires_at \
+           from oncebox.idempotency_request r where o.operation_id = $1 and r.operation_id = $1",
+    );
+    same.bind(operation_id).run(tx).await?;
+    Ok(())
 }
 
 impl PostgresPhaseTx {
@@ -220,15 +243,8 @@ impl PhaseTx for PostgresPhaseTx {
             return Ok(moved);
         }
         let token = Some(self.held.token.as_str());
-        if finish(self.held.tx.plain(), &self.record, outcome, retention, token).await? != Fenced::Done {
-            return Err(no_record(self.driven.operation_id));
-        }
-        // One time for both, though each statement has read the clock (O3).
-        let same = query(
-            "update oncebox.operation o set outcome_at = r.outcome_at, expires_at = r.expires_at \
-               from oncebox.idempotency_request r where o.operation_id = $1 and r.operation_id = $1",
-        );
-        same.bind(self.driven.operation_id).run(&mut self.held.tx).await?;
+        let id = self.driven.operation_id;
+        end_record(&mut self.held.tx, id, &self.record, (outcome, retention), token).await?;
         self.settle_effects().await?;
         Ok(moved)
     }

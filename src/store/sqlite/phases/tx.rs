@@ -49,7 +49,7 @@ pub(super) async fn begin_first(
         forget(write.connection(), seen.operation_id).await?;
     }
     let driven = Driven { operation_id: owned.operation_id, owner: Uuid::now_v7(), epoch: 1 };
-    let record = RecordFence::from(&owned);
+    let record = RecordFence { unknown: true, ..RecordFence::from(&owned) };
     let insert = query(concat!(
         "insert into oncebox_operation (operation_id, epoch, owner, key_digest, flow, flow_version, point, state, command, \
            command_kid, lease_until, lease_ms, due_at, created_at, updated_at) \
@@ -71,8 +71,11 @@ pub(super) async fn begin_first(
     Ok(Begun::Claimed(SqlitePhaseTx { write, driven, record, savepoint, settled: Settled::default() }))
 }
 
-/// Takes away what was kept of an operation whose key is used anew.
-async fn forget(connection: &mut SqliteConnection, operation_id: Uuid) -> Result<(), StoreError> {
+/// Takes away what was kept of an operation whose key is used anew, or forgotten.
+pub(in crate::store::sqlite) async fn forget(
+    connection: &mut SqliteConnection,
+    operation_id: Uuid,
+) -> Result<(), StoreError> {
     for statement in [
         "delete from oncebox_operation where operation_id = ?",
         "delete from oncebox_operation_intent where operation_id = ?",
@@ -86,18 +89,45 @@ async fn forget(connection: &mut SqliteConnection, operation_id: Uuid) -> Result
 pub(super) async fn begin_phase(store: &SqliteStore, driven: &Driven) -> Result<SqlitePhaseTx, StoreError> {
     let mut write = store.write().await?;
     write.guard().await?;
-    let record = sqlx::query_as(
-        "select key_digest, epoch from oncebox_idempotency_request where operation_id = ? and mode = 'phased'",
-    );
-    let record: Option<(Vec<u8>, i64)> =
-        record.bind(driven.operation_id.as_bytes().to_vec()).fetch_optional(write.connection()).await?;
-    let Some((digest, epoch)) = record else {
+    let Some(record) = fence_of(write.connection(), driven.operation_id).await? else {
         write.rollback().await?;
         return Err(StoreError::Fenced(format!("there is no operation {}", driven.operation_id)));
     };
     let savepoint = Savepoint::set(&mut write).await?;
-    let record = RecordFence { digest, epoch, owner: None };
     Ok(SqlitePhaseTx { write, driven: driven.clone(), record, savepoint, settled: Settled::default() })
+}
+
+/// What fences the record of an operation.
+pub(in crate::store::sqlite) async fn fence_of(
+    connection: &mut SqliteConnection,
+    operation_id: Uuid,
+) -> Result<Option<RecordFence>, StoreError> {
+    let record = sqlx::query_as(
+        "select key_digest, epoch from oncebox_idempotency_request where operation_id = ? and mode = 'phased'",
+    );
+    let record: Option<(Vec<u8>, i64)> =
+        record.bind(operation_id.as_bytes().to_vec()).fetch_optional(connection).await?;
+    Ok(record.map(|(digest, epoch)| RecordFence { digest, epoch, owner: None, unknown: true }))
+}
+
+/// Writes the outcome of an operation to its record.
+pub(in crate::store::sqlite) async fn end_record(
+    connection: &mut SqliteConnection,
+    operation_id: Uuid,
+    record: &RecordFence,
+    outcome: &Outcome,
+    retention: &Retention,
+) -> Result<(), StoreError> {
+    if finish(&mut *connection, record, outcome, retention).await? != Fenced::Done {
+        return Err(no_record(operation_id));
+    }
+    // One time for both, though each statement has read the clock (O3).
+    let same = query(
+        "update oncebox_operation as o set outcome_at = r.outcome_at, expires_at = r.expires_at \
+         from oncebox_idempotency_request as r where o.operation_id = ?1 and r.operation_id = ?1",
+    );
+    same.bind(operation_id.as_bytes().to_vec()).execute(connection).await?;
+    Ok(())
 }
 
 impl SqlitePhaseTx {
@@ -221,15 +251,7 @@ impl PhaseTx for SqlitePhaseTx {
         if end.execute(self.write.connection()).await?.rows_affected() == 0 {
             return Ok((proof, Fenced::LostOwnership));
         }
-        if finish(self.write.connection(), &self.record, outcome, retention).await? != Fenced::Done {
-            return Err(no_record(self.driven.operation_id));
-        }
-        // One time for both, though each statement has read the clock (O3).
-        let same = query(
-            "update oncebox_operation as o set outcome_at = r.outcome_at, expires_at = r.expires_at \
-             from oncebox_idempotency_request as r where o.operation_id = ?1 and r.operation_id = ?1",
-        );
-        same.bind(self.id()).execute(self.write.connection()).await?;
+        end_record(self.write.connection(), self.driven.operation_id, &self.record, outcome, retention).await?;
         self.settle_effects().await?;
         Ok((proof, Fenced::Done))
     }

@@ -1,0 +1,322 @@
+//! Cases of what an operator does with keys and operations (O6, O8, O9, O11): refused where something may have happened, audited
+//! where something is done.
+
+use std::time::Duration;
+
+use super::operations::{KEPT, answer, claim, completed, record};
+use super::phases::{
+    AT_ONCE, LONG, MOVED, SHORT, intent, local, new_operation, observed, outstanding, step, stored, taken,
+};
+use super::trial::eventually;
+use super::{Fixture, Trial};
+use crate::StoreError;
+use crate::policy::operation::flow::Stage;
+use crate::policy::operation::{Mode, Record, State};
+use crate::store::{
+    ActContext, Basis, Claimed, Driven, Due, Fenced, KeyChange, KeyFilter, KeyOperator, Keys, OperationFilter, Outcome,
+    PhaseTx, Phases, Resolution, Taken,
+};
+
+fn context(dry_run: bool) -> ActContext {
+    ActContext { actor: "on-call".to_owned(), reason: "as agreed".to_owned(), dry_run, redrive_age_max: None }
+}
+
+fn really() -> ActContext {
+    context(false)
+}
+
+fn all() -> KeyFilter {
+    KeyFilter { limit: 100, ..KeyFilter::default() }
+}
+
+fn any() -> OperationFilter {
+    OperationFilter { limit: 100, ..OperationFilter::default() }
+}
+
+fn failed() -> Outcome {
+    Outcome::FailedReplayable { answer: answer(), error_code: Some("DECLINED".to_owned()) }
+}
+
+/// The acts that were written down.
+async fn audits<F: Fixture>(trial: &Trial<F>, act: &str) -> i64 {
+    let where_ = format!("where act = '{act}' and actor = 'on-call' and reason = 'as agreed'");
+    trial.number(&format!("select count(*) from {} {where_}", trial.table("audit"))).await
+}
+
+/// A record of mode `edge` in this state.
+async fn edge<F: Fixture>(trial: &Trial<F>, key: &str, state: State) -> Record {
+    let new = claim(Mode::Edge, key, 1);
+    let Claimed::Owned(owned) = trial.store.claim(&new, Basis::New).await.unwrap() else { panic!("not claimed") };
+    let outcome = match state {
+        State::InProgress => return record(trial, &new).await,
+        State::Completed => completed(),
+        State::FailedReplayable => failed(),
+        State::FailedRetryable => Outcome::FailedRetryable { error_code: None },
+        _ => Outcome::Unknown,
+    };
+    assert_eq!(trial.store.finish(&owned, &outcome, &KEPT).await.unwrap(), Fenced::Done);
+    record(trial, &new).await
+}
+
+fn is_refused(done: Result<(), StoreError>) -> bool {
+    matches!(done, Err(StoreError::Refused(_)))
+}
+
+/// Each filter finds what it names, and nothing else.
+///
+/// Shown by: each condition left out.
+pub async fn keys_are_found_by_every_filter<F: Fixture>(trial: &Trial<F>) {
+    let open = edge(trial, "open", State::InProgress).await;
+    let done = edge(trial, "done", State::Completed).await;
+    edge(trial, "unknown", State::UnknownRequiresRecovery).await;
+    let asked = outstanding(trial, &new_operation("asked", LONG)).await;
+    let mut tx = trial.store.begin_phase(&asked).await.unwrap();
+    assert_eq!(tx.finish("SENT", &completed(), &KEPT).await.unwrap(), MOVED);
+    tx.commit().await.unwrap();
+    let digest = done.identity.digest();
+    let cases = [
+        (all(), 4),
+        (KeyFilter { limit: 2, ..all() }, 2),
+        (KeyFilter { digest: digest.to_vec(), ..all() }, 1),
+        (KeyFilter { digest: digest[..6].to_vec(), ..all() }, 1),
+        (KeyFilter { tenant: Some("t1".to_owned()), ..all() }, 4),
+        (KeyFilter { tenant: Some("T1".to_owned()), ..all() }, 0),
+        (KeyFilter { operation: Some("create_payment".parse().unwrap()), ..all() }, 4),
+        (KeyFilter { operation: Some("create_charge".parse().unwrap()), ..all() }, 0),
+        (KeyFilter { state: Some(State::Completed), ..all() }, 2),
+        (KeyFilter { state: Some(State::InProgress), ..all() }, 1),
+        (KeyFilter { state: Some(State::Expired), ..all() }, 0),
+        (KeyFilter { older_than: Some(LONG), ..all() }, 0),
+        (KeyFilter { forgettable: true, ..all() }, 1),
+    ];
+    for (filter, count) in cases {
+        assert_eq!(trial.store.keys(&filter).await.unwrap().len(), count, "{filter:?}");
+    }
+    let first = trial.store.keys(&KeyFilter { older_than: Some(Duration::ZERO), ..all() }).await.unwrap();
+    assert_eq!(first[0].record.as_ref(), Some(&open), "oldest first, and whole");
+}
+
+/// What may have had an effect is never forgotten (O11).
+///
+/// Shown by: `change_key` asked without `act_on_key`; the intents not asked for.
+pub async fn o11_a_key_is_released_and_purged_only_where_nothing_may_have_happened<F: Fixture>(trial: &Trial<F>) {
+    let purge = KeyChange::Purge { id_skew: Duration::from_secs(60) };
+    for state in [State::InProgress, State::UnknownRequiresRecovery] {
+        let seen = edge(trial, state.as_str(), state).await;
+        for change in [&KeyChange::Release, &purge] {
+            assert!(is_refused(trial.store.act_on_key(&seen, change, &really()).await), "{state}");
+            assert_eq!(trial.store.change_key(&seen, change, &really()).await.unwrap(), Fenced::LostOwnership);
+        }
+    }
+    let asked = outstanding(trial, &new_operation("asked", LONG)).await;
+    let mut tx = trial.store.begin_phase(&asked).await.unwrap();
+    assert_eq!(tx.finish("SENT", &completed(), &KEPT).await.unwrap(), MOVED);
+    tx.commit().await.unwrap();
+    let seen = record(trial, &new_operation("asked", LONG).claim).await;
+    for change in [&KeyChange::Release, &purge] {
+        assert!(is_refused(trial.store.act_on_key(&seen, change, &really()).await));
+        assert_eq!(trial.store.change_key(&seen, change, &really()).await.unwrap(), Fenced::LostOwnership);
+    }
+    assert_eq!((audits(trial, "release").await, audits(trial, "purge").await), (0, 0));
+    for (key, change, state) in [
+        ("failed", &KeyChange::Release, State::FailedReplayable),
+        ("done", &KeyChange::Release, State::Completed),
+        ("again", &purge, State::FailedRetryable),
+    ] {
+        let seen = edge(trial, key, state).await;
+        trial.store.act_on_key(&seen, change, &context(true)).await.unwrap();
+        assert_eq!(trial.store.find(&seen.identity).await.unwrap().record.as_ref(), Some(&seen), "a dry run");
+        trial.store.act_on_key(&seen, change, &really()).await.unwrap();
+        let look = trial.store.find(&seen.identity).await.unwrap();
+        assert_eq!(look.record, None);
+        let recorded = look.purged_below.is_some_and(|below| Some(below) > seen.outcome_at);
+        assert_eq!(recorded, *change == purge, "how far is recorded by a purge (O23)");
+        assert!(is_refused(trial.store.act_on_key(&seen, change, &really()).await), "it is gone");
+    }
+    assert_eq!((audits(trial, "release").await, audits(trial, "purge").await), (2, 1));
+    let bodies = trial.number(&format!("select count(*) from {}", trial.table("idempotency_body"))).await;
+    assert_eq!(bodies, 1, "of the one that stays");
+}
+
+/// With what the operator found out; once; and not a phased one, which its operation decides.
+pub async fn o11_an_unknown_key_is_resolved_once<F: Fixture>(trial: &Trial<F>) {
+    let resolve = |outcome| KeyChange::Resolve { outcome, retention: KEPT };
+    for (key, outcome, state) in [
+        ("done", completed(), State::Completed),
+        ("not", Outcome::FailedRetryable { error_code: None }, State::FailedRetryable),
+    ] {
+        let seen = edge(trial, key, State::UnknownRequiresRecovery).await;
+        assert!(is_refused(trial.store.act_on_key(&seen, &resolve(Outcome::Unknown), &really()).await));
+        trial.store.act_on_key(&seen, &resolve(outcome.clone()), &really()).await.unwrap();
+        let found = record(trial, &claim(Mode::Edge, key, 1)).await;
+        assert_eq!((found.state, found.expires_at), (state, found.outcome_at.map(|at| KEPT.expires_at(at))));
+        assert_eq!(trial.store.body(&found).await.unwrap().is_some(), state == State::Completed);
+        assert!(
+            is_refused(trial.store.act_on_key(&found, &resolve(failed()), &really()).await),
+            "no outcome is rewritten"
+        );
+        assert!(is_refused(trial.store.act_on_key(&seen, &resolve(failed()), &really()).await), "it has changed");
+    }
+    let running = edge(trial, "running", State::InProgress).await;
+    assert!(is_refused(trial.store.act_on_key(&running, &resolve(completed()), &really()).await));
+    let driven = outstanding(trial, &new_operation("phased", LONG)).await;
+    trial.store.park(&driven, "not found").await.unwrap();
+    let phased = record(trial, &new_operation("phased", LONG).claim).await;
+    assert!(is_refused(trial.store.act_on_key(&phased, &resolve(completed()), &really()).await));
+    assert_eq!(audits(trial, "resolve").await, 2);
+}
+
+/// Each filter finds what it names; a conflict is evidence against what was decided, of the effect or else of the operation.
+///
+/// Shown by: each condition left out; conflicts without the outcome of the intent.
+pub async fn o8_operations_are_found_by_every_filter_and_conflicts_are_seen<F: Fixture>(trial: &Trial<F>) {
+    let parked = outstanding(trial, &new_operation("parked", LONG)).await;
+    trial.store.park(&parked, "not found").await.unwrap();
+    local(trial, &new_operation("local", LONG)).await;
+    // Paid back: the charge succeeded and the operation failed, which is no conflict.
+    let undone = outstanding(trial, &new_operation("undone", LONG)).await;
+    trial.store.observe(&observed(&undone, "success")).await.unwrap();
+    let mut tx = trial.store.begin_phase(&undone).await.unwrap();
+    tx.settle("charge", "succeeded").await.unwrap();
+    assert_eq!(tx.finish("SENT", &failed(), &KEPT).await.unwrap(), MOVED);
+    tx.commit().await.unwrap();
+    // Decided as a success, though nothing is settled; then it turns out otherwise.
+    let wrong = outstanding(trial, &new_operation("wrong", LONG)).await;
+    let mut tx = trial.store.begin_phase(&wrong).await.unwrap();
+    assert_eq!(tx.finish("SENT", &completed(), &KEPT).await.unwrap(), MOVED);
+    tx.commit().await.unwrap();
+    trial.store.observe(&observed(&wrong, "indefinite")).await.unwrap();
+    let conflicts = || async { trial.store.operations(&OperationFilter { conflicts: true, ..any() }).await.unwrap() };
+    assert_eq!(conflicts().await, vec![]);
+    trial.store.observe(&observed(&wrong, "failure")).await.unwrap();
+    let cases = [
+        (any(), 4),
+        (OperationFilter { limit: 3, ..any() }, 3),
+        (OperationFilter { operation_id: Some(parked.operation_id), ..any() }, 1),
+        (OperationFilter { flow: Some("create_charge".to_owned()), ..any() }, 4),
+        (OperationFilter { flow: Some("refund".to_owned()), ..any() }, 0),
+        (OperationFilter { tenant: Some("t1".to_owned()), ..any() }, 4),
+        (OperationFilter { tenant: Some("t2".to_owned()), ..any() }, 0),
+        (OperationFilter { stage: Some(Stage::Unknown), ..any() }, 1),
+        (OperationFilter { stage: Some(Stage::Failed), ..any() }, 1),
+        (OperationFilter { parked: true, ..any() }, 1),
+        (OperationFilter { older_than: Some(LONG), ..any() }, 0),
+        (OperationFilter { conflicts: true, ..any() }, 1),
+    ];
+    for (filter, count) in cases {
+        assert_eq!(trial.store.operations(&filter).await.unwrap().len(), count, "{filter:?}");
+    }
+    assert_eq!(conflicts().await[0].operation_id, wrong.operation_id);
+    trial.store.observe(&observed(&undone, "failure")).await.unwrap();
+    assert_eq!(conflicts().await.len(), 2);
+}
+
+/// Due at once with its attempts counted anew; beyond what may be repeated only with a duplicate accepted, which is evidence (O6).
+///
+/// Shown by: no fence by the lease; no look at the strategy.
+pub async fn o6_a_retry_is_the_workers_and_a_duplicate_is_accepted_by_name<F: Fixture>(trial: &Trial<F>) {
+    let driven = outstanding(trial, &new_operation("k", LONG)).await;
+    assert_eq!(trial.store.begin_send(&driven, "charge").await.unwrap(), Some(2));
+    let seen = stored(trial, &driven).await;
+    assert!(is_refused(trial.store.retry(&seen, false, false, &really()).await), "somebody drives it");
+    trial.store.hand_back(&driven, Due { after: LONG, attempt: true }).await.unwrap();
+    let (driven, _) = taken(trial, driven.operation_id).await;
+    trial.store.park(&driven, "window over").await.unwrap();
+    let seen = stored(trial, &driven).await;
+    trial.store.retry(&seen, false, false, &context(true)).await.unwrap();
+    assert_eq!(stored(trial, &driven).await.parked.as_deref(), Some("window over"), "a dry run");
+    trial.store.retry(&seen, false, false, &really()).await.unwrap();
+    assert!(is_refused(trial.store.retry(&seen, false, false, &really()).await), "it has changed");
+    let found = stored(trial, &driven).await;
+    assert_eq!((found.parked.clone(), found.attempts, found.stage), (None, 0, Stage::Unknown));
+    assert_eq!(found.evidence.len(), 0, "without a duplicate accepted nothing is said");
+    let due = trial.store.take_due("create_charge", &[2], 10, LONG).await.unwrap();
+    assert_eq!(due.len(), 1);
+    trial.store.park(&due[0].0, "window over").await.unwrap();
+    trial.store.retry(&stored(trial, &driven).await, true, false, &really()).await.unwrap();
+    let words = stored(trial, &driven).await.evidence;
+    let said: Vec<_> = words.iter().map(|word| &word.evidence).collect();
+    assert_eq!(said.iter().map(|word| word.send).collect::<Vec<u32>>(), [1, 2], "of both sends");
+    assert!(said.iter().all(|word| (word.kind.as_str(), word.verdict.as_str()) == ("operator", "not-sent")));
+    assert!(String::from_utf8_lossy(&said[0].bytes.bytes).contains("as agreed"));
+    assert_eq!(audits(trial, "retry").await, 2);
+    // Neither key nor query: nothing to repeat, nothing to ask.
+    let mute = local(trial, &new_operation("mute", LONG)).await;
+    let none = crate::store::NewIntent { strategy: "none".to_owned(), ..intent("charge", "mute") };
+    step(trial, &mute, "LOCAL", "SENT", Stage::Outstanding, &[none]).await;
+    trial.store.park(&mute, "no means").await.unwrap();
+    let seen = stored(trial, &mute).await;
+    assert!(is_refused(trial.store.retry(&seen, false, false, &really()).await));
+    trial.store.retry(&seen, true, false, &really()).await.unwrap();
+    // A phase of ours that was given up runs again; one that ended its transaction only if a duplicate is accepted (O1).
+    for (reason, careless) in [("phase-failed", false), ("phase-ended-its-transaction", true)] {
+        let given_up = local(trial, &new_operation(reason, LONG)).await;
+        trial.store.park(&given_up, reason).await.unwrap();
+        let seen = stored(trial, &given_up).await;
+        assert_eq!(is_refused(trial.store.retry(&seen, false, false, &really()).await), careless);
+        if careless {
+            trial.store.retry(&seen, true, false, &really()).await.unwrap();
+        }
+        assert_eq!(stored(trial, &given_up).await.stage, Stage::Local);
+        assert_eq!(record(trial, &new_operation(reason, LONG).claim).await.state, State::InProgress);
+    }
+}
+
+/// Operation, record, body and the operator's word in one commit; fenced; refused while it is driven or against the evidence.
+///
+/// Shown by: no fence by the lease, the epoch, or the evidence.
+pub async fn o9_a_resolved_operation_and_its_record_have_one_outcome<F: Fixture>(trial: &Trial<F>) {
+    let new = new_operation("k", LONG);
+    let driven = outstanding(trial, &new).await;
+    let seen = stored(trial, &driven).await;
+    let success = Resolution::Ended(completed(), KEPT);
+    assert!(is_refused(trial.store.resolve(&seen, &success, false, false, &really()).await), "somebody drives it");
+    trial.store.resolve(&seen, &success, true, false, &context(true)).await.unwrap();
+    assert_eq!(stored(trial, &driven).await.stage, Stage::Outstanding, "a dry run");
+    // Evidence that came after the look was not judged.
+    trial.store.observe(&observed(&driven, "failure")).await.unwrap();
+    assert!(is_refused(trial.store.resolve(&seen, &success, true, false, &really()).await));
+    let seen = stored(trial, &driven).await;
+    assert!(is_refused(trial.store.resolve(&seen, &success, true, false, &really()).await), "against the evidence");
+    for outcome in [Outcome::Unknown, Outcome::FailedRetryable { error_code: None }] {
+        let end = Resolution::Ended(outcome, KEPT);
+        assert!(is_refused(trial.store.resolve(&seen, &end, true, true, &really()).await));
+    }
+    trial.store.resolve(&seen, &success, true, true, &really()).await.unwrap();
+    let (found, seen) = (stored(trial, &driven).await, record(trial, &new.claim).await);
+    assert_eq!((found.stage, seen.state), (Stage::Succeeded, State::Completed));
+    assert_eq!((found.outcome_at, seen.expires_at), (seen.outcome_at, seen.outcome_at.map(|at| KEPT.expires_at(at))));
+    assert!(trial.store.body(&seen).await.unwrap().is_some());
+    let word = &found.evidence[1].evidence;
+    assert_eq!((word.kind.as_str(), word.verdict.as_str(), word.effect.as_str()), ("operator", "success", ""));
+    assert_eq!(trial.store.drive_on(&driven, LONG).await.unwrap(), Fenced::LostOwnership, "it was taken over");
+    assert!(is_refused(trial.store.resolve(&found, &success, true, true, &really()).await), "no outcome is rewritten");
+    assert_eq!(audits(trial, "resolve").await, 1);
+    // One whose driver is dead needs no taking over.
+    let dead = outstanding(trial, &new_operation("dead", SHORT)).await;
+    eventually("its lease is over", || async { stored(trial, &dead).await.lease_until.is_none().then_some(()) }).await;
+    let failure = Resolution::Ended(failed(), KEPT);
+    trial.store.resolve(&stored(trial, &dead).await, &failure, false, false, &really()).await.unwrap();
+    assert_eq!(record(trial, &new_operation("dead", SHORT).claim).await.state, State::FailedReplayable);
+}
+
+/// The word is evidence, and the worker goes on from there.
+pub async fn o8_an_effect_is_resolved_and_its_flow_goes_on<F: Fixture>(trial: &Trial<F>) {
+    let driven = outstanding(trial, &new_operation("k", LONG)).await;
+    trial.store.park(&driven, "not found").await.unwrap();
+    let seen = stored(trial, &driven).await;
+    let effect = |effect: &str, happened| Resolution::Effect { effect: effect.to_owned(), happened };
+    assert!(is_refused(trial.store.resolve(&seen, &effect("refund", true), false, false, &really()).await));
+    trial.store.resolve(&seen, &effect("charge", true), false, false, &really()).await.unwrap();
+    let due = trial.store.take_due("create_charge", &[2], 10, LONG).await.unwrap();
+    let (next, found): &(Driven, _) = &due[0];
+    assert_eq!((found.evidence[0].evidence.verdict.as_str(), found.stage), ("success", Stage::Unknown));
+    let mut tx = trial.store.begin_phase(next).await.unwrap();
+    tx.settle("charge", "succeeded").await.unwrap();
+    assert_eq!(tx.advance("SENT", "CONFIRMED", Stage::Settled, &[]).await.unwrap(), MOVED);
+    tx.commit().await.unwrap();
+    trial.store.hand_back(next, AT_ONCE).await.unwrap();
+    let settled = stored(trial, next).await;
+    assert!(is_refused(trial.store.resolve(&settled, &effect("charge", false), false, false, &really()).await));
+    assert!(matches!(trial.store.take_operation(next.operation_id, LONG).await.unwrap(), Taken::Driven(..)));
+}

@@ -1,0 +1,432 @@
+//! Duty: what an operator sees and does of keys and operations. One implementation of each act; command line and library call it.
+//!
+//! Guarantees:
+//!
+//! * An act is one transaction with its audit row, fenced by the epoch of what was seen: who was quicker has won, and the operator
+//!   is told to look again. A dry run does all of it and takes it back.
+//! * What may have had an effect is never forgotten: a key that runs, one whose outcome is unknown, and any operation with an
+//!   intent stay (O11).
+//! * An operation is sent again by its worker, under the same rule as ever ([`Strategy::next`](crate::policy::operation::provider::Strategy::next));
+//!   beyond it only where a duplicate is accepted, by name and with a reason (O6).
+//! * A word of an operator is evidence of kind `operator` (O8), appended in the same transaction.
+//!
+//! Not here: how these are printed (`cli`), and dead messages ([`Operator`](super::Operator)).
+
+use std::future::Future;
+use std::time::Duration;
+
+use uuid::Uuid;
+
+use super::operations::{Fenced, Look, Outcome};
+use super::phases::{FIRST_POINT, NewEvidence, Sealed, StoredOperation};
+use super::{ActContext, Phases};
+use crate::error::StoreError;
+use crate::policy::operation::flow::Stage;
+use crate::policy::operation::retention::Retention;
+use crate::policy::operation::{Mode, OperationName, Record, State};
+
+/// Which keys.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct KeyFilter {
+    /// Only those whose digest begins with these bytes.
+    pub digest: Vec<u8>,
+    /// Only of this tenant; empty: the public scope.
+    pub tenant: Option<String>,
+    /// Only of this operation.
+    pub operation: Option<OperationName>,
+    /// Only in this state; [`State::Expired`] is asked of the clock.
+    pub state: Option<State>,
+    /// Only claimed longer ago than this.
+    pub older_than: Option<Duration>,
+    /// Only those that can be purged: an outcome, and no intent.
+    pub forgettable: bool,
+    /// At most this many.
+    pub limit: u32,
+}
+
+/// Which operations.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct OperationFilter {
+    /// Only this one.
+    pub operation_id: Option<Uuid>,
+    /// Only of this flow.
+    pub flow: Option<String>,
+    /// Only of this tenant.
+    pub tenant: Option<String>,
+    /// Only at this stage.
+    pub stage: Option<Stage>,
+    /// Only those that wait for an operator.
+    pub parked: bool,
+    /// Only those whose evidence contradicts their outcome (O8).
+    pub conflicts: bool,
+    /// Only begun longer ago than this.
+    pub older_than: Option<Duration>,
+    /// At most this many.
+    pub limit: u32,
+}
+
+/// What is done with a key.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum KeyChange {
+    /// Forgotten: the next request under it executes.
+    Release,
+    /// Forgotten, and how far is recorded, so that a late retry of a timed key is recognised (O23).
+    Purge {
+        /// How far clocks of clients may be off.
+        id_skew: Duration,
+    },
+    /// An UNKNOWN gets its outcome.
+    Resolve {
+        /// What the operator found out.
+        outcome: Outcome,
+        /// Lifetimes, from now.
+        retention: Retention,
+    },
+}
+
+/// What is done with an operation.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum OperationChange {
+    /// Due at once, its attempts counted anew; the operator's words, if any, are evidence.
+    GoOn {
+        /// What is appended.
+        evidence: Vec<NewEvidence>,
+        /// The stage that it goes on at, where that is another one.
+        stage: Option<Stage>,
+        /// Whether a live lease is taken away.
+        take_over: bool,
+    },
+    /// It gets its outcome, and so does its record.
+    End {
+        /// What the operator found out.
+        outcome: Outcome,
+        /// Lifetimes, from now.
+        retention: Retention,
+        /// The operator's word.
+        evidence: NewEvidence,
+        /// Whether a live lease is taken away.
+        take_over: bool,
+    },
+}
+
+/// What an operator says of an operation.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Resolution {
+    /// How it ended: its outcome is written as given, and no phase runs any more.
+    Ended(Outcome, Retention),
+    /// What became of one effect: the worker goes on with the flow from there.
+    Effect {
+        /// Which.
+        effect: String,
+        /// Whether it happened.
+        happened: bool,
+    },
+}
+
+impl KeyFilter {
+    /// The least and the greatest digest that is meant.
+    pub(super) fn digests(&self) -> (Vec<u8>, Vec<u8>) {
+        let filled = |with: u8| {
+            let mut digest = self.digest.clone();
+            digest.resize(32, with);
+            digest
+        };
+        (filled(0), filled(0xff))
+    }
+
+    /// The state as it is stored, and whether its time must be over.
+    pub(super) fn stored_state(&self) -> (Option<&'static str>, bool) {
+        match self.state {
+            Some(State::Expired) => (None, true),
+            state => (state.map(State::as_str), false),
+        }
+    }
+}
+
+impl KeyChange {
+    /// The word of the audit row.
+    pub(super) fn act(&self) -> &'static str {
+        match self {
+            Self::Release => "release",
+            Self::Purge { .. } => "purge",
+            Self::Resolve { .. } => "resolve",
+        }
+    }
+
+    /// What the audit row says beside it.
+    pub(super) fn detail(&self, seen: &Record) -> String {
+        match self {
+            Self::Release | Self::Purge { .. } => format!("{} of mode {}", seen.state, seen.mode),
+            Self::Resolve { outcome, .. } => {
+                format!("{} of mode {}, resolved as {}", seen.state, seen.mode, word(outcome))
+            }
+        }
+    }
+}
+
+impl OperationChange {
+    /// The word of the audit row.
+    pub(super) fn act(&self) -> &'static str {
+        match self {
+            Self::GoOn { evidence, .. } if evidence.iter().all(|row| row.verdict == NOT_SENT) => "retry",
+            Self::GoOn { .. } | Self::End { .. } => "resolve",
+        }
+    }
+
+    /// What the audit row says beside it.
+    pub(super) fn detail(&self, seen: &StoredOperation) -> String {
+        let from = format!("{} at {}", seen.stage.as_str(), seen.point);
+        match self {
+            Self::GoOn { evidence, .. } => {
+                let words = evidence.iter().map(|row| format!(", {} {}: {}", row.effect, row.send, row.verdict));
+                from + &words.collect::<String>()
+            }
+            Self::End { outcome, .. } => format!("{from}, resolved as {}", word(outcome)),
+        }
+    }
+
+    /// Whether a live lease is taken away.
+    pub(super) fn takes_over(&self) -> bool {
+        match self {
+            Self::GoOn { take_over, .. } | Self::End { take_over, .. } => *take_over,
+        }
+    }
+}
+
+/// The verdict of a send that counts as not sent.
+const NOT_SENT: &str = "not-sent";
+/// How reasons end that park an operation because a handler ended the transaction of its phase.
+const ENDED: &str = "ended-its-transaction";
+
+fn word(outcome: &Outcome) -> &'static str {
+    match outcome {
+        Outcome::Completed(_) => "completed",
+        Outcome::FailedReplayable { .. } => "failed",
+        Outcome::FailedRetryable { .. } => "not happened",
+        Outcome::Unknown => "unknown",
+    }
+}
+
+fn refused<T>(why: impl Into<String>) -> Result<T, StoreError> {
+    Err(StoreError::Refused(why.into()))
+}
+
+/// Somebody was quicker.
+fn changed(fenced: Fenced) -> Result<(), StoreError> {
+    match fenced {
+        Fenced::Done => Ok(()),
+        Fenced::LostOwnership => refused("it has changed meanwhile: look again"),
+    }
+}
+
+/// Duty: operating keys and operations.
+pub trait KeyOperator: Phases {
+    /// Records, oldest claim first, none of them without. Quick where a digest, or a state without outcome, or none but few records are meant; else it
+    /// reads the table.
+    fn keys(&self, filter: &KeyFilter) -> impl Future<Output = Result<Vec<Look>, StoreError>> + Send;
+
+    /// Operations with intents and evidence, oldest first.
+    fn operations(
+        &self,
+        filter: &OperationFilter,
+    ) -> impl Future<Output = Result<Vec<StoredOperation>, StoreError>> + Send;
+
+    /// One change of a record with its audit row, fenced by epoch and state as seen. What it may not be used for is refused by
+    /// [`Self::act_on_key`]; here the statement hits or does not.
+    fn change_key(
+        &self,
+        seen: &Record,
+        change: &KeyChange,
+        context: &ActContext,
+    ) -> impl Future<Output = Result<Fenced, StoreError>> + Send;
+
+    /// One change of an operation with its audit row, fenced by its epoch, by its lease unless that is taken over, and by the
+    /// number of its evidence rows: what came since was not judged (O8).
+    fn change_operation(
+        &self,
+        seen: &StoredOperation,
+        change: &OperationChange,
+        context: &ActContext,
+    ) -> impl Future<Output = Result<Fenced, StoreError>> + Send;
+
+    /// Releases, purges or resolves a key.
+    ///
+    /// # Errors
+    /// [`StoreError::Refused`]: it runs; its outcome is unknown (only `resolve` ends that); it has an intent; what is resolved has its
+    /// outcome, or is an operation in phases; it has changed meanwhile.
+    fn act_on_key(
+        &self,
+        seen: &Record,
+        change: &KeyChange,
+        context: &ActContext,
+    ) -> impl Future<Output = Result<(), StoreError>> + Send {
+        async move {
+            match (change, seen.state) {
+                (KeyChange::Resolve { .. }, _) if seen.mode == Mode::Phased => {
+                    return refused(format!(
+                        "it is an operation in phases: `oncebox operations resolve {}`",
+                        seen.operation_id
+                    ));
+                }
+                (KeyChange::Resolve { outcome: Outcome::Unknown, .. }, _) => {
+                    return refused("an unknown outcome resolves nothing");
+                }
+                (KeyChange::Resolve { .. }, State::UnknownRequiresRecovery) => {}
+                (KeyChange::Resolve { .. }, state) => {
+                    return refused(format!("it is {state}: only an unknown outcome is resolved"));
+                }
+                (_, State::InProgress) => return refused("it is IN_PROGRESS: what it does may happen yet (O11)"),
+                (_, State::UnknownRequiresRecovery) => {
+                    return refused(
+                        "its outcome is unknown: it may have happened, so it is resolved, not forgotten (O11)",
+                    );
+                }
+                _ => {
+                    let operation = self.operation(seen.operation_id).await?;
+                    if operation.is_some_and(|operation| !operation.intents.is_empty()) {
+                        return refused("a provider was asked for it: it stays until its time is over (O11)");
+                    }
+                }
+            }
+            changed(self.change_key(seen, change, context).await?)
+        }
+    }
+
+    /// Gives an operation to its worker again, at once and with its attempts counted anew. What may be sent, the worker decides as
+    /// ever. `accept_duplicate`: the sends that may have arrived are declared as not sent, so that it is sent again beyond that
+    /// rule, perhaps a second time.
+    ///
+    /// # Errors
+    /// [`StoreError::Refused`]: it has its outcome; somebody drives it and `take_over` is not given; every effect that is open can be
+    /// neither repeated nor asked for, and no duplicate is accepted; it has changed meanwhile.
+    fn retry(
+        &self,
+        seen: &StoredOperation,
+        accept_duplicate: bool,
+        take_over: bool,
+        context: &ActContext,
+    ) -> impl Future<Output = Result<(), StoreError>> + Send {
+        async move {
+            may_change(seen, take_over)?;
+            if seen.point == FIRST_POINT {
+                return refused(
+                    "its first phase was never committed as a whole: what it did may be done, so resolve it",
+                );
+            }
+            // What its handler committed by itself is there, and its point was not moved (O1).
+            let ended = seen.parked.as_deref().is_some_and(|reason| reason.ends_with(ENDED));
+            if ended && !accept_duplicate {
+                return refused(
+                    "a phase ended its transaction by itself: what it did may be done twice. Resolve it, or accept a duplicate",
+                );
+            }
+            let open = || seen.intents.iter().filter(|intent| intent.outcome.is_none());
+            let mut evidence = Vec::new();
+            if accept_duplicate {
+                for intent in open() {
+                    let not_sent = |send| says(seen, &intent.intent.effect, send, NOT_SENT, context);
+                    evidence.extend((1..=intent.sends).map(not_sent));
+                }
+                if evidence.is_empty() && !ended {
+                    return refused("nothing of it is open: there is no duplicate to accept");
+                }
+            } else if let Some(intent) = open().find(|intent| intent.intent.strategy == "none") {
+                return refused(format!(
+                    "`{}` has no means to find out whether it happened (strategy `none`): resolve it, or accept a duplicate",
+                    intent.intent.effect
+                ));
+            }
+            // UNKNOWN without an intent is a phase of ours that was given up.
+            let stage = (seen.intents.is_empty() && seen.stage == Stage::Unknown).then_some(Stage::Local);
+            let change = OperationChange::GoOn { evidence, stage, take_over };
+            changed(self.change_operation(seen, &change, context).await?)
+        }
+    }
+
+    /// Says how an operation ended, or what became of one of its effects.
+    ///
+    /// # Errors
+    /// [`StoreError::Refused`]: it has its outcome; somebody drives it and `take_over` is not given; there is no such effect, or it is
+    /// settled; the evidence says the opposite and `against_evidence` is not given; it has changed meanwhile.
+    fn resolve(
+        &self,
+        seen: &StoredOperation,
+        resolution: &Resolution,
+        take_over: bool,
+        against_evidence: bool,
+        context: &ActContext,
+    ) -> impl Future<Output = Result<(), StoreError>> + Send {
+        async move {
+            may_change(seen, take_over)?;
+            let change = match resolution {
+                Resolution::Ended(outcome, retention) => {
+                    let verdict = match outcome {
+                        Outcome::Completed(_) => "success",
+                        Outcome::FailedReplayable { .. } => "failure",
+                        _ => return refused("an operation in phases ends with what it did, or with a failure"),
+                    };
+                    not_against(seen, None, verdict, against_evidence)?;
+                    let evidence = says(seen, "", 0, verdict, context);
+                    OperationChange::End { outcome: outcome.clone(), retention: *retention, evidence, take_over }
+                }
+                Resolution::Effect { effect, happened } => {
+                    match seen.intents.iter().find(|intent| intent.intent.effect == *effect) {
+                        None => return refused(format!("it has no effect `{effect}`")),
+                        Some(intent) => {
+                            if let Some(outcome) = &intent.outcome {
+                                return refused(format!("`{effect}` is settled: {outcome}"));
+                            }
+                        }
+                    }
+                    let verdict = if *happened { "success" } else { "failure" };
+                    not_against(seen, Some(effect), verdict, against_evidence)?;
+                    let evidence = vec![says(seen, effect, 0, verdict, context)];
+                    OperationChange::GoOn { evidence, stage: None, take_over }
+                }
+            };
+            changed(self.change_operation(seen, &change, context).await?)
+        }
+    }
+}
+
+fn may_change(seen: &StoredOperation, take_over: bool) -> Result<(), StoreError> {
+    if seen.outcome_at.is_some() {
+        return refused(format!("it has its outcome: {}; no outcome is rewritten", seen.stage.as_str()));
+    }
+    if seen.lease_until.is_some() && !take_over {
+        return refused("somebody drives it: wait until its lease is over, or take it over");
+    }
+    Ok(())
+}
+
+/// Evidence decides, unless it is said that it does not (O8).
+fn not_against(seen: &StoredOperation, effect: Option<&str>, verdict: &str, forced: bool) -> Result<(), StoreError> {
+    let opposite = if verdict == "success" { "failure" } else { "success" };
+    let contradicts = seen.evidence.iter().map(|row| &row.evidence).find(|row| {
+        // What the flow has settled already, it has decided by that evidence.
+        let settled = seen.intents.iter().any(|intent| intent.intent.effect == row.effect && intent.outcome.is_some());
+        row.kind != "run" && row.verdict == opposite && !settled && effect.is_none_or(|effect| effect == row.effect)
+    });
+    match contradicts {
+        Some(row) if !forced => refused(format!(
+            "the evidence of `{}` says the opposite: {}; `operations show` has it",
+            row.effect, row.verdict
+        )),
+        _ => Ok(()),
+    }
+}
+
+/// A word of the operator, with who and why.
+fn says(seen: &StoredOperation, effect: &str, send: u32, verdict: &str, context: &ActContext) -> NewEvidence {
+    let bytes = serde_json::json!({ "actor": context.actor, "reason": context.reason }).to_string().into_bytes();
+    NewEvidence {
+        operation_id: seen.operation_id,
+        effect: effect.to_owned(),
+        epoch: seen.epoch,
+        send,
+        kind: "operator".to_owned(),
+        verdict: verdict.to_owned(),
+        status: None,
+        bytes: Sealed { bytes, kid: None },
+    }
+}

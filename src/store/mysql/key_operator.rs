@@ -1,0 +1,239 @@
+//! What an operator sees and does of keys and operations.
+//!
+//! Guarantee: a change, the operator's words and the audit row are one transaction.
+
+use sqlx::{MySql, query, query_scalar};
+use uuid::Uuid;
+
+use super::operations::{finish, look_columns};
+use super::phases::{append, end_record, fence_of, follow, forget, lock, read};
+use super::{MySqlStore, START, hex, sixteen};
+use crate::error::StoreError;
+use crate::policy::operation::Record;
+use crate::store::bounded::{Ask, Bounded};
+use crate::store::operations::RecordFence;
+use crate::store::operations::stored::look_of;
+use crate::store::phases::{end_stage, no_record};
+use crate::store::{
+    ActContext, Fenced, KeyChange, KeyFilter, KeyOperator, Look, OperationChange, OperationFilter, StoredOperation,
+};
+
+/// As [`look_of`] reads it.
+const KEYS: &str = concat!(
+    "select ",
+    look_columns!(),
+    " from oncebox_idempotency_request r join (select utc_timestamp(6) as at) n \
+     left join oncebox_idempotency_purge p on p.operation = r.operation \
+     left join oncebox_operation o on r.mode = 'phased' and o.operation_id = r.operation_id \
+     where r.key_digest between ? and ? and (? is null or r.tenant = ?) and (? is null or r.operation = ?) \
+       and (? is null or r.state = ?) and (not ? or r.expires_at < n.at) \
+       and (? is null or r.created_at < n.at - interval ? microsecond) \
+       and (not ? or (r.outcome_at is not null \
+            and not exists (select 1 from oncebox_operation_intent i where i.operation_id = r.operation_id))) \
+     order by r.created_at, r.key_digest limit ?"
+);
+
+/// What an intent's outcome says, or the operation's, is not what the evidence says.
+const OPERATIONS: &str = "select o.operation_id from oncebox_operation o \
+     left join oncebox_idempotency_request r on r.operation_id = o.operation_id \
+     where (? is null or o.operation_id = ?) and (? is null or o.flow = ?) and (? is null or r.tenant = ?) \
+       and (? is null or o.state = ?) and (not ? or o.parked is not null) \
+       and (? is null or o.created_at < utc_timestamp(6) - interval ? microsecond) \
+       and (not ? or (o.outcome_at is not null and exists (select 1 from oncebox_operation_evidence e \
+            join oncebox_operation_intent i on i.operation_id = e.operation_id and i.effect = e.effect \
+            where e.operation_id = o.operation_id and e.verdict = \
+              if(coalesce(i.outcome, if(o.state = 'SUCCEEDED', 'succeeded', 'failed')) = 'succeeded', 'failure', 'success')))) \
+     order by o.created_at, o.operation_id limit ?";
+
+/// Binds a value that is compared only where it is given.
+macro_rules! if_given {
+    ($statement:expr, $value:expr) => {{
+        let value = $value;
+        $statement.bind(value.clone()).bind(value)
+    }};
+}
+
+impl KeyOperator for MySqlStore {
+    async fn keys(&self, filter: &KeyFilter) -> Result<Vec<Look>, StoreError> {
+        let ((least, greatest), (state, expired)) = (filter.digests(), filter.stored_state());
+        let keys = query(KEYS).bind(least).bind(greatest);
+        let keys = if_given!(keys, filter.tenant.as_ref().map(|tenant| tenant.as_bytes().to_vec()));
+        let operation = filter.operation.as_ref().map(|operation| operation.as_str().as_bytes().to_vec());
+        let keys = if_given!(keys, operation);
+        let keys = if_given!(keys, state).bind(expired);
+        let keys = if_given!(keys, filter.older_than.map(super::micros)).bind(filter.forgettable).bind(filter.limit);
+        keys.all(&self.pool).await?.iter().map(look_of).collect()
+    }
+
+    async fn operations(&self, filter: &OperationFilter) -> Result<Vec<StoredOperation>, StoreError> {
+        let ids = query_scalar::<_, Vec<u8>>(OPERATIONS);
+        let ids = if_given!(ids, filter.operation_id.map(|id| id.as_bytes().to_vec()));
+        let ids = if_given!(ids, filter.flow.as_ref().map(|flow| flow.as_bytes().to_vec()));
+        let ids = if_given!(ids, filter.tenant.as_ref().map(|tenant| tenant.as_bytes().to_vec()));
+        let ids = if_given!(ids, filter.stage.map(|stage| stage.as_str())).bind(filter.parked);
+        let ids = if_given!(ids, filter.older_than.map(super::micros)).bind(filter.conflicts).bind(filter.limit);
+        let mut connection = self.pool.acquire().await?;
+        let mut found = Vec::new();
+        for id in ids.all(&mut connection).await? {
+            found.extend(read(&mut connection, Uuid::from_bytes(sixteen("operation_id", &id)?)).await?);
+        }
+        Ok(found)
+    }
+
+    async fn change_key(&self, seen: &Record, change: &KeyChange, context: &ActContext) -> Result<Fenced, StoreError> {
+        let mut transaction = self.pool.begin(START).await?;
+        let fenced = match change {
+            KeyChange::Release => forget_key(&mut transaction, seen).await?,
+            KeyChange::Purge { id_skew } => {
+                let fenced = forget_key(&mut transaction, seen).await?;
+                if let (Fenced::Done, Some(at)) = (fenced, seen.outcome_at) {
+                    let bound = query(
+                        "insert into oncebox_idempotency_purge (operation, purged_below) \
+                         values (?, timestamp'1970-01-01 00:00:00' + interval ? microsecond) \
+                         on duplicate key update purged_below = greatest(purged_below, values(purged_below))",
+                    );
+                    let bound = bound.bind(seen.identity.operation().as_str().as_bytes().to_vec());
+                    // Above every time that the key may carry.
+                    bound.bind(at.after(*id_skew).micros() + 1).run(&mut transaction).await?;
+                }
+                fenced
+            }
+            KeyChange::Resolve { outcome, retention } => {
+                let digest = seen.identity.digest().to_vec();
+                let fence = RecordFence { digest, epoch: seen.epoch, owner: None, unknown: true };
+                finish(transaction.plain(), &fence, outcome, retention).await?
+            }
+        };
+        let audit = Audit {
+            act: change.act(),
+            place: seen.identity.operation().as_str(),
+            digest: Some(seen.identity.digest()),
+            operation_id: seen.operation_id,
+            detail: change.detail(seen),
+        };
+        end(transaction, fenced, audit, context).await
+    }
+
+    async fn change_operation(
+        &self,
+        seen: &StoredOperation,
+        change: &OperationChange,
+        context: &ActContext,
+    ) -> Result<Fenced, StoreError> {
+        let mut transaction = self.pool.begin(START).await?;
+        let fenced = change_operation(&mut transaction, seen, change).await?;
+        let audit = Audit {
+            act: change.act(),
+            place: &seen.flow,
+            digest: seen.identity.as_ref().map(|identity| identity.digest()),
+            operation_id: seen.operation_id,
+            detail: change.detail(seen),
+        };
+        end(transaction, fenced, audit, context).await
+    }
+}
+
+async fn forget_key(transaction: &mut Bounded<MySql>, seen: &Record) -> Result<Fenced, StoreError> {
+    let digest = seen.identity.digest().to_vec();
+    let delete = query(
+        "delete from oncebox_idempotency_request where key_digest = ? and epoch = ? and outcome_at is not null \
+         and not exists (select 1 from oncebox_operation_intent i where i.operation_id = oncebox_idempotency_request.operation_id)",
+    );
+    let fenced = Fenced::rows(delete.bind(&digest).bind(seen.epoch).run(&mut *transaction).await?.rows_affected());
+    if fenced == Fenced::Done {
+        query("delete from oncebox_idempotency_body where key_digest = ?").bind(digest).run(&mut *transaction).await?;
+        forget(transaction, seen.operation_id).await?;
+    }
+    Ok(fenced)
+}
+
+async fn change_operation(
+    transaction: &mut Bounded<MySql>,
+    seen: &StoredOperation,
+    change: &OperationChange,
+) -> Result<Fenced, StoreError> {
+    let stage = match change {
+        OperationChange::GoOn { stage, .. } => *stage,
+        OperationChange::End { outcome, .. } => Some(end_stage(outcome)?),
+    };
+    let ends = matches!(change, OperationChange::End { .. });
+    // A statement that waited for a lock would go on with the time at which it began.
+    lock(transaction, seen.operation_id).await?;
+    let update = query(
+        "update oncebox_operation set epoch = epoch + 1, state = coalesce(?, state), \
+           due_at = if(?, null, utc_timestamp(6)), outcome_at = if(?, utc_timestamp(6), null), \
+           expires_at = if(?, utc_timestamp(6), null), owner = null, lease_until = null, lease_seconds = null, parked = null, \
+           attempts = 0, updated_at = utc_timestamp(6) \
+         where operation_id = ? and epoch = ? and outcome_at is null \
+           and (? or owner is null or lease_until <= utc_timestamp(6) \
+                or lease_until > utc_timestamp(6) + interval round(lease_seconds * 1000000) microsecond) \
+           and (select count(*) from oncebox_operation_evidence e where e.operation_id = ?) = ?",
+    );
+    let id = seen.operation_id.as_bytes().to_vec();
+    let update = update
+        .bind(stage.map(|stage| stage.as_str()))
+        .bind(ends)
+        .bind(ends)
+        .bind(ends)
+        .bind(&id)
+        .bind(seen.epoch)
+        .bind(change.takes_over())
+        .bind(&id)
+        .bind(i64::try_from(seen.evidence.len()).unwrap_or(i64::MAX));
+    if update.run(&mut *transaction).await?.rows_affected() == 0 {
+        return Ok(Fenced::LostOwnership);
+    }
+    match change {
+        OperationChange::GoOn { evidence, .. } => {
+            if let Some(stage) = stage {
+                follow(transaction, seen.operation_id, stage).await?;
+            }
+            for row in evidence {
+                append(row).run(&mut *transaction).await?;
+            }
+        }
+        OperationChange::End { outcome, retention, evidence, .. } => {
+            let record = fence_of(transaction, seen.operation_id).await?;
+            let record = record.ok_or_else(|| no_record(seen.operation_id))?;
+            end_record(transaction, seen.operation_id, &record, outcome, retention).await?;
+            append(evidence).run(transaction).await?;
+        }
+    }
+    Ok(Fenced::Done)
+}
+
+struct Audit<'a> {
+    act: &'static str,
+    place: &'a str,
+    digest: Option<[u8; 32]>,
+    operation_id: Uuid,
+    detail: String,
+}
+
+/// Writes the audit row of what was done, and commits, or takes a dry run back.
+async fn end(
+    mut transaction: Bounded<MySql>,
+    fenced: Fenced,
+    audit: Audit<'_>,
+    context: &ActContext,
+) -> Result<Fenced, StoreError> {
+    query(
+        "insert into oncebox_audit (at, actor, reason, act, place, number, message_id, detail) \
+         values (utc_timestamp(6), ?, ?, ?, ?, ?, ?, ?)",
+    )
+    .bind(&context.actor)
+    .bind(&context.reason)
+    .bind(audit.act)
+    .bind(audit.place.as_bytes())
+    .bind(audit.digest.map_or_else(String::new, |digest| hex(&digest)))
+    .bind(audit.operation_id)
+    .bind(audit.detail)
+    .run(&mut transaction)
+    .await?;
+    if context.dry_run || fenced != Fenced::Done {
+        transaction.rollback().await?;
+    } else {
+        transaction.commit().await?;
+    }
+    Ok(fenced)
+}

@@ -1,0 +1,236 @@
+//! What an operator sees and does of keys and operations.
+//!
+//! Guarantee: a change, the operator's words and the audit row are one transaction.
+
+use sqlx::{Postgres, Row, query, query_scalar};
+use uuid::Uuid;
+
+use super::PostgresStore;
+use super::operations::{finish, look_columns};
+use super::phases::{append, end_record, follow, forget, read};
+use crate::error::StoreError;
+use crate::policy::operation::Record;
+use crate::store::bounded::{Ask, Bounded};
+use crate::store::operations::RecordFence;
+use crate::store::operations::stored::look_of;
+use crate::store::phases::{end_stage, no_record};
+use crate::store::{
+    ActContext, Fenced, KeyChange, KeyFilter, KeyOperator, Look, OperationChange, OperationFilter, StoredOperation,
+};
+
+/// As [`look_of`] reads it.
+const KEYS: &str = concat!(
+    "select ",
+    look_columns!(),
+    " from (select clock_timestamp() as at) n cross join oncebox.idempotency_request r \
+     left join oncebox.idempotency_purge p on p.operation = r.operation \
+     left join oncebox.operation o on r.mode = 'phased' and o.operation_id = r.operation_id \
+     where r.key_digest between $1 and $2 and ($3::bytea is null or r.tenant = $3) and ($4::bytea is null or r.operation = $4) \
+       and ($5::text is null or r.state = $5) and (not $6 or r.expires_at < n.at) \
+       and ($7::float8 is null or r.created_at < n.at - $7 * interval '1 second') \
+       and (not $8 or (r.outcome_at is not null \
+            and not exists (select 1 from oncebox.operation_intent i where i.operation_id = r.operation_id))) \
+     order by r.created_at, r.key_digest limit $9"
+);
+
+/// What an intent's outcome says, or the operation's, is not what the evidence says.
+const OPERATIONS: &str = "select o.operation_id from oncebox.operation o \
+     left join oncebox.idempotency_request r on r.operation_id = o.operation_id \
+     where ($1::uuid is null or o.operation_id = $1) and ($2::text is null or o.flow = $2) \
+       and ($3::bytea is null or r.tenant = $3) and ($4::text is null or o.state = $4) and (not $5 or o.parked is not null) \
+       and ($6::float8 is null or o.created_at < clock_timestamp() - $6 * interval '1 second') \
+       and (not $7 or (o.outcome_at is not null and exists (select 1 from oncebox.operation_evidence e \
+            join oncebox.operation_intent i on i.operation_id = e.operation_id and i.effect = e.effect \
+            where e.operation_id = o.operation_id and e.verdict = \
+              case when coalesce(i.outcome, case o.state when 'SUCCEEDED' then 'succeeded' else 'failed' end) = 'succeeded' \
+                   then 'failure' else 'success' end))) \
+     order by o.created_at, o.operation_id limit $8";
+
+impl KeyOperator for PostgresStore {
+    async fn keys(&self, filter: &KeyFilter) -> Result<Vec<Look>, StoreError> {
+        let ((least, greatest), (state, expired)) = (filter.digests(), filter.stored_state());
+        let rows = query(KEYS)
+            .bind(least)
+            .bind(greatest)
+            .bind(filter.tenant.as_ref().map(|tenant| tenant.as_bytes().to_vec()))
+            .bind(filter.operation.as_ref().map(|operation| operation.as_str().as_bytes().to_vec()))
+            .bind(state)
+            .bind(expired)
+            .bind(filter.older_than.map(|age| age.as_secs_f64()))
+            .bind(filter.forgettable)
+            .bind(i64::from(filter.limit))
+            .all(&self.pool)
+            .await?;
+        rows.iter().map(look_of).collect()
+    }
+
+    async fn operations(&self, filter: &OperationFilter) -> Result<Vec<StoredOperation>, StoreError> {
+        let ids = query_scalar::<_, Uuid>(OPERATIONS)
+            .bind(filter.operation_id)
+            .bind(filter.flow.clone())
+            .bind(filter.tenant.as_ref().map(|tenant| tenant.as_bytes().to_vec()))
+            .bind(filter.stage.map(|stage| stage.as_str()))
+            .bind(filter.parked)
+            .bind(filter.older_than.map(|age| age.as_secs_f64()))
+            .bind(filter.conflicts)
+            .bind(i64::from(filter.limit));
+        let mut connection = self.pool.acquire().await?;
+        let mut found = Vec::new();
+        for id in ids.all(&mut connection).await? {
+            found.extend(read(&mut connection, id).await?);
+        }
+        Ok(found)
+    }
+
+    async fn change_key(&self, seen: &Record, change: &KeyChange, context: &ActContext) -> Result<Fenced, StoreError> {
+        let mut tx = self.transaction().await?;
+        let fenced = match change {
+            KeyChange::Release => forget_key(&mut tx, seen).await?,
+            KeyChange::Purge { id_skew } => {
+                let fenced = forget_key(&mut tx, seen).await?;
+                if let (Fenced::Done, Some(at)) = (fenced, seen.outcome_at) {
+                    let bound = query(
+                        "insert into oncebox.idempotency_purge (operation, purged_below) \
+                         values ($1, timestamptz '1970-01-01 00:00:00+00' + $2 * interval '1 microsecond') \
+                         on conflict (operation) do update \
+                           set purged_below = greatest(oncebox.idempotency_purge.purged_below, excluded.purged_below)",
+                    );
+                    let bound = bound.bind(seen.identity.operation().as_str().as_bytes());
+                    // Above every time that the key may carry.
+                    bound.bind(at.after(*id_skew).micros() + 1).run(&mut tx).await?;
+                }
+                fenced
+            }
+            KeyChange::Resolve { outcome, retention } => {
+                let digest = seen.identity.digest().to_vec();
+                let fence = RecordFence { digest, epoch: seen.epoch, owner: None, unknown: true };
+                finish(tx.plain(), &fence, outcome, retention, None).await?
+            }
+        };
+        let audit = Audit {
+            act: change.act(),
+            place: seen.identity.operation().as_str(),
+            digest: Some(seen.identity.digest()),
+            operation_id: seen.operation_id,
+            detail: change.detail(seen),
+        };
+        end(tx, fenced, audit, context).await
+    }
+
+    async fn change_operation(
+        &self,
+        seen: &StoredOperation,
+        change: &OperationChange,
+        context: &ActContext,
+    ) -> Result<Fenced, StoreError> {
+        let mut tx = self.transaction().await?;
+        let fenced = change_operation(&mut tx, seen, change).await?;
+        let audit = Audit {
+            act: change.act(),
+            place: &seen.flow,
+            digest: seen.identity.as_ref().map(|identity| identity.digest()),
+            operation_id: seen.operation_id,
+            detail: change.detail(seen),
+        };
+        end(tx, fenced, audit, context).await
+    }
+}
+
+async fn forget_key(tx: &mut Bounded<Postgres>, seen: &Record) -> Result<Fenced, StoreError> {
+    let digest = seen.identity.digest().to_vec();
+    let delete = query(
+        "delete from oncebox.idempotency_request r where key_digest = $1 and epoch = $2 and outcome_at is not null \
+           and not exists (select 1 from oncebox.operation_intent i where i.operation_id = r.operation_id)",
+    );
+    let fenced = Fenced::rows(delete.bind(&digest).bind(seen.epoch).run(&mut *tx).await?.rows_affected());
+    if fenced == Fenced::Done {
+        query("delete from oncebox.idempotency_body where key_digest = $1").bind(digest).run(&mut *tx).await?;
+        forget(tx, seen.operation_id).await?;
+    }
+    Ok(fenced)
+}
+
+async fn change_operation(
+    tx: &mut Bounded<Postgres>,
+    seen: &StoredOperation,
+    change: &OperationChange,
+) -> Result<Fenced, StoreError> {
+    let stage = match change {
+        OperationChange::GoOn { stage, .. } => *stage,
+        OperationChange::End { outcome, .. } => Some(end_stage(outcome)?),
+    };
+    let update = query(
+        "update oncebox.operation o set epoch = o.epoch + 1, state = coalesce($5, o.state), owner = null, lease_until = null, \
+           lease_seconds = null, parked = null, attempts = 0, due_at = case when not $6 then n.at end, \
+           outcome_at = case when $6 then n.at end, expires_at = case when $6 then n.at end, updated_at = n.at \
+           from (select clock_timestamp() as at) n where o.operation_id = $1 and o.epoch = $2 and o.outcome_at is null \
+            and ($3 or o.owner is null or o.lease_until <= clock_timestamp() \
+                 or o.lease_until > clock_timestamp() + o.lease_seconds * interval '1 second') \
+            and (select count(*) from oncebox.operation_evidence e where e.operation_id = $1) = $4",
+    );
+    let update = update
+        .bind(seen.operation_id)
+        .bind(seen.epoch)
+        .bind(change.takes_over())
+        .bind(i64::try_from(seen.evidence.len()).unwrap_or(i64::MAX))
+        .bind(stage.map(|stage| stage.as_str()))
+        .bind(matches!(change, OperationChange::End { .. }));
+    if update.run(&mut *tx).await?.rows_affected() == 0 {
+        return Ok(Fenced::LostOwnership);
+    }
+    match change {
+        OperationChange::GoOn { evidence, .. } => {
+            if let Some(stage) = stage {
+                follow(tx, seen.operation_id, stage).await?;
+            }
+            for row in evidence {
+                append(row).run(&mut *tx).await?;
+            }
+        }
+        OperationChange::End { outcome, retention, evidence, .. } => {
+            let record = query("select key_digest, epoch from oncebox.idempotency_request where operation_id = $1");
+            let row = record.bind(seen.operation_id).optional(&mut *tx).await?;
+            let row = row.ok_or_else(|| no_record(seen.operation_id))?;
+            let record = RecordFence { digest: row.try_get(0)?, epoch: row.try_get(1)?, owner: None, unknown: true };
+            end_record(tx, seen.operation_id, &record, (outcome, retention), None).await?;
+            append(evidence).run(tx).await?;
+        }
+    }
+    Ok(Fenced::Done)
+}
+
+struct Audit<'a> {
+    act: &'static str,
+    place: &'a str,
+    digest: Option<[u8; 32]>,
+    operation_id: Uuid,
+    detail: String,
+}
+
+/// Writes the audit row of what was done, and commits, or takes a dry run back.
+async fn end(
+    mut tx: Bounded<Postgres>,
+    fenced: Fenced,
+    audit: Audit<'_>,
+    context: &ActContext,
+) -> Result<Fenced, StoreError> {
+    query(
+        "insert into oncebox.audit (actor, act, reason, number, message_id, topic, detail) \
+         values ($1, $2, $3, encode($4, 'hex'), $5, $6, jsonb_build_object('was', $7::text))",
+    )
+    .bind(&context.actor)
+    .bind(audit.act)
+    .bind(&context.reason)
+    .bind(audit.digest.map_or_else(Vec::new, Vec::from))
+    .bind(audit.operation_id)
+    .bind(audit.place)
+    .bind(audit.detail)
+    .run(&mut tx)
+    .await?;
+    if context.dry_run || fenced != Fenced::Done {
+        tx.rollback().await?;
+    } else {
+        tx.commit().await?;
+    }
+    Ok(fenced)
+}

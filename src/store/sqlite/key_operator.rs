@@ -1,0 +1,234 @@
+//! What an operator sees and does of keys and operations.
+//!
+//! Guarantee: a change, the operator's words and the audit row are one transaction.
+
+use sqlx::sqlite::SqliteConnection;
+use sqlx::{query, query_scalar};
+use uuid::Uuid;
+
+use super::connect::SqliteStore;
+use super::operations::{finish, look_columns};
+use super::phases::{append, end_record, fence_of, follow, forget, read};
+use super::write::Write;
+use super::{millis, now_ms};
+use crate::error::StoreError;
+use crate::policy::operation::Record;
+use crate::store::operations::RecordFence;
+use crate::store::operations::stored::look_of;
+use crate::store::phases::{end_stage, no_record};
+use crate::store::{
+    ActContext, Base, Fenced, KeyChange, KeyFilter, KeyOperator, Look, OperationChange, OperationFilter,
+    StoredOperation,
+};
+
+/// As [`look_of`] reads it.
+const KEYS: &str = concat!(
+    "select ",
+    look_columns!(),
+    " from oncebox_idempotency_request as r join (select ",
+    now_ms!(),
+    " as at) as n \
+     left join oncebox_idempotency_purge as p on p.operation = r.operation \
+     left join oncebox_operation as o on r.mode = 'phased' and o.operation_id = r.operation_id \
+     where r.key_digest between ?1 and ?2 and (?3 is null or r.tenant = ?3) and (?4 is null or r.operation = ?4) \
+       and (?5 is null or r.state = ?5) and (not ?6 or r.expires_at < n.at) and (?7 is null or r.created_at < n.at - ?7) \
+       and (not ?8 or (r.outcome_at is not null \
+            and not exists (select 1 from oncebox_operation_intent as i where i.operation_id = r.operation_id))) \
+     order by r.created_at, r.key_digest limit ?9"
+);
+
+/// What an intent's outcome says, or the operation's, is not what the evidence says.
+const OPERATIONS: &str = concat!(
+    "select o.operation_id from oncebox_operation as o left join oncebox_idempotency_request as r on r.operation_id = o.operation_id \
+     where (?1 is null or o.operation_id = ?1) and (?2 is null or o.flow = ?2) and (?3 is null or r.tenant = ?3) \
+       and (?4 is null or o.state = ?4) and (not ?5 or o.parked is not null) \
+       and (?6 is null or o.created_at < ",
+    now_ms!(),
+    " - ?6) \
+       and (not ?7 or (o.outcome_at is not null and exists (select 1 from oncebox_operation_evidence as e \
+            join oncebox_operation_intent as i on i.operation_id = e.operation_id and i.effect = e.effect \
+            where e.operation_id = o.operation_id and e.verdict = \
+              case when coalesce(i.outcome, iif(o.state = 'SUCCEEDED', 'succeeded', 'failed')) = 'succeeded' \
+                   then 'failure' else 'success' end))) \
+     order by o.created_at, o.operation_id limit ?8"
+);
+
+impl KeyOperator for SqliteStore {
+    async fn keys(&self, filter: &KeyFilter) -> Result<Vec<Look>, StoreError> {
+        let ((least, greatest), (state, expired)) = (filter.digests(), filter.stored_state());
+        let rows = query(KEYS)
+            .bind(least)
+            .bind(greatest)
+            .bind(filter.tenant.as_ref().map(|tenant| tenant.as_bytes().to_vec()))
+            .bind(filter.operation.as_ref().map(|operation| operation.as_str().as_bytes().to_vec()))
+            .bind(state)
+            .bind(expired)
+            .bind(filter.older_than.map(millis))
+            .bind(filter.forgettable)
+            .bind(filter.limit)
+            .fetch_all(self.pool())
+            .await?;
+        rows.iter().map(look_of).collect()
+    }
+
+    async fn operations(&self, filter: &OperationFilter) -> Result<Vec<StoredOperation>, StoreError> {
+        let ids = query_scalar::<_, Vec<u8>>(OPERATIONS)
+            .bind(filter.operation_id.map(|id| id.as_bytes().to_vec()))
+            .bind(filter.flow.clone())
+            .bind(filter.tenant.as_ref().map(|tenant| tenant.as_bytes().to_vec()))
+            .bind(filter.stage.map(|stage| stage.as_str()))
+            .bind(filter.parked)
+            .bind(filter.older_than.map(millis))
+            .bind(filter.conflicts)
+            .bind(filter.limit);
+        let mut connection = self.pool().acquire().await?;
+        let mut found = Vec::new();
+        for id in ids.fetch_all(&mut *connection).await? {
+            let id = Uuid::from_slice(&id).map_err(|error| StoreError::Corrupt(error.to_string()))?;
+            found.extend(read(&mut connection, id).await?);
+        }
+        Ok(found)
+    }
+
+    async fn change_key(&self, seen: &Record, change: &KeyChange, context: &ActContext) -> Result<Fenced, StoreError> {
+        let mut write = self.write().await?;
+        let fenced = match change {
+            KeyChange::Release => forget_key(write.connection(), seen).await?,
+            KeyChange::Purge { id_skew } => {
+                let fenced = forget_key(write.connection(), seen).await?;
+                if let (Fenced::Done, Some(at)) = (fenced, seen.outcome_at) {
+                    let bound = query(
+                        "insert into oncebox_idempotency_purge (operation, purged_below) values (?1, ?2) \
+                         on conflict (operation) do update set purged_below = max(purged_below, excluded.purged_below)",
+                    );
+                    let bound = bound.bind(seen.identity.operation().as_str().as_bytes().to_vec());
+                    // Above every time that the key may carry.
+                    bound.bind(at.after(*id_skew).millis() + 1).execute(write.connection()).await?;
+                }
+                fenced
+            }
+            KeyChange::Resolve { outcome, retention } => {
+                let digest = seen.identity.digest().to_vec();
+                let fence = RecordFence { digest, epoch: seen.epoch, owner: None, unknown: true };
+                finish(write.connection(), &fence, outcome, retention).await?
+            }
+        };
+        let audit = Audit {
+            act: change.act(),
+            place: seen.identity.operation().as_str(),
+            digest: Some(seen.identity.digest()),
+            operation_id: seen.operation_id,
+            detail: change.detail(seen),
+        };
+        end(write, fenced, audit, context).await
+    }
+
+    async fn change_operation(
+        &self,
+        seen: &StoredOperation,
+        change: &OperationChange,
+        context: &ActContext,
+    ) -> Result<Fenced, StoreError> {
+        let mut write = self.write().await?;
+        let fenced = change_operation(write.connection(), seen, change).await?;
+        let audit = Audit {
+            act: change.act(),
+            place: &seen.flow,
+            digest: seen.identity.as_ref().map(|identity| identity.digest()),
+            operation_id: seen.operation_id,
+            detail: change.detail(seen),
+        };
+        end(write, fenced, audit, context).await
+    }
+}
+
+async fn forget_key(connection: &mut SqliteConnection, seen: &Record) -> Result<Fenced, StoreError> {
+    let digest = seen.identity.digest().to_vec();
+    let delete = query(
+        "delete from oncebox_idempotency_request as r where key_digest = ? and epoch = ? and outcome_at is not null \
+         and not exists (select 1 from oncebox_operation_intent as i where i.operation_id = r.operation_id)",
+    );
+    let fenced = Fenced::rows(delete.bind(&digest).bind(seen.epoch).execute(&mut *connection).await?.rows_affected());
+    if fenced == Fenced::Done {
+        query("delete from oncebox_idempotency_body where key_digest = ?")
+            .bind(digest)
+            .execute(&mut *connection)
+            .await?;
+        forget(connection, seen.operation_id).await?;
+    }
+    Ok(fenced)
+}
+
+async fn change_operation(
+    connection: &mut SqliteConnection,
+    seen: &StoredOperation,
+    change: &OperationChange,
+) -> Result<Fenced, StoreError> {
+    let stage = match change {
+        OperationChange::GoOn { stage, .. } => *stage,
+        OperationChange::End { outcome, .. } => Some(end_stage(outcome)?),
+    };
+    let ends = matches!(change, OperationChange::End { .. });
+    let update = query(concat!(
+        "update oncebox_operation set epoch = epoch + 1, state = coalesce(?5, state), owner = null, lease_until = null, \
+           lease_ms = null, parked = null, attempts = 0, due_at = iif(?6, null, n.at), outcome_at = iif(?6, n.at, null), \
+           expires_at = iif(?6, n.at, null), updated_at = n.at from (select ",
+        now_ms!(),
+        " as at) as n where operation_id = ?1 and epoch = ?2 and outcome_at is null \
+           and (?3 or owner is null or lease_until <= n.at or lease_until > lease_ms + n.at) \
+           and (select count(*) from oncebox_operation_evidence where operation_id = ?1) = ?4"
+    ));
+    let update = update
+        .bind(seen.operation_id.as_bytes().to_vec())
+        .bind(seen.epoch)
+        .bind(change.takes_over())
+        .bind(i64::try_from(seen.evidence.len()).unwrap_or(i64::MAX))
+        .bind(stage.map(|stage| stage.as_str()))
+        .bind(ends);
+    if update.execute(&mut *connection).await?.rows_affected() == 0 {
+        return Ok(Fenced::LostOwnership);
+    }
+    match change {
+        OperationChange::GoOn { evidence, .. } => {
+            if let Some(stage) = stage {
+                follow(connection, seen.operation_id, stage).await?;
+            }
+            for row in evidence {
+                append(row).execute(&mut *connection).await?;
+            }
+        }
+        OperationChange::End { outcome, retention, evidence, .. } => {
+            let record = fence_of(connection, seen.operation_id).await?;
+            let record = record.ok_or_else(|| no_record(seen.operation_id))?;
+            end_record(connection, seen.operation_id, &record, outcome, retention).await?;
+            append(evidence).execute(connection).await?;
+        }
+    }
+    Ok(Fenced::Done)
+}
+
+struct Audit<'a> {
+    act: &'static str,
+    place: &'a str,
+    digest: Option<[u8; 32]>,
+    operation_id: Uuid,
+    detail: String,
+}
+
+/// Writes the audit row of what was done, and commits, or takes a dry run back.
+async fn end(mut write: Write, fenced: Fenced, audit: Audit<'_>, context: &ActContext) -> Result<Fenced, StoreError> {
+    let insert = query(concat!(
+        "insert into oncebox_audit (at, actor, reason, act, place, number, message_id, detail) values (",
+        now_ms!(),
+        ", ?, ?, ?, ?, lower(hex(?)), ?, ?)"
+    ));
+    let insert = insert.bind(&context.actor).bind(&context.reason).bind(audit.act).bind(audit.place);
+    let insert = insert.bind(audit.digest.map_or_else(Vec::new, Vec::from)).bind(audit.operation_id.to_string());
+    insert.bind(&audit.detail).execute(write.connection()).await?;
+    if context.dry_run || fenced != Fenced::Done {
+        write.rollback().await?;
+    } else {
+        write.commit().await?;
+    }
+    Ok(fenced)
+}

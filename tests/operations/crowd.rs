@@ -1,0 +1,147 @@
+//! Many at once, and a client that goes away (M114, pitfalls 2 and 4).
+
+use std::time::{Duration, Instant};
+
+use axum::Router;
+use axum::extract::Request;
+use axum::routing::post as route_post;
+use oncebox::http::idempotency::TypedDoor;
+use oncebox::policy::operation::{Code, State};
+use oncebox::runtime::operation::{Answered, Endpoint};
+
+use super::kit::*;
+
+on_both! {
+    pitfall_2_a_client_that_goes_away_does_not_end_the_handler,
+    m114_a_thousand_duplicates_have_one_effect,
+    o15_a_finished_key_is_never_called_in_progress,
+}
+
+pub(crate) fn door<S: Sql>(world: &World<S>, endpoint: Endpoint, gate: &Gate) -> Router {
+    let door = TypedDoor::<S, Put>::new(&world.engine, endpoint).unwrap();
+    let gate = gate.clone();
+    let handler = move |request: Request| {
+        let (door, gate) = (door.clone(), gate.clone());
+        async move {
+            door.serve(request, move |asked, mut tx| {
+                let gate = gate.clone();
+                Box::pin(async move {
+                    let text = &asked.command.text;
+                    S::run(tx.connection(), &format!("insert into effect (text) values ('{text}')")).await?;
+                    gate.pass().await;
+                    Ok(oncebox::policy::operation::Outcome::Completed(made(text, tx.operation_id())))
+                })
+            })
+            .await
+        }
+    };
+    Router::new().route("/put", route_post(handler))
+}
+
+// Shown by: running the handler in the request's own future (axum drops it: started 1, finished 0).
+async fn pitfall_2_a_client_that_goes_away_does_not_end_the_handler<S: Sql>(world: World<S>) {
+    let gate = Gate::closed();
+    let url = serve(door(&world, Endpoint::typed::<Put>(same_tx()), &gate)).await + "/put";
+    let asking = tokio::spawn(post(&url, K1, r#"{"text":"a"}"#).send());
+    gate.begun().await;
+    asking.abort();
+    assert!(asking.await.unwrap_err().is_cancelled());
+    // The server has seen it go once another request on the same key is answered by the map.
+    send(post(&url, K1, r#"{"text":"a"}"#)).await.is(Code::InProgress);
+    gate.let_go();
+    until("it ended", || async { world.record("t1", K1).await.is_some_and(|record| record.state == State::Completed) })
+        .await;
+    let again = send(post(&url, K1, r#"{"text":"a"}"#)).await;
+    assert!(again.status == 201 && again.is_replayed(), "{again:?}");
+    assert_eq!((gate.calls(), world.effects().await), (1, 1));
+    assert!(world.engine.drain(SOON).await);
+}
+
+// Shown by: an engine without the map and the lock (503 from the pool); a store without its primary key.
+async fn m114_a_thousand_duplicates_have_one_effect<S: Sql>(world: World<S>) {
+    let (endpoint, other) = (world.protect(same_tx()), world.another_process());
+    let there = other.protect(same_tx());
+    let gate = Gate::open();
+    let mut racing = tokio::task::JoinSet::new();
+    for number in 0..1_000 {
+        let (world, endpoint) =
+            if number % 2 == 0 { (world.clone(), endpoint.clone()) } else { (other.clone(), there.clone()) };
+        let gate = gate.clone();
+        racing.spawn(async move { run(&world, &endpoint, K1, "a", effect(&gate)).await });
+    }
+    let (mut firsts, mut replays, mut bodies) = (0, 0, std::collections::HashSet::new());
+    for answered in racing.join_all().await {
+        match answered {
+            Answered::Reply { reply, replayed } => {
+                if replayed {
+                    replays += 1
+                } else {
+                    firsts += 1
+                }
+                bodies.insert(reply.body);
+            }
+            Answered::Problem(problem) => assert_eq!(problem.code, Code::InProgress),
+        }
+    }
+    assert_eq!((firsts, bodies.len(), gate.calls(), world.effects().await), (1, 1, 1, 1), "{replays} replays");
+}
+
+// Shown by: the lock before the read (528 of 640 false 409).
+async fn o15_a_finished_key_is_never_called_in_progress<S: Sql>(world: World<S>) {
+    let endpoint = world.protect(same_tx());
+    let gate = Gate::open();
+    let one = first(run(&world, &endpoint, K1, "a", effect(&gate)).await);
+    let mut racing = tokio::task::JoinSet::new();
+    for number in 0..200 {
+        let world = if number % 2 == 0 { world.clone() } else { world.another_process() };
+        let gate = gate.clone();
+        racing.spawn(async move {
+            let endpoint = world.protect(same_tx());
+            run(&world, &endpoint, K1, "a", effect(&gate)).await
+        });
+    }
+    for answered in racing.join_all().await {
+        assert_eq!(replayed(answered).body, one.body);
+    }
+    assert_eq!(gate.calls(), 1);
+}
+
+// Shown by: waiting inside a transaction; duplicates that hold a connection while they wait.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn o15_fifty_duplicates_on_a_pool_of_two_starve_nobody() {
+    use oncebox::policy::operation::Route;
+    use oncebox::policy::operation::route::WhileRunning;
+    crate::postgres::with_database("o15_fifty_duplicates", |database| async move {
+        let world = World::on(database.store.clone(), &database.url).await;
+        for while_running in [WhileRunning::Conflict, WhileRunning::Wait] {
+            let world = world.with_pool_of(2).await;
+            let other = world.another_process();
+            let route = Route { while_running, wait_max: Duration::from_secs(1), ..same_tx() };
+            let (endpoint, there) = (world.protect(route.clone()), other.protect(route));
+            let key = format!("{K1}-{while_running:?}");
+            let (gate, open) = (Gate::closed(), Gate::open());
+            let running = tokio::spawn({
+                let (world, endpoint, gate, key) = (world.clone(), endpoint.clone(), gate.clone(), key.clone());
+                async move { run(&world, &endpoint, &key, "a", effect(&gate)).await }
+            });
+            gate.begun().await;
+            let mut duplicates = tokio::task::JoinSet::new();
+            for number in 0..50 {
+                let (world, endpoint) =
+                    if number % 2 == 0 { (world.clone(), endpoint.clone()) } else { (other.clone(), there.clone()) };
+                let (gate, key) = (gate.clone(), key.clone());
+                duplicates.spawn(async move { run(&world, &endpoint, &key, "a", effect(&gate)).await });
+            }
+            let asked = Instant::now();
+            first(run(&world, &endpoint, &format!("{K2}-{while_running:?}"), "b", effect(&open)).await);
+            assert!(asked.elapsed() < Duration::from_secs(1), "another key waited for {:?}", asked.elapsed());
+            for answered in duplicates.join_all().await {
+                problem(answered, Code::InProgress);
+            }
+            gate.let_go();
+            first(running.await.unwrap());
+            assert_eq!(gate.calls(), 1);
+        }
+    })
+    .await;
+}

@@ -1,0 +1,304 @@
+//! Door A on real databases: one effect, one outcome, whatever the handler and the network do (O1, O2, O15 to O20, O29).
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::Duration;
+
+use oncebox::NewMessage;
+use oncebox::policy::operation::{Code, Mode, Outcome, Route, State};
+use oncebox::runtime::operation::{EffectTx, Reply};
+use oncebox::store::{Basis, Begun, KeyClaim, OperationTx};
+use oncebox::{HandlerError, policy::operation::Keyring};
+
+use super::kit::*;
+
+on_both! {
+    m50_claim_effect_message_and_answer_commit_together_and_are_replayed,
+    o1_a_handler_that_commits_leaves_unknown_and_never_runs_again,
+    o1_a_handler_that_rolls_back_and_goes_on_leaves_unknown_and_never_runs_again,
+    o1_a_handler_that_goes_on_outside_and_then_fails_is_found_out_too,
+    o1_m71_a_binding_rejection_is_replayed_without_its_effects,
+    o2_a_committed_claim_is_never_taken_over,
+    o15_o19_a_duplicate_in_this_process_gets_409_and_another_command_422,
+    o15_o19_a_duplicate_in_another_process_gets_409_whatever_its_body,
+    o16_two_tenants_with_one_key_are_two_operations,
+    o20_another_principal_gets_the_answer_of_a_mismatch,
+    o29_an_error_a_panic_and_a_timeout_leave_no_row,
+    o29_unkept_outcomes_leave_no_row,
+    m43_wait_mode_replays_when_the_first_is_done,
+}
+
+// Shown by: committing before `complete`; enqueuing outside.
+async fn m50_claim_effect_message_and_answer_commit_together_and_are_replayed<S: Sql>(world: World<S>) {
+    let endpoint = world.protect(same_tx());
+    let calls = Arc::new(AtomicU32::new(0));
+    let handler = |calls: Arc<AtomicU32>| {
+        does::<S, _>(move |put: &Put, mut tx: EffectTx<'_, S>| {
+            let (text, calls) = (put.text.clone(), calls.clone());
+            Box::pin(async move {
+                calls.fetch_add(1, Ordering::SeqCst);
+                S::run(tx.connection(), "insert into effect (text) values ('x')").await?;
+                tx.enqueue(NewMessage::text("t", "put", "{}").with_key("acc-7")).await?;
+                Ok(Outcome::Completed(made(&text, tx.operation_id())))
+            })
+        })
+    };
+    let one = first(run(&world, &endpoint, K1, "a", handler(calls.clone())).await);
+    let two = replayed(run(&world, &endpoint, K1, "a", handler(calls.clone())).await);
+    let other = world.another_process();
+    let there = other.protect(same_tx());
+    let three = replayed(run(&other, &there, K1, "a", handler(calls.clone())).await);
+    for again in [two, three] {
+        assert_eq!((again.status, &again.body, &again.headers), (one.status, &one.body, &one.headers));
+    }
+    assert_eq!((world.effects().await, world.outbox().await, calls.load(Ordering::SeqCst)), (1, 1, 1));
+    let record = world.record("t1", K1).await.unwrap();
+    assert_eq!((record.state, record.mode, record.attempts), (State::Completed, Mode::SameTx, 1));
+}
+
+/// A handler that runs these statements, each by itself, then says that all is well, or fails.
+fn runs<S: Sql>(statements: &'static [&'static str], calls: &Arc<AtomicU32>, fails: bool) -> impl Does<S> + use<S> {
+    let calls = calls.clone();
+    does::<S, _>(move |_: &Put, mut tx: EffectTx<'_, S>| {
+        let calls = calls.clone();
+        Box::pin(async move {
+            calls.fetch_add(1, Ordering::SeqCst);
+            for statement in statements {
+                S::run(tx.connection(), statement).await?;
+            }
+            if fails { Err(HandlerError::retryable("after all")) } else { Ok(Outcome::Completed(Reply::new(201))) }
+        })
+    })
+}
+
+async fn is_unknown_for_ever<S: Sql>(world: World<S>, statements: &'static [&'static str], fails: bool, effects: i64) {
+    let endpoint = world.protect(same_tx());
+    let calls = Arc::new(AtomicU32::new(0));
+    if S::NOTHING_ESCAPES {
+        // Proven: no statement behind the transaction was committed. The same key may come again.
+        let asked = run(&world, &endpoint, K1, "a", runs(statements, &calls, fails)).await;
+        assert!(problem(asked, Code::CommitUnknown).code.retryable());
+        assert_eq!((world.effects().await, world.record("t1", K1).await), (0, None));
+        let gate = Gate::open();
+        first(run(&world, &endpoint, K1, "a", effect(&gate)).await);
+        assert_eq!(world.effects().await, 1);
+        return;
+    }
+    let ended = problem(run(&world, &endpoint, K1, "a", runs(statements, &calls, fails)).await, Code::TransactionEnded);
+    assert_eq!(ended.retry_after, None);
+    assert_eq!(world.record("t1", K1).await.unwrap().state, State::UnknownRequiresRecovery);
+    for world in [world.another_process(), world.clone()] {
+        let endpoint = world.protect(same_tx());
+        let again = run(&world, &endpoint, K1, "a", runs(statements, &calls, fails)).await;
+        assert_eq!(problem(again, Code::OutcomeUnknown).retry_after, Some(30));
+        let other = run(&world, &endpoint, K1, "b", runs(statements, &calls, fails)).await;
+        problem(other, Code::KeyReused);
+    }
+    assert_eq!((world.effects().await, calls.load(Ordering::SeqCst)), (effects, 1), "it ran once");
+}
+
+// Shown by: answering 503 where the proof fails; taking over a stale claim of door A: two effects.
+async fn o1_a_handler_that_commits_leaves_unknown_and_never_runs_again<S: Sql>(world: World<S>) {
+    let statements = &["insert into effect (text) values ('in')", "commit", "insert into effect (text) values ('out')"];
+    is_unknown_for_ever(world, statements, false, 2).await;
+}
+
+// Shown by: "no record, so nothing happened".
+async fn o1_a_handler_that_rolls_back_and_goes_on_leaves_unknown_and_never_runs_again<S: Sql>(world: World<S>) {
+    let statements =
+        &["insert into effect (text) values ('in')", "rollback", "insert into effect (text) values ('out')"];
+    is_unknown_for_ever(world, statements, false, 1).await;
+}
+
+// Shown by: rolling back after an error without asking for the token.
+async fn o1_a_handler_that_goes_on_outside_and_then_fails_is_found_out_too<S: Sql>(world: World<S>) {
+    let statements = &["rollback", "insert into effect (text) values ('out')"];
+    is_unknown_for_ever(world, statements, true, 1).await;
+}
+
+// Shown by: rolling the whole transaction back (pitfall 18); completing without taking effects back.
+async fn o1_m71_a_binding_rejection_is_replayed_without_its_effects<S: Sql>(world: World<S>) {
+    let endpoint = world.protect(same_tx());
+    let calls = Arc::new(AtomicU32::new(0));
+    let handler = || {
+        let calls = calls.clone();
+        does::<S, _>(move |_: &Put, mut tx: EffectTx<'_, S>| {
+            let calls = calls.clone();
+            Box::pin(async move {
+                calls.fetch_add(1, Ordering::SeqCst);
+                S::run(tx.connection(), "insert into effect (text) values ('x')").await?;
+                let answer = Reply::json(402, &serde_json::json!({"code": "INSUFFICIENT_FUNDS"}))?;
+                Ok(Outcome::Rejected { answer, binding: true })
+            })
+        })
+    };
+    let one = first(run(&world, &endpoint, K1, "a", handler()).await);
+    let two = replayed(run(&world, &endpoint, K1, "a", handler()).await);
+    assert_eq!((one.status, one.body.clone()), (402, two.body));
+    assert_eq!((world.effects().await, calls.load(Ordering::SeqCst)), (0, 1));
+    assert_eq!(world.record("t1", K1).await.unwrap().state, State::FailedReplayable);
+    problem(run(&world, &endpoint, K1, "b", handler()).await, Code::KeyReused);
+}
+
+// Shown by: executing on it (M118: an orphan is not safe because it is old).
+async fn o2_a_committed_claim_is_never_taken_over<S: Sql>(world: World<S>) {
+    let endpoint = world.protect(same_tx());
+    let claim = KeyClaim {
+        identity: identity("t1", K1),
+        principal: scope("t1", "p1").mark(&Keyring::plain()),
+        fingerprint: endpoint.fingerprinter().write(&put("a")),
+        mode: Mode::SameTx,
+        operation_id: uuid::Uuid::now_v7(),
+        lease: Duration::from_millis(1),
+    };
+    // A process that committed its claim by raw SQL, and died.
+    let Begun::Claimed(mut tx) = world.store.begin_operation(&claim, Basis::New, SOON).await.unwrap() else {
+        panic!("it is free")
+    };
+    let committed = S::run(tx.connection(), "commit").await;
+    let _ = tx.rollback().await;
+    let gate = Gate::open();
+    if S::NOTHING_ESCAPES {
+        assert!(committed.is_err());
+        first(run(&world, &endpoint, K1, "a", effect(&gate)).await);
+        return;
+    }
+    until("the claim is committed", || async { world.record("t1", K1).await.is_some() }).await;
+    problem(run(&world, &endpoint, K1, "a", effect(&gate)).await, Code::OutcomeUnknown);
+    problem(run(&world, &endpoint, K1, "a", effect(&gate)).await, Code::OutcomeUnknown);
+    assert_eq!((gate.calls(), world.effects().await), (0, 0));
+    assert_eq!(world.record("t1", K1).await.unwrap().state, State::UnknownRequiresRecovery);
+}
+
+// Shown by: leaving the map out (SQLite would wait); answering from it without comparing.
+async fn o15_o19_a_duplicate_in_this_process_gets_409_and_another_command_422<S: Sql>(world: World<S>) {
+    let endpoint = world.protect(same_tx());
+    let gate = Gate::closed();
+    let running = tokio::spawn({
+        let (world, endpoint, gate) = (world.clone(), endpoint.clone(), gate.clone());
+        async move { run(&world, &endpoint, K1, "a", effect(&gate)).await }
+    });
+    gate.begun().await;
+    for _ in 0..3 {
+        let again = problem(run(&world, &endpoint, K1, "a", effect(&gate)).await, Code::InProgress);
+        assert!(again.retry_after.is_some_and(|seconds| (1..=40).contains(&seconds)), "{again:?}");
+        let other = problem(run(&world, &endpoint, K1, "b", effect(&gate)).await, Code::KeyReused);
+        assert_eq!((other.status, other.retry_after), (422, None));
+    }
+    gate.let_go();
+    let one = first(running.await.unwrap());
+    assert_eq!(replayed(run(&world, &endpoint, K1, "a", effect(&gate)).await).body, one.body);
+    assert_eq!((gate.calls(), world.effects().await), (1, 1));
+}
+
+// Shown by: waiting for the lock without a bound; 503 in its place.
+async fn o15_o19_a_duplicate_in_another_process_gets_409_whatever_its_body<S: Sql>(world: World<S>) {
+    let route = Route { wait_max: Duration::from_millis(100), ..same_tx() };
+    let (endpoint, other) = (world.protect(route.clone()), world.another_process());
+    let there = other.protect(route);
+    let gate = Gate::closed();
+    let running = tokio::spawn({
+        let (world, gate) = (world.clone(), gate.clone());
+        async move { run(&world, &endpoint, K1, "a", effect(&gate)).await }
+    });
+    gate.begun().await;
+    for text in ["a", "b"] {
+        problem(run(&other, &there, K1, text, effect(&gate)).await, Code::InProgress);
+    }
+    gate.let_go();
+    let one = first(running.await.unwrap());
+    problem(run(&other, &there, K1, "b", effect(&gate)).await, Code::KeyReused);
+    assert_eq!(replayed(run(&other, &there, K1, "a", effect(&gate)).await).body, one.body);
+    assert_eq!((gate.calls(), world.effects().await), (1, 1));
+}
+
+// Shown by: an identity without the tenant, or one that the database compares without case.
+async fn o16_two_tenants_with_one_key_are_two_operations<S: Sql>(world: World<S>) {
+    let endpoint = world.protect(same_tx());
+    let gate = Gate::open();
+    for (tenant, text) in [("t1", "a"), ("t2", "b"), ("T1", "c"), ("t1 ", "d")] {
+        let engine = &world.engine;
+        let asks = || engine.execute_tx(&endpoint, Some(scope(tenant, "p1")), key(K1), put(text), effect(&gate));
+        let one = first(asks().await);
+        assert_eq!(replayed(asks().await).body, one.body, "{tenant}");
+    }
+    assert_eq!((gate.calls(), world.effects().await), (4, 4));
+}
+
+// Shown by: replaying to whoever has the key; an answer of its own, which would tell that the key is in use.
+async fn o20_another_principal_gets_the_answer_of_a_mismatch<S: Sql>(world: World<S>) {
+    let endpoint = world.protect(same_tx());
+    let gate = Gate::open();
+    first(run(&world, &endpoint, K1, "a", effect(&gate)).await);
+    let mismatch = problem(run(&world, &endpoint, K1, "b", effect(&gate)).await, Code::KeyReused);
+    for text in ["a", "b"] {
+        let other = Some(scope("t1", "p2"));
+        let other = world.engine.execute_tx(&endpoint, other, key(K1), put(text), effect(&gate)).await;
+        assert_eq!(problem(other, Code::KeyReused), mismatch);
+    }
+    assert_eq!(gate.calls(), 1);
+}
+
+// Shown by: storing a failure; dropping the transaction without rolling back.
+async fn o29_an_error_a_panic_and_a_timeout_leave_no_row<S: Sql>(world: World<S>) {
+    let route = Route { timeout: Duration::from_millis(300), ..same_tx() };
+    let endpoint = world.protect(route);
+    for how in ["error", "panic", "timeout"] {
+        let handler = does::<S, _>(move |_: &Put, mut tx: EffectTx<'_, S>| {
+            Box::pin(async move {
+                S::run(tx.connection(), "insert into effect (text) values ('x')").await?;
+                match how {
+                    "error" => Err(HandlerError::retryable("no")),
+                    "panic" => panic!("on purpose"),
+                    _ => std::future::pending().await,
+                }
+            })
+        });
+        let failed = problem(run(&world, &endpoint, K1, "a", handler).await, Code::OperationFailed);
+        assert!(failed.code.retryable());
+        until("the row is gone", || async { world.record("t1", K1).await.is_none() }).await;
+        assert_eq!(world.effects().await, 0, "{how}");
+    }
+    let gate = Gate::open();
+    first(run(&world, &endpoint, K1, "b", effect(&gate)).await);
+    assert_eq!(world.effects().await, 1, "the key was not burnt, for another command either");
+}
+
+// Shown by: FAILED_RETRYABLE written in door A.
+async fn o29_unkept_outcomes_leave_no_row<S: Sql>(world: World<S>) {
+    let endpoint = world.protect(same_tx());
+    let ends: [fn(Reply) -> Outcome<Reply>; 3] =
+        [Outcome::Retryable, Outcome::DontStore, |answer| Outcome::Rejected { answer, binding: false }];
+    for end in ends {
+        let handler = does::<S, _>(move |_: &Put, mut tx: EffectTx<'_, S>| {
+            Box::pin(async move {
+                S::run(tx.connection(), "insert into effect (text) values ('x')").await?;
+                Ok(end(Reply::new(429)))
+            })
+        });
+        assert_eq!(first(run(&world, &endpoint, K1, "a", handler).await).status, 429);
+        assert_eq!((world.record("t1", K1).await, world.effects().await), (None, 0));
+    }
+}
+
+// Shown by: waiting on a connection; executing when the wait ends without reading again (pitfall 13).
+async fn m43_wait_mode_replays_when_the_first_is_done<S: Sql>(world: World<S>) {
+    use oncebox::policy::operation::route::WhileRunning;
+    let route = Route { while_running: WhileRunning::Wait, wait_max: SOON, ..same_tx() };
+    let (endpoint, other) = (world.protect(route.clone()), world.another_process());
+    let there = other.protect(route);
+    let gate = Gate::closed();
+    let asks = |world: &World<S>, endpoint: &oncebox::runtime::operation::Registered| {
+        let (world, endpoint, gate) = (world.clone(), endpoint.clone(), gate.clone());
+        tokio::spawn(async move { run(&world, &endpoint, K1, "a", effect(&gate)).await })
+    };
+    let running = asks(&world, &endpoint);
+    gate.begun().await;
+    let waiting = [asks(&world, &endpoint), asks(&other, &there), asks(&world, &endpoint)];
+    gate.let_go();
+    let one = first(running.await.unwrap());
+    for waits in waiting {
+        assert_eq!(replayed(waits.await.unwrap()).body, one.body);
+    }
+    assert_eq!((gate.calls(), world.effects().await), (1, 1));
+}

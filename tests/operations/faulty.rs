@@ -1,0 +1,92 @@
+//! A store whose calls can be made to fail, one kind at a time: what the network and a full disk do, on command.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::time::Duration;
+
+use oncebox::StoreError;
+use oncebox::policy::operation::retention::Retention;
+use oncebox::policy::operation::route::Durability;
+use oncebox::policy::operation::{Identity, OperationName, Record};
+use oncebox::sqlx;
+use oncebox::store::{Basis, Claimed, Fenced, KeptBody, KeyClaim, Keys, Look, OperationStats, Outcome, Owned};
+
+/// Which calls fail.
+#[derive(Debug, Default)]
+pub(crate) struct Faults {
+    pub(crate) find: AtomicBool,
+    pub(crate) claim: AtomicBool,
+    pub(crate) finish: AtomicBool,
+    pub(crate) heartbeat: AtomicBool,
+    /// How often it was tried to write an outcome.
+    pub(crate) finishes: AtomicU32,
+    pub(crate) heartbeats: AtomicU32,
+}
+
+/// The store.
+#[derive(Debug, Clone)]
+pub(crate) struct Faulty<S> {
+    pub(crate) inner: S,
+    pub(crate) faults: Arc<Faults>,
+}
+
+fn away(fault: &AtomicBool) -> Result<(), StoreError> {
+    if fault.load(Ordering::SeqCst) { Err(StoreError::Unavailable(sqlx::Error::PoolTimedOut)) } else { Ok(()) }
+}
+
+impl<S: Keys> Keys for Faulty<S> {
+    const DURABILITY: Durability = S::DURABILITY;
+
+    async fn find(&self, identity: &Identity) -> Result<Look, StoreError> {
+        away(&self.faults.find)?;
+        self.inner.find(identity).await
+    }
+
+    async fn body(&self, record: &Record) -> Result<Option<KeptBody>, StoreError> {
+        self.inner.body(record).await
+    }
+
+    async fn claim(&self, claim: &KeyClaim, basis: Basis<'_>) -> Result<Claimed, StoreError> {
+        away(&self.faults.claim)?;
+        self.inner.claim(claim, basis).await
+    }
+
+    async fn heartbeat(&self, owned: &Owned, lease: Duration) -> Result<Fenced, StoreError> {
+        self.faults.heartbeats.fetch_add(1, Ordering::SeqCst);
+        away(&self.faults.heartbeat)?;
+        self.inner.heartbeat(owned, lease).await
+    }
+
+    async fn finish(&self, owned: &Owned, outcome: &Outcome, retention: &Retention) -> Result<Fenced, StoreError> {
+        self.faults.finishes.fetch_add(1, Ordering::SeqCst);
+        away(&self.faults.finish)?;
+        self.inner.finish(owned, outcome, retention).await
+    }
+
+    async fn release(&self, owned: &Owned) -> Result<Fenced, StoreError> {
+        away(&self.faults.finish)?;
+        self.inner.release(owned).await
+    }
+
+    async fn mark_unknown(&self, seen: &Record) -> Result<Fenced, StoreError> {
+        self.inner.mark_unknown(seen).await
+    }
+
+    async fn expire_bodies(&self, limit: u32) -> Result<u64, StoreError> {
+        self.inner.expire_bodies(limit).await
+    }
+
+    async fn purge_keys(
+        &self,
+        operation: &OperationName,
+        retention: &Retention,
+        id_skew: Duration,
+        limit: u32,
+    ) -> Result<u64, StoreError> {
+        self.inner.purge_keys(operation, retention, id_skew, limit).await
+    }
+
+    async fn operation_stats(&self) -> Result<OperationStats, StoreError> {
+        self.inner.operation_stats().await
+    }
+}

@@ -1,0 +1,397 @@
+//! A database, an engine, an operation with one text, and a handler that does what the test says.
+
+use std::future::Future;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::Duration;
+
+use async_trait::async_trait;
+use futures::future::BoxFuture;
+use oncebox::http::idempotency::{IdempotencyScope, JsonCommand};
+use oncebox::policy::operation::{
+    Code, FingerprintWriter, IdempotentCommand, Identity, Key, KeyFormat, Mode, Outcome, Record, Route, Scope,
+};
+use oncebox::runtime::operation::{Answered, EffectTx, Endpoint, Engine, KeyGiven, Problem, Registered, Reply};
+use oncebox::sqlx::{AssertSqlSafe, Database, query_scalar, raw_sql};
+use oncebox::store::postgres::PostgresStore;
+use oncebox::store::sqlite::SqliteStore;
+use oncebox::store::{Base, Schema, StoreOptions};
+use oncebox::{HandlerError, Store};
+use serde::Deserialize;
+use tokio::sync::Semaphore;
+
+/// Long enough for a busy machine; a condition that holds ends the wait at once.
+pub(crate) const SOON: Duration = Duration::from_secs(20);
+pub(crate) const K1: &str = "key-0000000000000001";
+pub(crate) const K2: &str = "key-0000000000000002";
+
+pub(crate) type Connection<S> = <<S as Base>::Db as Database>::Connection;
+
+/// What tests need of a database beyond the traits.
+#[async_trait]
+pub(crate) trait Sql: Store {
+    /// No unique constraint: a second effect would stand there.
+    const EFFECT: &'static str;
+    /// What stands before the names of oncebox's tables.
+    const PREFIX: &'static str;
+    /// A handler cannot commit, nor write behind its transaction: the connection refuses it.
+    const NOTHING_ESCAPES: bool;
+
+    async fn run(connection: &mut Connection<Self>, sql: &str) -> Result<(), oncebox::sqlx::Error>;
+    async fn number(&self, sql: &str) -> i64;
+    async fn exec(&self, sql: &str);
+    /// A transaction of the application's own, in which these statements ran.
+    async fn tx(&self, sql: &str) -> oncebox::sqlx::Transaction<'static, Self::Db>;
+}
+
+macro_rules! sql {
+    ($store:ty, $prefix:literal, $escapes:literal, $begin:literal, $effect:literal) => {
+        #[async_trait]
+        impl Sql for $store {
+            const EFFECT: &'static str = $effect;
+            const PREFIX: &'static str = $prefix;
+            const NOTHING_ESCAPES: bool = $escapes;
+
+            async fn run(connection: &mut Connection<Self>, sql: &str) -> Result<(), oncebox::sqlx::Error> {
+                raw_sql(AssertSqlSafe(sql.to_owned())).execute(connection).await.map(|_| ())
+            }
+
+            async fn number(&self, sql: &str) -> i64 {
+                query_scalar(AssertSqlSafe(sql.to_owned())).fetch_one(self.pool()).await.unwrap()
+            }
+
+            async fn exec(&self, sql: &str) {
+                raw_sql(AssertSqlSafe(sql.to_owned())).execute(self.pool()).await.unwrap();
+            }
+
+            async fn tx(&self, sql: &str) -> oncebox::sqlx::Transaction<'static, Self::Db> {
+                let mut tx = self.pool().begin_with($begin).await.unwrap();
+                raw_sql(AssertSqlSafe(sql.to_owned())).execute(&mut *tx).await.unwrap();
+                tx
+            }
+        }
+    };
+}
+
+sql!(
+    SqliteStore,
+    "oncebox_",
+    true,
+    "BEGIN IMMEDIATE",
+    "create table effect (no integer primary key autoincrement, text text not null)"
+);
+sql!(PostgresStore, "oncebox.", false, "BEGIN", "create table effect (no bigserial primary key, text text not null)");
+
+/// One database, and an engine of one process on it.
+#[derive(Debug, Clone)]
+pub(crate) struct World<S: Store> {
+    pub(crate) store: S,
+    pub(crate) engine: Engine<S>,
+    pub(crate) url: String,
+    pub(crate) _directory: Option<Arc<tempfile::TempDir>>,
+}
+
+impl<S: Sql> World<S> {
+    pub(crate) async fn on(store: S, url: &str) -> Self {
+        store.exec(S::EFFECT).await;
+        let engine = Engine::builder(store.clone()).build();
+        Self { store, engine, url: url.to_owned(), _directory: None }
+    }
+
+    /// An engine as another process has it: the same store, another map of what runs.
+    pub(crate) fn another_process(&self) -> Self {
+        Self { engine: Engine::builder(self.store.clone()).build(), ..self.clone() }
+    }
+
+    /// The same database through a pool of so many connections.
+    pub(crate) async fn with_pool_of(&self, connections_max: u32) -> Self {
+        let options = StoreOptions { connections_max, ..StoreOptions::new(self.url.clone()) };
+        let store = S::connect(&options).await.unwrap();
+        Self { engine: Engine::builder(store.clone()).build(), store, ..self.clone() }
+    }
+
+    pub(crate) fn protect(&self, route: Route) -> Registered {
+        self.engine.protect(Endpoint::typed::<Put>(route)).unwrap()
+    }
+
+    pub(crate) async fn effects(&self) -> i64 {
+        self.store.number("select count(*) from effect").await
+    }
+
+    pub(crate) async fn outbox(&self) -> i64 {
+        self.store.number(&format!("select count(*) from {}outbox", S::PREFIX)).await
+    }
+
+    pub(crate) async fn record(&self, tenant: &str, key: &str) -> Option<Record> {
+        self.store.find(&identity(tenant, key)).await.unwrap().record
+    }
+}
+
+pub(crate) async fn sqlite() -> World<SqliteStore> {
+    let directory = tempfile::tempdir().unwrap();
+    let url = format!("sqlite://{}", directory.path().join("operations.db").display());
+    let store = SqliteStore::connect(&StoreOptions { create: true, ..StoreOptions::new(url.clone()) }).await.unwrap();
+    store.migrate().await.unwrap();
+    World { _directory: Some(Arc::new(directory)), ..World::on(store, &url).await }
+}
+
+/// Runs each test on SQLite and on PostgreSQL.
+macro_rules! on_both {
+    ($($name:ident),* $(,)?) => {
+        mod sqlite {
+            $(
+                #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+                async fn $name() {
+                    super::$name(crate::kit::sqlite().await).await;
+                }
+            )*
+        }
+        mod postgres {
+            $(
+                #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+                async fn $name() {
+                    crate::postgres::with_database(stringify!($name), |database| async move {
+                        super::$name(crate::kit::World::on(database.store.clone(), &database.url).await).await;
+                    })
+                    .await;
+                }
+            )*
+        }
+    };
+}
+pub(crate) use on_both;
+
+/// The operation of the tests.
+#[derive(Debug, Clone, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct Put {
+    pub(crate) text: String,
+    #[serde(default)]
+    pub(crate) amount: i64,
+}
+
+impl IdempotentCommand for Put {
+    const OPERATION: &'static str = "put";
+    const VERSION: u32 = 1;
+
+    fn fingerprint(&self, _: u32, writer: &mut FingerprintWriter) {
+        writer.field("text", &self.text).field("amount", &self.amount);
+    }
+}
+
+impl JsonCommand for Put {}
+
+pub(crate) fn put(text: &str) -> Put {
+    Put { text: text.to_owned(), amount: 0 }
+}
+
+pub(crate) fn scope(tenant: &str, principal: &str) -> Scope {
+    Scope::new(tenant, principal).unwrap()
+}
+
+pub(crate) fn key(text: &str) -> KeyGiven {
+    KeyGiven::Given(Key::parse(text.as_bytes(), KeyFormat::Opaque).unwrap())
+}
+
+pub(crate) fn identity(tenant: &str, key: &str) -> Identity {
+    let key = Key::parse(key.as_bytes(), KeyFormat::Opaque).unwrap();
+    Identity::new(&scope(tenant, "p1"), "put".parse().unwrap(), key)
+}
+
+/// A route of door A whose waits are short.
+pub(crate) fn same_tx() -> Route {
+    Route { wait_max: Duration::from_secs(2), ..Route::new(Mode::SameTx) }
+}
+
+/// Counts calls, says when one has begun, and holds it until it may go on.
+#[derive(Debug, Clone)]
+pub(crate) struct Gate(Arc<(AtomicU32, Semaphore, Semaphore)>);
+
+impl Gate {
+    pub(crate) fn open() -> Self {
+        Self(Arc::new((AtomicU32::new(0), Semaphore::new(0), Semaphore::new(Semaphore::MAX_PERMITS))))
+    }
+
+    pub(crate) fn closed() -> Self {
+        Self(Arc::new((AtomicU32::new(0), Semaphore::new(0), Semaphore::new(0))))
+    }
+
+    /// In the handler.
+    pub(crate) async fn pass(&self) {
+        self.0.0.fetch_add(1, Ordering::SeqCst);
+        self.0.1.add_permits(1);
+        self.0.2.acquire().await.unwrap().forget();
+    }
+
+    /// In the test: waits until a call has begun.
+    pub(crate) async fn begun(&self) {
+        tokio::time::timeout(SOON, self.0.1.acquire()).await.expect("a call begins").unwrap().forget();
+    }
+
+    /// Lets one call go on.
+    pub(crate) fn let_go(&self) {
+        self.0.2.add_permits(1);
+    }
+
+    pub(crate) fn calls(&self) -> u32 {
+        self.0.0.load(Ordering::SeqCst)
+    }
+}
+
+/// What a handler does inside its transaction.
+pub(crate) trait Does<S: Sql>:
+    for<'t> Fn(&'t Put, EffectTx<'t, S>) -> BoxFuture<'t, Result<Outcome<Reply>, HandlerError>> + Send + Sync + 'static
+{
+}
+
+impl<S: Sql, F> Does<S> for F where
+    F: for<'t> Fn(&'t Put, EffectTx<'t, S>) -> BoxFuture<'t, Result<Outcome<Reply>, HandlerError>>
+        + Send
+        + Sync
+        + 'static
+{
+}
+
+/// Gives a closure the type that doors want.
+pub(crate) fn does<S: Sql, F>(handler: F) -> F
+where
+    F: for<'t> Fn(&'t Put, EffectTx<'t, S>) -> BoxFuture<'t, Result<Outcome<Reply>, HandlerError>>
+        + Send
+        + Sync
+        + 'static,
+{
+    handler
+}
+
+/// One effect and 201, past the gate.
+pub(crate) fn effect<S: Sql>(gate: &Gate) -> impl Does<S> + use<S> {
+    let gate = gate.clone();
+    does::<S, _>(move |put: &Put, mut tx: EffectTx<'_, S>| {
+        let (gate, text) = (gate.clone(), put.text.clone());
+        Box::pin(async move {
+            S::run(tx.connection(), &format!("insert into effect (text) values ('{text}')")).await?;
+            gate.pass().await;
+            Ok(Outcome::Completed(made(&text, tx.operation_id())))
+        })
+    })
+}
+
+pub(crate) fn made(text: &str, id: uuid::Uuid) -> Reply {
+    let body = serde_json::json!({"id": id, "text": text});
+    Reply::json(201, &body).unwrap().header("location", format!("/effects/{id}").into_bytes())
+}
+
+/// Runs the operation as tenant `t1`, principal `p1`.
+pub(crate) async fn run<S: Sql>(
+    world: &World<S>,
+    endpoint: &Registered,
+    key_text: &str,
+    text: &str,
+    handler: impl Does<S>,
+) -> Answered {
+    world.engine.execute_tx(endpoint, Some(scope("t1", "p1")), key(key_text), put(text), handler).await
+}
+
+pub(crate) fn first(answered: Answered) -> Reply {
+    let Answered::Reply { reply, replayed: false } = answered else { panic!("not a first answer: {answered:?}") };
+    reply
+}
+
+pub(crate) fn replayed(answered: Answered) -> Reply {
+    let Answered::Reply { reply, replayed: true } = answered else { panic!("not replayed: {answered:?}") };
+    reply
+}
+
+pub(crate) fn problem(answered: Answered, code: Code) -> Problem {
+    let Answered::Problem(problem) = answered else { panic!("no problem, but {answered:?}; {code} expected") };
+    assert_eq!(problem.code, code);
+    problem
+}
+
+/// An answer over HTTP.
+#[derive(Debug, Clone)]
+pub(crate) struct Http {
+    pub(crate) status: u16,
+    pub(crate) headers: reqwest::header::HeaderMap,
+    pub(crate) body: Vec<u8>,
+}
+
+impl Http {
+    pub(crate) async fn of(response: reqwest::Response) -> Self {
+        let (status, headers) = (response.status().as_u16(), response.headers().clone());
+        Self { status, headers, body: response.bytes().await.unwrap().to_vec() }
+    }
+
+    pub(crate) fn header(&self, name: &str) -> Option<&str> {
+        self.headers.get(name).map(|value| value.to_str().unwrap())
+    }
+
+    pub(crate) fn is_replayed(&self) -> bool {
+        self.header("idempotent-replayed") == Some("true")
+    }
+
+    pub(crate) fn json(&self) -> serde_json::Value {
+        serde_json::from_slice(&self.body)
+            .unwrap_or_else(|_| panic!("no JSON: {}", String::from_utf8_lossy(&self.body)))
+    }
+
+    pub(crate) fn code(&self) -> String {
+        self.json()["code"].as_str().unwrap_or_default().to_owned()
+    }
+
+    /// It is this problem of the engine, whole.
+    pub(crate) fn is(&self, code: Code) -> &Self {
+        assert_eq!((self.status, self.code().as_str()), (code.status(), code.as_str()), "{self:?}");
+        assert_eq!(self.header("content-type"), Some("application/problem+json"));
+        let after = self.header("retry-after").map(|value| value.parse::<u32>().unwrap());
+        assert_eq!(after.is_some(), code.pause().is_some(), "{self:?}");
+        assert!(after.is_none_or(|seconds| (1..=40).contains(&seconds)), "{self:?}");
+        self
+    }
+}
+
+/// Serves a router on a port of its own, until the test ends; every request is of tenant `t1` and principal `p1`, unless the
+/// header `test-scope: TENANT:PRINCIPAL` says so. Gives the base URL.
+pub(crate) async fn serve(router: axum::Router) -> String {
+    let scoped =
+        axum::middleware::from_fn(|mut request: axum::extract::Request, next: axum::middleware::Next| async move {
+            let given = request.headers().get("test-scope").map(|value| value.to_str().unwrap().to_owned());
+            if given.as_deref() != Some("none") {
+                let (tenant, principal) = given.as_deref().map_or(("t1", "p1"), |given| given.split_once(':').unwrap());
+                request.extensions_mut().insert(IdempotencyScope(scope(tenant, principal)));
+            }
+            next.run(request).await
+        });
+    let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let url = format!("http://{}", listener.local_addr().unwrap());
+    tokio::spawn(async move { axum::serve(listener, router.layer(scoped)).await });
+    url
+}
+
+/// A client without retries, redirects and proxies.
+pub(crate) fn client() -> reqwest::Client {
+    reqwest::Client::builder()
+        .redirect(reqwest::redirect::Policy::none())
+        .retry(reqwest::retry::never())
+        .no_proxy()
+        .build()
+        .unwrap()
+}
+
+/// A POST of JSON under a key.
+pub(crate) fn post(url: &str, key: &str, body: impl Into<String>) -> reqwest::RequestBuilder {
+    client().post(url).header("idempotency-key", key).header("content-type", "application/json").body(body.into())
+}
+
+pub(crate) async fn send(request: reqwest::RequestBuilder) -> Http {
+    Http::of(request.send().await.unwrap()).await
+}
+
+/// Waits until something holds.
+pub(crate) async fn until<F: Future<Output = bool>>(what: &str, mut ask: impl FnMut() -> F) {
+    crate::support::eventually(what, SOON, || {
+        let asked = ask();
+        async { asked.await.then_some(()) }
+    })
+    .await;
+}

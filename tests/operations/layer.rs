@@ -1,0 +1,376 @@
+//! Door C over HTTP: what is remembered of a handler's end, and what a second request gets (O2, O10, O11, M108).
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use axum::Router;
+use axum::body::Body;
+use axum::extract::{Json, State};
+use axum::http::{HeaderMap, StatusCode};
+use axum::response::{IntoResponse, Response};
+use axum::routing::{get, post as route_post};
+use oncebox::http::idempotency::{IdempotencyGuard, IdempotencyLayer, Idempotent, OutcomeTag};
+use oncebox::policy::operation::route::{Effects, Requirement};
+use oncebox::policy::operation::{Code, Fingerprinter, Mode, Outcome, Route, State as Remembered};
+use oncebox::runtime::operation::{Endpoint, Reconciled, Reply};
+use oncebox::store::{Basis, Claimed, KeyClaim};
+use serde::Deserialize;
+
+use super::kit::*;
+
+on_both! {
+    m108_a_second_request_gets_the_first_answer_and_its_headers,
+    m6_reads_are_not_protected_and_an_optional_key_may_be_missing,
+    o10_what_was_called_and_not_seen_to_end_is_unknown,
+    o10_m70_what_the_extractor_refuses_frees_the_key_and_later_refusals_do_not,
+    o10_the_engines_timeout_answers_409_and_does_not_end_the_handler,
+    o11_a_stale_claim_becomes_unknown_and_is_not_run_again,
+    o11_a_stale_claim_is_reconciled_where_the_route_can,
+    o11_a_stale_claim_runs_again_where_that_is_declared_harmless,
+    o2_a_guard_commits_effect_and_outcome_together_whatever_is_answered,
+    o2_a_stale_guarded_claim_is_taken_over_and_the_late_owner_changes_nothing,
+}
+
+/// The operation of the layer's tests has the name of the typed one, so that `identity` names its records.
+pub(crate) fn edge() -> Route {
+    Route {
+        lease: Duration::from_secs(5),
+        timeout: Duration::from_secs(3),
+        completion_budget: Duration::from_secs(1),
+        ..Route::new(Mode::Edge)
+    }
+}
+
+#[derive(Clone)]
+struct App<S> {
+    store: S,
+    gate: Gate,
+}
+
+/// What a handler is told to do by its body.
+#[derive(Debug, Clone, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Told {
+    #[serde(default)]
+    status: Option<u16>,
+    #[serde(default)]
+    tag: Option<String>,
+    #[serde(default)]
+    panics: bool,
+}
+
+async fn obeys<S: Sql>(State(app): State<App<S>>, Idempotent(Json(told)): Idempotent<Json<Told>>) -> Response {
+    app.store.exec("insert into effect (text) values ('x')").await;
+    app.gate.pass().await;
+    assert!(!told.panics, "on purpose");
+    let status = StatusCode::from_u16(told.status.unwrap_or(201)).unwrap();
+    let headers = [("location", "/effects/7"), ("set-cookie", "session=1"), ("x-request-id", "1")];
+    let mut response = (status, headers, "{\"id\": 7}").into_response();
+    response.headers_mut().append("link", "</a>; rel=a".parse().unwrap());
+    response.headers_mut().append("link", "</b>; rel=b".parse().unwrap());
+    let tag = match told.tag.as_deref() {
+        Some("retryable") => Some(Outcome::Retryable(())),
+        Some("rejected") => Some(Outcome::Rejected { answer: (), binding: true }),
+        Some("dont_store") => Some(Outcome::DontStore(())),
+        _ => None,
+    };
+    if let Some(tag) = tag {
+        response.extensions_mut().insert(OutcomeTag(tag));
+    }
+    response
+}
+
+async fn layered<S: Sql>(world: &World<S>, endpoint: Endpoint, gate: &Gate) -> String {
+    let layer = IdempotencyLayer::new(&world.engine, endpoint).unwrap();
+    let router = Router::new()
+        .route("/put", route_post(obeys::<S>))
+        .route("/put/{id}", route_post(obeys::<S>))
+        .route("/read", get(|| async { "read" }))
+        .route_layer(layer)
+        .with_state(App { store: world.store.clone(), gate: gate.clone() });
+    serve(router).await
+}
+
+// Shown by: a deny-list of headers; `insert` for repeated ones; no fingerprint of path parameters.
+async fn m108_a_second_request_gets_the_first_answer_and_its_headers<S: Sql>(world: World<S>) {
+    let gate = Gate::open();
+    let url = layered(&world, Endpoint::raw("put", edge()), &gate).await;
+    let one = send(post(&format!("{url}/put"), K1, "{}")).await;
+    assert_eq!((one.status, one.is_replayed(), one.header("set-cookie")), (201, false, Some("session=1")));
+    // The same request in other words.
+    let two = send(post(&format!("{url}/put"), &format!("\"{K1}\""), " { } ")).await;
+    assert_eq!((two.status, two.is_replayed(), &two.body), (201, true, &one.body));
+    assert_eq!((two.header("set-cookie"), two.header("x-request-id")), (None, None));
+    assert_eq!(two.header("location"), Some("/effects/7"));
+    let links: Vec<_> = two.headers.get_all("link").iter().map(|value| value.to_str().unwrap()).collect();
+    assert_eq!(links, ["</a>; rel=a", "</b>; rel=b"]);
+    assert_eq!(two.header("content-length"), Some(two.body.len().to_string().as_str()));
+    send(post(&format!("{url}/put"), K1, r#"{"status":200}"#)).await.is(Code::KeyReused);
+    send(post(&format!("{url}/put?dry=1"), K1, "{}")).await.is(Code::KeyReused);
+    send(post(&format!("{url}/put/7"), K2, "{}")).await;
+    send(post(&format!("{url}/put/8"), K2, "{}")).await.is(Code::KeyReused);
+    send(post(&format!("{url}/put"), K1, "{}").header("test-scope", "t1:p2")).await.is(Code::KeyReused);
+    assert_eq!((gate.calls(), world.effects().await), (2, 2));
+}
+
+async fn m6_reads_are_not_protected_and_an_optional_key_may_be_missing<S: Sql>(world: World<S>) {
+    let gate = Gate::open();
+    let url =
+        layered(&world, Endpoint::raw("put", Route { requirement: Requirement::Optional, ..edge() }), &gate).await;
+    let read = send(client().get(format!("{url}/read")).header("idempotency-key", "no key")).await;
+    assert_eq!((read.status, read.body.as_slice()), (200, &b"read"[..]));
+    for _ in 0..2 {
+        let plain = client().post(format!("{url}/put")).header("content-type", "application/json").body("{}");
+        assert!(!send(plain).await.is_replayed());
+    }
+    assert_eq!(gate.calls(), 2);
+    send(post(&format!("{url}/put"), "no key", "{}")).await.is(Code::KeyInvalid);
+    send(post(&format!("{url}/put"), K1, "{}").header("test-scope", "none")).await.is(Code::ScopeRequired);
+}
+
+// Shown by: releasing 429 and 408, or 5xx as "retryable" (M118: a failure after the effect runs it twice).
+async fn o10_what_was_called_and_not_seen_to_end_is_unknown<S: Sql>(world: World<S>) {
+    let gate = Gate::open();
+    let url = layered(&world, Endpoint::raw("put", edge()), &gate).await + "/put";
+    let mut calls = 0;
+    for status in [408, 425, 429, 500, 501, 502, 503, 505] {
+        let key = format!("{K1}-{status}");
+        let body = format!("{{\"status\":{status}}}");
+        assert_eq!(send(post(&url, &key, body.as_str())).await.status, status);
+        send(post(&url, &key, body.as_str())).await.is(Code::OutcomeUnknown);
+        calls += 1;
+        assert_eq!(gate.calls(), calls, "{status}");
+    }
+    send(post(&url, K1, r#"{"panics":true}"#)).await.is(Code::OutcomeUnknown);
+    send(post(&url, K1, r#"{"panics":true}"#)).await.is(Code::OutcomeUnknown);
+    assert_eq!(gate.calls(), calls + 1);
+    for (tag, state) in [("retryable", Remembered::FailedRetryable), ("rejected", Remembered::FailedReplayable)] {
+        let key = format!("{K1}-{tag}");
+        let body = format!("{{\"status\":503,\"tag\":\"{tag}\"}}");
+        let one = send(post(&url, &key, body.as_str())).await;
+        assert_eq!(world.record("t1", &key).await.unwrap().state, state);
+        let again = send(post(&url, &key, body.as_str())).await;
+        assert_eq!((one.status, again.status, again.is_replayed()), (503, 503, tag == "rejected"));
+        assert_eq!(one.header("retry-after").is_some(), tag == "retryable");
+    }
+    let key = format!("{K1}-dont");
+    send(post(&url, &key, r#"{"status":503,"tag":"dont_store"}"#)).await;
+    assert_eq!(world.record("t1", &key).await, None);
+}
+
+// Shown by: storing extractor rejections (pitfall 16); freeing the key after the handler began.
+async fn o10_m70_what_the_extractor_refuses_frees_the_key_and_later_refusals_do_not<S: Sql>(world: World<S>) {
+    let gate = Gate::open();
+    let url = layered(&world, Endpoint::raw("put", edge()), &gate).await + "/put";
+    let typo = send(post(&url, K1, r#"{"statsu":201}"#)).await;
+    assert_eq!((typo.status, gate.calls()), (422, 0));
+    assert_eq!(world.record("t1", K1).await, None);
+    let mended = send(post(&url, K1, r#"{"status":201}"#)).await;
+    assert_eq!((mended.status, mended.is_replayed()), (201, false), "the corrected body under the same key");
+    for status in [400, 403, 422, 402, 404, 409] {
+        let key = format!("{K1}-{status}");
+        let body = format!("{{\"status\":{status}}}");
+        let one = send(post(&url, &key, body.as_str())).await;
+        let two = send(post(&url, &key, body.as_str())).await;
+        assert_eq!((one.status, two.status, two.is_replayed()), (status, status, true));
+    }
+    assert_eq!(gate.calls(), 7);
+}
+
+// Shown by: dropping the handler at the timeout; a second run beside the first.
+async fn o10_the_engines_timeout_answers_409_and_does_not_end_the_handler<S: Sql>(world: World<S>) {
+    let gate = Gate::closed();
+    let route = Route { timeout: Duration::from_millis(100), ..edge() };
+    let url = layered(&world, Endpoint::raw("put", route), &gate).await + "/put";
+    send(post(&url, K1, "{}")).await.is(Code::InProgress);
+    send(post(&url, K1, "{}")).await.is(Code::InProgress);
+    send(post(&url, K1, r#"{"status":200}"#)).await.is(Code::KeyReused);
+    gate.let_go();
+    until("it ended", || async { send(post(&url, K1, "{}")).await.status == 201 }).await;
+    assert!(send(post(&url, K1, "{}")).await.is_replayed());
+    assert_eq!((gate.calls(), world.effects().await), (1, 1));
+}
+
+/// A claim of a process that died after it, whatever its handler did.
+async fn left_behind<S: Sql>(world: &World<S>, mode: Mode, body: &str) {
+    let fingerprinter =
+        Fingerprinter::new("put".parse().unwrap(), 1..=1, None, oncebox::policy::operation::Keyring::plain()).unwrap();
+    let path = vec![("@method".to_owned(), "POST".to_owned())];
+    let command = oncebox::policy::operation::raw::RawCommand::new(path, vec![]);
+    let command = command.body("application/json", body.as_bytes()).unwrap();
+    let claim = KeyClaim {
+        identity: identity("t1", K1),
+        principal: scope("t1", "p1").mark(&oncebox::policy::operation::Keyring::plain()),
+        fingerprint: fingerprinter.write(&command),
+        mode,
+        operation_id: uuid::Uuid::now_v7(),
+        lease: Duration::from_millis(1),
+    };
+    assert!(matches!(world.store.claim(&claim, Basis::New).await.unwrap(), Claimed::Owned(_)));
+    until("its lease is over", || async {
+        let look = world.store.find(&claim.identity).await.unwrap();
+        look.record.is_some_and(|record| !record.is_owned(look.now))
+    })
+    .await;
+}
+
+// Shown by: taking a stale claim over (M118: blind re-execution); deriving a failure from age.
+async fn o11_a_stale_claim_becomes_unknown_and_is_not_run_again<S: Sql>(world: World<S>) {
+    let gate = Gate::open();
+    let url = layered(&world, Endpoint::raw("put", edge()), &gate).await + "/put";
+    left_behind(&world, Mode::Edge, "{}").await;
+    for _ in 0..3 {
+        let unknown = send(post(&url, K1, "{}")).await;
+        assert_eq!(unknown.is(Code::OutcomeUnknown).header("retry-after"), Some("30"));
+    }
+    send(post(&url, K1, r#"{"status":200}"#)).await.is(Code::KeyReused);
+    assert_eq!(gate.calls(), 0);
+    let record = world.record("t1", K1).await.unwrap();
+    assert_eq!((record.state, record.epoch), (Remembered::UnknownRequiresRecovery, 2), "marked once");
+}
+
+// Shown by: asking in each request; running the handler after "it happened".
+async fn o11_a_stale_claim_is_reconciled_where_the_route_can<S: Sql>(world: World<S>) {
+    let (gate, asked) = (Gate::open(), Gate::open());
+    let asks = asked.clone();
+    let endpoint = Endpoint::raw("put", Route { reconciles: true, ..edge() }).reconciled_by(move |run| {
+        let asks = asks.clone();
+        Box::pin(async move {
+            asks.pass().await;
+            assert_eq!(run.tenant, "t1");
+            Ok(if asks.calls() == 1 { Reconciled::Unknown } else { Reconciled::Completed(Reply::json(201, &"found")?) })
+        })
+    });
+    let url = layered(&world, endpoint, &gate).await + "/put";
+    left_behind(&world, Mode::Edge, "{}").await;
+    send(post(&url, K1, "{}")).await.is(Code::RecoveryPending);
+    until("it is found out", || async { send(post(&url, K1, "{}")).await.status == 201 }).await;
+    let found = send(post(&url, K1, "{}")).await;
+    assert_eq!((found.is_replayed(), found.body.as_slice()), (true, &b"\"found\""[..]));
+    assert_eq!((gate.calls(), asked.calls()), (0, 2), "the handler never ran, and nobody was asked again");
+}
+
+async fn o11_a_stale_claim_runs_again_where_that_is_declared_harmless<S: Sql>(world: World<S>) {
+    let gate = Gate::open();
+    let route = Route { effects: Effects::Repeatable, ..edge() };
+    let url = layered(&world, Endpoint::raw("put", route), &gate).await + "/put";
+    left_behind(&world, Mode::Edge, "{}").await;
+    let mut twenty = tokio::task::JoinSet::new();
+    for _ in 0..20 {
+        let url = url.clone();
+        twenty.spawn(async move { send(post(&url, K1, "{}")).await });
+    }
+    for answer in twenty.join_all().await {
+        assert!(answer.status == 201 || answer.code() == "IDEMPOTENCY_REQUEST_IN_PROGRESS", "{answer:?}");
+    }
+    assert_eq!(gate.calls(), 1, "of twenty that take it over one wins");
+}
+
+/// Commits with the guard, then a layer inside answers something else.
+async fn guarded<S: Sql>(State(app): State<App<S>>, guard: IdempotencyGuard<S>, headers: HeaderMap) -> Response {
+    let tx = app.store.tx("insert into effect (text) values ('guarded')").await;
+    app.gate.pass().await;
+    let response = (StatusCode::CREATED, [("location", "/effects/9")], "committed").into_response();
+    match guard.commit(tx, response).await {
+        Ok(_) if headers.contains_key("test-spoils") => StatusCode::REQUEST_TIMEOUT.into_response(),
+        Ok(response) => response,
+        Err(error) => (StatusCode::INTERNAL_SERVER_ERROR, error.to_string()).into_response(),
+    }
+}
+
+async fn with_guard<S: Sql>(world: &World<S>, gate: &Gate, route: Route) -> String {
+    let layer =
+        IdempotencyLayer::new(&world.engine, Endpoint::raw("put", Route { mode: Mode::Bridged, ..route })).unwrap();
+    let router = Router::new().route("/put", route_post(guarded::<S>)).route_layer(layer);
+    serve(router.with_state(App { store: world.store.clone(), gate: gate.clone() })).await + "/put"
+}
+
+// Shown by: classifying what inner layers answered (axum's timeout said 408 with the effect done).
+async fn o2_a_guard_commits_effect_and_outcome_together_whatever_is_answered<S: Sql>(world: World<S>) {
+    let gate = Gate::open();
+    let url = with_guard(&world, &gate, edge()).await;
+    for (key, spoils) in [(K1, false), (K2, true)] {
+        let mut request = post(&url, key, "{}");
+        if spoils {
+            request = request.header("test-spoils", "1");
+        }
+        let one = send(request).await;
+        assert_eq!((one.status, one.body.as_slice(), one.is_replayed()), (201, &b"committed"[..], false));
+        let two = send(post(&url, key, "{}")).await;
+        assert_eq!((two.status, two.body.as_slice(), two.is_replayed()), (201, &b"committed"[..], true));
+        assert_eq!(two.header("location"), Some("/effects/9"));
+    }
+    assert_eq!((gate.calls(), world.effects().await), (2, 2));
+}
+
+// Shown by: completing without the epoch: two effects. (SQLite has one writer: the late owner's transaction is begun later.)
+async fn o2_a_stale_guarded_claim_is_taken_over_and_the_late_owner_changes_nothing<S: Sql>(world: World<S>) {
+    let gate = Gate::open();
+    left_behind(&world, Mode::Bridged, "{}").await;
+    let stale = world.record("t1", K1).await.unwrap();
+    let url = with_guard(&world, &gate, edge()).await;
+    let one = send(post(&url, K1, "{}")).await;
+    assert_eq!((one.status, one.is_replayed()), (201, false), "nothing had happened, so it runs");
+    assert_eq!((gate.calls(), world.effects().await), (1, 1));
+    // The first owner comes back with its transaction.
+    let late = oncebox::store::Owned {
+        identity: stale.identity.clone(),
+        owner: Some(uuid::Uuid::now_v7()),
+        epoch: stale.epoch,
+        generation: stale.generation,
+        operation_id: stale.operation_id,
+        attempts: 1,
+    };
+    let mut tx = world.store.tx("insert into effect (text) values ('late')").await;
+    let outcome = oncebox::store::Outcome::Unknown;
+    let fenced = S::finish_in(&mut *tx, &late, &outcome, &edge().retention).await.unwrap();
+    assert_eq!(fenced, oncebox::store::Fenced::LostOwnership);
+    tx.rollback().await.unwrap();
+    assert_eq!(world.effects().await, 1);
+}
+
+/// A body of this length, or a stream without one.
+pub(crate) fn body_of(length: usize, streams: bool) -> Body {
+    let bytes = vec![b'a'; length];
+    if !streams {
+        return Body::from(bytes);
+    }
+    let chunks = bytes.chunks(1_000).map(|chunk| Ok::<_, std::io::Error>(chunk.to_vec())).collect::<Vec<_>>();
+    Body::from_stream(futures::stream::iter(chunks))
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn m68_streams_and_long_answers_leave_tombstones_and_never_run_twice() {
+    let world = sqlite().await;
+    let gate = Gate::open();
+    let layer = IdempotencyLayer::new(&world.engine, Endpoint::raw("put", edge())).unwrap();
+    let handler = |length: usize, streams: bool| {
+        let gate = gate.clone();
+        route_post(move || {
+            let gate = Arc::new(gate.clone());
+            async move {
+                gate.pass().await;
+                (StatusCode::CREATED, body_of(length, streams))
+            }
+        })
+    };
+    let router = Router::new()
+        .route("/stream", handler(5_000, true))
+        .route("/long", handler(300 << 10, false))
+        .route("/limit", handler(256 << 10, false))
+        .route_layer(layer);
+    let url = serve(router).await;
+    for (path, length, kept) in [("stream", 5_000, false), ("long", 300 << 10, false), ("limit", 256 << 10, true)] {
+        let (url, key) = (format!("{url}/{path}"), format!("{K1}-{path}"));
+        let one = send(post(&url, &key, "{}")).await;
+        assert_eq!((one.status, one.body.len(), one.is_replayed()), (201, length, false), "{path}");
+        let two = send(post(&url, &key, "{}")).await;
+        assert!(two.is_replayed(), "{path}");
+        if kept {
+            assert_eq!((two.status, two.body.len()), (201, length));
+        } else {
+            two.is(Code::ResultNotRetained);
+        }
+    }
+    assert_eq!(gate.calls(), 3);
+}

@@ -1,0 +1,156 @@
+//! Door C when its store fails: nothing is said that is not remembered, and nothing runs that cannot be claimed (O12, M60).
+
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+use axum::Router;
+use axum::http::StatusCode;
+use axum::routing::post as route_post;
+use oncebox::http::idempotency::IdempotencyLayer;
+use oncebox::policy::operation::route::Effects;
+use oncebox::policy::operation::{Code, Route, State};
+use oncebox::runtime::operation::{Endpoint, Engine};
+use oncebox::store::sqlite::SqliteStore;
+use oncebox::store::{Fenced, Keys};
+
+use super::faulty::{Faults, Faulty};
+use super::kit::*;
+use super::layer::edge;
+
+struct Stage {
+    world: World<SqliteStore>,
+    store: Faulty<SqliteStore>,
+    gate: Gate,
+    url: String,
+}
+
+async fn stage(gate: Gate, route: Route) -> Stage {
+    let world = sqlite().await;
+    let store = Faulty { inner: world.store.clone(), faults: std::sync::Arc::new(Faults::default()) };
+    let engine = Engine::builder(store.clone()).build();
+    let layer = IdempotencyLayer::new(&engine, Endpoint::raw("put", route)).unwrap();
+    let held = gate.clone();
+    let handler = move || {
+        let gate = held.clone();
+        async move {
+            gate.pass().await;
+            (StatusCode::CREATED, "done")
+        }
+    };
+    let url = serve(Router::new().route("/put", route_post(handler)).route_layer(layer)).await + "/put";
+    Stage { world, store, gate, url }
+}
+
+fn leased(lease: Duration) -> Route {
+    Route { lease, timeout: lease / 2, completion_budget: lease / 4, ..edge() }
+}
+
+// Shown by: passing the request on when the store is away (pitfall 27).
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn m60_a_store_that_is_away_runs_nothing() {
+    let Stage { store, gate, url, .. } = stage(Gate::open(), edge()).await;
+    for fault in [&store.faults.find, &store.faults.claim] {
+        fault.store(true, Ordering::SeqCst);
+        send(post(&url, K1, "{}")).await.is(Code::StoreUnavailable);
+        assert_eq!(gate.calls(), 0);
+        fault.store(false, Ordering::SeqCst);
+    }
+    assert_eq!(send(post(&url, K1, "{}")).await.status, 201, "the key was not burnt");
+}
+
+// Shown by: sending the answer that nobody will remember; giving up after one try.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn o12_an_outcome_that_cannot_be_written_is_tried_until_it_is() {
+    let Stage { world, store, gate, url } = stage(Gate::open(), leased(Duration::from_secs(20))).await;
+    store.faults.finish.store(true, Ordering::SeqCst);
+    send(post(&url, K1, "{}")).await.is(Code::ResultNotStored);
+    until("it is tried again", || async { store.faults.finishes.load(Ordering::SeqCst) > 3 }).await;
+    send(post(&url, K1, "{}")).await.is(Code::InProgress);
+    store.faults.finish.store(false, Ordering::SeqCst);
+    until("it is written", || async { world.record("t1", K1).await.unwrap().state == State::Completed }).await;
+    until("it is replayed", || async { send(post(&url, K1, "{}")).await.is_replayed() }).await;
+    assert_eq!(gate.calls(), 1);
+}
+
+// Shown by: trying for ever; executing again when the lease is over.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn o12_when_the_lease_ends_before_the_outcome_is_written_it_is_unknown() {
+    let Stage { world, store, gate, url } = stage(Gate::open(), leased(Duration::from_millis(400))).await;
+    store.faults.finish.store(true, Ordering::SeqCst);
+    store.faults.heartbeat.store(true, Ordering::SeqCst);
+    send(post(&url, K1, "{}")).await.is(Code::ResultNotStored);
+    until("it is unknown", || async { send(post(&url, K1, "{}")).await.code() == "IDEMPOTENCY_OUTCOME_UNKNOWN" }).await;
+    assert_eq!(world.record("t1", K1).await.unwrap().state, State::UnknownRequiresRecovery);
+    assert_eq!(gate.calls(), 1);
+}
+
+// Shown by: a heartbeat that stops with the request; one that is never sent.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn o12_a_handler_slower_than_its_lease_keeps_it_by_heartbeats() {
+    let Stage { world, store, gate, url } = stage(Gate::closed(), leased(Duration::from_millis(600))).await;
+    send(post(&url, K1, "{}")).await.is(Code::InProgress);
+    until("twice its lease has passed", || async { store.faults.heartbeats.load(Ordering::SeqCst) >= 7 }).await;
+    assert!(is_owned(&world).await);
+    gate.let_go();
+    until("it ended", || async { send(post(&url, K1, "{}")).await.is_replayed() }).await;
+    let record = world.record("t1", K1).await.unwrap();
+    assert_eq!((record.state, record.epoch, gate.calls()), (State::Completed, 1, 1));
+}
+
+// Shown by: cancelling the handler when the lease is lost; forgetting what it did (its client would hear "unknown" for a day).
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn o12_a_lost_lease_does_not_end_the_handler_and_its_late_outcome_is_remembered() {
+    let Stage { world, store, gate, url } = stage(Gate::closed(), leased(Duration::from_millis(300))).await;
+    store.faults.heartbeat.store(true, Ordering::SeqCst);
+    send(post(&url, K1, "{}")).await.is(Code::InProgress);
+    // Another process finds the claim stale, and gives it up as unknown.
+    until("it is given up", || async {
+        let record = world.record("t1", K1).await.unwrap();
+        world.store.mark_unknown(&record).await.unwrap() == Fenced::Done
+    })
+    .await;
+    store.faults.heartbeat.store(false, Ordering::SeqCst);
+    gate.let_go();
+    until("its outcome is known", || async { send(post(&url, K1, "{}")).await.is_replayed() }).await;
+    let record = world.record("t1", K1).await.unwrap();
+    assert_eq!((record.state, record.epoch, gate.calls()), (State::Completed, 3, 1));
+}
+
+// Shown by: writing the late outcome over the new owner's.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn o12_a_late_outcome_never_touches_another_owners_record() {
+    let route = Route { effects: Effects::Repeatable, ..leased(Duration::from_millis(300)) };
+    let Stage { world, store, gate, url } = stage(Gate::closed(), route).await;
+    store.faults.heartbeat.store(true, Ordering::SeqCst);
+    send(post(&url, K1, "{}")).await.is(Code::InProgress);
+    until("its lease is over", || async { !is_owned(&world).await }).await;
+    let other = stage_on(&world, Gate::open()).await;
+    let taken = send(post(&other, K1, "{}")).await;
+    assert_eq!((taken.status, taken.is_replayed(), taken.body.as_slice()), (201, false, &b"other"[..]));
+    gate.let_go();
+    until("the late one has ended", || async { send(post(&url, K1, "{}")).await.status == 201 }).await;
+    let again = send(post(&url, K1, "{}")).await;
+    assert_eq!((again.is_replayed(), again.body.as_slice()), (true, &b"other"[..]));
+    assert_eq!(world.record("t1", K1).await.unwrap().epoch, 2);
+}
+
+/// Another process with the same operation, whose handler answers `other`.
+async fn stage_on(world: &World<SqliteStore>, gate: Gate) -> String {
+    let engine = Engine::builder(world.store.clone()).build();
+    let route = Route { effects: Effects::Repeatable, ..edge() };
+    let layer = IdempotencyLayer::new(&engine, Endpoint::raw("put", route)).unwrap();
+    let handler = move || {
+        let gate = gate.clone();
+        async move {
+            gate.pass().await;
+            (StatusCode::CREATED, "other")
+        }
+    };
+    serve(Router::new().route("/put", route_post(handler)).route_layer(layer)).await + "/put"
+}
+
+/// Whether somebody owns the record now.
+async fn is_owned(world: &World<SqliteStore>) -> bool {
+    let look = world.store.find(&identity("t1", K1)).await.unwrap();
+    look.record.unwrap().is_owned(look.now)
+}

@@ -1,0 +1,26 @@
+//! The operation engine through its doors: on real databases, over HTTP, and as two processes of the example service.
+//!
+//! Names begin with the rule (`o..`) or the item of the mission (`m..`) that they show. Every wait is for a condition.
+#![cfg(all(feature = "http", feature = "sqlite", feature = "postgres", feature = "programs"))]
+#![allow(clippy::unwrap_used)]
+
+#[path = "../support/postgres.rs"]
+mod postgres;
+#[path = "../support/process.rs"]
+mod process;
+#[path = "../support/proxy.rs"]
+mod proxy;
+#[path = "../support/mod.rs"]
+mod support;
+
+mod control;
+mod crowd;
+mod door_a;
+mod edges;
+mod faulty;
+mod kit;
+mod layer;
+mod layer_ends;
+mod lost;
+mod policies;
+mod services;

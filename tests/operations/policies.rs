@@ -1,0 +1,275 @@
+//! What an author chooses: lifetimes, late retries, what is replayed, limits (O3, O4, O20, O23, O29, M62 to M68, M97, M98, M106).
+
+use std::time::Duration;
+
+use futures::future::BoxFuture;
+use oncebox::HandlerError;
+use oncebox::policy::operation::retention::Retention;
+use oncebox::policy::operation::route::{AfterExpiry, Replay, Requirement};
+use oncebox::policy::operation::{Code, KeyFormat, Mode, Outcome, Route, Scope, State};
+use oncebox::runtime::operation::{EffectTx, Endpoint, EndpointError, Engine, Keep, KeyGiven, Reply};
+
+use super::kit::*;
+
+on_both! {
+    m117_o4_a_retry_after_expiry_is_a_new_operation_of_the_same_record,
+    o23_m98_a_retry_after_expiry_is_rejected_where_the_route_says_so,
+    o3_a_known_outcome_expires_and_an_unknown_one_does_not,
+    m66_m117_an_answer_outlives_a_change_of_its_schema,
+    m63_m68_what_is_not_kept_is_referred_to_rebuilt_or_said_to_be_gone,
+    m17_without_a_key_the_server_makes_one_where_it_is_optional,
+    o29_a_tenant_over_its_quota_gets_429_and_nothing_is_stored,
+    m106_m117_a_key_of_another_region_is_refused_with_its_home,
+    o21_m24_a_new_version_of_the_fingerprint_reads_the_old_one,
+}
+
+fn short(ttl: Duration) -> Route {
+    Route { retention: Retention { ttl, body: ttl, metadata: Duration::from_secs(86_400) }, ..same_tx() }
+}
+
+async fn expires<S: Sql>(world: &World<S>, key: &str) {
+    until("its time is over", || async {
+        let look = world.store.find(&identity("t1", key)).await.unwrap();
+        look.record.is_some_and(|record| record.state_at(look.now) == State::Expired)
+    })
+    .await;
+}
+
+// Shown by: delete-then-insert (generation 1 again); the operation id of the first run.
+async fn m117_o4_a_retry_after_expiry_is_a_new_operation_of_the_same_record<S: Sql>(world: World<S>) {
+    let endpoint = world.protect(short(Duration::from_millis(200)));
+    let gate = Gate::open();
+    let one = first(run(&world, &endpoint, K1, "a", effect(&gate)).await);
+    let seen = world.record("t1", K1).await.unwrap();
+    expires(&world, K1).await;
+    problem(run(&world, &endpoint, K1, "b", effect(&gate)).await, Code::KeyReused);
+    let two = first(run(&world, &endpoint, K1, "a", effect(&gate)).await);
+    let now = world.record("t1", K1).await.unwrap();
+    assert_ne!((one.body, seen.operation_id), (two.body, now.operation_id));
+    assert_eq!((seen.generation, now.generation, now.epoch, now.attempts), (1, 2, 2, 1));
+    assert_eq!((gate.calls(), world.effects().await), (2, 2));
+}
+
+// Shown by: executing where the record is there and over; where it is purged.
+async fn o23_m98_a_retry_after_expiry_is_rejected_where_the_route_says_so<S: Sql>(world: World<S>) {
+    let ttl = Duration::from_millis(100);
+    let reject = Route {
+        after_expiry: AfterExpiry::Reject,
+        key_format: KeyFormat::UuidV7,
+        id_skew: Duration::from_secs(1),
+        retention: Retention { ttl, body: ttl, metadata: ttl },
+        ..same_tx()
+    };
+    let endpoint = world.protect(reject);
+    let gate = Gate::open();
+    let key = uuid::Uuid::now_v7().to_string();
+    first(run(&world, &endpoint, &key, "a", effect(&gate)).await);
+    expires(&world, &key).await;
+    problem(run(&world, &endpoint, &key, "a", effect(&gate)).await, Code::KeyExpired);
+    until("it is purged", || async {
+        world.engine.sweep(100).await.unwrap();
+        world.record("t1", &key).await.is_none()
+    })
+    .await;
+    until("the bound has passed the key's time", || async {
+        world.engine.sweep(100).await.unwrap();
+        let look = world.store.find(&identity("t1", &key)).await.unwrap();
+        look.purged_below.is_some()
+    })
+    .await;
+    problem(run(&world, &endpoint, &key, "a", effect(&gate)).await, Code::KeyExpired);
+    // A clock that is an hour ahead.
+    let mut ahead = *uuid::Uuid::now_v7().as_bytes();
+    let millis = u64::from_be_bytes([0, 0, ahead[0], ahead[1], ahead[2], ahead[3], ahead[4], ahead[5]]) + 3_600_000;
+    ahead[..6].copy_from_slice(&millis.to_be_bytes()[2..]);
+    let ahead = uuid::Uuid::from_bytes(ahead).to_string();
+    let wrong = problem(run(&world, &endpoint, &ahead, "a", effect(&gate)).await, Code::KeyInvalid);
+    assert!(wrong.detail.unwrap().contains("clock"));
+    assert_eq!((gate.calls(), world.effects().await), (1, 1));
+}
+
+// Shown by: deriving EXPIRED for every state.
+async fn o3_a_known_outcome_expires_and_an_unknown_one_does_not<S: Sql>(world: World<S>) {
+    let endpoint = world.protect(short(Duration::from_millis(50)));
+    let gate = Gate::open();
+    let unknown = does::<S, _>(|_: &Put, _: EffectTx<'_, S>| Box::pin(async { Ok(Outcome::Unknown(Reply::new(502))) }));
+    assert_eq!(first(run(&world, &endpoint, K1, "a", unknown).await).status, 502);
+    first(run(&world, &endpoint, K2, "a", effect(&gate)).await);
+    expires(&world, K2).await;
+    problem(run(&world, &endpoint, K1, "a", effect(&gate)).await, Code::OutcomeUnknown);
+    world.engine.sweep(100).await.unwrap();
+    assert_eq!(world.record("t1", K1).await.unwrap().state, State::UnknownRequiresRecovery);
+    assert_eq!(gate.calls(), 1);
+}
+
+// Shown by: writing today's version into an old answer; lifting it where no step is given.
+async fn m66_m117_an_answer_outlives_a_change_of_its_schema<S: Sql>(world: World<S>) {
+    let gate = Gate::open();
+    let old = world.engine.protect(Endpoint::typed::<Put>(same_tx()).schema_version(2)).unwrap();
+    let one = first(run(&world, &old, K1, "a", effect(&gate)).await);
+    let exact = world.engine.protect(Endpoint::typed::<Put>(same_tx()).schema_version(3)).unwrap();
+    assert_eq!(replayed(run(&world, &exact, K1, "a", effect(&gate)).await).body, one.body);
+    let lifted = Endpoint::typed::<Put>(same_tx()).schema_version(3).upcast(2, |mut reply| {
+        reply.body = b"{\"v\":3}".to_vec();
+        reply
+    });
+    let lifted = world.engine.protect(lifted).unwrap();
+    assert_eq!(replayed(run(&world, &lifted, K1, "a", effect(&gate)).await).body, b"{\"v\":3}");
+    assert_eq!(gate.calls(), 1);
+}
+
+fn keeps<S: Sql>(gate: &Gate, keep: Keep) -> impl Does<S> + use<S> {
+    let gate = gate.clone();
+    does::<S, _>(move |_: &Put, mut tx: EffectTx<'_, S>| {
+        let gate = gate.clone();
+        Box::pin(async move {
+            S::run(tx.connection(), "insert into effect (text) values ('x')").await?;
+            gate.pass().await;
+            let reply = Reply::json(201, &"a secret that is shown once")?.made("effect", "7", "/effects/7");
+            Ok(Outcome::Completed(reply.keep(keep)))
+        })
+    })
+}
+
+// Shown by: running again where no body is kept.
+async fn m63_m68_what_is_not_kept_is_referred_to_rebuilt_or_said_to_be_gone<S: Sql>(world: World<S>) {
+    let gate = Gate::open();
+    let plain = world.protect(same_tx());
+    first(run(&world, &plain, K1, "a", keeps(&gate, Keep::Nothing)).await);
+    let gone = problem(run(&world, &plain, K1, "a", keeps(&gate, Keep::Nothing)).await, Code::ResultNotRetained);
+    assert_eq!(gone.resource, None);
+    let refers = world.protect(Route { replay: Replay::Reference, ..same_tx() });
+    first(run(&world, &refers, K2, "a", keeps(&gate, Keep::Reference)).await);
+    let again = replayed(run(&world, &refers, K2, "a", keeps(&gate, Keep::Reference)).await);
+    assert_eq!((again.status, again.headers), (303, vec![("location".to_owned(), b"/effects/7".to_vec())]));
+    let named = problem(run(&world, &plain, K2, "a", keeps(&gate, Keep::Reference)).await, Code::ResultNotRetained);
+    assert_eq!(named.resource.unwrap().id, "7");
+    let rebuilt = Endpoint::typed::<Put>(Route { replay: Replay::Reconstruct, ..same_tx() })
+        .rebuilt_by(|record| Box::pin(async move { Ok(Reply::json(200, &record.operation_id)?) }));
+    let rebuilt = world.engine.protect(rebuilt).unwrap();
+    let id = world.record("t1", K1).await.unwrap().operation_id;
+    let again = replayed(run(&world, &rebuilt, K1, "a", keeps(&gate, Keep::Nothing)).await);
+    assert_eq!(again.body, serde_json::to_vec(&id).unwrap());
+    assert_eq!((gate.calls(), world.effects().await), (2, 2));
+    let wrong = world.engine.protect(Endpoint::typed::<Put>(Route { replay: Replay::Reconstruct, ..same_tx() }));
+    assert!(matches!(wrong, Err(EndpointError::Rebuild)));
+}
+
+async fn m17_without_a_key_the_server_makes_one_where_it_is_optional<S: Sql>(world: World<S>) {
+    let endpoint = world.protect(Route { requirement: Requirement::Optional, ..same_tx() });
+    let gate = Gate::open();
+    let asks =
+        |scope: Option<Scope>| world.engine.execute_tx(&endpoint, scope, KeyGiven::Missing, put("a"), effect(&gate));
+    let one = first(asks(Some(scope("t1", "p1"))).await);
+    let two = first(asks(Some(scope("t1", "p1"))).await);
+    assert_ne!(one.body, two.body);
+    assert_eq!((gate.calls(), world.effects().await), (2, 2));
+    let required = world.protect(same_tx());
+    let missing =
+        world.engine.execute_tx(&required, Some(scope("t1", "p1")), KeyGiven::Missing, put("a"), effect(&gate));
+    problem(missing.await, Code::KeyRequired);
+    let unscoped = world.engine.execute_tx(&required, None, key(K1), put("a"), effect(&gate)).await;
+    problem(unscoped, Code::ScopeRequired);
+    assert_eq!(gate.calls(), 2);
+}
+
+// Shown by: counting all tenants together; storing the refused one.
+async fn o29_a_tenant_over_its_quota_gets_429_and_nothing_is_stored<S: Sql>(world: World<S>) {
+    let engine = Engine::builder(world.store.clone()).open_per_tenant_max(1).build();
+    let world = World { engine, ..world };
+    let endpoint = world.protect(same_tx());
+    let (gate, open) = (Gate::closed(), Gate::open());
+    let running = tokio::spawn({
+        let (world, endpoint, gate) = (world.clone(), endpoint.clone(), gate.clone());
+        async move { run(&world, &endpoint, K1, "a", effect(&gate)).await }
+    });
+    gate.begun().await;
+    let over = problem(run(&world, &endpoint, K2, "a", effect(&open)).await, Code::QuotaExceeded);
+    assert_eq!((over.status, open.calls()), (429, 0));
+    // Another tenant is free to go; SQLite has one writer, so it is only asked for what it may.
+    gate.let_go();
+    first(running.await.unwrap());
+    assert_eq!(world.record("t1", K2).await, None);
+    first(run(&world, &endpoint, K2, "a", effect(&open)).await);
+}
+
+// Two services, each with its database: the one that is not the home of a tenant runs nothing. Shown by: not asking.
+async fn m106_m117_a_key_of_another_region_is_refused_with_its_home<S: Sql>(world: World<S>) {
+    let home = |scope: &Scope| scope.tenant().split_once('.').map(|(home, _)| home.to_owned());
+    let services = ["eu", "us"].map(|here| {
+        let engine = Engine::builder(world.store.clone()).region(here, home).build();
+        World { engine, ..world.clone() }
+    });
+    let gate = Gate::open();
+    for (number, service) in services.iter().enumerate() {
+        let endpoint = service.protect(same_tx());
+        for (tenant, is_home) in [("eu.t1", number == 0), ("us.t1", number == 1)] {
+            let asks =
+                service.engine.execute_tx(&endpoint, Some(scope(tenant, "p1")), key(K1), put("a"), effect(&gate));
+            if is_home {
+                first(asks.await);
+            } else {
+                let elsewhere = problem(asks.await, Code::WrongRegion);
+                assert_eq!(
+                    (elsewhere.status, elsewhere.home_region.as_deref()),
+                    (421, tenant.split_once('.').map(|t| t.0))
+                );
+            }
+        }
+    }
+    assert_eq!((gate.calls(), world.effects().await), (2, 2));
+}
+
+// Shown by: comparing with what would be written today.
+async fn o21_m24_a_new_version_of_the_fingerprint_reads_the_old_one<S: Sql>(world: World<S>) {
+    use oncebox::policy::operation::{FingerprintWriter, IdempotentCommand};
+    struct Newer(Put);
+    impl IdempotentCommand for Newer {
+        const OPERATION: &'static str = "put";
+        const VERSION: u32 = 2;
+        const OLDEST: u32 = 1;
+        fn fingerprint(&self, version: u32, writer: &mut FingerprintWriter) {
+            self.0.fingerprint(1, writer);
+            if version > 1 {
+                writer.field("unit", "piece");
+            }
+        }
+    }
+    fn newer<S: Sql, F>(handler: F) -> F
+    where
+        F: for<'t> Fn(&'t Newer, EffectTx<'t, S>) -> BoxFuture<'t, Result<Outcome<Reply>, HandlerError>>,
+    {
+        handler
+    }
+    let gate = Gate::open();
+    let old = world.protect(same_tx());
+    let one = first(run(&world, &old, K1, "a", effect(&gate)).await);
+    let endpoint = world.engine.protect(Endpoint::typed::<Newer>(same_tx())).unwrap();
+    let asks = |key_text: &'static str, text: &'static str| {
+        let handler =
+            newer::<S, _>(|_: &Newer, _: EffectTx<'_, S>| Box::pin(async { Ok(Outcome::Completed(Reply::new(201))) }));
+        world.engine.execute_tx(&endpoint, Some(scope("t1", "p1")), key(key_text), Newer(put(text)), handler)
+    };
+    assert_eq!(replayed(asks(K1, "a").await).body, one.body);
+    problem(asks(K1, "b").await, Code::KeyReused);
+    first(asks(K2, "a").await);
+    problem(run(&world, &old, K2, "a", effect(&gate)).await, Code::FingerprintVersionUnknown);
+    assert_eq!(gate.calls(), 1);
+}
+
+// Shown by: registering without validating.
+#[tokio::test]
+async fn m4_choices_that_cannot_keep_the_promise_are_refused_when_they_are_registered() {
+    let world = sqlite().await;
+    let protect = |endpoint: Endpoint| world.engine.protect(endpoint).map(drop);
+    let typed = |route: Route| Endpoint::typed::<Put>(route);
+    assert!(matches!(protect(typed(same_tx()).keeps_header("Set-Cookie")), Err(EndpointError::Header(_))));
+    assert!(matches!(protect(typed(same_tx()).redacts("id")), Err(EndpointError::Pointer(_))));
+    assert!(matches!(protect(typed(same_tx()).counts_header("Cookie")), Err(EndpointError::Counted(_))));
+    assert!(matches!(protect(Endpoint::raw("a b", same_tx())), Err(EndpointError::Name(_))));
+    let off = Route { requirement: Requirement::Off, ..same_tx() };
+    assert!(matches!(protect(typed(off)), Err(EndpointError::Off)));
+    let asks = Route { reconciles: true, ..Route::new(Mode::Edge) };
+    assert!(matches!(protect(typed(asks)), Err(EndpointError::Reconcile)));
+    assert!(protect(typed(same_tx())).is_ok());
+}

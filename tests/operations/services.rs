@@ -1,0 +1,323 @@
+//! Two processes of the example service on one database: the tests that the sources demand (M112 to M114, M117), by HTTP.
+
+use std::collections::HashSet;
+use std::io::{BufRead, BufReader};
+use std::path::Path;
+use std::process::{Child, Command, Stdio};
+use std::sync::Arc;
+use std::time::SystemTime;
+
+use oncebox::policy::operation::Code;
+use oncebox::sqlx::{self, AssertSqlSafe, Connection};
+use tokio::sync::Barrier;
+
+use super::kit::*;
+
+/// The example, which cargo builds beside this test. `cargo test --test operations` builds none: then it says so.
+fn example() -> String {
+    let this = std::env::current_exe().unwrap();
+    let binary = this.ancestors().nth(2).unwrap().join("examples/payments_api");
+    let built = |path: &Path| path.metadata().and_then(|data| data.modified()).unwrap_or(SystemTime::UNIX_EPOCH);
+    let sources = std::fs::read_to_string(binary.with_extension("d")).unwrap_or_default();
+    let newest = sources.split_whitespace().skip(1).map(|source| built(Path::new(source))).max();
+    assert!(
+        newest.is_some_and(|newest| newest <= built(&binary)),
+        "{} is missing or older than its sources: `cargo build --all-features --examples` makes it",
+        binary.display()
+    );
+    binary.to_str().unwrap().to_owned()
+}
+
+/// A process of the service, killed when dropped.
+struct Service {
+    child: Child,
+    url: String,
+}
+
+impl Drop for Service {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+impl Service {
+    fn begin(database: &str, flags: &[&str]) -> Child {
+        let mut command = Command::new(example());
+        command.args(["--listen", "127.0.0.1:0", "--database", database]).args(flags);
+        command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::inherit()).spawn().unwrap()
+    }
+
+    async fn ready(mut child: Child) -> Self {
+        let out = child.stdout.take().unwrap();
+        let said = tokio::task::spawn_blocking(move || {
+            let mut line = String::new();
+            BufReader::new(out).read_line(&mut line).unwrap();
+            line
+        });
+        let said = tokio::time::timeout(SOON, said).await.expect("it listens").unwrap();
+        let address =
+            said.trim().strip_prefix("listening on ").unwrap_or_else(|| panic!("it said {said:?}")).to_owned();
+        Self { child, url: format!("http://{address}") }
+    }
+
+    async fn post(&self, path: &str, key: &str, body: &str) -> Http {
+        send(self.ask(path, key, body)).await
+    }
+
+    fn ask(&self, path: &str, key: &str, body: &str) -> reqwest::RequestBuilder {
+        post(&format!("{}{path}", self.url), key, body).header("authorization", "Bearer t1:p1")
+    }
+
+    async fn get(&self, path: &str) -> Http {
+        send(client().get(format!("{}{path}", self.url)).header("authorization", "Bearer t1:p1")).await
+    }
+
+    /// The sum of a metric over its labels.
+    async fn metric(&self, name: &str) -> f64 {
+        let text = String::from_utf8(self.get("/metrics").await.body).unwrap();
+        let lines: Vec<&str> = text.lines().filter(|line| line.split(['{', ' ']).next() == Some(name)).collect();
+        assert!(!lines.is_empty(), "{name} is missing");
+        lines.iter().map(|line| line.rsplit_once(' ').unwrap().1.parse::<f64>().unwrap()).sum()
+    }
+}
+
+fn payment(amount: i64, reference: &str) -> String {
+    format!(r#"{{"accountId":"acc-7","amountMinor":{amount},"currency":"EUR","merchantReference":"{reference}"}}"#)
+}
+
+/// Runs a test with two processes that are started at once on an empty database: each makes the tables, safely.
+macro_rules! two_services {
+    ($($name:ident),* $(,)?) => {
+        mod sqlite {
+            $(
+                #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+                async fn $name() {
+                    let directory = tempfile::tempdir().unwrap();
+                    let url = format!("sqlite://{}", directory.path().join("payments.db").display());
+                    super::$name(super::Two::on(url).await).await;
+                }
+            )*
+        }
+        mod postgres {
+            $(
+                #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+                async fn $name() {
+                    crate::postgres::with_database(stringify!($name), |database| async move {
+                        super::$name(super::Two::on(database.url.clone()).await).await;
+                    })
+                    .await;
+                }
+            )*
+        }
+    };
+}
+
+two_services! {
+    m112_the_second_request_gets_the_same_payment_and_no_second_message,
+    m113_a_different_body_is_a_stable_and_counted_conflict,
+    m114_two_at_once_on_two_processes_pay_once,
+    m117_a_retry_after_expiry_and_under_another_key_of_one_order,
+    m71_insufficient_funds_is_replayed_after_the_balance_rose,
+    o14_one_order_is_paid_once_whatever_its_key,
+    the_service_says_what_it_protects_and_scopes_what_it_shows,
+}
+
+struct Two {
+    url: String,
+    services: [Service; 2],
+}
+
+impl Two {
+    async fn on(url: String) -> Self {
+        Self::with(url, &[]).await
+    }
+
+    async fn with(url: String, flags: &[&str]) -> Self {
+        let begun = [Service::begin(&url, flags), Service::begin(&url, flags)];
+        let [one, two] = begun.map(Service::ready);
+        Self { services: [one.await, two.await], url }
+    }
+
+    /// Counts rows, by a connection of its own.
+    async fn count(&self, sql: &str) -> i64 {
+        let sql = AssertSqlSafe(sql.to_owned());
+        if self.url.starts_with("sqlite") {
+            let mut connection = sqlx::SqliteConnection::connect(&self.url).await.unwrap();
+            sqlx::query_scalar(sql).fetch_one(&mut connection).await.unwrap()
+        } else {
+            let mut connection = sqlx::PgConnection::connect(&self.url).await.unwrap();
+            sqlx::query_scalar(sql).fetch_one(&mut connection).await.unwrap()
+        }
+    }
+
+    async fn payments(&self) -> i64 {
+        self.count("select count(*) from payment").await
+    }
+
+    async fn messages(&self) -> i64 {
+        let table = if self.url.starts_with("sqlite") { "oncebox_outbox" } else { "oncebox.outbox" };
+        self.count(&format!("select count(*) from {table} where kind = 'payment.created'")).await
+    }
+}
+
+// Shown by: a door that forgets its answer; a message that is enqueued outside of the transaction.
+async fn m112_the_second_request_gets_the_same_payment_and_no_second_message(two: Two) {
+    let body = payment(1_000, "order-1");
+    let one = two.services[0].post("/payments", K1, &body).await;
+    assert_eq!((one.status, one.is_replayed()), (201, false), "{one:?}");
+    let shown = one.json();
+    assert_eq!((shown["status"].as_str(), shown["channel"].as_str()), (Some("settled"), Some("web")));
+    let location = one.header("location").unwrap().to_owned();
+    assert_eq!(location, format!("/payments/{}", shown["id"].as_str().unwrap()));
+    for service in &two.services {
+        for same in [body.clone(), body.replace('}', r#","channel":"web"}"#), body.replace(',', " , ")] {
+            let again = service.post("/payments", K1, &same).await;
+            assert_eq!((again.status, again.is_replayed(), &again.body), (201, true, &one.body));
+            assert_eq!(
+                (again.header("location"), again.header("content-type")),
+                (Some(location.as_str()), one.header("content-type"))
+            );
+        }
+        assert_eq!(service.get(&location).await.json(), shown);
+        assert_eq!(service.metric("oncebox_idempotency_replay_count").await, 3.0);
+    }
+    assert_eq!((two.payments().await, two.messages().await), (1, 1));
+}
+
+// Shown by: replaying whatever comes under the key; overwriting the first record.
+async fn m113_a_different_body_is_a_stable_and_counted_conflict(two: Two) {
+    let one = two.services[0].post("/payments", K1, &payment(1_000, "order-1")).await;
+    for service in &two.services {
+        for _ in 0..2 {
+            let other = service.post("/payments", K1, &payment(10_000, "order-1")).await;
+            other.is(Code::KeyReused);
+            assert_eq!((other.status, other.json()["retryable"].as_bool()), (422, Some(false)));
+            assert!(!String::from_utf8_lossy(&other.body).contains("1000"), "nothing of the first request is shown");
+        }
+        assert_eq!(service.metric("oncebox_idempotency_conflict_different_request_count").await, 2.0);
+    }
+    let again = two.services[1].post("/payments", K1, &payment(1_000, "order-1")).await;
+    assert!(again.is_replayed() && again.body == one.body, "the first record stands");
+    assert_eq!((two.payments().await, two.messages().await), (1, 1));
+}
+
+// Shown by: `m114_m118_a_store_that_looks_first_pays_twice_in_the_same_race`; without the primary key of the records.
+async fn m114_two_at_once_on_two_processes_pay_once(two: Two) {
+    for round in 0..super::control::ROUNDS {
+        let (key, body) = (format!("{K1}-{round}"), payment(1, &format!("order-{round}")));
+        let start = Arc::new(Barrier::new(4));
+        let mut racing = tokio::task::JoinSet::new();
+        for number in 0..4 {
+            let request = two.services[number % 2].ask("/payments", &key, &body);
+            let start = start.clone();
+            racing.spawn(async move {
+                start.wait().await;
+                send(request).await
+            });
+        }
+        let (mut firsts, mut bodies) = (0, HashSet::new());
+        for answer in racing.join_all().await {
+            if answer.status == 201 {
+                firsts += u32::from(!answer.is_replayed());
+                bodies.insert(answer.body);
+            } else {
+                answer.is(Code::InProgress);
+            }
+        }
+        assert_eq!((firsts, bodies.len()), (1, 1), "round {round}");
+        assert_eq!((two.payments().await, two.messages().await), (round as i64 + 1, round as i64 + 1));
+    }
+}
+
+// Shown by: an expired key that replays; a new key that pays the same order again.
+async fn m117_a_retry_after_expiry_and_under_another_key_of_one_order(two: Two) {
+    let url = two.url.clone();
+    drop(two);
+    let two = Two::with(url, &["--key-ttl", "0.5"]).await;
+    let body = payment(1_000, "order-1");
+    let one = two.services[0].post("/payments", K1, &body).await;
+    until("its time is over", || async {
+        let again = two.services[1].post("/payments", K1, &body).await;
+        // A new operation of the same order: the business constraint knows it.
+        again.status == 200 && again.json()["duplicate_of"] == one.json()["id"]
+    })
+    .await;
+    let expired = two.services[1].metric("oncebox_idempotency_expired_retry_count").await;
+    assert!(expired >= 1.0, "{expired}");
+    assert_eq!((two.payments().await, two.messages().await), (1, 1));
+}
+
+// Shown by: rolling the refusal back with its transaction.
+async fn m71_insufficient_funds_is_replayed_after_the_balance_rose(two: Two) {
+    let put = |balance: i64| {
+        let request = client().put(format!("{}/accounts/acc-7", two.services[1].url));
+        let request = request.header("authorization", "Bearer t1:p1").header("content-type", "application/json");
+        send(request.body(format!(r#"{{"balanceMinor":{balance}}}"#)))
+    };
+    assert_eq!(put(10).await.status, 200);
+    let one = two.services[0].post("/payments", K1, &payment(11, "order-1")).await;
+    assert_eq!((one.status, one.code().as_str(), one.is_replayed()), (402, "INSUFFICIENT_FUNDS", false));
+    assert_eq!(put(1_000).await.status, 200);
+    for service in &two.services {
+        let again = service.post("/payments", K1, &payment(11, "order-1")).await;
+        assert_eq!((again.status, again.is_replayed(), &again.body), (402, true, &one.body));
+    }
+    assert_eq!((two.payments().await, two.messages().await), (0, 0));
+    assert_eq!(two.services[0].post("/payments", K2, &payment(11, "order-1")).await.status, 201);
+}
+
+// Shown by: catching the error of the unique constraint (a 500 on PostgreSQL); comparing the reference alone.
+async fn o14_one_order_is_paid_once_whatever_its_key(two: Two) {
+    let one = two.services[0].post("/payments", K1, &payment(5, "order-1")).await;
+    let same = two.services[1].post("/payments", K2, &payment(5, "order-1")).await;
+    assert_eq!((same.status, &same.json()["duplicate_of"]), (200, &one.json()["id"]));
+    let other = format!("{K2}-other");
+    let reused = two.services[1].post("/payments", &other, &payment(6, "order-1")).await;
+    assert_eq!((reused.status, reused.code().as_str()), (409, "MERCHANT_REFERENCE_REUSED"));
+    assert!(two.services[0].post("/payments", &other, &payment(6, "order-1")).await.is_replayed(), "it is binding");
+    let start = Arc::new(Barrier::new(6));
+    let mut racing = tokio::task::JoinSet::new();
+    for number in 0..6 {
+        let key = format!("{K1}-race-{number}");
+        let request = two.services[number % 2].ask("/payments", &key, &payment(7, "order-2"));
+        let start = start.clone();
+        racing.spawn(async move {
+            start.wait().await;
+            send(request).await.status
+        });
+    }
+    let statuses = racing.join_all().await;
+    assert_eq!(statuses.iter().filter(|status| **status == 201).count(), 1, "{statuses:?}");
+    assert!(statuses.iter().all(|status| [200, 201].contains(status)), "{statuses:?}");
+    assert_eq!((two.payments().await, two.messages().await), (2, 2));
+}
+
+async fn the_service_says_what_it_protects_and_scopes_what_it_shows(two: Two) {
+    let service = &two.services[0];
+    let known = send(client().get(format!("{}/.well-known/idempotency", service.url))).await.json();
+    let paid = serde_json::json!({
+        "operation": "create_payment", "path": "/payments", "method": "POST", "required": true, "ttl": "PT24H",
+        "mode": "same_tx", "mismatchStatus": 422,
+    });
+    assert!(known["operations"].as_array().unwrap().contains(&paid), "{known}");
+    for path in ["/livez", "/readyz"] {
+        assert_eq!(send(client().get(format!("{}{path}", service.url))).await.status, 200);
+    }
+    let one = service.post("/payments", K1, &payment(5, "order-1")).await;
+    let location = format!("{}{}", service.url, one.header("location").unwrap());
+    let seen = |token: &'static str| send(client().get(&location).header("authorization", token));
+    assert_eq!(seen("Bearer t1:p9").await.status, 200);
+    assert_eq!(seen("Bearer t2:p1").await.status, 404, "another tenant's is not there");
+    for token in ["Bearer t1", "Bearer :p1", "Bearer t1:", "Basic t1:p1", "Bearer t 1:p1"] {
+        seen(token).await.is(Code::Unauthenticated);
+    }
+    let note = service.post("/notes", K1, r#"{"text":"a"}"#).await;
+    assert_eq!((note.status, note.json()["text"].as_str()), (201, Some("a")), "keys of two operations do not meet");
+    assert!(two.services[1].post("/notes", K1, r#"{"text":"a"}"#).await.is_replayed());
+    service.post("/notes", K2, r#"{"txt":"a"}"#).await.is(Code::RequestInvalid);
+    assert_eq!(service.post("/notes", K2, r#"{"text":"b"}"#).await.status, 201, "the corrected body, the same key");
+    for name in ["in_progress_age_max", "unknown_state_count", "expired_retry_count"] {
+        assert_eq!(service.metric(&format!("oncebox_idempotency_{name}")).await, 0.0);
+    }
+}

@@ -1,0 +1,78 @@
+//! The provider of the examples, as a process.
+#![allow(dead_code, clippy::unwrap_used)] // each test binary uses its part
+
+use std::io::{BufRead, BufReader};
+use std::path::PathBuf;
+use std::process::{Child, Command, Stdio};
+use std::time::SystemTime;
+
+use serde_json::{Value, json};
+
+/// The provider, killed when dropped.
+pub(crate) struct ProviderProcess {
+    child: Child,
+    pub(crate) url: String,
+    client: reqwest::Client,
+    /// Its books: one line of JSON for each charge.
+    pub(crate) books: PathBuf,
+    _data: tempfile::TempDir,
+}
+
+/// An example, which cargo builds beside this test. `cargo test --test phased` builds none: then it says so.
+pub(crate) fn example(name: &str) -> String {
+    let this = std::env::current_exe().unwrap();
+    let binary = this.ancestors().nth(2).unwrap().join("examples").join(name);
+    let built =
+        |path: &std::path::Path| path.metadata().and_then(|data| data.modified()).unwrap_or(SystemTime::UNIX_EPOCH);
+    let sources = std::fs::read_to_string(binary.with_extension("d")).unwrap_or_default();
+    let own = |source: &&str| source.contains(&format!("/{name}/"));
+    let newest = sources.split_whitespace().skip(1).filter(own).map(|source| built(source.as_ref())).max();
+    assert!(
+        newest.is_some_and(|newest| newest <= built(&binary)),
+        "{} is missing or older than its sources: `cargo build --all-features --examples` makes it",
+        binary.display()
+    );
+    binary.to_str().unwrap().to_owned()
+}
+
+impl ProviderProcess {
+    pub(crate) fn start() -> Self {
+        let data = tempfile::tempdir().unwrap();
+        let file = data.path().join("charges.jsonl");
+        let mut child = Command::new(example("payments_provider"))
+            .args(["--listen", "127.0.0.1:0", "--data", file.to_str().unwrap()])
+            .stdout(Stdio::piped())
+            .stdin(Stdio::null())
+            .spawn()
+            .unwrap();
+        let mut line = String::new();
+        BufReader::new(child.stdout.take().unwrap()).read_line(&mut line).unwrap();
+        let url = format!("http://{}", line.trim().strip_prefix("listening on ").unwrap());
+        let client = reqwest::Client::builder().no_proxy().build().unwrap();
+        Self { child, url, client, books: file, _data: data }
+    }
+
+    pub(crate) async fn fault(&self, name: &str, times: i64, delay_ms: u64) {
+        let order = json!({ "fault": name, "times": times, "delayMs": delay_ms }).to_string();
+        let answer = self.client.post(format!("{}/admin/faults", self.url)).body(order).send().await.unwrap();
+        assert_eq!(answer.status(), 204);
+    }
+
+    pub(crate) async fn no_faults(&self) {
+        self.client.delete(format!("{}/admin/faults", self.url)).send().await.unwrap();
+    }
+
+    /// Charges, and keys of charges.
+    pub(crate) async fn count(&self) -> (i64, i64) {
+        let text = self.client.get(format!("{}/charges/count", self.url)).send().await.unwrap().text().await.unwrap();
+        let counts: Value = serde_json::from_str(&text).unwrap();
+        (counts["count"].as_i64().unwrap(), counts["keys"].as_i64().unwrap())
+    }
+}
+
+impl Drop for ProviderProcess {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}

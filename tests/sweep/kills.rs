@@ -1,0 +1,171 @@
+//! The sweep: SIGKILL at every named point with a request in flight; after restart and retry one charge, one payment, one message,
+//! and the same answer. Compared by id and amount, in four ledgers.
+//!
+//! `ONCEBOX_SWEEP_KILLS` says how many kills there are in all, at least five at each point.
+
+use std::collections::BTreeMap;
+
+use oncebox::store::sqlite::SqliteStore;
+use oncebox::store::{Base, NewEvidence, Sealed, StoreOptions};
+
+use crate::api::{Answer, Api, Plan, body};
+use crate::ledgers::{Entries, Tables, provider_books, sorted};
+use crate::points::POINTS;
+use crate::provider::ProviderProcess;
+use crate::support::unique;
+
+const LANES: usize = 4;
+/// A lease that is over soon after its owner was killed.
+const LEASE: f64 = 1.0;
+
+/// Kills at each point, of one lane.
+fn rounds() -> usize {
+    let asked = std::env::var("ONCEBOX_SWEEP_KILLS").ok().and_then(|text| text.parse().ok());
+    let all: usize = asked.unwrap_or(210);
+    all.div_ceil(POINTS.len() * LANES).max(3)
+}
+
+/// What a lane has seen.
+#[derive(Debug, Default)]
+struct Lane {
+    kills: BTreeMap<&'static str, usize>,
+    payments: Vec<Answer>,
+    charges: Vec<Answer>,
+}
+
+fn path_of(point: &str) -> &'static str {
+    if point.starts_with("payment.") { "/payments" } else { "/charges" }
+}
+
+/// One kill: the request is on its way, the point is reached, the process is gone, and nobody was answered.
+async fn kill_at(plan: &Plan, point: &'static str, key: &str, amount: i64, reference: &str) {
+    let mut doomed = Api::start(&Plan { pause_at: Some(point), ..plan.clone() }).await;
+    let in_flight = tokio::spawn(doomed.request(path_of(point), key, &body(amount, reference)).send());
+    doomed.says(&format!("paused at {point}")).await;
+    assert!(!in_flight.is_finished(), "{point}: the request was answered before the kill");
+    doomed.kill();
+    assert!(in_flight.await.unwrap().is_err(), "{point}: answered by a process that was killed");
+}
+
+/// The answer after restart, and the same again.
+async fn ask_again(plan: &Plan, path: &str, key: &str, amount: i64, reference: &str) -> Answer {
+    let api = Api::start(plan).await;
+    let answer = api.post_until_known(path, key, &body(amount, reference)).await;
+    assert_eq!(answer.status, 201, "{key}: {answer:?}");
+    let again = api.post(path, key, &body(amount, reference)).await;
+    assert_eq!((again.status, again.replayed, &again.bytes), (201, true, &answer.bytes), "{key}");
+    api.kill();
+    answer
+}
+
+fn entries(answers: &[Answer]) -> Entries {
+    sorted(answers.iter().map(|answer| {
+        let body = answer.json();
+        (body["id"].as_str().unwrap().to_owned(), body["amountMinor"].as_i64().unwrap())
+    }))
+}
+
+async fn sweep<S: Tables>(lane: usize, store: &S, database: &str) -> Lane {
+    let provider = ProviderProcess::start();
+    let plan = Plan {
+        database: database.to_owned(),
+        provider: Some(provider.url.clone()),
+        lease: LEASE,
+        budget: 2.0,
+        recovery: true,
+        pause_at: None,
+    };
+    let mut seen = Lane::default();
+    let mut amount = 1_000;
+    for round in 0..rounds() {
+        for point in POINTS {
+            amount += 1;
+            let (key, reference) = (unique("sweep-key-of-a-request"), format!("order-{lane}-{amount}"));
+            // A worker recovers, or the repeating request does.
+            let plan = Plan { recovery: round % 2 == 0, ..plan.clone() };
+            kill_at(&plan, point, &key, amount, &reference).await;
+            *seen.kills.entry(point).or_default() += 1;
+            let answer = ask_again(&plan, path_of(point), &key, amount, &reference).await;
+            if path_of(point) == "/payments" { seen.payments.push(answer) } else { seen.charges.push(answer) }
+        }
+    }
+    amount += 1;
+    let answer = with_an_operator(&plan, &provider, store, amount).await;
+    seen.charges.push(answer);
+    let (charges, payments) = (entries(&seen.charges), entries(&seen.payments));
+    assert_eq!(provider_books(&provider.books), charges, "the provider's charges and the answers");
+    assert_eq!(store.rows("charge").await, charges, "the rows of charges and the answers");
+    assert_eq!(store.rows("payment").await, payments, "the payments and the answers");
+    assert_eq!(store.announced().await, sorted(charges.into_iter().chain(payments)), "the messages and the answers");
+    for kind in ["answer", "query", "operator"] {
+        assert!(store.recovered_by(kind).await > 0, "no charge was recovered by {kind}");
+    }
+    seen
+}
+
+/// The charge was taken, the answer is lost, and the provider tells no more: a person who looked it up says so.
+async fn with_an_operator<S: Tables>(plan: &Plan, provider: &ProviderProcess, store: &S, amount: i64) -> Answer {
+    let (key, reference) = (unique("sweep-key-of-a-request"), format!("order-of-an-operator-{amount}"));
+    let plan = Plan { recovery: false, ..plan.clone() };
+    kill_at(&plan, "charge.answered", &key, amount, &reference).await;
+    provider.fault("refuse_keys", -1, 0).await;
+    provider.fault("no_query", -1, 0).await;
+    let api = Api::start(&plan).await;
+    let pending = api.post("/charges", &key, &body(amount, &reference)).await;
+    assert!([202, 409].contains(&pending.status), "{pending:?}");
+    api.kill();
+    let sql = format!("select {} from {}operation where outcome_at is null", S::OPERATION_ID, S::PREFIX);
+    let open = store.texts(&sql).await;
+    assert_eq!(open.len(), 1, "one operation has no outcome");
+    let word = NewEvidence {
+        operation_id: open[0].parse().unwrap(),
+        effect: "charge".to_owned(),
+        epoch: 1,
+        send: 0,
+        kind: "operator".to_owned(),
+        verdict: "success".to_owned(),
+        status: None,
+        bytes: Sealed { bytes: b"found in the provider's console".to_vec(), kid: None },
+    };
+    store.observe(&word).await.unwrap();
+    let answer = ask_again(&plan, "/charges", &key, amount, &reference).await;
+    provider.no_faults().await;
+    answer
+}
+
+fn enough(lanes: &[Lane], all: usize) {
+    for point in POINTS {
+        let kills: usize = lanes.iter().filter_map(|lane| lane.kills.get(point)).sum();
+        assert!(kills >= 5, "{point}: {kills} kills");
+    }
+    let kills: usize = lanes.iter().flat_map(|lane| lane.kills.values()).sum();
+    assert!(kills >= all, "{kills} kills");
+}
+
+async fn on_sqlite(lane: usize) -> Lane {
+    let directory = tempfile::tempdir().unwrap();
+    let url = format!("sqlite://{}", directory.path().join("sweep.db").display());
+    let options = StoreOptions { create: true, ..StoreOptions::new(url.clone()) };
+    let store = SqliteStore::connect(&options).await.unwrap();
+    sweep(lane, &store, &url).await
+}
+
+// Shown by: a provider key made anew at every drive (two charges); a resend without the committed begin of the first send; a
+// message enqueued in a transaction of its own (two messages); finishing the operation without its record (409 for ever).
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn m115_m50_killed_at_every_point_there_is_one_charge_one_payment_one_message_on_sqlite() {
+    let (one, two) = tokio::join!(on_sqlite(0), on_sqlite(1));
+    enough(&[one, two], rounds() * POINTS.len() * 2);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn m115_m50_killed_at_every_point_there_is_one_charge_one_payment_one_message_on_postgres() {
+    crate::postgres::with_database("m115_on_postgres", |one| async move {
+        crate::postgres::with_database("m115_on_postgres", |two| async move {
+            let lanes = tokio::join!(sweep(2, &one.store, &one.url), sweep(3, &two.store, &two.url));
+            enough(&[lanes.0, lanes.1], rounds() * POINTS.len() * 2);
+        })
+        .await;
+    })
+    .await;
+}
