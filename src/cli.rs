@@ -2,13 +2,17 @@
 
 #[macro_use]
 mod common;
+mod act;
+mod answer;
 mod bench;
 mod config;
 mod dead;
 mod demo;
 mod doctor;
+mod keys;
 mod migrate;
 mod oncebox;
+mod operations;
 mod place;
 mod progress;
 #[cfg(feature = "email")]

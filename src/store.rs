@@ -1,7 +1,7 @@
 //! Where state lives: the traits that a database adapter fulfils, one per duty.
 //!
 //! One adapter, one folder, the same file names in each: `connect`, `door`, `schema`, `check`, `relay`, `inbox`, `waiting`,
-//! `operator`, `mailbox`, `operations`. The suite in [`conformance`] (feature `testing`) is the executable definition and runs on any
+//! `operator`, `mailbox`, `operations`, `phases`, `key_operator`. The suite in [`conformance`] (feature `testing`) is the executable definition and runs on any
 //! adapter.
 //!
 //! Guarantees: time is the database's own; every change of relay state is fenced by an epoch; no statement decides from a

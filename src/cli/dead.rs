@@ -1,12 +1,12 @@
 //! `oncebox dead`: list, show, redrive, discard, on the outbox's side and the consumers'. Every act has a reason and leaves an
 //! audit row.
 
-use std::io::Write;
 use std::path::PathBuf;
 
 use clap::{Args, Subcommand};
 use uuid::Uuid;
 
+use super::act::{Act, refused, to_json};
 use super::common::{CommonArgs, Output, table};
 use crate::app::config::Settings;
 use crate::app::{AppError, require_schema, say};
@@ -81,20 +81,6 @@ pub(crate) struct Which {
     all: bool,
 }
 
-/// Who, why, and how carefully.
-#[derive(Debug, Clone, Args)]
-pub(crate) struct Act {
-    /// Why; stored in the audit row
-    #[arg(long, value_name = "TEXT")]
-    why: String,
-    /// Only say what would be done
-    #[arg(long)]
-    dry_run: bool,
-    /// Do not ask
-    #[arg(long)]
-    yes: bool,
-}
-
 /// A number as `dead list` shows it.
 fn number(text: &str) -> Result<String, String> {
     let digits = text.strip_prefix(['o', 'c']).and_then(|digits| digits.parse::<i64>().ok());
@@ -103,9 +89,6 @@ fn number(text: &str) -> Result<String, String> {
         _ => Err("no number of a dead message; `oncebox dead list` shows them: o17, c9".to_owned()),
     }
 }
-
-/// So many are acted on without a question.
-const UNASKED_MAX: usize = 1;
 
 pub(super) async fn run(command: &DeadCommand, common: &CommonArgs, output: Output) -> Result<(), AppError> {
     let settings = common.load(None)?.settings;
@@ -271,15 +254,9 @@ async fn act_on<S: Store>(
     if matches!(how, OperatorAct::RedriveAs { .. }) && found.len() > 1 {
         return Err(AppError::usage(format!("{} messages match; only one at a time gets a new id", found.len())));
     }
-    if !act.dry_run && !act.yes && found.len() > UNASKED_MAX {
-        confirm(found.len(), how)?;
-    }
-    let dry_run = ActContext {
-        actor: actor(),
-        reason: act.why.clone(),
-        dry_run: true,
-        redrive_age_max: Some(settings.publisher.redrive_age_max.0),
-    };
+    let done = if matches!(how, OperatorAct::Discard) { "discarded" } else { "redriven" };
+    act.confirm(found.len(), "messages", done)?;
+    let dry_run = ActContext { redrive_age_max: Some(settings.publisher.redrive_age_max.0), ..act.context(true) };
     // First all of it as a dry run: a number that is refused leaves the others as they are.
     let mut numbers = Vec::new();
     for filter in &filters {
@@ -308,38 +285,4 @@ async fn act_on<S: Store>(
         data!("the publisher carries out what concerns the outbox");
     }
     Ok(())
-}
-
-/// What an operator may not do is refused for safety: exit code 4.
-fn refused(error: crate::StoreError) -> AppError {
-    match error {
-        crate::StoreError::Refused(why) => AppError::refused(why),
-        other => other.into(),
-    }
-}
-
-/// More than one: the count is typed, so that it was seen.
-fn confirm(count: usize, how: &OperatorAct) -> Result<(), AppError> {
-    let verb = if matches!(how, OperatorAct::Discard) { "discarded" } else { "redriven" };
-    if !std::io::IsTerminal::is_terminal(&std::io::stdin()) {
-        return Err(AppError::refused(format!(
-            "{count} messages would be {verb}\nhint: look with --dry-run, then give --yes"
-        )));
-    }
-    eprint!("{count} messages will be {verb}. Type the number to go on: ");
-    let _ = std::io::stderr().flush();
-    let mut line = String::new();
-    let read = std::io::stdin().read_line(&mut line);
-    if read.is_ok() && line.trim() == count.to_string() {
-        return Ok(());
-    }
-    Err(AppError::refused("nothing was done"))
-}
-
-fn actor() -> String {
-    std::env::var("USER").or_else(|_| std::env::var("LOGNAME")).unwrap_or_else(|_| "unknown".to_owned())
-}
-
-fn to_json(value: &serde_json::Value) -> Result<String, AppError> {
-    serde_json::to_string(value).map_err(|error| AppError::failed(error.to_string()))
 }

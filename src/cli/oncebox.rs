@@ -5,7 +5,7 @@ use std::process::ExitCode;
 use clap::{CommandFactory, Parser, Subcommand};
 
 use super::common::{CommonArgs, Output, run};
-use super::{bench, config, dead, demo, doctor, migrate, status};
+use super::{bench, config, dead, demo, doctor, keys, migrate, operations, status};
 use crate::app::{AppError, ConsumerArgs, PublisherArgs};
 
 /// Exactly-once effects over at-least-once brokers.
@@ -38,6 +38,12 @@ enum Command {
     /// List, show, redrive and discard messages that could not be sent or handled
     #[command(subcommand)]
     Dead(dead::DeadCommand),
+    /// Look at idempotency keys: list, show, release, purge; say how an unknown one ended
+    #[command(subcommand)]
+    Keys(keys::KeysCommand),
+    /// Look at operations in phases: list, show; send again, or say how one ended
+    #[command(subcommand)]
+    Operations(operations::OperationsCommand),
     /// Send queued e-mails: to .eml files, or by SMTP when configured
     #[cfg(feature = "email")]
     Sender(super::sender::SenderArgs),
@@ -80,6 +86,8 @@ impl OnceboxArgs {
             Command::Config(command) => config::run(&command, &self.common, self.output),
             Command::Doctor => doctor::run(&self.common, self.output).await,
             Command::Dead(command) => dead::run(&command, &self.common, self.output).await,
+            Command::Keys(command) => keys::run(&command, &self.common, self.output).await,
+            Command::Operations(command) => operations::run(&command, &self.common, self.output).await,
             #[cfg(feature = "email")]
             Command::Sender(args) => super::sender::run(&args, &self.common).await,
             Command::Completions { shell } => {

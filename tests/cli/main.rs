@@ -23,6 +23,7 @@ mod database;
 mod dead;
 mod doctor;
 mod help;
+mod keys;
 mod kit;
 mod limits;
 mod logs;

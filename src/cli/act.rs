@@ -1,0 +1,71 @@
+//! What the commands have in common by which an operator acts: who, why, and how carefully.
+//!
+//! Not here: what is done (`store`).
+
+use std::io::Write;
+
+use clap::Args;
+
+use crate::app::AppError;
+use crate::store::ActContext;
+
+/// So many are acted on without a question.
+const UNASKED_MAX: usize = 1;
+
+/// Who, why, and how carefully.
+#[derive(Debug, Clone, Args)]
+pub(super) struct Act {
+    /// Why; stored in the audit row
+    #[arg(long, value_name = "TEXT")]
+    pub(super) why: String,
+    /// Only say what would be done
+    #[arg(long)]
+    pub(super) dry_run: bool,
+    /// Do not ask
+    #[arg(long)]
+    pub(super) yes: bool,
+}
+
+impl Act {
+    /// Who and why, as a dry run or not.
+    pub(super) fn context(&self, dry_run: bool) -> ActContext {
+        ActContext { actor: actor(), reason: self.why.clone(), dry_run, redrive_age_max: None }
+    }
+
+    /// More than one: the count is typed, so that it was seen.
+    pub(super) fn confirm(&self, count: usize, what: &str, verb: &str) -> Result<(), AppError> {
+        if self.dry_run || self.yes || count <= UNASKED_MAX {
+            return Ok(());
+        }
+        if !std::io::IsTerminal::is_terminal(&std::io::stdin()) {
+            return Err(AppError::refused(format!(
+                "{count} {what} would be {verb}\nhint: look with --dry-run, then give --yes"
+            )));
+        }
+        eprint!("{count} {what} will be {verb}. Type the number to go on: ");
+        let _ = std::io::stderr().flush();
+        let mut line = String::new();
+        let read = std::io::stdin().read_line(&mut line);
+        if read.is_ok() && line.trim() == count.to_string() {
+            return Ok(());
+        }
+        Err(AppError::refused("nothing was done"))
+    }
+}
+
+fn actor() -> String {
+    std::env::var("USER").or_else(|_| std::env::var("LOGNAME")).unwrap_or_else(|_| "unknown".to_owned())
+}
+
+/// What an operator may not do is refused for safety: exit code 4.
+pub(super) fn refused(error: crate::StoreError) -> AppError {
+    match error {
+        crate::StoreError::Refused(why) => AppError::refused(why),
+        other => other.into(),
+    }
+}
+
+/// JSON in one line.
+pub(super) fn to_json(value: &serde_json::Value) -> Result<String, AppError> {
+    serde_json::to_string(value).map_err(|error| AppError::failed(error.to_string()))
+}

@@ -1,0 +1,312 @@
+//! `oncebox keys` and `oncebox operations`: what they list and show, what they do, and what they refuse for safety (exit code 4).
+
+use std::time::Duration;
+
+use oncebox::policy::operation::flow::Stage;
+use oncebox::policy::operation::key::KeyFormat;
+use oncebox::policy::operation::retention::Retention;
+use oncebox::policy::operation::{Identity, Key, Keyring, Mode, Scope};
+use oncebox::store::sqlite::SqliteStore;
+use oncebox::store::{
+    Answer, AnswerBody, Base, Basis, Begun, Claimed, Driven, FIRST_POINT, KeptBody, KeyClaim, Keys, NewEvidence,
+    NewIntent, NewOperation, Outcome, PhaseTx, Phases, Sealed, StoreOptions,
+};
+use serde_json::{Value, json};
+
+use crate::kit::{Place, block_on};
+
+const LEASE: Duration = Duration::from_secs(600);
+
+/// Works on the database of a place as a service does.
+fn with<T>(place: &Place, work: impl AsyncFnOnce(&SqliteStore) -> T) -> T {
+    block_on(async {
+        let store = SqliteStore::connect(&StoreOptions::new(place.database())).await.unwrap();
+        let done = work(&store).await;
+        store.close().await;
+        done
+    })
+}
+
+fn claim(mode: Mode, key: &str) -> KeyClaim {
+    let scope = Scope::new("t1", "user-7").unwrap();
+    let key = Key::parse(format!("{key}-0123456789abcdef").as_bytes(), KeyFormat::Opaque).unwrap();
+    KeyClaim {
+        identity: Identity::new(&scope, "create_note".parse().unwrap(), key),
+        principal: scope.mark(&Keyring::plain()),
+        fingerprint: format!("1:sha256:{}", "07".repeat(32)).parse().unwrap(),
+        mode,
+        operation_id: uuid::Uuid::now_v7(),
+        lease: LEASE,
+    }
+}
+
+fn completed() -> Outcome {
+    let kept = KeptBody { headers: Vec::new(), bytes: b"{}".to_vec(), format: 0, kid: None };
+    Outcome::Completed(Answer { status: 201, schema_version: 1, body: AnswerBody::Kept(kept) })
+}
+
+/// A key of the tower layer, with this outcome or still claimed; gives its hash.
+fn edge(place: &Place, key: &str, outcome: Option<Outcome>) -> String {
+    let claim = claim(Mode::Edge, key);
+    with(place, async |store| {
+        let Claimed::Owned(owned) = store.claim(&claim, Basis::New).await.unwrap() else { panic!("not claimed") };
+        if let Some(outcome) = outcome {
+            store.finish(&owned, &outcome, &Retention::default()).await.unwrap();
+        }
+    });
+    claim.identity.digest()[..6].iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+/// An operation whose provider was asked once, by this strategy, and that we drive.
+fn asked(place: &Place, key: &str, strategy: &str) -> Driven {
+    let new = NewOperation {
+        claim: claim(Mode::Phased, key),
+        flow: "create_charge".to_owned(),
+        flow_version: 1,
+        command: Sealed { bytes: b"{}".to_vec(), kid: None },
+    };
+    let intent = NewIntent {
+        effect: "charge".to_owned(),
+        strategy: strategy.to_owned(),
+        provider_key: format!("op-{}", new.claim.operation_id),
+        request: Sealed { bytes: b"amount=700&token=not-for-eyes".to_vec(), kid: None },
+        adapter: "charges".to_owned(),
+        adapter_version: 1,
+    };
+    with(place, async |store| {
+        let begun = store.begin_first(&new, Basis::New, LEASE).await.unwrap();
+        let Begun::Claimed(mut tx) = begun else { panic!("not claimed") };
+        tx.advance(FIRST_POINT, "SENT", Stage::Outstanding, &[intent]).await.unwrap();
+        let driven = tx.driven().clone();
+        tx.commit().await.unwrap();
+        driven
+    })
+}
+
+fn park(place: &Place, driven: &Driven) {
+    with(place, async |store| store.park(driven, "not-found").await.unwrap());
+}
+
+fn observe(place: &Place, driven: &Driven, verdict: &str) {
+    let evidence = NewEvidence {
+        operation_id: driven.operation_id,
+        effect: "charge".to_owned(),
+        epoch: driven.epoch,
+        send: 1,
+        kind: "answer".to_owned(),
+        verdict: verdict.to_owned(),
+        status: Some(402),
+        bytes: Sealed { bytes: b"card_declined".to_vec(), kid: None },
+    };
+    with(place, async |store| store.observe(&evidence).await.unwrap());
+}
+
+fn json(place: &Place, arguments: &[&str]) -> Value {
+    place.oncebox(&[arguments, &["--output", "json"]].concat()).run().json()
+}
+
+fn hashes(place: &Place, filter: &[&str]) -> Vec<String> {
+    let listed = json(place, &[&["keys", "list"], filter].concat());
+    listed["keys"].as_array().unwrap().iter().map(|key| key["hash"].as_str().unwrap().to_owned()).collect()
+}
+
+fn ids(place: &Place, filter: &[&str]) -> Vec<String> {
+    let listed = json(place, &[&["operations", "list"], filter].concat());
+    let operations = listed["operations"].as_array().unwrap();
+    operations.iter().map(|one| one["operation_id"].as_str().unwrap().to_owned()).collect()
+}
+
+fn audit(place: &Place) -> Vec<String> {
+    place.column("select act || ' ' || reason from oncebox_audit order by 1")
+}
+
+#[test]
+fn keys_are_listed_as_hashes_and_shown_whole_only_where_they_are_named() {
+    let place = Place::migrated();
+    let open = edge(&place, "open", None);
+    let done = edge(&place, "done", Some(completed()));
+    assert_eq!(hashes(&place, &[]), [open.clone(), done.clone()]);
+    for (filter, count) in [
+        (&["--tenant", "t1"][..], 2),
+        (&["--tenant", "t2"], 0),
+        (&["--operation", "create_note"], 2),
+        (&["--state", "completed"], 1),
+        (&["--state", "in-progress"], 1),
+        (&["--state", "unknown"], 0),
+        (&["--state", "expired"], 0),
+        (&["--older-than", "1h"], 0),
+        (&["--limit", "1"], 1),
+    ] {
+        assert_eq!(hashes(&place, filter).len(), count, "{filter:?}");
+    }
+    place.oncebox(&["keys", "list", "--limit", "1"]).run().ok_saying(&["hint: there may be more", "--limit"]);
+    let people = place.oncebox(&["keys", "list"]).run().ok();
+    assert!(people.contains(&done) && people.contains("COMPLETED"), "{people}");
+    assert!(!people.contains("done-0123456789abcdef"), "a key is a secret of its client: {people}");
+    let key = "done-0123456789abcdef";
+    let by_key = json(&place, &["keys", "show", key, "--tenant", "t1", "--operation", "create_note"]);
+    assert_eq!(by_key, json(&place, &["keys", "show", &done]));
+    assert_eq!((&by_key["key"], &by_key["state"], &by_key["status"]), (&json!(key), &json!("COMPLETED"), &json!(201)));
+    place.oncebox(&["keys", "show", key]).run().fails(2, &["no hash of a key", "--tenant"]);
+    place.oncebox(&["keys", "show", "0000000000000000"]).run().fails(1, &["there is no key"]);
+    place.oncebox(&["keys", "list", "--state", "gone"]).run().fails(2, &["no state"]);
+}
+
+#[test]
+fn o11_keys_are_released_and_purged_only_where_nothing_may_have_happened() {
+    let place = Place::migrated();
+    let open = edge(&place, "open", None);
+    let unknown = edge(&place, "unknown", Some(Outcome::Unknown));
+    let hashed = [edge(&place, "a", Some(completed())), edge(&place, "b", Some(completed()))];
+    for (key, why) in [(&open, "IN_PROGRESS"), (&unknown, "unknown")] {
+        place.oncebox(&["keys", "release", key, "--why", "w"]).run().fails(4, &[why]);
+        // One that is refused leaves the others as they are.
+        place.oncebox(&["keys", "purge", &hashed[0], key, "--why", "w", "--yes"]).run().fails(4, &[why]);
+    }
+    assert_eq!((hashes(&place, &[]).len(), audit(&place).len()), (4, 0));
+    let dry = json(&place, &["keys", "release", &hashed[0], "--why", "w", "--dry-run"]);
+    assert_eq!(dry, json!({ "act": "release", "dry_run": true, "hashes": [hashed[0]] }));
+    assert_eq!(hashes(&place, &[]).len(), 4);
+    place.oncebox(&["keys", "release", &hashed[0], "--why", "asked for"]).run().ok();
+    place.oncebox(&["keys", "purge", "--why", "w"]).run().fails(2, &["a filter, or --all"]);
+    edge(&place, "c", Some(completed()));
+    place.oncebox(&["keys", "purge", "--all", "--why", "w"]).run().fails(4, &["2 keys would be purged", "--yes"]);
+    place.oncebox(&["keys", "purge", "--all", "--why", "leaving", "--yes"]).run().ok();
+    assert_eq!(hashes(&place, &[]), [open, unknown]);
+    assert_eq!(audit(&place), ["purge leaving", "purge leaving", "release asked for"]);
+    assert_eq!(place.column("select count(*) || '' from oncebox_idempotency_purge"), ["1"]);
+}
+
+#[test]
+fn o11_an_unknown_key_is_resolved_by_a_file_or_as_not_happened() {
+    let place = Place::migrated();
+    let done = edge(&place, "done", Some(Outcome::Unknown));
+    let not = edge(&place, "not", Some(Outcome::Unknown));
+    let file = place.path().join("answer.json");
+    std::fs::write(&file, "{\"id\":\"n7\"}").unwrap();
+    let file = file.display().to_string();
+    place.oncebox(&["keys", "resolve", &done, "--why", "w"]).run().fails(2, &["--completed"]);
+    place
+        .oncebox(&["keys", "resolve", &done, "--completed", "missing.json", "--why", "w"])
+        .run()
+        .fails(2, &["missing"]);
+    let resolve =
+        ["keys", "resolve", &done, "--completed", &file, "--status", "201", "--ttl", "2h", "--why", "seen it"];
+    place.oncebox(&resolve).run().ok();
+    let shown = json(&place, &["keys", "show", &done]);
+    assert_eq!((&shown["state"], &shown["status"], &shown["body"]), (&json!("COMPLETED"), &json!(201), &json!("kept")));
+    let kept = "select cast(bytes as text) || ' ' || (expires_at - (select outcome_at from oncebox_idempotency_request \
+        where state = 'COMPLETED')) from oncebox_idempotency_body";
+    assert_eq!(place.column(kept), ["{\"id\":\"n7\"} 7200000"]);
+    place.oncebox(&resolve).run().fails(4, &["COMPLETED"]);
+    place.oncebox(&["keys", "resolve", &not, "--not-happened", "--why", "looked"]).run().ok();
+    assert_eq!(json(&place, &["keys", "show", &not])["state"], "FAILED_RETRYABLE");
+    let driven = asked(&place, "phased", "key");
+    park(&place, &driven);
+    let phased = &hashes(&place, &["--state", "unknown"])[0];
+    let id = driven.operation_id.to_string();
+    let refused = place.oncebox(&["keys", "resolve", phased, "--not-happened", "--why", "w"]).run();
+    refused.fails(4, &["oncebox operations resolve", &id]);
+    assert_eq!(audit(&place), ["resolve looked", "resolve seen it"]);
+}
+
+#[test]
+fn operations_are_listed_and_shown_with_their_evidence_and_without_what_was_sent() {
+    let place = Place::migrated();
+    let driven = asked(&place, "a", "key");
+    let parked = asked(&place, "b", "query");
+    park(&place, &parked);
+    observe(&place, &parked, "failure");
+    for (filter, count) in [
+        (&[][..], 2),
+        (&["--flow", "create_charge"], 2),
+        (&["--flow", "refund"], 0),
+        (&["--tenant", "t1"], 2),
+        (&["--stage", "outstanding"], 1),
+        (&["--parked"], 1),
+        (&["--conflicts"], 0),
+        (&["--older-than", "1h"], 0),
+        (&["--limit", "1"], 1),
+    ] {
+        assert_eq!(ids(&place, filter).len(), count, "{filter:?}");
+    }
+    let id = parked.operation_id.to_string();
+    let shown = json(&place, &["operations", "show", &id]);
+    assert_eq!(
+        (&shown["parked"], &shown["stage"], &shown["driven_until"]),
+        (&json!("not-found"), &json!("UNKNOWN"), &Value::Null)
+    );
+    assert_eq!((&shown["effects"][0]["effect"], &shown["effects"][0]["sends"]), (&json!("charge"), &json!(1)));
+    assert_eq!(
+        (&shown["evidence"][0]["verdict"], &shown["evidence"][0]["seen"]),
+        (&json!("failure"), &json!("card_declined"))
+    );
+    for output in ["table", "json"] {
+        let text = place.oncebox(&["operations", "show", &id, "--output", output]).run().ok();
+        assert!(text.contains("card_declined") && !text.contains("not-for-eyes"), "{text}");
+    }
+    let people = place.oncebox(&["operations", "list"]).run().ok();
+    assert!(people.contains(&id) && people.contains("charge: open") && people.contains("not-found"), "{people}");
+    assert!(json(&place, &["operations", "show", &driven.operation_id.to_string()])["driven_until"].is_string());
+    place.oncebox(&["operations", "show", "0197a1b2-c3d4-7e5f-8a9b-0c1d2e3f4a5b"]).run().fails(1, &["no operation"]);
+}
+
+#[test]
+fn o6_an_operation_is_retried_as_its_worker_may_or_with_a_duplicate_accepted() {
+    let place = Place::migrated();
+    let (driven, mute) = (asked(&place, "a", "key"), asked(&place, "b", "none"));
+    let (id, other) = (driven.operation_id.to_string(), mute.operation_id.to_string());
+    let retry = ["operations", "retry", &id, "--why", "provider is back"];
+    place.oncebox(&retry).run().fails(4, &["somebody drives it"]);
+    park(&place, &driven);
+    park(&place, &mute);
+    place.oncebox(&[&retry[..], &["--dry-run"]].concat()).run().ok();
+    assert_eq!(ids(&place, &["--parked"]).len(), 2);
+    // One that is refused leaves the others as they are.
+    place.oncebox(&["operations", "retry", &id, &other, "--why", "w", "--yes"]).run().fails(4, &["strategy `none`"]);
+    assert_eq!((ids(&place, &["--parked"]).len(), audit(&place).len()), (2, 0));
+    place.oncebox(&retry).run().ok();
+    assert_eq!(ids(&place, &["--parked"]), [other.clone()]);
+    place.oncebox(&["operations", "retry", &other, "--accept-duplicate", "--why", "may be twice"]).run().ok();
+    let shown = json(&place, &["operations", "show", &other]);
+    assert_eq!(
+        (&shown["evidence"][0]["kind"], &shown["evidence"][0]["verdict"]),
+        (&json!("operator"), &json!("not-sent"))
+    );
+    assert!(shown["evidence"][0]["seen"].as_str().unwrap().contains("may be twice"));
+    assert_eq!(audit(&place), ["retry may be twice", "retry provider is back"]);
+}
+
+#[test]
+fn o9_an_operation_is_resolved_with_its_key_and_a_contradiction_is_listed() {
+    let place = Place::migrated();
+    let (driven, second) = (asked(&place, "a", "key"), asked(&place, "b", "key"));
+    let (id, other) = (driven.operation_id.to_string(), second.operation_id.to_string());
+    let file = place.path().join("answer.json");
+    std::fs::write(&file, "{\"id\":\"c7\"}").unwrap();
+    let file = file.display().to_string();
+    let resolve = ["operations", "resolve", &id, "--succeeded", &file, "--status", "201", "--why", "asked them"];
+    place.oncebox(&["operations", "resolve", &id, "--why", "w"]).run().fails(2, &["--succeeded"]);
+    place.oncebox(&["operations", "resolve", &id, "--failed", &file, "--why", "w"]).run().fails(2, &["--status"]);
+    place.oncebox(&resolve).run().fails(4, &["somebody drives it"]);
+    observe(&place, &driven, "failure");
+    let resolve = [&resolve[..], &["--take-over"]].concat();
+    place.oncebox(&resolve).run().fails(4, &["the evidence of `charge` says the opposite"]);
+    let resolve = [&resolve[..], &["--against-evidence"]].concat();
+    place.oncebox(&[&resolve[..], &["--dry-run"]].concat()).run().ok();
+    assert_eq!(ids(&place, &["--stage", "succeeded"]).len(), 0);
+    place.oncebox(&resolve).run().ok();
+    place.oncebox(&resolve).run().fails(4, &["no outcome is rewritten"]);
+    let keys = json(&place, &["keys", "list", "--state", "completed"]);
+    assert_eq!((&keys["keys"][0]["operation_id"], &keys["keys"][0]["status"]), (&json!(id), &json!(201)));
+    assert_eq!(ids(&place, &["--conflicts"]), [id]);
+    park(&place, &second);
+    place
+        .oncebox(&["operations", "resolve", &other, "--happened", "refund", "--why", "w"])
+        .run()
+        .fails(4, &["no effect"]);
+    place.oncebox(&["operations", "resolve", &other, "--happened", "charge", "--why", "in their books"]).run().ok();
+    let shown = json(&place, &["operations", "show", &other]);
+    assert_eq!((&shown["parked"], &shown["evidence"][0]["verdict"]), (&Value::Null, &json!("success")));
+    assert_eq!(audit(&place), ["resolve asked them", "resolve in their books"]);
+}
