@@ -8,6 +8,7 @@
 //! |---|---|
 //! | `flow`, `phase`, `ends` | what an author writes, and how a phase may end |
 //! | `effect`, `provider`, `http` | effects, adapters, an adapter over HTTP |
+//! | `webhook` | webhooks, signed and sent as an operation |
 //! | `identity` | identities derived from the operation |
 //! | `door`, `opening` | a request, and the first phase |
 //! | `taken` | an operation that was taken up |
@@ -40,6 +41,8 @@ mod recovery;
 mod registry;
 mod taken;
 mod vault;
+#[cfg(feature = "client")]
+pub mod webhook;
 
 pub use door::{Door, DoorBuilder, DoorError};
 pub use effect::{Compensation, Effect, Intent, Proven, Settlement, Settlements, Undo};

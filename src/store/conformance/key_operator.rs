@@ -296,6 +296,12 @@ pub async fn o9_a_resolved_operation_and_its_record_have_one_outcome<F: Fixture>
     let dead = outstanding(trial, &new_operation("dead", SHORT)).await;
     eventually("its lease is over", || async { stored(trial, &dead).await.lease_until.is_none().then_some(()) }).await;
     let failure = Resolution::Ended(failed(), KEPT);
+    let seen = stored(trial, &dead).await;
+    // Unless it was only slow: its lease lives again after the look.
+    assert_eq!(trial.store.drive_on(&dead, LONG).await.unwrap(), Fenced::Done);
+    assert!(is_refused(trial.store.resolve(&seen, &failure, false, false, &really()).await));
+    assert_eq!(trial.store.drive_on(&dead, SHORT).await.unwrap(), Fenced::Done);
+    eventually("it is over again", || async { stored(trial, &dead).await.lease_until.is_none().then_some(()) }).await;
     trial.store.resolve(&stored(trial, &dead).await, &failure, false, false, &really()).await.unwrap();
     assert_eq!(record(trial, &new_operation("dead", SHORT).claim).await.state, State::FailedReplayable);
 }
