@@ -38,6 +38,7 @@ async fn one_charge<S: Rows>(store: S, faults: &[(&str, i64, u64)]) {
     assert_eq!(service.operation().await.stage, Stage::Succeeded);
 }
 
+// Shown by: settling without the evidence that stands in the deciding transaction.
 async fn m81_no_fault<S: Rows>(store: S) {
     let provider = ProviderProcess::start();
     let service = Service::start(&store, &Plan::new(KEY_AND_QUERY), adapter(&provider)).await;
@@ -124,6 +125,7 @@ async fn service_failed<S: Rows>(store: &S) -> i64 {
     store.number("select count(*) from payment where state = 'failed'").await
 }
 
+// Shown by: letting all rows count beside an operator's word (it stayed parked).
 async fn o7_another_amount_goes_to_an_operator<S: Rows>(store: S) {
     let provider = ProviderProcess::start();
     provider.fault("wrong_amount", 1, 0).await;
@@ -146,7 +148,7 @@ async fn o7_another_amount_goes_to_an_operator<S: Rows>(store: S) {
     service.ended_once("settled").await;
 }
 
-// G10: a provider that is away counts no attempt. Shown by: counting every vain end.
+// G10. Shown by: counting an attempt where nothing left us (it was parked).
 async fn g10_m82_a_provider_that_is_away_is_waited_for<S: Rows>(store: S) {
     let provider = ProviderProcess::start();
     let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
