@@ -3,7 +3,12 @@
     python twenty.py NAME COMMAND...      NAME: the column; COMMAND starts the service, {port} and {file} are replaced
     python twenty.py oncebox API PROVIDER  the example services of this repository
 
-Prints a JSON object {"name", "rows": [[question, observed, effects], ...]}. Effects are counted in the service's own file (or at
+    npm install express@4 express-idempotency@1.0.6
+    NODE_PATH=$PWD/node_modules python twenty.py express-idempotency node express.cjs {port} {file}
+    pip install asgi-idempotency-header==0.2.0 starlette uvicorn fastapi redis
+    python twenty.py asgi-idempotency-header python asgi.py {port} {file}
+
+Prints a JSON object {"name", "rows": [[question, observed, effects], ...]}. The effects of a row are counted in the service's own file (or at
 the provider), never by what was answered. Standard library only.
 """
 
@@ -12,6 +17,7 @@ import json
 import os
 import signal
 import socket
+import sqlite3
 import subprocess
 import sys
 import tempfile
@@ -73,15 +79,23 @@ class Other:
     def body(self, reference, amount, mode=None):
         return {"reference": reference, "amount": amount, **({"mode": mode} if mode else {})}
 
-    def effects(self, reference):
+    counted = 0
+
+    def total(self):
         with open(self.api.file) as file:
-            return file.read().split().count(reference)
+            return len(file.read().split())
+
+    def effects(self):
+        return self.total() - self.counted
 
     def broke(self, is_broke):
         call(self.api.port, "PUT", "/balance", {"balance": not is_broke}, {"authorization": "Bearer t1:p1"})
 
     def fault(self, mode):
         pass
+
+    def next_row(self):
+        self.counted = self.total()
 
     def stop(self):
         self.api.kill()
@@ -91,12 +105,14 @@ class Oncebox:
     """The example services: charges at an outside provider."""
 
     slow, late = None, None
+    counted = 0
 
     def __init__(self, api, provider, directory):
+        self.database = f"{directory}/payments.db"
         self.provider = Service([provider, "--listen", "127.0.0.1:{port}", "--data", "{file}"], directory)
         os.remove(self.provider.file)
         self.provider.start()
-        database = f"sqlite://{directory}/payments.db"
+        database = f"sqlite://{self.database}"
         at = f"http://127.0.0.1:{self.provider.port}"
         flags = ["--database", database, "--provider", at, "--charge-budget", "5", "--lease", "8", "--listen", "127.0.0.1:{port}"]
         self.api = Service([api, *flags], directory)
@@ -108,9 +124,18 @@ class Oncebox:
     def body(self, reference, amount, mode=None):
         return {"accountId": "acc-7", "amountMinor": amount, "currency": "EUR", "merchantReference": reference}
 
-    def effects(self, reference):
-        with open(self.provider.file) as file:
-            return file.read().count(f'"{reference}"')
+    def total(self):
+        # Charges at the provider; payments of the other operation in the service's database.
+        charges = call(self.provider.port, "GET", "/charges/count", None, {})
+        with sqlite3.connect(f"file:{self.database}?mode=ro", uri=True) as database:
+            payments = database.execute("select count(*) from payment").fetchone()[0]
+        return json.loads(charges.body)["count"] + payments
+
+    def effects(self):
+        return self.total() - self.counted
+
+    def next_row(self):
+        self.counted = self.total()
 
     def broke(self, is_broke):
         self.fault("decline" if is_broke else None)
@@ -186,17 +211,19 @@ class Session:
             thread.join()
         return found
 
-    def row(self, question, answers, reference):
+    def row(self, question, answers):
         shown = " then ".join(str(answer) if answer else "no answer" for answer in answers)
-        self.rows.append([question, shown, self.target.effects(reference)])
+        self.rows.append([question, shown, self.target.effects()])
+        self.target.next_row()
 
-    def counted(self, question, answers, reference):
+    def counted(self, question, answers):
         counts = {}
         for answer in answers:
             text = str(answer) if answer else "no answer"
             counts[text] = counts.get(text, 0) + 1
         shown = ", ".join(f"{count} x {text}" for text, count in sorted(counts.items()))
-        self.rows.append([question, shown, self.target.effects(reference)])
+        self.rows.append([question, shown, self.target.effects()])
+        self.target.next_row()
 
     def settled(self, ask):
         """What a patient client gets: the same request until it is neither in progress nor pending."""
@@ -216,42 +243,42 @@ class Session:
 
         reference, key = fresh()
         first = post(reference, 1000, key)
-        self.row("the first request", [first], reference)
+        self.row("the first request", [first])
         again = post(reference, 1000, key)
         same = first.body == again.body and first.header("location") == again.header("location")
-        self.row(f"the same request again{'' if same else ' (body or Location differ)'}", [again], reference)
-        self.row("the key with another amount", [post(reference, 10_000, key)], reference)
+        self.row(f"the same request again{'' if same else ' (body or Location differ)'}", [again])
+        self.row("the key with another amount", [post(reference, 10_000, key)])
         turned = json.dumps(dict(reversed(target.body(reference, 1000).items())), indent=2).encode()
-        self.row("the same members in another order, with blanks", [post(reference, 1000, key, raw=turned)], reference)
-        self.row("another tenant, the same key and command", [post(reference, 1000, key, who="t2:p2")], reference)
+        self.row("the same members in another order, with blanks", [post(reference, 1000, key, raw=turned)])
+        self.row("another tenant, the same key and command", [post(reference, 1000, key, who="t2:p2")])
         reference = fresh()[0]
-        self.row("the same key at another operation", [post(reference, 1000, key, other_operation=True)], reference)
+        self.row("the same key at another operation", [post(reference, 1000, key, other_operation=True)])
         reference = fresh()[0]
-        self.row("no key", [post(reference, 1000, None)], reference)
+        self.row("no key", [post(reference, 1000, None)])
         reference = fresh()[0]
-        self.row("a key of one character", [post(reference, 1000, "7")], reference)
+        self.row("a key of one character", [post(reference, 1000, "7")])
         reference, key = fresh()
-        self.row("two key headers", [post(reference, 1000, key, doubled=[("idempotency-key", fresh()[1])])], reference)
+        self.row("two key headers", [post(reference, 1000, key, doubled=[("idempotency-key", fresh()[1])])])
         reference, key = fresh()
-        self.row("401, then the same key authenticated", [post(reference, 1000, key, who=None), post(reference, 1000, key)], reference)
+        self.row("401, then the same key authenticated", [post(reference, 1000, key, who=None), post(reference, 1000, key)])
         reference, key = fresh()
-        self.row("400, then the same key corrected", [post(reference, -1, key), post(reference, 1000, key)], reference)
+        self.row("400, then the same key corrected", [post(reference, -1, key), post(reference, 1000, key)])
         reference, key = fresh()
         target.broke(True)
         refused = post(reference, 1000, key)
         target.broke(False)
-        self.row("402, then again after the balance rose", [refused, post(reference, 1000, key)], reference)
+        self.row("402, then again after the balance rose", [refused, post(reference, 1000, key)])
         reference, key = fresh()
         target.fault("fail")
         failed = post(reference, 1000, key, mode="fail")
         target.fault(None)
-        self.row("500 before any effect, then again", [failed, self.settled(lambda: post(reference, 1000, key))], reference)
+        self.row("500 before any effect, then again", [failed, self.settled(lambda: post(reference, 1000, key))])
 
         target.fault("slow")
         reference, key = fresh()
-        self.counted("two at once", self.at_once(*[lambda: post(reference, 1000, key, mode=target.slow)] * 2), reference)
+        self.counted("two at once", self.at_once(*[lambda: post(reference, 1000, key, mode=target.slow)] * 2))
         reference, key = fresh()
-        self.counted("fifty at once", self.at_once(*[lambda: post(reference, 1000, key, mode=target.slow)] * 50), reference)
+        self.counted("fifty at once", self.at_once(*[lambda: post(reference, 1000, key, mode=target.slow)] * 50))
         reference, key = fresh()
 
         def other():
@@ -259,17 +286,17 @@ class Session:
             return post(reference, 10_000, key, mode=target.slow)
 
         found = self.at_once(lambda: post(reference, 1000, key, mode=target.slow), other)
-        self.row("another amount while the first runs", found, reference)
+        self.row("another amount while the first runs", found)
         target.fault("late")
         reference, key = fresh()
         gone = post(reference, 1000, key, mode=target.late, give_up=1)
         again = self.settled(lambda: post(reference, 1000, key, mode=target.late))
-        self.row("the client went away after a second, then again", [gone, again], reference)
+        self.row("the client went away after a second, then again", [gone, again])
         reference, key = fresh()
 
         def kill():
             deadline = time.monotonic() + DEADLINE
-            while target.effects(reference) == 0 and time.monotonic() < deadline:
+            while target.effects() == 0 and time.monotonic() < deadline:
                 time.sleep(0.02)
             target.api.kill()
 
@@ -277,16 +304,16 @@ class Session:
         target.fault(None)
         target.api.start()
         again = self.settled(lambda: post(reference, 1000, key))
-        self.row("SIGKILL after the effect, then again", [lost, again], reference)
+        self.row("SIGKILL after the effect, then again", [lost, again])
         reference, key = fresh()
         first = post(reference, 1000, key)
         target.api.kill()
         target.api.start()
-        self.row("answered, the service restarted, then again", [first, post(reference, 1000, key)], reference)
+        self.row("answered, the service restarted, then again", [first, post(reference, 1000, key)])
         reference, key = fresh()
         first = post(reference, 1000, key)
         doubled = post(reference, 1000, key, raw=json.dumps(target.body(reference, 1000)).replace("{", '{"amount": 1, "amountMinor": 1, ', 1).encode())
-        self.row("the key with a member twice in the body", [first, doubled], reference)
+        self.row("the key with a member twice in the body", [first, doubled])
         return self.rows
 
 
