@@ -59,7 +59,7 @@ async fn edge<F: Fixture>(trial: &Trial<F>, key: &str, state: State) -> Record {
 }
 
 fn is_refused(done: Result<(), StoreError>) -> bool {
-    matches!(done, Err(StoreError::Refused(_)))
+    done.is_err_and(|error| matches!(error, StoreError::Refused(_)))
 }
 
 /// Each filter finds what it names, and nothing else.
