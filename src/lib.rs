@@ -8,7 +8,8 @@
 //!
 //! | room | for |
 //! |---|---|
-//! | [`app`], [`cli`], [`http`] | what people and processes touch (feature `programs`) |
+//! | [`http`] (feature `http`) | the doors for requests with an `Idempotency-Key` |
+//! | [`app`], [`cli`] | what people and processes touch (feature `programs`) |
 //! | `grpc`, `client` | the same operations over gRPC, and who calls them (features `grpc`, `client`) |
 //! | [`runtime`] | relay, consumer, retries, e-mail sender: who does the work |
 //! | [`store`] and [`broker`] | where state lives, and how bytes leave and arrive; they never see each other |
@@ -44,6 +45,6 @@ pub use sqlx;
 pub use store::Store;
 
 /// The code of the README, compiled with the documentation tests.
-#[cfg(all(doctest, feature = "postgres", feature = "programs"))]
+#[cfg(all(doctest, feature = "postgres", feature = "programs", feature = "http", feature = "client"))]
 #[doc = include_str!("../README.md")]
 struct Readme;

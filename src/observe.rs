@@ -259,7 +259,7 @@ pub fn acknowledge_failed(consumer: &str) {
     counter!(ACK_FAILURES, "consumer" => consumer.to_owned()).increment(1);
 }
 
-/// An e-mail was sent, failed, or is to be sent again.
+/// What a try of an e-mail came to, in a word of [`Delivery`](crate::policy::operation::delivery::Delivery).
 pub fn email(outcome: &'static str) {
     counter!(EMAILS, "outcome" => outcome).increment(1);
 }

@@ -34,10 +34,8 @@ impl<T: serde::de::DeserializeOwned, St: Send + Sync> FromRequest<St> for Body<T
 
     async fn from_request(request: Request, state: &St) -> Result<Self, Response> {
         let refuse = |code| problem_response(&Problem::new(code));
-        let json = request.headers().get(CONTENT_TYPE).and_then(|value| value.to_str().ok());
-        if !json
-            .is_some_and(|value| value.split(';').next().is_some_and(|essence| essence.trim() == "application/json"))
-        {
+        let json = request.headers().get(CONTENT_TYPE).and_then(|value| value.to_str().ok()).unwrap_or("");
+        if json.split(';').next().is_none_or(|essence| essence.trim() != "application/json") {
             return Err(refuse(Code::UnsupportedMediaType));
         }
         let bytes = axum::body::Bytes::from_request(request, state).await.map_err(|_| refuse(Code::BodyTooLarge))?;

@@ -19,7 +19,7 @@ pub trait KeyField {
 }
 
 /// The key that was given.
-pub(super) fn given(metadata: &MetadataMap, field: &str, format: KeyFormat) -> Result<KeyGiven, Problem> {
+pub(super) fn given(metadata: &MetadataMap, field: &str, format: KeyFormat) -> Result<KeyGiven, Box<Problem>> {
     let lines: Vec<&[u8]> = metadata.get_all(KEY_METADATA).iter().map(|value| value.as_bytes()).collect();
     let in_metadata = match Key::from_header(&lines, format) {
         Ok(key) => key,
@@ -33,10 +33,10 @@ pub(super) fn given(metadata: &MetadataMap, field: &str, format: KeyFormat) -> R
         },
     };
     match (in_metadata, in_field) {
-        (Some(one), Some(other)) if one != other => Err(Problem {
+        (Some(one), Some(other)) if one != other => Err(Box::new(Problem {
             detail: Some("the metadata and the message carry different keys: send one".to_owned()),
             ..Problem::new(Code::KeyInvalid)
-        }),
+        })),
         (Some(key), _) | (None, Some(key)) => Ok(KeyGiven::Given(key)),
         (None, None) => Ok(KeyGiven::Missing),
     }

@@ -24,6 +24,7 @@
 //! | [`classify`] | how a run ended, by what is certain | O10, M76 |
 //! | [`doubt`] | what follows a transaction of unknown outcome | O1 |
 //! | [`provider`] | what an outside provider's answer proves, and the next step | O5 to O8 |
+//! | [`delivery`] | the words for what is sent to others | O28 |
 //! | [`problem`], [`pace`] | the codes, and when to come again | O29 |
 //! | [`resend`] | what a client does after an attempt | O26, O27 |
 //! | [`retention`] | how long what is remembered | O3, O23, M99 |
@@ -32,6 +33,7 @@ pub mod canonical;
 pub mod classify;
 pub mod decide;
 pub mod decimal;
+pub mod delivery;
 pub mod doubt;
 pub mod fingerprint;
 pub mod flow;

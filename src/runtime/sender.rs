@@ -3,6 +3,10 @@
 //! Promise: one row is one e-mail with one Message-ID, made from the row's unique key, the same at every try. A row whose
 //! sending was interrupted is sent again under that Message-ID: whether the server took the first one is unknown, and SMTP has
 //! no way to ask. With files, the second try replaces the file, so there it is exactly once.
+//!
+//! What became of a row is said in the words of [`Delivery`] (O28), in the metric and before the row's error. A row keeps the
+//! number of its tries, not what each met: so a try before this one counts as one that may have arrived, and `possibly sent N
+//! times` says how often at most.
 
 use std::collections::VecDeque;
 use std::path::{Path, PathBuf};
@@ -16,6 +20,8 @@ use tokio_util::sync::CancellationToken;
 use super::pace::{Pace, sleep_unless};
 use crate::error::StoreError;
 use crate::observe::{self, Health, PartState};
+use crate::policy::operation::delivery::Delivery;
+use crate::policy::operation::provider::Settled;
 use crate::store::{Claim, EmailOutcome, EmailToSend, Store};
 
 /// Where e-mails go.
@@ -179,12 +185,6 @@ impl<S: Store> Sender<S> {
             // A claim that may end while its e-mail is sent is not used: another sender would send it too.
             let stands = hand.claimed_at.is_some_and(|at| at.elapsed() + SENDING < CLAIM) && !stop.is_cancelled();
             let outcome = if stands { self.send(&email).await } else { EmailOutcome::NotTried };
-            observe::email(match &outcome {
-                EmailOutcome::Sent => "sent",
-                EmailOutcome::Again { .. } => "again",
-                EmailOutcome::Failed(_) => "failed",
-                EmailOutcome::NotTried => "not-tried",
-            });
             if let EmailOutcome::Again { error, .. } | EmailOutcome::Failed(error) = &outcome {
                 tracing::warn!(email = email.email_id, attempt = email.attempt, %error, "an e-mail was not sent");
             }
@@ -194,26 +194,48 @@ impl<S: Store> Sender<S> {
 
     async fn send(&self, email: &EmailToSend) -> EmailOutcome {
         let message_id = message_id(&email.unique_key);
-        let message = match self.compose(email, &message_id) {
-            Ok(message) => message,
-            Err(error) => return EmailOutcome::Failed(error),
+        let tried = match self.compose(email, &message_id) {
+            Ok(message) => self.carry(&message_id, message).await,
+            Err(error) => Err(Failure { error, permanent: true, arrived: false }),
         };
-        let (permanent, error) = match &self.transport {
-            EmailTransport::Files(directory) => match write_whole(directory, &message_id, &message.formatted()).await {
-                Ok(()) => return EmailOutcome::Sent,
-                Err(error) => (false, error.to_string()),
-            },
-            EmailTransport::Smtp(server) => match tokio::time::timeout(SENDING, server.send(message)).await {
-                Ok(Ok(_)) => return EmailOutcome::Sent,
-                Ok(Err(error)) => (error.is_permanent(), error.to_string()),
-                Err(_) => (false, format!("the server did not take it within {} s", SENDING.as_secs())),
-            },
+        let before = match &self.transport {
+            // A file is replaced: it is there once, or not at all.
+            EmailTransport::Files(_) => 0,
+            EmailTransport::Smtp(_) => email.attempt.saturating_sub(1),
         };
-        if permanent || email.attempt >= self.options.attempts_max {
+        let (state, failure) = match tried {
+            Ok(()) => (Delivery::Sent, None),
+            Err(failure) => (failure.state(before, email.attempt >= self.options.attempts_max), Some(failure)),
+        };
+        observe::email(state.word());
+        let Some(Failure { error, .. }) = failure else { return EmailOutcome::Sent };
+        let error = format!("{state}: {error}");
+        if matches!(state, Delivery::Refused | Delivery::Dead(_)) {
             return EmailOutcome::Failed(error);
         }
         let after = Duration::from_secs(1 << email.attempt.min(10)).mul_f64(0.5 + fastrand::f64() / 2.0);
         EmailOutcome::Again { after, error }
+    }
+
+    async fn carry(&self, message_id: &str, message: Message) -> Result<(), Failure> {
+        match &self.transport {
+            EmailTransport::Files(directory) => write_whole(directory, message_id, &message.formatted())
+                .await
+                .map_err(|error| Failure { error: error.to_string(), permanent: false, arrived: false }),
+            EmailTransport::Smtp(server) => match tokio::time::timeout(SENDING, server.send(message)).await {
+                Ok(Ok(_)) => Ok(()),
+                Ok(Err(error)) => Err(Failure {
+                    permanent: error.is_permanent(),
+                    arrived: may_have_arrived(&error),
+                    error: error.to_string(),
+                }),
+                Err(_) => Err(Failure {
+                    error: format!("the server did not take it within {} s", SENDING.as_secs()),
+                    permanent: false,
+                    arrived: true,
+                }),
+            },
+        }
     }
 
     fn compose(&self, email: &EmailToSend, message_id: &str) -> Result<Message, String> {
@@ -228,6 +250,40 @@ impl<S: Store> Sender<S> {
             .body(email.body.clone())
             .map_err(|error| format!("the e-mail cannot be composed: {error}"))
     }
+}
+
+/// A try that failed.
+#[derive(Debug)]
+struct Failure {
+    error: String,
+    /// No later try can do better.
+    permanent: bool,
+    /// The server may have taken it all the same.
+    arrived: bool,
+}
+
+impl Failure {
+    /// What the e-mail is now, where so many tries before this one may have arrived.
+    fn state(&self, before: u32, last: bool) -> Delivery {
+        let doubtful = before.saturating_add(self.arrived.into());
+        let settled = (self.permanent && doubtful == 0).then_some(Settled::Failed);
+        Delivery::of(settled, self.permanent || last, doubtful)
+    }
+}
+
+/// Whether a server may have taken an e-mail although this error came: not where it said no, and not where nothing reached it.
+fn may_have_arrived(error: &lettre::transport::smtp::Error) -> bool {
+    let mut source = std::error::Error::source(error);
+    while let Some(cause) = source {
+        let refused = cause
+            .downcast_ref::<std::io::Error>()
+            .is_some_and(|error| error.kind() == std::io::ErrorKind::ConnectionRefused);
+        if refused {
+            return false;
+        }
+        source = cause.source();
+    }
+    !(error.is_permanent() || error.is_transient() || error.is_client() || error.is_tls())
 }
 
 /// Stable: a function of the unique key alone.
@@ -253,6 +309,23 @@ mod tests {
     fn e_mails_that_were_claimed_together_are_sent_before_their_claim_runs_out() {
         // With more of them another sender would send the last ones too.
         assert!(SENDING * u32::try_from(BATCH).unwrap_or(u32::MAX) < CLAIM);
+    }
+
+    // Shown by: calling the second try's refusal refused; a try that was refused one that may have arrived.
+    #[test]
+    fn o28_an_e_mails_state_is_said_in_the_words_of_deliveries() {
+        let failure = |permanent, arrived| Failure { error: String::new(), permanent, arrived };
+        for (permanent, arrived, before, last, word) in [
+            (false, false, 0, false, "waiting"),
+            (false, true, 0, false, "possibly sent once"),
+            (false, true, 2, false, "possibly sent 3 times"),
+            (true, false, 0, false, "refused"),
+            (true, false, 1, false, "dead, possibly sent once"),
+            (false, false, 0, true, "dead"),
+            (false, true, 4, true, "dead, possibly sent 5 times"),
+        ] {
+            assert_eq!(failure(permanent, arrived).state(before, last).to_string(), word);
+        }
     }
 
     #[test]

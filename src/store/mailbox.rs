@@ -54,7 +54,7 @@ pub enum EmailOutcome {
         /// What the server said.
         error: String,
     },
-    /// Refused for good.
+    /// Refused for good, or given up.
     Failed(String),
     /// Given back at once, its try uncounted: nobody's failure, or a stop.
     NotTried,

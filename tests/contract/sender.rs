@@ -130,4 +130,7 @@ async fn a_4xx_is_tried_again_under_the_same_message_id_and_a_5xx_is_failed() {
     send_all(&world, EmailTransport::smtp(&url).unwrap()).await;
     assert_eq!(taken.lock().unwrap().len(), 1);
     assert_eq!(world.store.texts("select state from oncebox_email order by email_id").await, ["sent", "failed"]);
+    // O28: of the only try, so it is known that nothing arrived.
+    let errors = world.store.texts("select error from oncebox_email where state = 'failed'").await;
+    assert!(errors[0].starts_with("refused: "), "{errors:?}");
 }

@@ -6,6 +6,7 @@ use std::time::Duration;
 use oncebox::policy::operation::Code;
 use oncebox::policy::operation::flow::Stage;
 use oncebox::runtime::operation::Answered;
+use oncebox::store::{ActContext, Resolution};
 
 use crate::cards::Cards;
 use crate::flow::{KEY_AND_QUERY, Plan, Service, Shared};
@@ -37,6 +38,7 @@ async fn one_charge<S: Rows>(store: S, faults: &[(&str, i64, u64)]) {
     assert_eq!(service.operation().await.stage, Stage::Succeeded);
 }
 
+// Shown by: settling without the evidence that stands in the deciding transaction.
 async fn m81_no_fault<S: Rows>(store: S) {
     let provider = ProviderProcess::start();
     let service = Service::start(&store, &Plan::new(KEY_AND_QUERY), adapter(&provider)).await;
@@ -123,6 +125,7 @@ async fn service_failed<S: Rows>(store: &S) -> i64 {
     store.number("select count(*) from payment where state = 'failed'").await
 }
 
+// Shown by: letting all rows count beside an operator's word (it stayed parked).
 async fn o7_another_amount_goes_to_an_operator<S: Rows>(store: S) {
     let provider = ProviderProcess::start();
     provider.fault("wrong_amount", 1, 0).await;
@@ -135,9 +138,17 @@ async fn o7_another_amount_goes_to_an_operator<S: Rows>(store: S) {
     let operation = service.operation().await;
     assert_eq!((operation.stage, operation.parked.as_deref()), (Stage::Unknown, Some("provider-mismatch")));
     assert_eq!((provider.count().await, service.payments("pending").await, service.messages().await), ((1, 1), 1, 0));
+    // Whatever was seen, what a person found out decides.
+    let resolution = Resolution::Effect { effect: "charge".to_owned(), happened: true };
+    let (actor, reason) = ("a-person".to_owned(), "corrected at the provider".to_owned());
+    let context = ActContext { actor, reason, dry_run: false, redrive_age_max: None };
+    store.resolve(&operation, &resolution, false, false, &context).await.unwrap();
+    let (reply, replayed) = service.ask_until_known(KEY, 700).await;
+    assert_eq!((reply.status, replayed, provider.count().await), (201, true, (1, 1)));
+    service.ended_once("settled").await;
 }
 
-// G10: a provider that is away counts no attempt. Shown by: counting every vain end.
+// G10. Shown by: counting an attempt where nothing left us (it was parked).
 async fn g10_m82_a_provider_that_is_away_is_waited_for<S: Rows>(store: S) {
     let provider = ProviderProcess::start();
     let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();

@@ -4,6 +4,7 @@
 /// The adapter of the example service: it is no part of what is tested.
 #[path = "../../examples/payments_api/cards.rs"]
 mod cards;
+mod compensation;
 mod faults;
 mod flow;
 #[path = "../support/postgres.rs"]

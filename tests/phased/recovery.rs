@@ -29,7 +29,7 @@ async fn dies_in_a_call<S: Rows>(store: &S, plan: &Plan) -> Service<S> {
     dying
 }
 
-// M115, M81. Shown by: a provider key made anew (two charges).
+// M115, M81. Shown by: another key at every send.
 async fn m115_m81_provider_success_then_crash_keeps_the_identity<S: Rows>(store: S) {
     let plan = Plan::new(KEY).short_lease();
     let dying = dies_in_a_call(&store, &plan).await;
@@ -83,6 +83,26 @@ async fn m83_m46_of_many_that_try_one_recovers<S: Rows>(store: S) {
     next.ask_until_known(ONE, 700).await;
     assert_eq!(told.arrived().len(), 1);
     next.ended_once("settled").await;
+}
+
+// O9, pitfall 10: three calls take longer than the lease, and nobody else takes the operation. Shown by: no renewal.
+async fn o9_a_lease_is_renewed_while_its_operation_is_driven<S: Rows>(store: S) {
+    let slow = |answer| Act::After(Box::pin(tokio::time::sleep(Duration::from_millis(1_600))), answer);
+    let told = Scripted::default()
+        .then(slow(Answer::status(500)))
+        .then(slow(Answer::status(500)))
+        .then(slow(done()))
+        .timeout(Duration::from_millis(1_900));
+    let plan = Plan::new(KEY).short_lease();
+    let service = Service::start(&store, &plan, told.clone()).await;
+    let silent = Scripted::default();
+    let others = Service::start(&store, &plan, silent.clone()).await;
+    let worker = others.recover();
+    let answered = service.ask(ONE, 700, BUDGET).await;
+    worker.stop().await;
+    assert!(matches!(answered, Answered::Reply { ref reply, replayed: false } if reply.status == 201), "{answered:?}");
+    assert_eq!((told.arrived().len(), silent.arrived().len(), service.operation().await.epoch), (3, 0, 1));
+    service.ended_once("settled").await;
 }
 
 // O22. Shown by: taking every version.
@@ -148,6 +168,7 @@ crate::on_both! {
     m115_m81_provider_success_then_crash_keeps_the_identity;
     m80_m46_the_repeating_request_recovers_within_its_budget;
     m83_m46_of_many_that_try_one_recovers;
+    o9_a_lease_is_renewed_while_its_operation_is_driven;
     o22_a_worker_takes_only_versions_that_it_has;
     a_stopped_worker_leaves_no_lease_behind;
     o1_a_committed_first_phase_without_a_point_is_parked;

@@ -35,7 +35,7 @@ fn status(answered: &Answered) -> (u16, bool) {
     }
 }
 
-// Shown by: preparing at every send; a key from the client.
+// Shown by: another key at every send.
 async fn o5_m78_a_resend_sends_the_same_bytes_under_the_same_key<S: Rows>(store: S) {
     let told = Scripted::default().answers(Answer::NoAnswer).answers(Answer::status(500)).answers(done());
     let service = Service::start(&store, &Plan::new(KEY), told.clone()).await;
@@ -94,7 +94,7 @@ async fn o13_m74_a_panic_after_an_intent_is_unknown_and_recovers<S: Rows>(store:
     service.ended_once("settled").await;
 }
 
-// Shown by: committing what a refusing phase wrote; storing what is not to be stored.
+// Shown by: leaving what a refusing phase wrote.
 async fn o13_m71_before_an_intent_a_phase_may_refuse_or_forget<S: Rows>(store: S) {
     let service = Service::start(&store, &Plan::new(KEY), Scripted::default()).await;
     let key = |amount: i64| format!("key-000000000000000{amount}");

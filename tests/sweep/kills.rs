@@ -6,13 +6,13 @@
 use std::collections::BTreeMap;
 
 use oncebox::store::sqlite::SqliteStore;
-use oncebox::store::{Base, NewEvidence, Sealed, StoreOptions};
+use oncebox::store::{Base, StoreOptions};
 
-use crate::api::{Answer, Api, Plan, body};
+use crate::api::{Answer, Api, Plan, SOON, body};
 use crate::ledgers::{Entries, Tables, provider_books, sorted};
 use crate::points::POINTS;
 use crate::provider::ProviderProcess;
-use crate::support::unique;
+use crate::support::{eventually, unique};
 
 const LANES: usize = 4;
 /// A lease that is over soon after its owner was killed.
@@ -117,17 +117,15 @@ async fn with_an_operator<S: Tables>(plan: &Plan, provider: &ProviderProcess, st
     let sql = format!("select {} from {}operation where outcome_at is null", S::OPERATION_ID, S::PREFIX);
     let open = store.texts(&sql).await;
     assert_eq!(open.len(), 1, "one operation has no outcome");
-    let word = NewEvidence {
-        operation_id: open[0].parse().unwrap(),
-        effect: "charge".to_owned(),
-        epoch: 1,
-        send: 0,
-        kind: "operator".to_owned(),
-        verdict: "success".to_owned(),
-        status: None,
-        bytes: Sealed { bytes: b"found in the provider's console".to_vec(), kid: None },
-    };
-    store.observe(&word).await.unwrap();
+    // Refused while the lease of the killed process is live.
+    let uuid: uuid::Uuid = open[0].parse().unwrap();
+    eventually("resolved by an operator", SOON, || async {
+        let why = ["--why", "found in the provider's console", "--happened", "charge"];
+        let mut command = tokio::process::Command::new(env!("CARGO_BIN_EXE_oncebox"));
+        command.args(["--database", &plan.database, "operations", "resolve"]).args(why).arg(uuid.to_string());
+        command.output().await.unwrap().status.success().then_some(())
+    })
+    .await;
     let answer = ask_again(&plan, "/charges", &key, amount, &reference).await;
     provider.no_faults().await;
     answer

@@ -8,11 +8,17 @@
 //! |---|---|
 //! | `flow`, `phase`, `ends` | what an author writes, and how a phase may end |
 //! | `effect`, `provider`, `http` | effects, adapters, an adapter over HTTP |
+//! | `webhook` | webhooks, signed and sent as an operation |
 //! | `identity` | identities derived from the operation |
-//! | `door` | a request, and the first phase |
+//! | `door`, `opening` | a request, and the first phase |
+//! | `taken` | an operation that was taken up |
 //! | `driver`, `call`, `hold` | from a recovery point to the next: phases, calls, the lease |
 //! | `evidence`, `vault` | how what was seen is stored |
 //! | `registry`, `recovery` | what is registered, and the worker |
+//!
+//! The worker is built with the service's flows, so it runs in the service's process: `Recovery::new(&door, ..).run(stop)` beside
+//! the server, as `examples/payments_api` does, or in a binary of the same crate with nothing else in it. The stock `publisher` has
+//! no flows and recovers nothing.
 //!
 //! Not here: what an answer proves and what is next ([`policy::operation::provider`](crate::policy::operation::provider)), which
 //! stage follows which ([`policy::operation::flow`](crate::policy::operation::flow)), and the rows (`store`).
@@ -28,11 +34,15 @@ mod hold;
 #[cfg(feature = "client")]
 pub mod http;
 mod identity;
+mod opening;
 mod phase;
 mod provider;
 mod recovery;
 mod registry;
+mod taken;
 mod vault;
+#[cfg(feature = "client")]
+pub mod webhook;
 
 pub use door::{Door, DoorBuilder, DoorError};
 pub use effect::{Compensation, Effect, Intent, Proven, Settlement, Settlements, Undo};

@@ -1,6 +1,7 @@
 //! Cases of outcomes in the application's own transaction (O2).
 
-use super::keys::{KEPT, SHORT, claim, completed, record, take};
+pub(super) use super::keys::{KEPT, claim, completed, record};
+use super::keys::{SHORT, take};
 use super::trial::effect;
 use super::{Fixture, Trial};
 use crate::policy::operation::{Mode, State};

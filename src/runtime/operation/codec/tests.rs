@@ -1,3 +1,5 @@
+//! The codec over its whole way: what is stored of an answer, and what comes back.
+
 #![allow(clippy::unwrap_used)]
 use super::*;
 use crate::policy::operation::record::Resource;

@@ -55,7 +55,15 @@ impl HttpCaller {
     /// # Errors
     /// TLS cannot be set up.
     pub fn new(timeout: Duration) -> Result<Self, reqwest::Error> {
-        let client = reqwest::Client::builder()
+        Self::over(reqwest::Client::builder(), timeout)
+    }
+
+    /// The same over settings of a builder's: certificates, name resolution.
+    ///
+    /// # Errors
+    /// They cannot be used.
+    pub fn over(builder: reqwest::ClientBuilder, timeout: Duration) -> Result<Self, reqwest::Error> {
+        let client = builder
             .redirect(redirect::Policy::none())
             .retry(reqwest::retry::never())
             .no_proxy()

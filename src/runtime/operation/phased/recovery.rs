@@ -14,9 +14,10 @@ use std::time::{Duration, Instant};
 use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
 
-use super::door::{Door, taken};
+use super::door::Door;
 use super::driver::Ended;
 use super::registry::Phased;
+use super::taken::taken;
 use crate::error::StoreError;
 use crate::observe::{Health, PartState};
 use crate::runtime::pace::{Pace, sleep_unless};

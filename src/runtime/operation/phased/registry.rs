@@ -22,7 +22,7 @@ use crate::store::Phases;
 /// How operations are driven.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct DriveSettings {
-    /// Vain attempts of recovery until an operator gets it (O9). Default 12.
+    /// Vain attempts of recovery until an operator gets it (O9). Default 100: with the other defaults more than an hour.
     pub attempts_max: u32,
     /// Calls of one drive that prove nothing, until it is given back. Default 3.
     pub calls_per_drive: u32,
@@ -30,18 +30,18 @@ pub struct DriveSettings {
     pub wait_max: Duration,
     /// When it is due again after the first vain attempt; doubled each time, with jitter. Default 1 s.
     pub backoff_first: Duration,
-    /// The longest time until it is due again. Default 5 min.
+    /// The longest time until it is due again. Default 1 min.
     pub backoff_max: Duration,
 }
 
 impl Default for DriveSettings {
     fn default() -> Self {
         Self {
-            attempts_max: 12,
+            attempts_max: 100,
             calls_per_drive: 3,
             wait_max: Duration::from_millis(2_500),
             backoff_first: Duration::from_secs(1),
-            backoff_max: Duration::from_secs(300),
+            backoff_max: Duration::from_secs(60),
         }
     }
 }

@@ -1,0 +1,82 @@
+//! The words for what became of something that is sent to others: e-mails and webhooks (O28).
+//!
+//! Guarantees: `sent` and `refused` are said of what is proven; where a try may have arrived, the word says how often; nothing
+//! that may have arrived is called refused or waiting.
+//!
+//! Not here: what proves an outcome ([`provider`](super::provider)), and the senders (`runtime`).
+
+use std::fmt;
+
+use super::provider::Settled;
+
+/// What became of it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Delivery {
+    /// It was not sent yet, for certain; it will be tried.
+    Waiting,
+    /// So many tries may each have arrived; it will be tried again.
+    PossiblySent(u32),
+    /// It was taken.
+    Sent,
+    /// It was refused for good, and no try arrived.
+    Refused,
+    /// Nobody tries any more but a person; so many tries may each have arrived.
+    Dead(u32),
+}
+
+impl Delivery {
+    /// From what is proven, whether it was given up, and how many tries may have arrived.
+    #[must_use]
+    pub fn of(settled: Option<Settled>, given_up: bool, doubtful: u32) -> Self {
+        match settled {
+            Some(Settled::Succeeded) => Self::Sent,
+            Some(Settled::Failed) => Self::Refused,
+            None if given_up => Self::Dead(doubtful),
+            None if doubtful > 0 => Self::PossiblySent(doubtful),
+            None => Self::Waiting,
+        }
+    }
+
+    /// The word without its number, for labels.
+    #[must_use]
+    pub fn word(self) -> &'static str {
+        match self {
+            Self::Waiting => "waiting",
+            Self::PossiblySent(_) => "possibly-sent",
+            Self::Sent => "sent",
+            Self::Refused => "refused",
+            Self::Dead(_) => "dead",
+        }
+    }
+}
+
+impl fmt::Display for Delivery {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let times = |count: u32| if count == 1 { "once".to_owned() } else { format!("{count} times") };
+        match *self {
+            Self::PossiblySent(count) => write!(f, "possibly sent {}", times(count)),
+            Self::Dead(count) if count > 0 => write!(f, "dead, possibly sent {}", times(count)),
+            other => f.write_str(other.word()),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    // Shown by: calling what was given up refused; forgetting the number of a dead one.
+    #[test]
+    fn o28_what_may_have_arrived_is_said_with_its_number() {
+        let of = |settled, given_up, doubtful| Delivery::of(settled, given_up, doubtful).to_string();
+        assert_eq!(of(None, false, 0), "waiting");
+        assert_eq!(of(None, false, 1), "possibly sent once");
+        assert_eq!(of(None, false, 3), "possibly sent 3 times");
+        assert_eq!(of(None, true, 0), "dead");
+        assert_eq!(of(None, true, 2), "dead, possibly sent 2 times");
+        for (given_up, doubtful) in [(false, 0), (true, 0), (false, 3), (true, 3)] {
+            assert_eq!(of(Some(Settled::Succeeded), given_up, doubtful), "sent");
+            assert_eq!(of(Some(Settled::Failed), given_up, doubtful), "refused");
+        }
+    }
+}

@@ -1,0 +1,235 @@
+//! The first phase of an operation: claim, command, operation and what it writes commit together (O22).
+//!
+//! Promises: what refuses or fails here leaves nothing, or the refusal alone where it is binding; a handler that ended the
+//! transaction by itself is found out, and a person is told (O1).
+//!
+//! Not here: what becomes of the request ([`door`](super::door)), and what follows ([`driver`](super::driver)).
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use tokio::task::JoinHandle;
+use tokio_util::sync::CancellationToken;
+
+use super::driver::{Driver, Ended, guarded, new_intent, outcome};
+use super::effect::Intent;
+use super::ends::First;
+use super::flow::AnyCommand;
+use super::hold::Hold;
+use super::identity::Identities;
+use super::phase::{Context, Phase};
+use super::registry::{Member, Phased};
+use crate::error::{HandlerError, StoreError};
+use crate::policy::operation::Code;
+use crate::policy::operation::doubt::{Aftermath, Doubt};
+use crate::policy::operation::flow::Stage;
+use crate::runtime::operation::{Begin, Reply};
+use crate::store::{Begun, Driven, FIRST_POINT, Fenced, NewIntent, NewOperation, PhaseTx, Phases, Proof};
+
+/// How often a claim is tried that nobody refused (R27).
+const TRIES: u32 = 5;
+
+/// What came of the first phase.
+pub(super) enum Opened {
+    /// Another record or claim stands there.
+    Refused(Box<Begin>),
+    /// It ended here: with an outcome that is stored, or with nothing.
+    Replied(Reply),
+    /// It was lost sight of, and is there: look.
+    Look,
+    /// This code.
+    Problem(Code),
+    /// It goes on.
+    Driving(JoinHandle<Result<Ended, StoreError>>),
+    Failed(StoreError),
+}
+
+/// The first phase of an operation.
+pub(super) struct Opening<S: Phases> {
+    pub(super) phased: Arc<Phased<S>>,
+    pub(super) stop: CancellationToken,
+    pub(super) member: Arc<Member<S>>,
+    pub(super) command: AnyCommand,
+    pub(super) bytes: Vec<u8>,
+    pub(super) patience: Duration,
+}
+
+/// How the first phase's transaction is to end.
+enum Move {
+    Advance(String, Stage, Option<(&'static str, NewIntent)>),
+    Finish(Reply, Option<Option<String>>),
+    /// Nothing stays.
+    Forget(Reply),
+}
+
+impl<S: Phases> Opening<S> {
+    pub(super) async fn run(self, begin: Box<Begin>) -> Opened {
+        match self.open(begin).await {
+            Ok(opened) => opened,
+            Err(error) => Opened::Failed(error),
+        }
+    }
+
+    async fn open(self, begin: Box<Begin>) -> Result<Opened, StoreError> {
+        let phased = Arc::clone(&self.phased);
+        if !phased.is_ours().await? {
+            return Ok(Opened::Problem(Code::StoreUnavailable));
+        }
+        let store = phased.engine.store();
+        let flow = self.member.flow();
+        let command = phased.vault.seal(begin.claim.operation_id, "command", &self.bytes)?;
+        let (name, flow_version) = (flow.name().to_owned(), flow.version());
+        let new = NewOperation { claim: begin.claim.clone(), flow: name, flow_version, command };
+        let mut tries = 0;
+        let (mut tx, asked) = loop {
+            let asked = Instant::now();
+            match store.begin_first(&new, begin.basis(), self.patience).await {
+                Ok(Begun::Claimed(tx)) => break (tx, asked),
+                Ok(Begun::Existing(_) | Begun::Locked) => return Ok(Opened::Refused(begin)),
+                Err(StoreError::Busy(_)) if tries < TRIES => tries += 1,
+                Err(error) => return Err(error),
+            }
+            tokio::time::sleep(Duration::from_millis(5 << tries)).await;
+        };
+        let driven = tx.driven().clone();
+        let identities = Identities::new(phased.deployment, driven.operation_id);
+        let context = Context::new(identities, begin.claim.identity.clone());
+        let ended =
+            guarded(self.member.timeout(), flow.first().run(&mut Phase::new(&mut tx, &context), &self.command)).await;
+        let first = match ended {
+            Ok(first) => first,
+            Err(error) => {
+                let proof = tx.undo_effects().await?;
+                let _ = tx.rollback().await;
+                if proof != Proof::Same {
+                    return self.ended_by_itself(&phased, &begin, &driven, proof).await;
+                }
+                return Ok(failed(&error));
+            }
+        };
+        let rejected = matches!(first, First::Rejected { binding: true, .. });
+        let (how, fresh) = match self.judge(&phased, &context, first)? {
+            Move::Forget(reply) => {
+                let proof = tx.undo_effects().await?;
+                let _ = tx.rollback().await;
+                if proof != Proof::Same {
+                    return self.ended_by_itself(&phased, &begin, &driven, proof).await;
+                }
+                return Ok(Opened::Replied(reply));
+            }
+            Move::Advance(to, stage, intent) => {
+                let (fresh, intents): (Vec<_>, Vec<_>) = intent.into_iter().unzip();
+                (tx.advance(FIRST_POINT, &to, stage, &intents).await?, Ok(fresh.first().copied()))
+            }
+            Move::Finish(reply, failure) => {
+                // A rejection takes back what was written before it (pitfall 18).
+                let proof = if rejected { tx.undo_effects().await? } else { Proof::Same };
+                if proof == Proof::Same {
+                    let outcome = outcome(&self.member, &phased, &context, &begin.claim.fingerprint, &reply, failure)?;
+                    (tx.finish(FIRST_POINT, &outcome, &self.member.retention()).await?, Err(reply))
+                } else {
+                    ((proof, Fenced::Done), Err(reply))
+                }
+            }
+        };
+        if how != (Proof::Same, Fenced::Done) {
+            let _ = tx.rollback().await;
+            return self.ended_by_itself(&phased, &begin, &driven, how.0).await;
+        }
+        match tx.commit().await {
+            Ok(()) => crate::store::hint(),
+            Err(StoreError::CommitUnknown(error)) => {
+                tracing::warn!(operation = %driven.operation_id, %error, "a first phase was lost sight of");
+                match Doubt::CommitLost.after(store.look_after(&begin.claim).await) {
+                    // Whether with an outcome or to be driven on: it is there.
+                    Aftermath::Stored | Aftermath::MarkUnknown | Aftermath::Ended => {}
+                    Aftermath::CommitUnknown | Aftermath::InsertUnknown => {
+                        return Ok(Opened::Problem(Code::CommitUnknown));
+                    }
+                }
+            }
+            Err(error) => return Err(error),
+        }
+        let fresh = match fresh {
+            Err(reply) => return Ok(Opened::Replied(reply)),
+            Ok(fresh) => fresh,
+        };
+        let hold = Hold::new(store.clone(), driven.clone(), self.member.lease(), asked);
+        let driver = Driver {
+            phased: Arc::clone(&phased),
+            member: self.member,
+            context,
+            command: self.command,
+            driven,
+            hold,
+            fingerprint: begin.claim.fingerprint.clone(),
+            stop: self.stop.clone(),
+            fresh,
+            attempt: false,
+            reached: false,
+            vain: 0,
+            asked: false,
+            reply: None,
+        };
+        // From here on duplicates read the operation itself.
+        drop(begin);
+        Ok(Opened::Driving(phased.engine.spawn(driver.drive())))
+    }
+
+    fn judge(&self, phased: &Phased<S>, context: &Context, first: First) -> Result<Move, StoreError> {
+        let (flow, end) = (self.member.flow(), first.end());
+        let unknown = |what: &str| {
+            StoreError::Refused(format!(
+                "the first phase of `{}` goes on at `{what}`, which its flow does not have",
+                flow.name()
+            ))
+        };
+        let stage = Stage::Received.after(end).ok_or_else(|| unknown("no stage"))?;
+        Ok(match first {
+            First::RecoveryPoint(point) if flow.local(point.0).is_some() => {
+                Move::Advance(point.0.to_owned(), stage, None)
+            }
+            First::RecoveryPoint(point) => return Err(unknown(point.0)),
+            First::Intent(Intent(prepared)) => {
+                let effect = flow.effect(prepared.effect).ok_or_else(|| unknown(prepared.effect))?;
+                let intent = new_intent(phased, context, effect, &prepared)?;
+                Move::Advance(effect.sent.clone(), stage, Some((effect.name, intent)))
+            }
+            First::Response(reply) => Move::Finish(reply, None),
+            First::Rejected { reply, code, binding: true } => Move::Finish(reply, Some(code)),
+            First::Rejected { reply, .. } | First::Retryable(reply) | First::DontStore(reply) => Move::Forget(reply),
+        })
+    }
+
+    /// A handler ended the transaction of the first phase: what it did may be done (O1).
+    async fn ended_by_itself(
+        self,
+        phased: &Phased<S>,
+        begin: &Begin,
+        driven: &Driven,
+        proof: Proof,
+    ) -> Result<Opened, StoreError> {
+        let store = phased.engine.store();
+        let nothing_ran_after = proof == Proof::Aborted;
+        let aftermath = Doubt::TokenGone { nothing_ran_after }.after(store.look_after(&begin.claim).await);
+        tracing::error!(operation = %driven.operation_id, ?aftermath, "a first phase ended its transaction by itself");
+        match aftermath {
+            Aftermath::Stored => return Ok(Opened::Look),
+            Aftermath::CommitUnknown => return Ok(Opened::Problem(Code::CommitUnknown)),
+            Aftermath::InsertUnknown => {
+                store.insert_unknown(&begin.claim).await?;
+            }
+            Aftermath::MarkUnknown => {
+                store.park(driven, "first-phase-ended-its-transaction").await?;
+            }
+            Aftermath::Ended => {}
+        }
+        Ok(Opened::Problem(Code::TransactionEnded))
+    }
+}
+
+/// The first phase failed, and nothing of it stayed.
+fn failed(error: &HandlerError) -> Opened {
+    tracing::warn!(%error, "a first phase failed: nothing happened");
+    Opened::Problem(if error.is_nobodys() { Code::StoreUnavailable } else { Code::OperationFailed })
+}

@@ -1,0 +1,81 @@
+//! An operation that was taken up: what its driver needs is read, or it is said why it cannot be driven here.
+//!
+//! Not here: taking it up ([`door`](super::door), [`recovery`](super::recovery)).
+
+use std::sync::Arc;
+use std::time::Instant;
+
+use tokio_util::sync::CancellationToken;
+
+use super::driver::{Driver, End, Ended};
+use super::flow::AnyCommand;
+use super::hold::Hold;
+use super::identity::Identities;
+use super::phase::Context;
+use super::registry::{Member, Phased};
+use crate::error::StoreError;
+use crate::policy::operation::Fingerprint;
+use crate::store::{Driven, Due, Phases, StoredOperation};
+
+/// Drives an operation that was taken up.
+pub(super) async fn taken<S: Phases>(
+    phased: Arc<Phased<S>>,
+    driven: Driven,
+    stored: StoredOperation,
+    asked: Instant,
+    attempt: bool,
+    stop: CancellationToken,
+) -> Result<Ended, StoreError> {
+    let store = phased.engine.store();
+    let reason = match prepared(&phased, &stored).await {
+        Ok(Prepared::Ready(member, context, command, fingerprint)) => {
+            let hold = Hold::new(store.clone(), driven.clone(), member.lease(), asked);
+            let driver = Driver {
+                phased: Arc::clone(&phased),
+                member,
+                context,
+                command,
+                driven,
+                hold,
+                fingerprint,
+                stop,
+                fresh: None,
+                attempt,
+                reached: false,
+                vain: 0,
+                asked: false,
+                reply: None,
+            };
+            return driver.drive().await;
+        }
+        Ok(Prepared::Gone(reason)) => reason,
+        Err(error) => {
+            // Another process may have the key or the version.
+            tracing::error!(operation = %stored.operation_id, %error, "an operation cannot be read here");
+            let due = Due { after: phased.settings.backoff_max, attempt: false };
+            store.hand_back(&driven, due).await?;
+            return Ok(Ended { end: End::Later, reply: None });
+        }
+    };
+    tracing::error!(operation = %stored.operation_id, reason, "an operation cannot be driven");
+    store.park(&driven, reason).await?;
+    Ok(Ended { end: End::Parked, reply: None })
+}
+
+enum Prepared<S: Phases> {
+    Ready(Arc<Member<S>>, Context, AnyCommand, Fingerprint),
+    Gone(&'static str),
+}
+
+async fn prepared<S: Phases>(phased: &Phased<S>, stored: &StoredOperation) -> Result<Prepared<S>, StoreError> {
+    let unknown = || StoreError::Refused(format!("no flow `{}` of version {}", stored.flow, stored.flow_version));
+    let member = phased.member(&stored.flow, stored.flow_version).ok_or_else(unknown)?;
+    let Some(identity) = stored.identity.clone() else { return Ok(Prepared::Gone("record-gone")) };
+    let Some(record) = phased.engine.store().find(&identity).await?.record else {
+        return Ok(Prepared::Gone("record-gone"));
+    };
+    let bytes = phased.vault.open(stored.operation_id, "command", &stored.command)?;
+    let command = member.flow().decode(&bytes)?;
+    let context = Context::new(Identities::new(phased.deployment, stored.operation_id), identity);
+    Ok(Prepared::Ready(member, context, command, record.fingerprint))
+}

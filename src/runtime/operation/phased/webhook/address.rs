@@ -1,0 +1,238 @@
+//! Which endpoints may be spoken to: public addresses, and hosts that were allowed.
+//!
+//! Guarantees: an address is checked where it stands in the URL, where a name is resolved, and again by the resolver that the
+//! connection itself uses, so a name that changes in between leads nowhere. One private address among public ones refuses the
+//! name.
+
+use std::collections::BTreeSet;
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
+use std::sync::Arc;
+
+use reqwest::Url;
+use reqwest::dns::{Addrs, Name, Resolve, Resolving};
+use url::Host;
+
+/// The rule.
+#[derive(Debug)]
+pub(super) struct Addresses {
+    allowed_hosts: BTreeSet<String>,
+}
+
+/// Why an endpoint is not spoken to.
+#[derive(Debug, thiserror::Error)]
+pub(super) enum Barred {
+    /// `https`, or `http` to a host that is allowed.
+    #[error("the endpoint is not `https`")]
+    Scheme,
+    /// A password in a URL ends in logs.
+    #[error("the endpoint's URL holds a user or a password")]
+    Credentials,
+    /// It has no host.
+    #[error("the endpoint's URL has no host")]
+    NoHost,
+    /// It is private, or reserved.
+    #[error("the endpoint is at {0}, which is no public address")]
+    Private(IpAddr),
+    /// No answer, which may be another one later.
+    #[error("the endpoint's name is not resolved: {0}")]
+    Unresolved(std::io::Error),
+}
+
+impl Barred {
+    /// Whether it is refused, and not only not known now.
+    pub(super) fn is_refusal(&self) -> bool {
+        !matches!(self, Self::Unresolved(_))
+    }
+}
+
+impl Addresses {
+    pub(super) fn new(allowed_hosts: BTreeSet<String>) -> Self {
+        Self { allowed_hosts }
+    }
+
+    fn is_allowed(&self, host: &str) -> bool {
+        self.allowed_hosts.contains(host)
+    }
+
+    /// What the URL alone says.
+    pub(super) fn permits(&self, url: &Url) -> Result<(), Barred> {
+        let host = url.host_str().ok_or(Barred::NoHost)?;
+        let allowed = self.is_allowed(host);
+        if url.scheme() != "https" && !(allowed && url.scheme() == "http") {
+            return Err(Barred::Scheme);
+        }
+        if !url.username().is_empty() || url.password().is_some() {
+            return Err(Barred::Credentials);
+        }
+        match url.host() {
+            _ if allowed => Ok(()),
+            Some(Host::Ipv4(ip)) => public(ip.into()),
+            Some(Host::Ipv6(ip)) => public(ip.into()),
+            _ => Ok(()),
+        }
+    }
+
+    /// What the URL says, and what its name resolves to now.
+    pub(super) async fn check(&self, url: &Url) -> Result<(), Barred> {
+        self.permits(url)?;
+        match url.host() {
+            Some(Host::Domain(name)) => self.resolve(name).await.map(drop),
+            _ => Ok(()),
+        }
+    }
+
+    async fn resolve(&self, name: &str) -> Result<Vec<SocketAddr>, Barred> {
+        let found: Vec<SocketAddr> = tokio::net::lookup_host((name, 0)).await.map_err(Barred::Unresolved)?.collect();
+        if !self.is_allowed(name) {
+            found.iter().try_for_each(|address| public(address.ip()))?;
+        }
+        Ok(found)
+    }
+}
+
+/// The resolver of connections: gives no address that is barred.
+#[derive(Debug, Clone)]
+pub(super) struct Public(pub(super) Arc<Addresses>);
+
+impl Resolve for Public {
+    fn resolve(&self, name: Name) -> Resolving {
+        let addresses = Arc::clone(&self.0);
+        Box::pin(async move {
+            let found = addresses.resolve(name.as_str()).await?;
+            Ok(Box::new(found.into_iter()) as Addrs)
+        })
+    }
+}
+
+fn public(ip: IpAddr) -> Result<(), Barred> {
+    let is_public = match ip {
+        IpAddr::V4(ip) => is_public_v4(ip),
+        IpAddr::V6(ip) => is_public_v6(ip),
+    };
+    if is_public { Ok(()) } else { Err(Barred::Private(ip)) }
+}
+
+/// Everything that IANA's registry of special addresses does not call globally reachable.
+fn is_public_v4(ip: Ipv4Addr) -> bool {
+    let [a, b, c, _] = ip.octets();
+    !(a == 0
+        || ip.is_private()
+        || ip.is_loopback()
+        || ip.is_link_local()
+        || ip.is_documentation()
+        || ip.is_multicast()
+        || (a == 100 && (64..128).contains(&b))
+        || (a == 192 && b == 0 && c == 0)
+        || (a == 192 && b == 88 && c == 99)
+        || (a == 198 && (b == 18 || b == 19))
+        || a >= 240)
+}
+
+/// Global unicast that is no other address in disguise: mapped, translated and tunnelled ones are judged by the one inside, or
+/// refused.
+fn is_public_v6(ip: Ipv6Addr) -> bool {
+    let inside = |high: u16, low: u16| {
+        let [a, b] = high.to_be_bytes();
+        let [c, d] = low.to_be_bytes();
+        is_public_v4(Ipv4Addr::new(a, b, c, d))
+    };
+    match ip.segments() {
+        [0, 0, 0, 0, 0, 0xffff, high, low] | [0x64, 0xff9b, 0, 0, 0, 0, high, low] | [0x2002, high, low, ..] => {
+            inside(high, low)
+        }
+        // Teredo, benchmarks, ORCHID; documentation.
+        [0x2001, 0..=0x1ff, ..] | [0x2001, 0xdb8, ..] | [0x3fff, 0..=0xfff, ..] => false,
+        [first, ..] => (0x2000..=0x3fff).contains(&first),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use super::*;
+
+    fn addresses(hosts: &[&str]) -> Addresses {
+        Addresses::new(hosts.iter().map(|&host| host.to_owned()).collect())
+    }
+
+    // Shown by: dropping each line of the two lists.
+    #[test]
+    fn o28_private_and_disguised_addresses_are_refused() {
+        for private in [
+            "127.0.0.1",
+            "0.0.0.0",
+            "0.1.2.3",
+            "10.0.0.1",
+            "172.16.0.1",
+            "172.31.255.255",
+            "192.168.1.1",
+            "169.254.169.254",
+            "100.64.0.1",
+            "192.0.0.1",
+            "192.0.2.1",
+            "192.88.99.1",
+            "198.18.0.1",
+            "198.51.100.1",
+            "203.0.113.1",
+            "224.0.0.1",
+            "240.0.0.1",
+            "255.255.255.255",
+            "[::]",
+            "[::1]",
+            "[::ffff:10.0.0.1]",
+            "[64:ff9b::a00:1]",
+            "[2002:a00:1::]",
+            "[2001::1]",
+            "[2001:db8::1]",
+            "[3fff::1]",
+            "[fc00::1]",
+            "[fd12::1]",
+            "[fe80::1]",
+            "[fec0::1]",
+            "[ff02::1]",
+            "2130706433",
+            "0x7f.1",
+            "017700000001",
+        ] {
+            let url = Url::parse(&format!("https://{private}/hook")).unwrap();
+            assert!(matches!(addresses(&[]).permits(&url), Err(Barred::Private(_))), "{private}");
+        }
+        for public in [
+            "1.1.1.1",
+            "100.63.255.255",
+            "100.128.0.1",
+            "172.15.0.1",
+            "172.32.0.1",
+            "198.20.0.1",
+            "[2606:4700::1111]",
+            "[::ffff:1.1.1.1]",
+            "[64:ff9b::101:101]",
+            "example.com",
+        ] {
+            let url = Url::parse(&format!("https://{public}/hook")).unwrap();
+            assert!(addresses(&[]).permits(&url).is_ok(), "{public}");
+        }
+    }
+
+    #[test]
+    fn o28_only_an_allowed_host_is_spoken_to_in_plain_or_at_home() {
+        let url = |text: &str| Url::parse(text).unwrap();
+        let allows = addresses(&["127.0.0.1", "hooks.internal"]);
+        assert!(allows.permits(&url("http://127.0.0.1:8080/hook")).is_ok());
+        assert!(allows.permits(&url("http://hooks.internal/hook")).is_ok());
+        assert!(matches!(allows.permits(&url("http://example.com/hook")), Err(Barred::Scheme)));
+        assert!(matches!(allows.permits(&url("ftp://127.0.0.1/hook")), Err(Barred::Scheme)));
+        assert!(matches!(allows.permits(&url("https://u:p@example.com/")), Err(Barred::Credentials)));
+        assert!(matches!(allows.permits(&url("https://127.0.0.2/")), Err(Barred::Private(_))));
+    }
+
+    // Shown by: resolving without the check.
+    #[tokio::test]
+    async fn o28_a_name_that_resolves_to_a_private_address_is_refused() {
+        let url = Url::parse("https://localhost/hook").unwrap();
+        assert!(matches!(addresses(&[]).check(&url).await, Err(Barred::Private(_))));
+        assert!(addresses(&["localhost"]).check(&url).await.is_ok());
+        let resolver = Public(Arc::new(addresses(&[])));
+        assert!(resolver.resolve("localhost".parse().unwrap()).await.is_err());
+    }
+}
