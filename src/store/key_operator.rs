@@ -86,7 +86,6 @@ pub enum KeyChange {
 
 /// What is done with an operation.
 #[derive(Debug, Clone, PartialEq, Eq)]
-#[allow(clippy::large_enum_variant, reason = "one is made for an act of an operator")]
 pub enum OperationChange {
     /// Due at once, its attempts counted anew; the operator's words, if any, are evidence.
     GoOn {
@@ -100,11 +99,11 @@ pub enum OperationChange {
     /// It gets its outcome, and so does its record.
     End {
         /// What the operator found out.
-        outcome: Outcome,
+        outcome: Box<Outcome>,
         /// Lifetimes, from now.
         retention: Retention,
         /// The operator's word.
-        evidence: NewEvidence,
+        evidence: Box<NewEvidence>,
         /// Whether a live lease is taken away.
         take_over: bool,
     },
@@ -367,8 +366,9 @@ pub trait KeyOperator: Phases {
                         _ => return refused("an operation in phases ends with what it did, or with a failure"),
                     };
                     not_against(seen, None, verdict, against_evidence)?;
-                    let evidence = says(seen, "", 0, verdict, context);
-                    OperationChange::End { outcome: outcome.clone(), retention: *retention, evidence, take_over }
+                    let evidence = Box::new(says(seen, "", 0, verdict, context));
+                    let (outcome, retention) = (Box::new(outcome.clone()), *retention);
+                    OperationChange::End { outcome, retention, evidence, take_over }
                 }
                 Resolution::Effect { effect, happened } => {
                     match seen.intents.iter().find(|intent| intent.intent.effect == *effect) {

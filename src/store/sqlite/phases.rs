@@ -27,7 +27,7 @@ use crate::store::{
 };
 
 /// As [`operation_of`] reads it.
-const OPERATION: &str = concat!(
+pub(super) const OPERATION: &str = concat!(
     "select n.at * 1000, o.operation_id, r.tenant, r.operation, r.key, o.flow, o.flow_version, o.point, o.state, o.command, \
      o.command_kid, o.epoch, case when o.lease_until > n.at and o.lease_until <= n.at + o.lease_ms then o.lease_until * 1000 end, \
      o.attempts, o.due_at * 1000, o.parked, o.created_at * 1000, o.outcome_at * 1000 from (select ",
@@ -37,12 +37,12 @@ const OPERATION: &str = concat!(
 );
 
 /// As [`intent_of`] reads it.
-const INTENTS: &str = "select effect, strategy, provider_key, request, request_kid, adapter, adapter_version, \
+pub(super) const INTENTS: &str = "select effect, strategy, provider_key, request, request_kid, adapter, adapter_version, \
     first_sent_at * 1000, last_sent_at * 1000, sends, outcome from oncebox_operation_intent where operation_id = ? \
     order by first_sent_at, effect";
 
 /// As [`evidence_of`] reads it.
-const EVIDENCE: &str = "select operation_id, effect, epoch, send, kind, verdict, status, bytes, bytes_kid, observed_at * 1000 \
+pub(super) const EVIDENCE: &str = "select operation_id, effect, epoch, send, kind, verdict, status, bytes, bytes_kid, observed_at * 1000 \
     from oncebox_operation_evidence where operation_id = ? order by evidence_id";
 
 /// Nobody drives it, and somebody may; a lease that was written before the clock went back is over (R22).
@@ -66,7 +66,7 @@ macro_rules! is_ours {
 }
 use is_ours;
 
-const TAKE: &str = concat!(
+pub(super) const TAKE: &str = concat!(
     "update oncebox_operation set epoch = epoch + 1, attempts = attempts + (owner is not null), owner = ?2, lease_until = ?3 + ",
     now_ms!(),
     ", lease_ms = ?3, updated_at = ",
@@ -74,6 +74,15 @@ const TAKE: &str = concat!(
     " where operation_id = ?1 and ",
     is_free!(),
     " returning epoch"
+);
+
+/// The longest due first.
+pub(super) const DUE: &str = concat!(
+    "select operation_id from oncebox_operation where flow = ?1 and due_at <= ",
+    now_ms!(),
+    " and flow_version in (select value from json_each(?2)) and ",
+    is_free!(),
+    " order by due_at limit ?3"
 );
 
 const LEAVE: &str = concat!(
@@ -122,13 +131,7 @@ impl Phases for SqliteStore {
         lease: Duration,
     ) -> Result<Vec<(Driven, StoredOperation)>, StoreError> {
         let mut write = self.write().await?;
-        let due = query_scalar::<_, Vec<u8>>(concat!(
-            "select operation_id from oncebox_operation where flow = ?1 and due_at <= ",
-            now_ms!(),
-            " and flow_version in (select value from json_each(?2)) and ",
-            is_free!(),
-            " order by due_at limit ?3"
-        ));
+        let due = query_scalar::<_, Vec<u8>>(DUE);
         let due = due.bind(flow).bind(format!("{versions:?}")).bind(limit).fetch_all(write.connection()).await?;
         let mut taken = Vec::new();
         for id in due {

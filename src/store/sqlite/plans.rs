@@ -4,10 +4,11 @@
 use sqlx::{AssertSqlSafe, Row, query};
 
 use super::connect::SqliteStore;
-use super::{inbox, mailbox, relay, waiting};
+use super::{inbox, mailbox, phases, relay, waiting};
 use crate::store::{Base, Schema, StoreOptions};
 
-/// Shown to fail: without the index `oncebox_waiting_lane` two of them walked over the rows of a consumer (R25).
+/// Shown to fail: without the index `oncebox_waiting_lane` two of them walked over the rows of a consumer (R25); without
+/// `oncebox_operation_due`, recovery over all operations.
 #[tokio::test]
 async fn r25_no_poll_and_no_batch_walks_over_a_table() {
     let directory = tempfile::tempdir().unwrap();
@@ -25,6 +26,11 @@ async fn r25_no_poll_and_no_batch_walks_over_a_table() {
         ("read", relay::READ),
         ("delete", relay::DELETE),
         ("emails", mailbox::CLAIM),
+        ("due operations", phases::DUE),
+        ("take", phases::TAKE),
+        ("operation", phases::OPERATION),
+        ("intents", phases::INTENTS),
+        ("evidence", phases::EVIDENCE),
     ];
     let mut walks = Vec::new();
     for (name, sql) in statements {
