@@ -55,7 +55,8 @@ impl Service {
             BufReader::new(out).read_line(&mut line).unwrap();
             line
         });
-        let said = tokio::time::timeout(SOON, said).await.expect("it listens").unwrap();
+        // Its tables are made first, by several processes at once.
+        let said = tokio::time::timeout(SOON * 6, said).await.expect("it listens").unwrap();
         let address =
             said.trim().strip_prefix("listening on ").unwrap_or_else(|| panic!("it said {said:?}")).to_owned();
         Self { child, url: format!("http://{address}") }
