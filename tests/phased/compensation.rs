@@ -10,7 +10,7 @@ use oncebox::runtime::operation::phased::{
     Door, Effect, First, FirstPhase, Flow, Phase, Settled, SettledPhase, Settlement, Settlements, Undo,
 };
 use oncebox::runtime::operation::{Answered, Endpoint, Engine, KeyGiven, Reply};
-use oncebox::store::{Phases, StoredOperation};
+use oncebox::store::StoredOperation;
 use oncebox::{HandlerError, NewMessage, async_trait};
 
 use crate::flow::{Charge, KEY, Plan};
@@ -48,7 +48,12 @@ impl<S: Rows> SettledPhase<S, Charge> for Reserved {
 
 #[async_trait]
 impl<S: Rows> SettledPhase<S, Charge> for Charged {
-    async fn run(&self, phase: &mut Phase<'_, S>, command: &Charge, settled: &Settlements) -> Result<Settled, HandlerError> {
+    async fn run(
+        &self,
+        phase: &mut Phase<'_, S>,
+        command: &Charge,
+        settled: &Settlements,
+    ) -> Result<Settled, HandlerError> {
         assert!(matches!(settled.of("reserve"), Some(Settlement::Succeeded)));
         assert_eq!(settled.saw("reserve"), Some("answer to send 1"));
         Ok(match settled.of("charge") {
@@ -91,7 +96,8 @@ async fn ordered<S: Rows>(store: &S, told: &Scripted, careful: bool) -> (Answere
     let endpoint = engine.protect(Endpoint::typed::<Charge>(Plan::new(KEY).route())).unwrap();
     let deployment = store.deployment().await.unwrap();
     let door = Door::builder(&engine, deployment).register(flow, &endpoint).unwrap().build();
-    let (scope, key) = (Scope::new("t1", "p1").unwrap(), Key::parse(b"key-0000000000000001", KeyFormat::Opaque).unwrap());
+    let (scope, key) =
+        (Scope::new("t1", "p1").unwrap(), Key::parse(b"key-0000000000000001", KeyFormat::Opaque).unwrap());
     let budget = Duration::from_secs(20);
     let command = Charge { amount: 700 };
     let answered = door.execute_phased(&endpoint, Some(scope), KeyGiven::Given(key), command, budget).await;
@@ -109,7 +115,8 @@ async fn o13_m84_what_stands_is_undone_under_its_own_identity_before_a_failure<S
     let keys: Vec<String> = told.arrived().into_iter().map(|one| one.key).collect();
     assert_eq!((keys.len(), keys[2] == keys[3]), (4, true), "the release was sent twice, under one key");
     assert!(keys[0] != keys[1] && keys[1] != keys[2] && keys[0] != keys[2]);
-    let outcomes: Vec<_> = operation.intents.iter().map(|one| (one.intent.effect.as_str(), one.outcome.as_deref())).collect();
+    let outcomes: Vec<_> =
+        operation.intents.iter().map(|one| (one.intent.effect.as_str(), one.outcome.as_deref())).collect();
     for expected in [("reserve", "succeeded"), ("charge", "failed"), ("release", "succeeded")] {
         assert!(outcomes.contains(&(expected.0, Some(expected.1))), "{outcomes:?}");
     }
