@@ -174,7 +174,7 @@ impl Which {
 
 /// The bytes of a hash.
 fn digits(hash: &str) -> Result<Vec<u8>, AppError> {
-    let even = hash.len() % 2 == 0 && (NAMED_MIN..=64).contains(&hash.len());
+    let even = hash.len().is_multiple_of(2) && (NAMED_MIN..=64).contains(&hash.len());
     let bytes: Option<Vec<u8>> = (0..hash.len() / 2)
         .map(|at| hash.get(2 * at..2 * at + 2).and_then(|pair| u8::from_str_radix(pair, 16).ok()))
         .collect();

@@ -66,13 +66,15 @@ pub fn noted(operation: &str, key: &str, noted: Noted) {
         Noted::Mismatch | Noted::PrincipalMismatch => {
             let other = noted == Noted::PrincipalMismatch;
             counted(if other { IDEMPOTENCY_PRINCIPAL } else { IDEMPOTENCY_CONFLICT });
-            tracing::info_span!("idempotency.mismatch", operation, key)
-                .in_scope(|| tracing::warn!(principal = other, "the key was used with a different request"));
+            tracing::info_span!("idempotency.mismatch", operation, key).in_scope(|| {
+                tracing::warn!(operation, key, principal = other, "the key was used with a different request")
+            });
         }
         Noted::Expired(then) => labelled(IDEMPOTENCY_EXPIRED, "then", then),
         Noted::TakenOver(kind) => {
             labelled(IDEMPOTENCY_TAKEOVER, "kind", kind);
-            tracing::info_span!("idempotency.recovery", operation, key).in_scope(|| tracing::warn!(kind, "taken over"));
+            tracing::info_span!("idempotency.recovery", operation, key)
+                .in_scope(|| tracing::warn!(operation, key, kind, "taken over"));
         }
         Noted::Recovering => {
             counted(IDEMPOTENCY_RECOVERY);

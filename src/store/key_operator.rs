@@ -86,6 +86,7 @@ pub enum KeyChange {
 
 /// What is done with an operation.
 #[derive(Debug, Clone, PartialEq, Eq)]
+#[allow(clippy::large_enum_variant, reason = "one is made for an act of an operator")]
 pub enum OperationChange {
     /// Due at once, its attempts counted anew; the operator's words, if any, are evidence.
     GoOn {

@@ -14,7 +14,8 @@ use uuid::Uuid;
 use super::conformance::KeysFixture;
 use super::operations::stored::Columns;
 use super::{
-    Answer, AnswerBody, Basis, Claimed, Fenced, KeptBody, KeyClaim, Keys, Look, OperationStats, Outcome, Owned,
+    Answer, AnswerBody, Basis, Claimed, Fenced, KeptBody, KeyClaim, Keys, Look, NewEvidence, OperationStats, Outcome,
+    Owned,
 };
 use crate::error::StoreError;
 use crate::policy::db_time::DbTime;
@@ -239,6 +240,15 @@ impl Keys for MemoryKeys {
             book.purged.insert(operation.as_str().to_owned(), bound);
         }
         Ok(u64::try_from(gone.len()).unwrap_or(u64::MAX))
+    }
+
+    async fn open_of_tenant(&self, tenant: &str) -> Result<u64, StoreError> {
+        let is_open = |row: &&Row| row.record.identity.tenant() == tenant && !row.record.state.is_terminal();
+        Ok(self.book().rows.values().filter(is_open).count() as u64)
+    }
+
+    async fn observe_run(&self, _: &NewEvidence) -> Result<(), StoreError> {
+        Err(StoreError::Refused("memory keeps no evidence".to_owned()))
     }
 
     async fn operation_stats(&self) -> Result<OperationStats, StoreError> {

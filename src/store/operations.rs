@@ -28,7 +28,7 @@ use std::time::Duration;
 use sqlx::Database;
 use uuid::Uuid;
 
-use super::{Base, Proof};
+use super::{Base, NewEvidence, Proof};
 use crate::error::StoreError;
 use crate::policy::db_time::DbTime;
 use crate::policy::operation::doubt;
@@ -308,6 +308,15 @@ pub trait Keys: Clone + std::fmt::Debug + Send + Sync + 'static {
         id_skew: Duration,
         limit: u32,
     ) -> impl Future<Output = Result<u64, StoreError>> + Send;
+
+    /// How many records of a tenant are committed and have no outcome: IN_PROGRESS or UNKNOWN. A guard counts none.
+    fn open_of_tenant(&self, tenant: &str) -> impl Future<Output = Result<u64, StoreError>> + Send;
+
+    /// Appends what became of a run that lost its lease: evidence, never fenced (O8, O12).
+    ///
+    /// # Errors
+    /// [`StoreError::Refused`] of a store that keeps no evidence: a guard.
+    fn observe_run(&self, evidence: &NewEvidence) -> impl Future<Output = Result<(), StoreError>> + Send;
 
     /// How much is open.
     fn operation_stats(&self) -> impl Future<Output = Result<OperationStats, StoreError>> + Send;

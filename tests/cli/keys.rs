@@ -266,7 +266,7 @@ fn o6_an_operation_is_retried_as_its_worker_may_or_with_a_duplicate_accepted() {
     place.oncebox(&["operations", "retry", &id, &other, "--why", "w", "--yes"]).run().fails(4, &["strategy `none`"]);
     assert_eq!((ids(&place, &["--parked"]).len(), audit(&place).len()), (2, 0));
     place.oncebox(&retry).run().ok();
-    assert_eq!(ids(&place, &["--parked"]), [other.clone()]);
+    assert_eq!(ids(&place, &["--parked"]), std::slice::from_ref(&other));
     place.oncebox(&["operations", "retry", &other, "--accept-duplicate", "--why", "may be twice"]).run().ok();
     let shown = json(&place, &["operations", "show", &other]);
     assert_eq!(

@@ -11,7 +11,7 @@ use oncebox::runtime::operation::{Answered, Endpoint};
 
 use super::kit::*;
 
-on_both! {
+on_all! {
     pitfall_2_a_client_that_goes_away_does_not_end_the_handler,
     m114_a_thousand_duplicates_have_one_effect,
     o15_a_finished_key_is_never_called_in_progress,

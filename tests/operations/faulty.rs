@@ -9,7 +9,9 @@ use oncebox::policy::operation::retention::Retention;
 use oncebox::policy::operation::route::Durability;
 use oncebox::policy::operation::{Identity, OperationName, Record};
 use oncebox::sqlx;
-use oncebox::store::{Basis, Claimed, Fenced, KeptBody, KeyClaim, Keys, Look, OperationStats, Outcome, Owned};
+use oncebox::store::{
+    Basis, Claimed, Fenced, KeptBody, KeyClaim, Keys, Look, NewEvidence, OperationStats, Outcome, Owned,
+};
 
 /// Which calls fail.
 #[derive(Debug, Default)]
@@ -84,6 +86,14 @@ impl<S: Keys> Keys for Faulty<S> {
         limit: u32,
     ) -> Result<u64, StoreError> {
         self.inner.purge_keys(operation, retention, id_skew, limit).await
+    }
+
+    async fn open_of_tenant(&self, tenant: &str) -> Result<u64, StoreError> {
+        self.inner.open_of_tenant(tenant).await
+    }
+
+    async fn observe_run(&self, evidence: &NewEvidence) -> Result<(), StoreError> {
+        self.inner.observe_run(evidence).await
     }
 
     async fn operation_stats(&self) -> Result<OperationStats, StoreError> {

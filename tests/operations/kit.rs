@@ -13,6 +13,7 @@ use oncebox::policy::operation::{
 };
 use oncebox::runtime::operation::{Answered, EffectTx, Endpoint, Engine, KeyGiven, Problem, Registered, Reply};
 use oncebox::sqlx::{AssertSqlSafe, Database, query_scalar, raw_sql};
+use oncebox::store::mysql::MySqlStore;
 use oncebox::store::postgres::PostgresStore;
 use oncebox::store::sqlite::SqliteStore;
 use oncebox::store::{Base, Schema, StoreOptions};
@@ -36,6 +37,8 @@ pub(crate) trait Sql: Store {
     const PREFIX: &'static str;
     /// A handler cannot commit, nor write behind its transaction: the connection refuses it.
     const NOTHING_ESCAPES: bool;
+    /// What a handler writes behind its transaction is committed at once, and not part of another that is rolled back.
+    const AUTOCOMMITS: bool;
 
     async fn run(connection: &mut Connection<Self>, sql: &str) -> Result<(), oncebox::sqlx::Error>;
     async fn number(&self, sql: &str) -> i64;
@@ -45,12 +48,13 @@ pub(crate) trait Sql: Store {
 }
 
 macro_rules! sql {
-    ($store:ty, $prefix:literal, $escapes:literal, $begin:literal, $effect:literal) => {
+    ($store:ty, $prefix:literal, $escapes:literal, $autocommits:literal, $begin:literal, $effect:literal) => {
         #[async_trait]
         impl Sql for $store {
             const EFFECT: &'static str = $effect;
             const PREFIX: &'static str = $prefix;
             const NOTHING_ESCAPES: bool = $escapes;
+            const AUTOCOMMITS: bool = $autocommits;
 
             async fn run(connection: &mut Connection<Self>, sql: &str) -> Result<(), oncebox::sqlx::Error> {
                 raw_sql(AssertSqlSafe(sql.to_owned())).execute(connection).await.map(|_| ())
@@ -77,10 +81,26 @@ sql!(
     SqliteStore,
     "oncebox_",
     true,
+    true,
     "BEGIN IMMEDIATE",
     "create table effect (no integer primary key autoincrement, text text not null)"
 );
-sql!(PostgresStore, "oncebox.", false, "BEGIN", "create table effect (no bigserial primary key, text text not null)");
+sql!(
+    MySqlStore,
+    "oncebox_",
+    false,
+    false,
+    "START TRANSACTION",
+    "create table effect (no bigint auto_increment primary key, text text not null)"
+);
+sql!(
+    PostgresStore,
+    "oncebox.",
+    false,
+    true,
+    "BEGIN",
+    "create table effect (no bigserial primary key, text text not null)"
+);
 
 /// One database, and an engine of one process on it.
 #[derive(Debug, Clone)]
@@ -135,14 +155,23 @@ pub(crate) async fn sqlite() -> World<SqliteStore> {
     World { _directory: Some(Arc::new(directory)), ..World::on(store, &url).await }
 }
 
-/// Runs each test on SQLite and on PostgreSQL.
-macro_rules! on_both {
+/// Runs each test on SQLite, PostgreSQL and MariaDB.
+macro_rules! on_all {
     ($($name:ident),* $(,)?) => {
         mod sqlite {
             $(
                 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
                 async fn $name() {
                     super::$name(crate::kit::sqlite().await).await;
+                }
+            )*
+        }
+        mod mariadb {
+            $(
+                #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+                async fn $name() {
+                    let Some(database) = crate::mysql::Db::new(stringify!($name)).await else { return };
+                    super::$name(crate::kit::World::on(database.store.clone(), &database.url).await).await;
                 }
             )*
         }
@@ -159,7 +188,7 @@ macro_rules! on_both {
         }
     };
 }
-pub(crate) use on_both;
+pub(crate) use on_all;
 
 /// The operation of the tests.
 #[derive(Debug, Clone, Deserialize)]

@@ -18,7 +18,7 @@ use serde::Deserialize;
 
 use super::kit::*;
 
-on_both! {
+on_all! {
     m108_a_second_request_gets_the_first_answer_and_its_headers,
     m6_reads_are_not_protected_and_an_optional_key_may_be_missing,
     o10_what_was_called_and_not_seen_to_end_is_unknown,

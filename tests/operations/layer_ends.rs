@@ -114,6 +114,7 @@ async fn o12_a_lost_lease_does_not_end_the_handler_and_its_late_outcome_is_remem
     until("its outcome is known", || async { send(post(&url, K1, "{}")).await.is_replayed() }).await;
     let record = world.record("t1", K1).await.unwrap();
     assert_eq!((record.state, record.epoch, gate.calls()), (State::Completed, 3, 1));
+    assert_eq!(evidence(&world).await, 1, "what the run came to is a fact, whoever owned the record (O8)");
 }
 
 // Shown by: writing the late outcome over the new owner's.
@@ -132,6 +133,13 @@ async fn o12_a_late_outcome_never_touches_another_owners_record() {
     let again = send(post(&url, K1, "{}")).await;
     assert_eq!((again.is_replayed(), again.body.as_slice()), (true, &b"other"[..]));
     assert_eq!(world.record("t1", K1).await.unwrap().epoch, 2);
+    until("the late outcome is evidence", || async { evidence(&world).await == 1 }).await;
+}
+
+async fn evidence(world: &World<SqliteStore>) -> i64 {
+    let runs =
+        "select count(*) from oncebox_operation_evidence where kind = 'run' and verdict = 'success' and status = 201";
+    world.store.number(runs).await
 }
 
 /// Another process with the same operation, whose handler answers `other`.

@@ -11,7 +11,7 @@ use oncebox::runtime::operation::{EffectTx, Endpoint, EndpointError, Engine, Kee
 
 use super::kit::*;
 
-on_both! {
+on_all! {
     m117_o4_a_retry_after_expiry_is_a_new_operation_of_the_same_record,
     o23_m98_a_retry_after_expiry_is_rejected_where_the_route_says_so,
     o3_a_known_outcome_expires_and_an_unknown_one_does_not,
@@ -19,6 +19,7 @@ on_both! {
     m63_m68_what_is_not_kept_is_referred_to_rebuilt_or_said_to_be_gone,
     m17_without_a_key_the_server_makes_one_where_it_is_optional,
     o29_a_tenant_over_its_quota_gets_429_and_nothing_is_stored,
+    o11_what_is_unresolved_counts_against_the_quota,
     m106_m117_a_key_of_another_region_is_refused_with_its_home,
     o21_m24_a_new_version_of_the_fingerprint_reads_the_old_one,
 }
@@ -193,6 +194,23 @@ async fn o29_a_tenant_over_its_quota_gets_429_and_nothing_is_stored<S: Sql>(worl
     first(run(&world, &endpoint, K2, "a", effect(&open)).await);
 }
 
+// Shown by: counting what runs here only; counting what has its outcome.
+async fn o11_what_is_unresolved_counts_against_the_quota<S: Sql>(world: World<S>) {
+    let engine = Engine::builder(world.store.clone()).open_per_tenant_max(1).build();
+    let world = World { engine, ..world };
+    let endpoint = world.protect(same_tx());
+    let gate = Gate::open();
+    first(run(&world, &endpoint, K1, "a", effect(&gate)).await);
+    let unknown = does::<S, _>(|_: &Put, _: EffectTx<'_, S>| Box::pin(async { Ok(Outcome::Unknown(Reply::new(502))) }));
+    first(run(&world, &endpoint, K2, "a", unknown).await);
+    let third = format!("{K2}-third");
+    problem(run(&world, &endpoint, &third, "a", effect(&gate)).await, Code::QuotaExceeded);
+    replayed(run(&world, &endpoint, K1, "a", effect(&gate)).await);
+    let other = world.engine.execute_tx(&endpoint, Some(scope("t2", "p1")), key(&third), put("a"), effect(&gate));
+    first(other.await);
+    assert_eq!(gate.calls(), 2);
+}
+
 // Two services, each with its database: the one that is not the home of a tenant runs nothing. Shown by: not asking.
 async fn m106_m117_a_key_of_another_region_is_refused_with_its_home<S: Sql>(world: World<S>) {
     let home = |scope: &Scope| scope.tenant().split_once('.').map(|(home, _)| home.to_owned());
@@ -272,4 +290,31 @@ async fn m4_choices_that_cannot_keep_the_promise_are_refused_when_they_are_regis
     let asks = Route { reconciles: true, ..Route::new(Mode::Edge) };
     assert!(matches!(protect(typed(asks)), Err(EndpointError::Reconcile)));
     assert!(protect(typed(same_tx())).is_ok());
+}
+
+// Shown by: describing the route by hand.
+#[cfg(feature = "openapi")]
+#[tokio::test]
+async fn m108_the_openapi_document_says_what_the_endpoint_does() {
+    use oncebox::http::idempotency::describe;
+    let world = sqlite().await;
+    let endpoint = world.protect(same_tx());
+    let mut operation: utoipa::openapi::path::Operation = serde_json::from_value(serde_json::json!({
+        "responses": {"201": {"description": "made"}, "400": {"description": "ours"}},
+    }))
+    .unwrap();
+    describe(&endpoint, &mut operation).unwrap();
+    let document = serde_json::to_value(&operation).unwrap();
+    let key = &document["parameters"][0];
+    assert_eq!((key["name"].as_str(), key["in"].as_str()), (Some("Idempotency-Key"), Some("header")));
+    assert_eq!((key["required"].as_bool(), key["schema"]["minLength"].as_u64()), (Some(true), Some(16)));
+    assert!(document["responses"]["201"]["headers"]["Idempotent-Replayed"].is_object(), "{document}");
+    assert_eq!(document["responses"]["400"]["description"], "ours");
+    for status in ["409", "413", "422", "503"] {
+        assert!(document["responses"][status]["content"]["application/problem+json"].is_object(), "{status}");
+    }
+    let said = serde_json::json!({"operation": "put", "mode": "same_tx", "replay": "exact", "mismatchStatus": 422});
+    for (name, value) in said.as_object().unwrap() {
+        assert_eq!(&document["x-idempotency"][name], value, "{name}");
+    }
 }

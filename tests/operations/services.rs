@@ -99,6 +99,15 @@ macro_rules! two_services {
                 }
             )*
         }
+        mod mariadb {
+            $(
+                #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+                async fn $name() {
+                    let Some(database) = crate::mysql::Db::empty(stringify!($name)).await else { return };
+                    super::$name(super::Two::on(database.url.clone()).await).await;
+                }
+            )*
+        }
         mod postgres {
             $(
                 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -145,6 +154,9 @@ impl Two {
         if self.url.starts_with("sqlite") {
             let mut connection = sqlx::SqliteConnection::connect(&self.url).await.unwrap();
             sqlx::query_scalar(sql).fetch_one(&mut connection).await.unwrap()
+        } else if self.url.starts_with("mysql") {
+            let mut connection = sqlx::MySqlConnection::connect(&self.url).await.unwrap();
+            sqlx::query_scalar(sql).fetch_one(&mut connection).await.unwrap()
         } else {
             let mut connection = sqlx::PgConnection::connect(&self.url).await.unwrap();
             sqlx::query_scalar(sql).fetch_one(&mut connection).await.unwrap()
@@ -156,7 +168,7 @@ impl Two {
     }
 
     async fn messages(&self) -> i64 {
-        let table = if self.url.starts_with("sqlite") { "oncebox_outbox" } else { "oncebox.outbox" };
+        let table = if self.url.starts_with("postgres") { "oncebox.outbox" } else { "oncebox_outbox" };
         self.count(&format!("select count(*) from {table} where kind = 'payment.created'")).await
     }
 }

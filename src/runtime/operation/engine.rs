@@ -81,8 +81,9 @@ impl<S: Keys> EngineBuilder<S> {
         self
     }
 
-    /// How many operations of one tenant may run in this process at once. Default: no bound. Beyond: 429
-    /// `IDEMPOTENCY_QUOTA_EXCEEDED`, and nothing is stored.
+    /// How many operations of one tenant may run in this process at once, and as many may be committed without an outcome:
+    /// running elsewhere, or unknown and not resolved (O11). Default: no bound. Beyond: 429 `IDEMPOTENCY_QUOTA_EXCEEDED`, and
+    /// nothing is stored. Costs a count before each claim.
     #[must_use]
     pub fn open_per_tenant_max(mut self, operations: u32) -> Self {
         self.open_per_tenant_max = Some(operations);
@@ -255,6 +256,14 @@ impl<S: Keys> Engine<S> {
     /// Whether this tenant has as much open as it may.
     pub(super) fn is_over_quota(&self, tenant: &str) -> bool {
         self.inner.open_per_tenant_max.is_some_and(|max| self.inner.running.of_tenant(tenant) >= max)
+    }
+
+    /// Whether it has as much committed without an outcome as it may.
+    pub(super) async fn is_over_stored_quota(&self, tenant: &str) -> Result<bool, StoreError> {
+        match self.inner.open_per_tenant_max {
+            Some(max) => Ok(self.inner.store.open_of_tenant(tenant).await? >= u64::from(max)),
+            None => Ok(false),
+        }
     }
 
     /// The home of a scope's keys, if it is not here.

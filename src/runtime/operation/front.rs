@@ -218,6 +218,7 @@ impl<S: Keys> Front<S> {
     pub async fn turn(&mut self) -> Turn {
         loop {
             let (decision, seen) = self.ask().await;
+            let decision = self.within_quota(decision).await;
             tracing::trace!(?decision, stage = ?self.stage, "decided");
             if let Some(turn) = self.follow(decision, seen).await {
                 return turn;
@@ -301,6 +302,21 @@ impl<S: Keys> Front<S> {
                 let id_skew = self.endpoint.route().id_skew;
                 let bounds = Bounds { purged_below: look.purged_below, now: look.now, id_skew };
                 (self.decide(Found::Nothing(bounds)), Seen::Nobody)
+            }
+        }
+    }
+
+    /// What would start more, unless the tenant has as much open as it may: also elsewhere, and unresolved (O11).
+    async fn within_quota(&self, decision: Decision) -> Decision {
+        let starts = matches!(decision, Decision::Claim | Decision::Reclaim | Decision::ExecuteAsNew);
+        let Some(scope) = self.asking.scope.as_ref().filter(|_| starts) else { return decision };
+        match self.engine.is_over_stored_quota(scope.tenant()).await {
+            Ok(false) => decision,
+            Ok(true) => Decision::QuotaExceeded,
+            Err(error) => {
+                tracing::warn!(operation = %self.endpoint.operation(), %error, "what a tenant has open could not be counted");
+                self.note(Noted::StoreError("find"));
+                Decision::StoreUnavailable
             }
         }
     }

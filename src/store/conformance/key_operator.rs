@@ -58,7 +58,7 @@ async fn edge<F: Fixture>(trial: &Trial<F>, key: &str, state: State) -> Record {
     record(trial, &new).await
 }
 
-fn is_refused(done: Result<(), StoreError>) -> bool {
+fn is_refused(done: &Result<(), StoreError>) -> bool {
     matches!(done, Err(StoreError::Refused(_)))
 }
 
@@ -104,7 +104,7 @@ pub async fn o11_a_key_is_released_and_purged_only_where_nothing_may_have_happen
     for state in [State::InProgress, State::UnknownRequiresRecovery] {
         let seen = edge(trial, state.as_str(), state).await;
         for change in [&KeyChange::Release, &purge] {
-            assert!(is_refused(trial.store.act_on_key(&seen, change, &really()).await), "{state}");
+            assert!(is_refused(&trial.store.act_on_key(&seen, change, &really()).await), "{state}");
             assert_eq!(trial.store.change_key(&seen, change, &really()).await.unwrap(), Fenced::LostOwnership);
         }
     }
@@ -114,7 +114,7 @@ pub async fn o11_a_key_is_released_and_purged_only_where_nothing_may_have_happen
     tx.commit().await.unwrap();
     let seen = record(trial, &new_operation("asked", LONG).claim).await;
     for change in [&KeyChange::Release, &purge] {
-        assert!(is_refused(trial.store.act_on_key(&seen, change, &really()).await));
+        assert!(is_refused(&trial.store.act_on_key(&seen, change, &really()).await));
         assert_eq!(trial.store.change_key(&seen, change, &really()).await.unwrap(), Fenced::LostOwnership);
     }
     assert_eq!((audits(trial, "release").await, audits(trial, "purge").await), (0, 0));
@@ -131,7 +131,7 @@ pub async fn o11_a_key_is_released_and_purged_only_where_nothing_may_have_happen
         assert_eq!(look.record, None);
         let recorded = look.purged_below.is_some_and(|below| Some(below) > seen.outcome_at);
         assert_eq!(recorded, *change == purge, "how far is recorded by a purge (O23)");
-        assert!(is_refused(trial.store.act_on_key(&seen, change, &really()).await), "it is gone");
+        assert!(is_refused(&trial.store.act_on_key(&seen, change, &really()).await), "it is gone");
     }
     assert_eq!((audits(trial, "release").await, audits(trial, "purge").await), (2, 1));
     let bodies = trial.number(&format!("select count(*) from {}", trial.table("idempotency_body"))).await;
@@ -146,23 +146,23 @@ pub async fn o11_an_unknown_key_is_resolved_once<F: Fixture>(trial: &Trial<F>) {
         ("not", Outcome::FailedRetryable { error_code: None }, State::FailedRetryable),
     ] {
         let seen = edge(trial, key, State::UnknownRequiresRecovery).await;
-        assert!(is_refused(trial.store.act_on_key(&seen, &resolve(Outcome::Unknown), &really()).await));
+        assert!(is_refused(&trial.store.act_on_key(&seen, &resolve(Outcome::Unknown), &really()).await));
         trial.store.act_on_key(&seen, &resolve(outcome.clone()), &really()).await.unwrap();
         let found = record(trial, &claim(Mode::Edge, key, 1)).await;
         assert_eq!((found.state, found.expires_at), (state, found.outcome_at.map(|at| KEPT.expires_at(at))));
         assert_eq!(trial.store.body(&found).await.unwrap().is_some(), state == State::Completed);
         assert!(
-            is_refused(trial.store.act_on_key(&found, &resolve(failed()), &really()).await),
+            is_refused(&trial.store.act_on_key(&found, &resolve(failed()), &really()).await),
             "no outcome is rewritten"
         );
-        assert!(is_refused(trial.store.act_on_key(&seen, &resolve(failed()), &really()).await), "it has changed");
+        assert!(is_refused(&trial.store.act_on_key(&seen, &resolve(failed()), &really()).await), "it has changed");
     }
     let running = edge(trial, "running", State::InProgress).await;
-    assert!(is_refused(trial.store.act_on_key(&running, &resolve(completed()), &really()).await));
+    assert!(is_refused(&trial.store.act_on_key(&running, &resolve(completed()), &really()).await));
     let driven = outstanding(trial, &new_operation("phased", LONG)).await;
     trial.store.park(&driven, "not found").await.unwrap();
     let phased = record(trial, &new_operation("phased", LONG).claim).await;
-    assert!(is_refused(trial.store.act_on_key(&phased, &resolve(completed()), &really()).await));
+    assert!(is_refused(&trial.store.act_on_key(&phased, &resolve(completed()), &really()).await));
     assert_eq!(audits(trial, "resolve").await, 2);
 }
 
@@ -218,7 +218,7 @@ pub async fn o6_a_retry_is_the_workers_and_a_duplicate_is_accepted_by_name<F: Fi
     let driven = outstanding(trial, &new_operation("k", LONG)).await;
     assert_eq!(trial.store.begin_send(&driven, "charge").await.unwrap(), Some(2));
     let seen = stored(trial, &driven).await;
-    assert!(is_refused(trial.store.retry(&seen, false, false, &really()).await), "somebody drives it");
+    assert!(is_refused(&trial.store.retry(&seen, false, false, &really()).await), "somebody drives it");
     trial.store.hand_back(&driven, Due { after: LONG, attempt: true }).await.unwrap();
     let (driven, _) = taken(trial, driven.operation_id).await;
     trial.store.park(&driven, "window over").await.unwrap();
@@ -226,7 +226,7 @@ pub async fn o6_a_retry_is_the_workers_and_a_duplicate_is_accepted_by_name<F: Fi
     trial.store.retry(&seen, false, false, &context(true)).await.unwrap();
     assert_eq!(stored(trial, &driven).await.parked.as_deref(), Some("window over"), "a dry run");
     trial.store.retry(&seen, false, false, &really()).await.unwrap();
-    assert!(is_refused(trial.store.retry(&seen, false, false, &really()).await), "it has changed");
+    assert!(is_refused(&trial.store.retry(&seen, false, false, &really()).await), "it has changed");
     let found = stored(trial, &driven).await;
     assert_eq!((found.parked.clone(), found.attempts, found.stage), (None, 0, Stage::Unknown));
     assert_eq!(found.evidence.len(), 0, "without a duplicate accepted nothing is said");
@@ -246,14 +246,14 @@ pub async fn o6_a_retry_is_the_workers_and_a_duplicate_is_accepted_by_name<F: Fi
     step(trial, &mute, "LOCAL", "SENT", Stage::Outstanding, &[none]).await;
     trial.store.park(&mute, "no means").await.unwrap();
     let seen = stored(trial, &mute).await;
-    assert!(is_refused(trial.store.retry(&seen, false, false, &really()).await));
+    assert!(is_refused(&trial.store.retry(&seen, false, false, &really()).await));
     trial.store.retry(&seen, true, false, &really()).await.unwrap();
     // A phase of ours that was given up runs again; one that ended its transaction only if a duplicate is accepted (O1).
     for (reason, careless) in [("phase-failed", false), ("phase-ended-its-transaction", true)] {
         let given_up = local(trial, &new_operation(reason, LONG)).await;
         trial.store.park(&given_up, reason).await.unwrap();
         let seen = stored(trial, &given_up).await;
-        assert_eq!(is_refused(trial.store.retry(&seen, false, false, &really()).await), careless);
+        assert_eq!(is_refused(&trial.store.retry(&seen, false, false, &really()).await), careless);
         if careless {
             trial.store.retry(&seen, true, false, &really()).await.unwrap();
         }
@@ -270,17 +270,17 @@ pub async fn o9_a_resolved_operation_and_its_record_have_one_outcome<F: Fixture>
     let driven = outstanding(trial, &new).await;
     let seen = stored(trial, &driven).await;
     let success = Resolution::Ended(completed(), KEPT);
-    assert!(is_refused(trial.store.resolve(&seen, &success, false, false, &really()).await), "somebody drives it");
+    assert!(is_refused(&trial.store.resolve(&seen, &success, false, false, &really()).await), "somebody drives it");
     trial.store.resolve(&seen, &success, true, false, &context(true)).await.unwrap();
     assert_eq!(stored(trial, &driven).await.stage, Stage::Outstanding, "a dry run");
     // Evidence that came after the look was not judged.
     trial.store.observe(&observed(&driven, "failure")).await.unwrap();
-    assert!(is_refused(trial.store.resolve(&seen, &success, true, false, &really()).await));
+    assert!(is_refused(&trial.store.resolve(&seen, &success, true, false, &really()).await));
     let seen = stored(trial, &driven).await;
-    assert!(is_refused(trial.store.resolve(&seen, &success, true, false, &really()).await), "against the evidence");
+    assert!(is_refused(&trial.store.resolve(&seen, &success, true, false, &really()).await), "against the evidence");
     for outcome in [Outcome::Unknown, Outcome::FailedRetryable { error_code: None }] {
         let end = Resolution::Ended(outcome, KEPT);
-        assert!(is_refused(trial.store.resolve(&seen, &end, true, true, &really()).await));
+        assert!(is_refused(&trial.store.resolve(&seen, &end, true, true, &really()).await));
     }
     trial.store.resolve(&seen, &success, true, true, &really()).await.unwrap();
     let (found, seen) = (stored(trial, &driven).await, record(trial, &new.claim).await);
@@ -290,7 +290,7 @@ pub async fn o9_a_resolved_operation_and_its_record_have_one_outcome<F: Fixture>
     let word = &found.evidence[1].evidence;
     assert_eq!((word.kind.as_str(), word.verdict.as_str(), word.effect.as_str()), ("operator", "success", ""));
     assert_eq!(trial.store.drive_on(&driven, LONG).await.unwrap(), Fenced::LostOwnership, "it was taken over");
-    assert!(is_refused(trial.store.resolve(&found, &success, true, true, &really()).await), "no outcome is rewritten");
+    assert!(is_refused(&trial.store.resolve(&found, &success, true, true, &really()).await), "no outcome is rewritten");
     assert_eq!(audits(trial, "resolve").await, 1);
     // One whose driver is dead needs no taking over.
     let dead = outstanding(trial, &new_operation("dead", SHORT)).await;
@@ -299,7 +299,7 @@ pub async fn o9_a_resolved_operation_and_its_record_have_one_outcome<F: Fixture>
     let seen = stored(trial, &dead).await;
     // Unless it was only slow: its lease lives again after the look.
     assert_eq!(trial.store.drive_on(&dead, LONG).await.unwrap(), Fenced::Done);
-    assert!(is_refused(trial.store.resolve(&seen, &failure, false, false, &really()).await));
+    assert!(is_refused(&trial.store.resolve(&seen, &failure, false, false, &really()).await));
     assert_eq!(trial.store.drive_on(&dead, SHORT).await.unwrap(), Fenced::Done);
     eventually("it is over again", || async { stored(trial, &dead).await.lease_until.is_none().then_some(()) }).await;
     trial.store.resolve(&stored(trial, &dead).await, &failure, false, false, &really()).await.unwrap();
@@ -312,7 +312,7 @@ pub async fn o8_an_effect_is_resolved_and_its_flow_goes_on<F: Fixture>(trial: &T
     trial.store.park(&driven, "not found").await.unwrap();
     let seen = stored(trial, &driven).await;
     let effect = |effect: &str, happened| Resolution::Effect { effect: effect.to_owned(), happened };
-    assert!(is_refused(trial.store.resolve(&seen, &effect("refund", true), false, false, &really()).await));
+    assert!(is_refused(&trial.store.resolve(&seen, &effect("refund", true), false, false, &really()).await));
     trial.store.resolve(&seen, &effect("charge", true), false, false, &really()).await.unwrap();
     let due = trial.store.take_due("create_charge", &[2], 10, LONG).await.unwrap();
     let (next, found): &(Driven, _) = &due[0];
@@ -323,6 +323,6 @@ pub async fn o8_an_effect_is_resolved_and_its_flow_goes_on<F: Fixture>(trial: &T
     tx.commit().await.unwrap();
     trial.store.hand_back(next, AT_ONCE).await.unwrap();
     let settled = stored(trial, next).await;
-    assert!(is_refused(trial.store.resolve(&settled, &effect("charge", false), false, false, &really()).await));
+    assert!(is_refused(&trial.store.resolve(&settled, &effect("charge", false), false, false, &really()).await));
     assert!(matches!(trial.store.take_operation(next.operation_id, LONG).await.unwrap(), Taken::Driven(..)));
 }

@@ -25,7 +25,8 @@ use crate::store::bounded::Ask;
 use crate::store::operations::RecordFence;
 use crate::store::operations::stored::{Columns, body_of, look_of, pack};
 use crate::store::{
-    Basis, Begun, Claimed, Fenced, KeptBody, KeyClaim, Keys, Look, OperationStats, Operations, Outcome, Owned,
+    Basis, Begun, Claimed, Fenced, KeptBody, KeyClaim, Keys, Look, NewEvidence, OperationStats, Operations, Outcome,
+    Owned, Phases,
 };
 
 /// A record of the key was there already.
@@ -194,6 +195,20 @@ impl Keys for MySqlStore {
         limit: u32,
     ) -> Result<u64, StoreError> {
         expiry::purge(self, operation, retention, id_skew, limit).await
+    }
+
+    async fn open_of_tenant(&self, tenant: &str) -> Result<u64, StoreError> {
+        let open: i64 = sqlx::query_scalar(
+            "select count(*) from oncebox_idempotency_request where open_since is not null and tenant = ?",
+        )
+        .bind(tenant.as_bytes())
+        .one(&self.pool)
+        .await?;
+        Ok(open.unsigned_abs())
+    }
+
+    async fn observe_run(&self, evidence: &NewEvidence) -> Result<(), StoreError> {
+        self.observe(evidence).await
     }
 
     async fn operation_stats(&self) -> Result<OperationStats, StoreError> {

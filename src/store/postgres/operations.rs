@@ -23,7 +23,8 @@ use crate::store::bounded::Ask;
 use crate::store::operations::RecordFence;
 use crate::store::operations::stored::{Columns, body_of, look_of, pack};
 use crate::store::{
-    Basis, Begun, Claimed, Fenced, KeptBody, KeyClaim, Keys, Look, OperationStats, Operations, Outcome, Owned,
+    Basis, Begun, Claimed, Fenced, KeptBody, KeyClaim, Keys, Look, NewEvidence, OperationStats, Operations, Outcome,
+    Owned, Phases,
 };
 
 /// Microseconds since 1970, exact.
@@ -221,6 +222,21 @@ impl Keys for PostgresStore {
         limit: u32,
     ) -> Result<u64, StoreError> {
         expiry::purge(self, operation, retention, id_skew, limit).await
+    }
+
+    async fn open_of_tenant(&self, tenant: &str) -> Result<u64, StoreError> {
+        let open: i64 = sqlx::query_scalar(
+            "select count(*) from oncebox.idempotency_request \
+              where tenant = $1 and state in ('IN_PROGRESS', 'UNKNOWN_REQUIRES_RECOVERY')",
+        )
+        .bind(tenant.as_bytes())
+        .one(&self.pool)
+        .await?;
+        Ok(open.unsigned_abs())
+    }
+
+    async fn observe_run(&self, evidence: &NewEvidence) -> Result<(), StoreError> {
+        self.observe(evidence).await
     }
 
     async fn operation_stats(&self) -> Result<OperationStats, StoreError> {

@@ -22,7 +22,9 @@ use crate::policy::operation::retention::Retention;
 use crate::policy::operation::route::Durability;
 use crate::policy::operation::{Identity, Mode, OperationName, Record, State};
 use crate::store::operations::stored::{Columns, pack, unpack};
-use crate::store::{Basis, Claimed, Fenced, KeptBody, KeyClaim, Keys, Look, OperationStats, Outcome, Owned};
+use crate::store::{
+    Basis, Claimed, Fenced, KeptBody, KeyClaim, Keys, Look, NewEvidence, OperationStats, Outcome, Owned,
+};
 
 /// How far the clock of a key's maker may be ahead: the default of [`Route::id_skew`](crate::policy::operation::Route::id_skew),
 /// which a store that forgets by itself is not told.
@@ -273,6 +275,14 @@ impl Keys for RedisKeys {
         _limit: u32,
     ) -> Result<u64, StoreError> {
         Ok(0)
+    }
+
+    async fn open_of_tenant(&self, _: &str) -> Result<u64, StoreError> {
+        Ok(0)
+    }
+
+    async fn observe_run(&self, _: &NewEvidence) -> Result<(), StoreError> {
+        Err(StoreError::Refused("a guard keeps no evidence".to_owned()))
     }
 
     async fn operation_stats(&self) -> Result<OperationStats, StoreError> {

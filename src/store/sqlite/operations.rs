@@ -24,7 +24,8 @@ use crate::policy::operation::{Identity, Mode, OperationName, Record};
 use crate::store::operations::RecordFence;
 use crate::store::operations::stored::{Columns, body_of, look_of, pack};
 use crate::store::{
-    Base, Basis, Begun, Claimed, Fenced, KeptBody, KeyClaim, Keys, Look, OperationStats, Operations, Outcome, Owned,
+    Base, Basis, Begun, Claimed, Fenced, KeptBody, KeyClaim, Keys, Look, NewEvidence, OperationStats, Operations,
+    Outcome, Owned, Phases,
 };
 
 /// The columns that [`look_of`] reads. The lease of a phased record is that of its operation (O9).
@@ -178,6 +179,20 @@ impl Keys for SqliteStore {
         limit: u32,
     ) -> Result<u64, StoreError> {
         expiry::purge(self, operation, retention, id_skew, limit).await
+    }
+
+    async fn open_of_tenant(&self, tenant: &str) -> Result<u64, StoreError> {
+        let open: i64 = sqlx::query_scalar(
+            "select count(*) from oncebox_idempotency_request where outcome_at is null and tenant = ?",
+        )
+        .bind(tenant.as_bytes())
+        .fetch_one(self.pool())
+        .await?;
+        Ok(open.unsigned_abs())
+    }
+
+    async fn observe_run(&self, evidence: &NewEvidence) -> Result<(), StoreError> {
+        self.observe(evidence).await
     }
 
     async fn operation_stats(&self) -> Result<OperationStats, StoreError> {

@@ -12,7 +12,7 @@ use crate::policy::operation::classify::Settle;
 use crate::policy::operation::{Code, Mode, State};
 use crate::runtime::operation::codec::{Kept, error_code};
 use crate::runtime::operation::door_c::heart::Heart;
-use crate::store::{Basis, Claimed, Fenced, Keys, Outcome, Owned};
+use crate::store::{Basis, Claimed, Fenced, Keys, NewEvidence, Outcome, Owned, Sealed};
 
 /// Between two tries to write an outcome.
 const AGAIN: Duration = Duration::from_millis(100);
@@ -92,6 +92,29 @@ impl<S: Keys> Edge<S> {
         }
     }
 
+    /// What became of this run, for an operator: a fact, whoever owns the record (O8).
+    async fn observe(&self, outcome: Option<&Outcome>) {
+        let (verdict, status) = match outcome {
+            Some(Outcome::Completed(answer)) => ("success", Some(answer.status)),
+            Some(Outcome::FailedReplayable { answer, .. }) => ("failure", Some(answer.status)),
+            Some(Outcome::FailedRetryable { .. }) | None => ("not-sent", None),
+            Some(Outcome::Unknown) => ("indefinite", None),
+        };
+        let evidence = NewEvidence {
+            operation_id: self.owned.operation_id,
+            effect: String::new(),
+            epoch: self.owned.epoch,
+            send: 0,
+            kind: "run".to_owned(),
+            verdict: verdict.to_owned(),
+            status,
+            bytes: Sealed::default(),
+        };
+        if let Err(error) = self.front.engine().store().observe_run(&evidence).await {
+            tracing::warn!(operation = %self.front.endpoint().operation(), key = self.front.short_key(), verdict, status, %error, "the outcome of a run that lost its lease could not be kept as evidence");
+        }
+    }
+
     /// The record is not ours any more: whether the outcome stands in it all the same.
     async fn late(&self, outcome: Option<&Outcome>) -> bool {
         let store = self.front.engine().store();
@@ -104,6 +127,7 @@ impl<S: Keys> Edge<S> {
         };
         let Some(record) = record else { return outcome.is_none() };
         if record.operation_id != self.owned.operation_id {
+            self.observe(outcome).await;
             return false;
         }
         // An earlier try that was not answered has hit.
@@ -113,8 +137,10 @@ impl<S: Keys> Edge<S> {
         let given_up = record.state == State::UnknownRequiresRecovery && record.mode == Mode::Edge;
         if !given_up || record.epoch != self.owned.epoch + 1 {
             tracing::warn!(operation = %self.front.endpoint().operation(), key = self.front.short_key(), state = %record.state, "a run ended whose key is another's by now: its outcome is not remembered");
+            self.observe(outcome).await;
             return false;
         }
+        self.observe(outcome).await;
         match store.claim(&self.begin.claim, Basis::TakeOver(&record)).await {
             Ok(Claimed::Owned(owned)) => matches!(self.write(&owned, outcome).await, Ok(Fenced::Done)),
             _ => false,
