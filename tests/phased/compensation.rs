@@ -10,7 +10,7 @@ use oncebox::runtime::operation::phased::{
     Door, Effect, First, FirstPhase, Flow, Phase, Settled, SettledPhase, Settlement, Settlements, Undo,
 };
 use oncebox::runtime::operation::{Answered, Endpoint, Engine, KeyGiven, Reply};
-use oncebox::store::{Phases, StoredOperation};
+use oncebox::store::StoredOperation;
 use oncebox::{HandlerError, NewMessage, async_trait};
 
 use crate::flow::{Charge, KEY, Plan};
