@@ -1,7 +1,6 @@
 //! Cases of outcomes in the application's own transaction (O2).
 
-pub(super) use super::keys::{KEPT, claim, completed, record};
-use super::keys::{SHORT, take};
+use super::keys::{KEPT, SHORT, claim, completed, record, take};
 use super::trial::effect;
 use super::{Fixture, Trial};
 use crate::policy::operation::{Mode, State};
