@@ -158,7 +158,7 @@ fn the_commands_of_the_readme_run_in_their_order() {
             }
         }
     }
-    assert_eq!((running.len(), ran), (2, 6), "publisher and consumer run beside four commands");
+    assert_eq!((running.len(), ran), (2, 8), "publisher and consumer run beside six commands");
     running[0].until_ready_says(200, &["relay 0: ready"]);
     assert!(running[0].get("/metrics").1.contains("oncebox_published_total"));
 
