@@ -81,6 +81,10 @@ macro_rules! lease_is_over {
     };
 }
 
+/// The row is locked by a statement of its own: a statement that waits for a lock goes on with the time at which it began, and a
+/// lease granted meanwhile would seem to end later than it can (R22).
+const LOCK: &str = "select epoch from oncebox_idempotency_request where key_digest = ? for update";
+
 /// Inserts a claim; its state is a parameter.
 macro_rules! insert {
     () => {
@@ -137,6 +141,9 @@ impl Keys for MySqlStore {
     async fn claim(&self, claim: &KeyClaim, basis: Basis<'_>) -> Result<Claimed, StoreError> {
         claim.requires(&[Mode::Bridged, Mode::Edge])?;
         let owned = claim.owned(basis);
+        if let Basis::TakeOver(_) = basis {
+            return self.take_over(claim, basis, owned).await;
+        }
         let mut connection = self.pool.acquire().await?;
         if stake(connection.plain(), INSERT, claim, basis, &owned).await? {
             return Ok(Claimed::Owned(owned));
@@ -169,6 +176,8 @@ impl Keys for MySqlStore {
     }
 
     async fn mark_unknown(&self, seen: &Record) -> Result<Fenced, StoreError> {
+        let mut transaction = self.pool.begin(START).await?;
+        sqlx::query(LOCK).bind(seen.identity.digest().to_vec()).optional(&mut transaction).await?;
         let done = sqlx::query(concat!(
             "update oncebox_idempotency_request set state = 'UNKNOWN_REQUIRES_RECOVERY', epoch = epoch + 1, owner = null, \
              lease_until = null, lease_seconds = null, updated_at = utc_timestamp(6) \
@@ -178,8 +187,9 @@ impl Keys for MySqlStore {
         ))
         .bind(seen.identity.digest().to_vec())
         .bind(seen.epoch)
-        .run(&self.pool)
+        .run(&mut transaction)
         .await?;
+        transaction.commit().await?;
         Ok(Fenced::rows(done.rows_affected()))
     }
 
@@ -229,6 +239,21 @@ impl Keys for MySqlStore {
     }
 }
 
+impl MySqlStore {
+    /// Judges the lease under the lock of its row.
+    async fn take_over(&self, claim: &KeyClaim, basis: Basis<'_>, owned: Owned) -> Result<Claimed, StoreError> {
+        let mut transaction = self.pool.begin(START).await?;
+        sqlx::query(LOCK).bind(claim.identity.digest().to_vec()).optional(&mut transaction).await?;
+        if stake(transaction.plain(), INSERT, claim, basis, &owned).await? {
+            transaction.commit().await?;
+            return Ok(Claimed::Owned(owned));
+        }
+        let found = find(transaction.plain(), &claim.identity).await?.record;
+        transaction.rollback().await?;
+        Ok(found.map_or(Claimed::Vanished, |record| Claimed::Existing(Box::new(record))))
+    }
+}
+
 impl Operations for MySqlStore {
     type Operation = MySqlOperationTx;
 
@@ -239,6 +264,12 @@ impl Operations for MySqlStore {
         retention: &Retention,
     ) -> Result<Fenced, StoreError> {
         finish(connection, &owned.into(), outcome, retention).await
+    }
+
+    async fn stands(connection: &mut MySqlConnection) -> Result<(), StoreError> {
+        sqlx::raw_sql("savepoint oncebox_stands").execute(&mut *connection).await?;
+        sqlx::raw_sql("release savepoint oncebox_stands").execute(connection).await?;
+        Ok(())
     }
 
     async fn insert_unknown(&self, claim: &KeyClaim) -> Result<Fenced, StoreError> {

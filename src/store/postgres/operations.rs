@@ -269,6 +269,12 @@ impl Operations for PostgresStore {
         finish(connection, &owned.into(), outcome, retention, None).await
     }
 
+    async fn stands(connection: &mut PgConnection) -> Result<(), StoreError> {
+        sqlx::raw_sql("savepoint oncebox_stands").execute(&mut *connection).await?;
+        sqlx::raw_sql("release savepoint oncebox_stands").execute(connection).await?;
+        Ok(())
+    }
+
     async fn insert_unknown(&self, claim: &KeyClaim) -> Result<Fenced, StoreError> {
         let nobodys = Owned { owner: None, ..claim.owned(Basis::New) };
         let done = insert(INSERT_UNKNOWN, claim, &nobodys).run(&self.pool).await?;

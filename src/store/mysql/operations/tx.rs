@@ -116,6 +116,9 @@ impl Held {
 impl OperationTx for MySqlOperationTx {
     type Db = MySql;
 
+    /// `autocommit = 0`.
+    const HOLDS_BACK: bool = true;
+
     fn owned(&self) -> &Owned {
         &self.owned
     }
