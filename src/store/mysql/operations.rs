@@ -21,7 +21,7 @@ use crate::error::StoreError;
 use crate::policy::operation::retention::Retention;
 use crate::policy::operation::route::Durability;
 use crate::policy::operation::{Identity, Mode, OperationName, Record, State};
-use crate::store::bounded::Ask;
+use crate::store::bounded::{Ask, Bounded};
 use crate::store::operations::RecordFence;
 use crate::store::operations::stored::{Columns, body_of, look_of, pack};
 use crate::store::{
@@ -122,7 +122,7 @@ impl Keys for MySqlStore {
     const DURABILITY: Durability = Durability::Durable;
 
     async fn find(&self, identity: &Identity) -> Result<Look, StoreError> {
-        find(self.pool.acquire().await?.plain(), identity).await
+        find(&mut self.pool.acquire().await?, identity).await
     }
 
     async fn body(&self, record: &Record) -> Result<Option<KeptBody>, StoreError> {
@@ -145,10 +145,10 @@ impl Keys for MySqlStore {
             return self.take_over(claim, basis, owned).await;
         }
         let mut connection = self.pool.acquire().await?;
-        if stake(connection.plain(), INSERT, claim, basis, &owned).await? {
+        if stake(&mut connection, INSERT, claim, basis, &owned).await? {
             return Ok(Claimed::Owned(owned));
         }
-        let found = find(connection.plain(), &claim.identity).await?.record;
+        let found = find(&mut connection, &claim.identity).await?.record;
         Ok(found.map_or(Claimed::Vanished, |record| Claimed::Existing(Box::new(record))))
     }
 
@@ -244,11 +244,11 @@ impl MySqlStore {
     async fn take_over(&self, claim: &KeyClaim, basis: Basis<'_>, owned: Owned) -> Result<Claimed, StoreError> {
         let mut transaction = self.pool.begin(START).await?;
         sqlx::query(LOCK).bind(claim.identity.digest().to_vec()).optional(&mut transaction).await?;
-        if stake(transaction.plain(), INSERT, claim, basis, &owned).await? {
+        if stake(&mut transaction, INSERT, claim, basis, &owned).await? {
             transaction.commit().await?;
             return Ok(Claimed::Owned(owned));
         }
-        let found = find(transaction.plain(), &claim.identity).await?.record;
+        let found = find(&mut transaction, &claim.identity).await?.record;
         transaction.rollback().await?;
         Ok(found.map_or(Claimed::Vanished, |record| Claimed::Existing(Box::new(record))))
     }
@@ -307,18 +307,18 @@ fn owner(owned: &Owned) -> Option<Vec<u8>> {
     owned.owner.map(|owner| owner.as_bytes().to_vec())
 }
 
-async fn find(connection: &mut MySqlConnection, identity: &Identity) -> Result<Look, StoreError> {
+async fn find(connection: &mut Bounded<sqlx::MySql>, identity: &Identity) -> Result<Look, StoreError> {
     let row = sqlx::query(FIND)
         .bind(identity.operation().as_str().as_bytes().to_vec())
         .bind(identity.digest().to_vec())
-        .fetch_one(connection)
+        .one(connection)
         .await?;
     look_of(&row)
 }
 
 /// Inserts by this statement, or renews; false where something else stands there.
 async fn stake(
-    connection: &mut MySqlConnection,
+    connection: &mut Bounded<sqlx::MySql>,
     statement: &'static str,
     claim: &KeyClaim,
     basis: Basis<'_>,
@@ -327,7 +327,7 @@ async fn stake(
     let (seen, holds) = match basis {
         Basis::New => {
             let state = State::InProgress;
-            return match insert(statement, claim, state, owned).execute(connection).await {
+            return match insert(statement, claim, state, owned).run(connection).await {
                 Ok(_) => Ok(true),
                 Err(error) if number(&error) == Some(DUPLICATE) => Ok(false),
                 Err(error) => Err(error),
@@ -356,7 +356,7 @@ async fn stake(
         .bind(owned.attempts)
         .bind(claim.identity.digest().to_vec())
         .bind(seen.epoch);
-    Ok(renew.execute(connection).await?.rows_affected() == 1)
+    Ok(renew.run(connection).await?.rows_affected() == 1)
 }
 
 /// Seconds of the lease; none where the claim has no owner but its transaction.
