@@ -2,17 +2,17 @@
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 
 use oncebox::policy::operation::flow::Stage;
-use oncebox::policy::operation::provider::{Answer, Matches, QueryAnswer, Strategy};
+use oncebox::policy::operation::provider::{Answer, Matches, QueryAnswer, Strategy, Window};
 use oncebox::policy::operation::{Code, Kid};
 use oncebox::runtime::operation::{Answered, Sealer};
 use oncebox::store::{NewEvidence, Sealed};
 use tokio::sync::Notify;
 use uuid::Uuid;
 
-use crate::flow::{KEY, Plan, Service};
+use crate::flow::{KEY, Plan, Service, WINDOW};
 use crate::scripted::{Act, Scripted, declined, done};
 use crate::support::eventually;
 use crate::world::{Rows, SOON};
@@ -246,6 +246,23 @@ async fn o8_m48_an_operator_says_what_happened_and_the_flow_goes_on<S: Rows>(sto
     service.ended_once("settled").await;
 }
 
+// O6: the breath before a send, and whatever else comes between, counts. Shown by: not looking at the window again before the call.
+async fn o6_no_send_leaves_after_the_window<S: Rows>(store: S) {
+    let open = Duration::from_millis(1_500);
+    let window = Window { retention: WINDOW.max_in_flight + open, ..WINDOW };
+    let told = (0..40).fold(Scripted::default(), |told, _| told.answers(Answer::NoAnswer));
+    let mut plan = Plan::new(Strategy::Key(window));
+    plan.settings.calls_per_drive = 40;
+    let service = Service::start(&store, &plan, told.clone()).await;
+    assert_eq!(code(&service.ask(ONE, 700, BUDGET).await), Some(Code::OutcomeUnknown));
+    let operation = service.operation().await;
+    assert_eq!(operation.parked.as_deref(), Some("provider-may-have-forgotten-the-key"));
+    let first = u64::try_from(operation.intents[0].first_sent_at.millis()).unwrap();
+    let end = SystemTime::UNIX_EPOCH + Duration::from_millis(first) + open;
+    let late = told.arrived().iter().filter_map(|one| one.at.duration_since(end).ok()).max().unwrap_or_default();
+    assert!(late < Duration::from_millis(50), "a send left {late:?} after the window");
+}
+
 // O22, M67. Shown by: storing the command in plain.
 async fn o22_commands_requests_and_evidence_are_sealed_and_recovered_by_who_has_the_key<S: Rows>(store: S) {
     let kid: Kid = "k1".parse().unwrap();
@@ -291,6 +308,7 @@ async fn o22_in_a_cloned_database_nothing_is_sent<S: Rows>(store: S) {
 }
 
 crate::on_both! {
+    o6_no_send_leaves_after_the_window;
     o5_m78_a_resend_sends_the_same_bytes_under_the_same_key;
     m52_o5_the_intent_is_committed_and_no_transaction_is_open_while_a_provider_is_called;
     m53_a_flow_goes_on_from_its_last_recovery_point;

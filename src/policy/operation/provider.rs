@@ -209,6 +209,15 @@ impl Evidence {
 }
 
 impl Strategy {
+    /// Within which a send may be repeated; none where that is not by a key.
+    #[must_use]
+    pub fn window(self) -> Option<Window> {
+        match self {
+            Self::Key(window) | Self::KeyAndQuery(window) => Some(window),
+            Self::Query | Self::None | Self::Repeatable => None,
+        }
+    }
+
     /// What to do next with an effect, from what is committed and nothing else.
     #[must_use]
     pub fn next(self, sends: Sends, evidence: &Evidence, now: DbTime) -> Step {

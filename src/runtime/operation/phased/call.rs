@@ -1,5 +1,5 @@
-//! One call of a provider: begun and committed before it starts, within the lease, its answer kept whatever became of the lease
-//! (O5, O8).
+//! One call of a provider: begun and committed before it starts, within the lease and the provider's window as they are in the
+//! moment of the call, its answer kept whatever became of the lease (O5, O6, O8).
 //!
 //! Not here: whether a call is made ([`driver`](super::driver)), and what its answer proves
 //! ([`provider`](crate::policy::operation::provider)).
@@ -12,7 +12,7 @@ use super::evidence::{self, By, Observation};
 use super::identity::ProviderKey;
 use super::provider::{Asked, Call, Sent};
 use crate::error::StoreError;
-use crate::policy::operation::provider::{Answer, QueryAnswer, Settled, Verdict, may_start};
+use crate::policy::operation::provider::{Answer, QueryAnswer, Settled, Verdict, Window, may_start};
 use crate::runtime::pace::Pace;
 use crate::store::{Phases, StoredIntent, StoredOperation};
 
@@ -31,21 +31,23 @@ impl<S: Phases> Driver<S> {
         stored: &StoredOperation,
         intent: &StoredIntent,
     ) -> Result<Next, StoreError> {
-        self.send(effect, stored, intent, 1).await
+        self.send(effect, stored, intent, 1, None).await
     }
 
-    /// Another send of the same bytes under the same key.
+    /// Another send of the same bytes under the same key. `window`: the one that it must still be in, where an earlier send may have
+    /// arrived.
     pub(super) async fn send_again(
         &mut self,
         effect: &Declared,
         stored: &StoredOperation,
         intent: &StoredIntent,
+        window: Option<Window>,
     ) -> Result<Next, StoreError> {
-        if !self.fits(effect).await || !self.phased.is_ours().await? {
+        if !self.phased.is_ours().await? || !self.fits(effect).await {
             return Ok(Next::End(self.give_back(self.pause(stored.attempts), false).await?));
         }
         match self.phased.engine.store().begin_send(&self.driven, effect.name).await? {
-            Some(number) => self.send(effect, stored, intent, number).await,
+            Some(number) => self.send(effect, stored, intent, number, window).await,
             None => Ok(Next::End(End::Lost)),
         }
     }
@@ -56,14 +58,26 @@ impl<S: Phases> Driver<S> {
         stored: &StoredOperation,
         intent: &StoredIntent,
         number: u32,
+        window: Option<Window>,
     ) -> Result<Next, StoreError> {
         // Begun, and nothing left us yet.
-        if self.hold.is_lost() || !self.fits(effect).await || !self.phased.is_ours().await? {
-            let sent = Sent { answer: Answer::NotConnected, saw: b"not started: the lease was too short".to_vec() };
-            self.keep_answer(effect, number, &sent).await?;
-            return Ok(Next::End(self.give_back(self.pause(stored.attempts), false).await?));
+        let bytes = match self.ready(effect, intent).await {
+            Ok(Some(bytes)) => bytes,
+            Ok(None) => {
+                self.not_started(effect, number, "the lease is too short, or the database belongs to another").await?;
+                return Ok(Next::End(self.give_back(self.pause(stored.attempts), false).await?));
+            }
+            Err(error) => {
+                self.not_started(effect, number, "its request could not be had").await?;
+                return Err(error);
+            }
+        };
+        // What was decided may be long ago: pauses, the database, a process that stood still. No wait is between this and the call.
+        let now = stored.now.after(self.read_at.elapsed());
+        if window.is_some_and(|window| !window.is_open(intent.first_sent_at, now)) {
+            self.not_started(effect, number, "the provider may have forgotten the key meanwhile").await?;
+            return Ok(Next::Again);
         }
-        let bytes = self.request(effect, intent)?;
         let key = ProviderKey::stored(&intent.intent.provider_key);
         let call = Call { key: &key, bytes: &bytes, version: intent.intent.adapter_version, send: number };
         tracing::debug!(operation = %stored.operation_id, effect = effect.name, send = number, "a provider is called");
@@ -75,6 +89,19 @@ impl<S: Phases> Driver<S> {
         }
         self.keep_answer(effect, number, &sent).await?;
         Ok(Next::Again)
+    }
+
+    /// The bytes to send, where the call may start; whether it fits into the lease is looked at last.
+    async fn ready(&self, effect: &Declared, intent: &StoredIntent) -> Result<Option<Vec<u8>>, StoreError> {
+        let bytes = self.request(effect, intent)?;
+        let may = self.phased.is_ours().await? && self.fits(effect).await;
+        Ok(may.then_some(bytes))
+    }
+
+    /// Keeps that a send which was begun did not leave us.
+    async fn not_started(&self, effect: &Declared, number: u32, why: &str) -> Result<(), StoreError> {
+        let saw = format!("not started: {why}").into_bytes();
+        self.keep_answer(effect, number, &Sent { answer: Answer::NotConnected, saw }).await
     }
 
     /// Asks for the effect, where its strategy leaves nothing else.
@@ -120,10 +147,7 @@ impl<S: Phases> Driver<S> {
         stored: &StoredOperation,
         intent: &StoredIntent,
     ) -> Result<Option<Asked>, StoreError> {
-        if !self.fits(effect).await || !self.phased.is_ours().await? {
-            return Ok(None);
-        }
-        let bytes = self.request(effect, intent)?;
+        let Some(bytes) = self.ready(effect, intent).await? else { return Ok(None) };
         let key = ProviderKey::stored(&intent.intent.provider_key);
         let call = Call { key: &key, bytes: &bytes, version: intent.intent.adapter_version, send: 0 };
         tracing::debug!(operation = %stored.operation_id, effect = effect.name, "a provider is asked");

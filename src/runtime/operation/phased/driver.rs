@@ -16,7 +16,7 @@
 
 use std::panic::AssertUnwindSafe;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use futures::FutureExt;
 use tokio_util::sync::CancellationToken;
@@ -78,6 +78,8 @@ pub(super) struct Driver<S: Phases> {
     pub(super) reached: bool,
     /// Calls of this drive that proved nothing.
     pub(super) vain: u32,
+    /// From before the last look: never later than the database time that it read.
+    pub(super) read_at: Instant,
     /// Whether the provider was just asked, before a resend.
     pub(super) asked: bool,
     /// The answer that was written with the outcome.
@@ -103,6 +105,7 @@ impl<S: Phases> Driver<S> {
             if self.hold.is_lost() {
                 return Ok(End::Lost);
             }
+            self.read_at = Instant::now();
             let Some(stored) = self.phased.engine.store().operation(self.driven.operation_id).await? else {
                 return Ok(End::Lost);
             };
@@ -227,7 +230,7 @@ impl<S: Phases> Driver<S> {
             Step::Resend | Step::Query if self.is_spent() => self.doubt(stored.attempts).await,
             Step::Send => {
                 self.catch_breath().await;
-                self.send_again(effect, stored, intent).await
+                self.send_again(effect, stored, intent, None).await
             }
             Step::Resend => {
                 self.catch_breath().await;
@@ -237,7 +240,7 @@ impl<S: Phases> Driver<S> {
                     return self.ask_first(effect, stored, intent).await;
                 }
                 self.asked = false;
-                self.send_again(effect, stored, intent).await
+                self.send_again(effect, stored, intent, effect.strategy.window()).await
             }
             Step::Query => {
                 self.catch_breath().await;

@@ -168,6 +168,7 @@ impl<S: Phases> Opening<S> {
             attempt: false,
             reached: false,
             vain: 0,
+            read_at: asked,
             asked: false,
             reply: None,
         };

@@ -43,6 +43,7 @@ pub(super) async fn taken<S: Phases>(
                 attempt,
                 reached: false,
                 vain: 0,
+                read_at: asked,
                 asked: false,
                 reply: None,
             };
