@@ -256,12 +256,13 @@ impl Strategy {
 }
 
 impl Step {
-    /// The step, or the operator where the attempts are used up. What is proven is settled whatever their number, and
-    /// nothing unknown ever turns into a failure (O9).
+    /// The step, or the operator where the attempts are used up. What is proven is settled whatever their number, what
+    /// never left us and a pause that was asked for leave nothing to find out, and nothing unknown ever turns into a
+    /// failure (O9).
     #[must_use]
     pub fn within(self, attempts: u32, max_attempts: u32) -> Self {
         match self {
-            Self::Settle(_) | Self::Operator(_) => self,
+            Self::Settle(_) | Self::Operator(_) | Self::Send | Self::Wait { .. } => self,
             _ if attempts >= max_attempts => Self::Operator(Gap::Attempts),
             _ => self,
         }
