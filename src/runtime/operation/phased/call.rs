@@ -12,11 +12,12 @@ use super::evidence::{self, By, Observation};
 use super::identity::ProviderKey;
 use super::provider::{Asked, Call, Sent};
 use crate::error::StoreError;
+use crate::policy::operation::flow::Stage;
 use crate::policy::operation::provider::{Answer, QueryAnswer, Settled, Verdict, Window, may_start};
 use crate::runtime::pace::Pace;
 use crate::store::{Phases, StoredIntent, StoredOperation};
 
-/// How long an answer is tried to be stored where the database does not take it.
+/// How long an answer is tried to be stored that the database refuses; one that is away is waited for.
 const STORING: Duration = Duration::from_secs(20);
 
 fn proves_nothing(verdict: Verdict) -> bool {
@@ -197,32 +198,42 @@ impl<S: Phases> Driver<S> {
         loop {
             match self.phased.engine.store().observe(&row).await {
                 Ok(()) => break,
-                // A row that is written twice counts once.
-                Err(error) if error.is_nobodys() && tokio::time::Instant::now() < until => {
-                    tracing::warn!(operation = %operation_id, %error, "an answer of a provider waits to be stored");
+                // It is known nowhere else. A row that is written twice counts once.
+                Err(error) if error.is_nobodys() || tokio::time::Instant::now() < until => {
+                    tracing::error!(operation = %operation_id, effect = effect.name, send, verdict = verdict.name(), status, %error,
+                        "what a provider said waits to be stored");
                     tokio::time::sleep(pace.next_wait()).await;
                 }
-                Err(error) => return Err(error),
+                Err(error) => {
+                    tracing::error!(operation = %operation_id, effect = effect.name, send, verdict = verdict.name(), status, %error,
+                        "what a provider said is lost");
+                    return Err(error);
+                }
             }
         }
-        if self.hold.is_lost() {
-            self.look_for_conflict(effect).await?;
+        if self.hold.is_lost()
+            && let Some(stored) = self.phased.engine.store().operation(operation_id).await?
+        {
+            self.look_for_conflict(&stored)?;
         }
         Ok(())
     }
 
-    async fn look_for_conflict(&self, effect: &Declared) -> Result<(), StoreError> {
-        let Some(stored) = self.phased.engine.store().operation(self.driven.operation_id).await? else { return Ok(()) };
-        let decided = stored.intents.iter().find(|intent| intent.intent.effect == effect.name);
-        let decided = match decided.and_then(|intent| intent.outcome.as_deref()) {
-            Some("succeeded") => Settled::Succeeded,
-            Some(_) => Settled::Failed,
-            None => return Ok(()),
-        };
-        let rows = evidence::rows(&self.phased.vault, &stored.evidence, effect.name)?;
-        if evidence::evidence(&rows).contradicts(decided) {
-            tracing::error!(operation = %stored.operation_id, effect = effect.name, ?decided,
-                "evidence contradicts what was decided: nothing is rewritten, a person must look");
+    /// Tells loudly where what providers said contradicts what was decided, by another driver or by an operator.
+    pub(super) fn look_for_conflict(&self, stored: &StoredOperation) -> Result<(), StoreError> {
+        for intent in &stored.intents {
+            // An operator who ends the operation settles no effect.
+            let decided = match (intent.outcome.as_deref(), stored.stage) {
+                (Some("succeeded"), _) | (None, Stage::Succeeded) => Settled::Succeeded,
+                (Some(_), _) | (None, Stage::Failed) => Settled::Failed,
+                (None, _) => continue,
+            };
+            let effect = intent.intent.effect.as_str();
+            let rows = evidence::providers(&self.phased.vault, &stored.evidence, effect)?;
+            if evidence::evidence(&rows).contradicts(decided) {
+                tracing::error!(operation = %stored.operation_id, effect, ?decided,
+                    "evidence contradicts what was decided: nothing is rewritten, a person must look");
+            }
         }
         Ok(())
     }
