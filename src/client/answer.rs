@@ -97,6 +97,15 @@ impl Arrived {
         serde_json::from_slice(&self.body).unwrap_or_default()
     }
 
+    /// What a replayed answer says of its key: an application's own refusal is no problem of the engine (O26).
+    fn replayed_state(&self) -> Option<KeyState> {
+        let text = |name: &str| self.headers.get(name).and_then(|value| value.to_str().ok());
+        if text("idempotent-replayed") != Some("true") {
+            return None;
+        }
+        text("idempotency-key-state")?.parse().ok()
+    }
+
     /// What the answer to a request for this URL is.
     pub(super) fn seen(&self, asked: &Url) -> Seen {
         match self.status {
@@ -112,6 +121,7 @@ impl Arrived {
                 let problem = self.problem();
                 let code: Option<Code> = problem.code.and_then(|code| code.parse().ok());
                 let key_state: Option<KeyState> = problem.key_state.and_then(|state| state.parse().ok());
+                let key_state = key_state.or_else(|| self.replayed_state());
                 Seen::Answer { status, code, key_state }
             }
         }
@@ -237,6 +247,13 @@ mod tests {
             assert_eq!(arrived(409, &[("content-type", kind)], body).seen(&asked()), spent, "{kind}");
         }
         let silent = Seen::Answer { status: 409, code: None, key_state: None };
+        // A replayed refusal of the application says so by its headers: a stored 402 is the outcome, also after doubt.
+        let (replayed, state) = (("idempotent-replayed", "true"), ("idempotency-key-state", "spent"));
+        let refused = |key_state| Seen::Answer { status: 402, code: None, key_state };
+        assert_eq!(arrived(402, &[replayed, state], "{}").seen(&asked()), refused(Some(KeyState::Spent)));
+        for headers in [vec![replayed], vec![state], vec![("idempotent-replayed", "false"), state]] {
+            assert_eq!(arrived(402, &headers, "{}").seen(&asked()), refused(None), "{headers:?}");
+        }
         assert_eq!(arrived(409, &[("content-type", "application/json")], body).seen(&asked()), silent);
         assert_eq!(arrived(409, &[("content-type", "application/problem+json")], "{").seen(&asked()), silent);
     }

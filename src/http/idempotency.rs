@@ -9,7 +9,7 @@
 //! * Authentication puts [`IdempotencyScope`] into the request's extensions, and stands outside: a refused login, a rate limit or
 //!   a preflight makes no record, and a revoked principal replays nothing. There is no fallback to a header.
 //! * Compression stands outside, so that stored bodies are plain; CORS too, so that no origin is stored. CORS exposes
-//!   `Idempotent-Replayed`, `Retry-After` and `Location`, and allows `Idempotency-Key`.
+//!   `Idempotent-Replayed`, `Idempotency-Key-State`, `Retry-After` and `Location`, and allows `Idempotency-Key`.
 //! * [`IdempotencyLayer`] is put on with `route_layer`, so that 404 and 405 claim nothing. A timeout of its own inside is of no
 //!   use: the engine's answers 409 and does not drop the handler.
 //!

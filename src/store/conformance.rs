@@ -277,6 +277,7 @@ macro_rules! store_conformance {
             ];
             operations: [
                 o2_a_bridged_outcome_goes_with_the_handlers_transaction,
+                m100_a_purge_takes_the_bodies_of_its_records,
             ];
             door_a: [
                 m50_claim_effects_messages_and_answer_commit_together,

@@ -56,6 +56,9 @@ pub struct KeyClaim {
     pub mode: Mode,
     /// The identity of the run, if the record is new or used anew; else the record keeps its own.
     pub operation_id: Uuid,
+    /// The token of the owner, if this claim succeeds: made before it is sent, so that a claim whose answer was lost can still
+    /// be released. A new one for each claim.
+    pub owner: Uuid,
     /// How long it is owned without a heartbeat; meaningless in mode `same_tx`, which has no lease. In mode `phased` it is the
     /// operation's.
     pub lease: Duration,
@@ -237,8 +240,9 @@ pub struct OperationStats {
 
 impl KeyClaim {
     /// What this claim owns if it succeeds on a basis.
-    pub(super) fn owned(&self, basis: Basis<'_>) -> Owned {
-        let owner = matches!(self.mode, Mode::Bridged | Mode::Edge).then(Uuid::now_v7);
+    #[must_use]
+    pub fn owned(&self, basis: Basis<'_>) -> Owned {
+        let owner = matches!(self.mode, Mode::Bridged | Mode::Edge).then_some(self.owner);
         let (epoch, generation, operation_id, attempts) = match basis {
             Basis::New => (1, 1, self.operation_id, 1),
             Basis::TakeOver(seen) | Basis::Reclaim(seen) => {
@@ -336,6 +340,15 @@ pub trait Operations: Keys + Base {
         retention: &Retention,
     ) -> impl Future<Output = Result<Fenced, StoreError>> + Send;
 
+    /// Whether a transaction of the application's own is open on this connection (R23): fails where it has ended. A savepoint
+    /// is set and released; outside a transaction its release fails, or on PostgreSQL setting it.
+    ///
+    /// # Errors
+    /// What the database said.
+    fn stands(
+        connection: &mut <Self::Db as Database>::Connection,
+    ) -> impl Future<Output = Result<(), StoreError>> + Send;
+
     /// Writes the record of a run as UNKNOWN where there is none (O1). [`Fenced::LostOwnership`] where there is one: look again.
     fn insert_unknown(&self, claim: &KeyClaim) -> impl Future<Output = Result<Fenced, StoreError>> + Send;
 
@@ -351,13 +364,54 @@ pub trait Operations: Keys + Base {
         patience: Duration,
     ) -> impl Future<Output = Result<Begun<Self::Operation>, StoreError>> + Send;
 
-    /// Looks for the record of a run whose transaction was lost sight of, over a fresh connection, for a second (O29).
-    fn look_after(&self, claim: &KeyClaim) -> impl Future<Output = doubt::Look> + Send {
+    /// Makes a run UNKNOWN that left no record of its own (O1): inserts it, or renews the record that it began from. Where
+    /// another run has claimed since, nothing is changed.
+    fn stand_unknown(
+        &self,
+        claim: &KeyClaim,
+        basis: Basis<'_>,
+        patience: Duration,
+    ) -> impl Future<Output = Result<(), StoreError>> + Send {
+        async move {
+            let seen = match basis {
+                Basis::New => return self.insert_unknown(claim).await.map(drop),
+                Basis::TakeOver(seen) | Basis::Reclaim(seen) | Basis::Anew(seen) => seen,
+            };
+            match self.begin_operation(claim, basis, patience).await? {
+                Begun::Claimed(mut tx) => {
+                    let kept = Retention::default();
+                    match tx.complete(&Outcome::Unknown, &kept).await? {
+                        Proof::Same => tx.commit().await,
+                        Proof::Aborted | Proof::Ended => tx.rollback().await,
+                    }
+                }
+                // Its time of being retried may be over by now, which renewing as this asks for.
+                Begun::Existing(record) if record.epoch == seen.epoch => {
+                    Err(StoreError::Busy(sqlx::Error::Protocol("the record stands as it was seen".into())))
+                }
+                Begun::Existing(_) => Ok(()),
+                Begun::Locked => {
+                    Err(StoreError::Busy(sqlx::Error::Protocol("another transaction holds the key".into())))
+                }
+            }
+        }
+    }
+
+    /// Looks for the record of a run whose transaction was lost sight of, for a second (O29). The record that the run began
+    /// from, unchanged, is none of its own: nothing.
+    fn look_after(&self, claim: &KeyClaim, basis: Basis<'_>) -> impl Future<Output = doubt::Look> + Send {
+        let before = match basis {
+            Basis::New => None,
+            Basis::TakeOver(seen) | Basis::Reclaim(seen) | Basis::Anew(seen) => Some(seen.epoch),
+        };
         async move {
             let deadline = tokio::time::Instant::now() + LOOK_AFTER;
             let mut seen = doubt::Look::NoAnswer;
             loop {
                 match tokio::time::timeout_at(deadline, self.find(&claim.identity)).await {
+                    Ok(Ok(Look { record: Some(record), .. })) if Some(record.epoch) == before => {
+                        seen = doubt::Look::Nothing;
+                    }
                     Ok(Ok(Look { record: Some(record), .. })) if record.operation_id == claim.operation_id => {
                         return doubt::Look::Ours(record.state);
                     }
@@ -384,6 +438,10 @@ pub trait Operations: Keys + Base {
 pub trait OperationTx: std::fmt::Debug + Send + 'static {
     /// The sqlx database.
     type Db: Database;
+
+    /// Whether what runs on the connection after the database itself has ended the transaction (a deadlock's victim on MySQL)
+    /// waits for a COMMIT, and is not committed statement by statement.
+    const HOLDS_BACK: bool = false;
 
     /// What is owned, if this commits.
     fn owned(&self) -> &Owned;

@@ -36,6 +36,7 @@ fn claim(mode: Mode, key: &str) -> KeyClaim {
         fingerprint: format!("1:sha256:{}", "07".repeat(32)).parse().unwrap(),
         mode,
         operation_id: uuid::Uuid::now_v7(),
+        owner: uuid::Uuid::now_v7(),
         lease: LEASE,
     }
 }

@@ -5,9 +5,10 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
 use oncebox::NewMessage;
+use oncebox::policy::operation::retention::Retention;
 use oncebox::policy::operation::{Code, Mode, Outcome, Route, State};
 use oncebox::runtime::operation::{EffectTx, Reply};
-use oncebox::store::{Basis, Begun, KeyClaim, OperationTx};
+use oncebox::store::{Basis, Begun, KeyClaim, OperationTx, Proof};
 use oncebox::{HandlerError, policy::operation::Keyring};
 
 use super::kit::*;
@@ -18,6 +19,7 @@ on_all! {
     o1_a_handler_that_rolls_back_and_goes_on_leaves_unknown_and_never_runs_again,
     o1_a_handler_that_goes_on_outside_and_then_fails_is_found_out_too,
     o1_m71_a_binding_rejection_is_replayed_without_its_effects,
+    o1_a_run_of_an_old_record_that_ended_its_transaction_is_unknown_too,
     o2_a_committed_claim_is_never_taken_over,
     o15_o19_a_duplicate_in_this_process_gets_409_and_another_command_422,
     o15_o19_a_duplicate_in_another_process_gets_409_whatever_its_body,
@@ -122,6 +124,48 @@ async fn o1_a_handler_that_goes_on_outside_and_then_fails_is_found_out_too<S: Sq
     is_unknown_for_ever(world, statements, true, 0).await;
 }
 
+// Shown by: taking the record that the run began from for another run's, or for its outcome: it runs again beside its effect.
+async fn o1_a_run_of_an_old_record_that_ended_its_transaction_is_unknown_too<S: Sql>(world: World<S>) {
+    for (key, reclaims) in [(K1, false), (K2, true)] {
+        let claim = KeyClaim {
+            identity: identity("t1", key),
+            principal: scope("t1", "p1").mark(&Keyring::plain()),
+            fingerprint: world.protect(same_tx()).fingerprinter().write(&put("a")),
+            mode: Mode::SameTx,
+            operation_id: uuid::Uuid::now_v7(),
+            owner: uuid::Uuid::now_v7(),
+            lease: SOON,
+        };
+        let Begun::Claimed(mut tx) = world.store.begin_operation(&claim, Basis::New, SOON).await.unwrap() else {
+            panic!("it is free")
+        };
+        let outcome = oncebox::store::Outcome::FailedRetryable { error_code: None };
+        let ttl = if reclaims { SOON } else { Duration::from_millis(1) };
+        let retention = Retention { ttl, body: ttl, ..Retention::default() };
+        assert_eq!(tx.complete(&outcome, &retention).await.unwrap(), Proof::Same);
+        tx.commit().await.unwrap();
+        until("its time is over", || async {
+            let look = world.store.find(&claim.identity).await.unwrap();
+            reclaims || look.record.unwrap().state_at(look.now) == State::Expired
+        })
+        .await;
+        let endpoint = world.protect(same_tx());
+        let calls = Arc::new(AtomicU32::new(0));
+        let statements = &["rollback", "insert into effect (text) values ('out')"];
+        let asked = run(&world, &endpoint, key, "a", runs(statements, &calls, false)).await;
+        let found = world.record("t1", key).await.unwrap();
+        if S::NOTHING_ESCAPES {
+            problem(asked, Code::CommitUnknown);
+            assert_eq!(found.state, State::FailedRetryable);
+        } else {
+            problem(asked, Code::TransactionEnded);
+            assert_eq!((found.state, found.epoch), (State::UnknownRequiresRecovery, 2), "reclaims: {reclaims}");
+            problem(run(&world, &endpoint, key, "a", runs(statements, &calls, false)).await, Code::OutcomeUnknown);
+        }
+        assert_eq!(calls.load(Ordering::SeqCst), 1);
+    }
+}
+
 // Shown by: rolling the whole transaction back (pitfall 18); completing without taking effects back.
 async fn o1_m71_a_binding_rejection_is_replayed_without_its_effects<S: Sql>(world: World<S>) {
     let endpoint = world.protect(same_tx());
@@ -155,6 +199,7 @@ async fn o2_a_committed_claim_is_never_taken_over<S: Sql>(world: World<S>) {
         fingerprint: endpoint.fingerprinter().write(&put("a")),
         mode: Mode::SameTx,
         operation_id: uuid::Uuid::now_v7(),
+        owner: uuid::Uuid::now_v7(),
         lease: Duration::from_millis(1),
     };
     // A process that committed its claim by raw SQL, and died.

@@ -10,7 +10,7 @@ use oncebox::policy::operation::route::Durability;
 use oncebox::policy::operation::{Identity, OperationName, Record};
 use oncebox::sqlx;
 use oncebox::store::{
-    Basis, Claimed, Fenced, KeptBody, KeyClaim, Keys, Look, NewEvidence, OperationStats, Outcome, Owned,
+    AnswerBody, Basis, Claimed, Fenced, KeptBody, KeyClaim, Keys, Look, NewEvidence, OperationStats, Outcome, Owned,
 };
 
 /// Which calls fail.
@@ -20,6 +20,12 @@ pub(crate) struct Faults {
     pub(crate) claim: AtomicBool,
     pub(crate) finish: AtomicBool,
     pub(crate) heartbeat: AtomicBool,
+    /// The claim is made, and its answer lost.
+    pub(crate) claim_answer: AtomicBool,
+    /// Bodies are refused, for good.
+    pub(crate) bodies: AtomicBool,
+    /// A claim waits as long as this is set.
+    pub(crate) claim_waits: AtomicBool,
     /// How often it was tried to write an outcome.
     pub(crate) finishes: AtomicU32,
     pub(crate) heartbeats: AtomicU32,
@@ -50,7 +56,12 @@ impl<S: Keys> Keys for Faulty<S> {
 
     async fn claim(&self, claim: &KeyClaim, basis: Basis<'_>) -> Result<Claimed, StoreError> {
         away(&self.faults.claim)?;
-        self.inner.claim(claim, basis).await
+        let claimed = self.inner.claim(claim, basis).await;
+        while self.faults.claim_waits.load(Ordering::SeqCst) {
+            tokio::task::yield_now().await;
+        }
+        away(&self.faults.claim_answer)?;
+        claimed
     }
 
     async fn heartbeat(&self, owned: &Owned, lease: Duration) -> Result<Fenced, StoreError> {
@@ -62,6 +73,12 @@ impl<S: Keys> Keys for Faulty<S> {
     async fn finish(&self, owned: &Owned, outcome: &Outcome, retention: &Retention) -> Result<Fenced, StoreError> {
         self.faults.finishes.fetch_add(1, Ordering::SeqCst);
         away(&self.faults.finish)?;
+        if let Outcome::Completed(answer) = outcome
+            && matches!(answer.body, AnswerBody::Kept(_))
+            && self.faults.bodies.load(Ordering::SeqCst)
+        {
+            return Err(StoreError::Refused("no bodies".to_owned()));
+        }
         self.inner.finish(owned, outcome, retention).await
     }
 

@@ -28,6 +28,7 @@ on_all! {
     o11_a_stale_claim_is_reconciled_where_the_route_can,
     o11_a_stale_claim_runs_again_where_that_is_declared_harmless,
     o2_a_guard_commits_effect_and_outcome_together_whatever_is_answered,
+    o2_a_guard_stores_no_success_of_a_transaction_that_has_ended,
     o2_a_stale_guarded_claim_is_taken_over_and_the_late_owner_changes_nothing,
 }
 
@@ -195,7 +196,7 @@ async fn o10_the_engines_timeout_answers_409_and_does_not_end_the_handler<S: Sql
 async fn left_behind<S: Sql>(world: &World<S>, mode: Mode, body: &str) {
     let fingerprinter =
         Fingerprinter::new("put".parse().unwrap(), 1..=1, None, oncebox::policy::operation::Keyring::plain()).unwrap();
-    let path = vec![("@method".to_owned(), "POST".to_owned())];
+    let path = vec![("@method".to_owned(), "POST".to_owned()), ("@path".to_owned(), "/put".to_owned())];
     let command = oncebox::policy::operation::raw::RawCommand::new(path, vec![]);
     let command = command.body("application/json", body.as_bytes()).unwrap();
     let claim = KeyClaim {
@@ -204,6 +205,7 @@ async fn left_behind<S: Sql>(world: &World<S>, mode: Mode, body: &str) {
         fingerprint: fingerprinter.write(&command),
         mode,
         operation_id: uuid::Uuid::now_v7(),
+        owner: uuid::Uuid::now_v7(),
         lease: Duration::from_millis(1),
     };
     assert!(matches!(world.store.claim(&claim, Basis::New).await.unwrap(), Claimed::Owned(_)));
@@ -268,8 +270,11 @@ async fn o11_a_stale_claim_runs_again_where_that_is_declared_harmless<S: Sql>(wo
 
 /// Commits with the guard, then a layer inside answers something else.
 async fn guarded<S: Sql>(State(app): State<App<S>>, guard: IdempotencyGuard<S>, headers: HeaderMap) -> Response {
-    let tx = app.store.tx("insert into effect (text) values ('guarded')").await;
+    let mut tx = app.store.tx("insert into effect (text) values ('guarded')").await;
     app.gate.pass().await;
+    if headers.contains_key("test-ends") {
+        S::run(&mut tx, "rollback").await.unwrap();
+    }
     let response = (StatusCode::CREATED, [("location", "/effects/9")], "committed").into_response();
     match guard.commit(tx, response).await {
         Ok(_) if headers.contains_key("test-spoils") => StatusCode::REQUEST_TIMEOUT.into_response(),
@@ -303,6 +308,16 @@ async fn o2_a_guard_commits_effect_and_outcome_together_whatever_is_answered<S: 
     assert_eq!((gate.calls(), world.effects().await), (2, 2));
 }
 
+// Shown by: writing the outcome on a connection that is in no transaction any more: it commits by itself, without the effect.
+async fn o2_a_guard_stores_no_success_of_a_transaction_that_has_ended<S: Sql>(world: World<S>) {
+    let gate = Gate::open();
+    let url = with_guard(&world, &gate, edge()).await;
+    let ended = send(post(&url, K1, "{}").header("test-ends", "1")).await;
+    assert_ne!(ended.status, 201, "{ended:?}");
+    assert_ne!(world.record("t1", K1).await.map(|record| record.state), Some(Remembered::Completed));
+    assert_eq!(world.effects().await, 0);
+}
+
 // Shown by: completing without the epoch: two effects. (SQLite has one writer: the late owner's transaction is begun later.)
 async fn o2_a_stale_guarded_claim_is_taken_over_and_the_late_owner_changes_nothing<S: Sql>(world: World<S>) {
     let gate = Gate::open();
@@ -327,6 +342,18 @@ async fn o2_a_stale_guarded_claim_is_taken_over_and_the_late_owner_changes_nothi
     assert_eq!(fenced, oncebox::store::Fenced::LostOwnership);
     tx.rollback().await.unwrap();
     assert_eq!(world.effects().await, 1);
+}
+
+// Shown by: counting the parameters of the path alone, of which a fallback has none: `/b` is answered with what `/a` did.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn m23_pitfall_24_the_path_counts_where_no_route_says_parameters() {
+    let world = sqlite().await;
+    let layer = IdempotencyLayer::new(&world.engine, Endpoint::raw("put", edge())).unwrap();
+    let inner = Router::new().fallback(|| async { (StatusCode::CREATED, "done") }).layer(layer);
+    let url = serve(Router::new().nest_service("/in", inner)).await;
+    assert_eq!(send(post(&format!("{url}/in/a"), K1, "{}")).await.status, 201);
+    send(post(&format!("{url}/in/b"), K1, "{}")).await.is(Code::KeyReused);
+    assert!(send(post(&format!("{url}/in/a"), K1, "{}")).await.is_replayed());
 }
 
 /// A body of this length, or a stream without one.

@@ -9,7 +9,7 @@ use axum::routing::post as route_post;
 use oncebox::http::idempotency::IdempotencyLayer;
 use oncebox::policy::operation::route::Effects;
 use oncebox::policy::operation::{Code, Route, State};
-use oncebox::runtime::operation::{Endpoint, Engine};
+use oncebox::runtime::operation::{Asking, Ended, Endpoint, Engine, Kept, Reply};
 use oncebox::store::sqlite::SqliteStore;
 use oncebox::store::{Fenced, Keys};
 
@@ -81,6 +81,66 @@ async fn o12_when_the_lease_ends_before_the_outcome_is_written_it_is_unknown() {
     send(post(&url, K1, "{}")).await.is(Code::ResultNotStored);
     until("it is unknown", || async { send(post(&url, K1, "{}")).await.code() == "IDEMPOTENCY_OUTCOME_UNKNOWN" }).await;
     assert_eq!(world.record("t1", K1).await.unwrap().state, State::UnknownRequiresRecovery);
+    assert_eq!(gate.calls(), 1);
+}
+
+// Shown by: trying as long as the heart beats (it goes on for ever: the key answers 409 until the process ends).
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn o12_what_can_never_be_written_is_given_up_after_one_lease_though_the_heart_beats() {
+    let Stage { world, store, gate, url } = stage(Gate::open(), leased(Duration::from_millis(400))).await;
+    store.faults.finish.store(true, Ordering::SeqCst);
+    send(post(&url, K1, "{}")).await.is(Code::ResultNotStored);
+    until("it is unknown", || async { send(post(&url, K1, "{}")).await.code() == "IDEMPOTENCY_OUTCOME_UNKNOWN" }).await;
+    assert_eq!(world.record("t1", K1).await.unwrap().state, State::UnknownRequiresRecovery);
+    assert_eq!(gate.calls(), 1);
+}
+
+// Shown by: writing the same again whatever the store said of it.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn o12_a_body_that_the_store_refuses_leaves_a_tombstone_and_not_unknown() {
+    let Stage { world, store, gate, url } = stage(Gate::open(), leased(Duration::from_secs(20))).await;
+    store.faults.bodies.store(true, Ordering::SeqCst);
+    send(post(&url, K1, "{}")).await.is(Code::ResultNotStored);
+    until("it is written", || async { world.record("t1", K1).await.unwrap().state == State::Completed }).await;
+    until("its run has ended", || async { send(post(&url, K1, "{}")).await.code() != "IDEMPOTENCY_IN_PROGRESS" }).await;
+    send(post(&url, K1, "{}")).await.is(Code::ResultNotRetained);
+    assert_eq!(gate.calls(), 1);
+}
+
+// Shown by: answering 503 and leaving the claim that arrived: nobody drives it, and it is UNKNOWN for ever.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn o11_a_claim_whose_answer_was_lost_is_released() {
+    let Stage { world, store, gate, url } = stage(Gate::open(), edge()).await;
+    store.faults.claim_answer.store(true, Ordering::SeqCst);
+    send(post(&url, K1, "{}")).await.is(Code::StoreUnavailable);
+    store.faults.claim_answer.store(false, Ordering::SeqCst);
+    until("it is released", || async { world.record("t1", K1).await.is_none() }).await;
+    until("it runs", || async { send(post(&url, K1, "{}")).await.status == 201 }).await;
+    assert_eq!(gate.calls(), 1);
+}
+
+// Shown by: claiming in the request's own future: the claim stands, and no handler is ever called.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn o11_a_client_that_goes_away_while_its_key_is_claimed_leaves_a_run() {
+    let (world, gate) = (sqlite().await, Gate::open());
+    let store = Faulty { inner: world.store.clone(), faults: std::sync::Arc::new(Faults::default()) };
+    let engine = Engine::builder(store.clone()).build();
+    let endpoint = engine.protect(Endpoint::typed::<Put>(edge())).unwrap();
+    store.faults.claim_waits.store(true, Ordering::SeqCst);
+    let held = gate.clone();
+    let request = tokio::spawn(async move {
+        let asking = Asking { scope: Some(scope("t1", "p1")), key: key(K1), command: std::sync::Arc::new(put("a")) };
+        let run = move |_| async move {
+            held.pass().await;
+            Ended { tag: None, kept: Kept::Whole(Reply::new(201)), answer: () }
+        };
+        engine.execute_edge(&endpoint, asking, run).await
+    });
+    until("it is claimed", || async { world.record("t1", K1).await.is_some() }).await;
+    request.abort();
+    assert!(request.await.unwrap_err().is_cancelled());
+    store.faults.claim_waits.store(false, Ordering::SeqCst);
+    until("it has run", || async { world.record("t1", K1).await.unwrap().state == State::Completed }).await;
     assert_eq!(gate.calls(), 1);
 }
 

@@ -4,10 +4,10 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
-use oncebox::policy::operation::{Code, Outcome};
+use oncebox::policy::operation::{Code, Keyring, Mode, Outcome, Route};
 use oncebox::runtime::operation::{Answered, EffectTx, Reply};
 use oncebox::store::postgres::PostgresStore;
-use oncebox::store::{Base, StoreOptions};
+use oncebox::store::{Base, Basis, Claimed, Fenced, KeyClaim, Keys, StoreOptions};
 use tokio::sync::Barrier;
 
 use super::kit::*;
@@ -89,34 +89,85 @@ async fn m60_m75_while_the_store_is_away_nothing_runs_and_no_key_is_burnt() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn r27_a_deadlock_runs_again_and_both_have_one_effect() {
     crate::postgres::with_database("r27_a_deadlock", |database| async move {
-        let world = World::on(database.store.clone(), &database.url).await;
-        world.store.exec("create table place (name text primary key, n int not null); insert into place values ('x', 0), ('y', 0)").await;
-        let endpoint = world.protect(same_tx());
-        let (meet, calls) = (Arc::new(Barrier::new(2)), Arc::new(AtomicU32::new(0)));
-        let mut both = tokio::task::JoinSet::new();
-        for (key, one, two) in [(K1, "x", "y"), (K2, "y", "x")] {
-            let (world, endpoint, meet, calls) = (world.clone(), endpoint.clone(), meet.clone(), calls.clone());
-            let tried = Arc::new(AtomicU32::new(0));
-            let handler = does::<PostgresStore, _>(move |_: &Put, mut tx: EffectTx<'_, PostgresStore>| {
-                let (meet, calls, tried) = (meet.clone(), calls.clone(), tried.clone());
-                Box::pin(async move {
-                    calls.fetch_add(1, Ordering::SeqCst);
-                    let update = |name| format!("update place set n = n + 1 where name = '{name}'");
-                    PostgresStore::run(tx.connection(), &update(one)).await?;
-                    if tried.fetch_add(1, Ordering::SeqCst) == 0 {
-                        meet.wait().await;
-                    }
-                    PostgresStore::run(tx.connection(), &update(two)).await?;
-                    Ok(Outcome::Completed(Reply::new(201)))
-                })
-            });
-            both.spawn(async move { run(&world, &endpoint, key, "a", handler).await });
-        }
-        for answered in both.join_all().await {
-            first(answered);
-        }
-        assert_eq!(calls.load(Ordering::SeqCst), 3, "one of them ran again");
-        assert_eq!(world.store.number("select sum(n) from place").await, 4);
+        deadlock(World::on(database.store.clone(), &database.url).await).await;
     })
     .await;
+}
+
+// Shown by: taking the savepoint that InnoDB took away with the transaction for a handler's doing: the key is UNKNOWN for ever.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn r27_a_deadlock_on_mariadb_burns_no_key() {
+    let Some(database) = crate::mysql::Db::new("r27_a_deadlock_burns_no_key").await else { return };
+    deadlock(World::on(database.store.clone(), &database.url).await).await;
+}
+
+/// Two operations, each of which holds what the other wants.
+async fn deadlock<S: Sql>(world: World<S>) {
+    world.store.exec("create table place (name varchar(10) primary key, n int not null)").await;
+    world.store.exec("insert into place values ('x', 0), ('y', 0)").await;
+    let endpoint = world.protect(same_tx());
+    let (meet, calls) = (Arc::new(Barrier::new(2)), Arc::new(AtomicU32::new(0)));
+    let mut both = tokio::task::JoinSet::new();
+    for (key, one, two) in [(K1, "x", "y"), (K2, "y", "x")] {
+        let (world, endpoint, meet, calls) = (world.clone(), endpoint.clone(), meet.clone(), calls.clone());
+        let tried = Arc::new(AtomicU32::new(0));
+        let handler = does::<S, _>(move |_: &Put, mut tx: EffectTx<'_, S>| {
+            let (meet, calls, tried) = (meet.clone(), calls.clone(), tried.clone());
+            Box::pin(async move {
+                calls.fetch_add(1, Ordering::SeqCst);
+                let update = |name| format!("update place set n = n + 1 where name = '{name}'");
+                S::run(tx.connection(), &update(one)).await?;
+                if tried.fetch_add(1, Ordering::SeqCst) == 0 {
+                    meet.wait().await;
+                }
+                S::run(tx.connection(), &update(two)).await?;
+                Ok(Outcome::Completed(Reply::new(201)))
+            })
+        });
+        both.spawn(async move { run(&world, &endpoint, key, "a", handler).await });
+    }
+    for answered in both.join_all().await {
+        first(answered);
+    }
+    assert_eq!(calls.load(Ordering::SeqCst), 3, "one of them ran again");
+    assert_eq!(world.store.number("select count(*) from place where n = 2").await, 2);
+}
+
+// Shown by: comparing in the one statement that waits: its clock stands still, the new lease seems longer than it can be, and
+// a live claim is taken over.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn r22_whoever_waited_for_a_heartbeat_on_mariadb_sees_its_lease() {
+    let Some(database) = crate::mysql::Db::new("r22_whoever_waited").await else { return };
+    let world = World::on(database.store.clone(), &database.url).await;
+    let endpoint = world.protect(Route { mode: Mode::Edge, ..same_tx() });
+    let claim = KeyClaim {
+        identity: identity("t1", K1),
+        principal: scope("t1", "p1").mark(&Keyring::plain()),
+        fingerprint: endpoint.fingerprinter().write(&put("a")),
+        mode: Mode::Edge,
+        operation_id: uuid::Uuid::now_v7(),
+        owner: uuid::Uuid::now_v7(),
+        lease: Duration::from_secs(600),
+    };
+    assert!(matches!(world.store.claim(&claim, Basis::New).await.unwrap(), Claimed::Owned(_)));
+    let seen = world.record("t1", K1).await.unwrap();
+    for takes_over in [false, true] {
+        let mut beat = world.store.tx("select epoch from oncebox_idempotency_request for update").await;
+        let (store, claim, record) = (world.store.clone(), claim.clone(), seen.clone());
+        let waits = tokio::spawn(async move {
+            if takes_over {
+                !matches!(store.claim(&claim, Basis::TakeOver(&record)).await.unwrap(), Claimed::Owned(_))
+            } else {
+                store.mark_unknown(&record).await.unwrap() == Fenced::LostOwnership
+            }
+        });
+        let waiting = "select count(*) from information_schema.innodb_trx t join information_schema.processlist p \
+            on p.id = t.trx_mysql_thread_id where t.trx_state = 'LOCK WAIT' and p.db = database()";
+        until("it waits for the row", || async { world.store.number(waiting).await == 1 }).await;
+        let extended = "update oncebox_idempotency_request \
+            set lease_until = utc_timestamp(6) + interval round(lease_seconds * 1000000) microsecond";
+        oncebox::store::mysql::MySqlStore::run(&mut beat, extended).await.unwrap();
+        beat.commit().await.unwrap();
+        assert!(waits.await.unwrap(), "a live claim stays its owner's (takes over: {takes_over})");
+    }
 }

@@ -57,6 +57,9 @@ fn o6_a_window_in_which_nothing_can_be_repeated_is_refused() {
         assert_eq!(refused, FlowError::Window { flow: "create_charge", effect: "charge", error });
     }
     of(&[effect("charge", Strategy::Key(WINDOW))]).expect("good");
+    let brief = Window { max_in_flight: Duration::from_millis(900), ..WINDOW };
+    let refused = of(&[effect("charge", Strategy::Key(brief))]).expect_err("a call may take a second");
+    assert_eq!(refused, FlowError::Flight { flow: "create_charge", effect: "charge" });
 }
 
 #[test]

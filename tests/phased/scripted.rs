@@ -3,7 +3,7 @@
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex};
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 
 use futures::future::BoxFuture;
 use oncebox::policy::operation::provider::{Answer, Matches, QueryAnswer};
@@ -25,6 +25,7 @@ pub(crate) struct Arrived {
     pub(crate) send: u32,
     pub(crate) key: String,
     pub(crate) bytes: Vec<u8>,
+    pub(crate) at: SystemTime,
 }
 
 #[derive(Clone, Default)]
@@ -115,7 +116,8 @@ impl Provider for Scripted {
     }
 
     async fn send(&self, call: &Call<'_>) -> Sent {
-        let arrived = Arrived { send: call.send, key: call.key.to_string(), bytes: call.bytes.to_vec() };
+        let (key, bytes) = (call.key.to_string(), call.bytes.to_vec());
+        let arrived = Arrived { send: call.send, key, bytes, at: SystemTime::now() };
         self.0.arrived.lock().unwrap().push(arrived);
         let act = self.0.acts.lock().unwrap().pop_front();
         let answer = match act {
@@ -141,6 +143,6 @@ impl Prepare<i64> for Scripted {
     fn prepare(&self, amount: &i64, _: &ProviderKey) -> Result<Vec<u8>, HandlerError> {
         // Bytes that are never made the same twice.
         let made = self.0.prepared.fetch_add(1, Ordering::SeqCst);
-        Ok(format!("{amount} made {made} {:?}", std::time::SystemTime::now()).into_bytes())
+        Ok(format!("{amount} made {made} {:?}", SystemTime::now()).into_bytes())
     }
 }

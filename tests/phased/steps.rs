@@ -2,17 +2,17 @@
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 
 use oncebox::policy::operation::flow::Stage;
-use oncebox::policy::operation::provider::{Answer, Matches, QueryAnswer, Strategy};
+use oncebox::policy::operation::provider::{Answer, Matches, QueryAnswer, Strategy, Window};
 use oncebox::policy::operation::{Code, Kid};
 use oncebox::runtime::operation::{Answered, Sealer};
 use oncebox::store::{NewEvidence, Sealed};
 use tokio::sync::Notify;
 use uuid::Uuid;
 
-use crate::flow::{KEY, Plan, Service};
+use crate::flow::{KEY, Plan, Service, WINDOW};
 use crate::scripted::{Act, Scripted, declined, done};
 use crate::support::eventually;
 use crate::world::{Rows, SOON};
@@ -246,6 +246,79 @@ async fn o8_m48_an_operator_says_what_happened_and_the_flow_goes_on<S: Rows>(sto
     service.ended_once("settled").await;
 }
 
+// O6: the breath before a send, and whatever else comes between, counts. Shown by: not looking at the window again before the call.
+async fn o6_no_send_leaves_after_the_window<S: Rows>(store: S) {
+    let open = Duration::from_millis(1_500);
+    let window = Window { retention: WINDOW.max_in_flight + open, ..WINDOW };
+    let told = (0..40).fold(Scripted::default(), |told, _| told.answers(Answer::NoAnswer));
+    let mut plan = Plan::new(Strategy::Key(window));
+    plan.settings.calls_per_drive = 40;
+    let service = Service::start(&store, &plan, told.clone()).await;
+    assert_eq!(code(&service.ask(ONE, 700, BUDGET).await), Some(Code::OutcomeUnknown));
+    let operation = service.operation().await;
+    assert_eq!(operation.parked.as_deref(), Some("provider-may-have-forgotten-the-key"));
+    let first = u64::try_from(operation.intents[0].first_sent_at.millis()).unwrap();
+    let end = SystemTime::UNIX_EPOCH + Duration::from_millis(first) + open;
+    let late = told.arrived().iter().filter_map(|one| one.at.duration_since(end).ok()).max().unwrap_or_default();
+    assert!(late < Duration::from_millis(50), "a send left {late:?} after the window");
+}
+
+// O9, O13: an error that no retry helps counts, and goes to a person. Shown by: ending the drive with the error (for ever).
+async fn o9_what_cannot_be_driven_goes_to_a_person<S: Rows>(store: S) {
+    let told = Scripted::default().answers(Answer::NoAnswer);
+    let mut plan = Plan::new(KEY);
+    plan.settings.calls_per_drive = 1;
+    plan.settings.attempts_max = 2;
+    let service = Service::start(&store, &plan, told.clone()).await;
+    assert_eq!(code(&service.ask(ONE, 700, BUDGET).await), Some(Code::RecoveryPending));
+    let operation = service.operation().await;
+    let newer = NewEvidence {
+        operation_id: operation.operation_id,
+        effect: "charge".to_owned(),
+        epoch: operation.epoch,
+        send: 1,
+        kind: "answer".to_owned(),
+        verdict: "indefinite".to_owned(),
+        status: Some(200),
+        bytes: Sealed { bytes: br#"{"proves":"quantum","saw":""}"#.to_vec(), kid: None },
+    };
+    store.observe(&newer).await.unwrap();
+    let worker = service.recover();
+    let parked = eventually("parked", SOON, || async { service.operation().await.parked }).await;
+    worker.stop().await;
+    assert_eq!((parked.as_str(), service.operation().await.stage), ("drive-failed", Stage::Unknown));
+    assert_eq!(told.arrived().len(), 1);
+}
+
+// O6. Shown by: the strategy that is declared today (a second send).
+async fn o6_an_effect_keeps_the_strategy_that_it_was_intended_with<S: Rows>(store: S) {
+    let plan = Plan::new(Strategy::None).short_lease();
+    let service = Service::start(&store, &plan, Scripted::default().then(Act::Dies)).await;
+    service.ask(ONE, 700, BUDGET).await;
+    let told = Scripted::default().answers(done());
+    let next = Service::start(&store, &Plan { strategy: Strategy::Repeatable, ..plan }, told.clone()).await;
+    let parked = eventually("parked", SOON, || async {
+        next.ask(ONE, 700, BUDGET).await;
+        next.operation().await.parked
+    })
+    .await;
+    assert_eq!((parked.as_str(), told.arrived().len()), ("another-strategy", 0));
+}
+
+// Shown by: looking for an effect at that point.
+async fn an_operation_that_was_given_up_before_its_intent_can_go_on<S: Rows>(store: S) {
+    let mut plan = Plan { local: true, ..Plan::new(KEY) };
+    plan.settings.attempts_max = 0;
+    plan.trouble.local_fails.store(1, Ordering::SeqCst);
+    let service = Service::start(&store, &plan, Scripted::default().answers(done())).await;
+    assert_eq!(code(&service.ask(ONE, 700, BUDGET).await), Some(Code::OutcomeUnknown));
+    assert_eq!(service.operation().await.parked.as_deref(), Some("phase-failed"));
+    store.write(&format!("update {} set parked = null, due_at = created_at", S::table("operation"))).await;
+    let (reply, _) = service.ask_until_known(ONE, 700).await;
+    assert_eq!((reply.status, store.number("select count(*) from step").await), (201, 1));
+    service.ended_once("settled").await;
+}
+
 // O22, M67. Shown by: storing the command in plain.
 async fn o22_commands_requests_and_evidence_are_sealed_and_recovered_by_who_has_the_key<S: Rows>(store: S) {
     let kid: Kid = "k1".parse().unwrap();
@@ -291,6 +364,10 @@ async fn o22_in_a_cloned_database_nothing_is_sent<S: Rows>(store: S) {
 }
 
 crate::on_both! {
+    o9_what_cannot_be_driven_goes_to_a_person;
+    o6_an_effect_keeps_the_strategy_that_it_was_intended_with;
+    an_operation_that_was_given_up_before_its_intent_can_go_on;
+    o6_no_send_leaves_after_the_window;
     o5_m78_a_resend_sends_the_same_bytes_under_the_same_key;
     m52_o5_the_intent_is_committed_and_no_transaction_is_open_while_a_provider_is_called;
     m53_a_flow_goes_on_from_its_last_recovery_point;

@@ -29,6 +29,7 @@ fn claim(key: &str) -> KeyClaim {
         fingerprint: format!("1:sha256:{}", "0a".repeat(32)).parse().unwrap(),
         mode: Mode::Edge,
         operation_id: Uuid::now_v7(),
+        owner: Uuid::now_v7(),
         lease: LONG,
     }
 }

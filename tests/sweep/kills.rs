@@ -133,7 +133,11 @@ async fn with_an_operator<S: Tables>(plan: &Plan, provider: &ProviderProcess, st
         let why = ["--why", "found in the provider's console", "--happened", "charge"];
         let mut command = tokio::process::Command::new(env!("CARGO_BIN_EXE_oncebox"));
         command.args(["--database", &plan.database, "operations", "resolve"]).args(why).arg(uuid.to_string());
-        command.output().await.unwrap().status.success().then_some(())
+        let said = command.output().await.unwrap();
+        if !said.status.success() {
+            eprintln!("{}{}", String::from_utf8_lossy(&said.stdout), String::from_utf8_lossy(&said.stderr));
+        }
+        said.status.success().then_some(())
     })
     .await;
     let answer = ask_again(&plan, "/charges", &key, amount, &reference).await;

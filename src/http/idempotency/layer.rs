@@ -153,17 +153,15 @@ where
     }
 }
 
-/// The raw request as a command: what the handler sees of it (M23). The path counts by its parameters; where no router says
-/// them, whole.
+/// The raw request as a command: what the handler sees of it (M23). The path counts whole, and by its parameters.
 async fn command(endpoint: &Registered, parts: &mut Parts, body: &[u8]) -> Result<RawCommand, JsonError> {
     let mut path = vec![("@method".to_owned(), parts.method.as_str().to_owned())];
-    match RawPathParams::from_request_parts(parts, &()).await {
-        Ok(params) => path.extend(params.iter().map(|(name, value)| (name.to_owned(), value.to_owned()))),
-        Err(_) => {
-            // Nested routers strip prefixes of `uri` (pitfall 24).
-            let uri = parts.extensions.get::<OriginalUri>().map_or(&parts.uri, |original| &original.0);
-            path.push(("@path".to_owned(), uri.path().to_owned()));
-        }
+    // Behind `nest_service` and in a fallback a router says parameters, and not those that tell resources apart: the path counts
+    // whole too. Nested routers strip prefixes of `uri` (pitfall 24).
+    let uri = parts.extensions.get::<OriginalUri>().map_or(&parts.uri, |original| &original.0);
+    path.push(("@path".to_owned(), uri.path().to_owned()));
+    if let Ok(params) = RawPathParams::from_request_parts(parts, &()).await {
+        path.extend(params.iter().map(|(name, value)| (name.to_owned(), value.to_owned())));
     }
     let query = parts.uri.query().unwrap_or("").as_bytes();
     let query = url::form_urlencoded::parse(query).map(|(name, value)| (name.into_owned(), value.into_owned()));

@@ -10,10 +10,13 @@ use serde::Serialize;
 use uuid::Uuid;
 
 use crate::policy::operation::Code;
+use crate::policy::operation::problem::KeyState;
 use crate::runtime::operation::{Answered, Problem, Reply};
 
 /// Says whether an answer is the outcome of an earlier request. For debugging: clients do not depend on it (M65).
 pub(super) const REPLAYED: HeaderName = HeaderName::from_static("idempotent-replayed");
+/// What is known of the key, beside a replayed answer.
+const KEY_STATE: HeaderName = HeaderName::from_static("idempotency-key-state");
 const HOME_REGION: HeaderName = HeaderName::from_static("idempotency-home-region");
 /// Where the codes are described.
 const DOCUMENTATION: &str = "https://docs.rs/oncebox/latest/oncebox/policy/operation/problem/";
@@ -70,6 +73,9 @@ pub fn reply_response(reply: Reply, replayed: bool) -> Response {
     }
     if replayed {
         response.headers_mut().insert(REPLAYED, HeaderValue::from_static("true"));
+        // An application's refusal has no `key_state` in its body: a client in doubt must know all the same that this is the
+        // outcome (O26).
+        response.headers_mut().insert(KEY_STATE, HeaderValue::from_static(KeyState::Spent.as_str()));
     }
     response
 }
@@ -195,8 +201,11 @@ mod tests {
         let response = reply_response(Reply { body: b"{}".to_vec(), ..reply.clone() }, true);
         assert_eq!(response.headers().get_all("link").iter().count(), 2);
         assert_eq!(response.headers()["idempotent-replayed"], "true");
+        assert_eq!(response.headers()["idempotency-key-state"], "spent");
         assert_eq!(response.status(), 201);
-        assert!(!reply_response(reply.clone(), false).headers().contains_key("idempotent-replayed"));
+        let first = reply_response(reply.clone(), false);
+        assert!(!first.headers().contains_key("idempotent-replayed"));
+        assert!(!first.headers().contains_key("idempotency-key-state"));
         let empty = reply_response(Reply { status: 204, body: b"x".to_vec(), ..reply }, true);
         assert!(axum::body::to_bytes(empty.into_body(), 9).await.unwrap().is_empty());
     }

@@ -44,7 +44,7 @@ pub enum Aftermath {
     Stored,
     /// Answer 503; the retry with the same key finds the outcome, or nothing and runs.
     CommitUnknown,
-    /// Insert the record as UNKNOWN, raise the alarm, answer 500.
+    /// Insert the record as UNKNOWN where there is none of this run, raise the alarm, answer 500.
     InsertUnknown,
     /// Make the committed claim UNKNOWN, raise the alarm, answer 500.
     MarkUnknown,
@@ -62,9 +62,10 @@ impl Doubt {
             // COMMIT arrived, or a handler ended the transaction after the outcome was written: it stands.
             (_, Look::Ours(_)) => Aftermath::Stored,
             (Self::CommitLost, _) | (Self::TokenGone { nothing_ran_after: true }, _) => Aftermath::CommitUnknown,
-            (Self::TokenGone { nothing_ran_after: false }, Look::Nothing) => Aftermath::InsertUnknown,
-            // The key is another run's, or cannot be reached: all that is left is to say it loudly.
-            (Self::TokenGone { nothing_ran_after: false }, Look::Anothers | Look::NoAnswer) => Aftermath::Ended,
+            // Where the store did not answer, the insert is tried all the same: it changes no record that is there.
+            (Self::TokenGone { nothing_ran_after: false }, Look::Nothing | Look::NoAnswer) => Aftermath::InsertUnknown,
+            // The key is another run's: all that is left is to say it loudly.
+            (Self::TokenGone { nothing_ran_after: false }, Look::Anothers) => Aftermath::Ended,
         }
     }
 }
@@ -114,7 +115,7 @@ mod tests {
                 [CommitUnknown, CommitUnknown, CommitUnknown, MarkUnknown, Stored, Stored, Stored, Ended],
             ),
             (PROVEN, [CommitUnknown, CommitUnknown, CommitUnknown, MarkUnknown, Stored, Stored, Stored, Ended]),
-            (GONE, [Ended, InsertUnknown, Ended, MarkUnknown, Stored, Stored, Stored, Ended]),
+            (GONE, [InsertUnknown, InsertUnknown, Ended, MarkUnknown, Stored, Stored, Stored, Ended]),
         ] {
             assert_eq!(LOOKS.map(|look| doubt.after(look)), expected, "{doubt:?}");
         }

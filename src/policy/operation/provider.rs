@@ -209,6 +209,15 @@ impl Evidence {
 }
 
 impl Strategy {
+    /// Within which a send may be repeated; none where that is not by a key.
+    #[must_use]
+    pub fn window(self) -> Option<Window> {
+        match self {
+            Self::Key(window) | Self::KeyAndQuery(window) => Some(window),
+            Self::Query | Self::None | Self::Repeatable => None,
+        }
+    }
+
     /// What to do next with an effect, from what is committed and nothing else.
     #[must_use]
     pub fn next(self, sends: Sends, evidence: &Evidence, now: DbTime) -> Step {
@@ -247,12 +256,13 @@ impl Strategy {
 }
 
 impl Step {
-    /// The step, or the operator where the attempts are used up. What is proven is settled whatever their number, and
-    /// nothing unknown ever turns into a failure (O9).
+    /// The step, or the operator where the attempts are used up. What is proven is settled whatever their number, what
+    /// never left us and a pause that was asked for leave nothing to find out, and nothing unknown ever turns into a
+    /// failure (O9).
     #[must_use]
     pub fn within(self, attempts: u32, max_attempts: u32) -> Self {
         match self {
-            Self::Settle(_) | Self::Operator(_) => self,
+            Self::Settle(_) | Self::Operator(_) | Self::Send | Self::Wait { .. } => self,
             _ if attempts >= max_attempts => Self::Operator(Gap::Attempts),
             _ => self,
         }

@@ -143,13 +143,24 @@ pub(super) fn decode(
     Ok(reply)
 }
 
-/// The code of a failure: the member `code` of a JSON body.
-pub(super) fn error_code(reply: &Reply) -> Option<String> {
+/// Longer codes are not kept.
+const ERROR_CODE_MAX: usize = 128;
+
+/// The code of a failure: the member `code` of a JSON body, stored in plain. So only of a body that is kept as it is, not where
+/// it is redacted, and only what looks like a code (M67).
+pub(super) fn error_code(endpoint: &Endpoint, reply: &Reply) -> Option<String> {
     #[derive(serde::Deserialize)]
     struct Coded {
         code: String,
     }
-    serde_json::from_slice::<Coded>(&reply.body).ok().map(|coded| coded.code)
+    if reply.keep != Keep::Exact {
+        return None;
+    }
+    // What is redacted reads `[redacted]` then, which is no code.
+    let body = redact::redacted(&reply.body, &endpoint.keeping.redact)?;
+    let code = serde_json::from_slice::<Coded>(&body).ok()?.code;
+    let is_code = |byte: u8| byte.is_ascii_alphanumeric() || b"_.:-".contains(&byte);
+    (!code.is_empty() && code.len() <= ERROR_CODE_MAX && code.bytes().all(is_code)).then_some(code)
 }
 
 #[cfg(test)]

@@ -36,6 +36,9 @@ use crate::store::{self, Basis, Begun, OperationTx, Operations, Proof};
 
 /// How often what is nobody's fault runs again.
 const TRIES_MAX: u32 = 10;
+/// How long it is tried to write that a run is unknown, where the store does not answer, and how often.
+const UNKNOWN_TRIED_FOR: Duration = Duration::from_secs(60);
+const UNKNOWN_AGAIN: Duration = Duration::from_millis(250);
 
 /// The transaction of one operation: what is written through it commits together with the operation's outcome.
 ///
@@ -209,7 +212,7 @@ where
             Ok(Err(panic)) => HandlerError::retryable(format!("the handler panicked: {}", panic_text(panic.as_ref()))),
             Err(_) => HandlerError::retryable(format!("the handler ran longer than {:?}", route.timeout)),
         };
-        match self.roll_back(begin, tx).await {
+        match self.roll_back(begin, tx, failed.is_nobodys()).await {
             Some(end) => end,
             None if failed.is_nobodys() => {
                 Tried::Again("execute", StoreError::Busy(sqlx::Error::Protocol(failed.message().to_owned())))
@@ -227,19 +230,22 @@ where
         let settle = outcome.settle(Run::of(endpoint.route(), Reached::Started));
         let reply = outcome.into_answer();
         let Settle::Finish(state) = settle else {
-            return self.roll_back(begin, tx).await.unwrap_or(Tried::Done(reply));
+            return self.roll_back(begin, tx, false).await.unwrap_or(Tried::Done(reply));
         };
         let kept = Kept::Whole(reply.clone());
         let answer = match front.engine().encode(endpoint, &claim.identity, &claim.fingerprint, &kept) {
             Ok(answer) => answer,
             Err(error) => {
                 tracing::error!(operation = %endpoint.operation(), %error, "an answer could not be sealed: nothing is committed");
-                return self.roll_back(begin, tx).await.unwrap_or(Tried::Answer(front.problem(Code::OperationFailed)));
+                let failed = Tried::Answer(front.problem(Code::OperationFailed));
+                return self.roll_back(begin, tx, false).await.unwrap_or(failed);
             }
         };
         let outcome = match state {
             State::Completed => store::Outcome::Completed(answer),
-            State::FailedReplayable => store::Outcome::FailedReplayable { answer, error_code: error_code(&reply) },
+            State::FailedReplayable => {
+                store::Outcome::FailedReplayable { answer, error_code: error_code(endpoint.endpoint(), &reply) }
+            }
             _ => store::Outcome::Unknown,
         };
         if state == State::FailedReplayable {
@@ -279,7 +285,10 @@ where
     }
 
     /// Rolls back a transaction that is shown to hold the claim; none: nothing happened.
-    async fn roll_back(&self, begin: &Begin, mut tx: S::Operation) -> Option<Tried> {
+    ///
+    /// `nobodys`: the handler failed with what is nobody's fault, such as a deadlock, by which the database itself may have
+    /// ended the transaction (R27). Where nothing can have been committed after it, that burns no key.
+    async fn roll_back(&self, begin: &Begin, mut tx: S::Operation, nobodys: bool) -> Option<Tried> {
         let budget = self.front.endpoint().route().completion_budget;
         match tokio::time::timeout(budget, tx.undo_effects()).await {
             Ok(Ok(Proof::Same)) => {
@@ -288,6 +297,16 @@ where
                     tracing::debug!(%error, "a rollback was not answered");
                 }
                 None
+            }
+            Ok(Ok(proof)) if nobodys && (proof == Proof::Aborted || S::Operation::HOLDS_BACK) => {
+                if let Err(error) = tx.rollback().await {
+                    tracing::debug!(%error, "a rollback was not answered");
+                }
+                let look = self.front.engine().store().look_after(&begin.claim, begin.basis()).await;
+                match look {
+                    Look::Nothing => None,
+                    _ => Some(self.follow(begin, Doubt::TokenGone { nothing_ran_after: false }, look, None).await),
+                }
             }
             Ok(Ok(proof)) => Some(self.doubt(begin, tx, proof).await),
             // Dropped: closed, and rolled back by the server.
@@ -305,9 +324,13 @@ where
 
     /// Looks for what became of a transaction, and follows.
     async fn after(&self, begin: &Begin, doubt: Doubt, answer: Option<(State, Reply)>) -> Tried {
+        let look = self.front.engine().store().look_after(&begin.claim, begin.basis()).await;
+        self.follow(begin, doubt, look, answer).await
+    }
+
+    async fn follow(&self, begin: &Begin, doubt: Doubt, look: Look, answer: Option<(State, Reply)>) -> Tried {
         let (front, claim) = (&self.front, &begin.claim);
         let store = front.engine().store();
-        let look = store.look_after(claim).await;
         let aftermath = doubt.after(look);
         match (aftermath, answer) {
             // The id of a new run shows that it is this commit's.
@@ -325,7 +348,7 @@ where
         }
         front.note(Noted::TransactionEnded);
         let written = match aftermath {
-            Aftermath::InsertUnknown => store.insert_unknown(claim).await.map(drop),
+            Aftermath::InsertUnknown => store.stand_unknown(claim, begin.basis(), front.patience()).await,
             Aftermath::MarkUnknown => match store.find(&claim.identity).await {
                 Ok(found) => match found.record {
                     Some(record) => store.mark_unknown(&record).await.map(drop),
@@ -337,7 +360,36 @@ where
         };
         if let Err(error) = written {
             tracing::error!(operation = %front.endpoint().operation(), key = front.short_key(), %error, "an operation that ended its transaction could not be marked as unknown");
+            if aftermath == Aftermath::InsertUnknown {
+                self.stand_unknown_later(begin);
+            }
         }
         Tried::Answer(front.problem(Code::TransactionEnded))
+    }
+
+    /// Tries on behind the answer: a retry that runs before it is written would be a second effect (O1).
+    fn stand_unknown_later(&self, begin: &Begin) {
+        let (engine, claim, patience) = (self.front.engine().clone(), begin.claim.clone(), self.front.patience());
+        let seen = match begin.basis() {
+            Basis::New => None,
+            Basis::TakeOver(seen) | Basis::Reclaim(seen) | Basis::Anew(seen) => Some(seen.clone()),
+        };
+        let reclaims = matches!(begin.basis(), Basis::Reclaim(_));
+        let until = Instant::now() + UNKNOWN_TRIED_FOR;
+        engine.clone().spawn(async move {
+            while Instant::now() < until {
+                tokio::time::sleep(UNKNOWN_AGAIN).await;
+                let basis = match &seen {
+                    None => Basis::New,
+                    Some(seen) if reclaims => Basis::Reclaim(seen),
+                    Some(seen) => Basis::Anew(seen),
+                };
+                match engine.store().stand_unknown(&claim, basis, patience).await {
+                    Ok(()) => return,
+                    Err(error) => tracing::debug!(%error, "an operation could not be marked as unknown"),
+                }
+            }
+            tracing::error!(operation = %claim.identity.operation(), "an operation that ended its transaction was never marked as unknown");
+        });
     }
 }

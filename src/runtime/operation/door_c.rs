@@ -2,7 +2,8 @@
 //!
 //! Promises:
 //!
-//! * The claim is committed before the handler is called; the handler runs in a task of its own, its lease extended while it
+//! * The claim is committed before the handler is called, by the task that calls it: a client that goes away meanwhile leaves no
+//!   claim that nobody drives, and one whose answer was lost is released (O11). The handler runs in a task of its own, its lease extended while it
 //!   lives. Neither a client that goes away, nor the engine's own timeout (409), nor a lost lease ends it.
 //! * What cannot be remembered is not said: while the outcome is not written the answer is 503 `IDEMPOTENCY_RESULT_NOT_STORED`,
 //!   and the write is tried until the lease ends, also after the answer.
@@ -19,6 +20,7 @@ mod outcome;
 
 use std::future::Future;
 use std::panic::AssertUnwindSafe;
+use std::time::{Duration, Instant};
 
 use futures::FutureExt;
 use tokio::sync::oneshot;
@@ -37,6 +39,11 @@ use crate::runtime::handler::panic_text;
 use crate::store::{Claimed, Keys, Owned};
 
 pub use guard::{Guard, GuardError, Progress};
+
+/// Between two tries to release a claim that was lost sight of.
+const RELEASE_AGAIN: Duration = Duration::from_millis(50);
+/// The same, after many.
+const RELEASE_AGAIN_MAX: Duration = Duration::from_secs(1);
 
 /// How a handler ended, as its transport saw it.
 #[derive(Debug)]
@@ -76,34 +83,82 @@ impl<S: Keys> Engine<S> {
         W: Future<Output = Ended<T>> + Send + 'static,
     {
         let mut front = self.front(endpoint, asking);
-        let (begin, owned) = loop {
+        let mut run = run;
+        let timeout = endpoint.route().timeout;
+        loop {
             let begin = match front.turn().await {
                 Turn::Begin(begin) => begin,
                 Turn::Unkeyed => return EdgeAnswer::Ran { answer: run(None).await.answer, retry_after: None },
                 Turn::Recover(record) => return EdgeAnswer::Answered(front.pending(&record)),
                 Turn::Answer(answered) => return EdgeAnswer::Answered(answered),
             };
-            match self.store().claim(&begin.claim, begin.basis()).await {
-                Ok(Claimed::Owned(owned)) => break (begin, owned),
-                // Judged by what stands there now; what vanished is looked for again, a bounded number of times.
-                Ok(Claimed::Existing(_) | Claimed::Vanished) => {
-                    drop(begin);
-                    front.look_again();
-                }
-                Err(error) => return EdgeAnswer::Answered(front.store_failed("claim", &error)),
+            let running = front.under_way();
+            let (tell, told) = oneshot::channel();
+            // In a task of its own from the claim on: a claim that nobody drives would be unknown for ever (O11).
+            self.spawn(claim_and_drive(front, begin, run, tell));
+            match tokio::time::timeout(timeout, told).await {
+                Ok(Ok(Step::Answer(answer))) => return answer,
+                Ok(Ok(Step::Refused(refused))) => (front, run) = *refused,
+                Ok(Err(_)) => return EdgeAnswer::Answered(Answered::Problem(Problem::new(Code::ResultNotStored))),
+                Err(_) => return EdgeAnswer::Answered(running.still_running(timeout)),
             }
-        };
-        front.note(Noted::Acquired);
-        let timeout = endpoint.route().timeout;
-        let running = front.under_way();
-        let (tell, told) = oneshot::channel();
-        self.spawn(Edge { front, begin, owned }.drive(run, tell));
-        match tokio::time::timeout(timeout, told).await {
-            Ok(Ok(answer)) => answer,
-            Ok(Err(_)) => EdgeAnswer::Answered(Answered::Problem(Problem::new(Code::ResultNotStored))),
-            Err(_) => EdgeAnswer::Answered(running.still_running(timeout)),
         }
     }
+}
+
+/// What a run's task tells the request that waits for it.
+enum Step<S: Keys, T, R> {
+    /// The key is another's: look again.
+    Refused(Box<(Front<S>, R)>),
+    /// The end.
+    Answer(EdgeAnswer<T>),
+}
+
+/// Claims, and drives what is ours then.
+async fn claim_and_drive<S, T, R, W>(
+    mut front: Front<S>,
+    begin: Box<Begin>,
+    run: R,
+    tell: oneshot::Sender<Step<S, T, R>>,
+) where
+    S: Keys,
+    R: FnOnce(Option<Guard<S>>) -> W,
+    W: Future<Output = Ended<T>>,
+{
+    match front.engine().store().claim(&begin.claim, begin.basis()).await {
+        Ok(Claimed::Owned(owned)) => {
+            front.note(Noted::Acquired);
+            let tell = |answer| drop(tell.send(Step::Answer(answer)));
+            Edge { front, begin, owned }.drive(run, tell).await;
+        }
+        // Judged by what stands there now; what vanished is looked for again, a bounded number of times.
+        Ok(Claimed::Existing(_) | Claimed::Vanished) => {
+            drop(begin);
+            front.look_again();
+            drop(tell.send(Step::Refused(Box::new((front, run)))));
+        }
+        Err(error) => {
+            let _ = tell.send(Step::Answer(EdgeAnswer::Answered(front.store_failed("claim", &error))));
+            release_lost(&front, &begin).await;
+        }
+    }
+}
+
+/// Takes away a claim whose answer was lost, wherever it may have arrived: the handler was not called. A retry meanwhile hears
+/// that it runs; one that is faster than the claim itself is not touched, for the token is another.
+async fn release_lost<S: Keys>(front: &Front<S>, begin: &Begin) {
+    let owned = begin.claim.owned(begin.basis());
+    let until = Instant::now() + begin.claim.lease;
+    let mut pause = RELEASE_AGAIN;
+    while Instant::now() < until {
+        match front.engine().store().release(&owned).await {
+            Ok(_) => return,
+            Err(error) => tracing::debug!(%error, "a claim that was lost sight of could not be released"),
+        }
+        tokio::time::sleep(pause).await;
+        pause = (pause * 2).min(RELEASE_AGAIN_MAX);
+    }
+    tracing::warn!(operation = %front.endpoint().operation(), key = front.short_key(), "a claim that was lost sight of could not be released: it may become unknown");
 }
 
 struct Edge<S: Keys> {
@@ -113,7 +168,7 @@ struct Edge<S: Keys> {
 }
 
 impl<S: Keys> Edge<S> {
-    async fn drive<T, R, W>(self, run: R, tell: oneshot::Sender<EdgeAnswer<T>>)
+    async fn drive<T, R, W>(self, run: R, tell: impl FnOnce(EdgeAnswer<T>))
     where
         R: FnOnce(Option<Guard<S>>) -> W,
         W: Future<Output = Ended<T>>,
@@ -140,7 +195,6 @@ impl<S: Keys> Edge<S> {
                 (reached.settle(Untagged::Failed), None)
             }
         };
-        let tell = |answer| drop(tell.send(answer));
         match settle {
             Settle::Stored => tell(EdgeAnswer::Answered(match progress.stored() {
                 Some(reply) => Answered::Reply { reply, replayed: false },

@@ -423,7 +423,9 @@ impl<S: Keys> Front<S> {
             Ground::TakeOver(seen) | Ground::Reclaim(seen) => seen.operation_id,
         };
         let route = self.endpoint.route();
-        let claim = KeyClaim { identity, principal, fingerprint, mode: route.mode, operation_id, lease: route.lease };
+        let owner = Uuid::now_v7();
+        let (mode, lease) = (route.mode, route.lease);
+        let claim = KeyClaim { identity, principal, fingerprint, mode, operation_id, owner, lease };
         self.rounds += 1;
         Some(Turn::Begin(Box::new(Begin { claim, ground, entry })))
     }

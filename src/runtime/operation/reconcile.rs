@@ -25,6 +25,7 @@ pub(super) fn wake<S: Keys>(engine: &Engine<S>, endpoint: &Registered, record: &
             fingerprint: record.fingerprint.clone(),
             mode: record.mode,
             operation_id: Uuid::now_v7(),
+            owner: Uuid::now_v7(),
             lease: endpoint.route().lease,
         };
         let owned = match engine.store().claim(&claim, Basis::TakeOver(&record)).await {
@@ -58,7 +59,7 @@ pub(super) fn wake<S: Keys>(engine: &Engine<S>, endpoint: &Registered, record: &
             Reconciled::Unknown => Ok(Outcome::Unknown),
             Reconciled::Completed(reply) => encode(reply).map(Outcome::Completed),
             Reconciled::Failed(reply) => {
-                let error_code = error_code(&reply);
+                let error_code = error_code(endpoint.endpoint(), &reply);
                 encode(reply).map(|answer| Outcome::FailedReplayable { answer, error_code })
             }
         };

@@ -52,7 +52,7 @@ pub async fn m50_claim_effects_messages_and_answer_commit_together<F: Fixture>(t
         Begun::Existing(record) => assert_eq!(*record, found),
         other => panic!("a finished key was claimed again: {other:?}"),
     }
-    assert_eq!(trial.store.look_after(&claim).await, doubt::Look::Ours(State::Completed));
+    assert_eq!(trial.store.look_after(&claim, Basis::New).await, doubt::Look::Ours(State::Completed));
 }
 
 /// Dropped at another point each time, also in the middle of a statement; the store goes on working.
@@ -189,7 +189,7 @@ pub async fn o1_a_handler_that_ends_its_transaction_never_completes<F: Fixture>(
             // A transaction that was ended may have nothing to roll back.
             let _ = tx.rollback().await;
             let committed = statements[0] == "commit" && F::CONCURRENT_WRITERS;
-            let look = trial.store.look_after(&claim).await;
+            let look = trial.store.look_after(&claim, Basis::New).await;
             if committed {
                 // The claim stands without outcome: it is found, made UNKNOWN, and never executed again.
                 assert_eq!(look, doubt::Look::Ours(State::InProgress), "{statements:?}");
@@ -202,7 +202,10 @@ pub async fn o1_a_handler_that_ends_its_transaction_never_completes<F: Fixture>(
             assert_eq!(trial.store.insert_unknown(&claim).await.unwrap(), Fenced::LostOwnership);
             let found = record(trial, &claim).await;
             assert_eq!((found.state, found.operation_id), (State::UnknownRequiresRecovery, claim.operation_id));
-            assert_eq!(trial.store.look_after(&claim).await, doubt::Look::Ours(State::UnknownRequiresRecovery));
+            assert_eq!(
+                trial.store.look_after(&claim, Basis::New).await,
+                doubt::Look::Ours(State::UnknownRequiresRecovery)
+            );
             for basis in [Basis::New, Basis::TakeOver(&found), Basis::Reclaim(&found), Basis::Anew(&found)] {
                 let again = trial.store.begin_operation(&claim, basis, PATIENCE).await.unwrap();
                 assert!(matches!(again, Begun::Existing(_)), "{basis:?}: {again:?}");
@@ -245,7 +248,7 @@ pub async fn o1_an_error_that_was_swallowed_never_commits_half<F: Fixture>(trial
         Proof::Aborted => {
             tx.rollback().await.unwrap();
             assert_eq!((trial.effects("before").await, trial.effects("after").await), (0, 0));
-            assert_eq!(trial.store.look_after(&claim).await, doubt::Look::Nothing);
+            assert_eq!(trial.store.look_after(&claim, Basis::New).await, doubt::Look::Nothing);
         }
         Proof::Ended => panic!("nothing ended this transaction"),
     }
@@ -264,7 +267,7 @@ pub async fn o1_a_table_made_by_the_handler_never_splits_the_transaction<F: Fixt
         assert_eq!((trial.effects("before").await, trial.effects("after").await), (1, 1));
     } else {
         let _ = tx.rollback().await;
-        let is_known = trial.store.look_after(&claim).await != doubt::Look::Nothing;
+        let is_known = trial.store.look_after(&claim, Basis::New).await != doubt::Look::Nothing;
         assert_eq!(is_known, trial.effects("before").await == 1, "an effect without a record would be done again");
         assert_eq!(trial.effects("after").await, 0, "what came after is rolled back");
     }

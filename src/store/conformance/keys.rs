@@ -38,6 +38,7 @@ pub(super) fn claim(mode: Mode, key: &str, command: u8) -> KeyClaim {
         fingerprint: format!("1:sha256:{}", format!("{command:02x}").repeat(32)).parse().unwrap(),
         mode,
         operation_id: uuid::Uuid::now_v7(),
+        owner: uuid::Uuid::now_v7(),
         lease: LONG,
     }
 }

@@ -1,8 +1,9 @@
 //! Cases of outcomes in the application's own transaction (O2).
 
 use super::keys::{KEPT, SHORT, claim, completed, record, take};
-use super::trial::effect;
+use super::trial::{effect, eventually};
 use super::{Fixture, Trial};
+use crate::policy::operation::retention::Retention;
 use crate::policy::operation::{Mode, State};
 use crate::store::{Fenced, KeyClaim, Keys, Operations};
 
@@ -28,4 +29,23 @@ pub async fn o2_a_bridged_outcome_goes_with_the_handlers_transaction<F: Fixture>
     let late = F::Store::finish_in(&mut tx, &old, &completed(), &KEPT).await.unwrap();
     tx.rollback().await.unwrap();
     assert_eq!(late, Fenced::LostOwnership);
+}
+
+/// A body may outlive its record: the next run of the key, at the same epoch again, keeps a body of its own.
+///
+/// Shown by: a purge that leaves the body (MariaDB, SQLite): the outcome cannot be written.
+pub async fn m100_a_purge_takes_the_bodies_of_its_records<F: Fixture>(trial: &Trial<F>) {
+    let gone = Retention { ttl: SHORT, metadata: SHORT, ..KEPT };
+    let claim = claim(Mode::Edge, "k", 1);
+    let owner = take(trial, &claim).await;
+    assert_eq!(trial.store.finish(&owner, &completed(), &gone).await.unwrap(), Fenced::Done);
+    eventually("it is purged", || async {
+        let purged = trial.store.purge_keys(claim.identity.operation(), &gone, SHORT, 10).await.unwrap();
+        (purged == 1).then_some(())
+    })
+    .await;
+    let owner = take(trial, &claim).await;
+    assert_eq!(owner.epoch, 1);
+    assert_eq!(trial.store.finish(&owner, &completed(), &KEPT).await.unwrap(), Fenced::Done);
+    assert!(trial.store.body(&record(trial, &claim).await).await.unwrap().is_some());
 }

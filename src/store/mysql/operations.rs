@@ -21,7 +21,7 @@ use crate::error::StoreError;
 use crate::policy::operation::retention::Retention;
 use crate::policy::operation::route::Durability;
 use crate::policy::operation::{Identity, Mode, OperationName, Record, State};
-use crate::store::bounded::Ask;
+use crate::store::bounded::{Ask, Bounded};
 use crate::store::operations::RecordFence;
 use crate::store::operations::stored::{Columns, body_of, look_of, pack};
 use crate::store::{
@@ -81,6 +81,10 @@ macro_rules! lease_is_over {
     };
 }
 
+/// The row is locked by a statement of its own: a statement that waits for a lock goes on with the time at which it began, and a
+/// lease granted meanwhile would seem to end later than it can (R22).
+const LOCK: &str = "select epoch from oncebox_idempotency_request where key_digest = ? for update";
+
 /// Inserts a claim; its state is a parameter.
 macro_rules! insert {
     () => {
@@ -118,7 +122,7 @@ impl Keys for MySqlStore {
     const DURABILITY: Durability = Durability::Durable;
 
     async fn find(&self, identity: &Identity) -> Result<Look, StoreError> {
-        find(self.pool.acquire().await?.plain(), identity).await
+        find(&mut self.pool.acquire().await?, identity).await
     }
 
     async fn body(&self, record: &Record) -> Result<Option<KeptBody>, StoreError> {
@@ -137,11 +141,14 @@ impl Keys for MySqlStore {
     async fn claim(&self, claim: &KeyClaim, basis: Basis<'_>) -> Result<Claimed, StoreError> {
         claim.requires(&[Mode::Bridged, Mode::Edge])?;
         let owned = claim.owned(basis);
+        if let Basis::TakeOver(_) = basis {
+            return self.take_over(claim, basis, owned).await;
+        }
         let mut connection = self.pool.acquire().await?;
-        if stake(connection.plain(), INSERT, claim, basis, &owned).await? {
+        if stake(&mut connection, INSERT, claim, basis, &owned).await? {
             return Ok(Claimed::Owned(owned));
         }
-        let found = find(connection.plain(), &claim.identity).await?.record;
+        let found = find(&mut connection, &claim.identity).await?.record;
         Ok(found.map_or(Claimed::Vanished, |record| Claimed::Existing(Box::new(record))))
     }
 
@@ -169,6 +176,8 @@ impl Keys for MySqlStore {
     }
 
     async fn mark_unknown(&self, seen: &Record) -> Result<Fenced, StoreError> {
+        let mut transaction = self.pool.begin(START).await?;
+        sqlx::query(LOCK).bind(seen.identity.digest().to_vec()).optional(&mut transaction).await?;
         let done = sqlx::query(concat!(
             "update oncebox_idempotency_request set state = 'UNKNOWN_REQUIRES_RECOVERY', epoch = epoch + 1, owner = null, \
              lease_until = null, lease_seconds = null, updated_at = utc_timestamp(6) \
@@ -178,8 +187,9 @@ impl Keys for MySqlStore {
         ))
         .bind(seen.identity.digest().to_vec())
         .bind(seen.epoch)
-        .run(&self.pool)
+        .run(&mut transaction)
         .await?;
+        transaction.commit().await?;
         Ok(Fenced::rows(done.rows_affected()))
     }
 
@@ -229,6 +239,21 @@ impl Keys for MySqlStore {
     }
 }
 
+impl MySqlStore {
+    /// Judges the lease under the lock of its row.
+    async fn take_over(&self, claim: &KeyClaim, basis: Basis<'_>, owned: Owned) -> Result<Claimed, StoreError> {
+        let mut transaction = self.pool.begin(START).await?;
+        sqlx::query(LOCK).bind(claim.identity.digest().to_vec()).optional(&mut transaction).await?;
+        if stake(&mut transaction, INSERT, claim, basis, &owned).await? {
+            transaction.commit().await?;
+            return Ok(Claimed::Owned(owned));
+        }
+        let found = find(&mut transaction, &claim.identity).await?.record;
+        transaction.rollback().await?;
+        Ok(found.map_or(Claimed::Vanished, |record| Claimed::Existing(Box::new(record))))
+    }
+}
+
 impl Operations for MySqlStore {
     type Operation = MySqlOperationTx;
 
@@ -239,6 +264,12 @@ impl Operations for MySqlStore {
         retention: &Retention,
     ) -> Result<Fenced, StoreError> {
         finish(connection, &owned.into(), outcome, retention).await
+    }
+
+    async fn stands(connection: &mut MySqlConnection) -> Result<(), StoreError> {
+        sqlx::raw_sql("savepoint oncebox_stands").execute(&mut *connection).await?;
+        sqlx::raw_sql("release savepoint oncebox_stands").execute(connection).await?;
+        Ok(())
     }
 
     async fn insert_unknown(&self, claim: &KeyClaim) -> Result<Fenced, StoreError> {
@@ -276,18 +307,18 @@ fn owner(owned: &Owned) -> Option<Vec<u8>> {
     owned.owner.map(|owner| owner.as_bytes().to_vec())
 }
 
-async fn find(connection: &mut MySqlConnection, identity: &Identity) -> Result<Look, StoreError> {
+async fn find(connection: &mut Bounded<sqlx::MySql>, identity: &Identity) -> Result<Look, StoreError> {
     let row = sqlx::query(FIND)
         .bind(identity.operation().as_str().as_bytes().to_vec())
         .bind(identity.digest().to_vec())
-        .fetch_one(connection)
+        .one(connection)
         .await?;
     look_of(&row)
 }
 
 /// Inserts by this statement, or renews; false where something else stands there.
 async fn stake(
-    connection: &mut MySqlConnection,
+    connection: &mut Bounded<sqlx::MySql>,
     statement: &'static str,
     claim: &KeyClaim,
     basis: Basis<'_>,
@@ -296,7 +327,7 @@ async fn stake(
     let (seen, holds) = match basis {
         Basis::New => {
             let state = State::InProgress;
-            return match insert(statement, claim, state, owned).execute(connection).await {
+            return match insert(statement, claim, state, owned).run(connection).await {
                 Ok(_) => Ok(true),
                 Err(error) if number(&error) == Some(DUPLICATE) => Ok(false),
                 Err(error) => Err(error),
@@ -325,7 +356,7 @@ async fn stake(
         .bind(owned.attempts)
         .bind(claim.identity.digest().to_vec())
         .bind(seen.epoch);
-    Ok(renew.execute(connection).await?.rows_affected() == 1)
+    Ok(renew.run(connection).await?.rows_affected() == 1)
 }
 
 /// Seconds of the lease; none where the claim has no owner but its transaction.

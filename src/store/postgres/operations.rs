@@ -19,7 +19,7 @@ use crate::error::StoreError;
 use crate::policy::operation::retention::Retention;
 use crate::policy::operation::route::Durability;
 use crate::policy::operation::{Identity, Mode, OperationName, Record};
-use crate::store::bounded::Ask;
+use crate::store::bounded::{Ask, Bounded};
 use crate::store::operations::RecordFence;
 use crate::store::operations::stored::{Columns, body_of, look_of, pack};
 use crate::store::{
@@ -132,7 +132,7 @@ impl Keys for PostgresStore {
     const DURABILITY: Durability = Durability::Durable;
 
     async fn find(&self, identity: &Identity) -> Result<Look, StoreError> {
-        find(self.pool.acquire().await?.plain(), identity).await
+        find(&mut self.pool.acquire().await?, identity).await
     }
 
     async fn body(&self, record: &Record) -> Result<Option<KeptBody>, StoreError> {
@@ -153,14 +153,14 @@ impl Keys for PostgresStore {
         let owned = claim.owned(basis);
         let mut connection = self.pool.acquire().await?;
         let changed = match renewal(basis) {
-            None => insert(INSERT, claim, &owned).execute(connection.plain()).await?,
-            Some(holds) => renew(&format!("{RENEW}{holds}"), claim, &owned).execute(connection.plain()).await?,
+            None => insert(INSERT, claim, &owned).run(&mut connection).await?,
+            Some(holds) => renew(&format!("{RENEW}{holds}"), claim, &owned).run(&mut connection).await?,
         };
         if changed.rows_affected() == 1 {
             return Ok(Claimed::Owned(owned));
         }
         // A statement of its own: it sees what a transaction that we waited for has committed (pitfall 3).
-        let found = find(connection.plain(), &claim.identity).await?.record;
+        let found = find(&mut connection, &claim.identity).await?.record;
         Ok(found.map_or(Claimed::Vanished, |record| Claimed::Existing(Box::new(record))))
     }
 
@@ -269,6 +269,12 @@ impl Operations for PostgresStore {
         finish(connection, &owned.into(), outcome, retention, None).await
     }
 
+    async fn stands(connection: &mut PgConnection) -> Result<(), StoreError> {
+        sqlx::raw_sql("savepoint oncebox_stands").execute(&mut *connection).await?;
+        sqlx::raw_sql("release savepoint oncebox_stands").execute(connection).await?;
+        Ok(())
+    }
+
     async fn insert_unknown(&self, claim: &KeyClaim) -> Result<Fenced, StoreError> {
         let nobodys = Owned { owner: None, ..claim.owned(Basis::New) };
         let done = insert(INSERT_UNKNOWN, claim, &nobodys).run(&self.pool).await?;
@@ -288,11 +294,11 @@ impl Operations for PostgresStore {
 
 pub(super) type Query<'q> = sqlx::query::Query<'q, sqlx::Postgres, sqlx::postgres::PgArguments>;
 
-async fn find(connection: &mut PgConnection, identity: &Identity) -> Result<Look, StoreError> {
+async fn find(connection: &mut Bounded<sqlx::Postgres>, identity: &Identity) -> Result<Look, StoreError> {
     let row = sqlx::query(FIND)
         .bind(identity.digest().as_slice())
         .bind(identity.operation().as_str().as_bytes())
-        .fetch_one(connection)
+        .one(connection)
         .await?;
     look_of(&row)
 }

@@ -228,6 +228,16 @@ impl Operations for SqliteStore {
         Ok(fenced)
     }
 
+    async fn stands(connection: &mut SqliteConnection) -> Result<(), StoreError> {
+        // Here a savepoint would begin a transaction of its own.
+        // BEGIN inside a transaction fails, and changes nothing.
+        if sqlx::raw_sql("begin").execute(&mut *connection).await.is_err() {
+            return Ok(());
+        }
+        sqlx::raw_sql("rollback").execute(connection).await?;
+        Err(StoreError::Fenced("the transaction has ended before its commit".to_owned()))
+    }
+
     async fn insert_unknown(&self, claim: &KeyClaim) -> Result<Fenced, StoreError> {
         let nobodys = Owned { owner: None, ..claim.owned(Basis::New) };
         self.fenced(insert(insert!("UNKNOWN_REQUIRES_RECOVERY"), claim, &nobodys)).await

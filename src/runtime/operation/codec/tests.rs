@@ -140,3 +140,20 @@ fn m66_an_old_answer_is_lifted_step_by_step_where_the_steps_are_there() {
     assert_eq!(lifted(steps().schema_version(2)), (2, "v1+2".to_owned()));
     assert_eq!(lifted(endpoint().schema_version(3)), (1, "v1".to_owned()), "replayed as it was stored");
 }
+
+// Shown by: storing whatever string stands there; reading the body before it is redacted.
+#[test]
+fn m67_only_a_plain_code_of_a_body_that_is_kept_is_stored() {
+    let code = |endpoint: &Endpoint, body: &str| error_code(endpoint, &reply(body.as_bytes()));
+    assert_eq!(code(&endpoint(), r#"{"code":"INSUFFICIENT_FUNDS"}"#).as_deref(), Some("INSUFFICIENT_FUNDS"));
+    let long = format!(r#"{{"code":"{}"}}"#, "A".repeat(129));
+    for body in [r#"{"code":"card 4111 of A. B."}"#, r#"{"code":""}"#, r#"{"code":7}"#, "no", &long] {
+        assert_eq!(code(&endpoint(), body), None, "{body}");
+    }
+    let mut redacting = endpoint();
+    redacting.keeping.redact = vec!["/code".to_owned()];
+    assert_eq!(code(&redacting, r#"{"code":"SECRET"}"#), None);
+    for keep in [Keep::Reference, Keep::Nothing] {
+        assert_eq!(error_code(&endpoint(), &Reply { keep, ..reply(br#"{"code":"A"}"#) }), None);
+    }
+}

@@ -157,8 +157,13 @@ impl<S: Operations> Guard<S> {
         let outcome = if reply.status < 400 {
             Outcome::Completed(answer)
         } else {
-            Outcome::FailedReplayable { answer, error_code: error_code(&reply) }
+            Outcome::FailedReplayable { answer, error_code: error_code(self.endpoint.endpoint(), &reply) }
         };
+        // A savepoint stands only inside a transaction: one that a swallowed deadlock or a raw ROLLBACK has ended would store
+        // the outcome by itself, without the effects (O2, R23).
+        if let Err(error) = S::stands(&mut tx).await {
+            return undone(error.into());
+        }
         match S::finish_in(&mut *tx, &self.owned, &outcome, &self.endpoint.route().retention).await {
             Ok(Fenced::Done) => {}
             Ok(Fenced::LostOwnership) => return undone(GuardError::LostOwnership),

@@ -1,18 +1,19 @@
 //! Writes how an edge run ended, until the lease ends (O12).
 //!
-//! Promise: evidence is never fenced, decisions are (O8). A run that was given up as UNKNOWN and then ends after all says so by
+//! Promises: what the store refuses whole is written without its body, so that it is not unknown; evidence is never fenced, decisions are (O8). A run that was given up as UNKNOWN and then ends after all says so by
 //! taking the record over, once, and only if nobody else has touched it since.
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use super::{Edge, EdgeAnswer};
 use crate::error::StoreError;
 use crate::observe::Noted;
 use crate::policy::operation::classify::Settle;
+use crate::policy::operation::record::Tombstone;
 use crate::policy::operation::{Code, Mode, State};
 use crate::runtime::operation::codec::{Kept, error_code};
 use crate::runtime::operation::door_c::heart::Heart;
-use crate::store::{Basis, Claimed, Fenced, Keys, NewEvidence, Outcome, Owned, Sealed};
+use crate::store::{AnswerBody, Basis, Claimed, Fenced, Keys, NewEvidence, Outcome, Owned, Sealed};
 
 /// Between two tries to write an outcome.
 const AGAIN: Duration = Duration::from_millis(100);
@@ -30,8 +31,9 @@ impl<S: Keys> Edge<S> {
         tell: impl FnOnce(EdgeAnswer<T>),
     ) {
         let budget = self.front.endpoint().route().completion_budget;
-        let write = self.outcome(settle, kept);
+        let mut write = self.outcome(settle, kept);
         let first = tokio::time::timeout(budget, self.write(&self.owned, write.as_ref())).await;
+        let until = Instant::now() + self.front.endpoint().route().lease;
         match first {
             Ok(Ok(Fenced::Done)) => return tell(answer),
             Ok(Ok(Fenced::LostOwnership)) if self.late(write.as_ref()).await => return tell(answer),
@@ -39,6 +41,7 @@ impl<S: Keys> Edge<S> {
                 return tell(EdgeAnswer::Answered(self.front.problem(Code::ResultNotStored)));
             }
             Ok(Err(error)) => {
+                shorten(&mut write, &error);
                 tracing::warn!(operation = %self.front.endpoint().operation(), key = self.front.short_key(), %error, "an outcome could not be written");
             }
             Err(_) => {
@@ -48,7 +51,8 @@ impl<S: Keys> Edge<S> {
         self.front.note(Noted::StoreError("complete"));
         tell(EdgeAnswer::Answered(self.front.problem(Code::ResultNotStored)));
         let mut pause = AGAIN;
-        while heart.is_ours() {
+        // The heart beats on: without a bound of its own, what can never be written would be tried for ever.
+        while heart.is_ours() && Instant::now() < until {
             tokio::time::sleep(pause).await;
             pause = (pause * 2).min(AGAIN_MAX);
             match self.write(&self.owned, write.as_ref()).await {
@@ -57,7 +61,10 @@ impl<S: Keys> Edge<S> {
                     self.late(write.as_ref()).await;
                     return;
                 }
-                Err(error) => tracing::debug!(%error, "an outcome could not be written"),
+                Err(error) => {
+                    shorten(&mut write, &error);
+                    tracing::debug!(%error, "an outcome could not be written");
+                }
             }
         }
         tracing::error!(operation = %self.front.endpoint().operation(), key = self.front.short_key(), ?settle, "the lease ended before the outcome could be written: it becomes unknown");
@@ -68,7 +75,7 @@ impl<S: Keys> Edge<S> {
         let (engine, endpoint, claim) = (self.front.engine(), self.front.endpoint(), &self.begin.claim);
         let Settle::Finish(state) = settle else { return None };
         let code = match kept {
-            Some(Kept::Whole(reply)) => error_code(reply),
+            Some(Kept::Whole(reply)) => error_code(endpoint.endpoint(), reply),
             _ => None,
         };
         let answer = kept.map(|kept| engine.encode(endpoint, &claim.identity, &claim.fingerprint, kept));
@@ -145,5 +152,21 @@ impl<S: Keys> Edge<S> {
             Ok(Claimed::Owned(owned)) => matches!(self.write(&owned, outcome).await, Ok(Fenced::Done)),
             _ => false,
         }
+    }
+}
+
+/// What the store refuses, and not for a while: that it ended is remembered all the same, without what may be to blame.
+fn shorten(write: &mut Option<Outcome>, error: &StoreError) {
+    if error.is_nobodys() {
+        return;
+    }
+    match write {
+        Some(Outcome::Completed(answer)) => answer.body = AnswerBody::Tombstone(Tombstone::Withheld),
+        Some(Outcome::FailedReplayable { answer, error_code }) => {
+            answer.body = AnswerBody::Tombstone(Tombstone::Withheld);
+            *error_code = None;
+        }
+        Some(Outcome::FailedRetryable { error_code }) => *error_code = None,
+        Some(Outcome::Unknown) | None => {}
     }
 }

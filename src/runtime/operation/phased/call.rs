@@ -1,5 +1,5 @@
-//! One call of a provider: begun and committed before it starts, within the lease, its answer kept whatever became of the lease
-//! (O5, O8).
+//! One call of a provider: begun and committed before it starts, within the lease and the provider's window as they are in the
+//! moment of the call, its answer kept whatever became of the lease (O5, O6, O8).
 //!
 //! Not here: whether a call is made ([`driver`](super::driver)), and what its answer proves
 //! ([`provider`](crate::policy::operation::provider)).
@@ -12,11 +12,12 @@ use super::evidence::{self, By, Observation};
 use super::identity::ProviderKey;
 use super::provider::{Asked, Call, Sent};
 use crate::error::StoreError;
-use crate::policy::operation::provider::{Answer, QueryAnswer, Settled, Verdict, may_start};
+use crate::policy::operation::flow::Stage;
+use crate::policy::operation::provider::{Answer, QueryAnswer, Settled, Verdict, Window, may_start};
 use crate::runtime::pace::Pace;
 use crate::store::{Phases, StoredIntent, StoredOperation};
 
-/// How long an answer is tried to be stored where the database does not take it.
+/// How long an answer is tried to be stored that the database refuses; one that is away is waited for.
 const STORING: Duration = Duration::from_secs(20);
 
 fn proves_nothing(verdict: Verdict) -> bool {
@@ -31,21 +32,23 @@ impl<S: Phases> Driver<S> {
         stored: &StoredOperation,
         intent: &StoredIntent,
     ) -> Result<Next, StoreError> {
-        self.send(effect, stored, intent, 1).await
+        self.send(effect, stored, intent, 1, None).await
     }
 
-    /// Another send of the same bytes under the same key.
+    /// Another send of the same bytes under the same key. `window`: the one that it must still be in, where an earlier send may have
+    /// arrived.
     pub(super) async fn send_again(
         &mut self,
         effect: &Declared,
         stored: &StoredOperation,
         intent: &StoredIntent,
+        window: Option<Window>,
     ) -> Result<Next, StoreError> {
-        if !self.fits(effect).await || !self.phased.is_ours().await? {
+        if !self.phased.is_ours().await? || !self.fits(effect).await {
             return Ok(Next::End(self.give_back(self.pause(stored.attempts), false).await?));
         }
         match self.phased.engine.store().begin_send(&self.driven, effect.name).await? {
-            Some(number) => self.send(effect, stored, intent, number).await,
+            Some(number) => self.send(effect, stored, intent, number, window).await,
             None => Ok(Next::End(End::Lost)),
         }
     }
@@ -56,14 +59,26 @@ impl<S: Phases> Driver<S> {
         stored: &StoredOperation,
         intent: &StoredIntent,
         number: u32,
+        window: Option<Window>,
     ) -> Result<Next, StoreError> {
         // Begun, and nothing left us yet.
-        if self.hold.is_lost() || !self.fits(effect).await || !self.phased.is_ours().await? {
-            let sent = Sent { answer: Answer::NotConnected, saw: b"not started: the lease was too short".to_vec() };
-            self.keep_answer(effect, number, &sent).await?;
-            return Ok(Next::End(self.give_back(self.pause(stored.attempts), false).await?));
+        let bytes = match self.ready(effect, intent).await {
+            Ok(Some(bytes)) => bytes,
+            Ok(None) => {
+                self.not_started(effect, number, "the lease is too short, or the database belongs to another").await?;
+                return Ok(Next::End(self.give_back(self.pause(stored.attempts), false).await?));
+            }
+            Err(error) => {
+                self.not_started(effect, number, "its request could not be had").await?;
+                return Err(error);
+            }
+        };
+        // What was decided may be long ago: pauses, the database, a process that stood still. No wait is between this and the call.
+        let now = stored.now.after(self.read_at.elapsed());
+        if window.is_some_and(|window| !window.is_open(intent.first_sent_at, now)) {
+            self.not_started(effect, number, "the provider may have forgotten the key meanwhile").await?;
+            return Ok(Next::Again);
         }
-        let bytes = self.request(effect, intent)?;
         let key = ProviderKey::stored(&intent.intent.provider_key);
         let call = Call { key: &key, bytes: &bytes, version: intent.intent.adapter_version, send: number };
         tracing::debug!(operation = %stored.operation_id, effect = effect.name, send = number, "a provider is called");
@@ -75,6 +90,19 @@ impl<S: Phases> Driver<S> {
         }
         self.keep_answer(effect, number, &sent).await?;
         Ok(Next::Again)
+    }
+
+    /// The bytes to send, where the call may start; whether it fits into the lease is looked at last.
+    async fn ready(&self, effect: &Declared, intent: &StoredIntent) -> Result<Option<Vec<u8>>, StoreError> {
+        let bytes = self.request(effect, intent)?;
+        let may = self.phased.is_ours().await? && self.fits(effect).await;
+        Ok(may.then_some(bytes))
+    }
+
+    /// Keeps that a send which was begun did not leave us.
+    async fn not_started(&self, effect: &Declared, number: u32, why: &str) -> Result<(), StoreError> {
+        let saw = format!("not started: {why}").into_bytes();
+        self.keep_answer(effect, number, &Sent { answer: Answer::NotConnected, saw }).await
     }
 
     /// Asks for the effect, where its strategy leaves nothing else.
@@ -120,10 +148,7 @@ impl<S: Phases> Driver<S> {
         stored: &StoredOperation,
         intent: &StoredIntent,
     ) -> Result<Option<Asked>, StoreError> {
-        if !self.fits(effect).await || !self.phased.is_ours().await? {
-            return Ok(None);
-        }
-        let bytes = self.request(effect, intent)?;
+        let Some(bytes) = self.ready(effect, intent).await? else { return Ok(None) };
         let key = ProviderKey::stored(&intent.intent.provider_key);
         let call = Call { key: &key, bytes: &bytes, version: intent.intent.adapter_version, send: 0 };
         tracing::debug!(operation = %stored.operation_id, effect = effect.name, "a provider is asked");
@@ -173,32 +198,42 @@ impl<S: Phases> Driver<S> {
         loop {
             match self.phased.engine.store().observe(&row).await {
                 Ok(()) => break,
-                // A row that is written twice counts once.
-                Err(error) if error.is_nobodys() && tokio::time::Instant::now() < until => {
-                    tracing::warn!(operation = %operation_id, %error, "an answer of a provider waits to be stored");
+                // It is known nowhere else. A row that is written twice counts once.
+                Err(error) if error.is_nobodys() || tokio::time::Instant::now() < until => {
+                    tracing::error!(operation = %operation_id, effect = effect.name, send, verdict = verdict.name(), status, %error,
+                        "what a provider said waits to be stored");
                     tokio::time::sleep(pace.next_wait()).await;
                 }
-                Err(error) => return Err(error),
+                Err(error) => {
+                    tracing::error!(operation = %operation_id, effect = effect.name, send, verdict = verdict.name(), status, %error,
+                        "what a provider said is lost");
+                    return Err(error);
+                }
             }
         }
-        if self.hold.is_lost() {
-            self.look_for_conflict(effect).await?;
+        if self.hold.is_lost()
+            && let Some(stored) = self.phased.engine.store().operation(operation_id).await?
+        {
+            self.look_for_conflict(&stored)?;
         }
         Ok(())
     }
 
-    async fn look_for_conflict(&self, effect: &Declared) -> Result<(), StoreError> {
-        let Some(stored) = self.phased.engine.store().operation(self.driven.operation_id).await? else { return Ok(()) };
-        let decided = stored.intents.iter().find(|intent| intent.intent.effect == effect.name);
-        let decided = match decided.and_then(|intent| intent.outcome.as_deref()) {
-            Some("succeeded") => Settled::Succeeded,
-            Some(_) => Settled::Failed,
-            None => return Ok(()),
-        };
-        let rows = evidence::rows(&self.phased.vault, &stored.evidence, effect.name)?;
-        if evidence::evidence(&rows).contradicts(decided) {
-            tracing::error!(operation = %stored.operation_id, effect = effect.name, ?decided,
-                "evidence contradicts what was decided: nothing is rewritten, a person must look");
+    /// Tells loudly where what providers said contradicts what was decided, by another driver or by an operator.
+    pub(super) fn look_for_conflict(&self, stored: &StoredOperation) -> Result<(), StoreError> {
+        for intent in &stored.intents {
+            // An operator who ends the operation settles no effect.
+            let decided = match (intent.outcome.as_deref(), stored.stage) {
+                (Some("succeeded"), _) | (None, Stage::Succeeded) => Settled::Succeeded,
+                (Some(_), _) | (None, Stage::Failed) => Settled::Failed,
+                (None, _) => continue,
+            };
+            let effect = intent.intent.effect.as_str();
+            let rows = evidence::providers(&self.phased.vault, &stored.evidence, effect)?;
+            if evidence::evidence(&rows).contradicts(decided) {
+                tracing::error!(operation = %stored.operation_id, effect, ?decided,
+                    "evidence contradicts what was decided: nothing is rewritten, a person must look");
+            }
         }
         Ok(())
     }

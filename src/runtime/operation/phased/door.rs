@@ -238,7 +238,7 @@ impl<S: Phases> Door<S> {
         tracing::info!(operation = %record.operation_id, stage = stored.stage.as_str(), "a request recovers its operation");
         // One that came before it was due counts as no attempt: a client that asks often must not use them up.
         let due = found.due_at.is_none_or(|due| due <= found.now);
-        let work = taken(Arc::clone(&self.phased), driven, stored, asked, due, self.stop.clone());
+        let work = taken(Arc::clone(&self.phased), driven, stored, (asked, member.lease()), due, self.stop.clone());
         let driving = self.phased.engine.spawn(work);
         match tokio::time::timeout_at(until, driving).await {
             Ok(Ok(ended)) => match ended?.end {

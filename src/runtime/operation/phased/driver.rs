@@ -16,7 +16,7 @@
 
 use std::panic::AssertUnwindSafe;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use futures::FutureExt;
 use tokio_util::sync::CancellationToken;
@@ -78,6 +78,8 @@ pub(super) struct Driver<S: Phases> {
     pub(super) reached: bool,
     /// Calls of this drive that proved nothing.
     pub(super) vain: u32,
+    /// From before the last look: never later than the database time that it read.
+    pub(super) read_at: Instant,
     /// Whether the provider was just asked, before a resend.
     pub(super) asked: bool,
     /// The answer that was written with the outcome.
@@ -91,11 +93,39 @@ pub(super) enum Next {
 }
 
 impl<S: Phases> Driver<S> {
-    /// Drives on. Errors of the database end it: what is committed stands, the lease ends, and somebody takes it up.
+    /// Drives on. Errors of the database end it: what is committed stands, and it is given back as far as that can be said.
     pub(super) async fn drive(mut self) -> Result<Ended, StoreError> {
-        let end = self.drive_on().await?;
+        let end = match self.drive_on().await {
+            Ok(end) => end,
+            Err(error) => self.broken_off(error).await?,
+        };
         let reply = self.reply.take().filter(|_| end == End::Known);
         Ok(Ended { end, reply })
+    }
+
+    /// What no retry of the database helps with is not tried for ever: it counts, is UNKNOWN after an intent, and goes to an operator
+    /// in the end (O9, O13).
+    async fn broken_off(&mut self, error: StoreError) -> Result<End, StoreError> {
+        if matches!(error, StoreError::Fenced(_)) {
+            return Err(error);
+        }
+        if error.is_nobodys() {
+            // Best effort: the lease runs out otherwise.
+            let _ = self.give_back(self.pause(0), false).await;
+            return Err(error);
+        }
+        tracing::error!(operation = %self.driven.operation_id, %error, "an operation was broken off");
+        let end = match self.phased.engine.store().operation(self.driven.operation_id).await {
+            Ok(Some(stored)) if stored.attempts >= self.phased.settings.attempts_max => self.park("drive-failed").await,
+            Ok(Some(stored)) if stored.stage.has_intents() => {
+                self.doubtful(self.pause(stored.attempts), self.attempt).await
+            }
+            Ok(Some(stored)) => self.give_back(self.pause(stored.attempts), self.attempt).await,
+            // It cannot be read: whether it has an intent is not known.
+            _ => self.give_back(self.phased.settings.backoff_max, self.attempt).await,
+        };
+        // What broke it off says more than why it could not be given back.
+        end.map_err(|_| error)
     }
 
     async fn drive_on(&mut self) -> Result<End, StoreError> {
@@ -103,13 +133,20 @@ impl<S: Phases> Driver<S> {
             if self.hold.is_lost() {
                 return Ok(End::Lost);
             }
+            self.read_at = Instant::now();
             let Some(stored) = self.phased.engine.store().operation(self.driven.operation_id).await? else {
                 return Ok(End::Lost);
             };
+            let taken_over = stored.epoch != self.driven.epoch;
+            if taken_over {
+                self.look_for_conflict(&stored)?;
+                // The answer that is stored is another one.
+                self.reply = None;
+            }
             if matches!(stored.stage, Stage::Succeeded | Stage::Failed) {
                 return Ok(End::Known);
             }
-            if stored.epoch != self.driven.epoch {
+            if taken_over {
                 return Ok(End::Lost);
             }
             if self.stop.is_cancelled() && self.fresh.is_none() {
@@ -134,7 +171,11 @@ impl<S: Phases> Driver<S> {
                 Some(effect) => self.effect(effect, stored).await,
                 // UNKNOWN at a point behind the phase of its effect: all effects are settled, and the phase runs.
                 None if stored.intents.iter().all(|intent| intent.outcome.is_some()) => {
-                    self.settled(flow, stored).await
+                    match flow.local(&stored.point) {
+                        // Nothing was intended yet: a phase of ours was given up.
+                        Some(_) if stored.intents.is_empty() => self.local(flow, stored).await,
+                        _ => self.settled(flow, stored).await,
+                    }
                 }
                 None => Ok(Next::End(self.park("no-such-effect").await?)),
             },
@@ -151,7 +192,8 @@ impl<S: Phases> Driver<S> {
             Ok(end) => end,
             Err(error) => return self.failed(tx, stored, &error).await,
         };
-        let Some(stage) = stored.stage.after(end.end()) else { return self.impossible(tx, end.end()).await };
+        // UNKNOWN here means that it was given up at this point.
+        let Some(stage) = Stage::Local.after(end.end()) else { return self.impossible(tx, end.end()).await };
         match end {
             Local::RecoveryPoint(point) if flow.local(point.0).is_some() => {
                 self.advance(tx, &stored.point, point.0, stage, None).await
@@ -166,6 +208,10 @@ impl<S: Phases> Driver<S> {
 
     async fn settled(&mut self, flow: &Flow<S>, stored: &StoredOperation) -> Result<Next, StoreError> {
         let Some(code) = flow.settled(&stored.point) else { return Ok(Next::End(self.park("no-such-point").await?)) };
+        if let Some(unknown) = stored.intents.iter().find(|one| flow.effect(&one.intent.effect).is_none()) {
+            tracing::error!(flow = flow.name(), effect = %unknown.intent.effect, "an operation has an effect that its flow does not have");
+            return Ok(Next::End(self.park("no-such-effect").await?));
+        }
         let settlements = self.settlements(flow, stored)?;
         let mut tx = self.phased.engine.store().begin_phase(&self.driven).await?;
         let (context, command) = (self.context.clone(), Arc::clone(&self.command));
@@ -220,6 +266,12 @@ impl<S: Phases> Driver<S> {
             effect.strategy.next(sends, &seen, stored.now).within(stored.attempts, self.phased.settings.attempts_max);
         match step {
             Step::Settle(_) => self.settle(effect, sends, &stored.point).await,
+            // What may be done about it was said when it was intended (O6), and proof alone settles it otherwise.
+            _ if intent.intent.strategy != effect.strategy_name() => {
+                tracing::error!(operation = %self.driven.operation_id, effect = effect.name, intended = %intent.intent.strategy,
+                    declared = effect.strategy_name(), "an effect was intended with another strategy");
+                Ok(Next::End(self.park("another-strategy").await?))
+            }
             // Nothing left us: nothing is unknown, and nothing counts (G10).
             Step::Send if self.is_spent() => {
                 Ok(Next::End(self.give_back(self.pause(stored.attempts.max(intent.sends / 4)), false).await?))
@@ -227,7 +279,7 @@ impl<S: Phases> Driver<S> {
             Step::Resend | Step::Query if self.is_spent() => self.doubt(stored.attempts).await,
             Step::Send => {
                 self.catch_breath().await;
-                self.send_again(effect, stored, intent).await
+                self.send_again(effect, stored, intent, None).await
             }
             Step::Resend => {
                 self.catch_breath().await;
@@ -237,7 +289,7 @@ impl<S: Phases> Driver<S> {
                     return self.ask_first(effect, stored, intent).await;
                 }
                 self.asked = false;
-                self.send_again(effect, stored, intent).await
+                self.send_again(effect, stored, intent, effect.strategy.window()).await
             }
             Step::Query => {
                 self.catch_breath().await;

@@ -10,7 +10,8 @@
 //! | indefinite | answer, query, error | indefinite | the same |
 //!
 //! The row's own word is for people and lists; `proves` is what a process decides from. An operator's row (`operator`, `success` or
-//! `failure`) has no `proves`: its word is the verdict, and the last of them decides alone, whatever was seen before and since.
+//! `failure`) has no `proves`: its word is the verdict, and the last of them decides alone, whatever was seen before and
+//! since; but for proof of success that came after a word of failure: that is a conflict, and goes to an operator again.
 //!
 //! Guarantees: any process that can open the bytes rebuilds the same [`Evidence`]; a row that this program cannot read is an
 //! error, never left out.
@@ -144,21 +145,42 @@ fn read(vault: &Vault, stored: &StoredEvidence) -> Result<Row, StoreError> {
     })
 }
 
-/// The rows of an effect that decide: an operator's last word alone, else all.
+/// What providers said of an effect, whatever an operator says.
+///
+/// # Errors
+/// A row that cannot be read.
+pub(super) fn providers(vault: &Vault, stored: &[StoredEvidence], effect: &str) -> Result<Vec<Row>, StoreError> {
+    let mut rows = all(vault, stored, effect)?;
+    rows.retain(|row| !row.operator);
+    Ok(rows)
+}
+
+/// The rows of an effect that decide: an operator's last word alone, else all. A word that it did not happen stands beside proof
+/// that it did which came later, and which that operator cannot have judged: then it is decided anew.
 ///
 /// # Errors
 /// A row that cannot be read.
 pub(super) fn rows(vault: &Vault, stored: &[StoredEvidence], effect: &str) -> Result<Vec<Row>, StoreError> {
+    let mut rows = all(vault, stored, effect)?;
+    let decided = |row: &Row| row.operator && matches!(row.proof.verdict, Verdict::Succeeded | Verdict::Failed);
+    let Some(at) = rows.iter().rposition(decided) else { return Ok(rows) };
+    let mut since = rows.split_off(at);
+    let failed = since[0].proof.verdict == Verdict::Failed;
+    let mut one = 0;
+    since.retain(|row| {
+        one += 1;
+        one == 1 || failed && row.proof.verdict == Verdict::Succeeded
+    });
+    Ok(since)
+}
+
+fn all(vault: &Vault, stored: &[StoredEvidence], effect: &str) -> Result<Vec<Row>, StoreError> {
     let mut rows = Vec::new();
     // A run that ended after its lease says nothing of a provider.
     for one in stored.iter().filter(|one| one.evidence.effect == effect && one.evidence.kind != "run") {
         rows.push(read(vault, one)?);
     }
-    let decided = |row: &Row| row.operator && matches!(row.proof.verdict, Verdict::Succeeded | Verdict::Failed);
-    match rows.iter().rposition(decided) {
-        Some(at) => Ok(vec![rows.swap_remove(at)]),
-        None => Ok(rows),
-    }
+    Ok(rows)
 }
 
 /// What the rows come to.
@@ -170,6 +192,7 @@ pub(super) fn evidence(rows: &[Row]) -> Evidence {
 mod tests {
     use super::*;
     use crate::policy::db_time::DbTime;
+    use crate::policy::operation::provider::{Sends, Settled};
     use crate::runtime::operation::Sealer;
     use crate::store::Sealed;
 
@@ -240,5 +263,21 @@ mod tests {
         let read = rows(&plain(), &[mismatch.clone(), operators("failure"), operators("success"), mismatch], "charge");
         let read = read.expect("read");
         assert_eq!(read.iter().map(|row| row.proof.verdict).collect::<Vec<_>>(), [Verdict::Succeeded]);
+    }
+
+    // Shown by: the operator's last word alone (it failed, though it had happened).
+    #[test]
+    fn o8_proof_that_comes_after_an_operators_failure_is_a_conflict_until_it_is_judged() {
+        let (vault, proof) = (plain(), observed(Verdict::Succeeded, 1, By::Answer));
+        let sends = Sends { first_sent_at: Some(DbTime::from_millis(1)), begun: 1 };
+        let settled =
+            |stored: &[StoredEvidence]| evidence(&rows(&vault, stored, "charge").expect("read")).settled(sends);
+        let failure = operators("failure");
+        assert_eq!(settled(&[failure.clone()]), Some(Settled::Failed));
+        assert_eq!(settled(&[failure.clone(), proof.clone()]), None);
+        // Judged, against the evidence.
+        assert_eq!(settled(&[failure.clone(), proof.clone(), failure.clone()]), Some(Settled::Failed));
+        let said = providers(&vault, &[proof, failure], "charge").expect("read");
+        assert!(evidence(&said).contradicts(Settled::Failed));
     }
 }

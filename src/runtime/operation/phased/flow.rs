@@ -69,6 +69,16 @@ pub enum FlowError {
         /// What is wrong with its window.
         error: WindowError,
     },
+    /// O6.
+    #[error(
+        "flow `{flow}`, effect `{effect}`: `max_in_flight` of its window must not be shorter than its provider's timeout"
+    )]
+    Flight {
+        /// The flow.
+        flow: &'static str,
+        /// The effect.
+        effect: &'static str,
+    },
     /// An effect undoes one that is not there.
     #[error("flow `{flow}`, effect `{effect}` undoes `{undoes}`, which is no effect of the flow")]
     Undoes {
@@ -240,6 +250,9 @@ impl<S: Phases, C: Send + Sync + 'static> FlowBuilder<S, C> {
             if let Strategy::Key(window) | Strategy::KeyAndQuery(window) = effect.strategy {
                 let refused = |error| FlowError::Window { flow: flow.name, effect: effect.name, error };
                 window.validate().map_err(refused)?;
+                if window.max_in_flight < effect.provider.timeout() {
+                    return Err(FlowError::Flight { flow: flow.name, effect: effect.name });
+                }
             }
             if let Some(undoes) = effect.undoes
                 && !flow.effects.iter().any(|other| other.name == undoes && other.undoes.is_none())

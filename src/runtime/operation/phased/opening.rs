@@ -140,7 +140,7 @@ impl<S: Phases> Opening<S> {
             Ok(()) => crate::store::hint(),
             Err(StoreError::CommitUnknown(error)) => {
                 tracing::warn!(operation = %driven.operation_id, %error, "a first phase was lost sight of");
-                match Doubt::CommitLost.after(store.look_after(&begin.claim).await) {
+                match Doubt::CommitLost.after(store.look_after(&begin.claim, begin.basis()).await) {
                     // Whether with an outcome or to be driven on: it is there.
                     Aftermath::Stored | Aftermath::MarkUnknown | Aftermath::Ended => {}
                     Aftermath::CommitUnknown | Aftermath::InsertUnknown => {
@@ -168,6 +168,7 @@ impl<S: Phases> Opening<S> {
             attempt: false,
             reached: false,
             vain: 0,
+            read_at: asked,
             asked: false,
             reply: None,
         };
@@ -211,7 +212,8 @@ impl<S: Phases> Opening<S> {
     ) -> Result<Opened, StoreError> {
         let store = phased.engine.store();
         let nothing_ran_after = proof == Proof::Aborted;
-        let aftermath = Doubt::TokenGone { nothing_ran_after }.after(store.look_after(&begin.claim).await);
+        let aftermath =
+            Doubt::TokenGone { nothing_ran_after }.after(store.look_after(&begin.claim, begin.basis()).await);
         tracing::error!(operation = %driven.operation_id, ?aftermath, "a first phase ended its transaction by itself");
         match aftermath {
             Aftermath::Stored => return Ok(Opened::Look),

@@ -60,39 +60,41 @@ impl<S: Phases> Recovery<S> {
     /// Runs until it is told to stop.
     ///
     /// # Errors
-    /// What a person must mend; a database that is away is waited for.
+    /// None now: a database that is away, or refuses, is tried again, and health says so.
     ///
     /// # Cancel safety
     /// Dropped, leases run out, and others take up what was held.
     pub async fn run(self, stop: CancellationToken) -> Result<(), StoreError> {
         let mut pace = Pace::new(Duration::from_millis(200), Duration::from_secs(5));
         let mut driven: JoinSet<Result<Ended, StoreError>> = JoinSet::new();
-        let mut ended = Ok(());
+        let mut first = 0;
         while !stop.is_cancelled() {
-            match self.round(&mut driven, &stop).await {
+            match self.round(first, &mut driven, &stop).await {
                 Ok(worked) => {
                     pace.worked();
                     self.health.set(PART, PartState::Ready);
                     self.pause(&mut driven, worked, &stop).await;
                 }
-                Err(error) if error.is_nobodys() => {
+                // One row or flow that cannot be read stops no other: the next round begins with another flow.
+                Err(error) => {
+                    if !error.is_nobodys() {
+                        tracing::error!(%error, "due operations were not taken up");
+                    }
                     self.health.set(PART, PartState::Waiting(format!("database: {error}")));
                     pace.wait(&stop).await;
                 }
-                Err(error) => {
-                    ended = Err(error);
-                    break;
-                }
             }
+            first += 1;
         }
         while let Some(end) = driven.join_next().await {
             note(end);
         }
-        ended
+        Ok(())
     }
 
     async fn round(
         &self,
+        first: usize,
         driven: &mut JoinSet<Result<Ended, StoreError>>,
         stop: &CancellationToken,
     ) -> Result<bool, StoreError> {
@@ -105,17 +107,22 @@ impl<S: Phases> Recovery<S> {
             return Ok(false);
         }
         let mut worked = false;
-        for (flow, versions, lease) in self.phased.flows() {
+        let mut flows = self.phased.flows();
+        let count = flows.len();
+        flows.rotate_left(first % count.max(1));
+        for (at, (flow, versions, lease)) in flows.into_iter().enumerate() {
             let free = self.options.concurrency.saturating_sub(u32::try_from(driven.len()).unwrap_or(u32::MAX));
             if free == 0 || stop.is_cancelled() {
                 break;
             }
+            // Each flow its part, so that one with much to do leaves room; what is left over goes to the next round.
+            let share = free.div_ceil(u32::try_from(count - at).unwrap_or(u32::MAX));
             let asked = Instant::now();
-            for (held, stored) in self.phased.engine.store().take_due(flow, &versions, free, lease).await? {
+            for (held, stored) in self.phased.engine.store().take_due(flow, &versions, share, lease).await? {
                 worked = true;
                 tracing::info!(operation = %stored.operation_id, flow, stage = stored.stage.as_str(), "an operation is recovered");
                 let (phased, stop) = (Arc::clone(&self.phased), stop.clone());
-                driven.spawn(async move { taken(phased, held, stored, asked, true, stop).await });
+                driven.spawn(async move { taken(phased, held, stored, (asked, lease), true, stop).await });
             }
         }
         Ok(worked)

@@ -3,7 +3,7 @@
 //! Not here: taking it up ([`door`](super::door), [`recovery`](super::recovery)).
 
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use tokio_util::sync::CancellationToken;
 
@@ -17,19 +17,19 @@ use crate::error::StoreError;
 use crate::policy::operation::Fingerprint;
 use crate::store::{Driven, Due, Phases, StoredOperation};
 
-/// Drives an operation that was taken up.
+/// Drives an operation that was taken up by a statement sent at `asked`, which granted `lease`.
 pub(super) async fn taken<S: Phases>(
     phased: Arc<Phased<S>>,
     driven: Driven,
     stored: StoredOperation,
-    asked: Instant,
+    (asked, lease): (Instant, Duration),
     attempt: bool,
     stop: CancellationToken,
 ) -> Result<Ended, StoreError> {
     let store = phased.engine.store();
     let reason = match prepared(&phased, &stored).await {
         Ok(Prepared::Ready(member, context, command, fingerprint)) => {
-            let hold = Hold::new(store.clone(), driven.clone(), member.lease(), asked);
+            let hold = Hold::new(store.clone(), driven.clone(), lease, asked);
             let driver = Driver {
                 phased: Arc::clone(&phased),
                 member,
@@ -43,6 +43,7 @@ pub(super) async fn taken<S: Phases>(
                 attempt,
                 reached: false,
                 vain: 0,
+                read_at: asked,
                 asked: false,
                 reply: None,
             };

@@ -68,6 +68,15 @@ pub(super) async fn purge(
     .run(&mut transaction)
     .await?
     .rows_affected();
+    // Their bodies too, whatever is left of their life: the next run of a key begins at the same epoch again.
+    sqlx::query(
+        "delete b from json_table(?, '$[*]' columns (id varchar(64) path '$')) j \
+         straight_join oncebox_idempotency_body b force index (primary) on b.key_digest = unhex(j.id) \
+         where not exists (select 1 from oncebox_idempotency_request r where r.key_digest = b.key_digest)",
+    )
+    .bind(hex_list(old.iter().map(|(digest, _)| digest.as_slice())))
+    .run(&mut transaction)
+    .await?;
     let operations = hex_list(old.iter().map(|(_, operation_id)| operation_id.as_slice()));
     for statement in [
         "delete t from json_table(?, '$[*]' columns (id varchar(32) path '$')) j \

@@ -63,7 +63,7 @@ pub(in crate::store::mysql) async fn staked(
             Ok(Begun::Claimed(transaction))
         }
         Ok(false) => {
-            let found = find(transaction.plain(), &claim.identity).await?.record;
+            let found = find(&mut transaction, &claim.identity).await?.record;
             transaction.rollback().await?;
             Ok(found.map_or(Begun::Locked, |record| Begun::Existing(Box::new(record))))
         }
@@ -91,7 +91,7 @@ async fn try_claim(
     if there.is_some() && matches!(basis, Basis::New) {
         return Ok(false);
     }
-    stake(connection.plain(), INSERT_AT_ONCE, claim, basis, owned).await
+    stake(connection, INSERT_AT_ONCE, claim, basis, owned).await
 }
 
 impl Held {
@@ -115,6 +115,9 @@ impl Held {
 
 impl OperationTx for MySqlOperationTx {
     type Db = MySql;
+
+    /// `autocommit = 0`.
+    const HOLDS_BACK: bool = true;
 
     fn owned(&self) -> &Owned {
         &self.owned

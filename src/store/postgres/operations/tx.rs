@@ -76,7 +76,7 @@ pub(in crate::store::postgres) async fn staked(
         return Ok(Begun::Claimed((tx, token)));
     }
     // A statement of its own: it sees what was committed meanwhile.
-    let found = if locked { find(tx.plain(), &claim.identity).await?.record } else { None };
+    let found = if locked { find(&mut tx, &claim.identity).await?.record } else { None };
     tx.rollback().await?;
     Ok(found.map_or(Begun::Locked, |record| Begun::Existing(Box::new(record))))
 }

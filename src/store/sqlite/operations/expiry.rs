@@ -42,8 +42,13 @@ pub(super) async fn purge(
     ));
     let old = old.bind(&name).bind(millis(retention.metadata)).bind(limit).fetch_all(write.connection()).await?;
     for (digest, operation_id) in &old {
-        let request = query("delete from oncebox_idempotency_request where key_digest = ?");
-        request.bind(digest).execute(write.connection()).await?;
+        // The body too, whatever is left of its life: the next run of the key begins at the same epoch again.
+        for statement in [
+            "delete from oncebox_idempotency_request where key_digest = ?",
+            "delete from oncebox_idempotency_body where key_digest = ?",
+        ] {
+            query(statement).bind(digest).execute(write.connection()).await?;
+        }
         for statement in [
             "delete from oncebox_operation where operation_id = ?",
             "delete from oncebox_operation_intent where operation_id = ?",

@@ -82,8 +82,9 @@ impl Savepoint {
         if error.is_nobodys() {
             return Err(error);
         }
-        // A refused commit was rolled back, so nothing of this transaction can be committed.
-        Ok(if write.was_commit_refused() { Proof::Aborted } else { Proof::Ended })
+        // It was rolled back, by a raw ROLLBACK or by SQLite itself (a full disk, `raise(rollback)`); and under the guard no other
+        // commit than ours succeeds, so nothing that ran after it can stand.
+        Ok(Proof::Aborted)
     }
 }
 
