@@ -136,7 +136,7 @@ pub async fn o16_keys_and_tenants_that_differ_in_one_byte_are_different<F: KeysF
     let claims = tenants.iter().flat_map(|tenant| keys.iter().map(move |key| identity(tenant, key)));
     let claims: Vec<KeyClaim> = claims.map(|identity| KeyClaim { identity, ..claim(Mode::Edge, "k", 1) }).collect();
     for one in &claims {
-        let one = KeyClaim { operation_id: uuid::Uuid::now_v7(), ..one.clone() };
+        let one = KeyClaim { operation_id: uuid::Uuid::now_v7(), owner: uuid::Uuid::now_v7(), ..one.clone() };
         owned(trial.store().claim(&one, Basis::New).await.unwrap());
     }
     for one in &claims {
@@ -183,7 +183,8 @@ pub async fn o2_a_claim_is_taken_over_only_when_its_lease_is_over<F: KeysFixture
     assert_eq!(winners(trial, &claim, Basis::TakeOver(&stale)).await, 0);
     assert_eq!(trial.store().heartbeat(&owner, SHORT).await.unwrap(), Fenced::Done);
     let stale = over(trial, &claim).await;
-    let next = KeyClaim { lease: LONG, operation_id: uuid::Uuid::now_v7(), ..claim.clone() };
+    let next =
+        KeyClaim { lease: LONG, owner: uuid::Uuid::now_v7(), operation_id: uuid::Uuid::now_v7(), ..claim.clone() };
     assert_eq!(winners(trial, &next, Basis::TakeOver(&stale)).await, 1);
     let taken = record(trial, &claim).await;
     assert!(taken.epoch > stale.epoch, "whoever owned it is fenced out");
@@ -207,7 +208,7 @@ pub async fn o2_an_owner_that_was_taken_over_changes_nothing<F: KeysFixture>(tri
     let claim = KeyClaim { lease: SHORT, ..claim(Mode::Bridged, "k", 1) };
     let old = take(trial, &claim).await;
     let stale = over(trial, &claim).await;
-    let next = KeyClaim { lease: LONG, ..claim.clone() };
+    let next = KeyClaim { lease: LONG, owner: uuid::Uuid::now_v7(), ..claim.clone() };
     let new = owned(trial.store().claim(&next, Basis::TakeOver(&stale)).await.unwrap());
     let before = record(trial, &claim).await;
     // Also one that knows the new epoch, and one that knows the new token.
@@ -235,7 +236,9 @@ pub async fn o11_a_release_frees_the_key_only_while_it_runs<F: KeysFixture>(tria
     let first = take(trial, &claim).await;
     assert_eq!(trial.store().release(&first).await.unwrap(), Fenced::Done);
     assert_eq!(trial.store().find(&claim.identity).await.unwrap().record, None);
-    let second = take(trial, &KeyClaim { operation_id: uuid::Uuid::now_v7(), ..claim.clone() }).await;
+    let second =
+        take(trial, &KeyClaim { operation_id: uuid::Uuid::now_v7(), owner: uuid::Uuid::now_v7(), ..claim.clone() })
+            .await;
     assert_eq!(trial.store().release(&first).await.unwrap(), Fenced::LostOwnership, "another's claim is not freed");
     assert_eq!(trial.store().finish(&second, &Outcome::Unknown, &KEPT).await.unwrap(), Fenced::Done);
     assert_eq!(trial.store().release(&second).await.unwrap(), Fenced::LostOwnership, "what is unknown is never freed");
@@ -281,7 +284,7 @@ pub async fn o29_what_failed_with_nothing_outstanding_runs_again<F: KeysFixture>
         assert_eq!(trial.store().finish(&owner, &failed, &KEPT).await.unwrap(), Fenced::Done);
         let seen = record(trial, &claim).await;
         assert_eq!((seen.state, seen.attempts), (State::FailedRetryable, attempt));
-        let anew = KeyClaim { operation_id: uuid::Uuid::now_v7(), ..claim.clone() };
+        let anew = KeyClaim { operation_id: uuid::Uuid::now_v7(), owner: uuid::Uuid::now_v7(), ..claim.clone() };
         existing(trial.store().claim(&anew, Basis::Anew(&seen)).await.unwrap());
         owner = owned(trial.store().claim(&anew, Basis::Reclaim(&seen)).await.unwrap());
         existing(trial.store().claim(&anew, Basis::Reclaim(&seen)).await.unwrap());
@@ -295,7 +298,7 @@ pub async fn o29_what_failed_with_nothing_outstanding_runs_again<F: KeysFixture>
 pub async fn o4_a_key_is_used_anew_only_after_its_time<F: KeysFixture>(trial: &F) {
     let first = claim(Mode::Edge, "k", 1);
     let owner = take(trial, &first).await;
-    let anew = KeyClaim { operation_id: uuid::Uuid::now_v7(), ..first.clone() };
+    let anew = KeyClaim { operation_id: uuid::Uuid::now_v7(), owner: uuid::Uuid::now_v7(), ..first.clone() };
     let running = record(trial, &first).await;
     existing(trial.store().claim(&anew, Basis::Anew(&running)).await.unwrap());
     trial.store().finish(&owner, &completed(), &ENDED).await.unwrap();
