@@ -69,7 +69,7 @@ metrics_table! {
     INBOX_PURGED "oncebox_inbox_purged_total" Counter Count "consumer" "inbox rows that were older than the horizon and are gone";
     IN_FLIGHT "oncebox_consumer_in_flight" Gauge Count "consumer" "deliveries taken and not yet acknowledged";
     ACK_FAILURES "oncebox_acknowledge_failures_total" Counter Count "consumer" "acknowledgements that did not arrive: redelivery follows, the inbox knows";
-    EMAILS "oncebox_emails_total" Counter Count "outcome" "e-mails by outcome: sent, again, failed";
+    EMAILS "oncebox_emails_total" Counter Count "outcome" "tries of e-mails by what the e-mail was then: sent, refused, possibly-sent, waiting, dead";
     EMAILS_PENDING "oncebox_emails_pending" Gauge Count "" "e-mails not yet sent";
     IDEMPOTENCY_CLAIM "oncebox_idempotency_claim_count" Counter Count "operation" "requests that executed: the first of their key, or one whose key was free again";
     IDEMPOTENCY_REPLAY "oncebox_idempotency_replay_count" Counter Count "operation,outcome" "requests that were answered with the outcome of an earlier one";
