@@ -195,6 +195,9 @@ impl<S: Keys> Edge<S> {
                 (reached.settle(Untagged::Failed), None)
             }
         };
+        if matches!(settle, Settle::Stored | Settle::Leave) {
+            self.begin.has_ended();
+        }
         match settle {
             Settle::Stored => tell(EdgeAnswer::Answered(match progress.stored() {
                 Some(reply) => Answered::Reply { reply, replayed: false },

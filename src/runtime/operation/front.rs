@@ -121,6 +121,11 @@ impl Begin {
     pub fn ran(&self) -> Duration {
         self.entry.ran()
     }
+
+    /// The run has its end; see `Entry::leave`.
+    pub(super) fn has_ended(&self) {
+        self.entry.leave();
+    }
 }
 
 /// Where the front stands.

@@ -6,6 +6,7 @@
 //! Not here: runs of other processes, which only the store knows.
 
 use std::collections::HashMap;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -40,6 +41,7 @@ pub(super) struct Entry {
     digest: [u8; 32],
     tenant: String,
     run: Arc<Run>,
+    left: AtomicBool,
 }
 
 impl Running {
@@ -58,7 +60,13 @@ impl Running {
         let run = Arc::new(Run { principal, fingerprint, since: Instant::now(), ended: CancellationToken::new() });
         runs.by_key.insert(digest, Arc::clone(&run));
         *runs.by_tenant.entry(identity.tenant().to_owned()).or_default() += 1;
-        Some(Entry { map: self.clone(), digest, tenant: identity.tenant().to_owned(), run })
+        Some(Entry {
+            map: self.clone(),
+            digest,
+            tenant: identity.tenant().to_owned(),
+            run,
+            left: AtomicBool::new(false),
+        })
     }
 
     /// The run of a key.
@@ -86,10 +94,12 @@ impl Entry {
     pub(super) fn ran(&self) -> Duration {
         self.run.since.elapsed()
     }
-}
 
-impl Drop for Entry {
-    fn drop(&mut self) {
+    /// Gives the place up before the answer is given: whoever has the answer and asks again is not told that it runs.
+    pub(super) fn leave(&self) {
+        if self.left.swap(true, Ordering::Relaxed) {
+            return;
+        }
         let mut runs = self.map.lock();
         runs.by_key.remove(&self.digest);
         if let Some(count) = runs.by_tenant.get_mut(&self.tenant) {
@@ -100,6 +110,12 @@ impl Drop for Entry {
         }
         drop(runs);
         self.run.ended.cancel();
+    }
+}
+
+impl Drop for Entry {
+    fn drop(&mut self) {
+        self.leave();
     }
 }
 
@@ -137,7 +153,12 @@ mod tests {
         let second = enter(&map, "key-0000000000000002").unwrap();
         assert_eq!((map.of_tenant("t1"), map.of_tenant("t2")), (2, 0));
         let ended = first.run.ended.clone();
-        drop((first, second));
+        // The second call is of no effect, also on who has the place by then.
+        first.leave();
+        let again = enter(&map, "key-0000000000000001").unwrap();
+        drop(first);
+        assert!(enter(&map, "key-0000000000000001").is_none());
+        drop((again, second));
         assert!(ended.is_cancelled());
         assert_eq!((map.of_tenant("t1"), map.oldest()), (0, None));
         assert!(enter(&map, "key-0000000000000001").is_some());

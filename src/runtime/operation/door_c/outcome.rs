@@ -35,9 +35,16 @@ impl<S: Keys> Edge<S> {
         let first = tokio::time::timeout(budget, self.write(&self.owned, write.as_ref())).await;
         let until = Instant::now() + self.front.endpoint().route().lease;
         match first {
-            Ok(Ok(Fenced::Done)) => return tell(answer),
-            Ok(Ok(Fenced::LostOwnership)) if self.late(write.as_ref()).await => return tell(answer),
+            Ok(Ok(Fenced::Done)) => {
+                self.begin.has_ended();
+                return tell(answer);
+            }
+            Ok(Ok(Fenced::LostOwnership)) if self.late(write.as_ref()).await => {
+                self.begin.has_ended();
+                return tell(answer);
+            }
             Ok(Ok(Fenced::LostOwnership)) => {
+                self.begin.has_ended();
                 return tell(EdgeAnswer::Answered(self.front.problem(Code::ResultNotStored)));
             }
             Ok(Err(error)) => {
