@@ -15,7 +15,7 @@
 //!
 //! * The key comes from the metadata `idempotency-key`, or from the message's own field ([`KeyField`]); both are one key or
 //!   `INVALID_ARGUMENT`. Who asks comes from the request's extensions, where an interceptor that verified it put a
-//!   [`Scope`](crate::policy::operation::Scope), never from metadata.
+//!   [`Scope`], never from metadata.
 //! * A second call gets the stored status, message, details and metadata, and `idempotent-replayed: true`.
 //! * A call whose deadline passed, or that was cancelled, goes on in a task of its own, and the next call finds its outcome
 //!   (O27).

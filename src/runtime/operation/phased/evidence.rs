@@ -273,7 +273,7 @@ mod tests {
         let settled =
             |stored: &[StoredEvidence]| evidence(&rows(&vault, stored, "charge").expect("read")).settled(sends);
         let failure = operators("failure");
-        assert_eq!(settled(&[failure.clone()]), Some(Settled::Failed));
+        assert_eq!(settled(std::slice::from_ref(&failure)), Some(Settled::Failed));
         assert_eq!(settled(&[failure.clone(), proof.clone()]), None);
         // Judged, against the evidence.
         assert_eq!(settled(&[failure.clone(), proof.clone(), failure.clone()]), Some(Settled::Failed));
