@@ -161,9 +161,7 @@ async fn r22_whoever_waited_for_a_heartbeat_on_mariadb_sees_its_lease() {
                 store.mark_unknown(&record).await.unwrap() == Fenced::LostOwnership
             }
         });
-        let waiting = "select count(*) from information_schema.innodb_trx t join information_schema.processlist p \
-            on p.id = t.trx_mysql_thread_id where t.trx_state = 'LOCK WAIT' and p.db = database()";
-        until("it waits for the row", || async { world.store.number(waiting).await == 1 }).await;
+        database.until_waiting(1, "%for update%").await;
         let extended = "update oncebox_idempotency_request \
             set lease_until = utc_timestamp(6) + interval round(lease_seconds * 1000000) microsecond";
         oncebox::store::mysql::MySqlStore::run(&mut beat, extended).await.unwrap();
