@@ -17,6 +17,9 @@
 //! | `flock` | turns at a file between processes |
 //! | [`message`], [`policy`], [`error`] | what travels and what to decide: pure, no I/O, no clock |
 
+// What the adapters share, and what the programs do with one, has no user where none of them is built.
+#![cfg_attr(not(any(feature = "postgres", feature = "mysql", feature = "sqlite")), allow(unused))]
+
 #[cfg(feature = "programs")]
 pub mod app;
 pub mod broker;
