@@ -2,13 +2,26 @@
 //!
 //! An interceptor of tonic sees no message, so the door stands in the method, around what it does:
 //!
-//! ```ignore
-//! async fn create_payment(&self, request: Request<CreatePayment>) -> Result<Response<Payment>, Status> {
-//!     oncebox::grpc::idempotent_unary(&self.engine, &self.create_payment, request, |command, mut tx| {
-//!         Box::pin(async move { /* write through tx */ Ok(Outcome::Completed(oncebox::grpc::reply(&payment))) })
+//! ```
+//! # use oncebox::grpc::{KeyField, idempotent_unary, reply};
+//! # use oncebox::policy::operation::{IdempotentCommand, Outcome};
+//! # use oncebox::{runtime::operation::{Engine, Registered}, store::Operations};
+//! # use prost::Message;
+//! # use tonic::{Request, Response, Status};
+//! # struct Payments<S: Operations> { engine: Engine<S>, create_payment: Registered }
+//! # impl<S: Operations> Payments<S> {
+//! # async fn method<CreatePayment, Payment>(&self, request: Request<CreatePayment>) -> Result<Response<Payment>, Status>
+//! # where CreatePayment: Message + IdempotentCommand + KeyField + 'static, Payment: Message + Default {
+//! // async fn create_payment(&self, request: Request<CreatePayment>) -> Result<Response<Payment>, Status> {
+//! idempotent_unary(&self.engine, &self.create_payment, request, |command: &CreatePayment, mut tx| {
+//!     Box::pin(async move {
+//!         let _rows = tx.connection(); // what is written through it commits with the key and the answer
+//!         Ok(Outcome::Completed(reply(&Payment::default())))
 //!     })
-//!     .await
-//! }
+//! })
+//! .await
+//! # }
+//! # }
 //! ```
 //!
 //! Promises:
