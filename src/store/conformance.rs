@@ -287,6 +287,7 @@ macro_rules! store_conformance {
                 o1_a_rejection_is_remembered_without_its_effects,
                 o1_a_handler_that_ends_its_transaction_never_completes,
                 o1_an_error_that_was_swallowed_never_commits_half,
+                o1_what_was_committed_behind_an_aborted_transaction_is_never_called_undone,
                 o1_a_table_made_by_the_handler_never_splits_the_transaction,
                 o4_door_a_runs_again_what_it_may,
                 o2_an_operation_of_another_mode_is_refused_at_door_a,

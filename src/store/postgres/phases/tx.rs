@@ -144,8 +144,7 @@ impl PostgresPhaseTx {
         match statement.one(&mut self.held.tx).await.map_err(StoreError::from) {
             Ok(row) if row.try_get::<bool, _>(0)? => Ok((Proof::Same, Fenced::rows(row.try_get::<bool, _>(1)?.into()))),
             Ok(_) => Ok((Proof::Ended, Fenced::LostOwnership)),
-            Err(error) if aborted(&error) => Ok((Proof::Aborted, Fenced::LostOwnership)),
-            Err(error) => Err(error),
+            Err(error) => Ok((aborted(&mut self.held, error).await?, Fenced::LostOwnership)),
         }
     }
 
