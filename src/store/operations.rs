@@ -39,8 +39,8 @@ use crate::policy::operation::{Fingerprint, Identity, Mode, OperationName, Princ
 
 /// How long a fresh connection looks for a commit that was lost sight of (O29).
 const LOOK_AFTER: Duration = Duration::from_secs(1);
-/// How often it looks.
-const LOOK_EVERY: Duration = Duration::from_millis(50);
+/// Between the first two looks; each makes a connection, so each pause is twice the last one.
+const LOOK_AGAIN: Duration = Duration::from_millis(50);
 
 /// What a request wants to own.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -360,6 +360,10 @@ pub trait Operations: Keys + Base {
     fn begin_operation(
         &self,
         claim: &KeyClaim,
+    /// As [`Keys::find`], on a connection of its own, which is closed behind it: where a commit was lost sight of, neither the dead
+    /// connections of a pool decide, nor those who stand in line for it (O29).
+    fn find_afresh(&self, identity: &Identity) -> impl Future<Output = Result<Look, StoreError>> + Send;
+
         basis: Basis<'_>,
         patience: Duration,
     ) -> impl Future<Output = Result<Begun<Self::Operation>, StoreError>> + Send;
@@ -397,8 +401,8 @@ pub trait Operations: Keys + Base {
         }
     }
 
-    /// Looks for the record of a run whose transaction was lost sight of, for a second (O29). The record that the run began
-    /// from, unchanged, is none of its own: nothing.
+    /// Looks for the record of a run whose transaction was lost sight of, on fresh connections, for a second (O29). The record
+    /// that the run began from, unchanged, is none of its own: nothing.
     fn look_after(&self, claim: &KeyClaim, basis: Basis<'_>) -> impl Future<Output = doubt::Look> + Send {
         let before = match basis {
             Basis::New => None,
@@ -408,7 +412,7 @@ pub trait Operations: Keys + Base {
             let deadline = tokio::time::Instant::now() + LOOK_AFTER;
             let mut seen = doubt::Look::NoAnswer;
             loop {
-                match tokio::time::timeout_at(deadline, self.find(&claim.identity)).await {
+                match tokio::time::timeout_at(deadline, self.find_afresh(&claim.identity)).await {
                     Ok(Ok(Look { record: Some(record), .. })) if Some(record.epoch) == before => {
                         seen = doubt::Look::Nothing;
                     }
@@ -418,13 +422,15 @@ pub trait Operations: Keys + Base {
                     Ok(Ok(Look { record: Some(_), .. })) => return doubt::Look::Anothers,
                     // The commit may still be on its way.
                     Ok(Ok(Look { record: None, .. })) => seen = doubt::Look::Nothing,
+            let mut pause = LOOK_AGAIN;
                     Ok(Err(error)) => tracing::debug!(%error, "looking for a lost commit"),
                     Err(_) => return seen,
                 }
-                if tokio::time::Instant::now() + LOOK_EVERY >= deadline {
+                if tokio::time::Instant::now() + pause >= deadline {
                     return seen;
                 }
-                tokio::time::sleep(LOOK_EVERY).await;
+                tokio::time::sleep(pause).await;
+                pause *= 2;
             }
         }
     }

@@ -277,6 +277,13 @@ impl Operations for MySqlStore {
         let state = State::UnknownRequiresRecovery;
         match insert(INSERT, claim, state, &nobodys).run(&self.pool).await {
             Ok(_) => Ok(Fenced::Done),
+    async fn find_afresh(&self, identity: &Identity) -> Result<Look, StoreError> {
+        let mut connection = self.pool.fresh().await?;
+        let found = find(&mut connection, identity).await;
+        connection.close().await;
+        found
+    }
+
             Err(error) if number(&error) == Some(DUPLICATE) => Ok(Fenced::LostOwnership),
             Err(error) => Err(error.into()),
         }

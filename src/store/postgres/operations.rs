@@ -278,6 +278,13 @@ impl Operations for PostgresStore {
     async fn insert_unknown(&self, claim: &KeyClaim) -> Result<Fenced, StoreError> {
         let nobodys = Owned { owner: None, ..claim.owned(Basis::New) };
         let done = insert(INSERT_UNKNOWN, claim, &nobodys).run(&self.pool).await?;
+    async fn find_afresh(&self, identity: &Identity) -> Result<Look, StoreError> {
+        let mut connection = self.pool.fresh().await?;
+        let found = find(&mut connection, identity).await;
+        connection.close().await;
+        found
+    }
+
         Ok(Fenced::rows(done.rows_affected()))
     }
 

@@ -19,7 +19,7 @@ use crate::store::{self, Fenced, KeyClaim, Keys, Operations, Outcome, Owned};
 
 /// How long a commit that was lost sight of is looked for (O29).
 const LOOK_FOR: Duration = Duration::from_secs(1);
-const LOOK_EVERY: Duration = Duration::from_millis(50);
+const LOOK_EVERY: Duration = Duration::from_millis(100);
 
 /// How far a run came (O10). Cheap to clone.
 #[derive(Debug, Clone, Default)]
@@ -183,7 +183,7 @@ impl<S: Operations> Guard<S> {
     async fn is_there(&self) -> bool {
         let looks = async {
             loop {
-                let look = self.engine.store().find(&self.owned.identity).await;
+                let look = self.engine.store().find_afresh(&self.owned.identity).await;
                 let record = look.ok().and_then(|look| look.record);
                 let ours = |record: &crate::policy::operation::Record| {
                     record.epoch == self.owned.epoch && record.operation_id == self.owned.operation_id
