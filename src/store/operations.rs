@@ -445,10 +445,6 @@ pub trait OperationTx: std::fmt::Debug + Send + 'static {
     /// The sqlx database.
     type Db: Database;
 
-    /// Whether what runs on the connection after the database itself has ended the transaction (a deadlock's victim on MySQL)
-    /// waits for a COMMIT, and is not committed statement by statement.
-    const HOLDS_BACK: bool = false;
-
     /// What is owned, if this commits.
     fn owned(&self) -> &Owned;
 
@@ -470,6 +466,16 @@ pub trait OperationTx: std::fmt::Debug + Send + 'static {
     ///
     /// # Errors
     /// [`StoreError::CommitUnknown`] where the connection was lost: [`Operations::look_after`].
+    /// Where the transaction is not there any more after a failure that is nobody's, such as a deadlock by which the database
+    /// itself may have ended it: whether it is proven that nothing was committed on the connection since the claim, but what may
+    /// still be open and [`Self::rollback`] takes back. Then the unit may run again (R27).
+    ///
+    /// # Errors
+    /// Nothing is proven.
+    fn nothing_committed(&mut self) -> impl Future<Output = Result<bool, StoreError>> + Send {
+        async { Ok(false) }
+    }
+
     fn commit(self) -> impl Future<Output = Result<(), StoreError>> + Send;
 
     /// Rolls back, explicitly; an error of it closes the connection.
