@@ -101,7 +101,7 @@ impl KeyOperator for MySqlStore {
             KeyChange::Resolve { outcome, retention } => {
                 let digest = seen.identity.digest().to_vec();
                 let fence = RecordFence { digest, epoch: seen.epoch, owner: None, unknown: true };
-                finish(transaction.plain(), &fence, outcome, retention).await?
+                finish(&mut transaction, &fence, outcome, retention).await?
             }
         };
         let audit = Audit {

@@ -104,7 +104,7 @@ impl KeyOperator for PostgresStore {
             KeyChange::Resolve { outcome, retention } => {
                 let digest = seen.identity.digest().to_vec();
                 let fence = RecordFence { digest, epoch: seen.epoch, owner: None, unknown: true };
-                finish(tx.plain(), &fence, outcome, retention, None).await?
+                finish(&mut tx, &fence, outcome, retention, None).await?
             }
         };
         let audit = Audit {

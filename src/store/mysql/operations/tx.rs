@@ -113,7 +113,7 @@ async fn try_claim(
 }
 
 impl Held {
-    /// Sets the savepoint.
+    /// Sets the savepoint, and counts from there; one packet.
     pub(in crate::store::mysql) async fn new(mut transaction: Bounded<MySql>) -> Result<Self, StoreError> {
         let savepoint = savepoint_name();
         raw_sql(AssertSqlSafe(format!("{COUNT}; savepoint {savepoint}"))).run(&mut transaction).await?;
@@ -161,7 +161,7 @@ impl OperationTx for MySqlOperationTx {
         if proof != Proof::Same {
             return Ok(proof);
         }
-        Ok(match finish(self.held.transaction.plain(), &(&self.owned).into(), outcome, retention).await? {
+        Ok(match finish(&mut self.held.transaction, &(&self.owned).into(), outcome, retention).await? {
             Fenced::Done => Proof::Same,
             Fenced::LostOwnership => Proof::Ended,
         })

@@ -125,7 +125,7 @@ impl OperationTx for PostgresOperationTx {
 
     async fn complete(&mut self, outcome: &Outcome, retention: &Retention) -> Result<Proof, StoreError> {
         let token = Some(self.held.token.as_str());
-        match finish(self.held.tx.plain(), &(&self.owned).into(), outcome, retention, token).await {
+        match finish(&mut self.held.tx, &(&self.owned).into(), outcome, retention, token).await {
             Ok(Fenced::Done) => Ok(Proof::Same),
             Ok(Fenced::LostOwnership) => Ok(Proof::Ended),
             Err(error) => aborted(&mut self.held, error).await,

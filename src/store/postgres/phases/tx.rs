@@ -126,7 +126,7 @@ pub(in crate::store::postgres) async fn end_record(
     (outcome, retention): (&Outcome, &Retention),
     token: Option<&str>,
 ) -> Result<(), StoreError> {
-    if finish(tx.plain(), record, outcome, retention, token).await? != Fenced::Done {
+    if finish(tx, record, outcome, retention, token).await? != Fenced::Done {
         return Err(no_record(operation_id));
     }
     // One time for both, though each statement has read the clock (O3).
