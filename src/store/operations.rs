@@ -25,6 +25,7 @@ pub(super) mod stored;
 use std::future::Future;
 use std::time::Duration;
 
+use sha2::{Digest, Sha256};
 use sqlx::Database;
 use uuid::Uuid;
 
@@ -39,8 +40,8 @@ use crate::policy::operation::{Fingerprint, Identity, Mode, OperationName, Princ
 
 /// How long a fresh connection looks for a commit that was lost sight of (O29).
 const LOOK_AFTER: Duration = Duration::from_secs(1);
-/// How often it looks.
-const LOOK_EVERY: Duration = Duration::from_millis(50);
+/// Between the first two looks; each makes a connection, so each pause is twice the last one.
+const LOOK_AGAIN: Duration = Duration::from_millis(50);
 
 /// What a request wants to own.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -57,7 +58,7 @@ pub struct KeyClaim {
     /// The identity of the run, if the record is new or used anew; else the record keeps its own.
     pub operation_id: Uuid,
     /// The token of the owner, if this claim succeeds: made before it is sent, so that a claim whose answer was lost can still
-    /// be released. A new one for each claim.
+    /// be released. A new one for each claim: [`Self::new_owner`].
     pub owner: Uuid,
     /// How long it is owned without a heartbeat; meaningless in mode `same_tx`, which has no lease. In mode `phased` it is the
     /// operation's.
@@ -239,6 +240,15 @@ pub struct OperationStats {
 }
 
 impl KeyClaim {
+    /// A token for [`Self::owner`]: 128 random bits (O25), of two UUIDs v7, whose 148 nobody can guess.
+    #[must_use]
+    pub fn new_owner() -> Uuid {
+        let chance = Sha256::new().chain_update(Uuid::now_v7()).chain_update(Uuid::now_v7()).finalize();
+        let mut bytes = [0; 16];
+        bytes.copy_from_slice(&chance[..16]);
+        Uuid::from_bytes(bytes)
+    }
+
     /// What this claim owns if it succeeds on a basis.
     #[must_use]
     pub fn owned(&self, basis: Basis<'_>) -> Owned {
@@ -292,7 +302,8 @@ pub trait Keys: Clone + std::fmt::Debug + Send + Sync + 'static {
         retention: &Retention,
     ) -> impl Future<Output = Result<Fenced, StoreError>> + Send;
 
-    /// Takes the claim away: nothing happened, and nothing is to be remembered. Only while it is IN_PROGRESS and ours.
+    /// Takes the claim away: nothing happened, and nothing is to be remembered. Only while it is IN_PROGRESS and ours. Of a claim
+    /// whose answer was lost, [`KeyClaim::owned`] says enough.
     fn release(&self, owned: &Owned) -> impl Future<Output = Result<Fenced, StoreError>> + Send;
 
     /// Makes a claim UNKNOWN whose outcome was lost sight of: of mode `edge` once its lease is over (O11), of mode `same_tx` at
@@ -349,6 +360,10 @@ pub trait Operations: Keys + Base {
         connection: &mut <Self::Db as Database>::Connection,
     ) -> impl Future<Output = Result<(), StoreError>> + Send;
 
+    /// As [`Keys::find`], on a connection of its own, which is closed behind it: where a commit was lost sight of, neither the dead
+    /// connections of a pool decide, nor those who stand in line for it (O29).
+    fn find_afresh(&self, identity: &Identity) -> impl Future<Output = Result<Look, StoreError>> + Send;
+
     /// Writes the record of a run as UNKNOWN where there is none (O1). [`Fenced::LostOwnership`] where there is one: look again.
     fn insert_unknown(&self, claim: &KeyClaim) -> impl Future<Output = Result<Fenced, StoreError>> + Send;
 
@@ -397,8 +412,8 @@ pub trait Operations: Keys + Base {
         }
     }
 
-    /// Looks for the record of a run whose transaction was lost sight of, for a second (O29). The record that the run began
-    /// from, unchanged, is none of its own: nothing.
+    /// Looks for the record of a run whose transaction was lost sight of, on fresh connections, for a second (O29). The record
+    /// that the run began from, unchanged, is none of its own: nothing.
     fn look_after(&self, claim: &KeyClaim, basis: Basis<'_>) -> impl Future<Output = doubt::Look> + Send {
         let before = match basis {
             Basis::New => None,
@@ -407,8 +422,9 @@ pub trait Operations: Keys + Base {
         async move {
             let deadline = tokio::time::Instant::now() + LOOK_AFTER;
             let mut seen = doubt::Look::NoAnswer;
+            let mut pause = LOOK_AGAIN;
             loop {
-                match tokio::time::timeout_at(deadline, self.find(&claim.identity)).await {
+                match tokio::time::timeout_at(deadline, self.find_afresh(&claim.identity)).await {
                     Ok(Ok(Look { record: Some(record), .. })) if Some(record.epoch) == before => {
                         seen = doubt::Look::Nothing;
                     }
@@ -421,10 +437,11 @@ pub trait Operations: Keys + Base {
                     Ok(Err(error)) => tracing::debug!(%error, "looking for a lost commit"),
                     Err(_) => return seen,
                 }
-                if tokio::time::Instant::now() + LOOK_EVERY >= deadline {
+                if tokio::time::Instant::now() + pause >= deadline {
                     return seen;
                 }
-                tokio::time::sleep(LOOK_EVERY).await;
+                tokio::time::sleep(pause).await;
+                pause *= 2;
             }
         }
     }
@@ -439,10 +456,6 @@ pub trait OperationTx: std::fmt::Debug + Send + 'static {
     /// The sqlx database.
     type Db: Database;
 
-    /// Whether what runs on the connection after the database itself has ended the transaction (a deadlock's victim on MySQL)
-    /// waits for a COMMIT, and is not committed statement by statement.
-    const HOLDS_BACK: bool = false;
-
     /// What is owned, if this commits.
     fn owned(&self) -> &Owned;
 
@@ -452,6 +465,16 @@ pub trait OperationTx: std::fmt::Debug + Send + 'static {
     /// Takes back all effects since the claim, which stays: for a rejection that is to be remembered (pitfall 18). It also
     /// mends a transaction that a swallowed error aborted.
     fn undo_effects(&mut self) -> impl Future<Output = Result<Proof, StoreError>> + Send;
+
+    /// Where the transaction is not there any more after a failure that is nobody's, such as a deadlock by which the database
+    /// itself may have ended it: whether it is proven that nothing was committed on the connection since the claim, but what may
+    /// still be open and [`Self::rollback`] takes back. Then the unit may run again (R27).
+    ///
+    /// # Errors
+    /// Nothing is proven.
+    fn nothing_committed(&mut self) -> impl Future<Output = Result<bool, StoreError>> + Send {
+        async { Ok(false) }
+    }
 
     /// Writes the outcome and keeps the answer. Once; after it, commit.
     fn complete(

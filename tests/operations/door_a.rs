@@ -18,6 +18,7 @@ on_all! {
     o1_a_handler_that_commits_leaves_unknown_and_never_runs_again,
     o1_a_handler_that_rolls_back_and_goes_on_leaves_unknown_and_never_runs_again,
     o1_a_handler_that_goes_on_outside_and_then_fails_is_found_out_too,
+    o1_a_handler_that_hides_what_it_committed_behind_an_aborted_transaction_is_found_out,
     o1_m71_a_binding_rejection_is_replayed_without_its_effects,
     o1_a_run_of_an_old_record_that_ended_its_transaction_is_unknown_too,
     o2_a_committed_claim_is_never_taken_over,
@@ -122,6 +123,36 @@ async fn o1_a_handler_that_rolls_back_and_goes_on_leaves_unknown_and_never_runs_
 async fn o1_a_handler_that_goes_on_outside_and_then_fails_is_found_out_too<S: Sql>(world: World<S>) {
     let statements = &["rollback", "insert into effect (text) values ('out')"];
     is_unknown_for_ever(world, statements, true, 0).await;
+}
+
+// Shown by: taking an aborted transaction for ours without asking for the savepoint: 503, and two effects.
+async fn o1_a_handler_that_hides_what_it_committed_behind_an_aborted_transaction_is_found_out<S: Sql>(world: World<S>) {
+    let statements = &["rollback", "insert into effect (text) values ('out')", "begin"];
+    let endpoint = world.protect(same_tx());
+    let calls = Arc::new(AtomicU32::new(0));
+    let hides = || {
+        let calls = calls.clone();
+        does::<S, _>(move |_: &Put, mut tx: EffectTx<'_, S>| {
+            let calls = calls.clone();
+            Box::pin(async move {
+                calls.fetch_add(1, Ordering::SeqCst);
+                for statement in statements {
+                    S::run(tx.connection(), statement).await?;
+                }
+                let _ = S::run(tx.connection(), "insert into no_such_table (a) values (1)").await;
+                Ok(Outcome::Completed(Reply::new(201)))
+            })
+        })
+    };
+    let asked = run(&world, &endpoint, K1, "a", hides()).await;
+    if S::NOTHING_ESCAPES {
+        problem(asked, Code::CommitUnknown);
+        assert_eq!(world.effects().await, 0);
+        return;
+    }
+    problem(asked, Code::TransactionEnded);
+    problem(run(&world, &endpoint, K1, "a", hides()).await, Code::OutcomeUnknown);
+    assert_eq!((world.effects().await, calls.load(Ordering::SeqCst)), (1, 1), "it ran once");
 }
 
 // Shown by: taking the record that the run began from for another run's, or for its outcome: it runs again beside its effect.

@@ -130,6 +130,13 @@ impl<S: Sql> World<S> {
         Self { engine: Engine::builder(store.clone()).build(), store, ..self.clone() }
     }
 
+    /// The same service with another definition of the operation, as its next version is deployed.
+    pub(crate) fn deployed(&self, endpoint: Endpoint) -> (Self, Registered) {
+        let next = self.another_process();
+        let registered = next.engine.protect(endpoint).unwrap();
+        (next, registered)
+    }
+
     pub(crate) fn protect(&self, route: Route) -> Registered {
         self.engine.protect(Endpoint::typed::<Put>(route)).unwrap()
     }

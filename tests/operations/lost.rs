@@ -1,88 +1,280 @@
-//! Deadlocks, lost commits, and a store that is away (O1, O29, M60, M75, R27).
+//! Deadlocks, lost commits, and a store that is away (O1, O29, M60, M75, R27, R28).
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
-use oncebox::policy::operation::{Code, Keyring, Mode, Outcome, Route};
-use oncebox::runtime::operation::{Answered, EffectTx, Reply};
-use oncebox::store::postgres::PostgresStore;
-use oncebox::store::{Base, Basis, Claimed, Fenced, KeyClaim, Keys, StoreOptions};
+use oncebox::HandlerError;
+use oncebox::policy::operation::{Code, Keyring, Mode, Outcome, Route, State};
+use oncebox::runtime::operation::{
+    Answered, Asking, EdgeAnswer, EffectTx, Ended, Endpoint, Engine, Kept, Registered, Reply,
+};
+use oncebox::store::{Basis, Claimed, Fenced, KeyClaim, Keys, StoreOptions};
 use tokio::sync::Barrier;
 
 use super::kit::*;
 use super::proxy::{Failure, Proxy, When};
 
-/// A world on PostgreSQL, and the same database behind a network that can fail.
-async fn behind<F: Future<Output = ()> + Send + 'static>(
-    test: &str,
-    body: impl FnOnce(World<PostgresStore>, World<PostgresStore>, Proxy) -> F + Send + 'static,
-) {
-    crate::postgres::with_database(test, |database| async move {
-        let direct = World::on(database.store.clone(), &database.url).await;
-        let proxy = Proxy::before(&database.url, "sslmode=disable");
-        let options = StoreOptions {
-            answer_timeout: Some(Duration::from_secs(2)),
-            connections_max: 4,
-            ..StoreOptions::new(proxy.url.clone())
-        };
-        let store = PostgresStore::connect(&options).await.unwrap();
-        let through = World {
-            engine: oncebox::runtime::operation::Engine::builder(store.clone()).build(),
-            store,
-            ..direct.clone()
-        };
-        body(direct, through, proxy).await;
-    })
-    .await;
+/// The same database behind a network that can fail, through a pool of two connections.
+async fn through<S: Sql>(direct: &World<S>, clear: &str) -> (World<S>, Proxy) {
+    let proxy = Proxy::before(&direct.url, clear);
+    let options = StoreOptions {
+        answer_timeout: Some(Duration::from_secs(2)),
+        connections_max: 2,
+        ..StoreOptions::new(proxy.url.clone())
+    };
+    let store = S::connect(&options).await.unwrap();
+    (World { engine: Engine::builder(store.clone()).build(), store, ..direct.clone() }, proxy)
+}
+
+/// Runs each test on PostgreSQL and on MariaDB, each behind a proxy.
+macro_rules! behind_a_network {
+    ($($name:ident),* $(,)?) => {
+        mod postgres {
+            $(
+                #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+                async fn $name() {
+                    crate::postgres::with_database(stringify!($name), |database| async move {
+                        let direct = crate::kit::World::on(database.store.clone(), &database.url).await;
+                        let (through, proxy) = super::through(&direct, "sslmode=disable").await;
+                        super::$name(direct, through, proxy).await;
+                    })
+                    .await;
+                }
+            )*
+        }
+        mod mariadb {
+            $(
+                #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+                async fn $name() {
+                    let Some(database) = crate::mysql::Db::new(stringify!($name)).await else { return };
+                    let direct = crate::kit::World::on(database.store.clone(), &database.url).await;
+                    let (through, proxy) = super::through(&direct, "ssl-mode=DISABLED").await;
+                    super::$name(direct, through, proxy).await;
+                }
+            )*
+        }
+    };
+}
+
+behind_a_network! {
+    o29_a_commit_that_was_lost_sight_of_is_found_out,
+    o29_a_commit_is_looked_for_beside_a_pool_that_gives_nothing,
+    o29_a_guards_commit_that_was_lost_sight_of_is_found_out,
+    r28_an_outcome_that_is_not_answered_ends_in_time,
+    m60_m75_while_the_store_is_away_nothing_runs_and_no_key_is_burnt,
 }
 
 // Shown by: answering 503 without a look; answering the reply without a look (then the second case lies).
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn o29_a_commit_that_was_lost_sight_of_is_found_out() {
-    behind("o29_a_commit_that_was_lost", |direct, through, proxy| async move {
-        let endpoint = through.protect(same_tx());
-        for (when, key) in [(When::BeforeAnswer, K1), (When::BeforeRequest, K2)] {
-            let gate = Gate::open();
-            proxy.fail_at("insert into effect", "COMMIT", 0, when, Failure::Cut);
-            let answered = run(&through, &endpoint, key, key, effect(&gate)).await;
-            assert!(proxy.has_failed(), "it was cut");
-            match when {
-                // It arrived: the look finds it, and the client never knows.
-                When::BeforeAnswer => drop(first(answered)),
-                When::BeforeRequest => {
-                    assert!(problem(answered, Code::CommitUnknown).code.retryable());
-                    first(run(&through, &endpoint, key, key, effect(&gate)).await);
+async fn o29_a_commit_that_was_lost_sight_of_is_found_out<S: Sql>(direct: World<S>, through: World<S>, proxy: Proxy) {
+    let endpoint = through.protect(same_tx());
+    for (when, key) in [(When::BeforeAnswer, K1), (When::BeforeRequest, K2)] {
+        let gate = Gate::open();
+        proxy.fail_at("insert into effect", "COMMIT", 0, when, Failure::Cut);
+        let answered = run(&through, &endpoint, key, key, effect(&gate)).await;
+        assert!(proxy.has_failed(), "it was cut");
+        match when {
+            // It arrived: the look finds it, and the client never knows.
+            When::BeforeAnswer => drop(first(answered)),
+            When::BeforeRequest => {
+                assert!(problem(answered, Code::CommitUnknown).code.retryable());
+                first(run(&through, &endpoint, key, key, effect(&gate)).await);
+            }
+        }
+        replayed(run(&through, &endpoint, key, key, effect(&gate)).await);
+        let effects = direct.store.number(&format!("select count(*) from effect where text = '{key}'")).await;
+        assert_eq!(effects, 1, "{when:?}");
+    }
+}
+
+// Shown by: looking through the pool: 503 for what was committed.
+async fn o29_a_commit_is_looked_for_beside_a_pool_that_gives_nothing<S: Sql>(
+    direct: World<S>,
+    through: World<S>,
+    proxy: Proxy,
+) {
+    let endpoint = through.protect(same_tx());
+    let gate = Gate::closed();
+    proxy.fail_at("insert into effect", "COMMIT", 0, When::BeforeAnswer, Failure::Cut);
+    let asking = tokio::spawn({
+        let (through, gate) = (through.clone(), gate.clone());
+        async move { run(&through, &endpoint, K1, "a", effect(&gate)).await }
+    });
+    gate.begun().await;
+    // One of the two connections is the operation's; somebody has the other, and somebody else is the next in line.
+    let _held = through.store.pool().acquire().await.unwrap();
+    let mut next = std::pin::pin!(through.store.pool().acquire());
+    assert!(futures::poll!(next.as_mut()).is_pending());
+    gate.let_go();
+    first(asking.await.unwrap());
+    assert!(proxy.has_failed(), "it was cut");
+    assert_eq!((gate.calls(), direct.effects().await), (1, 1));
+}
+
+/// A bridged handler on a connection of the pool.
+async fn guarded<S: Sql>(world: &World<S>, endpoint: &Registered, text: &'static str) -> EdgeAnswer<()> {
+    let asking = Asking { scope: Some(scope("t1", "p1")), key: key(K1), command: Arc::new(put(text)) };
+    let store = world.store.clone();
+    let run = move |guard: Option<oncebox::runtime::operation::Guard<S>>| async move {
+        let tx = store.tx(&format!("insert into effect (text) values ('{text}')")).await;
+        let reply = guard.unwrap().commit(tx, Reply::new(201)).await.unwrap_or_else(|error| {
+            // What the layer makes of it is its own; this is what the handler said.
+            Reply { body: error.to_string().into_bytes(), ..Reply::new(500) }
+        });
+        Ended { tag: None, kept: Kept::Whole(reply), answer: () }
+    };
+    world.engine.execute_edge(endpoint, asking, run).await
+}
+
+fn bridged() -> Route {
+    Route {
+        lease: Duration::from_secs(6),
+        timeout: Duration::from_secs(4),
+        completion_budget: Duration::from_secs(1),
+        ..Route::new(Mode::Bridged)
+    }
+}
+
+fn answered(answer: EdgeAnswer<()>) -> Answered {
+    let EdgeAnswer::Answered(answered) = answer else { panic!("the engine answers: {answer:?}") };
+    answered
+}
+
+// Shown by: taking a commit whose answer was lost for none (the first case is a failure), and for one (the second lies).
+async fn o29_a_guards_commit_that_was_lost_sight_of_is_found_out<S: Sql>(
+    direct: World<S>,
+    through: World<S>,
+    proxy: Proxy,
+) {
+    let endpoint = through.engine.protect(Endpoint::typed::<Put>(bridged())).unwrap();
+    proxy.fail_at("insert into effect", "COMMIT", 0, When::BeforeRequest, Failure::Cut);
+    problem(answered(guarded(&through, &endpoint, "a").await), Code::CommitUnknown);
+    assert!(proxy.has_failed(), "it was cut");
+    assert_eq!(direct.effects().await, 0);
+    assert_eq!(
+        direct.record("t1", K1).await.unwrap().state,
+        State::InProgress,
+        "the claim stands until its lease ends"
+    );
+    // Taken over then, and its commit arrives, unheard.
+    let mut armed = false;
+    until("the guarded claim is taken over", || {
+        if !std::mem::replace(&mut armed, true) {
+            proxy.fail_at("insert into effect", "COMMIT", 0, When::BeforeAnswer, Failure::Cut);
+        }
+        async {
+            match answered(guarded(&through, &endpoint, "a").await) {
+                Answered::Reply { reply, replayed } => {
+                    assert_eq!((reply.status, replayed), (201, false), "the look finds it");
+                    true
+                }
+                Answered::Problem(busy) => {
+                    assert_eq!(busy.code, Code::InProgress);
+                    false
                 }
             }
-            replayed(run(&through, &endpoint, key, key, effect(&gate)).await);
-            let effects = direct.store.number(&format!("select count(*) from effect where text = '{key}'")).await;
-            assert_eq!(effects, 1, "{when:?}");
         }
     })
     .await;
+    assert!(proxy.has_failed(), "it was cut");
+    replayed(answered(guarded(&through, &endpoint, "a").await));
+    assert_eq!(direct.effects().await, 1);
+}
+
+// Shown by: writing the outcome on the plain connection, where nothing bounds an answer: door A and the handler of door C hang.
+async fn r28_an_outcome_that_is_not_answered_ends_in_time<S: Sql>(direct: World<S>, through: World<S>, proxy: Proxy) {
+    let outcome = if S::NAME == "postgres" { "with done as" } else { "update oncebox_idempotency_request set state" };
+    let endpoint = through.protect(same_tx());
+    let gate = Gate::open();
+    proxy.fail_at("insert into effect", outcome, 0, When::BeforeRequest, Failure::Silence);
+    let asked = tokio::time::timeout(SOON, run(&through, &endpoint, K2, "a", effect(&gate))).await;
+    problem(asked.expect("it is answered"), Code::StoreUnavailable);
+    assert!(proxy.has_failed(), "it fell silent");
+    until("nobody holds the key any more", || async {
+        matches!(run(&through, &endpoint, K2, "a", effect(&gate)).await, Answered::Reply { .. })
+    })
+    .await;
+    assert_eq!(direct.effects().await, 1);
+
+    let other = through.another_process();
+    let endpoint = other.engine.protect(Endpoint::typed::<Put>(bridged())).unwrap();
+    proxy.fail_at("insert into effect", "release savepoint", 0, When::BeforeRequest, Failure::Silence);
+    let EdgeAnswer::Ran { .. } = guarded(&other, &endpoint, "b").await else { panic!("the handler has ended") };
+    assert!(proxy.has_failed(), "it fell silent");
+    assert_eq!(direct.effects().await, 1);
+    assert_eq!(direct.record("t1", K1).await.unwrap().state, State::FailedRetryable, "it committed nothing");
 }
 
 // Shown by: running the handler where the key cannot be looked for (fail open); a key that is burnt by it.
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn m60_m75_while_the_store_is_away_nothing_runs_and_no_key_is_burnt() {
-    behind("m60_while_the_store_is_away", |direct, through, proxy| async move {
-        let endpoint = through.protect(same_tx());
-        let gate = Gate::open();
-        proxy.fails(Failure::Cut);
-        for _ in 0..3 {
-            let away = problem(run(&through, &endpoint, K1, "a", effect(&gate)).await, Code::StoreUnavailable);
-            assert!(away.retry_after.is_some() && away.status == 503);
-        }
-        assert_eq!(gate.calls(), 0, "the handler did not run");
-        proxy.works();
-        until("it is back", || async {
-            matches!(run(&through, &endpoint, K1, "a", effect(&gate)).await, Answered::Reply { .. })
-        })
-        .await;
-        assert_eq!((gate.calls(), direct.effects().await), (1, 1));
+async fn m60_m75_while_the_store_is_away_nothing_runs_and_no_key_is_burnt<S: Sql>(
+    direct: World<S>,
+    through: World<S>,
+    proxy: Proxy,
+) {
+    let endpoint = through.protect(same_tx());
+    let gate = Gate::open();
+    proxy.fails(Failure::Cut);
+    for _ in 0..3 {
+        let away = problem(run(&through, &endpoint, K1, "a", effect(&gate)).await, Code::StoreUnavailable);
+        assert!(away.retry_after.is_some() && away.status == 503);
+    }
+    assert_eq!(gate.calls(), 0, "the handler did not run");
+    proxy.works();
+    until("it is back", || async {
+        matches!(run(&through, &endpoint, K1, "a", effect(&gate)).await, Answered::Reply { .. })
     })
     .await;
+    assert_eq!((gate.calls(), direct.effects().await), (1, 1));
+}
+
+/// Runs these, swallowing every error, then fails as a deadlock does.
+fn deadlocks_after<S: Sql>(statements: &'static [&'static str], calls: &Arc<AtomicU32>) -> impl Does<S> + use<S> {
+    let calls = calls.clone();
+    does::<S, _>(move |_: &Put, mut tx: EffectTx<'_, S>| {
+        let calls = calls.clone();
+        Box::pin(async move {
+            if calls.fetch_add(1, Ordering::SeqCst) > 0 {
+                return Ok(Outcome::Completed(Reply::new(201)));
+            }
+            for statement in statements {
+                let _ = S::run(tx.connection(), statement).await;
+            }
+            Err(HandlerError::nobodys("1213: deadlock found when trying to get lock"))
+        })
+    })
+}
+
+// Shown by: running again where the savepoint is gone and no record is there: two effects.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn o1_r27_a_deadlock_runs_again_only_where_nothing_was_committed_on_mariadb() {
+    let Some(database) = crate::mysql::Db::new("o1_r27_a_deadlock_runs_again_only").await else { return };
+    let world = World::on(database.store.clone(), &database.url).await;
+    world.store.exec("create procedure commits() begin commit; end").await;
+    let endpoint = world.protect(same_tx());
+    const WRITE: &str = "insert into effect (text) values ('out')";
+    let cases: [(&'static [&'static str], bool); 8] = [
+        (&["rollback"], true),
+        (&["rollback", WRITE], true),
+        (&["rollback", WRITE, "savepoint mine", WRITE, "rollback to mine", "rollback"], true),
+        (&["rollback", WRITE, "commit"], false),
+        (&["rollback", WRITE, "begin"], false),
+        (&["rollback", WRITE, "create table if not exists made (a int)"], false),
+        (&["rollback", WRITE, "call commits()"], false),
+        (&["rollback", "set session autocommit = 1", WRITE], false),
+    ];
+    for (number, (statements, again)) in cases.into_iter().enumerate() {
+        world.store.exec("delete from effect").await;
+        let (key, calls) = (format!("{K1}-{number}"), Arc::new(AtomicU32::new(0)));
+        let answered = run(&world, &endpoint, &key, "a", deadlocks_after(statements, &calls)).await;
+        if again {
+            first(answered);
+            assert_eq!((calls.load(Ordering::SeqCst), world.effects().await), (2, 0), "{statements:?}");
+        } else {
+            problem(answered, Code::TransactionEnded);
+            assert_eq!((calls.load(Ordering::SeqCst), world.effects().await), (1, 1), "{statements:?}");
+            assert_eq!(world.record("t1", &key).await.unwrap().state, State::UnknownRequiresRecovery);
+        }
+    }
 }
 
 // Shown by: answering 500 to a deadlock; running one of the two twice without rolling back.

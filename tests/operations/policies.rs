@@ -106,15 +106,15 @@ async fn o3_a_known_outcome_expires_and_an_unknown_one_does_not<S: Sql>(world: W
 // Shown by: writing today's version into an old answer; lifting it where no step is given.
 async fn m66_m117_an_answer_outlives_a_change_of_its_schema<S: Sql>(world: World<S>) {
     let gate = Gate::open();
-    let old = world.engine.protect(Endpoint::typed::<Put>(same_tx()).schema_version(2)).unwrap();
+    let (world, old) = world.deployed(Endpoint::typed::<Put>(same_tx()).schema_version(2));
     let one = first(run(&world, &old, K1, "a", effect(&gate)).await);
-    let exact = world.engine.protect(Endpoint::typed::<Put>(same_tx()).schema_version(3)).unwrap();
+    let (world, exact) = world.deployed(Endpoint::typed::<Put>(same_tx()).schema_version(3));
     assert_eq!(replayed(run(&world, &exact, K1, "a", effect(&gate)).await).body, one.body);
     let lifted = Endpoint::typed::<Put>(same_tx()).schema_version(3).upcast(2, |mut reply| {
         reply.body = b"{\"v\":3}".to_vec();
         reply
     });
-    let lifted = world.engine.protect(lifted).unwrap();
+    let (world, lifted) = world.deployed(lifted);
     assert_eq!(replayed(run(&world, &lifted, K1, "a", effect(&gate)).await).body, b"{\"v\":3}");
     assert_eq!(gate.calls(), 1);
 }
@@ -139,17 +139,17 @@ async fn m63_m68_what_is_not_kept_is_referred_to_rebuilt_or_said_to_be_gone<S: S
     first(run(&world, &plain, K1, "a", keeps(&gate, Keep::Nothing)).await);
     let gone = problem(run(&world, &plain, K1, "a", keeps(&gate, Keep::Nothing)).await, Code::ResultNotRetained);
     assert_eq!(gone.resource, None);
-    let refers = world.protect(Route { replay: Replay::Reference, ..same_tx() });
-    first(run(&world, &refers, K2, "a", keeps(&gate, Keep::Reference)).await);
-    let again = replayed(run(&world, &refers, K2, "a", keeps(&gate, Keep::Reference)).await);
+    let (next, refers) = world.deployed(Endpoint::typed::<Put>(Route { replay: Replay::Reference, ..same_tx() }));
+    first(run(&next, &refers, K2, "a", keeps(&gate, Keep::Reference)).await);
+    let again = replayed(run(&next, &refers, K2, "a", keeps(&gate, Keep::Reference)).await);
     assert_eq!((again.status, again.headers), (303, vec![("location".to_owned(), b"/effects/7".to_vec())]));
     let named = problem(run(&world, &plain, K2, "a", keeps(&gate, Keep::Reference)).await, Code::ResultNotRetained);
     assert_eq!(named.resource.unwrap().id, "7");
     let rebuilt = Endpoint::typed::<Put>(Route { replay: Replay::Reconstruct, ..same_tx() })
         .rebuilt_by(|record| Box::pin(async move { Ok(Reply::json(200, &record.operation_id)?) }));
-    let rebuilt = world.engine.protect(rebuilt).unwrap();
+    let (next, rebuilt) = world.deployed(rebuilt);
     let id = world.record("t1", K1).await.unwrap().operation_id;
-    let again = replayed(run(&world, &rebuilt, K1, "a", keeps(&gate, Keep::Nothing)).await);
+    let again = replayed(run(&next, &rebuilt, K1, "a", keeps(&gate, Keep::Nothing)).await);
     assert_eq!(again.body, serde_json::to_vec(&id).unwrap());
     assert_eq!((gate.calls(), world.effects().await), (2, 2));
     let wrong = world.engine.protect(Endpoint::typed::<Put>(Route { replay: Replay::Reconstruct, ..same_tx() }));
@@ -165,11 +165,11 @@ async fn m17_without_a_key_the_server_makes_one_where_it_is_optional<S: Sql>(wor
     let two = first(asks(Some(scope("t1", "p1"))).await);
     assert_ne!(one.body, two.body);
     assert_eq!((gate.calls(), world.effects().await), (2, 2));
-    let required = world.protect(same_tx());
+    let (next, required) = world.deployed(Endpoint::typed::<Put>(same_tx()));
     let missing =
-        world.engine.execute_tx(&required, Some(scope("t1", "p1")), KeyGiven::Missing, put("a"), effect(&gate));
+        next.engine.execute_tx(&required, Some(scope("t1", "p1")), KeyGiven::Missing, put("a"), effect(&gate));
     problem(missing.await, Code::KeyRequired);
-    let unscoped = world.engine.execute_tx(&required, None, key(K1), put("a"), effect(&gate)).await;
+    let unscoped = next.engine.execute_tx(&required, None, key(K1), put("a"), effect(&gate)).await;
     problem(unscoped, Code::ScopeRequired);
     assert_eq!(gate.calls(), 2);
 }
@@ -262,11 +262,11 @@ async fn o21_m24_a_new_version_of_the_fingerprint_reads_the_old_one<S: Sql>(worl
     let gate = Gate::open();
     let old = world.protect(same_tx());
     let one = first(run(&world, &old, K1, "a", effect(&gate)).await);
-    let endpoint = world.engine.protect(Endpoint::typed::<Newer>(same_tx())).unwrap();
+    let (next, endpoint) = world.deployed(Endpoint::typed::<Newer>(same_tx()));
     let asks = |key_text: &'static str, text: &'static str| {
         let handler =
             newer::<S, _>(|_: &Newer, _: EffectTx<'_, S>| Box::pin(async { Ok(Outcome::Completed(Reply::new(201))) }));
-        world.engine.execute_tx(&endpoint, Some(scope("t1", "p1")), key(key_text), Newer(put(text)), handler)
+        next.engine.execute_tx(&endpoint, Some(scope("t1", "p1")), key(key_text), Newer(put(text)), handler)
     };
     assert_eq!(replayed(asks(K1, "a").await).body, one.body);
     problem(asks(K1, "b").await, Code::KeyReused);
@@ -290,6 +290,31 @@ async fn m4_choices_that_cannot_keep_the_promise_are_refused_when_they_are_regis
     let asks = Route { reconciles: true, ..Route::new(Mode::Edge) };
     assert!(matches!(protect(typed(asks)), Err(EndpointError::Reconcile)));
     assert!(protect(typed(same_tx())).is_ok());
+}
+
+// Shown by: pushing whatever comes: two definitions of one name, which share keys and the shorter lifetime.
+#[tokio::test]
+async fn m4_two_operations_of_one_name_are_refused_unless_they_are_one() {
+    let world = sqlite().await;
+    let protect = |endpoint: Endpoint| world.engine.protect(endpoint);
+    let put = || Endpoint::typed::<Put>(same_tx());
+    let there = protect(put().served_at("PUT", "/put")).unwrap();
+    protect(put().served_at("POST", "/put/again")).expect("one operation at two places");
+    assert_eq!(world.engine.protected().len(), 2);
+    let longer = Retention { metadata: Duration::from_secs(900 * 86_400), ..same_tx().retention };
+    for other in [
+        Endpoint::typed::<Put>(Route { retention: longer, ..same_tx() }),
+        Endpoint::raw("put", same_tx()),
+        put().schema_version(2),
+        put().keeps_header("x-other"),
+        put().counts_header("x-other"),
+        put().upcast(1, |reply| reply),
+    ] {
+        let refused = protect(other).expect_err("another definition");
+        assert!(matches!(&refused, EndpointError::Twice(name) if name == there.operation()), "{refused}");
+    }
+    protect(Endpoint::raw("other", same_tx())).expect("another name");
+    assert_eq!(world.engine.protected().len(), 3);
 }
 
 // Shown by: describing the route by hand.

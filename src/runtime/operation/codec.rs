@@ -22,7 +22,7 @@ use crate::store::{Answer, AnswerBody, KeptBody};
 pub use seal::{SealError, Sealer};
 
 /// What is kept of the answers of one operation.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Keeping {
     pub(super) headers: Vec<String>,
     pub(super) redact: Vec<String>,

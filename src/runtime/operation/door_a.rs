@@ -287,7 +287,7 @@ where
     /// Rolls back a transaction that is shown to hold the claim; none: nothing happened.
     ///
     /// `nobodys`: the handler failed with what is nobody's fault, such as a deadlock, by which the database itself may have
-    /// ended the transaction (R27). Where nothing can have been committed after it, that burns no key.
+    /// ended the transaction (R27). Where the store proves that nothing was committed, that burns no key.
     async fn roll_back(&self, begin: &Begin, mut tx: S::Operation, nobodys: bool) -> Option<Tried> {
         let budget = self.front.endpoint().route().completion_budget;
         match tokio::time::timeout(budget, tx.undo_effects()).await {
@@ -298,21 +298,26 @@ where
                 }
                 None
             }
-            Ok(Ok(proof)) if nobodys && (proof == Proof::Aborted || S::Operation::HOLDS_BACK) => {
-                if let Err(error) = tx.rollback().await {
-                    tracing::debug!(%error, "a rollback was not answered");
+            Ok(Ok(proof)) => {
+                if nobodys && self.is_undone(&mut tx).await {
+                    if let Err(error) = tx.rollback().await {
+                        tracing::debug!(%error, "a rollback was not answered");
+                    }
+                    return None;
                 }
-                let look = self.front.engine().store().look_after(&begin.claim, begin.basis()).await;
-                match look {
-                    Look::Nothing => None,
-                    _ => Some(self.follow(begin, Doubt::TokenGone { nothing_ran_after: false }, look, None).await),
-                }
+                Some(self.doubt(begin, tx, proof).await)
             }
-            Ok(Ok(proof)) => Some(self.doubt(begin, tx, proof).await),
             // Dropped: closed, and rolled back by the server.
             Ok(Err(error)) => Some(Tried::Again("execute", error)),
             Err(_) => None,
         }
+    }
+
+    async fn is_undone(&self, tx: &mut S::Operation) -> bool {
+        tx.nothing_committed().await.unwrap_or_else(|error| {
+            tracing::debug!(%error, "what a connection has committed could not be asked");
+            false
+        })
     }
 
     async fn doubt(&self, begin: &Begin, tx: S::Operation, proof: Proof) -> Tried {

@@ -57,6 +57,8 @@ pub enum Reconciled {
 /// A protected operation.
 pub struct Endpoint {
     route: Route,
+    /// The type of the command, where there is one.
+    command: Option<&'static str>,
     readable: std::ops::RangeInclusive<u32>,
     write_version: Option<u32>,
     operation: Result<OperationName, IdentityError>,
@@ -105,13 +107,20 @@ pub enum EndpointError {
     /// A duplicate is sent to the operation, and no path says where that is.
     #[error("`while_running = accepted` needs `operation_path`")]
     OperationPath,
+    /// Another operation has the name.
+    #[error(
+        "`{0}` is protected already, and otherwise: operations with one name share their keys, so each needs a name of its own; \
+         one that is served at two places is registered once, or twice alike"
+    )]
+    Twice(OperationName),
 }
 
 impl Endpoint {
     /// A typed operation.
     #[must_use]
     pub fn typed<C: IdempotentCommand>(route: Route) -> Self {
-        Self::new(C::OPERATION, C::OLDEST..=C::VERSION, route)
+        let command = Some(std::any::type_name::<C>());
+        Self { command, ..Self::new(C::OPERATION, C::OLDEST..=C::VERSION, route) }
     }
 
     /// An operation of which only the raw request is known: the generic layer (M18).
@@ -123,6 +132,7 @@ impl Endpoint {
     fn new(operation: &str, readable: std::ops::RangeInclusive<u32>, route: Route) -> Self {
         Self {
             route,
+            command: None,
             readable,
             write_version: None,
             operation: operation.parse(),
@@ -228,6 +238,23 @@ impl Endpoint {
         self
     }
 
+    /// Whether it says the same of its operation; where that is served is beside it. What cannot be compared is the same only
+    /// where it is not given.
+    fn is_the_same(&self, other: &Self) -> bool {
+        let comparable = |one: &Self| one.upcasts.is_empty() && one.rebuild.is_none() && one.reconcile.is_none();
+        comparable(self)
+            && comparable(other)
+            && self.route == other.route
+            && self.command == other.command
+            && self.readable == other.readable
+            && self.write_version == other.write_version
+            && self.keeping == other.keeping
+            && self.schema_version == other.schema_version
+            && self.counted_headers == other.counted_headers
+            && self.request_body_max == other.request_body_max
+            && self.operation_path == other.operation_path
+    }
+
     pub(super) fn register(self, durability: Durability, keyring: &Keyring) -> Result<Registered, EndpointError> {
         self.route.validate(durability)?;
         self.keeping.validate()?;
@@ -308,6 +335,13 @@ impl Registered {
     #[must_use]
     pub fn kept_body_max(&self) -> usize {
         self.0.endpoint.keeping.body_max
+    }
+
+    /// Whether the other one may stand beside it: another operation, or the same one once more.
+    pub(super) fn goes_with(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.0, &other.0)
+            || self.operation() != other.operation()
+            || self.endpoint().is_the_same(other.endpoint())
     }
 
     pub(super) fn endpoint(&self) -> &Endpoint {

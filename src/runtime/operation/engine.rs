@@ -5,7 +5,7 @@
 //!
 //! Not here: what becomes of a request ([`Front`](super::Front)).
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::fmt;
 use std::future::Future;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -135,14 +135,20 @@ impl<S: Keys> Engine<S> {
         }
     }
 
-    /// Protects an operation.
+    /// Protects an operation. One that is served at two places is registered once, and cloned, or twice alike.
     ///
     /// # Errors
-    /// Choices that cannot keep the promise together.
+    /// Choices that cannot keep the promise together; a name that another operation of this engine has: they would share keys,
+    /// and the lifetimes of one would hold for the other.
     pub fn protect(&self, endpoint: Endpoint) -> Result<Registered, EndpointError> {
         let registered = endpoint.register(S::DURABILITY, &self.inner.keyring)?;
+        let mut endpoints = lock(&self.inner.endpoints);
+        if !endpoints.iter().all(|there| there.goes_with(&registered)) {
+            return Err(EndpointError::Twice(registered.operation().clone()));
+        }
+        endpoints.push(registered.clone());
+        drop(endpoints);
         observe::operation_starts(registered.operation().as_str());
-        lock(&self.inner.endpoints).push(registered.clone());
         Ok(registered)
     }
 
@@ -237,12 +243,18 @@ impl<S: Keys> Engine<S> {
     /// What the store says; what was forgotten before stays forgotten.
     pub async fn sweep(&self, limit: u32) -> Result<u64, StoreError> {
         let mut forgotten = self.inner.store.expire_bodies(limit).await?;
-        for endpoint in self.protected() {
+        let mut swept = HashSet::new();
+        for endpoint in self.protected().iter().filter(|endpoint| swept.insert(endpoint.operation().clone())) {
             let route = endpoint.route();
             let purged = self.inner.store.purge_keys(endpoint.operation(), &route.retention, route.id_skew, limit);
             forgotten += purged.await?;
         }
         Ok(forgotten)
+    }
+
+    /// Whether somebody waits for the end of all that was started here.
+    pub(super) fn is_draining(&self) -> bool {
+        self.inner.tasks.is_closed()
     }
 
     pub(super) fn running(&self) -> &Running {

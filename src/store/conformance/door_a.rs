@@ -215,6 +215,28 @@ pub async fn o1_a_handler_that_ends_its_transaction_never_completes<F: Fixture>(
     still_works(trial).await;
 }
 
+/// A failed statement in a transaction that the handler began hides nothing that it committed before.
+///
+/// Shown by: taking an aborted transaction for ours without asking for the savepoint (PostgreSQL).
+pub async fn o1_what_was_committed_behind_an_aborted_transaction_is_never_called_undone<F: Fixture>(trial: &Trial<F>) {
+    for (key, ends) in [("rolled-back", "rollback"), ("committed", "commit")] {
+        let claim = claim(Mode::SameTx, key, 1);
+        let mut tx = begin(trial, &claim).await;
+        effect::<F>(tx.connection(), key, "inside").await.unwrap();
+        careless::<F>(tx.connection(), ends).await;
+        let _ = effect::<F>(tx.connection(), key, "outside").await;
+        careless::<F>(tx.connection(), "begin").await;
+        careless::<F>(tx.connection(), "insert into no_such_table (a) values (1)").await;
+        let proof = tx.complete(&completed(), &KEPT).await.unwrap();
+        assert_ne!(proof, Proof::Same, "{ends}");
+        let _ = tx.rollback().await;
+        if trial.effects(key).await > 0 {
+            assert_eq!(proof, Proof::Ended, "{ends}: something stands");
+        }
+    }
+    still_works(trial).await;
+}
+
 /// No connection of the pool was left in a state of its own.
 pub(super) async fn still_works<F: Fixture>(trial: &Trial<F>) {
     for round in 0..12 {

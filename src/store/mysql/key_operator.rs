@@ -7,13 +7,15 @@ use uuid::Uuid;
 
 use super::operations::{finish, look_columns};
 use super::phases::{append, end_record, fence_of, follow, forget, lock, read};
-use super::{MySqlStore, START, hex, sixteen};
+use super::{MySqlStore, START, sixteen};
 use crate::error::StoreError;
+use crate::policy::hex::hex;
 use crate::policy::operation::Record;
 use crate::store::bounded::{Ask, Bounded};
+use crate::store::key_operator::Audit;
 use crate::store::operations::RecordFence;
 use crate::store::operations::stored::look_of;
-use crate::store::phases::{end_stage, no_record};
+use crate::store::phases::no_record;
 use crate::store::{
     ActContext, Fenced, KeyChange, KeyFilter, KeyOperator, Look, OperationChange, OperationFilter, StoredOperation,
 };
@@ -33,7 +35,8 @@ const KEYS: &str = concat!(
      order by r.created_at, r.key_digest limit ?"
 );
 
-/// What an intent's outcome says, or the operation's, is not what the evidence says.
+/// What an intent's outcome says, or the operation's, is not what the evidence says. A mismatch always goes to an operator, so only
+/// one that nobody has judged since is a conflict.
 const OPERATIONS: &str = "select o.operation_id from oncebox_operation o \
      left join oncebox_idempotency_request r on r.operation_id = o.operation_id \
      where (? is null or o.operation_id = ?) and (? is null or o.flow = ?) and (? is null or r.tenant = ?) \
@@ -41,8 +44,11 @@ const OPERATIONS: &str = "select o.operation_id from oncebox_operation o \
        and (? is null or o.created_at < utc_timestamp(6) - interval ? microsecond) \
        and (not ? or (o.outcome_at is not null and exists (select 1 from oncebox_operation_evidence e \
             join oncebox_operation_intent i on i.operation_id = e.operation_id and i.effect = e.effect \
-            where e.operation_id = o.operation_id and e.verdict = \
-              if(coalesce(i.outcome, if(o.state = 'SUCCEEDED', 'succeeded', 'failed')) = 'succeeded', 'failure', 'success')))) \
+            where e.operation_id = o.operation_id and (e.verdict = \
+              if(coalesce(i.outcome, if(o.state = 'SUCCEEDED', 'succeeded', 'failed')) = 'succeeded', 'failure', 'success') \
+              or (e.verdict = 'mismatch' and not exists (select 1 from oncebox_operation_evidence w \
+                   where w.operation_id = e.operation_id and w.evidence_id > e.evidence_id and w.kind = 'operator' \
+                     and w.effect in (e.effect, ''))))))) \
      order by o.created_at, o.operation_id limit ?";
 
 /// Binds a value that is compared only where it is given.
@@ -101,17 +107,10 @@ impl KeyOperator for MySqlStore {
             KeyChange::Resolve { outcome, retention } => {
                 let digest = seen.identity.digest().to_vec();
                 let fence = RecordFence { digest, epoch: seen.epoch, owner: None, unknown: true };
-                finish(transaction.plain(), &fence, outcome, retention).await?
+                finish(&mut transaction, &fence, outcome, retention).await?
             }
         };
-        let audit = Audit {
-            act: change.act(),
-            place: seen.identity.operation().as_str(),
-            digest: Some(seen.identity.digest()),
-            operation_id: seen.operation_id,
-            detail: change.detail(seen),
-        };
-        end(transaction, fenced, audit, context).await
+        end(transaction, fenced, change.audit(seen), context).await
     }
 
     async fn change_operation(
@@ -122,14 +121,7 @@ impl KeyOperator for MySqlStore {
     ) -> Result<Fenced, StoreError> {
         let mut transaction = self.pool.begin(START).await?;
         let fenced = change_operation(&mut transaction, seen, change).await?;
-        let audit = Audit {
-            act: change.act(),
-            place: &seen.flow,
-            digest: seen.identity.as_ref().map(|identity| identity.digest()),
-            operation_id: seen.operation_id,
-            detail: change.detail(seen),
-        };
-        end(transaction, fenced, audit, context).await
+        end(transaction, fenced, change.audit(seen), context).await
     }
 }
 
@@ -152,11 +144,7 @@ async fn change_operation(
     seen: &StoredOperation,
     change: &OperationChange,
 ) -> Result<Fenced, StoreError> {
-    let stage = match change {
-        OperationChange::GoOn { stage, .. } => *stage,
-        OperationChange::End { outcome, .. } => Some(end_stage(outcome)?),
-    };
-    let ends = matches!(change, OperationChange::End { .. });
+    let stage = change.stage()?;
     // A statement that waited for a lock would go on with the time at which it began.
     lock(transaction, seen.operation_id).await?;
     let update = query(
@@ -172,9 +160,9 @@ async fn change_operation(
     let id = seen.operation_id.as_bytes().to_vec();
     let update = update
         .bind(stage.map(|stage| stage.as_str()))
-        .bind(ends)
-        .bind(ends)
-        .bind(ends)
+        .bind(change.ends())
+        .bind(change.ends())
+        .bind(change.ends())
         .bind(&id)
         .bind(seen.epoch)
         .bind(change.takes_over())
@@ -200,14 +188,6 @@ async fn change_operation(
         }
     }
     Ok(Fenced::Done)
-}
-
-struct Audit<'a> {
-    act: &'static str,
-    place: &'a str,
-    digest: Option<[u8; 32]>,
-    operation_id: Uuid,
-    detail: String,
 }
 
 /// Writes the audit row of what was done, and commits, or takes a dry run back.

@@ -163,7 +163,7 @@ impl Keys for MySqlStore {
 
     async fn finish(&self, owned: &Owned, outcome: &Outcome, retention: &Retention) -> Result<Fenced, StoreError> {
         let mut transaction = self.pool.begin(START).await?;
-        let fenced = finish(transaction.plain(), &owned.into(), outcome, retention).await?;
+        let fenced = finish(&mut transaction, &owned.into(), outcome, retention).await?;
         transaction.commit().await?;
         Ok(fenced)
     }
@@ -263,13 +263,25 @@ impl Operations for MySqlStore {
         outcome: &Outcome,
         retention: &Retention,
     ) -> Result<Fenced, StoreError> {
-        finish(connection, &owned.into(), outcome, retention).await
+        let (fence, columns) = (owned.into(), Columns::of(outcome, retention));
+        let fenced = Fenced::rows(finishing(&fence, &columns).execute(&mut *connection).await?.rows_affected());
+        if let (Fenced::Done, Some(keep)) = (fenced, keeping(&fence, &columns)) {
+            keep.execute(connection).await?;
+        }
+        Ok(fenced)
     }
 
     async fn stands(connection: &mut MySqlConnection) -> Result<(), StoreError> {
         sqlx::raw_sql("savepoint oncebox_stands").execute(&mut *connection).await?;
         sqlx::raw_sql("release savepoint oncebox_stands").execute(connection).await?;
         Ok(())
+    }
+
+    async fn find_afresh(&self, identity: &Identity) -> Result<Look, StoreError> {
+        let mut connection = self.pool.fresh().await?;
+        let found = find(&mut connection, identity).await;
+        connection.close().await;
+        found
     }
 
     async fn insert_unknown(&self, claim: &KeyClaim) -> Result<Fenced, StoreError> {
@@ -383,12 +395,20 @@ fn insert<'q>(statement: &'static str, claim: &KeyClaim, state: State, owned: &O
 
 /// Writes the outcome, then the body: two statements of one transaction.
 pub(super) async fn finish(
-    connection: &mut MySqlConnection,
+    connection: &mut Bounded<sqlx::MySql>,
     fence: &RecordFence,
     outcome: &Outcome,
     retention: &Retention,
 ) -> Result<Fenced, StoreError> {
     let columns = Columns::of(outcome, retention);
+    let fenced = Fenced::rows(finishing(fence, &columns).run(&mut *connection).await?.rows_affected());
+    if let (Fenced::Done, Some(keep)) = (fenced, keeping(fence, &columns)) {
+        keep.run(connection).await?;
+    }
+    Ok(fenced)
+}
+
+fn finishing<'q>(fence: &RecordFence, columns: &Columns<'_>) -> Query<'q> {
     let done = sqlx::query(FINISH)
         .bind(columns.state.as_str())
         .bind(columns.ttl.map(super::micros))
@@ -397,23 +417,20 @@ pub(super) async fn finish(
         .bind(columns.schema_version)
         .bind(columns.body)
         .bind(columns.body_ttl.map(super::micros))
-        .bind(columns.resource.map(|resource| resource.kind.as_str()))
-        .bind(columns.resource.map(|resource| resource.id.as_str()))
-        .bind(columns.resource.and_then(|resource| resource.location.as_deref()))
-        .bind(columns.error_code);
-    let fenced = Fenced::rows(bind(done, fence).bind(fence.unknown).execute(&mut *connection).await?.rows_affected());
-    if let (Fenced::Done, Some(kept)) = (fenced, columns.kept) {
-        sqlx::query(
-            "insert into oncebox_idempotency_body (key_digest, epoch, expires_at, headers, bytes, format, kid) \
-             select key_digest, epoch, body_expires_at, ?, ?, ?, ? from oncebox_idempotency_request where key_digest = ?",
-        )
-        .bind(pack(&kept.headers))
-        .bind(kept.bytes.as_slice())
-        .bind(kept.format)
-        .bind(kept.kid.as_deref())
-        .bind(fence.digest.clone())
-        .execute(connection)
-        .await?;
-    }
-    Ok(fenced)
+        .bind(columns.resource.map(|resource| resource.kind.clone()))
+        .bind(columns.resource.map(|resource| resource.id.clone()))
+        .bind(columns.resource.and_then(|resource| resource.location.clone()))
+        .bind(columns.error_code.map(str::to_owned));
+    bind(done, fence).bind(fence.unknown)
+}
+
+/// Keeps the body, where there is one.
+fn keeping<'q>(fence: &RecordFence, columns: &Columns<'_>) -> Option<Query<'q>> {
+    let kept = columns.kept?;
+    let keep = sqlx::query(
+        "insert into oncebox_idempotency_body (key_digest, epoch, expires_at, headers, bytes, format, kid) \
+         select key_digest, epoch, body_expires_at, ?, ?, ?, ? from oncebox_idempotency_request where key_digest = ?",
+    );
+    let keep = keep.bind(pack(&kept.headers)).bind(kept.bytes.clone()).bind(kept.format).bind(kept.kid.clone());
+    Some(keep.bind(fence.digest.clone()))
 }

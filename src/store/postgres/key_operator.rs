@@ -11,9 +11,10 @@ use super::phases::{append, end_record, follow, forget, read};
 use crate::error::StoreError;
 use crate::policy::operation::Record;
 use crate::store::bounded::{Ask, Bounded};
+use crate::store::key_operator::Audit;
 use crate::store::operations::RecordFence;
 use crate::store::operations::stored::look_of;
-use crate::store::phases::{end_stage, no_record};
+use crate::store::phases::no_record;
 use crate::store::{
     ActContext, Fenced, KeyChange, KeyFilter, KeyOperator, Look, OperationChange, OperationFilter, StoredOperation,
 };
@@ -33,7 +34,8 @@ const KEYS: &str = concat!(
      order by r.created_at, r.key_digest limit $9"
 );
 
-/// What an intent's outcome says, or the operation's, is not what the evidence says.
+/// What an intent's outcome says, or the operation's, is not what the evidence says. A mismatch always goes to an operator, so only
+/// one that nobody has judged since is a conflict.
 const OPERATIONS: &str = "select o.operation_id from oncebox.operation o \
      left join oncebox.idempotency_request r on r.operation_id = o.operation_id \
      where ($1::uuid is null or o.operation_id = $1) and ($2::text is null or o.flow = $2) \
@@ -41,9 +43,12 @@ const OPERATIONS: &str = "select o.operation_id from oncebox.operation o \
        and ($6::float8 is null or o.created_at < clock_timestamp() - $6 * interval '1 second') \
        and (not $7 or (o.outcome_at is not null and exists (select 1 from oncebox.operation_evidence e \
             join oncebox.operation_intent i on i.operation_id = e.operation_id and i.effect = e.effect \
-            where e.operation_id = o.operation_id and e.verdict = \
+            where e.operation_id = o.operation_id and (e.verdict = \
               case when coalesce(i.outcome, case o.state when 'SUCCEEDED' then 'succeeded' else 'failed' end) = 'succeeded' \
-                   then 'failure' else 'success' end))) \
+                   then 'failure' else 'success' end \
+              or (e.verdict = 'mismatch' and not exists (select 1 from oncebox.operation_evidence w \
+                   where w.operation_id = e.operation_id and w.evidence_id > e.evidence_id and w.kind = 'operator' \
+                     and w.effect in (e.effect, ''))))))) \
      order by o.created_at, o.operation_id limit $8";
 
 impl KeyOperator for PostgresStore {
@@ -104,17 +109,10 @@ impl KeyOperator for PostgresStore {
             KeyChange::Resolve { outcome, retention } => {
                 let digest = seen.identity.digest().to_vec();
                 let fence = RecordFence { digest, epoch: seen.epoch, owner: None, unknown: true };
-                finish(tx.plain(), &fence, outcome, retention, None).await?
+                finish(&mut tx, &fence, outcome, retention, None).await?
             }
         };
-        let audit = Audit {
-            act: change.act(),
-            place: seen.identity.operation().as_str(),
-            digest: Some(seen.identity.digest()),
-            operation_id: seen.operation_id,
-            detail: change.detail(seen),
-        };
-        end(tx, fenced, audit, context).await
+        end(tx, fenced, change.audit(seen), context).await
     }
 
     async fn change_operation(
@@ -125,14 +123,7 @@ impl KeyOperator for PostgresStore {
     ) -> Result<Fenced, StoreError> {
         let mut tx = self.transaction().await?;
         let fenced = change_operation(&mut tx, seen, change).await?;
-        let audit = Audit {
-            act: change.act(),
-            place: &seen.flow,
-            digest: seen.identity.as_ref().map(|identity| identity.digest()),
-            operation_id: seen.operation_id,
-            detail: change.detail(seen),
-        };
-        end(tx, fenced, audit, context).await
+        end(tx, fenced, change.audit(seen), context).await
     }
 }
 
@@ -155,10 +146,7 @@ async fn change_operation(
     seen: &StoredOperation,
     change: &OperationChange,
 ) -> Result<Fenced, StoreError> {
-    let stage = match change {
-        OperationChange::GoOn { stage, .. } => *stage,
-        OperationChange::End { outcome, .. } => Some(end_stage(outcome)?),
-    };
+    let stage = change.stage()?;
     let update = query(
         "update oncebox.operation o set epoch = o.epoch + 1, state = coalesce($5, o.state), owner = null, lease_until = null, \
            lease_seconds = null, parked = null, attempts = 0, due_at = case when not $6 then n.at end, \
@@ -174,7 +162,7 @@ async fn change_operation(
         .bind(change.takes_over())
         .bind(i64::try_from(seen.evidence.len()).unwrap_or(i64::MAX))
         .bind(stage.map(|stage| stage.as_str()))
-        .bind(matches!(change, OperationChange::End { .. }));
+        .bind(change.ends());
     if update.run(&mut *tx).await?.rows_affected() == 0 {
         return Ok(Fenced::LostOwnership);
     }
@@ -197,14 +185,6 @@ async fn change_operation(
         }
     }
     Ok(Fenced::Done)
-}
-
-struct Audit<'a> {
-    act: &'static str,
-    place: &'a str,
-    digest: Option<[u8; 32]>,
-    operation_id: Uuid,
-    detail: String,
 }
 
 /// Writes the audit row of what was done, and commits, or takes a dry run back.

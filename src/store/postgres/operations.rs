@@ -9,6 +9,8 @@ mod tx;
 
 use std::time::Duration;
 
+use sqlx::postgres::PgArguments;
+use sqlx::query::QueryScalar;
 use sqlx::{AssertSqlSafe, PgConnection, Row};
 
 pub use self::tx::PostgresOperationTx;
@@ -179,7 +181,7 @@ impl Keys for PostgresStore {
     }
 
     async fn finish(&self, owned: &Owned, outcome: &Outcome, retention: &Retention) -> Result<Fenced, StoreError> {
-        finish(self.pool.acquire().await?.plain(), &owned.into(), outcome, retention, None).await
+        finish(&mut self.pool.acquire().await?, &owned.into(), outcome, retention, None).await
     }
 
     async fn release(&self, owned: &Owned) -> Result<Fenced, StoreError> {
@@ -266,13 +268,21 @@ impl Operations for PostgresStore {
         outcome: &Outcome,
         retention: &Retention,
     ) -> Result<Fenced, StoreError> {
-        finish(connection, &owned.into(), outcome, retention, None).await
+        let rows = finishing(&owned.into(), outcome, retention, None).fetch_one(connection).await;
+        Ok(Fenced::rows(rows.map_err(expiry::attached)?.unsigned_abs()))
     }
 
     async fn stands(connection: &mut PgConnection) -> Result<(), StoreError> {
         sqlx::raw_sql("savepoint oncebox_stands").execute(&mut *connection).await?;
         sqlx::raw_sql("release savepoint oncebox_stands").execute(connection).await?;
         Ok(())
+    }
+
+    async fn find_afresh(&self, identity: &Identity) -> Result<Look, StoreError> {
+        let mut connection = self.pool.fresh().await?;
+        let found = find(&mut connection, identity).await;
+        connection.close().await;
+        found
     }
 
     async fn insert_unknown(&self, claim: &KeyClaim) -> Result<Fenced, StoreError> {
@@ -292,7 +302,7 @@ impl Operations for PostgresStore {
     }
 }
 
-pub(super) type Query<'q> = sqlx::query::Query<'q, sqlx::Postgres, sqlx::postgres::PgArguments>;
+pub(super) type Query<'q> = sqlx::query::Query<'q, sqlx::Postgres, PgArguments>;
 
 async fn find(connection: &mut Bounded<sqlx::Postgres>, identity: &Identity) -> Result<Look, StoreError> {
     let row = sqlx::query(FIND)
@@ -353,14 +363,25 @@ fn renew<'q>(statement: &str, claim: &'q KeyClaim, owned: &Owned) -> Query<'q> {
 
 /// Writes the outcome and the body in one statement; with `token`, only in the transaction of that id.
 pub(super) async fn finish(
-    connection: &mut PgConnection,
+    connection: &mut Bounded<sqlx::Postgres>,
     fence: &RecordFence,
     outcome: &Outcome,
     retention: &Retention,
     token: Option<&str>,
 ) -> Result<Fenced, StoreError> {
+    let rows = finishing(fence, outcome, retention, token).one(connection).await;
+    Ok(Fenced::rows(rows.map_err(expiry::attached)?.unsigned_abs()))
+}
+
+/// The statement: how many records it wrote.
+fn finishing<'q>(
+    fence: &'q RecordFence,
+    outcome: &'q Outcome,
+    retention: &Retention,
+    token: Option<&'q str>,
+) -> QueryScalar<'q, sqlx::Postgres, i64, PgArguments> {
     let columns = Columns::of(outcome, retention);
-    let rows: i64 = sqlx::query_scalar(FINISH)
+    sqlx::query_scalar(FINISH)
         .bind(fence.digest.as_slice())
         .bind(fence.epoch)
         .bind(fence.owner)
@@ -380,8 +401,4 @@ pub(super) async fn finish(
         .bind(columns.kept.map(|kept| i32::from(kept.format)))
         .bind(columns.kept.and_then(|kept| kept.kid.as_deref()))
         .bind(fence.unknown)
-        .fetch_one(connection)
-        .await
-        .map_err(expiry::attached)?;
-    Ok(Fenced::rows(rows.unsigned_abs()))
 }

@@ -13,9 +13,10 @@ use super::write::Write;
 use super::{millis, now_ms};
 use crate::error::StoreError;
 use crate::policy::operation::Record;
+use crate::store::key_operator::Audit;
 use crate::store::operations::RecordFence;
 use crate::store::operations::stored::look_of;
-use crate::store::phases::{end_stage, no_record};
+use crate::store::phases::no_record;
 use crate::store::{
     ActContext, Base, Fenced, KeyChange, KeyFilter, KeyOperator, Look, OperationChange, OperationFilter,
     StoredOperation,
@@ -37,7 +38,8 @@ const KEYS: &str = concat!(
      order by r.created_at, r.key_digest limit ?9"
 );
 
-/// What an intent's outcome says, or the operation's, is not what the evidence says.
+/// What an intent's outcome says, or the operation's, is not what the evidence says. A mismatch always goes to an operator, so only
+/// one that nobody has judged since is a conflict.
 const OPERATIONS: &str = concat!(
     "select o.operation_id from oncebox_operation as o left join oncebox_idempotency_request as r on r.operation_id = o.operation_id \
      where (?1 is null or o.operation_id = ?1) and (?2 is null or o.flow = ?2) and (?3 is null or r.tenant = ?3) \
@@ -47,9 +49,12 @@ const OPERATIONS: &str = concat!(
     " - ?6) \
        and (not ?7 or (o.outcome_at is not null and exists (select 1 from oncebox_operation_evidence as e \
             join oncebox_operation_intent as i on i.operation_id = e.operation_id and i.effect = e.effect \
-            where e.operation_id = o.operation_id and e.verdict = \
+            where e.operation_id = o.operation_id and (e.verdict = \
               case when coalesce(i.outcome, iif(o.state = 'SUCCEEDED', 'succeeded', 'failed')) = 'succeeded' \
-                   then 'failure' else 'success' end))) \
+                   then 'failure' else 'success' end \
+              or (e.verdict = 'mismatch' and not exists (select 1 from oncebox_operation_evidence as w \
+                   where w.operation_id = e.operation_id and w.evidence_id > e.evidence_id and w.kind = 'operator' \
+                     and w.effect in (e.effect, ''))))))) \
      order by o.created_at, o.operation_id limit ?8"
 );
 
@@ -113,14 +118,7 @@ impl KeyOperator for SqliteStore {
                 finish(write.connection(), &fence, outcome, retention).await?
             }
         };
-        let audit = Audit {
-            act: change.act(),
-            place: seen.identity.operation().as_str(),
-            digest: Some(seen.identity.digest()),
-            operation_id: seen.operation_id,
-            detail: change.detail(seen),
-        };
-        end(write, fenced, audit, context).await
+        end(write, fenced, change.audit(seen), context).await
     }
 
     async fn change_operation(
@@ -131,14 +129,7 @@ impl KeyOperator for SqliteStore {
     ) -> Result<Fenced, StoreError> {
         let mut write = self.write().await?;
         let fenced = change_operation(write.connection(), seen, change).await?;
-        let audit = Audit {
-            act: change.act(),
-            place: &seen.flow,
-            digest: seen.identity.as_ref().map(|identity| identity.digest()),
-            operation_id: seen.operation_id,
-            detail: change.detail(seen),
-        };
-        end(write, fenced, audit, context).await
+        end(write, fenced, change.audit(seen), context).await
     }
 }
 
@@ -164,11 +155,7 @@ async fn change_operation(
     seen: &StoredOperation,
     change: &OperationChange,
 ) -> Result<Fenced, StoreError> {
-    let stage = match change {
-        OperationChange::GoOn { stage, .. } => *stage,
-        OperationChange::End { outcome, .. } => Some(end_stage(outcome)?),
-    };
-    let ends = matches!(change, OperationChange::End { .. });
+    let stage = change.stage()?;
     let update = query(concat!(
         "update oncebox_operation set epoch = epoch + 1, state = coalesce(?5, state), owner = null, lease_until = null, \
            lease_ms = null, parked = null, attempts = 0, due_at = iif(?6, null, n.at), outcome_at = iif(?6, n.at, null), \
@@ -184,7 +171,7 @@ async fn change_operation(
         .bind(change.takes_over())
         .bind(i64::try_from(seen.evidence.len()).unwrap_or(i64::MAX))
         .bind(stage.map(|stage| stage.as_str()))
-        .bind(ends);
+        .bind(change.ends());
     if update.execute(&mut *connection).await?.rows_affected() == 0 {
         return Ok(Fenced::LostOwnership);
     }
@@ -205,14 +192,6 @@ async fn change_operation(
         }
     }
     Ok(Fenced::Done)
-}
-
-struct Audit<'a> {
-    act: &'static str,
-    place: &'a str,
-    digest: Option<[u8; 32]>,
-    operation_id: Uuid,
-    detail: String,
 }
 
 /// Writes the audit row of what was done, and commits, or takes a dry run back.

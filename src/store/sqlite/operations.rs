@@ -10,7 +10,7 @@ mod tx;
 use std::time::Duration;
 
 use sqlx::sqlite::{SqliteArguments, SqliteConnection};
-use sqlx::{AssertSqlSafe, Connection, Row, query};
+use sqlx::{AssertSqlSafe, ConnectOptions, Connection, Row, query};
 
 pub use self::tx::SqliteOperationTx;
 pub(super) use self::tx::{Savepoint, staked};
@@ -236,6 +236,13 @@ impl Operations for SqliteStore {
         }
         sqlx::raw_sql("rollback").execute(connection).await?;
         Err(StoreError::Fenced("the transaction has ended before its commit".to_owned()))
+    }
+
+    async fn find_afresh(&self, identity: &Identity) -> Result<Look, StoreError> {
+        let mut connection = self.pool().connect_options().connect().await?;
+        let found = find(&mut connection, identity).await;
+        connection.close().await?;
+        found
     }
 
     async fn insert_unknown(&self, claim: &KeyClaim) -> Result<Fenced, StoreError> {

@@ -6,6 +6,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use sqlx::Transaction;
+use tokio::time::timeout;
 use uuid::Uuid;
 
 use crate::error::StoreError;
@@ -19,7 +20,7 @@ use crate::store::{self, Fenced, KeyClaim, Keys, Operations, Outcome, Owned};
 
 /// How long a commit that was lost sight of is looked for (O29).
 const LOOK_FOR: Duration = Duration::from_secs(1);
-const LOOK_EVERY: Duration = Duration::from_millis(50);
+const LOOK_EVERY: Duration = Duration::from_millis(100);
 
 /// How far a run came (O10). Cheap to clone.
 #[derive(Debug, Clone, Default)]
@@ -132,7 +133,8 @@ impl<S: Operations> Guard<S> {
     /// From here on this answer is the outcome, whatever other layers make of it.
     ///
     /// # Errors
-    /// [`GuardError`]; of all but [`StoreError::CommitUnknown`] the transaction was rolled back.
+    /// [`GuardError`]; of all but [`StoreError::CommitUnknown`] the transaction was rolled back. Each of its two steps, the outcome
+    /// and COMMIT, may take the route's completion budget.
     ///
     /// # Cancel safety
     /// None: a dropped commit has an unknown outcome. The layer does not drop handlers.
@@ -159,17 +161,22 @@ impl<S: Operations> Guard<S> {
         } else {
             Outcome::FailedReplayable { answer, error_code: error_code(self.endpoint.endpoint(), &reply) }
         };
-        // A savepoint stands only inside a transaction: one that a swallowed deadlock or a raw ROLLBACK has ended would store
-        // the outcome by itself, without the effects (O2, R23).
-        if let Err(error) = S::stands(&mut tx).await {
-            return undone(error.into());
-        }
-        match S::finish_in(&mut *tx, &self.owned, &outcome, &self.endpoint.route().retention).await {
+        let route = self.endpoint.route();
+        let finish = async {
+            // A savepoint stands only inside a transaction: one that a swallowed deadlock or a raw ROLLBACK has ended would store
+            // the outcome by itself, without the effects (O2, R23).
+            S::stands(&mut tx).await?;
+            S::finish_in(&mut *tx, &self.owned, &outcome, &route.retention).await
+        };
+        // The connection is the application's: nothing else bounds what is asked on it (R28).
+        let finished = timeout(route.completion_budget, finish).await;
+        match finished.unwrap_or_else(|_| Err(StoreError::Unavailable(silent(route.completion_budget)))) {
             Ok(Fenced::Done) => {}
             Ok(Fenced::LostOwnership) => return undone(GuardError::LostOwnership),
             Err(error) => return undone(error.into()),
         }
-        match store::commit(tx).await {
+        let committed = timeout(route.completion_budget, store::commit(tx)).await;
+        match committed.unwrap_or_else(|_| Err(StoreError::CommitUnknown(silent(route.completion_budget)))) {
             Ok(()) => {}
             Err(StoreError::CommitUnknown(_)) if self.is_there().await => {}
             Err(error @ StoreError::CommitUnknown(_)) => return Err(error.into()),
@@ -183,7 +190,7 @@ impl<S: Operations> Guard<S> {
     async fn is_there(&self) -> bool {
         let looks = async {
             loop {
-                let look = self.engine.store().find(&self.owned.identity).await;
+                let look = self.engine.store().find_afresh(&self.owned.identity).await;
                 let record = look.ok().and_then(|look| look.record);
                 let ours = |record: &crate::policy::operation::Record| {
                     record.epoch == self.owned.epoch && record.operation_id == self.owned.operation_id
@@ -194,8 +201,13 @@ impl<S: Operations> Guard<S> {
                 tokio::time::sleep(LOOK_EVERY).await;
             }
         };
-        tokio::time::timeout(LOOK_FOR, looks).await.is_ok()
+        timeout(LOOK_FOR, looks).await.is_ok()
     }
+}
+
+fn silent(limit: Duration) -> sqlx::Error {
+    let what = format!("the database has said nothing for {}", humantime::format_duration(limit));
+    sqlx::Error::Io(std::io::Error::new(std::io::ErrorKind::TimedOut, what))
 }
 
 impl<S: Keys> Clone for Guard<S> {

@@ -20,6 +20,24 @@ const SHORT_WAIT: &str =
 /// What handlers were promised.
 const USUAL_WAIT: &str = "set session innodb_lock_wait_timeout = @oncebox_lock_wait";
 
+/// How many statements this session has run that may commit: all but those that are known not to, by the server's own count, of
+/// which statements inside procedures are part. InnoDB says nothing of a transaction that it has ended, so this is the only proof
+/// that nothing was committed.
+macro_rules! may_have_committed {
+    () => {
+        "(select sum(variable_value) from /*M! information_schema.session_status */ /*!80000 performance_schema.session_status */ \
+          where left(variable_name, 4) = 'COM_' and substr(variable_name, 5) not in ('SELECT', 'INSERT', 'INSERT_SELECT', 'UPDATE', \
+            'UPDATE_MULTI', 'DELETE', 'DELETE_MULTI', 'REPLACE', 'REPLACE_SELECT', 'DO', 'CALL_PROCEDURE', 'SAVEPOINT', \
+            'RELEASE_SAVEPOINT', 'ROLLBACK_TO_SAVEPOINT', 'ROLLBACK', 'SHOW_WARNINGS', 'STMT_PREPARE', 'STMT_REPREPARE', \
+            'STMT_EXECUTE', 'STMT_CLOSE', 'STMT_RESET', 'STMT_FETCH', 'STMT_SEND_LONG_DATA'))"
+    };
+}
+
+/// From here on the handler's statements count.
+const COUNT: &str = concat!("set @oncebox_committed = ", may_have_committed!());
+const NOTHING_COMMITTED: &str =
+    concat!("select cast(coalesce(@oncebox_committed = ", may_have_committed!(), ", false) as signed)");
+
 /// A transaction in which one claim stands, with `autocommit = 0`.
 #[derive(Debug)]
 pub struct MySqlOperationTx {
@@ -95,11 +113,17 @@ async fn try_claim(
 }
 
 impl Held {
-    /// Sets the savepoint.
+    /// Sets the savepoint, and counts from there; one packet.
     pub(in crate::store::mysql) async fn new(mut transaction: Bounded<MySql>) -> Result<Self, StoreError> {
         let savepoint = savepoint_name();
-        raw_sql(AssertSqlSafe(format!("savepoint {savepoint}"))).run(&mut transaction).await?;
+        raw_sql(AssertSqlSafe(format!("{COUNT}; savepoint {savepoint}"))).run(&mut transaction).await?;
         Ok(Self { transaction, savepoint })
+    }
+
+    /// Whether it is proven that nothing was committed since; see [`OperationTx::nothing_committed`].
+    pub(in crate::store::mysql) async fn nothing_committed(&mut self) -> Result<bool, StoreError> {
+        let proven: i64 = sqlx::query_scalar(NOTHING_COMMITTED).one(&mut self.transaction).await?;
+        Ok(proven != 0)
     }
 
     /// Runs `rollback to` or `release`: whether the savepoint is still there.
@@ -116,9 +140,6 @@ impl Held {
 impl OperationTx for MySqlOperationTx {
     type Db = MySql;
 
-    /// `autocommit = 0`.
-    const HOLDS_BACK: bool = true;
-
     fn owned(&self) -> &Owned {
         &self.owned
     }
@@ -131,12 +152,16 @@ impl OperationTx for MySqlOperationTx {
         self.held.prove("rollback to").await
     }
 
+    async fn nothing_committed(&mut self) -> Result<bool, StoreError> {
+        self.held.nothing_committed().await
+    }
+
     async fn complete(&mut self, outcome: &Outcome, retention: &Retention) -> Result<Proof, StoreError> {
         let proof = self.held.prove("release").await?;
         if proof != Proof::Same {
             return Ok(proof);
         }
-        Ok(match finish(self.held.transaction.plain(), &(&self.owned).into(), outcome, retention).await? {
+        Ok(match finish(&mut self.held.transaction, &(&self.owned).into(), outcome, retention).await? {
             Fenced::Done => Proof::Same,
             Fenced::LostOwnership => Proof::Ended,
         })

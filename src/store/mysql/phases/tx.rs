@@ -112,7 +112,7 @@ pub(in crate::store::mysql) async fn end_record(
     outcome: &Outcome,
     retention: &Retention,
 ) -> Result<(), StoreError> {
-    if finish(transaction.plain(), record, outcome, retention).await? != Fenced::Done {
+    if finish(transaction, record, outcome, retention).await? != Fenced::Done {
         return Err(no_record(operation_id));
     }
     // One time for both, though each statement has read the clock (O3).

@@ -94,9 +94,18 @@ pub(in crate::store::postgres) async fn undo(held: &mut Held) -> Result<Proof, S
     }
 }
 
-/// Whether a statement failed before, and its error was swallowed: COMMIT would roll back and say nothing.
-pub(in crate::store::postgres) fn aborted(error: &StoreError) -> bool {
-    matches!(error, StoreError::Other(sqlx::Error::Database(error)) if error.code().as_deref() == Some("25P02"))
+/// What the error of a statement proves. 25P02: a statement failed before, and its error was swallowed; COMMIT would roll back
+/// and say nothing. Which transaction is aborted, our savepoint knows: a handler may have ended ours, written what was
+/// committed at once, and begun another (O1).
+pub(in crate::store::postgres) async fn aborted(held: &mut Held, error: StoreError) -> Result<Proof, StoreError> {
+    match &error {
+        StoreError::Other(sqlx::Error::Database(database)) if database.code().as_deref() == Some("25P02") => {}
+        _ => return Err(error),
+    }
+    Ok(match undo(held).await? {
+        Proof::Same => Proof::Aborted,
+        ended => ended,
+    })
 }
 
 impl OperationTx for PostgresOperationTx {
@@ -116,11 +125,10 @@ impl OperationTx for PostgresOperationTx {
 
     async fn complete(&mut self, outcome: &Outcome, retention: &Retention) -> Result<Proof, StoreError> {
         let token = Some(self.held.token.as_str());
-        match finish(self.held.tx.plain(), &(&self.owned).into(), outcome, retention, token).await {
+        match finish(&mut self.held.tx, &(&self.owned).into(), outcome, retention, token).await {
             Ok(Fenced::Done) => Ok(Proof::Same),
             Ok(Fenced::LostOwnership) => Ok(Proof::Ended),
-            Err(error) if aborted(&error) => Ok(Proof::Aborted),
-            Err(error) => Err(error),
+            Err(error) => aborted(&mut self.held, error).await,
         }
     }
 

@@ -126,7 +126,7 @@ pub(in crate::store::postgres) async fn end_record(
     (outcome, retention): (&Outcome, &Retention),
     token: Option<&str>,
 ) -> Result<(), StoreError> {
-    if finish(tx.plain(), record, outcome, retention, token).await? != Fenced::Done {
+    if finish(tx, record, outcome, retention, token).await? != Fenced::Done {
         return Err(no_record(operation_id));
     }
     // One time for both, though each statement has read the clock (O3).
@@ -144,8 +144,7 @@ impl PostgresPhaseTx {
         match statement.one(&mut self.held.tx).await.map_err(StoreError::from) {
             Ok(row) if row.try_get::<bool, _>(0)? => Ok((Proof::Same, Fenced::rows(row.try_get::<bool, _>(1)?.into()))),
             Ok(_) => Ok((Proof::Ended, Fenced::LostOwnership)),
-            Err(error) if aborted(&error) => Ok((Proof::Aborted, Fenced::LostOwnership)),
-            Err(error) => Err(error),
+            Err(error) => Ok((aborted(&mut self.held, error).await?, Fenced::LostOwnership)),
         }
     }
 

@@ -103,6 +103,11 @@ impl OperationTx for SqliteOperationTx {
         self.savepoint.prove(&mut self.write, "rollback to").await
     }
 
+    /// Under the guard no commit but ours succeeds.
+    async fn nothing_committed(&mut self) -> Result<bool, StoreError> {
+        Ok(true)
+    }
+
     async fn complete(&mut self, outcome: &Outcome, retention: &Retention) -> Result<Proof, StoreError> {
         let proof = self.savepoint.prove(&mut self.write, "release").await?;
         if proof != Proof::Same {
