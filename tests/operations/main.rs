@@ -26,4 +26,5 @@ mod layer;
 mod layer_ends;
 mod lost;
 mod policies;
+mod service;
 mod services;
