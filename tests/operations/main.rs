@@ -30,5 +30,6 @@ mod layer;
 mod layer_ends;
 mod lost;
 mod policies;
+mod regions;
 mod service;
 mod services;
