@@ -2,7 +2,7 @@
 
 use std::future::Future;
 
-use oncebox::sqlx::{self, AssertSqlSafe, Database, Row};
+use oncebox::sqlx::{self, AssertSqlSafe, ColumnIndex, Database, Decode, Row, Type};
 use oncebox::store::Base;
 use oncebox::store::mysql::MySqlStore;
 use oncebox::store::postgres::PostgresStore;
@@ -27,6 +27,26 @@ pub(crate) struct Payment {
     pub(crate) currency: String,
     pub(crate) merchant_reference: String,
     pub(crate) channel: String,
+}
+
+impl Payment {
+    /// From a row that begins with id, account, amount, currency, reference and channel.
+    pub(crate) fn of<R: Row>(row: &R, status: &'static str) -> Result<Self, sqlx::Error>
+    where
+        usize: ColumnIndex<R>,
+        String: for<'r> Decode<'r, R::Database> + Type<R::Database>,
+        i64: for<'r> Decode<'r, R::Database> + Type<R::Database>,
+    {
+        Ok(Self {
+            id: row.try_get(0)?,
+            status,
+            account_id: row.try_get(1)?,
+            amount_minor: row.try_get(2)?,
+            currency: row.try_get(3)?,
+            merchant_reference: row.try_get(4)?,
+            channel: row.try_get(5)?,
+        })
+    }
 }
 
 /// The statements of the business.
@@ -108,21 +128,6 @@ macro_rules! payment_columns {
     };
 }
 
-macro_rules! read {
-    ($row:expr) => {{
-        let row = $row;
-        Ok(Payment {
-            id: row.try_get(0)?,
-            status: "settled",
-            account_id: row.try_get(1)?,
-            amount_minor: row.try_get(2)?,
-            currency: row.try_get(3)?,
-            merchant_reference: row.try_get(4)?,
-            channel: row.try_get(5)?,
-        })
-    }};
-}
-
 macro_rules! books {
     ($store:ty, $tables:expr, $first:literal, $add_payment:literal, $standing:expr, $debit:literal, $payment:expr, $put:literal, $add_note:literal, $note:literal) => {
         impl Books for $store {
@@ -154,7 +159,7 @@ macro_rules! books {
                     .bind(&payment.merchant_reference)
                     .fetch_one(connection)
                     .await?;
-                read!(standing)
+                Payment::of(&standing, "settled")
             }
 
             async fn debit(
@@ -176,7 +181,7 @@ macro_rules! books {
 
             async fn payment(&self, tenant: &str, id: &str) -> Result<Option<Payment>, sqlx::Error> {
                 let row = sqlx::query($payment).bind(tenant).bind(id).fetch_optional(self.pool()).await?;
-                row.map(|row| read!(row)).transpose()
+                row.map(|row| Payment::of(&row, "settled")).transpose()
             }
 
             async fn put_account(&self, tenant: &str, account: &str, balance: i64) -> Result<(), sqlx::Error> {

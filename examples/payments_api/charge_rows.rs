@@ -4,7 +4,7 @@
 
 use std::future::Future;
 
-use oncebox::sqlx::{self, AssertSqlSafe, Database, Row};
+use oncebox::sqlx::{self, AssertSqlSafe, ColumnIndex, Database, Decode, Row, Type};
 use oncebox::store::mysql::MySqlStore;
 use oncebox::store::postgres::PostgresStore;
 use oncebox::store::sqlite::SqliteStore;
@@ -19,6 +19,20 @@ type Connection<S> = <<S as Base>::Db as Database>::Connection;
 pub(crate) struct Charge {
     pub(crate) payment: Payment,
     pub(crate) operation_id: String,
+}
+
+impl Charge {
+    /// From a row of the columns that are selected here.
+    fn of<R: Row>(row: &R) -> Result<Self, sqlx::Error>
+    where
+        usize: ColumnIndex<R>,
+        String: for<'r> Decode<'r, R::Database> + Type<R::Database>,
+        i64: for<'r> Decode<'r, R::Database> + Type<R::Database>,
+    {
+        let status: String = row.try_get(6)?;
+        let status = ["settled", "failed"].into_iter().find(|known| *known == status).unwrap_or("pending");
+        Ok(Self { payment: Payment::of(row, status)?, operation_id: row.try_get(7)? })
+    }
 }
 
 /// The statements of charges.
@@ -79,23 +93,6 @@ macro_rules! columns {
     };
 }
 
-macro_rules! read {
-    ($row:expr) => {{
-        let row = $row;
-        let status: String = row.try_get(6)?;
-        let payment = Payment {
-            id: row.try_get(0)?,
-            status: ["settled", "failed"].into_iter().find(|known| *known == status).unwrap_or("pending"),
-            account_id: row.try_get(1)?,
-            amount_minor: row.try_get(2)?,
-            currency: row.try_get(3)?,
-            merchant_reference: row.try_get(4)?,
-            channel: row.try_get(5)?,
-        };
-        Ok(Charge { payment, operation_id: row.try_get(7)? })
-    }};
-}
-
 macro_rules! charge_rows {
     ($store:ty, $table:expr, $add:literal, $standing:expr, $settle:literal, $fail:literal, $one:expr) => {
         impl ChargeRows for $store {
@@ -128,7 +125,7 @@ macro_rules! charge_rows {
                     .bind(&payment.merchant_reference)
                     .fetch_optional(connection)
                     .await?;
-                standing.map(|row| -> Result<Charge, sqlx::Error> { read!(row) }).transpose()
+                standing.map(|row| Charge::of(&row)).transpose()
             }
 
             async fn settle_charge(
@@ -145,9 +142,7 @@ macro_rules! charge_rows {
 
             async fn charge(&self, tenant: &str, id: &str) -> Result<Option<Payment>, sqlx::Error> {
                 let row = sqlx::query($one).bind(tenant).bind(id).fetch_optional(self.pool()).await?;
-                let charge: Option<Charge> =
-                    row.map(|row| -> Result<Charge, sqlx::Error> { read!(row) }).transpose()?;
-                Ok(charge.map(|charge| charge.payment))
+                row.map(|row| Ok(Charge::of(&row)?.payment)).transpose()
             }
         }
     };

@@ -16,6 +16,8 @@ mod cards;
 mod charge_rows;
 mod charges;
 mod notes;
+#[cfg(feature = "openapi")]
+mod openapi;
 mod payments;
 mod points;
 mod service;

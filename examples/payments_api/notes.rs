@@ -17,7 +17,20 @@ use crate::service::App;
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct NewNote {
-    text: String,
+    text: Text,
+}
+
+/// What every database takes. It is refused here, while the key is free: after this the operation has started.
+#[derive(Debug, Deserialize)]
+#[serde(try_from = "String")]
+struct Text(String);
+
+impl TryFrom<String> for Text {
+    type Error = &'static str;
+
+    fn try_from(text: String) -> Result<Self, Self::Error> {
+        if text.contains('\0') { Err("a text has no NUL") } else { Ok(Self(text)) }
+    }
 }
 
 #[derive(Debug, Serialize)]
@@ -35,10 +48,13 @@ impl<T: serde::de::DeserializeOwned, St: Send + Sync> FromRequest<St> for Body<T
     async fn from_request(request: Request, state: &St) -> Result<Self, Response> {
         let refuse = |code| problem_response(&Problem::new(code));
         let json = request.headers().get(CONTENT_TYPE).and_then(|value| value.to_str().ok()).unwrap_or("");
-        if json.split(';').next().is_none_or(|essence| essence.trim() != "application/json") {
+        if !json.split(';').next().unwrap_or("").trim().eq_ignore_ascii_case("application/json") {
             return Err(refuse(Code::UnsupportedMediaType));
         }
-        let bytes = axum::body::Bytes::from_request(request, state).await.map_err(|_| refuse(Code::BodyTooLarge))?;
+        let bytes = axum::body::Bytes::from_request(request, state).await.map_err(|unread| {
+            let is_too_long = unread.status() == StatusCode::PAYLOAD_TOO_LARGE;
+            refuse(if is_too_long { Code::BodyTooLarge } else { Code::RequestInvalid })
+        })?;
         serde_json::from_slice(&bytes).map(Self).map_err(|_| refuse(Code::RequestInvalid))
     }
 }
@@ -48,7 +64,7 @@ pub(crate) async fn create<S: Books>(
     Extension(IdempotencyScope(scope)): Extension<IdempotencyScope>,
     Idempotent(Body(new)): Idempotent<Body<NewNote>>,
 ) -> Response {
-    let note = Note { id: format!("note_{}", uuid::Uuid::now_v7().simple()), text: new.text };
+    let note = Note { id: format!("note_{}", uuid::Uuid::now_v7().simple()), text: new.text.0 };
     match app.store.add_note(scope.tenant(), &note.id, &note.text).await {
         Ok(()) => (StatusCode::CREATED, [(LOCATION, format!("/notes/{}", note.id))], Json(note)).into_response(),
         Err(error) => crate::service::unavailable(&error),

@@ -130,8 +130,8 @@ fn routes<S: Books>(app: App<S>, args: &Args) -> Result<Router, AppError> {
     let note = Endpoint::raw("create_note", args.route(Mode::Edge)).served_at("POST", "/notes");
     let layer = IdempotencyLayer::new(&app.engine, note).map_err(failed)?;
     let protected = Router::new()
-        .route("/notes", post(notes::create::<S>))
-        .route_layer(layer)
+        // On the method, not on the router: there it would claim keys of other methods too, which get 405.
+        .route("/notes", post(notes::create::<S>).route_layer(layer))
         .route("/notes/{id}", get(notes::show::<S>))
         .route("/payments", post(payments::create::<S>))
         .route("/payments/{id}", get(payments::show::<S>))
@@ -145,6 +145,11 @@ fn routes<S: Books>(app: App<S>, args: &Args) -> Result<Router, AppError> {
         .route("/livez", get(async || "ok\n"))
         .route("/readyz", get(ready::<S>))
         .route("/metrics", get(show_metrics::<S>));
+    #[cfg(feature = "openapi")]
+    let open = {
+        let document = crate::openapi::document(&app.engine).map_err(failed)?;
+        open.route("/openapi.json", get(async move || axum::Json(document)))
+    };
     Ok(protected.merge(open).with_state(app))
 }
 

@@ -10,8 +10,9 @@
 //!   a preflight makes no record, and a revoked principal replays nothing. There is no fallback to a header.
 //! * Compression stands outside, so that stored bodies are plain; CORS too, so that no origin is stored. CORS exposes
 //!   `Idempotent-Replayed`, `Idempotency-Key-State`, `Retry-After` and `Location`, and allows `Idempotency-Key`.
-//! * [`IdempotencyLayer`] is put on with `route_layer`, so that 404 and 405 claim nothing. A timeout of its own inside is of no
-//!   use: the engine's answers 409 and does not drop the handler.
+//! * [`IdempotencyLayer`] is put on a method, `post(handler).route_layer(layer)`, so that 404 and 405 claim nothing. `route_layer` of
+//!   a whole router stands around the 405 of other methods too, which would be taken for the outcome of their key. A timeout of its
+//!   own inside is of no use: the engine's answers 409 and does not drop the handler.
 //!
 //! Two doors: [`TypedDoor`] (claim, effects and answer in one commit) and [`IdempotencyLayer`] (edge protection for any handler).
 //!

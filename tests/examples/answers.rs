@@ -11,7 +11,8 @@ use oncebox::store::sqlite::SqliteStore;
 use oncebox::store::{Base, StoreOptions};
 use tokio::net::TcpListener;
 
-use crate::stage::{ONCEBOX, Stage, example, until};
+use crate::stage::{ONCEBOX, Stage, until};
+use crate::support::example;
 
 /// Shown by: a sender that takes 404 for a refusal, one that takes rows by their key alone, and one that follows
 /// redirects.

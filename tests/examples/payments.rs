@@ -18,8 +18,8 @@ use tokio::net::TcpListener;
 use crate::postgres::with_database;
 use crate::process::Process;
 use crate::provider::{Booking, Bookings, serve};
-use crate::stage::{ONCEBOX, PUBLISHER, Stage, example, finished, repeated, until};
-use crate::support::service;
+use crate::stage::{ONCEBOX, PUBLISHER, Stage, finished, repeated, until};
+use crate::support::{example, service};
 
 const PAYMENTS: usize = 300;
 /// Messages that are put into the broker a second time.

@@ -5,7 +5,8 @@ use oncebox::store::StoreOptions;
 use oncebox::store::sqlite::SqliteStore;
 use sqlx::query_scalar;
 
-use crate::stage::{ONCEBOX, PUBLISHER, Stage, example, finished, repeated};
+use crate::stage::{ONCEBOX, PUBLISHER, Stage, finished, repeated};
+use crate::support::example;
 
 /// Shown by: an inbox that takes every message for new.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

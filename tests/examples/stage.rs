@@ -1,8 +1,8 @@
 //! A directory with the settings of one test, and the programs and examples that run with them.
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::process::Command;
-use std::time::{Duration, SystemTime};
+use std::time::Duration;
 
 use oncebox::NewMessage;
 use oncebox::app::AnyBroker;
@@ -18,21 +18,6 @@ pub(crate) const SOON: Duration = Duration::from_secs(120);
 /// The three programs.
 pub(crate) const ONCEBOX: &str = env!("CARGO_BIN_EXE_oncebox");
 pub(crate) const PUBLISHER: &str = env!("CARGO_BIN_EXE_publisher");
-
-/// An example, which cargo builds beside this test. `cargo test --test examples` builds none: then it says so.
-pub(crate) fn example(name: &str) -> String {
-    let this = std::env::current_exe().unwrap();
-    let binary = this.ancestors().nth(2).unwrap().join("examples").join(name);
-    let built = |path: &Path| path.metadata().and_then(|data| data.modified()).unwrap_or(SystemTime::UNIX_EPOCH);
-    let sources = std::fs::read_to_string(binary.with_extension("d")).unwrap_or_default();
-    let newest = sources.split_whitespace().skip(1).map(|source| built(Path::new(source))).max();
-    assert!(
-        newest.is_some_and(|newest| newest <= built(&binary)),
-        "{} is missing or older than its sources: `cargo build --all-features --examples` makes it",
-        binary.display()
-    );
-    binary.to_str().unwrap().to_owned()
-}
 
 pub(crate) struct Stage {
     dir: tempfile::TempDir,

@@ -11,6 +11,8 @@ mod mysql;
 mod postgres;
 #[path = "../support/process.rs"]
 mod process;
+#[path = "../support/provider.rs"]
+mod provider;
 #[path = "../support/proxy.rs"]
 mod proxy;
 #[path = "../support/mod.rs"]
@@ -21,9 +23,13 @@ mod crowd;
 mod door_a;
 mod edges;
 mod faulty;
+#[cfg(feature = "openapi")]
+mod fuzz;
 mod kit;
 mod layer;
 mod layer_ends;
 mod lost;
 mod policies;
+mod regions;
+mod service;
 mod services;

@@ -1,91 +1,13 @@
 //! Two processes of the example service on one database: the tests that the sources demand (M112 to M114, M117), by HTTP.
 
 use std::collections::HashSet;
-use std::io::{BufRead, BufReader};
-use std::path::Path;
-use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
-use std::time::SystemTime;
 
 use oncebox::policy::operation::Code;
-use oncebox::sqlx::{self, AssertSqlSafe, Connection};
 use tokio::sync::Barrier;
 
 use super::kit::*;
-
-/// The example, which cargo builds beside this test. `cargo test --test operations` builds none: then it says so.
-fn example() -> String {
-    let this = std::env::current_exe().unwrap();
-    let binary = this.ancestors().nth(2).unwrap().join("examples/payments_api");
-    let built = |path: &Path| path.metadata().and_then(|data| data.modified()).unwrap_or(SystemTime::UNIX_EPOCH);
-    let sources = std::fs::read_to_string(binary.with_extension("d")).unwrap_or_default();
-    let newest = sources.split_whitespace().skip(1).map(|source| built(Path::new(source))).max();
-    assert!(
-        newest.is_some_and(|newest| newest <= built(&binary)),
-        "{} is missing or older than its sources: `cargo build --all-features --examples` makes it",
-        binary.display()
-    );
-    binary.to_str().unwrap().to_owned()
-}
-
-/// A process of the service, killed when dropped.
-struct Service {
-    child: Child,
-    url: String,
-}
-
-impl Drop for Service {
-    fn drop(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
-    }
-}
-
-impl Service {
-    fn begin(database: &str, flags: &[&str]) -> Child {
-        let mut command = Command::new(example());
-        command.args(["--listen", "127.0.0.1:0", "--database", database]).args(flags);
-        command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::inherit()).spawn().unwrap()
-    }
-
-    async fn ready(mut child: Child) -> Self {
-        let out = child.stdout.take().unwrap();
-        let said = tokio::task::spawn_blocking(move || {
-            let mut line = String::new();
-            BufReader::new(out).read_line(&mut line).unwrap();
-            line
-        });
-        // Its tables are made first, by several processes at once.
-        let said = tokio::time::timeout(SOON * 6, said).await.expect("it listens").unwrap();
-        let address =
-            said.trim().strip_prefix("listening on ").unwrap_or_else(|| panic!("it said {said:?}")).to_owned();
-        Self { child, url: format!("http://{address}") }
-    }
-
-    async fn post(&self, path: &str, key: &str, body: &str) -> Http {
-        send(self.ask(path, key, body)).await
-    }
-
-    fn ask(&self, path: &str, key: &str, body: &str) -> reqwest::RequestBuilder {
-        post(&format!("{}{path}", self.url), key, body).header("authorization", "Bearer t1:p1")
-    }
-
-    async fn get(&self, path: &str) -> Http {
-        send(client().get(format!("{}{path}", self.url)).header("authorization", "Bearer t1:p1")).await
-    }
-
-    /// The sum of a metric over its labels.
-    async fn metric(&self, name: &str) -> f64 {
-        let text = String::from_utf8(self.get("/metrics").await.body).unwrap();
-        let lines: Vec<&str> = text.lines().filter(|line| line.split(['{', ' ']).next() == Some(name)).collect();
-        assert!(!lines.is_empty(), "{name} is missing");
-        lines.iter().map(|line| line.rsplit_once(' ').unwrap().1.parse::<f64>().unwrap()).sum()
-    }
-}
-
-fn payment(amount: i64, reference: &str) -> String {
-    format!(r#"{{"accountId":"acc-7","amountMinor":{amount},"currency":"EUR","merchantReference":"{reference}"}}"#)
-}
+use super::service::{Service, count, messages, payment};
 
 /// Runs a test with two processes that are started at once on an empty database: each makes the tables, safely.
 macro_rules! two_services {
@@ -149,28 +71,12 @@ impl Two {
         Self { services: [one.await, two.await], url }
     }
 
-    /// Counts rows, by a connection of its own.
-    async fn count(&self, sql: &str) -> i64 {
-        let sql = AssertSqlSafe(sql.to_owned());
-        if self.url.starts_with("sqlite") {
-            let mut connection = sqlx::SqliteConnection::connect(&self.url).await.unwrap();
-            sqlx::query_scalar(sql).fetch_one(&mut connection).await.unwrap()
-        } else if self.url.starts_with("mysql") {
-            let mut connection = sqlx::MySqlConnection::connect(&self.url).await.unwrap();
-            sqlx::query_scalar(sql).fetch_one(&mut connection).await.unwrap()
-        } else {
-            let mut connection = sqlx::PgConnection::connect(&self.url).await.unwrap();
-            sqlx::query_scalar(sql).fetch_one(&mut connection).await.unwrap()
-        }
-    }
-
     async fn payments(&self) -> i64 {
-        self.count("select count(*) from payment").await
+        count(&self.url, "select count(*) from payment").await
     }
 
     async fn messages(&self) -> i64 {
-        let table = if self.url.starts_with("postgres") { "oncebox.outbox" } else { "oncebox_outbox" };
-        self.count(&format!("select count(*) from {table} where kind = 'payment.created'")).await
+        messages(&self.url, "payment.created").await
     }
 }
 

@@ -1,7 +1,8 @@
-//! What every test against a real service needs: its address or a visible skip, and names of its own.
-#![allow(dead_code)] // each test binary uses its part
+//! What every test against a real service needs: its address or a visible skip, names of its own, and the built examples.
+#![allow(dead_code, clippy::unwrap_used)] // each test binary uses its part
 
-use std::time::{Duration, Instant};
+use std::path::Path;
+use std::time::{Duration, Instant, SystemTime};
 
 /// The value of an environment variable that names a service. Where it is missing the test is skipped, visibly, unless
 /// `ONCEBOX_TEST_STRICT=1` makes that a failure.
@@ -34,4 +35,22 @@ where
         assert!(start.elapsed() < deadline, "{what}: not within {deadline:?}");
         tokio::time::sleep(Duration::from_millis(20)).await;
     }
+}
+
+/// An example, which cargo builds beside this test. `cargo test --test NAME` builds none, and what lies there may be of other
+/// sources: then it says so.
+pub(crate) fn example(name: &str) -> String {
+    let this = std::env::current_exe().unwrap();
+    let binary = this.ancestors().nth(2).unwrap().join("examples").join(name);
+    let built = |path: &Path| path.metadata().and_then(|data| data.modified()).unwrap_or(SystemTime::UNIX_EPOCH);
+    let sources = std::fs::read_to_string(binary.with_extension("d")).unwrap_or_default();
+    // Of the crate too: an example of yesterday's crate writes what today's does not read.
+    let own = |source: &&str| source.starts_with(env!("CARGO_MANIFEST_DIR"));
+    let newest = sources.split_whitespace().skip(1).filter(own).map(|source| built(Path::new(source))).max();
+    assert!(
+        newest.is_some_and(|newest| newest <= built(&binary)),
+        "{} is missing or older than its sources: `cargo build --all-features --examples` makes it",
+        binary.display()
+    );
+    binary.to_str().unwrap().to_owned()
 }

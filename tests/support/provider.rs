@@ -4,9 +4,10 @@
 use std::io::{BufRead, BufReader};
 use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
-use std::time::SystemTime;
 
 use serde_json::{Value, json};
+
+use crate::support::example;
 
 /// The provider, killed when dropped.
 pub(crate) struct ProviderProcess {
@@ -16,25 +17,6 @@ pub(crate) struct ProviderProcess {
     /// Its books: one line of JSON for each charge.
     pub(crate) books: PathBuf,
     _data: tempfile::TempDir,
-}
-
-/// An example, which cargo builds beside this test. `cargo test --test phased` builds none, and what lies there may be of other
-/// sources: then it says so.
-pub(crate) fn example(name: &str) -> String {
-    let this = std::env::current_exe().unwrap();
-    let binary = this.ancestors().nth(2).unwrap().join("examples").join(name);
-    let built =
-        |path: &std::path::Path| path.metadata().and_then(|data| data.modified()).unwrap_or(SystemTime::UNIX_EPOCH);
-    let sources = std::fs::read_to_string(binary.with_extension("d")).unwrap_or_default();
-    // Of the crate too: an example of yesterday's crate writes what today's does not read.
-    let own = |source: &&str| source.starts_with(env!("CARGO_MANIFEST_DIR"));
-    let newest = sources.split_whitespace().skip(1).filter(own).map(|source| built(source.as_ref())).max();
-    assert!(
-        newest.is_some_and(|newest| newest <= built(&binary)),
-        "{} is missing or older than its sources: `cargo build --all-features --examples` makes it",
-        binary.display()
-    );
-    binary.to_str().unwrap().to_owned()
 }
 
 impl ProviderProcess {

@@ -7,8 +7,7 @@ use std::time::Duration;
 
 use serde_json::{Value, json};
 
-use crate::provider::example;
-use crate::support::eventually;
+use crate::support::{eventually, example};
 
 /// Long enough for a busy machine; a condition that holds ends the wait at once.
 pub(crate) const SOON: Duration = Duration::from_secs(90);

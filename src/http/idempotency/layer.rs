@@ -30,7 +30,7 @@ use crate::runtime::operation::{
 };
 use crate::store::Keys;
 
-/// Protects the routes it is put on with `route_layer`. One operation each.
+/// Protects the method it is put on: `post(handler).route_layer(layer)`. One operation each.
 pub struct IdempotencyLayer<S: Keys> {
     engine: Engine<S>,
     endpoint: Registered,

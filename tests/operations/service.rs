@@ -1,0 +1,104 @@
+//! The example service as a process, and requests to it.
+
+use std::fs::File;
+use std::io::{BufRead, BufReader};
+use std::path::Path;
+use std::process::{Child, Command, Stdio};
+
+use oncebox::sqlx::{self, AssertSqlSafe, Connection};
+
+use crate::kit::*;
+use crate::support::example;
+
+/// A process of the service, killed when dropped.
+pub(crate) struct Service {
+    child: Child,
+    pub(crate) url: String,
+}
+
+impl Drop for Service {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+impl Service {
+    pub(crate) fn begin(database: &str, flags: &[&str]) -> Child {
+        Self::begins(database, flags, Stdio::inherit())
+    }
+
+    /// With what it says on stderr in a file.
+    pub(crate) fn begin_logged(database: &str, flags: &[&str], log: &Path) -> Child {
+        Self::begins(database, flags, File::create(log).unwrap().into())
+    }
+
+    fn begins(database: &str, flags: &[&str], stderr: Stdio) -> Child {
+        let mut command = Command::new(example("payments_api"));
+        command.args(["--listen", "127.0.0.1:0", "--database", database]).args(flags);
+        command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(stderr).spawn().unwrap()
+    }
+
+    pub(crate) async fn ready(mut child: Child) -> Self {
+        let out = child.stdout.take().unwrap();
+        let said = tokio::task::spawn_blocking(move || {
+            let mut line = String::new();
+            BufReader::new(out).read_line(&mut line).unwrap();
+            line
+        });
+        // Its tables are made first, by several processes at once.
+        let said = tokio::time::timeout(SOON * 6, said).await.expect("it listens").unwrap();
+        let address =
+            said.trim().strip_prefix("listening on ").unwrap_or_else(|| panic!("it said {said:?}")).to_owned();
+        Self { child, url: format!("http://{address}") }
+    }
+
+    pub(crate) async fn post(&self, path: &str, key: &str, body: &str) -> Http {
+        send(self.ask(path, key, body)).await
+    }
+
+    pub(crate) fn ask(&self, path: &str, key: &str, body: &str) -> reqwest::RequestBuilder {
+        self.ask_as("t1:p1", path, key, body)
+    }
+
+    pub(crate) fn ask_as(&self, who: &str, path: &str, key: &str, body: &str) -> reqwest::RequestBuilder {
+        post(&format!("{}{path}", self.url), key, body).header("authorization", format!("Bearer {who}"))
+    }
+
+    pub(crate) async fn get(&self, path: &str) -> Http {
+        send(client().get(format!("{}{path}", self.url)).header("authorization", "Bearer t1:p1")).await
+    }
+
+    /// The sum of a metric over its labels.
+    pub(crate) async fn metric(&self, name: &str) -> f64 {
+        let text = String::from_utf8(self.get("/metrics").await.body).unwrap();
+        let lines: Vec<&str> = text.lines().filter(|line| line.split(['{', ' ']).next() == Some(name)).collect();
+        assert!(!lines.is_empty(), "{name} is missing");
+        lines.iter().map(|line| line.rsplit_once(' ').unwrap().1.parse::<f64>().unwrap()).sum()
+    }
+}
+
+pub(crate) fn payment(amount: i64, reference: &str) -> String {
+    format!(r#"{{"accountId":"acc-7","amountMinor":{amount},"currency":"EUR","merchantReference":"{reference}"}}"#)
+}
+
+/// Counts rows of a database, by a connection of its own.
+pub(crate) async fn count(url: &str, sql: &str) -> i64 {
+    let sql = AssertSqlSafe(sql.to_owned());
+    if url.starts_with("sqlite") {
+        let mut connection = sqlx::SqliteConnection::connect(url).await.unwrap();
+        sqlx::query_scalar(sql).fetch_one(&mut connection).await.unwrap()
+    } else if url.starts_with("mysql") {
+        let mut connection = sqlx::MySqlConnection::connect(url).await.unwrap();
+        sqlx::query_scalar(sql).fetch_one(&mut connection).await.unwrap()
+    } else {
+        let mut connection = sqlx::PgConnection::connect(url).await.unwrap();
+        sqlx::query_scalar(sql).fetch_one(&mut connection).await.unwrap()
+    }
+}
+
+/// The outbox messages of a kind.
+pub(crate) async fn messages(url: &str, kind: &str) -> i64 {
+    let table = if url.starts_with("postgres") { "oncebox.outbox" } else { "oncebox_outbox" };
+    count(url, &format!("select count(*) from {table} where kind = '{kind}'")).await
+}
