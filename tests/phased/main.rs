@@ -4,7 +4,9 @@
 /// The adapter of the example service: it is no part of what is tested.
 #[path = "../../examples/payments_api/cards.rs"]
 mod cards;
+mod clashes;
 mod compensation;
+mod evidence;
 mod faults;
 mod flow;
 #[path = "../store_mysql/fixture.rs"]
