@@ -57,7 +57,7 @@ pub use operator::{
     OperatorOutcome, ShardStatus, Status,
 };
 pub use phases::{
-    Driven, Due, FIRST_POINT, NewEvidence, NewIntent, NewOperation, PhaseTx, Phases, Sealed, StoredEvidence,
+    Driven, Due, FIRST_POINT, Leave, NewEvidence, NewIntent, NewOperation, PhaseTx, Phases, Sealed, StoredEvidence,
     StoredIntent, StoredOperation, Taken,
 };
 pub use relay::{

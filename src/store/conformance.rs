@@ -23,6 +23,7 @@ pub mod mailbox;
 pub mod operations;
 pub mod operator;
 pub mod phases;
+pub mod phases_leave;
 pub mod proof;
 pub mod purge;
 pub mod relay;
@@ -307,6 +308,11 @@ macro_rules! store_conformance {
                 o13_a_rejection_of_the_first_phase_is_remembered_without_its_effects,
                 o1_a_handler_that_ends_the_transaction_of_a_phase_is_found_out,
             ];
+            phases_leave: [
+                o22_an_operation_that_cannot_be_read_is_parked_and_the_others_are_taken,
+                o8_who_brings_proof_is_seen_by_a_parking_or_finds_it,
+                o9_what_is_left_as_it_was_due_is_due_when_it_was,
+            ];
             lifetimes: [
                 o9_a_parked_operation_waits_for_an_operator,
                 o3_what_is_recovered_late_is_remembered_from_its_outcome,
@@ -364,6 +370,7 @@ mod tests {
             include_str!("conformance/operations.rs"),
             include_str!("conformance/operator.rs"),
             include_str!("conformance/phases.rs"),
+            include_str!("conformance/phases_leave.rs"),
             include_str!("conformance/proof.rs"),
             include_str!("conformance/purge.rs"),
             include_str!("conformance/relay.rs"),

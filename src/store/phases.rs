@@ -181,11 +181,44 @@ pub enum Taken {
     Missing,
 }
 
+impl Taken {
+    /// From who took it, and what was read then.
+    pub(super) fn of(driven: Option<Driven>, found: Option<StoredOperation>) -> Self {
+        match (driven, found.map(Box::new)) {
+            (_, None) => Self::Missing,
+            (Some(driven), Some(found)) => Self::Driven(driven, found),
+            (None, Some(found)) => Self::Not(found),
+        }
+    }
+}
+
+/// How an operation goes out of its driver's hands.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Leave<'a> {
+    /// Due again then. Its stage stays.
+    HandBack(Due),
+    /// Stage and record become UNKNOWN, and it is due again then.
+    Doubt(Due),
+    /// Stage and record become UNKNOWN, and it waits for an operator, for this reason.
+    Park(&'a str),
+}
+
+impl<'a> Leave<'a> {
+    /// The stage that it gets, when it is due, and why it is parked.
+    pub(super) fn columns(self) -> (Option<Stage>, Option<Due>, Option<&'a str>) {
+        match self {
+            Self::HandBack(due) => (None, Some(due), None),
+            Self::Doubt(due) => (Some(Stage::Unknown), Some(due), None),
+            Self::Park(reason) => (Some(Stage::Unknown), None, Some(reason)),
+        }
+    }
+}
+
 /// How long after which attempt an operation is due again.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Due {
-    /// From now.
-    pub after: Duration,
+    /// From now. None: when it was due before it was taken up.
+    pub after: Option<Duration>,
     /// Whether this counts as an attempt.
     pub attempt: bool,
 }
@@ -244,6 +277,23 @@ pub(super) fn twice(intent: &NewIntent) -> StoreError {
     ))
 }
 
+/// Why an operation is parked that cannot be read.
+pub(super) fn unreadable(operation_id: Uuid, error: &StoreError) -> String {
+    tracing::error!(operation = %operation_id, %error, "an operation cannot be read: it is left to an operator");
+    format!("unreadable: {error}")
+}
+
+/// Whether the record came after its operation; one that is gone keeps nobody from leaving the operation to others.
+pub(super) fn follows(followed: Result<(), StoreError>) -> Result<(), StoreError> {
+    match followed {
+        Err(StoreError::Corrupt(error)) => {
+            tracing::error!(%error, "an operation is left to others without its record");
+            Ok(())
+        }
+        followed => followed,
+    }
+}
+
 /// The record of an operation is not as its operation says.
 pub(super) fn no_record(operation_id: Uuid) -> StoreError {
     StoreError::Corrupt(format!("the record of the operation {operation_id} is gone or has another outcome"))
@@ -288,7 +338,8 @@ pub trait Phases: Operations {
     ) -> impl Future<Output = Result<Taken, StoreError>> + Send;
 
     /// Takes up at most `limit` operations of a flow and these versions that are due and that nobody drives, the longest due
-    /// first; in one transaction, and twenty workers get different ones.
+    /// first; in one transaction, and twenty workers get different ones. One that cannot be read is parked, with the reason, and
+    /// the others are taken.
     fn take_due(
         &self,
         flow: &str,
@@ -308,18 +359,32 @@ pub trait Phases: Operations {
     /// Appends evidence. Never fenced, always allowed (O8).
     fn observe(&self, evidence: &NewEvidence) -> impl Future<Output = Result<(), StoreError>> + Send;
 
-    /// Hands an operation back, due again then. Its stage stays.
-    fn hand_back(&self, driven: &Driven, due: Due) -> impl Future<Output = Result<Fenced, StoreError>> + Send;
+    /// Gives an operation out of our hands.
+    fn leave(&self, driven: &Driven, leave: Leave<'_>) -> impl Future<Output = Result<Fenced, StoreError>> + Send;
 
-    /// Makes stage and record UNKNOWN and gives the operation back, due again then.
-    fn doubt(&self, driven: &Driven, due: Due) -> impl Future<Output = Result<Fenced, StoreError>> + Send;
+    /// [`Leave::HandBack`].
+    fn hand_back(&self, driven: &Driven, due: Due) -> impl Future<Output = Result<Fenced, StoreError>> + Send {
+        self.leave(driven, Leave::HandBack(due))
+    }
 
-    /// Makes stage and record UNKNOWN and leaves the operation to an operator, for this reason.
-    fn park(&self, driven: &Driven, reason: &str) -> impl Future<Output = Result<Fenced, StoreError>> + Send;
+    /// [`Leave::Doubt`].
+    fn doubt(&self, driven: &Driven, due: Due) -> impl Future<Output = Result<Fenced, StoreError>> + Send {
+        self.leave(driven, Leave::Doubt(due))
+    }
+
+    /// [`Leave::Park`].
+    fn park(&self, driven: &Driven, reason: &str) -> impl Future<Output = Result<Fenced, StoreError>> + Send {
+        self.leave(driven, Leave::Park(reason))
+    }
 
     /// An operation with its intents and evidence.
     fn operation(&self, operation_id: Uuid)
     -> impl Future<Output = Result<Option<StoredOperation>, StoreError>> + Send;
+
+    /// Makes a parked operation due at once: proof came of what an operator was to find out (O8). It waits for a transaction that
+    /// parks it just now, so who appended evidence before either is seen by that transaction or finds it parked.
+    /// [`Fenced::LostOwnership`] where it is not parked.
+    fn unpark(&self, operation_id: Uuid) -> impl Future<Output = Result<Fenced, StoreError>> + Send;
 
     /// Makes an operation due at once that waits for a worker: a request came for it.
     fn nudge(&self, operation_id: Uuid) -> impl Future<Output = Result<(), StoreError>> + Send;
@@ -346,6 +411,10 @@ pub trait PhaseTx: std::fmt::Debug + Send + 'static {
     fn connection(&mut self) -> &mut <Self::Db as Database>::Connection;
 
     /// Takes back all effects of this phase; the claim of a first phase stays, and what [`Self::settle`] was told.
+    ///
+    /// # Errors
+    /// [`StoreError::Busy`]: the database itself has ended the transaction, as it does with a deadlock's victim, and nothing was
+    /// committed: roll back, and run the phase again (O17, R27).
     fn undo_effects(&mut self) -> impl Future<Output = Result<Proof, StoreError>> + Send;
 
     /// The evidence of the operation, read in this transaction: what decides is read where it is decided (O8).
@@ -383,6 +452,9 @@ pub trait PhaseTx: std::fmt::Debug + Send + 'static {
         outcome: &Outcome,
         retention: &Retention,
     ) -> impl Future<Output = Result<(Proof, Fenced), StoreError>> + Send;
+
+    /// [`Leave::Park`], in this transaction. Its row is locked until the end: evidence that is read after this is all that came before. Once; after it, commit or roll back.
+    fn park(&mut self, reason: &str) -> impl Future<Output = Result<Fenced, StoreError>> + Send;
 
     /// Commits.
     ///

@@ -101,9 +101,8 @@ async fn ordered<S: Rows>(store: &S, told: &Scripted, careful: bool) -> (Answere
     let budget = Duration::from_secs(20);
     let command = Charge { amount: 700 };
     let answered = door.execute_phased(&endpoint, Some(scope), KeyGiven::Given(key), command, budget).await;
-    let column = if S::PREFIX == "oncebox." { "operation_id::text" } else { "hex(operation_id)" };
-    let ids = store.texts(&format!("select {column} from {}", S::table("operation"))).await;
-    (answered, store.operation(ids[0].parse().unwrap()).await.unwrap().unwrap())
+    let ids = store.operation_ids().await;
+    (answered, store.operation(ids[0]).await.unwrap().unwrap())
 }
 
 // Shown by: one identity for effect and undoing (the provider key is there already).
@@ -137,7 +136,7 @@ async fn o13_what_cannot_be_undone_goes_to_a_person<S: Rows>(store: S) {
     assert_eq!((operation.stage, operation.parked.as_deref()), (Stage::Unknown, Some("phase-failed")));
 }
 
-crate::on_both! {
+crate::on_all! {
     o13_m84_what_stands_is_undone_under_its_own_identity_before_a_failure;
     o13_a_failure_with_a_standing_effect_goes_to_a_person;
     o13_what_cannot_be_undone_goes_to_a_person;

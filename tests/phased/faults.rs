@@ -189,3 +189,16 @@ crate::on_both! {
     o7_another_amount_goes_to_an_operator;
     g10_m82_a_provider_that_is_away_is_waited_for;
 }
+
+// What differs by the provider only is shown twice already.
+crate::on_mariadb! {
+    m81_no_fault;
+    o7_drop_before;
+    o7_drop_after;
+    o7_error_after;
+    o7_take_late;
+    o6_a_key_that_was_forgotten_too_early;
+    o7_a_refusal_of_a_resend_is_no_verdict;
+    o7_a_listed_verdict_is_a_failure;
+    o7_another_amount_goes_to_an_operator;
+}

@@ -130,8 +130,42 @@ impl Adapter for Shared {
 /// How the phases misbehave, so many times.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Trouble {
+    /// The first phase ends its transaction, and writes on.
+    pub(crate) first_rolls_back: Arc<AtomicU32>,
+    /// A phase of ours fails for what is nobody's fault.
+    pub(crate) local_busy: Arc<AtomicU32>,
+    /// Two operations take what the other wants.
+    pub(crate) clash: Option<Arc<Clash>>,
     pub(crate) local_fails: Arc<AtomicU32>,
     pub(crate) settled_panics: Arc<AtomicU32>,
+}
+
+/// A deadlock of the operations over 700 and 701, each of which comes here once before it has both rows.
+#[derive(Debug)]
+pub(crate) struct Clash {
+    pub(crate) first_phase: bool,
+    /// Whether the handler hides what the database said in an error of its own.
+    pub(crate) hidden: bool,
+    pub(crate) meet: tokio::sync::Barrier,
+    pub(crate) runs: [AtomicU32; 2],
+}
+
+impl Clash {
+    async fn run<S: Rows>(&self, first_phase: bool, phase: &mut Phase<'_, S>, amount: i64) -> Result<(), HandlerError> {
+        if first_phase != self.first_phase {
+            return Ok(());
+        }
+        let (one, two, runs) = if amount == 700 { ("x", "y", &self.runs[0]) } else { ("y", "x", &self.runs[1]) };
+        let update = |name| format!("update place set n = n + 1 where name = '{name}'");
+        S::run(phase.connection(), update(one)).await?;
+        if runs.fetch_add(1, Ordering::SeqCst) == 0 {
+            self.meet.wait().await;
+        }
+        match S::run(phase.connection(), update(two)).await {
+            Err(error) if self.hidden => Err(HandlerError::retryable(format!("the place: {error}"))),
+            other => Ok(other?),
+        }
+    }
 }
 
 fn takes_one(count: &AtomicU32) -> bool {
@@ -142,6 +176,7 @@ fn takes_one(count: &AtomicU32) -> bool {
 pub(crate) struct Begin<P> {
     effect: Effect<P>,
     local: bool,
+    trouble: Trouble,
 }
 
 struct Intend<P> {
@@ -167,6 +202,13 @@ impl<S: Rows, P: Adapter> FirstPhase<S, Charge> for Begin<P> {
         let sql =
             format!("insert into payment (id, reference, amount, state) values ('{id}', 'r', {amount}, 'pending')");
         S::run(phase.connection(), sql).await?;
+        if let Some(clash) = &self.trouble.clash {
+            clash.run(true, phase, amount).await?;
+        }
+        if takes_one(&self.trouble.first_rolls_back) {
+            S::run(phase.connection(), "rollback".to_owned()).await?;
+            S::run(phase.connection(), "insert into step (name) values ('after')".to_owned()).await?;
+        }
         match amount {
             1 => {
                 let reply = Reply::json(402, &json!({ "code": "INSUFFICIENT_FUNDS" }))?;
@@ -191,6 +233,12 @@ impl<S: Rows, P: Adapter> FirstPhase<S, Charge> for Begin<P> {
 impl<S: Rows, P: Adapter> LocalPhase<S, Charge> for Intend<P> {
     async fn run(&self, phase: &mut Phase<'_, S>, command: &Charge) -> Result<Local, HandlerError> {
         S::run(phase.connection(), "insert into step (name) values ('intend')".to_owned()).await?;
+        if let Some(clash) = &self.trouble.clash {
+            clash.run(false, phase, command.amount).await?;
+        }
+        if takes_one(&self.trouble.local_busy) {
+            return Err(HandlerError::nobodys("the database asks to try again"));
+        }
         if takes_one(&self.trouble.local_fails) {
             return Err(HandlerError::retryable("the local phase fails"));
         }
@@ -292,7 +340,7 @@ pub(crate) struct Service<S: Phases> {
 pub(crate) fn flow<S: Rows, P: Adapter + Debug>(plan: &Plan, provider: P) -> Flow<S> {
     let effect =
         Effect::new("charge", provider, plan.strategy).at("PROVIDER_REQUEST_SENT", SettledPoint("PROVIDER_CONFIRMED"));
-    let first = Begin { effect: effect.clone(), local: plan.local };
+    let first = Begin { effect: effect.clone(), local: plan.local, trouble: plan.trouble.clone() };
     Flow::begin("create_charge", plan.version, first)
         .local(CREATED, Intend { effect: effect.clone(), trouble: plan.trouble.clone() })
         .effect(&effect, Settle { trouble: plan.trouble.clone() })
@@ -345,10 +393,9 @@ impl<S: Rows> Service<S> {
 
     /// The only operation.
     pub(crate) async fn operation(&self) -> StoredOperation {
-        let column = if S::PREFIX == "oncebox." { "operation_id::text" } else { "hex(operation_id)" };
-        let ids = self.store.texts(&format!("select {column} from {}", S::table("operation"))).await;
+        let ids = self.store.operation_ids().await;
         assert_eq!(ids.len(), 1, "one operation");
-        self.store.operation(ids[0].parse().unwrap()).await.unwrap().unwrap()
+        self.store.operation(ids[0]).await.unwrap().unwrap()
     }
 
     pub(crate) async fn payments(&self, state: &str) -> i64 {

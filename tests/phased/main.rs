@@ -4,9 +4,14 @@
 /// The adapter of the example service: it is no part of what is tested.
 #[path = "../../examples/payments_api/cards.rs"]
 mod cards;
+mod clashes;
 mod compensation;
+mod evidence;
 mod faults;
 mod flow;
+#[path = "../store_mysql/fixture.rs"]
+#[allow(dead_code)]
+mod mysql;
 #[path = "../support/postgres.rs"]
 mod postgres;
 #[path = "../support/provider.rs"]
@@ -19,18 +24,23 @@ mod steps;
 mod support;
 mod world;
 
-/// The same test on SQLite and on PostgreSQL.
-macro_rules! on_both {
-    ($($(#[$attribute:meta])* $name:ident;)*) => {
+macro_rules! on_sqlite {
+    ($($name:ident;)*) => {
         mod sqlite {
-            $($(#[$attribute])* #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+            $(#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
             async fn $name() {
                 let directory = tempfile::tempdir().unwrap();
                 super::$name(crate::world::sqlite(directory.path()).await).await;
             })*
         }
+    };
+}
+pub(crate) use on_sqlite;
+
+macro_rules! on_postgres {
+    ($($name:ident;)*) => {
         mod on_postgres {
-            $($(#[$attribute])* #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+            $(#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
             async fn $name() {
                 crate::postgres::with_database(stringify!($name), |database| async move {
                     super::$name(crate::world::prepared(database.store).await).await;
@@ -40,4 +50,44 @@ macro_rules! on_both {
         }
     };
 }
+pub(crate) use on_postgres;
+
+macro_rules! on_mariadb {
+    ($($name:ident;)*) => {
+        mod on_mariadb {
+            $(#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+            async fn $name() {
+                let Some(database) = crate::mysql::Db::new(stringify!($name)).await else { return };
+                super::$name(crate::world::prepared(database.store.clone()).await).await;
+            })*
+        }
+    };
+}
+pub(crate) use on_mariadb;
+
+/// The same tests on SQLite and on PostgreSQL.
+macro_rules! on_both {
+    ($($name:ident;)*) => {
+        crate::on_sqlite! { $($name;)* }
+        crate::on_postgres! { $($name;)* }
+    };
+}
 pub(crate) use on_both;
+
+/// The same tests where two write at once.
+macro_rules! on_servers {
+    ($($name:ident;)*) => {
+        crate::on_postgres! { $($name;)* }
+        crate::on_mariadb! { $($name;)* }
+    };
+}
+pub(crate) use on_servers;
+
+/// The same tests on all three.
+macro_rules! on_all {
+    ($($name:ident;)*) => {
+        crate::on_sqlite! { $($name;)* }
+        crate::on_servers! { $($name;)* }
+    };
+}
+pub(crate) use on_all;

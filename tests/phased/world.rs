@@ -6,6 +6,7 @@ use std::time::Duration;
 use oncebox::Store;
 use oncebox::async_trait;
 use oncebox::sqlx::{self, AssertSqlSafe, Database, raw_sql};
+use oncebox::store::mysql::MySqlStore;
 use oncebox::store::postgres::PostgresStore;
 use oncebox::store::sqlite::SqliteStore;
 use oncebox::store::{Base, Operations, Phases, Schema, StoreOptions};
@@ -17,7 +18,7 @@ pub(crate) const SOON: Duration = Duration::from_secs(60);
 
 const TABLES: &str =
     "create table payment (id varchar(36) primary key, reference varchar(64), amount bigint, state varchar(16));
-    create table step (name varchar(64))";
+    create table step (name varchar(64)); create table place (name varchar(10) primary key, n int not null)";
 
 /// What tests need of a database beyond the traits.
 #[async_trait]
@@ -28,6 +29,21 @@ pub(crate) trait Rows: Store + Phases + Operations {
     async fn write(&self, sql: &str);
     async fn number(&self, sql: &str) -> i64;
     async fn texts(&self, sql: &str) -> Vec<String>;
+
+    /// This day, as columns of oncebox have it.
+    fn year(year: u32) -> String {
+        match Self::NAME {
+            "sqlite" => format!("strftime('%s', '{year}-01-01') * 1000"),
+            _ => format!("timestamp '{year}-01-01 00:00:00'"),
+        }
+    }
+
+    /// The ids of all operations.
+    async fn operation_ids(&self) -> Vec<uuid::Uuid> {
+        let column = if Self::NAME == "postgres" { "operation_id::text" } else { "hex(operation_id)" };
+        let ids = self.texts(&format!("select {column} from {}", Self::table("operation"))).await;
+        ids.iter().map(|id| id.parse().unwrap()).collect()
+    }
 
     /// A table of oncebox.
     fn table(name: &str) -> String {
@@ -62,6 +78,7 @@ macro_rules! rows {
 
 rows!(SqliteStore, "oncebox_");
 rows!(PostgresStore, "oncebox.");
+rows!(MySqlStore, "oncebox_");
 
 pub(crate) async fn sqlite(directory: &Path) -> SqliteStore {
     let url = format!("sqlite://{}", directory.join("phased.db").display());

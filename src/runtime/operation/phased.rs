@@ -12,7 +12,7 @@
 //! | `identity` | identities derived from the operation |
 //! | `door`, `opening` | a request, and the first phase |
 //! | `taken` | an operation that was taken up |
-//! | `driver`, `call`, `hold` | from a recovery point to the next: phases, calls, the lease |
+//! | `driver`, `call`, `hold`, `leaving` | from a recovery point to the next: phases, calls, the lease, and letting go |
 //! | `evidence`, `vault` | how what was seen is stored |
 //! | `registry`, `recovery` | what is registered, and the worker |
 //!
@@ -34,6 +34,7 @@ mod hold;
 #[cfg(feature = "client")]
 pub mod http;
 mod identity;
+mod leaving;
 mod opening;
 mod phase;
 mod provider;

@@ -256,7 +256,7 @@ pub async fn o6_a_retry_is_the_workers_and_a_duplicate_is_accepted_by_name<F: Fi
     assert_eq!(trial.store.begin_send(&driven, "charge").await.unwrap(), Some(2));
     let seen = stored(trial, &driven).await;
     assert!(is_refused(&trial.store.retry(&seen, false, false, &really()).await), "somebody drives it");
-    trial.store.hand_back(&driven, Due { after: LONG, attempt: true }).await.unwrap();
+    trial.store.hand_back(&driven, Due { after: Some(LONG), attempt: true }).await.unwrap();
     let (driven, _) = taken(trial, driven.operation_id).await;
     trial.store.park(&driven, "window over").await.unwrap();
     let seen = stored(trial, &driven).await;

@@ -23,7 +23,7 @@ pub(super) const SHORT: Duration = Duration::from_millis(1);
 /// How long a turn is waited for.
 pub(super) const PATIENCE: Duration = Duration::from_secs(20);
 /// Due at once, and no attempt.
-pub(super) const AT_ONCE: Due = Due { after: Duration::ZERO, attempt: false };
+pub(super) const AT_ONCE: Due = Due { after: Some(Duration::ZERO), attempt: false };
 /// A phase that moved on.
 pub(super) const MOVED: (Proof, Fenced) = (Proof::Same, Fenced::Done);
 const LOST: (Proof, Fenced) = (Proof::Same, Fenced::LostOwnership);
@@ -179,7 +179,7 @@ pub async fn o9_of_twenty_that_take_an_operation_up_one_drives_it<F: Fixture>(tr
     );
     assert!(matches!(trial.store.take_operation(Uuid::now_v7(), LONG).await.unwrap(), Taken::Missing));
     let free = local(trial, &new_operation("free", LONG)).await;
-    assert_eq!(trial.store.hand_back(&free, Due { after: LONG, attempt: false }).await.unwrap(), Fenced::Done);
+    assert_eq!(trial.store.hand_back(&free, Due { after: Some(LONG), attempt: false }).await.unwrap(), Fenced::Done);
     let dead = local(trial, &new_operation("dead", SHORT)).await;
     eventually("its lease is over", || async { stored(trial, &dead).await.lease_until.is_none().then_some(()) }).await;
     for (old, attempts) in [(free, 0), (dead, 1)] {
@@ -226,7 +226,7 @@ pub async fn o22_twenty_workers_take_different_due_operations_of_their_versions<
         trial.store.hand_back(&driven, AT_ONCE).await.unwrap();
     }
     let later = local(trial, &new_operation("later", LONG)).await;
-    trial.store.hand_back(&later, Due { after: LONG, attempt: true }).await.unwrap();
+    trial.store.hand_back(&later, Due { after: Some(LONG), attempt: true }).await.unwrap();
     local(trial, &new_operation("driven", LONG)).await;
     let first = trial.store.take_due("create_charge", &[1, 2], 3, LONG).await.unwrap();
     let first: Vec<Uuid> = first.into_iter().map(|(driven, _)| driven.operation_id).collect();
@@ -398,7 +398,7 @@ pub async fn m32_the_record_is_in_the_state_of_the_stage_after_each_step<F: Fixt
     check(driven.clone(), Stage::Local).await;
     step(trial, &driven, "LOCAL", "SENT", Stage::Outstanding, &[intent("charge", "c")]).await;
     check(driven.clone(), Stage::Outstanding).await;
-    trial.store.doubt(&driven, Due { after: Duration::ZERO, attempt: true }).await.unwrap();
+    trial.store.doubt(&driven, Due { after: Some(Duration::ZERO), attempt: true }).await.unwrap();
     check(driven.clone(), Stage::Unknown).await;
     let (next, found) = taken(trial, driven.operation_id).await;
     assert_eq!(found.attempts, 1);

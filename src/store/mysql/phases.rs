@@ -19,10 +19,10 @@ use super::{MySqlStore, START, number_list};
 use crate::error::StoreError;
 use crate::policy::operation::flow::Stage;
 use crate::store::bounded::{Ask, Bounded};
-use crate::store::phases::no_record;
 use crate::store::phases::stored::{evidence_of, intent_of, operation_of};
+use crate::store::phases::{follows, no_record, unreadable};
 use crate::store::{
-    Basis, Begun, Driven, Due, Fenced, NewEvidence, NewOperation, Phases, StoredEvidence, StoredOperation, Taken,
+    Basis, Begun, Driven, Fenced, Leave, NewEvidence, NewOperation, Phases, StoredEvidence, StoredOperation, Taken,
 };
 
 /// As [`operation_of`] reads it.
@@ -100,8 +100,8 @@ const TAKE: &str = concat!(
 
 const LEAVE: &str = concat!(
     "update oncebox_operation set state = coalesce(?, state), owner = null, lease_until = null, lease_seconds = null, \
-       attempts = attempts + ?, due_at = utc_timestamp(6) + interval ? microsecond, parked = ?, updated_at = utc_timestamp(6) \
-     where ",
+       attempts = attempts + ?, due_at = if(? is null, coalesce(utc_timestamp(6) + interval ? microsecond, due_at), null), \
+       parked = ?, updated_at = utc_timestamp(6) where ",
     is_ours!()
 );
 
@@ -127,13 +127,9 @@ impl Phases for MySqlStore {
             Some(epoch) => take(&mut transaction, operation_id, epoch, lease).await?,
             None => None,
         };
-        let found = read(&mut transaction, operation_id).await?.map(Box::new);
+        let found = read(&mut transaction, operation_id).await?;
         transaction.commit().await?;
-        Ok(match (driven, found) {
-            (_, None) => Taken::Missing,
-            (Some(driven), Some(found)) => Taken::Driven(driven, found),
-            (None, Some(found)) => Taken::Not(found),
-        })
+        Ok(Taken::of(driven, found))
     }
 
     async fn take_due(
@@ -152,8 +148,15 @@ impl Phases for MySqlStore {
         let mut taken = Vec::new();
         for (id, epoch) in due {
             let id = Uuid::from_bytes(super::sixteen("operation_id", &id)?);
-            let driven = take(&mut transaction, id, epoch, lease).await?;
-            taken.extend(driven.zip(read(&mut transaction, id).await?));
+            let Some(driven) = take(&mut transaction, id, epoch, lease).await? else { continue };
+            match read(&mut transaction, id).await {
+                Ok(found) => taken.extend(found.map(|found| (driven, found))),
+                Err(error @ StoreError::Corrupt(_)) => {
+                    let reason = unreadable(id, &error);
+                    leave_in(&mut transaction, &driven, Leave::Park(&reason)).await?;
+                }
+                Err(error) => return Err(error),
+            }
         }
         transaction.commit().await?;
         Ok(taken)
@@ -203,20 +206,27 @@ impl Phases for MySqlStore {
         Ok(())
     }
 
-    async fn hand_back(&self, driven: &Driven, due: Due) -> Result<Fenced, StoreError> {
-        leave(self, driven, None, Some(due), None).await
-    }
-
-    async fn doubt(&self, driven: &Driven, due: Due) -> Result<Fenced, StoreError> {
-        leave(self, driven, Some(Stage::Unknown), Some(due), None).await
-    }
-
-    async fn park(&self, driven: &Driven, reason: &str) -> Result<Fenced, StoreError> {
-        leave(self, driven, Some(Stage::Unknown), None, Some(reason)).await
+    async fn leave(&self, driven: &Driven, leave: Leave<'_>) -> Result<Fenced, StoreError> {
+        let mut transaction = self.pool.begin(START).await?;
+        let fenced = leave_in(&mut transaction, driven, leave).await?;
+        transaction.commit().await?;
+        Ok(fenced)
     }
 
     async fn operation(&self, operation_id: Uuid) -> Result<Option<StoredOperation>, StoreError> {
         read(&mut self.pool.acquire().await?, operation_id).await
+    }
+
+    async fn unpark(&self, operation_id: Uuid) -> Result<Fenced, StoreError> {
+        let mut transaction = self.pool.begin(START).await?;
+        lock(&mut transaction, operation_id).await?;
+        let unpark = sqlx::query(
+            "update oncebox_operation set parked = null, due_at = utc_timestamp(6), updated_at = utc_timestamp(6) \
+             where operation_id = ? and parked is not null",
+        );
+        let done = unpark.bind(operation_id.as_bytes().to_vec()).run(&mut transaction).await?;
+        transaction.commit().await?;
+        Ok(Fenced::rows(done.rows_affected()))
     }
 
     async fn nudge(&self, operation_id: Uuid) -> Result<(), StoreError> {
@@ -286,25 +296,19 @@ async fn take(
     Ok((done.rows_affected() == 1).then_some(driven))
 }
 
-/// Gives an operation out of our hands: due again, or parked.
-async fn leave(
-    store: &MySqlStore,
-    driven: &Driven,
-    stage: Option<Stage>,
-    due: Option<Due>,
-    parked: Option<&str>,
-) -> Result<Fenced, StoreError> {
-    let mut transaction = store.pool.begin(START).await?;
+/// Gives an operation out of our hands; also where its record is gone.
+async fn leave_in(transaction: &mut Bounded<MySql>, driven: &Driven, leave: Leave<'_>) -> Result<Fenced, StoreError> {
+    let (stage, due, parked) = leave.columns();
     let left = sqlx::query(LEAVE)
         .bind(stage.map(Stage::as_str))
         .bind(due.is_some_and(|due| due.attempt))
-        .bind(due.map(|due| super::micros(due.after)))
+        .bind(parked)
+        .bind(due.and_then(|due| due.after).map(super::micros))
         .bind(parked);
-    let fenced = Fenced::rows(ours(left, driven).run(&mut transaction).await?.rows_affected());
+    let fenced = Fenced::rows(ours(left, driven).run(&mut *transaction).await?.rows_affected());
     if let (Fenced::Done, Some(stage)) = (fenced, stage) {
-        follow(&mut transaction, driven.operation_id, stage).await?;
+        follows(follow(transaction, driven.operation_id, stage).await)?;
     }
-    transaction.commit().await?;
     Ok(fenced)
 }
 

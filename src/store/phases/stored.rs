@@ -16,18 +16,52 @@ fn corrupt(error: impl std::fmt::Display) -> StoreError {
     StoreError::Corrupt(format!("an operation: {error}"))
 }
 
-fn number<T: TryFrom<i64>>(what: &str, value: i64) -> Result<T, StoreError> {
-    T::try_from(value).map_err(|_| corrupt(format!("{value} is no {what}")))
+fn number<T: TryFrom<i64>>(column: &str, value: i64) -> Result<T, StoreError> {
+    T::try_from(value).map_err(|_| corrupt(format!("{value} is no {column}")))
 }
 
 fn stage(name: &str) -> Result<Stage, StoreError> {
     let known = Stage::ALL.into_iter().find(|stage| stage.as_str() == name);
-    known.ok_or_else(|| corrupt(format!("`{name}` is no stage")))
+    known.ok_or_else(|| corrupt(format!("`{name}` is no state")))
 }
 
-/// A row of: now, operation_id, tenant, operation, key (null where there is no record), flow, flow version, point, state, command,
-/// its key id, epoch, lease end (null where it is over), attempts, due, parked, created, outcome.
+/// What was read, or which column of it is not what it should be: a row that this program cannot read is one row's trouble.
+fn named<T>(columns: &str, read: Result<T, StoreError>) -> Result<T, StoreError> {
+    read.map_err(|error| match error {
+        StoreError::Other(sqlx::Error::ColumnDecode { index, source }) => {
+            let name = index.parse().ok().and_then(|at| columns.split(' ').nth(at));
+            corrupt(format!("the column {}: {source}", name.unwrap_or(&index)))
+        }
+        error => error,
+    })
+}
+
+const OPERATION: &str = "now operation_id tenant operation key flow flow_version point state command command_kid epoch \
+    lease_until attempts due_at parked created_at outcome_at";
+const INTENT: &str = "effect strategy provider_key request request_kid adapter adapter_version first_sent_at last_sent_at sends \
+    outcome";
+const EVIDENCE: &str = "operation_id effect epoch send kind verdict status bytes bytes_kid observed_at";
+
+/// A row of [`OPERATION`]: tenant, operation and key are null where there is no record, and the end of the lease where it is over.
+///
+/// # Errors
+/// [`StoreError::Corrupt`], with the column; the same below.
 pub(in crate::store) fn operation_of<R>(
+    row: &R,
+    intents: Vec<StoredIntent>,
+    evidence: Vec<StoredEvidence>,
+) -> Result<StoredOperation, StoreError>
+where
+    R: Row,
+    usize: ColumnIndex<R>,
+    for<'r> i64: Decode<'r, R::Database> + Type<R::Database>,
+    for<'r> String: Decode<'r, R::Database> + Type<R::Database>,
+    for<'r> Vec<u8>: Decode<'r, R::Database> + Type<R::Database>,
+{
+    named(OPERATION, read_operation(row, intents, evidence))
+}
+
+fn read_operation<R>(
     row: &R,
     intents: Vec<StoredIntent>,
     evidence: Vec<StoredEvidence>,
@@ -54,13 +88,13 @@ where
         operation_id: Uuid::from_slice(&row.try_get::<Vec<u8>, _>(1)?).map_err(corrupt)?,
         identity,
         flow: row.try_get(5)?,
-        flow_version: number("version", row.try_get(6)?)?,
+        flow_version: number("flow_version", row.try_get(6)?)?,
         point: row.try_get(7)?,
         stage: stage(&row.try_get::<String, _>(8)?)?,
         command: Sealed { bytes: row.try_get(9)?, kid: row.try_get(10)? },
         epoch: row.try_get(11)?,
         lease_until: time(12)?,
-        attempts: number("number of attempts", row.try_get(13)?)?,
+        attempts: number("attempts", row.try_get(13)?)?,
         due_at: time(14)?,
         parked: row.try_get(15)?,
         created_at: DbTime::from_micros(row.try_get(16)?),
@@ -70,8 +104,19 @@ where
     })
 }
 
-/// A row of: effect, strategy, provider key, request, its key id, adapter, its version, first send, last send, sends, outcome.
+/// A row of [`INTENT`].
 pub(in crate::store) fn intent_of<R>(row: &R) -> Result<StoredIntent, StoreError>
+where
+    R: Row,
+    usize: ColumnIndex<R>,
+    for<'r> i64: Decode<'r, R::Database> + Type<R::Database>,
+    for<'r> String: Decode<'r, R::Database> + Type<R::Database>,
+    for<'r> Vec<u8>: Decode<'r, R::Database> + Type<R::Database>,
+{
+    named(INTENT, read_intent(row))
+}
+
+fn read_intent<R>(row: &R) -> Result<StoredIntent, StoreError>
 where
     R: Row,
     usize: ColumnIndex<R>,
@@ -85,19 +130,30 @@ where
         provider_key: row.try_get(2)?,
         request: Sealed { bytes: row.try_get(3)?, kid: row.try_get(4)? },
         adapter: row.try_get(5)?,
-        adapter_version: number("version", row.try_get(6)?)?,
+        adapter_version: number("adapter_version", row.try_get(6)?)?,
     };
     Ok(StoredIntent {
         intent,
         first_sent_at: DbTime::from_micros(row.try_get(7)?),
         last_sent_at: DbTime::from_micros(row.try_get(8)?),
-        sends: number("number of sends", row.try_get(9)?)?,
+        sends: number("sends", row.try_get(9)?)?,
         outcome: row.try_get(10)?,
     })
 }
 
-/// A row of: operation_id, effect, epoch, send, kind, verdict, status, bytes, their key id, time.
+/// A row of [`EVIDENCE`].
 pub(in crate::store) fn evidence_of<R>(row: &R) -> Result<StoredEvidence, StoreError>
+where
+    R: Row,
+    usize: ColumnIndex<R>,
+    for<'r> i64: Decode<'r, R::Database> + Type<R::Database>,
+    for<'r> String: Decode<'r, R::Database> + Type<R::Database>,
+    for<'r> Vec<u8>: Decode<'r, R::Database> + Type<R::Database>,
+{
+    named(EVIDENCE, read_evidence(row))
+}
+
+fn read_evidence<R>(row: &R) -> Result<StoredEvidence, StoreError>
 where
     R: Row,
     usize: ColumnIndex<R>,
@@ -110,7 +166,7 @@ where
         operation_id: Uuid::from_slice(&row.try_get::<Vec<u8>, _>(0)?).map_err(corrupt)?,
         effect: row.try_get(1)?,
         epoch: row.try_get(2)?,
-        send: number("number of a send", row.try_get(3)?)?,
+        send: number("send", row.try_get(3)?)?,
         kind: row.try_get(4)?,
         verdict: row.try_get(5)?,
         status: status.map(|status| number("status", status)).transpose()?,

@@ -19,10 +19,10 @@ use super::operations::{Query, micros};
 use crate::error::StoreError;
 use crate::policy::operation::flow::Stage;
 use crate::store::bounded::{Ask, Bounded};
-use crate::store::phases::no_record;
 use crate::store::phases::stored::{evidence_of, intent_of, operation_of};
+use crate::store::phases::{follows, no_record, unreadable};
 use crate::store::{
-    Basis, Begun, Driven, Due, Fenced, NewEvidence, NewOperation, Phases, StoredEvidence, StoredOperation, Taken,
+    Basis, Begun, Driven, Fenced, Leave, NewEvidence, NewOperation, Phases, StoredEvidence, StoredOperation, Taken,
 };
 
 /// As [`operation_of`] reads it.
@@ -100,8 +100,9 @@ const TAKE_DUE: &str = concat!(
 
 const LEAVE: &str = concat!(
     "update oncebox.operation o set state = coalesce($4, o.state), owner = null, lease_until = null, lease_seconds = null, \
-       attempts = o.attempts + $5, due_at = clock_timestamp() + $6 * interval '1 second', parked = $7, \
-       updated_at = clock_timestamp() where ",
+       attempts = o.attempts + $5, parked = $7, updated_at = clock_timestamp(), \
+       due_at = case when $7::text is null then coalesce(clock_timestamp() + $6 * interval '1 second', o.due_at) end \
+     where ",
     is_ours!()
 );
 
@@ -137,12 +138,8 @@ impl Phases for PostgresStore {
         let row = take.optional(&mut connection).await?;
         let epoch: Option<i64> = row.map(|row| row.try_get(1)).transpose()?;
         // A statement of its own: it sees what a transaction that we waited for has committed.
-        let found = read(&mut connection, operation_id).await?.map(Box::new);
-        Ok(match (epoch, found) {
-            (_, None) => Taken::Missing,
-            (Some(epoch), Some(found)) => Taken::Driven(Driven { operation_id, owner, epoch }, found),
-            (None, Some(found)) => Taken::Not(found),
-        })
+        let found = read(&mut connection, operation_id).await?;
+        Ok(Taken::of(epoch.map(|epoch| Driven { operation_id, owner, epoch }), found))
     }
 
     async fn take_due(
@@ -157,12 +154,18 @@ impl Phases for PostgresStore {
         let mut connection = self.pool.acquire().await?;
         let due = sqlx::query(TAKE_DUE).bind(owner).bind(lease.as_secs_f64()).bind(flow).bind(versions);
         let due = due.bind(i64::from(limit)).all(&mut connection).await?;
-        let mut taken = Vec::new();
+        let (mut taken, mut unread) = (Vec::new(), Vec::new());
         for row in due {
             let driven = Driven { operation_id: row.try_get(0)?, owner, epoch: row.try_get(1)? };
-            if let Some(found) = read(&mut connection, driven.operation_id).await? {
-                taken.push((driven, found));
+            match read(&mut connection, driven.operation_id).await {
+                Ok(found) => taken.extend(found.map(|found| (driven, found))),
+                Err(error @ StoreError::Corrupt(_)) => unread.push((driven, error)),
+                Err(error) => return Err(error),
             }
+        }
+        drop(connection);
+        for (driven, error) in unread {
+            self.park(&driven, &unreadable(driven.operation_id, &error)).await?;
         }
         taken.sort_by_key(|(_, found)| found.due_at);
         Ok(taken)
@@ -189,20 +192,29 @@ impl Phases for PostgresStore {
         Ok(())
     }
 
-    async fn hand_back(&self, driven: &Driven, due: Due) -> Result<Fenced, StoreError> {
-        leave(self, driven, None, Some(due), None).await
-    }
-
-    async fn doubt(&self, driven: &Driven, due: Due) -> Result<Fenced, StoreError> {
-        leave(self, driven, Some(Stage::Unknown), Some(due), None).await
-    }
-
-    async fn park(&self, driven: &Driven, reason: &str) -> Result<Fenced, StoreError> {
-        leave(self, driven, Some(Stage::Unknown), None, Some(reason)).await
+    async fn leave(&self, driven: &Driven, leave: Leave<'_>) -> Result<Fenced, StoreError> {
+        let mut tx = self.transaction().await?;
+        let fenced = leave_in(&mut tx, driven, leave).await?;
+        tx.commit().await?;
+        Ok(fenced)
     }
 
     async fn operation(&self, operation_id: Uuid) -> Result<Option<StoredOperation>, StoreError> {
         read(&mut self.pool.acquire().await?, operation_id).await
+    }
+
+    async fn unpark(&self, operation_id: Uuid) -> Result<Fenced, StoreError> {
+        let mut tx = self.transaction().await?;
+        // A statement of its own: the next one sees what it waited for.
+        let lock = sqlx::query("select 1 from oncebox.operation where operation_id = $1 for update");
+        lock.bind(operation_id).optional(&mut tx).await?;
+        let unpark = sqlx::query(
+            "update oncebox.operation set parked = null, due_at = clock_timestamp(), updated_at = clock_timestamp() \
+              where operation_id = $1 and parked is not null",
+        );
+        let done = unpark.bind(operation_id).run(&mut tx).await?;
+        tx.commit().await?;
+        Ok(Fenced::rows(done.rows_affected()))
     }
 
     async fn nudge(&self, operation_id: Uuid) -> Result<(), StoreError> {
@@ -246,25 +258,18 @@ fn ours<'q>(statement: Query<'q>, driven: &Driven) -> Query<'q> {
     statement.bind(driven.operation_id).bind(driven.epoch).bind(driven.owner)
 }
 
-/// Gives an operation out of our hands: due again, or parked.
-async fn leave(
-    store: &PostgresStore,
-    driven: &Driven,
-    stage: Option<Stage>,
-    due: Option<Due>,
-    parked: Option<&str>,
-) -> Result<Fenced, StoreError> {
-    let mut tx = store.transaction().await?;
+/// Gives an operation out of our hands; also where its record is gone.
+async fn leave_in(tx: &mut Bounded<sqlx::Postgres>, driven: &Driven, leave: Leave<'_>) -> Result<Fenced, StoreError> {
+    let (stage, due, parked) = leave.columns();
     let left = ours(sqlx::query(LEAVE), driven)
         .bind(stage.map(Stage::as_str))
         .bind(i32::from(due.is_some_and(|due| due.attempt)))
-        .bind(due.map(|due| due.after.as_secs_f64()))
+        .bind(due.and_then(|due| due.after).map(|after| after.as_secs_f64()))
         .bind(parked);
-    let fenced = Fenced::rows(left.run(&mut tx).await?.rows_affected());
+    let fenced = Fenced::rows(left.run(&mut *tx).await?.rows_affected());
     if let (Fenced::Done, Some(stage)) = (fenced, stage) {
-        follow(&mut tx, driven.operation_id, stage).await?;
+        follows(follow(tx, driven.operation_id, stage).await)?;
     }
-    tx.commit().await?;
     Ok(fenced)
 }
 

@@ -20,10 +20,11 @@ use super::operations::Query;
 use super::{millis, now_ms};
 use crate::error::StoreError;
 use crate::policy::operation::flow::Stage;
-use crate::store::phases::no_record;
 use crate::store::phases::stored::{evidence_of, intent_of, operation_of};
+use crate::store::phases::{follows, no_record, unreadable};
 use crate::store::{
-    Base, Basis, Begun, Driven, Due, Fenced, NewEvidence, NewOperation, Phases, StoredEvidence, StoredOperation, Taken,
+    Base, Basis, Begun, Driven, Fenced, Leave, NewEvidence, NewOperation, Phases, StoredEvidence, StoredOperation,
+    Taken,
 };
 
 /// As [`operation_of`] reads it.
@@ -87,9 +88,9 @@ pub(super) const DUE: &str = concat!(
 
 const LEAVE: &str = concat!(
     "update oncebox_operation set state = coalesce(?4, state), owner = null, lease_until = null, lease_ms = null, \
-       attempts = attempts + ?5, due_at = ?6 + ",
+       attempts = attempts + ?5, parked = ?7, due_at = case when ?7 is null then coalesce(?6 + ",
     now_ms!(),
-    ", parked = ?7, updated_at = ",
+    ", due_at) end, updated_at = ",
     now_ms!(),
     " where ",
     is_ours!()
@@ -116,11 +117,7 @@ impl Phases for SqliteStore {
         let driven = take(write.connection(), operation_id, lease).await?;
         let found = read(write.connection(), operation_id).await?;
         write.commit().await?;
-        Ok(match (driven, found) {
-            (_, None) => Taken::Missing,
-            (Some(driven), Some(found)) => Taken::Driven(driven, Box::new(found)),
-            (None, Some(found)) => Taken::Not(Box::new(found)),
-        })
+        Ok(Taken::of(driven, found))
     }
 
     async fn take_due(
@@ -136,9 +133,15 @@ impl Phases for SqliteStore {
         let mut taken = Vec::new();
         for id in due {
             let id = Uuid::from_slice(&id).map_err(|error| StoreError::Corrupt(error.to_string()))?;
-            let driven = take(write.connection(), id, lease).await?;
-            let found = read(write.connection(), id).await?;
-            taken.extend(driven.zip(found));
+            let Some(driven) = take(write.connection(), id, lease).await? else { continue };
+            match read(write.connection(), id).await {
+                Ok(found) => taken.extend(found.map(|found| (driven, found))),
+                Err(error @ StoreError::Corrupt(_)) => {
+                    let reason = unreadable(id, &error);
+                    leave_in(write.connection(), &driven, Leave::Park(&reason)).await?;
+                }
+                Err(error) => return Err(error),
+            }
         }
         write.commit().await?;
         Ok(taken)
@@ -179,20 +182,26 @@ impl Phases for SqliteStore {
         self.fenced(append(evidence)).await.map(|_| ())
     }
 
-    async fn hand_back(&self, driven: &Driven, due: Due) -> Result<Fenced, StoreError> {
-        leave(self, driven, None, Some(due), None).await
-    }
-
-    async fn doubt(&self, driven: &Driven, due: Due) -> Result<Fenced, StoreError> {
-        leave(self, driven, Some(Stage::Unknown), Some(due), None).await
-    }
-
-    async fn park(&self, driven: &Driven, reason: &str) -> Result<Fenced, StoreError> {
-        leave(self, driven, Some(Stage::Unknown), None, Some(reason)).await
+    async fn leave(&self, driven: &Driven, leave: Leave<'_>) -> Result<Fenced, StoreError> {
+        let mut write = self.write().await?;
+        let fenced = leave_in(write.connection(), driven, leave).await?;
+        write.commit().await?;
+        Ok(fenced)
     }
 
     async fn operation(&self, operation_id: Uuid) -> Result<Option<StoredOperation>, StoreError> {
         read(&mut *self.pool().acquire().await?, operation_id).await
+    }
+
+    async fn unpark(&self, operation_id: Uuid) -> Result<Fenced, StoreError> {
+        let unpark = query(concat!(
+            "update oncebox_operation set parked = null, due_at = ",
+            now_ms!(),
+            ", updated_at = ",
+            now_ms!(),
+            " where operation_id = ? and parked is not null"
+        ));
+        self.fenced(unpark.bind(operation_id.as_bytes().to_vec())).await
     }
 
     async fn nudge(&self, operation_id: Uuid) -> Result<(), StoreError> {
@@ -252,25 +261,18 @@ async fn take(
     Ok(epoch.map(|epoch| Driven { operation_id, owner, epoch }))
 }
 
-/// Gives an operation out of our hands: due again, or parked.
-async fn leave(
-    store: &SqliteStore,
-    driven: &Driven,
-    stage: Option<Stage>,
-    due: Option<Due>,
-    parked: Option<&str>,
-) -> Result<Fenced, StoreError> {
-    let mut write = store.write().await?;
+/// Gives an operation out of our hands; also where its record is gone.
+async fn leave_in(connection: &mut SqliteConnection, driven: &Driven, leave: Leave<'_>) -> Result<Fenced, StoreError> {
+    let (stage, due, parked) = leave.columns();
     let left = ours(query(LEAVE), driven)
         .bind(stage.map(Stage::as_str))
         .bind(due.is_some_and(|due| due.attempt))
-        .bind(due.map(|due| millis(due.after)))
+        .bind(due.and_then(|due| due.after).map(millis))
         .bind(parked.map(str::to_owned));
-    let fenced = Fenced::rows(left.execute(write.connection()).await?.rows_affected());
+    let fenced = Fenced::rows(left.execute(&mut *connection).await?.rows_affected());
     if let (Fenced::Done, Some(stage)) = (fenced, stage) {
-        follow(write.connection(), driven.operation_id, stage).await?;
+        follows(follow(connection, driven.operation_id, stage).await)?;
     }
-    write.commit().await?;
     Ok(fenced)
 }
 

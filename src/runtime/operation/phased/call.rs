@@ -18,11 +18,28 @@ use crate::policy::operation::provider::{Answer, QueryAnswer, Settled, Verdict, 
 use crate::runtime::pace::Pace;
 use crate::store::{Phases, StoredIntent, StoredOperation};
 
-/// How long an answer is tried to be stored that the database refuses; one that is away is waited for.
-const STORING: Duration = Duration::from_secs(20);
+/// Why a provider is asked.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Asks {
+    /// Its strategy leaves nothing else.
+    Only,
+    /// Before a resend.
+    First,
+}
 
 fn proves_nothing(verdict: Verdict) -> bool {
     matches!(verdict, Verdict::Indefinite | Verdict::NotSent | Verdict::StoredError | Verdict::Wait(_))
+}
+
+/// Whether it may decide what became of the effect.
+fn proves(verdict: Verdict) -> bool {
+    matches!(verdict, Verdict::Succeeded | Verdict::Failed | Verdict::Refused | Verdict::Mismatch)
+}
+
+/// Why an operation is parked whose evidence could not be stored: the evidence itself.
+fn unstored(effect: &Declared, send: u32, verdict: Verdict, status: Option<u16>) -> String {
+    let status = status.map(|status| format!(" {status}")).unwrap_or_default();
+    format!("evidence-not-stored: {} send {send}: {}{status}", effect.name, verdict.name())
 }
 
 impl<S: Phases> Driver<S> {
@@ -46,7 +63,7 @@ impl<S: Phases> Driver<S> {
         window: Option<Window>,
     ) -> Result<Next, StoreError> {
         if !self.phased.is_ours().await? || !self.fits(effect).await {
-            return Ok(Next::End(self.give_back(self.pause(stored.attempts), false).await?));
+            return self.back_later(stored.attempts).await;
         }
         match self.phased.engine.store().begin_send(&self.driven, effect.name).await? {
             Some(number) => self.send(effect, stored, intent, number, window).await,
@@ -67,7 +84,7 @@ impl<S: Phases> Driver<S> {
             Ok(Some(bytes)) => bytes,
             Ok(None) => {
                 self.not_started(effect, number, "the lease is too short, or the database belongs to another").await?;
-                return Ok(Next::End(self.give_back(self.pause(stored.attempts), false).await?));
+                return self.back_later(stored.attempts).await;
             }
             Err(error) => {
                 self.not_started(effect, number, "its request could not be had").await?;
@@ -101,43 +118,30 @@ impl<S: Phases> Driver<S> {
     }
 
     /// Keeps that a send which was begun did not leave us.
-    async fn not_started(&self, effect: &Declared, number: u32, why: &str) -> Result<(), StoreError> {
+    async fn not_started(&mut self, effect: &Declared, number: u32, why: &str) -> Result<(), StoreError> {
         let saw = format!("not started: {why}").into_bytes();
         self.keep_answer(effect, number, &Sent { answer: Answer::NotConnected, saw }).await
     }
 
-    /// Asks for the effect, where its strategy leaves nothing else.
+    /// Asks for the effect. That it is not found before a resend proves nothing, and is no reason to ask no more: it is kept as such.
     pub(super) async fn query(
         &mut self,
         effect: &Declared,
         stored: &StoredOperation,
         intent: &StoredIntent,
+        asks: Asks,
     ) -> Result<Next, StoreError> {
         let Some(asked) = self.ask(effect, stored, intent).await? else {
-            return Ok(Next::End(self.give_back(self.pause(stored.attempts), false).await?));
+            return self.back_later(stored.attempts).await;
         };
-        let verdict = asked.answer.verdict();
-        if proves_nothing(verdict) {
-            self.vain += 1;
-        }
-        self.keep(effect, 0, (By::Query, verdict, asked.status, &asked.saw)).await?;
-        Ok(Next::Again)
-    }
-
-    /// Asks before a resend. That it is not found proves nothing, and is no reason to ask no more: it is kept as such.
-    pub(super) async fn ask_first(
-        &mut self,
-        effect: &Declared,
-        stored: &StoredOperation,
-        intent: &StoredIntent,
-    ) -> Result<Next, StoreError> {
-        let Some(asked) = self.ask(effect, stored, intent).await? else {
-            return Ok(Next::End(self.give_back(self.pause(stored.attempts), false).await?));
-        };
+        self.asked = asks == Asks::First;
         let verdict = match asked.answer.verdict() {
-            Verdict::NotFound => Verdict::Indefinite,
+            Verdict::NotFound if asks == Asks::First => Verdict::Indefinite,
             verdict => verdict,
         };
+        if asks == Asks::Only && proves_nothing(verdict) {
+            self.vain += 1;
+        }
         self.keep(effect, 0, (By::Query, verdict, asked.status, &asked.saw)).await?;
         Ok(Next::Again)
     }
@@ -176,7 +180,7 @@ impl<S: Phases> Driver<S> {
         self.phased.vault.open(self.driven.operation_id, &what, &intent.intent.request)
     }
 
-    async fn keep_answer(&self, effect: &Declared, number: u32, sent: &Sent) -> Result<(), StoreError> {
+    async fn keep_answer(&mut self, effect: &Declared, number: u32, sent: &Sent) -> Result<(), StoreError> {
         let (by, status) = match sent.answer {
             Answer::Status { status, .. } => (By::Answer, Some(status)),
             Answer::NotConnected | Answer::NoAnswer => (By::Error, None),
@@ -186,7 +190,7 @@ impl<S: Phases> Driver<S> {
 
     /// Appends what was seen, whether the lease is ours or not, and tells loudly where it contradicts an outcome (O8).
     async fn keep(
-        &self,
+        &mut self,
         effect: &Declared,
         send: u32,
         (by, verdict, status, saw): (By, Verdict, Option<u16>, &[u8]),
@@ -195,23 +199,22 @@ impl<S: Phases> Driver<S> {
         let seen = Observation { operation_id, effect: effect.name, epoch, send, by, verdict, status, saw };
         let row = evidence::row(&self.phased.vault, &seen)?;
         let mut pace = Pace::new(Duration::from_millis(20), Duration::from_secs(1));
-        let until = tokio::time::Instant::now() + STORING;
-        loop {
-            match self.phased.engine.store().observe(&row).await {
-                Ok(()) => break,
-                // It is known nowhere else. A row that is written twice counts once.
-                Err(error) if error.is_nobodys() || tokio::time::Instant::now() < until => {
-                    tracing::error!(operation = %operation_id, effect = effect.name, send, verdict = verdict.name(), status, %error,
-                        "what a provider said waits to be stored");
-                    tokio::time::sleep(pace.next_wait()).await;
-                }
-                Err(error) => {
-                    tracing::error!(operation = %operation_id, effect = effect.name, send, verdict = verdict.name(), status, %error,
-                        "what a provider said is lost");
-                    return Err(error);
-                }
+        let until = tokio::time::Instant::now() + self.phased.settings.refused_max;
+        // It is known nowhere else. A row that is written twice counts once.
+        while let Err(error) = self.phased.engine.store().observe(&row).await {
+            tracing::error!(operation = %operation_id, effect = effect.name, send, verdict = verdict.name(), status, %error,
+                "what a provider said waits to be stored");
+            let patient = error.is_nobodys() || tokio::time::Instant::now() < until;
+            if !patient && !proves(verdict) {
+                return Err(error);
             }
+            // Said where it can be, and shown to the operator. Where that is refused too, it is tried on while this process lives.
+            if !patient && self.park(&unstored(effect, send, verdict, status)).await.ok() == Some(End::Parked) {
+                return Ok(());
+            }
+            tokio::time::sleep(pace.next_wait()).await;
         }
+        self.proof |= proves(verdict);
         if self.hold.is_lost()
             && let Some(stored) = self.phased.engine.store().operation(operation_id).await?
         {

@@ -16,7 +16,7 @@ use tokio::task::JoinHandle;
 use tokio_util::sync::CancellationToken;
 use uuid::Uuid;
 
-use super::driver::{End, Ended};
+use super::driver::{Came, End, Ended};
 use super::flow::{AnyCommand, Flow, FlowError};
 use super::opening::{Opened, Opening};
 use super::registry::{DriveSettings, Phased};
@@ -216,7 +216,15 @@ impl<S: Phases> Door<S> {
     /// Takes the operation up and waits for it.
     async fn recover(&self, record: &Record, until: tokio::time::Instant) -> Result<Recovered, StoreError> {
         let store = self.phased.engine.store();
-        let Some(found) = store.operation(record.operation_id).await? else { return Ok(Recovered::Unknown) };
+        let found = match store.operation(record.operation_id).await {
+            Ok(Some(found)) => found,
+            Ok(None) => return Ok(Recovered::Unknown),
+            Err(error @ StoreError::Corrupt(_)) => {
+                tracing::error!(operation = %record.operation_id, %error, "an operation cannot be read");
+                return Ok(Recovered::Unknown);
+            }
+            Err(error) => return Err(error),
+        };
         let Some(member) = self.phased.member(&found.flow, found.flow_version) else {
             store.nudge(record.operation_id).await?;
             return Ok(Recovered::Pending);
@@ -236,9 +244,9 @@ impl<S: Phases> Door<S> {
             Taken::Missing => return Ok(Recovered::Unknown),
         };
         tracing::info!(operation = %record.operation_id, stage = stored.stage.as_str(), "a request recovers its operation");
-        // One that came before it was due counts as no attempt: a client that asks often must not use them up.
-        let due = found.due_at.is_none_or(|due| due <= found.now);
-        let work = taken(Arc::clone(&self.phased), driven, stored, (asked, member.lease()), due, self.stop.clone());
+        let is_due = stored.due_at.is_none_or(|due| due <= stored.now);
+        let came = if is_due { Came::Due } else { Came::Early };
+        let work = taken(Arc::clone(&self.phased), driven, stored, (asked, member.lease()), came, self.stop.clone());
         let driving = self.phased.engine.spawn(work);
         match tokio::time::timeout_at(until, driving).await {
             Ok(Ok(ended)) => match ended?.end {

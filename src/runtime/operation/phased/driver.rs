@@ -11,8 +11,8 @@
 //! * After an intent, an error or a panic leaves the operation UNKNOWN and due again, and whatever cannot be found out goes to an
 //!   operator with a reason. Nothing unknown becomes a failure (O9, O13).
 //!
-//! Not here: the first phase ([`door`](super::door)), the calls ([`call`](super::call)), and which step is next
-//! ([`provider`](crate::policy::operation::provider)).
+//! Not here: the first phase ([`opening`](super::opening)), the calls ([`call`](super::call)), how an operation is let go
+//! ([`leaving`](super::leaving)), and which step is next ([`provider`](crate::policy::operation::provider)).
 
 use std::panic::AssertUnwindSafe;
 use std::sync::Arc;
@@ -21,22 +21,33 @@ use std::time::{Duration, Instant};
 use futures::FutureExt;
 use tokio_util::sync::CancellationToken;
 
+use super::call::Asks;
 use super::effect::{Compensation, Declared, Intent, Prepared, Settlements};
 use super::ends::{Local, Settled};
 use super::evidence;
 use super::flow::{AnyCommand, Flow};
 use super::hold::Hold;
+use super::leaving::gap_name;
+use super::opening::FIRST_ENDED;
 use super::phase::{Context, Phase};
 use super::registry::{Member, Phased};
 use crate::error::{HandlerError, StoreError};
 use crate::policy::operation::Fingerprint;
 use crate::policy::operation::flow::{PhaseEnd, Stage};
-use crate::policy::operation::provider::{self, Gap, Sends, Step, Strategy, Verdict};
+use crate::policy::operation::provider::{self, Sends, Step, Strategy, Verdict};
 use crate::policy::retry;
 use crate::runtime::handler::panic_text;
 use crate::runtime::operation::{Kept, Reply};
 use crate::runtime::pace::sleep_unless;
-use crate::store::{Driven, Due, Fenced, NewIntent, Outcome, PhaseTx, Phases, Proof, StoredOperation};
+use crate::store::{Driven, Fenced, NewIntent, Outcome, PhaseTx, Phases, Proof, StoredOperation};
+
+/// How often a unit runs again that the database rolled back and nobody failed (R27).
+pub(super) const TRIES: u32 = 5;
+
+/// The moment before it runs again.
+pub(super) fn before_try(number: u32) -> Duration {
+    Duration::from_millis(fastrand::u64(1..=10) << number.min(TRIES))
+}
 
 /// How driving ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -49,6 +60,18 @@ pub(super) enum End {
     Parked,
     /// Somebody else drives it.
     Lost,
+}
+
+/// How a driver came to its operation.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Came {
+    /// With its first phase.
+    First,
+    /// It was due: an end in vain counts as an attempt.
+    Due,
+    /// A request came for it before it was due. It counts as no attempt and stays due when it was: clients that ask often must not
+    /// use it up, or put it off.
+    Early,
 }
 
 /// How driving ended, with the answer where this driver wrote it.
@@ -72,12 +95,15 @@ pub(super) struct Driver<S: Phases> {
     pub(super) stop: CancellationToken,
     /// The effect whose first send this driver committed with its intent, and has not made yet.
     pub(super) fresh: Option<&'static str>,
-    /// Whether a vain end counts as an attempt: the first run and one that came before it was due count none.
-    pub(super) attempt: bool,
+    pub(super) came: Came,
     /// Whether a provider was there: one that is away counts no attempt (G10).
     pub(super) reached: bool,
     /// Calls of this drive that proved nothing.
     pub(super) vain: u32,
+    /// How often what nobody failed has run again since the last commit.
+    pub(super) again: u32,
+    /// Whether it stored proof of an effect.
+    pub(super) proof: bool,
     /// From before the last look: never later than the database time that it read.
     pub(super) read_at: Instant,
     /// Whether the provider was just asked, before a resend.
@@ -93,70 +119,100 @@ pub(super) enum Next {
 }
 
 impl<S: Phases> Driver<S> {
+    /// A driver that holds its operation. What was read is as old as what it holds.
+    pub(super) fn new(
+        phased: Arc<Phased<S>>,
+        (member, context, command, fingerprint): (Arc<Member<S>>, Context, AnyCommand, Fingerprint),
+        hold: Hold<S>,
+        came: Came,
+        stop: CancellationToken,
+    ) -> Self {
+        Self {
+            phased,
+            member,
+            context,
+            command,
+            driven: hold.driven().clone(),
+            read_at: Instant::now(),
+            hold,
+            fingerprint,
+            stop,
+            fresh: None,
+            came,
+            reached: false,
+            vain: 0,
+            again: 0,
+            proof: false,
+            asked: false,
+            reply: None,
+        }
+    }
+
     /// Drives on. Errors of the database end it: what is committed stands, and it is given back as far as that can be said.
     pub(super) async fn drive(mut self) -> Result<Ended, StoreError> {
         let end = match self.drive_on().await {
-            Ok(end) => end,
-            Err(error) => self.broken_off(error).await?,
+            Err(error) => self.broken_off(error).await,
+            end => end,
         };
+        if self.proof && matches!(end, Ok(End::Lost) | Err(_)) {
+            self.speak_up().await;
+        }
+        let end = end?;
         let reply = self.reply.take().filter(|_| end == End::Known);
         Ok(Ended { end, reply })
     }
 
-    /// What no retry of the database helps with is not tried for ever: it counts, is UNKNOWN after an intent, and goes to an operator
-    /// in the end (O9, O13).
-    async fn broken_off(&mut self, error: StoreError) -> Result<End, StoreError> {
-        if matches!(error, StoreError::Fenced(_)) {
-            return Err(error);
-        }
-        if error.is_nobodys() {
-            // Best effort: the lease runs out otherwise.
-            let _ = self.give_back(self.pause(0), false).await;
-            return Err(error);
-        }
-        tracing::error!(operation = %self.driven.operation_id, %error, "an operation was broken off");
-        let end = match self.phased.engine.store().operation(self.driven.operation_id).await {
-            Ok(Some(stored)) if stored.attempts >= self.phased.settings.attempts_max => self.park("drive-failed").await,
-            Ok(Some(stored)) if stored.stage.has_intents() => {
-                self.doubtful(self.pause(stored.attempts), self.attempt).await
-            }
-            Ok(Some(stored)) => self.give_back(self.pause(stored.attempts), self.attempt).await,
-            // It cannot be read: whether it has an intent is not known.
-            _ => self.give_back(self.phased.settings.backoff_max, self.attempt).await,
-        };
-        // What broke it off says more than why it could not be given back.
-        end.map_err(|_| error)
-    }
-
     async fn drive_on(&mut self) -> Result<End, StoreError> {
         loop {
-            if self.hold.is_lost() {
-                return Ok(End::Lost);
-            }
-            self.read_at = Instant::now();
-            let Some(stored) = self.phased.engine.store().operation(self.driven.operation_id).await? else {
-                return Ok(End::Lost);
-            };
-            let taken_over = stored.epoch != self.driven.epoch;
-            if taken_over {
-                self.look_for_conflict(&stored)?;
-                // The answer that is stored is another one.
-                self.reply = None;
-            }
-            if matches!(stored.stage, Stage::Succeeded | Stage::Failed) {
-                return Ok(End::Known);
-            }
-            if taken_over {
-                return Ok(End::Lost);
-            }
-            if self.stop.is_cancelled() && self.fresh.is_none() {
-                return self.give_back(Duration::ZERO, false).await;
-            }
-            match self.step(&stored).await? {
-                Next::Again => {}
-                Next::End(end) => return Ok(end),
+            match self.turn().await {
+                Ok(Next::Again) => {}
+                Ok(Next::End(end)) => return Ok(end),
+                // Rolled back: the unit again (R27).
+                Err(StoreError::Busy(error)) if self.once_more().await => {
+                    tracing::debug!(operation = %self.driven.operation_id, %error, "the database asks to try again");
+                }
+                Err(error) => return Err(error),
             }
         }
+    }
+
+    /// Whether what nobody failed runs again in this drive, after a moment.
+    async fn once_more(&mut self) -> bool {
+        self.again += 1;
+        if self.again <= TRIES {
+            tokio::time::sleep(before_try(self.again)).await;
+        }
+        self.again <= TRIES
+    }
+
+    /// Reads where it stands, and does one thing.
+    async fn turn(&mut self) -> Result<Next, StoreError> {
+        if self.hold.is_lost() {
+            return Ok(Next::End(End::Lost));
+        }
+        self.read_at = Instant::now();
+        let Some(stored) = self.phased.engine.store().operation(self.driven.operation_id).await? else {
+            return Ok(Next::End(End::Lost));
+        };
+        let taken_over = stored.epoch != self.driven.epoch;
+        if taken_over {
+            self.look_for_conflict(&stored)?;
+            // The answer that is stored is another one.
+            self.reply = None;
+        }
+        if matches!(stored.stage, Stage::Succeeded | Stage::Failed) {
+            return Ok(Next::End(End::Known));
+        }
+        if taken_over {
+            return Ok(Next::End(End::Lost));
+        }
+        if stored.parked.is_some() {
+            return Ok(Next::End(End::Parked));
+        }
+        if self.stop.is_cancelled() && self.fresh.is_none() {
+            return Ok(Next::End(self.give_back(Duration::ZERO, false).await?));
+        }
+        self.step(&stored).await
     }
 
     async fn step(&mut self, stored: &StoredOperation) -> Result<Next, StoreError> {
@@ -164,7 +220,7 @@ impl<S: Phases> Driver<S> {
         let flow = member.flow();
         match stored.stage {
             // A handler ended the transaction of the first phase: what it did may be done.
-            Stage::Received => Ok(Next::End(self.park("first-phase-ended-its-transaction").await?)),
+            Stage::Received => self.given_up(FIRST_ENDED).await,
             Stage::Local => self.local(flow, stored).await,
             Stage::Settled => self.settled(flow, stored).await,
             Stage::Outstanding | Stage::Unknown => match flow.effect_at(&stored.point) {
@@ -177,14 +233,14 @@ impl<S: Phases> Driver<S> {
                         _ => self.settled(flow, stored).await,
                     }
                 }
-                None => Ok(Next::End(self.park("no-such-effect").await?)),
+                None => self.given_up("no-such-effect").await,
             },
             Stage::Succeeded | Stage::Failed => Ok(Next::End(End::Known)),
         }
     }
 
     async fn local(&mut self, flow: &Flow<S>, stored: &StoredOperation) -> Result<Next, StoreError> {
-        let Some(code) = flow.local(&stored.point) else { return Ok(Next::End(self.park("no-such-point").await?)) };
+        let Some(code) = flow.local(&stored.point) else { return self.given_up("no-such-point").await };
         let mut tx = self.phased.engine.store().begin_phase(&self.driven).await?;
         let (context, command) = (self.context.clone(), Arc::clone(&self.command));
         let ended = guarded(self.member.timeout(), code.run(&mut Phase::new(&mut tx, &context), &command)).await;
@@ -207,10 +263,10 @@ impl<S: Phases> Driver<S> {
     }
 
     async fn settled(&mut self, flow: &Flow<S>, stored: &StoredOperation) -> Result<Next, StoreError> {
-        let Some(code) = flow.settled(&stored.point) else { return Ok(Next::End(self.park("no-such-point").await?)) };
+        let Some(code) = flow.settled(&stored.point) else { return self.given_up("no-such-point").await };
         if let Some(unknown) = stored.intents.iter().find(|one| flow.effect(&one.intent.effect).is_none()) {
             tracing::error!(flow = flow.name(), effect = %unknown.intent.effect, "an operation has an effect that its flow does not have");
-            return Ok(Next::End(self.park("no-such-effect").await?));
+            return self.given_up("no-such-effect").await;
         }
         let settlements = self.settlements(flow, stored)?;
         let mut tx = self.phased.engine.store().begin_phase(&self.driven).await?;
@@ -241,7 +297,7 @@ impl<S: Phases> Driver<S> {
                         effect,
                         "a phase says that an operation failed whose effect stands"
                     );
-                    Ok(Next::End(self.park("failure-with-a-standing-effect").await?))
+                    self.given_up("failure-with-a-standing-effect").await
                 }
             },
         }
@@ -249,12 +305,12 @@ impl<S: Phases> Driver<S> {
 
     async fn effect(&mut self, effect: &Declared, stored: &StoredOperation) -> Result<Next, StoreError> {
         let Some(intent) = stored.intents.iter().find(|intent| intent.intent.effect == effect.name) else {
-            return Ok(Next::End(self.park("no-such-intent").await?));
+            return self.given_up("no-such-intent").await;
         };
         if intent.intent.adapter != effect.provider.name() || intent.intent.adapter_version > effect.provider.version()
         {
             tracing::warn!(effect = effect.name, adapter = %intent.intent.adapter, "an intent of an adapter that is not here");
-            return Ok(Next::End(self.give_back(self.pause(stored.attempts), false).await?));
+            return self.back_later(stored.attempts).await;
         }
         let sends = Sends { first_sent_at: Some(intent.first_sent_at), begun: intent.sends };
         if self.fresh.take().is_some_and(|name| name == effect.name) && intent.sends == 1 {
@@ -270,12 +326,10 @@ impl<S: Phases> Driver<S> {
             _ if intent.intent.strategy != effect.strategy_name() => {
                 tracing::error!(operation = %self.driven.operation_id, effect = effect.name, intended = %intent.intent.strategy,
                     declared = effect.strategy_name(), "an effect was intended with another strategy");
-                Ok(Next::End(self.park("another-strategy").await?))
+                self.park_open(effect, intent, "another-strategy").await
             }
             // Nothing left us: nothing is unknown, and nothing counts (G10).
-            Step::Send if self.is_spent() => {
-                Ok(Next::End(self.give_back(self.pause(stored.attempts.max(intent.sends / 4)), false).await?))
-            }
+            Step::Send if self.is_spent() => self.back_later(stored.attempts.max(intent.sends / 4)).await,
             Step::Resend | Step::Query if self.is_spent() => self.doubt(stored.attempts).await,
             Step::Send => {
                 self.catch_breath().await;
@@ -285,15 +339,14 @@ impl<S: Phases> Driver<S> {
                 self.catch_breath().await;
                 // What is found needs no second send, and a provider may have forgotten a key too early.
                 if matches!(effect.strategy, Strategy::KeyAndQuery(_)) && !self.asked {
-                    self.asked = true;
-                    return self.ask_first(effect, stored, intent).await;
+                    return self.query(effect, stored, intent, Asks::First).await;
                 }
                 self.asked = false;
                 self.send_again(effect, stored, intent, effect.strategy.window()).await
             }
             Step::Query => {
                 self.catch_breath().await;
-                self.query(effect, stored, intent).await
+                self.query(effect, stored, intent, Asks::Only).await
             }
             Step::Wait { until } => self.wait(stored, stored.now.until(until)).await,
             Step::Operator(gap) => {
@@ -301,7 +354,7 @@ impl<S: Phases> Driver<S> {
                 if gap == Gap::Mismatch {
                     self.note_contradiction(stored);
                 }
-                Ok(Next::End(self.park(gap_name(gap)).await?))
+                self.park_open(effect, intent, gap_name(gap)).await
             }
         }
     }
@@ -399,7 +452,10 @@ impl<S: Phases> Driver<S> {
             }
         }
         match tx.commit().await {
-            Ok(()) => crate::store::hint(),
+            Ok(()) => {
+                self.again = 0;
+                crate::store::hint();
+            }
             // The next look shows what came of it.
             Err(error @ StoreError::CommitUnknown(_)) => {
                 tracing::warn!(operation = %self.driven.operation_id, %error, "a phase was lost sight of");
@@ -412,35 +468,39 @@ impl<S: Phases> Driver<S> {
     /// What the handler committed by itself is there, and its point was not moved: only a person can say what it did.
     async fn ended_by_itself(&mut self) -> Result<Next, StoreError> {
         tracing::error!(operation = %self.driven.operation_id, "a phase ended its transaction by itself");
-        Ok(Next::End(self.park("phase-ended-its-transaction").await?))
+        self.given_up("phase-ended-its-transaction").await
     }
 
     /// A phase ended as it cannot here: nothing was committed.
     async fn impossible(&mut self, tx: S::Phase, end: PhaseEnd) -> Result<Next, StoreError> {
         tx.rollback().await?;
         tracing::error!(operation = %self.driven.operation_id, ?end, "a phase names a point or effect that its flow does not have");
-        Ok(Next::End(self.park("phase-ended-impossibly").await?))
+        self.given_up("phase-ended-impossibly").await
     }
 
     /// A phase failed: it is rolled back, if its transaction is still the one that began.
     async fn failed(
         &mut self,
-        mut tx: S::Phase,
+        tx: S::Phase,
         stored: &StoredOperation,
         error: &HandlerError,
     ) -> Result<Next, StoreError> {
-        let proof = tx.undo_effects().await?;
-        let _ = tx.rollback().await;
-        if proof != Proof::Same {
-            return self.ended_by_itself().await;
+        match take_back(tx).await? {
+            Proof::Same => {}
+            // By the database itself, and nothing stands.
+            Proof::Aborted if error.is_nobodys() => {}
+            Proof::Aborted | Proof::Ended => return self.ended_by_itself().await,
         }
         let (operation, point) = (self.driven.operation_id, stored.point.as_str());
         tracing::warn!(%operation, point, %error, "a phase failed");
+        if error.is_nobodys() && self.once_more().await {
+            return Ok(Next::Again);
+        }
         if error.is_terminal() || stored.attempts >= self.phased.settings.attempts_max {
-            return Ok(Next::End(self.park("phase-failed").await?));
+            return self.given_up("phase-failed").await;
         }
         self.reached = true;
-        let counts = self.attempt && !error.is_nobodys();
+        let counts = !error.is_nobodys();
         let after = error.after().unwrap_or_else(|| self.pause(stored.attempts));
         if stored.stage.after(PhaseEnd::Lost) == Some(Stage::Unknown) {
             return Ok(Next::End(self.doubtful(after, counts).await?));
@@ -464,48 +524,6 @@ impl<S: Phases> Driver<S> {
             sleep_unless(&self.stop, time).await;
         }
     }
-
-    /// When to come again.
-    pub(super) fn pause(&self, attempts: u32) -> Duration {
-        let settings = &self.phased.settings;
-        retry::pause(settings.backoff_first, settings.backoff_max, attempts.saturating_add(1), fastrand::f64())
-    }
-
-    /// Gives it back where the evidence proves nothing.
-    async fn doubt(&mut self, attempts: u32) -> Result<Next, StoreError> {
-        let counts = self.attempt && self.reached;
-        Ok(Next::End(self.doubtful(self.pause(attempts), counts).await?))
-    }
-
-    async fn doubtful(&mut self, after: Duration, attempt: bool) -> Result<End, StoreError> {
-        self.hold.let_go();
-        let fenced = self.phased.engine.store().doubt(&self.driven, Due { after, attempt }).await?;
-        Ok(if fenced == Fenced::Done { End::Later } else { End::Lost })
-    }
-
-    pub(super) async fn give_back(&mut self, after: Duration, attempt: bool) -> Result<End, StoreError> {
-        self.hold.let_go();
-        let fenced = self.phased.engine.store().hand_back(&self.driven, Due { after, attempt }).await?;
-        Ok(if fenced == Fenced::Done { End::Later } else { End::Lost })
-    }
-
-    pub(super) async fn park(&mut self, reason: &str) -> Result<End, StoreError> {
-        self.hold.let_go();
-        let fenced = self.phased.engine.store().park(&self.driven, reason).await?;
-        Ok(if fenced == Fenced::Done { End::Parked } else { End::Lost })
-    }
-}
-
-/// The reason that an operator reads.
-fn gap_name(gap: Gap) -> &'static str {
-    match gap {
-        Gap::NoMeans => "provider-without-key-or-query",
-        Gap::WindowOver => "provider-may-have-forgotten-the-key",
-        Gap::NotFound => "provider-did-not-find-it",
-        Gap::StoredError => "provider-replays-an-error",
-        Gap::Mismatch => "provider-mismatch",
-        Gap::Attempts => "attempts-used-up",
-    }
 }
 
 /// Whether this verdict is what settled an effect so.
@@ -514,6 +532,14 @@ fn settles(verdict: Verdict, settled: provider::Settled) -> bool {
         provider::Settled::Succeeded => verdict == Verdict::Succeeded,
         provider::Settled::Failed => matches!(verdict, Verdict::Failed | Verdict::Refused),
     }
+}
+
+/// Takes back all that a phase wrote, and says whether its transaction was still the one that began.
+pub(super) async fn take_back<T: PhaseTx>(mut tx: T) -> Result<Proof, StoreError> {
+    let proof = tx.undo_effects().await;
+    // A connection that does not answer is closed, and the server rolls back.
+    let _ = tx.rollback().await;
+    proof
 }
 
 /// Runs a phase; a panic, and a run that takes too long, is an error (O13).

@@ -39,6 +39,11 @@ impl<S: Phases> Hold<S> {
         Self { shared }
     }
 
+    /// What is held.
+    pub(super) fn driven(&self) -> &Driven {
+        &self.shared.driven
+    }
+
     /// What is left at least; zero where it is lost.
     pub(super) fn left(&self) -> Duration {
         if self.is_lost() { Duration::ZERO } else { self.shared.left() }

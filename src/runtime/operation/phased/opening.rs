@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use tokio::task::JoinHandle;
 use tokio_util::sync::CancellationToken;
 
-use super::driver::{Driver, Ended, guarded, new_intent, outcome};
+use super::driver::{Came, Driver, Ended, TRIES, before_try, guarded, new_intent, outcome, take_back};
 use super::effect::Intent;
 use super::ends::First;
 use super::flow::AnyCommand;
@@ -20,14 +20,17 @@ use super::identity::Identities;
 use super::phase::{Context, Phase};
 use super::registry::{Member, Phased};
 use crate::error::{HandlerError, StoreError};
-use crate::policy::operation::Code;
 use crate::policy::operation::doubt::{Aftermath, Doubt};
 use crate::policy::operation::flow::Stage;
+use crate::policy::operation::{Code, Record};
 use crate::runtime::operation::{Begin, Reply};
-use crate::store::{Begun, Driven, FIRST_POINT, Fenced, NewIntent, NewOperation, PhaseTx, Phases, Proof};
+use crate::store::{Basis, Begun, Driven, FIRST_POINT, Fenced, NewIntent, NewOperation, PhaseTx, Phases, Proof};
 
-/// How often a claim is tried that nobody refused (R27).
-const TRIES: u32 = 5;
+/// Why an operation is parked whose first phase is not known to be committed as a whole.
+pub(super) const FIRST_ENDED: &str = "first-phase-ended-its-transaction";
+/// How long it is tried to make an operation stand, where the store does not answer, and how often.
+const STAND_TRIED_FOR: Duration = Duration::from_secs(60);
+const STAND_AGAIN: Duration = Duration::from_millis(250);
 
 /// What came of the first phase.
 pub(super) enum Opened {
@@ -62,6 +65,17 @@ enum Move {
     Forget(Reply),
 }
 
+/// What came of one try.
+enum Tried {
+    /// Another record or claim stands there.
+    Refused,
+    Ended(Opened),
+    /// It is committed, and to be driven on: with the effect that was intended.
+    Begun(Driven, Context, Option<&'static str>),
+    /// Nothing stays, and nobody failed (R27).
+    Again(Opened),
+}
+
 impl<S: Phases> Opening<S> {
     pub(super) async fn run(self, begin: Box<Begin>) -> Opened {
         match self.open(begin).await {
@@ -71,25 +85,44 @@ impl<S: Phases> Opening<S> {
     }
 
     async fn open(self, begin: Box<Begin>) -> Result<Opened, StoreError> {
-        let phased = Arc::clone(&self.phased);
-        if !phased.is_ours().await? {
+        if !self.phased.is_ours().await? {
             return Ok(Opened::Problem(Code::StoreUnavailable));
         }
-        let store = phased.engine.store();
         let flow = self.member.flow();
-        let command = phased.vault.seal(begin.claim.operation_id, "command", &self.bytes)?;
+        let command = self.phased.vault.seal(begin.claim.operation_id, "command", &self.bytes)?;
         let (name, flow_version) = (flow.name().to_owned(), flow.version());
         let new = NewOperation { claim: begin.claim.clone(), flow: name, flow_version, command };
         let mut tries = 0;
-        let (mut tx, asked) = loop {
+        let (driven, context, fresh, asked) = loop {
             let asked = Instant::now();
-            match store.begin_first(&new, begin.basis(), self.patience).await {
-                Ok(Begun::Claimed(tx)) => break (tx, asked),
-                Ok(Begun::Existing(_) | Begun::Locked) => return Ok(Opened::Refused(begin)),
-                Err(StoreError::Busy(_)) if tries < TRIES => tries += 1,
+            match self.try_once(&new, &begin).await {
+                Ok(Tried::Begun(driven, context, fresh)) => break (driven, context, fresh, asked),
+                Ok(Tried::Ended(opened)) => return Ok(opened),
+                Ok(Tried::Refused) => return Ok(Opened::Refused(begin)),
+                Ok(Tried::Again(_)) | Err(StoreError::Busy(_)) if tries < TRIES => tries += 1,
+                Ok(Tried::Again(opened)) => return Ok(opened),
                 Err(error) => return Err(error),
             }
-            tokio::time::sleep(Duration::from_millis(5 << tries)).await;
+            tokio::time::sleep(before_try(tries)).await;
+        };
+        let phased = Arc::clone(&self.phased);
+        let hold = Hold::new(phased.engine.store().clone(), driven.clone(), self.member.lease(), asked);
+        let fingerprint = begin.claim.fingerprint.clone();
+        let driver = Driver {
+            fresh,
+            ..Driver::new(self.phased, (self.member, context, self.command, fingerprint), hold, Came::First, self.stop)
+        };
+        // From here on duplicates read the operation itself.
+        drop(begin);
+        Ok(Opened::Driving(phased.engine.spawn(driver.drive())))
+    }
+
+    async fn try_once(&self, new: &NewOperation, begin: &Begin) -> Result<Tried, StoreError> {
+        let (phased, flow) = (&self.phased, self.member.flow());
+        let store = phased.engine.store();
+        let mut tx = match store.begin_first(new, begin.basis(), self.patience).await? {
+            Begun::Claimed(tx) => tx,
+            Begun::Existing(_) | Begun::Locked => return Ok(Tried::Refused),
         };
         let driven = tx.driven().clone();
         let identities = Identities::new(phased.deployment, driven.operation_id);
@@ -99,23 +132,20 @@ impl<S: Phases> Opening<S> {
         let first = match ended {
             Ok(first) => first,
             Err(error) => {
-                let proof = tx.undo_effects().await?;
-                let _ = tx.rollback().await;
-                if proof != Proof::Same {
-                    return self.ended_by_itself(&phased, &begin, &driven, proof).await;
-                }
-                return Ok(failed(&error));
+                return match take_back(tx).await? {
+                    Proof::Same if error.is_nobodys() => Ok(Tried::Again(failed(&error))),
+                    Proof::Same => Ok(Tried::Ended(failed(&error))),
+                    proof => self.ended_by_itself(new, begin, &driven, proof).await,
+                };
             }
         };
         let rejected = matches!(first, First::Rejected { binding: true, .. });
-        let (how, fresh) = match self.judge(&phased, &context, first)? {
+        let (how, fresh) = match self.judge(phased, &context, first)? {
             Move::Forget(reply) => {
-                let proof = tx.undo_effects().await?;
-                let _ = tx.rollback().await;
-                if proof != Proof::Same {
-                    return self.ended_by_itself(&phased, &begin, &driven, proof).await;
-                }
-                return Ok(Opened::Replied(reply));
+                return match take_back(tx).await? {
+                    Proof::Same => Ok(Tried::Ended(Opened::Replied(reply))),
+                    proof => self.ended_by_itself(new, begin, &driven, proof).await,
+                };
             }
             Move::Advance(to, stage, intent) => {
                 let (fresh, intents): (Vec<_>, Vec<_>) = intent.into_iter().unzip();
@@ -125,7 +155,7 @@ impl<S: Phases> Opening<S> {
                 // A rejection takes back what was written before it (pitfall 18).
                 let proof = if rejected { tx.undo_effects().await? } else { Proof::Same };
                 if proof == Proof::Same {
-                    let outcome = outcome(&self.member, &phased, &context, &begin.claim.fingerprint, &reply, failure)?;
+                    let outcome = outcome(&self.member, phased, &context, &begin.claim.fingerprint, &reply, failure)?;
                     (tx.finish(FIRST_POINT, &outcome, &self.member.retention()).await?, Err(reply))
                 } else {
                     ((proof, Fenced::Done), Err(reply))
@@ -134,7 +164,7 @@ impl<S: Phases> Opening<S> {
         };
         if how != (Proof::Same, Fenced::Done) {
             let _ = tx.rollback().await;
-            return self.ended_by_itself(&phased, &begin, &driven, how.0).await;
+            return self.ended_by_itself(new, begin, &driven, how.0).await;
         }
         match tx.commit().await {
             Ok(()) => crate::store::hint(),
@@ -144,37 +174,16 @@ impl<S: Phases> Opening<S> {
                     // Whether with an outcome or to be driven on: it is there.
                     Aftermath::Stored | Aftermath::MarkUnknown | Aftermath::Ended => {}
                     Aftermath::CommitUnknown | Aftermath::InsertUnknown => {
-                        return Ok(Opened::Problem(Code::CommitUnknown));
+                        return Ok(Tried::Ended(Opened::Problem(Code::CommitUnknown)));
                     }
                 }
             }
             Err(error) => return Err(error),
         }
-        let fresh = match fresh {
-            Err(reply) => return Ok(Opened::Replied(reply)),
-            Ok(fresh) => fresh,
-        };
-        let hold = Hold::new(store.clone(), driven.clone(), self.member.lease(), asked);
-        let driver = Driver {
-            phased: Arc::clone(&phased),
-            member: self.member,
-            context,
-            command: self.command,
-            driven,
-            hold,
-            fingerprint: begin.claim.fingerprint.clone(),
-            stop: self.stop.clone(),
-            fresh,
-            attempt: false,
-            reached: false,
-            vain: 0,
-            read_at: asked,
-            asked: false,
-            reply: None,
-        };
-        // From here on duplicates read the operation itself.
-        drop(begin);
-        Ok(Opened::Driving(phased.engine.spawn(driver.drive())))
+        Ok(match fresh {
+            Err(reply) => Tried::Ended(Opened::Replied(reply)),
+            Ok(fresh) => Tried::Begun(driven, context, fresh),
+        })
     }
 
     fn judge(&self, phased: &Phased<S>, context: &Context, first: First) -> Result<Move, StoreError> {
@@ -204,29 +213,85 @@ impl<S: Phases> Opening<S> {
 
     /// A handler ended the transaction of the first phase: what it did may be done (O1).
     async fn ended_by_itself(
-        self,
-        phased: &Phased<S>,
+        &self,
+        new: &NewOperation,
         begin: &Begin,
         driven: &Driven,
         proof: Proof,
-    ) -> Result<Opened, StoreError> {
-        let store = phased.engine.store();
+    ) -> Result<Tried, StoreError> {
+        let store = self.phased.engine.store();
         let nothing_ran_after = proof == Proof::Aborted;
         let aftermath =
             Doubt::TokenGone { nothing_ran_after }.after(store.look_after(&begin.claim, begin.basis()).await);
         tracing::error!(operation = %driven.operation_id, ?aftermath, "a first phase ended its transaction by itself");
         match aftermath {
-            Aftermath::Stored => return Ok(Opened::Look),
-            Aftermath::CommitUnknown => return Ok(Opened::Problem(Code::CommitUnknown)),
+            Aftermath::Stored => return Ok(Tried::Ended(Opened::Look)),
+            Aftermath::CommitUnknown => return Ok(Tried::Ended(Opened::Problem(Code::CommitUnknown))),
             Aftermath::InsertUnknown => {
-                store.insert_unknown(&begin.claim).await?;
+                if let Err(error) = stand(store, new, begin.basis(), self.patience).await {
+                    tracing::error!(operation = %driven.operation_id, %error, "an operation that ended its transaction could not be made to stand");
+                    self.stand_later(new.clone(), begin);
+                }
             }
             Aftermath::MarkUnknown => {
-                store.park(driven, "first-phase-ended-its-transaction").await?;
+                store.park(driven, FIRST_ENDED).await?;
             }
             Aftermath::Ended => {}
         }
-        Ok(Opened::Problem(Code::TransactionEnded))
+        Ok(Tried::Ended(Opened::Problem(Code::TransactionEnded)))
+    }
+
+    /// Tries on behind the answer: a retry that runs before it stands would be a second effect (O1).
+    fn stand_later(&self, new: NewOperation, begin: &Begin) {
+        let (engine, patience) = (self.phased.engine.clone(), self.patience);
+        let seen = seen_by(begin.basis()).cloned();
+        let reclaims = matches!(begin.basis(), Basis::Reclaim(_));
+        let until = Instant::now() + STAND_TRIED_FOR;
+        engine.clone().spawn(async move {
+            while Instant::now() < until {
+                tokio::time::sleep(STAND_AGAIN).await;
+                let basis = match &seen {
+                    None => Basis::New,
+                    Some(seen) if reclaims => Basis::Reclaim(seen),
+                    Some(seen) => Basis::Anew(seen),
+                };
+                match stand(engine.store(), &new, basis, patience).await {
+                    Ok(()) => return,
+                    Err(error) => tracing::debug!(%error, "an operation could not be made to stand"),
+                }
+            }
+            tracing::error!(operation = %new.claim.operation_id, "an operation that ended its transaction was never made to stand");
+        });
+    }
+}
+
+fn seen_by(basis: Basis<'_>) -> Option<&Record> {
+    match basis {
+        Basis::New => None,
+        Basis::TakeOver(seen) | Basis::Reclaim(seen) | Basis::Anew(seen) => Some(seen),
+    }
+}
+
+/// Makes an operation stand where its run left nothing of its own (O1): parked, under its key, also where that key was used before.
+/// Where another run has claimed since, nothing is changed.
+async fn stand<S: Phases>(
+    store: &S,
+    new: &NewOperation,
+    basis: Basis<'_>,
+    patience: Duration,
+) -> Result<(), StoreError> {
+    let busy = |what: &str| StoreError::Busy(sqlx::Error::Protocol(what.to_owned()));
+    match store.begin_first(new, basis, patience).await? {
+        Begun::Claimed(mut tx) => {
+            tx.park(FIRST_ENDED).await?;
+            tx.commit().await
+        }
+        // Its time of being retried may be over by now, which renewing asks for.
+        Begun::Existing(record) if seen_by(basis).is_some_and(|seen| seen.epoch == record.epoch) => {
+            Err(busy("the record stands as it was seen"))
+        }
+        Begun::Existing(_) => Ok(()),
+        Begun::Locked => Err(busy("another transaction holds the key")),
     }
 }
 

@@ -15,7 +15,7 @@ use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
 
 use super::door::Door;
-use super::driver::Ended;
+use super::driver::{Came, Ended};
 use super::registry::Phased;
 use super::taken::taken;
 use crate::error::StoreError;
@@ -122,7 +122,7 @@ impl<S: Phases> Recovery<S> {
                 worked = true;
                 tracing::info!(operation = %stored.operation_id, flow, stage = stored.stage.as_str(), "an operation is recovered");
                 let (phased, stop) = (Arc::clone(&self.phased), stop.clone());
-                driven.spawn(async move { taken(phased, held, stored, (asked, lease), true, stop).await });
+                driven.spawn(async move { taken(phased, held, stored, (asked, lease), Came::Due, stop).await });
             }
         }
         Ok(worked)

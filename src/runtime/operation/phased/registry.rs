@@ -32,6 +32,9 @@ pub struct DriveSettings {
     pub backoff_first: Duration,
     /// The longest time until it is due again. Default 1 min.
     pub backoff_max: Duration,
+    /// How long proof is tried to be stored that the database refuses (one that is away is waited for), until the operation goes to
+    /// an operator with that proof as the reason. Default 20 s.
+    pub refused_max: Duration,
 }
 
 impl Default for DriveSettings {
@@ -42,6 +45,7 @@ impl Default for DriveSettings {
             wait_max: Duration::from_millis(2_500),
             backoff_first: Duration::from_secs(1),
             backoff_max: Duration::from_secs(60),
+            refused_max: Duration::from_secs(20),
         }
     }
 }

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use tokio_util::sync::CancellationToken;
 
-use super::driver::{Driver, End, Ended};
+use super::driver::{Came, Driver, End, Ended};
 use super::flow::AnyCommand;
 use super::hold::Hold;
 use super::identity::Identities;
@@ -23,38 +23,22 @@ pub(super) async fn taken<S: Phases>(
     driven: Driven,
     stored: StoredOperation,
     (asked, lease): (Instant, Duration),
-    attempt: bool,
+    came: Came,
     stop: CancellationToken,
 ) -> Result<Ended, StoreError> {
     let store = phased.engine.store();
     let reason = match prepared(&phased, &stored).await {
         Ok(Prepared::Ready(member, context, command, fingerprint)) => {
-            let hold = Hold::new(store.clone(), driven.clone(), lease, asked);
-            let driver = Driver {
-                phased: Arc::clone(&phased),
-                member,
-                context,
-                command,
-                driven,
-                hold,
-                fingerprint,
-                stop,
-                fresh: None,
-                attempt,
-                reached: false,
-                vain: 0,
-                read_at: asked,
-                asked: false,
-                reply: None,
-            };
-            return driver.drive().await;
+            let hold = Hold::new(store.clone(), driven, lease, asked);
+            let ready = (member, context, command, fingerprint);
+            return Driver::new(phased, ready, hold, came, stop).drive().await;
         }
         Ok(Prepared::Gone(reason)) => reason,
         Err(error) => {
             // Another process may have the key or the version.
             tracing::error!(operation = %stored.operation_id, %error, "an operation cannot be read here");
-            let due = Due { after: phased.settings.backoff_max, attempt: false };
-            store.hand_back(&driven, due).await?;
+            let after = (came != Came::Early).then_some(phased.settings.backoff_max);
+            store.hand_back(&driven, Due { after, attempt: false }).await?;
             return Ok(Ended { end: End::Later, reply: None });
         }
     };

@@ -1,13 +1,13 @@
 //! The transaction of a phase (O1, O5, O9).
 
-use sqlx::{MySql, MySqlConnection, query};
+use sqlx::{MySql, MySqlConnection, Row, query, query_scalar, raw_sql};
 use uuid::Uuid;
 
 use super::super::inbox::START_HANDLER;
 use super::super::operations::{DUPLICATE, Held, finish, staked};
 use super::super::schema::number;
 use super::super::{MySqlStore, micros};
-use super::{evidence, follow, is_ours, ours};
+use super::{evidence, follow, is_ours, leave_in, ours};
 use crate::error::StoreError;
 use crate::policy::operation::Mode;
 use crate::policy::operation::flow::Stage;
@@ -16,7 +16,7 @@ use crate::store::bounded::{Ask, Bounded};
 use crate::store::operations::RecordFence;
 use crate::store::phases::{Settled, end_stage, may_advance, no_effect, no_record, twice};
 use crate::store::{
-    Basis, Begun, Driven, FIRST_POINT, Fenced, NewIntent, NewOperation, Outcome, PhaseTx, Proof, StoredEvidence,
+    Basis, Begun, Driven, FIRST_POINT, Fenced, Leave, NewIntent, NewOperation, Outcome, PhaseTx, Proof, StoredEvidence,
 };
 
 /// A transaction in which one phase runs, with `autocommit = 0`.
@@ -27,6 +27,28 @@ pub struct MySqlPhaseTx {
     record: RecordFence,
     settled: Settled,
 }
+
+/// By which InnoDB ends a transaction that its owner did not: a lock that did not come (where the server is set so), a deadlock,
+/// also of XA and of group replication, a record that changed since it was read (MariaDB).
+const ENDING: [u32; 5] = [1205, 1213, 1614, 3101, 1020];
+
+/// How many statements this session has run that may commit: all but those that are known not to, by the server's own count, of
+/// which statements inside procedures are part. InnoDB says nothing of a transaction that it has ended, so this is the only proof
+/// that nothing was committed before or after.
+macro_rules! may_have_committed {
+    () => {
+        "(select sum(variable_value) from /*M! information_schema.session_status */ /*!80000 performance_schema.session_status */ \
+          where left(variable_name, 4) = 'COM_' and substr(variable_name, 5) not in ('SELECT', 'INSERT', 'INSERT_SELECT', 'UPDATE', \
+            'UPDATE_MULTI', 'DELETE', 'DELETE_MULTI', 'REPLACE', 'REPLACE_SELECT', 'DO', 'CALL_PROCEDURE', 'SAVEPOINT', \
+            'RELEASE_SAVEPOINT', 'ROLLBACK_TO_SAVEPOINT', 'ROLLBACK', 'SHOW_WARNINGS', 'STMT_PREPARE', 'STMT_REPREPARE', \
+            'STMT_EXECUTE', 'STMT_CLOSE', 'STMT_RESET', 'STMT_FETCH', 'STMT_SEND_LONG_DATA'))"
+    };
+}
+
+/// From here on the phase's statements count.
+const COUNT: &str = concat!("set @oncebox_phase = ", may_have_committed!());
+const NOTHING_COMMITTED: &str =
+    concat!("select cast(coalesce(@oncebox_phase = ", may_have_committed!(), ", false) as signed)");
 
 /// Claims, and inserts the operation.
 pub(super) async fn begin_first(
@@ -63,7 +85,7 @@ pub(super) async fn begin_first(
         .bind(micros(new.claim.lease))
         .run(&mut transaction)
         .await?;
-    let held = Held::new(transaction).await?;
+    let held = counted(transaction).await?;
     Ok(Begun::Claimed(MySqlPhaseTx { held, driven, record, settled: Settled::default() }))
 }
 
@@ -82,13 +104,19 @@ pub(in crate::store::mysql) async fn forget(
     Ok(())
 }
 
+/// Sets the savepoint, and counts from there.
+async fn counted(mut transaction: Bounded<MySql>) -> Result<Held, StoreError> {
+    raw_sql(COUNT).run(&mut transaction).await?;
+    Held::new(transaction).await
+}
+
 pub(super) async fn begin_phase(store: &MySqlStore, driven: &Driven) -> Result<MySqlPhaseTx, StoreError> {
     let mut transaction = store.pool.begin(START_HANDLER).await?;
     let Some(record) = fence_of(&mut transaction, driven.operation_id).await? else {
         transaction.rollback().await?;
         return Err(StoreError::Fenced(format!("there is no operation {}", driven.operation_id)));
     };
-    let held = Held::new(transaction).await?;
+    let held = counted(transaction).await?;
     Ok(MySqlPhaseTx { held, driven: driven.clone(), record, settled: Settled::default() })
 }
 
@@ -127,6 +155,20 @@ pub(in crate::store::mysql) async fn end_record(
 impl MySqlPhaseTx {
     fn id(&self) -> Vec<u8> {
         self.driven.operation_id.as_bytes().to_vec()
+    }
+
+    /// What the last statement failed with, where by that InnoDB may have ended the transaction: a deadlock above all. Asked
+    /// before any other statement, which would be the last one then; and of the server, because a handler may hide it in an error
+    /// of its own.
+    async fn noted(&mut self) -> Result<Option<String>, StoreError> {
+        let warnings = raw_sql("show warnings").all(&mut self.held.transaction).await?;
+        for row in warnings {
+            let (code, message): (u32, String) = (row.try_get(1)?, row.try_get(2)?);
+            if ENDING.contains(&code) {
+                return Ok(Some(message));
+            }
+        }
+        Ok(None)
     }
 
     async fn settle_effects(&mut self) -> Result<(), StoreError> {
@@ -179,7 +221,18 @@ impl PhaseTx for MySqlPhaseTx {
     }
 
     async fn undo_effects(&mut self) -> Result<Proof, StoreError> {
-        self.held.prove("rollback to").await
+        let noted = self.noted().await?;
+        let proof = self.held.prove("rollback to").await?;
+        if proof != Proof::Ended {
+            return Ok(proof);
+        }
+        let nothing_committed: i64 = query_scalar(NOTHING_COMMITTED).one(&mut self.held.transaction).await?;
+        match (nothing_committed != 0, noted) {
+            (true, Some(error)) => Err(StoreError::Busy(sqlx::Error::Protocol(error))),
+            // What ran after it waits for a COMMIT, which does not come.
+            (true, None) => Ok(Proof::Aborted),
+            (false, _) => Ok(proof),
+        }
     }
 
     async fn evidence(&mut self) -> Result<Vec<StoredEvidence>, StoreError> {
@@ -245,6 +298,10 @@ impl PhaseTx for MySqlPhaseTx {
         end_record(&mut self.held.transaction, self.driven.operation_id, &self.record, outcome, retention).await?;
         self.settle_effects().await?;
         Ok((proof, Fenced::Done))
+    }
+
+    async fn park(&mut self, reason: &str) -> Result<Fenced, StoreError> {
+        leave_in(&mut self.held.transaction, &self.driven, Leave::Park(reason)).await
     }
 
     async fn commit(mut self) -> Result<(), StoreError> {

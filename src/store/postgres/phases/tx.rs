@@ -5,7 +5,7 @@ use uuid::Uuid;
 
 use super::super::PostgresStore;
 use super::super::operations::{Held, aborted, finish, staked, undo};
-use super::{evidence, follow, is_ours, ours};
+use super::{evidence, follow, is_ours, leave_in, ours};
 use crate::error::StoreError;
 use crate::policy::operation::Mode;
 use crate::policy::operation::flow::Stage;
@@ -14,7 +14,7 @@ use crate::store::bounded::{Ask, Bounded};
 use crate::store::operations::RecordFence;
 use crate::store::phases::{Settled, end_stage, may_advance, no_effect, no_record, twice};
 use crate::store::{
-    Basis, Begun, Driven, FIRST_POINT, Fenced, NewIntent, NewOperation, Outcome, PhaseTx, Proof, StoredEvidence,
+    Basis, Begun, Driven, FIRST_POINT, Fenced, Leave, NewIntent, NewOperation, Outcome, PhaseTx, Proof, StoredEvidence,
 };
 
 /// A transaction in which one phase runs.
@@ -246,6 +246,10 @@ impl PhaseTx for PostgresPhaseTx {
         end_record(&mut self.held.tx, id, &self.record, (outcome, retention), token).await?;
         self.settle_effects().await?;
         Ok(moved)
+    }
+
+    async fn park(&mut self, reason: &str) -> Result<Fenced, StoreError> {
+        leave_in(&mut self.held.tx, &self.driven, Leave::Park(reason)).await
     }
 
     async fn commit(mut self) -> Result<(), StoreError> {

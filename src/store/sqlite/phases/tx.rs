@@ -10,7 +10,7 @@ use super::super::connect::SqliteStore;
 use super::super::operations::{Savepoint, finish, staked};
 use super::super::write::Write;
 use super::super::{millis, now_ms};
-use super::{evidence, follow, is_ours, ours};
+use super::{evidence, follow, is_ours, leave_in, ours};
 use crate::error::StoreError;
 use crate::policy::operation::Mode;
 use crate::policy::operation::flow::Stage;
@@ -18,7 +18,7 @@ use crate::policy::operation::retention::Retention;
 use crate::store::operations::RecordFence;
 use crate::store::phases::{Settled, end_stage, may_advance, no_effect, no_record, twice};
 use crate::store::{
-    Basis, Begun, Driven, FIRST_POINT, Fenced, NewIntent, NewOperation, Outcome, PhaseTx, Proof, StoredEvidence,
+    Basis, Begun, Driven, FIRST_POINT, Fenced, Leave, NewIntent, NewOperation, Outcome, PhaseTx, Proof, StoredEvidence,
 };
 
 /// A transaction in which one phase runs. It holds the turn and the write lock of the file.
@@ -254,6 +254,10 @@ impl PhaseTx for SqlitePhaseTx {
         end_record(self.write.connection(), self.driven.operation_id, &self.record, outcome, retention).await?;
         self.settle_effects().await?;
         Ok((proof, Fenced::Done))
+    }
+
+    async fn park(&mut self, reason: &str) -> Result<Fenced, StoreError> {
+        leave_in(self.write.connection(), &self.driven, Leave::Park(reason)).await
     }
 
     async fn commit(self) -> Result<(), StoreError> {

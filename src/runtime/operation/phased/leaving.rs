@@ -1,0 +1,202 @@
+//! How a driver lets its operation go: back, to be taken up later; in doubt; to an operator. And what it still does for one that it
+//! lost (O8, O9, O13).
+//!
+//! Promises:
+//!
+//! * An operation whose effect is open goes to an operator only in a transaction that finds no proof in its evidence; who brings
+//!   proof later un-parks it (O8).
+//! * One that a request took up before it was due is due when it was: clients that ask often move nothing.
+//!
+//! Not here: why it goes ([`driver`](super::driver)).
+
+use std::time::Duration;
+
+use super::driver::{Came, Driver, End, Next};
+use super::effect::Declared;
+use super::evidence;
+use crate::error::StoreError;
+use crate::policy::operation::provider::{Gap, Sends};
+use crate::policy::retry;
+use crate::runtime::pace::Pace;
+use crate::store::{Due, Fenced, Leave, PhaseTx, Phases, StoredEvidence, StoredIntent, StoredOperation};
+
+impl<S: Phases> Driver<S> {
+    /// What no retry of the database helps with is not tried for ever: it counts, is UNKNOWN after an intent, and goes to an operator
+    /// in the end (O9, O13).
+    pub(super) async fn broken_off(&mut self, error: StoreError) -> Result<End, StoreError> {
+        if matches!(error, StoreError::Fenced(_)) {
+            return Err(error);
+        }
+        if error.is_nobodys() {
+            // Best effort: the lease runs out otherwise.
+            let _ = self.give_back(self.pause(0), false).await;
+            return Err(error);
+        }
+        tracing::error!(operation = %self.driven.operation_id, %error, "an operation was broken off");
+        let end = match self.phased.engine.store().operation(self.driven.operation_id).await {
+            Ok(Some(stored)) if stored.attempts >= self.phased.settings.attempts_max => {
+                self.drive_failed(&stored).await
+            }
+            Ok(Some(stored)) if stored.stage.has_intents() => self.doubtful(self.pause(stored.attempts), true).await,
+            Ok(Some(stored)) => self.give_back(self.pause(stored.attempts), true).await,
+            // It cannot be read: whether it has an intent is not known.
+            _ => self.give_back(self.phased.settings.backoff_max, true).await,
+        };
+        // What broke it off says more than why it could not be given back.
+        end.map_err(|_| error)
+    }
+
+    async fn drive_failed(&mut self, stored: &StoredOperation) -> Result<End, StoreError> {
+        const REASON: &str = "drive-failed";
+        let Some((effect, intent)) = self.open_effect(stored) else { return self.park(REASON).await };
+        match self.park_unless_proven(&effect, &intent, REASON).await {
+            Ok(Some(end)) => Ok(end),
+            // The next drive settles it.
+            Ok(None) => self.give_back(Duration::ZERO, false).await,
+            // The evidence may be what cannot be read.
+            Err(_) => self.park(REASON).await,
+        }
+    }
+
+    /// Leaves it to an operator. None: proof stands there by now, and nothing is left.
+    async fn park_unless_proven(
+        &mut self,
+        effect: &Declared,
+        intent: &StoredIntent,
+        reason: &str,
+    ) -> Result<Option<End>, StoreError> {
+        let mut tx = self.phased.engine.store().begin_phase(&self.driven).await?;
+        // It locks the row: who brings evidence that is not seen here waits for the end, and finds it parked.
+        if tx.park(reason).await? == Fenced::LostOwnership {
+            tx.rollback().await?;
+            return Ok(Some(End::Lost));
+        }
+        if self.is_proven(effect, intent, &tx.evidence().await?)? {
+            tx.rollback().await?;
+            return Ok(None);
+        }
+        tx.commit().await?;
+        self.hold.let_go();
+        Ok(Some(End::Parked))
+    }
+
+    /// Leaves an open effect to an operator, or goes on where proof has come.
+    pub(super) async fn park_open(
+        &mut self,
+        effect: &Declared,
+        intent: &StoredIntent,
+        reason: &str,
+    ) -> Result<Next, StoreError> {
+        let end = self.park_unless_proven(effect, intent, reason).await?;
+        Ok(end.map_or(Next::Again, Next::End))
+    }
+
+    /// The proof that this driver brought may have come after another one, who has the operation by now, looked for it and parked:
+    /// then it goes on (O8).
+    pub(super) async fn speak_up(&self) {
+        let mut pace = Pace::new(Duration::from_millis(20), Duration::from_secs(1));
+        let operation = self.driven.operation_id;
+        loop {
+            match self.unpark_if_proven().await {
+                Ok(true) => {
+                    tracing::warn!(%operation, "proof came of an operation that was left to an operator: it goes on");
+                    self.phased.wake.notify_one();
+                }
+                Ok(false) => {}
+                Err(error) if error.is_nobodys() => {
+                    tracing::debug!(%operation, %error, "whether an operation with proof is parked could not be seen");
+                    tokio::time::sleep(pace.next_wait()).await;
+                    continue;
+                }
+                Err(error) => tracing::error!(%operation, %error, "proof came of an operation that may be parked"),
+            }
+            return;
+        }
+    }
+
+    async fn unpark_if_proven(&self) -> Result<bool, StoreError> {
+        let store = self.phased.engine.store();
+        let Some(stored) = store.operation(self.driven.operation_id).await? else { return Ok(false) };
+        if stored.epoch == self.driven.epoch {
+            return Ok(false);
+        }
+        let Some((effect, intent)) = self.open_effect(&stored) else { return Ok(false) };
+        // Whether it is parked is asked under the lock of its row only.
+        Ok(self.is_proven(&effect, &intent, &stored.evidence)?
+            && store.unpark(stored.operation_id).await? == Fenced::Done)
+    }
+
+    /// The effect that it waits for.
+    fn open_effect(&self, stored: &StoredOperation) -> Option<(Declared, StoredIntent)> {
+        let effect = self.member.flow().effect_at(&stored.point)?;
+        let intent = stored.intents.iter().find(|one| one.intent.effect == effect.name && one.outcome.is_none())?;
+        Some((effect.clone(), intent.clone()))
+    }
+
+    fn is_proven(&self, effect: &Declared, intent: &StoredIntent, seen: &[StoredEvidence]) -> Result<bool, StoreError> {
+        let sends = Sends { first_sent_at: Some(intent.first_sent_at), begun: intent.sends };
+        let rows = evidence::rows(&self.phased.vault, seen, effect.name)?;
+        Ok(evidence::evidence(&rows).settled(sends).is_some())
+    }
+
+    /// When to come again.
+    pub(super) fn pause(&self, attempts: u32) -> Duration {
+        let settings = &self.phased.settings;
+        retry::pause(settings.backoff_first, settings.backoff_max, attempts.saturating_add(1), fastrand::f64())
+    }
+
+    /// Gives it back where the evidence proves nothing.
+    pub(super) async fn doubt(&mut self, attempts: u32) -> Result<Next, StoreError> {
+        Ok(Next::End(self.doubtful(self.pause(attempts), self.reached).await?))
+    }
+
+    /// Gives it back until later; nothing counts.
+    pub(super) async fn back_later(&mut self, attempts: u32) -> Result<Next, StoreError> {
+        Ok(Next::End(self.give_back(self.pause(attempts), false).await?))
+    }
+
+    /// Leaves it to an operator, whatever the evidence says: nothing can be done with it here.
+    pub(super) async fn given_up(&mut self, reason: &str) -> Result<Next, StoreError> {
+        Ok(Next::End(self.park(reason).await?))
+    }
+
+    /// `counts`: as an attempt, where it was due.
+    pub(super) async fn doubtful(&mut self, after: Duration, counts: bool) -> Result<End, StoreError> {
+        self.leave(Leave::Doubt(self.due(after, counts))).await
+    }
+
+    /// As in [`Self::doubtful`]; the stage stays.
+    pub(super) async fn give_back(&mut self, after: Duration, counts: bool) -> Result<End, StoreError> {
+        self.leave(Leave::HandBack(self.due(after, counts))).await
+    }
+
+    pub(super) async fn park(&mut self, reason: &str) -> Result<End, StoreError> {
+        self.leave(Leave::Park(reason)).await
+    }
+
+    fn due(&self, after: Duration, counts: bool) -> Due {
+        Due { after: (self.came != Came::Early).then_some(after), attempt: counts && self.came == Came::Due }
+    }
+
+    async fn leave(&mut self, leave: Leave<'_>) -> Result<End, StoreError> {
+        self.hold.let_go();
+        let fenced = self.phased.engine.store().leave(&self.driven, leave).await?;
+        Ok(match (fenced, leave) {
+            (Fenced::LostOwnership, _) => End::Lost,
+            (Fenced::Done, Leave::Park(_)) => End::Parked,
+            (Fenced::Done, Leave::HandBack(_) | Leave::Doubt(_)) => End::Later,
+        })
+    }
+}
+
+/// The reason that an operator reads.
+pub(super) fn gap_name(gap: Gap) -> &'static str {
+    match gap {
+        Gap::NoMeans => "provider-without-key-or-query",
+        Gap::WindowOver => "provider-may-have-forgotten-the-key",
+        Gap::NotFound => "provider-did-not-find-it",
+        Gap::StoredError => "provider-replays-an-error",
+        Gap::Mismatch => "provider-mismatch",
+        Gap::Attempts => "attempts-used-up",
+    }
+}

@@ -1,0 +1,156 @@
+//! Proof that comes late, around a parking, or to a database that refuses it (O8); and drives that come before their time (O9).
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use oncebox::policy::operation::Code;
+use oncebox::policy::operation::flow::Stage;
+use oncebox::policy::operation::provider::{Answer, Strategy};
+use oncebox::runtime::operation::Answered;
+use oncebox::sqlx;
+use oncebox::store::postgres::PostgresStore;
+use oncebox::store::{Base, NewEvidence, Phases, Sealed};
+use tokio::sync::Notify;
+
+use crate::flow::{KEY, Plan, Service};
+use crate::scripted::{Act, Scripted, done};
+use crate::support::eventually;
+use crate::world::{Rows, SOON};
+
+const ONE: &str = "key-0000000000000001";
+const BUDGET: Duration = Duration::from_secs(20);
+
+fn code(answered: &Answered) -> Option<Code> {
+    match answered {
+        Answered::Problem(problem) => Some(problem.code),
+        Answered::Reply { .. } => None,
+    }
+}
+
+// The first driver's lease is over while it waits for its answer; the second one has no means to find out, and parks.
+// Shown by: leaving the operation parked (`speak_up` left out).
+async fn o8_proof_that_comes_after_the_parking_un_parks<S: Rows>(store: S) {
+    let (arrives, goes) = (Arc::new(Notify::new()), Arc::new(Notify::new()));
+    let (here, there) = (Arc::clone(&arrives), Arc::clone(&goes));
+    let waits = Box::pin(async move {
+        here.notify_one();
+        there.notified().await;
+    });
+    let told = Scripted::default().then(Act::After(waits, done())).timeout(Duration::from_secs(9));
+    let slow = Service::start(&store, &Plan::new(Strategy::None), told.clone()).await;
+    let first = async { slow.ask(ONE, 700, Duration::from_millis(1)).await };
+    let (first, ()) = tokio::join!(first, arrives.notified());
+    assert_eq!(code(&first), Some(Code::RecoveryPending));
+    store.write(&format!("update {} set lease_until = {}", S::table("operation"), S::year(2020))).await;
+    let silent = Scripted::default();
+    let next = Service::start(&store, &Plan::new(Strategy::None), silent.clone()).await;
+    assert_eq!(code(&next.ask(ONE, 700, BUDGET).await), Some(Code::OutcomeUnknown));
+    assert_eq!(next.operation().await.parked.as_deref(), Some("provider-without-key-or-query"));
+    goes.notify_one();
+    let worker = slow.recover();
+    eventually("un-parked by the proof", SOON, || async {
+        (next.operation().await.stage == Stage::Succeeded).then_some(())
+    })
+    .await;
+    worker.stop().await;
+    assert_eq!((told.arrived().len(), silent.arrived().len()), (1, 0));
+    next.ended_once("settled").await;
+}
+
+// The row is locked from the send to the parking, so that proof comes between the look that decides to park and the parking.
+// Shown by: parking without a look at the evidence.
+async fn o8_proof_that_comes_before_the_parking_is_used(store: PostgresStore) {
+    let (arrives, goes) = (Arc::new(Notify::new()), Arc::new(Notify::new()));
+    let (here, there) = (Arc::clone(&arrives), Arc::clone(&goes));
+    let waits = Box::pin(async move {
+        here.notify_one();
+        there.notified().await;
+    });
+    let told = Scripted::default().then(Act::After(waits, Answer::NoAnswer)).timeout(Duration::from_secs(9));
+    let service = Service::start(&store, &Plan::new(Strategy::None), told.clone()).await;
+    let asked = service.ask(ONE, 700, BUDGET);
+    let meanwhile = async {
+        arrives.notified().await;
+        let mut lock = store.pool().begin().await.unwrap();
+        sqlx::query("select 1 from oncebox.operation for update").execute(&mut *lock).await.unwrap();
+        let operation = service.operation().await;
+        goes.notify_one();
+        let waiting =
+            "select count(*) from pg_stat_activity where datname = current_database() and wait_event_type = 'Lock'";
+        eventually("a parking that waits", SOON, || async { (store.number(waiting).await > 0).then_some(()) }).await;
+        let proof = NewEvidence {
+            operation_id: operation.operation_id,
+            effect: "charge".to_owned(),
+            epoch: operation.epoch,
+            send: 1,
+            kind: "answer".to_owned(),
+            verdict: "success".to_owned(),
+            status: Some(201),
+            bytes: Sealed { bytes: br#"{"proves":"succeeded","saw":""}"#.to_vec(), kid: None },
+        };
+        store.observe(&proof).await.unwrap();
+        lock.commit().await.unwrap();
+    };
+    let (answered, ()) = tokio::join!(asked, meanwhile);
+    assert!(matches!(answered, Answered::Reply { ref reply, replayed: false } if reply.status == 201), "{answered:?}");
+    assert_eq!((told.arrived().len(), service.operation().await.parked), (1, None));
+    service.ended_once("settled").await;
+}
+
+// Shown by: ending the drive with the error: in doubt, and nobody ever hears of the charge.
+async fn o8_proof_that_the_database_refuses_goes_to_an_operator_in_words<S: Rows>(store: S) {
+    let table = S::table("operation_evidence");
+    store
+        .write(&match S::NAME {
+            "sqlite" => format!(
+                "create trigger refused before insert on {table} when new.kind = 'answer' begin select raise(abort, 'refused'); end"
+            ),
+            _ => format!("alter table {table} add constraint refused check (kind <> 'answer')"),
+        })
+        .await;
+    let mut plan = Plan::new(Strategy::None);
+    plan.settings.refused_max = Duration::from_millis(200);
+    let told = Scripted::default().answers(done());
+    let service = Service::start(&store, &plan, told.clone()).await;
+    assert_eq!(code(&service.ask(ONE, 700, BUDGET).await), Some(Code::OutcomeUnknown));
+    let operation = service.operation().await;
+    assert_eq!(
+        (operation.stage, operation.parked.as_deref()),
+        (Stage::Unknown, Some("evidence-not-stored: charge send 1: succeeded 201"))
+    );
+    assert_eq!((operation.evidence.len(), told.arrived().len()), (0, 1));
+}
+
+// Shown by: giving it back for a time counted from the drive.
+async fn o9_a_request_that_comes_before_its_time_moves_nothing<S: Rows>(store: S) {
+    let mut plan = Plan::new(KEY);
+    plan.settings.calls_per_drive = 1;
+    let told = (0..4).fold(Scripted::default(), |told, _| told.answers(Answer::status(500)));
+    let service = Service::start(&store, &plan, told.clone()).await;
+    assert_eq!(code(&service.ask(ONE, 700, BUDGET).await), Some(Code::RecoveryPending));
+    store.write(&format!("update {} set due_at = {}", S::table("operation"), S::year(2037))).await;
+    let due = service.operation().await.due_at;
+    for _ in 0..2 {
+        assert_eq!(code(&service.ask(ONE, 700, BUDGET).await), Some(Code::RecoveryPending));
+    }
+    let operation = service.operation().await;
+    assert_eq!((told.arrived().len(), operation.due_at, operation.attempts), (3, due, 0));
+    // One that is due is moved.
+    store.write(&format!("update {} set due_at = {}", S::table("operation"), S::year(2020))).await;
+    assert_eq!(code(&service.ask(ONE, 700, BUDGET).await), Some(Code::RecoveryPending));
+    let operation = service.operation().await;
+    assert!(operation.due_at > Some(operation.created_at) && operation.due_at < due);
+    assert_eq!(operation.attempts, 1);
+}
+
+crate::on_all! {
+    o8_proof_that_comes_after_the_parking_un_parks;
+    o8_proof_that_the_database_refuses_goes_to_an_operator_in_words;
+    o9_a_request_that_comes_before_its_time_moves_nothing;
+}
+
+mod locked {
+    use super::o8_proof_that_comes_before_the_parking_is_used;
+
+    crate::on_postgres! { o8_proof_that_comes_before_the_parking_is_used; }
+}
