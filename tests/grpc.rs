@@ -20,7 +20,10 @@ use oncebox::store::{Base, Schema, StoreOptions};
 use prost::Message;
 use tokio::sync::Notify;
 use tonic::body::Body;
+use tonic::client::GrpcService;
 use tonic::codec::{Codec, DecodeBuf, Decoder, EncodeBuf, Encoder};
+use tonic::transport::server::TcpIncoming;
+use tonic::transport::{Channel, Server};
 use tonic::{Code, Request, Response, Status};
 use tonic_types::{ErrorDetails, StatusExt};
 
@@ -203,8 +206,28 @@ async fn call(
     key: &str,
     command: CreatePayment,
 ) -> Result<Response<Payment>, Status> {
-    let mut client = tonic::client::Grpc::new(service);
+    call_through(service, tenant, key, command, None).await
+}
+
+/// A call through anything that carries one, perhaps with a deadline in its `grpc-timeout`.
+async fn call_through<T>(
+    through: T,
+    tenant: Option<&'static str>,
+    key: &str,
+    command: CreatePayment,
+    deadline: Option<Duration>,
+) -> Result<Response<Payment>, Status>
+where
+    T: GrpcService<Body>,
+    T::Error: std::fmt::Debug,
+    T::ResponseBody: tonic::codegen::Body<Data = tonic::codegen::Bytes> + Send + 'static,
+    <T::ResponseBody as tonic::codegen::Body>::Error: Into<tonic::codegen::StdError>,
+{
+    let mut client = tonic::client::Grpc::new(through);
     let mut request = Request::new(command);
+    if let Some(deadline) = deadline {
+        request.set_timeout(deadline);
+    }
     if !key.is_empty() {
         request.metadata_mut().insert(KEY_METADATA, key.parse().unwrap());
     }
@@ -298,4 +321,51 @@ async fn o27_a_call_whose_deadline_passed_goes_on_and_the_next_one_finds_its_out
     let answer = world.call(KEY, slow).await.unwrap();
     assert_eq!(answer.metadata().get(REPLAYED_METADATA).unwrap(), "true");
     assert_eq!((world.payments().await, after_attempt(seen(&Ok(answer)), true)), (1, Next::Done));
+}
+
+/// The service behind tonic's own server on a socket, and a client that is connected to it.
+async fn over_a_socket(service: Payments) -> (Channel, tokio::task::JoinHandle<()>) {
+    let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let address = listener.local_addr().unwrap();
+    let served = Server::builder().serve_with_incoming(service, TcpIncoming::from(listener));
+    let server = tokio::spawn(async move { served.await.unwrap() });
+    let endpoint = Channel::from_shared(format!("http://{address}")).unwrap();
+    (endpoint.connect().await.unwrap(), server)
+}
+
+// Shown by: running the handler in the call's own future.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn o27_m109_a_deadline_on_a_socket_that_is_shorter_than_the_handler_leaves_an_outcome_to_find() {
+    let world = World::new().await;
+    let (channel, server) = over_a_socket(world.service.clone()).await;
+    let slow = CreatePayment { account_id: "slow".to_owned(), ..payment(100) };
+    let asks = |deadline| call_through(channel.clone(), Some("t1"), KEY, slow.clone(), deadline);
+    // A busy machine may let the deadline pass before the handler has begun.
+    let begun = async {
+        loop {
+            let given_up = asks(Some(Duration::from_millis(300))).await;
+            // By the server, or by the client at the same time: neither says anything of the payment.
+            let status = given_up.as_ref().unwrap_err();
+            assert!([Code::DeadlineExceeded, Code::Cancelled].contains(&status.code()), "{status}");
+            assert_eq!(after_attempt(seen(&given_up), false), Next::Again { doubt: true });
+            if tokio::time::timeout(Duration::from_millis(50), world.service.started.notified()).await.is_ok() {
+                break;
+            }
+        }
+    };
+    tokio::time::timeout(Duration::from_secs(20), begun).await.expect("a handler begins");
+    let running = asks(None).await.unwrap_err();
+    assert_eq!((running.code(), reason(&running).as_str()), (Code::Aborted, "IDEMPOTENCY_REQUEST_IN_PROGRESS"));
+    world.service.go_on.notify_one();
+    assert!(world.service.engine.drain(Duration::from_secs(20)).await);
+    let answer = asks(Some(Duration::from_secs(20))).await.unwrap();
+    assert_eq!(answer.metadata().get(REPLAYED_METADATA).unwrap(), "true");
+    assert_eq!((world.payments().await, answer.get_ref().amount_minor), (1, 100));
+    // A refusal keeps its details on the wire, and another command its reason.
+    let refused = call_through(channel.clone(), Some("t1"), OTHER, payment(2_000), None).await.unwrap_err();
+    assert_eq!((refused.code(), reason(&refused).as_str()), (Code::FailedPrecondition, "INSUFFICIENT_FUNDS"));
+    let other = call_through(channel, Some("t1"), KEY, payment(101), None).await.unwrap_err();
+    assert_eq!(reason(&other), "IDEMPOTENCY_KEY_REUSED_WITH_DIFFERENT_REQUEST");
+    assert_eq!(world.payments().await, 1);
+    server.abort();
 }

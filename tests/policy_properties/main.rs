@@ -7,6 +7,8 @@ mod diversion;
 mod horizon;
 mod isolate;
 mod lease;
+mod operation_commands;
+mod operation_keys;
 mod retry;
 mod split;
 mod suspicion;
