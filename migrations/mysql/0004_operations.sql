@@ -27,16 +27,22 @@ create table if not exists oncebox_idempotency_request (
   expires_at        datetime(6)     null     comment 'when its answer is no longer promised, UTC; null while there is no outcome: such a row never expires',
   answer_status     int             null     comment 'HTTP status, or the code of gRPC',
   schema_version    bigint          null     comment 'version of the schema that the body was written in',
-  body              varchar(16) character set ascii collate ascii_bin null comment 'kept: in oncebox_idempotency_body until body_expires_at; reference: the resource; oversize, stream, withheld, purged: not kept, and never made by a second run',
+  body              varchar(16) character set ascii collate ascii_bin null comment 'kept: here or in oncebox_idempotency_body until body_expires_at; reference: the resource; oversize, stream, withheld, purged: not kept, and never made by a second run',
   body_expires_at   datetime(6)     null     comment 'until when the body is kept, UTC; after it, the body counts as purged',
+  body_headers      blob            null     comment 'headers of a small answer, as in oncebox_idempotency_body: one read replays it',
+  body_bytes        blob            null     comment 'bytes of a small answer',
+  body_format       int             null     comment 'how both are written; null: the body is in oncebox_idempotency_body, or its life is over, or there is none',
+  body_kid          varchar(64) character set ascii collate ascii_bin null comment 'id of the key that encrypted it; null: not encrypted',
   resource_kind     text character set utf8mb4 collate utf8mb4_bin null comment 'kind of the resource that was made',
   resource_id       text character set utf8mb4 collate utf8mb4_bin null comment 'its id',
   resource_location text character set utf8mb4 collate utf8mb4_bin null comment 'its URL',
   error_code        varchar(128) character set ascii collate ascii_bin null comment 'code of the failure',
+  body_end          datetime(6)     as (if(body_format is null, null, body_expires_at)) stored comment 'body_expires_at while the body stands here: keeps the index below small',
   open_since        datetime(6)     as (if(outcome_at is null, created_at, null)) stored comment 'created_at while there is no outcome: keeps the index below small',
   primary key (key_digest) comment 'serves: every claim, look and fenced write; the unique key is the arbiter',
   unique key idempotency_request_operation_id (operation_id) comment 'serves: operation resources and resolve',
   key idempotency_request_open (open_since, state, tenant) comment 'serves: counts and the oldest of what has no outcome, quotas of tenants',
+  key idempotency_request_body (body_end) comment 'serves: the expiry of small bodies, oldest end first',
   key idempotency_request_purge (operation, outcome_at) comment 'serves: the purge, one operation, oldest outcome first',
   constraint oncebox_idempotency_request_mode check (mode in ('same_tx', 'bridged', 'edge', 'phased')),
   constraint oncebox_idempotency_request_state check
@@ -52,7 +58,9 @@ create table if not exists oncebox_idempotency_request (
      and (answer_status is not null or state not in ('COMPLETED', 'FAILED_REPLAYABLE'))),
   constraint oncebox_idempotency_request_body check
     ((body is null or body in ('kept', 'reference', 'oversize', 'stream', 'withheld', 'purged'))
-     and (body <=> 'kept') = (body_expires_at is not null)),
+     and (body <=> 'kept') = (body_expires_at is not null)
+     and (body_format is null) = (body_headers is null) and (body_format is null) = (body_bytes is null)
+     and (body_format is not null or body_kid is null) and (body_format is null or body_expires_at is not null)),
   constraint oncebox_idempotency_request_resource check
     ((resource_kind is null) = (resource_id is null) and (resource_kind is not null or resource_location is null)
      and (not body <=> 'reference' or resource_kind is not null)),
@@ -71,7 +79,7 @@ create table if not exists oncebox_idempotency_body (
   kid        varchar(64) character set ascii collate ascii_bin null comment 'id of the key that encrypted it; null: not encrypted',
   primary key (key_digest, epoch) comment 'serves: the replay, the body of one completion',
   key idempotency_body_expires_at (expires_at) comment 'serves: the expiry, oldest end first'
-) engine = InnoDB default charset = utf8mb4 comment = 'oncebox: headers and bytes of stored answers, until their own end';
+) engine = InnoDB default charset = utf8mb4 comment = 'oncebox: headers and bytes of stored answers beyond 2 KiB, until their own end';
 
 create table if not exists oncebox_idempotency_purge (
   operation    varbinary(128) not null comment 'name of the operation',

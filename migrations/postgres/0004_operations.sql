@@ -26,6 +26,10 @@ create table oncebox.idempotency_request (
   schema_version     bigint,
   body               text,
   body_expires_at    timestamptz,
+  body_headers       bytea,
+  body_bytes         bytea,
+  body_format        integer,
+  body_kid           text,
   resource_kind      text,
   resource_id        text,
   resource_location  text,
@@ -47,7 +51,9 @@ create table oncebox.idempotency_request (
      and (answer_status is not null or state not in ('COMPLETED', 'FAILED_REPLAYABLE'))),
   constraint idempotency_request_body check
     ((body is null or body in ('kept', 'reference', 'oversize', 'stream', 'withheld', 'purged'))
-     and (body is not distinct from 'kept') = (body_expires_at is not null)),
+     and (body is not distinct from 'kept') = (body_expires_at is not null)
+     and (body_format is null) = (body_headers is null) and (body_format is null) = (body_bytes is null)
+     and (body_format is not null or body_kid is null) and (body_format is null or body_expires_at is not null)),
   constraint idempotency_request_resource check
     ((resource_kind is null) = (resource_id is null) and (resource_kind is not null or resource_location is null)
      and (body is distinct from 'reference' or resource_kind is not null)),
@@ -56,8 +62,9 @@ create table oncebox.idempotency_request (
 );
 create index idempotency_request_open on oncebox.idempotency_request (state, created_at) include (tenant)
   where state in ('IN_PROGRESS', 'UNKNOWN_REQUIRES_RECOVERY');
+create index idempotency_request_body on oncebox.idempotency_request (body_expires_at) where body_format is not null;
 create index idempotency_request_purge on oncebox.idempotency_request (operation, outcome_at) where outcome_at is not null;
-comment on table oncebox.idempotency_request is 'one row per (tenant, operation, key): claim, state, owner, and what is kept of the answer; the body has a table and a life of its own';
+comment on table oncebox.idempotency_request is 'one row per (tenant, operation, key): claim, state, owner, and what is kept of the answer; the body has a life of its own, and beyond 2 KiB a table';
 comment on column oncebox.idempotency_request.key_digest is 'SHA-256 of tenant, operation and key, each behind its length: the identity (O16)';
 comment on column oncebox.idempotency_request.tenant is 'tenant from authentication, compared on read; empty: the public scope';
 comment on column oncebox.idempotency_request.operation is 'name of the operation';
@@ -79,8 +86,12 @@ comment on column oncebox.idempotency_request.outcome_at is 'when its outcome be
 comment on column oncebox.idempotency_request.expires_at is 'when its answer is no longer promised; null while there is no outcome: such a row never expires';
 comment on column oncebox.idempotency_request.answer_status is 'HTTP status, or the code of gRPC';
 comment on column oncebox.idempotency_request.schema_version is 'version of the schema that the body was written in';
-comment on column oncebox.idempotency_request.body is 'kept: in idempotency_body until body_expires_at; reference: the resource; oversize, stream, withheld, purged: not kept, and never made by a second run';
+comment on column oncebox.idempotency_request.body is 'kept: here or in idempotency_body until body_expires_at; reference: the resource; oversize, stream, withheld, purged: not kept, and never made by a second run';
 comment on column oncebox.idempotency_request.body_expires_at is 'until when the body is kept; after it, the body counts as purged';
+comment on column oncebox.idempotency_request.body_headers is 'headers of a small answer, as in idempotency_body: one read replays it';
+comment on column oncebox.idempotency_request.body_bytes is 'bytes of a small answer';
+comment on column oncebox.idempotency_request.body_format is 'how both are written; null: the body is in idempotency_body, or its life is over, or there is none';
+comment on column oncebox.idempotency_request.body_kid is 'id of the key that encrypted it; null: not encrypted';
 comment on column oncebox.idempotency_request.resource_kind is 'kind of the resource that was made';
 comment on column oncebox.idempotency_request.resource_id is 'its id';
 comment on column oncebox.idempotency_request.resource_location is 'its URL';
@@ -88,9 +99,10 @@ comment on column oncebox.idempotency_request.error_code is 'code of the failure
 comment on index oncebox.idempotency_request_pkey is 'serves every claim, look and fenced write: the unique key is the arbiter';
 comment on index oncebox.idempotency_request_operation_id is 'serves operation resources and resolve: the record of an operation';
 comment on index oncebox.idempotency_request_open is 'serves counts and the oldest of what has no outcome, and quotas of tenants';
+comment on index oncebox.idempotency_request_body is 'serves the expiry of small bodies, oldest end first';
 comment on index oncebox.idempotency_request_purge is 'serves the purge: one operation, oldest outcome first';
 
--- Bodies of answers, range-partitioned by the end of their life so that old ones go whole. Its own life: the claim, which stays
+-- Bodies of answers that are too large for the row of their claim, range-partitioned by the end of their life so that old ones go whole. Its own life: the claim, which stays
 -- unique, cannot be partitioned by time. The DEFAULT partition takes bodies kept longer than ranges are made ahead.
 create table oncebox.idempotency_body (
   key_digest  bytea not null,
@@ -103,7 +115,7 @@ create table oncebox.idempotency_body (
   constraint idempotency_body_pkey primary key (key_digest, epoch, expires_at)
 ) partition by range (expires_at);
 create index idempotency_body_expires_at on oncebox.idempotency_body (expires_at);
-comment on table oncebox.idempotency_body is 'headers and bytes of stored answers, until their own end';
+comment on table oncebox.idempotency_body is 'headers and bytes of stored answers beyond 2 KiB, until their own end';
 comment on column oncebox.idempotency_body.key_digest is 'as in idempotency_request';
 comment on column oncebox.idempotency_body.epoch is 'epoch of the run that completed with it';
 comment on column oncebox.idempotency_body.expires_at is 'end of its life: body_expires_at of the request';

@@ -211,17 +211,11 @@ class Session:
             thread.join()
         return found
 
-    def row(self, question, answers):
-        shown = " then ".join(str(answer) if answer else "no answer" for answer in answers)
-        self.rows.append([question, shown, self.target.effects()])
-        self.target.next_row()
-
-    def counted(self, question, answers):
-        counts = {}
-        for answer in answers:
-            text = str(answer) if answer else "no answer"
-            counts[text] = counts.get(text, 0) + 1
-        shown = ", ".join(f"{count} x {text}" for text, count in sorted(counts.items()))
+    def row(self, question, answers, counted=False):
+        texts = [str(answer) if answer else "no answer" for answer in answers]
+        shown = " then ".join(texts)
+        if counted:
+            shown = ", ".join(f"{texts.count(text)} x {text}" for text in sorted(set(texts)))
         self.rows.append([question, shown, self.target.effects()])
         self.target.next_row()
 
@@ -276,9 +270,9 @@ class Session:
 
         target.fault("slow")
         reference, key = fresh()
-        self.counted("two at once", self.at_once(*[lambda: post(reference, 1000, key, mode=target.slow)] * 2))
+        self.row("two at once", self.at_once(*[lambda: post(reference, 1000, key, mode=target.slow)] * 2), counted=True)
         reference, key = fresh()
-        self.counted("fifty at once", self.at_once(*[lambda: post(reference, 1000, key, mode=target.slow)] * 50))
+        self.row("fifty at once", self.at_once(*[lambda: post(reference, 1000, key, mode=target.slow)] * 50), counted=True)
         reference, key = fresh()
 
         def other():

@@ -9,12 +9,15 @@
 mod append;
 mod bed;
 mod consume;
+mod crowd;
 mod doors;
 mod figure;
 mod keys;
 mod latency;
 mod memory;
 mod relay;
+#[cfg(all(feature = "http", feature = "client"))]
+mod served;
 mod stores;
 mod usage;
 mod watched;

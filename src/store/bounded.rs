@@ -140,11 +140,12 @@ impl<Db: Remote> BoundedPool<Db> {
 
     /// A connection inside a transaction. `BEGIN` is the sign of life of one that did not rest: where it died in the pool,
     /// nothing was done yet, and the next one is taken.
-    pub(super) async fn begin(&self, statement: &'static str) -> sqlx::Result<Bounded<Db>> {
+    pub(super) async fn begin(&self, statement: impl SqlSafeStr) -> sqlx::Result<Bounded<Db>> {
+        let statement = statement.into_sql_str();
         let mut others = self.pool.size();
         loop {
             let mut connection = self.acquire().await?;
-            match connection.begin(statement).await {
+            match connection.begin(statement.clone()).await {
                 Ok(()) => return Ok(connection),
                 Err(error) if others > 0 && ended_at_rest(&error) => others -= 1,
                 Err(error) => return Err(error),
@@ -213,7 +214,7 @@ impl<Db: Remote> Bounded<Db> {
     ///
     /// # Cancel safety
     /// Dropped half way, the connection is closed with this value.
-    pub(super) async fn begin(&mut self, statement: &'static str) -> sqlx::Result<()> {
+    pub(super) async fn begin(&mut self, statement: impl SqlSafeStr) -> sqlx::Result<()> {
         // From here on: where the answer is lost, the transaction may be open.
         self.in_transaction = true;
         let statement = Some(statement.into_sql_str());

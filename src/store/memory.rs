@@ -117,7 +117,7 @@ impl Keys for MemoryKeys {
     async fn find(&self, identity: &Identity) -> Result<Look, StoreError> {
         let (book, now) = (self.book(), now());
         let record = book.rows.get(&identity.digest()).map(|row| row.read(now));
-        Ok(Look { now, purged_below: book.purged.get(identity.operation().as_str()).copied(), record })
+        Ok(Look { now, purged_below: book.purged.get(identity.operation().as_str()).copied(), record, body: None })
     }
 
     async fn body(&self, record: &Record) -> Result<Option<KeptBody>, StoreError> {

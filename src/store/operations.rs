@@ -147,6 +147,8 @@ pub struct Look {
     pub purged_below: Option<DbTime>,
     /// The record. Its identity is to be compared with the request's (O16).
     pub record: Option<Record>,
+    /// The body of its answer, where that stands beside it; else [`Keys::body`] reads it.
+    pub body: Option<KeptBody>,
 }
 
 /// How a run ended.
@@ -311,7 +313,7 @@ pub trait Keys: Clone + std::fmt::Debug + Send + Sync + 'static {
     fn mark_unknown(&self, seen: &Record) -> impl Future<Output = Result<Fenced, StoreError>> + Send;
 
     /// Takes away at most about `limit` bodies whose life is over, and gives their number; the records stay (M99). On PostgreSQL
-    /// whole partitions go, counted as none.
+    /// large ones go by whole partitions, counted as none.
     fn expire_bodies(&self, limit: u32) -> impl Future<Output = Result<u64, StoreError>> + Send;
 
     /// Takes away at most `limit` records of an operation whose metadata's time is over, terminal ones only (M100), and records

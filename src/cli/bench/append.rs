@@ -1,13 +1,11 @@
 //! Enqueuing: many messages in one statement, and what a message adds to a business transaction.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Instant;
-
-use tokio::task::JoinSet;
 
 use super::Load;
 use super::bed::Bed;
+use super::crowd::crowd;
 use super::figure::Figure;
 use super::relay::rate;
 use super::work::Maker;
@@ -78,25 +76,17 @@ async fn transactions<S: Yard>(bed: &Bed<S>, maker: &Maker, messages: usize, cou
 
 /// Business transactions per second with as many writers as make sense.
 async fn business<S: Yard>(bed: &Bed<S>, maker: &Arc<Maker>, message: bool, count: usize) -> Result<f64, AppError> {
-    let left = Arc::new(AtomicUsize::new(count));
-    let began = Instant::now();
-    let mut writers = JoinSet::new();
-    for _ in 0..S::WRITERS {
-        let (store, maker, left) = (bed.store.clone(), Arc::clone(maker), Arc::clone(&left));
-        writers.spawn(async move {
-            while left.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |left| left.checked_sub(1)).is_ok() {
-                let mut tx = store.pool().begin().await?;
-                S::business(&mut tx, fastrand::i64(..ACCOUNTS)).await?;
-                if message {
-                    crate::store::enqueue(&mut *tx, maker.message()).await?;
-                }
-                crate::store::commit(tx).await?;
+    let (store, maker) = (bed.store.clone(), Arc::clone(maker));
+    let one = move |_| {
+        let (store, maker) = (store.clone(), Arc::clone(&maker));
+        async move {
+            let mut tx = store.pool().begin().await.map_err(StoreError::from)?;
+            S::business(&mut tx, fastrand::i64(..ACCOUNTS)).await?;
+            if message {
+                crate::store::enqueue(&mut *tx, maker.message()).await?;
             }
-            Ok::<(), StoreError>(())
-        });
-    }
-    while let Some(ended) = writers.join_next().await {
-        ended.map_err(|error| AppError::failed(error.to_string()))??;
-    }
-    Ok(rate(count, began.elapsed()))
+            Ok(crate::store::commit(tx).await?)
+        }
+    };
+    crowd(S::WRITERS, count, one).await
 }

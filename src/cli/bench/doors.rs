@@ -5,16 +5,15 @@
 
 use std::future::Future;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use tokio::task::JoinSet;
 use uuid::Uuid;
 
 use super::Load;
 use super::bed::Bed;
+use super::crowd::crowd;
 use super::figure::Figure;
-use super::relay::rate;
 use super::usage::resident;
 use super::work::Maker;
 use super::yard::{ACCOUNTS, Yard};
@@ -31,7 +30,8 @@ pub(super) const CLIENTS: usize = 16;
 const DUPLICATES: usize = 1_000;
 
 /// The command of the benchmark.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, serde::Deserialize)]
+#[serde(deny_unknown_fields)]
 pub(super) struct Pay {
     pub(super) account: i64,
     pub(super) amount: i64,
@@ -49,7 +49,7 @@ impl IdempotentCommand for Pay {
 }
 
 impl Pay {
-    fn any() -> Self {
+    pub(super) fn any() -> Self {
         Self { account: fastrand::i64(..ACCOUNTS), amount: 1_000, note: String::new() }
     }
 }
@@ -116,16 +116,19 @@ pub(super) async fn measure<S: Yard>(bed: &mut Bed<S>, load: Load) -> Result<Vec
         progress.next();
     }
     memory.push(duplicates(&door).await?);
-    Ok(vec![
+    let figures = vec![
         Figure::beside("http.same_tx", "ms", "the same payment and message in a transaction of one's own", &same_tx)
             .wanted("<= 1.7"),
         Figure::beside("http.replay", "requests/s", "that transaction, per second", &replays).wanted(">= 1"),
         Figure::alone("http.duplicates", "MB", &memory).wanted("<= 64"),
-    ])
+    ];
+    #[cfg(all(feature = "http", feature = "client"))]
+    let figures = [figures, super::served::measure(bed, &maker, load).await?].concat();
+    Ok(figures)
 }
 
 /// Milliseconds that a client of so many waits for one of them.
-fn milliseconds(rate: f64) -> f64 {
+pub(super) fn milliseconds(rate: f64) -> f64 {
     CLIENTS as f64 * 1e3 / rate
 }
 
@@ -135,22 +138,7 @@ where
     W: Fn(usize) -> F + Send + Sync + 'static,
     F: Future<Output = Result<(), AppError>> + Send,
 {
-    let (left, work) = (Arc::new(AtomicUsize::new(count)), Arc::new(work));
-    let began = Instant::now();
-    let mut tasks = JoinSet::new();
-    for _ in 0..CLIENTS {
-        let (left, work) = (Arc::clone(&left), Arc::clone(&work));
-        tasks.spawn(async move {
-            while let Ok(before) = left.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |left| left.checked_sub(1)) {
-                work(before - 1).await?;
-            }
-            Ok::<(), AppError>(())
-        });
-    }
-    while let Some(ended) = tasks.join_next().await {
-        ended.map_err(|error| AppError::failed(error.to_string()))??;
-    }
-    Ok(rate(count, began.elapsed()))
+    crowd(CLIENTS, count, work).await
 }
 
 async fn bare<S: Yard>(bed: &Bed<S>, maker: &Arc<Maker>, count: usize) -> Result<f64, AppError> {

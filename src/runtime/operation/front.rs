@@ -42,7 +42,7 @@ use crate::policy::db_time::DbTime;
 use crate::policy::horizon::Bounds;
 use crate::policy::operation::decide::{Asked, Found, InProgress, Lost, Request, TakeOver};
 use crate::policy::operation::{Canonical, Code, Decision, Identity, Key, KeyError, KeyFormat, Record, Scope, decide};
-use crate::store::{Basis, Fenced, KeyClaim, Keys};
+use crate::store::{Basis, Fenced, KeptBody, KeyClaim, Keys};
 
 /// How often a request may ask again without having waited, before it is told that the key is in use.
 const ROUNDS_MAX: u32 = 8;
@@ -157,6 +157,8 @@ pub struct Front<S: Keys> {
     rounds: u32,
     waits_until: Option<Instant>,
     look_every: Duration,
+    /// The body of the record that was seen last, where the store gave it along.
+    body: Option<KeptBody>,
 }
 
 impl<S: Keys> Front<S> {
@@ -178,6 +180,7 @@ impl<S: Keys> Front<S> {
             rounds: 0,
             waits_until: None,
             look_every: LOOK_EVERY,
+            body: None,
         }
     }
 
@@ -296,6 +299,7 @@ impl<S: Keys> Front<S> {
                 return (self.decide(Found::Unreachable), Seen::Nobody);
             }
         };
+        self.body = look.body;
         match look.record {
             Some(record) => {
                 let decision = self.decide(Found::Record(&record, look.now));

@@ -8,7 +8,7 @@ use super::phases::{
     AT_ONCE, LONG, MOVED, SHORT, intent, local, new_operation, observed, outstanding, step, stored, taken,
 };
 use super::trial::eventually;
-use super::{Fixture, Trial};
+use super::{Fixture, KeysFixture, Trial};
 use crate::StoreError;
 use crate::policy::operation::flow::Stage;
 use crate::policy::operation::provider::Verdict;
@@ -135,8 +135,7 @@ pub async fn o11_a_key_is_released_and_purged_only_where_nothing_may_have_happen
         assert!(is_refused(&trial.store.act_on_key(&seen, change, &really()).await), "it is gone");
     }
     assert_eq!((audits(trial, "release").await, audits(trial, "purge").await), (2, 1));
-    let bodies = trial.number(&format!("select count(*) from {}", trial.table("idempotency_body"))).await;
-    assert_eq!(bodies, 1, "of the one that stays");
+    assert_eq!(KeysFixture::bodies(trial).await, 1, "of the one that stays");
 }
 
 /// With what the operator found out; once; and not a phased one, which its operation decides.

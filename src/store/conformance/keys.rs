@@ -365,6 +365,27 @@ pub async fn m99_bodies_go_and_their_records_stay<F: KeysFixture>(trial: &F) {
     assert_eq!(trial.records().await, 6);
 }
 
+/// A body is that of the last run of its key, whatever the sizes of the ones before; what stands beside the record is the same.
+///
+/// Shown by: a claim that leaves the small body of the run before (PostgreSQL, MariaDB).
+pub async fn o4_a_body_of_any_size_is_that_of_the_last_run<F: KeysFixture>(trial: &F) {
+    let claim = claim(Mode::Edge, "k", 1);
+    let ended = Retention { ttl: SHORT, ..KEPT };
+    let mut owner = take(trial, &claim).await;
+    for size in [4, 5_000, 2_000, 2_500, 3] {
+        let body = KeptBody { bytes: vec![7; size], ..KeptBody::default() };
+        let answer = Answer { body: AnswerBody::Kept(body.clone()), ..answer() };
+        assert_eq!(trial.store().finish(&owner, &Outcome::Completed(answer), &ended).await.unwrap(), Fenced::Done);
+        let look = trial.store().find(&claim.identity).await.unwrap();
+        assert!(look.body.is_none_or(|beside| beside == body), "{size}");
+        assert_eq!(trial.store().body(&look.record.unwrap()).await.unwrap(), Some(body));
+        let expired = over(trial, &claim).await;
+        let anew = KeyClaim { operation_id: uuid::Uuid::now_v7(), owner: uuid::Uuid::now_v7(), ..claim.clone() };
+        owner = owned(trial.store().claim(&anew, Basis::Anew(&expired)).await.unwrap());
+        assert_eq!(trial.store().find(&claim.identity).await.unwrap().body, None, "it runs");
+    }
+}
+
 /// Age is no reason: what runs and what nobody knows stays. What goes leaves its bound (O23), in bounded batches.
 ///
 /// Shown by: a purge by age where there is no outcome (PostgreSQL).

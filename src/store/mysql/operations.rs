@@ -68,7 +68,7 @@ pub(super) use look_columns;
 const FIND: &str = concat!(
     "select ",
     look_columns!(),
-    " from (select utc_timestamp(6) as at) n \
+    ", r.body_headers, r.body_bytes, cast(r.body_format as signed), r.body_kid from (select utc_timestamp(6) as at) n \
      left join oncebox_idempotency_purge p on p.operation = ? \
      left join oncebox_idempotency_request r on r.key_digest = ? \
      left join oncebox_operation o on r.mode = 'phased' and o.operation_id = r.operation_id"
@@ -105,8 +105,9 @@ const RENEW: &str = "update oncebox_idempotency_request \
     set principal = ?, fingerprint = ?, mode = ?, state = 'IN_PROGRESS', epoch = epoch + 1, owner = ?, \
         lease_until = utc_timestamp(6) + interval round(? * 1000000) microsecond, lease_seconds = ?, generation = ?, \
         operation_id = ?, attempts = ?, updated_at = utc_timestamp(6), outcome_at = null, expires_at = null, \
-        answer_status = null, schema_version = null, body = null, body_expires_at = null, resource_kind = null, \
-        resource_id = null, resource_location = null, error_code = null \
+        answer_status = null, schema_version = null, body = null, body_expires_at = null, body_headers = null, \
+        body_bytes = null, body_format = null, body_kid = null, resource_kind = null, resource_id = null, \
+        resource_location = null, error_code = null \
   where key_digest = ? and epoch = ? and ";
 
 const FINISH: &str = "update oncebox_idempotency_request \
@@ -114,7 +115,7 @@ const FINISH: &str = "update oncebox_idempotency_request \
         outcome_at = if(? is null, null, utc_timestamp(6)), \
         expires_at = utc_timestamp(6) + interval ? microsecond, answer_status = ?, schema_version = ?, body = ?, \
         body_expires_at = utc_timestamp(6) + interval ? microsecond, resource_kind = ?, resource_id = ?, resource_location = ?, \
-        error_code = ? \
+        error_code = ?, body_headers = ?, body_bytes = ?, body_format = ?, body_kid = ? \
   where key_digest = ? and epoch = ? and owner <=> ? \
     and (state = 'IN_PROGRESS' or (? and state = 'UNKNOWN_REQUIRES_RECOVERY'))";
 
@@ -127,10 +128,15 @@ impl Keys for MySqlStore {
 
     async fn body(&self, record: &Record) -> Result<Option<KeptBody>, StoreError> {
         let row = sqlx::query(
-            "select b.headers, b.bytes, cast(b.format as signed), b.kid from oncebox_idempotency_request r \
+            "select body_headers, body_bytes, cast(body_format as signed), body_kid from oncebox_idempotency_request \
+             where key_digest = ? and epoch = ? and body_expires_at > utc_timestamp(6) and body_format is not null \
+             union all \
+             select b.headers, b.bytes, cast(b.format as signed), b.kid from oncebox_idempotency_request r \
              join oncebox_idempotency_body b on b.key_digest = r.key_digest and b.epoch = r.epoch \
              where r.key_digest = ? and r.epoch = ? and r.body_expires_at > utc_timestamp(6)",
         )
+        .bind(record.identity.digest().to_vec())
+        .bind(record.epoch)
         .bind(record.identity.digest().to_vec())
         .bind(record.epoch)
         .optional(&self.pool)
@@ -393,7 +399,7 @@ fn insert<'q>(statement: &'static str, claim: &KeyClaim, state: State, owned: &O
         .bind(owned.operation_id.as_bytes().to_vec())
 }
 
-/// Writes the outcome, then the body: two statements of one transaction.
+/// Writes the outcome, then a large body: two statements of one transaction.
 pub(super) async fn finish(
     connection: &mut Bounded<sqlx::MySql>,
     fence: &RecordFence,
@@ -420,13 +426,17 @@ fn finishing<'q>(fence: &RecordFence, columns: &Columns<'_>) -> Query<'q> {
         .bind(columns.resource.map(|resource| resource.kind.clone()))
         .bind(columns.resource.map(|resource| resource.id.clone()))
         .bind(columns.resource.and_then(|resource| resource.location.clone()))
-        .bind(columns.error_code.map(str::to_owned));
+        .bind(columns.error_code.map(str::to_owned))
+        .bind(columns.small().map(|kept| pack(&kept.headers)))
+        .bind(columns.small().map(|kept| kept.bytes.clone()))
+        .bind(columns.small().map(|kept| kept.format))
+        .bind(columns.small().and_then(|kept| kept.kid.clone()));
     bind(done, fence).bind(fence.unknown)
 }
 
-/// Keeps the body, where there is one.
+/// Keeps a large body, where there is one.
 fn keeping<'q>(fence: &RecordFence, columns: &Columns<'_>) -> Option<Query<'q>> {
-    let kept = columns.kept?;
+    let kept = columns.large()?;
     let keep = sqlx::query(
         "insert into oncebox_idempotency_body (key_digest, epoch, expires_at, headers, bytes, format, kid) \
          select key_digest, epoch, body_expires_at, ?, ?, ?, ? from oncebox_idempotency_request where key_digest = ?",

@@ -16,6 +16,12 @@ use crate::policy::operation::record::{Resource, StoredAnswer, StoredBody, Tombs
 use crate::policy::operation::retention::Retention;
 use crate::policy::operation::{Identity, Record, State};
 
+/// How many bytes of headers and body may stand in the row of a claim, where the adapter keeps small bodies there: a page has
+/// room for some, and no row is moved elsewhere because of it.
+const SMALL_BODY_MAX: usize = 2_048;
+/// Where the columns of such a body begin.
+const BODY: usize = 26;
+
 /// What a stored value is not.
 fn corrupt(error: impl std::fmt::Display) -> StoreError {
     StoreError::Corrupt(format!("an idempotency record: {error}"))
@@ -27,7 +33,7 @@ fn number<T: TryFrom<i64>>(what: &str, value: i64) -> Result<T, StoreError> {
 
 /// A row of: now, purged_below, tenant, operation, key, principal, fingerprint, mode, state, epoch, lease end, lease length,
 /// generation, operation_id, attempts, parked, created, outcome, expires, status, schema version, body, body's end, resource kind,
-/// id, location. From the third on null where there is no record.
+/// id, location. From the third on null where there is no record. Where small bodies stand in the row, then: as [`body_of`].
 pub(in crate::store) fn look_of<R>(row: &R) -> Result<Look, StoreError>
 where
     R: Row,
@@ -43,7 +49,7 @@ where
     let now = DbTime::from_micros(row.try_get(0)?);
     let purged_below = time(1)?;
     let Some(tenant) = row.try_get::<Option<Vec<u8>>, _>(2)? else {
-        return Ok(Look { now, purged_below, record: None });
+        return Ok(Look { now, purged_below, record: None, body: None });
     };
     let identity = Identity::from_stored(&tenant, &row.try_get::<Vec<u8>, _>(3)?, &row.try_get::<Vec<u8>, _>(4)?)
         .map_err(corrupt)?;
@@ -85,7 +91,10 @@ where
         expires_at: time(18)?,
         answer,
     };
-    Ok(Look { now, purged_below, record: Some(record) })
+    let kept = record.answer.as_ref().is_some_and(|answer| answer.body == StoredBody::Kept) && row.len() > BODY;
+    let there = kept && row.try_get::<Option<i64>, _>(BODY + 2)?.is_some();
+    let body = there.then(|| body_at(row, BODY)).transpose()?;
+    Ok(Look { now, purged_below, record: Some(record), body })
 }
 
 /// A row of: headers, bytes, format, key id.
@@ -97,11 +106,22 @@ where
     for<'r> String: Decode<'r, R::Database> + Type<R::Database>,
     for<'r> Vec<u8>: Decode<'r, R::Database> + Type<R::Database>,
 {
+    body_at(row, 0)
+}
+
+fn body_at<R>(row: &R, first: usize) -> Result<KeptBody, StoreError>
+where
+    R: Row,
+    usize: ColumnIndex<R>,
+    for<'r> i64: Decode<'r, R::Database> + Type<R::Database>,
+    for<'r> String: Decode<'r, R::Database> + Type<R::Database>,
+    for<'r> Vec<u8>: Decode<'r, R::Database> + Type<R::Database>,
+{
     Ok(KeptBody {
-        headers: unpack(&row.try_get::<Vec<u8>, _>(0)?)?,
-        bytes: row.try_get(1)?,
-        format: number("format of a body", row.try_get(2)?)?,
-        kid: row.try_get(3)?,
+        headers: unpack(&row.try_get::<Vec<u8>, _>(first)?)?,
+        bytes: row.try_get(first + 1)?,
+        format: number("format of a body", row.try_get(first + 2)?)?,
+        kid: row.try_get(first + 3)?,
     })
 }
 
@@ -147,6 +167,19 @@ impl<'a> Columns<'a> {
             error_code,
             kept,
         }
+    }
+
+    /// The body that has room in the row of its claim.
+    pub(in crate::store) fn small(&self) -> Option<&'a KeptBody> {
+        self.kept.filter(|kept| {
+            let headers: usize = kept.headers.iter().map(|(name, value)| name.len() + value.len()).sum();
+            headers + kept.bytes.len() <= SMALL_BODY_MAX
+        })
+    }
+
+    /// The body that has none.
+    pub(in crate::store) fn large(&self) -> Option<&'a KeptBody> {
+        if self.small().is_some() { None } else { self.kept }
     }
 }
 

@@ -65,7 +65,7 @@ pub(super) use look_columns;
 const FIND: &str = concat!(
     "select ",
     look_columns!(),
-    " from (select clock_timestamp() as at) n \
+    ", r.body_headers, r.body_bytes, r.body_format::bigint, r.body_kid from (select clock_timestamp() as at) n \
      left join oncebox.idempotency_purge p on p.operation = $2 \
      left join oncebox.idempotency_request r on r.key_digest = $1 \
      left join oncebox.operation o on r.mode = 'phased' and o.operation_id = r.operation_id"
@@ -109,26 +109,42 @@ const RENEW: &str = "update oncebox.idempotency_request r \
     set principal = $2, fingerprint = $3, mode = $4, state = 'IN_PROGRESS', epoch = $5, owner = $6, \
         lease_until = clock_timestamp() + $7 * interval '1 second', lease_seconds = $7, generation = $8, operation_id = $9, \
         attempts = $10, updated_at = clock_timestamp(), outcome_at = null, expires_at = null, answer_status = null, \
-        schema_version = null, body = null, body_expires_at = null, resource_kind = null, resource_id = null, \
-        resource_location = null, error_code = null \
+        schema_version = null, body = null, body_expires_at = null, body_headers = null, body_bytes = null, body_format = null, \
+        body_kid = null, resource_kind = null, resource_id = null, resource_location = null, error_code = null \
   where r.key_digest = $1 and r.epoch = $5 - 1 and ";
 
-const FINISH: &str = "
-with done as (
-  update oncebox.idempotency_request r
-     set state = $4, owner = null, lease_until = null, lease_seconds = null, updated_at = n.at,
-         outcome_at = case when $5::float8 is not null then n.at end, expires_at = n.at + $5 * interval '1 second',
-         answer_status = $6, schema_version = $7, body = $8, body_expires_at = n.at + $9 * interval '1 second',
-         resource_kind = $10, resource_id = $11, resource_location = $12, error_code = $13
-    from (select clock_timestamp() as at) n
-   where r.key_digest = $1 and r.epoch = $2 and r.owner is not distinct from $3
-     and (r.state = 'IN_PROGRESS' or ($19 and r.state = 'UNKNOWN_REQUIRES_RECOVERY'))
-     and ($14::text is null or $14 = pg_current_xact_id_if_assigned()::text)
-  returning r.key_digest, r.epoch, r.body_expires_at),
-kept as (
-  insert into oncebox.idempotency_body (key_digest, epoch, expires_at, headers, bytes, format, kid)
-  select d.key_digest, d.epoch, d.body_expires_at, $15, $16, $17, $18 from done d where d.body_expires_at is not null)
-select count(*) from done";
+/// Writes an outcome, in the transaction of `$14` only. No condition on the state that the index of open records could serve:
+/// before the tables are analyzed it would be read from end to end.
+macro_rules! finish {
+    ($body:literal, $rest:literal) => {
+        concat!(
+            "with done as ( \
+               update oncebox.idempotency_request r \
+                  set state = $4, owner = null, lease_until = null, lease_seconds = null, updated_at = n.at, \
+                      outcome_at = case when $5::float8 is not null then n.at end, expires_at = n.at + $5 * interval '1 second', \
+                      answer_status = $6, schema_version = $7, body = $8, body_expires_at = n.at + $9 * interval '1 second', \
+                      resource_kind = $10, resource_id = $11, resource_location = $12, error_code = $13",
+            $body,
+            " from (select clock_timestamp() as at) n \
+                where r.key_digest = $1 and r.epoch = $2 and r.owner is not distinct from $3 \
+                  and r.outcome_at is null and ($19 or r.state <> 'UNKNOWN_REQUIRES_RECOVERY') \
+                  and ($14::text is null or $14 = pg_current_xact_id_if_assigned()::text) \
+               returning r.key_digest, r.epoch, r.body_expires_at)",
+            $rest,
+            " select count(*) from done"
+        )
+    };
+}
+
+/// With the body in the row of its claim: one read replays it.
+const FINISH: &str = finish!(", body_headers = $15, body_bytes = $16, body_format = $17, body_kid = $18", "");
+/// With the body in the partitioned table.
+const FINISH_LARGE: &str = finish!(
+    "",
+    ", kept as ( \
+       insert into oncebox.idempotency_body (key_digest, epoch, expires_at, headers, bytes, format, kid) \
+       select d.key_digest, d.epoch, d.body_expires_at, $15, $16, $17, $18 from done d where d.body_expires_at is not null)"
+);
 
 impl Keys for PostgresStore {
     const DURABILITY: Durability = Durability::Durable;
@@ -139,7 +155,10 @@ impl Keys for PostgresStore {
 
     async fn body(&self, record: &Record) -> Result<Option<KeptBody>, StoreError> {
         let row = sqlx::query(
-            "select b.headers, b.bytes, b.format::bigint, b.kid from oncebox.idempotency_request r \
+            "select body_headers, body_bytes, body_format::bigint, body_kid from oncebox.idempotency_request \
+              where key_digest = $1 and epoch = $2 and body_expires_at > clock_timestamp() and body_format is not null \
+             union all \
+             select b.headers, b.bytes, b.format::bigint, b.kid from oncebox.idempotency_request r \
                join oncebox.idempotency_body b on b.key_digest = r.key_digest and b.epoch = r.epoch and b.expires_at = r.body_expires_at \
               where r.key_digest = $1 and r.epoch = $2 and r.body_expires_at > clock_timestamp()",
         )
@@ -381,7 +400,7 @@ fn finishing<'q>(
     token: Option<&'q str>,
 ) -> QueryScalar<'q, sqlx::Postgres, i64, PgArguments> {
     let columns = Columns::of(outcome, retention);
-    sqlx::query_scalar(FINISH)
+    sqlx::query_scalar(if columns.large().is_some() { FINISH_LARGE } else { FINISH })
         .bind(fence.digest.as_slice())
         .bind(fence.epoch)
         .bind(fence.owner)

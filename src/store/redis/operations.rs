@@ -151,7 +151,7 @@ impl Keys for RedisKeys {
             (DbTime::from_micros(first).after(shortest) <= now).then(|| now.before(shortest).after(ID_SKEW))
         });
         let record = if fields.is_empty() { None } else { Some(Fields(fields).record(now)?) };
-        Ok(Look { now, purged_below, record })
+        Ok(Look { now, purged_below, record, body: None })
     }
 
     async fn body(&self, record: &Record) -> Result<Option<KeptBody>, StoreError> {

@@ -68,7 +68,11 @@ impl<S: Keys> Front<S> {
     }
 
     async fn replay(&self, record: &Record) -> Answered {
-        let body = match self.engine.store().body(record).await {
+        let found = match &self.body {
+            Some(body) => Ok(Some(body.clone())),
+            None => self.engine.store().body(record).await,
+        };
+        let body = match found {
             Ok(Some(body)) => body,
             // Its life ended between the two reads.
             Ok(None) => return self.not_retained(record),

@@ -34,7 +34,7 @@ use super::registry::{Member, Phased};
 use crate::error::{HandlerError, StoreError};
 use crate::policy::operation::Fingerprint;
 use crate::policy::operation::flow::{PhaseEnd, Stage};
-use crate::policy::operation::provider::{self, Sends, Step, Strategy, Verdict};
+use crate::policy::operation::provider::{self, Gap, Sends, Step, Strategy, Verdict};
 use crate::policy::retry;
 use crate::runtime::handler::panic_text;
 use crate::runtime::operation::{Kept, Reply};

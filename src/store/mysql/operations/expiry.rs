@@ -30,6 +30,29 @@ pub(super) async fn expire_bodies(store: &MySqlStore, limit: u32) -> Result<u64,
     .bind(hex_list(old.iter().map(Vec::as_slice)))
     .run(&store.pool)
     .await?;
+    Ok(gone.rows_affected() + expire_small(store, limit).await?)
+}
+
+/// Small bodies, which stand in the rows of their claims.
+async fn expire_small(store: &MySqlStore, limit: u32) -> Result<u64, StoreError> {
+    let old: Vec<(Vec<u8>,)> = sqlx::query_as(
+        "select key_digest from oncebox_idempotency_request where body_end < utc_timestamp(6) order by body_end limit ?",
+    )
+    .bind(limit)
+    .all(&store.pool)
+    .await?;
+    if old.is_empty() {
+        return Ok(0);
+    }
+    let gone = sqlx::query(
+        "update json_table(?, '$[*]' columns (id varchar(64) path '$')) j \
+         straight_join oncebox_idempotency_request r force index (primary) on r.key_digest = unhex(j.id) \
+         set r.body_headers = null, r.body_bytes = null, r.body_format = null, r.body_kid = null \
+         where r.body_end < utc_timestamp(6)",
+    )
+    .bind(hex_list(old.iter().map(|(digest,)| digest.as_slice())))
+    .run(&store.pool)
+    .await?;
     Ok(gone.rows_affected())
 }
 

@@ -60,8 +60,11 @@ pub(super) async fn begin_operation(
     basis: Basis<'_>,
 ) -> Result<Begun<MySqlOperationTx>, StoreError> {
     let owned = claim.owned(basis);
-    Ok(match staked(store, claim, basis, &owned).await? {
-        Begun::Claimed(transaction) => Begun::Claimed(MySqlOperationTx { held: Held::new(transaction).await?, owned }),
+    Ok(match staked_at_once(store, claim, basis, &owned).await? {
+        Begun::Claimed(transaction) => {
+            let held = Held::behind(&format!("{USUAL_WAIT}; "), transaction).await?;
+            Begun::Claimed(MySqlOperationTx { held, owned })
+        }
         Begun::Existing(record) => Begun::Existing(record),
         Begun::Locked => Begun::Locked,
     })
@@ -74,12 +77,23 @@ pub(in crate::store::mysql) async fn staked(
     basis: Basis<'_>,
     owned: &Owned,
 ) -> Result<Begun<Bounded<MySql>>, StoreError> {
-    let mut transaction = store.pool.begin(START_HANDLER).await?;
+    let mut begun = staked_at_once(store, claim, basis, owned).await?;
+    if let Begun::Claimed(transaction) = &mut begun {
+        raw_sql(USUAL_WAIT).run(transaction).await?;
+    }
+    Ok(begun)
+}
+
+/// The same, and statements wait for locks no longer than for the claim.
+async fn staked_at_once(
+    store: &MySqlStore,
+    claim: &KeyClaim,
+    basis: Basis<'_>,
+    owned: &Owned,
+) -> Result<Begun<Bounded<MySql>>, StoreError> {
+    let mut transaction = store.pool.begin(AssertSqlSafe(format!("{SHORT_WAIT}; {START_HANDLER}"))).await?;
     match try_claim(&mut transaction, claim, basis, owned).await {
-        Ok(true) => {
-            raw_sql(USUAL_WAIT).run(&mut transaction).await?;
-            Ok(Begun::Claimed(transaction))
-        }
+        Ok(true) => Ok(Begun::Claimed(transaction)),
         Ok(false) => {
             let found = find(&mut transaction, &claim.identity).await?.record;
             transaction.rollback().await?;
@@ -100,7 +114,6 @@ async fn try_claim(
     basis: Basis<'_>,
     owned: &Owned,
 ) -> Result<bool, sqlx::Error> {
-    raw_sql(SHORT_WAIT).run(&mut *connection).await?;
     let there: Option<i64> =
         sqlx::query_scalar("select epoch from oncebox_idempotency_request where key_digest = ? for update nowait")
             .bind(claim.identity.digest().to_vec())
@@ -114,9 +127,14 @@ async fn try_claim(
 
 impl Held {
     /// Sets the savepoint, and counts from there; one packet.
-    pub(in crate::store::mysql) async fn new(mut transaction: Bounded<MySql>) -> Result<Self, StoreError> {
+    pub(in crate::store::mysql) async fn new(transaction: Bounded<MySql>) -> Result<Self, StoreError> {
+        Self::behind("", transaction).await
+    }
+
+    /// The same behind another statement, in the same packet.
+    async fn behind(first: &str, mut transaction: Bounded<MySql>) -> Result<Self, StoreError> {
         let savepoint = savepoint_name();
-        raw_sql(AssertSqlSafe(format!("{COUNT}; savepoint {savepoint}"))).run(&mut transaction).await?;
+        raw_sql(AssertSqlSafe(format!("{first}{COUNT}; savepoint {savepoint}"))).run(&mut transaction).await?;
         Ok(Self { transaction, savepoint })
     }
 

@@ -1,4 +1,4 @@
-//! What is forgotten: bodies by whole partitions, records in bounded batches (M99 to M101).
+//! What is forgotten: large bodies by whole partitions, small ones and records in bounded batches (M99 to M101).
 //!
 //! Guarantees: no lock is waited for longer than the partitions' own wait (R8); only records with an outcome go, and the bound of
 //! the purge is recorded in the statement that takes them (O23).
@@ -27,6 +27,14 @@ select c.relname::text, extract(epoch from bound[1]::timestamptz)::bigint, bound
  where i.inhparent = 'oncebox.idempotency_body'::regclass and bound is not null
  order by 2";
 
+/// Small bodies, which stand in the rows of their claims.
+const EXPIRE_SMALL: &str = "
+update oncebox.idempotency_request r set body_headers = null, body_bytes = null, body_format = null, body_kid = null
+  from (select key_digest, epoch from oncebox.idempotency_request
+         where body_format is not null and body_expires_at < clock_timestamp()
+         order by body_expires_at limit $1 for update skip locked) old
+ where r.key_digest = old.key_digest and r.epoch = old.epoch";
+
 const PURGE: &str = "
 with gone as (
   delete from oncebox.idempotency_request r using (
@@ -47,7 +55,7 @@ evidence as (
   delete from oncebox.operation_evidence e using gone g where e.operation_id = g.operation_id)
 select count(*) from gone";
 
-/// Frees partitions whose time is over, makes ranges ahead, and takes rows out of DEFAULT.
+/// Frees partitions whose time is over, makes ranges ahead, and takes rows out of DEFAULT and small bodies out of their rows.
 pub(super) async fn expire_bodies(store: &PostgresStore, limit: u32) -> Result<u64, StoreError> {
     let mut connection = store.dedicated().await?;
     let mut top = 0;
@@ -86,8 +94,9 @@ pub(super) async fn expire_bodies(store: &PostgresStore, limit: u32) -> Result<u
     .bind(i64::from(limit))
     .run(&mut connection)
     .await?;
+    let small = sqlx::query(EXPIRE_SMALL).bind(i64::from(limit)).run(&mut connection).await?;
     connection.close().await;
-    Ok(gone.rows_affected())
+    Ok(gone.rows_affected() + small.rows_affected())
 }
 
 /// One batch of one operation.

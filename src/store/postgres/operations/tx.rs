@@ -4,6 +4,7 @@ use sqlx::{AssertSqlSafe, PgConnection, Postgres, Row, raw_sql};
 use uuid::Uuid;
 
 use super::super::PostgresStore;
+use super::super::connect::BEGIN;
 use super::{LOCK_AND_INSERT, RENEW, find, finish, insert, renew, renewal};
 use crate::error::StoreError;
 use crate::policy::operation::retention::Retention;
@@ -15,6 +16,9 @@ use crate::store::{Basis, Begun, Fenced, KeyClaim, OperationTx, Outcome, Owned, 
 pub struct PostgresOperationTx {
     held: Held,
     owned: Owned,
+    claim: KeyClaim,
+    /// What the claim rested on; see [`renewal`].
+    holds: Option<&'static str>,
 }
 
 /// A transaction that must still be there when its outcome is written.
@@ -23,28 +27,38 @@ pub(in crate::store::postgres) struct Held {
     pub(in crate::store::postgres) tx: Bounded<Postgres>,
     /// The id of the transaction that holds the claim: the witness of R23.
     pub(in crate::store::postgres) token: String,
-    /// Set right after the claim.
+    /// Of random name.
     savepoint: String,
 }
 
 impl Held {
     /// Sets the savepoint.
     pub(in crate::store::postgres) async fn new(mut tx: Bounded<Postgres>, token: String) -> Result<Self, StoreError> {
-        let savepoint = format!("oncebox_{}", Uuid::now_v7().simple());
+        let savepoint = savepoint_name();
         raw_sql(AssertSqlSafe(format!("savepoint {savepoint}"))).run(&mut tx).await?;
         Ok(Self { tx, token, savepoint })
     }
 }
 
-/// Try-lock, claim, savepoint. Where the claim is refused, the transaction ends before the answer.
+fn savepoint_name() -> String {
+    format!("oncebox_{}", Uuid::now_v7().simple())
+}
+
+/// Savepoint, try-lock, claim. Where the claim is refused, the transaction ends before the answer.
+///
+/// The savepoint goes in one message with BEGIN, so it stands before the claim; who goes back to it claims again.
 pub(super) async fn begin(
     store: &PostgresStore,
     claim: &KeyClaim,
     basis: Basis<'_>,
 ) -> Result<Begun<PostgresOperationTx>, StoreError> {
-    let owned = claim.owned(basis);
-    Ok(match staked(store, claim, basis, &owned).await? {
-        Begun::Claimed((tx, token)) => Begun::Claimed(PostgresOperationTx { held: Held::new(tx, token).await?, owned }),
+    let (owned, savepoint) = (claim.owned(basis), savepoint_name());
+    let tx = store.pool.begin(AssertSqlSafe(format!("{BEGIN}; savepoint {savepoint}"))).await?;
+    Ok(match staked_in(tx, claim, basis, &owned).await? {
+        Begun::Claimed((tx, token)) => {
+            let held = Held { tx, token, savepoint };
+            Begun::Claimed(PostgresOperationTx { held, owned, claim: claim.clone(), holds: renewal(basis) })
+        }
         Begun::Existing(record) => Begun::Existing(record),
         Begun::Locked => Begun::Locked,
     })
@@ -57,21 +71,16 @@ pub(in crate::store::postgres) async fn staked(
     basis: Basis<'_>,
     owned: &Owned,
 ) -> Result<Begun<(Bounded<Postgres>, String)>, StoreError> {
-    let mut tx = store.transaction().await?;
-    let lock = claim.identity.lock_number();
-    let (locked, token): (bool, Option<String>) = match renewal(basis) {
-        None => {
-            let row = insert(LOCK_AND_INSERT, claim, owned).bind(lock).one(&mut tx).await?;
-            (row.try_get(0)?, row.try_get(1)?)
-        }
-        Some(holds) => {
-            let statement = format!(
-                "{RENEW}{holds} and (select pg_try_advisory_xact_lock($11)) returning pg_current_xact_id()::text"
-            );
-            let row = renew(&statement, claim, owned).bind(lock).optional(&mut tx).await?;
-            (true, row.map(|row| row.try_get(0)).transpose()?)
-        }
-    };
+    staked_in(store.transaction().await?, claim, basis, owned).await
+}
+
+async fn staked_in(
+    mut tx: Bounded<Postgres>,
+    claim: &KeyClaim,
+    basis: Basis<'_>,
+    owned: &Owned,
+) -> Result<Begun<(Bounded<Postgres>, String)>, StoreError> {
+    let (locked, token) = stake(&mut tx, claim, renewal(basis), owned).await?;
     if let Some(token) = token {
         return Ok(Begun::Claimed((tx, token)));
     }
@@ -79,6 +88,24 @@ pub(in crate::store::postgres) async fn staked(
     let found = if locked { find(&mut tx, &claim.identity).await?.record } else { None };
     tx.rollback().await?;
     Ok(found.map_or(Begun::Locked, |record| Begun::Existing(Box::new(record))))
+}
+
+/// Try-lock and claim: whether nobody else holds the lock, and the id of the transaction where the claim stands.
+async fn stake(
+    tx: &mut Bounded<Postgres>,
+    claim: &KeyClaim,
+    holds: Option<&'static str>,
+    owned: &Owned,
+) -> Result<(bool, Option<String>), StoreError> {
+    let lock = claim.identity.lock_number();
+    let Some(holds) = holds else {
+        let row = insert(LOCK_AND_INSERT, claim, owned).bind(lock).one(tx).await?;
+        return Ok((row.try_get(0)?, row.try_get(1)?));
+    };
+    let statement =
+        format!("{RENEW}{holds} and (select pg_try_advisory_xact_lock($11)) returning pg_current_xact_id()::text");
+    let row = renew(&statement, claim, owned).bind(lock).optional(tx).await?;
+    Ok((true, row.map(|row| row.try_get(0)).transpose()?))
 }
 
 /// Takes everything back to the savepoint, where it is still there.
@@ -120,7 +147,15 @@ impl OperationTx for PostgresOperationTx {
     }
 
     async fn undo_effects(&mut self) -> Result<Proof, StoreError> {
-        undo(&mut self.held).await
+        let proof = undo(&mut self.held).await?;
+        if proof != Proof::Same {
+            return Ok(proof);
+        }
+        // The claim went too, and its lock: another may have come between.
+        match stake(&mut self.held.tx, &self.claim, self.holds, &self.owned).await? {
+            (_, Some(token)) if token == self.held.token => Ok(Proof::Same),
+            _ => Err(StoreError::Busy(sqlx::Error::Protocol("another transaction has claimed the key".into()))),
+        }
     }
 
     async fn complete(&mut self, outcome: &Outcome, retention: &Retention) -> Result<Proof, StoreError> {

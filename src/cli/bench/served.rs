@@ -1,0 +1,173 @@
+//! The doors through HTTP, each beside the same handler without it: one process, loopback, connections that stay open.
+
+use std::sync::Arc;
+
+use axum::Router;
+use axum::extract::{Json, Request, State};
+use axum::http::StatusCode;
+use axum::middleware::{Next, from_fn};
+use axum::response::{IntoResponse, Response};
+use axum::routing::post;
+use tokio::net::TcpListener;
+use tokio::task::JoinHandle;
+use uuid::Uuid;
+
+use super::Load;
+use super::bed::Bed;
+use super::crowd::crowd;
+use super::doors::{CLIENTS, Pay, milliseconds};
+use super::figure::Figure;
+use super::work::Maker;
+use super::yard::Yard;
+use crate::StoreError;
+use crate::app::AppError;
+use crate::cli::progress::Rounds;
+use crate::error::HandlerError;
+use crate::http::idempotency::{IdempotencyLayer, IdempotencyScope, JsonCommand, TypedDoor};
+use crate::policy::operation::{Mode, Outcome, Route, Scope};
+use crate::runtime::operation::{Endpoint, Engine, Reply};
+
+impl JsonCommand for Pay {}
+
+/// What a handler needs.
+struct Shop<S> {
+    store: S,
+    maker: Arc<Maker>,
+}
+
+/// The service, until it is dropped.
+struct Service {
+    url: String,
+    client: reqwest::Client,
+    served: JoinHandle<()>,
+}
+
+impl Drop for Service {
+    fn drop(&mut self) {
+        self.served.abort();
+    }
+}
+
+pub(super) async fn measure<S: Yard>(bed: &Bed<S>, maker: &Arc<Maker>, load: Load) -> Result<Vec<Figure>, AppError> {
+    let service = Arc::new(Service::start(bed.store.clone(), maker).await?);
+    let progress = Rounds::start("http through HTTP", load.rounds);
+    for path in ["bare", "door", "layer"] {
+        service.ask(path, load.messages / 10).await?;
+    }
+    let (mut door, mut layer) = (Vec::new(), Vec::new());
+    for _ in 0..load.rounds {
+        let without = milliseconds(service.ask("bare", load.messages).await?);
+        door.push((milliseconds(service.ask("door", load.messages).await?), without));
+        layer.push((milliseconds(service.ask("layer", load.messages).await?), without));
+        progress.next();
+    }
+    Ok(vec![
+        Figure::beside("http.handler", "ms", "the same handler without the door, through HTTP", &door).wanted("<= 1.4"),
+        Figure::beside("http.layer", "ms", "the same handler without the layer, through HTTP", &layer),
+    ])
+}
+
+impl Service {
+    async fn start<S: Yard>(store: S, maker: &Arc<Maker>) -> Result<Self, AppError> {
+        let engine = Engine::builder(store.clone()).build();
+        let door = TypedDoor::<S, Pay>::new(&engine, Endpoint::typed::<Pay>(Route::new(Mode::SameTx)));
+        let layer = IdempotencyLayer::new(&engine, Endpoint::raw("bench_note", Route::new(Mode::Edge)));
+        let shop = Arc::new(Shop { store, maker: Arc::clone(maker) });
+        let routes = Router::new()
+            .route("/layer", post(by_hand::<S>))
+            .route_layer(layer.map_err(failed)?)
+            .route("/door", post(through(door.map_err(failed)?, Arc::clone(maker))))
+            .route("/bare", post(by_hand::<S>))
+            .layer(from_fn(authenticate))
+            .with_state(shop);
+        let listener = TcpListener::bind(("127.0.0.1", 0)).await.map_err(failed)?;
+        let url = format!("http://{}", listener.local_addr().map_err(failed)?);
+        let client = reqwest::Client::builder().no_proxy().build().map_err(failed)?;
+        let served = tokio::spawn(async move {
+            if let Err(error) = axum::serve(listener, routes).await {
+                tracing::error!(%error, "the service of the benchmark has ended");
+            }
+        });
+        Ok(Self { url, client, served })
+    }
+
+    /// Requests per second.
+    async fn ask(self: &Arc<Self>, path: &'static str, count: usize) -> Result<f64, AppError> {
+        let service = Arc::clone(self);
+        let one = move |_| {
+            let service = Arc::clone(&service);
+            async move {
+                let pay = Pay::any();
+                let body = serde_json::json!({ "account": pay.account, "amount": pay.amount, "note": pay.note });
+                let request = service
+                    .client
+                    .post(format!("{}/{path}", service.url))
+                    .header("content-type", "application/json")
+                    .header("idempotency-key", Uuid::now_v7().to_string())
+                    .body(body.to_string());
+                let answer = request.send().await.map_err(failed)?;
+                let status = answer.status().as_u16();
+                // The connection is free again when the body was read.
+                answer.bytes().await.map_err(failed)?;
+                if status == 201 { Ok(()) } else { Err(failed(format!("{path} was answered {status}"))) }
+            }
+        };
+        crowd(CLIENTS, count, one).await
+    }
+}
+
+fn failed(error: impl std::fmt::Display) -> AppError {
+    AppError::failed(error.to_string())
+}
+
+/// Stands for verified authentication.
+async fn authenticate(mut request: Request, next: Next) -> Response {
+    if let Ok(scope) = Scope::new("t1", "p1") {
+        request.extensions_mut().insert(IdempotencyScope(scope));
+    }
+    next.run(request).await
+}
+
+/// The handler without a door.
+async fn by_hand<S: Yard>(State(shop): State<Arc<Shop<S>>>, Json(pay): Json<Pay>) -> Response {
+    let paid = async {
+        let mut tx = shop.store.pool().begin().await?;
+        S::business(&mut tx, pay.account).await?;
+        let id = crate::store::enqueue(&mut *tx, shop.maker.message()).await?;
+        tx.commit().await?;
+        Ok::<_, StoreError>(id)
+    };
+    match paid.await {
+        Ok(id) => {
+            (StatusCode::CREATED, Json(serde_json::json!({ "id": id, "status": "settled", "amount": pay.amount })))
+                .into_response()
+        }
+        Err(error) => (StatusCode::INTERNAL_SERVER_ERROR, error.to_string()).into_response(),
+    }
+}
+
+/// The same behind door A.
+fn through<S: Yard>(
+    door: TypedDoor<S, Pay>,
+    maker: Arc<Maker>,
+) -> impl Fn(Request) -> futures::future::BoxFuture<'static, Response> + Clone + Send + Sync + 'static {
+    move |request| {
+        let (door, maker) = (door.clone(), Arc::clone(&maker));
+        Box::pin(async move {
+            door.serve(request, move |asked, mut tx| {
+                let maker = Arc::clone(&maker);
+                Box::pin(async move {
+                    S::business(tx.connection(), asked.command.account).await?;
+                    tx.enqueue(maker.message()).await?;
+                    let paid = serde_json::json!(
+                        { "id": tx.operation_id(), "status": "settled", "amount": asked.command.amount }
+                    );
+                    Reply::json(201, &paid)
+                        .map(Outcome::Completed)
+                        .map_err(|error| HandlerError::terminal(error.to_string()))
+                })
+            })
+            .await
+        })
+    }
+}
