@@ -17,6 +17,8 @@ mod door;
 mod fixture;
 #[path = "store_mysql/inbox.rs"]
 mod inbox;
+#[path = "store_mysql/plans.rs"]
+mod plans;
 #[path = "store_mysql/relay.rs"]
 mod relay;
 #[path = "store_mysql/schema.rs"]

@@ -12,5 +12,7 @@ mod conformance;
 mod connections;
 #[path = "store_postgres/doors.rs"]
 mod doors;
+#[path = "store_postgres/plans.rs"]
+mod plans;
 #[path = "store_postgres/schema.rs"]
 mod schema;

@@ -134,6 +134,12 @@ impl KeyFilter {
         (filled(0), filled(0xff))
     }
 
+    /// Whether only records without outcome are meant, of which there are few.
+    #[cfg(feature = "mysql")]
+    pub(super) fn is_of_open_state(&self) -> bool {
+        matches!(self.state, Some(State::InProgress | State::UnknownRequiresRecovery))
+    }
+
     /// The state as it is stored, and whether its time must be over.
     pub(super) fn stored_state(&self) -> (Option<&'static str>, bool) {
         match self.state {

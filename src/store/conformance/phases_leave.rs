@@ -14,7 +14,7 @@ use crate::store::{Driven, Due, Fenced, PhaseTx, Phases};
 
 /// It is set aside with the column, and keeps nobody from the others; neither does a record that is gone keep one from being parked.
 ///
-/// Shown by: ending with its error: all three stay, for ever.
+/// Shown by: ending with its error: all three stay, for ever; leaving none without its record.
 pub async fn o22_an_operation_that_cannot_be_read_is_parked_and_the_others_are_taken<F: Fixture>(trial: &Trial<F>) {
     let mut due = Vec::new();
     for key in ["corrupt", "gone", "sound"] {
@@ -28,8 +28,7 @@ pub async fn o22_an_operation_that_cannot_be_read_is_parked_and_the_others_are_t
     let ids: Vec<Uuid> = due_now.iter().map(|(driven, _)| driven.operation_id).collect();
     assert_eq!(ids, [due[1].operation_id, due[2].operation_id]);
     assert!(matches!(trial.store.operation(due[0].operation_id).await, Err(crate::StoreError::Corrupt(_))));
-    let aside =
-        "parked = 'unreadable: unexpected data: an operation: 70000 is no status' and owner is null and due_at is null";
+    let aside = "parked = 'unreadable: unexpected data: a stored operation: 70000 is no status' and owner is null and due_at is null";
     assert_eq!(trial.number(&format!("select count(*) from {} where {aside}", trial.table("operation"))).await, 1);
     assert_eq!(record(trial, &new_operation("corrupt", LONG).claim).await.state, State::UnknownRequiresRecovery);
     assert!(trial.store.take_due("create_charge", &[2], 10, LONG).await.unwrap().is_empty());
@@ -42,7 +41,7 @@ pub async fn o22_an_operation_that_cannot_be_read_is_parked_and_the_others_are_t
 
 /// What is read in the transaction that parks is all that came before; who comes later waits for it and finds it parked.
 ///
-/// Shown by: parking outside of the transaction; un-parking without waiting for it (on a server: it stayed parked).
+/// Shown by: un-parking without the lock of the row (on PostgreSQL it stayed parked).
 pub async fn o8_who_brings_proof_is_seen_by_a_parking_or_finds_it<F: Fixture>(trial: &Trial<F>) {
     let driven = outstanding(trial, &new_operation("k", LONG)).await;
     assert_eq!(trial.store.unpark(driven.operation_id).await.unwrap(), Fenced::LostOwnership, "it is not parked");

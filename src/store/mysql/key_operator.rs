@@ -28,7 +28,7 @@ const KEYS: &str = concat!(
      left join oncebox_idempotency_purge p on p.operation = r.operation \
      left join oncebox_operation o on r.mode = 'phased' and o.operation_id = r.operation_id \
      where r.key_digest between ? and ? and (? is null or r.tenant = ?) and (? is null or r.operation = ?) \
-       and (? is null or r.state = ?) and (not ? or r.expires_at < n.at) \
+       and (not ? or r.open_since is not null) and (? is null or r.state = ?) and (not ? or r.expires_at < n.at) \
        and (? is null or r.created_at < n.at - interval ? microsecond) \
        and (not ? or (r.outcome_at is not null \
             and not exists (select 1 from oncebox_operation_intent i where i.operation_id = r.operation_id))) \
@@ -66,6 +66,8 @@ impl KeyOperator for MySqlStore {
         let keys = if_given!(keys, filter.tenant.as_ref().map(|tenant| tenant.as_bytes().to_vec()));
         let operation = filter.operation.as_ref().map(|operation| operation.as_str().as_bytes().to_vec());
         let keys = if_given!(keys, operation);
+        // The index of what has no outcome begins with this column.
+        let keys = keys.bind(filter.is_of_open_state());
         let keys = if_given!(keys, state).bind(expired);
         let keys = if_given!(keys, filter.older_than.map(super::micros)).bind(filter.forgettable).bind(filter.limit);
         keys.all(&self.pool).await?.iter().map(look_of).collect()

@@ -23,11 +23,12 @@ const SMALL_BODY_MAX: usize = 2_048;
 const BODY: usize = 26;
 
 /// What a stored value is not.
-fn corrupt(error: impl std::fmt::Display) -> StoreError {
-    StoreError::Corrupt(format!("an idempotency record: {error}"))
+pub(in crate::store) fn corrupt(error: impl std::fmt::Display) -> StoreError {
+    StoreError::Corrupt(format!("a stored operation: {error}"))
 }
 
-fn number<T: TryFrom<i64>>(what: &str, value: i64) -> Result<T, StoreError> {
+/// A number, which is read in 64 bits.
+pub(in crate::store) fn number<T: TryFrom<i64>>(what: &str, value: i64) -> Result<T, StoreError> {
     T::try_from(value).map_err(|_| corrupt(format!("{value} is no {what}")))
 }
 

@@ -11,14 +11,7 @@ use crate::error::StoreError;
 use crate::policy::db_time::DbTime;
 use crate::policy::operation::Identity;
 use crate::policy::operation::flow::Stage;
-
-fn corrupt(error: impl std::fmt::Display) -> StoreError {
-    StoreError::Corrupt(format!("an operation: {error}"))
-}
-
-fn number<T: TryFrom<i64>>(column: &str, value: i64) -> Result<T, StoreError> {
-    T::try_from(value).map_err(|_| corrupt(format!("{value} is no {column}")))
-}
+use crate::store::operations::stored::{corrupt, number};
 
 fn stage(name: &str) -> Result<Stage, StoreError> {
     let known = Stage::ALL.into_iter().find(|stage| stage.as_str() == name);

@@ -1,0 +1,67 @@
+//! What `oncebox keys list` and `show` read of a large table: the rows that they show, not all of them.
+
+use std::time::Duration;
+
+use oncebox::policy::operation::State;
+use oncebox::store::{Base, KeyFilter, KeyOperator};
+
+use crate::postgres::{Database, with_database};
+use crate::support::eventually;
+
+const ROWS: i64 = 100_000;
+const UNKNOWN: usize = 7;
+
+/// A hundred thousand keys that are done, and a few whose outcome nobody knows.
+async fn fill(database: &Database) {
+    let rows = format!(
+        "insert into oncebox.idempotency_request (key_digest, tenant, operation, key, principal, fingerprint, mode, state, operation_id, \
+           outcome_at, expires_at, answer_status, schema_version, body) \
+         select sha256(n::text::bytea), ('t' || n % 50)::bytea, 'put', lpad(n::text, 16, 'k')::bytea, 'sha256:' || encode(sha256('p'), 'hex'), \
+           '1:sha256:' || encode(sha256(n::text::bytea), 'hex'), 'edge', \
+           case when n <= {UNKNOWN} then 'UNKNOWN_REQUIRES_RECOVERY' else 'COMPLETED' end, gen_random_uuid(), \
+           case when n > {UNKNOWN} then now() end, case when n > {UNKNOWN} then now() + interval '1 day' end, \
+           case when n > {UNKNOWN} then 201 end, case when n > {UNKNOWN} then 1 end, case when n > {UNKNOWN} then 'purged' end \
+         from generate_series(1, {ROWS}) n; analyze oncebox.idempotency_request"
+    );
+    database.run(&rows).await;
+}
+
+/// Scans of the table, and rows that scans of it have read: from end to end, and through indexes.
+async fn read_so_far(database: &Database) -> [i64; 4] {
+    let counters = ["seq_scan", "idx_scan", "seq_tup_read", "idx_tup_fetch"];
+    let text = format!(
+        "select array[{}] from pg_stat_all_tables where relid = 'oncebox.idempotency_request'::regclass",
+        counters.map(|counter| format!("coalesce({counter}, 0)")).join(", ")
+    );
+    database.value::<Vec<i64>>(&text).await.try_into().unwrap()
+}
+
+// Shown by: a filter that no index serves (`--state completed` reads all rows, as its documentation says).
+#[tokio::test]
+async fn m104_keys_are_listed_by_hash_and_by_open_state_without_reading_the_table() {
+    let test = "m104_keys_are_listed_by_hash_and_by_open_state_without_reading_the_table";
+    with_database(test, |database| async move {
+        fill(&database).await;
+        let one: Vec<u8> = database.value("select sha256('77'::bytea)").await;
+        let open = |state| KeyFilter { state: Some(state), limit: 50, ..KeyFilter::default() };
+        for (filter, found, rows_max) in [
+            (KeyFilter { digest: one[..6].to_vec(), limit: 2, ..KeyFilter::default() }, 1, 10),
+            (open(State::UnknownRequiresRecovery), UNKNOWN, 100),
+            (open(State::InProgress), 0, 100),
+        ] {
+            let before = read_so_far(&database).await;
+            // What a connection has read is counted when it ends.
+            let store = database.another_store().await;
+            assert_eq!(store.keys(&filter).await.unwrap().len(), found, "{filter:?}");
+            store.close().await;
+            let after = eventually("the read is counted", Duration::from_secs(20), || async {
+                let after = read_so_far(&database).await;
+                (after[0] + after[1] > before[0] + before[1]).then_some(after)
+            })
+            .await;
+            let [_, _, whole, indexed] = std::array::from_fn(|at| after[at] - before[at]);
+            assert!(whole == 0 && indexed <= rows_max, "{filter:?}: {whole} rows in order, {indexed} by an index");
+        }
+    })
+    .await;
+}
