@@ -1,6 +1,6 @@
 //! The transaction of a phase (O1, O5, O9).
 
-use sqlx::{MySql, MySqlConnection, Row, query, query_scalar, raw_sql};
+use sqlx::{MySql, MySqlConnection, Row, query, raw_sql};
 use uuid::Uuid;
 
 use super::super::inbox::START_HANDLER;
@@ -31,24 +31,6 @@ pub struct MySqlPhaseTx {
 /// By which InnoDB ends a transaction that its owner did not: a lock that did not come (where the server is set so), a deadlock,
 /// also of XA and of group replication, a record that changed since it was read (MariaDB).
 const ENDING: [u32; 5] = [1205, 1213, 1614, 3101, 1020];
-
-/// How many statements this session has run that may commit: all but those that are known not to, by the server's own count, of
-/// which statements inside procedures are part. InnoDB says nothing of a transaction that it has ended, so this is the only proof
-/// that nothing was committed before or after.
-macro_rules! may_have_committed {
-    () => {
-        "(select sum(variable_value) from /*M! information_schema.session_status */ /*!80000 performance_schema.session_status */ \
-          where left(variable_name, 4) = 'COM_' and substr(variable_name, 5) not in ('SELECT', 'INSERT', 'INSERT_SELECT', 'UPDATE', \
-            'UPDATE_MULTI', 'DELETE', 'DELETE_MULTI', 'REPLACE', 'REPLACE_SELECT', 'DO', 'CALL_PROCEDURE', 'SAVEPOINT', \
-            'RELEASE_SAVEPOINT', 'ROLLBACK_TO_SAVEPOINT', 'ROLLBACK', 'SHOW_WARNINGS', 'STMT_PREPARE', 'STMT_REPREPARE', \
-            'STMT_EXECUTE', 'STMT_CLOSE', 'STMT_RESET', 'STMT_FETCH', 'STMT_SEND_LONG_DATA'))"
-    };
-}
-
-/// From here on the phase's statements count.
-const COUNT: &str = concat!("set @oncebox_phase = ", may_have_committed!());
-const NOTHING_COMMITTED: &str =
-    concat!("select cast(coalesce(@oncebox_phase = ", may_have_committed!(), ", false) as signed)");
 
 /// Claims, and inserts the operation.
 pub(super) async fn begin_first(
@@ -85,7 +67,7 @@ pub(super) async fn begin_first(
         .bind(micros(new.claim.lease))
         .run(&mut transaction)
         .await?;
-    let held = counted(transaction).await?;
+    let held = Held::new(transaction).await?;
     Ok(Begun::Claimed(MySqlPhaseTx { held, driven, record, settled: Settled::default() }))
 }
 
@@ -104,19 +86,13 @@ pub(in crate::store::mysql) async fn forget(
     Ok(())
 }
 
-/// Sets the savepoint, and counts from there.
-async fn counted(mut transaction: Bounded<MySql>) -> Result<Held, StoreError> {
-    raw_sql(COUNT).run(&mut transaction).await?;
-    Held::new(transaction).await
-}
-
 pub(super) async fn begin_phase(store: &MySqlStore, driven: &Driven) -> Result<MySqlPhaseTx, StoreError> {
     let mut transaction = store.pool.begin(START_HANDLER).await?;
     let Some(record) = fence_of(&mut transaction, driven.operation_id).await? else {
         transaction.rollback().await?;
         return Err(StoreError::Fenced(format!("there is no operation {}", driven.operation_id)));
     };
-    let held = counted(transaction).await?;
+    let held = Held::new(transaction).await?;
     Ok(MySqlPhaseTx { held, driven: driven.clone(), record, settled: Settled::default() })
 }
 
@@ -226,8 +202,7 @@ impl PhaseTx for MySqlPhaseTx {
         if proof != Proof::Ended {
             return Ok(proof);
         }
-        let nothing_committed: i64 = query_scalar(NOTHING_COMMITTED).one(&mut self.held.transaction).await?;
-        match (nothing_committed != 0, noted) {
+        match (self.held.nothing_committed().await?, noted) {
             (true, Some(error)) => Err(StoreError::Busy(sqlx::Error::Protocol(error))),
             // What ran after it waits for a COMMIT, which does not come.
             (true, None) => Ok(Proof::Aborted),
