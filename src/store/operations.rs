@@ -304,9 +304,14 @@ pub trait Keys: Clone + std::fmt::Debug + Send + Sync + 'static {
         retention: &Retention,
     ) -> impl Future<Output = Result<Fenced, StoreError>> + Send;
 
-    /// Takes the claim away: nothing happened, and nothing is to be remembered. Only while it is IN_PROGRESS and ours. Of a claim
-    /// whose answer was lost, [`KeyClaim::owned`] says enough.
+    /// Takes the claim away: nothing happened, and nothing is to be remembered. Only while it is IN_PROGRESS and ours.
     fn release(&self, owned: &Owned) -> impl Future<Output = Result<Fenced, StoreError>> + Send;
+
+    /// The same of a claim whose answer was lost, by what was sent. [`Fenced::LostOwnership`] also where it has not arrived.
+    fn take_back(&self, claim: &KeyClaim, basis: Basis<'_>) -> impl Future<Output = Result<Fenced, StoreError>> + Send {
+        let owned = claim.owned(basis);
+        async move { self.release(&owned).await }
+    }
 
     /// Makes a claim UNKNOWN whose outcome was lost sight of: of mode `edge` once its lease is over (O11), of mode `same_tx` at
     /// once (O1). The epoch is raised: whoever owned it changes nothing more.

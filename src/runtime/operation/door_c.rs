@@ -138,6 +138,8 @@ async fn claim_and_drive<S, T, R, W>(
             drop(tell.send(Step::Refused(Box::new((front, run)))));
         }
         Err(error) => {
+            // Whoever asks again is judged by what stands in the store, if that is there again.
+            begin.has_ended();
             let _ = tell.send(Step::Answer(EdgeAnswer::Answered(front.store_failed("claim", &error))));
             release_lost(&front, &begin).await;
         }
@@ -147,19 +149,15 @@ async fn claim_and_drive<S, T, R, W>(
 /// Takes away a claim whose answer was lost, wherever it may have arrived: the handler was not called.
 ///
 /// The first answer that it is not there ends nothing: a claim that stands still in the server may come behind it, and would be
-/// unknown for ever. So it is tried until one was taken away, or a lease has passed. A retry meanwhile hears at first that it runs;
-/// one that is faster than the claim itself is not touched, for the token is another.
+/// unknown for ever. So it is tried until one was taken away, or a lease has passed. A retry that is faster than the claim itself is
+/// not touched, for the token is another.
 async fn release_lost<S: Keys>(front: &Front<S>, begin: &Begin) {
-    let owned = begin.claim.owned(begin.basis());
     let until = Instant::now() + begin.claim.lease;
     let (mut pause, mut answered) = (RELEASE_AGAIN, false);
     while Instant::now() < until {
-        match front.engine().store().release(&owned).await {
+        match front.engine().store().take_back(&begin.claim, begin.basis()).await {
             Ok(Fenced::Done) => return,
-            Ok(Fenced::LostOwnership) => {
-                begin.has_ended();
-                answered = true;
-            }
+            Ok(Fenced::LostOwnership) => answered = true,
             Err(error) => tracing::debug!(%error, "a claim that was lost sight of could not be released"),
         }
         if answered && front.engine().is_draining() {

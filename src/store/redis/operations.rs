@@ -241,8 +241,15 @@ impl Keys for RedisKeys {
 
     async fn release(&self, owned: &Owned) -> Result<Fenced, StoreError> {
         let ([record, body], [running, _, _]) = (self.records_of(&owned.identity), self.shared());
-        let [_, owner] = fence(owned);
-        self.fenced(&scripts::RELEASE, &[record, body, running], &[owner, text(name(&owned.identity))]).await
+        let [epoch, owner] = fence(owned);
+        self.fenced(&scripts::RELEASE, &[record, body, running], &[epoch, owner, text(name(&owned.identity))]).await
+    }
+
+    async fn take_back(&self, claim: &KeyClaim, _: Basis<'_>) -> Result<Fenced, StoreError> {
+        let ([record, body], [running, _, _]) = (self.records_of(&claim.identity), self.shared());
+        // Which epoch it got, its answer would have said.
+        let args = [Vec::new(), text(claim.owner), text(name(&claim.identity))];
+        self.fenced(&scripts::RELEASE, &[record, body, running], &args).await
     }
 
     async fn mark_unknown(&self, seen: &Record) -> Result<Fenced, StoreError> {
