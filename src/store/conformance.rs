@@ -132,6 +132,7 @@ macro_rules! keys_conformance {
                 r22_a_claim_whose_lease_is_longer_than_its_length_is_stale,
                 o2_an_owner_that_was_taken_over_changes_nothing,
                 o11_a_release_frees_the_key_only_while_it_runs,
+                o11_a_claim_whose_answer_was_lost_can_be_taken_back,
                 o11_a_stale_edge_claim_becomes_unknown_once,
                 o29_what_failed_with_nothing_outstanding_runs_again,
                 o4_a_key_is_used_anew_only_after_its_time,

@@ -25,6 +25,7 @@ pub(super) mod stored;
 use std::future::Future;
 use std::time::Duration;
 
+use sha2::{Digest, Sha256};
 use sqlx::Database;
 use uuid::Uuid;
 
@@ -57,7 +58,7 @@ pub struct KeyClaim {
     /// The identity of the run, if the record is new or used anew; else the record keeps its own.
     pub operation_id: Uuid,
     /// The token of the owner, if this claim succeeds: made before it is sent, so that a claim whose answer was lost can still
-    /// be released. A new one for each claim.
+    /// be released. A new one for each claim: [`Self::new_owner`].
     pub owner: Uuid,
     /// How long it is owned without a heartbeat; meaningless in mode `same_tx`, which has no lease. In mode `phased` it is the
     /// operation's.
@@ -239,6 +240,15 @@ pub struct OperationStats {
 }
 
 impl KeyClaim {
+    /// A token for [`Self::owner`]: 128 random bits (O25), of two UUIDs v7, whose 148 nobody can guess.
+    #[must_use]
+    pub fn new_owner() -> Uuid {
+        let chance = Sha256::new().chain_update(Uuid::now_v7()).chain_update(Uuid::now_v7()).finalize();
+        let mut bytes = [0; 16];
+        bytes.copy_from_slice(&chance[..16]);
+        Uuid::from_bytes(bytes)
+    }
+
     /// What this claim owns if it succeeds on a basis.
     #[must_use]
     pub fn owned(&self, basis: Basis<'_>) -> Owned {
@@ -295,6 +305,12 @@ pub trait Keys: Clone + std::fmt::Debug + Send + Sync + 'static {
     /// Takes the claim away: nothing happened, and nothing is to be remembered. Only while it is IN_PROGRESS and ours.
     fn release(&self, owned: &Owned) -> impl Future<Output = Result<Fenced, StoreError>> + Send;
 
+    /// The same of a claim whose answer was lost, by what was sent. [`Fenced::LostOwnership`] also where it has not arrived.
+    fn take_back(&self, claim: &KeyClaim, basis: Basis<'_>) -> impl Future<Output = Result<Fenced, StoreError>> + Send {
+        let owned = claim.owned(basis);
+        async move { self.release(&owned).await }
+    }
+
     /// Makes a claim UNKNOWN whose outcome was lost sight of: of mode `edge` once its lease is over (O11), of mode `same_tx` at
     /// once (O1). The epoch is raised: whoever owned it changes nothing more.
     fn mark_unknown(&self, seen: &Record) -> impl Future<Output = Result<Fenced, StoreError>> + Send;
@@ -349,6 +365,10 @@ pub trait Operations: Keys + Base {
         connection: &mut <Self::Db as Database>::Connection,
     ) -> impl Future<Output = Result<(), StoreError>> + Send;
 
+    /// As [`Keys::find`], on a connection of its own, which is closed behind it: where a commit was lost sight of, neither the dead
+    /// connections of a pool decide, nor those who stand in line for it (O29).
+    fn find_afresh(&self, identity: &Identity) -> impl Future<Output = Result<Look, StoreError>> + Send;
+
     /// Writes the record of a run as UNKNOWN where there is none (O1). [`Fenced::LostOwnership`] where there is one: look again.
     fn insert_unknown(&self, claim: &KeyClaim) -> impl Future<Output = Result<Fenced, StoreError>> + Send;
 
@@ -360,10 +380,6 @@ pub trait Operations: Keys + Base {
     fn begin_operation(
         &self,
         claim: &KeyClaim,
-    /// As [`Keys::find`], on a connection of its own, which is closed behind it: where a commit was lost sight of, neither the dead
-    /// connections of a pool decide, nor those who stand in line for it (O29).
-    fn find_afresh(&self, identity: &Identity) -> impl Future<Output = Result<Look, StoreError>> + Send;
-
         basis: Basis<'_>,
         patience: Duration,
     ) -> impl Future<Output = Result<Begun<Self::Operation>, StoreError>> + Send;
@@ -411,6 +427,7 @@ pub trait Operations: Keys + Base {
         async move {
             let deadline = tokio::time::Instant::now() + LOOK_AFTER;
             let mut seen = doubt::Look::NoAnswer;
+            let mut pause = LOOK_AGAIN;
             loop {
                 match tokio::time::timeout_at(deadline, self.find_afresh(&claim.identity)).await {
                     Ok(Ok(Look { record: Some(record), .. })) if Some(record.epoch) == before => {
@@ -422,7 +439,6 @@ pub trait Operations: Keys + Base {
                     Ok(Ok(Look { record: Some(_), .. })) => return doubt::Look::Anothers,
                     // The commit may still be on its way.
                     Ok(Ok(Look { record: None, .. })) => seen = doubt::Look::Nothing,
-            let mut pause = LOOK_AGAIN;
                     Ok(Err(error)) => tracing::debug!(%error, "looking for a lost commit"),
                     Err(_) => return seen,
                 }
@@ -455,6 +471,16 @@ pub trait OperationTx: std::fmt::Debug + Send + 'static {
     /// mends a transaction that a swallowed error aborted.
     fn undo_effects(&mut self) -> impl Future<Output = Result<Proof, StoreError>> + Send;
 
+    /// Where the transaction is not there any more after a failure that is nobody's, such as a deadlock by which the database
+    /// itself may have ended it: whether it is proven that nothing was committed on the connection since the claim, but what may
+    /// still be open and [`Self::rollback`] takes back. Then the unit may run again (R27).
+    ///
+    /// # Errors
+    /// Nothing is proven.
+    fn nothing_committed(&mut self) -> impl Future<Output = Result<bool, StoreError>> + Send {
+        async { Ok(false) }
+    }
+
     /// Writes the outcome and keeps the answer. Once; after it, commit.
     fn complete(
         &mut self,
@@ -466,16 +492,6 @@ pub trait OperationTx: std::fmt::Debug + Send + 'static {
     ///
     /// # Errors
     /// [`StoreError::CommitUnknown`] where the connection was lost: [`Operations::look_after`].
-    /// Where the transaction is not there any more after a failure that is nobody's, such as a deadlock by which the database
-    /// itself may have ended it: whether it is proven that nothing was committed on the connection since the claim, but what may
-    /// still be open and [`Self::rollback`] takes back. Then the unit may run again (R27).
-    ///
-    /// # Errors
-    /// Nothing is proven.
-    fn nothing_committed(&mut self) -> impl Future<Output = Result<bool, StoreError>> + Send {
-        async { Ok(false) }
-    }
-
     fn commit(self) -> impl Future<Output = Result<(), StoreError>> + Send;
 
     /// Rolls back, explicitly; an error of it closes the connection.

@@ -3,7 +3,7 @@
 //! Promises:
 //!
 //! * Every change is one script: claim, fence and outcome see no half of another's. The owner's token, 128 random bits, and the
-//!   epoch are compared in each.
+//!   epoch are compared in each; the token alone takes back a claim whose answer was lost.
 //! * The lease is a field, judged by the server's `TIME`; a claim never goes away because its lease is over, and what runs or is
 //!   unknown has no time to live. With an outcome a record lives as long as the retention says.
 //! * Epochs come from one counter without a time to live, and no number is given twice while the data is kept. They are a promise

@@ -22,6 +22,10 @@ pub(crate) struct Faults {
     pub(crate) heartbeat: AtomicBool,
     /// The claim is made, and its answer lost.
     pub(crate) claim_answer: AtomicBool,
+    /// The next claim's connection is lost, and it arrives behind a release of it.
+    pub(crate) claim_late: AtomicBool,
+    /// That claim has arrived.
+    pub(crate) has_arrived: AtomicBool,
     /// Bodies are refused, for good.
     pub(crate) bodies: AtomicBool,
     /// A claim waits as long as this is set.
@@ -29,6 +33,8 @@ pub(crate) struct Faults {
     /// How often it was tried to write an outcome.
     pub(crate) finishes: AtomicU32,
     pub(crate) heartbeats: AtomicU32,
+    /// How often a release was answered.
+    pub(crate) releases: AtomicU32,
 }
 
 /// The store.
@@ -56,6 +62,18 @@ impl<S: Keys> Keys for Faulty<S> {
 
     async fn claim(&self, claim: &KeyClaim, basis: Basis<'_>) -> Result<Claimed, StoreError> {
         away(&self.faults.claim)?;
+        if away(&self.faults.claim_late).is_err() {
+            self.faults.claim_late.store(false, Ordering::SeqCst);
+            let (late, claim) = (self.clone(), claim.clone());
+            tokio::spawn(async move {
+                while late.faults.releases.load(Ordering::SeqCst) == 0 {
+                    tokio::task::yield_now().await;
+                }
+                assert!(matches!(late.inner.claim(&claim, Basis::New).await, Ok(Claimed::Owned(_))));
+                late.faults.has_arrived.store(true, Ordering::SeqCst);
+            });
+            return Err(StoreError::Unavailable(sqlx::Error::PoolTimedOut));
+        }
         let claimed = self.inner.claim(claim, basis).await;
         while self.faults.claim_waits.load(Ordering::SeqCst) {
             tokio::task::yield_now().await;
@@ -84,7 +102,9 @@ impl<S: Keys> Keys for Faulty<S> {
 
     async fn release(&self, owned: &Owned) -> Result<Fenced, StoreError> {
         away(&self.faults.finish)?;
-        self.inner.release(owned).await
+        let released = self.inner.release(owned).await;
+        self.faults.releases.fetch_add(1, Ordering::SeqCst);
+        released
     }
 
     async fn mark_unknown(&self, seen: &Record) -> Result<Fenced, StoreError> {

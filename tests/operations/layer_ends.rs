@@ -119,6 +119,18 @@ async fn o11_a_claim_whose_answer_was_lost_is_released() {
     assert_eq!(gate.calls(), 1);
 }
 
+// Shown by: taking the first answer of the release for its end: the claim comes behind it, and nobody drives it.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn o11_a_claim_that_arrives_behind_its_release_is_released() {
+    let Stage { world, store, gate, url } = stage(Gate::open(), leased(Duration::from_secs(60))).await;
+    store.faults.claim_late.store(true, Ordering::SeqCst);
+    send(post(&url, K1, "{}")).await.is(Code::StoreUnavailable);
+    until("it has arrived", || async { store.faults.has_arrived.load(Ordering::SeqCst) }).await;
+    until("it is released", || async { world.record("t1", K1).await.is_none() }).await;
+    assert_eq!(send(post(&url, K1, "{}")).await.status, 201, "its place in the process is free too");
+    assert_eq!(gate.calls(), 1);
+}
+
 // Shown by: claiming in the request's own future: the claim stands, and no handler is ever called.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn o11_a_client_that_goes_away_while_its_key_is_claimed_leaves_a_run() {

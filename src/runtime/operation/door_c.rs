@@ -36,14 +36,14 @@ use crate::policy::operation::classify::{Run, Settle, Untagged};
 use crate::policy::operation::pace::after_attempts;
 use crate::policy::operation::{Code, Outcome, State};
 use crate::runtime::handler::panic_text;
-use crate::store::{Claimed, Keys, Owned};
+use crate::store::{Claimed, Fenced, Keys, Owned};
 
 pub use guard::{Guard, GuardError, Progress};
 
 /// Between two tries to release a claim that was lost sight of.
 const RELEASE_AGAIN: Duration = Duration::from_millis(50);
 /// The same, after many.
-const RELEASE_AGAIN_MAX: Duration = Duration::from_secs(1);
+const RELEASE_AGAIN_MAX: Duration = Duration::from_secs(5);
 
 /// How a handler ended, as its transport saw it.
 #[derive(Debug)]
@@ -138,27 +138,37 @@ async fn claim_and_drive<S, T, R, W>(
             drop(tell.send(Step::Refused(Box::new((front, run)))));
         }
         Err(error) => {
+            // Whoever asks again is judged by what stands in the store, if that is there again.
+            begin.has_ended();
             let _ = tell.send(Step::Answer(EdgeAnswer::Answered(front.store_failed("claim", &error))));
             release_lost(&front, &begin).await;
         }
     }
 }
 
-/// Takes away a claim whose answer was lost, wherever it may have arrived: the handler was not called. A retry meanwhile hears
-/// that it runs; one that is faster than the claim itself is not touched, for the token is another.
+/// Takes away a claim whose answer was lost, wherever it may have arrived: the handler was not called.
+///
+/// The first answer that it is not there ends nothing: a claim that stands still in the server may come behind it, and would be
+/// unknown for ever. So it is tried until one was taken away, or a lease has passed. A retry that is faster than the claim itself is
+/// not touched, for the token is another.
 async fn release_lost<S: Keys>(front: &Front<S>, begin: &Begin) {
-    let owned = begin.claim.owned(begin.basis());
     let until = Instant::now() + begin.claim.lease;
-    let mut pause = RELEASE_AGAIN;
+    let (mut pause, mut answered) = (RELEASE_AGAIN, false);
     while Instant::now() < until {
-        match front.engine().store().release(&owned).await {
-            Ok(_) => return,
+        match front.engine().store().take_back(&begin.claim, begin.basis()).await {
+            Ok(Fenced::Done) => return,
+            Ok(Fenced::LostOwnership) => answered = true,
             Err(error) => tracing::debug!(%error, "a claim that was lost sight of could not be released"),
+        }
+        if answered && front.engine().is_draining() {
+            return;
         }
         tokio::time::sleep(pause).await;
         pause = (pause * 2).min(RELEASE_AGAIN_MAX);
     }
-    tracing::warn!(operation = %front.endpoint().operation(), key = front.short_key(), "a claim that was lost sight of could not be released: it may become unknown");
+    if !answered {
+        tracing::warn!(operation = %front.endpoint().operation(), key = front.short_key(), "a claim that was lost sight of could not be released: it may become unknown");
+    }
 }
 
 struct Edge<S: Keys> {

@@ -138,16 +138,17 @@ impl<S: Keys> Engine<S> {
     /// Protects an operation. One that is served at two places is registered once, and cloned, or twice alike.
     ///
     /// # Errors
-    /// Choices that cannot keep the promise together.
+    /// Choices that cannot keep the promise together; a name that another operation of this engine has: they would share keys,
+    /// and the lifetimes of one would hold for the other.
     pub fn protect(&self, endpoint: Endpoint) -> Result<Registered, EndpointError> {
         let registered = endpoint.register(S::DURABILITY, &self.inner.keyring)?;
-        observe::operation_starts(registered.operation().as_str());
         let mut endpoints = lock(&self.inner.endpoints);
         if !endpoints.iter().all(|there| there.goes_with(&registered)) {
             return Err(EndpointError::Twice(registered.operation().clone()));
         }
         endpoints.push(registered.clone());
         drop(endpoints);
+        observe::operation_starts(registered.operation().as_str());
         Ok(registered)
     }
 
@@ -249,6 +250,11 @@ impl<S: Keys> Engine<S> {
             forgotten += purged.await?;
         }
         Ok(forgotten)
+    }
+
+    /// Whether somebody waits for the end of all that was started here.
+    pub(super) fn is_draining(&self) -> bool {
+        self.inner.tasks.is_closed()
     }
 
     pub(super) fn running(&self) -> &Running {

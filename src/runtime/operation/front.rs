@@ -428,7 +428,7 @@ impl<S: Keys> Front<S> {
             Ground::TakeOver(seen) | Ground::Reclaim(seen) => seen.operation_id,
         };
         let route = self.endpoint.route();
-        let owner = Uuid::now_v7();
+        let owner = KeyClaim::new_owner();
         let (mode, lease) = (route.mode, route.lease);
         let claim = KeyClaim { identity, principal, fingerprint, mode, operation_id, owner, lease };
         self.rounds += 1;

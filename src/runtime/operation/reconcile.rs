@@ -25,7 +25,7 @@ pub(super) fn wake<S: Keys>(engine: &Engine<S>, endpoint: &Registered, record: &
             fingerprint: record.fingerprint.clone(),
             mode: record.mode,
             operation_id: Uuid::now_v7(),
-            owner: Uuid::now_v7(),
+            owner: KeyClaim::new_owner(),
             lease: endpoint.route().lease,
         };
         let owned = match engine.store().claim(&claim, Basis::TakeOver(&record)).await {

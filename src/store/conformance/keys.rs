@@ -245,6 +245,24 @@ pub async fn o11_a_release_frees_the_key_only_while_it_runs<F: KeysFixture>(tria
     assert_eq!(record(trial, &claim).await.state, State::UnknownRequiresRecovery);
 }
 
+/// What was sent says enough: of a claim whose answer was lost, nobody knows which epoch it got.
+///
+/// Shown by: a token that the store makes, or comparing the epoch (Redis): the claim stays.
+pub async fn o11_a_claim_whose_answer_was_lost_can_be_taken_back<F: KeysFixture>(trial: &F) {
+    let lost = KeyClaim { lease: SHORT, ..claim(Mode::Bridged, "k", 1) };
+    // Nothing to release yet.
+    assert_eq!(trial.store().take_back(&lost, Basis::New).await.unwrap(), Fenced::LostOwnership);
+    take(trial, &lost).await;
+    let again = KeyClaim { owner: KeyClaim::new_owner(), ..lost.clone() };
+    assert_eq!(trial.store().take_back(&again, Basis::New).await.unwrap(), Fenced::LostOwnership);
+    let seen = over(trial, &lost).await;
+    let taken = trial.store().claim(&again, Basis::TakeOver(&seen)).await.unwrap();
+    assert!(matches!(taken, Claimed::Owned(_)), "{taken:?}");
+    assert_eq!(trial.store().take_back(&lost, Basis::New).await.unwrap(), Fenced::LostOwnership);
+    assert_eq!(trial.store().take_back(&again, Basis::TakeOver(&seen)).await.unwrap(), Fenced::Done);
+    assert_eq!(trial.store().find(&lost.identity).await.unwrap().record, None);
+}
+
 /// One fenced UPDATE, of an edge claim whose lease is over; its old owner writes nothing more.
 ///
 /// Shown by: a lease that always counts as over.

@@ -9,9 +9,6 @@
 use std::collections::HashMap;
 use std::time::Duration;
 
-use sha2::{Digest, Sha256};
-use uuid::Uuid;
-
 use super::connect::RedisKeys;
 use super::scripts;
 use crate::error::StoreError;
@@ -101,14 +98,6 @@ impl Fields {
     }
 }
 
-/// 128 random bits: of two UUIDs v7, whose 148 nobody can guess.
-fn token() -> Uuid {
-    let chance = Sha256::new().chain_update(Uuid::now_v7()).chain_update(Uuid::now_v7()).finalize();
-    let mut bytes = [0; 16];
-    bytes.copy_from_slice(&chance[..16]);
-    Uuid::from_bytes(bytes)
-}
-
 fn micros(duration: Duration) -> Vec<u8> {
     // Below 2^53, which a script's numbers hold: 285 years.
     duration.as_micros().min(1 << 53).to_string().into_bytes()
@@ -181,7 +170,7 @@ impl Keys for RedisKeys {
 
     async fn claim(&self, claim: &KeyClaim, basis: Basis<'_>) -> Result<Claimed, StoreError> {
         claim.requires(&[Mode::Bridged, Mode::Edge])?;
-        let (owner, planned) = (token(), claim.owned(basis));
+        let planned = claim.owned(basis);
         let (basis, seen) = match basis {
             Basis::New => ("new", 0),
             Basis::TakeOver(seen) => ("take_over", seen.epoch),
@@ -198,7 +187,7 @@ impl Keys for RedisKeys {
             ("fingerprint", text(&claim.fingerprint)),
             ("mode", text(claim.mode)),
             ("state", text(State::InProgress)),
-            ("owner", text(owner)),
+            ("owner", text(claim.owner)),
             ("generation", text(planned.generation)),
             ("operation_id", text(planned.operation_id)),
             ("attempts", text(planned.attempts)),
@@ -210,7 +199,7 @@ impl Keys for RedisKeys {
         let keys = [record, body, running, unknown, epochs];
         let epoch: Option<i64> = self.call(&scripts::CLAIM, &keys, &args).await?;
         if let Some(epoch) = epoch {
-            return Ok(Claimed::Owned(Owned { owner: Some(owner), epoch, ..planned }));
+            return Ok(Claimed::Owned(Owned { epoch, ..planned }));
         }
         let found = self.find(identity).await?.record;
         Ok(found.map_or(Claimed::Vanished, |record| Claimed::Existing(Box::new(record))))
@@ -253,6 +242,13 @@ impl Keys for RedisKeys {
         let ([record, body], [running, _, _]) = (self.records_of(&owned.identity), self.shared());
         let [epoch, owner] = fence(owned);
         self.fenced(&scripts::RELEASE, &[record, body, running], &[epoch, owner, text(name(&owned.identity))]).await
+    }
+
+    async fn take_back(&self, claim: &KeyClaim, _: Basis<'_>) -> Result<Fenced, StoreError> {
+        let ([record, body], [running, _, _]) = (self.records_of(&claim.identity), self.shared());
+        // Which epoch it got, its answer would have said.
+        let args = [Vec::new(), text(claim.owner), text(name(&claim.identity))];
+        self.fenced(&scripts::RELEASE, &[record, body, running], &args).await
     }
 
     async fn mark_unknown(&self, seen: &Record) -> Result<Fenced, StoreError> {

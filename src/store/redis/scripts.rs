@@ -1,6 +1,6 @@
 //! The scripts, one for each change, and the names of the keys that they touch.
 //!
-//! Guarantees: a script that changes a record compares epoch and owner first; times are the server's, in microseconds.
+//! Guarantees: a script that changes a record compares epoch and owner first, one that takes a lost claim back the owner; times are the server's, in microseconds.
 //!
 //! Not here: what a record's fields mean (`operations`).
 
@@ -119,9 +119,15 @@ pub(super) static FINISH: LazyLock<Script> = script!(
     "return 1\n",
 );
 
-/// KEYS: record, body, running. ARGV: epoch, owner, name.
-pub(super) static RELEASE: LazyLock<Script> =
-    script!(fence!(), "redis.call('DEL', KEYS[1], KEYS[2])\n", "redis.call('ZREM', KEYS[3], ARGV[3])\n", "return 1\n",);
+/// KEYS: record, body, running. ARGV: epoch, owner, name. Who lost the answer to his claim does not know its epoch, and gives none:
+/// the token is new for each claim, so it says as much.
+pub(super) static RELEASE: LazyLock<Script> = script!(
+    "local f = redis.call('HMGET', KEYS[1], 'epoch', 'owner', 'state')\n",
+    "if (ARGV[1] ~= '' and f[1] ~= ARGV[1]) or f[2] ~= ARGV[2] or f[3] ~= 'IN_PROGRESS' then return 0 end\n",
+    "redis.call('DEL', KEYS[1], KEYS[2])\n",
+    "redis.call('ZREM', KEYS[3], ARGV[3])\n",
+    "return 1\n",
+);
 
 /// KEYS: record, running, unknown, epoch. ARGV: epoch seen, name.
 pub(super) static MARK_UNKNOWN: LazyLock<Script> = script!(
