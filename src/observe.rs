@@ -85,6 +85,7 @@ metrics_table! {
     IDEMPOTENCY_STORE_ERROR "oncebox_idempotency_store_error_count" Counter Count "operation,stage" "times that the store did not answer, by stage";
     IDEMPOTENCY_COMMIT_UNKNOWN "oncebox_idempotency_commit_unknown_count" Counter Count "operation" "commits that were lost sight of";
     IDEMPOTENCY_ENDED "oncebox_idempotency_transaction_ended_count" Counter Count "operation" "the alert: handlers that ended the transaction of their operation";
+    IDEMPOTENCY_CONTRADICTION "oncebox_idempotency_evidence_conflict_count" Counter Count "operation" "the alert: times that evidence was found to contradict itself, or what was decided; see `oncebox operations list --conflicts`";
     IDEMPOTENCY_HEARTBEAT_LOST "oncebox_idempotency_heartbeat_lost_count" Counter Count "operation" "leases lost while their handler ran";
     BUILD_INFO "oncebox_build_info" Gauge Count "version,program" "1, with the version of the program";
 }

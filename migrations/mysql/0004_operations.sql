@@ -145,7 +145,7 @@ create table if not exists oncebox_operation_evidence (
   epoch        bigint         not null comment 'epoch of who saw it, perhaps no longer the owner',
   send         int            not null comment 'which send it answers; 0: none',
   kind         varchar(16) character set ascii collate ascii_bin not null comment 'answer, query, error, operator, or run: the result of a handler that lost its lease',
-  verdict      varchar(16) character set ascii collate ascii_bin not null comment 'what it proves: success, failure, not-sent; wait or indefinite: nothing',
+  verdict      varchar(16) character set ascii collate ascii_bin not null comment 'what it proves: success, failure, not-sent; mismatch: it happened otherwise; refused: a failure if nothing else was sent; wait, not-found, stored-error, indefinite: nothing',
   status       int            null     comment 'status of the provider',
   bytes        longblob       not null comment 'what was seen',
   bytes_kid    varchar(64) character set ascii collate ascii_bin null comment 'id of the key that encrypted them; null: not encrypted',
@@ -153,7 +153,7 @@ create table if not exists oncebox_operation_evidence (
   primary key (evidence_id) comment 'serves: evidence in order of arrival',
   key operation_evidence_operation_id (operation_id, evidence_id) comment 'serves: recovery and resolve, the evidence of one operation',
   constraint oncebox_operation_evidence_kind check (kind in ('answer', 'query', 'error', 'operator', 'run')),
-  constraint oncebox_operation_evidence_verdict check (verdict in ('success', 'failure', 'not-sent', 'wait', 'indefinite'))
+  constraint oncebox_operation_evidence_verdict check (verdict in ('success', 'failure', 'refused', 'not-sent', 'wait', 'mismatch', 'not-found', 'stored-error', 'indefinite'))
 ) engine = InnoDB default charset = utf8mb4
   comment = 'oncebox: what was seen of providers and of runs that lost their lease; appended by anybody, never changed';
 

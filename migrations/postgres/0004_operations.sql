@@ -259,7 +259,7 @@ create table oncebox.operation_evidence (
   observed_at   timestamptz not null default clock_timestamp(),
   constraint operation_evidence_pkey primary key (evidence_id),
   constraint operation_evidence_kind check (kind in ('answer', 'query', 'error', 'operator', 'run')),
-  constraint operation_evidence_verdict check (verdict in ('success', 'failure', 'not-sent', 'wait', 'indefinite'))
+  constraint operation_evidence_verdict check (verdict in ('success', 'failure', 'refused', 'not-sent', 'wait', 'mismatch', 'not-found', 'stored-error', 'indefinite'))
 );
 create index operation_evidence_operation_id on oncebox.operation_evidence (operation_id, evidence_id);
 comment on table oncebox.operation_evidence is 'what was seen of providers and of runs that lost their lease; appended by anybody, never fenced, never changed (O8)';
@@ -269,7 +269,7 @@ comment on column oncebox.operation_evidence.effect is 'effect inside the operat
 comment on column oncebox.operation_evidence.epoch is 'epoch of who saw it, perhaps no longer the owner';
 comment on column oncebox.operation_evidence.send is 'which send it answers; 0: none';
 comment on column oncebox.operation_evidence.kind is 'answer, query, error, operator, or run: the result of a handler that lost its lease';
-comment on column oncebox.operation_evidence.verdict is 'what it proves by O7: success, failure, not-sent; wait or indefinite: nothing';
+comment on column oncebox.operation_evidence.verdict is 'what it proves by O7: success, failure, not-sent; mismatch: it happened otherwise; refused: a failure if nothing else was sent; wait, not-found, stored-error, indefinite: nothing';
 comment on column oncebox.operation_evidence.status is 'status of the provider';
 comment on column oncebox.operation_evidence.bytes is 'what was seen';
 comment on column oncebox.operation_evidence.bytes_kid is 'id of the key that encrypted them; null: not encrypted';

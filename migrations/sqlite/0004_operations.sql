@@ -143,13 +143,13 @@ create table oncebox_operation_evidence (
     epoch        integer not null,                     -- epoch of who saw it, perhaps no longer the owner
     send         integer not null,                     -- which send it answers; 0: none
     kind         text not null,                        -- answer, query, error, operator, run
-    verdict      text not null,                        -- what it proves: success, failure, not-sent; wait or indefinite: nothing
+    verdict      text not null,                        -- what it proves: success, failure, not-sent, mismatch, refused; the others nothing
     status       integer,                              -- status of the provider
     bytes        blob not null,                        -- what was seen
     bytes_kid    text,                                 -- id of the key that encrypted them; null: not encrypted
     observed_at  integer not null,                     -- when it was stored
     check (kind in ('answer', 'query', 'error', 'operator', 'run')),
-    check (verdict in ('success', 'failure', 'not-sent', 'wait', 'indefinite'))
+    check (verdict in ('success', 'failure', 'refused', 'not-sent', 'wait', 'mismatch', 'not-found', 'stored-error', 'indefinite'))
 );
 
 -- Serves recovery and resolve: the evidence of one operation.

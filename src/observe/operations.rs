@@ -7,10 +7,10 @@ use std::time::Duration;
 use metrics::{counter, gauge};
 
 use super::{
-    IDEMPOTENCY_CLAIM, IDEMPOTENCY_COMMIT_UNKNOWN, IDEMPOTENCY_CONFLICT, IDEMPOTENCY_ENDED, IDEMPOTENCY_EXPIRED,
-    IDEMPOTENCY_HEARTBEAT_LOST, IDEMPOTENCY_IN_PROGRESS, IDEMPOTENCY_IN_PROGRESS_AGE, IDEMPOTENCY_PRINCIPAL,
-    IDEMPOTENCY_RECOVERY, IDEMPOTENCY_REJECTED, IDEMPOTENCY_REPLAY, IDEMPOTENCY_STORE_ERROR, IDEMPOTENCY_TAKEOVER,
-    IDEMPOTENCY_UNKNOWN,
+    IDEMPOTENCY_CLAIM, IDEMPOTENCY_COMMIT_UNKNOWN, IDEMPOTENCY_CONFLICT, IDEMPOTENCY_CONTRADICTION, IDEMPOTENCY_ENDED,
+    IDEMPOTENCY_EXPIRED, IDEMPOTENCY_HEARTBEAT_LOST, IDEMPOTENCY_IN_PROGRESS, IDEMPOTENCY_IN_PROGRESS_AGE,
+    IDEMPOTENCY_PRINCIPAL, IDEMPOTENCY_RECOVERY, IDEMPOTENCY_REJECTED, IDEMPOTENCY_REPLAY, IDEMPOTENCY_STORE_ERROR,
+    IDEMPOTENCY_TAKEOVER, IDEMPOTENCY_UNKNOWN,
 };
 
 /// What became of a request.
@@ -42,6 +42,8 @@ pub enum Noted {
     TransactionEnded,
     /// A lease was lost while the handler ran.
     HeartbeatLost,
+    /// What a provider said contradicts itself, or what was decided (O8): an alarm.
+    Contradiction,
 }
 
 /// Counts it, and notes it in a span of its own.
@@ -96,6 +98,10 @@ pub fn noted(operation: &str, key: &str, noted: Noted) {
             counted(IDEMPOTENCY_HEARTBEAT_LOST);
             tracing::warn!(operation, key, "the lease was lost while the handler ran");
         }
+        Noted::Contradiction => {
+            counted(IDEMPOTENCY_CONTRADICTION);
+            tracing::error!(operation, key, "evidence contradicts itself, or what was decided: a person must look");
+        }
     }
 }
 
@@ -108,7 +114,13 @@ pub fn operation_starts(operation: &str) {
     for then in ["executed", "rejected"] {
         counter!(IDEMPOTENCY_EXPIRED, "operation" => name(), "then" => then).increment(0);
     }
-    for counted in [IDEMPOTENCY_CLAIM, IDEMPOTENCY_CONFLICT, IDEMPOTENCY_PRINCIPAL, IDEMPOTENCY_IN_PROGRESS] {
+    for counted in [
+        IDEMPOTENCY_CLAIM,
+        IDEMPOTENCY_CONFLICT,
+        IDEMPOTENCY_PRINCIPAL,
+        IDEMPOTENCY_IN_PROGRESS,
+        IDEMPOTENCY_CONTRADICTION,
+    ] {
         counter!(counted, "operation" => name()).increment(0);
     }
     gauge!(IDEMPOTENCY_IN_PROGRESS_AGE).increment(0.0);

@@ -152,7 +152,8 @@ pub struct NewEvidence {
     pub send: u32,
     /// `answer`, `query`, `error`, `operator` or `run`.
     pub kind: String,
-    /// `success`, `failure`, `not-sent`, `wait` or `indefinite`.
+    /// The word of a [`Verdict`](crate::policy::operation::provider::Verdict::word); of an operator or a run `success`, `failure`,
+    /// `not-sent` or `indefinite`.
     pub verdict: String,
     /// The status of the provider's answer.
     pub status: Option<u16>,

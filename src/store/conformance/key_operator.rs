@@ -11,10 +11,11 @@ use super::trial::eventually;
 use super::{Fixture, Trial};
 use crate::StoreError;
 use crate::policy::operation::flow::Stage;
+use crate::policy::operation::provider::Verdict;
 use crate::policy::operation::{Mode, Record, State};
 use crate::store::{
-    ActContext, Basis, Claimed, Driven, Due, Fenced, KeyChange, KeyFilter, KeyOperator, Keys, OperationFilter, Outcome,
-    PhaseTx, Phases, Resolution, Taken,
+    ActContext, Basis, Claimed, Driven, Due, Fenced, KeyChange, KeyFilter, KeyOperator, Keys, NewEvidence,
+    OperationFilter, Outcome, PhaseTx, Phases, Resolution, Taken,
 };
 
 fn context(dry_run: bool) -> ActContext {
@@ -209,6 +210,42 @@ pub async fn o8_operations_are_found_by_every_filter_and_conflicts_are_seen<F: F
     assert_eq!(conflicts().await[0].operation_id, wrong.operation_id);
     trial.store.observe(&observed(&undone, "failure")).await.unwrap();
     assert_eq!(conflicts().await.len(), 2);
+}
+
+/// The table knows every word of a verdict and no other; that it happened otherwise contradicts whatever was decided, until an
+/// operator has judged it.
+///
+/// Shown by: a word left out of the table's check; a mismatch left out of the conflicts, or listed after an operator's word.
+pub async fn o8_every_verdict_has_its_word_and_a_mismatch_is_a_conflict_until_it_is_judged<F: Fixture>(
+    trial: &Trial<F>,
+) {
+    let driven = outstanding(trial, &new_operation("k", LONG)).await;
+    let see = |verdict: Verdict| observed(&driven, verdict.word());
+    for verdict in [
+        Verdict::Succeeded,
+        Verdict::Refused,
+        Verdict::NotSent,
+        Verdict::Wait(LONG),
+        Verdict::NotFound,
+        Verdict::StoredError,
+        Verdict::Indefinite,
+    ] {
+        trial.store.observe(&see(verdict)).await.unwrap();
+    }
+    assert!(trial.store.observe(&observed(&driven, "charged-back")).await.is_err());
+    let mut tx = trial.store.begin_phase(&driven).await.unwrap();
+    assert_eq!(tx.finish("SENT", &completed(), &KEPT).await.unwrap(), MOVED);
+    tx.commit().await.unwrap();
+    let conflicts =
+        || async { trial.store.operations(&OperationFilter { conflicts: true, ..any() }).await.unwrap().len() };
+    assert_eq!(conflicts().await, 0);
+    let word = NewEvidence { kind: "operator".to_owned(), ..see(Verdict::Succeeded) };
+    for (evidence, expected) in [(see(Verdict::Mismatch), 1), (word, 0), (see(Verdict::Mismatch), 1)] {
+        trial.store.observe(&evidence).await.unwrap();
+        assert_eq!(conflicts().await, expected, "{evidence:?}");
+    }
+    trial.store.observe(&see(Verdict::Failed)).await.unwrap();
+    assert_eq!(conflicts().await, 1);
 }
 
 /// Due at once with its attempts counted anew; beyond what may be repeated only with a duplicate accepted, which is evidence (O6).

@@ -33,7 +33,8 @@ const KEYS: &str = concat!(
      order by r.created_at, r.key_digest limit ?"
 );
 
-/// What an intent's outcome says, or the operation's, is not what the evidence says.
+/// What an intent's outcome says, or the operation's, is not what the evidence says. A mismatch always goes to an operator, so only
+/// one that nobody has judged since is a conflict.
 const OPERATIONS: &str = "select o.operation_id from oncebox_operation o \
      left join oncebox_idempotency_request r on r.operation_id = o.operation_id \
      where (? is null or o.operation_id = ?) and (? is null or o.flow = ?) and (? is null or r.tenant = ?) \
@@ -41,8 +42,11 @@ const OPERATIONS: &str = "select o.operation_id from oncebox_operation o \
        and (? is null or o.created_at < utc_timestamp(6) - interval ? microsecond) \
        and (not ? or (o.outcome_at is not null and exists (select 1 from oncebox_operation_evidence e \
             join oncebox_operation_intent i on i.operation_id = e.operation_id and i.effect = e.effect \
-            where e.operation_id = o.operation_id and e.verdict = \
-              if(coalesce(i.outcome, if(o.state = 'SUCCEEDED', 'succeeded', 'failed')) = 'succeeded', 'failure', 'success')))) \
+            where e.operation_id = o.operation_id and (e.verdict = \
+              if(coalesce(i.outcome, if(o.state = 'SUCCEEDED', 'succeeded', 'failed')) = 'succeeded', 'failure', 'success') \
+              or (e.verdict = 'mismatch' and not exists (select 1 from oncebox_operation_evidence w \
+                   where w.operation_id = e.operation_id and w.evidence_id > e.evidence_id and w.kind = 'operator' \
+                     and w.effect in (e.effect, ''))))))) \
      order by o.created_at, o.operation_id limit ?";
 
 /// Binds a value that is compared only where it is given.

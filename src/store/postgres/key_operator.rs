@@ -33,7 +33,8 @@ const KEYS: &str = concat!(
      order by r.created_at, r.key_digest limit $9"
 );
 
-/// What an intent's outcome says, or the operation's, is not what the evidence says.
+/// What an intent's outcome says, or the operation's, is not what the evidence says. A mismatch always goes to an operator, so only
+/// one that nobody has judged since is a conflict.
 const OPERATIONS: &str = "select o.operation_id from oncebox.operation o \
      left join oncebox.idempotency_request r on r.operation_id = o.operation_id \
      where ($1::uuid is null or o.operation_id = $1) and ($2::text is null or o.flow = $2) \
@@ -41,9 +42,12 @@ const OPERATIONS: &str = "select o.operation_id from oncebox.operation o \
        and ($6::float8 is null or o.created_at < clock_timestamp() - $6 * interval '1 second') \
        and (not $7 or (o.outcome_at is not null and exists (select 1 from oncebox.operation_evidence e \
             join oncebox.operation_intent i on i.operation_id = e.operation_id and i.effect = e.effect \
-            where e.operation_id = o.operation_id and e.verdict = \
+            where e.operation_id = o.operation_id and (e.verdict = \
               case when coalesce(i.outcome, case o.state when 'SUCCEEDED' then 'succeeded' else 'failed' end) = 'succeeded' \
-                   then 'failure' else 'success' end))) \
+                   then 'failure' else 'success' end \
+              or (e.verdict = 'mismatch' and not exists (select 1 from oncebox.operation_evidence w \
+                   where w.operation_id = e.operation_id and w.evidence_id > e.evidence_id and w.kind = 'operator' \
+                     and w.effect in (e.effect, ''))))))) \
      order by o.created_at, o.operation_id limit $8";
 
 impl KeyOperator for PostgresStore {

@@ -37,7 +37,8 @@ const KEYS: &str = concat!(
      order by r.created_at, r.key_digest limit ?9"
 );
 
-/// What an intent's outcome says, or the operation's, is not what the evidence says.
+/// What an intent's outcome says, or the operation's, is not what the evidence says. A mismatch always goes to an operator, so only
+/// one that nobody has judged since is a conflict.
 const OPERATIONS: &str = concat!(
     "select o.operation_id from oncebox_operation as o left join oncebox_idempotency_request as r on r.operation_id = o.operation_id \
      where (?1 is null or o.operation_id = ?1) and (?2 is null or o.flow = ?2) and (?3 is null or r.tenant = ?3) \
@@ -47,9 +48,12 @@ const OPERATIONS: &str = concat!(
     " - ?6) \
        and (not ?7 or (o.outcome_at is not null and exists (select 1 from oncebox_operation_evidence as e \
             join oncebox_operation_intent as i on i.operation_id = e.operation_id and i.effect = e.effect \
-            where e.operation_id = o.operation_id and e.verdict = \
+            where e.operation_id = o.operation_id and (e.verdict = \
               case when coalesce(i.outcome, iif(o.state = 'SUCCEEDED', 'succeeded', 'failed')) = 'succeeded' \
-                   then 'failure' else 'success' end))) \
+                   then 'failure' else 'success' end \
+              or (e.verdict = 'mismatch' and not exists (select 1 from oncebox_operation_evidence as w \
+                   where w.operation_id = e.operation_id and w.evidence_id > e.evidence_id and w.kind = 'operator' \
+                     and w.effect in (e.effect, ''))))))) \
      order by o.created_at, o.operation_id limit ?8"
 );
 

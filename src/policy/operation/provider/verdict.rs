@@ -126,7 +126,23 @@ impl Answer {
 }
 
 impl Verdict {
-    /// The name, as an evidence row has it; the pause of [`Verdict::Wait`] stands beside it.
+    /// The word of its evidence row, which people and lists read; the table knows these and no other.
+    #[must_use]
+    pub fn word(self) -> &'static str {
+        match self {
+            Self::Succeeded => "success",
+            Self::Failed => "failure",
+            Self::Refused => "refused",
+            Self::NotSent => "not-sent",
+            Self::Wait(_) => "wait",
+            Self::Mismatch => "mismatch",
+            Self::NotFound => "not-found",
+            Self::StoredError => "stored-error",
+            Self::Indefinite => "indefinite",
+        }
+    }
+
+    /// The name, as the bytes of an evidence row have it; the pause of [`Verdict::Wait`] stands beside it.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {

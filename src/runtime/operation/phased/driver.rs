@@ -298,6 +298,9 @@ impl<S: Phases> Driver<S> {
             Step::Wait { until } => self.wait(stored, stored.now.until(until)).await,
             Step::Operator(gap) => {
                 tracing::error!(operation = %self.driven.operation_id, effect = effect.name, ?gap, "an operation needs an operator");
+                if gap == Gap::Mismatch {
+                    self.note_contradiction(stored);
+                }
                 Ok(Next::End(self.park(gap_name(gap)).await?))
             }
         }

@@ -1,15 +1,13 @@
 //! How a verdict stands in an evidence row: the one place that writes and reads it (O7, O8).
 //!
-//! | verdict of policy | `kind` | `verdict` of the row | in the bytes |
-//! |---|---|---|---|
-//! | succeeded | answer, query | success | `proves`, what was seen |
-//! | failed | answer, query | failure | the same |
-//! | not_sent | error | not-sent | the same |
-//! | wait | answer, query | wait | the same and `pause_ms` |
-//! | refused, mismatch, not_found, stored_error | answer, query | indefinite | the same |
-//! | indefinite | answer, query, error | indefinite | the same |
+//! | verdict of policy | `kind` | in the bytes |
+//! |---|---|---|
+//! | not_sent | error | `proves`, what was seen |
+//! | wait | answer, query | the same and `pause_ms` |
+//! | indefinite | answer, query, error | `proves`, what was seen |
+//! | all others | answer, query | the same |
 //!
-//! The row's own word is for people and lists; `proves` is what a process decides from. An operator's row (`operator`, `success` or
+//! The row's own word ([`Verdict::word`]) is for people and lists; `proves` is what a process decides from. An operator's row (`operator`, `success` or
 //! `failure`) has no `proves`: its word is the verdict, and the last of them decides alone, whatever was seen before and
 //! since; but for proof of success that came after a word of failure: that is a conflict, and goes to an operator again.
 //!
@@ -90,13 +88,6 @@ pub(super) fn row(vault: &Vault, seen: &Observation<'_>) -> Result<NewEvidence, 
         By::Query => "query",
         By::Error => "error",
     };
-    let word = match seen.verdict {
-        Verdict::Succeeded => "success",
-        Verdict::Failed => "failure",
-        Verdict::NotSent => "not-sent",
-        Verdict::Wait(_) => "wait",
-        _ => "indefinite",
-    };
     let body = Body {
         proves: seen.verdict.name().to_owned(),
         pause_ms: u64::try_from(pause_of(seen.verdict).as_millis()).unwrap_or(u64::MAX),
@@ -109,7 +100,7 @@ pub(super) fn row(vault: &Vault, seen: &Observation<'_>) -> Result<NewEvidence, 
         epoch: seen.epoch,
         send: seen.send,
         kind: kind.to_owned(),
-        verdict: word.to_owned(),
+        verdict: seen.verdict.word().to_owned(),
         status: seen.status,
         bytes: vault.seal(seen.operation_id, "evidence", &bytes)?,
     })
