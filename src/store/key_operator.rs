@@ -18,12 +18,12 @@ use std::time::Duration;
 use uuid::Uuid;
 
 use super::operations::{Fenced, Look, Outcome};
-use super::phases::{FIRST_POINT, NewEvidence, Sealed, StoredOperation};
+use super::phases::{FIRST_POINT, NewEvidence, Sealed, StoredOperation, end_stage};
 use super::{ActContext, Phases};
 use crate::error::StoreError;
 use crate::policy::operation::flow::Stage;
 use crate::policy::operation::retention::Retention;
-use crate::policy::operation::{Mode, OperationName, Record, State};
+use crate::policy::operation::{Identity, Mode, OperationName, Record, State};
 
 /// Which keys.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -143,9 +143,34 @@ impl KeyFilter {
     }
 }
 
+/// What the audit row of an act says.
+#[derive(Debug)]
+pub(super) struct Audit<'a> {
+    /// The word for it.
+    pub(super) act: &'static str,
+    /// The name of the operation.
+    pub(super) place: &'a str,
+    /// The digest of the key, where its record is there.
+    pub(super) digest: Option<[u8; 32]>,
+    /// Of which run.
+    pub(super) operation_id: Uuid,
+    /// What it was before.
+    pub(super) detail: String,
+}
+
 impl KeyChange {
-    /// The word of the audit row.
-    pub(super) fn act(&self) -> &'static str {
+    /// The audit row of this change.
+    pub(super) fn audit<'a>(&self, seen: &'a Record) -> Audit<'a> {
+        Audit {
+            act: self.act(),
+            place: seen.identity.operation().as_str(),
+            digest: Some(seen.identity.digest()),
+            operation_id: seen.operation_id,
+            detail: self.detail(seen),
+        }
+    }
+
+    fn act(&self) -> &'static str {
         match self {
             Self::Release => "release",
             Self::Purge { .. } => "purge",
@@ -153,8 +178,7 @@ impl KeyChange {
         }
     }
 
-    /// What the audit row says beside it.
-    pub(super) fn detail(&self, seen: &Record) -> String {
+    fn detail(&self, seen: &Record) -> String {
         match self {
             Self::Release | Self::Purge { .. } => format!("{} of mode {}", seen.state, seen.mode),
             Self::Resolve { outcome, .. } => {
@@ -165,16 +189,38 @@ impl KeyChange {
 }
 
 impl OperationChange {
-    /// The word of the audit row.
-    pub(super) fn act(&self) -> &'static str {
+    /// The audit row of this change.
+    pub(super) fn audit<'a>(&self, seen: &'a StoredOperation) -> Audit<'a> {
+        Audit {
+            act: self.act(),
+            place: &seen.flow,
+            digest: seen.identity.as_ref().map(Identity::digest),
+            operation_id: seen.operation_id,
+            detail: self.detail(seen),
+        }
+    }
+
+    /// The stage that it leads to; none where that stays.
+    pub(super) fn stage(&self) -> Result<Option<Stage>, StoreError> {
+        match self {
+            Self::GoOn { stage, .. } => Ok(*stage),
+            Self::End { outcome, .. } => end_stage(outcome).map(Some),
+        }
+    }
+
+    /// Whether the operation gets its outcome.
+    pub(super) fn ends(&self) -> bool {
+        matches!(self, Self::End { .. })
+    }
+
+    fn act(&self) -> &'static str {
         match self {
             Self::GoOn { evidence, .. } if evidence.iter().all(|row| row.verdict == NOT_SENT) => "retry",
             Self::GoOn { .. } | Self::End { .. } => "resolve",
         }
     }
 
-    /// What the audit row says beside it.
-    pub(super) fn detail(&self, seen: &StoredOperation) -> String {
+    fn detail(&self, seen: &StoredOperation) -> String {
         let from = format!("{} at {}", seen.stage.as_str(), seen.point);
         match self {
             Self::GoOn { evidence, .. } => {

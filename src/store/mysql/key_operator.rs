@@ -12,8 +12,9 @@ use crate::error::StoreError;
 use crate::policy::operation::Record;
 use crate::store::bounded::{Ask, Bounded};
 use crate::store::operations::RecordFence;
+use crate::store::key_operator::Audit;
 use crate::store::operations::stored::look_of;
-use crate::store::phases::{end_stage, no_record};
+use crate::store::phases::no_record;
 use crate::store::{
     ActContext, Fenced, KeyChange, KeyFilter, KeyOperator, Look, OperationChange, OperationFilter, StoredOperation,
 };
@@ -108,14 +109,7 @@ impl KeyOperator for MySqlStore {
                 finish(&mut transaction, &fence, outcome, retention).await?
             }
         };
-        let audit = Audit {
-            act: change.act(),
-            place: seen.identity.operation().as_str(),
-            digest: Some(seen.identity.digest()),
-            operation_id: seen.operation_id,
-            detail: change.detail(seen),
-        };
-        end(transaction, fenced, audit, context).await
+        end(transaction, fenced, change.audit(seen), context).await
     }
 
     async fn change_operation(
@@ -126,14 +120,7 @@ impl KeyOperator for MySqlStore {
     ) -> Result<Fenced, StoreError> {
         let mut transaction = self.pool.begin(START).await?;
         let fenced = change_operation(&mut transaction, seen, change).await?;
-        let audit = Audit {
-            act: change.act(),
-            place: &seen.flow,
-            digest: seen.identity.as_ref().map(|identity| identity.digest()),
-            operation_id: seen.operation_id,
-            detail: change.detail(seen),
-        };
-        end(transaction, fenced, audit, context).await
+        end(transaction, fenced, change.audit(seen), context).await
     }
 }
 
@@ -156,11 +143,7 @@ async fn change_operation(
     seen: &StoredOperation,
     change: &OperationChange,
 ) -> Result<Fenced, StoreError> {
-    let stage = match change {
-        OperationChange::GoOn { stage, .. } => *stage,
-        OperationChange::End { outcome, .. } => Some(end_stage(outcome)?),
-    };
-    let ends = matches!(change, OperationChange::End { .. });
+    let stage = change.stage()?;
     // A statement that waited for a lock would go on with the time at which it began.
     lock(transaction, seen.operation_id).await?;
     let update = query(
@@ -176,9 +159,9 @@ async fn change_operation(
     let id = seen.operation_id.as_bytes().to_vec();
     let update = update
         .bind(stage.map(|stage| stage.as_str()))
-        .bind(ends)
-        .bind(ends)
-        .bind(ends)
+        .bind(change.ends())
+        .bind(change.ends())
+        .bind(change.ends())
         .bind(&id)
         .bind(seen.epoch)
         .bind(change.takes_over())
@@ -204,14 +187,6 @@ async fn change_operation(
         }
     }
     Ok(Fenced::Done)
-}
-
-struct Audit<'a> {
-    act: &'static str,
-    place: &'a str,
-    digest: Option<[u8; 32]>,
-    operation_id: Uuid,
-    detail: String,
 }
 
 /// Writes the audit row of what was done, and commits, or takes a dry run back.

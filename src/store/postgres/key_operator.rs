@@ -11,9 +11,10 @@ use super::phases::{append, end_record, follow, forget, read};
 use crate::error::StoreError;
 use crate::policy::operation::Record;
 use crate::store::bounded::{Ask, Bounded};
+use crate::store::key_operator::Audit;
 use crate::store::operations::RecordFence;
 use crate::store::operations::stored::look_of;
-use crate::store::phases::{end_stage, no_record};
+use crate::store::phases::no_record;
 use crate::store::{
     ActContext, Fenced, KeyChange, KeyFilter, KeyOperator, Look, OperationChange, OperationFilter, StoredOperation,
 };
@@ -111,14 +112,7 @@ impl KeyOperator for PostgresStore {
                 finish(&mut tx, &fence, outcome, retention, None).await?
             }
         };
-        let audit = Audit {
-            act: change.act(),
-            place: seen.identity.operation().as_str(),
-            digest: Some(seen.identity.digest()),
-            operation_id: seen.operation_id,
-            detail: change.detail(seen),
-        };
-        end(tx, fenced, audit, context).await
+        end(tx, fenced, change.audit(seen), context).await
     }
 
     async fn change_operation(
@@ -129,14 +123,7 @@ impl KeyOperator for PostgresStore {
     ) -> Result<Fenced, StoreError> {
         let mut tx = self.transaction().await?;
         let fenced = change_operation(&mut tx, seen, change).await?;
-        let audit = Audit {
-            act: change.act(),
-            place: &seen.flow,
-            digest: seen.identity.as_ref().map(|identity| identity.digest()),
-            operation_id: seen.operation_id,
-            detail: change.detail(seen),
-        };
-        end(tx, fenced, audit, context).await
+        end(tx, fenced, change.audit(seen), context).await
     }
 }
 
@@ -159,10 +146,7 @@ async fn change_operation(
     seen: &StoredOperation,
     change: &OperationChange,
 ) -> Result<Fenced, StoreError> {
-    let stage = match change {
-        OperationChange::GoOn { stage, .. } => *stage,
-        OperationChange::End { outcome, .. } => Some(end_stage(outcome)?),
-    };
+    let stage = change.stage()?;
     let update = query(
         "update oncebox.operation o set epoch = o.epoch + 1, state = coalesce($5, o.state), owner = null, lease_until = null, \
            lease_seconds = null, parked = null, attempts = 0, due_at = case when not $6 then n.at end, \
@@ -178,7 +162,7 @@ async fn change_operation(
         .bind(change.takes_over())
         .bind(i64::try_from(seen.evidence.len()).unwrap_or(i64::MAX))
         .bind(stage.map(|stage| stage.as_str()))
-        .bind(matches!(change, OperationChange::End { .. }));
+        .bind(change.ends());
     if update.run(&mut *tx).await?.rows_affected() == 0 {
         return Ok(Fenced::LostOwnership);
     }
@@ -201,14 +185,6 @@ async fn change_operation(
         }
     }
     Ok(Fenced::Done)
-}
-
-struct Audit<'a> {
-    act: &'static str,
-    place: &'a str,
-    digest: Option<[u8; 32]>,
-    operation_id: Uuid,
-    detail: String,
 }
 
 /// Writes the audit row of what was done, and commits, or takes a dry run back.

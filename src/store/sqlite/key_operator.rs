@@ -13,9 +13,10 @@ use super::write::Write;
 use super::{millis, now_ms};
 use crate::error::StoreError;
 use crate::policy::operation::Record;
+use crate::store::key_operator::Audit;
 use crate::store::operations::RecordFence;
 use crate::store::operations::stored::look_of;
-use crate::store::phases::{end_stage, no_record};
+use crate::store::phases::no_record;
 use crate::store::{
     ActContext, Base, Fenced, KeyChange, KeyFilter, KeyOperator, Look, OperationChange, OperationFilter,
     StoredOperation,
@@ -117,14 +118,7 @@ impl KeyOperator for SqliteStore {
                 finish(write.connection(), &fence, outcome, retention).await?
             }
         };
-        let audit = Audit {
-            act: change.act(),
-            place: seen.identity.operation().as_str(),
-            digest: Some(seen.identity.digest()),
-            operation_id: seen.operation_id,
-            detail: change.detail(seen),
-        };
-        end(write, fenced, audit, context).await
+        end(write, fenced, change.audit(seen), context).await
     }
 
     async fn change_operation(
@@ -135,14 +129,7 @@ impl KeyOperator for SqliteStore {
     ) -> Result<Fenced, StoreError> {
         let mut write = self.write().await?;
         let fenced = change_operation(write.connection(), seen, change).await?;
-        let audit = Audit {
-            act: change.act(),
-            place: &seen.flow,
-            digest: seen.identity.as_ref().map(|identity| identity.digest()),
-            operation_id: seen.operation_id,
-            detail: change.detail(seen),
-        };
-        end(write, fenced, audit, context).await
+        end(write, fenced, change.audit(seen), context).await
     }
 }
 
@@ -168,11 +155,7 @@ async fn change_operation(
     seen: &StoredOperation,
     change: &OperationChange,
 ) -> Result<Fenced, StoreError> {
-    let stage = match change {
-        OperationChange::GoOn { stage, .. } => *stage,
-        OperationChange::End { outcome, .. } => Some(end_stage(outcome)?),
-    };
-    let ends = matches!(change, OperationChange::End { .. });
+    let stage = change.stage()?;
     let update = query(concat!(
         "update oncebox_operation set epoch = epoch + 1, state = coalesce(?5, state), owner = null, lease_until = null, \
            lease_ms = null, parked = null, attempts = 0, due_at = iif(?6, null, n.at), outcome_at = iif(?6, n.at, null), \
@@ -188,7 +171,7 @@ async fn change_operation(
         .bind(change.takes_over())
         .bind(i64::try_from(seen.evidence.len()).unwrap_or(i64::MAX))
         .bind(stage.map(|stage| stage.as_str()))
-        .bind(ends);
+        .bind(change.ends());
     if update.execute(&mut *connection).await?.rows_affected() == 0 {
         return Ok(Fenced::LostOwnership);
     }
@@ -209,14 +192,6 @@ async fn change_operation(
         }
     }
     Ok(Fenced::Done)
-}
-
-struct Audit<'a> {
-    act: &'static str,
-    place: &'a str,
-    digest: Option<[u8; 32]>,
-    operation_id: Uuid,
-    detail: String,
 }
 
 /// Writes the audit row of what was done, and commits, or takes a dry run back.
