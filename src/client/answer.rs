@@ -14,6 +14,7 @@ use serde_json::value::RawValue;
 
 use super::Cause;
 use crate::policy::operation::Key;
+use crate::policy::operation::pace::asked_to_wait;
 use crate::policy::operation::problem::{Code, KeyState};
 use crate::policy::operation::resend::{Polled, Seen};
 
@@ -160,7 +161,7 @@ impl Arrived {
     /// How long the server asks to wait.
     pub(super) fn retry_after(&self, now: SystemTime) -> Option<Duration> {
         let asked = self.headers.get(header::RETRY_AFTER).and_then(|value| value.to_str().ok());
-        asked.and_then(|text| retry_after(text, now)).or_else(|| {
+        asked.and_then(|text| asked_to_wait(text, now)).or_else(|| {
             let seconds = self.problem().retry_after_seconds?;
             Some(Duration::from_secs(seconds.into()))
         })
@@ -174,16 +175,6 @@ impl Arrived {
     pub(super) fn into_answer(self, key: Key) -> Answer {
         Answer { key, status: self.status, headers: self.headers, body: self.body }
     }
-}
-
-/// Both forms of `Retry-After`: seconds, and a date, which is no wait where it lies behind.
-fn retry_after(text: &str, now: SystemTime) -> Option<Duration> {
-    let text = text.trim();
-    if !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit()) {
-        return Some(Duration::from_secs(text.parse().unwrap_or(u64::MAX)));
-    }
-    let at = httpdate::parse_http_date(text).ok()?;
-    Some(at.duration_since(now).unwrap_or(Duration::ZERO))
 }
 
 /// Whether a URL is the one that was asked: a fragment is not sent.
@@ -212,24 +203,10 @@ mod tests {
         "https://api.example.com/payments#here".parse().unwrap()
     }
 
-    // Shown by: reading seconds only; taking a date that lies behind for none.
+    // Shown by: the body of the problem before the header.
     #[test]
-    fn m110_retry_after_is_read_in_both_forms() {
-        let now = httpdate::parse_http_date("Fri, 20 Nov 2026 10:00:00 GMT").unwrap();
-        for (text, seconds) in [
-            ("0", Some(0)),
-            (" 120 ", Some(120)),
-            ("99999999999999999999999", Some(u64::MAX)),
-            ("Fri, 20 Nov 2026 10:01:30 GMT", Some(90)),
-            ("Friday, 20-Nov-26 10:00:07 GMT", Some(7)),
-            ("Fri, 20 Nov 2026 09:00:00 GMT", Some(0)),
-            ("", None),
-            ("-1", None),
-            ("1.5", None),
-            ("soon", None),
-        ] {
-            assert_eq!(retry_after(text, now), seconds.map(Duration::from_secs), "{text}");
-        }
+    fn m110_retry_after_is_a_header_else_a_member_of_the_problem() {
+        let now = SystemTime::now();
         let body = r#"{"retry_after_seconds":3}"#;
         let problem = [("content-type", "application/problem+json")];
         assert_eq!(arrived(409, &problem, body).retry_after(now), Some(Duration::from_secs(3)));

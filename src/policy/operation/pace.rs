@@ -20,6 +20,19 @@ pub fn retry_after(expected: Duration, chance: f64) -> u32 {
     base + ((f64::from(spread + 1) * chance) as u32).min(spread)
 }
 
+/// How long a `Retry-After` asks to wait, in both forms: digits, which are seconds, however many; and a date, which is no wait
+/// where it lies behind. None where it is neither.
+#[cfg(feature = "client")]
+#[must_use]
+pub fn asked_to_wait(text: &str, now: std::time::SystemTime) -> Option<Duration> {
+    let text = text.trim();
+    if !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit()) {
+        return Some(Duration::from_secs(text.parse().unwrap_or(u64::MAX)));
+    }
+    let at = httpdate::parse_http_date(text).ok()?;
+    Some(at.duration_since(now).unwrap_or(Duration::ZERO))
+}
+
 /// How long the first request may still run: what is left of its lease, or of the time that runs usually take if that
 /// is known and less.
 #[must_use]
@@ -54,6 +67,29 @@ impl Usual {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    // Shown by: reading seconds only; taking a date that lies behind for none; a parser of numbers, which reads a sign and no
+    // number that is too large.
+    #[cfg(feature = "client")]
+    #[test]
+    fn m110_retry_after_is_read_in_both_forms() {
+        let now = httpdate::parse_http_date("Fri, 20 Nov 2026 10:00:00 GMT").expect("a date");
+        for (text, seconds) in [
+            ("0", Some(0)),
+            (" 120 ", Some(120)),
+            ("99999999999999999999999", Some(u64::MAX)),
+            ("Fri, 20 Nov 2026 10:01:30 GMT", Some(90)),
+            ("Friday, 20-Nov-26 10:00:07 GMT", Some(7)),
+            ("Fri, 20 Nov 2026 09:00:00 GMT", Some(0)),
+            ("", None),
+            ("-1", None),
+            ("+5", None),
+            ("1.5", None),
+            ("soon", None),
+        ] {
+            assert_eq!(asked_to_wait(text, now), seconds.map(Duration::from_secs), "{text}");
+        }
+    }
 
     const SECOND: Duration = Duration::from_secs(1);
 

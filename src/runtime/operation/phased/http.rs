@@ -11,6 +11,7 @@ use std::time::Duration;
 use reqwest::header::{HeaderMap, HeaderName, HeaderValue, RETRY_AFTER};
 use reqwest::{Method, Url, redirect};
 
+use crate::policy::operation::pace::asked_to_wait;
 use crate::policy::operation::provider::Answer;
 
 /// The longest answer that is read, in bytes.
@@ -115,12 +116,7 @@ impl Response {
     /// Its `Retry-After`, in seconds or as a date.
     #[must_use]
     pub fn retry_after(&self) -> Option<Duration> {
-        let text = self.headers.get(RETRY_AFTER)?.to_str().ok()?.trim();
-        if let Ok(seconds) = text.parse() {
-            return Some(Duration::from_secs(seconds));
-        }
-        let at = httpdate::parse_http_date(text).ok()?;
-        Some(at.duration_since(std::time::SystemTime::now()).unwrap_or(Duration::ZERO))
+        asked_to_wait(self.headers.get(RETRY_AFTER)?.to_str().ok()?, std::time::SystemTime::now())
     }
 
     /// The answer with nothing known of it but status and `Retry-After`.
