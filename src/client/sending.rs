@@ -317,7 +317,7 @@ fn chain(error: &reqwest::Error) -> String {
 mod tests {
     use super::*;
 
-    // Shown by: taking a time ahead for now.
+    // Shown by: counting a first send that lies ahead as one of this moment.
     #[test]
     fn o27_a_key_from_before_the_clock_was_set_back_is_too_old_to_be_sent() {
         let now = SystemTime::UNIX_EPOCH + Duration::from_secs(1_000_000);
