@@ -12,6 +12,7 @@ use super::common::{CommonArgs, Output, table};
 use crate::app::config::Settings;
 use crate::app::{AppError, require_schema, say};
 use crate::policy::db_time::DbTime;
+use crate::policy::hex::hex;
 use crate::policy::operation::record::StoredBody;
 use crate::policy::operation::{Identity, OperationName, Record, State};
 use crate::store::{KeyChange, KeyFilter, Look, Outcome, Store};
@@ -211,7 +212,7 @@ async fn by_digest<S: Store>(store: &S, digest: Vec<u8>, named: &str) -> Result<
 
 /// All digits of the hash.
 fn hash(record: &Record) -> String {
-    record.identity.digest().iter().map(|byte| format!("{byte:02x}")).collect()
+    hex(&record.identity.digest())
 }
 
 /// A moment for people and machines.

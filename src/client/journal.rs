@@ -27,6 +27,7 @@ use sha2::{Digest, Sha256};
 
 use self::entry::Entry;
 use super::request::Request;
+use crate::policy::hex::hex;
 use crate::policy::operation::Key;
 
 #[cfg(feature = "encrypt")]
@@ -262,7 +263,7 @@ impl KeyJournal {
     /// A file's name does not show the key.
     fn path(&self, key: &Key) -> PathBuf {
         let digest = Sha256::digest(key.as_str().as_bytes());
-        let name: String = digest[..16].iter().map(|byte| format!("{byte:02x}")).collect();
+        let name = hex(&digest[..16]);
         self.directory.join(name).with_extension(ENTRY)
     }
 }

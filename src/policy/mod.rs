@@ -26,6 +26,7 @@ pub mod breaker;
 pub mod db_time;
 pub mod diversion;
 pub mod gaps;
+pub(crate) mod hex;
 pub mod horizon;
 pub mod isolate;
 pub mod lease;

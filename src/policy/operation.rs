@@ -72,21 +72,3 @@ fn framed<'a>(parts: impl IntoIterator<Item = &'a [u8]>) -> Vec<u8> {
     }
     out
 }
-
-/// Lower-case hexadecimal digits.
-fn hex(bytes: &[u8]) -> String {
-    bytes
-        .iter()
-        .flat_map(|byte| [byte >> 4, byte & 15])
-        .filter_map(|digit| char::from_digit(digit.into(), 16))
-        .collect()
-}
-
-/// 32 bytes from 64 lower-case hexadecimal digits.
-fn unhex(text: &str) -> Option<[u8; 32]> {
-    let digit = |byte: u8| char::from(byte).to_digit(16).filter(|_| !byte.is_ascii_uppercase());
-    let (pairs, rest) = text.as_bytes().as_chunks::<2>();
-    let bytes: Vec<u8> =
-        pairs.iter().map(|&[high, low]| u8::try_from(digit(high)? << 4 | digit(low)?).ok()).collect::<Option<_>>()?;
-    if rest.is_empty() { bytes.try_into().ok() } else { None }
-}

@@ -36,6 +36,7 @@ pub use self::relay::MySqlSession;
 use super::Base;
 use super::bounded::BoundedPool;
 use crate::error::StoreError;
+use crate::policy::hex::hex;
 
 /// The store on MySQL and MariaDB.
 #[derive(Clone)]
@@ -74,17 +75,6 @@ const START: &str = "start transaction";
 const HISTORY_MAX: u32 = 20;
 /// How many bytes of an error are kept.
 const ERROR_BYTES_MAX: usize = 4_096;
-
-/// Lower-case hexadecimal digits: how bytes stand in a JSON list or in a statement of the text protocol.
-fn hex(bytes: &[u8]) -> String {
-    const DIGITS: &[u8; 16] = b"0123456789abcdef";
-    let mut text = String::with_capacity(bytes.len() * 2);
-    for byte in bytes {
-        text.push(char::from(DIGITS[usize::from(byte >> 4)]));
-        text.push(char::from(DIGITS[usize::from(byte & 15)]));
-    }
-    text
-}
 
 /// A JSON list of hexadecimal strings, for `json_table`.
 fn hex_list<'a>(items: impl IntoIterator<Item = &'a [u8]>) -> String {

@@ -10,6 +10,7 @@ use sha2::{Digest, Sha256};
 
 use super::{Bodies, Pending, PendingBody};
 use crate::client::request::{KEY_HEADER, Request, is_credential};
+use crate::policy::hex::{hex, unhex};
 use crate::policy::operation::Key;
 use crate::policy::operation::key::KeyFormat;
 
@@ -72,18 +73,6 @@ impl JournalCipher {
     }
 }
 
-fn hex(bytes: &[u8]) -> String {
-    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
-}
-
-fn unhex(text: &str) -> Option<[u8; 32]> {
-    let (pairs, rest) = text.as_bytes().as_chunks::<2>();
-    let digit = |byte: u8| char::from(byte).to_digit(16);
-    let bytes: Option<Vec<u8>> =
-        pairs.iter().map(|&[high, low]| u8::try_from(digit(high)? << 4 | digit(low)?).ok()).collect();
-    if rest.is_empty() { bytes?.try_into().ok() } else { None }
-}
-
 impl Entry {
     /// A request as an entry.
     pub(super) fn seal(request: &Request, now: SystemTime, bodies: &Bodies) -> Result<Vec<u8>, String> {
@@ -124,7 +113,9 @@ impl Entry {
             return Err(format!("version {} is not known here", entry.version));
         }
         let body = match (&entry.body_sha256, bodies) {
-            (Some(digest), _) => PendingBody::Digest(unhex(digest).ok_or("its digest is none")?),
+            (Some(digest), _) => {
+                PendingBody::Digest(unhex(digest).and_then(|bytes| bytes.try_into().ok()).ok_or("its digest is none")?)
+            }
             #[cfg(feature = "encrypt")]
             (None, Bodies::Encrypted(cipher)) => PendingBody::Kept(cipher.open(line, sealed)?),
             (None, Bodies::Digest) => return Err(format!("{} sealed bytes, and no secret is given", sealed.len())),

@@ -17,9 +17,10 @@ use std::ops::RangeInclusive;
 use std::str::FromStr;
 
 use super::canonical::FingerprintWriter;
+use super::framed;
 use super::identity::{IdentityError, OperationName};
 use super::keyring::{Keyring, Kid};
-use super::{framed, hex, unhex};
+use crate::policy::hex::{hex, unhex};
 
 /// A command whose repetition is recognised. Write it after validation and defaults (M20).
 pub trait IdempotentCommand {
@@ -206,7 +207,7 @@ impl FromStr for Fingerprint {
         Ok(Self {
             version: version.parse().ok().filter(|_| digits).ok_or(ParseFingerprintError)?,
             kid: kid.parse().map_err(|_| ParseFingerprintError)?,
-            hash: unhex(hash).ok_or(ParseFingerprintError)?,
+            hash: unhex(hash).and_then(|hash| hash.try_into().ok()).ok_or(ParseFingerprintError)?,
         })
     }
 }

@@ -14,9 +14,10 @@ use std::str::FromStr;
 
 use sha2::{Digest, Sha256};
 
+use super::framed;
 use super::key::{Key, KeyError, KeyFormat};
 use super::keyring::{Keyring, KeyringError, Kid};
-use super::{framed, hex, unhex};
+use crate::policy::hex::{hex, unhex};
 
 /// The longest tenant or principal, in bytes.
 pub const SCOPE_BYTES_MAX: usize = 255;
@@ -245,7 +246,10 @@ impl FromStr for PrincipalMark {
 
     fn from_str(text: &str) -> Result<Self, IdentityError> {
         let (kid, hash) = text.split_once(':').ok_or(IdentityError::Principal)?;
-        Ok(Self { kid: kid.parse()?, hash: unhex(hash).ok_or(IdentityError::Principal)? })
+        Ok(Self {
+            kid: kid.parse()?,
+            hash: unhex(hash).and_then(|hash| hash.try_into().ok()).ok_or(IdentityError::Principal)?,
+        })
     }
 }
 

@@ -15,8 +15,8 @@ use std::fmt;
 use sha2::{Digest, Sha256};
 use uuid::Uuid;
 
-use super::hex;
 use crate::policy::db_time::DbTime;
+use crate::policy::hex::hex;
 
 /// The shortest key, in bytes.
 pub const KEY_BYTES_MIN: usize = 16;

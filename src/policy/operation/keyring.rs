@@ -164,8 +164,8 @@ impl fmt::Debug for Keyring {
 
 #[cfg(test)]
 mod tests {
-    use super::super::hex;
     use super::*;
+    use crate::policy::hex::hex;
 
     fn kid(text: &str) -> Kid {
         text.parse().expect("a key id")

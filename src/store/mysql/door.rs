@@ -13,9 +13,9 @@ use sqlx::Row;
 use sqlx::mysql::MySqlConnection;
 use uuid::Uuid;
 
-use super::hex;
 use crate::error::{LimitError, StoreError};
 use crate::message::{Headers, Limits, MessageId, NewMessage, TraceContext, bucket};
+use crate::policy::hex::hex;
 use crate::store::Door;
 
 /// Lengths are twice those of the columns: everything stands in hexadecimal digits. Each limit that must be met stands for one row of `oncebox_limits`: a row that was deleted refuses everything.

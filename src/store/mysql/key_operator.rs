@@ -7,12 +7,13 @@ use uuid::Uuid;
 
 use super::operations::{finish, look_columns};
 use super::phases::{append, end_record, fence_of, follow, forget, lock, read};
-use super::{MySqlStore, START, hex, sixteen};
+use super::{MySqlStore, START, sixteen};
 use crate::error::StoreError;
+use crate::policy::hex::hex;
 use crate::policy::operation::Record;
 use crate::store::bounded::{Ask, Bounded};
-use crate::store::operations::RecordFence;
 use crate::store::key_operator::Audit;
+use crate::store::operations::RecordFence;
 use crate::store::operations::stored::look_of;
 use crate::store::phases::no_record;
 use crate::store::{

@@ -19,10 +19,11 @@ use sqlx::mysql::MySqlRow;
 use sqlx::{Either, MySql, Row};
 
 use super::door::headers_from_json;
-use super::{HISTORY_MAX, MySqlStore, START, hex, micros, number_list, shortened, text};
+use super::{HISTORY_MAX, MySqlStore, START, micros, number_list, shortened, text};
 use crate::error::StoreError;
 use crate::message::{OutgoingMessage, TraceContext};
 use crate::policy::db_time::DbTime;
+use crate::policy::hex::hex;
 use crate::policy::lease::{Fence, Lease};
 use crate::store::bounded::{Ask, Bounded, BoundedPool};
 use crate::store::relay::first_within;

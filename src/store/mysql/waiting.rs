@@ -15,9 +15,10 @@ use sqlx::{MySql, QueryBuilder, Row};
 use uuid::Uuid;
 
 use super::schema::number;
-use super::{HISTORY_MAX, MySqlStore, START, hex, hex_list, micros, number_list, shortened, text};
+use super::{HISTORY_MAX, MySqlStore, START, hex_list, micros, number_list, shortened, text};
 use crate::error::StoreError;
 use crate::message::{Coordinates, Message, MessageId, TraceContext};
+use crate::policy::hex::{hex, unhex};
 use crate::store::bounded::{Ask, Bounded};
 use crate::store::{Claim, ClaimedMessage, ConsumerId, ParkAs, Parked, Waiting};
 
@@ -413,11 +414,6 @@ fn headers_from_json(json: &str) -> Result<Vec<(String, Vec<u8>)>, StoreError> {
         },
     };
     pairs.into_iter().map(header).collect()
-}
-
-fn unhex(digits: &str) -> Option<Vec<u8>> {
-    let pairs = digits.as_bytes().chunks(2);
-    pairs.map(|pair| u8::from_str_radix(std::str::from_utf8(pair).ok()?, 16).ok()).collect()
 }
 
 #[cfg(test)]

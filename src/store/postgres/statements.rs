@@ -4,7 +4,6 @@
 //! digits whatever the column is, and `timestamptz`, `uuid`, `jsonb`, enums and domains need no code here.
 
 use std::collections::BTreeMap;
-use std::fmt::Write as _;
 
 use sqlx::postgres::PgArguments;
 use sqlx::{Arguments, AssertSqlSafe, Either, PgConnection, Row, Statement};
@@ -12,6 +11,7 @@ use sqlx::{Arguments, AssertSqlSafe, Either, PgConnection, Row, Statement};
 use super::PostgresStore;
 use crate::error::StoreError;
 use crate::message::wire;
+use crate::policy::hex::hex;
 use crate::store::bounded::Ask;
 use crate::store::{Dialect, Piece, SqlValue, Statements};
 
@@ -93,7 +93,7 @@ fn numbered(pieces: &[Piece], parameter: impl Fn(usize) -> String) -> String {
 fn text_of(name: &str, value: &SqlValue, wants_bytes: bool) -> Result<Option<String>, StoreError> {
     let text = match value {
         SqlValue::Null => return Ok(None),
-        SqlValue::Bytes(bytes) if wants_bytes => return Ok(Some(hex(bytes))),
+        SqlValue::Bytes(bytes) if wants_bytes => return Ok(Some(bytea(bytes))),
         SqlValue::Bytes(bytes) => String::from_utf8(bytes.clone())
             .map_err(|_| StoreError::Corrupt(format!("the parameter `{name}` is bytes that are no text")))?,
         SqlValue::Bool(value) => value.to_string(),
@@ -101,7 +101,7 @@ fn text_of(name: &str, value: &SqlValue, wants_bytes: bool) -> Result<Option<Str
         SqlValue::Number(text) | SqlValue::Text(text) | SqlValue::Json(text) => text.clone(),
     };
     if wants_bytes {
-        return Ok(Some(hex(text.as_bytes())));
+        return Ok(Some(bytea(text.as_bytes())));
     }
     if text.contains('\0') {
         return Err(StoreError::Corrupt(format!("the parameter `{name}` contains NUL, which PostgreSQL cannot hold")));
@@ -109,10 +109,7 @@ fn text_of(name: &str, value: &SqlValue, wants_bytes: bool) -> Result<Option<Str
     Ok(Some(text))
 }
 
-fn hex(bytes: &[u8]) -> String {
-    bytes.iter().fold(String::with_capacity(2 + 2 * bytes.len()) + "\\x", |mut hex, byte| {
-        // Writing into a String cannot fail.
-        let _ = write!(hex, "{byte:02x}");
-        hex
-    })
+/// As `bytea` reads it.
+fn bytea(bytes: &[u8]) -> String {
+    format!("\\x{}", hex(bytes))
 }

@@ -13,6 +13,7 @@ use super::connect::RedisKeys;
 use super::scripts;
 use crate::error::StoreError;
 use crate::policy::db_time::DbTime;
+use crate::policy::hex::hex;
 use crate::policy::lease::Lease;
 use crate::policy::operation::record::{Resource, StoredAnswer, StoredBody, Tombstone};
 use crate::policy::operation::retention::Retention;
@@ -104,7 +105,7 @@ fn micros(duration: Duration) -> Vec<u8> {
 }
 
 fn name(identity: &Identity) -> String {
-    identity.digest().iter().map(|byte| format!("{byte:02x}")).collect()
+    hex(&identity.digest())
 }
 
 fn text(text: impl std::fmt::Display) -> Vec<u8> {
