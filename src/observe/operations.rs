@@ -132,3 +132,23 @@ pub fn operations_stand(oldest_in_progress: Option<Duration>, unknown: u64) {
     gauge!(IDEMPOTENCY_IN_PROGRESS_AGE).set(oldest_in_progress.unwrap_or_default().as_secs_f64());
     gauge!(IDEMPOTENCY_UNKNOWN).set(unknown as f64);
 }
+
+#[cfg(all(test, feature = "programs"))]
+mod tests {
+    use super::*;
+
+    // Shown by: leaving the counter out of `noted`, and out of what is shown at 0.
+    #[test]
+    fn o8_contradictions_are_counted_and_shown_before_the_first() {
+        let recorder = metrics_exporter_prometheus::PrometheusBuilder::new().build_recorder();
+        let shown = recorder.handle();
+        metrics::with_local_recorder(&recorder, || {
+            operation_starts("charge");
+            for count in [0, 1, 2] {
+                let line = format!("oncebox_idempotency_evidence_conflict_count{{operation=\"charge\"}} {count}");
+                assert!(shown.render().contains(&line), "{}", shown.render());
+                noted("charge", "ab12", Noted::Contradiction);
+            }
+        });
+    }
+}
