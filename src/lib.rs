@@ -51,3 +51,8 @@ pub use store::Store;
 #[cfg(all(doctest, feature = "postgres", feature = "programs", feature = "http", feature = "client"))]
 #[doc = include_str!("../README.md")]
 struct Readme;
+
+/// The code of the client's guide.
+#[cfg(all(doctest, feature = "client"))]
+#[doc = include_str!("../docs/reference/client.md")]
+struct ClientGuide;

@@ -225,15 +225,9 @@ fn what_cannot_be_run_inside_a_test_run_is_there() {
 fn every_link_of_the_documents_leads_to_a_file() {
     let mut documents: Vec<PathBuf> =
         ["README.md", "ARCHITECTURE.md", "SECURITY.md", "CHANGELOG.md"].map(|name| root().join(name)).to_vec();
-    let mut open = vec![root().join("docs")];
-    while let Some(directory) = open.pop() {
-        for entry in std::fs::read_dir(directory).unwrap() {
-            let path = entry.unwrap().path();
-            if path.is_dir() { open.push(path) } else { documents.push(path) }
-        }
-    }
+    documents.extend(documents_below("docs"));
     let mut links = 0;
-    for document in documents.iter().filter(|path| path.extension().is_some_and(|extension| extension == "md")) {
+    for document in &documents {
         let text = std::fs::read_to_string(document).unwrap();
         for target in text.split("](").skip(1).map(|rest| rest.split(')').next().unwrap()) {
             if target.starts_with("http") || target.starts_with('#') {
@@ -252,6 +246,66 @@ fn every_link_of_the_documents_leads_to_a_file() {
     {
         assert!(root().join(path).exists(), "{path}");
     }
+}
+
+/// The documents below a folder.
+fn documents_below(folder: &str) -> Vec<PathBuf> {
+    let (mut open, mut found) = (vec![root().join(folder)], Vec::new());
+    while let Some(directory) = open.pop() {
+        for entry in std::fs::read_dir(directory).unwrap() {
+            let path = entry.unwrap().path();
+            if path.is_dir() { open.push(path) } else { found.push(path) }
+        }
+    }
+    found.retain(|path| path.extension().is_some_and(|extension| extension == "md"));
+    found
+}
+
+/// Shown by: a guide that named a page which was never written.
+#[test]
+fn every_file_that_a_guide_names_is_there() {
+    let mut named = 0;
+    for document in documents_below("docs") {
+        let text = std::fs::read_to_string(&document).unwrap();
+        let is_part = |c: char| c.is_ascii_alphanumeric() || "/._-".contains(c);
+        for word in text.split(|c| !is_part(c)).map(|word| word.trim_end_matches('.')) {
+            let folders = ["docs/", "tests/", "examples/", "scripts/", "src/", "migrations/", "deploy/"];
+            if folders.iter().any(|folder| word.starts_with(folder)) {
+                assert!(root().join(word).exists(), "{}: {word} is not there", document.display());
+                named += 1;
+            }
+        }
+    }
+    assert!(named > 10, "{named}");
+}
+
+/// Shown by: a flag of another command; a command that has another name.
+#[test]
+fn every_command_that_a_guide_names_is_one_with_these_flags() {
+    let known = commands();
+    let mut named = 0;
+    for document in documents_below("docs") {
+        let text = std::fs::read_to_string(&document).unwrap();
+        let codes = text.split('`').skip(1).step_by(2).filter_map(|code| code.strip_prefix("oncebox "));
+        for code in codes {
+            // `bench relay|append`: each of them.
+            let first = code.split(" -").next().unwrap();
+            let words: Vec<&str> = first
+                .split(' ')
+                .filter(|word| word.chars().all(|c| c.is_ascii_lowercase() || "-|".contains(c)))
+                .collect();
+            let (last, group) = words.split_last().unwrap();
+            for name in last.split('|') {
+                let path: Vec<String> = group.iter().copied().chain([name]).map(str::to_owned).collect();
+                assert!(known.contains(&path), "{}: `oncebox {code}` is no command", document.display());
+                let has = flags(&help(ONCEBOX, &path));
+                let lacks: Vec<_> = flags(code).into_iter().filter(|flag| !has.contains(flag)).collect();
+                assert!(lacks.is_empty(), "{}: `oncebox {code}` has no {lacks:?}", document.display());
+                named += 1;
+            }
+        }
+    }
+    assert!(named > 8, "{named}");
 }
 
 /// Words that begin with two dashes.
