@@ -46,7 +46,9 @@ pub(crate) use inbox::time_in_id;
 pub use inbox::{
     Admission, ConsumerId, ConsumerSpec, Inbox, InboxEntry, InboxTx, Known, ParkAs, Parked, Proof, Purged, Standing,
 };
-pub use key_operator::{KeyChange, KeyFilter, KeyOperator, OperationChange, OperationFilter, Resolution};
+pub use key_operator::{
+    FoundOperations, KeyChange, KeyFilter, KeyOperator, OperationChange, OperationFilter, Resolution,
+};
 pub use mailbox::{EmailOutcome, EmailToSend, Mailbox, NewEmail};
 pub use operations::{
     Answer, AnswerBody, Basis, Begun, Claimed, Fenced, KeptBody, KeyClaim, Keys, Look, OperationStats, OperationTx,

@@ -14,7 +14,7 @@ use super::keys::moment;
 use crate::app::config::Settings;
 use crate::app::{AppError, require_schema, say};
 use crate::policy::operation::flow::Stage;
-use crate::store::{OperationFilter, Outcome, Resolution, Sealed, Store, StoredOperation};
+use crate::store::{FoundOperations, OperationFilter, Outcome, Resolution, Sealed, Store, StoredOperation};
 
 /// What to do with operations in phases.
 #[derive(Debug, Subcommand)]
@@ -249,14 +249,19 @@ fn fields(one: &StoredOperation) -> Value {
 }
 
 async fn list<S: Store>(store: &S, filter: &Filter, output: Output) -> Result<(), AppError> {
-    let found = store.operations(&filter.to_store()).await?;
-    if found.len() >= filter.limit as usize {
+    let FoundOperations { operations: found, unreadable } = store.operations(&filter.to_store()).await?;
+    if found.len() + unreadable.len() >= filter.limit as usize {
         say("INFO", "hint: there may be more; see `--limit`");
     }
     if output == Output::Json {
         let operations: Vec<Value> = found.iter().map(fields).collect();
-        data!("{}", to_json(&json!({ "operations": operations }))?);
+        let unreadable = unreadable.iter().map(|(id, why)| json!({ "operation_id": id, "error": why }));
+        let unreadable: Vec<Value> = unreadable.collect();
+        data!("{}", to_json(&json!({ "operations": operations, "unreadable": unreadable }))?);
         return Ok(());
+    }
+    for (id, why) in &unreadable {
+        say("ERROR", &format!("operation {id} cannot be read, and nothing drives it: {why}"));
     }
     let mut table =
         table(["operation", "tenant", "flow", "stage", "point", "effects", "tries", "parked", "due", "since"]);

@@ -65,6 +65,31 @@ pub struct OperationFilter {
     pub limit: u32,
 }
 
+/// Operations that were asked for.
+#[derive(Debug, Default)]
+pub struct FoundOperations {
+    /// Oldest first.
+    pub operations: Vec<StoredOperation>,
+    /// Whose rows are not what was written, and why: nobody drives them, so an operator must see them.
+    pub unreadable: Vec<(Uuid, String)>,
+}
+
+impl FoundOperations {
+    /// Adds what was read under this id. One that cannot be read does not hide the others.
+    pub(super) fn add(
+        &mut self,
+        id: Uuid,
+        read: Result<Option<StoredOperation>, StoreError>,
+    ) -> Result<(), StoreError> {
+        match read {
+            Ok(found) => self.operations.extend(found),
+            Err(error @ StoreError::Corrupt(_)) => self.unreadable.push((id, error.to_string())),
+            Err(error) => return Err(error),
+        }
+        Ok(())
+    }
+}
+
 /// What is done with a key.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum KeyChange {
@@ -278,10 +303,7 @@ pub trait KeyOperator: Phases {
     fn keys(&self, filter: &KeyFilter) -> impl Future<Output = Result<Vec<Look>, StoreError>> + Send;
 
     /// Operations with intents and evidence, oldest first.
-    fn operations(
-        &self,
-        filter: &OperationFilter,
-    ) -> impl Future<Output = Result<Vec<StoredOperation>, StoreError>> + Send;
+    fn operations(&self, filter: &OperationFilter) -> impl Future<Output = Result<FoundOperations, StoreError>> + Send;
 
     /// One change of a record with its audit row, fenced by epoch and state as seen. What it may not be used for is refused by
     /// [`Self::act_on_key`]; here the statement hits or does not.

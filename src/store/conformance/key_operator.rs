@@ -186,7 +186,8 @@ pub async fn o8_operations_are_found_by_every_filter_and_conflicts_are_seen<F: F
     assert_eq!(tx.finish("SENT", &completed(), &KEPT).await.unwrap(), MOVED);
     tx.commit().await.unwrap();
     trial.store.observe(&observed(&wrong, "indefinite")).await.unwrap();
-    let conflicts = || async { trial.store.operations(&OperationFilter { conflicts: true, ..any() }).await.unwrap() };
+    let conflicts =
+        || async { trial.store.operations(&OperationFilter { conflicts: true, ..any() }).await.unwrap().operations };
     assert_eq!(conflicts().await, vec![]);
     trial.store.observe(&observed(&wrong, "failure")).await.unwrap();
     let cases = [
@@ -204,7 +205,7 @@ pub async fn o8_operations_are_found_by_every_filter_and_conflicts_are_seen<F: F
         (OperationFilter { conflicts: true, ..any() }, 1),
     ];
     for (filter, count) in cases {
-        assert_eq!(trial.store.operations(&filter).await.unwrap().len(), count, "{filter:?}");
+        assert_eq!(trial.store.operations(&filter).await.unwrap().operations.len(), count, "{filter:?}");
     }
     assert_eq!(conflicts().await[0].operation_id, wrong.operation_id);
     trial.store.observe(&observed(&undone, "failure")).await.unwrap();
@@ -235,8 +236,9 @@ pub async fn o8_every_verdict_has_its_word_and_a_mismatch_is_a_conflict_until_it
     let mut tx = trial.store.begin_phase(&driven).await.unwrap();
     assert_eq!(tx.finish("SENT", &completed(), &KEPT).await.unwrap(), MOVED);
     tx.commit().await.unwrap();
-    let conflicts =
-        || async { trial.store.operations(&OperationFilter { conflicts: true, ..any() }).await.unwrap().len() };
+    let conflicts = || async {
+        trial.store.operations(&OperationFilter { conflicts: true, ..any() }).await.unwrap().operations.len()
+    };
     assert_eq!(conflicts().await, 0);
     let word = NewEvidence { kind: "operator".to_owned(), ..see(Verdict::Succeeded) };
     for (evidence, expected) in [(see(Verdict::Mismatch), 1), (word, 0), (see(Verdict::Mismatch), 1)] {

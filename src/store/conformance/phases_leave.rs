@@ -10,11 +10,11 @@ use super::trial::eventually;
 use super::{Fixture, Trial};
 use crate::policy::operation::State;
 use crate::policy::operation::flow::Stage;
-use crate::store::{Driven, Due, Fenced, PhaseTx, Phases};
+use crate::store::{Driven, Due, Fenced, KeyOperator, OperationFilter, PhaseTx, Phases};
 
 /// It is set aside with the column, and keeps nobody from the others; neither does a record that is gone keep one from being parked.
 ///
-/// Shown by: ending with its error: all three stay, for ever; leaving none without its record.
+/// Shown by: ending with its error: all three stay, for ever; leaving none without its record; a listing that ends with its error.
 pub async fn o22_an_operation_that_cannot_be_read_is_parked_and_the_others_are_taken<F: Fixture>(trial: &Trial<F>) {
     let mut due = Vec::new();
     for key in ["corrupt", "gone", "sound"] {
@@ -30,6 +30,9 @@ pub async fn o22_an_operation_that_cannot_be_read_is_parked_and_the_others_are_t
     assert!(matches!(trial.store.operation(due[0].operation_id).await, Err(crate::StoreError::Corrupt(_))));
     let aside = "parked = 'unreadable: unexpected data: a stored operation: 70000 is no status' and owner is null and due_at is null";
     assert_eq!(trial.number(&format!("select count(*) from {} where {aside}", trial.table("operation"))).await, 1);
+    let parked = OperationFilter { parked: true, limit: 10, ..OperationFilter::default() };
+    let found = trial.store.operations(&parked).await.unwrap();
+    assert_eq!((found.operations, found.unreadable.len(), found.unreadable[0].0), (vec![], 1, due[0].operation_id));
     assert_eq!(record(trial, &new_operation("corrupt", LONG).claim).await.state, State::UnknownRequiresRecovery);
     assert!(trial.store.take_due("create_charge", &[2], 10, LONG).await.unwrap().is_empty());
     trial.run(&format!("delete from {} where state = 'IN_PROGRESS'", trial.table("idempotency_request"))).await;

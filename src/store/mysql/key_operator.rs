@@ -17,7 +17,8 @@ use crate::store::operations::RecordFence;
 use crate::store::operations::stored::look_of;
 use crate::store::phases::no_record;
 use crate::store::{
-    ActContext, Fenced, KeyChange, KeyFilter, KeyOperator, Look, OperationChange, OperationFilter, StoredOperation,
+    ActContext, Fenced, FoundOperations, KeyChange, KeyFilter, KeyOperator, Look, OperationChange, OperationFilter,
+    StoredOperation,
 };
 
 /// As [`look_of`] reads it.
@@ -73,7 +74,7 @@ impl KeyOperator for MySqlStore {
         keys.all(&self.pool).await?.iter().map(look_of).collect()
     }
 
-    async fn operations(&self, filter: &OperationFilter) -> Result<Vec<StoredOperation>, StoreError> {
+    async fn operations(&self, filter: &OperationFilter) -> Result<FoundOperations, StoreError> {
         let ids = query_scalar::<_, Vec<u8>>(OPERATIONS);
         let ids = if_given!(ids, filter.operation_id.map(|id| id.as_bytes().to_vec()));
         let ids = if_given!(ids, filter.flow.as_ref().map(|flow| flow.as_bytes().to_vec()));
@@ -81,9 +82,10 @@ impl KeyOperator for MySqlStore {
         let ids = if_given!(ids, filter.stage.map(|stage| stage.as_str())).bind(filter.parked);
         let ids = if_given!(ids, filter.older_than.map(super::micros)).bind(filter.conflicts).bind(filter.limit);
         let mut connection = self.pool.acquire().await?;
-        let mut found = Vec::new();
+        let mut found = FoundOperations::default();
         for id in ids.all(&mut connection).await? {
-            found.extend(read(&mut connection, Uuid::from_bytes(sixteen("operation_id", &id)?)).await?);
+            let id = Uuid::from_bytes(sixteen("operation_id", &id)?);
+            found.add(id, read(&mut connection, id).await)?;
         }
         Ok(found)
     }

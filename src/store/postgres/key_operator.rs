@@ -16,7 +16,8 @@ use crate::store::operations::RecordFence;
 use crate::store::operations::stored::look_of;
 use crate::store::phases::no_record;
 use crate::store::{
-    ActContext, Fenced, KeyChange, KeyFilter, KeyOperator, Look, OperationChange, OperationFilter, StoredOperation,
+    ActContext, Fenced, FoundOperations, KeyChange, KeyFilter, KeyOperator, Look, OperationChange, OperationFilter,
+    StoredOperation,
 };
 
 /// As [`look_of`] reads it.
@@ -69,7 +70,7 @@ impl KeyOperator for PostgresStore {
         rows.iter().map(look_of).collect()
     }
 
-    async fn operations(&self, filter: &OperationFilter) -> Result<Vec<StoredOperation>, StoreError> {
+    async fn operations(&self, filter: &OperationFilter) -> Result<FoundOperations, StoreError> {
         let ids = query_scalar::<_, Uuid>(OPERATIONS)
             .bind(filter.operation_id)
             .bind(filter.flow.clone())
@@ -80,9 +81,9 @@ impl KeyOperator for PostgresStore {
             .bind(filter.conflicts)
             .bind(i64::from(filter.limit));
         let mut connection = self.pool.acquire().await?;
-        let mut found = Vec::new();
+        let mut found = FoundOperations::default();
         for id in ids.all(&mut connection).await? {
-            found.extend(read(&mut connection, id).await?);
+            found.add(id, read(&mut connection, id).await)?;
         }
         Ok(found)
     }

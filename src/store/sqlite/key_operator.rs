@@ -18,8 +18,8 @@ use crate::store::operations::RecordFence;
 use crate::store::operations::stored::look_of;
 use crate::store::phases::no_record;
 use crate::store::{
-    ActContext, Base, Fenced, KeyChange, KeyFilter, KeyOperator, Look, OperationChange, OperationFilter,
-    StoredOperation,
+    ActContext, Base, Fenced, FoundOperations, KeyChange, KeyFilter, KeyOperator, Look, OperationChange,
+    OperationFilter, StoredOperation,
 };
 
 /// As [`look_of`] reads it.
@@ -76,7 +76,7 @@ impl KeyOperator for SqliteStore {
         rows.iter().map(look_of).collect()
     }
 
-    async fn operations(&self, filter: &OperationFilter) -> Result<Vec<StoredOperation>, StoreError> {
+    async fn operations(&self, filter: &OperationFilter) -> Result<FoundOperations, StoreError> {
         let ids = query_scalar::<_, Vec<u8>>(OPERATIONS)
             .bind(filter.operation_id.map(|id| id.as_bytes().to_vec()))
             .bind(filter.flow.clone())
@@ -87,10 +87,10 @@ impl KeyOperator for SqliteStore {
             .bind(filter.conflicts)
             .bind(filter.limit);
         let mut connection = self.pool().acquire().await?;
-        let mut found = Vec::new();
+        let mut found = FoundOperations::default();
         for id in ids.fetch_all(&mut *connection).await? {
             let id = Uuid::from_slice(&id).map_err(|error| StoreError::Corrupt(error.to_string()))?;
-            found.extend(read(&mut connection, id).await?);
+            found.add(id, read(&mut connection, id).await)?;
         }
         Ok(found)
     }
