@@ -41,8 +41,8 @@ async fn read_so_far(store: &MySqlStore) -> u64 {
 
 // Shown by: a statement that does not name the column of the index (all rows were read for an open state).
 #[tokio::test]
-async fn m104_keys_are_listed_by_hash_and_by_open_state_without_reading_the_table() {
-    let test = "m104_keys_are_listed_by_hash_and_by_open_state_without_reading_the_table";
+async fn m105_keys_are_listed_by_hash_and_by_open_state_without_reading_the_table() {
+    let test = "m105_keys_are_listed_by_hash_and_by_open_state_without_reading_the_table";
     let Some(db) = Db::new(test).await else { return };
     fill(&db).await;
     let store =

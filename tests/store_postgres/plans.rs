@@ -38,8 +38,8 @@ async fn read_so_far(database: &Database) -> [i64; 4] {
 
 // Shown by: a filter that no index serves (`--state completed` reads all rows, as its documentation says).
 #[tokio::test]
-async fn m104_keys_are_listed_by_hash_and_by_open_state_without_reading_the_table() {
-    let test = "m104_keys_are_listed_by_hash_and_by_open_state_without_reading_the_table";
+async fn m105_keys_are_listed_by_hash_and_by_open_state_without_reading_the_table() {
+    let test = "m105_keys_are_listed_by_hash_and_by_open_state_without_reading_the_table";
     with_database(test, |database| async move {
         fill(&database).await;
         let one: Vec<u8> = database.value("select sha256('77'::bytea)").await;
