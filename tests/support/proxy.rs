@@ -40,6 +40,8 @@ struct Armed {
     failure: Failure,
     /// How long; then new connections work.
     lasts: Duration,
+    /// So many more such requests in a row fail after this one.
+    again: u32,
 }
 
 #[derive(Debug)]
@@ -83,15 +85,27 @@ impl Proxy {
     /// The network fails at the request that comes after so many others, and works again a moment later.
     pub(crate) fn fail_after(&self, requests: u32, when: When, failure: Failure) {
         let lasts = Duration::from_millis(150);
-        *self.shared.armed.lock().unwrap() = Some(Armed { requests, text: None, when, failure, lasts });
+        *self.shared.armed.lock().unwrap() = Some(Armed { requests, text: None, when, failure, lasts, again: 0 });
     }
 
     /// It fails at a request with the text `at` on a connection that has sent `since`, after so many others of that kind; other
     /// connections go on.
     pub(crate) fn fail_at(&self, since: &'static str, at: &'static str, requests: u32, when: When, failure: Failure) {
-        let text = Some((since, at));
-        let lasts = Duration::ZERO;
-        *self.shared.armed.lock().unwrap() = Some(Armed { requests, text, when, failure, lasts });
+        let (text, lasts) = (Some((since, at)), Duration::ZERO);
+        *self.shared.armed.lock().unwrap() = Some(Armed { requests, text, when, failure, lasts, again: 0 });
+    }
+
+    /// It fails so many times in a row at such a request: armed at once, since a retry may come before anybody could arm it anew.
+    pub(crate) fn fail_times_at(
+        &self,
+        times: u32,
+        since: &'static str,
+        at: &'static str,
+        when: When,
+        failure: Failure,
+    ) {
+        let (text, lasts) = (Some((since, at)), Duration::ZERO);
+        *self.shared.armed.lock().unwrap() = Some(Armed { requests: 0, text, when, failure, lasts, again: times - 1 });
     }
 
     /// Nothing is to fail any more.
@@ -216,7 +230,13 @@ impl Connection {
                 armed.requests = left;
                 None
             }
-            None => slot.take(),
+            None => match armed.again.checked_sub(1) {
+                Some(again) => {
+                    armed.again = again;
+                    Some(armed.clone())
+                }
+                None => slot.take(),
+            },
         }
     }
 
