@@ -10,6 +10,7 @@
 //! | `door_c` | [`Engine::execute_edge`]: a claim around any handler |
 //! | `codec` | what is kept of answers, and replayed |
 //! | `reconcile` | how an edge run ended whose end was not seen |
+//! | `standing` | what must come to stand behind the answer |
 //! | `running`, `memory` | what runs here; how much memory bodies may take |
 //!
 //! Not here: the decisions ([`policy::operation`](crate::policy::operation)), the statements ([`store`](crate::store)), and HTTP or
@@ -26,6 +27,7 @@ pub mod phased;
 mod reconcile;
 mod reply;
 mod running;
+mod standing;
 
 pub use codec::{Kept, SealError, Sealer};
 pub use door_a::EffectTx;

@@ -8,20 +8,13 @@ use oncebox::policy::operation::Code;
 use oncebox::policy::operation::flow::Stage;
 use oncebox::runtime::operation::Answered;
 
-use crate::flow::{Clash, KEY, Plan, Service};
+use crate::flow::{Clash, KEY, Plan, Service, code};
 use crate::scripted::{Scripted, done};
 use crate::world::Rows;
 
 const ONE: &str = "key-0000000000000001";
 const TWO: &str = "key-0000000000000002";
 const BUDGET: Duration = Duration::from_secs(20);
-
-fn code(answered: &Answered) -> Option<Code> {
-    match answered {
-        Answered::Problem(problem) => Some(problem.code),
-        Answered::Reply { .. } => None,
-    }
-}
 
 /// Two operations in a deadlock: one of them runs its phase again, within its request.
 async fn deadlock<S: Rows>(store: &S, first_phase: bool, hidden: bool) {

@@ -12,20 +12,13 @@ use oncebox::store::postgres::PostgresStore;
 use oncebox::store::{Base, NewEvidence, Phases, Sealed};
 use tokio::sync::Notify;
 
-use crate::flow::{KEY, Plan, Service};
+use crate::flow::{KEY, Plan, Service, code};
 use crate::scripted::{Act, Scripted, done};
 use crate::support::eventually;
 use crate::world::{Rows, SOON};
 
 const ONE: &str = "key-0000000000000001";
 const BUDGET: Duration = Duration::from_secs(20);
-
-fn code(answered: &Answered) -> Option<Code> {
-    match answered {
-        Answered::Problem(problem) => Some(problem.code),
-        Answered::Reply { .. } => None,
-    }
-}
 
 // The first driver's lease is over while it waits for its answer; the second one has no means to find out, and parks.
 // Shown by: leaving the operation parked (`speak_up` left out).

@@ -9,7 +9,7 @@ use oncebox::policy::operation::key::KeyFormat;
 use oncebox::policy::operation::provider::{Strategy, Window};
 use oncebox::policy::operation::record::Mode;
 use oncebox::policy::operation::route::AfterExpiry;
-use oncebox::policy::operation::{FingerprintWriter, IdempotentCommand, Key, Route, Scope};
+use oncebox::policy::operation::{Code, FingerprintWriter, IdempotentCommand, Key, Route, Scope};
 use oncebox::runtime::operation::phased::{
     Door, DriveSettings, Effect, First, FirstPhase, Flow, Local, LocalPhase, LocalPoint, Phase, Prepare, Provider,
     Recovery, RecoveryOptions, Settled, SettledPhase, SettledPoint, Settlement, Settlements,
@@ -32,6 +32,14 @@ pub(crate) const KEY_AND_QUERY: Strategy = Strategy::KeyAndQuery(WINDOW);
 pub(crate) const KEY: Strategy = Strategy::Key(WINDOW);
 pub(crate) const WINDOW: Window =
     Window { retention: Duration::from_secs(86_400), max_in_flight: Duration::from_secs(60) };
+
+/// The code of a problem; none where the operation itself answered.
+pub(crate) fn code(answered: &Answered) -> Option<Code> {
+    match answered {
+        Answered::Problem(problem) => Some(problem.code),
+        Answered::Reply { .. } => None,
+    }
+}
 
 /// The command.
 #[derive(Debug, Clone, Serialize, Deserialize)]

@@ -12,7 +12,7 @@ use oncebox::store::{NewEvidence, Sealed};
 use tokio::sync::Notify;
 use uuid::Uuid;
 
-use crate::flow::{KEY, Plan, Service, WINDOW};
+use crate::flow::{KEY, Plan, Service, WINDOW, code};
 use crate::scripted::{Act, Scripted, declined, done};
 use crate::support::eventually;
 use crate::world::{Rows, SOON};
@@ -20,13 +20,6 @@ use crate::world::{Rows, SOON};
 const ONE: &str = "key-0000000000000001";
 const TWO: &str = "key-0000000000000002";
 const BUDGET: Duration = Duration::from_secs(20);
-
-fn code(answered: &Answered) -> Option<Code> {
-    match answered {
-        Answered::Problem(problem) => Some(problem.code),
-        Answered::Reply { .. } => None,
-    }
-}
 
 fn status(answered: &Answered) -> (u16, bool) {
     match answered {

@@ -25,6 +25,7 @@ use super::endpoint::Registered;
 use super::engine::Engine;
 use super::front::{Asking, Begin, Front, KeyGiven, Turn};
 use super::reply::{Answered, Reply};
+use super::standing::stand_later;
 use crate::error::{HandlerError, StoreError};
 use crate::message::NewMessage;
 use crate::observe::Noted;
@@ -36,9 +37,6 @@ use crate::store::{self, Basis, Begun, OperationTx, Operations, Proof};
 
 /// How often what is nobody's fault runs again.
 const TRIES_MAX: u32 = 10;
-/// How long it is tried to write that a run is unknown, where the store does not answer, and how often.
-const UNKNOWN_TRIED_FOR: Duration = Duration::from_secs(60);
-const UNKNOWN_AGAIN: Duration = Duration::from_millis(250);
 
 /// The transaction of one operation: what is written through it commits together with the operation's outcome.
 ///
@@ -366,35 +364,12 @@ where
         if let Err(error) = written {
             tracing::error!(operation = %front.endpoint().operation(), key = front.short_key(), %error, "an operation that ended its transaction could not be marked as unknown");
             if aftermath == Aftermath::InsertUnknown {
-                self.stand_unknown_later(begin);
+                let (engine, patience) = (front.engine(), front.patience());
+                stand_later(engine, begin, claim.clone(), patience, |store, claim, basis, patience| {
+                    store.stand_unknown(claim, basis, patience).boxed()
+                });
             }
         }
         Tried::Answer(front.problem(Code::TransactionEnded))
-    }
-
-    /// Tries on behind the answer: a retry that runs before it is written would be a second effect (O1).
-    fn stand_unknown_later(&self, begin: &Begin) {
-        let (engine, claim, patience) = (self.front.engine().clone(), begin.claim.clone(), self.front.patience());
-        let seen = match begin.basis() {
-            Basis::New => None,
-            Basis::TakeOver(seen) | Basis::Reclaim(seen) | Basis::Anew(seen) => Some(seen.clone()),
-        };
-        let reclaims = matches!(begin.basis(), Basis::Reclaim(_));
-        let until = Instant::now() + UNKNOWN_TRIED_FOR;
-        engine.clone().spawn(async move {
-            while Instant::now() < until {
-                tokio::time::sleep(UNKNOWN_AGAIN).await;
-                let basis = match &seen {
-                    None => Basis::New,
-                    Some(seen) if reclaims => Basis::Reclaim(seen),
-                    Some(seen) => Basis::Anew(seen),
-                };
-                match engine.store().stand_unknown(&claim, basis, patience).await {
-                    Ok(()) => return,
-                    Err(error) => tracing::debug!(%error, "an operation could not be marked as unknown"),
-                }
-            }
-            tracing::error!(operation = %claim.identity.operation(), "an operation that ended its transaction was never marked as unknown");
-        });
     }
 }

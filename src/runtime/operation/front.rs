@@ -96,24 +96,35 @@ pub struct Begin {
 }
 
 /// What must still be there for the claim to succeed.
-#[derive(Debug)]
-enum Ground {
+#[derive(Debug, Clone)]
+pub(super) enum Ground {
     New,
     TakeOver(Box<Record>),
     Reclaim(Box<Record>),
     Anew(Box<Record>),
 }
 
+impl Ground {
+    pub(super) fn basis(&self) -> Basis<'_> {
+        match self {
+            Self::New => Basis::New,
+            Self::TakeOver(record) => Basis::TakeOver(record),
+            Self::Reclaim(record) => Basis::Reclaim(record),
+            Self::Anew(record) => Basis::Anew(record),
+        }
+    }
+}
+
 impl Begin {
     /// What must still be there for the claim to succeed.
     #[must_use]
     pub fn basis(&self) -> Basis<'_> {
-        match &self.ground {
-            Ground::New => Basis::New,
-            Ground::TakeOver(record) => Basis::TakeOver(record),
-            Ground::Reclaim(record) => Basis::Reclaim(record),
-            Ground::Anew(record) => Basis::Anew(record),
-        }
+        self.ground.basis()
+    }
+
+    /// The same, for work that outlives the request.
+    pub(super) fn ground(&self) -> Ground {
+        self.ground.clone()
     }
 
     /// How long it has run.

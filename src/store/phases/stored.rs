@@ -51,50 +51,38 @@ where
     for<'r> String: Decode<'r, R::Database> + Type<R::Database>,
     for<'r> Vec<u8>: Decode<'r, R::Database> + Type<R::Database>,
 {
-    named(OPERATION, read_operation(row, intents, evidence))
-}
-
-fn read_operation<R>(
-    row: &R,
-    intents: Vec<StoredIntent>,
-    evidence: Vec<StoredEvidence>,
-) -> Result<StoredOperation, StoreError>
-where
-    R: Row,
-    usize: ColumnIndex<R>,
-    for<'r> i64: Decode<'r, R::Database> + Type<R::Database>,
-    for<'r> String: Decode<'r, R::Database> + Type<R::Database>,
-    for<'r> Vec<u8>: Decode<'r, R::Database> + Type<R::Database>,
-{
-    let time = |index: usize| -> Result<Option<DbTime>, StoreError> {
-        Ok(row.try_get::<Option<i64>, _>(index)?.map(DbTime::from_micros))
+    let read = || -> Result<StoredOperation, StoreError> {
+        let time = |index: usize| -> Result<Option<DbTime>, StoreError> {
+            Ok(row.try_get::<Option<i64>, _>(index)?.map(DbTime::from_micros))
+        };
+        let identity = match row.try_get::<Option<Vec<u8>>, _>(2)? {
+            None => None,
+            Some(tenant) => {
+                let (operation, key): (Vec<u8>, Vec<u8>) = (row.try_get(3)?, row.try_get(4)?);
+                Some(Identity::from_stored(&tenant, &operation, &key).map_err(corrupt)?)
+            }
+        };
+        Ok(StoredOperation {
+            now: DbTime::from_micros(row.try_get(0)?),
+            operation_id: Uuid::from_slice(&row.try_get::<Vec<u8>, _>(1)?).map_err(corrupt)?,
+            identity,
+            flow: row.try_get(5)?,
+            flow_version: number("flow_version", row.try_get(6)?)?,
+            point: row.try_get(7)?,
+            stage: stage(&row.try_get::<String, _>(8)?)?,
+            command: Sealed { bytes: row.try_get(9)?, kid: row.try_get(10)? },
+            epoch: row.try_get(11)?,
+            lease_until: time(12)?,
+            attempts: number("attempts", row.try_get(13)?)?,
+            due_at: time(14)?,
+            parked: row.try_get(15)?,
+            created_at: DbTime::from_micros(row.try_get(16)?),
+            outcome_at: time(17)?,
+            intents,
+            evidence,
+        })
     };
-    let identity = match row.try_get::<Option<Vec<u8>>, _>(2)? {
-        None => None,
-        Some(tenant) => {
-            let (operation, key): (Vec<u8>, Vec<u8>) = (row.try_get(3)?, row.try_get(4)?);
-            Some(Identity::from_stored(&tenant, &operation, &key).map_err(corrupt)?)
-        }
-    };
-    Ok(StoredOperation {
-        now: DbTime::from_micros(row.try_get(0)?),
-        operation_id: Uuid::from_slice(&row.try_get::<Vec<u8>, _>(1)?).map_err(corrupt)?,
-        identity,
-        flow: row.try_get(5)?,
-        flow_version: number("flow_version", row.try_get(6)?)?,
-        point: row.try_get(7)?,
-        stage: stage(&row.try_get::<String, _>(8)?)?,
-        command: Sealed { bytes: row.try_get(9)?, kid: row.try_get(10)? },
-        epoch: row.try_get(11)?,
-        lease_until: time(12)?,
-        attempts: number("attempts", row.try_get(13)?)?,
-        due_at: time(14)?,
-        parked: row.try_get(15)?,
-        created_at: DbTime::from_micros(row.try_get(16)?),
-        outcome_at: time(17)?,
-        intents,
-        evidence,
-    })
+    named(OPERATION, read())
 }
 
 /// A row of [`INTENT`].
@@ -106,32 +94,24 @@ where
     for<'r> String: Decode<'r, R::Database> + Type<R::Database>,
     for<'r> Vec<u8>: Decode<'r, R::Database> + Type<R::Database>,
 {
-    named(INTENT, read_intent(row))
-}
-
-fn read_intent<R>(row: &R) -> Result<StoredIntent, StoreError>
-where
-    R: Row,
-    usize: ColumnIndex<R>,
-    for<'r> i64: Decode<'r, R::Database> + Type<R::Database>,
-    for<'r> String: Decode<'r, R::Database> + Type<R::Database>,
-    for<'r> Vec<u8>: Decode<'r, R::Database> + Type<R::Database>,
-{
-    let intent = NewIntent {
-        effect: row.try_get(0)?,
-        strategy: row.try_get(1)?,
-        provider_key: row.try_get(2)?,
-        request: Sealed { bytes: row.try_get(3)?, kid: row.try_get(4)? },
-        adapter: row.try_get(5)?,
-        adapter_version: number("adapter_version", row.try_get(6)?)?,
+    let read = || -> Result<StoredIntent, StoreError> {
+        let intent = NewIntent {
+            effect: row.try_get(0)?,
+            strategy: row.try_get(1)?,
+            provider_key: row.try_get(2)?,
+            request: Sealed { bytes: row.try_get(3)?, kid: row.try_get(4)? },
+            adapter: row.try_get(5)?,
+            adapter_version: number("adapter_version", row.try_get(6)?)?,
+        };
+        Ok(StoredIntent {
+            intent,
+            first_sent_at: DbTime::from_micros(row.try_get(7)?),
+            last_sent_at: DbTime::from_micros(row.try_get(8)?),
+            sends: number("sends", row.try_get(9)?)?,
+            outcome: row.try_get(10)?,
+        })
     };
-    Ok(StoredIntent {
-        intent,
-        first_sent_at: DbTime::from_micros(row.try_get(7)?),
-        last_sent_at: DbTime::from_micros(row.try_get(8)?),
-        sends: number("sends", row.try_get(9)?)?,
-        outcome: row.try_get(10)?,
-    })
+    named(INTENT, read())
 }
 
 /// A row of [`EVIDENCE`].
@@ -143,27 +123,19 @@ where
     for<'r> String: Decode<'r, R::Database> + Type<R::Database>,
     for<'r> Vec<u8>: Decode<'r, R::Database> + Type<R::Database>,
 {
-    named(EVIDENCE, read_evidence(row))
-}
-
-fn read_evidence<R>(row: &R) -> Result<StoredEvidence, StoreError>
-where
-    R: Row,
-    usize: ColumnIndex<R>,
-    for<'r> i64: Decode<'r, R::Database> + Type<R::Database>,
-    for<'r> String: Decode<'r, R::Database> + Type<R::Database>,
-    for<'r> Vec<u8>: Decode<'r, R::Database> + Type<R::Database>,
-{
-    let status: Option<i64> = row.try_get(6)?;
-    let evidence = NewEvidence {
-        operation_id: Uuid::from_slice(&row.try_get::<Vec<u8>, _>(0)?).map_err(corrupt)?,
-        effect: row.try_get(1)?,
-        epoch: row.try_get(2)?,
-        send: number("send", row.try_get(3)?)?,
-        kind: row.try_get(4)?,
-        verdict: row.try_get(5)?,
-        status: status.map(|status| number("status", status)).transpose()?,
-        bytes: Sealed { bytes: row.try_get(7)?, kid: row.try_get(8)? },
+    let read = || -> Result<StoredEvidence, StoreError> {
+        let status: Option<i64> = row.try_get(6)?;
+        let evidence = NewEvidence {
+            operation_id: Uuid::from_slice(&row.try_get::<Vec<u8>, _>(0)?).map_err(corrupt)?,
+            effect: row.try_get(1)?,
+            epoch: row.try_get(2)?,
+            send: number("send", row.try_get(3)?)?,
+            kind: row.try_get(4)?,
+            verdict: row.try_get(5)?,
+            status: status.map(|status| number("status", status)).transpose()?,
+            bytes: Sealed { bytes: row.try_get(7)?, kid: row.try_get(8)? },
+        };
+        Ok(StoredEvidence { evidence, at: DbTime::from_micros(row.try_get(9)?) })
     };
-    Ok(StoredEvidence { evidence, at: DbTime::from_micros(row.try_get(9)?) })
+    named(EVIDENCE, read())
 }

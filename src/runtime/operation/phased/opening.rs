@@ -8,6 +8,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use futures::FutureExt;
 use tokio::task::JoinHandle;
 use tokio_util::sync::CancellationToken;
 
@@ -23,14 +24,12 @@ use crate::error::{HandlerError, StoreError};
 use crate::policy::operation::doubt::{Aftermath, Doubt};
 use crate::policy::operation::flow::Stage;
 use crate::policy::operation::{Code, Record};
+use crate::runtime::operation::standing::stand_later;
 use crate::runtime::operation::{Begin, Reply};
 use crate::store::{Basis, Begun, Driven, FIRST_POINT, Fenced, NewIntent, NewOperation, PhaseTx, Phases, Proof};
 
 /// Why an operation is parked whose first phase is not known to be committed as a whole.
 pub(super) const FIRST_ENDED: &str = "first-phase-ended-its-transaction";
-/// How long it is tried to make an operation stand, where the store does not answer, and how often.
-const STAND_TRIED_FOR: Duration = Duration::from_secs(60);
-const STAND_AGAIN: Duration = Duration::from_millis(250);
 
 /// What came of the first phase.
 pub(super) enum Opened {
@@ -230,7 +229,10 @@ impl<S: Phases> Opening<S> {
             Aftermath::InsertUnknown => {
                 if let Err(error) = stand(store, new, begin.basis(), self.patience).await {
                     tracing::error!(operation = %driven.operation_id, %error, "an operation that ended its transaction could not be made to stand");
-                    self.stand_later(new.clone(), begin);
+                    let (engine, patience) = (&self.phased.engine, self.patience);
+                    stand_later(engine, begin, new.clone(), patience, |store, new, basis, patience| {
+                        stand(store, new, basis, patience).boxed()
+                    });
                 }
             }
             Aftermath::MarkUnknown => {
@@ -239,29 +241,6 @@ impl<S: Phases> Opening<S> {
             Aftermath::Ended => {}
         }
         Ok(Tried::Ended(Opened::Problem(Code::TransactionEnded)))
-    }
-
-    /// Tries on behind the answer: a retry that runs before it stands would be a second effect (O1).
-    fn stand_later(&self, new: NewOperation, begin: &Begin) {
-        let (engine, patience) = (self.phased.engine.clone(), self.patience);
-        let seen = seen_by(begin.basis()).cloned();
-        let reclaims = matches!(begin.basis(), Basis::Reclaim(_));
-        let until = Instant::now() + STAND_TRIED_FOR;
-        engine.clone().spawn(async move {
-            while Instant::now() < until {
-                tokio::time::sleep(STAND_AGAIN).await;
-                let basis = match &seen {
-                    None => Basis::New,
-                    Some(seen) if reclaims => Basis::Reclaim(seen),
-                    Some(seen) => Basis::Anew(seen),
-                };
-                match stand(engine.store(), &new, basis, patience).await {
-                    Ok(()) => return,
-                    Err(error) => tracing::debug!(%error, "an operation could not be made to stand"),
-                }
-            }
-            tracing::error!(operation = %new.claim.operation_id, "an operation that ended its transaction was never made to stand");
-        });
     }
 }
 
