@@ -28,6 +28,7 @@ mod fuzz;
 mod kit;
 mod layer;
 mod layer_ends;
+mod lock_wait;
 mod lost;
 mod policies;
 mod regions;
