@@ -18,6 +18,7 @@ mod proxy;
 #[path = "../support/mod.rs"]
 mod support;
 
+mod between;
 mod control;
 mod crowd;
 mod door_a;
