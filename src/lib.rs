@@ -56,3 +56,8 @@ struct Readme;
 #[cfg(all(doctest, feature = "client"))]
 #[doc = include_str!("../docs/reference/client.md")]
 struct ClientGuide;
+
+/// The code of the guide to operations in phases.
+#[cfg(doctest)]
+#[doc = include_str!("../docs/concepts/phases.md")]
+struct PhasesGuide;

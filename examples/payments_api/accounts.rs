@@ -30,6 +30,6 @@ pub(crate) async fn put<S: Books>(
     }
     match app.store.put_account(scope.tenant(), &id, balance_minor).await {
         Ok(()) => Json(json!({"id": id, "balanceMinor": balance_minor})).into_response(),
-        Err(error) => crate::service::unavailable(&error),
+        Err(error) => crate::service::unwritten(&error),
     }
 }

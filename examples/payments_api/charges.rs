@@ -27,7 +27,7 @@ use crate::cards::{CardCharge, Cards};
 use crate::charge_rows::Charge;
 use crate::payments::{NewPayment, created, problem};
 use crate::points::reach;
-use crate::service::App;
+use crate::service::{App, unread};
 use crate::watched::Watched;
 
 /// For how long the provider keeps keys, and the longest that a request may be on its way.
@@ -207,7 +207,7 @@ pub(crate) async fn show<S: Books>(
     let found = match app.store.operation(id).await {
         Ok(Some(found)) => found,
         Ok(None) => return StatusCode::NOT_FOUND.into_response(),
-        Err(error) => return unavailable(&error),
+        Err(error) => return unread(&error),
     };
     // Another tenant's is not there.
     if found.identity.as_ref().is_none_or(|identity| identity.tenant() != scope.tenant()) {
@@ -215,7 +215,7 @@ pub(crate) async fn show<S: Books>(
     }
     match result(&app, &found).await {
         Ok(result) => Json(Shown { id, status: found.stage.public(), result }).into_response(),
-        Err(error) => unavailable(&error),
+        Err(error) => unread(&error),
     }
 }
 
@@ -232,9 +232,4 @@ async fn result<S: Books>(app: &App<S>, found: &StoredOperation) -> Result<Optio
         None => Value::Null,
     };
     Ok(Some(json!({ "status": status, "body": body })))
-}
-
-fn unavailable(error: &StoreError) -> Response {
-    tracing::warn!(%error, "an operation could not be read");
-    StatusCode::SERVICE_UNAVAILABLE.into_response()
 }

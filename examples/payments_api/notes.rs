@@ -6,7 +6,7 @@ use axum::http::StatusCode;
 use axum::http::header::{CONTENT_TYPE, LOCATION};
 use axum::response::{IntoResponse, Response};
 use axum::{Extension, Json};
-use oncebox::http::idempotency::{IdempotencyScope, Idempotent, problem_response};
+use oncebox::http::idempotency::{IdempotencyScope, Idempotent, problem_response, read_json};
 use oncebox::policy::operation::Code;
 use oncebox::runtime::operation::Problem;
 use serde::{Deserialize, Serialize};
@@ -55,7 +55,7 @@ impl<T: serde::de::DeserializeOwned, St: Send + Sync> FromRequest<St> for Body<T
             let is_too_long = unread.status() == StatusCode::PAYLOAD_TOO_LARGE;
             refuse(if is_too_long { Code::BodyTooLarge } else { Code::RequestInvalid })
         })?;
-        serde_json::from_slice(&bytes).map(Self).map_err(|_| refuse(Code::RequestInvalid))
+        read_json(&bytes).map(Self).map_err(|_| refuse(Code::RequestInvalid))
     }
 }
 
@@ -67,7 +67,7 @@ pub(crate) async fn create<S: Books>(
     let note = Note { id: format!("note_{}", uuid::Uuid::now_v7().simple()), text: new.text.0 };
     match app.store.add_note(scope.tenant(), &note.id, &note.text).await {
         Ok(()) => (StatusCode::CREATED, [(LOCATION, format!("/notes/{}", note.id))], Json(note)).into_response(),
-        Err(error) => crate::service::unavailable(&error),
+        Err(error) => crate::service::unwritten(&error),
     }
 }
 
@@ -79,6 +79,6 @@ pub(crate) async fn show<S: Books>(
     match app.store.note(scope.tenant(), &id).await {
         Ok(Some(text)) => Json(Note { id, text }).into_response(),
         Ok(None) => StatusCode::NOT_FOUND.into_response(),
-        Err(error) => crate::service::unavailable(&error),
+        Err(error) => crate::service::unread(&error),
     }
 }

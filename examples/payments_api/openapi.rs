@@ -31,8 +31,12 @@ fn paths() -> Value {
     let id = json!([{"name": "id", "in": "path", "required": true, "schema": {"type": "string"}}]);
     let named = json!([{"name": "id", "in": "path", "required": true, "schema": text()}]);
     let reads = |shown: Value| {
-        let responses =
-            json!({"200": shown, "401": problem("Not authenticated."), "404": {"description": "Not there."}});
+        let responses = json!({
+            "200": shown,
+            "401": problem("Not authenticated."),
+            "404": {"description": "Not there."},
+            "503": problem("The database does not answer."),
+        });
         json!({"get": {"security": bearer, "parameters": id, "responses": responses}})
     };
     let open =
@@ -107,6 +111,7 @@ fn paths() -> Value {
                 "401": problem("Not authenticated."),
                 "413": problem("The body is too long."),
                 "415": problem("The body is not JSON."),
+                "503": problem("Whether it was written is not known: send it again."),
             },
         }},
         "/.well-known/idempotency": open("application/json"),

@@ -156,6 +156,6 @@ pub(crate) async fn show<S: Books>(
         Ok(Some(payment)) => axum::Json(payment).into_response(),
         // Another tenant's is not there.
         Ok(None) => StatusCode::NOT_FOUND.into_response(),
-        Err(error) => crate::service::unavailable(&error),
+        Err(error) => crate::service::unread(&error),
     }
 }

@@ -173,10 +173,16 @@ async fn authenticate(mut request: Request, next: Next) -> Response {
     }
 }
 
-/// The answer where a statement of a plain handler failed.
-pub(crate) fn unavailable(error: &sqlx::Error) -> Response {
-    tracing::warn!(%error, "a statement failed");
-    StatusCode::SERVICE_UNAVAILABLE.into_response()
+/// The answer where a handler could not read.
+pub(crate) fn unread(error: &dyn std::error::Error) -> Response {
+    tracing::warn!(%error, "a read failed");
+    problem_response(&Problem::new(Code::StoreUnavailable))
+}
+
+/// The answer where a plain handler could not write, which may have happened all the same: the same request again is right.
+pub(crate) fn unwritten(error: &sqlx::Error) -> Response {
+    tracing::warn!(%error, "a write failed");
+    problem_response(&Problem::new(Code::CommitUnknown))
 }
 
 async fn ready<S: Books>(State(app): State<App<S>>) -> Response {

@@ -23,6 +23,7 @@ mod door;
 mod extract;
 mod intake;
 mod layer;
+mod objects;
 #[cfg(feature = "openapi")]
 mod openapi;
 mod respond;
@@ -32,6 +33,7 @@ pub use door::{JsonCommand, Scoped, Taken, TypedDoor};
 pub use extract::{IdempotencyGuard, Idempotent, OutcomeTag};
 pub use intake::{IdempotencyScope, Intake, key_in, read_body, scope_in};
 pub use layer::{IdempotencyLayer, IdempotencyService};
+pub use objects::read_json;
 #[cfg(feature = "openapi")]
 pub use openapi::describe;
 pub use respond::{problem_response, reply_response, respond};

@@ -8,7 +8,8 @@
 //!
 //! A committed RECEIVED is an alarm, as a committed claim of door A is (O1): a handler ended the transaction of its first phase,
 //! and what it did before may be done. Whoever takes such an operation up parks it, and runs no phase. The same after a
-//! [`Proof`] other than [`Proof::Same`] in a later phase: what the handler committed is there, and its point was not moved.
+//! [`Proof`] other than [`Proof::Same`] in a later phase: what the handler committed is there, and its point was not moved; unless
+//! the proof is [`Proof::Aborted`], or [`PhaseTx::undo_effects`] then says so: nothing was committed, and the phase has failed.
 //!
 //! Errors and cancel safety as in [`Keys`](super::Keys).
 //!
@@ -411,6 +412,9 @@ pub trait PhaseTx: std::fmt::Debug + Send + 'static {
     fn connection(&mut self) -> &mut <Self::Db as Database>::Connection;
 
     /// Takes back all effects of this phase; the claim of a first phase stays, and what [`Self::settle`] was told.
+    /// [`Proof::Aborted`]: the transaction is not there any more, and it is proven that nothing was committed since it began, but
+    /// what may still be open and [`Self::rollback`] takes back. It may be asked behind an [`Self::advance`] or a [`Self::finish`]
+    /// that found no transaction.
     ///
     /// # Errors
     /// [`StoreError::Busy`]: the database itself has ended the transaction, as it does with a deadlock's victim, and nothing was

@@ -4,12 +4,11 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
-use oncebox::NewMessage;
 use oncebox::policy::operation::retention::Retention;
 use oncebox::policy::operation::{Code, Mode, Outcome, Route, State};
 use oncebox::runtime::operation::{EffectTx, Reply};
 use oncebox::store::{Basis, Begun, KeyClaim, OperationTx, Proof};
-use oncebox::{HandlerError, policy::operation::Keyring};
+use oncebox::{HandlerError, NewMessage};
 
 use super::kit::*;
 
@@ -155,21 +154,19 @@ async fn o1_a_handler_that_hides_what_it_committed_behind_an_aborted_transaction
     assert_eq!((world.effects().await, calls.load(Ordering::SeqCst)), (1, 1), "it ran once");
 }
 
+/// The transaction of a claim that is free.
+async fn begins<S: Sql>(world: &World<S>, claim: &KeyClaim) -> S::Operation {
+    match world.store.begin_operation(claim, Basis::New, SOON).await.unwrap() {
+        Begun::Claimed(tx) => tx,
+        other => panic!("it is free: {other:?}"),
+    }
+}
+
 // Shown by: taking the record that the run began from for another run's, or for its outcome: it runs again beside its effect.
 async fn o1_a_run_of_an_old_record_that_ended_its_transaction_is_unknown_too<S: Sql>(world: World<S>) {
     for (key, reclaims) in [(K1, false), (K2, true)] {
-        let claim = KeyClaim {
-            identity: identity("t1", key),
-            principal: scope("t1", "p1").mark(&Keyring::plain()),
-            fingerprint: world.protect(same_tx()).fingerprinter().write(&put("a")),
-            mode: Mode::SameTx,
-            operation_id: uuid::Uuid::now_v7(),
-            owner: uuid::Uuid::now_v7(),
-            lease: SOON,
-        };
-        let Begun::Claimed(mut tx) = world.store.begin_operation(&claim, Basis::New, SOON).await.unwrap() else {
-            panic!("it is free")
-        };
+        let claim = claim(&world.protect(same_tx()), key, Mode::SameTx, SOON);
+        let mut tx = begins(&world, &claim).await;
         let outcome = oncebox::store::Outcome::FailedRetryable { error_code: None };
         let ttl = if reclaims { SOON } else { Duration::from_millis(1) };
         let retention = Retention { ttl, body: ttl, ..Retention::default() };
@@ -224,19 +221,9 @@ async fn o1_m71_a_binding_rejection_is_replayed_without_its_effects<S: Sql>(worl
 // Shown by: executing on it (M118: an orphan is not safe because it is old).
 async fn o2_a_committed_claim_is_never_taken_over<S: Sql>(world: World<S>) {
     let endpoint = world.protect(same_tx());
-    let claim = KeyClaim {
-        identity: identity("t1", K1),
-        principal: scope("t1", "p1").mark(&Keyring::plain()),
-        fingerprint: endpoint.fingerprinter().write(&put("a")),
-        mode: Mode::SameTx,
-        operation_id: uuid::Uuid::now_v7(),
-        owner: uuid::Uuid::now_v7(),
-        lease: Duration::from_millis(1),
-    };
+    let claim = claim(&endpoint, K1, Mode::SameTx, Duration::from_millis(1));
     // A process that committed its claim by raw SQL, and died.
-    let Begun::Claimed(mut tx) = world.store.begin_operation(&claim, Basis::New, SOON).await.unwrap() else {
-        panic!("it is free")
-    };
+    let mut tx = begins(&world, &claim).await;
     let committed = S::run(tx.connection(), "commit").await;
     let _ = tx.rollback().await;
     let gate = Gate::open();
@@ -256,10 +243,7 @@ async fn o2_a_committed_claim_is_never_taken_over<S: Sql>(world: World<S>) {
 async fn o15_o19_a_duplicate_in_this_process_gets_409_and_another_command_422<S: Sql>(world: World<S>) {
     let endpoint = world.protect(same_tx());
     let gate = Gate::closed();
-    let running = tokio::spawn({
-        let (world, endpoint, gate) = (world.clone(), endpoint.clone(), gate.clone());
-        async move { run(&world, &endpoint, K1, "a", effect(&gate)).await }
-    });
+    let begun = running(&world, &endpoint, K1, &gate);
     gate.begun().await;
     for _ in 0..3 {
         let again = problem(run(&world, &endpoint, K1, "a", effect(&gate)).await, Code::InProgress);
@@ -268,7 +252,7 @@ async fn o15_o19_a_duplicate_in_this_process_gets_409_and_another_command_422<S:
         assert_eq!((other.status, other.retry_after), (422, None));
     }
     gate.let_go();
-    let one = first(running.await.unwrap());
+    let one = first(begun.await.unwrap());
     assert_eq!(replayed(run(&world, &endpoint, K1, "a", effect(&gate)).await).body, one.body);
     assert_eq!((gate.calls(), world.effects().await), (1, 1));
 }
@@ -279,16 +263,13 @@ async fn o15_o19_a_duplicate_in_another_process_gets_409_whatever_its_body<S: Sq
     let (endpoint, other) = (world.protect(route.clone()), world.another_process());
     let there = other.protect(route);
     let gate = Gate::closed();
-    let running = tokio::spawn({
-        let (world, gate) = (world.clone(), gate.clone());
-        async move { run(&world, &endpoint, K1, "a", effect(&gate)).await }
-    });
+    let begun = running(&world, &endpoint, K1, &gate);
     gate.begun().await;
     for text in ["a", "b"] {
         problem(run(&other, &there, K1, text, effect(&gate)).await, Code::InProgress);
     }
     gate.let_go();
-    let one = first(running.await.unwrap());
+    let one = first(begun.await.unwrap());
     problem(run(&other, &there, K1, "b", effect(&gate)).await, Code::KeyReused);
     assert_eq!(replayed(run(&other, &there, K1, "a", effect(&gate)).await).body, one.body);
     assert_eq!((gate.calls(), world.effects().await), (1, 1));
@@ -370,17 +351,37 @@ async fn m43_wait_mode_replays_when_the_first_is_done<S: Sql>(world: World<S>) {
     let (endpoint, other) = (world.protect(route.clone()), world.another_process());
     let there = other.protect(route);
     let gate = Gate::closed();
-    let asks = |world: &World<S>, endpoint: &oncebox::runtime::operation::Registered| {
-        let (world, endpoint, gate) = (world.clone(), endpoint.clone(), gate.clone());
-        tokio::spawn(async move { run(&world, &endpoint, K1, "a", effect(&gate)).await })
-    };
-    let running = asks(&world, &endpoint);
+    let begun = running(&world, &endpoint, K1, &gate);
     gate.begun().await;
-    let waiting = [asks(&world, &endpoint), asks(&other, &there), asks(&world, &endpoint)];
+    let waiting = [(&world, &endpoint), (&other, &there), (&world, &endpoint)];
+    let waiting = waiting.map(|(world, endpoint)| running(world, endpoint, K1, &gate));
     gate.let_go();
-    let one = first(running.await.unwrap());
+    let one = first(begun.await.unwrap());
     for waits in waiting {
         assert_eq!(replayed(waits.await.unwrap()).body, one.body);
     }
+    assert_eq!((gate.calls(), world.effects().await), (1, 1));
+}
+
+// Shown by: answering at once where the file is taken; no bound of the wait; 503 at the bound.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn o18_a_duplicate_waits_its_turn_at_a_sqlite_file_and_replays_and_is_409_at_the_bound() {
+    let world = sqlite().await;
+    let other = world.with_pool_of(1).await;
+    let bound = Duration::from_millis(300);
+    let (endpoint, gate) = (world.protect(same_tx()), Gate::closed());
+    let (bounded, patient) = (other.another_process(), other.another_process());
+    let at_its_bound = bounded.protect(Route { wait_max: bound, ..same_tx() });
+    let until_its_turn = patient.protect(Route { wait_max: SOON * 3, ..same_tx() });
+    let begun = running(&world, &endpoint, K1, &gate);
+    gate.begun().await;
+    let asked = std::time::Instant::now();
+    problem(run(&bounded, &at_its_bound, K1, "a", effect(&gate)).await, Code::InProgress);
+    assert!(asked.elapsed() >= bound, "it waited");
+    let mut waits = running(&patient, &until_its_turn, K1, &gate);
+    assert!(tokio::time::timeout(bound, &mut waits).await.is_err(), "it has no answer before its turn");
+    gate.let_go();
+    let one = first(begun.await.unwrap());
+    assert_eq!(replayed(waits.await.unwrap()).body, one.body);
     assert_eq!((gate.calls(), world.effects().await), (1, 1));
 }

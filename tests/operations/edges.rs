@@ -89,7 +89,8 @@ async fn m14_without_a_scope_from_authentication_nothing_runs() {
     assert_eq!(gate.calls(), 0);
 }
 
-// Shown by: `serde_json::Value` in place of the type (a float is rounded, the last of two members wins).
+// Shown by: `serde_json::Value` in place of the type (a float is rounded, the last of two members wins); `serde_json::from_slice`
+// (an array of the fields is the struct).
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn m70_a_body_that_is_not_the_command_is_refused_and_frees_the_key() {
     let (_world, gate, url) = stage(typed()).await;
@@ -97,6 +98,8 @@ async fn m70_a_body_that_is_not_the_command_is_refused_and_frees_the_key() {
         "",
         "{",
         "[]",
+        r#"["a"]"#,
+        r#"["a",1]"#,
         "null",
         r#"{"text":"a""#,
         r#"{"text":"a"} x"#,

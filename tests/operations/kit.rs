@@ -9,17 +9,18 @@ use async_trait::async_trait;
 use futures::future::BoxFuture;
 use oncebox::http::idempotency::{IdempotencyScope, JsonCommand};
 use oncebox::policy::operation::{
-    Code, FingerprintWriter, IdempotentCommand, Identity, Key, KeyFormat, Mode, Outcome, Record, Route, Scope,
+    Code, FingerprintWriter, IdempotentCommand, Identity, Key, KeyFormat, Keyring, Mode, Outcome, Record, Route, Scope,
 };
 use oncebox::runtime::operation::{Answered, EffectTx, Endpoint, Engine, KeyGiven, Problem, Registered, Reply};
 use oncebox::sqlx::{AssertSqlSafe, Database, query_scalar, raw_sql};
 use oncebox::store::mysql::MySqlStore;
 use oncebox::store::postgres::PostgresStore;
 use oncebox::store::sqlite::SqliteStore;
-use oncebox::store::{Base, Schema, StoreOptions};
+use oncebox::store::{Base, KeyClaim, Schema, StoreOptions};
 use oncebox::{HandlerError, Store};
 use serde::Deserialize;
 use tokio::sync::Semaphore;
+use tokio::task::JoinHandle;
 
 /// Long enough for a busy machine; a condition that holds ends the wait at once.
 pub(crate) const SOON: Duration = Duration::from_secs(20);
@@ -234,6 +235,19 @@ pub(crate) fn identity(tenant: &str, key: &str) -> Identity {
     Identity::new(&scope(tenant, "p1"), "put".parse().unwrap(), key)
 }
 
+/// A claim of tenant `t1` for the command with the text `a`, without a request.
+pub(crate) fn claim(endpoint: &Registered, key: &str, mode: Mode, lease: Duration) -> KeyClaim {
+    KeyClaim {
+        identity: identity("t1", key),
+        principal: scope("t1", "p1").mark(&Keyring::plain()),
+        fingerprint: endpoint.fingerprinter().write(&put("a")),
+        mode,
+        operation_id: uuid::Uuid::now_v7(),
+        owner: uuid::Uuid::now_v7(),
+        lease,
+    }
+}
+
 /// A route of door A whose waits are short.
 pub(crate) fn same_tx() -> Route {
     Route { wait_max: Duration::from_secs(2), ..Route::new(Mode::SameTx) }
@@ -326,6 +340,17 @@ pub(crate) async fn run<S: Sql>(
     handler: impl Does<S>,
 ) -> Answered {
     world.engine.execute_tx(endpoint, Some(scope("t1", "p1")), key(key_text), put(text), handler).await
+}
+
+/// The same in a task of its own: one effect, past the gate.
+pub(crate) fn running<S: Sql>(
+    world: &World<S>,
+    endpoint: &Registered,
+    key_text: &'static str,
+    gate: &Gate,
+) -> JoinHandle<Answered> {
+    let (world, endpoint, gate) = (world.clone(), endpoint.clone(), gate.clone());
+    tokio::spawn(async move { run(&world, &endpoint, key_text, "a", effect(&gate)).await })
 }
 
 pub(crate) fn first(answered: Answered) -> Reply {

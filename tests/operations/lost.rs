@@ -5,11 +5,11 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
 use oncebox::HandlerError;
-use oncebox::policy::operation::{Code, Keyring, Mode, Outcome, Route, State};
+use oncebox::policy::operation::{Code, Mode, Outcome, Route, State};
 use oncebox::runtime::operation::{
     Answered, Asking, EdgeAnswer, EffectTx, Ended, Endpoint, Engine, Kept, Registered, Reply,
 };
-use oncebox::store::{Basis, Claimed, Fenced, KeyClaim, Keys, StoreOptions};
+use oncebox::store::{Basis, Claimed, Fenced, Keys, StoreOptions};
 use tokio::sync::Barrier;
 
 use super::kit::*;
@@ -96,10 +96,7 @@ async fn o29_a_commit_is_looked_for_beside_a_pool_that_gives_nothing<S: Sql>(
     let endpoint = through.protect(same_tx());
     let gate = Gate::closed();
     proxy.fail_at("insert into effect", "COMMIT", 0, When::BeforeAnswer, Failure::Cut);
-    let asking = tokio::spawn({
-        let (through, gate) = (through.clone(), gate.clone());
-        async move { run(&through, &endpoint, K1, "a", effect(&gate)).await }
-    });
+    let asking = running(&through, &endpoint, K1, &gate);
     gate.begun().await;
     // One of the two connections is the operation's; somebody has the other, and somebody else is the next in line.
     let _held = through.store.pool().acquire().await.unwrap();
@@ -332,15 +329,7 @@ async fn r22_whoever_waited_for_a_heartbeat_on_mariadb_sees_its_lease() {
     let Some(database) = crate::mysql::Db::new("r22_whoever_waited").await else { return };
     let world = World::on(database.store.clone(), &database.url).await;
     let endpoint = world.protect(Route { mode: Mode::Edge, ..same_tx() });
-    let claim = KeyClaim {
-        identity: identity("t1", K1),
-        principal: scope("t1", "p1").mark(&Keyring::plain()),
-        fingerprint: endpoint.fingerprinter().write(&put("a")),
-        mode: Mode::Edge,
-        operation_id: uuid::Uuid::now_v7(),
-        owner: uuid::Uuid::now_v7(),
-        lease: Duration::from_secs(600),
-    };
+    let claim = claim(&endpoint, K1, Mode::Edge, Duration::from_secs(600));
     assert!(matches!(world.store.claim(&claim, Basis::New).await.unwrap(), Claimed::Owned(_)));
     let seen = world.record("t1", K1).await.unwrap();
     for takes_over in [false, true] {

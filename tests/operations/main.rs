@@ -18,6 +18,7 @@ mod proxy;
 #[path = "../support/mod.rs"]
 mod support;
 
+mod between;
 mod control;
 mod crowd;
 mod door_a;
@@ -28,6 +29,7 @@ mod fuzz;
 mod kit;
 mod layer;
 mod layer_ends;
+mod lock_wait;
 mod lost;
 mod policies;
 mod regions;

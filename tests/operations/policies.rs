@@ -180,10 +180,7 @@ async fn o29_a_tenant_over_its_quota_gets_429_and_nothing_is_stored<S: Sql>(worl
     let world = World { engine, ..world };
     let endpoint = world.protect(same_tx());
     let (gate, open) = (Gate::closed(), Gate::open());
-    let running = tokio::spawn({
-        let (world, endpoint, gate) = (world.clone(), endpoint.clone(), gate.clone());
-        async move { run(&world, &endpoint, K1, "a", effect(&gate)).await }
-    });
+    let running = running(&world, &endpoint, K1, &gate);
     gate.begun().await;
     let over = problem(run(&world, &endpoint, K2, "a", effect(&open)).await, Code::QuotaExceeded);
     assert_eq!((over.status, open.calls()), (429, 0));

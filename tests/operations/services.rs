@@ -4,6 +4,7 @@ use std::collections::HashSet;
 use std::sync::Arc;
 
 use oncebox::policy::operation::Code;
+use oncebox::sqlx::{self, Connection};
 use tokio::sync::Barrier;
 
 use super::kit::*;
@@ -239,4 +240,36 @@ async fn the_service_says_what_it_protects_and_scopes_what_it_shows(two: Two) {
     for name in ["in_progress_age_max", "unknown_state_count", "expired_retry_count"] {
         assert_eq!(service.metric(&format!("oncebox_idempotency_{name}")).await, 0.0);
     }
+}
+
+/// A table that is gone, for each handler without a key and for the one behind the layer.
+///
+/// Shown by: an empty 503.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn m36_a_statement_that_fails_is_a_problem_that_the_document_declares() {
+    let directory = tempfile::tempdir().unwrap();
+    let url = format!("sqlite://{}", directory.path().join("payments.db").display());
+    let service = Service::ready(Service::begin(&url, &[])).await;
+    let document = service.get("/openapi.json").await.json();
+    let is_declared = |path: &str, method: &str, code: Code, answer: &Http| {
+        println!("{method} {path}");
+        let declared = &document["paths"][path][method]["responses"]["503"]["content"]["application/problem+json"];
+        let required = declared["schema"]["required"].as_array().unwrap();
+        let shown = answer.is(code).json();
+        assert!(required.iter().all(|name| shown.get(name.as_str().unwrap()).is_some()), "{shown}");
+    };
+    let mut connection = sqlx::SqliteConnection::connect(&url).await.unwrap();
+    sqlx::raw_sql("drop table payment; drop table note; drop table account").execute(&mut connection).await.unwrap();
+    is_declared("/payments/{id}", "get", Code::StoreUnavailable, &service.get("/payments/pay_1").await);
+    is_declared("/notes/{id}", "get", Code::StoreUnavailable, &service.get("/notes/note_1").await);
+    let put = client().put(format!("{}/accounts/acc-7", service.url)).header("content-type", "application/json");
+    let put = put.header("authorization", "Bearer t1:p1").body(r#"{"balanceMinor":1}"#);
+    // Whether a write has happened is not known for certain.
+    is_declared("/accounts/{id}", "put", Code::CommitUnknown, &send(put).await);
+    let note = || service.post("/notes", K1, r#"{"text":"a"}"#);
+    is_declared("/notes", "post", Code::CommitUnknown, &note().await);
+    note().await.is(Code::OutcomeUnknown);
+    sqlx::raw_sql("drop table oncebox_operation").execute(&mut connection).await.unwrap();
+    let operation = format!("/operations/{}", uuid::Uuid::now_v7());
+    is_declared("/operations/{id}", "get", Code::StoreUnavailable, &service.get(&operation).await);
 }

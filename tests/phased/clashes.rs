@@ -20,7 +20,7 @@ const BUDGET: Duration = Duration::from_secs(20);
 async fn deadlock<S: Rows>(store: &S, first_phase: bool, hidden: bool) {
     store.write("insert into place values ('x', 0), ('y', 0)").await;
     let runs = [AtomicU32::new(0), AtomicU32::new(0)];
-    let clash = Arc::new(Clash { first_phase, hidden, meet: tokio::sync::Barrier::new(2), runs });
+    let clash = Arc::new(Clash { first_phase, hidden, swallowed: false, meet: tokio::sync::Barrier::new(2), runs });
     let mut plan = Plan { local: true, ..Plan::new(KEY) };
     plan.trouble.clash = Some(Arc::clone(&clash));
     let service = Service::start(store, &plan, Scripted::default().answers(done()).answers(done())).await;

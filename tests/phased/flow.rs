@@ -146,6 +146,11 @@ pub(crate) struct Trouble {
     pub(crate) clash: Option<Arc<Clash>>,
     pub(crate) local_fails: Arc<AtomicU32>,
     pub(crate) settled_panics: Arc<AtomicU32>,
+    /// A statement fails, and the phase says that all is well.
+    pub(crate) local_swallows: Arc<AtomicU32>,
+    pub(crate) settled_swallows: Arc<AtomicU32>,
+    /// A phase of ours commits by itself, and says that all is well.
+    pub(crate) local_commits: Arc<AtomicU32>,
 }
 
 /// A deadlock of the operations over 700 and 701, each of which comes here once before it has both rows.
@@ -154,6 +159,8 @@ pub(crate) struct Clash {
     pub(crate) first_phase: bool,
     /// Whether the handler hides what the database said in an error of its own.
     pub(crate) hidden: bool,
+    /// Whether it goes on as if nothing had been.
+    pub(crate) swallowed: bool,
     pub(crate) meet: tokio::sync::Barrier,
     pub(crate) runs: [AtomicU32; 2],
 }
@@ -170,11 +177,18 @@ impl Clash {
             self.meet.wait().await;
         }
         match S::run(phase.connection(), update(two)).await {
+            Err(_) if self.swallowed => {
+                let _ = S::run(phase.connection(), "insert into step (name) values ('after')".to_owned()).await;
+                Ok(())
+            }
             Err(error) if self.hidden => Err(HandlerError::retryable(format!("the place: {error}"))),
             other => Ok(other?),
         }
     }
 }
+
+/// It fails everywhere, and aborts the transaction on PostgreSQL.
+const SWALLOWED: &str = "insert into no_such_table (a) values (1)";
 
 fn takes_one(count: &AtomicU32) -> bool {
     count.fetch_update(Ordering::SeqCst, Ordering::SeqCst, |left| left.checked_sub(1)).is_ok()
@@ -244,6 +258,12 @@ impl<S: Rows, P: Adapter> LocalPhase<S, Charge> for Intend<P> {
         if let Some(clash) = &self.trouble.clash {
             clash.run(false, phase, command.amount).await?;
         }
+        if takes_one(&self.trouble.local_swallows) {
+            let _ = S::run(phase.connection(), SWALLOWED.to_owned()).await;
+        }
+        if takes_one(&self.trouble.local_commits) {
+            S::run(phase.connection(), "commit".to_owned()).await?;
+        }
         if takes_one(&self.trouble.local_busy) {
             return Err(HandlerError::nobodys("the database asks to try again"));
         }
@@ -272,6 +292,9 @@ impl<S: Rows> SettledPhase<S, Charge> for Settle {
         let message = NewMessage::text("payments", format!("payment.{state}"), json!({ "paymentId": id }).to_string());
         phase.enqueue(message).await?;
         assert!(!takes_one(&self.trouble.settled_panics), "the settled phase panics");
+        if takes_one(&self.trouble.settled_swallows) {
+            let _ = S::run(phase.connection(), SWALLOWED.to_owned()).await;
+        }
         Ok(match settled.of("charge") {
             Some(Settlement::Failed(proof)) => Settled::Failure {
                 proof: proof.clone(),

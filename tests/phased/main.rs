@@ -22,6 +22,7 @@ mod scripted;
 mod steps;
 #[path = "../support/mod.rs"]
 mod support;
+mod swallowed;
 mod world;
 
 macro_rules! on_sqlite {

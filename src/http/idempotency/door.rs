@@ -46,6 +46,7 @@ use futures::future::BoxFuture;
 use serde::de::DeserializeOwned;
 
 use super::intake::{invalid, is_json, key_in, read_body, scope_in, unsupported};
+use super::objects::read_json;
 use super::respond::{problem_response, respond};
 use crate::error::HandlerError;
 use crate::policy::operation::{Canonical, Code, FingerprintWriter, IdempotentCommand, Outcome, Scope};
@@ -55,7 +56,8 @@ use crate::runtime::operation::{
 use crate::store::{Keys, Operations};
 
 /// A command that is read from a JSON body. Derive `Deserialize` with `deny_unknown_fields`: a member that nobody reads would
-/// be no part of the command (M21). Members that stand twice are refused by the derive.
+/// be no part of the command (M21). Members that stand twice are refused by the derive. A struct is read from an object only, where
+/// the derive would take an array of its fields too.
 pub trait JsonCommand: IdempotentCommand + DeserializeOwned + Send + Sync + 'static {
     /// Checks it, after defaults were filled in (M20).
     ///
@@ -143,8 +145,7 @@ impl<S: Keys, C: JsonCommand> TypedDoor<S, C> {
             return Err(refuse(&unsupported()));
         }
         let intake = read_body(&self.engine, &self.endpoint, &parts, body).await.map_err(|problem| refuse(&problem))?;
-        let command: C =
-            serde_json::from_slice(&intake.body).map_err(|error| refuse(&invalid(what_is_wrong(&error))))?;
+        let command: C = read_json(&intake.body).map_err(|error| refuse(&invalid(what_is_wrong(&error))))?;
         command.check().map_err(|wrong| refuse(&invalid(wrong)))?;
         Ok(Taken { scoped: Scoped { scope, command }, key })
     }

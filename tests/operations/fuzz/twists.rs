@@ -183,6 +183,13 @@ pub(crate) const TWISTS: &[(&str, Twist)] = &[
         request.body = (*sampler.one(&["null", "[]", "{}", "\"a\"", "7", "[{}]", "true"])).into();
         INVALID.filter(|_| operation.body.is_some())
     }),
+    ("an array in place of the members", |request, operation, _| {
+        let members = members(request)?;
+        let names = operation.body.as_ref()?["required"].as_array()?;
+        let values = names.iter().map(|name| members.iter().find(|(other, _)| name == other).map(|(_, value)| value));
+        request.body = json!(values.collect::<Option<Vec<_>>>()?).to_string().into();
+        INVALID
+    }),
     ("a byte that is not UTF-8", |request, operation, sampler| {
         let at = 1 + request.body.iter().position(|&byte| byte == b'"')?;
         request.body.insert(at, *sampler.one(b"\x80\xc0\xff"));

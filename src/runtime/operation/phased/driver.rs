@@ -41,6 +41,9 @@ use crate::runtime::operation::{Kept, Reply};
 use crate::runtime::pace::sleep_unless;
 use crate::store::{Driven, Fenced, NewIntent, Outcome, PhaseTx, Phases, Proof, StoredOperation};
 
+/// Why a phase failed that said it had not.
+const SWALLOWED: &str = "the phase swallowed an error by which its transaction was taken back";
+
 /// How often a unit runs again that the database rolled back and nobody failed (R27).
 pub(super) const TRIES: u32 = 5;
 
@@ -177,7 +180,7 @@ impl<S: Phases> Driver<S> {
     }
 
     /// Whether what nobody failed runs again in this drive, after a moment.
-    async fn once_more(&mut self) -> bool {
+    pub(super) async fn once_more(&mut self) -> bool {
         self.again += 1;
         if self.again <= TRIES {
             tokio::time::sleep(before_try(self.again)).await;
@@ -446,10 +449,7 @@ impl<S: Phases> Driver<S> {
                 tx.rollback().await?;
                 return Ok(Next::End(End::Lost));
             }
-            _ => {
-                let _ = tx.rollback().await;
-                return self.ended_by_itself().await;
-            }
+            (proof, _) => return self.gone(tx, proof).await,
         }
         match tx.commit().await {
             Ok(()) => {
@@ -463,6 +463,24 @@ impl<S: Phases> Driver<S> {
             Err(error) => return Err(error),
         }
         Ok(Next::Again)
+    }
+
+    /// The transaction of a phase that says it succeeded is not there any more. Where it is proven that nothing was committed, the
+    /// phase has failed as any other: it swallowed an error by which the database took its transaction back (R23).
+    async fn gone(&mut self, tx: S::Phase, proof: Proof) -> Result<Next, StoreError> {
+        let nothing_stands = match take_back(tx).await {
+            Err(error @ StoreError::Busy(_)) => return Err(error),
+            Ok(undone) => proof == Proof::Aborted || undone == Proof::Aborted,
+            // It was aborted before the connection was lost.
+            Err(_) => proof == Proof::Aborted,
+        };
+        if !nothing_stands {
+            return self.ended_by_itself().await;
+        }
+        match self.phased.engine.store().operation(self.driven.operation_id).await? {
+            Some(stored) => self.phase_failed(&stored, &HandlerError::retryable(SWALLOWED)).await,
+            None => Ok(Next::End(End::Lost)),
+        }
     }
 
     /// What the handler committed by itself is there, and its point was not moved: only a person can say what it did.
@@ -486,26 +504,10 @@ impl<S: Phases> Driver<S> {
         error: &HandlerError,
     ) -> Result<Next, StoreError> {
         match take_back(tx).await? {
-            Proof::Same => {}
-            // By the database itself, and nothing stands.
-            Proof::Aborted if error.is_nobodys() => {}
-            Proof::Aborted | Proof::Ended => return self.ended_by_itself().await,
+            // Aborted: not by us, and nothing stands.
+            Proof::Same | Proof::Aborted => self.phase_failed(stored, error).await,
+            Proof::Ended => self.ended_by_itself().await,
         }
-        let (operation, point) = (self.driven.operation_id, stored.point.as_str());
-        tracing::warn!(%operation, point, %error, "a phase failed");
-        if error.is_nobodys() && self.once_more().await {
-            return Ok(Next::Again);
-        }
-        if error.is_terminal() || stored.attempts >= self.phased.settings.attempts_max {
-            return self.given_up("phase-failed").await;
-        }
-        self.reached = true;
-        let counts = !error.is_nobodys();
-        let after = error.after().unwrap_or_else(|| self.pause(stored.attempts));
-        if stored.stage.after(PhaseEnd::Lost) == Some(Stage::Unknown) {
-            return Ok(Next::End(self.doubtful(after, counts).await?));
-        }
-        Ok(Next::End(self.give_back(after, counts).await?))
     }
 
     async fn wait(&mut self, stored: &StoredOperation, time: Duration) -> Result<Next, StoreError> {

@@ -14,7 +14,8 @@ use std::time::Duration;
 use super::driver::{Came, Driver, End, Next};
 use super::effect::Declared;
 use super::evidence;
-use crate::error::StoreError;
+use crate::error::{HandlerError, StoreError};
+use crate::policy::operation::flow::{PhaseEnd, Stage};
 use crate::policy::operation::provider::{Gap, Sends};
 use crate::policy::retry;
 use crate::runtime::pace::Pace;
@@ -137,6 +138,29 @@ impl<S: Phases> Driver<S> {
         let sends = Sends { first_sent_at: Some(intent.first_sent_at), begun: intent.sends };
         let rows = evidence::rows(&self.phased.vault, seen, effect.name)?;
         Ok(evidence::evidence(&rows).settled(sends).is_some())
+    }
+
+    /// A phase failed, and nothing of it stands: again at once where it is nobody's fault, else later; an operator in the end.
+    pub(super) async fn phase_failed(
+        &mut self,
+        stored: &StoredOperation,
+        error: &HandlerError,
+    ) -> Result<Next, StoreError> {
+        let (operation, point) = (self.driven.operation_id, stored.point.as_str());
+        tracing::warn!(%operation, point, %error, "a phase failed");
+        if error.is_nobodys() && self.once_more().await {
+            return Ok(Next::Again);
+        }
+        if error.is_terminal() || stored.attempts >= self.phased.settings.attempts_max {
+            return self.given_up("phase-failed").await;
+        }
+        self.reached = true;
+        let counts = !error.is_nobodys();
+        let after = error.after().unwrap_or_else(|| self.pause(stored.attempts));
+        if stored.stage.after(PhaseEnd::Lost) == Some(Stage::Unknown) {
+            return Ok(Next::End(self.doubtful(after, counts).await?));
+        }
+        Ok(Next::End(self.give_back(after, counts).await?))
     }
 
     /// When to come again.
