@@ -35,17 +35,20 @@ async fn relay_through_a_full_queue(corner: &Corner, keys: u64, count: u64) -> (
     let consumer = corner.channel.basic_consume(queue.as_str().into(), "".into(), options, FieldTable::default());
     let mut consumer = consumer.await.unwrap();
     let drain = async {
-        let mut log = Vec::new();
+        let (mut log, mut arrived, mut quiet) = (Vec::new(), BTreeSet::new(), 0);
         loop {
             match tokio::time::timeout(Duration::from_millis(200), consumer.next()).await {
                 Ok(Some(delivery)) => {
                     let delivery = delivery.unwrap();
                     delivery.ack(BasicAckOptions::default()).await.unwrap();
                     log.push(read(&delivery));
+                    arrived.extend(log.last().cloned());
+                    quiet = 0;
                 }
                 Ok(None) => panic!("the consumer was cancelled"),
-                Err(_) if stop.load(Ordering::Relaxed) => break,
-                Err(_) => {}
+                // What is proven arrives, however long the server takes.
+                Err(_) if stop.load(Ordering::Relaxed) && (arrived.len() as u64 == count || quiet > 100) => break,
+                Err(_) => quiet += 1,
             }
         }
         corner.channel.basic_cancel(consumer.tag(), BasicCancelOptions::default()).await.unwrap();
