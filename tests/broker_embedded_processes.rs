@@ -17,8 +17,9 @@ use oncebox::broker::{Broker, Event, PartitionId, Subscriber, Subscription};
 use oncebox::message::{Arrived, OutgoingMessage};
 use uuid::Uuid;
 
-const PATIENCE: Duration = Duration::from_secs(60);
-const SESSION: Duration = Duration::from_millis(1_500);
+const PATIENCE: Duration = Duration::from_secs(90);
+/// Waited for after each kill, and longer than a busy machine gives a process no time.
+const SESSION: Duration = Duration::from_secs(4);
 const KEYS: usize = 8;
 
 /// Another process, and the lines it says.

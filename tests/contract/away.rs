@@ -29,7 +29,7 @@ fn moments(failure: Failure) -> impl Iterator<Item = (u32, When)> {
 }
 
 fn patient() -> StoreOptions {
-    StoreOptions { answer_timeout: Some(Duration::from_secs(2)), ..StoreOptions::new("") }
+    StoreOptions { answer_timeout: Some(Duration::from_secs(3)), ..StoreOptions::new("") }
 }
 
 /// A wait for all rounds of a test: some end with a pace of seconds.
@@ -61,8 +61,10 @@ async fn relay<S: Sql>(behind: Behind<S>, failure: Failure) {
 /// A handler that ran too long has failed, and its try counts: on a busy machine one that only waits for its turn must not. Where the
 /// network says nothing, nothing but this ends the statement of a handler.
 fn unhurried(failure: Failure) -> ConsumerOptions {
-    let handler_timeout = if failure == Failure::Cut { SOON } else { Duration::from_secs(3) };
-    ConsumerOptions { handler_timeout, ..consumer_options() }
+    match failure {
+        Failure::Cut => consumer_options(),
+        _ => ConsumerOptions { handler_timeout: Duration::from_secs(6), ..consumer_options() },
+    }
 }
 
 /// The first two tries of every second message fail, so that it runs in a batch, alone, and out of the waiting table.

@@ -192,9 +192,14 @@ async fn r31_nothing_is_purged_once_the_horizon_has_become_too_short() {
     let options = ConsumerOptions { purge_every: Duration::from_millis(500), ..forgetful() };
     world.broker.faults().says_retention(Some(TopicRetention::For(Duration::from_millis(1))));
     world.deliver(&id_at(-5), "made", "a1");
-    let consumer = world.consumer(options, done());
+    // Said before there is anything to purge, whatever the test's own process is doing then.
+    let broker = world.broker.clone();
+    let lengthens = move |_: &str, _: &oncebox::Message| {
+        broker.faults().says_retention(Some(TopicRetention::Unlimited));
+        Act::Done
+    };
+    let consumer = world.consumer(options, Does(lengthens));
     world.until_effects(&["a1"]).await;
-    world.broker.faults().says_retention(Some(TopicRetention::Unlimited));
     // Longer than the horizon, and several rounds: that nothing happens cannot be waited for.
     tokio::time::sleep(Duration::from_secs(4)).await;
     assert_eq!(inbox_rows(&world).await, 1);

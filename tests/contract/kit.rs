@@ -27,7 +27,7 @@ use super::proxy::Proxy;
 use super::support::eventually;
 
 /// Long enough for a busy machine; a condition that holds ends the wait at once.
-pub(crate) const SOON: Duration = Duration::from_secs(20);
+pub(crate) const SOON: Duration = Duration::from_secs(60);
 
 pub(crate) type Connection<S> = <<S as Base>::Db as Database>::Connection;
 
@@ -254,19 +254,24 @@ pub(crate) fn first_occurrences(names: Vec<String>) -> Vec<String> {
     names.into_iter().filter(|name| seen.insert(name.clone())).collect()
 }
 
+/// The lease is longer than a busy machine stands still: a relay that lost it would try again what it had in hand.
 pub(crate) fn relay_options() -> RelayOptions {
     RelayOptions {
-        lease: Duration::from_secs(1),
+        lease: Duration::from_secs(20),
         poll_max: Duration::from_millis(5),
         probe: Duration::from_millis(100),
         ..RelayOptions::new(super::support::unique("relay"))
     }
 }
 
+/// How long a handler may run that a test lets hang: those that only wait for their turn, or for a disk, are not to fail by it.
+pub(crate) const HANGS: Duration = Duration::from_secs(2);
+
+/// No try fails by its time, however busy the machine is: it would count, and tests count tries.
 pub(crate) fn consumer_options() -> ConsumerOptions {
     ConsumerOptions {
         lanes: 1,
-        handler_timeout: Duration::from_millis(500),
+        handler_timeout: Duration::from_secs(20),
         retry: RetryPolicy {
             in_place: 1,
             in_place_delay: Duration::from_millis(5),

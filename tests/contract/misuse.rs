@@ -3,7 +3,9 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 
-use super::kit::{Act, Does, Sql, World, consumer_options, on_postgres, sqlite};
+use oncebox::runtime::ConsumerOptions;
+
+use super::kit::{Act, Does, HANGS, Sql, World, consumer_options, on_postgres, sqlite};
 
 /// Delivers a1, b1, a2 in one batch; a1's handler misbehaves at its first try.
 async fn once<S: Sql>(
@@ -16,7 +18,8 @@ async fn once<S: Sql>(
     let act = move |name: &str, _: &oncebox::Message| {
         if name == "a1" && tries.fetch_add(1, Ordering::Relaxed) == 0 { act() } else { Act::Done }
     };
-    let consumer = world.consumer(consumer_options(), Does(act));
+    let options = ConsumerOptions { handler_timeout: HANGS, ..consumer_options() };
+    let consumer = world.consumer(options, Does(act));
     world.broker.faults().hold_deliveries(false);
     consumer
 }

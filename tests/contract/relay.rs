@@ -96,7 +96,7 @@ async fn a_broker_that_was_blocked_is_shown_and_then_shown_no_more() {
 async fn g9_a_process_that_lost_its_lease_changes_nothing_and_a_standby_takes_over_within_the_lease() {
     let world = sqlite().await;
     world.enqueue("t", &["a1", "a2"]).await;
-    let request = LeaseRequest::new("zombie", Duration::from_secs(1));
+    let request = LeaseRequest::new("zombie", Duration::from_secs(3));
     let LeaseAnswer::Taken(mut zombie) = world.store.open(&request).await.unwrap() else { panic!("it is free") };
     let read = zombie.read(10).await.unwrap();
     assert_eq!(read.rows.len(), 2);

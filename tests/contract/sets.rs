@@ -3,10 +3,12 @@
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex};
 
-use oncebox::runtime::Handlers;
+use oncebox::runtime::{ConsumerOptions, Handlers};
 use uuid::Uuid;
 
-use super::kit::{Act, Does, DoesAll, SOON, Sql, World, consumer_options, fails, on_mariadb, on_postgres, sqlite};
+use super::kit::{
+    Act, Does, DoesAll, HANGS, SOON, Sql, World, consumer_options, fails, on_mariadb, on_postgres, sqlite,
+};
 use super::support::eventually;
 
 /// `a100`, `b101`, ... of five keys.
@@ -156,7 +158,8 @@ async fn a_panic_and_a_handler_of_sets_that_hangs_are_failures_like_any_other() 
                 true => Act::Panic,
                 false => Act::Done,
             });
-        let consumer = world.consumer_of(consumer_options(), Handlers::new().otherwise_batch(handler));
+        let options = ConsumerOptions { handler_timeout: HANGS, ..consumer_options() };
+        let consumer = world.consumer_of(options, Handlers::new().otherwise_batch(handler));
         world.broker.faults().hold_deliveries(false);
         eventually("all", SOON, || async { (world.effects().await.len() == 10).then_some(()) }).await;
         let effects = world.effects().await;

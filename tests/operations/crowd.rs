@@ -116,7 +116,7 @@ async fn o15_fifty_duplicates_on_a_pool_of_two_starve_nobody() {
         for while_running in [WhileRunning::Conflict, WhileRunning::Wait] {
             let world = world.with_pool_of(2).await;
             let other = world.another_process();
-            let route = Route { while_running, wait_max: Duration::from_secs(1), ..same_tx() };
+            let route = Route { while_running, wait_max: Duration::from_secs(8), ..same_tx() };
             let (endpoint, there) = (world.protect(route.clone()), other.protect(route));
             let key = format!("{K1}-{while_running:?}");
             let (gate, open) = (Gate::closed(), Gate::open());
@@ -134,7 +134,8 @@ async fn o15_fifty_duplicates_on_a_pool_of_two_starve_nobody() {
             }
             let asked = Instant::now();
             first(run(&world, &endpoint, &format!("{K2}-{while_running:?}"), "b", effect(&open)).await);
-            assert!(asked.elapsed() < Duration::from_secs(1), "another key waited for {:?}", asked.elapsed());
+            // Behind one that holds a connection while it waits it would be eight seconds, and behind fifty more.
+            assert!(asked.elapsed() < Duration::from_secs(7), "another key waited for {:?}", asked.elapsed());
             for answered in duplicates.join_all().await {
                 problem(answered, Code::InProgress);
             }

@@ -304,7 +304,8 @@ async fn o20_another_principal_gets_the_answer_of_a_mismatch<S: Sql>(world: Worl
 
 // Shown by: storing a failure; dropping the transaction without rolling back.
 async fn o29_an_error_a_panic_and_a_timeout_leave_no_row<S: Sql>(world: World<S>) {
-    let route = Route { timeout: Duration::from_millis(300), ..same_tx() };
+    // Long enough for those that do not hang, and short enough to be waited for.
+    let route = Route { timeout: Duration::from_secs(3), ..same_tx() };
     let endpoint = world.protect(route);
     for how in ["error", "panic", "timeout"] {
         let handler = does::<S, _>(move |_: &Put, mut tx: EffectTx<'_, S>| {

@@ -23,7 +23,7 @@ use tokio::sync::Semaphore;
 use tokio::task::JoinHandle;
 
 /// Long enough for a busy machine; a condition that holds ends the wait at once.
-pub(crate) const SOON: Duration = Duration::from_secs(20);
+pub(crate) const SOON: Duration = Duration::from_secs(60);
 pub(crate) const K1: &str = "key-0000000000000001";
 pub(crate) const K2: &str = "key-0000000000000002";
 

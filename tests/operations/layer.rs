@@ -32,14 +32,10 @@ on_all! {
     o2_a_stale_guarded_claim_is_taken_over_and_the_late_owner_changes_nothing,
 }
 
-/// The operation of the layer's tests has the name of the typed one, so that `identity` names its records.
+/// The operation of the layer's tests has the name of the typed one, so that `identity` names its records. The claim and the handler
+/// are within the timeout, on a machine that stands still for seconds too.
 pub(crate) fn edge() -> Route {
-    Route {
-        lease: Duration::from_secs(5),
-        timeout: Duration::from_secs(3),
-        completion_budget: Duration::from_secs(1),
-        ..Route::new(Mode::Edge)
-    }
+    Route::new(Mode::Edge)
 }
 
 #[derive(Clone)]

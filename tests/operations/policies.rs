@@ -57,7 +57,7 @@ async fn o23_m98_a_retry_after_expiry_is_rejected_where_the_route_says_so<S: Sql
     let reject = Route {
         after_expiry: AfterExpiry::Reject,
         key_format: KeyFormat::UuidV7,
-        id_skew: Duration::from_secs(1),
+        id_skew: Duration::from_secs(6),
         retention: Retention { ttl, body: ttl, metadata: ttl },
         ..same_tx()
     };

@@ -29,8 +29,8 @@ async fn o8_proof_that_comes_after_the_parking_un_parks<S: Rows>(store: S) {
         here.notify_one();
         there.notified().await;
     });
-    let told = Scripted::default().then(Act::After(waits, done())).timeout(Duration::from_secs(9));
-    let slow = Service::start(&store, &Plan::new(Strategy::None), told.clone()).await;
+    let told = Scripted::default().then(Act::After(waits, done())).timeout(3 * SOON);
+    let slow = Service::start(&store, &Plan::new(Strategy::None).long_lease(), told.clone()).await;
     let first = async { slow.ask(ONE, 700, Duration::from_millis(1)).await };
     let (first, ()) = tokio::join!(first, arrives.notified());
     assert_eq!(code(&first), Some(Code::RecoveryPending));
@@ -59,9 +59,9 @@ async fn o8_proof_that_comes_before_the_parking_is_used(store: PostgresStore) {
         here.notify_one();
         there.notified().await;
     });
-    let told = Scripted::default().then(Act::After(waits, Answer::NoAnswer)).timeout(Duration::from_secs(9));
-    let service = Service::start(&store, &Plan::new(Strategy::None), told.clone()).await;
-    let asked = service.ask(ONE, 700, BUDGET);
+    let told = Scripted::default().then(Act::After(waits, Answer::NoAnswer)).timeout(3 * SOON);
+    let service = Service::start(&store, &Plan::new(Strategy::None).long_lease(), told.clone()).await;
+    let asked = service.ask(ONE, 700, 2 * SOON);
     let meanwhile = async {
         arrives.notified().await;
         let mut lock = store.pool().begin().await.unwrap();

@@ -19,6 +19,11 @@ pub(crate) fn adapter(provider: &ProviderProcess) -> Shared {
     Shared(Arc::new(Cards::new(&provider.url, Duration::from_millis(700)).unwrap()))
 }
 
+/// The same, with all the time that a busy machine takes: where a second send would show.
+fn patient(provider: &ProviderProcess) -> Shared {
+    Shared(Arc::new(Cards::new(&provider.url, Duration::from_secs(15)).unwrap()))
+}
+
 const KEY: &str = "key-0000000000000001";
 
 /// One charge, whatever went wrong on the way, and every later answer is the first one. No worker runs: the repeating request
@@ -41,7 +46,7 @@ async fn one_charge<S: Rows>(store: S, faults: &[(&str, i64, u64)]) {
 // Shown by: settling without the evidence that stands in the deciding transaction.
 async fn m81_no_fault<S: Rows>(store: S) {
     let provider = ProviderProcess::start();
-    let service = Service::start(&store, &Plan::new(KEY_AND_QUERY), adapter(&provider)).await;
+    let service = Service::start(&store, &Plan::new(KEY_AND_QUERY), patient(&provider)).await;
     let answered = service.ask(KEY, 700, Duration::from_secs(20)).await;
     let Answered::Reply { reply, replayed: false } = answered else { panic!("{answered:?}") };
     assert_eq!((reply.status, provider.count().await), (201, (1, 1)));
@@ -111,7 +116,7 @@ async fn o7_a_listed_verdict_is_a_failure<S: Rows>(store: S) {
     for (fault, key) in [("decline", KEY), ("refuse_keys", "key-0000000000000002")] {
         let provider = ProviderProcess::start();
         provider.fault(fault, 1, 0).await;
-        let service = Service::start(&store, &Plan::new(KEY_AND_QUERY), adapter(&provider)).await;
+        let service = Service::start(&store, &Plan::new(KEY_AND_QUERY), patient(&provider)).await;
         let answered = service.ask(key, 700, Duration::from_secs(20)).await;
         let Answered::Reply { reply, replayed: false } = answered else { panic!("{fault}: {answered:?}") };
         let (again, replayed) = service.ask_until_known(key, 700).await;
@@ -129,7 +134,7 @@ async fn service_failed<S: Rows>(store: &S) -> i64 {
 async fn o7_another_amount_goes_to_an_operator<S: Rows>(store: S) {
     let provider = ProviderProcess::start();
     provider.fault("wrong_amount", 1, 0).await;
-    let service = Service::start(&store, &Plan::new(KEY_AND_QUERY), adapter(&provider)).await;
+    let service = Service::start(&store, &Plan::new(KEY_AND_QUERY), patient(&provider)).await;
     for _ in 0..3 {
         let answered = service.ask(KEY, 700, Duration::from_secs(20)).await;
         let Answered::Problem(problem) = answered else { panic!("{answered:?}") };
@@ -151,9 +156,10 @@ async fn o7_another_amount_goes_to_an_operator<S: Rows>(store: S) {
 // G10. Shown by: counting an attempt where nothing left us (it was parked).
 async fn g10_m82_a_provider_that_is_away_is_waited_for<S: Rows>(store: S) {
     let provider = ProviderProcess::start();
-    let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
-    let nobody = format!("http://{}", listener.local_addr().unwrap());
-    drop(listener);
+    // Bound and never listening: nobody else gets the port meanwhile.
+    let reserved = tokio::net::TcpSocket::new_v4().unwrap();
+    reserved.bind("127.0.0.1:0".parse().unwrap()).unwrap();
+    let nobody = format!("http://{}", reserved.local_addr().unwrap());
     let mut plan = Plan::new(KEY_AND_QUERY);
     plan.settings.attempts_max = 2;
     let away = Shared(Arc::new(Cards::new(&nobody, Duration::from_millis(700)).unwrap()));

@@ -79,10 +79,10 @@ async fn o5_a_call_that_does_not_fit_into_the_lease_is_refused() {
     let engine = engine(directory.path()).await;
     let plan = Plan::new(KEY).short_lease();
     let endpoint = engine.protect(Endpoint::typed::<Charge>(plan.route())).unwrap();
-    let slow = Scripted::default().timeout(Duration::from_secs(2));
+    let slow = Scripted::default().timeout(plan.lease * 2 / 3);
     let refused = Door::builder(&engine, Uuid::nil()).register(flow(&plan, slow), &endpoint).expect_err("refused");
     assert!(matches!(refused, DoorError::Flow(FlowError::Timeout { effect: "charge", .. })), "{refused}");
-    let quick = Scripted::default().timeout(Duration::from_millis(1_900));
+    let quick = Scripted::default().timeout(plan.lease * 2 / 3 - Duration::from_millis(1));
     Door::builder(&engine, Uuid::nil()).register(flow(&plan, quick), &endpoint).expect("good");
 }
 

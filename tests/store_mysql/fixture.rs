@@ -10,7 +10,7 @@ use sqlx::{AssertSqlSafe, Connection, MySqlConnection};
 
 use crate::support::{service, unique};
 
-pub(crate) const DEADLINE: Duration = Duration::from_secs(20);
+pub(crate) const DEADLINE: Duration = Duration::from_secs(60);
 
 /// A database of this test alone; dropped with it.
 pub(crate) struct Db {

@@ -100,7 +100,7 @@ async fn r11_rows_are_deleted_by_a_lookup_of_each_position_while_writers_are_ope
     assert!(waited.to_string().contains("1205"), "{waited}");
 
     let mark = session.claim(Mark { through: Some(read.batch), ..Mark::default() });
-    tokio::time::timeout(Duration::from_secs(10), mark).await.expect("the mark waits for an open writer").unwrap();
+    tokio::time::timeout(Duration::from_secs(30), mark).await.expect("the mark waits for an open writer").unwrap();
     before.commit().await.unwrap();
     let left = session.read(100).await.unwrap();
     assert_eq!(payloads(&left.rows), ["open"], "a row that was never read is not deleted");

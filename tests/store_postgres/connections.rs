@@ -178,7 +178,7 @@ async fn a_pooler_in_session_mode_is_no_reason_to_refuse() {
         assert_eq!(pooler.severity, Severity::Ok);
         let mut reader = PgConnection::connect(&with_path(&database.url, &database.name)).await.unwrap();
         reader.ping().await.unwrap();
-        eventually("the check's own connections are gone", Duration::from_secs(20), || async {
+        eventually("the check's own connections are gone", Duration::from_secs(60), || async {
             let left: i64 = database
                 .value("select count(*) from pg_stat_activity where datname = current_database() and application_name = 'oncebox' and pid <> pg_backend_pid()")
                 .await;

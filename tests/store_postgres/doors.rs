@@ -224,7 +224,7 @@ async fn r1_an_application_may_call_the_doors_and_nothing_else() {
         assert!(!id.is_nil());
         let pool = database.store.pool();
         // Its temporary tables go with its connection, a moment later.
-        eventually("the roles are dropped", Duration::from_secs(20), || async {
+        eventually("the roles are dropped", Duration::from_secs(60), || async {
             let drop_roles = format!("drop role if exists {role}; drop role if exists {outsider}");
             sqlx::raw_sql(AssertSqlSafe(drop_roles)).execute(pool).await.ok()
         })

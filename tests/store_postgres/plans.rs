@@ -54,7 +54,7 @@ async fn m105_keys_are_listed_by_hash_and_by_open_state_without_reading_the_tabl
             let store = database.another_store().await;
             assert_eq!(store.keys(&filter).await.unwrap().len(), found, "{filter:?}");
             store.close().await;
-            let after = eventually("the read is counted", Duration::from_secs(20), || async {
+            let after = eventually("the read is counted", Duration::from_secs(60), || async {
                 let after = read_so_far(&database).await;
                 (after[0] + after[1] > before[0] + before[1]).then_some(after)
             })

@@ -22,6 +22,13 @@ pub(crate) fn unique(prefix: &str) -> String {
     format!("{prefix}-{}", &uuid::Uuid::now_v7().simple().to_string()[16..])
 }
 
+/// A port for a server of a test's own, which binds it itself. Not one of those that the system gives to whoever asks for any, of
+/// which another test may get it before the server is there.
+pub(crate) fn free_port() -> u16 {
+    let is_free = |port: &u16| std::net::TcpListener::bind(("127.0.0.1", *port)).is_ok();
+    (0..1_000).map(|_| fastrand::u16(12_000..30_000)).find(is_free).expect("a free port")
+}
+
 /// Asks again and again until the answer is there; fails with `what` after the deadline.
 pub(crate) async fn eventually<T, F>(what: &str, deadline: Duration, mut ask: impl FnMut() -> F) -> T
 where

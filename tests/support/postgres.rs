@@ -11,7 +11,7 @@ use oncebox::sqlx::{AssertSqlSafe, ConnectOptions, Connection, Executor, Row};
 use oncebox::store::postgres::PostgresStore;
 use oncebox::store::{Base, Schema, StoreOptions};
 
-use super::support::{eventually, service, unique};
+use super::support::{eventually, free_port, service, unique};
 
 /// A database of its own, migrated.
 #[derive(Debug, Clone)]
@@ -128,7 +128,7 @@ impl Server {
     pub(crate) async fn start(test: &str, settings: &str) -> Option<Self> {
         let bin = PathBuf::from(service(test, "ONCEBOX_TEST_PG_BIN")?);
         let directory = tempfile::Builder::new().prefix("oncebox-pg-").tempdir_in("/var/tmp").unwrap();
-        let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+        let port = free_port();
         let mut server = Self { bin, directory, port, process: None };
         if is_root() {
             let path = server.directory.path().to_str().unwrap();

@@ -224,7 +224,10 @@ async fn o28_what_may_have_arrived_is_said_with_its_number_and_ends_dead() {
 // Shown by: counting a send that did not leave.
 #[tokio::test]
 async fn o28_what_did_not_leave_waits_and_an_endpoint_that_fails_is_left_alone() {
-    let closed = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap().local_addr().unwrap();
+    // Bound and never listening: nobody else gets the port meanwhile.
+    let reserved = tokio::net::TcpSocket::new_v4().unwrap();
+    reserved.bind("127.0.0.1:0".parse().unwrap()).unwrap();
+    let closed = reserved.local_addr().unwrap();
     let service = Service::start(options(), settings()).await;
     service.send(Uuid::now_v7(), &format!("http://{closed}/hook")).await;
     service.becomes("it waits", |state| state == Delivery::Waiting).await;
