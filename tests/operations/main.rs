@@ -30,6 +30,7 @@ mod layer;
 mod layer_ends;
 mod lost;
 mod policies;
+mod quota;
 mod regions;
 mod service;
 mod services;
