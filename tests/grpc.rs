@@ -284,6 +284,23 @@ async fn m109_what_cannot_be_run_has_a_status_with_its_reason() {
     assert_eq!(world.payments().await, 2);
 }
 
+// Shown by: refusing nothing.
+#[tokio::test]
+async fn m120_m109_a_tenant_over_its_quota_gets_resource_exhausted_with_its_pause() {
+    let world = World::new().await;
+    world.call(KEY, payment(100)).await.unwrap();
+    let engine = Engine::builder(world.store.clone()).stored_bytes_per_tenant_max(1).build();
+    let endpoint = engine.protect(Endpoint::typed::<CreatePayment>(Route::new(Mode::SameTx))).unwrap();
+    let full = Payments { engine, endpoint, ..world.service.clone() };
+    let status = call(full.clone(), Some("t1"), OTHER, payment(100)).await.unwrap_err();
+    assert_eq!((status.code(), reason(&status).as_str()), (Code::ResourceExhausted, "IDEMPOTENCY_QUOTA_EXCEEDED"));
+    let pause = status.get_details_retry_info().and_then(|info| info.retry_delay);
+    assert!(pause.is_some_and(|pause| pause >= Duration::from_secs(30)), "{status}");
+    let again = call(full, Some("t1"), KEY, payment(100)).await.unwrap();
+    assert_eq!(again.metadata().get(REPLAYED_METADATA).unwrap(), "true");
+    assert_eq!(world.payments().await, 1);
+}
+
 // Shown by: storing the code without the details.
 #[tokio::test]
 async fn m71_a_binding_refusal_is_replayed_with_its_details_and_leaves_no_effect() {

@@ -33,6 +33,7 @@ create table if not exists oncebox_idempotency_request (
   body_bytes        blob            null     comment 'bytes of a small answer',
   body_format       int             null     comment 'how both are written; null: the body is in oncebox_idempotency_body, or its life is over, or there is none',
   body_kid          varchar(64) character set ascii collate ascii_bin null comment 'id of the key that encrypted it; null: not encrypted',
+  kept_bytes        bigint          null     comment 'how many bytes headers and body take, here or in oncebox_idempotency_body, until body_expires_at; null: there are none, or they are gone',
   resource_kind     text character set utf8mb4 collate utf8mb4_bin null comment 'kind of the resource that was made',
   resource_id       text character set utf8mb4 collate utf8mb4_bin null comment 'its id',
   resource_location text character set utf8mb4 collate utf8mb4_bin null comment 'its URL',
@@ -41,7 +42,7 @@ create table if not exists oncebox_idempotency_request (
   open_since        datetime(6)     as (if(outcome_at is null, created_at, null)) stored comment 'created_at while there is no outcome: keeps the index below small',
   primary key (key_digest) comment 'serves: every claim, look and fenced write; the unique key is the arbiter',
   unique key idempotency_request_operation_id (operation_id) comment 'serves: operation resources and resolve',
-  key idempotency_request_open (open_since, state, tenant) comment 'serves: counts and the oldest of what has no outcome, quotas of tenants',
+  key idempotency_request_open (open_since, state, tenant, body_expires_at, kept_bytes) comment 'serves: counts and the oldest of what has no outcome; quotas of tenants: what is open, and what is kept of what has its outcome',
   key idempotency_request_body (body_end) comment 'serves: the expiry of small bodies, oldest end first',
   key idempotency_request_purge (operation, outcome_at) comment 'serves: the purge, one operation, oldest outcome first',
   constraint oncebox_idempotency_request_mode check (mode in ('same_tx', 'bridged', 'edge', 'phased')),
@@ -60,7 +61,8 @@ create table if not exists oncebox_idempotency_request (
     ((body is null or body in ('kept', 'reference', 'oversize', 'stream', 'withheld', 'purged'))
      and (body <=> 'kept') = (body_expires_at is not null)
      and (body_format is null) = (body_headers is null) and (body_format is null) = (body_bytes is null)
-     and (body_format is not null or body_kid is null) and (body_format is null or body_expires_at is not null)),
+     and (body_format is not null or body_kid is null) and (body_format is null or body_expires_at is not null)
+     and (kept_bytes is null or kept_bytes >= 0 and body_expires_at is not null)),
   constraint oncebox_idempotency_request_resource check
     ((resource_kind is null) = (resource_id is null) and (resource_kind is not null or resource_location is null)
      and (not body <=> 'reference' or resource_kind is not null)),

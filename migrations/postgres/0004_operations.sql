@@ -30,6 +30,7 @@ create table oncebox.idempotency_request (
   body_bytes         bytea,
   body_format        integer,
   body_kid           text,
+  kept_bytes         bigint,
   resource_kind      text,
   resource_id        text,
   resource_location  text,
@@ -53,7 +54,8 @@ create table oncebox.idempotency_request (
     ((body is null or body in ('kept', 'reference', 'oversize', 'stream', 'withheld', 'purged'))
      and (body is not distinct from 'kept') = (body_expires_at is not null)
      and (body_format is null) = (body_headers is null) and (body_format is null) = (body_bytes is null)
-     and (body_format is not null or body_kid is null) and (body_format is null or body_expires_at is not null)),
+     and (body_format is not null or body_kid is null) and (body_format is null or body_expires_at is not null)
+     and (kept_bytes is null or kept_bytes >= 0 and body_expires_at is not null)),
   constraint idempotency_request_resource check
     ((resource_kind is null) = (resource_id is null) and (resource_kind is not null or resource_location is null)
      and (body is distinct from 'reference' or resource_kind is not null)),
@@ -63,6 +65,8 @@ create table oncebox.idempotency_request (
 create index idempotency_request_open on oncebox.idempotency_request (state, created_at) include (tenant)
   where state in ('IN_PROGRESS', 'UNKNOWN_REQUIRES_RECOVERY');
 create index idempotency_request_body on oncebox.idempotency_request (body_expires_at) where body_format is not null;
+create index idempotency_request_kept on oncebox.idempotency_request (tenant, body_expires_at) include (kept_bytes)
+  where kept_bytes is not null;
 create index idempotency_request_purge on oncebox.idempotency_request (operation, outcome_at) where outcome_at is not null;
 comment on table oncebox.idempotency_request is 'one row per (tenant, operation, key): claim, state, owner, and what is kept of the answer; the body has a life of its own, and beyond 2 KiB a table';
 comment on column oncebox.idempotency_request.key_digest is 'SHA-256 of tenant, operation and key, each behind its length: the identity (O16)';
@@ -92,6 +96,7 @@ comment on column oncebox.idempotency_request.body_headers is 'headers of a smal
 comment on column oncebox.idempotency_request.body_bytes is 'bytes of a small answer';
 comment on column oncebox.idempotency_request.body_format is 'how both are written; null: the body is in idempotency_body, or its life is over, or there is none';
 comment on column oncebox.idempotency_request.body_kid is 'id of the key that encrypted it; null: not encrypted';
+comment on column oncebox.idempotency_request.kept_bytes is 'how many bytes headers and body take, here or in idempotency_body, until body_expires_at; null: there are none, or they are gone';
 comment on column oncebox.idempotency_request.resource_kind is 'kind of the resource that was made';
 comment on column oncebox.idempotency_request.resource_id is 'its id';
 comment on column oncebox.idempotency_request.resource_location is 'its URL';
@@ -100,6 +105,7 @@ comment on index oncebox.idempotency_request_pkey is 'serves every claim, look a
 comment on index oncebox.idempotency_request_operation_id is 'serves operation resources and resolve: the record of an operation';
 comment on index oncebox.idempotency_request_open is 'serves counts and the oldest of what has no outcome, and quotas of tenants';
 comment on index oncebox.idempotency_request_body is 'serves the expiry of small bodies, oldest end first';
+comment on index oncebox.idempotency_request_kept is 'serves quotas: what is kept for a tenant, from the index alone';
 comment on index oncebox.idempotency_request_purge is 'serves the purge: one operation, oldest outcome first';
 
 -- Bodies of answers that are too large for the row of their claim, range-partitioned by the end of their life so that old ones go whole. Its own life: the claim, which stays

@@ -27,6 +27,7 @@ create table oncebox_idempotency_request (
     schema_version    integer,                         -- version of the schema that the body was written in
     body              text,                            -- kept (until body_expires_at), reference, or why it is not kept
     body_expires_at   integer,                         -- after it, a kept body counts as purged
+    kept_bytes        integer,                         -- how many bytes headers and body take until body_expires_at; null: none
     resource_kind     text,                            -- kind of the resource that was made
     resource_id       text,                            -- its id
     resource_location text,                            -- its URL
@@ -42,7 +43,8 @@ create table oncebox_idempotency_request (
         and (answer_status is null or outcome_at is not null)
         and (answer_status is not null or state not in ('COMPLETED', 'FAILED_REPLAYABLE'))),
     check ((body is null or body in ('kept', 'reference', 'oversize', 'stream', 'withheld', 'purged'))
-        and (body is 'kept') = (body_expires_at is not null)),
+        and (body is 'kept') = (body_expires_at is not null)
+        and (kept_bytes is null or kept_bytes >= 0 and body_expires_at is not null)),
     check ((resource_kind is null) = (resource_id is null) and (resource_kind is not null or resource_location is null)
         and (body is not 'reference' or resource_kind is not null)),
     check (error_code is null or state in ('FAILED_REPLAYABLE', 'FAILED_RETRYABLE')),
@@ -51,6 +53,9 @@ create table oncebox_idempotency_request (
 
 -- Serves counts and the oldest of what has no outcome, and quotas of tenants.
 create index oncebox_idempotency_request_open on oncebox_idempotency_request (created_at, state, tenant) where outcome_at is null;
+-- Serves quotas: what is kept for a tenant, from the index alone.
+create index oncebox_idempotency_request_kept on oncebox_idempotency_request (tenant, body_expires_at, kept_bytes)
+    where kept_bytes is not null;
 -- Serves the purge: one operation, oldest outcome first.
 create index oncebox_idempotency_request_purge on oncebox_idempotency_request (operation, outcome_at) where outcome_at is not null;
 

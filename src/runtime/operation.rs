@@ -24,6 +24,7 @@ mod engine;
 mod front;
 mod memory;
 pub mod phased;
+mod quota;
 mod reconcile;
 mod reply;
 mod running;

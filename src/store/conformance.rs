@@ -141,6 +141,7 @@ macro_rules! keys_conformance {
                 o4_a_body_of_any_size_is_that_of_the_last_run,
                 m100_a_purge_takes_only_what_has_its_outcome,
                 m103_what_is_open_is_counted,
+                m120_what_a_tenant_has_stored_is_counted,
                 o2_a_claim_of_another_door_is_refused,
             ]
         }

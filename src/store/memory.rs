@@ -247,6 +247,13 @@ impl Keys for MemoryKeys {
         Ok(self.book().rows.values().filter(is_open).count() as u64)
     }
 
+    async fn stored_of_tenant(&self, tenant: &str) -> Result<u64, StoreError> {
+        let (book, now) = (self.book(), now());
+        let of_tenant = book.rows.values().filter(|row| row.record.identity.tenant() == tenant);
+        let bodies = of_tenant.filter_map(|row| row.body.as_ref()).filter(|(_, until)| *until > now);
+        Ok(bodies.map(|(body, _)| body.stands_in()).sum())
+    }
+
     async fn observe_run(&self, _: &NewEvidence) -> Result<(), StoreError> {
         Err(StoreError::Refused("memory keeps no evidence".to_owned()))
     }

@@ -334,6 +334,13 @@ pub trait Keys: Clone + std::fmt::Debug + Send + Sync + 'static {
     /// How many records of a tenant are committed and have no outcome: IN_PROGRESS or UNKNOWN. A guard counts none.
     fn open_of_tenant(&self, tenant: &str) -> impl Future<Output = Result<u64, StoreError>> + Send;
 
+    /// How many bytes the answers of a tenant take whose body is kept and whose life is not over: headers and body, as they
+    /// stand, wherever they stand. One read of an index that leads by tenant, of one entry for each such answer.
+    ///
+    /// # Errors
+    /// [`StoreError::Refused`] of a store that cannot tell: a guard.
+    fn stored_of_tenant(&self, tenant: &str) -> impl Future<Output = Result<u64, StoreError>> + Send;
+
     /// Appends what became of a run that lost its lease: evidence, never fenced (O8, O12).
     ///
     /// # Errors

@@ -35,6 +35,10 @@ pub(crate) struct Faults {
     pub(crate) heartbeats: AtomicU32,
     /// How often a release was answered.
     pub(crate) releases: AtomicU32,
+    /// How often it was asked what a tenant stores.
+    pub(crate) stored: AtomicU32,
+    /// That fails.
+    pub(crate) stored_away: AtomicBool,
 }
 
 /// The store.
@@ -127,6 +131,12 @@ impl<S: Keys> Keys for Faulty<S> {
 
     async fn open_of_tenant(&self, tenant: &str) -> Result<u64, StoreError> {
         self.inner.open_of_tenant(tenant).await
+    }
+
+    async fn stored_of_tenant(&self, tenant: &str) -> Result<u64, StoreError> {
+        self.faults.stored.fetch_add(1, Ordering::SeqCst);
+        away(&self.faults.stored_away)?;
+        self.inner.stored_of_tenant(tenant).await
     }
 
     async fn observe_run(&self, evidence: &NewEvidence) -> Result<(), StoreError> {

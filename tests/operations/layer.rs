@@ -77,7 +77,8 @@ async fn obeys<S: Sql>(State(app): State<App<S>>, Idempotent(Json(told)): Idempo
     response
 }
 
-async fn layered<S: Sql>(world: &World<S>, endpoint: Endpoint, gate: &Gate) -> String {
+/// The layer around handlers that do as they are told.
+pub(crate) async fn layered<S: Sql>(world: &World<S>, endpoint: Endpoint, gate: &Gate) -> String {
     let layer = IdempotencyLayer::new(&world.engine, endpoint).unwrap();
     let router = Router::new()
         .route("/put", route_post(obeys::<S>))

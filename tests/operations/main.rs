@@ -32,6 +32,7 @@ mod layer_ends;
 mod lock_wait;
 mod lost;
 mod policies;
+mod quota;
 mod regions;
 mod service;
 mod services;

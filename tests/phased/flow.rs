@@ -321,6 +321,8 @@ pub(crate) struct Plan {
     pub(crate) version: u32,
     pub(crate) deployment: Option<Uuid>,
     pub(crate) sealer: Sealer,
+    /// How many bytes a tenant may have stored.
+    pub(crate) stored_max: Option<u64>,
 }
 
 impl Plan {
@@ -339,6 +341,7 @@ impl Plan {
             version: 1,
             deployment: None,
             sealer: Sealer::plain(),
+            stored_max: None,
         }
     }
 
@@ -386,7 +389,11 @@ pub(crate) fn flow<S: Rows, P: Adapter + Debug>(plan: &Plan, provider: P) -> Flo
 
 impl<S: Rows> Service<S> {
     pub(crate) async fn start<P: Adapter + Debug>(store: &S, plan: &Plan, provider: P) -> Self {
-        let engine = Engine::builder(store.clone()).sealer(plan.sealer.clone()).build();
+        let engine = Engine::builder(store.clone()).sealer(plan.sealer.clone());
+        let engine = match plan.stored_max {
+            Some(bytes) => engine.stored_bytes_per_tenant_max(bytes).build(),
+            None => engine.build(),
+        };
         let endpoint = Endpoint::typed::<Charge>(plan.route()).operation_path("/operations/");
         let endpoint = engine.protect(endpoint).unwrap();
         let deployment = match plan.deployment {

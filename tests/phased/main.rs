@@ -16,6 +16,7 @@ mod mysql;
 mod postgres;
 #[path = "../support/provider.rs"]
 mod provider;
+mod quota;
 mod recovery;
 mod registration;
 mod scripted;

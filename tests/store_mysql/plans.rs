@@ -1,8 +1,8 @@
-//! What `oncebox keys list` and `show` read of a large table: the rows that they show, not all of them.
+//! What `oncebox keys list` and `show` and a quota read of a large table: the rows that they need, not all of them.
 
 use oncebox::policy::operation::State;
 use oncebox::store::mysql::MySqlStore;
-use oncebox::store::{Base, KeyFilter, KeyOperator, StoreOptions};
+use oncebox::store::{Base, KeyFilter, KeyOperator, Keys, StoreOptions};
 use sqlx::AssertSqlSafe;
 
 use crate::fixture::{Db, execute};
@@ -59,5 +59,31 @@ async fn m105_keys_are_listed_by_hash_and_by_open_state_without_reading_the_tabl
         let read = read_so_far(&store).await - before;
         assert!(read < 500, "{filter:?}: {read} rows were read");
     }
+    store.close().await;
+}
+
+// Shown by: an index that ends with the tenant (the entries of all its records are read, also of those without a body).
+#[tokio::test]
+async fn m107_what_a_tenant_has_stored_is_summed_from_its_own_entries() {
+    let test = "m107_what_a_tenant_has_stored_is_summed_from_its_own_entries";
+    let Some(db) = Db::new(test).await else { return };
+    fill(&db).await;
+    let mut app = db.app().await;
+    // One in two of them, and of these one in two is over.
+    let kept = "update oncebox_idempotency_request set body = 'kept', kept_bytes = 10, \
+           body_expires_at = outcome_at + interval if(ord(key_digest) % 4 = 0, 1, 0) day \
+         where outcome_at is not null and ord(key_digest) % 2 = 0";
+    execute(&mut app, kept).await;
+    execute(&mut app, "analyze table oncebox_idempotency_request").await;
+    let store =
+        MySqlStore::connect(&StoreOptions { connections_max: 1, ..StoreOptions::new(db.url.as_str()) }).await.unwrap();
+    let live =
+        "select count(*) from oncebox_idempotency_request where tenant = 't7' and body_expires_at > utc_timestamp(6)";
+    let live: i64 = sqlx::query_scalar(live).fetch_one(db.store.pool()).await.unwrap();
+    assert!((250..750).contains(&live), "{live}");
+    let before = read_so_far(&store).await;
+    assert_eq!(store.stored_of_tenant("t7").await.unwrap(), 10 * live.unsigned_abs());
+    let read = read_so_far(&store).await - before;
+    assert!(read <= live.unsigned_abs() + 50, "{read} rows were read for {live}");
     store.close().await;
 }

@@ -1,9 +1,9 @@
-//! What `oncebox keys list` and `show` read of a large table: the rows that they show, not all of them.
+//! What `oncebox keys list` and `show` and a quota read of a large table: the rows that they need, not all of them.
 
 use std::time::Duration;
 
 use oncebox::policy::operation::State;
-use oncebox::store::{Base, KeyFilter, KeyOperator};
+use oncebox::store::{Base, KeyFilter, KeyOperator, Keys};
 
 use crate::postgres::{Database, with_database};
 use crate::support::eventually;
@@ -62,6 +62,44 @@ async fn m105_keys_are_listed_by_hash_and_by_open_state_without_reading_the_tabl
             let [_, _, whole, indexed] = std::array::from_fn(|at| after[at] - before[at]);
             assert!(whole == 0 && indexed <= rows_max, "{filter:?}: {whole} rows in order, {indexed} by an index");
         }
+    })
+    .await;
+}
+
+/// Entries that were read of the index of what is kept.
+async fn entries_so_far(database: &Database) -> i64 {
+    let text =
+        "select coalesce(idx_tup_read, 0) from pg_stat_all_indexes where indexrelname = 'idempotency_request_kept'";
+    database.value(text).await
+}
+
+// Shown by: no such index (the table is read from end to end); comparing with the clock itself (the entries of all bodies of the
+// tenant are read, also of those whose time is over).
+#[tokio::test]
+async fn m107_what_a_tenant_has_stored_is_summed_from_its_own_entries() {
+    let test = "m107_what_a_tenant_has_stored_is_summed_from_its_own_entries";
+    with_database(test, |database| async move {
+        fill(&database).await;
+        let kept = "update oncebox.idempotency_request set body = 'kept', kept_bytes = 10, \
+               body_expires_at = outcome_at + case when get_byte(key_digest, 0) % 2 = 0 then interval '1 day' else interval '0' end \
+             where outcome_at is not null";
+        database.run(kept).await;
+        database.run("analyze oncebox.idempotency_request").await;
+        let live = "select count(*) from oncebox.idempotency_request where tenant = 't7' and body_expires_at > now()";
+        let live: i64 = database.value(live).await;
+        assert!((500..1_500).contains(&live), "{live}");
+        let (before, entries) = (read_so_far(&database).await, entries_so_far(&database).await);
+        let store = database.another_store().await;
+        assert_eq!(store.stored_of_tenant("t7").await.unwrap(), 10 * live.unsigned_abs());
+        store.close().await;
+        let read = eventually("the read is counted", Duration::from_secs(20), || async {
+            let after = read_so_far(&database).await;
+            let whole = after[2] - before[2];
+            let read = entries_so_far(&database).await - entries;
+            (read > 0 || whole > 0).then_some((whole, read))
+        })
+        .await;
+        assert_eq!(read, (0, live), "rows in order, and entries of the index");
     })
     .await;
 }

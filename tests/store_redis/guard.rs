@@ -7,8 +7,9 @@ use std::time::Duration;
 use oncebox::StoreError;
 use oncebox::policy::operation::key::KeyFormat;
 use oncebox::policy::operation::retention::Retention;
-use oncebox::policy::operation::route::{Durability, RouteError};
+use oncebox::policy::operation::route::{Durability, Effects, RouteError};
 use oncebox::policy::operation::{Identity, Key, Keyring, Mode, Route, Scope, State};
+use oncebox::runtime::operation::{Endpoint, EndpointError, Engine};
 use oncebox::store::conformance::KeysFixture;
 use oncebox::store::redis::{RedisKeys, RedisOptions};
 use oncebox::store::{Answer, AnswerBody, Basis, Claimed, Fenced, KeptBody, KeyClaim, Keys, Outcome, Owned};
@@ -104,6 +105,19 @@ impl Drop for Server {
 async fn o25_a_guard_takes_no_route_that_needs_a_memory() {
     assert_eq!(RedisKeys::DURABILITY, Durability::Guard);
     assert_eq!(Route::new(Mode::Edge).validate(RedisKeys::DURABILITY), Err(RouteError::GuardNeedsRepeatable));
+}
+
+// Shown by: leaving the check out (every request is then answered 503, for the store cannot say).
+#[tokio::test]
+async fn m120_o25_a_quota_on_stored_bytes_is_refused_at_start() {
+    let Some(fixture) = Prefix::start("m120_o25_a_quota_on_stored_bytes_is_refused_at_start").await else { return };
+    let repeatable = Route { effects: Effects::Repeatable, ..Route::new(Mode::Edge) };
+    let bounded = Engine::builder(fixture.store().clone()).stored_bytes_per_tenant_max(1 << 20).build();
+    let refused = bounded.protect(Endpoint::raw("send_receipt", repeatable.clone())).unwrap_err();
+    assert!(matches!(refused, EndpointError::StoredBytes), "{refused}");
+    assert!(refused.to_string().contains("stored_bytes_per_tenant_max"), "{refused}");
+    Engine::builder(fixture.store().clone()).build().protect(Endpoint::raw("send_receipt", repeatable)).unwrap();
+    fixture.end().await;
 }
 
 // `allkeys-lru` evicted live claims. Shown by: leaving the check out.

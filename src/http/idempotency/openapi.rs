@@ -36,6 +36,10 @@ pub fn describe(endpoint: &Registered, operation: &mut Operation) -> Result<(), 
         ("400".to_owned(), "The key or the request is not valid, or the key is missing."),
         ("409".to_owned(), "The first request runs, or its outcome is not known or not kept."),
         ("413".to_owned(), "The body is too long."),
+        (
+            "429".to_owned(),
+            "The quota is used up, of operations without an outcome or of stored bytes: nothing was done.",
+        ),
         (mismatch, "The key was used with a different request."),
         ("503".to_owned(), "Nothing was done, or the outcome is found by the same request again."),
     ];

@@ -152,7 +152,7 @@ fn title(code: Code) -> &'static str {
         Code::TransactionEnded => "The operation broke its transaction",
         Code::FingerprintVersionUnknown => "Another process must answer this",
         Code::StoreUnavailable => "The memory of operations is not available: nothing was done",
-        Code::QuotaExceeded => "Too many operations at once",
+        Code::QuotaExceeded => "The quota is used up",
         Code::WrongRegion => "This key is kept in another region",
         Code::OperationFailed => "The operation failed, and nothing of it was kept",
     }

@@ -107,6 +107,9 @@ pub enum EndpointError {
     /// A duplicate is sent to the operation, and no path says where that is.
     #[error("`while_running = accepted` needs `operation_path`")]
     OperationPath,
+    /// The store does not count what it keeps for a tenant.
+    #[error("`stored_bytes_per_tenant_max` needs a store that counts the bytes of a tenant: a guard does not")]
+    StoredBytes,
     /// Another operation has the name.
     #[error(
         "`{0}` is protected already, and otherwise: operations with one name share their keys, so each needs a name of its own; \

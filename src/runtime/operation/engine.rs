@@ -18,11 +18,13 @@ use super::codec::{self, Kept, SealError, Sealer};
 use super::endpoint::{Endpoint, EndpointError, Registered};
 use super::front::{Asking, Front};
 use super::memory::{BodyMemory, BodyPermit};
+use super::quota::StoredQuota;
 use super::reply::Reply;
 use super::running::Running;
 use crate::error::StoreError;
 use crate::observe;
 use crate::policy::operation::pace::Usual;
+use crate::policy::operation::route::Durability;
 use crate::policy::operation::{Fingerprint, Identity, Keyring, OperationName, Record, Scope};
 use crate::store::{Answer, KeptBody, Keys};
 
@@ -42,6 +44,7 @@ struct Inner<S> {
     usual: Mutex<HashMap<OperationName, Usual>>,
     body_memory: BodyMemory,
     open_per_tenant_max: Option<u32>,
+    stored_quota: Option<StoredQuota>,
     region: Option<(String, Home)>,
     endpoints: Mutex<Vec<Registered>>,
     tasks: TaskTracker,
@@ -54,6 +57,7 @@ pub struct EngineBuilder<S: Keys> {
     sealer: Sealer,
     body_memory_max: usize,
     open_per_tenant_max: Option<u32>,
+    stored_bytes_per_tenant_max: Option<u64>,
     region: Option<(String, Home)>,
 }
 
@@ -90,6 +94,23 @@ impl<S: Keys> EngineBuilder<S> {
         self
     }
 
+    /// How many bytes the answers may take that are stored for one tenant: headers and body, as they stand in the database, until
+    /// the end of the body's life. Default: no bound. Beyond: 429 `IDEMPOTENCY_QUOTA_EXCEEDED` to what would run for the first
+    /// time, and nothing is stored; what is stored is still replayed.
+    ///
+    /// The store is asked every five seconds, for a tenant that begins operations and in each process; where that takes longer
+    /// than a quarter of a second, less often, so that it is at most a twentieth of the time. Between two looks the bound may be
+    /// passed by what the tenant stores meanwhile, and by what runs already: it keeps a database from filling over hours, and
+    /// how fast a tenant may be is the rate limit's to say. What is not counted: records without their body, which are small,
+    /// and commands of phased operations, which [`Self::open_per_tenant_max`] bounds while they run.
+    ///
+    /// A guard does not count: [`Engine::protect`] refuses.
+    #[must_use]
+    pub fn stored_bytes_per_tenant_max(mut self, bytes: u64) -> Self {
+        self.stored_bytes_per_tenant_max = Some(bytes);
+        self
+    }
+
     /// The region of this service, and where the keys of a scope are kept: a request for another region's is answered 421 with
     /// its name, never redirected (M106). `None`: at home everywhere.
     #[must_use]
@@ -114,6 +135,7 @@ impl<S: Keys> EngineBuilder<S> {
                 usual: Mutex::default(),
                 body_memory: BodyMemory::new(self.body_memory_max),
                 open_per_tenant_max: self.open_per_tenant_max,
+                stored_quota: self.stored_bytes_per_tenant_max.map(StoredQuota::new),
                 region: self.region,
                 endpoints: Mutex::default(),
                 tasks: TaskTracker::new(),
@@ -131,6 +153,7 @@ impl<S: Keys> Engine<S> {
             sealer: Sealer::plain(),
             body_memory_max: 64 << 20,
             open_per_tenant_max: None,
+            stored_bytes_per_tenant_max: None,
             region: None,
         }
     }
@@ -139,8 +162,11 @@ impl<S: Keys> Engine<S> {
     ///
     /// # Errors
     /// Choices that cannot keep the promise together; a name that another operation of this engine has: they would share keys,
-    /// and the lifetimes of one would hold for the other.
+    /// and the lifetimes of one would hold for the other; a quota on stored bytes of a store that does not count them.
     pub fn protect(&self, endpoint: Endpoint) -> Result<Registered, EndpointError> {
+        if self.inner.stored_quota.is_some() && S::DURABILITY == Durability::Guard {
+            return Err(EndpointError::StoredBytes);
+        }
         let registered = endpoint.register(S::DURABILITY, &self.inner.keyring)?;
         let mut endpoints = lock(&self.inner.endpoints);
         if !endpoints.iter().all(|there| there.goes_with(&registered)) {
@@ -274,6 +300,14 @@ impl<S: Keys> Engine<S> {
     pub(super) async fn is_over_stored_quota(&self, tenant: &str) -> Result<bool, StoreError> {
         match self.inner.open_per_tenant_max {
             Some(max) => Ok(self.inner.store.open_of_tenant(tenant).await? >= u64::from(max)),
+            None => Ok(false),
+        }
+    }
+
+    /// Whether it has as many bytes stored as it may.
+    pub(super) async fn is_over_bytes(&self, tenant: &str) -> Result<bool, StoreError> {
+        match &self.inner.stored_quota {
+            Some(quota) => quota.is_reached(tenant, || self.inner.store.stored_of_tenant(tenant)).await,
             None => Ok(false),
         }
     }

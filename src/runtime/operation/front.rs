@@ -168,6 +168,8 @@ pub struct Front<S: Keys> {
     rounds: u32,
     waits_until: Option<Instant>,
     look_every: Duration,
+    /// Whether the tenant has as many bytes stored as it may.
+    over_bytes: bool,
     /// The body of the record that was seen last, where the store gave it along.
     body: Option<KeptBody>,
 }
@@ -191,6 +193,7 @@ impl<S: Keys> Front<S> {
             rounds: 0,
             waits_until: None,
             look_every: LOOK_EVERY,
+            over_bytes: false,
             body: None,
         }
     }
@@ -326,15 +329,24 @@ impl<S: Keys> Front<S> {
         }
     }
 
-    /// What would start more, unless the tenant has as much open as it may: also elsewhere, and unresolved (O11).
-    async fn within_quota(&self, decision: Decision) -> Decision {
+    /// What would start more, unless the tenant has as much open as it may, also elsewhere and unresolved (O11), or as much
+    /// stored.
+    async fn within_quota(&mut self, decision: Decision) -> Decision {
         let starts = matches!(decision, Decision::Claim | Decision::Reclaim | Decision::ExecuteAsNew);
         let Some(scope) = self.asking.scope.as_ref().filter(|_| starts) else { return decision };
-        match self.engine.is_over_stored_quota(scope.tenant()).await {
+        let over = match self.engine.is_over_stored_quota(scope.tenant()).await {
+            Ok(false) => {
+                let over = self.engine.is_over_bytes(scope.tenant()).await;
+                self.over_bytes = matches!(over, Ok(true));
+                over
+            }
+            over => over,
+        };
+        match over {
             Ok(false) => decision,
             Ok(true) => Decision::QuotaExceeded,
             Err(error) => {
-                tracing::warn!(operation = %self.endpoint.operation(), %error, "what a tenant has open could not be counted");
+                tracing::warn!(operation = %self.endpoint.operation(), %error, "what a tenant has open or stored could not be counted");
                 self.note(Noted::StoreError("find"));
                 Decision::StoreUnavailable
             }

@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use super::KeysFixture;
 use super::trial::eventually;
+use crate::error::StoreError;
 use crate::policy::operation::key::KeyFormat;
 use crate::policy::operation::record::{Resource, StoredBody, Tombstone};
 use crate::policy::operation::retention::Retention;
@@ -463,6 +464,60 @@ pub async fn m103_what_is_open_is_counted<F: KeysFixture>(trial: &F) {
     // A guard may count none.
     assert!(open == [3, 0] || is_guard(trial.store()) && open == [0, 0], "{open:?}");
     assert!(stats.oldest_in_progress.is_some_and(|age| age < LONG));
+}
+
+/// A completion that stands in so many bytes.
+fn of_size(bytes: usize) -> Outcome {
+    let body = AnswerBody::Kept(KeptBody { bytes: vec![7; bytes], ..KeptBody::default() });
+    Outcome::Completed(Answer { body, ..answer() })
+}
+
+/// What the quota on stored bytes looks at: the bodies that are kept for a tenant, small and large, until their end.
+pub async fn m120_what_a_tenant_has_stored_is_counted<F: KeysFixture>(trial: &F) {
+    if is_guard(trial.store()) {
+        let refused = trial.store().stored_of_tenant("t1").await;
+        assert!(matches!(refused, Err(StoreError::Refused(_))), "{refused:?}");
+        return;
+    }
+    let stored = async || trial.store().stored_of_tenant("t1").await.unwrap();
+    let run = async |claim: KeyClaim, outcome: Outcome, retention: &Retention| {
+        let owner = take(trial, &claim).await;
+        assert_eq!(trial.store().finish(&owner, &outcome, retention).await.unwrap(), Fenced::Done);
+    };
+    let of = |key| claim(Mode::Edge, key, 1);
+    assert_eq!(stored().await, 0);
+    // Headers count with eight bytes for each, as they stand.
+    run(of("a"), completed(), &KEPT).await;
+    let headers = 3 * 8 + ("link".len() + 4) + ("link".len() + 2) + ("location".len() + 11);
+    let mut sum = u64::try_from(headers + 4).unwrap();
+    assert_eq!(stored().await, sum);
+    for (key, bytes) in [("b", 0), ("c", 1_000), ("d", 100_000)] {
+        run(of(key), of_size(bytes), &KEPT).await;
+        sum += bytes as u64;
+        assert_eq!(stored().await, sum, "{bytes}");
+    }
+    let Outcome::Completed(failure) = of_size(500) else { return };
+    run(of("e"), Outcome::FailedReplayable { answer: failure, error_code: None }, &KEPT).await;
+    sum += 500;
+    // No body, no outcome, another tenant.
+    let tombstone = Answer { body: AnswerBody::Tombstone(Tombstone::Oversize), ..answer() };
+    run(of("f"), Outcome::Completed(tombstone), &KEPT).await;
+    run(of("g"), Outcome::Unknown, &KEPT).await;
+    take(trial, &of("h")).await;
+    run(KeyClaim { identity: identity("t2", "i-0123456789abcdef"), ..of("i") }, of_size(7), &KEPT).await;
+    assert_eq!((stored().await, trial.store().stored_of_tenant("t2").await.unwrap()), (sum, 7));
+    // Whose life is over, taken away or not, small and large; and what stood under a key before it was used anew.
+    for (key, bytes) in [("j", 1_000), ("k", 100_000)] {
+        run(of(key), of_size(bytes), &ENDED).await;
+    }
+    let seen = over(trial, &of("k")).await;
+    eventually("the bodies are over", || async { (stored().await == sum).then_some(()) }).await;
+    trial.store().expire_bodies(10).await.unwrap();
+    assert_eq!(stored().await, sum);
+    let owner = owned(trial.store().claim(&of("k"), Basis::Anew(&seen)).await.unwrap());
+    assert_eq!(stored().await, sum);
+    trial.store().finish(&owner, &of_size(3_000), &KEPT).await.unwrap();
+    assert_eq!(stored().await, sum + 3_000);
 }
 
 /// A committed claim of these modes would never get its outcome.

@@ -106,7 +106,7 @@ const RENEW: &str = "update oncebox_idempotency_request \
         lease_until = utc_timestamp(6) + interval round(? * 1000000) microsecond, lease_seconds = ?, generation = ?, \
         operation_id = ?, attempts = ?, updated_at = utc_timestamp(6), outcome_at = null, expires_at = null, \
         answer_status = null, schema_version = null, body = null, body_expires_at = null, body_headers = null, \
-        body_bytes = null, body_format = null, body_kid = null, resource_kind = null, resource_id = null, \
+        body_bytes = null, body_format = null, body_kid = null, kept_bytes = null, resource_kind = null, resource_id = null, \
         resource_location = null, error_code = null \
   where key_digest = ? and epoch = ? and ";
 
@@ -115,9 +115,14 @@ const FINISH: &str = "update oncebox_idempotency_request \
         outcome_at = if(? is null, null, utc_timestamp(6)), \
         expires_at = utc_timestamp(6) + interval ? microsecond, answer_status = ?, schema_version = ?, body = ?, \
         body_expires_at = utc_timestamp(6) + interval ? microsecond, resource_kind = ?, resource_id = ?, resource_location = ?, \
-        error_code = ?, body_headers = ?, body_bytes = ?, body_format = ?, body_kid = ? \
+        error_code = ?, body_headers = ?, body_bytes = ?, body_format = ?, body_kid = ?, kept_bytes = ? \
   where key_digest = ? and epoch = ? and owner <=> ? \
     and (state = 'IN_PROGRESS' or (? and state = 'UNKNOWN_REQUIRES_RECOVERY'))";
+
+/// What has its outcome stands in the index of open records too, behind a null: by state and tenant.
+const KEPT_OF_TENANT: &str = "select cast(coalesce(sum(kept_bytes), 0) as signed) \
+    from oncebox_idempotency_request force index (idempotency_request_open) \
+    where open_since is null and state in ('COMPLETED', 'FAILED_REPLAYABLE') and tenant = ? and body_expires_at > utc_timestamp(6)";
 
 impl Keys for MySqlStore {
     const DURABILITY: Durability = Durability::Durable;
@@ -221,6 +226,11 @@ impl Keys for MySqlStore {
         .one(&self.pool)
         .await?;
         Ok(open.unsigned_abs())
+    }
+
+    async fn stored_of_tenant(&self, tenant: &str) -> Result<u64, StoreError> {
+        let kept: i64 = sqlx::query_scalar(KEPT_OF_TENANT).bind(tenant.as_bytes()).one(&self.pool).await?;
+        Ok(kept.unsigned_abs())
     }
 
     async fn observe_run(&self, evidence: &NewEvidence) -> Result<(), StoreError> {
@@ -430,7 +440,8 @@ fn finishing<'q>(fence: &RecordFence, columns: &Columns<'_>) -> Query<'q> {
         .bind(columns.small().map(|kept| pack(&kept.headers)))
         .bind(columns.small().map(|kept| kept.bytes.clone()))
         .bind(columns.small().map(|kept| kept.format))
-        .bind(columns.small().and_then(|kept| kept.kid.clone()));
+        .bind(columns.small().and_then(|kept| kept.kid.clone()))
+        .bind(columns.kept_bytes());
     bind(done, fence).bind(fence.unknown)
 }
 

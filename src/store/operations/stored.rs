@@ -126,6 +126,14 @@ where
     })
 }
 
+impl KeptBody {
+    /// How many bytes headers and body take as they stand: headers as [`pack`] writes them.
+    pub(in crate::store) fn stands_in(&self) -> u64 {
+        let headers = self.headers.iter().map(|(name, value)| 8 + name.len() as u64 + value.len() as u64);
+        headers.sum::<u64>() + self.bytes.len() as u64
+    }
+}
+
 /// What an outcome writes.
 #[derive(Debug)]
 pub(in crate::store) struct Columns<'a> {
@@ -168,6 +176,11 @@ impl<'a> Columns<'a> {
             error_code,
             kept,
         }
+    }
+
+    /// How many bytes headers and body take where they are kept.
+    pub(in crate::store) fn kept_bytes(&self) -> Option<i64> {
+        self.kept.map(|kept| i64::try_from(kept.stands_in()).unwrap_or(i64::MAX))
     }
 
     /// The body that has room in the row of its claim.
@@ -230,5 +243,19 @@ mod tests {
         }
         assert!(unpack(&packed[..packed.len() - 1]).is_err());
         assert!(unpack(&[0xff; 8]).is_err());
+    }
+
+    // Shown by: forgetting the lengths of headers.
+    #[test]
+    fn what_is_counted_of_an_answer_is_what_stands() {
+        let headers = vec![("link".to_owned(), b"<a>".to_vec()), ("location".to_owned(), Vec::new())];
+        let kept = KeptBody { headers: headers.clone(), bytes: vec![7; 100], ..KeptBody::default() };
+        let answer = |body| Outcome::Completed(Answer { status: 201, schema_version: 1, body });
+        let of = |outcome: &Outcome| Columns::of(outcome, &Retention::default()).kept_bytes();
+        let stand = pack(&headers).len() + 100;
+        assert_eq!(of(&answer(AnswerBody::Kept(kept))), Some(i64::try_from(stand).unwrap()));
+        assert_eq!(of(&answer(AnswerBody::Kept(KeptBody::default()))), Some(0));
+        assert_eq!(of(&answer(AnswerBody::Tombstone(Tombstone::Oversize))), None);
+        assert_eq!(of(&Outcome::Unknown), None);
     }
 }

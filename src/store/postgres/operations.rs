@@ -110,7 +110,7 @@ const RENEW: &str = "update oncebox.idempotency_request r \
         lease_until = clock_timestamp() + $7 * interval '1 second', lease_seconds = $7, generation = $8, operation_id = $9, \
         attempts = $10, updated_at = clock_timestamp(), outcome_at = null, expires_at = null, answer_status = null, \
         schema_version = null, body = null, body_expires_at = null, body_headers = null, body_bytes = null, body_format = null, \
-        body_kid = null, resource_kind = null, resource_id = null, resource_location = null, error_code = null \
+        body_kid = null, kept_bytes = null, resource_kind = null, resource_id = null, resource_location = null, error_code = null \
   where r.key_digest = $1 and r.epoch = $5 - 1 and ";
 
 /// Writes an outcome, in the transaction of `$14` only. No condition on the state that the index of open records could serve:
@@ -123,7 +123,7 @@ macro_rules! finish {
                   set state = $4, owner = null, lease_until = null, lease_seconds = null, updated_at = n.at, \
                       outcome_at = case when $5::float8 is not null then n.at end, expires_at = n.at + $5 * interval '1 second', \
                       answer_status = $6, schema_version = $7, body = $8, body_expires_at = n.at + $9 * interval '1 second', \
-                      resource_kind = $10, resource_id = $11, resource_location = $12, error_code = $13",
+                      resource_kind = $10, resource_id = $11, resource_location = $12, error_code = $13, kept_bytes = $20",
             $body,
             " from (select clock_timestamp() as at) n \
                 where r.key_digest = $1 and r.epoch = $2 and r.owner is not distinct from $3 \
@@ -145,6 +145,10 @@ const FINISH_LARGE: &str = finish!(
        insert into oncebox.idempotency_body (key_digest, epoch, expires_at, headers, bytes, format, kid) \
        select d.key_digest, d.epoch, d.body_expires_at, $15, $16, $17, $18 from done d where d.body_expires_at is not null)"
 );
+
+/// The time as a value of its own: compared with the clock itself, each entry would be read.
+const KEPT_OF_TENANT: &str = "select coalesce(sum(kept_bytes), 0)::bigint from oncebox.idempotency_request \
+    where tenant = $1 and kept_bytes is not null and body_expires_at > (select clock_timestamp())";
 
 impl Keys for PostgresStore {
     const DURABILITY: Durability = Durability::Durable;
@@ -254,6 +258,11 @@ impl Keys for PostgresStore {
         .one(&self.pool)
         .await?;
         Ok(open.unsigned_abs())
+    }
+
+    async fn stored_of_tenant(&self, tenant: &str) -> Result<u64, StoreError> {
+        let kept: i64 = sqlx::query_scalar(KEPT_OF_TENANT).bind(tenant.as_bytes()).one(&self.pool).await?;
+        Ok(kept.unsigned_abs())
     }
 
     async fn observe_run(&self, evidence: &NewEvidence) -> Result<(), StoreError> {
@@ -420,4 +429,5 @@ fn finishing<'q>(
         .bind(columns.kept.map(|kept| i32::from(kept.format)))
         .bind(columns.kept.and_then(|kept| kept.kid.as_deref()))
         .bind(fence.unknown)
+        .bind(columns.kept_bytes())
 }

@@ -278,6 +278,10 @@ impl Keys for RedisKeys {
         Ok(0)
     }
 
+    async fn stored_of_tenant(&self, _: &str) -> Result<u64, StoreError> {
+        Err(StoreError::Refused("a guard does not count what it keeps for a tenant".to_owned()))
+    }
+
     async fn observe_run(&self, _: &NewEvidence) -> Result<(), StoreError> {
         Err(StoreError::Refused("a guard keeps no evidence".to_owned()))
     }

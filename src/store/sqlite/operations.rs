@@ -84,7 +84,7 @@ const RENEW: &str = concat!(
     ", lease_ms = ?7, generation = ?8, operation_id = ?9, attempts = ?10, updated_at = ",
     now_ms!(),
     ", outcome_at = null, expires_at = null, answer_status = null, schema_version = null, body = null, body_expires_at = null, \
-     resource_kind = null, resource_id = null, resource_location = null, error_code = null \
+     kept_bytes = null, resource_kind = null, resource_id = null, resource_location = null, error_code = null \
      where key_digest = ?1 and epoch = ?5 - 1 and "
 );
 
@@ -92,11 +92,19 @@ const FINISH: &str = concat!(
     "update oncebox_idempotency_request \
      set state = ?4, owner = null, lease_until = null, lease_ms = null, updated_at = n.at, \
          outcome_at = case when ?5 is not null then n.at end, expires_at = n.at + ?5, answer_status = ?6, schema_version = ?7, \
-         body = ?8, body_expires_at = n.at + ?9, resource_kind = ?10, resource_id = ?11, resource_location = ?12, error_code = ?13 \
+         body = ?8, body_expires_at = n.at + ?9, resource_kind = ?10, resource_id = ?11, resource_location = ?12, error_code = ?13, \
+         kept_bytes = ?15 \
      from (select ",
     now_ms!(),
     " as at) as n where key_digest = ?1 and epoch = ?2 and owner is ?3 \
        and (state = 'IN_PROGRESS' or (?14 and state = 'UNKNOWN_REQUIRES_RECOVERY'))"
+);
+
+/// What is kept for a tenant.
+pub(super) const KEPT_OF_TENANT: &str = concat!(
+    "select coalesce(sum(kept_bytes), 0) from oncebox_idempotency_request \
+     where tenant = ? and kept_bytes is not null and body_expires_at > ",
+    now_ms!()
 );
 
 impl Keys for SqliteStore {
@@ -189,6 +197,11 @@ impl Keys for SqliteStore {
         .fetch_one(self.pool())
         .await?;
         Ok(open.unsigned_abs())
+    }
+
+    async fn stored_of_tenant(&self, tenant: &str) -> Result<u64, StoreError> {
+        let kept: i64 = sqlx::query_scalar(KEPT_OF_TENANT).bind(tenant.as_bytes()).fetch_one(self.pool()).await?;
+        Ok(kept.unsigned_abs())
     }
 
     async fn observe_run(&self, evidence: &NewEvidence) -> Result<(), StoreError> {
@@ -363,6 +376,7 @@ pub(super) async fn finish(
         .bind(columns.resource.and_then(|resource| resource.location.clone()))
         .bind(columns.error_code.map(str::to_owned))
         .bind(fence.unknown)
+        .bind(columns.kept_bytes())
         .execute(&mut *connection)
         .await?;
     let fenced = Fenced::rows(done.rows_affected());

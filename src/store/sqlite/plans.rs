@@ -4,11 +4,11 @@
 use sqlx::{AssertSqlSafe, Row, query};
 
 use super::connect::SqliteStore;
-use super::{inbox, mailbox, phases, relay, waiting};
+use super::{inbox, mailbox, operations, phases, relay, waiting};
 use crate::store::{Base, Schema, StoreOptions};
 
 /// Shown to fail: without the index `oncebox_waiting_lane` two of them walked over the rows of a consumer (R25); without
-/// `oncebox_operation_due`, recovery over all operations.
+/// `oncebox_operation_due`, recovery over all operations; without `oncebox_idempotency_request_kept`, the quota over all records.
 #[tokio::test]
 async fn r25_no_poll_and_no_batch_walks_over_a_table() {
     let directory = tempfile::tempdir().unwrap();
@@ -31,6 +31,7 @@ async fn r25_no_poll_and_no_batch_walks_over_a_table() {
         ("operation", phases::OPERATION),
         ("intents", phases::INTENTS),
         ("evidence", phases::EVIDENCE),
+        ("kept of a tenant", operations::KEPT_OF_TENANT),
     ];
     let mut walks = Vec::new();
     for (name, sql) in statements {

@@ -15,6 +15,9 @@ use crate::runtime::operation::reply::{Answered, Problem, Reply};
 use crate::runtime::operation::running::Run;
 use crate::store::Keys;
 
+/// When one who has as much stored as he may comes again: room is made by the minute, not by the second.
+const FULL: Duration = Duration::from_secs(30);
+
 impl<S: Keys> Front<S> {
     /// A problem with this code, as its table has it.
     #[must_use]
@@ -144,6 +147,12 @@ impl<S: Keys> Front<S> {
             Decision::KeyInvalid => problem.detail = self.what_is_wrong(),
             Decision::KeyFromTheFuture => {
                 problem.detail = Some("the time in the key lies ahead of the server's: check the clock".to_owned());
+            }
+            Decision::QuotaExceeded if self.over_bytes => {
+                problem.detail = Some(
+                    "as many bytes of answers are stored as may be: each is let go at the end of its life".to_owned(),
+                );
+                problem.retry_after = Some(retry_after(FULL, fastrand::f64()));
             }
             Decision::WrongRegion => problem.home_region = self.home.clone(),
             Decision::InProgress(how) => {

@@ -47,7 +47,7 @@ async fn expire_small(store: &MySqlStore, limit: u32) -> Result<u64, StoreError>
     let gone = sqlx::query(
         "update json_table(?, '$[*]' columns (id varchar(64) path '$')) j \
          straight_join oncebox_idempotency_request r force index (primary) on r.key_digest = unhex(j.id) \
-         set r.body_headers = null, r.body_bytes = null, r.body_format = null, r.body_kid = null \
+         set r.body_headers = null, r.body_bytes = null, r.body_format = null, r.body_kid = null, r.kept_bytes = null \
          where r.body_end < utc_timestamp(6)",
     )
     .bind(hex_list(old.iter().map(|(digest,)| digest.as_slice())))

@@ -29,7 +29,8 @@ select c.relname::text, extract(epoch from bound[1]::timestamptz)::bigint, bound
 
 /// Small bodies, which stand in the rows of their claims.
 const EXPIRE_SMALL: &str = "
-update oncebox.idempotency_request r set body_headers = null, body_bytes = null, body_format = null, body_kid = null
+update oncebox.idempotency_request r set body_headers = null, body_bytes = null, body_format = null, body_kid = null,
+  kept_bytes = null
   from (select key_digest, epoch from oncebox.idempotency_request
          where body_format is not null and body_expires_at < clock_timestamp()
          order by body_expires_at limit $1 for update skip locked) old

@@ -1,0 +1,129 @@
+//! The quota on stored bytes: what would run for the first time is refused, and nothing else (M120).
+
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+use oncebox::policy::operation::retention::Retention;
+use oncebox::policy::operation::{Code, Route, State};
+use oncebox::runtime::operation::{Endpoint, Engine};
+
+use super::faulty::{Faults, Faulty};
+use super::kit::*;
+use super::layer::{edge, layered};
+
+on_all! {
+    m120_a_tenant_with_its_bytes_used_up_runs_nothing_new,
+    m120_a_key_whose_time_is_over_runs_anew_only_within_the_quota,
+    m120_over_http_a_full_tenant_gets_429_for_what_is_new_and_its_answers_for_the_rest,
+}
+
+/// A process whose tenants may have so many bytes stored.
+fn bounded<S: Sql>(world: &World<S>, bytes: u64) -> World<S> {
+    let engine = Engine::builder(world.store.clone()).stored_bytes_per_tenant_max(bytes).build();
+    World { engine, ..world.clone() }
+}
+
+// Shown by: refusing nothing; counting all tenants together; asking before the key is looked for.
+async fn m120_a_tenant_with_its_bytes_used_up_runs_nothing_new<S: Sql>(world: World<S>) {
+    let gate = Gate::open();
+    first(run(&world, &world.protect(same_tx()), K1, "a", effect(&gate)).await);
+    let stored = world.store.stored_of_tenant("t1").await.unwrap();
+    let full = bounded(&world, stored);
+    let endpoint = full.protect(same_tx());
+    let over = problem(run(&full, &endpoint, K2, "a", effect(&gate)).await, Code::QuotaExceeded);
+    assert_eq!((over.status, gate.calls(), world.record("t1", K2).await), (429, 1, None));
+    assert!(over.retry_after.is_some_and(|seconds| seconds >= 30) && over.detail.is_some(), "{over:?}");
+    replayed(run(&full, &endpoint, K1, "a", effect(&gate)).await);
+    problem(run(&full, &endpoint, K1, "b", effect(&gate)).await, Code::KeyReused);
+    let other = full.engine.execute_tx(&endpoint, Some(scope("t2", "p1")), key(K2), put("a"), effect(&gate));
+    first(other.await);
+    // The key is not burnt; one byte more is enough for the next one.
+    let roomy = bounded(&world, stored + 1);
+    let endpoint = roomy.protect(same_tx());
+    first(run(&roomy, &endpoint, K2, "a", effect(&gate)).await);
+    assert_eq!(gate.calls(), 3);
+}
+
+// Shown by: refusing claims of new keys only.
+async fn m120_a_key_whose_time_is_over_runs_anew_only_within_the_quota<S: Sql>(world: World<S>) {
+    let gate = Gate::open();
+    let life = Duration::from_millis(50);
+    let short =
+        Route { retention: Retention { ttl: life, body: life, metadata: Duration::from_secs(86_400) }, ..same_tx() };
+    first(run(&world, &world.protect(short.clone()), K1, "a", effect(&gate)).await);
+    until("its time is over", || async {
+        let look = world.store.find(&identity("t1", K1)).await.unwrap();
+        look.record.is_some_and(|record| record.state_at(look.now) == State::Expired)
+    })
+    .await;
+    let next = world.another_process();
+    first(run(&next, &next.protect(same_tx()), K2, "a", effect(&gate)).await);
+    let stored = world.store.stored_of_tenant("t1").await.unwrap();
+    let full = bounded(&world, stored);
+    problem(run(&full, &full.protect(short.clone()), K1, "a", effect(&gate)).await, Code::QuotaExceeded);
+    let roomy = bounded(&world, stored + 1);
+    first(run(&roomy, &roomy.protect(short), K1, "a", effect(&gate)).await);
+    assert_eq!(gate.calls(), 3);
+}
+
+// Shown by: refusing nothing; storing the refused one; refusing before the key is looked for.
+async fn m120_over_http_a_full_tenant_gets_429_for_what_is_new_and_its_answers_for_the_rest<S: Sql>(world: World<S>) {
+    let (open, held) = (Gate::open(), Gate::closed());
+    let url = layered(&world, Endpoint::raw("put", edge()), &open).await;
+    let one = send(post(&format!("{url}/put"), K1, "{}")).await;
+    assert_eq!(one.status, 201);
+    let slow = layered(&world.another_process(), Endpoint::raw("put", edge()), &held).await;
+    let running = tokio::spawn(send(post(&format!("{slow}/put"), K2, "{}")));
+    held.begun().await;
+    let stored = world.store.stored_of_tenant("t1").await.unwrap();
+    let full = layered(&bounded(&world, stored), Endpoint::raw("put", edge()), &open).await + "/put";
+    let third = format!("{K2}-third");
+    let over = send(post(&full, &third, "{}")).await;
+    over.is(Code::QuotaExceeded);
+    assert_eq!((over.header("idempotent-replayed"), over.json()["key_state"].as_str()), (None, Some("unknown")));
+    assert_eq!(world.record("t1", &third).await, None);
+    let again = send(post(&full, K1, "{}")).await;
+    assert_eq!((again.status, again.is_replayed(), &again.body), (201, true, &one.body));
+    send(post(&full, K1, r#"{"status":200}"#)).await.is(Code::KeyReused);
+    send(post(&full, K2, "{}")).await.is(Code::InProgress);
+    assert_eq!(send(post(&full, &third, "{}").header("test-scope", "t2:p1")).await.status, 201);
+    held.let_go();
+    assert_eq!(running.await.unwrap().status, 201);
+    until("it is replayed", || async { send(post(&full, K2, "{}")).await.is_replayed() }).await;
+    assert_eq!((open.calls(), held.calls()), (2, 1));
+}
+
+// Shown by: asking before each claim; letting pass what cannot be counted.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn m120_m60_the_store_is_asked_now_and_then_and_one_that_cannot_say_runs_nothing() {
+    let world = sqlite().await;
+    let store = Faulty { inner: world.store.clone(), faults: std::sync::Arc::new(Faults::default()) };
+    let gate = Gate::open();
+    let serving = async || {
+        let engine = Engine::builder(store.clone()).stored_bytes_per_tenant_max(1 << 20).build();
+        let layer = oncebox::http::idempotency::IdempotencyLayer::new(&engine, Endpoint::raw("put", edge())).unwrap();
+        let held = gate.clone();
+        let handler = move || {
+            let gate = held.clone();
+            async move {
+                gate.pass().await;
+                "done"
+            }
+        };
+        serve(axum::Router::new().route("/put", axum::routing::post(handler)).route_layer(layer)).await + "/put"
+    };
+    let url = serving().await;
+    for key in 0..20 {
+        assert_eq!(send(post(&url, &format!("{K1}-{key}"), "{}")).await.status, 200);
+    }
+    let asked = store.faults.stored.load(Ordering::SeqCst);
+    // Five seconds may have passed on a busy machine; each request for itself they have not.
+    assert!((1..10).contains(&asked), "{asked}");
+    store.faults.stored_away.store(true, Ordering::SeqCst);
+    let url = serving().await;
+    send(post(&url, K2, "{}")).await.is(Code::StoreUnavailable);
+    assert!(send(post(&url, &format!("{K1}-0"), "{}")).await.is_replayed());
+    assert_eq!((gate.calls(), world.record("t1", K2).await), (20, None));
+    store.faults.stored_away.store(false, Ordering::SeqCst);
+    assert_eq!(send(post(&url, K2, "{}")).await.status, 200);
+}
