@@ -227,8 +227,9 @@ mod tests {
         Fields { item: Item },
     }
 
-    #[derive(Debug, Deserialize, PartialEq)]
+    #[derive(Debug, Deserialize)]
     #[serde(deny_unknown_fields)]
+    #[allow(dead_code)] // Debug reads them
     struct All {
         one: Item,
         maybe: Option<Item>,
