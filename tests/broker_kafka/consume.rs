@@ -53,7 +53,7 @@ fn committed(kafka: &Kafka, group: &str) -> Option<i64> {
     let consumer: BaseConsumer = settings.create().unwrap();
     let mut list = TopicPartitionList::new();
     list.add_partition(&kafka.topic, 0);
-    let found = consumer.committed_offsets(list, Duration::from_secs(10)).unwrap();
+    let found = consumer.committed_offsets(list, SOON).unwrap();
     match found.find_partition(&kafka.topic, 0)?.offset() {
         Offset::Offset(offset) => Some(offset),
         _ => None,

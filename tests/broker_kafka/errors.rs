@@ -80,21 +80,29 @@ async fn a_session_is_warm_when_it_opens() {
     // Once for what a broker learns of a topic.
     publish_all(&broker, vec![message("t", None, "x")]).await;
     let not_yet = RDKafkaRespErr::RD_KAFKA_RESP_ERR_COORDINATOR_LOAD_IN_PROGRESS;
-    mock.request_errors(RDKafkaApiKey::InitProducerId, &[not_yet; 3]);
-    let mut publisher = broker.publisher().await.unwrap();
-    let start = Instant::now();
-    assert_eq!(publisher.topic("t").await.unwrap(), TopicState::Ready);
-    publish(&mut publisher, vec![message("t", None, "x")]).await;
-    assert!(start.elapsed() < Duration::from_millis(400), "{:?}", start.elapsed());
-    publisher.close().await;
+    let (bound, mut fastest) = (Duration::from_millis(400), Duration::MAX);
+    // One that the machine leaves alone is enough: a session that is not warm needs its second every time.
+    for _ in 0..5 {
+        mock.request_errors(RDKafkaApiKey::InitProducerId, &[not_yet; 3]);
+        let mut publisher = broker.publisher().await.unwrap();
+        let start = Instant::now();
+        assert_eq!(publisher.topic("t").await.unwrap(), TopicState::Ready);
+        publish(&mut publisher, vec![message("t", None, "x")]).await;
+        fastest = fastest.min(start.elapsed());
+        publisher.close().await;
+        if fastest < bound {
+            return;
+        }
+    }
+    panic!("{fastest:?}");
 }
 
 // Shown: with a `Drop` that waits for the polling thread it takes 50 ms at best.
 #[tokio::test]
 async fn dropping_a_session_waits_for_nothing() {
     let (mock, broker) = mock("t");
-    let mut fastest = Duration::MAX;
-    for _ in 0..4 {
+    let (bound, mut fastest) = (Duration::from_millis(20), Duration::MAX);
+    for _ in 0..10 {
         let mut publisher = broker.publisher().await.unwrap();
         assert_eq!(publisher.topic("t").await.unwrap(), TopicState::Ready);
         mock.broker_down(1).unwrap();
@@ -103,8 +111,11 @@ async fn dropping_a_session_waits_for_nothing() {
         drop(publisher);
         fastest = fastest.min(start.elapsed());
         mock.broker_up(1).unwrap();
+        if fastest < bound {
+            return;
+        }
     }
-    assert!(fastest < Duration::from_millis(10), "{fastest:?}");
+    panic!("{fastest:?}");
 }
 
 #[tokio::test]

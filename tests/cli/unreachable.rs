@@ -3,19 +3,24 @@
 
 use std::net::{SocketAddr, TcpListener, TcpStream};
 
+use tokio::net::TcpSocket;
+
 use crate::broker::Own;
 use crate::database::Database;
 use crate::kit::{Done, Place, Program, SECRET, eventually, payment};
 use crate::support::{service, unique};
 
-/// An address where nobody listens, until somebody is let through to a server there.
-struct Door(SocketAddr);
+/// An address where nobody listens, until somebody is let through to a server there. The socket is bound, so that the port is
+/// nobody else's meanwhile.
+struct Door(SocketAddr, #[allow(dead_code)] TcpSocket);
 
 impl Door {
     fn closed() -> Self {
         // Of loopback, but not where other tests get their ports.
-        let listener = TcpListener::bind("127.0.99.1:0").unwrap();
-        Self(listener.local_addr().unwrap())
+        let reserved = TcpSocket::new_v4().unwrap();
+        reserved.set_reuseaddr(true).unwrap();
+        reserved.bind("127.0.99.1:0".parse().unwrap()).unwrap();
+        Self(reserved.local_addr().unwrap(), reserved)
     }
 
     /// The URL of a server as it is reached through this door.

@@ -29,7 +29,10 @@ fn entries(directory: &Path) -> Vec<std::path::PathBuf> {
 #[tokio::test]
 async fn the_process_that_is_killed() {
     let (Ok(directory), Ok(origin)) = (std::env::var(DIRECTORY), std::env::var(ORIGIN)) else { return };
-    let client = client().with_journal(KeyJournal::open(directory, kept()).unwrap());
+    // It still waits for its first answer when it is killed.
+    let forever = Duration::from_secs(3_600);
+    let options = ClientOptions { attempt_timeout: forever, total: forever, ..quick() };
+    let client = Client::new(options).unwrap().with_journal(KeyJournal::open(directory, kept()).unwrap());
     let request = Request::new("POST", &format!("{origin}/payments"), "{\"amountMinor\": 100}").unwrap();
     let request = request.with_header("content-type", "application/json").unwrap();
     let request = request.with_header("authorization", "Bearer t1:user-7").unwrap();
@@ -92,7 +95,7 @@ async fn o27_the_journal_is_written_before_the_first_send_and_for_the_owner_alon
     let (sending, request) = (client().with_journal(journal.clone()), server.request());
     let (key, body) = (request.key().clone(), serde_json::json!({"accountId": "acc-7", "amountMinor": 100}));
     let task = tokio::spawn(async move { sending.send(&request).await });
-    eventually("it was sent", Duration::from_secs(20), || async { (!server.came().is_empty()).then_some(()) }).await;
+    eventually("it was sent", Duration::from_secs(60), || async { (!server.came().is_empty()).then_some(()) }).await;
     let found = entries(&directory.path().join("keys"));
     assert_eq!(found.len(), 1);
     assert_eq!(found[0].metadata().unwrap().permissions().mode() & 0o777, 0o600);
@@ -138,12 +141,12 @@ async fn o27_a_pending_key_that_the_server_may_have_forgotten_is_not_sent() {
     let journal = KeyJournal::open(directory.path(), kept()).unwrap();
     let server = Server::start([]).await;
     let options =
-        ClientOptions { attempt_timeout: Duration::from_secs(1), lifetime: Duration::from_millis(1_500), ..quick() };
+        ClientOptions { attempt_timeout: Duration::from_secs(5), lifetime: Duration::from_secs(10), ..quick() };
     let client = Client::new(options).unwrap().with_journal(journal.clone());
     client.send(&server.request()).await.unwrap();
     let pending = journal.pending().await.unwrap().remove(0);
-    eventually("the key is old", Duration::from_secs(20), || async {
-        (pending.first_sent_at.elapsed().unwrap() > Duration::from_millis(600)).then_some(())
+    eventually("the key is old", Duration::from_secs(60), || async {
+        (pending.first_sent_at.elapsed().unwrap() > Duration::from_millis(5_100)).then_some(())
     })
     .await;
     let error = client.resume(&pending, None, &HeaderMap::new()).await.unwrap_err();

@@ -34,7 +34,7 @@ async fn o26_a_2xx_from_another_url_is_no_end_where_the_client_below_follows_red
             if at % 2 == 0 { say(302, &[("location", "/login")], "") } else { say(200, &[], "please log in") }
         }))
         .await;
-    let options = ClientOptions { total: Duration::from_millis(300), ..quick() };
+    let options = ClientOptions { total: Duration::from_secs(2), ..quick() };
     let middleware = Client::new(options).unwrap().middleware();
     let http = ClientBuilder::new(reqwest::Client::new()).with(middleware).build();
     let error = http.post(format!("{}/payments", server.origin)).body("{}").send().await.unwrap_err();

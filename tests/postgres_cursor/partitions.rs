@@ -132,7 +132,8 @@ async fn r8_an_open_reader_delays_new_partitions_and_no_writer() {
         };
         let (longest, tidied) = tokio::join!(writing, async { relay.session.tidy().await });
         tidied.unwrap();
-        assert!(longest < Duration::from_millis(1_000), "a writer waited {longest:?} behind the reader");
+        // Behind the reader it would be as long as the tidying waits; its own commit is as slow as the disk.
+        assert!(longest < Duration::from_secs(4), "a writer waited {longest:?} behind the reader");
         assert_eq!(database.value::<i64>(ranges).await, before, "the reader is in the way");
         reading.rollback().await.unwrap();
         relay.drain_until(&database, &format!("select ({ranges}) > {before}")).await;

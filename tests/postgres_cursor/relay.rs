@@ -9,7 +9,7 @@ use oncebox::store::{LeaseAnswer, LeaseRequest, Mark, Outbox, OutboxRow, RelaySe
 
 use crate::postgres::Database;
 
-pub(crate) const SOON: Duration = Duration::from_secs(30);
+pub(crate) const SOON: Duration = Duration::from_secs(60);
 
 /// A relay without a broker: what it sends is noted.
 pub(crate) struct Relay {

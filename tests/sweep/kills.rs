@@ -39,7 +39,9 @@ fn path_of(point: &str) -> &'static str {
 
 /// One kill: the request is on its way, the point is reached, the process is gone, and nobody was answered.
 async fn kill_at(plan: &Plan, point: &'static str, key: &str, amount: i64, reference: &str) {
-    let mut doomed = Api::start(&Plan { pause_at: Some(point), ..plan.clone() }).await;
+    // Nobody is told that it takes long: the request is in flight until the kill.
+    let mut doomed =
+        Api::start(&Plan { pause_at: Some(point), budget: 2.0 * SOON.as_secs_f64(), ..plan.clone() }).await;
     let paused = format!("paused at {point}");
     let in_flight = loop {
         let mut request = tokio::spawn(doomed.request(path_of(point), key, &body(amount, reference)).send());
