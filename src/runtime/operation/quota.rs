@@ -27,6 +27,7 @@ const TENANTS_MAX: usize = 4_096;
 #[derive(Debug)]
 pub(super) struct StoredQuota {
     bytes_max: u64,
+    every: Duration,
     tenants: Mutex<HashMap<String, Arc<Tenant>>>,
 }
 
@@ -45,7 +46,7 @@ struct Known {
 
 impl StoredQuota {
     pub(super) fn new(bytes_max: u64) -> Self {
-        Self { bytes_max, tenants: Mutex::default() }
+        Self { bytes_max, every: EVERY, tenants: Mutex::default() }
     }
 
     /// Whether a tenant has as many bytes stored as it may, by what `ask` said last.
@@ -75,9 +76,14 @@ impl StoredQuota {
         }
         let asked = Instant::now();
         let bytes = ask().await?;
-        let until = Instant::now() + pause(asked.elapsed());
+        let until = Instant::now() + self.pause(asked.elapsed());
         *lock(&tenant.known) = Some(Known { bytes, until });
         Ok(bytes)
+    }
+
+    /// How long what a look of this length found is gone by.
+    fn pause(&self, look: Duration) -> Duration {
+        self.every.max(look * PAUSE)
     }
 
     fn tenant(&self, name: &str) -> Arc<Tenant> {
@@ -104,11 +110,6 @@ impl Tenant {
     }
 }
 
-/// How long what a look of this length found is gone by.
-fn pause(look: Duration) -> Duration {
-    EVERY.max(look * PAUSE)
-}
-
 fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
@@ -122,6 +123,11 @@ mod tests {
 
     use super::*;
 
+    /// Up to 100 bytes, and no look again but after [`forget`].
+    fn patient() -> StoredQuota {
+        StoredQuota { every: Duration::from_secs(86_400), ..StoredQuota::new(100) }
+    }
+
     fn forget(quota: &StoredQuota, tenant: &str) {
         let tenant = quota.tenant(tenant);
         let known = tenant.known().unwrap();
@@ -131,7 +137,7 @@ mod tests {
     // Shown by: asking each time; never asking again; one memory for all tenants.
     #[tokio::test]
     async fn a_tenant_is_asked_for_once_until_its_time_is_over() {
-        let (quota, asked) = (StoredQuota::new(100), AtomicU32::new(0));
+        let (quota, asked) = (patient(), AtomicU32::new(0));
         let says = |bytes| {
             asked.fetch_add(1, Ordering::SeqCst);
             async move { Ok(bytes) }
@@ -148,7 +154,7 @@ mod tests {
     // Shown by: remembering a failure.
     #[tokio::test]
     async fn a_look_that_failed_is_nothing_known() {
-        let quota = StoredQuota::new(100);
+        let quota = patient();
         let away = || async { Err(StoreError::Unavailable(sqlx::Error::PoolTimedOut)) };
         quota.is_reached("t1", away).await.unwrap_err();
         assert!(!quota.is_reached("t1", || async { Ok(1) }).await.unwrap());
@@ -159,7 +165,7 @@ mod tests {
     // Shown by: waiting for who asks, where something was known; asking beside him, where nothing was.
     #[tokio::test]
     async fn one_request_asks_while_others_go_by_what_was_known_or_wait_for_it() {
-        let (quota, going) = (Arc::new(StoredQuota::new(100)), Arc::new(Notify::new()));
+        let (quota, going) = (Arc::new(patient()), Arc::new(Notify::new()));
         let begun = Arc::new(Notify::new());
         let slow = |bytes| {
             let (quota, going, begun) = (Arc::clone(&quota), Arc::clone(&going), Arc::clone(&begun));
@@ -199,7 +205,7 @@ mod tests {
     // Shown by: no bound.
     #[tokio::test]
     async fn what_is_remembered_is_bounded() {
-        let quota = StoredQuota::new(100);
+        let quota = patient();
         for tenant in 0..TENANTS_MAX + 10 {
             quota.is_reached(&format!("t{tenant}"), || async { Ok(1) }).await.unwrap();
         }
@@ -209,7 +215,8 @@ mod tests {
     // Shown by: a pause of one length whatever a look takes.
     #[test]
     fn a_slow_look_is_made_less_often() {
-        assert_eq!(pause(Duration::from_millis(20)), EVERY);
-        assert_eq!(pause(Duration::from_secs(1)), Duration::from_secs(19));
+        let quota = StoredQuota::new(100);
+        assert_eq!(quota.pause(Duration::from_millis(20)), EVERY);
+        assert_eq!(quota.pause(Duration::from_secs(1)), Duration::from_secs(19));
     }
 }
