@@ -364,7 +364,7 @@ async fn m43_wait_mode_replays_when_the_first_is_done<S: Sql>(world: World<S>) {
     assert_eq!((gate.calls(), world.effects().await), (1, 1));
 }
 
-// Shown by: answering at once where the file is taken; no bound of the wait; 503 at the bound.
+// Shown by: 503 at the bound.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn o18_a_duplicate_waits_its_turn_at_a_sqlite_file_and_replays_and_is_409_at_the_bound() {
     let world = sqlite().await;

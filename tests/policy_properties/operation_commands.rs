@@ -220,6 +220,7 @@ proptest! {
         prop_assert_eq!(read(&written), Err(JsonFault::LoneSurrogate), "{}", written);
     }
 
+    /// Shown by: one level more than the bound.
     #[test]
     fn m19_nesting_ends_at_its_bound_and_any_bytes_end_in_a_command_or_a_fault(
         depth in 120_usize..140, open in select(vec!["[", "{\"a\":"]), bytes in prop::collection::vec(any::<u8>(), 0..80),

@@ -368,7 +368,7 @@ pub async fn m99_bodies_go_and_their_records_stay<F: KeysFixture>(trial: &F) {
 
 /// A body is that of the last run of its key, whatever the sizes of the ones before; what stands beside the record is the same.
 ///
-/// Shown by: a claim that leaves the small body of the run before (PostgreSQL, MariaDB).
+/// Shown by: a claim that leaves the small body of the run before (PostgreSQL).
 pub async fn o4_a_body_of_any_size_is_that_of_the_last_run<F: KeysFixture>(trial: &F) {
     if trial.forgets_by_itself() {
         return;

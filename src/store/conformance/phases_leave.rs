@@ -79,6 +79,8 @@ pub async fn o8_who_brings_proof_is_seen_by_a_parking_or_finds_it<F: Fixture>(tr
 }
 
 /// Given back as it was due, it is due when it was (O9).
+///
+/// Shown by: due at once where nothing else is said (PostgreSQL).
 pub async fn o9_what_is_left_as_it_was_due_is_due_when_it_was<F: Fixture>(trial: &Trial<F>) {
     let driven = outstanding(trial, &new_operation("k", LONG)).await;
     trial.store.hand_back(&driven, Due { after: Some(LONG), attempt: false }).await.unwrap();
