@@ -1,7 +1,6 @@
 //! What the payments service's provider sender makes of answers.
 
 use std::collections::BTreeMap;
-use std::time::Duration;
 
 use axum::Router;
 use axum::http::HeaderMap;
@@ -11,7 +10,7 @@ use oncebox::store::sqlite::SqliteStore;
 use oncebox::store::{Base, StoreOptions};
 use tokio::net::TcpListener;
 
-use crate::stage::{ONCEBOX, Stage, until};
+use crate::stage::{ONCEBOX, SOON, Stage, until};
 use crate::support::example;
 
 /// Shown by: a sender that takes 404 for a refusal, one that takes rows by their key alone, and one that follows
@@ -65,7 +64,7 @@ async fn only_what_the_provider_refuses_for_good_is_refused_and_nothing_stands_i
     ];
     assert_eq!(seen.keys().collect::<Vec<_>>(), expected);
     assert!(seen.iter().all(|(row, attempts)| row.ends_with("pending") || *attempts == 1), "{seen:?}");
-    sender.stop(Duration::from_secs(40));
+    sender.stop(SOON);
 }
 
 async fn as_asked(headers: HeaderMap) -> Response {

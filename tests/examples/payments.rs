@@ -2,7 +2,6 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::PoisonError;
-use std::time::Duration;
 
 use oncebox::app::config::ConsumerSettings;
 use oncebox::store::postgres::PostgresStore;
@@ -18,7 +17,7 @@ use tokio::net::TcpListener;
 use crate::postgres::with_database;
 use crate::process::Process;
 use crate::provider::{Booking, Bookings, serve};
-use crate::stage::{ONCEBOX, PUBLISHER, Stage, finished, repeated, until};
+use crate::stage::{ONCEBOX, PUBLISHER, SOON, Stage, finished, repeated, until};
 use crate::support::{example, service};
 
 const PAYMENTS: usize = 300;
@@ -101,8 +100,8 @@ impl Service<'_> {
         let consumer = CONSUMERS.contains(&args[0]).then(|| {
             let mut settings = ConsumerSettings::new(args[0], vec![self.topic.clone()]);
             settings.group = Some(group(self.stage, args[0]));
-            // Small transactions, so that a kill finds many still to come.
-            settings.batch_max = Some(5);
+            // Small transactions, so that a kill finds many still to come, also where the machine is in no hurry to kill.
+            settings.batch_max = Some(2);
             settings
         });
         let mut all = vec!["--topic", &self.topic];
@@ -170,7 +169,7 @@ async fn play<S: Rows>(stage: Stage, name: &str) {
     })
     .await;
     for process in others {
-        process.stop(Duration::from_secs(40));
+        process.stop(SOON);
     }
     // What was repeated is consumed to its end, so that a second effect would stand there by now.
     stage.run(PUBLISHER, &["--until-empty"]);

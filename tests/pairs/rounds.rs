@@ -98,9 +98,9 @@ pub(crate) async fn play<B: Business>(pair: Pair) {
         "{}: {} kills of the publisher and {} of a consumer with at least {IN_FLIGHT_MIN} in flight ({invalid} more not counted), {} payments",
         pair.name, killed[0], killed[1], writer.payments
     );
-    publisher.stop(Duration::from_secs(30));
+    publisher.stop(SETTLE);
     for consumer in consumers {
-        consumer.stop(Duration::from_secs(40));
+        consumer.stop(SETTLE);
     }
     store.close().await;
 }
