@@ -2,6 +2,42 @@
 
 -- Claims and metadata ---------------------------------------------------------------------------------------------------------
 
+-- Every statement that writes a row reads the text of all CHECK constraints anew, which took longer than all else it did; the body of
+-- a function is read once a session. So there is one constraint, which calls this.
+create function oncebox.is_sound_request(key_digest bytea, mode text, state text, epoch bigint, owner uuid, lease_until timestamptz,
+  lease_seconds double precision, generation bigint, attempts integer, outcome_at timestamptz, expires_at timestamptz, answer_status integer,
+  schema_version bigint, body text, body_expires_at timestamptz, body_headers bytea, body_bytes bytea, body_format integer, body_kid text,
+  kept_bytes bigint, resource_kind text, resource_id text, resource_location text, error_code text) returns boolean
+language plpgsql immutable parallel safe as $$
+begin
+  return octet_length(key_digest) = 32
+    and epoch > 0 and generation > 0 and attempts > 0
+    and mode in ('same_tx', 'bridged', 'edge', 'phased')
+    and state in ('IN_PROGRESS', 'COMPLETED', 'FAILED_REPLAYABLE', 'FAILED_RETRYABLE', 'UNKNOWN_REQUIRES_RECOVERY')
+    -- the lease and its owner
+    and (owner is null) = (lease_until is null) and (owner is null) = (lease_seconds is null)
+    and (owner is not null) = (state = 'IN_PROGRESS' and mode in ('bridged', 'edge'))
+    -- the outcome
+    and (outcome_at is not null) = (state in ('COMPLETED', 'FAILED_REPLAYABLE', 'FAILED_RETRYABLE'))
+    and (outcome_at is null) = (expires_at is null) and (outcome_at is null or expires_at >= outcome_at)
+    and (error_code is null or state in ('FAILED_REPLAYABLE', 'FAILED_RETRYABLE'))
+    -- the answer
+    and (answer_status is null) = (schema_version is null) and (answer_status is null) = (body is null)
+    and (answer_status is null or outcome_at is not null)
+    and (answer_status is not null or state not in ('COMPLETED', 'FAILED_REPLAYABLE'))
+    -- its body
+    and (body is null or body in ('kept', 'reference', 'oversize', 'stream', 'withheld', 'purged'))
+    and (body is not distinct from 'kept') = (body_expires_at is not null)
+    and (body_format is null) = (body_headers is null) and (body_format is null) = (body_bytes is null)
+    and (body_format is not null or body_kid is null) and (body_format is null or body_expires_at is not null)
+    and (kept_bytes is null or kept_bytes >= 0 and body_expires_at is not null)
+    -- what it refers to
+    and (resource_kind is null) = (resource_id is null) and (resource_kind is not null or resource_location is null)
+    and (body is distinct from 'reference' or resource_kind is not null);
+end
+$$;
+comment on function oncebox.is_sound_request is 'whether the columns of idempotency_request agree with each other: its CHECK constraint';
+
 create table oncebox.idempotency_request (
   key_digest         bytea not null,
   tenant             bytea not null,
@@ -37,30 +73,9 @@ create table oncebox.idempotency_request (
   error_code         text,
   constraint idempotency_request_pkey primary key (key_digest),
   constraint idempotency_request_operation_id unique (operation_id),
-  constraint idempotency_request_digest check (octet_length(key_digest) = 32),
-  constraint idempotency_request_mode check (mode in ('same_tx', 'bridged', 'edge', 'phased')),
-  constraint idempotency_request_state check
-    (state in ('IN_PROGRESS', 'COMPLETED', 'FAILED_REPLAYABLE', 'FAILED_RETRYABLE', 'UNKNOWN_REQUIRES_RECOVERY')),
-  constraint idempotency_request_lease check ((owner is null) = (lease_until is null) and (owner is null) = (lease_seconds is null)),
-  constraint idempotency_request_owned check ((owner is not null) = (state = 'IN_PROGRESS' and mode in ('bridged', 'edge'))),
-  constraint idempotency_request_outcome check
-    ((outcome_at is not null) = (state in ('COMPLETED', 'FAILED_REPLAYABLE', 'FAILED_RETRYABLE'))
-     and (outcome_at is null) = (expires_at is null) and (outcome_at is null or expires_at >= outcome_at)),
-  constraint idempotency_request_answer check
-    ((answer_status is null) = (schema_version is null) and (answer_status is null) = (body is null)
-     and (answer_status is null or outcome_at is not null)
-     and (answer_status is not null or state not in ('COMPLETED', 'FAILED_REPLAYABLE'))),
-  constraint idempotency_request_body check
-    ((body is null or body in ('kept', 'reference', 'oversize', 'stream', 'withheld', 'purged'))
-     and (body is not distinct from 'kept') = (body_expires_at is not null)
-     and (body_format is null) = (body_headers is null) and (body_format is null) = (body_bytes is null)
-     and (body_format is not null or body_kid is null) and (body_format is null or body_expires_at is not null)
-     and (kept_bytes is null or kept_bytes >= 0 and body_expires_at is not null)),
-  constraint idempotency_request_resource check
-    ((resource_kind is null) = (resource_id is null) and (resource_kind is not null or resource_location is null)
-     and (body is distinct from 'reference' or resource_kind is not null)),
-  constraint idempotency_request_error check (error_code is null or state in ('FAILED_REPLAYABLE', 'FAILED_RETRYABLE')),
-  constraint idempotency_request_counted check (epoch > 0 and generation > 0 and attempts > 0)
+  constraint idempotency_request_sound check (oncebox.is_sound_request(key_digest, mode, state, epoch, owner, lease_until, lease_seconds,
+    generation, attempts, outcome_at, expires_at, answer_status, schema_version, body, body_expires_at, body_headers, body_bytes, body_format,
+    body_kid, kept_bytes, resource_kind, resource_id, resource_location, error_code))
 );
 create index idempotency_request_open on oncebox.idempotency_request (state, created_at) include (tenant)
   where state in ('IN_PROGRESS', 'UNKNOWN_REQUIRES_RECOVERY');
@@ -319,3 +334,5 @@ comment on column oncebox.audit.message_id is 'the message, or the operation';
 comment on column oncebox.audit.topic is 'its topic, or the name of the operation';
 
 revoke execute on all functions in schema oncebox from public;
+-- Who may write a row is checked as its owner: it looks at nothing but what it is given.
+grant execute on function oncebox.is_sound_request to public;

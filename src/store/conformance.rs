@@ -287,6 +287,7 @@ macro_rules! store_conformance {
                 m50_claim_effects_messages_and_answer_commit_together,
                 o29_a_dropped_operation_leaves_nothing,
                 o15_a_duplicate_of_an_open_operation_is_locked_and_does_not_wait,
+                o15_a_key_that_is_claimed_unseen_is_looked_for_all_the_same,
                 m41_of_many_at_once_one_has_its_effect,
                 o1_a_rejection_is_remembered_without_its_effects,
                 o1_a_handler_that_ends_its_transaction_never_completes,

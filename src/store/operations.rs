@@ -138,6 +138,23 @@ pub enum Begun<T> {
     Locked,
 }
 
+/// What came of beginning door A without having looked.
+#[derive(Debug)]
+pub enum Unseen<T> {
+    /// No record stood there. The claim does now, in this transaction; what [`Look`] says beside a record was read in the same
+    /// statement. Nothing may run before it is judged.
+    Claimed {
+        /// The transaction.
+        tx: T,
+        /// Database time of the statement.
+        now: DbTime,
+        /// How far records of this operation were purged (O23).
+        purged_below: Option<DbTime>,
+    },
+    /// A record stands there, or somebody holds the key: look. The transaction is rolled back and its connection given back.
+    Refused,
+}
+
 /// What stands under a key, read by one statement without a lock (O15 step 1).
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Look {
@@ -356,6 +373,9 @@ pub trait Operations: Keys + Base {
     /// The transaction of door A.
     type Operation: OperationTx<Db = Self::Db>;
 
+    /// Whether [`Self::begin_unseen`] asks for fewer steps than a look and a claim.
+    const CLAIMS_UNSEEN: bool = false;
+
     /// The same inside the caller's transaction (mode `bridged`, O2). After [`Fenced::LostOwnership`], and after an error, roll
     /// back: another owner may have executed.
     fn finish_in(
@@ -392,6 +412,19 @@ pub trait Operations: Keys + Base {
         basis: Basis<'_>,
         patience: Duration,
     ) -> impl Future<Output = Result<Begun<Self::Operation>, StoreError>> + Send;
+
+    /// The look of O15 and [`Self::begin_operation`] on [`Basis::New`] in one statement, for a key that is probably new. In the same
+    /// order: where it sees a record, it takes no lock and inserts nothing. What this gives up on is looked for as ever, so an
+    /// adapter may always refuse, which is what the default does.
+    ///
+    /// # Errors
+    /// As [`Self::begin_operation`].
+    fn begin_unseen(
+        &self,
+        _claim: &KeyClaim,
+    ) -> impl Future<Output = Result<Unseen<Self::Operation>, StoreError>> + Send {
+        async { Ok(Unseen::Refused) }
+    }
 
     /// Makes a run UNKNOWN that left no record of its own (O1): inserts it, or renews the record that it began from. Where
     /// another run has claimed since, nothing is changed.

@@ -23,6 +23,7 @@ on_all! {
     o2_a_committed_claim_is_never_taken_over,
     o15_o19_a_duplicate_in_this_process_gets_409_and_another_command_422,
     o15_o19_a_duplicate_in_another_process_gets_409_whatever_its_body,
+    o15_a_request_among_first_ones_is_judged_as_any_other,
     o16_two_tenants_with_one_key_are_two_operations,
     o20_another_principal_gets_the_answer_of_a_mismatch,
     o29_an_error_a_panic_and_a_timeout_leave_no_row,
@@ -273,6 +274,40 @@ async fn o15_o19_a_duplicate_in_another_process_gets_409_whatever_its_body<S: Sq
     problem(run(&other, &there, K1, "b", effect(&gate)).await, Code::KeyReused);
     assert_eq!(replayed(run(&other, &there, K1, "a", effect(&gate)).await).body, one.body);
     assert_eq!((gate.calls(), world.effects().await), (1, 1));
+}
+
+// A first request makes the next one claim without a look of its own, where the store has that.
+async fn o15_a_request_among_first_ones_is_judged_as_any_other<S: Sql>(world: World<S>) {
+    let endpoint = world.protect(same_tx());
+    let (open, other) = (Gate::open(), world.another_process());
+    let there = other.protect(same_tx());
+    let keys: Vec<String> = (0..8).map(|n| format!("a-key-of-many-{n:04}")).collect();
+    for key in &keys[..4] {
+        first(run(&world, &endpoint, key, "a", effect(&open)).await);
+    }
+    replayed(run(&world, &endpoint, &keys[3], "a", effect(&open)).await);
+    first(run(&world, &endpoint, &keys[4], "a", effect(&open)).await);
+    problem(run(&world, &endpoint, &keys[3], "b", effect(&open)).await, Code::KeyReused);
+    first(run(&world, &endpoint, &keys[5], "a", effect(&open)).await);
+    first(run(&other, &there, &keys[6], "a", effect(&open)).await);
+    assert_eq!((open.calls(), world.effects().await), (7, 7));
+    // SQLite has one writer: the duplicate of another process would wait for its turn (O18).
+    if !S::CLAIMS_UNSEEN {
+        return;
+    }
+    let closed = Gate::closed();
+    let running = tokio::spawn({
+        let (world, endpoint, key, closed) = (world.clone(), endpoint.clone(), keys[7].clone(), closed.clone());
+        async move { run(&world, &endpoint, &key, "a", effect(&closed)).await }
+    });
+    closed.begun().await;
+    problem(run(&world, &endpoint, &keys[7], "a", effect(&open)).await, Code::InProgress);
+    problem(run(&world, &endpoint, &keys[7], "b", effect(&open)).await, Code::KeyReused);
+    problem(run(&other, &there, &keys[7], "b", effect(&open)).await, Code::InProgress);
+    closed.let_go();
+    first(running.await.unwrap());
+    replayed(run(&other, &there, &keys[7], "a", effect(&open)).await);
+    assert_eq!((closed.calls(), world.effects().await), (1, 8));
 }
 
 // Shown by: an identity without the tenant, or one that the database compares without case.

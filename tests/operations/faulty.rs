@@ -30,6 +30,8 @@ pub(crate) struct Faults {
     pub(crate) bodies: AtomicBool,
     /// A claim waits as long as this is set.
     pub(crate) claim_waits: AtomicBool,
+    /// How often it was tried to claim.
+    pub(crate) claims: AtomicU32,
     /// How often it was tried to write an outcome.
     pub(crate) finishes: AtomicU32,
     pub(crate) heartbeats: AtomicU32,
@@ -39,6 +41,8 @@ pub(crate) struct Faults {
     pub(crate) stored: AtomicU32,
     /// That fails.
     pub(crate) stored_away: AtomicBool,
+    /// How often a claim was given up as unknown, or evidence was written.
+    pub(crate) other_writes: AtomicU32,
 }
 
 /// The store.
@@ -65,6 +69,7 @@ impl<S: Keys> Keys for Faulty<S> {
     }
 
     async fn claim(&self, claim: &KeyClaim, basis: Basis<'_>) -> Result<Claimed, StoreError> {
+        self.faults.claims.fetch_add(1, Ordering::SeqCst);
         away(&self.faults.claim)?;
         if away(&self.faults.claim_late).is_err() {
             self.faults.claim_late.store(false, Ordering::SeqCst);
@@ -112,6 +117,7 @@ impl<S: Keys> Keys for Faulty<S> {
     }
 
     async fn mark_unknown(&self, seen: &Record) -> Result<Fenced, StoreError> {
+        self.faults.other_writes.fetch_add(1, Ordering::SeqCst);
         self.inner.mark_unknown(seen).await
     }
 
@@ -140,6 +146,7 @@ impl<S: Keys> Keys for Faulty<S> {
     }
 
     async fn observe_run(&self, evidence: &NewEvidence) -> Result<(), StoreError> {
+        self.faults.other_writes.fetch_add(1, Ordering::SeqCst);
         self.inner.observe_run(evidence).await
     }
 

@@ -159,6 +159,24 @@ async fn o11_a_client_that_goes_away_while_its_key_is_claimed_leaves_a_run() {
     assert_eq!(gate.calls(), 1);
 }
 
+// A handler that ends before the first heartbeat is due, a third of its lease after the claim, costs a claim and an outcome.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn o12_a_handler_shorter_than_a_third_of_its_lease_costs_two_writes() {
+    let Stage { world, store, gate, url } = stage(Gate::closed(), leased(Duration::from_secs(600))).await;
+    for key in [K1, K2] {
+        let asking = tokio::spawn(send(post(&url, key, "{}")));
+        gate.begun().await;
+        assert_eq!(world.record("t1", key).await.unwrap().state, State::InProgress);
+        gate.let_go();
+        assert_eq!(asking.await.unwrap().status, 201);
+        assert!(send(post(&url, key, "{}")).await.is_replayed());
+    }
+    let count = |number: &std::sync::atomic::AtomicU32| number.load(Ordering::SeqCst);
+    let faults = &store.faults;
+    assert_eq!((count(&faults.claims), count(&faults.finishes)), (2, 2));
+    assert_eq!((count(&faults.heartbeats), count(&faults.releases), count(&faults.other_writes)), (0, 0, 0));
+}
+
 // Shown by: a heartbeat that stops with the request; one that is never sent.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn o12_a_handler_slower_than_its_lease_keeps_it_by_heartbeats() {

@@ -79,6 +79,8 @@ async fn o23_m98_a_retry_after_expiry_is_rejected_where_the_route_says_so<S: Sql
     })
     .await;
     problem(run(&world, &endpoint, &key, "a", effect(&gate)).await, Code::KeyExpired);
+    // Also where it is claimed without a look of its own, because the last request was a first one.
+    problem(run(&world, &endpoint, &key, "a", effect(&gate)).await, Code::KeyExpired);
     // A clock that is an hour ahead.
     let mut ahead = *uuid::Uuid::now_v7().as_bytes();
     let millis = u64::from_be_bytes([0, 0, ahead[0], ahead[1], ahead[2], ahead[3], ahead[4], ahead[5]]) + 3_600_000;

@@ -35,6 +35,90 @@ async fn every_table_column_index_and_function_says_what_it_is_for() {
     .await;
 }
 
+/// Shown by: leaving out each condition of `oncebox.is_sound_request`.
+#[tokio::test]
+async fn a_record_whose_columns_contradict_each_other_is_refused_by_the_database() {
+    let test = "a_record_whose_columns_contradict_each_other_is_refused_by_the_database";
+    with_database(test, |database| async move {
+        let columns = "key_digest, tenant, operation, key, principal, fingerprint, mode, state, operation_id";
+        let row = |mode: &str, state: &str| {
+            format!("sha256('k'), 't1', 'put', 'k', 'sha256:0', '1:sha256:0', '{mode}', '{state}', gen_random_uuid()")
+        };
+        let request = "oncebox.idempotency_request";
+        let open = format!("insert into {request} ({columns}) values ({})", row("same_tx", "IN_PROGRESS"));
+        let leased = format!(
+            "insert into {request} ({columns}, owner, lease_until, lease_seconds) values ({}, gen_random_uuid(), now(), 1)",
+            row("edge", "IN_PROGRESS")
+        );
+        let done = format!(
+            "insert into {request} ({columns}, outcome_at, expires_at, answer_status, schema_version, body, body_expires_at, body_headers, \
+             body_bytes, body_format) values ({}, now(), now(), 201, 1, 'kept', now(), '', '', 0)",
+            row("same_tx", "COMPLETED")
+        );
+        let broken: [(&str, &[&str]); 3] = [
+            (
+                open.as_str(),
+                &[
+                    "key_digest = '\\x00'",
+                    "epoch = 0",
+                    "generation = 0",
+                    "attempts = 0",
+                    "mode = 'other'",
+                    "mode = 'edge'",
+                    "state = 'EXPIRED'",
+                    "state = 'COMPLETED'",
+                    "owner = gen_random_uuid()",
+                    "owner = gen_random_uuid(), lease_until = now(), lease_seconds = 1",
+                    "lease_until = now()",
+                    "lease_seconds = 1",
+                    "outcome_at = now(), expires_at = now()",
+                    "expires_at = now()",
+                    "error_code = 'X'",
+                    "answer_status = 201, schema_version = 1, body = 'stream'",
+                    "resource_kind = 'effect'",
+                    "resource_location = '/effects/1'",
+                    "body_expires_at = now()",
+                ],
+            ),
+            (leased.as_str(), &["owner = null", "mode = 'phased'", "state = 'UNKNOWN_REQUIRES_RECOVERY'"]),
+            (
+                done.as_str(),
+                &[
+                    "outcome_at = null, expires_at = null",
+                    "expires_at = outcome_at - interval '1 second'",
+                    "answer_status = null",
+                    "schema_version = null",
+                    "body = null",
+                    "answer_status = null, schema_version = null, body = null, body_expires_at = null, body_headers = null, \
+                     body_bytes = null, body_format = null",
+                    "body = null, body_expires_at = null, body_headers = null, body_bytes = null, body_format = null",
+                    "body = 'lost', body_expires_at = null, body_headers = null, body_bytes = null, body_format = null",
+                    "body = 'purged'",
+                    "body = 'purged', body_expires_at = null",
+                    "body = 'reference', body_expires_at = null, body_headers = null, body_bytes = null, body_format = null",
+                    "body_expires_at = null",
+                    "body_headers = null",
+                    "body_bytes = null",
+                    "body_format = null",
+                    "body_headers = null, body_bytes = null, body_format = null, body_kid = 'k1'",
+                ],
+            ),
+        ];
+        let mut connection = database.connection().await;
+        for (sound, changes) in broken {
+            connection.execute(AssertSqlSafe(sound.to_owned())).await.unwrap();
+            for change in changes {
+                let update = format!("update {request} set {change}");
+                let error = connection.execute(AssertSqlSafe(update)).await.expect_err(change);
+                let code = error.as_database_error().and_then(|error| error.code().map(std::borrow::Cow::into_owned));
+                assert_eq!(code.as_deref(), Some("23514"), "{change}: {error}");
+            }
+            connection.execute(AssertSqlSafe(format!("delete from {request}"))).await.unwrap();
+        }
+    })
+    .await;
+}
+
 #[tokio::test]
 async fn a_migration_that_was_changed_after_it_was_applied_is_refused() {
     with_database("a_migration_that_was_changed_after_it_was_applied_is_refused", |database| async move {

@@ -81,7 +81,7 @@ async fn business<S: Yard>(bed: &Bed<S>, maker: &Arc<Maker>, message: bool, coun
         let (store, maker) = (store.clone(), Arc::clone(&maker));
         async move {
             let mut tx = store.pool().begin().await.map_err(StoreError::from)?;
-            S::business(&mut tx, fastrand::i64(..ACCOUNTS)).await?;
+            S::business(&mut tx, fastrand::i64(0..ACCOUNTS)).await?;
             if message {
                 crate::store::enqueue(&mut *tx, maker.message()).await?;
             }

@@ -50,7 +50,7 @@ impl IdempotentCommand for Pay {
 
 impl Pay {
     pub(super) fn any() -> Self {
-        Self { account: fastrand::i64(..ACCOUNTS), amount: 1_000, note: String::new() }
+        Self { account: fastrand::i64(0..ACCOUNTS), amount: 1_000, note: String::new() }
     }
 }
 

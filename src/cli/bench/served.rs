@@ -1,4 +1,4 @@
-//! Door A through HTTP, beside the same handler without it: one process, loopback, connections that stay open.
+//! Door A and the layer through HTTP, beside the same handler without them: one process, loopback, connections that stay open.
 
 use std::sync::Arc;
 
@@ -23,7 +23,7 @@ use crate::StoreError;
 use crate::app::AppError;
 use crate::cli::progress::Rounds;
 use crate::error::HandlerError;
-use crate::http::idempotency::{IdempotencyScope, JsonCommand, TypedDoor};
+use crate::http::idempotency::{IdempotencyLayer, IdempotencyScope, JsonCommand, TypedDoor};
 use crate::policy::operation::{Mode, Outcome, Route, Scope};
 use crate::runtime::operation::{Endpoint, Engine, Reply};
 
@@ -51,17 +51,19 @@ impl Drop for Service {
 pub(super) async fn measure<S: Yard>(bed: &Bed<S>, maker: &Arc<Maker>, load: Load) -> Result<Vec<Figure>, AppError> {
     let service = Arc::new(Service::start(bed.store.clone(), maker).await?);
     let progress = Rounds::start("http through HTTP", load.rounds);
-    for path in ["bare", "door"] {
+    for path in ["bare", "door", "layer"] {
         service.ask(path, load.messages / 10).await?;
     }
-    let mut door = Vec::new();
+    let (mut door, mut layer) = (Vec::new(), Vec::new());
     for _ in 0..load.rounds {
         let without = milliseconds(service.ask("bare", load.messages).await?);
         door.push((milliseconds(service.ask("door", load.messages).await?), without));
+        layer.push((milliseconds(service.ask("layer", load.messages).await?), without));
         progress.next();
     }
     Ok(vec![
         Figure::beside("http.handler", "ms", "the same handler without the door, through HTTP", &door).wanted("<= 1.4"),
+        Figure::beside("http.layer", "ms", "the same handler without the layer, through HTTP", &layer),
     ])
 }
 
@@ -69,9 +71,11 @@ impl Service {
     async fn start<S: Yard>(store: S, maker: &Arc<Maker>) -> Result<Self, AppError> {
         let engine = Engine::builder(store.clone()).build();
         let door = TypedDoor::<S, Pay>::new(&engine, Endpoint::typed::<Pay>(Route::new(Mode::SameTx)));
+        let layer = IdempotencyLayer::new(&engine, Endpoint::raw("bench_layer", Route::new(Mode::Edge)));
         let shop = Arc::new(Shop { store, maker: Arc::clone(maker) });
         let routes = Router::new()
             .route("/door", post(through(door.map_err(failed)?, Arc::clone(maker))))
+            .route("/layer", post(by_hand::<S>).layer(layer.map_err(failed)?))
             .route("/bare", post(by_hand::<S>))
             .layer(from_fn(authenticate))
             .with_state(shop);

@@ -31,8 +31,11 @@ macro_rules! plain_sql {
             connection: &mut <Self::Db as sqlx::Database>::Connection,
             account: i64,
         ) -> Result<(), StoreError> {
-            sqlx::query($business).bind(account).execute(connection).await?;
-            Ok(())
+            // A write that hits nothing costs nothing: no figure would mean what it says.
+            match sqlx::query($business).bind(account).execute(connection).await?.rows_affected() {
+                1 => Ok(()),
+                rows => Err(StoreError::Corrupt(format!("account {account} has {rows} rows"))),
+            }
         }
 
         async fn handle_by_hand(&self, id: Uuid, account: i64) -> Result<(), StoreError> {

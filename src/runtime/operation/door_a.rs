@@ -33,7 +33,7 @@ use crate::policy::operation::classify::{Reached, Run, Settle};
 use crate::policy::operation::doubt::{Aftermath, Doubt, Look};
 use crate::policy::operation::{Canonical, Code, Outcome, Scope, State};
 use crate::runtime::handler::panic_text;
-use crate::store::{self, Basis, Begun, OperationTx, Operations, Proof};
+use crate::store::{self, Basis, Begun, KeyClaim, OperationTx, Operations, Proof, Unseen};
 
 /// How often what is nobody's fault runs again.
 const TRIES_MAX: u32 = 10;
@@ -119,8 +119,11 @@ impl<S: Operations> Engine<S> {
         let mut front = self.front(endpoint, asking);
         // What needs no execution needs no task.
         let begin = loop {
+            if let Some(claim) = unseen::<S>(&front) {
+                break Start::Unseen(Box::new(claim));
+            }
             match front.turn().await {
-                Turn::Begin(begin) => break begin,
+                Turn::Begin(begin) => break Start::Seen(begin),
                 Turn::Unkeyed => front = front.under_own_key(),
                 Turn::Recover(record) => return front.pending(&record),
                 Turn::Answer(answered) => return answered,
@@ -135,6 +138,19 @@ impl<S: Operations> Engine<S> {
             }
         }
     }
+}
+
+/// From where a run starts.
+enum Start {
+    /// The key was looked for.
+    Seen(Box<Begin>),
+    /// It is probably new: the statement of the claim looks.
+    Unseen(Box<KeyClaim>),
+}
+
+/// A claim to make without a look of its own.
+fn unseen<S: Operations>(front: &Front<S>) -> Option<KeyClaim> {
+    S::CLAIMS_UNSEEN.then(|| front.claim_unseen()).flatten()
 }
 
 struct Door<S: Operations, C, F> {
@@ -152,9 +168,20 @@ where
         + Sync
         + 'static,
 {
-    async fn run(mut self, mut begin: Box<Begin>) -> Answered {
+    async fn run(mut self, start: Start) -> Answered {
+        let (mut begin, mut claimed) = match start {
+            Start::Seen(begin) => (begin, None),
+            Start::Unseen(claim) => match self.claim_unseen(*claim).await {
+                Ok(Some((begin, tx))) => (begin, Some(tx)),
+                Ok(None) => match self.turn().await {
+                    Ok(begin) => (begin, None),
+                    Err(answered) => return *answered,
+                },
+                Err(error) => return self.front.store_failed("claim", &error),
+            },
+        };
         loop {
-            match self.tries(&begin).await {
+            match self.tries(&begin, claimed.take()).await {
                 Tried::Done(reply) => return self.front.first(begin.ran(), reply),
                 Tried::Answer(answered) => return answered,
                 Tried::Again(stage, error) => return self.front.store_failed(stage, &error),
@@ -164,20 +191,44 @@ where
                     self.front.look_again();
                 }
             }
-            begin = match self.front.turn().await {
-                Turn::Begin(begin) => begin,
-                Turn::Unkeyed => return self.front.problem(Code::StoreUnavailable),
-                Turn::Recover(record) => return self.front.pending(&record),
-                Turn::Answer(answered) => return answered,
+            begin = match self.turn().await {
+                Ok(begin) => begin,
+                Err(answered) => return *answered,
             };
         }
     }
 
+    async fn turn(&mut self) -> Result<Box<Begin>, Box<Answered>> {
+        Err(Box::new(match self.front.turn().await {
+            Turn::Begin(begin) => return Ok(begin),
+            Turn::Unkeyed => self.front.problem(Code::StoreUnavailable),
+            Turn::Recover(record) => self.front.pending(&record),
+            Turn::Answer(answered) => answered,
+        }))
+    }
+
+    /// The claim of a key that was not looked for, if it is to execute. None: nothing stands, look.
+    async fn claim_unseen(&mut self, claim: KeyClaim) -> Result<Option<(Box<Begin>, S::Operation)>, StoreError> {
+        let (tx, now, purged_below) = match self.front.engine().store().begin_unseen(&claim).await {
+            Ok(Unseen::Claimed { tx, now, purged_below }) => (tx, now, purged_below),
+            Ok(Unseen::Refused) | Err(StoreError::Busy(_)) => return Ok(None),
+            Err(error) => return Err(error),
+        };
+        let Some(begin) = self.front.claimed_unseen(claim, now, purged_below) else {
+            if let Err(error) = tx.rollback().await {
+                // The connection is closed; the server rolls back.
+                tracing::debug!(%error, "a rollback was not answered");
+            }
+            return Ok(None);
+        };
+        Ok(Some((begin, tx)))
+    }
+
     /// Tries until it is somebody's fault (R27).
-    async fn tries(&self, begin: &Begin) -> Tried {
+    async fn tries(&self, begin: &Begin, mut claimed: Option<S::Operation>) -> Tried {
         let until = Instant::now() + self.front.endpoint().route().timeout;
         for tried in 1.. {
-            match self.try_once(begin).await {
+            match self.try_once(begin, claimed.take()).await {
                 Tried::Again(stage, error) => {
                     if tried >= TRIES_MAX || Instant::now() >= until || !matches!(error, StoreError::Busy(_)) {
                         return Tried::Again(stage, error);
@@ -191,14 +242,20 @@ where
         Tried::Refused
     }
 
-    async fn try_once(&self, begin: &Begin) -> Tried {
+    /// `claimed`: the claim stands already.
+    async fn try_once(&self, begin: &Begin, claimed: Option<S::Operation>) -> Tried {
         let front = &self.front;
         let route = front.endpoint().route();
-        let began = front.engine().store().begin_operation(&begin.claim, begin.basis(), front.patience()).await;
-        let mut tx = match began {
-            Ok(Begun::Claimed(tx)) => tx,
-            Ok(Begun::Existing(_) | Begun::Locked) => return Tried::Refused,
-            Err(error) => return Tried::Again("claim", error),
+        let mut tx = match claimed {
+            Some(tx) => tx,
+            None => {
+                let store = front.engine().store();
+                match store.begin_operation(&begin.claim, begin.basis(), front.patience()).await {
+                    Ok(Begun::Claimed(tx)) => tx,
+                    Ok(Begun::Existing(_) | Begun::Locked) => return Tried::Refused,
+                    Err(error) => return Tried::Again("claim", error),
+                }
+            }
         };
         front.note(Noted::Acquired);
         let mut enqueued = false;

@@ -7,6 +7,7 @@
 use std::collections::BTreeMap;
 use std::fmt;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use futures::future::BoxFuture;
 use uuid::Uuid;
@@ -278,7 +279,7 @@ impl Endpoint {
         }
         let operation = self.operation.clone()?;
         let fingerprinter = Fingerprinter::new(operation, self.readable.clone(), self.write_version, keyring.clone())?;
-        Ok(Registered(Arc::new(Parts { endpoint: self, fingerprinter })))
+        Ok(Registered(Arc::new(Parts { endpoint: self, fingerprinter, last_was_new: AtomicBool::new(false) })))
     }
 }
 
@@ -289,6 +290,8 @@ pub struct Registered(Arc<Parts>);
 struct Parts {
     endpoint: Endpoint,
     fingerprinter: Fingerprinter,
+    /// Whether the last request that was looked for had no record: see [`Registered::saw`].
+    last_was_new: AtomicBool,
 }
 
 impl Registered {
@@ -349,6 +352,19 @@ impl Registered {
 
     pub(super) fn endpoint(&self) -> &Endpoint {
         &self.0.endpoint
+    }
+
+    /// Notes whether a request was a first one. Requests of one kind come in a row, so the next is probably the same; nothing is
+    /// decided by it but in how many steps the store is asked.
+    pub(super) fn saw(&self, new: bool) {
+        // Only written where it changes: it is read by every request of every thread.
+        if self.last_was_new() != new {
+            self.0.last_was_new.store(new, Ordering::Relaxed);
+        }
+    }
+
+    pub(super) fn last_was_new(&self) -> bool {
+        self.0.last_was_new.load(Ordering::Relaxed)
     }
 }
 

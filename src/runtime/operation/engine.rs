@@ -296,6 +296,11 @@ impl<S: Keys> Engine<S> {
         self.inner.open_per_tenant_max.is_some_and(|max| self.inner.running.of_tenant(tenant) >= max)
     }
 
+    /// Whether what a tenant has open in the store is counted before each claim.
+    pub(super) fn counts_open(&self) -> bool {
+        self.inner.open_per_tenant_max.is_some()
+    }
+
     /// Whether it has as much committed without an outcome as it may.
     pub(super) async fn is_over_stored_quota(&self, tenant: &str) -> Result<bool, StoreError> {
         match self.inner.open_per_tenant_max {

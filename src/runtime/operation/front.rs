@@ -248,6 +248,33 @@ impl<S: Keys> Front<S> {
         }
     }
 
+    /// A claim to make without having looked, where this is probably a first request: the last one of the operation was. None: take
+    /// a turn. Whoever runs in this process is answered from the map, and a tenant's quota is counted before its claim.
+    pub(super) fn claim_unseen(&self) -> Option<KeyClaim> {
+        let digest = self.identity.as_ref()?.digest();
+        let probable = self.stage == Stage::Fresh && self.endpoint.last_was_new() && !self.engine.counts_open();
+        let looks = probable && self.decide(Found::NotAsked) == Decision::Look;
+        (looks && self.engine.running().get(&digest).is_none()).then(|| self.claim(&Ground::New)).flatten()
+    }
+
+    /// Judges what [`Self::claim_unseen`] came to: the run to begin, in the transaction where the claim stands. None: roll back, and
+    /// take a turn.
+    pub(super) fn claimed_unseen(
+        &mut self,
+        claim: KeyClaim,
+        now: DbTime,
+        purged_below: Option<DbTime>,
+    ) -> Option<Box<Begin>> {
+        let bounds = Bounds { purged_below, now, id_skew: self.endpoint.route().id_skew };
+        if self.decide(Found::Nothing(bounds)) != Decision::Claim {
+            return None;
+        }
+        let (principal, fingerprint) = (claim.principal.clone(), claim.fingerprint.clone());
+        let entry = self.engine.running().enter(&claim.identity, principal, fingerprint)?;
+        self.rounds += 1;
+        Some(Box::new(Begin { claim, ground: Ground::New, entry }))
+    }
+
     /// The claim was refused: another record stands there, or somebody holds it. The next turn looks again.
     pub fn refused(&mut self, begin: Box<Begin>) {
         drop(begin);
@@ -314,6 +341,9 @@ impl<S: Keys> Front<S> {
             }
         };
         self.body = look.body;
+        if !refused {
+            self.endpoint.saw(look.record.is_none());
+        }
         match look.record {
             Some(record) => {
                 let decision = self.decide(Found::Record(&record, look.now));
@@ -442,24 +472,26 @@ impl<S: Keys> Front<S> {
     }
 
     fn begin(&mut self, ground: Ground) -> Option<Turn> {
+        let claim = self.claim(&ground)?;
+        let (principal, fingerprint) = (claim.principal.clone(), claim.fingerprint.clone());
+        self.rounds += 1;
+        // None: another request of this process was faster; it is judged from the map.
+        let entry = self.engine.running().enter(&claim.identity, principal, fingerprint)?;
+        Some(Turn::Begin(Box::new(Begin { claim, ground, entry })))
+    }
+
+    fn claim(&self, ground: &Ground) -> Option<KeyClaim> {
         let (Some(identity), Some(scope)) = (self.identity.clone(), &self.asking.scope) else { return None };
         let principal = scope.mark(self.engine.keyring());
         let fingerprint = self.endpoint.fingerprinter().write(&*self.asking.command);
-        let Some(entry) = self.engine.running().enter(&identity, principal.clone(), fingerprint.clone()) else {
-            // Another request of this process was faster: it is judged from the map.
-            self.rounds += 1;
-            return None;
-        };
-        let operation_id = match &ground {
+        let operation_id = match ground {
             Ground::New | Ground::Anew(_) => Uuid::now_v7(),
             Ground::TakeOver(seen) | Ground::Reclaim(seen) => seen.operation_id,
         };
         let route = self.endpoint.route();
         let owner = KeyClaim::new_owner();
         let (mode, lease) = (route.mode, route.lease);
-        let claim = KeyClaim { identity, principal, fingerprint, mode, operation_id, owner, lease };
-        self.rounds += 1;
-        Some(Turn::Begin(Box::new(Begin { claim, ground, entry })))
+        Some(KeyClaim { identity, principal, fingerprint, mode, operation_id, owner, lease })
     }
 
     async fn mark_unknown(&mut self, lost: Lost, record: &Record) -> Option<Turn> {

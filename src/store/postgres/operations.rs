@@ -26,7 +26,7 @@ use crate::store::operations::RecordFence;
 use crate::store::operations::stored::{Columns, body_of, look_of, pack};
 use crate::store::{
     Basis, Begun, Claimed, Fenced, KeptBody, KeyClaim, Keys, Look, NewEvidence, OperationStats, Operations, Outcome,
-    Owned, Phases,
+    Owned, Phases, Unseen,
 };
 
 /// Microseconds since 1970, exact.
@@ -102,6 +102,22 @@ const LOCK_AND_INSERT: &str = concat!(
     insert!("IN_PROGRESS"),
     " from locked where locked.got on conflict do nothing returning pg_current_xact_id()::text as token) \
      select locked.got, (select token from claimed) from locked"
+);
+
+/// Look, try-lock and insert in one round trip, in the order of O15: a record that is seen takes no lock, and nothing is inserted.
+const LOOK_LOCK_AND_INSERT: &str = concat!(
+    "with seen as materialized ( \
+       select clock_timestamp() as at, exists (select from oncebox.idempotency_request r where r.key_digest = $1) as taken, \
+              (select p.purged_below from oncebox.idempotency_purge p where p.operation = $3) as purged_below), \
+     locked as materialized (select pg_try_advisory_xact_lock($11) as got from seen where not seen.taken), \
+     claimed as (",
+    insert!("IN_PROGRESS"),
+    " from locked where locked.got on conflict do nothing returning pg_current_xact_id()::text as token) \
+     select ",
+    micros!("seen.at"),
+    ", ",
+    micros!("seen.purged_below"),
+    ", (select token from claimed) from seen"
 );
 
 /// A claim on a record that was seen; what must still hold follows.
@@ -290,6 +306,8 @@ impl Keys for PostgresStore {
 impl Operations for PostgresStore {
     type Operation = PostgresOperationTx;
 
+    const CLAIMS_UNSEEN: bool = true;
+
     async fn finish_in(
         connection: &mut PgConnection,
         owned: &Owned,
@@ -327,6 +345,11 @@ impl Operations for PostgresStore {
     ) -> Result<Begun<PostgresOperationTx>, StoreError> {
         claim.requires(&[Mode::SameTx])?;
         tx::begin(self, claim, basis).await
+    }
+
+    async fn begin_unseen(&self, claim: &KeyClaim) -> Result<Unseen<PostgresOperationTx>, StoreError> {
+        claim.requires(&[Mode::SameTx])?;
+        tx::begin_unseen(self, claim).await
     }
 }
 

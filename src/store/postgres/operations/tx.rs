@@ -5,11 +5,12 @@ use uuid::Uuid;
 
 use super::super::PostgresStore;
 use super::super::connect::BEGIN;
-use super::{LOCK_AND_INSERT, RENEW, find, finish, insert, renew, renewal};
+use super::{LOCK_AND_INSERT, LOOK_LOCK_AND_INSERT, RENEW, find, finish, insert, renew, renewal};
 use crate::error::StoreError;
+use crate::policy::db_time::DbTime;
 use crate::policy::operation::retention::Retention;
 use crate::store::bounded::{Ask, Bounded};
-use crate::store::{Basis, Begun, Fenced, KeyClaim, OperationTx, Outcome, Owned, Proof};
+use crate::store::{Basis, Begun, Fenced, KeyClaim, OperationTx, Outcome, Owned, Proof, Unseen};
 
 /// A transaction in which one claim stands.
 #[derive(Debug)]
@@ -61,6 +62,27 @@ pub(super) async fn begin(
         }
         Begun::Existing(record) => Begun::Existing(record),
         Begun::Locked => Begun::Locked,
+    })
+}
+
+/// The same with the look in the statement of the claim.
+pub(super) async fn begin_unseen(
+    store: &PostgresStore,
+    claim: &KeyClaim,
+) -> Result<Unseen<PostgresOperationTx>, StoreError> {
+    let (owned, savepoint) = (claim.owned(Basis::New), savepoint_name());
+    let mut tx = store.pool.begin(AssertSqlSafe(format!("{BEGIN}; savepoint {savepoint}"))).await?;
+    let row = insert(LOOK_LOCK_AND_INSERT, claim, &owned).bind(claim.identity.lock_number()).one(&mut tx).await?;
+    let Some(token) = row.try_get(2)? else {
+        tx.rollback().await?;
+        return Ok(Unseen::Refused);
+    };
+    let (now, purged_below): (i64, Option<i64>) = (row.try_get(0)?, row.try_get(1)?);
+    let held = Held { tx, token, savepoint };
+    Ok(Unseen::Claimed {
+        tx: PostgresOperationTx { held, owned, claim: claim.clone(), holds: None },
+        now: DbTime::from_micros(now),
+        purged_below: purged_below.map(DbTime::from_micros),
     })
 }
 
