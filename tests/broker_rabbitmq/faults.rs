@@ -26,8 +26,9 @@ async fn c5_a_memory_alarm_means_blocked_fails_nothing_and_work_goes_on_after_it
     let Some(private) = Private::of("c5_a_memory_alarm_means_blocked") else { return };
     let _alone = private.peace.write().await;
     let mut corner = corner(&private).await;
-    // Shorter than the alarm will last: neither a confirm that is late nor a heartbeat may end the session.
-    corner.config.confirm_deadline = Duration::from_secs(1);
+    // Shorter than the alarm will last: neither a confirm that is late nor a heartbeat may end the session. Long enough
+    // for a disk.
+    corner.config.confirm_deadline = Duration::from_secs(5);
     corner.config.heartbeat = Duration::from_secs(2);
     let broker = corner.broker();
     broker.subscriber(&corner.subscription()).await.unwrap().close().await;
@@ -198,13 +199,13 @@ async fn a_killed_server_ends_both_sides_and_what_was_confirmed_is_there_after_i
     let mut subscriber: Box<dyn Subscriber> = broker.subscriber(&corner.subscription()).await.unwrap();
     let mut publisher = broker.publisher().await.unwrap();
     let mut proven: Vec<u64> = Vec::new();
-    publisher.send(numbered(&corner.topic, 1, 2_000)).await.unwrap();
+    publisher.send(numbered(&corner.topic, 1, 10_000)).await.unwrap();
     let mut settled = Vec::new();
     publisher.settle(&mut settled).await.unwrap();
     private.kill();
     let error = loop {
         match tokio::time::timeout(SOON, publisher.settle(&mut settled)).await.expect("an end") {
-            Ok(()) => assert!(settled.len() < 2_000, "all were proven before the kill: nothing is shown"),
+            Ok(()) => assert!(settled.len() < 10_000, "all were proven before the kill: nothing is shown"),
             Err(error) => break error,
         }
     };

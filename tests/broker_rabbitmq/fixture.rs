@@ -15,7 +15,7 @@ use uuid::Uuid;
 
 use crate::support;
 
-pub(crate) const SOON: Duration = Duration::from_secs(20);
+pub(crate) const SOON: Duration = Duration::from_secs(60);
 
 /// A private corner of the shared server.
 pub(crate) struct Corner {

@@ -1,12 +1,13 @@
 //! A RabbitMQ of our own, for what would disturb everybody on a shared one: alarms, timeouts, kill -9.
 
-use std::net::TcpListener;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
 use tokio::sync::RwLock;
+
+use crate::support::free_port;
 
 /// Where Debian puts the programs; `ONCEBOX_TEST_RABBITMQ_BIN` says otherwise.
 const PROGRAMS: &str = "/usr/lib/rabbitmq/bin";
@@ -47,9 +48,13 @@ impl Private {
     }
 
     fn new(programs: PathBuf) -> Self {
-        // Held together, so that they differ.
-        let free: Vec<TcpListener> = (0..3).map(|_| TcpListener::bind("127.0.0.1:0").unwrap()).collect();
-        let ports: Vec<u16> = free.iter().map(|listener| listener.local_addr().unwrap().port()).collect();
+        let mut ports: Vec<u16> = Vec::new();
+        while ports.len() < 3 {
+            let port = free_port();
+            if !ports.contains(&port) {
+                ports.push(port);
+            }
+        }
         let directory = tempfile::tempdir().unwrap();
         let file = |name: &str, text: &str| std::fs::write(directory.path().join(name), text).unwrap();
         file(

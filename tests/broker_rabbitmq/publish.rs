@@ -179,7 +179,8 @@ async fn r21_exactly_the_unroutable_ones_are_refused_when_a_third_is() {
 #[tokio::test]
 async fn a_topic_without_a_route_is_refused_whole_and_taken_once_it_is_bound() {
     let Some(mut corner) = Corner::of("a_topic_without_a_route").await else { return };
-    corner.config.route_retry = Duration::from_millis(300);
+    // Until then it is not ready, however long it takes to hear of the refusals.
+    corner.config.route_retry = Duration::from_secs(5);
     let queue = corner.queue();
     let mut publisher = corner.broker().publisher().await.unwrap();
     assert_eq!(publisher.topic(&corner.topic).await.unwrap(), TopicState::Ready, "routes cannot be seen in advance");
@@ -212,7 +213,9 @@ async fn a_topic_without_a_route_is_refused_whole_and_taken_once_it_is_bound() {
 // Shown to fail: without `Confirms::refused` the second half of the key is published while its first row is refused.
 #[tokio::test]
 async fn rows_sent_before_the_refusal_was_heard_are_refused_too() {
-    let Some(corner) = Corner::of("rows_sent_before_the_refusal_was_heard").await else { return };
+    let Some(mut corner) = Corner::of("rows_sent_before_the_refusal_was_heard").await else { return };
+    // The refusal is seen below, however long nobody looks.
+    corner.config.route_retry = SOON;
     let queue = corner.queue();
     let mut publisher = corner.broker().publisher().await.unwrap();
     publisher.send(vec![(0, message(&corner.topic, Some("k"), 0))]).await.unwrap();
