@@ -214,7 +214,7 @@ where
             Ok(Unseen::Refused) | Err(StoreError::Busy(_)) => return Ok(None),
             Err(error) => return Err(error),
         };
-        let Some(begin) = self.front.claimed_unseen(claim, now, purged_below) else {
+        let Some(begin) = self.front.claimed_unseen(claim, now, purged_below).await else {
             if let Err(error) = tx.rollback().await {
                 // The connection is closed; the server rolls back.
                 tracing::debug!(%error, "a rollback was not answered");

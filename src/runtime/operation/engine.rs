@@ -296,9 +296,9 @@ impl<S: Keys> Engine<S> {
         self.inner.open_per_tenant_max.is_some_and(|max| self.inner.running.of_tenant(tenant) >= max)
     }
 
-    /// Whether what a tenant has open in the store is counted before each claim.
-    pub(super) fn counts_open(&self) -> bool {
-        self.inner.open_per_tenant_max.is_some()
+    /// Whether something of a tenant is counted in the store before a claim.
+    pub(super) fn has_quota(&self) -> bool {
+        self.inner.open_per_tenant_max.is_some() || self.inner.stored_quota.is_some()
     }
 
     /// Whether it has as much committed without an outcome as it may.

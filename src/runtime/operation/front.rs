@@ -252,14 +252,17 @@ impl<S: Keys> Front<S> {
     /// a turn. Whoever runs in this process is answered from the map, and a tenant's quota is counted before its claim.
     pub(super) fn claim_unseen(&self) -> Option<KeyClaim> {
         let digest = self.identity.as_ref()?.digest();
-        let probable = self.stage == Stage::Fresh && self.endpoint.last_was_new() && !self.engine.counts_open();
+        let probable = self.stage == Stage::Fresh && self.endpoint.last_was_new() && !self.engine.has_quota();
         let looks = probable && self.decide(Found::NotAsked) == Decision::Look;
         (looks && self.engine.running().get(&digest).is_none()).then(|| self.claim(&Ground::New)).flatten()
     }
 
     /// Judges what [`Self::claim_unseen`] came to: the run to begin, in the transaction where the claim stands. None: roll back, and
     /// take a turn.
-    pub(super) fn claimed_unseen(
+    ///
+    /// A request of this process that looked may have entered the map before. It cannot claim beside us and leaves when it hears so;
+    /// if we made way, both would be told that the other runs, and nothing would.
+    pub(super) async fn claimed_unseen(
         &mut self,
         claim: KeyClaim,
         now: DbTime,
@@ -269,10 +272,17 @@ impl<S: Keys> Front<S> {
         if self.decide(Found::Nothing(bounds)) != Decision::Claim {
             return None;
         }
-        let (principal, fingerprint) = (claim.principal.clone(), claim.fingerprint.clone());
-        let entry = self.engine.running().enter(&claim.identity, principal, fingerprint)?;
         self.rounds += 1;
-        Some(Box::new(Begin { claim, ground: Ground::New, entry }))
+        let until = tokio::time::Instant::now() + LOOK_EVERY_MAX;
+        loop {
+            let (principal, fingerprint) = (claim.principal.clone(), claim.fingerprint.clone());
+            if let Some(entry) = self.engine.running().enter(&claim.identity, principal, fingerprint) {
+                return Some(Box::new(Begin { claim, ground: Ground::New, entry }));
+            }
+            if let Some(other) = self.engine.running().get(&claim.identity.digest()) {
+                tokio::time::timeout_at(until, other.ended.cancelled()).await.ok()?;
+            }
+        }
     }
 
     /// The claim was refused: another record stands there, or somebody holds it. The next turn looks again.
