@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use oncebox::policy::operation::retention::Retention;
 use oncebox::policy::operation::{Code, Mode, Outcome, Route, State};
-use oncebox::runtime::operation::{EffectTx, Reply};
+use oncebox::runtime::operation::{Answered, EffectTx, Reply};
 use oncebox::store::{Basis, Begun, KeyClaim, OperationTx, Proof};
 use oncebox::{HandlerError, NewMessage};
 
@@ -24,6 +24,7 @@ on_all! {
     o15_o19_a_duplicate_in_this_process_gets_409_and_another_command_422,
     o15_o19_a_duplicate_in_another_process_gets_409_whatever_its_body,
     o15_a_request_among_first_ones_is_judged_as_any_other,
+    o15_of_one_that_looks_and_one_that_claims_at_once_one_executes,
     o16_two_tenants_with_one_key_are_two_operations,
     o20_another_principal_gets_the_answer_of_a_mismatch,
     o29_an_error_a_panic_and_a_timeout_leave_no_row,
@@ -308,6 +309,32 @@ async fn o15_a_request_among_first_ones_is_judged_as_any_other<S: Sql>(world: Wo
     first(running.await.unwrap());
     replayed(run(&other, &there, &keys[7], "a", effect(&open)).await);
     assert_eq!((closed.calls(), world.effects().await), (1, 8));
+}
+
+// In one process. What each has seen last decides whether it looks or claims at once.
+//
+// Shown by: making way, with the claim in hand, for one that is in the map and cannot claim: both are told that the other runs.
+async fn o15_of_one_that_looks_and_one_that_claims_at_once_one_executes<S: Sql>(world: World<S>) {
+    let (looks, claims, gate) = (world.protect(same_tx()), world.protect(same_tx()), Gate::open());
+    first(run(&world, &looks, K1, "a", effect(&gate)).await);
+    for round in 0..40 {
+        replayed(run(&world, &looks, K1, "a", effect(&gate)).await);
+        first(run(&world, &claims, &format!("a-key-of-its-own-{round:04}"), "a", effect(&gate)).await);
+        let asking = [&looks, &claims].map(|endpoint| {
+            let (world, endpoint, gate) = (world.clone(), endpoint.clone(), gate.clone());
+            let key = format!("a-key-of-both-{round:04}");
+            tokio::spawn(async move { run(&world, &endpoint, &key, "a", effect(&gate)).await })
+        });
+        let mut executed = 0;
+        for asked in asking {
+            match asked.await.unwrap() {
+                Answered::Reply { replayed, .. } => executed += u32::from(!replayed),
+                Answered::Problem(problem) => assert_eq!(problem.code, Code::InProgress),
+            }
+        }
+        assert_eq!(executed, 1, "round {round}");
+    }
+    assert_eq!((gate.calls(), world.effects().await), (81, 81));
 }
 
 // Shown by: an identity without the tenant, or one that the database compares without case.
