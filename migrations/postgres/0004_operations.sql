@@ -334,5 +334,5 @@ comment on column oncebox.audit.message_id is 'the message, or the operation';
 comment on column oncebox.audit.topic is 'its topic, or the name of the operation';
 
 revoke execute on all functions in schema oncebox from public;
--- Who may write a row is checked as its owner: it looks at nothing but what it is given.
+-- A CHECK runs as whoever writes the row. It looks at nothing but what it is given.
 grant execute on function oncebox.is_sound_request to public;

@@ -245,6 +245,41 @@ async fn m60_m75_while_the_store_is_away_nothing_runs_and_no_key_is_burnt<S: Sql
     assert_eq!((gate.calls(), direct.effects().await), (1, 1));
 }
 
+// A hot standby after a failover answers, and takes no writes: what has its outcome is replayed, also behind a first request that
+// was refused; what is new does not run, and its key is not burnt.
+//
+// Shown by: answering 503 where a claim without a look was refused (then the replay is none).
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn m60_m75_a_store_that_takes_no_writes_replays_and_runs_nothing() {
+    crate::postgres::with_database("a_store_that_takes_no_writes", |database| async move {
+        let world = World::on(database.store.clone(), &database.url).await;
+        let gate = Gate::open();
+        first(run(&world, &world.protect(same_tx()), K1, "a", effect(&gate)).await);
+        // What a standby says to every statement that may write.
+        world
+            .store
+            .exec(
+                "create function stands_by() returns trigger language plpgsql as \
+                 $$ begin raise exception 'cannot execute INSERT in a read-only transaction' using errcode = '25006'; end $$; \
+                 create trigger stands_by before insert or update on oncebox.idempotency_request \
+                 for each statement execute function stands_by()",
+            )
+            .await;
+        let standby = world.another_process();
+        let endpoint = standby.protect(same_tx());
+        for _ in 0..2 {
+            problem(run(&standby, &endpoint, K2, "a", effect(&gate)).await, Code::StoreUnavailable);
+            replayed(run(&standby, &endpoint, K1, "a", effect(&gate)).await);
+            problem(run(&standby, &endpoint, K2, "a", effect(&gate)).await, Code::StoreUnavailable);
+            problem(run(&standby, &endpoint, K1, "b", effect(&gate)).await, Code::KeyReused);
+        }
+        world.store.exec("drop trigger stands_by on oncebox.idempotency_request").await;
+        first(run(&standby, &endpoint, K2, "a", effect(&gate)).await);
+        assert_eq!((gate.calls(), world.effects().await), (2, 2));
+    })
+    .await;
+}
+
 /// Runs these, swallowing every error, then fails as a deadlock does.
 fn deadlocks_after<S: Sql>(statements: &'static [&'static str], calls: &Arc<AtomicU32>) -> impl Does<S> + use<S> {
     let calls = calls.clone();

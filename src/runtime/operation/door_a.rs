@@ -212,6 +212,8 @@ where
         let (tx, now, purged_below) = match self.front.engine().store().begin_unseen(&claim).await {
             Ok(Unseen::Claimed { tx, now, purged_below }) => (tx, now, purged_below),
             Ok(Unseen::Refused) | Err(StoreError::Busy(_)) => return Ok(None),
+            // A server that answers and takes no writes still says what stands.
+            Err(StoreError::Unavailable(sqlx::Error::Database(_))) => return Ok(None),
             Err(error) => return Err(error),
         };
         let Some(begin) = self.front.claimed_unseen(claim, now, purged_below).await else {

@@ -185,6 +185,13 @@ impl MySqlPhaseTx {
     }
 }
 
+fn unproven(error: StoreError) -> StoreError {
+    match error {
+        StoreError::Busy(error) => StoreError::Unavailable(error),
+        other => other,
+    }
+}
+
 impl PhaseTx for MySqlPhaseTx {
     type Db = MySql;
 
@@ -197,12 +204,13 @@ impl PhaseTx for MySqlPhaseTx {
     }
 
     async fn undo_effects(&mut self) -> Result<Proof, StoreError> {
-        let noted = self.noted().await?;
-        let proof = self.held.prove("rollback to").await?;
+        // A question that is cut off, as by KILL QUERY, proves nothing: it is no `Busy`.
+        let noted = self.noted().await.map_err(unproven)?;
+        let proof = self.held.prove("rollback to").await.map_err(unproven)?;
         if proof != Proof::Ended {
             return Ok(proof);
         }
-        match (self.held.nothing_committed().await?, noted) {
+        match (self.held.nothing_committed().await.map_err(unproven)?, noted) {
             (true, Some(error)) => Err(StoreError::Busy(sqlx::Error::Protocol(error))),
             // What ran after it waits for a COMMIT, which does not come.
             (true, None) => Ok(Proof::Aborted),
