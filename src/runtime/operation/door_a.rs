@@ -217,10 +217,7 @@ where
             Err(error) => return Err(error),
         };
         let Some(begin) = self.front.claimed_unseen(claim, now, purged_below).await else {
-            if let Err(error) = tx.rollback().await {
-                // The connection is closed; the server rolls back.
-                tracing::debug!(%error, "a rollback was not answered");
-            }
+            rolled_back(tx).await;
             return Ok(None);
         };
         Ok(Some((begin, tx)))
@@ -349,17 +346,12 @@ where
         let budget = self.front.endpoint().route().completion_budget;
         match tokio::time::timeout(budget, tx.undo_effects()).await {
             Ok(Ok(Proof::Same)) => {
-                if let Err(error) = tx.rollback().await {
-                    // The connection is closed; the server rolls back.
-                    tracing::debug!(%error, "a rollback was not answered");
-                }
+                rolled_back(tx).await;
                 None
             }
             Ok(Ok(proof)) => {
                 if nobodys && self.is_undone(&mut tx).await {
-                    if let Err(error) = tx.rollback().await {
-                        tracing::debug!(%error, "a rollback was not answered");
-                    }
+                    rolled_back(tx).await;
                     return None;
                 }
                 Some(self.doubt(begin, tx, proof).await)
@@ -378,9 +370,7 @@ where
     }
 
     async fn doubt(&self, begin: &Begin, tx: S::Operation, proof: Proof) -> Tried {
-        if let Err(error) = tx.rollback().await {
-            tracing::debug!(%error, "a rollback was not answered");
-        }
+        rolled_back(tx).await;
         self.after(begin, Doubt::TokenGone { nothing_ran_after: proof == Proof::Aborted }, None).await
     }
 
@@ -430,5 +420,12 @@ where
             }
         }
         Tried::Answer(front.problem(Code::TransactionEnded))
+    }
+}
+
+/// Rolls back. Where that is not answered, the connection is closed, and the server rolls back.
+async fn rolled_back<T: OperationTx>(tx: T) {
+    if let Err(error) = tx.rollback().await {
+        tracing::debug!(%error, "a rollback was not answered");
     }
 }

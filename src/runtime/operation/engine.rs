@@ -302,7 +302,7 @@ impl<S: Keys> Engine<S> {
     }
 
     /// Whether it has as much committed without an outcome as it may.
-    pub(super) async fn is_over_stored_quota(&self, tenant: &str) -> Result<bool, StoreError> {
+    pub(super) async fn is_over_open_quota(&self, tenant: &str) -> Result<bool, StoreError> {
         match self.inner.open_per_tenant_max {
             Some(max) => Ok(self.inner.store.open_of_tenant(tenant).await? >= u64::from(max)),
             None => Ok(false),

@@ -275,8 +275,7 @@ impl<S: Keys> Front<S> {
         self.rounds += 1;
         let until = tokio::time::Instant::now() + LOOK_EVERY_MAX;
         loop {
-            let (principal, fingerprint) = (claim.principal.clone(), claim.fingerprint.clone());
-            if let Some(entry) = self.engine.running().enter(&claim.identity, principal, fingerprint) {
+            if let Some(entry) = self.enter(&claim) {
                 return Some(Box::new(Begin { claim, ground: Ground::New, entry }));
             }
             if let Some(other) = self.engine.running().get(&claim.identity.digest()) {
@@ -374,7 +373,7 @@ impl<S: Keys> Front<S> {
     async fn within_quota(&mut self, decision: Decision) -> Decision {
         let starts = matches!(decision, Decision::Claim | Decision::Reclaim | Decision::ExecuteAsNew);
         let Some(scope) = self.asking.scope.as_ref().filter(|_| starts) else { return decision };
-        let over = match self.engine.is_over_stored_quota(scope.tenant()).await {
+        let over = match self.engine.is_over_open_quota(scope.tenant()).await {
             Ok(false) => {
                 let over = self.engine.is_over_bytes(scope.tenant()).await;
                 self.over_bytes = matches!(over, Ok(true));
@@ -483,11 +482,14 @@ impl<S: Keys> Front<S> {
 
     fn begin(&mut self, ground: Ground) -> Option<Turn> {
         let claim = self.claim(&ground)?;
-        let (principal, fingerprint) = (claim.principal.clone(), claim.fingerprint.clone());
         self.rounds += 1;
         // None: another request of this process was faster; it is judged from the map.
-        let entry = self.engine.running().enter(&claim.identity, principal, fingerprint)?;
+        let entry = self.enter(&claim)?;
         Some(Turn::Begin(Box::new(Begin { claim, ground, entry })))
+    }
+
+    fn enter(&self, claim: &KeyClaim) -> Option<Entry> {
+        self.engine.running().enter(&claim.identity, claim.principal.clone(), claim.fingerprint.clone())
     }
 
     fn claim(&self, ground: &Ground) -> Option<KeyClaim> {
