@@ -15,7 +15,7 @@ use oncebox::store::{Answer, AnswerBody, Basis, Claimed, Fenced, KeptBody, KeyCl
 use redis::AsyncCommands;
 use uuid::Uuid;
 
-use super::prefix::Prefix;
+use super::prefix::{ANSWER_MAX, Prefix, connection};
 use super::support::{eventually, free_port};
 
 const LONG: Duration = Duration::from_secs(600);
@@ -72,11 +72,12 @@ impl Server {
     }
 
     fn options(&self) -> RedisOptions {
-        RedisOptions::new(format!("redis://127.0.0.1:{}", self.port))
+        let url = format!("redis://127.0.0.1:{}", self.port);
+        RedisOptions { answer_timeout: ANSWER_MAX, ..RedisOptions::new(url) }
     }
 
     async fn connection(&self) -> redis::RedisResult<redis::aio::MultiplexedConnection> {
-        redis::Client::open(self.options().url)?.get_multiplexed_async_connection().await
+        connection(&self.options().url).await
     }
 
     async fn serves(&self) {

@@ -1,11 +1,24 @@
 //! A prefix of its own on the shared server.
 
+use std::time::Duration;
+
 use oncebox::store::conformance::KeysFixture;
 use oncebox::store::redis::{RedisKeys, RedisOptions};
-use redis::AsyncCommands;
 use redis::aio::MultiplexedConnection;
+use redis::{AsyncCommands, AsyncConnectionConfig};
 
 use super::support::{service, unique};
+
+/// How long a server may take to answer: it syncs each write to a disk that it shares with all other tests. The library's own bound,
+/// half a second, is too short for that.
+pub(crate) const ANSWER_MAX: Duration = Duration::from_secs(30);
+
+/// A connection beside the store's.
+pub(crate) async fn connection(url: &str) -> redis::RedisResult<MultiplexedConnection> {
+    let config =
+        AsyncConnectionConfig::new().set_connection_timeout(Some(ANSWER_MAX)).set_response_timeout(Some(ANSWER_MAX));
+    redis::Client::open(url)?.get_multiplexed_async_connection_with_config(&config).await
+}
 
 /// Keys under one prefix; deleted at the end.
 pub(crate) struct Prefix {
@@ -28,9 +41,10 @@ impl KeysFixture for Prefix {
     async fn start(case: &str) -> Option<Self> {
         let url = service(case, "ONCEBOX_TEST_REDIS")?;
         let prefix = unique("test");
-        let options = RedisOptions { prefix: prefix.clone(), ..RedisOptions::new(url.as_str()) };
+        let options =
+            RedisOptions { prefix: prefix.clone(), answer_timeout: ANSWER_MAX, ..RedisOptions::new(url.as_str()) };
         let store = RedisKeys::connect(options).await.unwrap();
-        let connection = redis::Client::open(url).unwrap().get_multiplexed_async_connection().await.unwrap();
+        let connection = connection(&url).await.unwrap();
         Some(Self { store, connection, prefix })
     }
 
