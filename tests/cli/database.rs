@@ -1,7 +1,10 @@
 //! Databases as an application sees them: its own connection, plain SQL, on all three kinds. Those on servers are the test's
 //! own and dropped at its end.
 
-use oncebox::sqlx::{self, AssertSqlSafe, Connection, MySqlConnection, PgConnection, SqliteConnection};
+use std::time::Duration;
+
+use oncebox::sqlx::sqlite::SqliteConnectOptions;
+use oncebox::sqlx::{self, AssertSqlSafe, ConnectOptions, Connection, MySqlConnection, PgConnection, SqliteConnection};
 
 use super::kit::block_on;
 use super::support::unique;
@@ -13,7 +16,7 @@ pub(crate) fn run(url: &str, statements: &str) -> Result<(), sqlx::Error> {
         match kind(url) {
             "postgres" => sql().execute(&mut PgConnection::connect(url).await?).await.map(drop),
             "mysql" => sql().execute(&mut MySqlConnection::connect(url).await?).await.map(drop),
-            _ => sql().execute(&mut SqliteConnection::connect(url).await?).await.map(drop),
+            _ => sql().execute(&mut sqlite(url).await?).await.map(drop),
         }
     })
 }
@@ -25,10 +28,16 @@ pub(crate) fn column(url: &str, query: &str) -> Vec<String> {
         match kind(url) {
             "postgres" => sqlx::query_scalar(sql).fetch_all(&mut PgConnection::connect(url).await?).await,
             "mysql" => sqlx::query_scalar(sql).fetch_all(&mut MySqlConnection::connect(url).await?).await,
-            _ => sqlx::query_scalar(sql).fetch_all(&mut SqliteConnection::connect(url).await?).await,
+            _ => sqlx::query_scalar(sql).fetch_all(&mut sqlite(url).await?).await,
         }
     });
     rows.unwrap_or_else(|error| panic!("{query}: {error}"))
+}
+
+/// Waits longer for its turn at a file than the five seconds of sqlx: others share the disk.
+async fn sqlite(url: &str) -> Result<SqliteConnection, sqlx::Error> {
+    let options: SqliteConnectOptions = url.parse()?;
+    options.busy_timeout(Duration::from_secs(60)).connect().await
 }
 
 fn kind(url: &str) -> &str {
@@ -73,7 +82,7 @@ impl Locked {
     pub(crate) fn on(url: &str) -> Self {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
         let connection = runtime.block_on(async {
-            let mut connection = SqliteConnection::connect(url).await.unwrap();
+            let mut connection = sqlite(url).await.unwrap();
             sqlx::raw_sql("begin immediate").execute(&mut connection).await.unwrap();
             connection
         });
