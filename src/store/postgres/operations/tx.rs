@@ -5,7 +5,7 @@ use uuid::Uuid;
 
 use super::super::PostgresStore;
 use super::super::connect::BEGIN;
-use super::{LOCK_AND_INSERT, LOOK_LOCK_AND_INSERT, RENEW, find, finish, insert, renew, renewal};
+use super::{CLAIM, RENEW, find, finish, insert, renew, renewal};
 use crate::error::StoreError;
 use crate::policy::db_time::DbTime;
 use crate::policy::operation::retention::Retention;
@@ -72,13 +72,13 @@ pub(super) async fn begin_unseen(
 ) -> Result<Unseen<PostgresOperationTx>, StoreError> {
     let (owned, savepoint) = (claim.owned(Basis::New), savepoint_name());
     let mut tx = store.pool.begin(AssertSqlSafe(format!("{BEGIN}; savepoint {savepoint}"))).await?;
-    let row = insert(LOOK_LOCK_AND_INSERT, claim, &owned).bind(claim.identity.lock_number()).one(&mut tx).await?;
-    let Some(token) = row.try_get(2)? else {
+    let row = insert(CLAIM, claim, &owned).bind(claim.identity.lock_number()).optional(&mut tx).await?;
+    let Some(row) = row else {
         tx.rollback().await?;
         return Ok(Unseen::Refused);
     };
-    let (now, purged_below): (i64, Option<i64>) = (row.try_get(0)?, row.try_get(1)?);
-    let held = Held { tx, token, savepoint };
+    let (now, purged_below): (i64, Option<i64>) = (row.try_get(1)?, row.try_get(2)?);
+    let held = Held { tx, token: row.try_get(0)?, savepoint };
     Ok(Unseen::Claimed {
         tx: PostgresOperationTx { held, owned, claim: claim.clone(), holds: None },
         now: DbTime::from_micros(now),
@@ -102,32 +102,32 @@ async fn staked_in(
     basis: Basis<'_>,
     owned: &Owned,
 ) -> Result<Begun<(Bounded<Postgres>, String)>, StoreError> {
-    let (locked, token) = stake(&mut tx, claim, renewal(basis), owned).await?;
-    if let Some(token) = token {
+    if let Some(token) = stake(&mut tx, claim, renewal(basis), owned).await? {
         return Ok(Begun::Claimed((tx, token)));
     }
     // A statement of its own: it sees what was committed meanwhile.
-    let found = if locked { find(&mut tx, &claim.identity).await?.record } else { None };
+    let found = find(&mut tx, &claim.identity).await?.record;
     tx.rollback().await?;
     Ok(found.map_or(Begun::Locked, |record| Begun::Existing(Box::new(record))))
 }
 
-/// Try-lock and claim: whether nobody else holds the lock, and the id of the transaction where the claim stands.
+/// Try-lock and claim: the id of the transaction, where the claim stands in it now.
 async fn stake(
     tx: &mut Bounded<Postgres>,
     claim: &KeyClaim,
     holds: Option<&'static str>,
     owned: &Owned,
-) -> Result<(bool, Option<String>), StoreError> {
-    let lock = claim.identity.lock_number();
-    let Some(holds) = holds else {
-        let row = insert(LOCK_AND_INSERT, claim, owned).bind(lock).one(tx).await?;
-        return Ok((row.try_get(0)?, row.try_get(1)?));
+) -> Result<Option<String>, StoreError> {
+    let claiming = match holds {
+        None => insert(CLAIM, claim, owned),
+        Some(holds) => renew(
+            &format!("{RENEW}{holds} and (select pg_try_advisory_xact_lock($11)) returning pg_current_xact_id()::text"),
+            claim,
+            owned,
+        ),
     };
-    let statement =
-        format!("{RENEW}{holds} and (select pg_try_advisory_xact_lock($11)) returning pg_current_xact_id()::text");
-    let row = renew(&statement, claim, owned).bind(lock).optional(tx).await?;
-    Ok((true, row.map(|row| row.try_get(0)).transpose()?))
+    let row = claiming.bind(claim.identity.lock_number()).optional(tx).await?;
+    Ok(row.map(|row| row.try_get(0)).transpose()?)
 }
 
 /// Takes everything back to the savepoint, where it is still there.
@@ -175,7 +175,7 @@ impl OperationTx for PostgresOperationTx {
         }
         // The claim went too, and its lock: another may have come between.
         match stake(&mut self.held.tx, &self.claim, self.holds, &self.owned).await? {
-            (_, Some(token)) if token == self.held.token => Ok(Proof::Same),
+            Some(token) if token == self.held.token => Ok(Proof::Same),
             _ => Err(StoreError::Busy(sqlx::Error::Protocol("another transaction has claimed the key".into()))),
         }
     }
