@@ -61,7 +61,11 @@ async fn m50_claim_effect_message_and_answer_commit_together_and_are_replayed<S:
 }
 
 /// A handler that runs these statements, each by itself, then says that all is well, or fails.
-fn runs<S: Sql>(statements: &'static [&'static str], calls: &Arc<AtomicU32>, fails: bool) -> impl Does<S> + use<S> {
+pub(crate) fn runs<S: Sql>(
+    statements: &'static [&'static str],
+    calls: &Arc<AtomicU32>,
+    fails: bool,
+) -> impl Does<S> + use<S> {
     let calls = calls.clone();
     does::<S, _>(move |_: &Put, mut tx: EffectTx<'_, S>| {
         let calls = calls.clone();

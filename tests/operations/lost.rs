@@ -12,6 +12,7 @@ use oncebox::runtime::operation::{
 use oncebox::store::{Basis, Claimed, Fenced, Keys, StoreOptions};
 use tokio::sync::Barrier;
 
+use super::door_a::runs;
 use super::kit::*;
 use super::proxy::{Failure, Proxy, When};
 
@@ -276,6 +277,34 @@ async fn m60_m75_a_store_that_takes_no_writes_replays_and_runs_nothing() {
         world.store.exec("drop trigger stands_by on oncebox.idempotency_request").await;
         first(run(&standby, &endpoint, K2, "a", effect(&gate)).await);
         assert_eq!((gate.calls(), world.effects().await), (2, 2));
+    })
+    .await;
+}
+
+// Shown by: leaving the map with the answer: a second effect before the record stands.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn o1_a_key_is_not_free_while_it_is_tried_to_make_its_record_stand() {
+    crate::postgres::with_database("o1_a_key_is_not_free", |database| async move {
+        let world = World::on(database.store.clone(), &database.url).await;
+        let endpoint = world.protect(same_tx());
+        let body = "begin if new.state like 'UNKNOWN%' then raise exception 'the disk is full'; end if; return new; end";
+        world.store.exec(&format!("create function full_disk() returns trigger language plpgsql as $$ {body} $$")).await;
+        let trigger = "create trigger full_disk before insert on oncebox.idempotency_request for each row execute function full_disk()";
+        world.store.exec(trigger).await;
+        let calls = Arc::new(AtomicU32::new(0));
+        let statements = &["rollback", "insert into effect (text) values ('out')"];
+        let ends = || runs(statements, &calls, false);
+        problem(run(&world, &endpoint, K1, "a", ends()).await, Code::TransactionEnded);
+        for _ in 0..3 {
+            problem(run(&world, &endpoint, K1, "a", ends()).await, Code::InProgress);
+        }
+        world.store.exec("drop trigger full_disk on oncebox.idempotency_request").await;
+        until("its record stands", || async { world.record("t1", K1).await.is_some() }).await;
+        until("the key is free", || async {
+            matches!(run(&world, &endpoint, K1, "a", ends()).await, Answered::Problem(problem) if problem.code == Code::OutcomeUnknown)
+        })
+        .await;
+        assert_eq!((calls.load(Ordering::SeqCst), world.effects().await), (1, 1));
     })
     .await;
 }

@@ -86,13 +86,14 @@ pub enum Turn {
     Answer(Answered),
 }
 
-/// A claim to be made. While it lives, duplicates in this process are answered from the map; dropped, they are woken.
+/// A claim to be made. While it lives, or a place that was taken from it, duplicates in this process are answered from the map; dropped,
+/// they are woken.
 #[derive(Debug)]
 pub struct Begin {
     /// The claim. Its operation id is that of the run: a new one, or that of the record that is run again.
     pub claim: KeyClaim,
     ground: Ground,
-    entry: Entry,
+    entry: Arc<Entry>,
 }
 
 /// What must still be there for the claim to succeed.
@@ -131,6 +132,11 @@ impl Begin {
     #[must_use]
     pub fn ran(&self) -> Duration {
         self.entry.ran()
+    }
+
+    /// Its place in the map, for work that outlives the request and must have its end before the key is used again.
+    pub(super) fn place(&self) -> Arc<Entry> {
+        Arc::clone(&self.entry)
     }
 
     /// The run has its end; see `Entry::leave`.
@@ -488,8 +494,9 @@ impl<S: Keys> Front<S> {
         Some(Turn::Begin(Box::new(Begin { claim, ground, entry })))
     }
 
-    fn enter(&self, claim: &KeyClaim) -> Option<Entry> {
-        self.engine.running().enter(&claim.identity, claim.principal.clone(), claim.fingerprint.clone())
+    fn enter(&self, claim: &KeyClaim) -> Option<Arc<Entry>> {
+        let (principal, fingerprint) = (claim.principal.clone(), claim.fingerprint.clone());
+        self.engine.running().enter(&claim.identity, principal, fingerprint).map(Arc::new)
     }
 
     fn claim(&self, ground: &Ground) -> Option<KeyClaim> {

@@ -1,6 +1,9 @@
 //! What must come to stand after all, once its request has its answer: that a run is unknown which ended its transaction by itself.
 //!
-//! Promises: it is tried on until it stands or the time is over, which is said in the log; a drain of the engine waits for it.
+//! Promises: it is tried on until it stands or the time is over, which is said in the log; a drain of the engine waits for it. As long
+//! as it is tried, whoever comes with the key to this process is told that it runs.
+//!
+//! What is left: another process that is asked before it stands, and this one when the time is over, execute again.
 //!
 //! Not here: what is to stand, and whether ([`door_a`](super::door_a), [`phased::opening`](super::phased)).
 
@@ -29,6 +32,7 @@ pub(super) fn stand_later<S: Keys, T: Send + Sync + 'static>(
     stand: Stand<S, T>,
 ) {
     let (engine, ground, operation) = (engine.clone(), begin.ground(), begin.claim.operation_id);
+    let place = begin.place();
     let until = Instant::now() + TRIED_FOR;
     engine.clone().spawn(async move {
         while Instant::now() < until {
@@ -41,5 +45,6 @@ pub(super) fn stand_later<S: Keys, T: Send + Sync + 'static>(
             }
         }
         tracing::error!(%operation, "an operation that ended its transaction was never made to stand as unknown");
+        drop(place);
     });
 }
