@@ -5,31 +5,44 @@
 //! a busy file rests: when the stamp in the lock file is a second old, the holder keeps the turn for 120 ms after its
 //! transaction. A file that stood idle for most of that second has let them in already and needs no rest.
 //!
-//! Guarantees: one turn at a time, over all processes and within one; a process that dies gives its turn back (the kernel
-//! does); waiting never blocks an executor thread, and ends with an error that names the process that holds the turn.
+//! A second file beside it, `<lock file>-next`, makes turns go round between processes (`next`); within one they go to who asked
+//! first.
+//!
+//! Guarantees: one turn at a time, over all processes and within one; a process that dies gives back what it has (the kernel
+//! does), one that is frozen while it waits holds others up for a second; waiting never blocks an executor thread, and ends with
+//! an error that names the process that holds the turn. While nobody waits no thread is made.
 //!
 //! Not here: what is done in a turn. A process that is frozen inside its turn holds it (R28): only its end frees it.
 
-use std::fs::{File, OpenOptions, TryLockError};
-use std::io::{self, Read, Seek, Write};
+mod next;
+mod stamp;
+
+use std::fs::{File, TryLockError};
+use std::io;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use tokio::sync::{Mutex, OwnedMutexGuard, oneshot};
 
-/// How often a busy file rests.
-const REST_EVERY: Duration = Duration::from_secs(1);
-/// How long it rests, with the turn held.
+use self::next::{Queue, STEP_ASIDE};
+use self::stamp::Stamp;
+
+/// How long a busy file rests, with the turn held.
 const REST: Duration = Duration::from_millis(120);
-/// A file that was held for less than one part in so many needs no rest.
-const IDLE_ENOUGH: u32 = 4;
 
 /// The turns at one file. Clones share the queue within the process.
 #[derive(Debug, Clone)]
 pub(crate) struct Turn {
     path: PathBuf,
-    file: Arc<Mutex<File>>,
+    files: Arc<Mutex<Files>>,
+}
+
+/// What a process locks.
+#[derive(Debug)]
+struct Files {
+    turn: File,
+    queue: Queue,
 }
 
 /// A turn. Given back when dropped, after the rest where one is due.
@@ -41,34 +54,20 @@ pub(crate) struct Held {
 
 /// The lock itself: given back when dropped, wherever that happens.
 #[derive(Debug)]
-struct Lock(OwnedMutexGuard<File>);
+struct Lock(OwnedMutexGuard<Files>);
 
 impl Drop for Lock {
     fn drop(&mut self) {
-        // An error here leaves the lock to the kernel, which frees it with the last handle.
-        if let Err(error) = self.0.unlock() {
-            tracing::error!(%error, "a turn could not be given back");
-        }
+        next::unlock(&self.0.turn);
     }
 }
 
-/// What stands in the lock file.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-struct Stamp {
-    /// Who holds the turn, or held it last.
-    process: u32,
-    /// When the file last rested, in milliseconds since 1970.
-    rested_at: u64,
-    /// For how long it was held since, in microseconds.
-    busy: u64,
-}
-
 impl Turn {
-    /// Opens the lock file, and makes it where it is missing.
+    /// Opens the lock file, and `<path>-next` beside it, and makes them where they are missing.
     pub(crate) fn open(path: impl Into<PathBuf>) -> io::Result<Self> {
         let path = path.into();
-        let file = OpenOptions::new().read(true).write(true).create(true).truncate(false).open(&path)?;
-        Ok(Self { path, file: Arc::new(Mutex::new(file)) })
+        let files = Files { turn: next::open(&path)?, queue: Queue::open(&path)? };
+        Ok(Self { path, files: Arc::new(Mutex::new(files)) })
     }
 
     /// Waits for a turn, at most as long as `patience`.
@@ -77,27 +76,38 @@ impl Turn {
     /// `TimedOut`, naming the process that holds the turn, and whatever the lock file says.
     ///
     /// # Cancel safety
-    /// Safe: a turn that comes after nobody waits for it is given back at once.
+    /// Safe: a turn that comes after nobody waits for it is given back at once, and the place in the queue with it.
     pub(crate) async fn take(&self, patience: Duration) -> io::Result<Held> {
         let taken = tokio::time::timeout(patience, async {
-            let file = Arc::clone(&self.file).lock_owned().await;
-            match file.try_lock() {
-                Ok(()) => return Ok(Held::new(file)),
-                Err(TryLockError::WouldBlock) => {}
-                Err(TryLockError::Error(error)) => return Err(error),
+            let files = Arc::clone(&self.files).lock_owned().await;
+            if files.queue.is_next_away() {
+                tokio::time::sleep(STEP_ASIDE).await;
+            }
+            let away = files.queue.is_next_away();
+            let next = if away { None } else { files.queue.try_take() };
+            // With somebody before us the turn is not asked for: it may be free only because that one does not run yet.
+            if away || next.is_some() {
+                match files.turn.try_lock() {
+                    Ok(()) => {
+                        drop(next);
+                        return Ok(Held::new(files));
+                    }
+                    Err(TryLockError::WouldBlock) => {}
+                    Err(TryLockError::Error(error)) => return Err(error),
+                }
             }
             // A thread of its own, not the runtime's pool: a runtime that ends would wait for it, for as long as the other
             // process likes.
             let (sender, receiver) = oneshot::channel();
             std::thread::Builder::new().name("oncebox-turn".to_owned()).spawn(move || {
-                let locked = loop {
-                    match file.lock() {
-                        Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-                        other => break other,
-                    }
-                };
+                let place = files.queue.stand(next);
+                if sender.is_closed() {
+                    return;
+                }
+                let locked = next::lock(&files.turn);
+                drop(place);
                 // Where nobody waits any more, the answer is dropped, and the turn with it.
-                let _ = sender.send(locked.map(|()| Held::new(file)));
+                let _ = sender.send(locked.map(|()| Held::new(files)));
             })?;
             receiver.await.unwrap_or_else(|_| Err(io::Error::other("the thread that waits for a turn ended")))
         });
@@ -122,12 +132,12 @@ impl Turn {
 }
 
 impl Held {
-    fn new(file: OwnedMutexGuard<File>) -> Self {
-        let mut lock = Lock(file);
-        let mut stamp = Stamp::read(&mut lock.0);
+    fn new(files: OwnedMutexGuard<Files>) -> Self {
+        let mut lock = Lock(files);
+        let mut stamp = Stamp::read(&mut lock.0.turn);
         if stamp.process != std::process::id() {
             stamp.process = std::process::id();
-            stamp.write(&mut lock.0);
+            stamp.write(&mut lock.0.turn);
         }
         Self { lock: Some(lock), since: Instant::now() }
     }
@@ -136,64 +146,15 @@ impl Held {
 impl Drop for Held {
     fn drop(&mut self) {
         let Some(mut lock) = self.lock.take() else { return };
-        let mut stamp = Stamp::read(&mut lock.0);
+        let mut stamp = Stamp::read(&mut lock.0.turn);
         let rest = stamp.give_back(now_millis(), self.since.elapsed());
-        stamp.write(&mut lock.0);
+        stamp.write(&mut lock.0.turn);
         if rest && let Ok(runtime) = tokio::runtime::Handle::try_current() {
             // The transaction is over and its caller goes on; only the turn is kept.
             runtime.spawn(async move {
                 tokio::time::sleep(REST).await;
                 drop(lock);
             });
-        }
-    }
-}
-
-impl Stamp {
-    /// Counts a turn that ends now; true where the file is to rest.
-    fn give_back(&mut self, now: u64, held: Duration) -> bool {
-        self.process = std::process::id();
-        self.busy = self.busy.saturating_add(u64::try_from(held.as_micros()).unwrap_or(u64::MAX));
-        let age = match now.checked_sub(self.rested_at) {
-            Some(age) if self.rested_at > 0 => Duration::from_millis(age),
-            // The first turn ever, or the clock went back: count anew from here.
-            _ => {
-                *self = Self { rested_at: now, busy: 0, ..*self };
-                return false;
-            }
-        };
-        if age < REST_EVERY {
-            return false;
-        }
-        let rest = Duration::from_micros(self.busy) > age / IDLE_ENOUGH;
-        *self = Self { rested_at: now, busy: 0, ..*self };
-        rest
-    }
-
-    fn parse(text: &[u8]) -> Self {
-        let text = String::from_utf8_lossy(text);
-        let mut numbers = text.split_ascii_whitespace().map(str::parse::<u64>);
-        let mut next = || numbers.next().and_then(Result::ok);
-        // Anything else than what was written below counts as the first turn ever.
-        match (next(), next(), next()) {
-            (Some(process), Some(rested_at), Some(busy)) => {
-                Self { process: u32::try_from(process).unwrap_or_default(), rested_at, busy }
-            }
-            _ => Self::default(),
-        }
-    }
-
-    fn read(file: &mut File) -> Self {
-        let mut text = [0; 64];
-        let read = file.rewind().and_then(|()| file.read(&mut text));
-        read.map(|length| Self::parse(&text[..length])).unwrap_or_default()
-    }
-
-    /// Fixed width, so that a shorter stamp covers a longer one.
-    fn write(self, file: &mut File) {
-        let text = format!("{:>10} {:>20} {:>20}\n", self.process, self.rested_at, self.busy);
-        if let Err(error) = file.rewind().and_then(|()| file.write_all(text.as_bytes())) {
-            tracing::warn!(%error, "the stamp of a turn could not be written");
         }
     }
 }
@@ -210,9 +171,9 @@ fn now_millis() -> u64 {
 mod tests {
     #![allow(clippy::unwrap_used)]
     use std::io::{BufRead, BufReader, Lines};
-    use std::process::{Child, ChildStdout, Command, Stdio};
-
     use std::path::Path;
+    use std::process::{Child, ChildStdout, Command, Stdio};
+    use std::sync::atomic::{AtomicBool, Ordering};
 
     use super::*;
 
@@ -247,6 +208,32 @@ mod tests {
             }
         }
 
+        /// Stops it, and sees that each of its threads has stopped.
+        #[cfg(target_os = "linux")]
+        async fn freeze(&self) {
+            self.signal("-STOP");
+            let until = Instant::now() + PATIENCE;
+            while !self.threads().iter().all(|state| state == "T") {
+                assert!(Instant::now() < until, "{:?} do not stop", self.threads());
+                tokio::time::sleep(Duration::from_millis(1)).await;
+            }
+        }
+
+        /// The states of its threads, as the kernel gives them.
+        #[cfg(target_os = "linux")]
+        fn threads(&self) -> Vec<String> {
+            let tasks = std::fs::read_dir(format!("/proc/{}/task", self.child.id())).unwrap();
+            // One that ended since it was listed is none any more.
+            let texts = tasks.filter_map(|task| std::fs::read_to_string(task.unwrap().path().join("stat")).ok());
+            texts.map(|text| text.rsplit_once(") ").unwrap().1[..1].to_owned()).collect()
+        }
+
+        #[cfg(target_os = "linux")]
+        fn signal(&self, name: &str) {
+            let status = Command::new("kill").args([name, &self.child.id().to_string()]).status();
+            assert!(status.unwrap().success());
+        }
+
         fn kill(&mut self) {
             self.child.kill().unwrap();
             self.child.wait().unwrap();
@@ -271,6 +258,11 @@ mod tests {
                 println!("\nholding");
                 tokio::time::sleep(Duration::from_secs(60)).await;
             }
+            "wait" => {
+                println!("\nasking");
+                drop(turn.take(3 * PATIENCE).await.unwrap());
+                println!("\nhad it");
+            }
             "count" => {
                 let counter = path.with_extension("count");
                 for _ in 0..200 {
@@ -288,7 +280,7 @@ mod tests {
                 while !start.exists() {
                     tokio::time::sleep(Duration::from_millis(1)).await;
                 }
-                let until = Instant::now() + Duration::from_secs(12);
+                let until = Instant::now() + Duration::from_secs(3);
                 while Instant::now() < until {
                     let held = turn.take(PATIENCE).await.unwrap();
                     std::thread::sleep(Duration::from_millis(1));
@@ -307,6 +299,19 @@ mod tests {
         (directory, path)
     }
 
+    async fn until(what: &str, mut is_so: impl FnMut() -> bool) {
+        let until = Instant::now() + PATIENCE;
+        while !is_so() {
+            assert!(Instant::now() < until, "{what}");
+            tokio::time::sleep(Duration::from_millis(1)).await;
+        }
+    }
+
+    /// Whether somebody has `next`.
+    fn is_next_taken(path: &Path) -> bool {
+        File::open(next::beside(path)).unwrap().try_lock().is_err()
+    }
+
     // Shown by taking the lock out of `take`: 600 turns counted to less.
     #[test]
     fn r14_one_turn_at_a_time_over_processes() {
@@ -319,6 +324,8 @@ mod tests {
         assert_eq!(std::fs::read_to_string(path.with_extension("count")).unwrap(), "600");
     }
 
+    // Shown by taking turns without `next`, on a busy machine: in 12 of 30 runs, the worst 1, 15 and 2,086 turns. With it the most
+    // was at most 1.3 times the least.
     #[test]
     fn r14_no_process_starves_beside_others_that_want_every_turn() {
         let (_directory, path) = lock_file();
@@ -328,10 +335,9 @@ mod tests {
         }
         std::fs::write(path.with_extension("start"), "").unwrap();
         let turns: Vec<u32> = others.iter_mut().map(|other| other.says("turns").parse().unwrap()).collect();
+        let (least, most) = (turns.iter().min().unwrap(), turns.iter().max().unwrap());
         println!("turns: {turns:?}");
-        // A busy machine gives processes very uneven shares (2 to 2,427 were seen within three seconds); starving is one turn in
-        // twelve.
-        assert!(turns.iter().all(|turns| *turns >= 3), "somebody starves: {turns:?}");
+        assert!(least * 20 >= *most, "turns are not fair: {turns:?}");
     }
 
     // Shown by leaving the rest out: the longest wait was nearly all of the time there was, instead of 1.0 s.
@@ -349,7 +355,7 @@ mod tests {
             .busy_timeout(Duration::from_secs(30));
         let mut outside = options.connect().await.unwrap();
         outside.execute("create table t (n integer)").await.unwrap();
-        let until = Instant::now() + Duration::from_secs(12);
+        let until = Instant::now() + Duration::from_secs(7);
         let mut writers = Vec::new();
         for _ in 0..3 {
             let (turn, mut writer) = (Turn::open(&path).unwrap(), options.connect().await.unwrap());
@@ -374,7 +380,7 @@ mod tests {
             writer.await.unwrap();
         }
         println!("{written} transactions from outside, the longest took {longest:?}");
-        assert!(longest < Duration::from_secs(6), "a transaction from outside took {longest:?}");
+        assert!(longest < Duration::from_secs(3), "a transaction from outside took {longest:?}");
     }
 
     #[tokio::test]
@@ -391,49 +397,119 @@ mod tests {
         assert_eq!(turn.holder(), std::process::id());
     }
 
+    // Shown by asking for the turn also with somebody before us: in all 20 rounds.
     #[tokio::test]
-    async fn a_turn_that_nobody_waits_for_any_more_is_given_back() {
+    async fn r14_who_gave_a_turn_back_stands_behind_who_waits_for_it() {
         let (_directory, path) = lock_file();
         let (here, there) = (Turn::open(&path).unwrap(), Turn::open(&path).unwrap());
-        let held = here.take(PATIENCE).await.unwrap();
-        there.take(Duration::from_millis(50)).await.unwrap_err();
-        drop(held);
-        // The thread that still waited for `there` gets the turn, finds nobody, and gives it back.
-        let held = here.take(PATIENCE).await.unwrap();
-        drop(held);
-        there.take(PATIENCE).await.unwrap();
-    }
-
-    #[test]
-    fn r14_a_busy_file_rests_once_a_second_and_an_idle_one_does_not() {
-        let second = Duration::from_secs(1);
-        let mut stamp = Stamp::default();
-        assert!(!stamp.give_back(10_000, second), "the first turn starts the count");
-        assert!(!stamp.give_back(10_400, second / 4), "the stamp is not a second old");
-        assert!(stamp.give_back(11_000, second / 2), "busy for most of a second");
-        assert!(!stamp.give_back(11_500, second / 2), "it has just rested");
-        // Held for a hundredth of the time since: outsiders had their chance.
-        let mut stamp = Stamp { rested_at: 10_000, ..Stamp::default() };
-        assert!(!stamp.give_back(20_000, second / 10));
-        assert_eq!(stamp.rested_at, 20_000);
-        // A clock that went back starts the count anew.
-        assert!(!stamp.give_back(15_000, second));
-        assert_eq!(stamp.rested_at, 15_000);
-    }
-
-    #[test]
-    fn a_stamp_reads_back_as_it_was_written_and_anything_else_counts_as_none() {
-        let (_directory, path) = lock_file();
-        let mut file = OpenOptions::new().read(true).write(true).create_new(true).open(&path).unwrap();
-        assert_eq!(Stamp::read(&mut file), Stamp::default());
-        let stamp = Stamp { process: u32::MAX, rested_at: u64::MAX, busy: u64::MAX };
-        stamp.write(&mut file);
-        assert_eq!(Stamp::read(&mut file), stamp);
-        let shorter = Stamp { process: 7, rested_at: 8, busy: 9 };
-        shorter.write(&mut file);
-        assert_eq!(Stamp::read(&mut file), shorter);
-        for garbage in ["", "x", "1 2", "-1 2 3", "\u{0}"] {
-            assert_eq!(Stamp::parse(garbage.as_bytes()), Stamp::default(), "{garbage}");
+        let (rounds, mut overtaken) = (20, 0);
+        for _ in 0..rounds {
+            let held = here.take(PATIENCE).await.unwrap();
+            let had_it = Arc::new(AtomicBool::new(false));
+            let (waiting, has_it) = (there.clone(), Arc::clone(&had_it));
+            let waiter = tokio::spawn(async move {
+                let _held = waiting.take(PATIENCE).await.unwrap();
+                has_it.store(true, Ordering::SeqCst);
+            });
+            until("the other one waits", || is_next_taken(&path)).await;
+            drop(held);
+            let held = here.take(PATIENCE).await.unwrap();
+            overtaken += u32::from(!had_it.load(Ordering::SeqCst));
+            drop(held);
+            waiter.await.unwrap();
         }
+        // Who waits may be overtaken where its thread does not run for a second.
+        assert!(overtaken <= rounds / 4, "overtaken in {overtaken} of {rounds} rounds");
+    }
+
+    // Shown by a thread that gives up its place when it begins to wait for the turn: `next` was free.
+    #[tokio::test]
+    async fn r14_who_stood_behind_for_more_than_a_second_keeps_its_place() {
+        let (_directory, path) = lock_file();
+        let [here, first, second] = [(); 3].map(|()| Turn::open(&path).unwrap());
+        let held = here.take(PATIENCE).await.unwrap();
+        let before = tokio::spawn(async move { first.take(PATIENCE).await.unwrap() });
+        until("the first one waits", || is_next_taken(&path)).await;
+        let behind = tokio::spawn(async move { second.take(PATIENCE).await.unwrap() });
+        // No condition: it is time that the second one is to outlast.
+        tokio::time::sleep(next::BEHIND_MAX * 3 / 2).await;
+        drop(held);
+        let held = before.await.unwrap();
+        until("the second one has `next`", || is_next_taken(&path)).await;
+        for _ in 0..20 {
+            assert!(is_next_taken(&path), "nobody has `next`, though somebody waits");
+            tokio::time::sleep(Duration::from_millis(1)).await;
+        }
+        drop(held);
+        drop(behind.await.unwrap());
+        until("`next` is given back", || !is_next_taken(&path)).await;
+    }
+
+    // Shown by waiting for `next` without a limit: no turn came, nobody held it.
+    #[cfg(target_os = "linux")]
+    #[tokio::test]
+    async fn r28_a_process_that_froze_while_it_waited_keeps_nobody_from_a_turn() {
+        let (_directory, path) = lock_file();
+        let turn = Turn::open(&path).unwrap();
+        for thawed in [true, false] {
+            let held = turn.take(PATIENCE).await.unwrap();
+            let mut other = Other::start("wait", &path);
+            other.says("asking");
+            until("the other process waits", || is_next_taken(&path)).await;
+            other.freeze().await;
+            drop(held);
+            for _ in 0..20 {
+                drop(turn.take(PATIENCE).await.unwrap());
+            }
+            assert!(is_next_taken(&path), "it still has `next`");
+            if thawed {
+                other.signal("-CONT");
+                other.says("had it");
+            } else {
+                other.kill();
+            }
+            until("what it had is given back", || !is_next_taken(&path)).await;
+            until("the queue is as before", || turn.files.try_lock().is_ok_and(|files| !files.queue.is_next_away()))
+                .await;
+        }
+    }
+
+    // Shown by a turn that keeps `next`, and by a thread that waits on for nobody.
+    #[tokio::test]
+    async fn a_turn_that_nobody_waits_for_any_more_is_given_back_and_the_place_in_the_queue_with_it() {
+        let (_directory, path) = lock_file();
+        let [here, first, second] = [(); 3].map(|()| Turn::open(&path).unwrap());
+        let held = here.take(PATIENCE).await.unwrap();
+        // One that has `next`, and one behind it.
+        first.take(Duration::from_millis(50)).await.unwrap_err();
+        second.take(Duration::from_millis(50)).await.unwrap_err();
+        until("who stands behind gives up without a turn", || second.files.try_lock().is_ok()).await;
+        drop(held);
+        // The thread that still waits gets the turn, finds nobody, and gives back both.
+        for turn in [&here, &first, &second] {
+            drop(turn.take(PATIENCE).await.unwrap());
+        }
+        until("`next` is given back", || !is_next_taken(&path)).await;
+    }
+
+    #[tokio::test]
+    async fn a_program_that_knows_only_the_turn_has_it_alone_too() {
+        let (_directory, path) = lock_file();
+        let turn = Turn::open(&path).unwrap();
+        let earlier = File::open(&path).unwrap();
+        let held = turn.take(PATIENCE).await.unwrap();
+        assert!(earlier.try_lock().is_err(), "two have the turn");
+        drop(held);
+        earlier.lock().unwrap();
+        turn.take(Duration::from_millis(50)).await.unwrap_err();
+        // Also with another `next` than ours.
+        std::fs::remove_file(next::beside(&path)).unwrap();
+        let other = Turn::open(&path).unwrap();
+        other.take(Duration::from_millis(50)).await.unwrap_err();
+        earlier.unlock().unwrap();
+        let held = turn.take(PATIENCE).await.unwrap();
+        other.take(Duration::from_millis(50)).await.unwrap_err();
+        drop(held);
+        other.take(PATIENCE).await.unwrap();
     }
 }

@@ -8,7 +8,7 @@ use crate::error::BrokerError;
 /// Settings of the embedded broker, with defaults around a path.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct EmbeddedConfig {
-    /// The file; `-wal`, `-shm` and `.lock` stand beside it.
+    /// The file; `-wal`, `-shm`, `.lock` and `.lock-next` stand beside it.
     pub path: PathBuf,
     /// `ce_source` of what is published here.
     pub source: String,

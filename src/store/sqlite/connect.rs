@@ -38,7 +38,7 @@ impl SqliteStore {
         &self.shared.path
     }
 
-    /// Waits for this store's turn to write, by the lock file `<database>.oncebox-lock` (R14).
+    /// Waits for this store's turn to write, by the lock files `<database>.oncebox-lock` and `.oncebox-lock-next` (R14).
     pub(super) async fn take_turn(&self, patience: Duration) -> std::io::Result<Held> {
         let turn = match self.shared.turn.get() {
             Some(turn) => turn,
