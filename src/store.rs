@@ -59,8 +59,8 @@ pub use operator::{
     OperatorOutcome, ShardStatus, Status,
 };
 pub use phases::{
-    Driven, Due, FIRST_POINT, Leave, NewEvidence, NewIntent, NewOperation, PhaseTx, Phases, Sealed, StoredEvidence,
-    StoredIntent, StoredOperation, Taken,
+    Driven, Due, FIRST_POINT, Leave, NewEvidence, NewIntent, NewOperation, PhaseTx, Phases, Run, Sealed,
+    StoredEvidence, StoredIntent, StoredOperation, Taken,
 };
 pub use relay::{
     Diversion, DivertedRow, LeaseAnswer, LeaseRequest, Mark, OperatorRequest, Outbox, OutboxRow, ReadBatch,

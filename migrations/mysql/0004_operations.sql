@@ -125,6 +125,14 @@ create table if not exists oncebox_operation (
 ) engine = InnoDB default charset = utf8mb4
   comment = 'oncebox: operations in phases: where each stands, who drives it, and the command to go on with';
 
+create table if not exists oncebox_operation_phase (
+  operation_id binary(16)  not null comment 'operation',
+  epoch        bigint      not null comment 'epoch of who ran it',
+  began_at     datetime(6) not null comment 'when it began, UTC',
+  primary key (operation_id) comment 'serves: the beginning of a phase, a second run waits for the first one'
+) engine = InnoDB default charset = utf8mb4
+  comment = 'oncebox: marks, inserted when a later phase begins, deleted when it moves on, both in its own transaction; one that is seen is of a phase that somebody else committed, and it is not run again';
+
 create table if not exists oncebox_operation_intent (
   operation_id    binary(16)     not null comment 'operation',
   effect          varbinary(128) not null comment 'name of the effect inside the operation',

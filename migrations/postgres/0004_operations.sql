@@ -240,6 +240,18 @@ comment on index oncebox.operation_pkey is 'serves phases, resources and resolve
 comment on index oncebox.operation_due is 'serves recovery: due operations of a flow';
 comment on index oncebox.operation_parked is 'serves operations list: what waits for an operator, longest first';
 
+create table oncebox.operation_phase (
+  operation_id  uuid not null,
+  epoch         bigint not null,
+  began_at      timestamptz not null default clock_timestamp(),
+  constraint operation_phase_pkey primary key (operation_id)
+);
+comment on table oncebox.operation_phase is 'marks: inserted when a later phase begins, deleted when it moves on, both in its own transaction; one that is seen is of a phase that somebody else committed, and it is not run again (O1)';
+comment on column oncebox.operation_phase.operation_id is 'operation';
+comment on column oncebox.operation_phase.epoch is 'epoch of who ran it';
+comment on column oncebox.operation_phase.began_at is 'when it began';
+comment on index oncebox.operation_phase_pkey is 'serves the beginning of a phase: a second run waits for the first one';
+
 create table oncebox.operation_intent (
   operation_id     uuid not null,
   effect           text not null,

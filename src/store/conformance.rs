@@ -24,6 +24,7 @@ pub mod operations;
 pub mod operator;
 pub mod phases;
 pub mod phases_leave;
+pub mod phases_marks;
 pub mod proof;
 pub mod purge;
 pub mod relay;
@@ -316,6 +317,11 @@ macro_rules! store_conformance {
                 o8_who_brings_proof_is_seen_by_a_parking_or_finds_it,
                 o9_what_is_left_as_it_was_due_is_due_when_it_was,
             ];
+            phases_marks: [
+                o1_a_phase_that_somebody_else_committed_is_not_begun_again,
+                o9_a_phase_of_which_nothing_was_committed_is_begun_again,
+                o9_a_phase_waits_for_a_run_that_has_not_ended,
+            ];
             lifetimes: [
                 o9_a_parked_operation_waits_for_an_operator,
                 o3_what_is_recovered_late_is_remembered_from_its_outcome,
@@ -374,6 +380,7 @@ mod tests {
             include_str!("conformance/operator.rs"),
             include_str!("conformance/phases.rs"),
             include_str!("conformance/phases_leave.rs"),
+            include_str!("conformance/phases_marks.rs"),
             include_str!("conformance/proof.rs"),
             include_str!("conformance/purge.rs"),
             include_str!("conformance/relay.rs"),

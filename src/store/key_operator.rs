@@ -18,7 +18,7 @@ use std::time::Duration;
 use uuid::Uuid;
 
 use super::operations::{Fenced, Look, Outcome};
-use super::phases::{FIRST_POINT, NewEvidence, Sealed, StoredOperation, end_stage};
+use super::phases::{ENDED, FIRST_POINT, NewEvidence, Sealed, StoredOperation, end_stage};
 use super::{ActContext, Phases};
 use crate::error::StoreError;
 use crate::policy::operation::flow::Stage;
@@ -272,8 +272,6 @@ impl OperationChange {
 
 /// The verdict of a send that counts as not sent.
 const NOT_SENT: &str = "not-sent";
-/// How reasons end that park an operation because a handler ended the transaction of its phase.
-const ENDED: &str = "ended-its-transaction";
 
 fn word(outcome: &Outcome) -> &'static str {
     match outcome {

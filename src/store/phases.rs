@@ -11,6 +11,12 @@
 //! [`Proof`] other than [`Proof::Same`] in a later phase: what the handler committed is there, and its point was not moved; unless
 //! the proof is [`Proof::Aborted`], or [`PhaseTx::undo_effects`] then says so: nothing was committed, and the phase has failed.
 //!
+//! Where nobody hears how a later phase ended (its connection was lost, its process died), its mark tells: a row that the phase's
+//! transaction inserts when it begins, and deletes when it moves on. So no committed transaction of ours leaves one, and one that is
+//! seen says that a run was committed by somebody else ([`Phases::begin_run`]). On SQLite no commit but ours succeeds, and there is
+//! none. A handler that rolls back, writes on and commits that by itself takes its own mark away: it is found out where the phase
+//! ends, and not where its connection is lost before.
+//!
 //! Errors and cancel safety as in [`Keys`](super::Keys).
 //!
 //! Not here: what evidence proves ([`provider`](crate::policy::operation::provider)), which stage follows which
@@ -34,6 +40,9 @@ use crate::policy::operation::retention::Retention;
 
 /// The point that an operation stands at until its first phase is committed; `from` of the first phase's end.
 pub const FIRST_POINT: &str = "RECEIVED";
+
+/// How the reason ends for which an operation is parked whose handler ended a phase's transaction.
+pub(super) const ENDED: &str = "ended-its-transaction";
 
 /// Bytes as they are stored: plain, or encrypted under the key of this id.
 #[derive(Clone, PartialEq, Eq, Default)]
@@ -213,6 +222,22 @@ impl<'a> Leave<'a> {
             Self::Park(reason) => (Some(Stage::Unknown), None, Some(reason)),
         }
     }
+
+    /// Whether the reason says from now on what the mark of a phase said. For any other reason the mark stays: an operator who lets
+    /// the operation go on has not heard of it.
+    #[cfg(any(feature = "postgres", feature = "mysql"))]
+    pub(super) fn takes_the_mark(self) -> bool {
+        matches!(self, Self::Park(reason) if reason.ends_with(ENDED))
+    }
+}
+
+/// What came of beginning a phase whose code is not ours.
+#[derive(Debug)]
+pub enum Run<T> {
+    /// It runs in this transaction, which holds its mark.
+    Begun(T),
+    /// The mark of an earlier run stands: that run was committed, and not by us.
+    Marked,
 }
 
 /// How long after which attempt an operation is due again.
@@ -324,11 +349,19 @@ pub trait Phases: Operations {
         patience: Duration,
     ) -> impl Future<Output = Result<Begun<Self::Phase>, StoreError>> + Send;
 
-    /// Begins a later phase of an operation that is ours. The fence is compared when the phase moves on.
+    /// Begins a later phase of an operation that is ours, in which no code but ours runs. The fence is compared when the phase moves
+    /// on.
     ///
     /// # Errors
     /// [`StoreError::Fenced`] where there is no such operation any more.
     fn begin_phase(&self, driven: &Driven) -> impl Future<Output = Result<Self::Phase, StoreError>> + Send;
+
+    /// Begins a later phase whose code is a handler's. It waits while the server has another run of the operation's, as one whose
+    /// connection was lost, or that of a driver before: how that ends is what it looks for.
+    ///
+    /// # Errors
+    /// As in [`Self::begin_phase`]. [`StoreError::Busy`] where the other run did not end in the time that a lock is waited for.
+    fn begin_run(&self, driven: &Driven) -> impl Future<Output = Result<Run<Self::Phase>, StoreError>> + Send;
 
     /// Takes up an operation that nobody drives, due or not, by one fenced UPDATE that raises the epoch: of twenty that try, one
     /// wins. A parked one is not taken up. A lease that its driver let end counts as an attempt.

@@ -151,6 +151,16 @@ pub(crate) struct Trouble {
     pub(crate) settled_swallows: Arc<AtomicU32>,
     /// A phase of ours commits by itself, and says that all is well.
     pub(crate) local_commits: Arc<AtomicU32>,
+    /// So does the phase behind the effect.
+    pub(crate) settled_commits: Arc<AtomicU32>,
+    /// By which statement; by COMMIT where nothing is said.
+    pub(crate) commits_by: Option<&'static str>,
+}
+
+impl Trouble {
+    fn commit(&self) -> String {
+        self.commits_by.unwrap_or("commit").to_owned()
+    }
 }
 
 /// A deadlock of the operations over 700 and 701, each of which comes here once before it has both rows.
@@ -262,7 +272,7 @@ impl<S: Rows, P: Adapter> LocalPhase<S, Charge> for Intend<P> {
             let _ = S::run(phase.connection(), SWALLOWED.to_owned()).await;
         }
         if takes_one(&self.trouble.local_commits) {
-            S::run(phase.connection(), "commit".to_owned()).await?;
+            S::run(phase.connection(), self.trouble.commit()).await?;
         }
         if takes_one(&self.trouble.local_busy) {
             return Err(HandlerError::nobodys("the database asks to try again"));
@@ -294,6 +304,9 @@ impl<S: Rows> SettledPhase<S, Charge> for Settle {
         assert!(!takes_one(&self.trouble.settled_panics), "the settled phase panics");
         if takes_one(&self.trouble.settled_swallows) {
             let _ = S::run(phase.connection(), SWALLOWED.to_owned()).await;
+        }
+        if takes_one(&self.trouble.settled_commits) {
+            S::run(phase.connection(), self.trouble.commit()).await?;
         }
         Ok(match settled.of("charge") {
             Some(Settlement::Failed(proof)) => Settled::Failure {

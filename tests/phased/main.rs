@@ -6,6 +6,7 @@
 mod cards;
 mod clashes;
 mod compensation;
+mod cut;
 mod evidence;
 mod faults;
 mod flow;
@@ -16,6 +17,8 @@ mod mysql;
 mod postgres;
 #[path = "../support/provider.rs"]
 mod provider;
+#[path = "../support/proxy.rs"]
+mod proxy;
 mod quota;
 mod recovery;
 mod registration;

@@ -1,4 +1,4 @@
-//! What follows a transaction of door A whose outcome is not known (O1, G12).
+//! What follows a transaction whose outcome is not known (O1, G12): of door A, and of a later phase of door B.
 //!
 //! Two doubts: the connection was lost while COMMIT was on its way; or the proof that it is still the same transaction
 //! failed before COMMIT, because a handler ended it by raw SQL or swallowed an error that rolled it back. A fresh
@@ -11,6 +11,36 @@
 
 use super::problem::Code;
 use super::record::State;
+
+/// What is known of a later phase of door B that did not move its operation on (O9). An error of its transaction (its connection was
+/// lost, the server said nothing in time) proves nothing, and neither does a process that died: the phase is begun anew, and finds
+/// [`Self::Marked`] or [`Self::Unmarked`].
+///
+/// | known | the phase |
+/// |---|---|
+/// | undone | runs again |
+/// | ended | goes to an operator |
+/// | unmarked | runs again |
+/// | marked | goes to an operator |
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Trace {
+    /// Its transaction was rolled back, or the server proves that nothing of it was committed.
+    Undone,
+    /// The transaction that the phase began in is not there any more, and nothing proves that it committed nothing.
+    Ended,
+    /// Begun anew: every run before was rolled back.
+    Unmarked,
+    /// Begun anew: a run before was committed, and not by us, who move the operation on in the same commit.
+    Marked,
+}
+
+impl Trace {
+    /// Whether the phase may run again. Else only a person can say what it did.
+    #[must_use]
+    pub fn may_run_again(self) -> bool {
+        matches!(self, Self::Undone | Self::Unmarked)
+    }
+}
 
 /// Why a transaction's outcome is not known.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -118,6 +148,24 @@ mod tests {
             (GONE, [InsertUnknown, InsertUnknown, Ended, MarkUnknown, Stored, Stored, Stored, Ended]),
         ] {
             assert_eq!(LOOKS.map(|look| doubt.after(look)), expected, "{doubt:?}");
+        }
+    }
+
+    // Shown by: letting a phase run again whose mark stands (its effect was there twice).
+    #[test]
+    fn o9_a_later_phase_runs_again_as_the_table_says_for_every_trace() {
+        let all = [
+            ("undone", Trace::Undone),
+            ("ended", Trace::Ended),
+            ("unmarked", Trace::Unmarked),
+            ("marked", Trace::Marked),
+        ];
+        let lines = include_str!("doubt.rs").lines().skip_while(|line| !line.starts_with("/// | known |")).skip(2);
+        let rows: Vec<&str> = lines.take_while(|line| line.starts_with("/// |")).collect();
+        assert_eq!(rows.len(), all.len());
+        for (row, (name, trace)) in rows.iter().zip(all) {
+            let follows = if trace.may_run_again() { "runs again" } else { "goes to an operator" };
+            assert_eq!(*row, format!("/// | {name} | {follows} |"));
         }
     }
 

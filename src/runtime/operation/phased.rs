@@ -40,6 +40,7 @@ mod phase;
 mod provider;
 mod recovery;
 mod registry;
+mod rerun;
 mod taken;
 mod vault;
 #[cfg(feature = "client")]

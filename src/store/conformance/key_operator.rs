@@ -22,7 +22,7 @@ fn context(dry_run: bool) -> ActContext {
     ActContext { actor: "on-call".to_owned(), reason: "as agreed".to_owned(), dry_run, redrive_age_max: None }
 }
 
-fn really() -> ActContext {
+pub(super) fn really() -> ActContext {
     context(false)
 }
 

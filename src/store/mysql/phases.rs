@@ -22,7 +22,7 @@ use crate::store::bounded::{Ask, Bounded};
 use crate::store::phases::stored::{evidence_of, intent_of, operation_of};
 use crate::store::phases::{follows, no_record, unreadable};
 use crate::store::{
-    Basis, Begun, Driven, Fenced, Leave, NewEvidence, NewOperation, Phases, StoredEvidence, StoredOperation, Taken,
+    Basis, Begun, Driven, Fenced, Leave, NewEvidence, NewOperation, Phases, Run, StoredEvidence, StoredOperation, Taken,
 };
 
 /// As [`operation_of`] reads it.
@@ -119,6 +119,10 @@ impl Phases for MySqlStore {
 
     async fn begin_phase(&self, driven: &Driven) -> Result<MySqlPhaseTx, StoreError> {
         tx::begin_phase(self, driven).await
+    }
+
+    async fn begin_run(&self, driven: &Driven) -> Result<Run<MySqlPhaseTx>, StoreError> {
+        tx::begin_run(self, driven).await
     }
 
     async fn take_operation(&self, operation_id: Uuid, lease: Duration) -> Result<Taken, StoreError> {
@@ -307,7 +311,11 @@ async fn leave_in(transaction: &mut Bounded<MySql>, driven: &Driven, leave: Leav
         .bind(parked);
     let fenced = Fenced::rows(ours(left, driven).run(&mut *transaction).await?.rows_affected());
     if let (Fenced::Done, Some(stage)) = (fenced, stage) {
-        follows(follow(transaction, driven.operation_id, stage).await)?;
+        follows(follow(&mut *transaction, driven.operation_id, stage).await)?;
+    }
+    if fenced == Fenced::Done && leave.takes_the_mark() {
+        let unmark = sqlx::query("delete from oncebox_operation_phase where operation_id = ?");
+        unmark.bind(driven.operation_id.as_bytes().to_vec()).run(transaction).await?;
     }
     Ok(fenced)
 }

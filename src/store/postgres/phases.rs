@@ -22,7 +22,7 @@ use crate::store::bounded::{Ask, Bounded};
 use crate::store::phases::stored::{evidence_of, intent_of, operation_of};
 use crate::store::phases::{follows, no_record, unreadable};
 use crate::store::{
-    Basis, Begun, Driven, Fenced, Leave, NewEvidence, NewOperation, Phases, StoredEvidence, StoredOperation, Taken,
+    Basis, Begun, Driven, Fenced, Leave, NewEvidence, NewOperation, Phases, Run, StoredEvidence, StoredOperation, Taken,
 };
 
 /// As [`operation_of`] reads it.
@@ -129,6 +129,10 @@ impl Phases for PostgresStore {
 
     async fn begin_phase(&self, driven: &Driven) -> Result<PostgresPhaseTx, StoreError> {
         tx::begin_phase(self, driven).await
+    }
+
+    async fn begin_run(&self, driven: &Driven) -> Result<Run<PostgresPhaseTx>, StoreError> {
+        tx::begin_run(self, driven).await
     }
 
     async fn take_operation(&self, operation_id: Uuid, lease: Duration) -> Result<Taken, StoreError> {
@@ -268,7 +272,11 @@ async fn leave_in(tx: &mut Bounded<sqlx::Postgres>, driven: &Driven, leave: Leav
         .bind(parked);
     let fenced = Fenced::rows(left.run(&mut *tx).await?.rows_affected());
     if let (Fenced::Done, Some(stage)) = (fenced, stage) {
-        follows(follow(tx, driven.operation_id, stage).await)?;
+        follows(follow(&mut *tx, driven.operation_id, stage).await)?;
+    }
+    if fenced == Fenced::Done && leave.takes_the_mark() {
+        let unmark = sqlx::query("delete from oncebox.operation_phase where operation_id = $1");
+        unmark.bind(driven.operation_id).run(tx).await?;
     }
     Ok(fenced)
 }

@@ -23,7 +23,7 @@ use crate::policy::operation::flow::Stage;
 use crate::store::phases::stored::{evidence_of, intent_of, operation_of};
 use crate::store::phases::{follows, no_record, unreadable};
 use crate::store::{
-    Base, Basis, Begun, Driven, Fenced, Leave, NewEvidence, NewOperation, Phases, StoredEvidence, StoredOperation,
+    Base, Basis, Begun, Driven, Fenced, Leave, NewEvidence, NewOperation, Phases, Run, StoredEvidence, StoredOperation,
     Taken,
 };
 
@@ -110,6 +110,11 @@ impl Phases for SqliteStore {
 
     async fn begin_phase(&self, driven: &Driven) -> Result<SqlitePhaseTx, StoreError> {
         tx::begin_phase(self, driven).await
+    }
+
+    /// There is no mark: no transaction of a phase is committed but by us.
+    async fn begin_run(&self, driven: &Driven) -> Result<Run<SqlitePhaseTx>, StoreError> {
+        tx::begin_phase(self, driven).await.map(Run::Begun)
     }
 
     async fn take_operation(&self, operation_id: Uuid, lease: Duration) -> Result<Taken, StoreError> {

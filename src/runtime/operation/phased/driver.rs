@@ -11,8 +11,8 @@
 //! * After an intent, an error or a panic leaves the operation UNKNOWN and due again, and whatever cannot be found out goes to an
 //!   operator with a reason. Nothing unknown becomes a failure (O9, O13).
 //!
-//! Not here: the first phase ([`opening`](super::opening)), the calls ([`call`](super::call)), how an operation is let go
-//! ([`leaving`](super::leaving)), and which step is next ([`provider`](crate::policy::operation::provider)).
+//! Not here: the first phase ([`opening`](super::opening)), the calls ([`call`](super::call)), what follows a phase that did not move
+//! its operation on ([`rerun`](super::rerun)), how an operation is let go ([`leaving`](super::leaving)), and which step is next ([`provider`](crate::policy::operation::provider)).
 
 use std::panic::AssertUnwindSafe;
 use std::sync::Arc;
@@ -40,9 +40,6 @@ use crate::runtime::handler::panic_text;
 use crate::runtime::operation::{Kept, Reply};
 use crate::runtime::pace::sleep_unless;
 use crate::store::{Driven, Fenced, NewIntent, Outcome, PhaseTx, Phases, Proof, StoredOperation};
-
-/// Why a phase failed that said it had not.
-const SWALLOWED: &str = "the phase swallowed an error by which its transaction was taken back";
 
 /// How often a unit runs again that the database rolled back and nobody failed (R27).
 pub(super) const TRIES: u32 = 5;
@@ -244,7 +241,10 @@ impl<S: Phases> Driver<S> {
 
     async fn local(&mut self, flow: &Flow<S>, stored: &StoredOperation) -> Result<Next, StoreError> {
         let Some(code) = flow.local(&stored.point) else { return self.given_up("no-such-point").await };
-        let mut tx = self.phased.engine.store().begin_phase(&self.driven).await?;
+        let mut tx = match self.begin().await? {
+            Ok(tx) => tx,
+            Err(next) => return Ok(next),
+        };
         let (context, command) = (self.context.clone(), Arc::clone(&self.command));
         let ended = guarded(self.member.timeout(), code.run(&mut Phase::new(&mut tx, &context), &command)).await;
         let end = match ended {
@@ -272,7 +272,10 @@ impl<S: Phases> Driver<S> {
             return self.given_up("no-such-effect").await;
         }
         let settlements = self.settlements(flow, stored)?;
-        let mut tx = self.phased.engine.store().begin_phase(&self.driven).await?;
+        let mut tx = match self.begin().await? {
+            Ok(tx) => tx,
+            Err(next) => return Ok(next),
+        };
         let (context, command) = (self.context.clone(), Arc::clone(&self.command));
         let ended =
             guarded(self.member.timeout(), code.run(&mut Phase::new(&mut tx, &context), &command, &settlements)).await;
@@ -465,51 +468,6 @@ impl<S: Phases> Driver<S> {
         Ok(Next::Again)
     }
 
-    /// The transaction of a phase that says it succeeded is not there any more. Where it is proven that nothing was committed, the
-    /// phase has failed as any other: it swallowed an error by which the database took its transaction back (R23).
-    async fn gone(&mut self, tx: S::Phase, proof: Proof) -> Result<Next, StoreError> {
-        let nothing_stands = match take_back(tx).await {
-            Err(error @ StoreError::Busy(_)) => return Err(error),
-            Ok(undone) => proof == Proof::Aborted || undone == Proof::Aborted,
-            // It was aborted before the connection was lost.
-            Err(_) => proof == Proof::Aborted,
-        };
-        if !nothing_stands {
-            return self.ended_by_itself().await;
-        }
-        match self.phased.engine.store().operation(self.driven.operation_id).await? {
-            Some(stored) => self.phase_failed(&stored, &HandlerError::retryable(SWALLOWED)).await,
-            None => Ok(Next::End(End::Lost)),
-        }
-    }
-
-    /// What the handler committed by itself is there, and its point was not moved: only a person can say what it did.
-    async fn ended_by_itself(&mut self) -> Result<Next, StoreError> {
-        tracing::error!(operation = %self.driven.operation_id, "a phase ended its transaction by itself");
-        self.given_up("phase-ended-its-transaction").await
-    }
-
-    /// A phase ended as it cannot here: nothing was committed.
-    async fn impossible(&mut self, tx: S::Phase, end: PhaseEnd) -> Result<Next, StoreError> {
-        tx.rollback().await?;
-        tracing::error!(operation = %self.driven.operation_id, ?end, "a phase names a point or effect that its flow does not have");
-        self.given_up("phase-ended-impossibly").await
-    }
-
-    /// A phase failed: it is rolled back, if its transaction is still the one that began.
-    async fn failed(
-        &mut self,
-        tx: S::Phase,
-        stored: &StoredOperation,
-        error: &HandlerError,
-    ) -> Result<Next, StoreError> {
-        match take_back(tx).await? {
-            // Aborted: not by us, and nothing stands.
-            Proof::Same | Proof::Aborted => self.phase_failed(stored, error).await,
-            Proof::Ended => self.ended_by_itself().await,
-        }
-    }
-
     async fn wait(&mut self, stored: &StoredOperation, time: Duration) -> Result<Next, StoreError> {
         if time <= self.phased.settings.wait_max {
             sleep_unless(&self.stop, time).await;
@@ -534,14 +492,6 @@ fn settles(verdict: Verdict, settled: provider::Settled) -> bool {
         provider::Settled::Succeeded => verdict == Verdict::Succeeded,
         provider::Settled::Failed => matches!(verdict, Verdict::Failed | Verdict::Refused),
     }
-}
-
-/// Takes back all that a phase wrote, and says whether its transaction was still the one that began.
-pub(super) async fn take_back<T: PhaseTx>(mut tx: T) -> Result<Proof, StoreError> {
-    let proof = tx.undo_effects().await;
-    // A connection that does not answer is closed, and the server rolls back.
-    let _ = tx.rollback().await;
-    proof
 }
 
 /// Runs a phase; a panic, and a run that takes too long, is an error (O13).

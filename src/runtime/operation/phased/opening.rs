@@ -12,7 +12,7 @@ use futures::FutureExt;
 use tokio::task::JoinHandle;
 use tokio_util::sync::CancellationToken;
 
-use super::driver::{Came, Driver, Ended, TRIES, before_try, guarded, new_intent, outcome, take_back};
+use super::driver::{Came, Driver, Ended, TRIES, before_try, guarded, new_intent, outcome};
 use super::effect::Intent;
 use super::ends::First;
 use super::flow::AnyCommand;
@@ -20,6 +20,7 @@ use super::hold::Hold;
 use super::identity::Identities;
 use super::phase::{Context, Phase};
 use super::registry::{Member, Phased};
+use super::rerun::take_back;
 use crate::error::{HandlerError, StoreError};
 use crate::policy::operation::doubt::{Aftermath, Doubt};
 use crate::policy::operation::flow::Stage;

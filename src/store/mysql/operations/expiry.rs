@@ -106,6 +106,9 @@ pub(super) async fn purge(
          straight_join oncebox_operation t force index (primary) on t.operation_id = unhex(j.id) \
          where not exists (select 1 from oncebox_idempotency_request r where r.operation_id = t.operation_id)",
         "delete t from json_table(?, '$[*]' columns (id varchar(32) path '$')) j \
+         straight_join oncebox_operation_phase t force index (primary) on t.operation_id = unhex(j.id) \
+         where not exists (select 1 from oncebox_idempotency_request r where r.operation_id = t.operation_id)",
+        "delete t from json_table(?, '$[*]' columns (id varchar(32) path '$')) j \
          straight_join oncebox_operation_intent t force index (primary) on t.operation_id = unhex(j.id) \
          where not exists (select 1 from oncebox_idempotency_request r where r.operation_id = t.operation_id)",
         "delete t from json_table(?, '$[*]' columns (id varchar(32) path '$')) j \

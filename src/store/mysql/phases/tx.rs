@@ -16,7 +16,8 @@ use crate::store::bounded::{Ask, Bounded};
 use crate::store::operations::RecordFence;
 use crate::store::phases::{Settled, end_stage, may_advance, no_effect, no_record, twice};
 use crate::store::{
-    Basis, Begun, Driven, FIRST_POINT, Fenced, Leave, NewIntent, NewOperation, Outcome, PhaseTx, Proof, StoredEvidence,
+    Basis, Begun, Driven, FIRST_POINT, Fenced, Leave, NewIntent, NewOperation, Outcome, PhaseTx, Proof, Run,
+    StoredEvidence,
 };
 
 /// A transaction in which one phase runs, with `autocommit = 0`.
@@ -80,6 +81,7 @@ pub(in crate::store::mysql) async fn forget(
         "delete from oncebox_operation where operation_id = ?",
         "delete from oncebox_operation_intent where operation_id = ?",
         "delete from oncebox_operation_evidence where operation_id = ?",
+        "delete from oncebox_operation_phase where operation_id = ?",
     ] {
         query(statement).bind(operation_id.as_bytes().to_vec()).run(&mut *transaction).await?;
     }
@@ -87,7 +89,25 @@ pub(in crate::store::mysql) async fn forget(
 }
 
 pub(super) async fn begin_phase(store: &MySqlStore, driven: &Driven) -> Result<MySqlPhaseTx, StoreError> {
+    begun(store.pool.begin(START_HANDLER).await?, driven).await
+}
+
+pub(super) async fn begin_run(store: &MySqlStore, driven: &Driven) -> Result<Run<MySqlPhaseTx>, StoreError> {
     let mut transaction = store.pool.begin(START_HANDLER).await?;
+    // It waits for a transaction that has a mark and has not ended.
+    let mark =
+        query("insert into oncebox_operation_phase (operation_id, epoch, began_at) values (?, ?, utc_timestamp(6))");
+    match mark.bind(driven.operation_id.as_bytes().to_vec()).bind(driven.epoch).run(&mut transaction).await {
+        Ok(_) => Ok(Run::Begun(begun(transaction, driven).await?)),
+        Err(error) if number(&error) == Some(DUPLICATE) => {
+            transaction.rollback().await?;
+            Ok(Run::Marked)
+        }
+        Err(error) => Err(error.into()),
+    }
+}
+
+async fn begun(mut transaction: Bounded<MySql>, driven: &Driven) -> Result<MySqlPhaseTx, StoreError> {
     let Some(record) = fence_of(&mut transaction, driven.operation_id).await? else {
         transaction.rollback().await?;
         return Err(StoreError::Fenced(format!("there is no operation {}", driven.operation_id)));
@@ -145,6 +165,13 @@ impl MySqlPhaseTx {
             }
         }
         Ok(None)
+    }
+
+    /// It moves on: a mark that is left says that it did not.
+    async fn unmark(&mut self) -> Result<(), StoreError> {
+        let unmark = query("delete from oncebox_operation_phase where operation_id = ? and epoch = ?");
+        unmark.bind(self.id()).bind(self.driven.epoch).run(&mut self.held.transaction).await?;
+        Ok(())
     }
 
     async fn settle_effects(&mut self) -> Result<(), StoreError> {
@@ -249,6 +276,7 @@ impl PhaseTx for MySqlPhaseTx {
             return Ok((proof, Fenced::LostOwnership));
         }
         follow(&mut self.held.transaction, self.driven.operation_id, stage).await?;
+        self.unmark().await?;
         self.settle_effects().await?;
         for intent in intents {
             self.insert_intent(intent).await?;
@@ -279,6 +307,7 @@ impl PhaseTx for MySqlPhaseTx {
             return Ok((proof, Fenced::LostOwnership));
         }
         end_record(&mut self.held.transaction, self.driven.operation_id, &self.record, outcome, retention).await?;
+        self.unmark().await?;
         self.settle_effects().await?;
         Ok((proof, Fenced::Done))
     }

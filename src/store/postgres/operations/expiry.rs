@@ -53,7 +53,9 @@ operations as (
 intents as (
   delete from oncebox.operation_intent i using gone g where g.mode = 'phased' and i.operation_id = g.operation_id),
 evidence as (
-  delete from oncebox.operation_evidence e using gone g where e.operation_id = g.operation_id)
+  delete from oncebox.operation_evidence e using gone g where e.operation_id = g.operation_id),
+phases as (
+  delete from oncebox.operation_phase p using gone g where g.mode = 'phased' and p.operation_id = g.operation_id)
 select count(*) from gone";
 
 /// Frees partitions whose time is over, makes ranges ahead, and takes rows out of DEFAULT and small bodies out of their rows.

@@ -1,5 +1,6 @@
 //! The transaction of a phase (O1, O5, O9).
 
+use sqlx::postgres::PgRow;
 use sqlx::{PgConnection, Postgres, Row, query};
 use uuid::Uuid;
 
@@ -14,7 +15,8 @@ use crate::store::bounded::{Ask, Bounded};
 use crate::store::operations::RecordFence;
 use crate::store::phases::{Settled, end_stage, may_advance, no_effect, no_record, twice};
 use crate::store::{
-    Basis, Begun, Driven, FIRST_POINT, Fenced, Leave, NewIntent, NewOperation, Outcome, PhaseTx, Proof, StoredEvidence,
+    Basis, Begun, Driven, FIRST_POINT, Fenced, Leave, NewIntent, NewOperation, Outcome, PhaseTx, Proof, Run,
+    StoredEvidence,
 };
 
 /// A transaction in which one phase runs.
@@ -34,7 +36,8 @@ macro_rules! moves {
             $set,
             " from (select clock_timestamp() as at) n where ",
             is_ours!(),
-            " and o.point = $4 and $5 = pg_current_xact_id_if_assigned()::text returning 1) \
+            " and o.point = $4 and $5 = pg_current_xact_id_if_assigned()::text returning 1), \
+             unmarked as (delete from oncebox.operation_phase p using moved where p.operation_id = $1 and p.epoch = $2) \
              select coalesce($5 = pg_current_xact_id_if_assigned()::text, false), exists (select 1 from moved)"
         )
     };
@@ -93,6 +96,7 @@ pub(in crate::store::postgres) async fn forget(
         "delete from oncebox.operation where operation_id = $1",
         "delete from oncebox.operation_intent where operation_id = $1",
         "delete from oncebox.operation_evidence where operation_id = $1",
+        "delete from oncebox.operation_phase where operation_id = $1",
     ] {
         query(statement).bind(operation_id).run(&mut *tx).await?;
     }
@@ -103,16 +107,53 @@ fn too_large(version: u32) -> StoreError {
     StoreError::Refused(format!("the version {version} is larger than {}", i32::MAX))
 }
 
-pub(super) async fn begin_phase(store: &PostgresStore, driven: &Driven) -> Result<PostgresPhaseTx, StoreError> {
-    let mut tx = store.transaction().await?;
-    let record = query(
-        "select key_digest, epoch, pg_current_xact_id()::text from oncebox.idempotency_request \
-          where operation_id = $1 and mode = 'phased'",
-    );
-    let Some(row) = record.bind(driven.operation_id).optional(&mut tx).await? else {
-        tx.rollback().await?;
-        return Err(StoreError::Fenced(format!("there is no operation {}", driven.operation_id)));
+/// Begins a phase: what fences the record, the id of the transaction, and whether it has its mark.
+macro_rules! begins {
+    ($has_mark:literal) => {
+        concat!(
+            "select r.key_digest, r.epoch, pg_current_xact_id()::text, ",
+            $has_mark,
+            " from oncebox.idempotency_request r where r.operation_id = $1 and r.mode = 'phased'"
+        )
     };
+}
+
+const BEGIN: &str = begins!("false");
+/// It waits for a transaction that has a mark and has not ended.
+const BEGIN_RUN: &str = concat!(
+    "with marked as (insert into oncebox.operation_phase (operation_id, epoch) values ($1, $2) on conflict do nothing returning 1) ",
+    begins!("exists (select 1 from marked)")
+);
+
+pub(super) async fn begin_phase(store: &PostgresStore, driven: &Driven) -> Result<PostgresPhaseTx, StoreError> {
+    let (tx, row) = begun(store, query(BEGIN).bind(driven.operation_id), driven).await?;
+    held(tx, &row, driven).await
+}
+
+pub(super) async fn begin_run(store: &PostgresStore, driven: &Driven) -> Result<Run<PostgresPhaseTx>, StoreError> {
+    let begin = query(BEGIN_RUN).bind(driven.operation_id).bind(driven.epoch);
+    let (mut tx, row) = begun(store, begin, driven).await?;
+    if row.try_get(3)? {
+        return Ok(Run::Begun(held(tx, &row, driven).await?));
+    }
+    tx.rollback().await?;
+    Ok(Run::Marked)
+}
+
+async fn begun(
+    store: &PostgresStore,
+    begin: super::Query<'_>,
+    driven: &Driven,
+) -> Result<(Bounded<Postgres>, PgRow), StoreError> {
+    let mut tx = store.transaction().await?;
+    if let Some(row) = begin.optional(&mut tx).await? {
+        return Ok((tx, row));
+    }
+    tx.rollback().await?;
+    Err(StoreError::Fenced(format!("there is no operation {}", driven.operation_id)))
+}
+
+async fn held(tx: Bounded<Postgres>, row: &PgRow, driven: &Driven) -> Result<PostgresPhaseTx, StoreError> {
     let record = RecordFence { digest: row.try_get(0)?, epoch: row.try_get(1)?, owner: None, unknown: true };
     let held = Held::new(tx, row.try_get(2)?).await?;
     Ok(PostgresPhaseTx { held, driven: driven.clone(), record, settled: Settled::default() })

@@ -1,0 +1,83 @@
+//! What follows a later phase that did not move its operation on: it runs again, or an operator has it (O1, O9, R23).
+//!
+//! Promise: a phase runs again only where it is proven that nothing of its run before was committed: the transaction itself says so,
+//! or, where nobody heard how that one ended, its mark is not there.
+//!
+//! Not here: when it runs again ([`leaving`](super::leaving)), what may run again ([`doubt`](crate::policy::operation::doubt)), and
+//! the first phase ([`opening`](super::opening)).
+
+use super::driver::{Driver, End, Next};
+use crate::error::{HandlerError, StoreError};
+use crate::policy::operation::doubt::Trace;
+use crate::policy::operation::flow::PhaseEnd;
+use crate::store::{PhaseTx, Phases, Proof, Run, StoredOperation};
+
+/// Why a phase failed that said it had not.
+const SWALLOWED: &str = "the phase swallowed an error by which its transaction was taken back";
+
+impl<S: Phases> Driver<S> {
+    /// Begins a phase whose code is a handler's, if no run before was committed.
+    pub(super) async fn begin(&mut self) -> Result<Result<S::Phase, Next>, StoreError> {
+        let run = self.phased.engine.store().begin_run(&self.driven).await?;
+        let trace = if matches!(run, Run::Begun(_)) { Trace::Unmarked } else { Trace::Marked };
+        match run {
+            Run::Begun(tx) if trace.may_run_again() => Ok(Ok(tx)),
+            Run::Begun(_) | Run::Marked => Ok(Err(self.ended_by_itself().await?)),
+        }
+    }
+
+    /// The transaction of a phase that says it succeeded is not there any more. Where it is proven that nothing was committed, the
+    /// phase has failed as any other: it swallowed an error by which the database took its transaction back (R23).
+    pub(super) async fn gone(&mut self, tx: S::Phase, proof: Proof) -> Result<Next, StoreError> {
+        let trace = match take_back(tx).await {
+            Err(error @ StoreError::Busy(_)) => return Err(error),
+            Ok(Proof::Aborted) => Trace::Undone,
+            // It was aborted before, perhaps before the connection was lost.
+            _ if proof == Proof::Aborted => Trace::Undone,
+            Ok(Proof::Same | Proof::Ended) | Err(_) => Trace::Ended,
+        };
+        if !trace.may_run_again() {
+            return self.ended_by_itself().await;
+        }
+        match self.phased.engine.store().operation(self.driven.operation_id).await? {
+            Some(stored) => self.phase_failed(&stored, &HandlerError::retryable(SWALLOWED)).await,
+            None => Ok(Next::End(End::Lost)),
+        }
+    }
+
+    /// A phase failed: it is rolled back, if its transaction is still the one that began.
+    pub(super) async fn failed(
+        &mut self,
+        tx: S::Phase,
+        stored: &StoredOperation,
+        error: &HandlerError,
+    ) -> Result<Next, StoreError> {
+        let trace = match take_back(tx).await? {
+            // Aborted: not by us, and nothing stands.
+            Proof::Same | Proof::Aborted => Trace::Undone,
+            Proof::Ended => Trace::Ended,
+        };
+        if trace.may_run_again() { self.phase_failed(stored, error).await } else { self.ended_by_itself().await }
+    }
+
+    /// What the handler committed by itself is there, and its point was not moved: only a person can say what it did.
+    async fn ended_by_itself(&mut self) -> Result<Next, StoreError> {
+        tracing::error!(operation = %self.driven.operation_id, "a phase ended its transaction by itself");
+        self.given_up("phase-ended-its-transaction").await
+    }
+
+    /// A phase ended as it cannot here: nothing was committed.
+    pub(super) async fn impossible(&mut self, tx: S::Phase, end: PhaseEnd) -> Result<Next, StoreError> {
+        tx.rollback().await?;
+        tracing::error!(operation = %self.driven.operation_id, ?end, "a phase names a point or effect that its flow does not have");
+        self.given_up("phase-ended-impossibly").await
+    }
+}
+
+/// Takes back all that a phase wrote, and says whether its transaction was still the one that began.
+pub(super) async fn take_back<T: PhaseTx>(mut tx: T) -> Result<Proof, StoreError> {
+    let proof = tx.undo_effects().await;
+    // A connection that does not answer is closed, and the server rolls back.
+    let _ = tx.rollback().await;
+    proof
+}

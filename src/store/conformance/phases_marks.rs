@@ -1,0 +1,112 @@
+//! Cases of later phases of which nobody heard how they ended: their driver died, or its connection was lost (O1, O9).
+
+use std::time::Duration;
+
+use uuid::Uuid;
+
+use super::key_operator::really;
+use super::keys::{KEPT, completed};
+use super::phases::{LONG, MOVED, SHORT, local, new_operation, step, stored, taken};
+use super::trial::effect;
+use super::{Fixture, Trial};
+use crate::policy::operation::flow::Stage;
+use crate::store::{Driven, Fenced, KeyOperator, PhaseTx, Phases, Proof, Run};
+
+type Tx<F> = <<F as Fixture>::Store as Phases>::Phase;
+
+async fn begun<F: Fixture>(trial: &Trial<F>, driven: &Driven) -> Tx<F> {
+    match trial.store.begin_run(driven).await.unwrap() {
+        Run::Begun(tx) => tx,
+        Run::Marked => panic!("nothing of it was committed"),
+    }
+}
+
+async fn is_marked<F: Fixture>(trial: &Trial<F>, driven: &Driven) -> bool {
+    matches!(trial.store.begin_run(driven).await.unwrap(), Run::Marked)
+}
+
+/// Parked for this reason, it goes on as an operator says, with another driver.
+async fn goes_on<F: Fixture>(trial: &Trial<F>, driven: &Driven, reason: &str, accept_duplicate: bool) -> Driven {
+    assert_eq!(trial.store.park(driven, reason).await.unwrap(), Fenced::Done);
+    trial.store.retry(&stored(trial, driven).await, accept_duplicate, false, &really()).await.unwrap();
+    taken(trial, driven.operation_id).await.0
+}
+
+/// The mark that its transaction had stands: also for another driver, behind another point, and when it was parked for a reason that
+/// says nothing of it. Once an operator was told and lets it go on, it is gone.
+///
+/// Shown by: no mark; any reason that takes it away; a phase of another epoch that takes it away; no reason that does.
+pub async fn o1_a_phase_that_somebody_else_committed_is_not_begun_again<F: Fixture>(trial: &Trial<F>) {
+    let old = local(trial, &new_operation("k", LONG)).await;
+    let mut tx = begun(trial, &old).await;
+    effect::<F>(tx.connection(), "ran", "1").await.unwrap();
+    let committed = F::run(tx.connection(), "commit").await.is_ok();
+    assert_eq!(committed, F::CONCURRENT_WRITERS, "SQLite refuses it");
+    // Its process dies.
+    drop(tx);
+    assert_eq!(trial.store.drive_on(&old, SHORT).await.unwrap(), Fenced::Done);
+    let (mut driven, _) = taken(trial, old.operation_id).await;
+    assert_eq!(trial.effects("ran").await, i64::from(committed));
+    if committed {
+        assert!(is_marked(trial, &driven).await);
+        step(trial, &driven, "LOCAL", "LOCAL", Stage::Local, &[]).await;
+        assert!(is_marked(trial, &driven).await, "a phase of ours says nothing of it");
+        driven = goes_on(trial, &driven, "phase-failed", false).await;
+        assert!(is_marked(trial, &driven).await, "nobody was told");
+        driven = goes_on(trial, &driven, "phase-ended-its-transaction", true).await;
+    }
+    let mut tx = begun(trial, &driven).await;
+    effect::<F>(tx.connection(), "ran", "2").await.unwrap();
+    assert_eq!(tx.advance("LOCAL", "NEXT", Stage::Local, &[]).await.unwrap(), MOVED);
+    tx.commit().await.unwrap();
+    assert_eq!(trial.effects("ran").await, 1 + i64::from(committed));
+    begun(trial, &driven).await.rollback().await.unwrap();
+}
+
+/// However it was lost, failed or moved on: the next one is begun.
+///
+/// Shown by: a mark that is left by what moves on, and by what ends the operation.
+pub async fn o9_a_phase_of_which_nothing_was_committed_is_begun_again<F: Fixture>(trial: &Trial<F>) {
+    let driven = local(trial, &new_operation("k", LONG)).await;
+    for _ in 0..2 {
+        let mut lost = begun(trial, &driven).await;
+        effect::<F>(lost.connection(), "ran", "lost").await.unwrap();
+    }
+    let mut failed = begun(trial, &driven).await;
+    effect::<F>(failed.connection(), "ran", "failed").await.unwrap();
+    assert_eq!(failed.undo_effects().await.unwrap(), Proof::Same);
+    failed.rollback().await.unwrap();
+    for (from, to) in [("LOCAL", "NEXT"), ("NEXT", "LOCAL"), ("LOCAL", "LAST")] {
+        let mut tx = begun(trial, &driven).await;
+        effect::<F>(tx.connection(), "ran", to).await.unwrap();
+        assert_eq!(tx.advance(from, to, Stage::Local, &[]).await.unwrap(), MOVED);
+        tx.commit().await.unwrap();
+    }
+    let mut tx = begun(trial, &driven).await;
+    assert_eq!(tx.finish("LAST", &completed(), &KEPT).await.unwrap(), MOVED);
+    tx.commit().await.unwrap();
+    assert_eq!(trial.effects("ran").await, 3);
+    begun(trial, &driven).await.rollback().await.unwrap();
+    let nobodys = Driven { operation_id: Uuid::now_v7(), ..driven };
+    assert!(trial.store.begin_run(&nobodys).await.is_err());
+}
+
+/// What it comes to is not known before: a COMMIT may still be on its way.
+///
+/// Shown by: a look at committed marks instead of the insert of one.
+pub async fn o9_a_phase_waits_for_a_run_that_has_not_ended<F: Fixture>(trial: &Trial<F>) {
+    for commits in [false, true] {
+        let driven = local(trial, &new_operation(&format!("k{commits}"), LONG)).await;
+        let mut old = begun(trial, &driven).await;
+        effect::<F>(old.connection(), "ran", "1").await.unwrap();
+        let store = trial.store.clone();
+        let mut begins = tokio::spawn(async move { matches!(store.begin_run(&driven).await.unwrap(), Run::Marked) });
+        let waits = tokio::time::timeout(Duration::from_millis(200), &mut begins).await;
+        assert!(waits.is_err(), "it waits for the run before");
+        if commits {
+            assert_eq!(F::run(old.connection(), "commit").await.is_ok(), F::CONCURRENT_WRITERS);
+        }
+        drop(old);
+        assert_eq!(begins.await.unwrap(), commits && F::CONCURRENT_WRITERS);
+    }
+}

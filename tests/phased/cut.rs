@@ -1,0 +1,167 @@
+//! Later phases whose connection is lost, before a database server (O1, O9, G12): nobody hears how their transaction ended. One that
+//! was rolled back runs again; one that its handler had committed by itself goes to an operator, and its effect is there once.
+
+use std::sync::atomic::Ordering;
+
+use oncebox::policy::operation::Code;
+use oncebox::policy::operation::flow::Stage;
+use oncebox::store::StoreOptions;
+
+use crate::flow::{KEY, Plan, Service, code};
+use crate::proxy::{Failure, Proxy, When};
+use crate::scripted::{Scripted, done};
+use crate::support::eventually;
+use crate::world::{Rows, SOON};
+
+const ONE: &str = "key-0000000000000001";
+const BUDGET: std::time::Duration = std::time::Duration::from_secs(20);
+
+/// What a handler does last before its connection is lost.
+const LOCAL: &str = "insert into step";
+const SETTLED: &str = "update payment";
+
+/// Where the connection is lost, counted from the last statement of the handler.
+#[derive(Debug, Clone, Copy)]
+enum At {
+    /// The server has heard that statement's successor, be it a COMMIT or what moves the operation on, and its answer is lost.
+    Answer,
+    /// So many requests later, before the server hears of it.
+    Request(u32),
+}
+
+impl At {
+    fn arm(self, proxy: &Proxy, since: &'static str, at: &'static str) {
+        match self {
+            Self::Answer => proxy.fail_at(since, at, 0, When::BeforeAnswer, Failure::Cut),
+            Self::Request(later) => proxy.fail_at(since, "", later, When::BeforeRequest, Failure::Cut),
+        }
+    }
+}
+
+async fn behind<S: Rows>(url: &str, clear: &str) -> (S, Proxy) {
+    let proxy = Proxy::before(url, clear);
+    (S::connect(&StoreOptions::new(proxy.url.clone())).await.unwrap(), proxy)
+}
+
+/// An operation that a worker recovers until it is parked; the effect of its phase is there once, however often it is asked for.
+async fn is_parked<S: Rows>(service: &Service<S>, proxy: &Proxy) {
+    service.ask(ONE, 700, BUDGET).await;
+    let worker = service.recover();
+    let parked = eventually("parked", SOON, || async {
+        let operation = service.operation().await;
+        assert_eq!(operation.outcome_at, None, "it ran again");
+        operation.parked
+    })
+    .await;
+    worker.stop().await;
+    assert!(proxy.has_failed(), "it was cut");
+    assert_eq!(parked, "phase-ended-its-transaction");
+    assert_eq!(service.operation().await.stage, Stage::Unknown);
+    for _ in 0..2 {
+        assert_eq!(code(&service.ask(ONE, 700, BUDGET).await), Some(Code::OutcomeUnknown));
+    }
+}
+
+async fn local_parks<S: Rows>(direct: S, (through, proxy): (S, Proxy), by: &'static str, at: At) {
+    let mut plan = Plan { local: true, ..Plan::new(KEY) };
+    plan.trouble.commits_by = Some(by);
+    plan.trouble.local_commits.store(u32::MAX, Ordering::SeqCst);
+    let told = Scripted::default().answers(done());
+    let service = Service::start(&through, &plan, told.clone()).await;
+    at.arm(&proxy, LOCAL, by);
+    is_parked(&service, &proxy).await;
+    assert_eq!(direct.number("select count(*) from step").await, 1, "it ran once");
+    assert_eq!(told.arrived().len(), 0);
+}
+
+async fn settled_parks<S: Rows>(direct: S, (through, proxy): (S, Proxy), by: &'static str, at: At) {
+    let mut plan = Plan::new(KEY);
+    plan.trouble.commits_by = Some(by);
+    plan.trouble.settled_commits.store(u32::MAX, Ordering::SeqCst);
+    let told = Scripted::default().answers(done());
+    let service = Service::start(&through, &plan, told.clone()).await;
+    at.arm(&proxy, SETTLED, by);
+    is_parked(&service, &proxy).await;
+    let messages = format!("select count(*) from {}", S::table("outbox"));
+    assert_eq!((direct.number(&messages).await, told.arrived().len()), (1, 1), "it ran once");
+}
+
+/// It committed nothing, or what should have committed it never arrived: it runs again, and nobody is asked.
+async fn runs_again<S: Rows>(direct: S, (through, proxy): (S, Proxy), commits: u32, since: &'static str, at: At) {
+    let plan = Plan { local: true, ..Plan::new(KEY) };
+    plan.trouble.local_commits.store(commits, Ordering::SeqCst);
+    let told = Scripted::default().answers(done());
+    let service = Service::start(&through, &plan, told.clone()).await;
+    at.arm(&proxy, since, "");
+    let (reply, _) = service.ask_until_known(ONE, 700).await;
+    assert!(proxy.has_failed(), "it was cut");
+    assert_eq!((reply.status, told.arrived().len()), (201, 1));
+    assert_eq!(direct.number("select count(*) from step").await, 1);
+    let operation = service.operation().await;
+    assert_eq!((operation.stage, operation.parked, operation.attempts), (Stage::Succeeded, None, 0));
+    service.ended_once("settled").await;
+}
+
+/// Each on a database of its own behind a network that can fail.
+macro_rules! behind_a_network {
+    ($($(#[$doc:meta])* $name:ident: $body:expr;)*) => {
+        behind_a_network! { on_postgres: $($name: $body;)* }
+        behind_a_network! { on_mariadb: $($name: $body;)* }
+    };
+    (on_postgres: $($name:ident: $body:expr;)*) => {
+        mod on_postgres {
+            use super::*;
+            $(#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+            async fn $name() {
+                crate::postgres::with_database(stringify!($name), |database| async move {
+                    let behind = behind(&database.url, "sslmode=disable").await;
+                    let run = $body;
+                    run(crate::world::prepared(database.store).await, behind).await;
+                })
+                .await;
+            })*
+        }
+    };
+    (on_mariadb: $($name:ident: $body:expr;)*) => {
+        mod on_mariadb {
+            use super::*;
+            $(#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+            async fn $name() {
+                let Some(database) = crate::mysql::Db::new(stringify!($name)).await else { return };
+                let behind = behind(&database.url, "ssl-mode=DISABLED").await;
+                let run = $body;
+                run(crate::world::prepared(database.store.clone()).await, behind).await;
+            })*
+        }
+    };
+}
+
+// Shown by: no mark (each effect was there twice, and more often).
+behind_a_network! {
+    o1_a_phase_that_committed_and_lost_the_answer_is_not_run_again:
+        |direct, behind| local_parks(direct, behind, "commit", At::Answer);
+    o1_a_phase_that_committed_and_was_cut_off_before_it_moved_on_is_not_run_again:
+        |direct, behind| local_parks(direct, behind, "commit", At::Request(2));
+    o1_a_phase_behind_an_effect_that_committed_and_lost_the_answer_is_not_run_again:
+        |direct, behind| settled_parks(direct, behind, "commit", At::Answer);
+    o9_a_phase_that_was_cut_off_before_it_moved_on_runs_again:
+        |direct, behind| runs_again(direct, behind, 0, LOCAL, At::Request(1));
+    o9_a_phase_whose_own_commit_never_arrived_runs_again:
+        |direct, behind| runs_again(direct, behind, 1, LOCAL, At::Request(1));
+    o9_a_phase_behind_an_effect_that_was_cut_off_runs_again:
+        |direct, behind| runs_again(direct, behind, 0, SETTLED, At::Request(1));
+}
+
+mod tables {
+    use super::*;
+
+    const MAKES: &str = "create table if not exists made_by_handler (a int)";
+
+    // MariaDB commits before it makes a table. Shown by: no mark.
+    behind_a_network! { on_mariadb:
+        o1_a_phase_that_made_a_table_and_lost_the_answer_is_not_run_again:
+            |direct, behind| local_parks(direct, behind, MAKES, At::Answer);
+        o1_a_phase_that_made_a_table_and_was_cut_off_before_it_moved_on_is_not_run_again:
+            |direct, behind| local_parks(direct, behind, MAKES, At::Request(2));
+    }
+}
