@@ -65,7 +65,7 @@ pub async fn o1_a_phase_that_somebody_else_committed_is_not_begun_again<F: Fixtu
 
 /// However it was lost, failed or moved on: the next one is begun.
 ///
-/// Shown by: a mark that is left by what moves on, and by what ends the operation.
+/// Shown by: a mark that is left by what moves on.
 pub async fn o9_a_phase_of_which_nothing_was_committed_is_begun_again<F: Fixture>(trial: &Trial<F>) {
     let driven = local(trial, &new_operation("k", LONG)).await;
     for _ in 0..2 {
