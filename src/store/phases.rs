@@ -238,6 +238,8 @@ pub enum Run<T> {
     Begun(T),
     /// The mark of an earlier run stands: that run was committed, and not by us.
     Marked,
+    /// The operation is another driver's by now, or stands elsewhere: this run would be one too many.
+    Overtaken,
 }
 
 /// How long after which attempt an operation is due again.
@@ -357,11 +359,16 @@ pub trait Phases: Operations {
     fn begin_phase(&self, driven: &Driven) -> impl Future<Output = Result<Self::Phase, StoreError>> + Send;
 
     /// Begins a later phase whose code is a handler's. It waits while the server has another run of the operation's, as one whose
-    /// connection was lost, or that of a driver before: how that ends is what it looks for.
+    /// connection was lost, or that of a driver before: how that ends is what it looks for. Then it asks, under its mark, whether the
+    /// operation is still at `point` in its epoch: a driver that stood still while another ran the phase begins none.
     ///
     /// # Errors
     /// As in [`Self::begin_phase`]. [`StoreError::Busy`] where the other run did not end in the time that a lock is waited for.
-    fn begin_run(&self, driven: &Driven) -> impl Future<Output = Result<Run<Self::Phase>, StoreError>> + Send;
+    fn begin_run(
+        &self,
+        driven: &Driven,
+        point: &str,
+    ) -> impl Future<Output = Result<Run<Self::Phase>, StoreError>> + Send;
 
     /// Takes up an operation that nobody drives, due or not, by one fenced UPDATE that raises the epoch: of twenty that try, one
     /// wins. A parked one is not taken up. A lease that its driver let end counts as an attempt.

@@ -14,15 +14,20 @@ use crate::store::{Driven, Fenced, KeyOperator, PhaseTx, Phases, Proof, Run};
 
 type Tx<F> = <<F as Fixture>::Store as Phases>::Phase;
 
-async fn begun<F: Fixture>(trial: &Trial<F>, driven: &Driven) -> Tx<F> {
-    match trial.store.begin_run(driven).await.unwrap() {
+async fn begun<F: Fixture>(trial: &Trial<F>, driven: &Driven, point: &str) -> Tx<F> {
+    match trial.store.begin_run(driven, point).await.unwrap() {
         Run::Begun(tx) => tx,
         Run::Marked => panic!("nothing of it was committed"),
+        Run::Overtaken => panic!("nobody else has driven it"),
     }
 }
 
 async fn is_marked<F: Fixture>(trial: &Trial<F>, driven: &Driven) -> bool {
-    matches!(trial.store.begin_run(driven).await.unwrap(), Run::Marked)
+    matches!(trial.store.begin_run(driven, "LOCAL").await.unwrap(), Run::Marked)
+}
+
+async fn is_overtaken<F: Fixture>(trial: &Trial<F>, driven: &Driven, point: &str) -> bool {
+    matches!(trial.store.begin_run(driven, point).await.unwrap(), Run::Overtaken)
 }
 
 /// Parked for this reason, it goes on as an operator says, with another driver.
@@ -38,7 +43,7 @@ async fn goes_on<F: Fixture>(trial: &Trial<F>, driven: &Driven, reason: &str, ac
 /// Shown by: no mark; any reason that takes it away; a phase of another epoch that takes it away; no reason that does.
 pub async fn o1_a_phase_that_somebody_else_committed_is_not_begun_again<F: Fixture>(trial: &Trial<F>) {
     let old = local(trial, &new_operation("k", LONG)).await;
-    let mut tx = begun(trial, &old).await;
+    let mut tx = begun(trial, &old, "LOCAL").await;
     effect::<F>(tx.connection(), "ran", "1").await.unwrap();
     let committed = F::run(tx.connection(), "commit").await.is_ok();
     assert_eq!(committed, F::CONCURRENT_WRITERS, "SQLite refuses it");
@@ -55,12 +60,12 @@ pub async fn o1_a_phase_that_somebody_else_committed_is_not_begun_again<F: Fixtu
         assert!(is_marked(trial, &driven).await, "nobody was told");
         driven = goes_on(trial, &driven, "phase-ended-its-transaction", true).await;
     }
-    let mut tx = begun(trial, &driven).await;
+    let mut tx = begun(trial, &driven, "LOCAL").await;
     effect::<F>(tx.connection(), "ran", "2").await.unwrap();
     assert_eq!(tx.advance("LOCAL", "NEXT", Stage::Local, &[]).await.unwrap(), MOVED);
     tx.commit().await.unwrap();
     assert_eq!(trial.effects("ran").await, 1 + i64::from(committed));
-    begun(trial, &driven).await.rollback().await.unwrap();
+    begun(trial, &driven, "NEXT").await.rollback().await.unwrap();
 }
 
 /// However it was lost, failed or moved on: the next one is begun.
@@ -69,26 +74,26 @@ pub async fn o1_a_phase_that_somebody_else_committed_is_not_begun_again<F: Fixtu
 pub async fn o9_a_phase_of_which_nothing_was_committed_is_begun_again<F: Fixture>(trial: &Trial<F>) {
     let driven = local(trial, &new_operation("k", LONG)).await;
     for _ in 0..2 {
-        let mut lost = begun(trial, &driven).await;
+        let mut lost = begun(trial, &driven, "LOCAL").await;
         effect::<F>(lost.connection(), "ran", "lost").await.unwrap();
     }
-    let mut failed = begun(trial, &driven).await;
+    let mut failed = begun(trial, &driven, "LOCAL").await;
     effect::<F>(failed.connection(), "ran", "failed").await.unwrap();
     assert_eq!(failed.undo_effects().await.unwrap(), Proof::Same);
     failed.rollback().await.unwrap();
     for (from, to) in [("LOCAL", "NEXT"), ("NEXT", "LOCAL"), ("LOCAL", "LAST")] {
-        let mut tx = begun(trial, &driven).await;
+        let mut tx = begun(trial, &driven, from).await;
         effect::<F>(tx.connection(), "ran", to).await.unwrap();
         assert_eq!(tx.advance(from, to, Stage::Local, &[]).await.unwrap(), MOVED);
         tx.commit().await.unwrap();
     }
-    let mut tx = begun(trial, &driven).await;
+    let mut tx = begun(trial, &driven, "LAST").await;
     assert_eq!(tx.finish("LAST", &completed(), &KEPT).await.unwrap(), MOVED);
     tx.commit().await.unwrap();
     assert_eq!(trial.effects("ran").await, 3);
-    begun(trial, &driven).await.rollback().await.unwrap();
+    assert!(is_overtaken(trial, &driven, "LAST").await, "no mark is left, and it has its outcome");
     let nobodys = Driven { operation_id: Uuid::now_v7(), ..driven };
-    assert!(trial.store.begin_run(&nobodys).await.is_err());
+    assert!(trial.store.begin_run(&nobodys, "LOCAL").await.is_err());
 }
 
 /// What it comes to is not known before: a COMMIT may still be on its way.
@@ -97,10 +102,11 @@ pub async fn o9_a_phase_of_which_nothing_was_committed_is_begun_again<F: Fixture
 pub async fn o9_a_phase_waits_for_a_run_that_has_not_ended<F: Fixture>(trial: &Trial<F>) {
     for commits in [false, true] {
         let driven = local(trial, &new_operation(&format!("k{commits}"), LONG)).await;
-        let mut old = begun(trial, &driven).await;
+        let mut old = begun(trial, &driven, "LOCAL").await;
         effect::<F>(old.connection(), "ran", "1").await.unwrap();
         let store = trial.store.clone();
-        let mut begins = tokio::spawn(async move { matches!(store.begin_run(&driven).await.unwrap(), Run::Marked) });
+        let mut begins =
+            tokio::spawn(async move { matches!(store.begin_run(&driven, "LOCAL").await.unwrap(), Run::Marked) });
         let waits = tokio::time::timeout(Duration::from_millis(200), &mut begins).await;
         assert!(waits.is_err(), "it waits for the run before");
         if commits {
@@ -109,4 +115,28 @@ pub async fn o9_a_phase_waits_for_a_run_that_has_not_ended<F: Fixture>(trial: &T
         drop(old);
         assert_eq!(begins.await.unwrap(), commits && F::CONCURRENT_WRITERS);
     }
+}
+
+/// It read where the operation stands, and stood still: meanwhile another driver ran the phase, whose handler committed it, and parked
+/// it; or moved it on; or its own commit, whose answer was lost, came through.
+///
+/// Shown by: no look under the mark (a handler that commits by itself did so twice).
+pub async fn o9_a_driver_that_was_overtaken_begins_no_run<F: Fixture>(trial: &Trial<F>) {
+    let old = local(trial, &new_operation("k", SHORT)).await;
+    let (new, _) = taken(trial, old.operation_id).await;
+    assert!(is_overtaken(trial, &old, "LOCAL").await, "another has it");
+    let mut tx = begun(trial, &new, "LOCAL").await;
+    effect::<F>(tx.connection(), "ran", "1").await.unwrap();
+    let committed = F::run(tx.connection(), "commit").await.is_ok();
+    drop(tx);
+    assert_eq!(committed, F::CONCURRENT_WRITERS);
+    assert_eq!(trial.store.park(&new, "phase-ended-its-transaction").await.unwrap(), Fenced::Done);
+    assert!(is_overtaken(trial, &old, "LOCAL").await, "an operator has it");
+    assert!(is_overtaken(trial, &new, "LOCAL").await, "an operator has it");
+
+    let driven = local(trial, &new_operation("l", LONG)).await;
+    let mut tx = begun(trial, &driven, "LOCAL").await;
+    assert_eq!(tx.advance("LOCAL", "NEXT", Stage::Local, &[]).await.unwrap(), MOVED);
+    tx.commit().await.unwrap();
+    assert!(is_overtaken(trial, &driven, "LOCAL").await, "it stands elsewhere");
 }

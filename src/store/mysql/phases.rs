@@ -121,8 +121,8 @@ impl Phases for MySqlStore {
         tx::begin_phase(self, driven).await
     }
 
-    async fn begin_run(&self, driven: &Driven) -> Result<Run<MySqlPhaseTx>, StoreError> {
-        tx::begin_run(self, driven).await
+    async fn begin_run(&self, driven: &Driven, point: &str) -> Result<Run<MySqlPhaseTx>, StoreError> {
+        tx::begin_run(self, driven, point).await
     }
 
     async fn take_operation(&self, operation_id: Uuid, lease: Duration) -> Result<Taken, StoreError> {

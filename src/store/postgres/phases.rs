@@ -131,8 +131,8 @@ impl Phases for PostgresStore {
         tx::begin_phase(self, driven).await
     }
 
-    async fn begin_run(&self, driven: &Driven) -> Result<Run<PostgresPhaseTx>, StoreError> {
-        tx::begin_run(self, driven).await
+    async fn begin_run(&self, driven: &Driven, point: &str) -> Result<Run<PostgresPhaseTx>, StoreError> {
+        tx::begin_run(self, driven, point).await
     }
 
     async fn take_operation(&self, operation_id: Uuid, lease: Duration) -> Result<Taken, StoreError> {

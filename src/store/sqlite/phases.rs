@@ -23,8 +23,8 @@ use crate::policy::operation::flow::Stage;
 use crate::store::phases::stored::{evidence_of, intent_of, operation_of};
 use crate::store::phases::{follows, no_record, unreadable};
 use crate::store::{
-    Base, Basis, Begun, Driven, Fenced, Leave, NewEvidence, NewOperation, Phases, Run, StoredEvidence, StoredOperation,
-    Taken,
+    Base, Basis, Begun, Driven, Fenced, Leave, NewEvidence, NewOperation, PhaseTx, Phases, Run, StoredEvidence,
+    StoredOperation, Taken,
 };
 
 /// As [`operation_of`] reads it.
@@ -113,8 +113,13 @@ impl Phases for SqliteStore {
     }
 
     /// There is no mark: no transaction of a phase is committed but by us.
-    async fn begin_run(&self, driven: &Driven) -> Result<Run<SqlitePhaseTx>, StoreError> {
-        tx::begin_phase(self, driven).await.map(Run::Begun)
+    async fn begin_run(&self, driven: &Driven, point: &str) -> Result<Run<SqlitePhaseTx>, StoreError> {
+        let mut tx = tx::begin_phase(self, driven).await?;
+        if tx.still_stands(point).await? {
+            return Ok(Run::Begun(tx));
+        }
+        tx.rollback().await?;
+        Ok(Run::Overtaken)
     }
 
     async fn take_operation(&self, operation_id: Uuid, lease: Duration) -> Result<Taken, StoreError> {

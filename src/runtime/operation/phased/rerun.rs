@@ -17,11 +17,13 @@ const SWALLOWED: &str = "the phase swallowed an error by which its transaction w
 
 impl<S: Phases> Driver<S> {
     /// Begins a phase whose code is a handler's, if no run before was committed.
-    pub(super) async fn begin(&mut self) -> Result<Result<S::Phase, Next>, StoreError> {
-        let run = self.phased.engine.store().begin_run(&self.driven).await?;
+    pub(super) async fn begin(&mut self, point: &str) -> Result<Result<S::Phase, Next>, StoreError> {
+        let run = self.phased.engine.store().begin_run(&self.driven, point).await?;
         let trace = if matches!(run, Run::Begun(_)) { Trace::Unmarked } else { Trace::Marked };
         match run {
             Run::Begun(tx) if trace.may_run_again() => Ok(Ok(tx)),
+            // The next look says who has it, and where.
+            Run::Overtaken => Ok(Err(Next::Again)),
             Run::Begun(_) | Run::Marked => Ok(Err(self.ended_by_itself().await?)),
         }
     }

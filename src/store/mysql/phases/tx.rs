@@ -92,13 +92,24 @@ pub(super) async fn begin_phase(store: &MySqlStore, driven: &Driven) -> Result<M
     begun(store.pool.begin(START_HANDLER).await?, driven).await
 }
 
-pub(super) async fn begin_run(store: &MySqlStore, driven: &Driven) -> Result<Run<MySqlPhaseTx>, StoreError> {
+pub(super) async fn begin_run(
+    store: &MySqlStore,
+    driven: &Driven,
+    point: &str,
+) -> Result<Run<MySqlPhaseTx>, StoreError> {
     let mut transaction = store.pool.begin(START_HANDLER).await?;
     // It waits for a transaction that has a mark and has not ended.
     let mark =
         query("insert into oncebox_operation_phase (operation_id, epoch, began_at) values (?, ?, utc_timestamp(6))");
     match mark.bind(driven.operation_id.as_bytes().to_vec()).bind(driven.epoch).run(&mut transaction).await {
-        Ok(_) => Ok(Run::Begun(begun(transaction, driven).await?)),
+        Ok(_) => {
+            let mut run = begun(transaction, driven).await?;
+            if run.still_stands(point).await? {
+                return Ok(Run::Begun(run));
+            }
+            run.rollback().await?;
+            Ok(Run::Overtaken)
+        }
         Err(error) if number(&error) == Some(DUPLICATE) => {
             transaction.rollback().await?;
             Ok(Run::Marked)
@@ -151,6 +162,16 @@ pub(in crate::store::mysql) async fn end_record(
 impl MySqlPhaseTx {
     fn id(&self) -> Vec<u8> {
         self.driven.operation_id.as_bytes().to_vec()
+    }
+
+    /// Whether the operation is where its driver saw it, and nobody else has driven it since. Whoever takes it up from now on waits
+    /// for our mark before it runs.
+    async fn still_stands(&mut self, point: &str) -> Result<bool, StoreError> {
+        let stands = query(
+            "select 1 from oncebox_operation where operation_id = ? and epoch = ? and point = ? and parked is null and outcome_at is null",
+        );
+        let stands = stands.bind(self.id()).bind(self.driven.epoch).bind(point.as_bytes().to_vec());
+        Ok(stands.optional(&mut self.held.transaction).await?.is_some())
     }
 
     /// What the last statement failed with, where by that InnoDB may have ended the transaction: a deadlock above all. Asked

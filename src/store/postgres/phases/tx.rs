@@ -130,14 +130,23 @@ pub(super) async fn begin_phase(store: &PostgresStore, driven: &Driven) -> Resul
     held(tx, &row, driven).await
 }
 
-pub(super) async fn begin_run(store: &PostgresStore, driven: &Driven) -> Result<Run<PostgresPhaseTx>, StoreError> {
+pub(super) async fn begin_run(
+    store: &PostgresStore,
+    driven: &Driven,
+    point: &str,
+) -> Result<Run<PostgresPhaseTx>, StoreError> {
     let begin = query(BEGIN_RUN).bind(driven.operation_id).bind(driven.epoch);
     let (mut tx, row) = begun(store, begin, driven).await?;
-    if row.try_get(3)? {
-        return Ok(Run::Begun(held(tx, &row, driven).await?));
+    if !row.try_get(3)? {
+        tx.rollback().await?;
+        return Ok(Run::Marked);
     }
-    tx.rollback().await?;
-    Ok(Run::Marked)
+    let mut run = held(tx, &row, driven).await?;
+    if run.still_stands(point).await? {
+        return Ok(Run::Begun(run));
+    }
+    run.rollback().await?;
+    Ok(Run::Overtaken)
 }
 
 async fn begun(
@@ -180,6 +189,16 @@ pub(in crate::store::postgres) async fn end_record(
 }
 
 impl PostgresPhaseTx {
+    /// Whether the operation is where its driver saw it, and nobody else has driven it since. A statement of its own: it sees what was
+    /// committed while the mark was waited for. Whoever takes it up from now on waits for our mark before it runs.
+    async fn still_stands(&mut self, point: &str) -> Result<bool, StoreError> {
+        let stands = query(
+            "select 1 from oncebox.operation where operation_id = $1 and epoch = $2 and point = $3 and parked is null and outcome_at is null",
+        );
+        let stands = stands.bind(self.driven.operation_id).bind(self.driven.epoch).bind(point);
+        Ok(stands.optional(&mut self.held.tx).await?.is_some())
+    }
+
     /// What a statement of [`moves`] says.
     async fn moved(&mut self, statement: super::Query<'_>) -> Result<(Proof, Fenced), StoreError> {
         match statement.one(&mut self.held.tx).await.map_err(StoreError::from) {

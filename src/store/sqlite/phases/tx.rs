@@ -131,6 +131,15 @@ pub(in crate::store::sqlite) async fn end_record(
 }
 
 impl SqlitePhaseTx {
+    /// Whether the operation is where its driver saw it, and nobody else has driven it since.
+    pub(super) async fn still_stands(&mut self, point: &str) -> Result<bool, StoreError> {
+        let stands = query(
+            "select 1 from oncebox_operation where operation_id = ?1 and epoch = ?2 and point = ?3 and parked is null and outcome_at is null",
+        );
+        let stands = stands.bind(self.id()).bind(self.driven.epoch).bind(point.to_owned());
+        Ok(stands.fetch_optional(self.write.connection()).await?.is_some())
+    }
+
     fn id(&self) -> Vec<u8> {
         self.driven.operation_id.as_bytes().to_vec()
     }
