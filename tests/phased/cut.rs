@@ -86,6 +86,20 @@ async fn settled_parks<S: Rows>(direct: S, (through, proxy): (S, Proxy), by: &'s
     assert_eq!((direct.number(&messages).await, told.arrived().len()), (1, 1), "it ran once");
 }
 
+/// Its handler took its mark back, and committed something else: nothing but what its driver saw says so, and leaving it to an operator
+/// fails once.
+async fn without_its_mark_parks<S: Rows>(direct: S, (through, proxy): (S, Proxy)) {
+    let mut plan = Plan { local: true, ..Plan::new(KEY) };
+    plan.trouble.commits_by = Some("rollback; insert into step (name) values ('after'); commit");
+    plan.trouble.local_commits.store(u32::MAX, Ordering::SeqCst);
+    let told = Scripted::default().answers(done());
+    let service = Service::start(&through, &plan, told.clone()).await;
+    proxy.fail_at("", "set state = coalesce", 0, When::BeforeRequest, Failure::Cut);
+    is_parked(&service, &proxy).await;
+    assert_eq!(direct.number("select count(*) from step").await, 1, "it ran once");
+    assert_eq!(told.arrived().len(), 0);
+}
+
 /// It committed nothing, or what should have committed it never arrived: it runs again, and nobody is asked.
 async fn runs_again<S: Rows>(direct: S, (through, proxy): (S, Proxy), commits: u32, since: &'static str, at: At) {
     let plan = Plan { local: true, ..Plan::new(KEY) };
@@ -134,6 +148,15 @@ macro_rules! behind_a_network {
             })*
         }
     };
+}
+
+// Shown by: giving it back where it could not be parked at once (it ran again, and its effect was there twice).
+mod without_its_mark {
+    use super::*;
+
+    behind_a_network! {
+        o1_a_phase_that_ended_its_transaction_is_parked_although_that_fails_once: without_its_mark_parks;
+    }
 }
 
 // Shown by: no mark (each effect was there twice, and more often).

@@ -6,10 +6,13 @@
 //! Not here: when it runs again ([`leaving`](super::leaving)), what may run again ([`doubt`](crate::policy::operation::doubt)), and
 //! the first phase ([`opening`](super::opening)).
 
+use std::time::Duration;
+
 use super::driver::{Driver, End, Next};
 use crate::error::{HandlerError, StoreError};
 use crate::policy::operation::doubt::Trace;
 use crate::policy::operation::flow::PhaseEnd;
+use crate::runtime::pace::Pace;
 use crate::store::{PhaseTx, Phases, Proof, Run, StoredOperation};
 
 /// Why a phase failed that said it had not.
@@ -62,10 +65,23 @@ impl<S: Phases> Driver<S> {
         if trace.may_run_again() { self.phase_failed(stored, error).await } else { self.ended_by_itself().await }
     }
 
-    /// What the handler committed by itself is there, and its point was not moved: only a person can say what it did.
+    /// What the handler committed by itself is there, and its point was not moved: only a person can say what it did. It is tried for
+    /// as long as the lease keeps others away: where the handler took its mark back, nothing else says that it must not run again.
     async fn ended_by_itself(&mut self) -> Result<Next, StoreError> {
-        tracing::error!(operation = %self.driven.operation_id, "a phase ended its transaction by itself");
-        self.given_up("phase-ended-its-transaction").await
+        let operation = self.driven.operation_id;
+        tracing::error!(%operation, "a phase ended its transaction by itself");
+        let mut pace = Pace::new(Duration::from_millis(20), Duration::from_secs(1));
+        loop {
+            match self.given_up("phase-ended-its-transaction").await {
+                Err(error) if error.is_nobodys() && !self.hold.left().is_zero() => {
+                    tracing::debug!(%operation, %error, "an operation that ended its transaction was not left to an operator yet");
+                    tokio::time::sleep(pace.next_wait()).await;
+                }
+                // Not to be begun again in this drive.
+                Err(StoreError::Busy(error)) => return Err(StoreError::Unavailable(error)),
+                end => return end,
+            }
+        }
     }
 
     /// A phase ended as it cannot here: nothing was committed.
