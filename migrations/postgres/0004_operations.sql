@@ -3,37 +3,37 @@
 -- Claims and metadata ---------------------------------------------------------------------------------------------------------
 
 -- Every statement that writes a row reads the text of all CHECK constraints anew, which took longer than all else it did; the body of
--- a function is read once a session. So there is one constraint, which calls this.
+-- a function is read once a session, and its operators are set up once a transaction. So there is one constraint, which calls this, and
+-- counts nulls instead of comparing each with each.
 create function oncebox.is_sound_request(key_digest bytea, mode text, state text, epoch bigint, owner uuid, lease_until timestamptz,
   lease_seconds double precision, generation bigint, attempts integer, outcome_at timestamptz, expires_at timestamptz, answer_status integer,
   schema_version bigint, body text, body_expires_at timestamptz, body_headers bytea, body_bytes bytea, body_format integer, body_kid text,
   kept_bytes bigint, resource_kind text, resource_id text, resource_location text, error_code text) returns boolean
 language plpgsql immutable parallel safe as $$
 begin
-  return octet_length(key_digest) = 32
-    and epoch > 0 and generation > 0 and attempts > 0
+  return octet_length(key_digest) = 32 and least(epoch, generation, attempts) > 0
     and mode in ('same_tx', 'bridged', 'edge', 'phased')
-    and state in ('IN_PROGRESS', 'COMPLETED', 'FAILED_REPLAYABLE', 'FAILED_RETRYABLE', 'UNKNOWN_REQUIRES_RECOVERY')
-    -- the lease and its owner
-    and (owner is null) = (lease_until is null) and (owner is null) = (lease_seconds is null)
-    and (owner is not null) = (state = 'IN_PROGRESS' and mode in ('bridged', 'edge'))
-    -- the outcome
-    and (outcome_at is not null) = (state in ('COMPLETED', 'FAILED_REPLAYABLE', 'FAILED_RETRYABLE'))
-    and (outcome_at is null) = (expires_at is null) and (outcome_at is null or expires_at >= outcome_at)
-    and (error_code is null or state in ('FAILED_REPLAYABLE', 'FAILED_RETRYABLE'))
-    -- the answer
-    and (answer_status is null) = (schema_version is null) and (answer_status is null) = (body is null)
-    and (answer_status is null or outcome_at is not null)
-    and (answer_status is not null or state not in ('COMPLETED', 'FAILED_REPLAYABLE'))
-    -- its body
-    and (body is null or body in ('kept', 'reference', 'oversize', 'stream', 'withheld', 'purged'))
-    and (body is not distinct from 'kept') = (body_expires_at is not null)
-    and (body_format is null) = (body_headers is null) and (body_format is null) = (body_bytes is null)
-    and (body_format is not null or body_kid is null) and (body_format is null or body_expires_at is not null)
-    and (kept_bytes is null or kept_bytes >= 0 and body_expires_at is not null)
     -- what it refers to
-    and (resource_kind is null) = (resource_id is null) and (resource_kind is not null or resource_location is null)
-    and (body is distinct from 'reference' or resource_kind is not null);
+    and num_nonnulls(resource_kind, resource_id) in (0, 2) and (resource_kind is not null or resource_location is null)
+    and case
+      when state in ('IN_PROGRESS', 'UNKNOWN_REQUIRES_RECOVERY') then
+        -- no outcome and no answer; a lease, where its owner is a process
+        num_nonnulls(outcome_at, expires_at, error_code, answer_status, schema_version, body, body_expires_at, body_headers, body_bytes,
+          body_format, body_kid, kept_bytes) = 0
+        and num_nonnulls(owner, lease_until, lease_seconds) = case when state = 'IN_PROGRESS' and mode in ('bridged', 'edge') then 3 else 0 end
+      else
+        state in ('COMPLETED', 'FAILED_REPLAYABLE', 'FAILED_RETRYABLE')
+        and num_nonnulls(owner, lease_until, lease_seconds) = 0 and coalesce(expires_at >= outcome_at, false)
+        and (error_code is null or state <> 'COMPLETED')
+        -- the answer
+        and num_nonnulls(answer_status, schema_version, body) in (0, 3) and (body is not null or state = 'FAILED_RETRYABLE')
+        and coalesce(body in ('kept', 'reference', 'oversize', 'stream', 'withheld', 'purged'), true)
+        and (body is distinct from 'reference' or resource_kind is not null)
+        -- its body
+        and (body_expires_at is null) = (body is distinct from 'kept')
+        and num_nonnulls(body_headers, body_bytes, body_format) in (0, 3) and (body_format is not null or body_kid is null)
+        and (body_expires_at is not null or num_nonnulls(body_format, kept_bytes) = 0) and coalesce(kept_bytes >= 0, true)
+    end;
 end
 $$;
 comment on function oncebox.is_sound_request is 'whether the columns of idempotency_request agree with each other: its CHECK constraint';
