@@ -51,7 +51,7 @@ fn leased(lease: Duration) -> Route {
 // Shown by: passing the request on when the store is away (pitfall 27).
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn m60_a_store_that_is_away_runs_nothing() {
-    let Stage { store, gate, url, .. } = stage(Gate::open(), edge()).await;
+    let Stage { world, store, gate, url } = stage(Gate::open(), edge()).await;
     for fault in [&store.faults.find, &store.faults.claim] {
         fault.store(true, Ordering::SeqCst);
         send(post(&url, K1, "{}")).await.is(Code::StoreUnavailable);
@@ -59,6 +59,7 @@ async fn m60_a_store_that_is_away_runs_nothing() {
         fault.store(false, Ordering::SeqCst);
     }
     assert_eq!(send(post(&url, K1, "{}")).await.status, 201, "the key was not burnt");
+    assert_eq!(world.record("t1", K1).await.unwrap().state, State::Completed);
 }
 
 // Shown by: sending the answer that nobody will remember; giving up after one try.

@@ -202,7 +202,8 @@ async fn o29_a_guards_commit_that_was_lost_sight_of_is_found_out<S: Sql>(
 
 // Shown by: writing the outcome on the plain connection, where nothing bounds an answer: door A and the handler of door C hang.
 async fn r28_an_outcome_that_is_not_answered_ends_in_time<S: Sql>(direct: World<S>, through: World<S>, proxy: Proxy) {
-    let outcome = if S::NAME == "postgres" { "with done as" } else { "update oncebox_idempotency_request set state" };
+    let postgres = "update oncebox.idempotency_request r set state";
+    let outcome = if S::NAME == "postgres" { postgres } else { "update oncebox_idempotency_request set state" };
     let endpoint = through.protect(same_tx());
     let gate = Gate::open();
     proxy.fail_at("insert into effect", outcome, 0, When::BeforeRequest, Failure::Silence);

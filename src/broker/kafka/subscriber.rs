@@ -100,7 +100,15 @@ fn say_what_is_missing(
 impl Subscriber for KafkaSubscriber {
     async fn next(&mut self) -> Result<Event, BrokerError> {
         match self.events.recv().await {
-            Some(event) => event,
+            Some(event) => {
+                if let Ok(Event::Deliveries(deliveries)) = &event {
+                    let mut assignment = self.shared.assignment();
+                    for delivery in deliveries {
+                        assignment.hand(&delivery.source, delivery.sequence);
+                    }
+                }
+                event
+            }
             None => Err(BrokerError::Session("the thread of the kafka consumer ended".to_owned())),
         }
     }
