@@ -330,6 +330,29 @@ comment on column oncebox.deployment.created_at is 'when it was made';
 comment on index oncebox.deployment_pkey is 'serves the check before sending: the only row';
 insert into oncebox.deployment (deployment_id) values (gen_random_uuid());
 
+create table oncebox.operation_process (
+  process_id     uuid not null,
+  operation      bytea not null,
+  oldest         bigint not null,
+  newest         bigint not null,
+  write_version  bigint not null,
+  kids           text not null,
+  write_kid      text not null,
+  seen_at        timestamptz not null default clock_timestamp(),
+  constraint operation_process_pkey primary key (process_id, operation),
+  constraint operation_process_versions check (oldest >= 0 and write_version between oldest and newest)
+);
+comment on table oncebox.operation_process is 'which fingerprints each live process of a service reads and writes, for doctor (O21)';
+comment on column oncebox.operation_process.process_id is 'id that the process drew when it started';
+comment on column oncebox.operation_process.operation is 'name of the operation';
+comment on column oncebox.operation_process.oldest is 'oldest version that it can compute';
+comment on column oncebox.operation_process.newest is 'newest version that it can compute';
+comment on column oncebox.operation_process.write_version is 'version that it writes';
+comment on column oncebox.operation_process.kids is 'key ids that it has, with commas between them';
+comment on column oncebox.operation_process.write_kid is 'key id that it writes with';
+comment on column oncebox.operation_process.seen_at is 'when it said so last; after a day it is forgotten';
+comment on index oncebox.operation_process_pkey is 'serves what a process says again';
+
 -- What operators do with keys and operations.
 alter table oncebox.audit drop constraint audit_act;
 alter table oncebox.audit add constraint audit_act check (act in ('redrive', 'redrive-as', 'discard', 'release', 'purge', 'retry', 'resolve'));

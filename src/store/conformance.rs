@@ -338,6 +338,7 @@ macro_rules! store_conformance {
                 o6_a_retry_is_the_workers_and_a_duplicate_is_accepted_by_name,
                 o9_a_resolved_operation_and_its_record_have_one_outcome,
                 o8_an_effect_is_resolved_and_its_flow_goes_on,
+                o21_what_live_processes_say_of_their_fingerprints_is_shown,
             ];
             mailbox: [
                 an_email_is_one_row_for_its_unique_key,

@@ -5,13 +5,16 @@
 //! door A never waits for another claim of its key: an advisory lock is tried first (O15).
 
 mod expiry;
+mod live;
 mod tx;
 
 use std::time::Duration;
 
 use sqlx::postgres::PgArguments;
 use sqlx::{AssertSqlSafe, PgConnection, Row};
+use uuid::Uuid;
 
+pub(super) use self::live::live;
 pub use self::tx::PostgresOperationTx;
 pub(super) use self::tx::{Held, aborted, staked, undo};
 
@@ -19,6 +22,7 @@ use super::PostgresStore;
 use crate::error::StoreError;
 use crate::policy::operation::retention::Retention;
 use crate::policy::operation::route::Durability;
+use crate::policy::operation::versions::Versions;
 use crate::policy::operation::{Identity, Mode, OperationName, Record};
 use crate::store::bounded::{Ask, Bounded};
 use crate::store::operations::RecordFence;
@@ -268,6 +272,10 @@ impl Keys for PostgresStore {
 
     async fn observe_run(&self, evidence: &NewEvidence) -> Result<(), StoreError> {
         self.observe(evidence).await
+    }
+
+    async fn announce(&self, process: Uuid, versions: &[Versions]) -> Result<(), StoreError> {
+        live::announce(self, process, versions).await
     }
 
     async fn operation_stats(&self) -> Result<OperationStats, StoreError> {
