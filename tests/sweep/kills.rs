@@ -38,7 +38,7 @@ fn path_of(point: &str) -> &'static str {
 }
 
 /// One kill: the request is on its way, the point is reached, the process is gone, and nobody was answered.
-async fn kill_at(plan: &Plan, point: &'static str, key: &str, amount: i64, reference: &str) {
+pub(crate) async fn kill_at(plan: &Plan, point: &'static str, key: &str, amount: i64, reference: &str) {
     // Nobody is told that it takes long: the request is in flight until the kill.
     let mut doomed =
         Api::start(&Plan { pause_at: Some(point), budget: 2.0 * SOON.as_secs_f64(), ..plan.clone() }).await;
