@@ -13,7 +13,7 @@ use sqlx::mysql::MySqlArguments;
 use sqlx::{AssertSqlSafe, MySqlConnection, Row};
 
 pub use self::tx::MySqlOperationTx;
-pub(super) use self::tx::{Held, staked};
+pub(super) use self::tx::{Held, SHORT_WAIT, USUAL_WAIT, is_locked, staked};
 
 use super::schema::number;
 use super::{MySqlStore, START};
