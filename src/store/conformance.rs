@@ -320,7 +320,7 @@ macro_rules! store_conformance {
             phases_marks: [
                 o1_a_phase_that_somebody_else_committed_is_not_begun_again,
                 o9_a_phase_of_which_nothing_was_committed_is_begun_again,
-                o9_a_phase_waits_for_a_run_that_has_not_ended,
+                o9_a_phase_is_not_begun_beside_a_run_that_has_not_ended,
                 o9_a_driver_that_was_overtaken_begins_no_run,
             ];
             lifetimes: [

@@ -16,7 +16,7 @@ use uuid::Uuid;
 
 pub(super) use self::live::live;
 pub use self::tx::MySqlOperationTx;
-pub(super) use self::tx::{Held, staked};
+pub(super) use self::tx::{Held, SHORT_WAIT, USUAL_WAIT, is_locked, staked};
 
 use super::schema::number;
 use super::{MySqlStore, START};
