@@ -64,7 +64,8 @@ async fn o24_what_is_a_key_and_what_is_none() {
     let twice = post(&url, K1, BODY).header("idempotency-key", K1);
     send(twice).await.is(Code::KeyInvalid);
     let missing = client().post(&url).header("content-type", "application/json").body(BODY);
-    send(missing).await.is(Code::KeyRequired);
+    let missing = send(missing).await;
+    assert!(missing.is(Code::KeyRequired).header("link").is_some_and(|link| link.contains("describedby")));
     assert_eq!((gate.calls(), world.effects().await), (4, 4));
 }
 

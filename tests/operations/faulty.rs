@@ -30,6 +30,8 @@ pub(crate) struct Faults {
     pub(crate) bodies: AtomicBool,
     /// A claim waits as long as this is set.
     pub(crate) claim_waits: AtomicBool,
+    /// So many claims find a record of another, which is gone before they can read it.
+    pub(crate) claims_vanish: AtomicU32,
     /// How often it was tried to claim.
     pub(crate) claims: AtomicU32,
     /// How often it was tried to write an outcome.
@@ -52,6 +54,17 @@ pub(crate) struct Faulty<S> {
     pub(crate) faults: Arc<Faults>,
 }
 
+impl<S: Keys> Faulty<S> {
+    /// Another owner is faster, and has given the key back when this claim reads what refused it.
+    async fn vanishes(&self, claim: &KeyClaim, basis: Basis<'_>) -> Result<Claimed, StoreError> {
+        let faster = KeyClaim { owner: KeyClaim::new_owner(), operation_id: uuid::Uuid::now_v7(), ..claim.clone() };
+        let Claimed::Owned(other) = self.inner.claim(&faster, Basis::New).await? else { panic!("the key is not free") };
+        assert!(matches!(self.inner.claim(claim, basis).await?, Claimed::Existing(_)));
+        assert_eq!(self.inner.release(&other).await?, Fenced::Done);
+        Ok(Claimed::Vanished)
+    }
+}
+
 fn away(fault: &AtomicBool) -> Result<(), StoreError> {
     if fault.load(Ordering::SeqCst) { Err(StoreError::Unavailable(sqlx::Error::PoolTimedOut)) } else { Ok(()) }
 }
@@ -71,6 +84,14 @@ impl<S: Keys> Keys for Faulty<S> {
     async fn claim(&self, claim: &KeyClaim, basis: Basis<'_>) -> Result<Claimed, StoreError> {
         self.faults.claims.fetch_add(1, Ordering::SeqCst);
         away(&self.faults.claim)?;
+        if self
+            .faults
+            .claims_vanish
+            .fetch_update(Ordering::SeqCst, Ordering::SeqCst, |left| left.checked_sub(1))
+            .is_ok()
+        {
+            return self.vanishes(claim, basis).await;
+        }
         if away(&self.faults.claim_late).is_err() {
             self.faults.claim_late.store(false, Ordering::SeqCst);
             let (late, claim) = (self.clone(), claim.clone());

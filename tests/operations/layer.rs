@@ -190,7 +190,7 @@ async fn o10_the_engines_timeout_answers_409_and_does_not_end_the_handler<S: Sql
 }
 
 /// A claim of a process that died after it, whatever its handler did.
-async fn left_behind<S: Sql>(world: &World<S>, mode: Mode, body: &str) {
+pub(crate) async fn left_behind<S: Sql>(world: &World<S>, mode: Mode, body: &str) {
     let fingerprinter =
         Fingerprinter::new("put".parse().unwrap(), 1..=1, None, oncebox::policy::operation::Keyring::plain()).unwrap();
     let path = vec![("@method".to_owned(), "POST".to_owned()), ("@path".to_owned(), "/put".to_owned())];

@@ -178,6 +178,33 @@ async fn o12_a_handler_shorter_than_a_third_of_its_lease_costs_two_writes() {
     assert_eq!((count(&faults.heartbeats), count(&faults.releases), count(&faults.other_writes)), (0, 0, 0));
 }
 
+// Pitfalls 12 and 13. Shown by: running the handler without owning the key; answering 409 at once.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn m42_what_refused_a_claim_and_vanished_is_looked_for_again() {
+    let Stage { world, store, gate, url } = stage(Gate::open(), edge()).await;
+    store.faults.claims_vanish.store(3, Ordering::SeqCst);
+    assert_eq!(send(post(&url, K1, "{}")).await.status, 201);
+    assert_eq!((store.faults.claims.load(Ordering::SeqCst), gate.calls()), (4, 1));
+    let record = world.record("t1", K1).await.unwrap();
+    assert_eq!((record.state, record.epoch), (State::Completed, 1));
+    assert!(send(post(&url, K1, "{}")).await.is_replayed());
+}
+
+// Shown by: looking again without a bound (the request never ends); running the handler at the end.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn m42_a_claim_that_vanishes_for_ever_is_given_up_and_burns_nothing() {
+    let Stage { world, store, gate, url } = stage(Gate::open(), edge()).await;
+    store.faults.claims_vanish.store(u32::MAX, Ordering::SeqCst);
+    let answer = tokio::time::timeout(SOON, send(post(&url, K1, "{}"))).await.expect("it gives up");
+    answer.is(Code::InProgress);
+    let claims = store.faults.claims.load(Ordering::SeqCst);
+    assert!((3..=10).contains(&claims), "{claims}");
+    assert_eq!((gate.calls(), world.record("t1", K1).await), (0, None));
+    store.faults.claims_vanish.store(0, Ordering::SeqCst);
+    assert_eq!(send(post(&url, K1, "{}")).await.status, 201);
+    assert_eq!(gate.calls(), 1);
+}
+
 // Shown by: a heartbeat that stops with the request; one that is never sent.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn o12_a_handler_slower_than_its_lease_keeps_it_by_heartbeats() {

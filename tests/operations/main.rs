@@ -15,10 +15,15 @@ mod process;
 mod provider;
 #[path = "../support/proxy.rs"]
 mod proxy;
+#[path = "../support/standstill.rs"]
+mod standstill;
 #[path = "../support/mod.rs"]
 mod support;
 
 mod between;
+mod choices;
+#[cfg(feature = "compress")]
+mod coding;
 mod control;
 mod crowd;
 mod door_a;
@@ -26,13 +31,18 @@ mod edges;
 mod faulty;
 #[cfg(feature = "openapi")]
 mod fuzz;
+mod kept;
+mod keyring;
 mod kit;
 mod layer;
 mod layer_ends;
 mod lock_wait;
 mod lost;
+mod outside;
 mod policies;
 mod quota;
 mod regions;
+#[cfg(feature = "encrypt")]
+mod sealed;
 mod service;
 mod services;

@@ -8,8 +8,8 @@ use std::time::Duration;
 use oncebox::policy::operation::key::KeyFormat;
 use oncebox::policy::operation::provider::{Strategy, Window};
 use oncebox::policy::operation::record::Mode;
-use oncebox::policy::operation::route::AfterExpiry;
-use oncebox::policy::operation::{Code, FingerprintWriter, IdempotentCommand, Key, Route, Scope};
+use oncebox::policy::operation::route::{AfterExpiry, WhileRunning};
+use oncebox::policy::operation::{Code, FingerprintWriter, IdempotentCommand, Key, Keyring, Route, Scope};
 use oncebox::runtime::operation::phased::{
     Door, DriveSettings, Effect, First, FirstPhase, Flow, Local, LocalPhase, LocalPoint, Phase, Prepare, Provider,
     Recovery, RecoveryOptions, Settled, SettledPhase, SettledPoint, Settlement, Settlements,
@@ -334,6 +334,8 @@ pub(crate) struct Plan {
     pub(crate) version: u32,
     pub(crate) deployment: Option<Uuid>,
     pub(crate) sealer: Sealer,
+    pub(crate) keyring: Keyring,
+    pub(crate) while_running: WhileRunning,
     /// How many bytes a tenant may have stored.
     pub(crate) stored_max: Option<u64>,
 }
@@ -354,6 +356,8 @@ impl Plan {
             version: 1,
             deployment: None,
             sealer: Sealer::plain(),
+            keyring: Keyring::plain(),
+            while_running: WhileRunning::Conflict,
             stored_max: None,
         }
     }
@@ -372,6 +376,7 @@ impl Plan {
         Route {
             key_format: KeyFormat::Opaque,
             after_expiry: AfterExpiry::ExecuteAsNew,
+            while_running: self.while_running,
             lease: self.lease,
             timeout: self.lease / 3,
             completion_budget: self.lease / 6,
@@ -402,7 +407,7 @@ pub(crate) fn flow<S: Rows, P: Adapter + Debug>(plan: &Plan, provider: P) -> Flo
 
 impl<S: Rows> Service<S> {
     pub(crate) async fn start<P: Adapter + Debug>(store: &S, plan: &Plan, provider: P) -> Self {
-        let engine = Engine::builder(store.clone()).sealer(plan.sealer.clone());
+        let engine = Engine::builder(store.clone()).sealer(plan.sealer.clone()).keyring(plan.keyring.clone());
         let engine = match plan.stored_max {
             Some(bytes) => engine.stored_bytes_per_tenant_max(bytes).build(),
             None => engine.build(),

@@ -10,6 +10,7 @@ mod cut;
 mod evidence;
 mod faults;
 mod flow;
+mod keyring;
 #[path = "../store_mysql/fixture.rs"]
 #[allow(dead_code)]
 mod mysql;
@@ -23,6 +24,8 @@ mod quota;
 mod recovery;
 mod registration;
 mod scripted;
+#[path = "../support/standstill.rs"]
+mod standstill;
 mod steps;
 #[path = "../support/mod.rs"]
 mod support;

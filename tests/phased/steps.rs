@@ -1,9 +1,8 @@
 //! The rules, step by step, with a provider that answers as it is told.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::thread::JoinHandle;
-use std::time::{Duration, Instant, SystemTime};
+use std::sync::atomic::Ordering;
+use std::time::{Duration, SystemTime};
 
 use oncebox::policy::operation::flow::Stage;
 use oncebox::policy::operation::provider::{Answer, Matches, QueryAnswer, Strategy, Window};
@@ -15,37 +14,13 @@ use uuid::Uuid;
 
 use crate::flow::{KEY, Plan, Service, WINDOW, code};
 use crate::scripted::{Act, Scripted, declined, done};
+use crate::standstill::Standstill;
 use crate::support::eventually;
 use crate::world::{Rows, SOON};
 
 const ONE: &str = "key-0000000000000001";
 const TWO: &str = "key-0000000000000002";
 const BUDGET: Duration = Duration::from_secs(20);
-
-/// How long this process was given no time at a stretch, as a thread sees it that wants to run all the time.
-struct Standstill(Arc<AtomicBool>, JoinHandle<Duration>);
-
-impl Standstill {
-    fn watch() -> Self {
-        let ended = Arc::new(AtomicBool::new(false));
-        let seen = Arc::clone(&ended);
-        let watching = std::thread::spawn(move || {
-            let (pause, mut longest) = (Duration::from_millis(1), Duration::ZERO);
-            while !seen.load(Ordering::SeqCst) {
-                let began = Instant::now();
-                std::thread::sleep(pause);
-                longest = longest.max(began.elapsed().saturating_sub(pause));
-            }
-            longest
-        });
-        Self(ended, watching)
-    }
-
-    fn longest(self) -> Duration {
-        self.0.store(true, Ordering::SeqCst);
-        self.1.join().unwrap()
-    }
-}
 
 fn status(answered: &Answered) -> (u16, bool) {
     match answered {

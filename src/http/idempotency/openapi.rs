@@ -2,6 +2,8 @@
 //!
 //! Promise: it is made from the endpoint itself, so the document and the service cannot differ.
 
+use std::collections::BTreeMap;
+
 use serde_json::{Value, json};
 use utoipa::openapi::extensions::Extensions;
 use utoipa::openapi::path::Operation;
@@ -46,8 +48,15 @@ pub fn describe(endpoint: &Registered, operation: &mut Operation) -> Result<(), 
     if route.while_running == WhileRunning::Accepted {
         problems.push(("202".to_owned(), "The operation goes on: see Location."));
     }
+    // A route may give a mismatch the status of another problem: then its description says both.
+    let mut described = BTreeMap::<String, String>::new();
     for (status, about) in problems {
-        let problem: Response = serde_json::from_value(problem(about))?;
+        let said = described.entry(status).or_default();
+        said.push_str(if said.is_empty() { "" } else { " " });
+        said.push_str(about);
+    }
+    for (status, about) in described {
+        let problem: Response = serde_json::from_value(problem(&about))?;
         operation.responses.responses.entry(status).or_insert(RefOr::T(problem));
     }
     let idempotency = json!({

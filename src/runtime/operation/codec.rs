@@ -5,6 +5,7 @@
 //! * Only allow-listed headers are kept; a name that repeats keeps all its values in their order.
 //! * What a pointer redacts, what is a secret, and what is too long never reaches the store: the last two leave a tombstone,
 //!   and are never run again to get an answer.
+//! * Bytes of one client's content coding are never another's answer: they leave a tombstone too (pitfall 22).
 //! * What was sealed under a key is opened only for the same tenant, operation, key, command and format.
 //!
 //! Not here: streams, which never come here ([`Kept::Stream`]), and the lifetimes (`store`).
@@ -100,6 +101,13 @@ pub(super) fn encode(
     let body = match (reply.keep, &reply.resource) {
         (Keep::Reference, Some(resource)) => AnswerBody::Reference(resource.clone()),
         (Keep::Reference, None) | (Keep::Nothing, _) => AnswerBody::Tombstone(Tombstone::Withheld),
+        (Keep::Exact, _) if headers::is_coded(&reply.headers) => {
+            tracing::warn!(
+                operation = %identity.operation(),
+                "an answer is not kept, for it came compressed: compression belongs outside of the idempotency layer"
+            );
+            AnswerBody::Tombstone(Tombstone::Withheld)
+        }
         (Keep::Exact, _) if reply.body.len() > endpoint.keeping.body_max => AnswerBody::Tombstone(Tombstone::Oversize),
         (Keep::Exact, _) => match redact::redacted(&reply.body, &endpoint.keeping.redact) {
             // It cannot be shown that nothing secret is in it.

@@ -41,6 +41,7 @@ use crate::observe::{self, Noted};
 use crate::policy::db_time::DbTime;
 use crate::policy::horizon::Bounds;
 use crate::policy::operation::decide::{Asked, Found, InProgress, Lost, Request, TakeOver};
+use crate::policy::operation::route::WhileRunning;
 use crate::policy::operation::{Canonical, Code, Decision, Identity, Key, KeyError, KeyFormat, Record, Scope, decide};
 use crate::store::{Basis, Fenced, KeptBody, KeyClaim, Keys};
 
@@ -346,7 +347,11 @@ impl<S: Keys> Front<S> {
         }
         if let Some(run) = self.engine.running().get(&identity.digest()) {
             let found = Found::Running { principal: &run.principal, fingerprint: &run.fingerprint };
-            return (self.decide(found), Seen::Run(run));
+            let decision = self.decide(found);
+            return match self.operation_of(decision, &identity).await {
+                Some((record, now)) => (Decision::InProgress(InProgress::Accepted), Seen::Record(record, now)),
+                None => (decision, Seen::Run(run)),
+            };
         }
         let refused = self.stage == Stage::Refused;
         self.stage = Stage::Look;
@@ -375,6 +380,19 @@ impl<S: Keys> Front<S> {
                 (self.decide(Found::Nothing(bounds)), Seen::Nobody)
             }
         }
+    }
+
+    /// Where a duplicate of a run of this process is sent to its operation: the map knows of none, and the record does once the
+    /// claim is committed. None: there is nothing to point at, and the map's decision stands.
+    async fn operation_of(&self, decision: Decision, identity: &Identity) -> Option<(Box<Record>, DbTime)> {
+        let accepts = self.endpoint.route().while_running == WhileRunning::Accepted;
+        if !accepts || decision != Decision::InProgress(InProgress::Conflict) {
+            return None;
+        }
+        let look = self.find(identity).await.ok()?;
+        let record = look.record?;
+        let accepted = self.decide(Found::Record(&record, look.now)) == Decision::InProgress(InProgress::Accepted);
+        accepted.then(|| (Box::new(record), look.now))
     }
 
     /// What would start more, unless the tenant has as much open as it may, also elsewhere and unresolved (O11), or as much

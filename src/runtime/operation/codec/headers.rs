@@ -41,6 +41,12 @@ pub(super) fn is_never(name: &str) -> bool {
     NEVER.contains(&name) || NEVER_PREFIX.iter().any(|prefix| name.starts_with(prefix))
 }
 
+/// Whether the bytes of the body are of a coding, such as gzip, that one client asked for.
+pub(super) fn is_coded(headers: &[(String, Vec<u8>)]) -> bool {
+    let coded = |value: &[u8]| !value.is_empty() && !value.eq_ignore_ascii_case(b"identity");
+    headers.iter().any(|(name, value)| name.eq_ignore_ascii_case("content-encoding") && coded(value.trim_ascii()))
+}
+
 /// What is kept of these, in their order.
 pub(super) fn kept(headers: &[(String, Vec<u8>)], more: &[String]) -> Vec<(String, Vec<u8>)> {
     // A header that `Connection` names belongs to the connection.
@@ -90,5 +96,13 @@ mod tests {
             assert!(kept(&[header(name, b"1")], &[name.to_owned()]).is_empty());
         }
         assert!(!ALLOWED.iter().any(|name| is_never(name)));
+    }
+
+    #[test]
+    fn pitfall_22_a_body_is_coded_where_a_header_says_so() {
+        let coded =
+            |value: &[u8]| is_coded(&[header("content-type", b"text/plain"), header("Content-Encoding", value)]);
+        assert!(coded(b"gzip") && coded(b" zstd ") && coded(b"gzip, br"));
+        assert!(!coded(b"identity") && !coded(b" Identity ") && !coded(b"") && !is_coded(&[]));
     }
 }

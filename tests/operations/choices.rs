@@ -1,0 +1,248 @@
+//! Choices of a route that a client sees: what a duplicate gets while the first one runs, the status of a mismatch, which headers
+//! belong to a command, and which refusals free the key (M22, M27, M43, O10).
+
+use axum::Router;
+use axum::extract::State as Of;
+use axum::http::StatusCode;
+use axum::routing::{get, post as route_post};
+use oncebox::http::idempotency::{IdempotencyLayer, well_known};
+use oncebox::policy::operation::route::{MismatchStatus, WhileRunning};
+use oncebox::policy::operation::{Code, Mode, Route, State};
+use oncebox::runtime::operation::{Endpoint, Reconciled, Reply};
+use oncebox::store::sqlite::SqliteStore;
+
+use super::crowd::door;
+use super::kit::*;
+use super::layer::{edge, layered, left_behind};
+
+on_all! {
+    m43_a_duplicate_is_sent_to_the_operation_where_the_route_says_so,
+    m43_a_recovery_is_202_where_the_route_says_so,
+    o10_release_untagged_frees_what_was_refused_and_nothing_else,
+}
+
+fn accepting(route: &Route) -> Endpoint {
+    Endpoint::raw("put", Route { while_running: WhileRunning::Accepted, ..route.clone() })
+        .operation_path("/operations/")
+}
+
+/// It is 202 with the place of the operation of the first request, and says when to come again.
+async fn is_accepted<S: Sql>(answer: &Http, code: Code, world: &World<S>) {
+    let record = world.record("t1", K1).await.unwrap();
+    let id = record.operation_id.to_string();
+    assert_eq!((answer.status, answer.code().as_str()), (202, code.as_str()), "{answer:?}");
+    assert_eq!(answer.header("location"), Some(format!("/operations/{id}").as_str()));
+    let body = answer.json();
+    assert_eq!((body["status"].as_u64(), body["operation_id"].as_str()), (Some(202), Some(id.as_str())));
+    assert_eq!((answer.header("content-type"), answer.is_replayed()), (Some("application/problem+json"), false));
+    let after: u32 = answer.header("retry-after").unwrap().parse().unwrap();
+    assert!((1..=40).contains(&after), "{after}");
+}
+
+// Shown by: answering from the map of the process, which knows no operation (409).
+async fn m43_a_duplicate_is_sent_to_the_operation_where_the_route_says_so<S: Sql>(world: World<S>) {
+    let gate = Gate::closed();
+    let here = layered(&world, accepting(&edge()), &gate).await + "/put";
+    let there = layered(&world.another_process(), accepting(&edge()), &gate).await + "/put";
+    let first = tokio::spawn(send(post(&here, K1, "{}")));
+    gate.begun().await;
+    for url in [&here, &there] {
+        let accepted = send(post(url, K1, "{}")).await;
+        is_accepted(&accepted, Code::InProgress, &world).await;
+        assert_eq!(accepted.json()["key_state"], "in_progress");
+        send(post(url, K1, r#"{"status":200}"#)).await.is(Code::KeyReused);
+        send(post(url, K1, "{}").header("test-scope", "t1:p2")).await.is(Code::KeyReused);
+    }
+    gate.let_go();
+    let first = first.await.unwrap();
+    assert_eq!((first.status, first.is_replayed()), (201, false));
+    for url in [&here, &there] {
+        let again = send(post(url, K1, "{}")).await;
+        assert_eq!((again.status, again.is_replayed(), &again.body), (201, true, &first.body));
+    }
+    assert_eq!((gate.calls(), world.effects().await), (1, 1));
+}
+
+// Shown by: 409, whatever the route says.
+async fn m43_a_recovery_is_202_where_the_route_says_so<S: Sql>(world: World<S>) {
+    let (gate, asked) = (Gate::open(), Gate::closed());
+    let asks = asked.clone();
+    let endpoint = accepting(&Route { reconciles: true, ..edge() }).reconciled_by(move |_| {
+        let asks = asks.clone();
+        Box::pin(async move {
+            asks.pass().await;
+            Ok(Reconciled::Completed(Reply::json(201, &"found")?))
+        })
+    });
+    let url = layered(&world, endpoint, &gate).await + "/put";
+    left_behind(&world, Mode::Edge, "{}").await;
+    let pending = send(post(&url, K1, "{}")).await;
+    is_accepted(&pending, Code::RecoveryPending, &world).await;
+    asked.begun().await;
+    asked.let_go();
+    until("it is found out", || async { world.record("t1", K1).await.unwrap().state == State::Completed }).await;
+    let found = send(post(&url, K1, "{}")).await;
+    assert_eq!((found.status, found.is_replayed(), gate.calls()), (201, true, 0));
+}
+
+// Shown by: 422 whatever the route says; a document that leaves the mismatch out where its status is another problem's too.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn m27_the_status_of_a_mismatch_is_the_routes_and_is_published() {
+    for (mismatch, status) in
+        [(MismatchStatus::Unprocessable, 422), (MismatchStatus::Conflict, 409), (MismatchStatus::BadRequest, 400)]
+    {
+        let (world, gate) = (sqlite().await, Gate::open());
+        let typed = Endpoint::typed::<Put>(Route { mismatch, ..same_tx() }).served_at("POST", "/put");
+        let typed = published(&world, door(&world, typed, &gate)).await;
+        let next = world.another_process();
+        let raw = layered(&next, Endpoint::raw("put", Route { mismatch, ..edge() }), &gate).await;
+        for (url, same, other) in [(&typed, r#"{"text":"a"}"#, r#"{"text":"b"}"#), (&raw, "{}", r#"{"status":200}"#)] {
+            let (key, url) = (format!("{K1}-{same}").replace(['"', '{', '}'], "~"), format!("{url}/put"));
+            assert_eq!(send(post(&url, &key, same)).await.status, 201);
+            for asked in [post(&url, &key, other), post(&url, &key, same).header("test-scope", "t1:p2")] {
+                let refused = send(asked).await;
+                assert_eq!((refused.status, refused.code().as_str()), (status, Code::KeyReused.as_str()));
+                let body = refused.json();
+                assert_eq!((body["status"].as_u64(), &body["retryable"]), (Some(status.into()), &false.into()));
+                assert_eq!(refused.header("retry-after"), None);
+            }
+            assert!(send(post(&url, &key, same)).await.is_replayed());
+        }
+        assert_eq!(gate.calls(), 2);
+        let document = send(client().get(format!("{typed}/.well-known/idempotency"))).await.json();
+        assert_eq!(document["operations"][0]["mismatchStatus"], status, "{document}");
+        #[cfg(feature = "openapi")]
+        is_described(&world, status);
+    }
+}
+
+async fn published(world: &World<SqliteStore>, router: Router) -> String {
+    let engine = world.engine.clone();
+    let publishes = move || {
+        let engine = engine.clone();
+        async move { well_known(&engine) }
+    };
+    serve(router.route("/.well-known/idempotency", get(publishes))).await
+}
+
+#[cfg(feature = "openapi")]
+fn is_described(world: &World<SqliteStore>, status: u16) {
+    let responses = serde_json::json!({"responses": {"201": {"description": "made"}}});
+    let mut operation: utoipa::openapi::path::Operation = serde_json::from_value(responses).unwrap();
+    oncebox::http::idempotency::describe(&world.engine.protected()[0], &mut operation).unwrap();
+    let document = serde_json::to_value(&operation).unwrap();
+    assert_eq!(document["x-idempotency"]["mismatchStatus"], status);
+    let about = document["responses"][status.to_string()]["description"].as_str().unwrap();
+    assert!(about.contains("different request"), "{about}");
+    assert_eq!(document["responses"].get("422").is_some(), status == 422, "{document}");
+    for (other, about) in [("409", "The first request runs"), ("400", "The key or the request is not valid")] {
+        let said = document["responses"][other]["description"].as_str().unwrap();
+        assert!(said.contains(about), "{said}");
+    }
+}
+
+// Shown by: leaving 202 out of the document.
+#[cfg(feature = "openapi")]
+#[tokio::test]
+async fn m43_the_openapi_document_says_202_where_the_route_does() {
+    for (endpoint, says) in [(accepting(&edge()), true), (Endpoint::raw("put", edge()), false)] {
+        let world = sqlite().await;
+        let endpoint = world.engine.protect(endpoint).unwrap();
+        let mut operation = utoipa::openapi::path::Operation::new();
+        oncebox::http::idempotency::describe(&endpoint, &mut operation).unwrap();
+        let document = serde_json::to_value(&operation).unwrap();
+        assert_eq!(document["responses"].get("202").is_some(), says, "{document}");
+    }
+}
+
+/// Refuses what its body says, with that status, and else has its effect. It has no `Idempotent<E>`: whether it began, only its
+/// author knows.
+async fn judges<S: Sql>(Of((store, gate)): Of<(S, Gate)>, body: String) -> StatusCode {
+    gate.pass().await;
+    if let Some(status) = body.strip_prefix("refuse ") {
+        return StatusCode::from_u16(status.parse().unwrap()).unwrap();
+    }
+    store.exec("insert into effect (text) values ('x')").await;
+    StatusCode::CREATED
+}
+
+// Shown by: releasing whatever the route says; never releasing; releasing 404 too.
+async fn o10_release_untagged_frees_what_was_refused_and_nothing_else<S: Sql>(world: World<S>) {
+    for release_untagged in [true, false] {
+        let (world, gate) = (world.another_process(), Gate::open());
+        let layer = IdempotencyLayer::new(&world.engine, Endpoint::raw("put", Route { release_untagged, ..edge() }));
+        let router = Router::new().route("/put", route_post(judges::<S>)).route_layer(layer.unwrap());
+        let url = serve(router.with_state((world.store.clone(), gate.clone()))).await + "/put";
+        for (status, frees) in [(400, true), (403, true), (422, true), (402, false), (404, false), (409, false)] {
+            let key = format!("{K1}-{release_untagged}-{status}");
+            let refusal = format!("refuse {status}");
+            let refused = send(post_text(&url, &key, &refusal)).await;
+            assert_eq!((refused.status, refused.is_replayed()), (status, false));
+            let mended = send(post_text(&url, &key, "mended")).await;
+            if release_untagged && frees {
+                assert_eq!((mended.status, mended.is_replayed()), (201, false), "{status}: the key is free");
+                assert!(send(post_text(&url, &key, "mended")).await.is_replayed());
+            } else {
+                mended.is(Code::KeyReused);
+                let again = send(post_text(&url, &key, &refusal)).await;
+                assert_eq!((again.status, again.is_replayed()), (status, true));
+            }
+        }
+        // What nobody saw the end of is unknown all the same.
+        let key = format!("{K2}-{release_untagged}");
+        assert_eq!(send(post_text(&url, &key, "refuse 429")).await.status, 429);
+        send(post_text(&url, &key, "refuse 429")).await.is(Code::OutcomeUnknown);
+        assert_eq!(gate.calls(), if release_untagged { 10 } else { 7 });
+    }
+    assert_eq!(world.effects().await, 3);
+}
+
+fn post_text(url: &str, key: &str, body: &str) -> reqwest::RequestBuilder {
+    client().post(url).header("idempotency-key", key).header("content-type", "text/plain").body(body.to_owned())
+}
+
+// Shown by: counting no header; leaving `If-Match` out of those that always count; counting all headers.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn m22_listed_headers_belong_to_the_command_and_no_others() {
+    const COUNTED: [(&str, &str, &str); 3] = [
+        ("prefer", "return=minimal", "return=representation"),
+        ("if-match", "\"1\"", "\"2\""),
+        ("x-api-version", "2", "3"),
+    ];
+    let (world, gate) = (sqlite().await, Gate::open());
+    let url = layered(&world, Endpoint::raw("put", edge()).counts_header("X-Api-Version"), &gate).await + "/put";
+    let asks = |change: Option<(&'static str, Option<&'static str>)>| {
+        let mut request = post(&url, K1, "{}");
+        for (name, value, _) in COUNTED {
+            let value = match change {
+                Some((changed, other)) if changed == name => other,
+                _ => Some(value),
+            };
+            if let Some(value) = value {
+                request = request.header(name, value);
+            }
+        }
+        request
+    };
+    assert_eq!(send(asks(None)).await.status, 201);
+    assert!(send(asks(None)).await.is_replayed());
+    for (name, _, other) in COUNTED {
+        send(asks(Some((name, Some(other))))).await.is(Code::KeyReused);
+        send(asks(Some((name, None)))).await.is(Code::KeyReused);
+        // Another line of it is another command too.
+        send(asks(None).header(name, other)).await.is(Code::KeyReused);
+    }
+    // A retry may have fresh credentials, a new trace and another client.
+    let others = [
+        ("authorization", "Bearer fresh"),
+        ("cookie", "session=2"),
+        ("traceparent", "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"),
+        ("user-agent", "another"),
+        ("accept", "text/html"),
+        ("x-other", "1"),
+    ];
+    for (name, value) in others {
+        assert!(send(asks(None).header(name, value)).await.is_replayed(), "{name}");
+    }
+    assert_eq!(gate.calls(), 1);
+}
