@@ -26,6 +26,6 @@ pub use exit::{AppError, Exit};
 pub use listen::Listener;
 pub use logging::{LogFormat, say, speak, start_logging};
 pub use program::{CommonArgs, run};
-pub use programs::{ConsumerArgs, PublisherArgs, configured_consumer, consumer, publisher};
-pub use publisher::run_publisher;
+pub use programs::{ConsumerArgs, PublisherArgs, configured_consumer, consumer, plain_publisher, publisher};
+pub use publisher::{run_publisher, run_publisher_with};
 pub use signals::stop_on_signals;

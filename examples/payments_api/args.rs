@@ -24,7 +24,7 @@ pub(crate) struct Args {
     /// The outside provider of /charges
     #[arg(long)]
     pub(crate) provider: Option<String>,
-    /// Whether this process recovers unfinished operations by itself
+    /// Whether this process recovers unfinished operations by itself; `only`: that and carrying messages, and it serves nothing
     #[arg(long, value_enum, default_value = "on")]
     pub(crate) recovery: Switch,
     /// How long a claim is owned without a heartbeat, in seconds
@@ -51,6 +51,7 @@ pub(crate) struct Args {
 pub(crate) enum Switch {
     On,
     Off,
+    Only,
 }
 
 impl Args {

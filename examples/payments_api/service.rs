@@ -13,7 +13,7 @@ use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post, put};
 use metrics_exporter_prometheus::{PrometheusBuilder, PrometheusHandle};
 use oncebox::app::config::{Secret, Settings};
-use oncebox::app::{AppError, LogFormat, open_broker, start_logging, stop_on_signals};
+use oncebox::app::{AppError, LogFormat, open_broker, run_publisher_with, start_logging, stop_on_signals};
 use oncebox::http::idempotency::{IdempotencyLayer, IdempotencyScope, TypedDoor, problem_response, well_known};
 use oncebox::observe::{self, Health};
 use oncebox::policy::operation::{Code, Mode, Scope};
@@ -54,6 +54,9 @@ pub(crate) async fn run<S: Books>(args: Args) -> Result<(), AppError> {
     let metrics = PrometheusBuilder::new().install_recorder().map_err(failed)?;
     observe::describe("payments_api");
     start_logging(LogFormat::Text, &std::env::var("RUST_LOG").unwrap_or_else(|_| "warn".to_owned())).map_err(failed)?;
+    if args.recovery == Switch::Only {
+        return recover_only::<S>(args).await;
+    }
     let store: S = open(&args.database).await?;
     let mut engine = Engine::builder(store.clone());
     if let Some(here) = &args.region {
@@ -117,6 +120,20 @@ async fn charges<S: Books>(args: &Args, store: &S, engine: &Engine<S>) -> Result
         }
     };
     Ok(Charges { typed, door, budget: Duration::from_secs_f64(args.charge_budget.max(0.0)) })
+}
+
+/// A process of its own that recovers, and carries messages: what `oncebox::app::publisher` is for a `main` that has its flags.
+async fn recover_only<S: Books>(args: Args) -> Result<(), AppError> {
+    let mut settings = Settings::default();
+    settings.database.url = Secret(args.database.clone());
+    settings.broker.url = Secret(args.broker.clone().ok_or_else(|| AppError::usage("--recovery only needs --broker"))?);
+    settings.broker.kafka.create_topics = true;
+    let door = async |store: S| {
+        let engine = Engine::builder(store.clone()).build();
+        let charges = charges(&args, &store, &engine).await?;
+        charges.door.ok_or_else(|| AppError::usage("--recovery only needs --provider"))
+    };
+    run_publisher_with(&settings, door, false, Health::default(), stop_on_signals()?).await
 }
 
 /// The recovery worker, in the service's process.

@@ -186,6 +186,20 @@ create table if not exists oncebox_deployment (
 
 insert ignore into oncebox_deployment (only_row, deployment_id, created_at) values (1, unhex(replace(uuid(), '-', '')), utc_timestamp(6));
 
+create table if not exists oncebox_operation_process (
+  process_id    binary(16)     not null comment 'id that the process drew when it started',
+  operation     varbinary(255) not null comment 'name of the operation',
+  oldest        bigint         not null comment 'oldest version that it can compute',
+  newest        bigint         not null comment 'newest version that it can compute',
+  write_version bigint         not null comment 'version that it writes',
+  kids          text character set ascii collate ascii_bin not null comment 'key ids that it has, with commas between them',
+  write_kid     varchar(32) character set ascii collate ascii_bin not null comment 'key id that it writes with',
+  seen_at       datetime(6)    not null comment 'when it said so last, UTC; after a day it is forgotten',
+  primary key (process_id, operation) comment 'serves: what a process says again',
+  constraint oncebox_operation_process_versions check (oldest >= 0 and write_version between oldest and newest)
+) engine = InnoDB default charset = utf8mb4
+  comment = 'oncebox: which fingerprints each live process of a service reads and writes, for doctor';
+
 alter table oncebox_audit
   modify act varchar(32) character set ascii collate ascii_bin not null comment 'redrive, redrive-as or discard; of keys and operations: release, purge, retry or resolve',
   modify place varbinary(255) not null comment 'outbox, the name of the consumer, or of the operation',

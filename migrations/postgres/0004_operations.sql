@@ -2,42 +2,6 @@
 
 -- Claims and metadata ---------------------------------------------------------------------------------------------------------
 
--- Every statement that writes a row reads the text of all CHECK constraints anew, which took longer than all else it did; the body of
--- a function is read once a session, and its operators are set up once a transaction. So there is one constraint, which calls this, and
--- counts nulls instead of comparing each with each.
-create function oncebox.is_sound_request(key_digest bytea, mode text, state text, epoch bigint, owner uuid, lease_until timestamptz,
-  lease_seconds double precision, generation bigint, attempts integer, outcome_at timestamptz, expires_at timestamptz, answer_status integer,
-  schema_version bigint, body text, body_expires_at timestamptz, body_headers bytea, body_bytes bytea, body_format integer, body_kid text,
-  kept_bytes bigint, resource_kind text, resource_id text, resource_location text, error_code text) returns boolean
-language plpgsql immutable parallel safe as $$
-begin
-  return octet_length(key_digest) = 32 and least(epoch, generation, attempts) > 0
-    and mode in ('same_tx', 'bridged', 'edge', 'phased')
-    -- what it refers to
-    and num_nonnulls(resource_kind, resource_id) in (0, 2) and (resource_kind is not null or resource_location is null)
-    and case
-      when state in ('IN_PROGRESS', 'UNKNOWN_REQUIRES_RECOVERY') then
-        -- no outcome and no answer; a lease, where its owner is a process
-        num_nonnulls(outcome_at, expires_at, error_code, answer_status, schema_version, body, body_expires_at, body_headers, body_bytes,
-          body_format, body_kid, kept_bytes) = 0
-        and num_nonnulls(owner, lease_until, lease_seconds) = case when state = 'IN_PROGRESS' and mode in ('bridged', 'edge') then 3 else 0 end
-      else
-        state in ('COMPLETED', 'FAILED_REPLAYABLE', 'FAILED_RETRYABLE')
-        and num_nonnulls(owner, lease_until, lease_seconds) = 0 and coalesce(expires_at >= outcome_at, false)
-        and (error_code is null or state <> 'COMPLETED')
-        -- the answer
-        and num_nonnulls(answer_status, schema_version, body) in (0, 3) and (body is not null or state = 'FAILED_RETRYABLE')
-        and coalesce(body in ('kept', 'reference', 'oversize', 'stream', 'withheld', 'purged'), true)
-        and (body is distinct from 'reference' or resource_kind is not null)
-        -- its body
-        and (body_expires_at is null) = (body is distinct from 'kept')
-        and num_nonnulls(body_headers, body_bytes, body_format) in (0, 3) and (body_format is not null or body_kid is null)
-        and (body_expires_at is not null or num_nonnulls(body_format, kept_bytes) = 0) and coalesce(kept_bytes >= 0, true)
-    end;
-end
-$$;
-comment on function oncebox.is_sound_request is 'whether the columns of idempotency_request agree with each other: its CHECK constraint';
-
 create table oncebox.idempotency_request (
   key_digest         bytea not null,
   tenant             bytea not null,
@@ -72,11 +36,41 @@ create table oncebox.idempotency_request (
   resource_location  text,
   error_code         text,
   constraint idempotency_request_pkey primary key (key_digest),
-  constraint idempotency_request_operation_id unique (operation_id),
-  constraint idempotency_request_sound check (oncebox.is_sound_request(key_digest, mode, state, epoch, owner, lease_until, lease_seconds,
-    generation, attempts, outcome_at, expires_at, answer_status, schema_version, body, body_expires_at, body_headers, body_bytes, body_format,
-    body_kid, kept_bytes, resource_kind, resource_id, resource_location, error_code))
+  constraint idempotency_request_operation_id unique (operation_id)
 );
+-- Every statement that writes a row reads the text of all CHECK constraints anew, which took longer than all else it did; the body of
+-- a function is read once a session, and its operators are set up once a transaction. So there is one constraint, which calls this with
+-- the whole row (24 columns by name cost more than what it does with them), and counts nulls instead of comparing each with each.
+create function oncebox.is_sound_request(r oncebox.idempotency_request) returns boolean
+language plpgsql immutable parallel safe as $$
+begin
+  return octet_length(r.key_digest) = 32 and least(r.epoch, r.generation, r.attempts) > 0
+    and r.mode in ('same_tx', 'bridged', 'edge', 'phased')
+    -- what it refers to
+    and num_nonnulls(r.resource_kind, r.resource_id) in (0, 2) and (r.resource_kind is not null or r.resource_location is null)
+    and case
+      when r.state in ('IN_PROGRESS', 'UNKNOWN_REQUIRES_RECOVERY') then
+        -- no outcome and no answer; a lease, where its owner is a process
+        num_nonnulls(r.outcome_at, r.expires_at, r.error_code, r.answer_status, r.schema_version, r.body, r.body_expires_at, r.body_headers, r.body_bytes,
+          r.body_format, r.body_kid, r.kept_bytes) = 0
+        and num_nonnulls(r.owner, r.lease_until, r.lease_seconds) = case when r.state = 'IN_PROGRESS' and r.mode in ('bridged', 'edge') then 3 else 0 end
+      else
+        r.state in ('COMPLETED', 'FAILED_REPLAYABLE', 'FAILED_RETRYABLE')
+        and num_nonnulls(r.owner, r.lease_until, r.lease_seconds) = 0 and coalesce(r.expires_at >= r.outcome_at, false)
+        and (r.error_code is null or r.state <> 'COMPLETED')
+        -- the answer
+        and num_nonnulls(r.answer_status, r.schema_version, r.body) in (0, 3) and (r.body is not null or r.state = 'FAILED_RETRYABLE')
+        and coalesce(r.body in ('kept', 'reference', 'oversize', 'stream', 'withheld', 'purged'), true)
+        and (r.body is distinct from 'reference' or r.resource_kind is not null)
+        -- its body
+        and (r.body_expires_at is null) = (r.body is distinct from 'kept')
+        and num_nonnulls(r.body_headers, r.body_bytes, r.body_format) in (0, 3) and (r.body_format is not null or r.body_kid is null)
+        and (r.body_expires_at is not null or num_nonnulls(r.body_format, r.kept_bytes) = 0) and coalesce(r.kept_bytes >= 0, true)
+    end;
+end
+$$;
+comment on function oncebox.is_sound_request is 'whether the columns of a row of idempotency_request agree with each other: its CHECK constraint';
+alter table oncebox.idempotency_request add constraint idempotency_request_sound check (oncebox.is_sound_request(idempotency_request));
 create index idempotency_request_open on oncebox.idempotency_request (state, created_at) include (tenant)
   where state in ('IN_PROGRESS', 'UNKNOWN_REQUIRES_RECOVERY');
 create index idempotency_request_body on oncebox.idempotency_request (body_expires_at) where body_format is not null;
@@ -335,6 +329,29 @@ comment on column oncebox.deployment.deployment_id is 'id that stands in the con
 comment on column oncebox.deployment.created_at is 'when it was made';
 comment on index oncebox.deployment_pkey is 'serves the check before sending: the only row';
 insert into oncebox.deployment (deployment_id) values (gen_random_uuid());
+
+create table oncebox.operation_process (
+  process_id     uuid not null,
+  operation      bytea not null,
+  oldest         bigint not null,
+  newest         bigint not null,
+  write_version  bigint not null,
+  kids           text not null,
+  write_kid      text not null,
+  seen_at        timestamptz not null default clock_timestamp(),
+  constraint operation_process_pkey primary key (process_id, operation),
+  constraint operation_process_versions check (oldest >= 0 and write_version between oldest and newest)
+);
+comment on table oncebox.operation_process is 'which fingerprints each live process of a service reads and writes, for doctor (O21)';
+comment on column oncebox.operation_process.process_id is 'id that the process drew when it started';
+comment on column oncebox.operation_process.operation is 'name of the operation';
+comment on column oncebox.operation_process.oldest is 'oldest version that it can compute';
+comment on column oncebox.operation_process.newest is 'newest version that it can compute';
+comment on column oncebox.operation_process.write_version is 'version that it writes';
+comment on column oncebox.operation_process.kids is 'key ids that it has, with commas between them';
+comment on column oncebox.operation_process.write_kid is 'key id that it writes with';
+comment on column oncebox.operation_process.seen_at is 'when it said so last; after a day it is forgotten';
+comment on index oncebox.operation_process_pkey is 'serves what a process says again';
 
 -- What operators do with keys and operations.
 alter table oncebox.audit drop constraint audit_act;

@@ -169,6 +169,20 @@ create table oncebox_deployment (
 insert into oncebox_deployment (only_row, deployment_id, created_at)
     values (1, randomblob(16), cast(round(unixepoch('subsec') * 1000) as integer));
 
+-- Which fingerprints each live process of a service reads and writes, for `oncebox doctor`.
+create table oncebox_operation_process (
+    process_id    blob not null check (length(process_id) = 16), -- drawn when the process started
+    operation     blob not null,                                 -- name of the operation
+    oldest        integer not null check (oldest >= 0),          -- version that it can compute
+    newest        integer not null,                              -- version that it can compute
+    write_version integer not null,                              -- version that it writes
+    kids          text not null,                                 -- key ids that it has, with commas between them
+    write_kid     text not null,                                 -- key id that it writes with
+    seen_at       integer not null,                              -- when it said so last; after a day it is forgotten
+    primary key (process_id, operation),
+    check (write_version between oldest and newest)
+) without rowid;
+
 -- What operators did, now also with keys and operations: a check cannot be changed, so the table is made anew.
 create table oncebox_audit_4 (
     audit_id   integer primary key autoincrement,      -- order

@@ -1,5 +1,6 @@
 //! `publisher` and `consumer`: the relay and the consumers as processes.
 
+use std::future::Future;
 use std::net::SocketAddr;
 use std::process::ExitCode;
 use std::time::Duration;
@@ -11,9 +12,10 @@ use super::consumer::{HandlersByConsumer, run_consumers, run_consumers_with};
 use super::exit::AppError;
 use super::listen::Listener;
 use super::program::{CommonArgs, run};
-use super::publisher::run_publisher;
+use super::publisher::{run_publisher, run_publisher_with};
 use super::signals::stop_on_signals;
 use crate::observe::Health;
+use crate::runtime::operation::phased::Door;
 use crate::store::Store;
 
 /// What `publisher` takes.
@@ -36,6 +38,21 @@ impl PublisherArgs {
         let loaded = common.load(self.listen)?;
         let (health, stop) = start("publisher", &loaded.settings).await?;
         run_publisher(&loaded.settings, self.until_empty, health, stop).await
+    }
+
+    /// Runs the program, and the recovery of operations in phases beside it: see [`run_publisher_with`].
+    ///
+    /// # Errors
+    /// What a person must mend.
+    pub async fn run_with<S, F, M>(self, common: &CommonArgs, operations: F) -> Result<(), AppError>
+    where
+        S: Store,
+        F: FnOnce(S) -> M,
+        M: Future<Output = Result<Door<S>, AppError>>,
+    {
+        let loaded = common.load(self.listen)?;
+        let (health, stop) = start("publisher", &loaded.settings).await?;
+        run_publisher_with(&loaded.settings, operations, self.until_empty, health, stop).await
     }
 }
 
@@ -113,10 +130,22 @@ struct ConsumerProgram {
     args: ConsumerArgs,
 }
 
-/// `publisher`: what its `main` returns.
-pub fn publisher() -> ExitCode {
+/// `publisher`: what its `main` returns. It knows no operations and recovers none (O22).
+pub fn plain_publisher() -> ExitCode {
     let program = PublisherProgram::parse();
     run(program.args.run(&program.common))
+}
+
+/// `publisher` that also recovers operations in phases, for the flows of the door that `operations` makes: what a `main` of one's
+/// own returns, built with the same flows as the service (O22). It reads the same flags, environment and file.
+pub fn publisher<S, F, M>(operations: F) -> ExitCode
+where
+    S: Store,
+    F: FnOnce(S) -> M,
+    M: Future<Output = Result<Door<S>, AppError>>,
+{
+    let program = PublisherProgram::parse();
+    run(program.args.run_with(&program.common, operations))
 }
 
 /// `consumer` with the handlers that the configuration names: what its `main` returns.

@@ -1,5 +1,7 @@
-//! The relay as a process: one relay for each shard, until a stop or until the outbox is empty.
+//! The relay as a process: one relay for each shard, until a stop or until the outbox is empty; with the operations of a service,
+//! also their recovery.
 
+use std::future::Future;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -7,10 +9,11 @@ use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
 
 use super::config::Settings;
-use super::connect::{AnyBroker, Wait, open_broker};
+use super::connect::{AnyBroker, Wait, open_broker, open_store_with};
 use super::exit::AppError;
 use crate::error::redact;
 use crate::observe::{self, Health};
+use crate::runtime::operation::phased::{Door, Recovery, RecoveryOptions};
 use crate::runtime::pace::sleep_unless;
 use crate::runtime::{Relay, RelayOptions};
 use crate::store::{Severity, Status, Store};
@@ -28,8 +31,42 @@ pub async fn run_publisher(
     let broker = open_broker(settings).await?;
     let waits = Some((&stop, &health));
     crate::with_store!(settings, waits, |store| {
+        ready(&store, settings, &stop, &health).await?;
         relay_all(store, broker, settings, until_empty, health.clone(), stop.clone()).await
     })
+}
+
+/// As [`run_publisher`], and recovers operations in phases whose process died (O22): a [`Recovery`] runs beside the relay, for the
+/// flows of the door that `operations` makes; it is built with the same flows as the service. The database URL must lead to its
+/// store. Where the outbox is waited for to be empty, operations are not.
+///
+/// # Errors
+/// As [`run_publisher`]; and what `operations` says.
+pub async fn run_publisher_with<S, F, M>(
+    settings: &Settings,
+    operations: F,
+    until_empty: bool,
+    health: Health,
+    stop: CancellationToken,
+) -> Result<(), AppError>
+where
+    S: Store,
+    F: FnOnce(S) -> M,
+    M: Future<Output = Result<Door<S>, AppError>>,
+{
+    let broker = open_broker(settings).await?;
+    let options = settings.database.options().map_err(AppError::usage)?;
+    let store: S = open_store_with(&options, Some(&stop), &health).await?;
+    ready(&store, settings, &stop, &health).await?;
+    let recovery = Recovery::new(&operations(store.clone()).await?, RecoveryOptions::default(), health.clone());
+    let all = stop.child_token();
+    let recovering = tokio::spawn(recovery.run(all.clone()));
+    let relayed = relay_all(store, broker, settings, until_empty, health, stop).await;
+    all.cancel();
+    match recovering.await {
+        Ok(ended) => relayed.and(ended.map_err(AppError::from)),
+        Err(error) => relayed.and(Err(AppError::failed(format!("the recovery ended in disorder: {error}")))),
+    }
 }
 
 async fn relay_all<S: Store>(
@@ -40,7 +77,6 @@ async fn relay_all<S: Store>(
     health: Health,
     stop: CancellationToken,
 ) -> Result<(), AppError> {
-    ready(&store, settings, &stop, &health).await?;
     declare(&broker, settings, &stop, &health).await?;
     let shards = store.shards().await?;
     let mut relays = JoinSet::new();

@@ -3,5 +3,5 @@
 use std::process::ExitCode;
 
 fn main() -> ExitCode {
-    oncebox::app::publisher()
+    oncebox::app::plain_publisher()
 }

@@ -7,6 +7,8 @@ use crate::app::config::Settings;
 use crate::app::{AnyBroker, AppError, open_broker};
 use crate::broker::Subscription;
 use crate::error::redact;
+use crate::policy::operation::OperationName;
+use crate::policy::operation::versions::{Announced, Versions, unreadable};
 use crate::store::{Finding, SchemaState, Severity, Store};
 
 pub(super) async fn run(common: &CommonArgs, output: Output) -> Result<(), AppError> {
@@ -66,6 +68,7 @@ async fn look<S: Store>(store: S, settings: &Settings) -> Result<Vec<Finding>, A
     }
     let mut findings = vec![Finding::ok("schema", format!("{name}: all migrations are applied"))];
     findings.extend(store.check().await?);
+    findings.extend(versions(&store.live_versions().await?));
     let status = store.status().await?;
     let consumers = status.consumers.iter().map(|one| (format!("consumer {}", one.name), one.dead, one.held));
     for (place, dead, held) in std::iter::once(("outbox".to_owned(), status.dead, status.held)).chain(consumers) {
@@ -102,6 +105,35 @@ async fn broker_findings(broker: &AnyBroker, settings: &Settings) -> Vec<Finding
             .collect(),
         Err(error) => vec![Finding::refused("broker", format!("{name}: {error}"), "start it, or mend [broker] url")],
     }
+}
+
+/// Whether every live process can read the fingerprints that the others write (O21).
+fn versions(live: &[Announced]) -> Vec<Finding> {
+    let name = |operation: &OperationName| format!("operation {operation}: fingerprints");
+    let mut found: Vec<Finding> = live
+        .chunk_by(|one, next| one.versions.operation == next.versions.operation)
+        .map(|of_one| {
+            let said = of_one.iter().map(|one| {
+                let Versions { readable, write_version, kids, write_kid, .. } = &one.versions;
+                let kids = kids.iter().map(|kid| kid.as_str()).collect::<Vec<_>>().join(", ");
+                format!(
+                    "process {} reads versions {} to {} with key ids {kids}, and writes {write_version} with {write_kid}",
+                    one.process,
+                    readable.start(),
+                    readable.end(),
+                )
+            });
+            Finding::ok(name(&of_one[0].versions.operation), said.collect::<Vec<_>>().join("; "))
+        })
+        .collect();
+    found.extend(unreadable(live).into_iter().map(|one| {
+        Finding::warning(
+            name(&one.operation),
+            format!("process {} writes {}, which process {} cannot read", one.writer, one.what, one.reader),
+            "lower `write_version` or the key id that is written with until every process reads it: else second requests are answered 503 or 409",
+        )
+    }));
+    found
 }
 
 /// What is not promised of an inbox that forgets (G8).

@@ -27,6 +27,7 @@
 //! | [`delivery`] | the words for what is sent to others | O28 |
 //! | [`problem`], [`pace`] | the codes, and when to come again | O29 |
 //! | [`resend`] | what a client does after an attempt | O26, O27 |
+//! | [`versions`] | which live processes can read what others write | O21 |
 //! | [`retention`] | how long what is remembered | O3, O23, M99 |
 
 pub mod canonical;
@@ -50,6 +51,7 @@ pub mod record;
 pub mod resend;
 pub mod retention;
 pub mod route;
+pub mod versions;
 
 pub use self::canonical::{FingerprintValue, FingerprintWriter, ValueWriter};
 pub use self::classify::Outcome;

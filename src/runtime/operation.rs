@@ -22,6 +22,7 @@ mod door_c;
 mod endpoint;
 mod engine;
 mod front;
+mod live;
 mod memory;
 pub mod phased;
 mod quota;

@@ -320,7 +320,7 @@ macro_rules! store_conformance {
             phases_marks: [
                 o1_a_phase_that_somebody_else_committed_is_not_begun_again,
                 o9_a_phase_of_which_nothing_was_committed_is_begun_again,
-                o9_a_phase_waits_for_a_run_that_has_not_ended,
+                o9_a_phase_is_not_begun_beside_a_run_that_has_not_ended,
                 o9_a_driver_that_was_overtaken_begins_no_run,
             ];
             lifetimes: [
@@ -338,6 +338,7 @@ macro_rules! store_conformance {
                 o6_a_retry_is_the_workers_and_a_duplicate_is_accepted_by_name,
                 o9_a_resolved_operation_and_its_record_have_one_outcome,
                 o8_an_effect_is_resolved_and_its_flow_goes_on,
+                o21_what_live_processes_say_of_their_fingerprints_is_shown,
             ];
             mailbox: [
                 an_email_is_one_row_for_its_unique_key,

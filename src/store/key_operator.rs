@@ -23,6 +23,7 @@ use super::{ActContext, Phases};
 use crate::error::StoreError;
 use crate::policy::operation::flow::Stage;
 use crate::policy::operation::retention::Retention;
+use crate::policy::operation::versions::Announced;
 use crate::policy::operation::{Identity, Mode, OperationName, Record, State};
 
 /// Which keys.
@@ -302,6 +303,10 @@ pub trait KeyOperator: Phases {
 
     /// Operations with intents and evidence, oldest first.
     fn operations(&self, filter: &OperationFilter) -> impl Future<Output = Result<FoundOperations, StoreError>> + Send;
+
+    /// What processes have said of the fingerprints that they read and write, those that said it in the last
+    /// [`LIVE_FOR`](crate::policy::operation::versions::LIVE_FOR) by database time; by operation and process (O21).
+    fn live_versions(&self) -> impl Future<Output = Result<Vec<Announced>, StoreError>> + Send;
 
     /// One change of a record with its audit row, fenced by epoch and state as seen. What it may not be used for is refused by
     /// [`Self::act_on_key`]; here the statement hits or does not.

@@ -20,6 +20,7 @@
 //!
 //! Not here: what is decided from a record ([`decide`](crate::policy::operation::decide())), and encryption of bodies.
 
+pub(super) mod announced;
 pub(super) mod stored;
 
 use std::future::Future;
@@ -36,6 +37,7 @@ use crate::policy::operation::doubt;
 use crate::policy::operation::record::{Resource, Tombstone};
 use crate::policy::operation::retention::Retention;
 use crate::policy::operation::route::Durability;
+use crate::policy::operation::versions::Versions;
 use crate::policy::operation::{Fingerprint, Identity, Mode, OperationName, PrincipalMark, Record};
 
 /// How long a fresh connection looks for a commit that was lost sight of (O29).
@@ -363,6 +365,14 @@ pub trait Keys: Clone + std::fmt::Debug + Send + Sync + 'static {
     /// # Errors
     /// [`StoreError::Refused`] of a store that keeps no evidence: a guard.
     fn observe_run(&self, evidence: &NewEvidence) -> impl Future<Output = Result<(), StoreError>> + Send;
+
+    /// Writes down which fingerprints this process reads and writes now (O21), and forgets processes that have said nothing for a
+    /// day. [`KeyOperator::live_versions`](super::KeyOperator::live_versions) shows it. A store that no operator looks at keeps
+    /// nothing.
+    fn announce(&self, process: Uuid, versions: &[Versions]) -> impl Future<Output = Result<(), StoreError>> + Send {
+        let _ = (process, versions);
+        async { Ok(()) }
+    }
 
     /// How much is open.
     fn operation_stats(&self) -> impl Future<Output = Result<OperationStats, StoreError>> + Send;

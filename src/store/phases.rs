@@ -13,8 +13,8 @@
 //!
 //! Where nobody hears how a later phase ended (its connection was lost, its process died), its mark tells: a row that the phase's
 //! transaction inserts when it begins, and deletes when it moves on. So no committed transaction of ours leaves one, and one that is
-//! seen says that a run was committed by somebody else ([`Phases::begin_run`]). On SQLite no commit but ours succeeds, and there is
-//! none. A handler that rolls back, writes on and commits that by itself takes its own mark away: it is found out where the phase
+//! seen says that a run was committed by somebody else ([`Phases::begin_run`]). While the server still has the other transaction it
+//! says nothing, and nobody waits for that with a connection in hand. On SQLite no commit but ours succeeds, and there is none. A handler that rolls back, writes on and commits that by itself takes its own mark away: it is found out where the phase
 //! ends, and not where its connection is lost before.
 //!
 //! Errors and cancel safety as in [`Keys`](super::Keys).
@@ -238,6 +238,9 @@ pub enum Run<T> {
     Begun(T),
     /// The mark of an earlier run stands: that run was committed, and not by us.
     Marked,
+    /// The server still has an earlier run, as one whose connection was lost while a statement went on: what it comes to is not known
+    /// yet.
+    Unended,
     /// The operation is another driver's by now, or stands elsewhere: this run would be one too many.
     Overtaken,
 }
@@ -358,12 +361,14 @@ pub trait Phases: Operations {
     /// [`StoreError::Fenced`] where there is no such operation any more.
     fn begin_phase(&self, driven: &Driven) -> impl Future<Output = Result<Self::Phase, StoreError>> + Send;
 
-    /// Begins a later phase whose code is a handler's. It waits while the server has another run of the operation's, as one whose
-    /// connection was lost, or that of a driver before: how that ends is what it looks for. Then it asks, under its mark, whether the
-    /// operation is still at `point` in its epoch: a driver that stood still while another ran the phase begins none.
+    /// Begins a later phase whose code is a handler's. Where the server still has another run of the operation's, as one whose
+    /// connection was lost, or that of a driver before, it begins none, and holds no connection until that ends: it says so after a
+    /// second at most (on SQLite, where one writes at a time, it waits its turn). Else it asks, under its mark, whether the operation
+    /// is still at `point` in its epoch: a driver that stood still while another ran the phase begins none. Statements of the handler
+    /// wait for locks as long as in any other phase.
     ///
     /// # Errors
-    /// As in [`Self::begin_phase`]. [`StoreError::Busy`] where the other run did not end in the time that a lock is waited for.
+    /// As in [`Self::begin_phase`].
     fn begin_run(
         &self,
         driven: &Driven,

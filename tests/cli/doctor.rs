@@ -75,3 +75,32 @@ fn dead_messages_are_a_warning_that_points_at_their_list() {
     assert!(findings(&done).contains(&warning), "{}", done.stdout);
     done.ok();
 }
+
+/// Shown by leaving the processes out; by saying nothing of who cannot read whom.
+#[test]
+fn o21_the_fingerprints_of_live_processes_are_shown_and_a_version_raised_too_early_is_a_warning() {
+    let place = Place::migrated();
+    let says = |process: u8, newest: u8, age: u32| {
+        place.sql(&format!(
+            "insert into oncebox_operation_process values (x'{:032x}', cast('pay' as blob), 1, {newest}, {newest}, 'sha256,k1', 'k1', \
+               unixepoch() * 1000 - {age})",
+            process
+        ));
+    };
+    says(1, 1, 0);
+    says(3, 3, 3_600_000);
+    let shown = |expected: &[&str]| {
+        let done = doctor(&place, &[]);
+        each_has_a_remedy(&done);
+        let name = "operation pay: fingerprints";
+        let severities = findings(&done).into_iter().filter(|one| one.0 == name).map(|one| one.1).collect::<Vec<_>>();
+        assert_eq!(severities, expected, "{}", done.stdout);
+        done.ok()
+    };
+    let one = shown(&["ok"]);
+    assert!(one.contains("reads versions 1 to 1 with key ids sha256, k1, and writes 1 with k1"), "{one}");
+    assert!(!one.contains("writes 3"), "who said nothing for an hour is gone: {one}");
+    says(2, 2, 0);
+    let two = shown(&["ok", "warning"]);
+    assert!(two.contains("writes version 2, which process 00000000-0000-0000-0000-000000000001 cannot read"), "{two}");
+}

@@ -12,20 +12,21 @@ use oncebox::runtime::sender::{EmailTransport, Sender, SenderOptions};
 use oncebox::store::{NewEmail, StoreOptions};
 use tokio_util::sync::CancellationToken;
 
-use super::kit::{Act, Behind, Does, SOON, Sql, behind_a_proxy, consumer_options, fails, relay_options};
+use super::kit::{
+    Act, Behind, Does, SOON, Sql, behind_a_proxy, behind_two_proxies, consumer_options, fails, relay_options,
+};
 use super::proxy::{Failure, When};
 use super::sender::smtp;
 use super::support::eventually;
 
-/// Moments of failure: after so many requests, before the next one arrives or before its answer does.
-fn moments(failure: Failure) -> impl Iterator<Item = (u32, When)> {
+/// Moments of failure: after so many requests.
+fn moments(failure: Failure) -> impl Iterator<Item = u32> {
     let requests: &[u32] = match failure {
         Failure::Cut => &[0, 1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 15],
         // Each costs the answer timeout.
         _ => &[0, 1, 3, 5, 8],
     };
-    let both = |n: &u32| [(*n, When::BeforeRequest), (*n, When::BeforeAnswer)];
-    requests.iter().flat_map(both)
+    requests.iter().copied()
 }
 
 fn patient() -> StoreOptions {
@@ -35,11 +36,11 @@ fn patient() -> StoreOptions {
 /// A wait for all rounds of a test: some end with a pace of seconds.
 const LONG: Duration = Duration::from_secs(240);
 
-async fn relay<S: Sql>(behind: Behind<S>, failure: Failure) {
+async fn relay<S: Sql>(behind: Behind<S>, failure: Failure, when: When) {
     let Behind { direct, through, proxy } = behind;
     let relay = through.relay(relay_options());
     let mut all = Vec::new();
-    for (requests, when) in moments(failure) {
+    for requests in moments(failure) {
         let names: Vec<String> = (0..6).map(|i| format!("{}{requests}{when:?}{i}", ["a", "b", "c"][i % 3])).collect();
         proxy.fail_after(requests, when, failure);
         direct.enqueue("t", &names.iter().map(String::as_str).collect::<Vec<_>>()).await;
@@ -68,7 +69,7 @@ fn unhurried(failure: Failure) -> ConsumerOptions {
 }
 
 /// The first two tries of every second message fail, so that it runs in a batch, alone, and out of the waiting table.
-async fn consumer<S: Sql>(behind: Behind<S>, failure: Failure) {
+async fn consumer<S: Sql>(behind: Behind<S>, failure: Failure, when: When) {
     let Behind { direct, through, proxy } = behind;
     let tries: Arc<Mutex<BTreeMap<String, BTreeSet<u32>>>> = Arc::default();
     let seen = Arc::clone(&tries);
@@ -78,7 +79,7 @@ async fn consumer<S: Sql>(behind: Behind<S>, failure: Failure) {
     };
     let consumer = through.consumer(unhurried(failure), Does(handler));
     let mut all: BTreeMap<char, Vec<String>> = BTreeMap::new();
-    for (requests, when) in moments(failure) {
+    for requests in moments(failure) {
         let names: Vec<String> = (0..4).map(|i| format!("{}{requests}{when:?}{i}", ["a", "b"][i % 2])).collect();
         proxy.fail_after(requests, when, failure);
         direct.deliver_all(&names.iter().map(String::as_str).collect::<Vec<_>>());
@@ -106,7 +107,7 @@ async fn consumer<S: Sql>(behind: Behind<S>, failure: Failure) {
     through.store.close().await;
 }
 
-async fn sender<S: Sql>(behind: Behind<S>, failure: Failure) {
+async fn sender<S: Sql>(behind: Behind<S>, failure: Failure, when: When) {
     let Behind { direct, through, proxy } = behind;
     let (url, taken) = smtp(&[]).await;
     let options = SenderOptions { from: "shop@example.com".into(), attempts_max: 5, until_empty: false };
@@ -116,7 +117,7 @@ async fn sender<S: Sql>(behind: Behind<S>, failure: Failure) {
     let token = stop.clone();
     let running = tokio::spawn(async move { sender.run(token).await });
     let mut sent = 0;
-    for (requests, when) in moments(failure) {
+    for requests in moments(failure) {
         let mut tx = direct.store.pool().begin().await.unwrap();
         for part in 0..2 {
             let email = NewEmail {
@@ -193,19 +194,22 @@ async fn claim<S: Sql>(behind: Behind<S>) {
     through.store.close().await;
 }
 
-behind_a_proxy! {
+behind_two_proxies! {
     g10_a_relay_whose_database_goes_away_in_the_middle_goes_on_when_it_is_back:
-        |behind| relay(behind, Failure::Cut), StoreOptions::new("");
+        |behind, when| relay(behind, Failure::Cut, when), StoreOptions::new("");
     g10_a_consumer_whose_database_goes_away_in_the_middle_goes_on_when_it_is_back:
-        |behind| consumer(behind, Failure::Cut), StoreOptions::new("");
+        |behind, when| consumer(behind, Failure::Cut, when), StoreOptions::new("");
     g10_a_sender_whose_database_goes_away_in_the_middle_goes_on_when_it_is_back:
-        |behind| sender(behind, Failure::Cut), StoreOptions::new("");
+        |behind, when| sender(behind, Failure::Cut, when), StoreOptions::new("");
     r28_a_relay_whose_database_falls_silent_goes_on_with_a_fresh_connection:
-        |behind| relay(behind, Failure::Silence), patient();
+        |behind, when| relay(behind, Failure::Silence, when), patient();
     r28_a_consumer_whose_database_falls_silent_goes_on_with_a_fresh_connection:
-        |behind| consumer(behind, Failure::Silence), patient();
+        |behind, when| consumer(behind, Failure::Silence, when), patient();
     r28_a_sender_whose_database_falls_silent_goes_on_with_a_fresh_connection:
-        |behind| sender(behind, Failure::Silence), patient();
+        |behind, when| sender(behind, Failure::Silence, when), patient();
+}
+
+behind_a_proxy! {
     r28_what_is_asked_of_a_silent_server_ends: commands, StoreOptions { connections_max: 1, ..patient() };
     g10_a_claim_whose_answer_was_lost_is_given_back: claim, StoreOptions::new("");
 }

@@ -424,3 +424,37 @@ macro_rules! behind_a_proxy {
     )*};
 }
 pub(crate) use behind_a_proxy;
+
+/// The same, for what fails before requests and for what fails before answers at once, each in a database of its own behind a proxy of
+/// its own: nearly all of their time they wait.
+macro_rules! behind_two_proxies {
+    ($($(#[$doc:meta])* $name:ident: $body:expr, $options:expr;)*) => {$(
+        $(#[$doc])*
+        mod $name {
+            use super::*;
+
+            #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+            async fn on_postgres() {
+                let fails = |when: When| {
+                    $crate::kit::on_postgres(stringify!($name), move |world| async move {
+                        let behind = $crate::kit::Behind::new(world, "sslmode=disable", $options).await;
+                        $body(behind, when).await;
+                    })
+                };
+                tokio::join!(fails(When::BeforeRequest), fails(When::BeforeAnswer));
+            }
+
+            #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+            async fn on_mariadb() {
+                let fails = |when: When| {
+                    $crate::kit::on_mariadb(stringify!($name), move |world| async move {
+                        let behind = $crate::kit::Behind::new(world, "ssl-mode=DISABLED", $options).await;
+                        $body(behind, when).await;
+                    })
+                };
+                tokio::join!(fails(When::BeforeRequest), fails(When::BeforeAnswer));
+            }
+        }
+    )*};
+}
+pub(crate) use behind_two_proxies;

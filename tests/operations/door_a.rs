@@ -30,6 +30,7 @@ on_all! {
     o29_an_error_a_panic_and_a_timeout_leave_no_row,
     o29_unkept_outcomes_leave_no_row,
     m43_wait_mode_replays_when_the_first_is_done,
+    m43_m120_so_many_wait_for_one_key_and_the_others_are_told_at_once,
 }
 
 // Shown by: committing before `complete`; enqueuing outside.
@@ -428,6 +429,31 @@ async fn m43_wait_mode_replays_when_the_first_is_done<S: Sql>(world: World<S>) {
         assert_eq!(replayed(waits.await.unwrap()).body, one.body);
     }
     assert_eq!((gate.calls(), world.effects().await), (1, 1));
+}
+
+// Shown by: no bound: nobody is answered while it runs.
+async fn m43_m120_so_many_wait_for_one_key_and_the_others_are_told_at_once<S: Sql>(world: World<S>) {
+    use oncebox::policy::operation::route::WhileRunning;
+    let route = Route { while_running: WhileRunning::Wait, wait_max: SOON * 3, waiters_max: 2, ..same_tx() };
+    let endpoint = world.protect(route);
+    for key in [K1, K2] {
+        let gate = Gate::closed();
+        let begun = running(&world, &endpoint, key, &gate);
+        gate.begun().await;
+        // Of four two are answered while it runs, whichever they are.
+        let mut asked: Vec<_> = (0..4).map(|_| running(&world, &endpoint, key, &gate)).collect();
+        for _ in 0..2 {
+            let (answered, _, others) = tokio::time::timeout(SOON, futures::future::select_all(asked)).await.unwrap();
+            problem(answered.unwrap(), Code::InProgress);
+            asked = others;
+        }
+        gate.let_go();
+        let one = first(begun.await.unwrap());
+        for waits in asked {
+            assert_eq!(replayed(waits.await.unwrap()).body, one.body);
+        }
+        assert_eq!(gate.calls(), 1);
+    }
 }
 
 // Shown by: 503 at the bound.

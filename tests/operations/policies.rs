@@ -6,6 +6,7 @@ use futures::future::BoxFuture;
 use oncebox::HandlerError;
 use oncebox::policy::operation::retention::Retention;
 use oncebox::policy::operation::route::{AfterExpiry, Replay, Requirement};
+use oncebox::policy::operation::versions::unreadable;
 use oncebox::policy::operation::{Code, KeyFormat, Mode, Outcome, Route, Scope, State};
 use oncebox::runtime::operation::{EffectTx, Endpoint, EndpointError, Engine, Keep, KeyGiven, Reply};
 
@@ -272,6 +273,14 @@ async fn o21_m24_a_new_version_of_the_fingerprint_reads_the_old_one<S: Sql>(worl
     first(asks(K2, "a").await);
     problem(run(&world, &old, K2, "a", effect(&gate)).await, Code::FingerprintVersionUnknown);
     assert_eq!(gate.calls(), 1);
+    // An operator sees that it was raised too early, before a client does.
+    for engine in [&world.engine, &next.engine] {
+        engine.measure().await.unwrap();
+    }
+    let live = world.store.live_versions().await.unwrap();
+    assert_eq!(live.len(), 2, "{live:?}");
+    let found: Vec<String> = unreadable(&live).iter().map(|one| format!("{} of {}", one.what, one.operation)).collect();
+    assert_eq!(found, ["version 2 of put"]);
 }
 
 // Shown by: registering without validating.

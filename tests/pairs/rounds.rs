@@ -15,6 +15,9 @@ use crate::process::Process;
 
 /// A round counts only if so many committed messages had no effect yet when the kill came.
 const IN_FLIGHT_MIN: i64 = 100;
+/// Payments of a round, more where a kill hit too little. What a killed consumer had in hand, its successor runs one by one: each beyond
+/// what it takes to have so many in flight makes the round longer, and finds nothing.
+const BURST: usize = 240;
 /// Payments of one transaction: many, so that commits outrun the relay and something is in flight.
 const PAYMENTS_TOGETHER: usize = 25;
 /// How long a round may take to settle: a takeover costs up to the session timeout, a loaded machine is slow.
@@ -57,7 +60,7 @@ pub(crate) async fn play<B: Business>(pair: Pair) {
     writer.burst(&store, &topic_name, 50).await;
     settle(&store, &writer, &mut publisher, &mut consumers, &pair).await;
     let mut killed = [0_u32; 2];
-    let mut burst = 400;
+    let mut burst = BURST;
     let mut invalid = 0;
     while killed[0] + killed[1] < pair.rounds {
         let before = store.ledger_count().await;

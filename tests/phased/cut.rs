@@ -150,6 +150,8 @@ macro_rules! behind_a_network {
     };
 }
 
+pub(crate) use behind_a_network;
+
 // Shown by: giving it back where it could not be parked at once (it ran again, and its effect was there twice).
 mod without_its_mark {
     use super::*;

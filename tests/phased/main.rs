@@ -27,6 +27,7 @@ mod steps;
 #[path = "../support/mod.rs"]
 mod support;
 mod swallowed;
+mod unended;
 mod world;
 
 macro_rules! on_sqlite {

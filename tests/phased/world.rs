@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use oncebox::Store;
 use oncebox::async_trait;
-use oncebox::sqlx::{self, AssertSqlSafe, Database, raw_sql};
+use oncebox::sqlx::{self, AssertSqlSafe, Database, Transaction, raw_sql};
 use oncebox::store::mysql::MySqlStore;
 use oncebox::store::postgres::PostgresStore;
 use oncebox::store::sqlite::SqliteStore;
@@ -29,6 +29,8 @@ pub(crate) trait Rows: Store + Phases + Operations {
     async fn write(&self, sql: &str);
     async fn number(&self, sql: &str) -> i64;
     async fn texts(&self, sql: &str) -> Vec<String>;
+    /// A transaction of the application's.
+    async fn transaction(&self) -> Transaction<'static, Self::Db>;
 
     /// This day, as columns of oncebox have it.
     fn year(year: u32) -> String {
@@ -71,6 +73,10 @@ macro_rules! rows {
 
             async fn texts(&self, sql: &str) -> Vec<String> {
                 sqlx::query_scalar(AssertSqlSafe(sql.to_owned())).fetch_all(self.pool()).await.unwrap()
+            }
+
+            async fn transaction(&self) -> Transaction<'static, Self::Db> {
+                self.pool().begin().await.unwrap()
             }
         }
     };

@@ -15,3 +15,4 @@ mod postgres;
 mod provider;
 #[path = "../support/mod.rs"]
 mod support;
+mod worker;

@@ -1,10 +1,12 @@
 //! Door A and the layer through HTTP, beside the same handler without them: one process, loopback, connections that stay open.
+//! And beside the least that a key costs whoever writes it by hand: a row of two columns, inserted and answered, that is compared with
+//! nothing, checked by nothing and never purged.
 
 use std::sync::Arc;
 
 use axum::Router;
 use axum::extract::{Json, Request, State};
-use axum::http::StatusCode;
+use axum::http::{HeaderMap, StatusCode};
 use axum::middleware::{Next, from_fn};
 use axum::response::{IntoResponse, Response};
 use axum::routing::post;
@@ -51,17 +53,19 @@ impl Drop for Service {
 pub(super) async fn measure<S: Yard>(bed: &Bed<S>, maker: &Arc<Maker>, load: Load) -> Result<Vec<Figure>, AppError> {
     let service = Arc::new(Service::start(bed.store.clone(), maker).await?);
     let progress = Rounds::start("http through HTTP", load.rounds);
-    for path in ["bare", "door", "layer"] {
+    for path in ["bare", "hand", "door", "layer"] {
         service.ask(path, load.messages / 10).await?;
     }
-    let (mut door, mut layer) = (Vec::new(), Vec::new());
+    let (mut hand, mut door, mut layer) = (Vec::new(), Vec::new(), Vec::new());
     for _ in 0..load.rounds {
         let without = milliseconds(service.ask("bare", load.messages).await?);
+        hand.push((milliseconds(service.ask("hand", load.messages).await?), without));
         door.push((milliseconds(service.ask("door", load.messages).await?), without));
         layer.push((milliseconds(service.ask("layer", load.messages).await?), without));
         progress.next();
     }
     Ok(vec![
+        Figure::beside("http.by_hand", "ms", "the same handler without a key, through HTTP", &hand),
         Figure::beside("http.handler", "ms", "the same handler without the door, through HTTP", &door).wanted("<= 1.4"),
         Figure::beside("http.layer", "ms", "the same handler without the layer, through HTTP", &layer),
     ])
@@ -77,6 +81,7 @@ impl Service {
             .route("/door", post(through(door.map_err(failed)?, Arc::clone(maker))))
             .route("/layer", post(by_hand::<S>).layer(layer.map_err(failed)?))
             .route("/bare", post(by_hand::<S>))
+            .route("/hand", post(keyed_by_hand::<S>))
             .layer(from_fn(authenticate))
             .with_state(shop);
         let listener = TcpListener::bind(("127.0.0.1", 0)).await.map_err(failed)?;
@@ -129,19 +134,44 @@ async fn authenticate(mut request: Request, next: Next) -> Response {
 
 /// The handler without a door.
 async fn by_hand<S: Yard>(State(shop): State<Arc<Shop<S>>>, Json(pay): Json<Pay>) -> Response {
-    let paid = async {
-        let mut tx = shop.store.pool().begin().await?;
-        S::business(&mut tx, pay.account).await?;
-        let id = crate::store::enqueue(&mut *tx, shop.maker.message()).await?;
-        tx.commit().await?;
-        Ok::<_, StoreError>(id)
-    };
-    match paid.await {
-        Ok(id) => {
-            (StatusCode::CREATED, Json(serde_json::json!({ "id": id, "status": "settled", "amount": pay.amount })))
-                .into_response()
-        }
+    answered(shop.pay(&pay, None).await)
+}
+
+/// The handler with the least that a key costs.
+async fn keyed_by_hand<S: Yard>(
+    State(shop): State<Arc<Shop<S>>>,
+    headers: HeaderMap,
+    Json(pay): Json<Pay>,
+) -> Response {
+    let key = headers.get("idempotency-key").and_then(|key| key.to_str().ok()).and_then(|key| key.parse().ok());
+    match key {
+        Some(key) => answered(shop.pay(&pay, Some(key)).await),
+        None => StatusCode::BAD_REQUEST.into_response(),
+    }
+}
+
+fn answered(paid: Result<serde_json::Value, StoreError>) -> Response {
+    match paid {
+        Ok(paid) => (StatusCode::CREATED, Json(paid)).into_response(),
         Err(error) => (StatusCode::INTERNAL_SERVER_ERROR, error.to_string()).into_response(),
+    }
+}
+
+impl<S: Yard> Shop<S> {
+    /// One payment, under a key or none.
+    async fn pay(&self, pay: &Pay, key: Option<Uuid>) -> Result<serde_json::Value, StoreError> {
+        let mut tx = self.store.pool().begin().await?;
+        if let Some(key) = key {
+            S::claim_by_hand(&mut tx, key).await?;
+        }
+        S::business(&mut tx, pay.account).await?;
+        let id = crate::store::enqueue(&mut *tx, self.maker.message()).await?;
+        let paid = serde_json::json!({ "id": id, "status": "settled", "amount": pay.amount });
+        if let Some(key) = key {
+            S::answer_by_hand(&mut tx, key, paid.to_string().into_bytes()).await?;
+        }
+        tx.commit().await?;
+        Ok(paid)
     }
 }
 

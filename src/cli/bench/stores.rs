@@ -11,7 +11,7 @@ mod sqlite;
 ///
 /// `$read` is the list of columns, `$table` the outbox; `$row` turns a row into position and message.
 macro_rules! plain_sql {
-    (business: $business:literal, inbox: $inbox:literal, mark: $mark:literal, read: $read:expr, unmarked: $unmarked:expr, row: $row:path, id: $id:expr) => {
+    (business: $business:literal, inbox: $inbox:literal, claim: $claim:literal, answer: $answer:literal, mark: $mark:literal, read: $read:expr, unmarked: $unmarked:expr, row: $row:path, id: $id:expr) => {
         async fn read_plainly(&self, after: i64) -> Result<Vec<(i64, OutgoingMessage)>, StoreError> {
             let rows = sqlx::query($read).bind(after).fetch_all(self.pool()).await?;
             rows.iter().map($row).collect()
@@ -35,6 +35,25 @@ macro_rules! plain_sql {
             match sqlx::query($business).bind(account).execute(connection).await?.rows_affected() {
                 1 => Ok(()),
                 rows => Err(StoreError::Corrupt(format!("account {account} has {rows} rows"))),
+            }
+        }
+
+        async fn claim_by_hand(
+            connection: &mut <Self::Db as sqlx::Database>::Connection,
+            id: Uuid,
+        ) -> Result<(), StoreError> {
+            sqlx::query($claim).bind($id(id)).execute(connection).await?;
+            Ok(())
+        }
+
+        async fn answer_by_hand(
+            connection: &mut <Self::Db as sqlx::Database>::Connection,
+            id: Uuid,
+            answer: Vec<u8>,
+        ) -> Result<(), StoreError> {
+            match sqlx::query($answer).bind(answer).bind($id(id)).execute(connection).await?.rows_affected() {
+                1 => Ok(()),
+                rows => Err(StoreError::Corrupt(format!("request {id} has {rows} rows"))),
             }
         }
 

@@ -45,6 +45,19 @@ pub(super) trait Yard: Store {
         account: i64,
     ) -> impl Future<Output = Result<(), StoreError>> + Send;
 
+    /// The least that a request under a key costs: its row, by hand, with nothing but the id.
+    fn claim_by_hand(
+        connection: &mut <Self::Db as sqlx::Database>::Connection,
+        id: uuid::Uuid,
+    ) -> impl Future<Output = Result<(), StoreError>> + Send;
+
+    /// And its answer in that row.
+    fn answer_by_hand(
+        connection: &mut <Self::Db as sqlx::Database>::Connection,
+        id: uuid::Uuid,
+        answer: Vec<u8>,
+    ) -> impl Future<Output = Result<(), StoreError>> + Send;
+
     /// A message handled in a transaction of its own, by hand: begin, id, effect, commit, each awaited.
     fn handle_by_hand(&self, id: uuid::Uuid, account: i64) -> impl Future<Output = Result<(), StoreError>> + Send;
 

@@ -180,7 +180,15 @@ async fn ended(response: Response, kept_max: usize) -> Ended<Response> {
     let tag = response.extensions().get::<OutcomeTag>().map(|tag| tag.0.clone());
     let status = response.status().as_u16();
     match response.body().size_hint().upper() {
-        None => Ended { tag, kept: Kept::Stream(status), answer: response },
+        None => {
+            if cfg!(debug_assertions) {
+                tracing::error!(
+                    status,
+                    "a protected route answers with a stream: it is sent, and never replayed; leave the route unprotected"
+                );
+            }
+            Ended { tag, kept: Kept::Stream(status), answer: response }
+        }
         Some(upper) if upper > kept_max as u64 => Ended { tag, kept: Kept::Oversize(status), answer: response },
         Some(_) => {
             let (parts, body) = response.into_parts();

@@ -20,6 +20,7 @@ use super::canonical::FingerprintWriter;
 use super::framed;
 use super::identity::{IdentityError, OperationName};
 use super::keyring::{Keyring, Kid};
+use super::versions::Versions;
 use crate::policy::hex::{hex, unhex};
 
 /// A command whose repetition is recognised. Write it after validation and defaults (M20).
@@ -170,10 +171,16 @@ impl Fingerprinter {
         &self.keyring
     }
 
-    /// The versions that can be read, for `doctor`.
+    /// What this process reads and writes of the operation, for `oncebox doctor`.
     #[must_use]
-    pub fn readable(&self) -> RangeInclusive<u32> {
-        self.readable.clone()
+    pub fn versions(&self) -> Versions {
+        Versions {
+            operation: self.operation.clone(),
+            readable: self.readable.clone(),
+            write_version: self.write_version,
+            kids: self.keyring.readable().collect(),
+            write_kid: self.keyring.write_kid().clone(),
+        }
     }
 
     fn message(&self, version: u32, command: &(impl Canonical + ?Sized)) -> Vec<u8> {
@@ -298,7 +305,7 @@ mod tests {
         assert!(version(&fingerprinter(1..=2, None, ring("sha256"))).starts_with("2:sha256:"));
         assert!(version(&fingerprinter(1..=2, None, ring("k1"))).starts_with("2:k1:"));
         let newest = Fingerprinter::of::<Payment>(None, Keyring::plain()).expect("settings");
-        assert_eq!((newest.readable(), newest.operation().as_str()), (1..=2, Payment::OPERATION));
+        assert_eq!((newest.versions().readable, newest.operation().as_str()), (1..=2, Payment::OPERATION));
         for asked in [0, 3] {
             let error = Fingerprinter::of::<Payment>(Some(asked), Keyring::plain()).expect_err("not writable");
             let expected = format!("`write_version` of create_payment is {asked}: this program writes versions 1 to 2");

@@ -132,9 +132,9 @@ impl Keyring {
         &self.write
     }
 
-    /// The ids that can be read, for `doctor`.
-    pub fn readable(&self) -> impl Iterator<Item = &str> {
-        std::iter::once("sha256").chain(self.secrets.keys().map(Kid::as_str))
+    /// The ids that can be read.
+    pub fn readable(&self) -> impl Iterator<Item = Kid> {
+        std::iter::once(Kid::plain()).chain(self.secrets.keys().cloned())
     }
 
     /// The hash of a message under an id; none if the id is not in the ring.
@@ -206,6 +206,6 @@ mod tests {
             Keyring::new(kid("k1"), [(kid("k1"), b"0123456789abcdef0123456789abcdef".as_slice())]).expect("a ring");
         let shown = format!("{ring:?}");
         assert!(shown.contains("k1") && !shown.contains("0123") && !shown.contains("48"), "{shown}");
-        assert_eq!(ring.readable().collect::<Vec<_>>(), ["sha256", "k1"]);
+        assert_eq!(ring.readable().collect::<Vec<_>>(), [Kid::plain(), kid("k1")]);
     }
 }

@@ -98,6 +98,9 @@ pub struct Route {
     pub while_running: WhileRunning,
     /// How long a duplicate waits at most, for [`WhileRunning::Wait`], and for its turn at a SQLite file (O18).
     pub wait_max: Duration,
+    /// How many duplicates of one key wait in this process at most, for [`WhileRunning::Wait`]; the others are answered 409 at once.
+    /// Default 64.
+    pub waiters_max: u32,
     /// What a late retry gets. Default: rejected for phased operations, executed as new elsewhere.
     pub after_expiry: AfterExpiry,
     /// What is replayed without a body. Default 409.
@@ -143,7 +146,7 @@ pub enum RouteError {
     #[error("`timeout` and `completion_budget` must be shorter than `lease` together, or a run outlives its claim")]
     LeaseTooShort,
     /// A wait without an end.
-    #[error("`wait_max` must be longer than zero for `while_running = wait`")]
+    #[error("`wait_max` must be longer than zero, and `waiters_max` at least 1, for `while_running = wait`")]
     NoWait,
     /// O25.
     #[error("a guard store forgets: it takes mode edge with `effects = repeatable` only")]
@@ -176,6 +179,7 @@ impl Route {
             key_format: if phased { KeyFormat::UuidV7 } else { KeyFormat::Opaque },
             while_running: WhileRunning::Conflict,
             wait_max: Duration::from_secs(5),
+            waiters_max: 64,
             after_expiry: if phased { AfterExpiry::Reject } else { AfterExpiry::ExecuteAsNew },
             replay: Replay::Exact,
             effects: Effects::External,
@@ -205,7 +209,10 @@ impl Route {
             (self.effects == Effects::Repeatable && self.mode != Mode::Edge, RouteError::RepeatableElsewhere),
             (self.reconciles && self.mode != Mode::Edge, RouteError::ReconcilesElsewhere),
             (self.timeout.saturating_add(self.completion_budget) >= self.lease, RouteError::LeaseTooShort),
-            (self.while_running == WhileRunning::Wait && self.wait_max.is_zero(), RouteError::NoWait),
+            (
+                self.while_running == WhileRunning::Wait && (self.wait_max.is_zero() || self.waiters_max == 0),
+                RouteError::NoWait,
+            ),
             (store == Durability::Guard && self.effects != Effects::Repeatable, RouteError::GuardNeedsRepeatable),
         ];
         if let Some((_, error)) = refused.into_iter().find(|(refused, _)| *refused) {

@@ -17,6 +17,7 @@ use tokio_util::task::TaskTracker;
 use super::codec::{self, Kept, SealError, Sealer};
 use super::endpoint::{Endpoint, EndpointError, Registered};
 use super::front::{Asking, Front};
+use super::live::Live;
 use super::memory::{BodyMemory, BodyPermit};
 use super::quota::StoredQuota;
 use super::reply::Reply;
@@ -46,6 +47,7 @@ struct Inner<S> {
     open_per_tenant_max: Option<u32>,
     stored_quota: Option<StoredQuota>,
     region: Option<(String, Home)>,
+    live: Live,
     endpoints: Mutex<Vec<Registered>>,
     tasks: TaskTracker,
 }
@@ -137,6 +139,7 @@ impl<S: Keys> EngineBuilder<S> {
                 open_per_tenant_max: self.open_per_tenant_max,
                 stored_quota: self.stored_bytes_per_tenant_max.map(StoredQuota::new),
                 region: self.region,
+                live: Live::new(),
                 endpoints: Mutex::default(),
                 tasks: TaskTracker::new(),
             }),
@@ -250,11 +253,14 @@ impl<S: Keys> Engine<S> {
         codec::decode(endpoint.endpoint(), &self.inner.sealer, of, (status, version), body)
     }
 
-    /// Sets the gauges of M103: call it before metrics are shown.
+    /// Sets the gauges of M103: call it before metrics are shown, in each process. Now and then it also writes down which
+    /// fingerprints this process reads and writes, for `oncebox doctor` (O21); where that fails, it says so in the log and goes on.
     ///
     /// # Errors
     /// What the store says; the gauges stay as they were.
     pub async fn measure(&self) -> Result<(), StoreError> {
+        let versions: Vec<_> = self.protected().iter().map(|one| one.fingerprinter().versions()).collect();
+        self.inner.live.announce(self.store(), &versions).await;
         let stats = self.inner.store.operation_stats().await?;
         // Door A's claims are seen by nobody but the process that runs them (O19).
         let oldest = stats.oldest_in_progress.max(self.inner.running.oldest());

@@ -35,7 +35,7 @@ use uuid::Uuid;
 use super::endpoint::Registered;
 use super::engine::Engine;
 use super::reply::Answered;
-use super::running::{Entry, Run};
+use super::running::{Entry, Run, Waiting};
 use crate::error::StoreError;
 use crate::observe::{self, Noted};
 use crate::policy::db_time::DbTime;
@@ -173,6 +173,8 @@ pub struct Front<S: Keys> {
     stage: Stage,
     rounds: u32,
     waits_until: Option<Instant>,
+    /// The place among those that wait for this key.
+    waiting: Option<Waiting>,
     look_every: Duration,
     /// Whether the tenant has as many bytes stored as it may.
     over_bytes: bool,
@@ -198,6 +200,7 @@ impl<S: Keys> Front<S> {
             stage: Stage::Fresh,
             rounds: 0,
             waits_until: None,
+            waiting: None,
             look_every: LOOK_EVERY,
             over_bytes: false,
             body: None,
@@ -487,6 +490,7 @@ impl<S: Keys> Front<S> {
     }
 
     fn begin(&mut self, ground: Ground) -> Option<Turn> {
+        self.waiting = None;
         let claim = self.claim(&ground)?;
         self.rounds += 1;
         // None: another request of this process was faster; it is judged from the map.
@@ -524,10 +528,16 @@ impl<S: Keys> Front<S> {
         }
     }
 
-    /// Whether a duplicate may go on waiting; the first call starts its time.
+    /// Whether a duplicate may go on waiting; the first call starts its time, and takes a place.
     fn may_wait(&mut self) -> bool {
-        let until = *self.waits_until.get_or_insert_with(|| Instant::now() + self.endpoint.route().wait_max);
-        Instant::now() < until
+        let route = self.endpoint.route();
+        let until = *self.waits_until.get_or_insert_with(|| Instant::now() + route.wait_max);
+        if self.waiting.is_none()
+            && let Some(identity) = &self.identity
+        {
+            self.waiting = self.engine.running().wait(identity.digest(), route.waiters_max);
+        }
+        self.waiting.is_some() && Instant::now() < until
     }
 }
 

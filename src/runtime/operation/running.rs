@@ -1,7 +1,8 @@
 //! What runs in this process: one entry for each key whose operation was begun here and has not ended.
 //!
 //! Promises: an entry answers a duplicate (409, or 422 for another command) without a connection; it never decides that
-//! something executes (O15, O19). It goes when its holder is dropped, also by a panic, and wakes everybody who waits for it.
+//! something executes (O15, O19). It goes when its holder is dropped, also by a panic, and wakes everybody who waits for it; how
+//! many wait for a key is bounded.
 //!
 //! Not here: runs of other processes, which only the store knows.
 
@@ -28,11 +29,20 @@ pub(super) struct Run {
 struct Runs {
     by_key: HashMap<[u8; 32], Arc<Run>>,
     by_tenant: HashMap<String, u32>,
+    /// Duplicates that wait, by key; also for runs of other processes.
+    waiting: HashMap<[u8; 32], u32>,
 }
 
 /// The map.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Running(Arc<Mutex<Runs>>);
+
+/// Holds the place of one duplicate that waits.
+#[derive(Debug)]
+pub(super) struct Waiting {
+    map: Running,
+    digest: [u8; 32],
+}
 
 /// Holds the place of one run.
 #[derive(Debug)]
@@ -74,6 +84,17 @@ impl Running {
         self.lock().by_key.get(digest).cloned()
     }
 
+    /// A place among those that wait for the run of a key; none where so many wait already.
+    pub(super) fn wait(&self, digest: [u8; 32], at_most: u32) -> Option<Waiting> {
+        let mut runs = self.lock();
+        let waiting = runs.waiting.get(&digest).copied().unwrap_or(0);
+        if waiting >= at_most {
+            return None;
+        }
+        runs.waiting.insert(digest, waiting + 1);
+        Some(Waiting { map: self.clone(), digest })
+    }
+
     /// How many runs of this tenant there are.
     pub(super) fn of_tenant(&self, tenant: &str) -> u32 {
         self.lock().by_tenant.get(tenant).copied().unwrap_or(0)
@@ -86,6 +107,16 @@ impl Running {
 
     fn lock(&self) -> MutexGuard<'_, Runs> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Drop for Waiting {
+    fn drop(&mut self) {
+        let mut runs = self.map.lock();
+        match runs.waiting.get_mut(&self.digest) {
+            Some(waiting) if *waiting > 1 => *waiting -= 1,
+            _ => drop(runs.waiting.remove(&self.digest)),
+        }
     }
 }
 
@@ -142,6 +173,20 @@ mod tests {
         let key = Key::parse(key.as_bytes(), KeyFormat::Opaque).unwrap();
         let identity = Identity::new(&scope, fingerprinter.operation().clone(), key);
         map.enter(&identity, scope.mark(&Keyring::plain()), fingerprinter.write(&Nothing))
+    }
+
+    // Shown by: no bound; a place that its waiter keeps.
+    #[test]
+    fn m120_so_many_wait_for_a_key_and_a_place_is_free_when_its_waiter_goes() {
+        let (map, one, other) = (Running::default(), [1; 32], [2; 32]);
+        let first = map.wait(one, 2).unwrap();
+        let second = map.wait(one, 2).unwrap();
+        assert!(map.wait(one, 2).is_none() && map.wait(other, 2).is_some(), "each key has its own places");
+        drop(first);
+        let third = map.wait(one, 2).unwrap();
+        assert!(map.wait(one, 2).is_none());
+        drop((second, third));
+        assert!(map.lock().waiting.is_empty());
     }
 
     // Shown by: not removing the tenant's count; entering over a run that is there.

@@ -3,6 +3,8 @@
 
 use std::time::Duration;
 
+use uuid::Uuid;
+
 use super::keys::{KEPT, answer, claim, completed, record};
 use super::phases::{
     AT_ONCE, LONG, MOVED, SHORT, intent, local, new_operation, observed, outstanding, step, stored, taken,
@@ -12,9 +14,10 @@ use super::{Fixture, KeysFixture, Trial};
 use crate::StoreError;
 use crate::policy::operation::flow::Stage;
 use crate::policy::operation::provider::Verdict;
-use crate::policy::operation::{Mode, Record, State};
+use crate::policy::operation::versions::{Announced, Versions};
+use crate::policy::operation::{Kid, Mode, Record, State};
 use crate::store::{
-    ActContext, Basis, Claimed, Driven, Due, Fenced, KeyChange, KeyFilter, KeyOperator, Keys, NewEvidence,
+    ActContext, Base, Basis, Claimed, Driven, Due, Fenced, KeyChange, KeyFilter, KeyOperator, Keys, NewEvidence,
     OperationFilter, Outcome, PhaseTx, Phases, Resolution, Taken,
 };
 
@@ -363,4 +366,37 @@ pub async fn o8_an_effect_is_resolved_and_its_flow_goes_on<F: Fixture>(trial: &T
     let settled = stored(trial, next).await;
     assert!(is_refused(&trial.store.resolve(&settled, &effect("charge", false), false, false, &really()).await));
     assert!(matches!(trial.store.take_operation(next.operation_id, LONG).await.unwrap(), Taken::Driven(..)));
+}
+
+/// The newest word of each process and operation, while it is young; what was said long ago is neither shown nor kept.
+pub async fn o21_what_live_processes_say_of_their_fingerprints_is_shown<F: Fixture>(trial: &Trial<F>) {
+    let kids = |text: &[&str]| -> Vec<Kid> { text.iter().map(|kid| kid.parse().unwrap()).collect() };
+    let said = |operation: &str, newest: u32, ring: &[&str]| Versions {
+        operation: operation.parse().unwrap(),
+        readable: 1..=newest,
+        write_version: newest,
+        write_kid: kids(ring).pop().unwrap(),
+        kids: kids(ring),
+    };
+    let [one, two] = [Uuid::from_u128(1), Uuid::from_u128(2)];
+    let announced = |process: Uuid, versions: &Versions| Announced { process, versions: versions.clone() };
+    let (note, pay) = (said("note", 1, &["sha256"]), said("pay", 2, &["sha256", "k-1.x"]));
+    trial.store.announce(two, std::slice::from_ref(&pay)).await.unwrap();
+    trial.store.announce(one, &[said("pay", 7, &["sha256"]), note.clone()]).await.unwrap();
+    trial.store.announce(one, &[pay.clone(), note.clone()]).await.unwrap();
+    let live = trial.store.live_versions().await.unwrap();
+    assert_eq!(live, [announced(one, &note), announced(one, &pay), announced(two, &pay)]);
+    for (age, kept) in [(130, 3), (90_000, 1)] {
+        let at = match <F::Store as Base>::NAME {
+            "postgres" => format!("seen_at - {age} * interval '1 second'"),
+            "mysql" => format!("seen_at - interval {age} second"),
+            _ => format!("seen_at - {age}000"),
+        };
+        trial.run(&format!("update {} set seen_at = {at}", trial.table("operation_process"))).await;
+        assert_eq!(trial.store.live_versions().await.unwrap(), [], "{age} s ago");
+        trial.store.announce(one, std::slice::from_ref(&note)).await.unwrap();
+        assert_eq!(trial.store.live_versions().await.unwrap(), [announced(one, &note)]);
+        let stored = trial.number(&format!("select count(*) from {}", trial.table("operation_process"))).await;
+        assert_eq!(stored, kept, "{age} s ago");
+    }
 }

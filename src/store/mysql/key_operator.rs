@@ -5,12 +5,13 @@
 use sqlx::{MySql, query, query_scalar};
 use uuid::Uuid;
 
-use super::operations::{finish, look_columns};
+use super::operations::{finish, live, look_columns};
 use super::phases::{append, end_record, fence_of, follow, forget, lock, read};
 use super::{MySqlStore, START, sixteen};
 use crate::error::StoreError;
 use crate::policy::hex::hex;
 use crate::policy::operation::Record;
+use crate::policy::operation::versions::Announced;
 use crate::store::bounded::{Ask, Bounded};
 use crate::store::key_operator::Audit;
 use crate::store::operations::RecordFence;
@@ -88,6 +89,10 @@ impl KeyOperator for MySqlStore {
             found.add(id, read(&mut connection, id).await)?;
         }
         Ok(found)
+    }
+
+    async fn live_versions(&self) -> Result<Vec<Announced>, StoreError> {
+        live(self).await
     }
 
     async fn change_key(&self, seen: &Record, change: &KeyChange, context: &ActContext) -> Result<Fenced, StoreError> {

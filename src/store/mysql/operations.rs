@@ -5,21 +5,25 @@
 //! savepoint set after the claim stands (O1, R23).
 
 mod expiry;
+mod live;
 mod tx;
 
 use std::time::Duration;
 
 use sqlx::mysql::MySqlArguments;
 use sqlx::{AssertSqlSafe, MySqlConnection, Row};
+use uuid::Uuid;
 
+pub(super) use self::live::live;
 pub use self::tx::MySqlOperationTx;
-pub(super) use self::tx::{Held, staked};
+pub(super) use self::tx::{Held, SHORT_WAIT, USUAL_WAIT, is_locked, staked};
 
 use super::schema::number;
 use super::{MySqlStore, START};
 use crate::error::StoreError;
 use crate::policy::operation::retention::Retention;
 use crate::policy::operation::route::Durability;
+use crate::policy::operation::versions::Versions;
 use crate::policy::operation::{Identity, Mode, OperationName, Record, State};
 use crate::store::bounded::{Ask, Bounded};
 use crate::store::operations::RecordFence;
@@ -235,6 +239,10 @@ impl Keys for MySqlStore {
 
     async fn observe_run(&self, evidence: &NewEvidence) -> Result<(), StoreError> {
         self.observe(evidence).await
+    }
+
+    async fn announce(&self, process: Uuid, versions: &[Versions]) -> Result<(), StoreError> {
+        live::announce(self, process, versions).await
     }
 
     async fn operation_stats(&self) -> Result<OperationStats, StoreError> {

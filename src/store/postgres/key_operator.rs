@@ -6,10 +6,11 @@ use sqlx::{Postgres, Row, query, query_scalar};
 use uuid::Uuid;
 
 use super::PostgresStore;
-use super::operations::{finish, look_columns};
+use super::operations::{finish, live, look_columns};
 use super::phases::{append, end_record, follow, forget, read};
 use crate::error::StoreError;
 use crate::policy::operation::Record;
+use crate::policy::operation::versions::Announced;
 use crate::store::bounded::{Ask, Bounded};
 use crate::store::key_operator::Audit;
 use crate::store::operations::RecordFence;
@@ -86,6 +87,10 @@ impl KeyOperator for PostgresStore {
             found.add(id, read(&mut connection, id).await)?;
         }
         Ok(found)
+    }
+
+    async fn live_versions(&self) -> Result<Vec<Announced>, StoreError> {
+        live(self).await
     }
 
     async fn change_key(&self, seen: &Record, change: &KeyChange, context: &ActContext) -> Result<Fenced, StoreError> {

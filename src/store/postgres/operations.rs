@@ -5,13 +5,16 @@
 //! door A never waits for another claim of its key: an advisory lock is tried first (O15).
 
 mod expiry;
+mod live;
 mod tx;
 
 use std::time::Duration;
 
 use sqlx::postgres::PgArguments;
 use sqlx::{AssertSqlSafe, PgConnection, Row};
+use uuid::Uuid;
 
+pub(super) use self::live::live;
 pub use self::tx::PostgresOperationTx;
 pub(super) use self::tx::{Held, aborted, staked, undo};
 
@@ -19,6 +22,7 @@ use super::PostgresStore;
 use crate::error::StoreError;
 use crate::policy::operation::retention::Retention;
 use crate::policy::operation::route::Durability;
+use crate::policy::operation::versions::Versions;
 use crate::policy::operation::{Identity, Mode, OperationName, Record};
 use crate::store::bounded::{Ask, Bounded};
 use crate::store::operations::RecordFence;
@@ -123,13 +127,13 @@ macro_rules! finish {
     ($body:literal) => {
         concat!(
             "update oncebox.idempotency_request r \
-                set state = $4, owner = null, lease_until = null, lease_seconds = null, updated_at = n.at, \
-                    outcome_at = case when $5::float8 is not null then n.at end, expires_at = n.at + $5 * interval '1 second', \
-                    answer_status = $6, schema_version = $7, body = $8, body_expires_at = n.at + $9 * interval '1 second', \
+                set state = $4, owner = null, lease_until = null, lease_seconds = null, updated_at = statement_timestamp(), \
+                    outcome_at = case when $5::float8 is not null then statement_timestamp() end, \
+                    expires_at = statement_timestamp() + $5 * interval '1 second', answer_status = $6, schema_version = $7, body = $8, \
+                    body_expires_at = statement_timestamp() + $9 * interval '1 second', \
                     resource_kind = $10, resource_id = $11, resource_location = $12, error_code = $13, kept_bytes = $20",
             $body,
-            " from (select clock_timestamp() as at) n \
-              where r.key_digest = $1 and r.epoch = $2 and r.owner is not distinct from $3 \
+            " where r.key_digest = $1 and r.epoch = $2 and r.owner is not distinct from $3 \
                 and r.outcome_at is null and ($19 or r.state <> 'UNKNOWN_REQUIRES_RECOVERY') \
                 and ($14::text is null or $14 = pg_current_xact_id_if_assigned()::text)"
         )
@@ -268,6 +272,10 @@ impl Keys for PostgresStore {
 
     async fn observe_run(&self, evidence: &NewEvidence) -> Result<(), StoreError> {
         self.observe(evidence).await
+    }
+
+    async fn announce(&self, process: Uuid, versions: &[Versions]) -> Result<(), StoreError> {
+        live::announce(self, process, versions).await
     }
 
     async fn operation_stats(&self) -> Result<OperationStats, StoreError> {

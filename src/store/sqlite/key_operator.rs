@@ -7,12 +7,13 @@ use sqlx::{query, query_scalar};
 use uuid::Uuid;
 
 use super::connect::SqliteStore;
-use super::operations::{finish, look_columns};
+use super::operations::{finish, live, look_columns};
 use super::phases::{append, end_record, fence_of, follow, forget, read};
 use super::write::Write;
 use super::{millis, now_ms};
 use crate::error::StoreError;
 use crate::policy::operation::Record;
+use crate::policy::operation::versions::Announced;
 use crate::store::key_operator::Audit;
 use crate::store::operations::RecordFence;
 use crate::store::operations::stored::look_of;
@@ -93,6 +94,10 @@ impl KeyOperator for SqliteStore {
             found.add(id, read(&mut connection, id).await)?;
         }
         Ok(found)
+    }
+
+    async fn live_versions(&self) -> Result<Vec<Announced>, StoreError> {
+        live(self).await
     }
 
     async fn change_key(&self, seen: &Record, change: &KeyChange, context: &ActContext) -> Result<Fenced, StoreError> {

@@ -5,13 +5,16 @@
 //! after the claim must still be there when the outcome is written (O1, R23).
 
 mod expiry;
+mod live;
 mod tx;
 
 use std::time::Duration;
 
 use sqlx::sqlite::{SqliteArguments, SqliteConnection};
 use sqlx::{AssertSqlSafe, ConnectOptions, Connection, Row, query};
+use uuid::Uuid;
 
+pub(super) use self::live::live;
 pub use self::tx::SqliteOperationTx;
 pub(super) use self::tx::{Savepoint, staked};
 
@@ -20,6 +23,7 @@ use super::{millis, now_ms};
 use crate::error::StoreError;
 use crate::policy::operation::retention::Retention;
 use crate::policy::operation::route::Durability;
+use crate::policy::operation::versions::Versions;
 use crate::policy::operation::{Identity, Mode, OperationName, Record};
 use crate::store::operations::RecordFence;
 use crate::store::operations::stored::{Columns, body_of, look_of, pack};
@@ -206,6 +210,10 @@ impl Keys for SqliteStore {
 
     async fn observe_run(&self, evidence: &NewEvidence) -> Result<(), StoreError> {
         self.observe(evidence).await
+    }
+
+    async fn announce(&self, process: Uuid, versions: &[Versions]) -> Result<(), StoreError> {
+        live::announce(self, process, versions).await
     }
 
     async fn operation_stats(&self) -> Result<OperationStats, StoreError> {

@@ -60,7 +60,8 @@ impl Yard for MySqlStore {
             "create table bench_account (account bigint primary key, balance bigint not null) engine = InnoDB;
              insert into bench_account values {};
              create table bench_inbox (consumer smallint not null, id binary(16) not null, primary key (consumer, id))
-               engine = InnoDB",
+               engine = InnoDB;
+             create table bench_request (id binary(16) primary key, answer blob) engine = InnoDB",
             accounts.join(", ")
         );
         sqlx::raw_sql(AssertSqlSafe(tables)).execute(self.pool()).await.map_err(StoreError::from)?;
@@ -109,6 +110,8 @@ impl Yard for MySqlStore {
     plain_sql! {
         business: "update bench_account set balance = balance + 1 where account = ?",
         inbox: "insert ignore into bench_inbox (consumer, id) values (1, ?)",
+        claim: "insert into bench_request (id) values (?)",
+        answer: "update bench_request set answer = ? where id = ?",
         mark: "update bench_outbox set published_at = now(6) where position = ?",
         read: AssertSqlSafe(format!(
             "select {COLUMNS} from oncebox_outbox where position > ? order by position limit 1000"

@@ -56,7 +56,8 @@ impl Yard for PostgresStore {
         let tables = format!(
             "create table bench_account (account bigint primary key, balance bigint not null) with (fillfactor = 50);
              insert into bench_account select n, 0 from generate_series(0, {}) n;
-             create table bench_inbox (consumer smallint not null, id uuid not null, primary key (consumer, id))",
+             create table bench_inbox (consumer smallint not null, id uuid not null, primary key (consumer, id));
+             create table bench_request (id uuid primary key, answer bytea)",
             ACCOUNTS - 1
         );
         sqlx::raw_sql(AssertSqlSafe(tables)).execute(self.pool()).await.map_err(StoreError::from)?;
@@ -112,6 +113,8 @@ impl Yard for PostgresStore {
     plain_sql! {
         business: "update bench_account set balance = balance + 1 where account = $1",
         inbox: "insert into bench_inbox (consumer, id) values (1, $1) on conflict do nothing",
+        claim: "insert into bench_request (id) values ($1)",
+        answer: "update bench_request set answer = $1 where id = $2",
         mark: "update bench_outbox set published_at = now() where position = $1",
         read: AssertSqlSafe(format!(
             "select {COLUMNS} from oncebox.outbox where position > $1 order by position limit 1000"

@@ -53,7 +53,8 @@ impl Yard for SqliteStore {
             "create table bench_account (account integer primary key, balance integer not null);
              with recursive n(n) as (select 0 union all select n + 1 from n where n < {})
              insert into bench_account select n, 0 from n;
-             create table bench_inbox (consumer integer not null, id blob not null, primary key (consumer, id)) without rowid",
+             create table bench_inbox (consumer integer not null, id blob not null, primary key (consumer, id)) without rowid;
+             create table bench_request (id blob primary key, answer blob) without rowid",
             ACCOUNTS - 1
         );
         sqlx::raw_sql(AssertSqlSafe(tables)).execute(self.pool()).await.map_err(StoreError::from)?;
@@ -97,6 +98,8 @@ impl Yard for SqliteStore {
     plain_sql! {
         business: "update bench_account set balance = balance + 1 where account = ?",
         inbox: "insert into bench_inbox (consumer, id) values (1, ?) on conflict do nothing",
+        claim: "insert into bench_request (id) values (?)",
+        answer: "update bench_request set answer = ? where id = ?",
         mark: "update bench_outbox set published_at = 1 where position = ?",
         read: AssertSqlSafe(format!(
             "select {COLUMNS} from oncebox_outbox where position > ? order by position limit 1000"

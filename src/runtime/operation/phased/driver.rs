@@ -241,7 +241,7 @@ impl<S: Phases> Driver<S> {
 
     async fn local(&mut self, flow: &Flow<S>, stored: &StoredOperation) -> Result<Next, StoreError> {
         let Some(code) = flow.local(&stored.point) else { return self.given_up("no-such-point").await };
-        let mut tx = match self.begin(&stored.point).await? {
+        let mut tx = match self.begin(stored).await? {
             Ok(tx) => tx,
             Err(next) => return Ok(next),
         };
@@ -272,7 +272,7 @@ impl<S: Phases> Driver<S> {
             return self.given_up("no-such-effect").await;
         }
         let settlements = self.settlements(flow, stored)?;
-        let mut tx = match self.begin(&stored.point).await? {
+        let mut tx = match self.begin(stored).await? {
             Ok(tx) => tx,
             Err(next) => return Ok(next),
         };

@@ -19,14 +19,21 @@ use crate::store::{PhaseTx, Phases, Proof, Run, StoredOperation};
 const SWALLOWED: &str = "the phase swallowed an error by which its transaction was taken back";
 
 impl<S: Phases> Driver<S> {
-    /// Begins a phase whose code is a handler's, if no run before was committed.
-    pub(super) async fn begin(&mut self, point: &str) -> Result<Result<S::Phase, Next>, StoreError> {
+    /// Begins a phase whose code is a handler's, if no run before was committed, or may still be. As long as the server has one, the
+    /// operation is looked at now and then, however long that lasts: nothing counts, and no connection is kept for it.
+    pub(super) async fn begin(&mut self, stored: &StoredOperation) -> Result<Result<S::Phase, Next>, StoreError> {
+        let point = stored.point.as_str();
         let run = self.phased.engine.store().begin_run(&self.driven, point).await?;
         let trace = if matches!(run, Run::Begun(_)) { Trace::Unmarked } else { Trace::Marked };
         match run {
             Run::Begun(tx) if trace.may_run_again() => Ok(Ok(tx)),
             // The next look says who has it, and where.
             Run::Overtaken => Ok(Err(Next::Again)),
+            Run::Unended => {
+                tracing::warn!(operation = %self.driven.operation_id, point,
+                    "the server still has a run of a phase whose connection was lost: the phase waits until that ends");
+                Ok(Err(self.back_later(stored.attempts).await?))
+            }
             Run::Begun(_) | Run::Marked => Ok(Err(self.ended_by_itself().await?)),
         }
     }

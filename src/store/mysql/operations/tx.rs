@@ -14,13 +14,18 @@ use crate::store::{Basis, Begun, Fenced, KeyClaim, OperationTx, Outcome, Owned, 
 /// A row that somebody holds, and nobody waits for: 1205 on MariaDB, 3572 on MySQL.
 const LOCKED: [u16; 2] = [1205, 3572];
 
+/// Whether somebody holds a row for which this did not wait longer.
+pub(in crate::store::mysql) fn is_locked(error: &sqlx::Error) -> bool {
+    number(error).is_some_and(|number| LOCKED.contains(&number))
+}
+
 /// MySQL has no wait of a statement's own: its shortest one of a session, until the claim stands. MariaDB has one, and does the same:
 /// what only MySQL did would be tested nowhere. A claim that is refused need not take it back, for its connection goes back to the
 /// pool, which sets it up anew ([`connect`](super::super::connect)); so the usual wait is never 1 here.
-const SHORT_WAIT: &str =
+pub(in crate::store::mysql) const SHORT_WAIT: &str =
     "set @oncebox_lock_wait = @@session.innodb_lock_wait_timeout, session innodb_lock_wait_timeout = 1";
 /// What handlers were promised.
-const USUAL_WAIT: &str = "set session innodb_lock_wait_timeout = @oncebox_lock_wait";
+pub(in crate::store::mysql) const USUAL_WAIT: &str = "set session innodb_lock_wait_timeout = @oncebox_lock_wait";
 
 /// How many statements this session has run that may commit: all but those that are known not to, by the server's own count, of
 /// which statements inside procedures are part. InnoDB says nothing of a transaction that it has ended, so this is the only proof
@@ -101,7 +106,7 @@ async fn staked_at_once(
             transaction.rollback().await?;
             Ok(found.map_or(Begun::Locked, |record| Begun::Existing(Box::new(record))))
         }
-        Err(error) if number(&error).is_some_and(|number| LOCKED.contains(&number)) => {
+        Err(error) if is_locked(&error) => {
             // Only the statement was rolled back (R27).
             transaction.rollback().await?;
             Ok(Begun::Locked)
@@ -134,7 +139,10 @@ impl Held {
     }
 
     /// The same behind another statement, in the same packet.
-    async fn behind(first: &str, mut transaction: Bounded<MySql>) -> Result<Self, StoreError> {
+    pub(in crate::store::mysql) async fn behind(
+        first: &str,
+        mut transaction: Bounded<MySql>,
+    ) -> Result<Self, StoreError> {
         let savepoint = savepoint_name();
         raw_sql(AssertSqlSafe(format!("{first}{COUNT}; savepoint {savepoint}"))).run(&mut transaction).await?;
         Ok(Self { transaction, savepoint })

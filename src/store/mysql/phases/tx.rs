@@ -1,10 +1,10 @@
 //! The transaction of a phase (O1, O5, O9).
 
-use sqlx::{MySql, MySqlConnection, Row, query, raw_sql};
+use sqlx::{AssertSqlSafe, MySql, MySqlConnection, Row, query, raw_sql};
 use uuid::Uuid;
 
 use super::super::inbox::START_HANDLER;
-use super::super::operations::{DUPLICATE, Held, finish, staked};
+use super::super::operations::{DUPLICATE, Held, SHORT_WAIT, USUAL_WAIT, finish, is_locked, staked};
 use super::super::schema::number;
 use super::super::{MySqlStore, micros};
 use super::{evidence, follow, is_ours, leave_in, ours};
@@ -89,7 +89,11 @@ pub(in crate::store::mysql) async fn forget(
 }
 
 pub(super) async fn begin_phase(store: &MySqlStore, driven: &Driven) -> Result<MySqlPhaseTx, StoreError> {
-    begun(store.pool.begin(START_HANDLER).await?, driven).await
+    let mut transaction = store.pool.begin(START_HANDLER).await?;
+    let Some(record) = fence_of(&mut transaction, driven.operation_id).await? else {
+        return Err(missing(transaction, driven).await?);
+    };
+    held("", transaction, record, driven).await
 }
 
 pub(super) async fn begin_run(
@@ -97,33 +101,76 @@ pub(super) async fn begin_run(
     driven: &Driven,
     point: &str,
 ) -> Result<Run<MySqlPhaseTx>, StoreError> {
-    let mut transaction = store.pool.begin(START_HANDLER).await?;
-    // It waits for a transaction that has a mark and has not ended.
+    let mut transaction = store.pool.begin(AssertSqlSafe(format!("{SHORT_WAIT}; {START_HANDLER}"))).await?;
+    let refused = match mark(&mut transaction, driven).await {
+        Ok(true) => None,
+        Ok(false) => Some(Run::Marked),
+        Err(error) if is_locked(&error) => Some(Run::Unended),
+        Err(error) => return Err(error.into()),
+    };
+    if let Some(refused) = refused {
+        transaction.rollback().await?;
+        return Ok(refused);
+    }
+    let Some((record, stands)) = standing(&mut transaction, driven, point).await? else {
+        return Err(missing(transaction, driven).await?);
+    };
+    if stands {
+        return Ok(Run::Begun(held(&format!("{USUAL_WAIT}; "), transaction, record, driven).await?));
+    }
+    transaction.rollback().await?;
+    Ok(Run::Overtaken)
+}
+
+/// Whether the mark is ours. Of a transaction that has one and has not ended the first statement says so at once, which MySQL knows
+/// no other way to do; what comes between the two is waited for as long as [`SHORT_WAIT`] says.
+async fn mark(transaction: &mut Bounded<MySql>, driven: &Driven) -> Result<bool, sqlx::Error> {
+    let id = driven.operation_id.as_bytes().to_vec();
+    let there = query("select 1 from oncebox_operation_phase where operation_id = ? for update nowait");
+    if there.bind(&id).optional(&mut *transaction).await?.is_some() {
+        return Ok(false);
+    }
     let mark =
         query("insert into oncebox_operation_phase (operation_id, epoch, began_at) values (?, ?, utc_timestamp(6))");
-    match mark.bind(driven.operation_id.as_bytes().to_vec()).bind(driven.epoch).run(&mut transaction).await {
-        Ok(_) => {
-            let mut run = begun(transaction, driven).await?;
-            if run.still_stands(point).await? {
-                return Ok(Run::Begun(run));
-            }
-            run.rollback().await?;
-            Ok(Run::Overtaken)
-        }
-        Err(error) if number(&error) == Some(DUPLICATE) => {
-            transaction.rollback().await?;
-            Ok(Run::Marked)
-        }
-        Err(error) => Err(error.into()),
+    match mark.bind(&id).bind(driven.epoch).run(transaction).await {
+        Ok(_) => Ok(true),
+        Err(error) if number(&error) == Some(DUPLICATE) => Ok(false),
+        Err(error) => Err(error),
     }
 }
 
-async fn begun(mut transaction: Bounded<MySql>, driven: &Driven) -> Result<MySqlPhaseTx, StoreError> {
-    let Some(record) = fence_of(&mut transaction, driven.operation_id).await? else {
-        transaction.rollback().await?;
-        return Err(StoreError::Fenced(format!("there is no operation {}", driven.operation_id)));
-    };
-    let held = Held::new(transaction).await?;
+/// What fences the record, and whether the operation is where its driver saw it, and nobody else has driven it since: asked under the
+/// mark. Whoever takes it up from now on finds our mark before it runs.
+async fn standing(
+    transaction: &mut Bounded<MySql>,
+    driven: &Driven,
+    point: &str,
+) -> Result<Option<(RecordFence, bool)>, StoreError> {
+    let standing = query(
+        "select r.key_digest, r.epoch, \
+           cast(coalesce(o.epoch = ? and o.point = ? and o.parked is null and o.outcome_at is null, false) as signed) \
+         from oncebox_idempotency_request r left join oncebox_operation o on o.operation_id = r.operation_id \
+         where r.operation_id = ? and r.mode = 'phased'",
+    );
+    let standing = standing.bind(driven.epoch).bind(point.as_bytes().to_vec());
+    let row = standing.bind(driven.operation_id.as_bytes().to_vec()).optional(transaction).await?;
+    let Some(row) = row else { return Ok(None) };
+    let record = RecordFence { digest: row.try_get(0)?, epoch: row.try_get(1)?, owner: None, unknown: true };
+    Ok(Some((record, row.try_get::<i64, _>(2)? != 0)))
+}
+
+async fn missing(mut transaction: Bounded<MySql>, driven: &Driven) -> Result<StoreError, StoreError> {
+    transaction.rollback().await?;
+    Ok(StoreError::Fenced(format!("there is no operation {}", driven.operation_id)))
+}
+
+async fn held(
+    first: &str,
+    transaction: Bounded<MySql>,
+    record: RecordFence,
+    driven: &Driven,
+) -> Result<MySqlPhaseTx, StoreError> {
+    let held = Held::behind(first, transaction).await?;
     Ok(MySqlPhaseTx { held, driven: driven.clone(), record, settled: Settled::default() })
 }
 
@@ -162,16 +209,6 @@ pub(in crate::store::mysql) async fn end_record(
 impl MySqlPhaseTx {
     fn id(&self) -> Vec<u8> {
         self.driven.operation_id.as_bytes().to_vec()
-    }
-
-    /// Whether the operation is where its driver saw it, and nobody else has driven it since. Whoever takes it up from now on waits
-    /// for our mark before it runs.
-    async fn still_stands(&mut self, point: &str) -> Result<bool, StoreError> {
-        let stands = query(
-            "select 1 from oncebox_operation where operation_id = ? and epoch = ? and point = ? and parked is null and outcome_at is null",
-        );
-        let stands = stands.bind(self.id()).bind(self.driven.epoch).bind(point.as_bytes().to_vec());
-        Ok(stands.optional(&mut self.held.transaction).await?.is_some())
     }
 
     /// What the last statement failed with, where by that InnoDB may have ended the transaction: a deadlock above all. Asked

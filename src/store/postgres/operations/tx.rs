@@ -34,9 +34,18 @@ pub(in crate::store::postgres) struct Held {
 
 impl Held {
     /// Sets the savepoint.
-    pub(in crate::store::postgres) async fn new(mut tx: Bounded<Postgres>, token: String) -> Result<Self, StoreError> {
+    pub(in crate::store::postgres) async fn new(tx: Bounded<Postgres>, token: String) -> Result<Self, StoreError> {
+        Self::behind("", tx, token).await
+    }
+
+    /// The same behind another statement, in the same message.
+    pub(in crate::store::postgres) async fn behind(
+        first: &str,
+        mut tx: Bounded<Postgres>,
+        token: String,
+    ) -> Result<Self, StoreError> {
         let savepoint = savepoint_name();
-        raw_sql(AssertSqlSafe(format!("savepoint {savepoint}"))).run(&mut tx).await?;
+        raw_sql(AssertSqlSafe(format!("{first}savepoint {savepoint}"))).run(&mut tx).await?;
         Ok(Self { tx, token, savepoint })
     }
 }

@@ -1,10 +1,11 @@
 //! The transaction of a phase (O1, O5, O9).
 
 use sqlx::postgres::PgRow;
-use sqlx::{PgConnection, Postgres, Row, query};
+use sqlx::{AssertSqlSafe, PgConnection, Postgres, Row, query};
 use uuid::Uuid;
 
 use super::super::PostgresStore;
+use super::super::connect::BEGIN;
 use super::super::operations::{Held, aborted, finish, staked, undo};
 use super::{evidence, follow, is_ours, leave_in, ours};
 use crate::error::StoreError;
@@ -107,6 +108,14 @@ fn too_large(version: u32) -> StoreError {
     StoreError::Refused(format!("the version {version} is larger than {}", i32::MAX))
 }
 
+/// A transaction that is ending ends in this time, mostly; another one may never end, and must not cost a connection until then.
+const SHORT_WAIT: &str = "select set_config('oncebox.lock_timeout', current_setting('lock_timeout'), true); \
+                          set local lock_timeout = '100ms'";
+/// What handlers were promised.
+const USUAL_WAIT: &str = "select set_config('lock_timeout', current_setting('oncebox.lock_timeout'), true); ";
+/// A lock did not come in time.
+const LOCKED: &str = "55P03";
+
 /// Begins a phase: what fences the record, the id of the transaction, and whether it has its mark.
 macro_rules! begins {
     ($has_mark:literal) => {
@@ -118,16 +127,17 @@ macro_rules! begins {
     };
 }
 
-const BEGIN: &str = begins!("false");
-/// It waits for a transaction that has a mark and has not ended.
+const BEGIN_PHASE: &str = begins!("false");
+/// Another transaction that has a mark and has not ended stands in its way.
 const BEGIN_RUN: &str = concat!(
     "with marked as (insert into oncebox.operation_phase (operation_id, epoch) values ($1, $2) on conflict do nothing returning 1) ",
     begins!("exists (select 1 from marked)")
 );
 
 pub(super) async fn begin_phase(store: &PostgresStore, driven: &Driven) -> Result<PostgresPhaseTx, StoreError> {
-    let (tx, row) = begun(store, query(BEGIN).bind(driven.operation_id), driven).await?;
-    held(tx, &row, driven).await
+    let mut tx = store.transaction().await?;
+    let row = query(BEGIN_PHASE).bind(driven.operation_id).optional(&mut tx).await?;
+    held("", tx, row, driven).await
 }
 
 pub(super) async fn begin_run(
@@ -135,13 +145,21 @@ pub(super) async fn begin_run(
     driven: &Driven,
     point: &str,
 ) -> Result<Run<PostgresPhaseTx>, StoreError> {
+    let mut tx = store.pool.begin(AssertSqlSafe(format!("{BEGIN}; {SHORT_WAIT}"))).await?;
     let begin = query(BEGIN_RUN).bind(driven.operation_id).bind(driven.epoch);
-    let (mut tx, row) = begun(store, begin, driven).await?;
-    if !row.try_get(3)? {
+    let row = match begin.optional(&mut tx).await {
+        Err(sqlx::Error::Database(error)) if error.code().as_deref() == Some(LOCKED) => {
+            tx.rollback().await?;
+            return Ok(Run::Unended);
+        }
+        row => row?,
+    };
+    let marked = row.as_ref().map(|row| row.try_get(3)).transpose()?;
+    if marked == Some(false) {
         tx.rollback().await?;
         return Ok(Run::Marked);
     }
-    let mut run = held(tx, &row, driven).await?;
+    let mut run = held(USUAL_WAIT, tx, row, driven).await?;
     if run.still_stands(point).await? {
         return Ok(Run::Begun(run));
     }
@@ -149,22 +167,19 @@ pub(super) async fn begin_run(
     Ok(Run::Overtaken)
 }
 
-async fn begun(
-    store: &PostgresStore,
-    begin: super::Query<'_>,
+/// From what [`begins`] says, behind a first statement.
+async fn held(
+    first: &str,
+    mut tx: Bounded<Postgres>,
+    row: Option<PgRow>,
     driven: &Driven,
-) -> Result<(Bounded<Postgres>, PgRow), StoreError> {
-    let mut tx = store.transaction().await?;
-    if let Some(row) = begin.optional(&mut tx).await? {
-        return Ok((tx, row));
-    }
-    tx.rollback().await?;
-    Err(StoreError::Fenced(format!("there is no operation {}", driven.operation_id)))
-}
-
-async fn held(tx: Bounded<Postgres>, row: &PgRow, driven: &Driven) -> Result<PostgresPhaseTx, StoreError> {
+) -> Result<PostgresPhaseTx, StoreError> {
+    let Some(row) = row else {
+        tx.rollback().await?;
+        return Err(StoreError::Fenced(format!("there is no operation {}", driven.operation_id)));
+    };
     let record = RecordFence { digest: row.try_get(0)?, epoch: row.try_get(1)?, owner: None, unknown: true };
-    let held = Held::new(tx, row.try_get(2)?).await?;
+    let held = Held::behind(first, tx, row.try_get(2)?).await?;
     Ok(PostgresPhaseTx { held, driven: driven.clone(), record, settled: Settled::default() })
 }
 

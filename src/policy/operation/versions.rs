@@ -1,0 +1,146 @@
+//! Which fingerprints the live processes of a service read and write, and who cannot read whom (O21).
+//!
+//! Guarantee: a pair of processes of which one writes what the other would answer 503 or 409 to is named, whatever the order of
+//! what was read.
+//!
+//! Not here: where it is said (`Engine::measure`) and kept (`store`), and the verdict on one fingerprint
+//! ([`fingerprint`](super::fingerprint)).
+
+use std::fmt;
+use std::ops::RangeInclusive;
+use std::time::Duration;
+
+use uuid::Uuid;
+
+use super::identity::OperationName;
+use super::keyring::Kid;
+
+/// How often a process says what it reads.
+pub const SAID_EVERY: Duration = Duration::from_secs(30);
+/// For how long what was said counts: a process that missed three turns is gone.
+pub const LIVE_FOR: Duration = Duration::from_secs(120);
+
+/// What a process reads and writes of one operation.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Versions {
+    /// The operation.
+    pub operation: OperationName,
+    /// The versions of fingerprints that it can compute.
+    pub readable: RangeInclusive<u32>,
+    /// The version that it writes.
+    pub write_version: u32,
+    /// The key ids that it has, `sha256` among them.
+    pub kids: Vec<Kid>,
+    /// The key id that it writes with.
+    pub write_kid: Kid,
+}
+
+/// The same with the process that said it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Announced {
+    /// An id that the process drew when it started.
+    pub process: Uuid,
+    /// What it said.
+    pub versions: Versions,
+}
+
+/// A process that cannot judge what another writes.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Unreadable {
+    /// Of which operation.
+    pub operation: OperationName,
+    /// Who cannot read it.
+    pub reader: Uuid,
+    /// Who writes it.
+    pub writer: Uuid,
+    /// What cannot be read.
+    pub what: Written,
+}
+
+/// What is written that another cannot read.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Written {
+    /// A version of the fingerprint.
+    Version(u32),
+    /// A fingerprint under this key id.
+    Kid(Kid),
+}
+
+impl fmt::Display for Written {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Version(version) => write!(f, "version {version}"),
+            Self::Kid(kid) => write!(f, "key id {kid}"),
+        }
+    }
+}
+
+impl Versions {
+    /// What is written here that another process could not read.
+    fn unread_by<'a>(&'a self, reader: &'a Self) -> impl Iterator<Item = Written> + 'a {
+        let version = (!reader.readable.contains(&self.write_version)).then_some(Written::Version(self.write_version));
+        let kid = (!reader.kids.contains(&self.write_kid)).then(|| Written::Kid(self.write_kid.clone()));
+        version.into_iter().chain(kid)
+    }
+}
+
+/// Every process that cannot read what another one of the same operation writes now.
+#[must_use]
+pub fn unreadable(live: &[Announced]) -> Vec<Unreadable> {
+    let mut found = Vec::new();
+    for writer in live {
+        for reader in live.iter().filter(|reader| reader.versions.operation == writer.versions.operation) {
+            found.extend(writer.versions.unread_by(&reader.versions).map(|what| Unreadable {
+                operation: writer.versions.operation.clone(),
+                reader: reader.process,
+                writer: writer.process,
+                what,
+            }));
+        }
+    }
+    found
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use super::*;
+
+    fn said(process: u128, operation: &str, readable: RangeInclusive<u32>, write: u32, kids: &[&str]) -> Announced {
+        let kids: Vec<Kid> = kids.iter().map(|kid| kid.parse().unwrap()).collect();
+        let versions = Versions {
+            operation: operation.parse().unwrap(),
+            readable,
+            write_version: write,
+            write_kid: kids.last().unwrap().clone(),
+            kids,
+        };
+        Announced { process: Uuid::from_u128(process), versions }
+    }
+
+    // Shown by: comparing without the operation; leaving out the key ids; `contains` turned round.
+    #[test]
+    fn o21_a_process_that_cannot_read_what_another_writes_is_named() {
+        let fine = [
+            said(1, "pay", 1..=2, 1, &["sha256"]),
+            said(2, "pay", 1..=1, 1, &["sha256"]),
+            said(2, "note", 3..=3, 3, &["sha256", "k1"]),
+        ];
+        assert_eq!(unreadable(&fine), []);
+        let raised_too_early = [said(1, "pay", 1..=2, 2, &["sha256", "k1"]), said(2, "pay", 1..=1, 1, &["sha256"])];
+        let of = |what| Unreadable {
+            operation: "pay".parse().unwrap(),
+            reader: Uuid::from_u128(2),
+            writer: Uuid::from_u128(1),
+            what,
+        };
+        let both = [of(Written::Version(2)), of(Written::Kid("k1".parse().unwrap()))];
+        assert_eq!(unreadable(&raised_too_early), both);
+        // What is older than the oldest is answered 409: it is named too.
+        let forgotten_too_early = [said(1, "pay", 1..=2, 1, &["sha256"]), said(2, "pay", 2..=3, 2, &["sha256"])];
+        assert_eq!(
+            unreadable(&forgotten_too_early).iter().map(|one| &one.what).collect::<Vec<_>>(),
+            [&Written::Version(1)]
+        );
+    }
+}

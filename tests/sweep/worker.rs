@@ -1,0 +1,79 @@
+//! A process without the service that is built with its flows: it recovers what a dead service left, and carries its message (O22).
+
+use std::process::{Child, Command, Stdio};
+
+use oncebox::sqlx::sqlite::SqliteConnectOptions;
+use oncebox::sqlx::{self, ConnectOptions};
+use oncebox::store::sqlite::SqliteStore;
+use oncebox::store::{Base, StoreOptions};
+use serde_json::Value;
+
+use crate::api::{Api, Plan, SOON, body};
+use crate::kills::kill_at;
+use crate::ledgers::{Entries, Tables, provider_books, sorted};
+use crate::provider::ProviderProcess;
+use crate::support::{eventually, example, unique};
+
+/// The process; killed when dropped.
+struct Worker(Child);
+
+impl Worker {
+    fn start(plan: &Plan, broker: &str) -> Self {
+        let mut command = Command::new(example("payments_api"));
+        command.args(["--recovery", "only", "--database", &plan.database, "--broker", broker]);
+        command.args(plan.provider.iter().flat_map(|url| ["--provider", url]));
+        command.args(["--lease", &plan.lease.to_string()]).stdin(Stdio::null());
+        Self(command.spawn().unwrap())
+    }
+}
+
+impl Drop for Worker {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+/// The charges that were announced to the broker, once there is one.
+async fn carried(broker: &str) -> Option<Entries> {
+    // Neither the file nor its tables are there at once.
+    let mut file = SqliteConnectOptions::new().filename(broker).connect().await.ok()?;
+    let rows: Vec<Vec<u8>> = sqlx::query_scalar("select payload from record").fetch_all(&mut file).await.ok()?;
+    let entries = sorted(rows.iter().map(|payload| {
+        let payload: Value = serde_json::from_slice(payload).unwrap();
+        (payload["paymentId"].as_str().unwrap().to_owned(), payload["amountMinor"].as_i64().unwrap())
+    }));
+    (!entries.is_empty()).then_some(entries)
+}
+
+// Shown by: a publisher that starts no recovery; one that starts no relay.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn o22_m83_a_process_of_its_own_recovers_what_a_dead_service_left_and_carries_its_message() {
+    let directory = tempfile::tempdir().unwrap();
+    let file = |name: &str| directory.path().join(name).display().to_string();
+    let database = format!("sqlite://{}", file("payments.db"));
+    let store = SqliteStore::connect(&StoreOptions { create: true, ..StoreOptions::new(&database) }).await.unwrap();
+    let provider = ProviderProcess::start();
+    let plan = Plan {
+        database,
+        provider: Some(provider.url.clone()),
+        lease: 3.0,
+        budget: 2.0,
+        recovery: false,
+        pause_at: None,
+    };
+    let key = unique("worker-key-of-a-request");
+    // Charged, and the answer is lost with the process.
+    kill_at(&plan, "charge.answered", &key, 1_000, "order-1").await;
+    assert_eq!((store.rows("charge").await.len(), store.announced().await.len()), (1, 0));
+    let broker = file("broker.db");
+    let worker = Worker::start(&plan, &format!("embedded://{broker}"));
+    let carried = eventually("recovered and carried", SOON, || async { carried(&broker).await }).await;
+    let charges = store.rows("charge").await;
+    assert_eq!((provider_books(&provider.books), &carried), (charges.clone(), &charges));
+    drop(worker);
+    let api = Api::start(&plan).await;
+    let answer = api.post("/charges", &key, &body(1_000, "order-1")).await;
+    assert_eq!((answer.status, answer.replayed), (201, true), "{answer:?}");
+    assert_eq!(sorted([(answer.json()["id"].as_str().unwrap().to_owned(), 1_000)].into_iter()), charges);
+}
