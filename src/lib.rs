@@ -61,3 +61,21 @@ struct ClientGuide;
 #[cfg(doctest)]
 #[doc = include_str!("../docs/concepts/phases.md")]
 struct PhasesGuide;
+
+/// The code of the guides. That of the axum service is an example of its own, which a test runs.
+#[cfg(all(doctest, feature = "programs", feature = "postgres", feature = "http", feature = "client"))]
+#[doc = include_str!("../docs/guides/recovery-worker.md")]
+#[doc = include_str!("../docs/guides/regions.md")]
+#[doc = include_str!("../docs/guides/webhooks.md")]
+#[doc = include_str!("../docs/reference/settings.md")]
+struct Guides;
+
+/// The code of the guide to the gRPC door.
+#[cfg(all(doctest, feature = "postgres", feature = "grpc"))]
+#[doc = include_str!("../docs/guides/grpc.md")]
+struct GrpcGuide;
+
+/// The code of the guide to the guard.
+#[cfg(all(doctest, feature = "http", feature = "redis"))]
+#[doc = include_str!("../docs/guides/redis-guard.md")]
+struct GuardGuide;

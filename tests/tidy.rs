@@ -150,8 +150,6 @@ fn every_item_of_the_mission_says_where_it_is_shown_and_the_test_is_there() {
         .chain(sources_below("examples"))
         .map(|(_, text)| text)
         .collect();
-    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
-    let read = |file: &str| std::fs::read_to_string(root.join(file)).unwrap();
     let mission = read("docs/reference/mission.md");
     for item in (1..=84).chain(97..=121) {
         let rows = mission.lines().filter(|line| line.starts_with(&format!("| M{item} |"))).count();
@@ -172,4 +170,87 @@ fn every_item_of_the_mission_says_where_it_is_shown_and_the_test_is_there() {
         })
         .collect();
     assert!(missing.is_empty(), "no such test: {}", missing.join(", "));
+}
+
+fn read(file: &str) -> String {
+    std::fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join(file)).unwrap()
+}
+
+/// What follows these words in the lines of one block of a source, from its first line to the brace that closes it.
+fn names_in(file: &str, block: &str, before: &[&str]) -> Vec<String> {
+    let text = read(file);
+    let (_, rest) = text.split_once(block).unwrap_or_else(|| panic!("{file} has no `{block}`"));
+    let lines = rest.split("\n}\n").next().unwrap().lines().map(str::trim_start);
+    let names = lines.filter_map(|line| before.iter().find_map(|before| line.strip_prefix(before)));
+    let names = names.map(|rest| rest.chars().take_while(|c| c.is_ascii_alphanumeric() || "_-".contains(*c)).collect());
+    let names: Vec<String> = names.filter(|name: &String| !name.is_empty()).collect();
+    assert!(!names.is_empty(), "{file}: `{block}` has no {before:?}");
+    names
+}
+
+/// Shown by: a setter with another name; taking `open_per_tenant_max`, `BadRequest` and `otel` off the page.
+#[test]
+fn m4_every_setting_of_a_route_and_of_an_engine_stands_on_its_page() {
+    let page = read("docs/reference/settings.md");
+    // What stands in backticks outside of the blocks of code, in words.
+    let prose: String = page.split("```").step_by(2).collect();
+    let named: std::collections::BTreeSet<&str> = prose
+        .split('`')
+        .skip(1)
+        .step_by(2)
+        .flat_map(|code| code.split(|c: char| !(c.is_ascii_alphanumeric() || "_-".contains(c))))
+        .collect();
+    let route = "src/policy/operation/route.rs";
+    let mut settings = names_in(route, "pub struct Route {", &["pub "]);
+    for kind in ["Requirement", "WhileRunning", "AfterExpiry", "Replay", "Effects", "MismatchStatus"] {
+        let variants = names_in(route, &format!("pub enum {kind} {{"), &[""]);
+        settings.extend(variants.into_iter().filter(|name| name.starts_with(|c: char| c.is_ascii_uppercase())));
+    }
+    let endpoint = "src/runtime/operation/endpoint.rs";
+    settings.extend(names_in(endpoint, "\nimpl Endpoint {", &["pub fn "]));
+    settings.extend(names_in("src/runtime/operation/engine.rs", "impl<S: Keys> EngineBuilder<S> {", &["pub fn "]));
+    let door = "src/runtime/operation/phased/door.rs";
+    settings.extend(names_in(door, "impl<S: Phases> DoorBuilder<S> {", &["pub fn "]));
+    settings.extend(names_in("src/policy/operation/retention.rs", "pub struct Retention {", &["pub "]));
+    settings.extend(names_in("src/runtime/operation/phased/registry.rs", "pub struct DriveSettings {", &["pub "]));
+    let manifest = read("Cargo.toml");
+    let features = manifest.split("[features]\n").nth(1).unwrap().split("\n[").next().unwrap();
+    let features = features.lines().filter(|line| line.starts_with(|c: char| c.is_ascii_lowercase()));
+    settings.extend(features.filter_map(|line| line.split_once(" = ")).map(|(name, _)| name.to_owned()));
+    let missing: Vec<&String> =
+        settings.iter().filter(|name| name != &"default" && !named.contains(name.as_str())).collect();
+    assert!(settings.len() > 50 && missing.is_empty(), "docs/reference/settings.md does not name {missing:?}");
+}
+
+/// Shown by: taking a row away; a row with a page in place of a test.
+#[test]
+fn m119_every_named_pitfall_has_a_row_with_what_shows_it() {
+    let page = read("docs/concepts/anti-patterns.md");
+    let (_, rest) = page.split_once("## The others").unwrap();
+    let rows: Vec<&str> = rest.lines().filter(|line| line.starts_with("| ")).skip(1).collect();
+    assert_eq!(rows.len(), 12, "{rows:?}");
+    for row in page.lines().filter(|line| line.starts_with("| ")) {
+        let shown = row.trim_end_matches('|').rsplit(" | ").next().unwrap().trim();
+        let is_head = shown == "shown by";
+        assert!(is_head || named_tests(shown).next().is_some(), "no test is named: {row}");
+    }
+}
+
+/// Shown by: naming the section "Spans" of a page that has none.
+#[test]
+fn every_section_that_a_page_names_is_there() {
+    let mut named = 0;
+    for page in ["docs/reference/mission.md", "docs/concepts/anti-patterns.md", "docs/reference/settings.md"] {
+        let text = read(page);
+        for (before, rest) in text.match_indices(".md, \"").map(|(at, found)| (&text[..at], &text[at + found.len()..]))
+        {
+            let start = before.rfind(|c: char| c.is_whitespace() || c == '(').map_or(0, |at| at + 1);
+            let (file, section) = (format!("{}.md", &before[start..]), rest.split('"').next().unwrap());
+            let is_heading =
+                |line: &str| line.starts_with('#') && line.trim_start_matches('#').trim().starts_with(section);
+            assert!(read(&file).lines().any(is_heading), "{page}: {file} has no section \"{section}\"");
+            named += 1;
+        }
+    }
+    assert!(named > 3, "{named}");
 }

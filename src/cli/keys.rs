@@ -1,4 +1,5 @@
-//! `oncebox keys`: list, show, release, purge, resolve. A key is shown as a short hash, and whole only where it was named.
+//! `oncebox keys`: list, show, release, purge, resolve. A key is a secret of its client: its hash is shown, and itself only
+//! to who named it.
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -29,7 +30,7 @@ const ID_SKEW: Duration = Duration::from_secs(60);
 pub(crate) enum KeysCommand {
     /// List keys, oldest first
     List(Filter),
-    /// Show one with its whole key, its owner and what is kept of its answer
+    /// Show one with its whole hash and what is kept of its answer; the key itself only where it was given
     Show(Which),
     /// Forget one that has its outcome: the next request under it executes
     Release {
@@ -121,7 +122,7 @@ async fn on<S: Store>(store: S, command: &KeysCommand, settings: &Settings, outp
     require_schema(&store, settings).await?;
     let done = match command {
         KeysCommand::List(filter) => list(&store, filter, output).await,
-        KeysCommand::Show(which) => show(&one(&store, which).await?, output),
+        KeysCommand::Show(which) => show(&one(&store, which).await?, which.is_named(), output),
         KeysCommand::Release { which, act } => {
             let found = vec![one(&store, which).await?];
             act_on(&store, &found, &KeyChange::Release, act, output).await
@@ -160,6 +161,11 @@ impl Filter {
 }
 
 impl Which {
+    /// Whether the key itself was given, not its hash.
+    fn is_named(&self) -> bool {
+        self.tenant.is_some() && self.operation.is_some()
+    }
+
     /// The digest, or how it begins.
     fn digest(&self) -> Result<Vec<u8>, AppError> {
         match (&self.tenant, &self.operation) {
@@ -245,7 +251,6 @@ fn fields(found: &Found, whole: bool) -> Value {
         }),
     });
     if let (true, Some(fields)) = (whole, fields.as_object_mut()) {
-        fields.insert("key".to_owned(), record.identity.key().as_str().into());
         fields.insert("epoch".to_owned(), record.epoch.into());
     }
     fields
@@ -281,8 +286,11 @@ async fn list<S: Store>(store: &S, filter: &Filter, output: Output) -> Result<()
     Ok(())
 }
 
-fn show(found: &Found, output: Output) -> Result<(), AppError> {
-    let fields = fields(found, true);
+fn show(found: &Found, named: bool, output: Output) -> Result<(), AppError> {
+    let mut fields = fields(found, true);
+    if let (true, Some(fields)) = (named, fields.as_object_mut()) {
+        fields.insert("key".to_owned(), found.record.identity.key().as_str().into());
+    }
     if output == Output::Json {
         data!("{}", to_json(&fields)?);
         return Ok(());

@@ -121,6 +121,7 @@ fn audit(place: &Place) -> Vec<String> {
     place.column("select act || ' ' || reason from oncebox_audit order by 1")
 }
 
+// Shown by: `show` that inserts the key whatever was given.
 #[test]
 fn keys_are_listed_as_hashes_and_shown_whole_only_where_they_are_named() {
     let place = Place::migrated();
@@ -145,9 +146,16 @@ fn keys_are_listed_as_hashes_and_shown_whole_only_where_they_are_named() {
     assert!(people.contains(&done) && people.contains("COMPLETED"), "{people}");
     assert!(!people.contains("done-0123456789abcdef"), "a key is a secret of its client: {people}");
     let key = "done-0123456789abcdef";
-    let by_key = json(&place, &["keys", "show", key, "--tenant", "t1", "--operation", "create_note"]);
-    assert_eq!(by_key, json(&place, &["keys", "show", &done]));
+    let named = ["keys", "show", key, "--tenant", "t1", "--operation", "create_note"];
+    let mut by_key = json(&place, &named);
     assert_eq!((&by_key["key"], &by_key["state"], &by_key["status"]), (&json!(key), &json!("COMPLETED"), &json!(201)));
+    assert!(place.oncebox(&named).run().ok().contains(key));
+    // Who has only seen the list has the hash, and learns no key from it: neither for people nor for machines.
+    let by_hash = json(&place, &["keys", "show", &done]);
+    by_key.as_object_mut().unwrap().remove("key");
+    assert_eq!(by_hash, by_key, "all but the key");
+    let people = place.oncebox(&["keys", "show", &done]).run().ok();
+    assert!(people.contains("COMPLETED") && !people.contains(key), "{people}");
     place.oncebox(&["keys", "show", key]).run().fails(2, &["no hash of a key", "--tenant"]);
     place.oncebox(&["keys", "show", "0000000000000000"]).run().fails(1, &["there is no key"]);
     place.oncebox(&["keys", "list", "--state", "gone"]).run().fails(2, &["no state"]);

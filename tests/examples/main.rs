@@ -2,6 +2,8 @@
 #![allow(clippy::unwrap_used)]
 
 mod answers;
+#[cfg(all(feature = "http", feature = "sqlite"))]
+mod axum_service;
 mod payments;
 mod plain_sql;
 #[path = "../support/postgres.rs"]

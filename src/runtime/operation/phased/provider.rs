@@ -27,7 +27,7 @@ pub trait Provider: fmt::Debug + Send + Sync + 'static {
     /// The version of the bytes that [`Prepare::prepare`] makes now. Bytes of older versions are still sent.
     fn version(&self) -> u32;
 
-    /// The longest that a call takes. It must be shorter than a third of the lease.
+    /// The longest that a call takes. It must be shorter than two thirds of the lease.
     fn timeout(&self) -> Duration;
 
     /// Sends the bytes, once.
