@@ -7,6 +7,7 @@ use oncebox::policy::operation::Code;
 use oncebox::sqlx::{self, Connection};
 use tokio::sync::Barrier;
 
+use super::control::{ROUNDS, race};
 use super::kit::*;
 use super::service::{Service, count, messages, payment};
 
@@ -124,20 +125,10 @@ async fn m113_a_different_body_is_a_stable_and_counted_conflict(two: Two) {
 
 // Shown by: `m114_m118_a_store_that_looks_first_pays_twice_in_the_same_race`; without the primary key of the records.
 async fn m114_two_at_once_on_two_processes_pay_once(two: Two) {
-    for round in 0..super::control::ROUNDS {
+    for round in 0..ROUNDS {
         let (key, body) = (format!("{K1}-{round}"), payment(1, &format!("order-{round}")));
-        let start = Arc::new(Barrier::new(4));
-        let mut racing = tokio::task::JoinSet::new();
-        for number in 0..4 {
-            let request = two.services[number % 2].ask("/payments", &key, &body);
-            let start = start.clone();
-            racing.spawn(async move {
-                start.wait().await;
-                send(request).await
-            });
-        }
         let (mut firsts, mut bodies) = (0, HashSet::new());
-        for answer in racing.join_all().await {
+        for answer in race([0, 1, 0, 1].map(|number: usize| two.services[number].ask("/payments", &key, &body))).await {
             if answer.status == 201 {
                 firsts += u32::from(!answer.is_replayed());
                 bodies.insert(answer.body);
