@@ -34,5 +34,7 @@ mod lost;
 mod policies;
 mod quota;
 mod regions;
+#[cfg(feature = "embedded")]
+mod relayed;
 mod service;
 mod services;

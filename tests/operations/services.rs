@@ -47,6 +47,8 @@ macro_rules! two_services {
     };
 }
 
+pub(crate) use two_services;
+
 two_services! {
     m112_the_second_request_gets_the_same_payment_and_no_second_message,
     m113_a_different_body_is_a_stable_and_counted_conflict,
@@ -57,17 +59,18 @@ two_services! {
     the_service_says_what_it_protects_and_scopes_what_it_shows,
 }
 
-struct Two {
-    url: String,
-    services: [Service; 2],
+/// Two processes on one database.
+pub(crate) struct Two {
+    pub(crate) url: String,
+    pub(crate) services: [Service; 2],
 }
 
 impl Two {
-    async fn on(url: String) -> Self {
+    pub(crate) async fn on(url: String) -> Self {
         Self::with(url, &[]).await
     }
 
-    async fn with(url: String, flags: &[&str]) -> Self {
+    pub(crate) async fn with(url: String, flags: &[&str]) -> Self {
         let begun = [Service::begin(&url, flags), Service::begin(&url, flags)];
         let [one, two] = begun.map(Service::ready);
         Self { services: [one.await, two.await], url }
