@@ -26,6 +26,7 @@ mod edges;
 mod faulty;
 #[cfg(feature = "openapi")]
 mod fuzz;
+mod gone;
 mod kit;
 mod layer;
 mod layer_ends;
