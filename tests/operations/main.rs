@@ -27,6 +27,7 @@ mod faulty;
 #[cfg(feature = "openapi")]
 mod fuzz;
 mod gone;
+mod isolation;
 mod kit;
 mod layer;
 mod layer_ends;
