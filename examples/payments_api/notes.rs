@@ -12,6 +12,7 @@ use oncebox::runtime::operation::Problem;
 use serde::{Deserialize, Serialize};
 
 use crate::books::Books;
+use crate::points::reach;
 use crate::service::App;
 
 #[derive(Debug, Deserialize)]
@@ -64,8 +65,11 @@ pub(crate) async fn create<S: Books>(
     Extension(IdempotencyScope(scope)): Extension<IdempotencyScope>,
     Idempotent(Body(new)): Idempotent<Body<NewNote>>,
 ) -> Response {
+    reach("note.claimed").await;
     let note = Note { id: format!("note_{}", uuid::Uuid::now_v7().simple()), text: new.text.0 };
-    match app.store.add_note(scope.tenant(), &note.id, &note.text).await {
+    let added = app.store.add_note(scope.tenant(), &note.id, &note.text).await;
+    reach("note.written").await;
+    match added {
         Ok(()) => (StatusCode::CREATED, [(LOCATION, format!("/notes/{}", note.id))], Json(note)).into_response(),
         Err(error) => crate::service::unwritten(&error),
     }

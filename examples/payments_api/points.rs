@@ -8,7 +8,7 @@ static PAUSE_AT: OnceLock<String> = OnceLock::new();
 
 /// All names.
 #[allow(dead_code)] // read by the test of the sweep
-pub(crate) const POINTS: [&str; 15] = [
+pub(crate) const POINTS: [&str; 17] = [
     "payment.received",
     "payment.claimed",
     "payment.written",
@@ -24,6 +24,8 @@ pub(crate) const POINTS: [&str; 15] = [
     "charge.booked",
     "charge.enqueued",
     "charge.committed",
+    "note.claimed",
+    "note.written",
 ];
 
 /// Chooses the point.

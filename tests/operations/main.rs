@@ -31,6 +31,8 @@ mod edges;
 mod faulty;
 #[cfg(feature = "openapi")]
 mod fuzz;
+mod gone;
+mod isolation;
 mod kept;
 mod keyring;
 mod kit;
@@ -42,6 +44,8 @@ mod outside;
 mod policies;
 mod quota;
 mod regions;
+#[cfg(feature = "embedded")]
+mod relayed;
 #[cfg(feature = "encrypt")]
 mod sealed;
 mod service;

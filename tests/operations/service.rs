@@ -53,6 +53,12 @@ impl Service {
         Self { child, url: format!("http://{address}") }
     }
 
+    /// SIGKILL, and gone.
+    pub(crate) fn kill(mut self) {
+        self.child.kill().unwrap();
+        self.child.wait().unwrap();
+    }
+
     pub(crate) async fn post(&self, path: &str, key: &str, body: &str) -> Http {
         send(self.ask(path, key, body)).await
     }

@@ -7,6 +7,7 @@ use oncebox::policy::operation::Code;
 use oncebox::sqlx::{self, Connection};
 use tokio::sync::Barrier;
 
+use super::control::{ROUNDS, race};
 use super::kit::*;
 use super::service::{Service, count, messages, payment};
 
@@ -46,6 +47,8 @@ macro_rules! two_services {
     };
 }
 
+pub(crate) use two_services;
+
 two_services! {
     m112_the_second_request_gets_the_same_payment_and_no_second_message,
     m113_a_different_body_is_a_stable_and_counted_conflict,
@@ -56,17 +59,18 @@ two_services! {
     the_service_says_what_it_protects_and_scopes_what_it_shows,
 }
 
-struct Two {
-    url: String,
-    services: [Service; 2],
+/// Two processes on one database.
+pub(crate) struct Two {
+    pub(crate) url: String,
+    pub(crate) services: [Service; 2],
 }
 
 impl Two {
-    async fn on(url: String) -> Self {
+    pub(crate) async fn on(url: String) -> Self {
         Self::with(url, &[]).await
     }
 
-    async fn with(url: String, flags: &[&str]) -> Self {
+    pub(crate) async fn with(url: String, flags: &[&str]) -> Self {
         let begun = [Service::begin(&url, flags), Service::begin(&url, flags)];
         let [one, two] = begun.map(Service::ready);
         Self { services: [one.await, two.await], url }
@@ -124,20 +128,10 @@ async fn m113_a_different_body_is_a_stable_and_counted_conflict(two: Two) {
 
 // Shown by: `m114_m118_a_store_that_looks_first_pays_twice_in_the_same_race`; without the primary key of the records.
 async fn m114_two_at_once_on_two_processes_pay_once(two: Two) {
-    for round in 0..super::control::ROUNDS {
+    for round in 0..ROUNDS {
         let (key, body) = (format!("{K1}-{round}"), payment(1, &format!("order-{round}")));
-        let start = Arc::new(Barrier::new(4));
-        let mut racing = tokio::task::JoinSet::new();
-        for number in 0..4 {
-            let request = two.services[number % 2].ask("/payments", &key, &body);
-            let start = start.clone();
-            racing.spawn(async move {
-                start.wait().await;
-                send(request).await
-            });
-        }
         let (mut firsts, mut bodies) = (0, HashSet::new());
-        for answer in racing.join_all().await {
+        for answer in race([0, 1, 0, 1].map(|number: usize| two.services[number].ask("/payments", &key, &body))).await {
             if answer.status == 201 {
                 firsts += u32::from(!answer.is_replayed());
                 bodies.insert(answer.body);

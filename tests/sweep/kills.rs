@@ -1,13 +1,17 @@
 //! The sweep: SIGKILL at every named point with a request in flight; after restart and retry one charge, one payment, one message,
-//! and the same answer. Compared by id and amount, in four ledgers.
+//! and the same answer. Compared by id and amount, in four ledgers. A note, which is protected at the edge only, is unknown for ever:
+//! it stands there or not, and is never written again.
 //!
-//! `ONCEBOX_SWEEP_KILLS` says how many kills there are in all, at least five at each point.
+//! `ONCEBOX_SWEEP_KILLS` says how many kills there are on SQLite and PostgreSQL together: 200, or more; half of them on each, at least
+//! five at each point. MariaDB has a lane beside them.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
 
+use oncebox::policy::operation::Code;
 use oncebox::store::sqlite::SqliteStore;
 use oncebox::store::{Base, StoreOptions};
+use serde_json::{Value, json};
 
 use crate::api::{Answer, Api, Plan, SOON, body};
 use crate::ledgers::{Entries, Tables, provider_books, sorted};
@@ -15,16 +19,21 @@ use crate::points::POINTS;
 use crate::provider::ProviderProcess;
 use crate::support::{eventually, service, unique};
 
-/// Half of them on each database. A lane mostly waits for the lease of what it has killed.
-const LANES: usize = 8;
+/// Kills on SQLite and PostgreSQL together, whatever was asked for.
+const KILLS_MIN: usize = 200;
+/// Kills at each point on each of these two.
+const AT_POINT_MIN: usize = 5;
+/// Lanes of these two, half of them on each. A lane mostly waits for the lease of what it has killed.
+const LANES: usize = 6;
+/// Kills at each point on MariaDB: in one round a worker recovers, in the other the repeated request.
+const ROUNDS_ON_MARIADB: usize = 2;
 /// A lease that is over soon after its owner was killed, and leaves a call its time on a busy machine.
 const LEASE: f64 = 3.0;
 
 /// Kills at each point, of one lane: at least one that a worker recovers, and one that the repeated request does.
 fn rounds() -> usize {
     let asked = std::env::var("ONCEBOX_SWEEP_KILLS").ok().and_then(|text| text.parse().ok());
-    let all: usize = asked.unwrap_or(210);
-    all.div_ceil(POINTS.len() * LANES).max(2)
+    asked.unwrap_or(0).max(KILLS_MIN).div_ceil(POINTS.len() * LANES).max(2)
 }
 
 /// What a lane has seen.
@@ -33,10 +42,20 @@ struct Lane {
     kills: BTreeMap<&'static str, usize>,
     payments: Vec<Answer>,
     charges: Vec<Answer>,
+    notes: Vec<(&'static str, String)>,
 }
 
 fn path_of(point: &str) -> &'static str {
-    if point.starts_with("payment.") { "/payments" } else { "/charges" }
+    match point.split('.').next() {
+        Some("payment") => "/payments",
+        Some("note") => "/notes",
+        _ => "/charges",
+    }
+}
+
+/// The text of a note is its key.
+fn body_of(point: &str, key: &str, amount: i64, reference: &str) -> Value {
+    if path_of(point) == "/notes" { json!({ "text": key }) } else { body(amount, reference) }
 }
 
 /// One kill: the request is on its way, the point is reached, the process is gone, and nobody was answered.
@@ -46,7 +65,8 @@ pub(crate) async fn kill_at(plan: &Plan, point: &'static str, key: &str, amount:
         Api::start(&Plan { pause_at: Some(point), budget: 2.0 * SOON.as_secs_f64(), ..plan.clone() }).await;
     let paused = format!("paused at {point}");
     let in_flight = loop {
-        let mut request = tokio::spawn(doomed.request(path_of(point), key, &body(amount, reference)).send());
+        let mut request =
+            tokio::spawn(doomed.request(path_of(point), key, &body_of(point, key, amount, reference)).send());
         tokio::select! {
             _ = doomed.says(&paused) => break request,
             // A busy machine: a call took too long, and the repeated request goes on.
@@ -56,9 +76,13 @@ pub(crate) async fn kill_at(plan: &Plan, point: &'static str, key: &str, amount:
             }
         }
     };
-    assert!(!in_flight.is_finished(), "{point}: the request was answered before the kill");
+    // The engine ends the wait for a handler behind the layer (409), on a busy machine before the kill too.
+    let may_be_answered = path_of(point) == "/notes";
+    assert!(may_be_answered || !in_flight.is_finished(), "{point}: the request was answered before the kill");
     doomed.kill();
-    assert!(in_flight.await.unwrap().is_err(), "{point}: answered by a process that was killed");
+    if let Ok(answer) = in_flight.await.unwrap() {
+        assert!(may_be_answered && answer.status() == 409, "{point}: answered by a process that was killed");
+    }
 }
 
 /// The answer after restart, and the same again.
@@ -79,7 +103,28 @@ fn entries(answers: &[Answer]) -> Entries {
     }))
 }
 
-async fn sweep<S: Tables>(lane: usize, store: &S, database: &str) -> Lane {
+/// The notes of killed processes: unknown, and there where they were written before the kill.
+async fn unknown_for_ever<S: Tables>(plan: &Plan, store: &S, notes: &[(&'static str, String)]) {
+    let api = Api::start(plan).await;
+    let unknown = |answer: &Answer| (answer.status, answer.code()) == (409, Code::OutcomeUnknown.as_str().to_owned());
+    for (point, key) in notes {
+        let note = body_of(point, key, 0, "");
+        eventually("a lease that is over", SOON, || async {
+            let answer = api.post("/notes", key, &note).await;
+            let waits = answer.code() == Code::InProgress.as_str();
+            assert!(waits || unknown(&answer), "{point}: {answer:?}");
+            (!waits).then_some(())
+        })
+        .await;
+        let again = api.post("/notes", key, &note).await;
+        assert!(unknown(&again), "{point}: {again:?}");
+    }
+    api.kill();
+    let written = notes.iter().filter(|(point, _)| *point == "note.written").map(|(_, key)| (key.clone(), 1));
+    assert_eq!(store.notes().await, sorted(written), "the notes that stood before the kill, once each");
+}
+
+async fn sweep<S: Tables>(lane: usize, rounds: usize, store: &S, database: &str) -> Lane {
     let provider = ProviderProcess::start();
     let plan = Plan {
         database: database.to_owned(),
@@ -91,7 +136,7 @@ async fn sweep<S: Tables>(lane: usize, store: &S, database: &str) -> Lane {
     };
     let mut seen = Lane::default();
     let mut amount = 1_000;
-    for round in 0..rounds() {
+    for round in 0..rounds {
         for point in POINTS {
             amount += 1;
             let (key, reference) = (unique("sweep-key-of-a-request"), format!("order-{lane}-{amount}"));
@@ -99,6 +144,11 @@ async fn sweep<S: Tables>(lane: usize, store: &S, database: &str) -> Lane {
             let plan = Plan { recovery: round % 2 == 0, ..plan.clone() };
             kill_at(&plan, point, &key, amount, &reference).await;
             *seen.kills.entry(point).or_default() += 1;
+            if path_of(point) == "/notes" {
+                // Asked for in the end, when its lease is over.
+                seen.notes.push((point, key));
+                continue;
+            }
             let answer = ask_again(&plan, path_of(point), &key, amount, &reference).await;
             if path_of(point) == "/payments" { seen.payments.push(answer) } else { seen.charges.push(answer) }
         }
@@ -106,6 +156,7 @@ async fn sweep<S: Tables>(lane: usize, store: &S, database: &str) -> Lane {
     amount += 1;
     let answer = with_an_operator(&plan, &provider, store, amount).await;
     seen.charges.push(answer);
+    unknown_for_ever(&plan, store, &seen.notes).await;
     let (charges, payments) = (entries(&seen.charges), entries(&seen.payments));
     assert_eq!(provider_books(&provider.books), charges, "the provider's charges and the answers");
     assert_eq!(store.rows("charge").await, charges, "the rows of charges and the answers");
@@ -149,10 +200,10 @@ async fn with_an_operator<S: Tables>(plan: &Plan, provider: &ProviderProcess, st
     answer
 }
 
-fn enough(lanes: &[Lane], all: usize) {
+fn enough(lanes: &[Lane], at_point: usize, all: usize) {
     for point in POINTS {
         let kills: usize = lanes.iter().filter_map(|lane| lane.kills.get(point)).sum();
-        assert!(kills >= 5, "{point}: {kills} kills");
+        assert!(kills >= at_point, "{point}: {kills} kills");
     }
     let kills: usize = lanes.iter().flat_map(|lane| lane.kills.values()).sum();
     assert!(kills >= all, "{kills} kills");
@@ -163,15 +214,16 @@ async fn on_sqlite(lane: usize) -> Lane {
     let url = format!("sqlite://{}", directory.path().join("sweep.db").display());
     let options = StoreOptions { create: true, ..StoreOptions::new(url.clone()) };
     let store = SqliteStore::connect(&options).await.unwrap();
-    sweep(lane, &store, &url).await
+    sweep(lane, rounds(), &store, &url).await
 }
 
 // Shown by: a provider key made anew at every drive (two charges); a resend without the committed begin of the first send; a
-// message enqueued in a transaction of its own (two messages); finishing the operation without its record (409 for ever).
+// message enqueued in a transaction of its own (two messages); finishing the operation without its record (409 for ever); a route of
+// notes that may be repeated (201 in place of unknown); two lanes in place of three (four kills at a point).
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn m115_m50_killed_at_every_point_there_is_one_charge_one_payment_one_message_on_sqlite() {
     let lanes = futures::future::join_all((0..LANES / 2).map(on_sqlite)).await;
-    enough(&lanes, rounds() * POINTS.len() * LANES / 2);
+    enough(&lanes, AT_POINT_MIN, KILLS_MIN / 2);
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -183,11 +235,18 @@ async fn m115_m50_killed_at_every_point_there_is_one_charge_one_payment_one_mess
     let lanes = (LANES / 2..LANES).map(|lane| {
         let seen = Arc::clone(&seen);
         crate::postgres::with_database("m115_on_postgres", move |database| async move {
-            let lane = sweep(lane, &database.store, &database.url).await;
+            let lane = sweep(lane, rounds(), &database.store, &database.url).await;
             seen.lock().unwrap().push(lane);
         })
     });
     futures::future::join_all(lanes).await;
     let lanes = seen.lock().unwrap();
-    enough(&lanes, rounds() * POINTS.len() * LANES / 2);
+    enough(&lanes, AT_POINT_MIN, KILLS_MIN / 2);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn m115_m50_killed_at_every_point_there_is_one_charge_one_payment_one_message_on_mariadb() {
+    let Some(database) = crate::mysql::Db::new("m115_on_mariadb").await else { return };
+    let lane = sweep(LANES, ROUNDS_ON_MARIADB, &database.store, &database.url).await;
+    enough(&[lane], ROUNDS_ON_MARIADB, ROUNDS_ON_MARIADB * POINTS.len());
 }

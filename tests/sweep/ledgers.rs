@@ -4,6 +4,7 @@ use std::path::Path;
 
 use oncebox::async_trait;
 use oncebox::sqlx::{self, AssertSqlSafe};
+use oncebox::store::mysql::MySqlStore;
 use oncebox::store::postgres::PostgresStore;
 use oncebox::store::sqlite::SqliteStore;
 use oncebox::store::{Base, Phases};
@@ -25,6 +26,11 @@ pub(crate) trait Tables: Phases {
     /// Rows of the business.
     async fn rows(&self, table: &str) -> Entries {
         self.pairs(&format!("select id, amount_minor from {table}")).await
+    }
+
+    /// Texts of notes, and how often each stands there.
+    async fn notes(&self) -> Entries {
+        self.pairs("select text, count(*) from note group by text").await
     }
 
     /// Payments that were announced.
@@ -68,6 +74,7 @@ macro_rules! tables {
 }
 
 tables!(SqliteStore, "cast(payload as text)", "oncebox_", "hex(operation_id)");
+tables!(MySqlStore, "convert(payload using utf8mb4)", "oncebox_", "hex(operation_id)");
 tables!(PostgresStore, "convert_from(payload, 'UTF8')", "oncebox.", "operation_id::text");
 
 pub(crate) fn sorted(entries: impl IntoIterator<Item = (String, i64)>) -> Entries {

@@ -5,6 +5,9 @@ mod api;
 mod charges;
 mod kills;
 mod ledgers;
+#[path = "../store_mysql/fixture.rs"]
+#[allow(dead_code)]
+mod mysql;
 /// The points of the example.
 #[path = "../../examples/payments_api/points.rs"]
 #[allow(dead_code)]

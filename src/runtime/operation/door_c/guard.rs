@@ -132,6 +132,10 @@ impl<S: Operations> Guard<S> {
     ///
     /// From here on this answer is the outcome, whatever other layers make of it.
     ///
+    /// A transaction above READ COMMITTED may be refused by the database here (SQLSTATE 40001, [`StoreError::Busy`]): where another
+    /// one stands in its way, and where the lease of the claim was extended after its first statement, as happens while a handler
+    /// runs for longer than a third of its lease. Answered with 503, the same key runs again.
+    ///
     /// # Errors
     /// [`GuardError`]; of all but [`StoreError::CommitUnknown`] the transaction was rolled back. Each of its two steps, the outcome
     /// and COMMIT, may take the route's completion budget.
