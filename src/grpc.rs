@@ -78,14 +78,19 @@ where
         + 'static,
 {
     let given = key::given(request.metadata(), request.get_ref().key_field(), endpoint.route().key_format);
-    let given = given.map_err(|problem| status::of_problem(&problem))?;
+    // What is refused here is counted as the engine counts its own refusals.
+    let refused = |problem: &Problem| {
+        endpoint.refused(problem.code);
+        status::of_problem(problem)
+    };
+    let given = given.map_err(|problem| refused(&problem))?;
     let scope = request.extensions().get::<Scope>().cloned();
     let bytes = request.get_ref().encoded_len();
     if bytes > endpoint.request_body_max() {
-        return Err(status::of_problem(&Problem::new(Code::BodyTooLarge)));
+        return Err(refused(&Problem::new(Code::BodyTooLarge)));
     }
     let Some(_memory) = engine.reserve_body(bytes) else {
-        return Err(status::of_problem(&Problem::new(Code::BodyMemoryExceeded)));
+        return Err(refused(&Problem::new(Code::BodyMemoryExceeded)));
     };
     match engine.execute_tx(endpoint, scope, given, request.into_inner(), handler).await {
         Answered::Reply { reply, replayed } => status::of_reply(&reply, replayed),

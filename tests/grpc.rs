@@ -3,6 +3,11 @@
 #![cfg(all(feature = "grpc", feature = "sqlite", feature = "client"))]
 #![allow(clippy::unwrap_used)]
 
+#[cfg(feature = "programs")]
+#[path = "support/observed.rs"]
+#[allow(dead_code)] // its part
+mod hearing;
+
 use std::convert::Infallible;
 use std::marker::PhantomData;
 use std::sync::Arc;
@@ -284,6 +289,23 @@ async fn m109_what_cannot_be_run_has_a_status_with_its_reason() {
     // Another tenant's key is another key.
     call(world.service.clone(), Some("t2"), KEY, payment(100)).await.unwrap();
     assert_eq!(world.payments().await, 2);
+}
+
+// Shown by: refusing without counting.
+#[cfg(feature = "programs")]
+#[tokio::test]
+async fn m104_m109_what_the_door_refuses_by_itself_is_counted() {
+    let (heard, _hearing) = hearing::hear();
+    let world = World::new().await;
+    let both = CreatePayment { request_id: OTHER.to_owned(), ..payment(100) };
+    let long = CreatePayment { account_id: "a".repeat(2 << 20), ..payment(100) };
+    for (command, code) in [(both, "IDEMPOTENCY_KEY_INVALID"), (long, "IDEMPOTENCY_BODY_TOO_LARGE")] {
+        let labels = [("operation", "create_payment"), ("code", code)];
+        assert_eq!(heard.metric("oncebox_idempotency_rejected_count", &labels), 0.0, "{code}");
+        assert_eq!(reason(&world.call(KEY, command).await.unwrap_err()), code);
+        assert_eq!(heard.metric("oncebox_idempotency_rejected_count", &labels), 1.0, "{code}");
+    }
+    assert_eq!(world.payments().await, 0);
 }
 
 // Shown by: refusing nothing.

@@ -52,8 +52,8 @@ fn duration<'de, D: serde::Deserializer<'de>>(deserializer: D) -> Result<Duratio
     iso_8601(&text).ok_or_else(|| serde::de::Error::custom(format!("`{text}` is no duration of days to seconds")))
 }
 
-/// A duration such as `PT24H`, `P1D` or `P1DT30M`: whole numbers of weeks, days, hours, minutes and seconds. Months and years have
-/// no length.
+/// A duration such as `PT24H`, `P1DT30M` or `PT0.5S`: whole numbers of weeks, days, hours and minutes, and seconds with up to nine
+/// digits of a fraction. Months and years have no length.
 fn iso_8601(text: &str) -> Option<Duration> {
     let rest = text.strip_prefix('P')?;
     let (days, times) = rest.split_once('T').map_or((rest, None), |(days, times)| (days, Some(times)));
@@ -73,9 +73,19 @@ fn iso_8601(text: &str) -> Option<Duration> {
         }
         text.is_empty().then_some(seconds)
     };
+    let (times, nanos) = match times.unwrap_or_default().split_once('.') {
+        None => (times.unwrap_or_default().to_owned(), 0),
+        Some((whole, fraction)) => (format!("{whole}S"), nanos(fraction.strip_suffix('S')?)?),
+    };
     let days = parts(days, &[('W', 604_800), ('D', 86_400)])?;
-    let times = parts(times.unwrap_or_default(), &[('H', 3_600), ('M', 60), ('S', 1)])?;
-    Some(Duration::from_secs(days.checked_add(times)?))
+    let times = parts(&times, &[('H', 3_600), ('M', 60), ('S', 1)])?;
+    Some(Duration::new(days.checked_add(times)?, nanos))
+}
+
+/// The digits behind the point of a second.
+fn nanos(digits: &str) -> Option<u32> {
+    let good = (1..=9).contains(&digits.len()) && digits.bytes().all(|byte| byte.is_ascii_digit());
+    good.then(|| format!("{digits:0<9}").parse().ok()).flatten()
 }
 
 /// Asks a server.
@@ -125,6 +135,24 @@ mod tests {
             ("PT99999999999999999999H", None),
         ] {
             assert_eq!(iso_8601(text), seconds.map(Duration::from_secs), "{text}");
+        }
+    }
+
+    // Shown by: whole seconds only, by which the whole document of a server is not read.
+    #[test]
+    fn m97_a_lifetime_below_a_second_is_read() {
+        for (text, millis) in [
+            ("PT0.5S", Some(500)),
+            ("PT0.05S", Some(50)),
+            ("PT90.250S", Some(90_250)),
+            ("P1DT1M0.001S", Some(86_460_001)),
+            ("PT.5S", None),
+            ("PT1.S", None),
+            ("PT1.5", None),
+            ("PT1.+5S", None),
+            ("PT1.0000000001S", None),
+        ] {
+            assert_eq!(iso_8601(text), millis.map(Duration::from_millis), "{text}");
         }
     }
 }

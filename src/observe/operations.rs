@@ -9,8 +9,8 @@ use metrics::{counter, gauge};
 use super::{
     IDEMPOTENCY_CLAIM, IDEMPOTENCY_COMMIT_UNKNOWN, IDEMPOTENCY_CONFLICT, IDEMPOTENCY_CONTRADICTION, IDEMPOTENCY_ENDED,
     IDEMPOTENCY_EXPIRED, IDEMPOTENCY_HEARTBEAT_LOST, IDEMPOTENCY_IN_PROGRESS, IDEMPOTENCY_IN_PROGRESS_AGE,
-    IDEMPOTENCY_PRINCIPAL, IDEMPOTENCY_RECOVERY, IDEMPOTENCY_REJECTED, IDEMPOTENCY_REPLAY, IDEMPOTENCY_STORE_ERROR,
-    IDEMPOTENCY_TAKEOVER, IDEMPOTENCY_UNKNOWN,
+    IDEMPOTENCY_LOCK_TIMEOUT, IDEMPOTENCY_OPERATION, IDEMPOTENCY_PRINCIPAL, IDEMPOTENCY_PURGED, IDEMPOTENCY_RECOVERY,
+    IDEMPOTENCY_REJECTED, IDEMPOTENCY_REPLAY, IDEMPOTENCY_STORE_ERROR, IDEMPOTENCY_TAKEOVER, IDEMPOTENCY_UNKNOWN,
 };
 
 /// What became of a request.
@@ -32,6 +32,8 @@ pub enum Noted {
     TakenOver(&'static str),
     /// What happened is being found out, or cannot be.
     Recovering,
+    /// A phased operation that nobody drove is taken up.
+    TakenUp,
     /// Refused before anything was looked at, with the code.
     Rejected(&'static str),
     /// The store did not answer, at this stage: `find`, `claim`, `complete`, `commit`, `heartbeat`, `replay`.
@@ -42,6 +44,8 @@ pub enum Noted {
     TransactionEnded,
     /// A lease was lost while the handler ran.
     HeartbeatLost,
+    /// Its key stayed locked, and it was refused for that.
+    LockTimeout,
     /// What a provider said contradicts itself, or what was decided (O8): an alarm.
     Contradiction,
 }
@@ -83,6 +87,10 @@ pub fn noted(operation: &str, key: &str, noted: Noted) {
             tracing::info_span!("idempotency.recovery", operation, key)
                 .in_scope(|| tracing::info!("outcome not known yet"));
         }
+        Noted::TakenUp => {
+            labelled(IDEMPOTENCY_TAKEOVER, "kind", "recovery");
+            tracing::info_span!("idempotency.recovery", operation, key).in_scope(|| tracing::debug!("taken up"));
+        }
         Noted::Rejected(code) => labelled(IDEMPOTENCY_REJECTED, "code", code),
         Noted::StoreError(stage) => labelled(IDEMPOTENCY_STORE_ERROR, "stage", stage),
         Noted::CommitUnknown => counted(IDEMPOTENCY_COMMIT_UNKNOWN),
@@ -98,6 +106,7 @@ pub fn noted(operation: &str, key: &str, noted: Noted) {
             counted(IDEMPOTENCY_HEARTBEAT_LOST);
             tracing::warn!(operation, key, "the lease was lost while the handler ran");
         }
+        Noted::LockTimeout => counted(IDEMPOTENCY_LOCK_TIMEOUT),
         Noted::Contradiction => {
             counted(IDEMPOTENCY_CONTRADICTION);
             tracing::error!(operation, key, "evidence contradicts itself, or what was decided: a person must look");
@@ -105,9 +114,28 @@ pub fn noted(operation: &str, key: &str, noted: Noted) {
     }
 }
 
-/// Shows the counters of an operation at 0 before anything happened.
-pub fn operation_starts(operation: &str) {
+/// What is forgotten at the end of its time.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Forgotten {
+    /// Bodies of answers.
+    Bodies,
+    /// Keys, each with all that is known of its operation.
+    Keys,
+}
+
+/// So much was forgotten.
+pub fn forgotten(what: Forgotten, count: u64) {
+    let kind = match what {
+        Forgotten::Bodies => "bodies",
+        Forgotten::Keys => "keys",
+    };
+    counter!(IDEMPOTENCY_PURGED, "kind" => kind).increment(count);
+}
+
+/// Shows an operation with the mode of its door, and its counters at 0 before anything happened.
+pub fn operation_starts(operation: &str, mode: &'static str) {
     let name = || operation.to_owned();
+    gauge!(IDEMPOTENCY_OPERATION, "operation" => name(), "mode" => mode).set(1.0);
     for outcome in ["completed", "failure", "reference", "reconstructed", "tombstone"] {
         counter!(IDEMPOTENCY_REPLAY, "operation" => name(), "outcome" => outcome).increment(0);
     }
@@ -119,10 +147,15 @@ pub fn operation_starts(operation: &str) {
         IDEMPOTENCY_CONFLICT,
         IDEMPOTENCY_PRINCIPAL,
         IDEMPOTENCY_IN_PROGRESS,
+        IDEMPOTENCY_COMMIT_UNKNOWN,
+        IDEMPOTENCY_ENDED,
         IDEMPOTENCY_CONTRADICTION,
+        IDEMPOTENCY_LOCK_TIMEOUT,
     ] {
         counter!(counted, "operation" => name()).increment(0);
     }
+    forgotten(Forgotten::Bodies, 0);
+    forgotten(Forgotten::Keys, 0);
     gauge!(IDEMPOTENCY_IN_PROGRESS_AGE).increment(0.0);
     gauge!(IDEMPOTENCY_UNKNOWN).increment(0.0);
 }
@@ -143,7 +176,7 @@ mod tests {
         let recorder = metrics_exporter_prometheus::PrometheusBuilder::new().build_recorder();
         let shown = recorder.handle();
         metrics::with_local_recorder(&recorder, || {
-            operation_starts("charge");
+            operation_starts("charge", "phased");
             for count in [0, 1, 2] {
                 let line = format!("oncebox_idempotency_evidence_conflict_count{{operation=\"charge\"}} {count}");
                 assert!(shown.render().contains(&line), "{}", shown.render());

@@ -4,6 +4,8 @@
 #![cfg(all(feature = "http", feature = "sqlite", feature = "postgres", feature = "mysql", feature = "programs"))]
 #![allow(clippy::unwrap_used)]
 
+#[path = "../support/observed.rs"]
+mod hearing;
 #[path = "../store_mysql/fixture.rs"]
 #[allow(dead_code)]
 mod mysql;
@@ -40,6 +42,7 @@ mod layer;
 mod layer_ends;
 mod lock_wait;
 mod lost;
+mod observed;
 mod outside;
 mod policies;
 mod quota;

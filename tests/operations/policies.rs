@@ -325,6 +325,24 @@ async fn m4_two_operations_of_one_name_are_refused_unless_they_are_one() {
     assert_eq!(world.engine.protected().len(), 3);
 }
 
+// Shown by: a text of its own in one of the two; whole seconds only.
+#[cfg(feature = "openapi")]
+#[tokio::test]
+async fn m97_a_lifetime_is_published_alike_in_both_documents() {
+    use oncebox::http::idempotency::{describe, well_known};
+    for (millis, text) in [(500, "PT0.5S"), (86_400_000, "PT24H"), (90_000, "PT90S")] {
+        let world = sqlite().await;
+        let endpoint = world.protect(short(Duration::from_millis(millis)));
+        let mut operation = utoipa::openapi::path::Operation::default();
+        describe(&endpoint, &mut operation).unwrap();
+        let described = serde_json::to_value(&operation).unwrap();
+        assert_eq!(described["x-idempotency"]["ttl"], text, "{described}");
+        let known = axum::body::to_bytes(well_known(&world.engine).into_body(), 10_000).await.unwrap();
+        let known: serde_json::Value = serde_json::from_slice(&known).unwrap();
+        assert_eq!(known["operations"][0]["ttl"], text, "{known}");
+    }
+}
+
 // Shown by: describing the route by hand.
 #[cfg(feature = "openapi")]
 #[tokio::test]

@@ -10,10 +10,14 @@ mod cut;
 mod evidence;
 mod faults;
 mod flow;
+#[path = "../support/observed.rs"]
+#[allow(dead_code)] // its part
+mod hearing;
 mod keyring;
 #[path = "../store_mysql/fixture.rs"]
 #[allow(dead_code)]
 mod mysql;
+mod observed;
 #[path = "../support/postgres.rs"]
 mod postgres;
 #[path = "../support/provider.rs"]

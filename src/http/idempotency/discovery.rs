@@ -42,10 +42,15 @@ pub fn well_known<S: Keys>(engine: &Engine<S>) -> Response {
     axum::Json(Document { operations: published.collect() }).into_response()
 }
 
-/// A duration as ISO 8601 has it, in hours where it is whole hours, else in minutes or seconds.
-fn iso_8601(duration: std::time::Duration) -> String {
+/// A duration as ISO 8601 has it, in hours where it is whole hours, else in minutes or seconds, with a fraction where there is one.
+pub(super) fn iso_8601(duration: std::time::Duration) -> String {
     let seconds = duration.as_secs();
     match seconds {
+        _ if duration.subsec_nanos() > 0 => {
+            let fraction = format!("{:09}", duration.subsec_nanos());
+            format!("PT{seconds}.{}S", fraction.trim_end_matches('0'))
+        }
+        0 => "PT0S".to_owned(),
         _ if seconds.is_multiple_of(3_600) => format!("PT{}H", seconds / 3_600),
         _ if seconds.is_multiple_of(60) => format!("PT{}M", seconds / 60),
         _ => format!("PT{seconds}S"),
@@ -56,9 +61,11 @@ fn iso_8601(duration: std::time::Duration) -> String {
 mod tests {
     use super::*;
 
+    // Shown by: whole seconds only ("PT0H", which forgets at once, and "PT90S").
     #[test]
     fn m97_a_lifetime_is_published_as_iso_8601() {
-        let seconds = |seconds| iso_8601(std::time::Duration::from_secs(seconds));
-        assert_eq!([86_400, 300, 90].map(seconds), ["PT24H", "PT5M", "PT90S"]);
+        let millis = |millis| iso_8601(std::time::Duration::from_millis(millis));
+        assert_eq!([86_400_000, 300_000, 90_000, 0].map(millis), ["PT24H", "PT5M", "PT90S", "PT0S"]);
+        assert_eq!([500, 50, 90_250, 3_600_001].map(millis), ["PT0.5S", "PT0.05S", "PT90.25S", "PT3600.001S"]);
     }
 }

@@ -45,9 +45,9 @@ use axum::response::Response;
 use futures::future::BoxFuture;
 use serde::de::DeserializeOwned;
 
-use super::intake::{invalid, is_json, key_in, read_body, scope_in, unsupported};
+use super::intake::{invalid, is_json, key_in, read_body, refused, scope_in, unsupported};
 use super::objects::read_json;
-use super::respond::{problem_response, respond};
+use super::respond::respond;
 use crate::error::HandlerError;
 use crate::policy::operation::{Canonical, Code, FingerprintWriter, IdempotentCommand, Outcome, Scope};
 use crate::runtime::operation::{
@@ -132,7 +132,7 @@ impl<S: Keys, C: JsonCommand> TypedDoor<S, C> {
     /// # Errors
     /// The response to answer with.
     pub async fn read(&self, request: Request) -> Result<Taken<C>, Box<Response>> {
-        let refuse = |problem: &Problem| Box::new(problem_response(problem));
+        let refuse = |problem: &Problem| Box::new(refused(&self.endpoint, problem));
         let (parts, body) = request.into_parts();
         let key = key_in(&parts.headers, self.endpoint.route().key_format);
         let scope = scope_in(&parts);

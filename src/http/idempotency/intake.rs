@@ -7,8 +7,10 @@
 use axum::body::Body;
 use axum::http::request::Parts;
 use axum::http::{HeaderMap, header};
+use axum::response::Response;
 use http_body_util::BodyExt;
 
+use super::respond::problem_response;
 use crate::policy::operation::{Code, Key, KeyFormat, Scope};
 use crate::runtime::operation::{BodyPermit, Engine, KeyGiven, Problem, Registered};
 use crate::store::Keys;
@@ -79,6 +81,12 @@ pub async fn read_body<S: Keys>(
         }
     }
     Ok(Intake { body: bytes, permit })
+}
+
+/// The answer to a request that its door refuses before the engine is asked; it is counted like the engine's own refusals.
+pub(super) fn refused(endpoint: &Registered, problem: &Problem) -> Response {
+    endpoint.refused(problem.code);
+    problem_response(problem)
 }
 
 /// A problem `REQUEST_INVALID` that says why. The text must not repeat values of the request.

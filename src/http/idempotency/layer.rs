@@ -20,7 +20,7 @@ use tower_layer::Layer;
 use tower_service::Service;
 
 use super::extract::OutcomeTag;
-use super::intake::{Intake, invalid, key_in, read_body, scope_in};
+use super::intake::{Intake, invalid, key_in, read_body, refused, scope_in};
 use super::respond::{problem_response, respond};
 use crate::policy::operation::json::JsonError;
 use crate::policy::operation::raw::RawCommand;
@@ -113,11 +113,11 @@ where
     }
     let Intake { body, permit } = match read_body(&engine, &endpoint, &parts, body).await {
         Ok(intake) => intake,
-        Err(problem) => return problem_response(&problem),
+        Err(problem) => return refused(&endpoint, &problem),
     };
     let command = match command(&endpoint, &mut parts, &body).await {
         Ok(command) => command,
-        Err(error) => return problem_response(&invalid(error.to_string())),
+        Err(error) => return refused(&endpoint, &invalid(error.to_string())),
     };
     let asking = Asking { scope, key, command: Arc::new(command) };
     let kept_max = endpoint.kept_body_max();

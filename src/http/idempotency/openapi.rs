@@ -9,6 +9,7 @@ use utoipa::openapi::extensions::Extensions;
 use utoipa::openapi::path::Operation;
 use utoipa::openapi::{RefOr, Response};
 
+use super::discovery::iso_8601;
 use crate::policy::operation::KeyFormat;
 use crate::policy::operation::route::{Requirement, WhileRunning};
 use crate::runtime::operation::Registered;
@@ -61,7 +62,7 @@ pub fn describe(endpoint: &Registered, operation: &mut Operation) -> Result<(), 
     }
     let idempotency = json!({
         "operation": endpoint.operation().as_str(),
-        "ttl": humantime::format_duration(route.retention.ttl).to_string(),
+        "ttl": iso_8601(route.retention.ttl),
         "mode": route.mode.as_str(),
         "replay": format!("{:?}", route.replay).to_lowercase(),
         "mismatchStatus": route.mismatch.status(),

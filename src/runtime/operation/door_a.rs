@@ -256,7 +256,9 @@ where
                 }
             }
         };
-        front.note(Noted::Acquired);
+        if begin.is_first_claim() {
+            front.note(Noted::Acquired);
+        }
         let mut enqueued = false;
         let call = (self.handler)(&self.command, EffectTx { tx: &mut tx, enqueued: &mut enqueued });
         let called = tokio::time::timeout(route.timeout, AssertUnwindSafe(call).catch_unwind()).await;

@@ -15,12 +15,13 @@ use uuid::Uuid;
 use super::codec::Keeping;
 use super::reply::Reply;
 use crate::error::HandlerError;
+use crate::observe::{self, Noted};
 use crate::policy::operation::fingerprint::FingerprinterError;
 use crate::policy::operation::identity::IdentityError;
 use crate::policy::operation::raw::RawCommand;
 use crate::policy::operation::route::{Durability, Replay, Requirement, RouteError, WhileRunning};
 use crate::policy::operation::{
-    Fingerprint, Fingerprinter, IdempotentCommand, Keyring, Mode, OperationName, Record, Route,
+    Code, Fingerprint, Fingerprinter, IdempotentCommand, Keyring, Mode, OperationName, Record, Route,
 };
 
 /// Builds an answer anew from what the operation made.
@@ -341,6 +342,12 @@ impl Registered {
     #[must_use]
     pub fn kept_body_max(&self) -> usize {
         self.0.endpoint.keeping.body_max
+    }
+
+    /// Counts a request that a door refuses with this code by itself, before it has asked what becomes of its key: a body that is
+    /// too long, or no command.
+    pub fn refused(&self, code: Code) {
+        observe::noted(self.operation().as_str(), "", Noted::Rejected(code.as_str()));
     }
 
     /// Whether the other one may stand beside it: another operation, or the same one once more.

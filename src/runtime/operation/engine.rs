@@ -23,7 +23,7 @@ use super::quota::StoredQuota;
 use super::reply::Reply;
 use super::running::Running;
 use crate::error::StoreError;
-use crate::observe;
+use crate::observe::{self, Forgotten};
 use crate::policy::operation::pace::Usual;
 use crate::policy::operation::route::Durability;
 use crate::policy::operation::{Fingerprint, Identity, Keyring, OperationName, Record, Scope};
@@ -177,7 +177,7 @@ impl<S: Keys> Engine<S> {
         }
         endpoints.push(registered.clone());
         drop(endpoints);
-        observe::operation_starts(registered.operation().as_str());
+        observe::operation_starts(registered.operation().as_str(), registered.route().mode.as_str());
         Ok(registered)
     }
 
@@ -275,11 +275,14 @@ impl<S: Keys> Engine<S> {
     /// What the store says; what was forgotten before stays forgotten.
     pub async fn sweep(&self, limit: u32) -> Result<u64, StoreError> {
         let mut forgotten = self.inner.store.expire_bodies(limit).await?;
+        observe::forgotten(Forgotten::Bodies, forgotten);
         let mut swept = HashSet::new();
         for endpoint in self.protected().iter().filter(|endpoint| swept.insert(endpoint.operation().clone())) {
             let route = endpoint.route();
             let purged = self.inner.store.purge_keys(endpoint.operation(), &route.retention, route.id_skew, limit);
-            forgotten += purged.await?;
+            let keys = purged.await?;
+            observe::forgotten(Forgotten::Keys, keys);
+            forgotten += keys;
         }
         Ok(forgotten)
     }

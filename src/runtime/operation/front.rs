@@ -28,6 +28,7 @@ mod answer;
 
 use std::fmt;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use uuid::Uuid;
@@ -95,6 +96,8 @@ pub struct Begin {
     pub claim: KeyClaim,
     ground: Ground,
     entry: Arc<Entry>,
+    /// Whether it was claimed: it may be claimed anew after a deadlock, and executes for one request.
+    claimed: AtomicBool,
 }
 
 /// What must still be there for the claim to succeed.
@@ -122,6 +125,11 @@ impl Begin {
     #[must_use]
     pub fn basis(&self) -> Basis<'_> {
         self.ground.basis()
+    }
+
+    /// Whether its claim succeeds for the first time: what runs again after a deadlock counts once.
+    pub(super) fn is_first_claim(&self) -> bool {
+        !self.claimed.swap(true, Ordering::Relaxed)
     }
 
     /// The same, for work that outlives the request.
@@ -286,7 +294,7 @@ impl<S: Keys> Front<S> {
         let until = tokio::time::Instant::now() + LOOK_EVERY_MAX;
         loop {
             if let Some(entry) = self.enter(&claim) {
-                return Some(Box::new(Begin { claim, ground: Ground::New, entry }));
+                return Some(Box::new(Begin { claim, ground: Ground::New, entry, claimed: AtomicBool::new(false) }));
             }
             if let Some(other) = self.engine.running().get(&claim.identity.digest()) {
                 tokio::time::timeout_at(until, other.ended.cancelled()).await.ok()?;
@@ -464,6 +472,7 @@ impl<S: Keys> Front<S> {
                     let _ = tokio::time::timeout(until, run.ended.cancelled()).await;
                     return None;
                 }
+                self.note_lock(decision, false);
                 return Some(Turn::Answer(self.answer_running(decision, &run)));
             }
             Seen::Nobody => None,
@@ -501,6 +510,7 @@ impl<S: Keys> Front<S> {
                 Some(Turn::Answer(self.answer(Decision::Reconcile, Some((&record, now))).await))
             }
             (decision, record) => {
+                self.note_lock(decision, record.is_none());
                 let record = record.as_ref().map(|(record, now)| (&**record, *now));
                 Some(Turn::Answer(self.answer(decision, record).await))
             }
@@ -513,7 +523,7 @@ impl<S: Keys> Front<S> {
         self.rounds += 1;
         // None: another request of this process was faster; it is judged from the map.
         let entry = self.enter(&claim)?;
-        Some(Turn::Begin(Box::new(Begin { claim, ground, entry })))
+        Some(Turn::Begin(Box::new(Begin { claim, ground, entry, claimed: AtomicBool::new(false) })))
     }
 
     fn enter(&self, claim: &KeyClaim) -> Option<Arc<Entry>> {
@@ -543,6 +553,13 @@ impl<S: Keys> Front<S> {
         match self.engine.store().mark_unknown(record).await {
             Ok(Fenced::Done | Fenced::LostOwnership) => None,
             Err(error) => Some(Turn::Answer(self.store_failed("claim", &error))),
+        }
+    }
+
+    /// Counts a key that is refused as locked: by what nobody can see (`unseen`), or after a wait (M104).
+    fn note_lock(&self, decision: Decision, unseen: bool) {
+        if matches!(decision, Decision::InProgress(_)) && (unseen || self.waiting.is_some()) {
+            self.note(Noted::LockTimeout);
         }
     }
 

@@ -12,7 +12,7 @@ use super::evidence::{self, By, Observation};
 use super::identity::ProviderKey;
 use super::provider::{Asked, Call, Sent};
 use crate::error::StoreError;
-use crate::observe::{Noted, noted};
+use crate::observe::Noted;
 use crate::policy::operation::flow::Stage;
 use crate::policy::operation::provider::{Answer, QueryAnswer, Settled, Verdict, Window, may_start};
 use crate::runtime::pace::Pace;
@@ -237,15 +237,14 @@ impl<S: Phases> Driver<S> {
             if evidence::evidence(&rows).contradicts(decided) {
                 tracing::error!(operation = %stored.operation_id, effect, ?decided,
                     "evidence contradicts what was decided: nothing is rewritten, a person must look");
-                self.note_contradiction(stored);
+                self.note(Noted::Contradiction);
             }
         }
         Ok(())
     }
 
-    /// Counts it (O8).
-    pub(super) fn note_contradiction(&self, stored: &StoredOperation) {
-        let key = stored.identity.as_ref().map(|identity| identity.key().short_hash()).unwrap_or_default();
-        noted(self.member.flow().name(), &key, Noted::Contradiction);
+    /// Counts what became of its operation.
+    pub(super) fn note(&self, what: Noted) {
+        self.member.note(self.context.identity(), what);
     }
 }

@@ -22,6 +22,7 @@ use super::opening::{Opened, Opening};
 use super::registry::{DriveSettings, Phased};
 use super::taken::taken;
 use crate::error::StoreError;
+use crate::observe::Noted;
 use crate::policy::operation::flow::Stage;
 use crate::policy::operation::record::Mode;
 use crate::policy::operation::{Canonical, Code, Record, Scope};
@@ -172,6 +173,7 @@ impl<S: Phases> Door<S> {
                         Ok(opened) => opened,
                         Err(error) => {
                             tracing::error!(operation = %endpoint.operation(), %error, "the first phase died");
+                            front.note(Noted::CommitUnknown);
                             return front.problem(Code::CommitUnknown);
                         }
                     };

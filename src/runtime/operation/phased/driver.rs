@@ -32,6 +32,7 @@ use super::opening::FIRST_ENDED;
 use super::phase::{Context, Phase};
 use super::registry::{Member, Phased};
 use crate::error::{HandlerError, StoreError};
+use crate::observe::Noted;
 use crate::policy::operation::Fingerprint;
 use crate::policy::operation::flow::{PhaseEnd, Stage};
 use crate::policy::operation::provider::{self, Gap, Sends, Step, Strategy, Verdict};
@@ -220,7 +221,10 @@ impl<S: Phases> Driver<S> {
         let flow = member.flow();
         match stored.stage {
             // A handler ended the transaction of the first phase: what it did may be done.
-            Stage::Received => self.given_up(FIRST_ENDED).await,
+            Stage::Received => {
+                self.note(Noted::TransactionEnded);
+                self.given_up(FIRST_ENDED).await
+            }
             Stage::Local => self.local(flow, stored).await,
             Stage::Settled => self.settled(flow, stored).await,
             Stage::Outstanding | Stage::Unknown => match flow.effect_at(&stored.point) {
@@ -358,7 +362,7 @@ impl<S: Phases> Driver<S> {
             Step::Operator(gap) => {
                 tracing::error!(operation = %self.driven.operation_id, effect = effect.name, ?gap, "an operation needs an operator");
                 if gap == Gap::Mismatch {
-                    self.note_contradiction(stored);
+                    self.note(Noted::Contradiction);
                 }
                 self.park_open(effect, intent, gap_name(gap)).await
             }
@@ -462,6 +466,7 @@ impl<S: Phases> Driver<S> {
             // The next look shows what came of it.
             Err(error @ StoreError::CommitUnknown(_)) => {
                 tracing::warn!(operation = %self.driven.operation_id, %error, "a phase was lost sight of");
+                self.note(Noted::CommitUnknown);
             }
             Err(error) => return Err(error),
         }

@@ -22,6 +22,7 @@ use super::phase::{Context, Phase};
 use super::registry::{Member, Phased};
 use super::rerun::take_back;
 use crate::error::{HandlerError, StoreError};
+use crate::observe::Noted;
 use crate::policy::operation::doubt::{Aftermath, Doubt};
 use crate::policy::operation::flow::Stage;
 use crate::policy::operation::{Code, Record};
@@ -124,6 +125,9 @@ impl<S: Phases> Opening<S> {
             Begun::Claimed(tx) => tx,
             Begun::Existing(_) | Begun::Locked => return Ok(Tried::Refused),
         };
+        if begin.is_first_claim() {
+            self.note(begin, Noted::Acquired);
+        }
         let driven = tx.driven().clone();
         let identities = Identities::new(phased.deployment, driven.operation_id);
         let context = Context::new(identities, begin.claim.identity.clone());
@@ -174,6 +178,7 @@ impl<S: Phases> Opening<S> {
                     // Whether with an outcome or to be driven on: it is there.
                     Aftermath::Stored | Aftermath::MarkUnknown | Aftermath::Ended => {}
                     Aftermath::CommitUnknown | Aftermath::InsertUnknown => {
+                        self.note(begin, Noted::CommitUnknown);
                         return Ok(Tried::Ended(Opened::Problem(Code::CommitUnknown)));
                     }
                 }
@@ -224,9 +229,15 @@ impl<S: Phases> Opening<S> {
         let aftermath =
             Doubt::TokenGone { nothing_ran_after }.after(store.look_after(&begin.claim, begin.basis()).await);
         tracing::error!(operation = %driven.operation_id, ?aftermath, "a first phase ended its transaction by itself");
+        if matches!(aftermath, Aftermath::InsertUnknown | Aftermath::MarkUnknown | Aftermath::Ended) {
+            self.note(begin, Noted::TransactionEnded);
+        }
         match aftermath {
             Aftermath::Stored => return Ok(Tried::Ended(Opened::Look)),
-            Aftermath::CommitUnknown => return Ok(Tried::Ended(Opened::Problem(Code::CommitUnknown))),
+            Aftermath::CommitUnknown => {
+                self.note(begin, Noted::CommitUnknown);
+                return Ok(Tried::Ended(Opened::Problem(Code::CommitUnknown)));
+            }
             Aftermath::InsertUnknown => {
                 if let Err(error) = stand(store, new, begin.basis(), self.patience).await {
                     tracing::error!(operation = %driven.operation_id, %error, "an operation that ended its transaction could not be made to stand");
@@ -242,6 +253,10 @@ impl<S: Phases> Opening<S> {
             Aftermath::Ended => {}
         }
         Ok(Tried::Ended(Opened::Problem(Code::TransactionEnded)))
+    }
+
+    fn note(&self, begin: &Begin, what: Noted) {
+        self.member.note(&begin.claim.identity, what);
     }
 }
 

@@ -15,6 +15,8 @@ use uuid::Uuid;
 use super::flow::{Flow, FlowError};
 use super::vault::Vault;
 use crate::error::StoreError;
+use crate::observe::{Noted, noted};
+use crate::policy::operation::Identity;
 use crate::policy::operation::retention::Retention;
 use crate::runtime::operation::{Engine, Registered};
 use crate::store::Phases;
@@ -76,6 +78,11 @@ impl<S: Phases> Member<S> {
 
     pub(super) fn endpoint(&self) -> &Registered {
         &self.endpoint
+    }
+
+    /// Counts what became of an operation, and notes it in a span.
+    pub(super) fn note(&self, identity: &Identity, what: Noted) {
+        noted(self.flow.name(), &identity.key().short_hash(), what);
     }
 
     pub(super) fn retention(&self) -> Retention {

@@ -10,6 +10,7 @@ use std::time::Duration;
 
 use super::driver::{Driver, End, Next};
 use crate::error::{HandlerError, StoreError};
+use crate::observe::Noted;
 use crate::policy::operation::doubt::Trace;
 use crate::policy::operation::flow::PhaseEnd;
 use crate::runtime::pace::Pace;
@@ -77,6 +78,7 @@ impl<S: Phases> Driver<S> {
     async fn ended_by_itself(&mut self) -> Result<Next, StoreError> {
         let operation = self.driven.operation_id;
         tracing::error!(%operation, "a phase ended its transaction by itself");
+        self.note(Noted::TransactionEnded);
         let mut pace = Pace::new(Duration::from_millis(20), Duration::from_secs(1));
         loop {
             match self.given_up("phase-ended-its-transaction").await {

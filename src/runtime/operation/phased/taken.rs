@@ -14,6 +14,7 @@ use super::identity::Identities;
 use super::phase::Context;
 use super::registry::{Member, Phased};
 use crate::error::StoreError;
+use crate::observe::{Noted, noted};
 use crate::policy::operation::Fingerprint;
 use crate::store::{Driven, Due, Phases, StoredOperation};
 
@@ -26,6 +27,8 @@ pub(super) async fn taken<S: Phases>(
     came: Came,
     stop: CancellationToken,
 ) -> Result<Ended, StoreError> {
+    let key = stored.identity.as_ref().map(|identity| identity.key().short_hash()).unwrap_or_default();
+    noted(&stored.flow, &key, Noted::TakenUp);
     let store = phased.engine.store();
     let reason = match prepared(&phased, &stored).await {
         Ok(Prepared::Ready(member, context, command, fingerprint)) => {

@@ -1,0 +1,299 @@
+//! What an operator sees of the engine: metrics, gauges, spans (M103 to M105, M113). Each test hears its own thread.
+
+use std::time::Duration;
+
+use oncebox::HandlerError;
+use oncebox::policy::operation::retention::Retention;
+use oncebox::policy::operation::route::WhileRunning;
+use oncebox::policy::operation::{Code, Key, KeyFormat, Mode, Outcome, Route};
+use oncebox::runtime::operation::{EffectTx, Endpoint, Engine, Reply};
+use oncebox::sqlx::query_scalar;
+use oncebox::store::sqlite::SqliteStore;
+use oncebox::store::{Base, Basis, Claimed, Keys};
+use tracing::Level;
+
+use super::crowd::door;
+use super::hearing::{Heard, hear};
+use super::kit::*;
+use super::layer::{edge, layered};
+
+const CLAIMS: &str = "oncebox_idempotency_claim_count";
+const REJECTED: &str = "oncebox_idempotency_rejected_count";
+const STORE_ERRORS: &str = "oncebox_idempotency_store_error_count";
+const LOCKED: &str = "oncebox_idempotency_lock_timeout_count";
+const PURGED: &str = "oncebox_idempotency_purged_count";
+const AGE: &str = "oncebox_idempotency_in_progress_age_max";
+const UNKNOWN: &str = "oncebox_idempotency_unknown_state_count";
+const OPERATION: &str = "oncebox_idempotency_operation_info";
+
+fn of_put(heard: &Heard, name: &str) -> f64 {
+    heard.metric(name, &[("operation", "put")])
+}
+
+fn refused(heard: &Heard, code: Code) -> f64 {
+    heard.metric(REJECTED, &[("operation", "put"), ("code", code.as_str())])
+}
+
+fn hash(key: &str) -> String {
+    Key::parse(key.as_bytes(), KeyFormat::Opaque).unwrap().short_hash()
+}
+
+/// A world whose engine takes bodies of a thousand bytes in all.
+async fn narrow() -> World<SqliteStore> {
+    let world = sqlite().await;
+    let engine = Engine::builder(world.store.clone()).body_memory_max(1_000).build();
+    World { engine, ..world }
+}
+
+// Shown by: answering without counting.
+#[tokio::test]
+async fn m104_what_a_typed_door_refuses_by_itself_is_counted() {
+    let (heard, _hearing) = hear();
+    let world = narrow().await;
+    let gate = Gate::open();
+    let url = serve(door(&world, Endpoint::typed::<Put>(same_tx()).request_body_max(2_000), &gate)).await + "/put";
+    let text = |length: usize| format!(r#"{{"text":"{}"}}"#, "a".repeat(length));
+    send(post(&url, K1, "{")).await.is(Code::RequestInvalid);
+    send(post(&url, K1, r#"{"text":1}"#)).await.is(Code::RequestInvalid);
+    send(post(&url, K1, text(2_000))).await.is(Code::BodyTooLarge);
+    send(post(&url, K1, text(1_500))).await.is(Code::BodyMemoryExceeded);
+    let untyped = client().post(&url).header("idempotency-key", K1).header("content-type", "text/plain").body("a");
+    send(untyped).await.is(Code::UnsupportedMediaType);
+    // What the engine refuses before a body is read.
+    send(post(&url, "short", text(1))).await.is(Code::KeyInvalid);
+    send(client().post(&url).body("a")).await.is(Code::KeyRequired);
+    for (code, times) in [
+        (Code::RequestInvalid, 2.0),
+        (Code::BodyTooLarge, 1.0),
+        (Code::BodyMemoryExceeded, 1.0),
+        (Code::UnsupportedMediaType, 1.0),
+        (Code::KeyInvalid, 1.0),
+        (Code::KeyRequired, 1.0),
+    ] {
+        assert_eq!(refused(&heard, code), times, "{code}");
+    }
+    assert_eq!((of_put(&heard, REJECTED), of_put(&heard, CLAIMS), gate.calls()), (7.0, 0.0, 0));
+}
+
+// Shown by: answering without counting.
+#[tokio::test]
+async fn m104_what_the_layer_refuses_by_itself_is_counted() {
+    let (heard, _hearing) = hear();
+    let world = narrow().await;
+    let gate = Gate::open();
+    let url = layered(&world, Endpoint::raw("put", edge()).request_body_max(2_000), &gate).await + "/put";
+    send(post(&url, K1, "{")).await.is(Code::RequestInvalid);
+    send(post(&url, K1, "a".repeat(2_001))).await.is(Code::BodyTooLarge);
+    send(post(&url, K1, "a".repeat(1_500))).await.is(Code::BodyMemoryExceeded);
+    for code in [Code::RequestInvalid, Code::BodyTooLarge, Code::BodyMemoryExceeded] {
+        assert_eq!(refused(&heard, code), 1.0, "{code}");
+    }
+    assert_eq!((of_put(&heard, REJECTED), gate.calls()), (3.0, 0));
+}
+
+// Shown by: not counting a store that does not answer.
+#[tokio::test]
+async fn m104_a_store_that_does_not_answer_is_counted_by_stage() {
+    let (heard, _hearing) = hear();
+    let world = sqlite().await;
+    let endpoint = world.protect(same_tx());
+    world.store.close().await;
+    problem(run(&world, &endpoint, K1, "a", effect(&Gate::open())).await, Code::StoreUnavailable);
+    assert!(heard.metric(STORE_ERRORS, &[("operation", "put"), ("stage", "find")]) >= 1.0);
+}
+
+// Shown by: counting each run of the handler.
+#[tokio::test]
+async fn m103_a_claim_that_the_database_asks_to_try_again_is_counted_once() {
+    let (heard, _hearing) = hear();
+    let world = sqlite().await;
+    let (endpoint, gate) = (world.protect(same_tx()), Gate::open());
+    assert_eq!(of_put(&heard, CLAIMS), 0.0);
+    let calls = gate.clone();
+    let again = does::<SqliteStore, _>(move |_: &Put, mut tx: EffectTx<'_, SqliteStore>| {
+        let gate = calls.clone();
+        Box::pin(async move {
+            let seen: i64 = query_scalar("select count(*) from effect").fetch_one(tx.connection()).await?;
+            gate.pass().await;
+            match gate.calls() {
+                1 => Err(HandlerError::nobodys("the database asks to try again")),
+                _ => Ok(Outcome::Completed(Reply::json(201, &seen)?)),
+            }
+        })
+    });
+    first(run(&world, &endpoint, K1, "a", again).await);
+    assert_eq!((gate.calls(), of_put(&heard, CLAIMS)), (2, 1.0));
+}
+
+/// A key that another process holds in an open transaction, then one that runs here for longer than a duplicate waits.
+async fn locked<S: Sql>(world: World<S>, heard: Heard) {
+    let (other, patient) = (world.another_process(), world.another_process());
+    let endpoint = world.protect(same_tx());
+    let there = other.protect(Route { wait_max: Duration::from_millis(100), ..same_tx() });
+    let waits = patient.protect(Route { while_running: WhileRunning::Wait, ..same_tx() });
+    let gate = Gate::closed();
+    let begun = running(&world, &endpoint, K1, &gate);
+    gate.begun().await;
+    // It runs in this process: nobody waits, and no lock is asked for.
+    problem(run(&world, &endpoint, K1, "a", effect(&gate)).await, Code::InProgress);
+    assert_eq!(of_put(&heard, LOCKED), 0.0);
+    problem(run(&other, &there, K1, "a", effect(&gate)).await, Code::InProgress);
+    assert_eq!(of_put(&heard, LOCKED), 1.0);
+    problem(run(&patient, &waits, K1, "a", effect(&gate)).await, Code::InProgress);
+    assert_eq!(of_put(&heard, LOCKED), 2.0);
+    gate.let_go();
+    first(begun.await.unwrap());
+    // In the process itself, after a wait.
+    let held = running(&patient, &waits, K2, &gate);
+    gate.begun().await;
+    problem(run(&patient, &waits, K2, "a", effect(&gate)).await, Code::InProgress);
+    assert_eq!(of_put(&heard, LOCKED), 3.0);
+    gate.let_go();
+    first(held.await.unwrap());
+    replayed(run(&other, &there, K1, "a", effect(&gate)).await);
+    assert_eq!(of_put(&heard, LOCKED), 3.0);
+}
+
+// Shown by: counting no refusal of a key that nobody sees, and none after a wait.
+mod m104_a_key_that_stays_locked_is_counted {
+    use super::*;
+
+    #[tokio::test]
+    async fn on_sqlite() {
+        let (heard, _hearing) = hear();
+        locked(sqlite().await, heard).await;
+    }
+
+    #[tokio::test]
+    async fn on_mariadb() {
+        let (heard, _hearing) = hear();
+        let Some(database) = crate::mysql::Db::new("m104_a_key_that_stays_locked").await else { return };
+        locked(World::on(database.store.clone(), &database.url).await, heard).await;
+    }
+
+    #[tokio::test]
+    async fn on_postgres() {
+        let (heard, _hearing) = hear();
+        crate::postgres::with_database("m104_a_key_that_stays_locked", |database| async move {
+            locked(World::on(database.store.clone(), &database.url).await, heard).await;
+        })
+        .await;
+    }
+}
+
+// Shown by: sweeping without counting; one count for both.
+#[tokio::test]
+async fn m104_what_is_forgotten_is_counted_by_its_kind() {
+    let (heard, _hearing) = hear();
+    let world = sqlite().await;
+    let (body, ttl) = (Duration::from_millis(1), Duration::from_millis(50));
+    let endpoint = world.protect(Route { retention: Retention { ttl, body, metadata: ttl }, ..same_tx() });
+    let gone = |kind| heard.metric(PURGED, &[("kind", kind)]);
+    for key in [K1, K2] {
+        first(run(&world, &endpoint, key, "a", effect(&Gate::open())).await);
+    }
+    let mut bodies = world.store.number("select count(*) from oncebox_idempotency_body").await;
+    assert_eq!((gone("bodies"), gone("keys"), bodies), (0.0, 0.0, 2));
+    until("the bodies are over", || async {
+        let look = world.store.find(&identity("t1", K2)).await.unwrap();
+        look.record.is_some_and(|record| record.outcome_at.is_some_and(|at| at.until(look.now) > ttl))
+    })
+    .await;
+    until("all is forgotten", || async {
+        world.engine.sweep(1).await.unwrap();
+        world.record("t1", K1).await.is_none() && world.record("t1", K2).await.is_none()
+    })
+    .await;
+    bodies = world.store.number("select count(*) from oncebox_idempotency_body").await;
+    assert_eq!((gone("bodies"), gone("keys"), bodies), (2.0, 2.0, 0));
+}
+
+// Pitfall 6. Shown by: gauges that are never set; a measure without what runs in this process, and without what the store has.
+#[tokio::test]
+async fn m103_the_gauges_show_what_is_open_and_what_is_unknown() {
+    let (heard, _hearing) = hear();
+    let world = sqlite().await;
+    let endpoint = world.protect(same_tx());
+    let shown = async || {
+        world.engine.measure().await.unwrap();
+        (heard.metric(AGE, &[]), heard.metric(UNKNOWN, &[]))
+    };
+    assert_eq!(shown().await, (0.0, 0.0));
+    let unknown = does::<SqliteStore, _>(|_: &Put, _: EffectTx<'_, SqliteStore>| {
+        Box::pin(async { Ok(Outcome::Unknown(Reply::new(502))) })
+    });
+    first(run(&world, &endpoint, K2, "a", unknown).await);
+    assert_eq!(shown().await, (0.0, 1.0));
+    // A payment that is open in this process: nobody else sees it.
+    let gate = Gate::closed();
+    let held = running(&world, &endpoint, K1, &gate);
+    gate.begun().await;
+    let young = shown().await.0;
+    until("it is older", || async { shown().await.0 > young }).await;
+    assert!(young > 0.0);
+    gate.let_go();
+    first(held.await.unwrap());
+    assert_eq!(shown().await, (0.0, 1.0));
+    // One that another process has claimed.
+    let claim = claim(&endpoint, "key-0000000000000003", Mode::Edge, Duration::from_secs(600));
+    assert!(matches!(world.store.claim(&claim, Basis::New).await.unwrap(), Claimed::Owned(_)));
+    until("it has an age", || async { shown().await.0 > 0.0 }).await;
+    assert_eq!(shown().await.1, 1.0);
+}
+
+// HTTP section 1: which promise a route has. Shown by: one mode for all.
+#[tokio::test]
+async fn m104_each_operation_shows_the_mode_of_its_door() {
+    let (heard, _hearing) = hear();
+    let world = sqlite().await;
+    for mode in [Mode::SameTx, Mode::Bridged, Mode::Edge, Mode::Phased] {
+        world.engine.protect(Endpoint::raw(&format!("in_{}", mode.as_str()), Route::new(mode))).unwrap();
+    }
+    for mode in ["same_tx", "bridged", "edge", "phased"] {
+        let name = format!("in_{mode}");
+        assert_eq!(heard.metric(OPERATION, &[("operation", &name), ("mode", mode)]), 1.0);
+        assert_eq!(heard.metric(OPERATION, &[("operation", &name)]), 1.0);
+    }
+}
+
+// M113: a different body is logged. Shown by: no span, no warning; the key itself in place of its hash.
+#[tokio::test]
+async fn m105_m113_each_turn_of_a_key_has_its_span_and_a_mismatch_its_warning() {
+    let (heard, _hearing) = hear();
+    let world = sqlite().await;
+    let endpoint = world.protect(same_tx());
+    let gate = Gate::closed();
+    let spans = |name: &str| heard.spans(&format!("idempotency.{name}"));
+    let held = running(&world, &endpoint, K1, &gate);
+    gate.begun().await;
+    problem(run(&world, &endpoint, K1, "a", effect(&gate)).await, Code::InProgress);
+    gate.let_go();
+    first(held.await.unwrap());
+    assert!(spans("replay").is_empty() && spans("mismatch").is_empty() && spans("recovery").is_empty());
+    replayed(run(&world, &endpoint, K1, "a", effect(&gate)).await);
+    problem(run(&world, &endpoint, K1, "b", effect(&gate)).await, Code::KeyReused);
+    let unknown = does::<SqliteStore, _>(|_: &Put, _: EffectTx<'_, SqliteStore>| {
+        Box::pin(async { Ok(Outcome::Unknown(Reply::new(502))) })
+    });
+    first(run(&world, &endpoint, K2, "a", unknown).await);
+    problem(run(&world, &endpoint, K2, "a", effect(&gate)).await, Code::OutcomeUnknown);
+    for (name, keys) in [
+        ("acquire", vec![K1, K2]),
+        ("in_progress", vec![K1]),
+        ("replay", vec![K1]),
+        ("mismatch", vec![K1]),
+        ("recovery", vec![K2]),
+    ] {
+        let seen: Vec<_> = spans(name).iter().map(|span| (span["operation"].clone(), span["key"].clone())).collect();
+        let expected: Vec<_> = keys.into_iter().map(|key| ("put".to_owned(), hash(key))).collect();
+        assert_eq!(seen, expected, "{name}");
+    }
+    let said = heard.said();
+    let warned = said.iter().find(|said| said.is_event && said.span == Some("idempotency.mismatch")).unwrap();
+    assert_eq!(
+        (warned.level, &warned.fields["operation"], &warned.fields["key"]),
+        (Level::WARN, &"put".to_owned(), &hash(K1))
+    );
+    let raw = said.iter().flat_map(|said| said.fields.values()).find(|value| value.contains(K1) || value.contains(K2));
+    assert_eq!(raw, None, "a key is shown as a short hash only");
+}
