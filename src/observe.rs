@@ -88,7 +88,7 @@ metrics_table! {
     IDEMPOTENCY_ENDED "oncebox_idempotency_transaction_ended_count" Counter Count "operation" "the alert: handlers that ended the transaction of their operation";
     IDEMPOTENCY_CONTRADICTION "oncebox_idempotency_evidence_conflict_count" Counter Count "operation" "the alert: times that evidence was found to contradict itself, or what was decided; see `oncebox operations list --conflicts`";
     IDEMPOTENCY_HEARTBEAT_LOST "oncebox_idempotency_heartbeat_lost_count" Counter Count "operation" "leases lost while their handler ran";
-    IDEMPOTENCY_LOCK_TIMEOUT "oncebox_idempotency_lock_timeout_count" Counter Count "operation" "requests that were refused because their key stayed locked: by an open transaction, or for as long as the route waits";
+    IDEMPOTENCY_LOCK_TIMEOUT "oncebox_idempotency_lock_timeout_count" Counter Count "operation" "requests that were refused because their key stayed locked: by an open transaction of another process, or for as long as the route waits";
     IDEMPOTENCY_PURGED "oncebox_idempotency_purged_count" Counter Count "kind" "what was forgotten at the end of its time: `bodies`, and `keys`, each with its operation, intents and evidence";
     BUILD_INFO "oncebox_build_info" Gauge Count "version,program" "1, with the version of the program";
 }

@@ -16,7 +16,7 @@ use crate::observe::{self, Health};
 use crate::runtime::operation::phased::{Door, Recovery, RecoveryOptions};
 use crate::runtime::pace::sleep_unless;
 use crate::runtime::{Relay, RelayOptions};
-use crate::store::{Severity, Status, Store};
+use crate::store::{Base, Severity, Status, Store};
 
 /// Runs the publisher until it is told to stop, or the outbox is empty where `until_empty` is set.
 ///
@@ -32,7 +32,9 @@ pub async fn run_publisher(
     let waits = Some((&stop, &health));
     crate::with_store!(settings, waits, |store| {
         ready(&store, settings, &stop, &health).await?;
-        relay_all(store, broker, settings, until_empty, health.clone(), stop.clone()).await
+        let relayed = relay_all(&store, broker, settings, until_empty, health.clone(), stop.clone()).await;
+        store.close().await;
+        relayed
     })
 }
 
@@ -59,18 +61,26 @@ where
     let store: S = open_store_with(&options, Some(&stop), &health).await?;
     ready(&store, settings, &stop, &health).await?;
     let recovery = Recovery::new(&operations(store.clone()).await?, RecoveryOptions::default(), health.clone());
-    let all = stop.child_token();
-    let recovering = tokio::spawn(recovery.run(all.clone()));
-    let relayed = relay_all(store, broker, settings, until_empty, health, stop).await;
-    all.cancel();
-    match recovering.await {
+    // What ends one of the two, be it a panic, ends the other.
+    let both = stop.child_token();
+    let (told, ending) = (both.clone(), both.clone().drop_guard());
+    let recovering = tokio::spawn(async move {
+        let _ending = ending;
+        recovery.run(told).await
+    });
+    let relayed = relay_all(&store, broker, settings, until_empty, health, both.clone()).await;
+    both.cancel();
+    let recovered = recovering.await;
+    // Not before: what a provider says to the last call is still to be stored.
+    store.close().await;
+    match recovered {
         Ok(ended) => relayed.and(ended.map_err(AppError::from)),
         Err(error) => relayed.and(Err(AppError::failed(format!("the recovery ended in disorder: {error}")))),
     }
 }
 
 async fn relay_all<S: Store>(
-    store: S,
+    store: &S,
     broker: AnyBroker,
     settings: &Settings,
     until_empty: bool,
@@ -105,7 +115,6 @@ async fn relay_all<S: Store>(
     if outcome.is_ok() && until_empty {
         report(&store.status().await?);
     }
-    store.close().await;
     outcome
 }
 

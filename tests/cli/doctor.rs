@@ -82,9 +82,8 @@ fn o21_the_fingerprints_of_live_processes_are_shown_and_a_version_raised_too_ear
     let place = Place::migrated();
     let says = |process: u8, newest: u8, age: u32| {
         place.sql(&format!(
-            "insert into oncebox_operation_process values (x'{:032x}', cast('pay' as blob), 1, {newest}, {newest}, 'sha256,k1', 'k1', \
-               unixepoch() * 1000 - {age})",
-            process
+            "insert into oncebox_operation_process values (x'{process:032x}', cast('pay' as blob), 1, {newest}, {newest}, 'sha256,k1', 'k1', \
+               unixepoch() * 1000 - {age})"
         ));
     };
     says(1, 1, 0);

@@ -77,3 +77,45 @@ async fn o22_m83_a_process_of_its_own_recovers_what_a_dead_service_left_and_carr
     assert_eq!((answer.status, answer.replayed), (201, true), "{answer:?}");
     assert_eq!(sorted([(answer.json()["id"].as_str().unwrap().to_owned(), 1_000)].into_iter()), charges);
 }
+
+/// Whether it has ended, and how.
+fn ended(worker: &mut Worker) -> Option<std::process::ExitStatus> {
+    worker.0.try_wait().unwrap()
+}
+
+// Shown by: closing the store before the recovery has ended.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn o22_o8_a_stop_lets_the_call_in_flight_end_and_stores_what_the_provider_says() {
+    let directory = tempfile::tempdir().unwrap();
+    let file = |name: &str| directory.path().join(name).display().to_string();
+    let database = format!("sqlite://{}", file("payments.db"));
+    let store = SqliteStore::connect(&StoreOptions { create: true, ..StoreOptions::new(&database) }).await.unwrap();
+    let provider = ProviderProcess::start();
+    let plan = Plan {
+        database,
+        provider: Some(provider.url.clone()),
+        lease: 3.0,
+        budget: 2.0,
+        recovery: false,
+        pause_at: None,
+    };
+    let key = unique("worker-key-of-a-request");
+    kill_at(&plan, "charge.intended", &key, 1_000, "order-1").await;
+    // The charge is booked at once, and the answer takes its time.
+    provider.fault("late", -1, 3_000).await;
+    let patient = Plan { lease: 20.0, ..plan.clone() };
+    let mut worker = Worker::start(&patient, &format!("embedded://{}", file("broker.db")));
+    eventually("the provider was called", SOON, || async { (provider.count().await.0 == 1).then_some(()) }).await;
+    assert!(store.texts("select kind from oncebox_operation_evidence where kind = 'answer'").await.is_empty());
+    let pid = worker.0.id().to_string();
+    assert!(Command::new("kill").args(["-TERM", &pid]).status().unwrap().success());
+    let mut end = None;
+    let start = std::time::Instant::now();
+    while end.is_none() && start.elapsed() < SOON {
+        tokio::time::sleep(std::time::Duration::from_millis(20)).await;
+        end = ended(&mut worker);
+    }
+    assert!(end.is_some_and(|end| end.success()), "{end:?}");
+    let said = store.texts("select verdict from oncebox_operation_evidence where kind = 'answer'").await;
+    assert_eq!(said, ["success"]);
+}

@@ -253,14 +253,13 @@ impl<S: Keys> Engine<S> {
         codec::decode(endpoint.endpoint(), &self.inner.sealer, of, (status, version), body)
     }
 
-    /// Sets the gauges of M103: call it before metrics are shown, in each process. Now and then it also writes down which
-    /// fingerprints this process reads and writes, for `oncebox doctor` (O21); where that fails, it says so in the log and goes on.
+    /// Sets the gauges of M103: call it before metrics are shown, in each process. As [`Self::sweep`] it also writes down, now and then,
+    /// which fingerprints this process reads and writes, for `oncebox doctor` (O21); where that fails, it says so in the log and goes on.
     ///
     /// # Errors
     /// What the store says; the gauges stay as they were.
     pub async fn measure(&self) -> Result<(), StoreError> {
-        let versions: Vec<_> = self.protected().iter().map(|one| one.fingerprinter().versions()).collect();
-        self.inner.live.announce(self.store(), &versions).await;
+        self.announce().await;
         let stats = self.inner.store.operation_stats().await?;
         // Door A's claims are seen by nobody but the process that runs them (O19).
         let oldest = stats.oldest_in_progress.max(self.inner.running.oldest());
@@ -274,6 +273,7 @@ impl<S: Keys> Engine<S> {
     /// # Errors
     /// What the store says; what was forgotten before stays forgotten.
     pub async fn sweep(&self, limit: u32) -> Result<u64, StoreError> {
+        self.announce().await;
         let mut forgotten = self.inner.store.expire_bodies(limit).await?;
         observe::forgotten(Forgotten::Bodies, forgotten);
         let mut swept = HashSet::new();
@@ -285,6 +285,11 @@ impl<S: Keys> Engine<S> {
             forgotten += keys;
         }
         Ok(forgotten)
+    }
+
+    async fn announce(&self) {
+        let versions: Vec<_> = self.protected().iter().map(|one| one.fingerprinter().versions()).collect();
+        self.inner.live.announce(self.store(), &versions).await;
     }
 
     /// Whether somebody waits for the end of all that was started here.

@@ -356,10 +356,14 @@ impl<S: Keys> Front<S> {
         if let Some(run) = self.engine.running().get(&identity.digest()) {
             let found = Found::Running { principal: &run.principal, fingerprint: &run.fingerprint };
             let decision = self.decide(found);
-            return match self.operation_of(decision, &identity).await {
-                Some((record, now)) => (Decision::InProgress(InProgress::Accepted), Seen::Record(record, now)),
-                None => (decision, Seen::Run(run)),
-            };
+            match self.operation_of(decision, &identity).await {
+                Some((record, now)) => {
+                    return (Decision::InProgress(InProgress::Accepted), Seen::Record(record, now));
+                }
+                None if !run.ended.is_cancelled() => return (decision, Seen::Run(run)),
+                // It has ended meanwhile: what it came to stands there.
+                None => {}
+            }
         }
         let refused = self.stage == Stage::Refused;
         self.stage = Stage::Look;
@@ -391,13 +395,20 @@ impl<S: Keys> Front<S> {
     }
 
     /// Where a duplicate of a run of this process is sent to its operation: the map knows of none, and the record does once the
-    /// claim is committed. None: there is nothing to point at, and the map's decision stands.
+    /// claim is committed. None: there is nothing to point at, or no connection at once, and the map's decision stands.
     async fn operation_of(&self, decision: Decision, identity: &Identity) -> Option<(Box<Record>, DbTime)> {
         let accepts = self.endpoint.route().while_running == WhileRunning::Accepted;
         if !accepts || decision != Decision::InProgress(InProgress::Conflict) {
             return None;
         }
-        let look = self.find(identity).await.ok()?;
+        let look = match tokio::time::timeout(LOOK_EVERY_MAX, self.find(identity)).await.ok()? {
+            Ok(look) => look,
+            Err(error) => {
+                tracing::debug!(operation = %self.endpoint.operation(), %error, "the record of a run of this process could not be read");
+                self.note(Noted::StoreError("find"));
+                return None;
+            }
+        };
         let record = look.record?;
         let accepted = self.decide(Found::Record(&record, look.now)) == Decision::InProgress(InProgress::Accepted);
         accepted.then(|| (Box::new(record), look.now))
@@ -518,11 +529,11 @@ impl<S: Keys> Front<S> {
     }
 
     fn begin(&mut self, ground: Ground) -> Option<Turn> {
-        self.waiting = None;
         let claim = self.claim(&ground)?;
         self.rounds += 1;
         // None: another request of this process was faster; it is judged from the map.
         let entry = self.enter(&claim)?;
+        self.waiting = None;
         Some(Turn::Begin(Box::new(Begin { claim, ground, entry, claimed: AtomicBool::new(false) })))
     }
 

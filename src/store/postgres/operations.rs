@@ -122,7 +122,8 @@ const RENEW: &str = "update oncebox.idempotency_request r \
   where r.key_digest = $1 and r.epoch = $5 - 1 and ";
 
 /// Writes an outcome, in the transaction of `$14` only. No condition on the state that the index of open records could serve:
-/// before the tables are analyzed it would be read from end to end.
+/// before the tables are analyzed it would be read from end to end. Its time is that of the statement, which is earlier than the write
+/// by as long as the row is waited for, if an operator or a heartbeat has it just then.
 macro_rules! finish {
     ($body:literal) => {
         concat!(

@@ -222,8 +222,9 @@ impl<S: Phases> Driver<S> {
         match stored.stage {
             // A handler ended the transaction of the first phase: what it did may be done.
             Stage::Received => {
+                let next = self.given_up(FIRST_ENDED).await?;
                 self.note(Noted::TransactionEnded);
-                self.given_up(FIRST_ENDED).await
+                Ok(next)
             }
             Stage::Local => self.local(flow, stored).await,
             Stage::Settled => self.settled(flow, stored).await,

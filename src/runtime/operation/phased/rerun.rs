@@ -19,6 +19,9 @@ use crate::store::{PhaseTx, Phases, Proof, Run, StoredOperation};
 /// Why a phase failed that said it had not.
 const SWALLOWED: &str = "the phase swallowed an error by which its transaction was taken back";
 
+/// How often it is looked what became of a commit of this driver's whose answer was lost.
+const OWN_COMMIT_EVERY: Duration = Duration::from_millis(100);
+
 impl<S: Phases> Driver<S> {
     /// Begins a phase whose code is a handler's, if no run before was committed, or may still be. As long as the server has one, the
     /// operation is looked at now and then, however long that lasts: nothing counts, and no connection is kept for it.
@@ -30,6 +33,11 @@ impl<S: Phases> Driver<S> {
             Run::Begun(tx) if trace.may_run_again() => Ok(Ok(tx)),
             // The next look says who has it, and where.
             Run::Overtaken => Ok(Err(Next::Again)),
+            // It is this driver's own commit, whose answer was lost, that the server is at: what that intends nobody else may send first.
+            Run::Unended if self.fresh.is_some() && !self.hold.left().is_zero() => {
+                tokio::time::sleep(OWN_COMMIT_EVERY).await;
+                Ok(Err(Next::Again))
+            }
             Run::Unended => {
                 tracing::warn!(operation = %self.driven.operation_id, point,
                     "the server still has a run of a phase whose connection was lost: the phase waits until that ends");

@@ -109,10 +109,7 @@ fn too_large(version: u32) -> StoreError {
 }
 
 /// A transaction that is ending ends in this time, mostly; another one may never end, and must not cost a connection until then.
-const SHORT_WAIT: &str = "select set_config('oncebox.lock_timeout', current_setting('lock_timeout'), true); \
-                          set local lock_timeout = '100ms'";
-/// What handlers were promised.
-const USUAL_WAIT: &str = "select set_config('lock_timeout', current_setting('oncebox.lock_timeout'), true); ";
+const SHORT_WAIT: &str = "set local lock_timeout = '100ms'";
 /// A lock did not come in time.
 const LOCKED: &str = "55P03";
 
@@ -159,7 +156,9 @@ pub(super) async fn begin_run(
         tx.rollback().await?;
         return Ok(Run::Marked);
     }
-    let mut run = held(USUAL_WAIT, tx, row, driven).await?;
+    // What handlers were promised, whatever one before has left in the session.
+    let usual_wait = format!("set local lock_timeout = '{}ms'; ", store.server_timeout().as_millis());
+    let mut run = held(&usual_wait, tx, row, driven).await?;
     if run.still_stands(point).await? {
         return Ok(Run::Begun(run));
     }
