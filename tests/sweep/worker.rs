@@ -34,6 +34,30 @@ impl Drop for Worker {
     }
 }
 
+/// What a service left that was killed in the middle of a charge.
+struct Left {
+    _directory: tempfile::TempDir,
+    store: SqliteStore,
+    provider: ProviderProcess,
+    plan: Plan,
+    key: String,
+    /// The file of the broker, which is not there yet.
+    broker: String,
+}
+
+async fn left_at(point: &'static str) -> Left {
+    let directory = tempfile::tempdir().unwrap();
+    let file = |name: &str| directory.path().join(name).display().to_string();
+    let (database, broker) = (format!("sqlite://{}", file("payments.db")), file("broker.db"));
+    let store = SqliteStore::connect(&StoreOptions { create: true, ..StoreOptions::new(&database) }).await.unwrap();
+    let provider = ProviderProcess::start();
+    let url = Some(provider.url.clone());
+    let plan = Plan { database, provider: url, lease: 3.0, budget: 2.0, recovery: false, pause_at: None };
+    let key = unique("worker-key-of-a-request");
+    kill_at(&plan, point, &key, 1_000, "order-1").await;
+    Left { _directory: directory, store, provider, plan, key, broker }
+}
+
 /// The charges that were announced to the broker, once there is one.
 async fn carried(broker: &str) -> Option<Entries> {
     // Neither the file nor its tables are there at once.
@@ -49,31 +73,16 @@ async fn carried(broker: &str) -> Option<Entries> {
 // Shown by: a publisher that starts no recovery; one that starts no relay.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn o22_m83_a_process_of_its_own_recovers_what_a_dead_service_left_and_carries_its_message() {
-    let directory = tempfile::tempdir().unwrap();
-    let file = |name: &str| directory.path().join(name).display().to_string();
-    let database = format!("sqlite://{}", file("payments.db"));
-    let store = SqliteStore::connect(&StoreOptions { create: true, ..StoreOptions::new(&database) }).await.unwrap();
-    let provider = ProviderProcess::start();
-    let plan = Plan {
-        database,
-        provider: Some(provider.url.clone()),
-        lease: 3.0,
-        budget: 2.0,
-        recovery: false,
-        pause_at: None,
-    };
-    let key = unique("worker-key-of-a-request");
     // Charged, and the answer is lost with the process.
-    kill_at(&plan, "charge.answered", &key, 1_000, "order-1").await;
+    let Left { store, provider, plan, key, broker, .. } = &left_at("charge.answered").await;
     assert_eq!((store.rows("charge").await.len(), store.announced().await.len()), (1, 0));
-    let broker = file("broker.db");
-    let worker = Worker::start(&plan, &format!("embedded://{broker}"));
-    let carried = eventually("recovered and carried", SOON, || async { carried(&broker).await }).await;
+    let worker = Worker::start(plan, &format!("embedded://{broker}"));
+    let carried = eventually("recovered and carried", SOON, || async { carried(broker).await }).await;
     let charges = store.rows("charge").await;
     assert_eq!((provider_books(&provider.books), &carried), (charges.clone(), &charges));
     drop(worker);
-    let api = Api::start(&plan).await;
-    let answer = api.post("/charges", &key, &body(1_000, "order-1")).await;
+    let api = Api::start(plan).await;
+    let answer = api.post("/charges", key, &body(1_000, "order-1")).await;
     assert_eq!((answer.status, answer.replayed), (201, true), "{answer:?}");
     assert_eq!(sorted([(answer.json()["id"].as_str().unwrap().to_owned(), 1_000)].into_iter()), charges);
 }
@@ -86,25 +95,11 @@ fn ended(worker: &mut Worker) -> Option<std::process::ExitStatus> {
 // Shown by: closing the store before the recovery has ended.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn o22_o8_a_stop_lets_the_call_in_flight_end_and_stores_what_the_provider_says() {
-    let directory = tempfile::tempdir().unwrap();
-    let file = |name: &str| directory.path().join(name).display().to_string();
-    let database = format!("sqlite://{}", file("payments.db"));
-    let store = SqliteStore::connect(&StoreOptions { create: true, ..StoreOptions::new(&database) }).await.unwrap();
-    let provider = ProviderProcess::start();
-    let plan = Plan {
-        database,
-        provider: Some(provider.url.clone()),
-        lease: 3.0,
-        budget: 2.0,
-        recovery: false,
-        pause_at: None,
-    };
-    let key = unique("worker-key-of-a-request");
-    kill_at(&plan, "charge.intended", &key, 1_000, "order-1").await;
+    let Left { store, provider, plan, broker, .. } = &left_at("charge.intended").await;
     // The charge is booked at once, and the answer takes its time.
     provider.fault("late", -1, 3_000).await;
     let patient = Plan { lease: 20.0, ..plan.clone() };
-    let mut worker = Worker::start(&patient, &format!("embedded://{}", file("broker.db")));
+    let mut worker = Worker::start(&patient, &format!("embedded://{broker}"));
     eventually("the provider was called", SOON, || async { (provider.count().await.0 == 1).then_some(()) }).await;
     assert!(store.texts("select kind from oncebox_operation_evidence where kind = 'answer'").await.is_empty());
     let pid = worker.0.id().to_string();
