@@ -103,8 +103,11 @@ impl Subscriber for KafkaSubscriber {
             Some(event) => {
                 if let Ok(Event::Deliveries(deliveries)) = &event {
                     let mut assignment = self.shared.assignment();
-                    for delivery in deliveries {
-                        assignment.hand(&delivery.source, delivery.sequence);
+                    // They come in runs of one source, in order: the last one says it of all before.
+                    for run in deliveries.chunk_by(|one, next| one.source == next.source) {
+                        if let Some(last) = run.last() {
+                            assignment.hand(&last.source, last.sequence);
+                        }
                     }
                 }
                 event

@@ -19,6 +19,8 @@ use super::keyring::Kid;
 pub const SAID_EVERY: Duration = Duration::from_secs(30);
 /// For how long what was said counts: a process that missed three turns is gone.
 pub const LIVE_FOR: Duration = Duration::from_secs(120);
+/// After this a process that says nothing is forgotten.
+pub const FORGOTTEN_AFTER: Duration = Duration::from_secs(86_400);
 
 /// What a process reads and writes of one operation.
 #[derive(Debug, Clone, PartialEq, Eq)]

@@ -3,8 +3,7 @@
 //! Promise: nothing waits for it longer than a second, and nothing fails by it; it is said once in [`SAID_EVERY`], again where an operation
 //! came, and tried again at the next turn where it failed.
 
-use std::sync::Mutex;
-use std::sync::PoisonError;
+use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use uuid::Uuid;

@@ -1,9 +1,8 @@
 //! What runs in this process: one entry for each key whose operation was begun here and has not ended.
 //!
 //! Promises: an entry answers a duplicate (409, or 422 for another command) without a connection, except where a route sends it to the
-//! operation (202), which only the record knows; it never decides that
-//! something executes (O15, O19). It goes when its holder is dropped, also by a panic, and wakes everybody who waits for it; how
-//! many wait for a key is bounded.
+//! operation (202), which only the record knows; it never decides that something executes (O15, O19). It goes when its holder is
+//! dropped, also by a panic, and wakes everybody who waits for it; how many wait for a key is bounded.
 //!
 //! Not here: runs of other processes, which only the store knows.
 

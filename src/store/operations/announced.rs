@@ -8,9 +8,18 @@ use crate::policy::operation::versions::{Announced, Versions};
 /// Process, operation, oldest, newest and written version, key ids with commas between them, key id that is written with.
 pub(in crate::store) type Row = (Vec<u8>, Vec<u8>, i64, i64, i64, String, String);
 
-/// The key ids as they are stored: no id has a comma.
-pub(in crate::store) fn kids_of(versions: &Versions) -> String {
-    versions.kids.iter().map(|kid| kid.as_str()).collect::<Vec<_>>().join(",")
+/// The row of what was said. No key id has a comma.
+pub(in crate::store) fn row_of(process: Uuid, said: &Versions) -> Row {
+    let kids = said.kids.iter().map(|kid| kid.as_str()).collect::<Vec<_>>().join(",");
+    (
+        process.as_bytes().to_vec(),
+        said.operation.as_str().as_bytes().to_vec(),
+        i64::from(*said.readable.start()),
+        i64::from(*said.readable.end()),
+        i64::from(said.write_version),
+        kids,
+        said.write_kid.to_string(),
+    )
 }
 
 /// What was said, from a row.

@@ -1,34 +1,30 @@
 //! Which fingerprints live processes read and write (O21).
 
-use std::time::Duration;
-
 use uuid::Uuid;
 
 use super::super::{MySqlStore, micros};
 use crate::error::StoreError;
-use crate::policy::operation::versions::{Announced, LIVE_FOR, Versions};
+use crate::policy::operation::versions::{Announced, FORGOTTEN_AFTER, LIVE_FOR, Versions};
 use crate::store::bounded::Ask;
-use crate::store::operations::announced::{Row, announced, kids_of};
-
-/// After this a process that says nothing is forgotten.
-const FORGOTTEN_AFTER: Duration = Duration::from_secs(86_400);
+use crate::store::operations::announced::{Row, announced, row_of};
 
 pub(super) async fn announce(store: &MySqlStore, process: Uuid, versions: &[Versions]) -> Result<(), StoreError> {
     let mut connection = store.pool.acquire().await?;
     for said in versions {
+        let (id, operation, oldest, newest, written, kids, write_kid) = row_of(process, said);
         sqlx::query(
             "insert into oncebox_operation_process (process_id, operation, oldest, newest, write_version, kids, write_kid, seen_at) \
              values (?, ?, ?, ?, ?, ?, ?, utc_timestamp(6)) \
              on duplicate key update oldest = values(oldest), newest = values(newest), write_version = values(write_version), \
                kids = values(kids), write_kid = values(write_kid), seen_at = values(seen_at)",
         )
-        .bind(process.as_bytes().to_vec())
-        .bind(said.operation.as_str().as_bytes())
-        .bind(i64::from(*said.readable.start()))
-        .bind(i64::from(*said.readable.end()))
-        .bind(i64::from(said.write_version))
-        .bind(kids_of(said))
-        .bind(said.write_kid.as_str())
+        .bind(id)
+        .bind(operation)
+        .bind(oldest)
+        .bind(newest)
+        .bind(written)
+        .bind(kids)
+        .bind(write_kid)
         .run(&mut connection)
         .await?;
     }

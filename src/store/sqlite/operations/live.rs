@@ -1,23 +1,19 @@
 //! Which fingerprints live processes read and write (O21).
 
-use std::time::Duration;
-
 use sqlx::{query, query_as};
 use uuid::Uuid;
 
 use super::super::connect::SqliteStore;
 use super::super::{millis, now_ms};
 use crate::error::StoreError;
-use crate::policy::operation::versions::{Announced, LIVE_FOR, Versions};
+use crate::policy::operation::versions::{Announced, FORGOTTEN_AFTER, LIVE_FOR, Versions};
 use crate::store::Base;
-use crate::store::operations::announced::{Row, announced, kids_of};
-
-/// After this a process that says nothing is forgotten.
-const FORGOTTEN_AFTER: Duration = Duration::from_secs(86_400);
+use crate::store::operations::announced::{Row, announced, row_of};
 
 pub(super) async fn announce(store: &SqliteStore, process: Uuid, versions: &[Versions]) -> Result<(), StoreError> {
     let mut write = store.write().await?;
     for said in versions {
+        let (id, operation, oldest, newest, written, kids, write_kid) = row_of(process, said);
         query(concat!(
             "insert into oncebox_operation_process (process_id, operation, oldest, newest, write_version, kids, write_kid, seen_at) \
              values (?1, ?2, ?3, ?4, ?5, ?6, ?7, ",
@@ -25,13 +21,13 @@ pub(super) async fn announce(store: &SqliteStore, process: Uuid, versions: &[Ver
             ") on conflict (process_id, operation) do update set oldest = excluded.oldest, newest = excluded.newest, \
                write_version = excluded.write_version, kids = excluded.kids, write_kid = excluded.write_kid, seen_at = excluded.seen_at"
         ))
-        .bind(process.as_bytes().to_vec())
-        .bind(said.operation.as_str().as_bytes().to_vec())
-        .bind(i64::from(*said.readable.start()))
-        .bind(i64::from(*said.readable.end()))
-        .bind(i64::from(said.write_version))
-        .bind(kids_of(said))
-        .bind(said.write_kid.as_str().to_owned())
+        .bind(id)
+        .bind(operation)
+        .bind(oldest)
+        .bind(newest)
+        .bind(written)
+        .bind(kids)
+        .bind(write_kid)
         .execute(write.connection())
         .await?;
     }
