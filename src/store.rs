@@ -52,7 +52,7 @@ pub use key_operator::{
 pub use mailbox::{EmailOutcome, EmailToSend, Mailbox, NewEmail};
 pub use operations::{
     Answer, AnswerBody, Basis, Begun, Claimed, Fenced, KeptBody, KeyClaim, Keys, Look, OperationStats, OperationTx,
-    Operations, Outcome, Owned, Unseen,
+    Operations, Outcome, Owned,
 };
 pub use operator::{
     ActContext, ConsumerStatus, DeadFilter, DeadMessage, DeadPlace, HistoryEntry, Operator, OperatorAct,

@@ -140,23 +140,6 @@ pub enum Begun<T> {
     Locked,
 }
 
-/// What came of beginning door A without having looked.
-#[derive(Debug)]
-pub enum Unseen<T> {
-    /// No record stood there. The claim does now, in this transaction; what [`Look`] says beside a record was read in the same
-    /// statement. Nothing may run before it is judged.
-    Claimed {
-        /// The transaction.
-        tx: T,
-        /// Database time of the statement.
-        now: DbTime,
-        /// How far records of this operation were purged (O23).
-        purged_below: Option<DbTime>,
-    },
-    /// A record stands there, or somebody holds the key: look. The transaction is rolled back and its connection given back.
-    Refused,
-}
-
 /// What stands under a key, read by one statement without a lock (O15 step 1).
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Look {
@@ -423,17 +406,17 @@ pub trait Operations: Keys + Base {
         patience: Duration,
     ) -> impl Future<Output = Result<Begun<Self::Operation>, StoreError>> + Send;
 
-    /// The look of O15 and [`Self::begin_operation`] on [`Basis::New`] in one statement, for a key that is probably new. In the same
-    /// order: where it sees a record, it takes no lock and inserts nothing. What this gives up on is looked for as ever, so an
-    /// adapter may always refuse, which is what the default does.
+    /// [`Self::begin_operation`] on [`Basis::New`] without the look before it, for a key that is probably new. None: a record stands
+    /// there, or somebody holds the key; the transaction is rolled back and its connection given back. What this gives up on is
+    /// looked for as ever, so an adapter may always refuse, which is what the default does.
     ///
     /// # Errors
     /// As [`Self::begin_operation`].
     fn begin_unseen(
         &self,
         _claim: &KeyClaim,
-    ) -> impl Future<Output = Result<Unseen<Self::Operation>, StoreError>> + Send {
-        async { Ok(Unseen::Refused) }
+    ) -> impl Future<Output = Result<Option<Self::Operation>, StoreError>> + Send {
+        async { Ok(None) }
     }
 
     /// Makes a run UNKNOWN that left no record of its own (O1): inserts it, or renews the record that it began from. Where

@@ -1,7 +1,7 @@
 //! The schema: comments, migrations, and what a server or a role may lack.
 
 use oncebox::sqlx::postgres::PgConnection;
-use oncebox::sqlx::{AssertSqlSafe, Connection, Executor};
+use oncebox::sqlx::{AssertSqlSafe, Connection, Executor, query_scalar};
 use oncebox::store::postgres::PostgresStore;
 use oncebox::store::{Base, Schema, SchemaState, Severity, StoreOptions};
 
@@ -35,7 +35,7 @@ async fn every_table_column_index_and_function_says_what_it_is_for() {
     .await;
 }
 
-/// Shown by: leaving out each condition of `oncebox.is_sound_request`.
+/// Shown by: leaving out each condition of `oncebox.is_sound_request`, and of `oncebox.refuse_unsound_request` before it.
 #[tokio::test]
 async fn a_record_whose_columns_contradict_each_other_is_refused_by_the_database() {
     let test = "a_record_whose_columns_contradict_each_other_is_refused_by_the_database";
@@ -52,7 +52,7 @@ async fn a_record_whose_columns_contradict_each_other_is_refused_by_the_database
         );
         let done = format!(
             "insert into {request} ({columns}, outcome_at, expires_at, answer_status, schema_version, body, body_expires_at, body_headers, \
-             body_bytes, body_format) values ({}, now(), now(), 201, 1, 'kept', now(), '', '', 0)",
+             body_bytes, body_format, kept_bytes) values ({}, now(), now(), 201, 1, 'kept', now(), '', '', 0, 0)",
             row("same_tx", "COMPLETED")
         );
         let broken: [(&str, &[&str]); 3] = [
@@ -101,6 +101,11 @@ async fn a_record_whose_columns_contradict_each_other_is_refused_by_the_database
                     "body_bytes = null",
                     "body_format = null",
                     "body_headers = null, body_bytes = null, body_format = null, body_kid = 'k1'",
+                    "kept_bytes = -1",
+                    "key_digest = '\\x00'",
+                    "epoch = 0",
+                    "generation = 0",
+                    "attempts = 0",
                 ],
             ),
         ];
@@ -115,6 +120,52 @@ async fn a_record_whose_columns_contradict_each_other_is_refused_by_the_database
             }
             connection.execute(AssertSqlSafe(format!("delete from {request}"))).await.unwrap();
         }
+        // What is let through at a lower price is sound: every column that may be null, and every two of them.
+        let values = [
+            ("owner", "gen_random_uuid()"),
+            ("lease_until", "now()"),
+            ("lease_seconds", "1"),
+            ("outcome_at", "now()"),
+            ("expires_at", "now()"),
+            ("error_code", "'X'"),
+            ("answer_status", "201"),
+            ("schema_version", "1"),
+            ("body", "'kept'"),
+            ("body_expires_at", "now()"),
+            ("body_headers", "''::bytea"),
+            ("body_bytes", "''::bytea"),
+            ("body_format", "0"),
+            ("body_kid", "'k1'"),
+            ("kept_bytes", "0"),
+            ("resource_kind", "'effect'"),
+            ("resource_id", "'1'"),
+            ("resource_location", "'/effects/1'"),
+        ]
+        .map(|(column, value)| format!("{column} = case when {column} is null then {value} end"));
+        let ones = values.iter().cloned();
+        let twos = (0..values.len()).flat_map(|one| {
+            let values = &values;
+            (0..one).map(move |two| format!("{}, {}", values[one], values[two]))
+        });
+        let changes: Vec<String> = ones.chain(twos).collect();
+        let (mut sound, mut unsound) = (0, 0);
+        for first in [&open, &done] {
+            connection.execute(AssertSqlSafe(first.clone())).await.unwrap();
+            for change in &changes {
+                let update = format!("update {request} set {change}");
+                let told = format!("begin; set local session_replication_role = replica; {update}");
+                connection.execute(AssertSqlSafe(told)).await.unwrap();
+                let is_sound = format!("select oncebox.is_sound_request(r) from {request} r");
+                let is_sound: bool = query_scalar(AssertSqlSafe(is_sound)).fetch_one(&mut connection).await.unwrap();
+                connection.execute("rollback; begin").await.unwrap();
+                let taken = connection.execute(AssertSqlSafe(update)).await.is_ok();
+                connection.execute("rollback").await.unwrap();
+                assert_eq!(taken, is_sound, "{change}");
+                *if taken { &mut sound } else { &mut unsound } += 1;
+            }
+            connection.execute(AssertSqlSafe(format!("delete from {request}"))).await.unwrap();
+        }
+        assert!(sound > 3 && unsound > 300, "{sound} and {unsound}");
     })
     .await;
 }

@@ -1,7 +1,7 @@
 //! The doors for requests: what each adds to the same work without it.
 //!
-//! The work is a payment: one business write and one message in a transaction, by as many clients as a service has. Both
-//! sides use one pool, synchronous commits, and take turns.
+//! The work is a payment by the statements of the example service and one message, in a transaction, by as many clients as a service
+//! has. Both sides use one pool, synchronous commits, and take turns.
 
 use std::future::Future;
 use std::sync::Arc;
@@ -81,14 +81,13 @@ impl<S: Yard> DoorA<S> {
             .execute_tx(&self.pay, Some(self.scope.clone()), KeyGiven::Given(key), command, move |pay: &Pay, mut tx| {
                 let maker = Arc::clone(&maker);
                 Box::pin(async move {
-                    S::business(tx.connection(), pay.account).await?;
+                    let id = tx.operation_id();
+                    S::pay(tx.connection(), id, pay.account, pay.amount).await?;
                     tx.enqueue(maker.message()).await?;
-                    Reply::json(
-                        201,
-                        &serde_json::json!({ "id": tx.operation_id(), "status": "settled", "amount": pay.amount }),
-                    )
-                    .map(Outcome::Completed)
-                    .map_err(|error| HandlerError::terminal(error.to_string()))
+                    let paid = serde_json::json!({ "id": id, "status": "settled", "amount": pay.amount });
+                    Reply::json(201, &paid)
+                        .map(Outcome::Completed)
+                        .map_err(|error| HandlerError::terminal(error.to_string()))
                 })
             })
             .await;
@@ -147,7 +146,8 @@ async fn bare<S: Yard>(bed: &Bed<S>, maker: &Arc<Maker>, count: usize) -> Result
         let (store, maker) = (store.clone(), Arc::clone(&maker));
         async move {
             let mut tx = store.pool().begin().await.map_err(StoreError::from)?;
-            S::business(&mut tx, Pay::any().account).await?;
+            let pay = Pay::any();
+            S::pay(&mut tx, Uuid::now_v7(), pay.account, pay.amount).await?;
             crate::store::enqueue(&mut *tx, maker.message()).await?;
             tx.commit().await.map_err(StoreError::from)?;
             Ok(())

@@ -164,8 +164,9 @@ impl<S: Yard> Shop<S> {
         if let Some(key) = key {
             S::claim_by_hand(&mut tx, key).await?;
         }
-        S::business(&mut tx, pay.account).await?;
-        let id = crate::store::enqueue(&mut *tx, self.maker.message()).await?;
+        let id = Uuid::now_v7();
+        S::pay(&mut tx, id, pay.account, pay.amount).await?;
+        crate::store::enqueue(&mut *tx, self.maker.message()).await?;
         let paid = serde_json::json!({ "id": id, "status": "settled", "amount": pay.amount });
         if let Some(key) = key {
             S::answer_by_hand(&mut tx, key, paid.to_string().into_bytes()).await?;
@@ -186,11 +187,10 @@ fn through<S: Yard>(
             door.serve(request, move |asked, mut tx| {
                 let maker = Arc::clone(&maker);
                 Box::pin(async move {
-                    S::business(tx.connection(), asked.command.account).await?;
+                    let (id, pay) = (tx.operation_id(), &asked.command);
+                    S::pay(tx.connection(), id, pay.account, pay.amount).await?;
                     tx.enqueue(maker.message()).await?;
-                    let paid = serde_json::json!(
-                        { "id": tx.operation_id(), "status": "settled", "amount": asked.command.amount }
-                    );
+                    let paid = serde_json::json!({ "id": id, "status": "settled", "amount": pay.amount });
                     Reply::json(201, &paid)
                         .map(Outcome::Completed)
                         .map_err(|error| HandlerError::terminal(error.to_string()))

@@ -11,7 +11,7 @@ mod sqlite;
 ///
 /// `$read` is the list of columns, `$table` the outbox; `$row` turns a row into position and message.
 macro_rules! plain_sql {
-    (business: $business:literal, inbox: $inbox:literal, claim: $claim:literal, answer: $answer:literal, mark: $mark:literal, read: $read:expr, unmarked: $unmarked:expr, row: $row:path, id: $id:expr) => {
+    (business: $business:literal, payment: $payment:literal, standing: $standing:literal, open: $open:literal, debit: $debit:literal, inbox: $inbox:literal, claim: $claim:literal, answer: $answer:literal, mark: $mark:literal, read: $read:expr, unmarked: $unmarked:expr, row: $row:path, id: $id:expr) => {
         async fn read_plainly(&self, after: i64) -> Result<Vec<(i64, OutgoingMessage)>, StoreError> {
             let rows = sqlx::query($read).bind(after).fetch_all(self.pool()).await?;
             rows.iter().map($row).collect()
@@ -35,6 +35,32 @@ macro_rules! plain_sql {
             match sqlx::query($business).bind(account).execute(connection).await?.rows_affected() {
                 1 => Ok(()),
                 rows => Err(StoreError::Corrupt(format!("account {account} has {rows} rows"))),
+            }
+        }
+
+        async fn pay(
+            connection: &mut <Self::Db as sqlx::Database>::Connection,
+            id: Uuid,
+            account: i64,
+            amount: i64,
+        ) -> Result<(), StoreError> {
+            let (id, account) = (format!("pay_{}", id.simple()), format!("acc-{account}"));
+            let payment = sqlx::query($payment).bind("t1").bind(&id).bind(&account).bind(amount).bind("EUR");
+            payment.bind(&id).bind("web").execute(&mut *connection).await?;
+            let standing = sqlx::query_scalar::<_, String>($standing).bind("t1").bind(&account).bind(&id);
+            let standing = standing.fetch_one(&mut *connection).await?;
+            sqlx::query($open)
+                .bind("t1")
+                .bind(&account)
+                .bind($crate::cli::bench::yard::BALANCE)
+                .execute(&mut *connection)
+                .await?;
+            let debit = sqlx::query($debit).bind(amount).bind("t1").bind(&account).bind(amount);
+            match debit.execute(connection).await?.rows_affected() {
+                1 if standing == id => Ok(()),
+                rows => {
+                    Err(StoreError::Corrupt(format!("payment {id}: {standing} stands, and {account} has {rows} rows")))
+                }
             }
         }
 

@@ -12,6 +12,8 @@ use crate::store::Store;
 
 /// Accounts of the business table.
 pub(super) const ACCOUNTS: i64 = 1_000;
+/// What an account that pays has at first: enough for every payment.
+pub(super) const BALANCE: i64 = 1_000_000_000_000_000;
 
 /// A store that can be measured.
 pub(super) trait Yard: Store {
@@ -43,6 +45,15 @@ pub(super) trait Yard: Store {
     fn business(
         connection: &mut <Self::Db as sqlx::Database>::Connection,
         account: i64,
+    ) -> impl Future<Output = Result<(), StoreError>> + Send;
+
+    /// A payment, by the four statements of `POST /payments` of the example service: its row, unless one of its reference stands; that
+    /// one; the account, unless it is there; its debit, where it has enough (O14).
+    fn pay(
+        connection: &mut <Self::Db as sqlx::Database>::Connection,
+        id: uuid::Uuid,
+        account: i64,
+        amount: i64,
     ) -> impl Future<Output = Result<(), StoreError>> + Send;
 
     /// The least that a request under a key costs: its row, by hand, with nothing but the id.

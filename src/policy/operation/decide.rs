@@ -172,8 +172,9 @@ pub enum Found<'a> {
     Unreachable,
     /// No committed record, and the lock or the insert was refused: an uncommitted claim (O19).
     Busy,
-    /// No committed record. With database time and the operation's purge bound, read in the same statement.
-    Nothing(Bounds),
+    /// No committed record. With database time and the operation's purge bound, read in the same statement; without them, a route
+    /// that judges the age of keys goes no further.
+    Nothing(Option<Bounds>),
     /// A committed record, with database time.
     Record(&'a Record, DbTime),
 }
@@ -219,7 +220,7 @@ fn facts(route: &Route, asked: Asked<'_>, found: Found<'_>) -> Facts {
         }
         Found::Nothing(bounds) => {
             facts.seen = Seen::Nothing;
-            facts.age = KeyAge::of(request.identity.key().time(), bounds);
+            facts.age = bounds.map_or(KeyAge::Untimed, |bounds| KeyAge::of(request.identity.key().time(), bounds));
         }
         Found::Record(record, _) if record.identity != *request.identity => facts.seen = Seen::WrongRecord,
         Found::Record(record, now) => {

@@ -33,7 +33,7 @@ use crate::policy::operation::classify::{Reached, Run, Settle};
 use crate::policy::operation::doubt::{Aftermath, Doubt, Look};
 use crate::policy::operation::{Canonical, Code, Outcome, Scope, State};
 use crate::runtime::handler::panic_text;
-use crate::store::{self, Basis, Begun, KeyClaim, OperationTx, Operations, Proof, Unseen};
+use crate::store::{self, Basis, Begun, KeyClaim, OperationTx, Operations, Proof};
 
 /// How often what is nobody's fault runs again.
 const TRIES_MAX: u32 = 10;
@@ -209,14 +209,14 @@ where
 
     /// The claim of a key that was not looked for, if it is to execute. None: nothing stands, look.
     async fn claim_unseen(&mut self, claim: KeyClaim) -> Result<Option<(Box<Begin>, S::Operation)>, StoreError> {
-        let (tx, now, purged_below) = match self.front.engine().store().begin_unseen(&claim).await {
-            Ok(Unseen::Claimed { tx, now, purged_below }) => (tx, now, purged_below),
-            Ok(Unseen::Refused) | Err(StoreError::Busy(_)) => return Ok(None),
+        let tx = match self.front.engine().store().begin_unseen(&claim).await {
+            Ok(Some(tx)) => tx,
+            Ok(None) | Err(StoreError::Busy(_)) => return Ok(None),
             // A server that answers and takes no writes still says what stands.
             Err(StoreError::Unavailable(sqlx::Error::Database(_))) => return Ok(None),
             Err(error) => return Err(error),
         };
-        let Some(begin) = self.front.claimed_unseen(claim, now, purged_below).await else {
+        let Some(begin) = self.front.claimed_unseen(claim).await else {
             rolled_back(tx).await;
             return Ok(None);
         };

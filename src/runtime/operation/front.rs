@@ -42,7 +42,7 @@ use crate::observe::{self, Noted};
 use crate::policy::db_time::DbTime;
 use crate::policy::horizon::Bounds;
 use crate::policy::operation::decide::{Asked, Found, InProgress, Lost, Request, TakeOver};
-use crate::policy::operation::route::WhileRunning;
+use crate::policy::operation::route::{AfterExpiry, WhileRunning};
 use crate::policy::operation::{Canonical, Code, Decision, Identity, Key, KeyError, KeyFormat, Record, Scope, decide};
 use crate::store::{Basis, Fenced, KeptBody, KeyClaim, Keys};
 
@@ -267,10 +267,13 @@ impl<S: Keys> Front<S> {
     }
 
     /// A claim to make without having looked, where this is probably a first request: the last one of the operation was. None: take
-    /// a turn. Whoever runs in this process is answered from the map, and a tenant's quota is counted before its claim.
+    /// a turn. Whoever runs in this process is answered from the map, the age of a key is judged by what a look says (O23), and a
+    /// tenant's quota is counted before its claim.
     pub(super) fn claim_unseen(&self) -> Option<KeyClaim> {
         let digest = self.identity.as_ref()?.digest();
-        let probable = self.stage == Stage::Fresh && self.endpoint.last_was_new() && !self.engine.has_quota();
+        let judges_age = self.endpoint.route().after_expiry == AfterExpiry::Reject;
+        let probable =
+            self.stage == Stage::Fresh && self.endpoint.last_was_new() && !judges_age && !self.engine.has_quota();
         let looks = probable && self.decide(Found::NotAsked) == Decision::Look;
         (looks && self.engine.running().get(&digest).is_none()).then(|| self.claim(&Ground::New)).flatten()
     }
@@ -280,14 +283,8 @@ impl<S: Keys> Front<S> {
     ///
     /// A request of this process that looked may have entered the map before. It cannot claim beside us and leaves when it hears so;
     /// if we made way, both would be told that the other runs, and nothing would.
-    pub(super) async fn claimed_unseen(
-        &mut self,
-        claim: KeyClaim,
-        now: DbTime,
-        purged_below: Option<DbTime>,
-    ) -> Option<Box<Begin>> {
-        let bounds = Bounds { purged_below, now, id_skew: self.endpoint.route().id_skew };
-        if self.decide(Found::Nothing(bounds)) != Decision::Claim {
+    pub(super) async fn claimed_unseen(&mut self, claim: KeyClaim) -> Option<Box<Begin>> {
+        if self.decide(Found::Nothing(None)) != Decision::Claim {
             return None;
         }
         self.rounds += 1;
@@ -389,7 +386,7 @@ impl<S: Keys> Front<S> {
             None => {
                 let id_skew = self.endpoint.route().id_skew;
                 let bounds = Bounds { purged_below: look.purged_below, now: look.now, id_skew };
-                (self.decide(Found::Nothing(bounds)), Seen::Nobody)
+                (self.decide(Found::Nothing(Some(bounds))), Seen::Nobody)
             }
         }
     }

@@ -3,13 +3,12 @@
 
 use std::time::Duration;
 
-use super::keys::{KEPT, SHORT, answer, claim, completed, record};
+use super::keys::{KEPT, answer, claim, completed, record};
 use super::trial::{effect, new_message, payloads, read_nothing, read_rows};
 use super::{Connection, Fixture, Trial};
 use crate::policy::operation::doubt;
-use crate::policy::operation::retention::Retention;
 use crate::policy::operation::{Mode, State};
-use crate::store::{Basis, Begun, Fenced, KeyClaim, Keys, OperationTx, Operations, Outcome, Proof, Unseen};
+use crate::store::{Basis, Begun, Fenced, KeyClaim, Keys, OperationTx, Operations, Outcome, Proof};
 
 /// How long a turn is waited for where the case does not ask about it.
 const PATIENCE: Duration = Duration::from_secs(20);
@@ -109,14 +108,11 @@ pub async fn o15_a_duplicate_of_an_open_operation_is_locked_and_does_not_wait<F:
 }
 
 async fn unseen<F: Fixture>(trial: &Trial<F>, claim: &KeyClaim) -> Option<Tx<F>> {
-    match trial.store.begin_unseen(claim).await.unwrap() {
-        Unseen::Claimed { tx, .. } => Some(tx),
-        Unseen::Refused => None,
-    }
+    trial.store.begin_unseen(claim).await.unwrap()
 }
 
-/// Look and claim in one statement, where the store has that: it gives up on what is there or held, reads what a look reads, and
-/// its transaction is as any other (O1, O15, O23, O29).
+/// A claim without a look, where the store has that: it gives up on what is there or held, and its transaction is as any other
+/// (O1, O15, O29).
 pub async fn o15_a_key_that_is_claimed_unseen_is_looked_for_all_the_same<F: Fixture>(trial: &Trial<F>) {
     assert!(trial.store.begin_unseen(&claim(Mode::Edge, "k", 1)).await.is_err() || !F::Store::CLAIMS_UNSEEN);
     let first = claim(Mode::SameTx, "k", 1);
@@ -153,26 +149,6 @@ pub async fn o15_a_key_that_is_claimed_unseen_is_looked_for_all_the_same<F: Fixt
     assert_ne!(tx.complete(&completed(), &KEPT).await.unwrap(), Proof::Same);
     tx.rollback().await.unwrap();
     assert_eq!(trial.store.find(&ended.identity).await.unwrap().record, None);
-
-    // What was purged is read along.
-    let none = Retention { ttl: SHORT, body: SHORT, metadata: SHORT };
-    let mut tx = unseen(trial, &claim(Mode::SameTx, "gone", 1)).await.unwrap();
-    assert_eq!(tx.complete(&completed(), &none).await.unwrap(), Proof::Same);
-    tx.commit().await.unwrap();
-    let operation = first.identity.operation();
-    super::trial::eventually("it is purged", || async {
-        (trial.store.purge_keys(operation, &none, Duration::ZERO, 100).await.unwrap() > 0).then_some(())
-    })
-    .await;
-    let new = claim(Mode::SameTx, "new", 1);
-    let look = trial.store.find(&new.identity).await.unwrap();
-    match trial.store.begin_unseen(&new).await.unwrap() {
-        Unseen::Claimed { tx, now, purged_below } => {
-            assert!(purged_below.is_some() && purged_below == look.purged_below && now >= look.now);
-            tx.rollback().await.unwrap();
-        }
-        Unseen::Refused => panic!("a new key was refused"),
-    }
 }
 
 /// One effect, whatever the order; the others see its outcome, or that it runs.

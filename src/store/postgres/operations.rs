@@ -5,6 +5,7 @@
 //! door A never waits for another claim of its key: an advisory lock is tried first (O15).
 
 mod expiry;
+mod finish;
 mod live;
 mod tx;
 
@@ -14,6 +15,7 @@ use sqlx::postgres::PgArguments;
 use sqlx::{AssertSqlSafe, PgConnection, Row};
 use uuid::Uuid;
 
+pub(super) use self::finish::finish;
 pub(super) use self::live::live;
 pub use self::tx::PostgresOperationTx;
 pub(super) use self::tx::{Held, aborted, staked, undo};
@@ -25,11 +27,10 @@ use crate::policy::operation::route::Durability;
 use crate::policy::operation::versions::Versions;
 use crate::policy::operation::{Identity, Mode, OperationName, Record};
 use crate::store::bounded::{Ask, Bounded};
-use crate::store::operations::RecordFence;
-use crate::store::operations::stored::{Columns, body_of, look_of, pack};
+use crate::store::operations::stored::{body_of, look_of};
 use crate::store::{
     Basis, Begun, Claimed, Fenced, KeptBody, KeyClaim, Keys, Look, NewEvidence, OperationStats, Operations, Outcome,
-    Owned, Phases, Unseen,
+    Owned, Phases,
 };
 
 /// Microseconds since 1970, exact.
@@ -98,18 +99,11 @@ macro_rules! insert {
 const INSERT: &str = concat!(insert!("IN_PROGRESS"), " on conflict do nothing");
 const INSERT_UNKNOWN: &str = concat!(insert!("UNKNOWN_REQUIRES_RECOVERY"), " on conflict do nothing");
 
-/// Look, try-lock and insert in one statement, in the order of O15, which CASE keeps: a record that is seen takes no lock, and without
-/// the lock nothing is inserted. Which of them refused, the look that follows says.
+/// Try-lock and insert in one statement: without the lock nothing is inserted. Which of the two refused, the look that follows says;
+/// nobody is answered from the refusal itself (O15).
 const CLAIM: &str = concat!(
     insert!("IN_PROGRESS"),
-    " where case when exists (select from oncebox.idempotency_request r where r.key_digest = $1) then false \
-                 else pg_try_advisory_xact_lock($11) end \
-      on conflict do nothing \
-      returning pg_current_xact_id()::text, ",
-    micros!("clock_timestamp()"),
-    ", (select ",
-    micros!("p.purged_below"),
-    " from oncebox.idempotency_purge p where p.operation = $3)"
+    " where pg_try_advisory_xact_lock($11) on conflict do nothing returning pg_current_xact_id()::text"
 );
 
 /// A claim on a record that was seen; what must still hold follows.
@@ -120,37 +114,6 @@ const RENEW: &str = "update oncebox.idempotency_request r \
         schema_version = null, body = null, body_expires_at = null, body_headers = null, body_bytes = null, body_format = null, \
         body_kid = null, kept_bytes = null, resource_kind = null, resource_id = null, resource_location = null, error_code = null \
   where r.key_digest = $1 and r.epoch = $5 - 1 and ";
-
-/// Writes an outcome, in the transaction of `$14` only. No condition on the state that the index of open records could serve:
-/// before the tables are analyzed it would be read from end to end. Its time is that of the statement, which is earlier than the write
-/// by as long as the row is waited for, if an operator or a heartbeat has it just then.
-macro_rules! finish {
-    ($body:literal) => {
-        concat!(
-            "update oncebox.idempotency_request r \
-                set state = $4, owner = null, lease_until = null, lease_seconds = null, updated_at = statement_timestamp(), \
-                    outcome_at = case when $5::float8 is not null then statement_timestamp() end, \
-                    expires_at = statement_timestamp() + $5 * interval '1 second', answer_status = $6, schema_version = $7, body = $8, \
-                    body_expires_at = statement_timestamp() + $9 * interval '1 second', \
-                    resource_kind = $10, resource_id = $11, resource_location = $12, error_code = $13, kept_bytes = $20",
-            $body,
-            " where r.key_digest = $1 and r.epoch = $2 and r.owner is not distinct from $3 \
-                and r.outcome_at is null and ($19 or r.state <> 'UNKNOWN_REQUIRES_RECOVERY') \
-                and ($14::text is null or $14 = pg_current_xact_id_if_assigned()::text)"
-        )
-    };
-}
-
-/// With the body in the row of its claim: one read replays it.
-const FINISH: &str = finish!(", body_headers = $15, body_bytes = $16, body_format = $17, body_kid = $18");
-/// With the body in the partitioned table: as many rows there as records that were written.
-const FINISH_LARGE: &str = concat!(
-    "with done as (",
-    finish!(""),
-    " returning r.key_digest, r.epoch, r.body_expires_at) \
-     insert into oncebox.idempotency_body (key_digest, epoch, expires_at, headers, bytes, format, kid) \
-     select d.key_digest, d.epoch, d.body_expires_at, $15, $16, $17, $18 from done d"
-);
 
 /// The time as a value of its own: compared with the clock itself, each entry would be read.
 const KEPT_OF_TENANT: &str = "select coalesce(sum(kept_bytes), 0)::bigint from oncebox.idempotency_request \
@@ -308,7 +271,7 @@ impl Operations for PostgresStore {
         outcome: &Outcome,
         retention: &Retention,
     ) -> Result<Fenced, StoreError> {
-        let done = finishing(&owned.into(), outcome, retention, None).execute(connection).await;
+        let done = finish::finishing(&owned.into(), outcome, retention, None)?.execute(connection).await;
         Ok(Fenced::rows(done.map_err(expiry::attached)?.rows_affected()))
     }
 
@@ -341,7 +304,7 @@ impl Operations for PostgresStore {
         tx::begin(self, claim, basis).await
     }
 
-    async fn begin_unseen(&self, claim: &KeyClaim) -> Result<Unseen<PostgresOperationTx>, StoreError> {
+    async fn begin_unseen(&self, claim: &KeyClaim) -> Result<Option<PostgresOperationTx>, StoreError> {
         claim.requires(&[Mode::SameTx])?;
         tx::begin_unseen(self, claim).await
     }
@@ -404,47 +367,4 @@ fn renew<'q>(statement: &str, claim: &'q KeyClaim, owned: &Owned) -> Query<'q> {
         .bind(owned.generation)
         .bind(owned.operation_id)
         .bind(i32::try_from(owned.attempts).unwrap_or(i32::MAX))
-}
-
-/// Writes the outcome and the body in one statement; with `token`, only in the transaction of that id.
-pub(super) async fn finish(
-    connection: &mut Bounded<sqlx::Postgres>,
-    fence: &RecordFence,
-    outcome: &Outcome,
-    retention: &Retention,
-    token: Option<&str>,
-) -> Result<Fenced, StoreError> {
-    let done = finishing(fence, outcome, retention, token).run(connection).await;
-    Ok(Fenced::rows(done.map_err(expiry::attached)?.rows_affected()))
-}
-
-/// The statement, which changes as many rows as it writes records.
-fn finishing<'q>(
-    fence: &'q RecordFence,
-    outcome: &'q Outcome,
-    retention: &Retention,
-    token: Option<&'q str>,
-) -> Query<'q> {
-    let columns = Columns::of(outcome, retention);
-    sqlx::query(if columns.large().is_some() { FINISH_LARGE } else { FINISH })
-        .bind(fence.digest.as_slice())
-        .bind(fence.epoch)
-        .bind(fence.owner)
-        .bind(columns.state.as_str())
-        .bind(columns.ttl.map(|ttl| ttl.as_secs_f64()))
-        .bind(columns.status.map(|status| status as i32))
-        .bind(columns.schema_version)
-        .bind(columns.body)
-        .bind(columns.body_ttl.map(|ttl| ttl.as_secs_f64()))
-        .bind(columns.resource.map(|resource| resource.kind.as_str()))
-        .bind(columns.resource.map(|resource| resource.id.as_str()))
-        .bind(columns.resource.and_then(|resource| resource.location.as_deref()))
-        .bind(columns.error_code)
-        .bind(token)
-        .bind(columns.kept.map(|kept| pack(&kept.headers)))
-        .bind(columns.kept.map(|kept| kept.bytes.as_slice()))
-        .bind(columns.kept.map(|kept| i32::from(kept.format)))
-        .bind(columns.kept.and_then(|kept| kept.kid.as_deref()))
-        .bind(fence.unknown)
-        .bind(columns.kept_bytes())
 }

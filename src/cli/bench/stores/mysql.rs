@@ -36,6 +36,9 @@ fn message(row: &MySqlRow) -> Result<(i64, OutgoingMessage), StoreError> {
     Ok((row.try_get_unchecked(0)?, message))
 }
 
+/// Compared byte for byte.
+const TEXT: &str = "varchar(64) character set utf8mb4 collate utf8mb4_nopad_bin";
+
 impl Yard for MySqlStore {
     const WRITERS: usize = 16;
 
@@ -61,6 +64,11 @@ impl Yard for MySqlStore {
              insert into bench_account values {};
              create table bench_inbox (consumer smallint not null, id binary(16) not null, primary key (consumer, id))
                engine = InnoDB;
+             create table bench_payer (tenant {TEXT} not null, account_id {TEXT} not null, balance_minor bigint not null,
+               primary key (tenant, account_id)) engine = InnoDB;
+             create table bench_payment (tenant {TEXT} not null, id {TEXT} not null, account_id {TEXT} not null,
+               amount_minor bigint not null, currency char(3) not null, merchant_reference {TEXT} not null, channel {TEXT} not null,
+               primary key (tenant, id), unique (tenant, account_id, merchant_reference)) engine = InnoDB;
              create table bench_request (id binary(16) primary key, answer blob) engine = InnoDB",
             accounts.join(", ")
         );
@@ -109,6 +117,12 @@ impl Yard for MySqlStore {
 
     plain_sql! {
         business: "update bench_account set balance = balance + 1 where account = ?",
+        payment: "insert into bench_payment (tenant, id, account_id, amount_minor, currency, merchant_reference, channel) \
+                  values (?, ?, ?, ?, ?, ?, ?) on duplicate key update id = id",
+        standing: "select id from bench_payment where tenant = ? and account_id = ? and merchant_reference = ?",
+        open: "insert into bench_payer (tenant, account_id, balance_minor) values (?, ?, ?) on duplicate key update tenant = tenant",
+        debit: "update bench_payer set balance_minor = balance_minor - ? \
+                where tenant = ? and account_id = ? and balance_minor >= ?",
         inbox: "insert ignore into bench_inbox (consumer, id) values (1, ?)",
         claim: "insert into bench_request (id) values (?)",
         answer: "update bench_request set answer = ? where id = ?",

@@ -56,6 +56,11 @@ impl Yard for PostgresStore {
         let tables = format!(
             "create table bench_account (account bigint primary key, balance bigint not null) with (fillfactor = 50);
              insert into bench_account select n, 0 from generate_series(0, {}) n;
+             create table bench_payer (tenant varchar(64) not null, account_id varchar(64) not null, balance_minor bigint not null,
+               primary key (tenant, account_id));
+             create table bench_payment (tenant varchar(64) not null, id varchar(64) not null, account_id varchar(64) not null,
+               amount_minor bigint not null, currency char(3) not null, merchant_reference varchar(64) not null, channel varchar(64) not null,
+               primary key (tenant, id), unique (tenant, account_id, merchant_reference));
              create table bench_inbox (consumer smallint not null, id uuid not null, primary key (consumer, id));
              create table bench_request (id uuid primary key, answer bytea)",
             ACCOUNTS - 1
@@ -112,6 +117,12 @@ impl Yard for PostgresStore {
 
     plain_sql! {
         business: "update bench_account set balance = balance + 1 where account = $1",
+        payment: "insert into bench_payment (tenant, id, account_id, amount_minor, currency, merchant_reference, channel) \
+                  values ($1, $2, $3, $4, $5, $6, $7) on conflict do nothing",
+        standing: "select id from bench_payment where tenant = $1 and account_id = $2 and merchant_reference = $3",
+        open: "insert into bench_payer (tenant, account_id, balance_minor) values ($1, $2, $3) on conflict do nothing",
+        debit: "update bench_payer set balance_minor = balance_minor - $1 \
+                where tenant = $2 and account_id = $3 and balance_minor >= $4",
         inbox: "insert into bench_inbox (consumer, id) values (1, $1) on conflict do nothing",
         claim: "insert into bench_request (id) values ($1)",
         answer: "update bench_request set answer = $1 where id = $2",

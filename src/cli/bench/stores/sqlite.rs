@@ -53,6 +53,11 @@ impl Yard for SqliteStore {
             "create table bench_account (account integer primary key, balance integer not null);
              with recursive n(n) as (select 0 union all select n + 1 from n where n < {})
              insert into bench_account select n, 0 from n;
+             create table bench_payer (tenant varchar(64) not null, account_id varchar(64) not null, balance_minor bigint not null,
+               primary key (tenant, account_id));
+             create table bench_payment (tenant varchar(64) not null, id varchar(64) not null, account_id varchar(64) not null,
+               amount_minor bigint not null, currency char(3) not null, merchant_reference varchar(64) not null, channel varchar(64) not null,
+               primary key (tenant, id), unique (tenant, account_id, merchant_reference));
              create table bench_inbox (consumer integer not null, id blob not null, primary key (consumer, id)) without rowid;
              create table bench_request (id blob primary key, answer blob) without rowid",
             ACCOUNTS - 1
@@ -97,6 +102,12 @@ impl Yard for SqliteStore {
 
     plain_sql! {
         business: "update bench_account set balance = balance + 1 where account = ?",
+        payment: "insert into bench_payment (tenant, id, account_id, amount_minor, currency, merchant_reference, channel) \
+                  values (?, ?, ?, ?, ?, ?, ?) on conflict do nothing",
+        standing: "select id from bench_payment where tenant = ? and account_id = ? and merchant_reference = ?",
+        open: "insert into bench_payer (tenant, account_id, balance_minor) values (?, ?, ?) on conflict do nothing",
+        debit: "update bench_payer set balance_minor = balance_minor - ? \
+                where tenant = ? and account_id = ? and balance_minor >= ?",
         inbox: "insert into bench_inbox (consumer, id) values (1, ?) on conflict do nothing",
         claim: "insert into bench_request (id) values (?)",
         answer: "update bench_request set answer = ? where id = ?",

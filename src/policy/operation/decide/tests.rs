@@ -194,7 +194,11 @@ fn o18_o19_an_uncommitted_claim_is_409_whatever_the_body_or_waited_for() {
 fn o23_a_key_without_a_record_is_judged_by_its_time_where_late_retries_are_rejected() {
     let made = 0x0197_a1b2_c3d4;
     let bounds = |purged_below: Option<i64>, now| {
-        Found::Nothing(Bounds { purged_below: purged_below.map(at), now: at(now), id_skew: Duration::from_secs(60) })
+        Found::Nothing(Some(Bounds {
+            purged_below: purged_below.map(at),
+            now: at(now),
+            id_skew: Duration::from_secs(60),
+        }))
     };
     let reject = Route::new(Mode::Phased);
     for (found, decision) in [

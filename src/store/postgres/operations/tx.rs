@@ -7,10 +7,9 @@ use super::super::PostgresStore;
 use super::super::connect::BEGIN;
 use super::{CLAIM, RENEW, find, finish, insert, renew, renewal};
 use crate::error::StoreError;
-use crate::policy::db_time::DbTime;
 use crate::policy::operation::retention::Retention;
 use crate::store::bounded::{Ask, Bounded};
-use crate::store::{Basis, Begun, Fenced, KeyClaim, OperationTx, Outcome, Owned, Proof, Unseen};
+use crate::store::{Basis, Begun, Fenced, KeyClaim, OperationTx, Outcome, Owned, Proof};
 
 /// A transaction in which one claim stands.
 #[derive(Debug)]
@@ -74,25 +73,20 @@ pub(super) async fn begin(
     })
 }
 
-/// The same with the look in the statement of the claim.
+/// The same of a key that was not looked for.
 pub(super) async fn begin_unseen(
     store: &PostgresStore,
     claim: &KeyClaim,
-) -> Result<Unseen<PostgresOperationTx>, StoreError> {
+) -> Result<Option<PostgresOperationTx>, StoreError> {
     let (owned, savepoint) = (claim.owned(Basis::New), savepoint_name());
     let mut tx = store.pool.begin(AssertSqlSafe(format!("{BEGIN}; savepoint {savepoint}"))).await?;
     let row = insert(CLAIM, claim, &owned).bind(claim.identity.lock_number()).optional(&mut tx).await?;
     let Some(row) = row else {
         tx.rollback().await?;
-        return Ok(Unseen::Refused);
+        return Ok(None);
     };
-    let (now, purged_below): (i64, Option<i64>) = (row.try_get(1)?, row.try_get(2)?);
     let held = Held { tx, token: row.try_get(0)?, savepoint };
-    Ok(Unseen::Claimed {
-        tx: PostgresOperationTx { held, owned, claim: claim.clone(), holds: None },
-        now: DbTime::from_micros(now),
-        purged_below: purged_below.map(DbTime::from_micros),
-    })
+    Ok(Some(PostgresOperationTx { held, owned, claim: claim.clone(), holds: None }))
 }
 
 /// A transaction in which the claim stands, and its id.
