@@ -51,7 +51,7 @@ begin
       when r.state in ('IN_PROGRESS', 'UNKNOWN_REQUIRES_RECOVERY') then
         -- no outcome and no answer; a lease, where its owner is a process
         num_nonnulls(r.outcome_at, r.expires_at, r.error_code, r.answer_status, r.schema_version, r.body, r.body_expires_at, r.body_headers, r.body_bytes,
-          r.body_format, r.body_kid, r.kept_bytes) = 0
+          r.body_format, r.body_kid, r.kept_bytes, r.resource_kind, r.resource_id, r.resource_location) = 0
         and num_nonnulls(r.owner, r.lease_until, r.lease_seconds) = case when r.state = 'IN_PROGRESS' and r.mode in ('bridged', 'edge') then 3 else 0 end
       else
         r.state in ('COMPLETED', 'FAILED_REPLAYABLE', 'FAILED_RETRYABLE')
@@ -101,6 +101,8 @@ $$;
 comment on function oncebox.refuse_unsound_request is 'refuses a row of idempotency_request that is not sound';
 create trigger idempotency_request_sound before insert or update on oncebox.idempotency_request
   for each row execute function oncebox.refuse_unsound_request();
+-- As a CHECK, also for what a replica applies.
+alter table oncebox.idempotency_request enable always trigger idempotency_request_sound;
 create index idempotency_request_open on oncebox.idempotency_request (state, created_at) include (tenant)
   where state in ('IN_PROGRESS', 'UNKNOWN_REQUIRES_RECOVERY');
 create index idempotency_request_body on oncebox.idempotency_request (body_expires_at) where body_format is not null;

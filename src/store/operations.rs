@@ -406,9 +406,10 @@ pub trait Operations: Keys + Base {
         patience: Duration,
     ) -> impl Future<Output = Result<Begun<Self::Operation>, StoreError>> + Send;
 
-    /// [`Self::begin_operation`] on [`Basis::New`] without the look before it, for a key that is probably new. None: a record stands
-    /// there, or somebody holds the key; the transaction is rolled back and its connection given back. What this gives up on is
-    /// looked for as ever, so an adapter may always refuse, which is what the default does.
+    /// The look of O15 and [`Self::begin_operation`] on [`Basis::New`] in one statement, for a key that is probably new. In the same
+    /// order: where it sees a record, it takes no lock and waits for nobody. None: a record stands there, or somebody holds the key;
+    /// the transaction is rolled back and its connection given back. What this gives up on is looked for as ever, so an adapter may
+    /// always refuse, which is what the default does.
     ///
     /// # Errors
     /// As [`Self::begin_operation`].

@@ -24,6 +24,7 @@ on_all! {
     o15_o19_a_duplicate_in_this_process_gets_409_and_another_command_422,
     o15_o19_a_duplicate_in_another_process_gets_409_whatever_its_body,
     o15_a_request_among_first_ones_is_judged_as_any_other,
+    o15_a_duplicate_of_a_record_that_somebody_changes_waits_for_nobody,
     o15_of_one_that_looks_and_one_that_claims_at_once_one_executes,
     o16_two_tenants_with_one_key_are_two_operations,
     o20_another_principal_gets_the_answer_of_a_mismatch,
@@ -314,6 +315,20 @@ async fn o15_a_request_among_first_ones_is_judged_as_any_other<S: Sql>(world: Wo
     first(running.await.unwrap());
     replayed(run(&other, &there, &keys[7], "a", effect(&open)).await);
     assert_eq!((closed.calls(), world.effects().await), (1, 8));
+}
+
+// A purge, an expiry of bodies or an operator has the row; whoever inserts beside it waits for it, and holds a connection.
+//
+// Shown by: a claim that does not look at the record first, behind a first request (PostgreSQL).
+async fn o15_a_duplicate_of_a_record_that_somebody_changes_waits_for_nobody<S: Sql>(world: World<S>) {
+    let (endpoint, gate) = (world.protect(same_tx()), Gate::open());
+    first(run(&world, &endpoint, K1, "a", effect(&gate)).await);
+    let table = if S::NAME == "postgres" { "oncebox.idempotency_request" } else { "oncebox_idempotency_request" };
+    let changing = world.store.tx(&format!("update {table} set attempts = attempts + 1")).await;
+    let asked = tokio::time::timeout(Duration::from_secs(15), run(&world, &endpoint, K1, "a", effect(&gate))).await;
+    replayed(asked.expect("it is answered while the row is held"));
+    changing.rollback().await.unwrap();
+    assert_eq!(gate.calls(), 1);
 }
 
 // In one process. What each has seen last decides whether it looks or claims at once.

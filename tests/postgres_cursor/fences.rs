@@ -97,6 +97,11 @@ async fn r1_a_sequence_with_a_cache_is_refused() {
                 "truncate",
             ),
             (
+                "alter table oncebox.idempotency_request disable trigger idempotency_request_sound",
+                "alter table oncebox.idempotency_request enable always trigger idempotency_request_sound",
+                "records",
+            ),
+            (
                 "grant insert on oncebox.outbox to oncebox_app",
                 "revoke insert on oncebox.outbox from oncebox_app",
                 "privileges",

@@ -153,7 +153,8 @@ async fn a_record_whose_columns_contradict_each_other_is_refused_by_the_database
             connection.execute(AssertSqlSafe(first.clone())).await.unwrap();
             for change in &changes {
                 let update = format!("update {request} set {change}");
-                let told = format!("begin; set local session_replication_role = replica; {update}");
+                let off = format!("alter table {request} disable trigger idempotency_request_sound");
+                let told = format!("begin; {off}; {update}");
                 connection.execute(AssertSqlSafe(told)).await.unwrap();
                 let is_sound = format!("select oncebox.is_sound_request(r) from {request} r");
                 let is_sound: bool = query_scalar(AssertSqlSafe(is_sound)).fetch_one(&mut connection).await.unwrap();

@@ -19,6 +19,7 @@ pub(super) async fn findings(store: &PostgresStore) -> Result<Vec<Finding>, Stor
         findings.push(columns(&mut connection).await?);
         findings.push(default_partitions(&mut connection).await?);
         findings.push(truncate_triggers(&mut connection).await?);
+        findings.push(record_trigger(&mut connection).await?);
         findings.push(privileges(&mut connection).await?);
         findings.push(doors(&mut connection).await?);
         findings.push(cursor(&mut connection).await?);
@@ -187,6 +188,26 @@ async fn truncate_triggers(connection: &mut Bounded<Postgres>) -> Result<Finding
                 tables[0]
             ),
         ),
+    })
+}
+
+/// It stands for the CHECK constraints of the records, and unlike those can be switched off.
+async fn record_trigger(connection: &mut Bounded<Postgres>) -> Result<Finding, StoreError> {
+    let there: bool = value(
+        connection,
+        "select to_regclass('oncebox.idempotency_request') is null or exists (
+           select 1 from pg_trigger t where t.tgrelid = to_regclass('oncebox.idempotency_request')
+                           and t.tgname = 'idempotency_request_sound' and t.tgenabled = 'A')",
+    )
+    .await?;
+    Ok(if there {
+        Finding::ok("records", "one whose columns contradict each other is refused")
+    } else {
+        Finding::refused(
+            "records",
+            "the trigger that refuses contradictory idempotency records is off",
+            "alter table oncebox.idempotency_request enable always trigger idempotency_request_sound",
+        )
     })
 }
 

@@ -99,11 +99,13 @@ macro_rules! insert {
 const INSERT: &str = concat!(insert!("IN_PROGRESS"), " on conflict do nothing");
 const INSERT_UNKNOWN: &str = concat!(insert!("UNKNOWN_REQUIRES_RECOVERY"), " on conflict do nothing");
 
-/// Try-lock and insert in one statement: without the lock nothing is inserted. Which of the two refused, the look that follows says;
-/// nobody is answered from the refusal itself (O15).
+/// Look, try-lock and insert in one statement, in the order of O15, which CASE keeps: a record that is seen takes no lock, and an insert
+/// that would wait for whoever changes that record just then is not begun. Which of them refused, the look that follows says.
 const CLAIM: &str = concat!(
     insert!("IN_PROGRESS"),
-    " where pg_try_advisory_xact_lock($11) on conflict do nothing returning pg_current_xact_id()::text"
+    " where case when exists (select from oncebox.idempotency_request r where r.key_digest = $1) then false \
+                 else pg_try_advisory_xact_lock($11) end \
+      on conflict do nothing returning pg_current_xact_id()::text"
 );
 
 /// A claim on a record that was seen; what must still hold follows.
