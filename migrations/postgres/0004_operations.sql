@@ -69,7 +69,7 @@ begin
 end
 $$;
 comment on function oncebox.is_sound_request is 'whether the columns of a row of idempotency_request agree with each other';
--- Most rows are a claim of door A, and then its answer. Those two are told at a third of the price; what is let through is sound by the
+-- Most rows are a claim of door A, and then its answer. Those two are told at half the price; what is let through is sound by the
 -- function too.
 create function oncebox.refuse_unsound_request() returns trigger
 language plpgsql as $$

@@ -80,12 +80,11 @@ pub(super) async fn begin_unseen(
 ) -> Result<Option<PostgresOperationTx>, StoreError> {
     let (owned, savepoint) = (claim.owned(Basis::New), savepoint_name());
     let mut tx = store.pool.begin(AssertSqlSafe(format!("{BEGIN}; savepoint {savepoint}"))).await?;
-    let row = insert(CLAIM, claim, &owned).bind(claim.identity.lock_number()).optional(&mut tx).await?;
-    let Some(row) = row else {
+    let Some(token) = stake(&mut tx, claim, None, &owned).await? else {
         tx.rollback().await?;
         return Ok(None);
     };
-    let held = Held { tx, token: row.try_get(0)?, savepoint };
+    let held = Held { tx, token, savepoint };
     Ok(Some(PostgresOperationTx { held, owned, claim: claim.clone(), holds: None }))
 }
 
