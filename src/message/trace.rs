@@ -34,7 +34,8 @@ impl TraceContext {
         if zero(3..35) || zero(36..52) {
             return None;
         }
-        let state = tracestate.filter(|state| !state.is_empty() && state.len() <= 512 && state.is_ascii());
+        let printable = |state: &&str| state.bytes().all(|byte| matches!(byte, b'\t' | b' '..=b'~'));
+        let state = tracestate.filter(|state| !state.is_empty() && state.len() <= 512).filter(printable);
         Some(Self { traceparent: traceparent.to_owned(), tracestate: state.map(str::to_owned) })
     }
 }
@@ -72,6 +73,11 @@ mod tests {
             "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01-",
         ] {
             assert_eq!(TraceContext::parse(bad, None), None, "{bad}");
+        }
+        for (state, stays) in [("a=1,\tb=2", true), ("", false), ("a\0b", false), ("a=\u{7f}", false), ("ä=1", false)]
+        {
+            let taken = TraceContext::parse(good, Some(state)).and_then(|trace| trace.tracestate);
+            assert_eq!(taken.is_some(), stays, "{state:?}");
         }
     }
 }
