@@ -97,7 +97,7 @@ async fn pay<S: Books>(asked: &Scoped<NewPayment>, mut tx: EffectTx<'_, S>) -> R
         return refused(402, "INSUFFICIENT_FUNDS");
     }
     reach("payment.written").await;
-    tx.enqueue(created("payment.created", tenant, &payment)?).await?;
+    tx.enqueue_last(created("payment.created", tenant, &payment)?)?;
     reach("payment.enqueued").await;
     let reply = Reply::json(201, &payment)?.made("payment", &payment.id, &format!("/payments/{}", payment.id));
     Ok(Outcome::Completed(reply))

@@ -35,8 +35,7 @@ create table oncebox.idempotency_request (
   resource_id        text,
   resource_location  text,
   error_code         text,
-  constraint idempotency_request_pkey primary key (key_digest),
-  constraint idempotency_request_operation_id unique (operation_id)
+  constraint idempotency_request_pkey primary key (key_digest)
 );
 -- Every statement that writes a row reads the text of its CHECK constraints anew, which took longer than all else it did; the body of
 -- a function is read once a session, and its operators are set up once a transaction. So a trigger stands for them.
@@ -123,7 +122,7 @@ comment on column oncebox.idempotency_request.owner is 'token of the process tha
 comment on column oncebox.idempotency_request.lease_until is 'end of the lease, by the clock of the database';
 comment on column oncebox.idempotency_request.lease_seconds is 'length of the lease; one that ends later than now plus this counts as over, for the clock went back';
 comment on column oncebox.idempotency_request.generation is 'raised when the key is used anew after its time was over (O4)';
-comment on column oncebox.idempotency_request.operation_id is 'identity of the run of this generation; every downstream identity is derived from it';
+comment on column oncebox.idempotency_request.operation_id is 'identity of the run of this generation; every downstream identity is derived from it; no index: a record of phases is found by it through oncebox.operation, which has the digest';
 comment on column oncebox.idempotency_request.attempts is 'how often this generation was begun';
 comment on column oncebox.idempotency_request.created_at is 'when it was claimed first';
 comment on column oncebox.idempotency_request.updated_at is 'when it last changed';
@@ -143,7 +142,6 @@ comment on column oncebox.idempotency_request.resource_id is 'its id';
 comment on column oncebox.idempotency_request.resource_location is 'its URL';
 comment on column oncebox.idempotency_request.error_code is 'code of the failure';
 comment on index oncebox.idempotency_request_pkey is 'serves every claim, look and fenced write: the unique key is the arbiter';
-comment on index oncebox.idempotency_request_operation_id is 'serves operation resources and resolve: the record of an operation';
 comment on index oncebox.idempotency_request_open is 'serves counts and the oldest of what has no outcome, and quotas of tenants';
 comment on index oncebox.idempotency_request_body is 'serves the expiry of small bodies, oldest end first';
 comment on index oncebox.idempotency_request_kept is 'serves quotas: what is kept for a tenant, from the index alone';

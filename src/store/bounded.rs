@@ -34,7 +34,8 @@ use sqlx_core::transaction::TransactionManager;
 use tokio::time::timeout;
 
 use crate::error::StoreError;
-use crate::store::door::commit_error;
+use crate::message::NewMessage;
+use crate::store::door::{Door, commit_error, enqueue_all};
 
 /// A pooled connection that rested for longer is asked for a sign of life before it is used.
 const RESTED: Duration = Duration::from_secs(1);
@@ -242,6 +243,23 @@ impl<Db: Remote> Bounded<Db> {
     pub(super) async fn prepare(&mut self, sql: impl SqlSafeStr) -> sqlx::Result<Db::Statement> {
         let sql = sql.into_sql_str();
         self.within(|connection| Db::prepare(connection, sql)).await
+    }
+
+    /// Writes messages by the door of a connection.
+    pub(super) async fn enqueue(&mut self, messages: Vec<NewMessage>) -> Result<(), StoreError>
+    where
+        Db::Connection: Door,
+    {
+        let written = self.within(|connection| {
+            Box::pin(async move {
+                match enqueue_all(connection, messages).await {
+                    // Whether the connection is of use after it, is judged as of any statement.
+                    Err(StoreError::Unavailable(error)) => Err(error),
+                    written => Ok(written.map(drop)),
+                }
+            })
+        });
+        written.await?
     }
 
     /// Nothing will be heard on it any more: whatever is asked fails at once.

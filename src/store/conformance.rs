@@ -286,6 +286,7 @@ macro_rules! store_conformance {
             ];
             door_a: [
                 m50_claim_effects_messages_and_answer_commit_together,
+                m50_messages_given_with_the_outcome_commit_with_it,
                 o29_a_dropped_operation_leaves_nothing,
                 o15_a_duplicate_of_an_open_operation_is_locked_and_does_not_wait,
                 o15_a_key_that_is_claimed_unseen_is_looked_for_all_the_same,

@@ -32,6 +32,7 @@ use uuid::Uuid;
 
 use super::{Base, NewEvidence, Proof};
 use crate::error::StoreError;
+use crate::message::NewMessage;
 use crate::policy::db_time::DbTime;
 use crate::policy::operation::doubt;
 use crate::policy::operation::record::{Resource, Tombstone};
@@ -436,7 +437,7 @@ pub trait Operations: Keys + Base {
             match self.begin_operation(claim, basis, patience).await? {
                 Begun::Claimed(mut tx) => {
                     let kept = Retention::default();
-                    match tx.complete(&Outcome::Unknown, &kept).await? {
+                    match tx.complete(Vec::new(), &Outcome::Unknown, &kept).await? {
                         Proof::Same => tx.commit().await,
                         Proof::Aborted | Proof::Ended => tx.rollback().await,
                     }
@@ -517,9 +518,14 @@ pub trait OperationTx: std::fmt::Debug + Send + 'static {
         async { Ok(false) }
     }
 
-    /// Writes the outcome and keeps the answer. Once; after it, commit.
+    /// Writes the messages, in order, and the outcome, and keeps the answer. Once; after it, commit.
+    ///
+    /// # Errors
+    /// Also that of a message. An error comes only of a transaction that is shown to be ours, or of a connection that is lost: roll
+    /// back, and nothing is there.
     fn complete(
         &mut self,
+        messages: Vec<NewMessage>,
         outcome: &Outcome,
         retention: &Retention,
     ) -> impl Future<Output = Result<Proof, StoreError>> + Send;

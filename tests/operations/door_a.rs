@@ -4,6 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
+use oncebox::message::TraceContext;
 use oncebox::policy::operation::retention::Retention;
 use oncebox::policy::operation::{Code, Mode, Outcome, Route, State};
 use oncebox::runtime::operation::{Answered, EffectTx, Reply};
@@ -14,6 +15,8 @@ use super::kit::*;
 
 on_all! {
     m50_claim_effect_message_and_answer_commit_together_and_are_replayed,
+    m50_a_message_at_the_end_goes_with_the_effects_and_not_with_a_rejection,
+    o1_o29_a_message_that_is_refused_at_the_end_leaves_nothing,
     o1_a_handler_that_commits_leaves_unknown_and_never_runs_again,
     o1_a_handler_that_rolls_back_and_goes_on_leaves_unknown_and_never_runs_again,
     o1_a_handler_that_goes_on_outside_and_then_fails_is_found_out_too,
@@ -60,6 +63,77 @@ async fn m50_claim_effect_message_and_answer_commit_together_and_are_replayed<S:
     assert_eq!((world.effects().await, world.outbox().await, calls.load(Ordering::SeqCst)), (1, 1, 1));
     let record = world.record("t1", K1).await.unwrap();
     assert_eq!((record.state, record.mode, record.attempts), (State::Completed, Mode::SameTx, 1));
+}
+
+/// A handler with an effect and a message at its end, that ends as it is told.
+fn sends_last<S: Sql>(message: NewMessage, outcome: Outcome<Reply>) -> impl Does<S> {
+    does::<S, _>(move |_: &Put, mut tx: EffectTx<'_, S>| {
+        let (message, outcome) = (message.clone(), outcome.clone());
+        Box::pin(async move {
+            tx.enqueue_last(message)?;
+            S::run(tx.connection(), "insert into effect (text) values ('x')").await?;
+            Ok(outcome)
+        })
+    })
+}
+
+// Shown by: forgetting the messages of a try that commits; keeping them for a rejection.
+async fn m50_a_message_at_the_end_goes_with_the_effects_and_not_with_a_rejection<S: Sql>(world: World<S>) {
+    let endpoint = world.protect(same_tx());
+    let message = || NewMessage::text("t", "put", "{}").with_key("acc-7");
+    let rejected = Outcome::Rejected { answer: Reply::new(402), binding: true };
+    assert_eq!(first(run(&world, &endpoint, K1, "a", sends_last(message(), rejected)).await).status, 402);
+    assert_eq!((world.effects().await, world.outbox().await), (0, 0));
+    let done = || sends_last(message(), Outcome::Completed(Reply::new(201)));
+    first(run(&world, &endpoint, K2, "a", done()).await);
+    replayed(run(&world, &endpoint, K2, "a", done()).await);
+    assert_eq!((world.effects().await, world.outbox().await), (1, 1));
+}
+
+// What the library refuses by itself, and what only the database does.
+//
+// Shown by: refusing a message without asking whether the transaction is still there (PostgreSQL): it runs again beside what it has
+// committed.
+async fn o1_o29_a_message_that_is_refused_at_the_end_leaves_nothing<S: Sql>(world: World<S>) {
+    let endpoint = world.protect(same_tx());
+    let of_no_topic = || NewMessage::text("no topic", "put", "{}");
+    let of_a_long_key = || NewMessage::text("t", "put", "{}").with_key("k".repeat(5_000));
+    let completed = || Outcome::Completed(Reply::new(201));
+    for message in [of_no_topic(), of_a_long_key()] {
+        let asked = run(&world, &endpoint, K1, "a", sends_last(message, completed())).await;
+        problem(asked, Code::OperationFailed);
+        assert_eq!((world.effects().await, world.outbox().await, world.record("t1", K1).await), (0, 0, None));
+    }
+    let good = NewMessage::text("t", "put", "{}");
+    first(run(&world, &endpoint, K1, "a", sends_last(good, completed())).await);
+    assert_eq!((world.effects().await, world.outbox().await), (1, 1));
+
+    // Behind a transaction that was ended; the second one the server refuses before it looks at a fence.
+    let no_text = || NewMessage { trace: Some(no_trace()), ..NewMessage::text("t", "put", "{}") };
+    for (key, message) in [("a-key-of-many-0001", of_no_topic()), ("a-key-of-many-0002", no_text())] {
+        let ends = does::<S, _>(move |_: &Put, mut tx: EffectTx<'_, S>| {
+            let message = message.clone();
+            Box::pin(async move {
+                S::run(tx.connection(), "rollback").await?;
+                S::run(tx.connection(), "insert into effect (text) values ('out')").await?;
+                tx.enqueue_last(message)?;
+                Ok(Outcome::Completed(Reply::new(201)))
+            })
+        });
+        let asked = run(&world, &endpoint, key, "a", ends).await;
+        if S::NOTHING_ESCAPES {
+            problem(asked, Code::CommitUnknown);
+        } else {
+            problem(asked, Code::TransactionEnded);
+            assert_eq!(world.record("t1", key).await.unwrap().state, State::UnknownRequiresRecovery);
+        }
+    }
+}
+
+/// A trace context that no text column takes.
+fn no_trace() -> TraceContext {
+    let traceparent = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01".to_owned();
+    TraceContext { traceparent, tracestate: Some("a\0b".to_owned()) }
 }
 
 /// A handler that runs these statements, each by itself, then says that all is well, or fails.
@@ -178,7 +252,7 @@ async fn o1_a_run_of_an_old_record_that_ended_its_transaction_is_unknown_too<S: 
         let outcome = oncebox::store::Outcome::FailedRetryable { error_code: None };
         let ttl = if reclaims { SOON } else { Duration::from_millis(1) };
         let retention = Retention { ttl, body: ttl, ..Retention::default() };
-        assert_eq!(tx.complete(&outcome, &retention).await.unwrap(), Proof::Same);
+        assert_eq!(tx.complete(Vec::new(), &outcome, &retention).await.unwrap(), Proof::Same);
         tx.commit().await.unwrap();
         until("its time is over", || async {
             let look = world.store.find(&claim.identity).await.unwrap();

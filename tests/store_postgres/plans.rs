@@ -2,8 +2,16 @@
 
 use std::time::Duration;
 
-use oncebox::policy::operation::State;
-use oncebox::store::{Base, KeyFilter, KeyOperator, Keys};
+use oncebox::policy::operation::flow::Stage;
+use oncebox::policy::operation::key::KeyFormat;
+use oncebox::policy::operation::record::Tombstone;
+use oncebox::policy::operation::retention::Retention;
+use oncebox::policy::operation::{Identity, Key, Keyring, Mode, Scope, State};
+use oncebox::store::{
+    Answer, AnswerBody, Base, Basis, Begun, FIRST_POINT, KeyClaim, KeyFilter, KeyOperator, Keys, NewOperation, Outcome,
+    PhaseTx, Phases, Sealed,
+};
+use uuid::Uuid;
 
 use crate::postgres::{Database, with_database};
 use crate::support::eventually;
@@ -62,6 +70,59 @@ async fn m105_keys_are_listed_by_hash_and_by_open_state_without_reading_the_tabl
             let [_, _, whole, indexed] = std::array::from_fn(|at| after[at] - before[at]);
             assert!(whole == 0 && indexed <= rows_max, "{filter:?}: {whole} rows in order, {indexed} by an index");
         }
+    })
+    .await;
+}
+
+/// An operation in phases, and its record by the digest that it has: nothing is read from end to end.
+//
+// Shown by: looking a record up by the id of its operation.
+#[tokio::test]
+async fn o9_a_phase_moves_its_record_on_without_reading_the_table() {
+    let test = "o9_a_phase_moves_its_record_on_without_reading_the_table";
+    with_database(test, |database| async move {
+        fill(&database).await;
+        let before = read_so_far(&database).await;
+        let store = database.another_store().await;
+        let scope = Scope::new("t1", "p1").unwrap();
+        let key = Key::parse(b"a-key-of-many-0001", KeyFormat::Opaque).unwrap();
+        let new = NewOperation {
+            claim: KeyClaim {
+                identity: Identity::new(&scope, "put".parse().unwrap(), key),
+                principal: scope.mark(&Keyring::plain()),
+                fingerprint: format!("1:sha256:{}", "0f".repeat(32)).parse().unwrap(),
+                mode: Mode::Phased,
+                operation_id: Uuid::now_v7(),
+                owner: Uuid::now_v7(),
+                lease: Duration::from_secs(600),
+            },
+            flow: "put".to_owned(),
+            flow_version: 1,
+            command: Sealed { bytes: vec![0], kid: None },
+        };
+        let Begun::Claimed(mut tx) = store.begin_first(&new, Basis::New, Duration::from_secs(20)).await.unwrap() else {
+            panic!("it is free")
+        };
+        let driven = tx.driven().clone();
+        tx.advance(FIRST_POINT, "SENT", Stage::Outstanding, &[]).await.unwrap();
+        tx.commit().await.unwrap();
+        let mut tx = store.begin_phase(&driven).await.unwrap();
+        tx.advance("SENT", "BACK", Stage::Local, &[]).await.unwrap();
+        tx.commit().await.unwrap();
+        let mut tx = store.begin_phase(&driven).await.unwrap();
+        let done = Outcome::FailedReplayable {
+            answer: Answer { status: 402, schema_version: 1, body: AnswerBody::Tombstone(Tombstone::Withheld) },
+            error_code: None,
+        };
+        tx.finish("BACK", &done, &Retention::default()).await.unwrap();
+        tx.commit().await.unwrap();
+        store.close().await;
+        let after = eventually("the writes are counted", Duration::from_secs(60), || async {
+            let after = read_so_far(&database).await;
+            (after[1] > before[1] + 2).then_some(after)
+        })
+        .await;
+        assert_eq!(after[2] - before[2], 0, "rows in order");
     })
     .await;
 }

@@ -83,7 +83,7 @@ impl<S: Yard> DoorA<S> {
                 Box::pin(async move {
                     let id = tx.operation_id();
                     S::pay(tx.connection(), id, pay.account, pay.amount).await?;
-                    tx.enqueue(maker.message()).await?;
+                    tx.enqueue_last(maker.message())?;
                     let paid = serde_json::json!({ "id": id, "status": "settled", "amount": pay.amount });
                     Reply::json(201, &paid)
                         .map(Outcome::Completed)

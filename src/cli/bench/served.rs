@@ -189,7 +189,7 @@ fn through<S: Yard>(
                 Box::pin(async move {
                     let (id, pay) = (tx.operation_id(), &asked.command);
                     S::pay(tx.connection(), id, pay.account, pay.amount).await?;
-                    tx.enqueue(maker.message()).await?;
+                    tx.enqueue_last(maker.message())?;
                     let paid = serde_json::json!({ "id": id, "status": "settled", "amount": pay.amount });
                     Reply::json(201, &paid)
                         .map(Outcome::Completed)

@@ -43,7 +43,16 @@ const TRIES_MAX: u32 = 10;
 /// It has no commit and no rollback: what the handler returns decides. Statements that end the transaction are found out.
 pub struct EffectTx<'t, S: Operations> {
     tx: &'t mut S::Operation,
-    enqueued: &'t mut bool,
+    sent: &'t mut Sent,
+}
+
+/// The messages of one try.
+#[derive(Default)]
+struct Sent {
+    /// There are some.
+    enqueued: bool,
+    /// Those that are written with the outcome.
+    last: Vec<NewMessage>,
 }
 
 impl<S: Operations> EffectTx<'_, S> {
@@ -57,8 +66,24 @@ impl<S: Operations> EffectTx<'_, S> {
     /// # Errors
     /// As [`crate::store::enqueue`].
     pub async fn enqueue(&mut self, message: NewMessage) -> Result<Uuid, StoreError> {
-        *self.enqueued = true;
+        self.sent.enqueued = true;
         store::enqueue(self.tx.connection(), message).await
+    }
+
+    /// Enqueues a message in the same transaction when the handler has returned, with the outcome: on PostgreSQL by the same statement,
+    /// which saves the round trip of [`Self::enqueue`]. Such messages stand behind all that `enqueue` and the connection wrote, in the
+    /// order of these calls. They go with every outcome that commits the effects, and not with a rejection, which takes them back; a
+    /// savepoint that the handler goes back to by itself does not.
+    ///
+    /// # Errors
+    /// [`StoreError::Limit`] where a trace header is malformed or given twice. What else is wrong with it is found out with the
+    /// outcome: nothing is committed then, and the answer is that of an error of the handler.
+    pub fn enqueue_last(&mut self, mut message: NewMessage) -> Result<(), StoreError> {
+        // The span is the handler's here.
+        message.settle_trace()?;
+        self.sent.enqueued = true;
+        self.sent.last.push(message);
+        Ok(())
     }
 
     /// The identity of this run, the same however often it is tried: make downstream identities from it, never from the
@@ -259,11 +284,11 @@ where
         if begin.is_first_claim() {
             front.note(Noted::Acquired);
         }
-        let mut enqueued = false;
-        let call = (self.handler)(&self.command, EffectTx { tx: &mut tx, enqueued: &mut enqueued });
+        let mut sent = Sent::default();
+        let call = (self.handler)(&self.command, EffectTx { tx: &mut tx, sent: &mut sent });
         let called = tokio::time::timeout(route.timeout, AssertUnwindSafe(call).catch_unwind()).await;
         let failed = match called {
-            Ok(Ok(Ok(outcome))) => return self.settle(begin, tx, outcome, enqueued).await,
+            Ok(Ok(Ok(outcome))) => return self.settle(begin, tx, outcome, sent).await,
             Ok(Ok(Err(error))) => error,
             Ok(Err(panic)) => HandlerError::retryable(format!("the handler panicked: {}", panic_text(panic.as_ref()))),
             Err(_) => HandlerError::retryable(format!("the handler ran longer than {:?}", route.timeout)),
@@ -280,7 +305,7 @@ where
         }
     }
 
-    async fn settle(&self, begin: &Begin, mut tx: S::Operation, outcome: Outcome<Reply>, enqueued: bool) -> Tried {
+    async fn settle(&self, begin: &Begin, mut tx: S::Operation, outcome: Outcome<Reply>, mut sent: Sent) -> Tried {
         let front = &self.front;
         let (endpoint, claim) = (front.endpoint(), &begin.claim);
         let settle = outcome.settle(Run::of(endpoint.route(), Reached::Started));
@@ -305,20 +330,24 @@ where
             _ => store::Outcome::Unknown,
         };
         if state == State::FailedReplayable {
+            sent = Sent::default();
             match tx.undo_effects().await {
                 Ok(Proof::Same) => {}
                 Ok(proof) => return self.doubt(begin, tx, proof).await,
                 Err(error) => return Tried::Again("complete", error),
             }
         }
-        match tx.complete(&outcome, &endpoint.route().retention).await {
+        match tx.complete(sent.last, &outcome, &endpoint.route().retention).await {
             Ok(Proof::Same) => {}
             Ok(proof) => return self.doubt(begin, tx, proof).await,
-            Err(error) => return self.failed_to_end("complete", error),
+            Err(error) => {
+                rolled_back(tx).await;
+                return self.failed_to_end("complete", error);
+            }
         }
         match tx.commit().await {
             Ok(()) => {
-                if enqueued && state == State::Completed {
+                if sent.enqueued {
                     store::hint();
                 }
                 Tried::Done(reply)

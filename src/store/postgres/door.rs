@@ -1,84 +1,110 @@
 //! The Rust door: calls the functions that every language calls, so that limits, ids, buckets and time are the database's (R1).
 
-use sqlx::{PgConnection, Row};
+use sqlx::{PgConnection, Postgres, QueryBuilder, Row};
 use uuid::Uuid;
 
-use crate::error::StoreError;
+use crate::error::{LimitError, StoreError};
 use crate::message::{Headers, Limits, NewMessage};
 use crate::store::Door;
+
+/// A value of PostgreSQL is smaller than 1 GiB.
+const VALUE_BYTES_MAX: usize = (1 << 30) - 1;
 
 /// What no setting of the database allows, and what PostgreSQL would refuse without naming a limit (a NUL in text).
 const WIDEST: Limits = Limits {
     topic_length_max: 249,
-    key_bytes_max: usize::MAX,
+    key_bytes_max: VALUE_BYTES_MAX,
     kind_bytes_max: 255,
     headers_max: usize::MAX,
     header_name_bytes_max: 255,
     headers_bytes_max: 65_536,
     content_type_bytes_max: 255,
-    message_bytes_max: usize::MAX,
+    message_bytes_max: VALUE_BYTES_MAX,
 };
 
-const ONE: &str = "select oncebox.enqueue_message($1, $2, $3, $4, $5::text::json, $6, $7, $8, $9)";
-const MANY: &str = "select oncebox.enqueue_all($1, $2, $3, $4, $5::text[]::json[], $6, $7, $8, $9)";
-
 impl Door for PgConnection {
-    async fn write(&mut self, mut messages: Vec<NewMessage>) -> Result<Vec<Uuid>, StoreError> {
-        for message in &mut messages {
-            message.settle_trace()?;
-            WIDEST.check(message)?;
+    async fn write(&mut self, messages: Vec<NewMessage>) -> Result<Vec<Uuid>, StoreError> {
+        let messages = checked(messages)?;
+        if messages.is_empty() {
+            return Ok(Vec::new());
         }
-        match messages.as_slice() {
-            [] => Ok(Vec::new()),
-            [message] => write_one(self, message).await.map(|id| vec![id]),
-            many => write_many(self, many).await,
+        let mut query = QueryBuilder::new("select ");
+        push_call(&mut query, &messages);
+        let row = query.build().fetch_one(self).await?;
+        let ids: Vec<Uuid> = if messages.len() == 1 { vec![row.try_get(0)?] } else { row.try_get(0)? };
+        if ids.len() != messages.len() {
+            return Err(StoreError::Corrupt(format!(
+                "{} messages were given, {} ids came back",
+                messages.len(),
+                ids.len()
+            )));
         }
+        Ok(ids)
     }
 }
 
-async fn write_one(connection: &mut PgConnection, message: &NewMessage) -> Result<Uuid, StoreError> {
-    let row = sqlx::query(ONE)
-        .bind(&message.topic)
-        .bind(&message.kind)
-        .bind(&message.payload)
-        .bind(&message.key)
-        .bind(headers_json(&message.headers))
-        .bind(&message.content_type)
-        .bind(message.id)
-        .bind(message.trace.as_ref().map(|trace| &trace.traceparent))
-        .bind(message.trace.as_ref().and_then(|trace| trace.tracestate.as_ref()))
-        .fetch_one(connection)
-        .await?;
-    Ok(row.try_get(0)?)
+/// The messages as [`push_call`] takes them.
+pub(super) fn checked(mut messages: Vec<NewMessage>) -> Result<Vec<NewMessage>, StoreError> {
+    let mut bytes = 0_usize;
+    for message in &mut messages {
+        message.settle_trace()?;
+        WIDEST.check(message)?;
+        let headers: usize = message.headers.iter().map(|(name, value)| name.len() + value.len()).sum();
+        let key = message.key.as_ref().map_or(0, String::len);
+        bytes = [headers, key, message.payload.len()].into_iter().fold(bytes, usize::saturating_add);
+    }
+    if bytes > VALUE_BYTES_MAX {
+        let why = format!("{bytes} bytes in one call are more than the {VALUE_BYTES_MAX} that PostgreSQL takes");
+        return Err(LimitError::new("message_bytes", why).into());
+    }
+    Ok(messages)
 }
 
-async fn write_many(connection: &mut PgConnection, messages: &[NewMessage]) -> Result<Vec<Uuid>, StoreError> {
+/// A call that enqueues what was [`checked`], one message or more: its value is an id or an array of them, and never null.
+pub(super) fn push_call(query: &mut QueryBuilder<Postgres>, messages: &[NewMessage]) {
+    match messages {
+        [message] => push_one(query, message),
+        many => push_many(query, many),
+    }
+}
+
+fn push_one(query: &mut QueryBuilder<Postgres>, message: &NewMessage) {
+    query.push("oncebox.enqueue_message(");
+    query
+        .separated(", ")
+        .push_bind(&message.topic)
+        .push_bind(&message.kind)
+        .push_bind(&message.payload)
+        .push_bind(&message.key)
+        .push_bind(headers_json(&message.headers))
+        .push_unseparated("::text::json")
+        .push_bind(&message.content_type)
+        .push_bind(message.id)
+        .push_bind(message.trace.as_ref().map(|trace| &trace.traceparent))
+        .push_bind(message.trace.as_ref().and_then(|trace| trace.tracestate.as_ref()));
+    query.push(")");
+}
+
+fn push_many(query: &mut QueryBuilder<Postgres>, messages: &[NewMessage]) {
     fn column<'a, T>(messages: &'a [NewMessage], of: impl Fn(&'a NewMessage) -> T) -> Vec<T> {
         messages.iter().map(of).collect()
     }
     let trace = |message: &NewMessage| message.trace.as_ref().map(|trace| trace.traceparent.clone());
     let state = |message: &NewMessage| message.trace.as_ref().and_then(|trace| trace.tracestate.clone());
-    let row = sqlx::query(MANY)
-        .bind(column(messages, |message| message.topic.as_str()))
-        .bind(column(messages, |message| message.kind.as_str()))
-        .bind(column(messages, |message| message.payload.as_slice()))
-        .bind(column(messages, |message| message.key.as_deref()))
-        .bind(unless_all_none(column(messages, |message| headers_json(&message.headers))))
-        .bind(column(messages, |message| message.content_type.as_deref()))
-        .bind(unless_all_none(column(messages, |message| message.id)))
-        .bind(unless_all_none(column(messages, trace)))
-        .bind(unless_all_none(column(messages, state)))
-        .fetch_one(connection)
-        .await?;
-    let ids: Vec<Uuid> = row.try_get(0)?;
-    if ids.len() != messages.len() {
-        return Err(StoreError::Corrupt(format!(
-            "{} messages were given, {} ids came back",
-            messages.len(),
-            ids.len()
-        )));
-    }
-    Ok(ids)
+    query.push("oncebox.enqueue_all(");
+    query
+        .separated(", ")
+        .push_bind(column(messages, |message| message.topic.as_str()))
+        .push_bind(column(messages, |message| message.kind.as_str()))
+        .push_bind(column(messages, |message| message.payload.as_slice()))
+        .push_bind(column(messages, |message| message.key.as_deref()))
+        .push_bind(unless_all_none(column(messages, |message| headers_json(&message.headers))))
+        .push_unseparated("::text[]::json[]")
+        .push_bind(column(messages, |message| message.content_type.as_deref()))
+        .push_bind(unless_all_none(column(messages, |message| message.id)))
+        .push_bind(unless_all_none(column(messages, trace)))
+        .push_bind(unless_all_none(column(messages, state)));
+    query.push(")");
 }
 
 /// A null array stands for nulls throughout, and costs nothing.

@@ -39,7 +39,7 @@ const KEYS: &str = concat!(
 /// What an intent's outcome says, or the operation's, is not what the evidence says. A mismatch always goes to an operator, so only
 /// one that nobody has judged since is a conflict.
 const OPERATIONS: &str = "select o.operation_id from oncebox.operation o \
-     left join oncebox.idempotency_request r on r.operation_id = o.operation_id \
+     left join oncebox.idempotency_request r on r.key_digest = o.key_digest and r.operation_id = o.operation_id \
      where ($1::uuid is null or o.operation_id = $1) and ($2::text is null or o.flow = $2) \
        and ($3::bytea is null or r.tenant = $3) and ($4::text is null or o.state = $4) and (not $5 or o.parked is not null) \
        and ($6::float8 is null or o.created_at < clock_timestamp() - $6 * interval '1 second') \
@@ -182,7 +182,10 @@ async fn change_operation(
             }
         }
         OperationChange::End { outcome, retention, evidence, .. } => {
-            let record = query("select key_digest, epoch from oncebox.idempotency_request where operation_id = $1");
+            let record = query(
+                "select r.key_digest, r.epoch from oncebox.operation o \
+                   join oncebox.idempotency_request r using (key_digest, operation_id) where o.operation_id = $1",
+            );
             let row = record.bind(seen.operation_id).optional(&mut *tx).await?;
             let row = row.ok_or_else(|| no_record(seen.operation_id))?;
             let record = RecordFence { digest: row.try_get(0)?, epoch: row.try_get(1)?, owner: None, unknown: true };

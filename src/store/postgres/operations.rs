@@ -15,10 +15,10 @@ use sqlx::postgres::PgArguments;
 use sqlx::{AssertSqlSafe, PgConnection, Row};
 use uuid::Uuid;
 
-pub(super) use self::finish::finish;
+pub(super) use self::finish::{Within, finish};
 pub(super) use self::live::live;
 pub use self::tx::PostgresOperationTx;
-pub(super) use self::tx::{Held, aborted, staked, undo};
+pub(super) use self::tx::{Held, proved_by, staked, undo};
 
 use super::PostgresStore;
 use crate::error::StoreError;
@@ -273,7 +273,7 @@ impl Operations for PostgresStore {
         outcome: &Outcome,
         retention: &Retention,
     ) -> Result<Fenced, StoreError> {
-        let done = finish::finishing(&owned.into(), outcome, retention, None)?.execute(connection).await;
+        let done = finish::finishing(&owned.into(), outcome, retention, None).build().execute(connection).await;
         Ok(Fenced::rows(done.map_err(expiry::attached)?.rows_affected()))
     }
 

@@ -288,8 +288,9 @@ pub(super) async fn follow(
     stage: Stage,
 ) -> Result<(), StoreError> {
     let follow = sqlx::query(
-        "update oncebox.idempotency_request set state = $2, updated_at = clock_timestamp() \
-          where operation_id = $1 and mode = 'phased' and outcome_at is null",
+        "update oncebox.idempotency_request r set state = $2, updated_at = clock_timestamp() from oncebox.operation o \
+          where o.operation_id = $1 and r.key_digest = o.key_digest and r.operation_id = o.operation_id \
+            and r.mode = 'phased' and r.outcome_at is null",
     );
     if follow.bind(operation_id).bind(stage.record().as_str()).run(tx).await?.rows_affected() == 0 {
         return Err(no_record(operation_id));

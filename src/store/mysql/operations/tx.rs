@@ -7,6 +7,7 @@ use super::super::inbox::{NO_SAVEPOINT, START_HANDLER, savepoint_name};
 use super::super::schema::number;
 use super::{INSERT_AT_ONCE, find, finish, stake};
 use crate::error::StoreError;
+use crate::message::NewMessage;
 use crate::policy::operation::retention::Retention;
 use crate::store::bounded::{Ask, Bounded};
 use crate::store::{Basis, Begun, Fenced, KeyClaim, OperationTx, Outcome, Owned, Proof};
@@ -184,11 +185,17 @@ impl OperationTx for MySqlOperationTx {
         self.held.nothing_committed().await
     }
 
-    async fn complete(&mut self, outcome: &Outcome, retention: &Retention) -> Result<Proof, StoreError> {
+    async fn complete(
+        &mut self,
+        messages: Vec<NewMessage>,
+        outcome: &Outcome,
+        retention: &Retention,
+    ) -> Result<Proof, StoreError> {
         let proof = self.held.prove("release").await?;
         if proof != Proof::Same {
             return Ok(proof);
         }
+        self.held.transaction.enqueue(messages).await?;
         Ok(match finish(&mut self.held.transaction, &(&self.owned).into(), outcome, retention).await? {
             Fenced::Done => Proof::Same,
             Fenced::LostOwnership => Proof::Ended,

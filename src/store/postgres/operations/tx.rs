@@ -5,8 +5,10 @@ use uuid::Uuid;
 
 use super::super::PostgresStore;
 use super::super::connect::BEGIN;
-use super::{CLAIM, RENEW, find, finish, insert, renew, renewal};
+use super::super::door::checked;
+use super::{CLAIM, RENEW, Within, find, finish, insert, renew, renewal};
 use crate::error::StoreError;
+use crate::message::NewMessage;
 use crate::policy::operation::retention::Retention;
 use crate::store::bounded::{Ask, Bounded};
 use crate::store::{Basis, Begun, Fenced, KeyClaim, OperationTx, Outcome, Owned, Proof};
@@ -145,18 +147,24 @@ pub(in crate::store::postgres) async fn undo(held: &mut Held) -> Result<Proof, S
     }
 }
 
-/// What the error of a statement proves. 25P02: a statement failed before, and its error was swallowed; COMMIT would roll back
-/// and say nothing. Which transaction is aborted, our savepoint knows: a handler may have ended ours, written what was
-/// committed at once, and begun another (O1).
-pub(in crate::store::postgres) async fn aborted(held: &mut Held, error: StoreError) -> Result<Proof, StoreError> {
-    match &error {
-        StoreError::Other(sqlx::Error::Database(database)) if database.code().as_deref() == Some("25P02") => {}
-        _ => return Err(error),
+/// What the error of a statement of ours proves, which may have come before its fence was looked at: whether the transaction is still
+/// there, our savepoint knows. A handler may have ended it, written what was committed at once, and begun another (O1).
+///
+/// # Errors
+/// That one, where the transaction is ours; where nobody answers, one that is nobody's fault. By 25P02 alone, a statement failed before,
+/// and its error was swallowed: [`Proof::Aborted`]; COMMIT would roll back and say nothing.
+pub(in crate::store::postgres) async fn proved_by(held: &mut Held, error: StoreError) -> Result<Proof, StoreError> {
+    let swallowed = match &error {
+        StoreError::Other(sqlx::Error::Database(database)) => database.code().as_deref() == Some("25P02"),
+        _ => false,
+    };
+    match undo(held).await {
+        Ok(Proof::Same) if swallowed => Ok(Proof::Aborted),
+        Ok(Proof::Same) => Err(error),
+        Ok(ended) => Ok(ended),
+        // Nothing is shown, so it is not the handler's fault either.
+        Err(lost) => Err(if error.is_nobodys() { error } else { lost }),
     }
-    Ok(match undo(held).await? {
-        Proof::Same => Proof::Aborted,
-        ended => ended,
-    })
 }
 
 impl OperationTx for PostgresOperationTx {
@@ -182,12 +190,21 @@ impl OperationTx for PostgresOperationTx {
         }
     }
 
-    async fn complete(&mut self, outcome: &Outcome, retention: &Retention) -> Result<Proof, StoreError> {
-        let token = Some(self.held.token.as_str());
-        match finish(&mut self.held.tx, &(&self.owned).into(), outcome, retention, token).await {
+    async fn complete(
+        &mut self,
+        messages: Vec<NewMessage>,
+        outcome: &Outcome,
+        retention: &Retention,
+    ) -> Result<Proof, StoreError> {
+        let messages = match checked(messages) {
+            Ok(messages) => messages,
+            Err(error) => return proved_by(&mut self.held, error).await,
+        };
+        let within = Within { token: &self.held.token, messages: &messages };
+        match finish(&mut self.held.tx, &(&self.owned).into(), outcome, retention, Some(within)).await {
             Ok(Fenced::Done) => Ok(Proof::Same),
             Ok(Fenced::LostOwnership) => Ok(Proof::Ended),
-            Err(error) => aborted(&mut self.held, error).await,
+            Err(error) => proved_by(&mut self.held, error).await,
         }
     }
 

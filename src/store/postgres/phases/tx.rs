@@ -6,7 +6,7 @@ use uuid::Uuid;
 
 use super::super::PostgresStore;
 use super::super::connect::BEGIN;
-use super::super::operations::{Held, aborted, finish, staked, undo};
+use super::super::operations::{Held, Within, finish, proved_by, staked, undo};
 use super::{evidence, follow, is_ours, leave_in, ours};
 use crate::error::StoreError;
 use crate::policy::operation::Mode;
@@ -119,7 +119,8 @@ macro_rules! begins {
         concat!(
             "select r.key_digest, r.epoch, pg_current_xact_id()::text, ",
             $has_mark,
-            " from oncebox.idempotency_request r where r.operation_id = $1 and r.mode = 'phased'"
+            " from oncebox.operation o join oncebox.idempotency_request r using (key_digest, operation_id) \
+             where o.operation_id = $1 and r.mode = 'phased'"
         )
     };
 }
@@ -190,13 +191,14 @@ pub(in crate::store::postgres) async fn end_record(
     (outcome, retention): (&Outcome, &Retention),
     token: Option<&str>,
 ) -> Result<(), StoreError> {
-    if finish(tx, record, outcome, retention, token).await? != Fenced::Done {
+    if finish(tx, record, outcome, retention, token.map(Within::token)).await? != Fenced::Done {
         return Err(no_record(operation_id));
     }
     // One time for both, though each statement has read the clock (O3).
     let same = query(
         "update oncebox.operation o set outcome_at = r.outcome_at, expires_at = r.expires_at \
-           from oncebox.idempotency_request r where o.operation_id = $1 and r.operation_id = $1",
+           from oncebox.idempotency_request r \
+          where o.operation_id = $1 and r.key_digest = o.key_digest and r.operation_id = o.operation_id",
     );
     same.bind(operation_id).run(tx).await?;
     Ok(())
@@ -218,7 +220,7 @@ impl PostgresPhaseTx {
         match statement.one(&mut self.held.tx).await.map_err(StoreError::from) {
             Ok(row) if row.try_get::<bool, _>(0)? => Ok((Proof::Same, Fenced::rows(row.try_get::<bool, _>(1)?.into()))),
             Ok(_) => Ok((Proof::Ended, Fenced::LostOwnership)),
-            Err(error) => Ok((aborted(&mut self.held, error).await?, Fenced::LostOwnership)),
+            Err(error) => Ok((proved_by(&mut self.held, error).await?, Fenced::LostOwnership)),
         }
     }
 

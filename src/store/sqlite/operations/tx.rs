@@ -9,8 +9,9 @@ use super::super::connect::SqliteStore;
 use super::super::write::Write;
 use super::{find, finish, stake};
 use crate::error::StoreError;
+use crate::message::NewMessage;
 use crate::policy::operation::retention::Retention;
-use crate::store::{Basis, Begun, Fenced, KeyClaim, OperationTx, Outcome, Owned, Proof};
+use crate::store::{Basis, Begun, Fenced, KeyClaim, OperationTx, Outcome, Owned, Proof, enqueue_all};
 
 /// A transaction in which one claim stands. It holds the turn and the write lock of the file.
 #[derive(Debug)]
@@ -108,11 +109,17 @@ impl OperationTx for SqliteOperationTx {
         Ok(true)
     }
 
-    async fn complete(&mut self, outcome: &Outcome, retention: &Retention) -> Result<Proof, StoreError> {
+    async fn complete(
+        &mut self,
+        messages: Vec<NewMessage>,
+        outcome: &Outcome,
+        retention: &Retention,
+    ) -> Result<Proof, StoreError> {
         let proof = self.savepoint.prove(&mut self.write, "release").await?;
         if proof != Proof::Same {
             return Ok(proof);
         }
+        enqueue_all(self.connection(), messages).await?;
         Ok(match finish(self.write.connection(), &(&self.owned).into(), outcome, retention).await? {
             Fenced::Done => Proof::Same,
             Fenced::LostOwnership => Proof::Ended,
