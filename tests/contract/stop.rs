@@ -5,6 +5,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
 use oncebox::HandlerError;
+use oncebox::policy::retry::RetryPolicy;
 use oncebox::runtime::{ConsumerEnd, ConsumerOptions};
 
 use super::kit::{Act, Does, SOON, Sql, World, consumer_options, on_mariadb, on_postgres, sqlite};
@@ -24,14 +25,16 @@ async fn is_suspicious<S: Sql>(world: &World<S>) {
 /// One more stop than a message has attempts, each in the middle of what the function does.
 async fn stopped_again_and_again<S: Sql>(world: World<S>, act: fn() -> Act) {
     world.deliver_all(&["a1", "b1", "c1"]);
-    // Two lanes: one message runs, and others wait until they may run alone.
+    // Two lanes: one message runs, and others wait until they may run alone. The grace leaves as long to take tries back as
+    // the usual one does.
     let options = ConsumerOptions {
         lanes: 2,
         handler_timeout: Duration::from_secs(60),
-        shutdown_grace: Duration::from_millis(400),
+        shutdown_grace: Duration::from_secs(8),
+        retry: RetryPolicy { max_attempts: 2, ..consumer_options().retry },
         ..consumer_options()
     };
-    for round in 1..=5 {
+    for round in 1..=3 {
         is_suspicious(&world).await;
         let entered = Arc::new(AtomicU32::new(0));
         let count = Arc::clone(&entered);

@@ -18,7 +18,7 @@ use crate::runtime::pace::sleep_unless;
 use crate::store::{ParkAs, Store};
 
 /// How long a stop waits for a try to be taken back: where the database is away, it stays counted.
-const TAKE_BACK: Duration = Duration::from_secs(1);
+const TAKE_BACK: Duration = Duration::from_secs(3);
 
 /// Runs it until it is done, waiting, dead, or left for later.
 pub(super) async fn run<S: Store>(lane: &mut Lane<S>, item: Item, mut failure: Option<HandlerError>) {

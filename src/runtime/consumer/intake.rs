@@ -21,8 +21,9 @@ use crate::policy::suspicion::Suspicion;
 use crate::policy::watermark::Watermark;
 use crate::store::{ConsumerId, Store};
 
-/// The last of the grace: what runs is dropped, and its tries are taken back.
-const HAND_BACK: Duration = Duration::from_secs(2);
+/// The last of the grace, half of it at most: what runs is dropped, and its tries are taken back. A disk that is busy with
+/// other work may need a second or two for that.
+const HAND_BACK: Duration = Duration::from_secs(4);
 
 struct Assigned {
     source: Arc<Source>,

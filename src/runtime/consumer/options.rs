@@ -67,7 +67,8 @@ pub struct ConsumerOptions {
     pub redrive_age_max: Duration,
     /// How long a revoked partition may drain.
     pub drain: Duration,
-    /// How long a stop waits for what runs.
+    /// How long a stop waits for what runs. 20 s, of which the last 4, or the second half if that is less, are there to drop what
+    /// still runs and to take its counted tries back.
     pub shutdown_grace: Duration,
     /// End when nothing came for this long after having caught up.
     pub until_idle: Option<Duration>,
