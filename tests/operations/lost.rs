@@ -63,6 +63,7 @@ behind_a_network! {
     o29_a_commit_is_looked_for_beside_a_pool_that_gives_nothing,
     o29_a_guards_commit_that_was_lost_sight_of_is_found_out,
     r28_an_outcome_that_is_not_answered_ends_in_time,
+    o1_a_failure_whose_undo_is_not_answered_in_time_is_no_proof_that_nothing_happened,
     m60_m75_while_the_store_is_away_nothing_runs_and_no_key_is_burnt,
 }
 
@@ -197,6 +198,32 @@ async fn o29_a_guards_commit_that_was_lost_sight_of_is_found_out<S: Sql>(
     .await;
     assert!(proxy.has_failed(), "it was cut");
     replayed(answered(guarded(&through, &endpoint, "a").await));
+    assert_eq!(direct.effects().await, 1);
+}
+
+// Shown by: taking the silence for an undo: 500 OPERATION_FAILED, by which the key would be free.
+async fn o1_a_failure_whose_undo_is_not_answered_in_time_is_no_proof_that_nothing_happened<S: Sql>(
+    direct: World<S>,
+    through: World<S>,
+    proxy: Proxy,
+) {
+    let endpoint = through.protect(Route { completion_budget: Duration::from_millis(500), ..same_tx() });
+    proxy.fail_at("insert into effect", "rollback to", 0, When::BeforeRequest, Failure::Silence);
+    let commits = does::<S, _>(|put: &Put, mut tx: EffectTx<'_, S>| {
+        let insert = format!("insert into effect (text) values ('{}')", put.text);
+        Box::pin(async move {
+            S::run(tx.connection(), &insert).await?;
+            S::run(tx.connection(), "commit").await?;
+            Err(HandlerError::retryable("it goes on after its own commit"))
+        })
+    });
+    let asked = tokio::time::timeout(SOON, run(&through, &endpoint, K1, "a", commits)).await.expect("it is answered");
+    assert!(proxy.has_failed(), "it fell silent");
+    // The look found what the handler had committed; or nobody answered that either.
+    let Answered::Problem(said) = asked else { panic!("it failed") };
+    assert!(matches!(said.code, Code::TransactionEnded | Code::CommitUnknown), "{said:?}");
+    let retried = run(&direct, &direct.protect(same_tx()), K1, "a", effect(&Gate::open())).await;
+    assert!(!matches!(retried, Answered::Reply { .. }), "it is not for a retry to say: {retried:?}");
     assert_eq!(direct.effects().await, 1);
 }
 

@@ -45,7 +45,8 @@ impl Trace {
 /// Why a transaction's outcome is not known.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Doubt {
-    /// COMMIT was sent, the proof had held, and no answer came.
+    /// COMMIT was sent, the proof had held, and no answer came; or none came in time when it was asked for the proof that a handler
+    /// which failed has not committed by itself.
     CommitLost,
     /// The token was gone before COMMIT.
     TokenGone {

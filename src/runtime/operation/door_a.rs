@@ -389,7 +389,10 @@ where
             }
             // Dropped: closed, and rolled back by the server.
             Ok(Err(error)) => Some(Tried::Again("execute", error)),
-            Err(_) => None,
+            Err(_) => {
+                drop(tx);
+                Some(self.after(begin, Doubt::CommitLost, None).await)
+            }
         }
     }
 
