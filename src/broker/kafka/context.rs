@@ -109,7 +109,7 @@ impl Reports {
                 self.eof_offset.store(offset_of_end(reason).unwrap_or(-1), Ordering::Relaxed);
                 return;
             }
-            Some(Code::Authentication | Code::SaslAuthenticationFailed | Code::SSL) => {
+            code if is_refusal(code, reason) => {
                 self.trouble.store(true, Ordering::Relaxed);
                 tracing::error!(reason, "kafka refuses this client");
                 if let Ok(mut unauthorised) = self.unauthorised.lock() {
@@ -161,6 +161,18 @@ impl Reports {
     }
 }
 
+/// Whether this client is refused, or refuses the broker's certificate.
+fn is_refusal(code: Option<RDKafkaErrorCode>, reason: &str) -> bool {
+    use RDKafkaErrorCode as Code;
+    match code {
+        Some(Code::Authentication | Code::SaslAuthenticationFailed | Code::SSL) => true,
+        // librdkafka takes steps of a handshake in three places, and says `SSL` in one of them. Not every error of TLS is a refusal:
+        // a connection that breaks in the middle of its life is one too.
+        Some(Code::BrokerTransportFailure) => reason.contains("certificate verify failed"),
+        _ => false,
+    }
+}
+
 /// "Fetch from broker 1 reached end of partition at offset 5 (HighwaterMark 5)"
 fn offset_of_end(reason: &str) -> Option<i64> {
     let (_, rest) = reason.split_once("at offset ")?;
@@ -203,6 +215,22 @@ mod tests {
         let reason = "Fetch from broker 1 reached end of partition at offset 42 (HighwaterMark 43)";
         reports.error(&KafkaError::Global(RDKafkaErrorCode::PartitionEOF), reason);
         assert_eq!(reports.eof_offset(), 42);
+    }
+
+    // Shown by: going by the code alone.
+    #[test]
+    fn a_refused_certificate_is_told_from_a_broken_connection_whatever_its_code() {
+        let refused = "sasl_ssl://b:1/bootstrap: ../ssl/statem/statem_clnt.c:1889:tls_post_process_server_certificate \
+                       error:0A000086:SSL routines::certificate verify failed (after 14ms in state SSL_HANDSHAKE)";
+        for (code, reason, is_refused) in [
+            (RDKafkaErrorCode::BrokerTransportFailure, refused, true),
+            (RDKafkaErrorCode::SSL, "SSL handshake failed", true),
+            (RDKafkaErrorCode::BrokerTransportFailure, "ssl://b:1: SSL routines::unexpected eof while reading", false),
+        ] {
+            let reports = Reports::default();
+            reports.error(&KafkaError::Global(code), reason);
+            assert_eq!(reports.unauthorised().as_deref(), is_refused.then_some(reason));
+        }
     }
 
     #[test]
