@@ -127,6 +127,40 @@ async fn o9_a_phase_moves_its_record_on_without_reading_the_table() {
     .await;
 }
 
+// Shown by: no index of the ends of bodies, or of outcomes; comparing with the clock itself (all entries are read, once fewer are due
+// than a batch may take).
+#[tokio::test]
+async fn m101_what_is_due_goes_without_a_look_at_what_is_not() {
+    let test = "m101_what_is_due_goes_without_a_look_at_what_is_not";
+    with_database(test, |database| async move {
+        fill(&database).await;
+        let kept = "update oncebox.idempotency_request set body = 'kept', kept_bytes = 10, body_headers = '', body_bytes = '', body_format = 0, \
+               body_expires_at = outcome_at + case when convert_from(key, 'UTF8') like '%000' then interval '0' else interval '1 day' end \
+             where outcome_at is not null";
+        database.run(kept).await;
+        let old = "update oncebox.idempotency_request set outcome_at = now() - interval '31 days', expires_at = now() - interval '1 day' \
+             where convert_from(key, 'UTF8') like '%001'";
+        database.run(old).await;
+        database.run("vacuum analyze oncebox.idempotency_request").await;
+        let before = read_so_far(&database).await;
+        let store = database.another_store().await;
+        assert_eq!(store.expire_bodies(60).await.unwrap(), 60, "a batch is bounded");
+        assert_eq!(store.expire_bodies(1_000).await.unwrap(), 40);
+        let put = "put".parse().unwrap();
+        let month = Retention { metadata: Duration::from_secs(30 * 86_400), ..Retention::default() };
+        assert_eq!(store.purge_keys(&put, &month, Duration::ZERO, 1_000).await.unwrap(), 99);
+        store.close().await;
+        let [_, _, whole, indexed] = eventually("the reads are counted", Duration::from_secs(60), || async {
+            let after = read_so_far(&database).await;
+            let read: [i64; 4] = std::array::from_fn(|at| after[at] - before[at]);
+            (read[3] >= 100 || read[2] > 0).then_some(read)
+        })
+        .await;
+        assert!(whole == 0 && indexed < 1_000, "{whole} rows in order, {indexed} by an index");
+    })
+    .await;
+}
+
 /// Entries that were read of the index of what is kept.
 async fn entries_so_far(database: &Database) -> i64 {
     let text =

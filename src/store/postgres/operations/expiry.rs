@@ -27,12 +27,13 @@ select c.relname::text, extract(epoch from bound[1]::timestamptz)::bigint, bound
  where i.inhparent = 'oncebox.idempotency_body'::regclass and bound is not null
  order by 2";
 
-/// Small bodies, which stand in the rows of their claims.
+/// Small bodies, which stand in the rows of their claims. The time as a value of its own, as in all that follows: compared with the clock
+/// itself, each entry of the index would be read.
 const EXPIRE_SMALL: &str = "
 update oncebox.idempotency_request r set body_headers = null, body_bytes = null, body_format = null, body_kid = null,
   kept_bytes = null
   from (select key_digest, epoch from oncebox.idempotency_request
-         where body_format is not null and body_expires_at < clock_timestamp()
+         where body_format is not null and body_expires_at < (select clock_timestamp())
          order by body_expires_at limit $1 for update skip locked) old
  where r.key_digest = old.key_digest and r.epoch = old.epoch";
 
@@ -40,7 +41,7 @@ const PURGE: &str = "
 with gone as (
   delete from oncebox.idempotency_request r using (
     select key_digest from oncebox.idempotency_request
-     where operation = $1 and outcome_at < clock_timestamp() - $2 * interval '1 second' and expires_at < clock_timestamp()
+     where operation = $1 and outcome_at < (select clock_timestamp() - $2 * interval '1 second') and expires_at < clock_timestamp()
      order by outcome_at limit $4 for update skip locked) old
    where r.key_digest = old.key_digest
   returning r.operation_id, r.mode, clock_timestamp() - ($2 - $3) * interval '1 second' as below),
@@ -91,7 +92,7 @@ pub(super) async fn expire_bodies(store: &PostgresStore, limit: u32) -> Result<u
     let gone = sqlx::query(
         "delete from oncebox.idempotency_body_default b using ( \
            select key_digest, epoch, expires_at from oncebox.idempotency_body_default \
-            where expires_at < clock_timestamp() order by expires_at limit $1 for update skip locked) old \
+            where expires_at < (select clock_timestamp()) order by expires_at limit $1 for update skip locked) old \
           where b.key_digest = old.key_digest and b.epoch = old.epoch and b.expires_at = old.expires_at",
     )
     .bind(i64::from(limit))
