@@ -66,8 +66,9 @@ pub use self::record::{Mode, Record, State};
 pub use self::route::Route;
 
 /// Parts one after the other, each behind its length in bytes as eight bytes, the highest first.
-fn framed<'a>(parts: impl IntoIterator<Item = &'a [u8]>) -> Vec<u8> {
-    let mut out = Vec::new();
+fn framed<'a>(parts: impl IntoIterator<Item = &'a [u8], IntoIter: Clone>) -> Vec<u8> {
+    let parts = parts.into_iter();
+    let mut out = Vec::with_capacity(parts.clone().map(|part| part.len() + 8).sum());
     for part in parts {
         out.extend_from_slice(&(part.len() as u64).to_be_bytes());
         out.extend_from_slice(part);

@@ -124,12 +124,13 @@ impl<Db: Remote> BoundedPool<Db> {
     }
 
     pub(super) async fn acquire(&self) -> sqlx::Result<Bounded<Db>> {
-        Ok(Bounded::new(Held::Pooled(self.pool.acquire().await?), self.answer_timeout))
+        // sqlx's future has room for a whole connect, 14 KiB: boxed, it is not moved with every future that acquires.
+        Ok(Bounded::new(Held::Pooled(Box::pin(self.pool.acquire()).await?), self.answer_timeout))
     }
 
     /// A connection out of the pool: it is shared with nobody, and never given back.
     pub(super) async fn dedicated(&self) -> sqlx::Result<Bounded<Db>> {
-        Ok(Bounded::new(Held::Own(self.pool.acquire().await?.detach()), self.answer_timeout))
+        Ok(Bounded::new(Held::Own(Box::pin(self.pool.acquire()).await?.detach()), self.answer_timeout))
     }
 
     /// A connection that is not the pool's: to ask about one that does not answer, even where it is the pool's only one.

@@ -155,7 +155,8 @@ impl<S: Operations> Engine<S> {
             }
         };
         let door = Door { front, command, handler };
-        match self.spawn(door.run(begin)).await {
+        // Boxed first: a large future would be moved by every step of its start.
+        match self.spawn(Box::pin(door.run(begin))).await {
             Ok(answered) => answered,
             Err(error) => {
                 tracing::error!(operation = %endpoint.operation(), %error, "door A failed");
