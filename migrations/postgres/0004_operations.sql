@@ -68,27 +68,19 @@ begin
 end
 $$;
 comment on function oncebox.is_sound_request is 'whether the columns of a row of idempotency_request agree with each other';
--- Most rows are a claim of door A, and then its answer. Those two are told at half the price; what is let through is sound by the
--- function too.
+-- Asked of every change, not of an insert: that is a claim, whose statements name no column of an outcome. Most changes are the answer of
+-- door A, which is told at half the price; what is let through is sound by the function too.
 create function oncebox.refuse_unsound_request() returns trigger
 language plpgsql as $$
 begin
-  if new.mode = 'same_tx' and octet_length(new.key_digest) = 32 and least(new.epoch, new.generation, new.attempts) > 0 then
-    if new.state = 'IN_PROGRESS' then
-      if num_nonnulls(new.owner, new.lease_until, new.lease_seconds, new.outcome_at, new.expires_at, new.error_code, new.answer_status,
-          new.schema_version, new.body, new.body_expires_at, new.body_headers, new.body_bytes, new.body_format, new.body_kid,
-          new.kept_bytes, new.resource_kind, new.resource_id, new.resource_location) = 0 then
-        return new;
-      end if;
-    elsif new.state = 'COMPLETED' then
-      if num_nonnulls(new.owner, new.lease_until, new.lease_seconds, new.error_code, new.resource_kind, new.resource_id,
-          new.resource_location) = 0
-        and num_nulls(new.outcome_at, new.expires_at, new.answer_status, new.schema_version, new.body_expires_at, new.body_headers,
-          new.body_bytes, new.body_format) = 0
-        and new.body = 'kept' and new.expires_at >= new.outcome_at and new.kept_bytes >= 0 then
-        return new;
-      end if;
-    end if;
+  if new.state = 'COMPLETED' and new.mode = 'same_tx' and octet_length(new.key_digest) = 32
+    and least(new.epoch, new.generation, new.attempts) > 0
+    and num_nonnulls(new.owner, new.lease_until, new.lease_seconds, new.error_code, new.resource_kind, new.resource_id,
+      new.resource_location) = 0
+    and num_nulls(new.outcome_at, new.expires_at, new.answer_status, new.schema_version, new.body_expires_at, new.body_headers,
+      new.body_bytes, new.body_format) = 0
+    and new.body = 'kept' and new.expires_at >= new.outcome_at and new.kept_bytes >= 0 then
+    return new;
   end if;
   if not oncebox.is_sound_request(new) then
     raise exception 'oncebox: the columns of an idempotency record contradict each other'
@@ -97,17 +89,15 @@ begin
   return new;
 end
 $$;
-comment on function oncebox.refuse_unsound_request is 'refuses a row of idempotency_request that is not sound';
-create trigger idempotency_request_sound before insert or update on oncebox.idempotency_request
+comment on function oncebox.refuse_unsound_request is 'refuses a change of a row of idempotency_request after which it is not sound';
+create trigger idempotency_request_sound before update on oncebox.idempotency_request
   for each row execute function oncebox.refuse_unsound_request();
 -- As a CHECK, also for what a replica applies.
 alter table oncebox.idempotency_request enable always trigger idempotency_request_sound;
-create index idempotency_request_open on oncebox.idempotency_request (state, created_at) include (tenant)
-  where state in ('IN_PROGRESS', 'UNKNOWN_REQUIRES_RECOVERY');
 create index idempotency_request_body on oncebox.idempotency_request (body_expires_at) where body_format is not null;
 create index idempotency_request_kept on oncebox.idempotency_request (tenant, body_expires_at) include (kept_bytes)
   where kept_bytes is not null;
-create index idempotency_request_purge on oncebox.idempotency_request (operation, outcome_at) where outcome_at is not null;
+create index idempotency_request_operation on oncebox.idempotency_request (operation, outcome_at);
 comment on table oncebox.idempotency_request is 'one row per (tenant, operation, key): claim, state, owner, and what is kept of the answer; the body has a life of its own, and beyond 2 KiB a table';
 comment on column oncebox.idempotency_request.key_digest is 'SHA-256 of tenant, operation and key, each behind its length: the identity (O16)';
 comment on column oncebox.idempotency_request.tenant is 'tenant from authentication, compared on read; empty: the public scope';
@@ -142,10 +132,9 @@ comment on column oncebox.idempotency_request.resource_id is 'its id';
 comment on column oncebox.idempotency_request.resource_location is 'its URL';
 comment on column oncebox.idempotency_request.error_code is 'code of the failure';
 comment on index oncebox.idempotency_request_pkey is 'serves every claim, look and fenced write: the unique key is the arbiter';
-comment on index oncebox.idempotency_request_open is 'serves counts and the oldest of what has no outcome, and quotas of tenants';
 comment on index oncebox.idempotency_request_body is 'serves the expiry of small bodies, oldest end first';
 comment on index oncebox.idempotency_request_kept is 'serves quotas: what is kept for a tenant, from the index alone';
-comment on index oncebox.idempotency_request_purge is 'serves the purge: one operation, oldest outcome first';
+comment on index oncebox.idempotency_request_operation is 'serves the purge: one operation, oldest outcome first; and what has no outcome, which stands behind each operation: counts, lists, quotas of tenants';
 
 -- Bodies of answers that are too large for the row of their claim, range-partitioned by the end of their life so that old ones go whole. Its own life: the claim, which stays
 -- unique, cannot be partitioned by time. The DEFAULT partition takes bodies kept longer than ranges are made ahead.

@@ -6,7 +6,7 @@ use sqlx::{Postgres, Row, query, query_scalar};
 use uuid::Uuid;
 
 use super::PostgresStore;
-use super::operations::{finish, live, look_columns};
+use super::operations::{finish, live, look_columns, open_requests};
 use super::phases::{append, end_record, follow, forget, read};
 use crate::error::StoreError;
 use crate::policy::operation::Record;
@@ -21,20 +21,28 @@ use crate::store::{
     StoredOperation,
 };
 
-/// As [`look_of`] reads it.
-const KEYS: &str = concat!(
-    "select ",
-    look_columns!(),
-    " from (select clock_timestamp() as at) n cross join oncebox.idempotency_request r \
-     left join oncebox.idempotency_purge p on p.operation = r.operation \
-     left join oncebox.operation o on r.mode = 'phased' and o.operation_id = r.operation_id \
-     where r.key_digest between $1 and $2 and ($3::bytea is null or r.tenant = $3) and ($4::bytea is null or r.operation = $4) \
-       and ($5::text is null or r.state = $5) and (not $6 or r.expires_at < n.at) \
-       and ($7::float8 is null or r.created_at < n.at - $7 * interval '1 second') \
-       and (not $8 or (r.outcome_at is not null \
-            and not exists (select 1 from oncebox.operation_intent i where i.operation_id = r.operation_id))) \
-     order by r.created_at, r.key_digest limit $9"
-);
+/// Records of a source, as [`look_of`] reads them.
+macro_rules! keys {
+    ($source:expr) => {
+        concat!(
+            "select ",
+            look_columns!(),
+            " from (select clock_timestamp() as at) n cross join ",
+            $source,
+            " r left join oncebox.idempotency_purge p on p.operation = r.operation \
+             left join oncebox.operation o on r.mode = 'phased' and o.operation_id = r.operation_id \
+             where r.key_digest between $1 and $2 and ($3::bytea is null or r.tenant = $3) and ($4::bytea is null or r.operation = $4) \
+               and ($5::text is null or r.state = $5) and (not $6 or r.expires_at < n.at) \
+               and ($7::float8 is null or r.created_at < n.at - $7 * interval '1 second') \
+               and (not $8 or (r.outcome_at is not null \
+                    and not exists (select 1 from oncebox.operation_intent i where i.operation_id = r.operation_id))) \
+             order by r.created_at, r.key_digest limit $9"
+        )
+    };
+}
+
+const KEYS: &str = keys!("oncebox.idempotency_request");
+const OPEN_KEYS: &str = keys!(open_requests!());
 
 /// What an intent's outcome says, or the operation's, is not what the evidence says. A mismatch always goes to an operator, so only
 /// one that nobody has judged since is a conflict.
@@ -56,7 +64,8 @@ const OPERATIONS: &str = "select o.operation_id from oncebox.operation o \
 impl KeyOperator for PostgresStore {
     async fn keys(&self, filter: &KeyFilter) -> Result<Vec<Look>, StoreError> {
         let ((least, greatest), (state, expired)) = (filter.digests(), filter.stored_state());
-        let rows = query(KEYS)
+        let is_open = filter.state.is_some_and(|state| !state.is_terminal());
+        let rows = query(if is_open { OPEN_KEYS } else { KEYS })
             .bind(least)
             .bind(greatest)
             .bind(filter.tenant.as_ref().map(|tenant| tenant.as_bytes().to_vec()))

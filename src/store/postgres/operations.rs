@@ -75,6 +75,20 @@ const FIND: &str = concat!(
      left join oncebox.operation o on r.mode = 'phased' and o.operation_id = r.operation_id"
 );
 
+/// The records without an outcome. They stand behind those that have one in the index by operation and time of the outcome, which is
+/// entered once for each operation: an index of their own would cost every claim an entry that is of no use milliseconds later.
+macro_rules! open_requests {
+    () => {
+        "(with recursive operations (operation) as ( \
+            (select r.operation from oncebox.idempotency_request r order by r.operation limit 1) \
+            union all \
+            select (select r.operation from oncebox.idempotency_request r where r.operation > o.operation order by r.operation limit 1) \
+              from operations o where o.operation is not null) \
+          select r.* from operations o join oncebox.idempotency_request r on r.operation = o.operation and r.outcome_at is null)"
+    };
+}
+pub(super) use open_requests;
+
 /// A lease that is over, also one that was written before the clock went back (R22).
 macro_rules! lease_is_over {
     () => {
@@ -82,31 +96,31 @@ macro_rules! lease_is_over {
     };
 }
 
-/// Inserts a claim in the given state.
+/// Inserts a claim in the given state, in a transaction of its own.
 macro_rules! insert {
     ($state:literal) => {
         concat!(
-            "insert into oncebox.idempotency_request (key_digest, tenant, operation, key, principal, fingerprint, mode, state, owner, \
-               lease_until, lease_seconds, operation_id) \
-             select $1, $2, $3, $4, $5, $6, $7, '",
+            "insert into oncebox.idempotency_request (key_digest, tenant, operation, key, principal, fingerprint, mode, operation_id, \
+               state, owner, lease_until, lease_seconds) \
+             values ($1, $2, $3, $4, $5, $6, $7, $8, '",
             $state,
-            "', $8, clock_timestamp() + $9 * interval '1 second', $9, $10"
+            "', $9, clock_timestamp() + $10 * interval '1 second', $10) on conflict do nothing"
         )
     };
 }
 
-/// A claim in a transaction of its own.
-const INSERT: &str = concat!(insert!("IN_PROGRESS"), " on conflict do nothing");
-const INSERT_UNKNOWN: &str = concat!(insert!("UNKNOWN_REQUIRES_RECOVERY"), " on conflict do nothing");
+const INSERT: &str = insert!("IN_PROGRESS");
+const INSERT_UNKNOWN: &str = insert!("UNKNOWN_REQUIRES_RECOVERY");
 
 /// Look, try-lock and insert in one statement, in the order of O15, which CASE keeps: a record that is seen takes no lock, and an insert
 /// that would wait for whoever changes that record just then is not begun. Which of them refused, the look that follows says.
-const CLAIM: &str = concat!(
-    insert!("IN_PROGRESS"),
-    " where case when exists (select from oncebox.idempotency_request r where r.key_digest = $1) then false \
-                 else pg_try_advisory_xact_lock($11) end \
-      on conflict do nothing returning pg_current_xact_id()::text"
-);
+///
+/// Its transaction owns it, so it has no lease. No value but a default is volatile: the plan needs one projection less.
+const CLAIM: &str = "insert into oncebox.idempotency_request (key_digest, tenant, operation, key, principal, fingerprint, mode, operation_id, state) \
+     select $1, $2, $3, $4, $5, $6, $7, $8, 'IN_PROGRESS' \
+      where case when exists (select from oncebox.idempotency_request r where r.key_digest = $1) then false \
+                 else pg_try_advisory_xact_lock($9) end \
+     on conflict do nothing returning pg_current_xact_id()::text";
 
 /// A claim on a record that was seen; what must still hold follows.
 const RENEW: &str = "update oncebox.idempotency_request r \
@@ -149,7 +163,13 @@ impl Keys for PostgresStore {
         let owned = claim.owned(basis);
         let mut connection = self.pool.acquire().await?;
         let changed = match renewal(basis) {
-            None => insert(INSERT, claim, &owned).run(&mut connection).await?,
+            None => {
+                insert(INSERT, claim, &owned)
+                    .bind(owned.owner)
+                    .bind(seconds(claim, &owned))
+                    .run(&mut connection)
+                    .await?
+            }
             Some(holds) => renew(&format!("{RENEW}{holds}"), claim, &owned).run(&mut connection).await?,
         };
         if changed.rows_affected() == 1 {
@@ -221,13 +241,11 @@ impl Keys for PostgresStore {
     }
 
     async fn open_of_tenant(&self, tenant: &str) -> Result<u64, StoreError> {
-        let open: i64 = sqlx::query_scalar(
-            "select count(*) from oncebox.idempotency_request \
-              where tenant = $1 and state in ('IN_PROGRESS', 'UNKNOWN_REQUIRES_RECOVERY')",
-        )
-        .bind(tenant.as_bytes())
-        .one(&self.pool)
-        .await?;
+        let open: i64 =
+            sqlx::query_scalar(concat!("select count(*) from ", open_requests!(), " r where r.tenant = $1"))
+                .bind(tenant.as_bytes())
+                .one(&self.pool)
+                .await?;
         Ok(open.unsigned_abs())
     }
 
@@ -245,12 +263,13 @@ impl Keys for PostgresStore {
     }
 
     async fn operation_stats(&self) -> Result<OperationStats, StoreError> {
-        let row = sqlx::query(
-            "select count(*) filter (where state = 'IN_PROGRESS'), \
-                    extract(epoch from clock_timestamp() - min(created_at) filter (where state = 'IN_PROGRESS'))::float8, \
-                    count(*) filter (where state = 'UNKNOWN_REQUIRES_RECOVERY') \
-               from oncebox.idempotency_request where state in ('IN_PROGRESS', 'UNKNOWN_REQUIRES_RECOVERY')",
-        )
+        let row = sqlx::query(concat!(
+            "select count(*) filter (where r.state = 'IN_PROGRESS'), \
+                    extract(epoch from clock_timestamp() - min(r.created_at) filter (where r.state = 'IN_PROGRESS'))::float8, \
+                    count(*) filter (where r.state = 'UNKNOWN_REQUIRES_RECOVERY') from ",
+            open_requests!(),
+            " r"
+        ))
         .one(&self.pool)
         .await?;
         let age: Option<f64> = row.try_get(1)?;
@@ -291,8 +310,8 @@ impl Operations for PostgresStore {
     }
 
     async fn insert_unknown(&self, claim: &KeyClaim) -> Result<Fenced, StoreError> {
-        let nobodys = Owned { owner: None, ..claim.owned(Basis::New) };
-        let done = insert(INSERT_UNKNOWN, claim, &nobodys).run(&self.pool).await?;
+        let owned = claim.owned(Basis::New);
+        let done = insert(INSERT_UNKNOWN, claim, &owned).bind(None::<Uuid>).bind(None::<f64>).run(&self.pool).await?;
         Ok(Fenced::rows(done.rows_affected()))
     }
 
@@ -342,6 +361,7 @@ fn seconds(claim: &KeyClaim, owned: &Owned) -> Option<f64> {
     owned.owner.map(|_| claim.lease.as_secs_f64())
 }
 
+/// The values that every claim has; more may follow.
 fn insert<'q>(statement: &'static str, claim: &'q KeyClaim, owned: &Owned) -> Query<'q> {
     let identity = &claim.identity;
     sqlx::query(statement)
@@ -352,8 +372,6 @@ fn insert<'q>(statement: &'static str, claim: &'q KeyClaim, owned: &Owned) -> Qu
         .bind(claim.principal.to_string())
         .bind(claim.fingerprint.to_string())
         .bind(claim.mode.as_str())
-        .bind(owned.owner)
-        .bind(seconds(claim, owned))
         .bind(owned.operation_id)
 }
 

@@ -3,7 +3,8 @@
 //! Guarantees: fenced by epoch and owner, and in door A by the id of the transaction that holds the claim, compared in the UPDATE
 //! itself (O1). What has no value is not written: a claim, also one that is used anew, has none of it yet.
 
-use sqlx::{Postgres, QueryBuilder};
+use sqlx::postgres::PgArguments;
+use sqlx::{Arguments, Postgres, QueryBuilder};
 
 use super::super::door::push_call;
 use super::expiry;
@@ -14,6 +15,11 @@ use crate::store::bounded::{Ask, Bounded};
 use crate::store::operations::RecordFence;
 use crate::store::operations::stored::{Columns, pack};
 use crate::store::{Fenced, Outcome};
+
+/// What the statement has room for from the start: grown bit by bit, it would be copied often.
+const TEXT_USUALLY: usize = 1_536;
+const VALUES_USUALLY: usize = 32;
+const VALUE_BYTES_USUALLY: usize = 2_048;
 
 /// The transaction in which alone an outcome is written, and what is enqueued with it.
 #[derive(Clone, Copy)]
@@ -46,8 +52,7 @@ pub(in crate::store::postgres) async fn finish(
 /// of bodies.
 ///
 /// Its time is that of the statement, which is earlier than the write by as long as the row is waited for, if an operator or a
-/// heartbeat has it just then. It has no condition on the state that the index of open records could serve: before the tables are
-/// analyzed that would be read from end to end.
+/// heartbeat has it just then.
 ///
 /// Messages are enqueued by an expression of the row that is written, so once where the outcome is, and not where it is not. A row that
 /// somebody else changed meanwhile would be computed anew, and enqueue anew; one of our own transaction is changed by nobody else.
@@ -59,7 +64,12 @@ pub(super) fn finishing(
 ) -> QueryBuilder<Postgres> {
     let columns = Columns::of(outcome, retention);
     let large = columns.large();
-    let mut update = QueryBuilder::new(if large.is_some() { "with done as (" } else { "" });
+    let mut values = PgArguments::default();
+    values.reserve(VALUES_USUALLY, VALUE_BYTES_USUALLY);
+    let mut update = QueryBuilder::with_arguments(String::with_capacity(TEXT_USUALLY), values);
+    if large.is_some() {
+        update.push("with done as (");
+    }
     update.push("update oncebox.idempotency_request r set state = ").push_bind(columns.state.as_str());
     match &within {
         Some(Within { messages, .. }) if !messages.is_empty() => {
