@@ -5,6 +5,8 @@
 //!
 //! Not here: what to decide (room `policy`), how to say it to a database or broker (rooms `store` and `broker`).
 
+#[cfg(feature = "email")]
+mod carriage;
 pub mod consumer;
 mod handler;
 pub mod operation;

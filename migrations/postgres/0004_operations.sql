@@ -92,7 +92,7 @@ $$;
 comment on function oncebox.refuse_unsound_request is 'refuses a change of a row of idempotency_request after which it is not sound';
 create trigger idempotency_request_sound before update on oncebox.idempotency_request
   for each row execute function oncebox.refuse_unsound_request();
--- As a CHECK, also for what a replica applies.
+-- As a CHECK, also for the changes that a replica applies.
 alter table oncebox.idempotency_request enable always trigger idempotency_request_sound;
 create index idempotency_request_body on oncebox.idempotency_request (body_expires_at) where body_format is not null;
 create index idempotency_request_kept on oncebox.idempotency_request (tenant, body_expires_at) include (kept_bytes)

@@ -9,41 +9,20 @@
 //! times` says how often at most.
 
 use std::collections::VecDeque;
-use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use lettre::message::{Mailbox as Address, header::ContentType};
-use lettre::{AsyncSmtpTransport, AsyncTransport, Message, Tokio1Executor};
-use sha2::{Digest, Sha256};
+use lettre::message::Mailbox as Address;
 use tokio_util::sync::CancellationToken;
 
+pub use super::carriage::EmailTransport;
+
+use super::carriage::{Failure, address, compose, message_id};
 use super::pace::{Pace, sleep_unless};
 use crate::error::StoreError;
 use crate::observe::{self, Health, PartState};
 use crate::policy::operation::delivery::Delivery;
 use crate::policy::operation::provider::Settled;
 use crate::store::{Claim, EmailOutcome, EmailToSend, Store};
-
-/// Where e-mails go.
-#[derive(Debug, Clone)]
-pub enum EmailTransport {
-    /// One `.eml` file each, named by its Message-ID.
-    Files(PathBuf),
-    /// An SMTP server.
-    Smtp(AsyncSmtpTransport<Tokio1Executor>),
-}
-
-impl EmailTransport {
-    /// `smtp://` or `smtps://` with user, password and host; TLS as the scheme says (`?tls=required` for STARTTLS).
-    ///
-    /// # Errors
-    /// What is wrong with the URL; never its password.
-    pub fn smtp(url: &str) -> Result<Self, String> {
-        let builder = AsyncSmtpTransport::<Tokio1Executor>::from_url(url)
-            .map_err(|error| format!("the SMTP URL `{}` cannot be used: {error}", crate::error::redact(url)))?;
-        Ok(Self::Smtp(builder.timeout(Some(Duration::from_secs(20))).build()))
-    }
-}
 
 /// Settings of a sender.
 #[derive(Debug, Clone)]
@@ -69,7 +48,7 @@ pub struct Sender<S: Store> {
 /// Rows claimed at once: two, because a claim must outlive the sending of all of them, or another sender takes the last ones
 /// and sends them a second time.
 const BATCH: usize = 2;
-/// The whole of one sending; the timeout of the SMTP client is one of each command.
+/// The whole of one sending.
 const SENDING: Duration = Duration::from_secs(25);
 /// A claim outlives the deadlines of all rows that were claimed together; after it, a row of a sender that died is taken again.
 const CLAIM: Duration = Duration::from_secs(60);
@@ -102,11 +81,8 @@ impl<S: Store> Sender<S> {
     /// # Errors
     /// The address cannot be used, or the directory cannot be made.
     pub fn new(store: S, transport: EmailTransport, options: SenderOptions, health: Health) -> Result<Self, String> {
-        let from = options.from.parse().map_err(|error| format!("`{}` is no address: {error}", options.from))?;
-        if let EmailTransport::Files(directory) = &transport {
-            std::fs::create_dir_all(directory)
-                .map_err(|error| format!("the directory {} cannot be made: {error}", directory.display()))?;
-        }
+        let from = address(&options.from)?;
+        transport.make()?;
         Ok(Self { store, transport, from, options, health })
     }
 
@@ -194,8 +170,8 @@ impl<S: Store> Sender<S> {
 
     async fn send(&self, email: &EmailToSend) -> EmailOutcome {
         let message_id = message_id(&email.unique_key);
-        let tried = match self.compose(email, &message_id) {
-            Ok(message) => self.carry(&message_id, message).await,
+        let tried = match compose(&self.from, &message_id, &email.recipient, &email.subject, &email.body) {
+            Ok(message) => self.transport.carry(&message_id, message.envelope(), &message.formatted(), SENDING).await,
             Err(error) => Err(Failure { error, permanent: true, arrived: false }),
         };
         let before = match &self.transport {
@@ -216,50 +192,6 @@ impl<S: Store> Sender<S> {
         let after = Duration::from_secs(1 << email.attempt.min(10)).mul_f64(0.5 + fastrand::f64() / 2.0);
         EmailOutcome::Again { after, error }
     }
-
-    async fn carry(&self, message_id: &str, message: Message) -> Result<(), Failure> {
-        match &self.transport {
-            EmailTransport::Files(directory) => write_whole(directory, message_id, &message.formatted())
-                .await
-                .map_err(|error| Failure { error: error.to_string(), permanent: false, arrived: false }),
-            EmailTransport::Smtp(server) => match tokio::time::timeout(SENDING, server.send(message)).await {
-                Ok(Ok(_)) => Ok(()),
-                Ok(Err(error)) => Err(Failure {
-                    permanent: error.is_permanent(),
-                    arrived: may_have_arrived(&error),
-                    error: error.to_string(),
-                }),
-                Err(_) => Err(Failure {
-                    error: format!("the server did not take it within {} s", SENDING.as_secs()),
-                    permanent: false,
-                    arrived: true,
-                }),
-            },
-        }
-    }
-
-    fn compose(&self, email: &EmailToSend, message_id: &str) -> Result<Message, String> {
-        let to: Address =
-            email.recipient.parse().map_err(|error| format!("`{}` is no address: {error}", email.recipient))?;
-        Message::builder()
-            .message_id(Some(format!("<{message_id}>")))
-            .from(self.from.clone())
-            .to(to)
-            .subject(&email.subject)
-            .header(ContentType::TEXT_PLAIN)
-            .body(email.body.clone())
-            .map_err(|error| format!("the e-mail cannot be composed: {error}"))
-    }
-}
-
-/// A try that failed.
-#[derive(Debug)]
-struct Failure {
-    error: String,
-    /// No later try can do better.
-    permanent: bool,
-    /// The server may have taken it all the same.
-    arrived: bool,
 }
 
 impl Failure {
@@ -269,36 +201,6 @@ impl Failure {
         let settled = (self.permanent && doubtful == 0).then_some(Settled::Failed);
         Delivery::of(settled, self.permanent || last, doubtful)
     }
-}
-
-/// Whether a server may have taken an e-mail although this error came: not where it said no, and not where nothing reached it.
-fn may_have_arrived(error: &lettre::transport::smtp::Error) -> bool {
-    let mut source = std::error::Error::source(error);
-    while let Some(cause) = source {
-        let refused = cause
-            .downcast_ref::<std::io::Error>()
-            .is_some_and(|error| error.kind() == std::io::ErrorKind::ConnectionRefused);
-        if refused {
-            return false;
-        }
-        source = cause.source();
-    }
-    !(error.is_permanent() || error.is_transient() || error.is_client() || error.is_tls())
-}
-
-/// Stable: a function of the unique key alone.
-fn message_id(unique_key: &str) -> String {
-    let digest = Sha256::digest(unique_key.as_bytes());
-    let hex: String = digest[..16].iter().map(|byte| format!("{byte:02x}")).collect();
-    format!("{hex}@oncebox.invalid")
-}
-
-/// Whole or not at all: written beside, then renamed.
-async fn write_whole(directory: &Path, message_id: &str, bytes: &[u8]) -> std::io::Result<()> {
-    let name = message_id.split('@').next().unwrap_or(message_id);
-    let (beside, file) = (directory.join(format!(".{name}.part")), directory.join(format!("{name}.eml")));
-    tokio::fs::write(&beside, bytes).await?;
-    tokio::fs::rename(&beside, &file).await
 }
 
 #[cfg(test)]
@@ -326,12 +228,5 @@ mod tests {
         ] {
             assert_eq!(failure(permanent, arrived).state(before, last).to_string(), word);
         }
-    }
-
-    #[test]
-    fn a_message_id_is_a_function_of_the_unique_key() {
-        assert_eq!(message_id("receipt_payment_pay_789"), message_id("receipt_payment_pay_789"));
-        assert_ne!(message_id("receipt_payment_pay_789"), message_id("receipt_payment_pay_790"));
-        assert!(message_id("x\r\nBcc: y").bytes().all(|byte| byte.is_ascii_alphanumeric() || b"@.".contains(&byte)));
     }
 }

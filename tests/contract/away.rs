@@ -16,7 +16,7 @@ use super::kit::{
     Act, Behind, Does, SOON, Sql, behind_a_proxy, behind_two_proxies, consumer_options, fails, relay_options,
 };
 use super::proxy::{Failure, When};
-use super::sender::smtp;
+use super::smtp::smtp;
 use super::support::eventually;
 
 /// Moments of failure: after so many requests.

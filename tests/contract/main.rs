@@ -27,5 +27,6 @@ mod relay;
 mod relay_held;
 mod sender;
 mod sets;
+mod smtp;
 mod sql;
 mod stop;

@@ -1,61 +1,14 @@
 //! The e-mail sender: rows out, one e-mail each, under one Message-ID.
 
-use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use oncebox::runtime::sender::{EmailTransport, Sender, SenderOptions};
 use oncebox::store::sqlite::SqliteStore;
 use oncebox::store::{Base, Claim, EmailOutcome, Mailbox, NewEmail};
-use tokio::io::{AsyncBufReadExt, AsyncWriteExt, BufReader};
-use tokio::net::TcpListener;
 use tokio_util::sync::CancellationToken;
 
 use super::kit::{SOON, Sql, World, sqlite};
-
-/// A server that speaks just enough SMTP: it answers the end of each e-mail with the next of these codes, then 250.
-pub(crate) async fn smtp(codes: &[u16]) -> (String, Arc<Mutex<Vec<String>>>) {
-    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-    let url = format!("smtp://{}", listener.local_addr().unwrap());
-    let taken = Arc::new(Mutex::new(Vec::new()));
-    let codes = Arc::new(Mutex::new(codes.to_vec()));
-    let seen = Arc::clone(&taken);
-    tokio::spawn(async move {
-        while let Ok((socket, _)) = listener.accept().await {
-            let (seen, codes) = (Arc::clone(&seen), Arc::clone(&codes));
-            tokio::spawn(async move { talk(BufReader::new(socket), &seen, &codes).await });
-        }
-    });
-    (url, taken)
-}
-
-async fn talk(
-    mut socket: BufReader<tokio::net::TcpStream>,
-    seen: &Mutex<Vec<String>>,
-    codes: &Mutex<Vec<u16>>,
-) -> Option<()> {
-    socket.write_all(b"220 test\r\n").await.ok()?;
-    loop {
-        let mut line = String::new();
-        if socket.read_line(&mut line).await.ok()? == 0 {
-            return None;
-        }
-        let answer = match line.get(..4).unwrap_or_default().to_ascii_uppercase().as_str() {
-            "DATA" => {
-                socket.write_all(b"354 go on\r\n").await.ok()?;
-                let mut email = String::new();
-                while !email.ends_with("\r\n.\r\n") {
-                    socket.read_line(&mut email).await.ok()?;
-                }
-                let code = codes.lock().unwrap().pop().unwrap_or(250);
-                seen.lock().unwrap().push(email);
-                format!("{code} so be it\r\n")
-            }
-            "QUIT" => "221 bye\r\n".to_owned(),
-            _ => "250 ok\r\n".to_owned(),
-        };
-        socket.write_all(answer.as_bytes()).await.ok()?;
-    }
-}
+use super::smtp::{message_ids, smtp};
 
 async fn queue(world: &World<SqliteStore>, key: &str, subject: &str) -> bool {
     let email = NewEmail {
@@ -74,11 +27,6 @@ async fn send_all(world: &World<SqliteStore>, transport: EmailTransport) {
     let options = SenderOptions { from: "shop@example.com".into(), attempts_max: 5, until_empty: true };
     let sender = Sender::new(world.store.clone(), transport, options, world.health.clone()).unwrap();
     tokio::time::timeout(SOON, sender.run(CancellationToken::new())).await.unwrap().unwrap();
-}
-
-fn message_ids(emails: &[String]) -> Vec<String> {
-    let line = |email: &String| email.lines().find(|line| line.starts_with("Message-ID:")).unwrap().to_owned();
-    emails.iter().map(line).collect()
 }
 
 #[tokio::test]

@@ -1,10 +1,13 @@
-//! Webhooks, sent by phased operations to receivers on real sockets (O28).
-#![cfg(all(feature = "client", feature = "sqlite"))]
+//! What phased operations send to others, on real sockets: webhooks and e-mails (O28).
+#![cfg(all(feature = "client", feature = "email", feature = "sqlite"))]
 #![allow(clippy::unwrap_used)]
 
+mod email;
 #[allow(dead_code)]
 #[path = "../client/server.rs"]
 mod server;
+#[path = "../contract/smtp.rs"]
+mod smtp;
 #[path = "../support/mod.rs"]
 mod support;
 
@@ -241,4 +244,17 @@ async fn o28_what_did_not_leave_waits_and_an_endpoint_that_fails_is_left_alone()
     service.becomes("it is sent", |state| state == Delivery::Sent).await;
     assert!(began.elapsed() >= open, "{:?}", began.elapsed());
     assert_eq!(receiver.came().len(), 3);
+}
+
+// Shown by: a refusal of a later send that is not in vain (it is sent again at once, until the window is over).
+#[tokio::test]
+async fn o28_a_receiver_that_refuses_what_may_have_arrived_is_not_hammered() {
+    let service = Service::start(options(), DriveSettings { attempts_max: 2, ..settings() }).await;
+    let refusals = (0..200).map(|_| say(404, &[], ""));
+    let receiver = Server::start(std::iter::once(Step::DropAfter).chain(refusals)).await;
+    service.send(Uuid::now_v7(), &format!("{}/hook", receiver.origin)).await;
+    let dead = service.becomes("it is dead", |state| matches!(state, Delivery::Dead(_))).await;
+    let sends = receiver.came().len();
+    assert_eq!(dead, Delivery::Dead(u32::try_from(sends).unwrap()));
+    assert!(sends <= 6, "{sends}");
 }

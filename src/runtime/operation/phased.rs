@@ -8,7 +8,7 @@
 //! |---|---|
 //! | `flow`, `phase`, `ends` | what an author writes, and how a phase may end |
 //! | `effect`, `provider`, `http` | effects, adapters, an adapter over HTTP |
-//! | `webhook` | webhooks, signed and sent as an operation |
+//! | `sending`, `webhook`, `email` | an operation that is one thing sent to others: a signed webhook, an e-mail |
 //! | `identity` | identities derived from the operation |
 //! | `door`, `opening` | a request, and the first phase |
 //! | `taken` | an operation that was taken up |
@@ -27,6 +27,8 @@ mod call;
 mod door;
 mod driver;
 mod effect;
+#[cfg(feature = "email")]
+pub mod email;
 mod ends;
 mod evidence;
 mod flow;
@@ -41,6 +43,8 @@ mod provider;
 mod recovery;
 mod registry;
 mod rerun;
+#[cfg(any(feature = "client", feature = "email"))]
+mod sending;
 mod taken;
 mod vault;
 #[cfg(feature = "client")]

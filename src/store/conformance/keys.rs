@@ -448,14 +448,22 @@ fn is_guard<S: Keys>(_: &S) -> bool {
     S::DURABILITY == Durability::Guard
 }
 
-/// What an alarm looks at, and a quota.
+/// What an alarm looks at, and a quota: of all operations.
+///
+/// Shown by: counting the open records of the first operation only, or of the last (PostgreSQL).
 pub async fn m103_what_is_open_is_counted<F: KeysFixture>(trial: &F) {
     assert_eq!(trial.store().operation_stats().await.unwrap(), crate::store::OperationStats::default());
-    for key in ["a", "b"] {
-        take(trial, &claim(Mode::Edge, key, 1)).await;
+    let of = |operation: &str, key: &str| {
+        let one = claim(Mode::Edge, key, 1);
+        let scope = Scope::new("t1", "user-7").unwrap();
+        let identity = Identity::new(&scope, operation.parse().unwrap(), one.identity.key().clone());
+        KeyClaim { identity, ..one }
+    };
+    for (operation, key) in [("create_payment", "a"), ("refund", "b")] {
+        take(trial, &of(operation, key)).await;
     }
-    for (key, outcome) in [("c", Outcome::Unknown), ("d", completed())] {
-        let owner = take(trial, &claim(Mode::Edge, key, 1)).await;
+    for (operation, key, outcome) in [("cancel", "c", Outcome::Unknown), ("list", "d", completed())] {
+        let owner = take(trial, &of(operation, key)).await;
         trial.store().finish(&owner, &outcome, &KEPT).await.unwrap();
     }
     let stats = trial.store().operation_stats().await.unwrap();

@@ -191,7 +191,7 @@ async fn truncate_triggers(connection: &mut Bounded<Postgres>) -> Result<Finding
     })
 }
 
-/// It stands for the CHECK constraints of the records, and unlike those can be switched off.
+/// It stands for the CHECK constraints of the records, for what changes them, and unlike those can be switched off.
 async fn record_trigger(connection: &mut Bounded<Postgres>) -> Result<Finding, StoreError> {
     let there: bool = value(
         connection,
@@ -201,11 +201,11 @@ async fn record_trigger(connection: &mut Bounded<Postgres>) -> Result<Finding, S
     )
     .await?;
     Ok(if there {
-        Finding::ok("records", "one whose columns contradict each other is refused")
+        Finding::ok("records", "a change after which columns contradict each other is refused")
     } else {
         Finding::refused(
             "records",
-            "the trigger that refuses contradictory idempotency records is off",
+            "the trigger that refuses contradictory changes of idempotency records is off",
             "alter table oncebox.idempotency_request enable always trigger idempotency_request_sound",
         )
     })

@@ -77,12 +77,15 @@ const FIND: &str = concat!(
 
 /// The records without an outcome. They stand behind those that have one in the index by operation and time of the outcome, which is
 /// entered once for each operation: an index of their own would cost every claim an entry that is of no use milliseconds later.
+///
+/// From the last operation to the first, so that each is entered where they stand: at its front stand the entries of what was purged,
+/// until a vacuum.
 macro_rules! open_requests {
     () => {
         "(with recursive operations (operation) as ( \
-            (select r.operation from oncebox.idempotency_request r order by r.operation limit 1) \
+            (select r.operation from oncebox.idempotency_request r order by r.operation desc limit 1) \
             union all \
-            select (select r.operation from oncebox.idempotency_request r where r.operation > o.operation order by r.operation limit 1) \
+            select (select r.operation from oncebox.idempotency_request r where r.operation < o.operation order by r.operation desc limit 1) \
               from operations o where o.operation is not null) \
           select r.* from operations o join oncebox.idempotency_request r on r.operation = o.operation and r.outcome_at is null)"
     };
@@ -243,6 +246,7 @@ impl Keys for PostgresStore {
     async fn open_of_tenant(&self, tenant: &str) -> Result<u64, StoreError> {
         let open: i64 =
             sqlx::query_scalar(concat!("select count(*) from ", open_requests!(), " r where r.tenant = $1"))
+                .persistent(false)
                 .bind(tenant.as_bytes())
                 .one(&self.pool)
                 .await?;
@@ -270,6 +274,8 @@ impl Keys for PostgresStore {
             open_requests!(),
             " r"
         ))
+        // Planned anew: a plan for tables that are still empty would read all there is, until they are analyzed.
+        .persistent(false)
         .one(&self.pool)
         .await?;
         let age: Option<f64> = row.try_get(1)?;

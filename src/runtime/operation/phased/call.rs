@@ -27,8 +27,13 @@ pub(super) enum Asks {
     First,
 }
 
-fn proves_nothing(verdict: Verdict) -> bool {
-    matches!(verdict, Verdict::Indefinite | Verdict::NotSent | Verdict::StoredError | Verdict::Wait(_))
+/// Whether a call is in vain, unless what it says settles the effect, which is looked at first: a refusal does if it answers the only
+/// send, and to a later one it is no reason to send again at once, nor for ever.
+fn is_vain(verdict: Verdict) -> bool {
+    matches!(
+        verdict,
+        Verdict::Indefinite | Verdict::NotSent | Verdict::StoredError | Verdict::Wait(_) | Verdict::Refused
+    )
 }
 
 /// Whether it may decide what became of the effect.
@@ -103,7 +108,7 @@ impl<S: Phases> Driver<S> {
         let answered = tokio::time::timeout(effect.provider.timeout(), effect.provider.send(&call)).await;
         let sent = answered.unwrap_or_else(|_| Sent { answer: Answer::NoAnswer, saw: b"no answer in time".to_vec() });
         self.reached |= sent.answer.counts();
-        if proves_nothing(sent.answer.verdict()) {
+        if is_vain(sent.answer.verdict()) {
             self.vain += 1;
         }
         self.keep_answer(effect, number, &sent).await?;
@@ -139,7 +144,7 @@ impl<S: Phases> Driver<S> {
             Verdict::NotFound if asks == Asks::First => Verdict::Indefinite,
             verdict => verdict,
         };
-        if asks == Asks::Only && proves_nothing(verdict) {
+        if asks == Asks::Only && is_vain(verdict) {
             self.vain += 1;
         }
         self.keep(effect, 0, (By::Query, verdict, asked.status, &asked.saw)).await?;

@@ -28,25 +28,21 @@ use reqwest::{Method, Url};
 use serde::{Deserialize, Serialize};
 
 pub use self::sign::{BadSecret, WebhookSecret};
+pub use super::sending::delivery;
 
 use self::address::{Addresses, Public};
-use super::effect::{Effect, Settlement, Settlements};
-use super::ends::{First, Settled};
 use super::flow::{Flow, FlowError};
 use super::http::{HttpCaller, Outcome};
 use super::identity::ProviderKey;
-use super::phase::{FirstPhase, Phase, SettledPhase};
 use super::provider::{Call, Prepare, Provider, Sent};
+use super::sending;
 use crate::error::HandlerError;
 use crate::policy::breaker::{Breaker, BreakerOptions};
-use crate::policy::operation::delivery::Delivery;
-use crate::policy::operation::provider::{self, Answer, Matches, Strategy, Window};
+use crate::policy::operation::provider::{Answer, Matches, Strategy, Window};
 use crate::policy::operation::{FingerprintWriter, IdempotentCommand, Mode, Route};
-use crate::runtime::operation::{Endpoint, Reply};
-use crate::store::{Phases, StoredOperation};
+use crate::runtime::operation::Endpoint;
+use crate::store::Phases;
 
-/// The effect of [`Webhooks::flow`].
-const EFFECT: &str = "webhook";
 /// So much of a receiver's answer is kept as evidence, in bytes.
 const SAW_MAX: usize = 512;
 /// How long a name may take to be resolved.
@@ -154,9 +150,7 @@ impl Webhooks {
     /// # Errors
     /// Nothing can be repeated in that window.
     pub fn flow<S: Phases>(self, window: Window) -> Result<Flow<S>, FlowError> {
-        let effect = Effect::new(EFFECT, self, Strategy::Key(window));
-        let begin = Begin { effect: effect.clone() };
-        Flow::begin(SendWebhook::OPERATION, 1, begin).effect(&effect, End).build()
+        sending::flow::<S, SendWebhook, _>("webhook", self, Strategy::Key(window), "WEBHOOK_REFUSED")
     }
 
     /// The endpoint of that operation; its keys are UUIDs v7, such as the ids of messages.
@@ -272,69 +266,4 @@ impl Prepare<SendWebhook> for Webhooks {
         let envelope = Envelope { url: request.url.clone(), content_type: request.content_type.clone() };
         Ok([serde_json::to_vec(&envelope)?.as_slice(), b"\n", request.body.as_bytes()].concat())
     }
-}
-
-/// Commits the intent.
-struct Begin {
-    effect: Effect<Webhooks>,
-}
-
-#[async_trait]
-impl<S: Phases> FirstPhase<S, SendWebhook> for Begin {
-    async fn run(&self, phase: &mut Phase<'_, S>, command: &SendWebhook) -> Result<First, HandlerError> {
-        match self.effect.intend(phase.context(), command) {
-            Ok(intent) => Ok(First::Intent(intent)),
-            Err(error) if error.is_terminal() => {
-                let body = serde_json::json!({"code": "WEBHOOK_REFUSED", "state": Delivery::Refused.word(), "detail": error.message()});
-                Ok(First::Rejected {
-                    reply: Reply::json(422, &body)?,
-                    code: Some("WEBHOOK_REFUSED".to_owned()),
-                    binding: true,
-                })
-            }
-            Err(error) => Err(error),
-        }
-    }
-}
-
-/// Says what became of it.
-struct End;
-
-#[async_trait]
-impl<S: Phases> SettledPhase<S, SendWebhook> for End {
-    async fn run(
-        &self,
-        _phase: &mut Phase<'_, S>,
-        _command: &SendWebhook,
-        settled: &Settlements,
-    ) -> Result<Settled, HandlerError> {
-        match settled.of(EFFECT) {
-            Some(Settlement::Failed(proof)) => {
-                let body = serde_json::json!({"code": "WEBHOOK_REFUSED", "state": Delivery::Refused.word()});
-                let code = Some("WEBHOOK_REFUSED".to_owned());
-                Ok(Settled::Failure { proof: proof.clone(), reply: Reply::json(422, &body)?, code })
-            }
-            Some(Settlement::Succeeded) => {
-                Ok(Settled::Response(Reply::json(200, &serde_json::json!({"state": Delivery::Sent.word()}))?))
-            }
-            _ => Err(HandlerError::terminal("the webhook is not settled")),
-        }
-    }
-}
-
-/// What became of the first effect of an operation that is sent to others; none before its intent.
-#[must_use]
-pub fn delivery(stored: &StoredOperation) -> Option<Delivery> {
-    let intent = stored.intents.first()?;
-    let settled = match intent.outcome.as_deref() {
-        Some("succeeded") => Some(provider::Settled::Succeeded),
-        Some(_) => Some(provider::Settled::Failed),
-        None => None,
-    };
-    let of_it = stored.evidence.iter().filter(|row| row.evidence.effect == intent.intent.effect);
-    // A row that was written twice counts once.
-    let not_sent: BTreeSet<u32> =
-        of_it.filter(|row| row.evidence.verdict == "not-sent").map(|row| row.evidence.send).collect();
-    let not_sent = u32::try_from(not_sent.len()).unwrap_or(u32::MAX);
-    Some(Delivery::of(settled, stored.parked.is_some(), intent.sends.saturating_sub(not_sent)))
 }

@@ -1,0 +1,172 @@
+//! E-mails as operations in phases: durable, sent again under one Message-ID, and never guessed about (O28).
+//!
+//! SMTP has no key and cannot be asked, so the strategy is [`Strategy::Repeatable`]: at least once, with the same bytes, so that who
+//! reads them sees one Message-ID. So:
+//!
+//! * The e-mail is composed once, with its Date and a Message-ID that is made from the key of the effect, and committed before it is
+//!   sent for the first time.
+//! * A server that takes it is the end. A 5xx to the only try that can have arrived is a refusal; to a later one it proves nothing.
+//! * A 4xx, and a connection that was refused, prove that this try did not arrive: it waits, and is tried again with the backoff of
+//!   [`DriveSettings`](super::DriveSettings), without an attempt being counted. An answer that is lost counts: it is `possibly sent N
+//!   times` from then on, and after as many attempts dead, which an operator sees as parked.
+//! * Into files it is sent exactly once: the second try replaces the first.
+//!
+//! [`Emails::flow`] is an operation of its own; in a flow of one's own, `Effect::new("receipt", emails, Strategy::Repeatable)` sends one
+//! beside other effects.
+//!
+//! Not here: e-mails that a handler queues in its transaction, which are rows ([`Mailbox`](crate::store::Mailbox)).
+
+use std::time::Duration;
+
+use async_trait::async_trait;
+use lettre::address::Envelope;
+use lettre::message::Mailbox as Address;
+use serde::{Deserialize, Serialize};
+
+pub use super::sending::delivery;
+pub use crate::runtime::carriage::EmailTransport;
+
+use super::flow::{Flow, FlowError};
+use super::identity::ProviderKey;
+use super::provider::{Call, Prepare, Provider, Sent};
+use super::sending;
+use crate::error::HandlerError;
+use crate::policy::operation::provider::{Answer, Matches, Strategy};
+use crate::policy::operation::{FingerprintWriter, IdempotentCommand, Mode, Route};
+use crate::runtime::carriage::{Failure, address, compose, message_id};
+use crate::runtime::operation::Endpoint;
+use crate::store::Phases;
+
+/// The whole of one sending; with what is around it, it fits into two thirds of the usual lease.
+const SENDING: Duration = Duration::from_secs(15);
+
+/// An e-mail to be sent.
+#[derive(Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct SendEmail {
+    /// Whom to.
+    pub recipient: String,
+    /// The subject; line ends in it add no header.
+    pub subject: String,
+    /// The body, plain text.
+    pub body: String,
+}
+
+impl std::fmt::Debug for SendEmail {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "SendEmail({} bytes)", self.body.len())
+    }
+}
+
+impl IdempotentCommand for SendEmail {
+    const OPERATION: &'static str = "send_email";
+    const VERSION: u32 = 1;
+
+    fn fingerprint(&self, _version: u32, writer: &mut FingerprintWriter) {
+        writer.field("recipient", self.recipient.as_str());
+        writer.field("subject", self.subject.as_str());
+        writer.field("body", self.body.as_str());
+    }
+}
+
+/// The sender of e-mails: a provider of phased operations. Clones share connections.
+#[derive(Debug, Clone)]
+pub struct Emails {
+    transport: EmailTransport,
+    from: Address,
+}
+
+/// Who sends to whom, as it stands before the e-mail in the stored bytes.
+#[derive(Serialize, Deserialize)]
+struct Parties {
+    from: String,
+    to: Vec<String>,
+}
+
+impl Emails {
+    /// A sender of e-mails that come from this address.
+    ///
+    /// # Errors
+    /// It cannot be used, or the directory cannot be made.
+    pub fn new(transport: EmailTransport, from: &str) -> Result<Self, String> {
+        transport.make()?;
+        Ok(Self { transport, from: address(from)? })
+    }
+
+    /// The operation that sends one e-mail.
+    ///
+    /// # Errors
+    /// As [`FlowBuilder::build`](super::FlowBuilder::build).
+    pub fn flow<S: Phases>(self) -> Result<Flow<S>, FlowError> {
+        sending::flow::<S, SendEmail, _>("email", self, Strategy::Repeatable, "EMAIL_REFUSED")
+    }
+
+    /// The endpoint of that operation.
+    #[must_use]
+    pub fn endpoint() -> Endpoint {
+        Endpoint::typed::<SendEmail>(Route::new(Mode::Phased))
+    }
+}
+
+/// The stored bytes: a line that says whom to, and the e-mail.
+fn opened(bytes: &[u8]) -> Result<(Envelope, &[u8]), HandlerError> {
+    let end = bytes.iter().position(|&byte| byte == b'\n');
+    let end = end.ok_or_else(|| HandlerError::terminal("the stored e-mail has no first line"))?;
+    let parties: Parties = serde_json::from_slice(&bytes[..end])?;
+    let address = |text: &String| text.parse().map_err(HandlerError::terminal);
+    let to = parties.to.iter().map(address).collect::<Result<_, _>>()?;
+    let envelope = Envelope::new(Some(address(&parties.from)?), to).map_err(HandlerError::terminal)?;
+    Ok((envelope, &bytes[end + 1..]))
+}
+
+#[async_trait]
+impl Provider for Emails {
+    fn name(&self) -> &'static str {
+        "email"
+    }
+
+    fn version(&self) -> u32 {
+        1
+    }
+
+    fn timeout(&self) -> Duration {
+        // Longer than what is bounded inside, which knows more of what happened.
+        SENDING + Duration::from_secs(1)
+    }
+
+    async fn send(&self, call: &Call<'_>) -> Sent {
+        let (envelope, email) = match opened(call.bytes) {
+            Ok(parts) => parts,
+            Err(error) => return Sent { answer: Answer::NotConnected, saw: error.message().as_bytes().to_vec() },
+        };
+        match self.transport.carry(&message_id(call.key.as_str()), &envelope, email, SENDING).await {
+            Ok(()) => {
+                let mut answer = Answer::status(200);
+                if let Answer::Status { matches, .. } = &mut answer {
+                    // A server that takes it says no more.
+                    *matches = Matches::ALL;
+                }
+                Sent { answer, saw: Vec::new() }
+            }
+            Err(Failure { error, permanent, arrived }) => {
+                let answer = match (permanent, arrived) {
+                    (true, _) => Answer::status(422),
+                    (false, true) => Answer::NoAnswer,
+                    // Whatever left us, the server has said that it did not take it, or there was none.
+                    (false, false) => Answer::NotConnected,
+                };
+                Sent { answer, saw: error.into_bytes() }
+            }
+        }
+    }
+}
+
+impl Prepare<SendEmail> for Emails {
+    fn prepare(&self, request: &SendEmail, key: &ProviderKey) -> Result<Vec<u8>, HandlerError> {
+        let id = message_id(key.as_str());
+        let email = compose(&self.from, &id, &request.recipient, &request.subject, &request.body);
+        let email = email.map_err(HandlerError::terminal)?;
+        let to = email.envelope().to().iter().map(ToString::to_string).collect();
+        let parties = Parties { from: self.from.email.to_string(), to };
+        Ok([serde_json::to_vec(&parties)?.as_slice(), b"\n", &email.formatted()].concat())
+    }
+}

@@ -1,0 +1,103 @@
+//! An operation that is one thing sent to others: its intent is committed, it is sent, and what became of it is the answer.
+//!
+//! Not here: what is sent and how, which the provider says ([`webhook`](super::webhook), [`email`](super::email)).
+
+use std::collections::BTreeSet;
+
+use async_trait::async_trait;
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+
+use super::effect::{Effect, Settlement, Settlements};
+use super::ends::{First, Settled};
+use super::flow::{Flow, FlowError};
+use super::phase::{FirstPhase, Phase, SettledPhase};
+use super::provider::Prepare;
+use crate::error::HandlerError;
+use crate::policy::operation::IdempotentCommand;
+use crate::policy::operation::delivery::Delivery;
+use crate::policy::operation::provider::{Settled as Proved, Strategy};
+use crate::runtime::operation::Reply;
+use crate::store::{Phases, StoredOperation};
+
+/// The operation that has this one effect; `refused`: the code of its answer where it is refused.
+pub(super) fn flow<S, C, P>(
+    name: &'static str,
+    provider: P,
+    strategy: Strategy,
+    refused: &'static str,
+) -> Result<Flow<S>, FlowError>
+where
+    S: Phases,
+    C: IdempotentCommand + Serialize + DeserializeOwned + Send + Sync + 'static,
+    P: Prepare<C>,
+{
+    let effect = Effect::new(name, provider, strategy);
+    let begin = Begin { effect: effect.clone(), refused };
+    Flow::begin::<C>(C::OPERATION, 1, begin).effect(&effect, End { name, refused }).build()
+}
+
+/// Commits the intent.
+struct Begin<P> {
+    effect: Effect<P>,
+    refused: &'static str,
+}
+
+#[async_trait]
+impl<S: Phases, C: Send + Sync + 'static, P: Prepare<C>> FirstPhase<S, C> for Begin<P> {
+    async fn run(&self, phase: &mut Phase<'_, S>, command: &C) -> Result<First, HandlerError> {
+        match self.effect.intend(phase.context(), command) {
+            Ok(intent) => Ok(First::Intent(intent)),
+            Err(error) if error.is_terminal() => {
+                let word = Delivery::Refused.word();
+                let body = serde_json::json!({"code": self.refused, "state": word, "detail": error.message()});
+                Ok(First::Rejected {
+                    reply: Reply::json(422, &body)?,
+                    code: Some(self.refused.to_owned()),
+                    binding: true,
+                })
+            }
+            Err(error) => Err(error),
+        }
+    }
+}
+
+/// Says what became of it.
+struct End {
+    name: &'static str,
+    refused: &'static str,
+}
+
+#[async_trait]
+impl<S: Phases, C: Send + Sync + 'static> SettledPhase<S, C> for End {
+    async fn run(&self, _: &mut Phase<'_, S>, _: &C, settled: &Settlements) -> Result<Settled, HandlerError> {
+        match settled.of(self.name) {
+            Some(Settlement::Failed(proof)) => {
+                let body = serde_json::json!({"code": self.refused, "state": Delivery::Refused.word()});
+                let code = Some(self.refused.to_owned());
+                Ok(Settled::Failure { proof: proof.clone(), reply: Reply::json(422, &body)?, code })
+            }
+            Some(Settlement::Succeeded) => {
+                Ok(Settled::Response(Reply::json(200, &serde_json::json!({"state": Delivery::Sent.word()}))?))
+            }
+            _ => Err(HandlerError::terminal(format!("the effect `{}` is not settled", self.name))),
+        }
+    }
+}
+
+/// What became of the first effect of an operation that is sent to others; none before its intent.
+#[must_use]
+pub fn delivery(stored: &StoredOperation) -> Option<Delivery> {
+    let intent = stored.intents.first()?;
+    let settled = match intent.outcome.as_deref() {
+        Some("succeeded") => Some(Proved::Succeeded),
+        Some(_) => Some(Proved::Failed),
+        None => None,
+    };
+    let of_it = stored.evidence.iter().filter(|row| row.evidence.effect == intent.intent.effect);
+    // A row that was written twice counts once.
+    let not_sent: BTreeSet<u32> =
+        of_it.filter(|row| row.evidence.verdict == "not-sent").map(|row| row.evidence.send).collect();
+    let not_sent = u32::try_from(not_sent.len()).unwrap_or(u32::MAX);
+    Some(Delivery::of(settled, stored.parked.is_some(), intent.sends.saturating_sub(not_sent)))
+}
