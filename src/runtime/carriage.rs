@@ -46,7 +46,7 @@ impl EmailTransport {
         }
     }
 
-    /// Sends the bytes, once, within this time as a whole; the timeout of the SMTP client is one of each command.
+    /// Sends the bytes, once; by SMTP within this time as a whole, for the client bounds nothing but each connect.
     ///
     /// # Cancel safety
     /// Dropped, whether it was sent is unknown.
@@ -66,7 +66,7 @@ impl EmailTransport {
             Self::Smtp(server) => match tokio::time::timeout(within, server.send_raw(envelope, bytes)).await {
                 Ok(Ok(_)) => Ok(()),
                 Ok(Err(error)) => Err(Failure {
-                    permanent: error.is_permanent(),
+                    permanent: error.is_permanent() && !is_of_us(&error),
                     arrived: may_have_arrived(&error),
                     error: error.to_string(),
                 }),
@@ -111,6 +111,11 @@ pub(super) struct Failure {
     pub(super) permanent: bool,
     /// The server may have taken it all the same.
     pub(super) arrived: bool,
+}
+
+/// Whether it is us that a server does not take, whatever the e-mail: who mends the credentials needs no other e-mail (RFC 4954, 6).
+fn is_of_us(error: &lettre::transport::smtp::Error) -> bool {
+    error.status().is_some_and(|code| matches!(u16::from(code), 530 | 534 | 535 | 538))
 }
 
 /// Whether a server may have taken an e-mail although this error came: not where it said no, and not where nothing reached it.

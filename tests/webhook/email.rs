@@ -128,6 +128,15 @@ async fn o28_only_the_only_trys_refusal_is_one_and_a_doubt_ends_dead() {
     assert_eq!(dead, Delivery::Dead(u32::try_from(taken.lock().unwrap().len()).unwrap()));
 }
 
+// Shown by: taking every 5xx for a refusal of the e-mail.
+#[tokio::test]
+async fn o28_credentials_that_a_server_does_not_take_refuse_no_e_mail() {
+    let (url, taken) = smtp(&[534, 535]).await;
+    let service = Service::start(EmailTransport::smtp(&url).unwrap(), settings()).await;
+    assert_eq!(service.status(Uuid::now_v7(), TO, "Receipt").await, 200);
+    assert_eq!(taken.lock().unwrap().len(), 3);
+}
+
 #[tokio::test]
 async fn o28_what_did_not_leave_waits_and_what_cannot_be_composed_is_refused() {
     // Bound and never listening: nobody else gets the port meanwhile.

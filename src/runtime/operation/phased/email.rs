@@ -6,7 +6,7 @@
 //! * The e-mail is composed once, with its Date and a Message-ID that is made from the key of the effect, and committed before it is
 //!   sent for the first time.
 //! * A server that takes it is the end. A 5xx to the only try that can have arrived is a refusal; to a later one it proves nothing.
-//! * A 4xx, and a connection that was refused, prove that this try did not arrive: it waits, and is tried again with the backoff of
+//! * A 4xx, a 5xx that is about our credentials, and a connection that was refused, prove that this try did not arrive: it waits, and is tried again with the backoff of
 //!   [`DriveSettings`](super::DriveSettings), without an attempt being counted. An answer that is lost counts: it is `possibly sent N
 //!   times` from then on, and after as many attempts dead, which an operator sees as parked.
 //! * Into files it is sent exactly once: the second try replaces the first.
