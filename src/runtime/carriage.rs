@@ -14,6 +14,8 @@ use lettre::message::{Mailbox as Address, header::ContentType};
 use lettre::{AsyncSmtpTransport, AsyncTransport, Message, Tokio1Executor};
 use sha2::{Digest, Sha256};
 
+use crate::policy::hex::hex;
+
 /// Where e-mails go.
 #[derive(Debug, Clone)]
 pub enum EmailTransport {
@@ -136,8 +138,7 @@ fn may_have_arrived(error: &lettre::transport::smtp::Error) -> bool {
 /// Stable: a function of the unique key alone.
 pub(super) fn message_id(unique_key: &str) -> String {
     let digest = Sha256::digest(unique_key.as_bytes());
-    let hex: String = digest[..16].iter().map(|byte| format!("{byte:02x}")).collect();
-    format!("{hex}@oncebox.invalid")
+    format!("{}@oncebox.invalid", hex(&digest[..16]))
 }
 
 /// Whole or not at all: written beside, then renamed.

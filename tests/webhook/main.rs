@@ -6,6 +6,7 @@ mod email;
 #[allow(dead_code)]
 #[path = "../client/server.rs"]
 mod server;
+mod service;
 #[path = "../contract/smtp.rs"]
 mod smtp;
 #[path = "../support/mod.rs"]
@@ -18,40 +19,17 @@ use base64::engine::general_purpose::STANDARD;
 use hmac::{Hmac, KeyInit, Mac};
 use oncebox::policy::breaker::BreakerOptions;
 use oncebox::policy::operation::delivery::Delivery;
-use oncebox::policy::operation::key::KeyFormat;
 use oncebox::policy::operation::provider::Window;
-use oncebox::policy::operation::{Key, Scope};
-use oncebox::runtime::operation::phased::webhook::{SendWebhook, WebhookOptions, WebhookSecret, Webhooks, delivery};
-use oncebox::runtime::operation::phased::{Door, DriveSettings, Recovery, RecoveryOptions};
-use oncebox::runtime::operation::{Answered, Engine, KeyGiven, Registered};
-use oncebox::sqlx;
-use oncebox::store::sqlite::SqliteStore;
-use oncebox::store::{Base, Phases, Schema, StoreOptions};
+use oncebox::runtime::operation::phased::DriveSettings;
+use oncebox::runtime::operation::phased::webhook::{SendWebhook, WebhookOptions, WebhookSecret, Webhooks};
 use server::{Came, Server, Step, say};
+use service::Service;
 use sha2::Sha256;
-use support::eventually;
-use tokio::task::JoinHandle;
-use tokio_util::sync::CancellationToken;
 use uuid::Uuid;
 
 const SOON: Duration = Duration::from_secs(60);
 const SECRET: &str = "whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw";
 const BODY: &str = r#"{"type":"payment.created","paymentId":"pay_789"}"#;
-
-/// A service that sends webhooks, with a worker.
-struct Service {
-    store: SqliteStore,
-    door: Door<SqliteStore>,
-    endpoint: Registered,
-    worker: JoinHandle<Result<(), oncebox::StoreError>>,
-    _directory: tempfile::TempDir,
-}
-
-impl Drop for Service {
-    fn drop(&mut self) {
-        self.worker.abort();
-    }
-}
 
 fn settings() -> DriveSettings {
     DriveSettings {
@@ -67,66 +45,14 @@ fn options() -> WebhookOptions {
     WebhookOptions { allowed_hosts: ["127.0.0.1".to_owned()].into(), ..WebhookOptions::default() }
 }
 
-impl Service {
-    async fn start(options: WebhookOptions, settings: DriveSettings) -> Self {
-        let directory = tempfile::tempdir().unwrap();
-        let url = format!("sqlite://{}", directory.path().join("test.db").display());
-        let store = SqliteStore::connect(&StoreOptions { create: true, ..StoreOptions::new(url) }).await.unwrap();
-        store.migrate().await.unwrap();
-        let webhooks = Webhooks::new(options, |_| vec![SECRET.parse::<WebhookSecret>().unwrap()]).unwrap();
-        let window = Window { retention: Duration::from_secs(86_400), max_in_flight: Duration::from_secs(60) };
-        let engine = Engine::builder(store.clone()).build();
-        let endpoint = engine.protect(Webhooks::endpoint()).unwrap();
-        let door = Door::builder(&engine, store.deployment().await.unwrap()).settings(settings);
-        let door = door.register(webhooks.flow(window).unwrap(), &endpoint).unwrap().build();
-        let every = RecoveryOptions { every: Duration::from_millis(20), ..RecoveryOptions::default() };
-        let recovery = Recovery::new(&door, every, oncebox::observe::Health::default());
-        let worker = tokio::spawn(recovery.run(CancellationToken::new()));
-        Self { store, door, endpoint, worker, _directory: directory }
-    }
+async fn start(options: WebhookOptions, settings: DriveSettings) -> Service {
+    let webhooks = Webhooks::new(options, |_| vec![SECRET.parse::<WebhookSecret>().unwrap()]).unwrap();
+    let window = Window { retention: Duration::from_secs(86_400), max_in_flight: Duration::from_secs(60) };
+    Service::over(Webhooks::endpoint(), webhooks.flow(window).unwrap(), settings).await
+}
 
-    async fn send(&self, event: Uuid, url: &str) -> Answered {
-        let key = Key::parse(event.to_string().as_bytes(), KeyFormat::UuidV7).unwrap();
-        let scope = Scope::new("t1", "payments").unwrap();
-        let webhook =
-            SendWebhook { url: url.to_owned(), content_type: "application/json".to_owned(), body: BODY.to_owned() };
-        self.door
-            .execute_phased(&self.endpoint, Some(scope), KeyGiven::Given(key), webhook, Duration::from_millis(10))
-            .await
-    }
-
-    /// The status of its outcome, asked for until it is there.
-    async fn status(&self, event: Uuid, url: &str) -> u16 {
-        eventually("an outcome", SOON, || async {
-            match self.send(event, url).await {
-                Answered::Reply { reply, .. } => Some(reply.status),
-                Answered::Problem(problem) => {
-                    assert!(problem.code.retryable(), "{problem:?}");
-                    None
-                }
-            }
-        })
-        .await
-    }
-
-    async fn state(&self) -> Option<Delivery> {
-        let ids: Vec<Vec<u8>> = sqlx::query_scalar("select operation_id from oncebox_operation")
-            .fetch_all(self.store.pool())
-            .await
-            .unwrap();
-        for id in ids {
-            let stored = self.store.operation(Uuid::from_slice(&id).unwrap()).await.unwrap()?;
-            // One that was refused in its first phase intended nothing.
-            if let Some(state) = delivery(&stored) {
-                return Some(state);
-            }
-        }
-        None
-    }
-
-    async fn becomes(&self, what: &str, wanted: impl Fn(Delivery) -> bool) -> Delivery {
-        eventually(what, SOON, || async { self.state().await.filter(|&state| wanted(state)) }).await
-    }
+fn webhook(url: &str) -> SendWebhook {
+    SendWebhook { url: url.to_owned(), content_type: "application/json".to_owned(), body: BODY.to_owned() }
 }
 
 /// Whether the signature is that of this very request.
@@ -142,7 +68,7 @@ fn is_signed(came: &Came) -> bool {
 // Shown by: signing when the bytes are prepared; an id made by each send.
 #[tokio::test]
 async fn o28_a_webhook_is_repeated_under_one_id_with_the_same_bytes_and_a_fresh_signature() {
-    let service = Service::start(options(), settings()).await;
+    let service = start(options(), settings()).await;
     let receiver = Server::start([
         Step::DropAfter,
         say(500, &[], ""),
@@ -151,7 +77,7 @@ async fn o28_a_webhook_is_repeated_under_one_id_with_the_same_bytes_and_a_fresh_
     ])
     .await;
     let (event, url) = (Uuid::now_v7(), format!("{}/hook", receiver.origin));
-    let (first, second) = tokio::join!(service.send(event, &url), service.send(event, &url));
+    let (first, second) = tokio::join!(service.ask(event, webhook(&url)), service.ask(event, webhook(&url)));
     drop((first, second));
     assert_eq!(service.becomes("it is sent", |state| state == Delivery::Sent).await.to_string(), "sent");
     let came = receiver.came();
@@ -165,18 +91,18 @@ async fn o28_a_webhook_is_repeated_under_one_id_with_the_same_bytes_and_a_fresh_
     let time = |at: usize| came[at].headers.get("webhook-timestamp").unwrap().parse::<u64>().unwrap();
     assert!(time(3) > time(0), "the pause shows that a later send has a time of its own");
     // Asked for again, it is not sent again.
-    assert_eq!(service.status(event, &url).await, 200);
+    assert_eq!(service.outcome(event, webhook(&url)).await, 200);
     assert_eq!((receiver.came().len(), receiver.effects().len()), (5, 1));
 }
 
 // Shown by: following redirects; taking a 3xx for taken.
 #[tokio::test]
 async fn o28_a_redirect_is_a_failure_and_is_not_followed() {
-    let service = Service::start(options(), settings()).await;
+    let service = start(options(), settings()).await;
     let other = Server::start([]).await;
     let receiver =
         Server::start([say(307, &[("location", &other.origin)], ""), say(302, &[("location", "/x")], "")]).await;
-    service.send(Uuid::now_v7(), &format!("{}/hook", receiver.origin)).await;
+    service.ask(Uuid::now_v7(), webhook(&format!("{}/hook", receiver.origin))).await;
     service.becomes("it is sent", |state| state == Delivery::Sent).await;
     assert_eq!(receiver.all_the_same(), 3);
     assert!(other.came().is_empty());
@@ -184,12 +110,12 @@ async fn o28_a_redirect_is_a_failure_and_is_not_followed() {
 
 #[tokio::test]
 async fn o28_the_only_sends_refusal_is_the_end_and_is_remembered() {
-    let service = Service::start(options(), settings()).await;
+    let service = start(options(), settings()).await;
     let receiver = Server::start([say(410, &[], "")]).await;
     let (event, url) = (Uuid::now_v7(), format!("{}/hook", receiver.origin));
-    service.send(event, &url).await;
+    service.ask(event, webhook(&url)).await;
     service.becomes("it is refused", |state| state == Delivery::Refused).await;
-    assert_eq!(service.status(event, &url).await, 422);
+    assert_eq!(service.outcome(event, webhook(&url)).await, 422);
     assert_eq!(receiver.came().len(), 1);
 }
 
@@ -199,12 +125,12 @@ async fn o28_a_private_address_is_refused_before_a_byte_leaves() {
     let receiver = Server::start([]).await;
     let port = receiver.origin.rsplit(':').next().unwrap();
     // By address: nothing is even intended.
-    let service = Service::start(WebhookOptions::default(), settings()).await;
-    assert_eq!(service.status(Uuid::now_v7(), &format!("https://127.0.0.1:{port}/hook")).await, 422);
-    assert_eq!(service.status(Uuid::now_v7(), &format!("http://example.com:{port}/hook")).await, 422);
+    let service = start(WebhookOptions::default(), settings()).await;
+    assert_eq!(service.outcome(Uuid::now_v7(), webhook(&format!("https://127.0.0.1:{port}/hook"))).await, 422);
+    assert_eq!(service.outcome(Uuid::now_v7(), webhook(&format!("http://example.com:{port}/hook"))).await, 422);
     assert_eq!(service.state().await, None);
     // By name: known only when it is resolved.
-    service.send(Uuid::now_v7(), &format!("https://localhost:{port}/hook")).await;
+    service.ask(Uuid::now_v7(), webhook(&format!("https://localhost:{port}/hook"))).await;
     service.becomes("it is refused", |state| state == Delivery::Refused).await;
     assert!(receiver.came().is_empty());
 }
@@ -212,9 +138,9 @@ async fn o28_a_private_address_is_refused_before_a_byte_leaves() {
 // Shown by: calling what was given up refused.
 #[tokio::test]
 async fn o28_what_may_have_arrived_is_said_with_its_number_and_ends_dead() {
-    let service = Service::start(options(), DriveSettings { attempts_max: 2, ..settings() }).await;
+    let service = start(options(), DriveSettings { attempts_max: 2, ..settings() }).await;
     let receiver = Server::start((0..200).map(|_| say(503, &[], ""))).await;
-    service.send(Uuid::now_v7(), &format!("{}/hook", receiver.origin)).await;
+    service.ask(Uuid::now_v7(), webhook(&format!("{}/hook", receiver.origin))).await;
     service
         .becomes("it is possibly sent", |state| matches!(state, Delivery::PossiblySent(_) | Delivery::Dead(_)))
         .await;
@@ -231,16 +157,16 @@ async fn o28_what_did_not_leave_waits_and_an_endpoint_that_fails_is_left_alone()
     let reserved = tokio::net::TcpSocket::new_v4().unwrap();
     reserved.bind("127.0.0.1:0".parse().unwrap()).unwrap();
     let closed = reserved.local_addr().unwrap();
-    let service = Service::start(options(), settings()).await;
-    service.send(Uuid::now_v7(), &format!("http://{closed}/hook")).await;
+    let service = start(options(), settings()).await;
+    service.ask(Uuid::now_v7(), webhook(&format!("http://{closed}/hook"))).await;
     service.becomes("it waits", |state| state == Delivery::Waiting).await;
     // After two failures in a row the receiver hears nothing for a while.
     let open = Duration::from_millis(1_500);
     let breaker = BreakerOptions { failures: 2, open };
-    let service = Service::start(WebhookOptions { breaker, ..options() }, settings()).await;
+    let service = start(WebhookOptions { breaker, ..options() }, settings()).await;
     let receiver = Server::start((0..2).map(|_| say(500, &[], ""))).await;
     let began = std::time::Instant::now();
-    service.send(Uuid::now_v7(), &format!("{}/hook", receiver.origin)).await;
+    service.ask(Uuid::now_v7(), webhook(&format!("{}/hook", receiver.origin))).await;
     service.becomes("it is sent", |state| state == Delivery::Sent).await;
     assert!(began.elapsed() >= open, "{:?}", began.elapsed());
     assert_eq!(receiver.came().len(), 3);
@@ -249,10 +175,10 @@ async fn o28_what_did_not_leave_waits_and_an_endpoint_that_fails_is_left_alone()
 // Shown by: a refusal of a later send that is not in vain (it is sent again at once, until the window is over).
 #[tokio::test]
 async fn o28_a_receiver_that_refuses_what_may_have_arrived_is_not_hammered() {
-    let service = Service::start(options(), DriveSettings { attempts_max: 2, ..settings() }).await;
+    let service = start(options(), DriveSettings { attempts_max: 2, ..settings() }).await;
     let refusals = (0..200).map(|_| say(404, &[], ""));
     let receiver = Server::start(std::iter::once(Step::DropAfter).chain(refusals)).await;
-    service.send(Uuid::now_v7(), &format!("{}/hook", receiver.origin)).await;
+    service.ask(Uuid::now_v7(), webhook(&format!("{}/hook", receiver.origin))).await;
     let dead = service.becomes("it is dead", |state| matches!(state, Delivery::Dead(_))).await;
     let sends = receiver.came().len();
     assert_eq!(dead, Delivery::Dead(u32::try_from(sends).unwrap()));

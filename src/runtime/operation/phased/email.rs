@@ -107,15 +107,13 @@ impl Emails {
     }
 }
 
-/// The stored bytes: a line that says whom to, and the e-mail.
+/// Whom to, and the e-mail.
 fn opened(bytes: &[u8]) -> Result<(Envelope, &[u8]), HandlerError> {
-    let end = bytes.iter().position(|&byte| byte == b'\n');
-    let end = end.ok_or_else(|| HandlerError::terminal("the stored e-mail has no first line"))?;
-    let parties: Parties = serde_json::from_slice(&bytes[..end])?;
+    let (parties, email) = sending::opened::<Parties>(bytes)?;
     let address = |text: &String| text.parse().map_err(HandlerError::terminal);
     let to = parties.to.iter().map(address).collect::<Result<_, _>>()?;
     let envelope = Envelope::new(Some(address(&parties.from)?), to).map_err(HandlerError::terminal)?;
-    Ok((envelope, &bytes[end + 1..]))
+    Ok((envelope, email))
 }
 
 #[async_trait]
@@ -167,6 +165,6 @@ impl Prepare<SendEmail> for Emails {
         let email = email.map_err(HandlerError::terminal)?;
         let to = email.envelope().to().iter().map(ToString::to_string).collect();
         let parties = Parties { from: self.from.email.to_string(), to };
-        Ok([serde_json::to_vec(&parties)?.as_slice(), b"\n", &email.formatted()].concat())
+        sending::packed(&parties, &email.formatted())
     }
 }

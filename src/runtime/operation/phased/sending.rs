@@ -85,6 +85,18 @@ impl<S: Phases, C: Send + Sync + 'static> SettledPhase<S, C> for End {
     }
 }
 
+/// The bytes that are stored: a line that says where to, and what is sent.
+pub(super) fn packed(whereto: &impl Serialize, body: &[u8]) -> Result<Vec<u8>, HandlerError> {
+    Ok([serde_json::to_vec(whereto)?.as_slice(), b"\n", body].concat())
+}
+
+/// The inverse of [`packed`].
+pub(super) fn opened<T: DeserializeOwned>(bytes: &[u8]) -> Result<(T, &[u8]), HandlerError> {
+    let end = bytes.iter().position(|&byte| byte == b'\n');
+    let end = end.ok_or_else(|| HandlerError::terminal("the stored bytes have no first line"))?;
+    Ok((serde_json::from_slice(&bytes[..end])?, &bytes[end + 1..]))
+}
+
 /// What became of the first effect of an operation that is sent to others; none before its intent.
 #[must_use]
 pub fn delivery(stored: &StoredOperation) -> Option<Delivery> {

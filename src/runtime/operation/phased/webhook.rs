@@ -161,7 +161,7 @@ impl Webhooks {
 
     async fn post(&self, call: &Call<'_>) -> Sent {
         let not_sent = |why: String| Sent { answer: Answer::NotConnected, saw: why.into_bytes() };
-        let (envelope, body) = match opened(call.bytes) {
+        let (envelope, body) = match sending::opened::<Envelope>(call.bytes) {
             Ok(parts) => parts,
             Err(error) => return not_sent(error.message().to_owned()),
         };
@@ -232,13 +232,6 @@ impl Webhooks {
     }
 }
 
-/// The stored bytes: a line that says where to, and the body.
-fn opened(bytes: &[u8]) -> Result<(Envelope, &[u8]), HandlerError> {
-    let end = bytes.iter().position(|&byte| byte == b'\n');
-    let end = end.ok_or_else(|| HandlerError::terminal("the stored webhook has no first line"))?;
-    Ok((serde_json::from_slice(&bytes[..end])?, &bytes[end + 1..]))
-}
-
 #[async_trait]
 impl Provider for Webhooks {
     fn name(&self) -> &'static str {
@@ -264,6 +257,6 @@ impl Prepare<SendWebhook> for Webhooks {
         let url = Url::parse(&request.url).map_err(HandlerError::terminal)?;
         self.addresses.permits(&url).map_err(HandlerError::terminal)?;
         let envelope = Envelope { url: request.url.clone(), content_type: request.content_type.clone() };
-        Ok([serde_json::to_vec(&envelope)?.as_slice(), b"\n", request.body.as_bytes()].concat())
+        sending::packed(&envelope, request.body.as_bytes())
     }
 }

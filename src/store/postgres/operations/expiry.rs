@@ -27,8 +27,8 @@ select c.relname::text, extract(epoch from bound[1]::timestamptz)::bigint, bound
  where i.inhparent = 'oncebox.idempotency_body'::regclass and bound is not null
  order by 2";
 
-/// Small bodies, which stand in the rows of their claims. The time is a value of its own here and below, where an index is read by it: compared with the clock
-/// itself, each entry of the index would be read.
+/// Small bodies, which stand in the rows of their claims. The time is a value of its own here and below, where an index is read by it:
+/// compared with the clock itself, each entry of the index would be read.
 const EXPIRE_SMALL: &str = "
 update oncebox.idempotency_request r set body_headers = null, body_bytes = null, body_format = null, body_kid = null,
   kept_bytes = null

@@ -1,0 +1,96 @@
+//! A service with one operation that sends something, and a worker.
+
+use std::time::Duration;
+
+use oncebox::policy::operation::delivery::Delivery;
+use oncebox::policy::operation::key::KeyFormat;
+use oncebox::policy::operation::{IdempotentCommand, Key, Scope};
+use oncebox::runtime::operation::phased::webhook::delivery;
+use oncebox::runtime::operation::phased::{Door, DriveSettings, Flow, Recovery, RecoveryOptions};
+use oncebox::runtime::operation::{Answered, Endpoint, Engine, KeyGiven, Registered};
+use oncebox::sqlx;
+use oncebox::store::sqlite::SqliteStore;
+use oncebox::store::{Base, Phases, Schema, StoreOptions};
+use serde::Serialize;
+use tokio::task::JoinHandle;
+use tokio_util::sync::CancellationToken;
+use uuid::Uuid;
+
+use crate::SOON;
+use crate::support::eventually;
+
+pub(crate) struct Service {
+    store: SqliteStore,
+    door: Door<SqliteStore>,
+    endpoint: Registered,
+    worker: JoinHandle<Result<(), oncebox::StoreError>>,
+    _directory: tempfile::TempDir,
+}
+
+impl Drop for Service {
+    fn drop(&mut self) {
+        self.worker.abort();
+    }
+}
+
+impl Service {
+    pub(crate) async fn over(endpoint: Endpoint, flow: Flow<SqliteStore>, settings: DriveSettings) -> Self {
+        let directory = tempfile::tempdir().unwrap();
+        let url = format!("sqlite://{}", directory.path().join("test.db").display());
+        let store = SqliteStore::connect(&StoreOptions { create: true, ..StoreOptions::new(url) }).await.unwrap();
+        store.migrate().await.unwrap();
+        let engine = Engine::builder(store.clone()).build();
+        let endpoint = engine.protect(endpoint).unwrap();
+        let door = Door::builder(&engine, store.deployment().await.unwrap()).settings(settings);
+        let door = door.register(flow, &endpoint).unwrap().build();
+        let every = RecoveryOptions { every: Duration::from_millis(20), ..RecoveryOptions::default() };
+        let recovery = Recovery::new(&door, every, oncebox::observe::Health::default());
+        let worker = tokio::spawn(recovery.run(CancellationToken::new()));
+        Self { store, door, endpoint, worker, _directory: directory }
+    }
+
+    pub(crate) async fn ask<C>(&self, event: Uuid, command: C) -> Answered
+    where
+        C: IdempotentCommand + Serialize + Send + Sync + 'static,
+    {
+        let key = KeyGiven::Given(Key::parse(event.to_string().as_bytes(), KeyFormat::UuidV7).unwrap());
+        let scope = Some(Scope::new("t1", "payments").unwrap());
+        self.door.execute_phased(&self.endpoint, scope, key, command, Duration::from_millis(10)).await
+    }
+
+    /// The status of its outcome, asked for until it is there.
+    pub(crate) async fn outcome<C>(&self, event: Uuid, command: C) -> u16
+    where
+        C: IdempotentCommand + Clone + Serialize + Send + Sync + 'static,
+    {
+        eventually("an outcome", SOON, || async {
+            match self.ask(event, command.clone()).await {
+                Answered::Reply { reply, .. } => Some(reply.status),
+                Answered::Problem(problem) => {
+                    assert!(problem.code.retryable(), "{problem:?}");
+                    None
+                }
+            }
+        })
+        .await
+    }
+
+    pub(crate) async fn state(&self) -> Option<Delivery> {
+        let ids: Vec<Vec<u8>> = sqlx::query_scalar("select operation_id from oncebox_operation")
+            .fetch_all(self.store.pool())
+            .await
+            .unwrap();
+        for id in ids {
+            let stored = self.store.operation(Uuid::from_slice(&id).unwrap()).await.unwrap()?;
+            // One that was refused in its first phase intended nothing.
+            if let Some(state) = delivery(&stored) {
+                return Some(state);
+            }
+        }
+        None
+    }
+
+    pub(crate) async fn becomes(&self, what: &str, wanted: impl Fn(Delivery) -> bool) -> Delivery {
+        eventually(what, SOON, || async { self.state().await.filter(|&state| wanted(state)) }).await
+    }
+}
