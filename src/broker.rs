@@ -33,6 +33,7 @@ use async_trait::async_trait;
 use crate::error::BrokerError;
 use crate::message::{Arrived, OutgoingMessage};
 use crate::policy::horizon::TopicRetention;
+use crate::policy::position::{Position, Start};
 
 /// What is known of a topic before anything is produced to it (R19).
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -92,6 +93,11 @@ pub trait Broker: Debug + Send + Sync {
     /// Opens a fresh publishing session, warmed so that the first message does not wait.
     async fn publisher(&self) -> Result<Box<dyn Publisher>, BrokerError>;
 
+    /// Where the messages of a subscription stand in this broker: in its topics, or in its queues.
+    fn places(&self, subscription: &Subscription) -> Vec<String> {
+        subscription.topics.clone()
+    }
+
     /// Joins as a consumer.
     async fn subscriber(&self, subscription: &Subscription) -> Result<Box<dyn Subscriber>, BrokerError>;
 
@@ -126,6 +132,8 @@ pub struct BrokerFinding {
     pub name: String,
     /// True where a promise is broken, false where all is well or only weaker.
     pub refused: bool,
+    /// True where messages stand that nobody reads.
+    pub stuck: bool,
     /// What was found.
     pub detail: String,
     /// What to do.
@@ -273,6 +281,17 @@ impl RevokeGuard {
     }
 }
 
+/// How a source of a log began.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Begun {
+    /// Which.
+    pub source: PartitionId,
+    /// Which topic of this name it is, where the broker tells.
+    pub topic_id: Option<String>,
+    /// Where it begins, and why not where it stood.
+    pub start: Start,
+}
+
 /// A consumer's connection to the broker.
 #[async_trait]
 pub trait Subscriber: Send {
@@ -284,6 +303,18 @@ pub trait Subscriber: Send {
     /// # Cancel safety
     /// Safe: no event is lost when dropped.
     async fn next(&mut self) -> Result<Event, BrokerError>;
+
+    /// Where sources that were just assigned begin (`policy::position`), `remembered` being what the consumer's database knows of
+    /// each. What it is not called for before the following `next` begins where the group stands. A queue has no positions, and
+    /// answers nothing.
+    async fn begin(&mut self, _remembered: Vec<(PartitionId, Option<Position>)>) -> Result<Vec<Begun>, BrokerError> {
+        Ok(Vec::new())
+    }
+
+    /// Why nothing comes for now, where the broker is away and the client waits for it.
+    fn away(&self) -> Option<String> {
+        None
+    }
 
     /// All deliveries of this source up to and including `through` are committed.
     ///

@@ -101,8 +101,9 @@ pub enum ClientError {
         /// Why nothing more is known.
         cause: Cause,
     },
-    /// Nothing reached the server. The key is unused and stays that of this operation.
-    #[error("nothing was sent under the key #{}: {cause}", key.short_hash())]
+    /// None of this call's attempts ran anything. The key stays that of this operation; where another process sent it before, this says
+    /// nothing of that.
+    #[error("nothing was done by this call under the key #{}: {cause}", key.short_hash())]
     NotSent {
         /// The key.
         key: Key,

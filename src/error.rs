@@ -15,13 +15,13 @@ use std::time::Duration;
 #[non_exhaustive]
 pub enum StoreError {
     /// Nobody's failure: deadlock, serialization failure, lock timeout, busy file. The same work again, with jitter.
-    #[error("the database asks to try again: {0}")]
+    #[error("the database asks to try again: {}", classify::words(.0))]
     Busy(#[source] sqlx::Error),
     /// The database is away, starting, stopping, full, read-only or out of connections. Wait; no attempt is counted.
-    #[error("the database is not available: {0}")]
+    #[error("the database is not available: {}", classify::words(.0))]
     Unavailable(#[source] sqlx::Error),
     /// The connection was lost during COMMIT: the outcome is unknown and must be found out, never guessed.
-    #[error("the outcome of a commit is unknown: {0}")]
+    #[error("the outcome of a commit is unknown: {}", classify::words(.0))]
     CommitUnknown(#[source] sqlx::Error),
     /// The lease, epoch or revision is not ours any more: end the session, change nothing.
     #[error("fenced: {0}")]
@@ -55,7 +55,7 @@ pub enum StoreError {
     #[error("unexpected data: {0}")]
     Corrupt(String),
     /// Any other error of the database.
-    #[error("{0}")]
+    #[error("{}", classify::words(.0))]
     Other(#[source] sqlx::Error),
 }
 
@@ -64,6 +64,16 @@ impl StoreError {
     #[must_use]
     pub fn is_nobodys(&self) -> bool {
         matches!(self, Self::Busy(_) | Self::Unavailable(_) | Self::CommitUnknown(_))
+    }
+
+    /// True where the work at hand may be the reason, and not the state of the database.
+    pub(crate) fn may_be_its_own(&self) -> bool {
+        match self {
+            Self::Busy(_) | Self::CommitUnknown(_) | Self::Fenced(_) => false,
+            Self::SchemaMissing(_) | Self::SchemaOld { .. } | Self::SchemaNewer { .. } => false,
+            Self::Unavailable(error) => classify::may_be_the_statements(error),
+            Self::Refused(_) | Self::Limit(_) | Self::Corrupt(_) | Self::Other(_) => true,
+        }
     }
 }
 
@@ -112,12 +122,14 @@ pub struct HandlerError {
     terminal: bool,
     retry_after: Option<Duration>,
     nobodys: bool,
+    may_be_its_own: bool,
 }
 
 impl HandlerError {
     /// Try again under the retry policy.
     pub fn retryable(error: impl std::fmt::Display) -> Self {
-        Self { message: error.to_string(), terminal: false, retry_after: None, nobodys: false }
+        let (terminal, retry_after, nobodys, may_be_its_own) = (false, None, false, false);
+        Self { message: error.to_string(), terminal, retry_after, nobodys, may_be_its_own }
     }
 
     /// No retry can help: the message becomes dead at once.
@@ -133,6 +145,16 @@ impl HandlerError {
     /// The database asked to try again or went away: nobody's failure, no attempt is counted (R27).
     pub fn nobodys(error: impl std::fmt::Display) -> Self {
         Self { nobodys: true, ..Self::retryable(error) }
+    }
+
+    /// The connection was lost under the handler: nobody's failure, unless the handler's statement ends it every time.
+    pub(crate) fn lost_connection(error: impl std::fmt::Display) -> Self {
+        Self { may_be_its_own: true, ..Self::nobodys(format!("{error}; the connection is lost")) }
+    }
+
+    /// Of a failure that is nobody's by its code: whether the handler's own statement may be the reason.
+    pub(crate) fn may_be_its_own(&self) -> bool {
+        self.may_be_its_own
     }
 
     /// Whether a retry is pointless.
@@ -169,18 +191,23 @@ impl std::fmt::Display for HandlerError {
 // `HandlerError` itself does not implement `std::error::Error`, so that this conversion can exist (as anyhow does it).
 impl<E: std::error::Error + Send + Sync + 'static> From<E> for HandlerError {
     fn from(error: E) -> Self {
-        let nobodys = (&error as &dyn std::any::Any).downcast_ref::<sqlx::Error>().is_some_and(classify::is_nobodys)
-            || (&error as &dyn std::any::Any).downcast_ref::<StoreError>().is_some_and(StoreError::is_nobodys);
-        let mut message = error.to_string();
-        let mut source = error.source();
-        while let Some(cause) = source {
-            let cause_text = cause.to_string();
-            if !message.contains(&cause_text) {
-                message = format!("{message}: {cause_text}");
+        let any = &error as &dyn std::any::Any;
+        let (sql, store) = (any.downcast_ref::<sqlx::Error>(), any.downcast_ref::<StoreError>());
+        let nobodys = sql.is_some_and(classify::is_nobodys) || store.is_some_and(StoreError::is_nobodys);
+        let may_be_its_own =
+            sql.is_some_and(classify::may_be_the_statements) || store.is_some_and(StoreError::may_be_its_own);
+        let mut message = String::new();
+        let mut next: Option<&(dyn std::error::Error + 'static)> = Some(&error);
+        while let Some(cause) = next {
+            // What stands below an error of sqlx is said in its words already.
+            let of_database = cause.downcast_ref::<sqlx::Error>();
+            let text = of_database.map_or_else(|| cause.to_string(), classify::words);
+            if !message.contains(&text) {
+                message = if message.is_empty() { text } else { format!("{message}: {text}") };
             }
-            source = cause.source();
+            next = cause.source().filter(|_| of_database.is_none());
         }
-        Self { nobodys, ..Self::retryable(message) }
+        Self { nobodys, may_be_its_own, ..Self::retryable(message) }
     }
 }
 

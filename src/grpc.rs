@@ -89,9 +89,10 @@ where
     if bytes > endpoint.request_body_max() {
         return Err(refused(&Problem::new(Code::BodyTooLarge)));
     }
-    let Some(_memory) = engine.reserve_body(bytes) else {
+    let mut memory = engine.body_memory(scope.as_ref().map_or("", Scope::tenant));
+    if !memory.grow(bytes) {
         return Err(refused(&Problem::new(Code::BodyMemoryExceeded)));
-    };
+    }
     match engine.execute_tx(endpoint, scope, given, request.into_inner(), handler).await {
         Answered::Reply { reply, replayed } => status::of_reply(&reply, replayed),
         Answered::Problem(problem) => Err(status::of_problem(&problem)),

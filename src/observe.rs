@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use metrics::{Unit, counter, gauge, histogram};
 
-pub use health::{Health, PartState};
+pub use health::{Health, PartState, Trouble};
 pub use operations::{Forgotten, Noted, forgotten, noted, operation_starts, operations_stand};
 
 /// What kind of metric it is.
@@ -57,8 +57,11 @@ metrics_table! {
     OLDEST_PENDING "oncebox_oldest_pending_age_seconds" Gauge Seconds "" "the alert: how long the oldest unproven message has waited";
     PENDING "oncebox_pending_messages" Gauge Count "" "messages not yet proven by the broker";
     HELD "oncebox_held_messages" Gauge Count "" "messages that stand behind a dead one, or whose destination is blocked";
+    OLDEST_HELD "oncebox_oldest_held_age_seconds" Gauge Seconds "" "the alert: how long ago the oldest held message was enqueued";
     DEAD "oncebox_dead_messages" Gauge Count "place" "messages that could not be sent (place `outbox`) or handled (place is the consumer)";
     WAITING "oncebox_waiting_messages" Gauge Count "consumer" "messages that wait for a retry, or behind one";
+    CONSUMER_HELD "oncebox_consumer_held_messages" Gauge Count "consumer" "messages that stand behind a dead one of their key";
+    OLDEST_WAITING "oncebox_oldest_waiting_age_seconds" Gauge Seconds "consumer" "the alert: how long the oldest of the waiting and held messages has waited";
     CURSOR_AGE "oncebox_relay_cursor_age_seconds" Gauge Seconds "shard" "time since the relay last wrote its cursor";
     GAPS "oncebox_relay_gaps" Gauge Count "shard" "open gaps: positions that may still appear";
     LEASES_LOST "oncebox_leases_lost_total" Counter Count "" "leases lost to somebody else: a frozen process, or two with one name";
@@ -69,6 +72,7 @@ metrics_table! {
     INBOX_PURGED "oncebox_inbox_purged_total" Counter Count "consumer" "inbox rows that were older than the horizon and are gone";
     IN_FLIGHT "oncebox_consumer_in_flight" Gauge Count "consumer" "deliveries taken and not yet acknowledged";
     ACK_FAILURES "oncebox_acknowledge_failures_total" Counter Count "consumer" "acknowledgements that did not arrive: redelivery follows, the inbox knows";
+    LOST_RECORDS "oncebox_lost_records_total" Counter Count "topic" "the alert: records that the broker deleted before a consumer got them: their effects are missing";
     EMAILS "oncebox_emails_total" Counter Count "outcome" "tries of e-mails by what the e-mail was then: sent, refused, possibly-sent, waiting, dead";
     EMAILS_PENDING "oncebox_emails_pending" Gauge Count "" "e-mails not yet sent";
     IDEMPOTENCY_OPERATION "oncebox_idempotency_operation_info" Gauge Count "operation,mode" "1 for each protected operation, with the mode of its door: same_tx, phased, bridged, edge; joined to the others by `operation`";
@@ -201,6 +205,8 @@ pub struct OutboxGauges {
     pub oldest_pending_age_seconds: f64,
     /// Held rows.
     pub held: u64,
+    /// How long ago the first of them was enqueued, seconds.
+    pub oldest_held_age_seconds: f64,
     /// Dead rows.
     pub dead: u64,
     /// E-mails not yet sent.
@@ -212,6 +218,7 @@ pub fn outbox_stands(gauges: OutboxGauges) {
     gauge!(PENDING).set(gauges.pending as f64);
     gauge!(OLDEST_PENDING).set(gauges.oldest_pending_age_seconds);
     gauge!(HELD).set(gauges.held as f64);
+    gauge!(OLDEST_HELD).set(gauges.oldest_held_age_seconds);
     gauge!(DEAD, "place" => "outbox").set(gauges.dead as f64);
     gauge!(EMAILS_PENDING).set(gauges.emails_pending as f64);
 }
@@ -222,11 +229,28 @@ pub fn shard_stands(shard: i32, gaps: u64, cursor_age_seconds: f64) {
     gauge!(CURSOR_AGE, "shard" => shard.to_string()).set(cursor_age_seconds);
 }
 
+/// How a consumer stands.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct ConsumerGauges {
+    /// Messages that wait for a retry, or behind one.
+    pub waiting: u64,
+    /// Messages that stand behind a dead one.
+    pub held: u64,
+    /// Age of the oldest of both, seconds.
+    pub oldest_waiting_age_seconds: f64,
+    /// Dead messages.
+    pub dead: u64,
+    /// Inbox rows.
+    pub inbox_rows: u64,
+}
+
 /// Sets the gauges of a consumer.
-pub fn consumer_stands(consumer: &str, waiting: u64, dead: u64, inbox_rows: u64) {
-    gauge!(WAITING, "consumer" => consumer.to_owned()).set(waiting as f64);
-    gauge!(DEAD, "place" => consumer.to_owned()).set(dead as f64);
-    gauge!(INBOX_ROWS, "consumer" => consumer.to_owned()).set(inbox_rows as f64);
+pub fn consumer_stands(consumer: &str, gauges: ConsumerGauges) {
+    gauge!(WAITING, "consumer" => consumer.to_owned()).set(gauges.waiting as f64);
+    gauge!(CONSUMER_HELD, "consumer" => consumer.to_owned()).set(gauges.held as f64);
+    gauge!(OLDEST_WAITING, "consumer" => consumer.to_owned()).set(gauges.oldest_waiting_age_seconds);
+    gauge!(DEAD, "place" => consumer.to_owned()).set(gauges.dead as f64);
+    gauge!(INBOX_ROWS, "consumer" => consumer.to_owned()).set(gauges.inbox_rows as f64);
 }
 
 /// Shows the counters of a consumer at 0.
@@ -261,6 +285,11 @@ pub fn in_flight(consumer: &str, count: usize) {
 /// An acknowledgement did not arrive.
 pub fn acknowledge_failed(consumer: &str) {
     counter!(ACK_FAILURES, "consumer" => consumer.to_owned()).increment(1);
+}
+
+/// The broker deleted records before they were consumed.
+pub fn lost_records(topic: &str, count: u64) {
+    counter!(LOST_RECORDS, "topic" => topic.to_owned()).increment(count);
 }
 
 /// What a try of an e-mail came to, in a word of [`Delivery`](crate::policy::operation::delivery::Delivery).

@@ -44,19 +44,21 @@ use crate::error::StoreError;
 pub use door::{Door, commit, enqueue, enqueue_all, enqueued, hint};
 pub(crate) use inbox::time_in_id;
 pub use inbox::{
-    Admission, ConsumerId, ConsumerSpec, Inbox, InboxEntry, InboxTx, Known, ParkAs, Parked, Proof, Purged, Standing,
+    Admission, ConsumerId, ConsumerSpec, Holding, Inbox, InboxEntry, InboxTx, Known, Opened, ParkAs, Parked, Proof,
+    Purged, Standing, Undone,
 };
 pub use key_operator::{
     FoundOperations, KeyChange, KeyFilter, KeyOperator, OperationChange, OperationFilter, Resolution,
 };
 pub use mailbox::{EmailOutcome, EmailToSend, Mailbox, NewEmail};
+pub(crate) use operations::stored::{pack as pack_headers, unpack as unpack_headers};
 pub use operations::{
     Answer, AnswerBody, Basis, Begun, Claimed, Fenced, KeptBody, KeyClaim, Keys, Look, OperationStats, OperationTx,
     Operations, Outcome, Owned,
 };
 pub use operator::{
-    ActContext, ConsumerStatus, DeadFilter, DeadMessage, DeadPlace, HistoryEntry, Operator, OperatorAct,
-    OperatorOutcome, ShardStatus, Status,
+    ActContext, AuditEntry, CONSUMER_PRESENT, ConsumerStatus, DeadFilter, DeadMessage, DeadPlace, DeadState, Forgotten,
+    HistoryEntry, LockWait, Operator, OperatorAct, OperatorOutcome, ShardStatus, Status,
 };
 pub use phases::{
     Driven, Due, FIRST_POINT, Leave, NewEvidence, NewIntent, NewOperation, PhaseTx, Phases, Run, Sealed,
@@ -68,7 +70,7 @@ pub use relay::{
 };
 pub use schema::{AppliedMigration, Finding, MigrationText, Schema, SchemaState, Severity};
 pub use statements::{Dialect, Piece, SqlValue, Statements, split as split_named};
-pub use waiting::{Claim, ClaimedMessage, Waiting};
+pub use waiting::{CLAIM_MAX, Claim, ClaimedMessage, Scope, Waiting};
 
 /// What every duty needs: a connection pool to one kind of database.
 pub trait Base: Clone + Debug + Send + Sync + 'static {

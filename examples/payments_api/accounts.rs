@@ -25,10 +25,10 @@ pub(crate) async fn put<S: Books>(
     Path(id): Path<String>,
     Body(NewBalance { balance_minor }): Body<NewBalance>,
 ) -> Response {
-    if !(1..=64).contains(&id.chars().count()) || id.contains('\0') {
+    if !(1..=64).contains(&id.chars().count()) {
         return problem_response(&Problem::new(Code::RequestInvalid));
     }
-    match app.store.put_account(scope.tenant(), &id, balance_minor).await {
+    match app.engine.while_there(app.store.put_account(scope.tenant(), &id, balance_minor)).await {
         Ok(()) => Json(json!({"id": id, "balanceMinor": balance_minor})).into_response(),
         Err(error) => crate::service::unwritten(&error),
     }

@@ -22,7 +22,7 @@ pub(crate) struct Args {
     #[arg(long)]
     pub(crate) broker: Option<String>,
     /// The outside provider of /charges
-    #[arg(long)]
+    #[arg(long, requires = "deployment")]
     pub(crate) provider: Option<String>,
     /// Whether this process recovers unfinished operations by itself; `only`: that and carrying messages, and it serves nothing
     #[arg(long, value_enum, default_value = "on")]
@@ -39,12 +39,24 @@ pub(crate) struct Args {
     /// The region of this service: keys of a tenant named `REGION.anything` are kept in that region, others everywhere
     #[arg(long)]
     pub(crate) region: Option<String>,
-    /// The id of this deployment; where the database has another one, nothing is sent to the provider. Default: the database's
-    #[arg(long)]
-    pub(crate) deployment: Option<uuid::Uuid>,
+    /// The id of this deployment: where the database has another one, as a clone for a test has, nothing is sent to the provider.
+    /// `database` takes the one that the database has, so that a clone charges too: for trying things out
+    #[arg(long, value_name = "ID|database", value_parser = deployment)]
+    pub(crate) deployment: Option<Deployment>,
     /// Stops at a point and says so on stderr, for tests that kill it there
     #[arg(long, hide = true)]
     pub(crate) pause_at: Option<String>,
+}
+
+/// Whose deployment it is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Deployment {
+    Id(uuid::Uuid),
+    Database,
+}
+
+fn deployment(text: &str) -> Result<Deployment, uuid::Error> {
+    if text == "database" { Ok(Deployment::Database) } else { text.parse().map(Deployment::Id) }
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
@@ -55,6 +67,14 @@ pub(crate) enum Switch {
 }
 
 impl Args {
+    /// The deployment that this service belongs to, beside that of the database.
+    pub(crate) fn deployment_of(&self, database: uuid::Uuid) -> uuid::Uuid {
+        match self.deployment {
+            Some(Deployment::Id(deployment)) => deployment,
+            Some(Deployment::Database) | None => database,
+        }
+    }
+
     /// The route of an operation: the engine's defaults with the times of the command line.
     pub(crate) fn route(&self, mode: Mode) -> Route {
         let lease = Duration::from_secs_f64(self.lease.max(0.1));

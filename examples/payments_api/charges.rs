@@ -204,7 +204,7 @@ pub(crate) async fn show<S: Books>(
     Path(id): Path<String>,
 ) -> Response {
     let Ok(id) = id.parse::<Uuid>() else { return StatusCode::NOT_FOUND.into_response() };
-    let found = match app.store.operation(id).await {
+    let found = match app.engine.while_there(app.store.operation(id)).await {
         Ok(Some(found)) => found,
         Ok(None) => return StatusCode::NOT_FOUND.into_response(),
         Err(error) => return unread(&error),
@@ -213,7 +213,7 @@ pub(crate) async fn show<S: Books>(
     if found.identity.as_ref().is_none_or(|identity| identity.tenant() != scope.tenant()) {
         return StatusCode::NOT_FOUND.into_response();
     }
-    match result(&app, &found).await {
+    match app.engine.while_there(result(&app, &found)).await {
         Ok(result) => Json(Shown { id, status: found.stage.public(), result }).into_response(),
         Err(error) => unread(&error),
     }

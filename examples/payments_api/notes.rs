@@ -6,9 +6,10 @@ use axum::http::StatusCode;
 use axum::http::header::{CONTENT_TYPE, LOCATION};
 use axum::response::{IntoResponse, Response};
 use axum::{Extension, Json};
-use oncebox::http::idempotency::{IdempotencyScope, Idempotent, problem_response, read_json};
-use oncebox::policy::operation::Code;
+use oncebox::http::idempotency::{IdempotencyScope, Idempotent, OutcomeTag, problem_response, read_json};
+use oncebox::policy::operation::{Code, Outcome};
 use oncebox::runtime::operation::Problem;
+use oncebox::sqlx;
 use serde::{Deserialize, Serialize};
 
 use crate::books::Books;
@@ -71,6 +72,10 @@ pub(crate) async fn create<S: Books>(
     reach("note.written").await;
     match added {
         Ok(()) => (StatusCode::CREATED, [(LOCATION, format!("/notes/{}", note.id))], Json(note)).into_response(),
+        // No connection was to be had: nothing was written, and the key is free again.
+        Err(error @ sqlx::Error::PoolTimedOut) => {
+            (Extension(OutcomeTag(Outcome::DontStore(()))), crate::service::unread(&error)).into_response()
+        }
         Err(error) => crate::service::unwritten(&error),
     }
 }
@@ -80,7 +85,7 @@ pub(crate) async fn show<S: Books>(
     Extension(IdempotencyScope(scope)): Extension<IdempotencyScope>,
     Path(id): Path<String>,
 ) -> Response {
-    match app.store.note(scope.tenant(), &id).await {
+    match app.engine.while_there(app.store.note(scope.tenant(), &id)).await {
         Ok(Some(text)) => Json(Note { id, text }).into_response(),
         Ok(None) => StatusCode::NOT_FOUND.into_response(),
         Err(error) => crate::service::unread(&error),

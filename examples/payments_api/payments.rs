@@ -148,11 +148,13 @@ pub(crate) async fn show<S: Books>(
     axum::Extension(IdempotencyScope(scope)): axum::Extension<IdempotencyScope>,
     Path(id): Path<String>,
 ) -> Response {
-    let found = match app.store.payment(scope.tenant(), &id).await {
-        Ok(None) => app.store.charge(scope.tenant(), &id).await,
-        found => found,
+    let found = async {
+        match app.store.payment(scope.tenant(), &id).await {
+            Ok(None) => app.store.charge(scope.tenant(), &id).await,
+            found => found,
+        }
     };
-    match found {
+    match app.engine.while_there(found).await {
         Ok(Some(payment)) => axum::Json(payment).into_response(),
         // Another tenant's is not there.
         Ok(None) => StatusCode::NOT_FOUND.into_response(),

@@ -12,6 +12,7 @@ use axum::middleware::{Next, from_fn};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post, put};
 use metrics_exporter_prometheus::{PrometheusBuilder, PrometheusHandle};
+use oncebox::StoreError;
 use oncebox::app::config::{Secret, Settings};
 use oncebox::app::{AppError, LogFormat, open_broker, run_publisher_with, start_logging, stop_on_signals};
 use oncebox::http::idempotency::{IdempotencyLayer, IdempotencyScope, TypedDoor, problem_response, well_known};
@@ -21,9 +22,9 @@ use oncebox::runtime::operation::phased::{Door, Recovery, RecoveryOptions};
 use oncebox::runtime::operation::{Endpoint, Engine, Problem};
 use oncebox::runtime::{Relay, RelayOptions};
 use oncebox::store::StoreOptions;
-use oncebox::{StoreError, sqlx};
 use tokio::net::TcpListener;
 use tokio_util::sync::CancellationToken;
+use uuid::Uuid;
 
 use crate::args::{Args, Switch};
 use crate::books::Books;
@@ -44,6 +45,7 @@ pub(crate) struct App<S: Books> {
     pub(crate) engine: Engine<S>,
     pub(crate) payments: TypedDoor<S, NewPayment>,
     pub(crate) charges: Arc<Charges<S>>,
+    health: Health,
     metrics: PrometheusHandle,
 }
 
@@ -57,17 +59,18 @@ pub(crate) async fn run<S: Books>(args: Args) -> Result<(), AppError> {
     if args.recovery == Switch::Only {
         return recover_only::<S>(args).await;
     }
-    let store: S = open(&args.database).await?;
-    let mut engine = Engine::builder(store.clone());
+    let (store, deployment): (S, _) = open(&args.database).await?;
+    let health = Health::default();
+    let mut engine = Engine::builder(store.clone()).health(health.clone());
     if let Some(here) = &args.region {
         engine = engine.region(here, |scope: &Scope| scope.tenant().split_once('.').map(|(home, _)| home.to_owned()));
     }
     let engine = engine.build();
     let payment = Endpoint::typed::<NewPayment>(args.route(Mode::SameTx)).served_at("POST", "/payments");
     let payments = TypedDoor::new(&engine, payment).map_err(failed)?;
-    let charges = Arc::new(charges(&args, &store, &engine).await?);
+    let charges = Arc::new(charges(&args, args.deployment_of(deployment), &engine)?);
     let door = charges.door.clone();
-    let app = App { store: store.clone(), engine: engine.clone(), payments, charges, metrics };
+    let app = App { store: store.clone(), engine: engine.clone(), payments, charges, health, metrics };
     let router = routes(app, &args)?;
 
     let stop = stop_on_signals()?;
@@ -104,16 +107,12 @@ fn failed(error: impl std::fmt::Display) -> AppError {
 }
 
 /// The door of `/charges`, where there is a provider.
-async fn charges<S: Books>(args: &Args, store: &S, engine: &Engine<S>) -> Result<Charges<S>, AppError> {
+fn charges<S: Books>(args: &Args, deployment: Uuid, engine: &Engine<S>) -> Result<Charges<S>, AppError> {
     let endpoint = Endpoint::typed::<NewCharge>(args.route(Mode::Phased)).served_at("POST", "/charges");
     let typed = TypedDoor::new(engine, endpoint.operation_path("/operations/")).map_err(failed)?;
     let door = match &args.provider {
         None => None,
         Some(url) => {
-            let deployment = match args.deployment {
-                Some(deployment) => deployment,
-                None => store.deployment().await?,
-            };
             let cards = Cards::new(url, args.provider_timeout()).map_err(failed)?;
             let flow = charges::flow(cards).map_err(failed)?;
             Some(Door::builder(engine, deployment).register(flow, typed.endpoint()).map_err(failed)?.build())
@@ -130,7 +129,8 @@ async fn recover_only<S: Books>(args: Args) -> Result<(), AppError> {
     settings.broker.kafka.create_topics = true;
     let door = async |store: S| {
         let engine = Engine::builder(store.clone()).build();
-        let charges = charges(&args, &store, &engine).await?;
+        let deployment = args.deployment_of(store.deployment().await?);
+        let charges = charges(&args, deployment, &engine)?;
         charges.door.ok_or_else(|| AppError::usage("--recovery only needs --provider"))
     };
     run_publisher_with(&settings, door, false, Health::default(), stop_on_signals()?).await
@@ -155,6 +155,7 @@ fn routes<S: Books>(app: App<S>, args: &Args) -> Result<Router, AppError> {
         .route("/charges", post(charges::create::<S>))
         .route("/operations/{id}", get(charges::show::<S>))
         .route("/accounts/{id}", put(accounts::put::<S>))
+        .layer(from_fn(readable))
         // The last layer is the outermost: who is not authenticated reaches no key.
         .layer(from_fn(authenticate));
     let open = Router::new()
@@ -168,6 +169,11 @@ fn routes<S: Books>(app: App<S>, args: &Args) -> Result<Router, AppError> {
         open.route("/openapi.json", get(async move || axum::Json(document)))
     };
     Ok(protected.merge(open).with_state(app))
+}
+
+/// No database keeps a NUL in a text, and PostgreSQL refuses the statement that asks for one: nothing has such an id.
+async fn readable(request: Request, next: Next) -> Response {
+    if request.uri().path().contains("%00") { StatusCode::NOT_FOUND.into_response() } else { next.run(request).await }
 }
 
 /// Stands for verified authentication: `Authorization: Bearer TENANT:PRINCIPAL`.
@@ -197,16 +203,14 @@ pub(crate) fn unread(error: &dyn std::error::Error) -> Response {
 }
 
 /// The answer where a plain handler could not write, which may have happened all the same: the same request again is right.
-pub(crate) fn unwritten(error: &sqlx::Error) -> Response {
+pub(crate) fn unwritten(error: &dyn std::error::Error) -> Response {
     tracing::warn!(%error, "a write failed");
     problem_response(&Problem::new(Code::CommitUnknown))
 }
 
 async fn ready<S: Books>(State(app): State<App<S>>) -> Response {
-    match app.engine.measure().await {
-        Ok(()) => "ready\n".into_response(),
-        Err(error) => (StatusCode::SERVICE_UNAVAILABLE, format!("{error}\n")).into_response(),
-    }
+    let status = if app.health.is_ready() { StatusCode::OK } else { StatusCode::SERVICE_UNAVAILABLE };
+    (status, app.health.lines().join("\n") + "\n").into_response()
 }
 
 async fn show_metrics<S: Books>(State(app): State<App<S>>) -> Response {
@@ -216,13 +220,14 @@ async fn show_metrics<S: Books>(State(app): State<App<S>>) -> Response {
     ([(header::CONTENT_TYPE, "text/plain; version=0.0.4; charset=utf-8")], app.metrics.render()).into_response()
 }
 
-/// Connects, and makes the tables. Of two that start at once one makes them; the other one tries again.
-async fn open<S: Books>(url: &str) -> Result<S, AppError> {
+/// Connects, makes the tables, and reads the id of the deployment. Of two that start at once one makes the tables; the other one tries
+/// again, and so does one whose connection is lost.
+async fn open<S: Books>(url: &str) -> Result<(S, Uuid), AppError> {
     let options = StoreOptions { create: true, ..StoreOptions::new(url) };
     let deadline = tokio::time::Instant::now() + TABLES_WITHIN;
     loop {
         match make::<S>(&options).await {
-            Ok(store) => return Ok(store),
+            Ok(opened) => return Ok(opened),
             Err(error) if tokio::time::Instant::now() >= deadline => return Err(error.into()),
             Err(error) => tracing::debug!(%error, "the tables could not be made yet"),
         }
@@ -232,15 +237,16 @@ async fn open<S: Books>(url: &str) -> Result<S, AppError> {
 
 /// Some time, not the same in two processes.
 fn fastrand_millis() -> u64 {
-    100 + u64::from(uuid::Uuid::now_v7().as_bytes()[15])
+    100 + u64::from(Uuid::now_v7().as_bytes()[15])
 }
 
-async fn make<S: Books>(options: &StoreOptions) -> Result<S, StoreError> {
+async fn make<S: Books>(options: &StoreOptions) -> Result<(S, Uuid), StoreError> {
     let store = S::connect(options).await?;
     store.migrate().await?;
     store.make_tables().await?;
     store.make_charges().await?;
-    Ok(store)
+    let deployment = store.deployment().await?;
+    Ok((store, deployment))
 }
 
 /// The relay, in the same process.
@@ -252,7 +258,7 @@ async fn relay<S: Books>(store: S, broker: String, stop: CancellationToken) {
         Ok(broker) => broker,
         Err(error) => return tracing::error!(%error, "no broker"),
     };
-    let owner = format!("payments-api-{}", uuid::Uuid::now_v7().simple());
+    let owner = format!("payments-api-{}", Uuid::now_v7().simple());
     let relay = Relay::new(store, broker, RelayOptions::new(owner), Health::default());
     while !stop.is_cancelled() {
         if let Err(error) = relay.run(stop.clone()).await {

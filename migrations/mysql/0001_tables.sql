@@ -11,6 +11,7 @@ set names utf8mb4;
 create table if not exists oncebox_migration (
   version     bigint       not null comment 'number of the migration, ascending from 1',
   description varchar(200) not null comment 'what it is for',
+  serves_from bigint       not null comment 'programs that know migrations up to this one or later work on the schema after it',
   applied_at  datetime(6)  not null comment 'when it was applied, UTC',
   primary key (version) comment 'serves: which migrations are applied'
 ) engine = InnoDB default charset = utf8mb4 comment = 'oncebox: applied migrations';
@@ -90,7 +91,7 @@ create table if not exists oncebox_outbox_dead (
   constraint oncebox_outbox_dead_lane check ((lane is null) = (`key` is null)),
   constraint oncebox_outbox_dead_requested check ((requested is null) = (requested_at is null)
     and (requested is null) = (requested_by is null)
-    and (requested is null or (state = 'dead' and requested in ('redrive', 'discard'))))
+    and (requested is null or requested = 'discard' or (state = 'dead' and requested = 'redrive')))
 ) engine = InnoDB default charset = utf8mb4
   comment = 'oncebox: outbox rows that could not be sent, and those they hold back, whole';
 
@@ -118,6 +119,7 @@ create table if not exists oncebox_consumer (
   name         varbinary(255)  not null comment 'its name',
   id_rule      text character set utf8mb4 collate utf8mb4_bin not null comment 'where the id of a message stands; another one is refused unless accepted',
   registered_at datetime(6)    not null comment 'its first start, UTC',
+  seen_at      datetime(6)     not null comment 'when one of its processes was last there, UTC; written once a minute',
   purged_below datetime(6)     null     comment 'ids whose time is before this were purged from the inbox and are too old; null: never purged since its first start',
   primary key (consumer_id) comment 'serves: names of consumers',
   unique key consumer_name (name) comment 'serves: registration; one number per name'
@@ -149,21 +151,21 @@ create table if not exists oncebox_waiting (
   due_at       datetime(6)     null     comment 'a head is tried from then on, UTC; null: stands behind another one, or is dead',
   claim        binary(16)      null     comment 'token of the process that tries it now; until due_at',
   message_id   binary(16)      not null comment 'identity',
-  id_text      text character set utf8mb4 collate utf8mb4_bin not null comment 'the id as it stood in the message',
+  id_text      mediumtext character set utf8mb4 collate utf8mb4_bin not null comment 'the id as it stood in the message',
   content_hash binary(16)      not null comment 'as in the inbox',
   dead_hash    binary(16)      null     comment 'the content hash while dead: makes dead deliveries unique',
   topic        varbinary(255)  not null comment 'topic',
   `key`        mediumblob      null     comment 'key, any bytes',
-  kind         blob            not null comment 'kind; empty where the message has none',
+  kind         mediumblob      not null comment 'kind; empty where the message has none',
   headers      mediumtext character set utf8mb4 collate utf8mb4_bin not null comment 'JSON array of [name, text] or [name, hex, "hex"]',
   payload      longblob        not null comment 'bytes',
   tombstone    boolean         not null comment 'a Kafka record with a null value',
-  content_type blob            null     comment 'content type',
-  source       blob            not null comment 'source',
+  content_type mediumblob      null     comment 'content type',
+  source       mediumblob      not null comment 'source',
   message_time datetime(6)     null     comment 'time of the message, UTC',
   traceparent  varchar(55)  character set ascii collate ascii_bin null comment 'W3C trace context',
   tracestate   varchar(512) character set ascii collate ascii_bin null comment 'W3C trace context, state of vendors',
-  place        blob            not null comment 'topic or queue it was delivered from',
+  place        mediumblob      not null comment 'topic or queue it was delivered from',
   partition_no int             not null comment 'partition; 0 on RabbitMQ',
   offset_no    bigint          not null comment 'offset; delivery tag on RabbitMQ',
   attempts     int unsigned    not null comment 'tries counted',
@@ -192,10 +194,13 @@ create table if not exists oncebox_assignment (
   topic        varbinary(255) not null comment 'topic',
   partition_no int            not null comment 'partition',
   state        varchar(16) character set ascii collate ascii_bin not null comment 'open since its assignment, closed by a clean end',
+  owner        binary(16)     comment 'token of the assignment that holds it; none after a clean end',
+  topic_id     varchar(64) character set ascii collate ascii_bin comment 'which topic of this name it was, where the broker tells: one made anew has another',
+  next_offset  bigint         comment 'everything before this offset is done; written soon after, never before',
   changed_at   datetime(6)    not null comment 'last change, UTC',
   primary key (consumer_id, topic, partition_no) comment 'serves: whether the last owner ended cleanly',
   constraint oncebox_assignment_state_known check (state in ('open', 'closed'))
-) engine = InnoDB default charset = utf8mb4 comment = 'oncebox: partitions assigned to consumers';
+) engine = InnoDB default charset = utf8mb4 comment = 'oncebox: partitions assigned to consumers, and up to where they are done';
 
 create table if not exists oncebox_email (
   email_id   bigint         not null auto_increment comment 'row number',
@@ -234,4 +239,4 @@ create table if not exists oncebox_audit (
   constraint oncebox_audit_act check (act in ('redrive', 'redrive-as', 'discard'))
 ) engine = InnoDB default charset = utf8mb4 comment = 'oncebox: what operators did';
 
-insert ignore into oncebox_migration (version, description, applied_at) values (1, 'tables', utc_timestamp(6));
+insert ignore into oncebox_migration (version, description, serves_from, applied_at) values (1, 'tables', 1, utc_timestamp(6));

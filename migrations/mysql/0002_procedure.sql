@@ -115,7 +115,7 @@ begin
       elseif lower(v_name) = 'tracestate' then
         set v_state = v_value;
       else
-        if lower(v_name) regexp '\\A(ce_|cloudevents|x-|oncebox-|content-type\\z|cc\\z|bcc\\z)' then
+        if lower(v_name) regexp '\\A(ce_|cloudevents|oncebox-|x-(first-death|last-death|opt|stream)-|x-(death|delivery-count|acquired-count|match|priority)\\z|content-type\\z|cc\\z|bcc\\z)' then
           set v_text = concat('oncebox: limit header_reserved: the header name `', left(v_name, 40), '` is reserved');
           signal sqlstate '45000' set message_text = v_text;
         end if;
@@ -176,4 +176,4 @@ end
 
 delimiter ;
 
-insert ignore into oncebox_migration (version, description, applied_at) values (2, 'the procedure oncebox_enqueue_p', utc_timestamp(6));
+insert ignore into oncebox_migration (version, description, serves_from, applied_at) values (2, 'the procedure oncebox_enqueue_p', 2, utc_timestamp(6));

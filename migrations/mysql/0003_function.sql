@@ -5,7 +5,7 @@
 set session sql_mode = 'STRICT_ALL_TABLES,ERROR_FOR_DIVISION_BY_ZERO,NO_ENGINE_SUBSTITUTION';
 set names utf8mb4;
 
-insert ignore into oncebox_migration (version, description, applied_at) values (3, 'the function oncebox_enqueue, where the server allows it', utc_timestamp(6));
+insert ignore into oncebox_migration (version, description, serves_from, applied_at) values (3, 'the function oncebox_enqueue, where the server allows it', 3, utc_timestamp(6));
 
 drop function if exists oncebox_enqueue;
 

@@ -142,6 +142,7 @@ create table if not exists oncebox_operation_intent (
   request_kid     varchar(64) character set ascii collate ascii_bin null comment 'id of the key that encrypted them; null: not encrypted',
   adapter         varbinary(128) not null comment 'adapter of the provider',
   adapter_version int            not null comment 'its version when the bytes were made',
+  undoes          varbinary(128) null     comment 'effect of the same operation that this one takes back; null: none',
   first_sent_at   datetime(6)    not null comment 'when the first send was allowed, UTC; the provider window counts from here',
   last_sent_at    datetime(6)    not null comment 'when the last send was allowed, UTC',
   sends           int            not null comment 'sends that were begun',
@@ -163,7 +164,7 @@ create table if not exists oncebox_operation_evidence (
   epoch        bigint         not null comment 'epoch of who saw it, perhaps no longer the owner',
   send         int            not null comment 'which send it answers; 0: none',
   kind         varchar(16) character set ascii collate ascii_bin not null comment 'answer, query, error, operator, or run: the result of a handler that lost its lease',
-  verdict      varchar(16) character set ascii collate ascii_bin not null comment 'what it proves: success, failure, not-sent; mismatch: it happened otherwise; refused: a failure if nothing else was sent; wait, not-found, stored-error, indefinite: nothing',
+  verdict      varchar(16) character set ascii collate ascii_bin not null comment 'what it proves: success, failure, not-sent; mismatch: it happened otherwise; refused: a failure if nothing else was sent; waived: an operator lets it be repeated; wait, not-found, stored-error, indefinite: nothing',
   status       int            null     comment 'status of the provider',
   bytes        longblob       not null comment 'what was seen',
   bytes_kid    varchar(64) character set ascii collate ascii_bin null comment 'id of the key that encrypted them; null: not encrypted',
@@ -171,7 +172,7 @@ create table if not exists oncebox_operation_evidence (
   primary key (evidence_id) comment 'serves: evidence in order of arrival',
   key operation_evidence_operation_id (operation_id, evidence_id) comment 'serves: recovery and resolve, the evidence of one operation',
   constraint oncebox_operation_evidence_kind check (kind in ('answer', 'query', 'error', 'operator', 'run')),
-  constraint oncebox_operation_evidence_verdict check (verdict in ('success', 'failure', 'refused', 'not-sent', 'wait', 'mismatch', 'not-found', 'stored-error', 'indefinite'))
+  constraint oncebox_operation_evidence_verdict check (verdict in ('success', 'failure', 'refused', 'not-sent', 'waived', 'wait', 'mismatch', 'not-found', 'stored-error', 'indefinite'))
 ) engine = InnoDB default charset = utf8mb4
   comment = 'oncebox: what was seen of providers and of runs that lost their lease; appended by anybody, never changed';
 
@@ -201,11 +202,11 @@ create table if not exists oncebox_operation_process (
   comment = 'oncebox: which fingerprints each live process of a service reads and writes, for doctor';
 
 alter table oncebox_audit
-  modify act varchar(32) character set ascii collate ascii_bin not null comment 'redrive, redrive-as or discard; of keys and operations: release, purge, retry or resolve',
+  modify act varchar(32) character set ascii collate ascii_bin not null comment 'redrive, redrive-as, bury or discard; mend-sequence; of keys and operations: release, purge, retry, resolve or judge; of a consumer: forget',
   modify place varbinary(255) not null comment 'outbox, the name of the consumer, or of the operation',
-  modify number varchar(64) character set ascii collate ascii_bin not null comment 'its number in dead list: o<position> or c<sequence>; of a key the hexadecimal digits of its digest',
-  modify message_id binary(16) not null comment 'its id before the act, or the operation',
+  modify number varchar(64) character set ascii collate ascii_bin not null comment 'its number in dead list: o<position> or c<sequence>; of a key the hexadecimal digits of its digest; the name of the sequence',
+  modify message_id binary(16) not null comment 'its id before the act, or the operation; zeros where a sequence was mended',
   drop constraint oncebox_audit_act,
-  add constraint oncebox_audit_act check (act in ('redrive', 'redrive-as', 'discard', 'release', 'purge', 'retry', 'resolve'));
+  add constraint oncebox_audit_act check (act in ('redrive', 'redrive-as', 'discard', 'mend-sequence', 'release', 'purge', 'retry', 'resolve', 'judge', 'forget', 'bury'));
 
-insert ignore into oncebox_migration (version, description, applied_at) values (4, 'operations', utc_timestamp(6));
+insert ignore into oncebox_migration (version, description, serves_from, applied_at) values (4, 'operations', 4, utc_timestamp(6));

@@ -146,7 +146,7 @@ comment on column oncebox.shard.revision is 'raised by every write of the owner;
 comment on column oncebox.shard.owner is 'who holds the lease; null: nobody';
 comment on column oncebox.shard.lease_until is 'end of the lease, by the clock of the database';
 comment on column oncebox.shard.lease_seconds is 'length of the lease; one that ends later than now plus this counts as expired, for the clock went back';
-comment on column oncebox.shard.updated_at is 'when the owner last wrote';
+comment on column oncebox.shard.updated_at is 'when the owner last wrote the cursor';
 comment on index oncebox.shard_pkey is 'serves lease, read, claim and mark: one shard by its number';
 
 insert into oncebox.shard (shard_id, bucket_from, bucket_to) values (0, 0, 255);
@@ -184,7 +184,7 @@ create table oncebox.outbox_dead (
   constraint outbox_dead_behind check (cause <> 'behind' or key is not null),
   constraint outbox_dead_requested check (case when requested is null
     then requested_at is null and requested_by is null
-    else state = 'dead' and requested in ('redrive', 'discard') and requested_at is not null and requested_by is not null end)
+    else (requested = 'discard' or (state = 'dead' and requested = 'redrive')) and requested_at is not null and requested_by is not null end)
 );
 -- A key may be longer than an index entry.
 create index outbox_dead_key on oncebox.outbox_dead (topic, left(key, 512), position);

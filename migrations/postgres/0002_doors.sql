@@ -85,7 +85,7 @@ begin
       if octet_length(header.name) not between 1 and limits[2] then
         return oncebox.refuse('header_name', format('has %s bytes, 1 to %s are allowed', octet_length(header.name), limits[2]));
       end if;
-      if header.name ~* '^(ce_|cloudevents|x-|oncebox-|(content-type|cc|bcc)$)' then
+      if header.name ~* '^(ce_|cloudevents|oncebox-|x-(first-death|last-death|opt|stream)-|(x-(death|delivery-count|acquired-count|match|priority)|content-type|cc|bcc)$)' then
         return oncebox.refuse('header_reserved', format('the header name `%s` is reserved', header.name));
       end if;
       if lower(header.name) = any (seen) then
@@ -167,12 +167,27 @@ language sql stable parallel safe as $$
 $$;
 comment on function oncebox.bucket_of(text, uuid) is 'first byte of SHA-256 of the key, or of the 16 bytes of the id where there is no key';
 
+-- A position that its relay has passed would never be read: the sequence was set back. What is compared with it is the cursor as
+-- it stood before the position was drawn: a statement sees the shards as they were when it began.
+create function oncebox.refuse_passed(passed bigint) returns boolean
+language plpgsql volatile as $$
+begin
+  if passed is null then
+    return true;
+  end if;
+  return oncebox.refuse('position', format('sequence behind cursor: the relay has passed position %s, which was drawn now, and would '
+    'never read it; run `oncebox doctor --fix`', passed));
+end
+$$;
+comment on function oncebox.refuse_passed(bigint) is 'true where no position is given, else an error: the relay has passed it';
+
 -- One message. Every door for one message ends here.
 create function oncebox.enqueue_message(topic text, kind text, payload bytea, key text, headers json, content_type text,
   message_id uuid, traceparent text, tracestate text) returns uuid
 language plpgsql volatile parallel unsafe security definer set search_path = oncebox, pg_temp as $$
 declare
   id uuid := coalesce(message_id, oncebox.uuid_v7());
+  passed bigint;
 begin
   if headers is not null then
     if oncebox.may_trace(headers) then
@@ -184,9 +199,15 @@ begin
     end if;
   end if;
   perform oncebox.check_message(topic, kind, payload, key, headers, content_type, message_id, traceparent, oncebox.limit_values());
-  insert into oncebox.outbox (bucket, message_id, topic, key, kind, headers, payload, content_type, traceparent, tracestate)
-  values (oncebox.bucket_of(key, id), id, topic, key, kind, headers, payload, coalesce(content_type, 'application/octet-stream'),
-          traceparent, case when traceparent is not null then oncebox.usable_tracestate(tracestate) end);
+  with written as (
+    insert into oncebox.outbox (bucket, message_id, topic, key, kind, headers, payload, content_type, traceparent, tracestate)
+    values (oncebox.bucket_of(key, id), id, topic, key, kind, headers, payload, coalesce(content_type, 'application/octet-stream'),
+            traceparent, case when traceparent is not null then oncebox.usable_tracestate(tracestate) end)
+    returning position, bucket
+  )
+  select w.position into passed from written w join oncebox.shard s
+      on w.bucket between s.bucket_from and s.bucket_to and w.position <= s.scanned_to;
+  perform oncebox.refuse_passed(passed);
   return id;
 end
 $$;
@@ -203,6 +224,7 @@ declare
   limits bigint[] := oncebox.limit_values();
   ids uuid[];
   plain boolean;
+  passed bigint;
 begin
   -- Most batches break no limit, and cheap comparisons say so: patterns are matched once for each different text. Where they
   -- say no, and for what they do not look at, check_message() speaks row by row, with the name of the limit.
@@ -236,9 +258,12 @@ begin
                with ordinality m (topic, kind, payload, key, headers, content_type, given, traceparent, tracestate, ordinality)
       ) n
      order by n.ordinality
-    returning message_id
+    returning message_id, position, bucket
   )
-  select array_agg(w.message_id) into ids from written w;
+  select array_agg(w.message_id), min(w.position) filter (where exists (select from oncebox.shard s
+             where w.bucket between s.bucket_from and s.bucket_to and w.position <= s.scanned_to))
+    into ids, passed from written w;
+  perform oncebox.refuse_passed(passed);
   return coalesce(ids, '{}');
 end
 $$;

@@ -5,6 +5,7 @@ create table oncebox.consumer (
   name           text not null,
   id_rule        text not null,
   registered_at  timestamptz not null default clock_timestamp(),
+  seen_at        timestamptz not null default clock_timestamp(),
   purged_below   timestamptz,
   constraint consumer_name unique (name)
 );
@@ -13,6 +14,7 @@ comment on column oncebox.consumer.consumer_id is 'number of the consumer in thi
 comment on column oncebox.consumer.name is 'its name';
 comment on column oncebox.consumer.id_rule is 'where the id of a message stands; another one is refused unless accepted (R31)';
 comment on column oncebox.consumer.registered_at is 'first start';
+comment on column oncebox.consumer.seen_at is 'when one of its processes was last there; written once a minute';
 comment on column oncebox.consumer.purged_below is 'ids with an earlier time were purged since the first start and are too old; null: never purged';
 comment on index oncebox.consumer_pkey is 'serves names of consumers';
 comment on index oncebox.consumer_name is 'serves registration: one number per name';
@@ -116,16 +118,22 @@ create table oncebox.assignment (
   topic        text not null,
   partition    integer not null,
   state        text not null,
+  owner        uuid,
+  topic_id     text,
+  next_offset  bigint,
   changed_at   timestamptz not null default clock_timestamp(),
   constraint assignment_pkey primary key (consumer_id, topic, partition),
   constraint assignment_state check (state in ('open', 'closed'))
 );
-comment on table oncebox.assignment is 'partitions that a process handles: one found open did not end cleanly, so its first messages are under suspicion (R26)';
+comment on table oncebox.assignment is 'partitions that a process handles, and up to where they are done: one found open did not end cleanly, so its first messages are under suspicion; one whose broker remembers more than this is read again from here';
 comment on column oncebox.assignment.consumer_id is 'consumer';
 comment on column oncebox.assignment.topic is 'topic';
 comment on column oncebox.assignment.partition is 'partition';
 comment on column oncebox.assignment.state is 'open at assignment, closed at a clean end';
-comment on column oncebox.assignment.changed_at is 'when the state was last written';
+comment on column oncebox.assignment.owner is 'token of the assignment that holds it; none after a clean end';
+comment on column oncebox.assignment.topic_id is 'which topic of this name it was, where the broker tells: one made anew has another';
+comment on column oncebox.assignment.next_offset is 'everything before this offset is done; written soon after, never before';
+comment on column oncebox.assignment.changed_at is 'when the row was last written';
 comment on index oncebox.assignment_pkey is 'serves assignment and clean end: one partition of a consumer';
 
 -- Waiting and dead ------------------------------------------------------------------------------------------------------------
@@ -174,6 +182,7 @@ create table oncebox.waiting (
 );
 create index waiting_due on oncebox.waiting (consumer_id, due_at) where due_at is not null;
 create index waiting_lane on oncebox.waiting (consumer_id, lane_id, sequence) where state = 'waiting' or holds;
+create index waiting_first on oncebox.waiting (consumer_id, sequence) where state = 'waiting';
 create unique index waiting_dead_once on oncebox.waiting (consumer_id, message_id, content_hash) where state = 'dead';
 create index waiting_dead on oncebox.waiting (sequence) where state = 'dead';
 create index waiting_message_id on oncebox.waiting (message_id);
@@ -212,6 +221,7 @@ comment on column oncebox.waiting.dead_at is 'when it became dead';
 comment on index oncebox.waiting_pkey is 'serves finish, postpone, bury: one row by its number';
 comment on index oncebox.waiting_due is 'serves claiming due heads, and when the next one is due; rows behind have no due time and are not in it';
 comment on index oncebox.waiting_lane is 'serves which keys are blocked, whether a row is a head, the next of a key, and the sweep (loose scan)';
+comment on index oncebox.waiting_first is 'serves dead list, the age of the oldest waiting message, and counts';
 comment on index oncebox.waiting_dead_once is 'serves a dead delivery that comes again: it is the same one';
 comment on index oncebox.waiting_dead is 'serves dead list, oldest first';
 comment on index oncebox.waiting_message_id is 'serves explain and dead show: rows by message id';

@@ -274,6 +274,7 @@ create table oncebox.operation_intent (
   request_kid      text,
   adapter          text not null,
   adapter_version  integer not null,
+  undoes           text,
   first_sent_at    timestamptz not null default clock_timestamp(),
   last_sent_at     timestamptz not null default clock_timestamp(),
   sends            integer not null default 1,
@@ -295,6 +296,7 @@ comment on column oncebox.operation_intent.request is 'exact bytes of the reques
 comment on column oncebox.operation_intent.request_kid is 'id of the key that encrypted them; null: not encrypted';
 comment on column oncebox.operation_intent.adapter is 'adapter of the provider';
 comment on column oncebox.operation_intent.adapter_version is 'its version when the bytes were made';
+comment on column oncebox.operation_intent.undoes is 'effect of the same operation that this one takes back; null: none';
 comment on column oncebox.operation_intent.first_sent_at is 'when the first send was allowed; the provider window counts from here';
 comment on column oncebox.operation_intent.last_sent_at is 'when the last send was allowed';
 comment on column oncebox.operation_intent.sends is 'sends that were begun';
@@ -317,7 +319,7 @@ create table oncebox.operation_evidence (
   observed_at   timestamptz not null default clock_timestamp(),
   constraint operation_evidence_pkey primary key (evidence_id),
   constraint operation_evidence_kind check (kind in ('answer', 'query', 'error', 'operator', 'run')),
-  constraint operation_evidence_verdict check (verdict in ('success', 'failure', 'refused', 'not-sent', 'wait', 'mismatch', 'not-found', 'stored-error', 'indefinite'))
+  constraint operation_evidence_verdict check (verdict in ('success', 'failure', 'refused', 'not-sent', 'waived', 'wait', 'mismatch', 'not-found', 'stored-error', 'indefinite'))
 );
 create index operation_evidence_operation_id on oncebox.operation_evidence (operation_id, evidence_id);
 comment on table oncebox.operation_evidence is 'what was seen of providers and of runs that lost their lease; appended by anybody, never fenced, never changed (O8)';
@@ -327,7 +329,7 @@ comment on column oncebox.operation_evidence.effect is 'effect inside the operat
 comment on column oncebox.operation_evidence.epoch is 'epoch of who saw it, perhaps no longer the owner';
 comment on column oncebox.operation_evidence.send is 'which send it answers; 0: none';
 comment on column oncebox.operation_evidence.kind is 'answer, query, error, operator, or run: the result of a handler that lost its lease';
-comment on column oncebox.operation_evidence.verdict is 'what it proves by O7: success, failure, not-sent; mismatch: it happened otherwise; refused: a failure if nothing else was sent; wait, not-found, stored-error, indefinite: nothing';
+comment on column oncebox.operation_evidence.verdict is 'what it proves by O7: success, failure, not-sent; mismatch: it happened otherwise; refused: a failure if nothing else was sent; waived: an operator lets it be repeated; wait, not-found, stored-error, indefinite: nothing';
 comment on column oncebox.operation_evidence.status is 'status of the provider';
 comment on column oncebox.operation_evidence.bytes is 'what was seen';
 comment on column oncebox.operation_evidence.bytes_kid is 'id of the key that encrypted them; null: not encrypted';
@@ -374,12 +376,12 @@ comment on index oncebox.operation_process_pkey is 'serves what a process says a
 
 -- What operators do with keys and operations.
 alter table oncebox.audit drop constraint audit_act;
-alter table oncebox.audit add constraint audit_act check (act in ('redrive', 'redrive-as', 'discard', 'release', 'purge', 'retry', 'resolve'));
-comment on table oncebox.audit is 'what operators did with dead messages, keys and operations';
-comment on column oncebox.audit.act is 'redrive, redrive-as (a new id), discard; of keys and operations: release, purge, retry, resolve';
-comment on column oncebox.audit.number is 'the number that dead list showed: o and a position, or c and a consumer row; of a key the hexadecimal digits of its digest';
-comment on column oncebox.audit.message_id is 'the message, or the operation';
-comment on column oncebox.audit.topic is 'its topic, or the name of the operation';
+alter table oncebox.audit add constraint audit_act check (act in ('redrive', 'redrive-as', 'discard', 'mend-sequence', 'release', 'purge', 'retry', 'resolve', 'judge', 'forget', 'bury'));
+comment on table oncebox.audit is 'what operators did with dead messages, keys, operations and the sequence of positions';
+comment on column oncebox.audit.act is 'redrive, redrive-as (a new id), bury, discard; mend-sequence; of keys and operations: release, purge, retry, resolve, judge; of a consumer: forget';
+comment on column oncebox.audit.number is 'the number that dead list showed: o and a position, or c and a consumer row; of a key the hexadecimal digits of its digest; the name of the sequence';
+comment on column oncebox.audit.message_id is 'the message, or the operation; zeros where a sequence was mended';
+comment on column oncebox.audit.topic is 'its topic, or the name of the operation; empty where a sequence was mended';
 
 revoke execute on all functions in schema oncebox from public;
 -- It runs as whoever writes the row, and looks at nothing but what it is given.

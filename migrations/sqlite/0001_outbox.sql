@@ -90,7 +90,7 @@ create table oncebox_outbox_dead (
     check (state in ('dead', 'held-behind', 'held-destination')),
     check (holds in (0, 1) and (holds = 0 or state = 'dead')),
     check ((state = 'held-behind') = (reason is null)),
-    check (request is null or (state = 'dead' and request in ('redrive', 'discard') and requested_at is not null))
+    check (request is null or (requested_at is not null and (request = 'discard' or (state = 'dead' and request = 'redrive'))))
 );
 
 -- Serves "how many stand behind this one".
@@ -198,12 +198,15 @@ begin
        and exists (select 1 from json_each(new.headers) as h
                     where length(cast(h.key as blob)) not between 1
                           and min(255, coalesce((select value from oncebox_limits where name = 'header_name_bytes_max'), 128)));
-    select raise(abort, 'oncebox: limit header_reserved: ce_*, cloudEvents*, x-*, oncebox-*, content-type, CC and BCC are reserved')
+    select raise(abort, 'oncebox: limit header_reserved: ce_*, cloudEvents*, oncebox-*, content-type, CC, BCC and the x- names of RabbitMQ are reserved')
      where new.headers <> '{}'
        and exists (select 1 from json_each(new.headers) as h
                     where substr(lower(h.key), 1, 3) = 'ce_' or substr(lower(h.key), 1, 11) = 'cloudevents'
-                       or substr(lower(h.key), 1, 2) = 'x-' or substr(lower(h.key), 1, 8) = 'oncebox-'
-                       or lower(h.key) in ('content-type', 'cc', 'bcc'));
+                       or substr(lower(h.key), 1, 8) = 'oncebox-'
+                       or lower(h.key) glob 'x-first-death-*' or lower(h.key) glob 'x-last-death-*'
+                       or lower(h.key) glob 'x-opt-*' or lower(h.key) glob 'x-stream-*'
+                       or lower(h.key) in ('x-death', 'x-delivery-count', 'x-acquired-count', 'x-match', 'x-priority',
+                                           'content-type', 'cc', 'bcc'));
     select raise(abort, 'oncebox: limit header_twice: a header is given twice; case does not tell names apart')
      where new.headers <> '{}'
        and exists (select 1 from json_each(new.headers) as h group by lower(h.key) having count(*) > 1);
@@ -250,7 +253,7 @@ begin
     select raise(abort, 'oncebox: limit position: a position is never given')
      where new.position <= 0;
     -- The relay has passed this position: the row would never be read (R7).
-    select raise(abort, 'oncebox: limit position: sequence behind cursor: sqlite_sequence was set back; see `oncebox doctor`')
+    select raise(abort, 'oncebox: limit position: sequence behind cursor: sqlite_sequence was set back; run `oncebox doctor --fix`')
      where new.position <= (select max(scanned_to) from oncebox_shard);
     update oncebox_outbox
        set bucket       = 0,

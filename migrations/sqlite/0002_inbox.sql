@@ -8,6 +8,7 @@ create table oncebox_consumer (
     name          text not null unique,                -- as in the configuration
     id_rule       text not null,                       -- where a message's id is found; changed only by the operator's word
     registered_at integer not null,                    -- its first start
+    seen_at       integer not null,                    -- when one of its processes was last there; written once a minute
     purged_before integer,                             -- inbox rows older than this were purged; null: never since its start
     check (length(name) > 0)
 );
@@ -39,7 +40,10 @@ create table oncebox_assignment (
     topic       text not null,                         -- the topic
     partition   integer not null,                      -- the partition
     state       text not null,                         -- open at assignment, closed at a clean end
-    changed_at  integer not null,                      -- since when
+    owner       blob,                                  -- token of the assignment that holds it; none after a clean end
+    topic_id    text,                                  -- which topic of this name it was, where the broker tells
+    next_offset integer,                               -- everything before it is done; written soon after, never before
+    changed_at  integer not null,                      -- when the row was last written
     primary key (consumer_id, topic, partition),
     check (state in ('open', 'closed'))
 ) without rowid;
@@ -91,7 +95,7 @@ create unique index oncebox_waiting_dead on oncebox_waiting (consumer_id, messag
 create index oncebox_waiting_due on oncebox_waiting (consumer_id, due_at) where due_at is not null;
 -- Serves "is this lane blocked", "what comes next in it", and the sweep over the lanes.
 create index oncebox_waiting_lane on oncebox_waiting (consumer_id, lane, sequence) where blocks = 1;
--- Serves the count of waiting messages of a consumer.
-create index oncebox_waiting_consumer on oncebox_waiting (consumer_id);
+-- Serves `dead list`, the count of waiting messages of a consumer, and the age of the oldest.
+create index oncebox_waiting_first on oncebox_waiting (consumer_id, sequence) where state = 'waiting';
 -- Serves `dead list`.
 create index oncebox_waiting_state on oncebox_waiting (state, consumer_id, sequence) where state = 'dead';

@@ -126,6 +126,7 @@ create table oncebox_operation_intent (
     request_kid     text,                              -- id of the key that encrypted them; null: not encrypted
     adapter         text not null,                     -- adapter of the provider
     adapter_version integer not null,                  -- its version when the bytes were made
+    undoes          text,                              -- effect of the same operation that this one takes back
     first_sent_at   integer not null,                  -- when the first send was allowed; the provider's window counts from here
     last_sent_at    integer not null,                  -- when the last send was allowed
     sends           integer not null default 1,        -- sends that were begun
@@ -154,7 +155,7 @@ create table oncebox_operation_evidence (
     bytes_kid    text,                                 -- id of the key that encrypted them; null: not encrypted
     observed_at  integer not null,                     -- when it was stored
     check (kind in ('answer', 'query', 'error', 'operator', 'run')),
-    check (verdict in ('success', 'failure', 'refused', 'not-sent', 'wait', 'mismatch', 'not-found', 'stored-error', 'indefinite'))
+    check (verdict in ('success', 'failure', 'refused', 'not-sent', 'waived', 'wait', 'mismatch', 'not-found', 'stored-error', 'indefinite'))
 );
 
 -- Serves recovery and resolve: the evidence of one operation.
@@ -189,13 +190,13 @@ create table oncebox_audit_4 (
     at         integer not null,                       -- when
     actor      text not null,                          -- who
     reason     text not null,                          -- why
-    act        text not null,                          -- redrive, redrive-as, discard; release, purge, retry, resolve
+    act        text not null,                          -- redrive, redrive-as, bury, discard; mend-sequence; release, purge, retry, resolve, judge; forget
     place      text not null,                          -- outbox, the name of the consumer, or of the operation
     number     text not null,                          -- its number in `dead list`; of a key the digits of its digest
     message_id text not null,                          -- its id before the act, or the operation
     new_id     text,                                   -- redrive-as: its id from then on
     detail     text not null,                          -- what it was dead for
-    check (act in ('redrive', 'redrive-as', 'discard', 'release', 'purge', 'retry', 'resolve'))
+    check (act in ('redrive', 'redrive-as', 'discard', 'mend-sequence', 'release', 'purge', 'retry', 'resolve', 'judge', 'forget', 'bury'))
 );
 insert into oncebox_audit_4 select * from oncebox_audit;
 drop table oncebox_audit;

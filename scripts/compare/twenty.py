@@ -114,7 +114,7 @@ class Oncebox:
         self.provider.start()
         database = f"sqlite://{self.database}"
         at = f"http://127.0.0.1:{self.provider.port}"
-        flags = ["--database", database, "--provider", at, "--charge-budget", "5", "--lease", "8", "--listen", "127.0.0.1:{port}"]
+        flags = ["--database", database, "--provider", at, "--deployment", "database", "--charge-budget", "5", "--lease", "8", "--listen", "127.0.0.1:{port}"]
         self.api = Service([api, *flags], directory)
         self.api.start()
 

@@ -11,8 +11,11 @@ use super::connect::{AnyBroker, Wait, open_broker, store_kind};
 use super::exit::AppError;
 use super::publisher::{keep_gauges, ready};
 use crate::observe::Health;
-use crate::runtime::{Consumer, Handlers, SqlHandler, SqlSpec, SqlSpecError};
+use crate::runtime::{Consumer, Handlers, SqlHandler, SqlSpecError};
 use crate::store::{Store, StoreOptions};
+
+/// How long the end of the database's connections is waited for.
+const CLOSE_MAX: Duration = Duration::from_secs(1);
 
 type ByName<S> = BTreeMap<String, Handlers<S>>;
 
@@ -45,6 +48,14 @@ impl<S: Store> HandlersByConsumer<S> {
     /// The consumers to run, those of the configuration first, and the handlers in Rust by name.
     fn beside(self, configured: &[ConsumerSettings]) -> Result<(Vec<ConsumerSettings>, ByName<S>), AppError> {
         let mut consumers = configured.to_vec();
+        let twice =
+            configured.iter().enumerate().find(|(at, one)| configured[..*at].iter().any(|o| o.name == one.name));
+        if let Some((_, ConsumerSettings { name, .. })) = twice {
+            return Err(AppError::usage(format!(
+                "two [[consumer]] have the name `{name}`; a name is one consumer with one set of topics: \
+                 give one of them another name, or list the topics and handlers of both under one"
+            )));
+        }
         let mut by_name = ByName::new();
         for (default, handlers) in self.0 {
             if by_name.insert(default.name.clone(), handlers).is_some() {
@@ -168,7 +179,10 @@ impl Run<'_> {
                 }
             }
         }
-        store.close().await;
+        // The grace of a stop is over: a server that says nothing keeps no process.
+        if tokio::time::timeout(CLOSE_MAX, store.close()).await.is_err() {
+            tracing::debug!("the database did not answer when its connections were closed");
+        }
         outcome
     }
 
@@ -189,7 +203,7 @@ impl Run<'_> {
                     settings.name, on.handler
                 )));
             }
-            let spec = SqlSpec { statements: on.sql.clone(), params: on.params.clone(), optional: on.optional.clone() };
+            let spec = on.spec();
             let handler = loop {
                 match SqlHandler::prepare(store, spec.clone()).await {
                     Ok(handler) => break handler,
@@ -226,6 +240,14 @@ mod tests {
         let seen: Vec<_> = consumers.iter().map(|one| (one.name.as_str(), one.topics[0].as_str())).collect();
         assert_eq!(seen, [("ledger", "bookings"), ("audit", "payments"), ("emails", "payments")]);
         assert_eq!(by_name.into_keys().collect::<Vec<_>>(), ["emails", "ledger"]);
+    }
+
+    #[test]
+    fn two_consumers_of_one_name_are_refused_by_name() {
+        let configured = ["payments", "refunds"].map(|topic| ConsumerSettings::new("ledger", vec![topic.to_owned()]));
+        let refused =
+            handlers(["audit", "emails"]).beside(&configured).expect_err("each would take the other's messages");
+        assert!(refused.message.contains("`ledger`"), "{refused}");
     }
 
     #[test]

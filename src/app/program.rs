@@ -1,5 +1,6 @@
 //! What all programs take, and how each of them starts and ends. A program of one's own can have the same.
 
+use std::ffi::OsString;
 use std::future::Future;
 use std::net::SocketAddr;
 use std::path::PathBuf;
@@ -7,15 +8,18 @@ use std::process::ExitCode;
 
 use clap::Args;
 
-use super::config::{Layers, Loaded, LogSettings, load};
+use super::config::{Layers, Loaded, load};
 use super::exit::{AppError, Exit};
 use super::logging::{LogFormat, say, speak, start_logging};
+
+/// The variable that stands for `--config`.
+const CONFIG: &str = "ONCEBOX_CONFIG";
 
 /// Flags of every program; a command line of one's own takes them by `#[command(flatten)]`.
 #[derive(Debug, Clone, Default, Args)]
 pub struct CommonArgs {
     /// Configuration file (TOML); `oncebox config template` prints one
-    #[arg(long, value_name = "FILE", env = "ONCEBOX_CONFIG", global = true)]
+    #[arg(long, value_name = "FILE", env = CONFIG, global = true)]
     pub config: Option<PathBuf>,
     /// Database: postgres://, mysql:// (also MariaDB) or sqlite://FILE [env: ONCEBOX_DATABASE__URL]
     #[arg(long, value_name = "URL", global = true)]
@@ -39,12 +43,14 @@ impl CommonArgs {
         Ok(loaded)
     }
 
-    /// As [`CommonArgs::load`], for a command that a person watches: only warnings are logged unless a filter was set.
-    pub(crate) fn load_quietly(&self) -> Result<Loaded, AppError> {
-        let loaded = self.read(None)?;
-        let log = &loaded.settings.log;
-        let filter = if log.filter == LogSettings::default().filter { "warn" } else { &log.filter };
-        start_logging(log.format, filter).map_err(AppError::usage)?;
+    /// As [`CommonArgs::load`], from the command line and nothing else: what stands in the environment or in a file may name a
+    /// database that others work with. A person watches: only warnings are logged.
+    pub(crate) fn load_command_line(&self) -> Result<Loaded, AppError> {
+        if self.config.is_some() && self.config != std::env::var_os(CONFIG).map(PathBuf::from) {
+            return Err(AppError::usage("this command reads no configuration file: give it --database and --broker"));
+        }
+        let loaded = self.read_layers(None, Vec::new(), None)?;
+        start_logging(loaded.settings.log.format, "warn").map_err(AppError::usage)?;
         Ok(loaded)
     }
 
@@ -54,6 +60,15 @@ impl CommonArgs {
         if let Some(format) = self.log_format.or_else(from_environment) {
             speak(format);
         }
+        self.read_layers(self.config.clone(), std::env::vars_os().collect(), listen)
+    }
+
+    fn read_layers(
+        &self,
+        file: Option<PathBuf>,
+        environment: Vec<(OsString, OsString)>,
+        listen: Option<SocketAddr>,
+    ) -> Result<Loaded, AppError> {
         let mut flags = Vec::new();
         let mut flag = |flag: &'static str, path: &'static str, value: Option<String>| {
             flags.extend(value.map(|value| (flag, path, value)));
@@ -62,7 +77,7 @@ impl CommonArgs {
         flag("--broker", "broker.url", self.broker.clone());
         flag("--log-format", "log.format", self.log_format.map(|format| format!("{format:?}").to_lowercase()));
         flag("--listen", "http.listen", listen.map(|listen| listen.to_string()));
-        load(&Layers { file: self.config.clone(), flags }).map_err(AppError::usage)
+        load(&Layers { file, environment, flags }).map_err(AppError::usage)
     }
 }
 
@@ -88,6 +103,8 @@ pub fn run<F: Future<Output = Result<(), AppError>>>(main: F) -> ExitCode {
 }
 
 fn end(error: &AppError) -> ExitCode {
-    say(if error.exit == Exit::Done { "INFO" } else { "ERROR" }, &error.message);
+    if !error.message.is_empty() {
+        say(if error.exit == Exit::Done { "INFO" } else { "ERROR" }, &error.message);
+    }
     error.exit.into()
 }

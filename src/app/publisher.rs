@@ -133,15 +133,19 @@ pub(super) async fn ready<S: Store>(
             store.check().await
         };
         match looked.await {
-            Ok(findings) => break findings,
+            Ok(findings) => match findings.iter().find(|finding| finding.severity == Severity::Waits) {
+                Some(waits) => wait.on(&format!("{name}: {}: {}", waits.name, waits.detail)).await?,
+                None => break findings,
+            },
             Err(error) if error.is_nobodys() => wait.on(&format!("{name}: {error}")).await?,
             Err(error) => return Err(AppError::from(error).on(&name)),
         }
     };
     for finding in findings {
         match finding.severity {
-            Severity::Ok => {}
-            Severity::Warning => tracing::warn!(
+            // What waits was waited for.
+            Severity::Ok | Severity::Waits => {}
+            Severity::Warning | Severity::Stuck => tracing::warn!(
                 check = %finding.name,
                 remedy = finding.remedy.as_deref().unwrap_or(""),
                 "{}",
@@ -182,14 +186,19 @@ pub(super) fn owner_name() -> String {
     format!("{host}/{}/{:08x}", std::process::id(), fastrand::u32(..))
 }
 
-/// Keeps the gauges of `/metrics` true.
+/// Keeps the gauges of `/metrics` true. A look that takes long is rare: never more than a twentieth of the time is spent on it.
 pub(super) async fn keep_gauges<S: Store>(store: S, stop: CancellationToken) {
     loop {
-        match store.status().await {
+        let began = tokio::time::Instant::now();
+        let status = tokio::select! {
+            () = stop.cancelled() => return,
+            status = store.status() => status,
+        };
+        match status {
             Ok(status) => show(&status),
             Err(error) => tracing::debug!(%error, "the status could not be read"),
         }
-        if !sleep_unless(&stop, Duration::from_secs(2)).await {
+        if !sleep_unless(&stop, Duration::from_secs(2).max(20 * began.elapsed())).await {
             return;
         }
     }
@@ -200,6 +209,7 @@ fn show(status: &Status) {
         pending: status.pending,
         oldest_pending_age_seconds: status.oldest_pending_age_seconds,
         held: status.held,
+        oldest_held_age_seconds: status.oldest_held_age_seconds,
         dead: status.dead,
         emails_pending: status.emails_pending,
     });
@@ -207,7 +217,16 @@ fn show(status: &Status) {
         observe::shard_stands(shard.shard, shard.gaps, shard.cursor_age_seconds);
     }
     for consumer in &status.consumers {
-        observe::consumer_stands(&consumer.name, consumer.waiting, consumer.dead, consumer.inbox_rows);
+        observe::consumer_stands(
+            &consumer.name,
+            observe::ConsumerGauges {
+                waiting: consumer.waiting,
+                held: consumer.held,
+                oldest_waiting_age_seconds: consumer.oldest_waiting_age_seconds,
+                dead: consumer.dead,
+                inbox_rows: consumer.inbox_rows,
+            },
+        );
     }
 }
 

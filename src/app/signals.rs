@@ -1,9 +1,17 @@
 //! SIGTERM and SIGINT stop a program gracefully; a second one ends it at once.
+//!
+//! Some senders send the same signal twice, to the process and to its group (`timeout` of GNU): what comes within a moment of the
+//! first is the first.
+
+use std::time::{Duration, Instant};
 
 use tokio::signal::unix::{SignalKind, signal};
 use tokio_util::sync::CancellationToken;
 
 use super::exit::AppError;
+
+/// So soon after the first no person has sent a second one.
+const SAME_SIGNAL: Duration = Duration::from_millis(100);
 
 /// A token that is cancelled by the first SIGTERM or SIGINT; the second exits with 1.
 ///
@@ -16,17 +24,22 @@ pub fn stop_on_signals() -> Result<CancellationToken, AppError> {
     let (mut terminate, mut interrupt) = (listen(SignalKind::terminate())?, listen(SignalKind::interrupt())?);
     let stop = token.clone();
     tokio::spawn(async move {
+        let mut first: Option<Instant> = None;
         loop {
             tokio::select! {
                 _ = terminate.recv() => {}
                 _ = interrupt.recv() => {}
             }
-            if stop.is_cancelled() {
+            if first.is_some_and(|first| first.elapsed() < SAME_SIGNAL) {
+                continue;
+            }
+            if first.is_some() {
                 tracing::error!("a second signal: ending at once");
                 #[allow(clippy::exit)]
                 std::process::exit(1);
             }
             tracing::info!("stopping: what runs is finished or handed back");
+            first = Some(Instant::now());
             stop.cancel();
         }
     });

@@ -7,6 +7,7 @@
 //! | `publisher`, `confirms`, `lanes` | the session, its task, whose turn it is (R20, R21) |
 //! | `subscriber` | deliveries and acknowledgements (R29) |
 //! | `topology`, `version` | exchange, queues, bindings (R30) |
+//! | `repartition` | another number of queues, without a message out of order |
 //! | `check`, `tap` | what an operator should know; reading all for demo, bench and tests |
 //! | `raw` | the client library alone, for comparison in `bench` |
 //! | `wire`, `error` | CloudEvents over AMQP 0.9.1; what reply codes mean |
@@ -23,6 +24,7 @@ mod error;
 mod lanes;
 mod publisher;
 mod raw;
+mod repartition;
 mod socket;
 mod subscriber;
 mod tap;
@@ -37,6 +39,7 @@ use tokio::sync::OnceCell;
 
 pub use config::RabbitConfig;
 pub use raw::RawPublisher;
+pub use repartition::Repartition;
 
 use self::publisher::RabbitPublisher;
 use self::socket::Link;
@@ -72,6 +75,21 @@ impl RabbitBroker {
         &self.config
     }
 
+    /// Takes the next step from the queues that a consumer's topic has to the configured number of them, and says what is
+    /// left to do; call it again until it is [`Repartition::Done`]. Repeating it, also after it was broken off, is safe.
+    ///
+    /// # Errors
+    /// [`BrokerError::Refused`] from several queues to several others: they have the same names, so 1 stands between them.
+    /// Else what the server answered.
+    pub async fn repartition(&self, subscription: &Subscription, topic: &str) -> Result<Repartition, BrokerError> {
+        let unlimited = self.version().await?.limits_deliveries();
+        let link = Link::open(&self.config, "oncebox queues").await?;
+        let mut topology = Topology::new(&link, &self.config);
+        let stepped = repartition::step(&self.config, subscription, topic, unlimited, &mut topology).await;
+        link.close(self.config.close_deadline).await;
+        stepped
+    }
+
     async fn version(&self) -> Result<&ServerVersion, BrokerError> {
         self.version.get_or_try_init(|| version::ask(&self.config)).await
     }
@@ -85,6 +103,11 @@ impl Broker for RabbitBroker {
 
     fn is_log(&self) -> bool {
         false
+    }
+
+    fn places(&self, subscription: &Subscription) -> Vec<String> {
+        let queues = |topic: &String| topology::queues(&self.config, subscription, topic);
+        subscription.topics.iter().flat_map(queues).map(|queue| queue.name).collect()
     }
 
     async fn publisher(&self) -> Result<Box<dyn Publisher>, BrokerError> {

@@ -18,6 +18,9 @@ pub(super) struct Act {
     /// Why; stored in the audit row
     #[arg(long, value_name = "TEXT")]
     pub(super) why: String,
+    /// Who acts, for the audit row; the user of this shell by default
+    #[arg(long, value_name = "NAME")]
+    by: Option<String>,
     /// Only say what would be done
     #[arg(long)]
     pub(super) dry_run: bool,
@@ -29,12 +32,23 @@ pub(super) struct Act {
 impl Act {
     /// Who and why, as a dry run or not.
     pub(super) fn context(&self, dry_run: bool) -> ActContext {
-        ActContext { actor: actor(), reason: self.why.clone(), dry_run, redrive_age_max: None }
+        let actor = self.by.clone().unwrap_or_else(actor);
+        ActContext { actor, reason: self.why.clone(), dry_run, redrive_age_max: None }
     }
 
     /// More than one: the count is typed, so that it was seen.
     pub(super) fn confirm(&self, count: usize, what: &str, verb: &str) -> Result<(), AppError> {
-        if self.dry_run || self.yes || count <= UNASKED_MAX {
+        if count <= UNASKED_MAX { Ok(()) } else { self.ask(count, what, verb) }
+    }
+
+    /// As [`Act::confirm`], for what cannot be undone: on a terminal even one is asked for.
+    pub(super) fn confirm_loss(&self, count: usize, what: &str, verb: &str) -> Result<(), AppError> {
+        let is_asked = count > UNASKED_MAX || (count > 0 && std::io::IsTerminal::is_terminal(&std::io::stdin()));
+        if is_asked { self.ask(count, what, verb) } else { Ok(()) }
+    }
+
+    fn ask(&self, count: usize, what: &str, verb: &str) -> Result<(), AppError> {
+        if self.dry_run || self.yes {
             return Ok(());
         }
         if !std::io::IsTerminal::is_terminal(&std::io::stdin()) {
@@ -53,7 +67,7 @@ impl Act {
     }
 }
 
-fn actor() -> String {
+pub(super) fn actor() -> String {
     std::env::var("USER").or_else(|_| std::env::var("LOGNAME")).unwrap_or_else(|_| "unknown".to_owned())
 }
 

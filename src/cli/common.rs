@@ -2,15 +2,24 @@
 
 use comfy_table::{ContentArrangement, Table, presets};
 
+use crate::app::AppError;
 pub(super) use crate::app::{CommonArgs, run};
 
-/// Prints a line of data to stdout; where it cannot be written (a full disk, a reader that went away), that is an error.
+/// Prints a line of data to stdout; where it cannot be written, that is an error.
 macro_rules! data {
     ($($argument:tt)*) => {{
         use std::io::Write as _;
-        writeln!(std::io::stdout(), $($argument)*)
-            .map_err(|error| $crate::app::AppError::failed(format!("stdout cannot be written: {error}")))?
+        $crate::cli::common::written(writeln!(std::io::stdout(), $($argument)*))?
     }};
+}
+
+/// What became of a line of data. A reader that went away (`oncebox dead list | head`) has what it wanted: the command ends
+/// without a word.
+pub(super) fn written(line: std::io::Result<()>) -> Result<(), AppError> {
+    line.map_err(|error| match error.kind() {
+        std::io::ErrorKind::BrokenPipe => AppError::stopped(""),
+        _ => AppError::failed(format!("stdout cannot be written: {error}")),
+    })
 }
 
 /// How data is printed.

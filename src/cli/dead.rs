@@ -1,5 +1,5 @@
-//! `oncebox dead`: list, show, redrive, discard, on the outbox's side and the consumers'. Every act has a reason and leaves an
-//! audit row.
+//! `oncebox dead`: what is dead, held or waiting, on the outbox's side and the consumers': listed, shown, redriven, discarded.
+//! Every act has a reason and leaves an audit row.
 
 use std::path::PathBuf;
 
@@ -10,20 +10,26 @@ use super::act::{Act, refused, to_json};
 use super::common::{CommonArgs, Output, table};
 use crate::app::config::Settings;
 use crate::app::{AppError, require_schema, say};
-use crate::store::{ActContext, DeadFilter, DeadMessage, DeadPlace, OperatorAct, Store};
+use crate::store::{ActContext, DeadFilter, DeadMessage, DeadPlace, DeadState, OperatorAct, Store};
 
 /// What to do with dead messages.
 #[derive(Debug, Subcommand)]
 pub(crate) enum DeadCommand {
-    /// List dead messages, oldest first
-    List(Filter),
+    /// List messages that could not be sent or handled, oldest first: dead, held and waiting ones
+    List {
+        #[command(flatten)]
+        filter: Filter,
+        /// Only in this state
+        #[arg(long, value_enum)]
+        state: Option<State>,
+    },
     /// Show one with its headers, payload and error history
     Show {
         /// The number that `dead list` shows: o17 (outbox) or c9 (consumer)
         #[arg(value_parser = number)]
         number: String,
     },
-    /// Send or handle again, with the same id: inboxes still deduplicate
+    /// Send or handle again now, with the same id: inboxes still deduplicate
     Redrive {
         #[command(flatten)]
         which: Which,
@@ -36,6 +42,13 @@ pub(crate) enum DeadCommand {
         #[arg(long, value_name = "FILE")]
         payload: Option<PathBuf>,
     },
+    /// No more tries for a message of a consumer that waits: it is dead until you do something else with it
+    Bury {
+        #[command(flatten)]
+        which: Which,
+        #[command(flatten)]
+        act: Act,
+    },
     /// Forget; what stands behind goes on
     Discard {
         #[command(flatten)]
@@ -43,6 +56,37 @@ pub(crate) enum DeadCommand {
         #[command(flatten)]
         act: Act,
     },
+}
+
+/// Why a message is not sent or not handled.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+pub(crate) enum State {
+    /// Refused for what it is, or given up after its last try
+    Dead,
+    /// Stands behind a dead one, or its destination takes nothing
+    Held,
+    /// Tried again when it is due, or stands behind one that is
+    Waiting,
+}
+
+impl State {
+    fn of(state: DeadState) -> &'static str {
+        match state {
+            DeadState::Dead => "dead",
+            DeadState::Held => "held",
+            DeadState::Waiting => "waiting",
+        }
+    }
+}
+
+/// Every state, or the one that was named.
+fn states(state: Option<State>) -> Vec<DeadState> {
+    match state {
+        None => vec![DeadState::Dead, DeadState::Held, DeadState::Waiting],
+        Some(State::Dead) => vec![DeadState::Dead],
+        Some(State::Held) => vec![DeadState::Held],
+        Some(State::Waiting) => vec![DeadState::Waiting],
+    }
 }
 
 /// Which messages.
@@ -68,7 +112,7 @@ pub(crate) struct Filter {
     limit: usize,
 }
 
-/// Which messages an act concerns: numbers, or a filter.
+/// Which messages an act concerns: numbers, in whatever state they are, or a filter.
 #[derive(Debug, Clone, Args)]
 pub(crate) struct Which {
     /// Numbers that `dead list` shows
@@ -76,6 +120,9 @@ pub(crate) struct Which {
     numbers: Vec<String>,
     #[command(flatten)]
     filter: Filter,
+    /// Those of a filter that are in this state; dead ones by default, for `bury` waiting ones
+    #[arg(long, value_enum, conflicts_with = "numbers")]
+    state: Option<State>,
     /// All that match, without naming a number or a filter
     #[arg(long)]
     all: bool,
@@ -98,7 +145,10 @@ pub(super) async fn run(command: &DeadCommand, common: &CommonArgs, output: Outp
 async fn on<S: Store>(store: S, command: &DeadCommand, settings: &Settings, output: Output) -> Result<(), AppError> {
     require_schema(&store, settings).await?;
     let done = match command {
-        DeadCommand::List(filter) => list(&store, &filter.to_store(None), output).await,
+        DeadCommand::List { filter, state } => {
+            let filter = DeadFilter { states: states(*state), ..filter.to_store(None) };
+            list(&store, &filter, output).await
+        }
         DeadCommand::Show { number } => show(&store, number, output).await,
         DeadCommand::Redrive { which, act, new_id, payload } => {
             let how = match (payload, new_id) {
@@ -110,6 +160,7 @@ async fn on<S: Store>(store: S, command: &DeadCommand, settings: &Settings, outp
             };
             act_on(&store, which, act, &how, settings, output).await
         }
+        DeadCommand::Bury { which, act } => act_on(&store, which, act, &OperatorAct::Bury, settings, output).await,
         DeadCommand::Discard { which, act } => {
             act_on(&store, which, act, &OperatorAct::Discard, settings, output).await
         }
@@ -121,6 +172,7 @@ async fn on<S: Store>(store: S, command: &DeadCommand, settings: &Settings, outp
 impl Filter {
     fn to_store(&self, number: Option<&str>) -> DeadFilter {
         DeadFilter {
+            states: Vec::new(),
             number: number.map(str::to_owned),
             message_id: self.id,
             topic: self.topic.clone(),
@@ -158,22 +210,25 @@ async fn list<S: Store>(store: &S, filter: &DeadFilter, output: Output) -> Resul
         data!("{}", to_json(&serde_json::json!({ "dead": dead }))?);
         return Ok(());
     }
-    let mut table =
-        table(["number", "where", "topic", "key", "kind", "reason", "error", "tries", "behind", "dead since"]);
+    let mut table = table([
+        "number", "state", "where", "topic", "key", "id", "reason", "error", "tries", "next try", "behind", "since",
+    ]);
     for message in &dead {
         let error: String = message.error.as_deref().unwrap_or("").chars().take(60).collect();
         table.add_row([
             message.number.clone(),
+            State::of(message.state).to_owned(),
             place(message).to_owned(),
             message.topic.clone(),
             message.key.clone().unwrap_or_default(),
-            message.kind.clone(),
+            message.sent_id.clone().unwrap_or_else(|| message.message_id.to_string()),
             match &message.requested {
                 Some(requested) => format!("{} ({requested} requested)", message.reason),
                 None => message.reason.clone(),
             },
             error,
             message.attempts.to_string(),
+            message.next_try.map_or_else(String::new, |at| at.format("%H:%M:%S").to_string()),
             message.behind.to_string(),
             message.dead_at.format("%Y-%m-%d %H:%M:%S").to_string(),
         ]);
@@ -189,9 +244,12 @@ fn hint_at_more(found: usize, filter: &DeadFilter) {
 }
 
 async fn show<S: Store>(store: &S, number: &str, output: Output) -> Result<(), AppError> {
-    let filter = DeadFilter { number: Some(number.to_owned()), limit: 1, ..DeadFilter::default() };
+    let number_alone = Some(number.to_owned());
+    let filter = DeadFilter { states: states(None), number: number_alone, limit: 1, ..DeadFilter::default() };
     let Some(message) = store.dead(&filter).await?.into_iter().next() else {
-        return Err(AppError::failed(format!("there is no dead message `{number}`; `oncebox dead list` shows them")));
+        let why =
+            format!("there is no message `{number}` that is dead, held or waiting; `oncebox dead list` shows them");
+        return Err(AppError::failed(why));
     };
     let payload = String::from_utf8_lossy(&message.payload).into_owned();
     if output == Output::Json {
@@ -203,8 +261,10 @@ async fn show<S: Store>(store: &S, number: &str, output: Output) -> Result<(), A
         return Ok(());
     }
     data!("number        {}", message.number);
+    data!("state         {}", State::of(message.state));
     data!("where         {}", place(&message));
     data!("message id    {}", message.message_id);
+    data!("id as sent    {}", message.sent_id.clone().unwrap_or_else(|| message.message_id.to_string()));
     data!("topic         {}", message.topic);
     data!("key           {}", message.key.as_deref().unwrap_or("-"));
     data!("kind          {}", message.kind);
@@ -212,7 +272,8 @@ async fn show<S: Store>(store: &S, number: &str, output: Output) -> Result<(), A
     data!("reason        {}", message.reason);
     data!("tries         {}", message.attempts);
     data!("behind it     {}", message.behind);
-    data!("dead since    {}", message.dead_at.to_rfc3339());
+    data!("since         {}", message.dead_at.to_rfc3339());
+    data!("next try      {}", message.next_try.map_or_else(|| "-".to_owned(), |at| at.to_rfc3339()));
     data!("requested     {}", message.requested.as_deref().unwrap_or("-"));
     for (name, value) in &message.headers {
         data!("header        {name}: {value}");
@@ -236,16 +297,19 @@ async fn act_on<S: Store>(
         return Err(AppError::usage("name numbers (`oncebox dead list` shows them), a filter, or --all"));
     }
     let filters: Vec<DeadFilter> = if which.numbers.is_empty() {
-        vec![which.filter.to_store(None)]
+        let usual = if matches!(how, OperatorAct::Bury) { State::Waiting } else { State::Dead };
+        vec![DeadFilter { states: states(Some(which.state.unwrap_or(usual))), ..which.filter.to_store(None) }]
     } else {
-        which.numbers.iter().map(|number| which.filter.to_store(Some(number))).collect()
+        // By its number it is known in whatever state it is.
+        let by_number = |number| DeadFilter { states: states(None), ..which.filter.to_store(Some(number)) };
+        which.numbers.iter().map(|number| by_number(number)).collect()
     };
     let mut found = Vec::new();
     for filter in &filters {
         let of_filter = store.dead(filter).await?;
         if let (true, Some(number)) = (of_filter.is_empty(), &filter.number) {
             return Err(AppError::failed(format!(
-                "there is no dead message `{number}`; `oncebox dead list` shows them"
+                "there is no message `{number}` that is dead, held or waiting; `oncebox dead list` shows them"
             )));
         }
         hint_at_more(of_filter.len(), filter);
@@ -254,35 +318,58 @@ async fn act_on<S: Store>(
     if matches!(how, OperatorAct::RedriveAs { .. }) && found.len() > 1 {
         return Err(AppError::usage(format!("{} messages match; only one at a time gets a new id", found.len())));
     }
-    let done = if matches!(how, OperatorAct::Discard) { "discarded" } else { "redriven" };
-    act.confirm(found.len(), "messages", done)?;
+    let what = if found.len() == 1 { "message" } else { "messages" };
+    match how {
+        OperatorAct::Discard => act.confirm_loss(found.len(), what, "discarded")?,
+        OperatorAct::Bury => act.confirm(found.len(), what, "buried")?,
+        _ => act.confirm(found.len(), what, "redriven")?,
+    }
     let dry_run = ActContext { redrive_age_max: Some(settings.publisher.redrive_age_max.0), ..act.context(true) };
     // First all of it as a dry run: a number that is refused leaves the others as they are.
-    let mut numbers = Vec::new();
-    for filter in &filters {
-        numbers.extend(store.act(filter, how, &dry_run).await.map_err(refused)?.numbers);
-    }
+    let (mut numbers, mut already_handled) = carry_out(store, &filters, how, &dry_run).await?;
     if !act.dry_run {
         let context = ActContext { dry_run: false, ..dry_run };
-        numbers.clear();
-        for filter in &filters {
-            numbers.extend(store.act(filter, how, &context).await.map_err(refused)?.numbers);
-        }
+        (numbers, already_handled) = carry_out(store, &filters, how, &context).await?;
     }
     let verb = match how {
         OperatorAct::Discard => "discard",
+        OperatorAct::Bury => "bury",
         OperatorAct::Redrive | OperatorAct::RedriveAs { .. } => "redrive",
     };
     if output == Output::Json {
-        let value = serde_json::json!({ "act": verb, "dry_run": act.dry_run, "numbers": numbers });
+        let value = serde_json::json!({ "act": verb, "dry_run": act.dry_run, "numbers": numbers,
+            "already_handled": already_handled });
         data!("{}", to_json(&value)?);
         return Ok(());
     }
     let would = if act.dry_run { "would " } else { "" };
     let shown: String = numbers.iter().map(|number| format!(" {number}")).collect();
     data!("{would}{verb} {}:{shown}", numbers.len());
+    for number in &already_handled {
+        data!("{would}discard {number}: another copy of it was handled since");
+    }
     if !act.dry_run && numbers.iter().any(|number| number.starts_with('o')) {
         data!("the publisher carries out what concerns the outbox");
     }
+    let goes_on = numbers.iter().any(|number| number.starts_with('c') && !already_handled.contains(number));
+    if !act.dry_run && verb == "redrive" && goes_on {
+        say("INFO", "hint: its consumer handles it now; what `oncebox dead show` finds no more was handled");
+    }
     Ok(())
+}
+
+/// Acts on every filter; gives the numbers, and those that were discarded because another copy was handled since.
+async fn carry_out<S: Store>(
+    store: &S,
+    filters: &[DeadFilter],
+    how: &OperatorAct,
+    context: &ActContext,
+) -> Result<(Vec<String>, Vec<String>), AppError> {
+    let (mut numbers, mut already_handled) = (Vec::new(), Vec::new());
+    for filter in filters {
+        let outcome = store.act(filter, how, context).await.map_err(refused)?;
+        numbers.extend(outcome.numbers);
+        already_handled.extend(outcome.already_handled);
+    }
+    Ok((numbers, already_handled))
 }

@@ -44,40 +44,42 @@ pub(super) struct DemoArgs {
 }
 
 pub(super) async fn run(args: DemoArgs, common: &CommonArgs, output: Output) -> Result<(), AppError> {
-    let stage = stage::Stage::set(&args, common)?;
-    let kind = store_kind(&stage.settings.database.url.0)?;
+    let place = stage::Place::find(&args, common)?;
+    match store_kind(&place.settings.database.url.0)? {
+        #[cfg(feature = "sqlite")]
+        "sqlite" => on::<crate::store::sqlite::SqliteStore>(&args, place, output).await,
+        #[cfg(feature = "postgres")]
+        "postgres" => on::<crate::store::postgres::PostgresStore>(&args, place, output).await,
+        #[cfg(feature = "mysql")]
+        "mysql" => on::<crate::store::mysql::MySqlStore>(&args, place, output).await,
+        kind => Err(AppError::usage(format!(
+            "this program was built without the feature `{kind}` that the database URL needs"
+        ))),
+    }
+}
+
+async fn on<S: show::Tables>(args: &DemoArgs, place: stage::Place, output: Output) -> Result<(), AppError> {
+    let stage = stage::Stage::set::<S>(place).await?;
     // Told to stop, the show is dropped, and its processes with it.
     let stop = stop_on_signals().map_err(|error| AppError::failed(error.to_string()))?;
-    let show = async {
-        match kind {
-            #[cfg(feature = "sqlite")]
-            "sqlite" => show::show::<crate::store::sqlite::SqliteStore>(&args, &stage).await,
-            #[cfg(feature = "postgres")]
-            "postgres" => show::show::<crate::store::postgres::PostgresStore>(&args, &stage).await,
-            #[cfg(feature = "mysql")]
-            "mysql" => show::show::<crate::store::mysql::MySqlStore>(&args, &stage).await,
-            kind => Err(AppError::usage(format!(
-                "this program was built without the feature `{kind}` that the database URL needs"
-            ))),
+    let shown = tokio::select! {
+        shown = show::show::<S>(args, &stage) => Some(shown),
+        () = stop.cancelled() => None,
+    };
+    let (done, left_behind) = match shown {
+        None => (Err(AppError::failed("interrupted: nothing was counted")), args.keep),
+        Some(Err(error)) => (Err(error), true),
+        Some(Ok(verdict)) => {
+            verdict.print(output)?;
+            let agrees = verdict.agrees();
+            let done = if agrees { Ok(()) } else { Err(AppError::failed("the counts do not agree")) };
+            (done, args.keep || !agrees)
         }
     };
-    let shown: Result<count::Verdict, AppError> = tokio::select! {
-        shown = show => shown,
-        () = stop.cancelled() => Err(AppError::failed("interrupted: nothing was counted")),
-    };
-    let verdict = match shown {
-        Ok(verdict) => verdict,
-        Err(error) => {
-            eprintln!("logs and files: {}", stage.dir.display());
-            return Err(error);
-        }
-    };
-    verdict.print(output)?;
-    if verdict.agrees() {
-        stage.clear(args.keep);
-        Ok(())
+    if left_behind {
+        stage.leave();
     } else {
-        eprintln!("logs and files: {}", stage.dir.display());
-        Err(AppError::failed("the counts do not agree"))
+        stage.clear::<S>().await;
     }
+    done
 }

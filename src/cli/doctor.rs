@@ -1,19 +1,46 @@
-//! `oncebox doctor`: everything the promise rests on, looked at once. Exit code 3 where something breaks it.
+//! `oncebox doctor`: everything the promise rests on, looked at once. Exit code 3 where something breaks it, or is stuck.
 
 use std::path::Path;
+use std::time::Duration;
 
+use clap::Args;
+
+use super::act::refused;
 use super::common::{CommonArgs, Output, table};
 use crate::app::config::Settings;
-use crate::app::{AnyBroker, AppError, open_broker};
-use crate::broker::Subscription;
+use crate::app::{AnyBroker, AppError, open_broker, say};
+use crate::broker::{BrokerFinding, Subscription};
 use crate::error::redact;
 use crate::policy::operation::OperationName;
 use crate::policy::operation::versions::{Announced, Versions, unreadable};
-use crate::store::{Finding, SchemaState, Severity, Store};
+use crate::store::{ActContext, Finding, SchemaState, Severity, Store};
 
-pub(super) async fn run(common: &CommonArgs, output: Output) -> Result<(), AppError> {
+/// What counts as stuck, and what `doctor` does beside looking.
+#[derive(Debug, Clone, Args)]
+pub(super) struct DoctorArgs {
+    /// A pending, held or waiting message that is older than this is stuck, and so is who waits for a lock for so long
+    #[arg(long, value_name = "TIME", default_value = "1m", value_parser = humantime::parse_duration)]
+    older_than: Duration,
+    /// Mend a sequence of positions that stands behind the cursor, and have the relay read what it passed
+    #[arg(long)]
+    fix: bool,
+    /// Do not ask
+    #[arg(long, requires = "fix")]
+    yes: bool,
+    /// Why; stored in the audit row
+    #[arg(long, value_name = "TEXT", requires = "fix", default_value = "oncebox doctor --fix")]
+    why: String,
+    /// Who acts; stored in the audit row
+    #[arg(long, value_name = "NAME", requires = "fix")]
+    by: Option<String>,
+}
+
+pub(super) async fn run(args: &DoctorArgs, common: &CommonArgs, output: Output) -> Result<(), AppError> {
     let settings = common.load(None)?.settings;
-    let mut findings = match database(&settings).await {
+    if args.fix {
+        crate::with_store!(&settings, None, |store| mend(store, args).await)?;
+    }
+    let mut findings = match database(&settings, args.older_than).await {
         Ok(findings) => findings,
         Err(error) => vec![Finding::refused(
             "database",
@@ -32,10 +59,12 @@ pub(super) async fn run(common: &CommonArgs, output: Output) -> Result<(), AppEr
     }
     findings.extend(settings.consumer.iter().filter_map(horizon));
     print(&findings, output)?;
-    if findings.iter().any(|finding| finding.severity == Severity::Refused) {
-        return Err(AppError::not_ready("something that the promise rests on is broken"));
+    match findings.iter().map(|finding| finding.severity).max() {
+        Some(Severity::Refused) => Err(AppError::not_ready("something that the promise rests on is broken")),
+        Some(Severity::Waits) => Err(AppError::not_ready("something is not there yet: programs wait for it")),
+        Some(Severity::Stuck) => Err(AppError::not_ready("something is stuck")),
+        _ => Ok(()),
     }
-    Ok(())
 }
 
 /// The broker; none where it is a file that is not there: looking does not make it.
@@ -51,11 +80,32 @@ fn is_directory(path: &Path) -> bool {
     path.as_os_str().is_empty() || path.is_dir()
 }
 
-async fn database(settings: &Settings) -> Result<Vec<Finding>, AppError> {
-    crate::with_store!(settings, None, |store| look(store, settings).await)
+async fn database(settings: &Settings, older_than: Duration) -> Result<Vec<Finding>, AppError> {
+    crate::with_store!(settings, None, |store| look(store, settings, older_than).await)
 }
 
-async fn look<S: Store>(store: S, settings: &Settings) -> Result<Vec<Finding>, AppError> {
+/// Says what is broken, asks, and mends it.
+async fn mend<S: Store>(store: S, args: &DoctorArgs) -> Result<(), AppError> {
+    store.schema().await?.require()?;
+    let actor = args.by.clone().unwrap_or_else(super::act::actor);
+    let context = ActContext { actor, reason: args.why.clone(), dry_run: true, redrive_age_max: None };
+    let broken = store.mend(&context).await.map_err(refused)?;
+    if broken.is_empty() {
+        say("INFO", "nothing to mend");
+        store.close().await;
+        return Ok(());
+    }
+    if !args.yes {
+        return Err(AppError::refused(format!("this would be done: {}\nhint: give --yes", broken.join("; "))));
+    }
+    for mended in store.mend(&ActContext { dry_run: false, ..context }).await.map_err(refused)? {
+        say("INFO", &format!("mended: {mended}"));
+    }
+    store.close().await;
+    Ok(())
+}
+
+async fn look<S: Store>(store: S, settings: &Settings, older_than: Duration) -> Result<Vec<Finding>, AppError> {
     let name = redact(&settings.database.url.0);
     let schema = store.schema().await.map_err(|error| AppError::from(error).on(&name))?;
     if let Err(error) = schema.require() {
@@ -66,7 +116,14 @@ async fn look<S: Store>(store: S, settings: &Settings) -> Result<Vec<Finding>, A
         store.close().await;
         return Ok(vec![Finding::refused("schema", format!("{name}: {error}"), remedy)]);
     }
-    let mut findings = vec![Finding::ok("schema", format!("{name}: all migrations are applied"))];
+    let mut findings = vec![match schema {
+        SchemaState::Ahead { found, known } => Finding::warning(
+            "schema",
+            format!("{name}: migration {found} is applied, this program knows up to {known} and is still served"),
+            "roll the newer program out",
+        ),
+        _ => Finding::ok("schema", format!("{name}: all migrations are applied")),
+    }];
     findings.extend(store.check().await?);
     findings.extend(versions(&store.live_versions().await?));
     let status = store.status().await?;
@@ -77,26 +134,23 @@ async fn look<S: Store>(store: S, settings: &Settings) -> Result<Vec<Finding>, A
             findings.push(Finding::warning(place, detail, "see `oncebox dead list`"));
         }
     }
+    findings.extend(super::stuck::look(&store, settings, &status, older_than).await?);
     store.close().await;
     Ok(findings)
 }
 
 async fn broker_findings(broker: &AnyBroker, settings: &Settings) -> Vec<Finding> {
-    let subscription = |consumer: &crate::app::config::ConsumerSettings| Subscription {
-        group: consumer.group.clone(),
-        queues: consumer.queues.clone(),
-        ..Subscription::new(consumer.name.clone(), consumer.topics.clone())
-    };
-    let subscriptions: Vec<Subscription> = settings.consumer.iter().map(subscription).collect();
+    let subscriptions: Vec<Subscription> = settings.consumer.iter().map(|consumer| consumer.subscription()).collect();
     let name = redact(&settings.broker.url.0);
     match broker.check(&subscriptions).await {
         Ok(found) => found
             .into_iter()
             .map(|finding| Finding {
-                severity: match (finding.refused, &finding.remedy) {
-                    (true, _) => Severity::Refused,
-                    (false, Some(_)) => Severity::Warning,
-                    (false, None) => Severity::Ok,
+                severity: match &finding {
+                    BrokerFinding { refused: true, .. } => Severity::Refused,
+                    BrokerFinding { stuck: true, .. } => Severity::Stuck,
+                    BrokerFinding { remedy: Some(_), .. } => Severity::Warning,
+                    BrokerFinding { .. } => Severity::Ok,
                 },
                 name: finding.name,
                 detail: finding.detail,
@@ -156,6 +210,8 @@ fn print(findings: &[Finding], output: Output) -> Result<(), AppError> {
     let word = |severity: Severity| match severity {
         Severity::Ok => "ok",
         Severity::Warning => "warning",
+        Severity::Stuck => "stuck",
+        Severity::Waits => "waits",
         Severity::Refused => "refused",
     };
     if output == Output::Json {

@@ -22,8 +22,6 @@ use crate::store::{KeyChange, KeyFilter, Look, Outcome, Store};
 const SHOWN: usize = 12;
 /// The fewest that name a key.
 const NAMED_MIN: usize = 8;
-/// How far clocks of clients may be off, where a purge records its bound.
-const ID_SKEW: Duration = Duration::from_secs(60);
 
 /// What to do with keys.
 #[derive(Debug, Subcommand)]
@@ -62,6 +60,9 @@ pub(crate) enum KeysCommand {
         /// It did not happen: the same key may run again
         #[arg(long, conflicts_with = "completed")]
         not_happened: bool,
+        /// Though a run that lost its lease has said the opposite
+        #[arg(long)]
+        against_evidence: bool,
         #[command(flatten)]
         answer: AnswerArgs,
         #[command(flatten)]
@@ -78,7 +79,7 @@ pub(crate) struct Filter {
     /// Only of this operation
     #[arg(long)]
     operation: Option<OperationName>,
-    /// Only in this state: in-progress, completed, failed-replayable, failed-retryable, unknown or expired
+    /// Only in this state, as the list prints it: IN_PROGRESS, COMPLETED, FAILED_REPLAYABLE, FAILED_RETRYABLE, UNKNOWN_REQUIRES_RECOVERY or EXPIRED
     #[arg(long, value_parser = state)]
     state: Option<State>,
     /// Only claimed longer ago than this, such as 90s or 2h
@@ -103,13 +104,13 @@ pub(crate) struct Which {
 }
 
 fn state(text: &str) -> Result<State, String> {
-    if text == "unknown" {
+    if text.eq_ignore_ascii_case("unknown") {
         return Ok(State::UnknownRequiresRecovery);
     }
     let known = State::STORED.into_iter().chain([State::Expired]);
     let mut states = known.filter(|state| state.as_str().eq_ignore_ascii_case(&text.replace('-', "_")));
     states.next().ok_or_else(|| {
-        "no state; in-progress, completed, failed-replayable, failed-retryable, unknown and expired are".to_owned()
+        "no state; IN_PROGRESS, COMPLETED, FAILED_REPLAYABLE, FAILED_RETRYABLE, UNKNOWN_REQUIRES_RECOVERY and EXPIRED are".to_owned()
     })
 }
 
@@ -122,18 +123,19 @@ async fn on<S: Store>(store: S, command: &KeysCommand, settings: &Settings, outp
     require_schema(&store, settings).await?;
     let done = match command {
         KeysCommand::List(filter) => list(&store, filter, output).await,
-        KeysCommand::Show(which) => show(&one(&store, which).await?, which.is_named(), output),
+        KeysCommand::Show(which) => show(&store, &one(&store, which).await?, which.is_named(), output).await,
         KeysCommand::Release { which, act } => {
             let found = vec![one(&store, which).await?];
             act_on(&store, &found, &KeyChange::Release, act, output).await
         }
         KeysCommand::Purge { hashes, filter, all, act } => purge(&store, hashes, filter, *all, act, output).await,
-        KeysCommand::Resolve { which, completed, answer, act, .. } => {
+        KeysCommand::Resolve { which, completed, against_evidence, answer, act, .. } => {
             let outcome = match completed {
                 Some(file) => Outcome::Completed(answer.read(file, Some(200))?),
                 None => Outcome::FailedRetryable { error_code: None },
             };
-            let change = KeyChange::Resolve { outcome, retention: answer.retention() };
+            let (retention, against_evidence) = (answer.retention(), *against_evidence);
+            let change = KeyChange::Resolve { outcome, retention, against_evidence };
             let found = vec![one(&store, which).await?];
             act_on(&store, &found, &change, act, output).await
         }
@@ -286,18 +288,29 @@ async fn list<S: Store>(store: &S, filter: &Filter, output: Output) -> Result<()
     Ok(())
 }
 
-fn show(found: &Found, named: bool, output: Output) -> Result<(), AppError> {
+async fn show<S: Store>(store: &S, found: &Found, named: bool, output: Output) -> Result<(), AppError> {
     let mut fields = fields(found, true);
+    let runs = store.runs_of(found.record.operation_id).await?;
     if let (true, Some(fields)) = (named, fields.as_object_mut()) {
         fields.insert("key".to_owned(), found.record.identity.key().as_str().into());
     }
     if output == Output::Json {
+        let runs = runs.iter().map(|run| {
+            let seen = &run.evidence;
+            json!({ "ended": seen.verdict, "status": seen.status, "epoch": seen.epoch, "at": moment(run.at) })
+        });
+        fields["late_runs"] = runs.collect();
         data!("{}", to_json(&fields)?);
         return Ok(());
     }
     for (name, value) in fields.as_object().into_iter().flatten() {
         let value = value.as_str().map_or_else(|| value.to_string(), str::to_owned);
         data!("{:<19} {}", name.replace('_', " "), if value == "null" { "-" } else { &value });
+    }
+    for run in runs {
+        let status = run.evidence.status.map(|status| format!(" with status {status}")).unwrap_or_default();
+        let (verdict, at) = (run.evidence.verdict, moment(run.at));
+        data!("{:<19} {verdict}{status} at {at}, after it had lost its lease", "a run ended");
     }
     Ok(())
 }
@@ -323,7 +336,7 @@ async fn purge<S: Store>(
     for named in hashes {
         meant.push(by_digest(store, digits(named)?, named).await?);
     }
-    act_on(store, &meant, &KeyChange::Purge { id_skew: ID_SKEW }, act, output).await
+    act_on(store, &meant, &KeyChange::Purge, act, output).await
 }
 
 async fn act_on<S: Store>(
@@ -335,7 +348,7 @@ async fn act_on<S: Store>(
 ) -> Result<(), AppError> {
     let (verb, done) = match change {
         KeyChange::Release => ("release", "released"),
-        KeyChange::Purge { .. } => ("purge", "purged"),
+        KeyChange::Purge => ("purge", "purged"),
         KeyChange::Resolve { .. } => ("resolve", "resolved"),
     };
     act.confirm(meant.len(), "keys", done)?;

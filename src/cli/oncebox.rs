@@ -5,8 +5,8 @@ use std::process::ExitCode;
 use clap::{CommandFactory, Parser, Subcommand};
 
 use super::common::{CommonArgs, Output, run};
-use super::{bench, config, dead, demo, doctor, keys, migrate, operations, status};
-use crate::app::{AppError, ConsumerArgs, PublisherArgs};
+use super::{audit, bench, config, consumers, dead, demo, doctor, keys, migrate, operations, queues, status};
+use crate::app::{AppError, ConsumerArgs, LogFormat, PublisherArgs, speak};
 
 /// Exactly-once effects over at-least-once brokers.
 #[derive(Debug, Parser)]
@@ -14,7 +14,7 @@ use crate::app::{AppError, ConsumerArgs, PublisherArgs};
 struct OnceboxArgs {
     #[command(flatten)]
     common: CommonArgs,
-    /// How data is printed
+    /// How data is printed; with `json` errors on stderr are JSON too, one object a line
     #[arg(long, value_enum, default_value_t, global = true)]
     output: Output,
     #[command(subcommand)]
@@ -24,8 +24,14 @@ struct OnceboxArgs {
 #[derive(Debug, Subcommand)]
 enum Command {
     /// See it work: payments, a relay and consumers in processes of their own, with duplicates and kills
+    ///
+    /// Everything is its own: a database beside the one that is named (a file by default), and topics. Variables of the environment
+    /// and configuration files are not read.
     Demo(demo::DemoArgs),
     /// Measure what the promise costs, as ratios inside one run
+    ///
+    /// Everything is its own: a database beside the one that is named (a file by default), and topics. Variables of the environment
+    /// and configuration files are not read.
     #[command(subcommand)]
     Bench(bench::BenchCommand),
     /// Make or show the tables
@@ -33,17 +39,26 @@ enum Command {
     Migrate(migrate::MigrateCommand),
     /// Show how outbox, consumers and e-mails stand
     Status,
-    /// Look at everything the promise rests on; exit code 3 where something breaks it
-    Doctor,
+    /// Look at everything the promise rests on; exit code 3 where something breaks it, or is stuck
+    Doctor(doctor::DoctorArgs),
     /// List, show, redrive and discard messages that could not be sent or handled
     #[command(subcommand)]
     Dead(dead::DeadCommand),
+    /// List consumers and when each was last there; forget one that is gone
+    #[command(subcommand)]
+    Consumers(consumers::ConsumersCommand),
+    /// List what operators did, and why
+    #[command(subcommand)]
+    Audit(audit::AuditCommand),
     /// Look at idempotency keys: list, show, release, purge; say how an unknown one ended
     #[command(subcommand)]
     Keys(keys::KeysCommand),
     /// Look at operations in phases: list, show; send again, or say how one ended
     #[command(subcommand)]
     Operations(operations::OperationsCommand),
+    /// Change the number of queues behind a consumer's topics on RabbitMQ
+    #[command(subcommand)]
+    Queues(queues::QueuesCommand),
     /// Send queued e-mails: to .eml files, or by SMTP when configured
     #[cfg(feature = "email")]
     Sender(super::sender::SenderArgs),
@@ -73,6 +88,10 @@ enum Program {
 /// `oncebox`
 pub fn oncebox_main() -> ExitCode {
     let args = OnceboxArgs::parse();
+    if args.output == Output::Json {
+        // What goes wrong, too, is read by a machine.
+        speak(LogFormat::Json);
+    }
     run(args.run())
 }
 
@@ -84,9 +103,12 @@ impl OnceboxArgs {
             Command::Migrate(command) => migrate::run(&command, &self.common, self.output).await,
             Command::Status => status::run(&self.common, self.output).await,
             Command::Config(command) => config::run(&command, &self.common, self.output),
-            Command::Doctor => doctor::run(&self.common, self.output).await,
+            Command::Doctor(args) => doctor::run(&args, &self.common, self.output).await,
             Command::Dead(command) => dead::run(&command, &self.common, self.output).await,
+            Command::Consumers(command) => consumers::run(&command, &self.common, self.output).await,
+            Command::Audit(command) => audit::run(&command, &self.common, self.output).await,
             Command::Keys(command) => keys::run(&command, &self.common, self.output).await,
+            Command::Queues(command) => queues::run(&command, &self.common, self.output).await,
             Command::Operations(command) => operations::run(&command, &self.common, self.output).await,
             #[cfg(feature = "email")]
             Command::Sender(args) => super::sender::run(&args, &self.common).await,

@@ -19,7 +19,7 @@ use crate::store::{FoundOperations, OperationFilter, Outcome, Resolution, Sealed
 /// What to do with operations in phases.
 #[derive(Debug, Subcommand)]
 pub(crate) enum OperationsCommand {
-    /// List operations, oldest first
+    /// List operations: those that wait for you first, then what has no outcome, each oldest first
     List(Filter),
     /// Show one with its effects and all evidence
     Show {
@@ -61,6 +61,13 @@ pub(crate) enum OperationsCommand {
         #[command(flatten)]
         act: Act,
     },
+    /// Say that you have looked at a conflict: it is listed no more, and is forgotten in its time
+    Judge {
+        /// The id of the operation
+        id: Uuid,
+        #[command(flatten)]
+        act: Act,
+    },
 }
 
 /// What the operator found out.
@@ -70,7 +77,7 @@ pub(crate) struct Word {
     /// It succeeded, and ends here: this file is the body of the answer that is replayed from now on
     #[arg(long, value_name = "FILE")]
     succeeded: Option<PathBuf>,
-    /// It failed, and ends here: this file is the body of the answer; needs --status
+    /// It failed, and ends here: this file is the body of the answer; needs --status. Its phases write nothing more
     #[arg(long, value_name = "FILE")]
     failed: Option<PathBuf>,
     /// This effect happened: the worker goes on with the flow from there
@@ -96,7 +103,7 @@ pub(crate) struct Filter {
     /// Only those that wait for an operator
     #[arg(long)]
     parked: bool,
-    /// Only those whose evidence contradicts their outcome
+    /// Only those whose evidence contradicts their outcome, or that failed with an effect that stands; until they are judged
     #[arg(long)]
     conflicts: bool,
     /// Only begun longer ago than this, such as 90s or 2h
@@ -141,6 +148,11 @@ async fn on<S: Store>(
                 done.map_err(|error| refused(error).on(&id.to_string()))?;
             }
             told("resolve", &[*id], act, output)
+        }
+        OperationsCommand::Judge { id, act } => {
+            let judged = store.judge(*id, &act.context(act.dry_run)).await;
+            judged.map_err(|error| refused(error).on(&id.to_string()))?;
+            told("judge", &[*id], act, output)
         }
     };
     store.close().await;
@@ -249,7 +261,7 @@ fn fields(one: &StoredOperation) -> Value {
 }
 
 async fn list<S: Store>(store: &S, filter: &Filter, output: Output) -> Result<(), AppError> {
-    let FoundOperations { operations: found, unreadable } = store.operations(&filter.to_store()).await?;
+    let FoundOperations { operations: found, unreadable, orphans } = store.operations(&filter.to_store()).await?;
     if found.len() + unreadable.len() >= filter.limit as usize {
         say("INFO", "hint: there may be more; see `--limit`");
     }
@@ -257,11 +269,19 @@ async fn list<S: Store>(store: &S, filter: &Filter, output: Output) -> Result<()
         let operations: Vec<Value> = found.iter().map(fields).collect();
         let unreadable = unreadable.iter().map(|(id, why)| json!({ "operation_id": id, "error": why }));
         let unreadable: Vec<Value> = unreadable.collect();
-        data!("{}", to_json(&json!({ "operations": operations, "unreadable": unreadable }))?);
+        data!("{}", to_json(&json!({ "operations": operations, "unreadable": unreadable, "orphans": orphans }))?);
         return Ok(());
     }
     for (id, why) in &unreadable {
         say("ERROR", &format!("operation {id} cannot be read, and nothing drives it: {why}"));
+    }
+    for id in &orphans {
+        say(
+            "ERROR",
+            &format!(
+                "something happened of operation {id}, and nothing else is known of it: find out what it did, then `oncebox operations judge {id}`"
+            ),
+        );
     }
     let mut table =
         table(["operation", "tenant", "flow", "stage", "point", "effects", "tries", "parked", "due", "since"]);

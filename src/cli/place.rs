@@ -1,8 +1,11 @@
-//! A directory and settings for what makes its own world: `demo` and `bench`.
+//! A directory, settings and child processes for what makes its own world: `demo` and `bench`.
 //!
-//! Promise: without a URL both stand on files in that directory; a file that may hold passwords is readable by its owner only.
+//! Promise: they and their children use what stands on their own command line and nothing else. A file that may hold passwords is readable by its owner only.
 
 use std::path::{Path, PathBuf};
+use std::process::Stdio;
+
+use tokio::process::Command;
 
 use super::common::CommonArgs;
 use crate::app::AppError;
@@ -18,16 +21,36 @@ pub(super) fn private_directory(dir: &Path) -> Result<(), AppError> {
         .map_err(|error| AppError::failed(format!("{} cannot be made: {error}", dir.display())))
 }
 
-/// The settings in force; database and broker are files in `dir` unless somebody named others.
+/// The settings of the command line; database and broker are files in `dir` unless they are named there.
 pub(super) fn settings_in(common: &CommonArgs, dir: &Path) -> Result<Settings, AppError> {
-    let mut settings = common.load_quietly()?.settings;
-    if common.database.is_none() && std::env::var_os("ONCEBOX_DATABASE__URL").is_none() && common.config.is_none() {
-        settings.database.url = Secret(format!("sqlite://{}", dir.join("payments.db").display()));
+    let mut settings = common.load_command_line()?.settings;
+    if common.database.is_none() {
+        settings.database.url = file_url(dir, "payments");
     }
-    if common.broker.is_none() && std::env::var_os("ONCEBOX_BROKER__URL").is_none() && common.config.is_none() {
+    if common.broker.is_none() {
         settings.broker.url = Secret(format!("embedded://{}", dir.join("broker.db").display()));
     }
     Ok(settings)
+}
+
+/// A SQLite file of this name in `dir`.
+pub(super) fn file_url(dir: &Path, name: &str) -> Secret {
+    Secret(format!("sqlite://{}", dir.join(format!("{name}.db")).display()))
+}
+
+/// This same program, to be started as a child: no setting reaches it but those of its own command line and file.
+pub(super) fn this_program() -> Result<Command, AppError> {
+    let this =
+        std::env::current_exe().map_err(|error| AppError::failed(format!("this program is not found: {error}")))?;
+    let mut command = Command::new(this);
+    for (name, _) in std::env::vars_os() {
+        if name.to_string_lossy().to_ascii_uppercase().starts_with("ONCEBOX_") {
+            command.env_remove(name);
+        }
+    }
+    // A parent that is interrupted leaves no process behind.
+    command.stdin(Stdio::null()).kill_on_drop(true);
+    Ok(command)
 }
 
 /// Settings as a file: URLs with passwords do not stand in command lines of processes.

@@ -1,6 +1,7 @@
 //! `oncebox status`: how things stand.
 
 use super::common::{CommonArgs, Output, table};
+use super::consumers::seen;
 use crate::app::config::Settings;
 use crate::app::{AppError, require_schema};
 use crate::store::{Status, Store};
@@ -26,10 +27,11 @@ async fn show<S: Store>(store: S, settings: &Settings, output: Output) -> Result
 
 fn print(status: &Status) -> Result<(), AppError> {
     data!(
-        "outbox: {} pending (oldest {:.1} s), {} held, {} dead; {} e-mails to send",
+        "outbox: {} pending (oldest {:.1} s), {} held (oldest {:.1} s), {} dead; {} e-mails to send",
         status.pending,
         status.oldest_pending_age_seconds,
         status.held,
+        status.oldest_held_age_seconds,
         status.dead,
         status.emails_pending
     );
@@ -41,20 +43,22 @@ fn print(status: &Status) -> Result<(), AppError> {
             shard.scanned_to.to_string(),
             shard.gaps.to_string(),
             shard.epoch.to_string(),
-            shard.owner.clone().unwrap_or_else(|| "-".to_owned()),
+            shard.owner.clone().unwrap_or_else(|| "nobody".to_owned()),
             format!("{:.1} s", shard.lease_seconds_left),
             format!("{:.1} s", shard.cursor_age_seconds),
         ]);
     }
     data!("{shards}");
     if !status.consumers.is_empty() {
-        let mut consumers = table(["consumer", "inbox rows", "waiting", "held", "dead"]);
+        let mut consumers = table(["consumer", "last seen", "inbox rows", "waiting", "held", "oldest", "dead"]);
         for consumer in &status.consumers {
             consumers.add_row([
                 consumer.name.clone(),
+                seen(consumer),
                 consumer.inbox_rows.to_string(),
                 consumer.waiting.to_string(),
                 consumer.held.to_string(),
+                format!("{:.1} s", consumer.oldest_waiting_age_seconds),
                 consumer.dead.to_string(),
             ]);
         }

@@ -1,7 +1,7 @@
 //! Keys that outlive the process: what is about to be sent, on the disk before it is (O27).
 //!
-//! One file for each operation, in a directory that one process holds at a time. A file is a line of JSON (key, method, URL,
-//! headers, time of the first send), and behind it the sealed body, if bodies are kept.
+//! One file for each operation, in a directory that one process holds at a time. A file is a line of JSON (key, method, time of the
+//! first send), URL and headers, and the body's digest; if bodies are kept, URL, headers and body are sealed.
 //!
 //! Promises:
 //!

@@ -79,7 +79,7 @@ impl Request {
             return Err(ClientError::Request("a key is given by `with_key`".to_owned()));
         }
         let mut value = HeaderValue::from_str(value).map_err(|error| unusable(&error))?;
-        value.set_sensitive(is_credential(&name));
+        value.set_sensitive(is_credential(name.as_str()));
         self.headers.insert(name, value);
         Ok(self)
     }
@@ -111,7 +111,59 @@ impl Request {
     }
 }
 
-/// Whether a header proves who asks, and so is never written down.
-pub(super) fn is_credential(name: &HeaderName) -> bool {
-    ["authorization", "proxy-authorization", "cookie", "x-api-key"].contains(&name.as_str())
+/// Whether a header or a parameter of this name proves who asks, and so is never written down in clear: by the words of its name.
+pub(super) fn is_credential(name: &str) -> bool {
+    const WORDS: [&str; 16] = [
+        "auth",
+        "authorization",
+        "authentication",
+        "token",
+        "jwt",
+        "bearer",
+        "secret",
+        "password",
+        "passwd",
+        "cookie",
+        "credential",
+        "credentials",
+        "signature",
+        "sig",
+        "session",
+        "apikey",
+    ];
+    const KEYS: [&str; 5] = ["api", "access", "private", "secret", "subscription"];
+    let name = name.to_ascii_lowercase();
+    let words: Vec<&str> = name.split(['-', '_', '.']).collect();
+    name == "key"
+        || words.iter().any(|word| WORDS.contains(word))
+        || words.windows(2).any(|pair| pair[1] == "key" && KEYS.contains(&pair[0]))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::is_credential;
+
+    #[test]
+    fn o27_a_credential_is_known_by_the_words_of_its_name() {
+        for name in [
+            "authorization",
+            "Proxy-Authorization",
+            "cookie",
+            "x-api-key",
+            "api-key",
+            "apikey",
+            "x-auth-token",
+            "x-amz-security-token",
+            "X-Amz-Signature",
+            "ocp-apim-subscription-key",
+            "access_token",
+            "sig",
+            "key",
+        ] {
+            assert!(is_credential(name), "{name}");
+        }
+        for name in ["content-type", "prefer", "if-match", "x-author", "idempotency-key", "x-api-version", "page"] {
+            assert!(!is_credential(name), "{name}");
+        }
+    }
 }

@@ -20,10 +20,41 @@ pub fn is_nobodys(error: &sqlx::Error) -> bool {
     nobodys(error).is_some()
 }
 
+/// What an error says, in the database's own words: sqlx ends those of PostgreSQL with the line of the server's source that
+/// raised them, which everybody takes for a line of the statement.
+pub(crate) fn words(error: &sqlx::Error) -> String {
+    #[cfg(feature = "postgres")]
+    if let sqlx::Error::Database(database) = error
+        && let Some(postgres) = database.try_downcast_ref::<sqlx::postgres::PgDatabaseError>()
+    {
+        return postgres.message().to_owned();
+    }
+    error.to_string()
+}
+
 /// True where the connection or the database is gone, for now.
 #[cfg(any(feature = "postgres", feature = "mysql"))]
 pub(crate) fn is_unavailable(error: &sqlx::Error) -> bool {
     nobodys(error) == Some(Nobodys::Unavailable)
+}
+
+/// True where one statement alone may have brought about what looks like a database that is away: it asked for more memory or
+/// room than the server gives to one, or its connection ended under it. Not for a disk that is full, a server that starts, stops
+/// or has no connection left: those are the same for all.
+pub(crate) fn may_be_the_statements(error: &sqlx::Error) -> bool {
+    match error {
+        sqlx::Error::Io(_) | sqlx::Error::Protocol(_) => true,
+        sqlx::Error::Database(database) => {
+            #[cfg(feature = "mysql")]
+            if let Some(error) = database.try_downcast_ref::<sqlx::mysql::MySqlDatabaseError>() {
+                let number = error.number();
+                return matches!(number, 1037 | 1038 | 1041 | 1030 | 1114 | 1152 | 1158..=1161 | 2006 | 2013);
+            }
+            let code = database.code();
+            code.is_some_and(|code| code.starts_with("08") || matches!(&*code, "53000" | "53200" | "53400"))
+        }
+        _ => false,
+    }
 }
 
 fn nobodys(error: &sqlx::Error) -> Option<Nobodys> {

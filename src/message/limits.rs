@@ -162,10 +162,15 @@ pub fn is_reserved(name: &str) -> bool {
     let name = name.to_ascii_lowercase();
     name.starts_with("ce_")
         || name.starts_with("cloudevents")
-        || name.starts_with("x-")
         || name.starts_with("oncebox-")
+        || BROKER_PREFIXES.iter().any(|prefix| name.starts_with(prefix))
+        || BROKER_NAMES.contains(&name.as_str())
         || matches!(name.as_str(), "content-type" | "cc" | "bcc")
 }
+
+/// What RabbitMQ writes into a message's headers or reads from them; any other name with `x-` is the application's.
+const BROKER_NAMES: [&str; 5] = ["x-death", "x-delivery-count", "x-acquired-count", "x-match", "x-priority"];
+const BROKER_PREFIXES: [&str; 4] = ["x-first-death-", "x-last-death-", "x-opt-", "x-stream-"];
 
 fn broken<T>(limit: impl Into<Cow<'static, str>>, detail: String) -> Result<T, LimitError> {
     Err(LimitError::new(limit, detail))

@@ -1,6 +1,7 @@
 //! How each part of a process is: what `/readyz` shows and a supervisor reads.
 //!
-//! Promise: a part says in words why it is not ready, and since when; a loop that stopped turning is seen (`beat`).
+//! Promise: a part says in words why it is not ready, and since when; a loop that stopped turning is seen (`beat`); several
+//! troubles of one part stand beside each other, each under its name.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -19,11 +20,28 @@ pub enum PartState {
     Standby(String),
 }
 
+/// What is amiss with a part, under a name of its own.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Trouble {
+    /// Work stands still until it is over.
+    Stops(String),
+    /// Work goes on; a person should know.
+    Shown(String),
+}
+
 #[derive(Debug, Clone)]
 struct Part {
     state: PartState,
     since: Instant,
     beat: Instant,
+    troubles: BTreeMap<&'static str, (Trouble, Instant)>,
+}
+
+impl Part {
+    fn is_ready(&self) -> bool {
+        let stops = |(trouble, _): &(Trouble, Instant)| matches!(trouble, Trouble::Stops(_));
+        matches!(self.state, PartState::Ready | PartState::Standby(_)) && !self.troubles.values().any(stops)
+    }
 }
 
 /// The state of all parts of a process. Cheap to clone; all clones show the same.
@@ -35,9 +53,11 @@ impl Health {
     pub fn set(&self, part: &str, state: PartState) {
         let now = Instant::now();
         let mut parts = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(known) = parts.get_mut(part).filter(|known| known.state == state) {
+        if let Some(known) = parts.get_mut(part) {
             known.beat = now;
-            return;
+            if known.state == state {
+                return;
+            }
         }
         match &state {
             PartState::Starting => tracing::debug!(part, "starting"),
@@ -45,7 +65,28 @@ impl Health {
             PartState::Waiting(why) => tracing::warn!(part, %why, "waiting"),
             PartState::Standby(why) => tracing::info!(part, %why, "standing by"),
         }
-        parts.insert(part.to_owned(), Part { state, since: now, beat: now });
+        let troubles = parts.remove(part).map(|known| known.troubles).unwrap_or_default();
+        parts.insert(part.to_owned(), Part { state, since: now, beat: now, troubles });
+    }
+
+    /// What is amiss with a part under this name, or that it is over. Work that goes on clears what stopped it.
+    pub fn trouble(&self, part: &str, name: &'static str, trouble: Option<Trouble>) {
+        let mut parts = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let Some(known) = parts.get_mut(part) else { return };
+        match trouble {
+            Some(trouble) if known.troubles.get(name).is_some_and(|(stands, _)| *stands == trouble) => {}
+            Some(trouble) => {
+                if let Trouble::Stops(why) = &trouble {
+                    tracing::warn!(part, name, %why, "waiting");
+                }
+                known.troubles.insert(name, (trouble, Instant::now()));
+            }
+            None => {
+                if let Some((Trouble::Stops(_), _)) = known.troubles.remove(name) {
+                    tracing::info!(part, name, "goes on");
+                }
+            }
+        }
     }
 
     /// A part has done its work and has no loop that could get stuck: it is not shown any more.
@@ -62,11 +103,11 @@ impl Health {
         }
     }
 
-    /// True where every part is at work or stands by.
+    /// True where every part is at work or stands by, and no trouble stops it.
     #[must_use]
     pub fn is_ready(&self) -> bool {
         let parts = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        !parts.is_empty() && parts.values().all(|part| matches!(part.state, PartState::Ready | PartState::Standby(_)))
+        !parts.is_empty() && parts.values().all(Part::is_ready)
     }
 
     /// Parts whose loop has not turned for longer than this.
@@ -77,20 +118,28 @@ impl Health {
         parts.iter().filter(|(_, part)| late(part)).map(|(name, _)| name.clone()).collect()
     }
 
-    /// One line a part: name, state, since when.
+    /// One line a part: name, state, since when; and one for each of its troubles.
     #[must_use]
     pub fn lines(&self) -> Vec<String> {
         let parts = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        let line = |(name, part): (&String, &Part)| {
+        let mut lines = Vec::new();
+        for (name, part) in parts.iter() {
             let seconds = part.since.elapsed().as_secs();
-            match &part.state {
+            lines.push(match &part.state {
                 PartState::Starting => format!("{name}: starting for {seconds} s"),
                 PartState::Ready => format!("{name}: ready for {seconds} s"),
                 PartState::Waiting(why) => format!("{name}: waiting for {seconds} s: {why}"),
                 PartState::Standby(why) => format!("{name}: standing by for {seconds} s: {why}"),
+            });
+            for (trouble, (what, since)) in &part.troubles {
+                let seconds = since.elapsed().as_secs();
+                lines.push(match what {
+                    Trouble::Stops(why) => format!("{name}, {trouble}: waiting for {seconds} s: {why}"),
+                    Trouble::Shown(why) => format!("{name}, {trouble}: {seconds} s ago: {why}"),
+                });
             }
-        };
-        parts.iter().map(line).collect()
+        }
+        lines
     }
 }
 
@@ -108,6 +157,22 @@ mod tests {
         health.set("relay", PartState::Standby("host-2 has the lease".into()));
         assert!(health.is_ready());
         assert!(health.stuck(Duration::from_secs(60)).is_empty());
+    }
+
+    #[test]
+    fn a_trouble_stands_beside_the_state_until_it_is_over() {
+        let health = Health::default();
+        health.set("consumer", PartState::Ready);
+        health.trouble("consumer", "lost records", Some(Trouble::Shown("payments/0".into())));
+        assert!(health.is_ready());
+        health.trouble("consumer", "broker", Some(Trouble::Stops("away".into())));
+        health.set("consumer", PartState::Waiting("database".into()));
+        health.set("consumer", PartState::Ready);
+        assert!(!health.is_ready(), "the database is back, the broker is not");
+        assert_eq!(health.lines().len(), 3);
+        health.trouble("consumer", "broker", None);
+        assert!(health.is_ready());
+        assert!(health.lines()[1].contains("lost records") && health.lines()[1].contains("payments/0"));
     }
 
     #[test]

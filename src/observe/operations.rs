@@ -36,7 +36,7 @@ pub enum Noted {
     TakenUp,
     /// Refused before anything was looked at, with the code.
     Rejected(&'static str),
-    /// The store did not answer, at this stage: `find`, `claim`, `complete`, `commit`, `heartbeat`, `replay`.
+    /// The store did not answer, or had no connection to spare (`admit`), at this stage: `admit`, `find`, `claim`, `complete`, `commit`, `heartbeat`, `replay`.
     StoreError(&'static str),
     /// A commit was lost sight of.
     CommitUnknown,

@@ -55,6 +55,12 @@ impl Breaker {
         }
     }
 
+    /// Whether nothing is let through now.
+    #[must_use]
+    pub fn is_open(&self, now: Duration) -> bool {
+        self.shut_until.is_some_and(|until| now < until)
+    }
+
     /// How an attempt ended.
     pub fn ended(&mut self, well: bool, now: Duration) {
         if well {

@@ -61,6 +61,12 @@ impl Verdict {
             Self::FromTheFuture => Some("from-the-future"),
         }
     }
+
+    /// Whether a message that is dead for this reason was stored so by a verdict, and its inbox row taken back.
+    #[must_use]
+    pub fn left_no_inbox_row(reason: &str) -> bool {
+        [Self::TooOld, Self::FromTheFuture].iter().any(|verdict| verdict.reason() == Some(reason))
+    }
 }
 
 /// The verdict on a message that the inbox does not know.

@@ -13,6 +13,7 @@
 //! | [`diversion`] | which rows go to the held table instead of the broker | R17 |
 //! | [`lease`] | who owns, and whether the session is still the one that it was | R7, R22 |
 //! | [`watermark`] | up to where a consumer may commit offsets or acknowledge | R29 |
+//! | [`position`] | where a consumer begins in a partition | |
 //! | [`retry`] | when a failed message is tried again, and when it is dead | R25 |
 //! | [`suspicion`] | which deliveries run alone, with the attempt written first | R26 |
 //! | [`split`] | how a failed batch is run again | R27 |
@@ -31,6 +32,7 @@ pub mod horizon;
 pub mod isolate;
 pub mod lease;
 pub mod operation;
+pub mod position;
 pub mod retry;
 pub mod split;
 pub mod suspicion;

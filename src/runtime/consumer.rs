@@ -7,40 +7,49 @@
 //! The way of a delivery: `intake` (broker events, low-water marks) → `lane` (one key, one lane; batches of what is there) →
 //! `batch` (one transaction) or `alone` (a failing or suspicious message) → back to `intake`, which acknowledges.
 //!
-//! Beside it: retries that are due later (`retries`), inbox rows older than the horizon (`purge`).
+//! Beside it: retries that are due later (`retries`), inbox rows older than the horizon (`purge`), up to where each partition
+//! is done (`positions`).
 //!
 //! Not here: SQL of the inbox (room `store`), and what is decided by rule (room `policy`): whose failure it is and what runs
 //! again, which messages run alone, when the next try is, up to where to acknowledge, what is too old.
 
 mod admission;
 mod alone;
+mod aside;
 mod batch;
+mod blame;
 mod calls;
+mod dead_rows;
 mod handlers;
 mod intake;
 mod item;
 mod lane;
+mod loss;
 mod options;
+mod positions;
+mod presence;
 mod purge;
 mod retries;
 mod settle;
 
 use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 
 use tokio::sync::{Notify, RwLock};
+use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
 
 use crate::broker::{Broker, Subscription};
 use crate::error::{BrokerError, StoreError};
 use crate::observe::{self, Health, PartState};
 use crate::policy::horizon::HorizonTooShort;
-use crate::store::{ConsumerId, ConsumerSpec, Store};
+use crate::store::{ConsumerId, ConsumerSpec, Scope, Store};
 
 pub use handlers::Handlers;
 pub use options::{ConsumerOptions, DeadPolicy, Unhandled};
 
-use super::pace::Pace;
+use super::pace::{Pace, sleep_unless};
 
 /// How a consumer ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -62,12 +71,16 @@ struct Shared<S: Store> {
     broker: Arc<dyn Broker>,
     handlers: Handlers<S>,
     options: ConsumerOptions,
+    /// Which waiting messages are for this process.
+    scope: Scope,
     health: Health,
     part: String,
     /// A suspicious message runs alone in the process: it takes this for writing, batches for reading (R26).
     solo: RwLock<()>,
     /// A message was stored as due: the retrier looks again.
     parked: Notify,
+    /// `dead_rows_max` is reached: nothing more is taken.
+    is_full: AtomicBool,
 }
 
 impl<S: Store> Consumer<S> {
@@ -81,7 +94,20 @@ impl<S: Store> Consumer<S> {
     ) -> Self {
         let part = format!("consumer {}", options.name);
         let (solo, parked) = (RwLock::new(()), Notify::new());
-        Self(Arc::new(Shared { store, broker, handlers, options, health, part, solo, parked }))
+        let places = broker.places(&subscription(&options));
+        let scope = Scope { topics: options.topics.clone(), places, kinds: handlers.kinds() };
+        Self(Arc::new(Shared {
+            store,
+            broker,
+            handlers,
+            options,
+            scope,
+            health,
+            part,
+            solo,
+            parked,
+            is_full: AtomicBool::new(false),
+        }))
     }
 
     /// Runs until it is told to stop, or is idle where `until_idle` is set. Waits for a database, broker, topic or queue that
@@ -96,21 +122,49 @@ impl<S: Store> Consumer<S> {
         let shared = &self.0;
         shared.health.set(&shared.part, PartState::Starting);
         observe::consumer_starts(&shared.options.name);
-        let Some(consumer) = shared.register(&stop).await? else { return Ok(ConsumerEnd::Stopped) };
-        purge::check(shared, consumer, &stop).await?;
-        let beside = stop.child_token();
-        let retrier = tokio::spawn(retries::run(Arc::clone(shared), consumer, beside.clone()));
-        let purge = tokio::spawn(purge::run(Arc::clone(shared), consumer, beside.clone()));
-        let end = shared.serve(consumer, &stop).await;
-        beside.cancel();
-        for (what, task) in [("retrier", retrier), ("purge", purge)] {
-            if let Err(error) = task.await {
-                tracing::error!(consumer = %shared.options.name, %error, "the {what} ended in disorder");
+        let ready = async {
+            let Some(consumer) = shared.register(&stop).await? else { return Ok(None) };
+            purge::check(shared, consumer, &stop).await.map(|()| Some(consumer))
+        };
+        let consumer = tokio::select! {
+            () = stop.cancelled() => None,
+            ready = ready => ready?,
+        };
+        let Some(consumer) = consumer else { return Ok(ConsumerEnd::Stopped) };
+        let (beside, abandon) = (stop.child_token(), CancellationToken::new());
+        let retries = |shared, stop| retries::run(shared, consumer, stop, abandon.clone());
+        let retrier = shared.keep_up("retrier", &beside, retries);
+        let purge = shared.keep_up("purge", &beside, move |shared, stop| purge::run(shared, consumer, stop));
+        let dead_rows = shared
+            .keep_up("look at dead messages", &beside, move |shared, stop| dead_rows::run(shared, consumer, stop));
+        let presence = shared.keep_up("presence", &beside, move |shared, stop| presence::run(shared, consumer, stop));
+        let mut end = Ok(ConsumerEnd::Stopped);
+        let serve = async {
+            end = shared.serve(consumer, &stop).await;
+            beside.cancel();
+        };
+        // One deadline over everything after a stop, also where neither database nor broker answers.
+        let grace = shared.options.shutdown_grace;
+        let hand_back = intake::HAND_BACK.min(grace / 2);
+        let deadline = async {
+            beside.cancelled().await;
+            tokio::time::sleep(grace - hand_back).await;
+            abandon.cancel();
+            tokio::time::sleep(hand_back).await;
+        };
+        tokio::select! {
+            biased;
+            _ = async { tokio::join!(serve, retrier, purge, dead_rows, presence) } => {}
+            () = deadline => {
+                tracing::warn!(consumer = %shared.options.name, ?grace, "not all was handed back within the grace of the stop; it comes again");
             }
         }
         end
     }
 }
+
+/// How long a task that ended in disorder is left alone before it begins again.
+const AFTER_DISORDER: Duration = Duration::from_secs(1);
 
 /// Why a consumer cannot go on by itself.
 #[derive(Debug, thiserror::Error)]
@@ -133,6 +187,28 @@ pub enum ConsumerError {
 }
 
 impl<S: Store> Shared<S> {
+    /// Runs a task beside the lanes until the stop. One that panics is seen: its part is not ready until it runs again.
+    async fn keep_up<T: Future<Output = ()> + Send + 'static>(
+        self: &Arc<Self>,
+        what: &str,
+        stop: &CancellationToken,
+        task: impl Fn(Arc<Self>, CancellationToken) -> T,
+    ) {
+        let part = format!("{} {what}", self.part);
+        // Dropped with this future, a task ends too.
+        let mut tasks = JoinSet::new();
+        loop {
+            tasks.spawn(task(Arc::clone(self), stop.clone()));
+            let Some(Err(error)) = tasks.join_next().await else { break };
+            tracing::error!(consumer = %self.options.name, %error, "the {what} ended in disorder; it begins anew");
+            self.health.set(&part, PartState::Waiting(format!("it ended in disorder: {error}")));
+            if !sleep_unless(stop, AFTER_DISORDER).await {
+                break;
+            }
+            self.health.set(&part, PartState::Ready);
+        }
+    }
+
     /// Registers the consumer, waiting for a database that is away.
     async fn register(&self, stop: &CancellationToken) -> Result<Option<ConsumerId>, ConsumerError> {
         let spec = ConsumerSpec {
@@ -166,7 +242,7 @@ impl<S: Store> Shared<S> {
             if stop.is_cancelled() {
                 return Ok(ConsumerEnd::Stopped);
             }
-            let error = match self.broker.subscriber(&self.subscription()).await {
+            let error = match self.broker.subscriber(&subscription(&self.options)).await {
                 Ok(subscriber) => {
                     let began = tokio::time::Instant::now();
                     let end = intake::run(self, consumer, subscriber, stop).await;
@@ -189,14 +265,14 @@ impl<S: Store> Shared<S> {
             }
         }
     }
+}
 
-    fn subscription(&self) -> Subscription {
-        Subscription {
-            group: self.options.group.clone(),
-            queues: self.options.queues.clone(),
-            in_flight_max: self.options.in_flight_max,
-            drain: self.options.drain,
-            ..Subscription::new(self.options.name.clone(), self.options.topics.clone())
-        }
+fn subscription(options: &ConsumerOptions) -> Subscription {
+    Subscription {
+        group: options.group.clone(),
+        queues: options.queues.clone(),
+        in_flight_max: options.in_flight_max,
+        drain: options.drain,
+        ..Subscription::new(options.name.clone(), options.topics.clone())
     }
 }

@@ -12,10 +12,12 @@
 //! | `reconcile` | how an edge run ended whose end was not seen |
 //! | `standing` | what must come to stand behind the answer |
 //! | `running`, `memory` | what runs here; how much memory bodies may take |
+//! | `reach`, `admission` | whether the store is there; how many operations its connections carry |
 //!
 //! Not here: the decisions ([`policy::operation`](crate::policy::operation)), the statements ([`store`](crate::store)), and HTTP or
 //! gRPC, which only translate what comes in and out.
 
+mod admission;
 mod codec;
 mod door_a;
 mod door_c;
@@ -26,6 +28,7 @@ mod live;
 mod memory;
 pub mod phased;
 mod quota;
+mod reach;
 mod reconcile;
 mod reply;
 mod running;

@@ -1,6 +1,6 @@
 //! Waiting between tries of in-process work: bounded, with jitter, and ended at once by a stop.
 
-use std::time::Duration;
+use std::time::{Duration, Instant, SystemTime};
 
 use tokio_util::sync::CancellationToken;
 
@@ -67,5 +67,41 @@ mod tests {
         assert_eq!(pace.failures(), 41);
         pace.worked();
         assert!(pace.next_wait() <= Duration::from_millis(100));
+    }
+}
+
+/// A moment to count from, for what another machine counts too: a lease, a provider's memory of a key.
+///
+/// The monotonic clock stands still while a machine is suspended, and the clock of the wall may be set back; the longer of both
+/// is never less than the truth, unless both happen.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Since {
+    monotonic: Instant,
+    wall: SystemTime,
+}
+
+impl Since {
+    /// From now on.
+    pub(crate) fn now() -> Self {
+        Self { monotonic: Instant::now(), wall: SystemTime::now() }
+    }
+
+    /// How long ago it was, at least.
+    pub(crate) fn elapsed(self) -> Duration {
+        self.monotonic.elapsed().max(self.wall.elapsed().unwrap_or_default())
+    }
+}
+
+#[cfg(test)]
+mod since_tests {
+    use super::*;
+
+    // A machine that was suspended, and one whose clock was set back. Shown by: the monotonic clock alone, and the wall's.
+    #[test]
+    fn the_time_since_a_moment_is_that_of_the_clock_that_went_further() {
+        let (now, wall, hour) = (Instant::now(), SystemTime::now(), Duration::from_secs(3_600));
+        assert!(Since { monotonic: now, wall: wall - hour }.elapsed() >= hour);
+        let earlier = now.checked_sub(Duration::from_secs(1)).unwrap_or(now);
+        assert!(Since { monotonic: earlier, wall: wall + hour }.elapsed() >= now.duration_since(earlier));
     }
 }

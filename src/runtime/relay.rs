@@ -71,6 +71,8 @@ struct Memory {
     verdicts: HashMap<i64, Diversion>,
     /// A row was found out since the last end of a session.
     progress: bool,
+    /// The database refused the last read: no session is ready before one succeeds.
+    refused: bool,
 }
 
 impl<S: Store> Relay<S> {
@@ -95,7 +97,7 @@ impl<S: Store> Relay<S> {
         let mut pace = Pace::new(Duration::from_millis(100), Duration::from_secs(5));
         loop {
             let Some(publisher) = self.connect(&stop).await? else { return Ok(RelayEnd::Stopped) };
-            let Some(session) = self.lease(&stop).await? else {
+            let Some(session) = self.lease(&stop, memory.refused).await? else {
                 publisher.close().await;
                 return Ok(RelayEnd::Stopped);
             };
@@ -138,7 +140,7 @@ impl<S: Store> Relay<S> {
     }
 
     /// The lease of the shard; waits for a database that is away and for an owner to stop.
-    async fn lease(&self, stop: &CancellationToken) -> Result<Option<S::Session>, StoreError> {
+    async fn lease(&self, stop: &CancellationToken, refused: bool) -> Result<Option<S::Session>, StoreError> {
         let request = LeaseRequest {
             shard: self.options.shard,
             owner: self.options.owner.clone(),
@@ -152,7 +154,9 @@ impl<S: Store> Relay<S> {
             }
             match self.store.open(&request).await {
                 Ok(LeaseAnswer::Taken(session)) => {
-                    self.health.set(&self.part, PartState::Ready);
+                    if !refused {
+                        self.health.set(&self.part, PartState::Ready);
+                    }
                     return Ok(Some(session));
                 }
                 Ok(LeaseAnswer::HeldBy { owner, left }) => {
@@ -197,7 +201,11 @@ impl<S: Store> Relay<S> {
                 | StoreError::SchemaOld { .. }) => {
                     return Err(error);
                 }
-                error => tracing::error!(shard = self.options.shard, %error, "the outbox could not be read or written"),
+                error => {
+                    memory.refused = true;
+                    self.health.set(&self.part, PartState::Waiting(error.to_string()));
+                    tracing::error!(shard = self.options.shard, %error, "the outbox could not be read or written");
+                }
             }
             return Ok(());
         }

@@ -9,6 +9,8 @@
 //!   dropped half way, or that is dropped inside a transaction, is closed and never used again. So a `begin` may be dropped at any
 //!   moment: a transaction that it opened dies with its connection, and no later write is lost in it.
 //! * Giving a connection back is bounded too: a silent server keeps no place of the pool.
+//! * What a handler set of its session (`set`, `set role`, temporary tables, advisory locks) is set back before the connection
+//!   serves anybody else.
 //!
 //! sqlx gives nobody its socket, so neither keep-alive nor `TCP_USER_TIMEOUT` can be set on this side of a connection.
 //!
@@ -19,6 +21,7 @@ use std::fmt;
 use std::future::Future;
 use std::io;
 use std::ops::ControlFlow;
+use std::sync::Arc;
 use std::time::Duration;
 
 use futures::TryStreamExt;
@@ -31,6 +34,7 @@ use sqlx::{
     SqlStr,
 };
 use sqlx_core::transaction::TransactionManager;
+use tokio::sync::Mutex;
 use tokio::time::timeout;
 
 use crate::error::StoreError;
@@ -86,11 +90,20 @@ remote!("mysql", sqlx::MySql);
 pub(super) struct BoundedPool<Db: Remote> {
     pool: Pool<Db>,
     answer_timeout: Duration,
+    /// The connection for signs of life.
+    pulse: Arc<Mutex<Option<Bounded<Db>>>>,
+    /// What sets a session back that code which is not ours had in its hands. None where the pool does it at every return.
+    reset: Option<Arc<str>>,
 }
 
 impl<Db: Remote> Clone for BoundedPool<Db> {
     fn clone(&self) -> Self {
-        Self { pool: self.pool.clone(), answer_timeout: self.answer_timeout }
+        Self {
+            pool: self.pool.clone(),
+            answer_timeout: self.answer_timeout,
+            pulse: Arc::clone(&self.pulse),
+            reset: self.reset.clone(),
+        }
     }
 }
 
@@ -114,8 +127,8 @@ pub(super) fn pool_options<Db: Remote>(connections_max: u32, answer_timeout: Dur
 }
 
 impl<Db: Remote> BoundedPool<Db> {
-    pub(super) fn new(pool: Pool<Db>, answer_timeout: Duration) -> Self {
-        Self { pool, answer_timeout }
+    pub(super) fn new(pool: Pool<Db>, answer_timeout: Duration, reset: Option<String>) -> Self {
+        Self { pool, answer_timeout, pulse: Arc::default(), reset: reset.map(Arc::from) }
     }
 
     /// The pool as sqlx has it.
@@ -125,7 +138,10 @@ impl<Db: Remote> BoundedPool<Db> {
 
     pub(super) async fn acquire(&self) -> sqlx::Result<Bounded<Db>> {
         // sqlx's future has room for a whole connect, 14 KiB: boxed, it is not moved with every future that acquires.
-        Ok(Bounded::new(Held::Pooled(Box::pin(self.pool.acquire()).await?), self.answer_timeout))
+        let held = Held::Pooled(Box::pin(self.pool.acquire()).await?);
+        let mut connection = Bounded::new(held, self.answer_timeout);
+        connection.reset.clone_from(&self.reset);
+        Ok(connection)
     }
 
     /// A connection out of the pool: it is shared with nobody, and never given back.
@@ -138,6 +154,27 @@ impl<Db: Remote> BoundedPool<Db> {
         let (options, limit) = (self.pool.connect_options(), self.answer_timeout.min(CONNECT_MAX));
         let connection = timeout(limit, options.connect()).await.map_err(|_| silent(limit))??;
         Ok(Bounded::new(Held::Own(connection), self.answer_timeout))
+    }
+
+    /// Asks the server for a sign of life, on a connection beside the pool, which is kept for the next time. A server that has too many
+    /// connections is there.
+    pub(super) async fn sign_of_life(&self) -> sqlx::Result<()> {
+        if self.pool.is_closed() {
+            return Err(sqlx::Error::PoolClosed);
+        }
+        let mut pulse = self.pulse.lock().await;
+        if let Some(mut kept) = pulse.take()
+            && kept.within(|connection| Box::pin(connection.ping())).await.is_ok()
+        {
+            *pulse = Some(kept);
+            return Ok(());
+        }
+        match self.fresh().await {
+            Ok(connection) => *pulse = Some(connection),
+            Err(sqlx::Error::Database(error)) if matches!(error.code().as_deref(), Some("53300" | "08004")) => {}
+            Err(error) => return Err(error),
+        }
+        Ok(())
     }
 
     /// A connection inside a transaction. `BEGIN` is the sign of life of one that did not rest: where it died in the pool,
@@ -157,6 +194,7 @@ impl<Db: Remote> BoundedPool<Db> {
 
     /// Closes the pool; connections that are still used after the bound are closed when they come back.
     pub(super) async fn close(&self) {
+        drop(self.pulse.lock().await.take());
         if timeout(self.answer_timeout, self.pool.close()).await.is_err() {
             tracing::warn!("connections were still in use when the database was closed");
         }
@@ -196,11 +234,21 @@ pub(super) struct Bounded<Db: Remote> {
     state: State,
     in_transaction: bool,
     answer_timeout: Duration,
+    reset: Option<Arc<str>>,
+    /// Code that is not ours had the connection.
+    lent: bool,
 }
 
 impl<Db: Remote> Bounded<Db> {
     fn new(held: Held<Db>, answer_timeout: Duration) -> Self {
-        Self { held: Some(held), state: State::Rests, in_transaction: false, answer_timeout }
+        let (state, in_transaction, reset, lent) = (State::Rests, false, None, false);
+        Self { held: Some(held), state, in_transaction, answer_timeout, reset, lent }
+    }
+
+    /// The plain connection for code that is not ours: what that sets of the session is set back before anybody else gets it.
+    pub(super) fn lend(&mut self) -> &mut Db::Connection {
+        self.lent = true;
+        self.plain()
     }
 
     /// The plain connection: whoever uses it bounds his own statements.
@@ -340,10 +388,32 @@ impl<Db: Remote> Drop for Bounded<Db> {
     fn drop(&mut self) {
         let Some(Held::Pooled(mut connection)) = self.held.take() else { return };
         let fit = self.state == State::Rests && !self.in_transaction;
-        match tokio::runtime::Handle::try_current() {
+        let reset = self.reset.take().filter(|_| self.lent);
+        match (tokio::runtime::Handle::try_current(), reset) {
             // What sqlx does at a drop, but not for ever: what is dropped at the deadline is closed and leaves its place.
-            Ok(runtime) if fit => drop(runtime.spawn(timeout(self.answer_timeout, connection.return_to_pool()))),
+            (Ok(runtime), None) if fit => {
+                drop(runtime.spawn(timeout(self.answer_timeout, connection.return_to_pool())));
+            }
+            (Ok(runtime), Some(reset)) if fit => {
+                drop(runtime.spawn(give_back(connection, reset, self.answer_timeout)));
+            }
             _ => drop(connection.detach()),
+        }
+    }
+}
+
+/// Sets the session back and returns the connection to its pool; one that does not answer, or will not, is closed.
+async fn give_back<Db: Remote>(mut connection: PoolConnection<Db>, reset: Arc<str>, limit: Duration) {
+    let set_back = async {
+        let mut parts = Db::send(&mut connection, sqlx::raw_sql(sqlx::AssertSqlSafe(reset.to_string())));
+        while parts.try_next().await?.is_some() {}
+        Ok::<(), sqlx::Error>(())
+    };
+    match timeout(limit, set_back).await {
+        Ok(Ok(())) => drop(timeout(limit, connection.return_to_pool()).await),
+        failed => {
+            tracing::debug!(?failed, "a session was not set back after a handler; its connection is closed");
+            drop(connection.detach());
         }
     }
 }

@@ -27,6 +27,7 @@ pub mod phases_leave;
 pub mod phases_marks;
 pub mod proof;
 pub mod purge;
+pub mod records;
 pub mod relay;
 pub mod schema;
 mod trial;
@@ -173,6 +174,7 @@ macro_rules! store_conformance {
                 migrating_twice_changes_nothing,
                 migrators_at_once_do_not_disturb_each_other,
                 a_schema_that_is_older_or_newer_is_told_apart,
+                a_program_that_a_newer_schema_still_serves_starts,
                 a_sound_database_passes_its_check,
             ];
             door: [
@@ -220,6 +222,7 @@ macro_rules! store_conformance {
                 r24_a_concurrent_duplicate_waits_and_is_known_after_the_commit,
                 r24_a_concurrent_duplicate_is_new_after_the_rollback,
                 r24_batches_that_overlap_do_not_deadlock,
+                an_id_that_another_open_transaction_inserted_is_contested,
                 consumers_do_not_share_their_inboxes,
                 g7_another_content_under_the_same_id_is_seen,
                 r32_ids_that_differ_only_in_spelling_are_different,
@@ -227,8 +230,11 @@ macro_rules! store_conformance {
                 what_is_parked_goes_with_its_inbox_row,
                 r31_a_forgotten_id_is_new_again,
                 r26_tries_are_counted_outside_the_handlers_transaction,
+                r26_the_first_tries_of_a_batch_are_counted_together_and_once,
                 r26_a_try_that_was_not_made_is_taken_back,
-                r26_an_assignment_found_open_was_not_closed,
+                an_assignment_found_open_was_not_closed,
+                an_owner_that_lost_a_partition_changes_nothing_of_the_next_ones_row,
+                a_position_is_remembered_until_a_later_one_is_told,
                 a_transaction_that_is_dropped_leaves_nothing,
                 effects_of_an_enqueue_go_with_the_transaction,
             ];
@@ -242,6 +248,9 @@ macro_rules! store_conformance {
                 r23_a_second_begin_never_splits_the_transaction,
                 r23_a_table_made_by_the_handler_never_splits_the_transaction,
                 r23_savepoints_of_the_handler_are_its_own,
+                what_a_handler_committed_is_told_although_its_connection_is_lost,
+                what_a_handler_committed_is_told_while_a_statement_of_it_runs,
+                a_head_that_a_handler_committed_away_is_told,
             ];
             purge: [
                 r31_a_purge_takes_what_is_past_and_nothing_else,
@@ -250,6 +259,7 @@ macro_rules! store_conformance {
                 r31_the_bound_is_recorded_with_the_first_row_and_never_lowered,
                 g8_what_was_purged_is_new_to_the_insert_and_too_old_to_the_verdict,
                 r31_ages_are_judged_by_the_time_of_receipt,
+                g11_tries_of_what_was_handled_since_are_forgotten,
             ];
             lost: [
                 r27_a_lost_connection_in_any_statement_of_the_inbox_transaction_is_nobodys_failure,
@@ -261,6 +271,11 @@ macro_rules! store_conformance {
                 r25_finishing_makes_the_next_of_the_key_due,
                 a_message_comes_back_from_waiting_as_it_was,
                 a_message_is_not_due_before_its_time,
+                a_waiting_message_is_left_to_a_process_that_takes_its_kind_and_reads_its_topic,
+                r25_only_a_head_is_due_next,
+                r25_what_was_never_tried_of_a_key_is_claimed_with_its_head,
+                r25_a_key_is_woken_when_its_head_went_while_one_came_to_stand_behind_it,
+                r22_a_claim_that_ends_later_than_any_claim_can_is_over,
                 a_claim_that_ended_is_taken_over_and_the_old_one_finishes_nothing,
                 a_postponed_message_keeps_its_tries_and_a_returned_one_does_not,
                 g10_a_claim_whose_answer_was_lost_is_given_back_uncounted,
@@ -268,9 +283,16 @@ macro_rules! store_conformance {
                 r25_a_head_that_a_race_left_behind_is_swept_up,
                 messages_without_a_key_wait_for_nobody,
                 dead_deliveries_are_stored_once,
+                g11_dead_messages_are_counted_up_to_a_bound,
             ];
             operator: [
                 the_status_counts_what_is_there,
+                what_is_held_and_what_waits_is_listed_with_its_reason_and_its_next_try,
+                g11_the_status_counts_no_further_than_its_bound,
+                a_waiting_message_is_tried_now_buried_or_discarded_unless_a_process_runs_it,
+                a_held_message_is_discarded_by_request_and_by_nothing_else,
+                a_consumer_that_is_gone_is_forgotten_and_one_that_is_there_is_not,
+                what_operators_did_is_read_newest_first,
                 dead_messages_are_listed_with_their_history,
                 a_redriven_consumer_message_runs_again_and_is_audited,
                 a_discarded_consumer_message_lets_its_key_go_on,
@@ -279,9 +301,11 @@ macro_rules! store_conformance {
                 r17_acts_on_outbox_rows_are_requests_to_the_owner,
                 r31_an_old_outbox_row_needs_a_new_id,
                 r31_redriving_what_left_no_inbox_row_inserts_it,
+                r31_what_another_copy_did_since_is_discarded_by_its_redrive,
             ];
             operations: [
                 o2_a_bridged_outcome_goes_with_the_handlers_transaction,
+                a_claim_is_not_released_where_a_run_of_it_said_that_it_ended,
                 m100_a_purge_takes_the_bodies_of_its_records,
             ];
             door_a: [
@@ -308,6 +332,7 @@ macro_rules! store_conformance {
                 o9_a_phase_moves_on_only_from_the_point_it_knew,
                 o5_an_effect_its_key_and_its_bytes_are_committed_once,
                 o5_sends_are_counted_under_races_and_after_a_crash,
+                a_send_that_did_not_leave_is_taken_back_by_its_driver_alone,
                 m32_the_record_is_in_the_state_of_the_stage_after_each_step,
                 o13_a_phase_does_not_move_on_to_what_it_is_not,
                 o13_a_rejection_of_the_first_phase_is_remembered_without_its_effects,
@@ -328,6 +353,7 @@ macro_rules! store_conformance {
                 o9_a_parked_operation_waits_for_an_operator,
                 o3_what_is_recovered_late_is_remembered_from_its_outcome,
                 o4_a_key_used_anew_gets_a_new_operation,
+                a_conflict_outlives_its_record_until_it_is_judged,
                 o22_the_deployment_is_the_databases,
             ];
             key_operator: [
@@ -338,14 +364,24 @@ macro_rules! store_conformance {
                 o8_every_verdict_has_its_word_and_a_mismatch_is_a_conflict_until_it_is_judged,
                 o6_a_retry_is_the_workers_and_a_duplicate_is_accepted_by_name,
                 o9_a_resolved_operation_and_its_record_have_one_outcome,
+                an_operation_does_not_fail_while_an_effect_of_it_stands,
+                a_key_that_was_purged_by_hand_is_too_old_however_far_its_clock_was_ahead,
                 o8_an_effect_is_resolved_and_its_flow_goes_on,
                 o21_what_live_processes_say_of_their_fingerprints_is_shown,
+            ];
+            records: [
+                m31_every_statement_changes_a_record_as_the_machine_is_drawn,
+                o3_every_lifetime_counts_from_the_outcome,
+                m98_a_time_that_was_promised_holds_when_the_settings_are_shortened,
+                m100_only_a_terminal_record_is_ever_cleaned_whatever_its_age,
+                o23_a_key_whose_record_was_purged_is_too_old_for_ever,
             ];
             mailbox: [
                 an_email_is_one_row_for_its_unique_key,
                 an_email_goes_with_its_transaction,
                 emails_are_claimed_once_and_settled,
                 an_interrupted_email_is_claimed_again_under_the_same_key,
+                r22_a_claim_of_an_email_that_ends_later_than_any_claim_can_is_over,
             ];
         }
     };
@@ -386,6 +422,7 @@ mod tests {
             include_str!("conformance/phases_marks.rs"),
             include_str!("conformance/proof.rs"),
             include_str!("conformance/purge.rs"),
+            include_str!("conformance/records.rs"),
             include_str!("conformance/relay.rs"),
             include_str!("conformance/schema.rs"),
             include_str!("conformance/waiting.rs"),

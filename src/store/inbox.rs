@@ -6,12 +6,16 @@
 
 use std::collections::HashSet;
 use std::future::Future;
+use std::sync::Arc;
+
+use uuid::Uuid;
 
 use super::Base;
 use crate::error::StoreError;
 use crate::message::{ContentHash, Message, MessageId};
 use crate::policy::db_time::DbTime;
 use crate::policy::horizon::Bounds;
+use crate::policy::position::Position;
 
 /// A consumer's number in this database.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -79,7 +83,7 @@ pub enum ParkAs {
     /// Dead; with `holds` later messages of its key are stored behind it.
     Dead {
         /// Short reason: `terminal`, `attempts`, `id-reused`, `no-usable-id`, `unhandled`, `too-old`, `from-the-future`,
-        /// `transaction-ended`.
+        /// `transaction-ended`, `unstorable`.
         reason: String,
         /// Policy `hold` (true), or `skip` and verdicts.
         holds: bool,
@@ -106,9 +110,51 @@ pub enum Proof {
     Same,
     /// A statement failed and the handler swallowed it: the transaction is aborted. Treated as the handler's failure.
     Aborted,
-    /// The transaction is another one than the one that inserted our rows: the handler ended it. Look whether the inbox
-    /// rows are committed: if so the message is dead as `transaction-ended`, else the batch is tried again.
+    /// The transaction is another one than the one that inserted our rows: the handler ended it. [`InboxTx::undo`] tells
+    /// whether it committed them: if so the message is dead as `transaction-ended`, else the batch is tried again.
     Ended,
+}
+
+/// What became of a transaction that this program did not commit.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Undone {
+    /// Nothing of it stays.
+    Whole,
+    /// Nothing of it stays. Its connection was lost while the server had nothing to do for it: a failure that a handler saw on
+    /// it is nobody's.
+    Lost,
+    /// What `admit` or `finish` wrote is committed: the handler ended the transaction before it was undone. Its inbox rows say
+    /// nothing about whether its messages were handled.
+    Committed,
+}
+
+/// How long a connection may take to roll back before the server is asked on another one to end it: a handler that ran out of
+/// time may have left a statement running.
+#[cfg(any(feature = "postgres", feature = "mysql"))]
+pub(crate) const ROLLBACK_MAX: std::time::Duration = std::time::Duration::from_secs(2);
+
+/// How often [`InboxTx::undo`] looks whether the server has ended a transaction, and the pause between two looks.
+#[cfg(any(feature = "postgres", feature = "mysql"))]
+pub(crate) const LOOKS: (u32, std::time::Duration) = (50, std::time::Duration::from_millis(100));
+
+/// One partition as one assignment holds it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Holding {
+    /// Topic.
+    pub topic: Arc<str>,
+    /// Partition.
+    pub partition: i32,
+    /// A token of this assignment alone: an owner that lost the partition changes nothing of the next one's row.
+    pub owner: Uuid,
+}
+
+/// What stood in the row of a partition when it was assigned.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Opened {
+    /// It was open, so its last owner did not end cleanly (R26).
+    pub was_open: bool,
+    /// Where the consumer stood, where a position was kept.
+    pub position: Option<Position>,
 }
 
 /// The time that an id carries.
@@ -158,19 +204,41 @@ pub trait Inbox: Base {
     /// [`StoreError::Refused`] where the stored id rule is another one.
     fn register(&self, spec: &ConsumerSpec) -> impl Future<Output = Result<ConsumerId, StoreError>> + Send;
 
+    /// Notes that a process of this consumer is there. False where an operator forgot the consumer meanwhile.
+    fn seen(&self, consumer: ConsumerId) -> impl Future<Output = Result<bool, StoreError>> + Send;
+
     /// Begins a transaction, READ COMMITTED, on a connection with the session settings the promise needs. Dropped before it
     /// returns, it leaves no connection that is inside a transaction to anybody else (R28).
     fn begin(&self, consumer: ConsumerId) -> impl Future<Output = Result<Self::Tx, StoreError>> + Send;
 
-    /// Which of these ids have a committed inbox row: for suspicion (R26) and `transaction-ended` (R23), never for deduplication.
+    /// Which of these ids have a committed inbox row: for suspicion (R26), never for deduplication.
     fn known(
         &self,
         consumer: ConsumerId,
         ids: &[MessageId],
     ) -> impl Future<Output = Result<HashSet<MessageId>, StoreError>> + Send;
 
+    /// True where another transaction that has not ended inserted one of these ids: whoever admits it waits for that. Asked
+    /// without waiting, and changes nothing.
+    fn is_contested(
+        &self,
+        consumer: ConsumerId,
+        ids: &[MessageId],
+    ) -> impl Future<Output = Result<bool, StoreError>> + Send;
+
     /// What ages are judged by now, outside any transaction: where a purge begins.
     fn bounds(&self, consumer: ConsumerId) -> impl Future<Output = Result<Bounds, StoreError>> + Send;
+
+    /// Takes away up to `rows_max` tries of messages that have their inbox row: they were handled or stored by somebody who did not
+    /// know of the tries. Gives how many.
+    fn forget_attempts(
+        &self,
+        consumer: ConsumerId,
+        rows_max: usize,
+    ) -> impl Future<Output = Result<u64, StoreError>> + Send;
+
+    /// Whether at least so many dead messages of this consumer stand.
+    fn has_dead(&self, consumer: ConsumerId, rows: usize) -> impl Future<Output = Result<bool, StoreError>> + Send;
 
     /// One step of a purge up to `below`, in whole milliseconds: looks at up to `rows_max` inbox rows of this consumer behind
     /// the id `after` and takes those that `policy::horizon` lets go and whose message does not wait and is not dead. The
@@ -190,6 +258,14 @@ pub trait Inbox: Base {
         consumer: ConsumerId,
         id: MessageId,
     ) -> impl Future<Output = Result<u32, StoreError>> + Send;
+
+    /// Counts the first try of each of these, in one transaction of its own, before they run together. One that has a try counted
+    /// already is left as it is, so that asked twice it counts once.
+    fn begin_first_attempts(
+        &self,
+        consumer: ConsumerId,
+        ids: &[MessageId],
+    ) -> impl Future<Output = Result<(), StoreError>> + Send;
 
     /// Takes back a try that [`Inbox::begin_attempt`] counted and that was not made: nobody's failure, or a stop.
     fn take_back_attempt(
@@ -215,20 +291,28 @@ pub trait Inbox: Base {
         ids: &[MessageId],
     ) -> impl Future<Output = Result<Vec<(MessageId, u32)>, StoreError>> + Send;
 
-    /// Notes that a partition was assigned; true where it was found open, so its last owner did not end cleanly (R26).
+    /// Notes that a partition was assigned, to be held under this owner from now on.
     fn open_assignment(
         &self,
         consumer: ConsumerId,
-        topic: &str,
-        partition: i32,
-    ) -> impl Future<Output = Result<bool, StoreError>> + Send;
+        holding: &Holding,
+    ) -> impl Future<Output = Result<Opened, StoreError>> + Send;
 
-    /// Notes a clean end.
+    /// Remembers where the consumer stands in partitions, each under its own owner; what another owner holds meanwhile is left
+    /// alone. Called only after everything before the positions is committed, in transactions of its own: whatever
+    /// part of its writes a database keeps, a position never stands there without the effects before it.
+    fn keep_positions(
+        &self,
+        consumer: ConsumerId,
+        positions: &[(Holding, Position)],
+    ) -> impl Future<Output = Result<(), StoreError>> + Send;
+
+    /// Notes a clean end, unless another owner has the partition, and the position where it is given.
     fn close_assignment(
         &self,
         consumer: ConsumerId,
-        topic: &str,
-        partition: i32,
+        holding: &Holding,
+        position: Option<&Position>,
     ) -> impl Future<Output = Result<(), StoreError>> + Send;
 }
 
@@ -254,9 +338,9 @@ pub trait InboxTx: Send + 'static {
     /// Takes back inbox rows inserted by `admit` (too old, from the future: R31).
     fn forget(&mut self, ids: &[MessageId]) -> impl Future<Output = Result<(), StoreError>> + Send;
 
-    /// Removes a claimed waiting message and makes the next of its key due. False where the claim is not ours any more: then
-    /// roll back.
-    fn finish(&mut self, claimed: &super::ClaimedMessage) -> impl Future<Output = Result<bool, StoreError>> + Send;
+    /// Removes claimed waiting messages, those of one key and one claim, and makes the next of the key due. False where the claim
+    /// is not ours any more: then roll back.
+    fn finish(&mut self, claimed: &[super::ClaimedMessage]) -> impl Future<Output = Result<bool, StoreError>> + Send;
 
     /// Deletes the attempt rows of messages that are done with.
     fn clear_attempts(&mut self, ids: &[MessageId]) -> impl Future<Output = Result<(), StoreError>> + Send;
@@ -264,10 +348,14 @@ pub trait InboxTx: Send + 'static {
     /// Proves that this is still the transaction that `admit` (or `finish`) wrote in (R23).
     fn prove(&mut self) -> impl Future<Output = Result<Proof, StoreError>> + Send;
 
-    /// After a handler failed and nothing more is heard on its connection: true where the server has nothing to do for it, or
-    /// cannot be asked. Then the connection is lost, and the failure is nobody's (R27). False where the server still works at a
-    /// statement of the handler.
-    fn is_lost(&mut self) -> impl Future<Output = bool> + Send;
+    /// Ends the transaction without a commit, after code that is not ours ran in it, and tells whether that code had
+    /// committed it before. Where its connection does not answer, the server is asked on a fresh one, and told to end what
+    /// still runs for it: when this returns, nothing of the transaction can be committed any more.
+    ///
+    /// # Errors
+    /// It is not known yet. Ask again: until then the messages must not be tried again, for inbox rows that the handler
+    /// committed would make them duplicates.
+    fn undo(&mut self) -> impl Future<Output = Result<Undone, StoreError>> + Send;
 
     /// Commits.
     ///
@@ -275,6 +363,7 @@ pub trait InboxTx: Send + 'static {
     /// [`StoreError::CommitUnknown`] where the connection was lost: redelivery finds out.
     fn commit(self) -> impl Future<Output = Result<(), StoreError>> + Send;
 
-    /// Rolls back, explicitly; an error of it closes the connection.
+    /// Rolls back, explicitly; an error of it closes the connection. For what only we wrote in; after a handler,
+    /// [`Self::undo`].
     fn rollback(self) -> impl Future<Output = Result<(), StoreError>> + Send;
 }

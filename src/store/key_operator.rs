@@ -18,7 +18,7 @@ use std::time::Duration;
 use uuid::Uuid;
 
 use super::operations::{Fenced, Look, Outcome};
-use super::phases::{ENDED, FIRST_POINT, NewEvidence, Sealed, StoredOperation, end_stage};
+use super::phases::{ENDED, FIRST_POINT, NewEvidence, Sealed, StoredIntent, StoredOperation, end_stage};
 use super::{ActContext, Phases};
 use crate::error::StoreError;
 use crate::policy::operation::flow::Stage;
@@ -58,7 +58,8 @@ pub struct OperationFilter {
     pub stage: Option<Stage>,
     /// Only those that wait for an operator.
     pub parked: bool,
-    /// Only those whose evidence contradicts their outcome (O8).
+    /// Only those that failed with an effect that stands, or whose evidence contradicts their outcome, and that no person has judged
+    /// (O8).
     pub conflicts: bool,
     /// Only begun longer ago than this.
     pub older_than: Option<Duration>,
@@ -69,10 +70,12 @@ pub struct OperationFilter {
 /// Operations that were asked for.
 #[derive(Debug, Default)]
 pub struct FoundOperations {
-    /// Oldest first.
+    /// Those that wait for an operator first, then what has no outcome, each oldest first.
     pub operations: Vec<StoredOperation>,
     /// Whose rows are not what was written, and why: nobody drives them, so an operator must see them.
     pub unreadable: Vec<(Uuid, String)>,
+    /// With conflicts: the ids of operations of which nothing is left but evidence that something happened.
+    pub orphans: Vec<Uuid>,
 }
 
 impl FoundOperations {
@@ -96,17 +99,17 @@ impl FoundOperations {
 pub enum KeyChange {
     /// Forgotten: the next request under it executes.
     Release,
-    /// Forgotten, and how far is recorded, so that a late retry of a timed key is recognised (O23).
-    Purge {
-        /// How far clocks of clients may be off.
-        id_skew: Duration,
-    },
+    /// Forgotten, and recorded up to the time inside the key, so that a late retry of it is recognised (O23). A key without a time
+    /// is of an operation that does not judge ages.
+    Purge,
     /// An UNKNOWN gets its outcome.
     Resolve {
         /// What the operator found out.
         outcome: Outcome,
         /// Lifetimes, from now.
         retention: Retention,
+        /// Whether a run that lost its lease may have said the opposite.
+        against_evidence: bool,
     },
 }
 
@@ -175,6 +178,17 @@ impl KeyFilter {
     }
 }
 
+impl OperationFilter {
+    /// Whether conflicts are meant, of whatever operation.
+    pub(super) fn is_of_all_conflicts(&self) -> bool {
+        self.conflicts
+            && self.operation_id.is_none()
+            && self.flow.is_none()
+            && self.tenant.is_none()
+            && self.stage.is_none()
+    }
+}
+
 /// What the audit row of an act says.
 #[derive(Debug)]
 pub(super) struct Audit<'a> {
@@ -205,14 +219,14 @@ impl KeyChange {
     fn act(&self) -> &'static str {
         match self {
             Self::Release => "release",
-            Self::Purge { .. } => "purge",
+            Self::Purge => "purge",
             Self::Resolve { .. } => "resolve",
         }
     }
 
     fn detail(&self, seen: &Record) -> String {
         match self {
-            Self::Release | Self::Purge { .. } => format!("{} of mode {}", seen.state, seen.mode),
+            Self::Release | Self::Purge => format!("{} of mode {}", seen.state, seen.mode),
             Self::Resolve { outcome, .. } => {
                 format!("{} of mode {}, resolved as {}", seen.state, seen.mode, word(outcome))
             }
@@ -247,7 +261,7 @@ impl OperationChange {
 
     fn act(&self) -> &'static str {
         match self {
-            Self::GoOn { evidence, .. } if evidence.iter().all(|row| row.verdict == NOT_SENT) => "retry",
+            Self::GoOn { evidence, .. } if evidence.iter().all(|row| row.verdict == WAIVED) => "retry",
             Self::GoOn { .. } | Self::End { .. } => "resolve",
         }
     }
@@ -271,8 +285,8 @@ impl OperationChange {
     }
 }
 
-/// The verdict of a send that counts as not sent.
-const NOT_SENT: &str = "not-sent";
+/// The word for a send that may have arrived and is repeated all the same.
+const WAIVED: &str = "waived";
 
 fn word(outcome: &Outcome) -> &'static str {
     match outcome {
@@ -301,12 +315,19 @@ pub trait KeyOperator: Phases {
     /// reads the table.
     fn keys(&self, filter: &KeyFilter) -> impl Future<Output = Result<Vec<Look>, StoreError>> + Send;
 
-    /// Operations with intents and evidence, oldest first.
+    /// Operations with intents and evidence: first those that wait for an operator, then what has no outcome, each oldest first.
     fn operations(&self, filter: &OperationFilter) -> impl Future<Output = Result<FoundOperations, StoreError>> + Send;
 
     /// What processes have said of the fingerprints that they read and write, those that said it in the last
     /// [`LIVE_FOR`](crate::policy::operation::versions::LIVE_FOR) by database time; by operation and process (O21).
     fn live_versions(&self) -> impl Future<Output = Result<Vec<Announced>, StoreError>> + Send;
+
+    /// Says that a person has looked at a conflict: it is listed no more, and goes with its record; what has no record any more goes
+    /// at once. With its audit row.
+    ///
+    /// # Errors
+    /// [`StoreError::Refused`]: it has no outcome yet, or nothing is known of it.
+    fn judge(&self, operation_id: Uuid, context: &ActContext) -> impl Future<Output = Result<(), StoreError>> + Send;
 
     /// One change of a record with its audit row, fenced by epoch and state as seen. What it may not be used for is refused by
     /// [`Self::act_on_key`]; here the statement hits or does not.
@@ -330,7 +351,7 @@ pub trait KeyOperator: Phases {
     ///
     /// # Errors
     /// [`StoreError::Refused`]: it runs; its outcome is unknown (only `resolve` ends that); it has an intent; what is resolved has its
-    /// outcome, or is an operation in phases; it has changed meanwhile.
+    /// outcome, or is an operation in phases, or a run of it has said the opposite; it has changed meanwhile.
     fn act_on_key(
         &self,
         seen: &Record,
@@ -348,7 +369,15 @@ pub trait KeyOperator: Phases {
                 (KeyChange::Resolve { outcome: Outcome::Unknown, .. }, _) => {
                     return refused("an unknown outcome resolves nothing");
                 }
-                (KeyChange::Resolve { .. }, State::UnknownRequiresRecovery) => {}
+                (KeyChange::Resolve { outcome, against_evidence, .. }, State::UnknownRequiresRecovery) => {
+                    let opposite = if matches!(outcome, Outcome::Completed(_)) { "failure" } else { "success" };
+                    let said = self.runs_of(seen.operation_id).await?;
+                    if !against_evidence && said.iter().any(|row| row.evidence.verdict == opposite) {
+                        return refused(format!(
+                            "a run of it that lost its lease ended with {opposite}; `oncebox keys show` has it"
+                        ));
+                    }
+                }
                 (KeyChange::Resolve { .. }, state) => {
                     return refused(format!("it is {state}: only an unknown outcome is resolved"));
                 }
@@ -370,8 +399,8 @@ pub trait KeyOperator: Phases {
     }
 
     /// Gives an operation to its worker again, at once and with its attempts counted anew. What may be sent, the worker decides as
-    /// ever. `accept_duplicate`: the sends that may have arrived are declared as not sent, so that it is sent again beyond that
-    /// rule, perhaps a second time.
+    /// ever. `accept_duplicate`: the sends that may have arrived are waived, so that it is sent again beyond that rule, perhaps a
+    /// second time. That is no proof that they did not arrive.
     ///
     /// # Errors
     /// [`StoreError::Refused`]: it has its outcome; somebody drives it and `take_over` is not given; every effect that is open can be
@@ -401,8 +430,8 @@ pub trait KeyOperator: Phases {
             let mut evidence = Vec::new();
             if accept_duplicate {
                 for intent in open() {
-                    let not_sent = |send| says(seen, &intent.intent.effect, send, NOT_SENT, context);
-                    evidence.extend((1..=intent.sends).map(not_sent));
+                    let waived = |send| says(seen, &intent.intent.effect, send, WAIVED, context);
+                    evidence.extend((1..=intent.sends).map(waived));
                 }
                 if evidence.is_empty() && !ended {
                     return refused("nothing of it is open: there is no duplicate to accept");
@@ -424,7 +453,7 @@ pub trait KeyOperator: Phases {
     ///
     /// # Errors
     /// [`StoreError::Refused`]: it has its outcome; somebody drives it and `take_over` is not given; there is no such effect, or it is
-    /// settled; the evidence says the opposite and `against_evidence` is not given; it has changed meanwhile.
+    /// settled; the evidence says the opposite, or it is to fail while an effect stands, and `against_evidence` is not given; it has changed meanwhile.
     fn resolve(
         &self,
         seen: &StoredOperation,
@@ -443,6 +472,9 @@ pub trait KeyOperator: Phases {
                         _ => return refused("an operation in phases ends with what it did, or with a failure"),
                     };
                     not_against(seen, None, verdict, against_evidence)?;
+                    if verdict == "failure" && !against_evidence {
+                        nothing_stands(seen)?;
+                    }
                     let evidence = Box::new(says(seen, "", 0, verdict, context));
                     let (outcome, retention) = (Box::new(outcome.clone()), *retention);
                     OperationChange::End { outcome, retention, evidence, take_over }
@@ -492,6 +524,50 @@ fn not_against(seen: &StoredOperation, effect: Option<&str>, verdict: &str, forc
         )),
         _ => Ok(()),
     }
+}
+
+/// An operation does not fail while an effect of it stands, as its own phases may not say either (O13).
+fn nothing_stands(seen: &StoredOperation) -> Result<(), StoreError> {
+    let happened = |intent: &&StoredIntent| intent.outcome.as_deref() == Some("succeeded");
+    let undone = |effect: &str| {
+        seen.intents.iter().filter(happened).any(|intent| intent.intent.undoes.as_deref() == Some(effect))
+    };
+    let stands = seen
+        .intents
+        .iter()
+        .filter(happened)
+        .map(|intent| &intent.intent)
+        .find(|intent| intent.undoes.is_none() && intent.strategy != "repeatable" && !undone(&intent.effect));
+    match stands {
+        Some(intent) => refused(format!("`{}` has succeeded, and nothing has undone it: it stands", intent.effect)),
+        None => Ok(()),
+    }
+}
+
+/// The word of an operator who has looked at a conflict.
+pub(super) fn judgement(seen: &StoredOperation, context: &ActContext) -> Result<NewEvidence, StoreError> {
+    if seen.outcome_at.is_none() {
+        return refused(format!("it is {}: there is no outcome to judge; resolve it", seen.stage.as_str()));
+    }
+    Ok(says(seen, "", 0, "indefinite", context))
+}
+
+/// The audit row of a judgement.
+pub(super) fn judged(operation_id: Uuid, seen: Option<&StoredOperation>) -> Audit<'_> {
+    Audit {
+        act: "judge",
+        place: seen.map_or("", |seen| &seen.flow),
+        digest: seen.and_then(|seen| seen.identity.as_ref()).map(Identity::digest),
+        operation_id,
+        detail: seen.map_or_else(|| "evidence alone".to_owned(), |seen| seen.stage.as_str().to_owned()),
+    }
+}
+
+/// There is neither an operation of this id nor evidence that is all that is left of one.
+pub(super) fn nothing_known(operation_id: Uuid) -> StoreError {
+    StoreError::Refused(format!(
+        "there is nothing to judge of {operation_id}: `oncebox operations list --conflicts` shows what is"
+    ))
 }
 
 /// A word of the operator, with who and why.

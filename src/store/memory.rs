@@ -15,7 +15,7 @@ use super::conformance::KeysFixture;
 use super::operations::stored::Columns;
 use super::{
     Answer, AnswerBody, Basis, Claimed, Fenced, KeptBody, KeyClaim, Keys, Look, NewEvidence, OperationStats, Outcome,
-    Owned,
+    Owned, StoredEvidence,
 };
 use crate::error::StoreError;
 use crate::policy::db_time::DbTime;
@@ -223,7 +223,7 @@ impl Keys for MemoryKeys {
         limit: u32,
     ) -> Result<u64, StoreError> {
         let (mut book, now) = (self.book(), now());
-        let before = retention.purge_outcomes_before(now);
+        let before = now.before(retention.metadata);
         let old = |row: &Row| {
             row.record.identity.operation() == operation
                 && row.record.outcome_at.is_some_and(|at| at < before)
@@ -236,8 +236,8 @@ impl Keys for MemoryKeys {
         }
         if !gone.is_empty() {
             let recorded = book.purged.get(operation.as_str()).copied();
-            let bound = retention.purge_bound(recorded, now, id_skew);
-            book.purged.insert(operation.as_str().to_owned(), bound);
+            let bound = before.after(id_skew);
+            book.purged.insert(operation.as_str().to_owned(), recorded.map_or(bound, |recorded| recorded.max(bound)));
         }
         Ok(u64::try_from(gone.len()).unwrap_or(u64::MAX))
     }
@@ -256,6 +256,10 @@ impl Keys for MemoryKeys {
 
     async fn observe_run(&self, _: &NewEvidence) -> Result<(), StoreError> {
         Err(StoreError::Refused("memory keeps no evidence".to_owned()))
+    }
+
+    async fn runs_of(&self, _: Uuid) -> Result<Vec<StoredEvidence>, StoreError> {
+        Ok(Vec::new())
     }
 
     async fn operation_stats(&self) -> Result<OperationStats, StoreError> {

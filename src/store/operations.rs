@@ -30,7 +30,7 @@ use sha2::{Digest, Sha256};
 use sqlx::Database;
 use uuid::Uuid;
 
-use super::{Base, NewEvidence, Proof};
+use super::{Base, NewEvidence, Proof, StoredEvidence};
 use crate::error::StoreError;
 use crate::message::NewMessage;
 use crate::policy::db_time::DbTime;
@@ -283,6 +283,20 @@ pub trait Keys: Clone + std::fmt::Debug + Send + Sync + 'static {
     /// Whether it remembers every outcome.
     const DURABILITY: Durability;
 
+    /// Asks the server for a sign of life, on a connection that nothing else uses: a pool that is used up is no outage. A store without
+    /// a server is there.
+    ///
+    /// # Cancel safety
+    /// Dropped, its connection is closed; the next call makes a new one.
+    fn sign_of_life(&self) -> impl Future<Output = Result<(), StoreError>> + Send {
+        async { Ok(()) }
+    }
+
+    /// How many connections the pool has that operations hold while they run; none: they need none.
+    fn connections_max(&self) -> Option<u32> {
+        None
+    }
+
     /// What stands under a key: one plain SELECT. The lease of a phased record is that of its operation row, read in the same
     /// statement (O9).
     fn find(&self, identity: &Identity) -> impl Future<Output = Result<Look, StoreError>> + Send;
@@ -307,7 +321,8 @@ pub trait Keys: Clone + std::fmt::Debug + Send + Sync + 'static {
         retention: &Retention,
     ) -> impl Future<Output = Result<Fenced, StoreError>> + Send;
 
-    /// Takes the claim away: nothing happened, and nothing is to be remembered. Only while it is IN_PROGRESS and ours.
+    /// Takes the claim away: nothing happened, and nothing is to be remembered. Only while it is IN_PROGRESS and ours, and while no
+    /// run of the same operation id has said that it ended ([`Self::observe_run`]): then something did happen.
     fn release(&self, owned: &Owned) -> impl Future<Output = Result<Fenced, StoreError>> + Send;
 
     /// The same of a claim whose answer was lost, by what was sent. [`Fenced::LostOwnership`] also where it has not arrived.
@@ -350,6 +365,9 @@ pub trait Keys: Clone + std::fmt::Debug + Send + Sync + 'static {
     /// [`StoreError::Refused`] of a store that keeps no evidence: a guard.
     fn observe_run(&self, evidence: &NewEvidence) -> impl Future<Output = Result<(), StoreError>> + Send;
 
+    /// What runs that lost their lease have said of this operation id, oldest first; nothing in a store that keeps no evidence.
+    fn runs_of(&self, operation_id: Uuid) -> impl Future<Output = Result<Vec<StoredEvidence>, StoreError>> + Send;
+
     /// Writes down which fingerprints this process reads and writes now (O21), and forgets processes that have said nothing for a
     /// day. [`KeyOperator::live_versions`](super::KeyOperator::live_versions) shows it. A store that no operator looks at keeps
     /// nothing.
@@ -383,7 +401,7 @@ pub trait Operations: Keys + Base {
     /// is set and released; outside a transaction its release fails, or on PostgreSQL setting it.
     ///
     /// # Errors
-    /// What the database said.
+    /// [`StoreError::Fenced`]: it has ended, by COMMIT or by ROLLBACK. Else what the database said: it was not committed.
     fn stands(
         connection: &mut <Self::Db as Database>::Connection,
     ) -> impl Future<Output = Result<(), StoreError>> + Send;

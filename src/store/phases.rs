@@ -132,6 +132,8 @@ pub struct NewIntent {
     pub adapter: String,
     /// Its version.
     pub adapter_version: u32,
+    /// The effect of the same operation that this one takes back.
+    pub undoes: Option<String>,
 }
 
 /// An intent as it is read.
@@ -162,8 +164,8 @@ pub struct NewEvidence {
     pub send: u32,
     /// `answer`, `query`, `error`, `operator` or `run`.
     pub kind: String,
-    /// The word of a [`Verdict`](crate::policy::operation::provider::Verdict::word); of an operator or a run `success`, `failure`,
-    /// `not-sent` or `indefinite`.
+    /// The word of a [`Verdict`](crate::policy::operation::provider::Verdict::word); of an operator `success`, `failure` or `waived`,
+    /// of a run `success`, `failure`, `not-sent` or `indefinite`.
     pub verdict: String,
     /// The status of the provider's answer.
     pub status: Option<u16>,
@@ -402,6 +404,16 @@ pub trait Phases: Operations {
     fn begin_send(&self, driven: &Driven, effect: &str)
     -> impl Future<Output = Result<Option<u32>, StoreError>> + Send;
 
+    /// Takes back that a send began, which is known not to have left us: its number is free again, and a provider that is away for a
+    /// day leaves no row for each try. Only while it is the last one begun, and not the first, whose beginning is its intent.
+    /// [`Fenced::LostOwnership`]: nothing was changed. After an error it may have been: then its number says nothing any more.
+    fn take_back_send(
+        &self,
+        driven: &Driven,
+        effect: &str,
+        send: u32,
+    ) -> impl Future<Output = Result<Fenced, StoreError>> + Send;
+
     /// Appends evidence. Never fenced, always allowed (O8).
     fn observe(&self, evidence: &NewEvidence) -> impl Future<Output = Result<(), StoreError>> + Send;
 
@@ -431,9 +443,6 @@ pub trait Phases: Operations {
     /// parks it just now, so who appended evidence before either is seen by that transaction or finds it parked.
     /// [`Fenced::LostOwnership`] where it is not parked.
     fn unpark(&self, operation_id: Uuid) -> impl Future<Output = Result<Fenced, StoreError>> + Send;
-
-    /// Makes an operation due at once that waits for a worker: a request came for it.
-    fn nudge(&self, operation_id: Uuid) -> impl Future<Output = Result<(), StoreError>> + Send;
 
     /// The id of this deployment; a clone of the database has it too, the configuration of the clone's services has not (O22).
     fn deployment(&self) -> impl Future<Output = Result<Uuid, StoreError>> + Send;

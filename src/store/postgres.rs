@@ -17,6 +17,7 @@ mod door;
 mod inbox;
 mod key_operator;
 mod mailbox;
+mod mend;
 mod operations;
 mod operator;
 mod partitions;
@@ -29,6 +30,7 @@ mod status;
 mod text;
 mod waiting;
 
+use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
@@ -53,6 +55,8 @@ pub struct PostgresStore {
     handler_timeout: Duration,
     /// When the inbox partitions are to be looked at again.
     inbox_look_at: Arc<Mutex<Option<Instant>>>,
+    /// Ranges are being made beside a large DEFAULT partition.
+    attaches: Arc<AtomicBool>,
 }
 
 /// The settings of a relay session and the statement of its read, for tests of the plan (R9).

@@ -134,7 +134,7 @@ pub struct DivertedRow {
     pub diversion: Diversion,
 }
 
-/// What an operator asked for a dead row.
+/// What an operator asked for a dead row, or, to be rid of it, for a held one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum RequestedAct {
     /// Publish it again, with the same id or the one the operator's command put there, then what stands behind it.
@@ -146,7 +146,7 @@ pub enum RequestedAct {
 /// A request that a command wrote into the dead and held table; only the owner of the shard acts on it (R17).
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct OperatorRequest {
-    /// Position of the dead row.
+    /// Position of the row.
     pub position: i64,
     /// Topic.
     pub topic: String,
@@ -193,7 +193,8 @@ pub trait RelaySession: Send {
     /// Commits synchronously, after the read: renews the lease, fences the gaps, and carries a mark where one is due.
     fn claim(&mut self, mark: Mark) -> impl Future<Output = Result<(), StoreError>> + Send;
 
-    /// Rows of the dead and held table, in position order, at most `limit`: loaded at the start of a session.
+    /// Rows of the dead and held table that hold something, in position order, at most `limit`: loaded at the start of a
+    /// session. A row that is dead under policy `skip` holds nothing and counts for nothing here.
     fn diverted(&mut self, limit: usize) -> impl Future<Output = Result<Vec<DivertedRow>, StoreError>> + Send;
 
     /// Requests of operators that wait, in position order.

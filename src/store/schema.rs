@@ -19,6 +19,14 @@ pub enum SchemaState {
     },
     /// What this program was built with.
     Current(i64),
+    /// Newer than this program knows, and every migration that it does not know says that it still serves this program: one that
+    /// ran before the migration may start again.
+    Ahead {
+        /// Newest applied version.
+        found: i64,
+        /// Newest known version.
+        known: i64,
+    },
     /// Newer than this program knows.
     Newer {
         /// Newest applied version.
@@ -34,13 +42,19 @@ pub enum SchemaState {
 }
 
 impl SchemaState {
+    /// Of a schema with migrations that this program does not know: the newest, and the oldest version of a program that all of them
+    /// still serve.
+    pub(super) fn of_newer(found: i64, serves_from: i64, known: i64) -> Self {
+        if serves_from <= known { Self::Ahead { found, known } } else { Self::Newer { found, known } }
+    }
+
     /// Whether a program may start.
     ///
     /// # Errors
     /// The error that says what to do.
     pub fn require(self) -> Result<(), StoreError> {
         match self {
-            Self::Current(_) => Ok(()),
+            Self::Current(_) | Self::Ahead { .. } => Ok(()),
             Self::Missing => Err(StoreError::SchemaMissing("no table of oncebox is there".to_owned())),
             Self::Old { found, needed } => Err(StoreError::SchemaOld { found, needed }),
             Self::Newer { found, known } => Err(StoreError::SchemaNewer { found, known }),
@@ -59,6 +73,9 @@ pub struct MigrationText {
     pub version: i64,
     /// What it is for.
     pub description: &'static str,
+    /// The oldest program that still works on the schema after it, by the newest version that this program knows; its own version
+    /// where an older one would do wrong.
+    pub serves_from: i64,
     /// The SQL.
     pub sql: &'static str,
 }
@@ -74,6 +91,11 @@ pub struct AppliedMigration {
     pub applied: bool,
 }
 
+/// What an asynchronous failover costs, in words.
+#[cfg(any(feature = "postgres", feature = "mysql"))]
+pub(crate) const LOST_AT_FAILOVER: &str =
+    "a failover undoes what was committed last; Kafka delivers it again, RabbitMQ does not";
+
 /// How much a finding matters.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Severity {
@@ -81,6 +103,10 @@ pub enum Severity {
     Ok,
     /// Works, but a promise is weaker or trouble is near.
     Warning,
+    /// Something waits and nobody carries it on.
+    Stuck,
+    /// Nothing can be done now, and it ends by itself: programs wait.
+    Waits,
     /// Breaks a promise: programs refuse to start.
     Refused,
 }
@@ -107,6 +133,16 @@ impl Finding {
     /// A promise is weaker.
     pub fn warning(name: impl Into<String>, detail: impl Into<String>, remedy: impl Into<String>) -> Self {
         Self { name: name.into(), severity: Severity::Warning, detail: detail.into(), remedy: Some(remedy.into()) }
+    }
+
+    /// Nobody carries it on.
+    pub fn stuck(name: impl Into<String>, detail: impl Into<String>, remedy: impl Into<String>) -> Self {
+        Self { name: name.into(), severity: Severity::Stuck, detail: detail.into(), remedy: Some(remedy.into()) }
+    }
+
+    /// Nothing can be done yet.
+    pub fn waits(name: impl Into<String>, detail: impl Into<String>, remedy: impl Into<String>) -> Self {
+        Self { name: name.into(), severity: Severity::Waits, detail: detail.into(), remedy: Some(remedy.into()) }
     }
 
     /// A promise is broken.

@@ -12,6 +12,7 @@ mod consume;
 mod doctor;
 mod errors;
 mod kit;
+mod positions;
 mod publish;
 mod rebalance;
 mod security;

@@ -6,6 +6,8 @@ use std::time::Duration;
 use crate::kit::*;
 use oncebox::BrokerError;
 use oncebox::broker::{Broker, Receipt, Refusal, TopicState};
+use rdkafka::consumer::{BaseConsumer, Consumer};
+use rdkafka::{ClientConfig, Message, Offset, TopicPartitionList};
 
 #[tokio::test]
 async fn what_is_published_stands_in_the_topic_as_cloudevents() {
@@ -27,6 +29,31 @@ async fn what_is_published_stands_in_the_topic_as_cloudevents() {
     assert_eq!(found.payload.as_deref(), Some(b"hello".as_slice()));
     assert!(found.headers.contains(&("tenant".to_owned(), b"t1".to_vec())));
     assert!(found.headers.contains(&("ce_partitionkey".to_owned(), b"acc-7".to_vec())));
+}
+
+/// Shown to fail on the code before: the record had the clock of the publishing process, and a process whose clock was a day
+/// ahead was refused by the broker, message by message.
+#[tokio::test]
+async fn a_record_has_the_time_of_its_row_and_one_that_the_broker_does_not_take_is_never_the_messages_fault() {
+    let test = "a_record_has_the_time_of_its_row_and_one_that_the_broker_does_not_take_is_never_the_messages_fault";
+    let Some(kafka) = Kafka::with_topic(test, 1).await else { return };
+    let broker = kafka.broker();
+    let mut sent = message(&kafka.topic, Some("k"), "an hour old");
+    sent.created_at -= chrono::TimeDelta::hours(1);
+    publish_all(&broker, vec![sent.clone()]).await;
+    let config = ClientConfig::new().set("bootstrap.servers", kafka.servers()).set("group.id", "g").clone();
+    let consumer: BaseConsumer = config.create().unwrap();
+    let mut place = TopicPartitionList::new();
+    place.add_partition_offset(&kafka.topic, 0, Offset::Beginning).unwrap();
+    consumer.assign(&place).unwrap();
+    let record = consumer.poll(SOON).unwrap().unwrap();
+    assert_eq!(record.timestamp().to_millis(), Some(sent.created_at.timestamp_millis()));
+    sent.created_at += chrono::TimeDelta::days(2);
+    let mut publisher = broker.publisher().await.unwrap();
+    let settled = publish(&mut publisher, vec![sent]).await;
+    let Err(Refusal::Destination(why)) = &settled[0].outcome else { panic!("{settled:?}") };
+    assert!(why.contains("clocks"), "{why}");
+    publisher.close().await;
 }
 
 #[tokio::test]

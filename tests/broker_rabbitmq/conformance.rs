@@ -30,6 +30,10 @@ impl Broker for Noted {
         self.broker.is_log()
     }
 
+    fn places(&self, subscription: &Subscription) -> Vec<String> {
+        self.broker.places(subscription)
+    }
+
     async fn publisher(&self) -> Result<Box<dyn Publisher>, BrokerError> {
         self.broker.publisher().await
     }

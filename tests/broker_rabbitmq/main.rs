@@ -14,3 +14,4 @@ mod private;
 mod publish;
 mod queues;
 mod reach;
+mod repartition;

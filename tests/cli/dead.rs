@@ -2,7 +2,7 @@
 
 use serde_json::{Value, json};
 
-use crate::kit::{Place, payment};
+use crate::kit::{ONCEBOX, Place, Program, payment};
 
 /// Some payments that no ledger takes, each with a key of its own, dead at the consumer.
 fn with_dead_payments(count: usize) -> (Place, String) {
@@ -88,7 +88,7 @@ fn list_and_show_say_everything_of_a_dead_message_to_people_and_machines() {
     let shown = place.oncebox(&["dead", "show", "o9", "--output", "json"]).run().json();
     assert_eq!(shown["payload"], payment("o9"));
     for command in [&["dead", "show", "c4711"][..], &["dead", "discard", "c4711", "--why", "x"]] {
-        place.oncebox(command).run().fails(1, &["no dead message `c4711`", "oncebox dead list"]);
+        place.oncebox(command).run().fails(1, &["no message `c4711`", "oncebox dead list"]);
     }
 }
 
@@ -103,7 +103,7 @@ fn a_list_shows_100_at_most_unless_told_otherwise_and_says_that_there_may_be_mor
     assert_eq!(numbers(&place, &["--limit", "7"]).len(), 7);
     let done = place.oncebox(&["dead", "list", "--limit", "200"]).run();
     assert!(!done.stderr.contains(hint), "{}", done.stderr);
-    assert_eq!(done.ok().lines().filter(|line| line.contains("payment.created")).count(), 101);
+    assert_eq!(done.ok().lines().filter(|line| line.contains("terminal")).count(), 101);
     // An act has the same limit, and says so.
     let done = place.oncebox(&["dead", "discard", "--all", "--yes", "--why", "x"]).run();
     assert!(done.stderr.contains(hint), "{}", done.stderr);
@@ -118,7 +118,7 @@ fn a_dry_run_says_what_would_be_done_and_does_nothing() {
         let done = place.oncebox(&["dead", act, "--consumer", "ledger", "--why", "x", "--dry-run"]).run();
         assert_eq!(done.ok(), format!("would {act} 2: c1 c2\n"));
         let done = place.oncebox(&["dead", act, "c1", "--why", "x", "--dry-run", "--output", "json"]).run().json();
-        assert_eq!(done, json!({ "act": act, "dry_run": true, "numbers": ["c1"] }));
+        assert_eq!(done, json!({ "act": act, "dry_run": true, "numbers": ["c1"], "already_handled": [] }));
     }
     assert_eq!((listed(&place, &[]), audit(&place)), (before, Vec::new()));
 }
@@ -220,4 +220,107 @@ fn a_message_with_a_reused_id_is_redriven_only_under_a_new_one() {
     place.oncebox(&["dead", "redrive", "c1", "--new-id", "--why", "it is another payment"]).run().ok();
     place.consume(&config).ok();
     assert_eq!(place.entries(), ["p1", "p2"]);
+}
+
+/// A payment that waits for an hour, because the ledger is closed.
+fn with_a_waiting_payment() -> (Place, String) {
+    let place = Place::migrated();
+    let config = std::fs::read_to_string(place.ledger()).unwrap();
+    let long = [("attempts_max = 2", "attempts_max = 9"), ("\"20ms\"", "\"1h\""), ("\"50ms\"", "\"1h\"")];
+    let config = place.config(&long.iter().fold(config, |text, (from, to)| text.replace(from, to)));
+    place.sql(
+        "create trigger closed before insert on ledger_entry begin select raise(abort, 'the ledger is closed'); end",
+    );
+    place.enqueue("acc-7", &payment("p1"));
+    place.publish();
+    place.consume(&config).ok();
+    (place, config)
+}
+
+/// Shown by verbs that know dead messages alone: a person waits for the hour, or writes SQL.
+#[test]
+fn a_waiting_message_is_listed_with_its_error_and_tried_now_by_its_number() {
+    let (place, config) = with_a_waiting_payment();
+    let all = listed(&place, &["--state", "waiting"]);
+    assert_eq!(all.len(), 1, "{all:?}");
+    assert_eq!((&all[0]["state"], &all[0]["reason"]), (&json!("waiting"), &json!("retry")));
+    assert!(
+        all[0]["error"].as_str().unwrap().contains("the ledger is closed") && all[0]["next_try"].is_string(),
+        "{all:?}"
+    );
+    assert!(listed(&place, &["--state", "dead"]).is_empty());
+    let number = all[0]["number"].as_str().unwrap();
+    let table = place.oncebox(&["dead", "list"]).run().ok();
+    assert!(table.contains("waiting") && table.contains("the ledger is"), "{table}");
+    assert!(place.oncebox(&["dead", "show", number]).run().ok().contains("next try"));
+    place.sql("drop trigger closed");
+    let redrive = ["dead", "redrive", number, "--why", "the ledger is open", "--by", "ann"];
+    assert_eq!(place.oncebox(&redrive).run().ok(), format!("redrive 1: {number}\n"));
+    place.consume(&config).ok();
+    assert_eq!(place.entries(), ["p1"]);
+    assert!(listed(&place, &[]).is_empty());
+    let acts = place.oncebox(&["audit", "list", "--output", "json"]).run().json();
+    let act = &acts["audit"][0];
+    assert_eq!(
+        (&act["actor"], &act["act"], &act["reason"]),
+        (&json!("ann"), &json!("redrive"), &json!("the ledger is open"))
+    );
+    assert!(place.oncebox(&["audit", "list"]).run().ok().contains("the ledger is open"));
+}
+
+#[test]
+fn a_waiting_message_is_given_up_by_its_number_or_by_a_filter() {
+    let (place, config) = with_a_waiting_payment();
+    let number = numbers(&place, &[]).remove(0);
+    assert_eq!(place.oncebox(&["dead", "bury", &number, "--why", "x"]).run().ok(), format!("bury 1: {number}\n"));
+    assert_eq!(listed(&place, &[])[0]["state"], "dead");
+    place.oncebox(&["dead", "bury", &number, "--why", "x"]).run().fails(4, &["dead already"]);
+    place.oncebox(&["dead", "discard", "--topic", "payments", "--why", "x"]).run().ok();
+    place.enqueue("acc-8", &payment("p2"));
+    place.publish();
+    place.consume(&config).ok();
+    let discard = ["dead", "discard", "--topic", "payments", "--why", "x"];
+    assert_eq!(place.oncebox(&discard).run().ok(), "discard 0:\n", "dead ones, unless told otherwise");
+    let number = numbers(&place, &[]).remove(0);
+    let waiting = [&discard[..], &["--state", "waiting"]].concat();
+    assert_eq!(place.oncebox(&waiting).run().ok(), format!("discard 1: {number}\n"));
+    assert_eq!(audit(&place), ["bury x", "discard x", "discard x"]);
+}
+
+/// On a terminal, which `script` of util-linux makes. Shown by asking from two messages on alone.
+#[test]
+fn a_message_is_not_discarded_on_a_terminal_without_a_question() {
+    let (place, _) = with_dead_payments(1);
+    let answered = |answer: &str| {
+        let command = format!("{ONCEBOX} dead discard c1 --why x");
+        let mut script =
+            Program::new("script", &["-qec", &command, "/dev/null"]).env("ONCEBOX_DATABASE__URL", place.database());
+        script = script.within(place.path()).saying(answer);
+        script.run()
+    };
+    let refused = answered("no\n");
+    assert!(refused.stdout.contains("1 message will be discarded") && refused.code() == Some(4), "{refused:?}");
+    assert_eq!(listed(&place, &[]).len(), 1);
+    let done = answered("1\n");
+    assert!(done.stdout.contains("discard 1: c1") && done.code() == Some(0), "{done:?}");
+    assert!(listed(&place, &[]).is_empty());
+}
+
+/// Shown by forgetting whoever is named: a consumer that runs would handle everything again.
+#[test]
+fn a_consumer_that_is_gone_is_forgotten_by_its_name_and_one_that_was_just_there_is_not() {
+    let (place, _) = with_dead_payments(1);
+    let list = || place.oncebox(&["consumers", "list"]).run().ok();
+    assert!(list().contains("ledger") && list().contains("there"), "{}", list());
+    let forget = ["consumers", "forget", "ledger", "--why", "replaced by `books`"];
+    place.oncebox(&forget).run().fails(4, &["a process of consumer `ledger` was there"]);
+    place.sql("update oncebox_consumer set seen_at = seen_at - 3600000");
+    assert!(list().contains("1h ago") || list().contains("1h "), "{}", list());
+    let dry_run = place.oncebox(&[&forget[..], &["--dry-run"]].concat()).run().ok();
+    assert_eq!(dry_run, "would forget ledger: 1 messages, 1 inbox rows\n");
+    assert_eq!(place.oncebox(&forget).run().ok(), "forgot ledger: 1 messages, 1 inbox rows\n");
+    assert!(!list().contains("ledger"), "{}", list());
+    assert!(listed(&place, &[]).is_empty());
+    assert_eq!(audit(&place), ["forget replaced by `books`"]);
+    place.oncebox(&forget).run().fails(4, &["no consumer `ledger`"]);
 }

@@ -2,7 +2,9 @@
 
 use serde_json::Value;
 
-use crate::kit::{Done, Place};
+use crate::database::{self, Database};
+use crate::kit::{Done, Place, payment};
+use crate::support::service;
 
 /// The findings by name: how much they matter and what to do.
 fn findings(done: &Done) -> Vec<(String, String, String)> {
@@ -102,4 +104,72 @@ fn o21_the_fingerprints_of_live_processes_are_shown_and_a_version_raised_too_ear
     says(2, 2, 0);
     let two = shown(&["ok", "warning"]);
     assert!(two.contains("writes version 2, which process 00000000-0000-0000-0000-000000000001 cannot read"), "{two}");
+}
+
+/// After a restore that kept the cursor and not the sequence. While nothing is mended the publisher is not ready, and says why; the
+/// command that it names mends it under the running publisher.
+#[test]
+fn a_sequence_behind_the_cursor_is_mended_by_the_command_that_is_named_and_nothing_stays_unread() {
+    let test = "a_sequence_behind_the_cursor_is_mended_by_the_command_that_is_named_and_nothing_stays_unread";
+    let Some(server) = service(test, "ONCEBOX_TEST_POSTGRES") else { return };
+    let database = Database::on(&server);
+    let place = Place::on(Some(&database.url), None);
+    place.oncebox(&["migrate", "up"]).run().ok();
+    let config = place.ledger();
+    let door =
+        |id: &str| format!("select oncebox.enqueue('payments', 'payment.created', '{}'::text, 'acc-7')", payment(id));
+    for id in ["p1", "p2", "p3", "p4", "p5", "p6"] {
+        place.sql(&door(id));
+    }
+    let mut publisher = place.publisher(&["--listen", "127.0.0.1:0"]).start();
+    let proven = "select scanned_to::text from oncebox.shard where scanned_to >= 6 and isempty(gaps)";
+    crate::kit::eventually("six are proven", || place.column(proven).pop());
+    place.sql("delete from oncebox.outbox; select setval('oncebox.outbox_position_seq', 1)");
+    publisher.until_ready_says(503, &["sequence behind cursor", "oncebox doctor --fix"]);
+    let refused = database::run(&database.url, &door("refused")).unwrap_err().to_string();
+    assert!(refused.contains("sequence behind cursor") && refused.contains("oncebox doctor --fix"), "{refused}");
+    // What came past the door: by the owner of the table.
+    for id in ["p7", "p8"] {
+        place.sql(&format!(
+            "insert into oncebox.outbox (bucket, message_id, topic, key, kind, payload, content_type)
+             values (oncebox.bucket_of('acc-7', null), oncebox.uuid_v7(), 'payments', 'acc-7', 'payment.created',
+                     convert_to('{}', 'UTF8'), 'application/json')",
+            payment(id)
+        ));
+    }
+    let below = "select position::text from oncebox.outbox order by position";
+    assert!(place.column(below).iter().all(|position| position.parse::<i64>().unwrap() <= 6));
+    let looked = doctor(&place, &[]);
+    looked.ends_with(3, &["broken"]);
+    place.oncebox(&["doctor", "--fix"]).run().fails(4, &["2 messages", "--yes"]);
+    assert!(place.column("select act from oncebox.audit").is_empty(), "without --yes nothing is done");
+    let fix = ["doctor", "--fix", "--yes", "--why", "restored", "--by", "ann"];
+    place.oncebox(&fix).run().ok();
+    publisher.until_ready_says(200, &[]);
+    place.sql(&door("p9"));
+    crate::kit::eventually("the outbox is proven", || {
+        place.column("select 'x' from oncebox.shard where scanned_to >= (select max(position) from oncebox.outbox) and isempty(gaps)").pop()
+    });
+    publisher.stop().ok();
+    place.consume(&config).ok();
+    assert_eq!(place.entries(), ["p1", "p2", "p3", "p4", "p5", "p6", "p7", "p8", "p9"]);
+    let audit = "select act || ' ' || actor || ' ' || reason from oncebox.audit";
+    assert_eq!(place.column(audit), ["mend-sequence ann restored"]);
+    place.oncebox(&["doctor", "--fix"]).run().ok_saying(&["nothing to mend"]);
+}
+
+#[test]
+fn a_file_whose_sequence_stands_behind_the_cursor_is_mended() {
+    let place = Place::migrated();
+    let config = place.ledger();
+    place.enqueue("acc-7", &payment("p1"));
+    place.enqueue("acc-7", &payment("p2"));
+    place.publish();
+    place.sql("update sqlite_sequence set seq = 0 where name = 'oncebox_outbox'");
+    place.publisher(&["--until-empty"]).run().fails(3, &["sequence behind cursor", "oncebox doctor --fix"]);
+    place.oncebox(&["doctor", "--fix", "--yes"]).run().ok();
+    place.enqueue("acc-7", &payment("p3"));
+    place.publish();
+    place.consume(&config).ok();
+    assert_eq!(place.entries(), ["p1", "p2", "p3"]);
 }

@@ -73,6 +73,7 @@ fn asked(place: &Place, key: &str, strategy: &str) -> Driven {
         request: Sealed { bytes: b"amount=700&token=not-for-eyes".to_vec(), kid: None },
         adapter: "charges".to_owned(),
         adapter_version: 1,
+        undoes: None,
     };
     with(place, async |store| {
         let begun = store.begin_first(&new, Basis::New, LEASE).await.unwrap();
@@ -183,7 +184,7 @@ fn o11_keys_are_released_and_purged_only_where_nothing_may_have_happened() {
     place.oncebox(&["keys", "purge", "--all", "--why", "leaving", "--yes"]).run().ok();
     assert_eq!(hashes(&place, &[]), [open, unknown]);
     assert_eq!(audit(&place), ["purge leaving", "purge leaving", "release asked for"]);
-    assert_eq!(place.column("select count(*) || '' from oncebox_idempotency_purge"), ["1"]);
+    assert_eq!(place.column("select count(*) || '' from oncebox_idempotency_purge"), ["0"], "their keys carry no time");
 }
 
 #[test]
@@ -280,7 +281,7 @@ fn o6_an_operation_is_retried_as_its_worker_may_or_with_a_duplicate_accepted() {
     let shown = json(&place, &["operations", "show", &other]);
     assert_eq!(
         (&shown["evidence"][0]["kind"], &shown["evidence"][0]["verdict"]),
-        (&json!("operator"), &json!("not-sent"))
+        (&json!("operator"), &json!("waived"))
     );
     assert!(shown["evidence"][0]["seen"].as_str().unwrap().contains("may be twice"));
     assert_eq!(audit(&place), ["retry may be twice", "retry provider is back"]);
@@ -318,4 +319,7 @@ fn o9_an_operation_is_resolved_with_its_key_and_a_contradiction_is_listed() {
     let shown = json(&place, &["operations", "show", &other]);
     assert_eq!((&shown["parked"], &shown["evidence"][0]["verdict"]), (&Value::Null, &json!("success")));
     assert_eq!(audit(&place), ["resolve asked them", "resolve in their books"]);
+    place.oncebox(&["operations", "judge", &other, "--why", "w"]).run().fails(4, &["no outcome to judge"]);
+    place.oncebox(&["operations", "judge", &driven.operation_id.to_string(), "--why", "looked into it"]).run().ok();
+    assert!(ids(&place, &["--conflicts"]).is_empty(), "judged");
 }

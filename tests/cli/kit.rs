@@ -62,6 +62,14 @@ impl Program {
         self
     }
 
+    /// What a person types.
+    pub(crate) fn saying(mut self, text: &str) -> Self {
+        let (reader, mut writer) = std::io::pipe().unwrap();
+        writer.write_all(text.as_bytes()).unwrap();
+        self.0.stdin(reader);
+        self
+    }
+
     /// Where its data goes, instead of to the test.
     pub(crate) fn stdout(mut self, to: std::fs::File) -> Done {
         self.0.stdout(to);
@@ -179,6 +187,18 @@ impl Running {
         assert!(status.success());
     }
 
+    /// The same signal twice, as close together as one process can send them.
+    pub(crate) fn signal_twice(&self, signal: &str) {
+        let pid = self.child.id().to_string();
+        let twice = format!("kill {signal} {pid}; kill {signal} {pid}");
+        // The first may have ended it.
+        let _ = Command::new("sh").args(["-c", &twice]).stderr(Stdio::null()).status().unwrap();
+    }
+
+    pub(crate) fn has_ended(&mut self) -> bool {
+        self.child.try_wait().unwrap().is_some()
+    }
+
     /// SIGTERM, and its end.
     pub(crate) fn stop(self) -> Done {
         self.signal("-TERM");
@@ -263,7 +283,8 @@ impl Done {
     pub(crate) fn ends_with(&self, code: i32, words: &[&str]) {
         let Self { shown, stderr, .. } = self;
         assert_eq!(self.code(), Some(code), "{shown}\n{}\n{stderr}", self.stdout);
-        assert!(stderr.lines().any(|line| line.starts_with("error: ")), "{shown} says no error:\n{stderr}");
+        let is_error = |line: &str| line.starts_with("error: ") || line.contains(r#""level":"ERROR""#);
+        assert!(stderr.lines().any(is_error), "{shown} says no error:\n{stderr}");
         for word in words {
             assert!(stderr.contains(word), "{shown} does not say `{word}`:\n{stderr}");
         }

@@ -69,3 +69,39 @@ fn the_log_filter_decides_what_is_said_and_rust_log_stands_over_it() {
     let chatty = place.config("[log]\nfilter = 'oncebox=debug'");
     assert!(place.publisher(&["--until-empty", "--config", &chatty]).run().stderr.contains("DEBUG oncebox"));
 }
+
+/// Shown by printing errors as text there: a machine that asked for JSON cannot read why it failed.
+#[test]
+fn a_command_that_prints_json_says_its_errors_as_json_too() {
+    let place = Place::new();
+    let done = place.oncebox(&["status", "--output", "json"]).run();
+    let said = objects(&done);
+    assert!(said.last().unwrap()["fields"]["message"].as_str().unwrap().contains("oncebox migrate up"), "{said:?}");
+    assert_eq!((done.code(), done.stdout.as_str()), (Some(3), ""));
+}
+
+/// `oncebox migrate print | head`. Shown by an error for every line that cannot be written.
+#[test]
+fn a_reader_that_goes_away_is_no_error() {
+    let place = Place::new();
+    let (reader, writer) = std::io::pipe().unwrap();
+    drop(reader);
+    let done = place.oncebox(&["migrate", "print"]).stdout(std::os::fd::OwnedFd::from(writer).into());
+    assert_eq!((done.code(), done.stderr.as_str()), (Some(0), ""), "{done:?}");
+}
+
+/// The list, the message whole, and the log. Shown by naming the UUID alone that we make of it: nobody else knows that one.
+#[test]
+fn an_id_that_is_no_uuid_is_shown_as_its_producer_sent_it() {
+    let place = Place::migrated();
+    let config = place.ledger();
+    // The topic is there from then on.
+    place.consume(&config).ok();
+    let headers = [("ce_id", "evt-17"), ("ce_source", "shop"), ("ce_type", "payment.created")];
+    place.append(Some("acc-7"), &headers, "{}");
+    place.consume(&config).ok_saying(&["a message is dead", "sent_id=evt-17"]);
+    let listed = place.oncebox(&["dead", "list"]).run().ok();
+    assert!(listed.contains("evt-17"), "{listed}");
+    let shown = place.oncebox(&["dead", "show", "c1"]).run().ok();
+    assert!(shown.contains("id as sent    evt-17") && shown.contains("message id    "), "{shown}");
+}

@@ -7,7 +7,7 @@ use crate::kit::{CONSUMER_OF_PAYMENTS, Place, eventually, payment};
 
 /// The dead messages, as `dead list` shows them.
 fn dead(place: &Place) -> Vec<Value> {
-    let listed = place.oncebox(&["dead", "list", "--output", "json"]).run().json();
+    let listed = place.oncebox(&["dead", "list", "--state", "dead", "--output", "json"]).run().json();
     listed["dead"].as_array().unwrap().clone()
 }
 

@@ -122,6 +122,20 @@ fn the_first_signal_ends_a_program_with_0_and_what_came_meanwhile_is_not_lost() 
     assert_eq!(place.entries(), ["p-INT", "p-TERM"]);
 }
 
+/// As `timeout` of GNU does it: to the process, and to its group. Shown by counting every signal.
+#[test]
+fn a_signal_that_is_sent_twice_at_once_is_one_signal() {
+    let place = Place::migrated();
+    for _ in 0..5 {
+        let mut publisher = place.publisher(&["--listen", "127.0.0.1:0"]).start();
+        publisher.until_ready_says(200, &["relay 0: ready"]);
+        publisher.signal_twice("-TERM");
+        let done = publisher.ends();
+        assert!(!done.stderr.contains("a second signal"), "{done:?}");
+        done.ok();
+    }
+}
+
 /// The handler cannot commit while the test holds the write lock, so the first signal has to wait for it.
 ///
 /// Shown by letting the second signal cancel the token once more instead of ending the process: the first grace runs out.
@@ -144,7 +158,11 @@ fn the_second_signal_ends_a_program_at_once_and_the_work_is_done_by_the_next_one
     });
     consumer.signal("-TERM");
     consumer.says(&["stopping"]);
-    consumer.signal("-TERM");
+    // What comes within a moment of the first counts as the first.
+    eventually("a later signal is the second", || {
+        consumer.signal("-TERM");
+        consumer.has_ended().then_some(())
+    });
     let done = consumer.ends();
     assert_eq!((done.code(), done.stderr.contains("a second signal: ending at once")), (Some(1), true), "{done:?}");
     drop(lock);

@@ -11,16 +11,16 @@ use crate::help::{commands, help};
 use crate::kit::{CONSUMER, ONCEBOX, PUBLISHER, Place, Program, Running, SOON, eventually};
 use crate::support::{service, unique};
 
-fn root() -> &'static Path {
+pub(crate) fn root() -> &'static Path {
     Path::new(env!("CARGO_MANIFEST_DIR"))
 }
 
-fn read(file: &str) -> String {
+pub(crate) fn read(file: &str) -> String {
     std::fs::read_to_string(root().join(file)).unwrap_or_else(|error| panic!("{file}: {error}"))
 }
 
 /// The text of every block in this language.
-fn blocks(text: &str, language: &str) -> Vec<String> {
+pub(crate) fn blocks(text: &str, language: &str) -> Vec<String> {
     let begins = format!("```{language}\n");
     text.split(&begins).skip(1).map(|rest| rest.split("```").next().unwrap().to_owned()).collect()
 }

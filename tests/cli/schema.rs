@@ -61,7 +61,7 @@ fn a_database_without_the_schema_ends_every_program_with_3_and_is_left_as_it_is(
 #[test]
 fn migrations_newer_than_the_program_knows_end_it_with_3() {
     let place = Place::migrated();
-    place.sql("insert into oncebox_migration values (99, 'later', x'00', 0)");
+    place.sql("insert into oncebox_migration values (99, 'later', x'00', 0, 99)");
     let words = ["version 99", "this program knows up to 4", "update the program"];
     all_end_with_3(&place, &words);
     place.oncebox(&["migrate", "up"]).run().fails(3, &words);
@@ -72,7 +72,7 @@ fn migrations_newer_than_the_program_knows_end_it_with_3() {
     let database = Database::on(&server);
     let place = Place::on(Some(&database.url), None);
     place.oncebox(&["migrate", "up"]).run().ok();
-    place.sql("insert into oncebox_migration values (99, 'later', utc_timestamp(6))");
+    place.sql("insert into oncebox_migration values (99, 'later', 99, utc_timestamp(6))");
     all_end_with_3(&place, &words);
     place.oncebox(&["migrate", "up"]).run().fails(3, &words);
 }
@@ -102,7 +102,7 @@ fn a_migration_that_was_applied_with_another_text_ends_every_program_with_3() {
     place.sql(r"update oncebox.migration set checksum = '\x00' where version = 2");
     all_end_with_3(&place, &words);
     place.oncebox(&["migrate", "up"]).run().fails(3, &words);
-    place.sql(r"update oncebox.migration set version = 99 where version = 4");
+    place.sql(r"update oncebox.migration set version = 99, serves_from = 99 where version = 4");
     all_end_with_3(&place, &["version 99", "update the program"]);
     place.oncebox(&["migrate", "up"]).run().fails(3, &["version 99"]);
 }

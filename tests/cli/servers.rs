@@ -9,18 +9,18 @@ use crate::kit::{Place, Program, payment};
 use crate::support::{service, unique};
 
 /// A database with the tables and a broker, on servers.
-struct World {
-    place: Place,
-    config: String,
-    name: String,
-    broker: String,
+pub(crate) struct World {
+    pub(crate) place: Place,
+    pub(crate) config: String,
+    pub(crate) name: String,
+    pub(crate) broker: String,
     // Dropped after everything that uses them.
     _own: Own,
     _database: Database,
 }
 
 impl World {
-    fn on(test: &str, database: &str, broker: &str) -> Option<Self> {
+    pub(crate) fn on(test: &str, database: &str, broker: &str) -> Option<Self> {
         let (database, broker) = (service(test, database)?, service(test, broker)?);
         let database = Database::on(&database);
         let place = Place::on(Some(&database.url), Some(&broker));
@@ -36,7 +36,7 @@ impl World {
         Some(Self { place, config, name, broker, _own: own, _database: database })
     }
 
-    fn enqueue(&self, key: &str, payload: &str) {
+    pub(crate) fn enqueue(&self, key: &str, payload: &str) {
         let (name, url) = (&self.name, self.place.database());
         self.place.sql(&if url.starts_with("mysql") {
             format!("call oncebox_enqueue_p('{name}', '{key}', 'payment.created', '{payload}', null, null, null, @id)")
@@ -45,23 +45,23 @@ impl World {
         });
     }
 
-    fn with_config(&self, program: Program) -> Program {
+    pub(crate) fn with_config(&self, program: Program) -> Program {
         program.env("ONCEBOX_CONFIG", &self.config)
     }
 
-    fn publish(&self) {
+    pub(crate) fn publish(&self) {
         assert_eq!(self.with_config(self.place.publisher(&["--until-empty"])).run().ok(), "");
     }
 
-    fn consume(&self) {
+    pub(crate) fn consume(&self) {
         assert_eq!(self.with_config(self.place.consumer(&["--until-idle", "1s"])).run().ok(), "");
     }
 
-    fn oncebox(&self, arguments: &[&str]) -> Program {
+    pub(crate) fn oncebox(&self, arguments: &[&str]) -> Program {
         self.with_config(self.place.oncebox(arguments))
     }
 
-    fn json(&self, arguments: &[&str]) -> Value {
+    pub(crate) fn json(&self, arguments: &[&str]) -> Value {
         self.oncebox(&[arguments, &["--output", "json"]].concat()).run().json()
     }
 }
@@ -163,4 +163,33 @@ fn a_kafka_topic_that_is_missing_is_shown_with_the_command_that_makes_it() {
     let doctor = place.oncebox(&["doctor", "--broker", &broker, "--config", &config]).run();
     let shown = doctor.ok();
     assert!(shown.contains("it does not exist") && shown.contains("kafka-topics.sh"), "{shown}");
+}
+
+/// A backlog in one queue; `partitions = 2` is refused until the command has gone over to two, and no message is missed.
+#[test]
+fn the_number_of_queues_is_changed_by_a_command_that_says_what_to_do() {
+    let test = "the_number_of_queues_is_changed_by_a_command";
+    let Some(world) = World::on(test, "ONCEBOX_TEST_POSTGRES", "ONCEBOX_TEST_RABBITMQ") else { return };
+    let two = |program: Program| program.env("ONCEBOX_BROKER__RABBITMQ__PARTITIONS", "2");
+    let repartition = || two(world.oncebox(&["queues", "repartition", "--wait", "0s"]));
+    world.consume();
+    for number in 0..10 {
+        world.enqueue("acc-1", &payment(&format!("p{number:02}")));
+    }
+    world.publish();
+    let refused = two(world.with_config(world.place.consumer(&["--until-idle", "1s"]))).run();
+    refused.fails(3, &["10 ready messages", "partitions = 2", "oncebox queues repartition"]);
+    let refused = repartition().run();
+    refused.fails(3, &["10 messages left and nobody reads them: start consumers with partitions = 1"]);
+    world.consume();
+    assert_eq!(world.place.entries().len(), 10);
+    let done = two(world.oncebox(&["queues", "repartition", "--wait", "60s", "--output", "json"])).run().json();
+    assert_eq!(done["partitions"], 2);
+    world.enqueue("acc-1", &payment("p10"));
+    world.publish();
+    two(world.with_config(world.place.consumer(&["--until-idle", "1s"]))).run().ok();
+    assert_eq!(world.place.entries().len(), 11);
+    two(world.oncebox(&["queues", "repartition", "--consumer", "nobody"]))
+        .run()
+        .fails(2, &["no [[consumer]] named `nobody`"]);
 }

@@ -147,6 +147,35 @@ fn programs_wait_visibly_for_mariadb_and_go_on_when_it_appears() {
     waits_for_the_database(&server);
 }
 
+/// Between a failover and the promotion. The server is told to say that it is a standby by a function of that name.
+#[test]
+fn programs_wait_visibly_for_a_standby_to_be_promoted() {
+    let test = "programs_wait_visibly_for_a_standby_to_be_promoted";
+    let Some(server) = service(test, "ONCEBOX_TEST_POSTGRES") else { return };
+    let database = Database::on(&server);
+    let place = Place::on(Some(&database.url), None);
+    place.oncebox(&["migrate", "up"]).run().ok();
+    place.sql(
+        "create schema standby;
+         create function standby.pg_is_in_recovery() returns boolean language sql as 'select true';
+         do $$ begin execute format('alter database %I set search_path = standby, pg_catalog, public', current_database()); end $$",
+    );
+    let config = place.ledger();
+    place.sql(&format!("select oncebox.enqueue('payments', 'payment.created', '{}'::text, 'acc-7')", payment("p1")));
+    let arguments = ["--listen", "127.0.0.1:0", "--config", &config];
+    let mut publisher = place.publisher(&arguments).start();
+    let mut consumer = place.consumer(&arguments).start();
+    publisher.until_ready_says(503, &["database", "waiting", "standby"]);
+    consumer.until_ready_says(503, &["database", "waiting", "standby"]);
+    place.oncebox(&["doctor"]).run().ends_with(3, &["not there yet"]);
+    place.sql("drop function standby.pg_is_in_recovery()");
+    publisher.until_ready_says(200, &["relay 0: ready"]);
+    consumer.until_ready_says(200, &["consumer ledger: ready"]);
+    eventually("the payment is in the ledger", || (place.entries() == ["p1"]).then_some(()));
+    publisher.stop().ok();
+    consumer.stop().ok();
+}
+
 /// The same for a broker; names there are the test's own.
 fn waits_for_the_broker(server: &str, settings: &str, part: &str) {
     let place = Place::migrated();

@@ -10,7 +10,7 @@ use oncebox::store::OperatorAct;
 use uuid::Uuid;
 
 use super::kit::Sql;
-use super::kit::{Act, Does, SOON, World, consumer_options, fails, on_postgres, sqlite};
+use super::kit::{Act, Does, SOON, World, consumer_options, fails, on_mariadb, on_postgres, sqlite};
 use super::support::eventually;
 
 async fn concurrent_duplicates<S: Sql>(world: World<S>) {
@@ -238,6 +238,54 @@ async fn unhandled_kinds_are_acknowledged_or_dead_as_the_setting_says() {
         assert_eq!(reasons, if unhandled == Unhandled::Dead { vec!["unhandled"] } else { vec![] });
         consumer.end().await;
     }
+}
+
+/// Two versions of one consumer side by side: the new one stored what only it can handle.
+async fn versions_side_by_side<S: Sql>(world: World<S>) {
+    let open = Arc::new(AtomicBool::new(false));
+    let gate = Arc::clone(&open);
+    let act = move |_: &str, _: &oncebox::Message| if gate.load(Ordering::Relaxed) { Act::Done } else { fails() };
+    let mut options = consumer_options();
+    options.retry.max_attempts = 1_000;
+    world.deliver(&Uuid::now_v7().to_string(), "new", "a1");
+    // Behind it stands one that both versions take, and one that neither does: that one waits for nothing.
+    world.deliver(&Uuid::now_v7().to_string(), "made", "a2");
+    world.deliver(&Uuid::now_v7().to_string(), "other", "a3");
+    let handlers = Handlers::new().on("new", Does(act.clone())).on("made", Does(act));
+    let new = world.consumer_of(options.clone(), handlers);
+    world.until_consumer("two wait", |ledger| ledger.waiting == 2).await;
+    eventually("all are acknowledged", SOON, || async {
+        (world.broker.committed("ledger", "t", 0) == 3).then_some(())
+    })
+    .await;
+    new.end().await;
+    open.store(true, Ordering::Relaxed);
+    let done = || Does(|_: &str, _: &oncebox::Message| Act::Done);
+    let idle = ConsumerOptions { until_idle: Some(Duration::from_millis(300)), ..options.clone() };
+    let old = world.consumer_of(idle, Handlers::new().on("made", done()));
+    let ended = tokio::time::timeout(SOON, old.task).await.expect("what is not for it does not keep it").unwrap();
+    assert_eq!(ended, Some(ConsumerEnd::Idle));
+    assert_eq!(world.consumer_status().await.waiting, 2, "what the old version does not know stays");
+    assert!(world.effects().await.is_empty() && world.dead().await.is_empty());
+    let new = world.consumer_of(options, Handlers::new().on("new", done()).on("made", done()));
+    world.until_effects(&["a1", "a2"]).await;
+    new.end().await;
+}
+
+/// Shown to fail: the old version acknowledged it as unhandled, and it was gone.
+#[tokio::test]
+async fn a_waiting_message_stays_until_a_process_runs_that_has_a_handler_for_its_kind() {
+    versions_side_by_side(sqlite().await).await;
+}
+
+#[tokio::test]
+async fn a_waiting_message_stays_until_a_process_runs_that_has_a_handler_for_its_kind_on_postgres() {
+    on_postgres("waiting_kinds", versions_side_by_side).await;
+}
+
+#[tokio::test]
+async fn a_waiting_message_stays_until_a_process_runs_that_has_a_handler_for_its_kind_on_mariadb() {
+    on_mariadb("waiting_kinds", versions_side_by_side).await;
 }
 
 #[tokio::test]

@@ -4,7 +4,9 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::Duration;
 
+use oncebox::HandlerError;
 use oncebox::runtime::{ConsumerEnd, ConsumerOptions};
+use oncebox::store::OperatorAct;
 
 use super::kit::{Act, Does, SOON, consumer_options, fails, sqlite};
 use super::support::eventually;
@@ -46,4 +48,37 @@ async fn g5_what_comes_while_an_older_one_is_unfinished_waits_for_room_and_none_
     expected.sort();
     assert_eq!(effects, expected);
     assert_eq!(world.broker.committed("ledger", "t", 0), 101);
+}
+
+/// A stream of what can never be handled does not fill the database. Shown by taking on: the ledger met the later message.
+#[tokio::test]
+async fn g11_at_dead_rows_max_nothing_more_is_taken_visibly_and_nothing_is_lost() {
+    let world = sqlite().await;
+    let met = Arc::new(AtomicBool::new(false));
+    let third = Arc::clone(&met);
+    let act = move |name: &str, _: &oncebox::Message| {
+        third.fetch_or(name == "c1", Ordering::Relaxed);
+        Act::Fail(HandlerError::terminal("never"))
+    };
+    world.deliver_all(&["a1", "b1"]);
+    let consumer = world.consumer(ConsumerOptions { dead_rows_max: 2, ..consumer_options() }, Does(act));
+    let says = |wanted: bool| {
+        let lines = world.health.lines();
+        (format!("{lines:?}").contains("dead_rows_max") == wanted).then_some(())
+    };
+    eventually("it is full and says so", SOON, || async { says(true) }).await;
+    world.deliver_all(&["c1"]);
+    // Another consumer has it: it was there to be taken.
+    let other = ConsumerOptions { name: "other".into(), group: None, ..consumer_options() };
+    let other = world.consumer(other, Does(|_: &str, _: &oncebox::Message| Act::Done));
+    world.until_effects(&["a1", "b1", "c1"]).await;
+    assert!(!met.load(Ordering::Relaxed), "the ledger takes nothing more");
+    world.act(OperatorAct::Discard).await;
+    eventually("the third is met", SOON, || async { met.load(Ordering::Relaxed).then_some(()) }).await;
+    eventually("it is ready", SOON, || async { says(false) }).await;
+    world.until_status("it is dead", |status| status.consumers.iter().any(|one| one.dead == 1)).await;
+    let dead = world.dead().await;
+    assert_eq!(dead.iter().map(|dead| dead.payload.as_slice()).collect::<Vec<_>>(), [b"c1"]);
+    consumer.end().await;
+    other.end().await;
 }

@@ -1,15 +1,17 @@
 //! A handler that kills its process (R26): a process of its own, this same program.
 
 use std::process::Command;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
-use oncebox::runtime::ConsumerOptions;
-use oncebox::store::Base as _;
-use oncebox::store::StoreOptions;
+use oncebox::runtime::{ConsumerOptions, Handlers};
 use oncebox::store::sqlite::SqliteStore;
+use oncebox::store::{Base as _, ConsumerSpec, Holding, StoreOptions};
 use uuid::Uuid;
 
-use super::kit::{Act, Does, World, consumer_options};
+use super::kit::{Act, Does, DoesAll, SOON, Sql, World, consumer_options, on_mariadb, on_postgres, sqlite};
+use super::support::eventually;
 
 const DATABASE: &str = "ONCEBOX_CONTRACT_KILL_DATABASE";
 const IDS: [Uuid; 3] = [
@@ -36,7 +38,7 @@ async fn a_child_whose_handler_aborts() {
 /// Shown to fail: with an open assignment taken for a clean end it killed without end.
 #[tokio::test]
 async fn r26_a_handler_that_kills_the_process_is_dead_after_one_kill_more_than_it_has_attempts() {
-    let world = super::kit::sqlite().await;
+    let world = sqlite().await;
     let url = world.url.clone();
     let mut kills = 0;
     let ended = loop {
@@ -55,4 +57,46 @@ async fn r26_a_handler_that_kills_the_process_is_dead_after_one_kill_more_than_i
     let ledger = world.consumer_status().await;
     assert_eq!((ledger.dead, ledger.held), (1, 1));
     assert_eq!(world.dead().await[0].reason, "attempts");
+}
+
+/// The last owner of the partition died. What it had in flight is suspected, and handled nearly as fast as ever.
+async fn found_open<S: Sql>(world: World<S>) {
+    const COUNT: usize = 1_000;
+    let spec = ConsumerSpec { name: "ledger".into(), id_rule: "envelope".into(), accept: false };
+    let consumer = world.store.register(&spec).await.unwrap();
+    let holding = Holding { topic: "t".into(), partition: 0, owner: Uuid::now_v7() };
+    world.store.open_assignment(consumer, &holding).await.unwrap();
+    let names: Vec<String> = (0..COUNT).map(|number| format!("{}{number:04}", ["a", "b", "c"][number % 3])).collect();
+    world.broker.faults().hold_deliveries(true);
+    world.deliver_all(&names.iter().map(String::as_str).collect::<Vec<_>>());
+    let calls = Arc::new(AtomicU32::new(0));
+    let count = Arc::clone(&calls);
+    let act = move |_: &[&str]| {
+        count.fetch_add(1, Ordering::Relaxed);
+        Act::Done
+    };
+    let consumer = world.consumer_of(consumer_options(), Handlers::new().otherwise_batch(DoesAll(act)));
+    world.broker.faults().hold_deliveries(false);
+    eventually("all ran", SOON, || async { (world.effects().await.len() == COUNT).then_some(()) }).await;
+    consumer.end().await;
+    let calls = calls.load(Ordering::Relaxed);
+    assert!(calls <= 30, "{calls} calls of a handler that takes a hundred messages at once");
+    let attempts = world.store.texts(&format!("select cast(attempts as char(9)) from {}attempt", S::PREFIX)).await;
+    assert!(attempts.is_empty(), "{attempts:?}");
+}
+
+/// Shown to fail: each of them ran alone, its try counted in a transaction of its own.
+#[tokio::test]
+async fn r26_what_a_dead_process_had_in_flight_runs_in_batches_on_sqlite() {
+    found_open(sqlite().await).await;
+}
+
+#[tokio::test]
+async fn r26_what_a_dead_process_had_in_flight_runs_in_batches_on_postgres() {
+    on_postgres("r26_found_open", found_open).await;
+}
+
+#[tokio::test]
+async fn r26_what_a_dead_process_had_in_flight_runs_in_batches_on_mariadb() {
+    on_mariadb("r26_found_open", found_open).await;
 }

@@ -135,6 +135,11 @@ impl<S: Sql> World<S> {
         Self { store, broker, health: Health::default(), url: String::new(), _directory: None }
     }
 
+    /// The same with another broker.
+    pub(crate) fn with_broker(self, broker: MemoryBroker) -> Self {
+        Self { broker, ..self }
+    }
+
     pub(crate) async fn run(&self, sql: &str) {
         let mut connection = self.store.pool().acquire().await.unwrap();
         S::run(&mut connection, sql).await.unwrap();
@@ -209,7 +214,16 @@ impl<S: Sql> World<S> {
     }
 
     pub(crate) fn relay(&self, options: RelayOptions) -> Running<Result<RelayEnd, RelayError>> {
-        let relay = Relay::new(self.store.clone(), Arc::new(self.broker.clone()), options, self.health.clone());
+        self.relay_to(Arc::new(self.broker.clone()), options)
+    }
+
+    /// To another broker than the one in memory.
+    pub(crate) fn relay_to(
+        &self,
+        broker: Arc<dyn Broker>,
+        options: RelayOptions,
+    ) -> Running<Result<RelayEnd, RelayError>> {
+        let relay = Relay::new(self.store.clone(), broker, options, self.health.clone());
         let stop = CancellationToken::new();
         let token = stop.clone();
         Running { stop, task: tokio::spawn(async move { relay.run(token).await }) }
@@ -289,12 +303,18 @@ pub(crate) enum Act {
     Done,
     Fail(HandlerError),
     Panic,
+    /// Panics with a value that panics once more when it is dropped: nobody expects that.
+    Bomb,
+    /// Runs this and fails by its error.
+    Run(&'static str),
     /// Waits longer than it may.
     Hang,
     /// Runs this, swallows its error, and says that all is well.
     Swallow(&'static str),
     /// Runs this and fails.
     RunAndFail(&'static str),
+    /// Runs this, swallows its error, then goes on.
+    Then(&'static str, Box<Act>),
 }
 
 /// Writes the payload as an effect, then does what the function says.
@@ -331,11 +351,21 @@ where
     }
 }
 
+struct Bomb;
+
+impl Drop for Bomb {
+    fn drop(&mut self) {
+        panic!("the panic itself panics");
+    }
+}
+
 async fn carry_out<S: Sql>(act: Act, tx: &mut HandlerTx<'_, S>) -> Result<(), HandlerError> {
     match act {
         Act::Done => Ok(()),
         Act::Fail(error) => Err(error),
         Act::Panic => panic!("the handler was told to"),
+        Act::Bomb => std::panic::panic_any(Bomb),
+        Act::Run(sql) => Ok(S::run(tx.connection(), sql).await?),
         Act::Hang => {
             std::future::pending::<()>().await;
             Ok(())
@@ -347,6 +377,10 @@ async fn carry_out<S: Sql>(act: Act, tx: &mut HandlerTx<'_, S>) -> Result<(), Ha
         Act::RunAndFail(sql) => {
             let _ = S::run(tx.connection(), sql).await;
             Err(HandlerError::retryable("after that it failed"))
+        }
+        Act::Then(sql, act) => {
+            let _ = S::run(tx.connection(), sql).await;
+            Box::pin(carry_out(*act, tx)).await
         }
     }
 }

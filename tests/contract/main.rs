@@ -2,12 +2,22 @@
 //! be switched.
 //!
 //! Names are the sentences of the contract (`g..`) or cite the rule (`r..`). Every wait is for a condition, with a deadline.
-#![cfg(all(feature = "sqlite", feature = "postgres", feature = "mysql", feature = "email", feature = "testing"))]
+#![cfg(all(
+    feature = "sqlite",
+    feature = "postgres",
+    feature = "mysql",
+    feature = "email",
+    feature = "embedded",
+    feature = "testing"
+))]
 #![allow(clippy::unwrap_used)]
 
 #[path = "../store_mysql/fixture.rs"]
 #[allow(dead_code)]
 mod mysql;
+#[path = "../support/observed.rs"]
+#[allow(dead_code)]
+mod observed;
 #[path = "../support/postgres.rs"]
 mod postgres;
 #[path = "../support/proxy.rs"]
@@ -15,16 +25,20 @@ mod proxy;
 #[path = "../support/mod.rs"]
 mod support;
 
+mod aside;
 mod away;
 mod consumer;
+mod failover;
 mod horizon;
 mod intake;
 mod kills;
 mod kit;
 mod lost_commit;
 mod misuse;
+mod own;
 mod relay;
 mod relay_held;
+mod retries;
 mod sender;
 mod sets;
 mod smtp;

@@ -5,7 +5,9 @@ use std::sync::atomic::{AtomicU32, Ordering};
 
 use oncebox::runtime::ConsumerOptions;
 
-use super::kit::{Act, Does, HANGS, Sql, World, consumer_options, on_postgres, sqlite};
+use oncebox::HandlerError;
+
+use super::kit::{Act, Does, HANGS, Sql, World, consumer_options, on_mariadb, on_postgres, sqlite};
 
 /// Delivers a1, b1, a2 in one batch; a1's handler misbehaves at its first try.
 async fn once<S: Sql>(
@@ -31,6 +33,37 @@ async fn a_panic_and_a_handler_that_hangs_are_failures_like_any_other() {
         let consumer = once(&world, move || if hangs { Act::Hang } else { Act::Panic }).await;
         world.until_effects(&["a1", "b1", "a2"]).await;
         assert!(world.dead().await.is_empty());
+        consumer.end().await;
+    }
+}
+
+/// What ended with the panic begins anew: the lane at once, the retrier when the claim of the message has run out.
+#[tokio::test]
+async fn a_panic_that_ends_a_lane_or_the_retrier_is_noticed_and_the_message_handled() {
+    for fails_before in [0, 2] {
+        let world = sqlite().await;
+        let tries = AtomicU32::new(0);
+        world.deliver_all(&["a1", "b1", "a2"]);
+        let act = move |name: &str, _: &oncebox::Message| match name {
+            "a1" => match tries.fetch_add(1, Ordering::Relaxed) {
+                n if n < fails_before => super::kit::fails(),
+                n if n == fails_before => Act::Bomb,
+                _ => Act::Done,
+            },
+            _ => Act::Done,
+        };
+        let options = ConsumerOptions { handler_timeout: HANGS, ..consumer_options() };
+        let consumer = world.consumer(options, Does(act));
+        let what = "the part is not ready, and says why";
+        super::support::eventually(what, super::kit::SOON, || async {
+            world.health.lines().iter().any(|line| line.contains("ended in disorder")).then_some(())
+        })
+        .await;
+        super::support::eventually("all ran", super::kit::SOON, || async {
+            let seen = world.effects().await;
+            ["a1", "b1", "a2"].iter().all(|name| seen.iter().filter(|one| one == name).count() == 1).then_some(())
+        })
+        .await;
         consumer.end().await;
     }
 }
@@ -70,7 +103,7 @@ async fn r23_a_raw_rollback_runs_the_messages_again_and_each_effect_once() {
 }
 
 /// Dead, loudly, and nothing that stood in the same transaction is taken for a duplicate.
-async fn is_dead_as_ended(world: &World<oncebox::store::postgres::PostgresStore>) {
+async fn is_dead_as_ended<S: Sql>(world: &World<S>) {
     let dead = super::support::eventually("all dead", super::kit::SOON, || async {
         Some(world.dead().await).filter(|dead| dead.len() == 3)
     })
@@ -169,6 +202,90 @@ async fn r23_a_raw_commit_in_a_retry_that_fails_is_dead_and_not_lost() {
         consumer.end().await;
     })
     .await;
+}
+
+/// How a handler ends its transaction, and a statement that outlives its time.
+#[derive(Clone, Copy)]
+struct Ends {
+    commit: &'static str,
+    sleep: &'static str,
+    /// The connections of this database in which that statement still runs.
+    sleeping: &'static str,
+}
+
+/// What a handler runs into behind its commit: a failure that is nobody's, or the end of its own time.
+fn behind_a_commit(ends: Ends, nobodys: bool) -> Act {
+    let then = match nobodys {
+        true => Act::Fail(HandlerError::nobodys("deadlock detected")),
+        false => Act::Swallow(ends.sleep),
+    };
+    Act::Then(ends.commit, Box::new(then))
+}
+
+/// In a batch: neither it nor those that stood beside it in the transaction are lost.
+async fn in_a_batch<S: Sql>(world: World<S>, ends: Ends, nobodys: bool) {
+    world.run("create table staging (a int)").await;
+    let consumer = once(&world, move || behind_a_commit(ends, nobodys)).await;
+    is_dead_as_ended(&world).await;
+    super::support::eventually("no statement goes on without its handler", super::kit::SOON / 2, || async {
+        world.store.texts(ends.sleeping).await.is_empty().then_some(())
+    })
+    .await;
+    consumer.end().await;
+}
+
+/// In a retry: the waiting row went with the commit.
+async fn in_a_retry<S: Sql>(world: World<S>, ends: Ends, nobodys: bool) {
+    world.run("create table staging (a int)").await;
+    let tries = AtomicU32::new(0);
+    world.deliver_all(&["a1", "a2"]);
+    let act = move |name: &str, _: &oncebox::Message| match (name, tries.fetch_add(1, Ordering::Relaxed)) {
+        ("a1", 0..2) => super::kit::fails(),
+        ("a1", 2) => behind_a_commit(ends, nobodys),
+        _ => Act::Done,
+    };
+    let options = ConsumerOptions { handler_timeout: HANGS, ..consumer_options() };
+    let consumer = world.consumer(options, Does(act));
+    world.until_consumer("dead", |ledger| ledger.dead == 1).await;
+    assert_eq!(world.dead().await[0].reason, "transaction-ended");
+    consumer.end().await;
+}
+
+const ON_POSTGRES: Ends = Ends {
+    commit: "commit",
+    sleep: "select pg_sleep(60)",
+    sleeping: "select query from pg_stat_activity
+        where datname = current_database() and state = 'active' and query = 'select pg_sleep(60)'",
+};
+/// `truncate` commits by itself there, as DDL does.
+const ON_MARIADB: Ends = Ends {
+    commit: "truncate table staging",
+    sleep: "select sleep(60)",
+    sleeping: "select info from information_schema.processlist where db = database() and info = 'select sleep(60)'",
+};
+
+#[tokio::test]
+async fn a_commit_of_the_handler_before_a_failure_of_nobodys_loses_no_message_of_the_batch() {
+    on_postgres("commit_nobodys", |world| in_a_batch(world, ON_POSTGRES, true)).await;
+    on_mariadb("commit_nobodys", |world| in_a_batch(world, ON_MARIADB, true)).await;
+}
+
+#[tokio::test]
+async fn a_commit_of_the_handler_before_it_runs_out_of_time_loses_no_message_of_the_batch() {
+    on_postgres("commit_late", |world| in_a_batch(world, ON_POSTGRES, false)).await;
+    on_mariadb("commit_late", |world| in_a_batch(world, ON_MARIADB, false)).await;
+}
+
+#[tokio::test]
+async fn a_commit_of_the_handler_in_a_retry_before_a_failure_of_nobodys_loses_no_message() {
+    on_postgres("commit_nobodys_retry", |world| in_a_retry(world, ON_POSTGRES, true)).await;
+    on_mariadb("commit_nobodys_retry", |world| in_a_retry(world, ON_MARIADB, true)).await;
+}
+
+#[tokio::test]
+async fn a_commit_of_the_handler_in_a_retry_that_runs_out_of_time_loses_no_message() {
+    on_postgres("commit_late_retry", |world| in_a_retry(world, ON_POSTGRES, false)).await;
+    on_mariadb("commit_late_retry", |world| in_a_retry(world, ON_MARIADB, false)).await;
 }
 
 const DEFERRED: &str = "create table parent (id int primary key); \

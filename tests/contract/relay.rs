@@ -1,11 +1,17 @@
 //! The relay: what reaches the broker, in which order, and what it does while it cannot.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use oncebox::StoreError;
+use oncebox::broker::Broker;
+use oncebox::broker::embedded::{EmbeddedBroker, EmbeddedConfig};
 use oncebox::broker::memory::{Fault, matching};
 use oncebox::runtime::{RelayEnd, RelayOptions};
 use oncebox::store::{LeaseAnswer, LeaseRequest, Mark, Outbox, RelaySession};
+
+use sqlx::Connection;
+use sqlx::sqlite::SqliteConnection;
 
 use super::kit::Sql;
 use super::kit::{SOON, first_occurrences, message, relay_options, sqlite};
@@ -88,6 +94,43 @@ async fn a_broker_that_was_blocked_is_shown_and_then_shown_no_more() {
     .await;
     world.broker.faults().block(None);
     world.until_published("t", &["a0", "a1"]).await;
+    eventually("ready again", SOON, || async { world.health.is_ready().then_some(()) }).await;
+    relay.end().await.unwrap();
+}
+
+/// A full disk of the broker's file, which here is a file that another process does not let go. Shown to fail on the code before:
+/// the first message was tried alone three times and was dead.
+#[tokio::test]
+async fn a_broker_file_that_takes_nothing_for_now_makes_no_message_dead_and_holds_no_key() {
+    let world = sqlite().await;
+    let directory = tempfile::tempdir().unwrap();
+    let file = directory.path().join("broker.db");
+    let mut config = EmbeddedConfig::new(&file);
+    config.busy_timeout = Duration::from_millis(50);
+    let broker = EmbeddedBroker::open(config).await.unwrap();
+    let relay = world.relay_to(Arc::new(broker.clone()), relay_options());
+    world.enqueue("t", &["a1"]).await;
+    world.until_status("a1 is there", |status| status.pending == 0).await;
+    let mut holder = SqliteConnection::connect(file.to_str().unwrap()).await.unwrap();
+    let began = std::time::Instant::now();
+    sqlx::raw_sql("begin immediate").execute(&mut holder).await.unwrap();
+    world.enqueue("t", &["a2", "b1"]).await;
+    eventually("shown as blocked", SOON, || async {
+        world.health.lines().iter().any(|line| line.contains("blocked")).then_some(())
+    })
+    .await;
+    // Longer than it took to find the message guilty.
+    let seen = eventually("some seconds of it", SOON, || async {
+        (began.elapsed() > Duration::from_secs(6)).then(|| world.health.lines())
+    })
+    .await;
+    assert!(!world.health.is_ready(), "{seen:?}");
+    sqlx::raw_sql("rollback").execute(&mut holder).await.unwrap();
+    let status = world.until_status("all is there", |status| status.pending == 0).await;
+    assert_eq!((status.dead, status.held), (0, 0));
+    let all = broker.read_all("t").await.unwrap();
+    let all: Vec<_> = all.into_iter().map(|arrived| String::from_utf8(arrived.payload.unwrap()).unwrap()).collect();
+    assert_eq!(first_occurrences(all.into_iter().filter(|name| name.starts_with('a')).collect()), ["a1", "a2"]);
     eventually("ready again", SOON, || async { world.health.is_ready().then_some(()) }).await;
     relay.end().await.unwrap();
 }

@@ -2,13 +2,18 @@
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use oncebox::HandlerError;
+use oncebox::broker::memory::MemoryBroker;
 use oncebox::policy::retry::RetryPolicy;
 use oncebox::runtime::{ConsumerEnd, ConsumerOptions};
+use oncebox::store::StoreOptions;
 
-use super::kit::{Act, Does, SOON, Sql, World, consumer_options, on_mariadb, on_postgres, sqlite};
+use super::kit::{
+    Act, Behind, Does, SOON, Sql, World, behind_a_proxy, consumer_options, fails, on_mariadb, on_postgres, sqlite,
+};
+use super::proxy::Failure;
 use super::support::eventually;
 
 async fn attempts<S: Sql>(world: &World<S>) -> Vec<String> {
@@ -19,7 +24,8 @@ async fn attempts<S: Sql>(world: &World<S>) -> Vec<String> {
 async fn is_suspicious<S: Sql>(world: &World<S>) {
     let spec = oncebox::store::ConsumerSpec { name: "ledger".into(), id_rule: "envelope".into(), accept: false };
     let consumer = world.store.register(&spec).await.unwrap();
-    world.store.open_assignment(consumer, "t", 0).await.unwrap();
+    let holding = oncebox::store::Holding { topic: "t".into(), partition: 0, owner: uuid::Uuid::now_v7() };
+    world.store.open_assignment(consumer, &holding).await.unwrap();
 }
 
 /// One more stop than a message has attempts, each in the middle of what the function does.
@@ -85,4 +91,35 @@ async fn r26_a_stop_in_the_middle_of_a_try_burns_no_attempt_on_mariadb() {
 #[tokio::test]
 async fn r27_a_stop_between_failures_of_nobodys_burns_no_attempt() {
     stopped_again_and_again(sqlite().await, deadlocks).await;
+}
+
+/// Partitions, waiting messages and handlers at work, and a database that goes away before the stop.
+async fn stops_without_a_database<S: Sql>(behind: Behind<S>) {
+    let Behind { direct, through, proxy } = behind;
+    let broker = MemoryBroker::with_partitions(20);
+    let (direct, through) = (direct.with_broker(broker.clone()), through.with_broker(broker));
+    for failure in [Failure::Cut, Failure::Silence] {
+        let mut options = ConsumerOptions { lanes: 2, shutdown_grace: Duration::from_secs(4), ..consumer_options() };
+        options.retry.max_attempts = 100_000;
+        let act = |name: &str, _: &oncebox::Message| if name.starts_with('a') { fails() } else { Act::Done };
+        let consumer = through.consumer(options, Does(act));
+        let before = direct.effects().await.len();
+        direct.deliver_all(&["a1", "b1", "c1", "d1", "e1", "f1"]);
+        eventually("it works", SOON, || async { (direct.effects().await.len() == before + 5).then_some(()) }).await;
+        proxy.fails(failure);
+        direct.deliver_all(&["b2", "c2", "d2"]);
+        let began = Instant::now();
+        assert_eq!(consumer.end().await, Some(ConsumerEnd::Stopped));
+        assert!(began.elapsed() < Duration::from_secs(6), "{failure:?}: {:?}", began.elapsed());
+        proxy.works();
+        let again = through.consumer(consumer_options(), Does(|_: &str, _: &oncebox::Message| Act::Done));
+        eventually("nothing is lost", SOON, || async { (direct.effects().await.len() == before + 9).then_some(()) })
+            .await;
+        again.end().await;
+    }
+}
+
+behind_a_proxy! {
+    /// Shown to fail: each of the partitions waited for the database, one after the other.
+    a_stop_ends_within_its_grace_where_the_database_is_away: stops_without_a_database, StoreOptions::new("");
 }

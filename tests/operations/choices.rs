@@ -246,3 +246,25 @@ async fn m22_listed_headers_belong_to_the_command_and_no_others() {
     }
     assert_eq!(gate.calls(), 1);
 }
+
+// A deploy between a request and its retry. Shown by: counting the header from the first version on.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn m24_a_header_that_a_route_counts_from_today_on_refuses_no_retry_of_yesterday() {
+    let (world, gate) = (sqlite().await, Gate::open());
+    let counts = || Endpoint::raw("put", edge()).counts_header_since(2, "X-Api-Version");
+    let serves = async |world: World<SqliteStore>, endpoint| layered(&world, endpoint, &gate).await + "/put";
+    let before = serves(world.clone(), Endpoint::raw("put", edge())).await;
+    let deployed = serves(world.another_process(), counts()).await;
+    let raised = serves(world.another_process(), counts().write_version(2)).await;
+    let ask =
+        async |url: &str, key: &str, version: &str| send(post(url, key, "{}").header("x-api-version", version)).await;
+    assert_eq!(ask(&before, K1, "2").await.status, 201);
+    for url in [&deployed, &raised] {
+        assert!(ask(url, K1, "2").await.is_replayed(), "it was stored without the header");
+    }
+    assert_eq!(ask(&raised, K2, "2").await.status, 201);
+    assert!(ask(&deployed, K2, "2").await.is_replayed());
+    ask(&deployed, K2, "3").await.is(Code::KeyReused);
+    ask(&before, K2, "2").await.is(Code::FingerprintVersionUnknown);
+    assert_eq!(gate.calls(), 2);
+}

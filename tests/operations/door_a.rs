@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use oncebox::message::TraceContext;
 use oncebox::policy::operation::retention::Retention;
@@ -34,6 +34,7 @@ on_all! {
     o29_an_error_a_panic_and_a_timeout_leave_no_row,
     o29_unkept_outcomes_leave_no_row,
     m43_wait_mode_replays_when_the_first_is_done,
+    m43_a_wait_for_another_process_lasts_as_long_as_the_route_says,
     m43_m120_so_many_wait_for_one_key_and_the_others_are_told_at_once,
 }
 
@@ -518,6 +519,24 @@ async fn m43_wait_mode_replays_when_the_first_is_done<S: Sql>(world: World<S>) {
         assert_eq!(replayed(waits.await.unwrap()).body, one.body);
     }
     assert_eq!((gate.calls(), world.effects().await), (1, 1));
+}
+
+// Shown by: counting what a wait asks in between as rounds (2 s, whatever the route says).
+async fn m43_a_wait_for_another_process_lasts_as_long_as_the_route_says<S: Sql>(world: World<S>) {
+    use oncebox::policy::operation::route::WhileRunning;
+    let wait_max = Duration::from_secs(4);
+    let route = Route { while_running: WhileRunning::Wait, wait_max, ..same_tx() };
+    let (endpoint, other) = (world.protect(route.clone()), world.another_process());
+    let there = other.protect(route);
+    let gate = Gate::closed();
+    let begun = running(&world, &endpoint, K1, &gate);
+    gate.begun().await;
+    let asked = Instant::now();
+    problem(run(&other, &there, K1, "a", effect(&gate)).await, Code::InProgress);
+    assert!(asked.elapsed() >= wait_max, "{:?}", asked.elapsed());
+    gate.let_go();
+    first(begun.await.unwrap());
+    assert_eq!(gate.calls(), 1);
 }
 
 // Shown by: no bound: nobody is answered while it runs.

@@ -168,7 +168,7 @@ async fn raw(url: &str, rest: &str) -> String {
     String::from_utf8_lossy(&answer).into_owned()
 }
 
-// Shown by: an unbounded budget; a permit that is dropped after the read.
+// Shown by: an unbounded budget.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn o29_bodies_beyond_the_memory_get_503_and_nothing_runs() {
     let world = sqlite().await;
@@ -179,4 +179,125 @@ async fn o29_bodies_beyond_the_memory_get_503_and_nothing_runs() {
     refused(&url, K1, format!(r#"{{"text":"{}"}}"#, "a".repeat(2_000))).await.is(Code::BodyMemoryExceeded);
     assert_eq!(gate.calls(), 0);
     assert_eq!(send(post(&url, K1, BODY)).await.status, 201);
+}
+
+/// A request of a tenant that has said how long its body is, and has sent this much of it.
+async fn unfinished(url: &str, tenant: &str, length: usize, sent: &[u8]) -> TcpStream {
+    let address = url.trim_start_matches("http://").trim_end_matches("/put");
+    let mut stream = TcpStream::connect(address).await.unwrap();
+    let head = format!(
+        "POST /put HTTP/1.1\r\nhost: x\r\ntest-scope: {tenant}:p1\r\nidempotency-key: {K1}\r\n\
+         content-type: application/json\r\ncontent-length: {length}\r\n\r\n"
+    );
+    stream.write_all(head.as_bytes()).await.unwrap();
+    stream.write_all(sent).await.unwrap();
+    stream
+}
+
+async fn head_of(stream: &mut TcpStream) -> String {
+    let mut answer = vec![0; 4_096];
+    let read = tokio::time::timeout(SOON, stream.read(&mut answer)).await.unwrap().unwrap();
+    String::from_utf8_lossy(&answer[..read]).into_owned()
+}
+
+// Shown by: memory for what was announced and did not come; no share of a tenant (503 for the other one); no end of the wait.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn m107_slow_bodies_of_one_tenant_stop_no_other() {
+    let world = sqlite().await;
+    let engine = Engine::builder(world.store.clone()).body_memory_max(10_000).build();
+    let (world, gate) = (World { engine, ..world }, Gate::open());
+    let url = serve(door(&world, typed().request_body_within(SOON), &gate)).await + "/put";
+    let as_other = async |key: &str| send(post(&url, key, BODY).header("test-scope", "t2:p1")).await.status;
+    let mut slow = Vec::new();
+    for _ in 0..20 {
+        slow.push(unfinished(&url, "t1", 9_000, b"{").await);
+    }
+    assert_eq!(as_other(K1).await, 201, "what was announced takes nothing");
+    // The tenant's share fills up, and not more.
+    let mut full = Vec::new();
+    let (mut refusals, started) = (0, "a".repeat(900));
+    for _ in 0..8 {
+        full.push(unfinished(&url, "t1", 9_000, started.as_bytes()).await);
+    }
+    for stream in &mut full {
+        let mut answer = [0; 4_096];
+        // Those that have a place are not answered while their bodies do not come.
+        if let Ok(read) = tokio::time::timeout(std::time::Duration::from_secs(1), stream.read(&mut answer)).await {
+            let answer = String::from_utf8_lossy(&answer[..read.unwrap()]).into_owned();
+            assert!(answer.starts_with("HTTP/1.1 503") && answer.contains("BODY_MEMORY_EXCEEDED"), "{answer}");
+            refusals += 1;
+        }
+    }
+    assert_eq!(refusals, 3, "half of the memory, less twenty bytes, is five times 900");
+    assert_eq!(as_other(K2).await, 201, "another tenant has its share");
+    drop((slow, full));
+
+    let next = world.another_process();
+    let route = typed().request_body_within(std::time::Duration::from_millis(200));
+    let url = serve(door(&next, route, &gate)).await + "/put";
+    let answer = head_of(&mut unfinished(&url, "t1", 9_000, b"{").await).await;
+    assert!(answer.starts_with("HTTP/1.1 408") && answer.contains("IDEMPOTENCY_BODY_TOO_SLOW"), "{answer}");
+    assert_eq!(gate.calls(), 2);
+}
+
+// Shown by: a permit that is dropped after the read.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn o29_a_body_is_held_until_its_run_has_ended() {
+    let world = sqlite().await;
+    let engine = Engine::builder(world.store.clone()).body_memory_max(1_000).body_memory_per_tenant_max(1_000).build();
+    let (world, gate) = (World { engine, ..world }, Gate::closed());
+    let url = serve(door(&world, typed(), &gate)).await + "/put";
+    let body = format!(r#"{{"text":"{}"}}"#, "a".repeat(600));
+    let asking = tokio::spawn(post(&url, K1, body.clone()).send());
+    gate.begun().await;
+    refused(&url, K2, body.clone()).await.is(Code::BodyMemoryExceeded);
+    // Who asked goes away; the run goes on, and its command is still there.
+    asking.abort();
+    assert!(asking.await.unwrap_err().is_cancelled());
+    refused(&url, K2, body.clone()).await.is(Code::BodyMemoryExceeded);
+    gate.let_go();
+    gate.let_go();
+    until("it is given back", || async { send(post(&url, K2, body.clone())).await.status == 201 }).await;
+    assert_eq!(gate.calls(), 2);
+}
+
+// Shown by: a door that takes what it was not sent; another status; counting it as one that ran.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn m12_a_request_without_a_key_is_refused_at_every_door_and_runs_nothing() {
+    let (world, gate, url) = stage(typed()).await;
+    let next = world.another_process();
+    let layered = super::layer::layered(&next, Endpoint::raw("put", super::layer::edge()), &gate).await;
+    for url in [url, layered + "/put"] {
+        for _ in 0..2 {
+            let bare = client().post(&url).header("content-type", "application/json").body(BODY);
+            let refused = send(bare).await;
+            let shown = refused.is(Code::KeyRequired).json();
+            assert_eq!(
+                (refused.status, &shown["retryable"], &shown["key_state"]),
+                (400, &false.into(), &"free".into())
+            );
+        }
+    }
+    let records = world.store.number("select count(*) from oncebox_idempotency_request").await;
+    assert_eq!((gate.calls(), world.effects().await, records), (0, 0, 0));
+}
+
+// Shown by: leaving the name out; showing what serde says of values.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_body_that_is_refused_says_which_member_is_wrong_and_repeats_no_value() {
+    let (_world, gate, url) = stage(typed()).await;
+    for (body, says) in [
+        (r#"{"text":"a","amuont":7}"#, Some("unknown field `amuont`")),
+        (r#"{"amount":7}"#, Some("missing field `text`")),
+        (r#"{"text":"a","text":"b"}"#, Some("duplicate field `text`")),
+        (r#"{"text":"a","amount":"s3cret"}"#, None),
+    ] {
+        let answer = refused(&url, K1, body).await;
+        let shown = answer.is(Code::RequestInvalid).json();
+        let detail = shown["detail"].as_str().unwrap().to_owned();
+        assert!(!detail.contains("s3cret") && says.is_none_or(|says| detail.contains(says)), "{detail}");
+        assert_eq!((&shown["retryable"], &shown["key_state"]), (&false.into(), &"not_said".into()));
+    }
+    assert_eq!(gate.calls(), 0);
+    assert_eq!(send(post(&url, K1, BODY)).await.status, 201, "corrected, under the same key");
 }

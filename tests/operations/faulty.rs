@@ -11,6 +11,7 @@ use oncebox::policy::operation::{Identity, OperationName, Record};
 use oncebox::sqlx;
 use oncebox::store::{
     AnswerBody, Basis, Claimed, Fenced, KeptBody, KeyClaim, Keys, Look, NewEvidence, OperationStats, Outcome, Owned,
+    StoredEvidence,
 };
 
 /// Which calls fail.
@@ -169,6 +170,10 @@ impl<S: Keys> Keys for Faulty<S> {
     async fn observe_run(&self, evidence: &NewEvidence) -> Result<(), StoreError> {
         self.faults.other_writes.fetch_add(1, Ordering::SeqCst);
         self.inner.observe_run(evidence).await
+    }
+
+    async fn runs_of(&self, operation_id: uuid::Uuid) -> Result<Vec<StoredEvidence>, StoreError> {
+        self.inner.runs_of(operation_id).await
     }
 
     async fn operation_stats(&self) -> Result<OperationStats, StoreError> {

@@ -52,7 +52,7 @@ async fn fuzz(database: &str, share: usize) {
     println!("ONCEBOX_FUZZ_SEED={seed}");
     let (provider, directory) = (ProviderProcess::start(), tempfile::tempdir().unwrap());
     let log = directory.path().join("service.log");
-    let flags = ["--provider", &provider.url, "--charge-budget", "20"];
+    let flags = ["--provider", &provider.url, "--deployment", "database", "--charge-budget", "20"];
     let service = Service::ready(Service::begin_logged(database, &flags, &log)).await;
     let document = service.get("/openapi.json").await.json();
     let operations = Operation::all(&document);

@@ -85,7 +85,18 @@ async fn a_charge_whose_client_goes_away(two: Two) {
     drop(two);
     let gate = Gate::closed();
     let provider = provider(&gate).await;
-    let flags = ["--provider", &provider, "--recovery", "off", "--charge-budget", "60", "--lease", "60"];
+    let flags = [
+        "--provider",
+        &provider,
+        "--deployment",
+        "database",
+        "--recovery",
+        "off",
+        "--charge-budget",
+        "60",
+        "--lease",
+        "60",
+    ];
     let service = Service::ready(Service::begin(&url, &flags)).await;
     let body = payment(700, "order-1");
     goes_away(&service.url, "/charges", &body, &gate).await;

@@ -20,6 +20,7 @@ use super::kit::*;
 
 on_all! {
     m108_a_second_request_gets_the_first_answer_and_its_headers,
+    m69_answers_of_a_run_are_kept,
     m6_reads_are_not_protected_and_an_optional_key_may_be_missing,
     o10_what_was_called_and_not_seen_to_end_is_unknown,
     o10_m70_what_the_extractor_refuses_frees_the_key_and_later_refusals_do_not,
@@ -109,6 +110,20 @@ async fn m108_a_second_request_gets_the_first_answer_and_its_headers<S: Sql>(wor
     send(post(&format!("{url}/put/8"), K2, "{}")).await.is(Code::KeyReused);
     send(post(&format!("{url}/put"), K1, "{}").header("test-scope", "t1:p2")).await.is(Code::KeyReused);
     assert_eq!((gate.calls(), world.effects().await), (2, 2));
+}
+
+// Shown by: keeping 2xx only; releasing what was not found.
+async fn m69_answers_of_a_run_are_kept<S: Sql>(world: World<S>) {
+    let gate = Gate::open();
+    let url = layered(&world, Endpoint::raw("put", edge()), &gate).await + "/put";
+    for (calls, status) in (1..).zip([200, 201, 204, 303, 402, 404, 409, 410, 412, 423]) {
+        let (key, body) = (format!("key-0000000000000{status}"), format!("{{\"status\":{status}}}"));
+        let one = send(post(&url, &key, &body)).await;
+        assert_eq!((one.status, one.is_replayed()), (status, false));
+        let two = send(post(&url, &key, &body)).await;
+        assert_eq!((two.status, two.is_replayed(), &two.body), (status, true, &one.body), "{status}");
+        assert_eq!((gate.calls(), world.effects().await), (calls, i64::from(calls)), "{status}");
+    }
 }
 
 async fn m6_reads_are_not_protected_and_an_optional_key_may_be_missing<S: Sql>(world: World<S>) {

@@ -258,10 +258,11 @@ async fn o12_a_late_outcome_never_touches_another_owners_record() {
     until("the late outcome is evidence", || async { evidence(&world).await == 1 }).await;
 }
 
-async fn evidence(world: &World<SqliteStore>) -> i64 {
-    let runs =
-        "select count(*) from oncebox_operation_evidence where kind = 'run' and verdict = 'success' and status = 201";
-    world.store.number(runs).await
+/// The runs that said that they succeeded after they had lost their lease, as `oncebox keys show` has them.
+async fn evidence(world: &World<SqliteStore>) -> usize {
+    let operation_id = world.record("t1", K1).await.unwrap().operation_id;
+    let runs = world.store.runs_of(operation_id).await.unwrap();
+    runs.iter().filter(|run| (run.evidence.verdict.as_str(), run.evidence.status) == ("success", Some(201))).count()
 }
 
 /// Another process with the same operation, whose handler answers `other`.

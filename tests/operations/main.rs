@@ -22,6 +22,7 @@ mod standstill;
 #[path = "../support/mod.rs"]
 mod support;
 
+mod away;
 mod between;
 mod choices;
 #[cfg(feature = "compress")]
@@ -38,6 +39,7 @@ mod isolation;
 mod kept;
 mod keyring;
 mod kit;
+mod late_runs;
 mod layer;
 mod layer_ends;
 mod lock_wait;

@@ -20,6 +20,7 @@ use super::layer::{edge, layered};
 const CLAIMS: &str = "oncebox_idempotency_claim_count";
 const REJECTED: &str = "oncebox_idempotency_rejected_count";
 const STORE_ERRORS: &str = "oncebox_idempotency_store_error_count";
+const CONFLICTS: &str = "oncebox_idempotency_conflict_different_request_count";
 const LOCKED: &str = "oncebox_idempotency_lock_timeout_count";
 const PURGED: &str = "oncebox_idempotency_purged_count";
 const AGE: &str = "oncebox_idempotency_in_progress_age_max";
@@ -89,6 +90,53 @@ async fn m104_what_the_layer_refuses_by_itself_is_counted() {
         assert_eq!(refused(&heard, code), 1.0, "{code}");
     }
     assert_eq!((of_put(&heard, REJECTED), gate.calls()), (3.0, 0));
+}
+
+// The first answer is a failure that is remembered: nobody else's request gets it. Shown by: judging the state before the fingerprint (the
+// failure is replayed to another command); saying nothing of it in the log; overwriting the record.
+#[tokio::test]
+async fn m28_another_command_under_a_key_is_said_aloud_and_never_gets_the_failure_that_is_kept() {
+    let (heard, _hearing) = hear();
+    let (world, gate) = (sqlite().await, Gate::open());
+    let url = layered(&world, Endpoint::raw("put", edge()), &gate).await + "/put";
+    let refusal = r#"{"status":402,"tag":"rejected"}"#;
+    let one = send(post(&url, K1, refusal)).await;
+    assert_eq!((one.status, one.is_replayed()), (402, false));
+    let record = world.record("t1", K1).await;
+    for times in 1..3 {
+        let other = send(post(&url, K1, "{}")).await;
+        assert_eq!((other.is(Code::KeyReused).status, other.is_replayed()), (422, false));
+        assert!(!String::from_utf8_lossy(&other.body).contains("402"), "nothing of the first answer is shown");
+        let said = heard.said().into_iter().filter(|said| {
+            let (text, key) = (said.fields.get("message"), said.fields.get("key"));
+            said.is_event
+                && said.level == Level::WARN
+                && text.is_some_and(|text| text.contains("used with a different request"))
+                && key == Some(&hash(K1))
+        });
+        assert_eq!((said.count(), of_put(&heard, CONFLICTS)), (times, times as f64));
+    }
+    assert_eq!(world.record("t1", K1).await, record, "the record stands as it was");
+    let again = send(post(&url, K1, refusal)).await;
+    assert_eq!((again.status, again.is_replayed(), &again.body, gate.calls()), (402, true, &one.body, 1));
+}
+
+// Shown by: remembering both alike.
+#[tokio::test]
+async fn m47_a_retryable_failure_runs_again_and_a_replayable_one_does_not() {
+    let (world, gate) = (sqlite().await, Gate::open());
+    let url = layered(&world, Endpoint::raw("put", edge()), &gate).await + "/put";
+    for (key, tag, runs) in [(K1, "retryable", 3), (K2, "rejected", 1)] {
+        let (body, before) = (format!(r#"{{"status":503,"tag":"{tag}"}}"#), gate.calls());
+        let mut answers = Vec::new();
+        for _ in 0..3 {
+            answers.push(send(post(&url, key, body.as_str())).await);
+        }
+        assert_eq!(gate.calls() - before, runs, "{tag}");
+        assert!(answers.iter().all(|answer| answer.status == 503 && answer.body == answers[0].body));
+        let replayed = answers.iter().filter(|answer| answer.is_replayed()).count();
+        assert_eq!(replayed, if tag == "rejected" { 2 } else { 0 });
+    }
 }
 
 // Shown by: not counting a store that does not answer.

@@ -8,7 +8,7 @@ use oncebox::policy::operation::retention::Retention;
 use oncebox::policy::operation::route::{AfterExpiry, Replay, Requirement};
 use oncebox::policy::operation::versions::unreadable;
 use oncebox::policy::operation::{Code, KeyFormat, Mode, Outcome, Route, Scope, State};
-use oncebox::runtime::operation::{EffectTx, Endpoint, EndpointError, Engine, Keep, KeyGiven, Reply};
+use oncebox::runtime::operation::{EffectTx, Endpoint, EndpointError, Engine, Keep, KeyGiven, Registered, Reply};
 
 use super::kit::*;
 
@@ -238,7 +238,7 @@ async fn m106_m117_a_key_of_another_region_is_refused_with_its_home<S: Sql>(worl
     assert_eq!((gate.calls(), world.effects().await), (2, 2));
 }
 
-// Shown by: comparing with what would be written today.
+// Shown by: comparing with what would be written today; writing the newest version where nobody asked for it.
 async fn o21_m24_a_new_version_of_the_fingerprint_reads_the_old_one<S: Sql>(world: World<S>) {
     use oncebox::policy::operation::{FingerprintWriter, IdempotentCommand};
     struct Newer(Put);
@@ -263,18 +263,24 @@ async fn o21_m24_a_new_version_of_the_fingerprint_reads_the_old_one<S: Sql>(worl
     let old = world.protect(same_tx());
     let one = first(run(&world, &old, K1, "a", effect(&gate)).await);
     let (next, endpoint) = world.deployed(Endpoint::typed::<Newer>(same_tx()));
-    let asks = |key_text: &'static str, text: &'static str| {
+    let (early, raised) = world.deployed(Endpoint::typed::<Newer>(same_tx()).write_version(2));
+    let asks = |(world, endpoint): (&World<S>, &Registered), key_text: &'static str, text: &'static str| {
         let handler =
             newer::<S, _>(|_: &Newer, _: EffectTx<'_, S>| Box::pin(async { Ok(Outcome::Completed(Reply::new(201))) }));
-        next.engine.execute_tx(&endpoint, Some(scope("t1", "p1")), key(key_text), Newer(put(text)), handler)
+        let (engine, endpoint) = (world.engine.clone(), endpoint.clone());
+        async move { engine.execute_tx(&endpoint, Some(scope("t1", "p1")), key(key_text), Newer(put(text)), handler).await }
     };
-    assert_eq!(replayed(asks(K1, "a").await).body, one.body);
-    problem(asks(K1, "b").await, Code::KeyReused);
-    first(asks(K2, "a").await);
-    problem(run(&world, &old, K2, "a", effect(&gate)).await, Code::FingerprintVersionUnknown);
+    assert_eq!(replayed(asks((&next, &endpoint), K1, "a").await).body, one.body);
+    problem(asks((&next, &endpoint), K1, "b").await, Code::KeyReused);
+    // In the middle of a deploy, processes of both versions answer each other's keys.
+    first(asks((&next, &endpoint), K2, "a").await);
+    replayed(run(&world, &old, K2, "a", effect(&gate)).await);
+    const K3: &str = "key-0000000000000003";
+    first(asks((&early, &raised), K3, "a").await);
+    problem(run(&world, &old, K3, "a", effect(&gate)).await, Code::FingerprintVersionUnknown);
     assert_eq!(gate.calls(), 1);
     // An operator sees that it was raised too early, before a client does.
-    for engine in [&world.engine, &next.engine] {
+    for engine in [&world.engine, &early.engine] {
         engine.measure().await.unwrap();
     }
     let live = world.store.live_versions().await.unwrap();

@@ -84,7 +84,7 @@ async fn m120_over_http_a_full_tenant_gets_429_for_what_is_new_and_its_answers_f
     let third = format!("{K2}-third");
     let over = send(post(&full, &third, "{}")).await;
     over.is(Code::QuotaExceeded);
-    assert_eq!((over.header("idempotent-replayed"), over.json()["key_state"].as_str()), (None, Some("unknown")));
+    assert_eq!((over.header("idempotent-replayed"), over.json()["key_state"].as_str()), (None, Some("not_said")));
     assert_eq!(world.record("t1", &third).await, None);
     let again = send(post(&full, K1, "{}")).await;
     assert_eq!((again.status, again.is_replayed(), &again.body), (201, true, &one.body));

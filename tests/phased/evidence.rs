@@ -136,10 +136,70 @@ async fn o9_a_request_that_comes_before_its_time_moves_nothing<S: Rows>(store: S
     assert_eq!(operation.attempts, 1);
 }
 
+// Shown by: a row of evidence for each try that did not leave us (57 million for ten thousand charges and a day).
+async fn a_provider_that_is_away_for_long_leaves_no_row_for_each_try<S: Rows>(store: S) {
+    let away = (0..40).fold(Scripted::default(), |told, _| told.answers(Answer::NotConnected));
+    let told = away.answers(done());
+    let service = Service::start(&store, &Plan::new(KEY), told.clone()).await;
+    assert_eq!(code(&service.ask(ONE, 700, BUDGET).await), Some(Code::RecoveryPending));
+    let worker = service.recover();
+    let operation = eventually("it is sent", SOON, || async {
+        let operation = service.operation().await;
+        assert_eq!((operation.attempts, operation.parked.as_deref()), (0, None), "a provider that is away counts none");
+        (operation.stage == Stage::Succeeded).then_some(operation)
+    })
+    .await;
+    worker.stop().await;
+    assert_eq!((told.arrived().len(), operation.intents[0].sends), (41, 2));
+    let rows: Vec<_> =
+        operation.evidence.iter().map(|row| (row.evidence.send, row.evidence.verdict.as_str())).collect();
+    assert_eq!(rows, [(1, "not-sent"), (2, "success")]);
+    service.ended_once("settled").await;
+}
+
+// A process that is older than its flow's version, as there are in each deploy. Shown by: making it due at once for each request.
+async fn clients_of_a_process_without_the_flow_do_not_use_up_its_attempts<S: Rows>(store: S) {
+    let mut plan = Plan { version: 2, ..Plan::new(KEY) };
+    plan.settings.calls_per_drive = 1;
+    plan.settings.attempts_max = 2;
+    let told = Scripted::default().answers(Answer::status(500)).answers(done());
+    let newer = Service::start(&store, &plan, told.clone()).await;
+    assert_eq!(code(&newer.ask(ONE, 700, BUDGET).await), Some(Code::RecoveryPending));
+    store.write(&format!("update {} set due_at = {}", S::table("operation"), S::year(2037))).await;
+    let due = newer.operation().await.due_at;
+    let older = Service::start(&store, &Plan::new(KEY), Scripted::default()).await;
+    let worker = newer.recover();
+    for _ in 0..10 {
+        assert_eq!(code(&older.ask(ONE, 700, BUDGET).await), Some(Code::RecoveryPending));
+    }
+    worker.stop().await;
+    let operation = newer.operation().await;
+    assert_eq!((operation.due_at, operation.attempts, told.arrived().len()), (due, 0, 1));
+    let (reply, _) = newer.ask_until_known(ONE, 700).await;
+    assert_eq!(reply.status, 201);
+}
+
+// Shown by: trying for ever what cannot even be asked; giving up one that is only away.
+async fn what_cannot_be_sent_at_all_is_left_to_a_person_in_the_end<S: Rows>(store: S) {
+    let mut plan = Plan::new(KEY);
+    plan.settings.attempts_max = 3;
+    let told = (0..60).fold(Scripted::default(), |told, _| told.answers(Answer::NotMade));
+    let service = Service::start(&store, &plan, told.clone()).await;
+    assert_eq!(code(&service.ask(ONE, 700, BUDGET).await), Some(Code::RecoveryPending));
+    let worker = service.recover();
+    let parked = eventually("parked", SOON, || async { service.operation().await.parked }).await;
+    worker.stop().await;
+    let operation = service.operation().await;
+    assert_eq!((parked.as_str(), operation.stage, operation.intents[0].sends), ("cannot-be-sent", Stage::Unknown, 1));
+}
+
 crate::on_all! {
     o8_proof_that_comes_after_the_parking_un_parks;
     o8_proof_that_the_database_refuses_goes_to_an_operator_in_words;
     o9_a_request_that_comes_before_its_time_moves_nothing;
+    a_provider_that_is_away_for_long_leaves_no_row_for_each_try;
+    clients_of_a_process_without_the_flow_do_not_use_up_its_attempts;
+    what_cannot_be_sent_at_all_is_left_to_a_person_in_the_end;
 }
 
 mod locked {

@@ -18,6 +18,7 @@ mod keyring;
 #[allow(dead_code)]
 mod mysql;
 mod observed;
+mod operator;
 #[path = "../support/postgres.rs"]
 mod postgres;
 #[path = "../support/provider.rs"]

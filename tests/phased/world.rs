@@ -9,7 +9,7 @@ use oncebox::sqlx::{self, AssertSqlSafe, Database, Transaction, raw_sql};
 use oncebox::store::mysql::MySqlStore;
 use oncebox::store::postgres::PostgresStore;
 use oncebox::store::sqlite::SqliteStore;
-use oncebox::store::{Base, Operations, Phases, Schema, StoreOptions};
+use oncebox::store::{Base, KeyOperator, Operations, Schema, StoreOptions};
 
 pub(crate) type Connection<S> = <<S as Base>::Db as Database>::Connection;
 
@@ -22,7 +22,7 @@ const TABLES: &str =
 
 /// What tests need of a database beyond the traits.
 #[async_trait]
-pub(crate) trait Rows: Store + Phases + Operations {
+pub(crate) trait Rows: Store + KeyOperator + Operations {
     const PREFIX: &'static str;
 
     async fn run(connection: &mut Connection<Self>, sql: String) -> Result<(), sqlx::Error>;

@@ -198,7 +198,7 @@ proptest! {
         let is_safe = number.unsigned_abs() <= SAFE.unsigned_abs().into();
         prop_assert_eq!(read_whole.is_ok(), is_safe, "{}", number);
         for tail in [".0", "e0", "E+0", ".5", "e-1"] {
-            prop_assert_eq!(read(&wrapped(&format!("{number}{tail}"))), Err(JsonFault::Float));
+            prop_assert!(read(&wrapped(&format!("{number}{tail}"))).is_ok(), "it stays as it was written");
         }
         // The typed writer is exact beyond: neighbours differ.
         struct Whole(i128);

@@ -57,7 +57,8 @@ async fn r18_a_cursor_that_was_set_back_sends_nothing_that_was_decided() {
         let mut relay = Relay::of(&database.store).await;
         assert_eq!(relay.drain().await, ["sent"], "what was decided, dead or held is not sent again");
         assert_eq!(scanned_to(&database).await, 7);
-        assert_eq!(relay.session.diverted(100).await.unwrap().len(), 3);
+        // The message that policy skip left dead holds nothing, and is not among them.
+        assert_eq!(relay.session.diverted(100).await.unwrap().len(), 2);
     })
     .await;
 }

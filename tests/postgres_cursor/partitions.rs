@@ -5,10 +5,10 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use oncebox::sqlx::{self, AssertSqlSafe, Connection, Executor};
-use oncebox::store::{RelaySession, enqueue_all};
+use oncebox::store::{ConsumerSpec, Inbox, RelaySession, enqueue_all};
 
 use crate::postgres::{Database, with_database};
-use crate::relay::{Relay, SOON, message, put, scanned_to};
+use crate::relay::{NO_GAPS, Relay, SOON, message, put, scanned_to};
 
 /// Moves the end of the ranges near, so that a test meets it: one range up to a thousand, and the DEFAULT partition.
 async fn ranges_end_soon(database: &Database) {
@@ -137,6 +137,204 @@ async fn r8_an_open_reader_delays_new_partitions_and_no_writer() {
         assert_eq!(database.value::<i64>(ranges).await, before, "the reader is in the way");
         reading.rollback().await.unwrap();
         relay.drain_until(&database, &format!("select ({ranges}) > {before}")).await;
+    })
+    .await;
+}
+
+/// A row of a page of its own each, nearly: tables grow large with few rows.
+const SPARSE: &str = "alter table oncebox.outbox_default set (fillfactor = 10);
+    alter table oncebox.inbox_timed_default set (fillfactor = 10)";
+
+/// Shown by making ranges only beside a small DEFAULT partition, and by emptying it only as a whole.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn r8_a_large_default_partition_is_freed_under_traffic_and_ranges_are_made_beside_it() {
+    let test = "r8_a_large_default_partition_is_freed_under_traffic_and_ranges_are_made_beside_it";
+    with_database(test, |database| async move {
+        ranges_end_soon(&database).await;
+        database.run(SPARSE).await;
+        let mut writer = database.connection().await;
+        for from in (0..55_000).step_by(5_000) {
+            let many = (from..from + 5_000).map(|n| message(&n.to_string())).collect();
+            enqueue_all(&mut writer, many).await.unwrap();
+        }
+        let bytes: i64 = database.value("select pg_relation_size('oncebox.outbox_default')").await;
+        assert!(bytes > 64 << 20, "{bytes}");
+        // Its newest row is young, as under traffic it always is.
+        database
+            .run(
+                "update oncebox.setting set value = 3600 where name = 'outbox_retention_seconds';
+                 update oncebox.outbox set created_at = created_at - interval '2 hours' where position < 55000",
+            )
+            .await;
+        let mut relay = Relay::of(&database.store).await;
+        relay
+            .drain_until(
+                &database,
+                "select (select count(*) from oncebox.outbox_default) = 1
+                    and (select count(*) from pg_partition_tree('oncebox.outbox') where isleaf) > 2
+                    and not exists (select 1 from pg_constraint where conname = 'outbox_default_ahead')",
+            )
+            .await;
+        put(&mut writer, "last").await;
+        relay.drain().await;
+        assert_eq!(relay.sent.len(), 55_001, "none is lost, none is sent again");
+    })
+    .await;
+}
+
+/// Shown by waiting for TRUNCATE alone: a transaction that wrote there is in its way.
+#[tokio::test]
+async fn r8_old_rows_of_the_default_partition_go_though_a_writer_is_always_in_it() {
+    with_database("r8_old_rows_of_the_default_partition_go_though_a_writer_is_always_in_it", |database| async move {
+        ranges_end_soon(&database).await;
+        let (mut writer, mut other) = (database.connection().await, database.connection().await);
+        enqueue_all(&mut writer, (0..1_500).map(|n| message(&n.to_string())).collect()).await.unwrap();
+        let mut open_tx = other.begin().await.unwrap();
+        put(&mut open_tx, "late").await;
+        let mut relay = Relay::of(&database.store).await;
+        relay.drain_until(&database, "select not exists (select 1 from oncebox.outbox_default)").await;
+        open_tx.commit().await.unwrap();
+        relay.drain_until(&database, NO_GAPS).await;
+        assert!(relay.sent.iter().any(|text| text == "late"), "what was not proven is not freed");
+    })
+    .await;
+}
+
+/// It would refuse inserts once positions come to the ranges that it was for.
+#[tokio::test]
+async fn r8_a_check_that_a_process_left_on_the_default_partition_goes() {
+    with_database("r8_a_check_that_a_process_left_on_the_default_partition_goes", |database| async move {
+        for (table, check) in
+            [("outbox", "position < 9000000 or position >= 9100000"), ("inbox_timed", "received_at is not null")]
+        {
+            let left = format!(
+                "alter table oncebox.{table}_default add constraint {table}_default_ahead check ({check}) not valid"
+            );
+            database.run(&left).await;
+        }
+        database
+            .store
+            .register(&ConsumerSpec { name: "c".into(), id_rule: "envelope".into(), accept: false })
+            .await
+            .unwrap();
+        let mut relay = Relay::of(&database.store).await;
+        relay
+            .drain_until(
+                &database,
+                "select not exists (select 1 from pg_constraint where conname like '%default_ahead')",
+            )
+            .await;
+    })
+    .await;
+}
+
+/// A partition of a million positions takes weeks to fill where a message comes every minute.
+#[tokio::test]
+async fn proven_rows_go_after_their_retention_though_their_partition_is_never_full() {
+    with_database("proven_rows_go_after_their_retention_though_their_partition_is_never_full", |database| async move {
+        let mut connection = database.connection().await;
+        put(&mut connection, "a").await;
+        put(&mut connection, "b").await;
+        let mut relay = Relay::of(&database.store).await;
+        relay.drain().await;
+        relay.session.tidy().await.unwrap();
+        assert_eq!(database.value::<i64>("select count(*) from oncebox.outbox").await, 2, "they are kept for a day");
+        database
+            .run("update oncebox.outbox set created_at = created_at - interval '25 hours' where position = 1")
+            .await;
+        relay.drain_until(&database, "select count(*) = 1 from oncebox.outbox").await;
+        assert_eq!(database.value::<i64>("select min(position) from oncebox.outbox").await, 2);
+    })
+    .await;
+}
+
+/// The ids that stand in the DEFAULT partition of the inbox, and those for which no range is there.
+const AROUND: &str = "
+select array(select extract(hour from at)::int from generate_series(
+    date_trunc('day', now() at time zone 'UTC') + interval '10 days', date_trunc('day', now() at time zone 'UTC') + interval '10 days 23 hours',
+    interval '1 hour') at
+  where not exists (
+    select 1 from pg_inherits i join pg_class c on c.oid = i.inhrelid
+     cross join lateral regexp_match(pg_get_expr(c.relpartbound, c.oid), 'FROM \\(''([0-9a-f-]+)''\\) TO \\(''([0-9a-f-]+)''\\)') bound
+     where i.inhparent = 'oncebox.inbox_timed'::regclass and bound is not null
+       and oncebox.uuid_bound(at at time zone 'UTC') >= bound[1]::uuid and oncebox.uuid_bound(at at time zone 'UTC') < bound[2]::uuid))";
+
+/// Shown by ending at the first range that DEFAULT has a row of: nothing above it is ever made.
+#[tokio::test]
+async fn r8_a_redriven_id_from_the_future_stops_no_inbox_range() {
+    with_database("r8_a_redriven_id_from_the_future_stops_no_inbox_range", |database| async move {
+        database
+            .run(
+                "update oncebox.setting set value = 14 where name = 'inbox_ranges_ahead';
+                 insert into oncebox.consumer (name, id_rule) values ('ledger', 'envelope');
+                 insert into oncebox.inbox_timed (message_id, content_hash, consumer_id)
+                   select oncebox.uuid_bound(date_trunc('day', now() at time zone 'UTC') at time zone 'UTC' + interval '10 days 12 hours'),
+                          gen_random_uuid(), consumer_id from oncebox.consumer",
+            )
+            .await;
+        database.store.register(&ConsumerSpec { name: "ledger".into(), id_rule: "envelope".into(), accept: false }).await.unwrap();
+        let above: i64 = database.value(
+            "select count(*) from pg_tables where schemaname = 'oncebox'
+                and tablename > 'inbox_timed_p' || to_char(now() at time zone 'UTC' + interval '11 days', 'YYYYMMDD') and tablename like 'inbox_timed_p2%'",
+        ).await;
+        assert!(above >= 3, "{above} ranges above the id");
+        assert_eq!(database.value::<Vec<i32>>(AROUND).await, [12], "only its own second stands in DEFAULT");
+    })
+    .await;
+}
+
+/// Shown by attaching beside it at once: the scan holds up every insert.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn r8_inbox_ranges_are_made_beside_a_large_default_partition() {
+    with_database("r8_inbox_ranges_are_made_beside_a_large_default_partition", |database| async move {
+        database.run(SPARSE).await;
+        database
+            .run(
+                "update oncebox.setting set value = 12 where name = 'inbox_ranges_ahead';
+                 insert into oncebox.consumer (name, id_rule) values ('ledger', 'envelope');
+                 insert into oncebox.inbox_timed (message_id, content_hash, consumer_id)
+                   select oncebox.uuid_bound(now() - interval '90 days' + n * interval '1 second'), gen_random_uuid(), consumer_id
+                     from oncebox.consumer, generate_series(1, 120000) n",
+            )
+            .await;
+        let bytes: i64 = database.value("select pg_relation_size('oncebox.inbox_timed_default')").await;
+        assert!(bytes > 64 << 20, "{bytes}");
+        let ranges = "select count(*) from pg_partition_tree('oncebox.inbox_timed') where isleaf";
+        let before: i64 = database.value(ranges).await;
+        database.store.register(&ConsumerSpec { name: "ledger".into(), id_rule: "envelope".into(), accept: false }).await.unwrap();
+        let made = format!(
+            "select ({ranges}) > {before} and not exists (select 1 from pg_constraint where conname = 'inbox_timed_default_ahead')"
+        );
+        let began = Instant::now();
+        while !database.value::<bool>(&made).await {
+            assert!(began.elapsed() < SOON, "no range was made within {SOON:?}");
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+    })
+    .await;
+}
+
+/// What a purge took row by row leaves a partition a day behind; late ids go to DEFAULT.
+#[tokio::test]
+async fn r31_an_inbox_range_that_a_purge_emptied_goes_whole() {
+    with_database("r31_an_inbox_range_that_a_purge_emptied_goes_whole", |database| async move {
+        database
+            .run(
+                "insert into oncebox.consumer (name, id_rule) values ('ledger', 'envelope');
+                 select oncebox.attach_inbox_range(day, day + interval '1 day') from generate_series(
+                   date_trunc('day', now() at time zone 'UTC') at time zone 'UTC' - interval '9 days',
+                   date_trunc('day', now() at time zone 'UTC') at time zone 'UTC' - interval '8 days', interval '1 day') day;
+                 insert into oncebox.inbox_timed (message_id, content_hash, consumer_id)
+                   select oncebox.uuid_bound(now() - interval '9 days'), gen_random_uuid(), consumer_id from oncebox.consumer",
+            )
+            .await;
+        let past = "select count(*) from pg_tables where schemaname = 'oncebox' and tablename like 'inbox_timed_p2%'
+            and tablename < 'inbox_timed_p' || to_char(now() at time zone 'UTC' - interval '3 days', 'YYYYMMDD')";
+        assert_eq!(database.value::<i64>(past).await, 2);
+        let spec = ConsumerSpec { name: "ledger".into(), id_rule: "envelope".into(), accept: false };
+        database.store.register(&spec).await.unwrap();
+        assert_eq!(database.value::<i64>(past).await, 1, "the one that holds a row stays");
+        assert_eq!(database.value::<i64>("select count(*) from oncebox.inbox").await, 1);
     })
     .await;
 }

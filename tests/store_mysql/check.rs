@@ -1,6 +1,6 @@
 //! What `check` says of servers set up in a way that breaks a promise. Each on a private server: the shared one is not touched.
 
-use oncebox::store::{Base, Finding, Schema, Severity};
+use oncebox::store::{ActContext, Base, Finding, Operator, Schema, Severity};
 use sqlx::Connection;
 
 use crate::fixture::{Db, PrivateServer, execute};
@@ -67,7 +67,13 @@ async fn a_counter_behind_a_diverted_row_and_a_table_without_transactions_are_re
     let finding = db.store.check().await.unwrap();
     let finding = find(&finding, "sequence behind cursor");
     assert_eq!(finding.severity, Severity::Refused);
-    execute(&mut app, finding.remedy.as_deref().unwrap()).await;
+    assert_eq!(finding.remedy.as_deref(), Some("run `oncebox doctor --fix`"));
+    let context =
+        |dry_run| ActContext { actor: "ann".into(), reason: "restored".into(), dry_run, redrive_age_max: None };
+    assert_eq!(db.store.mend(&context(true)).await.unwrap().len(), 1);
+    assert_eq!(find(&db.store.check().await.unwrap(), "sequence behind cursor").severity, Severity::Refused);
+    db.store.mend(&context(false)).await.unwrap();
+    assert!(db.store.mend(&context(false)).await.unwrap().is_empty(), "it is mended");
     execute(&mut app, "alter table oncebox_audit engine = MyISAM").await;
     let findings = db.store.check().await.unwrap();
     assert_eq!(find(&findings, "sequence behind cursor").severity, Severity::Ok);

@@ -20,7 +20,7 @@ async fn migrations_run_twice_and_at_once_and_say_what_they_did() {
     assert_eq!(db.store.schema().await.unwrap(), SchemaState::Current(4));
     assert!(db.store.migrate().await.unwrap().is_empty());
 
-    execute(&mut db.app().await, "insert into oncebox_migration values (99, 'from the future', utc_timestamp(6))")
+    execute(&mut db.app().await, "insert into oncebox_migration values (99, 'from the future', 99, utc_timestamp(6))")
         .await;
     assert_eq!(db.store.schema().await.unwrap(), SchemaState::Newer { found: 99, known: 4 });
 }

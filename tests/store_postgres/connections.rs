@@ -88,6 +88,58 @@ async fn r28_a_process_that_froze_inside_a_transaction_is_ended_by_the_server() 
     .await;
 }
 
+/// A program that is killed in the middle of a long statement leaves no server process behind that holds its locks.
+#[tokio::test]
+async fn a_statement_of_a_client_that_is_gone_is_ended_by_the_server() {
+    with_database("a_statement_of_a_client_that_is_gone_is_ended_by_the_server", |database| async move {
+        let mut connection = database.store.pool().acquire().await.unwrap();
+        let sleeps = connection.execute("select pg_sleep(300)");
+        assert!(tokio::time::timeout(Duration::from_millis(500), sleeps).await.is_err());
+        // Its socket is closed without a word.
+        drop(connection.detach());
+        let running = "select count(*) from pg_stat_activity where datname = current_database() and query = 'select pg_sleep(300)'";
+        eventually("the server ended the statement", Duration::from_secs(60), || async {
+            (database.value::<i64>(running).await == 0).then_some(())
+        })
+        .await;
+    })
+    .await;
+}
+
+/// What one handler sets of its session is not there for the next one.
+#[tokio::test]
+async fn the_session_that_a_handler_changed_is_set_back_before_anybody_else_gets_it() {
+    with_database("the_session_that_a_handler_changed_is_set_back", |database| async move {
+        let options = StoreOptions { connections_max: 1, ..StoreOptions::new(database.url.clone()) };
+        let store = PostgresStore::connect(&options).await.unwrap();
+        let consumer = store.register(&spec()).await.unwrap();
+        let state =
+            "select current_setting('search_path') || ' ' || current_setting('lock_timeout') || ' ' || current_user
+            || ' ' || (select count(*) from pg_class where relname = 'left_over')::text
+            || ' ' || (select count(*) from pg_locks where locktype = 'advisory' and pid = pg_backend_pid())::text
+            || ' ' || pg_backend_pid()::text";
+        let seen = || async { sqlx::query_scalar::<_, String>(state).fetch_one(store.pool()).await.unwrap() };
+        let before = seen().await;
+        for commit in [true, false] {
+            let mut tx = store.begin(consumer).await.unwrap();
+            tx.admit(&[entry()]).await.unwrap();
+            let changes = "set search_path = 'tenant'; set lock_timeout = 1; set role pg_monitor;
+                create temporary table left_over (n int); select pg_advisory_lock(7)";
+            tx.connection().execute(changes).await.unwrap();
+            if commit {
+                tx.connection().execute("reset role").await.unwrap();
+                tx.commit().await.unwrap();
+            } else {
+                tx.undo().await.unwrap();
+                drop(tx);
+            }
+            assert_eq!(seen().await, before, "committed: {commit}");
+        }
+        store.close().await;
+    })
+    .await;
+}
+
 /// R28. Shown by giving back to the pool a connection whose `begin` was dropped: later writes on it are lost.
 #[tokio::test]
 async fn r28_a_begin_that_is_dropped_at_any_moment_loses_no_later_write() {

@@ -8,8 +8,8 @@ use oncebox::policy::operation::record::Tombstone;
 use oncebox::policy::operation::retention::Retention;
 use oncebox::policy::operation::{Identity, Key, Keyring, Mode, Scope, State};
 use oncebox::store::{
-    Answer, AnswerBody, Base, Basis, Begun, FIRST_POINT, KeyClaim, KeyFilter, KeyOperator, Keys, NewOperation, Outcome,
-    PhaseTx, Phases, Sealed,
+    Answer, AnswerBody, Base, Basis, Begun, ConsumerSpec, FIRST_POINT, Inbox, InboxTx, KeyClaim, KeyFilter,
+    KeyOperator, Keys, NewOperation, Operator, Outcome, PhaseTx, Phases, Sealed,
 };
 use uuid::Uuid;
 
@@ -17,6 +17,8 @@ use crate::postgres::{Database, with_database};
 use crate::support::eventually;
 
 const ROWS: i64 = 100_000;
+const RECORDS: &str = "oncebox.idempotency_request";
+const WAITING: &str = "oncebox.waiting";
 const UNKNOWN: usize = 7;
 
 /// A hundred thousand keys that are done, and a few whose outcome nobody knows.
@@ -35,10 +37,10 @@ async fn fill(database: &Database) {
 }
 
 /// Scans of the table, and rows that scans of it have read: from end to end, and through indexes.
-async fn read_so_far(database: &Database) -> [i64; 4] {
+async fn read_so_far(database: &Database, table: &str) -> [i64; 4] {
     let counters = ["seq_scan", "idx_scan", "seq_tup_read", "idx_tup_fetch"];
     let text = format!(
-        "select array[{}] from pg_stat_all_tables where relid = 'oncebox.idempotency_request'::regclass",
+        "select array[{}] from pg_stat_all_tables where relid = '{table}'::regclass",
         counters.map(|counter| format!("coalesce({counter}, 0)")).join(", ")
     );
     database.value::<Vec<i64>>(&text).await.try_into().unwrap()
@@ -57,13 +59,13 @@ async fn m105_keys_are_listed_by_hash_and_by_open_state_without_reading_the_tabl
             (open(State::UnknownRequiresRecovery), UNKNOWN, 100),
             (open(State::InProgress), 0, 100),
         ] {
-            let before = read_so_far(&database).await;
+            let before = read_so_far(&database, RECORDS).await;
             // What a connection has read is counted when it ends.
             let store = database.another_store().await;
             assert_eq!(store.keys(&filter).await.unwrap().len(), found, "{filter:?}");
             store.close().await;
             let after = eventually("the read is counted", Duration::from_secs(60), || async {
-                let after = read_so_far(&database).await;
+                let after = read_so_far(&database, RECORDS).await;
                 (after[0] + after[1] > before[0] + before[1]).then_some(after)
             })
             .await;
@@ -82,7 +84,7 @@ async fn o9_a_phase_moves_its_record_on_without_reading_the_table() {
     let test = "o9_a_phase_moves_its_record_on_without_reading_the_table";
     with_database(test, |database| async move {
         fill(&database).await;
-        let before = read_so_far(&database).await;
+        let before = read_so_far(&database, RECORDS).await;
         let store = database.another_store().await;
         let scope = Scope::new("t1", "p1").unwrap();
         let key = Key::parse(b"a-key-of-many-0001", KeyFormat::Opaque).unwrap();
@@ -118,7 +120,7 @@ async fn o9_a_phase_moves_its_record_on_without_reading_the_table() {
         tx.commit().await.unwrap();
         store.close().await;
         let after = eventually("the writes are counted", Duration::from_secs(60), || async {
-            let after = read_so_far(&database).await;
+            let after = read_so_far(&database, RECORDS).await;
             (after[1] > before[1] + 2).then_some(after)
         })
         .await;
@@ -142,7 +144,7 @@ async fn m101_what_is_due_goes_without_a_look_at_what_is_not() {
              where convert_from(key, 'UTF8') like '%001'";
         database.run(old).await;
         database.run("vacuum analyze oncebox.idempotency_request").await;
-        let before = read_so_far(&database).await;
+        let before = read_so_far(&database, RECORDS).await;
         let store = database.another_store().await;
         assert_eq!(store.expire_bodies(60).await.unwrap(), 60, "a batch is bounded");
         assert_eq!(store.expire_bodies(1_000).await.unwrap(), 40);
@@ -151,7 +153,7 @@ async fn m101_what_is_due_goes_without_a_look_at_what_is_not() {
         assert_eq!(store.purge_keys(&put, &month, Duration::ZERO, 1_000).await.unwrap(), 99);
         store.close().await;
         let [_, _, whole, indexed] = eventually("the reads are counted", Duration::from_secs(60), || async {
-            let after = read_so_far(&database).await;
+            let after = read_so_far(&database, RECORDS).await;
             let read: [i64; 4] = std::array::from_fn(|at| after[at] - before[at]);
             // Found and changed, 100 bodies and 99 records.
             (read[3] >= 2 * 199 || read[2] > 0).then_some(read)
@@ -184,18 +186,62 @@ async fn m107_what_a_tenant_has_stored_is_summed_from_its_own_entries() {
         let live = "select count(*) from oncebox.idempotency_request where tenant = 't7' and body_expires_at > now()";
         let live: i64 = database.value(live).await;
         assert!((500..1_500).contains(&live), "{live}");
-        let (before, entries) = (read_so_far(&database).await, entries_so_far(&database).await);
+        let (before, entries) = (read_so_far(&database, RECORDS).await, entries_so_far(&database).await);
         let store = database.another_store().await;
         assert_eq!(store.stored_of_tenant("t7").await.unwrap(), 10 * live.unsigned_abs());
         store.close().await;
         let read = eventually("the read is counted", Duration::from_secs(20), || async {
-            let after = read_so_far(&database).await;
+            let after = read_so_far(&database, RECORDS).await;
             let whole = after[2] - before[2];
             let read = entries_so_far(&database).await - entries;
             (read > 0 || whole > 0).then_some((whole, read))
         })
         .await;
         assert_eq!(read, (0, live), "rows in order, and entries of the index");
+    })
+    .await;
+}
+
+/// Two hundred thousand rows behind a dead one. Shown by asking which lanes of the rows are blocked, and by counting all of them.
+#[tokio::test]
+async fn g11_what_is_held_costs_a_batch_nothing_and_the_status_no_more_than_its_bound() {
+    let test = "g11_what_is_held_costs_a_batch_nothing_and_the_status_no_more_than_its_bound";
+    with_database(test, |database| async move {
+        let lane = Uuid::now_v7();
+        database
+            .run(&format!(
+                "insert into oncebox.consumer (name, id_rule) values ('ledger', 'envelope');
+                 insert into oncebox.waiting (consumer_id, lane_id, state, holds, reason, dead_at, message_id, content_hash, id_text,
+                   topic, key, kind, payload, source, place, partition, offset_at)
+                 select consumer_id, '{lane}', case when n = 0 then 'dead' else 'waiting' end, n = 0, case when n = 0 then 'no' end,
+                   case when n = 0 then now() end, gen_random_uuid(), gen_random_uuid(), '', 't', 'k', 'made', '', 's', 't', 0, n
+                   from oncebox.consumer, generate_series(0, 200000) n;
+                 analyze oncebox.waiting"
+            ))
+            .await;
+        let spec = ConsumerSpec { name: "ledger".into(), id_rule: "envelope".into(), accept: false };
+        for (looks, rows_max) in [(true, 10), (false, 40_000)] {
+            let before = read_so_far(&database, WAITING).await;
+            let store = database.another_store().await;
+            if looks {
+                let consumer = store.register(&spec).await.unwrap();
+                let mut tx = store.begin(consumer).await.unwrap();
+                let standing = tx.standing(&[lane.into_bytes(), [1; 16]]).await.unwrap();
+                assert_eq!(standing.blocked.len(), 1);
+                tx.commit().await.unwrap();
+            } else {
+                let ledger = store.status().await.unwrap().consumers.remove(0);
+                assert_eq!((ledger.held, ledger.waiting, ledger.dead), (10_000, 0, 1));
+            }
+            store.close().await;
+            let after = eventually("the read is counted", Duration::from_secs(60), || async {
+                let after = read_so_far(&database, WAITING).await;
+                (after[0] + after[1] > before[0] + before[1]).then_some(after)
+            })
+            .await;
+            let [_, _, whole, indexed] = std::array::from_fn(|at| after[at] - before[at]);
+            assert!(whole + indexed <= rows_max, "{whole} rows in order, {indexed} by an index");
+        }
     })
     .await;
 }

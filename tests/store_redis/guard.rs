@@ -143,6 +143,28 @@ async fn o25_a_server_that_may_forget_is_refused() {
     assert!(matches!(&refused, StoreError::Refused(why) if why.contains("role:slave")), "{refused}");
 }
 
+// A failover behind the same name. Shown by: asking the server at the first connection only.
+#[tokio::test]
+async fn o25_a_server_that_is_connected_to_anew_is_asked_again_whether_it_may_forget() {
+    let test = "o25_a_server_that_is_connected_to_anew_is_asked_again";
+    let Some(server) = Server::start(test, &[]).await else { return };
+    let store = RedisKeys::connect(server.options()).await.unwrap();
+    take(&store, &claim("k")).await;
+    server.set("maxmemory-policy", "allkeys-lru").await;
+    let identity = claim("k").identity;
+    store.find(&identity).await.expect("the connection that was asked about goes on");
+    let mut connection = server.connection().await.unwrap();
+    let kill = redis::cmd("CLIENT").arg("KILL").arg("TYPE").arg("normal").arg("SKIPME").arg("yes").to_owned();
+    kill.exec_async(&mut connection).await.unwrap();
+    eventually("it is refused", Duration::from_secs(60), || async {
+        matches!(store.find(&identity).await, Err(StoreError::Refused(why)) if why.contains("allkeys-lru"))
+            .then_some(())
+    })
+    .await;
+    server.set("maxmemory-policy", "noeviction").await;
+    store.find(&identity).await.expect("it is trusted again");
+}
+
 // Shown by: `volatile` keys for claims; a connection that is kept after it failed.
 #[tokio::test]
 async fn o25_duplicates_are_suppressed_while_the_server_keeps_its_data_and_a_server_that_is_away_is_none() {

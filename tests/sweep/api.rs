@@ -61,7 +61,7 @@ impl Api {
         command.args(["--listen", "127.0.0.1:0", "--database", &plan.database, "--lease", &plan.lease.to_string()]);
         command.args(["--recovery", if plan.recovery { "on" } else { "off" }]);
         command.args(["--charge-budget", &plan.budget.to_string()]);
-        command.args(plan.provider.iter().flat_map(|url| ["--provider", url]));
+        command.args(plan.provider.iter().flat_map(|url| ["--provider", url, "--deployment", "database"]));
         command.args(plan.pause_at.iter().flat_map(|point| ["--pause-at", point]));
         command.env("RUST_LOG", "warn").stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
         let mut child = command.spawn().unwrap();

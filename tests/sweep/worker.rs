@@ -21,7 +21,7 @@ impl Worker {
     fn start(plan: &Plan, broker: &str) -> Self {
         let mut command = Command::new(example("payments_api"));
         command.args(["--recovery", "only", "--database", &plan.database, "--broker", broker]);
-        command.args(plan.provider.iter().flat_map(|url| ["--provider", url]));
+        command.args(plan.provider.iter().flat_map(|url| ["--provider", url, "--deployment", "database"]));
         command.args(["--lease", &plan.lease.to_string()]).stdin(Stdio::null());
         Self(command.spawn().unwrap())
     }

@@ -12,11 +12,13 @@ use figment::{Figment, Metadata, Profile, Provider};
 
 use super::Settings;
 
-/// What was given besides the file and the environment.
+/// Where settings come from, besides the defaults.
 #[derive(Debug, Clone, Default)]
 pub struct Layers {
     /// `--config FILE`.
     pub file: Option<PathBuf>,
+    /// Variables of the environment; those that begin with `ONCEBOX_` are settings.
+    pub environment: Vec<(OsString, OsString)>,
     /// Flags: as they are written, the path of the setting they stand for, and the value.
     pub flags: Vec<(&'static str, &'static str, String)>,
 }
@@ -100,8 +102,8 @@ pub fn load(layers: &Layers) -> Result<Loaded, String> {
     if let Some(file) = &layers.file {
         figment = figment.merge(read(file)?);
     }
-    for (name, value) in std::env::vars_os() {
-        if let Some(layer) = variable(&name, value, &defaults)? {
+    for (name, value) in &layers.environment {
+        if let Some(layer) = variable(name, value.clone(), &defaults)? {
             figment = figment.merge(layer);
         }
     }

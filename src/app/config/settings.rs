@@ -6,8 +6,9 @@ use std::path::PathBuf;
 use serde::{Deserialize, Serialize};
 
 use super::values::{ByteSize, Secret, Span, SpanOrNever};
+use crate::broker::Subscription;
 use crate::policy::horizon::Horizon;
-use crate::runtime::{ConsumerOptions, DeadPolicy, RelayOptions, Unhandled};
+use crate::runtime::{ConsumerOptions, DeadPolicy, RelayOptions, SqlSpec, Unhandled};
 use crate::store::StoreOptions;
 
 /// All settings.
@@ -330,6 +331,9 @@ pub struct ConsumerSettings {
     /// Deliveries taken and not acknowledged at most.
     #[serde(default)]
     pub in_flight_max: Option<usize>,
+    /// Dead messages at most; nothing more is taken beyond.
+    #[serde(default)]
+    pub dead_rows_max: Option<usize>,
     /// How long one handler may run; 30s, on SQLite 2s.
     #[serde(default)]
     pub handler_timeout: Option<Span>,
@@ -381,6 +385,14 @@ pub struct OnSettings {
     pub optional: Vec<String>,
 }
 
+impl OnSettings {
+    /// The sql handler as the runtime takes it.
+    #[must_use]
+    pub fn spec(&self) -> SqlSpec {
+        SqlSpec { statements: self.sql.clone(), params: self.params.clone(), optional: self.optional.clone() }
+    }
+}
+
 impl ConsumerSettings {
     /// Defaults around a name and topics.
     #[must_use]
@@ -395,6 +407,7 @@ impl ConsumerSettings {
             lanes: None,
             batch_max: None,
             in_flight_max: None,
+            dead_rows_max: None,
             handler_timeout: None,
             dead: DeadChoice::default(),
             unhandled: UnhandledChoice::default(),
@@ -402,6 +415,16 @@ impl ConsumerSettings {
             drain: None,
             retry: RetrySettings::default(),
             on: Vec::new(),
+        }
+    }
+
+    /// What it subscribes to, for commands that look at the broker.
+    #[must_use]
+    pub fn subscription(&self) -> Subscription {
+        Subscription {
+            group: self.group.clone(),
+            queues: self.queues.clone(),
+            ..Subscription::new(self.name.clone(), self.topics.clone())
         }
     }
 
@@ -430,6 +453,9 @@ impl ConsumerSettings {
         }
         if let Some(in_flight_max) = self.in_flight_max {
             options.in_flight_max = in_flight_max.max(1);
+        }
+        if let Some(dead_rows_max) = self.dead_rows_max {
+            options.dead_rows_max = dead_rows_max.max(1);
         }
         if is_sqlite {
             // One writer: more lanes only wait for each other, and a handler runs inside the write lock (R14).

@@ -52,13 +52,16 @@ const SECTIONS: &[Section] = &[
     (
         "broker.rabbitmq",
         &[
-            ("exchange", "the exchange, durable, of type topic; the publisher declares it"),
+            ("exchange", "the exchange, durable, of type topic; publisher and consumer declare it"),
             ("alternate_exchange", "where unroutable messages go, set when the exchange is made"),
             (
                 "pipeline_per_key",
                 "true gives up one unconfirmed publish per key: faster for few keys, and a nack may reorder a key",
             ),
-            ("partitions", "queues per topic and consumer, behind a consistent-hash exchange where more than one"),
+            (
+                "partitions",
+                "queues per topic and consumer, behind a consistent-hash exchange where more than one; changed by `oncebox queues repartition`",
+            ),
         ],
     ),
     (
@@ -125,6 +128,7 @@ const CONSUMER: &str = r#"
 # lanes  = 4                   # transactions at once; a key keeps its lane; always 1 on SQLite
 # batch_max = 100              # messages of one transaction at most
 # in_flight_max = 2000         # deliveries taken and not acknowledged at most
+# dead_rows_max = 100000       # dead messages at most; nothing more is taken beyond, until some are redriven or discarded
 # handler_timeout = "30s"      # 2s on SQLite, where a handler runs inside the write lock
 # dead   = "hold"              # later messages of a key behind a dead one: hold or skip
 # unhandled = "acknowledge"    # a kind that no handler takes: acknowledge (counted) or dead

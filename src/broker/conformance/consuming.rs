@@ -12,6 +12,7 @@ use uuid::Uuid;
 use super::Fixture;
 use super::harness::{Case, assert_exactly, assert_order, number, numbers, row, rows};
 use crate::broker::{Broker, PartitionId, Subscription};
+use crate::policy::position::{Break, Position};
 
 /// How long nothing must come before it counts as nothing.
 const QUIET: Duration = Duration::from_millis(700);
@@ -212,4 +213,69 @@ pub async fn next_may_be_dropped_at_any_point_and_no_event_is_lost(fixture: &dyn
     assert_order(reader.arrived());
     reader.assert_sequences_ascend();
     reader.close().await;
+}
+
+/// The database went back, or a commit of offsets did not arrive: what one of the two does not know as done comes again.
+pub async fn a_log_begins_at_the_lower_of_what_the_database_and_the_group_know(fixture: &dyn Fixture) {
+    let case = Case::new(fixture).await;
+    if !case.can.offsets {
+        return;
+    }
+    let (topic, subscription) = case.topic("lower").await;
+    case.publish(rows(&topic, 10, 0, 300)).await;
+    let mut first = case.reader(&subscription).await;
+    let begun = first.begin(|_| None).await;
+    assert!(begun.iter().all(|begun| begun.start.because.is_none()), "{begun:?}");
+    first.read(300, true).await;
+    let mut ends: HashMap<i32, i64> = HashMap::new();
+    for delivery in &first.got {
+        let end = ends.entry(delivery.source.partition).or_default();
+        *end = (delivery.sequence + 1).max(*end);
+    }
+    let topic_id = |partition| begun.iter().find(|begun| begun.source.partition == partition)?.topic_id.clone();
+    let half = |partition| ends.get(&partition).map_or(0, |end| end / 2);
+    let all: Vec<_> = first.got.iter().map(|delivery| (delivery.source.partition, delivery.sequence)).collect();
+    first.close().await;
+
+    let mut second = case.reader(&subscription).await;
+    let remembered = |at: &PartitionId| Position { topic_id: topic_id(at.partition), next: half(at.partition) };
+    second.begin(|source| Some(remembered(source))).await;
+    let mut expected: Vec<_> = all.into_iter().filter(|(partition, offset)| *offset >= half(*partition)).collect();
+    second.read(expected.len(), true).await;
+    let mut came: Vec<_> = second.got.iter().map(|delivery| (delivery.source.partition, delivery.sequence)).collect();
+    expected.sort_unstable();
+    came.sort_unstable();
+    assert_eq!(came, expected, "from where the database stands");
+    second.assert_sequences_ascend();
+    second.close().await;
+
+    // It remembers more than the group has committed.
+    case.publish(rows(&topic, 10, 300, 100)).await;
+    let mut third = case.reader(&subscription).await;
+    third.begin(|source| Some(Position { next: half(source.partition) * 2 + 2, ..remembered(source) })).await;
+    third.read(100, true).await;
+    assert_exactly(third.arrived(), 300..400);
+    third.close().await;
+}
+
+/// What the group has committed speaks of a topic that is gone.
+pub async fn a_topic_made_anew_is_consumed_from_its_beginning(fixture: &dyn Fixture) {
+    let case = Case::new(fixture).await;
+    if !case.can.offsets {
+        return;
+    }
+    let (topic, subscription) = case.topic("anew").await;
+    case.publish(rows(&topic, 10, 0, 100)).await;
+    let mut first = case.reader(&subscription).await;
+    let begun = first.begin(|_| None).await;
+    let [id, ..] = begun.as_slice() else { panic!("nothing began") };
+    assert!(id.topic_id.is_some() && begun.iter().all(|begun| begun.topic_id == id.topic_id), "{begun:?}");
+    first.read(100, true).await;
+    first.close().await;
+    let mut second = case.reader(&subscription).await;
+    let begun = second.begin(|_| Some(Position { topic_id: Some("another".to_owned()), next: 1 })).await;
+    assert!(begun.iter().all(|begun| begun.start.because == Some(Break::MadeAnew)), "{begun:?}");
+    second.read(100, true).await;
+    assert_exactly(second.arrived(), 0..100);
+    second.close().await;
 }

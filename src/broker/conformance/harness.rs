@@ -10,9 +10,10 @@ use uuid::Uuid;
 
 use super::{Capabilities, Fixture};
 use crate::broker::{
-    Broker, Delivery, Event, PartitionId, Publisher, Receipt, Settled, Subscriber, Subscription, TopicState,
+    Begun, Broker, Delivery, Event, PartitionId, Publisher, Receipt, Settled, Subscriber, Subscription, TopicState,
 };
 use crate::message::{Arrived, OutgoingMessage};
+use crate::policy::position::Position;
 
 /// A case on its way.
 pub(super) struct Case<'f> {
@@ -292,6 +293,19 @@ impl Reader {
         while self.assigned == 0 {
             let event = self.next().await;
             self.take(event, false).await;
+        }
+    }
+
+    /// Reads events until something is assigned, and begins it with what is remembered.
+    pub(super) async fn begin(&mut self, remembered: impl Fn(&PartitionId) -> Option<Position>) -> Vec<Begun> {
+        loop {
+            let event = self.next().await;
+            let sources = if let Event::Assigned(sources) = &event { sources.clone() } else { Vec::new() };
+            self.take(event, false).await;
+            if !sources.is_empty() {
+                let remembered = sources.into_iter().map(|source| (source.clone(), remembered(&source)));
+                return self.subscriber.begin(remembered.collect()).await.expect("what is assigned begins");
+            }
         }
     }
 

@@ -29,8 +29,10 @@ pub(super) struct Membership {
 pub(super) struct Lease {
     pub(super) partition_id: i64,
     pub(super) epoch: i64,
-    /// The next offset to be handled, never below the first that is there.
+    /// The next offset to be handled.
     pub(super) committed: i64,
+    /// The first offset that is there.
+    pub(super) first: i64,
     /// The next offset to be written.
     pub(super) end: i64,
 }
@@ -155,9 +157,9 @@ pub(super) async fn stand(tx: &mut SqliteConnection, me: &Membership) -> Result<
 
 /// The group's generation and the partitions that are this member's: what a poll reads, in one statement.
 pub(super) async fn look(connection: &mut SqliteConnection, me: &Membership) -> Result<(i64, Vec<Lease>), sqlx::Error> {
-    type Row = (i64, Option<i64>, Option<i64>, Option<i64>, Option<i64>);
+    type Row = (i64, Option<i64>, Option<i64>, Option<i64>, Option<i64>, Option<i64>);
     let rows: Vec<Row> = sqlx::query_as(
-        "select g.generation, l.partition_id, l.epoch, max(l.committed, p.first_offset), p.next_offset \
+        "select g.generation, l.partition_id, l.epoch, l.committed, p.first_offset, p.next_offset \
          from consumer_group g left join lease l on l.group_id = g.group_id and l.member_id = ?2 \
          left join topic_partition p on p.partition_id = l.partition_id where g.group_id = ?1",
     )
@@ -166,8 +168,8 @@ pub(super) async fn look(connection: &mut SqliteConnection, me: &Membership) -> 
     .fetch_all(connection)
     .await?;
     let generation = rows.first().map_or(0, |row| row.0);
-    let leases = rows.into_iter().filter_map(|(_, partition_id, epoch, committed, end)| {
-        Some(Lease { partition_id: partition_id?, epoch: epoch?, committed: committed?, end: end? })
+    let leases = rows.into_iter().filter_map(|(_, partition_id, epoch, committed, first, end)| {
+        Some(Lease { partition_id: partition_id?, epoch: epoch?, committed: committed?, first: first?, end: end? })
     });
     Ok((generation, leases.collect()))
 }

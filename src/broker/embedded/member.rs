@@ -25,6 +25,7 @@ use super::subscriber::Shared;
 use super::topology::{self, Topic};
 use crate::broker::{Delivery, PartitionId, RevokeGuard, Subscription};
 use crate::error::BrokerError;
+use crate::policy::position::Found;
 
 /// Bounds of one batch.
 const BATCH_ROWS: usize = 500;
@@ -37,8 +38,8 @@ const POLL_MAX: Duration = Duration::from_millis(20);
 /// What the task tells the runtime's side.
 #[derive(Debug)]
 pub(super) enum Told {
-    /// Source, first offset to come, end seen now.
-    Assigned(Vec<(PartitionId, i64, i64)>),
+    /// Sources, of which nothing is read before it is said where they begin.
+    Assigned(Vec<(PartitionId, Found)>),
     Deliveries(Vec<Delivery>),
     Revoked {
         sources: Vec<PartitionId>,
@@ -52,6 +53,8 @@ pub(super) enum Told {
 struct Owned {
     id: PartitionId,
     epoch: i64,
+    /// It is said where it begins.
+    begun: bool,
     /// The next offset to be read.
     position: i64,
     /// The next offset to be written, as last seen.
@@ -88,7 +91,7 @@ pub(super) struct Member {
     group: String,
     topics: Vec<Topic>,
     /// Topic and number by partition id.
-    places: HashMap<i64, (Arc<str>, i32)>,
+    places: HashMap<i64, (Topic, i32)>,
     in_flight_max: usize,
     drain: Duration,
     me: Membership,
@@ -135,10 +138,7 @@ impl Member {
 
         let places = topics
             .iter()
-            .flat_map(|topic| {
-                let name = Arc::clone(&topic.name);
-                (0_i32..).zip(&topic.partitions).map(move |(number, id)| (*id, (Arc::clone(&name), number)))
-            })
+            .flat_map(|topic| (0_i32..).zip(&topic.partitions).map(move |(number, id)| (*id, (topic.clone(), number))))
             .collect();
         let now = Instant::now();
         Ok(Self {
@@ -186,6 +186,7 @@ impl Member {
             }
             // Before the acknowledgements are noted: the runtime acknowledges first and lets go of the guard then.
             let through = self.through();
+            self.note_begun();
             self.note_acknowledged();
             self.write(&through);
             if Instant::now() >= self.poll_at {
@@ -243,6 +244,14 @@ impl Member {
             }
         }
         until
+    }
+
+    fn note_begun(&mut self) {
+        for (id, at) in self.shared.take_begun() {
+            if let Some(owned) = self.owned.values_mut().find(|owned| owned.id == id) {
+                (owned.begun, owned.position, owned.acknowledged) = (true, at, at);
+            }
+        }
     }
 
     fn note_acknowledged(&mut self) {
@@ -335,18 +344,25 @@ impl Member {
         self.lose(|owned| leases.get(&owned.0) != Some(&owned.1));
         let mut assigned = Vec::new();
         for lease in &standing.leases {
-            let Some((place, number)) = self.places.get(&lease.partition_id) else { continue };
+            let Some((topic, number)) = self.places.get(&lease.partition_id) else { continue };
             if self.owned.contains_key(&lease.partition_id) {
                 continue;
             }
             let generation = u64::try_from(lease.epoch).unwrap_or_default();
-            let id = PartitionId { place: Arc::clone(place), partition: *number, generation };
-            assigned.push((id.clone(), lease.committed, lease.end));
+            let id = PartitionId { place: Arc::clone(&topic.name), partition: *number, generation };
+            let found = Found {
+                topic_id: Some(topic.made.clone()),
+                committed: Some(lease.committed),
+                first: lease.first,
+                end: lease.end,
+            };
+            assigned.push((id.clone(), found));
             self.owned.insert(
                 lease.partition_id,
                 Owned {
                     id,
                     epoch: lease.epoch,
+                    begun: false,
                     position: lease.committed,
                     end: lease.end,
                     acknowledged: lease.committed,
@@ -430,7 +446,7 @@ impl Member {
             }
             let Self { owned, reader, log, .. } = self;
             let Some(owned) = owned.get_mut(&partition_id) else { continue };
-            if owned.leaving.is_some() || owned.position >= owned.end {
+            if !owned.begun || owned.leaving.is_some() || owned.position >= owned.end {
                 continue;
             }
             let range = Range {

@@ -2,12 +2,13 @@
 //!
 //! Guarantees: a row is settled after the commit that holds it, which is on disk; rows are appended in the order they were
 //! sent, so what the log has is a prefix of the session (R15); a row that is refused for what it is takes the later rows of
-//! its key in this session with it (as doubt of the session), never its own fault alone.
+//! its key in this session with it (as doubt of the session), never its own fault alone; a file that takes nothing for now
+//! (its disk is full, another process holds it) is blocked: the rows wait, and no message is at fault.
 //!
 //! Not here: topics that are missing. They are made when the first row of them comes.
 
 use std::collections::{HashMap, HashSet};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use async_trait::async_trait;
@@ -32,6 +33,9 @@ const BYTES_WAITING_MAX: usize = 32 * 1024 * 1024;
 /// How often old rows are looked for, where the setting `retention` is on.
 const TRIM_EVERY: Duration = Duration::from_secs(30);
 
+/// How often a file is tried that takes nothing for now.
+const BLOCKED_RETRY: Duration = Duration::from_millis(250);
+
 type Outcomes = Result<Vec<Settled>, BrokerError>;
 
 /// One publishing session.
@@ -46,7 +50,22 @@ pub(super) struct EmbeddedPublisher {
     /// (topic, key) of rows that were refused in this session.
     broken_keys: HashSet<(String, String)>,
     log: Arc<Log>,
+    blocked: Blocked,
     writer: tokio::task::JoinHandle<()>,
+}
+
+/// Why the file takes nothing for now; the writer says it, the runtime asks.
+#[derive(Debug, Clone, Default)]
+struct Blocked(Arc<Mutex<Option<String>>>);
+
+impl Blocked {
+    fn get(&self) -> Option<String> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    fn set(&self, why: Option<String>) {
+        *self.0.lock().unwrap_or_else(PoisonError::into_inner) = why;
+    }
 }
 
 /// A row on its way to the writer.
@@ -62,7 +81,9 @@ impl EmbeddedPublisher {
         let connection = log.connect().await?;
         let (rows, waiting) = mpsc::unbounded_channel();
         let (answers, settled) = mpsc::unbounded_channel();
-        let writer = Writer { log: Arc::clone(&log), connection, topics: HashMap::new(), answers };
+        let blocked = Blocked::default();
+        let writer =
+            Writer { log: Arc::clone(&log), connection, topics: HashMap::new(), answers, blocked: blocked.clone() };
         Ok(Self {
             rows,
             settled,
@@ -71,6 +92,7 @@ impl EmbeddedPublisher {
             refused: Vec::new(),
             broken_keys: HashSet::new(),
             log,
+            blocked,
             writer: tokio::spawn(writer.run(waiting)),
         })
     }
@@ -134,6 +156,10 @@ impl Publisher for EmbeddedPublisher {
         Ok(())
     }
 
+    fn blocked(&self) -> Option<String> {
+        self.blocked.get()
+    }
+
     async fn close(self: Box<Self>) {
         let Self { rows, writer, log, .. } = *self;
         drop(rows);
@@ -149,6 +175,14 @@ struct Writer {
     connection: SqliteConnection,
     topics: HashMap<String, Topic>,
     answers: mpsc::UnboundedSender<Outcomes>,
+    blocked: Blocked,
+}
+
+/// Rows ready to be written; a write that failed changes nothing of them.
+struct Append {
+    /// Tag, topic and hash of each record.
+    places: Vec<(u64, String, u32)>,
+    records: Vec<NewRecord>,
 }
 
 impl Writer {
@@ -178,7 +212,7 @@ impl Writer {
             if self.answers.is_closed() {
                 break;
             }
-            let outcomes = self.append(std::mem::take(&mut rows)).await;
+            let outcomes = self.append_when_it_can(std::mem::take(&mut rows), &waiting).await;
             let over = outcomes.is_err();
             if self.answers.send(outcomes).is_err() || over {
                 break;
@@ -214,31 +248,47 @@ impl Writer {
         }
     }
 
+    /// Appends rows; while the file takes nothing, tries again until it does or the session is over.
+    async fn append_when_it_can(&mut self, rows: Vec<Row>, waiting: &mpsc::UnboundedReceiver<Row>) -> Outcomes {
+        // Encoded before the turn is taken: others need it too.
+        let mut append = Append { places: Vec::with_capacity(rows.len()), records: Vec::with_capacity(rows.len()) };
+        for row in rows {
+            append.places.push((row.tag, row.message.topic.clone(), partition_hash(&row.message)));
+            append.records.push(NewRecord::of(row.message, &self.log.config.source));
+        }
+        loop {
+            match self.append(&mut append).await {
+                Err(BrokerError::Unavailable(why)) if !self.answers.is_closed() && !waiting.is_closed() => {
+                    // What the failed transaction made of topics is not there.
+                    self.topics.clear();
+                    self.blocked.set(Some(why));
+                    tokio::time::sleep(BLOCKED_RETRY).await;
+                }
+                outcomes => {
+                    self.blocked.set(None);
+                    return outcomes;
+                }
+            }
+        }
+    }
+
     /// Appends rows in one transaction, in their order.
-    async fn append(&mut self, rows: Vec<Row>) -> Outcomes {
+    async fn append(&mut self, Append { places, records }: &mut Append) -> Outcomes {
         let Self { log, connection, topics, .. } = self;
         let failed = |error: sqlx::Error| log.failed("append to", &error);
-        // Encoded before the turn is taken: others need it too.
-        let mut places = Vec::with_capacity(rows.len());
-        let mut records = Vec::with_capacity(rows.len());
-        for row in rows {
-            places.push((row.tag, row.message.topic.clone(), partition_hash(&row.message)));
-            records.push(NewRecord::of(row.message, &log.config.source));
-        }
-
         let mut write = log.begin(connection).await?;
         let mut settled = Vec::with_capacity(records.len());
         let mut partitions: HashMap<i64, Vec<usize>> = HashMap::new();
-        for (index, (tag, topic, hash)) in places.into_iter().enumerate() {
-            if !topics.contains_key(&topic) {
-                let made = topology::ensure(&mut write.tx, &topic, log.config.partitions).await.map_err(failed)?;
+        for (index, (tag, topic, hash)) in places.iter().enumerate() {
+            if !topics.contains_key(topic) {
+                let made = topology::ensure(&mut write.tx, topic, log.config.partitions).await.map_err(failed)?;
                 topics.insert(topic.clone(), made);
             }
-            let ids = &topics[&topic].partitions;
-            let number = hash as usize % ids.len();
+            let ids = &topics[topic].partitions;
+            let number = *hash as usize % ids.len();
             partitions.entry(ids[number]).or_default().push(index);
             let partition = i32::try_from(number).unwrap_or(i32::MAX);
-            settled.push(Settled { tag, outcome: Ok(Receipt::Offset { partition, offset: 0 }) });
+            settled.push(Settled { tag: *tag, outcome: Ok(Receipt::Offset { partition, offset: 0 }) });
         }
         for (partition_id, indexes) in partitions {
             let rows = i64::try_from(indexes.len()).unwrap_or(i64::MAX);

@@ -59,16 +59,16 @@ impl NewRecord {
 /// Inserts rows whose positions are known.
 pub(super) async fn insert(
     connection: &mut SqliteConnection,
-    records: Vec<NewRecord>,
+    records: &[NewRecord],
     now: i64,
 ) -> Result<(), sqlx::Error> {
-    let mut left = records.into_iter();
+    let mut left = records.iter();
     while left.len() > 0 {
         let size = CHUNKS.into_iter().find(|size| *size <= left.len()).unwrap_or(1);
         let mut statement = sqlx::query(insert_sql(size));
         for record in left.by_ref().take(size) {
-            statement =
-                statement.bind(record.position).bind(record.key).bind(record.headers).bind(record.payload).bind(now);
+            let (key, headers, payload) = (record.key.as_deref(), record.headers.as_str(), record.payload.as_slice());
+            statement = statement.bind(record.position).bind(key).bind(headers).bind(payload).bind(now);
         }
         statement.execute(&mut *connection).await?;
     }

@@ -15,14 +15,17 @@ use tokio::task::JoinHandle;
 
 use super::log::Log;
 use super::member::{Member, Told};
-use crate::broker::{Event, PartitionId, Subscriber, Subscription};
+use crate::broker::{Begun, Event, PartitionId, Subscriber, Subscription};
 use crate::error::BrokerError;
+use crate::policy::position::{Found, Position, start};
 
 /// What both sides of a membership share.
 #[derive(Debug, Default)]
 pub(super) struct Shared {
     /// The next offset to be handled, by source.
     acknowledged: Mutex<HashMap<PartitionId, i64>>,
+    /// Where sources begin.
+    begun: Mutex<HashMap<PartitionId, i64>>,
     /// Wakes the task.
     pub(super) wake: Notify,
     pub(super) paused: AtomicBool,
@@ -33,6 +36,10 @@ pub(super) struct Shared {
 }
 
 impl Shared {
+    pub(super) fn take_begun(&self) -> HashMap<PartitionId, i64> {
+        std::mem::take(&mut *self.begun.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+
     pub(super) fn take_acknowledged(&self) -> HashMap<PartitionId, i64> {
         std::mem::take(&mut *self.acknowledged.lock().unwrap_or_else(PoisonError::into_inner))
     }
@@ -45,6 +52,8 @@ pub(super) struct EmbeddedSubscriber {
     shared: Arc<Shared>,
     /// The next offset that was not delivered yet, and the end that was seen when the source was assigned.
     delivered: HashMap<PartitionId, (i64, i64)>,
+    /// Assigned, and not yet said where they begin.
+    unbegun: HashMap<PartitionId, Found>,
     member: JoinHandle<()>,
     log: Arc<Log>,
 }
@@ -57,18 +66,27 @@ impl EmbeddedSubscriber {
         let shared = Arc::new(Shared::default());
         let (told, events) = mpsc::unbounded_channel();
         let member = Member::join(Arc::clone(&log), subscription, Arc::clone(&shared), told).await?;
-        Ok(Self { events, shared, delivered: HashMap::new(), member: tokio::spawn(member.run()), log })
+        Ok(Self {
+            events,
+            shared,
+            delivered: HashMap::new(),
+            unbegun: HashMap::new(),
+            member: tokio::spawn(member.run()),
+            log,
+        })
     }
 }
 
 #[async_trait]
 impl Subscriber for EmbeddedSubscriber {
     async fn next(&mut self) -> Result<Event, BrokerError> {
+        let unbegun: Vec<_> = self.unbegun.keys().map(|id| (id.clone(), None)).collect();
+        self.begin(unbegun).await?;
         let told = self.events.recv().await;
         Ok(match told.unwrap_or_else(|| Err(BrokerError::Session("the subscriber has ended".to_owned())))? {
             Told::Assigned(sources) => {
-                let ids = sources.iter().map(|(id, _, _)| id.clone()).collect();
-                self.delivered.extend(sources.into_iter().map(|(id, from, end)| (id, (from, end))));
+                let ids = sources.iter().map(|(id, _)| id.clone()).collect();
+                self.unbegun.extend(sources);
                 Event::Assigned(ids)
             }
             Told::Deliveries(deliveries) => {
@@ -83,9 +101,25 @@ impl Subscriber for EmbeddedSubscriber {
             }
             Told::Revoked { sources, lost, done } => {
                 self.delivered.retain(|id, _| !sources.contains(id));
+                self.unbegun.retain(|id, _| !sources.contains(id));
                 Event::Revoked { sources, lost, done }
             }
         })
+    }
+
+    async fn begin(&mut self, remembered: Vec<(PartitionId, Option<Position>)>) -> Result<Vec<Begun>, BrokerError> {
+        let mut begun = Vec::new();
+        for (source, position) in remembered {
+            let Some(found) = self.unbegun.remove(&source) else { continue };
+            let start = start(position.as_ref(), &found);
+            self.delivered.insert(source.clone(), (start.at, found.end));
+            self.shared.begun.lock().unwrap_or_else(PoisonError::into_inner).insert(source.clone(), start.at);
+            begun.push(Begun { source, topic_id: found.topic_id, start });
+        }
+        if !begun.is_empty() {
+            self.shared.wake.notify_one();
+        }
+        Ok(begun)
     }
 
     async fn acknowledge(&mut self, source: &PartitionId, through: i64) -> Result<(), BrokerError> {
@@ -103,10 +137,10 @@ impl Subscriber for EmbeddedSubscriber {
     }
 
     async fn caught_up(&mut self) -> Result<bool, BrokerError> {
-        if self.delivered.is_empty() {
+        if self.delivered.is_empty() && self.unbegun.is_empty() {
             return Ok(self.shared.others_hold_all.load(Ordering::Acquire));
         }
-        Ok(self.delivered.values().all(|(next, end)| next >= end))
+        Ok(self.unbegun.is_empty() && self.delivered.values().all(|(next, end)| next >= end))
     }
 
     async fn close(self: Box<Self>) {

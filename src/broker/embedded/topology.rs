@@ -18,22 +18,25 @@ const READ_ROWS: usize = 2_000;
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Topic {
     pub(super) topic_id: i64,
+    /// Another one when it is made anew; the row's number alone may be given again.
+    pub(super) made: String,
     pub(super) name: Arc<str>,
     pub(super) partitions: Vec<i64>,
 }
 
 /// Finds a topic.
 pub(super) async fn find(connection: &mut SqliteConnection, name: &str) -> Result<Option<Topic>, sqlx::Error> {
-    let topic_id: Option<i64> = sqlx::query_scalar("select topic_id from topic where name = ?")
-        .bind(name)
-        .fetch_optional(&mut *connection)
-        .await?;
-    let Some(topic_id) = topic_id else { return Ok(None) };
+    let found: Option<(i64, String)> =
+        sqlx::query_as("select topic_id, topic_id || '-' || created_at from topic where name = ?")
+            .bind(name)
+            .fetch_optional(&mut *connection)
+            .await?;
+    let Some((topic_id, made)) = found else { return Ok(None) };
     let partitions = sqlx::query_scalar("select partition_id from topic_partition where topic_id = ? order by number")
         .bind(topic_id)
         .fetch_all(&mut *connection)
         .await?;
-    Ok(Some(Topic { topic_id, name: name.into(), partitions }))
+    Ok(Some(Topic { topic_id, made, name: name.into(), partitions }))
 }
 
 /// Finds a topic or makes it, in the caller's transaction.
@@ -45,9 +48,9 @@ pub(super) async fn ensure(
     if let Some(topic) = find(connection, name).await? {
         return Ok(topic);
     }
-    let topic_id: i64 = sqlx::query_scalar(
+    let (topic_id, made): (i64, String) = sqlx::query_as(
         "insert into topic (name, partitions, created_at) \
-         values (?, ?, cast(unixepoch('subsec') * 1000 as integer)) returning topic_id",
+         values (?, ?, cast(unixepoch('subsec') * 1000 as integer)) returning topic_id, topic_id || '-' || created_at",
     )
     .bind(name)
     .bind(partitions)
@@ -63,7 +66,7 @@ pub(super) async fn ensure(
                 .await?;
         ids.push(id);
     }
-    Ok(Topic { topic_id, name: name.into(), partitions: ids })
+    Ok(Topic { topic_id, made, name: name.into(), partitions: ids })
 }
 
 /// Makes topics that are missing.
@@ -153,6 +156,7 @@ pub(super) async fn check(log: &Log, subscriptions: &[Subscription]) -> Result<V
     findings.push(BrokerFinding {
         name: "file".to_owned(),
         refused: sound != "ok",
+        stuck: false,
         detail: format!("`{path}`: {sound}"),
         remedy: (sound != "ok").then(|| "restore the broker file, or save what `.recover` of sqlite3 finds".to_owned()),
     });
@@ -160,26 +164,42 @@ pub(super) async fn check(log: &Log, subscriptions: &[Subscription]) -> Result<V
     findings.push(BrokerFinding {
         name: "journal".to_owned(),
         refused: journal != "wal",
+        stuck: false,
         detail: format!("journal mode is `{journal}`; rows are synced to disk before they are settled"),
         remedy: (journal != "wal").then(|| "keep the file on a local disk: WAL needs shared memory".to_owned()),
     });
     for subscription in subscriptions {
-        let (members, lag): (i64, i64) = sqlx::query_as(
-            "select (select count(*) from member m where m.group_id = g.group_id), \
-             coalesce((select sum(p.next_offset - l.committed) from lease l join topic_partition p using (partition_id) \
-                where l.group_id = g.group_id), 0) \
-             from consumer_group g where g.name = ?",
+        let members: i64 = sqlx::query_scalar(
+            "select count(*) from member m join consumer_group g using (group_id) \
+              where g.name = ? and m.expires_at > cast(unixepoch('subsec') * 1000 as integer)",
         )
         .bind(subscription.group())
-        .fetch_optional(&mut connection)
+        .fetch_one(&mut connection)
         .await
-        .map_err(failed)?
-        .unwrap_or_default();
+        .map_err(failed)?;
+        let mut lag = 0;
+        for topic in &subscription.topics {
+            let of_topic: i64 = sqlx::query_scalar(
+                "select coalesce(sum(p.next_offset - max(coalesce(l.committed, 0), p.first_offset)), 0) \
+                 from topic t join topic_partition p using (topic_id) \
+                 left join lease l on l.partition_id = p.partition_id \
+                   and l.group_id = (select group_id from consumer_group where name = ?) \
+                 where t.name = ?",
+            )
+            .bind(subscription.group())
+            .bind(topic)
+            .fetch_one(&mut connection)
+            .await
+            .map_err(failed)?;
+            lag += of_topic;
+        }
+        let stuck = members == 0 && lag > 0;
         findings.push(BrokerFinding {
             name: format!("group {}", subscription.group()),
             refused: false,
+            stuck,
             detail: format!("members: {members}, rows not acknowledged: {lag}"),
-            remedy: None,
+            remedy: stuck.then(|| format!("start the consumer `{}`", subscription.consumer)),
         });
     }
     connection.close().await.map_err(failed)?;

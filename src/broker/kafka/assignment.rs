@@ -21,7 +21,8 @@ pub(super) struct Assignment {
     assigned_once: bool,
     rows: usize,
     bytes: usize,
-    // How often the end of any partition of this number was reported at an offset: the reports name no topic.
+    // How often the end of any partition of this number was reported at an offset: the reports name no topic. Kept until all
+    // partitions of the number have reached theirs.
     ends_seen: HashMap<(i32, i64), usize>,
 }
 
@@ -29,15 +30,17 @@ pub(super) struct Assignment {
 struct Source {
     id: PartitionId,
     in_flight: VecDeque<(i64, usize)>,
-    /// Where the next delivery starts, as far as known.
+    /// Where the next delivery starts, once it is said where the partition begins.
     next: Option<i64>,
     /// The last delivery that the caller has; later ones are still on their way to it.
     handed: Option<i64>,
     acknowledged: Option<i64>,
     sent: Option<i64>,
     confirmed: Option<i64>,
-    /// Where the partition ended when that was asked first.
+    /// Where the partition ended when it began.
     end: Option<i64>,
+    /// Its end was reported.
+    ended: bool,
     paused: bool,
 }
 
@@ -86,6 +89,7 @@ impl Assignment {
                     sent: None,
                     confirmed: None,
                     end: None,
+                    ended: false,
                     paused: false,
                 };
                 self.topics.entry(place).or_default().insert(*partition, source);
@@ -107,6 +111,13 @@ impl Assignment {
             self.rows -= source.in_flight.len();
             self.bytes -= source.in_flight.iter().map(|(_, weight)| weight).sum::<usize>();
         }
+    }
+
+    /// Forgets everything.
+    pub(super) fn clear(&mut self) {
+        self.topics.clear();
+        self.ends_seen.clear();
+        (self.rows, self.bytes) = (0, 0);
     }
 
     /// Counts a delivery. Nothing for a partition that is not ours.
@@ -202,20 +213,38 @@ impl Assignment {
 
     /// The end of a partition of this number was reached at this offset.
     pub(super) fn end_reached(&mut self, partition: i32, offset: i64) {
+        if self.have_ended(partition) {
+            return;
+        }
         *self.ends_seen.entry((partition, offset)).or_default() += 1;
+        let reached = self.sources().filter(|source| source.id.partition == partition && self.has_reached_end(source));
+        let reached: Vec<PartitionId> = reached.map(|source| source.id.clone()).collect();
+        for id in reached {
+            if let Some(source) = self.source_mut(&id.place, partition) {
+                source.ended = true;
+            }
+        }
+        if self.have_ended(partition) {
+            self.ends_seen.retain(|(number, _), _| *number != partition);
+        }
     }
 
-    /// Partitions whose end was not asked yet.
-    pub(super) fn without_end(&self) -> Vec<PartitionId> {
-        self.sources().filter(|source| source.end.is_none()).map(|source| source.id.clone()).collect()
+    fn have_ended(&self, partition: i32) -> bool {
+        self.sources().all(|source| source.id.partition != partition || source.ended)
     }
 
-    /// What the broker says: where consumption starts if nothing was delivered yet, and where the partition ends.
-    pub(super) fn set_end(&mut self, id: &PartitionId, start: Option<i64>, end: i64) {
+    /// It is said where a partition begins, and the broker has said where it ends.
+    pub(super) fn begin(&mut self, id: &PartitionId, at: i64, end: i64) {
         if let Some(source) = self.source_mut(&id.place, id.partition).filter(|source| source.id == *id) {
-            source.next = source.next.or(start);
+            source.next = Some(at);
             source.end = Some(end);
         }
+    }
+
+    /// Where these partitions begin, once that is said of all that are still ours.
+    pub(super) fn starts(&self, of: &[(String, i32)]) -> Option<Vec<Position>> {
+        let sources = of.iter().filter_map(|(topic, partition)| self.source(topic, *partition));
+        sources.map(|source| Some((Arc::clone(&source.id.place), source.id.partition, source.next?))).collect()
     }
 
     /// True once assigned and once the caller has what stood in every partition when its end was asked.
@@ -227,7 +256,7 @@ impl Assignment {
     /// partition of the same number explains.
     fn has_reached_end(&self, source: &Source) -> bool {
         let Some(end) = source.end else { return false };
-        if source.next.is_some_and(|next| next >= end) {
+        if source.ended || source.next.is_some_and(|next| next >= end) {
             return true;
         }
         self.ends_seen.iter().any(|((partition, offset), times)| {
@@ -324,7 +353,7 @@ mod tests {
         assert!(all.is_caught_up(), "a member without partitions");
         let ids = all.assign(&partitions(&[("t", 0)]));
         assert!(!all.is_caught_up());
-        all.set_end(&ids[0], Some(0), 2);
+        all.begin(&ids[0], 0, 2);
         all.deliver("t", 0, 0, 1);
         assert!(!all.is_caught_up());
         all.deliver("t", 0, 1, 1);
@@ -338,12 +367,48 @@ mod tests {
     fn an_end_without_messages_before_it_is_taken_from_the_report() {
         let mut all = Assignment::default();
         let ids = all.assign(&partitions(&[("a", 0), ("b", 0)]));
-        all.set_end(&ids[0], Some(10), 10);
-        all.set_end(&ids[1], Some(3), 10);
+        all.begin(&ids[0], 10, 10);
+        all.begin(&ids[1], 3, 10);
         all.end_reached(0, 10);
         assert!(!all.is_caught_up(), "the report is explained by topic a");
         all.end_reached(0, 10);
         assert!(all.is_caught_up(), "one of the two reports is of topic b");
+    }
+
+    // Each row that comes is followed by an end, for as long as the process lives.
+    #[test]
+    fn ends_are_kept_only_until_every_partition_has_reached_its_own() {
+        let mut all = Assignment::default();
+        let ids = all.assign(&partitions(&[("a", 0), ("b", 0), ("a", 1)]));
+        all.begin(&ids[0], 0, 0);
+        all.begin(&ids[1], 3, 10);
+        all.begin(&ids[2], 0, 0);
+        all.end_reached(0, 0);
+        all.end_reached(1, 0);
+        assert_eq!(all.ends_seen.len(), 1, "b has not reached its end");
+        all.end_reached(0, 10);
+        assert_eq!(all.ends_seen.len(), 0);
+        for offset in 0..1_000 {
+            all.deliver("a", 0, offset, 1).unwrap();
+            all.end_reached(0, offset + 1);
+        }
+        assert_eq!(all.ends_seen.len(), 0);
+        assert!(all.has_reached_end(all.source("b", 0).unwrap()));
+        all.assign(&partitions(&[("b", 0)]));
+        assert!(!all.has_reached_end(all.source("b", 0).unwrap()), "a new assignment has its own end");
+    }
+
+    #[test]
+    fn partitions_begin_when_that_is_said_of_all_that_are_still_ours() {
+        let mut all = Assignment::default();
+        let both = partitions(&[("t", 0), ("t", 1)]);
+        let ids = all.assign(&both);
+        all.begin(&ids[0], 7, 9);
+        assert_eq!(all.starts(&both), None);
+        all.begin(&ids[1], 0, 0);
+        assert_eq!(all.starts(&both), Some(vec![("t".into(), 0, 7), ("t".into(), 1, 0)]));
+        all.remove(&both[1..]);
+        assert_eq!(all.starts(&both), Some(vec![("t".into(), 0, 7)]));
     }
 
     #[test]

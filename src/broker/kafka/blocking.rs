@@ -8,13 +8,13 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use rdkafka::ClientContext;
 use rdkafka::admin::{AdminClient, AdminOptions};
 use rdkafka::client::{Client, DefaultClientContext};
 use rdkafka::config::FromClientConfigAndContext;
 use rdkafka::error::KafkaResult;
 use rdkafka::metadata::Metadata;
 use rdkafka::producer::{BaseProducer, Producer};
+use rdkafka::{ClientConfig, ClientContext};
 use tokio::runtime::Handle;
 
 use super::client;
@@ -97,6 +97,22 @@ fn ask_until<T>(
     }
 }
 
+/// Which topics of these names there are, where the broker tells.
+pub(super) fn topic_ids(config: &KafkaConfig, topics: &[&str]) -> Result<Vec<(String, String)>, BrokerError> {
+    let asker = Asker::with(&client::topic_asker(config))?;
+    let mut ids = Vec::new();
+    for topic in topics {
+        asker.metadata(Some(topic))?;
+        // The log, which tells it, is served after the answer. A broker that is too old tells nothing.
+        let end = Instant::now() + SURE_AFTER;
+        while asker.reports.topic_id(topic).is_none() && Instant::now() < end {
+            asker.producer.poll(SERVE);
+        }
+        ids.extend(asker.reports.topic_id(topic).map(|id| ((*topic).to_owned(), id)));
+    }
+    Ok(ids)
+}
+
 /// A client for questions.
 pub(super) struct Asker {
     producer: BaseProducer<AskContext>,
@@ -106,9 +122,13 @@ pub(super) struct Asker {
 impl Asker {
     /// Makes the client; nothing is asked yet.
     pub(super) fn new(config: &KafkaConfig) -> Result<Self, BrokerError> {
+        Self::with(&client::asker(config))
+    }
+
+    fn with(settings: &ClientConfig) -> Result<Self, BrokerError> {
         let context = AskContext::default();
         let reports = Arc::clone(&context.reports);
-        let producer = BaseProducer::from_config_and_context(&client::asker(config), context)
+        let producer = BaseProducer::from_config_and_context(settings, context)
             .map_err(|error| BrokerError::Refused(format!("kafka settings: {}", properties::reason(&error))))?;
         Ok(Self { producer, reports })
     }

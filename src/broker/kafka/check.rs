@@ -7,11 +7,15 @@
 use std::collections::BTreeSet;
 use std::sync::Arc;
 
+use rdkafka::config::FromClientConfigAndContext;
+use rdkafka::consumer::{BaseConsumer, Consumer};
 use rdkafka::metadata::Metadata;
+use rdkafka::topic_partition_list::{Offset, TopicPartitionList};
 
 use super::blocking::{self, Asker};
-use super::client::ASK_DEADLINE;
+use super::client::{self, ASK_DEADLINE};
 use super::config::KafkaConfig;
+use super::context::AskContext;
 use super::topology::{self, TopicSettings};
 use crate::broker::{BrokerFinding, Subscription, TopicState};
 use crate::error::BrokerError;
@@ -59,7 +63,7 @@ fn look(config: &KafkaConfig, subscriptions: &[Subscription]) -> Result<Vec<Brok
         }
         Err(_) => findings.extend(names.into_iter().map(unreadable)),
     }
-    findings.extend(subscriptions.iter().filter_map(|subscription| of_group(&asker, subscription.group())));
+    findings.extend(subscriptions.iter().filter_map(|subscription| of_group(config, &asker, subscription)));
     Ok(findings)
 }
 
@@ -143,21 +147,58 @@ fn retention(name: String, settings: &TopicSettings) -> BrokerFinding {
     fine(name, detail)
 }
 
-fn of_group(asker: &Asker, group: &str) -> Option<BrokerFinding> {
+fn of_group(config: &KafkaConfig, asker: &Asker, subscription: &Subscription) -> Option<BrokerFinding> {
+    let group = subscription.group();
     let groups = asker.client().fetch_group_list(Some(group), ASK_DEADLINE).ok()?;
-    let found = groups.groups().iter().find(|found| found.name() == group)?;
-    let (members, state) = (found.members().len(), found.state());
+    // A group that nobody was ever in is in no list.
+    let found = groups.groups().iter().find(|found| found.name() == group);
+    let (members, state, protocol) =
+        found.map_or((0, "", ""), |found| (found.members().len(), found.state(), found.protocol()));
     let name = format!("kafka group {group}");
-    let protocol = found.protocol();
     if members > 0 && !protocol.is_empty() && protocol != "cooperative-sticky" {
         return Some(BrokerFinding {
             name,
             refused: true,
+            stuck: false,
             detail: format!("{members} member(s) of another kind: their assignment strategy is `{protocol}`"),
             remedy: Some("stop them, or give the consumer another `group`".to_owned()),
         });
     }
+    if members == 0
+        && let Some(unread) = unread(config, subscription)
+    {
+        return Some(BrokerFinding {
+            name,
+            refused: false,
+            stuck: true,
+            detail: format!("nobody is in it, and it has not read {unread}"),
+            remedy: Some(format!("start the consumer `{}`", subscription.consumer)),
+        });
+    }
     Some(fine(name, format!("{members} member(s), {}", if state.is_empty() { "not used yet" } else { state })))
+}
+
+/// The first partition with records that the group has not acknowledged; none where all is read, or cannot be told.
+fn unread(config: &KafkaConfig, subscription: &Subscription) -> Option<String> {
+    let client = client::group_reader(config, subscription.group());
+    let reader = BaseConsumer::from_config_and_context(&client, AskContext::default()).ok()?;
+    let mut list = TopicPartitionList::new();
+    for topic in &subscription.topics {
+        let metadata = reader.fetch_metadata(Some(topic), ASK_DEADLINE).ok()?;
+        for found in metadata.topics().iter().filter(|found| found.name() == topic) {
+            list.add_partition_range(topic, 0, i32::try_from(found.partitions().len()).ok()?.checked_sub(1)?);
+        }
+    }
+    let committed = reader.committed_offsets(list, ASK_DEADLINE).ok()?;
+    committed.elements().iter().find_map(|place| {
+        let (topic, partition) = (place.topic(), place.partition());
+        let (first, end) = reader.fetch_watermarks(topic, partition, ASK_DEADLINE).ok()?;
+        let from = match place.offset() {
+            Offset::Offset(offset) => offset.max(first),
+            _ => first,
+        };
+        (end > from).then(|| format!("{} record(s) of partition {partition} of topic {topic}", end - from))
+    })
 }
 
 fn unreadable(topic: &str) -> BrokerFinding {
@@ -169,11 +210,11 @@ fn unreadable(topic: &str) -> BrokerFinding {
 }
 
 fn fine(name: impl Into<String>, detail: String) -> BrokerFinding {
-    BrokerFinding { name: name.into(), refused: false, detail, remedy: None }
+    BrokerFinding { name: name.into(), refused: false, stuck: false, detail, remedy: None }
 }
 
 fn weaker(name: String, detail: String, remedy: String) -> BrokerFinding {
-    BrokerFinding { name, refused: false, detail, remedy: Some(remedy) }
+    BrokerFinding { name, refused: false, stuck: false, detail, remedy: Some(remedy) }
 }
 
 #[cfg(test)]

@@ -69,6 +69,11 @@ pub(super) fn asker(config: &KafkaConfig) -> ClientConfig {
     with_properties(config, common(config))
 }
 
+/// A producer that asks which topic of a name it is.
+pub(super) fn topic_asker(config: &KafkaConfig) -> ClientConfig {
+    with_debug(asker(config), "metadata")
+}
+
 /// The producer of one publishing session.
 pub(super) fn producer(config: &KafkaConfig, sizes: Sizes) -> ClientConfig {
     let mut settings = common(config);
@@ -91,7 +96,12 @@ pub(super) fn producer(config: &KafkaConfig, sizes: Sizes) -> ClientConfig {
     let batch = settings.get("batch.size").and_then(|size| size.parse().ok()).unwrap_or(sizes.batch_max);
     settings.set("batch.size", batch.min(sizes.batch_max).to_string());
     // The only way to see that the idempotent producer has its id, without which the first message waits 0.5 s.
-    let debug = settings.get("debug").map_or_else(|| "eos".to_owned(), |contexts| format!("{contexts},eos"));
+    with_debug(settings, "eos")
+}
+
+/// Asks for a context of librdkafka's log as well, of which `context` takes what nothing else tells.
+fn with_debug(mut settings: ClientConfig, context: &str) -> ClientConfig {
+    let debug = settings.get("debug").map_or_else(|| context.to_owned(), |contexts| format!("{contexts},{context}"));
     settings.set("debug", debug);
     settings
 }
@@ -127,11 +137,20 @@ pub(super) fn member(config: &KafkaConfig, group: &str) -> ClientConfig {
         .set("heartbeat.interval.ms", (session / 3).clamp(1, 3_000).to_string())
         // A topic that is not there yet is found soon after it is made.
         .set("topic.metadata.refresh.interval.ms", "2000");
-    with_properties(config, settings)
+    let mut settings = with_properties(config, settings);
+    // Every start is told; an offset that is not there ends the session, and the next one says what was lost.
+    settings.set("auto.offset.reset", "error");
+    // The only way to see which topic of a name it is, and that the broker answers.
+    with_debug(settings, "metadata")
+}
+
+/// A client that asks where a group stands and does not join it.
+pub(super) fn group_reader(config: &KafkaConfig, group: &str) -> ClientConfig {
+    with_properties(config, consumer_common(config, group))
 }
 
 /// A reader that joins no group; librdkafka wants the name of one, but nothing is committed to it.
 pub(super) fn reader(config: &KafkaConfig) -> ClientConfig {
     let group = format!("oncebox-reader-{}", uuid::Uuid::now_v7());
-    with_properties(config, consumer_common(config, &group))
+    group_reader(config, &group)
 }

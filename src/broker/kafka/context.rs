@@ -5,6 +5,7 @@
 //!
 //! Not here: errors of messages (`window`) and of partitions (`poller`).
 
+use std::collections::HashMap;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicI64, Ordering};
 
@@ -27,7 +28,16 @@ pub(super) struct Reports {
     trouble: AtomicBool,
     // The offset of the last end of a partition: rdkafka's error carries only the partition.
     eof_offset: AtomicI64,
+    topics: Mutex<Topics>,
     producer_id: watch::Sender<bool>,
+}
+
+/// Which topic of its name each one is.
+#[derive(Debug, Default)]
+struct Topics {
+    ids: HashMap<String, String>,
+    /// The first one that turned into another.
+    made_anew: Option<String>,
 }
 
 #[derive(Debug, Default)]
@@ -44,6 +54,7 @@ impl Default for Reports {
             last: Mutex::default(),
             trouble: AtomicBool::new(false),
             eof_offset: AtomicI64::new(-1),
+            topics: Mutex::default(),
             producer_id: watch::Sender::new(false),
         }
     }
@@ -95,6 +106,25 @@ impl Reports {
         self.eof_offset.load(Ordering::Relaxed)
     }
 
+    /// Which topic of this name it is, where the broker told.
+    pub(super) fn topic_id(&self, topic: &str) -> Option<String> {
+        self.topics.lock().ok()?.ids.get(topic).cloned()
+    }
+
+    /// Takes note of which topic of this name it is.
+    pub(super) fn set_topic_id(&self, topic: &str, id: &str) {
+        let Ok(mut topics) = self.topics.lock() else { return };
+        let known = topics.ids.insert(topic.to_owned(), id.to_owned());
+        if known.is_some_and(|known| known != id) {
+            topics.made_anew.get_or_insert_with(|| topic.to_owned());
+        }
+    }
+
+    /// A topic that was deleted and made anew while this client knew it.
+    pub(super) fn made_anew(&self) -> Option<String> {
+        self.topics.lock().ok()?.made_anew.clone()
+    }
+
     /// Becomes true when the idempotent producer has its id.
     pub(super) fn producer_id(&self) -> watch::Receiver<bool> {
         self.producer_id.subscribe()
@@ -141,12 +171,18 @@ impl Reports {
 
     /// Takes a line of librdkafka's log.
     pub(super) fn log(&self, level: RDKafkaLogLevel, facility: &str, line: &str) {
-        if facility == "IDEMPSTATE" {
-            if line.ends_with("-> Assigned") {
+        match facility {
+            "IDEMPSTATE" if line.ends_with("-> Assigned") => {
                 self.producer_id.send_replace(true);
             }
-            tracing::trace!(facility, line, "librdkafka");
-            return;
+            "METADATA" => {
+                if let Some((topic, id)) = id_of_topic(line) {
+                    self.set_topic_id(topic, id);
+                } else if is_metadata(line) {
+                    self.works();
+                }
+            }
+            _ => {}
         }
         match level {
             // What is an error is also reported as one, where it is told apart; the log repeats it.
@@ -171,6 +207,20 @@ fn is_refusal(code: Option<RDKafkaErrorCode>, reason: &str) -> bool {
         Some(Code::BrokerTransportFailure) => reason.contains("certificate verify failed"),
         _ => false,
     }
+}
+
+/// "[thrd:main]: Topic payments changed id from AAAAAAAAAAAAAAAAAAAAAA to 6cKjKR1yTl6PgRTBI1vCDw"
+fn id_of_topic(line: &str) -> Option<(&str, &str)> {
+    let (before, after) = line.split_once(" changed id from ")?;
+    let (_, topic) = before.rsplit_once("Topic ")?;
+    let (_, id) = after.split_once(" to ")?;
+    // Brokers before 2.8 know no ids.
+    (!id.trim_matches('A').is_empty()).then_some((topic, id))
+}
+
+/// "[thrd:main]: b:9092/bootstrap: 3 brokers, 1 topics": a broker has answered just now.
+fn is_metadata(line: &str) -> bool {
+    line.ends_with(" topics") && line.contains(" brokers, ")
 }
 
 /// "Fetch from broker 1 reached end of partition at offset 5 (HighwaterMark 5)"
@@ -215,6 +265,31 @@ mod tests {
         let reason = "Fetch from broker 1 reached end of partition at offset 42 (HighwaterMark 43)";
         reports.error(&KafkaError::Global(RDKafkaErrorCode::PartitionEOF), reason);
         assert_eq!(reports.eof_offset(), 42);
+    }
+
+    #[test]
+    fn a_topic_that_turned_into_another_of_its_name_is_told() {
+        let reports = Reports::default();
+        let log = |line: &str| reports.log(RDKafkaLogLevel::Debug, "METADATA", line);
+        log("[thrd:main]: Topic a changed id from AAAAAAAAAAAAAAAAAAAAAA to 6cKjKR1yTl6PgRTBI1vCDw");
+        log("[thrd:main]: Topic b changed id from AAAAAAAAAAAAAAAAAAAAAA to AAAAAAAAAAAAAAAAAAAAAA");
+        assert_eq!(reports.topic_id("a").as_deref(), Some("6cKjKR1yTl6PgRTBI1vCDw"));
+        assert_eq!((reports.topic_id("b"), reports.made_anew()), (None, None), "a broker without ids");
+        // A partition that comes again is learned again.
+        log("[thrd:main]: Topic a changed id from AAAAAAAAAAAAAAAAAAAAAA to 6cKjKR1yTl6PgRTBI1vCDw");
+        assert_eq!(reports.made_anew(), None);
+        log("[thrd:main]: Topic a changed id from 6cKjKR1yTl6PgRTBI1vCDw to u3aJzq0uS9mY1oH5o8v3Vg");
+        assert_eq!(reports.made_anew().as_deref(), Some("a"));
+    }
+
+    #[test]
+    fn kafka_is_back_when_a_broker_has_answered() {
+        let reports = Reports::default();
+        reports.error(&KafkaError::Global(RDKafkaErrorCode::AllBrokersDown), "1/1 brokers are down");
+        reports.log(RDKafkaLogLevel::Debug, "METADATA", "[thrd:main]: Hinted cache of 1/1 topic(s) being queried");
+        assert!(reports.all_down().is_some());
+        reports.log(RDKafkaLogLevel::Debug, "METADATA", "[thrd:main]: b:1/1: 1 brokers, 1 topics");
+        assert!(reports.all_down().is_none());
     }
 
     // Shown by: going by the code alone.

@@ -24,7 +24,14 @@ pub(super) fn refusal(topic: &str, error: &KafkaError) -> Refusal {
         | Code::InvalidTopic
         | Code::TopicAuthorizationFailed
         | Code::NotEnoughReplicas
-        | Code::NotEnoughReplicasAfterAppend => Refusal::Destination(format!("kafka topic `{topic}`: {code}")),
+        | Code::NotEnoughReplicasAfterAppend
+        // The disk under a partition failed, which passes when its broker has another one.
+        | Code::KafkaStorageError => Refusal::Destination(format!("kafka topic `{topic}`: {code}")),
+        // The record has the time of its row: no clock of the message is wrong, but the database's, or a setting of the topic.
+        Code::InvalidTimestamp => Refusal::Destination(format!(
+            "kafka topic `{topic}`: {code}: the clocks of the database and of kafka differ, or the topic's \
+             `message.timestamp.before.max.ms` or `message.timestamp.after.max.ms` is shorter than messages wait"
+        )),
         _ => Refusal::Session(format!("kafka topic `{topic}`: {code}")),
     }
 }
@@ -60,6 +67,8 @@ mod tests {
             Code::TopicAuthorizationFailed,
             Code::NotEnoughReplicas,
             Code::NotEnoughReplicasAfterAppend,
+            Code::KafkaStorageError,
+            Code::InvalidTimestamp,
         ] {
             assert_eq!(kind(code), 'd', "{code}");
         }
@@ -72,7 +81,6 @@ mod tests {
             Code::OutOfOrderSequenceNumber,
             Code::UnknownProducerId,
             Code::ClusterAuthorizationFailed,
-            Code::KafkaStorageError,
             Code::QueueFull,
         ] {
             assert_eq!(kind(code), 's', "{code}");

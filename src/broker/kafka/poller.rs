@@ -13,10 +13,11 @@ use std::time::{Duration, Instant};
 
 use rdkafka::ClientContext;
 use rdkafka::config::RDKafkaLogLevel;
-use rdkafka::consumer::{BaseConsumer, CommitMode, Consumer, ConsumerContext, Rebalance};
+use rdkafka::consumer::{BaseConsumer, CommitMode, Consumer, ConsumerContext, RebalanceProtocol};
 use rdkafka::error::{KafkaError, KafkaResult, RDKafkaErrorCode};
 use rdkafka::message::Message;
 use rdkafka::topic_partition_list::{Offset, TopicPartitionList};
+use rdkafka::types::RDKafkaRespErr;
 use tokio::sync::mpsc::UnboundedSender;
 
 use super::assignment::{Assignment, Position};
@@ -103,6 +104,19 @@ impl Shared {
         self.wake();
     }
 
+    /// Waits until it is said where these partitions begin. Nothing where the subscriber closes first.
+    fn wait_for_starts(&self, partitions: &[(String, i32)]) -> Vec<Position> {
+        let mut assignment = self.assignment();
+        while !self.is_closing() {
+            if let Some(starts) = assignment.starts(partitions) {
+                return starts;
+            }
+            let waited = self.acknowledged.wait_timeout(assignment, BRIEF);
+            assignment = waited.unwrap_or_else(PoisonError::into_inner).0;
+        }
+        Vec::new()
+    }
+
     /// Waits for room, a moment at most.
     fn wait_for_room(&self) {
         let crowded = |assignment: &mut Assignment| self.is_crowded(assignment, 1) && !self.is_closing();
@@ -167,19 +181,19 @@ impl ClientContext for MemberContext {
 }
 
 impl ConsumerContext for MemberContext {
-    fn pre_rebalance(&self, consumer: &BaseConsumer<Self>, rebalance: &Rebalance<'_>) {
-        self.0.reports.works();
-        match rebalance {
-            Rebalance::Assign(list) => {
-                let sources = self.0.assignment().assign(&partitions(list));
-                tracing::debug!(partitions = sources.len(), "kafka partitions assigned");
-                self.0.hand_over();
-                if !sources.is_empty() {
-                    self.0.tell(Ok(Event::Assigned(sources)));
-                }
+    fn rebalance(&self, consumer: &BaseConsumer<Self>, what: RDKafkaRespErr, list: &mut TopicPartitionList) {
+        let cooperative = matches!(consumer.rebalance_protocol(), RebalanceProtocol::Cooperative);
+        let done = match what {
+            RDKafkaRespErr::RD_KAFKA_RESP_ERR__ASSIGN_PARTITIONS => self
+                .assign(list)
+                .and_then(|()| if cooperative { consumer.incremental_assign(list) } else { consumer.assign(list) }),
+            _ => {
+                self.revoke(consumer, &partitions(list));
+                if cooperative { consumer.incremental_unassign(list) } else { consumer.unassign() }
             }
-            Rebalance::Revoke(list) => self.revoke(consumer, &partitions(list)),
-            Rebalance::Error(error) => tracing::warn!(%error, "kafka rebalance"),
+        };
+        if let Err(error) = done {
+            self.0.tell(Err(BrokerError::Session(format!("kafka rebalance: {error}"))));
         }
     }
 
@@ -200,6 +214,22 @@ impl ConsumerContext for MemberContext {
 }
 
 impl MemberContext {
+    /// Takes partitions, and writes into the list where each begins.
+    fn assign(&self, list: &mut TopicPartitionList) -> KafkaResult<()> {
+        let assigned = partitions(list);
+        let sources = self.0.assignment().assign(&assigned);
+        tracing::debug!(partitions = sources.len(), "kafka partitions assigned");
+        self.0.hand_over();
+        if sources.is_empty() {
+            return Ok(());
+        }
+        self.0.tell(Ok(Event::Assigned(sources)));
+        for (topic, partition, at) in self.0.wait_for_starts(&assigned) {
+            list.set_partition_offset(&topic, partition, Offset::Offset(at))?;
+        }
+        Ok(())
+    }
+
     fn revoke(&self, consumer: &BaseConsumer<Self>, revoked: &[(String, i32)]) {
         let shared = &self.0;
         let lost = consumer.assignment_lost();
@@ -324,7 +354,14 @@ pub(super) fn run(consumer: Arc<BaseConsumer<MemberContext>>, shared: &Shared) {
         } else {
             POLL
         };
-        match consumer.poll(wait) {
+        let polled = consumer.poll(wait);
+        if let Some(topic) = shared.reports.made_anew() {
+            // What is acknowledged speaks of a topic that is gone.
+            shared.assignment().clear();
+            shared.tell(Err(BrokerError::Session(format!("the kafka topic `{topic}` was deleted and made anew"))));
+            break;
+        }
+        match polled {
             Some(Ok(record)) => {
                 take(shared, &record);
                 if shared.pending().len() >= BATCH_ROWS {
@@ -332,7 +369,6 @@ pub(super) fn run(consumer: Arc<BaseConsumer<MemberContext>>, shared: &Shared) {
                 }
             }
             Some(Err(KafkaError::PartitionEOF(partition))) => {
-                shared.reports.works();
                 shared.assignment().end_reached(partition, shared.reports.eof_offset());
             }
             Some(Err(error)) => trouble(shared, &error),
@@ -397,7 +433,6 @@ fn apply_pause(consumer: &BaseConsumer<MemberContext>, shared: &Shared, paused: 
 }
 
 fn take(shared: &Shared, record: &rdkafka::message::BorrowedMessage<'_>) {
-    shared.reports.works();
     let arrived = wire::arrived(record);
     let weight = wire::weight(&arrived);
     let source = shared.assignment().deliver(record.topic(), record.partition(), record.offset(), weight);
@@ -433,6 +468,9 @@ fn trouble(shared: &Shared, error: &KafkaError) {
         Some(Code::InconsistentGroupProtocol) => BrokerError::Refused(format!(
             "the kafka group has members of another kind (another program, or another assignment strategy): {reason}"
         )),
+        Some(Code::AutoOffsetReset | Code::LogTruncation) => {
+            BrokerError::Session(format!("what follows in a kafka partition is not there any more: {reason}"))
+        }
         // Said where they are collected.
         Some(
             Code::AllBrokersDown

@@ -113,7 +113,8 @@ impl KafkaPublisher {
             partition: None,
             payload: Some(&message.payload),
             key: message.key.as_deref().map(str::as_bytes),
-            timestamp: None,
+            // The time of the row, by the database's clock: the clock of this process decides nothing.
+            timestamp: Some(message.created_at.timestamp_millis()),
             headers: Some(wire::headers(message, &self.config.source)),
             delivery_opaque: slot,
         };

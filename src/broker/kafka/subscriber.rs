@@ -5,9 +5,10 @@
 //!
 //! Not here: polling and rebalances (`poller`).
 
+use std::collections::BTreeSet;
 use std::fmt;
 use std::sync::{Arc, Weak};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use async_trait::async_trait;
 use rdkafka::config::FromClientConfigAndContext;
@@ -20,10 +21,12 @@ use super::client::{self, ASK_DEADLINE, OPEN_DEADLINE};
 use super::config::KafkaConfig;
 use super::poller::{self, MemberContext, Shared};
 use super::{properties, topology};
-use crate::broker::{Event, PartitionId, Subscriber, Subscription, TopicState};
+use crate::broker::{Begun, Event, PartitionId, Subscriber, Subscription, TopicState};
 use crate::error::BrokerError;
+use crate::policy::position::{Found, Position, start};
 
 const CLOSE_DEADLINE: Duration = Duration::from_secs(10);
+const ASK_AGAIN: Duration = Duration::from_millis(100);
 
 /// A subscription of [`super::KafkaBroker`].
 pub(super) struct KafkaSubscriber {
@@ -31,7 +34,11 @@ pub(super) struct KafkaSubscriber {
     events: mpsc::UnboundedReceiver<Result<Event, BrokerError>>,
     // The thread owns it, because destroying a consumer waits.
     consumer: Weak<BaseConsumer<MemberContext>>,
+    // Answers when the thread has ended, in order or not.
     left: Option<oneshot::Receiver<()>>,
+    config: Arc<KafkaConfig>,
+    // Assigned, and not yet said where they begin.
+    unbegun: Vec<PartitionId>,
 }
 
 impl KafkaSubscriber {
@@ -48,18 +55,18 @@ impl KafkaSubscriber {
         let (rows_max, bytes_max) = (subscription.in_flight_max, config.in_flight_bytes_max);
         let shared = Arc::new(Shared::new(sender, rows_max, bytes_max, subscription.drain));
         let settings = client::member(config, subscription.group());
-        let (config, context) = (Arc::clone(config), MemberContext(Arc::clone(&shared)));
-        if let Err(error) = topology::declare(&config, &topics).await {
+        let context = MemberContext(Arc::clone(&shared));
+        if let Err(error) = topology::declare(config, &topics).await {
             tracing::warn!(%error, "kafka topics could not be created; the consumer waits for them");
         }
-        let open = Arc::clone(&shared);
+        let (open, asking) = (Arc::clone(&shared), Arc::clone(config));
         let (ended, left) = oneshot::channel();
         let consumer = blocking::run(move || {
             let consumer = BaseConsumer::from_config_and_context(&settings, context)
                 .map_err(|error| BrokerError::Refused(format!("kafka settings: {}", properties::reason(&error))))?;
             let serve = || poller::serve(&consumer, &open);
             blocking::reach(consumer.client(), &open.reports, OPEN_DEADLINE, serve)?;
-            say_what_is_missing(&config, &consumer, &open, &topics)?;
+            say_what_is_missing(&asking, &consumer, &open, &topics)?;
             let names: Vec<&str> = topics.iter().map(String::as_str).collect();
             consumer.subscribe(&names).map_err(|error| BrokerError::Session(format!("subscribing: {error}")))?;
             let consumer = Arc::new(consumer);
@@ -75,7 +82,7 @@ impl KafkaSubscriber {
             Ok(weak)
         })
         .await?;
-        Ok(Self { shared, events, consumer, left: Some(left) })
+        Ok(Self { shared, events, consumer, left: Some(left), config: Arc::clone(config), unbegun: Vec::new() })
     }
 }
 
@@ -99,21 +106,53 @@ fn say_what_is_missing(
 #[async_trait]
 impl Subscriber for KafkaSubscriber {
     async fn next(&mut self) -> Result<Event, BrokerError> {
-        match self.events.recv().await {
-            Some(event) => {
-                if let Ok(Event::Deliveries(deliveries)) = &event {
-                    let mut assignment = self.shared.assignment();
-                    // They come in runs of one source, in order: the last one says it of all before.
-                    for run in deliveries.chunk_by(|one, next| one.source == next.source) {
-                        if let Some(last) = run.last() {
-                            assignment.hand(&last.source, last.sequence);
-                        }
+        let unbegun: Vec<_> = self.unbegun.iter().map(|id| (id.clone(), None)).collect();
+        self.begin(unbegun).await?;
+        let event = tokio::select! {
+            biased;
+            Some(event) = self.events.recv() => event?,
+            () = ended(&mut self.left) => {
+                return Err(BrokerError::Session("the thread of the kafka consumer ended".to_owned()));
+            }
+        };
+        match &event {
+            Event::Assigned(sources) => self.unbegun.extend(sources.iter().cloned()),
+            Event::Deliveries(deliveries) => {
+                let mut assignment = self.shared.assignment();
+                // They come in runs of one source, in order: the last one says it of all before.
+                for run in deliveries.chunk_by(|one, next| one.source == next.source) {
+                    if let Some(last) = run.last() {
+                        assignment.hand(&last.source, last.sequence);
                     }
                 }
-                event
             }
-            None => Err(BrokerError::Session("the thread of the kafka consumer ended".to_owned())),
+            Event::Revoked { .. } => {}
         }
+        Ok(event)
+    }
+
+    async fn begin(&mut self, remembered: Vec<(PartitionId, Option<Position>)>) -> Result<Vec<Begun>, BrokerError> {
+        if remembered.is_empty() {
+            return Ok(Vec::new());
+        }
+        let (shared, config, consumer) = (Arc::clone(&self.shared), Arc::clone(&self.config), self.consumer.clone());
+        let sources: Vec<PartitionId> = remembered.iter().map(|(source, _)| source.clone()).collect();
+        let found = blocking::run(move || found(&config, &shared, &consumer, &sources)).await?;
+        let mut assignment = self.shared.assignment();
+        let begun = remembered.into_iter().zip(found).map(|((source, position), found)| {
+            let start = start(position.as_ref(), &found);
+            assignment.begin(&source, start.at, found.end);
+            self.unbegun.retain(|unbegun| *unbegun != source);
+            Begun { source, topic_id: found.topic_id, start }
+        });
+        let begun = begun.collect();
+        drop(assignment);
+        self.shared.wake();
+        Ok(begun)
+    }
+
+    fn away(&self) -> Option<String> {
+        self.shared.reports.all_down()
     }
 
     async fn acknowledge(&mut self, source: &PartitionId, through: i64) -> Result<(), BrokerError> {
@@ -129,23 +168,6 @@ impl Subscriber for KafkaSubscriber {
     }
 
     async fn caught_up(&mut self) -> Result<bool, BrokerError> {
-        let unknown = self.shared.assignment().without_end();
-        if !unknown.is_empty()
-            && let Some(consumer) = self.consumer.upgrade()
-        {
-            match blocking::run(move || ends(&consumer, &unknown)).await {
-                Ok(ends) => {
-                    let mut assignment = self.shared.assignment();
-                    for (source, start, end) in ends {
-                        assignment.set_end(&source, start, end);
-                    }
-                }
-                Err(error) => {
-                    tracing::debug!(%error, "the ends of kafka partitions are not known yet");
-                    return Ok(false);
-                }
-            }
-        }
         Ok(self.shared.assignment().is_caught_up())
     }
 
@@ -169,11 +191,48 @@ impl Drop for KafkaSubscriber {
     }
 }
 
-/// Where consumption of these partitions starts, and where they end.
-fn ends(
-    consumer: &BaseConsumer<MemberContext>,
+/// Until the thread has ended; the second time at once.
+async fn ended(left: &mut Option<oneshot::Receiver<()>>) {
+    if let Some(running) = left {
+        // An error says that it panicked.
+        let _in_order = running.await;
+        *left = None;
+    }
+}
+
+/// What the broker says of partitions, in their order. A leader that is being elected is waited for.
+fn found(
+    config: &KafkaConfig,
+    shared: &Shared,
+    consumer: &Weak<BaseConsumer<MemberContext>>,
     sources: &[PartitionId],
-) -> Result<Vec<(PartitionId, Option<i64>, i64)>, BrokerError> {
+) -> Result<Vec<Found>, BrokerError> {
+    let gone = || BrokerError::Session("the kafka consumer is closed".to_owned());
+    let topics: BTreeSet<&str> = sources.iter().map(|source| &*source.place).collect();
+    // A topic that was made after the consumer was opened.
+    let unknown: Vec<&str> = topics.into_iter().filter(|topic| shared.reports.topic_id(topic).is_none()).collect();
+    if !unknown.is_empty() {
+        for (topic, id) in blocking::topic_ids(config, &unknown)? {
+            shared.reports.set_topic_id(&topic, &id);
+        }
+    }
+    let deadline = Instant::now() + OPEN_DEADLINE;
+    loop {
+        match offsets(&*consumer.upgrade().ok_or_else(gone)?, shared, sources) {
+            Err(error) if Instant::now() < deadline => {
+                tracing::debug!(%error, "the offsets of kafka partitions are not known yet");
+                std::thread::sleep(ASK_AGAIN);
+            }
+            answer => return answer,
+        }
+    }
+}
+
+fn offsets(
+    consumer: &BaseConsumer<MemberContext>,
+    shared: &Shared,
+    sources: &[PartitionId],
+) -> Result<Vec<Found>, BrokerError> {
     let failed = |error: rdkafka::error::KafkaError| BrokerError::Unavailable(format!("kafka offsets: {error}"));
     let all_at = |offset: Offset| {
         let mut list = TopicPartitionList::with_capacity(sources.len());
@@ -182,26 +241,57 @@ fn ends(
         }
         Ok::<_, BrokerError>(list)
     };
-    let found = |list: &TopicPartitionList, source: &PartitionId| match list
-        .find_partition(&source.place, source.partition)?
-        .offset()
-    {
-        Offset::Offset(offset) => Some(offset),
-        _ => None,
-    };
     // A logical offset where a time is expected asks for that offset.
     let ends = consumer.offsets_for_times(all_at(Offset::End)?, ASK_DEADLINE).map_err(failed)?;
-    let starts = consumer.offsets_for_times(all_at(Offset::Beginning)?, ASK_DEADLINE).map_err(failed)?;
+    let firsts = consumer.offsets_for_times(all_at(Offset::Beginning)?, ASK_DEADLINE).map_err(failed)?;
     let committed = consumer.committed_offsets(all_at(Offset::Invalid)?, ASK_DEADLINE).map_err(failed)?;
-    let known = sources.iter().filter_map(|source| {
-        let start = found(&committed, source).or_else(|| found(&starts, source));
-        Some((source.clone(), start, found(&ends, source)?))
-    });
-    Ok(known.collect())
+    let of = |list: &TopicPartitionList, source: &PartitionId| {
+        let element = list.find_partition(&source.place, source.partition)?;
+        element.error().ok()?;
+        if let Offset::Offset(offset) = element.offset() { Some(offset) } else { None }
+    };
+    let found = |source: &PartitionId| {
+        let unknown = || {
+            BrokerError::Unavailable(format!(
+                "kafka does not tell the offsets of {}/{}",
+                source.place, source.partition
+            ))
+        };
+        let note = committed.find_partition(&source.place, source.partition).ok_or_else(unknown)?;
+        note.error().map_err(failed)?;
+        Ok(Found {
+            topic_id: shared.reports.topic_id(&source.place),
+            committed: of(&committed, source),
+            first: of(&firsts, source).ok_or_else(unknown)?,
+            end: of(&ends, source).ok_or_else(unknown)?,
+        })
+    };
+    sources.iter().map(found).collect()
 }
 
 impl fmt::Debug for KafkaSubscriber {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("KafkaSubscriber").field("assignment", &*self.shared.assignment()).finish_non_exhaustive()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    // It held the other end of its own events: nobody heard of a panic in librdkafka's callbacks.
+    #[tokio::test]
+    async fn a_thread_that_ended_in_disorder_ends_the_subscriber() {
+        let (sender, events) = mpsc::unbounded_channel();
+        let shared = Arc::new(Shared::new(sender, 10, 1_000, Duration::ZERO));
+        let (ended, left) = oneshot::channel();
+        let config = Arc::new(KafkaConfig::from_url("kafka://b:1").expect("a URL"));
+        let mut subscriber =
+            KafkaSubscriber { shared, events, consumer: Weak::new(), left: Some(left), config, unbegun: Vec::new() };
+        drop(ended);
+        for _ in 0..2 {
+            let heard = tokio::time::timeout(Duration::from_secs(1), subscriber.next()).await;
+            assert!(matches!(heard, Ok(Err(BrokerError::Session(_)))), "{heard:?}");
+        }
     }
 }

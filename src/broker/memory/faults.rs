@@ -43,6 +43,7 @@ pub(super) struct Switches {
     pub(super) deliveries_held: bool,
     pub(super) acknowledgements_lost: bool,
     pub(super) retention: Option<TopicRetention>,
+    pub(super) deleted_below: i64,
     pub(super) in_flight_unbounded: bool,
     /// Sessions up to this number have ended.
     pub(super) publishers_ended: u64,
@@ -174,9 +175,14 @@ impl Faults {
         self.set(|faults| faults.in_flight_unbounded = unbounded);
     }
 
-    /// The broker says that its topics keep their records for so long, or does not tell. It keeps everything.
+    /// The broker says that its topics keep their records for so long, or does not tell. It keeps everything all the same.
     pub fn says_retention(&self, retention: Option<TopicRetention>) {
         self.set(|faults| faults.retention = retention);
+    }
+
+    /// Consumers find nothing below this offset any more, in any partition.
+    pub fn delete_below(&self, offset: i64) {
+        self.set(|faults| faults.deleted_below = offset);
     }
 
     /// The members of a group lose all their partitions, as after a freeze beyond the session timeout, and share them anew:

@@ -13,8 +13,9 @@ use tokio::time::Instant;
 
 use super::groups::Place;
 use super::state::{Shared, State};
-use crate::broker::{Delivery, Event, PartitionId, RevokeGuard, Subscriber, Subscription};
+use crate::broker::{Begun, Delivery, Event, PartitionId, RevokeGuard, Subscriber, Subscription};
 use crate::error::BrokerError;
+use crate::policy::position::{Found, Position, start};
 
 /// Rows of one batch.
 const BATCH_ROWS: usize = 100;
@@ -204,6 +205,24 @@ impl Subscriber for MemorySubscriber {
                 () = tokio::time::sleep(GUARD_EVERY), if leaving => {}
             }
         }
+    }
+
+    async fn begin(&mut self, remembered: Vec<(PartitionId, Option<Position>)>) -> Result<Vec<Begun>, BrokerError> {
+        let mut begun = Vec::new();
+        for (source, position) in remembered {
+            let place = (source.place.to_string(), source.partition);
+            let Some(owned) = self.owned.get_mut(&place).filter(|owned| owned.id == source) else { continue };
+            let (topic_id, first) = self.shared.look(|state| {
+                let topic_id = state.topics.get(&place.0).map(|topic| topic.id.to_string());
+                (topic_id, state.faults.deleted_below.min(owned.end))
+            });
+            let found =
+                Found { topic_id: topic_id.clone(), committed: Some(owned.acknowledged), first, end: owned.end };
+            let start = start(position.as_ref(), &found);
+            (owned.position, owned.acknowledged) = (start.at, start.at);
+            begun.push(Begun { source, topic_id, start });
+        }
+        Ok(begun)
     }
 
     async fn acknowledge(&mut self, source: &PartitionId, through: i64) -> Result<(), BrokerError> {

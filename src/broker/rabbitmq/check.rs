@@ -4,6 +4,7 @@
 
 use super::config::RabbitConfig;
 use super::error::again;
+use super::repartition;
 use super::socket::Link;
 use super::topology::{ENABLE_PLUGIN, QueueName, Topology, hash_exchange, queues};
 use super::version::ServerVersion;
@@ -27,6 +28,7 @@ pub(super) async fn check(
         findings.push(BrokerFinding {
             name: "rabbitmq tls".into(),
             refused: false,
+            stuck: false,
             detail: format!("the connection to {server} is not encrypted, and the password goes over it"),
             remedy: Some("use amqps://".into()),
         });
@@ -38,15 +40,16 @@ pub(super) async fn check(
     for subscription in subscriptions {
         for topic in &subscription.topics {
             for queue in queues(config, subscription, topic) {
-                findings.push(queue_finding(&queue, version, &mut topology).await?);
+                findings.push(queue_finding(subscription, &queue, version, &mut topology).await?);
             }
-            findings.extend(leftovers(config, subscription, topic, &mut topology).await?);
+            findings.extend(other_layout(config, subscription, topic, &mut topology).await?);
             if config.partitions > 1 {
                 let hash = hash_exchange(subscription, topic);
                 if !topology.exchange_exists(&hash).await? {
                     findings.push(BrokerFinding {
                         name: format!("exchange {hash}"),
                         refused: false,
+                        stuck: false,
                         detail: "the hash exchange is not there yet".into(),
                         remedy: Some("start the consumer, which declares it".into()),
                     });
@@ -68,6 +71,7 @@ fn finding_version(version: &ServerVersion, server: &str) -> BrokerFinding {
     BrokerFinding {
         name: "rabbitmq server".into(),
         refused: old,
+        stuck: false,
         detail: format!("{product} {text} at {server}"),
         remedy: old.then(|| format!("use RabbitMQ {}.{} or later", OLDEST.0, OLDEST.1)),
     }
@@ -77,7 +81,7 @@ async fn exchange(config: &RabbitConfig, topology: &mut Topology<'_>) -> Result<
     let name = format!("exchange {}", config.exchange);
     if !topology.exchange_exists(&config.exchange).await? {
         let (detail, remedy) = ("not there yet".to_owned(), Some("start `publisher`, which declares it".to_owned()));
-        return Ok(BrokerFinding { name, refused: false, detail, remedy });
+        return Ok(BrokerFinding { name, refused: false, stuck: false, detail, remedy });
     }
     // It is there, so declaring it can only compare.
     let compared = topology.exchange(config).await;
@@ -89,6 +93,7 @@ async fn alternate_exchange(name: &str, topology: &mut Topology<'_>) -> Result<B
     Ok(BrokerFinding {
         name: format!("alternate exchange {name}"),
         refused: !there,
+        stuck: false,
         detail: if there { "there".into() } else { "not there: what cannot be routed is refused instead".into() },
         remedy: (!there)
             .then(|| format!("declare `{name}` and bind a durable queue to it, or unset alternate_exchange")),
@@ -96,6 +101,7 @@ async fn alternate_exchange(name: &str, topology: &mut Topology<'_>) -> Result<B
 }
 
 async fn queue_finding(
+    subscription: &Subscription,
     queue: &QueueName,
     version: &ServerVersion,
     topology: &mut Topology<'_>,
@@ -104,49 +110,54 @@ async fn queue_finding(
     let Some(seen) = topology.queue_as_it_stands(&queue.name).await? else {
         let remedy = Some("start the consumer, which declares and binds it".to_owned());
         let detail = format!("not there yet: what is published to `{}` has no route", queue.topic);
-        return Ok(BrokerFinding { name, refused: false, detail, remedy });
+        return Ok(BrokerFinding { name, refused: false, stuck: false, detail, remedy });
     };
     let counts = format!("{} ready, {} consumers", seen.ready, seen.consumers);
     match topology.queue(&queue.name, version.limits_deliveries()).await {
         Ok(found) if found.limit_as_it_stands && version.limits_deliveries() => Ok(BrokerFinding {
             name,
             refused: true,
+            stuck: false,
             detail: format!("{counts}; its delivery limit is not -1: a message delivered too often is thrown away"),
             remedy: Some(unlimited(&queue.name)),
+        }),
+        Ok(_) if seen.consumers == 0 && seen.ready > 0 => Ok(BrokerFinding {
+            name,
+            refused: false,
+            stuck: true,
+            detail: format!("{counts}: nobody reads it"),
+            remedy: Some(format!("start the consumer `{}`", subscription.consumer)),
         }),
         compared => difference(name, compared.map(drop), format!("{counts}; quorum, single active consumer")),
     }
 }
 
-/// Queues of another number of partitions are still bound: they fill up, and nobody reads them (R30).
-async fn leftovers(
+/// Queues of another number of partitions are there: no consumer starts, or they are being drained.
+async fn other_layout(
     config: &RabbitConfig,
     subscription: &Subscription,
     topic: &str,
     topology: &mut Topology<'_>,
 ) -> Result<Option<BrokerFinding>, BrokerError> {
-    let queue = subscription.queue(topic);
-    let next = if config.partitions == 1 { 0 } else { config.partitions };
-    let mut others = vec![format!("{queue}.{next}")];
-    if config.partitions > 1 {
-        others.push(queue);
+    let other = repartition::other_layout(config, subscription, topic, topology).await?;
+    if other.is_empty() {
+        return Ok(None);
     }
-    for other in others {
-        if let Some(found) = topology.queue_as_it_stands(&other).await? {
-            let (ready, partitions) = (found.ready, config.partitions);
-            return Ok(Some(BrokerFinding {
-                name: format!("queue {other}"),
-                refused: true,
-                detail: format!(
-                    "is there with {ready} ready messages, but with partitions = {partitions} nobody reads it"
-                ),
-                remedy: Some(format!(
-                    "set the number of partitions that it was made for, let the consumer drain it, then delete `{other}`"
-                )),
-            }));
-        }
-    }
-    Ok(None)
+    let (ready, _) = repartition::left(&other, topology).await?;
+    Ok(Some(BrokerFinding {
+        name: format!("queues of {topic}"),
+        refused: true,
+        stuck: false,
+        detail: format!(
+            "{}, but partitions = {}: nobody reads them",
+            repartition::described(topic, &other, ready),
+            config.partitions
+        ),
+        remedy: Some(format!(
+            "set partitions = {} again, or change the number with `oncebox queues repartition`",
+            other.len()
+        )),
+    }))
 }
 
 /// The policy that does for an existing queue what the argument does for a new one.
@@ -157,10 +168,10 @@ fn unlimited(queue: &str) -> String {
 
 fn difference(name: String, compared: Result<(), BrokerError>, good: String) -> Result<BrokerFinding, BrokerError> {
     match compared {
-        Ok(()) => Ok(BrokerFinding { name, refused: false, detail: good, remedy: None }),
+        Ok(()) => Ok(BrokerFinding { name, refused: false, stuck: false, detail: good, remedy: None }),
         Err(BrokerError::Refused(why)) => {
             let remedy = Some("delete it when it is empty, or set another name here".to_owned());
-            Ok(BrokerFinding { name, refused: true, detail: why, remedy })
+            Ok(BrokerFinding { name, refused: true, stuck: false, detail: why, remedy })
         }
         Err(error) => Err(again(&error)),
     }
@@ -170,6 +181,7 @@ fn policies(vhost: &str) -> BrokerFinding {
     BrokerFinding {
         name: "rabbitmq policies".into(),
         refused: false,
+        stuck: false,
         detail:
             "AMQP does not show policies; max-length, message-ttl, expires or a delivery-limit on these queues loses \
                  messages"
@@ -188,6 +200,7 @@ async fn plugin(config: &RabbitConfig) -> Result<BrokerFinding, BrokerError> {
     Ok(BrokerFinding {
         name: "rabbitmq consistent-hash plugin".into(),
         refused: !there,
+        stuck: false,
         detail: if there { "enabled".into() } else { "not enabled, and partitions are above 1".into() },
         remedy: (!there).then(|| ENABLE_PLUGIN.to_owned()),
     })

@@ -86,6 +86,8 @@ impl RabbitSubscriber {
         let mut guard = Guard { link, sources: Vec::new() };
         let mut queues = Vec::new();
         let mut topology = Topology::new(&guard.link, config);
+        // As the publisher does, so that either may start first, and producers of others need no publisher of ours.
+        topology.exchange(config).await?;
         for topic in &subscription.topics {
             queues.extend(topology.subscribe(config, subscription, topic, unlimited).await?);
         }

@@ -17,6 +17,7 @@ use lapin::{Channel, ExchangeKind};
 
 use super::config::RabbitConfig;
 use super::error::{ACCESS_REFUSED, COMMAND_INVALID, Fault, NOT_FOUND, PRECONDITION_FAILED, inequivalent, within};
+use super::repartition;
 use super::socket::Link;
 use crate::broker::Subscription;
 use crate::error::BrokerError;
@@ -73,14 +74,14 @@ impl<'l> Topology<'l> {
         Self { link, deadline: config.connect_deadline, channel: None }
     }
 
-    async fn channel(&mut self) -> Result<Channel, Fault> {
+    pub(super) async fn channel(&mut self) -> Result<Channel, Fault> {
         match &self.channel {
             Some(channel) if channel.status().connected() => Ok(channel.clone()),
             _ => Ok(self.channel.insert(self.link.channel().await?).clone()),
         }
     }
 
-    async fn declare_exchange(
+    pub(super) async fn declare_exchange(
         &mut self,
         name: &str,
         kind: ExchangeKind,
@@ -132,7 +133,28 @@ impl<'l> Topology<'l> {
     }
 
     /// Everything a subscription needs for one topic; answers with the queues in the order of their numbers.
+    ///
+    /// # Errors
+    /// [`BrokerError::Refused`] where queues of another number of partitions are there.
     pub(super) async fn subscribe(
+        &mut self,
+        config: &RabbitConfig,
+        subscription: &Subscription,
+        topic: &str,
+        unlimited: bool,
+    ) -> Result<Vec<(QueueName, Found)>, BrokerError> {
+        let other = repartition::other_layout(config, subscription, topic, self).await?;
+        if other.is_empty() {
+            return self.bind_layout(config, subscription, topic, unlimited).await;
+        }
+        if !repartition::is_draining(config, subscription, topic, self).await? {
+            let (ready, _) = repartition::left(&other, self).await?;
+            return Err(repartition::refused(config, topic, &other, ready));
+        }
+        self.declare_queues(config, subscription, topic, unlimited).await
+    }
+
+    async fn declare_queues(
         &mut self,
         config: &RabbitConfig,
         subscription: &Subscription,
@@ -145,6 +167,18 @@ impl<'l> Topology<'l> {
             let state = self.queue(&queue.name, unlimited).await?;
             found.push((queue, state));
         }
+        Ok(found)
+    }
+
+    /// Declares the queues of the configured number and binds them.
+    pub(super) async fn bind_layout(
+        &mut self,
+        config: &RabbitConfig,
+        subscription: &Subscription,
+        topic: &str,
+        unlimited: bool,
+    ) -> Result<Vec<(QueueName, Found)>, BrokerError> {
+        let found = self.declare_queues(config, subscription, topic, unlimited).await?;
         if config.partitions == 1 {
             for (queue, _) in &found {
                 self.bind_queue(&queue.name, &config.exchange, topic).await?;
@@ -181,18 +215,26 @@ impl<'l> Topology<'l> {
         for subscription in subscriptions {
             for topic in &subscription.topics {
                 for queue in queues(config, subscription, topic) {
-                    let channel = self.channel().await?;
-                    let gone = channel.queue_delete(queue.name.as_str().into(), QueueDeleteOptions::default());
-                    within(self.deadline, "queue.delete", gone).await?;
+                    self.delete_queue(&queue.name).await?;
                 }
                 if config.partitions > 1 {
-                    let (channel, hash) = (self.channel().await?, hash_exchange(subscription, topic));
-                    let gone = channel.exchange_delete(hash.as_str().into(), ExchangeDeleteOptions::default());
-                    within(self.deadline, "exchange.delete", gone).await?;
+                    self.delete_exchange(&hash_exchange(subscription, topic)).await?;
                 }
             }
         }
         Ok(())
+    }
+
+    pub(super) async fn delete_queue(&mut self, name: &str) -> Result<(), Fault> {
+        let channel = self.channel().await?;
+        let gone = channel.queue_delete(name.into(), QueueDeleteOptions::default());
+        within(self.deadline, "queue.delete", gone).await.map(drop)
+    }
+
+    pub(super) async fn delete_exchange(&mut self, name: &str) -> Result<(), Fault> {
+        let channel = self.channel().await?;
+        let gone = channel.exchange_delete(name.into(), ExchangeDeleteOptions::default());
+        within(self.deadline, "exchange.delete", gone).await
     }
 
     /// A quorum queue with a single active consumer.
@@ -280,7 +322,7 @@ impl<'l> Topology<'l> {
                 Ok(())
             }
             Err(fault) if fault.code() == Some(NOT_FOUND) => Err(BrokerError::Destination(format!(
-                "`{to}` cannot be bound to the exchange `{exchange}`: {}; `publisher` declares the exchange at its start",
+                "`{to}` cannot be bound to the exchange `{exchange}`: {}; was it deleted?",
                 fault.text()
             ))),
             other => Ok(other?),
@@ -293,9 +335,7 @@ impl<'l> Topology<'l> {
         let fleeting = ExchangeDeclareOptions { auto_delete: true, ..ExchangeDeclareOptions::default() };
         match self.declare_exchange(&name, hash_kind(), fleeting, hash_arguments()).await {
             Ok(()) => {
-                let channel = self.channel().await?;
-                let gone = channel.exchange_delete(name.as_str().into(), ExchangeDeleteOptions::default());
-                within(self.deadline, "exchange.delete", gone).await?;
+                self.delete_exchange(&name).await?;
                 Ok(true)
             }
             Err(fault) if is_unknown_type(&fault) => Ok(false),

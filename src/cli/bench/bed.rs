@@ -1,14 +1,15 @@
 //! Where a benchmark runs: a database of its own, topics of its own, both removed at the end.
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::time::Duration;
 
 use super::work::Raw;
 use super::yard::Yard;
-use crate::app::config::{Secret, Settings, Span};
+use crate::app::config::{Settings, Span};
 use crate::app::{AnyBroker, AppError, open_broker, open_store_with};
 use crate::broker::Subscription;
 use crate::cli::common::CommonArgs;
+use crate::cli::ground::OwnDatabase;
 use crate::cli::place::{self, private_directory};
 use crate::observe::Health;
 use crate::store::StoreOptions;
@@ -41,16 +42,24 @@ pub(super) struct Bed<S: Yard> {
     pub(super) settings: Settings,
     tag: String,
     dir: PathBuf,
-    server: Secret,
+    /// As they were given: with the URL of the server.
+    given: Settings,
+    own: OwnDatabase,
     made: Vec<Subscription>,
 }
 
 impl<S: Yard> Bed<S> {
     pub(super) async fn make(place: Place) -> Result<Self, AppError> {
-        let Place { mut settings, dir, tag } = place;
-        let server = settings.database.url.clone();
-        let own = S::make_database(&server.0, &name(&tag), &dir).await?;
-        settings.database.url = Secret(own);
+        let Place { settings: given, dir, tag } = place;
+        let own = match OwnDatabase::make::<S>(&given, format!("oncebox_bench_{tag}"), &dir).await {
+            Ok(own) => own,
+            Err(error) => {
+                let _ = std::fs::remove_dir_all(&dir);
+                return Err(error);
+            }
+        };
+        let mut settings = given.clone();
+        settings.database.url = own.url.clone();
         let made = async {
             let store = connect::<S>(&settings).await?;
             store.migrate().await?;
@@ -60,9 +69,9 @@ impl<S: Yard> Bed<S> {
             Ok((store, broker))
         };
         match made.await {
-            Ok((store, broker)) => Ok(Self { store, broker, settings, tag, dir, server, made: Vec::new() }),
+            Ok((store, broker)) => Ok(Self { store, broker, settings, tag, dir, given, own, made: Vec::new() }),
             Err(error) => {
-                S::drop_database(&server.0, &name(&tag)).await?;
+                own.drop::<S>().await?;
                 Err(error)
             }
         }
@@ -73,19 +82,14 @@ impl<S: Yard> Bed<S> {
         connect(&self.settings).await
     }
 
-    /// A database beside this one, with the same tables and nothing in them. [`Self::clear_beside`] drops it.
-    pub(super) async fn beside(&self) -> Result<S, AppError> {
+    /// A database beside this one, with the same tables and nothing in them; whoever asked for it drops it.
+    pub(super) async fn beside(&self) -> Result<(S, OwnDatabase), AppError> {
+        let own = OwnDatabase::make::<S>(&self.given, format!("{}_b", self.own.name), &self.dir).await?;
         let mut settings = self.settings.clone();
-        settings.database.url = Secret(S::make_database(&self.server.0, &beside(&self.tag), &self.dir).await?);
+        settings.database.url = own.url.clone();
         let store = connect::<S>(&settings).await?;
         store.migrate().await?;
-        Ok(store)
-    }
-
-    /// Drops that database.
-    pub(super) async fn clear_beside(&self, store: S) -> Result<(), AppError> {
-        store.close().await;
-        S::drop_database(&self.server.0, &beside(&self.tag)).await
+        Ok((store, own))
     }
 
     /// A new topic that these consumers read; on RabbitMQ their queues stand before anything is published.
@@ -121,20 +125,12 @@ impl<S: Yard> Bed<S> {
     pub(super) async fn clear(self) -> Result<(), AppError> {
         let topics = self.broker.remove(&self.made).await;
         self.store.close().await;
-        let database = S::drop_database(&self.server.0, &name(&self.tag)).await;
+        let database = self.own.drop::<S>().await;
         let files = std::fs::remove_dir_all(&self.dir)
             .map_err(|error| AppError::failed(format!("{} cannot be removed: {error}", self.dir.display())));
         topics?;
         database.and(files)
     }
-}
-
-fn name(tag: &str) -> String {
-    format!("oncebox_bench_{tag}")
-}
-
-fn beside(tag: &str) -> String {
-    format!("oncebox_bench_{tag}_b")
 }
 
 async fn connect<S: Yard>(settings: &Settings) -> Result<S, AppError> {
@@ -145,9 +141,4 @@ async fn connect<S: Yard>(settings: &Settings) -> Result<S, AppError> {
         ..StoreOptions::new(settings.database.url.0.clone())
     };
     open_store_with(&options, None, &Health::default()).await
-}
-
-/// A SQLite file below the directory of the benchmark.
-pub(super) fn file_url(dir: &Path, name: &str) -> String {
-    format!("sqlite://{}", dir.join(format!("{name}.db")).display())
 }

@@ -28,9 +28,10 @@ const PURGE: u32 = 1_000;
 
 pub(super) async fn measure<S: Yard>(bed: &Bed<S>, load: Load, stored: u64) -> Result<Vec<Figure>, AppError> {
     let many = bed.store.clone();
-    let few = bed.beside().await?;
+    let (few, own) = bed.beside().await?;
     let measured = beside(&many, &few, load, stored).await;
-    bed.clear_beside(few).await?;
+    few.close().await;
+    own.drop::<S>().await?;
     measured
 }
 

@@ -3,8 +3,6 @@
 use std::process::Stdio;
 use std::time::{Duration, Instant};
 
-use tokio::process::Command;
-
 use super::Load;
 use super::bed::Bed;
 use super::figure::Figure;
@@ -12,6 +10,7 @@ use super::usage::resident_peak;
 use super::work::Maker;
 use super::yard::Yard;
 use crate::app::AppError;
+use crate::cli::place;
 
 /// Times the messages of a round.
 const TIMES: usize = 3;
@@ -20,15 +19,11 @@ const DEADLINE: Duration = Duration::from_secs(600);
 pub(super) async fn measure<S: Yard>(bed: &mut Bed<S>, load: Load) -> Result<Figure, AppError> {
     let (topic, _) = bed.topic("memory", &["sink"]).await?;
     super::relay::append(bed, &Maker::new(&topic, load), load.messages * TIMES).await?;
-    let this =
-        std::env::current_exe().map_err(|error| AppError::failed(format!("this program is not found: {error}")))?;
-    let mut publisher = Command::new(this)
+    let mut publisher = place::this_program()?
         .arg("--config")
         .arg(bed.config_file()?)
         .args(["run", "publisher", "--until-empty"])
-        .stdin(Stdio::null())
         .stdout(Stdio::null())
-        .kill_on_drop(true)
         .spawn()
         .map_err(|error| AppError::failed(format!("the publisher cannot be started: {error}")))?;
     let process = publisher.id().ok_or_else(|| AppError::failed("the publisher has ended at once"))?;

@@ -12,10 +12,11 @@ use uuid::Uuid;
 use super::usage::cpu_time;
 use crate::app::AnyBroker;
 use crate::broker::{
-    Broker, BrokerFinding, Event, PartitionId, Publisher, Settled, Subscriber, Subscription, TopicState,
+    Begun, Broker, BrokerFinding, Event, PartitionId, Publisher, Settled, Subscriber, Subscription, TopicState,
 };
 use crate::error::BrokerError;
 use crate::message::{Arrived, OutgoingMessage};
+use crate::policy::position::Position;
 
 /// A moment, by the clock on the wall and by the CPU time of this process.
 #[derive(Debug, Clone, Copy)]
@@ -81,6 +82,10 @@ impl Broker for Watched {
 
     fn is_log(&self) -> bool {
         self.broker.is_log()
+    }
+
+    fn places(&self, subscription: &Subscription) -> Vec<String> {
+        self.broker.places(subscription)
     }
 
     async fn publisher(&self) -> Result<Box<dyn Publisher>, BrokerError> {
@@ -189,6 +194,14 @@ impl Subscriber for WatchedSubscriber {
             }
         }
         Ok(event)
+    }
+
+    async fn begin(&mut self, remembered: Vec<(PartitionId, Option<Position>)>) -> Result<Vec<Begun>, BrokerError> {
+        self.subscriber.begin(remembered).await
+    }
+
+    fn away(&self) -> Option<String> {
+        self.subscriber.away()
     }
 
     async fn acknowledge(&mut self, source: &PartitionId, through: i64) -> Result<(), BrokerError> {

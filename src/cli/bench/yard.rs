@@ -1,14 +1,13 @@
-//! What a benchmark asks of a database besides the store: a database of its own, and the plain SQL that a first version has.
+//! What a benchmark asks of a database besides the store: the plain SQL that a first version has.
 //!
 //! Not here: anything of the relay or the consumer; this is what they are compared with.
 
 use std::future::Future;
-use std::path::Path;
 
 use crate::StoreError;
 use crate::app::AppError;
+use crate::cli::ground::Ground;
 use crate::message::OutgoingMessage;
-use crate::store::Store;
 
 /// Accounts of the business table.
 pub(super) const ACCOUNTS: i64 = 1_000;
@@ -16,15 +15,9 @@ pub(super) const ACCOUNTS: i64 = 1_000;
 pub(super) const BALANCE: i64 = 1_000_000_000_000_000;
 
 /// A store that can be measured.
-pub(super) trait Yard: Store {
+pub(super) trait Yard: Ground {
     /// Writers that make sense at once: SQLite has one.
     const WRITERS: usize;
-
-    /// Makes an empty database beside the one that the URL names; answers with its URL.
-    fn make_database(server: &str, name: &str, dir: &Path) -> impl Future<Output = Result<String, AppError>> + Send;
-
-    /// Drops it again.
-    fn drop_database(server: &str, name: &str) -> impl Future<Output = Result<(), AppError>> + Send;
 
     /// Makes the business table and an inbox of one's own.
     fn make_tables(&self) -> impl Future<Output = Result<(), AppError>> + Send;

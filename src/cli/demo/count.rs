@@ -50,7 +50,11 @@ impl Verdict {
 
     pub(super) fn print(&self, output: Output) -> Result<(), AppError> {
         if output == Output::Json {
-            data!("{}", serde_json::to_string(self).map_err(|error| AppError::failed(error.to_string()))?);
+            let mut value = serde_json::to_value(self).map_err(|error| AppError::failed(error.to_string()))?;
+            if let Some(fields) = value.as_object_mut() {
+                fields.insert("verdict".to_owned(), self.in_words().into());
+            }
+            data!("{value}");
             return Ok(());
         }
         let mut table = Table::new();
@@ -76,8 +80,12 @@ impl Verdict {
             self.kills,
             self.seconds
         );
-        data!("{}", if self.agrees() { "every effect exactly once" } else { "THE COUNTS DO NOT AGREE" });
+        data!("{}", self.in_words());
         Ok(())
+    }
+
+    fn in_words(&self) -> &'static str {
+        if self.agrees() { "every effect exactly once" } else { "THE COUNTS DO NOT AGREE" }
     }
 }
 

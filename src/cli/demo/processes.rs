@@ -2,13 +2,13 @@
 
 use std::fs::File;
 use std::path::Path;
-use std::process::Stdio;
 use std::time::Duration;
 
-use tokio::process::{Child, Command};
+use tokio::process::Child;
 
 use super::stage::Stage;
 use crate::app::AppError;
+use crate::cli::place;
 
 /// One process of the cast.
 #[derive(Debug)]
@@ -77,19 +77,14 @@ impl Process {
 }
 
 fn spawn(args: &[String], log: &Path) -> Result<Child, AppError> {
-    let this =
-        std::env::current_exe().map_err(|error| AppError::failed(format!("this program is not found: {error}")))?;
     let open = || File::options().create(true).append(true).open(log);
     let (out, err) = open()
         .and_then(|out| Ok((out, open()?)))
         .map_err(|error| AppError::failed(format!("{} cannot be written: {error}", log.display())))?;
-    Command::new(this)
+    place::this_program()?
         .args(args)
-        .stdin(Stdio::null())
         .stdout(out)
         .stderr(err)
-        // A demo that is interrupted leaves no process behind.
-        .kill_on_drop(true)
         .spawn()
         .map_err(|error| AppError::failed(format!("a process cannot be started: {error}")))
 }

@@ -14,15 +14,16 @@ use super::roles::KIND;
 use super::stage::Stage;
 use crate::app::{AnyBroker, AppError, open_broker, open_store_with};
 use crate::broker::Subscription;
+use crate::cli::ground::Ground;
 use crate::message::OutgoingMessage;
 use crate::observe::Health;
-use crate::store::{Store, StoreOptions};
+use crate::store::StoreOptions;
 
 /// A row of payments or ledger: payment, a second text, account, number, amount.
 pub(super) type MoneyRow = (String, String, String, i64, i64);
 
 /// What the demo asks of its own tables.
-pub(super) trait Tables: Store {
+pub(super) trait Tables: Ground {
     /// A key column that numbers its rows.
     const ENTRY_ID: &'static str;
     /// Where e-mail rows stand.
@@ -157,9 +158,6 @@ pub(super) async fn show<S: Tables>(args: &DemoArgs, stage: &Stage) -> Result<Ve
     bar.finish_and_clear();
     let verdict = count(&store, &broker, stage, killed, began.elapsed().as_secs_f64()).await?;
     if !args.keep {
-        for table in [stage.names.payments(), stage.names.ledger()] {
-            store.run(&format!("drop table {table}")).await?;
-        }
         let made =
             ["ledger", "receipts"].map(|role| Subscription::new(stage.names.consumer(role), vec![topic.clone()]));
         broker.remove(&made).await?;

@@ -1,4 +1,4 @@
-//! The stage of a demo: a directory, names of its own, and the settings that all its processes share.
+//! The stage of a demo: a directory, a database, names of its own, and the settings that all its processes share.
 
 use std::path::PathBuf;
 
@@ -6,7 +6,9 @@ use super::DemoArgs;
 use crate::app::AppError;
 use crate::app::config::{Settings, Span};
 use crate::cli::common::CommonArgs;
+use crate::cli::ground::{Ground, OwnDatabase};
 use crate::cli::place::{self, private_directory};
+use crate::error::redact;
 
 /// Everything that is this demo's own.
 #[derive(Debug)]
@@ -14,6 +16,7 @@ pub(super) struct Stage {
     pub(super) dir: PathBuf,
     /// Made by us, so removed by us.
     dir_is_ours: bool,
+    database: OwnDatabase,
     pub(super) config_file: PathBuf,
     pub(super) settings: Settings,
     pub(super) names: Names,
@@ -47,8 +50,17 @@ impl Names {
     }
 }
 
-impl Stage {
-    pub(super) fn set(args: &DemoArgs, common: &CommonArgs) -> Result<Self, AppError> {
+/// Settings and directory, before anything was made.
+#[derive(Debug)]
+pub(super) struct Place {
+    pub(super) settings: Settings,
+    dir: PathBuf,
+    dir_is_ours: bool,
+    tag: String,
+}
+
+impl Place {
+    pub(super) fn find(args: &DemoArgs, common: &CommonArgs) -> Result<Self, AppError> {
         let tag = format!("{:08x}", fastrand::u32(..));
         let (dir, dir_is_ours) = match &args.dir {
             Some(dir) => (dir.clone(), false),
@@ -65,17 +77,41 @@ impl Stage {
         settings.broker.kafka.create_topics = true;
         settings.email.directory = dir.join("emails");
         settings.shutdown_grace = Span::seconds(5);
+        Ok(Self { settings, dir, dir_is_ours, tag })
+    }
+}
+
+impl Stage {
+    pub(super) async fn set<S: Ground>(place: Place) -> Result<Self, AppError> {
+        let Place { mut settings, dir, dir_is_ours, tag } = place;
+        let database = match OwnDatabase::make::<S>(&settings, format!("oncebox_demo_{tag}"), &dir).await {
+            Ok(database) => database,
+            Err(error) => {
+                if dir_is_ours {
+                    let _ = std::fs::remove_dir_all(&dir);
+                }
+                return Err(error);
+            }
+        };
+        settings.database.url = database.url.clone();
         let config_file = place::write_config(&settings, &dir)?;
-        Ok(Self { dir, dir_is_ours, config_file, settings, names: Names { tag } })
+        Ok(Self { dir, dir_is_ours, database, config_file, settings, names: Names { tag } })
     }
 
-    pub(super) fn clear(&self, keep: bool) {
-        if keep {
-            eprintln!("files: {}", self.dir.display());
-        } else if self.dir_is_ours
+    /// Removes database and files; what cannot be removed is named.
+    pub(super) async fn clear<S: Ground>(&self) {
+        if let Err(error) = self.database.drop::<S>().await {
+            eprintln!("the database {} could not be dropped: {error}", self.database.name);
+        }
+        if self.dir_is_ours
             && let Err(error) = std::fs::remove_dir_all(&self.dir)
         {
             eprintln!("{} could not be removed: {error}", self.dir.display());
         }
+    }
+
+    /// Says where everything is that is left behind.
+    pub(super) fn leave(&self) {
+        eprintln!("logs and files: {}; database: {}", self.dir.display(), redact(&self.database.url.0));
     }
 }

@@ -1,6 +1,6 @@
-//! One entry of the journal, as bytes: a line of JSON, and the sealed body behind it.
+//! One entry of the journal, as bytes: a line of JSON, and behind it, where bodies are kept, what is sealed: URL, headers and body.
 //!
-//! Promise: what was changed by a byte does not open. The line is bound to the body by the cipher, which authenticates both.
+//! Promise: what was changed by a byte does not open: the cipher authenticates the line too. No credential stands in clear.
 
 use std::time::{Duration, SystemTime};
 
@@ -26,11 +26,27 @@ pub(super) struct Entry {
     version: u32,
     key: String,
     method: String,
-    url: String,
-    headers: Vec<(String, String)>,
+    /// Absent where it is sealed.
+    place: Option<Place>,
     first_sent_at_ms: u64,
     /// SHA-256 of the body; absent where the bytes stand behind this line.
     body_sha256: Option<String>,
+}
+
+/// Where a request goes, and with which headers.
+#[derive(Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Place {
+    url: String,
+    headers: Vec<(String, String)>,
+}
+
+/// The parameter of a URL that is a credential, or `userinfo`.
+fn credential_in(url: &reqwest::Url) -> Option<String> {
+    if url.password().is_some() {
+        return Some("userinfo".to_owned());
+    }
+    url.query_pairs().map(|(name, _)| name).find(|name| is_credential(name)).map(std::borrow::Cow::into_owned)
 }
 
 /// A secret that bodies in the journal are encrypted with (XChaCha20-Poly1305). It is the application's to keep.
@@ -79,19 +95,27 @@ impl Entry {
         let mut headers = Vec::new();
         for (name, value) in &request.headers {
             // Whoever resumes has fresh ones.
-            if is_credential(name) || value.is_sensitive() || name == KEY_HEADER {
+            if is_credential(name.as_str()) || value.is_sensitive() || name == KEY_HEADER {
                 continue;
             }
             let value = value.to_str().map_err(|_| format!("the header {name} is no text"))?;
             headers.push((name.as_str().to_owned(), value.to_owned()));
         }
+        if let (Bodies::Digest, Some(name)) = (bodies, credential_in(&request.url)) {
+            return Err(format!(
+                "the URL carries a credential (`{name}`), and a journal without a cipher keeps it in clear: send it as a header, \
+                 or keep bodies encrypted"
+            ));
+        }
+        let place = Place { url: request.url.as_str().to_owned(), headers };
+        #[cfg(feature = "encrypt")]
+        let sealed = serde_json::to_vec(&place).map_err(|error| error.to_string())?;
         let since = now.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
         let entry = Self {
             version: VERSION,
             key: request.key.as_str().to_owned(),
             method: request.method.as_str().to_owned(),
-            url: request.url.as_str().to_owned(),
-            headers,
+            place: matches!(bodies, Bodies::Digest).then_some(place),
             first_sent_at_ms: u64::try_from(since.as_millis()).unwrap_or(u64::MAX),
             body_sha256: matches!(bodies, Bodies::Digest).then(|| hex(&Sha256::digest(&request.body))),
         };
@@ -99,7 +123,7 @@ impl Entry {
         let sealed = match bodies {
             Bodies::Digest => Vec::new(),
             #[cfg(feature = "encrypt")]
-            Bodies::Encrypted(cipher) => cipher.seal(&line, &request.body)?,
+            Bodies::Encrypted(cipher) => cipher.seal(&line, &[&sealed[..], b"\n", &request.body].concat())?,
         };
         Ok([&line[..], b"\n", &sealed].concat())
     }
@@ -112,23 +136,32 @@ impl Entry {
         if entry.version != VERSION {
             return Err(format!("version {} is not known here", entry.version));
         }
-        let body = match (&entry.body_sha256, bodies) {
-            (Some(digest), _) => {
-                PendingBody::Digest(unhex(digest).and_then(|bytes| bytes.try_into().ok()).ok_or("its digest is none")?)
+        let (place, body) = match (entry.place, &entry.body_sha256, bodies) {
+            (Some(place), Some(digest), _) => {
+                let digest = unhex(digest).and_then(|bytes| bytes.try_into().ok()).ok_or("its digest is none")?;
+                (place, PendingBody::Digest(digest))
             }
             #[cfg(feature = "encrypt")]
-            (None, Bodies::Encrypted(cipher)) => PendingBody::Kept(cipher.open(line, sealed)?),
-            (None, Bodies::Digest) => return Err(format!("{} sealed bytes, and no secret is given", sealed.len())),
+            (None, None, Bodies::Encrypted(cipher)) => {
+                let opened = cipher.open(line, sealed)?;
+                let end = opened.iter().position(|&byte| byte == b'\n').ok_or("what is sealed has no first line")?;
+                let place = serde_json::from_slice(&opened[..end]).map_err(|error| error.to_string())?;
+                (place, PendingBody::Kept(opened[end + 1..].to_vec()))
+            }
+            (None, None, Bodies::Digest) => {
+                return Err(format!("{} sealed bytes, and no secret is given", sealed.len()));
+            }
+            _ => return Err("it says of itself what does not go together".to_owned()),
         };
         let mut headers = HeaderMap::new();
-        for (name, value) in &entry.headers {
+        for (name, value) in &place.headers {
             let name = HeaderName::from_bytes(name.as_bytes()).map_err(|error| error.to_string())?;
             headers.append(name, HeaderValue::from_str(value).map_err(|error| error.to_string())?);
         }
         Ok(Pending {
             key: Key::parse(entry.key.as_bytes(), KeyFormat::Opaque).map_err(|error| error.to_string())?,
             method: entry.method,
-            url: entry.url,
+            url: place.url,
             headers,
             body,
             first_sent_at: SystemTime::UNIX_EPOCH + Duration::from_millis(entry.first_sent_at_ms),
@@ -148,6 +181,8 @@ mod tests {
             .unwrap()
             .with_header("authorization", "Bearer t1:user-7")
             .unwrap()
+            .with_header("x-auth-token", "Bearer t1:user-7")
+            .unwrap()
     }
 
     // Shown by: keeping every header.
@@ -166,16 +201,29 @@ mod tests {
         assert_eq!(pending.request(Some(request.body.clone()), &none).unwrap().body, request.body);
     }
 
-    // Shown by: leaving the associated data out.
+    // Shown by: writing any URL down.
+    #[test]
+    fn o27_a_url_that_carries_a_credential_is_not_written_down_in_clear() {
+        for url in ["https://api.example.com/x?access_token=abc", "https://u:p@api.example.com/x"] {
+            let request = Request::new("POST", url, *b"{}").unwrap();
+            let refused = Entry::seal(&request, SystemTime::now(), &Bodies::Digest).unwrap_err();
+            assert!(refused.contains("credential") && !refused.contains("abc"), "{refused}");
+        }
+    }
+
+    // Shown by: leaving the associated data out; the URL in the line.
     #[cfg(feature = "encrypt")]
     #[test]
     fn o27_a_kept_body_is_unreadable_and_nothing_of_its_entry_can_be_changed() {
         let bodies = Bodies::Encrypted(JournalCipher::new(&[7; 32]));
-        let request = request();
+        let request = Request { url: "https://api.example.com/x?sig=secret".parse().unwrap(), ..request() };
         let bytes = Entry::seal(&request, SystemTime::now(), &bodies).unwrap();
-        assert!(!bytes.windows(6).any(|part| part == b"secret"));
+        for part in ["secret", "example", "content-type"] {
+            assert!(!String::from_utf8_lossy(&bytes).contains(part), "{part}");
+        }
         let pending = Entry::open(&bytes, &bodies).unwrap();
         assert_eq!(pending.body, PendingBody::Kept(request.body.clone()));
+        assert_eq!((pending.url.as_str(), pending.headers.len()), (request.url.as_str(), 1));
         for at in 0..bytes.len() {
             let mut changed = bytes.clone();
             changed[at] ^= 1;

@@ -45,13 +45,13 @@ use axum::response::Response;
 use futures::future::BoxFuture;
 use serde::de::DeserializeOwned;
 
-use super::intake::{invalid, is_json, key_in, read_body, refused, scope_in, unsupported};
+use super::intake::{Intake, invalid, is_json, key_in, read_body, refused, scope_in, unsupported};
 use super::objects::read_json;
 use super::respond::respond;
 use crate::error::HandlerError;
 use crate::policy::operation::{Canonical, Code, FingerprintWriter, IdempotentCommand, Outcome, Scope};
 use crate::runtime::operation::{
-    Asking, EffectTx, Endpoint, EndpointError, Engine, KeyGiven, Problem, Registered, Reply,
+    Asking, BodyPermit, EffectTx, Endpoint, EndpointError, Engine, KeyGiven, Problem, Registered, Reply,
 };
 use crate::store::{Keys, Operations};
 
@@ -90,6 +90,20 @@ pub struct Taken<C> {
     pub scoped: Scoped<C>,
     /// The key.
     pub key: KeyGiven,
+    /// The memory of the body: keep it as long as the command.
+    pub permit: BodyPermit,
+}
+
+/// A command with the memory that its body takes, until the run that it is for has ended.
+struct Held<C> {
+    scoped: Scoped<C>,
+    _permit: BodyPermit,
+}
+
+impl<C: Canonical> Canonical for Held<C> {
+    fn write_canonical(&self, version: u32, writer: &mut FingerprintWriter) {
+        self.scoped.write_canonical(version, writer);
+    }
 }
 
 /// The door of one typed operation of mode `same_tx`. Cheap to clone.
@@ -144,10 +158,11 @@ impl<S: Keys, C: JsonCommand> TypedDoor<S, C> {
         if !is_json(&parts.headers) {
             return Err(refuse(&unsupported()));
         }
-        let intake = read_body(&self.engine, &self.endpoint, &parts, body).await.map_err(|problem| refuse(&problem))?;
-        let command: C = read_json(&intake.body).map_err(|error| refuse(&invalid(what_is_wrong(&error))))?;
+        let intake = read_body(&self.engine, &self.endpoint, &parts, &scope, body).await;
+        let Intake { body, permit } = intake.map_err(|problem| refuse(&problem))?;
+        let command: C = read_json(&body).map_err(|error| refuse(&invalid(what_is_wrong(&error))))?;
         command.check().map_err(|wrong| refuse(&invalid(wrong)))?;
-        Ok(Taken { scoped: Scoped { scope, command }, key })
+        Ok(Taken { scoped: Scoped { scope, command }, key, permit })
     }
 }
 
@@ -165,18 +180,33 @@ impl<S: Operations, C: JsonCommand> TypedDoor<S, C> {
             Err(response) => return *response,
         };
         let scope = Some(taken.scoped.scope.clone());
-        respond(self.engine.execute_tx(&self.endpoint, scope, taken.key, taken.scoped, handler).await)
+        let held = Held { scoped: taken.scoped, _permit: taken.permit };
+        let run =
+            self.engine.execute_tx(&self.endpoint, scope, taken.key, held, move |held, tx| handler(&held.scoped, tx));
+        respond(run.await)
     }
 }
 
-/// Where a body stops being the command; the values are not repeated.
+/// Where a body stops being the command, and at which member; the values are not repeated.
 fn what_is_wrong(error: &serde_json::Error) -> String {
+    if let Some(member) = member_of(&error.to_string()) {
+        return format!("the body: {member}, at line {} column {}", error.line(), error.column());
+    }
     let what = match error.classify() {
         serde_json::error::Category::Data => "is JSON, but not what this operation takes",
         serde_json::error::Category::Eof => "ends early",
         serde_json::error::Category::Syntax | serde_json::error::Category::Io => "is no JSON",
     };
     format!("the body {what}, at line {} column {}", error.line(), error.column())
+}
+
+/// What serde says of a member as such: its name is no value.
+fn member_of(message: &str) -> Option<String> {
+    ["unknown field", "missing field", "duplicate field"].into_iter().find_map(|what| {
+        let name = message.strip_prefix(what)?.strip_prefix(" `")?.split('`').next()?;
+        let plain = name.len() <= 64 && name.bytes().all(|byte| byte.is_ascii_graphic());
+        plain.then(|| format!("{what} `{name}`"))
+    })
 }
 
 impl<S: Keys, C> Clone for TypedDoor<S, C> {

@@ -1,8 +1,8 @@
 //! What is taken of a request: the key's header, the scope that authentication left, the body within its limits.
 //!
-//! Promises: a body over the limit is refused before it is read where its length is said, and at the limit where it is not;
-//! memory is reserved before it is read (O29); a body that has trailers or ends early is refused. A scope never comes from a
-//! header.
+//! Promises: a body over the limit is refused before it is read where its length is said, and at the limit where it is not; memory is
+//! counted as its bytes come, for its tenant and in all (O29), and a body that does not come in time is refused; so is one that
+//! has trailers or ends early. A scope never comes from a header.
 
 use axum::body::Body;
 use axum::http::request::Parts;
@@ -48,7 +48,7 @@ pub fn scope_in(parts: &Parts) -> Option<Scope> {
 /// Reads a body.
 ///
 /// # Errors
-/// The problem to answer with: 413, 503 `IDEMPOTENCY_BODY_MEMORY_EXCEEDED`, or 400.
+/// The problem to answer with: 413, 503 `IDEMPOTENCY_BODY_MEMORY_EXCEEDED`, 408, or 400.
 ///
 /// # Cancel safety
 /// Dropped, the rest of the body is not read and its memory is given back.
@@ -56,6 +56,7 @@ pub async fn read_body<S: Keys>(
     engine: &Engine<S>,
     endpoint: &Registered,
     parts: &Parts,
+    scope: &Scope,
     mut body: Body,
 ) -> Result<Intake, Box<Problem>> {
     let max = endpoint.request_body_max();
@@ -63,15 +64,19 @@ pub async fn read_body<S: Keys>(
     if said.is_some_and(|said| said > max as u64) {
         return Err(Box::new(Problem::new(Code::BodyTooLarge)));
     }
-    let expected = said.and_then(|said| usize::try_from(said).ok()).unwrap_or(max);
-    let Some(permit) = engine.reserve_body(expected) else {
-        return Err(Box::new(Problem::new(Code::BodyMemoryExceeded)));
-    };
-    let mut bytes = Vec::with_capacity(expected.min(64 << 10));
-    while let Some(frame) = body.frame().await {
-        let Ok(frame) = frame else { return Err(invalid("the body ended early")) };
+    let mut permit = engine.body_memory(scope.tenant());
+    let mut bytes = Vec::new();
+    let until = tokio::time::Instant::now() + endpoint.request_body_within();
+    loop {
+        let frame = match tokio::time::timeout_at(until, body.frame()).await {
+            Ok(Some(Ok(frame))) => frame,
+            Ok(Some(Err(_))) => return Err(invalid("the body ended early")),
+            Ok(None) => break,
+            Err(_) => return Err(Box::new(Problem::new(Code::BodyTooSlow))),
+        };
         match frame.into_data() {
             Ok(data) if bytes.len() + data.len() > max => return Err(Box::new(Problem::new(Code::BodyTooLarge))),
+            Ok(data) if !permit.grow(data.len()) => return Err(Box::new(Problem::new(Code::BodyMemoryExceeded))),
             Ok(data) => bytes.extend_from_slice(&data),
             Err(frame) => {
                 if frame.into_trailers().is_ok_and(|trailers| !trailers.is_empty()) {

@@ -24,9 +24,9 @@ use super::intake::{Intake, invalid, key_in, read_body, refused, scope_in};
 use super::respond::{problem_response, respond};
 use crate::policy::operation::json::JsonError;
 use crate::policy::operation::raw::RawCommand;
-use crate::policy::operation::{Canonical, FingerprintWriter};
+use crate::policy::operation::{Canonical, Code, FingerprintWriter};
 use crate::runtime::operation::{
-    Answered, Asking, EdgeAnswer, Ended, Endpoint, EndpointError, Engine, Guard, Kept, Registered, Reply,
+    Answered, Asking, EdgeAnswer, Ended, Endpoint, EndpointError, Engine, Guard, Kept, Problem, Registered, Reply,
 };
 use crate::store::Keys;
 
@@ -111,7 +111,8 @@ where
     if early.is_unkeyed() {
         return call(&mut inner, Request::from_parts(parts, body)).await;
     }
-    let Intake { body, permit } = match read_body(&engine, &endpoint, &parts, body).await {
+    let Some(tenant) = &scope else { return refused(&endpoint, &Problem::new(Code::ScopeRequired)) };
+    let Intake { body, permit } = match read_body(&engine, &endpoint, &parts, tenant, body).await {
         Ok(intake) => intake,
         Err(problem) => return refused(&endpoint, &problem),
     };
@@ -167,9 +168,9 @@ async fn command(endpoint: &Registered, parts: &mut Parts, body: &[u8]) -> Resul
     let query = url::form_urlencoded::parse(query).map(|(name, value)| (name.into_owned(), value.into_owned()));
     let content_type = parts.headers.get(header::CONTENT_TYPE).map_or(&b""[..], |value| value.as_bytes());
     let mut command = RawCommand::new(path, query.collect()).body(&String::from_utf8_lossy(content_type), body)?;
-    for name in endpoint.counted_headers() {
+    for (name, since) in endpoint.counted_headers() {
         for value in parts.headers.get_all(name.as_str()) {
-            command = command.header(name, value.as_bytes());
+            command = command.header(*since, name, value.as_bytes());
         }
     }
     Ok(command)

@@ -108,7 +108,8 @@ pub enum FingerprinterError {
 }
 
 impl Fingerprinter {
-    /// For an operation whose command can be written in these versions. Without a `write_version` it is the newest.
+    /// For an operation whose command can be written in these versions. Without a `write_version` it is the oldest: every
+    /// process that runs beside this one reads it (O21).
     ///
     /// # Errors
     ///
@@ -119,7 +120,7 @@ impl Fingerprinter {
         write_version: Option<u32>,
         keyring: Keyring,
     ) -> Result<Self, FingerprinterError> {
-        let write_version = write_version.unwrap_or(*readable.end());
+        let write_version = write_version.unwrap_or(*readable.start());
         if !readable.contains(&write_version) {
             let (oldest, newest) = readable.into_inner();
             return Err(FingerprinterError::WriteVersion { operation, asked: write_version, oldest, newest });
@@ -297,13 +298,13 @@ mod tests {
         assert_eq!(plain(2).compare(&keyed, &PAYMENT), Comparison::UnknownKid);
     }
 
-    // Shown by: writing with the newest version always; with the first secret of the ring always.
+    // Shown by: writing with the newest version, always or where none is set; with the first secret of the ring always.
     #[test]
     fn o21_what_is_written_is_a_setting_apart_from_what_is_read() {
         let version = |fingerprinter: &Fingerprinter| fingerprinter.write(&PAYMENT).to_string();
         assert!(version(&plain(1)).starts_with("1:sha256:"));
-        assert!(version(&fingerprinter(1..=2, None, ring("sha256"))).starts_with("2:sha256:"));
-        assert!(version(&fingerprinter(1..=2, None, ring("k1"))).starts_with("2:k1:"));
+        assert!(version(&fingerprinter(1..=2, None, ring("sha256"))).starts_with("1:sha256:"));
+        assert!(version(&fingerprinter(1..=2, None, ring("k1"))).starts_with("1:k1:"));
         let newest = Fingerprinter::of::<Payment>(None, Keyring::plain()).expect("settings");
         assert_eq!((newest.versions().readable, newest.operation().as_str()), (1..=2, Payment::OPERATION));
         for asked in [0, 3] {

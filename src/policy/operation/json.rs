@@ -2,12 +2,13 @@
 //!
 //! Guarantees:
 //!
-//! * What is accepted comes out as RFC 8785 has it: no white space, members sorted by the UTF-16 code units of their
+//! * What is accepted comes out as RFC 8785 has it, numbers with a fraction or an exponent excepted, which stay as they were written:
+//!   no two values are one text. No white space, members sorted by the UTF-16 code units of their
 //!   names, strings with the shortest escapes. Any total order would do for a hash; this one lets a person check a
 //!   fingerprint with the RFC's libraries of any language.
 //! * What readers do not agree on is refused, because this text and the handler might see two different commands: a
-//!   member named twice, whole numbers beyond 2^53 - 1 (RFC 8785 itself writes 9007199254740993 and ..992 alike), a
-//!   fraction or exponent, a lone surrogate. A typed door takes such commands ([`canonical`](super::canonical)).
+//!   member named twice, whole numbers beyond 2^53 - 1 (RFC 8785 itself writes 9007199254740993 and ..992 alike), a lone
+//!   surrogate. A typed door takes such commands ([`canonical`](super::canonical)).
 //! * It ends on any input, at a depth of at most [`DEPTH_MAX`], and keeps no digit and no name in its errors.
 //!
 //! A reader of our own, because the numbers and duplicate names that `serde_json` shows depend on features that any
@@ -52,9 +53,9 @@ pub enum JsonFault {
     /// Beyond 2^53 - 1.
     #[error("a whole number beyond 9007199254740991")]
     IntegerTooBig,
-    /// A fraction, an exponent, or minus zero.
-    #[error("a number with a fraction, an exponent or a negative zero")]
-    Float,
+    /// Beyond what a double holds: readers refuse it, or read infinity.
+    #[error("a number beyond 1.8e308")]
+    NumberTooBig,
     /// Nested too deeply.
     #[error("nesting deeper than 127")]
     TooDeep,
@@ -142,12 +143,47 @@ impl Reader<'_> {
         if digits.len() > 1 && digits.starts_with('0') {
             refused(start, JsonFault::Syntax)
         } else if matches!(self.peek(), Ok(b'.' | b'e' | b'E')) || (negative && digits == "0") {
-            refused(start, JsonFault::Float)
+            self.tail()?;
+            let text = &self.text[start..self.at];
+            if !text.parse::<f64>().is_ok_and(f64::is_finite) {
+                return refused(start, JsonFault::NumberTooBig);
+            }
+            // As it was written: to make one text of equal numbers, one would have to say how exact the handler's are.
+            Ok(text.to_owned())
         } else if digits.parse::<u64>().is_ok_and(|number| number <= INTEGER_MAX) {
             Ok(self.text[start..self.at].to_owned())
         } else {
             refused(start, JsonFault::IntegerTooBig)
         }
+    }
+
+    /// A fraction and an exponent, where they are there.
+    fn tail(&mut self) -> Result<(), JsonError> {
+        if matches!(self.peek(), Ok(b'.')) {
+            self.at += 1;
+            self.digits()?;
+        }
+        if matches!(self.peek(), Ok(b'e' | b'E')) {
+            self.at += 1;
+            if matches!(self.peek(), Ok(b'+' | b'-')) {
+                self.at += 1;
+            }
+            self.digits()?;
+        }
+        Ok(())
+    }
+
+    /// At least one digit.
+    fn digits(&mut self) -> Result<(), JsonError> {
+        let start = self.at;
+        while matches!(self.peek(), Ok(b'0'..=b'9')) {
+            self.at += 1;
+        }
+        if self.at > start {
+            return Ok(());
+        }
+        self.peek()?;
+        Err(self.fault(JsonFault::Syntax))
     }
 
     fn array(&mut self, depth: usize) -> Result<String, JsonError> {

@@ -3,10 +3,11 @@
 //! Guarantees:
 //!
 //! * The name, status, `retryable` and `key_state` of a code are the same wherever it is met.
-//! * `retryable` answers one question: may the same key be sent again? It says nothing of another key.
+//! * `retryable` answers one question: may the same request be sent again under the same key, and can that help? What is refused for
+//!   itself is not; corrected, it may come under the same key where `key_state` is no reason against it.
 //! * `key_state` claims only what was looked up. It is `spent` where the outcome of this very command is known and
 //!   nothing else: a client that has once lost an answer may end at `spent`, and at no other problem (O26). So a
-//!   mismatch says `unknown`: it must not show the state of another's record, and proves nothing of an earlier try.
+//!   mismatch says `not_said`: it must not show the state of another's record, and proves nothing of an earlier try.
 //!
 //! Not here: titles and links in a problem body (`http`), codes of an application such as `INSUFFICIENT_FUNDS`, and the
 //! seconds of `Retry-After` ([`pace`](super::pace)).
@@ -25,7 +26,9 @@ pub enum KeyState {
     Spent,
     /// Its time is over.
     Expired,
-    /// Nothing is known, or nothing may be said.
+    /// The record was not looked at, or nothing may be said of it.
+    NotSaid,
+    /// Nobody knows yet what became of the operation.
     Unknown,
 }
 
@@ -47,6 +50,8 @@ pub enum Code {
     UnsupportedMediaType,
     /// The body is longer than the limit.
     BodyTooLarge,
+    /// The body did not come in time.
+    BodyTooSlow,
     /// The bodies in flight fill the memory given to them (`body_memory_max`, O29).
     BodyMemoryExceeded,
     /// The key was used with another command, or by another principal.
@@ -69,7 +74,8 @@ pub enum Code {
     TransactionEnded,
     /// Another process must judge this key.
     FingerprintVersionUnknown,
-    /// The store does not answer or takes no writes. Nothing ran.
+    /// The store does not answer, takes no writes, or has no connection to spare. This request ran nothing; of an earlier one under the
+    /// key it says nothing.
     StoreUnavailable,
     /// The tenant has too much running or unresolved.
     QuotaExceeded,
@@ -113,24 +119,25 @@ const fn row(
     Row { code, name, status, grpc, retryable, key_state, pause }
 }
 
-const TABLE: [Row; 22] = {
-    use KeyState::{Expired, Free, InProgress, Spent, Unknown};
+const TABLE: [Row; 23] = {
+    use KeyState::{Expired, Free, InProgress, NotSaid, Spent, Unknown};
     use grpc::*;
     [
         row(Code::KeyRequired, "IDEMPOTENCY_KEY_REQUIRED", (400, INVALID_ARGUMENT), false, Free, None),
         row(Code::KeyInvalid, "IDEMPOTENCY_KEY_INVALID", (400, INVALID_ARGUMENT), false, Free, None),
-        row(Code::ScopeRequired, "IDEMPOTENCY_SCOPE_REQUIRED", (403, PERMISSION_DENIED), true, Unknown, None),
-        row(Code::Unauthenticated, "UNAUTHENTICATED", (401, UNAUTHENTICATED), true, Unknown, None),
-        row(Code::RequestInvalid, "REQUEST_INVALID", (400, INVALID_ARGUMENT), true, Unknown, None),
-        row(Code::UnsupportedMediaType, "UNSUPPORTED_MEDIA_TYPE", (415, INVALID_ARGUMENT), true, Unknown, None),
-        row(Code::BodyTooLarge, "IDEMPOTENCY_BODY_TOO_LARGE", (413, INVALID_ARGUMENT), true, Unknown, None),
-        row(Code::BodyMemoryExceeded, "IDEMPOTENCY_BODY_MEMORY_EXCEEDED", (503, UNAVAILABLE), true, Unknown, Some(1)),
+        row(Code::ScopeRequired, "IDEMPOTENCY_SCOPE_REQUIRED", (403, PERMISSION_DENIED), true, NotSaid, None),
+        row(Code::Unauthenticated, "UNAUTHENTICATED", (401, UNAUTHENTICATED), true, NotSaid, None),
+        row(Code::RequestInvalid, "REQUEST_INVALID", (400, INVALID_ARGUMENT), false, NotSaid, None),
+        row(Code::UnsupportedMediaType, "UNSUPPORTED_MEDIA_TYPE", (415, INVALID_ARGUMENT), false, NotSaid, None),
+        row(Code::BodyTooLarge, "IDEMPOTENCY_BODY_TOO_LARGE", (413, INVALID_ARGUMENT), false, NotSaid, None),
+        row(Code::BodyTooSlow, "IDEMPOTENCY_BODY_TOO_SLOW", (408, UNAVAILABLE), true, NotSaid, None),
+        row(Code::BodyMemoryExceeded, "IDEMPOTENCY_BODY_MEMORY_EXCEEDED", (503, UNAVAILABLE), true, NotSaid, Some(1)),
         row(
             Code::KeyReused,
             "IDEMPOTENCY_KEY_REUSED_WITH_DIFFERENT_REQUEST",
             (422, FAILED_PRECONDITION),
             false,
-            Unknown,
+            NotSaid,
             None,
         ),
         row(Code::InProgress, "IDEMPOTENCY_REQUEST_IN_PROGRESS", (409, ABORTED), true, InProgress, Some(1)),
@@ -149,9 +156,9 @@ const TABLE: [Row; 22] = {
             Unknown,
             Some(5),
         ),
-        row(Code::StoreUnavailable, "IDEMPOTENCY_STORE_UNAVAILABLE", (503, UNAVAILABLE), true, Unknown, Some(2)),
-        row(Code::QuotaExceeded, "IDEMPOTENCY_QUOTA_EXCEEDED", (429, RESOURCE_EXHAUSTED), true, Unknown, Some(5)),
-        row(Code::WrongRegion, "IDEMPOTENCY_WRONG_REGION", (421, FAILED_PRECONDITION), true, Unknown, None),
+        row(Code::StoreUnavailable, "IDEMPOTENCY_STORE_UNAVAILABLE", (503, UNAVAILABLE), true, NotSaid, Some(2)),
+        row(Code::QuotaExceeded, "IDEMPOTENCY_QUOTA_EXCEEDED", (429, RESOURCE_EXHAUSTED), true, NotSaid, Some(5)),
+        row(Code::WrongRegion, "IDEMPOTENCY_WRONG_REGION", (421, FAILED_PRECONDITION), true, NotSaid, None),
         row(Code::OperationFailed, "OPERATION_FAILED", (500, INTERNAL), true, Free, None),
     ]
 };
@@ -186,7 +193,7 @@ impl Code {
         self.row().grpc
     }
 
-    /// Whether the same key may be sent again.
+    /// Whether the same request may be sent again under the same key, and that can help.
     #[must_use]
     pub fn retryable(self) -> bool {
         self.row().retryable
@@ -207,7 +214,7 @@ impl Code {
 
 impl KeyState {
     /// All of them.
-    pub const ALL: [Self; 5] = [Self::Free, Self::InProgress, Self::Spent, Self::Expired, Self::Unknown];
+    pub const ALL: [Self; 6] = [Self::Free, Self::InProgress, Self::Spent, Self::Expired, Self::NotSaid, Self::Unknown];
 
     /// The name in a problem body.
     #[must_use]
@@ -217,6 +224,7 @@ impl KeyState {
             Self::InProgress => "in_progress",
             Self::Spent => "spent",
             Self::Expired => "expired",
+            Self::NotSaid => "not_said",
             Self::Unknown => "unknown",
         }
     }
@@ -273,9 +281,10 @@ mod tests {
             ("IDEMPOTENCY_KEY_INVALID", 400, false),
             ("IDEMPOTENCY_SCOPE_REQUIRED", 403, true),
             ("UNAUTHENTICATED", 401, true),
-            ("REQUEST_INVALID", 400, true),
-            ("UNSUPPORTED_MEDIA_TYPE", 415, true),
-            ("IDEMPOTENCY_BODY_TOO_LARGE", 413, true),
+            ("REQUEST_INVALID", 400, false),
+            ("UNSUPPORTED_MEDIA_TYPE", 415, false),
+            ("IDEMPOTENCY_BODY_TOO_LARGE", 413, false),
+            ("IDEMPOTENCY_BODY_TOO_SLOW", 408, true),
             ("IDEMPOTENCY_BODY_MEMORY_EXCEEDED", 503, true),
             ("IDEMPOTENCY_KEY_REUSED_WITH_DIFFERENT_REQUEST", 422, false),
             ("IDEMPOTENCY_REQUEST_IN_PROGRESS", 409, true),
@@ -333,7 +342,7 @@ mod tests {
                 403 => 7,
                 429 => 8,
                 500 => 13,
-                503 => 14,
+                408 | 503 => 14,
                 409 if code.retryable() => 10,
                 _ => 9,
             };

@@ -8,6 +8,8 @@
 //! * A failure is believed only as a listed verdict on the operation, or as the answer to the only send that can have
 //!   arrived: judged when it is decided, because another process may have begun a send since the answer came. All else
 //!   stays unknown, and what no rule can find out goes to an operator, whatever the number of attempts.
+//! * An operator who accepts a duplicate lets a send go out once more. That proves nothing of the sends before it: they
+//!   may have arrived, and a refusal of a later one does not say that they did not.
 //!
 //! What the store must keep to: the begin of every send is committed, fenced by the epoch, before it starts, so that a
 //! crash cannot forget one; evidence is appended by anybody at any time; [`Strategy::next`] is asked in the transaction
@@ -25,7 +27,7 @@ use crate::policy::db_time::DbTime;
 pub use self::verdict::{Answer, Matches, QueryAnswer, Verdict};
 
 /// So many replays of a stored server error end the resends: the provider will say nothing else (O7).
-pub const STORED_ERRORS_MAX: u32 = 3;
+pub const STORED_ERRORS_MAX: usize = 3;
 
 /// What a provider offers to find out whether an effect happened; declared per effect (O6).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -86,15 +88,20 @@ pub struct Proof {
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Evidence {
     succeeded: bool,
+    /// A query found that it was refused for good, or a person says that it failed.
     failed: bool,
-    /// A refusal that counts if it answers the only send.
-    refused: bool,
+    /// The sends that were refused for good.
+    declined: BTreeSet<u32>,
+    /// The sends that were refused, for good or not.
+    refused: BTreeSet<u32>,
     mismatch: bool,
     wait_until: Option<DbTime>,
     not_found: bool,
-    stored_errors: u32,
-    /// The sends that did not leave us. A row that was written twice counts once.
+    stored_errors: BTreeSet<u32>,
+    /// The sends that did not leave us. A row that was written twice counts once, here and in all sets of sends.
     not_sent: BTreeSet<u32>,
+    /// The sends that may have arrived, and that an operator lets be repeated all the same.
+    waived: BTreeSet<u32>,
 }
 
 /// What is proven of an effect.
@@ -139,6 +146,8 @@ pub enum Gap {
     StoredError,
     /// It happened otherwise than we asked, or the evidence contradicts itself (`provider-mismatch`).
     Mismatch,
+    /// A send was refused that repeats, by an operator's leave, one that may have arrived.
+    DuplicateRefused,
     /// The attempts are used up (O9). UNKNOWN stays UNKNOWN.
     Attempts,
 }
@@ -171,32 +180,55 @@ impl Evidence {
         for Proof { send, verdict, at } in rows {
             match verdict {
                 Verdict::Succeeded => evidence.succeeded = true,
-                Verdict::Failed => evidence.failed = true,
-                Verdict::Refused => evidence.refused = true,
+                Verdict::Failed => {
+                    evidence.failed |= send.is_none();
+                    evidence.declined.extend(send);
+                    evidence.refused.extend(send);
+                }
+                Verdict::Refused => evidence.refused.extend(send),
                 Verdict::Mismatch => evidence.mismatch = true,
                 Verdict::NotSent => evidence.not_sent.extend(send),
+                Verdict::Waived => evidence.waived.extend(send),
                 Verdict::Wait(pause) => evidence.wait_until = Some(at.after(pause)).max(evidence.wait_until),
                 Verdict::NotFound => evidence.not_found = true,
-                Verdict::StoredError => evidence.stored_errors += 1,
+                Verdict::StoredError => evidence.stored_errors.extend(send),
                 Verdict::Indefinite => {}
             }
         }
         evidence
     }
 
-    /// How many sends may have arrived.
-    fn doubtful(&self, sends: Sends) -> u32 {
-        sends.begun.saturating_sub(u32::try_from(self.not_sent.len()).unwrap_or(u32::MAX))
+    /// The number of the only send that may have arrived.
+    fn only_send(&self, sends: Sends) -> Option<u32> {
+        let mut doubtful = (1..=sends.begun).filter(|send| !self.not_sent.contains(send));
+        doubtful.next().filter(|_| doubtful.next().is_none())
+    }
+
+    /// Whether another send is no duplicate of one before it, or a duplicate that an operator accepted.
+    fn is_free(&self, sends: Sends) -> bool {
+        (1..=sends.begun).all(|send| self.not_sent.contains(&send) || self.waived.contains(&send))
+    }
+
+    /// Whether an operator let a send be repeated that may have arrived.
+    fn is_waived(&self) -> bool {
+        !self.waived.is_subset(&self.not_sent)
+    }
+
+    /// Whether it is said to have failed. That a duplicate was declined says nothing of the send that it repeats.
+    fn is_failed(&self) -> bool {
+        self.failed || !self.declined.is_empty() && !self.is_waived()
     }
 
     /// What is proven now; none also if the evidence contradicts itself.
     #[must_use]
     pub fn settled(&self, sends: Sends) -> Option<Settled> {
-        match (self.succeeded, self.failed) {
+        match (self.succeeded, self.is_failed()) {
             _ if self.mismatch => None,
             (true, false) => Some(Settled::Succeeded),
-            (false, true) => Some(Settled::Failed),
-            (false, false) if self.refused && self.doubtful(sends) == 1 => Some(Settled::Failed),
+            (false, true) if !self.is_waived() => Some(Settled::Failed),
+            (false, _) if self.only_send(sends).is_some_and(|only| self.refused.contains(&only)) => {
+                Some(Settled::Failed)
+            }
             _ => None,
         }
     }
@@ -204,7 +236,7 @@ impl Evidence {
     /// Whether it contradicts an outcome that was decided: an alarm, and nothing is rewritten (O8).
     #[must_use]
     pub fn contradicts(&self, decided: Settled) -> bool {
-        self.mismatch || if decided == Settled::Succeeded { self.failed } else { self.succeeded }
+        self.mismatch || if decided == Settled::Succeeded { self.is_failed() } else { self.succeeded }
     }
 }
 
@@ -221,7 +253,7 @@ impl Strategy {
     /// What to do next with an effect, from what is committed and nothing else.
     #[must_use]
     pub fn next(self, sends: Sends, evidence: &Evidence, now: DbTime) -> Step {
-        if evidence.mismatch || evidence.succeeded && evidence.failed {
+        if evidence.mismatch || evidence.succeeded && evidence.is_failed() {
             return Step::Operator(Gap::Mismatch);
         }
         if let Some(settled) = evidence.settled(sends) {
@@ -230,11 +262,14 @@ impl Strategy {
         if let Some(until) = evidence.wait_until.filter(|&until| until > now && self != Self::None) {
             return Step::Wait { until };
         }
-        if evidence.doubtful(sends) == 0 {
+        if evidence.is_free(sends) {
             return Step::Send;
         }
+        if evidence.is_waived() && !evidence.refused.is_subset(&evidence.waived) {
+            return Step::Operator(Gap::DuplicateRefused);
+        }
         let is_open = |window: Window| sends.first_sent_at.is_some_and(|first| window.is_open(first, now));
-        let stuck = evidence.stored_errors >= STORED_ERRORS_MAX;
+        let stuck = evidence.stored_errors.len() >= STORED_ERRORS_MAX;
         match self {
             Self::Repeatable => Step::Resend,
             Self::Key(window) | Self::KeyAndQuery(window) if is_open(window) && !stuck => Step::Resend,
@@ -244,14 +279,6 @@ impl Strategy {
             Self::Key(_) => Step::Operator(Gap::WindowOver),
             Self::None => Step::Operator(Gap::NoMeans),
         }
-    }
-
-    /// Whether an operator may have it sent again (`operations retry`): the same rule as for the worker, unless a
-    /// duplicate is accepted by name, with who and why.
-    #[must_use]
-    pub fn may_send_again(self, sends: Sends, evidence: &Evidence, now: DbTime, accept_duplicate: bool) -> bool {
-        let allowed = matches!(self.next(sends, evidence, now), Step::Send | Step::Resend);
-        allowed || accept_duplicate && evidence.settled(sends).is_none()
     }
 }
 

@@ -24,7 +24,8 @@ pub struct RawCommand {
     path: Vec<(String, String)>,
     query: Vec<(String, String)>,
     content_type: String,
-    headers: Vec<(String, Vec<u8>)>,
+    /// With the version of the fingerprint from which each counts.
+    headers: Vec<(u32, (String, Vec<u8>))>,
     body: RawBody,
 }
 
@@ -65,11 +66,11 @@ impl RawCommand {
         Ok(self)
     }
 
-    /// A line of a header that the route lists.
+    /// A line of a header that the route lists, and that counts from this version of the fingerprint.
     #[must_use]
-    pub fn header(mut self, name: &str, value: &[u8]) -> Self {
-        self.headers.push((name.to_ascii_lowercase(), value.to_vec()));
-        self.headers.sort_by(|a, b| a.0.cmp(&b.0));
+    pub fn header(mut self, since: u32, name: &str, value: &[u8]) -> Self {
+        self.headers.push((since, (name.to_ascii_lowercase(), value.to_vec())));
+        self.headers.sort_by(|a, b| a.1.0.cmp(&b.1.0));
         self
     }
 
@@ -81,9 +82,11 @@ impl RawCommand {
 }
 
 impl Canonical for RawCommand {
-    fn write_canonical(&self, _version: u32, writer: &mut FingerprintWriter) {
+    fn write_canonical(&self, version: u32, writer: &mut FingerprintWriter) {
+        let headers: Vec<_> =
+            self.headers.iter().filter(|(since, _)| *since <= version).map(|(_, line)| line.clone()).collect();
         writer.field("path", &Pairs(&self.path)).field("query", &Pairs(&self.query));
-        writer.field("contentType", &self.content_type).field("headers", &Pairs(&self.headers));
+        writer.field("contentType", &self.content_type).field("headers", &Pairs(&headers));
         match &self.body {
             RawBody::Json(text) => writer.field("json", text),
             RawBody::Bytes(bytes) => writer.field("bytes", &Bytes(bytes)),
@@ -152,14 +155,14 @@ mod tests {
             request(&[("id", "7")], &[], "text/plain", "a"),
             request(&[("id", "7")], &[("dry", "1")], "text/html", "a"),
             request(&[("id", "7")], &[("dry", "1")], "text/plain", "b"),
-            base().header("Prefer", b"return=minimal"),
+            base().header(1, "Prefer", b"return=minimal"),
         ];
         for other in others {
             assert!(!same(&base(), &other), "{other:?}");
         }
         let listed = request(&[], &[("a", "1"), ("a", "2")], "", "");
         assert!(!same(&listed, &request(&[], &[("a", "2"), ("a", "1")], "", "")), "the order of one name's values");
-        assert!(!same(&base().header("x-a", b"bc"), &base().header("x-ab", b"c")));
+        assert!(!same(&base().header(1, "x-a", b"bc"), &base().header(1, "x-ab", b"c")));
     }
 
     // Shown by: taking `authorization` out of the list.

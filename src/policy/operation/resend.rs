@@ -126,7 +126,8 @@ pub fn after_poll(polled: Polled) -> AfterPoll {
 enum Says {
     /// Come again.
     Wait {
-        /// It is certain that this attempt ran nothing and that nothing else runs under the key.
+        /// It is certain that this attempt ran nothing, or was taken back whole. Of another process that sent the same key before it
+        /// says nothing: one that goes on after it begins in doubt.
         ran_nothing: bool,
     },
     /// Refused, and a second time would be too.
@@ -138,9 +139,13 @@ enum Says {
 fn says(status: u16, code: Option<Code>) -> Says {
     match code {
         // Refused before the operation was looked at, or by its store; or it ran, and was taken back whole.
-        Some(Code::StoreUnavailable | Code::QuotaExceeded | Code::BodyMemoryExceeded | Code::OperationFailed) => {
-            Says::Wait { ran_nothing: true }
-        }
+        Some(
+            Code::StoreUnavailable
+            | Code::QuotaExceeded
+            | Code::BodyTooSlow
+            | Code::BodyMemoryExceeded
+            | Code::OperationFailed,
+        ) => Says::Wait { ran_nothing: true },
         Some(
             Code::InProgress
             | Code::RecoveryPending
@@ -274,7 +279,13 @@ mod tests {
                 assert_ne!(next, Next::Done, "nobody knows what a {status} did: {seen:?}");
             }
             // An answer without doubt says of the attempt that it did nothing; so it must never be said of what may have run.
-            let sure = [Code::StoreUnavailable, Code::QuotaExceeded, Code::BodyMemoryExceeded, Code::OperationFailed];
+            let sure = [
+                Code::StoreUnavailable,
+                Code::QuotaExceeded,
+                Code::BodyTooSlow,
+                Code::BodyMemoryExceeded,
+                Code::OperationFailed,
+            ];
             if next == (Next::Again { doubt: false }) {
                 assert!(code.is_some_and(|code| sure.contains(&code)), "{seen:?}");
             }
@@ -296,9 +307,11 @@ mod tests {
         for code in Code::all() {
             let next = after_attempt(answer(code.status(), Some(code)), false);
             let expected = match code {
-                Code::StoreUnavailable | Code::QuotaExceeded | Code::BodyMemoryExceeded | Code::OperationFailed => {
-                    Next::Again { doubt: false }
-                }
+                Code::StoreUnavailable
+                | Code::QuotaExceeded
+                | Code::BodyTooSlow
+                | Code::BodyMemoryExceeded
+                | Code::OperationFailed => Next::Again { doubt: false },
                 Code::InProgress
                 | Code::RecoveryPending
                 | Code::OutcomeUnknown

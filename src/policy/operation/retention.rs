@@ -5,16 +5,12 @@
 //! * Every time counts from the outcome. An operation that was recovered on the third day is remembered from then.
 //! * The body lives at most as long as the answer is replayed, and the metadata at least as long: so a late retry is
 //!   seen as late, and another command under the key as another.
-//! * Only a terminal record is ever purged, whatever its age (M100).
-//! * A purge records a bound that lies above the time of every v7 key that it took, so that under `Reject` a late retry
-//!   is recognised when nothing is left of its record. Without a purge, nothing is too old.
 //!
-//! Not here: the batches (`store`), and the verdict on a key's time, which is
+//! Not here: what a purge takes, and the bound that it records (`store`, whose suite holds every adapter to it), and the verdict on a key's time, which is
 //! [`horizon::judge`](crate::policy::horizon::judge).
 
 use std::time::Duration;
 
-use super::record::{Record, StoredBody};
 use crate::policy::db_time::DbTime;
 use crate::policy::horizon::{Age, Bounds, Verdict, judge};
 
@@ -42,17 +38,6 @@ pub enum RetentionError {
     /// The record would go while its answer is promised.
     #[error("`metadata` must be at least as long as `ttl`")]
     MetadataBelowTtl,
-}
-
-/// What a cleaner may do with a record.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Cleanup {
-    /// Nothing.
-    Keep,
-    /// Take the body away and leave [`Tombstone::Purged`](super::record::Tombstone::Purged).
-    DropBody,
-    /// Take the record away, and raise the operation's purge bound in the same transaction.
-    Purge,
 }
 
 impl Default for Retention {
@@ -85,37 +70,6 @@ impl Retention {
     pub fn expires_at(&self, outcome_at: DbTime) -> DbTime {
         outcome_at.after(self.ttl)
     }
-
-    /// What a cleaner may do with a record now.
-    #[must_use]
-    pub fn cleanup(&self, record: &Record, now: DbTime) -> Cleanup {
-        let (true, Some(outcome_at)) = (record.state.is_terminal(), record.outcome_at) else { return Cleanup::Keep };
-        // What was promised when the outcome was written holds, also when the settings were shortened since.
-        let promised = record.expires_at.is_none_or(|at| now <= at);
-        let has_body = record.answer.as_ref().is_some_and(|answer| answer.body == StoredBody::Kept);
-        if !promised && now > outcome_at.after(self.metadata) {
-            Cleanup::Purge
-        } else if has_body && now > outcome_at.after(self.body) {
-            Cleanup::DropBody
-        } else {
-            Cleanup::Keep
-        }
-    }
-
-    /// The time before which a record must have had its outcome to be purged now: the first condition of the batch.
-    #[must_use]
-    pub fn purge_outcomes_before(&self, now: DbTime) -> DbTime {
-        now.before(self.metadata)
-    }
-
-    /// The bound that a purge records for its operation: every key whose time lies below it may have been purged. A key
-    /// is at most `id_skew` younger than the claim of its record, and the claim is older than the outcome. A bound is
-    /// never lowered.
-    #[must_use]
-    pub fn purge_bound(&self, recorded: Option<DbTime>, now: DbTime, id_skew: Duration) -> DbTime {
-        let bound = self.purge_outcomes_before(now).after(id_skew);
-        recorded.map_or(bound, |recorded| recorded.max(bound))
-    }
 }
 
 /// What the time inside a key says, where there is no record of it (O23).
@@ -146,9 +100,6 @@ impl KeyAge {
 
 #[cfg(test)]
 mod tests {
-    use proptest::prelude::*;
-
-    use super::super::record::{Mode, State, StoredAnswer, tests::any_record};
     use super::*;
 
     const SKEW: Duration = Duration::from_secs(60);
@@ -157,43 +108,6 @@ mod tests {
 
     fn at(seconds: i64) -> DbTime {
         DbTime::from_millis(seconds * 1_000)
-    }
-
-    /// A record whose outcome came at that second.
-    fn ended(state: State, outcome: i64) -> Record {
-        let outcome_at = Some(at(outcome));
-        let answer = Some(StoredAnswer { status: 201, schema_version: 1, body: StoredBody::Kept });
-        Record { outcome_at, expires_at: outcome_at.map(|at| RETENTION.expires_at(at)), answer, ..any_record(state) }
-    }
-
-    // Shown by: counting from `created_at`, which is 0 here.
-    #[test]
-    fn o3_every_lifetime_counts_from_the_outcome() {
-        let recovered_on_day_three = ended(State::Completed, 259_200);
-        let cleanup = |after: i64| RETENTION.cleanup(&recovered_on_day_three, at(259_200 + after));
-        assert_eq!(recovered_on_day_three.state_at(at(259_300)), State::Completed);
-        assert_eq!([0, 50, 51, 200, 201].map(cleanup).map(|cleanup| cleanup as u8), [0, 0, 1, 1, 2]);
-        assert_eq!(cleanup(51), Cleanup::DropBody);
-        assert_eq!(cleanup(201), Cleanup::Purge);
-    }
-
-    // Shown by: leaving `is_terminal` out (an IN_PROGRESS row that a bug gave an outcome time).
-    #[test]
-    fn m100_only_a_terminal_record_is_ever_cleaned_whatever_its_age() {
-        for state in State::STORED {
-            let purged = RETENTION.cleanup(&ended(state, 0), at(1_000_000_000)) == Cleanup::Purge;
-            assert_eq!(purged, state.is_terminal(), "{state}");
-        }
-        let no_outcome = Record { outcome_at: None, ..ended(State::Completed, 0) };
-        assert_eq!(RETENTION.cleanup(&no_outcome, at(1_000_000_000)), Cleanup::Keep);
-    }
-
-    // Shown by: purging by `metadata` alone.
-    #[test]
-    fn m98_a_time_that_was_promised_holds_when_the_settings_are_shortened() {
-        let record = Record { expires_at: Some(at(1_000)), ..ended(State::Completed, 0) };
-        assert_eq!(RETENTION.cleanup(&record, at(1_000)), Cleanup::DropBody);
-        assert_eq!(RETENTION.cleanup(&record, at(1_001)), Cleanup::Purge);
     }
 
     // Shown by: dropping each comparison.
@@ -217,29 +131,5 @@ mod tests {
         assert_eq!(KeyAge::of(Some(at(10)), bounds(Some(at(10)))), KeyAge::Fine);
         assert_eq!(KeyAge::of(Some(at(10_061)), bounds(None)), KeyAge::FromTheFuture);
         assert_eq!(KeyAge::of(None, bounds(Some(at(10)))), KeyAge::Untimed);
-        assert_eq!(RETENTION.purge_bound(Some(at(9_999)), at(10_000), SKEW), at(9_999), "a bound is never lowered");
-    }
-
-    proptest! {
-        #![proptest_config(ProptestConfig::with_cases(2_000))]
-
-        // The one thing that must never be: the record is gone, and the late retry of its key looks new. Shown by: a
-        // bound without the skew; one that lies further back.
-        #[test]
-        fn o23_a_key_whose_record_was_purged_is_too_old_for_ever(
-            claimed in 0_i64..1_000, ran in 0_i64..60, skewed in -60_i64..=60, waited in 195_i64..300,
-            later in 0_i64..10_000,
-        ) {
-            let record = Record { mode: Mode::Phased, ..ended(State::Completed, claimed + ran) };
-            let key_time = at(claimed + skewed);
-            let now = at(claimed + ran + waited);
-            if RETENTION.cleanup(&record, now) == Cleanup::Purge {
-                prop_assert!(record.outcome_at < Some(RETENTION.purge_outcomes_before(now)));
-                let bound = RETENTION.purge_bound(None, now, SKEW);
-                let later = at(claimed + ran + waited + later);
-                let bounds = Bounds { purged_below: Some(bound), now: later, id_skew: SKEW };
-                prop_assert_eq!(KeyAge::of(Some(key_time), bounds), KeyAge::TooOld);
-            }
-        }
     }
 }

@@ -5,11 +5,11 @@
 //! prevented, or that was nobody's failure, is taken back where the message is left for later.
 
 use std::sync::Arc;
-use std::time::Duration;
 
 use super::batch::BatchEnd;
+use super::blame::Blame;
 use super::item::Item;
-use super::lane::Lane;
+use super::lane::{Lane, TAKE_BACK};
 use super::settle;
 use crate::error::{HandlerError, StoreError};
 use crate::observe::{self, Outcome};
@@ -17,20 +17,42 @@ use crate::policy::retry::{Death, Decision};
 use crate::runtime::pace::sleep_unless;
 use crate::store::{ParkAs, Store};
 
-/// How long a stop waits for a try to be taken back: where the database is away, it stays counted.
-const TAKE_BACK: Duration = Duration::from_secs(3);
-
-/// Runs it until it is done, waiting, dead, or left for later.
-pub(super) async fn run<S: Store>(lane: &mut Lane<S>, item: Item, mut failure: Option<HandlerError>) {
+/// Runs it until it is done, waiting, dead, or left for later. `was_counted` where its try in the batch was counted before.
+pub(super) async fn run<S: Store>(
+    lane: &mut Lane<S>,
+    item: Item,
+    mut failure: Option<HandlerError>,
+    was_counted: bool,
+) {
+    if failure.is_none() {
+        // Whoever runs alone holds up the whole process: not for somebody else's transaction.
+        match lane.shared.store.is_contested(lane.consumer, &[item.message.id]).await {
+            Ok(true) => {
+                if was_counted {
+                    lane.uncount(std::slice::from_ref(&item)).await;
+                }
+                return lane.aside.put(item);
+            }
+            Ok(false) => {}
+            Err(away) => {
+                if leave(lane, &item, &away, was_counted).await {
+                    return;
+                }
+            }
+        }
+    }
     // The try in the batch already failed: it is counted after the fact, which is enough, for the process lived to say so.
-    let mut counted = 0;
-    if failure.is_some() {
+    let mut counted = u32::from(was_counted);
+    if let Some(error) = failure.as_ref().filter(|_| was_counted) {
+        note(lane, &item, error).await;
+    } else if failure.is_some() {
         let Some(tries) = count(lane, &item, failure.as_ref(), counted).await else { return };
         counted = tries;
     }
     // A try is counted that has not come to an end: it is not counted again, and taken back where none follows.
-    let mut unspent = false;
+    let mut unspent = was_counted && failure.is_none();
     let shared = Arc::clone(&lane.shared);
+    let mut blame = Blame::default();
     loop {
         if let Some(error) = failure.take() {
             match settle::decide(&lane.shared.options.retry, &error, counted) {
@@ -78,15 +100,16 @@ pub(super) async fn run<S: Store>(lane: &mut Lane<S>, item: Item, mut failure: O
                 }
                 return lane.report(&item, true);
             }
-            Ok(BatchEnd::Failed(_, error)) if error.is_nobodys() => lane.wait_out(&error).await,
+            Ok(BatchEnd::Failed(_, error))
+                if error.is_nobodys() && !blame.falls(&shared, lane.consumer, error.may_be_its_own()).await =>
+            {
+                lane.wait_out(&error).await;
+            }
             Ok(BatchEnd::Failed(_, error)) => {
                 unspent = false;
-                tracing::warn!(consumer = %lane.shared.options.name, id = %item.message.id, attempt = counted, %error, "a handler failed");
-                if let Err(away) =
-                    lane.shared.store.failed_attempt(lane.consumer, item.message.id, error.message(), false).await
-                {
-                    tracing::debug!(error = %away, "the text of a failure was not stored");
-                }
+                let error = if error.is_nobodys() { HandlerError::retryable(error) } else { error };
+                tracing::warn!(consumer = %lane.shared.options.name, id = %item.message.id, sent_id = %item.message.id_text, attempt = counted, %error, "a handler failed");
+                note(lane, &item, &error).await;
                 failure = Some(error);
             }
             Ok(BatchEnd::Unclear(why)) => {
@@ -94,12 +117,24 @@ pub(super) async fn run<S: Store>(lane: &mut Lane<S>, item: Item, mut failure: O
                 failure = Some(HandlerError::retryable(why));
             }
             Ok(BatchEnd::Ended(_)) => return settle::transaction_ended(lane, item).await,
+            Err(error) if blame.falls(&shared, lane.consumer, error.may_be_its_own()).await => {
+                unspent = false;
+                failure = Some(HandlerError::retryable(error));
+            }
             Err(away) => {
                 if leave(lane, &item, &away, unspent).await {
                     return;
                 }
             }
         }
+    }
+}
+
+/// Notes what a try said that is counted.
+async fn note<S: Store>(lane: &Lane<S>, item: &Item, error: &HandlerError) {
+    let noted = lane.shared.store.failed_attempt(lane.consumer, item.message.id, error.message(), false).await;
+    if let Err(away) = noted {
+        tracing::debug!(error = %away, "the text of a failure was not stored");
     }
 }
 
@@ -148,9 +183,11 @@ async fn leave_for_later<S: Store>(lane: &Lane<S>, item: &Item, unspent: bool) {
         match tokio::time::timeout(TAKE_BACK, taken_back).await {
             Ok(Ok(())) => {}
             Ok(Err(error)) => {
-                tracing::warn!(id = %item.message.id, %error, "a try that was not made stays counted");
+                tracing::warn!(id = %item.message.id, sent_id = %item.message.id_text, %error, "a try that was not made stays counted");
             }
-            Err(_) => tracing::warn!(id = %item.message.id, "a try that was not made stays counted"),
+            Err(_) => {
+                tracing::warn!(id = %item.message.id, sent_id = %item.message.id_text, "a try that was not made stays counted")
+            }
         }
     }
     lane.report(item, false);

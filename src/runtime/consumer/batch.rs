@@ -6,6 +6,8 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use tokio_util::sync::CancellationToken;
+
 use super::Shared;
 use super::admission::{Fate, admit};
 use super::calls::{self, Call, Wanted, call};
@@ -15,8 +17,9 @@ use super::options::Unhandled;
 use super::settle::{self, dead};
 use crate::error::{HandlerError, StoreError};
 use crate::message::{Message, MessageId};
-use crate::observe::Outcome;
-use crate::store::{ConsumerId, InboxTx, ParkAs, Parked, Proof, Store};
+use crate::observe::{Outcome, PartState};
+use crate::runtime::pace::Pace;
+use crate::store::{ConsumerId, InboxTx, ParkAs, Parked, Proof, Store, Undone};
 
 /// How a batch ended; unless it is `Done`, nothing of it stayed.
 #[derive(Debug)]
@@ -33,20 +36,21 @@ pub(super) enum BatchEnd {
 
 /// What the body of the transaction came to.
 enum Body {
-    Commit {
-        outcomes: Vec<Outcome>,
-        handled: Vec<usize>,
-    },
+    Commit { outcomes: Vec<Outcome>, handled: Vec<usize> },
     Rollback(BatchEnd),
-    /// A handler ended the transaction. `owed` are the items whose inbox rows it may have committed while something of them
-    /// was still to be done; where it did not, the end is `otherwise`.
-    TransactionEnded {
-        owed: Vec<usize>,
-        otherwise: BatchEnd,
-    },
 }
 
-/// Runs the items in one transaction. `attempt` is the number of the try where it was counted.
+/// What handlers have to do with the transaction so far.
+#[derive(Default)]
+struct Handlers {
+    /// The items whose inbox rows a handler may have committed while something of them was still to be done. Empty until the
+    /// first handler is called.
+    owed: Vec<usize>,
+    enqueued: bool,
+}
+
+/// Runs the items in one transaction. `attempt` is the number of the try where it was counted. Until `give_up`, it does not
+/// return before it is known what became of the transaction.
 ///
 /// # Errors
 /// Nobody's failure, or the database's: the same items again, later.
@@ -55,36 +59,42 @@ pub(super) async fn run<S: Store>(
     consumer: ConsumerId,
     items: &[Item],
     attempt: Option<u32>,
+    give_up: &CancellationToken,
 ) -> Result<BatchEnd, StoreError> {
     let mut tx = shared.store.begin(consumer).await?;
-    let mut enqueued = false;
-    match body(shared, &mut tx, items, attempt, &mut enqueued).await {
+    let mut handlers = Handlers::default();
+    let end = match body(shared, &mut tx, items, attempt, &mut handlers).await {
         Ok(Body::Commit { outcomes, handled }) => match tx.commit().await {
             Ok(()) => {
-                if enqueued {
+                if handlers.enqueued {
                     crate::store::hint();
                 }
-                Ok(BatchEnd::Done(outcomes))
+                return Ok(BatchEnd::Done(outcomes));
             }
             // A deferred constraint speaks only now: it is the handler's failure, not the database's, and the same batch
             // again would fail for ever.
             Err(error @ StoreError::Other(_)) if !handled.is_empty() => {
-                Ok(whose(&handled, &format!("the commit was refused: {error}")))
+                return Ok(whose(&handled, &format!("the commit was refused: {error}")));
             }
-            Err(error) => Err(error),
+            Err(error) => return Err(error),
         },
-        Ok(Body::Rollback(end)) => {
-            roll_back(tx).await;
-            Ok(end)
+        Ok(Body::Rollback(end)) => Ok(end),
+        Err(error) => Err(error),
+    };
+    if handlers.owed.is_empty() {
+        roll_back(tx).await;
+        return end;
+    }
+    match (undo(shared, &mut tx, give_up).await?, end) {
+        (Undone::Committed, _) => Ok(BatchEnd::Ended(handlers.owed)),
+        // Whatever the handler made of it.
+        (Undone::Lost, Ok(BatchEnd::Failed(item, error))) => {
+            Ok(BatchEnd::Failed(item, HandlerError::lost_connection(error)))
         }
-        Ok(Body::TransactionEnded { owed, otherwise }) => {
-            roll_back(tx).await;
-            look_after_ended(shared, consumer, items, &owed, otherwise).await
+        (Undone::Lost, Ok(BatchEnd::Unclear(why))) => {
+            Ok(BatchEnd::Failed(handlers.owed[0], HandlerError::lost_connection(why)))
         }
-        Err(error) => {
-            roll_back(tx).await;
-            Err(error)
-        }
+        (_, end) => end,
     }
 }
 
@@ -93,7 +103,7 @@ async fn body<S: Store>(
     tx: &mut S::Tx,
     items: &[Item],
     attempt: Option<u32>,
-    enqueued: &mut bool,
+    handlers: &mut Handlers,
 ) -> Result<Body, StoreError> {
     let fates = admit(tx, items).await?;
     let mut outcomes = Vec::with_capacity(items.len());
@@ -114,12 +124,13 @@ async fn body<S: Store>(
                 parked.push(dead(item, "no-usable-id", item.unusable.as_deref().unwrap_or_default(), false));
                 Outcome::Dead
             }
-            Fate::Behind => {
+            // One that no handler takes has no effect that could come too early: it waits for nothing.
+            Fate::Behind if shared.handlers.find(&item.message.kind).is_some() => {
                 let message = item.message.clone();
                 parked.push(Parked { message, park_as: ParkAs::Behind, attempts: 0, error: None });
                 Outcome::Retried
             }
-            Fate::New => match shared.handlers.find(&item.message.kind) {
+            Fate::New | Fate::Behind => match shared.handlers.find(&item.message.kind) {
                 None if shared.options.unhandled == Unhandled::Acknowledge => Outcome::Unhandled,
                 None => {
                     let error = format!("no handler takes the kind `{}`", item.message.kind);
@@ -136,21 +147,19 @@ async fn body<S: Store>(
         outcomes.push(outcome);
     }
     let handled: Vec<usize> = wanted.iter().map(|wanted| wanted.item).collect();
+    if !handled.is_empty() {
+        handlers.owed = owed(shared, items, &fates);
+    }
     for Call { handler, items: called } in calls::plan(wanted) {
         let messages: Vec<&Message> = called.iter().map(|index| &items[*index].message).collect();
+        let enqueued = &mut handlers.enqueued;
         let result = call(shared, shared.handlers.get(handler), &messages, attempt, tx, enqueued).await;
         let Err(error) = result else { continue };
-        let (error, ended) = whose_failure(tx, error).await;
-        let failed = match called.as_slice() {
+        return Ok(Body::Rollback(match called.as_slice() {
             [only] => BatchEnd::Failed(*only, error),
             [first, ..] if error.is_nobodys() => BatchEnd::Failed(*first, error),
             _ => BatchEnd::Unclear(error.message().to_owned()),
-        };
-        return Ok(if ended {
-            Body::TransactionEnded { owed: owed(shared, items, &fates), otherwise: failed }
-        } else {
-            Body::Rollback(failed)
-        });
+        }));
     }
     // The proof comes before our own statements: in an aborted transaction they would only fail and hide whose fault it was.
     if !handled.is_empty() {
@@ -158,8 +167,7 @@ async fn body<S: Store>(
             Proof::Same => {}
             Proof::Aborted => return Ok(Body::Rollback(whose(&handled, SWALLOWED))),
             Proof::Ended => {
-                let otherwise = whose(&handled, "the handler ended the transaction it was given");
-                return Ok(Body::TransactionEnded { owed: owed(shared, items, &fates), otherwise });
+                return Ok(Body::Rollback(whose(&handled, "the handler ended the transaction it was given")));
             }
         }
     }
@@ -186,23 +194,38 @@ fn owed<S: Store>(shared: &Arc<Shared<S>>, items: &[Item], fates: &[Fate]) -> Ve
     new.map(|(index, _)| index).collect()
 }
 
-/// After a handler's failure: nobody's where the connection is lost, whatever the handler made of that (R27), and true where the
-/// handler ended the transaction before it failed (R23). Within a deadline, for a handler that timed out may have left a
-/// statement running.
-pub(super) async fn whose_failure<T: InboxTx>(tx: &mut T, error: HandlerError) -> (HandlerError, bool) {
-    if error.is_nobodys() {
-        return (error, false);
+/// Ends a transaction in which a handler ran, and finds out whether the handler had committed it: asked until the database
+/// answers, because a second try would find inbox rows that the handler committed and take its messages for duplicates.
+///
+/// # Errors
+/// `give_up` came first.
+pub(super) async fn undo<S: Store>(
+    shared: &Shared<S>,
+    tx: &mut S::Tx,
+    give_up: &CancellationToken,
+) -> Result<Undone, StoreError> {
+    let mut pace = Pace::new(Duration::from_millis(100), Duration::from_secs(5));
+    loop {
+        let error = match tx.undo().await {
+            Ok(undone) => {
+                if pace.failures() > 0 {
+                    shared.health.set(&shared.part, PartState::Ready);
+                }
+                return Ok(undone);
+            }
+            Err(error) => error,
+        };
+        let why = format!("database: it does not say what became of a transaction: {error}");
+        shared.health.set(&shared.part, PartState::Waiting(why));
+        if !pace.wait(give_up).await {
+            tracing::error!(consumer = %shared.options.name, %error, "what became of a transaction is not known at the stop; if a handler committed it by itself, its messages come again as duplicates");
+            return Err(error);
+        }
     }
-    let lost = match tokio::time::timeout(Duration::from_secs(2), tx.prove()).await {
-        Ok(Ok(proof)) => return (error, proof == Proof::Ended),
-        Ok(Err(silence)) => silence.is_nobodys(),
-        Err(_) => tx.is_lost().await,
-    };
-    let error = if lost { HandlerError::nobodys(format!("{error}; the connection is lost")) } else { error };
-    (error, false)
 }
 
-const SWALLOWED: &str = "a statement failed, and the handler went on as if it had not: the transaction is aborted";
+pub(super) const SWALLOWED: &str =
+    "a statement failed, and the handler went on as if it had not: the transaction is aborted";
 
 /// A failure of the transaction as a whole: of its only handler, else it is found out by running each alone.
 fn whose(handled: &[usize], why: &str) -> BatchEnd {
@@ -212,23 +235,7 @@ fn whose(handled: &[usize], why: &str) -> BatchEnd {
     }
 }
 
-/// A handler ended the transaction. Where that committed inbox rows, the items are dead, loudly: whether their effects are
-/// whole nobody knows. Where it did not, it is a failure like any other.
-async fn look_after_ended<S: Store>(
-    shared: &Arc<Shared<S>>,
-    consumer: ConsumerId,
-    items: &[Item],
-    owed: &[usize],
-    otherwise: BatchEnd,
-) -> Result<BatchEnd, StoreError> {
-    let ids: Vec<MessageId> = owed.iter().map(|index| items[*index].message.id).collect();
-    let known = shared.store.known(consumer, &ids).await?;
-    let committed: Vec<usize> =
-        owed.iter().copied().filter(|index| known.contains(&items[*index].message.id)).collect();
-    Ok(if committed.is_empty() { otherwise } else { BatchEnd::Ended(committed) })
-}
-
-/// Rolls back within a deadline: a handler that timed out may have left a statement running.
+/// Rolls back within a deadline what no handler had in its hands.
 pub(super) async fn roll_back<T: InboxTx>(tx: T) {
     match tokio::time::timeout(Duration::from_secs(5), tx.rollback()).await {
         Ok(Ok(())) => {}

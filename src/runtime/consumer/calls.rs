@@ -79,7 +79,7 @@ pub(super) async fn call<S: Store>(
     let limit = shared.options.handler_timeout;
     let began = Instant::now();
     let mut handler_tx = HandlerTx::new(tx, enqueued);
-    let run = AssertUnwindSafe(async {
+    let handling = async {
         match handler {
             Handler::Single(handler) => {
                 for message in messages {
@@ -89,11 +89,13 @@ pub(super) async fn call<S: Store>(
             }
             Handler::Batch(handler) => handler.handle_batch(messages, &mut handler_tx).await,
         }
-    });
-    let result = match tokio::time::timeout(limit, run.catch_unwind()).await {
+    };
+    // The timeout inside: what a handler holds may panic as well when it is dropped at the end of its time.
+    let run = AssertUnwindSafe(async { tokio::time::timeout(limit, handling).await });
+    let result = match run.catch_unwind().await {
         Ok(Ok(result)) => result,
-        Ok(Err(panic)) => Err(HandlerError::retryable(format!("the handler panicked: {}", panic_text(panic.as_ref())))),
-        Err(_) => Err(HandlerError::retryable(format!("the handler ran longer than {limit:?}"))),
+        Ok(Err(_)) => Err(HandlerError::retryable(format!("the handler ran longer than {limit:?}"))),
+        Err(panic) => Err(HandlerError::retryable(format!("the handler panicked: {}", panic_text(panic.as_ref())))),
     };
     observe::handled(&shared.options.name, began.elapsed());
     result

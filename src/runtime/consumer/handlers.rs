@@ -65,6 +65,11 @@ impl<S: Store> Handlers<S> {
         Some((number, &self.0[number].1))
     }
 
+    /// The kinds that they take; none where one takes every kind.
+    pub(super) fn kinds(&self) -> Option<Vec<String>> {
+        self.0.iter().map(|(kind, _)| kind.clone()).collect()
+    }
+
     /// The handler of a number that [`Handlers::find`] gave.
     pub(super) fn get(&self, number: usize) -> &Handler<S> {
         &self.0[number].1

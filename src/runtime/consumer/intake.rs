@@ -5,28 +5,33 @@
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use tokio::sync::mpsc;
 use tokio::task::JoinSet;
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
+use uuid::Uuid;
 
 use super::item::{Done, Item, Source};
-use super::{ConsumerEnd, Shared, lane};
-use crate::broker::{Delivery, Event, PartitionId, RevokeGuard, Subscriber};
+use super::{ConsumerEnd, Shared, lane, loss, positions};
+use crate::broker::{Begun, Delivery, Event, PartitionId, RevokeGuard, Subscriber};
 use crate::error::BrokerError;
-use crate::observe::{self, PartState};
+use crate::observe::{self, PartState, Trouble};
+use crate::policy::position::Position;
 use crate::policy::suspicion::Suspicion;
 use crate::policy::watermark::Watermark;
-use crate::store::{ConsumerId, Store};
+use crate::store::{ConsumerId, Holding, Store};
 
 /// The last of the grace, half of it at most: what runs is dropped, and its tries are taken back. A disk that is busy with
 /// other work may need a second or two for that.
-const HAND_BACK: Duration = Duration::from_secs(4);
+pub(super) const HAND_BACK: Duration = Duration::from_secs(4);
 
 struct Assigned {
     source: Arc<Source>,
+    /// Its row in the database, and which topic it is, where the broker is a log.
+    row: Option<(Holding, Option<String>)>,
     mark: Watermark,
     /// Delivered while the mark had no room: handed over, in order, when it has.
     backlog: VecDeque<Delivery>,
@@ -34,6 +39,14 @@ struct Assigned {
     /// Handed to lanes and not yet reported.
     outstanding: usize,
     giving_up: Option<GivingUp>,
+}
+
+impl Assigned {
+    /// Up to where it is done, as far as it was acknowledged.
+    fn position(&self) -> Option<Position> {
+        let (_, topic_id) = self.row.as_ref()?;
+        Some(Position { topic_id: topic_id.clone(), next: self.acknowledged? + 1 })
+    }
 }
 
 struct GivingUp {
@@ -46,6 +59,7 @@ struct Intake<'a, S: Store> {
     consumer: ConsumerId,
     subscriber: Box<dyn Subscriber>,
     lanes: Vec<mpsc::UnboundedSender<Item>>,
+    positions: mpsc::UnboundedSender<(Holding, Position)>,
     sources: HashMap<PartitionId, Assigned>,
     outstanding: usize,
     paused: bool,
@@ -72,25 +86,44 @@ pub(super) async fn run<S: Store>(
         })
         .collect();
     drop(done_sender);
+    let (positions, told) = mpsc::unbounded_channel();
+    // Ends with this function: what it has not written yet is noted where a partition is given up, or comes again.
+    let mut keeper = JoinSet::new();
+    keeper.spawn(positions::keep(Arc::clone(shared), consumer, told));
     let mut intake = Intake {
         shared,
         consumer,
         subscriber,
         lanes,
+        positions,
         sources: HashMap::new(),
         outstanding: 0,
         paused: false,
         active_at: Instant::now(),
     };
     shared.health.set(&shared.part, PartState::Ready);
-    let end = intake.serve(&mut done, stop).await;
+    let end = tokio::select! {
+        end = intake.serve(&mut done, stop) => end,
+        // While there is work for them they do not end by themselves; what this one had in its hands comes again.
+        Some(lane) = tasks.join_next() => {
+            let why = lane.err().map_or_else(|| "it returned".to_owned(), |error| error.to_string());
+            let why = format!("a lane ended in disorder, all of them begin anew: {why}");
+            tracing::error!(consumer = %shared.options.name, "{why}");
+            shared.health.set(&shared.part, PartState::Waiting(why.clone()));
+            Err(BrokerError::Session(why))
+        }
+    };
+    let lane_is_gone = tasks.len() < shared.options.lanes.max(1);
+    shared.health.trouble(&shared.part, "broker", None);
     // Nothing more is started; what runs may finish within the grace, and is acknowledged where the subscriber still lives.
-    lanes_stop.cancel();
+    // Revoked first: a lane that the stop wakes out of a pause leaves its message, and must not start the next of its key.
     for assigned in intake.sources.values() {
         assigned.source.revoke();
     }
+    lanes_stop.cancel();
     intake.lanes.clear();
-    let grace = shared.options.shutdown_grace;
+    // What a lane that is gone had in its hands is reported by nobody.
+    let grace = if lane_is_gone { shared.options.shutdown_grace.min(HAND_BACK) } else { shared.options.shutdown_grace };
     let hand_back = HAND_BACK.min(grace / 2);
     if !intake.drain(&mut done, end.is_ok(), grace - hand_back).await {
         tracing::warn!(consumer = %shared.options.name, "handlers still ran at the end of the grace; their messages come again");
@@ -128,12 +161,14 @@ impl<S: Store> Intake<'_, S> {
                     self.go_on()?;
                 }
                 event = self.subscriber.next() => {
-                    self.event(event?).await;
+                    self.event(event?).await?;
                     self.go_on()?;
                 }
                 _ = tick.tick() => {
                     self.shared.health.beat(&self.shared.part);
+                    self.shared.health.trouble(&self.shared.part, "broker", self.subscriber.away().map(Trouble::Stops));
                     observe::in_flight(&self.shared.options.name, self.outstanding);
+                    self.go_on()?;
                     if self.is_idle().await? {
                         return Ok(ConsumerEnd::Idle);
                     }
@@ -142,13 +177,11 @@ impl<S: Store> Intake<'_, S> {
         }
     }
 
-    async fn event(&mut self, event: Event) {
+    async fn event(&mut self, event: Event) -> Result<(), BrokerError> {
         match event {
             Event::Assigned(sources) => {
                 self.active_at = Instant::now();
-                for id in sources {
-                    self.assign(id).await;
-                }
+                self.assign(sources).await?;
             }
             Event::Deliveries(deliveries) => self.deliveries(deliveries),
             Event::Revoked { sources, lost, done } => {
@@ -159,15 +192,18 @@ impl<S: Store> Intake<'_, S> {
                 }
             }
         }
+        Ok(())
     }
 
     /// Hands to the lanes what there is room for, and asks the broker for more, or for nothing more.
     fn go_on(&mut self) -> Result<(), BrokerError> {
         let is_log = self.shared.broker.is_log();
-        let (mut waits, in_flight_max) = (false, self.shared.options.in_flight_max);
+        let in_flight_max = self.shared.options.in_flight_max;
+        let is_full = self.shared.is_full.load(Ordering::Relaxed);
+        let mut waits = is_full;
         for (id, assigned) in &mut self.sources {
             // What the mark does not know must not run: it would pass over it.
-            while assigned.mark.room() > 0 {
+            while !is_full && assigned.mark.room() > 0 {
                 let Some(delivery) = assigned.backlog.pop_front() else { break };
                 assigned.mark.delivered(delivery.sequence).map_err(|error| {
                     BrokerError::Session(format!("{}, partition {}: {error}", id.place, id.partition))
@@ -194,23 +230,51 @@ impl<S: Store> Intake<'_, S> {
         self.sources.values().any(|assigned| !assigned.backlog.is_empty())
     }
 
-    async fn assign(&mut self, id: PartitionId) {
-        let mut suspicion = Suspicion::closed();
-        if self.shared.broker.is_log() {
-            // Found open: the last owner did not end cleanly, so what it had in flight may kill a process (R26).
-            let found_open = Suspicion::found_open(self.shared.options.in_flight_max);
-            match self.shared.store.open_assignment(self.consumer, &id.place, id.partition).await {
-                Ok(true) => suspicion = found_open,
-                Ok(false) => {}
-                Err(error) => {
-                    tracing::warn!(consumer = %self.shared.options.name, %error, "could not note an assignment; taken as suspicious");
-                    suspicion = found_open;
-                }
+    async fn assign(&mut self, sources: Vec<PartitionId>) -> Result<(), BrokerError> {
+        if !self.shared.broker.is_log() {
+            for id in sources {
+                self.add(id, Suspicion::closed(), None);
             }
+            return Ok(());
         }
+        let name = &self.shared.options.name;
+        let (mut remembered, mut opened) = (Vec::new(), HashMap::new());
+        for id in sources {
+            let holding = Holding { topic: Arc::clone(&id.place), partition: id.partition, owner: Uuid::now_v7() };
+            // Begun without its position, it could pass over what a database that went back does not have.
+            let row = self.shared.store.open_assignment(self.consumer, &holding).await.map_err(|error| {
+                let (topic, partition) = (&id.place, id.partition);
+                BrokerError::Unavailable(format!(
+                    "the database does not tell where {topic}/{partition} stands: {error}"
+                ))
+            })?;
+            remembered.push((id.clone(), row.position));
+            opened.insert(id, (holding, row.was_open));
+        }
+        let mut positions = Vec::new();
+        for Begun { source, topic_id, start } in self.subscriber.begin(remembered).await? {
+            let Some((holding, was_open)) = opened.remove(&source) else { continue };
+            if let Some(because) = start.because {
+                let said = loss::tell(name, &source, because);
+                self.shared.health.trouble(&self.shared.part, "position", Some(Trouble::Shown(said)));
+            }
+            // Found open: the last owner did not end cleanly, so what it had in flight may kill a process (R26).
+            let found_open = || Suspicion::found_open(self.shared.options.in_flight_max);
+            let suspicion = if was_open { found_open() } else { Suspicion::closed() };
+            positions.push((holding.clone(), Position { topic_id: topic_id.clone(), next: start.at }));
+            self.add(source, suspicion, Some((holding, topic_id)));
+        }
+        // From now on the database knows which topic it is: one that is made anew is recognised also by the next owner.
+        self.shared.store.keep_positions(self.consumer, &positions).await.map_err(|error| {
+            BrokerError::Unavailable(format!("the database does not take where partitions stand: {error}"))
+        })
+    }
+
+    fn add(&mut self, id: PartitionId, suspicion: Suspicion, row: Option<(Holding, Option<String>)>) {
         tracing::info!(consumer = %self.shared.options.name, place = %id.place, partition = id.partition, suspicious = suspicion.is_active(), "assigned");
         let assigned = Assigned {
             source: Source::new(id.clone(), suspicion),
+            row,
             // What is finished above an unfinished one is not acknowledged either: it counts too.
             mark: Watermark::new(self.shared.options.in_flight_max.max(1)),
             backlog: VecDeque::new(),
@@ -280,6 +344,10 @@ impl<S: Store> Intake<'_, S> {
             return;
         };
         assigned.acknowledged = Some(through);
+        if let (Some((holding, _)), Some(position)) = (&assigned.row, assigned.position()) {
+            // Nobody writes any more at the end: then the clean end says it.
+            let _ended = self.positions.send((holding.clone(), position));
+        }
         if let Err(error) = self.subscriber.acknowledge(id, through).await {
             // No loss: the message comes again and the inbox knows it.
             observe::acknowledge_failed(&self.shared.options.name);
@@ -288,10 +356,11 @@ impl<S: Store> Intake<'_, S> {
     }
 
     async fn close_assignment(&mut self, id: &PartitionId) {
-        if !self.shared.broker.is_log() {
+        let Some((assigned, (holding, _))) = self.sources.get(id).and_then(|one| Some((one, one.row.as_ref()?))) else {
             return;
-        }
-        if let Err(error) = self.shared.store.close_assignment(self.consumer, &id.place, id.partition).await {
+        };
+        let position = assigned.position();
+        if let Err(error) = self.shared.store.close_assignment(self.consumer, holding, position.as_ref()).await {
             tracing::warn!(consumer = %self.shared.options.name, %error, "could not note a clean end; the next start is cautious");
         }
     }
@@ -305,7 +374,7 @@ impl<S: Store> Intake<'_, S> {
             self.active_at = Instant::now();
             return Ok(false);
         }
-        match self.shared.store.next_due(self.consumer).await {
+        match self.shared.store.next_due(self.consumer, &self.shared.scope).await {
             Ok(Some(due)) if due.is_zero() => {
                 self.active_at = Instant::now();
                 Ok(false)

@@ -65,10 +65,10 @@ impl Item {
         self.redelivered || self.source.with_suspicion(|suspicion| suspicion.is_active())
     }
 
-    /// Whether it runs alone, its try counted first, `known` being whether the inbox has it (R26).
-    pub(super) fn runs_alone(&self, known: bool) -> bool {
-        let facts = Facts { known, redelivered: self.redelivered };
-        self.source.with_suspicion(|suspicion| suspicion.judge(facts)) == Run::Alone
+    /// How it runs (R26), `known` being whether the inbox has it. Asked once.
+    pub(super) fn judge(&self, known: bool, has_none_to_spare: bool) -> Run {
+        let facts = Facts { known, redelivered: self.redelivered, has_none_to_spare };
+        self.source.with_suspicion(|suspicion| suspicion.judge(facts))
     }
 
     /// Which of `lanes` it belongs to: one key, one lane.

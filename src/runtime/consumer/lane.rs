@@ -4,19 +4,24 @@
 //! that a lane never reorders a key. Which parts those are is decided by [`crate::policy::split`], which messages are under
 //! suspicion by [`crate::policy::suspicion`].
 
+use std::collections::HashSet;
 use std::sync::Arc;
+use std::time::Duration;
 
 use tokio::sync::mpsc;
 use tokio_util::sync::CancellationToken;
 
+use super::aside::Aside;
 use super::batch::{self, BatchEnd};
 use super::item::{Done, Item};
 use super::{Shared, alone, settle};
 use crate::error::{HandlerError, StoreError};
-use crate::observe::{self, PartState};
+use crate::message::MessageId;
+use crate::observe::{self, Outcome, PartState};
 use crate::policy::split::{self, NobodysFault, Part};
+use crate::policy::suspicion::Run;
 use crate::runtime::pace::sleep_unless;
-use crate::store::{ConsumerId, Store};
+use crate::store::{ConsumerId, InboxTx, Store};
 
 /// One lane's hands.
 pub(super) struct Lane<S: Store> {
@@ -28,13 +33,31 @@ pub(super) struct Lane<S: Store> {
     pub(super) abandon: CancellationToken,
     /// Failures in a row that were nobody's, whatever this lane was doing.
     pub(super) fault: NobodysFault,
+    pub(super) aside: Aside,
 }
 
 /// What is to be done next, last in, first out.
 enum Work {
-    Batch(Vec<Item>),
-    Alone(Box<Item>, Option<HandlerError>),
+    Batch(Vec<Item>, Tries),
+    /// With the failure of its try in a batch, and whether that try was counted before.
+    Alone(Box<Item>, Option<HandlerError>, bool),
 }
+
+/// What is known of the tries of a batch.
+#[derive(Debug, Clone)]
+enum Tries {
+    /// Whether any of it is suspicious was not asked yet.
+    Unjudged,
+    /// Nothing is suspicious.
+    Free,
+    /// These are to be counted before the batch runs.
+    Due(Vec<MessageId>),
+    /// The first try of each is counted.
+    Counted,
+}
+
+/// How long a stop waits for tries to be taken back: where the database is away, they stay counted.
+pub(super) const TAKE_BACK: Duration = Duration::from_secs(3);
 
 /// Runs until its channel is closed.
 pub(super) async fn run<S: Store>(
@@ -46,8 +69,18 @@ pub(super) async fn run<S: Store>(
     abandon: CancellationToken,
 ) {
     let batch_max = shared.options.batch_max.max(1);
-    let mut lane = Lane { shared, consumer, done, stop, abandon, fault: NobodysFault::default() };
-    while let Some(first) = items.recv().await {
+    let (fault, aside) = (NobodysFault::default(), Aside::default());
+    let mut lane = Lane { shared, consumer, done, stop, abandon, fault, aside };
+    loop {
+        let first = tokio::select! {
+            biased;
+            () = lane.aside.is_due() => {
+                lane.look_aside().await;
+                continue;
+            }
+            first = items.recv() => first,
+        };
+        let Some(first) = first else { break };
         let mut batch = vec![first];
         while batch.len() < batch_max {
             let Ok(next) = items.try_recv() else { break };
@@ -55,60 +88,101 @@ pub(super) async fn run<S: Store>(
         }
         lane.work(batch).await;
     }
+    for item in lane.aside.take() {
+        lane.report(&item, false);
+    }
 }
 
 impl<S: Store> Lane<S> {
     async fn work(&mut self, items: Vec<Item>) {
-        let mut stack = vec![Work::Batch(items)];
+        let mut stack = vec![Work::Batch(items, Tries::Unjudged)];
         while let Some(work) = stack.pop() {
             match work {
-                Work::Batch(items) => {
-                    let items = self.leave_revoked(items);
+                Work::Batch(items, tries) => {
+                    let items = self.leave_revoked(items, &tries).await;
+                    let items = self.leave_aside(items, &tries).await;
                     if !items.is_empty() {
-                        self.batch(items, &mut stack).await;
+                        self.batch(items, tries, &mut stack).await;
                     }
                 }
-                Work::Alone(item, error) if item.source.is_revoked() => {
-                    drop(error);
+                Work::Alone(item, _, counted) if item.source.is_revoked() => {
+                    if counted {
+                        self.uncount(std::slice::from_ref(&*item)).await;
+                    }
                     self.report(&item, false);
                 }
-                Work::Alone(item, error) => alone::run(self, *item, error).await,
+                Work::Alone(item, _, counted) if self.aside.is_before(&item) => {
+                    if counted {
+                        self.uncount(std::slice::from_ref(&*item)).await;
+                    }
+                    self.aside.put(*item);
+                }
+                Work::Alone(item, error, counted) => alone::run(self, *item, error, counted).await,
             }
         }
     }
 
-    async fn batch(&mut self, items: Vec<Item>, stack: &mut Vec<Work>) {
-        let whole = 0..items.len();
-        match self.first_suspect(&items).await {
-            Ok(Some(suspect)) => return stack_up(items, split::around(whole, suspect), None, stack),
-            Ok(None) => {}
-            Err(error) => {
-                self.wait_out(&error).await;
-                return stack.push(Work::Batch(items));
+    async fn batch(&mut self, mut items: Vec<Item>, mut tries: Tries, stack: &mut Vec<Work>) {
+        if matches!(tries, Tries::Unjudged) {
+            match self.judge(&items).await {
+                Ok((of_first, None)) => tries = of_first,
+                Ok((of_first, Some(alone))) => {
+                    stack.push(Work::Batch(items.split_off(alone + 1), Tries::Unjudged));
+                    stack.extend(items.pop().map(|item| Work::Alone(Box::new(item), None, false)));
+                    return stack.push(Work::Batch(items, of_first));
+                }
+                Err(error) => {
+                    self.wait_out(&error).await;
+                    return stack.push(Work::Batch(items, tries));
+                }
             }
         }
+        if let Tries::Due(ids) = &mut tries {
+            // Some may have left the batch since.
+            ids.retain(|id| items.iter().any(|item| item.message.id == *id));
+            let (store, consumer) = (&self.shared.store, self.consumer);
+            let counted = match store.is_contested(consumer, ids).await {
+                // Another process, frozen maybe, is at work on one of them: that one is not waited for.
+                Ok(true) => return self.part_contested(items, stack),
+                Ok(false) => store.begin_first_attempts(consumer, ids).await,
+                Err(error) => Err(error),
+            };
+            if let Err(error) = counted {
+                self.wait_out(&error).await;
+                return stack.push(Work::Batch(items, tries));
+            }
+            tries = Tries::Counted;
+        }
+        let counted = matches!(tries, Tries::Counted);
+        let whole = 0..items.len();
         let end = {
             let _together = self.shared.solo.read().await;
-            self.transaction(&items, None).await
+            self.transaction(&items, counted.then_some(1)).await
         };
         let Some(end) = end else {
+            if counted {
+                self.uncount(&items).await;
+            }
             return items.iter().for_each(|item| self.report(item, false));
         };
         match end {
             Ok(BatchEnd::Done(outcomes)) => {
                 self.went_well();
+                self.wake_parked(&items, &outcomes).await;
                 for (item, outcome) in items.iter().zip(outcomes) {
                     observe::delivered(&self.shared.options.name, outcome, 1);
                     self.report(item, true);
                 }
             }
             Ok(BatchEnd::Failed(_, error)) if error.is_nobodys() => {
-                self.again(items, error.message(), stack).await;
+                self.again(items, tries, error.message(), error.may_be_its_own(), stack).await;
             }
-            Ok(BatchEnd::Failed(index, error)) => stack_up(items, split::around(whole, index), Some(error), stack),
+            Ok(BatchEnd::Failed(index, error)) => {
+                stack_up(items, split::around(whole, index), &tries, Some(error), stack);
+            }
             Ok(BatchEnd::Unclear(why)) => {
                 tracing::warn!(consumer = %self.shared.options.name, messages = items.len(), %why, "a batch failed as a whole; its halves run");
-                stack_up(items, split::without_blame(whole), None, stack);
+                stack_up(items, split::without_blame(whole), &tries, None, stack);
             }
             Ok(BatchEnd::Ended(committed)) => {
                 // In order: what is stored first is the head of its key (R25).
@@ -120,10 +194,24 @@ impl<S: Store> Lane<S> {
                         rest.push(item);
                     }
                 }
-                stack.push(Work::Batch(rest));
+                stack.push(Work::Batch(rest, tries));
             }
-            Err(error) => self.again(items, &error.to_string(), stack).await,
+            Err(error) => self.again(items, tries, &error.to_string(), error.may_be_its_own(), stack).await,
         }
+    }
+
+    /// What was stored behind its key may stand there alone by now: the retrier may have removed the head meanwhile.
+    async fn wake_parked(&self, items: &[Item], outcomes: &[Outcome]) {
+        let parked = items.iter().zip(outcomes).filter(|(_, outcome)| **outcome == Outcome::Retried);
+        let lanes: HashSet<[u8; 16]> = parked.filter_map(|(item, _)| item.message.lane_id()).collect();
+        if lanes.is_empty() {
+            return;
+        }
+        let lanes: Vec<_> = lanes.into_iter().collect();
+        if let Err(error) = self.shared.store.wake(self.consumer, &lanes).await {
+            tracing::debug!(consumer = %self.shared.options.name, %error, "keys were not looked at again; a sweep does it");
+        }
+        self.shared.parked.notify_one();
     }
 
     /// Runs the items in one transaction; none where the grace of a stop ended first: then nothing of it stays.
@@ -135,35 +223,115 @@ impl<S: Store> Lane<S> {
         tokio::select! {
             biased;
             () = self.abandon.cancelled() => None,
-            end = batch::run(&self.shared, self.consumer, items, attempt) => Some(end),
+            end = batch::run(&self.shared, self.consumer, items, attempt, &self.abandon) => Some(end),
         }
     }
 
-    /// Nobody's failure: the same batch again, or its halves (R27).
-    async fn again(&mut self, items: Vec<Item>, why: &str, stack: &mut Vec<Work>) {
+    /// Nobody's failure: the same batch again, or its halves (R27). One message whose own failure it may be runs alone from the
+    /// third time on: there it is found out.
+    async fn again(&mut self, items: Vec<Item>, tries: Tries, why: &str, may_be_its_own: bool, stack: &mut Vec<Work>) {
         let again = self.fault.again(0..items.len(), fastrand::f64());
         self.say_waiting(why);
         sleep_unless(&self.stop, again.pause).await;
-        let parts = again.parts.into_iter().map(|messages| Part { messages, alone: false });
-        stack_up(items, parts.collect(), None, stack);
+        let alone = may_be_its_own && items.len() == 1 && self.fault.times() >= split::TIMES_BEFORE_HALVING;
+        let parts = again.parts.into_iter().map(|messages| Part { messages, alone });
+        stack_up(items, parts.collect(), &tries, None, stack);
     }
 
-    /// The first item that is to run alone, with its try counted first (R26): only those that the inbox does not know.
-    async fn first_suspect(&self, items: &[Item]) -> Result<Option<usize>, StoreError> {
+    /// How these run (R26): those before the first that runs alone, and where that one is. Only what the inbox does not know is
+    /// suspected, and nothing behind the one that runs alone was judged.
+    async fn judge(&self, items: &[Item]) -> Result<(Tries, Option<usize>), StoreError> {
         if !items.iter().any(Item::is_suspicious) {
-            return Ok(None);
+            return Ok((Tries::Free, None));
         }
+        let (store, consumer) = (&self.shared.store, self.consumer);
         let ids: Vec<_> = items.iter().map(|item| item.message.id).collect();
-        let known = self.shared.store.known(self.consumer, &ids).await?;
-        Ok(items.iter().position(|item| item.runs_alone(known.contains(&item.message.id))))
+        let known = store.known(consumer, &ids).await?;
+        let tried: HashSet<_> = store.attempts(consumer, &ids).await?.into_iter().map(|(id, _)| id).collect();
+        let spares_none = !self.shared.options.retry.allows(2);
+        let (mut due, mut suspects) = (Vec::new(), false);
+        for (index, item) in items.iter().enumerate() {
+            let id = item.message.id;
+            let is_known = known.contains(&id);
+            match item.judge(is_known, spares_none || tried.contains(&id)) {
+                Run::Alone => return Ok((to_count(due, suspects), Some(index))),
+                // It was counted before, and its count goes on.
+                Run::InBatch if !is_known && tried.contains(&id) => return Ok((to_count(due, suspects), Some(index))),
+                run => suspects |= run == Run::Counted,
+            }
+            // All of them: what one of the batch does to the process, none of the others can be told from.
+            due.extend((!is_known).then_some(id));
+        }
+        Ok((to_count(due, suspects), None))
     }
 
-    fn leave_revoked(&self, items: Vec<Item>) -> Vec<Item> {
+    /// One of those that stand aside is free again: all of them run, and what is not free stands aside anew.
+    async fn look_aside(&mut self) {
+        let items = self.aside.take();
+        for item in self.leave_revoked(items, &Tries::Unjudged).await {
+            self.aside.put(item);
+        }
+        let Some(id) = self.aside.look().map(|item| item.message.id) else { return };
+        match self.shared.store.is_contested(self.consumer, &[id]).await {
+            Ok(true) => {}
+            Ok(false) => {
+                let items = self.aside.take();
+                self.work(items).await;
+            }
+            Err(away) => self.wait_out(&away).await,
+        }
+    }
+
+    /// What stands behind one of its key that stands aside goes there too.
+    async fn leave_aside(&mut self, items: Vec<Item>, tries: &Tries) -> Vec<Item> {
+        let (behind, free): (Vec<_>, Vec<_>) = items.into_iter().partition(|item| self.aside.is_before(item));
+        if !behind.is_empty() && matches!(tries, Tries::Counted) {
+            self.uncount(&behind).await;
+        }
+        behind.into_iter().for_each(|item| self.aside.put(item));
+        free
+    }
+
+    /// Suspects whose inbox rows somebody else's open transaction may hold: halves, until those stand aside that it holds.
+    fn part_contested(&mut self, mut items: Vec<Item>, stack: &mut Vec<Work>) {
+        match items.pop() {
+            Some(only) if items.is_empty() => self.aside.put(only),
+            last => {
+                items.extend(last);
+                let second = items.split_off(items.len() / 2);
+                for half in [second, items] {
+                    let ids = half.iter().map(|item| item.message.id).collect();
+                    stack.push(Work::Batch(half, Tries::Due(ids)));
+                }
+            }
+        }
+    }
+
+    async fn leave_revoked(&self, items: Vec<Item>, tries: &Tries) -> Vec<Item> {
         let (left, kept): (Vec<_>, Vec<_>) = items.into_iter().partition(|item| item.source.is_revoked());
+        if !left.is_empty() && matches!(tries, Tries::Due(_) | Tries::Counted) {
+            self.uncount(&left).await;
+        }
         for item in &left {
             self.report(item, false);
         }
         kept
+    }
+
+    /// Takes the first tries of these back: they are left for later.
+    pub(super) async fn uncount(&self, items: &[Item]) {
+        let ids: Vec<MessageId> = items.iter().map(|item| item.message.id).collect();
+        let taken_back = async {
+            let mut tx = self.shared.store.begin(self.consumer).await?;
+            tx.clear_attempts(&ids).await?;
+            tx.commit().await
+        };
+        let why = match tokio::time::timeout(TAKE_BACK, taken_back).await {
+            Ok(Ok(())) => return,
+            Ok(Err(error)) => error.to_string(),
+            Err(_) => format!("the database did not answer within {TAKE_BACK:?}"),
+        };
+        tracing::warn!(consumer = %self.shared.options.name, messages = ids.len(), %why, "tries that were not made stay counted");
     }
 
     pub(super) fn report(&self, item: &Item, committed: bool) {
@@ -186,6 +354,13 @@ impl<S: Store> Lane<S> {
         sleep_unless(&self.stop, again.pause).await;
     }
 
+    /// The same for what a stop must not leave undone: false only when the grace of the stop is over.
+    pub(super) async fn wait_out_a_stop(&mut self, why: &(impl std::fmt::Display + Sync)) -> bool {
+        let again = self.fault.again(0..1, fastrand::f64());
+        self.say_waiting(&why.to_string());
+        sleep_unless(&self.abandon, again.pause).await
+    }
+
     fn say_waiting(&self, why: &str) {
         // A deadlock or two is daily life; only what lasts is shown as waiting.
         if self.fault.times() > split::TIMES_BEFORE_HALVING {
@@ -196,15 +371,26 @@ impl<S: Store> Lane<S> {
     }
 }
 
+fn to_count(ids: Vec<MessageId>, suspects: bool) -> Tries {
+    if suspects { Tries::Due(ids) } else { Tries::Free }
+}
+
 /// Lays the parts of a plan on the stack, so that the first of them is next. The error belongs to the message to blame.
-fn stack_up(mut items: Vec<Item>, plan: Vec<Part>, mut error: Option<HandlerError>, stack: &mut Vec<Work>) {
+fn stack_up(
+    mut items: Vec<Item>,
+    plan: Vec<Part>,
+    tries: &Tries,
+    mut error: Option<HandlerError>,
+    stack: &mut Vec<Work>,
+) {
+    let counted = matches!(tries, Tries::Counted);
     for part in plan.into_iter().rev() {
         let mut taken = items.split_off(part.messages.start);
         match taken.pop() {
-            Some(item) if part.alone => stack.push(Work::Alone(Box::new(item), error.take())),
+            Some(item) if part.alone => stack.push(Work::Alone(Box::new(item), error.take(), counted)),
             last => {
                 taken.extend(last);
-                stack.push(Work::Batch(taken));
+                stack.push(Work::Batch(taken, tries.clone()));
             }
         }
     }

@@ -50,6 +50,9 @@ pub struct ConsumerOptions {
     pub batch_max: usize,
     /// Deliveries taken and not acknowledged at most: bounds memory and what is repeated after a crash.
     pub in_flight_max: usize,
+    /// Dead messages of this consumer at most. Where so many stand, nothing more is taken until an operator has made room, so that a
+    /// stream of what can never be handled does not fill the database. 100,000: more than anybody looks through.
+    pub dead_rows_max: usize,
     /// How long one handler may run. 30 s; 2 s on SQLite, where it runs inside the write lock.
     pub handler_timeout: Duration,
     /// When a failed message is tried again, and when it is dead.
@@ -88,6 +91,7 @@ impl ConsumerOptions {
             lanes: 4,
             batch_max: 100,
             in_flight_max: 2_000,
+            dead_rows_max: 100_000,
             handler_timeout: Duration::from_secs(30),
             retry: RetryPolicy::default(),
             dead: DeadPolicy::Hold,

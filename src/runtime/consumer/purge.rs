@@ -40,11 +40,11 @@ pub(super) async fn check<S: Store>(
     }
 }
 
-/// Purges at start and at every interval, until the stop.
+/// Purges at start and at every interval, until the stop; where the inbox forgets nothing, only tries of what was handled.
 pub(super) async fn run<S: Store>(shared: Arc<Shared<S>>, consumer: ConsumerId, stop: CancellationToken) {
     let mut pace = Pace::new(Duration::from_millis(100), Duration::from_secs(60));
     let name = &shared.options.name;
-    while shared.options.horizon != Horizon::Never && !stop.is_cancelled() {
+    while !stop.is_cancelled() {
         let next = match round(&shared, consumer, &stop).await {
             Ok(rows) => {
                 pace.worked();
@@ -70,6 +70,7 @@ async fn round<S: Store>(
     consumer: ConsumerId,
     stop: &CancellationToken,
 ) -> Result<u64, ConsumerError> {
+    while shared.store.forget_attempts(consumer, PAGE).await? == PAGE as u64 && sleep_unless(stop, BETWEEN).await {}
     // Once more: a topic may have been made, or keep its records for longer, since the last time.
     is_long_enough(shared, consumer).await?;
     let now = shared.store.bounds(consumer).await?.now;

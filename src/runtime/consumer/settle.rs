@@ -1,14 +1,20 @@
 //! A message that is not handled now is stored: waiting with a due time, behind its key, or dead. Its inbox row is inserted in
 //! the same transaction (R24), so that a redelivery finds it known.
 
+use super::Shared;
 use super::admission::{Fate, admit};
 use super::batch::roll_back;
+use super::blame::Blame;
 use super::item::Item;
 use super::lane::Lane;
 use crate::error::{HandlerError, StoreError};
+use crate::message::Message;
 use crate::observe::{self, Outcome};
 use crate::policy::retry::{Asked, Decision, RetryPolicy};
-use crate::store::{InboxTx, ParkAs, Parked, Store};
+use crate::store::{ConsumerId, InboxTx, ParkAs, Parked, Store};
+
+/// Of a message that cannot be stored whole, the id, kind and source are kept up to this many bytes.
+const SHORT_MAX: usize = 1_000;
 
 /// What is said of a message whose tries were counted and never came to an end.
 pub(super) const KILLS: &str = "every try ended with the process: the handler kills it";
@@ -31,40 +37,35 @@ pub(super) fn dead(item: &Item, reason: &str, error: &str, holds: bool) -> Parke
 
 /// The id of another message: an alarm (G7). A verdict holds nothing.
 pub(super) fn id_reused(consumer: &str, item: &Item) -> Parked {
-    tracing::error!(consumer, id = %item.message.id, id_text = %item.message.id_text, place = %item.message.coordinates, "the same message id with different content");
+    tracing::error!(consumer, id = %item.message.id, sent_id = %item.message.id_text, place = %item.message.coordinates, "the same message id with different content");
     dead(item, "id-reused", "the same id stands in the inbox with different content", false)
 }
 
 /// Too old, or from the future (R31). A verdict holds nothing.
 pub(super) fn out_of_time(consumer: &str, item: &Item, reason: &str) -> Parked {
-    tracing::error!(consumer, id = %item.message.id, topic = %item.message.topic, reason, "a message is dead");
+    tracing::error!(consumer, id = %item.message.id, sent_id = %item.message.id_text, topic = %item.message.topic, reason, "a message is dead");
     let why = "what could tell whether it was handled is not there any more, or will not be for long; redrive it if it was not";
     dead(item, reason, why, false)
 }
 
-/// Stores the message until it works, then reports it as committed.
+/// Stores the message until it works, then reports it as committed. One that the database will not take as it is, is stored as
+/// dead without its content: it stops its partition no longer, and its coordinates say where the content is.
 pub(super) async fn park<S: Store>(lane: &mut Lane<S>, item: Item, park_as: ParkAs, tries: u32, error: &HandlerError) {
-    let outcome = if matches!(park_as, ParkAs::Dead { .. }) { Outcome::Dead } else { Outcome::Retried };
-    match &park_as {
-        ParkAs::Dead { reason, holds } => {
-            tracing::error!(consumer = %lane.shared.options.name, id = %item.message.id, topic = %item.message.topic, tries, reason, holds, %error, "a message is dead");
-        }
-        _ => {
-            tracing::warn!(consumer = %lane.shared.options.name, id = %item.message.id, tries, %error, "a message waits for a retry");
-        }
-    }
     let parked =
         Parked { message: item.message.clone(), park_as, attempts: tries, error: Some(error.message().to_owned()) };
+    let (mut blame, mut unstorable) = (Blame::default(), None);
     loop {
-        match store(lane, &item, &parked).await {
+        match store(lane, &item, &parked, unstorable.as_deref()).await {
             Ok(stored) => {
                 lane.went_well();
-                let outcome = if stored { outcome } else { Outcome::Duplicate };
-                observe::delivered(&lane.shared.options.name, outcome, 1);
+                observe::delivered(&lane.shared.options.name, say(lane, stored.as_ref()), 1);
                 lane.shared.parked.notify_one();
                 return lane.report(&item, true);
             }
             Err(away) => {
+                if blame.falls(&lane.shared, lane.consumer, away.may_be_its_own()).await {
+                    unstorable = Some(away.to_string());
+                }
                 lane.wait_out(&away).await;
                 if lane.stop.is_cancelled() || item.source.is_revoked() {
                     return lane.report(&item, false);
@@ -74,13 +75,36 @@ pub(super) async fn park<S: Store>(lane: &mut Lane<S>, item: Item, park_as: Park
     }
 }
 
-/// True where it was stored; false where somebody else was done with it in the meantime.
-async fn store<S: Store>(lane: &Lane<S>, item: &Item, parked: &Parked) -> Result<bool, StoreError> {
+/// What was stored is said; none where somebody else was done with it in the meantime.
+fn say<S: Store>(lane: &Lane<S>, stored: Option<&Parked>) -> Outcome {
+    let consumer = &lane.shared.options.name;
+    let Some(Parked { message, park_as, attempts: tries, error }) = stored else { return Outcome::Duplicate };
+    let (id, sent_id, topic) = (message.id, &message.id_text, &message.topic);
+    let error = error.as_deref().unwrap_or_default();
+    match park_as {
+        ParkAs::Dead { reason, holds } => {
+            tracing::error!(%consumer, %id, %sent_id, topic, tries, reason, holds, error, "a message is dead");
+            Outcome::Dead
+        }
+        ParkAs::Due(_) | ParkAs::Behind => {
+            tracing::warn!(%consumer, %id, %sent_id, topic, tries, error, "a message waits for a retry");
+            Outcome::Retried
+        }
+    }
+}
+
+/// As what it was stored; none where somebody else was done with it in the meantime.
+async fn store<S: Store>(
+    lane: &Lane<S>,
+    item: &Item,
+    parked: &Parked,
+    unstorable: Option<&str>,
+) -> Result<Option<Parked>, StoreError> {
     let mut tx = lane.shared.store.begin(lane.consumer).await?;
     let body = async {
         let mut parked = parked.clone();
         match admit(&mut tx, std::slice::from_ref(item)).await?.first() {
-            None | Some(Fate::Duplicate) => return Ok(false),
+            None | Some(Fate::Duplicate) => return Ok(None),
             Some(Fate::New) => {}
             // An older message of its key came to wait in the meantime: it is the head, this one stands behind it.
             Some(Fate::Behind) => {
@@ -91,16 +115,19 @@ async fn store<S: Store>(lane: &Lane<S>, item: &Item, parked: &Parked) -> Result
             Some(Fate::Mismatch) => parked = id_reused(&lane.shared.options.name, item),
             Some(Fate::OutOfTime(reason)) => parked = out_of_time(&lane.shared.options.name, item, reason),
         }
+        if let Some(why) = unstorable {
+            parked = without_content(parked, why, lane.shared.options.holds());
+        }
         tx.park(std::slice::from_ref(&parked)).await?;
         tx.clear_attempts(&[item.message.id]).await?;
-        Ok(true)
+        Ok(Some(parked))
     }
     .await;
     match body {
-        Ok(true) => tx.commit().await.map(|()| true),
-        Ok(false) => {
+        Ok(Some(parked)) => tx.commit().await.map(|()| Some(parked)),
+        Ok(None) => {
             roll_back(tx).await;
-            Ok(false)
+            Ok(None)
         }
         Err(error) => {
             roll_back(tx).await;
@@ -109,41 +136,64 @@ async fn store<S: Store>(lane: &Lane<S>, item: &Item, parked: &Parked) -> Result
     }
 }
 
+/// What every database takes of a message: its identity, its key, and where it stands in the broker.
+fn without_content(parked: Parked, why: &str, holds: bool) -> Parked {
+    let Parked { mut message, attempts, error, .. } = parked;
+    for text in [&mut message.id_text, &mut message.kind, &mut message.source] {
+        let mut end = text.len().min(SHORT_MAX);
+        while !text.is_char_boundary(end) {
+            end -= 1;
+        }
+        text.truncate(end);
+    }
+    (message.payload, message.headers) = (Vec::new(), Vec::new());
+    (message.content_type, message.trace) = (None, None);
+    let place = &message.coordinates;
+    let said = error.map(|error| format!("; before that: {error}")).unwrap_or_default();
+    let error = format!("the database does not take it: {why}; its content is only in the broker, at {place}{said}");
+    Parked { message, park_as: ParkAs::Dead { reason: "unstorable".to_owned(), holds }, attempts, error: Some(error) }
+}
+
 /// The handler ended its transaction and so committed the inbox row: dead, loudly, never acknowledged as a duplicate (R23).
 pub(super) async fn transaction_ended<S: Store>(lane: &mut Lane<S>, item: Item) {
-    const WHY: &str = "the handler ended the transaction it was given; whether its effects are whole is not known";
-    tracing::error!(consumer = %lane.shared.options.name, id = %item.message.id, "{WHY}");
-    let parked = Parked {
-        message: item.message.clone(),
-        park_as: ParkAs::Dead { reason: "transaction-ended".to_owned(), holds: lane.shared.options.holds() },
-        attempts: 1,
-        error: Some(WHY.to_owned()),
-    };
     loop {
-        let stored = async {
-            let mut tx = lane.shared.store.begin(lane.consumer).await?;
-            match tx.park(std::slice::from_ref(&parked)).await {
-                Ok(()) => tx.commit().await,
-                Err(error) => {
-                    roll_back(tx).await;
-                    Err(error)
-                }
-            }
-        }
-        .await;
-        match stored {
+        match store_ended(&lane.shared, lane.consumer, &item.message, 1).await {
             Ok(()) => {
                 lane.went_well();
-                observe::delivered(&lane.shared.options.name, Outcome::Dead, 1);
                 return lane.report(&item, true);
             }
-            // Even at a stop this is tried on: a redelivery would look like a duplicate and the alarm would be lost.
             Err(away) => {
-                lane.wait_out(&away).await;
-                if lane.stop.is_cancelled() && lane.fault.times() > 5 {
+                if !lane.wait_out_a_stop(&away).await {
+                    say_lost(&lane.shared.options.name, &item.message, &away);
                     return lane.report(&item, false);
                 }
             }
         }
     }
+}
+
+/// Stores a message as dead whose handler committed by itself. To be tried until it works: nothing else knows of it any more.
+pub(super) async fn store_ended<S: Store>(
+    shared: &Shared<S>,
+    consumer: ConsumerId,
+    message: &Message,
+    attempts: u32,
+) -> Result<(), StoreError> {
+    const WHY: &str = "the handler ended the transaction it was given; whether its effects are whole is not known";
+    let park_as = ParkAs::Dead { reason: "transaction-ended".to_owned(), holds: shared.options.holds() };
+    let parked = Parked { message: message.clone(), park_as, attempts, error: Some(WHY.to_owned()) };
+    let mut tx = shared.store.begin(consumer).await?;
+    if let Err(error) = tx.park(&[parked]).await {
+        roll_back(tx).await;
+        return Err(error);
+    }
+    tx.commit().await?;
+    tracing::error!(consumer = %shared.options.name, id = %message.id, sent_id = %message.id_text, topic = %message.topic, "a message is dead: {WHY}");
+    observe::delivered(&shared.options.name, Outcome::Dead, 1);
+    Ok(())
+}
+
+/// The program stops before a message could be stored as dead whose handler committed by itself.
+pub(super) fn say_lost(consumer: &str, message: &Message, error: &StoreError) {
+    tracing::error!(consumer, id = %message.id, sent_id = %message.id_text, topic = %message.topic, place = %message.coordinates, %error, "a handler ended the transaction of this message, and the message could not be stored as dead before the stop: nothing else will tell of it");
 }

@@ -6,7 +6,8 @@
 //! * What a pointer redacts, what is a secret, and what is too long never reaches the store: the last two leave a tombstone,
 //!   and are never run again to get an answer.
 //! * Bytes of one client's content coding are never another's answer: they leave a tombstone too (pitfall 22).
-//! * What was sealed under a key is opened only for the same tenant, operation, key, command and format.
+//! * What was sealed under a key is opened only for the same tenant, operation, key, command, status, schema version and format; with a
+//!   key, headers are sealed with the body: a `Location` may be a signed URL.
 //!
 //! Not here: streams, which never come here ([`Kept::Stream`]), and the lifetimes (`store`).
 
@@ -18,8 +19,9 @@ use super::endpoint::{Endpoint, EndpointError};
 use super::reply::{Keep, Reply};
 use crate::policy::operation::record::Tombstone;
 use crate::policy::operation::{Fingerprint, Identity};
-use crate::store::{Answer, AnswerBody, KeptBody};
+use crate::store::{Answer, AnswerBody, KeptBody, pack_headers, unpack_headers};
 
+use seal::FRAMED;
 pub use seal::{SealError, Sealer};
 
 /// What is kept of the answers of one operation.
@@ -71,12 +73,14 @@ impl Kept {
 }
 
 /// What belongs to whom: a sealed body is opened only there.
-fn context(identity: &Identity, fingerprint: &Fingerprint) -> [Vec<u8>; 4] {
+fn context(identity: &Identity, fingerprint: &Fingerprint, (status, schema_version): (u16, u32)) -> [Vec<u8>; 6] {
     [
         identity.tenant().as_bytes().to_vec(),
         identity.operation().as_str().as_bytes().to_vec(),
         identity.key().as_str().as_bytes().to_vec(),
         fingerprint.to_string().into_bytes(),
+        status.to_be_bytes().to_vec(),
+        schema_version.to_be_bytes().to_vec(),
     ]
 }
 
@@ -98,6 +102,7 @@ pub(super) fn encode(
         Kept::Stream(status) => return Ok(tombstone(*status, Tombstone::Stream)),
         Kept::Whole(reply) => reply,
     };
+    let schema_version = if reply.schema_version == 0 { schema_version } else { reply.schema_version };
     let body = match (reply.keep, &reply.resource) {
         (Keep::Reference, Some(resource)) => AnswerBody::Reference(resource.clone()),
         (Keep::Reference, None) | (Keep::Nothing, _) => AnswerBody::Tombstone(Tombstone::Withheld),
@@ -113,17 +118,17 @@ pub(super) fn encode(
             // It cannot be shown that nothing secret is in it.
             None => AnswerBody::Tombstone(Tombstone::Withheld),
             Some(bytes) => {
-                let sealed = sealer.seal_body(&context(identity, fingerprint), bytes)?;
-                AnswerBody::Kept(KeptBody {
-                    headers: headers::kept(&reply.headers, &endpoint.keeping.headers),
-                    bytes: sealed.bytes,
-                    format: sealed.format,
-                    kid: sealed.kid,
-                })
+                let headers = headers::kept(&reply.headers, &endpoint.keeping.headers);
+                let context = context(identity, fingerprint, (reply.status, schema_version));
+                let (headers, sealed) = if sealer.encrypts() {
+                    (Vec::new(), sealer.seal_body(&context, framed(&headers, &bytes), FRAMED)?)
+                } else {
+                    (headers, sealer.seal_body(&context, bytes, 0)?)
+                };
+                AnswerBody::Kept(KeptBody { headers, bytes: sealed.bytes, format: sealed.format, kid: sealed.kid })
             }
         },
     };
-    let schema_version = if reply.schema_version == 0 { schema_version } else { reply.schema_version };
     Ok(Answer { status: reply.status, schema_version, body })
 }
 
@@ -138,9 +143,14 @@ pub(super) fn decode(
     (status, schema_version): (u16, u32),
     body: &KeptBody,
 ) -> Result<Reply, SealError> {
-    let bytes = sealer.open_body(&context(identity, fingerprint), body.format, body.kid.as_deref(), &body.bytes)?;
-    let mut reply =
-        Reply { status, headers: body.headers.clone(), body: bytes, schema_version, resource: None, keep: Keep::Exact };
+    let context = context(identity, fingerprint, (status, schema_version));
+    let bytes = sealer.open_body(&context, body.format, body.kid.as_deref(), &body.bytes)?;
+    let (headers, bytes) = if body.format & FRAMED == 0 {
+        (body.headers.clone(), bytes)
+    } else {
+        unframed(&bytes).ok_or(SealError::Broken)?
+    };
+    let mut reply = Reply { status, headers, body: bytes, schema_version, resource: None, keep: Keep::Exact };
     // Step by step; where a step is missing the stored answer stands (M66).
     while let Some(change) =
         endpoint.upcasts.get(&reply.schema_version).filter(|_| reply.schema_version < endpoint.schema_version)
@@ -149,6 +159,23 @@ pub(super) fn decode(
         reply = Reply { schema_version: next, ..change(reply) };
     }
     Ok(reply)
+}
+
+/// Names and values.
+type Headers = Vec<(String, Vec<u8>)>;
+
+/// Headers, behind their length in four bytes, and the body.
+fn framed(headers: &[(String, Vec<u8>)], body: &[u8]) -> Vec<u8> {
+    let headers = pack_headers(headers);
+    let length = u32::try_from(headers.len()).unwrap_or(u32::MAX);
+    [&length.to_be_bytes()[..], &headers, body].concat()
+}
+
+/// What [`framed`] put together.
+fn unframed(bytes: &[u8]) -> Option<(Headers, Vec<u8>)> {
+    let (length, rest) = bytes.split_first_chunk::<4>()?;
+    let (headers, body) = rest.split_at_checked(usize::try_from(u32::from_be_bytes(*length)).ok()?)?;
+    Some((unpack_headers(headers).ok()?, body.to_vec()))
 }
 
 /// Longer codes are not kept.

@@ -33,7 +33,7 @@ use crate::policy::operation::classify::{Reached, Run, Settle};
 use crate::policy::operation::doubt::{Aftermath, Doubt, Look};
 use crate::policy::operation::{Canonical, Code, Outcome, Scope, State};
 use crate::runtime::handler::panic_text;
-use crate::store::{self, Basis, Begun, KeyClaim, OperationTx, Operations, Proof};
+use crate::store::{self, Basis, Begun, OperationTx, Operations, Proof};
 
 /// How often what is nobody's fault runs again.
 const TRIES_MAX: u32 = 10;
@@ -144,8 +144,8 @@ impl<S: Operations> Engine<S> {
         let mut front = self.front(endpoint, asking);
         // What needs no execution needs no task.
         let begin = loop {
-            if let Some(claim) = unseen::<S>(&front) {
-                break Start::Unseen(Box::new(claim));
+            if let Some(begin) = unseen::<S>(&front) {
+                break Start::Unseen(begin);
             }
             match front.turn().await {
                 Turn::Begin(begin) => break Start::Seen(begin),
@@ -156,9 +156,15 @@ impl<S: Operations> Engine<S> {
         };
         let door = Door { front, command, handler };
         // Boxed first: a large future would be moved by every step of its start.
-        match self.spawn(Box::pin(door.run(begin))).await {
-            Ok(answered) => answered,
-            Err(error) => {
+        let under_way = door.front.under_way();
+        match self.attended(self.spawn(Box::pin(door.run(begin)))).await {
+            Some(Ok(answered)) => answered,
+            // What has begun goes on, and its outcome is found by the next request.
+            None => {
+                under_way.note(Noted::CommitUnknown);
+                under_way.problem(Code::CommitUnknown)
+            }
+            Some(Err(error)) => {
                 tracing::error!(operation = %endpoint.operation(), %error, "door A failed");
                 Answered::Problem(super::Problem::new(Code::CommitUnknown))
             }
@@ -171,11 +177,11 @@ enum Start {
     /// The key was looked for.
     Seen(Box<Begin>),
     /// It is probably new: the statement of the claim looks.
-    Unseen(Box<KeyClaim>),
+    Unseen(Box<Begin>),
 }
 
 /// A claim to make without a look of its own.
-fn unseen<S: Operations>(front: &Front<S>) -> Option<KeyClaim> {
+fn unseen<S: Operations>(front: &Front<S>) -> Option<Box<Begin>> {
     S::CLAIMS_UNSEEN.then(|| front.claim_unseen()).flatten()
 }
 
@@ -195,18 +201,40 @@ where
         + 'static,
 {
     async fn run(mut self, start: Start) -> Answered {
+        let engine = self.front.engine().clone();
+        let mut place = engine.place_at_once();
         let (mut begin, mut claimed) = match start {
             Start::Seen(begin) => (begin, None),
-            Start::Unseen(claim) => match self.claim_unseen(*claim).await {
-                Ok(Some((begin, tx))) => (begin, Some(tx)),
-                Ok(None) => match self.turn().await {
-                    Ok(begin) => (begin, None),
-                    Err(answered) => return *answered,
-                },
-                Err(error) => return self.front.store_failed("claim", &error),
-            },
+            Start::Unseen(begin) => {
+                // What stands already is shown without a place.
+                let tried = match &place {
+                    Some(_) => self.claim_unseen(begin).await,
+                    None => {
+                        drop(begin);
+                        Ok(None)
+                    }
+                };
+                match tried {
+                    Ok(Some((begin, tx))) => (begin, Some(tx)),
+                    Ok(None) => {
+                        drop(place.take());
+                        match self.turn().await {
+                            Ok(begin) => (begin, None),
+                            Err(answered) => return *answered,
+                        }
+                    }
+                    Err(error) => return self.front.store_failed("claim", &error),
+                }
+            }
         };
         loop {
+            let held = match place.take() {
+                Some(place) => place,
+                None => match engine.place().await {
+                    Some(place) => place,
+                    None => return self.front.no_room(),
+                },
+            };
             match self.tries(&begin, claimed.take()).await {
                 Tried::Done(reply) => return self.front.first(begin.ran(), reply),
                 Tried::Answer(answered) => return answered,
@@ -217,6 +245,8 @@ where
                     self.front.look_again();
                 }
             }
+            // Who waits for another holds no place.
+            drop(held);
             begin = match self.turn().await {
                 Ok(begin) => begin,
                 Err(answered) => return *answered,
@@ -234,18 +264,19 @@ where
     }
 
     /// The claim of a key that was not looked for, if it is to execute. None: nothing stands, look.
-    async fn claim_unseen(&mut self, claim: KeyClaim) -> Result<Option<(Box<Begin>, S::Operation)>, StoreError> {
-        let tx = match self.front.engine().store().begin_unseen(&claim).await {
+    async fn claim_unseen(&mut self, begin: Box<Begin>) -> Result<Option<(Box<Begin>, S::Operation)>, StoreError> {
+        let engine = self.front.engine();
+        let tx = match engine.reach().within(engine.store().begin_unseen(&begin.claim)).await {
             Ok(Some(tx)) => tx,
             Ok(None) | Err(StoreError::Busy(_)) => return Ok(None),
             // A server that answers and takes no writes still says what stands.
             Err(StoreError::Unavailable(sqlx::Error::Database(_))) => return Ok(None),
             Err(error) => return Err(error),
         };
-        let Some(begin) = self.front.claimed_unseen(claim).await else {
+        if !self.front.claimed_unseen(&begin) {
             rolled_back(tx).await;
             return Ok(None);
-        };
+        }
         Ok(Some((begin, tx)))
     }
 
@@ -274,8 +305,8 @@ where
         let mut tx = match claimed {
             Some(tx) => tx,
             None => {
-                let store = front.engine().store();
-                match store.begin_operation(&begin.claim, begin.basis(), front.patience()).await {
+                let (reach, store) = (front.engine().reach(), front.engine().store());
+                match reach.within(store.begin_operation(&begin.claim, begin.basis(), front.patience())).await {
                     Ok(Begun::Claimed(tx)) => tx,
                     Ok(Begun::Existing(_) | Begun::Locked) => return Tried::Refused,
                     Err(error) => return Tried::Again("claim", error),

@@ -34,7 +34,7 @@ use super::reply::{Answered, Problem};
 use crate::observe::Noted;
 use crate::policy::operation::classify::{Run, Settle, Untagged};
 use crate::policy::operation::pace::after_attempts;
-use crate::policy::operation::{Code, Outcome, State};
+use crate::policy::operation::{Code, Mode, Outcome, State};
 use crate::runtime::handler::panic_text;
 use crate::store::{Claimed, Fenced, Keys, Owned};
 
@@ -54,6 +54,16 @@ pub struct Ended<T> {
     pub kept: Kept,
     /// The answer in the transport's own form, for the first request.
     pub answer: T,
+}
+
+impl<T> Ended<T> {
+    /// Whether the handler says that it did its work.
+    fn is_success(&self) -> bool {
+        match &self.tag {
+            Some(tag) => matches!(tag, Outcome::Completed(())),
+            None => matches!(self.kept.status(), 200..=399),
+        }
+    }
 }
 
 /// What a request gets.
@@ -96,7 +106,16 @@ impl<S: Keys> Engine<S> {
             let (tell, told) = oneshot::channel();
             // In a task of its own from the claim on: a claim that nobody drives would be unknown for ever (O11).
             self.spawn(claim_and_drive(front, begin, run, tell));
-            match tokio::time::timeout(timeout, told).await {
+            let told = tokio::select! {
+                biased;
+                told = tokio::time::timeout(timeout, told) => told,
+                // What has begun goes on, and its outcome is found by the next request.
+                () = self.reach().lost() => {
+                    running.note(Noted::StoreError("complete"));
+                    return EdgeAnswer::Answered(running.problem(Code::ResultNotStored));
+                }
+            };
+            match told {
                 Ok(Ok(Step::Answer(answer))) => return answer,
                 Ok(Ok(Step::Refused(refused))) => (front, run) = *refused,
                 Ok(Err(_)) => return EdgeAnswer::Answered(Answered::Problem(Problem::new(Code::ResultNotStored))),
@@ -125,11 +144,21 @@ async fn claim_and_drive<S, T, R, W>(
     R: FnOnce(Option<Guard<S>>) -> W,
     W: Future<Output = Ended<T>>,
 {
-    match front.engine().store().claim(&begin.claim, begin.basis()).await {
+    // A bridged handler holds a connection, as door A does; of another one nobody knows.
+    let place = match front.endpoint().route().mode {
+        Mode::Bridged => match front.engine().place().await {
+            Some(place) => Some(place),
+            None => return drop(tell.send(Step::Answer(EdgeAnswer::Answered(front.no_room())))),
+        },
+        _ => None,
+    };
+    let engine = front.engine();
+    match engine.reach().within(engine.store().claim(&begin.claim, begin.basis())).await {
         Ok(Claimed::Owned(owned)) => {
             front.note(Noted::Acquired);
             let tell = |answer| drop(tell.send(Step::Answer(answer)));
             Edge { front, begin, owned }.drive(run, tell).await;
+            drop(place);
         }
         // Judged by what stands there now; what vanished is looked for again, a bounded number of times.
         Ok(Claimed::Existing(_) | Claimed::Vanished) => {
@@ -216,6 +245,16 @@ impl<S: Keys> Edge<S> {
             Settle::Leave => {
                 self.front.note(Noted::CommitUnknown);
                 tell(EdgeAnswer::Answered(self.front.problem(Code::CommitUnknown)));
+            }
+            // A bridged run that says it succeeded, and whose guard has committed nothing.
+            settle @ Settle::Finish(State::UnknownRequiresRecovery)
+                if route.mode == Mode::Bridged && ended.as_ref().is_some_and(Ended::is_success) =>
+            {
+                tracing::error!(operation = %endpoint.operation(), key = self.front.short_key(),
+                    "a handler of mode `bridged` answered a success that its guard did not commit: its outcome is unknown. End it with `Guard::commit`");
+                self.front.note(Noted::TransactionEnded);
+                let answer = EdgeAnswer::Answered(self.front.problem(Code::TransactionEnded));
+                self.remember(settle, None, &heart, answer, tell).await;
             }
             settle @ (Settle::Finish(_) | Settle::Release) => {
                 let (kept, answer) = ended.map_or((None, None), |ended| (Some(ended.kept), Some(ended.answer)));

@@ -8,6 +8,7 @@ use std::collections::BTreeMap;
 use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
 
 use futures::future::BoxFuture;
 use uuid::Uuid;
@@ -69,8 +70,10 @@ pub struct Endpoint {
     pub(super) upcasts: BTreeMap<u32, Upcast>,
     pub(super) rebuild: Option<Rebuild>,
     pub(super) reconcile: Option<Reconcile>,
-    counted_headers: Vec<String>,
+    /// With the version of the fingerprint from which each counts.
+    counted_headers: Vec<(String, u32)>,
     request_body_max: usize,
+    request_body_within: Duration,
     operation_path: Option<String>,
     place: Option<(String, String)>,
 }
@@ -146,24 +149,37 @@ impl Endpoint {
             upcasts: BTreeMap::new(),
             rebuild: None,
             reconcile: None,
-            counted_headers: vec!["prefer".to_owned(), "if-match".to_owned()],
+            counted_headers: vec![("prefer".to_owned(), 1), ("if-match".to_owned(), 1)],
             request_body_max: 1 << 20,
+            request_body_within: Duration::from_secs(10),
             operation_path: None,
             place: None,
         }
     }
 
-    /// The version that new fingerprints are written with; raised when every process reads it (O21).
+    /// The version that new fingerprints are written with; raised when every process reads it (O21). Default the oldest that is read: a
+    /// deploy that raises the newest one leaves the processes before it able to answer.
     #[must_use]
     pub fn write_version(mut self, version: u32) -> Self {
         self.write_version = Some(version);
         self
     }
 
-    /// Counts this request header as a part of the command, in the generic layer (M22). `Prefer` and `If-Match` always are.
+    /// Counts this request header as a part of the command, in the generic layer (M22). `Prefer` and `If-Match` always are. For a
+    /// route that is served already: [`Self::counts_header_since`].
     #[must_use]
-    pub fn counts_header(mut self, name: &str) -> Self {
-        self.counted_headers.push(name.to_ascii_lowercase());
+    pub fn counts_header(self, name: &str) -> Self {
+        self.counts_header_since(1, name)
+    }
+
+    /// The same from this version of the layer's fingerprint on, which begins with 1: what was stored before is compared without it, and
+    /// [`Self::write_version`] says when it counts, after every process knows it (O21, M24).
+    #[must_use]
+    pub fn counts_header_since(mut self, version: u32, name: &str) -> Self {
+        self.counted_headers.push((name.to_ascii_lowercase(), version));
+        if self.command.is_none() {
+            self.readable = *self.readable.start()..=version.max(*self.readable.end());
+        }
         self
     }
 
@@ -171,6 +187,13 @@ impl Endpoint {
     #[must_use]
     pub fn request_body_max(mut self, bytes: usize) -> Self {
         self.request_body_max = bytes;
+        self
+    }
+
+    /// How long a request body may take to come, from its head to its last byte. Default 10 s. Beyond: 408 `IDEMPOTENCY_BODY_TOO_SLOW`.
+    #[must_use]
+    pub fn request_body_within(mut self, time: Duration) -> Self {
+        self.request_body_within = time;
         self
     }
 
@@ -257,13 +280,14 @@ impl Endpoint {
             && self.schema_version == other.schema_version
             && self.counted_headers == other.counted_headers
             && self.request_body_max == other.request_body_max
+            && self.request_body_within == other.request_body_within
             && self.operation_path == other.operation_path
     }
 
     pub(super) fn register(self, durability: Durability, keyring: &Keyring) -> Result<Registered, EndpointError> {
         self.route.validate(durability)?;
         self.keeping.validate()?;
-        if let Some(name) = self.counted_headers.iter().find(|name| !RawCommand::may_list(name)) {
+        if let Some((name, _)) = self.counted_headers.iter().find(|(name, _)| !RawCommand::may_list(name)) {
             return Err(EndpointError::Counted(name.clone()));
         }
         if self.route.requirement == Requirement::Off && self.route.mode == Mode::SameTx {
@@ -320,9 +344,15 @@ impl Registered {
         self.0.endpoint.request_body_max
     }
 
-    /// The request headers that belong to the command, in lower case.
+    /// How long a request body may take to come.
     #[must_use]
-    pub fn counted_headers(&self) -> &[String] {
+    pub fn request_body_within(&self) -> Duration {
+        self.0.endpoint.request_body_within
+    }
+
+    /// The request headers that belong to the command, in lower case, each with the version of the fingerprint from which it counts.
+    #[must_use]
+    pub fn counted_headers(&self) -> &[(String, u32)] {
         &self.0.endpoint.counted_headers
     }
 

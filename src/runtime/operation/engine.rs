@@ -11,19 +11,21 @@ use std::future::Future;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use tokio::task::JoinHandle;
+use tokio::task::{JoinError, JoinHandle};
 use tokio_util::task::TaskTracker;
 
+use super::admission::{Admission, Place};
 use super::codec::{self, Kept, SealError, Sealer};
 use super::endpoint::{Endpoint, EndpointError, Registered};
 use super::front::{Asking, Front};
 use super::live::Live;
 use super::memory::{BodyMemory, BodyPermit};
 use super::quota::StoredQuota;
+use super::reach::Reach;
 use super::reply::Reply;
 use super::running::Running;
 use crate::error::StoreError;
-use crate::observe::{self, Forgotten};
+use crate::observe::{self, Forgotten, Health};
 use crate::policy::operation::pace::Usual;
 use crate::policy::operation::route::Durability;
 use crate::policy::operation::{Fingerprint, Identity, Keyring, OperationName, Record, Scope};
@@ -42,6 +44,8 @@ struct Inner<S> {
     keyring: Keyring,
     sealer: Sealer,
     running: Running,
+    reach: Reach,
+    admission: Admission,
     usual: Mutex<HashMap<OperationName, Usual>>,
     body_memory: BodyMemory,
     open_per_tenant_max: Option<u32>,
@@ -58,9 +62,11 @@ pub struct EngineBuilder<S: Keys> {
     keyring: Keyring,
     sealer: Sealer,
     body_memory_max: usize,
+    body_memory_per_tenant_max: Option<usize>,
     open_per_tenant_max: Option<u32>,
     stored_bytes_per_tenant_max: Option<u64>,
     region: Option<(String, Home)>,
+    health: Health,
 }
 
 impl<S: Keys> EngineBuilder<S> {
@@ -84,6 +90,13 @@ impl<S: Keys> EngineBuilder<S> {
     #[must_use]
     pub fn body_memory_max(mut self, bytes: usize) -> Self {
         self.body_memory_max = bytes;
+        self
+    }
+
+    /// How many of them may be one tenant's. Default half of them all: who sends many at once, or slowly, leaves room for others.
+    #[must_use]
+    pub fn body_memory_per_tenant_max(mut self, bytes: usize) -> Self {
+        self.body_memory_per_tenant_max = Some(bytes);
         self
     }
 
@@ -125,17 +138,28 @@ impl<S: Keys> EngineBuilder<S> {
         self
     }
 
+    /// Where the engine shows whether its store is there, as the part `operations`: it asks four times a second, on a connection of
+    /// its own, and `/readyz` waits for no database. Default: the log alone.
+    #[must_use]
+    pub fn health(mut self, health: Health) -> Self {
+        self.health = health;
+        self
+    }
+
     /// The engine.
     #[must_use]
     pub fn build(self) -> Engine<S> {
-        Engine {
+        let admission = Admission::new(self.store.connections_max());
+        let engine = Engine {
             inner: Arc::new(Inner {
                 store: self.store,
                 keyring: self.keyring,
                 sealer: self.sealer,
                 running: Running::default(),
+                reach: Reach::new(self.health),
+                admission,
                 usual: Mutex::default(),
-                body_memory: BodyMemory::new(self.body_memory_max),
+                body_memory: BodyMemory::new(self.body_memory_max, self.body_memory_per_tenant_max),
                 open_per_tenant_max: self.open_per_tenant_max,
                 stored_quota: self.stored_bytes_per_tenant_max.map(StoredQuota::new),
                 region: self.region,
@@ -143,7 +167,9 @@ impl<S: Keys> EngineBuilder<S> {
                 endpoints: Mutex::default(),
                 tasks: TaskTracker::new(),
             }),
-        }
+        };
+        engine.reach();
+        engine
     }
 }
 
@@ -155,9 +181,11 @@ impl<S: Keys> Engine<S> {
             keyring: Keyring::plain(),
             sealer: Sealer::plain(),
             body_memory_max: 64 << 20,
+            body_memory_per_tenant_max: None,
             open_per_tenant_max: None,
             stored_bytes_per_tenant_max: None,
             region: None,
+            health: Health::default(),
         }
     }
 
@@ -205,17 +233,28 @@ impl<S: Keys> Engine<S> {
         Front::new(self.clone(), endpoint.clone(), asking)
     }
 
-    /// Reserves memory for a request body of so many bytes, for as long as the permit lives. None: answer 503
-    /// [`Code::BodyMemoryExceeded`](crate::policy::operation::Code::BodyMemoryExceeded).
+    /// The memory of a tenant's request body: nothing yet. Let it grow as bytes come, and keep it as long as they are needed.
     #[must_use]
-    pub fn reserve_body(&self, bytes: usize) -> Option<BodyPermit> {
-        self.inner.body_memory.reserve(bytes)
+    pub fn body_memory(&self, tenant: &str) -> BodyPermit {
+        self.inner.body_memory.of(tenant)
     }
 
     /// Runs work that must end even when nobody waits for it any more: a client's disconnect drops the request's future, not
     /// this (pitfall 2). [`Self::drain`] waits for it.
     pub fn spawn<T: Send + 'static>(&self, work: impl Future<Output = T> + Send + 'static) -> JoinHandle<T> {
         self.inner.tasks.spawn(work)
+    }
+
+    /// Runs a call of the application's own for as long as the store is there: with the database away it fails within two seconds, and
+    /// stands in no line for a connection. It is dropped then: a write may have happened.
+    ///
+    /// # Errors
+    /// What the call says; [`StoreError::Unavailable`] where the store is away, or goes away meanwhile.
+    pub async fn while_there<T, E: Into<StoreError>>(
+        &self,
+        call: impl Future<Output = Result<T, E>>,
+    ) -> Result<T, StoreError> {
+        self.reach().within(async { call.await.map_err(Into::into) }).await
     }
 
     /// Waits until all that was started here has ended, at most this long; true if it has. Take no more requests before; give
@@ -259,8 +298,8 @@ impl<S: Keys> Engine<S> {
     /// # Errors
     /// What the store says; the gauges stay as they were.
     pub async fn measure(&self) -> Result<(), StoreError> {
+        let stats = self.reach().within(self.inner.store.operation_stats()).await?;
         self.announce().await;
-        let stats = self.inner.store.operation_stats().await?;
         // Door A's claims are seen by nobody but the process that runs them (O19).
         let oldest = stats.oldest_in_progress.max(self.inner.running.oldest());
         observe::operations_stand(oldest, stats.unknown);
@@ -285,6 +324,31 @@ impl<S: Keys> Engine<S> {
             forgotten += keys;
         }
         Ok(forgotten)
+    }
+
+    /// Whether the store is there.
+    pub(super) fn reach(&self) -> &Reach {
+        self.inner.reach.attend(&self.inner.store);
+        &self.inner.reach
+    }
+
+    /// A place as [`Self::place`] gives it, where one is free.
+    pub(super) fn place_at_once(&self) -> Option<Place> {
+        self.inner.admission.at_once()
+    }
+
+    /// A place for an operation that holds a connection while it runs; none: there is no room.
+    pub(super) async fn place(&self) -> Option<Place> {
+        self.inner.admission.place().await
+    }
+
+    /// Waits for a task that needs the store; none where that is away for longer than the task would need to say so. The task goes on.
+    pub(super) async fn attended<T>(&self, mut task: JoinHandle<T>) -> Option<Result<T, JoinError>> {
+        tokio::select! {
+            biased;
+            joined = &mut task => Some(joined),
+            () = self.reach().lost() => None,
+        }
     }
 
     async fn announce(&self) {

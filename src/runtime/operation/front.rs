@@ -269,34 +269,29 @@ impl<S: Keys> Front<S> {
     /// A claim to make without having looked, where this is probably a first request: the last one of the operation was. None: take
     /// a turn. Whoever runs in this process is answered from the map, the age of a key is judged by what a look says (O23), and a
     /// tenant's quota is counted before its claim.
-    pub(super) fn claim_unseen(&self) -> Option<KeyClaim> {
+    /// Its place in the map says meanwhile that it tries: who asks for the key then waits for what comes of it, and holds nothing.
+    pub(super) fn claim_unseen(&self) -> Option<Box<Begin>> {
         let digest = self.identity.as_ref()?.digest();
         let judges_age = self.endpoint.route().after_expiry == AfterExpiry::Reject;
         let probable =
             self.stage == Stage::Fresh && self.endpoint.last_was_new() && !judges_age && !self.engine.has_quota();
         let looks = probable && self.decide(Found::NotAsked) == Decision::Look;
-        (looks && self.engine.running().get(&digest).is_none()).then(|| self.claim(&Ground::New)).flatten()
-    }
-
-    /// Judges what [`Self::claim_unseen`] came to: the run to begin, in the transaction where the claim stands. None: roll back, and
-    /// take a turn.
-    ///
-    /// A request of this process that looked may have entered the map before. It cannot claim beside us and leaves when it hears so;
-    /// if we made way, both would be told that the other runs, and nothing would.
-    pub(super) async fn claimed_unseen(&mut self, claim: KeyClaim) -> Option<Box<Begin>> {
-        if self.decide(Found::Nothing(None)) != Decision::Claim {
+        if !looks || self.engine.running().get(&digest).is_some() {
             return None;
         }
-        self.rounds += 1;
-        let until = tokio::time::Instant::now() + LOOK_EVERY_MAX;
-        loop {
-            if let Some(entry) = self.enter(&claim) {
-                return Some(Box::new(Begin { claim, ground: Ground::New, entry, claimed: AtomicBool::new(false) }));
-            }
-            if let Some(other) = self.engine.running().get(&claim.identity.digest()) {
-                tokio::time::timeout_at(until, other.ended.cancelled()).await.ok()?;
-            }
+        let claim = self.claim(&Ground::New)?;
+        let entry = self.enter(&claim, true)?;
+        Some(Box::new(Begin { claim, ground: Ground::New, entry, claimed: AtomicBool::new(false) }))
+    }
+
+    /// What [`Self::claim_unseen`] gave stands in a transaction. False: roll back, drop it, and take a turn.
+    pub(super) fn claimed_unseen(&mut self, begin: &Begin) -> bool {
+        let runs = self.decide(Found::Nothing(None)) == Decision::Claim;
+        if runs {
+            self.rounds += 1;
+            begin.entry.runs();
         }
+        runs
     }
 
     /// The claim was refused: another record stands there, or somebody holds it. The next turn looks again.
@@ -350,7 +345,11 @@ impl<S: Keys> Front<S> {
         if self.rounds > ROUNDS_MAX {
             return (Decision::InProgress(InProgress::Conflict), Seen::Nobody);
         }
-        if let Some(run) = self.engine.running().get(&identity.digest()) {
+        let run = self.engine.running().get(&identity.digest());
+        if let Some(run) = &run {
+            run.known().await;
+        }
+        if let Some(run) = run.filter(|run| !run.ended.is_cancelled()) {
             let found = Found::Running { principal: &run.principal, fingerprint: &run.fingerprint };
             let decision = self.decide(found);
             match self.operation_of(decision, &identity).await {
@@ -416,9 +415,10 @@ impl<S: Keys> Front<S> {
     async fn within_quota(&mut self, decision: Decision) -> Decision {
         let starts = matches!(decision, Decision::Claim | Decision::Reclaim | Decision::ExecuteAsNew);
         let Some(scope) = self.asking.scope.as_ref().filter(|_| starts) else { return decision };
-        let over = match self.engine.is_over_open_quota(scope.tenant()).await {
+        let reach = self.engine.reach();
+        let over = match reach.within(self.engine.is_over_open_quota(scope.tenant())).await {
             Ok(false) => {
-                let over = self.engine.is_over_bytes(scope.tenant()).await;
+                let over = reach.within(self.engine.is_over_bytes(scope.tenant())).await;
                 self.over_bytes = matches!(over, Ok(true));
                 over
             }
@@ -439,7 +439,7 @@ impl<S: Keys> Front<S> {
     async fn find(&self, identity: &Identity) -> Result<crate::store::Look, StoreError> {
         let mut tries = 0;
         loop {
-            match self.engine.store().find(identity).await {
+            match self.engine.reach().within(self.engine.store().find(identity)).await {
                 Err(StoreError::Busy(_)) if tries < 5 => tries += 1,
                 found => return found,
             }
@@ -527,16 +527,19 @@ impl<S: Keys> Front<S> {
 
     fn begin(&mut self, ground: Ground) -> Option<Turn> {
         let claim = self.claim(&ground)?;
-        self.rounds += 1;
+        // A wait has its own end.
+        if self.waiting.is_none() {
+            self.rounds += 1;
+        }
         // None: another request of this process was faster; it is judged from the map.
-        let entry = self.enter(&claim)?;
+        let entry = self.enter(&claim, false)?;
         self.waiting = None;
         Some(Turn::Begin(Box::new(Begin { claim, ground, entry, claimed: AtomicBool::new(false) })))
     }
 
-    fn enter(&self, claim: &KeyClaim) -> Option<Arc<Entry>> {
+    fn enter(&self, claim: &KeyClaim, tries: bool) -> Option<Arc<Entry>> {
         let (principal, fingerprint) = (claim.principal.clone(), claim.fingerprint.clone());
-        self.engine.running().enter(&claim.identity, principal, fingerprint).map(Arc::new)
+        self.engine.running().enter(&claim.identity, principal, fingerprint, tries).map(Arc::new)
     }
 
     fn claim(&self, ground: &Ground) -> Option<KeyClaim> {
@@ -558,7 +561,7 @@ impl<S: Keys> Front<S> {
             self.note(Noted::TransactionEnded);
         }
         self.rounds += 1;
-        match self.engine.store().mark_unknown(record).await {
+        match self.engine.reach().within(self.engine.store().mark_unknown(record)).await {
             Ok(Fenced::Done | Fenced::LostOwnership) => None,
             Err(error) => Some(Turn::Answer(self.store_failed("claim", &error))),
         }

@@ -1,32 +1,78 @@
-//! The memory that bodies in flight may fill, in the whole process (`body_memory_max`, O29).
+//! The memory that request bodies may fill, in the whole process and for one tenant (`body_memory_max`, O29).
 //!
-//! Promise: what is reserved is given back when its holder is dropped; nobody waits for memory, because a queue of requests
-//! would hold as much again.
+//! Promise: only bytes that came are counted, so a connection that announces much and sends nothing takes nothing from others; what
+//! one tenant holds leaves room for the rest; what is held is given back when its holder is dropped; nobody waits for memory,
+//! because a queue of requests would hold as much again.
 
-use std::sync::Arc;
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use tokio::sync::{OwnedSemaphorePermit, Semaphore};
+/// What is held.
+#[derive(Debug, Default)]
+struct Held {
+    all: usize,
+    by_tenant: HashMap<String, usize>,
+}
 
 /// The budget.
 #[derive(Debug, Clone)]
-pub(super) struct BodyMemory(Arc<Semaphore>);
+pub(super) struct BodyMemory {
+    max: usize,
+    tenant_max: usize,
+    held: Arc<Mutex<Held>>,
+}
 
-/// Bytes of the budget; given back when dropped.
+/// Bytes of the budget that a tenant's request holds; given back when dropped.
 #[derive(Debug)]
 pub struct BodyPermit {
-    _permit: Option<OwnedSemaphorePermit>,
+    memory: BodyMemory,
+    tenant: String,
+    bytes: usize,
 }
 
 impl BodyMemory {
-    pub(super) fn new(bytes: usize) -> Self {
-        Self(Arc::new(Semaphore::new(bytes.min(Semaphore::MAX_PERMITS))))
+    /// `tenant_max`: the share of one tenant; none: half.
+    pub(super) fn new(max: usize, tenant_max: Option<usize>) -> Self {
+        Self { max, tenant_max: tenant_max.unwrap_or(max / 2), held: Arc::default() }
     }
 
-    /// Reserves; none where it is full.
-    pub(super) fn reserve(&self, bytes: usize) -> Option<BodyPermit> {
-        let bytes = u32::try_from(bytes).ok()?;
-        let permit = Arc::clone(&self.0).try_acquire_many_owned(bytes).ok()?;
-        Some(BodyPermit { _permit: Some(permit) })
+    /// Nothing yet.
+    pub(super) fn of(&self, tenant: &str) -> BodyPermit {
+        BodyPermit { memory: self.clone(), tenant: tenant.to_owned(), bytes: 0 }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Held> {
+        self.held.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl BodyPermit {
+    /// Holds so many bytes more; false where they do not fit: answer 503
+    /// [`Code::BodyMemoryExceeded`](crate::policy::operation::Code::BodyMemoryExceeded).
+    #[must_use]
+    pub fn grow(&mut self, bytes: usize) -> bool {
+        let mut held = self.memory.lock();
+        let tenants = held.by_tenant.get(&self.tenant).copied().unwrap_or(0).saturating_add(bytes);
+        let all = held.all.saturating_add(bytes);
+        if bytes == 0 || all > self.memory.max || tenants > self.memory.tenant_max {
+            return bytes == 0;
+        }
+        held.all = all;
+        held.by_tenant.insert(self.tenant.clone(), tenants);
+        drop(held);
+        self.bytes += bytes;
+        true
+    }
+}
+
+impl Drop for BodyPermit {
+    fn drop(&mut self) {
+        let mut held = self.memory.lock();
+        held.all -= self.bytes;
+        match held.by_tenant.get_mut(&self.tenant) {
+            Some(tenants) if *tenants > self.bytes => *tenants -= self.bytes,
+            _ => drop(held.by_tenant.remove(&self.tenant)),
+        }
     }
 }
 
@@ -34,14 +80,18 @@ impl BodyMemory {
 mod tests {
     use super::*;
 
-    // Shown by: dropping the permit in `reserve`.
+    // Shown by: giving nothing back at the drop; no share of a tenant.
     #[test]
     fn o29_bodies_in_flight_are_bounded_and_given_back() {
-        let memory = BodyMemory::new(100);
-        let first = memory.reserve(60);
-        assert!(first.is_some() && memory.reserve(41).is_none());
-        assert!(memory.reserve(40).is_some());
-        drop(first);
-        assert!(memory.reserve(100).is_some() && memory.reserve(101).is_none());
+        let memory = BodyMemory::new(100, Some(60));
+        let (mut one, mut again, mut other) = (memory.of("t1"), memory.of("t1"), memory.of("t2"));
+        assert!(one.grow(50) && again.grow(10) && one.grow(0));
+        assert!(!one.grow(1) && !again.grow(1), "the share of one tenant is used up");
+        assert!(other.grow(40) && !other.grow(1), "all of it is used up");
+        drop(one);
+        assert!(again.grow(50) && !other.grow(1));
+        drop((again, other));
+        let held = memory.lock();
+        assert!(held.all == 0 && held.by_tenant.is_empty());
     }
 }

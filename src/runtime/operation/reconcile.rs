@@ -1,7 +1,8 @@
 //! Finds out how an edge run ended whose end was not seen, where its route can (O11).
 //!
 //! Promises: of twenty requests that wake it, one asks: it takes the record over by the fenced claim, so a slow answer that
-//! comes after another's changes nothing. What cannot be said leaves the record UNKNOWN.
+//! comes after another's changes nothing. What cannot be said leaves the record UNKNOWN. A run that ended after it had lost its
+//! lease has said so, which stands above what the route finds out: the key of a run that ended is not freed.
 
 use std::time::Duration;
 
@@ -11,7 +12,8 @@ use super::codec::{Kept, error_code};
 use super::endpoint::{Reconciled, Reconciling, Registered};
 use super::engine::Engine;
 use crate::policy::operation::Record;
-use crate::store::{Basis, Claimed, KeyClaim, Keys, Outcome};
+use crate::policy::operation::record::Tombstone;
+use crate::store::{Answer, AnswerBody, Basis, Claimed, Fenced, KeyClaim, Keys, Outcome};
 
 /// Asks in a task of its own.
 pub(super) fn wake<S: Keys>(engine: &Engine<S>, endpoint: &Registered, record: &Record) {
@@ -50,12 +52,15 @@ pub(super) fn wake<S: Keys>(engine: &Engine<S>, endpoint: &Registered, record: &
         };
         let encode = |reply| engine.encode(&endpoint, &record.identity, &record.fingerprint, &Kept::Whole(reply));
         let outcome = match found {
-            Reconciled::NotHappened => {
-                if let Err(error) = engine.store().release(&owned).await {
+            Reconciled::NotHappened => match engine.store().release(&owned).await {
+                Ok(Fenced::Done) => return,
+                Ok(Fenced::LostOwnership) => Ok(ended(&engine, &endpoint, &record).await),
+                Err(error) => {
                     tracing::warn!(operation = %endpoint.operation(), %error, "what was found out could not be written");
+                    return;
                 }
-                return;
-            }
+            },
+            Reconciled::Failed(_) if late_success(&engine, &record).await => Ok(Outcome::Unknown),
             Reconciled::Unknown => Ok(Outcome::Unknown),
             Reconciled::Completed(reply) => encode(reply).map(Outcome::Completed),
             Reconciled::Failed(reply) => {
@@ -71,4 +76,24 @@ pub(super) fn wake<S: Keys>(engine: &Engine<S>, endpoint: &Registered, record: &
             tracing::warn!(operation = %endpoint.operation(), %error, "what was found out could not be written");
         }
     });
+}
+
+/// The last word of a run that lost its lease, which keeps the key from being freed; its answer is not kept.
+async fn ended<S: Keys>(engine: &Engine<S>, endpoint: &Registered, record: &Record) -> Outcome {
+    let said = engine.store().runs_of(record.operation_id).await.unwrap_or_default();
+    let last = said.into_iter().rfind(|run| matches!(run.evidence.verdict.as_str(), "success" | "failure"));
+    let Some(run) = last.map(|run| run.evidence) else { return Outcome::Unknown };
+    tracing::warn!(operation = %endpoint.operation(), verdict = %run.verdict, "a run had ended that the route did not find");
+    let body = AnswerBody::Tombstone(Tombstone::Withheld);
+    let answer = Answer { status: run.status.unwrap_or(200), schema_version: endpoint.endpoint().schema_version, body };
+    match run.verdict.as_str() {
+        "success" => Outcome::Completed(answer),
+        _ => Outcome::FailedReplayable { answer, error_code: None },
+    }
+}
+
+/// Whether a run that lost its lease has succeeded; where that cannot be read, nothing is decided.
+async fn late_success<S: Keys>(engine: &Engine<S>, record: &Record) -> bool {
+    let said = engine.store().runs_of(record.operation_id).await;
+    said.map_or(true, |said| said.iter().any(|run| run.evidence.verdict == "success"))
 }

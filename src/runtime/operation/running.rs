@@ -11,6 +11,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use tokio::sync::Notify;
 use tokio_util::sync::CancellationToken;
 
 use crate::policy::operation::{Fingerprint, Identity, PrincipalMark};
@@ -23,6 +24,25 @@ pub(super) struct Run {
     pub(super) since: Instant,
     /// Cancelled when the run has ended.
     pub(super) ended: CancellationToken,
+    /// Whether it is claimed without a look, and not known yet to be a run: it answers nobody.
+    tries: AtomicBool,
+    tried: Notify,
+}
+
+impl Run {
+    /// Waits until it is known whether this is a run; a claim without a look is one statement.
+    pub(super) async fn known(&self) {
+        let mut tried = std::pin::pin!(self.tried.notified());
+        tried.as_mut().enable();
+        if self.tries.load(Ordering::Acquire) {
+            tried.await;
+        }
+    }
+
+    fn is_known(&self) {
+        self.tries.store(false, Ordering::Release);
+        self.tried.notify_waiters();
+    }
 }
 
 #[derive(Debug, Default)]
@@ -55,19 +75,28 @@ pub(super) struct Entry {
 }
 
 impl Running {
-    /// Enters a run. None where one of this key is there already.
+    /// Enters a run, or with `tries` a claim without a look, which may find that there is nothing to run. None where one of this key is
+    /// there already.
     pub(super) fn enter(
         &self,
         identity: &Identity,
         principal: PrincipalMark,
         fingerprint: Fingerprint,
+        tries: bool,
     ) -> Option<Entry> {
         let digest = identity.digest();
         let mut runs = self.lock();
         if runs.by_key.contains_key(&digest) {
             return None;
         }
-        let run = Arc::new(Run { principal, fingerprint, since: Instant::now(), ended: CancellationToken::new() });
+        let run = Arc::new(Run {
+            principal,
+            fingerprint,
+            since: Instant::now(),
+            ended: CancellationToken::new(),
+            tries: AtomicBool::new(tries),
+            tried: Notify::new(),
+        });
         runs.by_key.insert(digest, Arc::clone(&run));
         *runs.by_tenant.entry(identity.tenant().to_owned()).or_default() += 1;
         Some(Entry {
@@ -126,6 +155,11 @@ impl Entry {
         self.run.since.elapsed()
     }
 
+    /// It is a run.
+    pub(super) fn runs(&self) {
+        self.run.is_known();
+    }
+
     /// Gives the place up before the answer is given: whoever has the answer and asks again is not told that it runs.
     pub(super) fn leave(&self) {
         if self.left.swap(true, Ordering::Relaxed) {
@@ -141,6 +175,7 @@ impl Entry {
         }
         drop(runs);
         self.run.ended.cancel();
+        self.run.is_known();
     }
 }
 
@@ -172,7 +207,7 @@ mod tests {
         let fingerprinter = Fingerprinter::of::<Nothing>(None, Keyring::plain()).unwrap();
         let key = Key::parse(key.as_bytes(), KeyFormat::Opaque).unwrap();
         let identity = Identity::new(&scope, fingerprinter.operation().clone(), key);
-        map.enter(&identity, scope.mark(&Keyring::plain()), fingerprinter.write(&Nothing))
+        map.enter(&identity, scope.mark(&Keyring::plain()), fingerprinter.write(&Nothing), false)
     }
 
     // Shown by: no bound; a place that its waiter keeps.
@@ -187,6 +222,33 @@ mod tests {
         assert!(map.wait(one, 2).is_none());
         drop((second, third));
         assert!(map.lock().waiting.is_empty());
+    }
+
+    // Shown by: a claim without a look that answers as a run does; one whose end wakes nobody.
+    #[tokio::test]
+    async fn o15_who_meets_a_claim_without_a_look_waits_for_what_comes_of_it() {
+        let map = Running::default();
+        let operation = "nothing".parse().unwrap();
+        let key = Key::parse(b"key-0000000000000001", KeyFormat::Opaque).unwrap();
+        let identity = Identity::new(&Scope::new("t1", "p1").unwrap(), operation, key);
+        let tries = |map: &Running| {
+            let (scope, ring) = (Scope::new("t1", "p1").unwrap(), Keyring::plain());
+            let fingerprint = Fingerprinter::of::<Nothing>(None, ring.clone()).unwrap().write(&Nothing);
+            map.enter(&identity, scope.mark(&ring), fingerprint, true).unwrap()
+        };
+        for runs in [true, false] {
+            let entry = tries(&map);
+            let met = map.get(&identity.digest()).unwrap();
+            let mut known = std::pin::pin!(met.known());
+            assert!(futures::poll!(known.as_mut()).is_pending());
+            if runs {
+                entry.runs();
+            } else {
+                entry.leave();
+            }
+            known.await;
+            assert_eq!(met.ended.is_cancelled(), !runs);
+        }
     }
 
     // Shown by: not removing the tenant's count; entering over a run that is there.

@@ -216,7 +216,7 @@ impl<'a, S: Store> Pump<'a, S> {
             self.shown_waiting = true;
             return false;
         }
-        if self.shown_waiting && self.publisher.blocked().is_none() {
+        if self.shown_waiting && !self.memory.refused && self.publisher.blocked().is_none() {
             self.shown_waiting = false;
             self.relay.health.set(&self.relay.part, PartState::Ready);
         }
@@ -233,6 +233,7 @@ impl<'a, S: Store> Pump<'a, S> {
 
     async fn read(&mut self) -> Result<bool, Doubt> {
         let read = self.session.read(self.rows_max).await?;
+        self.shown_waiting |= std::mem::take(&mut self.memory.refused);
         let rows = read.rows;
         let found = rows.len();
         let weight: usize = rows.iter().map(|row| row.message.weight()).sum();

@@ -158,7 +158,7 @@ impl<S: Store> Pump<'_, S> {
                     self.release.look = true;
                 }
                 RequestedAct::Discard if self.release.in_flight.insert(request.position) => {
-                    tracing::info!(position = request.position, topic = %request.topic, "an operator discards a dead message");
+                    tracing::info!(position = request.position, topic = %request.topic, "an operator discards a message");
                     let batch = self.window.open(None, 0);
                     self.window.discard(batch, request.position);
                 }

@@ -56,7 +56,7 @@ pub async fn r17_a_dead_row_is_copied_whole_in_the_mark<F: Fixture>(trial: &Tria
     assert_eq!((status.dead, status.held, status.pending), (2, 0, 0), "a diverted message is not pending");
 }
 
-/// As the next session loads them.
+/// As the next session loads them: a dead row that holds nothing is not among them, or it would count as held.
 pub async fn dead_and_held_rows_come_back_in_position_order<F: Fixture>(trial: &Trial<F>) {
     let messages = ["a", "b", "a", "b", "c"].iter().enumerate();
     let messages = messages.map(|(number, key)| new_message(key, number.to_string())).collect();
@@ -70,12 +70,7 @@ pub async fn dead_and_held_rows_come_back_in_position_order<F: Fixture>(trial: &
         key: rows[number].message.key.clone(),
         diversion,
     };
-    let all = vec![
-        expected(0, dead(true)),
-        expected(2, Diversion::HeldBehind),
-        expected(3, destination()),
-        expected(4, dead(false)),
-    ];
+    let all = vec![expected(0, dead(true)), expected(2, Diversion::HeldBehind), expected(3, destination())];
     assert_eq!(session.diverted(100).await.unwrap(), all);
     assert_eq!(session.diverted(2).await.unwrap(), all[..2]);
     let shuffled = [rows[3].position, rows[1].position, rows[0].position, 1 << 40];

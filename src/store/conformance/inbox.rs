@@ -4,13 +4,17 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
+use uuid::Uuid;
+
 use super::trial::{
-    arrived, due, effect, entry, message, new_entry, new_message, parked, payloads, read_nothing, read_rows, spec,
+    arrived, due, effect, entry, everything, message, new_entry, new_message, parked, payloads, read_nothing,
+    read_rows, spec,
 };
 use super::{Fixture, Trial};
 use crate::error::StoreError;
 use crate::message::{MessageId, identity};
-use crate::store::{ConsumerSpec, Inbox, InboxEntry, InboxTx, Known, ParkAs, Proof};
+use crate::policy::position::Position;
+use crate::store::{ConsumerSpec, Holding, Inbox, InboxEntry, InboxTx, Known, Opened, ParkAs, Proof};
 
 /// Registered once; another id rule only by the operator's word (R31).
 pub async fn a_consumer_keeps_its_number_and_its_id_rule<F: Fixture>(trial: &Trial<F>) {
@@ -56,6 +60,25 @@ pub async fn r24_the_unique_key_decides_what_is_new<F: Fixture>(trial: &Trial<F>
     let mut tx = trial.store.begin(consumer).await.unwrap();
     assert!(tx.admit(&[]).await.unwrap().known.is_empty());
     tx.commit().await.unwrap();
+}
+
+/// Somebody else's open transaction holds the id, and only as long as it is open.
+pub async fn an_id_that_another_open_transaction_inserted_is_contested<F: Fixture>(trial: &Trial<F>) {
+    let consumer = trial.consumer("c").await;
+    let other = trial.consumer("other").await;
+    let untimed = InboxEntry { id: identity("shop", "1"), hash: [7; 16] };
+    for entry in [new_entry(), untimed] {
+        assert!(!trial.store.is_contested(consumer, &[entry.id]).await.unwrap(), "nobody has it");
+        let mut tx = trial.store.begin(consumer).await.unwrap();
+        assert_eq!(tx.admit(&[entry]).await.unwrap().known, vec![None], "asking changed nothing");
+        if F::CONCURRENT_WRITERS {
+            assert!(trial.store.is_contested(consumer, &[entry.id]).await.unwrap());
+            assert!(!trial.store.is_contested(consumer, &[new_entry().id]).await.unwrap(), "another id");
+            assert!(!trial.store.is_contested(other, &[entry.id]).await.unwrap(), "another consumer");
+        }
+        tx.commit().await.unwrap();
+        assert!(!trial.store.is_contested(consumer, &[entry.id]).await.unwrap(), "it is known, and waits for nobody");
+    }
 }
 
 /// Two transactions admit one id: the second waits for the first, and `settled` says that it had ended by then.
@@ -197,10 +220,10 @@ pub async fn what_is_parked_goes_with_its_inbox_row<F: Fixture>(trial: &Trial<F>
     tx.park(&[parked(&parked_message, due())]).await.unwrap();
     tx.rollback().await.unwrap();
     assert!(trial.store.known(consumer, &[parked_message.id]).await.unwrap().is_empty());
-    assert_eq!(crate::store::Waiting::next_due(&trial.store, consumer).await.unwrap(), None);
+    assert_eq!(crate::store::Waiting::next_due(&trial.store, consumer, &everything()).await.unwrap(), None);
     trial.park(consumer, &parked_message, due()).await;
     assert_eq!(trial.store.known(consumer, &[parked_message.id]).await.unwrap().len(), 1);
-    assert!(crate::store::Waiting::next_due(&trial.store, consumer).await.unwrap().is_some());
+    assert!(crate::store::Waiting::next_due(&trial.store, consumer, &everything()).await.unwrap().is_some());
 }
 
 /// Too old and from the future leave no inbox row; what others inserted stays.
@@ -244,6 +267,26 @@ pub async fn r26_tries_are_counted_outside_the_handlers_transaction<F: Fixture>(
     assert_eq!(store.attempts(consumer, &[entry.id, other.id]).await.unwrap(), [(other.id, 1)]);
 }
 
+/// Before a batch of suspects runs: what was counted before stays as it was counted.
+pub async fn r26_the_first_tries_of_a_batch_are_counted_together_and_once<F: Fixture>(trial: &Trial<F>) {
+    let (consumer, other) = (trial.consumer("c").await, trial.consumer("other").await);
+    let ids: Vec<_> = (0..3).map(|_| new_entry().id).collect();
+    let store = &trial.store;
+    for _ in 0..2 {
+        store.begin_attempt(consumer, ids[0]).await.unwrap();
+    }
+    // One whose only try was taken back, and which has a history.
+    store.failed_attempt(consumer, ids[1], "no", true).await.unwrap();
+    store.take_back_attempt(consumer, ids[1]).await.unwrap();
+    for _ in 0..2 {
+        store.begin_first_attempts(consumer, &ids).await.unwrap();
+    }
+    store.begin_first_attempts(consumer, &[]).await.unwrap();
+    let attempts: std::collections::HashMap<_, _> = store.attempts(consumer, &ids).await.unwrap().into_iter().collect();
+    assert_eq!(attempts, [(ids[0], 2), (ids[1], 1), (ids[2], 1)].into_iter().collect());
+    assert!(store.attempts(other, &ids).await.unwrap().is_empty());
+}
+
 /// As if it had never been counted; what failed tries said stays.
 pub async fn r26_a_try_that_was_not_made_is_taken_back<F: Fixture>(trial: &Trial<F>) {
     let consumer = trial.consumer("c").await;
@@ -264,18 +307,65 @@ pub async fn r26_a_try_that_was_not_made_is_taken_back<F: Fixture>(trial: &Trial
 }
 
 /// The last owner died, so the next one suspects what it finds.
-pub async fn r26_an_assignment_found_open_was_not_closed<F: Fixture>(trial: &Trial<F>) {
+pub async fn an_assignment_found_open_was_not_closed<F: Fixture>(trial: &Trial<F>) {
     let consumer = trial.consumer("c").await;
     let store = &trial.store;
-    assert!(!store.open_assignment(consumer, "payments", 0).await.unwrap(), "the first time nobody was there");
-    assert!(store.open_assignment(consumer, "payments", 0).await.unwrap());
-    assert!(!store.open_assignment(consumer, "payments", 1).await.unwrap(), "another partition");
-    assert!(!store.open_assignment(consumer, "refunds", 0).await.unwrap(), "another topic");
-    store.close_assignment(consumer, "payments", 0).await.unwrap();
-    assert!(!store.open_assignment(consumer, "payments", 0).await.unwrap());
+    let was_open = async |consumer, holding: &Holding| store.open_assignment(consumer, holding).await.unwrap().was_open;
+    assert!(!was_open(consumer, &holding("payments", 0)).await, "the first time nobody was there");
+    let second = holding("payments", 0);
+    assert!(was_open(consumer, &second).await);
+    assert!(!was_open(consumer, &holding("payments", 1)).await, "another partition");
+    assert!(!was_open(consumer, &holding("refunds", 0)).await, "another topic");
+    store.close_assignment(consumer, &second, None).await.unwrap();
+    assert!(!was_open(consumer, &holding("payments", 0)).await);
     let other = trial.consumer("another").await;
-    assert!(!store.open_assignment(other, "payments", 0).await.unwrap());
-    store.close_assignment(other, "never", 9).await.unwrap();
+    assert!(!was_open(other, &holding("payments", 0)).await);
+    store.close_assignment(other, &holding("never", 9), None).await.unwrap();
+}
+
+/// It comes to its end later, frozen or slow; the row is the next owner's.
+pub async fn an_owner_that_lost_a_partition_changes_nothing_of_the_next_ones_row<F: Fixture>(trial: &Trial<F>) {
+    let consumer = trial.consumer("c").await;
+    let store = &trial.store;
+    let (old, new) = (holding("payments", 0), holding("payments", 0));
+    store.open_assignment(consumer, &old).await.unwrap();
+    store.open_assignment(consumer, &new).await.unwrap();
+    store.keep_positions(consumer, &[(new.clone(), position("a", 7))]).await.unwrap();
+    store.keep_positions(consumer, &[(old.clone(), position("a", 5))]).await.unwrap();
+    store.close_assignment(consumer, &old, Some(&position("a", 6))).await.unwrap();
+    let opened = store.open_assignment(consumer, &holding("payments", 0)).await.unwrap();
+    assert_eq!(opened, Opened { was_open: true, position: Some(position("a", 7)) });
+}
+
+/// A clean end tells the last position as well; one that knows none leaves the one that stands.
+pub async fn a_position_is_remembered_until_a_later_one_is_told<F: Fixture>(trial: &Trial<F>) {
+    let consumer = trial.consumer("c").await;
+    let store = &trial.store;
+    let [first, second, third] = [(); 3].map(|()| holding("payments", 0));
+    let beside = holding("payments", 1);
+    assert_eq!(store.open_assignment(consumer, &first).await.unwrap().position, None);
+    store.open_assignment(consumer, &beside).await.unwrap();
+    let both = [(first.clone(), position("a", 5)), (beside, Position { topic_id: None, next: 9 })];
+    store.keep_positions(consumer, &both).await.unwrap();
+    store.close_assignment(consumer, &first, Some(&position("a", 6))).await.unwrap();
+    let opened = store.open_assignment(consumer, &second).await.unwrap();
+    assert_eq!(opened, Opened { was_open: false, position: Some(position("a", 6)) });
+    store.close_assignment(consumer, &second, None).await.unwrap();
+    assert_eq!(store.open_assignment(consumer, &third).await.unwrap().position, Some(position("a", 6)));
+    let beside = store.open_assignment(consumer, &holding("payments", 1)).await.unwrap();
+    assert_eq!(beside.position, Some(Position { topic_id: None, next: 9 }));
+    // A topic made anew begins at its start.
+    store.keep_positions(consumer, &[(third, position("b", 0))]).await.unwrap();
+    let opened = store.open_assignment(consumer, &holding("payments", 0)).await.unwrap();
+    assert_eq!(opened.position, Some(position("b", 0)));
+}
+
+fn holding(topic: &str, partition: i32) -> Holding {
+    Holding { topic: topic.into(), partition, owner: Uuid::now_v7() }
+}
+
+fn position(topic_id: &str, next: i64) -> Position {
+    Position { topic_id: Some(topic_id.to_owned()), next }
 }
 
 /// Also where the future that holds it is dropped in the middle of a statement, and the store goes on working.

@@ -13,12 +13,13 @@ use super::trial::eventually;
 use super::{Fixture, KeysFixture, Trial};
 use crate::StoreError;
 use crate::policy::operation::flow::Stage;
+use crate::policy::operation::key::KeyFormat;
 use crate::policy::operation::provider::Verdict;
 use crate::policy::operation::versions::{Announced, Versions};
-use crate::policy::operation::{Kid, Mode, Record, State};
+use crate::policy::operation::{Identity, Key, Kid, Mode, Record, Scope, State};
 use crate::store::{
     ActContext, Base, Basis, Claimed, Driven, Due, Fenced, KeyChange, KeyFilter, KeyOperator, Keys, NewEvidence,
-    OperationFilter, Outcome, PhaseTx, Phases, Resolution, Taken,
+    NewIntent, OperationFilter, Outcome, PhaseTx, Phases, Resolution, Taken,
 };
 
 fn context(dry_run: bool) -> ActContext {
@@ -104,7 +105,7 @@ pub async fn keys_are_found_by_every_filter<F: Fixture>(trial: &Trial<F>) {
 ///
 /// Shown by: `change_key` asked without `act_on_key`; the intents not asked for.
 pub async fn o11_a_key_is_released_and_purged_only_where_nothing_may_have_happened<F: Fixture>(trial: &Trial<F>) {
-    let purge = KeyChange::Purge { id_skew: Duration::from_secs(60) };
+    let purge = KeyChange::Purge;
     for state in [State::InProgress, State::UnknownRequiresRecovery] {
         let seen = edge(trial, state.as_str(), state).await;
         for change in [&KeyChange::Release, &purge] {
@@ -133,8 +134,7 @@ pub async fn o11_a_key_is_released_and_purged_only_where_nothing_may_have_happen
         trial.store.act_on_key(&seen, change, &really()).await.unwrap();
         let look = trial.store.find(&seen.identity).await.unwrap();
         assert_eq!(look.record, None);
-        let recorded = look.purged_below.is_some_and(|below| Some(below) > seen.outcome_at);
-        assert_eq!(recorded, *change == purge, "how far is recorded by a purge (O23)");
+        assert_eq!(look.purged_below, None, "its key carries no time");
         assert!(is_refused(&trial.store.act_on_key(&seen, change, &really()).await), "it is gone");
     }
     assert_eq!((audits(trial, "release").await, audits(trial, "purge").await), (2, 1));
@@ -143,7 +143,7 @@ pub async fn o11_a_key_is_released_and_purged_only_where_nothing_may_have_happen
 
 /// With what the operator found out; once; and not a phased one, which its operation decides.
 pub async fn o11_an_unknown_key_is_resolved_once<F: Fixture>(trial: &Trial<F>) {
-    let resolve = |outcome| KeyChange::Resolve { outcome, retention: KEPT };
+    let resolve = |outcome| KeyChange::Resolve { outcome, retention: KEPT, against_evidence: false };
     for (key, outcome, state) in [
         ("done", completed(), State::Completed),
         ("not", Outcome::FailedRetryable { error_code: None }, State::FailedRetryable),
@@ -179,10 +179,17 @@ pub async fn o8_operations_are_found_by_every_filter_and_conflicts_are_seen<F: F
     // Paid back: the charge succeeded and the operation failed, which is no conflict.
     let undone = outstanding(trial, &new_operation("undone", LONG)).await;
     trial.store.observe(&observed(&undone, "success")).await.unwrap();
+    let refund = NewIntent { undoes: Some("charge".to_owned()), ..intent("refund", "refund-undone") };
     let mut tx = trial.store.begin_phase(&undone).await.unwrap();
     tx.settle("charge", "succeeded").await.unwrap();
-    assert_eq!(tx.finish("SENT", &failed(), &KEPT).await.unwrap(), MOVED);
+    assert_eq!(tx.advance("SENT", "REFUND", Stage::Outstanding, &[refund]).await.unwrap(), MOVED);
     tx.commit().await.unwrap();
+    let mut tx = trial.store.begin_phase(&undone).await.unwrap();
+    tx.settle("refund", "succeeded").await.unwrap();
+    assert_eq!(tx.finish("REFUND", &failed(), &KEPT).await.unwrap(), MOVED);
+    tx.commit().await.unwrap();
+    let stored_undone = stored(trial, &undone).await;
+    assert_eq!(stored_undone.intents[1].intent.undoes.as_deref(), Some("charge"));
     // Decided as a success, though nothing is settled; then it turns out otherwise.
     let wrong = outstanding(trial, &new_operation("wrong", LONG)).await;
     let mut tx = trial.store.begin_phase(&wrong).await.unwrap();
@@ -278,12 +285,12 @@ pub async fn o6_a_retry_is_the_workers_and_a_duplicate_is_accepted_by_name<F: Fi
     let words = stored(trial, &driven).await.evidence;
     let said: Vec<_> = words.iter().map(|word| &word.evidence).collect();
     assert_eq!(said.iter().map(|word| word.send).collect::<Vec<u32>>(), [1, 2], "of both sends");
-    assert!(said.iter().all(|word| (word.kind.as_str(), word.verdict.as_str()) == ("operator", "not-sent")));
+    assert!(said.iter().all(|word| (word.kind.as_str(), word.verdict.as_str()) == ("operator", "waived")));
     assert!(String::from_utf8_lossy(&said[0].bytes.bytes).contains("as agreed"));
     assert_eq!(audits(trial, "retry").await, 2);
     // Neither key nor query: nothing to repeat, nothing to ask.
     let mute = local(trial, &new_operation("mute", LONG)).await;
-    let none = crate::store::NewIntent { strategy: "none".to_owned(), ..intent("charge", "mute") };
+    let none = NewIntent { strategy: "none".to_owned(), ..intent("charge", "mute") };
     step(trial, &mute, "LOCAL", "SENT", Stage::Outstanding, &[none]).await;
     trial.store.park(&mute, "no means").await.unwrap();
     let seen = stored(trial, &mute).await;
@@ -345,6 +352,56 @@ pub async fn o9_a_resolved_operation_and_its_record_have_one_outcome<F: Fixture>
     eventually("it is over again", || async { stored(trial, &dead).await.lease_until.is_none().then_some(()) }).await;
     trial.store.resolve(&stored(trial, &dead).await, &failure, false, false, &really()).await.unwrap();
     assert_eq!(record(trial, &new_operation("dead", SHORT).claim).await.state, State::FailedReplayable);
+}
+
+/// The strongest evidence there is: an effect that is settled as done.
+///
+/// Shown by: the evidence of settled effects left out; a list that compares evidence with the outcome of its effect alone.
+pub async fn an_operation_does_not_fail_while_an_effect_of_it_stands<F: Fixture>(trial: &Trial<F>) {
+    let driven = outstanding(trial, &new_operation("k", LONG)).await;
+    let mut tx = trial.store.begin_phase(&driven).await.unwrap();
+    tx.settle("charge", "succeeded").await.unwrap();
+    assert_eq!(tx.advance("SENT", "CONFIRMED", Stage::Settled, &[]).await.unwrap(), MOVED);
+    tx.commit().await.unwrap();
+    trial.store.park(&driven, "phase-failed").await.unwrap();
+    let seen = stored(trial, &driven).await;
+    let failure = Resolution::Ended(failed(), KEPT);
+    assert!(is_refused(&trial.store.resolve(&seen, &failure, false, false, &really()).await));
+    trial.store.resolve(&seen, &failure, false, true, &really()).await.unwrap();
+    let conflicts = || async {
+        let found = trial.store.operations(&OperationFilter { conflicts: true, ..any() }).await.unwrap();
+        (found.operations.into_iter().map(|one| one.operation_id).collect::<Vec<Uuid>>(), found.orphans)
+    };
+    assert_eq!(conflicts().await, (vec![driven.operation_id], vec![]));
+    trial.store.judge(driven.operation_id, &context(true)).await.unwrap();
+    assert_eq!(conflicts().await.0.len(), 1, "a dry run");
+    trial.store.judge(driven.operation_id, &really()).await.unwrap();
+    assert_eq!((conflicts().await, audits(trial, "judge").await), ((vec![], vec![]), 1));
+    assert!(is_refused(&trial.store.judge(Uuid::now_v7(), &really()).await), "nothing is known of it");
+    let open = outstanding(trial, &new_operation("open", LONG)).await;
+    assert!(is_refused(&trial.store.judge(open.operation_id, &really()).await), "there is nothing to judge yet");
+}
+
+/// What is recorded is the time inside the key, whatever the clock of its client and the skew of its route.
+///
+/// Shown by: a bound by the outcome and a skew of its own (a key from beyond it looks new, and executes again).
+pub async fn a_key_that_was_purged_by_hand_is_too_old_however_far_its_clock_was_ahead<F: Fixture>(trial: &Trial<F>) {
+    let at = std::time::SystemTime::now() + LONG;
+    let since = at.duration_since(std::time::SystemTime::UNIX_EPOCH).unwrap();
+    let ahead = Uuid::new_v7(uuid::Timestamp::from_unix(uuid::NoContext, since.as_secs(), since.subsec_nanos()));
+    let key = Key::parse(ahead.to_string().as_bytes(), KeyFormat::UuidV7).unwrap();
+    let new = claim(Mode::Edge, "timed", 1);
+    let scope = Scope::new("t1", "user-7").unwrap();
+    let identity = Identity::new(&scope, new.identity.operation().clone(), key.clone());
+    let new = crate::store::KeyClaim { identity, ..new };
+    let Claimed::Owned(owned) = trial.store.claim(&new, Basis::New).await.unwrap() else { panic!("not claimed") };
+    assert_eq!(trial.store.finish(&owned, &completed(), &KEPT).await.unwrap(), Fenced::Done);
+    let seen = record(trial, &new).await;
+    trial.store.act_on_key(&seen, &KeyChange::Purge, &really()).await.unwrap();
+    let look = trial.store.find(&new.identity).await.unwrap();
+    let below = look.purged_below.expect("it is recorded");
+    let time = key.time().expect("it carries its time");
+    assert!(time < below && below <= time.after(Duration::from_millis(1)), "{time:?} {below:?}");
 }
 
 /// The word is evidence, and the worker goes on from there.

@@ -4,14 +4,17 @@ use std::time::Duration;
 
 use uuid::Uuid;
 
-use super::keys::{KEPT, completed, record};
-use super::phases::{AT_ONCE, LONG, MOVED, PATIENCE, SHORT, new_operation, observed, outstanding, stored};
+use super::key_operator::really;
+use super::keys::{KEPT, answer, completed, record};
+use super::phases::{AT_ONCE, LONG, MOVED, PATIENCE, SHORT, new_operation, observed, outstanding, run_ended, stored};
 use super::trial::eventually;
 use super::{Fixture, Trial};
 use crate::policy::operation::flow::Stage;
 use crate::policy::operation::retention::Retention;
 use crate::policy::operation::{OperationName, State};
-use crate::store::{Base, Basis, Begun, FIRST_POINT, Fenced, Keys, PhaseTx, Phases, Taken};
+use crate::store::{
+    Base, Basis, Begun, FIRST_POINT, Fenced, KeyOperator, Keys, OperationFilter, Outcome, PhaseTx, Phases, Taken,
+};
 
 /// Nobody takes it, and a look at its key says so; its stage and its record are UNKNOWN.
 ///
@@ -24,7 +27,6 @@ pub async fn o9_a_parked_operation_waits_for_an_operator<F: Fixture>(trial: &Tri
     let found = stored(trial, &driven).await;
     assert_eq!((found.stage, found.parked.as_deref()), (Stage::Unknown, Some("two answers")));
     assert_eq!((found.due_at, found.lease_until), (None, None));
-    trial.store.nudge(driven.operation_id).await.unwrap();
     assert!(matches!(trial.store.take_operation(driven.operation_id, LONG).await.unwrap(), Taken::Not(_)));
     assert!(trial.store.take_due("create_charge", &[2], 10, LONG).await.unwrap().is_empty());
     let seen = record(trial, &new.claim).await;
@@ -122,6 +124,66 @@ pub async fn o4_a_key_used_anew_gets_a_new_operation<F: Fixture>(trial: &Trial<F
     tx.commit().await.unwrap();
     let found = record(trial, &first.claim).await;
     assert!(trial.store.body(&found).await.unwrap().is_some(), "the body of the new run");
+}
+
+/// The provider took the money, and the operation ended as failed: neither the sweep nor a client that asks again may take away
+/// what shows it, before a person has looked.
+///
+/// Shown by: a purge, or a claim anew, that takes the evidence with its record.
+pub async fn a_conflict_outlives_its_record_until_it_is_judged<F: Fixture>(trial: &Trial<F>) {
+    let operation: OperationName = "create_payment".parse().unwrap();
+    let gone = Retention { ttl: SHORT, body: SHORT, metadata: SHORT };
+    let failed = Outcome::FailedReplayable { answer: answer(), error_code: None };
+    let (purged, used_anew) = (new_operation("purged", LONG), new_operation("anew", LONG));
+    let mut ids = Vec::new();
+    for new in [&purged, &used_anew] {
+        let driven = outstanding(trial, new).await;
+        let mut tx = trial.store.begin_phase(&driven).await.unwrap();
+        tx.settle("charge", "failed").await.unwrap();
+        assert_eq!(tx.finish("SENT", &failed, &gone).await.unwrap(), MOVED);
+        tx.commit().await.unwrap();
+        // A driver that had lost its lease.
+        trial.store.observe(&observed(&driven, "success")).await.unwrap();
+        ids.push(driven.operation_id);
+    }
+    let seen = eventually("its time is over", || async {
+        let look = trial.store.find(&used_anew.claim.identity).await.unwrap();
+        look.record.filter(|record| record.state_at(look.now) == State::Expired)
+    })
+    .await;
+    let second = new_operation("anew", LONG);
+    let Begun::Claimed(tx) = trial.store.begin_first(&second, Basis::Anew(&seen), PATIENCE).await.unwrap() else {
+        panic!("not claimed anew")
+    };
+    tx.commit().await.unwrap();
+    eventually("it is purged", || async {
+        (trial.store.purge_keys(&operation, &gone, Duration::ZERO, 100).await.unwrap() == 1).then_some(())
+    })
+    .await;
+    assert_eq!(trial.store.find(&purged.claim.identity).await.unwrap().record, None);
+    // A run of another door that ended late, of which nothing else is left.
+    let late = run_ended(Uuid::now_v7(), "success");
+    trial.store.observe_run(&late).await.unwrap();
+    let filter = OperationFilter { conflicts: true, limit: 100, ..OperationFilter::default() };
+    let conflicts = || async {
+        let found = trial.store.operations(&filter).await.unwrap();
+        let mut listed: Vec<Uuid> = found.operations.iter().map(|one| one.operation_id).collect();
+        listed.sort_unstable();
+        (listed, found.orphans)
+    };
+    ids.sort_unstable();
+    assert_eq!(conflicts().await, (ids.clone(), vec![late.operation_id]));
+    for id in &ids {
+        let kept = trial.store.operation(*id).await.unwrap().expect("it is kept");
+        assert_eq!((kept.identity, kept.intents.len(), kept.evidence.len()), (None, 1, 1));
+    }
+    for id in ids.iter().chain([&late.operation_id]) {
+        trial.store.judge(*id, &really()).await.unwrap();
+    }
+    assert_eq!(conflicts().await, (vec![], vec![]));
+    for id in ids {
+        assert_eq!(trial.store.operation(id).await.unwrap(), None, "judged, and without a record: gone");
+    }
 }
 
 /// It is there, stays, and is another in each database.

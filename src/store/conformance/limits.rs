@@ -266,13 +266,33 @@ fn headers(cases: &mut Cases) {
         "BCC",
         "Bcc",
         "x-match",
-        "X-Anything",
+        "X-Priority",
+        "x-death",
+        "x-first-death-queue",
+        "X-Last-Death-Reason",
+        "x-delivery-count",
+        "x-acquired-count",
+        "x-opt-delivery-time",
+        "x-stream-offset",
         "oncebox-hash",
         "Oncebox-x",
     ] {
         cases.headers(&format!("{reserved}, reserved"), &["header_reserved"], &format!(r#"{{"{reserved}":"v"}}"#));
     }
-    for free in ["ce", "cee_x", "cloud", "content_type", "ccc", "xmatch", "oncebox", "x"] {
+    for free in [
+        "ce",
+        "cee_x",
+        "cloud",
+        "content_type",
+        "ccc",
+        "xmatch",
+        "oncebox",
+        "x",
+        "x-tenant",
+        "X-Request-Id",
+        "x-deaths",
+        "x-streams",
+    ] {
         cases.headers(&format!("{free}, not reserved"), &[], &format!(r#"{{"{free}":"v"}}"#));
     }
 }

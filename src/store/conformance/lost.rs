@@ -1,7 +1,7 @@
 //! Cases of a connection that is lost under the inbox transaction (R27, G12): nobody's failure in every statement, and of a commit
 //! an unknown outcome.
 
-use super::trial::{Tx, due, effect, message, new_entry, new_message, parked};
+use super::trial::{Tx, due, effect, everything, message, new_entry, new_message, parked};
 use super::{Fixture, Trial};
 use crate::error::{HandlerError, StoreError};
 use crate::message::Message;
@@ -27,8 +27,9 @@ async fn run<F: Fixture>(
         "finish" => {
             // Claimed on another connection.
             let consumer = trial.consumer("c").await;
-            let claimed = trial.store.claim_due(consumer, 1, &Claim::new(super::trial::LEASE)).await.unwrap().remove(0);
-            tx.finish(&claimed).await.map(drop)
+            let claim = Claim::new(super::trial::LEASE);
+            let claimed = trial.store.claim_due(consumer, &everything(), &claim).await.unwrap().unwrap();
+            tx.finish(&[claimed]).await.map(drop)
         }
         "clear attempts" => tx.clear_attempts(&[entry.id]).await,
         "handler" => {

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use super::trial::{eventually, new_entry};
+use super::trial::{eventually, in_a_day, new_entry};
 use super::{Fixture, Trial};
 use crate::store::{Claim, EmailOutcome, EmailToSend, Inbox, InboxTx, Mailbox, NewEmail};
 
@@ -109,4 +109,19 @@ pub async fn an_interrupted_email_is_claimed_again_under_the_same_key<F: Fixture
     assert!(!store.settle_email(&dead, &EmailOutcome::Failed("no".into())).await.unwrap());
     assert!(store.settle_email(&second, &EmailOutcome::Sent).await.unwrap());
     assert_eq!(store.emails_pending().await.unwrap(), 0);
+}
+
+/// The clock was a day ahead when it was made.
+pub async fn r22_a_claim_of_an_email_that_ends_later_than_any_claim_can_is_over<F: Fixture>(trial: &Trial<F>) {
+    queue(trial, "claimed").await;
+    let store = &trial.store;
+    assert_eq!(store.claim_emails(1, &Claim::new(CLAIM)).await.unwrap().len(), 1);
+    queue(trial, "tried").await;
+    let tried = store.claim_emails(1, &Claim::new(CLAIM)).await.unwrap().remove(0);
+    let later = EmailOutcome::Again { after: CLAIM, error: "450 busy".into() };
+    assert!(store.settle_email(&tried, &later).await.unwrap());
+    trial.run(&format!("update {} set due_at = {}", trial.table("email"), in_a_day::<F>())).await;
+    let again: Vec<_> = store.claim_emails(9, &Claim::new(CLAIM)).await.unwrap();
+    let again: Vec<_> = again.into_iter().map(|email| email.unique_key).collect();
+    assert_eq!(again, ["claimed"], "what waits for its next try goes on waiting");
 }

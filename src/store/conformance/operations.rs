@@ -1,6 +1,7 @@
 //! Cases of outcomes in the application's own transaction (O2).
 
 use super::keys::{KEPT, SHORT, claim, completed, record, take};
+use super::phases::run_ended;
 use super::trial::{effect, eventually};
 use super::{Fixture, Trial};
 use crate::policy::operation::retention::Retention;
@@ -48,4 +49,31 @@ pub async fn m100_a_purge_takes_the_bodies_of_its_records<F: Fixture>(trial: &Tr
     assert_eq!(owner.epoch, 1);
     assert_eq!(trial.store.finish(&owner, &completed(), &KEPT).await.unwrap(), Fenced::Done);
     assert!(trial.store.body(&record(trial, &claim).await).await.unwrap().is_some());
+}
+
+/// A run that lost its lease and ended after all has said so by evidence: its key is not free, whatever was found out elsewhere.
+///
+/// Shown by: a release that does not look at the evidence.
+pub async fn a_claim_is_not_released_where_a_run_of_it_said_that_it_ended<F: Fixture>(trial: &Trial<F>) {
+    for (key, ended, released) in [
+        ("indefinite", "indefinite", Fenced::Done),
+        ("nothing", "not-sent", Fenced::Done),
+        ("success", "success", Fenced::LostOwnership),
+        ("failure", "failure", Fenced::LostOwnership),
+    ] {
+        let claim = claim(Mode::Edge, key, 1);
+        let owner = take(trial, &claim).await;
+        let run = run_ended(owner.operation_id, ended);
+        trial.store.observe_run(&run).await.unwrap();
+        assert_eq!(trial.store.release(&owner).await.unwrap(), released, "{ended}");
+        let said = trial.store.runs_of(owner.operation_id).await.unwrap();
+        assert_eq!(said.iter().map(|row| &row.evidence).collect::<Vec<_>>(), [&run]);
+        if released == Fenced::LostOwnership {
+            assert_eq!(
+                trial.store.finish(&owner, &completed(), &KEPT).await.unwrap(),
+                Fenced::Done,
+                "it is still ours"
+            );
+        }
+    }
 }

@@ -4,13 +4,14 @@ use std::time::Duration;
 
 use uuid::Uuid;
 
-use super::trial::{arrived, due, entry, message, new_message, parked, read_rows, through};
+use super::trial::{arrived, due, entry, everything, message, new_message, parked, read_rows, through};
 use super::{Fixture, Trial};
 use crate::error::StoreError;
 use crate::message::{Message, MessageId};
 use crate::store::{
-    ActContext, Claim, ConsumerId, DeadFilter, DeadMessage, DeadPlace, Diversion, EmailOutcome, Inbox, InboxTx,
-    Mailbox, Mark, NewEmail, Operator, OperatorAct, OperatorRequest, ParkAs, RelaySession, RequestedAct, Waiting,
+    ActContext, Base, Claim, ConsumerId, DeadFilter, DeadMessage, DeadPlace, DeadState, Diversion, EmailOutcome,
+    Forgotten, Holding, Inbox, InboxTx, Mailbox, Mark, NewEmail, Operator, OperatorAct, OperatorRequest, ParkAs,
+    RelaySession, RequestedAct, Waiting,
 };
 
 fn context() -> ActContext {
@@ -34,8 +35,12 @@ async fn audits<F: Fixture>(trial: &Trial<F>) -> i64 {
 }
 
 async fn claim<F: Fixture>(trial: &Trial<F>, consumer: ConsumerId) -> Vec<Message> {
-    let claimed = trial.store.claim_due(consumer, 100, &Claim::new(Duration::from_secs(600))).await.unwrap();
-    claimed.into_iter().map(|claimed| claimed.message).collect()
+    let mut claimed = Vec::new();
+    let claim = || Claim::new(Duration::from_secs(600));
+    while let Some(head) = trial.store.claim_due(consumer, &everything(), &claim()).await.unwrap() {
+        claimed.push(head.message);
+    }
+    claimed
 }
 
 /// Two dead outbox rows, the first of which holds one; gives the session and their positions.
@@ -83,6 +88,197 @@ pub async fn the_status_counts_what_is_there<F: Fixture>(trial: &Trial<F>) {
     assert_eq!((email.name.as_str(), email.inbox_rows, email.waiting), ("email", 0, 0));
     assert_eq!((ledger.name.as_str(), ledger.inbox_rows, ledger.dead), ("ledger", 4, 1));
     assert_eq!((ledger.waiting, ledger.held), (2, 1), "what stands behind a dead one is held, not waiting");
+    assert!((0.0..600.0).contains(&status.oldest_held_age_seconds), "{}", status.oldest_held_age_seconds);
+    assert_eq!(email.oldest_waiting_age_seconds, 0.0);
+    assert!(status.oldest_held_age_seconds > 0.0 && ledger.oldest_waiting_age_seconds > 0.0, "{status:?}");
+}
+
+/// Every state that an operator may ask for, on both sides. Shown by listing dead ones alone, as it was.
+pub async fn what_is_held_and_what_waits_is_listed_with_its_reason_and_its_next_try<F: Fixture>(trial: &Trial<F>) {
+    let (_session, positions) = dead_outbox(trial).await;
+    let consumer = trial.consumer("ledger").await;
+    let foreign = arrived(Some("due"), "1", "evt-17");
+    trial.park(consumer, &foreign, due()).await;
+    trial.park(consumer, &message("due", "2"), ParkAs::Behind).await;
+    trial.park(consumer, &message("dead", "1"), dead(true)).await;
+    trial.park(consumer, &message("dead", "2"), ParkAs::Behind).await;
+    let listed = |states: Vec<DeadState>| async move {
+        trial.store.dead(&DeadFilter { states, ..DeadFilter::default() }).await.unwrap()
+    };
+    let payloads = |messages: &[DeadMessage]| -> Vec<String> {
+        let mut found: Vec<_> = messages
+            .iter()
+            .map(|one| format!("{} {}", one.key.clone().unwrap_or_default(), String::from_utf8_lossy(&one.payload)))
+            .collect();
+        found.sort();
+        found
+    };
+    let held = listed(vec![DeadState::Held]).await;
+    assert_eq!(payloads(&held), ["a 3", "dead 2"]);
+    assert!(held.iter().all(|one| one.state == DeadState::Held && one.next_try.is_none()), "{held:?}");
+    assert!(held.iter().all(|one| one.reason.starts_with("stands behind a")), "{held:?}");
+    assert!(held.iter().any(|one| one.number == format!("o{}", positions[2])), "{held:?}");
+
+    let waiting = listed(vec![DeadState::Waiting]).await;
+    assert_eq!(payloads(&waiting), ["due 1", "due 2"]);
+    let (head, behind) = (&waiting[0], &waiting[1]);
+    assert_eq!((head.reason.as_str(), head.error.as_deref(), head.behind), ("retry", Some("no"), 1));
+    assert!(head.next_try.is_some_and(|at| (chrono::Utc::now() - at).num_minutes().abs() < 5), "{head:?}");
+    assert_eq!((behind.reason.as_str(), behind.next_try), ("stands behind a waiting one of its key", None));
+    // The id as its producer sent it stands beside the one that we made of it.
+    assert_eq!((head.message_id, head.sent_id.as_deref()), (foreign.id.uuid(), Some("evt-17")));
+    assert_eq!(behind.sent_id, None, "a UUID is shown once");
+
+    assert_eq!(payloads(&listed(vec![DeadState::Dead]).await), ["a 1", "b 2", "dead 1"]);
+    assert_eq!(listed(Vec::new()).await, listed(vec![DeadState::Dead]).await, "unless told otherwise, dead ones");
+    let all = listed(vec![DeadState::Dead, DeadState::Held, DeadState::Waiting]).await;
+    assert_eq!(all.len(), 7);
+    assert!(all.is_sorted_by_key(|one| one.dead_at), "oldest first, whatever their state");
+}
+
+/// A look must not cost more the more stands: 10,000 means that or more.
+pub async fn g11_the_status_counts_no_further_than_its_bound<F: Fixture>(trial: &Trial<F>) {
+    let consumer = trial.consumer("ledger").await;
+    trial.park(consumer, &message("dead", "1"), dead(true)).await;
+    for _ in 0..21 {
+        let behind: Vec<Message> = (0..500).map(|_| message("dead", "2")).collect();
+        let mut tx = trial.store.begin(consumer).await.unwrap();
+        tx.admit(&behind.iter().map(entry).collect::<Vec<_>>()).await.unwrap();
+        tx.park(&behind.iter().map(|one| parked(one, ParkAs::Behind)).collect::<Vec<_>>()).await.unwrap();
+        tx.commit().await.unwrap();
+    }
+    let ledger = trial.store.status().await.unwrap().consumers.remove(0);
+    assert_eq!((ledger.held, ledger.waiting, ledger.dead), (10_000, 0, 1));
+    assert!(ledger.inbox_rows >= 10_000, "{}", ledger.inbox_rows);
+    trial.park(consumer, &message("due", "3"), due()).await;
+    let ledger = trial.store.status().await.unwrap().consumers.remove(0);
+    assert_eq!((ledger.held, ledger.waiting), (10_000, 1), "what is due is seen beside any number that is held");
+}
+
+/// Fenced against a claim that runs, each with its audit row. Shown by acting on whatever the row says.
+pub async fn a_waiting_message_is_tried_now_buried_or_discarded_unless_a_process_runs_it<F: Fixture>(trial: &Trial<F>) {
+    let store = &trial.store;
+    let consumer = trial.consumer("ledger").await;
+    let later = || ParkAs::Due(Duration::from_secs(3_600));
+    trial.park(consumer, &message("a", "1"), later()).await;
+    trial.park(consumer, &message("a", "2"), ParkAs::Behind).await;
+    let all =
+        || DeadFilter { states: vec![DeadState::Dead, DeadState::Held, DeadState::Waiting], ..DeadFilter::default() };
+    let look = || async move { store.dead(&all()).await.unwrap() };
+    let act = |message: &DeadMessage, act: OperatorAct| {
+        let filter = DeadFilter { number: Some(message.number.clone()), ..all() };
+        async move { store.act(&filter, &act, &context()).await.map(|outcome| outcome.numbers.len()) }
+    };
+    let is_refused = |done: Result<usize, StoreError>, words: &str| {
+        assert!(matches!(&done, Err(StoreError::Refused(why)) if why.contains(words)), "{words}: {done:?}");
+    };
+    let waiting = look().await;
+    let (head, behind) = (&waiting[0], &waiting[1]);
+    is_refused(act(behind, OperatorAct::Redrive).await, "stands behind");
+    is_refused(act(head, OperatorAct::RedriveAs { id: Uuid::now_v7(), payload: None }).await, "bury it first");
+    assert!(claim(trial, consumer).await.is_empty(), "nothing is due");
+    // Now: it is due, and a process takes it.
+    assert_eq!(act(head, OperatorAct::Redrive).await.unwrap(), 1);
+    let claimed = Claim::new(Duration::from_secs(600));
+    let running = store.claim_due(consumer, &everything(), &claimed).await.unwrap().unwrap();
+    for wanted in [OperatorAct::Redrive, OperatorAct::Bury, OperatorAct::Discard] {
+        is_refused(act(head, wanted).await, "handles it at this moment");
+    }
+    assert!(store.postpone(&running, Duration::from_secs(3_600), "no").await.unwrap(), "its claim stands");
+    // No more tries: dead, and what stands behind is held.
+    assert_eq!(act(head, OperatorAct::Bury).await.unwrap(), 1);
+    let states: Vec<DeadState> = look().await.iter().map(|one| one.state).collect();
+    assert!(states.len() == 2 && states.contains(&DeadState::Dead) && states.contains(&DeadState::Held), "{states:?}");
+    is_refused(act(head, OperatorAct::Bury).await, "dead already");
+    assert!(!store.postpone(&running, Duration::ZERO, "late").await.unwrap(), "who had it is fenced");
+    // Gone, as if it had never waited; the next of its key is due.
+    assert_eq!(act(head, OperatorAct::Redrive).await.unwrap(), 1);
+    assert_eq!(act(head, OperatorAct::Discard).await.unwrap(), 1);
+    let left = look().await;
+    assert_eq!((left.len(), left[0].state, left[0].next_try.is_some()), (1, DeadState::Waiting, true), "{left:?}");
+    assert_eq!(claim(trial, consumer).await.len(), 1);
+    let acts = store.audit(None, 10).await.unwrap();
+    let names: Vec<&str> = acts.iter().map(|one| one.act.as_str()).collect();
+    assert_eq!(names, ["discard", "redrive", "bury", "redrive"], "refusals leave none");
+}
+
+/// The relay carries it out as it does for a dead one. Shown by requests for dead rows alone: nobody could be rid of it.
+pub async fn a_held_message_is_discarded_by_request_and_by_nothing_else<F: Fixture>(trial: &Trial<F>) {
+    let (mut session, positions) = dead_outbox(trial).await;
+    let held = DeadFilter { states: vec![DeadState::Held], ..DeadFilter::default() };
+    for act in [OperatorAct::Redrive, OperatorAct::Bury] {
+        let refused = trial.store.act(&held, &act, &context()).await;
+        assert!(matches!(refused, Err(StoreError::Refused(_))), "{refused:?}");
+    }
+    assert_eq!(trial.store.act(&held, &OperatorAct::Discard, &context()).await.unwrap().numbers.len(), 1);
+    let asked = session.requests().await.unwrap();
+    assert_eq!(
+        asked.iter().map(|one| (one.position, one.act)).collect::<Vec<_>>(),
+        [(positions[2], RequestedAct::Discard)]
+    );
+    session.claim(Mark { discarded: vec![positions[2]], ..Mark::default() }).await.unwrap();
+    assert!(trial.store.dead(&held).await.unwrap().is_empty());
+    assert_eq!((list(trial).await.len(), audits(trial).await), (2, 1));
+}
+
+/// Shown by forgetting without a look at who is there; by leaving rows of it behind.
+pub async fn a_consumer_that_is_gone_is_forgotten_and_one_that_is_there_is_not<F: Fixture>(trial: &Trial<F>) {
+    let (gone, stays) = (trial.consumer("gone").await, trial.consumer("stays").await);
+    for consumer in [gone, stays] {
+        trial.park(consumer, &message("a", "1"), dead(true)).await;
+        trial.park(consumer, &message("a", "2"), ParkAs::Behind).await;
+        trial.store.begin_attempt(consumer, message("b", "1").id).await.unwrap();
+        let holding = Holding { topic: "payments".into(), partition: 0, owner: Uuid::now_v7() };
+        trial.store.open_assignment(consumer, &holding).await.unwrap();
+        assert!(trial.store.seen(consumer).await.unwrap());
+    }
+    let refused = trial.store.forget_consumer("gone", &context()).await.unwrap_err();
+    assert!(
+        matches!(&refused, StoreError::Refused(why) if why.contains("a process of consumer `gone` was there")),
+        "{refused}"
+    );
+    let an_hour = if F::Store::NAME == "sqlite" { "3600000" } else { "interval '1' hour" };
+    let consumers = trial.table("consumer");
+    trial.run(&format!("update {consumers} set seen_at = seen_at - {an_hour} where consumer_id = {}", gone.0)).await;
+    let status = trial.store.status().await.unwrap();
+    let seen: Vec<_> = status.consumers.iter().map(|one| (one.name.as_str(), one.seen_seconds_ago > 600.0)).collect();
+    assert_eq!(seen, [("gone", true), ("stays", false)]);
+
+    let expected = Forgotten { messages: 2, inbox_rows: 2 };
+    let dry_run = ActContext { dry_run: true, ..context() };
+    assert_eq!(trial.store.forget_consumer("gone", &dry_run).await.unwrap(), expected);
+    assert_eq!(trial.store.status().await.unwrap().consumers.len(), 2, "a dry run changes nothing");
+    assert_eq!(trial.store.forget_consumer("gone", &context()).await.unwrap(), expected);
+    for (table, left) in [("waiting", 2), ("inbox", 2), ("attempt", 1), ("assignment", 1), ("consumer", 1)] {
+        let table = trial.table(table);
+        assert_eq!(trial.number(&format!("select count(*) from {table}")).await, left, "{table}");
+    }
+    assert!(!trial.store.seen(gone).await.unwrap(), "whoever still runs is told");
+    assert!(matches!(trial.store.forget_consumer("gone", &context()).await, Err(StoreError::Refused(_))));
+    assert_ne!(trial.consumer("gone").await, gone, "who starts under its name is a new one");
+    let acts = trial.store.audit(None, 10).await.unwrap();
+    assert_eq!((acts[0].act.as_str(), acts[0].place.as_str()), ("forget", "gone"));
+}
+
+/// Whatever they did, with who and why.
+pub async fn what_operators_did_is_read_newest_first<F: Fixture>(trial: &Trial<F>) {
+    let (_session, _) = dead_outbox(trial).await;
+    let dead = list(trial).await;
+    let act = |number: usize, act: OperatorAct, actor: &str| {
+        let context = ActContext { actor: actor.into(), reason: format!("why {number}"), ..context() };
+        let filter = by_number(&dead[number]);
+        async move { trial.store.act(&filter, &act, &context).await.unwrap() }
+    };
+    act(0, OperatorAct::Discard, "ann").await;
+    act(1, OperatorAct::Redrive, "bob").await;
+    let acts = trial.store.audit(None, 10).await.unwrap();
+    let said: Vec<String> = acts.iter().map(|one| format!("{} {} {}", one.actor, one.act, one.reason)).collect();
+    assert_eq!(said, ["bob redrive why 1", "ann discard why 0"]);
+    assert_eq!((acts[1].message_id, acts[1].number.as_str()), (dead[0].message_id, dead[0].number.as_str()));
+    assert!(acts.iter().all(|one| (chrono::Utc::now() - one.at).num_minutes().abs() < 5));
+    let of_one = trial.store.audit(Some(dead[0].message_id), 10).await.unwrap();
+    assert_eq!(of_one, [acts[1].clone()]);
+    assert_eq!(trial.store.audit(None, 1).await.unwrap(), [acts[0].clone()]);
 }
 
 /// On both sides, oldest first, by any filter.
@@ -101,10 +297,10 @@ pub async fn dead_messages_are_listed_with_their_history<F: Fixture>(trial: &Tri
     tx.clear_attempts(&[failing.id]).await.unwrap();
     tx.commit().await.unwrap();
     let store = &trial.store;
-    let head = store.claim_due(consumer, 1, &Claim::new(Duration::from_secs(600))).await.unwrap().remove(0);
+    let head = store.claim_due(consumer, &everything(), &Claim::new(Duration::from_secs(600))).await.unwrap().unwrap();
     assert!(store.postpone(&head, Duration::ZERO, "third").await.unwrap());
     let head = super::trial::eventually("it is due", || async {
-        store.claim_due(consumer, 1, &Claim::new(Duration::from_secs(600))).await.unwrap().pop()
+        store.claim_due(consumer, &everything(), &Claim::new(Duration::from_secs(600))).await.unwrap()
     })
     .await;
     assert!(store.bury(&head, "attempts", "fourth", true).await.unwrap());
@@ -323,4 +519,41 @@ pub async fn r31_redriving_what_left_no_inbox_row_inserts_it<F: Fixture>(trial: 
     let filter = DeadFilter { reason: Some("id-reused".into()), ..DeadFilter::default() };
     let refused = trial.store.act(&filter, &OperatorAct::Redrive, &context()).await;
     assert!(matches!(refused, Err(StoreError::Refused(_))), "{refused:?}");
+}
+
+/// Handled meanwhile by a second copy, whose id had become sound: it must not have its effect again.
+pub async fn r31_what_another_copy_did_since_is_discarded_by_its_redrive<F: Fixture>(trial: &Trial<F>) {
+    let consumer = trial.consumer("ledger").await;
+    for reason in ["too-old", "from-the-future"] {
+        let dead = message("k", reason);
+        let mut tx = trial.store.begin(consumer).await.unwrap();
+        tx.admit(&[entry(&dead)]).await.unwrap();
+        tx.forget(&[dead.id]).await.unwrap();
+        tx.park(&[parked(&dead, ParkAs::Dead { reason: reason.into(), holds: false })]).await.unwrap();
+        tx.commit().await.unwrap();
+        let mut tx = trial.store.begin(consumer).await.unwrap();
+        assert_eq!(tx.admit(&[entry(&dead)]).await.unwrap().known, [None], "the second copy is new");
+        tx.commit().await.unwrap();
+
+        let filter = by_number(&list(trial).await[0]);
+        let dry = ActContext { dry_run: true, ..context() };
+        let outcome = trial.store.act(&filter, &OperatorAct::Redrive, &dry).await.unwrap();
+        assert_eq!(outcome.already_handled, outcome.numbers, "a dry run says so");
+        let before = audits(trial).await;
+        let outcome = trial.store.act(&filter, &OperatorAct::Redrive, &context()).await.unwrap();
+        assert_eq!((outcome.numbers.len(), &outcome.already_handled), (1, &outcome.numbers));
+        assert!(claim(trial, consumer).await.is_empty(), "{reason}: it does not run again");
+        assert!(list(trial).await.is_empty(), "{reason}: nothing is left to do");
+        assert_eq!(audits(trial).await, before + 1);
+    }
+
+    // Another content came under the id: that is another message, and which of them is meant the operator must say.
+    let dead = message("k", "one");
+    let mut tx = trial.store.begin(consumer).await.unwrap();
+    tx.park(&[parked(&dead, ParkAs::Dead { reason: "too-old".into(), holds: false })]).await.unwrap();
+    tx.admit(&[entry(&arrived(Some("k"), "another", &dead.id_text))]).await.unwrap();
+    tx.commit().await.unwrap();
+    let refused = trial.store.act(&DeadFilter::default(), &OperatorAct::Redrive, &context()).await;
+    assert!(matches!(&refused, Err(StoreError::Refused(why)) if why.contains("--new-id")), "{refused:?}");
+    assert_eq!(list(trial).await.len(), 1);
 }

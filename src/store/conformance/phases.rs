@@ -49,6 +49,7 @@ pub(super) fn intent(effect: &str, provider_key: &str) -> NewIntent {
         request: Sealed { bytes: vec![0, 0xfe, b'{', b'}', 0], kid: None },
         adapter: "charges".to_owned(),
         adapter_version: 3,
+        undoes: None,
     }
 }
 
@@ -63,6 +64,20 @@ pub(super) fn observed(driven: &Driven, verdict: &str) -> NewEvidence {
         verdict: verdict.to_owned(),
         status: Some(201),
         bytes: Sealed { bytes: vec![0xff, 0], kid: Some("k2".to_owned()) },
+    }
+}
+
+/// What a run that lost its lease said of its end.
+pub(super) fn run_ended(operation_id: Uuid, verdict: &str) -> NewEvidence {
+    NewEvidence {
+        operation_id,
+        effect: String::new(),
+        epoch: 1,
+        send: 0,
+        kind: "run".to_owned(),
+        verdict: verdict.to_owned(),
+        status: Some(201),
+        bytes: Sealed::default(),
     }
 }
 
@@ -247,9 +262,8 @@ pub async fn o22_twenty_workers_take_different_due_operations_of_their_versions<
     assert_eq!(won, due, "each once, and no other");
     assert!(trial.store.take_due("create_charge", &[], 100, LONG).await.unwrap().is_empty());
     assert_eq!(trial.store.take_due("create_charge", &[3, 4], 100, LONG).await.unwrap().len(), 1);
-    trial.store.nudge(later.operation_id).await.unwrap();
-    let woken = trial.store.take_due("create_charge", &[2], 100, LONG).await.unwrap();
-    assert_eq!((woken.len(), woken[0].0.operation_id, woken[0].1.attempts), (1, later.operation_id, 1));
+    let later = stored(trial, &later).await;
+    assert_eq!((later.attempts, later.due_at > Some(later.now)), (1, true));
 }
 
 /// In every fenced statement; and what it saw is kept (O8).
@@ -528,4 +542,27 @@ pub async fn o1_a_handler_that_ends_the_transaction_of_a_phase_is_found_out<F: F
         }
     }
     still_works(trial).await;
+}
+
+/// Its number is free again, for whoever drives the operation; nobody else takes it, nor one that is not the last.
+///
+/// Shown by: no fence by the epoch; no look at the number.
+pub async fn a_send_that_did_not_leave_is_taken_back_by_its_driver_alone<F: Fixture>(trial: &Trial<F>) {
+    let driven = outstanding(trial, &new_operation("k", LONG)).await;
+    let back =
+        |driven: Driven, send: u32| async move { trial.store.take_back_send(&driven, "charge", send).await.unwrap() };
+    let begin = |driven: Driven| async move { trial.store.begin_send(&driven, "charge").await.unwrap() };
+    assert_eq!(back(driven.clone(), 1).await, Fenced::LostOwnership, "the first stands with its intent");
+    for _ in 0..3 {
+        assert_eq!(begin(driven.clone()).await, Some(2));
+        assert_eq!(back(driven.clone(), 2).await, Fenced::Done);
+        assert_eq!(back(driven.clone(), 2).await, Fenced::LostOwnership, "once");
+    }
+    assert_eq!((begin(driven.clone()).await, begin(driven.clone()).await), (Some(2), Some(3)));
+    assert_eq!(back(driven.clone(), 2).await, Fenced::LostOwnership, "another one was begun since");
+    trial.store.hand_back(&driven, AT_ONCE).await.unwrap();
+    let (next, found) = taken(trial, driven.operation_id).await;
+    assert_eq!(found.intents[0].sends, 3);
+    assert_eq!(back(driven, 3).await, Fenced::LostOwnership, "it is another's by now");
+    assert_eq!(back(next, 3).await, Fenced::Done);
 }

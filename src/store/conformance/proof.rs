@@ -1,9 +1,11 @@
 //! Cases of the check before COMMIT (R23): whatever a handler does to its transaction, its effects never stand without the
 //! inbox row that keeps them from being done again.
 
-use super::trial::{Tx, effect, new_entry};
+use std::time::Duration;
+
+use super::trial::{LEASE, Tx, due, effect, everything, message, new_entry};
 use super::{Connection, Fixture, Trial};
-use crate::store::{Inbox, InboxTx, Proof};
+use crate::store::{Claim, Inbox, InboxTx, Proof, Undone, Waiting};
 
 /// Runs SQL as a careless handler does: an error is swallowed.
 async fn careless<F: Fixture>(connection: &mut Connection<F>, sql: &str) {
@@ -28,13 +30,15 @@ async fn handler<F: Fixture>(trial: &Trial<F>, statements: &[&str]) -> End {
         careless::<F>(tx.connection(), statement).await;
     }
     let _ = effect::<F>(tx.connection(), "after", "").await;
-    // Then what the runtime does: commit only what is proven.
+    // Then what the runtime does: commit only what is proven, and look what became of the rest.
     let proof = tx.prove().await.unwrap();
     if proof == Proof::Same {
         tx.commit().await.unwrap();
     } else {
-        // A transaction that was ended may have nothing to roll back.
-        let _ = tx.rollback().await;
+        let undone = tx.undo().await.unwrap();
+        let known = trial.store.known(consumer, &[entry.id]).await.unwrap().contains(&entry.id);
+        assert_eq!(undone, if known { Undone::Committed } else { Undone::Whole }, "{statements:?}");
+        drop(tx);
     }
     let known = trial.store.known(consumer, &[entry.id]).await.unwrap().contains(&entry.id);
     let end = End { proof, before: trial.effects("before").await, after: trial.effects("after").await, known };
@@ -83,9 +87,6 @@ pub async fn r23_a_commit_of_the_handler_is_found_out<F: Fixture>(trial: &Trial<
     let end = handler(trial, &["commit"]).await;
     assert_ne!(end.proof, Proof::Same);
     assert_eq!(end.known, end.before == 1, "what was committed, was committed with its inbox row");
-    if end.known {
-        assert_eq!(end.proof, Proof::Ended, "so that the runtime looks, and does not take it for a duplicate");
-    }
 }
 
 /// A fresh transaction in place of the old one.
@@ -101,9 +102,6 @@ pub async fn r23_a_commit_with_a_new_begin_that_fails_is_found_out<F: Fixture>(t
     let end = handler(trial, &["commit", "begin", "insert into no_such_table (a) values (1)"]).await;
     assert_ne!(end.proof, Proof::Same);
     assert_eq!((end.known, end.after), (end.before == 1, 0));
-    if end.known {
-        assert_eq!(end.proof, Proof::Ended, "so that the runtime looks, and does not take it for a duplicate");
-    }
 }
 
 /// Nothing stays of what came before; nor of what came after, unless the database commits that by itself.
@@ -165,4 +163,72 @@ pub async fn r23_savepoints_of_the_handler_are_its_own<F: Fixture>(trial: &Trial
     .await;
     assert_eq!((end.proof, end.before, end.after), (Proof::Same, 1, 1));
     assert_eq!(trial.effects("inner").await, 1);
+}
+
+/// A transaction with one new id and one effect, in which a handler then ran `statement`.
+async fn after<F: Fixture>(trial: &Trial<F>, statement: &str) -> (Tx<F>, crate::store::InboxEntry) {
+    let consumer = trial.consumer("c").await;
+    let entry = new_entry();
+    let mut tx = trial.store.begin(consumer).await.unwrap();
+    tx.admit(&[entry]).await.unwrap();
+    effect::<F>(tx.connection(), "before", "").await.unwrap();
+    careless::<F>(tx.connection(), statement).await;
+    (tx, entry)
+}
+
+/// Also on a connection that nothing can be asked on any more. Else the failure is nobody's.
+pub async fn what_a_handler_committed_is_told_although_its_connection_is_lost<F: Fixture>(trial: &Trial<F>) {
+    let case = "what_a_handler_committed_is_told_although_its_connection_is_lost";
+    let consumer = trial.consumer("c").await;
+    for (statement, expected) in [("commit", Undone::Committed), ("select 1", Undone::Lost)] {
+        let (mut tx, entry) = after(trial, statement).await;
+        if !trial.end_connection(case, tx.connection()).await {
+            return tx.rollback().await.unwrap();
+        }
+        assert_eq!(tx.undo().await.unwrap(), expected, "{statement}");
+        let known = trial.store.known(consumer, &[entry.id]).await.unwrap();
+        assert_eq!(known.len(), usize::from(expected == Undone::Committed), "{statement}");
+    }
+}
+
+/// And that statement ends with the transaction: what it waits for or holds is free for others.
+pub async fn what_a_handler_committed_is_told_while_a_statement_of_it_runs<F: Fixture>(trial: &Trial<F>) {
+    if !F::CONCURRENT_WRITERS {
+        return;
+    }
+    let consumer = trial.consumer("c").await;
+    trial.run("create table held (id int primary key, by_whom varchar(9))").await;
+    trial.run("insert into held (id) values (1)").await;
+    for (statement, expected) in [("commit", Undone::Committed), ("select 1", Undone::Whole)] {
+        let mut holder = trial.begin().await;
+        F::run(&mut holder, "update held set by_whom = 'first' where id = 1").await.unwrap();
+        let (mut tx, entry) = after(trial, statement).await;
+        let waits = F::run(tx.connection(), "update held set by_whom = 'second' where id = 1");
+        // As a handler that runs out of time is dropped.
+        assert!(tokio::time::timeout(Duration::from_millis(300), waits).await.is_err());
+        assert_eq!(tx.undo().await.unwrap(), expected, "{statement}");
+        holder.commit().await.unwrap();
+        assert_eq!(trial.number("select count(*) from held where by_whom = 'second'").await, 0, "{statement}");
+        let mut again = trial.store.begin(consumer).await.unwrap();
+        let known = again.admit(&[entry]).await.unwrap().known[0].is_some();
+        assert_eq!(known, expected == Undone::Committed, "{statement}");
+        again.rollback().await.unwrap();
+    }
+}
+
+/// A head whose row is gone with the handler's own commit waits for nothing any more: only this tells of it.
+pub async fn a_head_that_a_handler_committed_away_is_told<F: Fixture>(trial: &Trial<F>) {
+    let consumer = trial.consumer("c").await;
+    for statement in ["select 1", "commit"] {
+        trial.park(consumer, &message(statement, ""), due()).await;
+        let head = trial.store.claim_due(consumer, &everything(), &Claim::new(LEASE)).await.unwrap().unwrap();
+        let mut tx = trial.store.begin(consumer).await.unwrap();
+        assert!(tx.finish(std::slice::from_ref(&head)).await.unwrap());
+        careless::<F>(tx.connection(), statement).await;
+        let undone = tx.undo().await.unwrap();
+        drop(tx);
+        let stands = trial.store.give_back(consumer, &[head]).await.unwrap() == 1;
+        assert_eq!(undone, if stands { Undone::Whole } else { Undone::Committed }, "{statement}");
+        assert!(stands || statement == "commit");
+    }
 }

@@ -174,3 +174,20 @@ pub async fn r31_ages_are_judged_by_the_time_of_receipt<F: Fixture>(trial: &Tria
     tx.commit().await.unwrap();
     assert!(trial.store.bounds(consumer).await.unwrap().now > again);
 }
+
+/// Handled in a batch by a process that did not know of its tries, a message would leave their row for ever.
+pub async fn g11_tries_of_what_was_handled_since_are_forgotten<F: Fixture>(trial: &Trial<F>) {
+    let (consumer, other) = (trial.consumer("ledger").await, trial.consumer("other").await);
+    let ids = [MessageId::new(), MessageId::new(), MessageId::new()];
+    for id in ids {
+        trial.store.failed_attempt(consumer, id, "no", true).await.unwrap();
+    }
+    trial.store.failed_attempt(other, ids[0], "no", true).await.unwrap();
+    admit(trial, consumer, &ids[..2]).await;
+    assert_eq!(trial.store.forget_attempts(consumer, 1).await.unwrap(), 1, "a step is bounded");
+    assert_eq!(trial.store.forget_attempts(consumer, 10).await.unwrap(), 1);
+    assert_eq!(trial.store.forget_attempts(consumer, 10).await.unwrap(), 0);
+    let left = trial.store.attempts(consumer, &ids).await.unwrap();
+    assert_eq!(left.len(), 1, "one was not handled yet: {left:?}");
+    assert_eq!(trial.store.attempts(other, &ids).await.unwrap().len(), 1, "another's tries are its own");
+}

@@ -43,13 +43,30 @@ pub async fn migrators_at_once_do_not_disturb_each_other<F: Fixture>(trial: &Tri
 /// So that a program neither works on tables it does not know, nor misses some.
 pub async fn a_schema_that_is_older_or_newer_is_told_apart<F: Fixture>(trial: &Trial<F>) {
     let (table, known) = (trial.table("migration"), known::<F>());
-    trial.run(&format!("update {table} set version = 999 where version = {known}")).await;
+    trial.run(&format!("update {table} set version = 999, serves_from = 999 where version = {known}")).await;
     assert_eq!(trial.store.schema().await.unwrap(), SchemaState::Newer { found: 999, known });
     assert!(trial.store.migrate().await.is_err(), "a newer schema is not touched");
     trial.run(&format!("delete from {table} where version = 999")).await;
     let found = known - 1;
     assert_eq!(trial.store.schema().await.unwrap(), SchemaState::Old { found, needed: known });
     assert!(trial.store.schema().await.unwrap().require().unwrap_err().to_string().contains("oncebox migrate up"));
+}
+
+/// Between a migration and the last new process, one of the old program may end and start again.
+pub async fn a_program_that_a_newer_schema_still_serves_starts<F: Fixture>(trial: &Trial<F>) {
+    let (table, known) = (trial.table("migration"), known::<F>());
+    let newer = |version: i64, serves_from: i64| {
+        format!("update {table} set version = {version}, serves_from = {serves_from} where version >= {known}")
+    };
+    trial.run(&newer(known + 1, known)).await;
+    let state = trial.store.schema().await.unwrap();
+    assert_eq!(state, SchemaState::Ahead { found: known + 1, known });
+    state.require().unwrap();
+    assert!(trial.store.migrate().await.is_err(), "a newer schema is not touched");
+    trial.run(&newer(known + 1, known + 1)).await;
+    let state = trial.store.schema().await.unwrap();
+    assert_eq!(state, SchemaState::Newer { found: known + 1, known });
+    assert!(state.require().is_err());
 }
 
 /// Nothing of a fresh database is refused.

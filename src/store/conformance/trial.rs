@@ -9,7 +9,7 @@ use super::{Connection, Fixture, KeysFixture};
 use crate::message::{Arrived, Coordinates, IdRule, Message, MessageId, NewMessage};
 use crate::store::{
     Base, ConsumerId, ConsumerSpec, Inbox, InboxEntry, InboxTx, LeaseAnswer, LeaseRequest, Mark, Outbox, OutboxRow,
-    ParkAs, Parked, RelaySession, Schema,
+    ParkAs, Parked, RelaySession, Schema, Scope,
 };
 
 /// How long a case waits for what must come.
@@ -235,9 +235,24 @@ pub(super) fn new_entry() -> InboxEntry {
     InboxEntry { id: MessageId::new(), hash: [7; 16] }
 }
 
-/// A message to park, after one try.
+/// A message to park: after one try, or behind another one and never tried.
 pub(super) fn parked(message: &Message, park_as: ParkAs) -> Parked {
-    Parked { message: message.clone(), park_as, attempts: 1, error: Some("no".to_owned()) }
+    let tried = park_as != ParkAs::Behind;
+    Parked { message: message.clone(), park_as, attempts: u32::from(tried), error: tried.then(|| "no".to_owned()) }
+}
+
+/// All kinds of the topic that cases use.
+pub(super) fn everything() -> Scope {
+    Scope { topics: vec!["payments".to_owned()], places: Vec::new(), kinds: None }
+}
+
+/// The column `due_at`, a day later.
+pub(super) fn in_a_day<F: Fixture>() -> &'static str {
+    match F::Store::NAME {
+        "sqlite" => "due_at + 86400000",
+        "mysql" => "due_at + interval 1 day",
+        _ => "due_at + interval '1 day'",
+    }
 }
 
 /// Due now.

@@ -2,10 +2,10 @@
 
 use std::time::Duration;
 
-use super::trial::{arrived, due, entry, eventually, message, parked};
+use super::trial::{arrived, due, entry, eventually, everything, in_a_day, message, parked};
 use super::{Fixture, Trial};
 use crate::message::Message;
-use crate::store::{Claim, ClaimedMessage, ConsumerId, DeadFilter, Inbox, InboxTx, Operator, ParkAs, Waiting};
+use crate::store::{Claim, ClaimedMessage, ConsumerId, DeadFilter, Inbox, InboxTx, Operator, ParkAs, Scope, Waiting};
 
 const CLAIM: Duration = Duration::from_secs(600);
 
@@ -13,20 +13,34 @@ fn payloads(claimed: &[ClaimedMessage]) -> Vec<String> {
     claimed.iter().map(|claimed| String::from_utf8_lossy(&claimed.message.payload).into_owned()).collect()
 }
 
+/// Claims one head after the other, until none is due.
 async fn claim<F: Fixture>(trial: &Trial<F>, consumer: ConsumerId) -> Vec<ClaimedMessage> {
-    trial.store.claim_due(consumer, 100, &Claim::new(CLAIM)).await.unwrap()
+    let mut claimed = Vec::new();
+    while let Some(head) = claim_one(trial, consumer, CLAIM).await {
+        claimed.push(head);
+    }
+    claimed
 }
 
-/// Finishes a claimed message as the retrier does.
-async fn finish<F: Fixture>(trial: &Trial<F>, consumer: ConsumerId, claimed: &ClaimedMessage) -> bool {
+async fn claim_one<F: Fixture>(trial: &Trial<F>, consumer: ConsumerId, length: Duration) -> Option<ClaimedMessage> {
+    trial.store.claim_due(consumer, &everything(), &Claim::new(length)).await.unwrap()
+}
+
+/// Finishes what was claimed together.
+async fn finish_run<F: Fixture>(trial: &Trial<F>, consumer: ConsumerId, run: &[ClaimedMessage]) -> bool {
     let mut tx = trial.store.begin(consumer).await.unwrap();
-    let finished = tx.finish(claimed).await.unwrap();
+    let finished = tx.finish(run).await.unwrap();
     if finished {
         tx.commit().await.unwrap();
     } else {
         tx.rollback().await.unwrap();
     }
     finished
+}
+
+/// Finishes a claimed message as the retrier does.
+async fn finish<F: Fixture>(trial: &Trial<F>, consumer: ConsumerId, claimed: &ClaimedMessage) -> bool {
+    finish_run(trial, consumer, std::slice::from_ref(claimed)).await
 }
 
 /// A head and two behind it, for each key.
@@ -47,7 +61,7 @@ pub async fn r25_only_the_head_of_a_key_is_claimed<F: Fixture>(trial: &Trial<F>)
     // Even one that was given a due time, by whatever way.
     trial.park(consumer, &message("a", "a4"), due()).await;
     assert!(claim(trial, other).await.is_empty(), "another consumer's");
-    assert_eq!(trial.store.claim_due(consumer, 1, &Claim::new(CLAIM)).await.unwrap().len(), 1);
+    assert!(claim_one(trial, consumer, CLAIM).await.is_some());
     let rest = claim(trial, consumer).await;
     assert_eq!(rest.len(), 1);
     assert!(claim(trial, consumer).await.is_empty());
@@ -60,9 +74,9 @@ pub async fn r25_a_head_is_claimed_once_by_many_at_once<F: Fixture>(trial: &Tria
     let mut claimers = tokio::task::JoinSet::new();
     for _ in 0..20 {
         let store = trial.store.clone();
-        claimers.spawn(async move { store.claim_due(consumer, 2, &Claim::new(CLAIM)).await.unwrap() });
+        claimers.spawn(async move { store.claim_due(consumer, &everything(), &Claim::new(CLAIM)).await.unwrap() });
     }
-    let mut claimed = payloads(&claimers.join_all().await.concat());
+    let mut claimed = payloads(&claimers.join_all().await.into_iter().flatten().collect::<Vec<_>>());
     // Locked heads are skipped, so that a claimer may have come away with less than there was.
     claimed.extend(payloads(&claim(trial, consumer).await));
     claimed.sort_unstable();
@@ -75,7 +89,7 @@ pub async fn r25_finishing_makes_the_next_of_the_key_due<F: Fixture>(trial: &Tri
     three_of_each(trial, consumer, &["a"]).await;
     let head = claim(trial, consumer).await.remove(0);
     let mut tx = trial.store.begin(consumer).await.unwrap();
-    assert!(tx.finish(&head).await.unwrap());
+    assert!(tx.finish(std::slice::from_ref(&head)).await.unwrap());
     tx.rollback().await.unwrap();
     assert!(claim(trial, consumer).await.is_empty(), "it was not finished");
     let mut order = Vec::new();
@@ -87,7 +101,7 @@ pub async fn r25_finishing_makes_the_next_of_the_key_due<F: Fixture>(trial: &Tri
         head = claim(trial, consumer).await.pop();
     }
     assert_eq!(order, ["a1", "a2", "a3"]);
-    assert_eq!(trial.store.next_due(consumer).await.unwrap(), None);
+    assert_eq!(trial.store.next_due(consumer, &everything()).await.unwrap(), None);
 }
 
 /// Every part, any bytes.
@@ -116,34 +130,81 @@ pub async fn a_message_comes_back_from_waiting_as_it_was<F: Fixture>(trial: &Tri
 /// And then it is.
 pub async fn a_message_is_not_due_before_its_time<F: Fixture>(trial: &Trial<F>) {
     let consumer = trial.consumer("c").await;
-    assert_eq!(trial.store.next_due(consumer).await.unwrap(), None);
+    assert_eq!(trial.store.next_due(consumer, &everything()).await.unwrap(), None);
     trial.park(consumer, &message("late", "late"), ParkAs::Due(Duration::from_secs(3_600))).await;
     assert!(claim(trial, consumer).await.is_empty());
-    let due_in = trial.store.next_due(consumer).await.unwrap().unwrap();
+    let due_in = trial.store.next_due(consumer, &everything()).await.unwrap().unwrap();
     assert!(due_in > Duration::from_secs(3_500) && due_in <= Duration::from_secs(3_600), "{due_in:?}");
     trial.park(consumer, &message("soon", "soon"), ParkAs::Due(Duration::from_millis(50))).await;
     let claimed = eventually("it is due", || async { claim(trial, consumer).await.pop() }).await;
     assert_eq!(payloads(&[claimed]), ["soon"]);
     trial.park(consumer, &message("now", "now"), due()).await;
     let due_in = eventually("its due time has come", || async {
-        trial.store.next_due(consumer).await.unwrap().filter(Duration::is_zero)
+        trial.store.next_due(consumer, &everything()).await.unwrap().filter(Duration::is_zero)
     })
     .await;
     assert_eq!(due_in, Duration::ZERO);
+}
+
+/// Of two versions that run side by side, each takes what it has a handler for, and of two processes each its topics.
+pub async fn a_waiting_message_is_left_to_a_process_that_takes_its_kind_and_reads_its_topic<F: Fixture>(
+    trial: &Trial<F>,
+) {
+    let consumer = trial.consumer("c").await;
+    let of_kind = |key: &str, kind: &str| Message { kind: kind.to_owned(), ..message(key, key) };
+    trial.park(consumer, &of_kind("a", "new"), due()).await;
+    trial.park(consumer, &of_kind("a", "old"), ParkAs::Behind).await;
+    trial.park(consumer, &of_kind("b", "old, too"), due()).await;
+    let kinds = |kinds: &[&str]| Some(kinds.iter().map(|kind| (*kind).to_owned()).collect());
+    let other_place = Scope { topics: vec!["refunds".into()], places: vec!["refunds.c".into()], kinds: None };
+    for nothing in [
+        Scope { kinds: kinds(&["old", "NEW", "ne"]), ..everything() },
+        Scope { kinds: kinds(&[]), ..everything() },
+        other_place.clone(),
+        Scope::default(),
+    ] {
+        assert_eq!(trial.store.next_due(consumer, &nothing).await.unwrap(), None, "{nothing:?}");
+        let claimed = trial.store.claim_due(consumer, &nothing, &Claim::new(CLAIM)).await.unwrap();
+        assert!(claimed.is_none(), "{nothing:?}");
+    }
+    for (scope, key) in [
+        (Scope { kinds: kinds(&["old", "old, too"]), ..everything() }, "b"),
+        // A queue may hold what came under another routing key.
+        (Scope { places: vec!["payments".into()], kinds: kinds(&["new"]), ..other_place }, "a"),
+    ] {
+        assert_eq!(trial.store.next_due(consumer, &scope).await.unwrap(), Some(Duration::ZERO));
+        let claim = Claim::new(CLAIM);
+        let head = trial.store.claim_due(consumer, &scope, &claim).await.unwrap().unwrap();
+        assert!(trial.store.claim_behind(consumer, &head, &scope, 9, &claim).await.unwrap().is_empty(), "{scope:?}");
+        assert_eq!(payloads(&[head]), [key], "{scope:?}");
+    }
+}
+
+/// A younger one that became due, and stands behind an older one that came back, is not what comes next.
+pub async fn r25_only_a_head_is_due_next<F: Fixture>(trial: &Trial<F>) {
+    let consumer = trial.consumer("c").await;
+    trial.park(consumer, &message("a", "a1"), ParkAs::Due(Duration::from_secs(3_600))).await;
+    trial.park(consumer, &message("a", "a2"), due()).await;
+    let due_in = trial.store.next_due(consumer, &everything()).await.unwrap().unwrap();
+    assert!(due_in > Duration::from_secs(3_500), "{due_in:?}");
+    assert!(claim(trial, consumer).await.is_empty());
 }
 
 /// A process froze: its try stays counted, its effects cannot commit.
 pub async fn a_claim_that_ended_is_taken_over_and_the_old_one_finishes_nothing<F: Fixture>(trial: &Trial<F>) {
     let consumer = trial.consumer("c").await;
     trial.park(consumer, &message("k", "1"), due()).await;
-    let frozen = trial.store.claim_due(consumer, 1, &Claim::new(Duration::from_millis(50))).await.unwrap().remove(0);
-    assert_eq!(frozen.message.attempt, 2);
+    let frozen = claim_one(trial, consumer, Duration::from_millis(50)).await.unwrap();
+    assert_eq!((frozen.message.attempt, frozen.suspect), (2, false));
+    assert!(trial.store.count_try(&frozen).await.unwrap());
+    assert!(trial.store.count_try(&frozen).await.unwrap(), "asked twice, counted once");
     let second = eventually("the claim has ended", || async { claim(trial, consumer).await.pop() }).await;
-    assert_eq!(second.message.attempt, 3);
+    assert_eq!((second.tries, second.message.attempt, second.suspect), (2, 3, true));
     assert_ne!(second.claim, frozen.claim);
     assert!(!finish(trial, consumer, &frozen).await);
     assert!(!trial.store.postpone(&frozen, Duration::ZERO, "no").await.unwrap());
-    assert!(!trial.store.give_back(&frozen).await.unwrap());
+    assert!(!trial.store.count_try(&frozen).await.unwrap());
+    assert_eq!(trial.store.give_back(consumer, std::slice::from_ref(&frozen)).await.unwrap(), 0);
     assert!(!trial.store.bury(&frozen, "attempts", "no", true).await.unwrap());
     assert!(finish(trial, consumer, &second).await);
     assert!(trial.store.dead(&DeadFilter::default()).await.unwrap().is_empty());
@@ -155,12 +216,85 @@ pub async fn a_postponed_message_keeps_its_tries_and_a_returned_one_does_not<F: 
     trial.park(consumer, &message("k", "1"), due()).await;
     let first = claim(trial, consumer).await.remove(0);
     assert_eq!(first.message.attempt, 2);
-    assert!(trial.store.give_back(&first).await.unwrap());
+    assert!(trial.store.count_try(&first).await.unwrap());
+    assert_eq!(trial.store.give_back(consumer, &[first]).await.unwrap(), 1);
     let second = claim(trial, consumer).await.remove(0);
-    assert_eq!(second.message.attempt, 2);
-    assert!(trial.store.postpone(&second, Duration::from_secs(3_600), "no").await.unwrap());
+    assert_eq!((second.message.attempt, second.suspect), (2, false));
+    // Counted with its failure, whether it was counted before or not.
+    assert!(trial.store.postpone(&second, Duration::ZERO, "no").await.unwrap());
+    let third = eventually("it is due again", || async { claim(trial, consumer).await.pop() }).await;
+    assert_eq!(third.message.attempt, 3);
+    assert!(trial.store.postpone(&third, Duration::from_secs(3_600), "no").await.unwrap());
     assert!(claim(trial, consumer).await.is_empty());
-    assert!(!trial.store.postpone(&second, Duration::ZERO, "again").await.unwrap(), "the claim is gone");
+    assert!(!trial.store.postpone(&third, Duration::ZERO, "again").await.unwrap(), "the claim is gone");
+}
+
+/// One batch: removed in one transaction, or given back in order.
+pub async fn r25_what_was_never_tried_of_a_key_is_claimed_with_its_head<F: Fixture>(trial: &Trial<F>) {
+    let consumer = trial.consumer("c").await;
+    three_of_each(trial, consumer, &["a", "b"]).await;
+    for name in ["a4", "a5"] {
+        trial.park(consumer, &message("a", name), ParkAs::Behind).await;
+    }
+    let run_of = |length: Duration| async move {
+        let claim = Claim::new(length);
+        let head = trial.store.claim_due(consumer, &everything(), &claim).await.unwrap()?;
+        let behind = trial.store.claim_behind(consumer, &head, &everything(), 3, &claim).await.unwrap();
+        Some([vec![head], behind].concat())
+    };
+    let run = run_of(CLAIM).await.unwrap();
+    assert_eq!(payloads(&run), ["a1", "a2", "a3", "a4"], "as many as are asked for");
+    assert_eq!(run.iter().map(|one| one.message.attempt).collect::<Vec<_>>(), [2, 1, 1, 1]);
+    let other = run_of(CLAIM).await.unwrap();
+    assert_eq!(payloads(&other), ["b1", "b2", "b3"]);
+    assert!(run_of(CLAIM).await.is_none(), "all heads are claimed");
+    // A part is given back, the rest is done: the next of the key is due.
+    assert_eq!(trial.store.give_back(consumer, &run[2..]).await.unwrap(), 2);
+    assert!(run_of(CLAIM).await.is_none(), "what stands behind a claimed head is not due");
+    assert!(!finish_run(trial, consumer, &run).await, "all of them or none");
+    assert!(finish_run(trial, consumer, &run[..2]).await);
+    let run = run_of(Duration::from_millis(30)).await.unwrap();
+    assert_eq!(payloads(&run), ["a3", "a4", "a5"]);
+    // Who claimed them died: each of them is suspected, and none is claimed with another.
+    let suspect = eventually("the claim has ended", || run_of(CLAIM)).await;
+    assert_eq!((payloads(&suspect), suspect[0].suspect, suspect[0].tries), (vec!["a3".to_owned()], true, 0));
+    assert!(finish_run(trial, consumer, &suspect).await);
+    let next = eventually("the next is due", || run_of(CLAIM)).await;
+    assert_eq!((payloads(&next), next[0].suspect), (vec!["a4".to_owned()], true));
+    // A head that failed is tried alone, and what stands behind it waits for it.
+    assert!(trial.store.postpone(&next[0], Duration::ZERO, "no").await.unwrap());
+    let again = eventually("it is due again", || run_of(CLAIM)).await;
+    assert_eq!((again[0].message.attempt, again[0].suspect), (2, false));
+    assert_eq!(trial.store.give_back(consumer, &other).await.unwrap(), 3);
+    assert_eq!(payloads(&run_of(CLAIM).await.unwrap()), ["b1", "b2", "b3"]);
+}
+
+/// Whoever commits last looks: one that stored a message behind a head that was just removed, or one that removed it.
+pub async fn r25_a_key_is_woken_when_its_head_went_while_one_came_to_stand_behind_it<F: Fixture>(trial: &Trial<F>) {
+    let consumer = trial.consumer("c").await;
+    let left = message("a", "a1");
+    trial.park(consumer, &left, ParkAs::Behind).await;
+    three_of_each(trial, consumer, &["b"]).await;
+    assert_eq!(payloads(&claim(trial, consumer).await), ["b1"]);
+    let lanes = [left.lane_id().unwrap(), message("b", "").lane_id().unwrap(), message("none", "").lane_id().unwrap()];
+    trial.store.wake(consumer, &lanes).await.unwrap();
+    assert_eq!(payloads(&claim(trial, consumer).await), ["a1"]);
+}
+
+/// The clock was a day ahead when it was made.
+pub async fn r22_a_claim_that_ends_later_than_any_claim_can_is_over<F: Fixture>(trial: &Trial<F>) {
+    let consumer = trial.consumer("c").await;
+    trial.park(consumer, &message("a", "a1"), due()).await;
+    trial.park(consumer, &message("b", "b1"), ParkAs::Due(Duration::from_secs(86_400))).await;
+    let claimed = claim_one(trial, consumer, CLAIM).await.unwrap();
+    assert_eq!(trial.store.sweep(consumer).await.unwrap(), 0, "the claim stands");
+    let waiting = trial.table("waiting");
+    trial
+        .run(&format!("update {waiting} set due_at = {} where sequence = {}", in_a_day::<F>(), claimed.sequence))
+        .await;
+    assert!(claim(trial, consumer).await.is_empty());
+    assert_eq!(trial.store.sweep(consumer).await.unwrap(), 1);
+    assert_eq!(payloads(&claim(trial, consumer).await), ["a1"], "what waits for a day goes on waiting");
 }
 
 /// The database went away, and what it claimed is not known to anybody: the token gives it back.
@@ -170,8 +304,8 @@ pub async fn g10_a_claim_whose_answer_was_lost_is_given_back_uncounted<F: Fixtur
     let (lost, other) = (Claim::new(CLAIM), Claim::new(CLAIM));
     assert_eq!(trial.store.give_back_all(consumer, &lost).await.unwrap(), 0, "nothing was claimed yet");
     let attempts = |heads: &[ClaimedMessage]| heads.iter().map(|head| head.message.attempt).collect::<Vec<_>>();
-    let first = trial.store.claim_due(consumer, 1, &lost).await.unwrap();
-    let second = trial.store.claim_due(consumer, 1, &other).await.unwrap();
+    let first: Vec<_> = trial.store.claim_due(consumer, &everything(), &lost).await.unwrap().into_iter().collect();
+    let second: Vec<_> = trial.store.claim_due(consumer, &everything(), &other).await.unwrap().into_iter().collect();
     assert_eq!((attempts(&first), attempts(&second)), (vec![2], vec![2]));
     assert_eq!(trial.store.give_back_all(consumer, &lost).await.unwrap(), 1);
     assert!(!finish(trial, consumer, &first[0]).await, "the claim is gone");
@@ -252,4 +386,17 @@ pub async fn dead_deliveries_are_stored_once<F: Fixture>(trial: &Trial<F>) {
     tx.park(&[parked(&message, dead())]).await.unwrap();
     tx.commit().await.unwrap();
     assert_eq!(trial.store.dead(&DeadFilter::default()).await.unwrap().len(), 2, "another content is another one");
+}
+
+/// Where a consumer stops taking: what waits does not count, nor what is dead of another.
+pub async fn g11_dead_messages_are_counted_up_to_a_bound<F: Fixture>(trial: &Trial<F>) {
+    let (consumer, other) = (trial.consumer("ledger").await, trial.consumer("other").await);
+    let dead = || ParkAs::Dead { reason: "terminal".into(), holds: true };
+    trial.park(consumer, &message("a", "1"), dead()).await;
+    trial.park(consumer, &message("a", "2"), ParkAs::Behind).await;
+    trial.park(other, &message("a", "1"), dead()).await;
+    assert!(trial.store.has_dead(consumer, 1).await.unwrap());
+    assert!(!trial.store.has_dead(consumer, 2).await.unwrap());
+    trial.park(consumer, &message("b", "1"), dead()).await;
+    assert!(trial.store.has_dead(consumer, 2).await.unwrap());
 }

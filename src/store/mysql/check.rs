@@ -4,12 +4,13 @@
 
 use std::collections::HashMap;
 
-use sqlx::MySql;
+use sqlx::{AssertSqlSafe, MySql};
 
 use super::schema;
 use crate::error::StoreError;
-use crate::store::Finding;
 use crate::store::bounded::{Ask, Bounded, BoundedPool};
+use crate::store::schema::LOST_AT_FAILOVER;
+use crate::store::{ActContext, Finding};
 
 /// A packet must hold the largest message twice: it travels as base64, with its envelope.
 const PACKET_BYTES_MIN: u64 = 4 * 1024 * 1024;
@@ -34,6 +35,11 @@ pub(super) async fn run(pool: &BoundedPool<MySql>) -> Result<Vec<Finding>, Store
         packet(&global),
         read_only(&global),
     ];
+    let readers: i64 =
+        sqlx::query_scalar("select count(*) from information_schema.processlist where command like 'Binlog Dump%'")
+            .one(&mut connection)
+            .await?;
+    findings.push(replicas(&global, readers));
     findings.extend(purge_lag(&mut connection).await);
     // The server is looked at before the schema is made, too.
     if schema::applied_versions(&mut connection).await?.is_some() {
@@ -132,6 +138,21 @@ fn galera(global: &Variables) -> Finding {
         );
     }
     Finding::ok("replication", "one primary server")
+}
+
+/// A replica that is promoted lacks what an asynchronous primary committed last. `readers` are those that this account may see.
+fn replicas(global: &Variables, readers: i64) -> Finding {
+    if global.is_on("rpl_semi_sync_source_enabled") || global.is_on("rpl_semi_sync_master_enabled") {
+        return Finding::ok("replicas", "semi-synchronous");
+    }
+    if readers == 0 {
+        return Finding::ok("replicas", "none is connected");
+    }
+    Finding::warning(
+        "replicas",
+        format!("{readers} connected, asynchronous: {LOST_AT_FAILOVER}"),
+        "switch semi-synchronous replication on, with a timeout that is longer than any failover",
+    )
 }
 
 fn strict(session: &Variables) -> Finding {
@@ -250,6 +271,23 @@ async fn triggers(connection: &mut Bounded<MySql>) -> Result<Finding, StoreError
 /// A counter that stands at or below a diverted row would give its position out again (after a restore, or `alter table`).
 async fn positions(connection: &mut Bounded<MySql>, version: &str) -> Result<Finding, StoreError> {
     let name = "sequence behind cursor";
+    let (next, used) = next_and_used(connection, version).await?;
+    let (Some(next), Some(used)) = (next, used) else { return Ok(Finding::ok(name, "no dead or held row")) };
+    if next > used {
+        return Ok(Finding::ok(name, format!("the next position is {next}")));
+    }
+    Ok(Finding::refused(
+        name,
+        format!("the next position is {next}, but a dead or held row stands at {used}: positions would be used twice"),
+        "run `oncebox doctor --fix`",
+    ))
+}
+
+/// The next position of the outbox, and the highest of a dead or held row.
+async fn next_and_used(
+    connection: &mut Bounded<MySql>,
+    version: &str,
+) -> Result<(Option<u64>, Option<u64>), StoreError> {
     if !version.to_lowercase().contains("mariadb") {
         // MySQL keeps this column of information_schema for a day unless told otherwise.
         sqlx::query("set session information_schema_stats_expiry = 0").run(&mut *connection).await?;
@@ -262,17 +300,36 @@ async fn positions(connection: &mut Bounded<MySql>, version: &str) -> Result<Fin
     .await?
     .flatten();
     let used: Option<i64> = sqlx::query_scalar("select max(position) from oncebox_outbox_dead").one(connection).await?;
-    let (Some(next), Some(used)) = (next, used.and_then(|used| u64::try_from(used).ok())) else {
-        return Ok(Finding::ok(name, "no dead or held row"));
-    };
+    Ok((next, used.and_then(|used| u64::try_from(used).ok())))
+}
+
+/// Sets the counter of positions above every row that stands.
+pub(super) async fn mend_positions(
+    connection: &mut Bounded<MySql>,
+    context: &ActContext,
+) -> Result<Vec<String>, StoreError> {
+    let version: String = sqlx::query_scalar("select version()").one(&mut *connection).await?;
+    let (Some(next), Some(used)) = next_and_used(connection, &version).await? else { return Ok(Vec::new()) };
     if next > used {
-        return Ok(Finding::ok(name, format!("the next position is {next}")));
+        return Ok(Vec::new());
     }
-    Ok(Finding::refused(
-        name,
-        format!("the next position is {next}, but a dead or held row stands at {used}: positions would be used twice"),
-        format!("alter table oncebox_outbox auto_increment = {}", used + 1),
-    ))
+    let mended =
+        format!("the next position was {next}, and a dead or held row stands at {used}: the next is {}", used + 1);
+    if !context.dry_run {
+        let alter = AssertSqlSafe(format!("alter table oncebox_outbox auto_increment = {}", used + 1));
+        sqlx::raw_sql(alter).run(&mut *connection).await?;
+        sqlx::query(
+            "insert into oncebox_audit (at, actor, reason, act, place, number, message_id, detail) \
+             values (utc_timestamp(6), ?, ?, 'mend-sequence', 'outbox', 'position', ?, ?)",
+        )
+        .bind(&context.actor)
+        .bind(&context.reason)
+        .bind(uuid::Uuid::nil())
+        .bind(&mended)
+        .run(connection)
+        .await?;
+    }
+    Ok(vec![mended])
 }
 
 /// Shown where the server lets this user see it (PROCESS).
@@ -314,6 +371,14 @@ mod tests {
         {
             assert_eq!(server(version).severity, Severity::Ok, "{version}");
         }
+    }
+
+    #[test]
+    fn asynchronous_replicas_are_told_with_what_a_failover_costs() {
+        let on = variables(&[("rpl_semi_sync_master_enabled", "ON")]);
+        let severities =
+            [(&on, 2), (&variables(&[]), 0), (&variables(&[]), 1)].map(|(set, count)| replicas(set, count).severity);
+        assert_eq!(severities, [Severity::Ok, Severity::Ok, Severity::Warning]);
     }
 
     #[test]

@@ -48,7 +48,7 @@ impl MySqlStore {
                 Box::pin(async move { connection.execute(AssertSqlSafe(session)).await.map(|_| true) })
             })
             .connect_lazy_with(connect_options);
-        Ok(Self { pool: BoundedPool::new(pool, answer_timeout) })
+        Ok(Self { pool: BoundedPool::new(pool, answer_timeout, None) })
     }
 }
 

@@ -10,25 +10,30 @@
 //!
 //! Not here: waiting messages ([`super::waiting`]), but for what happens to them inside the handler's transaction.
 
+mod assignment;
+mod attempts;
 mod purge;
+mod register;
 
 use std::collections::{HashMap, HashSet};
 use std::ops::ControlFlow;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use sqlx::mysql::{MySqlQueryResult, MySqlRow};
 use sqlx::{AssertSqlSafe, Either, MySql, MySqlConnection, Row, raw_sql};
 
 use super::schema::number;
-use super::{HISTORY_MAX, MySqlStore, START, hex, hex_list, shortened, sixteen, token, waiting};
+use super::{MySqlStore, hex, hex_list, sixteen, token, waiting};
 use crate::error::StoreError;
 use crate::message::MessageId;
 use crate::policy::db_time::DbTime;
 use crate::policy::horizon::Bounds;
+use crate::policy::position::Position;
 use crate::store::bounded::{Ask, Bounded, BoundedPool};
+use crate::store::inbox::{LOOKS, ROLLBACK_MAX};
 use crate::store::{
-    Admission, ClaimedMessage, ConsumerId, ConsumerSpec, Inbox, InboxEntry, InboxTx, Known, Parked, Proof, Purged,
-    Standing,
+    Admission, ClaimedMessage, ConsumerId, ConsumerSpec, Holding, Inbox, InboxEntry, InboxTx, Known, Opened, Parked,
+    Proof, Purged, Standing, Undone,
 };
 
 /// `autocommit = 0` until the connection is back in the pool, which sets it up anew.
@@ -36,6 +41,8 @@ pub(super) const START_HANDLER: &str = "set session autocommit = 0; start transa
 
 /// A row of the inbox was there already.
 const DUPLICATE: u16 = 1062;
+/// A row is locked, and the statement was not to wait: MySQL's answer, and MariaDB's.
+const LOCKED: [u16; 2] = [3572, 1205];
 /// There is no such savepoint: the transaction it stood in has ended.
 pub(super) const NO_SAVEPOINT: u16 = 1305;
 
@@ -50,59 +57,50 @@ pub struct MySqlInboxTx {
     savepoint: Option<String>,
     /// As the server counts connections.
     connection_id: Option<u64>,
+    began: Instant,
     /// When our rows were received.
     received: Option<DbTime>,
+    /// The ids whose rows it inserted, and the waiting row that it removed.
+    ours: Vec<MessageId>,
+    removed: Option<i64>,
+    /// The server was seen at work for it when it was to be undone.
+    works: bool,
 }
 
-/// Whether the server works for this connection, and waits neither for us to ask nor to listen.
+/// Whether the server works for this connection, and waits neither for us to ask nor to listen. No row where it has ended.
 const WORKS: &str = "\
-select count(*) from information_schema.processlist \
- where id = ? and command <> 'Sleep' and coalesce(state, '') not in ('Writing to net', 'Sending to client', 'Reading from net')";
+select command <> 'Sleep' and coalesce(state, '') not in ('Writing to net', 'Sending to client', 'Reading from net') \
+  from information_schema.processlist where id = ?";
 
 impl Inbox for MySqlStore {
     type Tx = MySqlInboxTx;
 
     async fn register(&self, spec: &ConsumerSpec) -> Result<ConsumerId, StoreError> {
-        let inserted = sqlx::query(
-            "insert into oncebox_consumer (name, id_rule, registered_at, purged_below) values (?, ?, utc_timestamp(6), null)",
-        )
-        .bind(spec.name.as_bytes())
-        .bind(&spec.id_rule)
-        .run(&self.pool)
-        .await;
-        match inserted {
-            Ok(_) => {}
-            Err(error) if number(&error) == Some(DUPLICATE) => {}
-            Err(error) => return Err(error.into()),
-        }
-        let mut transaction = self.pool.begin(START).await?;
-        let found = sqlx::query("select consumer_id, id_rule from oncebox_consumer where name = ? for update")
-            .bind(spec.name.as_bytes())
-            .one(&mut transaction)
-            .await?;
-        let (id, id_rule): (i32, String) = (found.try_get("consumer_id")?, found.try_get("id_rule")?);
-        if id_rule != spec.id_rule {
-            if !spec.accept {
-                return Err(StoreError::Refused(format!(
-                    "the consumer `{}` has taken its ids from `{id_rule}` so far, not `{}`: the same message would run again \
-                     under another id; pass `--accept` if this is wanted",
-                    spec.name, spec.id_rule
-                )));
-            }
-            sqlx::query("update oncebox_consumer set id_rule = ? where consumer_id = ?")
-                .bind(&spec.id_rule)
-                .bind(id)
-                .run(&mut transaction)
-                .await?;
-        }
-        transaction.commit().await?;
-        Ok(ConsumerId(id))
+        register::register(&self.pool, spec).await
+    }
+
+    async fn seen(&self, consumer: ConsumerId) -> Result<bool, StoreError> {
+        // Always another time, for only rows that change count.
+        let seen = "update oncebox_consumer set seen_at = greatest(utc_timestamp(6), seen_at + interval 1 microsecond) \
+                     where consumer_id = ?";
+        Ok(sqlx::query(seen).bind(consumer.0).run(&self.pool).await?.rows_affected() == 1)
     }
 
     async fn begin(&self, consumer: ConsumerId) -> Result<MySqlInboxTx, StoreError> {
         let (transaction, pool) = (self.pool.begin(START_HANDLER).await?, self.pool.clone());
-        let (savepoint, connection_id, received) = (None, None, None);
-        Ok(MySqlInboxTx { transaction, pool, consumer, token: token(), savepoint, connection_id, received })
+        Ok(MySqlInboxTx {
+            transaction,
+            pool,
+            consumer,
+            token: token(),
+            savepoint: None,
+            connection_id: None,
+            began: Instant::now(),
+            received: None,
+            ours: Vec::new(),
+            removed: None,
+            works: false,
+        })
     }
 
     async fn known(&self, consumer: ConsumerId, ids: &[MessageId]) -> Result<HashSet<MessageId>, StoreError> {
@@ -120,8 +118,35 @@ impl Inbox for MySqlStore {
         Ok(found.into_iter().map(MessageId::from_uuid).collect())
     }
 
+    async fn is_contested(&self, consumer: ConsumerId, ids: &[MessageId]) -> Result<bool, StoreError> {
+        let locked = sqlx::query(
+            "select 1 from json_table(?, '$[*]' columns (id varchar(32) path '$')) j \
+             straight_join oncebox_inbox i force index (primary) on i.consumer_id = ? and i.message_id = unhex(j.id) for update nowait",
+        )
+        .bind(id_list(ids))
+        .bind(consumer.0)
+        .all(&self.pool)
+        .await;
+        match locked {
+            Ok(_) => Ok(false),
+            Err(error) if number(&error).is_some_and(|number| LOCKED.contains(&number)) => Ok(true),
+            Err(error) => Err(error.into()),
+        }
+    }
+
     async fn bounds(&self, consumer: ConsumerId) -> Result<Bounds, StoreError> {
         Ok(standing(&mut self.pool.acquire().await?, consumer, &[]).await?.bounds)
+    }
+
+    async fn forget_attempts(&self, consumer: ConsumerId, rows_max: usize) -> Result<u64, StoreError> {
+        attempts::forget(&self.pool, consumer, rows_max).await
+    }
+
+    async fn has_dead(&self, consumer: ConsumerId, rows: usize) -> Result<bool, StoreError> {
+        let last = "select 1 from oncebox_waiting where state = 'dead' and consumer_id = ? limit 1 offset ?";
+        let skipped = i64::try_from(rows.saturating_sub(1)).unwrap_or(i64::MAX);
+        let found: Option<i64> = sqlx::query_scalar(last).bind(consumer.0).bind(skipped).optional(&self.pool).await?;
+        Ok(found.is_some())
     }
 
     async fn purge(
@@ -135,19 +160,27 @@ impl Inbox for MySqlStore {
     }
 
     async fn begin_attempt(&self, consumer: ConsumerId, id: MessageId) -> Result<u32, StoreError> {
-        self.attempt(consumer, id, true, None).await
+        attempts::count(&self.pool, consumer, id, true, None).await
+    }
+
+    async fn begin_first_attempts(&self, consumer: ConsumerId, ids: &[MessageId]) -> Result<(), StoreError> {
+        // Sorted: two processes with the same ids wait for each other instead of deadlocking.
+        let mut ids = ids.to_vec();
+        ids.sort_unstable();
+        sqlx::query(
+            "insert into oncebox_attempt (consumer_id, message_id, attempts, history, updated_at) \
+             select ?, unhex(j.id), 1, '[]', utc_timestamp(6) from json_table(?, '$[*]' columns (id varchar(32) path '$')) j \
+             on duplicate key update attempts = greatest(oncebox_attempt.attempts, 1)",
+        )
+        .bind(consumer.0)
+        .bind(id_list(&ids))
+        .run(&self.pool)
+        .await?;
+        Ok(())
     }
 
     async fn take_back_attempt(&self, consumer: ConsumerId, id: MessageId) -> Result<(), StoreError> {
-        // A row that says nothing any more goes: only the success of a counted try would delete it.
-        for statement in [
-            "update oncebox_attempt set attempts = attempts - 1, updated_at = utc_timestamp(6) \
-             where consumer_id = ? and message_id = ? and attempts > 0",
-            "delete from oncebox_attempt where consumer_id = ? and message_id = ? and attempts = 0 and json_length(history) = 0",
-        ] {
-            sqlx::query(statement).bind(consumer.0).bind(id.uuid()).run(&self.pool).await?;
-        }
-        Ok(())
+        attempts::take_back(&self.pool, consumer, id).await
     }
 
     async fn failed_attempt(
@@ -157,124 +190,29 @@ impl Inbox for MySqlStore {
         error: &str,
         counted: bool,
     ) -> Result<u32, StoreError> {
-        self.attempt(consumer, id, counted, Some(error)).await
+        attempts::count(&self.pool, consumer, id, counted, Some(error)).await
     }
 
     async fn attempts(&self, consumer: ConsumerId, ids: &[MessageId]) -> Result<Vec<(MessageId, u32)>, StoreError> {
-        if ids.is_empty() {
-            return Ok(Vec::new());
-        }
-        let found = sqlx::query_as(
-            "select a.message_id, a.attempts from json_table(?, '$[*]' columns (id varchar(32) path '$')) j \
-             straight_join oncebox_attempt a force index (primary) on a.consumer_id = ? and a.message_id = unhex(j.id) where a.attempts > 0",
-        )
-        .bind(id_list(ids))
-        .bind(consumer.0)
-        .all(&self.pool)
-        .await?;
-        Ok(found.into_iter().map(|(id, attempts)| (MessageId::from_uuid(id), attempts)).collect())
+        attempts::counted(&self.pool, consumer, ids).await
     }
 
-    async fn open_assignment(&self, consumer: ConsumerId, topic: &str, partition: i32) -> Result<bool, StoreError> {
-        let mut transaction = self.pool.begin(START).await?;
-        // The insert decides who is first; whoever is second waits for its lock and sees what the first one wrote.
-        let inserted = sqlx::query(
-            "insert into oncebox_assignment (consumer_id, topic, partition_no, state, changed_at) \
-             values (?, ?, ?, 'open', utc_timestamp(6))",
-        )
-        .bind(consumer.0)
-        .bind(topic.as_bytes())
-        .bind(partition)
-        .run(&mut transaction)
-        .await;
-        let was_open = match inserted {
-            Ok(_) => false,
-            Err(error) if number(&error) == Some(DUPLICATE) => {
-                let state: String = sqlx::query_scalar(
-                    "select state from oncebox_assignment where consumer_id = ? and topic = ? and partition_no = ? for update",
-                )
-                .bind(consumer.0)
-                .bind(topic.as_bytes())
-                .bind(partition)
-                .one(&mut transaction)
-                .await?;
-                set_assignment(&mut transaction, consumer, topic, partition, "open").await?;
-                state == "open"
-            }
-            Err(error) => return Err(error.into()),
-        };
-        transaction.commit().await?;
-        Ok(was_open)
+    async fn open_assignment(&self, consumer: ConsumerId, holding: &Holding) -> Result<Opened, StoreError> {
+        assignment::open(&self.pool, consumer, holding).await
     }
 
-    async fn close_assignment(&self, consumer: ConsumerId, topic: &str, partition: i32) -> Result<(), StoreError> {
-        set_assignment(&mut self.pool.acquire().await?, consumer, topic, partition, "closed").await
+    async fn keep_positions(&self, consumer: ConsumerId, positions: &[(Holding, Position)]) -> Result<(), StoreError> {
+        assignment::keep_positions(&self.pool, consumer, positions).await
     }
-}
 
-impl MySqlStore {
-    async fn attempt(
+    async fn close_assignment(
         &self,
         consumer: ConsumerId,
-        id: MessageId,
-        counts: bool,
-        error: Option<&str>,
-    ) -> Result<u32, StoreError> {
-        let mut transaction = self.pool.begin(START).await?;
-        sqlx::query(
-            "insert into oncebox_attempt (consumer_id, message_id, attempts, history, updated_at) \
-             values (?, ?, ?, '[]', utc_timestamp(6)) \
-             on duplicate key update attempts = attempts + ?, updated_at = utc_timestamp(6)",
-        )
-        .bind(consumer.0)
-        .bind(id.uuid())
-        .bind(u32::from(counts))
-        .bind(u32::from(counts))
-        .run(&mut transaction)
-        .await?;
-        if let Some(error) = error {
-            sqlx::query(
-                "update oncebox_attempt set history = json_array_append( \
-                   if(json_length(history) >= ?, json_remove(history, '$[0]'), history), '$', json_object( \
-                     'at', date_format(utc_timestamp(6), '%Y-%m-%dT%H:%i:%s.%fZ'), 'attempt', attempts, 'error', ?)) \
-                 where consumer_id = ? and message_id = ?",
-            )
-            .bind(HISTORY_MAX)
-            .bind(shortened(error))
-            .bind(consumer.0)
-            .bind(id.uuid())
-            .run(&mut transaction)
-            .await?;
-        }
-        let attempts =
-            sqlx::query_scalar("select attempts from oncebox_attempt where consumer_id = ? and message_id = ?")
-                .bind(consumer.0)
-                .bind(id.uuid())
-                .one(&mut transaction)
-                .await?;
-        transaction.commit().await?;
-        Ok(attempts)
+        holding: &Holding,
+        position: Option<&Position>,
+    ) -> Result<(), StoreError> {
+        assignment::close(&self.pool, consumer, holding, position).await
     }
-}
-
-async fn set_assignment(
-    connection: &mut Bounded<MySql>,
-    consumer: ConsumerId,
-    topic: &str,
-    partition: i32,
-    state: &str,
-) -> Result<(), StoreError> {
-    sqlx::query(
-        "update oncebox_assignment set state = ?, changed_at = utc_timestamp(6) \
-         where consumer_id = ? and topic = ? and partition_no = ?",
-    )
-    .bind(state)
-    .bind(consumer.0)
-    .bind(topic.as_bytes())
-    .bind(partition)
-    .run(connection)
-    .await?;
-    Ok(())
 }
 
 fn id_list(ids: &[MessageId]) -> String {
@@ -286,7 +224,7 @@ impl InboxTx for MySqlInboxTx {
     type Db = MySql;
 
     fn connection(&mut self) -> &mut MySqlConnection {
-        self.transaction.plain()
+        self.transaction.lend()
     }
 
     async fn admit(&mut self, entries: &[InboxEntry]) -> Result<Admission, StoreError> {
@@ -314,6 +252,7 @@ impl InboxTx for MySqlInboxTx {
             let is_new = row.try_get::<&[u8], _>(2)? == self.token;
             if is_new {
                 self.received = Some(DbTime::from_micros(row.try_get(3)?));
+                self.ours.push(MessageId::from_uuid(id));
             }
             found.insert(MessageId::from_uuid(id), (hash, is_new));
         }
@@ -352,12 +291,16 @@ impl InboxTx for MySqlInboxTx {
         .bind(self.token.as_slice())
         .run(&mut self.transaction)
         .await?;
+        self.ours.retain(|id| !ids.contains(id));
         Ok(())
     }
 
-    async fn finish(&mut self, claimed: &ClaimedMessage) -> Result<bool, StoreError> {
+    async fn finish(&mut self, claimed: &[ClaimedMessage]) -> Result<bool, StoreError> {
         let finished = waiting::finish(&mut self.transaction, self.consumer, claimed).await?;
         self.set_savepoint().await?;
+        if finished {
+            self.removed = claimed.first().map(|first| first.sequence);
+        }
         Ok(finished)
     }
 
@@ -365,14 +308,7 @@ impl InboxTx for MySqlInboxTx {
         if ids.is_empty() {
             return Ok(());
         }
-        sqlx::query(
-            "delete a from json_table(?, '$[*]' columns (id varchar(32) path '$')) j \
-             straight_join oncebox_attempt a force index (primary) on a.consumer_id = ? and a.message_id = unhex(j.id)",
-        )
-        .bind(id_list(ids))
-        .bind(self.consumer.0)
-        .run(&mut self.transaction)
-        .await?;
+        sqlx::query(attempts::DELETE).bind(id_list(ids)).bind(self.consumer.0).run(&mut self.transaction).await?;
         Ok(())
     }
 
@@ -387,21 +323,17 @@ impl InboxTx for MySqlInboxTx {
         }
     }
 
-    async fn is_lost(&mut self) -> bool {
-        let works = async {
-            let mut other = self.pool.fresh().await?;
-            let works: sqlx::Result<i64> = sqlx::query_scalar(WORKS).bind(self.connection_id).one(&mut other).await;
-            other.close().await;
-            works
-        };
-        let is_lost = match works.await {
-            Ok(works) => works == 0,
-            Err(error) => StoreError::from(error).is_nobodys(),
-        };
-        if is_lost {
-            self.transaction.give_up();
+    async fn undo(&mut self) -> Result<Undone, StoreError> {
+        let rolled_back = matches!(tokio::time::timeout(ROLLBACK_MAX, self.transaction.rollback()).await, Ok(Ok(())));
+        let stands = self.stands();
+        if rolled_back && let Ok(is_committed) = stands.ask(&mut self.transaction).await {
+            return Ok(if is_committed { Undone::Committed } else { Undone::Whole });
         }
-        is_lost
+        self.transaction.give_up();
+        let mut other = self.pool.fresh().await?;
+        let undone = self.end_from(&mut other, &stands).await;
+        other.close().await;
+        undone
     }
 
     async fn commit(mut self) -> Result<(), StoreError> {
@@ -419,7 +351,78 @@ struct Answer {
     changed: u64,
 }
 
+/// What tells whether a transaction was committed: what it wrote before any handler ran, of which all or nothing stands.
+struct Stands {
+    consumer: ConsumerId,
+    token: [u8; 16],
+    inserted: Option<MessageId>,
+    removed: Option<i64>,
+}
+
+impl Stands {
+    async fn ask(&self, connection: &mut Bounded<MySql>) -> Result<bool, StoreError> {
+        if let Some(id) = self.inserted {
+            let rows: i64 = sqlx::query_scalar(
+                "select count(*) from oncebox_inbox where consumer_id = ? and message_id = ? and batch_token = ?",
+            )
+            .bind(self.consumer.0)
+            .bind(id.uuid())
+            .bind(self.token.as_slice())
+            .one(&mut *connection)
+            .await?;
+            return Ok(rows > 0);
+        }
+        let Some(removed) = self.removed else { return Ok(false) };
+        let rows: i64 = sqlx::query_scalar("select count(*) from oncebox_waiting where sequence = ?")
+            .bind(removed)
+            .one(connection)
+            .await?;
+        Ok(rows == 0)
+    }
+}
+
 impl MySqlInboxTx {
+    fn stands(&self) -> Stands {
+        let (inserted, removed) = (self.ours.first().copied(), self.removed);
+        Stands { consumer: self.consumer, token: self.token, inserted, removed }
+    }
+
+    /// Ends the connection from another one, waits until it has ended, and then looks what it left.
+    async fn end_from(&mut self, other: &mut Bounded<MySql>, stands: &Stands) -> Result<Undone, StoreError> {
+        let (looks, pause) = LOOKS;
+        for _ in 0..looks {
+            match self.works_still(other).await? {
+                Some(works) => self.works |= works,
+                None if stands.ask(other).await? => return Ok(Undone::Committed),
+                None if self.works => return Ok(Undone::Whole),
+                None => return Ok(Undone::Lost),
+            }
+            // It may have ended since.
+            let id = self.connection_id.unwrap_or_default();
+            let killed = raw_sql(AssertSqlSafe(format!("kill {id}"))).run(&mut *other).await;
+            if let Err(error) = killed.map_err(StoreError::from)
+                && error.is_nobodys()
+            {
+                return Err(error);
+            }
+            tokio::time::sleep(pause).await;
+        }
+        let why = format!("the connection {:?} was told to end and has not ended yet", self.connection_id);
+        Err(StoreError::Busy(sqlx::Error::Protocol(why)))
+    }
+
+    /// Whether the server works for our connection; none where that has ended, as all have that began before the server did:
+    /// their numbers may be others' by now.
+    async fn works_still(&self, other: &mut Bounded<MySql>) -> Result<Option<bool>, StoreError> {
+        let row = raw_sql("show global status like 'Uptime'").one(&mut *other).await?;
+        let up = row.try_get_unchecked::<String, _>(1)?.parse().unwrap_or_default();
+        if Duration::from_secs(up) <= self.began.elapsed() {
+            return Ok(None);
+        }
+        let works: Option<i64> = sqlx::query_scalar(WORKS).bind(self.connection_id).optional(other).await?;
+        Ok(works.map(|works| works != 0))
+    }
+
     /// Once a transaction: what was written before it is proven with it.
     async fn set_savepoint(&mut self) -> Result<(), StoreError> {
         if self.savepoint.is_none() {

@@ -10,10 +10,10 @@ use super::phases::{append, end_record, fence_of, follow, forget, lock, read};
 use super::{MySqlStore, START, sixteen};
 use crate::error::StoreError;
 use crate::policy::hex::hex;
-use crate::policy::operation::Record;
 use crate::policy::operation::versions::Announced;
+use crate::policy::operation::{Record, State};
 use crate::store::bounded::{Ask, Bounded};
-use crate::store::key_operator::Audit;
+use crate::store::key_operator::{Audit, judged, judgement, nothing_known};
 use crate::store::operations::RecordFence;
 use crate::store::operations::stored::look_of;
 use crate::store::phases::no_record;
@@ -37,21 +37,63 @@ const KEYS: &str = concat!(
      order by r.created_at, r.key_digest limit ?"
 );
 
-/// What an intent's outcome says, or the operation's, is not what the evidence says. A mismatch always goes to an operator, so only
-/// one that nobody has judged since is a conflict.
-const OPERATIONS: &str = "select o.operation_id from oncebox_operation o \
+/// Whether the operation `o` has a conflict that no person has judged: evidence of an effect says another thing than what was
+/// decided, or the operation failed with an effect that stands. Such an operation is listed, and is kept until it is judged. A
+/// mismatch went to an operator by itself, whose word about it is that judgement.
+macro_rules! conflict {
+    () => {
+        "(o.outcome_at is not null and (exists (select 1 from oncebox_operation_evidence e \
+            join oncebox_operation_intent i on i.operation_id = e.operation_id and i.effect = e.effect \
+            where e.operation_id = o.operation_id and (e.verdict = 'mismatch' or e.verdict = \
+              case when coalesce(i.outcome, case o.state when 'SUCCEEDED' then 'succeeded' else 'failed' end) = 'succeeded' \
+                   then 'failure' else 'success' end) \
+              and not exists (select 1 from oncebox_operation_evidence w \
+                   where w.operation_id = e.operation_id and w.evidence_id > e.evidence_id and w.kind = 'operator' \
+                     and w.effect in (e.effect, '') and (w.verdict = 'indefinite' or e.verdict = 'mismatch'))) \
+          or (o.state = 'FAILED' and exists (select 1 from oncebox_operation_intent i \
+            where i.operation_id = o.operation_id and i.outcome = 'succeeded' and i.undoes is null and i.strategy <> 'repeatable' \
+              and not exists (select 1 from oncebox_operation_intent u \
+                   where u.operation_id = i.operation_id and u.undoes = i.effect and u.outcome = 'succeeded') \
+              and not exists (select 1 from oncebox_operation_evidence w \
+                   where w.operation_id = i.operation_id and w.kind = 'operator' and w.verdict = 'indefinite' \
+                     and w.effect in (i.effect, ''))))))"
+    };
+}
+pub(super) use conflict;
+
+/// Whether what is known of the operation of the record `r` outlives it: a conflict of its own, or a run that succeeded after its
+/// lease while the record says that it failed.
+macro_rules! outlives {
+    () => {
+        concat!(
+            "(exists (select 1 from oncebox_operation o where o.operation_id = r.operation_id and ",
+            $crate::store::mysql::key_operator::conflict!(),
+            ") or (r.state in ('FAILED_REPLAYABLE', 'FAILED_RETRYABLE') and exists (select 1 from oncebox_operation_evidence e \
+                where e.operation_id = r.operation_id and e.kind = 'run' and e.verdict = 'success')))"
+        )
+    };
+}
+pub(super) use outlives;
+
+/// Evidence of something that happened, of which neither operation nor record is left that says so.
+const ORPHANS: &str = "select distinct e.operation_id from oncebox_operation_evidence e \
+    where e.kind <> 'operator' and e.verdict in ('success', 'mismatch') \
+      and not exists (select 1 from oncebox_operation o where o.operation_id = e.operation_id) \
+      and not exists (select 1 from oncebox_idempotency_request r where r.operation_id = e.operation_id \
+            and r.state not in ('FAILED_REPLAYABLE', 'FAILED_RETRYABLE')) \
+      and (? is null or e.operation_id = ?) \
+    order by e.operation_id limit ?";
+
+const OPERATIONS: &str = concat!(
+    "select o.operation_id from oncebox_operation o \
      left join oncebox_idempotency_request r on r.operation_id = o.operation_id \
      where (? is null or o.operation_id = ?) and (? is null or o.flow = ?) and (? is null or r.tenant = ?) \
        and (? is null or o.state = ?) and (not ? or o.parked is not null) \
        and (? is null or o.created_at < utc_timestamp(6) - interval ? microsecond) \
-       and (not ? or (o.outcome_at is not null and exists (select 1 from oncebox_operation_evidence e \
-            join oncebox_operation_intent i on i.operation_id = e.operation_id and i.effect = e.effect \
-            where e.operation_id = o.operation_id and (e.verdict = \
-              if(coalesce(i.outcome, if(o.state = 'SUCCEEDED', 'succeeded', 'failed')) = 'succeeded', 'failure', 'success') \
-              or (e.verdict = 'mismatch' and not exists (select 1 from oncebox_operation_evidence w \
-                   where w.operation_id = e.operation_id and w.evidence_id > e.evidence_id and w.kind = 'operator' \
-                     and w.effect in (e.effect, ''))))))) \
-     order by o.created_at, o.operation_id limit ?";
+       and (not ? or ",
+    conflict!(),
+    ") order by o.parked is null, o.outcome_at is not null, o.created_at, o.operation_id limit ?"
+);
 
 /// Binds a value that is compared only where it is given.
 macro_rules! if_given {
@@ -88,7 +130,27 @@ impl KeyOperator for MySqlStore {
             let id = Uuid::from_bytes(sixteen("operation_id", &id)?);
             found.add(id, read(&mut connection, id).await)?;
         }
+        if filter.is_of_all_conflicts() {
+            found.orphans = orphans(&mut connection, None, filter.limit).await?;
+        }
         Ok(found)
+    }
+
+    async fn judge(&self, operation_id: Uuid, context: &ActContext) -> Result<(), StoreError> {
+        let mut transaction = self.pool.begin(START).await?;
+        let seen = read(&mut transaction, operation_id).await?;
+        if seen.is_none() && orphans(&mut transaction, Some(operation_id), 1).await?.is_empty() {
+            return Err(nothing_known(operation_id));
+        }
+        let word = seen.as_ref().map(|seen| judgement(seen, context)).transpose()?;
+        match word.filter(|_| seen.as_ref().is_some_and(|seen| seen.identity.is_some())) {
+            Some(word) => {
+                append(&word).run(&mut transaction).await?;
+            }
+            // Its record is gone, and no purge comes for it any more.
+            None => forget(&mut transaction, operation_id, false).await?,
+        }
+        end(transaction, Fenced::Done, judged(operation_id, seen.as_ref()), context).await.map(drop)
     }
 
     async fn live_versions(&self) -> Result<Vec<Announced>, StoreError> {
@@ -99,21 +161,21 @@ impl KeyOperator for MySqlStore {
         let mut transaction = self.pool.begin(START).await?;
         let fenced = match change {
             KeyChange::Release => forget_key(&mut transaction, seen).await?,
-            KeyChange::Purge { id_skew } => {
+            KeyChange::Purge => {
                 let fenced = forget_key(&mut transaction, seen).await?;
-                if let (Fenced::Done, Some(at)) = (fenced, seen.outcome_at) {
+                if let (Fenced::Done, Some(at)) = (fenced, seen.identity.key().time()) {
                     let bound = query(
                         "insert into oncebox_idempotency_purge (operation, purged_below) \
                          values (?, timestamp'1970-01-01 00:00:00' + interval ? microsecond) \
                          on duplicate key update purged_below = greatest(purged_below, values(purged_below))",
                     );
                     let bound = bound.bind(seen.identity.operation().as_str().as_bytes().to_vec());
-                    // Above every time that the key may carry.
-                    bound.bind(at.after(*id_skew).micros() + 1).run(&mut transaction).await?;
+                    // Above the time that the key carries.
+                    bound.bind(at.micros() + 1).run(&mut transaction).await?;
                 }
                 fenced
             }
-            KeyChange::Resolve { outcome, retention } => {
+            KeyChange::Resolve { outcome, retention, .. } => {
                 let digest = seen.identity.digest().to_vec();
                 let fence = RecordFence { digest, epoch: seen.epoch, owner: None, unknown: true };
                 finish(&mut transaction, &fence, outcome, retention).await?
@@ -134,6 +196,12 @@ impl KeyOperator for MySqlStore {
     }
 }
 
+async fn orphans(connection: &mut Bounded<MySql>, only: Option<Uuid>, limit: u32) -> Result<Vec<Uuid>, StoreError> {
+    let only = only.map(|only| only.as_bytes().to_vec());
+    let ids = query_scalar::<_, Vec<u8>>(ORPHANS).bind(only.clone()).bind(only).bind(limit).all(connection).await?;
+    ids.iter().map(|id| Ok(Uuid::from_bytes(sixteen("operation_id", id)?))).collect()
+}
+
 async fn forget_key(transaction: &mut Bounded<MySql>, seen: &Record) -> Result<Fenced, StoreError> {
     let digest = seen.identity.digest().to_vec();
     let delete = query(
@@ -143,7 +211,7 @@ async fn forget_key(transaction: &mut Bounded<MySql>, seen: &Record) -> Result<F
     let fenced = Fenced::rows(delete.bind(&digest).bind(seen.epoch).run(&mut *transaction).await?.rows_affected());
     if fenced == Fenced::Done {
         query("delete from oncebox_idempotency_body where key_digest = ?").bind(digest).run(&mut *transaction).await?;
-        forget(transaction, seen.operation_id).await?;
+        forget(transaction, seen.operation_id, seen.state != State::Completed).await?;
     }
     Ok(fenced)
 }

@@ -11,7 +11,7 @@ use super::schema::number;
 use super::{MySqlStore, START, micros, number_list, shortened, text};
 use crate::error::StoreError;
 use crate::store::bounded::Ask;
-use crate::store::{Claim, EmailOutcome, EmailToSend, Mailbox, NewEmail};
+use crate::store::{CLAIM_MAX, Claim, EmailOutcome, EmailToSend, Mailbox, NewEmail};
 
 const UNIQUE_KEY_BYTES_MAX: usize = 255;
 const TEXT_BYTES_MAX: usize = 65_535;
@@ -51,9 +51,11 @@ impl Mailbox for MySqlStore {
     async fn claim_emails(&self, limit: usize, claim: &Claim) -> Result<Vec<EmailToSend>, StoreError> {
         let mut transaction = self.pool.begin(START).await?;
         let due: Vec<i64> = sqlx::query_scalar(
+            // A claim that ends later than any claim can was made before the clock went back (R22).
             "select email_id from oncebox_email force index (email_due) where due_at <= utc_timestamp(6) \
-             order by due_at, email_id limit ? for update skip locked",
+               or claim is not null and due_at > utc_timestamp(6) + interval ? microsecond order by due_at, email_id limit ? for update skip locked",
         )
+        .bind(micros(CLAIM_MAX))
         .bind(i64::try_from(limit).unwrap_or(i64::MAX))
         .all(&mut transaction)
         .await?;

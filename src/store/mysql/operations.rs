@@ -18,6 +18,8 @@ pub(super) use self::live::live;
 pub use self::tx::MySqlOperationTx;
 pub(super) use self::tx::{Held, SHORT_WAIT, USUAL_WAIT, is_locked, staked};
 
+use super::inbox::NO_SAVEPOINT;
+use super::phases::evidence;
 use super::schema::number;
 use super::{MySqlStore, START};
 use crate::error::StoreError;
@@ -30,7 +32,7 @@ use crate::store::operations::RecordFence;
 use crate::store::operations::stored::{Columns, body_of, look_of, pack};
 use crate::store::{
     Basis, Begun, Claimed, Fenced, KeptBody, KeyClaim, Keys, Look, NewEvidence, OperationStats, Operations, Outcome,
-    Owned, Phases,
+    Owned, Phases, StoredEvidence,
 };
 
 /// A record of the key was there already.
@@ -131,6 +133,14 @@ const KEPT_OF_TENANT: &str = "select cast(coalesce(sum(kept_bytes), 0) as signed
 impl Keys for MySqlStore {
     const DURABILITY: Durability = Durability::Durable;
 
+    async fn sign_of_life(&self) -> Result<(), StoreError> {
+        Ok(self.pool.sign_of_life().await?)
+    }
+
+    fn connections_max(&self) -> Option<u32> {
+        Some(self.pool.plain().options().get_max_connections())
+    }
+
     async fn find(&self, identity: &Identity) -> Result<Look, StoreError> {
         find(&mut self.pool.acquire().await?, identity).await
     }
@@ -185,7 +195,10 @@ impl Keys for MySqlStore {
 
     async fn release(&self, owned: &Owned) -> Result<Fenced, StoreError> {
         let release = sqlx::query(
-            "delete from oncebox_idempotency_request where key_digest = ? and epoch = ? and owner = ? and state = 'IN_PROGRESS'",
+            "delete from oncebox_idempotency_request where key_digest = ? and epoch = ? and owner = ? and state = 'IN_PROGRESS' \
+               and not exists (select 1 from oncebox_operation_evidence e \
+                                where e.operation_id = oncebox_idempotency_request.operation_id \
+                                  and e.kind = 'run' and e.verdict in ('success', 'failure'))",
         );
         Ok(Fenced::rows(fence(release, owned).run(&self.pool).await?.rows_affected()))
     }
@@ -239,6 +252,12 @@ impl Keys for MySqlStore {
 
     async fn observe_run(&self, evidence: &NewEvidence) -> Result<(), StoreError> {
         self.observe(evidence).await
+    }
+
+    async fn runs_of(&self, operation_id: Uuid) -> Result<Vec<StoredEvidence>, StoreError> {
+        let mut seen = evidence(&mut self.pool.acquire().await?, operation_id).await?;
+        seen.retain(|row| row.evidence.kind == "run");
+        Ok(seen)
     }
 
     async fn announce(&self, process: Uuid, versions: &[Versions]) -> Result<(), StoreError> {
@@ -297,8 +316,14 @@ impl Operations for MySqlStore {
 
     async fn stands(connection: &mut MySqlConnection) -> Result<(), StoreError> {
         sqlx::raw_sql("savepoint oncebox_stands").execute(&mut *connection).await?;
-        sqlx::raw_sql("release savepoint oncebox_stands").execute(connection).await?;
-        Ok(())
+        match sqlx::raw_sql("release savepoint oncebox_stands").execute(connection).await {
+            Ok(_) => Ok(()),
+            // Outside of a transaction a savepoint is gone with its own statement.
+            Err(error) if number(&error) == Some(NO_SAVEPOINT) => {
+                Err(StoreError::Fenced("the transaction has ended before its commit".to_owned()))
+            }
+            Err(error) => Err(error.into()),
+        }
     }
 
     async fn find_afresh(&self, identity: &Identity) -> Result<Look, StoreError> {

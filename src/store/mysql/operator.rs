@@ -5,17 +5,62 @@
 
 mod act;
 mod find;
+mod forget;
 mod status;
 
-use super::{MySqlStore, START};
+use std::time::Duration;
+
+use sqlx::Row;
+use uuid::Uuid;
+
+use super::{MySqlStore, START, text};
 use crate::error::StoreError;
-use crate::store::{ActContext, DeadFilter, DeadMessage, Mailbox, Operator, OperatorAct, OperatorOutcome, Status};
+use crate::store::bounded::Ask;
+use crate::store::{
+    ActContext, AuditEntry, DeadFilter, DeadMessage, Forgotten, LockWait, Mailbox, Operator, OperatorAct,
+    OperatorOutcome, Status,
+};
 
 impl Operator for MySqlStore {
     async fn status(&self) -> Result<Status, StoreError> {
         let mut status = status::read(&mut self.pool.acquire().await?).await?;
         status.emails_pending = self.emails_pending().await?;
         Ok(status)
+    }
+
+    async fn lock_waits(&self, longer_than: Duration) -> Result<Vec<LockWait>, StoreError> {
+        status::lock_waits(&mut self.pool.acquire().await?, longer_than).await
+    }
+
+    async fn mend(&self, context: &ActContext) -> Result<Vec<String>, StoreError> {
+        super::check::mend_positions(&mut self.pool.acquire().await?, context).await
+    }
+
+    async fn audit(&self, id: Option<Uuid>, limit: usize) -> Result<Vec<AuditEntry>, StoreError> {
+        let rows = sqlx::query(
+            "select at, actor, act, reason, place, number, message_id, detail from oncebox_audit \
+              where ? is null or message_id = ? order by audit_id desc limit ?",
+        );
+        let limit = i64::try_from(limit).unwrap_or(i64::MAX);
+        let rows = rows.bind(id).bind(id).bind(limit).all(&self.pool).await?;
+        rows.iter()
+            .map(|row| {
+                Ok(AuditEntry {
+                    at: row.try_get("at")?,
+                    actor: row.try_get("actor")?,
+                    act: row.try_get("act")?,
+                    reason: row.try_get("reason")?,
+                    place: text("place", row.try_get("place")?)?,
+                    number: row.try_get("number")?,
+                    message_id: row.try_get("message_id")?,
+                    detail: row.try_get("detail")?,
+                })
+            })
+            .collect()
+    }
+
+    async fn forget_consumer(&self, name: &str, context: &ActContext) -> Result<Forgotten, StoreError> {
+        forget::forget(&self.pool, name, context).await
     }
 
     async fn dead(&self, filter: &DeadFilter) -> Result<Vec<DeadMessage>, StoreError> {
@@ -36,11 +81,11 @@ impl Operator for MySqlStore {
                 "a new id is for one message, and {count} are meant; name one by its number"
             )));
         }
-        let mut numbers = Vec::with_capacity(found.len());
+        let mut outcome = OperatorOutcome { dry_run: context.dry_run, ..OperatorOutcome::default() };
         for found in &found {
             act::refuse_too_old(found, act, context)?;
-            if context.dry_run || act::act_on(&mut transaction, found, act, context).await? {
-                numbers.push(found.dead.number.clone());
+            if let Some(done) = act::act_on(&mut transaction, found, act, context).await? {
+                outcome.add(&found.dead, done);
             }
         }
         if context.dry_run {
@@ -48,7 +93,7 @@ impl Operator for MySqlStore {
         } else {
             transaction.commit().await?;
         }
-        Ok(OperatorOutcome { numbers, dry_run: context.dry_run })
+        Ok(outcome)
     }
 }
 

@@ -50,7 +50,7 @@ const INTENTS: &str = concat!(
     micros!("first_sent_at"),
     ", ",
     micros!("last_sent_at"),
-    ", cast(sends as signed), outcome from oncebox_operation_intent where operation_id = ? order by first_sent_at, effect"
+    ", cast(sends as signed), outcome, convert(undoes using utf8mb4) from oncebox_operation_intent where operation_id = ? order by first_sent_at, effect"
 );
 
 /// As [`evidence_of`] reads it.
@@ -205,6 +205,21 @@ impl Phases for MySqlStore {
         Ok(send)
     }
 
+    async fn take_back_send(&self, driven: &Driven, effect: &str, send: u32) -> Result<Fenced, StoreError> {
+        let mut transaction = self.pool.begin(START).await?;
+        lock(&mut transaction, driven.operation_id).await?;
+        let back = sqlx::query(
+            "update oncebox_operation_intent set sends = sends - 1 \
+             where operation_id = ? and effect = ? and outcome is null and sends = ? and sends > 1 and exists (select 1 \
+               from oncebox_operation o where o.operation_id = oncebox_operation_intent.operation_id and o.epoch = ? and o.owner = ?)",
+        );
+        let back = back.bind(driven.operation_id.as_bytes().to_vec()).bind(effect.as_bytes().to_vec()).bind(send);
+        let back = back.bind(driven.epoch).bind(driven.owner.as_bytes().to_vec());
+        let fenced = Fenced::rows(back.run(&mut transaction).await?.rows_affected());
+        transaction.commit().await?;
+        Ok(fenced)
+    }
+
     async fn observe(&self, evidence: &NewEvidence) -> Result<(), StoreError> {
         append(evidence).run(&self.pool).await?;
         Ok(())
@@ -231,14 +246,6 @@ impl Phases for MySqlStore {
         let done = unpark.bind(operation_id.as_bytes().to_vec()).run(&mut transaction).await?;
         transaction.commit().await?;
         Ok(Fenced::rows(done.rows_affected()))
-    }
-
-    async fn nudge(&self, operation_id: Uuid) -> Result<(), StoreError> {
-        let nudge = sqlx::query(
-            "update oncebox_operation set due_at = utc_timestamp(6) where operation_id = ? and due_at > utc_timestamp(6)",
-        );
-        nudge.bind(operation_id.as_bytes().to_vec()).run(&self.pool).await?;
-        Ok(())
     }
 
     async fn deployment(&self) -> Result<Uuid, StoreError> {
@@ -349,7 +356,10 @@ pub(super) async fn read(
     operation_of(&row, intents, evidence).map(Some)
 }
 
-async fn evidence(connection: &mut Bounded<MySql>, operation_id: Uuid) -> Result<Vec<StoredEvidence>, StoreError> {
+pub(super) async fn evidence(
+    connection: &mut Bounded<MySql>,
+    operation_id: Uuid,
+) -> Result<Vec<StoredEvidence>, StoreError> {
     let rows = sqlx::query(EVIDENCE).bind(operation_id.as_bytes().to_vec()).all(connection).await?;
     rows.iter().map(evidence_of).collect()
 }

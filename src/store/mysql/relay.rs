@@ -207,7 +207,8 @@ impl RelaySession for MySqlSession {
 
     async fn diverted(&mut self, limit: usize) -> Result<Vec<DivertedRow>, StoreError> {
         let found = sqlx::query(
-            "select position, topic, `key`, cause, reason, holds from oncebox_outbox_dead order by position limit ?",
+            "select position, topic, `key`, cause, reason, holds from oncebox_outbox_dead \
+             where state <> 'dead' or holds order by position limit ?",
         )
         .bind(i64::try_from(limit).unwrap_or(i64::MAX))
         .all(&self.pool)

@@ -14,20 +14,28 @@ use crate::store::bounded::{Ask, Bounded};
 use crate::store::{AppliedMigration, MigrationText, Schema, SchemaState};
 
 const MIGRATIONS: &[MigrationText] = &[
-    MigrationText { version: 1, description: "tables", sql: include_str!("../../../migrations/mysql/0001_tables.sql") },
+    MigrationText {
+        version: 1,
+        description: "tables",
+        serves_from: 1,
+        sql: include_str!("../../../migrations/mysql/0001_tables.sql"),
+    },
     MigrationText {
         version: 2,
         description: "the procedure oncebox_enqueue_p",
+        serves_from: 2,
         sql: include_str!("../../../migrations/mysql/0002_procedure.sql"),
     },
     MigrationText {
         version: 3,
         description: "the function oncebox_enqueue, where the server allows it",
+        serves_from: 3,
         sql: include_str!("../../../migrations/mysql/0003_function.sql"),
     },
     MigrationText {
         version: 4,
         description: "operations",
+        serves_from: 4,
         sql: include_str!("../../../migrations/mysql/0004_operations.sql"),
     },
 ];
@@ -47,15 +55,18 @@ impl Schema for MySqlStore {
     }
 
     async fn schema(&self) -> Result<SchemaState, StoreError> {
-        let Some(found) = applied_versions(&mut self.pool.acquire().await?).await? else {
-            return Ok(SchemaState::Missing);
-        };
+        let mut connection = self.pool.acquire().await?;
+        let Some(found) = applied_versions(&mut connection).await? else { return Ok(SchemaState::Missing) };
         let known = MIGRATIONS.iter().map(|migration| migration.version).max().unwrap_or(0);
         let newest = found.iter().copied().max().unwrap_or(0);
         let all_there = MIGRATIONS.iter().all(|migration| found.contains(&migration.version));
         Ok(match newest {
             0 => SchemaState::Missing,
-            newest if newest > known => SchemaState::Newer { found: newest, known },
+            newest if newest > known => {
+                let serves = "select max(serves_from) from oncebox_migration where version > ?";
+                let serves_from = sqlx::query_scalar(serves).bind(known).one(&mut connection).await?;
+                SchemaState::of_newer(newest, serves_from, known)
+            }
             newest if all_there => SchemaState::Current(newest),
             newest => SchemaState::Old { found: newest, needed: known },
         })
@@ -204,7 +215,8 @@ mod tests {
     #[test]
     fn every_migration_ends_with_a_delimiter_and_says_that_it_was_applied() {
         for migration in MIGRATIONS {
-            let mark = format!("values ({}, '{}', utc_timestamp(6))", migration.version, migration.description);
+            let (version, description, serves_from) = (migration.version, migration.description, migration.serves_from);
+            let mark = format!("values ({version}, '{description}', {serves_from}, utc_timestamp(6))");
             assert!(statements(migration.sql).iter().any(|statement| statement.ends_with(&mark)), "{mark}");
             let last = migration.sql.trim_end().lines().last().unwrap_or_default();
             assert!(last.ends_with(';'), "{last}");

@@ -15,12 +15,12 @@ use sqlx::{MySql, QueryBuilder, Row};
 use uuid::Uuid;
 
 use super::schema::number;
-use super::{HISTORY_MAX, MySqlStore, START, hex_list, micros, number_list, shortened, text};
+use super::{HISTORY_MAX, MySqlStore, START, hex_list, micros, number_list, shortened, sixteen, text};
 use crate::error::StoreError;
 use crate::message::{Coordinates, Message, MessageId, TraceContext};
 use crate::policy::hex::{hex, unhex};
 use crate::store::bounded::{Ask, Bounded};
-use crate::store::{Claim, ClaimedMessage, ConsumerId, ParkAs, Parked, Waiting};
+use crate::store::{CLAIM_MAX, Claim, ClaimedMessage, ConsumerId, ParkAs, Parked, Scope, Waiting};
 
 /// Rows of one insert: well below what a prepared statement can bind.
 const PARK_ROWS_MAX: usize = 500;
@@ -31,57 +31,83 @@ impl Waiting for MySqlStore {
     async fn claim_due(
         &self,
         consumer: ConsumerId,
+        scope: &Scope,
+        claim: &Claim,
+    ) -> Result<Option<ClaimedMessage>, StoreError> {
+        let mut transaction = self.pool.begin(START).await?;
+        let head: Option<(i64, bool)> = sqlx::query_as(DUE_HEAD)
+            .bind(consumer.0)
+            .bind(names(&scope.topics))
+            .bind(names(&scope.places))
+            .bind(scope.kinds.as_deref().map(names))
+            .optional(&mut transaction)
+            .await?;
+        let Some((head, suspect)) = head else {
+            transaction.rollback().await?;
+            return Ok(None);
+        };
+        let claimed = claim_rows(&mut transaction, vec![head], claim).await?.pop();
+        transaction.commit().await?;
+        Ok(claimed.map(|claimed| ClaimedMessage { suspect, ..claimed }))
+    }
+
+    async fn claim_behind(
+        &self,
+        consumer: ConsumerId,
+        head: &ClaimedMessage,
+        scope: &Scope,
         limit: usize,
         claim: &Claim,
     ) -> Result<Vec<ClaimedMessage>, StoreError> {
+        let Some(lane) = head.message.lane_id().filter(|_| limit > 0) else { return Ok(Vec::new()) };
         let mut transaction = self.pool.begin(START).await?;
-        let heads: Vec<i64> = sqlx::query_scalar(DUE_HEADS)
+        let next: Vec<(i64, bool)> = sqlx::query_as(BEHIND)
+            .bind(scope.kinds.as_deref().map(names))
             .bind(consumer.0)
+            .bind(lane.as_slice())
+            .bind(head.sequence)
             .bind(i64::try_from(limit).unwrap_or(i64::MAX))
             .all(&mut transaction)
             .await?;
-        if heads.is_empty() {
-            transaction.rollback().await?;
-            return Ok(Vec::new());
-        }
-        let list = number_list(heads);
-        sqlx::query(
-            "update json_table(?, '$[*]' columns (sequence bigint path '$')) j \
-             straight_join oncebox_waiting w force index (primary) on w.sequence = j.sequence \
-             set w.claim = ?, w.attempts = w.attempts + 1, w.due_at = utc_timestamp(6) + interval ? microsecond",
-        )
-        .bind(&list)
-        .bind(claim.token)
-        .bind(micros(claim.length))
-        .run(&mut transaction)
-        .await?;
-        let rows = sqlx::query(CLAIMED).bind(&list).all(&mut transaction).await?;
-        let claimed = rows.iter().map(|row| claimed_message(row, claim.token)).collect::<Result<Vec<_>, _>>()?;
+        let run: Vec<i64> = next.into_iter().take_while(|(_, fits)| *fits).map(|(sequence, _)| sequence).collect();
+        let claimed = if run.is_empty() { Vec::new() } else { claim_rows(&mut transaction, run, claim).await? };
         transaction.commit().await?;
         Ok(claimed)
     }
 
-    async fn next_due(&self, consumer: ConsumerId) -> Result<Option<Duration>, StoreError> {
-        let left: Option<i64> = sqlx::query_scalar(
-            "select timestampdiff(microsecond, utc_timestamp(6), min(due_at)) from oncebox_waiting \
-             where consumer_id = ? and due_at is not null",
-        )
-        .bind(consumer.0)
-        .one(&self.pool)
-        .await?;
+    async fn count_try(&self, claimed: &ClaimedMessage) -> Result<bool, StoreError> {
+        let written = sqlx::query("update oncebox_waiting set attempts = ? where sequence = ? and claim = ?")
+            .bind(claimed.message.attempt)
+            .bind(claimed.sequence)
+            .bind(claimed.claim)
+            .run(&self.pool)
+            .await?;
+        Ok(written.rows_affected() == 1)
+    }
+
+    async fn next_due(&self, consumer: ConsumerId, scope: &Scope) -> Result<Option<Duration>, StoreError> {
+        let left: Option<i64> = sqlx::query_scalar(NEXT_DUE)
+            .bind(consumer.0)
+            .bind(names(&scope.topics))
+            .bind(names(&scope.places))
+            .bind(scope.kinds.as_deref().map(names))
+            .optional(&self.pool)
+            .await?;
         Ok(left.map(|left| Duration::from_micros(u64::try_from(left).unwrap_or(0))))
     }
 
     async fn postpone(&self, claimed: &ClaimedMessage, after: Duration, error: &str) -> Result<bool, StoreError> {
         let written = sqlx::query(
-            "update oncebox_waiting set due_at = utc_timestamp(6) + interval ? microsecond, claim = null, error = ?, \
+            "update oncebox_waiting set due_at = utc_timestamp(6) + interval ? microsecond, claim = null, attempts = ?, error = ?, \
                history = json_array_append(if(json_length(history) >= ?, json_remove(history, '$[0]'), history), '$', \
-                 json_object('at', date_format(utc_timestamp(6), '%Y-%m-%dT%H:%i:%s.%fZ'), 'attempt', attempts, 'error', ?)) \
+                 json_object('at', date_format(utc_timestamp(6), '%Y-%m-%dT%H:%i:%s.%fZ'), 'attempt', ?, 'error', ?)) \
              where sequence = ? and claim = ?",
         )
         .bind(micros(after))
+        .bind(claimed.message.attempt)
         .bind(shortened(error))
         .bind(HISTORY_MAX)
+        .bind(claimed.message.attempt)
         .bind(shortened(error))
         .bind(claimed.sequence)
         .bind(claimed.claim)
@@ -90,37 +116,49 @@ impl Waiting for MySqlStore {
         Ok(written.rows_affected() == 1)
     }
 
-    async fn give_back(&self, claimed: &ClaimedMessage) -> Result<bool, StoreError> {
-        let written = sqlx::query(
-            "update oncebox_waiting set due_at = utc_timestamp(6), claim = null, attempts = if(attempts > 0, attempts - 1, 0) \
-             where sequence = ? and claim = ?",
+    async fn give_back(&self, consumer: ConsumerId, claimed: &[ClaimedMessage]) -> Result<u64, StoreError> {
+        let Some(first) = claimed.first() else { return Ok(0) };
+        let rows: Vec<(i64, u32)> = claimed.iter().map(|one| (one.sequence, one.tries)).collect();
+        let mut transaction = self.pool.begin(START).await?;
+        // What stands behind a head has no due time; the head gets it back.
+        let given_back = sqlx::query(
+            "update json_table(?, '$[*]' columns (sequence bigint path '$[0]', tries bigint path '$[1]')) j \
+             straight_join oncebox_waiting w force index (primary) on w.sequence = j.sequence \
+             set w.claim = null, w.attempts = j.tries, w.due_at = if(w.lane is null, utc_timestamp(6), null) where w.claim = ?",
         )
-        .bind(claimed.sequence)
-        .bind(claimed.claim)
-        .run(&self.pool)
+        .bind(serde_json::json!(rows).to_string())
+        .bind(first.claim)
+        .run(&mut transaction)
         .await?;
-        Ok(written.rows_affected() == 1)
+        next_of_lane(&mut transaction, consumer, first.message.lane_id()).await?;
+        transaction.commit().await?;
+        Ok(given_back.rows_affected())
     }
 
     async fn give_back_all(&self, consumer: ConsumerId, claim: &Claim) -> Result<u64, StoreError> {
-        let claimed: Vec<i64> = sqlx::query_scalar(
-            "select sequence from oncebox_waiting force index (waiting_due) \
+        let claimed: Vec<(i64, Option<Vec<u8>>)> = sqlx::query_as(
+            "select sequence, lane from oncebox_waiting force index (waiting_due) \
              where consumer_id = ? and due_at is not null and claim = ?",
         )
         .bind(consumer.0)
         .bind(claim.token)
         .all(&self.pool)
         .await?;
+        let lane = claimed.iter().find_map(|(_, lane)| lane.as_deref());
+        let lane = lane.map(|lane| sixteen("lane", lane)).transpose()?;
+        let mut transaction = self.pool.begin(START).await?;
         // By exact rows: an update that searched would wait for every open writer (R11).
         let given_back = sqlx::query(
             "update json_table(?, '$[*]' columns (sequence bigint path '$')) j \
              straight_join oncebox_waiting w force index (primary) on w.sequence = j.sequence \
-             set w.due_at = utc_timestamp(6), w.claim = null, w.attempts = if(w.attempts > 0, w.attempts - 1, 0) where w.claim = ?",
+             set w.claim = null, w.due_at = if(w.lane is null, utc_timestamp(6), null) where w.claim = ?",
         )
-        .bind(number_list(claimed))
+        .bind(number_list(claimed.iter().map(|(sequence, _)| *sequence)))
         .bind(claim.token)
-        .run(&self.pool)
+        .run(&mut transaction)
         .await?;
+        next_of_lane(&mut transaction, consumer, lane).await?;
+        transaction.commit().await?;
         Ok(given_back.rows_affected())
     }
 
@@ -132,15 +170,17 @@ impl Waiting for MySqlStore {
         };
         let buried = sqlx::query(
             "update oncebox_waiting set state = 'dead', dead_hash = content_hash, dead_at = utc_timestamp(6), reason = ?, \
-               due_at = null, claim = null, lane = if(?, lane, null), error = ?, \
+               due_at = null, claim = null, lane = if(?, lane, null), attempts = ?, error = ?, \
                history = json_array_append(if(json_length(history) >= ?, json_remove(history, '$[0]'), history), '$', \
-                 json_object('at', date_format(utc_timestamp(6), '%Y-%m-%dT%H:%i:%s.%fZ'), 'attempt', attempts, 'error', ?)) \
+                 json_object('at', date_format(utc_timestamp(6), '%Y-%m-%dT%H:%i:%s.%fZ'), 'attempt', ?, 'error', ?)) \
              where sequence = ?",
         )
         .bind(reason.as_bytes())
         .bind(holds)
+        .bind(claimed.message.attempt)
         .bind(shortened(error))
         .bind(HISTORY_MAX)
+        .bind(claimed.message.attempt)
         .bind(shortened(error))
         .bind(claimed.sequence)
         .run(&mut transaction)
@@ -163,34 +203,115 @@ impl Waiting for MySqlStore {
         Ok(true)
     }
 
-    async fn sweep(&self, consumer: ConsumerId) -> Result<u64, StoreError> {
-        let mut transaction = self.pool.begin(START).await?;
-        let left: Vec<i64> =
-            sqlx::query_scalar(HEADS_WITHOUT_DUE_TIME).bind(consumer.0).bind(SWEEP_MAX).all(&mut transaction).await?;
-        if left.is_empty() {
-            transaction.rollback().await?;
-            return Ok(0);
+    async fn wake(&self, consumer: ConsumerId, lanes: &[[u8; 16]]) -> Result<(), StoreError> {
+        let heads: Vec<i64> = sqlx::query_scalar(HEADS_OF_LANES)
+            .bind(hex_list(lanes.iter().map(<[u8; 16]>::as_slice)))
+            .bind(consumer.0)
+            .all(&self.pool)
+            .await?;
+        if !heads.is_empty() {
+            sqlx::query(MAKE_DUE).bind(number_list(heads)).run(&self.pool).await?;
         }
-        sqlx::query(
-            "update json_table(?, '$[*]' columns (sequence bigint path '$')) j \
-             straight_join oncebox_waiting w force index (primary) on w.sequence = j.sequence \
-             set w.due_at = utc_timestamp(6) where w.state = 'waiting' and w.due_at is null",
-        )
-        .bind(number_list(left.iter().copied()))
-        .run(&mut transaction)
-        .await?;
-        transaction.commit().await?;
-        Ok(left.len() as u64)
+        Ok(())
+    }
+
+    async fn sweep(&self, consumer: ConsumerId) -> Result<u64, StoreError> {
+        let too_late: Vec<i64> = sqlx::query_scalar(CLAIMED_TOO_LONG)
+            .bind(consumer.0)
+            .bind(micros(CLAIM_MAX))
+            .bind(SWEEP_MAX)
+            .all(&self.pool)
+            .await?;
+        if !too_late.is_empty() {
+            sqlx::query(
+                "update json_table(?, '$[*]' columns (sequence bigint path '$')) j \
+                 straight_join oncebox_waiting w force index (primary) on w.sequence = j.sequence \
+                 set w.due_at = utc_timestamp(6) where w.claim is not null",
+            )
+            .bind(number_list(too_late.iter().copied()))
+            .run(&self.pool)
+            .await?;
+        }
+        let left: Vec<i64> =
+            sqlx::query_scalar(HEADS_WITHOUT_DUE_TIME).bind(consumer.0).bind(SWEEP_MAX).all(&self.pool).await?;
+        if !left.is_empty() {
+            sqlx::query(MAKE_DUE).bind(number_list(left.iter().copied())).run(&self.pool).await?;
+        }
+        Ok((too_late.len() + left.len()) as u64)
     }
 }
 
-/// Only heads are locked, and those that somebody else is about to claim are passed over.
-const DUE_HEADS: &str = "\
-select w.sequence from oncebox_waiting w force index (waiting_due) \
- where w.consumer_id = ? and w.due_at <= utc_timestamp(6) and w.state = 'waiting' \
+/// Takes the rows into the claim and gives their messages, in order.
+async fn claim_rows(
+    transaction: &mut Bounded<MySql>,
+    rows: Vec<i64>,
+    claim: &Claim,
+) -> Result<Vec<ClaimedMessage>, StoreError> {
+    let list = number_list(rows);
+    sqlx::query(
+        "update json_table(?, '$[*]' columns (sequence bigint path '$')) j \
+         straight_join oncebox_waiting w force index (primary) on w.sequence = j.sequence \
+         set w.claim = ?, w.due_at = utc_timestamp(6) + interval ? microsecond where w.state = 'waiting'",
+    )
+    .bind(&list)
+    .bind(claim.token)
+    .bind(micros(claim.length))
+    .run(&mut *transaction)
+    .await?;
+    let rows = sqlx::query(CLAIMED).bind(&list).bind(claim.token).all(transaction).await?;
+    rows.iter().map(|row| claimed_message(row, claim.token)).collect()
+}
+
+/// Only heads are locked, and those that somebody else is about to claim are passed over. A scope is three lists of names, as
+/// [`names`] writes them.
+const DUE_HEAD: &str = "\
+select w.sequence, w.claim is not null from oncebox_waiting w force index (waiting_due) \
+ where w.consumer_id = ? and w.state = 'waiting' and w.due_at <= utc_timestamp(6) \
+   and (find_in_set(concat('x', hex(w.topic)), ?) > 0 or find_in_set(concat('x', hex(w.place)), ?) > 0) \
+   and coalesce(find_in_set(concat('x', hex(w.kind)), ?), 1) > 0 \
    and (w.lane is null or not exists (select 1 from oncebox_waiting o \
         where o.consumer_id = w.consumer_id and o.lane = w.lane and o.sequence < w.sequence)) \
- order by w.due_at, w.sequence limit ? for update skip locked";
+ order by w.due_at, w.sequence limit 1 for update skip locked";
+
+/// The same heads, whether due or not.
+const NEXT_DUE: &str = "\
+select timestampdiff(microsecond, utc_timestamp(6), w.due_at) from oncebox_waiting w force index (waiting_due) \
+ where w.consumer_id = ? and w.state = 'waiting' and w.due_at is not null \
+   and (find_in_set(concat('x', hex(w.topic)), ?) > 0 or find_in_set(concat('x', hex(w.place)), ?) > 0) \
+   and coalesce(find_in_set(concat('x', hex(w.kind)), ?), 1) > 0 \
+   and (w.lane is null or not exists (select 1 from oncebox_waiting o \
+        where o.consumer_id = w.consumer_id and o.lane = w.lane and o.sequence < w.sequence)) \
+ order by w.due_at limit 1";
+
+/// What stands behind a head, and whether it was never tried and is in the scope.
+const BEHIND: &str = "\
+select sequence, state = 'waiting' and attempts = 0 and claim is null and due_at is null \
+       and coalesce(find_in_set(concat('x', hex(kind)), ?), 1) > 0 \
+  from oncebox_waiting force index (waiting_lane) where consumer_id = ? and lane = ? and sequence > ? order by sequence limit ?";
+
+/// The first row of each of some keys.
+const HEADS_OF_LANES: &str = "\
+select h.sequence from \
+  (select (select w.sequence from oncebox_waiting w force index (waiting_lane) \
+            where w.lane = unhex(j.lane) and w.consumer_id = c.consumer_id order by w.sequence limit 1) as sequence \
+     from json_table(?, '$[*]' columns (lane varchar(32) path '$')) j \
+     straight_join oncebox_consumer c on c.consumer_id = ?) h \
+ where h.sequence is not null";
+
+/// Claims that end later than any claim can: the clock went back (R22).
+const CLAIMED_TOO_LONG: &str = "\
+select sequence from oncebox_waiting force index (waiting_due) \
+ where consumer_id = ? and due_at > utc_timestamp(6) + interval ? microsecond and claim is not null limit ?";
+
+const MAKE_DUE: &str = "\
+update json_table(?, '$[*]' columns (sequence bigint path '$')) j \
+  straight_join oncebox_waiting w force index (primary) on w.sequence = j.sequence \
+  set w.due_at = utc_timestamp(6) where w.state = 'waiting' and w.due_at is null";
+
+/// Names for `find_in_set`: hexadecimal, so that no comma and no collation matters.
+fn names(names: &[String]) -> String {
+    names.iter().map(|name| format!("x{}", hex(name.as_bytes()).to_uppercase())).collect::<Vec<_>>().join(",")
+}
 
 /// The first row of each key, by a loose scan of the index, then those that should be due and are not.
 const HEADS_WITHOUT_DUE_TIME: &str = "\
@@ -204,7 +325,7 @@ const CLAIMED: &str = "\
 select w.sequence, w.message_id, w.id_text, w.topic, w.`key`, w.kind, w.headers, w.payload, w.tombstone, w.content_type, w.source, \
        w.message_time, w.traceparent, w.tracestate, w.place, w.partition_no, w.offset_no, w.attempts \
   from json_table(?, '$[*]' columns (o for ordinality, sequence bigint path '$')) j \
-  straight_join oncebox_waiting w force index (primary) on w.sequence = j.sequence order by j.o";
+  straight_join oncebox_waiting w force index (primary) on w.sequence = j.sequence where w.claim = ? order by j.o";
 
 /// The consumer of a row that is still claimed by us; locks it.
 async fn claimed_by(
@@ -220,22 +341,27 @@ async fn claimed_by(
     Ok(found.map(ConsumerId))
 }
 
-/// Removes a claimed row and makes the next one of its key due. False where the claim is not ours any more.
+/// Removes claimed rows of one key and makes the next of it due. False where the claim is not ours any more.
 pub(super) async fn finish(
     connection: &mut Bounded<MySql>,
     consumer: ConsumerId,
-    claimed: &ClaimedMessage,
+    claimed: &[ClaimedMessage],
 ) -> Result<bool, StoreError> {
-    let deleted = sqlx::query("delete from oncebox_waiting where sequence = ? and claim = ? and consumer_id = ?")
-        .bind(claimed.sequence)
-        .bind(claimed.claim)
-        .bind(consumer.0)
-        .run(&mut *connection)
-        .await?;
-    if deleted.rows_affected() != 1 {
+    let Some(first) = claimed.first() else { return Ok(false) };
+    let deleted = sqlx::query(
+        "delete w from json_table(?, '$[*]' columns (sequence bigint path '$')) j \
+         straight_join oncebox_waiting w force index (primary) on w.sequence = j.sequence \
+         where w.claim = ? and w.consumer_id = ?",
+    )
+    .bind(number_list(claimed.iter().map(|one| one.sequence)))
+    .bind(first.claim)
+    .bind(consumer.0)
+    .run(&mut *connection)
+    .await?;
+    if usize::try_from(deleted.rows_affected()) != Ok(claimed.len()) {
         return Ok(false);
     }
-    next_of_lane(connection, consumer, claimed.message.lane_id()).await?;
+    next_of_lane(connection, consumer, first.message.lane_id()).await?;
     Ok(true)
 }
 
@@ -363,7 +489,10 @@ async fn histories(
 }
 
 fn claimed_message(row: &MySqlRow, claim: Uuid) -> Result<ClaimedMessage, StoreError> {
-    Ok(ClaimedMessage { sequence: row.try_get("sequence")?, claim, message: message(row)? })
+    let mut message = message(row)?;
+    let tries = message.attempt;
+    message.attempt += 1;
+    Ok(ClaimedMessage { sequence: row.try_get("sequence")?, claim, tries, suspect: false, message })
 }
 
 /// The message of a row, whole.

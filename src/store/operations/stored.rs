@@ -198,7 +198,7 @@ impl<'a> Columns<'a> {
 }
 
 /// Names and values, each behind its length in four bytes, the highest first.
-pub(in crate::store) fn pack(headers: &[(String, Vec<u8>)]) -> Vec<u8> {
+pub(crate) fn pack(headers: &[(String, Vec<u8>)]) -> Vec<u8> {
     let mut packed = Vec::new();
     for part in headers.iter().flat_map(|(name, value)| [name.as_bytes(), value]) {
         packed.extend_from_slice(&u32::try_from(part.len()).unwrap_or(u32::MAX).to_be_bytes());
@@ -208,7 +208,7 @@ pub(in crate::store) fn pack(headers: &[(String, Vec<u8>)]) -> Vec<u8> {
 }
 
 /// What [`pack`] packed.
-pub(in crate::store) fn unpack(mut packed: &[u8]) -> Result<Vec<(String, Vec<u8>)>, StoreError> {
+pub(crate) fn unpack(mut packed: &[u8]) -> Result<Vec<(String, Vec<u8>)>, StoreError> {
     let mut part = || -> Option<Vec<u8>> {
         let (length, rest) = packed.split_first_chunk::<4>()?;
         let (part, rest) = rest.split_at_checked(usize::try_from(u32::from_be_bytes(*length)).ok()?)?;

@@ -32,7 +32,7 @@ fn named<T>(columns: &str, read: Result<T, StoreError>) -> Result<T, StoreError>
 const OPERATION: &str = "now operation_id tenant operation key flow flow_version point state command command_kid epoch \
     lease_until attempts due_at parked created_at outcome_at";
 const INTENT: &str = "effect strategy provider_key request request_kid adapter adapter_version first_sent_at last_sent_at sends \
-    outcome";
+    outcome undoes";
 const EVIDENCE: &str = "operation_id effect epoch send kind verdict status bytes bytes_kid observed_at";
 
 /// A row of [`OPERATION`]: tenant, operation and key are null where there is no record, and the end of the lease where it is over.
@@ -102,6 +102,7 @@ where
             request: Sealed { bytes: row.try_get(3)?, kid: row.try_get(4)? },
             adapter: row.try_get(5)?,
             adapter_version: number("adapter_version", row.try_get(6)?)?,
+            undoes: row.try_get(11)?,
         };
         Ok(StoredIntent {
             intent,

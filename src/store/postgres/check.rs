@@ -8,11 +8,13 @@ use super::PostgresStore;
 use crate::error::StoreError;
 use crate::store::Finding;
 use crate::store::bounded::{Ask, Bounded};
+use crate::store::schema::LOST_AT_FAILOVER;
 
 pub(super) async fn findings(store: &PostgresStore) -> Result<Vec<Finding>, StoreError> {
     let mut connection = store.dedicated().await?;
     let mut findings = vec![server_version(&mut connection).await?];
     findings.extend(server_settings(&mut connection).await?);
+    findings.push(standbys(&mut connection).await?);
     findings.push(pooler(store, &mut connection).await?);
     if value::<bool>(&mut connection, "select to_regclass('oncebox.outbox') is not null").await? {
         findings.push(sequence(&mut connection).await?);
@@ -64,13 +66,37 @@ async fn server_settings(connection: &mut Bounded<Postgres>) -> Result<Vec<Findi
         ));
     }
     if row.try_get::<bool, _>(3)? {
-        findings.push(Finding::refused(
+        findings.push(Finding::waits(
             "primary",
-            "this server is a standby: nothing can be written",
-            "connect to the primary, for example with `target_session_attrs` of your proxy or another host name",
+            "this server is a standby: nothing can be written until it is promoted",
+            "promote it, or connect to the primary: with `target_session_attrs` of your proxy, or another host name",
         ));
     }
     Ok(findings)
+}
+
+/// A standby that is promoted lacks what an asynchronous primary committed last.
+async fn standbys(connection: &mut Bounded<Postgres>) -> Result<Finding, StoreError> {
+    let row = sqlx::query(
+        "select (select count(*) from pg_stat_replication), current_setting('synchronous_standby_names'),
+                current_setting('synchronous_commit')",
+    )
+    .one(connection)
+    .await?;
+    Ok(synchronous(row.try_get(0)?, row.try_get(1)?, row.try_get(2)?))
+}
+
+fn synchronous(standbys: i64, names: &str, commit: &str) -> Finding {
+    let waits = !names.is_empty() && !matches!(commit, "off" | "local");
+    match standbys {
+        _ if waits => Finding::ok("standbys", format!("synchronous: {names}")),
+        0 => Finding::ok("standbys", "none is connected"),
+        count => Finding::warning(
+            "standbys",
+            format!("{count} connected, asynchronous: {LOST_AT_FAILOVER}"),
+            "set synchronous_standby_names, and leave synchronous_commit on",
+        ),
+    }
 }
 
 /// A pooler that changes servers between statements shows one client's session setting to another client.
@@ -275,7 +301,7 @@ async fn cursor(connection: &mut Bounded<Postgres>) -> Result<Finding, StoreErro
             format!(
                 "sequence behind cursor: the last position drawn is {last_value}, {scanned_to} is scanned; new messages would never be read"
             ),
-            "stop the writers, then run `oncebox doctor --fix`",
+            "run `oncebox doctor --fix`",
         )
     } else {
         Finding::ok("cursor", format!("scanned to {scanned_to} of {last_value}"))
@@ -308,4 +334,22 @@ async fn ownership(connection: &mut Bounded<Postgres>) -> Result<Finding, StoreE
             format!("let publisher and consumer connect as {owner}, or grant {owner} to their role"),
         )
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::store::Severity;
+
+    #[test]
+    fn asynchronous_standbys_are_told_with_what_a_failover_costs() {
+        for (standbys, names, commit, severity) in [
+            (0, "", "on", Severity::Ok),
+            (2, "any 1 (a, b)", "on", Severity::Ok),
+            (2, "", "on", Severity::Warning),
+            (2, "any 1 (a, b)", "local", Severity::Warning),
+        ] {
+            assert_eq!(synchronous(standbys, names, commit).severity, severity, "{standbys} {names} {commit}");
+        }
+    }
 }

@@ -33,14 +33,20 @@ pub(super) async fn connect(options: &StoreOptions) -> Result<PostgresStore, Sto
     tokio::time::timeout(CONNECT_TIMEOUT, connecting).await.map_err(timed_out)??;
     let settings = session_settings(options.handler_timeout);
     let answer_timeout = options.answer_timeout.unwrap_or(options.handler_timeout + 2 * MARGIN);
+    let reset = format!("{RESET} {settings}");
     let pool = pool_options(options.connections_max, answer_timeout)
         .after_connect(move |connection: &mut PgConnection, _| {
             let settings = settings.clone();
             Box::pin(async move { connection.execute(AssertSqlSafe(settings)).await.map(drop) })
         })
         .connect_lazy_with(connect);
-    let pool = BoundedPool::new(pool, answer_timeout);
-    Ok(PostgresStore { pool, handler_timeout: options.handler_timeout, inbox_look_at: Arc::default() })
+    let pool = BoundedPool::new(pool, answer_timeout, Some(reset));
+    Ok(PostgresStore {
+        pool,
+        handler_timeout: options.handler_timeout,
+        inbox_look_at: Arc::default(),
+        attaches: Arc::default(),
+    })
 }
 
 impl PostgresStore {
@@ -100,9 +106,20 @@ fn session_settings(handler_timeout: Duration) -> String {
          set lock_timeout = {timeout};
          set tcp_keepalives_idle = 10; set tcp_keepalives_interval = 5; set tcp_keepalives_count = 3;
          set tcp_user_timeout = {user_timeout};
+         {CHECK_CLIENT}
          {SYNCHRONOUS}"
     )
 }
+
+/// What `discard all` does, except that it leaves prepared statements: sqlx remembers them.
+const RESET: &str = "close all; reset session authorization; reset role; reset all; unlisten *;
+    select pg_advisory_unlock_all(); discard temp; discard sequences;";
+
+/// The server looks while a statement runs whether its client is still there, where its platform can: without it the statement of
+/// a process that was killed goes on, with its locks.
+const CHECK_CLIENT: &str = "do $$ begin
+     perform set_config('client_connection_check_interval', '5s', false);
+   exception when others then null; end $$;";
 
 /// What is committed must survive a crash before anything is acknowledged for it; a stricter setting of the server stays.
 pub(super) const SYNCHRONOUS: &str = "select set_config('synchronous_commit', 'on', false)

@@ -134,7 +134,7 @@ pub(super) async fn decided(connection: &mut Bounded<Postgres>, positions: &[i64
     rows.iter().map(|row| Ok(row.try_get(0)?)).collect()
 }
 
-/// Dead and held rows without their messages, in position order.
+/// Dead and held rows without their messages, in position order, but for those that hold nothing.
 pub(super) async fn rows(
     connection: &mut Bounded<Postgres>,
     buckets: Buckets,
@@ -142,7 +142,7 @@ pub(super) async fn rows(
 ) -> Result<Vec<DivertedRow>, StoreError> {
     let rows = sqlx::query(
         "select position, topic, key, cause, reason, holds from oncebox.outbox_dead
-          where bucket between $1 and $2 order by position limit $3",
+          where bucket between $1 and $2 and (state <> 'dead' or holds) order by position limit $3",
     )
     .bind(buckets.from)
     .bind(buckets.to)

@@ -18,10 +18,12 @@ use crate::error::StoreError;
 use crate::message::MessageId;
 use crate::policy::db_time::DbTime;
 use crate::policy::horizon::Bounds;
+use crate::policy::position::Position;
 use crate::store::bounded::{Ask, Bounded, BoundedPool};
+use crate::store::inbox::{LOOKS, ROLLBACK_MAX};
 use crate::store::{
-    Admission, ClaimedMessage, ConsumerId, ConsumerSpec, Inbox, InboxEntry, InboxTx, Known, Parked, Proof, Purged,
-    Standing,
+    Admission, ClaimedMessage, ConsumerId, ConsumerSpec, Holding, Inbox, InboxEntry, InboxTx, Known, Opened, Parked,
+    Proof, Purged, Standing, Undone,
 };
 
 /// `returning` runs after the row's insert, so a transaction id is assigned: the witness of R23.
@@ -29,42 +31,51 @@ const ADMIT_TIMED: &str = "
 insert into oncebox.inbox_timed (message_id, content_hash, consumer_id)
 select g.id, g.hash, $1 from unnest($2::uuid[], $3::uuid[]) g (id, hash)
 on conflict do nothing
-returning message_id, pg_current_xact_id_if_assigned()::text";
+returning message_id, pg_current_xact_id_if_assigned() || ' ' || pg_backend_pid()";
 const ADMIT_UNTIMED: &str = "
 insert into oncebox.inbox_untimed (message_id, content_hash, consumer_id)
 select g.id, g.hash, $1 from unnest($2::uuid[], $3::uuid[]) g (id, hash)
 on conflict do nothing
-returning message_id, pg_current_xact_id_if_assigned()::text";
+returning message_id, pg_current_xact_id_if_assigned() || ' ' || pg_backend_pid()";
 const ADMIT_BOTH: &str = "
 with timed as (
   insert into oncebox.inbox_timed (message_id, content_hash, consumer_id)
   select g.id, g.hash, $1 from unnest($2::uuid[], $3::uuid[]) g (id, hash)
   on conflict do nothing
-  returning message_id, pg_current_xact_id_if_assigned()::text),
+  returning message_id, pg_current_xact_id_if_assigned() || ' ' || pg_backend_pid()),
 untimed as (
   insert into oncebox.inbox_untimed (message_id, content_hash, consumer_id)
   select g.id, g.hash, $1 from unnest($4::uuid[], $5::uuid[]) g (id, hash)
   on conflict do nothing
-  returning message_id, pg_current_xact_id_if_assigned()::text)
+  returning message_id, pg_current_xact_id_if_assigned() || ' ' || pg_backend_pid())
 select * from timed union all select * from untimed";
 
 /// Counts our rows and compares the transaction, in one statement (R23).
 const PROVE: &str = "
-select pg_current_xact_id_if_assigned()::text,
+select pg_current_xact_id_if_assigned() || ' ' || pg_backend_pid(),
        (select count(*) from oncebox.inbox_timed where consumer_id = $1 and message_id = any($2))
      + (select count(*) from oncebox.inbox_untimed where consumer_id = $1 and message_id = any($3)),
        exists (select 1 from oncebox.waiting where sequence = $4)";
 
-/// Whether the server works for this transaction, and waits neither for us to ask nor to listen.
-const WORKS: &str = "
-select exists (select 1 from pg_stat_activity where backend_xid = $1::text::xid8::xid and state = 'active'
-                and wait_event_type is distinct from 'Client')";
+/// What became of a transaction.
+const FATE: &str = "select pg_xact_status(split_part($1, ' ', 1)::xid8)";
 
-/// The blocked ones of some lanes, and what ages are judged by. `now()` is when the transaction began, before any row of it was
-/// received.
+/// The same, asked on another connection: with it, whether its backend is there still, and works and waits neither for us to ask
+/// nor to listen; and the end of that backend, which may be at a statement behind a commit of the handler's own.
+const END: &str = "
+select pg_xact_status(split_part($1, ' ', 1)::xid8), coalesce(bool_or(a.works), false), count(pg_terminate_backend(a.pid))
+  from (select pid, state = 'active' and wait_event_type is distinct from 'Client' as works
+          from pg_stat_activity where pid = split_part($1, ' ', 2)::int and backend_type = 'client backend'
+           and pid <> pg_backend_pid()) a";
+
+/// The blocked ones of some lanes, each looked up in the index however many rows stand in it (asked for by its order: for a lane
+/// that has none another plan reads the table), and what ages are judged by. `now()` is when the transaction began, before any row
+/// of it was received.
 const STANDING: &str = "
-select array(select distinct w.lane_id from oncebox.waiting w
-              where w.consumer_id = $1 and w.lane_id = any($2) and (w.state = 'waiting' or w.holds)),
+select array(select l.lane_id from unnest($2::uuid[]) l (lane_id)
+              cross join lateral (select 1 from oncebox.waiting w
+                where w.consumer_id = $1 and w.lane_id between l.lane_id and l.lane_id and (w.state = 'waiting' or w.holds)
+                order by w.lane_id limit 1) stands),
        (extract(epoch from c.purged_below) * 1000000)::bigint, (extract(epoch from now()) * 1000000)::bigint,
        (select value from oncebox.limits where name = 'id_skew_seconds')
   from oncebox.consumer c where c.consumer_id = $1";
@@ -103,9 +114,14 @@ impl Inbox for PostgresStore {
         Ok(ConsumerId(id))
     }
 
+    async fn seen(&self, consumer: ConsumerId) -> Result<bool, StoreError> {
+        let seen = "update oncebox.consumer set seen_at = clock_timestamp() where consumer_id = $1";
+        Ok(sqlx::query(seen).bind(consumer.0).run(&self.pool).await?.rows_affected() == 1)
+    }
+
     async fn begin(&self, consumer: ConsumerId) -> Result<PostgresTx, StoreError> {
         let (tx, pool) = (self.transaction().await?, self.pool.clone());
-        Ok(PostgresTx { tx, pool, consumer, witness: None, ours: Ids::default(), finished: None })
+        Ok(PostgresTx { tx, pool, consumer, witness: None, ours: Ids::default(), finished: None, works: false })
     }
 
     async fn known(&self, consumer: ConsumerId, ids: &[MessageId]) -> Result<HashSet<MessageId>, StoreError> {
@@ -113,8 +129,47 @@ impl Inbox for PostgresStore {
         Ok(hashes(&mut connection, consumer, &Ids::of(ids.iter().copied())).await?.into_keys().collect())
     }
 
+    async fn is_contested(&self, consumer: ConsumerId, ids: &[MessageId]) -> Result<bool, StoreError> {
+        // What is not committed is seen by nobody; an insert waits for it.
+        let mut tx = self.pool.begin("begin; set local lock_timeout = '20ms'").await?;
+        let ids = Ids::of(ids.iter().copied());
+        let mut waits = false;
+        for (statement, ids) in [(ADMIT_TIMED, &ids.timed), (ADMIT_UNTIMED, &ids.untimed)] {
+            if waits || ids.is_empty() {
+                continue;
+            }
+            match sqlx::query(statement).bind(consumer.0).bind(ids).bind(ids).all(&mut tx).await {
+                Ok(_) => {}
+                Err(sqlx::Error::Database(error)) if error.code().as_deref() == Some("55P03") => waits = true,
+                Err(error) => return Err(admit_error(error)),
+            }
+        }
+        tx.rollback().await?;
+        Ok(waits)
+    }
+
     async fn bounds(&self, consumer: ConsumerId) -> Result<Bounds, StoreError> {
         Ok(standing(&mut self.pool.acquire().await?, consumer, &[]).await?.bounds)
+    }
+
+    async fn forget_attempts(&self, consumer: ConsumerId, rows_max: usize) -> Result<u64, StoreError> {
+        let forgotten = sqlx::query(
+            "with known as (
+               select a.message_id from oncebox.attempt a join oncebox.inbox i using (consumer_id, message_id)
+                where a.consumer_id = $1 limit $2)
+             delete from oncebox.attempt a using known where a.consumer_id = $1 and a.message_id = known.message_id",
+        )
+        .bind(consumer.0)
+        .bind(i64::try_from(rows_max).unwrap_or(i64::MAX))
+        .run(&self.pool)
+        .await?;
+        Ok(forgotten.rows_affected())
+    }
+
+    async fn has_dead(&self, consumer: ConsumerId, rows: usize) -> Result<bool, StoreError> {
+        let last = "select 1 from oncebox.waiting where consumer_id = $1 and state = 'dead' offset $2 limit 1";
+        let skipped = i64::try_from(rows.saturating_sub(1)).unwrap_or(i64::MAX);
+        Ok(sqlx::query(last).bind(consumer.0).bind(skipped).optional(&self.pool).await?.is_some())
     }
 
     async fn purge(
@@ -139,6 +194,21 @@ impl Inbox for PostgresStore {
         .one(&self.pool)
         .await?;
         Ok(row.try_get::<i32, _>(0)?.unsigned_abs())
+    }
+
+    async fn begin_first_attempts(&self, consumer: ConsumerId, ids: &[MessageId]) -> Result<(), StoreError> {
+        let mut ids: Vec<Uuid> = ids.iter().map(|id| id.uuid()).collect();
+        ids.sort_unstable();
+        sqlx::query(
+            "insert into oncebox.attempt (consumer_id, message_id, attempts)
+             select $1, id, 1 from unnest($2::uuid[]) as n (id)
+             on conflict (consumer_id, message_id) do update set attempts = greatest(attempt.attempts, 1)",
+        )
+        .bind(consumer.0)
+        .bind(ids)
+        .run(&self.pool)
+        .await?;
+        Ok(())
     }
 
     async fn take_back_attempt(&self, consumer: ConsumerId, id: MessageId) -> Result<(), StoreError> {
@@ -196,30 +266,61 @@ impl Inbox for PostgresStore {
             .collect()
     }
 
-    async fn open_assignment(&self, consumer: ConsumerId, topic: &str, partition: i32) -> Result<bool, StoreError> {
+    async fn open_assignment(&self, consumer: ConsumerId, holding: &Holding) -> Result<Opened, StoreError> {
         // The subquery sees the row as it was before this statement.
         let row = sqlx::query(
-            "insert into oncebox.assignment as a (consumer_id, topic, partition, state) values ($1, $2, $3, 'open')
-             on conflict (consumer_id, topic, partition) do update set state = 'open', changed_at = clock_timestamp()
+            "insert into oncebox.assignment as a (consumer_id, topic, partition, state, owner) values ($1, $2, $3, 'open', $4)
+             on conflict (consumer_id, topic, partition)
+             do update set state = 'open', owner = excluded.owner, changed_at = clock_timestamp()
              returning exists (select 1 from oncebox.assignment b where b.consumer_id = a.consumer_id
-                                and b.topic = a.topic and b.partition = a.partition and b.state = 'open')",
+                                and b.topic = a.topic and b.partition = a.partition and b.state = 'open'),
+                       topic_id, next_offset",
         )
         .bind(consumer.0)
-        .bind(super::text::stored(topic))
-        .bind(partition)
+        .bind(super::text::stored(&holding.topic))
+        .bind(holding.partition)
+        .bind(holding.owner)
         .one(&self.pool)
         .await?;
-        Ok(row.try_get(0)?)
+        let (topic_id, next): (Option<String>, Option<i64>) = (row.try_get(1)?, row.try_get(2)?);
+        Ok(Opened { was_open: row.try_get(0)?, position: next.map(|next| Position { topic_id, next }) })
     }
 
-    async fn close_assignment(&self, consumer: ConsumerId, topic: &str, partition: i32) -> Result<(), StoreError> {
+    async fn keep_positions(&self, consumer: ConsumerId, positions: &[(Holding, Position)]) -> Result<(), StoreError> {
         sqlx::query(
-            "update oncebox.assignment set state = 'closed', changed_at = clock_timestamp()
-              where consumer_id = $1 and topic = $2 and partition = $3",
+            "update oncebox.assignment a set topic_id = n.topic_id, next_offset = n.next, changed_at = clock_timestamp()
+               from unnest($2::text[], $3::integer[], $4::uuid[], $5::text[], $6::bigint[])
+                    n (topic, partition, owner, topic_id, next)
+              where a.consumer_id = $1 and a.topic = n.topic and a.partition = n.partition and a.owner = n.owner",
         )
         .bind(consumer.0)
-        .bind(super::text::stored(topic))
-        .bind(partition)
+        .bind(positions.iter().map(|(holding, _)| super::text::stored(&holding.topic)).collect::<Vec<_>>())
+        .bind(positions.iter().map(|(holding, _)| holding.partition).collect::<Vec<_>>())
+        .bind(positions.iter().map(|(holding, _)| holding.owner).collect::<Vec<_>>())
+        .bind(positions.iter().map(|(_, position)| position.topic_id.clone()).collect::<Vec<_>>())
+        .bind(positions.iter().map(|(_, position)| position.next).collect::<Vec<_>>())
+        .run(&self.pool)
+        .await?;
+        Ok(())
+    }
+
+    async fn close_assignment(
+        &self,
+        consumer: ConsumerId,
+        holding: &Holding,
+        position: Option<&Position>,
+    ) -> Result<(), StoreError> {
+        sqlx::query(
+            "update oncebox.assignment set state = 'closed', owner = null, changed_at = clock_timestamp(),
+                    topic_id = case when $5 is null then topic_id else $6 end, next_offset = coalesce($5, next_offset)
+              where consumer_id = $1 and topic = $2 and partition = $3 and owner = $4",
+        )
+        .bind(consumer.0)
+        .bind(super::text::stored(&holding.topic))
+        .bind(holding.partition)
+        .bind(holding.owner)
+        .bind(position.map(|position| position.next))
+        .bind(position.and_then(|position| position.topic_id.as_deref()))
         .run(&self.pool)
         .await?;
         Ok(())
@@ -256,17 +357,19 @@ pub struct PostgresTx {
     /// To ask about `tx` where it does not answer.
     pool: BoundedPool<Postgres>,
     consumer: ConsumerId,
-    /// The id of the transaction that wrote our rows, and which rows.
+    /// The id of the transaction that wrote our rows and the process that serves it; and which rows.
     witness: Option<String>,
     ours: Ids,
     finished: Option<i64>,
+    /// The server was seen at work for it when it was to be undone.
+    works: bool,
 }
 
 impl InboxTx for PostgresTx {
     type Db = Postgres;
 
     fn connection(&mut self) -> &mut PgConnection {
-        self.tx.plain()
+        self.tx.lend()
     }
 
     async fn admit(&mut self, entries: &[InboxEntry]) -> Result<Admission, StoreError> {
@@ -337,11 +440,11 @@ impl InboxTx for PostgresTx {
         Ok(())
     }
 
-    async fn finish(&mut self, claimed: &ClaimedMessage) -> Result<bool, StoreError> {
+    async fn finish(&mut self, claimed: &[ClaimedMessage]) -> Result<bool, StoreError> {
         let witness = waiting::finish(&mut self.tx, claimed).await?;
         if witness.is_some() {
             self.witness = witness;
-            self.finished = Some(claimed.sequence);
+            self.finished = claimed.first().map(|first| first.sequence);
         }
         Ok(self.finished.is_some())
     }
@@ -366,8 +469,9 @@ impl InboxTx for PostgresTx {
             .await;
         let row = match found {
             Ok(row) => row,
+            // A statement failed, and its error was swallowed: COMMIT would roll back and say nothing.
             Err(sqlx::Error::Database(error)) if error.code().as_deref() == Some("25P02") => {
-                return self.aborted().await;
+                return Ok(Proof::Aborted);
             }
             Err(error) => return Err(error.into()),
         };
@@ -382,21 +486,22 @@ impl InboxTx for PostgresTx {
         Ok(if whole { Proof::Same } else { Proof::Aborted })
     }
 
-    async fn is_lost(&mut self) -> bool {
-        let works = async {
-            let mut other = self.pool.fresh().await?;
-            let works: sqlx::Result<bool> = sqlx::query_scalar(WORKS).bind(&self.witness).one(&mut other).await;
-            other.close().await;
-            works
+    async fn undo(&mut self) -> Result<Undone, StoreError> {
+        let rolled_back = matches!(tokio::time::timeout(ROLLBACK_MAX, self.tx.rollback()).await, Ok(Ok(())));
+        let Some(witness) = self.witness.clone() else {
+            return Ok(if rolled_back { Undone::Whole } else { Undone::Lost });
         };
-        let is_lost = match works.await {
-            Ok(works) => !works,
-            Err(error) => StoreError::from(error).is_nobodys(),
-        };
-        if is_lost {
-            self.tx.give_up();
+        if rolled_back {
+            let fate = sqlx::query_scalar::<_, Option<String>>(FATE).bind(&witness).one(&mut self.tx).await;
+            if let Ok(fate) = fate {
+                return Ok(if is_committed(fate.as_deref()) { Undone::Committed } else { Undone::Whole });
+            }
         }
-        is_lost
+        self.tx.give_up();
+        let mut other = self.pool.fresh().await?;
+        let undone = self.end_from(&mut other, &witness).await;
+        other.close().await;
+        undone
     }
 
     async fn commit(mut self) -> Result<(), StoreError> {
@@ -409,16 +514,28 @@ impl InboxTx for PostgresTx {
 }
 
 impl PostgresTx {
-    /// A statement failed, and its error was swallowed: COMMIT would roll back and say nothing. Whether it is our transaction
-    /// that is aborted, or one that the handler began after it had committed ours, is known to nobody inside an aborted one:
-    /// it is left, and the server asked what became of ours.
-    async fn aborted(&mut self) -> Result<Proof, StoreError> {
-        sqlx::raw_sql("rollback").run(&mut self.tx).await?;
-        let Some(witness) = &self.witness else { return Ok(Proof::Aborted) };
-        let fate: Option<String> =
-            sqlx::query_scalar("select pg_xact_status($1::text::xid8)").bind(witness).one(&mut self.tx).await?;
-        Ok(if fate.as_deref() == Some("committed") { Proof::Ended } else { Proof::Aborted })
+    /// Ends the transaction from another connection, and waits until it has ended.
+    async fn end_from(&mut self, other: &mut Bounded<Postgres>, witness: &str) -> Result<Undone, StoreError> {
+        let (looks, pause) = LOOKS;
+        for _ in 0..looks {
+            let (fate, works, backends): (Option<String>, bool, i64) =
+                sqlx::query_as(END).bind(witness).one(&mut *other).await?;
+            self.works |= works;
+            match fate.as_deref() {
+                _ if backends > 0 => tokio::time::sleep(pause).await,
+                Some("in progress") => tokio::time::sleep(pause).await,
+                fate if is_committed(fate) => return Ok(Undone::Committed),
+                _ if self.works => return Ok(Undone::Whole),
+                _ => return Ok(Undone::Lost),
+            }
+        }
+        let why = format!("the transaction {witness} was told to end and has not ended yet");
+        Err(StoreError::Busy(sqlx::Error::Protocol(why)))
     }
+}
+
+fn is_committed(fate: Option<&str>) -> bool {
+    fate == Some("committed")
 }
 
 /// A range that was attached while our insert was on its way to DEFAULT is nobody's failure (R8, R27).

@@ -9,10 +9,10 @@ use super::PostgresStore;
 use super::operations::{finish, live, look_columns, open_requests};
 use super::phases::{append, end_record, follow, forget, read};
 use crate::error::StoreError;
-use crate::policy::operation::Record;
 use crate::policy::operation::versions::Announced;
+use crate::policy::operation::{Record, State};
 use crate::store::bounded::{Ask, Bounded};
-use crate::store::key_operator::Audit;
+use crate::store::key_operator::{Audit, judged, judgement, nothing_known};
 use crate::store::operations::RecordFence;
 use crate::store::operations::stored::look_of;
 use crate::store::phases::no_record;
@@ -44,22 +44,63 @@ macro_rules! keys {
 const KEYS: &str = keys!("oncebox.idempotency_request");
 const OPEN_KEYS: &str = keys!(open_requests!());
 
-/// What an intent's outcome says, or the operation's, is not what the evidence says. A mismatch always goes to an operator, so only
-/// one that nobody has judged since is a conflict.
-const OPERATIONS: &str = "select o.operation_id from oncebox.operation o \
+/// Whether the operation `o` has a conflict that no person has judged: evidence of an effect says another thing than what was
+/// decided, or the operation failed with an effect that stands. Such an operation is listed, and is kept until it is judged. A
+/// mismatch went to an operator by itself, whose word about it is that judgement.
+macro_rules! conflict {
+    () => {
+        "(o.outcome_at is not null and (exists (select 1 from oncebox.operation_evidence e \
+            join oncebox.operation_intent i on i.operation_id = e.operation_id and i.effect = e.effect \
+            where e.operation_id = o.operation_id and (e.verdict = 'mismatch' or e.verdict = \
+              case when coalesce(i.outcome, case o.state when 'SUCCEEDED' then 'succeeded' else 'failed' end) = 'succeeded' \
+                   then 'failure' else 'success' end) \
+              and not exists (select 1 from oncebox.operation_evidence w \
+                   where w.operation_id = e.operation_id and w.evidence_id > e.evidence_id and w.kind = 'operator' \
+                     and w.effect in (e.effect, '') and (w.verdict = 'indefinite' or e.verdict = 'mismatch'))) \
+          or (o.state = 'FAILED' and exists (select 1 from oncebox.operation_intent i \
+            where i.operation_id = o.operation_id and i.outcome = 'succeeded' and i.undoes is null and i.strategy <> 'repeatable' \
+              and not exists (select 1 from oncebox.operation_intent u \
+                   where u.operation_id = i.operation_id and u.undoes = i.effect and u.outcome = 'succeeded') \
+              and not exists (select 1 from oncebox.operation_evidence w \
+                   where w.operation_id = i.operation_id and w.kind = 'operator' and w.verdict = 'indefinite' \
+                     and w.effect in (i.effect, ''))))))"
+    };
+}
+pub(super) use conflict;
+
+/// Whether what is known of the operation of the record `r` outlives it: a conflict of its own, or a run that succeeded after its
+/// lease while the record says that it failed.
+macro_rules! outlives {
+    () => {
+        concat!(
+            "(exists (select 1 from oncebox.operation o where o.operation_id = r.operation_id and ",
+            $crate::store::postgres::key_operator::conflict!(),
+            ") or (r.state in ('FAILED_REPLAYABLE', 'FAILED_RETRYABLE') and exists (select 1 from oncebox.operation_evidence e \
+                where e.operation_id = r.operation_id and e.kind = 'run' and e.verdict = 'success')))"
+        )
+    };
+}
+pub(super) use outlives;
+
+/// Evidence of something that happened, of which neither operation nor record is left that says so.
+const ORPHANS: &str = "select distinct e.operation_id from oncebox.operation_evidence e \
+    where e.kind <> 'operator' and e.verdict in ('success', 'mismatch') \
+      and not exists (select 1 from oncebox.operation o where o.operation_id = e.operation_id) \
+      and not exists (select 1 from oncebox.idempotency_request r where r.operation_id = e.operation_id \
+            and r.state not in ('FAILED_REPLAYABLE', 'FAILED_RETRYABLE')) \
+      and ($1::uuid is null or e.operation_id = $1) \
+    order by e.operation_id limit $2";
+
+const OPERATIONS: &str = concat!(
+    "select o.operation_id from oncebox.operation o \
      left join oncebox.idempotency_request r on r.key_digest = o.key_digest and r.operation_id = o.operation_id \
      where ($1::uuid is null or o.operation_id = $1) and ($2::text is null or o.flow = $2) \
        and ($3::bytea is null or r.tenant = $3) and ($4::text is null or o.state = $4) and (not $5 or o.parked is not null) \
        and ($6::float8 is null or o.created_at < clock_timestamp() - $6 * interval '1 second') \
-       and (not $7 or (o.outcome_at is not null and exists (select 1 from oncebox.operation_evidence e \
-            join oncebox.operation_intent i on i.operation_id = e.operation_id and i.effect = e.effect \
-            where e.operation_id = o.operation_id and (e.verdict = \
-              case when coalesce(i.outcome, case o.state when 'SUCCEEDED' then 'succeeded' else 'failed' end) = 'succeeded' \
-                   then 'failure' else 'success' end \
-              or (e.verdict = 'mismatch' and not exists (select 1 from oncebox.operation_evidence w \
-                   where w.operation_id = e.operation_id and w.evidence_id > e.evidence_id and w.kind = 'operator' \
-                     and w.effect in (e.effect, ''))))))) \
-     order by o.created_at, o.operation_id limit $8";
+       and (not $7 or ",
+    conflict!(),
+    ") order by o.parked is null, o.outcome_at is not null, o.created_at, o.operation_id limit $8"
+);
 
 impl KeyOperator for PostgresStore {
     async fn keys(&self, filter: &KeyFilter) -> Result<Vec<Look>, StoreError> {
@@ -95,7 +136,27 @@ impl KeyOperator for PostgresStore {
         for id in ids.all(&mut connection).await? {
             found.add(id, read(&mut connection, id).await)?;
         }
+        if filter.is_of_all_conflicts() {
+            found.orphans = orphans(&mut connection, None, filter.limit).await?;
+        }
         Ok(found)
+    }
+
+    async fn judge(&self, operation_id: Uuid, context: &ActContext) -> Result<(), StoreError> {
+        let mut tx = self.transaction().await?;
+        let seen = read(&mut tx, operation_id).await?;
+        if seen.is_none() && orphans(&mut tx, Some(operation_id), 1).await?.is_empty() {
+            return Err(nothing_known(operation_id));
+        }
+        let word = seen.as_ref().map(|seen| judgement(seen, context)).transpose()?;
+        match word.filter(|_| seen.as_ref().is_some_and(|seen| seen.identity.is_some())) {
+            Some(word) => {
+                append(&word).run(&mut tx).await?;
+            }
+            // Its record is gone, and no purge comes for it any more.
+            None => forget(&mut tx, operation_id, false).await?,
+        }
+        end(tx, Fenced::Done, judged(operation_id, seen.as_ref()), context).await.map(drop)
     }
 
     async fn live_versions(&self) -> Result<Vec<Announced>, StoreError> {
@@ -106,9 +167,9 @@ impl KeyOperator for PostgresStore {
         let mut tx = self.transaction().await?;
         let fenced = match change {
             KeyChange::Release => forget_key(&mut tx, seen).await?,
-            KeyChange::Purge { id_skew } => {
+            KeyChange::Purge => {
                 let fenced = forget_key(&mut tx, seen).await?;
-                if let (Fenced::Done, Some(at)) = (fenced, seen.outcome_at) {
+                if let (Fenced::Done, Some(at)) = (fenced, seen.identity.key().time()) {
                     let bound = query(
                         "insert into oncebox.idempotency_purge (operation, purged_below) \
                          values ($1, timestamptz '1970-01-01 00:00:00+00' + $2 * interval '1 microsecond') \
@@ -116,12 +177,12 @@ impl KeyOperator for PostgresStore {
                            set purged_below = greatest(oncebox.idempotency_purge.purged_below, excluded.purged_below)",
                     );
                     let bound = bound.bind(seen.identity.operation().as_str().as_bytes());
-                    // Above every time that the key may carry.
-                    bound.bind(at.after(*id_skew).micros() + 1).run(&mut tx).await?;
+                    // Above the time that the key carries.
+                    bound.bind(at.micros() + 1).run(&mut tx).await?;
                 }
                 fenced
             }
-            KeyChange::Resolve { outcome, retention } => {
+            KeyChange::Resolve { outcome, retention, .. } => {
                 let digest = seen.identity.digest().to_vec();
                 let fence = RecordFence { digest, epoch: seen.epoch, owner: None, unknown: true };
                 finish(&mut tx, &fence, outcome, retention, None).await?
@@ -142,6 +203,10 @@ impl KeyOperator for PostgresStore {
     }
 }
 
+async fn orphans(connection: &mut Bounded<Postgres>, only: Option<Uuid>, limit: u32) -> Result<Vec<Uuid>, StoreError> {
+    Ok(query_scalar(ORPHANS).bind(only).bind(i64::from(limit)).all(connection).await?)
+}
+
 async fn forget_key(tx: &mut Bounded<Postgres>, seen: &Record) -> Result<Fenced, StoreError> {
     let digest = seen.identity.digest().to_vec();
     let delete = query(
@@ -151,7 +216,7 @@ async fn forget_key(tx: &mut Bounded<Postgres>, seen: &Record) -> Result<Fenced,
     let fenced = Fenced::rows(delete.bind(&digest).bind(seen.epoch).run(&mut *tx).await?.rows_affected());
     if fenced == Fenced::Done {
         query("delete from oncebox.idempotency_body where key_digest = $1").bind(digest).run(&mut *tx).await?;
-        forget(tx, seen.operation_id).await?;
+        forget(tx, seen.operation_id, seen.state != State::Completed).await?;
     }
     Ok(fenced)
 }

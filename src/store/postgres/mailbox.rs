@@ -6,7 +6,7 @@ use super::PostgresStore;
 use super::text::error_text;
 use crate::error::StoreError;
 use crate::store::bounded::Ask;
-use crate::store::{Claim, EmailOutcome, EmailToSend, Mailbox, NewEmail};
+use crate::store::{CLAIM_MAX, Claim, EmailOutcome, EmailToSend, Mailbox, NewEmail};
 
 impl Mailbox for PostgresStore {
     async fn queue_email(connection: &mut PgConnection, email: &NewEmail) -> Result<bool, StoreError> {
@@ -25,8 +25,11 @@ impl Mailbox for PostgresStore {
 
     async fn claim_emails(&self, limit: usize, claim: &Claim) -> Result<Vec<EmailToSend>, StoreError> {
         let rows = sqlx::query(
+            // A claim that ends later than any claim can was made before the clock went back (R22).
             "with due as (
-               select e.email_id from oncebox.email e where e.state = 'pending' and e.due_at <= statement_timestamp()
+               select e.email_id from oncebox.email e
+                where e.state = 'pending' and (e.due_at <= statement_timestamp()
+                      or e.claim is not null and e.due_at > statement_timestamp() + $4 * interval '1 second')
                 order by e.due_at limit $1 for update skip locked)
              update oncebox.email e
                 set claim = $3, attempts = e.attempts + 1, due_at = statement_timestamp() + $2 * interval '1 second'
@@ -36,6 +39,7 @@ impl Mailbox for PostgresStore {
         .bind(i64::try_from(limit).unwrap_or(i64::MAX))
         .bind(claim.length.as_secs_f64())
         .bind(claim.token)
+        .bind(CLAIM_MAX.as_secs_f64())
         .all(&self.pool)
         .await?;
         let mut emails = rows

@@ -21,6 +21,7 @@ pub use self::tx::PostgresOperationTx;
 pub(super) use self::tx::{Held, proved_by, staked, undo};
 
 use super::PostgresStore;
+use super::phases::evidence;
 use crate::error::StoreError;
 use crate::policy::operation::retention::Retention;
 use crate::policy::operation::route::Durability;
@@ -30,7 +31,7 @@ use crate::store::bounded::{Ask, Bounded};
 use crate::store::operations::stored::{body_of, look_of};
 use crate::store::{
     Basis, Begun, Claimed, Fenced, KeptBody, KeyClaim, Keys, Look, NewEvidence, OperationStats, Operations, Outcome,
-    Owned, Phases,
+    Owned, Phases, StoredEvidence,
 };
 
 /// Microseconds since 1970, exact.
@@ -141,6 +142,14 @@ const KEPT_OF_TENANT: &str = "select coalesce(sum(kept_bytes), 0)::bigint from o
 impl Keys for PostgresStore {
     const DURABILITY: Durability = Durability::Durable;
 
+    async fn sign_of_life(&self) -> Result<(), StoreError> {
+        Ok(self.pool.sign_of_life().await?)
+    }
+
+    fn connections_max(&self) -> Option<u32> {
+        Some(self.pool.plain().options().get_max_connections())
+    }
+
     async fn find(&self, identity: &Identity) -> Result<Look, StoreError> {
         find(&mut self.pool.acquire().await?, identity).await
     }
@@ -203,7 +212,9 @@ impl Keys for PostgresStore {
 
     async fn release(&self, owned: &Owned) -> Result<Fenced, StoreError> {
         let done = sqlx::query(
-            "delete from oncebox.idempotency_request where key_digest = $1 and epoch = $2 and owner = $3 and state = 'IN_PROGRESS'",
+            "delete from oncebox.idempotency_request r where key_digest = $1 and epoch = $2 and owner = $3 and state = 'IN_PROGRESS' \
+               and not exists (select 1 from oncebox.operation_evidence e where e.operation_id = r.operation_id \
+                                and e.kind = 'run' and e.verdict in ('success', 'failure'))",
         )
         .bind(owned.identity.digest().as_slice())
         .bind(owned.epoch)
@@ -262,6 +273,12 @@ impl Keys for PostgresStore {
         self.observe(evidence).await
     }
 
+    async fn runs_of(&self, operation_id: Uuid) -> Result<Vec<StoredEvidence>, StoreError> {
+        let mut seen = evidence(&mut self.pool.acquire().await?, operation_id).await?;
+        seen.retain(|row| row.evidence.kind == "run");
+        Ok(seen)
+    }
+
     async fn announce(&self, process: Uuid, versions: &[Versions]) -> Result<(), StoreError> {
         live::announce(self, process, versions).await
     }
@@ -303,7 +320,12 @@ impl Operations for PostgresStore {
     }
 
     async fn stands(connection: &mut PgConnection) -> Result<(), StoreError> {
-        sqlx::raw_sql("savepoint oncebox_stands").execute(&mut *connection).await?;
+        let set = sqlx::raw_sql("savepoint oncebox_stands").execute(&mut *connection).await;
+        set.map_err(|error| match error.as_database_error().and_then(|error| error.code()).as_deref() {
+            // No transaction.
+            Some("25P01") => StoreError::Fenced("the transaction has ended before its commit".to_owned()),
+            _ => error.into(),
+        })?;
         sqlx::raw_sql("release savepoint oncebox_stands").execute(connection).await?;
         Ok(())
     }

@@ -6,7 +6,7 @@
 use std::time::Duration;
 
 use sqlx::postgres::PgRow;
-use sqlx::{Postgres, Row};
+use sqlx::{AssertSqlSafe, Postgres, Row};
 use uuid::Uuid;
 
 use super::PostgresStore;
@@ -16,8 +16,10 @@ use super::waiting::next_is_due;
 use crate::error::StoreError;
 use crate::message::MessageId;
 use crate::store::bounded::{Ask, Bounded};
+use crate::store::operator::{BURIED, Redriven, redriven};
 use crate::store::{
-    ActContext, DeadFilter, DeadMessage, DeadPlace, HistoryEntry, Operator, OperatorAct, OperatorOutcome, Status,
+    ActContext, AuditEntry, DeadFilter, DeadMessage, DeadPlace, DeadState, Forgotten, HistoryEntry, LockWait, Operator,
+    OperatorAct, OperatorOutcome, Status,
 };
 
 /// The header of a message that was redriven under a new id: the id it had.
@@ -25,33 +27,168 @@ const CAUSATION: &str = "oncebox-causation-id";
 /// What a list shows unless told otherwise.
 const LIMIT: usize = 100;
 
-const OUTBOX_DEAD: &str = "
-select t.position, t.message_id, t.topic, t.key, t.kind, coalesce(t.reason, ''), t.reason, t.attempts, t.diverted_at,
-       case when t.holds then (select count(*) from oncebox.outbox_dead h where h.topic = t.topic
-           and left(h.key, 512) = left(t.key, 512) and h.key = t.key and h.position > t.position and h.state = 'held') else 0 end,
-       t.requested, t.history::text, t.headers::text, t.payload, t.content_type,
-       extract(epoch from clock_timestamp() - t.created_at)::float8
-  from oncebox.outbox_dead t
- where t.state = 'dead'
-   and ($1::bigint is null or t.position = $1) and ($2::uuid is null or t.message_id = $2)
-   and ($3::text is null or t.topic = $3) and ($4::text is null or t.key = $4) and ($5::text is null or t.reason = $5)
- order by t.position limit $6";
+/// Rows of the outbox in one state. Only what holds others is asked how many stand behind it.
+macro_rules! outbox_in {
+    ($state:literal) => {
+        concat!(
+            "select t.position, t.message_id, t.topic, t.key, t.kind, coalesce(t.reason, 'stands behind another one of its key'),
+                    t.reason, t.attempts, t.diverted_at,
+                    case when t.holds then (select count(*) from oncebox.outbox_dead h where h.topic = t.topic
+                        and left(h.key, 512) = left(t.key, 512) and h.key = t.key and h.position > t.position and h.state = 'held') else 0 end,
+                    t.requested, t.history::text, t.headers::text, t.payload, t.content_type,
+                    extract(epoch from clock_timestamp() - t.created_at)::float8
+               from oncebox.outbox_dead t
+              where t.state = '", $state, "'
+                and ($1::bigint is null or t.position = $1) and ($2::uuid is null or t.message_id = $2)
+                and ($3::text is null or t.topic = $3) and ($4::text is null or t.key = $4) and ($5::text is null or t.reason = $5)
+              order by t.position limit $6"
+        )
+    };
+}
 
-const CONSUMER_DEAD: &str = "
-select w.sequence, w.message_id, w.topic, w.key, w.kind, w.reason, w.error, w.attempts, w.dead_at,
-       case when w.holds then (select count(*) from oncebox.waiting h where h.consumer_id = w.consumer_id
-           and h.lane_id = w.lane_id and h.sequence > w.sequence and h.state = 'waiting') else 0 end,
-       w.history::text, w.header_names, w.header_values, w.payload, w.content_type, c.name
-  from oncebox.waiting w join oncebox.consumer c on c.consumer_id = w.consumer_id
- where w.state = 'dead'
-   and ($1::bigint is null or w.sequence = $1) and ($2::uuid is null or w.message_id = $2)
-   and ($3::text is null or w.topic = $3) and ($4::bytea is null or w.key = $4) and ($5::text is null or w.reason = $5)
-   and ($7::text is null or c.name = $7)
- order by w.sequence limit $6";
+/// Rows of consumers that meet a condition.
+macro_rules! of_consumers_where {
+    ($condition:literal) => {
+        concat!(
+            "select w.sequence, w.message_id, w.topic, w.key, w.kind, w.reason, w.error, w.attempts, coalesce(w.dead_at, w.stored_at),
+                    case when w.holds or w.due_at is not null then (select count(*) from oncebox.waiting h
+                        where h.consumer_id = w.consumer_id and h.lane_id = w.lane_id and h.sequence > w.sequence
+                          and h.state = 'waiting') else 0 end,
+                    w.history::text, w.header_names, w.header_values, w.payload, w.content_type, c.name, w.id_text, w.due_at
+               from oncebox.waiting w join oncebox.consumer c on c.consumer_id = w.consumer_id
+              where ", $condition, "
+                and ($1::bigint is null or w.sequence = $1) and ($2::uuid is null or w.message_id = $2)
+                and ($3::text is null or w.topic = $3) and ($4::bytea is null or w.key = $4) and ($5::text is null or w.reason = $5)
+                and ($7::text is null or c.name = $7)
+              order by w.sequence limit $6"
+        )
+    };
+}
+
+fn outbox_sql(state: DeadState) -> Option<&'static str> {
+    match state {
+        DeadState::Dead => Some(outbox_in!("dead")),
+        DeadState::Held => Some(outbox_in!("held")),
+        DeadState::Waiting => None,
+    }
+}
+
+fn consumers_sql(state: DeadState) -> &'static str {
+    match state {
+        DeadState::Dead => of_consumers_where!("w.state = 'dead'"),
+        DeadState::Held => of_consumers_where!(
+            "w.state = 'waiting' and exists (select 1 from oncebox.waiting d
+               where d.consumer_id = w.consumer_id and d.lane_id = w.lane_id and d.holds)"
+        ),
+        DeadState::Waiting => of_consumers_where!(
+            "w.state = 'waiting' and not exists (select 1 from oncebox.waiting d
+               where d.consumer_id = w.consumer_id and d.lane_id = w.lane_id and d.holds)"
+        ),
+    }
+}
+
+const LOCK_WAITS: &str = "
+select w.pid::text, left(w.query, 100), extract(epoch from clock_timestamp() - coalesce(l.since, w.query_start))::float8,
+       array(select format('connection %s%s, %s', b.pid, coalesce(' of ' || nullif(b.application_name, ''), ''), coalesce(b.state, 'unknown'))
+               from pg_stat_activity b where b.pid = any (pg_blocking_pids(w.pid)))
+  from pg_stat_activity w
+ cross join lateral (select min(k.waitstart) as since from pg_locks k where k.pid = w.pid and not k.granted) l
+ where w.datname = current_database() and w.wait_event_type = 'Lock'
+   and coalesce(l.since, w.query_start) < clock_timestamp() - $1 * interval '1 second'
+ order by 3 desc limit 20";
 
 impl Operator for PostgresStore {
     async fn status(&self) -> Result<Status, StoreError> {
         super::status::status(self).await
+    }
+
+    async fn lock_waits(&self, longer_than: Duration) -> Result<Vec<LockWait>, StoreError> {
+        let rows = sqlx::query(LOCK_WAITS).bind(longer_than.as_secs_f64()).all(&self.pool).await?;
+        rows.iter()
+            .map(|row| {
+                Ok(LockWait {
+                    connection: row.try_get(0)?,
+                    statement: row.try_get(1)?,
+                    seconds: row.try_get(2)?,
+                    holders: row.try_get(3)?,
+                })
+            })
+            .collect()
+    }
+
+    async fn mend(&self, context: &ActContext) -> Result<Vec<String>, StoreError> {
+        super::mend::sequence(self, context).await
+    }
+
+    async fn audit(&self, id: Option<Uuid>, limit: usize) -> Result<Vec<AuditEntry>, StoreError> {
+        let rows = sqlx::query(
+            "select at, actor, act, reason, topic, number, message_id, detail::text from oncebox.audit
+              where $1::uuid is null or message_id = $1 order by audit_id desc limit $2",
+        );
+        let rows = rows.bind(id).bind(i64::try_from(limit).unwrap_or(i64::MAX)).all(&self.pool).await?;
+        rows.iter()
+            .map(|row| {
+                Ok(AuditEntry {
+                    at: row.try_get(0)?,
+                    actor: row.try_get(1)?,
+                    act: row.try_get(2)?,
+                    reason: row.try_get(3)?,
+                    place: restored(row.try_get(4)?),
+                    number: row.try_get(5)?,
+                    message_id: row.try_get(6)?,
+                    detail: row.try_get(7)?,
+                })
+            })
+            .collect()
+    }
+
+    async fn forget_consumer(&self, name: &str, context: &ActContext) -> Result<Forgotten, StoreError> {
+        let mut tx = self.transaction().await?;
+        let found = sqlx::query(
+            "select c.consumer_id, extract(epoch from clock_timestamp() - c.seen_at)::float8,
+                    (select count(*) from oncebox.waiting w where w.consumer_id = c.consumer_id),
+                    (select count(*) from oncebox.inbox i where i.consumer_id = c.consumer_id)
+               from oncebox.consumer c where c.name = $1 for update of c",
+        );
+        let row = found.bind(name).optional(&mut tx).await?.ok_or_else(|| Forgotten::unknown(name))?;
+        let consumer: i32 = row.try_get(0)?;
+        Forgotten::check(name, row.try_get(1)?)?;
+        let (messages, inbox_rows) = (row.try_get::<i64, _>(2)?, row.try_get::<i64, _>(3)?);
+        let forgotten = Forgotten { messages: messages.unsigned_abs(), inbox_rows: inbox_rows.unsigned_abs() };
+        if context.dry_run {
+            tx.rollback().await?;
+            return Ok(forgotten);
+        }
+        for table in ["waiting", "attempt", "assignment"] {
+            let delete = format!("delete from oncebox.{table} where consumer_id = $1");
+            sqlx::query(AssertSqlSafe(delete)).bind(consumer).run(&mut tx).await?;
+        }
+        let rename = "update oncebox.consumer set name = $2 where consumer_id = $1";
+        sqlx::query(rename).bind(consumer).bind(Forgotten::name(consumer)).run(&mut tx).await?;
+        sqlx::query(
+            "insert into oncebox.audit (actor, act, reason, number, message_id, topic, detail)
+             values ($1, 'forget', $2, '', $3, $4, jsonb_build_object('messages', $5::bigint, 'inboxRows', $6::bigint))",
+        )
+        .bind(&context.actor)
+        .bind(&context.reason)
+        .bind(Uuid::nil())
+        .bind(name)
+        .bind(messages)
+        .bind(inbox_rows)
+        .run(&mut tx)
+        .await?;
+        tx.commit().await?;
+        // Its inbox goes in pages: a transaction over all of it would hold vacuum back. Whoever is stopped here finds the name that
+        // it has now in the list, and forgets that.
+        for table in ["inbox_timed", "inbox_untimed"] {
+            let page = format!(
+                "delete from oncebox.{table} where consumer_id = $1 and message_id in (
+                   select message_id from oncebox.{table} where consumer_id = $1 limit 10000)"
+            );
+            while sqlx::query(AssertSqlSafe(page.clone())).bind(consumer).run(&self.pool).await?.rows_affected() > 0 {}
+        }
+        sqlx::query("delete from oncebox.consumer where consumer_id = $1").bind(consumer).run(&self.pool).await?;
+        Ok(forgotten)
     }
 
     async fn dead(&self, filter: &DeadFilter) -> Result<Vec<DeadMessage>, StoreError> {
@@ -69,28 +206,31 @@ impl Operator for PostgresStore {
         let mut tx = self.transaction().await?;
         let found = find(&mut tx, filter).await?;
         refuse_unsafe(&found, act, context)?;
-        let mut numbers = Vec::with_capacity(found.len());
+        let mut outcome = OperatorOutcome { dry_run: context.dry_run, ..OperatorOutcome::default() };
         for (message, _) in &found {
-            let done = context.dry_run
-                || match (&message.place, number_of(message, 'o'), number_of(message, 'c')) {
-                    (DeadPlace::Outbox, Some(position), _) => request(&mut tx, position, message, act, context).await?,
-                    (DeadPlace::Consumer(_), _, Some(sequence)) => carry_out(&mut tx, sequence, message, act).await?,
-                    _ => false,
-                };
-            if !done {
-                continue;
+            if act.buries(message)? && !bury(&mut tx, message).await? {
+                return Err(OperatorAct::runs_now(message));
             }
-            numbers.push(message.number.clone());
-            if !context.dry_run {
-                audit(&mut tx, message, act, context).await?;
-            }
+            let done = match (&message.place, number_of(message, 'o'), number_of(message, 'c')) {
+                (DeadPlace::Outbox, Some(position), _) => request(&mut tx, position, message, act, context).await?,
+                (DeadPlace::Consumer(_), ..) if *act == OperatorAct::Bury => Some(Redriven::Waits),
+                (DeadPlace::Consumer(_), _, Some(sequence)) => carry_out(&mut tx, sequence, message, act).await?,
+                _ => None,
+            };
+            let Some(done) = done else { continue };
+            outcome.add(message, done);
+            audit(&mut tx, message, act, done, context).await?;
         }
-        tx.commit().await?;
-        Ok(OperatorOutcome { numbers, dry_run: context.dry_run })
+        if context.dry_run {
+            tx.rollback().await?;
+        } else {
+            tx.commit().await?;
+        }
+        Ok(outcome)
     }
 }
 
-/// Dead messages of both sides, oldest first, with the age of the message where it is the outbox's.
+/// Messages of both sides, oldest first, with the age of the message where it is the outbox's.
 async fn find(
     connection: &mut Bounded<Postgres>,
     filter: &DeadFilter,
@@ -111,34 +251,36 @@ async fn find(
     let only_consumers = consumer_number.is_some() || filter.consumer.as_deref().is_some_and(|name| name != "outbox");
     let rows_max = i64::try_from(limit).unwrap_or(i64::MAX);
     let mut found = Vec::new();
-    if !only_consumers {
-        let rows = sqlx::query(OUTBOX_DEAD)
-            .bind(outbox_number)
-            .bind(filter.message_id)
-            .bind(&filter.topic)
-            .bind(&filter.key)
-            .bind(&filter.reason)
-            .bind(rows_max)
-            .all(&mut *connection)
-            .await?;
-        for row in &rows {
-            let age = Duration::try_from_secs_f64(row.try_get(15)?).unwrap_or_default();
-            found.push((outbox_message(row)?, Some(age)));
+    for state in filter.states() {
+        if let Some(sql) = outbox_sql(*state).filter(|_| !only_consumers) {
+            let rows = sqlx::query(sql)
+                .bind(outbox_number)
+                .bind(filter.message_id)
+                .bind(&filter.topic)
+                .bind(&filter.key)
+                .bind(&filter.reason)
+                .bind(rows_max)
+                .all(&mut *connection)
+                .await?;
+            for row in &rows {
+                let age = Duration::try_from_secs_f64(row.try_get(15)?).unwrap_or_default();
+                found.push((outbox_message(row, *state)?, Some(age)));
+            }
         }
-    }
-    if !only_outbox {
-        let rows = sqlx::query(CONSUMER_DEAD)
-            .bind(consumer_number)
-            .bind(filter.message_id)
-            .bind(filter.topic.as_deref().map(stored))
-            .bind(filter.key.as_ref().map(String::as_bytes))
-            .bind(&filter.reason)
-            .bind(rows_max)
-            .bind(&filter.consumer)
-            .all(connection)
-            .await?;
-        for row in &rows {
-            found.push((consumer_message(row)?, None));
+        if !only_outbox {
+            let rows = sqlx::query(consumers_sql(*state))
+                .bind(consumer_number)
+                .bind(filter.message_id)
+                .bind(filter.topic.as_deref().map(stored))
+                .bind(filter.key.as_ref().map(String::as_bytes))
+                .bind(&filter.reason)
+                .bind(rows_max)
+                .bind(&filter.consumer)
+                .all(&mut *connection)
+                .await?;
+            for row in &rows {
+                found.push((consumer_message(row, *state)?, None));
+            }
         }
     }
     found.sort_by_key(|(message, _)| message.dead_at);
@@ -154,12 +296,14 @@ fn number_of(message: &DeadMessage, place: char) -> Option<i64> {
     parse_number(&message.number, place)
 }
 
-fn outbox_message(row: &PgRow) -> Result<DeadMessage, StoreError> {
+fn outbox_message(row: &PgRow, state: DeadState) -> Result<DeadMessage, StoreError> {
     let headers = row.try_get::<Option<&str>, _>(12)?.map(parse_headers).transpose()?;
     Ok(DeadMessage {
         number: format!("o{}", row.try_get::<i64, _>(0)?),
+        state,
         place: DeadPlace::Outbox,
         message_id: row.try_get(1)?,
+        sent_id: None,
         topic: row.try_get(2)?,
         key: row.try_get(3)?,
         kind: row.try_get(4)?,
@@ -167,6 +311,7 @@ fn outbox_message(row: &PgRow) -> Result<DeadMessage, StoreError> {
         error: row.try_get(6)?,
         attempts: row.try_get::<i32, _>(7)?.unsigned_abs(),
         dead_at: row.try_get(8)?,
+        next_try: None,
         behind: row.try_get::<i64, _>(9)?.unsigned_abs(),
         requested: row.try_get(10)?,
         history: history(row.try_get(11)?)?,
@@ -176,22 +321,27 @@ fn outbox_message(row: &PgRow) -> Result<DeadMessage, StoreError> {
     })
 }
 
-fn consumer_message(row: &PgRow) -> Result<DeadMessage, StoreError> {
+fn consumer_message(row: &PgRow, state: DeadState) -> Result<DeadMessage, StoreError> {
     let key: Option<Vec<u8>> = row.try_get(3)?;
     let names: Vec<String> = row.try_get(11)?;
     let values: Vec<Vec<u8>> = row.try_get(12)?;
     let shown = values.into_iter().map(|value| String::from_utf8_lossy(&value).into_owned());
+    let message_id = row.try_get(1)?;
+    let (reason, next_try): (Option<String>, Option<_>) = (row.try_get(5)?, row.try_get(17)?);
     Ok(DeadMessage {
         number: format!("c{}", row.try_get::<i64, _>(0)?),
+        state,
         place: DeadPlace::Consumer(row.try_get(15)?),
-        message_id: row.try_get(1)?,
+        message_id,
+        sent_id: DeadMessage::sent_id(message_id, restored(row.try_get(16)?)),
         topic: restored(row.try_get(2)?),
         key: key.and_then(|key| String::from_utf8(key).ok()),
         kind: restored(row.try_get(4)?),
-        reason: row.try_get(5)?,
+        reason: reason.unwrap_or_else(|| state.reason_of_consumer(next_try.is_some()).to_owned()),
         error: row.try_get(6)?,
         attempts: row.try_get::<i32, _>(7)?.unsigned_abs(),
         dead_at: row.try_get(8)?,
+        next_try,
         behind: row.try_get::<i64, _>(9)?.unsigned_abs(),
         requested: None,
         history: history(row.try_get(10)?)?,
@@ -228,18 +378,31 @@ fn refuse_unsafe(
     }
 }
 
-/// Writes a request; false where the row is not dead any more or something was asked for it already.
+/// No more tries for a consumer's message. False where a process has its claim, or the same delivery is dead already.
+async fn bury(connection: &mut Bounded<Postgres>, message: &DeadMessage) -> Result<bool, StoreError> {
+    let buried = sqlx::query(
+        "update oncebox.waiting w
+            set state = 'dead', claim = null, due_at = null, reason = $2, holds = w.lane_id is not null, dead_at = clock_timestamp()
+          where w.sequence = $1 and w.state = 'waiting' and (w.claim is null or w.due_at <= statement_timestamp())
+            and not exists (select 1 from oncebox.waiting d where d.state = 'dead' and d.consumer_id = w.consumer_id
+                               and d.message_id = w.message_id and d.content_hash = w.content_hash)",
+    );
+    let buried = buried.bind(number_of(message, 'c')).bind(BURIED).run(connection).await?;
+    Ok(buried.rows_affected() == 1)
+}
+
+/// Writes a request; none where the row is not dead any more or something was asked for it already.
 async fn request(
     connection: &mut Bounded<Postgres>,
     position: i64,
     message: &DeadMessage,
     act: &OperatorAct,
     context: &ActContext,
-) -> Result<bool, StoreError> {
+) -> Result<Option<Redriven>, StoreError> {
     let (requested, id, payload) = match act {
         OperatorAct::Redrive => ("redrive", None, None),
         OperatorAct::RedriveAs { id, payload } => ("redrive", Some(*id), payload.as_deref()),
-        OperatorAct::Discard => ("discard", None, None),
+        OperatorAct::Bury | OperatorAct::Discard => ("discard", None, None),
     };
     let headers = id.and_then(|_| {
         let mut headers = message.headers.clone();
@@ -251,7 +414,7 @@ async fn request(
         "update oncebox.outbox_dead
             set requested = $2, requested_at = clock_timestamp(), requested_by = $3, edited = edited or $4::uuid is not null,
                 message_id = coalesce($4, message_id), payload = coalesce($5, payload), headers = coalesce($6::text::json, headers)
-          where position = $1 and state = 'dead' and requested is null",
+          where position = $1 and (state = 'dead' or $2 = 'discard') and requested is null",
     )
     .bind(position)
     .bind(requested)
@@ -261,76 +424,73 @@ async fn request(
     .bind(headers)
     .run(connection)
     .await?;
-    Ok(done.rows_affected() == 1)
+    Ok((done.rows_affected() == 1).then_some(Redriven::Waits))
 }
 
-/// Changes a consumer's row at once; false where it is not dead any more.
+/// Changes a consumer's row at once; none where it is not dead any more.
 async fn carry_out(
     connection: &mut Bounded<Postgres>,
     sequence: i64,
     message: &DeadMessage,
     act: &OperatorAct,
-) -> Result<bool, StoreError> {
-    if *act == OperatorAct::Discard {
-        // What stands behind goes on first: the row is still there to tell its key.
-        let mine = sqlx::query("select 1 from oncebox.waiting where sequence = $1 and state = 'dead' for update")
-            .bind(sequence)
-            .optional(&mut *connection)
-            .await?;
-        if mine.is_none() {
-            return Ok(false);
+) -> Result<Option<Redriven>, StoreError> {
+    let dead = sqlx::query(
+        "select consumer_id, content_hash from oncebox.waiting where sequence = $1 and state = 'dead' for update",
+    )
+    .bind(sequence)
+    .optional(&mut *connection)
+    .await?;
+    let Some(row) = dead else { return Ok(None) };
+    let (consumer, own): (i32, Uuid) = (row.try_get(0)?, row.try_get(1)?);
+    let (id, hash) = match act {
+        OperatorAct::Bury | OperatorAct::Discard => {
+            discard(connection, sequence).await?;
+            return Ok(Some(Redriven::Waits));
         }
-        next_is_due(connection, sequence).await?;
-        sqlx::query("delete from oncebox.waiting where sequence = $1").bind(sequence).run(connection).await?;
-        return Ok(true);
+        OperatorAct::Redrive => (message.message_id, own),
+        OperatorAct::RedriveAs { id, payload } => {
+            (*id, rename(connection, sequence, message, *id, payload.as_deref()).await?)
+        }
+    };
+    let redriven = redriven(message, act, inbox_row(connection, consumer, id, hash).await?)?;
+    match redriven {
+        Redriven::Waits => make_due(connection, sequence).await?,
+        Redriven::AlreadyHandled => discard(connection, sequence).await?,
     }
-    let revived = sqlx::query(
+    Ok(Some(redriven))
+}
+
+async fn discard(connection: &mut Bounded<Postgres>, sequence: i64) -> Result<(), StoreError> {
+    // What stands behind goes on first: the row is still there to tell its key.
+    next_is_due(connection, sequence).await?;
+    sqlx::query("delete from oncebox.waiting where sequence = $1").bind(sequence).run(connection).await?;
+    Ok(())
+}
+
+/// Waiting again, tries counted from nothing; due now unless an older row of its key stands before it.
+async fn make_due(connection: &mut Bounded<Postgres>, sequence: i64) -> Result<(), StoreError> {
+    sqlx::query(
         "update oncebox.waiting w
             set state = 'waiting', reason = null, dead_at = null, holds = false, attempts = 0,
                 due_at = case when w.lane_id is null or not exists (
                   select 1 from oncebox.waiting o where o.consumer_id = w.consumer_id and o.lane_id = w.lane_id
                      and o.sequence < w.sequence and (o.state = 'waiting' or o.holds)) then clock_timestamp() end
-          where w.sequence = $1 and w.state = 'dead'
-         returning w.consumer_id, w.content_hash",
+          where w.sequence = $1",
     )
     .bind(sequence)
-    .optional(&mut *connection)
+    .run(connection)
     .await?;
-    let Some(row) = revived else { return Ok(false) };
-    let (consumer, mut hash): (i32, Uuid) = (row.try_get(0)?, row.try_get(1)?);
-    let mut id = message.message_id;
-    let mut is_new_id = false;
-    if let OperatorAct::RedriveAs { id: new, payload } = act {
-        (id, is_new_id) = (*new, true);
-        hash = rename(connection, sequence, message, id, payload.as_deref()).await?;
-    }
-    let stands = inbox_row(connection, consumer, id, hash).await?;
-    match stands {
-        Some(other) if is_new_id || other != hash => Err(StoreError::Refused(format!(
-            "the inbox of {} has the id {id} already, from another message: message {} would never run under it; choose another \
-             by `--new-id`",
-            where_of(message),
-            message.number
-        ))),
-        _ => Ok(true),
-    }
-}
-
-fn where_of(message: &DeadMessage) -> String {
-    match &message.place {
-        DeadPlace::Outbox => "the outbox".to_owned(),
-        DeadPlace::Consumer(name) => format!("consumer `{name}`"),
-    }
+    Ok(())
 }
 
 /// Inserts the inbox row of a message that is redriven, so that a second copy is a duplicate (a verdict left none, a new id has
-/// none: R31); gives the content hash of the row that stood there before.
+/// none: R31). None where it was inserted, else whether the row that stood there has this content.
 async fn inbox_row(
     connection: &mut Bounded<Postgres>,
     consumer: i32,
     id: Uuid,
     hash: Uuid,
-) -> Result<Option<Uuid>, StoreError> {
+) -> Result<Option<bool>, StoreError> {
     let is_timed = MessageId::from_uuid(id).unix_millis().is_some();
     let insert = match is_timed {
         true => {
@@ -344,12 +504,13 @@ async fn inbox_row(
     if done.rows_affected() == 1 {
         return Ok(None);
     }
-    let row = sqlx::query("select content_hash from oncebox.inbox where message_id = $1 and consumer_id = $2")
+    let row = sqlx::query("select content_hash = $3 from oncebox.inbox where message_id = $1 and consumer_id = $2")
         .bind(id)
         .bind(consumer)
-        .optional(connection)
+        .bind(hash)
+        .one(connection)
         .await?;
-    Ok(row.map(|row| row.try_get(0)).transpose()?)
+    Ok(Some(row.try_get(0)?))
 }
 
 /// Gives a consumer's row a new id and perhaps a new payload; the answer is its new content hash.
@@ -392,12 +553,12 @@ async fn audit(
     connection: &mut Bounded<Postgres>,
     message: &DeadMessage,
     act: &OperatorAct,
+    done: Redriven,
     context: &ActContext,
 ) -> Result<(), StoreError> {
-    let (name, new_id, edited) = match act {
-        OperatorAct::Redrive => ("redrive", None, false),
-        OperatorAct::RedriveAs { id, payload } => ("redrive-as", Some(*id), payload.is_some()),
-        OperatorAct::Discard => ("discard", None, false),
+    let (new_id, edited) = match act {
+        OperatorAct::RedriveAs { id, payload } => (Some(*id), payload.is_some()),
+        _ => (None, false),
     };
     sqlx::query(
         "insert into oncebox.audit (actor, act, reason, number, message_id, topic, detail)
@@ -405,14 +566,14 @@ async fn audit(
            'deadReason', $9::text)))",
     )
     .bind(&context.actor)
-    .bind(name)
+    .bind(act.name())
     .bind(&context.reason)
     .bind(&message.number)
     .bind(message.message_id)
     .bind(stored(&message.topic))
     .bind(new_id)
     .bind(edited)
-    .bind(&message.reason)
+    .bind(done.detail(&message.reason))
     .run(connection)
     .await?;
     Ok(())

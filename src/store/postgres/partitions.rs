@@ -1,12 +1,17 @@
 //! Partitions that never stop the application (R8).
 //!
-//! Guarantees: new ranges begin at least one whole range above what was drawn (inbox: above database time plus `id_skew`), so no
-//! statement that began before the ATTACH can meet them; every lock is waited for at most [`LOCK_WAIT`] and tried again later;
-//! space is given back by TRUNCATE of partitions that are wholly proven, without gaps, and older than the retention.
+//! Guarantees: new ranges begin at least one whole range above what was drawn (inbox: above
+//! database time plus `id_skew`), so no statement that began before the ATTACH can meet them; every
+//! lock is waited for at most [`LOCK_WAIT`] and tried again later; space is given back by TRUNCATE
+//! of partitions that are wholly proven, without gaps, and older than the retention; where a
+//! partition fills so slowly, or is the DEFAULT partition that traffic never leaves, its old rows
+//! are deleted page by page. Ranges are made beside a DEFAULT partition of any size.
 //!
-//! Not here: what runs out of ranges meanwhile (the DEFAULT partitions take it), and the purge of inbox rows.
+//! Not here: what runs out of ranges meanwhile (the DEFAULT partitions take it), and the purge of
+//! inbox rows.
 
 use std::sync::PoisonError;
+use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use sqlx::{AssertSqlSafe, Postgres, Row, raw_sql};
@@ -18,8 +23,9 @@ use crate::store::bounded::{Ask, Bounded};
 
 /// No statement here waits longer for a lock; whoever queues behind it waits no longer either.
 const LOCK_WAIT: &str = "set local lock_timeout = '150ms'; set local statement_timeout = '5s'";
-/// Held by whoever makes or frees partitions of this database: two that make the same one at once would get errors of the
-/// catalogue that say little (23505 and 42710 were seen), the second of two in a row gets 42P07.
+/// Held by whoever makes or frees partitions of this database: two that make the same one at once
+/// would get errors of the catalogue that say little (23505 and 42710 were seen), the second of two
+/// in a row gets 42P07.
 const ONE_AT_A_TIME: &str = "select pg_advisory_xact_lock(x'6f6e636570617274'::bit(64)::bigint)";
 /// How often the partitions are looked at while nothing is missing.
 const LOOK_EVERY: Duration = Duration::from_secs(10);
@@ -29,8 +35,16 @@ const AGAIN_AFTER: Duration = Duration::from_secs(1);
 const AT_A_TIME: usize = 8;
 /// Emptied partitions beyond this number are dropped: each costs every read a little.
 const EMPTIED_MAX: usize = 32;
-/// The DEFAULT partition is scanned at an ATTACH; beyond this size that would be felt.
+/// The DEFAULT partition is scanned at an ATTACH; beyond this size that would be felt, and is done
+/// in the background before.
 const DEFAULT_BYTES_MAX: i64 = 64 << 20;
+/// A background scan may take so long; positions are not drawn up to the ranges it is for
+/// meanwhile.
+const SCAN_MAX: Duration = Duration::from_secs(300);
+/// Rows that are deleted at a time.
+const PAGE: i64 = 10_000;
+/// Held by the process that makes ranges beside a large DEFAULT partition.
+const BESIDE: &str = "x'6f6e636562657369'::bit(64)::bigint";
 
 /// When the outbox partitions are to be looked at again, and how fast positions are drawn.
 #[derive(Debug, Default)]
@@ -84,10 +98,12 @@ select (select min(scanned_to) from oncebox.shard),
        (select value from oncebox.setting where name = 'outbox_ranges_ahead'),
        (select value from oncebox.setting where name = 'outbox_retention_seconds'),
        pg_relation_size('oncebox.outbox_default'),
-       (select last_value from oncebox.outbox_position_seq)";
+       (select last_value from oncebox.outbox_position_seq),
+       exists (select 1 from pg_constraint where conname = 'outbox_default_ahead')";
 
 /// Makes ranges ahead and frees proven ones; a lock that is not to be had is no error.
 pub(super) async fn tidy_outbox(
+    store: &PostgresStore,
     connection: &mut Bounded<Postgres>,
     tidied: &mut Tidied,
     last_value: i64,
@@ -106,15 +122,19 @@ pub(super) async fn tidy_outbox(
     let top = ranges.last().map_or(1, |range| range.to);
     let plan = Plan::new(top, last_value, rows, ahead, rate);
     tidied.make_from = plan.enough - plan.rows;
+    if state.try_get(6)? {
+        attempt(connection, &let_in("outbox_default")).await?;
+    }
+    let attach =
+        |from: i64, to: i64| format!("select oncebox.attach_outbox_range({from}, {to}, {})", plan.distance / 2);
     if !plan.missing.is_empty() && default_bytes > DEFAULT_BYTES_MAX {
-        tracing::warn!(
-            default_bytes,
-            "the DEFAULT partition of the outbox has grown too large to attach ranges beside it; they are made once it is proven and emptied"
-        );
+        let far = plan.far(top, last_value, rate);
+        let (from, to) = (far[0].0, far[far.len() - 1].1);
+        let attach = far.iter().map(|(from, to)| attach(*from, *to)).collect::<Vec<_>>().join("; ");
+        store.attach_beside("outbox_default", format!("position < {from} or position >= {to}"), attach);
     } else {
-        for (from, to) in plan.missing {
-            let attach = format!("select oncebox.attach_outbox_range({from}, {to}, {})", plan.distance / 2);
-            if !attempt(connection, &attach).await? {
+        for (from, to) in &plan.missing {
+            if !attempt(connection, &attach(*from, *to)).await? {
                 tidied.not_before = Some(Instant::now() + AGAIN_AFTER);
                 tidied.make_from = i64::MAX;
                 break;
@@ -122,7 +142,9 @@ pub(super) async fn tidy_outbox(
             tracing::debug!(from, to, "made an outbox partition");
         }
     }
-    free_proven(connection, &ranges, scanned_to, retention).await?;
+    if free_proven(connection, &ranges, scanned_to, retention).await? {
+        tidied.not_before = Some(Instant::now() + AGAIN_AFTER);
+    }
     drop_emptied(connection, tidied, &ranges, scanned_to).await
 }
 
@@ -145,8 +167,8 @@ async fn outbox_ranges(connection: &mut Bounded<Postgres>) -> Result<Vec<OutboxR
 struct Plan {
     /// Positions of a range: what is set, or what is drawn in ten seconds.
     rows: i64,
-    /// A new range begins at least so far above what was drawn: a statement that began before the ATTACH has its rows routed
-    /// to DEFAULT until it ends, and must not reach the range.
+    /// A new range begins at least so far above what was drawn: a statement that began before the
+    /// ATTACH has its rows routed to DEFAULT until it ends, and must not reach the range.
     distance: i64,
     /// Ranges up to here are enough.
     enough: i64,
@@ -171,16 +193,33 @@ impl Plan {
         }
         Self { rows, distance, enough, missing }
     }
+
+    /// Ranges so far above that no position of them is drawn while a large DEFAULT partition is
+    /// scanned.
+    fn far(&self, top: i64, last_value: i64, rate: i64) -> Vec<(i64, i64)> {
+        let scan = i64::try_from(2 * SCAN_MAX.as_secs()).unwrap_or(i64::MAX);
+        let distance = self.rows.saturating_mul(16).max(rate.saturating_mul(scan));
+        let from = (last_value.saturating_add(distance) / self.rows + 1).saturating_mul(self.rows) + 1;
+        let from = top.max(from);
+        (0..4).map(|n| (from + n * self.rows, from + (n + 1) * self.rows)).collect()
+    }
 }
 
-/// TRUNCATE of ranges whose rows are all proven and older than the retention. The trigger asks again (R7).
+/// TRUNCATE of ranges whose rows are all proven and older than the retention; the trigger asks
+/// again (R7). What is not full, and the DEFAULT partition, may never be so: a page of their old
+/// rows is deleted. True where another page is there at once.
 async fn free_proven(
     connection: &mut Bounded<Postgres>,
     ranges: &[OutboxRange],
     scanned_to: i64,
     retention: i64,
-) -> Result<(), StoreError> {
+) -> Result<bool, StoreError> {
     let full = ranges.iter().filter(|range| range.to <= scanned_to.saturating_add(1) && !range.is_empty);
+    let filling = ranges.iter().find(|range| !range.is_empty && range.from <= scanned_to && range.to > scanned_to + 1);
+    let mut more = match filling {
+        Some(range) => delete_page(connection, &range.name, scanned_to, retention).await?,
+        None => false,
+    };
     let full = full.map(|range| (range.name.as_str(), range.from, range.to)).take(AT_A_TIME);
     for (name, from, to) in full.chain([("outbox_default", 0, i64::MAX)]) {
         let may = format!(
@@ -189,9 +228,6 @@ async fn free_proven(
                 and not exists (select 1 from oncebox.shard s, unnest(s.gaps) g where lower(g) < {to} and upper(g) > {from})"
         );
         let may: Option<bool> = raw_sql(AssertSqlSafe(may)).one(&mut *connection).await?.try_get(0)?;
-        if may != Some(true) {
-            continue;
-        }
         let decided = match name {
             // Decisions about positions that no range covers were about rows of this partition.
             "outbox_default" => {
@@ -204,14 +240,48 @@ async fn free_proven(
             }
             _ => format!("; delete from oncebox.decision where position >= {from} and position < {to}"),
         };
-        if attempt(connection, &format!("truncate oncebox.{name}{decided}")).await? {
+        // Where writers always overlap, TRUNCATE never gets its lock.
+        if may == Some(true) && attempt(connection, &format!("truncate oncebox.{name}{decided}")).await? {
             tracing::debug!(name, "emptied a proven outbox partition");
+        } else if name == "outbox_default" {
+            more |= delete_page(connection, name, scanned_to, retention).await?;
         }
     }
-    Ok(())
+    Ok(more)
 }
 
-/// Drops the oldest emptied partition when there are many. DETACH needs a moment of the whole table, so it is rare and patient.
+/// Deletes a page of the oldest rows of a partition, those that are proven and older than the
+/// retention, and what was decided about them. True where the whole page was.
+async fn delete_page(
+    connection: &mut Bounded<Postgres>,
+    name: &str,
+    scanned_to: i64,
+    retention: i64,
+) -> Result<bool, StoreError> {
+    let page = format!(
+        "select max(position), count(*)
+           from (select position, created_at from oncebox.{name}
+                  where position <= {scanned_to}
+                    and (select created_at < clock_timestamp() - {retention} * interval '1 second'
+                           from oncebox.{name} order by position limit 1)
+                  order by position limit {PAGE}) page
+          where created_at < clock_timestamp() - {retention} * interval '1 second'"
+    );
+    let page = raw_sql(AssertSqlSafe(page)).one(&mut *connection).await?;
+    let (Some(to), count) = (page.try_get::<Option<i64>, _>(0)?, page.try_get::<i64, _>(1)?) else { return Ok(false) };
+    let delete = format!(
+        "with gone as (
+           delete from oncebox.{name} o
+            where position <= {to} and created_at < clock_timestamp() - {retention} * interval '1 second'
+              and not exists (select 1 from oncebox.shard s where s.gaps @> o.position)
+           returning position)
+         delete from oncebox.decision d using gone where d.position = gone.position"
+    );
+    Ok(attempt(connection, &delete).await? && count == PAGE)
+}
+
+/// Drops the oldest emptied partition when there are many. DETACH needs a moment of the whole
+/// table, so it is rare and patient.
 async fn drop_emptied(
     connection: &mut Bounded<Postgres>,
     tidied: &mut Tidied,
@@ -234,7 +304,8 @@ async fn drop_emptied(
     Ok(())
 }
 
-/// Runs statements in one transaction with short waits; false where something stood in the way, and nothing was changed.
+/// Runs statements in one transaction with short waits; false where something stood in the way, and
+/// nothing was changed.
 pub(super) async fn attempt(connection: &mut Bounded<Postgres>, statements: &str) -> Result<bool, StoreError> {
     connection.begin(BEGIN).await?;
     match raw_sql(AssertSqlSafe(format!("{LOCK_WAIT}; {ONE_AT_A_TIME}; {statements}"))).run(&mut *connection).await {
@@ -244,17 +315,15 @@ pub(super) async fn attempt(connection: &mut Bounded<Postgres>, statements: &str
         }
         Err(error) => {
             connection.rollback().await?;
-            let code = match &error {
-                sqlx::Error::Database(database) => database.code().map(|code| code.into_owned()),
-                _ => None,
-            };
-            match code.as_deref() {
-                // Not now: a lock, a deadlock, a slow scan, unproven rows, a range that somebody else made, rows in DEFAULT.
+            match code(&error).as_deref() {
+                // Not now: a lock, a deadlock, a slow scan, unproven rows, a range that somebody
+                // else made, rows in DEFAULT.
                 Some("55P03" | "40P01" | "57014" | "55000" | "42P07" | "42P17" | "23514") => {
                     tracing::debug!(%error, "partitions are left as they are for now");
                     Ok(false)
                 }
-                // A role that may not make tables: rows go to the DEFAULT partition, and `doctor` says so.
+                // A role that may not make tables: rows go to the DEFAULT partition, and `doctor`
+                // says so.
                 Some("42501") => {
                     tracing::warn!(%error, "this role may not make partitions; run the publisher as the owner of the schema");
                     Ok(false)
@@ -265,6 +334,26 @@ pub(super) async fn attempt(connection: &mut Bounded<Postgres>, statements: &str
     }
 }
 
+/// The SQLSTATE of what the server refused.
+pub(super) fn code(error: &sqlx::Error) -> Option<String> {
+    error.as_database_error()?.code().map(|code| code.into_owned())
+}
+
+/// Takes away the CHECK that a process which ended left on a DEFAULT partition: rows of its ranges
+/// would be refused.
+fn let_in(default: &str) -> String {
+    format!(
+        "do $$ begin
+           if pg_try_advisory_xact_lock({BESIDE}) then
+             alter table oncebox.{default} drop constraint if exists {default}_ahead;
+           end if;
+         end $$"
+    )
+}
+
+/// The next inbox ranges, as seconds and as bounds of ids, and the seconds of them whose ids stand
+/// in the DEFAULT partition already: redriven messages from the future. They are looked up in the
+/// index, consumer by consumer.
 const INBOX_MISSING: &str = r"
 with s as (
   select (select value from oncebox.setting where name = 'inbox_range_seconds') as span,
@@ -276,13 +365,71 @@ top as (
     from pg_inherits i
     join pg_class c on c.oid = i.inhrelid
    cross join lateral regexp_match(pg_get_expr(c.relpartbound, c.oid), 'TO \(''([0-9a-f-]+)''\)') bound
-   where i.inhparent = 'oncebox.inbox_timed'::regclass and bound is not null)
-select range_from, least(range_from + span, (range_from / span + 1) * span) from s, top,
-  generate_series(greatest(coalesce(top, 0), ((now + skew) / span + 2) * span), now + skew + (ahead + 1) * span, span) range_from
- limit 8";
+   where i.inhparent = 'oncebox.inbox_timed'::regclass and bound is not null),
+missing as (
+  select range_from, least(range_from + span, (range_from / span + 1) * span) as range_to from s, top,
+    generate_series(greatest(coalesce(top, 0), ((now + skew) / span + 2) * span), now + skew + (ahead + 1) * span, span) range_from
+   limit 8)
+select m.range_from, m.range_to, min(oncebox.uuid_v7_millis(first.message_id)) / 1000,
+       max(oncebox.uuid_v7_millis(last.message_id)) / 1000 + 1
+  from missing m
+  left join oncebox.consumer c on true
+  left join lateral (
+    select d.message_id from oncebox.inbox_timed_default d
+     where d.consumer_id = c.consumer_id and d.message_id >= oncebox.uuid_bound(to_timestamp(m.range_from))
+       and d.message_id < oncebox.uuid_bound(to_timestamp(m.range_to))
+     order by d.message_id limit 1) first on true
+  left join lateral (
+    select d.message_id from oncebox.inbox_timed_default d
+     where d.consumer_id = c.consumer_id and d.message_id >= oncebox.uuid_bound(to_timestamp(m.range_from))
+       and d.message_id < oncebox.uuid_bound(to_timestamp(m.range_to))
+     order by d.message_id desc limit 1) last on true
+ group by 1, 2 order by 1";
+
+/// Ranges that ended two days ago, oldest first: the purge empties them row by row. What comes late
+/// goes to the DEFAULT partition.
+const INBOX_PAST: &str = r"
+select c.relname::text
+  from pg_inherits i
+  join pg_class c on c.oid = i.inhrelid
+ cross join lateral regexp_match(pg_get_expr(c.relpartbound, c.oid), 'TO \(''([0-9a-f-]+)''\)') bound
+ where i.inhparent = 'oncebox.inbox_timed'::regclass and bound is not null
+   and bound[1]::uuid <= oncebox.uuid_bound(clock_timestamp() - interval '2 days')
+ order by bound[1]::uuid limit 64";
+
+/// Drops the oldest past range that is empty. DETACH needs a moment of the whole table, so it is
+/// one at a time and patient.
+async fn drop_past(connection: &mut Bounded<Postgres>) -> Result<(), StoreError> {
+    for row in raw_sql(INBOX_PAST).all(&mut *connection).await? {
+        let name: String = row.try_get(0)?;
+        let is_empty = format!("select not exists (select 1 from oncebox.{name})");
+        if !raw_sql(AssertSqlSafe(is_empty)).one(&mut *connection).await?.try_get::<bool, _>(0)? {
+            continue;
+        }
+        let dropped = format!(
+            "set local lock_timeout = '50ms'; alter table oncebox.inbox_timed detach partition oncebox.{name};
+             do $$ begin
+               if exists (select 1 from oncebox.{name}) then
+                 raise exception 'oncebox: {name} is not empty any more' using errcode = 'object_not_in_prerequisite_state';
+               end if;
+             end $$;
+             drop table oncebox.{name}"
+        );
+        if attempt(connection, &dropped).await? {
+            tracing::debug!(name, "dropped an emptied inbox partition");
+        }
+        break;
+    }
+    Ok(())
+}
+
+const INBOX_STATE: &str = "
+select pg_relation_size('oncebox.inbox_timed_default'),
+       exists (select 1 from pg_constraint where conname = 'inbox_timed_default_ahead')";
 
 impl PostgresStore {
-    /// Makes inbox ranges ahead, at most once a minute; without them ids go to the DEFAULT partition.
+    /// Makes inbox ranges ahead, at most once a minute; without them ids go to the DEFAULT
+    /// partition. What stands in DEFAULT already stays there, and the ranges are made around it.
     pub(super) async fn make_inbox_ranges(&self) -> Result<(), StoreError> {
         {
             let mut look_at = self.inbox_look_at.lock().unwrap_or_else(PoisonError::into_inner);
@@ -292,12 +439,84 @@ impl PostgresStore {
             *look_at = Some(Instant::now() + 6 * LOOK_EVERY);
         }
         let mut connection = self.dedicated().await?;
-        let missing = raw_sql(INBOX_MISSING).all(&mut connection).await?;
-        for row in missing {
+        let state = raw_sql(INBOX_STATE).one(&mut connection).await?;
+        let (default_bytes, is_closed): (i64, bool) = (state.try_get(0)?, state.try_get(1)?);
+        if is_closed {
+            attempt(&mut connection, &let_in("inbox_timed_default")).await?;
+        }
+        let mut pieces = Vec::new();
+        for row in raw_sql(INBOX_MISSING).all(&mut connection).await? {
             let (from, to): (i64, i64) = (row.try_get(0)?, row.try_get(1)?);
-            let attach = format!("select oncebox.attach_inbox_range(to_timestamp({from}), to_timestamp({to}))");
-            if !attempt(&mut connection, &attach).await? {
+            let taken = row.try_get::<Option<i64>, _>(2)?.zip(row.try_get::<Option<i64>, _>(3)?);
+            let (before, after) = taken.unwrap_or((to, to));
+            pieces.extend([(from, before.max(from)), (after.min(to), to)].into_iter().filter(|(from, to)| from < to));
+        }
+        let attach =
+            |from: i64, to: i64| format!("select oncebox.attach_inbox_range(to_timestamp({from}), to_timestamp({to}))");
+        for (from, to) in pieces {
+            if default_bytes > DEFAULT_BYTES_MAX {
+                let bounds = format!(
+                    "select oncebox.uuid_bound(to_timestamp({from}))::text, oncebox.uuid_bound(to_timestamp({to}))::text"
+                );
+                let bounds = raw_sql(AssertSqlSafe(bounds)).one(&mut connection).await?;
+                let (low, high): (String, String) = (bounds.try_get(0)?, bounds.try_get(1)?);
+                let outside = format!("message_id < '{low}' or message_id >= '{high}'");
+                self.attach_beside("inbox_timed_default", outside, attach(from, to));
                 break;
+            }
+            if !attempt(&mut connection, &attach(from, to)).await? {
+                break;
+            }
+        }
+        drop_past(&mut connection).await?;
+        connection.close().await;
+        Ok(())
+    }
+
+    /// Attaches ranges beside a DEFAULT partition that is too large to be scanned under the lock of
+    /// an ATTACH, in the background, one at a time in a process: a CHECK that DEFAULT holds only
+    /// what is `outside` of them is validated while writers go on, and the ATTACH rests on it.
+    fn attach_beside(&self, default: &'static str, outside: String, attach: String) {
+        if self.attaches.swap(true, Ordering::SeqCst) {
+            return;
+        }
+        let store = self.clone();
+        tokio::spawn(async move {
+            if let Err(error) = store.beside(default, &outside, &attach).await {
+                tracing::warn!(default, %error, "ranges beside a large DEFAULT partition were not made; they are tried again");
+            }
+            store.attaches.store(false, Ordering::SeqCst);
+        });
+    }
+
+    async fn beside(&self, default: &str, outside: &str, attach: &str) -> Result<(), StoreError> {
+        let mut connection = self.dedicated().await?;
+        let alone = format!("select pg_try_advisory_lock({BESIDE})");
+        if !raw_sql(AssertSqlSafe(alone)).one(&mut connection).await?.try_get::<bool, _>(0)? {
+            connection.close().await;
+            return Ok(());
+        }
+        let let_in = let_in(default);
+        let keep_out = format!(
+            "{let_in}; alter table oncebox.{default} add constraint {default}_ahead check ({outside}) not valid"
+        );
+        if attempt(&mut connection, &keep_out).await? {
+            // Writers and readers go on beside this lock, and beside whoever waits for it.
+            let validate = format!(
+                "set lock_timeout = '10s'; set statement_timeout = '{}s';
+                 alter table oncebox.{default} validate constraint {default}_ahead",
+                SCAN_MAX.as_secs()
+            );
+            let scan = raw_sql(AssertSqlSafe(validate)).execute(connection.plain());
+            let scanned = tokio::time::timeout(SCAN_MAX + 2 * LOOK_EVERY, scan).await;
+            let mut is_open = match &scanned {
+                Ok(Ok(_)) => attempt(&mut connection, &format!("{attach}; {let_in}")).await?,
+                Ok(Err(_)) | Err(_) => false,
+            };
+            tracing::debug!(default, ?scanned, attached = is_open, "ranges beside a large DEFAULT partition");
+            while !is_open {
+                is_open = attempt(&mut connection, &let_in).await?;
+                tokio::time::sleep(AGAIN_AFTER).await;
             }
         }
         connection.close().await;

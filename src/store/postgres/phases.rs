@@ -49,7 +49,7 @@ const INTENTS: &str = concat!(
     micros!("first_sent_at"),
     ", ",
     micros!("last_sent_at"),
-    ", sends::bigint, outcome from oncebox.operation_intent where operation_id = $1 order by first_sent_at, effect"
+    ", sends::bigint, outcome, undoes from oncebox.operation_intent where operation_id = $1 order by first_sent_at, effect"
 );
 
 /// As [`evidence_of`] reads it.
@@ -113,6 +113,14 @@ const BEGIN_SEND: &str = concat!(
       for share) \
      update oncebox.operation_intent i set sends = i.sends + 1, last_sent_at = greatest(i.last_sent_at, clock_timestamp()) \
        from ours where i.operation_id = $1 and i.effect = $4 and i.outcome is null returning i.sends::bigint"
+);
+
+const TAKE_BACK_SEND: &str = concat!(
+    "with ours as materialized (select 1 from oncebox.operation o where ",
+    is_ours!(),
+    " for share) \
+     update oncebox.operation_intent i set sends = i.sends - 1 \
+       from ours where i.operation_id = $1 and i.effect = $4 and i.outcome is null and i.sends = $5 and i.sends > 1"
 );
 
 impl Phases for PostgresStore {
@@ -191,6 +199,12 @@ impl Phases for PostgresStore {
         Ok(send.map(|send| u32::try_from(send).unwrap_or(u32::MAX)))
     }
 
+    async fn take_back_send(&self, driven: &Driven, effect: &str, send: u32) -> Result<Fenced, StoreError> {
+        let send = i32::try_from(send).unwrap_or(i32::MAX);
+        let done = ours(sqlx::query(TAKE_BACK_SEND), driven).bind(effect).bind(send).run(&self.pool).await?;
+        Ok(Fenced::rows(done.rows_affected()))
+    }
+
     async fn observe(&self, evidence: &NewEvidence) -> Result<(), StoreError> {
         append(evidence).run(&self.pool).await?;
         Ok(())
@@ -219,14 +233,6 @@ impl Phases for PostgresStore {
         let done = unpark.bind(operation_id).run(&mut tx).await?;
         tx.commit().await?;
         Ok(Fenced::rows(done.rows_affected()))
-    }
-
-    async fn nudge(&self, operation_id: Uuid) -> Result<(), StoreError> {
-        let nudge = sqlx::query(
-            "update oncebox.operation set due_at = clock_timestamp() where operation_id = $1 and due_at > clock_timestamp()",
-        );
-        nudge.bind(operation_id).run(&self.pool).await?;
-        Ok(())
     }
 
     async fn deployment(&self) -> Result<Uuid, StoreError> {
@@ -311,7 +317,7 @@ pub(super) async fn read(
     operation_of(&row, intents, evidence).map(Some)
 }
 
-async fn evidence(
+pub(super) async fn evidence(
     connection: &mut Bounded<sqlx::Postgres>,
     operation_id: Uuid,
 ) -> Result<Vec<StoredEvidence>, StoreError> {

@@ -28,7 +28,7 @@ const WATCH_EVERY: Duration = Duration::from_millis(500);
 /// Takes the lease and raises the epoch. A lease that ends later than now plus its own length counts as expired (R22).
 const TAKE: &str = "
 update oncebox.shard set epoch = epoch + 1, revision = revision + 1, owner = $2, lease_seconds = $3,
-       lease_until = clock_timestamp() + $3 * interval '1 second', updated_at = clock_timestamp()
+       lease_until = clock_timestamp() + $3 * interval '1 second'
  where shard_id = $1
    and (owner is null or owner = $2 or lease_until <= clock_timestamp()
         or lease_until > clock_timestamp() + lease_seconds * interval '1 second')
@@ -39,8 +39,7 @@ const HOLDER: &str = "
 select owner, extract(epoch from lease_until - clock_timestamp())::float8 from oncebox.shard where shard_id = $1";
 
 const CLAIM: &str = "
-update oncebox.shard set revision = revision + 1, lease_until = clock_timestamp() + lease_seconds * interval '1 second',
-       updated_at = clock_timestamp()
+update oncebox.shard set revision = revision + 1, lease_until = clock_timestamp() + lease_seconds * interval '1 second'
  where shard_id = $1 and epoch = $2 and revision = $3
 returning pg_current_xact_id()::text::bigint";
 
@@ -97,6 +96,7 @@ impl Outbox for PostgresStore {
             revision: row.try_get(1)?,
             cursor: GapCursor::start(row.try_get(2)?, &gaps, fence.unsigned_abs()),
             decided_to: row.try_get(7)?,
+            store: self.clone(),
             connection,
             began: Instant::now(),
             batches: VecDeque::new(),
@@ -136,6 +136,7 @@ pub(super) fn settings(timeout: Duration) -> String {
 /// One ownership of one shard; see [`RelaySession`].
 #[derive(Debug)]
 pub struct PostgresSession {
+    store: PostgresStore,
     connection: Bounded<Postgres>,
     shard: i32,
     buckets: Buckets,
@@ -171,7 +172,7 @@ impl RelaySession for PostgresSession {
         if self.cursor.is_ahead_of(found.last_value) {
             return Err(StoreError::Refused(format!(
                 "sequence behind cursor: the last position drawn is {}, shard {} has read up to {}; new messages would never be \
-                 read; stop the writers and run `oncebox doctor --fix`",
+                 read; run `oncebox doctor --fix`",
                 found.last_value,
                 self.shard,
                 self.cursor.read_to()
@@ -247,13 +248,12 @@ impl RelaySession for PostgresSession {
     }
 
     async fn tidy(&mut self) -> Result<(), StoreError> {
-        partitions::tidy_outbox(&mut self.connection, &mut self.tidied, self.last_value).await
+        partitions::tidy_outbox(&self.store, &mut self.connection, &mut self.tidied, self.last_value).await
     }
 
     async fn release(mut self) -> Result<(), StoreError> {
         let done = sqlx::query(
-            "update oncebox.shard set revision = revision + 1, owner = null, lease_until = null, lease_seconds = null,
-                    updated_at = clock_timestamp()
+            "update oncebox.shard set revision = revision + 1, owner = null, lease_until = null, lease_seconds = null
               where shard_id = $1 and epoch = $2 and revision = $3",
         )
         .bind(self.shard)

@@ -15,21 +15,25 @@ const MIGRATIONS: [MigrationText; 4] = [
     MigrationText {
         version: 1,
         description: "outbox, shards, dead and held rows, partitions",
+        serves_from: 1,
         sql: include_str!("../../../migrations/postgres/0001_outbox.sql"),
     },
     MigrationText {
         version: 2,
         description: "doors of the outbox and their limits",
+        serves_from: 2,
         sql: include_str!("../../../migrations/postgres/0002_doors.sql"),
     },
     MigrationText {
         version: 3,
         description: "inbox, waiting messages, e-mails, audit",
+        serves_from: 3,
         sql: include_str!("../../../migrations/postgres/0003_inbox.sql"),
     },
     MigrationText {
         version: 4,
         description: "operations: idempotency records, bodies, phases",
+        serves_from: 4,
         sql: include_str!("../../../migrations/postgres/0004_operations.sql"),
     },
 ];
@@ -43,6 +47,7 @@ create table if not exists oncebox.migration (
   version      bigint not null primary key,
   description  text not null,
   checksum     bytea not null,
+  serves_from  bigint not null,
   applied_at   timestamptz not null default clock_timestamp(),
   applied_by   text not null default current_user
 );
@@ -50,6 +55,7 @@ comment on table oncebox.migration is 'migrations of oncebox that were applied';
 comment on column oncebox.migration.version is 'number of the migration, ascending from 1';
 comment on column oncebox.migration.description is 'what it is for';
 comment on column oncebox.migration.checksum is 'SHA-256 of its text';
+comment on column oncebox.migration.serves_from is 'programs that know migrations up to this one or later work on the schema after it';
 comment on column oncebox.migration.applied_at is 'when it was applied';
 comment on column oncebox.migration.applied_by is 'who applied it';
 comment on index oncebox.migration_pkey is 'serves migrate up and migrate status: one row by its version';
@@ -70,9 +76,13 @@ impl Schema for PostgresStore {
         let needed = MIGRATIONS[MIGRATIONS.len() - 1].version;
         let applied = applied(&mut connection).await?;
         let newest = applied.last().map(|(version, _)| *version);
+        if let Some(found) = newest.filter(|found| *found > needed) {
+            let serves = "select max(serves_from) from oncebox.migration where version > $1";
+            let serves_from: i64 = sqlx::query(serves).bind(needed).one(&mut connection).await?.try_get(0)?;
+            return Ok(SchemaState::of_newer(found, serves_from, needed));
+        }
         Ok(match (newest, changed(&applied)) {
             (None, _) => SchemaState::Missing,
-            (Some(found), _) if found > needed => SchemaState::Newer { found, known: needed },
             (Some(_), Some(version)) => SchemaState::Changed { version },
             (Some(found), _) if found < needed => SchemaState::Old { found, needed },
             (Some(found), _) => SchemaState::Current(found),
@@ -83,6 +93,8 @@ impl Schema for PostgresStore {
         // The lock ends with its connection, whatever happens: it is not given back to the pool. A migration, and the wait for
         // another migrator, may take as long as they take.
         let mut connection = self.dedicated().await?;
+        // "already exists, skipping" is what a migration that may run twice expects.
+        sqlx::query("set client_min_messages = warning").execute(connection.plain()).await?;
         sqlx::query("select pg_advisory_lock($1)").bind(MIGRATION_LOCK).execute(connection.plain()).await?;
         if applied(&mut connection).await?.is_empty() {
             sqlx::raw_sql(MIGRATION_TABLE).execute(connection.plain()).await?;
@@ -141,8 +153,8 @@ fn checksum(migration: &MigrationText) -> Vec<u8> {
 fn text(migration: &MigrationText) -> String {
     let hex: String = checksum(migration).iter().map(|byte| format!("{byte:02x}")).collect();
     format!(
-        "begin;\n{}\ninsert into oncebox.migration (version, description, checksum) values ({}, '{}', '\\x{hex}');\ncommit;",
-        migration.sql, migration.version, migration.description
+        "begin;\n{}\ninsert into oncebox.migration (version, description, checksum, serves_from) values ({}, '{}', '\\x{hex}', {});\ncommit;",
+        migration.sql, migration.version, migration.description, migration.serves_from
     )
 }
 

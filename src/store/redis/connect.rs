@@ -1,6 +1,7 @@
 //! The connection to Redis, and what is asked of the server before anything is trusted to it.
 //!
-//! Guarantees: a connection that failed, or did not answer in time, is never used again; the next call makes a new one.
+//! Guarantees: a connection that failed, or did not answer in time, is never used again; the next call makes a new one, and asks the
+//! server behind it anew, which may be another one (failover, DNS).
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -63,7 +64,7 @@ impl RedisKeys {
         let refused = |error: RedisError| StoreError::Refused(format!("{}: {error}", redact(&options.url)));
         let client = Client::open(options.url.as_str()).map_err(refused)?;
         let keys = Self { client, options: Arc::new(options), connection: Arc::default() };
-        keys.check().await?;
+        keys.connection().await?;
         Ok(keys)
     }
 
@@ -72,13 +73,17 @@ impl RedisKeys {
     /// # Errors
     /// As [`RedisKeys::connect`].
     pub async fn check(&self) -> Result<(), StoreError> {
+        let mut connection = self.connection().await?;
+        self.trust(&mut connection).await
+    }
+
+    async fn trust(&self, connection: &mut MultiplexedConnection) -> Result<(), StoreError> {
         for (section, field, wanted, why) in [
             ("memory", "maxmemory_policy", "noeviction", "it may evict a claim while its request runs"),
             ("replication", "role", "master", "a replica's view is late, and it takes no writes"),
             ("cluster", "cluster_enabled", "0", "the scripts name keys of several slots"),
         ] {
-            let info: String =
-                self.with(async |connection| redis::cmd("INFO").arg(section).query_async(connection).await).await?;
+            let info: String = redis::cmd("INFO").arg(section).query_async(connection).await.map_err(store_error)?;
             let found = info.lines().find_map(|line| line.strip_prefix(field)?.strip_prefix(':'));
             if found != Some(wanted) {
                 let (found, server) = (found.unwrap_or("nothing"), redact(&self.options.url));
@@ -105,7 +110,7 @@ impl RedisKeys {
         self.with(async |connection| invocation.invoke_async(connection).await).await
     }
 
-    async fn with<T>(
+    pub(super) async fn with<T>(
         &self,
         work: impl AsyncFnOnce(&mut MultiplexedConnection) -> Result<T, RedisError>,
     ) -> Result<T, StoreError> {
@@ -126,7 +131,9 @@ impl RedisKeys {
         let timeout = Some(self.options.answer_timeout);
         let config = AsyncConnectionConfig::new().set_connection_timeout(timeout).set_response_timeout(timeout);
         let made = self.client.get_multiplexed_async_connection_with_config(&config).await;
-        Ok(slot.insert(made.map_err(store_error)?).clone())
+        let mut made = made.map_err(store_error)?;
+        self.trust(&mut made).await?;
+        Ok(slot.insert(made).clone())
     }
 }
 

@@ -21,7 +21,7 @@ use crate::policy::operation::route::Durability;
 use crate::policy::operation::{Identity, Mode, OperationName, Record, State};
 use crate::store::operations::stored::{Columns, pack, unpack};
 use crate::store::{
-    Basis, Claimed, Fenced, KeptBody, KeyClaim, Keys, Look, NewEvidence, OperationStats, Outcome, Owned,
+    Basis, Claimed, Fenced, KeptBody, KeyClaim, Keys, Look, NewEvidence, OperationStats, Outcome, Owned, StoredEvidence,
 };
 
 /// How far the clock of a key's maker may be ahead: the default of [`Route::id_skew`](crate::policy::operation::Route::id_skew),
@@ -139,6 +139,10 @@ fn fence(owned: &Owned) -> [Vec<u8>; 2] {
 
 impl Keys for RedisKeys {
     const DURABILITY: Durability = Durability::Guard;
+
+    async fn sign_of_life(&self) -> Result<(), StoreError> {
+        self.with(async |connection| redis::cmd("PING").query_async(connection).await).await
+    }
 
     async fn find(&self, identity: &Identity) -> Result<Look, StoreError> {
         let [record, _] = self.records_of(identity);
@@ -284,6 +288,10 @@ impl Keys for RedisKeys {
 
     async fn observe_run(&self, _: &NewEvidence) -> Result<(), StoreError> {
         Err(StoreError::Refused("a guard keeps no evidence".to_owned()))
+    }
+
+    async fn runs_of(&self, _: uuid::Uuid) -> Result<Vec<StoredEvidence>, StoreError> {
+        Ok(Vec::new())
     }
 
     async fn operation_stats(&self) -> Result<OperationStats, StoreError> {

@@ -92,8 +92,7 @@ async fn sequence(store: &SqliteStore) -> Result<Finding, StoreError> {
         Finding::refused(
             "sequence behind cursor",
             detail,
-            "somebody set `sqlite_sequence` back, or restored one table without the other: \
-             set its `seq` for oncebox_outbox to at least the cursor",
+            "somebody set `sqlite_sequence` back, or restored one table without the other: run `oncebox doctor --fix`",
         )
     })
 }
@@ -108,7 +107,7 @@ async fn below_cursor(store: &SqliteStore) -> Result<Finding, StoreError> {
         Finding::ok("rows below the cursor", "none")
     } else {
         let detail = format!("{rows} rows stand at positions that the relay has passed, and are never read");
-        Finding::warning("rows below the cursor", detail, "enqueue them again, then delete them")
+        Finding::warning("rows below the cursor", detail, "run `oncebox doctor --fix`: the relay reads them then")
     })
 }
 

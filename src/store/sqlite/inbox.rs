@@ -21,9 +21,10 @@ use crate::error::StoreError;
 use crate::message::MessageId;
 use crate::policy::db_time::DbTime;
 use crate::policy::horizon::Bounds;
+use crate::policy::position::Position;
 use crate::store::{
-    Admission, Base, ClaimedMessage, ConsumerId, ConsumerSpec, Inbox, InboxEntry, InboxTx, Known, Parked, Proof,
-    Purged, Standing,
+    Admission, Base, ClaimedMessage, ConsumerId, ConsumerSpec, Holding, Inbox, InboxEntry, InboxTx, Known, Opened,
+    Parked, Proof, Purged, Standing, Undone,
 };
 
 /// Adds an error to a history of at most 20: `$errors` the JSON array, `$attempt` the number of the try, `$error` its text.
@@ -45,6 +46,9 @@ macro_rules! add_error {
     };
 }
 pub(super) use add_error;
+
+/// How long a rollback is waited for.
+const UNDO_MAX: Duration = Duration::from_secs(5);
 
 /// Errors are kept up to this many bytes.
 const ERROR_BYTES_MAX: usize = 2_000;
@@ -105,7 +109,9 @@ impl Inbox for SqliteStore {
     async fn register(&self, spec: &ConsumerSpec) -> Result<ConsumerId, StoreError> {
         let mut write = self.write().await?;
         let insert = query(concat!(
-            "insert into oncebox_consumer (name, id_rule, registered_at) values (?, ?, ",
+            "insert into oncebox_consumer (name, id_rule, registered_at, seen_at) values (?, ?, ",
+            now_ms!(),
+            ", ",
             now_ms!(),
             ") on conflict (name) do nothing"
         ));
@@ -128,6 +134,11 @@ impl Inbox for SqliteStore {
         Ok(ConsumerId(id))
     }
 
+    async fn seen(&self, consumer: ConsumerId) -> Result<bool, StoreError> {
+        let seen = concat!("update oncebox_consumer set seen_at = ", now_ms!(), " where consumer_id = ?");
+        Ok(query(seen).bind(consumer.0).execute(self.pool()).await?.rows_affected() == 1)
+    }
+
     async fn begin(&self, consumer: ConsumerId) -> Result<SqliteInboxTx, StoreError> {
         let mut write = self.write().await?;
         write.guard().await?;
@@ -142,8 +153,33 @@ impl Inbox for SqliteStore {
         known.iter().map(|id| message_id(id)).collect()
     }
 
+    /// There is one writer at a time: nobody waits for a row.
+    async fn is_contested(&self, _: ConsumerId, _: &[MessageId]) -> Result<bool, StoreError> {
+        Ok(false)
+    }
+
     async fn bounds(&self, consumer: ConsumerId) -> Result<Bounds, StoreError> {
         bounds(&mut *self.pool().acquire().await?, consumer).await
+    }
+
+    async fn forget_attempts(&self, consumer: ConsumerId, rows_max: usize) -> Result<u64, StoreError> {
+        let forget = query(
+            "delete from oncebox_attempt where consumer_id = ?1 and message_id in (
+               select a.message_id from oncebox_attempt as a join oncebox_inbox as i using (consumer_id, message_id)
+                where a.consumer_id = ?1 limit ?2)",
+        );
+        let mut write = self.write().await?;
+        let forget = forget.bind(consumer.0).bind(i64::try_from(rows_max).unwrap_or(i64::MAX));
+        let forgotten = forget.execute(write.connection()).await?.rows_affected();
+        write.commit().await?;
+        Ok(forgotten)
+    }
+
+    async fn has_dead(&self, consumer: ConsumerId, rows: usize) -> Result<bool, StoreError> {
+        let last = "select 1 from oncebox_waiting where state = 'dead' and consumer_id = ? limit 1 offset ?";
+        let skipped = i64::try_from(rows.saturating_sub(1)).unwrap_or(i64::MAX);
+        let found = query_scalar::<_, i64>(last).bind(consumer.0).bind(skipped).fetch_optional(self.pool()).await?;
+        Ok(found.is_some())
     }
 
     async fn purge(
@@ -166,6 +202,22 @@ impl Inbox for SqliteStore {
         let attempts = count.bind(consumer.0).bind(id.bytes().to_vec()).fetch_one(write.connection()).await?;
         write.commit().await?;
         Ok(attempts)
+    }
+
+    async fn begin_first_attempts(&self, consumer: ConsumerId, ids: &[MessageId]) -> Result<(), StoreError> {
+        if ids.is_empty() {
+            return Ok(());
+        }
+        let mut write = self.write().await?;
+        let count = query(concat!(
+            "with recursive ",
+            parts!("?2", 16),
+            " insert into oncebox_attempt (consumer_id, message_id, attempts, updated_at) select ?1, substr(?2, 1 + i * 16, 16), 1, ",
+            now_ms!(),
+            " from n where true on conflict do update set attempts = max(attempts, 1)"
+        ));
+        count.bind(consumer.0).bind(bytes_of(ids)).execute(write.connection()).await?;
+        write.commit().await
     }
 
     async fn take_back_attempt(&self, consumer: ConsumerId, id: MessageId) -> Result<(), StoreError> {
@@ -217,20 +269,76 @@ impl Inbox for SqliteStore {
         counted.iter().map(|(id, attempts)| Ok((message_id(id)?, *attempts))).collect()
     }
 
-    async fn open_assignment(&self, consumer: ConsumerId, topic: &str, partition: i32) -> Result<bool, StoreError> {
+    async fn open_assignment(&self, consumer: ConsumerId, holding: &Holding) -> Result<Opened, StoreError> {
         let mut write = self.write().await?;
-        let state = query_scalar::<_, String>(
-            "select state from oncebox_assignment where consumer_id = ? and topic = ? and partition = ?",
+        let stood = query_as::<_, (String, Option<String>, Option<i64>)>(
+            "select state, topic_id, next_offset from oncebox_assignment \
+             where consumer_id = ? and topic = ? and partition = ?",
         );
-        let state = state.bind(consumer.0).bind(topic).bind(partition).fetch_optional(write.connection()).await?;
-        set_assignment(write.connection(), consumer, topic, partition, "open").await?;
+        let stood = stood.bind(consumer.0).bind(&*holding.topic).bind(holding.partition);
+        let stood = stood.fetch_optional(write.connection()).await?;
+        query(concat!(
+            "insert into oncebox_assignment (consumer_id, topic, partition, state, owner, changed_at) \
+             values (?, ?, ?, 'open', ?, ",
+            now_ms!(),
+            ") on conflict do update set state = 'open', owner = excluded.owner, changed_at = excluded.changed_at"
+        ))
+        .bind(consumer.0)
+        .bind(&*holding.topic)
+        .bind(holding.partition)
+        .bind(holding.owner)
+        .execute(write.connection())
+        .await?;
         write.commit().await?;
-        Ok(state.as_deref() == Some("open"))
+        Ok(match stood {
+            None => Opened { was_open: false, position: None },
+            Some((state, topic_id, next)) => {
+                Opened { was_open: state == "open", position: next.map(|next| Position { topic_id, next }) }
+            }
+        })
     }
 
-    async fn close_assignment(&self, consumer: ConsumerId, topic: &str, partition: i32) -> Result<(), StoreError> {
+    async fn keep_positions(&self, consumer: ConsumerId, positions: &[(Holding, Position)]) -> Result<(), StoreError> {
         let mut write = self.write().await?;
-        set_assignment(write.connection(), consumer, topic, partition, "closed").await?;
+        for (holding, position) in positions {
+            query(concat!(
+                "update oncebox_assignment set topic_id = ?, next_offset = ?, changed_at = ",
+                now_ms!(),
+                " where consumer_id = ? and topic = ? and partition = ? and owner = ?"
+            ))
+            .bind(&position.topic_id)
+            .bind(position.next)
+            .bind(consumer.0)
+            .bind(&*holding.topic)
+            .bind(holding.partition)
+            .bind(holding.owner)
+            .execute(write.connection())
+            .await?;
+        }
+        write.commit().await
+    }
+
+    async fn close_assignment(
+        &self,
+        consumer: ConsumerId,
+        holding: &Holding,
+        position: Option<&Position>,
+    ) -> Result<(), StoreError> {
+        let mut write = self.write().await?;
+        query(concat!(
+            "update oncebox_assignment set state = 'closed', owner = null, changed_at = ",
+            now_ms!(),
+            ", topic_id = iif(?1 is null, topic_id, ?2), next_offset = coalesce(?1, next_offset) \
+             where consumer_id = ?3 and topic = ?4 and partition = ?5 and owner = ?6"
+        ))
+        .bind(position.map(|position| position.next))
+        .bind(position.and_then(|position| position.topic_id.as_deref()))
+        .bind(consumer.0)
+        .bind(&*holding.topic)
+        .bind(holding.partition)
+        .bind(holding.owner)
+        .execute(write.connection())
+        .await?;
         write.commit().await
     }
 }
@@ -244,22 +352,6 @@ async fn bounds(connection: &mut SqliteConnection, consumer: ConsumerId) -> Resu
         now: DbTime::from_millis(now),
         id_skew: Duration::from_secs(skew.unsigned_abs()),
     })
-}
-
-async fn set_assignment(
-    connection: &mut SqliteConnection,
-    consumer: ConsumerId,
-    topic: &str,
-    partition: i32,
-    state: &'static str,
-) -> Result<(), StoreError> {
-    let set = query(concat!(
-        "insert into oncebox_assignment (consumer_id, topic, partition, state, changed_at) values (?, ?, ?, ?, ",
-        now_ms!(),
-        ") on conflict do update set state = excluded.state, changed_at = excluded.changed_at"
-    ));
-    set.bind(consumer.0).bind(topic).bind(partition).bind(state).execute(connection).await?;
-    Ok(())
 }
 
 /// The transaction around a handler. It holds the turn and the write lock of the file.
@@ -334,12 +426,19 @@ impl InboxTx for SqliteInboxTx {
         Ok(())
     }
 
-    async fn finish(&mut self, claimed: &ClaimedMessage) -> Result<bool, StoreError> {
-        let delete = query_scalar::<_, Option<Vec<u8>>>(
-            "delete from oncebox_waiting where sequence = ? and claim = ? and consumer_id = ? returning lane",
+    async fn finish(&mut self, claimed: &[ClaimedMessage]) -> Result<bool, StoreError> {
+        let Some(first) = claimed.first() else { return Ok(false) };
+        let delete = query(
+            "delete from oncebox_waiting where sequence in (select value from json_each(?1)) and claim = ?2 and consumer_id = ?3",
         );
-        let delete = delete.bind(claimed.sequence).bind(claimed.claim.as_bytes().to_vec()).bind(self.consumer.0);
-        let Some(lane) = delete.fetch_optional(self.write.connection()).await? else { return Ok(false) };
+        let sequences: Vec<i64> = claimed.iter().map(|one| one.sequence).collect();
+        let delete = delete.bind(serde_json::Value::from(sequences).to_string());
+        let delete = delete.bind(first.claim.as_bytes().to_vec()).bind(self.consumer.0);
+        let deleted = delete.execute(self.write.connection()).await?.rows_affected();
+        if usize::try_from(deleted) != Ok(claimed.len()) {
+            return Ok(false);
+        }
+        let lane = first.message.lane_id().map(|lane| lane.to_vec());
         super::waiting::wake_next(self.write.connection(), self.consumer.0, lane).await?;
         Ok(true)
     }
@@ -365,9 +464,15 @@ impl InboxTx for SqliteInboxTx {
         Ok(if self.write.was_commit_refused() { Proof::Aborted } else { Proof::Ended })
     }
 
-    /// There is no server that could be away: what does not answer still works.
-    async fn is_lost(&mut self) -> bool {
-        false
+    /// Nobody but us can commit on this connection, and there is no server that could be away: a statement that still runs is
+    /// interrupted, and a connection that will not roll back is not used again.
+    async fn undo(&mut self) -> Result<Undone, StoreError> {
+        match tokio::time::timeout(UNDO_MAX, self.write.undo()).await {
+            Ok(Ok(())) => {}
+            Ok(Err(error)) => tracing::debug!(%error, "a rollback failed; its connection is closed"),
+            Err(_) => tracing::warn!("a rollback took longer than {UNDO_MAX:?}; it goes on by itself"),
+        }
+        Ok(Undone::Whole)
     }
 
     async fn commit(self) -> Result<(), StoreError> {

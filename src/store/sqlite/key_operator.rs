@@ -12,9 +12,9 @@ use super::phases::{append, end_record, fence_of, follow, forget, read};
 use super::write::Write;
 use super::{millis, now_ms};
 use crate::error::StoreError;
-use crate::policy::operation::Record;
 use crate::policy::operation::versions::Announced;
-use crate::store::key_operator::Audit;
+use crate::policy::operation::{Record, State};
+use crate::store::key_operator::{Audit, judged, judgement, nothing_known};
 use crate::store::operations::RecordFence;
 use crate::store::operations::stored::look_of;
 use crate::store::phases::no_record;
@@ -39,8 +39,53 @@ const KEYS: &str = concat!(
      order by r.created_at, r.key_digest limit ?9"
 );
 
-/// What an intent's outcome says, or the operation's, is not what the evidence says. A mismatch always goes to an operator, so only
-/// one that nobody has judged since is a conflict.
+/// Whether the operation `o` has a conflict that no person has judged: evidence of an effect says another thing than what was
+/// decided, or the operation failed with an effect that stands. Such an operation is listed, and is kept until it is judged. A
+/// mismatch went to an operator by itself, whose word about it is that judgement.
+macro_rules! conflict {
+    () => {
+        "(o.outcome_at is not null and (exists (select 1 from oncebox_operation_evidence e \
+            join oncebox_operation_intent i on i.operation_id = e.operation_id and i.effect = e.effect \
+            where e.operation_id = o.operation_id and (e.verdict = 'mismatch' or e.verdict = \
+              case when coalesce(i.outcome, case o.state when 'SUCCEEDED' then 'succeeded' else 'failed' end) = 'succeeded' \
+                   then 'failure' else 'success' end) \
+              and not exists (select 1 from oncebox_operation_evidence w \
+                   where w.operation_id = e.operation_id and w.evidence_id > e.evidence_id and w.kind = 'operator' \
+                     and w.effect in (e.effect, '') and (w.verdict = 'indefinite' or e.verdict = 'mismatch'))) \
+          or (o.state = 'FAILED' and exists (select 1 from oncebox_operation_intent i \
+            where i.operation_id = o.operation_id and i.outcome = 'succeeded' and i.undoes is null and i.strategy <> 'repeatable' \
+              and not exists (select 1 from oncebox_operation_intent u \
+                   where u.operation_id = i.operation_id and u.undoes = i.effect and u.outcome = 'succeeded') \
+              and not exists (select 1 from oncebox_operation_evidence w \
+                   where w.operation_id = i.operation_id and w.kind = 'operator' and w.verdict = 'indefinite' \
+                     and w.effect in (i.effect, ''))))))"
+    };
+}
+pub(super) use conflict;
+
+/// Whether what is known of the operation of the record `r` outlives it: a conflict of its own, or a run that succeeded after its
+/// lease while the record says that it failed.
+macro_rules! outlives {
+    () => {
+        concat!(
+            "(exists (select 1 from oncebox_operation o where o.operation_id = r.operation_id and ",
+            $crate::store::sqlite::key_operator::conflict!(),
+            ") or (r.state in ('FAILED_REPLAYABLE', 'FAILED_RETRYABLE') and exists (select 1 from oncebox_operation_evidence e \
+                where e.operation_id = r.operation_id and e.kind = 'run' and e.verdict = 'success')))"
+        )
+    };
+}
+pub(super) use outlives;
+
+/// Evidence of something that happened, of which neither operation nor record is left that says so.
+const ORPHANS: &str = "select distinct e.operation_id from oncebox_operation_evidence e \
+    where e.kind <> 'operator' and e.verdict in ('success', 'mismatch') \
+      and not exists (select 1 from oncebox_operation o where o.operation_id = e.operation_id) \
+      and not exists (select 1 from oncebox_idempotency_request r where r.operation_id = e.operation_id \
+            and r.state not in ('FAILED_REPLAYABLE', 'FAILED_RETRYABLE')) \
+      and (?1 is null or e.operation_id = ?1) \
+    order by e.operation_id limit ?2";
+
 const OPERATIONS: &str = concat!(
     "select o.operation_id from oncebox_operation as o left join oncebox_idempotency_request as r on r.operation_id = o.operation_id \
      where (?1 is null or o.operation_id = ?1) and (?2 is null or o.flow = ?2) and (?3 is null or r.tenant = ?3) \
@@ -48,15 +93,9 @@ const OPERATIONS: &str = concat!(
        and (?6 is null or o.created_at < ",
     now_ms!(),
     " - ?6) \
-       and (not ?7 or (o.outcome_at is not null and exists (select 1 from oncebox_operation_evidence as e \
-            join oncebox_operation_intent as i on i.operation_id = e.operation_id and i.effect = e.effect \
-            where e.operation_id = o.operation_id and (e.verdict = \
-              case when coalesce(i.outcome, iif(o.state = 'SUCCEEDED', 'succeeded', 'failed')) = 'succeeded' \
-                   then 'failure' else 'success' end \
-              or (e.verdict = 'mismatch' and not exists (select 1 from oncebox_operation_evidence as w \
-                   where w.operation_id = e.operation_id and w.evidence_id > e.evidence_id and w.kind = 'operator' \
-                     and w.effect in (e.effect, ''))))))) \
-     order by o.created_at, o.operation_id limit ?8"
+       and (not ?7 or ",
+    conflict!(),
+    ") order by o.parked is null, o.outcome_at is not null, o.created_at, o.operation_id limit ?8"
 );
 
 impl KeyOperator for SqliteStore {
@@ -93,7 +132,27 @@ impl KeyOperator for SqliteStore {
             let id = Uuid::from_slice(&id).map_err(|error| StoreError::Corrupt(error.to_string()))?;
             found.add(id, read(&mut connection, id).await)?;
         }
+        if filter.is_of_all_conflicts() {
+            found.orphans = orphans(&mut connection, None, filter.limit).await?;
+        }
         Ok(found)
+    }
+
+    async fn judge(&self, operation_id: Uuid, context: &ActContext) -> Result<(), StoreError> {
+        let mut write = self.write().await?;
+        let seen = read(write.connection(), operation_id).await?;
+        if seen.is_none() && orphans(write.connection(), Some(operation_id), 1).await?.is_empty() {
+            return Err(nothing_known(operation_id));
+        }
+        let word = seen.as_ref().map(|seen| judgement(seen, context)).transpose()?;
+        match word.filter(|_| seen.as_ref().is_some_and(|seen| seen.identity.is_some())) {
+            Some(word) => {
+                append(&word).execute(write.connection()).await?;
+            }
+            // Its record is gone, and no purge comes for it any more.
+            None => forget(write.connection(), operation_id, false).await?,
+        }
+        end(write, Fenced::Done, judged(operation_id, seen.as_ref()), context).await.map(drop)
     }
 
     async fn live_versions(&self) -> Result<Vec<Announced>, StoreError> {
@@ -104,20 +163,20 @@ impl KeyOperator for SqliteStore {
         let mut write = self.write().await?;
         let fenced = match change {
             KeyChange::Release => forget_key(write.connection(), seen).await?,
-            KeyChange::Purge { id_skew } => {
+            KeyChange::Purge => {
                 let fenced = forget_key(write.connection(), seen).await?;
-                if let (Fenced::Done, Some(at)) = (fenced, seen.outcome_at) {
+                if let (Fenced::Done, Some(at)) = (fenced, seen.identity.key().time()) {
                     let bound = query(
                         "insert into oncebox_idempotency_purge (operation, purged_below) values (?1, ?2) \
                          on conflict (operation) do update set purged_below = max(purged_below, excluded.purged_below)",
                     );
                     let bound = bound.bind(seen.identity.operation().as_str().as_bytes().to_vec());
-                    // Above every time that the key may carry.
-                    bound.bind(at.after(*id_skew).millis() + 1).execute(write.connection()).await?;
+                    // Above the time that the key carries.
+                    bound.bind(at.millis() + 1).execute(write.connection()).await?;
                 }
                 fenced
             }
-            KeyChange::Resolve { outcome, retention } => {
+            KeyChange::Resolve { outcome, retention, .. } => {
                 let digest = seen.identity.digest().to_vec();
                 let fence = RecordFence { digest, epoch: seen.epoch, owner: None, unknown: true };
                 finish(write.connection(), &fence, outcome, retention).await?
@@ -138,6 +197,12 @@ impl KeyOperator for SqliteStore {
     }
 }
 
+async fn orphans(connection: &mut SqliteConnection, only: Option<Uuid>, limit: u32) -> Result<Vec<Uuid>, StoreError> {
+    let only = only.map(|only| only.as_bytes().to_vec());
+    let ids: Vec<Uuid> = query_scalar(ORPHANS).bind(only).bind(limit).fetch_all(connection).await?;
+    Ok(ids)
+}
+
 async fn forget_key(connection: &mut SqliteConnection, seen: &Record) -> Result<Fenced, StoreError> {
     let digest = seen.identity.digest().to_vec();
     let delete = query(
@@ -150,7 +215,7 @@ async fn forget_key(connection: &mut SqliteConnection, seen: &Record) -> Result<
             .bind(digest)
             .execute(&mut *connection)
             .await?;
-        forget(connection, seen.operation_id).await?;
+        forget(connection, seen.operation_id, seen.state != State::Completed).await?;
     }
     Ok(fenced)
 }

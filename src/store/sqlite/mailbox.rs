@@ -9,14 +9,31 @@ use super::inbox::shorten;
 use super::message::sixteen;
 use super::{millis, now_ms};
 use crate::error::StoreError;
-use crate::store::{Base, Claim, EmailOutcome, EmailToSend, Mailbox, NewEmail};
+use crate::store::{Base, CLAIM_MAX, Claim, EmailOutcome, EmailToSend, Mailbox, NewEmail};
+
+/// Due, or claimed for longer than any claim can be: that claim was made before the clock went back. Two ranges of the index, each
+/// for itself: with `or` all that is pending is read.
+macro_rules! due {
+    ($claim_max:literal) => {
+        concat!(
+            "(select email_id, due_at from oncebox_email where state = 'pending' and due_at <= ",
+            now_ms!(),
+            " union all select email_id, due_at from oncebox_email \
+               where state = 'pending' and claim is not null and due_at > ",
+            now_ms!(),
+            " + ",
+            $claim_max,
+            ")"
+        )
+    };
+}
 
 /// Rows come by due time; `returning` gives them in no order.
 pub(super) const CLAIM: &str = concat!(
     "update oncebox_email set claim = ?3, attempts = attempts + 1, due_at = ?2 + ",
     now_ms!(),
-    " where email_id in (select email_id from oncebox_email where state = 'pending' and due_at <= ",
-    now_ms!(),
+    " where email_id in (select email_id from ",
+    due!("?4"),
     " order by due_at, email_id limit ?1) ",
     "returning email_id, claim, unique_key, recipient, subject, body, attempts"
 );
@@ -37,17 +54,14 @@ impl Mailbox for SqliteStore {
 
     async fn claim_emails(&self, limit: usize, claim: &Claim) -> Result<Vec<EmailToSend>, StoreError> {
         // Most questions find nothing: they need no turn.
-        let due = concat!(
-            "select exists (select 1 from oncebox_email where state = 'pending' and due_at <= ",
-            now_ms!(),
-            ")"
-        );
-        if !query_scalar::<_, bool>(due).fetch_one(self.pool()).await? {
+        let due = concat!("select exists (select 1 from ", due!("?"), ")");
+        if !query_scalar::<_, bool>(due).bind(millis(CLAIM_MAX)).fetch_one(self.pool()).await? {
             return Ok(Vec::new());
         }
         let mut write = self.write().await?;
         let due = query(CLAIM).bind(i64::try_from(limit).unwrap_or(i64::MAX)).bind(millis(claim.length));
-        let rows = due.bind(claim.token.as_bytes().to_vec()).fetch_all(write.connection()).await?;
+        let due = due.bind(claim.token.as_bytes().to_vec()).bind(millis(CLAIM_MAX));
+        let rows = due.fetch_all(write.connection()).await?;
         let mut emails = rows.iter().map(email_to_send).collect::<Result<Vec<_>, _>>()?;
         write.commit().await?;
         emails.sort_unstable_by_key(|email| email.email_id);

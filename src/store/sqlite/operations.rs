@@ -19,6 +19,7 @@ pub use self::tx::SqliteOperationTx;
 pub(super) use self::tx::{Savepoint, staked};
 
 use super::connect::SqliteStore;
+use super::phases::evidence;
 use super::{millis, now_ms};
 use crate::error::StoreError;
 use crate::policy::operation::retention::Retention;
@@ -29,7 +30,7 @@ use crate::store::operations::RecordFence;
 use crate::store::operations::stored::{Columns, body_of, look_of, pack};
 use crate::store::{
     Base, Basis, Begun, Claimed, Fenced, KeptBody, KeyClaim, Keys, Look, NewEvidence, OperationStats, Operations,
-    Outcome, Owned, Phases,
+    Outcome, Owned, Phases, StoredEvidence,
 };
 
 /// The columns that [`look_of`] reads. The lease of a phased record is that of its operation (O9).
@@ -114,6 +115,10 @@ pub(super) const KEPT_OF_TENANT: &str = concat!(
 impl Keys for SqliteStore {
     const DURABILITY: Durability = Durability::Durable;
 
+    fn connections_max(&self) -> Option<u32> {
+        Some(self.pool().options().get_max_connections())
+    }
+
     async fn find(&self, identity: &Identity) -> Result<Look, StoreError> {
         find(&mut *self.pool().acquire().await?, identity).await
     }
@@ -162,7 +167,9 @@ impl Keys for SqliteStore {
 
     async fn release(&self, owned: &Owned) -> Result<Fenced, StoreError> {
         let release = query(
-            "delete from oncebox_idempotency_request where key_digest = ?1 and epoch = ?2 and owner = ?3 and state = 'IN_PROGRESS'",
+            "delete from oncebox_idempotency_request as r where key_digest = ?1 and epoch = ?2 and owner = ?3 and state = 'IN_PROGRESS' \
+               and not exists (select 1 from oncebox_operation_evidence as e where e.operation_id = r.operation_id \
+                                and e.kind = 'run' and e.verdict in ('success', 'failure'))",
         );
         self.fenced(fence(release, owned)).await
     }
@@ -210,6 +217,12 @@ impl Keys for SqliteStore {
 
     async fn observe_run(&self, evidence: &NewEvidence) -> Result<(), StoreError> {
         self.observe(evidence).await
+    }
+
+    async fn runs_of(&self, operation_id: Uuid) -> Result<Vec<StoredEvidence>, StoreError> {
+        let mut seen = evidence(&mut *self.pool().acquire().await?, operation_id).await?;
+        seen.retain(|row| row.evidence.kind == "run");
+        Ok(seen)
     }
 
     async fn announce(&self, process: Uuid, versions: &[Versions]) -> Result<(), StoreError> {

@@ -5,31 +5,42 @@
 
 mod act;
 mod dead;
+mod mend;
 
-use sqlx::{query_as, query_scalar};
+use std::time::Duration;
+
+use sqlx::{AssertSqlSafe, query, query_as, query_scalar};
+use uuid::Uuid;
 
 use super::connect::SqliteStore;
+use super::message::{time_from_millis, uuid_from_text};
 use super::now_ms;
 use crate::error::StoreError;
+use crate::store::operator::{COUNTED_MAX, waiting_and_held};
 use crate::store::{
-    ActContext, Base, ConsumerStatus, DeadFilter, DeadMessage, Mailbox, Operator, OperatorAct, OperatorOutcome,
-    ShardStatus, Status,
+    ActContext, AuditEntry, Base, ConsumerStatus, DeadFilter, DeadMessage, Forgotten, LockWait, Mailbox, Operator,
+    OperatorAct, OperatorOutcome, ShardStatus, Status,
 };
-
-/// Above this many the number of pending messages is an estimate.
-const COUNT_MAX: i64 = 100_000;
-/// Inbox rows are counted up to this many.
-const INBOX_COUNT_MAX: i64 = 1_000_000;
 
 /// shard_id, bucket_low, bucket_high, scanned_to, epoch, owner, what is left of the lease, age of the cursor.
 type ShardRow = (i32, u8, u8, i64, i64, Option<String>, i64, i64);
 
+/// name, rows that stand, held, due and dead ones, inbox rows, age of the oldest, time since it was seen.
+type ConsumerRow = (String, i64, i64, i64, i64, i64, i64, i64);
+/// at, actor, act, reason, place, number, message_id, detail.
+type AuditRow = (i64, String, String, String, String, String, String, String);
+
 impl Operator for SqliteStore {
     async fn status(&self) -> Result<Status, StoreError> {
         let (pending, oldest) = self.pending().await?;
-        let (held, dead) = query_as::<_, (i64, i64)>(
-            "select coalesce(sum(state <> 'dead'), 0), coalesce(sum(state = 'dead'), 0) from oncebox_outbox_dead",
-        )
+        let (held, dead, oldest_held) = query_as::<_, (i64, i64, i64)>(concat!(
+            "select (select count(*) from (select 1 from oncebox_outbox_dead where state <> 'dead' limit ?1)), \
+                    (select count(*) from (select 1 from oncebox_outbox_dead where state = 'dead' limit ?1)), \
+             coalesce((select ",
+            now_ms!(),
+            " - created_at from oncebox_outbox_dead where state <> 'dead' order by position limit 1), 0)",
+        ))
+        .bind(COUNTED_MAX)
         .fetch_one(self.pool())
         .await?;
         Ok(Status {
@@ -37,10 +48,77 @@ impl Operator for SqliteStore {
             pending,
             oldest_pending_age_seconds: seconds(oldest),
             held: held.unsigned_abs(),
+            oldest_held_age_seconds: seconds(oldest_held),
             dead: dead.unsigned_abs(),
             consumers: self.consumer_status().await?,
             emails_pending: self.emails_pending().await?,
         })
+    }
+
+    async fn lock_waits(&self, _: Duration) -> Result<Vec<LockWait>, StoreError> {
+        // A file does not tell who has it locked; whoever waits for it gives up after the busy timeout.
+        Ok(Vec::new())
+    }
+
+    async fn mend(&self, context: &ActContext) -> Result<Vec<String>, StoreError> {
+        let mut write = self.write().await?;
+        let mended = mend::sequence(write.connection(), context).await?;
+        if context.dry_run {
+            write.rollback().await?;
+        } else {
+            write.commit().await?;
+        }
+        Ok(mended)
+    }
+
+    async fn audit(&self, id: Option<Uuid>, limit: usize) -> Result<Vec<AuditEntry>, StoreError> {
+        let rows = query_as::<_, AuditRow>(
+            "select at, actor, act, reason, place, number, message_id, detail from oncebox_audit
+              where ?1 is null or message_id = ?1 order by audit_id desc limit ?2",
+        );
+        let rows = rows.bind(id.map(|id| id.to_string())).bind(i64::try_from(limit).unwrap_or(i64::MAX));
+        let entry = |(at, actor, act, reason, place, number, id, detail): AuditRow| {
+            let (at, message_id) = (time_from_millis(at)?, uuid_from_text(&id)?);
+            Ok(AuditEntry { at, actor, act, reason, place, number, message_id, detail })
+        };
+        rows.fetch_all(self.pool()).await?.into_iter().map(entry).collect()
+    }
+
+    async fn forget_consumer(&self, name: &str, context: &ActContext) -> Result<Forgotten, StoreError> {
+        let mut write = self.write().await?;
+        let found = query_as::<_, (i64, i64, i64, i64)>(concat!(
+            "select c.consumer_id, ",
+            now_ms!(),
+            " - c.seen_at, (select count(*) from oncebox_waiting as w where w.consumer_id = c.consumer_id),
+                    (select count(*) from oncebox_inbox as i where i.consumer_id = c.consumer_id)
+               from oncebox_consumer as c where c.name = ?"
+        ));
+        let Some((consumer, seen, messages, inbox_rows)) = found.bind(name).fetch_optional(write.connection()).await?
+        else {
+            write.rollback().await?;
+            return Err(Forgotten::unknown(name));
+        };
+        let forgotten = Forgotten { messages: messages.unsigned_abs(), inbox_rows: inbox_rows.unsigned_abs() };
+        let checked = Forgotten::check(name, seconds(seen));
+        if context.dry_run || checked.is_err() {
+            write.rollback().await?;
+            return checked.map(|()| forgotten);
+        }
+        for table in ["oncebox_waiting", "oncebox_attempt", "oncebox_assignment", "oncebox_inbox", "oncebox_consumer"] {
+            let delete = format!("delete from {table} where consumer_id = ?");
+            query(AssertSqlSafe(delete)).bind(consumer).execute(write.connection()).await?;
+        }
+        let audit = query(concat!(
+            "insert into oncebox_audit (at, actor, reason, act, place, number, message_id, detail) values (",
+            now_ms!(),
+            ", ?, ?, 'forget', ?, '', ?, ?)"
+        ));
+        let detail = format!("{messages} messages, {inbox_rows} inbox rows");
+        let audit =
+            audit.bind(&context.actor).bind(&context.reason).bind(name).bind(Uuid::nil().to_string()).bind(detail);
+        audit.execute(write.connection()).await?;
+        write.commit().await?;
+        Ok(forgotten)
     }
 
     async fn dead(&self, filter: &DeadFilter) -> Result<Vec<DeadMessage>, StoreError> {
@@ -55,13 +133,13 @@ impl Operator for SqliteStore {
         context: &ActContext,
     ) -> Result<OperatorOutcome, StoreError> {
         let mut write = self.write().await?;
-        let numbers = act::act(write.connection(), filter, act, context).await?;
+        let outcome = act::act(write.connection(), filter, act, context).await?;
         if context.dry_run {
             write.rollback().await?;
         } else {
             write.commit().await?;
         }
-        Ok(OperatorOutcome { numbers, dry_run: context.dry_run })
+        Ok(outcome)
     }
 }
 
@@ -69,7 +147,7 @@ impl SqliteStore {
     /// How many messages are not proven, and how old the oldest is, in milliseconds.
     async fn pending(&self) -> Result<(u64, i64), StoreError> {
         let count = query_scalar::<_, i64>("select count(*) from (select 1 from oncebox_outbox limit ?)");
-        let count = count.bind(COUNT_MAX + 1).fetch_one(self.pool()).await?;
+        let count = count.bind(COUNTED_MAX + 1).fetch_one(self.pool()).await?;
         let span = concat!(
             "select coalesce(max(position) - min(position) + 1, 0), ",
             "coalesce((select ",
@@ -77,7 +155,7 @@ impl SqliteStore {
             " - created_at from oncebox_outbox order by position limit 1), 0) from oncebox_outbox"
         );
         let (span, oldest): (i64, i64) = query_as(span).fetch_one(self.pool()).await?;
-        let pending = if count > COUNT_MAX { span } else { count };
+        let pending = if count > COUNTED_MAX { span } else { count };
         Ok((pending.unsigned_abs(), oldest))
     }
 
@@ -109,27 +187,42 @@ impl SqliteStore {
 
     async fn consumer_status(&self) -> Result<Vec<ConsumerStatus>, StoreError> {
         // What stands behind a dead one is counted from the dead ones: they are few, the others may be many.
-        let consumers = query_as::<_, (String, i64, i64, i64, i64)>(
-            "with walls(consumer_id, lane, sequence) as (
-                select consumer_id, lane, min(sequence) from oncebox_waiting
-                 where state = 'dead' and blocks = 1 group by consumer_id, lane)
-             select c.name,
-                    (select count(*) from oncebox_waiting as w where w.consumer_id = c.consumer_id)
-                  - (select count(*) from oncebox_waiting as w where w.consumer_id = c.consumer_id and w.state = 'dead'),
-                    (select count(*) from walls join oncebox_waiting as w using (consumer_id, lane)
-                      where consumer_id = c.consumer_id and w.blocks = 1 and w.sequence > walls.sequence
-                        and w.state = 'waiting'),
-                    (select count(*) from oncebox_waiting as w where w.consumer_id = c.consumer_id and w.state = 'dead'),
-                    (select count(*) from (select 1 from oncebox_inbox as i where i.consumer_id = c.consumer_id limit ?))
+        let consumers = query_as::<_, ConsumerRow>(concat!(
+            "select c.name,
+                    (select count(*) from (select 1 from oncebox_waiting as w
+                      where w.consumer_id = c.consumer_id and w.state = 'waiting' limit ?1)),
+                    (select count(*) from (select 1 from (
+                        select distinct lane from (select lane from oncebox_waiting as d
+                          where d.consumer_id = c.consumer_id and d.state = 'dead' and d.blocks = 1 limit ?1)) as walls
+                      join oncebox_waiting as w on w.consumer_id = c.consumer_id and w.lane = walls.lane and w.blocks = 1
+                       and w.state = 'waiting' limit ?1)),
+                    (select count(*) from (select 1 from oncebox_waiting as w
+                      where w.consumer_id = c.consumer_id and w.due_at is not null limit ?1)),
+                    (select count(*) from (select 1 from oncebox_waiting as w
+                      where w.consumer_id = c.consumer_id and w.state = 'dead' limit ?1)),
+                    (select count(*) from (select 1 from oncebox_inbox as i where i.consumer_id = c.consumer_id limit ?1)),
+                    coalesce((select ",
+            now_ms!(),
+            " - w.stored_at from oncebox_waiting as w
+                      where w.consumer_id = c.consumer_id and w.state = 'waiting' order by w.sequence limit 1), 0),
+                    ",
+            now_ms!(),
+            " - c.seen_at
                from oncebox_consumer as c order by c.name",
-        )
-        .bind(INBOX_COUNT_MAX);
-        let status = |(name, waiting, held, dead, inbox): (String, i64, i64, i64, i64)| ConsumerStatus {
-            name,
-            waiting: (waiting - held).unsigned_abs(),
-            held: held.unsigned_abs(),
-            dead: dead.unsigned_abs(),
-            inbox_rows: inbox.unsigned_abs(),
+        ))
+        .bind(COUNTED_MAX);
+        let status = |row: ConsumerRow| {
+            let (name, stand, held, due, dead, inbox, oldest, seen) = row;
+            let (waiting, held) = waiting_and_held(stand, held, due);
+            ConsumerStatus {
+                name,
+                waiting,
+                held,
+                dead: dead.unsigned_abs(),
+                inbox_rows: inbox.unsigned_abs(),
+                oldest_waiting_age_seconds: seconds(oldest),
+                seen_seconds_ago: seconds(seen),
+            }
         };
         Ok(consumers.fetch_all(self.pool()).await?.into_iter().map(status).collect())
     }

@@ -39,7 +39,7 @@ pub(super) const OPERATION: &str = concat!(
 
 /// As [`intent_of`] reads it.
 pub(super) const INTENTS: &str = "select effect, strategy, provider_key, request, request_kid, adapter, adapter_version, \
-    first_sent_at * 1000, last_sent_at * 1000, sends, outcome from oncebox_operation_intent where operation_id = ? \
+    first_sent_at * 1000, last_sent_at * 1000, sends, outcome, undoes from oncebox_operation_intent where operation_id = ? \
     order by first_sent_at, effect";
 
 /// As [`evidence_of`] reads it.
@@ -188,6 +188,16 @@ impl Phases for SqliteStore {
         Ok(send)
     }
 
+    async fn take_back_send(&self, driven: &Driven, effect: &str, send: u32) -> Result<Fenced, StoreError> {
+        let back = query(concat!(
+            "update oncebox_operation_intent set sends = sends - 1 where operation_id = ?1 and effect = ?4 and outcome is null \
+             and sends = ?5 and sends > 1 and exists (select 1 from oncebox_operation where ",
+            is_ours!(),
+            ")"
+        ));
+        self.fenced(ours(back, driven).bind(effect.to_owned()).bind(send)).await
+    }
+
     async fn observe(&self, evidence: &NewEvidence) -> Result<(), StoreError> {
         self.fenced(append(evidence)).await.map(|_| ())
     }
@@ -212,16 +222,6 @@ impl Phases for SqliteStore {
             " where operation_id = ? and parked is not null"
         ));
         self.fenced(unpark.bind(operation_id.as_bytes().to_vec())).await
-    }
-
-    async fn nudge(&self, operation_id: Uuid) -> Result<(), StoreError> {
-        let nudge = query(concat!(
-            "update oncebox_operation set due_at = ",
-            now_ms!(),
-            " where operation_id = ? and due_at > ",
-            now_ms!()
-        ));
-        self.fenced(nudge.bind(operation_id.as_bytes().to_vec())).await.map(|_| ())
     }
 
     async fn deployment(&self) -> Result<Uuid, StoreError> {
@@ -316,7 +316,10 @@ pub(super) async fn read(
     operation_of(&row, intents, evidence).map(Some)
 }
 
-async fn evidence(connection: &mut SqliteConnection, operation_id: Uuid) -> Result<Vec<StoredEvidence>, StoreError> {
+pub(super) async fn evidence(
+    connection: &mut SqliteConnection,
+    operation_id: Uuid,
+) -> Result<Vec<StoredEvidence>, StoreError> {
     let rows = query(EVIDENCE).bind(operation_id.as_bytes().to_vec()).fetch_all(connection).await?;
     rows.iter().map(evidence_of).collect()
 }

@@ -17,7 +17,10 @@ async fn r25_no_poll_and_no_batch_walks_over_a_table() {
     store.migrate().await.unwrap();
     let statements = [
         ("next due", waiting::NEXT_DUE),
+        ("due head", waiting::DUE_HEAD),
+        ("behind a head", waiting::BEHIND),
         ("claim", waiting::CLAIM),
+        ("claimed too long", waiting::CLAIMED_TOO_LONG),
         ("lost heads", waiting::LOST_HEADS),
         ("wake next", waiting::WAKE_NEXT),
         ("known", inbox::KNOWN),
@@ -41,7 +44,7 @@ async fn r25_no_poll_and_no_batch_walks_over_a_table() {
         // All rows of a consumer are a table too.
         let is_walk = |step: &&String| {
             let whole = ["SCAN oncebox_", "SCAN w", "SCAN o"].iter().any(|walk| step.starts_with(walk));
-            whole || step.contains("oncebox_waiting_consumer")
+            whole || step.contains("oncebox_waiting_first")
         };
         walks.extend(steps.iter().filter(is_walk).map(|step| format!("{name}: {step}")));
     }

@@ -132,7 +132,7 @@ impl SqliteSession {
         if last < scanned_to {
             return Err(StoreError::Refused(format!(
                 "sequence behind cursor: the outbox has given positions up to {last}, but the relay has passed {scanned_to}; \
-                 messages enqueued now would never be read; see `oncebox doctor`"
+                 messages enqueued now would never be read; run `oncebox doctor --fix`"
             )));
         }
         Ok(())

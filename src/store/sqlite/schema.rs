@@ -15,17 +15,25 @@ const MIGRATIONS: &[MigrationText] = &[
     MigrationText {
         version: 1,
         description: "outbox",
+        serves_from: 1,
         sql: include_str!("../../../migrations/sqlite/0001_outbox.sql"),
     },
-    MigrationText { version: 2, description: "inbox", sql: include_str!("../../../migrations/sqlite/0002_inbox.sql") },
+    MigrationText {
+        version: 2,
+        description: "inbox",
+        serves_from: 2,
+        sql: include_str!("../../../migrations/sqlite/0002_inbox.sql"),
+    },
     MigrationText {
         version: 3,
         description: "operator and e-mail",
+        serves_from: 3,
         sql: include_str!("../../../migrations/sqlite/0003_operator_email.sql"),
     },
     MigrationText {
         version: 4,
         description: "operations",
+        serves_from: 4,
         sql: include_str!("../../../migrations/sqlite/0004_operations.sql"),
     },
 ];
@@ -35,7 +43,8 @@ create table if not exists oncebox_migration (
     version     integer primary key not null,   -- ascending from 1
     description text not null,                  -- what it is for
     checksum    blob not null,                  -- SHA-256 of its text
-    applied_at  integer not null                -- when, milliseconds since 1970
+    applied_at  integer not null,               -- when, milliseconds since 1970
+    serves_from integer not null                -- programs that know migrations up to this one or later work on the schema after it
 )";
 
 impl SqliteStore {
@@ -72,10 +81,10 @@ fn changed(applied: &[(i64, Vec<u8>)]) -> Option<i64> {
 /// The statement that notes a migration as applied.
 fn row(migration: &MigrationText) -> String {
     let hex: String = checksum(migration).iter().map(|byte| format!("{byte:02x}")).collect();
-    let MigrationText { version, description, .. } = migration;
+    let MigrationText { version, description, serves_from, .. } = migration;
     format!(
-        concat!("insert into oncebox_migration values ({}, '{}', x'{}', ", now_ms!(), ")"),
-        version, description, hex
+        concat!("insert into oncebox_migration values ({}, '{}', x'{}', ", now_ms!(), ", {})"),
+        version, description, hex, serves_from
     )
 }
 
@@ -100,9 +109,12 @@ impl Schema for SqliteStore {
         let known = MIGRATIONS.last().map_or(0, |migration| migration.version);
         let applied = self.applied_migrations().await?.unwrap_or_default();
         let newest = applied.last().map(|(version, _)| *version);
+        if let Some(found) = newest.filter(|found| *found > known) {
+            let serves = query_scalar("select max(serves_from) from oncebox_migration where version > ?").bind(known);
+            return Ok(SchemaState::of_newer(found, serves.fetch_one(self.pool()).await?, known));
+        }
         Ok(match (newest, changed(&applied)) {
             (None, _) => SchemaState::Missing,
-            (Some(found), _) if found > known => SchemaState::Newer { found, known },
             (Some(_), Some(version)) => SchemaState::Changed { version },
             (Some(found), _) if found < known => SchemaState::Old { found, needed: known },
             (Some(found), _) => SchemaState::Current(found),

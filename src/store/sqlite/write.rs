@@ -118,6 +118,11 @@ impl Write {
 
     /// Rolls back, and gives the turn back.
     pub(super) async fn rollback(mut self) -> Result<(), StoreError> {
+        self.undo().await
+    }
+
+    /// Rolls back, and gives the turn back: nothing can be asked of it afterwards.
+    pub(super) async fn undo(&mut self) -> Result<(), StoreError> {
         match self.held.take() {
             Some(held) => to_its_end(held.rollback()).await,
             None => Ok(()),

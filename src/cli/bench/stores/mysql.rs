@@ -1,10 +1,8 @@
 //! MySQL and MariaDB.
 
-use std::path::Path;
-
 use chrono::NaiveDateTime;
-use sqlx::mysql::{MySqlConnection, MySqlRow};
-use sqlx::{AssertSqlSafe, Connection, Executor, Row};
+use sqlx::mysql::MySqlRow;
+use sqlx::{AssertSqlSafe, Row};
 use uuid::Uuid;
 
 use super::plain_sql;
@@ -41,21 +39,6 @@ const TEXT: &str = "varchar(64) character set utf8mb4 collate utf8mb4_nopad_bin"
 
 impl Yard for MySqlStore {
     const WRITERS: usize = 16;
-
-    async fn make_database(server: &str, name: &str, _: &Path) -> Result<String, AppError> {
-        let mut admin = MySqlConnection::connect(server).await.map_err(StoreError::from)?;
-        admin.execute(AssertSqlSafe(format!("create database {name}"))).await.map_err(StoreError::from)?;
-        admin.close().await.map_err(StoreError::from)?;
-        let mut url = url::Url::parse(server).map_err(|error| AppError::usage(error.to_string()))?;
-        url.set_path(name);
-        Ok(url.to_string())
-    }
-
-    async fn drop_database(server: &str, name: &str) -> Result<(), AppError> {
-        let mut admin = MySqlConnection::connect(server).await.map_err(StoreError::from)?;
-        admin.execute(AssertSqlSafe(format!("drop database if exists {name}"))).await.map_err(StoreError::from)?;
-        Ok(admin.close().await.map_err(StoreError::from)?)
-    }
 
     async fn make_tables(&self) -> Result<(), AppError> {
         let accounts: Vec<String> = (0..ACCOUNTS).map(|account| format!("({account}, 0)")).collect();

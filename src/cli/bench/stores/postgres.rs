@@ -1,10 +1,9 @@
 //! PostgreSQL.
 
-use std::path::Path;
 use std::time::{Duration, Instant};
 
-use sqlx::postgres::{PgConnection, PgRow};
-use sqlx::{AssertSqlSafe, Connection, Executor, Row};
+use sqlx::postgres::PgRow;
+use sqlx::{AssertSqlSafe, Row};
 use uuid::Uuid;
 
 use super::plain_sql;
@@ -35,22 +34,6 @@ fn message(row: &PgRow) -> Result<(i64, OutgoingMessage), StoreError> {
 
 impl Yard for PostgresStore {
     const WRITERS: usize = 16;
-
-    async fn make_database(server: &str, name: &str, _: &Path) -> Result<String, AppError> {
-        let mut admin = PgConnection::connect(server).await.map_err(StoreError::from)?;
-        admin.execute(AssertSqlSafe(format!("create database {name}"))).await.map_err(StoreError::from)?;
-        admin.close().await.map_err(StoreError::from)?;
-        let mut url = url::Url::parse(server).map_err(|error| AppError::usage(error.to_string()))?;
-        url.set_path(name);
-        Ok(url.to_string())
-    }
-
-    async fn drop_database(server: &str, name: &str) -> Result<(), AppError> {
-        let mut admin = PgConnection::connect(server).await.map_err(StoreError::from)?;
-        let drop = format!("drop database if exists {name} with (force)");
-        admin.execute(AssertSqlSafe(drop)).await.map_err(StoreError::from)?;
-        Ok(admin.close().await.map_err(StoreError::from)?)
-    }
 
     async fn make_tables(&self) -> Result<(), AppError> {
         let tables = format!(

@@ -1,7 +1,5 @@
 //! SQLite.
 
-use std::path::Path;
-
 use chrono::DateTime;
 use sqlx::sqlite::SqliteRow;
 use sqlx::{AssertSqlSafe, Row};
@@ -10,7 +8,6 @@ use uuid::Uuid;
 use super::plain_sql;
 use crate::StoreError;
 use crate::app::AppError;
-use crate::cli::bench::bed::file_url;
 use crate::cli::bench::keys::OLD;
 use crate::cli::bench::yard::{ACCOUNTS, Yard};
 use crate::message::OutgoingMessage;
@@ -38,15 +35,6 @@ fn message(row: &SqliteRow) -> Result<(i64, OutgoingMessage), StoreError> {
 
 impl Yard for SqliteStore {
     const WRITERS: usize = 1;
-
-    async fn make_database(_: &str, name: &str, dir: &Path) -> Result<String, AppError> {
-        Ok(file_url(dir, name))
-    }
-
-    async fn drop_database(_: &str, _: &str) -> Result<(), AppError> {
-        // It goes with the directory.
-        Ok(())
-    }
 
     async fn make_tables(&self) -> Result<(), AppError> {
         let tables = format!(

@@ -1,5 +1,6 @@
 //! Random histories of one effect against a provider: requests and answers are lost, requests arrive late, processes
-//! die or lose their lease with a call in flight, the provider errs before and after it charged, and forgets keys.
+//! die or lose their lease with a call in flight, the provider errs before and after it charged, and forgets keys, an
+//! operator accepts a duplicate.
 //!
 //! The rules must never double a charge, and never call failed (or done) what was not, for any kind of provider. The
 //! variants that a reasonable mind might write must be caught: a model that misses them shows nothing.
@@ -47,6 +48,8 @@ enum Caller {
     TimeoutMeansNotSent,
     /// Counts a send when its answer is there.
     CountsAfter,
+    /// Takes an operator's leave to send again for proof that nothing was sent before.
+    WaivedMeansNotSent,
 }
 
 struct Flight {
@@ -79,6 +82,8 @@ struct World {
     sends: Sends,
     /// Evidence; a row from the future is heard and not written yet.
     rows: Vec<Proof>,
+    /// An operator accepted a duplicate.
+    accepted: bool,
 }
 
 #[derive(Debug, Default)]
@@ -165,9 +170,10 @@ impl World {
             (Caller::EarlyJudge, Verdict::Refused) if only => Verdict::Failed,
             (Caller::TimeoutMeansFailed, Verdict::Indefinite) => Verdict::Failed,
             (Caller::TimeoutMeansNotSent, Verdict::Indefinite) => Verdict::NotSent,
+            (Caller::WaivedMeansNotSent, Verdict::Waived) => Verdict::NotSent,
             (_, verdict) => verdict,
         };
-        if self.caller == Caller::CountsAfter && send.is_some() {
+        if self.caller == Caller::CountsAfter && send.is_some() && verdict != Verdict::Waived {
             self.sends.begun += 1;
         }
         self.rows.push(Proof { send, verdict, at: at(from) });
@@ -234,6 +240,21 @@ impl World {
         self.write(None, answer.verdict(), self.now);
     }
 
+    /// The operator may accept a duplicate, once, some time later, when the account may be empty by now.
+    fn accepts(&mut self) -> bool {
+        if self.accepted || self.chance(50) {
+            return false;
+        }
+        self.accepted = true;
+        let later = self.rng.i64(0..2 * RETENTION);
+        self.advance(self.now + later);
+        self.declines |= self.chance(30);
+        for send in 1..=self.sends.begun {
+            self.write(Some(send), Verdict::Waived, self.now);
+        }
+        true
+    }
+
     /// Runs until it is settled or an operator's; none for the operator.
     fn run(&mut self) -> Option<Settled> {
         for _ in 0..60 {
@@ -246,6 +267,7 @@ impl World {
             self.advance(self.now + idle);
             match self.step() {
                 Step::Settle(settled) => return Some(settled),
+                Step::Operator(_) if self.accepts() => {}
                 Step::Operator(_) => return None,
                 Step::Wait { until } => self.advance(until.millis() / 1_000),
                 Step::Query => self.query(),
@@ -263,11 +285,13 @@ fn histories(kind: Kind, caller: Caller) -> Count {
         let (declines, stores_errors) = (rng.u32(0..5) == 0, rng.bool());
         let (flights, rows, known, sends) = (Vec::new(), Vec::new(), None, Sends::default());
         let (now, charges) = (1_000, 0);
-        let mut world = World { rng, kind, caller, now, flights, known, charges, declines, stores_errors, sends, rows };
+        let accepted = false;
+        let mut world =
+            World { rng, kind, caller, now, flights, known, charges, declines, stores_errors, sends, rows, accepted };
         let settled = world.run();
         // What is still on its way arrives.
         world.advance(i64::MAX);
-        count.doubled += u32::from(world.charges > 1);
+        count.doubled += u32::from(world.charges > 1 && !world.accepted);
         count.wrongly_failed += u32::from(settled == Some(Settled::Failed) && world.charges > 0);
         count.wrongly_succeeded += u32::from(settled == Some(Settled::Succeeded) && world.charges == 0);
         count.operator += u32::from(settled.is_none());
@@ -306,6 +330,8 @@ fn o5_o6_o7_every_naive_variant_doubles_a_charge_or_calls_one_failed() {
         (Caller::TimeoutMeansNotSent, Kind::Query),
         (Caller::CountsAfter, Kind::Neither),
         (Caller::CountsAfter, Kind::Key),
+        (Caller::WaivedMeansNotSent, Kind::Key),
+        (Caller::WaivedMeansNotSent, Kind::Neither),
     ] {
         let count = histories(kind, caller);
         assert!(count.doubled + count.wrongly_failed > 0, "{caller:?} {kind:?} does no harm: {count:?}");

@@ -132,6 +132,9 @@ fn o7_a_pause_is_kept_and_a_stored_error_ends_the_resends() {
     assert_eq!(Strategy::Key(WINDOW).next(sends(3), &stuck(2), at(1)), Step::Resend);
     assert_eq!(Strategy::Key(WINDOW).next(sends(4), &stuck(3), at(1)), Step::Operator(Gap::StoredError));
     assert_eq!(Strategy::KeyAndQuery(WINDOW).next(sends(4), &stuck(3), at(1)), Step::Query);
+    // One answer that was written three times.
+    let one = Proof { send: Some(1), verdict: Verdict::StoredError, at: at(0) };
+    assert_eq!(Strategy::Key(WINDOW).next(sends(1), &Evidence::of([one; 3]), at(1)), Step::Resend);
 }
 
 // Shown by: settling on the last verdict.
@@ -162,14 +165,31 @@ fn o9_attempts_never_turn_unknown_into_failed() {
     }
 }
 
-// Shown by: leaving the rule out for operators.
+// Shown by: counting a waived send as one that was not sent.
 #[test]
-fn o6_an_operator_obeys_the_same_window_unless_a_duplicate_is_accepted_by_name() {
-    let lost = evidence(&[Verdict::Indefinite]);
-    let may = |seconds, accept| Strategy::Key(WINDOW).may_send_again(sends(1), &lost, at(seconds), accept);
-    assert!(may(79, false) && !may(80, false) && may(80, true));
-    let done = evidence(&[Verdict::Succeeded]);
-    assert!(!Strategy::Key(WINDOW).may_send_again(sends(1), &done, at(1), true), "what is proven is not sent again");
+fn an_accepted_duplicate_sends_again_and_its_refusal_proves_nothing_of_what_was_sent_before() {
+    let proof = |send, verdict| Proof { send: Some(send), verdict, at: at(0) };
+    for strategy in ALL {
+        let mut rows = vec![proof(1, Verdict::Indefinite), proof(2, Verdict::Refused)];
+        rows.extend([proof(1, Verdict::Waived), proof(2, Verdict::Waived)]);
+        let step = |rows: &[Proof], begun| strategy.next(sends(begun), &Evidence::of(rows.iter().copied()), at(9_999));
+        assert_eq!(step(&rows, 2), Step::Send, "{strategy:?}");
+        assert!(!matches!(step(&rows, 3), Step::Settle(_)), "begun, and no answer: {strategy:?}");
+        for refusal in [Verdict::Refused, Verdict::Failed] {
+            let refused = [&rows[..], &[proof(3, refusal)]].concat();
+            assert_eq!(step(&refused, 3), Step::Operator(Gap::DuplicateRefused), "{strategy:?}");
+        }
+        // It is tried again, by another leave; or what was sent first turns out to have arrived.
+        rows.extend([proof(3, Verdict::Failed), proof(3, Verdict::Waived)]);
+        assert_eq!(step(&rows, 3), Step::Send, "{strategy:?}");
+        for happened in [1, 4] {
+            let rows = [&rows[..], &[proof(happened, Verdict::Succeeded)]].concat();
+            assert_eq!(step(&rows, 4), Step::Settle(Settled::Succeeded), "{strategy:?}");
+        }
+        // What never left us was no send that a duplicate could repeat.
+        let left = [proof(1, Verdict::NotSent), proof(1, Verdict::Waived), proof(2, Verdict::Refused)];
+        assert_eq!(step(&left, 2), Step::Settle(Settled::Failed), "{strategy:?}");
+    }
 }
 
 #[test]
@@ -189,7 +209,7 @@ fn o6_a_window_in_which_nothing_can_be_repeated_is_refused() {
 #[test]
 fn verdicts_are_read_back_from_their_rows() {
     let pause = Duration::from_secs(3);
-    for name in "succeeded failed refused not_sent wait mismatch not_found stored_error indefinite".split(' ') {
+    for name in "succeeded failed refused not_sent waived wait mismatch not_found stored_error indefinite".split(' ') {
         assert_eq!(Verdict::from_row(name, pause).expect(name).name(), name);
     }
     assert_eq!(Verdict::from_row("wait", pause), Some(Verdict::Wait(pause)));

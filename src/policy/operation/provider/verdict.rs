@@ -12,6 +12,9 @@ const PAUSE_MAX: Duration = Duration::from_secs(600);
 pub enum Answer {
     /// No connection: refused, name not found, TLS failed. Not a byte of the request left.
     NotConnected,
+    /// The request could not be made, for a reason of ours that no wait mends by itself: no credentials for the place, a name
+    /// that leads where nothing may be sent. Not a byte of it left; but other than a provider that is away it counts.
+    NotMade,
     /// The connection ended, or the time was up.
     NoAnswer,
     /// An answer.
@@ -69,6 +72,8 @@ pub enum Verdict {
     Refused,
     /// This send did not leave us.
     NotSent,
+    /// Nothing of this send; but an operator accepted that the next one may be its duplicate.
+    Waived,
     /// Come again after this pause, under the same key.
     Wait(Duration),
     /// It happened, and not as we asked.
@@ -98,7 +103,7 @@ impl Answer {
     #[must_use]
     pub fn verdict(self) -> Verdict {
         let (status, listed, in_progress, replayed, matches, retry_after) = match self {
-            Self::NotConnected => return Verdict::NotSent,
+            Self::NotConnected | Self::NotMade => return Verdict::NotSent,
             Self::NoAnswer => return Verdict::Indefinite,
             Self::Status { status, listed, in_progress, replayed, matches, retry_after } => {
                 (status, listed, in_progress, replayed, matches, retry_after)
@@ -134,6 +139,7 @@ impl Verdict {
             Self::Failed => "failure",
             Self::Refused => "refused",
             Self::NotSent => "not-sent",
+            Self::Waived => "waived",
             Self::Wait(_) => "wait",
             Self::Mismatch => "mismatch",
             Self::NotFound => "not-found",
@@ -150,6 +156,7 @@ impl Verdict {
             Self::Failed => "failed",
             Self::Refused => "refused",
             Self::NotSent => "not_sent",
+            Self::Waived => "waived",
             Self::Wait(_) => "wait",
             Self::Mismatch => "mismatch",
             Self::NotFound => "not_found",
@@ -166,6 +173,7 @@ impl Verdict {
             Self::Failed,
             Self::Refused,
             Self::NotSent,
+            Self::Waived,
             Self::Wait(pause),
             Self::Mismatch,
             Self::NotFound,

@@ -15,6 +15,8 @@ use crate::store::Sealed;
 const COMPRESSED: u16 = 1;
 /// The bytes are a nonce of 24 bytes and XChaCha20-Poly1305.
 const ENCRYPTED: u16 = 2;
+/// Headers stand before the body, sealed with it.
+pub(super) const FRAMED: u16 = 4;
 /// A shorter body is not worth the work.
 #[cfg(feature = "compress")]
 const COMPRESS_FROM: usize = 4 << 10;
@@ -106,8 +108,15 @@ impl Sealer {
         }
     }
 
-    pub(super) fn seal_body(&self, context: &[Vec<u8>], bytes: Vec<u8>) -> Result<SealedBody, SealError> {
-        let (bytes, mut format) = compress(bytes);
+    /// Whether it encrypts what it seals.
+    pub(super) fn encrypts(&self) -> bool {
+        self.write.is_some()
+    }
+
+    /// `framed`: [`FRAMED`], or 0.
+    pub(super) fn seal_body(&self, context: &[Vec<u8>], bytes: Vec<u8>, framed: u16) -> Result<SealedBody, SealError> {
+        let (bytes, compressed) = compress(bytes);
+        let mut format = compressed | framed;
         if self.write.is_some() {
             format |= ENCRYPTED;
         }
@@ -123,7 +132,7 @@ impl Sealer {
         kid: Option<&str>,
         bytes: &[u8],
     ) -> Result<Vec<u8>, SealError> {
-        if format & !(COMPRESSED | ENCRYPTED) != 0 || (format & ENCRYPTED != 0) != kid.is_some() {
+        if format & !(COMPRESSED | ENCRYPTED | FRAMED) != 0 || (format & ENCRYPTED != 0) != kid.is_some() {
             return Err(SealError::Broken);
         }
         let parts: Vec<&[u8]> = context.iter().map(Vec::as_slice).collect();

@@ -73,7 +73,7 @@ fn a_long_body_is_kept_small() {
     assert_eq!(kept(&encoded(4_096)).format, 0);
 }
 
-// Shown by: leaving the key, and the fingerprint, out of the associated data; a fixed nonce.
+// Shown by: leaving the key, the fingerprint, and the status, out of the associated data; headers beside the sealed bytes; a fixed nonce.
 #[cfg(feature = "encrypt")]
 #[test]
 fn m67_an_encrypted_body_is_unreadable_and_opens_only_for_its_own_request() {
@@ -83,8 +83,21 @@ fn m67_an_encrypted_body_is_unreadable_and_opens_only_for_its_own_request() {
     let sealer = Sealer::encrypting(&k1, [(k1.clone(), &secret[..])]).unwrap();
     let (identity, fingerprint) = of("t1", K1, 1);
     let secret_body = b"{\"token\":\"abcdefgh\"}";
-    let answer = encode(&endpoint(), &sealer, &identity, &fingerprint, &Kept::Whole(reply(secret_body))).unwrap();
+    let signed = || Reply {
+        headers: vec![("location".to_owned(), b"https://files.example.com/7?sig=ijklmnop".to_vec())],
+        ..reply(secret_body)
+    };
+    let answer = encode(&endpoint(), &sealer, &identity, &fingerprint, &Kept::Whole(signed())).unwrap();
     let body = kept(&answer);
+    assert!(
+        !format!("{:?}", body.headers).contains("sig") && !body.bytes.windows(8).any(|window| window == b"ijklmnop")
+    );
+    let whole = decode(&endpoint(), &sealer, (&identity, &fingerprint), (201, 1), body).unwrap();
+    assert_eq!(whole.headers, signed().headers);
+    for (status, version) in [(402, 1), (201, 2)] {
+        let changed = decode(&endpoint(), &sealer, (&identity, &fingerprint), (status, version), body);
+        assert_eq!(changed.unwrap_err(), SealError::Broken);
+    }
     assert!(!body.bytes.windows(8).any(|window| window == b"abcdefgh"));
     let open = |sealer: &Sealer, of: &(Identity, Fingerprint), body: &KeptBody| {
         decode(&endpoint(), sealer, (&of.0, &of.1), (201, 1), body).map(|reply| reply.body)

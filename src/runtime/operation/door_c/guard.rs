@@ -37,6 +37,7 @@ struct Far {
 enum Committed {
     #[default]
     No,
+    Undone,
     Unknown,
     Yes(Reply),
 }
@@ -56,6 +57,7 @@ impl Progress {
         match *self.committed() {
             Committed::Yes(_) => return Reached::Committed,
             Committed::Unknown => return Reached::CommitUnknown,
+            Committed::Undone => return Reached::Undone,
             Committed::No => {}
         }
         if self.0.started.load(Ordering::Acquire) {
@@ -130,29 +132,32 @@ impl<S: Operations> Guard<S> {
     /// Writes the outcome into the handler's own transaction and commits both together; gives the answer back. Statuses below
     /// 400 are a success, others a failure that is replayed.
     ///
-    /// From here on this answer is the outcome, whatever other layers make of it.
+    /// From here on this answer is the outcome, whatever other layers make of it. A success that is answered without it is no
+    /// success: its key becomes UNKNOWN, and the answer is 500 `IDEMPOTENCY_TRANSACTION_ENDED`, because a handler that commits by
+    /// itself would be executed again after a kill. So is a failure or a panic before it, unless the handler says by
+    /// [`Outcome::Retryable`](crate::policy::operation::Outcome::Retryable) that it has committed nothing.
     ///
     /// A transaction above READ COMMITTED may be refused by the database here (SQLSTATE 40001, [`StoreError::Busy`]): where another
     /// one stands in its way, and where the lease of the claim was extended after its first statement, as happens while a handler
     /// runs for longer than a third of its lease. Answered with 503, the same key runs again.
     ///
     /// # Errors
-    /// [`GuardError`]; of all but [`StoreError::CommitUnknown`] the transaction was rolled back. Each of its two steps, the outcome
-    /// and COMMIT, may take the route's completion budget.
+    /// [`GuardError`]; of all but [`StoreError::CommitUnknown`] the transaction was rolled back. Each of its three steps, a look at the
+    /// transaction, the outcome and COMMIT, may take the route's completion budget.
     ///
     /// # Cancel safety
     /// None: a dropped commit has an unknown outcome. The layer does not drop handlers.
     pub async fn commit(&self, mut tx: Transaction<'_, S::Db>, reply: Reply) -> Result<Reply, GuardError> {
         {
             let mut committed = self.progress.committed();
-            if !matches!(*committed, Committed::No) {
+            if !matches!(*committed, Committed::No | Committed::Undone) {
                 return Err(GuardError::Again);
             }
             // Until it is known, also where this future is dropped.
             *committed = Committed::Unknown;
         }
         let undone = |error: GuardError| {
-            *self.progress.committed() = Committed::No;
+            *self.progress.committed() = Committed::Undone;
             Err(error)
         };
         let kept = Kept::Whole(reply.clone());
@@ -166,12 +171,18 @@ impl<S: Operations> Guard<S> {
             Outcome::FailedReplayable { answer, error_code: error_code(self.endpoint.endpoint(), &reply) }
         };
         let route = self.endpoint.route();
-        let finish = async {
-            // A savepoint stands only inside a transaction: one that a swallowed deadlock or a raw ROLLBACK has ended would store
-            // the outcome by itself, without the effects (O2, R23).
-            S::stands(&mut tx).await?;
-            S::finish_in(&mut *tx, &self.owned, &outcome, &route.retention).await
-        };
+        // A savepoint stands only inside a transaction: one that a swallowed deadlock or a raw ROLLBACK has ended would store the
+        // outcome by itself, without the effects (O2, R23). A raw COMMIT ends it too, so nothing is known of the effects then.
+        match timeout(route.completion_budget, S::stands(&mut tx)).await {
+            Ok(Ok(())) => {}
+            Ok(Err(error @ StoreError::Fenced(_))) => {
+                *self.progress.committed() = Committed::No;
+                return Err(error.into());
+            }
+            Ok(Err(error)) => return undone(error.into()),
+            Err(_) => return undone(StoreError::Unavailable(silent(route.completion_budget)).into()),
+        }
+        let finish = S::finish_in(&mut *tx, &self.owned, &outcome, &route.retention);
         // The connection is the application's: nothing else bounds what is asked on it (R28).
         let finished = timeout(route.completion_budget, finish).await;
         match finished.unwrap_or_else(|_| Err(StoreError::Unavailable(silent(route.completion_budget)))) {

@@ -1,7 +1,7 @@
 //! Writes how an edge run ended, until the lease ends (O12).
 //!
-//! Promises: what the store refuses whole is written without its body, so that it is not unknown; evidence is never fenced, decisions are (O8). A run that was given up as UNKNOWN and then ends after all says so by
-//! taking the record over, once, and only if nobody else has touched it since.
+//! Promises: what the store refuses whole is written without its body, so that it is not unknown; evidence is never fenced, decisions are (O8). A run that was given up and ends after all says
+//! so by evidence, and takes the record over to write its outcome where nobody runs it again: UNKNOWN, free to be retried, or gone.
 
 use std::time::{Duration, Instant};
 
@@ -10,10 +10,10 @@ use crate::error::StoreError;
 use crate::observe::Noted;
 use crate::policy::operation::classify::Settle;
 use crate::policy::operation::record::Tombstone;
-use crate::policy::operation::{Code, Mode, State};
+use crate::policy::operation::{Code, Mode, Record, State};
 use crate::runtime::operation::codec::{Kept, error_code};
 use crate::runtime::operation::door_c::heart::Heart;
-use crate::store::{AnswerBody, Basis, Claimed, Fenced, Keys, NewEvidence, Outcome, Owned, Sealed};
+use crate::store::{AnswerBody, Basis, Claimed, Fenced, KeyClaim, Keys, Look, NewEvidence, Outcome, Owned, Sealed};
 
 /// Between two tries to write an outcome.
 const AGAIN: Duration = Duration::from_millis(100);
@@ -32,7 +32,8 @@ impl<S: Keys> Edge<S> {
     ) {
         let budget = self.front.endpoint().route().completion_budget;
         let mut write = self.outcome(settle, kept);
-        let first = tokio::time::timeout(budget, self.write(&self.owned, write.as_ref())).await;
+        let reach = self.front.engine().reach();
+        let first = tokio::time::timeout(budget, reach.within(self.write(&self.owned, write.as_ref()))).await;
         let until = Instant::now() + self.front.endpoint().route().lease;
         match first {
             Ok(Ok(Fenced::Done)) => {
@@ -130,35 +131,54 @@ impl<S: Keys> Edge<S> {
     }
 
     /// The record is not ours any more: whether the outcome stands in it all the same.
+    ///
+    /// The evidence is written before the look: who frees the key, or gives it up, either sees it or is seen here. What nobody runs
+    /// by now is taken over to write the outcome, by a claim that is fenced as any other.
     async fn late(&self, outcome: Option<&Outcome>) -> bool {
         let store = self.front.engine().store();
-        let record = match store.find(&self.owned.identity).await {
+        let mut look = store.find(&self.owned.identity).await;
+        // An earlier try that was not answered has hit.
+        let ours = |record: &Record| record.operation_id == self.owned.operation_id;
+        if let Ok(Look { record: Some(record), .. }) = &look
+            && ours(record)
+            && record.epoch == self.owned.epoch
+            && record.state != State::InProgress
+        {
+            return true;
+        }
+        self.observe(outcome).await;
+        look = store.find(&self.owned.identity).await;
+        let record = match look {
             Ok(look) => look.record,
             Err(error) => {
                 tracing::warn!(%error, "a lost claim could not be looked at");
                 return false;
             }
         };
-        let Some(record) = record else { return outcome.is_none() };
-        if record.operation_id != self.owned.operation_id {
-            self.observe(outcome).await;
-            return false;
-        }
-        // An earlier try that was not answered has hit.
-        if record.epoch == self.owned.epoch && record.state != State::InProgress {
-            return true;
-        }
-        let given_up = record.state == State::UnknownRequiresRecovery && record.mode == Mode::Edge;
-        if !given_up || record.epoch != self.owned.epoch + 1 {
-            tracing::warn!(operation = %self.front.endpoint().operation(), key = self.front.short_key(), state = %record.state, "a run ended whose key is another's by now: its outcome is not remembered");
-            self.observe(outcome).await;
-            return false;
-        }
-        self.observe(outcome).await;
-        match store.claim(&self.begin.claim, Basis::TakeOver(&record)).await {
+        let ended = matches!(outcome, Some(Outcome::Completed(_) | Outcome::FailedReplayable { .. }));
+        let basis = match &record {
+            None if !ended => return outcome.is_none(),
+            None => Basis::New,
+            Some(record) if !ours(record) || record.mode != Mode::Edge => return self.anothers(record),
+            Some(record) if record.state == State::UnknownRequiresRecovery => Basis::TakeOver(record),
+            Some(record) if record.state == State::FailedRetryable && ended => Basis::Reclaim(record),
+            Some(record) => return self.anothers(record),
+        };
+        let claim = KeyClaim {
+            operation_id: self.owned.operation_id,
+            owner: KeyClaim::new_owner(),
+            ..self.begin.claim.clone()
+        };
+        match store.claim(&claim, basis).await {
             Ok(Claimed::Owned(owned)) => matches!(self.write(&owned, outcome).await, Ok(Fenced::Done)),
             _ => false,
         }
+    }
+
+    /// Says that the outcome stands in evidence only.
+    fn anothers(&self, record: &Record) -> bool {
+        tracing::warn!(operation = %self.front.endpoint().operation(), key = self.front.short_key(), state = %record.state, "a run ended whose key is another's by now: its outcome is evidence, and is not replayed");
+        false
     }
 }
 

@@ -53,6 +53,15 @@ impl<S: Keys> Front<S> {
         Answered::Problem(problem)
     }
 
+    /// The answer where as many operations run as the store's connections carry: nothing was begun (O29).
+    #[must_use]
+    pub(in crate::runtime::operation) fn no_room(&self) -> Answered {
+        tracing::warn!(operation = %self.endpoint.operation(), key = self.short_key(), "no room: as many operations run as the connections of the database carry");
+        self.note(Noted::StoreError("admit"));
+        let detail = "as many operations run as the connections of the database carry: nothing was done";
+        Answered::Problem(Problem { detail: Some(detail.to_owned()), ..Problem::new(Code::StoreUnavailable) })
+    }
+
     pub(super) fn answer_running(&self, decision: Decision, run: &Run) -> Answered {
         match decision {
             Decision::InProgress(_) => self.still_running(run.since.elapsed()),
@@ -73,7 +82,7 @@ impl<S: Keys> Front<S> {
     async fn replay(&self, record: &Record) -> Answered {
         let found = match &self.body {
             Some(body) => Ok(Some(body.clone())),
-            None => self.engine.store().body(record).await,
+            None => self.engine.reach().within(self.engine.store().body(record)).await,
         };
         let body = match found {
             Ok(Some(body)) => body,

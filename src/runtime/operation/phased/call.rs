@@ -16,7 +16,7 @@ use crate::observe::Noted;
 use crate::policy::operation::flow::Stage;
 use crate::policy::operation::provider::{Answer, QueryAnswer, Settled, Verdict, Window, may_start};
 use crate::runtime::pace::Pace;
-use crate::store::{Phases, StoredIntent, StoredOperation};
+use crate::store::{Fenced, Phases, StoredIntent, StoredOperation};
 
 /// Why a provider is asked.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -111,7 +111,10 @@ impl<S: Phases> Driver<S> {
         if is_vain(sent.answer.verdict()) {
             self.vain += 1;
         }
-        self.keep_answer(effect, number, &sent).await?;
+        self.unmade |= sent.answer == Answer::NotMade;
+        if sent.answer.verdict() != Verdict::NotSent || !self.taken_back(effect, number, &sent.saw).await {
+            self.keep_answer(effect, number, &sent).await?;
+        }
         Ok(Next::Again)
     }
 
@@ -125,7 +128,28 @@ impl<S: Phases> Driver<S> {
     /// Keeps that a send which was begun did not leave us.
     async fn not_started(&mut self, effect: &Declared, number: u32, why: &str) -> Result<(), StoreError> {
         let saw = format!("not started: {why}").into_bytes();
+        if self.taken_back(effect, number, &saw).await {
+            return Ok(());
+        }
         self.keep_answer(effect, number, &Sent { answer: Answer::NotConnected, saw }).await
+    }
+
+    /// Whether nothing is left to say of a send that did not leave us: its beginning was taken back, or may have been, so that its
+    /// number stands for another one by now. Then it is in doubt, which is careful, and no evidence may name it.
+    async fn taken_back(&self, effect: &Declared, number: u32, why: &[u8]) -> bool {
+        let operation = self.driven.operation_id;
+        match self.phased.engine.store().take_back_send(&self.driven, effect.name, number).await {
+            Ok(Fenced::Done) => {
+                let why = String::from_utf8_lossy(why);
+                tracing::info!(%operation, effect = effect.name, send = number, %why, "a send did not leave us");
+                true
+            }
+            Ok(Fenced::LostOwnership) => false,
+            Err(error) => {
+                tracing::warn!(%operation, effect = effect.name, send = number, %error, "a send that did not leave us is in doubt");
+                true
+            }
+        }
     }
 
     /// Asks for the effect. That it is not found before a resend proves nothing, and is no reason to ask no more: it is kept as such.
@@ -147,7 +171,14 @@ impl<S: Phases> Driver<S> {
         if asks == Asks::Only && is_vain(verdict) {
             self.vain += 1;
         }
-        self.keep(effect, 0, (By::Query, verdict, asked.status, &asked.saw)).await?;
+        // A provider that is away says the same each time, which proves nothing and is kept once.
+        let of_it = stored.evidence.iter().map(|row| &row.evidence).rfind(|row| row.effect == effect.name);
+        let is_said = verdict == Verdict::Indefinite
+            && of_it
+                .is_some_and(|row| row.kind == "query" && row.verdict == verdict.word() && row.status == asked.status);
+        if !is_said {
+            self.keep(effect, 0, (By::Query, verdict, asked.status, &asked.saw)).await?;
+        }
         Ok(Next::Again)
     }
 
@@ -188,7 +219,7 @@ impl<S: Phases> Driver<S> {
     async fn keep_answer(&mut self, effect: &Declared, number: u32, sent: &Sent) -> Result<(), StoreError> {
         let (by, status) = match sent.answer {
             Answer::Status { status, .. } => (By::Answer, Some(status)),
-            Answer::NotConnected | Answer::NoAnswer => (By::Error, None),
+            Answer::NotConnected | Answer::NotMade | Answer::NoAnswer => (By::Error, None),
         };
         self.keep(effect, number, (by, sent.answer.verdict(), status, &sent.saw)).await
     }

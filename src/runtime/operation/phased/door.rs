@@ -27,6 +27,7 @@ use crate::policy::operation::flow::Stage;
 use crate::policy::operation::record::Mode;
 use crate::policy::operation::{Canonical, Code, Record, Scope};
 use crate::runtime::operation::{Answered, Asking, Engine, Front, KeyGiven, Problem, Registered, Turn};
+use crate::runtime::pace::Since;
 use crate::store::{Phases, Taken};
 
 /// Door B of an engine. Cheap to clone.
@@ -153,11 +154,15 @@ impl<S: Phases> Door<S> {
             match front.turn().await {
                 Turn::Answer(answered) => return shown(answered),
                 Turn::Unkeyed => front = front.under_own_key(),
-                Turn::Recover(record) => match self.recover(&record, until).await {
+                Turn::Recover(record) => match engine.reach().within(self.recover(&record, until)).await {
                     Ok(Recovered::Look) => front.look_again(),
                     Ok(Recovered::Pending) => return shown(front.pending(&record)),
                     Ok(Recovered::Unknown) => return front.problem(Code::OutcomeUnknown),
-                    Err(error) => return front.store_failed("recover", &error),
+                    // There is an operation, and what it did is not undone by a store that is away.
+                    Err(error) => {
+                        drop(front.store_failed("recover", &error));
+                        return shown(front.pending(&record));
+                    }
                 },
                 Turn::Begin(begin) => {
                     let (claim, patience) = (begin.claim.clone(), front.patience());
@@ -169,14 +174,19 @@ impl<S: Phases> Door<S> {
                         bytes: bytes.clone(),
                         patience,
                     };
-                    let opened = match engine.spawn(opening.run(begin)).await {
-                        Ok(opened) => opened,
-                        Err(error) => {
-                            tracing::error!(operation = %endpoint.operation(), %error, "the first phase died");
+                    let Some(place) = engine.place().await else { return front.no_room() };
+                    let opened = match engine.attended(engine.spawn(opening.run(begin))).await {
+                        Some(Ok(opened)) => opened,
+                        ended => {
+                            if let Some(Err(error)) = ended {
+                                tracing::error!(operation = %endpoint.operation(), %error, "the first phase died");
+                            }
                             front.note(Noted::CommitUnknown);
                             return front.problem(Code::CommitUnknown);
                         }
                     };
+                    // From here on it holds a connection for moments only.
+                    drop(place);
                     match opened {
                         Opened::Refused(begin) => front.refused(begin),
                         Opened::Replied(reply) => return front.first(began.elapsed(), reply),
@@ -228,13 +238,14 @@ impl<S: Phases> Door<S> {
             Err(error) => return Err(error),
         };
         let Some(member) = self.phased.member(&found.flow, found.flow_version) else {
-            store.nudge(record.operation_id).await?;
+            // A process that has its flow drives it when it is due: clients that ask here must neither use it up, nor defeat its
+            // pauses.
             return Ok(Recovered::Pending);
         };
         if !self.phased.is_ours().await? {
             return Ok(Recovered::Pending);
         }
-        let asked = Instant::now();
+        let asked = Since::now();
         let (driven, stored) = match store.take_operation(record.operation_id, member.lease()).await? {
             Taken::Driven(driven, stored) => (driven, *stored),
             // Its outcome may have come in between.

@@ -16,7 +16,7 @@
 
 use std::panic::AssertUnwindSafe;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use futures::FutureExt;
 use tokio_util::sync::CancellationToken;
@@ -39,7 +39,7 @@ use crate::policy::operation::provider::{self, Gap, Sends, Step, Strategy, Verdi
 use crate::policy::retry;
 use crate::runtime::handler::panic_text;
 use crate::runtime::operation::{Kept, Reply};
-use crate::runtime::pace::sleep_unless;
+use crate::runtime::pace::{Since, sleep_unless};
 use crate::store::{Driven, Fenced, NewIntent, Outcome, PhaseTx, Phases, Proof, StoredOperation};
 
 /// How often a unit runs again that the database rolled back and nobody failed (R27).
@@ -101,12 +101,14 @@ pub(super) struct Driver<S: Phases> {
     pub(super) reached: bool,
     /// Calls of this drive that proved nothing.
     pub(super) vain: u32,
+    /// Whether one of them could not even be made, for a reason of ours.
+    pub(super) unmade: bool,
     /// How often what nobody failed has run again since the last commit.
     pub(super) again: u32,
     /// Whether it stored proof of an effect.
     pub(super) proof: bool,
     /// From before the last look: never later than the database time that it read.
-    pub(super) read_at: Instant,
+    pub(super) read_at: Since,
     /// Whether the provider was just asked, before a resend.
     pub(super) asked: bool,
     /// The answer that was written with the outcome.
@@ -134,7 +136,7 @@ impl<S: Phases> Driver<S> {
             context,
             command,
             driven: hold.driven().clone(),
-            read_at: Instant::now(),
+            read_at: Since::now(),
             hold,
             fingerprint,
             stop,
@@ -142,6 +144,7 @@ impl<S: Phases> Driver<S> {
             came,
             reached: false,
             vain: 0,
+            unmade: false,
             again: 0,
             proof: false,
             asked: false,
@@ -191,7 +194,7 @@ impl<S: Phases> Driver<S> {
         if self.hold.is_lost() {
             return Ok(Next::End(End::Lost));
         }
-        self.read_at = Instant::now();
+        self.read_at = Since::now();
         let Some(stored) = self.phased.engine.store().operation(self.driven.operation_id).await? else {
             return Ok(Next::End(End::Lost));
         };
@@ -339,8 +342,19 @@ impl<S: Phases> Driver<S> {
                     declared = effect.strategy_name(), "an effect was intended with another strategy");
                 self.park_open(effect, intent, "another-strategy").await
             }
-            // Nothing left us: nothing is unknown, and nothing counts (G10).
-            Step::Send if self.is_spent() => self.back_later(stored.attempts.max(intent.sends / 4)).await,
+            // It cannot be made here, and no wait mends that: it counts, and is a person's in the end.
+            Step::Send if self.is_spent() && self.unmade => {
+                if self.came == Came::Due && stored.attempts.saturating_add(1) >= self.phased.settings.attempts_max {
+                    return self.park_open(effect, intent, "cannot-be-sent").await;
+                }
+                Ok(Next::End(self.give_back(self.pause(stored.attempts), true).await?))
+            }
+            // Nothing left us: nothing is unknown, and nothing counts (G10). The longer it has waited, the longer it waits.
+            Step::Send if self.is_spent() => {
+                let first = self.phased.settings.backoff_first.as_millis().max(1);
+                let doubled = (intent.first_sent_at.until(stored.now).as_millis() / first).max(1).ilog2();
+                self.back_later(stored.attempts.max(doubled)).await
+            }
             Step::Resend | Step::Query if self.is_spent() => self.doubt(stored.attempts).await,
             Step::Send => {
                 self.catch_breath().await;
@@ -527,6 +541,7 @@ pub(super) fn new_intent<S: Phases>(
         request: phased.vault.seal(context.operation_id(), &what, &prepared.bytes)?,
         adapter: effect.provider.name().to_owned(),
         adapter_version: effect.provider.version(),
+        undoes: effect.undoes.map(str::to_owned),
     })
 }
 

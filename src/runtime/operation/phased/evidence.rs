@@ -7,8 +7,8 @@
 //! | indefinite | answer, query, error | `proves`, what was seen |
 //! | all others | answer, query | the same |
 //!
-//! The row's own word ([`Verdict::word`]) is for people and lists; `proves` is what a process decides from. An operator's row (`operator`, `success` or
-//! `failure`) has no `proves`: its word is the verdict, and the last of them decides alone, whatever was seen before and
+//! The row's own word ([`Verdict::word`]) is for people and lists; `proves` is what a process decides from. An operator's row (`operator`, `success`,
+//! `failure` or `waived`) has no `proves`: its word is the verdict, and of success and failure the last of them decides alone, whatever was seen before and
 //! since; but for proof of success that came after a word of failure: that is a conflict, and goes to an operator again.
 //!
 //! Guarantees: any process that can open the bytes rebuilds the same [`Evidence`]; a row that this program cannot read is an
@@ -116,7 +116,7 @@ fn read(vault: &Vault, stored: &StoredEvidence) -> Result<Row, StoreError> {
         let verdict = match row.verdict.as_str() {
             "success" => Verdict::Succeeded,
             "failure" => Verdict::Failed,
-            "not-sent" => Verdict::NotSent,
+            "waived" => Verdict::Waived,
             _ => Verdict::Indefinite,
         };
         let saw = String::from_utf8_lossy(&bytes).into_owned();
@@ -222,6 +222,7 @@ mod tests {
             Verdict::Failed,
             Verdict::Refused,
             Verdict::NotSent,
+            Verdict::Waived,
             Verdict::Wait(pause),
             Verdict::Mismatch,
             Verdict::NotFound,

@@ -1,4 +1,4 @@
-//! Holding an operation: its lease is renewed while it is driven, and what is left of it is known by this process's own clock (O5, O9).
+//! Holding an operation: its lease is renewed while it is driven, and what is left of it is known by this process's own clocks (O5, O9).
 //!
 //! Promises: what is left is counted from before the statement that granted it was sent, so it is never more than the truth; a lost
 //! lease is a flag that stops what would start, and cancels nothing that runs (O8); no statement is dropped half way.
@@ -6,12 +6,12 @@
 //! Not here: the fence, which every statement carries.
 
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use tokio_util::sync::CancellationToken;
 
 use crate::policy::lease::Lease;
-use crate::runtime::pace::sleep_unless;
+use crate::runtime::pace::{Since, sleep_unless};
 use crate::store::{Driven, Fenced, Phases};
 
 /// A lease that is renewed until it is dropped.
@@ -25,14 +25,14 @@ struct Shared<S> {
     store: S,
     driven: Driven,
     lease: Duration,
-    granted: Mutex<Instant>,
+    granted: Mutex<Since>,
     lost: CancellationToken,
     done: CancellationToken,
 }
 
 impl<S: Phases> Hold<S> {
     /// Holds what was granted by a statement that was sent at `asked`.
-    pub(super) fn new(store: S, driven: Driven, lease: Duration, asked: Instant) -> Self {
+    pub(super) fn new(store: S, driven: Driven, lease: Duration, asked: Since) -> Self {
         let (lost, done) = (CancellationToken::new(), CancellationToken::new());
         let shared = Arc::new(Shared { store, driven, lease, granted: Mutex::new(asked), lost, done });
         tokio::spawn(Arc::clone(&shared).renew_until_done());
@@ -78,7 +78,7 @@ impl<S: Phases> Shared<S> {
     }
 
     async fn renew(&self) {
-        let asked = Instant::now();
+        let asked = Since::now();
         match self.store.drive_on(&self.driven, self.lease).await {
             Ok(Fenced::Done) => *self.granted.lock().unwrap_or_else(PoisonError::into_inner) = asked,
             Ok(Fenced::LostOwnership) if self.done.is_cancelled() => {}

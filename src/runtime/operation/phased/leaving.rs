@@ -221,6 +221,7 @@ pub(super) fn gap_name(gap: Gap) -> &'static str {
         Gap::NotFound => "provider-did-not-find-it",
         Gap::StoredError => "provider-replays-an-error",
         Gap::Mismatch => "provider-mismatch",
+        Gap::DuplicateRefused => "accepted-duplicate-was-refused",
         Gap::Attempts => "attempts-used-up",
     }
 }

@@ -6,7 +6,7 @@
 //! Not here: what becomes of the request ([`door`](super::door)), and what follows ([`driver`](super::driver)).
 
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use futures::FutureExt;
 use tokio::task::JoinHandle;
@@ -28,6 +28,7 @@ use crate::policy::operation::flow::Stage;
 use crate::policy::operation::{Code, Record};
 use crate::runtime::operation::standing::stand_later;
 use crate::runtime::operation::{Begin, Reply};
+use crate::runtime::pace::Since;
 use crate::store::{Basis, Begun, Driven, FIRST_POINT, Fenced, NewIntent, NewOperation, PhaseTx, Phases, Proof};
 
 /// Why an operation is parked whose first phase is not known to be committed as a whole.
@@ -86,7 +87,7 @@ impl<S: Phases> Opening<S> {
     }
 
     async fn open(self, begin: Box<Begin>) -> Result<Opened, StoreError> {
-        if !self.phased.is_ours().await? {
+        if !self.phased.engine.reach().within(self.phased.is_ours()).await? {
             return Ok(Opened::Problem(Code::StoreUnavailable));
         }
         let flow = self.member.flow();
@@ -95,7 +96,7 @@ impl<S: Phases> Opening<S> {
         let new = NewOperation { claim: begin.claim.clone(), flow: name, flow_version, command };
         let mut tries = 0;
         let (driven, context, fresh, asked) = loop {
-            let asked = Instant::now();
+            let asked = Since::now();
             match self.try_once(&new, &begin).await {
                 Ok(Tried::Begun(driven, context, fresh)) => break (driven, context, fresh, asked),
                 Ok(Tried::Ended(opened)) => return Ok(opened),
@@ -121,7 +122,8 @@ impl<S: Phases> Opening<S> {
     async fn try_once(&self, new: &NewOperation, begin: &Begin) -> Result<Tried, StoreError> {
         let (phased, flow) = (&self.phased, self.member.flow());
         let store = phased.engine.store();
-        let mut tx = match store.begin_first(new, begin.basis(), self.patience).await? {
+        let begun = phased.engine.reach().within(store.begin_first(new, begin.basis(), self.patience)).await?;
+        let mut tx = match begun {
             Begun::Claimed(tx) => tx,
             Begun::Existing(_) | Begun::Locked => return Ok(Tried::Refused),
         };

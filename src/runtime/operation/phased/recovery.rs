@@ -9,7 +9,7 @@
 //! Not here: what is done with an operation ([`driver`](super::driver)).
 
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
@@ -20,7 +20,7 @@ use super::registry::Phased;
 use super::taken::taken;
 use crate::error::StoreError;
 use crate::observe::{Health, PartState};
-use crate::runtime::pace::{Pace, sleep_unless};
+use crate::runtime::pace::{Pace, Since, sleep_unless};
 use crate::store::Phases;
 
 const PART: &str = "recovery";
@@ -117,7 +117,7 @@ impl<S: Phases> Recovery<S> {
             }
             // Each flow its part, so that one with much to do leaves room; what is left over goes to the next round.
             let share = free.div_ceil(u32::try_from(count - at).unwrap_or(u32::MAX));
-            let asked = Instant::now();
+            let asked = Since::now();
             for (held, stored) in self.phased.engine.store().take_due(flow, &versions, share, lease).await? {
                 worked = true;
                 tracing::info!(operation = %stored.operation_id, flow, stage = stored.stage.as_str(), "an operation is recovered");

@@ -3,7 +3,7 @@
 //! Not here: taking it up ([`door`](super::door), [`recovery`](super::recovery)).
 
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use tokio_util::sync::CancellationToken;
 
@@ -16,6 +16,7 @@ use super::registry::{Member, Phased};
 use crate::error::StoreError;
 use crate::observe::{Noted, noted};
 use crate::policy::operation::Fingerprint;
+use crate::runtime::pace::Since;
 use crate::store::{Driven, Due, Phases, StoredOperation};
 
 /// Drives an operation that was taken up by a statement sent at `asked`, which granted `lease`.
@@ -23,7 +24,7 @@ pub(super) async fn taken<S: Phases>(
     phased: Arc<Phased<S>>,
     driven: Driven,
     stored: StoredOperation,
-    (asked, lease): (Instant, Duration),
+    (asked, lease): (Since, Duration),
     came: Came,
     stop: CancellationToken,
 ) -> Result<Ended, StoreError> {

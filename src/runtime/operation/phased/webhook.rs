@@ -9,7 +9,9 @@
 //!   else is tried again with the backoff of [`DriveSettings`](super::DriveSettings), while the window is open; then it is dead,
 //!   which an operator sees as parked.
 //! * An endpoint that keeps failing is left alone for a while, without an attempt being counted.
-//! * Endpoints at private addresses are refused, by address and by what a name resolves to, unless their host is allowed.
+//! * Endpoints at private addresses are refused, unless their host is allowed. A name that resolves to one is not spoken to; that is
+//!   no refusal, for the next answer may be another one, but it counts as an attempt.
+//! * One endpoint has so many requests at once, and so many endpoints that fail are remembered.
 //!
 //! [`Webhooks::flow`] is an operation of its own: give the event's id as its key, and it is sent once however often it is asked
 //! for. In a flow of one's own, `Effect::new("notify", webhooks, strategy)` sends one beside other effects.
@@ -24,13 +26,14 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant, SystemTime};
 
 use async_trait::async_trait;
+use reqwest::header::HeaderValue;
 use reqwest::{Method, Url};
 use serde::{Deserialize, Serialize};
 
 pub use self::sign::{BadSecret, WebhookSecret};
 pub use super::sending::delivery;
 
-use self::address::{Addresses, Public};
+use self::address::{Addresses, Barred, Public};
 use super::flow::{Flow, FlowError};
 use super::http::{HttpCaller, Outcome};
 use super::identity::ProviderKey;
@@ -47,6 +50,8 @@ use crate::store::Phases;
 const SAW_MAX: usize = 512;
 /// How long a name may take to be resolved.
 const RESOLVING: Duration = Duration::from_secs(2);
+/// So many endpoints are remembered that fail, or that have requests under way.
+const ENDPOINTS_MAX: usize = 4_096;
 
 /// Which secrets sign for an endpoint: all of them, so that a receiver can change from one to the next.
 type Secrets = Arc<dyn Fn(&Url) -> Vec<WebhookSecret> + Send + Sync>;
@@ -88,6 +93,8 @@ pub struct WebhookOptions {
     pub allowed_hosts: BTreeSet<String>,
     /// When an endpoint is left alone.
     pub breaker: BreakerOptions,
+    /// Requests that one endpoint has at once from this process, so that a slow one leaves room for others. Default 4.
+    pub in_flight_max: u32,
 }
 
 impl Default for WebhookOptions {
@@ -96,6 +103,7 @@ impl Default for WebhookOptions {
             timeout: Duration::from_secs(10),
             allowed_hosts: BTreeSet::new(),
             breaker: BreakerOptions { failures: 5, open: Duration::from_secs(30) },
+            in_flight_max: 4,
         }
     }
 }
@@ -107,7 +115,7 @@ pub struct Webhooks {
     addresses: Arc<Addresses>,
     secrets: Secrets,
     options: WebhookOptions,
-    breakers: Arc<Mutex<HashMap<String, Breaker>>>,
+    endpoints: Arc<Mutex<HashMap<String, Endpoints>>>,
     began: Instant,
 }
 
@@ -115,6 +123,13 @@ impl std::fmt::Debug for Webhooks {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("Webhooks").field("options", &self.options).finish_non_exhaustive()
     }
+}
+
+/// What is known of the endpoints of one origin.
+#[derive(Debug)]
+struct Endpoints {
+    breaker: Breaker,
+    in_flight: u32,
 }
 
 /// Where to, as it stands before the body in the stored bytes.
@@ -140,7 +155,7 @@ impl Webhooks {
             addresses,
             secrets: Arc::new(secrets),
             options,
-            breakers: Arc::default(),
+            endpoints: Arc::default(),
             began: Instant::now(),
         })
     }
@@ -161,31 +176,35 @@ impl Webhooks {
 
     async fn post(&self, call: &Call<'_>) -> Sent {
         let not_sent = |why: String| Sent { answer: Answer::NotConnected, saw: why.into_bytes() };
+        let not_made = |why: String| Sent { answer: Answer::NotMade, saw: why.into_bytes() };
         let (envelope, body) = match sending::opened::<Envelope>(call.bytes) {
             Ok(parts) => parts,
-            Err(error) => return not_sent(error.message().to_owned()),
+            Err(error) => return not_made(error.message().to_owned()),
         };
         let url = match Url::parse(&envelope.url) {
             Ok(url) => url,
-            Err(error) => return not_sent(error.to_string()),
+            Err(error) => return not_made(error.to_string()),
         };
-        match tokio::time::timeout(RESOLVING, self.addresses.check(&url)).await {
+        if let Err(error) = self.addresses.permits(&url) {
+            // Ours to refuse, as a receiver that is not the one that was asked would: not a verdict on earlier sends.
+            return Sent { answer: Answer::status(421), saw: error.to_string().into_bytes() };
+        }
+        match tokio::time::timeout(RESOLVING, self.addresses.resolves(&url)).await {
             Err(_) => return not_sent("the host's name was not resolved in time".to_owned()),
-            Ok(Err(error)) if error.is_refusal() => {
-                // Ours to refuse, as a receiver that is not the one that was asked would: not a verdict on earlier sends.
-                return Sent { answer: Answer::status(421), saw: error.to_string().into_bytes() };
-            }
-            Ok(Err(error)) => return not_sent(error.to_string()),
+            Ok(Err(error @ Barred::Unresolved(_))) => return not_sent(error.to_string()),
+            // One answer of one resolver: the next one may be another.
+            Ok(Err(error)) => return not_made(error.to_string()),
             Ok(Ok(())) => {}
         }
         let secrets = (self.secrets)(&url);
         if secrets.is_empty() {
-            return not_sent("no secret is known for the endpoint".to_owned());
+            return not_made("no secret is known for the endpoint".to_owned());
         }
         let origin = url.origin().ascii_serialization();
-        if let Err(left) = self.admit(&origin) {
-            return not_sent(format!("the endpoint is left alone for {left:?} after failures in a row"));
+        if let Err(why) = self.admit(&origin) {
+            return not_sent(why);
         }
+        let mut place = Place { webhooks: self, origin: &origin, well: None };
         let id = call.key.as_str();
         let since = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
         let timestamp = since.as_secs().to_string();
@@ -212,23 +231,57 @@ impl Webhooks {
             Ok(Outcome::NoAnswer(saw)) => (Sent { answer: Answer::NoAnswer, saw: saw.into_bytes() }, false),
             Ok(Outcome::NotConnected(saw)) => (not_sent(saw), false),
             // Nothing is wrong with the endpoint.
-            Err(error) => (not_sent(error.to_string()), true),
+            Err(error) => (not_made(error.to_string()), true),
         };
-        self.tell(&origin, well);
+        place.well = Some(well);
         sent
     }
 
-    fn admit(&self, origin: &str) -> Result<(), Duration> {
-        let mut breakers = self.breakers.lock().unwrap_or_else(PoisonError::into_inner);
-        let breaker = breakers.entry(origin.to_owned()).or_insert_with(|| Breaker::new(self.options.breaker));
-        breaker.admit(self.began.elapsed())
+    /// Takes a place at the endpoint, or says why there is none.
+    fn admit(&self, origin: &str) -> Result<(), String> {
+        let now = self.began.elapsed();
+        let mut endpoints = self.endpoints.lock().unwrap_or_else(PoisonError::into_inner);
+        if endpoints.len() >= ENDPOINTS_MAX && !endpoints.contains_key(origin) {
+            endpoints.retain(|_, one| one.in_flight > 0 || one.breaker.is_open(now));
+            if endpoints.len() >= ENDPOINTS_MAX {
+                return Err(format!("{ENDPOINTS_MAX} other endpoints fail or are busy"));
+            }
+        }
+        let fresh = || Endpoints { breaker: Breaker::new(self.options.breaker), in_flight: 0 };
+        let endpoint = endpoints.entry(origin.to_owned()).or_insert_with(fresh);
+        if endpoint.in_flight >= self.options.in_flight_max.max(1) {
+            return Err(format!("the endpoint has {} requests under way", endpoint.in_flight));
+        }
+        let left = endpoint.breaker.admit(now);
+        left.map_err(|left| format!("the endpoint is left alone for {left:?} after failures in a row"))?;
+        endpoint.in_flight += 1;
+        Ok(())
     }
 
-    fn tell(&self, origin: &str, well: bool) {
-        let mut breakers = self.breakers.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(breaker) = breakers.get_mut(origin) {
-            breaker.ended(well, self.began.elapsed());
+    /// Gives the place back, and says how it went; none: nobody knows.
+    fn leave(&self, origin: &str, well: Option<bool>) {
+        let mut endpoints = self.endpoints.lock().unwrap_or_else(PoisonError::into_inner);
+        let Some(endpoint) = endpoints.get_mut(origin) else { return };
+        endpoint.in_flight = endpoint.in_flight.saturating_sub(1);
+        if let Some(well) = well {
+            endpoint.breaker.ended(well, self.began.elapsed());
         }
+        if endpoint.in_flight == 0 && endpoint.breaker == Breaker::new(self.options.breaker) {
+            endpoints.remove(origin);
+        }
+    }
+}
+
+/// A place at an endpoint, given back where its request is dropped too.
+struct Place<'a> {
+    webhooks: &'a Webhooks,
+    origin: &'a str,
+    well: Option<bool>,
+}
+
+impl Drop for Place<'_> {
+    fn drop(&mut self) {
+        self.webhooks.leave(self.origin, self.well);
     }
 }
 
@@ -256,7 +309,58 @@ impl Prepare<SendWebhook> for Webhooks {
     fn prepare(&self, request: &SendWebhook, _key: &ProviderKey) -> Result<Vec<u8>, HandlerError> {
         let url = Url::parse(&request.url).map_err(HandlerError::terminal)?;
         self.addresses.permits(&url).map_err(HandlerError::terminal)?;
+        HeaderValue::from_str(&request.content_type).map_err(|_| {
+            HandlerError::terminal(format!("the content type {:?} cannot stand in a header", request.content_type))
+        })?;
         let envelope = Envelope { url: request.url.clone(), content_type: request.content_type.clone() };
         sending::packed(&envelope, request.body.as_bytes())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn webhooks(in_flight_max: u32) -> Webhooks {
+        let options = WebhookOptions { in_flight_max, ..WebhookOptions::default() };
+        Webhooks::new(options, |_| Vec::new()).expect("TLS")
+    }
+
+    // Shown by: a map that only grows (tenants give URLs, such as `*.evil.example`).
+    #[test]
+    fn endpoints_that_are_remembered_are_bounded_and_a_healthy_one_is_forgotten() {
+        let webhooks = webhooks(1);
+        let count = || webhooks.endpoints.lock().expect("no panic").len();
+        for number in 0..2 * ENDPOINTS_MAX {
+            let origin = format!("https://{number}.example");
+            assert_eq!(webhooks.admit(&origin), Ok(()));
+            webhooks.leave(&origin, Some(false));
+            assert!(count() <= ENDPOINTS_MAX);
+        }
+        let before = count();
+        webhooks.admit("https://healthy.example").expect("let in");
+        webhooks.leave("https://healthy.example", Some(true));
+        assert!(count() <= before);
+        // All of them busy: one more is not remembered, and not spoken to.
+        let webhooks = self::webhooks(1);
+        for number in 0..ENDPOINTS_MAX {
+            webhooks.admit(&format!("https://{number}.example")).expect("let in");
+        }
+        assert!(webhooks.admit("https://one-more.example").is_err());
+        webhooks.leave("https://0.example", Some(true));
+        assert_eq!(webhooks.admit("https://one-more.example"), Ok(()));
+    }
+
+    // Shown by: no bound: one slow receiver has all of a worker's hands.
+    #[test]
+    fn one_endpoint_has_so_many_requests_at_once_and_others_have_their_own() {
+        let webhooks = webhooks(2);
+        for expected in [true, true, false] {
+            assert_eq!(webhooks.admit("https://slow.example").is_ok(), expected);
+        }
+        assert_eq!(webhooks.admit("https://other.example"), Ok(()));
+        // Dropped without an end, as by a timeout.
+        drop(Place { webhooks: &webhooks, origin: "https://slow.example", well: None });
+        assert_eq!(webhooks.admit("https://slow.example"), Ok(()));
     }
 }

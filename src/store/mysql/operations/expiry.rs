@@ -5,6 +5,7 @@
 
 use std::time::Duration;
 
+use super::super::key_operator::outlives;
 use super::super::{MySqlStore, START, hex_list, micros};
 use crate::error::StoreError;
 use crate::policy::operation::OperationName;
@@ -66,11 +67,13 @@ pub(super) async fn purge(
 ) -> Result<u64, StoreError> {
     let name = operation.as_str().as_bytes().to_vec();
     let mut transaction = store.pool.begin(START).await?;
-    let old: Vec<(Vec<u8>, Vec<u8>)> = sqlx::query_as(
-        "select key_digest, operation_id from oncebox_idempotency_request \
+    let old: Vec<(Vec<u8>, Vec<u8>, bool)> = sqlx::query_as(concat!(
+        "select key_digest, operation_id, ",
+        outlives!(),
+        " from oncebox_idempotency_request r \
          where operation = ? and outcome_at < utc_timestamp(6) - interval ? microsecond and expires_at < utc_timestamp(6) \
-         order by outcome_at limit ?",
-    )
+         order by outcome_at limit ?"
+    ))
     .bind(&name)
     .bind(micros(retention.metadata))
     .bind(limit)
@@ -86,7 +89,7 @@ pub(super) async fn purge(
          straight_join oncebox_idempotency_request r force index (primary) on r.key_digest = unhex(j.id) \
          where r.outcome_at < utc_timestamp(6) - interval ? microsecond and r.expires_at < utc_timestamp(6)",
     )
-    .bind(hex_list(old.iter().map(|(digest, _)| digest.as_slice())))
+    .bind(hex_list(old.iter().map(|(digest, ..)| digest.as_slice())))
     .bind(micros(retention.metadata))
     .run(&mut transaction)
     .await?
@@ -97,10 +100,12 @@ pub(super) async fn purge(
          straight_join oncebox_idempotency_body b force index (primary) on b.key_digest = unhex(j.id) \
          where not exists (select 1 from oncebox_idempotency_request r where r.key_digest = b.key_digest)",
     )
-    .bind(hex_list(old.iter().map(|(digest, _)| digest.as_slice())))
+    .bind(hex_list(old.iter().map(|(digest, ..)| digest.as_slice())))
     .run(&mut transaction)
     .await?;
-    let operations = hex_list(old.iter().map(|(_, operation_id)| operation_id.as_slice()));
+    // What is known of a conflict that nobody has judged stays behind (O8).
+    let settled = old.iter().filter(|(.., outlives)| !outlives);
+    let operations = hex_list(settled.map(|(_, operation_id, _)| operation_id.as_slice()));
     for statement in [
         "delete t from json_table(?, '$[*]' columns (id varchar(32) path '$')) j \
          straight_join oncebox_operation t force index (primary) on t.operation_id = unhex(j.id) \

@@ -174,7 +174,7 @@ impl OperationTx for MySqlOperationTx {
     }
 
     fn connection(&mut self) -> &mut MySqlConnection {
-        self.held.transaction.plain()
+        self.held.transaction.lend()
     }
 
     async fn undo_effects(&mut self) -> Result<Proof, StoreError> {

@@ -11,62 +11,79 @@ use super::find::{Found, FoundRow};
 use crate::error::StoreError;
 use crate::message::{Message, MessageId, bucket};
 use crate::store::bounded::{Ask, Bounded};
+use crate::store::operator::{BURIED, Redriven, redriven};
 use crate::store::{ActContext, ConsumerId, DeadMessage, DeadPlace, OperatorAct};
 
 /// The header that names the id an edited message had before.
 const CAUSATION: &str = "oncebox-causation-id";
-/// The verdict on an id that came with another content.
-const ID_REUSED: &str = "id-reused";
-/// Verdicts that left no inbox row: a redrive inserts it (R31).
-const WITHOUT_INBOX_ROW: [&str; 2] = ["too-old", "from-the-future"];
-
-/// False where the row changed since it was found.
+/// None where the row changed since it was found.
 pub(super) async fn act_on(
     connection: &mut Bounded<MySql>,
     found: &Found,
     act: &OperatorAct,
     context: &ActContext,
-) -> Result<bool, StoreError> {
-    let changed = match &found.row {
-        FoundRow::Outbox { position, .. } => request(connection, *position, &found.dead, act, context).await?,
-        FoundRow::Consumer { sequence, consumer, holds, message } => match act {
-            OperatorAct::Discard => discard(connection, *sequence, *consumer, *holds, message).await?,
-            OperatorAct::Redrive => {
-                let reason = found.dead.reason.as_str();
-                if reason == ID_REUSED {
-                    return Err(StoreError::Refused(format!(
-                        "{} has the id of another message, which the inbox knows: redrive it with `--new-id`",
-                        found.dead.number
-                    )));
-                }
-                if WITHOUT_INBOX_ROW.contains(&reason) && !insert_inbox_row(connection, *consumer, message).await? {
-                    // A second copy was handled since: this one is a duplicate, and nothing is left to do.
-                    discard(connection, *sequence, *consumer, *holds, message).await?
-                } else {
-                    redrive(connection, *sequence, *consumer, message, None).await?
-                }
-            }
-            OperatorAct::RedriveAs { id, payload } => {
-                let mut renewed = (**message).clone();
-                renewed.id = MessageId::from_uuid(*id);
-                renewed.id_text = id.to_string();
-                if let Some(payload) = payload {
-                    renewed.payload.clone_from(payload);
-                    renewed.tombstone = false;
-                }
-                if !insert_inbox_row(connection, *consumer, &renewed).await? {
-                    return Err(StoreError::Refused(format!("the id {id} is in the inbox already; give another one")));
-                }
-                renewed.headers.retain(|(name, _)| name != CAUSATION);
-                renewed.headers.push((CAUSATION.to_owned(), message.id.to_string().into_bytes()));
-                redrive(connection, *sequence, *consumer, &renewed, Some(&renewed)).await?
-            }
-        },
-    };
-    if changed {
-        audit(connection, &found.dead, act, context).await?;
+) -> Result<Option<Redriven>, StoreError> {
+    if act.buries(&found.dead)? && !bury(connection, found).await? {
+        return Err(OperatorAct::runs_now(&found.dead));
     }
-    Ok(changed)
+    let (is_changed, done) = match &found.row {
+        FoundRow::Outbox { position, .. } => {
+            (request(connection, *position, &found.dead, act, context).await?, Redriven::Waits)
+        }
+        FoundRow::Consumer { .. } if *act == OperatorAct::Bury => (true, Redriven::Waits),
+        FoundRow::Consumer { sequence, consumer, holds, message } => {
+            let renewed = renewed(message, act);
+            let done = match act {
+                OperatorAct::Bury | OperatorAct::Discard => None,
+                OperatorAct::Redrive | OperatorAct::RedriveAs { .. } => {
+                    let stood = inbox_row(connection, *consumer, renewed.as_ref().unwrap_or(message)).await?;
+                    Some(redriven(&found.dead, act, stood)?)
+                }
+            };
+            let is_changed = match done {
+                Some(Redriven::Waits) => redrive(connection, *sequence, *consumer, message, renewed.as_ref()).await?,
+                Some(Redriven::AlreadyHandled) | None => {
+                    discard(connection, *sequence, *consumer, *holds, message).await?
+                }
+            };
+            (is_changed, done.unwrap_or(Redriven::Waits))
+        }
+    };
+    if !is_changed {
+        return Ok(None);
+    }
+    audit(connection, &found.dead, act, done, context).await?;
+    Ok(Some(done))
+}
+
+/// No more tries for a consumer's message. False where a process has its claim, or the same delivery is dead already.
+async fn bury(connection: &mut Bounded<MySql>, found: &Found) -> Result<bool, StoreError> {
+    let FoundRow::Consumer { sequence, .. } = &found.row else { return Ok(false) };
+    let buried = sqlx::query(
+        "update oncebox_waiting set state = 'dead', dead_hash = content_hash, dead_at = utc_timestamp(6), reason = ?, \
+           due_at = null, claim = null \
+         where sequence = ? and state = 'waiting' and (claim is null or due_at <= utc_timestamp(6))",
+    );
+    match buried.bind(BURIED.as_bytes()).bind(sequence).run(connection).await {
+        Ok(done) => Ok(done.rows_affected() == 1),
+        Err(error) if number(&error) == Some(1062) => Ok(false),
+        Err(error) => Err(error.into()),
+    }
+}
+
+/// The message under its new id, perhaps edited. Its content hash covers what the application wrote, not the header that is added.
+fn renewed(message: &Message, act: &OperatorAct) -> Option<Message> {
+    let OperatorAct::RedriveAs { id, payload } = act else { return None };
+    let mut renewed = message.clone();
+    renewed.id = MessageId::from_uuid(*id);
+    renewed.id_text = id.to_string();
+    if let Some(payload) = payload {
+        renewed.payload.clone_from(payload);
+        renewed.tombstone = false;
+    }
+    renewed.headers.retain(|(name, _)| name != CAUSATION);
+    renewed.headers.push((CAUSATION.to_owned(), message.id.to_string().into_bytes()));
+    Some(renewed)
 }
 
 /// A message with its own id that is older than the consumers' horizon may run twice (R31).
@@ -93,15 +110,16 @@ async fn request(
 ) -> Result<bool, StoreError> {
     let requested = match act {
         OperatorAct::Redrive | OperatorAct::RedriveAs { .. } => "redrive",
-        OperatorAct::Discard => "discard",
+        OperatorAct::Bury | OperatorAct::Discard => "discard",
     };
     let written = sqlx::query(
         "update oncebox_outbox_dead set requested = ?, requested_at = utc_timestamp(6), requested_by = ? \
-         where position = ? and state = 'dead'",
+         where position = ? and (state = 'dead' or ? = 'discard')",
     )
     .bind(requested)
     .bind(&context.actor)
     .bind(position)
+    .bind(requested)
     .run(&mut *connection)
     .await?;
     if written.rows_affected() != 1 {
@@ -125,27 +143,37 @@ async fn request(
     Ok(true)
 }
 
-/// False where the id is in the inbox already.
-async fn insert_inbox_row(
+/// The inbox row without which a second copy would be new. None where it was inserted, else whether the row that stood there has
+/// this content (R31).
+async fn inbox_row(
     connection: &mut Bounded<MySql>,
     consumer: ConsumerId,
     message: &Message,
-) -> Result<bool, StoreError> {
+) -> Result<Option<bool>, StoreError> {
+    let hash = hash_without_causation(message);
     let inserted = sqlx::query(
         "insert into oncebox_inbox (consumer_id, message_id, content_hash, batch_token, received_at) \
          values (?, ?, ?, ?, utc_timestamp(6))",
     )
     .bind(consumer.0)
     .bind(message.id.uuid())
-    .bind(message.content_hash().as_slice())
+    .bind(hash.as_slice())
     .bind(token().as_slice())
-    .run(connection)
+    .run(&mut *connection)
     .await;
     match inserted {
-        Ok(_) => Ok(true),
-        Err(error) if number(&error) == Some(1062) => Ok(false),
-        Err(error) => Err(error.into()),
+        Ok(_) => return Ok(None),
+        Err(error) if number(&error) == Some(1062) => {}
+        Err(error) => return Err(error.into()),
     }
+    let same: bool =
+        sqlx::query_scalar("select content_hash = ? from oncebox_inbox where consumer_id = ? and message_id = ?")
+            .bind(hash.as_slice())
+            .bind(consumer.0)
+            .bind(message.id.uuid())
+            .one(connection)
+            .await?;
+    Ok(Some(same))
 }
 
 /// Waiting again, tries counted from nothing; due now unless an older row of its key stands before it.
@@ -241,13 +269,10 @@ async fn audit(
     connection: &mut Bounded<MySql>,
     dead: &DeadMessage,
     act: &OperatorAct,
+    done: Redriven,
     context: &ActContext,
 ) -> Result<(), StoreError> {
-    let (name, new_id) = match act {
-        OperatorAct::Redrive => ("redrive", None),
-        OperatorAct::RedriveAs { id, .. } => ("redrive-as", Some(*id)),
-        OperatorAct::Discard => ("discard", None),
-    };
+    let new_id = if let OperatorAct::RedriveAs { id, .. } = act { Some(*id) } else { None };
     let place = match &dead.place {
         DeadPlace::Outbox => "outbox",
         DeadPlace::Consumer(name) => name,
@@ -258,12 +283,12 @@ async fn audit(
     )
     .bind(&context.actor)
     .bind(&context.reason)
-    .bind(name)
+    .bind(act.name())
     .bind(place.as_bytes())
     .bind(&dead.number)
     .bind(dead.message_id)
     .bind(new_id)
-    .bind(&dead.reason)
+    .bind(done.detail(&dead.reason))
     .run(connection)
     .await?;
     Ok(())

@@ -12,7 +12,7 @@ use super::count_of;
 use crate::error::StoreError;
 use crate::message::Message;
 use crate::store::bounded::{Ask, Bounded};
-use crate::store::{ConsumerId, DeadFilter, DeadMessage, DeadPlace, HistoryEntry};
+use crate::store::{ConsumerId, DeadFilter, DeadMessage, DeadPlace, DeadState, HistoryEntry};
 
 /// How many a list shows unless told otherwise.
 const LIST_DEFAULT: usize = 100;
@@ -42,11 +42,13 @@ pub(super) async fn find(connection: &mut Bounded<MySql>, filter: &DeadFilter) -
         Some((given, number)) => (given == prefix).then_some(Some(number)),
     };
     let mut found = Vec::new();
-    if let Some(position) = row_number('o').filter(|_| wants_outbox) {
-        found.extend(find_in_outbox(connection, filter, position, limit).await?);
-    }
-    if let Some(sequence) = row_number('c').filter(|_| wants_consumers) {
-        found.extend(find_of_consumers(connection, filter, sequence, limit).await?);
+    for state in filter.states() {
+        if let Some(position) = row_number('o').filter(|_| wants_outbox && *state != DeadState::Waiting) {
+            found.extend(find_in_outbox(connection, filter, *state, position, limit).await?);
+        }
+        if let Some(sequence) = row_number('c').filter(|_| wants_consumers) {
+            found.extend(find_of_consumers(connection, filter, *state, sequence, limit).await?);
+        }
     }
     found.sort_by_key(|found| found.dead.dead_at);
     found.truncate(limit);
@@ -66,6 +68,7 @@ fn parse_number(given: &str) -> Result<(char, i64), StoreError> {
 async fn find_in_outbox(
     connection: &mut Bounded<MySql>,
     filter: &DeadFilter,
+    state: DeadState,
     position: Option<i64>,
     limit: usize,
 ) -> Result<Vec<Found>, StoreError> {
@@ -74,8 +77,9 @@ async fn find_in_outbox(
          d.headers, d.payload, d.content_type, timestampdiff(microsecond, d.created_at, utc_timestamp(6)) as age_micros, \
          if(d.holds, (select count(*) from oncebox_outbox_dead b \
            where b.lane = d.lane and b.position > d.position and b.state = 'held'), 0) as behind \
-         from oncebox_outbox_dead d where d.state = 'dead'",
+         from oncebox_outbox_dead d where d.state = ",
     );
+    query.push(if state == DeadState::Held { "'held'" } else { "'dead'" });
     if let Some(position) = position {
         query.push(" and d.position = ").push_bind(position);
     }
@@ -83,25 +87,33 @@ async fn find_in_outbox(
     if let Some(reason) = &filter.reason {
         query.push(" and d.reason = ").push_bind(reason.clone());
     }
-    query.push(" order by d.diverted_at, d.position limit ").push_bind(i64::try_from(limit).unwrap_or(i64::MAX));
+    query.push(" order by d.position limit ").push_bind(i64::try_from(limit).unwrap_or(i64::MAX));
     let rows = query.build().persistent(false).all(connection).await?;
-    rows.iter().map(found_in_outbox).collect()
+    rows.iter().map(|row| found_in_outbox(row, state)).collect()
 }
 
 async fn find_of_consumers(
     connection: &mut Bounded<MySql>,
     filter: &DeadFilter,
+    state: DeadState,
     sequence: Option<i64>,
     limit: usize,
 ) -> Result<Vec<Found>, StoreError> {
     let mut query: QueryBuilder<MySql> = QueryBuilder::new(
         "select w.sequence, w.consumer_id, c.name as consumer, w.lane is not null as holds, w.message_id, w.id_text, w.topic, w.`key`, \
          w.kind, w.headers, w.payload, w.tombstone, w.content_type, w.source, w.message_time, w.traceparent, w.tracestate, w.place, \
-         w.partition_no, w.offset_no, w.attempts, w.reason, w.error, w.history, w.dead_at, \
-         if(w.lane is null, 0, (select count(*) from oncebox_waiting b \
+         w.partition_no, w.offset_no, w.attempts, w.reason, w.error, w.history, coalesce(w.dead_at, w.stored_at) as dead_at, w.due_at, \
+         if(w.lane is null or (w.state = 'waiting' and w.due_at is null), 0, (select count(*) from oncebox_waiting b \
            where b.consumer_id = w.consumer_id and b.lane = w.lane and b.sequence > w.sequence)) as behind \
-         from oncebox_waiting w join oncebox_consumer c on c.consumer_id = w.consumer_id where w.state = 'dead'",
+         from oncebox_waiting w join oncebox_consumer c on c.consumer_id = w.consumer_id where ",
     );
+    let behind_a_dead_one = "exists (select 1 from oncebox_waiting d \
+                             where d.consumer_id = w.consumer_id and d.lane = w.lane and d.state = 'dead')";
+    match state {
+        DeadState::Dead => query.push("w.state = 'dead'"),
+        DeadState::Held => query.push("w.state = 'waiting' and ").push(behind_a_dead_one),
+        DeadState::Waiting => query.push("w.state = 'waiting' and not ").push(behind_a_dead_one),
+    };
     if let Some(sequence) = sequence {
         query.push(" and w.sequence = ").push_bind(sequence);
     }
@@ -112,9 +124,9 @@ async fn find_of_consumers(
     if let Some(reason) = &filter.reason {
         query.push(" and w.reason = ").push_bind(reason.clone().into_bytes());
     }
-    query.push(" order by w.dead_at, w.sequence limit ").push_bind(i64::try_from(limit).unwrap_or(i64::MAX));
+    query.push(" order by w.sequence limit ").push_bind(i64::try_from(limit).unwrap_or(i64::MAX));
     let rows = query.build().persistent(false).all(connection).await?;
-    rows.iter().map(found_of_consumer).collect()
+    rows.iter().map(|row| found_of_consumer(row, state)).collect()
 }
 
 fn push_filter(query: &mut QueryBuilder<MySql>, table: char, filter: &DeadFilter) {
@@ -132,22 +144,25 @@ fn push_filter(query: &mut QueryBuilder<MySql>, table: char, filter: &DeadFilter
     }
 }
 
-fn found_in_outbox(row: &MySqlRow) -> Result<Found, StoreError> {
+fn found_in_outbox(row: &MySqlRow, state: DeadState) -> Result<Found, StoreError> {
     let position: i64 = row.try_get("position")?;
     let age: i64 = row.try_get("age_micros")?;
     let key: Option<Vec<u8>> = row.try_get("key")?;
     let reason: Option<String> = row.try_get("reason")?;
     let dead = DeadMessage {
         number: format!("o{position}"),
+        state,
         place: DeadPlace::Outbox,
         message_id: row.try_get("message_id")?,
+        sent_id: None,
         topic: text("topic", row.try_get("topic")?)?,
         key: key.map(|key| text("key", key)).transpose()?,
         kind: text("kind", row.try_get("kind")?)?,
         error: reason.clone(),
-        reason: reason.unwrap_or_default(),
+        reason: reason.unwrap_or_else(|| "stands behind another one of its key".to_owned()),
         attempts: row.try_get("attempts")?,
         dead_at: row.try_get("diverted_at")?,
+        next_try: None,
         behind: count_of(row.try_get("behind")?),
         requested: row.try_get("requested")?,
         history: history(row)?,
@@ -159,21 +174,27 @@ fn found_in_outbox(row: &MySqlRow) -> Result<Found, StoreError> {
     Ok(Found { dead, row: FoundRow::Outbox { position, age } })
 }
 
-fn found_of_consumer(row: &MySqlRow) -> Result<Found, StoreError> {
+fn found_of_consumer(row: &MySqlRow, state: DeadState) -> Result<Found, StoreError> {
     let sequence: i64 = row.try_get("sequence")?;
     let message = waiting::message(row)?;
     let lossy = |(name, value): &(String, Vec<u8>)| (name.clone(), String::from_utf8_lossy(value).into_owned());
+    let next_try: Option<DateTime<Utc>> = row.try_get("due_at")?;
+    let reason: Option<Vec<u8>> = row.try_get("reason")?;
+    let reason = reason.map(|reason| text("reason", reason)).transpose()?;
     let dead = DeadMessage {
         number: format!("c{sequence}"),
+        state,
         place: DeadPlace::Consumer(text("name", row.try_get("consumer")?)?),
         message_id: message.id.uuid(),
+        sent_id: DeadMessage::sent_id(message.id.uuid(), message.id_text.clone()),
         topic: message.topic.clone(),
         key: message.key_text().map(str::to_owned),
         kind: message.kind.clone(),
-        reason: text("reason", row.try_get("reason")?)?,
+        reason: reason.unwrap_or_else(|| state.reason_of_consumer(next_try.is_some()).to_owned()),
         error: row.try_get("error")?,
         attempts: row.try_get("attempts")?,
         dead_at: row.try_get::<DateTime<Utc>, _>("dead_at")?,
+        next_try,
         behind: count_of(row.try_get("behind")?),
         requested: None,
         history: history(row)?,

@@ -1,5 +1,7 @@
 //! How things stand: shards, counts, ages.
 
+use std::time::Duration;
+
 use sqlx::mysql::MySqlRow;
 use sqlx::{MySql, Row};
 
@@ -7,20 +9,28 @@ use super::super::text;
 use super::count_of;
 use crate::error::StoreError;
 use crate::store::bounded::{Ask, Bounded};
-use crate::store::{ConsumerStatus, ShardStatus, Status};
-
-/// Rows that are counted one by one; more are estimated.
-const COUNT_MAX: i64 = 100_000;
+use crate::store::operator::{COUNTED_MAX, waiting_and_held};
+use crate::store::{ConsumerStatus, LockWait, ShardStatus, Status};
 
 /// Everything but the e-mails.
 pub(super) async fn read(connection: &mut Bounded<MySql>) -> Result<Status, StoreError> {
     let shards = sqlx::query(SHARDS).all(&mut *connection).await?;
-    let diverted: Vec<(String, i64)> =
-        sqlx::query_as("select state, count(*) from oncebox_outbox_dead group by state").all(&mut *connection).await?;
-    let of_state =
-        |wanted: &str| diverted.iter().find(|(state, _)| state == wanted).map_or(0, |(_, count)| count_of(*count));
+    let (held, dead): (i64, i64) = sqlx::query_as(
+        "select (select count(*) from (select 1 from oncebox_outbox_dead where state = 'held' limit ?) c), \
+                (select count(*) from (select 1 from oncebox_outbox_dead where state = 'dead' limit ?) c)",
+    )
+    .bind(COUNTED_MAX)
+    .bind(COUNTED_MAX)
+    .one(&mut *connection)
+    .await?;
     let oldest: Option<i64> = sqlx::query_scalar(
         "select timestampdiff(microsecond, created_at, utc_timestamp(6)) from oncebox_outbox order by position limit 1",
+    )
+    .optional(&mut *connection)
+    .await?;
+    let oldest_held: Option<i64> = sqlx::query_scalar(
+        "select timestampdiff(microsecond, created_at, utc_timestamp(6)) from oncebox_outbox_dead \
+          where state = 'held' order by position limit 1",
     )
     .optional(&mut *connection)
     .await?;
@@ -28,8 +38,9 @@ pub(super) async fn read(connection: &mut Bounded<MySql>) -> Result<Status, Stor
         shards: shards.iter().map(shard_status).collect::<Result<_, _>>()?,
         pending: counted(connection, "oncebox_outbox", "select 1 from oncebox_outbox limit ?", None).await?,
         oldest_pending_age_seconds: oldest.map_or(0.0, seconds),
-        held: of_state("held"),
-        dead: of_state("dead"),
+        held: count_of(held),
+        oldest_held_age_seconds: oldest_held.map_or(0.0, seconds),
+        dead: count_of(dead),
         consumers: consumers(connection).await?,
         emails_pending: 0,
     })
@@ -40,6 +51,46 @@ select shard_id, bucket_from, bucket_to, scanned_to, epoch, owner, lease_seconds
        timestampdiff(microsecond, utc_timestamp(6), lease_until) as left_micros, \
        timestampdiff(microsecond, updated_at, utc_timestamp(6)) as age_micros \
   from oncebox_shard order by shard_id";
+
+/// Waits for a table, which every account sees of its own connections.
+const TABLE_WAITS: &str = "\
+select cast(id as char) as connection, coalesce(left(info, 100), '') as statement, cast(time as double) as seconds, \
+       cast(state as char) as holder \
+  from information_schema.processlist \
+ where db = database() and state like 'Waiting for%lock%' and time >= ? order by time desc limit 20";
+
+/// Waits for a row, which takes the right PROCESS to see.
+const ROW_WAITS: &str = "\
+select cast(t.trx_mysql_thread_id as char) as connection, coalesce(left(t.trx_query, 100), '') as statement, \
+       cast(timestampdiff(second, t.trx_wait_started, now()) as double) as seconds, 'waits for a row' as holder \
+  from information_schema.innodb_trx t join information_schema.processlist p on p.id = t.trx_mysql_thread_id \
+ where t.trx_state = 'LOCK WAIT' and p.db = database() and timestampdiff(second, t.trx_wait_started, now()) >= ? \
+ order by t.trx_wait_started limit 20";
+
+/// Connections that wait for a lock; the server says for what, not always behind whom.
+pub(super) async fn lock_waits(
+    connection: &mut Bounded<MySql>,
+    longer_than: Duration,
+) -> Result<Vec<LockWait>, StoreError> {
+    let mut waits = Vec::new();
+    for sql in [TABLE_WAITS, ROW_WAITS] {
+        let rows = match sqlx::query(sql).bind(longer_than.as_secs()).all(&mut *connection).await {
+            Ok(rows) => rows,
+            // Most accounts have not that right.
+            Err(sqlx::Error::Database(_)) if sql == ROW_WAITS => Vec::new(),
+            Err(error) => return Err(error.into()),
+        };
+        for row in &rows {
+            waits.push(LockWait {
+                connection: row.try_get("connection")?,
+                statement: row.try_get("statement")?,
+                seconds: row.try_get("seconds")?,
+                holders: vec![row.try_get("holder")?],
+            });
+        }
+    }
+    Ok(waits)
+}
 
 fn shard_status(row: &MySqlRow) -> Result<ShardStatus, StoreError> {
     let length: Option<f64> = row.try_get("lease_seconds")?;
@@ -58,40 +109,56 @@ fn shard_status(row: &MySqlRow) -> Result<ShardStatus, StoreError> {
     })
 }
 
+/// What stands behind a dead row that holds is held: no retry is due to it.
+const OF_CONSUMER: &str = "\
+select (select count(*) from (select 1 from oncebox_waiting where state = 'waiting' and consumer_id = ? limit ?) c) as stand, \
+       (select count(*) from (select 1 from oncebox_waiting where state = 'dead' and consumer_id = ? limit ?) c) as dead, \
+       (select count(*) from (select 1 from oncebox_waiting where consumer_id = ? and due_at is not null limit ?) c) as due, \
+       (select count(*) from (select 1 from (select distinct lane from (select lane from oncebox_waiting \
+            where state = 'dead' and consumer_id = ? and lane is not null limit ?) l) d \
+          straight_join oncebox_waiting w force index (waiting_lane) on w.consumer_id = ? and w.lane = d.lane \
+          where w.state = 'waiting' limit ?) c) as held, \
+       (select timestampdiff(microsecond, stored_at, utc_timestamp(6)) from oncebox_waiting \
+         where state = 'waiting' and consumer_id = ? order by sequence limit 1) as oldest";
+
 async fn consumers(connection: &mut Bounded<MySql>) -> Result<Vec<ConsumerStatus>, StoreError> {
-    let names: Vec<(i32, Vec<u8>)> =
-        sqlx::query_as("select consumer_id, name from oncebox_consumer order by name").all(&mut *connection).await?;
+    let names: Vec<(i32, Vec<u8>, i64)> = sqlx::query_as(
+        "select consumer_id, name, timestampdiff(microsecond, seen_at, utc_timestamp(6)) from oncebox_consumer order by name",
+    )
+    .all(&mut *connection)
+    .await?;
     let mut consumers = Vec::with_capacity(names.len());
-    for (id, name) in names {
-        let row = sqlx::query(
-            "select (select count(*) from oncebox_waiting where state = 'waiting' and consumer_id = ?) as waiting, \
-                    (select count(*) from oncebox_waiting where state = 'dead' and consumer_id = ?) as dead, \
-                    (select count(*) from (select distinct lane from oncebox_waiting \
-                       where state = 'dead' and consumer_id = ? and lane is not null) d \
-                     straight_join oncebox_waiting w force index (waiting_lane) on w.consumer_id = ? and w.lane = d.lane \
-                     where w.state = 'waiting') as held",
-        )
-        .bind(id)
-        .bind(id)
-        .bind(id)
-        .bind(id)
-        .one(&mut *connection)
-        .await?;
-        let (waiting, held): (i64, i64) = (row.try_get("waiting")?, row.try_get("held")?);
+    for (id, name, seen) in names {
+        let row = sqlx::query(OF_CONSUMER)
+            .bind(id)
+            .bind(COUNTED_MAX)
+            .bind(id)
+            .bind(COUNTED_MAX)
+            .bind(id)
+            .bind(COUNTED_MAX)
+            .bind(id)
+            .bind(COUNTED_MAX)
+            .bind(id)
+            .bind(COUNTED_MAX)
+            .bind(id)
+            .one(&mut *connection)
+            .await?;
+        let (waiting, held) = waiting_and_held(row.try_get("stand")?, row.try_get("held")?, row.try_get("due")?);
         let inbox = "select 1 from oncebox_inbox where consumer_id = ? limit ?";
         consumers.push(ConsumerStatus {
             name: text("name", name)?,
-            // What stands behind a dead one is held: no retry is due to it.
-            waiting: count_of(waiting - held),
-            held: count_of(held),
+            waiting,
+            held,
+            oldest_waiting_age_seconds: row.try_get::<Option<i64>, _>("oldest")?.map_or(0.0, seconds),
             dead: count_of(row.try_get("dead")?),
+            seen_seconds_ago: seconds(seen),
             inbox_rows: counted(connection, "oncebox_inbox", inbox, Some(id)).await?,
         });
     }
     Ok(consumers)
 }
 
-/// Counts up to [`COUNT_MAX`]; above it, what the server estimates for the table.
+/// Counts up to [`COUNTED_MAX`]; above it, what the server estimates for the table.
 async fn counted(
     connection: &mut Bounded<MySql>,
     table: &'static str,
@@ -102,8 +169,8 @@ async fn counted(
     if let Some(consumer) = consumer {
         query = query.bind(consumer);
     }
-    let count: i64 = query.bind(COUNT_MAX + 1).one(&mut *connection).await?;
-    if count <= COUNT_MAX {
+    let count: i64 = query.bind(COUNTED_MAX + 1).one(&mut *connection).await?;
+    if count <= COUNTED_MAX {
         return Ok(count_of(count));
     }
     let estimate: Option<i64> = sqlx::query_scalar(

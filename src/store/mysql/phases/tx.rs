@@ -4,6 +4,7 @@ use sqlx::{AssertSqlSafe, MySql, MySqlConnection, Row, query, raw_sql};
 use uuid::Uuid;
 
 use super::super::inbox::START_HANDLER;
+use super::super::key_operator::conflict;
 use super::super::operations::{DUPLICATE, Held, SHORT_WAIT, USUAL_WAIT, finish, is_locked, staked};
 use super::super::schema::number;
 use super::super::{MySqlStore, micros};
@@ -46,8 +47,10 @@ pub(super) async fn begin_first(
         Begun::Existing(record) => return Ok(Begun::Existing(record)),
         Begun::Locked => return Ok(Begun::Locked),
     };
-    if let Basis::Anew(seen) = basis {
-        forget(&mut transaction, seen.operation_id).await?;
+    if let Basis::Anew(seen) = basis
+        && !has_conflict(&mut transaction, seen.operation_id).await?
+    {
+        forget(&mut transaction, seen.operation_id, false).await?;
     }
     let driven = Driven { operation_id: owned.operation_id, owner: Uuid::now_v7(), epoch: 1 };
     let record = RecordFence { unknown: true, ..RecordFence::from(&owned) };
@@ -72,15 +75,27 @@ pub(super) async fn begin_first(
     Ok(Begun::Claimed(MySqlPhaseTx { held, driven, record, settled: Settled::default() }))
 }
 
-/// Takes away what was kept of an operation whose key is used anew, or forgotten.
+/// Whether a person must look at it first.
+async fn has_conflict(transaction: &mut Bounded<MySql>, operation_id: Uuid) -> Result<bool, StoreError> {
+    let conflict = query(concat!("select 1 from oncebox_operation o where o.operation_id = ? and ", conflict!()));
+    Ok(conflict.bind(operation_id.as_bytes().to_vec()).optional(transaction).await?.is_some())
+}
+
+/// Takes away what was kept of an operation whose key is used anew, or forgotten; `but_late_runs`: not that a run succeeded.
 pub(in crate::store::mysql) async fn forget(
     transaction: &mut Bounded<MySql>,
     operation_id: Uuid,
+    but_late_runs: bool,
 ) -> Result<(), StoreError> {
+    let evidence = if but_late_runs {
+        "delete from oncebox_operation_evidence where operation_id = ? and not (kind = 'run' and verdict = 'success')"
+    } else {
+        "delete from oncebox_operation_evidence where operation_id = ?"
+    };
     for statement in [
         "delete from oncebox_operation where operation_id = ?",
         "delete from oncebox_operation_intent where operation_id = ?",
-        "delete from oncebox_operation_evidence where operation_id = ?",
+        evidence,
         "delete from oncebox_operation_phase where operation_id = ?",
     ] {
         query(statement).bind(operation_id.as_bytes().to_vec()).run(&mut *transaction).await?;
@@ -250,8 +265,8 @@ impl MySqlPhaseTx {
     async fn insert_intent(&mut self, intent: &NewIntent) -> Result<(), StoreError> {
         let insert = query(
             "insert into oncebox_operation_intent (operation_id, effect, strategy, provider_key, request, request_kid, adapter, \
-               adapter_version, first_sent_at, last_sent_at, sends) \
-             values (?, ?, ?, ?, ?, ?, ?, ?, utc_timestamp(6), utc_timestamp(6), 1)",
+               adapter_version, undoes, first_sent_at, last_sent_at, sends) \
+             values (?, ?, ?, ?, ?, ?, ?, ?, ?, utc_timestamp(6), utc_timestamp(6), 1)",
         );
         let insert = insert
             .bind(self.id())
@@ -261,7 +276,8 @@ impl MySqlPhaseTx {
             .bind(&intent.request.bytes)
             .bind(&intent.request.kid)
             .bind(intent.adapter.as_bytes())
-            .bind(intent.adapter_version);
+            .bind(intent.adapter_version)
+            .bind(intent.undoes.as_ref().map(|undoes| undoes.as_bytes().to_vec()));
         match insert.run(&mut self.held.transaction).await {
             Ok(_) => Ok(()),
             Err(error) if number(&error) == Some(DUPLICATE) => Err(twice(intent)),
@@ -285,7 +301,7 @@ impl PhaseTx for MySqlPhaseTx {
     }
 
     fn connection(&mut self) -> &mut MySqlConnection {
-        self.held.transaction.plain()
+        self.held.transaction.lend()
     }
 
     async fn undo_effects(&mut self) -> Result<Proof, StoreError> {

@@ -1,13 +1,15 @@
 //! What is forgotten: large bodies by whole partitions, small ones and records in bounded batches (M99 to M101).
 //!
 //! Guarantees: no lock is waited for longer than the partitions' own wait (R8); only records with an outcome go, and the bound of
-//! the purge is recorded in the statement that takes them (O23).
+//! the purge is recorded in the statement that takes them (O23). What is known of an operation with a conflict that nobody has judged
+//! stays behind (O8).
 
 use std::time::Duration;
 
 use sqlx::Row;
 
 use super::super::PostgresStore;
+use super::super::key_operator::outlives;
 use super::super::partitions::attempt;
 use crate::error::StoreError;
 use crate::policy::operation::OperationName;
@@ -37,27 +39,28 @@ update oncebox.idempotency_request r set body_headers = null, body_bytes = null,
          order by body_expires_at limit $1 for update skip locked) old
  where r.key_digest = old.key_digest and r.epoch = old.epoch";
 
-const PURGE: &str = "
+const PURGE: &str = concat!("
 with gone as (
   delete from oncebox.idempotency_request r using (
     select key_digest from oncebox.idempotency_request
      where operation = $1 and outcome_at < (select clock_timestamp() - $2 * interval '1 second') and expires_at < clock_timestamp()
      order by outcome_at limit $4 for update skip locked) old
    where r.key_digest = old.key_digest
-  returning r.operation_id, r.mode, clock_timestamp() - ($2 - $3) * interval '1 second' as below),
+  returning r.operation_id, r.mode, ", outlives!(), " as outlives,
+            clock_timestamp() - ($2 - $3) * interval '1 second' as below),
 bound as (
   insert into oncebox.idempotency_purge (operation, purged_below)
   select $1, max(g.below) from gone g having count(*) > 0
   on conflict (operation) do update set purged_below = greatest(oncebox.idempotency_purge.purged_below, excluded.purged_below)),
 operations as (
-  delete from oncebox.operation o using gone g where g.mode = 'phased' and o.operation_id = g.operation_id),
+  delete from oncebox.operation o using gone g where g.mode = 'phased' and not g.outlives and o.operation_id = g.operation_id),
 intents as (
-  delete from oncebox.operation_intent i using gone g where g.mode = 'phased' and i.operation_id = g.operation_id),
+  delete from oncebox.operation_intent i using gone g where g.mode = 'phased' and not g.outlives and i.operation_id = g.operation_id),
 evidence as (
-  delete from oncebox.operation_evidence e using gone g where e.operation_id = g.operation_id),
+  delete from oncebox.operation_evidence e using gone g where not g.outlives and e.operation_id = g.operation_id),
 phases as (
   delete from oncebox.operation_phase p using gone g where g.mode = 'phased' and p.operation_id = g.operation_id)
-select count(*) from gone";
+select count(*) from gone");
 
 /// Frees partitions whose time is over, makes ranges ahead, and takes rows out of DEFAULT and small bodies out of their rows.
 pub(super) async fn expire_bodies(store: &PostgresStore, limit: u32) -> Result<u64, StoreError> {

@@ -175,7 +175,7 @@ impl OperationTx for PostgresOperationTx {
     }
 
     fn connection(&mut self) -> &mut PgConnection {
-        self.held.tx.plain()
+        self.held.tx.lend()
     }
 
     async fn undo_effects(&mut self) -> Result<Proof, StoreError> {

@@ -6,6 +6,7 @@ use uuid::Uuid;
 
 use super::super::PostgresStore;
 use super::super::connect::BEGIN;
+use super::super::key_operator::conflict;
 use super::super::operations::{Held, Within, finish, proved_by, staked, undo};
 use super::{evidence, follow, is_ours, leave_in, ours};
 use crate::error::StoreError;
@@ -63,8 +64,10 @@ pub(super) async fn begin_first(
         Begun::Existing(record) => return Ok(Begun::Existing(record)),
         Begun::Locked => return Ok(Begun::Locked),
     };
-    if let Basis::Anew(seen) = basis {
-        forget(&mut tx, seen.operation_id).await?;
+    if let Basis::Anew(seen) = basis
+        && !has_conflict(&mut tx, seen.operation_id).await?
+    {
+        forget(&mut tx, seen.operation_id, false).await?;
     }
     let driven = Driven { operation_id: owned.operation_id, owner: Uuid::now_v7(), epoch: 1 };
     let record = RecordFence { unknown: true, ..RecordFence::from(&owned) };
@@ -88,15 +91,27 @@ pub(super) async fn begin_first(
     Ok(Begun::Claimed(PostgresPhaseTx { held, driven, record, settled: Settled::default() }))
 }
 
-/// Takes away what was kept of an operation whose key is used anew, or forgotten.
+/// Whether a person must look at it first.
+async fn has_conflict(tx: &mut Bounded<Postgres>, operation_id: Uuid) -> Result<bool, StoreError> {
+    let conflict = query(concat!("select 1 from oncebox.operation o where o.operation_id = $1 and ", conflict!()));
+    Ok(conflict.bind(operation_id).optional(tx).await?.is_some())
+}
+
+/// Takes away what was kept of an operation whose key is used anew, or forgotten; `but_late_runs`: not that a run succeeded.
 pub(in crate::store::postgres) async fn forget(
     tx: &mut Bounded<Postgres>,
     operation_id: Uuid,
+    but_late_runs: bool,
 ) -> Result<(), StoreError> {
+    let evidence = if but_late_runs {
+        "delete from oncebox.operation_evidence where operation_id = $1 and not (kind = 'run' and verdict = 'success')"
+    } else {
+        "delete from oncebox.operation_evidence where operation_id = $1"
+    };
     for statement in [
         "delete from oncebox.operation where operation_id = $1",
         "delete from oncebox.operation_intent where operation_id = $1",
-        "delete from oncebox.operation_evidence where operation_id = $1",
+        evidence,
         "delete from oncebox.operation_phase where operation_id = $1",
     ] {
         query(statement).bind(operation_id).run(&mut *tx).await?;
@@ -242,7 +257,7 @@ impl PostgresPhaseTx {
     async fn insert_intent(&mut self, intent: &NewIntent) -> Result<(), StoreError> {
         let insert = query(
             "insert into oncebox.operation_intent (operation_id, effect, strategy, provider_key, request, request_kid, adapter, \
-               adapter_version, first_sent_at, last_sent_at) select $1, $2, $3, $4, $5, $6, $7, $8, n.at, n.at \
+               adapter_version, undoes, first_sent_at, last_sent_at) select $1, $2, $3, $4, $5, $6, $7, $8, $9, n.at, n.at \
                from (select clock_timestamp() as at) n on conflict do nothing",
         );
         let insert = insert
@@ -253,7 +268,8 @@ impl PostgresPhaseTx {
             .bind(&intent.request.bytes)
             .bind(&intent.request.kid)
             .bind(&intent.adapter)
-            .bind(i32::try_from(intent.adapter_version).map_err(|_| too_large(intent.adapter_version))?);
+            .bind(i32::try_from(intent.adapter_version).map_err(|_| too_large(intent.adapter_version))?)
+            .bind(&intent.undoes);
         if insert.run(&mut self.held.tx).await?.rows_affected() == 0 {
             return Err(twice(intent));
         }
@@ -269,7 +285,7 @@ impl PhaseTx for PostgresPhaseTx {
     }
 
     fn connection(&mut self) -> &mut PgConnection {
-        self.held.tx.plain()
+        self.held.tx.lend()
     }
 
     async fn undo_effects(&mut self) -> Result<Proof, StoreError> {

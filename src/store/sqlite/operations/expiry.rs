@@ -5,6 +5,7 @@ use std::time::Duration;
 use sqlx::{query, query_as};
 
 use super::super::connect::SqliteStore;
+use super::super::key_operator::outlives;
 use super::super::{millis, now_ms};
 use crate::error::StoreError;
 use crate::policy::operation::OperationName;
@@ -33,21 +34,27 @@ pub(super) async fn purge(
 ) -> Result<u64, StoreError> {
     let mut write = store.write().await?;
     let name = operation.as_str().as_bytes().to_vec();
-    let old = query_as::<_, (Vec<u8>, Vec<u8>)>(concat!(
-        "select key_digest, operation_id from oncebox_idempotency_request where operation = ?1 and outcome_at < ",
+    let old = query_as::<_, (Vec<u8>, Vec<u8>, bool)>(concat!(
+        "select key_digest, operation_id, ",
+        outlives!(),
+        " from oncebox_idempotency_request as r where operation = ?1 and outcome_at < ",
         now_ms!(),
         " - ?2 and expires_at < ",
         now_ms!(),
         " order by outcome_at limit ?3"
     ));
     let old = old.bind(&name).bind(millis(retention.metadata)).bind(limit).fetch_all(write.connection()).await?;
-    for (digest, operation_id) in &old {
+    for (digest, operation_id, outlives) in &old {
         // The body too, whatever is left of its life: the next run of the key begins at the same epoch again.
         for statement in [
             "delete from oncebox_idempotency_request where key_digest = ?",
             "delete from oncebox_idempotency_body where key_digest = ?",
         ] {
             query(statement).bind(digest).execute(write.connection()).await?;
+        }
+        // What is known of a conflict that nobody has judged stays behind (O8).
+        if *outlives {
+            continue;
         }
         for statement in [
             "delete from oncebox_operation where operation_id = ?",

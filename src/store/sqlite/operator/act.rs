@@ -9,20 +9,21 @@ use uuid::Uuid;
 use super::dead::{self, Number};
 use crate::error::StoreError;
 use crate::message::content_hash;
+use crate::store::operator::{BURIED, Redriven, redriven};
 use crate::store::sqlite::message::{arrived_from_json, arrived_to_json, headers_from_json, headers_to_json};
 use crate::store::sqlite::{millis, now_ms, waiting};
-use crate::store::{ActContext, DeadFilter, DeadMessage, DeadPlace, OperatorAct};
+use crate::store::{ActContext, DeadFilter, DeadMessage, DeadPlace, OperatorAct, OperatorOutcome};
 
 /// The header that names the message which another one was made from.
 const CAUSATION_ID: &str = "oncebox-causation-id";
 
-/// Acts on what the filter finds and gives the numbers. The caller commits, or rolls a dry run back.
+/// Acts on what the filter finds and gives what became of it. The caller commits, or rolls a dry run back.
 pub(super) async fn act(
     connection: &mut SqliteConnection,
     filter: &DeadFilter,
     act: &OperatorAct,
     context: &ActContext,
-) -> Result<Vec<String>, StoreError> {
+) -> Result<OperatorOutcome, StoreError> {
     let messages = dead::list(&mut *connection, filter).await?;
     if matches!(act, OperatorAct::RedriveAs { .. }) && messages.len() > 1 {
         let found = messages.len();
@@ -30,14 +31,36 @@ pub(super) async fn act(
             "{found} messages are meant, but a new id is for one: give its number"
         )));
     }
+    let mut outcome = OperatorOutcome { dry_run: context.dry_run, ..OperatorOutcome::default() };
     for message in &messages {
-        match Number::parse(&message.number)? {
-            Number::Outbox(position) => on_outbox(connection, position, message, act, context).await?,
-            Number::Consumer(sequence) => on_consumer(connection, sequence, message, act).await?,
+        if act.buries(message)? && !bury(connection, message).await? {
+            return Err(OperatorAct::runs_now(message));
         }
-        audit(connection, message, act, context).await?;
+        let done = match Number::parse(&message.number)? {
+            Number::Outbox(position) => {
+                on_outbox(connection, position, message, act, context).await?;
+                Redriven::Waits
+            }
+            Number::Consumer(_) if *act == OperatorAct::Bury => Redriven::Waits,
+            Number::Consumer(sequence) => on_consumer(connection, sequence, message, act).await?,
+        };
+        outcome.add(message, done);
+        audit(connection, message, act, done, context).await?;
     }
-    Ok(messages.into_iter().map(|message| message.number).collect())
+    Ok(outcome)
+}
+
+/// No more tries for a consumer's message. False where a process has its claim, or the same delivery is dead already.
+async fn bury(connection: &mut SqliteConnection, message: &DeadMessage) -> Result<bool, StoreError> {
+    let Number::Consumer(sequence) = Number::parse(&message.number)? else { return Ok(false) };
+    let bury = query(concat!(
+        "update or ignore oncebox_waiting set state = 'dead', claim = null, due_at = null, reason = ?2, dead_at = ",
+        now_ms!(),
+        " where sequence = ?1 and state = 'waiting' and (claim is null or due_at <= ",
+        now_ms!(),
+        ")"
+    ));
+    Ok(bury.bind(sequence).bind(BURIED).execute(connection).await?.rows_affected() == 1)
 }
 
 /// Writes a request; the owner of the shard carries it out.
@@ -66,7 +89,7 @@ async fn on_outbox(
             edit.bind(payload).execute(&mut *connection).await?;
             "redrive"
         }
-        OperatorAct::Discard => "discard",
+        OperatorAct::Bury | OperatorAct::Discard => "discard",
     };
     let ask = concat!("update oncebox_outbox_dead set request = ?, requested_at = ", now_ms!(), " where position = ?");
     query(ask).bind(request).bind(position).execute(connection).await?;
@@ -94,52 +117,44 @@ async fn on_consumer(
     sequence: i64,
     message: &DeadMessage,
     act: &OperatorAct,
-) -> Result<(), StoreError> {
+) -> Result<Redriven, StoreError> {
     let place = query_as("select consumer_id, lane from oncebox_waiting where sequence = ?").bind(sequence);
     let (consumer, lane): (i32, Option<Vec<u8>>) = place.fetch_one(&mut *connection).await?;
-    match act {
-        OperatorAct::Redrive => {
-            own_inbox_row(connection, sequence, message, false).await?;
-            make_due(connection, sequence).await?;
-        }
-        OperatorAct::RedriveAs { id, payload } => {
-            change_identity(connection, sequence, message, *id, payload.as_deref()).await?;
-            own_inbox_row(connection, sequence, message, true).await?;
-            make_due(connection, sequence).await?;
-        }
-        OperatorAct::Discard => {
-            let delete = query("delete from oncebox_waiting where sequence = ?").bind(sequence);
-            delete.execute(&mut *connection).await?;
-        }
+    if let OperatorAct::RedriveAs { id, payload } = act {
+        change_identity(connection, sequence, message, *id, payload.as_deref()).await?;
     }
-    waiting::wake_next(connection, consumer, lane).await
+    let done = match act {
+        OperatorAct::Bury | OperatorAct::Discard => Redriven::Waits,
+        OperatorAct::Redrive | OperatorAct::RedriveAs { .. } => {
+            redriven(message, act, own_inbox_row(connection, sequence).await?)?
+        }
+    };
+    if *act == OperatorAct::Discard || done == Redriven::AlreadyHandled {
+        let delete = query("delete from oncebox_waiting where sequence = ?").bind(sequence);
+        delete.execute(&mut *connection).await?;
+    } else {
+        make_due(connection, sequence).await?;
+    }
+    waiting::wake_next(connection, consumer, lane).await?;
+    Ok(done)
 }
 
-/// The inbox row without which a second copy would be new. It stands already, unless the verdict left none (R31).
-async fn own_inbox_row(
-    connection: &mut SqliteConnection,
-    sequence: i64,
-    message: &DeadMessage,
-    must_be_new: bool,
-) -> Result<(), StoreError> {
+/// The inbox row without which a second copy would be new. None where it was inserted, else whether the row that stood there has
+/// this content (R31).
+async fn own_inbox_row(connection: &mut SqliteConnection, sequence: i64) -> Result<Option<bool>, StoreError> {
     let insert = query(concat!(
         "insert into oncebox_inbox (consumer_id, message_id, hash, received_at) select consumer_id, message_id, hash, ",
         now_ms!(),
         " from oncebox_waiting where sequence = ? on conflict do nothing"
     ));
-    let new = insert.bind(sequence).execute(&mut *connection).await?.rows_affected() == 1;
-    let own = query_scalar::<_, bool>(
+    if insert.bind(sequence).execute(&mut *connection).await?.rows_affected() == 1 {
+        return Ok(None);
+    }
+    let same = query_scalar::<_, bool>(
         "select i.hash = w.hash from oncebox_waiting as w join oncebox_inbox as i using (consumer_id, message_id) \
          where w.sequence = ?",
     );
-    let own = own.bind(sequence).fetch_one(connection).await?;
-    if new || (own && !must_be_new) {
-        return Ok(());
-    }
-    Err(StoreError::Refused(format!(
-        "{}: the inbox has this message id already, from another message; choose another by `--new-id`",
-        message.number
-    )))
+    Ok(Some(same.bind(sequence).fetch_one(connection).await?))
 }
 
 async fn make_due(connection: &mut SqliteConnection, sequence: i64) -> Result<(), StoreError> {
@@ -189,13 +204,10 @@ async fn audit(
     connection: &mut SqliteConnection,
     message: &DeadMessage,
     act: &OperatorAct,
+    done: Redriven,
     context: &ActContext,
 ) -> Result<(), StoreError> {
-    let (name, new_id) = match act {
-        OperatorAct::Redrive => ("redrive", None),
-        OperatorAct::RedriveAs { id, .. } => ("redrive-as", Some(id.to_string())),
-        OperatorAct::Discard => ("discard", None),
-    };
+    let new_id = if let OperatorAct::RedriveAs { id, .. } = act { Some(id.to_string()) } else { None };
     let place = match &message.place {
         DeadPlace::Outbox => "outbox",
         DeadPlace::Consumer(name) => name,
@@ -205,8 +217,8 @@ async fn audit(
         now_ms!(),
         ", ?, ?, ?, ?, ?, ?, ?, ?)"
     ));
-    let insert = insert.bind(&context.actor).bind(&context.reason).bind(name).bind(place).bind(&message.number);
-    let insert = insert.bind(message.message_id.to_string()).bind(new_id).bind(&message.reason);
+    let insert = insert.bind(&context.actor).bind(&context.reason).bind(act.name()).bind(place).bind(&message.number);
+    let insert = insert.bind(message.message_id.to_string()).bind(new_id).bind(done.detail(&message.reason));
     insert.execute(connection).await?;
     Ok(())
 }

@@ -1,4 +1,4 @@
-//! Dead messages on both sides, as a list.
+//! Dead, held and waiting messages on both sides, as a list.
 
 use sqlx::sqlite::{SqliteConnection, SqliteRow};
 use sqlx::{QueryBuilder, Row, Sqlite};
@@ -6,7 +6,7 @@ use uuid::Uuid;
 
 use crate::error::StoreError;
 use crate::store::sqlite::message::{arrived_from_json, headers_from_json, sixteen, time_from_millis, uuid_from_text};
-use crate::store::{DeadFilter, DeadMessage, DeadPlace, HistoryEntry};
+use crate::store::{DeadFilter, DeadMessage, DeadPlace, DeadState, HistoryEntry};
 
 /// A number of `dead list`, taken apart.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -38,27 +38,33 @@ pub(super) async fn list(
 ) -> Result<Vec<DeadMessage>, StoreError> {
     let number = filter.number.as_deref().map(Number::parse).transpose()?;
     let limit = if filter.limit == 0 { 100 } else { filter.limit };
+    let wants_outbox =
+        !matches!(number, Some(Number::Consumer(_))) && filter.consumer.as_deref().is_none_or(|name| name == "outbox");
+    let wants_consumers = !matches!(number, Some(Number::Outbox(_))) && filter.consumer.as_deref() != Some("outbox");
     let mut messages = Vec::new();
-    if !matches!(number, Some(Number::Consumer(_))) && filter.consumer.as_deref().is_none_or(|name| name == "outbox") {
-        let rows = outbox(filter, number, limit).build().fetch_all(&mut *connection).await?;
-        messages.extend(rows.iter().map(outbox_message).collect::<Result<Vec<_>, _>>()?);
-    }
-    if !matches!(number, Some(Number::Outbox(_))) && filter.consumer.as_deref() != Some("outbox") {
-        let rows = consumers(filter, number, limit).build().fetch_all(&mut *connection).await?;
-        messages.extend(rows.iter().map(consumer_message).collect::<Result<Vec<_>, _>>()?);
+    for state in filter.states() {
+        if wants_outbox && *state != DeadState::Waiting {
+            let rows = outbox(filter, *state, number, limit).build().fetch_all(&mut *connection).await?;
+            messages.extend(rows.iter().map(|row| outbox_message(row, *state)).collect::<Result<Vec<_>, _>>()?);
+        }
+        if wants_consumers {
+            let rows = consumers(filter, *state, number, limit).build().fetch_all(&mut *connection).await?;
+            messages.extend(rows.iter().map(|row| consumer_message(row, *state)).collect::<Result<Vec<_>, _>>()?);
+        }
     }
     messages.sort_by_key(|message| message.dead_at);
     messages.truncate(limit);
     Ok(messages)
 }
 
-fn outbox(filter: &DeadFilter, number: Option<Number>, limit: usize) -> QueryBuilder<Sqlite> {
+fn outbox(filter: &DeadFilter, state: DeadState, number: Option<Number>, limit: usize) -> QueryBuilder<Sqlite> {
     let mut query = QueryBuilder::new(
         "select d.position as number, d.message_id, d.topic, d.key, d.kind, d.reason, d.diverted_at, d.request, d.headers, \
-         d.payload, d.content_type, (select count(*) from oncebox_outbox_dead as h where h.topic = d.topic and h.key = d.key \
-         and h.position > d.position and h.state <> 'dead') as behind \
-         from oncebox_outbox_dead as d where d.state = 'dead'",
+         d.payload, d.content_type, case when d.state = 'dead' then (select count(*) from oncebox_outbox_dead as h \
+         where h.topic = d.topic and h.key = d.key and h.position > d.position and h.state <> 'dead') else 0 end as behind \
+         from oncebox_outbox_dead as d where ",
     );
+    query.push(if state == DeadState::Held { "d.state <> 'dead'" } else { "d.state = 'dead'" });
     if let Some(Number::Outbox(position)) = number {
         query.push(" and d.position = ").push_bind(position);
     }
@@ -73,14 +79,22 @@ fn outbox(filter: &DeadFilter, number: Option<Number>, limit: usize) -> QueryBui
     query
 }
 
-fn consumers(filter: &DeadFilter, number: Option<Number>, limit: usize) -> QueryBuilder<Sqlite> {
+fn consumers(filter: &DeadFilter, state: DeadState, number: Option<Number>, limit: usize) -> QueryBuilder<Sqlite> {
     let mut query = QueryBuilder::new(
-        "select w.sequence as number, c.name, w.message_id, w.topic, w.key, w.kind, w.reason, w.attempts, w.dead_at, w.errors, \
-         w.headers, w.payload, w.content_type, case when w.blocks = 1 then (select count(*) from oncebox_waiting as b \
+        "select w.sequence as number, c.name, w.message_id, w.topic, w.key, w.kind, w.reason, w.attempts, \
+         coalesce(w.dead_at, w.stored_at) as dead_at, w.errors, w.id_text, w.due_at, \
+         w.headers, w.payload, w.content_type, case when w.blocks = 1 and (w.state = 'dead' or w.due_at is not null) then (select count(*) from oncebox_waiting as b \
          where b.consumer_id = w.consumer_id and b.lane = w.lane and b.blocks = 1 and b.sequence > w.sequence \
          and b.state = 'waiting') else 0 end as behind \
-         from oncebox_waiting as w join oncebox_consumer as c using (consumer_id) where w.state = 'dead'",
+         from oncebox_waiting as w join oncebox_consumer as c using (consumer_id) where ",
     );
+    let behind_a_dead_one = "exists (select 1 from oncebox_waiting as d \
+                             where d.consumer_id = w.consumer_id and d.lane = w.lane and d.blocks = 1 and d.state = 'dead')";
+    match state {
+        DeadState::Dead => query.push("w.state = 'dead'"),
+        DeadState::Held => query.push("w.state = 'waiting' and ").push(behind_a_dead_one),
+        DeadState::Waiting => query.push("w.state = 'waiting' and not ").push(behind_a_dead_one),
+    };
     if let Some(Number::Consumer(sequence)) = number {
         query.push(" and w.sequence = ").push_bind(sequence);
     }
@@ -106,18 +120,22 @@ fn of_both(query: &mut QueryBuilder<Sqlite>, filter: &DeadFilter, table: &str) {
     }
 }
 
-fn outbox_message(row: &SqliteRow) -> Result<DeadMessage, StoreError> {
+fn outbox_message(row: &SqliteRow, state: DeadState) -> Result<DeadMessage, StoreError> {
     let (headers, trace) = headers_from_json(&row.try_get::<Vec<u8>, _>("headers")?)?;
     let trace = trace.into_iter().map(|trace| ("traceparent".to_owned(), trace.traceparent));
+    let reason: Option<String> = row.try_get("reason")?;
     Ok(DeadMessage {
         number: format!("o{}", row.try_get::<i64, _>("number")?),
+        state,
+        sent_id: None,
+        next_try: None,
         place: DeadPlace::Outbox,
         message_id: uuid_from_text(&row.try_get::<String, _>("message_id")?)?,
         topic: row.try_get("topic")?,
         key: row.try_get("key")?,
         kind: row.try_get("kind")?,
-        reason: row.try_get("reason")?,
-        error: None,
+        error: reason.clone(),
+        reason: reason.unwrap_or_else(|| "stands behind another one of its key".to_owned()),
         attempts: 0,
         dead_at: time_from_millis(row.try_get("diverted_at")?)?,
         behind: row.try_get::<i64, _>("behind")?.unsigned_abs(),
@@ -129,20 +147,26 @@ fn outbox_message(row: &SqliteRow) -> Result<DeadMessage, StoreError> {
     })
 }
 
-fn consumer_message(row: &SqliteRow) -> Result<DeadMessage, StoreError> {
+fn consumer_message(row: &SqliteRow, state: DeadState) -> Result<DeadMessage, StoreError> {
     let history: Vec<HistoryEntry> = serde_json::from_str(&row.try_get::<String, _>("errors")?)
         .map_err(|error| StoreError::Corrupt(format!("the history of a dead message: {error}")))?;
     let headers = arrived_from_json(&row.try_get::<String, _>("headers")?)?;
     let shown = |(name, value): (String, Vec<u8>)| (name, String::from_utf8_lossy(&value).into_owned());
     let key: Option<Vec<u8>> = row.try_get("key")?;
+    let message_id = Uuid::from_bytes(sixteen(&row.try_get::<Vec<u8>, _>("message_id")?)?);
+    let next_try = row.try_get::<Option<i64>, _>("due_at")?.map(time_from_millis).transpose()?;
+    let reason: Option<String> = row.try_get("reason")?;
     Ok(DeadMessage {
         number: format!("c{}", row.try_get::<i64, _>("number")?),
+        state,
         place: DeadPlace::Consumer(row.try_get("name")?),
-        message_id: Uuid::from_bytes(sixteen(&row.try_get::<Vec<u8>, _>("message_id")?)?),
+        message_id,
+        sent_id: DeadMessage::sent_id(message_id, row.try_get("id_text")?),
+        next_try,
         topic: row.try_get("topic")?,
         key: key.and_then(|key| String::from_utf8(key).ok()),
         kind: row.try_get("kind")?,
-        reason: row.try_get("reason")?,
+        reason: reason.unwrap_or_else(|| state.reason_of_consumer(next_try.is_some()).to_owned()),
         error: history.last().map(|entry| entry.error.clone()),
         attempts: row.try_get("attempts")?,
         dead_at: time_from_millis(row.try_get("dead_at")?)?,

@@ -7,6 +7,7 @@ use sqlx::sqlite::SqliteConnection;
 use uuid::Uuid;
 
 use super::super::connect::SqliteStore;
+use super::super::key_operator::conflict;
 use super::super::operations::{Savepoint, finish, staked};
 use super::super::write::Write;
 use super::super::{millis, now_ms};
@@ -45,8 +46,10 @@ pub(super) async fn begin_first(
         Begun::Existing(record) => return Ok(Begun::Existing(record)),
         Begun::Locked => return Ok(Begun::Locked),
     };
-    if let Basis::Anew(seen) = basis {
-        forget(write.connection(), seen.operation_id).await?;
+    if let Basis::Anew(seen) = basis
+        && !has_conflict(write.connection(), seen.operation_id).await?
+    {
+        forget(write.connection(), seen.operation_id, false).await?;
     }
     let driven = Driven { operation_id: owned.operation_id, owner: Uuid::now_v7(), epoch: 1 };
     let record = RecordFence { unknown: true, ..RecordFence::from(&owned) };
@@ -71,15 +74,27 @@ pub(super) async fn begin_first(
     Ok(Begun::Claimed(SqlitePhaseTx { write, driven, record, savepoint, settled: Settled::default() }))
 }
 
-/// Takes away what was kept of an operation whose key is used anew, or forgotten.
+/// Whether a person must look at it first.
+async fn has_conflict(connection: &mut SqliteConnection, operation_id: Uuid) -> Result<bool, StoreError> {
+    let conflict = query(concat!("select 1 from oncebox_operation as o where o.operation_id = ? and ", conflict!()));
+    Ok(conflict.bind(operation_id.as_bytes().to_vec()).fetch_optional(connection).await?.is_some())
+}
+
+/// Takes away what was kept of an operation whose key is used anew, or forgotten; `but_late_runs`: not that a run succeeded.
 pub(in crate::store::sqlite) async fn forget(
     connection: &mut SqliteConnection,
     operation_id: Uuid,
+    but_late_runs: bool,
 ) -> Result<(), StoreError> {
+    let evidence = if but_late_runs {
+        "delete from oncebox_operation_evidence where operation_id = ? and not (kind = 'run' and verdict = 'success')"
+    } else {
+        "delete from oncebox_operation_evidence where operation_id = ?"
+    };
     for statement in [
         "delete from oncebox_operation where operation_id = ?",
         "delete from oncebox_operation_intent where operation_id = ?",
-        "delete from oncebox_operation_evidence where operation_id = ?",
+        evidence,
     ] {
         query(statement).bind(operation_id.as_bytes().to_vec()).execute(&mut *connection).await?;
     }
@@ -163,7 +178,7 @@ impl SqlitePhaseTx {
     async fn insert_intent(&mut self, intent: &NewIntent) -> Result<(), StoreError> {
         let insert = query(concat!(
             "insert into oncebox_operation_intent (operation_id, effect, strategy, provider_key, request, request_kid, adapter, \
-               adapter_version, first_sent_at, last_sent_at) select ?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, n.at, n.at from (select ",
+               adapter_version, undoes, first_sent_at, last_sent_at) select ?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9, n.at, n.at from (select ",
             now_ms!(),
             " as at) as n where true on conflict do nothing"
         ));
@@ -175,7 +190,8 @@ impl SqlitePhaseTx {
             .bind(&intent.request.bytes)
             .bind(&intent.request.kid)
             .bind(&intent.adapter)
-            .bind(intent.adapter_version);
+            .bind(intent.adapter_version)
+            .bind(&intent.undoes);
         if insert.execute(self.write.connection()).await?.rows_affected() == 0 {
             return Err(twice(intent));
         }

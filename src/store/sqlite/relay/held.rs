@@ -13,7 +13,8 @@ const REQUESTS_MAX: i64 = 1_000;
 
 pub(super) async fn diverted(pool: &Pool<Sqlite>, limit: usize) -> Result<Vec<DivertedRow>, StoreError> {
     let rows = query_as::<_, (i64, String, Option<String>, String, bool, Option<String>)>(
-        "select position, topic, key, state, holds, reason from oncebox_outbox_dead order by position limit ?",
+        "select position, topic, key, state, holds, reason from oncebox_outbox_dead \
+          where state <> 'dead' or holds order by position limit ?",
     );
     let rows = rows.bind(limit_of(limit)).fetch_all(pool).await?;
     let row = |(position, topic, key, state, holds, reason): (_, _, _, String, _, Option<String>)| {

@@ -1,0 +1,49 @@
+//! The bound on dead messages: where it is reached, nothing more is taken, visibly, until an
+//! operator has made room (R31).
+//!
+//! Not here: the pause itself (`intake`). The number is looked at again and again, not at every
+//! message: what is handled between two looks may go beyond.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+use tokio::time::Instant;
+use tokio_util::sync::CancellationToken;
+
+use super::Shared;
+use crate::observe::PartState;
+use crate::runtime::pace::sleep_unless;
+use crate::store::{ConsumerId, Store};
+
+const LOOK_EVERY: Duration = Duration::from_secs(1);
+
+pub(super) async fn run<S: Store>(shared: Arc<Shared<S>>, consumer: ConsumerId, stop: CancellationToken) {
+    let rows_max = shared.options.dead_rows_max;
+    let why =
+        format!("{rows_max} dead messages, `dead_rows_max` reached: nothing more is taken; see `oncebox dead list`");
+    let part = format!("{} dead messages", shared.part);
+    loop {
+        let began = Instant::now();
+        match shared.store.has_dead(consumer, rows_max).await {
+            Ok(is_full) => {
+                let was_full = shared.is_full.swap(is_full, Ordering::Relaxed);
+                if is_full && !was_full {
+                    tracing::error!(consumer = %shared.options.name, "{why}");
+                }
+                if is_full {
+                    shared.health.set(&part, PartState::Waiting(why.clone()));
+                } else {
+                    shared.health.done(&part);
+                }
+            }
+            Err(error) => {
+                tracing::debug!(consumer = %shared.options.name, %error, "dead messages could not be counted")
+            }
+        }
+        if !sleep_unless(&stop, LOOK_EVERY.max(20 * began.elapsed())).await {
+            shared.health.done(&part);
+            return;
+        }
+    }
+}

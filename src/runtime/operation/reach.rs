@@ -1,0 +1,133 @@
+//! Whether the store answers, known without asking for each request.
+//!
+//! One task of an engine asks the store for a sign of life, on a connection that no request uses: a pool that is used up is no
+//! outage. While the store is away, requests are refused at once and stand in no line for a connection; what waits for the store
+//! is told so.
+//!
+//! Promise: an outage is known after [`EVERY`] and [`SIGN_MAX`] at the latest, its end as soon.
+//!
+//! Not here: what is answered then ([`Front`](super::Front)).
+
+use std::future::Future;
+use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::time::Duration;
+
+use tokio::sync::watch;
+use tokio::task::JoinHandle;
+
+use crate::error::StoreError;
+use crate::observe::{Health, PartState};
+use crate::store::Keys;
+
+/// Between two questions.
+const EVERY: Duration = Duration::from_millis(250);
+/// How long a sign of life may take, in turns of this process: where the machine stands still, the store is not the one that is
+/// silent.
+const SIGN_MAX: Duration = Duration::from_secs(1);
+const TURN: Duration = Duration::from_millis(50);
+/// How long the store must be away until nobody waits any more for a task that needs it: one that has not begun says so itself.
+const GRACE: Duration = Duration::from_millis(250);
+/// The name of the part in [`Health`].
+const PART: &str = "operations";
+
+/// Why the store is away; none: it is there.
+type Away = Option<String>;
+
+/// What an engine knows of its store.
+#[derive(Debug)]
+pub(super) struct Reach {
+    away: Arc<watch::Sender<Away>>,
+    health: Health,
+    asking: Mutex<Option<JoinHandle<()>>>,
+}
+
+impl Reach {
+    pub(super) fn new(health: Health) -> Self {
+        Self { away: Arc::new(watch::Sender::new(None)), health, asking: Mutex::new(None) }
+    }
+
+    /// Begins to ask, where a runtime is there to do it and nobody asks yet.
+    pub(super) fn attend(&self, store: &impl Keys) {
+        let mut asking = self.asking.lock().unwrap_or_else(PoisonError::into_inner);
+        if asking.as_ref().is_none_or(JoinHandle::is_finished)
+            && let Ok(runtime) = tokio::runtime::Handle::try_current()
+        {
+            // The store was connected to just now.
+            self.health.set(PART, PartState::Ready);
+            *asking = Some(runtime.spawn(ask(store.clone(), Arc::downgrade(&self.away), self.health.clone())));
+        }
+    }
+
+    /// The error of whoever needs the store now; none where it is there, as far as is known.
+    pub(super) fn error(&self) -> Option<StoreError> {
+        self.away.borrow().as_deref().map(gone)
+    }
+
+    /// Runs a call that may be dropped at any moment, for as long as the store is there.
+    ///
+    /// # Errors
+    /// What the call says; [`StoreError::Unavailable`] where the store is away, or goes away before the call has ended.
+    pub(super) async fn within<T>(&self, call: impl Future<Output = Result<T, StoreError>>) -> Result<T, StoreError> {
+        let mut away = self.away.subscribe();
+        if let Some(error) = self.error() {
+            return Err(error);
+        }
+        tokio::select! {
+            biased;
+            done = call => done,
+            why = lost(&mut away) => Err(gone(&why)),
+        }
+    }
+
+    /// Comes when the store has gone away and has not come back for [`GRACE`].
+    pub(super) async fn lost(&self) {
+        let mut away = self.away.subscribe();
+        loop {
+            lost(&mut away).await;
+            tokio::select! {
+                () = tokio::time::sleep(GRACE) => return,
+                _ = away.wait_for(Option::is_none) => {}
+            }
+        }
+    }
+}
+
+async fn lost(away: &mut watch::Receiver<Away>) -> String {
+    let why = away.wait_for(Option::is_some).await.map(|why| why.clone().unwrap_or_default());
+    match why {
+        Ok(why) => why,
+        // The engine is dropped.
+        Err(_) => std::future::pending().await,
+    }
+}
+
+fn gone(why: &str) -> StoreError {
+    let why = format!("it gives no sign of life: {why}");
+    StoreError::Unavailable(sqlx::Error::Io(std::io::Error::new(std::io::ErrorKind::NotConnected, why)))
+}
+
+/// Asks until the engine is gone.
+async fn ask(store: impl Keys, away: Weak<watch::Sender<Away>>, health: Health) {
+    loop {
+        let now = sign_of_life(&store).await.err();
+        let Some(away) = away.upgrade() else { return };
+        health.set(PART, now.clone().map_or(PartState::Ready, PartState::Waiting));
+        away.send_if_modified(|was| {
+            let turned = was.is_some() != now.is_some();
+            *was = now;
+            turned
+        });
+        drop(away);
+        tokio::time::sleep(EVERY).await;
+    }
+}
+
+async fn sign_of_life(store: &impl Keys) -> Result<(), String> {
+    let mut sign = std::pin::pin!(store.sign_of_life());
+    for _ in 0..SIGN_MAX.as_millis() / TURN.as_millis() {
+        if let Ok(sign) = tokio::time::timeout(TURN, sign.as_mut()).await {
+            return sign.map_err(|error| error.to_string());
+        }
+    }
+    Err(format!("nothing is heard within {}", humantime::format_duration(SIGN_MAX)))
+}

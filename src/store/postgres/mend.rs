@@ -1,0 +1,106 @@
+//! A sequence of positions that stands behind the cursor (R7): after a restore, or a switch to a
+//! logical replica.
+//!
+//! Guarantees: the sequence is set above every position that was ever used; a message that took a
+//! position which its relay had passed gets one above all of them, in the order of the positions it
+//! has, and is read next; writers wait meanwhile, and a relay that runs begins anew. A message that
+//! was proven within a minute before may be sent again, none is lost.
+
+use sqlx::{AssertSqlSafe, Postgres, Row, raw_sql};
+use uuid::Uuid;
+
+use super::PostgresStore;
+use super::connect::BEGIN;
+use super::partitions::code;
+use crate::error::StoreError;
+use crate::store::ActContext;
+use crate::store::bounded::{Ask, Bounded};
+
+/// Writers wait, so that no position is drawn; a relay that runs is fenced.
+const HOLD: &str = "
+set local lock_timeout = '5s';
+set local statement_timeout = 0;
+lock table oncebox.outbox in share row exclusive mode;
+update oncebox.shard set epoch = epoch + 1, revision = revision + 1, owner = null, lease_until = null, lease_seconds = null";
+
+const STATE: &str = "
+select (select last_value from oncebox.outbox_position_seq), (select coalesce(max(scanned_to), 0) from oncebox.shard),
+       greatest((select max(scanned_to) from oncebox.shard), (select last_value from oncebox.outbox_position_seq),
+         (select max(position) from oncebox.outbox), (select max(position) from oncebox.outbox_dead),
+         (select max(position) from oncebox.decision))";
+
+/// Rows that no read has given: below the cursor of their shard, in none of its gaps, and written
+/// after that cursor was. A batch that was on its way when the sequence was set back may have moved
+/// the cursor a little later: hence the minute. A decision or a dead row at the same position is
+/// about this row only where it is not older.
+const UNREAD: &str = "
+select o.position
+  from oncebox.outbox o join oncebox.shard s on o.bucket between s.bucket_from and s.bucket_to
+ where o.position <= s.scanned_to and not s.gaps @> o.position and o.created_at > s.updated_at - interval '1 minute'
+   and not exists (select 1 from oncebox.decision d where d.position = o.position and d.decided_at >= o.created_at)
+   and not exists (select 1 from oncebox.outbox_dead t where t.position = o.position and t.created_at = o.created_at)";
+
+const MOVE: &str = "
+with moved as (delete from oncebox.outbox where position = any($1) returning *)
+insert into oncebox.outbox (position, bucket, message_id, topic, key, kind, headers, payload, content_type, traceparent, tracestate,
+  created_at)
+select $2 + row_number() over (order by position), bucket, message_id, topic, key, kind, headers, payload, content_type, traceparent,
+  tracestate, created_at from moved";
+
+/// Mends it, or says what it would do; nothing where the sequence is sound.
+pub(super) async fn sequence(store: &PostgresStore, context: &ActContext) -> Result<Vec<String>, StoreError> {
+    let mut connection = store.dedicated().await?;
+    connection.begin(BEGIN).await?;
+    let mended = within(&mut connection, context).await;
+    match &mended {
+        Ok(mended) if !mended.is_empty() && !context.dry_run => connection.commit().await?,
+        _ => connection.rollback().await?,
+    }
+    connection.close().await;
+    mended
+}
+
+async fn within(connection: &mut Bounded<Postgres>, context: &ActContext) -> Result<Vec<String>, StoreError> {
+    if !context.dry_run
+        && let Err(error) = raw_sql(HOLD).run(&mut *connection).await
+    {
+        return Err(match code(&error).as_deref() {
+            Some("55P03") => StoreError::Refused(
+                "transactions that write the outbox stay open: stop the writers, end prepared transactions, then try again"
+                    .to_owned(),
+            ),
+            _ => error.into(),
+        });
+    }
+    let state = raw_sql(STATE).one(&mut *connection).await?;
+    let (last_value, scanned_to, used): (i64, i64, i64) = (state.try_get(0)?, state.try_get(1)?, state.try_get(2)?);
+    if last_value >= scanned_to {
+        return Ok(Vec::new());
+    }
+    let rows = sqlx::query(UNREAD).all(&mut *connection).await?;
+    let unread = rows.iter().map(|row| Ok(row.try_get(0)?)).collect::<Result<Vec<i64>, StoreError>>()?;
+    let count = i64::try_from(unread.len()).unwrap_or(i64::MAX);
+    let mended = format!(
+        "the last position drawn was {last_value}, and the relay has passed {scanned_to}: the next is {}; {count} messages that \
+         stood below the cursor unread get positions from {} on",
+        used + count + 1,
+        used + 1
+    );
+    if context.dry_run {
+        return Ok(vec![mended]);
+    }
+    sqlx::query(MOVE).bind(&unread).bind(used).run(&mut *connection).await?;
+    let set = format!("select setval('oncebox.outbox_position_seq', {})", used + count);
+    raw_sql(AssertSqlSafe(set)).run(&mut *connection).await?;
+    sqlx::query(
+        "insert into oncebox.audit (actor, act, reason, number, message_id, topic, detail)
+         values ($1, 'mend-sequence', $2, 'outbox_position_seq', $3, '', jsonb_build_object('mended', $4::text))",
+    )
+    .bind(&context.actor)
+    .bind(&context.reason)
+    .bind(Uuid::nil())
+    .bind(&mended)
+    .run(connection)
+    .await?;
+    Ok(vec![mended])
+}

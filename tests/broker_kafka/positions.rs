@@ -1,0 +1,111 @@
+//! Where a partition begins: topics made anew, records that the broker deleted, a broker that is away.
+
+use oncebox::broker::{Begun, Broker, Event, Subscriber};
+use oncebox::policy::position::{Break, Position};
+use rdkafka::admin::{AdminOptions, NewTopic, TopicReplication};
+use rdkafka::mocking::MockCluster;
+use rdkafka::topic_partition_list::{Offset, TopicPartitionList};
+
+use crate::kit::*;
+
+/// The first assignment, begun with what is remembered.
+async fn begin(subscriber: &mut Box<dyn Subscriber>, remembered: Option<Position>) -> Vec<Begun> {
+    let sources = assigned(subscriber).await;
+    let remembered = sources.into_iter().map(|source| (source, remembered.clone())).collect();
+    subscriber.begin(remembered).await.unwrap()
+}
+
+// Shown by not comparing topic ids: it went on at offset 200, and the first 200 records of the new topic were never delivered.
+#[tokio::test]
+async fn a_topic_made_anew_under_a_subscriber_is_delivered_from_its_beginning_in_order() {
+    let name = "a_topic_made_anew_under_a_subscriber_is_delivered_from_its_beginning_in_order";
+    let Some(kafka) = Kafka::with_topic(name, 1).await else { return };
+    let rows = |word: &str, count: usize| -> Vec<_> {
+        (0..count).map(|n| message(&kafka.topic, Some("k"), format!("{word} {n}"))).collect()
+    };
+    publish_all(&kafka.broker(), rows("old", 200)).await;
+    let subscription = kafka.subscription(&unique("group"));
+    let mut subscriber = kafka.broker().subscriber(&subscription).await.unwrap();
+    let begun = begin(&mut subscriber, None).await;
+    let old = Position { topic_id: begun[0].topic_id.clone(), next: 200 };
+    assert!(old.topic_id.is_some() && begun[0].start.because.is_none(), "{begun:?}");
+    let deliveries = receive(&mut subscriber, 200).await;
+    acknowledge(&mut subscriber, &deliveries).await;
+
+    let admin = kafka.admin();
+    admin.delete_topics(&[&kafka.topic], &AdminOptions::new()).await.unwrap();
+    eventually("the topic is made anew", SOON, || async {
+        let anew = NewTopic::new(&kafka.topic, 1, TopicReplication::Fixed(1));
+        let made = admin.create_topics([&anew], &AdminOptions::new()).await.unwrap();
+        made.iter().all(Result::is_ok).then_some(())
+    })
+    .await;
+    // More than before, so that the old offset is one of the new topic as well.
+    let published = async {
+        let all = rows("new", 250);
+        for part in all.chunks(50) {
+            publish_all(&kafka.broker(), part.to_vec()).await;
+        }
+    };
+    let consumed = async {
+        let (mut seen, mut anew) = (Vec::new(), false);
+        while seen.len() < 250 {
+            match tokio::time::timeout(SOON, subscriber.next()).await.expect("an event") {
+                Ok(Event::Deliveries(deliveries)) => seen.extend(texts(&deliveries)),
+                Ok(Event::Assigned(sources)) => {
+                    let remembered = sources.into_iter().map(|source| (source, Some(old.clone()))).collect();
+                    let begun = subscriber.begin(remembered).await.unwrap();
+                    anew |= begun.iter().any(|begun| begun.start.because == Some(Break::MadeAnew));
+                }
+                Ok(Event::Revoked { done, .. }) => drop(done),
+                Err(_) => subscriber = kafka.broker().subscriber(&subscription).await.unwrap(),
+            }
+        }
+        subscriber.close().await;
+        (seen, anew)
+    };
+    let ((), (seen, anew)) = tokio::join!(published, consumed);
+    assert!(anew, "it is said");
+    assert_eq!(seen, (0..250).map(|n| format!("new {n}")).collect::<Vec<_>>());
+}
+
+#[tokio::test]
+async fn records_that_the_broker_deleted_before_they_were_consumed_are_told() {
+    let Some(kafka) = Kafka::with_topic("records_that_the_broker_deleted_before_they_were_consumed_are_told", 1).await
+    else {
+        return;
+    };
+    publish_all(&kafka.broker(), (0..50).map(|n| message(&kafka.topic, Some("k"), n.to_string())).collect()).await;
+    let subscription = kafka.subscription(&unique("group"));
+    let mut first = kafka.broker().subscriber(&subscription).await.unwrap();
+    let deliveries = receive(&mut first, 50).await;
+    acknowledge(&mut first, &deliveries[..20]).await;
+    first.close().await;
+    let mut until = TopicPartitionList::new();
+    until.add_partition_offset(&kafka.topic, 0, Offset::Offset(40)).unwrap();
+    kafka.admin().delete_records(&until, &AdminOptions::new()).await.unwrap();
+
+    let mut second = kafka.broker().subscriber(&subscription).await.unwrap();
+    let begun = begin(&mut second, None).await;
+    assert_eq!(begun[0].start.because, Some(Break::Lost { stood: 20, first: 40 }));
+    assert_eq!(texts(&receive(&mut second, 10).await)[0], "40");
+    second.close().await;
+}
+
+#[tokio::test]
+async fn a_subscriber_whose_broker_is_away_says_so_until_it_is_back() {
+    let cluster = MockCluster::new(1).unwrap();
+    cluster.create_topic("t", 1, 1).unwrap();
+    let url = format!("kafka://{}", cluster.bootstrap_servers());
+    let broker =
+        oncebox::broker::kafka::KafkaBroker::new(oncebox::broker::kafka::KafkaConfig::from_url(&url).unwrap()).unwrap();
+    let subscription = oncebox::broker::Subscription::new("g", vec!["t".into()]);
+    let mut subscriber = broker.subscriber(&subscription).await.unwrap();
+    begin(&mut subscriber, None).await;
+    assert_eq!(subscriber.away(), None);
+    cluster.broker_down(1).unwrap();
+    eventually("it is away", SOON, || async { subscriber.away() }).await;
+    cluster.broker_up(1).unwrap();
+    eventually("it is back", SOON, || async { subscriber.away().is_none().then_some(()) }).await;
+    subscriber.close().await;
+}

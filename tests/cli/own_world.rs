@@ -1,0 +1,129 @@
+//! `demo` and `bench` have a world of their own: what others have in the environment, in a file or in a database is never touched.
+
+use crate::database::Database;
+use crate::kit::{ONCEBOX, Place, Program};
+use crate::support::{service, unique};
+
+/// A show and a measurement that are as short as they can be.
+const DEMO: &[&str] = &["demo", "--messages", "20", "--kills", "1", "--no-progress"];
+const BENCH: &[&str] = &["bench", "relay", "--messages", "100", "--rounds", "1"];
+
+/// A shop that is at work: tables, a committed order that no publisher has sent yet, and all its settings in the environment
+/// and in a file.
+struct Shop {
+    place: Place,
+    config: String,
+}
+
+impl Shop {
+    fn on(database: Option<&str>, broker: Option<&str>) -> Self {
+        let place = Place::on(database, broker);
+        place.oncebox(&["migrate", "up"]).run().ok();
+        place.sql(match place.database().split(':').next().unwrap() {
+            "postgres" => "select oncebox.enqueue('orders', 'order.placed', '{}'::text, 'PROD-3')",
+            "mysql" => "call oncebox_enqueue_p('orders', 'PROD-3', 'order.placed', '{}', null, null, null, @id)",
+            _ => "insert into oncebox_outbox (topic, key, kind, payload) values ('orders', 'PROD-3', 'order.placed', '{}')",
+        });
+        let config = place.config(&format!(
+            "database.url = '{}'\nbroker.url = '{}'\n[[consumer]]\nname = 'shop'\ntopics = ['orders']",
+            place.database(),
+            broker.unwrap_or("embedded://broker.db")
+        ));
+        Self { place, config }
+    }
+
+    /// In its shell, where every setting of the shop is exported.
+    fn shell(&self, arguments: &[&str]) -> Program {
+        let temporary = self.place.path().join("tmp");
+        std::fs::create_dir_all(&temporary).unwrap();
+        self.place
+            .oncebox(arguments)
+            .env("ONCEBOX_CONFIG", &self.config)
+            .env("ONCEBOX_PUBLISHER__LEASE", "3s")
+            .env("oncebox_email__directory", "shop-emails")
+            .env("TMPDIR", &temporary.display().to_string())
+    }
+
+    /// Its order waits for its own publisher, nobody came or went, and nothing is left behind.
+    fn is_untouched(&self) {
+        let status = self.place.oncebox(&["status", "--output", "json"]).run().json();
+        assert_eq!(
+            (&status["pending"], &status["held"], &status["dead"]),
+            (&1.into(), &0.into(), &0.into()),
+            "{status}"
+        );
+        assert_eq!(status["shards"][0]["epoch"], 0, "no publisher had it: {status}");
+        assert_eq!(status["consumers"], serde_json::json!([]), "{status}");
+        assert_eq!(std::fs::read_dir(self.place.path().join("tmp")).unwrap().count(), 0, "files are left behind");
+        assert!(!self.place.path().join("shop-emails").exists(), "e-mails went to the shop's directory");
+    }
+}
+
+/// Shown by reading the environment, as every other command does: the demo's publisher relays the shop's order into a broker
+/// that is thrown away.
+#[test]
+fn demo_and_bench_in_a_shell_with_production_settings_leave_production_untouched() {
+    let shop = Shop::on(None, None);
+    shop.shell(DEMO).run().ok();
+    shop.is_untouched();
+    shop.shell(BENCH).run().ok();
+    shop.is_untouched();
+    assert!(!shop.place.path().join("broker.db").exists(), "nobody opened the shop's broker");
+}
+
+/// The servers of production, and another database on the same server that the command line names. Shown by a child that keeps the
+/// environment of its parent: it works for the shop.
+#[test]
+fn demo_and_bench_on_a_server_have_a_database_of_their_own_there() {
+    let test = "demo_and_bench_on_a_server_have_a_database_of_their_own_there";
+    for server in ["ONCEBOX_TEST_POSTGRES", "ONCEBOX_TEST_MARIADB"] {
+        let Some(server) = service(test, server) else { continue };
+        let (database, other) = (Database::on(&server), Database::on(&server));
+        let shop = Shop::on(Some(&database.url), None);
+        let databases = || {
+            let of_ours = if server.starts_with("mysql") {
+                "select cast(schema_name as char) from information_schema.schemata where schema_name like 'oncebox\\_%'"
+            } else {
+                "select datname::text from pg_database where datname like 'oncebox\\_%'"
+            };
+            let all = crate::database::column(&server, of_ours);
+            all.into_iter().filter(|name| name.contains("_demo_") || name.contains("_bench_")).collect::<Vec<_>>()
+        };
+        let before = databases();
+        shop.shell(&[DEMO, &["--database", &other.url]].concat()).run().ok();
+        shop.is_untouched();
+        shop.shell(&[BENCH, &["--database", &other.url]].concat()).run().ok();
+        shop.is_untouched();
+        let left: Vec<_> = databases().into_iter().filter(|name| !before.contains(name)).collect();
+        assert!(left.is_empty(), "{left:?} were left behind");
+        // Not even the database that was named got a table.
+        let of_other = Place::on(Some(&other.url), None);
+        of_other.oncebox(&["status"]).run().fails(3, &["oncebox migrate up"]);
+    }
+}
+
+/// Shown by leaving out the look at the outbox.
+#[test]
+fn demo_and_bench_refuse_a_database_whose_outbox_holds_messages_of_others() {
+    let test = "demo_and_bench_refuse_a_database_whose_outbox_holds_messages_of_others";
+    let servers = ["ONCEBOX_TEST_POSTGRES", "ONCEBOX_TEST_MARIADB"].map(|name| service(test, name));
+    let databases: Vec<Database> = servers.iter().flatten().map(|server| Database::on(server)).collect();
+    for url in databases.iter().map(|database| Some(database.url.as_str())).chain([None]) {
+        let shop = Shop::on(url, None);
+        for command in [DEMO, BENCH] {
+            let done = shop.shell(&[command, &["--database", shop.place.database()]].concat()).run();
+            done.fails(4, &["messages of others", "1 pending", "name a database that nobody works with"]);
+        }
+        shop.is_untouched();
+    }
+}
+
+#[test]
+fn demo_and_bench_refuse_a_configuration_file_on_their_command_line() {
+    let place = Place::new();
+    let config = place.config(&format!("database.url = 'sqlite://{}.db'", unique("shop")));
+    for command in [DEMO, BENCH] {
+        let done = Program::new(ONCEBOX, &[command, &["--config", &config]].concat()).within(place.path()).run();
+        done.fails(2, &["reads no configuration file", "--database"]);
+    }
+}

@@ -1,0 +1,108 @@
+//! Messages that a database cannot take, with codes that look like its own distress: each stops its own key only, and is dead in
+//! the end.
+
+use oncebox::HandlerError;
+use uuid::Uuid;
+
+use super::kit::{Act, Does, Sql, World, consumer_options, on_mariadb, on_postgres, sqlite};
+
+/// Of two keys, one has a message that fails in this statement each time.
+async fn is_counted<S: Sql>(world: World<S>, statement: &'static str) {
+    world.deliver_all(&["a1", "b1", "a2", "b2"]);
+    let act = move |name: &str, _: &oncebox::Message| if name == "a1" { Act::Run(statement) } else { Act::Done };
+    let consumer = world.consumer(consumer_options(), Does(act));
+    world.until_consumer("dead after its attempts", |ledger| (ledger.dead, ledger.held) == (1, 1)).await;
+    assert_eq!(world.dead().await[0].reason, "attempts");
+    world.until_effects(&["b1", "b2"]).await;
+    consumer.end().await;
+}
+
+const TEMPORARY_FILES: &str =
+    "do $$ begin raise exception 'temporary file size exceeds temp_file_limit' using errcode = '53400'; end $$";
+const SORT_MEMORY: &str = "signal sqlstate 'HY001' set mysql_errno = 1038, message_text = 'Out of sort memory, consider increasing server sort buffer size'";
+
+#[tokio::test]
+async fn a_statement_that_always_asks_for_too_much_is_a_failure_of_its_message() {
+    on_postgres("asks_too_much", |world| is_counted(world, TEMPORARY_FILES)).await;
+    on_mariadb("asks_too_much", |world| is_counted(world, SORT_MEMORY)).await;
+}
+
+#[tokio::test]
+async fn a_statement_that_always_ends_its_connection_is_a_failure_of_its_message() {
+    on_postgres("ends_connection", |world| is_counted(world, "select pg_terminate_backend(pg_backend_pid())")).await;
+    on_mariadb("ends_connection", |world| is_counted(world, "kill connection_id()")).await;
+}
+
+/// Stored without its content, which its coordinates lead to; the next message of the partition is handled.
+async fn is_stored_without_content<S: Sql>(world: World<S>, payload: Vec<u8>) {
+    let id = Uuid::now_v7().to_string();
+    let headers = [("ce_id", id.as_bytes()), ("ce_type", b"made".as_slice()), ("ce_source", b"test".as_slice())];
+    world.broker.append("t", Some(b"a".as_slice()), &headers, Some(payload.as_slice()));
+    world.deliver_all(&["b1"]);
+    let act = |name: &str, _: &oncebox::Message| match name {
+        "b1" => Act::Done,
+        _ => Act::Fail(HandlerError::terminal("no")),
+    };
+    let consumer = world.consumer(consumer_options(), Does(act));
+    world.until_consumer("dead", |ledger| ledger.dead == 1).await;
+    let dead = world.dead().await.remove(0);
+    assert_eq!((dead.reason.as_str(), dead.message_id.to_string(), dead.payload.len()), ("unstorable", id, 0));
+    let error = dead.error.unwrap_or_default();
+    assert!(error.contains("only in the broker, at t"), "{error}");
+    world.until_effects(&["b1"]).await;
+    consumer.end().await;
+}
+
+#[tokio::test]
+async fn a_message_that_cannot_be_stored_does_not_stop_its_partition_on_postgres() {
+    on_postgres("unstorable", |world| async move {
+        let refuse = "create function refuse() returns trigger language plpgsql as $$ begin
+            if octet_length(new.payload) > 0 then raise exception 'too large'; end if; return new; end $$;
+            create trigger refuse before insert on oncebox.waiting for each row execute function refuse()";
+        world.run(refuse).await;
+        is_stored_without_content(world, b"a1".to_vec()).await;
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn a_message_that_cannot_be_stored_does_not_stop_its_partition_on_sqlite() {
+    let world = sqlite().await;
+    let refuse = "create trigger refuse before insert on oncebox_waiting when length(new.payload) > 0
+        begin select raise(abort, 'too large'); end";
+    world.run(refuse).await;
+    is_stored_without_content(world, b"a1".to_vec()).await;
+}
+
+/// Larger than a packet of the server may be: it ends the connection, in the handler and when the message is to be stored.
+#[tokio::test]
+async fn a_message_that_cannot_be_stored_does_not_stop_its_partition_on_mariadb() {
+    on_mariadb("unstorable", |world| async move {
+        let packet: usize = world.store.texts("select cast(@@max_allowed_packet as char)").await[0].parse().unwrap();
+        is_stored_without_content(world, vec![b'x'; packet + 1_000]).await;
+    })
+    .await;
+}
+
+/// Longer than 64 kB: a foreign producer writes what it likes.
+#[tokio::test]
+async fn a_message_with_a_long_source_and_kind_is_stored_whole() {
+    async fn is_dead_and_whole<S: Sql>(world: World<S>) {
+        let long = "s".repeat(70_000);
+        let id = Uuid::now_v7().to_string();
+        let headers = [("ce_id", id.as_bytes()), ("ce_type", long.as_bytes()), ("ce_source", long.as_bytes())];
+        world.broker.append("t", Some(b"a".as_slice()), &headers, Some(b"a1".as_slice()));
+        let fails = |_: &str, _: &oncebox::Message| Act::Fail(HandlerError::terminal("no"));
+        let consumer = world.consumer(consumer_options(), Does(fails));
+        world.until_consumer("dead", |ledger| ledger.dead == 1).await;
+        let dead = world.dead().await.remove(0);
+        assert_eq!(
+            (dead.reason.as_str(), dead.kind.len(), dead.payload.as_slice()),
+            ("terminal", 70_000, b"a1".as_slice())
+        );
+        consumer.end().await;
+    }
+    on_postgres("long_source", is_dead_and_whole).await;
+    on_mariadb("long_source", is_dead_and_whole).await;
+    is_dead_and_whole(sqlite().await).await;
+}

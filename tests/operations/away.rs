@@ -1,0 +1,171 @@
+//! The database goes away, and comes back, behind a service that goes on (M60, O29); a pool that slow operations use up.
+
+use std::time::{Duration, Instant};
+
+use oncebox::policy::operation::Code;
+
+use super::crowd::door;
+use super::kit::*;
+use super::provider::ProviderProcess;
+use super::proxy::{Failure, Proxy, When};
+use super::service::{Service, count, payment};
+use super::standstill::Standstill;
+
+/// What a request takes at most that is refused because the database is away, and the first one that it answers when it is back.
+const AT_MOST: Duration = Duration::from_secs(2);
+
+/// Runs each test with an empty database behind a network that can fail.
+macro_rules! behind_a_network {
+    ($($name:ident),* $(,)?) => {
+        mod mariadb {
+            $(
+                #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+                async fn $name() {
+                    let Some(database) = crate::mysql::Db::empty(stringify!($name)).await else { return };
+                    super::$name(&database.url, crate::proxy::Proxy::before(&database.url, "ssl-mode=DISABLED")).await;
+                }
+            )*
+        }
+        mod postgres {
+            $(
+                #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+                async fn $name() {
+                    crate::postgres::with_database(stringify!($name), |database| async move {
+                        let proxy = crate::proxy::Proxy::before(&database.url, "sslmode=disable");
+                        super::$name(&database.url, proxy).await;
+                    })
+                    .await;
+                }
+            )*
+        }
+    };
+}
+
+behind_a_network! {
+    while_the_database_is_away_every_request_is_refused_within_two_seconds_and_no_key_is_burnt,
+    a_service_whose_connection_is_lost_while_it_starts_starts_all_the_same,
+}
+
+const BODIES: [(&str, &str); 3] = [("/payments", "payment"), ("/charges", "charge"), ("/notes", "note")];
+
+fn body(path: &str, number: usize) -> String {
+    if path == "/notes" { format!(r#"{{"text":"{number}"}}"#) } else { payment(1, &format!("order-{number}")) }
+}
+
+async fn answered<T>(what: &str, at_most: Duration, asked: impl Future<Output = T>) -> T {
+    let (still, began) = (Standstill::watch(), Instant::now());
+    let answer = asked.await;
+    let took = began.elapsed();
+    assert!(took < at_most + still.longest(), "{what}: {took:?}");
+    answer
+}
+
+// Shown by: an engine that asks nobody whether its store is there (30 s each where connections are refused, 40 s behind silence);
+// `/readyz` that asks the database; calls that are not given up.
+async fn while_the_database_is_away_every_request_is_refused_within_two_seconds_and_no_key_is_burnt(
+    direct: &str,
+    proxy: Proxy,
+) {
+    let provider = ProviderProcess::start();
+    let service =
+        Service::ready(Service::begin(&proxy.url, &["--provider", &provider.url, "--deployment", "database"])).await;
+    let get = async |path: &str| send(client().get(format!("{}{path}", service.url))).await;
+    for (round, failure) in [Failure::Cut, Failure::Silence].into_iter().enumerate() {
+        assert_eq!(get("/readyz").await.status, 200);
+        proxy.fails(failure);
+        for number in 0..3 {
+            // Each key of its own, all at once, and more than the pool has connections.
+            let mut asking = tokio::task::JoinSet::new();
+            for (path, _) in BODIES {
+                for at in 0..8 {
+                    let (key, number) = (format!("{K1}-{round}-{number}-{at}"), (round * 10 + number) * 100 + at);
+                    let request = service.ask(path, &key, &body(path, number));
+                    asking.spawn(answered(path, AT_MOST, async move { (path, send(request).await) }));
+                }
+            }
+            for (path, answer) in asking.join_all().await {
+                println!("{failure:?} {path}: {}", answer.status);
+                answer.is(Code::StoreUnavailable);
+            }
+            for path in ["/payments/pay_1", "/notes/note_1"] {
+                answered(path, AT_MOST, service.get(path)).await.is(Code::StoreUnavailable);
+            }
+            let ready = answered("/readyz", Duration::from_secs(1), get("/readyz")).await;
+            assert_eq!(ready.status, 503, "{}", String::from_utf8_lossy(&ready.body));
+            assert_eq!(answered("/metrics", AT_MOST, get("/metrics")).await.status, 200);
+        }
+        for (path, table) in BODIES {
+            assert_eq!(count(direct, &format!("select count(*) from {table}")).await, round as i64, "{path} ran");
+        }
+        proxy.works();
+        let back = Instant::now();
+        let still = Standstill::watch();
+        until("it is ready", || async { get("/readyz").await.status == 200 }).await;
+        for (path, _) in BODIES {
+            let key = format!("{K1}-{round}-0-0");
+            let answer = service.post(path, &key, &body(path, round * 1_000)).await;
+            assert_eq!((answer.status, answer.is_replayed()), (201, false), "{path}: {answer:?}");
+        }
+        assert!(back.elapsed() < AT_MOST + still.longest(), "{failure:?}: back after {:?}", back.elapsed());
+    }
+}
+
+// Shown by: reading the id of the deployment once.
+async fn a_service_whose_connection_is_lost_while_it_starts_starts_all_the_same(_: &str, proxy: Proxy) {
+    let provider = ProviderProcess::start();
+    proxy.fail_at("", "select deployment_id", 0, When::BeforeRequest, Failure::Cut);
+    let service =
+        Service::ready(Service::begin(&proxy.url, &["--provider", &provider.url, "--deployment", "database"])).await;
+    assert!(proxy.has_failed(), "it was cut");
+    assert_eq!(service.post("/charges", K1, &payment(1, "order-1")).await.status, 201);
+}
+
+// SQLite has one writer at a time, and a bound on the wait for a turn.
+mod crowded {
+    use super::slow_operations_leave_room_for_what_is_short_and_the_rest_is_refused_soon as is_shown;
+    use crate::kit::World;
+
+    #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+    async fn slow_operations_leave_room_on_mariadb() {
+        let Some(database) = crate::mysql::Db::new("slow_operations_leave_room").await else { return };
+        is_shown(World::on(database.store.clone(), &database.url).await).await;
+    }
+
+    #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+    async fn slow_operations_leave_room_on_postgres() {
+        crate::postgres::with_database("slow_operations_leave_room", |database| async move {
+            is_shown(World::on(database.store.clone(), &database.url).await).await;
+        })
+        .await;
+    }
+}
+
+// Shown by: no bound on what begins: the fourth waits for a connection as long as the pool lets it, and a replay behind it.
+async fn slow_operations_leave_room_for_what_is_short_and_the_rest_is_refused_soon<S: Sql>(world: World<S>) {
+    let world = world.with_pool_of(4).await;
+    let (gate, open) = (Gate::closed(), Gate::open());
+    let door = |gate: &Gate| door(&world, oncebox::runtime::operation::Endpoint::typed::<Put>(same_tx()), gate);
+    let (slow, quick) = (serve(door(&gate)).await + "/put", serve(door(&open)).await + "/put");
+    let ask = async |url: &str, key: &str| send(post(url, key, r#"{"text":"a"}"#)).await;
+    assert_eq!(ask(&quick, K1).await.status, 201);
+    let mut running = tokio::task::JoinSet::new();
+    for number in 0..3 {
+        running.spawn(send(post(&slow, &format!("{K2}-{number}"), r#"{"text":"a"}"#)));
+        gate.begun().await;
+    }
+    // A second, on a busy machine; a pool lets whoever stands in line for a connection wait for 30.
+    let enough = Duration::from_secs(6);
+    let refused = async |key: &str| {
+        answered("another key", enough, ask(&quick, key)).await.is(Code::StoreUnavailable);
+    };
+    // Many at once wait no longer than one.
+    let keys: Vec<String> = (0..20).map(|number| format!("{K2}-refused-{number}")).collect();
+    futures::future::join_all(keys.iter().map(|key| refused(key))).await;
+    assert!(answered("a replay", enough, ask(&quick, K1)).await.is_replayed());
+    answered("a duplicate", enough, ask(&quick, &format!("{K2}-0"))).await.is(Code::InProgress);
+    for _ in 0..3 {
+        gate.let_go();
+    }
+    assert!(running.join_all().await.iter().all(|answer| answer.status == 201));
+    assert_eq!(ask(&quick, &keys[0]).await.status, 201, "its key is free");
+}

@@ -1,0 +1,196 @@
+//! Runs that end after they lost their lease, and bridged runs that commit without their guard: neither is executed a second time.
+
+use axum::Router;
+use axum::extract::State;
+use axum::http::{HeaderMap, StatusCode};
+use axum::response::{IntoResponse, Response};
+use axum::routing::post as route_post;
+use oncebox::http::idempotency::{IdempotencyGuard, IdempotencyLayer, OutcomeTag};
+use oncebox::policy::operation::{Code, Mode, Outcome, Route, State as Remembered};
+use oncebox::runtime::operation::{Endpoint, Reconciled};
+use oncebox::store::{ActContext, KeyChange};
+
+use super::kit::*;
+use super::layer::{edge, layered};
+
+on_all! {
+    what_a_late_run_did_is_not_executed_again_though_its_route_did_not_find_it,
+    a_late_run_whose_key_was_freed_meanwhile_is_remembered_all_the_same,
+    a_key_whose_run_ended_late_is_not_resolved_as_not_happened,
+    a_bridged_success_that_its_guard_did_not_commit_is_unknown,
+    a_bridged_failure_frees_its_key_only_where_nothing_can_have_been_committed,
+}
+
+/// A run that stands still with its handler called, and whose lease is over.
+async fn stands_still<S: Sql>(world: &World<S>) -> (Gate, tokio::task::JoinHandle<Http>) {
+    let gate = Gate::closed();
+    let url = layered(world, Endpoint::raw("put", edge()), &gate).await + "/put";
+    let asked = tokio::spawn(async move { send(post(&url, K1, "{}")).await });
+    gate.begun().await;
+    let long_ago = match S::NAME {
+        "sqlite" => "strftime('%s', '2020-01-01') * 1000",
+        _ => "timestamp '2020-01-01 00:00:00'",
+    };
+    world.store.exec(&format!("update {}idempotency_request set lease_until = {long_ago}", S::PREFIX)).await;
+    (gate, asked)
+}
+
+/// Another process of the same route, which asks and is told that nothing happened when the gate lets it go.
+async fn not_found<S: Sql>(world: &World<S>) -> (Gate, Gate, String) {
+    let (asked, gate) = (Gate::closed(), Gate::open());
+    let asks = asked.clone();
+    let endpoint = Endpoint::raw("put", Route { reconciles: true, ..edge() }).reconciled_by(move |_| {
+        let asks = asks.clone();
+        Box::pin(async move {
+            asks.pass().await;
+            Ok(Reconciled::NotHappened)
+        })
+    });
+    let url = layered(&world.another_process(), endpoint, &gate).await + "/put";
+    (asked, gate, url)
+}
+
+async fn late_runs<S: Sql>(world: &World<S>) -> usize {
+    let Some(record) = world.record("t1", K1).await else { return 0 };
+    world.store.runs_of(record.operation_id).await.unwrap().len()
+}
+
+// Shown by: a release that does not look at the evidence: two effects.
+async fn what_a_late_run_did_is_not_executed_again_though_its_route_did_not_find_it<S: Sql>(world: World<S>) {
+    let (slow, _answer) = stands_still(&world).await;
+    let (asked, other, url) = not_found(&world).await;
+    send(post(&url, K1, "{}")).await.is(Code::RecoveryPending);
+    asked.begun().await;
+    slow.let_go();
+    until("the late run has said so", || async { late_runs(&world).await == 1 }).await;
+    asked.let_go();
+    until("it is known", || async {
+        world.record("t1", K1).await.is_some_and(|record| record.state == Remembered::Completed)
+    })
+    .await;
+    send(post(&url, K1, "{}")).await.is(Code::ResultNotRetained);
+    assert_eq!((slow.calls(), other.calls(), world.effects().await), (1, 0, 1));
+}
+
+// Shown by: leaving a record that is gone as it is.
+async fn a_late_run_whose_key_was_freed_meanwhile_is_remembered_all_the_same<S: Sql>(world: World<S>) {
+    let (slow, _answer) = stands_still(&world).await;
+    let (asked, other, url) = not_found(&world).await;
+    send(post(&url, K1, "{}")).await.is(Code::RecoveryPending);
+    asked.begun().await;
+    asked.let_go();
+    until("its key is free", || async { world.record("t1", K1).await.is_none() }).await;
+    slow.let_go();
+    until("it is remembered", || async {
+        world.record("t1", K1).await.is_some_and(|record| record.state == Remembered::Completed)
+    })
+    .await;
+    let again = send(post(&url, K1, "{}")).await;
+    assert_eq!((again.status, again.is_replayed()), (201, true));
+    assert_eq!((slow.calls(), other.calls(), world.effects().await), (1, 0, 1));
+    assert_eq!(late_runs(&world).await, 1);
+}
+
+// Shown by: `resolve` that does not look at the evidence.
+async fn a_key_whose_run_ended_late_is_not_resolved_as_not_happened<S: Sql>(world: World<S>) {
+    layer_left_unknown(&world).await;
+    let seen = world.record("t1", K1).await.unwrap();
+    let run = oncebox::store::NewEvidence {
+        operation_id: seen.operation_id,
+        effect: String::new(),
+        epoch: 1,
+        send: 0,
+        kind: "run".to_owned(),
+        verdict: "success".to_owned(),
+        status: Some(201),
+        bytes: oncebox::store::Sealed::default(),
+    };
+    world.store.observe_run(&run).await.unwrap();
+    let act =
+        ActContext { actor: "ada".to_owned(), reason: "as agreed".to_owned(), dry_run: false, redrive_age_max: None };
+    let not_happened = |against_evidence| KeyChange::Resolve {
+        outcome: oncebox::store::Outcome::FailedRetryable { error_code: None },
+        retention: edge().retention,
+        against_evidence,
+    };
+    let refused = world.store.act_on_key(&seen, &not_happened(false), &act).await.unwrap_err();
+    assert!(refused.to_string().contains("ended with success"), "{refused}");
+    world.store.act_on_key(&seen, &not_happened(true), &act).await.unwrap();
+    assert_eq!(world.record("t1", K1).await.unwrap().state, Remembered::FailedRetryable);
+}
+
+async fn layer_left_unknown<S: Sql>(world: &World<S>) {
+    let (_slow, _answer) = stands_still(world).await;
+    let seen = world.record("t1", K1).await.unwrap();
+    assert_eq!(world.store.mark_unknown(&seen).await.unwrap(), oncebox::store::Fenced::Done);
+}
+
+#[derive(Clone)]
+struct App<S>(S);
+
+/// Does what its header says, mostly without its guard.
+async fn careless<S: Sql>(State(App(store)): State<App<S>>, guard: IdempotencyGuard<S>, told: HeaderMap) -> Response {
+    let told = told["test-does"].to_str().unwrap();
+    if told.starts_with("commits") {
+        store.tx("insert into effect (text) values ('by itself')").await.commit().await.unwrap();
+    }
+    assert!(!told.ends_with("panics"), "on purpose");
+    match told {
+        "commits" | "says success" => StatusCode::CREATED.into_response(),
+        "says retryable" => {
+            let mut response = StatusCode::SERVICE_UNAVAILABLE.into_response();
+            response.extensions_mut().insert(OutcomeTag(Outcome::Retryable(())));
+            response
+        }
+        "ends the transaction" => {
+            let mut tx = store.tx("insert into effect (text) values ('by itself')").await;
+            S::run(&mut tx, "commit").await.unwrap();
+            let refused = guard.commit(tx, StatusCode::CREATED.into_response()).await;
+            (StatusCode::INTERNAL_SERVER_ERROR, refused.unwrap_err().to_string()).into_response()
+        }
+        _ => StatusCode::INTERNAL_SERVER_ERROR.into_response(),
+    }
+}
+
+async fn bridged<S: Sql>(world: &World<S>) -> String {
+    let layer = IdempotencyLayer::new(&world.engine, Endpoint::raw("put", Route { mode: Mode::Bridged, ..edge() }));
+    let router = Router::new().route("/put", route_post(careless::<S>)).route_layer(layer.unwrap());
+    serve(router.with_state(App(world.store.clone()))).await + "/put"
+}
+
+async fn does<S: Sql>(world: &World<S>, url: &str, key: &str, told: &str) -> (Http, Option<Remembered>) {
+    let answer = send(post(url, key, "{}").header("test-does", told)).await;
+    (answer, world.record("t1", key).await.map(|record| record.state))
+}
+
+// A kill between such a commit and the outcome executes again, which no run shows. Shown by: COMPLETED whatever the mode.
+async fn a_bridged_success_that_its_guard_did_not_commit_is_unknown<S: Sql>(world: World<S>) {
+    let url = bridged(&world).await;
+    for (key, told, effects) in [(K1, "commits", 1), (K2, "says success", 1)] {
+        let (answer, state) = does(&world, &url, key, told).await;
+        answer.is(Code::TransactionEnded);
+        assert_eq!(state, Some(Remembered::UnknownRequiresRecovery), "{told}");
+        does(&world, &url, key, told).await.0.is(Code::OutcomeUnknown);
+        assert_eq!(world.effects().await, effects, "{told}");
+    }
+}
+
+// Shown by: FAILED_RETRYABLE for every failure in mode bridged (the key is free at once, and runs again).
+async fn a_bridged_failure_frees_its_key_only_where_nothing_can_have_been_committed<S: Sql>(world: World<S>) {
+    let url = bridged(&world).await;
+    let told = ["commits and panics", "commits and fails", "ends the transaction", "says retryable"];
+    for (number, told) in (0..).zip(told) {
+        let key = format!("key-000000000000000{number}");
+        let (_, state) = does(&world, &url, &key, told).await;
+        let expected = match told {
+            "says retryable" => Remembered::FailedRetryable,
+            _ => Remembered::UnknownRequiresRecovery,
+        };
+        assert_eq!(state, Some(expected), "{told}");
+    }
+    let effects = world.effects().await;
+    for number in 0..2 {
+        does(&world, &url, &format!("key-000000000000000{number}"), "commits").await.0.is(Code::OutcomeUnknown);
+    }
+    assert_eq!(world.effects().await, effects);
+}
