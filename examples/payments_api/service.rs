@@ -147,15 +147,14 @@ fn routes<S: Books>(app: App<S>, args: &Args) -> Result<Router, AppError> {
     let note = Endpoint::raw("create_note", args.route(Mode::Edge)).served_at("POST", "/notes");
     let layer = IdempotencyLayer::new(&app.engine, note).map_err(failed)?;
     let protected = Router::new()
-        // On the method, not on the router: there it would claim keys of other methods too, which get 405.
+        // Layers on the method, not on the router: there they would see other methods too, which get 405.
         .route("/notes", post(notes::create::<S>).route_layer(layer))
-        .route("/notes/{id}", get(notes::show::<S>))
+        .route("/notes/{id}", get(notes::show::<S>).route_layer(from_fn(readable)))
         .route("/payments", post(payments::create::<S>))
-        .route("/payments/{id}", get(payments::show::<S>))
+        .route("/payments/{id}", get(payments::show::<S>).route_layer(from_fn(readable)))
         .route("/charges", post(charges::create::<S>))
-        .route("/operations/{id}", get(charges::show::<S>))
-        .route("/accounts/{id}", put(accounts::put::<S>))
-        .layer(from_fn(readable))
+        .route("/operations/{id}", get(charges::show::<S>).route_layer(from_fn(readable)))
+        .route("/accounts/{id}", put(accounts::put::<S>).route_layer(from_fn(readable)))
         // The last layer is the outermost: who is not authenticated reaches no key.
         .layer(from_fn(authenticate));
     let open = Router::new()
