@@ -44,13 +44,13 @@ impl CommonArgs {
     }
 
     /// As [`CommonArgs::load`], from the command line and nothing else: what stands in the environment or in a file may name a
-    /// database that others work with. A person watches: only warnings are logged.
-    pub(crate) fn load_command_line(&self) -> Result<Loaded, AppError> {
+    /// database that others work with. A person watches: no more than `log` is logged.
+    pub(crate) fn load_command_line(&self, log: &str) -> Result<Loaded, AppError> {
         if self.config.is_some() && self.config != std::env::var_os(CONFIG).map(PathBuf::from) {
             return Err(AppError::usage("this command reads no configuration file: give it --database and --broker"));
         }
         let loaded = self.read_layers(None, Vec::new(), None)?;
-        start_logging(loaded.settings.log.format, "warn").map_err(AppError::usage)?;
+        start_logging(loaded.settings.log.format, log).map_err(AppError::usage)?;
         Ok(loaded)
     }
 

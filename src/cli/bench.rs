@@ -11,6 +11,7 @@ mod bed;
 mod consume;
 mod crowd;
 mod doors;
+mod fault;
 mod figure;
 mod keys;
 mod latency;
@@ -25,6 +26,8 @@ mod work;
 mod yard;
 
 use clap::{Args, Subcommand};
+
+pub(super) use self::fault::{Role, run_role};
 
 use self::bed::Bed;
 use self::figure::Figure;
@@ -43,6 +46,8 @@ pub(super) enum BenchCommand {
     Consume(BenchArgs),
     /// From the commit of a message to its effect, at a steady rate
     Latency(BenchArgs),
+    /// Faults: what the rest still gets while one thing is stuck, frozen, failed or killed
+    Fault(FaultArgs),
     /// Requests with an `Idempotency-Key`: what each door adds, replays, and claims beside many stored keys
     Http(HttpArgs),
 }
@@ -75,6 +80,16 @@ pub(super) struct HttpArgs {
     stored: u64,
 }
 
+/// How much, and how many stuck topics.
+#[derive(Debug, Clone, Args)]
+pub(super) struct FaultArgs {
+    #[command(flatten)]
+    bench: BenchArgs,
+    /// Topics that nobody made (Kafka) or that have no queue (RabbitMQ), beside which another topic's messages are timed
+    #[arg(long, default_value_t = 200, value_parser = clap::value_parser!(u32).range(1..=10_000))]
+    stuck: u32,
+}
+
 /// What a benchmark has to know of its size.
 #[derive(Debug, Clone, Copy)]
 struct Load {
@@ -90,6 +105,7 @@ impl BenchCommand {
             Self::Relay(args) => (args, 100_000),
             Self::Append(args) | Self::Consume(args) => (args, 20_000),
             Self::Latency(args) => (args, 2_000),
+            Self::Fault(args) => (&args.bench, 50_000),
             Self::Http(args) => (&args.bench, 2_000),
         };
         Load {
@@ -102,7 +118,9 @@ impl BenchCommand {
 }
 
 pub(super) async fn run(command: BenchCommand, common: &CommonArgs, output: Output) -> Result<(), AppError> {
-    let place = bed::Place::find(common)?;
+    // Of faults that are made on purpose nobody is warned.
+    let log = if matches!(command, BenchCommand::Fault(_)) { "error" } else { "warn" };
+    let place = bed::Place::find(common, log)?;
     match store_kind(&place.settings.database.url.0)? {
         #[cfg(feature = "sqlite")]
         "sqlite" => on::<crate::store::sqlite::SqliteStore>(&command, place, output).await,
@@ -140,6 +158,7 @@ async fn measure<S: Yard>(command: &BenchCommand, bed: &mut Bed<S>, load: Load) 
         BenchCommand::Append(_) => append::measure(bed, load).await,
         BenchCommand::Consume(_) => consume::measure(bed, load).await,
         BenchCommand::Latency(_) => latency::measure(bed, load).await,
+        BenchCommand::Fault(args) => fault::measure(bed, load, args.stuck).await,
         BenchCommand::Http(args) => {
             let mut figures = doors::measure(bed, load).await?;
             if args.stored > 0 {

@@ -83,6 +83,8 @@ enum Program {
     Sender(super::sender::SenderArgs),
     #[command(subcommand)]
     Demo(demo::Role),
+    #[command(subcommand)]
+    Bench(bench::Role),
 }
 
 /// `oncebox`
@@ -122,6 +124,7 @@ impl OnceboxArgs {
             Command::Run(Program::Consumer(args)) => args.run(&self.common).await,
             #[cfg(feature = "email")]
             Command::Run(Program::Sender(args)) => super::sender::run(&args, &self.common).await,
+            Command::Run(Program::Bench(role)) => bench::run_role(role, &self.common).await,
             Command::Run(Program::Demo(role)) => demo::run_role(role, &self.common).await,
         }
     }

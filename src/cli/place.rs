@@ -5,7 +5,8 @@
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
 
-use tokio::process::Command;
+use rustix::process::{Pid, Signal, kill_process};
+use tokio::process::{Child, Command};
 
 use super::common::CommonArgs;
 use crate::app::AppError;
@@ -22,8 +23,8 @@ pub(super) fn private_directory(dir: &Path) -> Result<(), AppError> {
 }
 
 /// The settings of the command line; database and broker are files in `dir` unless they are named there.
-pub(super) fn settings_in(common: &CommonArgs, dir: &Path) -> Result<Settings, AppError> {
-    let mut settings = common.load_command_line()?.settings;
+pub(super) fn settings_in(common: &CommonArgs, dir: &Path, log: &str) -> Result<Settings, AppError> {
+    let mut settings = common.load_command_line(log)?.settings;
     if common.database.is_none() {
         settings.database.url = file_url(dir, "payments");
     }
@@ -51,6 +52,14 @@ pub(super) fn this_program() -> Result<Command, AppError> {
     // A parent that is interrupted leaves no process behind.
     command.stdin(Stdio::null()).kill_on_drop(true);
     Ok(command)
+}
+
+/// Sends a signal to a child; one that has ended gets none.
+pub(super) fn signal(child: &Child, signal: Signal) {
+    let pid = child.id().and_then(|id| i32::try_from(id).ok()).and_then(Pid::from_raw);
+    if let Some(pid) = pid {
+        let _it_may_end_just_now = kill_process(pid, signal);
+    }
 }
 
 /// Settings as a file: URLs with passwords do not stand in command lines of processes.

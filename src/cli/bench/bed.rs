@@ -23,13 +23,15 @@ pub(super) struct Place {
 }
 
 impl Place {
-    pub(super) fn find(common: &CommonArgs) -> Result<Self, AppError> {
+    /// Its own processes, too, log no more than `log`.
+    pub(super) fn find(common: &CommonArgs, log: &str) -> Result<Self, AppError> {
         let tag = format!("{:08x}", fastrand::u32(..));
         let dir = std::env::temp_dir().join(format!("oncebox-bench-{tag}"));
         private_directory(&dir)?;
-        let mut settings = place::settings_in(common, &dir)?;
+        let mut settings = place::settings_in(common, &dir, log)?;
         settings.broker.kafka.create_topics = true;
         settings.publisher.lease = Span::seconds(10);
+        log.clone_into(&mut settings.log.filter);
         Ok(Self { settings, dir, tag })
     }
 }

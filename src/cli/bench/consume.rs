@@ -27,10 +27,11 @@ use crate::runtime::{Consumer, ConsumerOptions, HandlerTx, Handlers, MessageHand
 
 /// One transaction a message gets this share of the messages.
 const SLOW_SHARE: usize = 4;
-const LINGER: Duration = Duration::from_millis(5);
+pub(super) const LINGER: Duration = Duration::from_millis(5);
 
+/// One business write.
 #[derive(Debug)]
-struct Effect;
+pub(super) struct Effect;
 
 #[async_trait]
 impl<S: Yard> MessageHandler<S> for Effect {

@@ -7,43 +7,31 @@ use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use async_trait::async_trait;
 use tokio_util::sync::CancellationToken;
 use uuid::Uuid;
 
 use super::Load;
 use super::bed::Bed;
+use super::consume::Effect;
 use super::figure::Figure;
 use super::watched::Watched;
-use super::work::{KIND, Maker, account};
+use super::work::{KIND, Maker};
 use super::yard::{ACCOUNTS, Yard};
 use crate::StoreError;
 use crate::app::AppError;
 use crate::cli::progress::Rounds;
-use crate::error::HandlerError;
-use crate::message::Message;
 use crate::observe::Health;
-use crate::runtime::{Consumer, ConsumerOptions, HandlerTx, Handlers, MessageHandler, Relay, RelayOptions};
+use crate::runtime::{Consumer, ConsumerOptions, Handlers, Relay, RelayOptions};
 
 /// Transactions per second.
 const RATE: u32 = 200;
 /// Messages before the first that counts: connections, caches and groups are warm after them.
-const WARM: usize = 100;
-
-#[derive(Debug)]
-struct Effect;
-
-#[async_trait]
-impl<S: Yard> MessageHandler<S> for Effect {
-    async fn handle(&self, message: &Message, tx: &mut HandlerTx<'_, S>) -> Result<(), HandlerError> {
-        Ok(S::business(tx.connection(), account(&message.payload)).await?)
-    }
-}
+pub(super) const WARM: usize = 100;
 
 /// Percentiles of one round, in milliseconds.
 struct Round {
-    proof: (f64, f64),
-    effect: (f64, f64),
+    proof: [f64; 2],
+    effect: [f64; 2],
     /// Median of a publish by the bare client.
     publish: f64,
 }
@@ -62,12 +50,12 @@ pub(super) async fn measure<S: Yard>(bed: &mut Bed<S>, load: Load) -> Result<Vec
         Figure::beside(name, "ms", against, &pairs)
     };
     Ok(vec![
-        figure("latency.proof.p50", &hinted, |round| round.proof.0),
-        figure("latency.proof.p99", &hinted, |round| round.proof.1),
-        figure("latency.effect.p50", &hinted, |round| round.effect.0),
-        figure("latency.effect.p99", &hinted, |round| round.effect.1),
-        figure("latency.polled.proof.p50", &polled, |round| round.proof.0),
-        figure("latency.polled.effect.p99", &polled, |round| round.effect.1),
+        figure("latency.proof.p50", &hinted, |round| round.proof[0]),
+        figure("latency.proof.p99", &hinted, |round| round.proof[1]),
+        figure("latency.effect.p50", &hinted, |round| round.effect[0]),
+        figure("latency.effect.p99", &hinted, |round| round.effect[1]),
+        figure("latency.polled.proof.p50", &polled, |round| round.proof[0]),
+        figure("latency.polled.effect.p99", &polled, |round| round.effect[1]),
     ])
 }
 
@@ -113,12 +101,14 @@ async fn round<S: Yard>(bed: &mut Bed<S>, load: Load, hint: bool) -> Result<Roun
     Ok(watched.look(|notes| {
         let proof = committed.iter().filter_map(|(id, at)| Some(*notes.proven_at.get(id)? - *at)).collect();
         let effect = committed.iter().filter_map(|(id, at)| Some(*notes.acknowledged_at.get(&id.to_string())? - *at));
-        Round { proof: percentiles(proof), effect: percentiles(effect.collect()), publish: percentiles(publishes).0 }
+        let [publish] = percentiles(publishes, [0.5]);
+        let shares = [0.5, 0.99];
+        Round { proof: percentiles(proof, shares), effect: percentiles(effect.collect(), shares), publish }
     }))
 }
 
 /// Business write and message, at the rate; answers with the time of each commit.
-async fn write<S: Yard>(
+pub(super) async fn write<S: Yard>(
     store: &S,
     maker: &Maker,
     count: usize,
@@ -154,12 +144,11 @@ async fn settle(watched: &Watched, count: usize) -> Result<(), AppError> {
     Ok(())
 }
 
-/// Median and 99th percentile in milliseconds.
-fn percentiles(mut times: Vec<Duration>) -> (f64, f64) {
+/// The times below which these shares of all are, in milliseconds.
+pub(super) fn percentiles<const N: usize>(mut times: Vec<Duration>, shares: [f64; N]) -> [f64; N] {
     times.sort_unstable();
-    let at = |share: f64| {
+    shares.map(|share| {
         let index = ((times.len() as f64 * share).ceil() as usize).clamp(1, times.len().max(1)) - 1;
         times.get(index).map_or(f64::NAN, |time| time.as_secs_f64() * 1e3)
-    };
-    (at(0.5), at(0.99))
+    })
 }

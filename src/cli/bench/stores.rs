@@ -11,7 +11,7 @@ mod sqlite;
 ///
 /// `$read` is the list of columns, `$table` the outbox; `$row` turns a row into position and message.
 macro_rules! plain_sql {
-    (business: $business:literal, payment: $payment:literal, standing: $standing:literal, open: $open:literal, debit: $debit:literal, inbox: $inbox:literal, claim: $claim:literal, answer: $answer:literal, mark: $mark:literal, read: $read:expr, unmarked: $unmarked:expr, row: $row:path, id: $id:expr) => {
+    (business: $business:literal, effects: $effects:literal, payment: $payment:literal, standing: $standing:literal, open: $open:literal, debit: $debit:literal, inbox: $inbox:literal, claim: $claim:literal, answer: $answer:literal, mark: $mark:literal, read: $read:expr, unmarked: $unmarked:expr, row: $row:path, id: $id:expr) => {
         async fn read_plainly(&self, after: i64) -> Result<Vec<(i64, OutgoingMessage)>, StoreError> {
             let rows = sqlx::query($read).bind(after).fetch_all(self.pool()).await?;
             rows.iter().map($row).collect()
@@ -36,6 +36,11 @@ macro_rules! plain_sql {
                 1 => Ok(()),
                 rows => Err(StoreError::Corrupt(format!("account {account} has {rows} rows"))),
             }
+        }
+
+        async fn effects(&self) -> Result<usize, StoreError> {
+            let count: i64 = sqlx::query_scalar($effects).fetch_one(self.pool()).await?;
+            usize::try_from(count).map_err(|error| StoreError::Corrupt(error.to_string()))
         }
 
         async fn pay(

@@ -42,7 +42,7 @@ pub(super) struct Notes {
     pub(super) first_delivery: Option<Moment>,
     pub(super) last_acknowledged: Option<Moment>,
     pub(super) deliveries: usize,
-    /// When each message was proven, and acknowledged; filled only where each one is followed.
+    /// When each message was proven first, and acknowledged; filled only where each one is followed.
     pub(super) proven_at: HashMap<Uuid, Instant>,
     pub(super) acknowledged_at: HashMap<String, Instant>,
 }
@@ -155,7 +155,10 @@ impl Publisher for WatchedPublisher {
             notes.refused += news.len() - proven;
             notes.last_proof = Some(now);
             if self.watched.each {
-                notes.proven_at.extend(news.iter().filter_map(|one| Some((self.ids.remove(&one.tag)?, now.at))));
+                // What a later session sends again is there already.
+                for id in news.iter().filter(|one| one.outcome.is_ok()).filter_map(|one| self.ids.remove(&one.tag)) {
+                    notes.proven_at.entry(id).or_insert(now.at);
+                }
             }
         });
         Ok(())

@@ -40,6 +40,9 @@ pub(super) trait Yard: Ground {
         account: i64,
     ) -> impl Future<Output = Result<(), StoreError>> + Send;
 
+    /// How many of these writes were ever committed.
+    fn effects(&self) -> impl Future<Output = Result<usize, StoreError>> + Send;
+
     /// A payment, by the four statements of `POST /payments` of the example service: its row, unless one of its reference stands; that
     /// one; the account, unless it is there; its debit, where it has enough (O14).
     fn pay(

@@ -66,10 +66,7 @@ impl Process {
 
     /// SIGTERM; what does not end within the grace is killed.
     pub(super) async fn stop(mut self) {
-        let pid = self.child.id().and_then(|id| i32::try_from(id).ok()).and_then(rustix::process::Pid::from_raw);
-        if let Some(pid) = pid {
-            let _ = rustix::process::kill_process(pid, rustix::process::Signal::TERM);
-        }
+        place::signal(&self.child, rustix::process::Signal::TERM);
         if tokio::time::timeout(Duration::from_secs(10), self.child.wait()).await.is_err() {
             let _ = self.child.kill().await;
         }

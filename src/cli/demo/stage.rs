@@ -69,7 +69,7 @@ impl Place {
         private_directory(&dir)?;
         private_directory(&dir.join("logs"))?;
         let dir = std::path::absolute(&dir).map_err(|error| AppError::failed(error.to_string()))?;
-        let mut settings = place::settings_in(common, &dir)?;
+        let mut settings = place::settings_in(common, &dir, "warn")?;
         // Takeovers after a kill are what the viewer waits for: short here, longer by default.
         settings.publisher.lease = Span::seconds(2);
         settings.broker.embedded.session_timeout = Span::seconds(2);

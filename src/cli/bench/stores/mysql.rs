@@ -100,6 +100,7 @@ impl Yard for MySqlStore {
 
     plain_sql! {
         business: "update bench_account set balance = balance + 1 where account = ?",
+        effects: "select cast(sum(balance) as signed) from bench_account",
         payment: "insert into bench_payment (tenant, id, account_id, amount_minor, currency, merchant_reference, channel) \
                   values (?, ?, ?, ?, ?, ?, ?) on duplicate key update id = id",
         standing: "select id from bench_payment where tenant = ? and account_id = ? and merchant_reference = ?",

@@ -100,6 +100,7 @@ impl Yard for PostgresStore {
 
     plain_sql! {
         business: "update bench_account set balance = balance + 1 where account = $1",
+        effects: "select sum(balance)::bigint from bench_account",
         payment: "insert into bench_payment (tenant, id, account_id, amount_minor, currency, merchant_reference, channel) \
                   values ($1, $2, $3, $4, $5, $6, $7) on conflict do nothing",
         standing: "select id from bench_payment where tenant = $1 and account_id = $2 and merchant_reference = $3",

@@ -90,6 +90,7 @@ impl Yard for SqliteStore {
 
     plain_sql! {
         business: "update bench_account set balance = balance + 1 where account = ?",
+        effects: "select sum(balance) from bench_account",
         payment: "insert into bench_payment (tenant, id, account_id, amount_minor, currency, merchant_reference, channel) \
                   values (?, ?, ?, ?, ?, ?, ?) on conflict do nothing",
         standing: "select id from bench_payment where tenant = ? and account_id = ? and merchant_reference = ?",
