@@ -1,5 +1,14 @@
 //! `demo` and `bench` have a world of their own: what others have in the environment, in a file or in a database is never touched.
 
+use std::collections::BTreeSet;
+use std::process::Command;
+use std::sync::{Mutex, PoisonError};
+use std::time::Duration;
+
+use rdkafka::ClientConfig;
+use rdkafka::consumer::{BaseConsumer, Consumer};
+use serde_json::Value;
+
 use crate::database::Database;
 use crate::kit::{ONCEBOX, Place, Program};
 use crate::support::{service, unique};
@@ -7,6 +16,9 @@ use crate::support::{service, unique};
 /// A show and a measurement that are as short as they can be.
 const DEMO: &[&str] = &["demo", "--messages", "20", "--kills", "1", "--no-progress"];
 const BENCH: &[&str] = &["bench", "relay", "--messages", "100", "--rounds", "1"];
+const FAULT: &[&str] = &["bench", "fault", "--messages", "400", "--rounds", "1", "--stuck", "3", "--output", "json"];
+/// Those that look at all databases of a server take turns.
+static ON_A_SERVER: Mutex<()> = Mutex::new(());
 
 /// A shop that is at work: tables, a committed order that no publisher has sent yet, and all its settings in the environment
 /// and in a file.
@@ -78,17 +90,10 @@ fn demo_and_bench_on_a_server_have_a_database_of_their_own_there() {
     let test = "demo_and_bench_on_a_server_have_a_database_of_their_own_there";
     for server in ["ONCEBOX_TEST_POSTGRES", "ONCEBOX_TEST_MARIADB"] {
         let Some(server) = service(test, server) else { continue };
+        let _turn = ON_A_SERVER.lock().unwrap_or_else(PoisonError::into_inner);
         let (database, other) = (Database::on(&server), Database::on(&server));
         let shop = Shop::on(Some(&database.url), None);
-        let databases = || {
-            let of_ours = if server.starts_with("mysql") {
-                "select cast(schema_name as char) from information_schema.schemata where schema_name like 'oncebox\\_%'"
-            } else {
-                "select datname::text from pg_database where datname like 'oncebox\\_%'"
-            };
-            let all = crate::database::column(&server, of_ours);
-            all.into_iter().filter(|name| name.contains("_demo_") || name.contains("_bench_")).collect::<Vec<_>>()
-        };
+        let databases = || databases_of_shows(&server);
         let before = databases();
         shop.shell(&[DEMO, &["--database", &other.url]].concat()).run().ok();
         shop.is_untouched();
@@ -99,6 +104,84 @@ fn demo_and_bench_on_a_server_have_a_database_of_their_own_there() {
         // Not even the database that was named got a table.
         let of_other = Place::on(Some(&other.url), None);
         of_other.oncebox(&["status"]).run().fails(3, &["oncebox migrate up"]);
+    }
+}
+
+/// The databases of demos and benchmarks on a server.
+fn databases_of_shows(server: &str) -> Vec<String> {
+    let of_ours = if server.starts_with("mysql") {
+        "select cast(schema_name as char) from information_schema.schemata where schema_name like 'oncebox\\_%'"
+    } else {
+        "select datname::text from pg_database where datname like 'oncebox\\_%'"
+    };
+    let all = crate::database::column(server, of_ours);
+    all.into_iter().filter(|name| name.contains("_demo_") || name.contains("_bench_")).collect()
+}
+
+/// The topics or queues of benchmarks on a broker's server.
+fn topics_of_benchmarks(test: &str, broker: &str) -> BTreeSet<String> {
+    let all: Vec<String> = if let Some(servers) = broker.strip_prefix("kafka://") {
+        let asker: BaseConsumer = ClientConfig::new().set("bootstrap.servers", servers).create().unwrap();
+        let metadata = asker.fetch_metadata(None, Duration::from_secs(30)).unwrap();
+        metadata.topics().iter().map(|topic| topic.name().to_owned()).collect()
+    } else {
+        let Some(control) = service(test, "ONCEBOX_TEST_RABBITMQCTL") else {
+            return BTreeSet::new();
+        };
+        let listed = Command::new(control).args(["--quiet", "list_queues", "name"]).output();
+        let listed = listed.unwrap();
+        assert!(listed.status.success(), "{}", String::from_utf8_lossy(&listed.stderr));
+        String::from_utf8(listed.stdout).unwrap().lines().map(str::to_owned).collect()
+    };
+    all.into_iter().filter(|name| name.starts_with("bench-")).collect()
+}
+
+/// Every one of these figures is there, each with the same without the fault beside it. How large
+/// they are depends on the machine.
+fn has_both_sides(printed: &str, names: &[&str]) {
+    let figures: Vec<Value> = printed.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+    let printed: Vec<_> = figures.iter().filter_map(|figure| figure["name"].as_str()).collect();
+    assert_eq!(printed, names);
+    for figure in figures {
+        for side in ["value", "baseline", "ratio"] {
+            assert!(figure[side].as_f64().is_some_and(f64::is_finite), "{side} of {figure}");
+        }
+    }
+}
+
+const AFTER: [&str; 3] = ["fault.after_failure", "fault.catch_up", "fault.catch_up.rate"];
+
+/// Shown to fail: without the removal of the directory at the end.
+#[test]
+fn faults_are_measured_beside_the_same_without_them_and_nothing_stays_behind() {
+    let shop = Shop::on(None, None);
+    has_both_sides(&shop.shell(FAULT).run().ok(), &AFTER);
+    shop.is_untouched();
+}
+
+/// Shown to fail: by keeping the database of the stuck topics.
+#[test]
+fn faults_are_measured_on_servers_and_no_database_and_no_topic_stays_behind() {
+    let test = "faults_are_measured_on_servers_and_no_database_and_no_topic_stays_behind";
+    let stuck = ["fault.stuck_topic.p50", "fault.stuck_topic.p99", "fault.stuck_topic.p999"];
+    let names = [&stuck[..], &["fault.frozen_peer"], &AFTER].concat();
+    for (server, broker) in
+        [("ONCEBOX_TEST_POSTGRES", "ONCEBOX_TEST_KAFKA"), ("ONCEBOX_TEST_MARIADB", "ONCEBOX_TEST_RABBITMQ")]
+    {
+        let (Some(server), Some(broker)) = (service(test, server), service(test, broker)) else {
+            continue;
+        };
+        let _turn = ON_A_SERVER.lock().unwrap_or_else(PoisonError::into_inner);
+        let (databases, topics) = (databases_of_shows(&server), topics_of_benchmarks(test, &broker));
+        let other = Database::on(&server);
+        let shop = Shop::on(None, None);
+        let done = shop.shell(&[FAULT, &["--database", &other.url, "--broker", &broker]].concat());
+        has_both_sides(&done.run().ok(), &names);
+        shop.is_untouched();
+        let mut left = databases_of_shows(&server);
+        left.retain(|name| !databases.contains(name));
+        left.extend(topics_of_benchmarks(test, &broker).difference(&topics).cloned());
+        assert!(left.is_empty(), "{left:?} were left behind");
     }
 }
 
