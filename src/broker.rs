@@ -49,9 +49,10 @@ pub enum TopicState {
 pub enum Refusal {
     /// For what this message is: too large, invalid.
     Message(String),
-    /// For where it goes: unknown topic, no route, denied. Never the message's fault.
+    /// For where it goes: unknown topic, no route, denied. Never the message's fault. Nothing of the topic that was not on its way
+    /// by then is sent until the runtime has taken this outcome; rows of other topics go on.
     Destination(String),
-    /// Anything else: the session is in doubt.
+    /// Anything else, a nack too: the session is in doubt.
     Session(String),
 }
 
@@ -145,6 +146,16 @@ pub struct BrokerFinding {
 pub trait Publisher: Send {
     /// Whether a topic is there. Cached; asks the broker again when it was not there. Cheap for a topic known to be ready.
     async fn topic(&mut self, topic: &str) -> Result<TopicState, BrokerError>;
+
+    /// The same for many at once, each named once, in their order. Where a topic was refused in this session and the runtime took
+    /// that outcome, asking for it again means that what is sent to it from now on is meant.
+    async fn topics(&mut self, topics: &[String]) -> Result<Vec<TopicState>, BrokerError> {
+        let mut states = Vec::with_capacity(topics.len());
+        for topic in topics {
+            states.push(self.topic(topic).await?);
+        }
+        Ok(states)
+    }
 
     /// Hands rows over, in order, each with a tag that ascends within the session. Returns when the client holds them all;
     /// waits only where a bound of the client is reached.

@@ -54,6 +54,7 @@ metrics_table! {
     PUBLISHED "oncebox_published_total" Counter Count "broker" "messages that the broker has proven to have";
     PUBLISH_FAILURES "oncebox_publish_failures_total" Counter Count "broker,class" "refusals: of a message, a destination, or a whole session";
     SESSIONS "oncebox_relay_sessions_total" Counter Count "broker" "relay sessions begun; one that keeps rising means doubt after doubt";
+    DOUBTS "oncebox_relay_doubts_total" Counter Count "broker" "relay sessions that ended in doubt: what they had not marked was sent again";
     OLDEST_PENDING "oncebox_oldest_pending_age_seconds" Gauge Seconds "" "the alert: how long the oldest unproven message has waited";
     PENDING "oncebox_pending_messages" Gauge Count "" "messages not yet proven by the broker";
     HELD "oncebox_held_messages" Gauge Count "" "messages that stand behind a dead one, or whose destination is blocked";
@@ -184,6 +185,11 @@ pub fn publish_failed(broker: &'static str, class: FailureClass) {
 /// A relay session began.
 pub fn session_began(broker: &'static str) {
     counter!(SESSIONS, "broker" => broker).increment(1);
+}
+
+/// A relay session ended in doubt.
+pub fn session_doubted(broker: &'static str) {
+    counter!(DOUBTS, "broker" => broker).increment(1);
 }
 
 /// A lease was lost.

@@ -65,7 +65,7 @@ pub use phases::{
     StoredEvidence, StoredIntent, StoredOperation, Taken,
 };
 pub use relay::{
-    Diversion, DivertedRow, LeaseAnswer, LeaseRequest, Mark, OperatorRequest, Outbox, OutboxRow, ReadBatch,
+    Diversion, DivertedRow, LeaseAnswer, LeaseRequest, Mark, OpenGaps, OperatorRequest, Outbox, OutboxRow, ReadBatch,
     RelaySession, RequestedAct,
 };
 pub use schema::{AppliedMigration, Finding, MigrationText, Schema, SchemaState, Severity};

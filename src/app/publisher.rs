@@ -1,6 +1,7 @@
 //! The relay as a process: one relay for each shard, until a stop or until the outbox is empty; with the operations of a service,
 //! also their recovery.
 
+use std::collections::BTreeSet;
 use std::future::Future;
 use std::sync::Arc;
 use std::time::Duration;
@@ -17,6 +18,9 @@ use crate::runtime::operation::phased::{Door, Recovery, RecoveryOptions};
 use crate::runtime::pace::sleep_unless;
 use crate::runtime::{Relay, RelayOptions};
 use crate::store::{Base, Severity, Status, Store};
+
+/// How often shards that were made meanwhile are looked for.
+const SHARDS_LOOKED_FOR: Duration = Duration::from_secs(10);
 
 /// Runs the publisher until it is told to stop, or the outbox is empty where `until_empty` is set.
 ///
@@ -88,22 +92,41 @@ async fn relay_all<S: Store>(
     stop: CancellationToken,
 ) -> Result<(), AppError> {
     declare(&broker, settings, &stop, &health).await?;
-    let shards = store.shards().await?;
     let mut relays = JoinSet::new();
     // One failing relay ends them all: the process says why, and its supervisor starts it again.
     let all = stop.child_token();
-    for shard in shards {
-        let owner = owner_name();
-        let options = settings.publisher.options(owner, settings.shutdown_grace).map_err(AppError::usage)?;
-        let declare_topics = settings.broker.kafka.create_topics;
-        let options = RelayOptions { shard, until_empty, declare_topics, ..options };
-        let relay = Relay::new(store.clone(), Arc::clone(&broker), options, health.clone());
-        let stop = all.clone();
-        relays.spawn(async move { relay.run(stop).await });
-    }
+    let mut served = BTreeSet::new();
+    let mut serve = |relays: &mut JoinSet<_>, shards: Vec<i32>| -> Result<(), AppError> {
+        for shard in shards {
+            if !served.insert(shard) {
+                continue;
+            }
+            let owner = owner_name();
+            let options = settings.publisher.options(owner, settings.shutdown_grace).map_err(AppError::usage)?;
+            let declare_topics = settings.broker.kafka.create_topics;
+            let options = RelayOptions { shard, until_empty, declare_topics, ..options };
+            let relay = Relay::new(store.clone(), Arc::clone(&broker), options, health.clone());
+            let stop = all.clone();
+            relays.spawn(async move { relay.run(stop).await });
+        }
+        Ok(())
+    };
+    serve(&mut relays, store.shards().await?)?;
     let gauges = tokio::spawn(keep_gauges(store.clone(), all.clone()));
     let mut outcome = Ok(());
-    while let Some(ended) = relays.join_next().await {
+    loop {
+        let ended = tokio::select! {
+            ended = relays.join_next() => ended,
+            () = tokio::time::sleep(SHARDS_LOOKED_FOR), if !until_empty && !all.is_cancelled() => {
+                match store.shards().await {
+                    Ok(shards) => serve(&mut relays, shards)?,
+                    // The relays say so.
+                    Err(error) => tracing::debug!(%error, "the shards could not be read"),
+                }
+                continue;
+            }
+        };
+        let Some(ended) = ended else { break };
         let ended = ended.map_err(|error| AppError::failed(format!("a relay ended in disorder: {error}")));
         if let Err(error) = ended.and_then(|end| end.map(drop).map_err(AppError::from)) {
             all.cancel();

@@ -39,14 +39,14 @@ use super::{Broker, BrokerFinding, Publisher, Subscriber, Subscription};
 use crate::error::BrokerError;
 use crate::message::Arrived;
 use crate::policy::horizon::TopicRetention;
-use topology::TopicSizes;
+use topology::TopicLimits;
 
 /// Kafka as configured. Cheap: connections are made by its sessions.
 #[derive(Clone)]
 pub struct KafkaBroker {
     config: Arc<KafkaConfig>,
     // What topics take, learned by one session and used by the next ones (R19).
-    sizes: Arc<TopicSizes>,
+    limits: Arc<TopicLimits>,
 }
 
 impl KafkaBroker {
@@ -56,7 +56,7 @@ impl KafkaBroker {
     /// [`BrokerError::Refused`] names the setting that is wrong, breaks a promise, or needs a cargo feature.
     pub fn new(config: KafkaConfig) -> Result<Self, BrokerError> {
         config.validate()?;
-        Ok(Self { config: Arc::new(config), sizes: Arc::new(TopicSizes::default()) })
+        Ok(Self { config: Arc::new(config), limits: Arc::new(TopicLimits::default()) })
     }
 
     /// The configuration.
@@ -79,7 +79,7 @@ impl Broker for KafkaBroker {
     }
 
     async fn publisher(&self) -> Result<Box<dyn Publisher>, BrokerError> {
-        Ok(Box::new(publisher::KafkaPublisher::open(&self.config, &self.sizes).await?))
+        Ok(Box::new(publisher::KafkaPublisher::open(&self.config, &self.limits).await?))
     }
 
     async fn subscriber(&self, subscription: &Subscription) -> Result<Box<dyn Subscriber>, BrokerError> {

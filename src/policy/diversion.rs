@@ -191,6 +191,12 @@ impl Diversion {
         self.topics.iter().filter(|(_, topic)| topic.blocked > 0).map(|(name, _)| name.as_str())
     }
 
+    /// Whether a row held for its destination stands there.
+    #[must_use]
+    pub fn blocks(&self, topic: &str) -> bool {
+        self.topics.get(topic).is_some_and(|topic| topic.blocked > 0)
+    }
+
     /// The rows, in position order.
     pub fn rows(&self) -> impl Iterator<Item = &DivertedRow> {
         self.rows.values()

@@ -4,8 +4,8 @@
 //!
 //! * A message is dead only when it was sent alone and the broker refused *it*, or when alone it ended three sessions
 //!   while a probe on a fresh session succeeded between them.
-//! * What speaks of the destination (no route, denied, unknown, not enough replicas, a nack that repeats, a stall
-//!   while the broker answers) diverts the topic; it counts nothing and never makes a message dead.
+//! * What speaks of the destination (no route, denied, unknown, not enough replicas, a nack that repeats) diverts the
+//!   topic; it counts nothing and never makes a message dead. So does silence, which is judged by topic and not here.
 //! * A connection that could not be made, or that ended with nothing sent, counts nothing.
 //!
 //! ```text
@@ -23,7 +23,7 @@ pub const ENDS_BEFORE_ALONE: u32 = 2;
 /// Ends of sessions by one row alone, with a successful probe between, until it is dead.
 pub const ENDS_ALONE_BEFORE_DEAD: u32 = 3;
 /// So many rows are remembered; beyond it the highest is forgotten, and will be met again after the lower ones.
-pub const SUSPECTS_MAX: usize = 64;
+pub const SUSPECTS_MAX: usize = 1_024;
 
 /// Why a session ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -41,11 +41,6 @@ pub enum Cause {
     Destination,
     /// A nack. It may pass; when it repeats on a fresh session it speaks of the destination.
     Nack,
-    /// Nothing was answered in time.
-    Stalled {
-        /// Whether the broker answered a probe meanwhile.
-        broker_answers: bool,
-    },
 }
 
 /// What to do next.
@@ -132,7 +127,7 @@ impl Isolation {
                 self.on_settled(position);
                 return Verdict::Divert;
             }
-            Cause::Lost | Cause::Message | Cause::Nack | Cause::Stalled { .. } => {}
+            Cause::Lost | Cause::Message | Cause::Nack => {}
         }
         let alone = self.mode() == Mode::Alone(position);
         let suspect = self.suspects.entry(position).or_default();
@@ -141,7 +136,7 @@ impl Isolation {
         } else if alone {
             suspect.ended_alone(cause)
         } else {
-            suspect.ended_in_window(cause)
+            suspect.ended_in_window()
         };
         if matches!(verdict, Verdict::Divert | Verdict::Dead) {
             self.suspects.remove(&position);
@@ -158,10 +153,7 @@ impl Suspect {
         self.ends >= ENDS_BEFORE_ALONE
     }
 
-    fn ended_in_window(&mut self, cause: Cause) -> Verdict {
-        if cause == (Cause::Stalled { broker_answers: false }) {
-            return Verdict::Again;
-        }
+    fn ended_in_window(&mut self) -> Verdict {
         self.ends = self.ends.saturating_add(1);
         if self.is_isolated() { Verdict::Alone } else { Verdict::Again }
     }
@@ -169,8 +161,6 @@ impl Suspect {
     fn ended_alone(&mut self, cause: Cause) -> Verdict {
         match cause {
             Cause::Message => Verdict::Dead,
-            // It was not refused, and nothing ended: whatever blocks is the destination's.
-            Cause::Stalled { broker_answers: true } => Verdict::Divert,
             Cause::Lost if self.ends_alone == 0 || self.probed => {
                 self.ends_alone += 1;
                 self.probed = false;
@@ -233,7 +223,7 @@ mod tests {
     #[test]
     fn the_number_of_suspects_is_bounded() {
         let mut isolation = Isolation::new();
-        for position in 0..1_000 {
+        for position in 0..10_000 {
             isolation.on_session_end(position, Cause::Lost);
         }
         assert_eq!(isolation.suspects.len(), SUSPECTS_MAX);
@@ -252,7 +242,6 @@ mod tests {
         let mut fresh = Isolation::new();
         for _ in 0..10 {
             fresh.on_session_end(ROW, Cause::NotConnected);
-            fresh.on_session_end(ROW, Cause::Stalled { broker_answers: false });
         }
         assert_eq!(fresh.mode(), Mode::Window);
     }
@@ -305,15 +294,5 @@ mod tests {
             assert_eq!(isolation.on_session_end(ROW, cause), Verdict::Alone);
         }
         assert_eq!(isolation.on_session_end(ROW, Cause::Nack), Verdict::Divert);
-    }
-
-    #[test]
-    fn a_stall_while_alone_with_the_broker_reachable_is_the_destinations_never_the_messages() {
-        let mut isolation = alone();
-        for _ in 0..10 {
-            isolation.on_probe_succeeded();
-            assert_eq!(isolation.on_session_end(ROW, Cause::Stalled { broker_answers: false }), Verdict::Alone);
-        }
-        assert_eq!(isolation.on_session_end(ROW, Cause::Stalled { broker_answers: true }), Verdict::Divert);
     }
 }

@@ -2,11 +2,11 @@
 //!
 //! Guarantees: the cursor moves only by the broker's proof, in order (G2); a session starts at or before the first unproven
 //! row and on any doubt is dropped whole (R15, G3); a message that cannot be sent holds its own key and nothing else; a
-//! destination that is not there holds its messages and is released by itself; a broker or database that is away burns no
-//! attempts (G10); every write is fenced (G9).
+//! destination that is not there, refuses, or says nothing holds its own topic and is released by itself; a broker or database
+//! that is away burns no attempts (G10); every write is fenced (G9); ready means that work gets on.
 //!
 //! The way of a row: `pump` reads and claims → `sending` decides and sends → the broker settles → `pump` marks. Rows that
-//! were diverted come back through `release`.
+//! were diverted come back through `release`, those of a blocked topic after a `trial` beside the session.
 //!
 //! Not here: the cursor (the store's), what a refusal means (room `policy`: `isolate`, `diversion`).
 
@@ -14,9 +14,10 @@ mod options;
 mod pump;
 mod release;
 mod sending;
+mod trial;
 mod window;
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -30,7 +31,8 @@ use crate::runtime::pace::{Pace, sleep_unless};
 use crate::store::{Diversion, LeaseAnswer, LeaseRequest, Store};
 
 pub use options::RelayOptions;
-use pump::{Doubt, End, Pump};
+use pump::{Doubt, End, Pump, Refused};
+use trial::Pauses;
 
 /// How a relay ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -69,11 +71,20 @@ struct Memory {
     isolation: Isolation,
     /// Decided at the end of a session, carried out when the next one meets the row.
     verdicts: HashMap<i64, Diversion>,
+    /// Topics that were found blocked, and why, until their rows stand in the table.
+    blocked: HashMap<String, String>,
+    /// When blocked topics are tried again.
+    pauses: Pauses,
+    /// Sessions in a row that ended in doubt and marked nothing.
+    doubts: u32,
     /// A row was found out since the last end of a session.
     progress: bool,
     /// The database refused the last read: no session is ready before one succeeds.
     refused: bool,
 }
+
+/// So many sessions in a row may end in doubt without a mark until the relay is not ready.
+const DOUBTS_SHOWN: u32 = 2;
 
 impl<S: Store> Relay<S> {
     /// Puts a relay together; [`Relay::run`] makes it work.
@@ -93,17 +104,32 @@ impl<S: Store> Relay<S> {
     pub async fn run(&self, stop: CancellationToken) -> Result<RelayEnd, RelayError> {
         observe::relay_starts(self.broker.name());
         self.health.set(&self.part, PartState::Starting);
+        let overdue = async {
+            stop.cancelled().await;
+            tokio::time::sleep(self.options.shutdown_grace).await;
+        };
+        tokio::select! {
+            ended = self.sessions(&stop) => ended,
+            // A database or broker that says nothing keeps nobody. The lease runs out; what is not marked is sent again.
+            () = overdue => {
+                tracing::warn!(shard = self.options.shard, "the stop took as long as it may: the last mark was not made");
+                Ok(RelayEnd::Stopped)
+            }
+        }
+    }
+
+    async fn sessions(&self, stop: &CancellationToken) -> Result<RelayEnd, RelayError> {
         let mut memory = Memory::default();
         let mut pace = Pace::new(Duration::from_millis(100), Duration::from_secs(5));
         loop {
-            let Some(publisher) = self.connect(&stop).await? else { return Ok(RelayEnd::Stopped) };
-            let Some(session) = self.lease(&stop, memory.refused).await? else {
+            let Some(publisher) = self.connect(stop).await? else { return Ok(RelayEnd::Stopped) };
+            let Some(session) = self.lease(stop, memory.refused || memory.doubts >= DOUBTS_SHOWN).await? else {
                 publisher.close().await;
                 return Ok(RelayEnd::Stopped);
             };
             observe::session_began(self.broker.name());
             let began = tokio::time::Instant::now();
-            let doubt = match Pump::new(self, session, publisher, &mut memory).run(&stop).await {
+            let doubt = match Pump::new(self, session, publisher, &mut memory).run(stop).await {
                 End::Stopped => return Ok(RelayEnd::Stopped),
                 End::Empty => return Ok(RelayEnd::Empty),
                 End::Doubt(doubt) => doubt,
@@ -112,7 +138,7 @@ impl<S: Store> Relay<S> {
             if began.elapsed() > Duration::from_secs(10) || std::mem::take(&mut memory.progress) {
                 pace.worked();
             }
-            if !pace.wait(&stop).await {
+            if !pace.wait(stop).await {
                 return Ok(RelayEnd::Stopped);
             }
         }
@@ -140,7 +166,7 @@ impl<S: Store> Relay<S> {
     }
 
     /// The lease of the shard; waits for a database that is away and for an owner to stop.
-    async fn lease(&self, stop: &CancellationToken, refused: bool) -> Result<Option<S::Session>, StoreError> {
+    async fn lease(&self, stop: &CancellationToken, in_trouble: bool) -> Result<Option<S::Session>, StoreError> {
         let request = LeaseRequest {
             shard: self.options.shard,
             owner: self.options.owner.clone(),
@@ -154,7 +180,7 @@ impl<S: Store> Relay<S> {
             }
             match self.store.open(&request).await {
                 Ok(LeaseAnswer::Taken(session)) => {
-                    if !refused {
+                    if !in_trouble {
                         self.health.set(&self.part, PartState::Ready);
                     }
                     return Ok(Some(session));
@@ -185,46 +211,66 @@ impl<S: Store> Relay<S> {
 
     /// Learns from the end of a session what the next one must do differently (R16).
     async fn learn(&self, memory: &mut Memory, doubt: Doubt) -> Result<(), StoreError> {
-        if let Some(error) = doubt.store {
-            match error {
-                StoreError::Fenced(why) => {
-                    observe::lease_lost();
-                    // What was concluded is the next owner's to conclude; kept, it would judge a row that was redriven since.
-                    *memory = Memory::default();
-                    tracing::error!(shard = self.options.shard, %why, "the lease is lost");
-                }
-                error if error.is_nobodys() => {
-                    tracing::warn!(shard = self.options.shard, %error, "the database went away");
-                }
-                error @ (StoreError::SchemaMissing(_)
-                | StoreError::SchemaNewer { .. }
-                | StoreError::SchemaOld { .. }) => {
-                    return Err(error);
-                }
-                error => {
-                    memory.refused = true;
-                    self.health.set(&self.part, PartState::Waiting(error.to_string()));
-                    tracing::error!(shard = self.options.shard, %error, "the outbox could not be read or written");
-                }
+        let shard = self.options.shard;
+        let (why, row) = match doubt {
+            Doubt::Store(error) => return self.learn_of_store(memory, error),
+            Doubt::Refused(refused) => {
+                let first = refused.iter().min_by_key(|refused| refused.position);
+                let (why, row) = first.map_or((String::new(), None), |first| (first.why.clone(), Some(first.position)));
+                judge(memory, refused);
+                (why, row)
             }
-            return Ok(());
-        }
-        tracing::warn!(shard = self.options.shard, why = %doubt.why, row = doubt.row, "a relay session ended in doubt");
-        let Some(row) = doubt.row else { return Ok(()) };
-        let cause = match doubt.cause {
-            // Whether the broker answers is found out before anything is concluded from its silence.
-            Cause::Stalled { .. } => Cause::Stalled { broker_answers: self.broker_answers().await },
-            cause => cause,
+            Doubt::Silent { topics, overtaken, why } => {
+                // Whether the broker answers is found out before anything is concluded from its silence.
+                if overtaken || self.broker_answers().await {
+                    memory.progress = true;
+                    memory.blocked.extend(topics.into_iter().map(|topic| (topic, why.clone())));
+                }
+                (why, None)
+            }
+            Doubt::Held(why) => {
+                memory.progress = true;
+                (why, None)
+            }
+            Doubt::Lost { row, why } => {
+                let cause = if row.is_some() { Cause::Lost } else { Cause::NothingSent };
+                if memory.isolation.on_session_end(row.unwrap_or_default(), cause) == Verdict::Dead
+                    && let Some(row) = row
+                {
+                    memory.verdicts.insert(row, Diversion::Dead { reason: why.clone(), holds: true });
+                }
+                (why, row)
+            }
         };
-        let reason = doubt.why;
-        match memory.isolation.on_session_end(row, cause) {
-            Verdict::Again | Verdict::Alone => {}
-            Verdict::Divert => {
-                memory.verdicts.insert(row, Diversion::HeldDestination { reason });
+        tracing::warn!(shard, %why, row, "a relay session ended in doubt");
+        observe::session_doubted(self.broker.name());
+        memory.doubts = memory.doubts.saturating_add(1);
+        if memory.doubts >= DOUBTS_SHOWN {
+            let why = format!("{} sessions in a row ended and got nothing marked: {why}", memory.doubts);
+            self.health.set(&self.part, PartState::Waiting(why));
+        }
+        Ok(())
+    }
+
+    fn learn_of_store(&self, memory: &mut Memory, error: StoreError) -> Result<(), StoreError> {
+        let shard = self.options.shard;
+        match error {
+            StoreError::Fenced(why) => {
+                observe::lease_lost();
+                // What was concluded is the next owner's to conclude; kept, it would judge a row that was redriven since.
+                *memory = Memory::default();
+                tracing::error!(shard, %why, "the lease is lost");
             }
-            // Whether it holds its key is the topic's policy, known when the row is met again.
-            Verdict::Dead => {
-                memory.verdicts.insert(row, Diversion::Dead { reason, holds: true });
+            error if error.is_nobodys() => {
+                tracing::warn!(shard, %error, "the database went away");
+            }
+            error @ (StoreError::SchemaMissing(_) | StoreError::SchemaNewer { .. } | StoreError::SchemaOld { .. }) => {
+                return Err(error);
+            }
+            error => {
+                memory.refused = true;
+                self.health.set(&self.part, PartState::Waiting(error.to_string()));
+                tracing::error!(shard, %error, "the outbox could not be read or written");
             }
         }
         Ok(())
@@ -237,6 +283,32 @@ impl<S: Store> Relay<S> {
                 true
             }
             _ => false,
+        }
+    }
+}
+
+/// What becomes of rows that the broker refused in company.
+fn judge(memory: &mut Memory, mut refused: Vec<Refused>) {
+    refused.sort_unstable_by_key(|refused| refused.position);
+    let bad: HashSet<(String, String)> = refused
+        .iter()
+        .filter(|refused| refused.cause == Cause::Message)
+        .filter_map(|refused| Some((refused.topic.clone(), refused.key.clone()?)))
+        .collect();
+    let mut nacked = HashSet::new();
+    for Refused { position, topic, key, cause, why } in refused {
+        // What stands behind a bad message of its key was not sent, and says nothing of its topic. Of the others, one says it.
+        let behind = key.is_some_and(|key| bad.contains(&(topic.clone(), key)));
+        if cause == Cause::Nack && (behind || !nacked.insert(topic.clone())) {
+            continue;
+        }
+        let verdict = memory.isolation.on_session_end(position, cause);
+        memory.progress |= verdict != Verdict::Again;
+        match verdict {
+            Verdict::Again | Verdict::Alone => {}
+            Verdict::Divert => _ = memory.blocked.insert(topic, why),
+            // Whether it holds its key is the topic's policy, known when the row is met again.
+            Verdict::Dead => _ = memory.verdicts.insert(position, Diversion::Dead { reason: why, holds: true }),
         }
     }
 }

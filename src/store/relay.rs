@@ -207,8 +207,25 @@ pub trait RelaySession: Send {
     /// Housekeeping between reads, bounded and never in the way of the application: partitions ahead, proven rows deleted.
     fn tidy(&mut self) -> impl Future<Output = Result<(), StoreError>> + Send;
 
+    /// Positions that may still appear, where they are at least half as many as may be; a store whose positions have no gaps
+    /// never says so.
+    fn open_gaps(&mut self) -> impl Future<Output = Result<Option<OpenGaps>, StoreError>> + Send {
+        async { Ok(None) }
+    }
+
     /// Gives the lease back, so that a standby need not wait. Fenced.
     fn release(self) -> impl Future<Output = Result<(), StoreError>> + Send;
+}
+
+/// Gaps between the positions that were read, which transactions may still fill.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct OpenGaps {
+    /// Ranges of positions.
+    pub open: usize,
+    /// So many may be; then reads cover nothing new.
+    pub max: usize,
+    /// The oldest transaction that may still write, in words, where one is seen.
+    pub held_by: Option<String>,
 }
 
 /// Of positions with the bytes of their messages, the first ones: as many as it takes to reach `bytes_max`, and at least one.

@@ -3,6 +3,9 @@
 #![cfg(feature = "kafka")]
 #![allow(clippy::unwrap_used)]
 
+#[cfg(feature = "sqlite")]
+#[path = "../support/outbox.rs"]
+mod outbox;
 #[path = "../support/mod.rs"]
 mod support;
 
@@ -15,5 +18,7 @@ mod kit;
 mod positions;
 mod publish;
 mod rebalance;
+#[cfg(feature = "sqlite")]
+mod relay;
 mod security;
 mod tools;

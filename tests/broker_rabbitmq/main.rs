@@ -2,6 +2,9 @@
 #![cfg(feature = "rabbitmq")]
 #![allow(clippy::unwrap_used)]
 
+#[cfg(feature = "sqlite")]
+#[path = "../support/outbox.rs"]
+mod outbox;
 #[path = "../support/mod.rs"]
 mod support;
 
@@ -14,4 +17,6 @@ mod private;
 mod publish;
 mod queues;
 mod reach;
+#[cfg(feature = "sqlite")]
+mod relay;
 mod repartition;

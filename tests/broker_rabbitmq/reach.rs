@@ -203,11 +203,11 @@ async fn a_connection_that_ends_is_told_and_work_goes_on_over_a_new_one() {
 }
 
 #[tokio::test]
-async fn a_server_that_falls_silent_is_found_out_by_the_confirm_and_by_the_quiet_check() {
+async fn a_server_that_falls_silent_is_found_out_by_its_heartbeat_and_by_the_quiet_check() {
     let Some(mut corner) = Corner::of("a_server_that_falls_silent").await else { return };
     let proxy = Proxy::before(&address(&corner.config.url), "127.0.0.1:0").await;
     corner.config.url = format!("amqp://guest:guest@{}/%2f", proxy.address);
-    corner.config.confirm_deadline = Duration::from_secs(3);
+    corner.config.heartbeat = Duration::from_secs(2);
     corner.config.connect_deadline = Duration::from_secs(20);
     corner.config.close_deadline = Duration::from_millis(300);
     corner.config.quiet_check = Duration::from_secs(2);
@@ -219,10 +219,7 @@ async fn a_server_that_falls_silent_is_found_out_by_the_confirm_and_by_the_quiet
     publisher.send(vec![(0, message(&corner.topic, None, 0))]).await.unwrap();
     let mut settled = Vec::new();
     let error = tokio::time::timeout(SOON, publisher.settle(&mut settled)).await.expect("a deadline").unwrap_err();
-    assert!(
-        matches!(&error, BrokerError::Unavailable(text) if text.contains("confirm")) && settled.is_empty(),
-        "{error}"
-    );
+    assert!(matches!(&error, BrokerError::Unavailable(_)) && settled.is_empty(), "{error}");
     let error = tokio::time::timeout(SOON, subscriber.next()).await.expect("a deadline").unwrap_err();
     assert!(matches!(error, BrokerError::Unavailable(_)), "{error}");
     tokio::time::timeout(SOON, publisher.close()).await.expect("a close has a deadline");

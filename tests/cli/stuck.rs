@@ -262,3 +262,28 @@ fn a_broker_that_is_away_is_said() {
         is_well(&world);
     }
 }
+
+/// Shown to fail on the code before: the shards were read once, when the publisher began.
+#[test]
+fn a_shard_that_is_made_later_is_served_by_the_publisher_that_runs() {
+    let test = "a_shard_that_is_made_later_is_served_by_the_publisher_that_runs";
+    let Some(world) = world(test, "ONCEBOX_TEST_POSTGRES", "ONCEBOX_TEST_KAFKA") else { return };
+    // The first half of the buckets has nobody to serve it.
+    world.place.sql("update oncebox.shard set bucket_from = 128");
+    let (publisher, consumer) = (publisher(&world), consumer(&world));
+    let names: Vec<String> = (0..40).map(|number| format!("p{number}")).collect();
+    for name in &names {
+        world.enqueue(&format!("acc-{name}"), &payment(name));
+    }
+    eventually("half of them", || (10..40).contains(&world.place.entries().len()).then_some(()));
+    world.place.sql("insert into oncebox.shard (shard_id, bucket_from, bucket_to) values (1, 0, 127)");
+    let mut expected = names;
+    expected.sort();
+    eventually("all of them", || {
+        let mut entries = world.place.entries();
+        entries.sort();
+        (entries == expected).then_some(())
+    });
+    publisher.stop().ok();
+    consumer.stop().ok();
+}

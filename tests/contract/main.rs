@@ -38,6 +38,7 @@ mod misuse;
 mod own;
 mod relay;
 mod relay_held;
+mod relay_stuck;
 mod retries;
 mod sender;
 mod sets;

@@ -23,7 +23,6 @@ fn cause() -> impl Strategy<Value = Cause> {
         1 => Just(Cause::Message),
         1 => Just(Cause::Destination),
         1 => Just(Cause::Nack),
-        1 => any::<bool>().prop_map(|broker_answers| Cause::Stalled { broker_answers }),
     ]
 }
 
@@ -73,7 +72,7 @@ proptest! {
                 Step::End(row, cause) => {
                     let alone = isolation.mode() == Mode::Alone(row);
                     let counts = told.entry(row).or_default();
-                    let says_message = matches!(cause, Cause::Lost | Cause::Message | Cause::Nack | Cause::Stalled { broker_answers: true });
+                    let says_message = matches!(cause, Cause::Lost | Cause::Message | Cause::Nack);
                     counts.ends += u32::from(says_message && !alone);
                     if alone {
                         prop_assert!(counts.ends >= 2, "isolated only after two ends at it");
@@ -89,7 +88,6 @@ proptest! {
                     let diverts = match cause {
                         Cause::Destination => true,
                         Cause::Nack => std::mem::replace(&mut counts.nacked, true),
-                        Cause::Stalled { broker_answers } => alone && broker_answers,
                         _ => false,
                     };
                     prop_assert_eq!(verdict == Verdict::Divert, diverts, "{:?}", cause);

@@ -41,7 +41,7 @@ fn look(config: &KafkaConfig, subscriptions: &[Subscription]) -> Result<Vec<Brok
     let mut present = Vec::new();
     for topic in topics {
         let metadata = asker.metadata(Some(topic))?;
-        match topology::state(&metadata, topic) {
+        match topology::state(topology::find(&metadata, topic)) {
             TopicState::Ready => present.push((topic, copies(&metadata, topic))),
             TopicState::NotReady(reason) => findings.push(weaker(
                 format!("kafka topic {topic}"),

@@ -6,7 +6,7 @@
 //!
 //! Not here: bounds and reports (`window`), retries over sessions (room `runtime`).
 
-use std::collections::HashSet;
+use std::collections::{HashMap, HashSet};
 use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -15,6 +15,7 @@ use std::time::{Duration, Instant};
 use async_trait::async_trait;
 use rdkafka::config::FromClientConfigAndContext;
 use rdkafka::error::{KafkaError, RDKafkaErrorCode};
+use rdkafka::metadata::{Metadata, MetadataTopic};
 use rdkafka::producer::{BaseProducer, BaseRecord, Producer, PurgeConfig};
 use tokio::sync::oneshot;
 
@@ -23,7 +24,7 @@ use super::client::{self, ASK_DEADLINE, OPEN_DEADLINE};
 use super::config::KafkaConfig;
 use super::context::Reports;
 use super::properties;
-use super::topology::{self, Sizes, TopicSizes};
+use super::topology::{self, Sizes, TopicLimits};
 use super::window::{PublishContext, Window};
 use super::{errors, wire};
 use crate::broker::{Publisher, Settled, TopicState};
@@ -35,11 +36,13 @@ const WARM_LOOK: Duration = Duration::from_millis(50);
 const CLOSE_DEADLINE: Duration = Duration::from_secs(5);
 // Rows handed over between two chances for other tasks: about 3 us each.
 const ROWS_PER_TURN: usize = 128;
+// More topics than these are looked up in the metadata of all.
+const ASKED_ONE_BY_ONE: usize = 8;
 
 /// A session of [`super::KafkaBroker`].
 pub(super) struct KafkaPublisher {
     config: Arc<KafkaConfig>,
-    sizes: Arc<TopicSizes>,
+    limits: Arc<TopicLimits>,
     session: Session,
     ready: HashSet<String>,
     sent: bool,
@@ -67,43 +70,33 @@ impl Drop for StopOnDrop {
 
 impl KafkaPublisher {
     /// Opens a session and waits until its first message would not wait.
-    pub(super) async fn open(config: &Arc<KafkaConfig>, sizes: &Arc<TopicSizes>) -> Result<Self, BrokerError> {
-        let session = Session::open(config, sizes.sizes()).await?;
-        Ok(Self { config: Arc::clone(config), sizes: Arc::clone(sizes), session, ready: HashSet::new(), sent: false })
+    pub(super) async fn open(config: &Arc<KafkaConfig>, limits: &Arc<TopicLimits>) -> Result<Self, BrokerError> {
+        let session = Session::open(config, limits.sizes()).await?;
+        let (config, limits) = (Arc::clone(config), Arc::clone(limits));
+        Ok(Self { config, limits, session, ready: HashSet::new(), sent: false })
     }
 
     fn doubt(&self) -> Option<BrokerError> {
         self.session.fatal().map(|reason| BrokerError::Session(format!("the kafka producer ended: {reason}")))
     }
 
-    /// Makes the producer fit a topic that was not seen before (R19).
-    async fn fit(&mut self, topic: &str) -> Result<(), BrokerError> {
-        if !self.sizes.knows(topic) {
-            let (config, name) = (Arc::clone(&self.config), topic.to_owned());
-            let found = blocking::run(move || topology::settings(&config, &[name.as_str()].into())).await;
-            let max = match &found {
-                Ok(found) => found.get(topic).and_then(|settings| settings.get("max.message.bytes")?.parse().ok()),
-                // Not allowed, or not spoken by this broker: the defaults serve.
-                Err(error) => {
-                    tracing::debug!(topic, %error, "max.message.bytes cannot be read");
-                    None
-                }
-            };
-            self.sizes.learn(topic, max);
-        }
-        let needed = self.sizes.sizes();
+    /// Makes the producer fit topics that were not seen before (R19); true where it is another one now.
+    async fn fit(&mut self, topics: &[String]) -> Result<bool, BrokerError> {
+        let needed = self.limits.sizes();
         if self.session.sizes.covers(needed) {
-            return Ok(());
+            return Ok(false);
         }
         if self.sent {
             return Err(BrokerError::Session(format!(
-                "kafka topic `{topic}` takes other sizes than the topics before it: the session starts anew with batches of \
-                 {} bytes and messages up to {} bytes",
-                needed.batch_max, needed.message_max
+                "kafka topics take other sizes than those before them ({}): the session starts anew with batches of {} bytes \
+                 and messages up to {} bytes",
+                topics.join(", "),
+                needed.batch_max,
+                needed.message_max
             )));
         }
         self.session = Session::open(&self.config, needed).await?;
-        Ok(())
+        Ok(true)
     }
 
     /// Gives one row to the client; `Some` gives the slot back where the client's own queue is full.
@@ -130,10 +123,15 @@ impl KafkaPublisher {
         }
     }
 
-    /// A topic that was refused must be seen again before it is used.
+    /// A topic that was refused must be seen again before it is used, and its limits may be others by now.
     fn distrust_refused_topics(&mut self) {
         for refused in self.session.window.refused_topics() {
-            self.ready.remove(&refused);
+            if self.ready.remove(&refused) {
+                self.limits.forget(&refused);
+            }
+        }
+        for too_small in self.session.window.take_too_small() {
+            self.limits.forget(&too_small);
         }
     }
 
@@ -153,19 +151,32 @@ impl KafkaPublisher {
 #[async_trait]
 impl Publisher for KafkaPublisher {
     async fn topic(&mut self, topic: &str) -> Result<TopicState, BrokerError> {
+        let states = self.topics(&[topic.to_owned()]).await?;
+        Ok(states.into_iter().next().unwrap_or(TopicState::NotReady("the broker says nothing of it".to_owned())))
+    }
+
+    async fn topics(&mut self, topics: &[String]) -> Result<Vec<TopicState>, BrokerError> {
         self.distrust_refused_topics();
-        if self.ready.contains(topic) {
-            return Ok(TopicState::Ready);
+        self.session.window.forgive_topics(topics);
+        let unseen: Vec<String> = topics.iter().filter(|topic| !self.ready.contains(*topic)).cloned().collect();
+        if unseen.is_empty() {
+            return Ok(vec![TopicState::Ready; topics.len()]);
         }
-        let state = self.session.ask(topic).await?;
-        if state == TopicState::Ready {
-            self.fit(topic).await?;
-            // The producer may be another one now: it must have seen the topic itself.
-            if self.session.ask(topic).await? == TopicState::Ready {
-                self.ready.insert(topic.to_owned());
+        let mut states = self.session.ask(&unseen, &self.limits, &self.config).await?;
+        if self.fit(&unseen).await? {
+            // The producer is another one now: it must have seen the topics itself.
+            states = self.session.ask(&unseen, &self.limits, &self.config).await?;
+        }
+        for (topic, state) in unseen.iter().zip(&states) {
+            if *state == TopicState::Ready {
+                self.ready.insert(topic.clone());
+            } else {
+                // Copies that are short now may be enough once the topic's settings change.
+                self.limits.forget(topic);
             }
         }
-        Ok(state)
+        let seen: HashMap<&String, TopicState> = unseen.iter().zip(states).collect();
+        Ok(topics.iter().map(|topic| seen.get(topic).cloned().unwrap_or(TopicState::Ready)).collect())
     }
 
     async fn send(&mut self, rows: Vec<(u64, OutgoingMessage)>) -> Result<(), BrokerError> {
@@ -266,12 +277,38 @@ impl Session {
         self.producer.client().fatal_error().map(|(_, reason)| reason)
     }
 
-    /// Asks the broker, through this producer, so that it knows the topic when the first row comes.
-    async fn ask(&self, topic: &str) -> Result<TopicState, BrokerError> {
-        let (producer, reports, name) = (Arc::clone(&self.producer), Arc::clone(&self.reports), topic.to_owned());
+    /// Asks the broker, through this producer, so that it knows the topics when their first rows come. Many are asked for at
+    /// once, by asking for all that there are.
+    async fn ask(
+        &self,
+        topics: &[String],
+        limits: &Arc<TopicLimits>,
+        config: &Arc<KafkaConfig>,
+    ) -> Result<Vec<TopicState>, BrokerError> {
+        let (producer, reports, topics) = (Arc::clone(&self.producer), Arc::clone(&self.reports), topics.to_vec());
+        let (limits, config) = (Arc::clone(limits), Arc::clone(config));
         blocking::run(move || {
-            let metadata = blocking::metadata(producer.client(), &reports, Some(&name), ASK_DEADLINE, || {})?;
-            Ok(topology::state(&metadata, &name))
+            let ask = |name| blocking::metadata(producer.client(), &reports, name, ASK_DEADLINE, || {});
+            let answers = if topics.len() > ASKED_ONE_BY_ONE {
+                vec![ask(None)?]
+            } else {
+                topics.iter().map(|topic| ask(Some(topic.as_str()))).collect::<Result<_, _>>()?
+            };
+            let all: HashMap<&str, &MetadataTopic> =
+                answers.iter().flat_map(Metadata::topics).map(|topic| (topic.name(), topic)).collect();
+            let found: Vec<_> = topics.iter().map(|topic| all.get(topic.as_str()).copied()).collect();
+            let mut states: Vec<TopicState> = found.iter().map(|topic| topology::state(*topic)).collect();
+            let there = found.iter().zip(&states).filter(|(_, state)| **state == TopicState::Ready);
+            let there: Vec<&str> = there.filter_map(|(topic, _)| topic.map(MetadataTopic::name)).collect();
+            limits.learn(&config, &there);
+            for (topic, state) in found.into_iter().zip(&mut states) {
+                if *state == TopicState::Ready
+                    && let Some(short) = topic.and_then(|topic| limits.short_of_copies(topic))
+                {
+                    *state = TopicState::NotReady(short);
+                }
+            }
+            Ok(states)
         })
         .await
     }

@@ -38,7 +38,7 @@ fn read(config: &KafkaConfig, topic: &str) -> Result<Vec<Arrived>, BrokerError> 
     let serve = || drop(consumer.poll(blocking::SERVE));
     blocking::reach(consumer.client(), &reports, OPEN_DEADLINE, serve)?;
     let metadata = blocking::metadata(consumer.client(), &reports, Some(topic), ASK_DEADLINE, serve)?;
-    if let TopicState::NotReady(reason) = topology::state(&metadata, topic) {
+    if let TopicState::NotReady(reason) = topology::state(topology::find(&metadata, topic)) {
         return Err(BrokerError::Destination(format!("kafka topic `{topic}`: {reason}")));
     }
     let partitions =

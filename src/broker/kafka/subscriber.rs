@@ -95,7 +95,7 @@ fn say_what_is_missing(
     for topic in topics {
         let serve = || poller::serve(consumer, shared);
         let metadata = blocking::metadata(consumer.client(), &shared.reports, Some(topic), ASK_DEADLINE, serve)?;
-        if let TopicState::NotReady(reason) = topology::state(&metadata, topic) {
+        if let TopicState::NotReady(reason) = topology::state(topology::find(&metadata, topic)) {
             let remedy = topology::how_to_create(config, topic);
             tracing::warn!(topic, reason, remedy, "a kafka topic cannot be consumed yet: waiting for it");
         }

@@ -1,17 +1,17 @@
 //! Topics: whether they are there, how much they take, and making them where that was asked for.
 //!
 //! Promises: nothing is created unless `create_topics` is on; a topic counts as there only when the broker's metadata shows
-//! it with a leader (R16, R19).
+//! it with a leader, and every partition with as many copies in sync as a producer that waits for all of them needs (R16, R19).
 //!
 //! Not here: what is worth a warning (`check`).
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use rdkafka::admin::{NewTopic, ResourceSpecifier, TopicReplication};
 use rdkafka::error::RDKafkaErrorCode;
-use rdkafka::metadata::{Metadata, MetadataTopic};
+use rdkafka::metadata::{Metadata, MetadataPartition, MetadataTopic};
 
 use super::blocking::{self, Admin, Asker};
 use super::client;
@@ -44,35 +44,88 @@ impl Sizes {
     }
 }
 
-/// `max.message.bytes` of the topics that were seen, where the broker told it.
+/// What the broker told of a topic; what it does not tell is nothing.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(super) struct Limits {
+    /// `max.message.bytes`.
+    pub(super) message_max: Option<usize>,
+    /// `min.insync.replicas`.
+    pub(super) in_sync_min: Option<usize>,
+}
+
+impl Limits {
+    fn of(settings: &TopicSettings) -> Self {
+        let number = |name: &str| settings.get(name)?.parse().ok();
+        Self { message_max: number("max.message.bytes"), in_sync_min: number("min.insync.replicas") }
+    }
+}
+
+/// The limits of the topics that were seen, for all sessions of a process.
 #[derive(Debug, Default)]
-pub(super) struct TopicSizes(Mutex<BTreeMap<String, Option<usize>>>);
+pub(super) struct TopicLimits(Mutex<BTreeMap<String, Limits>>);
 
-impl TopicSizes {
-    /// Whether this topic was asked about.
-    pub(super) fn knows(&self, topic: &str) -> bool {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).contains_key(topic)
+impl TopicLimits {
+    fn known(&self) -> MutexGuard<'_, BTreeMap<String, Limits>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Keeps what a topic takes; nothing where the broker does not tell.
-    pub(super) fn learn(&self, topic: &str, max: Option<usize>) {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).insert(topic.to_owned(), max);
+    /// Those of these topics that were not asked about.
+    fn unknown<'a>(&self, topics: &[&'a str]) -> BTreeSet<&'a str> {
+        let known = self.known();
+        topics.iter().copied().filter(|topic| !known.contains_key(*topic)).collect()
     }
 
-    /// What fits all topics known.
+    /// Asks the broker about topics that were not asked about, in one request. Where it does not tell, the defaults serve.
+    pub(super) fn learn(&self, config: &KafkaConfig, topics: &[&str]) {
+        let unknown = self.unknown(topics);
+        if unknown.is_empty() {
+            return;
+        }
+        let found = settings(config, &unknown).unwrap_or_else(|error| {
+            // Not allowed, or not spoken by this broker.
+            tracing::debug!(%error, "settings of topics cannot be read");
+            BTreeMap::new()
+        });
+        let mut known = self.known();
+        for topic in unknown {
+            known.insert(topic.to_owned(), found.get(topic).map(Limits::of).unwrap_or_default());
+        }
+    }
+
+    /// What was told of a topic is doubted: it is asked about again.
+    pub(super) fn forget(&self, topic: &str) {
+        self.known().remove(topic);
+    }
+
+    /// What a producer must be told to fit all topics known.
     pub(super) fn sizes(&self) -> Sizes {
-        let known = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        let known = known.values().flatten().copied();
+        let known = self.known();
+        let known = known.values().filter_map(|limits| limits.message_max);
         known.fold(Sizes { message_max: MESSAGE_MAX_FLOOR, batch_max: BATCH_MAX }, |sizes, max| Sizes {
             message_max: sizes.message_max.max(max),
             batch_max: sizes.batch_max.min(max),
         })
     }
+
+    /// Why a topic takes nothing although it is there: too few copies of a partition are in sync. No more are asked for than
+    /// there are: Kafka 4 does the same, and of an older one the silence says it.
+    pub(super) fn short_of_copies(&self, topic: &MetadataTopic) -> Option<String> {
+        let wanted = self.known().get(topic.name())?.in_sync_min?;
+        let is_short = |partition: &&MetadataPartition| partition.isr().len() < wanted.min(partition.replicas().len());
+        let short = topic.partitions().iter().find(is_short)?;
+        let (partition, in_sync) = (short.id(), short.isr().len());
+        Some(format!("partition {partition} has {in_sync} in-sync replicas, and `min.insync.replicas` is {wanted}"))
+    }
+}
+
+/// A topic in metadata.
+pub(super) fn find<'a>(metadata: &'a Metadata, name: &str) -> Option<&'a MetadataTopic> {
+    metadata.topics().iter().find(|topic| topic.name() == name)
 }
 
 /// What metadata says of a topic.
-pub(super) fn state(metadata: &Metadata, name: &str) -> TopicState {
-    let Some(topic) = metadata.topics().iter().find(|topic| topic.name() == name) else {
+pub(super) fn state(topic: Option<&MetadataTopic>) -> TopicState {
+    let Some(topic) = topic else {
         return TopicState::NotReady("it does not exist".to_owned());
     };
     match topic_error(topic) {
@@ -158,7 +211,7 @@ fn create_missing(config: &KafkaConfig, topics: &BTreeSet<String>) -> Result<(),
     let asker = Asker::new(config)?;
     let mut missing = Vec::new();
     for topic in topics {
-        if state(&asker.metadata(Some(topic))?, topic) != TopicState::Ready {
+        if state(find(&asker.metadata(Some(topic))?, topic)) != TopicState::Ready {
             missing.push(topic.as_str());
         }
     }
@@ -244,7 +297,7 @@ fn removed(answers: Vec<Result<String, (String, RDKafkaErrorCode)>>) -> Result<(
 fn wait_until_ready(asker: &Asker, topics: &[&str]) -> Result<(), BrokerError> {
     let end = Instant::now() + client::ASK_DEADLINE;
     for topic in topics {
-        while let TopicState::NotReady(reason) = state(&asker.metadata(Some(topic))?, topic) {
+        while let TopicState::NotReady(reason) = state(find(&asker.metadata(Some(topic))?, topic)) {
             if Instant::now() >= end {
                 return Err(BrokerError::Destination(format!("kafka topic `{topic}` was created, but {reason}")));
             }
@@ -260,16 +313,21 @@ mod tests {
 
     #[test]
     fn r19_batches_follow_the_smallest_topic_and_messages_the_largest() {
-        let sizes = TopicSizes::default();
-        let first = sizes.sizes();
-        sizes.learn("usual", Some(1_048_588));
-        sizes.learn("unknown", None);
-        assert!(first.covers(sizes.sizes()));
-        sizes.learn("small", Some(20_000));
-        assert_eq!(sizes.sizes(), Sizes { message_max: MESSAGE_MAX_FLOOR, batch_max: 20_000 });
-        assert!(!first.covers(sizes.sizes()));
-        sizes.learn("large", Some(5_000_000));
-        assert_eq!(sizes.sizes(), Sizes { message_max: 5_000_000, batch_max: 20_000 });
-        assert!(sizes.knows("unknown") && !sizes.knows("other"));
+        let limits = TopicLimits::default();
+        let first = limits.sizes();
+        let learn = |topic: &str, message_max| {
+            limits.known().insert(topic.to_owned(), Limits { message_max, in_sync_min: None });
+        };
+        learn("usual", Some(1_048_588));
+        learn("unknown", None);
+        assert!(first.covers(limits.sizes()));
+        learn("small", Some(20_000));
+        assert_eq!(limits.sizes(), Sizes { message_max: MESSAGE_MAX_FLOOR, batch_max: 20_000 });
+        assert!(!first.covers(limits.sizes()));
+        learn("large", Some(5_000_000));
+        assert_eq!(limits.sizes(), Sizes { message_max: 5_000_000, batch_max: 20_000 });
+        assert_eq!(limits.unknown(&["unknown", "other"]), BTreeSet::from(["other"]));
+        limits.forget("small");
+        assert_eq!(limits.sizes(), Sizes { message_max: 5_000_000, batch_max: BATCH_MAX });
     }
 }

@@ -38,8 +38,17 @@ struct State {
     bytes: usize,
     settled: Vec<Settled>,
     refused_keys: HashSet<(String, Vec<u8>)>,
-    refused_topics: HashMap<String, String>,
+    refused_topics: HashMap<String, RefusedTopic>,
+    /// Topics that refused a message as too large.
+    too_small: Vec<String>,
     waiting: Option<Wait>,
+}
+
+#[derive(Debug)]
+struct RefusedTopic {
+    reason: String,
+    /// Outcomes were taken since: the relay knows of it.
+    is_known: bool,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -95,8 +104,8 @@ impl Window {
         if state.refused_keys.is_empty() && state.refused_topics.is_empty() {
             return None;
         }
-        if let Some(reason) = state.refused_topics.get(topic) {
-            return Some(Refusal::Destination(reason.clone()));
+        if let Some(refused) = state.refused_topics.get(topic) {
+            return Some(Refusal::Destination(refused.reason.clone()));
         }
         let behind_key = key.is_some_and(|key| state.refused_keys.contains(&(topic.to_owned(), key.to_vec())));
         behind_key.then(|| {
@@ -113,6 +122,19 @@ impl Window {
         }
     }
 
+    /// Who asks for a topic after its refusal was taken means what is sent to it from then on.
+    pub(super) fn forgive_topics(&self, topics: &[String]) {
+        let mut state = self.state();
+        if !state.refused_topics.is_empty() {
+            state.refused_topics.retain(|topic, refused| !(refused.is_known && topics.contains(topic)));
+        }
+    }
+
+    /// Topics that refused a message as too large since this was asked.
+    pub(super) fn take_too_small(&self) -> Vec<String> {
+        std::mem::take(&mut self.state().too_small)
+    }
+
     /// The topics that were refused as destinations.
     pub(super) fn refused_topics(&self) -> Vec<String> {
         self.state().refused_topics.keys().cloned().collect()
@@ -127,7 +149,7 @@ impl Window {
 
     /// The outcome of a row whose topic cannot be used, and of all that follow it there.
     pub(super) fn refuse_topic(&self, tag: u64, topic: &str, reason: String) {
-        self.state().refused_topics.entry(topic.to_owned()).or_insert_with(|| reason.clone());
+        self.state().refuse_topic(topic, &reason);
         self.settle_unsent(tag, Refusal::Destination(reason));
     }
 
@@ -139,10 +161,11 @@ impl Window {
         state.rows = state.rows.saturating_sub(1);
         state.bytes = state.bytes.saturating_sub(weight);
         match &outcome {
-            Err(Refusal::Destination(reason)) => {
-                state.refused_topics.entry(topic.to_owned()).or_insert_with(|| reason.clone());
-            }
-            Err(_) => {
+            Err(Refusal::Destination(reason)) => state.refuse_topic(topic, reason),
+            Err(refusal) => {
+                if matches!(refusal, Refusal::Message(_)) && !state.too_small.iter().any(|known| known == topic) {
+                    state.too_small.push(topic.to_owned());
+                }
                 if let Some(key) = key {
                     state.refused_keys.insert((topic.to_owned(), key.to_vec()));
                 }
@@ -177,6 +200,7 @@ impl Window {
             state.waiting = Some(Wait::Outcome);
             return state.rows == 0;
         }
+        state.refused_topics.values_mut().for_each(|refused| refused.is_known = true);
         if settled.is_empty() {
             std::mem::swap(settled, &mut state.settled);
         } else {
@@ -188,6 +212,13 @@ impl Window {
     /// Rows that the broker has not answered yet.
     pub(super) fn in_flight(&self) -> usize {
         self.state().rows
+    }
+}
+
+impl State {
+    fn refuse_topic(&mut self, topic: &str, reason: &str) {
+        let refused = || RefusedTopic { reason: reason.to_owned(), is_known: false };
+        self.refused_topics.entry(topic.to_owned()).or_insert_with(refused);
     }
 }
 
@@ -289,6 +320,21 @@ mod tests {
         }
         assert_eq!(window.stands_behind("u", None), None);
         assert_eq!(window.refused_topics(), ["t"]);
+    }
+
+    /// Shown to fail: forgotten only when nothing at all is in flight, a topic that was opened again was refused without end while
+    /// others were busy.
+    #[test]
+    fn a_refused_topic_is_forgiven_when_it_is_asked_for_after_its_refusal_was_taken() {
+        let window = Window::new(10, 1_000);
+        let [slot, _other] = [1, 2].map(|tag| window.reserve(tag, 1).unwrap());
+        window.settle(slot, "t", Some(b"a"), Err(Refusal::Destination("gone".into())));
+        window.forgive_topics(&["t".to_owned()]);
+        assert!(window.stands_behind("t", None).is_some(), "nobody knows of it yet");
+        window.take(&mut Vec::new());
+        assert!(window.stands_behind("t", None).is_some(), "nobody asked for it");
+        window.forgive_topics(&["t".to_owned()]);
+        assert!(window.stands_behind("t", None).is_none());
     }
 
     #[tokio::test]

@@ -40,6 +40,7 @@ pub(super) struct Switches {
     pub(super) accept_after_refusal: bool,
     pub(super) topics_must_exist: bool,
     missing_topics: BTreeSet<String>,
+    silent_topics: BTreeSet<String>,
     pub(super) deliveries_held: bool,
     pub(super) acknowledgements_lost: bool,
     pub(super) retention: Option<TopicRetention>,
@@ -73,6 +74,10 @@ impl Switches {
             Some(reason) => Err(BrokerError::Unavailable(reason.clone())),
             None => Ok(()),
         }
+    }
+
+    pub(super) fn is_silent(&self, topic: &str) -> bool {
+        self.silent_topics.contains(topic)
     }
 
     /// Why a topic cannot be published to, `exists` being whether anything made it.
@@ -147,6 +152,17 @@ impl Faults {
     /// Topics are no longer made when they are first used, only when declared.
     pub fn topics_must_exist(&self, must: bool) {
         self.set(|faults| faults.topics_must_exist = must);
+    }
+
+    /// A topic neither takes nor refuses, as a queue without a majority; or it answers again.
+    pub fn silent_topic(&self, topic: &str, silent: bool) {
+        self.set(|faults| {
+            if silent {
+                faults.silent_topics.insert(topic.to_owned());
+            } else {
+                faults.silent_topics.remove(topic);
+            }
+        });
     }
 
     /// A topic is not there for publishers, or there again.

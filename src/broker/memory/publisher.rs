@@ -21,7 +21,7 @@ pub(super) struct MemoryPublisher {
     shared: Arc<Shared>,
     session: u64,
     changes: watch::Receiver<u64>,
-    /// Rows that wait while the broker is blocked.
+    /// Rows that wait while the broker is blocked, or their topic is silent.
     waiting: VecDeque<(u64, OutgoingMessage)>,
     outcomes: Vec<Settled>,
     /// (topic, key) of rows that were refused.
@@ -55,10 +55,17 @@ impl MemoryPublisher {
         }
         shared.change(|state| {
             self.alive(state)?;
+            let mut left = VecDeque::new();
             while state.faults.blocked.is_none() && !self.broken {
                 let Some((tag, message)) = self.waiting.pop_front() else { break };
-                self.one(state, tag, message);
+                if state.faults.is_silent(&message.topic) {
+                    left.push_back((tag, message));
+                } else {
+                    self.one(state, tag, message);
+                }
             }
+            left.append(&mut self.waiting);
+            self.waiting = left;
             Ok(())
         })
     }

@@ -52,8 +52,6 @@ pub struct RabbitConfig {
     pub heartbeat: Duration,
     /// How long resolving, connecting, TLS and the handshake may take together, and how long one answer of the server may.
     pub connect_deadline: Duration,
-    /// How long a confirm may take while the server has not said that it is blocked.
-    pub confirm_deadline: Duration,
     /// How long any close may take.
     pub close_deadline: Duration,
     /// How long a topic without a route is left alone before a row is tried again.
@@ -79,7 +77,6 @@ impl RabbitConfig {
             prefetch: PREFETCH_MAX,
             heartbeat: Duration::from_secs(10),
             connect_deadline: Duration::from_secs(10),
-            confirm_deadline: Duration::from_secs(30),
             close_deadline: Duration::from_secs(5),
             route_retry: Duration::from_secs(1),
             quiet_check: Duration::from_secs(30),

@@ -10,7 +10,7 @@
 //! given to a confirm that completed before it, which is in our hands already. A confirm *with* a return says nothing of its
 //! own row, so the channel then takes nothing new until all its confirms are in: by then every return is out too.
 //!
-//! Not here: what the runtime makes of a refusal (room `policy`).
+//! Not here: what the runtime makes of a refusal (room `policy`), and how long it waits for a confirm that does not come.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -36,6 +36,9 @@ use crate::message::OutgoingMessage;
 /// Reply codes that can only be about the message itself, if it was alone: content too large, precondition, frame, syntax.
 const ABOUT_THE_MESSAGE: [u16; 4] = [311, 406, 501, 502];
 
+/// How often the connection is looked at.
+const LOOK_EVERY: Duration = Duration::from_secs(2);
+
 /// Rows as they come from the runtime.
 #[derive(Debug)]
 pub(super) struct Rows {
@@ -52,7 +55,6 @@ struct InFlight {
     topic: String,
     id: String,
     weight: usize,
-    since: Instant,
 }
 
 /// A confirm that came, not yet believed.
@@ -80,7 +82,6 @@ pub(super) struct Confirms {
     exchange: String,
     source: String,
     window: usize,
-    confirm_deadline: Duration,
     close_deadline: Duration,
     channels: Vec<Lane>,
     lanes: Lanes,
@@ -110,7 +111,6 @@ impl Confirms {
             exchange: config.exchange.clone(),
             source: config.source.clone(),
             window: config.publish_window,
-            confirm_deadline: config.confirm_deadline,
             close_deadline: config.close_deadline,
             lanes: Lanes::new(channels.len(), config.pipeline_per_key),
             channels,
@@ -126,7 +126,7 @@ impl Confirms {
         // Also where this task panics, nobody must wait for outcomes that cannot come.
         let ended = EndOnDrop(Arc::clone(&self.shared));
         let mut events = self.link.connection().events_listener().boxed();
-        let mut tick = tokio::time::interval((self.confirm_deadline / 8).max(Duration::from_millis(50)));
+        let mut tick = tokio::time::interval(LOOK_EVERY);
         loop {
             self.publish();
             if self.finished() {
@@ -146,7 +146,7 @@ impl Confirms {
                     self.collect(all);
                 }
                 Some(event) = events.next() => self.heard(event),
-                _ = tick.tick() => self.look_at_the_clock(),
+                _ = tick.tick() => self.look_at_the_connection(),
             }
         }
         if let Some((error, _)) = self.ending.take() {
@@ -215,7 +215,7 @@ impl Confirms {
         };
         let (channel, exchange) = (self.channels[at].channel.clone(), self.exchange.as_str().into());
         let OutgoingMessage { id, topic, payload, .. } = message;
-        let flight = InFlight { lane, channel: at, topic, id: id.to_string(), weight, since: Instant::now() };
+        let flight = InFlight { lane, channel: at, topic, id: id.to_string(), weight };
         self.in_flight.insert(tag, flight);
         self.channels[at].in_flight += 1;
         self.publishing.push(
@@ -358,8 +358,6 @@ impl Confirms {
             Event::ConnectionUnblocked => {
                 tracing::info!("rabbitmq takes messages again");
                 self.shared.lock().blocked = None;
-                let now = Instant::now();
-                self.in_flight.values_mut().for_each(|flight| flight.since = now);
             }
             // An error of a channel comes with its confirms, which say which rows it was about, or belongs to a probe.
             Event::Error(error) if !error.is_amqp_soft_error() => self.end(classify(&error)),
@@ -368,20 +366,15 @@ impl Confirms {
         self.shared.notify();
     }
 
-    fn look_at_the_clock(&mut self) {
-        if self.ending.is_some() || self.shared.lock().blocked.is_some() {
-            return;
-        }
-        if !self.link.connection().status().connected() && self.publishing.is_empty() {
+    /// A connection may end without a word to those who wait on it for nothing.
+    fn look_at_the_connection(&mut self) {
+        let is_blocked = self.shared.lock().blocked.is_some();
+        if self.ending.is_none()
+            && !is_blocked
+            && self.publishing.is_empty()
+            && !self.link.connection().status().connected()
+        {
             self.end(BrokerError::Unavailable("the connection to RabbitMQ has ended".to_owned()));
-            return;
-        }
-        let oldest = self.in_flight.values().map(|flight| flight.since).min();
-        if let Some(waited) = oldest.map(|since| since.elapsed()).filter(|waited| *waited > self.confirm_deadline) {
-            let why = format!("a confirm has not come for {waited:?}, and the server does not say that it is blocked");
-            self.end(BrokerError::Unavailable(why));
-            // Nothing more is believed of a server that is this slow.
-            self.ending = self.ending.take().map(|(error, _)| (error, Instant::now()));
         }
     }
 }

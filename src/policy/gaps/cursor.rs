@@ -105,6 +105,18 @@ impl GapCursor {
         self.ranges_max.saturating_sub(self.open.len())
     }
 
+    /// How many ranges of gaps are open.
+    #[must_use]
+    pub fn open_gaps(&self) -> usize {
+        self.open.len()
+    }
+
+    /// How many may be: from then on reads cover gaps only, until some close. Show it (R9).
+    #[must_use]
+    pub fn open_gaps_max(&self) -> usize {
+        self.ranges_max
+    }
+
     /// Whether the cap is reached: reads cover gaps only, until some close. Show it (R9).
     #[must_use]
     pub fn at_cap(&self) -> bool {

@@ -18,7 +18,7 @@ pub struct RelayOptions {
     pub batch_rows: usize,
     /// Bytes of one read at most, unless a single message is larger. 4 MiB: half a window, and a thousand messages of 4 KiB.
     pub read_bytes: usize,
-    /// Rows sent and not proven at most: bounds what a crash sends again.
+    /// Rows from the oldest that is not proven to the last that was read, at most: bounds what a crash sends again.
     pub window_rows: usize,
     /// Bytes sent and not proven at most: bounds memory.
     pub window_bytes: usize,
@@ -32,9 +32,10 @@ pub struct RelayOptions {
     pub dead: DeadPolicy,
     /// The same for single topics.
     pub dead_topics: BTreeMap<String, DeadPolicy>,
-    /// How long the broker may say nothing while messages are in flight, unless it says that it is blocked.
+    /// How long messages may go without an answer, unless the broker says that it is blocked; then their topics are held. Where
+    /// they keep others waiting, a second is enough if what was sent later was answered, and five if nothing was.
     pub publish_stall: Duration,
-    /// How often a blocked destination is tried.
+    /// How often a blocked topic is tried, beside the session; one that says nothing ever more rarely, up to 30 s.
     pub probe: Duration,
     /// Declare a topic that is not there before its rows are held. What that makes is the broker's to say: on Kafka a topic.
     pub declare_topics: bool,

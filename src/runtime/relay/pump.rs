@@ -1,7 +1,8 @@
 //! One session of a relay: read, claim, send, settle, mark, until a stop, emptiness or doubt.
 //!
 //! Promise: a batch is sent only after a synchronous commit that began after its read (R5); the oldest batch is marked only
-//! when it is wholly proven or diverted; a doubt changes nothing more and is told to the caller.
+//! when it is wholly proven or diverted; a doubt sends nothing more and is told to the caller; a topic whose rows are neither
+//! taken nor refused keeps others waiting for about a second.
 
 use std::collections::{HashSet, VecDeque};
 use std::time::Duration;
@@ -12,15 +13,16 @@ use tokio_util::sync::CancellationToken;
 
 use super::release::Release;
 use super::sending::Unsent;
+use super::trial::Trials;
 use super::window::Window;
 use super::{Memory, Relay};
 use crate::broker::{Publisher, Settled};
 use crate::error::{BrokerError, StoreError};
-use crate::observe::{self, PartState};
+use crate::observe::{self, PartState, Trouble};
 use crate::policy::diversion::{Diversion as Diverted, DivertedRow as Row};
 use crate::policy::isolate::Cause;
 use crate::policy::lease::Lease;
-use crate::store::{Mark, RelaySession, Store};
+use crate::store::{Mark, OpenGaps, RelaySession, Store};
 
 /// How a session ended.
 #[derive(Debug)]
@@ -32,18 +34,42 @@ pub(super) enum End {
 
 /// Why a session cannot be trusted any more.
 #[derive(Debug)]
-pub(super) struct Doubt {
-    /// The row at which it ended: the one the broker named, else the first unproven.
-    pub(super) row: Option<i64>,
+pub(super) enum Doubt {
+    /// The database is the reason.
+    Store(StoreError),
+    /// The broker refused rows.
+    Refused(Vec<Refused>),
+    /// Topics have neither taken nor refused for too long. `overtaken`: what was sent later was settled meanwhile, so it is
+    /// theirs; otherwise the broker as a whole may be silent.
+    Silent { topics: Vec<String>, overtaken: bool, why: String },
+    /// A topic is blocked, and a later row of a key of it is on its way still.
+    Held(String),
+    /// The session ended. `row`: the first that was sent and not settled.
+    Lost { row: Option<i64>, why: String },
+}
+
+/// A row that the broker refused in company.
+#[derive(Debug)]
+pub(super) struct Refused {
+    pub(super) position: i64,
+    pub(super) topic: String,
+    pub(super) key: Option<String>,
     pub(super) cause: Cause,
     pub(super) why: String,
-    /// Set where the database is the reason.
-    pub(super) store: Option<StoreError>,
+}
+
+/// A session that ends: nothing more is sent, and what is in flight may still be proven or refused.
+#[derive(Debug)]
+pub(super) struct Ending {
+    pub(super) until: Instant,
+    pub(super) refused: Vec<Refused>,
+    /// Topics and keys that were refused for their destination; where nothing of them is in flight any more, the session goes on.
+    pub(super) held: HashSet<(String, Option<String>)>,
 }
 
 impl From<StoreError> for Doubt {
     fn from(error: StoreError) -> Self {
-        Self { row: None, cause: Cause::NothingSent, why: error.to_string(), store: Some(error) }
+        Self::Store(error)
     }
 }
 
@@ -62,8 +88,13 @@ pub(super) struct Pump<'a, S: Store> {
     pub(super) unmarked: HashSet<i64>,
     pub(super) ready_topics: HashSet<String>,
     pub(super) release: Release,
+    pub(super) trials: Trials,
+    pub(super) ending: Option<Ending>,
+    /// The clock of rows in flight: the time in which this loop turned and the broker was not blocked. While this process, its
+    /// machine or the database stands still, nobody is silent.
+    pub(super) clock: Duration,
+    turned_at: Instant,
     settled: Vec<Settled>,
-    heard_at: Instant,
     claimed_at: Instant,
     read_at: Instant,
     poll: Duration,
@@ -78,11 +109,24 @@ pub(super) struct Pump<'a, S: Store> {
     some_left: bool,
     /// The health says that this part waits.
     shown_waiting: bool,
+    shown_gaps: bool,
 }
 
 /// The claim of a read without rows of ours may wait this long (R2.5).
 const QUIET_CLAIM: Duration = Duration::from_millis(800);
 const TIDY: Duration = Duration::from_secs(5);
+/// One turn of the loop counts for so much at most.
+const TURN_MAX: Duration = Duration::from_millis(250);
+/// How long a topic may keep others waiting: while it neither takes nor refuses, and what was sent after it was settled.
+pub(super) const KEPT_WAITING_MAX: Duration = Duration::from_secs(1);
+/// The same where nothing was settled after it, so that the broker as a whole may be slow.
+const SILENT_MAX: Duration = Duration::from_secs(5);
+/// How long a session that ends waits for what is in flight.
+pub(super) const DRAIN_MAX: Duration = Duration::from_millis(500);
+/// So much of a stop's grace is kept for the last mark.
+const MARK_KEPT: Duration = Duration::from_secs(2);
+/// A step that takes longer is shown: the database, or the broker's client, does not answer.
+const STEP_SHOWN: Duration = Duration::from_secs(1);
 
 impl<'a, S: Store> Pump<'a, S> {
     pub(super) fn new(
@@ -92,6 +136,7 @@ impl<'a, S: Store> Pump<'a, S> {
         memory: &'a mut Memory,
     ) -> Self {
         let now = Instant::now();
+        let trials = Trials::new(&relay.broker, relay.options.declare_topics);
         Self {
             relay,
             session,
@@ -104,8 +149,11 @@ impl<'a, S: Store> Pump<'a, S> {
             unmarked: HashSet::new(),
             ready_topics: HashSet::new(),
             release: Release::new(now),
+            trials,
+            ending: None,
+            clock: Duration::ZERO,
+            turned_at: now,
             settled: Vec::new(),
-            heard_at: now,
             claimed_at: now,
             read_at: now,
             poll: relay.options.poll_min,
@@ -115,6 +163,7 @@ impl<'a, S: Store> Pump<'a, S> {
             not_loaded: false,
             some_left: false,
             shown_waiting: false,
+            shown_gaps: false,
         }
     }
 
@@ -127,13 +176,7 @@ impl<'a, S: Store> Pump<'a, S> {
                 self.publisher.close().await;
                 end
             }
-            Err(mut doubt) => {
-                if doubt.row.is_none() && doubt.store.is_none() {
-                    doubt.row = self.window.first_unproven();
-                    if doubt.row.is_none() && doubt.cause == Cause::Lost {
-                        doubt.cause = Cause::NothingSent;
-                    }
-                }
+            Err(doubt) => {
                 self.publisher.close().await;
                 End::Doubt(doubt)
             }
@@ -144,11 +187,16 @@ impl<'a, S: Store> Pump<'a, S> {
         self.load().await?;
         loop {
             self.relay.health.beat(&self.relay.part);
+            self.turn();
             self.hear_what_is_there()?;
+            if self.ending.is_some() {
+                self.drain().await?;
+                continue;
+            }
             if stop.is_cancelled() {
                 return self.finish().await;
             }
-            let moved = self.step().await?;
+            let moved = self.shown_step().await?;
             if self.relay.options.until_empty && self.empty && self.nothing_left() {
                 let mark = self.window.take_done();
                 self.claim(mark).await?;
@@ -158,6 +206,35 @@ impl<'a, S: Store> Pump<'a, S> {
                 self.wait(stop).await?;
             }
         }
+    }
+
+    fn turn(&mut self) {
+        let now = Instant::now();
+        let turn = now.saturating_duration_since(std::mem::replace(&mut self.turned_at, now));
+        if self.publisher.blocked().is_none() {
+            self.clock += turn.min(TURN_MAX);
+        }
+    }
+
+    /// A step; what takes long in it is shown while it does.
+    async fn shown_step(&mut self) -> Result<bool, Doubt> {
+        let relay = self.relay;
+        let mut late = false;
+        let done = {
+            let mut step = std::pin::pin!(self.step());
+            loop {
+                match tokio::time::timeout(STEP_SHOWN, step.as_mut()).await {
+                    Ok(done) => break done,
+                    Err(_) => {
+                        late = true;
+                        let why = "the database or the broker's client does not answer".to_owned();
+                        relay.health.set(&relay.part, PartState::Waiting(why));
+                    }
+                }
+            }
+        };
+        self.shown_waiting |= late;
+        done
     }
 
     /// The dead and held rows as they stand.
@@ -195,6 +272,7 @@ impl<'a, S: Store> Pump<'a, S> {
         if self.tidied_at.elapsed() >= TIDY {
             self.tidied_at = Instant::now();
             self.session.tidy().await?;
+            self.show_gaps().await?;
         }
         moved |= self.send_unsent().await?;
         Ok(moved)
@@ -202,11 +280,7 @@ impl<'a, S: Store> Pump<'a, S> {
 
     fn may_read(&mut self) -> bool {
         let options = &self.relay.options;
-        let room = self.unsent.is_empty()
-            && self.alone.is_none()
-            && self.window.rows() < options.window_rows
-            && self.window.bytes() < options.window_bytes;
-        if !room || self.release.pauses_reading() || Instant::now() < self.read_at {
+        if !self.has_room() || self.pauses_reading() || Instant::now() < self.read_at {
             return false;
         }
         if self.not_loaded || self.diverted.len() >= options.held_rows_max {
@@ -223,6 +297,19 @@ impl<'a, S: Store> Pump<'a, S> {
         true
     }
 
+    fn has_room(&self) -> bool {
+        let options = &self.relay.options;
+        self.unsent.is_empty()
+            && self.alone.is_none()
+            && self.window.span() < options.window_rows
+            && self.window.bytes() < options.window_bytes
+    }
+
+    /// Rows on their way back come first, but not where they are not answered.
+    fn pauses_reading(&self) -> bool {
+        self.release.pauses_reading() && self.window.oldest(self.clock).is_none_or(|oldest| oldest < KEPT_WAITING_MAX)
+    }
+
     fn nothing_under_way(&self) -> bool {
         self.window.is_empty()
             && self.unsent.is_empty()
@@ -234,6 +321,11 @@ impl<'a, S: Store> Pump<'a, S> {
     async fn read(&mut self) -> Result<bool, Doubt> {
         let read = self.session.read(self.rows_max).await?;
         self.shown_waiting |= std::mem::take(&mut self.memory.refused);
+        if read.rows.is_empty() && !read.more && self.window.is_empty() {
+            // Every row was met: whatever is blocked has rows in the table by now.
+            self.memory.blocked.clear();
+            self.gets_on();
+        }
         let rows = read.rows;
         let found = rows.len();
         let weight: usize = rows.iter().map(|row| row.message.weight()).sum();
@@ -275,13 +367,40 @@ impl<'a, S: Store> Pump<'a, S> {
         }
     }
 
+    /// Open gaps are bounded (R9): half of the bound is said, and at the bound, where nothing new is read, the relay is not ready.
+    async fn show_gaps(&mut self) -> Result<(), Doubt> {
+        let gaps = self.session.open_gaps().await?;
+        let trouble = gaps.map(|OpenGaps { open, max, held_by }| {
+            let by = held_by.map_or_else(String::new, |by| format!("; the oldest that may still write is {by}"));
+            if open >= max {
+                Trouble::Stops(format!(
+                    "{open} gaps are open, and no more may be: nothing new is read until they close{by}"
+                ))
+            } else {
+                Trouble::Shown(format!("{open} of {max} gaps are open: at {max} nothing new is read{by}"))
+            }
+        });
+        if let Some(Trouble::Shown(why)) = &trouble
+            && !self.shown_gaps
+        {
+            tracing::warn!(shard = self.relay.options.shard, %why, "many gaps in the outbox");
+        }
+        self.shown_gaps = trouble.is_some();
+        self.relay.health.trouble(&self.relay.part, "gaps", trouble);
+        Ok(())
+    }
+
     /// Commits synchronously, with the mark, and takes over what the mark did.
     pub(super) async fn claim(&mut self, mark: Mark) -> Result<(), Doubt> {
         let gone: Vec<i64> = mark.released.iter().chain(&mark.discarded).copied().collect();
         let stored: Vec<i64> = mark.diverted.iter().map(|(position, _)| *position).collect();
         let changed: Vec<i64> = mark.changed.iter().map(|(position, _)| *position).collect();
+        let says_something = !mark.is_empty();
         self.session.claim(mark).await?;
         self.claimed_at = Instant::now();
+        if says_something {
+            self.gets_on();
+        }
         self.some_left |= !gone.is_empty();
         for position in changed {
             self.memory.verdicts.remove(&position);
@@ -299,6 +418,11 @@ impl<'a, S: Store> Pump<'a, S> {
         Ok(())
     }
 
+    /// Something was marked, or there is nothing to do: no doubt stands any more.
+    fn gets_on(&mut self) {
+        self.shown_waiting |= std::mem::take(&mut self.memory.doubts) > 0;
+    }
+
     fn nothing_left(&self) -> bool {
         self.window.is_empty() && self.unsent.is_empty() && self.release.is_idle()
     }
@@ -308,67 +432,98 @@ impl<'a, S: Store> Pump<'a, S> {
         let mut settled = std::mem::take(&mut self.settled);
         let outcome = self.publisher.settle(&mut settled).now_or_never();
         self.settled = settled;
-        if let Some(outcome) = outcome {
-            outcome.map_err(|error| doubt_of(&error))?;
-        }
-        self.heard()
+        self.heard(outcome.unwrap_or(Ok(())))
     }
 
-    /// Deals with what the broker said.
-    fn heard(&mut self) -> Result<(), Doubt> {
-        if self.settled.is_empty() {
-            return self.stalled();
-        }
-        self.heard_at = Instant::now();
+    /// Deals with what the broker said, and with the end of the session after it.
+    fn heard(&mut self, outcome: Result<(), BrokerError>) -> Result<(), Doubt> {
         let mut settled = std::mem::take(&mut self.settled);
         let mut proven = 0;
-        let mut outcome = Ok(());
-        for one in settled.drain(..) {
-            match self.settle(one) {
-                Ok(was_proven) => proven += u64::from(was_proven),
-                Err(doubt) => {
-                    outcome = Err(doubt);
-                    break;
-                }
+        let mut refusals = Vec::new();
+        for Settled { tag, outcome } in settled.drain(..) {
+            match outcome {
+                Ok(_) => proven += u64::from(self.proven(tag)),
+                Err(refusal) => refusals.push((tag, refusal)),
             }
         }
         self.settled = settled;
         if proven > 0 {
             observe::published(self.relay.broker.name(), proven);
         }
-        outcome
+        if !refusals.is_empty() {
+            self.refused(refusals);
+        }
+        outcome.map_err(|error| self.broken(&error))?;
+        self.silence()
     }
 
-    /// Silence of the broker while messages are in flight.
-    fn stalled(&mut self) -> Result<(), Doubt> {
-        if self.window.in_flight() == 0 {
-            self.heard_at = Instant::now();
+    /// The session is at its end: over the rows that were refused before, or by itself.
+    pub(super) fn broken(&mut self, error: &BrokerError) -> Doubt {
+        match self.ending.take() {
+            Some(ending) if !ending.refused.is_empty() => Doubt::Refused(ending.refused),
+            _ => Doubt::Lost { row: self.window.first_unproven(), why: error.to_string() },
+        }
+    }
+
+    /// A session that ends hears what is on its way still; one that only waits for rows of blocked topics goes on after it.
+    async fn drain(&mut self) -> Result<(), Doubt> {
+        let Some(ending) = &mut self.ending else { return Ok(()) };
+        let until = ending.until;
+        let goes_on = ending.refused.is_empty() && !self.window.has_in_flight(&ending.held);
+        if goes_on {
+            self.ending = None;
             return Ok(());
         }
+        if self.window.in_flight() == 0 || Instant::now() >= until {
+            let refused = std::mem::take(&mut ending.refused);
+            if !refused.is_empty() {
+                return Err(Doubt::Refused(refused));
+            }
+            let held = ending.held.iter().map(|(topic, _)| format!("`{topic}`")).collect::<HashSet<_>>();
+            let held = held.into_iter().collect::<Vec<_>>().join(", ");
+            return Err(Doubt::Held(format!(
+                "{held}: blocked, and later messages of a key that was refused are in flight"
+            )));
+        }
+        let mut settled = std::mem::take(&mut self.settled);
+        let outcome = tokio::time::timeout_at(until, self.publisher.settle(&mut settled)).await;
+        self.settled = settled;
+        self.heard(outcome.unwrap_or(Ok(())))
+    }
+
+    /// Silence of topics, or of the broker, while messages are in flight.
+    fn silence(&mut self) -> Result<(), Doubt> {
         if let Some(why) = self.publisher.blocked() {
             // No failure: it takes nothing for now, and says so.
-            self.heard_at = Instant::now();
-            self.shown_waiting = true;
-            self.relay.health.set(&self.relay.part, PartState::Waiting(format!("the broker is blocked: {why}")));
+            if self.window.in_flight() > 0 {
+                self.shown_waiting = true;
+                let why = format!("the broker is blocked: {why}");
+                self.relay.health.set(&self.relay.part, PartState::Waiting(why));
+            }
             return Ok(());
         }
-        let silence = self.heard_at.elapsed();
-        if silence < self.relay.options.publish_stall {
+        let Some(oldest) = self.window.oldest(self.clock).filter(|oldest| *oldest >= KEPT_WAITING_MAX) else {
+            return Ok(());
+        };
+        let overtaken = self.window.is_overtaken();
+        let limit = match (self.has_room(), overtaken || self.alone.is_some()) {
+            (true, _) => self.relay.options.publish_stall,
+            (false, true) => KEPT_WAITING_MAX.min(self.relay.options.publish_stall),
+            (false, false) => SILENT_MAX.min(self.relay.options.publish_stall),
+        };
+        if oldest < limit {
             return Ok(());
         }
-        Err(Doubt {
-            row: self.window.first_unproven(),
-            cause: Cause::Stalled { broker_answers: false },
-            why: format!("the broker has not answered for {} s", silence.as_secs()),
-            store: None,
-        })
+        let topics = self.window.silent(self.clock, limit);
+        let limit = humantime::format_duration(limit);
+        let why = format!("the broker has neither taken nor refused messages of {} for {limit}", named(&topics));
+        Err(Doubt::Silent { topics, overtaken, why })
     }
 
     /// Waits for whatever comes first: an answer of the broker, a hint, the next poll, a duty, the stop.
     async fn wait(&mut self, stop: &CancellationToken) -> Result<(), Doubt> {
-        let reads = self.unsent.is_empty() && self.alone.is_none() && !self.release.pauses_reading();
-        let mut until = Instant::now() + Duration::from_millis(200);
-        if reads && self.window.rows() < self.relay.options.window_rows {
+        let mut until = Instant::now() + TURN_MAX.min(Duration::from_millis(200));
+        if self.has_room() && !self.pauses_reading() {
             until = until.min(self.read_at);
         }
         let in_flight = self.window.in_flight() > 0;
@@ -376,6 +531,7 @@ impl<'a, S: Store> Pump<'a, S> {
         // Every branch is cancel safe: `settle` by its contract, the others by theirs.
         let outcome = tokio::select! {
             outcome = self.publisher.settle(&mut settled), if in_flight => outcome,
+            () = self.trials.answered() => Ok(()),
             () = crate::store::enqueued() => {
                 self.read_at = Instant::now();
                 Ok(())
@@ -384,21 +540,24 @@ impl<'a, S: Store> Pump<'a, S> {
             () = stop.cancelled() => Ok(()),
         };
         self.settled = settled;
-        outcome.map_err(|error| doubt_of(&error))?;
-        self.heard()
+        self.heard(outcome)
     }
 
     /// A stop: nothing new is sent; what is in flight is waited for, within the grace, and marked.
     async fn finish(&mut self) -> Result<End, Doubt> {
-        let deadline = Instant::now() + self.relay.options.shutdown_grace;
+        let grace = self.relay.options.shutdown_grace;
+        let deadline = Instant::now() + grace - MARK_KEPT.min(grace / 4);
         while self.window.in_flight() > 0 && Instant::now() < deadline {
             let mut settled = std::mem::take(&mut self.settled);
             let outcome = tokio::time::timeout_at(deadline, self.publisher.settle(&mut settled)).await;
             self.settled = settled;
             match outcome {
-                Ok(Ok(())) => self.heard()?,
+                Ok(Ok(())) => self.heard(Ok(()))?,
                 // What is not proven is sent again by the next session.
                 Ok(Err(_)) | Err(_) => break,
+            }
+            if self.ending.is_some() {
+                break;
             }
         }
         let mark = self.window.take_done();
@@ -407,6 +566,11 @@ impl<'a, S: Store> Pump<'a, S> {
     }
 }
 
-pub(super) fn doubt_of(error: &BrokerError) -> Doubt {
-    Doubt { row: None, cause: Cause::Lost, why: error.to_string(), store: None }
+/// The first of many.
+fn named(topics: &[String]) -> String {
+    match topics {
+        [] => "any topic".to_owned(),
+        [topic] => format!("topic `{topic}`"),
+        [topic, ..] => format!("topic `{topic}` and {} more", topics.len() - 1),
+    }
 }

@@ -2,61 +2,50 @@
 //! window rules, removed in the marking transaction.
 //!
 //! A row is on its way back when it is held, its key has no older dead row, and its destination is open: an operator's
-//! redrive turns a dead row into such a one, a discard takes it away, a probe opens a topic. The first row of a topic that was
-//! blocked goes alone: it is the trial.
+//! redrive turns a dead row into such a one, a discard takes it away, a trial beside the session opens a topic.
 
 use std::collections::{HashMap, HashSet};
 use std::time::Duration;
 
 use tokio::time::Instant;
 
-use super::pump::{Doubt, Pump, doubt_of};
+use super::pump::{Doubt, Pump};
 use super::sending::Unsent;
-use crate::broker::TopicState;
+use super::trial::Found;
+use crate::message::OutgoingMessage;
 use crate::policy::diversion::{Diverted, DivertedRow};
-use crate::store::{Diversion, RelaySession, RequestedAct, Store};
+use crate::store::{Diversion, OutboxRow, RelaySession, RequestedAct, Store};
 
 /// How often operators' requests are looked for while something is dead.
 const REQUESTS: Duration = Duration::from_millis(500);
 
-/// What is known of a topic that was blocked.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Opening {
-    /// The broker knows it: its first row goes alone.
-    Trial,
-    /// The trial went through.
-    Open,
-}
-
 /// The state of releasing in one session.
 #[derive(Debug)]
 pub(super) struct Release {
-    topics: HashMap<String, Opening>,
-    /// Rows of the table that are in flight.
+    /// Blocked topics whose trial went through.
+    open: HashSet<String>,
+    /// Rows of the table that are in flight, or proven and not yet marked.
     pub(super) in_flight: HashSet<i64>,
     /// Rows an operator wants sent again.
     redriven: HashSet<i64>,
+    /// Rows that a trial found to be refused for what they are.
+    bad: HashSet<i64>,
     pauses_reading: bool,
     /// Something changed: look for rows on their way back.
     look: bool,
     requests_at: Instant,
-    probe_at: Instant,
-    pub(super) alone_topic: Option<String>,
-    pub(super) alone_key: Option<String>,
 }
 
 impl Release {
     pub(super) fn new(now: Instant) -> Self {
         Self {
-            topics: HashMap::new(),
+            open: HashSet::new(),
             in_flight: HashSet::new(),
             redriven: HashSet::new(),
+            bad: HashSet::new(),
             pauses_reading: false,
             look: true,
             requests_at: now,
-            probe_at: now,
-            alone_topic: None,
-            alone_key: None,
         }
     }
 
@@ -75,29 +64,20 @@ impl Release {
 
     /// A row left the table.
     pub(super) fn left(&mut self, position: i64) {
-        self.in_flight.remove(&position);
+        self.stays(position);
         self.redriven.remove(&position);
-        self.look = true;
+        self.bad.remove(&position);
     }
 
-    /// True where the destination is blocked and no probe has opened it.
-    pub(super) fn is_closed(&self, topic: &str, diverted: &crate::policy::diversion::Diversion) -> bool {
-        !self.topics.contains_key(topic) && diverted.blocked_topics().any(|blocked| blocked == topic)
-    }
-
-    /// The trial of a topic went through.
-    pub(super) fn opened(&mut self, topic: &str) {
-        if let Some(opening) = self.topics.get_mut(topic) {
-            *opening = Opening::Open;
-        }
-        self.look = true;
-    }
-
-    /// A row on its way back was refused: its topic is closed until the next probe.
-    pub(super) fn refused(&mut self, topic: &str, position: i64) {
-        self.topics.remove(topic);
+    /// A row on its way back stays in the table.
+    pub(super) fn stays(&mut self, position: i64) {
         self.in_flight.remove(&position);
         self.look = true;
+    }
+
+    /// The broker refused a row for its destination: the topic is closed until its next trial.
+    pub(super) fn close(&mut self, topic: &str) {
+        self.open.remove(topic);
     }
 
     /// The change of a row is stored, and with it the request that led there is done. Not earlier: until then the request
@@ -138,14 +118,11 @@ impl<S: Store> Pump<'_, S> {
             self.release.look = false;
             return Ok(false);
         }
-        if now >= self.release.probe_at {
-            self.release.probe_at = now + self.relay.options.probe;
-            self.probe().await?;
-        }
+        let tried = self.look_after_trials().await?;
         if !self.release.look || self.alone.is_some() || !self.unsent.is_empty() {
-            return Ok(false);
+            return Ok(tried);
         }
-        self.send_released().await
+        Ok(self.send_released().await? || tried)
     }
 
     async fn take_requests(&mut self) -> Result<(), Doubt> {
@@ -159,8 +136,7 @@ impl<S: Store> Pump<'_, S> {
                 }
                 RequestedAct::Discard if self.release.in_flight.insert(request.position) => {
                     tracing::info!(position = request.position, topic = %request.topic, "an operator discards a message");
-                    let batch = self.window.open(None, 0);
-                    self.window.discard(batch, request.position);
+                    self.window.discard(request.position);
                 }
                 _ => {}
             }
@@ -168,41 +144,90 @@ impl<S: Store> Pump<'_, S> {
         Ok(())
     }
 
-    /// Asks whether blocked destinations are there by now.
-    async fn probe(&mut self) -> Result<(), Doubt> {
-        let blocked: Vec<String> = self.diverted.blocked_topics().map(str::to_owned).collect();
-        self.release.topics.retain(|topic, _| blocked.contains(topic));
-        for topic in blocked {
-            if self.release.topics.contains_key(&topic) {
-                continue;
-            }
-            if self.publisher.topic(&topic).await.map_err(|error| doubt_of(&error))? == TopicState::Ready {
-                self.release.topics.insert(topic, Opening::Trial);
-                self.release.look = true;
+    /// Hears what trials found, and begins those that are due.
+    async fn look_after_trials(&mut self) -> Result<bool, Doubt> {
+        let every = self.relay.options.probe;
+        let mut moved = false;
+        while let Some((lane, found)) = self.trials.found(&mut self.memory.pauses, every) {
+            moved = true;
+            match found {
+                Found::There(topics) => {
+                    let rows = self.first_rows(&topics).await?;
+                    self.trials.give(lane, rows);
+                }
+                Found::Taken { topic, position } => {
+                    tracing::info!(%topic, "the destination takes messages again; those that are held go there now");
+                    self.window.proven_beside(position);
+                    self.release.in_flight.insert(position);
+                    self.opened(topic);
+                }
+                Found::Message { topic, position } => {
+                    self.release.bad.insert(position);
+                    self.opened(topic);
+                }
+                Found::Blocked { position: Some(position), reason, is_new: true, .. } => {
+                    self.window.changed_beside(position, Diversion::HeldDestination { reason });
+                }
+                Found::Blocked { topic, reason, is_new: true, .. } => {
+                    tracing::info!(%topic, reason, "the destination is blocked still");
+                }
+                Found::Blocked { .. } => {}
             }
         }
-        Ok(())
+        let blocked: HashSet<&str> = self.diverted.blocked_topics().collect();
+        self.release.open.retain(|topic| blocked.contains(topic.as_str()));
+        self.memory.pauses.keep(&blocked);
+        let open = &self.release.open;
+        self.trials.begin(&blocked, |topic| open.contains(topic), &self.memory.pauses);
+        Ok(moved)
+    }
+
+    fn opened(&mut self, topic: String) {
+        self.memory.blocked.remove(&topic);
+        self.release.open.insert(topic);
+        self.release.look = true;
+    }
+
+    /// The first row of each of these topics, for its trial: none of one whose first row is not in the table yet, and none of
+    /// the last ones where the others reach the bytes of a read.
+    async fn first_rows(&mut self, topics: &[String]) -> Result<Vec<(i64, OutgoingMessage)>, Doubt> {
+        let topics: HashSet<&str> = topics.iter().map(String::as_str).collect();
+        let mut first: HashMap<&str, i64> = HashMap::new();
+        for row in self.diverted.releasable(|topic| topics.contains(topic)) {
+            if first.len() == topics.len() {
+                break;
+            }
+            first.entry(&row.topic).or_insert(row.position);
+        }
+        let is_stored =
+            |position: &i64| !self.unmarked.contains(position) && !self.release.in_flight.contains(position);
+        let mut first: Vec<i64> = first.into_values().filter(is_stored).collect();
+        if first.is_empty() {
+            return Ok(Vec::new());
+        }
+        first.sort_unstable();
+        let rows = self.session.held(&first).await?;
+        self.forget_what_is_gone(&first, &rows);
+        Ok(rows.into_iter().map(|row| (row.position, row.message)).collect())
+    }
+
+    /// Whether rows of this topic may go back to it.
+    pub(super) fn goes_back(&self, topic: &str) -> bool {
+        self.release.open.contains(topic) || !self.diverted.blocks(topic)
     }
 
     async fn send_released(&mut self) -> Result<bool, Doubt> {
         let batch_rows = self.relay.options.batch_rows;
-        let blocked: HashSet<String> = self.diverted.blocked_topics().map(str::to_owned).collect();
-        let topics = &self.release.topics;
-        let is_open = |topic: &str| !blocked.contains(topic) || topics.contains_key(topic);
-        let mut trial = None;
+        let release = &self.release;
         let mut positions = Vec::new();
         let mut more = false;
-        for row in self.diverted.releasable(is_open) {
+        for row in self.diverted.releasable(|topic| self.goes_back(topic)) {
             if self.unmarked.contains(&row.position) {
                 // Not in the table yet, and later ones must not overtake it.
                 more = true;
                 break;
             }
-            if self.release.in_flight.contains(&row.position) {
-                continue;
-            }
-            if blocked.contains(&row.topic) && topics.get(&row.topic) == Some(&Opening::Trial) {
-                trial.get_or_insert((row.position, row.topic.clone()));
+            if release.in_flight.contains(&row.position) {
                 continue;
             }
             if positions.len() == batch_rows {
@@ -211,35 +236,44 @@ impl<S: Store> Pump<'_, S> {
             }
             positions.push(row.position);
         }
-        let alone = positions.is_empty() && trial.is_some();
-        if let (true, Some((position, _))) = (alone, trial.clone()) {
-            positions.push(position);
-        }
         // Less than a batch is left: reading waits until it is proven, so that nothing new is diverted behind it for ever.
-        let under_way = !positions.is_empty() || !self.release.in_flight.is_empty() || more;
+        let under_way = !positions.is_empty() || !release.in_flight.is_empty() || more;
         self.release.pauses_reading = under_way && positions.len() < batch_rows;
         if positions.is_empty() {
             self.release.look = more && self.window.is_empty();
             return Ok(false);
         }
-        if alone && self.window.in_flight() > 0 {
-            return Ok(false);
-        }
-        self.release.look = more || trial.is_some();
+        self.release.look = more;
         let rows = self.session.held(&positions).await?;
+        self.forget_what_is_gone(&positions, &rows);
         // Large ones come a few at a time: the others are looked for when these have left.
         let batch = self.window.open(None, rows.len());
         for row in rows {
             self.release.in_flight.insert(row.position);
+            // What was refused once must not take others down with it.
+            let alone = self.release.redriven.contains(&row.position) || self.release.bad.contains(&row.position);
             self.unsent.push_back(Unsent {
                 position: row.position,
                 batch,
                 message: row.message,
                 is_release: true,
-                // A redriven row was refused once: it must not take others down with it.
-                alone: alone || self.release.redriven.contains(&row.position),
+                alone,
             });
         }
         Ok(true)
+    }
+
+    /// Rows that were taken out of the table by hand: what does not come although it was the first, or stands before one that
+    /// came, is not there. Nothing can be sent of them, and nothing waits for them.
+    fn forget_what_is_gone(&mut self, asked: &[i64], rows: &[OutboxRow]) {
+        let last = rows.last().map(|row| row.position);
+        let came: HashSet<i64> = rows.iter().map(|row| row.position).collect();
+        for position in asked {
+            if last.is_none_or(|last| *position < last) && !came.contains(position) {
+                tracing::warn!(position, "a held message is gone from the table, and not by this program");
+                self.diverted.leave(*position);
+                self.release.left(*position);
+            }
+        }
     }
 }

@@ -1,14 +1,17 @@
 //! Row by row, at the moment of sending: broker, dead, held, or alone; and what the broker says of each.
 //!
 //! Promise: the decision is made when a row's turn comes, so a refusal that was just heard already counts for the next row of
-//! its key; a topic that was not seen is diverted before anything of it is produced (R19).
+//! its key; a topic that was not seen is diverted before anything of it is produced (R19); what is refused for its destination
+//! holds its topic, and the session goes on, unless the broker may yet take a later row of the same key.
 
-use std::hash::{DefaultHasher, Hash, Hasher};
+use std::collections::{BTreeSet, HashMap, HashSet};
 
-use super::pump::{Doubt, Pump, doubt_of};
-use super::window::Sent;
-use crate::broker::{Refusal, Settled, TopicState};
-use crate::error::BrokerError;
+use tokio::time::Instant;
+
+use super::pump::{DRAIN_MAX, Doubt, Ending, KEPT_WAITING_MAX, Pump, Refused};
+use super::trial;
+use super::window::Leaving;
+use crate::broker::{Refusal, TopicState};
 use crate::message::OutgoingMessage;
 use crate::observe::{self, FailureClass};
 use crate::policy::diversion::{Behind, DivertedRow, Way};
@@ -30,9 +33,11 @@ pub(super) struct Unsent {
 impl<S: Store> Pump<'_, S> {
     /// Sends what may be sent; false where nothing moved.
     pub(super) async fn send_unsent(&mut self) -> Result<bool, Doubt> {
-        if self.unsent.is_empty() {
+        if self.unsent.is_empty() || self.ending.is_some() {
             return Ok(false);
         }
+        let not_ready = self.see_topics().await?;
+        let now = self.clock;
         let mut out = Vec::with_capacity(self.unsent.len());
         let mut moved = false;
         while self.alone.is_none() {
@@ -51,84 +56,95 @@ impl<S: Store> Pump<'_, S> {
             }
             let Some(row) = self.unsent.pop_front() else { break };
             moved = true;
-            if let Some(diversion) = self.diversion_of(&row, alone).await? {
+            if let Some(diversion) = self.diversion_of(&row, &not_ready) {
                 self.divert(row, diversion);
                 continue;
             }
-            let sent = Sent {
+            if alone && self.memory.isolation.needs_probe() {
+                // The topic was seen in this session, which is a fresh one.
+                self.memory.isolation.on_probe_succeeded();
+            }
+            let leaving = Leaving {
                 position: row.position,
                 batch: row.batch,
-                key_hash: key_hash(&row.message),
+                topic: &row.message.topic,
+                key: row.message.key.as_deref(),
                 weight: row.message.weight(),
                 is_release: row.is_release,
-                settled: false,
             };
-            let tag = self.window.send(sent);
+            let tag = self.window.send(&leaving, now);
             if alone {
                 self.alone = Some(tag);
-                self.release.alone_topic = Some(row.message.topic.clone());
-                self.release.alone_key = row.message.key.clone();
             }
             out.push((tag, row.message));
         }
         if !out.is_empty() {
-            self.publisher.send(out).await.map_err(|error| doubt_of(&error))?;
+            let limit = self.relay.options.publish_stall;
+            let Ok(sent) = tokio::time::timeout(limit, self.publisher.send(out)).await else {
+                let why = format!("the broker's client is full for {}", humantime::format_duration(limit));
+                let topics = self.window.silent(self.clock, KEPT_WAITING_MAX);
+                return Err(Doubt::Silent { topics, overtaken: self.window.is_overtaken(), why });
+            };
+            sent.map_err(|error| self.broken(&error))?;
         }
         Ok(moved)
     }
 
+    /// Asks for the topics of the rows that wait, all at once, where this session has not seen them. Gives those that are not
+    /// there, with the reason.
+    async fn see_topics(&mut self) -> Result<HashMap<String, String>, Doubt> {
+        let mut unknown = BTreeSet::new();
+        for row in &self.unsent {
+            let topic = &row.message.topic;
+            let is_known = self.ready_topics.contains(topic) || self.memory.blocked.contains_key(topic);
+            if !is_known && (row.is_release || !self.diverted.blocks(topic)) {
+                unknown.insert(topic.clone());
+            }
+        }
+        if unknown.is_empty() {
+            return Ok(HashMap::new());
+        }
+        let unknown: Vec<String> = unknown.into_iter().collect();
+        let (broker, declare) = (self.relay.broker.as_ref(), self.relay.options.declare_topics);
+        let states = trial::see(broker, self.publisher.as_mut(), &unknown, declare).await;
+        let mut not_ready = HashMap::new();
+        for (topic, state) in unknown.into_iter().zip(states.map_err(|error| self.broken(&error))?) {
+            match state {
+                TopicState::Ready => _ = self.ready_topics.insert(topic),
+                TopicState::NotReady(why) => _ = not_ready.insert(topic, why),
+            }
+        }
+        Ok(not_ready)
+    }
+
     /// Whether a row on its way back still is: the one before it may just have been refused again.
     fn still_released(&self, row: &Unsent) -> bool {
-        self.diverted.is_free(row.position) && !self.release.is_closed(&row.message.topic, &self.diverted)
+        self.diverted.is_free(row.position) && self.goes_back(&row.message.topic)
     }
 
     /// Whether the row leaves the way to the broker, and as what.
-    async fn diversion_of(&mut self, row: &Unsent, alone: bool) -> Result<Option<Diversion>, Doubt> {
+    fn diversion_of(&self, row: &Unsent, not_ready: &HashMap<String, String>) -> Option<Diversion> {
         let (topic, key) = (&row.message.topic, row.message.key.as_deref());
         // Also for a row on its way back: without its verdict it would end every session, and nothing else would flow (G3).
         if let Some(verdict) = self.memory.verdicts.get(&row.position) {
             let holds = self.relay.options.holds(topic);
-            return Ok(Some(match verdict.clone() {
+            return Some(match verdict.clone() {
                 Diversion::Dead { reason, .. } => Diversion::Dead { reason, holds },
                 other => other,
-            }));
+            });
         }
         if !row.is_release && !self.diverted.is_empty() {
             match self.diverted.decide(topic, key) {
                 Way::Send => {}
-                Way::Hold(Behind::Dead) => return Ok(Some(Diversion::HeldBehind)),
+                Way::Hold(Behind::Dead) => return Some(Diversion::HeldBehind),
                 Way::Hold(Behind::Destination) => {
                     let reason = format!("the topic `{topic}` is blocked");
-                    return Ok(Some(Diversion::HeldDestination { reason }));
+                    return Some(Diversion::HeldDestination { reason });
                 }
             }
         }
-        let probe = alone && self.memory.isolation.needs_probe();
-        if probe || !self.ready_topics.contains(topic) {
-            let mut state = self.publisher.topic(topic).await.map_err(|error| doubt_of(&error))?;
-            if state != TopicState::Ready && self.relay.options.declare_topics {
-                state = self.declare(topic).await?;
-            }
-            match state {
-                TopicState::Ready => {
-                    if probe {
-                        self.memory.isolation.on_probe_succeeded();
-                    }
-                    self.ready_topics.insert(topic.clone());
-                }
-                TopicState::NotReady(reason) => return Ok(Some(Diversion::HeldDestination { reason })),
-            }
-        }
-        Ok(None)
-    }
-
-    /// Makes a topic that is not there; what stands in the way is the topic's trouble, not the session's.
-    async fn declare(&mut self, topic: &str) -> Result<TopicState, Doubt> {
-        match self.relay.broker.declare(&[topic.to_owned()]).await {
-            Ok(()) => self.publisher.topic(topic).await.map_err(|error| doubt_of(&error)),
-            Err(BrokerError::Refused(why) | BrokerError::Destination(why)) => Ok(TopicState::NotReady(why)),
-            Err(error) => Err(doubt_of(&error)),
-        }
+        let blocked = self.memory.blocked.get(topic).or_else(|| not_ready.get(topic));
+        blocked.map(|reason| Diversion::HeldDestination { reason: reason.clone() })
     }
 
     fn divert(&mut self, row: Unsent, diversion: Diversion) {
@@ -138,11 +154,8 @@ impl<S: Store> Pump<'_, S> {
                 observe::publish_failed(self.relay.broker.name(), FailureClass::Message);
                 tracing::error!(position = row.position, id = %row.message.id, topic = %row.message.topic, reason, holds, "a message is dead: it cannot be sent");
             }
-            Diversion::HeldDestination { reason }
-                if !self.diverted.blocked_topics().any(|topic| topic == row.message.topic) =>
-            {
-                observe::publish_failed(self.relay.broker.name(), FailureClass::Destination);
-                tracing::warn!(topic = %row.message.topic, reason, "the destination is blocked; its messages are held and released by themselves");
+            Diversion::HeldDestination { reason } if !self.diverted.blocks(&row.message.topic) => {
+                self.blocked(&row.message.topic, reason);
             }
             _ => {}
         }
@@ -163,7 +176,10 @@ impl<S: Store> Pump<'_, S> {
         diversion: Diversion,
     ) {
         if is_release {
-            self.release.refused(&topic, position);
+            self.release.stays(position);
+        }
+        if matches!(diversion, Diversion::HeldDestination { .. }) {
+            self.release.close(&topic);
         }
         match super::release::why(&diversion) {
             Some(why) => self.diverted.divert(DivertedRow { position, topic, key, why }),
@@ -178,71 +194,102 @@ impl<S: Store> Pump<'_, S> {
         }
     }
 
-    /// Takes the broker's word on one row; true where it is proven.
-    pub(super) fn settle(&mut self, settled: Settled) -> Result<bool, Doubt> {
-        let Some(sent) = self.window.get(settled.tag) else { return Ok(false) };
-        let alone = self.alone == Some(settled.tag);
-        let Err(refusal) = settled.outcome else {
-            self.window.prove(settled.tag);
-            self.memory.isolation.on_settled(sent.position);
-            if alone {
-                self.alone = None;
-                if let Some(topic) = self.release.alone_topic.take() {
-                    self.release.opened(&topic);
+    fn blocked(&self, topic: &str, reason: &str) {
+        observe::publish_failed(self.relay.broker.name(), FailureClass::Destination);
+        tracing::warn!(topic, reason, "the destination is blocked; its messages are held and released by themselves");
+    }
+
+    /// The broker has proven a row; false where it is none of this session.
+    pub(super) fn proven(&mut self, tag: u64) -> bool {
+        let Some(position) = self.window.get(tag).map(|sent| sent.position) else { return false };
+        self.window.prove(tag);
+        self.memory.isolation.on_settled(position);
+        if self.alone == Some(tag) {
+            self.alone = None;
+        }
+        true
+    }
+
+    /// Takes the broker's refusals, after everything that it proved at the same time. What speaks of the destination holds the
+    /// topic; all else ends the session, once the others have had their chance to be proven or refused too.
+    pub(super) fn refused(&mut self, refusals: Vec<(u64, Refusal)>) {
+        let mut held = HashSet::new();
+        for (tag, refusal) in refusals {
+            let Some(sent) = self.window.get(tag) else { continue };
+            let after = self.window.proven_after(tag);
+            if !after.is_empty() {
+                observe::order_incident(self.relay.broker.name());
+                tracing::error!(position = sent.position, later = ?after, ?refusal, "order incident: refused after later messages of its key were taken");
+            }
+            let alone = self.alone == Some(tag);
+            let Some(sent) = self.window.refuse(tag) else { continue };
+            let topic = self.window.topic(&sent).to_owned();
+            let key = sent.key.clone().map(String::from);
+            let (position, batch, is_release) = (sent.position, sent.batch, sent.is_release);
+            match refusal {
+                Refusal::Destination(reason) => {
+                    if !self.diverted.blocks(&topic) {
+                        self.blocked(&topic, &reason);
+                    }
+                    self.memory.isolation.on_settled(position);
+                    self.memory.blocked.insert(topic.clone(), reason.clone());
+                    self.memory.progress = true;
+                    self.ready_topics.remove(&topic);
+                    held.insert((topic.clone(), key.clone()));
+                    self.stand_aside(position, batch, topic, key, is_release, Diversion::HeldDestination { reason });
+                }
+                Refusal::Message(reason) if alone => self.dead(position, batch, topic, key, is_release, reason),
+                Refusal::Message(why) => {
+                    observe::publish_failed(self.relay.broker.name(), FailureClass::Message);
+                    self.ends(Refused { position, topic, key, cause: Cause::Message, why });
+                }
+                Refusal::Session(why) => {
+                    observe::publish_failed(self.relay.broker.name(), FailureClass::Session);
+                    self.ends(Refused { position, topic, key, cause: Cause::Nack, why });
                 }
             }
-            return Ok(true);
-        };
-        let (class, cause, why) = match refusal {
-            Refusal::Message(why) => (FailureClass::Message, Cause::Message, why),
-            Refusal::Destination(why) => (FailureClass::Destination, Cause::Destination, why),
-            Refusal::Session(why) => (FailureClass::Session, Cause::Nack, why),
-        };
-        let after = self.window.proven_after(settled.tag);
-        if !after.is_empty() {
-            observe::order_incident(self.relay.broker.name());
-            tracing::error!(position = sent.position, later = ?after, %why, "order incident: refused after later messages of its key were taken");
+            if alone {
+                self.alone = None;
+            }
         }
-        if !alone || cause == Cause::Nack {
-            observe::publish_failed(self.relay.broker.name(), class);
-            return Err(Doubt { row: Some(sent.position), cause, why, store: None });
+        if self.window.has_in_flight(&held) {
+            self.end_soon().held.extend(held);
         }
-        self.refused_alone(settled.tag, sent, cause, why);
-        Ok(false)
+    }
+
+    /// The session ends over a row.
+    fn ends(&mut self, refused: Refused) {
+        self.end_soon().refused.push(refused);
+    }
+
+    fn end_soon(&mut self) -> &mut Ending {
+        self.ending.get_or_insert_with(|| Ending {
+            until: Instant::now() + DRAIN_MAX,
+            refused: Vec::new(),
+            held: HashSet::new(),
+        })
     }
 
     /// Nothing else was in flight, so nothing may have been reordered: the session goes on.
-    fn refused_alone(&mut self, tag: u64, sent: Sent, cause: Cause, why: String) {
-        self.alone = None;
-        self.window.settle(tag);
-        self.memory.isolation.on_settled(sent.position);
-        let topic = self.release.alone_topic.take().unwrap_or_default();
-        let key = self.release.alone_key.take();
-        let dead = cause == Cause::Message;
-        observe::publish_failed(
-            self.relay.broker.name(),
-            if dead { FailureClass::Message } else { FailureClass::Destination },
-        );
-        let diversion = if dead {
-            tracing::error!(position = sent.position, %topic, %why, "a message is dead: the broker refused it, sent alone");
-            let holds = self.relay.options.holds(&topic);
-            Diversion::Dead { reason: why, holds }
-        } else {
-            tracing::warn!(%topic, %why, "the destination is blocked; its messages are held and released by themselves");
-            Diversion::HeldDestination { reason: why }
-        };
+    fn dead(
+        &mut self,
+        position: i64,
+        batch: u64,
+        topic: String,
+        key: Option<String>,
+        is_release: bool,
+        reason: String,
+    ) {
+        self.memory.isolation.on_settled(position);
+        observe::publish_failed(self.relay.broker.name(), FailureClass::Message);
+        tracing::error!(position, %topic, %reason, "a message is dead: the broker refused it, sent alone");
+        let holds = self.relay.options.holds(&topic);
+        let diversion = Diversion::Dead { reason, holds };
         // Remembered until it is marked: where the next bad row of the batch ends the session first, this one must not be found
         // out anew, or n bad rows of one batch take sessions without end.
-        self.memory.verdicts.insert(sent.position, diversion.clone());
+        self.memory.verdicts.insert(position, diversion.clone());
         // The next bad row must not wait as if the broker were away.
         self.memory.progress = true;
-        self.stand_aside(sent.position, sent.batch, topic, key, sent.is_release, diversion);
+        self.stand_aside(position, batch, topic, key, is_release, diversion);
     }
-}
-
-fn key_hash(message: &OutgoingMessage) -> u64 {
-    let Some(key) = &message.key else { return 0 };
-    let mut hasher = DefaultHasher::new();
-    (&message.topic, key).hash(&mut hasher);
-    hasher.finish().max(1)
 }

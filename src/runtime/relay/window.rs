@@ -1,8 +1,10 @@
 //! What is read and not yet marked: batches in read order, rows in the order they were sent.
 //!
-//! Promise: a mark covers only the oldest batches, each wholly proven or diverted (R2.7); tags ascend by one.
+//! Promise: a mark covers only the oldest batches, each wholly proven or diverted (R2.7); tags ascend by one; the rows since the
+//! oldest that is not marked are counted, so that what a crash sends again has a bound.
 
-use std::collections::VecDeque;
+use std::collections::{BTreeSet, HashMap, HashSet, VecDeque};
+use std::time::Duration;
 
 use crate::store::{Diversion, Mark};
 
@@ -11,6 +13,7 @@ use crate::store::{Diversion, Mark};
 struct Batch {
     /// The store's number of it; none for rows on their way back from the dead and held table.
     through: Option<u64>,
+    rows: usize,
     /// Rows neither proven nor diverted.
     left: usize,
     /// It had rows, or decides something: worth a write of its own.
@@ -22,16 +25,52 @@ struct Batch {
 }
 
 /// A row that was sent.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone)]
 pub(super) struct Sent {
     pub(super) position: i64,
     pub(super) batch: u64,
-    /// A hash of topic and key, 0 without a key: for order incidents only.
-    pub(super) key_hash: u64,
-    pub(super) weight: usize,
+    topic: u32,
+    pub(super) key: Option<Box<str>>,
+    weight: usize,
+    /// By the session's own clock.
+    at: Duration,
     /// It came from the dead and held table.
     pub(super) is_release: bool,
-    pub(super) settled: bool,
+    settled: bool,
+}
+
+/// A row on its way into the window.
+#[derive(Debug)]
+pub(super) struct Leaving<'a> {
+    pub(super) position: i64,
+    pub(super) batch: u64,
+    pub(super) topic: &'a str,
+    pub(super) key: Option<&'a str>,
+    pub(super) weight: usize,
+    pub(super) is_release: bool,
+}
+
+/// Topics by number: a row in flight names its topic by four bytes.
+#[derive(Debug, Default)]
+struct Topics {
+    numbers: HashMap<String, u32>,
+    names: Vec<String>,
+}
+
+impl Topics {
+    fn number(&mut self, name: &str) -> u32 {
+        if let Some(number) = self.numbers.get(name) {
+            return *number;
+        }
+        let number = u32::try_from(self.names.len()).unwrap_or(u32::MAX);
+        self.numbers.insert(name.to_owned(), number);
+        self.names.push(name.to_owned());
+        number
+    }
+
+    fn name(&self, number: u32) -> &str {
+        self.names.get(number as usize).map_or("", String::as_str)
+    }
 }
 
 /// The window of one session.
@@ -41,8 +80,9 @@ pub(super) struct Window {
     first_batch: u64,
     sent: VecDeque<Sent>,
     first_tag: u64,
+    topics: Topics,
     in_flight: usize,
-    rows: usize,
+    span: usize,
     bytes: usize,
 }
 
@@ -63,6 +103,7 @@ impl Window {
         let (diverted, released, changed, discarded) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
         self.batches.push_back(Batch {
             through,
+            rows,
             left: rows,
             matters: rows > 0,
             diverted,
@@ -70,7 +111,7 @@ impl Window {
             changed,
             discarded,
         });
-        self.rows += rows;
+        self.span += rows;
         number
     }
 
@@ -80,51 +121,62 @@ impl Window {
     }
 
     /// A row is sent now; gives its tag.
-    pub(super) fn send(&mut self, sent: Sent) -> u64 {
+    pub(super) fn send(&mut self, row: &Leaving<'_>, at: Duration) -> u64 {
         let tag = self.first_tag + self.sent.len() as u64;
+        let Leaving { position, batch, topic, key, weight, is_release } = *row;
+        let (topic, key) = (self.topics.number(topic), key.map(Into::into));
         self.in_flight += 1;
-        self.bytes += sent.weight;
-        self.sent.push_back(sent);
+        self.bytes += weight;
+        self.sent.push_back(Sent { position, batch, topic, key, weight, at, is_release, settled: false });
         tag
     }
 
-    /// The row of a tag, while it is in the window.
-    pub(super) fn get(&self, tag: u64) -> Option<Sent> {
+    /// The row of a tag, while it is in flight.
+    pub(super) fn get(&self, tag: u64) -> Option<&Sent> {
         let index = usize::try_from(tag.checked_sub(self.first_tag)?).ok()?;
-        self.sent.get(index).copied().filter(|sent| !sent.settled)
+        self.sent.get(index).filter(|sent| !sent.settled)
+    }
+
+    /// The topic of a row.
+    pub(super) fn topic(&self, sent: &Sent) -> &str {
+        self.topics.name(sent.topic)
     }
 
     /// The broker has proven it.
     pub(super) fn prove(&mut self, tag: u64) {
-        let Some(sent) = self.settle(tag) else { return };
-        self.row_done(sent.batch);
-        if sent.is_release
-            && let Some(batch) = self.batch(sent.batch)
-        {
-            batch.released.push(sent.position);
+        let Some((number, position, is_release)) = self.leave_flight(tag) else { return };
+        self.row_done(number);
+        if is_release && let Some(batch) = self.batch(number) {
+            batch.released.push(position);
         }
     }
 
     /// The broker refused it, and that is taken as final; what becomes of the row is said by `divert`, `change` or `leave`.
-    pub(super) fn settle(&mut self, tag: u64) -> Option<Sent> {
+    pub(super) fn refuse(&mut self, tag: u64) -> Option<Sent> {
+        let sent = self.get(tag)?.clone();
+        self.leave_flight(tag)?;
+        Some(sent)
+    }
+
+    /// Gives batch, position and whether it is a release.
+    fn leave_flight(&mut self, tag: u64) -> Option<(u64, i64, bool)> {
         let index = usize::try_from(tag.checked_sub(self.first_tag)?).ok()?;
         let sent = self.sent.get_mut(index).filter(|sent| !sent.settled)?;
         sent.settled = true;
-        let sent = *sent;
+        let left = (sent.batch, sent.position, sent.is_release);
         self.in_flight -= 1;
         self.bytes -= sent.weight;
         while self.sent.front().is_some_and(|sent| sent.settled) {
             self.sent.pop_front();
             self.first_tag += 1;
         }
-        Some(sent)
+        Some(left)
     }
 
     fn row_done(&mut self, number: u64) {
         if let Some(batch) = self.batch(number) {
             batch.left = batch.left.saturating_sub(1);
         }
-        self.rows = self.rows.saturating_sub(1);
     }
 
     /// A row of this batch goes to the dead and held table.
@@ -148,10 +200,25 @@ impl Window {
         self.row_done(number);
     }
 
-    /// A dead row is discarded with this batch's mark.
-    pub(super) fn discard(&mut self, number: u64, position: i64) {
+    /// A dead row is discarded with the next mark.
+    pub(super) fn discard(&mut self, position: i64) {
+        self.decided(|batch| batch.discarded.push(position));
+    }
+
+    /// A row of the dead and held table was proven beside this session: it leaves the table with the next mark.
+    pub(super) fn proven_beside(&mut self, position: i64) {
+        self.decided(|batch| batch.released.push(position));
+    }
+
+    /// A row of the dead and held table, which was tried beside this session, stays there for another reason.
+    pub(super) fn changed_beside(&mut self, position: i64, diversion: Diversion) {
+        self.decided(|batch| batch.changed.push((position, diversion)));
+    }
+
+    fn decided(&mut self, decide: impl FnOnce(&mut Batch)) {
+        let number = self.open(None, 0);
         if let Some(batch) = self.batch(number) {
-            batch.discarded.push(position);
+            decide(batch);
             batch.matters = true;
         }
     }
@@ -162,6 +229,7 @@ impl Window {
         while self.batches.front().is_some_and(|batch| batch.left == 0) {
             let Some(batch) = self.batches.pop_front() else { break };
             self.first_batch += 1;
+            self.span -= batch.rows;
             mark.through = batch.through.or(mark.through);
             mark.diverted.extend(batch.diverted);
             mark.released.extend(batch.released);
@@ -176,9 +244,9 @@ impl Window {
         self.in_flight
     }
 
-    /// Rows read and neither proven nor diverted.
-    pub(super) fn rows(&self) -> usize {
-        self.rows
+    /// Rows of the batches that are not marked: what a crash sends again at most.
+    pub(super) fn span(&self) -> usize {
+        self.span
     }
 
     /// Bytes sent and not settled.
@@ -203,10 +271,37 @@ impl Window {
 
     /// Positions of rows of the same key that were sent after this one and are proven: an order incident.
     pub(super) fn proven_after(&self, tag: u64) -> Vec<i64> {
-        let Some(row) = self.get(tag).filter(|row| row.key_hash != 0) else { return Vec::new() };
-        let after = usize::try_from(tag + 1 - self.first_tag).unwrap_or(usize::MAX);
-        let later = self.sent.iter().skip(after);
-        later.filter(|sent| sent.settled && sent.key_hash == row.key_hash).map(|sent| sent.position).collect()
+        let Some(row) = self.get(tag).filter(|row| row.key.is_some()) else { return Vec::new() };
+        let from = usize::try_from(tag + 1 - self.first_tag).unwrap_or(usize::MAX);
+        let later = self.sent.iter().skip(from).filter(|sent| sent.settled);
+        later.filter(|sent| (sent.topic, &sent.key) == (row.topic, &row.key)).map(|sent| sent.position).collect()
+    }
+
+    /// Whether a row of one of these topics and keys is in flight: the broker may take it yet.
+    pub(super) fn has_in_flight(&self, keys: &HashSet<(String, Option<String>)>) -> bool {
+        let of = |sent: &Sent| {
+            let key = sent.key.as_deref().map(str::to_owned);
+            key.is_some() && keys.contains(&(self.topic(sent).to_owned(), key))
+        };
+        !keys.is_empty() && self.sent.iter().filter(|sent| !sent.settled).any(of)
+    }
+
+    /// How long the oldest row is in flight.
+    pub(super) fn oldest(&self, now: Duration) -> Option<Duration> {
+        // The front is never settled.
+        self.sent.front().map(|sent| now.saturating_sub(sent.at))
+    }
+
+    /// Whether the broker has settled a row that was sent after one that is in flight still.
+    pub(super) fn is_overtaken(&self) -> bool {
+        self.in_flight < self.sent.len()
+    }
+
+    /// The topics of rows that are in flight for at least so long.
+    pub(super) fn silent(&self, now: Duration, since: Duration) -> Vec<String> {
+        let old = self.sent.iter().take_while(|sent| now.saturating_sub(sent.at) >= since);
+        let silent: BTreeSet<u32> = old.filter(|sent| !sent.settled).map(|sent| sent.topic).collect();
+        silent.into_iter().map(|topic| self.topics.name(topic).to_owned()).collect()
     }
 }
 
@@ -214,8 +309,9 @@ impl Window {
 mod tests {
     use super::*;
 
-    fn sent(position: i64, batch: u64) -> Sent {
-        Sent { position, batch, key_hash: 7, weight: 10, is_release: false, settled: false }
+    fn send(window: &mut Window, position: i64, batch: u64, topic: &str, is_release: bool) -> u64 {
+        let row = Leaving { position, batch, topic, key: Some("a"), weight: 10, is_release };
+        window.send(&row, Duration::from_secs(position.unsigned_abs()))
     }
 
     #[test]
@@ -223,34 +319,56 @@ mod tests {
         let mut window = Window::default();
         let first = window.open(Some(1), 2);
         let second = window.open(Some(2), 1);
-        let tags = [window.send(sent(1, first)), window.send(sent(2, first)), window.send(sent(3, second))];
+        let tags = [(1, first), (2, first), (3, second)].map(|(at, batch)| send(&mut window, at, batch, "t", false));
         window.prove(tags[2]);
         assert!(window.take_done().is_empty(), "the oldest batch is not proven");
         window.prove(tags[0]);
         window.divert(first, 2, Diversion::HeldBehind);
-        window.settle(tags[1]);
+        window.refuse(tags[1]);
+        assert_eq!(window.span(), 3);
         let mark = window.take_done();
         assert_eq!(mark.through, Some(2));
         assert_eq!(mark.diverted, vec![(2, Diversion::HeldBehind)]);
-        assert!(window.is_empty() && window.in_flight() == 0 && window.bytes() == 0);
+        assert!(window.is_empty() && window.in_flight() == 0 && window.bytes() == 0 && window.span() == 0);
     }
 
     #[test]
     fn a_refusal_after_a_later_row_of_the_key_was_taken_is_seen() {
         let mut window = Window::default();
-        let batch = window.open(Some(1), 2);
-        let (a, b) = (window.send(sent(1, batch)), window.send(sent(2, batch)));
-        assert!(window.proven_after(a).is_empty());
+        let batch = window.open(Some(1), 3);
+        let [a, other, b] =
+            [(1, "t"), (2, "u"), (3, "t")].map(|(at, topic)| send(&mut window, at, batch, topic, false));
+        let keys = |topic: &str| HashSet::from([(topic.to_owned(), Some("a".to_owned()))]);
+        assert!(window.proven_after(a).is_empty() && window.has_in_flight(&keys("t")));
+        window.prove(other);
+        assert!(!window.has_in_flight(&keys("u")) && !window.has_in_flight(&HashSet::new()));
         window.prove(b);
-        assert_eq!(window.proven_after(a), vec![2]);
+        assert_eq!(window.proven_after(a), vec![3]);
         assert_eq!(window.first_unproven(), Some(1));
+    }
+
+    /// Shown to fail: judged by the last answer of any row, no topic was ever silent while another one's rows were proven.
+    #[test]
+    fn a_topic_is_silent_by_its_oldest_row_whatever_others_say() {
+        let mut window = Window::default();
+        let batch = window.open(Some(1), 4);
+        let [_, good, _, _] = [(1, "bad"), (2, "good"), (3, "bad"), (4, "good")]
+            .map(|(at, topic)| send(&mut window, at, batch, topic, false));
+        assert!(!window.is_overtaken());
+        window.prove(good);
+        assert!(window.is_overtaken());
+        let (now, second) = (Duration::from_secs(5), Duration::from_secs(1));
+        assert_eq!(window.silent(now, 5 * second), Vec::<String>::new());
+        assert_eq!(window.silent(now, 2 * second), ["bad"]);
+        assert_eq!(window.silent(now, second), ["bad", "good"]);
+        assert_eq!(window.oldest(now), Some(4 * second));
     }
 
     #[test]
     fn g11_reads_that_find_nothing_take_no_room_however_many() {
         let mut window = Window::default();
         let first = window.open(Some(1), 1);
-        let tag = window.send(sent(1, first));
+        let tag = send(&mut window, 1, first, "t", false);
         for read in 2..1_000 {
             window.open(Some(read), 0);
         }
@@ -258,7 +376,7 @@ mod tests {
         let last = window.open(Some(1_000), 1);
         window.prove(tag);
         assert_eq!(window.take_done().through, Some(999));
-        let tag = window.send(sent(2, last));
+        let tag = send(&mut window, 2, last, "t", false);
         window.prove(tag);
         assert_eq!(window.take_done().through, Some(1_000));
     }
@@ -267,9 +385,13 @@ mod tests {
     fn a_batch_of_rows_on_their_way_back_moves_no_cursor() {
         let mut window = Window::default();
         let batch = window.open(None, 1);
-        let tag = window.send(Sent { is_release: true, ..sent(9, batch) });
+        let tag = send(&mut window, 9, batch, "t", true);
         window.prove(tag);
+        window.proven_beside(10);
+        window.changed_beside(11, Diversion::HeldBehind);
+        window.discard(12);
         let mark = window.take_done();
-        assert_eq!((mark.through, mark.released), (None, vec![9]));
+        assert_eq!((mark.through, mark.released, mark.discarded), (None, vec![9, 10], vec![12]));
+        assert_eq!(mark.changed, vec![(11, Diversion::HeldBehind)]);
     }
 }

@@ -17,7 +17,7 @@ use crate::policy::gaps::{CursorError, GapCursor, GapSet};
 use crate::policy::lease::Fence;
 use crate::store::bounded::{Ask, Bounded};
 use crate::store::{
-    DivertedRow, LeaseAnswer, LeaseRequest, Mark, OperatorRequest, Outbox, OutboxRow, ReadBatch, RelaySession,
+    DivertedRow, LeaseAnswer, LeaseRequest, Mark, OpenGaps, OperatorRequest, Outbox, OutboxRow, ReadBatch, RelaySession,
 };
 
 /// A gap that waits so long after its fence is looked at through the locks of its possible writers (R6).
@@ -59,6 +59,20 @@ select distinct t.transactionid::text::bigint
  where l.locktype = 'relation' and l.mode = 'RowExclusiveLock' and l.granted
    and l.database = (select oid from pg_database where datname = current_database())
    and l.relation in (select relid from pg_partition_tree('oncebox.outbox'))";
+
+/// The oldest of those transactions, in words. Who may not see others' sessions sees no time.
+const OLDEST_WRITER: &str = "
+select coalesce('the prepared transaction `' || p.gid || '`', 'the transaction of process ' || coalesce(l.pid::text, '?'))
+       || coalesce(', open for ' || round(extract(epoch from clock_timestamp() - coalesce(p.prepared, a.xact_start))) || ' s', '')
+  from pg_locks l
+  join pg_locks t on t.virtualtransaction = l.virtualtransaction and t.locktype = 'transactionid' and t.mode = 'ExclusiveLock'
+                 and t.granted
+  left join pg_prepared_xacts p on p.transaction = t.transactionid
+  left join pg_stat_activity a on a.pid = l.pid
+ where l.locktype = 'relation' and l.mode = 'RowExclusiveLock' and l.granted
+   and l.database = (select oid from pg_database where datname = current_database())
+   and l.relation in (select relid from pg_partition_tree('oncebox.outbox'))
+ order by age(t.transactionid) desc limit 1";
 
 const STILL_HOLDING: &str = "
 select distinct transactionid::text::bigint from pg_locks
@@ -249,6 +263,16 @@ impl RelaySession for PostgresSession {
 
     async fn tidy(&mut self) -> Result<(), StoreError> {
         partitions::tidy_outbox(&self.store, &mut self.connection, &mut self.tidied, self.last_value).await
+    }
+
+    async fn open_gaps(&mut self) -> Result<Option<OpenGaps>, StoreError> {
+        let (open, max) = (self.cursor.open_gaps(), self.cursor.open_gaps_max());
+        if open < max / 2 {
+            return Ok(None);
+        }
+        let row = sqlx::query(OLDEST_WRITER).optional(&mut self.connection).await?;
+        let held_by = row.map(|row| row.try_get(0)).transpose()?;
+        Ok(Some(OpenGaps { open, max, held_by }))
     }
 
     async fn release(mut self) -> Result<(), StoreError> {

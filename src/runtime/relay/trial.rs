@@ -1,0 +1,438 @@
+//! Trials of blocked topics, beside the session: whether they are there, and whether the broker takes their first row.
+//!
+//! Promises: a trial costs the session nothing but the reading of one row; it has a publisher and a deadline of its own, so a
+//! topic that neither takes nor refuses is waited for by nobody; topics that were silent are tried apart from the others, and
+//! ever more rarely. A row on trial is the first of its topic, and none behind it is sent before it is proven: order stands.
+//!
+//! A trial that is dropped leaves its row in doubt, as a session leaves those in flight: it is sent again, at the same place.
+
+use std::collections::{HashMap, HashSet, VecDeque};
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::sync::mpsc;
+use tokio::task::JoinHandle;
+use tokio::time::Instant;
+
+use crate::broker::{Broker, Publisher, Refusal, Settled, TopicState};
+use crate::error::BrokerError;
+use crate::message::OutgoingMessage;
+use crate::policy::isolate::ENDS_ALONE_BEFORE_DEAD;
+use crate::policy::retry::pause;
+
+/// The longest pause between two trials of a topic that was silent.
+const PAUSE_MAX: Duration = Duration::from_secs(30);
+/// How long a trial may last; a broker that is slow for all is not asked to be faster here.
+const TRIAL_MAX: Duration = Duration::from_secs(10);
+/// A publisher for trials that nobody needed for so long is closed.
+const IDLE_MAX: Duration = Duration::from_secs(30);
+
+/// When a topic is tried next. Outlives a session, in memory only.
+#[derive(Debug, Clone, Default)]
+pub(super) struct Pauses(HashMap<String, Pause>);
+
+#[derive(Debug, Clone)]
+struct Pause {
+    next: Instant,
+    /// Trials in a row that were not answered.
+    silent: u32,
+    /// Trials in a row whose session the row ended, with no other row in it.
+    lost: u32,
+    /// What the last trial said: the reason that stands beside the topic's rows.
+    reason: String,
+}
+
+impl Pauses {
+    fn of(&mut self, topic: &str) -> &mut Pause {
+        let none = || Pause { next: Instant::now(), silent: 0, lost: 0, reason: String::new() };
+        self.0.entry(topic.to_owned()).or_insert_with(none)
+    }
+
+    /// Notes what a trial said; true where it says something new.
+    fn failed(&mut self, topic: &str, reason: &str, was_silent: bool, every: Duration) -> bool {
+        let known = self.of(topic);
+        let is_new = known.reason != reason;
+        reason.clone_into(&mut known.reason);
+        known.lost = 0;
+        known.silent = if was_silent { known.silent.saturating_add(1) } else { 0 };
+        let grows = known.silent > 1;
+        let wait = if grows { pause(every, PAUSE_MAX.max(every), known.silent, fastrand::f64()) } else { every };
+        known.next = Instant::now() + wait;
+        is_new
+    }
+
+    /// Notes that a trial said nothing of the topic, for its session was lost; true where that is the row's own doing.
+    fn lost(&mut self, topic: &str, was_alone: bool, every: Duration) -> bool {
+        let known = self.of(topic);
+        known.next = Instant::now() + every;
+        known.lost += u32::from(was_alone);
+        known.lost >= ENDS_ALONE_BEFORE_DEAD
+    }
+
+    /// Only what is blocked has a pause.
+    pub(super) fn keep(&mut self, blocked: &HashSet<&str>) {
+        self.0.retain(|topic, _| blocked.contains(topic.as_str()));
+    }
+
+    fn is_due(&self, topic: &str, now: Instant) -> bool {
+        self.0.get(topic).is_none_or(|pause| pause.next <= now)
+    }
+
+    fn was_silent(&self, topic: &str) -> bool {
+        self.0.get(topic).is_some_and(|pause| pause.silent > 0)
+    }
+}
+
+/// What a trial found.
+#[derive(Debug)]
+pub(super) enum Found {
+    /// These topics are there: their first rows are wanted, and [`Trials::give`] awaits them.
+    There(Vec<String>),
+    /// The row was taken: the topic is open.
+    Taken { topic: String, position: i64 },
+    /// The broker refused the row for what it is, or it ends sessions: the topic is open, and the row is sent alone.
+    Message { topic: String, position: i64 },
+    /// It stays blocked, for a reason; the row that was tried, if any. `is_new`: it is another reason than before.
+    Blocked { topic: String, position: Option<i64>, reason: String, is_new: bool },
+}
+
+/// The trials of one session.
+#[derive(Debug)]
+pub(super) struct Trials {
+    /// Topics that answer; topics that were silent the last time.
+    lanes: [Lane; 2],
+    found: mpsc::UnboundedReceiver<(usize, Answer)>,
+    /// Awaited and not yet dealt with.
+    heard: VecDeque<(usize, Answer)>,
+}
+
+#[derive(Debug)]
+struct Lane {
+    orders: mpsc::UnboundedSender<Order>,
+    /// Topics of the round that is under way.
+    under_way: HashSet<String>,
+    /// So many topics a round: halved where a round's session was lost, so that the row which ends sessions is found out.
+    width: usize,
+    task: JoinHandle<()>,
+}
+
+impl Drop for Lane {
+    fn drop(&mut self) {
+        self.task.abort();
+    }
+}
+
+#[derive(Debug)]
+enum Order {
+    Ask(Vec<String>),
+    Send(Vec<(i64, OutgoingMessage)>),
+}
+
+#[derive(Debug)]
+enum Answer {
+    There(Vec<String>),
+    Said {
+        topic: String,
+        position: Option<i64>,
+        said: Said,
+    },
+    /// The round is over.
+    Over,
+}
+
+#[derive(Debug, Clone)]
+enum Said {
+    Taken,
+    Message,
+    Blocked(String),
+    Silent(String),
+    /// The session was lost; `alone`: with this row alone in it.
+    Lost {
+        alone: bool,
+    },
+}
+
+impl Trials {
+    pub(super) fn new(broker: &Arc<dyn Broker>, declare: bool) -> Self {
+        let (answers, found) = mpsc::unbounded_channel();
+        let lane = |number| {
+            let (orders, received) = mpsc::unbounded_channel();
+            let answers = Answers { lane: number, answers: answers.clone() };
+            let trier = Trier { broker: Arc::clone(broker), declare, publisher: None, next_tag: 0, answers };
+            let task = tokio::spawn(trier.run(received));
+            Lane { orders, under_way: HashSet::new(), width: usize::MAX, task }
+        };
+        Self { lanes: [lane(0), lane(1)], found, heard: VecDeque::new() }
+    }
+
+    /// Begins a round of those topics that are due, in each lane where none is under way.
+    pub(super) fn begin(&mut self, blocked: &HashSet<&str>, is_open: impl Fn(&str) -> bool, pauses: &Pauses) {
+        let now = Instant::now();
+        for number in 0..self.lanes.len() {
+            if !self.lanes[number].under_way.is_empty() {
+                continue;
+            }
+            let due = |topic: &&str| {
+                !is_open(topic)
+                    && pauses.is_due(topic, now)
+                    && usize::from(pauses.was_silent(topic)) == number
+                    && !self.lanes.iter().any(|lane| lane.under_way.contains(*topic))
+            };
+            let due = blocked.iter().copied().filter(due).take(self.lanes[number].width);
+            let topics: Vec<String> = due.map(str::to_owned).collect();
+            if topics.is_empty() {
+                continue;
+            }
+            let lane = &mut self.lanes[number];
+            lane.under_way.extend(topics.iter().cloned());
+            // Where the task is gone, so is the session soon.
+            let _ = lane.orders.send(Order::Ask(topics));
+        }
+    }
+
+    /// The first rows of topics that were found to be there; a topic without one is tried another time.
+    pub(super) fn give(&mut self, lane: usize, rows: Vec<(i64, OutgoingMessage)>) {
+        let _ = self.lanes[lane].orders.send(Order::Send(rows));
+    }
+
+    /// Waits until something was found.
+    ///
+    /// # Cancel safety
+    /// Safe: what was found is kept.
+    pub(super) async fn answered(&mut self) {
+        match self.found.recv().await {
+            Some(answer) => self.heard.push_back(answer),
+            // The tasks ended; they do so with the session.
+            None => std::future::pending().await,
+        }
+    }
+
+    /// What was found meanwhile, without waiting, with the lane that found it.
+    pub(super) fn found(&mut self, pauses: &mut Pauses, every: Duration) -> Option<(usize, Found)> {
+        while let Some((lane, answer)) = self.heard.pop_front().or_else(|| self.found.try_recv().ok()) {
+            let (topic, position, said) = match answer {
+                Answer::There(topics) => return Some((lane, Found::There(topics))),
+                Answer::Over => {
+                    self.lanes[lane].width = self.lanes[lane].width.saturating_mul(2);
+                    for topic in self.lanes[lane].under_way.drain() {
+                        // It was there, and had no row that could be tried.
+                        if pauses.is_due(&topic, Instant::now()) {
+                            pauses.failed(&topic, "", false, every);
+                        }
+                    }
+                    continue;
+                }
+                Answer::Said { topic, position, said } => (topic, position, said),
+            };
+            let found = match (said, position) {
+                (Said::Taken, Some(position)) => Found::Taken { topic, position },
+                (Said::Message, Some(position)) => Found::Message { topic, position },
+                (Said::Taken | Said::Message, None) => continue,
+                (Said::Lost { alone }, position) => {
+                    let round = &mut self.lanes[lane];
+                    // Doubled at the end of the round.
+                    round.width = (round.under_way.len() / 4).max(1);
+                    match position.filter(|_| pauses.lost(&topic, alone, every)) {
+                        Some(position) => Found::Message { topic, position },
+                        None => continue,
+                    }
+                }
+                (Said::Blocked(reason), position) => {
+                    let is_new = pauses.failed(&topic, &reason, false, every);
+                    Found::Blocked { topic, position, reason, is_new }
+                }
+                (Said::Silent(reason), position) => {
+                    let is_new = pauses.failed(&topic, &reason, true, every);
+                    Found::Blocked { topic, position, reason, is_new }
+                }
+            };
+            return Some((lane, found));
+        }
+        None
+    }
+}
+
+/// The way back to the session.
+#[derive(Debug)]
+struct Answers {
+    lane: usize,
+    answers: mpsc::UnboundedSender<(usize, Answer)>,
+}
+
+impl Answers {
+    fn give(&self, answer: Answer) {
+        let _ = self.answers.send((self.lane, answer));
+    }
+
+    fn say(&self, topic: &str, position: Option<i64>, said: Said) {
+        self.give(Answer::Said { topic: topic.to_owned(), position, said });
+    }
+}
+
+/// The task of one lane.
+struct Trier {
+    broker: Arc<dyn Broker>,
+    declare: bool,
+    publisher: Option<Box<dyn Publisher>>,
+    next_tag: u64,
+    answers: Answers,
+}
+
+impl Trier {
+    async fn run(mut self, mut orders: mpsc::UnboundedReceiver<Order>) {
+        loop {
+            match tokio::time::timeout(IDLE_MAX, orders.recv()).await {
+                Ok(Some(Order::Ask(topics))) => self.round(&topics, &mut orders).await,
+                Ok(Some(Order::Send(_))) => {}
+                Ok(None) => return,
+                Err(_) => self.close().await,
+            }
+        }
+    }
+
+    async fn close(&mut self) {
+        if let Some(publisher) = self.publisher.take() {
+            publisher.close().await;
+        }
+    }
+
+    async fn round(&mut self, topics: &[String], orders: &mut mpsc::UnboundedReceiver<Order>) {
+        let deadline = Instant::now() + TRIAL_MAX;
+        let ready = tokio::time::timeout_at(deadline, self.ask(topics)).await;
+        let ready = match ready {
+            Ok(Ok(ready)) => ready,
+            Ok(Err(error)) => {
+                tracing::debug!(%error, "blocked topics could not be asked for");
+                self.publisher = None;
+                topics.iter().for_each(|topic| self.answers.say(topic, None, Said::Lost { alone: false }));
+                return self.answers.give(Answer::Over);
+            }
+            Err(_) => {
+                self.publisher = None;
+                let why = || Said::Silent("the broker does not say whether it is there".to_owned());
+                topics.iter().for_each(|topic| self.answers.say(topic, None, why()));
+                return self.answers.give(Answer::Over);
+            }
+        };
+        if !ready.is_empty() {
+            self.answers.give(Answer::There(ready));
+            if let Some(Order::Send(rows)) = orders.recv().await {
+                self.send(rows).await;
+            }
+        }
+        self.answers.give(Answer::Over);
+    }
+
+    /// Which of these topics are there.
+    async fn ask(&mut self, topics: &[String]) -> Result<Vec<String>, BrokerError> {
+        let publisher = match &mut self.publisher {
+            Some(publisher) => publisher,
+            none => none.insert(self.broker.publisher().await?),
+        };
+        let states = see(self.broker.as_ref(), publisher.as_mut(), topics, self.declare).await?;
+        let mut ready = Vec::new();
+        for (topic, state) in topics.iter().zip(states) {
+            match state {
+                TopicState::Ready => ready.push(topic.clone()),
+                TopicState::NotReady(why) => self.answers.say(topic, None, Said::Blocked(why)),
+            }
+        }
+        Ok(ready)
+    }
+
+    /// Sends one row for each topic and says what became of it.
+    async fn send(&mut self, rows: Vec<(i64, OutgoingMessage)>) {
+        let Some(mut publisher) = self.publisher.take() else { return };
+        let alone = rows.len() == 1;
+        let mut left: HashMap<u64, (i64, String)> = HashMap::new();
+        let mut out = Vec::with_capacity(rows.len());
+        for (position, message) in rows {
+            left.insert(self.next_tag, (position, message.topic.clone()));
+            out.push((self.next_tag, message));
+            self.next_tag += 1;
+        }
+        let deadline = Instant::now() + TRIAL_MAX;
+        let done = tokio::time::timeout_at(deadline, self.settle(publisher.as_mut(), out, &mut left)).await;
+        let said = match done {
+            Ok(Ok(())) => {
+                self.publisher = Some(publisher);
+                return;
+            }
+            Ok(Err(error)) => {
+                tracing::debug!(%error, "a trial's session ended");
+                Said::Lost { alone }
+            }
+            Err(_) => {
+                let limit = humantime::format_duration(TRIAL_MAX);
+                Said::Silent(format!("it has neither taken nor refused a message within {limit}"))
+            }
+        };
+        for (position, topic) in left.into_values() {
+            self.answers.say(&topic, Some(position), said.clone());
+        }
+        // What it still holds must not arrive: the session is dropped with it.
+        drop(publisher);
+    }
+
+    async fn settle(
+        &mut self,
+        publisher: &mut dyn Publisher,
+        rows: Vec<(u64, OutgoingMessage)>,
+        left: &mut HashMap<u64, (i64, String)>,
+    ) -> Result<(), BrokerError> {
+        publisher.send(rows).await?;
+        let mut settled: Vec<Settled> = Vec::new();
+        let mut doubt = None;
+        while !left.is_empty() {
+            publisher.settle(&mut settled).await?;
+            for Settled { tag, outcome } in settled.drain(..) {
+                let Some((position, topic)) = left.remove(&tag) else { continue };
+                let said = match outcome {
+                    Ok(_) => Said::Taken,
+                    Err(Refusal::Message(_)) => Said::Message,
+                    Err(Refusal::Destination(why)) => Said::Blocked(why),
+                    Err(Refusal::Session(why)) => {
+                        doubt = Some(why.clone());
+                        Said::Blocked(why)
+                    }
+                };
+                self.answers.say(&topic, Some(position), said);
+            }
+        }
+        doubt.map_or(Ok(()), |why| Err(BrokerError::Session(why)))
+    }
+}
+
+/// The state of these topics; with `declare`, those that are not there are made first. What stands in the way of making one is
+/// the topic's trouble, not the session's.
+pub(super) async fn see(
+    broker: &dyn Broker,
+    publisher: &mut dyn Publisher,
+    topics: &[String],
+    declare: bool,
+) -> Result<Vec<TopicState>, BrokerError> {
+    let mut states = publisher.topics(topics).await?;
+    if !declare {
+        return Ok(states);
+    }
+    let mut made = Vec::new();
+    for (topic, state) in topics.iter().zip(&mut states) {
+        if *state == TopicState::Ready {
+            continue;
+        }
+        match broker.declare(std::slice::from_ref(topic)).await {
+            Ok(()) => made.push(topic.clone()),
+            Err(BrokerError::Refused(why) | BrokerError::Destination(why)) => *state = TopicState::NotReady(why),
+            Err(error) => return Err(error),
+        }
+    }
+    if !made.is_empty() {
+        let seen: HashMap<String, TopicState> = made.iter().cloned().zip(publisher.topics(&made).await?).collect();
+        for (topic, state) in topics.iter().zip(&mut states) {
+            if let Some(seen) = seen.get(topic) {
+                *state = seen.clone();
+            }
+        }
+    }
+    Ok(states)
+}

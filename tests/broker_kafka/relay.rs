@@ -1,0 +1,112 @@
+//! The relay to a real Kafka whose topics are missing, take nothing, or change their limits: each holds itself alone.
+
+use std::collections::HashSet;
+
+use oncebox::broker::Broker;
+use oncebox::broker::kafka::{KafkaBroker, KafkaConfig};
+use oncebox::runtime::RelayOptions;
+use rdkafka::admin::{AdminOptions, AlterConfig, ResourceSpecifier};
+use rdkafka::mocking::MockCluster;
+use rdkafka::producer::DefaultProducerContext;
+
+use super::kit::{Kafka, unique};
+use super::outbox::{Outbox, options};
+
+async fn set(kafka: &Kafka, topic: &str, name: &str, value: &str) {
+    let change = AlterConfig::new(ResourceSpecifier::Topic(topic)).set(name, value);
+    let results = kafka.admin().alter_configs([&change], &AdminOptions::new()).await.unwrap();
+    assert!(results.iter().all(Result::is_ok), "{results:?}");
+}
+
+async fn payloads(kafka: &Kafka, topic: &str) -> Vec<String> {
+    let all = kafka.broker().read_all(topic).await.unwrap();
+    all.into_iter().map(|arrived| String::from_utf8(arrived.payload.unwrap()).unwrap()).collect()
+}
+
+fn first_occurrences(payloads: Vec<String>) -> Vec<String> {
+    let mut seen = HashSet::new();
+    payloads.into_iter().filter(|payload| seen.insert(payload.clone())).collect()
+}
+
+fn rows(topic: &str, from: usize, to: usize) -> Vec<(String, String, String)> {
+    (from..to).map(|n| (topic.to_owned(), format!("k{}", n % 7), n.to_string())).collect()
+}
+
+/// Shown to fail on the code before: each topic was asked for by itself, and the lease ran out meanwhile.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn g3_hundreds_of_missing_topics_are_asked_for_at_once_and_stop_no_other() {
+    let Some(kafka) = Kafka::with_topic("g3_hundreds_of_missing_topics", 1).await else { return };
+    let outbox = Outbox::new().await;
+    let missing: Vec<String> = (0..400).map(|_| unique("missing")).collect();
+    outbox.enqueue(missing.iter().map(|topic| (topic.clone(), "k".to_owned(), "0".to_owned())).collect()).await;
+    outbox.enqueue(rows(&kafka.topic, 0, 50)).await;
+    let relay = outbox.relay(kafka.broker(), options());
+    outbox.until("all are held, the others sent", |status| (status.held, status.pending) == (400, 0)).await;
+    let epoch = outbox.status().await.shards[0].epoch;
+    // While hundreds of trials go on.
+    for n in 50..80 {
+        outbox.enqueue(rows(&kafka.topic, n, n + 1)).await;
+        outbox.until("it is sent", |status| status.pending == 0).await;
+    }
+    assert!(outbox.health.is_ready(), "{:?}", outbox.health.lines());
+    let there = &missing[7];
+    kafka.create(there, 1, &[]).await;
+    outbox.until("the one that is there now is released", |status| status.held == 399).await;
+    assert_eq!(payloads(&kafka, there).await, ["0"]);
+    assert_eq!(payloads(&kafka, &kafka.topic).await.len(), 80, "nothing came twice");
+    assert_eq!(outbox.status().await.shards[0].epoch, epoch, "no session ended over it");
+    relay.end().await;
+}
+
+/// A partition whose leader is away while metadata still names it, in librdkafka's mock cluster: a Kafka of one broker has no other.
+///
+/// Shown to fail on the code before: librdkafka tries again for ever, and every other topic waited with it.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn g3_a_topic_whose_leader_is_away_holds_itself_until_it_is_back() {
+    let mock = MockCluster::<DefaultProducerContext>::new(2).unwrap();
+    for (topic, leader) in [("good", 1), ("stuck", 2)] {
+        mock.create_topic(topic, 1, 2).unwrap();
+        mock.partition_leader(topic, 0, Some(leader)).unwrap();
+    }
+    let config = KafkaConfig::from_url(&format!("kafka://{}", mock.bootstrap_servers())).unwrap();
+    let broker = KafkaBroker::new(config).unwrap();
+    let outbox = Outbox::new().await;
+    let relay = outbox.relay(broker.clone(), RelayOptions { window_rows: 200, batch_rows: 50, ..options() });
+    outbox.enqueue(rows("stuck", 0, 5)).await;
+    outbox.until("sent while it can be", |status| status.pending == 0).await;
+    mock.broker_down(2).unwrap();
+    outbox.enqueue(rows("stuck", 5, 10)).await;
+    for from in (0..600).step_by(50) {
+        outbox.enqueue(rows("good", from, from + 50)).await;
+    }
+    let status = outbox.until("the others are sent", |status| status.pending == 0).await;
+    assert_eq!((status.held, status.dead), (5, 0));
+    assert!(outbox.health.is_ready(), "{:?}", outbox.health.lines());
+    mock.broker_up(2).unwrap();
+    outbox.until("released by itself", |status| status.held + status.pending == 0).await;
+    let all = broker.read_all("stuck").await.unwrap();
+    let all = all.into_iter().map(|arrived| String::from_utf8(arrived.payload.unwrap()).unwrap()).collect();
+    let expected: Vec<String> = (0..10).map(|n| n.to_string()).collect();
+    assert_eq!(first_occurrences(all), expected, "in order, none lost");
+    relay.end().await;
+}
+
+/// Shown to fail on the code before: the size was asked for once in a process, and batches with innocents in them were refused
+/// until it was restarted.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn r19_a_topic_whose_limit_is_lowered_goes_on_with_smaller_batches() {
+    let Some(kafka) = Kafka::with_topic("r19_a_topic_whose_limit_is_lowered", 1).await else { return };
+    let outbox = Outbox::new().await;
+    let relay = outbox.relay(kafka.broker(), options());
+    outbox.enqueue(rows(&kafka.topic, 0, 5)).await;
+    outbox.until("sent", |status| status.pending == 0).await;
+    set(&kafka, &kafka.topic, "max.message.bytes", "20000").await;
+    let large = |n: usize| (kafka.topic.clone(), format!("k{}", n % 7), format!("{n:0>400}"));
+    for from in (5..3_005).step_by(500) {
+        outbox.enqueue((from..from + 500).map(large).collect()).await;
+    }
+    let status = outbox.until("all are sent", |status| status.pending == 0).await;
+    assert_eq!((status.held, status.dead), (0, 0));
+    assert_eq!(first_occurrences(payloads(&kafka, &kafka.topic).await).len(), 3_005);
+    relay.end().await;
+}

@@ -1,0 +1,76 @@
+//! The relay to a real RabbitMQ whose topics have no route or refuse: each holds itself alone.
+
+use lapin::types::AMQPValue;
+
+use super::fixture::{Corner, SOON, in_order};
+use super::outbox::{Outbox, options};
+
+fn rows(topic: &str, numbers: std::ops::Range<u64>) -> Vec<(String, String, String)> {
+    numbers.map(|n| (topic.to_owned(), format!("k{}", n % 3), n.to_string())).collect()
+}
+
+async fn log(corner: &Corner, queue: &str) -> Vec<(String, u64)> {
+    let mut log = Vec::new();
+    while let Some(taken) = corner.take(queue).await {
+        log.push(taken);
+    }
+    log
+}
+
+/// Shown to fail on the code before: each topic without a route cost a session, up to five seconds apart, and everything that was
+/// taken came again with each.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn g3_topics_without_a_route_are_held_together_and_released_when_they_have_one() {
+    let Some(corner) = Corner::of("g3_topics_without_a_route").await else { return };
+    let outbox = Outbox::new().await;
+    let queue = corner.queue();
+    corner.queue_of(&queue, &corner.topic, &[]).await;
+    let unrouted: Vec<String> = (0..100).map(|n| format!("{}.none{n}", corner.topic)).collect();
+    for (topic, n) in unrouted.iter().zip(0..) {
+        outbox.enqueue(rows(topic, 0..2)).await;
+        outbox.enqueue(rows(&corner.topic, n..n + 1)).await;
+    }
+    let relay = outbox.relay(corner.broker(), options());
+    outbox.until("all are held, the others sent", |status| (status.held, status.pending) == (200, 0)).await;
+    assert!(outbox.health.is_ready(), "{:?}", outbox.health.lines());
+    let sent = log(&corner, &queue).await;
+    assert!(in_order(&sent) && (100..=200).contains(&sent.len()), "{} for 100", sent.len());
+    let late = format!("{}.late", corner.topic);
+    corner.queue_of(&late, &unrouted[7], &[]).await;
+    outbox.until("the one with a route is released", |status| status.held == 198).await;
+    let released = log(&corner, &late).await;
+    assert_eq!(released.iter().map(|(_, number)| *number).collect::<Vec<_>>(), [0, 1]);
+    relay.end().await;
+    corner.clean(&[&queue, &late]).await;
+}
+
+/// A queue that is full answers with a nack: its topic is held once a fresh session got the same, and nobody else's.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn r16_a_queue_that_is_full_holds_its_topic_until_there_is_room() {
+    let Some(corner) = Corner::of("r16_a_queue_that_is_full").await else { return };
+    let outbox = Outbox::new().await;
+    let (queue, full) = (corner.queue(), format!("{}.full", corner.topic));
+    corner.queue_of(&queue, &corner.topic, &[]).await;
+    let bounds =
+        [("x-max-length", AMQPValue::LongInt(3)), ("x-overflow", AMQPValue::LongString("reject-publish".into()))];
+    corner.queue_of(&full, &full, &bounds).await;
+    let relay = outbox.relay(corner.broker(), options());
+    outbox.enqueue(rows(&full, 0..9)).await;
+    outbox.enqueue(rows(&corner.topic, 0..30)).await;
+    let status = outbox.until("held, the others sent", |status| status.held > 0 && status.pending == 0).await;
+    assert_eq!(status.dead, 0);
+    let sent = log(&corner, &queue).await;
+    assert!(in_order(&sent) && sent.len() >= 30, "{sent:?}");
+    let mut seen = log(&corner, &full).await;
+    let deadline = std::time::Instant::now() + SOON;
+    while outbox.status().await.held > 0 {
+        assert!(std::time::Instant::now() < deadline, "it stays held");
+        seen.extend(log(&corner, &full).await);
+    }
+    seen.extend(log(&corner, &full).await);
+    assert!(in_order(&seen), "{seen:?}");
+    let numbers: std::collections::BTreeSet<u64> = seen.iter().map(|(_, number)| *number).collect();
+    assert_eq!(numbers, (0..9).collect());
+    relay.end().await;
+    corner.clean(&[&queue, &full]).await;
+}

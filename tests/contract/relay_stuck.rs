@@ -1,0 +1,206 @@
+//! A destination that takes nothing holds its own topic, and nothing else; what stops the relay is shown.
+
+use std::time::{Duration, Instant};
+
+use oncebox::broker::memory::{Fault, matching};
+use oncebox::runtime::RelayOptions;
+
+use super::kit::{SOON, World, first_occurrences, on_postgres, relay_options, sqlite};
+use super::support::eventually;
+use oncebox::store::sqlite::SqliteStore;
+
+/// One message a tick to the topic `good`, while others stand; how long each took to be in the broker.
+async fn good_ones(world: &World<SqliteStore>, count: usize) -> Vec<Duration> {
+    let mut took = Vec::new();
+    for number in 0..count {
+        let name = format!("g{number}");
+        let began = Instant::now();
+        world.enqueue("good", &[&name]).await;
+        eventually("it is in the broker", SOON, || async {
+            world.published("good").await.contains(&name).then_some(())
+        })
+        .await;
+        took.push(began.elapsed());
+    }
+    took
+}
+
+/// Shown to fail on the code before: judged by the last answer of any row, the topic was never noticed, and everything since its
+/// first row came a second time.
+#[tokio::test]
+async fn g3_a_topic_that_neither_takes_nor_refuses_holds_itself_and_what_is_sent_again_is_bounded() {
+    let world = sqlite().await;
+    world.broker.faults().silent_topic("stuck", true);
+    let options =
+        || RelayOptions { window_rows: 40, batch_rows: 10, probe: Duration::from_millis(200), ..relay_options() };
+    let relay = world.relay(options());
+    world.enqueue("stuck", &["a1", "a2"]).await;
+    // More than the window: the stuck row keeps them waiting until its topic is held.
+    for portion in 0..12 {
+        let names: Vec<String> = (0..10).map(|n| format!("b{}", portion * 10 + n)).collect();
+        world.enqueue("good", &names.iter().map(String::as_str).collect::<Vec<_>>()).await;
+    }
+    eventually("all of the others", SOON, || async {
+        (first_occurrences(world.published("good").await).len() == 120).then_some(())
+    })
+    .await;
+    let sent = world.published("good").await.len();
+    assert!(sent <= 120 + 60, "{sent} were sent for 120: more again than the window has");
+    world.until_status("its own are held", |status| (status.held, status.dead, status.pending) == (2, 0, 0)).await;
+    // From then on its trials delay nobody, and the relay is ready.
+    good_ones(&world, 20).await;
+    assert!(world.health.is_ready(), "{:?}", world.health.lines());
+    assert_eq!(world.published("stuck").await, Vec::<String>::new());
+    world.enqueue("stuck", &["a3"]).await;
+    world.broker.faults().silent_topic("stuck", false);
+    eventually("in order, once it answers", 2 * SOON, || async {
+        (first_occurrences(world.published("stuck").await) == ["a1", "a2", "a3"]).then_some(())
+    })
+    .await;
+    world.until_status("nothing is held", |status| status.held + status.pending == 0).await;
+    relay.end().await.unwrap();
+}
+
+/// Shown to fail on the code before: each refusal was a session of its own, and what was taken came again with each.
+#[tokio::test]
+async fn g3_many_topics_that_refuse_cost_no_session_each_and_delay_nobody() {
+    let world = sqlite().await;
+    for topic in 0..60 {
+        let topic = format!("bad{topic}");
+        world.broker.faults().on_publish(Fault::RefuseDestination("no route".into()), matching::topic(topic.clone()));
+        world.enqueue(&topic, &["a1", "b1"]).await;
+        world.enqueue("good", &[&format!("a{topic}")]).await;
+    }
+    let relay = world.relay(relay_options());
+    world.until_status("all are held", |status| (status.held, status.pending, status.dead) == (120, 0, 0)).await;
+    let published = world.published("good").await;
+    assert_eq!(first_occurrences(published.clone()).len(), 60);
+    assert!(published.len() <= 180, "{} were sent for 60", published.len());
+    good_ones(&world, 10).await;
+    assert!(world.health.is_ready(), "{:?}", world.health.lines());
+    world.broker.faults().clear_on_publish();
+    world.until_status("released by themselves", |status| status.held + status.pending == 0).await;
+    for topic in 0..60 {
+        let mut published = first_occurrences(world.published(&format!("bad{topic}")).await);
+        published.sort();
+        assert_eq!(published, ["a1", "b1"]);
+    }
+    relay.end().await.unwrap();
+}
+
+/// A row of a blocked topic that ends each session it is tried in must not keep the other blocked topics closed.
+#[tokio::test]
+async fn g3_a_row_that_ends_the_sessions_of_trials_is_found_out_and_closes_no_other_topic() {
+    let world = sqlite().await;
+    let faults = world.broker.faults();
+    for topic in ["t", "u", "v"] {
+        faults.missing_topic(topic, true);
+    }
+    let ids = world.enqueue("t", &["a1", "a2"]).await;
+    world.enqueue("u", &["a1"]).await;
+    world.enqueue("v", &["a1"]).await;
+    let relay = world.relay(RelayOptions { probe: Duration::from_millis(100), ..relay_options() });
+    world.until_status("held", |status| status.held == 4).await;
+    faults.on_publish(Fault::BreakBefore, matching::id(ids[0]));
+    for topic in ["t", "u", "v"] {
+        faults.missing_topic(topic, false);
+    }
+    world.until_published("u", &["a1"]).await;
+    world.until_published("v", &["a1"]).await;
+    let late = 4 * SOON;
+    eventually("it is dead, and holds its key", late, || async {
+        let status = world.status().await;
+        ((status.dead, status.held) == (1, 1)).then_some(())
+    })
+    .await;
+    relay.end().await.unwrap();
+}
+
+/// Shown to fail on the code before: the relay asked for the row without end, read nothing more, and was ready.
+#[tokio::test]
+async fn a_held_row_that_was_deleted_by_hand_stops_nothing() {
+    let world = sqlite().await;
+    world.broker.faults().missing_topic("t", true);
+    let relay = world.relay(RelayOptions { probe: Duration::from_millis(100), ..relay_options() });
+    world.enqueue("t", &["a1", "a2"]).await;
+    world.until_status("held", |status| status.held == 2).await;
+    world.run("delete from oncebox_outbox_dead where position = (select min(position) from oncebox_outbox_dead)").await;
+    world.broker.faults().missing_topic("t", false);
+    world.until_published("t", &["a2"]).await;
+    world.enqueue("t", &["a3"]).await;
+    world.enqueue("u", &["b1"]).await;
+    world.until_published("u", &["b1"]).await;
+    world.until_published("t", &["a2", "a3"]).await;
+    relay.end().await.unwrap();
+}
+
+/// Shown to fail on the code before: ready as soon as the lease was taken, whatever came of it.
+#[tokio::test]
+async fn a_relay_whose_sessions_end_and_mark_nothing_is_not_ready_until_one_does() {
+    let world = sqlite().await;
+    world.broker.faults().on_publish(Fault::RefuseSession("out of sequence".into()), matching::every(1));
+    world.enqueue("t", &["a1"]).await;
+    let relay = world.relay(relay_options());
+    eventually("it says so", SOON, || async {
+        let lines = world.health.lines();
+        (!world.health.is_ready() && lines.iter().any(|line| line.contains("out of sequence"))).then_some(())
+    })
+    .await;
+    world.broker.faults().clear_on_publish();
+    world.until_status("all is marked", |status| status.pending + status.held == 0).await;
+    eventually("ready again", SOON, || async { world.health.is_ready().then_some(()) }).await;
+    relay.end().await.unwrap();
+}
+
+/// Shown to fail on the code before: a stop waited for the answer of the broker and then for that of the database.
+#[tokio::test]
+async fn a_stop_ends_within_its_grace_although_the_broker_says_nothing() {
+    let world = sqlite().await;
+    world.broker.faults().silent_topic("t", true);
+    let relay = world.relay(RelayOptions { shutdown_grace: Duration::from_secs(2), ..relay_options() });
+    world.enqueue("t", &["a1"]).await;
+    world.enqueue("u", &["a1"]).await;
+    world.until_published("u", &["a1"]).await;
+    let began = Instant::now();
+    relay.end().await.unwrap();
+    assert!(began.elapsed() < Duration::from_secs(4), "{:?}", began.elapsed());
+}
+
+/// Shown to fail on the code before: at the bound nothing was read, and nothing said so.
+#[tokio::test]
+async fn r9_as_many_open_gaps_as_may_be_are_shown_with_who_holds_them_and_end_with_it() {
+    on_postgres("r9_as_many_open_gaps_as_may_be", |world| async move {
+        let pool = sqlx::PgPool::connect(&world.url).await.unwrap();
+        let mut holder = pool.begin().await.unwrap();
+        let pid: i32 = sqlx::query_scalar("select pg_backend_pid()").fetch_one(&mut *holder).await.unwrap();
+        let enqueue = "select oncebox.enqueue('t', 'made', 'h'::text, key => 'h')";
+        sqlx::raw_sql(enqueue).execute(&mut *holder).await.unwrap();
+        // A position that nobody fills, and a committed message, some thousand times.
+        sqlx::raw_sql(
+            "do $$ begin
+               perform set_config('synchronous_commit', 'off', false);
+               for i in 1..4500 loop
+                 perform nextval('oncebox.outbox_position_seq');
+                 perform oncebox.enqueue('t', 'made', ('m' || i)::text, key => i::text);
+                 commit;
+               end loop;
+             end $$",
+        )
+        .execute(&pool)
+        .await
+        .unwrap();
+        let relay = world.relay(relay_options());
+        eventually("shown, with the process", 3 * SOON, || async {
+            let said = world.health.lines().into_iter().find(|line| line.contains("gaps are open, and no more may be"));
+            said.filter(|line| line.contains(&format!("process {pid}")) && !world.health.is_ready())
+        })
+        .await;
+        assert!(world.status().await.pending > 0, "nothing waits behind the bound: nothing is shown");
+        holder.rollback().await.unwrap();
+        world.until_status("everything is read", |status| status.pending == 0).await;
+        eventually("ready again", 3 * SOON, || async { world.health.is_ready().then_some(()) }).await;
+        assert_eq!(first_occurrences(world.published("t").await).len(), 4_500);
+        relay.end().await.unwrap();
+    })
+    .await;
+}
