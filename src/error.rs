@@ -129,7 +129,7 @@ impl HandlerError {
     /// Try again under the retry policy.
     pub fn retryable(error: impl std::fmt::Display) -> Self {
         let (terminal, retry_after, nobodys, may_be_its_own) = (false, None, false, false);
-        Self { message: error.to_string(), terminal, retry_after, nobodys, may_be_its_own }
+        Self { message: classify::without_frame(error.to_string()), terminal, retry_after, nobodys, may_be_its_own }
     }
 
     /// No retry can help: the message becomes dead at once.
@@ -202,6 +202,8 @@ impl<E: std::error::Error + Send + Sync + 'static> From<E> for HandlerError {
             // What stands below an error of sqlx is said in its words already.
             let of_database = cause.downcast_ref::<sqlx::Error>();
             let text = of_database.map_or_else(|| cause.to_string(), classify::words);
+            // A cause that was written into the text above it stands there as sqlx says it.
+            message = of_database.map_or(message.clone(), |error| message.replace(&error.to_string(), &text));
             if !message.contains(&text) {
                 message = if message.is_empty() { text } else { format!("{message}: {text}") };
             }

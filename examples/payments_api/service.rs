@@ -196,15 +196,21 @@ async fn authenticate(mut request: Request, next: Next) -> Response {
 }
 
 /// The answer where a handler could not read.
-pub(crate) fn unread(error: &dyn std::error::Error) -> Response {
-    tracing::warn!(%error, "a read failed");
+pub(crate) fn unread(error: &(dyn std::error::Error + 'static)) -> Response {
+    tracing::warn!(error = words(error), "a read failed");
     problem_response(&Problem::new(Code::StoreUnavailable))
 }
 
 /// The answer where a plain handler could not write, which may have happened all the same: the same request again is right.
-pub(crate) fn unwritten(error: &dyn std::error::Error) -> Response {
-    tracing::warn!(%error, "a write failed");
+pub(crate) fn unwritten(error: &(dyn std::error::Error + 'static)) -> Response {
+    tracing::warn!(error = words(error), "a write failed");
     problem_response(&Problem::new(Code::CommitUnknown))
+}
+
+/// What an error says; one of the database in the database's own words.
+fn words(error: &(dyn std::error::Error + 'static)) -> String {
+    let of_database = error.downcast_ref::<oncebox::sqlx::Error>();
+    of_database.map_or_else(|| error.to_string(), oncebox::error::classify::words)
 }
 
 async fn ready<S: Books>(State(app): State<App<S>>) -> Response {

@@ -3,6 +3,7 @@
 use serde_json::Value;
 
 use crate::kit::{Done, Place, payment};
+use crate::servers::World;
 
 /// Every line of stderr, as JSON.
 fn objects(done: &Done) -> Vec<Value> {
@@ -104,4 +105,30 @@ fn an_id_that_is_no_uuid_is_shown_as_its_producer_sent_it() {
     assert!(listed.contains("evt-17"), "{listed}");
     let shown = place.oncebox(&["dead", "show", "c1"]).run().ok();
     assert!(shown.contains("id as sent    evt-17") && shown.contains("message id    "), "{shown}");
+}
+
+/// The same payment twice: the log and the list. Shown to fail: by saying an error as sqlx says it ("at line 671" is one of the
+/// server's own source).
+#[test]
+fn what_a_database_refuses_is_said_in_its_own_words_with_its_code() {
+    let test = "what_a_database_refuses_is_said_in_its_own_words_with_its_code";
+    for (database, begin, code) in [
+        ("ONCEBOX_TEST_POSTGRES", "duplicate key value", "(SQLSTATE 23505)"),
+        ("ONCEBOX_TEST_MARIADB", "Duplicate entry", "(error 1062)"),
+    ] {
+        let Some(world) = World::on(test, database, "ONCEBOX_TEST_KAFKA") else { return };
+        world.enqueue("acc-7", &payment("p1"));
+        world.enqueue("acc-8", &payment("p1"));
+        world.publish();
+        let done = world.with_config(world.place.consumer(&["--until-idle", "1s"])).run();
+        for words in ["a message is dead", code] {
+            assert!(done.stderr.contains(words), "{words}: {}", done.stderr);
+        }
+        for words in ["returned from database", "at line", "no transaction", "(code:"] {
+            assert!(!done.stderr.contains(words), "{words}: {}", done.stderr);
+        }
+        let error = world.json(&["dead", "list"])["dead"][0]["error"].as_str().unwrap().to_owned();
+        assert!(error.starts_with(begin) && error.ends_with(code), "{error}");
+        done.ok();
+    }
 }

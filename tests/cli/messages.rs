@@ -105,7 +105,9 @@ fn a_statement_that_fails_is_tried_again_and_then_dead_with_the_words_of_the_dat
     consumer.says(&["a message is dead"]);
     eventually("the next one of its key is held behind it", || (dead(&place)[0]["behind"] == 1).then_some(()));
     consumer.stop().ok();
-    let number = the_dead_one(&place, "acc-7", "attempts", &["UNIQUE constraint failed: ledger_entry.payment_id"]);
+    let words = "UNIQUE constraint failed: ledger_entry.payment_id (SQLite code 2067)";
+    assert_eq!(dead(&place)[0]["error"], words);
+    let number = the_dead_one(&place, "acc-7", "attempts", &[words]);
     let shown = place.oncebox(&["dead", "show", &number, "--output", "json"]).run().json();
     assert_eq!(shown["history"].as_array().unwrap().len(), 2, "each try is kept: {shown}");
     assert_eq!(place.entries(), ["p1"]);

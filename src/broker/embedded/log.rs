@@ -152,17 +152,18 @@ impl Log {
     /// An error of SQLite, by what it means for the session.
     pub(super) fn failed(&self, doing: &str, error: &sqlx::Error) -> BrokerError {
         let path = self.config.path.display();
+        let words = classify::words(error);
         let code = error.as_database_error().and_then(|error| error.code()?.parse::<i32>().ok());
         match code.map(|code| code & 0xff) {
             // SQLITE_NOTADB, SQLITE_CORRUPT
             Some(26) => BrokerError::Refused(format!("`{path}` is no SQLite file; give the broker a file of its own")),
             Some(11) => BrokerError::Refused(format!(
-                "the broker file `{path}` is damaged ({error}); restore it, or save what `.recover` of sqlite3 finds"
+                "the broker file `{path}` is damaged ({words}); restore it, or save what `.recover` of sqlite3 finds"
             )),
             _ if classify::is_nobodys(error) => {
-                BrokerError::Unavailable(format!("could not {doing} the broker file `{path}`: {error}"))
+                BrokerError::Unavailable(format!("could not {doing} the broker file `{path}`: {words}"))
             }
-            _ => BrokerError::Session(format!("could not {doing} the broker file `{path}`: {error}")),
+            _ => BrokerError::Session(format!("could not {doing} the broker file `{path}`: {words}")),
         }
     }
 

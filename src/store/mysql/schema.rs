@@ -143,7 +143,8 @@ async fn apply(connection: &mut Bounded<MySql>) -> Result<Vec<i64>, StoreError> 
                     if migration.version == OPTIONAL
                         && number(&error).is_some_and(|number| FORBIDDEN.contains(&number)) =>
                 {
-                    tracing::warn!(%error, "the function oncebox_enqueue cannot be made here, the procedure is there");
+                    let error = crate::error::classify::words(&error);
+                    tracing::warn!(error, "the function oncebox_enqueue cannot be made here, the procedure is there");
                     break;
                 }
                 Err(error) => return Err(error.into()),

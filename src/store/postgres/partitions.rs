@@ -319,13 +319,18 @@ pub(super) async fn attempt(connection: &mut Bounded<Postgres>, statements: &str
                 // Not now: a lock, a deadlock, a slow scan, unproven rows, a range that somebody
                 // else made, rows in DEFAULT.
                 Some("55P03" | "40P01" | "57014" | "55000" | "42P07" | "42P17" | "23514") => {
-                    tracing::debug!(%error, "partitions are left as they are for now");
+                    let error = crate::error::classify::words(&error);
+                    tracing::debug!(error, "partitions are left as they are for now");
                     Ok(false)
                 }
                 // A role that may not make tables: rows go to the DEFAULT partition, and `doctor`
                 // says so.
                 Some("42501") => {
-                    tracing::warn!(%error, "this role may not make partitions; run the publisher as the owner of the schema");
+                    let error = crate::error::classify::words(&error);
+                    tracing::warn!(
+                        error,
+                        "this role may not make partitions; run the publisher as the owner of the schema"
+                    );
                     Ok(false)
                 }
                 _ => Err(error.into()),
