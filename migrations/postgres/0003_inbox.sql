@@ -42,15 +42,16 @@ create table oncebox.inbox_untimed (
   consumer_id   integer not null,
   constraint inbox_untimed_pkey primary key (consumer_id, message_id)
 );
--- The purge walks by the time of receipt; ids without time cannot go with a partition.
-create index inbox_untimed_received_at on oncebox.inbox_untimed using brin (received_at);
+-- The purge reads what was received first; ids without time cannot go with a partition. Rows come in its order, so that an
+-- insert writes its last page only.
+create index inbox_untimed_received_at on oncebox.inbox_untimed (consumer_id, received_at, message_id);
 comment on table oncebox.inbox_untimed is 'messages with an id that carries no time whose effects are committed, or which wait or are dead';
 comment on column oncebox.inbox_untimed.message_id is 'identity of the message: a UUID other than v7, or SHA-256 of source and id stamped version 8';
 comment on column oncebox.inbox_untimed.content_hash is 'first 16 bytes of SHA-256 of the content: the same id with another one is an alarm';
 comment on column oncebox.inbox_untimed.received_at is 'when it was admitted';
 comment on column oncebox.inbox_untimed.consumer_id is 'consumer';
 comment on index oncebox.inbox_untimed_pkey is 'serves every decision whether a message is new';
-comment on index oncebox.inbox_untimed_received_at is 'serves the purge by time of receipt';
+comment on index oncebox.inbox_untimed_received_at is 'serves the purge: what a consumer received first';
 
 create view oncebox.inbox as
   select consumer_id, message_id, content_hash, received_at from oncebox.inbox_timed

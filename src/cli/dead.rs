@@ -2,6 +2,7 @@
 //! Every act has a reason and leaves an audit row.
 
 use std::path::PathBuf;
+use std::time::Duration;
 
 use clap::{Args, Subcommand};
 use uuid::Uuid;
@@ -35,6 +36,9 @@ pub(crate) enum DeadCommand {
         which: Which,
         #[command(flatten)]
         act: Act,
+        /// At most this many a second, so that whoever handles them keeps up; Ctrl-C ends it, and what is done is done
+        #[arg(long, value_name = "N", default_value_t = 100, value_parser = clap::value_parser!(u32).range(1..))]
+        rate: u32,
         /// Under a new id, so that it is a new message (only one at a time)
         #[arg(long)]
         new_id: bool,
@@ -150,7 +154,7 @@ async fn on<S: Store>(store: S, command: &DeadCommand, settings: &Settings, outp
             list(&store, &filter, output).await
         }
         DeadCommand::Show { number } => show(&store, number, output).await,
-        DeadCommand::Redrive { which, act, new_id, payload } => {
+        DeadCommand::Redrive { which, act, rate, new_id, payload } => {
             let how = match (payload, new_id) {
                 (None, false) => OperatorAct::Redrive,
                 (file, _) => {
@@ -158,11 +162,13 @@ async fn on<S: Store>(store: S, command: &DeadCommand, settings: &Settings, outp
                     OperatorAct::RedriveAs { id: Uuid::now_v7(), payload }
                 }
             };
-            act_on(&store, which, act, &how, settings, output).await
+            act_on(&store, which, act, (&how, Some(*rate)), settings, output).await
         }
-        DeadCommand::Bury { which, act } => act_on(&store, which, act, &OperatorAct::Bury, settings, output).await,
+        DeadCommand::Bury { which, act } => {
+            act_on(&store, which, act, (&OperatorAct::Bury, None), settings, output).await
+        }
         DeadCommand::Discard { which, act } => {
-            act_on(&store, which, act, &OperatorAct::Discard, settings, output).await
+            act_on(&store, which, act, (&OperatorAct::Discard, None), settings, output).await
         }
     };
     store.close().await;
@@ -289,7 +295,7 @@ async fn act_on<S: Store>(
     store: &S,
     which: &Which,
     act: &Act,
-    how: &OperatorAct,
+    (how, rate): (&OperatorAct, Option<u32>),
     settings: &Settings,
     output: Output,
 ) -> Result<(), AppError> {
@@ -329,7 +335,10 @@ async fn act_on<S: Store>(
     let (mut numbers, mut already_handled) = carry_out(store, &filters, how, &dry_run).await?;
     if !act.dry_run {
         let context = ActContext { dry_run: false, ..dry_run };
-        (numbers, already_handled) = carry_out(store, &filters, how, &context).await?;
+        (numbers, already_handled) = match rate.and_then(|rate| usize::try_from(rate).ok()) {
+            Some(rate) if found.len() > rate => paced(store, &found, how, &context, rate).await?,
+            _ => carry_out(store, &filters, how, &context).await?,
+        };
     }
     let verb = match how {
         OperatorAct::Discard => "discard",
@@ -356,6 +365,35 @@ async fn act_on<S: Store>(
         say("INFO", "hint: its consumer handles it now; what `oncebox dead show` finds no more was handled");
     }
     Ok(())
+}
+
+/// Acts on so many of these numbers a second; gives as [`carry_out`] does.
+async fn paced<S: Store>(
+    store: &S,
+    found: &[String],
+    how: &OperatorAct,
+    context: &ActContext,
+    rate: usize,
+) -> Result<(Vec<String>, Vec<String>), AppError> {
+    let mut every_second = tokio::time::interval(Duration::from_secs(1));
+    every_second.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
+    let (mut numbers, mut already_handled) = (Vec::new(), Vec::new());
+    for some in found.chunks(rate) {
+        every_second.tick().await;
+        let by_number = |number: &String| DeadFilter {
+            states: states(None),
+            number: Some(number.clone()),
+            limit: 1,
+            ..DeadFilter::default()
+        };
+        let filters: Vec<DeadFilter> = some.iter().map(by_number).collect();
+        let done = carry_out(store, &filters, how, context).await;
+        let (more, handled) = done.map_err(|error| error.on(&format!("after {} of {}", numbers.len(), found.len())))?;
+        numbers.extend(more);
+        already_handled.extend(handled);
+        say("INFO", &format!("{} of {}", numbers.len(), found.len()));
+    }
+    Ok((numbers, already_handled))
 }
 
 /// Acts on every filter; gives the numbers, and those that were discarded because another copy was handled since.

@@ -324,3 +324,20 @@ fn a_consumer_that_is_gone_is_forgotten_by_its_name_and_one_that_was_just_there_
     assert_eq!(audit(&place), ["forget replaced by `books`"]);
     place.oncebox(&forget).run().fails(4, &["no consumer `ledger`"]);
 }
+
+/// A hundred thousand at once would be a hundred thousand that nothing behind them can get past. Shown to fail: with all at once.
+#[test]
+fn a_redrive_of_many_goes_at_the_rate_that_was_said() {
+    let (place, _) = with_dead_payments(5);
+    let redrive = |more: &[&str]| place.oncebox(&[&["dead", "redrive", "--why", "x", "--rate"], more].concat()).run();
+    redrive(&["0", "--all", "--yes"]).fails(2, &["--rate"]);
+    let began = std::time::Instant::now();
+    let done = redrive(&["2", "--all", "--yes"]);
+    assert!(began.elapsed() >= std::time::Duration::from_secs(2), "{:?}", began.elapsed());
+    for line in ["2 of 5", "4 of 5", "5 of 5"] {
+        assert!(done.stderr.contains(line), "{line}: {}", done.stderr);
+    }
+    assert!(done.ok().contains("redrive 5: c"));
+    assert_eq!(listed(&place, &["--state", "waiting"]).len(), 5);
+    assert_eq!(audit(&place), vec!["redrive x"; 5]);
+}

@@ -19,6 +19,7 @@ use crate::support::eventually;
 const ROWS: i64 = 100_000;
 const RECORDS: &str = "oncebox.idempotency_request";
 const WAITING: &str = "oncebox.waiting";
+const UNTIMED: &str = "oncebox.inbox_untimed";
 const UNKNOWN: usize = 7;
 
 /// A hundred thousand keys that are done, and a few whose outcome nobody knows.
@@ -242,6 +243,53 @@ async fn g11_what_is_held_costs_a_batch_nothing_and_the_status_no_more_than_its_
             let [_, _, whole, indexed] = std::array::from_fn(|at| after[at] - before[at]);
             assert!(whole + indexed <= rows_max, "{whole} rows in order, {indexed} by an index");
         }
+    })
+    .await;
+}
+
+/// Ids without a time, of which a few may go: those are read, and what stands before them because it waits.
+//
+// Shown to fail: by walking in the order of the ids.
+#[tokio::test]
+async fn a_purge_of_ids_without_a_time_reads_what_may_go_and_not_the_table() {
+    let test = "a_purge_of_ids_without_a_time_reads_what_may_go_and_not_the_table";
+    with_database(test, |database| async move {
+        let spec = ConsumerSpec { name: "ledger".into(), id_rule: "envelope".into(), accept: false };
+        let consumer = database.store.register(&spec).await.unwrap();
+        let rows = |count: i64, age: &str| {
+            format!(
+                "insert into oncebox.inbox_untimed (consumer_id, message_id, content_hash, received_at) \
+                 select {}, gen_random_uuid(), gen_random_uuid(), now() - interval '{age}' - n * interval '1 second' \
+                 from generate_series(1, {count}) n;",
+                consumer.0
+            )
+        };
+        let waiting = "insert into oncebox.waiting (consumer_id, message_id, content_hash, id_text, state, reason, dead_at, \
+                         topic, kind, payload, source, place, partition, offset_at) \
+                       select consumer_id, message_id, content_hash, 'x', 'dead', 'terminal', now(), \
+                         't', 'k', '', 's', 'p', 0, 0 from oncebox.inbox_untimed;";
+        let (kept, past, present) = (rows(70, "30 days"), rows(300, "9 days"), rows(ROWS, "1 minute"));
+        database.run(&format!("{kept}{waiting}{past}{present}analyze oncebox.inbox_untimed")).await;
+        let before = read_so_far(&database, UNTIMED).await;
+        let store = database.another_store().await;
+        let below = store.bounds(consumer).await.unwrap().now.before(Duration::from_secs(5 * 86_400));
+        let (mut gone, mut after) = (0, None);
+        loop {
+            let purged = store.purge(consumer, below, after, 50).await.unwrap();
+            (gone, after) = (gone + purged.rows, purged.next);
+            if after.is_none() {
+                break;
+            }
+        }
+        assert_eq!(gone, 300);
+        store.close().await;
+        let after = eventually("the read is counted", Duration::from_secs(60), || async {
+            let after = read_so_far(&database, UNTIMED).await;
+            (after[0] + after[1] > before[0] + before[1]).then_some(after)
+        })
+        .await;
+        let [_, _, whole, indexed] = std::array::from_fn(|at| after[at] - before[at]);
+        assert!(whole == 0 && indexed <= 2_000, "{whole} rows in order, {indexed} by an index");
     })
     .await;
 }

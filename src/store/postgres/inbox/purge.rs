@@ -1,6 +1,7 @@
 //! One step of a purge: a page of rows, those of it that may go, and the bound, in one transaction (R31).
 //!
-//! Guarantees: a page is bounded, and found by the key; rows go by exact id; the bound is there when the first of them is gone.
+//! Guarantees: a page is bounded, and found by an index that begins with what may go: timed ids by the key, others by the time of
+//! receipt; rows go by exact id; the bound is there when the first of them is gone.
 //!
 //! Not here: whole partitions at once, which is for all consumers together.
 
@@ -37,7 +38,15 @@ const PAGE_TIMED: &str = concat!(
     page!("inbox_timed"),
     " and i.message_id < oncebox.uuid_bound(timestamptz 'epoch' + $4 * interval '1 microsecond') order by i.message_id limit $3"
 );
-const PAGE_UNTIMED: &str = concat!(page!("inbox_untimed"), " order by i.message_id limit $3");
+/// What was received first. Only rows that are kept are passed over by their place; what may go is gone with its page.
+const PAGE_UNTIMED: &str = "
+select i.message_id, (extract(epoch from i.received_at) * 1000000)::bigint,
+       exists (select 1 from oncebox.waiting w where w.message_id = i.message_id and w.consumer_id = i.consumer_id)
+  from oncebox.inbox_untimed i
+ where i.consumer_id = $1 and i.received_at < timestamptz 'epoch' + $4 * interval '1 microsecond'
+   and (i.received_at, i.message_id) > (coalesce(
+         (select k.received_at from oncebox.inbox_untimed k where k.consumer_id = $1 and k.message_id = $2), '-infinity'), $2)
+ order by i.received_at, i.message_id limit $3";
 
 /// Only while they are still the rows of the page.
 macro_rules! take {
@@ -81,20 +90,21 @@ async fn page(
         true => (PAGE_TIMED, take!("inbox_timed")),
         false => (PAGE_UNTIMED, take!("inbox_untimed")),
     };
-    let mut query = sqlx::query(select).bind(consumer.0).bind(after).bind(i64::try_from(rows_max).unwrap_or(i64::MAX));
-    if is_timed {
-        query = query.bind(below.micros());
-    }
+    let query = sqlx::query(select).bind(consumer.0).bind(after);
+    let query = query.bind(i64::try_from(rows_max).unwrap_or(i64::MAX)).bind(below.micros());
     let rows = query.all(&mut *connection).await?;
-    let (mut past, mut bound, mut last) = (Vec::new(), None, None);
+    let (mut past, mut bound, mut last) = (Vec::new(), None, Some(MessageId::from_uuid(after)).filter(|_| !is_timed));
     for row in &rows {
         let id = MessageId::from_uuid(row.try_get(0)?);
         let of_row = purge_row(time_in_id(id), DbTime::from_micros(row.try_get(1)?), below);
-        if let (Some(of_row), false) = (of_row, row.try_get(2)?) {
+        let is_kept: bool = row.try_get(2)?;
+        if let (Some(of_row), false) = (of_row, is_kept) {
             past.push(id.uuid());
             bound = bound.max(Some(of_row));
         }
-        last = Some(id);
+        if is_timed || is_kept {
+            last = Some(id);
+        }
     }
     let mut gone = 0;
     if let Some(bound) = bound {
