@@ -12,6 +12,8 @@
 #[cfg(any(feature = "postgres", feature = "mysql"))]
 mod bounded;
 mod door;
+#[cfg(any(feature = "postgres", feature = "mysql"))]
+mod hosts;
 mod inbox;
 mod key_operator;
 mod mailbox;
@@ -115,7 +117,7 @@ pub struct StoreOptions {
     pub answer_timeout: Option<std::time::Duration>,
     /// A SQLite file that is not there is made only by `migrate up`.
     pub create: bool,
-    /// A PEM file of certificate authorities to trust instead of the system's.
+    /// A PEM file of certificate authorities, to verify the server with. It is for verified TLS only.
     pub ca_file: Option<std::path::PathBuf>,
 }
 

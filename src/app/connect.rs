@@ -102,6 +102,7 @@ pub async fn open_store_with<S: Store>(
     loop {
         match S::connect(options).await {
             Ok(store) => return Ok(store),
+            Err(error) if error.is_untrusted() => return Err(AppError::not_ready(format!("{name}: {error}"))),
             Err(error) if stop.is_some() && error.is_nobodys() => wait.on(&format!("{name}: {error}")).await?,
             // Nothing but the URL, which is shown, is looked at before there is a connection.
             Err(StoreError::Refused(why)) => return Err(AppError::usage(why)),
@@ -188,6 +189,35 @@ pub async fn open_broker(settings: &Settings) -> Result<AnyBroker, AppError> {
     }
 }
 
+/// Looks once, beside the work, whether the broker is to be trusted, and stops all where it is not: no waiting mends that. Whether
+/// it is there, those who work with it find out.
+#[derive(Debug)]
+pub(super) struct FirstLook(tokio::task::JoinHandle<Option<AppError>>);
+
+impl FirstLook {
+    pub(super) fn at(broker: &AnyBroker, settings: &Settings, all: &CancellationToken) -> Self {
+        let (broker, all, name) = (AnyBroker::clone(broker), all.clone(), redact(&settings.broker.url.0));
+        let settings_use_tls = ["kafkas:", "amqps:"].iter().any(|scheme| name.starts_with(scheme));
+        Self(tokio::spawn(async move {
+            if !settings_use_tls {
+                return None;
+            }
+            let looked = tokio::select! {
+                () = all.cancelled() => return None,
+                looked = broker.check(&[]) => looked,
+            };
+            let Err(error @ BrokerError::Untrusted(_)) = looked else { return None };
+            all.cancel();
+            Some(AppError::from(error).on(&name))
+        }))
+    }
+
+    /// What it found, where that ended the work.
+    pub(super) async fn end(self) -> Option<AppError> {
+        self.0.await.ok().flatten()
+    }
+}
+
 /// What a broker says before it makes a connection speaks of settings.
 fn wrong_setting(error: BrokerError) -> AppError {
     match error {
@@ -219,6 +249,7 @@ pub fn kafka_config(settings: &Settings) -> Result<crate::broker::kafka::KafkaCo
     let mut config = crate::broker::kafka::KafkaConfig::from_url(&settings.broker.url.0)?;
     config.source.clone_from(&settings.publisher.source);
     config.ca_file.clone_from(&settings.broker.ca_file);
+    config.in_flight_bytes_max = settings.broker.in_flight_bytes_max.0;
     config.create_topics = from.create_topics;
     config.partitions = from.partitions;
     config.replication = from.replication;
@@ -244,6 +275,7 @@ pub fn rabbit_config(settings: &Settings) -> crate::broker::rabbitmq::RabbitConf
     let mut config = crate::broker::rabbitmq::RabbitConfig::new(settings.broker.url.0.clone());
     config.source.clone_from(&settings.publisher.source);
     config.ca_file.clone_from(&settings.broker.ca_file);
+    config.in_flight_bytes_max = settings.broker.in_flight_bytes_max.0;
     config.exchange.clone_from(&from.exchange);
     config.alternate_exchange.clone_from(&from.alternate_exchange);
     config.pipeline_per_key = from.pipeline_per_key;

@@ -7,7 +7,7 @@ use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
 
 use super::config::{ConsumerSettings, Settings};
-use super::connect::{AnyBroker, Wait, open_broker, store_kind};
+use super::connect::{AnyBroker, FirstLook, Wait, open_broker, store_kind};
 use super::exit::AppError;
 use super::publisher::{keep_gauges, ready};
 use crate::observe::Health;
@@ -161,6 +161,7 @@ impl Run<'_> {
             let stop = all.clone();
             running.spawn(async move { consumer.run(stop).await });
         }
+        let first_look = FirstLook::at(&broker, self.settings, &all);
         let gauges = tokio::spawn(keep_gauges(store.clone(), all.clone()));
         let mut outcome = Ok(());
         while let Some(ended) = running.join_next().await {
@@ -172,6 +173,9 @@ impl Run<'_> {
         }
         all.cancel();
         let _ = gauges.await;
+        if let Some(error) = first_look.end().await {
+            return Err(error);
+        }
         if outcome.is_ok() && self.until_idle.is_some() {
             for consumer in store.status().await?.consumers {
                 if consumer.waiting + consumer.dead > 0 {

@@ -86,7 +86,8 @@ impl From<StoreError> for AppError {
 
 impl From<BrokerError> for AppError {
     fn from(error: BrokerError) -> Self {
-        let exit = if matches!(error, BrokerError::Refused(_)) { Exit::NotReady } else { Exit::Failed };
+        let needs_a_person = matches!(error, BrokerError::Refused(_) | BrokerError::Untrusted(_));
+        let exit = if needs_a_person { Exit::NotReady } else { Exit::Failed };
         Self { message: error.to_string(), exit }
     }
 }

@@ -10,7 +10,7 @@ use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
 
 use super::config::Settings;
-use super::connect::{AnyBroker, Wait, open_broker, open_store_with};
+use super::connect::{AnyBroker, FirstLook, Wait, open_broker, open_store_with};
 use super::exit::AppError;
 use crate::error::redact;
 use crate::observe::{self, Health};
@@ -112,6 +112,7 @@ async fn relay_all<S: Store>(
         Ok(())
     };
     serve(&mut relays, store.shards().await?)?;
+    let first_look = FirstLook::at(&broker, settings, &all);
     let gauges = tokio::spawn(keep_gauges(store.clone(), all.clone()));
     let mut outcome = Ok(());
     loop {
@@ -135,6 +136,9 @@ async fn relay_all<S: Store>(
     }
     all.cancel();
     let _ = gauges.await;
+    if let Some(error) = first_look.end().await {
+        return Err(error);
+    }
     if outcome.is_ok() && until_empty {
         report(&store.status().await?);
     }
@@ -196,7 +200,9 @@ async fn declare(
     loop {
         match broker.declare(&[]).await {
             Ok(()) => return Ok(()),
-            Err(error @ crate::BrokerError::Refused(_)) => return Err(AppError::from(error).on(&name)),
+            Err(error @ (crate::BrokerError::Refused(_) | crate::BrokerError::Untrusted(_))) => {
+                return Err(AppError::from(error).on(&name));
+            }
             Err(error) => wait.on(&format!("{name}: {error}")).await?,
         }
     }

@@ -26,6 +26,9 @@ pub fn is_nobodys(error: &sqlx::Error) -> bool {
 pub fn words(error: &sqlx::Error) -> String {
     match error {
         sqlx::Error::Database(database) => of_whom(database.as_ref()),
+        sqlx::Error::Io(error) if is_untrusted_io(error) => format!(
+            "its certificate is not trusted ({error}); set `ca_file` to its authority, and use the host name that stands in it"
+        ),
         sqlx::Error::Io(error) => error.to_string(),
         sqlx::Error::Tls(error) | sqlx::Error::Configuration(error) => error.to_string(),
         sqlx::Error::Protocol(words) => words.clone(),
@@ -62,6 +65,26 @@ pub(super) fn without_frame(text: String) -> String {
         _ => said,
     };
     format!("{before}{said}")
+}
+
+/// True where the certificate is not trusted, or TLS is asked for and not there: a person must act.
+pub(crate) fn is_untrusted(error: &sqlx::Error) -> bool {
+    match error {
+        sqlx::Error::Tls(_) => true,
+        sqlx::Error::Io(error) => is_untrusted_io(error),
+        _ => false,
+    }
+}
+
+#[cfg(feature = "tls")]
+fn is_untrusted_io(error: &std::io::Error) -> bool {
+    let inner = error.get_ref().and_then(|inner| inner.downcast_ref::<rustls::Error>());
+    matches!(inner, Some(rustls::Error::InvalidCertificate(_)))
+}
+
+#[cfg(not(feature = "tls"))]
+fn is_untrusted_io(_: &std::io::Error) -> bool {
+    false
 }
 
 /// True where the connection or the database is gone, for now.

@@ -17,6 +17,7 @@
 //! | [`retry`] | when a failed message is tried again, and when it is dead | R25 |
 //! | [`suspicion`] | which deliveries run alone, with the attempt written first | R26 |
 //! | [`split`] | how a failed batch is run again | R27 |
+//! | `hosts` | which servers a URL with several hosts means | |
 //! | [`horizon`] | what is too old or from the future, and how long the inbox must remember | R31 |
 //! | [`breaker`] | when an outside place is left alone for a while | M110 |
 //! | [`operation`] | what a second request is, and what becomes of it | O1 to O29 |
@@ -29,6 +30,8 @@ pub mod diversion;
 pub mod gaps;
 pub(crate) mod hex;
 pub mod horizon;
+#[cfg(any(feature = "postgres", feature = "mysql", feature = "rabbitmq"))]
+pub(crate) mod hosts;
 pub mod isolate;
 pub mod lease;
 pub mod operation;

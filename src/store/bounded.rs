@@ -40,6 +40,7 @@ use tokio::time::timeout;
 use crate::error::StoreError;
 use crate::message::NewMessage;
 use crate::store::door::{Door, commit_error, enqueue_all};
+use crate::store::hosts::{Hosts, Watch};
 
 /// A pooled connection that rested for longer is asked for a sign of life before it is used.
 const RESTED: Duration = Duration::from_secs(1);
@@ -59,10 +60,13 @@ pub(super) trait Remote: Database<Arguments: IntoArguments<Self>> {
 
     /// Has the server look at a statement.
     fn prepare(connection: &mut Self::Connection, sql: SqlStr) -> BoxFuture<'_, sqlx::Result<Self::Statement>>;
+
+    /// Whether the server takes writes, which a standby does not.
+    fn is_writable(connection: &mut Self::Connection) -> BoxFuture<'_, sqlx::Result<bool>>;
 }
 
 macro_rules! remote {
-    ($feature:literal, $db:ty) => {
+    ($feature:literal, $db:ty, $is_writable:literal) => {
         #[cfg(feature = $feature)]
         impl Remote for $db {
             fn send<'e, 'q: 'e, E>(
@@ -78,12 +82,19 @@ macro_rules! remote {
             fn prepare(connection: &mut Self::Connection, sql: SqlStr) -> BoxFuture<'_, sqlx::Result<Self::Statement>> {
                 Executor::prepare(connection, sql)
             }
+
+            fn is_writable(connection: &mut Self::Connection) -> BoxFuture<'_, sqlx::Result<bool>> {
+                Box::pin(
+                    async move { Ok(sqlx::query_scalar::<_, i64>($is_writable).fetch_one(connection).await? == 1) },
+                )
+            }
         }
     };
 }
 
-remote!("postgres", sqlx::Postgres);
-remote!("mysql", sqlx::MySql);
+remote!("postgres", sqlx::Postgres, "select (not pg_is_in_recovery())::int::bigint");
+// From MariaDB 12 on it is a word.
+remote!("mysql", sqlx::MySql, "select cast(@@global.read_only in ('0', 'OFF') as signed)");
 
 /// A pool of such connections.
 #[derive(Debug)]
@@ -94,6 +105,8 @@ pub(super) struct BoundedPool<Db: Remote> {
     pulse: Arc<Mutex<Option<Bounded<Db>>>>,
     /// What sets a session back that code which is not ours had in its hands. None where the pool does it at every return.
     reset: Option<Arc<str>>,
+    /// Looks which of several hosts is to be used, as long as anybody has the pool.
+    watch: Option<Arc<Watch>>,
 }
 
 impl<Db: Remote> Clone for BoundedPool<Db> {
@@ -103,20 +116,30 @@ impl<Db: Remote> Clone for BoundedPool<Db> {
             answer_timeout: self.answer_timeout,
             pulse: Arc::clone(&self.pulse),
             reset: self.reset.clone(),
+            watch: self.watch.clone(),
         }
     }
 }
 
 /// What every pool of ours has in common: connecting is bounded, and a connection that rested must give a sign of life. A sign
 /// before every use would cost a round trip.
-pub(super) fn pool_options<Db: Remote>(connections_max: u32, answer_timeout: Duration) -> sqlx::pool::PoolOptions<Db> {
+pub(super) fn pool_options<Db: Remote>(
+    connections_max: u32,
+    answer_timeout: Duration,
+    hosts: &Hosts<Db>,
+) -> sqlx::pool::PoolOptions<Db> {
+    let moved = hosts.moved();
     let sign_of_life_max = answer_timeout.min(SIGN_OF_LIFE_MAX);
     sqlx::pool::PoolOptions::new()
         .max_connections(connections_max)
         .acquire_timeout(answer_timeout.min(CONNECT_MAX))
         .test_before_acquire(false)
         .before_acquire(move |connection: &mut Db::Connection, rest| {
+            let is_elsewhere = moved.since().is_some_and(|since| rest.age > since);
             Box::pin(async move {
+                if is_elsewhere {
+                    return Ok(false);
+                }
                 if rest.idle_for > RESTED {
                     let alive = timeout(sign_of_life_max, connection.ping()).await;
                     alive.map_err(|_| silent(sign_of_life_max))??;
@@ -127,8 +150,10 @@ pub(super) fn pool_options<Db: Remote>(connections_max: u32, answer_timeout: Dur
 }
 
 impl<Db: Remote> BoundedPool<Db> {
-    pub(super) fn new(pool: Pool<Db>, answer_timeout: Duration, reset: Option<String>) -> Self {
-        Self { pool, answer_timeout, pulse: Arc::default(), reset: reset.map(Arc::from) }
+    pub(super) fn new(pool: Pool<Db>, answer_timeout: Duration, reset: Option<String>, hosts: Hosts<Db>) -> Self {
+        let pulse = Arc::default();
+        let watch = Watch::start(hosts, pool.clone(), Arc::clone(&pulse)).map(Arc::new);
+        Self { pool, answer_timeout, pulse, reset: reset.map(Arc::from), watch }
     }
 
     /// The pool as sqlx has it.

@@ -32,7 +32,9 @@ async fn refusals(config: &KafkaConfig) -> Vec<BrokerError> {
 async fn assert_refused(config: &KafkaConfig, reason: &str) {
     for error in refusals(config).await {
         let text = error.to_string();
-        assert!(matches!(error, BrokerError::Unauthorised(_)), "{error:?}");
+        let is_of_the_certificate = matches!(error, BrokerError::Untrusted(_));
+        assert_eq!(is_of_the_certificate, reason.contains("certificate"), "{error:?}");
+        assert!(is_of_the_certificate || matches!(error, BrokerError::Unauthorised(_)), "{error:?}");
         assert!(text.contains(reason) && text.contains(&config.servers[0]), "{text}");
         assert!(!text.contains(PASSWORD) && !text.contains("wr0ng"), "{text}");
     }

@@ -107,17 +107,49 @@ async fn tls_is_verified_a_wrong_authority_and_a_wrong_host_are_refused() {
     reach(with(&url, ca.clone())).await.unwrap();
     for (why, ca) in [("a wrong authority", authority("ONCEBOX_TEST_OTHER_CA")), ("only public authorities", None)] {
         let error = reach(with(&url, ca)).await.unwrap_err();
-        assert!(matches!(&error, BrokerError::Unauthorised(text) if text.contains("ca_file")), "{why}: {error}");
+        assert!(matches!(&error, BrokerError::Untrusted(text) if text.contains("ca_file")), "{why}: {error}");
     }
     let proxy = Proxy::before(&address(&url), "127.0.0.2:0").await;
     let other = format!("amqps://guest:guest@{}/%2f", proxy.address);
     let error = reach(with(&other, ca.clone())).await.unwrap_err();
-    assert!(matches!(&error, BrokerError::Unauthorised(text) if text.contains("127.0.0.2")), "a wrong host: {error}");
+    assert!(matches!(&error, BrokerError::Untrusted(text) if text.contains("127.0.0.2")), "a wrong host: {error}");
     let error = reach(with(&url, Some("/no/such/file".into()))).await.unwrap_err();
     assert!(matches!(&error, BrokerError::Refused(text) if text.contains("/no/such/file")), "{error}");
     let Some(plain) = service("tls_is_verified", "ONCEBOX_TEST_RABBITMQ") else { return };
     let error = reach(with(&plain.replace("amqp://", "amqps://"), ca)).await.unwrap_err();
-    assert!(matches!(&error, BrokerError::Unavailable(text) if text.contains("TLS")), "no TLS there: {error}");
+    assert!(matches!(&error, BrokerError::Untrusted(text) if text.contains("TLS")), "no TLS there: {error}");
+}
+
+// Shown to fail: with the first host alone, and with each new connection beginning at the first one again.
+#[tokio::test]
+async fn of_several_hosts_the_first_that_answers_is_used_until_it_is_away() {
+    let Some(mut corner) = Corner::of("of_several_hosts").await else { return };
+    let server = address(&corner.config.url);
+    let (second, third) = (Proxy::before(&server, "127.0.0.1:0").await, Proxy::before(&server, "127.0.0.1:0").await);
+    let carried = || [&second, &third].map(|proxy| proxy.carried.load(Ordering::SeqCst) > 0);
+    let hosts = format!("127.0.0.1:1,{},{}", second.address, third.address);
+    corner.config.url = format!("amqp://guest:guest@{hosts}/%2f");
+    let broker = corner.broker();
+    let mut subscriber = broker.subscriber(&corner.subscription()).await.unwrap();
+    publish(&broker, numbered(&corner.topic, 1, 10)).await;
+    assert_eq!(numbers(&receive(&mut *subscriber, 10).await), (0..10).collect::<Vec<_>>());
+    assert_eq!(carried(), [true, false]);
+    drop(subscriber);
+    second.line.send_replace(Line::Cut);
+    let mut subscriber = broker.subscriber(&corner.subscription()).await.unwrap();
+    assert_eq!(numbers(&receive(&mut *subscriber, 10).await), (0..10).collect::<Vec<_>>());
+    assert!(carried()[1], "another node goes on");
+    // That one works, so it is kept.
+    second.line.send_replace(Line::Open);
+    eventually("the connections of the second host are gone", SOON, || async { (!carried()[0]).then_some(()) }).await;
+    let findings = broker.check(&[]).await.unwrap();
+    assert!(!carried()[0] && findings[0].detail.contains(&third.address.to_string()), "{findings:?}");
+    subscriber.close().await;
+    let nobody = RabbitConfig::new("amqp://guest:s3cret@127.0.0.1:1,127.0.0.1:2/%2f");
+    let said = reach(nobody).await.unwrap_err().to_string();
+    assert!(said.contains("127.0.0.1:1") && said.contains("127.0.0.1:2") && !said.contains("s3cret"), "{said}");
+    let queue = corner.queue();
+    corner.clean(&[&queue]).await;
 }
 
 #[tokio::test]

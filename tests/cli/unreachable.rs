@@ -253,6 +253,41 @@ fn a_wrong_password_for_the_database_ends_a_program_with_1_and_names_the_server(
     }
 }
 
+/// No waiting mends it. Shown to fail: with a refused certificate taken for a server that is away, the start waits for ever.
+#[test]
+fn a_server_whose_certificate_is_not_trusted_ends_a_start_with_3_and_its_reason() {
+    let test = "a_server_whose_certificate_is_not_trusted_ends_a_start_with_3_and_its_reason";
+    let Some(other) = service(test, "ONCEBOX_TEST_OTHER_CA") else { return };
+    let consumer = "[[consumer]]\nname = 'c'\ntopics = ['t']\non = [{ handler = 'sql', sql = ['select 1'] }]";
+    for (part, variable) in [
+        ("database", "ONCEBOX_TEST_POSTGRES_TLS"),
+        ("database", "ONCEBOX_TEST_MARIADB_TLS"),
+        ("broker", "ONCEBOX_TEST_RABBITMQ_TLS"),
+        ("broker", "ONCEBOX_TEST_KAFKA_TLS"),
+    ] {
+        let Some(server) = service(test, variable) else { return };
+        let server = server.split('?').next().unwrap();
+        let (place, url) = match part {
+            "database" => (Place::on(Some(server), None), server.to_owned()),
+            _ if !cfg!(feature = "kafka-tls") && server.starts_with("kafkas") => continue,
+            _ => {
+                let place = Place::on(None, Some(server));
+                place.oncebox(&["migrate", "up"]).run().ok();
+                (place, server.to_owned())
+            }
+        };
+        let address = url.rsplit(['@', '/']).find(|part| part.contains(':')).unwrap().to_owned();
+        let config = place.config(&format!("{part}.ca_file = '{other}'\n{consumer}"));
+        let said = ["certificate", address.as_str()];
+        for program in [place.publisher(&["--config", &config]), place.consumer(&["--config", &config])] {
+            loud(program).ends_with(3, &said);
+        }
+        let doctor = loud(place.oncebox(&["doctor", "--config", &config]));
+        doctor.ends_with(3, &["broken"]);
+        assert!(doctor.stdout.contains("certificate"), "{}", doctor.stdout);
+    }
+}
+
 /// Brokers are asked again, since a password may be put right there; until then it is said loudly and nothing is lost.
 #[test]
 fn a_wrong_password_for_the_broker_is_waited_with_loudly_and_doctor_says_3() {

@@ -4,10 +4,10 @@ use std::time::Duration;
 
 use oncebox::sqlx::{self, Connection, Executor, PgConnection};
 use oncebox::store::postgres::PostgresStore;
-use oncebox::store::{Base, ConsumerSpec, Inbox, InboxEntry, InboxTx, Proof, StoreOptions};
+use oncebox::store::{Base, ConsumerSpec, Inbox, InboxEntry, InboxTx, Proof, Schema, StoreOptions};
 use oncebox::{StoreError, message::MessageId};
 
-use crate::postgres::{on_server, with_database, with_path};
+use crate::postgres::{Server, on_server, with_database, with_path};
 use crate::support::{eventually, service};
 
 fn spec() -> ConsumerSpec {
@@ -215,6 +215,43 @@ async fn s1_another_authority_and_another_name_are_refused() {
     connects(format!("{plain}?sslmode=verify-full"), &ca).await.unwrap();
     connects(format!("{plain}?sslmode=verify-full"), &other_ca).await.unwrap_err();
     connects(format!("{}?sslmode=verify-full", plain.replace("localhost", "127.0.0.2")), &ca).await.unwrap_err();
+}
+
+/// A primary that dies, a standby that is promoted, and the same store on both. Shown to fail: with the standby taken at the
+/// start; with nobody looking for another host; with the old connections left in the pool.
+#[tokio::test]
+async fn of_several_hosts_the_primary_is_used_also_after_a_failover() {
+    let test = "of_several_hosts_the_primary_is_used_also_after_a_failover";
+    let Some(mut primary) = Server::start(test, "wal_level = replica").await else { return };
+    let standby = primary.standby().await;
+    let address = |server: &Server| server.url().split(['@', '/']).nth(3).unwrap().to_owned();
+    let (first, second) = (address(&standby), address(&primary));
+    let url = format!("postgres://postgres@127.0.0.1:1,{first},{second}/postgres");
+    let store = PostgresStore::connect(&StoreOptions::new(url)).await.unwrap();
+    let port = async || -> sqlx::Result<String> {
+        sqlx::query_scalar("select current_setting('port')").fetch_one(store.pool()).await
+    };
+    assert_eq!(port().await.unwrap(), second.rsplit_once(':').unwrap().1);
+    store.migrate().await.unwrap();
+    primary.kill();
+    let mut there = PgConnection::connect(&standby.url()).await.unwrap();
+    let promoted: bool = sqlx::query_scalar("select pg_promote()").fetch_one(&mut there).await.unwrap();
+    assert!(promoted);
+    eventually("the promoted one is used", Duration::from_secs(60), || async {
+        let port = port().await.ok()?;
+        (port == first.rsplit_once(':').unwrap().1).then_some(())
+    })
+    .await;
+    let mut tx = store.pool().begin().await.unwrap();
+    oncebox::store::enqueue(&mut *tx, oncebox::NewMessage::text("t", "k", "x")).await.unwrap();
+    tx.commit().await.unwrap();
+    // The old primary comes back as what it was. The one that works is kept.
+    primary.run().await;
+    for _ in 0..20 {
+        assert_eq!(port().await.unwrap(), first.rsplit_once(':').unwrap().1);
+        tokio::time::sleep(Duration::from_millis(200)).await;
+    }
+    store.close().await;
 }
 
 /// A pooler that shares servers between sessions would break leases, fences and prepared statements.

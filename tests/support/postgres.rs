@@ -153,6 +153,29 @@ impl Server {
         Some(server)
     }
 
+    /// A standby of this server, which streams from it.
+    #[allow(dead_code, reason = "not every test program needs one")]
+    pub(crate) async fn standby(&self) -> Self {
+        let directory = tempfile::Builder::new().prefix("oncebox-pg-").tempdir_in("/var/tmp").unwrap();
+        let mut standby = Self { bin: self.bin.clone(), directory, port: free_port(), process: None };
+        if is_root() {
+            let path = standby.directory.path().to_str().unwrap();
+            assert!(Command::new("chown").args(["postgres", path]).status().unwrap().success());
+        }
+        let copied = standby
+            .command("pg_basebackup")
+            .args(["-h", "127.0.0.1", "-p", &self.port.to_string(), "-U", "postgres", "-R", "-c", "fast", "-D"])
+            .arg(standby.data())
+            .status()
+            .unwrap();
+        assert!(copied.success(), "pg_basebackup failed");
+        let file = standby.data().join("postgresql.conf");
+        let configuration = std::fs::read_to_string(&file).unwrap();
+        std::fs::write(&file, format!("{configuration}port = {}\n", standby.port)).unwrap();
+        standby.run().await;
+        standby
+    }
+
     /// Starts it, or starts it again after a kill.
     pub(crate) async fn run(&mut self) {
         let log =

@@ -58,7 +58,7 @@ pub struct DatabaseSettings {
     pub connections_max: u32,
     /// How long the server may be silent in the middle of a statement.
     pub answer_timeout: Option<Span>,
-    /// Certificate authorities to trust instead of the system's, PEM.
+    /// Certificate authorities to verify the server with, PEM.
     pub ca_file: Option<PathBuf>,
 }
 
@@ -92,8 +92,10 @@ impl DatabaseSettings {
 pub struct BrokerSettings {
     /// `kafka://`, `kafkas://`, `amqp://`, `amqps://` or `embedded://FILE`.
     pub url: Secret,
-    /// Certificate authorities to trust instead of the system's, PEM.
+    /// Certificate authorities to verify the server with, PEM.
     pub ca_file: Option<PathBuf>,
+    /// Bytes of a consumer's deliveries that are not yet acknowledged, at most; one delivery is always allowed.
+    pub in_flight_bytes_max: ByteSize,
     /// Kafka.
     pub kafka: KafkaSettings,
     /// RabbitMQ.
@@ -107,6 +109,7 @@ impl Default for BrokerSettings {
         Self {
             url: Secret("embedded://oncebox-broker.db".into()),
             ca_file: None,
+            in_flight_bytes_max: ByteSize(64 << 20),
             kafka: KafkaSettings::default(),
             rabbitmq: RabbitSettings::default(),
             embedded: EmbeddedSettings::default(),

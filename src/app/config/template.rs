@@ -26,14 +26,18 @@ const SECTIONS: &[Section] = &[
                 "how long the server may be silent in the middle of a statement, for example \"65s\": its connection is then given \
                  up and another one made; absent: just above the longest wait for a lock, which follows handler_timeout",
             ),
-            ("ca_file", "certificate authorities to trust instead of the system's, PEM"),
+            ("ca_file", "certificate authorities to verify the server with, PEM"),
         ],
     ),
     (
         "broker",
         &[
             ("url", "kafka://HOST:PORT,HOST:PORT  kafkas://  amqp://  amqps://  embedded://FILE"),
-            ("ca_file", "certificate authorities to trust instead of the system's, PEM"),
+            ("ca_file", "certificate authorities to verify the server with, PEM"),
+            (
+                "in_flight_bytes_max",
+                "bytes of a consumer's deliveries that are not yet acknowledged, at most; one delivery is always allowed (Kafka, RabbitMQ)",
+            ),
         ],
     ),
     (

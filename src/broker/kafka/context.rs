@@ -83,14 +83,16 @@ impl Reports {
     }
 
     /// The error of authentication or of TLS that was reported last.
-    pub(super) fn unauthorised(&self) -> Option<String> {
-        self.unauthorised.lock().ok()?.clone()
+    pub(super) fn unauthorised(&self) -> Option<BrokerError> {
+        let reason = self.unauthorised.lock().ok()?.clone()?;
+        let is_untrusted = reason.contains(UNTRUSTED);
+        Some(if is_untrusted { BrokerError::Untrusted(reason) } else { BrokerError::Unauthorised(reason) })
     }
 
     /// What to say when a question was not answered: the reason that librdkafka gave on the side, if any.
     pub(super) fn explain(&self, question: &str, otherwise: &str) -> BrokerError {
-        if let Some(reason) = self.unauthorised() {
-            return BrokerError::Unauthorised(reason);
+        if let Some(error) = self.unauthorised() {
+            return error;
         }
         let reason = self.down.lock().ok().and_then(|down| down.last_reason.clone());
         BrokerError::Unavailable(format!("{question}: {}", reason.as_deref().unwrap_or(otherwise)))
@@ -197,6 +199,9 @@ impl Reports {
     }
 }
 
+/// What OpenSSL says of a certificate that is not trusted.
+const UNTRUSTED: &str = "certificate verify failed";
+
 /// Whether this client is refused, or refuses the broker's certificate.
 fn is_refusal(code: Option<RDKafkaErrorCode>, reason: &str) -> bool {
     use RDKafkaErrorCode as Code;
@@ -204,7 +209,7 @@ fn is_refusal(code: Option<RDKafkaErrorCode>, reason: &str) -> bool {
         Some(Code::Authentication | Code::SaslAuthenticationFailed | Code::SSL) => true,
         // librdkafka takes steps of a handshake in three places, and says `SSL` in one of them. Not every error of TLS is a refusal:
         // a connection that breaks in the middle of its life is one too.
-        Some(Code::BrokerTransportFailure) => reason.contains("certificate verify failed"),
+        Some(Code::BrokerTransportFailure) => reason.contains(UNTRUSTED),
         _ => false,
     }
 }
@@ -304,7 +309,10 @@ mod tests {
         ] {
             let reports = Reports::default();
             reports.error(&KafkaError::Global(code), reason);
-            assert_eq!(reports.unauthorised().as_deref(), is_refused.then_some(reason));
+            let error = reports.unauthorised();
+            assert_eq!(error.is_some(), is_refused, "{error:?}");
+            let is_untrusted = matches!(error, Some(BrokerError::Untrusted(_)));
+            assert_eq!(is_untrusted, reason == refused, "a handshake that broke may be of a broker that starts");
         }
     }
 

@@ -20,11 +20,12 @@ pub(super) async fn check(
     version: &ServerVersion,
     subscriptions: &[Subscription],
 ) -> Result<Vec<BrokerFinding>, BrokerError> {
-    let server = config.server()?;
+    let servers = config.servers()?;
     let link = Link::open(config, "oncebox doctor").await?;
     let mut topology = Topology::new(&link, config);
-    let mut findings = vec![finding_version(version, &server.to_string())];
-    if !server.tls && !is_loopback(&server.host) {
+    let names: Vec<String> = servers.iter().map(ToString::to_string).collect();
+    let mut findings = vec![finding_version(version, &names.join(", "))];
+    if let Some(server) = servers.iter().find(|server| !server.tls && !is_loopback(&server.host)) {
         findings.push(BrokerFinding {
             name: "rabbitmq tls".into(),
             refused: false,
@@ -57,7 +58,7 @@ pub(super) async fn check(
             }
         }
     }
-    findings.push(policies(&server.vhost));
+    findings.push(policies(&servers[0].vhost));
     link.close(config.close_deadline).await;
     if config.partitions > 1 {
         findings.push(plugin(config).await?);

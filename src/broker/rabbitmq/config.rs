@@ -4,14 +4,18 @@
 //!
 //! Not here: reading files and the environment (room `app`).
 
+use std::collections::{HashMap, VecDeque};
 use std::fmt;
 use std::path::PathBuf;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use lapin::uri::{AMQPAuthority, AMQPQueryString, AMQPScheme, AMQPUri, AMQPUserInfo};
 use url::Url;
 
 use crate::error::{BrokerError, redact};
+use crate::policy::hosts::each;
 
 /// Channels of one publishing session. More than one, because the server works on each channel in a process of its own; a
 /// key always takes the same one.
@@ -58,6 +62,63 @@ pub struct RabbitConfig {
     pub route_retry: Duration,
     /// How long a consumer may be silent before the server is asked whether it still is a consumer.
     pub quiet_check: Duration,
+    /// Bytes of deliveries that are not yet acknowledged, at most (one delivery is always allowed).
+    pub in_flight_bytes_max: usize,
+    /// What clones remember together; it is no setting.
+    #[doc(hidden)]
+    pub remembered: Remembered,
+}
+
+/// What clones of a configuration remember together.
+#[derive(Debug, Clone, Default)]
+pub struct Remembered {
+    /// Which of several servers answered last.
+    answered_last: Arc<AtomicUsize>,
+    /// How many deliveries at a time a consumer could bear.
+    bearable: Arc<Mutex<HashMap<String, u16>>>,
+}
+
+impl PartialEq for Remembered {
+    fn eq(&self, _: &Self) -> bool {
+        true
+    }
+}
+
+impl Eq for Remembered {}
+
+/// Servers that are still to be asked.
+pub(super) struct Tries<'a> {
+    servers: VecDeque<(usize, Server)>,
+    last: &'a AtomicUsize,
+    away: Vec<String>,
+}
+
+impl Tries<'_> {
+    /// The next one; when there is none, [`Tries::none`] says why.
+    pub(super) fn next(&self) -> Option<&Server> {
+        self.servers.front().map(|(_, server)| server)
+    }
+
+    /// Takes what the next one answered: what is to be returned, unless it is away and another one is to be asked.
+    pub(super) fn answered<T>(&mut self, answer: Result<T, BrokerError>) -> Option<Result<T, BrokerError>> {
+        let (index, server) = self.servers.pop_front()?;
+        match answer {
+            Err(BrokerError::Unavailable(why)) => {
+                self.away.push(why);
+                return None;
+            }
+            Ok(_) if self.last.swap(index, Ordering::Relaxed) != index => {
+                tracing::info!(%server, passed_over = self.away.join("; "), "another node of RabbitMQ is used");
+            }
+            _ => {}
+        }
+        Some(answer)
+    }
+
+    /// No server is there.
+    pub(super) fn none(self) -> BrokerError {
+        BrokerError::Unavailable(self.away.join("; "))
+    }
 }
 
 impl RabbitConfig {
@@ -80,6 +141,8 @@ impl RabbitConfig {
             close_deadline: Duration::from_secs(5),
             route_retry: Duration::from_secs(1),
             quiet_check: Duration::from_secs(30),
+            in_flight_bytes_max: 64 << 20,
+            remembered: Remembered::default(),
         }
     }
 
@@ -88,8 +151,11 @@ impl RabbitConfig {
     /// # Errors
     /// [`BrokerError::Refused`] with the name of the setting.
     pub fn validate(&self) -> Result<(), BrokerError> {
-        self.server()?;
+        let servers = self.servers()?;
         let refused = |what: &str| Err(BrokerError::Refused(format!("[broker.rabbitmq] {what}")));
+        if self.ca_file.is_some() && !servers.iter().all(|server| server.tls) {
+            return Err(BrokerError::Refused("`ca_file` is for TLS: use `amqps://` in the broker URL".to_owned()));
+        }
         let short = |text: &str| (1..=127).contains(&text.len());
         if !short(&self.exchange) || self.exchange.starts_with("amq.") {
             return refused("exchange: 1 to 127 bytes, not starting with `amq.`");
@@ -106,14 +172,49 @@ impl RabbitConfig {
         if !(1..=64).contains(&self.channels) || self.publish_window == 0 || self.prefetch == 0 {
             return refused("channels: 1 to 64; publish_window and prefetch: at least 1");
         }
+        if self.in_flight_bytes_max == 0 {
+            return refused("in_flight_bytes_max: at least 1");
+        }
         Ok(())
     }
 
-    /// Where the server is and who asks.
-    pub(super) fn server(&self) -> Result<Server, BrokerError> {
+    /// Where the servers are and who asks: the nodes of one cluster, in the order of the URL.
+    pub(super) fn servers(&self) -> Result<Vec<Server>, BrokerError> {
+        let shown = redact(&self.url);
+        let refused = |why: &str| BrokerError::Refused(format!("the URL {shown}: {why}"));
+        each(&self.url).map_err(refused)?.iter().map(|url| self.server(url)).collect()
+    }
+
+    /// So many deliveries at a time are asked for where `prefetch` was wished for: no more than the consumer could bear, and twice
+    /// that the next time, because its messages may be smaller then.
+    pub(super) fn bearable(&self, consumer: &str, prefetch: u16) -> u16 {
+        let mut known = self.remembered.bearable.lock().unwrap_or_else(PoisonError::into_inner);
+        let Some(bearable) = known.get_mut(consumer) else { return prefetch };
+        let asked = prefetch.min(*bearable);
+        *bearable = bearable.saturating_mul(2);
+        asked
+    }
+
+    /// A consumer bears so many deliveries at a time and not more.
+    pub(super) fn bear(&self, consumer: &str, prefetch: u16) -> u16 {
+        self.remembered.bearable.lock().unwrap_or_else(PoisonError::into_inner).insert(consumer.to_owned(), prefetch);
+        prefetch
+    }
+
+    /// The servers to ask one after the other, the one that answered last first.
+    pub(super) fn tries(&self) -> Result<Tries<'_>, BrokerError> {
+        let mut servers: Vec<(usize, Server)> = self.servers()?.into_iter().enumerate().collect();
+        let last = self.remembered.answered_last.load(Ordering::Relaxed).min(servers.len() - 1);
+        let first = servers.remove(last);
+        servers.insert(0, first);
+        Ok(Tries { servers: servers.into(), last: &self.remembered.answered_last, away: Vec::new() })
+    }
+
+    /// One of them.
+    fn server(&self, url: &str) -> Result<Server, BrokerError> {
         let shown = redact(&self.url);
         let refused = |why: String| BrokerError::Refused(format!("the URL {shown}: {why}"));
-        let url = Url::parse(&self.url).map_err(|error| refused(error.to_string()))?;
+        let url = Url::parse(url).map_err(|error| refused(error.to_string()))?;
         let scheme = match url.scheme() {
             "amqp" => AMQPScheme::AMQP,
             "amqps" => AMQPScheme::AMQPS,
@@ -203,7 +304,7 @@ mod tests {
 
     #[test]
     fn a_url_is_taken_apart_as_people_write_it() {
-        let server = |url: &str| RabbitConfig::new(url).server();
+        let server = |url: &str| RabbitConfig::new(url).servers().map(|mut servers| servers.remove(0));
         let plain = server("amqp://app:p%40ss@rabbit.example:5673/pay%2fments").unwrap();
         assert_eq!((plain.host.as_str(), plain.port, plain.vhost.as_str()), ("rabbit.example", 5673, "pay/ments"));
         assert_eq!(plain.uri.authority.userinfo.password, "p@ss");
@@ -213,13 +314,23 @@ mod tests {
         let tls = server("amqps://h").unwrap();
         assert!(tls.tls && tls.port == 5671);
         assert_eq!(server("amqp://[::1]:5672/").unwrap().host, "::1");
+        let three = RabbitConfig::new("amqps://app:p%40ss@a,b:1,[::1]/v").servers().unwrap();
+        let shown: Vec<String> =
+            three.iter().map(|server| format!("{server} {}", server.uri.authority.userinfo.password)).collect();
+        assert_eq!(shown, ["a:5671 (vhost `v`) p@ss", "b:1 (vhost `v`) p@ss", "::1:5671 (vhost `v`) p@ss"]);
     }
 
     #[test]
     fn what_cannot_be_meant_is_refused_without_the_password() {
-        for url in
-            ["kafka://a:secret@h", "amqp://", "amqp://u:secret@h/%zz", "amqp://u:secret@h?heartbeat=5", "nonsense"]
-        {
+        for url in [
+            "kafka://a:secret@h",
+            "amqp://u:secret@a,,b",
+            "amqp://u:secret@a:1,b:x",
+            "amqp://",
+            "amqp://u:secret@h/%zz",
+            "amqp://u:secret@h?heartbeat=5",
+            "nonsense",
+        ] {
             let error = RabbitConfig::new(url).validate().unwrap_err().to_string();
             assert!(!error.contains("secret"), "{error}");
         }

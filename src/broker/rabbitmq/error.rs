@@ -129,6 +129,7 @@ pub(super) fn again(error: &BrokerError) -> BrokerError {
         BrokerError::Destination(text) => BrokerError::Destination(text.clone()),
         BrokerError::Refused(text) => BrokerError::Refused(text.clone()),
         BrokerError::Unauthorised(text) => BrokerError::Unauthorised(text.clone()),
+        BrokerError::Untrusted(text) => BrokerError::Untrusted(text.clone()),
         BrokerError::Session(text) => BrokerError::Session(text.clone()),
     }
 }

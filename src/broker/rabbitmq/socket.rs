@@ -54,15 +54,19 @@ pub(super) struct Link {
 impl Link {
     /// Connects, or says what is wrong without the password.
     pub(super) async fn open(config: &RabbitConfig, name: &str) -> Result<Self, BrokerError> {
-        let server = config.server()?;
-        let attempt = Self::connect(config, &server, name);
-        match tokio::time::timeout(config.connect_deadline, attempt).await {
-            Ok(link) => link,
-            Err(_) => Err(BrokerError::Unavailable(format!(
-                "RabbitMQ at {server} did not finish the handshake within {:?}",
-                config.connect_deadline
-            ))),
+        let deadline = config.connect_deadline;
+        let mut tries = config.tries()?;
+        while let Some(server) = tries.next() {
+            let attempt = Self::connect(config, server, name);
+            let answer = tokio::time::timeout(deadline, attempt).await.unwrap_or_else(|_| {
+                let why = format!("RabbitMQ at {server} did not finish the handshake within {deadline:?}");
+                Err(BrokerError::Unavailable(why))
+            });
+            if let Some(answer) = tries.answered(answer) {
+                return answer;
+            }
         }
+        Err(tries.none())
     }
 
     async fn connect(config: &RabbitConfig, server: &Server, name: &str) -> Result<Self, BrokerError> {
@@ -153,10 +157,14 @@ pub(super) fn connector(ca_file: Option<&Path>) -> Result<RustlsConnector, Broke
 pub(super) fn untrusted(error: &io::Error, server: &Server) -> BrokerError {
     let inner = error.get_ref().and_then(|inner| inner.downcast_ref::<rustls::Error>());
     match inner {
-        Some(rustls::Error::InvalidCertificate(why)) => BrokerError::Unauthorised(format!(
+        Some(rustls::Error::InvalidCertificate(why)) => BrokerError::Untrusted(format!(
             "the certificate of RabbitMQ at {server} is not trusted ({why:?}); set `ca_file` to its authority, and use the \
              host name that stands in it"
         )),
+        // Bytes that are none of TLS; a server that closes at once may be one that starts.
+        Some(rustls::Error::InvalidMessage(why)) => {
+            BrokerError::Untrusted(format!("RabbitMQ at {server} does not speak TLS there ({why:?})"))
+        }
         _ => BrokerError::Unavailable(format!("TLS with RabbitMQ at {server}: {error}")),
     }
 }

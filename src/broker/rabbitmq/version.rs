@@ -38,14 +38,17 @@ impl ServerVersion {
 
 /// Asks the server.
 pub(super) async fn ask(config: &RabbitConfig) -> Result<ServerVersion, BrokerError> {
-    let server = config.server()?;
-    match tokio::time::timeout(config.connect_deadline, greet(config, &server)).await {
-        Ok(answer) => answer,
-        Err(_) => Err(BrokerError::Unavailable(format!(
-            "RabbitMQ at {server} did not greet within {:?}",
-            config.connect_deadline
-        ))),
+    let deadline = config.connect_deadline;
+    let mut tries = config.tries()?;
+    while let Some(server) = tries.next() {
+        let answer = tokio::time::timeout(deadline, greet(config, server)).await.unwrap_or_else(|_| {
+            Err(BrokerError::Unavailable(format!("RabbitMQ at {server} did not greet within {deadline:?}")))
+        });
+        if let Some(answer) = tries.answered(answer) {
+            return answer;
+        }
     }
+    Err(tries.none())
 }
 
 async fn greet(config: &RabbitConfig, server: &Server) -> Result<ServerVersion, BrokerError> {

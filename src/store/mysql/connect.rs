@@ -8,15 +8,14 @@ use std::str::FromStr;
 use std::time::Duration;
 
 use sqlx::mysql::{MySqlConnectOptions, MySqlConnection, MySqlSslMode};
-use sqlx::{AssertSqlSafe, ConnectOptions, Connection, Executor};
+use sqlx::{AssertSqlSafe, Executor, MySql};
 
 use super::MySqlStore;
 use crate::error::{StoreError, redact};
+use crate::policy::hosts::each;
 use crate::store::StoreOptions;
 use crate::store::bounded::{BoundedPool, pool_options};
-
-/// How long the first connection may take.
-const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
+use crate::store::hosts::Hosts;
 
 impl MySqlStore {
     /// Connects once, to find out what is wrong at once, and makes the pool.
@@ -27,35 +26,50 @@ impl MySqlStore {
     /// # Cancel safety
     /// Nothing is left behind.
     pub async fn connect(options: &StoreOptions) -> Result<Self, StoreError> {
-        let connect_options = connect_options(options)?;
-        let timed_out = |_| StoreError::Unavailable(sqlx::Error::PoolTimedOut);
-        let connecting = async { connect_options.connect().await?.close().await };
-        tokio::time::timeout(CONNECT_TIMEOUT, connecting).await.map_err(timed_out)??;
-
+        let mut hosts = hosts(options)?;
+        let connect_options = hosts.choose().await?.clone();
+        let are_several = hosts.are_several();
         let timeouts = Timeouts::above(options.handler_timeout);
         let answer_timeout = options.answer_timeout.unwrap_or(timeouts.answer);
         let session = session_settings(&timeouts);
         let (at_connect, at_release) = (session.clone(), format!("rollback; {session}"));
-        let pool = pool_options(options.connections_max, answer_timeout)
+        let pool = pool_options(options.connections_max, answer_timeout, &hosts)
             // Below `wait_timeout`, so that the pool closes an idle connection before the server does.
             .idle_timeout(options.handler_timeout)
             .after_connect(move |connection: &mut MySqlConnection, _| {
                 let session = at_connect.clone();
-                Box::pin(async move { connection.execute(AssertSqlSafe(session)).await.map(|_| ()) })
+                Box::pin(async move {
+                    connection.execute(AssertSqlSafe(session)).await?;
+                    Hosts::<MySql>::refuse_standby(are_several, connection).await
+                })
             })
             .after_release(move |connection: &mut MySqlConnection, _| {
                 let session = at_release.clone();
                 Box::pin(async move { connection.execute(AssertSqlSafe(session)).await.map(|_| true) })
             })
             .connect_lazy_with(connect_options);
-        Ok(Self { pool: BoundedPool::new(pool, answer_timeout, None) })
+        Ok(Self { pool: BoundedPool::new(pool, answer_timeout, None, hosts) })
     }
 }
 
-fn connect_options(options: &StoreOptions) -> Result<MySqlConnectOptions, StoreError> {
+/// The hosts of the URL.
+fn hosts(options: &StoreOptions) -> Result<Hosts<MySql>, StoreError> {
     let shown = redact(&options.url);
+    let mut hosts = Vec::new();
+    for url in each(&options.url).map_err(|why| StoreError::Refused(format!("`{shown}`: {why}")))? {
+        let one = connect_options(&shown, &url, options)?;
+        let name = url::Url::parse(&url)
+            .ok()
+            .and_then(|url| Some(format!("{}:{}", url.host_str()?, url.port().unwrap_or(3306))));
+        hosts.push((name.unwrap_or_default(), one));
+    }
+    Ok(Hosts::new(hosts))
+}
+
+/// How one of the hosts is reached; `shown` is the URL of all, without the password.
+fn connect_options(shown: &str, text: &str, options: &StoreOptions) -> Result<MySqlConnectOptions, StoreError> {
     let refused = |what: String| StoreError::Refused(what);
-    let url = url::Url::parse(&options.url).map_err(|error| refused(format!("`{shown}` is no URL: {error}")))?;
+    let url = url::Url::parse(text).map_err(|error| refused(format!("`{shown}` is no URL: {error}")))?;
     if url.scheme() != "mysql" {
         return Err(refused(format!("`{shown}` is no mysql:// URL")));
     }
@@ -63,17 +77,22 @@ fn connect_options(options: &StoreOptions) -> Result<MySqlConnectOptions, StoreE
         return Err(refused(format!("`{shown}` names no database: mysql://USER@HOST/DATABASE")));
     }
     // The error of sqlx may show a part of the URL.
-    let mut found = MySqlConnectOptions::from_str(&options.url)
+    let mut found = MySqlConnectOptions::from_str(text)
         .map_err(|_| refused(format!("`{shown}` has an option that is not understood")))?
         // What the server is set to, and strict besides: see `session_settings`.
         .pipes_as_concat(false)
         .no_engine_substitution(false)
         .timezone(Some("+00:00".to_owned()));
-    let says_ssl_mode = url.query_pairs().any(|(name, _)| matches!(&*name, "ssl-mode" | "sslmode"));
-    if !says_ssl_mode && !is_local(&url) {
+    let says = url.query_pairs().find(|(name, _)| matches!(&**name, "ssl-mode" | "sslmode")).map(|(_, mode)| mode);
+    if says.is_none() && (!is_local(&url) || options.ca_file.is_some()) {
         found = found.ssl_mode(MySqlSslMode::VerifyIdentity);
     }
     if let Some(file) = &options.ca_file {
+        if says.is_some_and(|mode| !mode.to_ascii_uppercase().starts_with("VERIFY_")) {
+            return Err(refused(format!(
+                "`{shown}` verifies no certificate: `ca_file` is for ssl-mode=VERIFY_IDENTITY"
+            )));
+        }
         found = found.ssl_ca(file);
     }
     Ok(found)
@@ -120,11 +139,42 @@ fn session_settings(timeouts: &Timeouts) -> String {
 #[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used)]
+    use sqlx::ConnectOptions;
+
     use super::*;
 
+    fn of(options: &StoreOptions) -> Result<MySqlConnectOptions, StoreError> {
+        connect_options(&redact(&options.url), &options.url, options)
+    }
+
     fn ssl_mode(url: &str) -> String {
-        let url = connect_options(&StoreOptions::new(url)).unwrap().to_url_lossy();
-        url.query_pairs().find(|(name, _)| name == "ssl-mode").map(|(_, value)| value.into_owned()).unwrap()
+        mode_of(&StoreOptions::new(url)).unwrap()
+    }
+
+    fn mode_of(options: &StoreOptions) -> Result<String, StoreError> {
+        let url = of(options)?.to_url_lossy();
+        Ok(url.query_pairs().find(|(name, _)| name == "ssl-mode").map(|(_, value)| value.into_owned()).unwrap())
+    }
+
+    // Shown to fail by leaving the mode as it stands where the host is loopback: the authority was looked at by nobody.
+    #[test]
+    fn an_authority_is_given_to_be_verified() {
+        let with_ca = |url: &str| mode_of(&StoreOptions { ca_file: Some("ca.pem".into()), ..StoreOptions::new(url) });
+        assert_eq!(with_ca("mysql://app@localhost/x").unwrap(), "VERIFY_IDENTITY");
+        assert_eq!(with_ca("mysql://app@h/x?ssl-mode=verify_ca").unwrap(), "VERIFY_CA");
+        for mode in ["DISABLED", "PREFERRED", "REQUIRED"] {
+            let error = with_ca(&format!("mysql://app@h/x?ssl-mode={mode}")).unwrap_err().to_string();
+            assert!(error.contains("verifies no certificate"), "{error}");
+        }
+    }
+
+    #[test]
+    fn hosts_that_cannot_be_meant_are_refused() {
+        for url in ["mysql://app:s3cret@a,,b/x", "mysql://app:s3cret@a:1,b:x/x"] {
+            let error = hosts(&StoreOptions::new(url)).err().unwrap().to_string();
+            assert!(error.starts_with("refused") && !error.contains("s3cret"), "{error}");
+        }
+        assert!(hosts(&StoreOptions::new("mysql://a,b:1/x")).unwrap().are_several());
     }
 
     #[test]
@@ -140,7 +190,7 @@ mod tests {
     #[test]
     fn a_url_that_cannot_be_used_is_refused_without_its_password() {
         for url in ["mysql://app:s3cret@h", "mysql://app:s3cret@h/db?ssl-mode=s3cret", "postgres://app:s3cret@h/db"] {
-            let error = connect_options(&StoreOptions::new(url)).unwrap_err().to_string();
+            let error = of(&StoreOptions::new(url)).unwrap_err().to_string();
             assert!(!error.contains("s3cret@") && error.starts_with("refused"), "{error}");
         }
     }

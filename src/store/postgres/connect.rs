@@ -9,38 +9,38 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use sqlx::postgres::{PgConnectOptions, PgSslMode};
-use sqlx::{AssertSqlSafe, ConnectOptions, Connection, Executor, PgConnection, Postgres};
+use sqlx::{AssertSqlSafe, ConnectOptions, Executor, PgConnection, Postgres};
 
 use super::PostgresStore;
 use crate::error::{StoreError, redact};
+use crate::policy::hosts::each;
 use crate::store::StoreOptions;
 use crate::store::bounded::{Bounded, BoundedPool, pool_options};
+use crate::store::hosts::Hosts;
 
 /// What the server-side timeouts stand above the handler timeout, and the answer timeout above them.
 const MARGIN: Duration = Duration::from_secs(5);
 /// Begins a transaction; the isolation is the session's.
 pub(super) const BEGIN: &str = "begin";
 
-/// How long the first connection may take.
-const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
-
-/// Connects once, to find out what is wrong at once, and makes the pool: a pool asks a server that refuses connections again
-/// and again for 30 s, and then says only that time is up.
+/// Connects once, and makes the pool.
 pub(super) async fn connect(options: &StoreOptions) -> Result<PostgresStore, StoreError> {
-    let connect = connect_options(options)?;
-    let timed_out = |_| StoreError::Unavailable(sqlx::Error::PoolTimedOut);
-    let connecting = async { connect.connect().await?.close().await };
-    tokio::time::timeout(CONNECT_TIMEOUT, connecting).await.map_err(timed_out)??;
+    let mut hosts = hosts(options)?;
+    let connect = hosts.choose().await?.clone();
+    let are_several = hosts.are_several();
     let settings = session_settings(options.handler_timeout);
     let answer_timeout = options.answer_timeout.unwrap_or(options.handler_timeout + 2 * MARGIN);
     let reset = format!("{RESET} {settings}");
-    let pool = pool_options(options.connections_max, answer_timeout)
+    let pool = pool_options(options.connections_max, answer_timeout, &hosts)
         .after_connect(move |connection: &mut PgConnection, _| {
             let settings = settings.clone();
-            Box::pin(async move { connection.execute(AssertSqlSafe(settings)).await.map(drop) })
+            Box::pin(async move {
+                connection.execute(AssertSqlSafe(settings)).await?;
+                Hosts::<Postgres>::refuse_standby(are_several, connection).await
+            })
         })
         .connect_lazy_with(connect);
-    let pool = BoundedPool::new(pool, answer_timeout, Some(reset));
+    let pool = BoundedPool::new(pool, answer_timeout, Some(reset), hosts);
     Ok(PostgresStore {
         pool,
         handler_timeout: options.handler_timeout,
@@ -66,19 +66,52 @@ impl PostgresStore {
     }
 }
 
-fn connect_options(options: &StoreOptions) -> Result<PgConnectOptions, StoreError> {
-    let url = &options.url;
-    let refused = |why: String| StoreError::Refused(format!("the database URL {} {why}", redact(url)));
+/// The hosts of the URL.
+fn hosts(options: &StoreOptions) -> Result<Hosts<Postgres>, StoreError> {
+    let refused = |why: &str| StoreError::Refused(format!("the database URL {}: {why}", redact(&options.url)));
+    let mut hosts = Vec::new();
+    for url in each(&options.url).map_err(refused)? {
+        let one = connect_options(&options.url, &url, options)?;
+        hosts.push((format!("{}:{}", one.get_host(), one.get_port()), one));
+    }
+    Ok(Hosts::new(hosts))
+}
+
+/// How one of the hosts is reached; `shown` is the URL of all.
+fn connect_options(shown: &str, url: &str, options: &StoreOptions) -> Result<PgConnectOptions, StoreError> {
+    let refused = |why: String| StoreError::Refused(format!("the database URL {} {why}", redact(shown)));
     if !(url.starts_with("postgres://") || url.starts_with("postgresql://")) {
         return Err(refused("is not of the form postgres://USER:PASSWORD@HOST:PORT/DATABASE".to_owned()));
     }
     let mut connect = PgConnectOptions::from_str(url).map_err(|error| refused(format!("cannot be read: {error}")))?;
-    let says_tls = url::Url::parse(url)
-        .is_ok_and(|url| url.query_pairs().any(|(name, _)| matches!(name.as_ref(), "sslmode" | "ssl-mode")));
-    if !says_tls && connect.get_socket().is_none() && !is_loopback(connect.get_host()) {
+    let query = url::Url::parse(url).map_err(|error| refused(format!("cannot be read: {error}")))?;
+    let mut says_tls = false;
+    for (name, value) in query.query_pairs() {
+        match &*name {
+            "sslmode" | "ssl-mode" => says_tls = true,
+            "host" | "hostaddr" | "port" if value.contains(',') => {
+                return Err(refused(
+                    "has several hosts in its query: write postgres://A:5432,B:5432/DATABASE".to_owned(),
+                ));
+            }
+            // What is always asked for.
+            "target_session_attrs" if matches!(&*value, "primary" | "read-write") => {}
+            "target_session_attrs" => {
+                return Err(refused(format!(
+                    "asks for `{value}`: only the primary can be used, it is always looked for"
+                )));
+            }
+            _ => {}
+        }
+    }
+    let is_local = connect.get_socket().is_some() || is_loopback(connect.get_host());
+    if !says_tls && (!is_local || options.ca_file.is_some()) {
         connect = connect.ssl_mode(PgSslMode::VerifyFull);
     }
     if let Some(file) = &options.ca_file {
+        if !matches!(connect.get_ssl_mode(), PgSslMode::VerifyCa | PgSslMode::VerifyFull) {
+            return Err(refused("verifies no certificate: `ca_file` is for sslmode=verify-full".to_owned()));
+        }
         connect = connect.ssl_root_cert(file);
     }
     if connect.get_application_name().is_none() {
@@ -130,8 +163,41 @@ mod tests {
     #![allow(clippy::unwrap_used)]
     use super::*;
 
+    fn of(url: &str) -> Result<PgConnectOptions, StoreError> {
+        connect_options(url, url, &StoreOptions::new(url))
+    }
+
     fn ssl_mode(url: &str) -> PgSslMode {
-        connect_options(&StoreOptions::new(url)).unwrap().get_ssl_mode()
+        of(url).unwrap().get_ssl_mode()
+    }
+
+    // Shown to fail by leaving the mode as it stands where the host is loopback: the authority was looked at by nobody.
+    #[test]
+    fn an_authority_is_given_to_be_verified() {
+        let with_ca = |url: &str| {
+            let options = StoreOptions { ca_file: Some("ca.pem".into()), ..StoreOptions::new(url) };
+            connect_options(url, url, &options)
+        };
+        assert!(matches!(with_ca("postgres://app@localhost/x").unwrap().get_ssl_mode(), PgSslMode::VerifyFull));
+        assert!(matches!(with_ca("postgres://h/x?sslmode=verify-ca").unwrap().get_ssl_mode(), PgSslMode::VerifyCa));
+        for mode in ["disable", "allow", "prefer", "require"] {
+            let error = with_ca(&format!("postgres://app@h/x?sslmode={mode}")).unwrap_err().to_string();
+            assert!(error.contains("verifies no certificate"), "{error}");
+        }
+    }
+
+    #[test]
+    fn hosts_that_cannot_be_meant_are_refused() {
+        for (url, why) in [
+            ("postgres://app:s3cret@a,,b/x", "a host between commas is empty"),
+            ("postgres://app:s3cret@a:1,b:x/x", "invalid port number"),
+            ("postgres://app:s3cret@h/x?host=a,b", "several hosts in its query"),
+            ("postgres://app:s3cret@a,b/x?target_session_attrs=any", "only the primary"),
+        ] {
+            let error = hosts(&StoreOptions::new(url)).err().unwrap().to_string();
+            assert!(error.contains(why) && !error.contains("s3cret"), "{error}");
+        }
+        assert!(hosts(&StoreOptions::new("postgres://a,b:1/x?target_session_attrs=read-write")).unwrap().are_several());
     }
 
     #[test]
@@ -150,7 +216,7 @@ mod tests {
     #[test]
     fn a_url_that_cannot_be_read_is_refused_without_its_password() {
         for url in ["mysql://app:s3cret@localhost/x", "postgres://app:s3cret@localhost:port/x"] {
-            let error = connect_options(&StoreOptions::new(url)).unwrap_err().to_string();
+            let error = of(url).unwrap_err().to_string();
             assert!(error.contains("refused") && !error.contains("s3cret"), "{error}");
         }
     }

@@ -3,11 +3,12 @@
 //! Guarantees: a connection that failed, or did not answer in time, is never used again; the next call makes a new one, and asks the
 //! server behind it anew, which may be another one (failover, DNS).
 
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
 use redis::aio::MultiplexedConnection;
-use redis::{AsyncConnectionConfig, Client, FromRedisValue, RedisError, Script};
+use redis::{AsyncConnectionConfig, Client, FromRedisValue, RedisError, Script, TlsCertificates};
 use tokio::sync::Mutex;
 
 use crate::error::{StoreError, redact};
@@ -15,8 +16,10 @@ use crate::error::{StoreError, redact};
 /// How to connect.
 #[derive(Clone)]
 pub struct RedisOptions {
-    /// `redis://[user:password@]host:port[/database]`.
+    /// `redis://[user:password@]host:port[/database]`, `rediss://` for TLS, whose certificate is always verified.
     pub url: String,
+    /// A PEM file of certificate authorities to trust instead of the system's.
+    pub ca_file: Option<PathBuf>,
     /// What the name of every key begins with; another one is another store. Default `oncebox`.
     pub prefix: String,
     /// How long the server may take to answer. Default 2 s.
@@ -27,7 +30,8 @@ impl RedisOptions {
     /// Defaults around a URL.
     #[must_use]
     pub fn new(url: impl Into<String>) -> Self {
-        Self { url: url.into(), prefix: "oncebox".to_owned(), answer_timeout: Duration::from_secs(2) }
+        let (url, prefix) = (url.into(), "oncebox".to_owned());
+        Self { url, ca_file: None, prefix, answer_timeout: Duration::from_secs(2) }
     }
 }
 
@@ -61,8 +65,7 @@ impl RedisKeys {
     /// # Cancel safety
     /// Safe.
     pub async fn connect(options: RedisOptions) -> Result<Self, StoreError> {
-        let refused = |error: RedisError| StoreError::Refused(format!("{}: {error}", redact(&options.url)));
-        let client = Client::open(options.url.as_str()).map_err(refused)?;
+        let client = client(&options)?;
         let keys = Self { client, options: Arc::new(options), connection: Arc::default() };
         keys.connection().await?;
         Ok(keys)
@@ -137,6 +140,29 @@ impl RedisKeys {
     }
 }
 
+/// Where the server is, and what it has to prove.
+fn client(options: &RedisOptions) -> Result<Client, StoreError> {
+    let url = options.url.as_str();
+    let refused = |why: String| StoreError::Refused(format!("{}: {why}", redact(url)));
+    let said = |error: RedisError| refused(error.to_string());
+    let host = url.split(['/', '?', '#']).nth(2).unwrap_or_default();
+    if host.rsplit('@').next().unwrap_or_default().contains(',') {
+        return Err(refused(
+            "one host is used, the primary; neither a cluster nor Sentinel is asked for it".to_owned(),
+        ));
+    }
+    if url.ends_with("#insecure") {
+        return Err(refused("`#insecure` would verify no certificate".to_owned()));
+    }
+    let Some(file) = &options.ca_file else { return Client::open(url).map_err(said) };
+    if !url.starts_with("rediss://") {
+        return Err(refused("`ca_file` is for TLS: use `rediss://` in the URL".to_owned()));
+    }
+    let unread = |error: std::io::Error| refused(format!("ca_file {}: {error}", file.display()));
+    let tls = TlsCertificates { client_tls: None, root_cert: Some(std::fs::read(file).map_err(unread)?) };
+    Client::build_with_tls(url, tls).map_err(said)
+}
+
 /// What an error of Redis means. A connection that was lost says nothing of a script that was sent over it.
 fn store_error(error: RedisError) -> StoreError {
     /// The server is there and cannot serve now.
@@ -144,6 +170,13 @@ fn store_error(error: RedisError) -> StoreError {
         ["READONLY", "LOADING", "MASTERDOWN", "OOM", "BUSY", "MISCONF", "NOREPLICAS", "TRYAGAIN", "CLUSTERDOWN"];
     /// A person must act.
     const REFUSED: [&str; 3] = ["NOAUTH", "WRONGPASS", "NOPERM"];
+    // As rustls says it; the client keeps only its text.
+    if error.to_string().contains("invalid peer certificate") {
+        return StoreError::Refused(format!(
+            "the certificate of Redis is not trusted ({error}); set `ca_file` to its authority, and use the host name that \
+             stands in it"
+        ));
+    }
     if matches!(error.kind(), redis::ErrorKind::UnexpectedReturnType | redis::ErrorKind::Parse) {
         return StoreError::Corrupt(format!("an answer of Redis: {error}"));
     }

@@ -1,0 +1,49 @@
+//! Several hosts in one URL: a URL for each of them, in their order.
+//!
+//! `postgres://app:secret@a:5432,b:5432/shop?sslmode=verify-full` means two servers with the same user, password, path and query.
+//! Whether and how more than one host is used, the adapter says.
+
+/// A URL for each host that stands before the path; one for a URL with one host.
+///
+/// # Errors
+/// A host between commas is empty. The text has no part of the URL in it.
+pub(crate) fn each(url: &str) -> Result<Vec<String>, &'static str> {
+    let Some((scheme, rest)) = url.split_once("://") else { return Ok(vec![url.to_owned()]) };
+    let (authority, tail) = rest.split_at(rest.find(['/', '?', '#']).unwrap_or(rest.len()));
+    let (user_info, hosts) = match authority.rfind('@') {
+        Some(at) => authority.split_at(at + 1),
+        None => ("", authority),
+    };
+    if !hosts.contains(',') {
+        return Ok(vec![url.to_owned()]);
+    }
+    let one = |host: &str| match host {
+        "" => Err("a host between commas is empty"),
+        host => Ok(format!("{scheme}://{user_info}{host}{tail}")),
+    };
+    hosts.split(',').map(one).collect()
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_host_has_a_url_with_all_the_rest() {
+        assert_eq!(
+            each("postgres://app:a,b@h1:1,[::1]:2,h3/shop?x=1,2").unwrap(),
+            [
+                "postgres://app:a,b@h1:1/shop?x=1,2",
+                "postgres://app:a,b@[::1]:2/shop?x=1,2",
+                "postgres://app:a,b@h3/shop?x=1,2"
+            ]
+        );
+        for one in ["amqp://h", "amqp://h/a,b", "mysql://u:p@h:1/d?x=a,b", "sqlite:a,b.db", "nonsense,x"] {
+            assert_eq!(each(one).unwrap(), [one]);
+        }
+        for empty in ["amqp://h,", "amqp://,h", "amqp://u:p@h,,g/v"] {
+            assert!(each(empty).is_err(), "{empty}");
+        }
+    }
+}

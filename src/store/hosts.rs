@@ -1,0 +1,208 @@
+//! Several hosts of one database: which of them is used.
+//!
+//! Guarantees: they are tried in the order in which they stand in the URL, and the first one that answers and takes writes is
+//! used, a standby never. One that works is kept. Where it no longer answers or takes writes and another one does, all new
+//! connections are made there within seconds, and no connection that was made before is taken from the pool again.
+//!
+//! Not here: replication. Which server is the one to write to is for the database and its operators to say; of two that take
+//! writes the first one is used.
+
+use std::fmt;
+use std::io;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use sqlx::{ConnectOptions, Connection, Pool};
+use tokio::task::AbortHandle;
+use tokio::time::timeout;
+
+use super::bounded::{Bounded, Remote};
+use crate::error::{StoreError, classify};
+
+/// How long the only host may take at first; what is wrong is said then.
+const ONE_MAX: Duration = Duration::from_secs(10);
+/// How long each of several may take.
+const EACH_MAX: Duration = Duration::from_secs(3);
+/// How often the one that is used is looked at.
+const LOOK: Duration = Duration::from_secs(1);
+
+/// How a connection to a database is made.
+type Options<Db> = <<Db as sqlx::Database>::Connection as Connection>::Options;
+
+/// The hosts of a URL, in their order.
+pub(super) struct Hosts<Db: Remote> {
+    all: Vec<(String, Options<Db>)>,
+    current: usize,
+    moved: Moved,
+}
+
+/// When the host was changed last.
+#[derive(Debug, Clone, Default)]
+pub(super) struct Moved(Arc<Mutex<Option<Instant>>>);
+
+impl Moved {
+    /// How long ago; none where it never was.
+    pub(super) fn since(&self) -> Option<Duration> {
+        Some(self.0.lock().unwrap_or_else(PoisonError::into_inner).as_ref()?.elapsed())
+    }
+
+    fn now(&self) {
+        *self.0.lock().unwrap_or_else(PoisonError::into_inner) = Some(Instant::now());
+    }
+}
+
+/// What is wrong with a host.
+enum Wrong {
+    Standby,
+    Silent(Duration),
+    Said(sqlx::Error),
+}
+
+impl fmt::Display for Wrong {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Standby => f.write_str("it is a standby"),
+            Self::Silent(limit) => write!(f, "it did not answer within {limit:?}"),
+            Self::Said(error) => f.write_str(&classify::words(error)),
+        }
+    }
+}
+
+impl<Db: Remote> Hosts<Db> {
+    /// Of hosts with the names that logs and errors have for them; there is one at least.
+    pub(super) fn new(all: Vec<(String, Options<Db>)>) -> Self {
+        Self { all, current: 0, moved: Moved::default() }
+    }
+
+    pub(super) fn moved(&self) -> Moved {
+        self.moved.clone()
+    }
+
+    /// Connects once, to find out what is wrong at once, and chooses the host: a pool asks a server that refuses connections
+    /// again and again for 30 s, and then says only that time is up. An only host is taken as it is: whether a standby is
+    /// waited for, is not said here.
+    ///
+    /// # Errors
+    /// What the only host says; of several what each of them says, and that none is available where one of them may be later.
+    pub(super) async fn choose(&mut self) -> Result<&Options<Db>, StoreError> {
+        if let [(_, only)] = self.all.as_slice() {
+            let connecting = async { only.connect().await?.close().await };
+            timeout(ONE_MAX, connecting).await.map_err(|_| StoreError::Unavailable(silent(ONE_MAX)))??;
+            return Ok(only);
+        }
+        let mut all_wrong = Vec::new();
+        for (index, (name, options)) in self.all.iter().enumerate() {
+            match writable::<Db>(options).await {
+                Ok(connection) => {
+                    drop(timeout(EACH_MAX, connection.close()).await);
+                    self.current = index;
+                    for (host, wrong) in &all_wrong {
+                        tracing::warn!(host, used = name, why = %wrong, "a host of the database is passed over");
+                    }
+                    return Ok(options);
+                }
+                Err(wrong) => all_wrong.push((name.as_str(), wrong)),
+            }
+        }
+        let may_come = |wrong: &Wrong| match wrong {
+            Wrong::Said(error) => classify::is_nobodys(error) && !classify::is_untrusted(error),
+            Wrong::Standby | Wrong::Silent(_) => true,
+        };
+        if !all_wrong.iter().any(|(_, wrong)| may_come(wrong))
+            && let Some((_, Wrong::Said(error))) = all_wrong.pop()
+        {
+            return Err(error.into());
+        }
+        let said: Vec<String> = all_wrong.iter().map(|(name, wrong)| format!("{name}: {wrong}")).collect();
+        Err(StoreError::Unavailable(sqlx::Error::Io(io::Error::other(said.join("; ")))))
+    }
+
+    /// The error of a connection to a standby that was made where a primary is asked for.
+    pub(super) async fn refuse_standby(several: bool, connection: &mut Db::Connection) -> sqlx::Result<()> {
+        if several && !Db::is_writable(connection).await? {
+            return Err(sqlx::Error::Io(io::Error::other("this host is a standby; another one is looked for")));
+        }
+        Ok(())
+    }
+
+    /// Whether there is more than one.
+    pub(super) fn are_several(&self) -> bool {
+        self.all.len() > 1
+    }
+}
+
+/// A connection to a server that takes writes.
+async fn writable<Db: Remote>(options: &Options<Db>) -> Result<Db::Connection, Wrong> {
+    let connecting = async {
+        let mut connection: Db::Connection = options.connect().await?;
+        let is_writable = Db::is_writable(&mut connection).await?;
+        Ok((connection, is_writable))
+    };
+    match timeout(EACH_MAX, connecting).await {
+        Err(_) => Err(Wrong::Silent(EACH_MAX)),
+        Ok(Err(error)) => Err(Wrong::Said(error)),
+        Ok(Ok((_, false))) => Err(Wrong::Standby),
+        Ok(Ok((connection, true))) => Ok(connection),
+    }
+}
+
+/// Looks whether the host that is used still is the one to be used; ends when it is dropped.
+#[derive(Debug)]
+pub(super) struct Watch(AbortHandle);
+
+impl Drop for Watch {
+    fn drop(&mut self) {
+        self.0.abort();
+    }
+}
+
+impl Watch {
+    /// None where there is nothing to choose from.
+    pub(super) fn start<Db: Remote>(
+        hosts: Hosts<Db>,
+        pool: Pool<Db>,
+        pulse: Arc<tokio::sync::Mutex<Option<Bounded<Db>>>>,
+    ) -> Option<Self> {
+        hosts.are_several().then(|| Self(tokio::spawn(watch(hosts, pool, pulse)).abort_handle()))
+    }
+}
+
+async fn watch<Db: Remote>(mut hosts: Hosts<Db>, pool: Pool<Db>, pulse: Arc<tokio::sync::Mutex<Option<Bounded<Db>>>>) {
+    let mut kept: Option<Db::Connection> = None;
+    while !pool.is_closed() {
+        tokio::time::sleep(LOOK).await;
+        let (name, options) = &hosts.all[hosts.current];
+        let looked = match kept.take() {
+            Some(mut connection) => match timeout(EACH_MAX, Db::is_writable(&mut connection)).await {
+                Ok(Ok(true)) => Ok(connection),
+                // The connection alone may be gone.
+                _ => writable::<Db>(options).await,
+            },
+            None => writable::<Db>(options).await,
+        };
+        let wrong = match looked {
+            Ok(connection) => {
+                kept = Some(connection);
+                continue;
+            }
+            Err(wrong) => wrong,
+        };
+        for (index, (other, options)) in hosts.all.iter().enumerate() {
+            let Ok(connection) = writable::<Db>(options).await else { continue };
+            kept = Some(connection);
+            if index != hosts.current {
+                tracing::warn!(from = name, to = other, why = %wrong, "another host of the database is used from now on");
+                pool.set_connect_options(options.clone());
+                hosts.moved.now();
+                hosts.current = index;
+                let pulse = Arc::clone(&pulse);
+                tokio::spawn(async move { drop(pulse.lock().await.take()) });
+            }
+            break;
+        }
+    }
+}
+
+fn silent(limit: Duration) -> sqlx::Error {
+    sqlx::Error::Io(io::Error::new(io::ErrorKind::TimedOut, format!("the server did not answer within {limit:?}")))
+}
