@@ -7,6 +7,7 @@ use lapin::options::{BasicPublishOptions, ExchangeDeleteOptions, QueueDeclareOpt
 use lapin::types::{AMQPValue, FieldTable};
 use oncebox::broker::{Broker, Event};
 use oncebox::error::BrokerError;
+use oncebox::message::OutgoingMessage;
 
 use crate::fixture::{Corner, SOON, message, number, numbered, numbers, publish, receive};
 
@@ -227,4 +228,84 @@ async fn check_declares_nothing_and_names_what_is_missing() {
     assert!(about("policies").remedy.as_deref().unwrap().contains("list_policies"));
     let again = corner.broker().check(&[corner.subscription()]).await.unwrap();
     assert_eq!(findings, again, "the first look changed something");
+}
+
+/// The server bounds their count, not their bytes. Shown to fail: with the bytes looked at by nobody; with the prefetch left as it
+/// was after the connection was cut.
+#[tokio::test]
+async fn deliveries_that_are_not_acknowledged_are_bounded_by_bytes_too() {
+    const MESSAGES: u64 = 60;
+    const EACH: usize = 1 << 20;
+    const BYTES_MAX: usize = 8 * EACH;
+    let Some(mut corner) = Corner::of("deliveries_are_bounded_by_bytes").await else { return };
+    corner.config.in_flight_bytes_max = BYTES_MAX;
+    let broker = corner.broker();
+    let mut subscriber = broker.subscriber(&corner.subscription()).await.unwrap();
+    let rows = numbered(&corner.topic, 3, MESSAGES);
+    let large = |(tag, row): (u64, OutgoingMessage)| {
+        let payload = format!("{}{tag}", " ".repeat(EACH)).into_bytes();
+        (tag, OutgoingMessage { payload, ..row })
+    };
+    publish(&broker, rows.into_iter().map(large).collect()).await;
+    let (mut seen, mut cuts, mut in_flight) = (Vec::new(), 0, Vec::new());
+    while !seen.contains(&(MESSAGES - 1)) {
+        match tokio::time::timeout(SOON, subscriber.next()).await {
+            Ok(Ok(Event::Deliveries(deliveries))) => in_flight.extend(deliveries),
+            Ok(Ok(_)) => continue,
+            Ok(Err(error)) => {
+                assert!(error.to_string().contains("in_flight_bytes_max"), "{error}");
+                (subscriber, cuts) = (broker.subscriber(&corner.subscription()).await.unwrap(), cuts + 1);
+                in_flight.clear();
+                continue;
+            }
+            Err(_) => panic!("nothing came, after {seen:?}"),
+        }
+        let bytes: usize = in_flight.iter().map(|one| one.arrived.payload.as_ref().unwrap().len()).sum();
+        assert!(bytes <= BYTES_MAX, "{bytes} bytes in {} deliveries", in_flight.len());
+        // Nothing is acknowledged before the server has sent all that it may.
+        let (name, passive) = (corner.queue(), QueueDeclareOptions::durable().passive());
+        let ready = corner.channel.queue_declare(name.as_str().into(), passive, FieldTable::default()).await.unwrap();
+        if cuts > 0 && (in_flight.len() >= 4 || ready.message_count() == 0) {
+            for delivery in in_flight.drain(..) {
+                let text = String::from_utf8(delivery.arrived.payload.unwrap()).unwrap();
+                seen.push(text.trim().parse::<u64>().unwrap());
+                subscriber.acknowledge(&delivery.source, delivery.sequence).await.unwrap();
+            }
+        }
+    }
+    assert_eq!((seen, cuts), ((0..MESSAGES).collect(), 1), "in their order, and cut once");
+    subscriber.close().await;
+    let queue = corner.queue();
+    corner.clean(&[&queue]).await;
+}
+
+/// Shown to fail: with every delivery beyond the bound refused.
+#[tokio::test]
+async fn a_delivery_that_is_larger_than_the_bound_is_handled_alone() {
+    let Some(mut corner) = Corner::of("a_delivery_that_is_larger_than_the_bound").await else { return };
+    corner.config.in_flight_bytes_max = 1_000;
+    let broker = corner.broker();
+    let mut subscriber = broker.subscriber(&corner.subscription()).await.unwrap();
+    let mut rows = numbered(&corner.topic, 1, 3);
+    for (tag, row) in &mut rows {
+        row.payload = format!("{tag:>5000}").into_bytes();
+    }
+    publish(&broker, rows).await;
+    let mut seen = Vec::new();
+    while seen.len() < 3 {
+        match tokio::time::timeout(SOON, subscriber.next()).await.expect("a delivery") {
+            Ok(Event::Deliveries(deliveries)) => {
+                for delivery in deliveries {
+                    seen.push(delivery.arrived.payload.unwrap().len());
+                    subscriber.acknowledge(&delivery.source, delivery.sequence).await.unwrap();
+                }
+            }
+            Ok(_) => {}
+            Err(_) => subscriber = broker.subscriber(&corner.subscription()).await.unwrap(),
+        }
+    }
+    assert_eq!(seen, [5_000; 3]);
+    subscriber.close().await;
+    let queue = corner.queue();
+    corner.clean(&[&queue]).await;
 }

@@ -374,8 +374,8 @@ pub(super) fn run(consumer: Arc<BaseConsumer<MemberContext>>, shared: &Shared) {
             Some(Err(error)) => trouble(shared, &error),
             None => shared.hand_over(),
         }
-        if let (Some(reason), Some(_)) = (shared.reports.unauthorised(), shared.reports.all_down()) {
-            shared.tell(Err(BrokerError::Unauthorised(reason)));
+        if let (Some(error), Some(_)) = (shared.reports.unauthorised(), shared.reports.all_down()) {
+            shared.tell(Err(error));
             break;
         }
     }
@@ -434,7 +434,7 @@ fn apply_pause(consumer: &BaseConsumer<MemberContext>, shared: &Shared, paused: 
 
 fn take(shared: &Shared, record: &rdkafka::message::BorrowedMessage<'_>) {
     let arrived = wire::arrived(record);
-    let weight = wire::weight(&arrived);
+    let weight = arrived.weight();
     let source = shared.assignment().deliver(record.topic(), record.partition(), record.offset(), weight);
     // A record of a partition that is not ours any more belongs to its new owner.
     if let Some(source) = source {

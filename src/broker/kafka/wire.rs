@@ -100,14 +100,6 @@ pub(super) fn arrived(record: &BorrowedMessage<'_>) -> Arrived {
     }
 }
 
-/// The bytes a delivery weighs in memory.
-pub(super) fn weight(arrived: &Arrived) -> usize {
-    arrived.payload.as_ref().map_or(0, Vec::len)
-        + arrived.key.as_ref().map_or(0, Vec::len)
-        + arrived.headers.iter().map(|(name, value)| name.len() + value.len()).sum::<usize>()
-        + 200
-}
-
 fn read_headers(headers: &BorrowedHeaders) -> Vec<(String, Vec<u8>)> {
     // rdkafka panics on a header name that is not UTF-8, which any producer can send: such a header is left out.
     let all = catch_unwind(AssertUnwindSafe(|| (0..headers.count()).map(|at| read_header(headers, at)).collect()));

@@ -2,7 +2,9 @@
 //!
 //! Guarantees: acknowledgements are `multiple`, up to what the runtime said is committed, never beyond what was delivered
 //! (R29); a stream that ends, a channel or connection that closes, and a consumer that the server has forgotten are errors
-//! of [`Subscriber::next`]; dropping this in any way cuts the socket before anything else (R29).
+//! of [`Subscriber::next`]; dropping this in any way cuts the socket before anything else (R29). Deliveries that are not yet
+//! acknowledged are bounded by count, which the server keeps, and by bytes, which it does not: where they grow beyond, the
+//! connection is cut, so that the server takes them back in their order, and the next one asks for fewer at a time.
 //!
 //! Not here: recovery (the runtime subscribes anew), dedupe (the inbox).
 
@@ -44,8 +46,34 @@ struct Source {
     /// The highest tag handed out, and the highest acknowledged.
     delivered: u64,
     acknowledged: u64,
+    /// Tags that are not yet acknowledged, and what each weighs.
+    in_flight: VecDeque<(u64, usize)>,
     /// Messages that stood in the queue when we came, less those taken; none once the queue was seen empty.
     expected: u64,
+}
+
+/// Deliveries that are not yet acknowledged.
+#[derive(Debug, Clone, Copy, Default)]
+struct InFlight {
+    rows: usize,
+    bytes: usize,
+}
+
+impl InFlight {
+    /// One delivery is always allowed, else a large one would never be handled.
+    fn is_bearable(self, config: &RabbitConfig, consumer: &str, queues: usize) -> Result<(), BrokerError> {
+        let Self { rows, bytes } = self;
+        if bytes <= config.in_flight_bytes_max || rows <= 1 {
+            return Ok(());
+        }
+        let each = (rows / 2 / queues).max(1);
+        let prefetch = config.bear(consumer, u16::try_from(each).unwrap_or(u16::MAX));
+        Err(BrokerError::Session(format!(
+            "{rows} deliveries that are not acknowledged have {bytes} bytes, more than `in_flight_bytes_max` ({}): the server takes \
+             them back and delivers {prefetch} at a time",
+            config.in_flight_bytes_max
+        )))
+    }
 }
 
 /// Everything that must outlive the socket: the socket is cut first, then the handles are dropped (R29).
@@ -64,6 +92,8 @@ impl Drop for Guard {
 pub(super) struct RabbitSubscriber {
     guard: Guard,
     config: RabbitConfig,
+    consumer: String,
+    in_flight: InFlight,
     assigned: bool,
     paused: bool,
     waiting: VecDeque<Delivery>,
@@ -93,7 +123,8 @@ impl RabbitSubscriber {
         }
         drop(topology);
         let share = (subscription.in_flight_max / queues.len().max(1)).max(1);
-        let prefetch = u16::try_from(share).unwrap_or(u16::MAX).min(config.prefetch);
+        let prefetch =
+            config.bearable(&subscription.consumer, u16::try_from(share).unwrap_or(u16::MAX).min(config.prefetch));
         for (queue, found) in queues {
             let channel = guard.link.channel().await?;
             let qos = channel.basic_qos(prefetch, BasicQosOptions::default());
@@ -113,12 +144,15 @@ impl RabbitSubscriber {
                 prefetch,
                 delivered: 0,
                 acknowledged: 0,
+                in_flight: VecDeque::new(),
                 expected: u64::from(found.ready),
             });
         }
         Ok(Self {
             guard,
             config: config.clone(),
+            consumer: subscription.consumer.clone(),
+            in_flight: InFlight::default(),
             assigned: false,
             paused: false,
             waiting: VecDeque::new(),
@@ -137,7 +171,13 @@ impl RabbitSubscriber {
             while self.waiting.len() < max {
                 match Pin::new(&mut source.consumer).poll_next(context) {
                     Poll::Pending => break,
-                    Poll::Ready(Some(Ok(delivery))) => self.waiting.push_back(source.take(delivery)),
+                    Poll::Ready(Some(Ok(delivery))) => {
+                        let delivery = source.take(delivery);
+                        self.in_flight.rows += 1;
+                        self.in_flight.bytes += delivery.arrived.weight();
+                        self.waiting.push_back(delivery);
+                        self.in_flight.is_bearable(&self.config, &self.consumer, count)?;
+                    }
                     Poll::Ready(Some(Err(error))) => return Err(classify(&error)),
                     Poll::Ready(None) => {
                         return Err(BrokerError::Destination(format!(
@@ -220,12 +260,22 @@ impl Source {
     fn take(&mut self, delivery: lapin::message::Delivery) -> Delivery {
         self.delivered = delivery.delivery_tag;
         self.expected = self.expected.saturating_sub(1);
-        Delivery {
+        let tag = delivery.delivery_tag;
+        let delivery = Delivery {
             source: self.id.clone(),
-            sequence: i64::try_from(delivery.delivery_tag).unwrap_or(i64::MAX),
+            sequence: i64::try_from(tag).unwrap_or(i64::MAX),
             redelivered: delivery.redelivered,
             arrived: wire::arrived(delivery, &self.id.place),
-        }
+        };
+        self.in_flight.push_back((tag, delivery.arrived.weight()));
+        delivery
+    }
+
+    /// Everything through this tag is acknowledged; gives what that was.
+    fn give_up(&mut self, through: u64) -> InFlight {
+        self.acknowledged = through;
+        let rows = self.in_flight.partition_point(|(tag, _)| *tag <= through);
+        InFlight { rows, bytes: self.in_flight.drain(..rows).map(|(_, weight)| weight).sum() }
     }
 }
 
@@ -271,7 +321,9 @@ impl Subscriber for RabbitSubscriber {
         if through <= source.acknowledged {
             return Ok(());
         }
-        source.acknowledged = through;
+        let gone = source.give_up(through);
+        self.in_flight.rows -= gone.rows;
+        self.in_flight.bytes -= gone.bytes;
         let ack = source.channel.basic_ack(through, BasicAckOptions { multiple: true });
         if let Err(fault) = within(self.config.close_deadline, "basic.ack", ack).await {
             // No loss: the inbox knows these messages. The end of the channel comes from `next` (D7, E9).
