@@ -9,6 +9,7 @@ use super::kit::*;
 
 on_all! {
     m67_a_sealed_answer_is_unreadable_in_the_database_and_opens_for_its_own_request,
+    an_answer_in_plain_is_not_replayed_where_only_sealed_ones_are,
 }
 
 fn sealer(write: &str, kids: &[&str]) -> Sealer {
@@ -84,6 +85,24 @@ async fn m67_a_sealed_answer_is_unreadable_in_the_database_and_opens_for_its_own
         assert!(ask(&url, &another).await.is_replayed());
     }
     assert_eq!(gate.calls(), 4);
+}
+
+// Whoever can write to the database puts an answer of his own in the place of a sealed one. Shown to fail: without `sealed_only`
+// it is replayed as the service's.
+async fn an_answer_in_plain_is_not_replayed_where_only_sealed_ones_are<S: Sql>(world: World<S>) {
+    let gate = Gate::open();
+    let answers = Answers::new("text/plain", "balance of acc-7: 4242");
+    let sealing_now = sealing(&world, sealer("e1", &["e1"]));
+    let strict = sealing(&world, sealer("e1", &["e1"]).sealed_only());
+    let url = serves(&sealing_now, &answers, true, &gate).await;
+    assert_eq!(ask(&url, K1).await.body, *answers.body);
+    let strict_url = serves(&strict, &answers, true, &gate).await;
+    assert!(ask(&strict_url, K1).await.is_replayed(), "a sealed one is");
+    let plain_url = serves(&world.another_process(), &answers, true, &gate).await;
+    assert_eq!(ask(&plain_url, K2).await.body, *answers.body);
+    ask(&strict_url, K2).await.is(Code::ResultNotRetained);
+    assert!(ask(&url, K2).await.is_replayed(), "by a service that was given its key a moment ago");
+    assert_eq!(gate.calls(), 2, "nothing runs again");
 }
 
 // All the bytes of the file and its log. Shown by: a sealer that the engine does not use.

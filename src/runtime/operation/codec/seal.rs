@@ -34,6 +34,9 @@ pub enum SealError {
     /// The bytes, or what they belong to, are not what was sealed.
     #[error("the stored bytes are not what was stored for this request")]
     Broken,
+    /// Nobody sealed it, and what is not sealed is not opened here.
+    #[error("the stored bytes are not sealed, and this process opens sealed ones only")]
+    Plain,
     /// This program was built without the feature that reads it.
     #[error("the stored bytes need the feature `{0}`")]
     Feature(&'static str),
@@ -46,6 +49,8 @@ pub enum SealError {
 #[derive(Clone, Default)]
 pub struct Sealer {
     write: Option<Kid>,
+    /// Stored bodies that lie in plain are not opened.
+    sealed_only: bool,
     #[cfg(feature = "encrypt")]
     keys: BTreeMap<String, chacha20poly1305::XChaCha20Poly1305>,
 }
@@ -83,7 +88,16 @@ impl Sealer {
         if !by_kid.contains_key(write.as_str()) {
             return Err(SealError::Key(write.to_string()));
         }
-        Ok(Self { write: Some(write.clone()), keys: by_kid })
+        Ok(Self { write: Some(write.clone()), sealed_only: false, keys: by_kid })
+    }
+
+    /// Answers with no stored body that lies in plain: whoever can write to the database could put one there, and it would be
+    /// replayed as if the service had said it. Take it when the last answer from before encryption is gone, after
+    /// `retention.body`. An answer that an operator gave from a file lies in plain too, and is then answered as one that is not kept.
+    #[cfg(feature = "encrypt")]
+    #[must_use]
+    pub fn sealed_only(self) -> Self {
+        Self { sealed_only: true, ..self }
     }
 
     /// Seals bytes that belong to these parts, such as the command of a phased operation and its id. They are never
@@ -138,6 +152,7 @@ impl Sealer {
         let parts: Vec<&[u8]> = context.iter().map(Vec::as_slice).collect();
         let opened = match kid {
             Some(kid) => self.decrypt(&associated(&parts, format), kid, bytes)?,
+            None if self.sealed_only => return Err(SealError::Plain),
             None => bytes.to_vec(),
         };
         if format & COMPRESSED == 0 { Ok(opened) } else { decompress(&opened) }
@@ -182,7 +197,10 @@ impl Sealer {
 
 impl fmt::Debug for Sealer {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Sealer").field("write", &self.write).finish_non_exhaustive()
+        f.debug_struct("Sealer")
+            .field("write", &self.write)
+            .field("sealed_only", &self.sealed_only)
+            .finish_non_exhaustive()
     }
 }
 
