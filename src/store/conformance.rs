@@ -328,6 +328,7 @@ macro_rules! store_conformance {
                 o9_of_twenty_that_take_an_operation_up_one_drives_it,
                 r22_a_lease_of_an_operation_longer_than_its_length_is_over,
                 o22_twenty_workers_take_different_due_operations_of_their_versions,
+                a_tenant_that_has_its_share_is_left_out,
                 o9_a_driver_of_an_older_epoch_changes_nothing_and_its_evidence_is_kept,
                 o9_a_phase_moves_on_only_from_the_point_it_knew,
                 o5_an_effect_its_key_and_its_bytes_are_committed_once,

@@ -394,6 +394,18 @@ pub trait Phases: Operations {
         versions: &[u32],
         limit: u32,
         lease: Duration,
+    ) -> impl Future<Output = Result<Vec<(Driven, StoredOperation)>, StoreError>> + Send {
+        self.take_due_but(flow, versions, limit, lease, &[])
+    }
+
+    /// As [`Phases::take_due`], and none of these tenants.
+    fn take_due_but(
+        &self,
+        flow: &str,
+        versions: &[u32],
+        limit: u32,
+        lease: Duration,
+        tenants: &[Vec<u8>],
     ) -> impl Future<Output = Result<Vec<(Driven, StoredOperation)>, StoreError>> + Send;
 
     /// Extends the lease, from now.

@@ -25,7 +25,7 @@ const GONE: Retention = Retention { ttl: SHORT, body: SHORT, metadata: SHORT };
 const ENDED: Retention = Retention { metadata: LONG, ..GONE };
 
 /// What a tenant's key identifies.
-fn identity(tenant: &str, key: &str) -> Identity {
+pub(super) fn identity(tenant: &str, key: &str) -> Identity {
     let key = Key::parse(key.as_bytes(), KeyFormat::Opaque).unwrap();
     Identity::new(&Scope::new(tenant, "user-7").unwrap(), "create_payment".parse().unwrap(), key)
 }

@@ -6,7 +6,7 @@ use std::time::Duration;
 use uuid::Uuid;
 
 use super::door_a::still_works;
-use super::keys::{KEPT, answer, claim, completed, record};
+use super::keys::{KEPT, answer, claim, completed, identity, record};
 use super::trial::{effect, eventually};
 use super::{Fixture, Trial};
 use crate::policy::operation::flow::Stage;
@@ -264,6 +264,28 @@ pub async fn o22_twenty_workers_take_different_due_operations_of_their_versions<
     assert_eq!(trial.store.take_due("create_charge", &[3, 4], 100, LONG).await.unwrap().len(), 1);
     let later = stored(trial, &later).await;
     assert_eq!((later.attempts, later.due_at > Some(later.now)), (1, true));
+}
+
+/// However long its operations are due; those of others come.
+///
+/// Shown to fail: with the tenants compared with nothing.
+pub async fn a_tenant_that_has_its_share_is_left_out<F: Fixture>(trial: &Trial<F>) {
+    let mut due = Vec::new();
+    for (number, tenant) in ["t1", "t1", "t2", "t1", "t3"].into_iter().enumerate() {
+        let new = new_operation(&format!("k{number}"), LONG);
+        let identity = identity(tenant, &format!("k{number}-0123456789abcdef"));
+        let new = NewOperation { claim: KeyClaim { identity, ..new.claim }, ..new };
+        let driven = local(trial, &new).await;
+        assert_eq!(trial.store.hand_back(&driven, AT_ONCE).await.unwrap(), Fenced::Done);
+        due.push(driven.operation_id);
+    }
+    let mut rounds = Vec::new();
+    for (limit, but) in [(1, &["t1"][..]), (10, &["t1", "t2"]), (10, &["t1"]), (10, &["nobody"])] {
+        let but: Vec<Vec<u8>> = but.iter().map(|tenant| tenant.as_bytes().to_vec()).collect();
+        let taken = trial.store.take_due_but("create_charge", &[2], limit, LONG, &but).await.unwrap();
+        rounds.push(taken.into_iter().map(|(driven, _)| driven.operation_id).collect::<Vec<_>>());
+    }
+    assert_eq!(rounds, [vec![due[2]], vec![due[4]], vec![], vec![due[0], due[1], due[3]]]);
 }
 
 /// In every fenced statement; and what it saw is kept (O8).

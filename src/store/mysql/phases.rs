@@ -87,7 +87,9 @@ const DUE: &str = concat!(
       where flow = ? and due_at <= utc_timestamp(6) \
         and flow_version in (select v.version from json_table(?, '$[*]' columns (version bigint path '$')) v) and ",
     is_free!(),
-    " order by due_at limit ? for update skip locked"
+    " and (json_length(?) = 0 or not json_contains(?, json_quote(lower(hex(coalesce((select r.tenant \
+        from oncebox_idempotency_request r where r.key_digest = oncebox_operation.key_digest), '')))))) \
+      order by due_at limit ? for update skip locked"
 );
 
 /// `attempts` first: MySQL sets from left to right.
@@ -136,17 +138,21 @@ impl Phases for MySqlStore {
         Ok(Taken::of(driven, found))
     }
 
-    async fn take_due(
+    async fn take_due_but(
         &self,
         flow: &str,
         versions: &[u32],
         limit: u32,
         lease: Duration,
+        tenants: &[Vec<u8>],
     ) -> Result<Vec<(Driven, StoredOperation)>, StoreError> {
+        let tenants = super::hex_list(tenants.iter().map(Vec::as_slice));
         let mut transaction = self.pool.begin(START).await?;
         let due = sqlx::query_as(DUE)
             .bind(flow.as_bytes().to_vec())
             .bind(number_list(versions.iter().copied().map(i64::from)))
+            .bind(tenants.clone())
+            .bind(tenants)
             .bind(limit);
         let due: Vec<(Vec<u8>, i64)> = due.all(&mut transaction).await?;
         let mut taken = Vec::new();

@@ -94,7 +94,8 @@ const TAKE_DUE: &str = concat!(
     "with due as materialized (select o.operation_id from oncebox.operation o \
        where o.flow = $3 and o.flow_version = any($4) and o.due_at <= (select clock_timestamp()) and ",
     is_free!(),
-    " order by o.due_at limit $5 for update skip locked) ",
+    " and (cardinality($6::bytea[]) = 0 or coalesce((select r.tenant from oncebox.idempotency_request r \
+        where r.key_digest = o.key_digest), '') <> all ($6)) order by o.due_at limit $5 for update skip locked) ",
     take!("from due where o.operation_id = due.operation_id")
 );
 
@@ -154,18 +155,19 @@ impl Phases for PostgresStore {
         Ok(Taken::of(epoch.map(|epoch| Driven { operation_id, owner, epoch }), found))
     }
 
-    async fn take_due(
+    async fn take_due_but(
         &self,
         flow: &str,
         versions: &[u32],
         limit: u32,
         lease: Duration,
+        tenants: &[Vec<u8>],
     ) -> Result<Vec<(Driven, StoredOperation)>, StoreError> {
         let owner = Uuid::now_v7();
         let versions: Vec<i32> = versions.iter().filter_map(|version| i32::try_from(*version).ok()).collect();
         let mut connection = self.pool.acquire().await?;
         let due = sqlx::query(TAKE_DUE).bind(owner).bind(lease.as_secs_f64()).bind(flow).bind(versions);
-        let due = due.bind(i64::from(limit)).all(&mut connection).await?;
+        let due = due.bind(i64::from(limit)).bind(tenants).all(&mut connection).await?;
         let (mut taken, mut unread) = (Vec::new(), Vec::new());
         for row in due {
             let driven = Driven { operation_id: row.try_get(0)?, owner, epoch: row.try_get(1)? };

@@ -83,7 +83,9 @@ pub(super) const DUE: &str = concat!(
     now_ms!(),
     " and flow_version in (select value from json_each(?2)) and ",
     is_free!(),
-    " order by due_at limit ?3"
+    " and (?4 = '[]' or coalesce((select hex(r.tenant) from oncebox_idempotency_request r \
+        where r.key_digest = oncebox_operation.key_digest), '') not in (select value from json_each(?4))) \
+      order by due_at limit ?3"
 );
 
 const LEAVE: &str = concat!(
@@ -130,16 +132,25 @@ impl Phases for SqliteStore {
         Ok(Taken::of(driven, found))
     }
 
-    async fn take_due(
+    async fn take_due_but(
         &self,
         flow: &str,
         versions: &[u32],
         limit: u32,
         lease: Duration,
+        tenants: &[Vec<u8>],
     ) -> Result<Vec<(Driven, StoredOperation)>, StoreError> {
         let mut write = self.write().await?;
         let due = query_scalar::<_, Vec<u8>>(DUE);
-        let due = due.bind(flow).bind(format!("{versions:?}")).bind(limit).fetch_all(write.connection()).await?;
+        let tenants: Vec<String> =
+            tenants.iter().map(|tenant| crate::policy::hex::hex(tenant).to_uppercase()).collect();
+        let due = due
+            .bind(flow)
+            .bind(format!("{versions:?}"))
+            .bind(limit)
+            .bind(format!("{tenants:?}"))
+            .fetch_all(write.connection())
+            .await?;
         let mut taken = Vec::new();
         for id in due {
             let id = Uuid::from_slice(&id).map_err(|error| StoreError::Corrupt(error.to_string()))?;

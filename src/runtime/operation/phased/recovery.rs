@@ -1,14 +1,15 @@
 //! The recovery worker: takes up operations that nobody drives, and drives them through the same phases (M80, M83, O22).
 //!
-//! Promises: ownership is taken by one statement, so of many workers one has an operation; at most `concurrency` at once; only flows
-//! and versions of this process; where the deployment is not ours nothing is taken, let alone sent. At a stop it takes nothing
+//! Promises: ownership is taken by one statement, so of many workers one has an operation; at most `concurrency` at once, and of one
+//! tenant at most `per_tenant`, so that what is slow for one delays nobody else's for long; only flows and versions of this process; where the deployment is not ours nothing is taken, let alone sent. At a stop it takes nothing
 //! more, lets calls in flight end, gives back what it holds, and returns.
 //!
 //! It runs in the service's process, or in one built with the same flows; the stock `publisher` has none.
 //!
 //! Not here: what is done with an operation ([`driver`](super::driver)).
 
-use std::sync::Arc;
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use tokio::task::JoinSet;
@@ -32,13 +33,15 @@ const FOREIGN: Duration = Duration::from_secs(30);
 pub struct RecoveryOptions {
     /// Operations that are driven at once. Default 8.
     pub concurrency: u32,
+    /// Of these at most so many of one tenant. Default 6; a service with one tenant may say as many as `concurrency`.
+    pub per_tenant: u32,
     /// How often it looks where nothing was due. Default 500 ms.
     pub every: Duration,
 }
 
 impl Default for RecoveryOptions {
     fn default() -> Self {
-        Self { concurrency: 8, every: Duration::from_millis(500) }
+        Self { concurrency: 8, per_tenant: 6, every: Duration::from_millis(500) }
     }
 }
 
@@ -48,13 +51,52 @@ pub struct Recovery<S: Phases> {
     phased: Arc<Phased<S>>,
     options: RecoveryOptions,
     health: Health,
+    driven_of: DrivenOf,
+}
+
+/// How many operations of each tenant are driven.
+#[derive(Debug, Clone, Default)]
+struct DrivenOf(Arc<Mutex<HashMap<Vec<u8>, u32>>>);
+
+impl DrivenOf {
+    /// Counts one until the answer is dropped.
+    fn one(&self, tenant: Vec<u8>) -> One {
+        *self.0.lock().unwrap_or_else(PoisonError::into_inner).entry(tenant.clone()).or_default() += 1;
+        One { of: self.clone(), tenant }
+    }
+
+    /// The tenants that have as many as they may, and how many more any other one may have.
+    fn full(&self, per_tenant: u32) -> (Vec<Vec<u8>>, u32) {
+        let driven = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let full = driven.iter().filter(|(_, count)| **count >= per_tenant).map(|(tenant, _)| tenant.clone()).collect();
+        let most = driven.values().filter(|count| **count < per_tenant).max().copied().unwrap_or(0);
+        (full, per_tenant - most)
+    }
+}
+
+/// One operation of a tenant that is driven.
+struct One {
+    of: DrivenOf,
+    tenant: Vec<u8>,
+}
+
+impl Drop for One {
+    fn drop(&mut self) {
+        let mut driven = self.of.0.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(count) = driven.get_mut(&self.tenant) {
+            *count -= 1;
+            if *count == 0 {
+                driven.remove(&self.tenant);
+            }
+        }
+    }
 }
 
 impl<S: Phases> Recovery<S> {
     /// A worker for the operations of a door.
     #[must_use]
     pub fn new(door: &Door<S>, options: RecoveryOptions, health: Health) -> Self {
-        Self { phased: door.phased(), options, health }
+        Self { phased: door.phased(), options, health, driven_of: DrivenOf::default() }
     }
 
     /// Runs until it is told to stop.
@@ -117,12 +159,19 @@ impl<S: Phases> Recovery<S> {
             }
             // Each flow its part, so that one with much to do leaves room; what is left over goes to the next round.
             let share = free.div_ceil(u32::try_from(count - at).unwrap_or(u32::MAX));
+            let (full, more) = self.driven_of.full(self.options.per_tenant.max(1));
+            let store = self.phased.engine.store();
             let asked = Since::now();
-            for (held, stored) in self.phased.engine.store().take_due(flow, &versions, share, lease).await? {
+            for (held, stored) in store.take_due_but(flow, &versions, share.min(more), lease, &full).await? {
                 worked = true;
+                let tenant = stored.identity.as_ref().map(|identity| identity.tenant().as_bytes().to_vec());
+                let one = self.driven_of.one(tenant.unwrap_or_default());
                 tracing::info!(operation = %stored.operation_id, flow, stage = stored.stage.as_str(), "an operation is recovered");
                 let (phased, stop) = (Arc::clone(&self.phased), stop.clone());
-                driven.spawn(async move { taken(phased, held, stored, (asked, lease), Came::Due, stop).await });
+                driven.spawn(async move {
+                    let _one = one;
+                    taken(phased, held, stored, (asked, lease), Came::Due, stop).await
+                });
             }
         }
         Ok(worked)
@@ -148,5 +197,21 @@ fn note(end: Result<Result<Ended, StoreError>, tokio::task::JoinError>) {
         Ok(Ok(ended)) => tracing::debug!(end = ?ended.end, "a recovery ended"),
         Ok(Err(error)) => tracing::warn!(%error, "a recovery was broken off: its lease runs out"),
         Err(error) => tracing::error!(%error, "a recovery died: its lease runs out"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_tenant_has_its_share_until_one_of_its_operations_ends() {
+        let driven = DrivenOf::default();
+        let of = |tenant: &str| driven.one(tenant.into());
+        assert_eq!(driven.full(2), (Vec::new(), 2));
+        let (first, _second, _other) = (of("a"), of("a"), of("b"));
+        assert_eq!(driven.full(2), (vec![b"a".to_vec()], 1), "and b may have one more");
+        drop(first);
+        assert_eq!(driven.full(2), (Vec::new(), 1));
     }
 }
