@@ -24,7 +24,12 @@ impl World {
         let (database, broker) = (service(test, database)?, service(test, broker)?);
         let database = Database::on(&database);
         let place = Place::on(Some(&database.url), Some(&broker));
-        place.oncebox(&["migrate", "up"]).run().ok();
+        let migrated = place.oncebox(&["migrate", "up"]).run();
+        assert!(
+            !migrated.stderr.contains("already exists"),
+            "a server's notice of what is as it should be: {migrated:?}"
+        );
+        migrated.ok();
         assert_eq!(place.oncebox(&["migrate", "up"]).run().ok(), "nothing to apply\n");
         let name = unique("cli");
         let own = std::fs::read_to_string(place.ledger()).unwrap();
