@@ -66,8 +66,9 @@ impl StoreError {
         matches!(self, Self::Busy(_) | Self::Unavailable(_) | Self::CommitUnknown(_))
     }
 
-    /// True where the server's certificate is not trusted, or it has no TLS and that is asked for: a start ends with it. Where
-    /// the work goes on already, it is shown and tried again, because the server may be given another one.
+    /// True where the server's certificate is not trusted, or it has no TLS and that is asked for:
+    /// a start ends with it. Where the work goes on already, it is shown and tried again, because
+    /// the server may be given another one.
     #[must_use]
     pub fn is_untrusted(&self) -> bool {
         matches!(self, Self::Unavailable(error) | Self::Other(error) if classify::is_untrusted(error))
@@ -117,8 +118,9 @@ pub enum BrokerError {
     /// Name and password were not accepted. Retried (they may be put right), but said loudly.
     #[error("not authorised: {0}")]
     Unauthorised(String),
-    /// The server's certificate is not trusted, or it does not speak TLS. A start ends with it; where the work goes on already,
-    /// it is shown and tried again, because the server may be given another one.
+    /// The server's certificate is not trusted, or it does not speak TLS. A start ends with it;
+    /// where the work goes on already, it is shown and tried again, because the server may be given
+    /// another one.
     #[error("not trusted: {0}")]
     Untrusted(String),
     /// Any other doubt: the session ends and starts again from what is proven.

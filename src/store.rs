@@ -117,7 +117,8 @@ pub struct StoreOptions {
     pub answer_timeout: Option<std::time::Duration>,
     /// A SQLite file that is not there is made only by `migrate up`.
     pub create: bool,
-    /// A PEM file of certificate authorities, to verify the server with. It is for verified TLS only.
+    /// A PEM file of certificate authorities, to verify the server with. It is for verified TLS
+    /// only.
     pub ca_file: Option<std::path::PathBuf>,
 }
 

@@ -189,8 +189,8 @@ pub async fn open_broker(settings: &Settings) -> Result<AnyBroker, AppError> {
     }
 }
 
-/// Looks once, beside the work, whether the broker is to be trusted, and stops all where it is not: no waiting mends that. Whether
-/// it is there, those who work with it find out.
+/// Looks once, beside the work, whether the broker is to be trusted, and stops all where it is not:
+/// no waiting mends that. Whether it is there, those who work with it find out.
 #[derive(Debug)]
 pub(super) struct FirstLook(tokio::task::JoinHandle<Option<AppError>>);
 

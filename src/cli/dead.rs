@@ -36,7 +36,8 @@ pub(crate) enum DeadCommand {
         which: Which,
         #[command(flatten)]
         act: Act,
-        /// At most this many a second, so that whoever handles them keeps up; Ctrl-C ends it, and what is done is done
+        /// At most this many a second, so that whoever handles them keeps up; Ctrl-C ends it, and
+        /// what is done is done
         #[arg(long, value_name = "N", default_value_t = 100, value_parser = clap::value_parser!(u32).range(1..))]
         rate: u32,
         /// Under a new id, so that it is a new message (only one at a time)

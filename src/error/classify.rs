@@ -20,8 +20,9 @@ pub fn is_nobodys(error: &sqlx::Error) -> bool {
     nobodys(error).is_some()
 }
 
-/// What an error says: the database's own words, and behind them its code. What sqlx puts around them is left out: that it is an
-/// error of a database, and for PostgreSQL the line of the server's source, which everybody takes for a line of the statement.
+/// What an error says: the database's own words, and behind them its code. What sqlx puts around
+/// them is left out: that it is an error of a database, and for PostgreSQL the line of the server's
+/// source, which everybody takes for a line of the statement.
 #[must_use]
 pub fn words(error: &sqlx::Error) -> String {
     match error {
@@ -58,7 +59,8 @@ fn of_whom(error: &dyn DatabaseError) -> String {
 pub(super) fn without_frame(text: String) -> String {
     const FRAME: &str = "error returned from database: ";
     let Some((before, said)) = text.split_once(FRAME) else { return text };
-    // MySQL and MariaDB begin with a number, SQLite with its code: a line at their end is one of the statement.
+    // MySQL and MariaDB begin with a number, SQLite with its code: a line at their end is one of
+    // the statement.
     let is_postgres = !said.starts_with("(code: ") && !said.starts_with(|first: char| first.is_ascii_digit());
     let said = match said.rsplit_once(" at line ") {
         Some((words, line)) if is_postgres && line.bytes().all(|byte| byte.is_ascii_digit()) => words,
@@ -201,7 +203,8 @@ fn limit_of(error: &sqlx::Error) -> Option<LimitError> {
 mod tests {
     use super::*;
 
-    // Shown to fail: by leaving the text as it came; by taking the end of every text for a line of the server.
+    // Shown to fail: by leaving the text as it came; by taking the end of every text for a line of
+    // the server.
     #[test]
     fn what_sqlx_writes_around_the_words_of_a_database_is_left_out_of_a_text_too() {
         for (text, words) in [

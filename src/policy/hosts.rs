@@ -1,7 +1,7 @@
 //! Several hosts in one URL: a URL for each of them, in their order.
 //!
-//! `postgres://app:secret@a:5432,b:5432/shop?sslmode=verify-full` means two servers with the same user, password, path and query.
-//! Whether and how more than one host is used, the adapter says.
+//! `postgres://app:secret@a:5432,b:5432/shop?sslmode=verify-full` means two servers with the same
+//! user, password, path and query. Whether and how more than one host is used, the adapter says.
 
 /// A URL for each host that stands before the path; one for a URL with one host.
 ///

@@ -1,11 +1,12 @@
 //! Several hosts of one database: which of them is used.
 //!
-//! Guarantees: they are tried in the order in which they stand in the URL, and the first one that answers and takes writes is
-//! used, a standby never. One that works is kept. Where it no longer answers or takes writes and another one does, all new
-//! connections are made there within seconds, and no connection that was made before is taken from the pool again.
+//! Guarantees: they are tried in the order in which they stand in the URL, and the first one that
+//! answers and takes writes is used, a standby never. One that works is kept. Where it no longer
+//! answers or takes writes and another one does, all new connections are made there within seconds,
+//! and no connection that was made before is taken from the pool again.
 //!
-//! Not here: replication. Which server is the one to write to is for the database and its operators to say; of two that take
-//! writes the first one is used.
+//! Not here: replication. Which server is the one to write to is for the database and its operators
+//! to say; of two that take writes the first one is used.
 
 use std::fmt;
 use std::io;
@@ -78,12 +79,13 @@ impl<Db: Remote> Hosts<Db> {
         self.moved.clone()
     }
 
-    /// Connects once, to find out what is wrong at once, and chooses the host: a pool asks a server that refuses connections
-    /// again and again for 30 s, and then says only that time is up. An only host is taken as it is: whether a standby is
-    /// waited for, is not said here.
+    /// Connects once, to find out what is wrong at once, and chooses the host: a pool asks a server
+    /// that refuses connections again and again for 30 s, and then says only that time is up. An
+    /// only host is taken as it is: whether a standby is waited for, is not said here.
     ///
     /// # Errors
-    /// What the only host says; of several what each of them says, and that none is available where one of them may be later.
+    /// What the only host says; of several what each of them says, and that none is available where
+    /// one of them may be later.
     pub(super) async fn choose(&mut self) -> Result<&Options<Db>, StoreError> {
         if let [(_, only)] = self.all.as_slice() {
             let connecting = async { only.connect().await?.close().await };

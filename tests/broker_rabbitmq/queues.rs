@@ -230,8 +230,8 @@ async fn check_declares_nothing_and_names_what_is_missing() {
     assert_eq!(findings, again, "the first look changed something");
 }
 
-/// The server bounds their count, not their bytes. Shown to fail: with the bytes looked at by nobody; with the prefetch left as it
-/// was after the connection was cut.
+/// The server bounds their count, not their bytes. Shown to fail: with the bytes looked at by
+/// nobody; with the prefetch left as it was after the connection was cut.
 #[tokio::test]
 async fn deliveries_that_are_not_acknowledged_are_bounded_by_bytes_too() {
     const MESSAGES: u64 = 60;

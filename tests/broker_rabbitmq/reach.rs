@@ -120,7 +120,8 @@ async fn tls_is_verified_a_wrong_authority_and_a_wrong_host_are_refused() {
     assert!(matches!(&error, BrokerError::Untrusted(text) if text.contains("TLS")), "no TLS there: {error}");
 }
 
-// Shown to fail: with the first host alone, and with each new connection beginning at the first one again.
+// Shown to fail: with the first host alone, and with each new connection beginning at the first one
+// again.
 #[tokio::test]
 async fn of_several_hosts_the_first_that_answers_is_used_until_it_is_away() {
     let Some(mut corner) = Corner::of("of_several_hosts").await else { return };

@@ -325,7 +325,8 @@ fn a_consumer_that_is_gone_is_forgotten_by_its_name_and_one_that_was_just_there_
     place.oncebox(&forget).run().fails(4, &["no consumer `ledger`"]);
 }
 
-/// A hundred thousand at once would be a hundred thousand that nothing behind them can get past. Shown to fail: with all at once.
+/// A hundred thousand at once would be a hundred thousand that nothing behind them can get past.
+/// Shown to fail: with all at once.
 #[test]
 fn a_redrive_of_many_goes_at_the_rate_that_was_said() {
     let (place, _) = with_dead_payments(5);

@@ -107,8 +107,8 @@ fn an_id_that_is_no_uuid_is_shown_as_its_producer_sent_it() {
     assert!(shown.contains("id as sent    evt-17") && shown.contains("message id    "), "{shown}");
 }
 
-/// The same payment twice: the log and the list. Shown to fail: by saying an error as sqlx says it ("at line 671" is one of the
-/// server's own source).
+/// The same payment twice: the log and the list. Shown to fail: by saying an error as sqlx says it
+/// ("at line 671" is one of the server's own source).
 #[test]
 fn what_a_database_refuses_is_said_in_its_own_words_with_its_code() {
     let test = "what_a_database_refuses_is_said_in_its_own_words_with_its_code";

@@ -253,7 +253,8 @@ fn a_wrong_password_for_the_database_ends_a_program_with_1_and_names_the_server(
     }
 }
 
-/// No waiting mends it. Shown to fail: with a refused certificate taken for a server that is away, the start waits for ever.
+/// No waiting mends it. Shown to fail: with a refused certificate taken for a server that is away,
+/// the start waits for ever.
 #[test]
 fn a_server_whose_certificate_is_not_trusted_ends_a_start_with_3_and_its_reason() {
     let test = "a_server_whose_certificate_is_not_trusted_ends_a_start_with_3_and_its_reason";

@@ -87,8 +87,8 @@ async fn m67_a_sealed_answer_is_unreadable_in_the_database_and_opens_for_its_own
     assert_eq!(gate.calls(), 4);
 }
 
-// Whoever can write to the database puts an answer of his own in the place of a sealed one. Shown to fail: without `sealed_only`
-// it is replayed as the service's.
+// Whoever can write to the database puts an answer of his own in the place of a sealed one. Shown
+// to fail: without `sealed_only` it is replayed as the service's.
 async fn an_answer_in_plain_is_not_replayed_where_only_sealed_ones_are<S: Sql>(world: World<S>) {
     let gate = Gate::open();
     let answers = Answers::new("text/plain", "balance of acc-7: 4242");

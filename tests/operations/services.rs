@@ -86,7 +86,8 @@ impl Two {
     }
 }
 
-// PostgreSQL refuses the statement. Shown to fail: without the look at the path, 503 "the memory of operations is not available".
+// PostgreSQL refuses the statement. Shown to fail: without the look at the path, 503 "the memory of
+// operations is not available".
 async fn a_text_with_nul_is_not_found_and_no_outage(two: Two) {
     let service = &two.services[0];
     for path in ["/payments/%00", "/payments/a%00b", "/notes/%00", "/operations/%00"] {

@@ -247,7 +247,8 @@ async fn g11_what_is_held_costs_a_batch_nothing_and_the_status_no_more_than_its_
     .await;
 }
 
-/// Ids without a time, of which a few may go: those are read, and what stands before them because it waits.
+/// Ids without a time, of which a few may go: those are read, and what stands before them because
+/// it waits.
 //
 // Shown to fail: by walking in the order of the ids.
 #[tokio::test]

@@ -104,7 +104,8 @@ impl Drop for Server {
     }
 }
 
-/// Shown to fail: with `ca_file` left out of the client the good one is refused, with `#insecure` the others are taken.
+/// Shown to fail: with `ca_file` left out of the client the good one is refused, with `#insecure`
+/// the others are taken.
 #[tokio::test]
 async fn a_certificate_is_verified_and_what_cannot_be_meant_is_refused() {
     let test = "a_certificate_is_verified_and_what_cannot_be_meant_is_refused";

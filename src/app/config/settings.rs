@@ -94,7 +94,8 @@ pub struct BrokerSettings {
     pub url: Secret,
     /// Certificate authorities to verify the server with, PEM.
     pub ca_file: Option<PathBuf>,
-    /// Bytes of a consumer's deliveries that are not yet acknowledged, at most; one delivery is always allowed.
+    /// Bytes of a consumer's deliveries that are not yet acknowledged, at most; one delivery is
+    /// always allowed.
     pub in_flight_bytes_max: ByteSize,
     /// Kafka.
     pub kafka: KafkaSettings,

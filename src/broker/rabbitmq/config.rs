@@ -99,7 +99,8 @@ impl Tries<'_> {
         self.servers.front().map(|(_, server)| server)
     }
 
-    /// Takes what the next one answered: what is to be returned, unless it is away and another one is to be asked.
+    /// Takes what the next one answered: what is to be returned, unless it is away and another one
+    /// is to be asked.
     pub(super) fn answered<T>(&mut self, answer: Result<T, BrokerError>) -> Option<Result<T, BrokerError>> {
         let (index, server) = self.servers.pop_front()?;
         match answer {
@@ -185,8 +186,8 @@ impl RabbitConfig {
         each(&self.url).map_err(refused)?.iter().map(|url| self.server(url)).collect()
     }
 
-    /// So many deliveries at a time are asked for where `prefetch` was wished for: no more than the consumer could bear, and twice
-    /// that the next time, because its messages may be smaller then.
+    /// So many deliveries at a time are asked for where `prefetch` was wished for: no more than the
+    /// consumer could bear, and twice that the next time, because its messages may be smaller then.
     pub(super) fn bearable(&self, consumer: &str, prefetch: u16) -> u16 {
         let mut known = self.remembered.bearable.lock().unwrap_or_else(PoisonError::into_inner);
         let Some(bearable) = known.get_mut(consumer) else { return prefetch };

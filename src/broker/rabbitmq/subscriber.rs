@@ -1,10 +1,12 @@
 //! The consuming side: queues, deliveries, acknowledgements, and an end that hands nothing back out of order.
 //!
-//! Guarantees: acknowledgements are `multiple`, up to what the runtime said is committed, never beyond what was delivered
-//! (R29); a stream that ends, a channel or connection that closes, and a consumer that the server has forgotten are errors
-//! of [`Subscriber::next`]; dropping this in any way cuts the socket before anything else (R29). Deliveries that are not yet
-//! acknowledged are bounded by count, which the server keeps, and by bytes, which it does not: where they grow beyond, the
-//! connection is cut, so that the server takes them back in their order, and the next one asks for fewer at a time.
+//! Guarantees: acknowledgements are `multiple`, up to what the runtime said is committed, never
+//! beyond what was delivered (R29); a stream that ends, a channel or connection that closes, and a
+//! consumer that the server has forgotten are errors of [`Subscriber::next`]; dropping this in any
+//! way cuts the socket before anything else (R29). Deliveries that are not yet acknowledged are
+//! bounded by count, which the server keeps, and by bytes, which it does not: where they grow
+//! beyond, the connection is cut, so that the server takes them back in their order, and the next
+//! one asks for fewer at a time.
 //!
 //! Not here: recovery (the runtime subscribes anew), dedupe (the inbox).
 

@@ -156,7 +156,8 @@ mod tests {
         Ok(url.query_pairs().find(|(name, _)| name == "ssl-mode").map(|(_, value)| value.into_owned()).unwrap())
     }
 
-    // Shown to fail by leaving the mode as it stands where the host is loopback: the authority was looked at by nobody.
+    // Shown to fail by leaving the mode as it stands where the host is loopback: the authority was
+    // looked at by nobody.
     #[test]
     fn an_authority_is_given_to_be_verified() {
         let with_ca = |url: &str| mode_of(&StoreOptions { ca_file: Some("ca.pem".into()), ..StoreOptions::new(url) });

@@ -171,7 +171,8 @@ mod tests {
         of(url).unwrap().get_ssl_mode()
     }
 
-    // Shown to fail by leaving the mode as it stands where the host is loopback: the authority was looked at by nobody.
+    // Shown to fail by leaving the mode as it stands where the host is loopback: the authority was
+    // looked at by nobody.
     #[test]
     fn an_authority_is_given_to_be_verified() {
         let with_ca = |url: &str| {

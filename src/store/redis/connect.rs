@@ -16,7 +16,8 @@ use crate::error::{StoreError, redact};
 /// How to connect.
 #[derive(Clone)]
 pub struct RedisOptions {
-    /// `redis://[user:password@]host:port[/database]`, `rediss://` for TLS, whose certificate is always verified.
+    /// `redis://[user:password@]host:port[/database]`, `rediss://` for TLS, whose certificate is
+    /// always verified.
     pub url: String,
     /// A PEM file of certificate authorities to trust instead of the system's.
     pub ca_file: Option<PathBuf>,

@@ -91,9 +91,10 @@ impl Sealer {
         Ok(Self { write: Some(write.clone()), sealed_only: false, keys: by_kid })
     }
 
-    /// Answers with no stored body that lies in plain: whoever can write to the database could put one there, and it would be
-    /// replayed as if the service had said it. Take it when the last answer from before encryption is gone, after
-    /// `retention.body`. An answer that an operator gave from a file lies in plain too, and is then answered as one that is not kept.
+    /// Answers with no stored body that lies in plain: whoever can write to the database could put
+    /// one there, and it would be replayed as if the service had said it. Take it when the last
+    /// answer from before encryption is gone, after `retention.body`. An answer that an operator
+    /// gave from a file lies in plain too, and is then answered as one that is not kept.
     #[cfg(feature = "encrypt")]
     #[must_use]
     pub fn sealed_only(self) -> Self {

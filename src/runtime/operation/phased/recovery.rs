@@ -1,8 +1,10 @@
 //! The recovery worker: takes up operations that nobody drives, and drives them through the same phases (M80, M83, O22).
 //!
-//! Promises: ownership is taken by one statement, so of many workers one has an operation; at most `concurrency` at once, and of one
-//! tenant at most `per_tenant`, so that what is slow for one delays nobody else's for long; only flows and versions of this process; where the deployment is not ours nothing is taken, let alone sent. At a stop it takes nothing
-//! more, lets calls in flight end, gives back what it holds, and returns.
+//! Promises: ownership is taken by one statement, so of many workers one has an operation; at most
+//! `concurrency` at once, and of one tenant at most `per_tenant`, so that what is slow for one
+//! delays nobody else's for long; only flows and versions of this process; where the deployment is
+//! not ours nothing is taken, let alone sent. At a stop it takes nothing more, lets calls in flight
+//! end, gives back what it holds, and returns.
 //!
 //! It runs in the service's process, or in one built with the same flows; the stock `publisher` has none.
 //!
@@ -33,7 +35,8 @@ const FOREIGN: Duration = Duration::from_secs(30);
 pub struct RecoveryOptions {
     /// Operations that are driven at once. Default 8.
     pub concurrency: u32,
-    /// Of these at most so many of one tenant. Default 6; a service with one tenant may say as many as `concurrency`.
+    /// Of these at most so many of one tenant. Default 6; a service with one tenant may say as many
+    /// as `concurrency`.
     pub per_tenant: u32,
     /// How often it looks where nothing was due. Default 500 ms.
     pub every: Duration,

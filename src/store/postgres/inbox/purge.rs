@@ -1,7 +1,8 @@
 //! One step of a purge: a page of rows, those of it that may go, and the bound, in one transaction (R31).
 //!
-//! Guarantees: a page is bounded, and found by an index that begins with what may go: timed ids by the key, others by the time of
-//! receipt; rows go by exact id; the bound is there when the first of them is gone.
+//! Guarantees: a page is bounded, and found by an index that begins with what may go: timed ids by
+//! the key, others by the time of receipt; rows go by exact id; the bound is there when the first
+//! of them is gone.
 //!
 //! Not here: whole partitions at once, which is for all consumers together.
 
@@ -38,7 +39,8 @@ const PAGE_TIMED: &str = concat!(
     page!("inbox_timed"),
     " and i.message_id < oncebox.uuid_bound(timestamptz 'epoch' + $4 * interval '1 microsecond') order by i.message_id limit $3"
 );
-/// What was received first. Only rows that are kept are passed over by their place; what may go is gone with its page.
+/// What was received first. Only rows that are kept are passed over by their place; what may go is
+/// gone with its page.
 const PAGE_UNTIMED: &str = "
 select i.message_id, (extract(epoch from i.received_at) * 1000000)::bigint,
        exists (select 1 from oncebox.waiting w where w.message_id = i.message_id and w.consumer_id = i.consumer_id)
