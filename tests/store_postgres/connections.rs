@@ -218,8 +218,7 @@ async fn s1_another_authority_and_another_name_are_refused() {
 }
 
 /// A primary that dies, a standby that is promoted, and the same store on both. Shown to fail: with
-/// the standby taken at the start; with nobody looking for another host; with the old connections
-/// left in the pool.
+/// the standby taken at the start; with nobody looking for another host.
 #[tokio::test]
 async fn of_several_hosts_the_primary_is_used_also_after_a_failover() {
     let test = "of_several_hosts_the_primary_is_used_also_after_a_failover";
