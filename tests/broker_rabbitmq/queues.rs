@@ -241,7 +241,7 @@ async fn deliveries_that_are_not_acknowledged_are_bounded_by_bytes_too() {
     corner.config.in_flight_bytes_max = BYTES_MAX;
     let broker = corner.broker();
     let mut subscriber = broker.subscriber(&corner.subscription()).await.unwrap();
-    let rows = numbered(&corner.topic, 3, MESSAGES);
+    let rows = numbered(&corner.topic, 1, MESSAGES);
     let large = |(tag, row): (u64, OutgoingMessage)| {
         let payload = format!("{}{tag}", " ".repeat(EACH)).into_bytes();
         (tag, OutgoingMessage { payload, ..row })
