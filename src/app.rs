@@ -23,7 +23,7 @@ pub use connect::rabbit_config;
 pub use connect::{AnyBroker, open_broker, open_store, open_store_with, require_schema, store_kind};
 pub use consumer::{HandlersByConsumer, run_consumers, run_consumers_with};
 pub use exit::{AppError, Exit};
-pub use listen::Listener;
+pub(crate) use listen::listen;
 pub use logging::{LogFormat, say, speak, start_logging};
 pub use program::{CommonArgs, run};
 pub use programs::{ConsumerArgs, PublisherArgs, configured_consumer, consumer, plain_publisher, publisher};

@@ -3,6 +3,9 @@
 
 use std::path::{Path, PathBuf};
 
+#[path = "tidy/unused.rs"]
+mod unused;
+
 /// Rooms from top to bottom; a room may name only rooms of lower floors, or itself.
 const FLOORS: [&[&str]; 7] = [
     &["bin"],

@@ -8,41 +8,32 @@ use tokio_util::sync::CancellationToken;
 use super::exit::AppError;
 use crate::observe::{self, Health};
 
-/// A listener that was bound; it serves until the stop.
-#[derive(Debug)]
-pub struct Listener {
-    /// Where it listens: with port 0 the one it was given.
-    pub address: SocketAddr,
-}
-
-impl Listener {
-    /// Binds the address and serves `/livez`, `/readyz` and `/metrics` in the background.
-    ///
-    /// # Errors
-    /// The address cannot be bound.
-    pub async fn start(
-        address: SocketAddr,
-        program: &'static str,
-        health: Health,
-        stop: CancellationToken,
-    ) -> Result<Self, AppError> {
-        let metrics = recorder(program)?;
-        let listener = tokio::net::TcpListener::bind(address).await.map_err(|error| {
-            AppError::failed(format!(
-                "cannot listen on {address}: {error}; choose another address, or end the program that has it"
-            ))
-        })?;
-        let address = listener.local_addr().map_err(|error| AppError::failed(error.to_string()))?;
-        tracing::info!(%address, "listening: /livez /readyz /metrics");
-        let routes = crate::http::health_routes(health, metrics);
-        tokio::spawn(async move {
-            let served = axum::serve(listener, routes).with_graceful_shutdown(stop.cancelled_owned()).await;
-            if let Err(error) = served {
-                tracing::error!(%error, "the listener ended");
-            }
-        });
-        Ok(Self { address })
-    }
+/// Binds the address and serves `/livez`, `/readyz` and `/metrics` in the background, until the stop.
+///
+/// # Errors
+/// The address cannot be bound.
+pub(crate) async fn listen(
+    address: SocketAddr,
+    program: &'static str,
+    health: Health,
+    stop: CancellationToken,
+) -> Result<(), AppError> {
+    let metrics = recorder(program)?;
+    let listener = tokio::net::TcpListener::bind(address).await.map_err(|error| {
+        AppError::failed(format!(
+            "cannot listen on {address}: {error}; choose another address, or end the program that has it"
+        ))
+    })?;
+    let address = listener.local_addr().map_err(|error| AppError::failed(error.to_string()))?;
+    tracing::info!(%address, "listening: /livez /readyz /metrics");
+    let routes = crate::http::health_routes(health, metrics);
+    tokio::spawn(async move {
+        let served = axum::serve(listener, routes).with_graceful_shutdown(stop.cancelled_owned()).await;
+        if let Err(error) = served {
+            tracing::error!(%error, "the listener ended");
+        }
+    });
+    Ok(())
 }
 
 fn recorder(program: &'static str) -> Result<PrometheusHandle, AppError> {

@@ -10,7 +10,7 @@ use clap::{Args, Parser};
 use super::config::Settings;
 use super::consumer::{HandlersByConsumer, run_consumers, run_consumers_with};
 use super::exit::AppError;
-use super::listen::Listener;
+use super::listen::listen;
 use super::program::{CommonArgs, run};
 use super::publisher::{run_publisher, run_publisher_with};
 use super::signals::stop_on_signals;
@@ -100,7 +100,7 @@ async fn start(
     let stop = stop_on_signals()?;
     let health = Health::default();
     if let Some(address) = settings.http.listen {
-        Listener::start(address, program, health.clone(), stop.clone()).await?;
+        listen(address, program, health.clone(), stop.clone()).await?;
     }
     Ok((health, stop))
 }

@@ -58,12 +58,6 @@ impl KafkaBroker {
         config.validate()?;
         Ok(Self { config: Arc::new(config), limits: Arc::new(TopicLimits::default()) })
     }
-
-    /// The configuration.
-    #[must_use]
-    pub fn config(&self) -> &KafkaConfig {
-        &self.config
-    }
 }
 
 impl fmt::Debug for KafkaBroker {

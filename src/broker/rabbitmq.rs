@@ -69,12 +69,6 @@ impl RabbitBroker {
         Ok(Self { config, version: Arc::new(OnceCell::new()), taps: Arc::new(Taps::default()) })
     }
 
-    /// The settings.
-    #[must_use]
-    pub fn config(&self) -> &RabbitConfig {
-        &self.config
-    }
-
     /// Takes the next step from the queues that a consumer's topic has to the configured number of them, and says what is
     /// left to do; call it again until it is [`Repartition::Done`]. Repeating it, also after it was broken off, is safe.
     ///

@@ -6,7 +6,7 @@ use clap::Args;
 
 use super::common::CommonArgs;
 use crate::app::config::Settings;
-use crate::app::{AppError, Listener, require_schema, stop_on_signals};
+use crate::app::{AppError, listen, require_schema, stop_on_signals};
 use crate::observe::Health;
 use crate::runtime::sender::{EmailTransport, Sender, SenderOptions};
 use crate::store::Store;
@@ -27,7 +27,7 @@ pub(super) async fn run(args: &SenderArgs, common: &CommonArgs) -> Result<(), Ap
     let stop = stop_on_signals()?;
     let health = Health::default();
     if let Some(address) = settings.http.listen {
-        Listener::start(address, "sender", health.clone(), stop.clone()).await?;
+        listen(address, "sender", health.clone(), stop.clone()).await?;
     }
     let waits = Some((&stop, &health));
     crate::with_store!(&settings, waits, |store| send(store, &settings, args.until_empty, health.clone(), &stop).await)

@@ -22,7 +22,7 @@ pub struct NewMessage {
     pub payload: Vec<u8>,
     /// `application/json` for text, `application/octet-stream` for bytes, unless given.
     pub content_type: Option<String>,
-    /// The trace this message belongs to.
+    /// The trace this message belongs to; without it the current span's is taken where the feature `otel` is on.
     pub trace: Option<TraceContext>,
 }
 
@@ -87,13 +87,6 @@ impl NewMessage {
     #[must_use]
     pub fn with_id(mut self, id: Uuid) -> Self {
         self.id = Some(id);
-        self
-    }
-
-    /// Sets the trace context; without it the current span's is taken where the feature `otel` is on.
-    #[must_use]
-    pub fn with_trace(mut self, trace: TraceContext) -> Self {
-        self.trace = Some(trace);
         self
     }
 

@@ -24,12 +24,6 @@ pub struct Lease {
 }
 
 impl Lease {
-    /// A lease granted now.
-    #[must_use]
-    pub fn granted(now: DbTime, length: Duration) -> Self {
-        Self { until: now.after(length), length }
-    }
-
     /// Whether anybody may take it.
     #[must_use]
     pub fn is_expired(self, now: DbTime) -> bool {
@@ -125,7 +119,7 @@ mod tests {
 
     #[test]
     fn a_lease_is_owned_until_its_end_and_expired_from_it_on() {
-        let lease = Lease::granted(at(100), LENGTH);
+        let lease = Lease { until: at(110), length: LENGTH };
         assert!(!lease.is_expired(at(100)));
         assert!(!lease.is_expired(DbTime::from_micros(at(110).micros() - 1)));
         assert!(lease.is_expired(at(110)));
@@ -133,7 +127,7 @@ mod tests {
 
     #[test]
     fn r22_a_lease_that_ends_later_than_now_plus_its_length_counts_as_expired() {
-        let lease = Lease::granted(at(100), LENGTH);
+        let lease = Lease { until: at(110), length: LENGTH };
         assert!(!lease.is_expired(at(100)), "the clock stands");
         assert!(lease.is_expired(DbTime::from_micros(at(100).micros() - 1)), "the clock went back");
         assert!(lease.is_expired(at(-5_000)));

@@ -32,7 +32,6 @@ pub struct Watermark {
     capacity: usize,
     /// Deliveries above the mark, ascending, and whether each is finished. The first never is.
     above: VecDeque<(i64, bool)>,
-    unfinished: usize,
     mark: Option<i64>,
 }
 
@@ -55,7 +54,7 @@ impl Watermark {
     /// With room for this many deliveries above the mark.
     #[must_use]
     pub fn new(capacity: usize) -> Self {
-        Self { capacity, above: VecDeque::new(), unfinished: 0, mark: None }
+        Self { capacity, above: VecDeque::new(), mark: None }
     }
 
     /// Notes a delivery. They come in ascending order.
@@ -73,7 +72,6 @@ impl Watermark {
             return Err(WatermarkError::Full);
         }
         self.above.push_back((sequence, false));
-        self.unfinished += 1;
         Ok(())
     }
 
@@ -85,7 +83,6 @@ impl Watermark {
         if std::mem::replace(&mut self.above[index].1, true) {
             return false;
         }
-        self.unfinished -= 1;
         while let Some((number, _)) = self.above.pop_front_if(|&mut (_, finished)| finished) {
             self.mark = Some(number);
         }
@@ -98,22 +95,10 @@ impl Watermark {
         self.mark
     }
 
-    /// How many deliveries are not finished.
-    #[must_use]
-    pub fn in_flight(&self) -> usize {
-        self.unfinished
-    }
-
     /// How many more deliveries fit.
     #[must_use]
     pub fn room(&self) -> usize {
         self.capacity.saturating_sub(self.above.len())
-    }
-
-    /// The oldest delivery that is not finished: what the mark waits for.
-    #[must_use]
-    pub fn waits_for(&self) -> Option<i64> {
-        self.above.front().map(|&(number, _)| number)
     }
 
     fn last(&self) -> Option<i64> {
@@ -144,9 +129,9 @@ mod tests {
         }
         assert!(mark.finished(9));
         assert!(mark.finished(5));
-        assert_eq!((mark.committable(), mark.in_flight(), mark.waits_for()), (None, 1, Some(3)));
+        assert_eq!(mark.committable(), None);
         assert!(mark.finished(3));
-        assert_eq!((mark.committable(), mark.in_flight(), mark.waits_for()), (Some(9), 0, None));
+        assert_eq!(mark.committable(), Some(9));
     }
 
     #[test]
@@ -156,7 +141,7 @@ mod tests {
         assert!(mark.finished(2));
         assert!(!mark.finished(2));
         assert!(!mark.finished(7));
-        assert_eq!((mark.committable(), mark.in_flight()), (None, 1));
+        assert_eq!(mark.committable(), None);
     }
 
     #[test]

@@ -143,7 +143,7 @@ impl Keys for MemoryKeys {
             mode: claim.mode,
             state: State::InProgress,
             epoch: owned.epoch,
-            lease: Some(Lease::granted(now, claim.lease)),
+            lease: Some(Lease { until: now.after(claim.lease), length: claim.lease }),
             generation: owned.generation,
             operation_id: owned.operation_id,
             attempts: owned.attempts,
@@ -160,7 +160,7 @@ impl Keys for MemoryKeys {
     async fn heartbeat(&self, owned: &Owned, lease: Duration) -> Result<Fenced, StoreError> {
         Ok(self.fenced(owned, |book, digest, now| {
             if let Some(row) = book.rows.get_mut(&digest) {
-                row.record.lease = Some(Lease::granted(now, lease));
+                row.record.lease = Some(Lease { until: now.after(lease), length: lease });
             }
         }))
     }

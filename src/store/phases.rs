@@ -458,9 +458,6 @@ pub trait Phases: Operations {
 
     /// The id of this deployment; a clone of the database has it too, the configuration of the clone's services has not (O22).
     fn deployment(&self) -> impl Future<Output = Result<Uuid, StoreError>> + Send;
-
-    /// Says that this database belongs to that deployment.
-    fn set_deployment(&self, deployment: Uuid) -> impl Future<Output = Result<(), StoreError>> + Send;
 }
 
 /// The transaction of a phase. Dropped without commit, it rolls back.

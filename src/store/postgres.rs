@@ -59,16 +59,6 @@ pub struct PostgresStore {
     attaches: Arc<AtomicBool>,
 }
 
-/// The settings of a relay session and the statement of its read, for tests of the plan (R9).
-#[cfg(feature = "testing")]
-#[doc(hidden)]
-#[must_use]
-pub fn read_plan(buckets: (i16, i16), limit: usize) -> (String, String) {
-    let buckets = read::Buckets { from: buckets.0, to: buckets.1 };
-    let bounds = read::Bounds { rows: limit, bytes: 4 << 20 };
-    (relay::settings(Duration::from_secs(30)), read::statement(buckets, bounds))
-}
-
 impl Base for PostgresStore {
     type Db = sqlx::Postgres;
 

@@ -183,9 +183,6 @@ pub trait Outbox: Base {
 /// # Cancel safety
 /// No method may be dropped before it returns unless the session is dropped with it.
 pub trait RelaySession: Send {
-    /// The epoch of this ownership.
-    fn epoch(&self) -> i64;
-
     /// Reads up to `rows_max` new rows in one snapshot, fewer where they reach the bytes that were asked for. Fenced: the epoch is
     /// checked in the same statement.
     fn read(&mut self, rows_max: usize) -> impl Future<Output = Result<ReadBatch, StoreError>> + Send;

@@ -30,7 +30,7 @@ impl Cursor {
     pub(crate) fn start(shard: &Shard, fence: u64, ranges_max: usize, mutant: Option<Mutant>) -> Self {
         let (scanned_to, gaps) = (shard.scanned_to, &shard.gaps);
         let reference = Reference::start(scanned_to, gaps, fence, ranges_max, mutant);
-        let real = GapCursor::start(scanned_to, gaps, fence).with_ranges_max(ranges_max);
+        let real = GapCursor::start(scanned_to, gaps, fence, ranges_max);
         Self { real: mutant.is_none_or(is_of_the_user).then_some(real), reference }
     }
 
@@ -53,11 +53,9 @@ impl Cursor {
     pub(crate) fn on_read(&mut self, seen: Snapshot, positions: &[i64], limit_reached: bool) -> Outcome {
         let (batch, closed) = self.reference.on_read(seen, positions, limit_reached);
         if let Some(real) = &mut self.real {
-            let before = real.ranges().count();
             let outcome = real.on_read(seen.xmin, positions, limit_reached).expect("a true answer is taken");
             assert_eq!(outcome.batch, batch);
             assert_eq!(outcome.closed.into_iter().collect::<GapSet>(), closed);
-            assert!(real.ranges().count() <= before + positions.len(), "a row adds at most one range");
         }
         self.agree();
         Outcome { batch, closed }
@@ -82,7 +80,7 @@ impl Cursor {
     pub(crate) fn may_send(&self, batch: u64) -> bool {
         let may = self.reference.may_send(batch);
         if let Some(real) = &self.real {
-            assert_eq!(real.may_send(batch), may);
+            assert!(may || real.needs_claim(), "production sends while no claim is due");
         }
         may
     }
@@ -150,7 +148,6 @@ impl Cursor {
     fn agree(&self) {
         if let Some(real) = &self.real {
             assert_eq!(real.check(), Ok(()));
-            assert_eq!(real.ranges().collect::<GapSet>(), self.reference.open());
             assert_eq!(real.needs_claim(), self.reference.needs_claim());
         }
     }

@@ -1,7 +1,7 @@
 //! One random history: writers, relays, operators, crashes; then everything heals and the relay must come to an end.
 
 use oncebox::policy::diversion::Diverted;
-use oncebox::policy::gaps::{GapSet, join};
+use oncebox::policy::gaps::GapSet;
 
 use crate::checks::{Kind, Violation};
 use crate::mutant::Mutant;
@@ -192,7 +192,8 @@ impl History {
                 self.world.merging = true;
                 return;
             }
-            let joined = join((one.scanned_to, &one.gaps), (other.scanned_to, &other.gaps));
+            let same = one.scanned_to == other.scanned_to;
+            let joined = same.then(|| one.gaps.iter().chain(other.gaps.iter()).collect::<GapSet>());
             let both = || one.gaps.iter().flat_map(|range| range.from..range.to).filter(|&p| other.gaps.contains(p));
             let intersection = || both().map(oncebox::policy::gaps::Range::one).collect::<GapSet>();
             let mutated = self.world.mutant == Some(Mutant::JoinByIntersection);

@@ -238,7 +238,7 @@ impl Process {
         let read_before = session.cursor.open();
         let outcome = session.cursor.on_read(answer.snapshot, &positions, answer.limit_reached);
         world.stats.gap_rows += positions.iter().filter(|&&position| read_before.contains(position)).count() as u64;
-        world.stats.closed += outcome.closed.positions();
+        world.stats.closed += outcome.closed.iter().map(|range| range.to.abs_diff(range.from)).sum::<u64>();
         world.note(|| format!("read {positions:?} at {:?}, closed {}", answer.snapshot, outcome.closed));
         if outcome.batch.is_none() {
             return;

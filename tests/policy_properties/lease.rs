@@ -55,7 +55,7 @@ proptest! {
                     }
                     if takes {
                         row = Fence { epoch: row.epoch + 1, revision: row.revision + 1 };
-                        (lease, mine[who]) = (Some((who, Lease::granted(now, LENGTH))), Some(row));
+                        (lease, mine[who]) = (Some((who, Lease { until: now.after(LENGTH), length: LENGTH })), Some(row));
                     }
                 }
                 Step::Write(who) => {
@@ -65,7 +65,7 @@ proptest! {
                     prop_assert_eq!(stands, owner == Some(who), "who wrote last is the owner, and nobody else");
                     if stands {
                         row.revision += 1;
-                        (lease, mine[who]) = (Some((who, Lease::granted(now, LENGTH))), Some(row));
+                        (lease, mine[who]) = (Some((who, Lease { until: now.after(LENGTH), length: LENGTH })), Some(row));
                     } else {
                         // Its session has ended, whatever it believes.
                         mine[who] = None;

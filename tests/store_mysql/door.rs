@@ -151,7 +151,8 @@ async fn the_rust_door_works_on_the_applications_own_connection_whatever_its_mod
     assert_eq!((&got.payload, &got.key, &got.headers), (&payload, &message.key, &message.headers));
 
     let made_by_hand = oncebox::message::TraceContext { traceparent: "x".repeat(600), tracestate: None };
-    let refused = enqueue(&mut app, message.clone().with_trace(made_by_hand)).await.unwrap_err();
+    let traced = oncebox::NewMessage { trace: Some(made_by_hand), ..message.clone() };
+    let refused = enqueue(&mut app, traced).await.unwrap_err();
     assert!(matches!(&refused, StoreError::Limit(error) if error.limit == "trace"), "{refused:?}");
 
     execute(&mut app, "update oncebox_limits set value = 3 where name = 'key_bytes_max'").await;

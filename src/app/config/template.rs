@@ -193,20 +193,20 @@ fn inline(value: &Value) -> String {
     }
 }
 
-/// The settings that the template knows, by section and key.
-#[must_use]
-pub fn known() -> Vec<(String, &'static str)> {
-    let path = |section: &str, key: &str| if section.is_empty() { key.to_owned() } else { format!("{section}.{key}") };
-    SECTIONS
-        .iter()
-        .flat_map(|(section, settings)| settings.iter().map(move |(key, about)| (path(section, key), *about)))
-        .collect()
-}
-
 #[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used)]
     use super::*;
+
+    /// The settings that the template knows, by section and key.
+    fn known() -> Vec<(String, &'static str)> {
+        let path =
+            |section: &str, key: &str| if section.is_empty() { key.to_owned() } else { format!("{section}.{key}") };
+        SECTIONS
+            .iter()
+            .flat_map(|(section, settings)| settings.iter().map(move |(key, about)| (path(section, key), *about)))
+            .collect()
+    }
 
     /// Every line that begins with `# ` and holds a setting or a section, uncommented.
     fn uncommented(text: &str) -> String {

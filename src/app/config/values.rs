@@ -10,12 +10,6 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer};
 pub struct Span(pub Duration);
 
 impl Span {
-    /// Milliseconds.
-    #[must_use]
-    pub const fn millis(millis: u64) -> Self {
-        Self(Duration::from_millis(millis))
-    }
-
     /// Seconds.
     #[must_use]
     pub const fn seconds(seconds: u64) -> Self {

@@ -82,14 +82,6 @@ impl RawProducer {
         let (producer, counts, source) = (Arc::clone(&self.producer), Arc::clone(&self.counts), self.source.clone());
         blocking::run(move || send_all(&producer, &counts, &source, &messages)).await
     }
-
-    /// Sends each, and waits for its delivery before the next: the loop that a first version has.
-    ///
-    /// # Errors
-    /// As [`RawProducer::send_all`].
-    pub async fn send_one(&self, message: OutgoingMessage) -> Result<(), BrokerError> {
-        self.send_all(Arc::new(vec![message])).await
-    }
 }
 
 fn send_all(

@@ -47,13 +47,13 @@ enum Watch {
 
 impl GapCursor {
     /// Starts a session from what is persisted. `fence` is the id of the synchronous transaction that took the lease
-    /// and raised the epoch (R2.1).
+    /// and raised the epoch (R2.1), `ranges_max` the cap on ranges of open gaps: [`RANGES_MAX`].
     #[must_use]
-    pub fn start(scanned_to: i64, gaps: &GapSet, fence: u64) -> Self {
+    pub fn start(scanned_to: i64, gaps: &GapSet, fence: u64, ranges_max: usize) -> Self {
         // A gap above `scanned_to` is read again as part of the tail.
         let persisted = gaps.cut_at(scanned_to);
         Self {
-            ranges_max: RANGES_MAX,
+            ranges_max,
             scanned_to,
             read_to: scanned_to,
             open: OpenGaps::fenced(&persisted, fence),
@@ -69,34 +69,10 @@ impl GapCursor {
         }
     }
 
-    /// Changes the cap on ranges of open gaps, [`RANGES_MAX`] unless told.
-    #[must_use]
-    pub fn with_ranges_max(mut self, ranges_max: usize) -> Self {
-        self.ranges_max = ranges_max;
-        self
-    }
-
-    /// The persisted end of what is scanned.
-    #[must_use]
-    pub fn scanned_to(&self) -> i64 {
-        self.scanned_to
-    }
-
     /// How far this session has read.
     #[must_use]
     pub fn read_to(&self) -> i64 {
         self.read_to
-    }
-
-    /// How many batches wait to be marked.
-    #[must_use]
-    pub fn batches(&self) -> usize {
-        self.window.len()
-    }
-
-    /// The open gap ranges, ascending.
-    pub fn ranges(&self) -> impl Iterator<Item = Range> + '_ {
-        self.open.ranges()
     }
 
     /// How many more ranges fit under the cap. A row adds at most one, so this is also a bound for a read's LIMIT.
@@ -183,7 +159,7 @@ impl GapCursor {
         let closed = self.open.close(Seen { xmin, below });
         let batch = (!positions.is_empty()).then(|| {
             self.claim_due = self.reads;
-            self.window.push(self.reads, self.read_to, gap_rows)
+            self.window.push(self.read_to, gap_rows)
         });
         debug_assert_eq!(self.check(), Ok(()));
         Ok(ReadOutcome { batch, gap_rows: at_gaps.len(), new_gaps, closed })
@@ -234,18 +210,6 @@ impl GapCursor {
         Ok(())
     }
 
-    /// Whether a claim begun after this batch was read has returned.
-    #[must_use]
-    pub fn may_send(&self, batch: u64) -> bool {
-        self.window.get(batch).is_some_and(|batch| batch.read <= self.claimed)
-    }
-
-    /// What to persist for the oldest batch, wholly proven, dead or held (R2.7).
-    #[must_use]
-    pub fn mark(&self) -> Option<Mark> {
-        self.mark_through(self.window.oldest()?.number)
-    }
-
     /// What to persist for every batch up to this one, all of them wholly proven, dead or held.
     #[must_use]
     pub fn mark_through(&self, batch: u64) -> Option<Mark> {
@@ -274,12 +238,6 @@ impl GapCursor {
         self.scanned_to = mark.scanned_to;
         self.persisted = mark.gaps;
         debug_assert_eq!(self.check(), Ok(()));
-    }
-
-    /// How many ranges have waited at least `age` since their fence and were never watched (R6).
-    #[must_use]
-    pub fn stale_gaps(&self, now: u64, age: u64) -> usize {
-        self.open.stale(now, age)
     }
 
     /// Begins a watch over the lock holders of the stale gaps, unless one runs; says how many ranges it covers. Call it

@@ -19,8 +19,8 @@
 //! | take the lease | [`GapCursor::start`] | one synchronous transaction; its id is the first fence |
 //! | read | [`begin_read`](GapCursor::begin_read), then [`on_read`](GapCursor::on_read) | one statement over all ranges and the tail |
 //! | claim | [`begin_claim`](GapCursor::begin_claim), then [`on_claim`](GapCursor::on_claim) | a synchronous transaction begun after the read |
-//! | send | [`may_send`](GapCursor::may_send) | only a claimed batch, in position order |
-//! | mark | [`mark`](GapCursor::mark), then [`on_marked`](GapCursor::on_marked) | the oldest batch, wholly proven, dead or held |
+//! | send | not while [`needs_claim`](GapCursor::needs_claim) | only a claimed batch, in position order |
+//! | mark | [`mark_through`](GapCursor::mark_through), then [`on_marked`](GapCursor::on_marked) | the oldest batches, wholly proven, dead or held |
 //! | close by locks | [`begin_lock_watch`](GapCursor::begin_lock_watch) and following | ids of transactions, nothing else |
 //!
 //! Any doubt (an error from here, a lost connection, a fenced write that touched no row) ends the session: drop the
@@ -40,14 +40,6 @@ pub use self::cursor::{GapCursor, RANGES_MAX};
 pub use self::error::CursorError;
 pub use self::plan::{ClaimTicket, Mark, ReadOutcome, ReadPlan};
 pub use self::set::{GapSet, ParseGapsError, Range};
-
-/// Joins the persisted gaps of two shards that are being merged (R18), or `None` while their `scanned_to` differ.
-///
-/// The union it must be: a gap of one is a row that this one has not sent, whatever the other did with it.
-#[must_use]
-pub fn join(one: (i64, &GapSet), other: (i64, &GapSet)) -> Option<GapSet> {
-    (one.0 == other.0).then(|| one.1.union(other.1))
-}
 
 #[cfg(test)]
 mod tests;

@@ -126,11 +126,6 @@ impl OpenGaps {
         closed
     }
 
-    /// How many ranges have been fenced for at least `age` and were never asked about.
-    pub(super) fn stale(&self, now: u64, age: u64) -> usize {
-        self.gaps.values().filter(|gap| gap.is_stale(now, age)).count()
-    }
-
     /// Watches what is stale; says how many ranges that is.
     pub(super) fn watch_stale(&mut self, now: u64, age: u64) -> usize {
         let mut count = 0;

@@ -111,12 +111,6 @@ impl GapSet {
         self.range_at(position).is_some()
     }
 
-    /// Whether any position of a range is in the set: such a partition cannot be freed yet (R8).
-    #[must_use]
-    pub fn intersects(&self, range: Range) -> bool {
-        !range.is_empty() && self.ranges.range(..range.to).next_back().is_some_and(|(_, &end)| end > range.from)
-    }
-
     /// The ranges, ascending.
     pub fn iter(&self) -> impl Iterator<Item = Range> + '_ {
         self.ranges.iter().map(|(&from, &to)| Range { from, to })
@@ -134,12 +128,6 @@ impl GapSet {
         self.ranges.is_empty()
     }
 
-    /// How many positions there are.
-    #[must_use]
-    pub fn positions(&self) -> u64 {
-        self.iter().map(|range| range.to.abs_diff(range.from)).fold(0, u64::saturating_add)
-    }
-
     /// The highest position.
     #[must_use]
     pub fn last(&self) -> Option<i64> {
@@ -151,14 +139,6 @@ impl GapSet {
     pub fn cut_at(&self, scanned_to: i64) -> Self {
         let end = scanned_to.saturating_add(1);
         self.iter().map(|range| Range { from: range.from, to: range.to.min(end) }).collect()
-    }
-
-    /// All positions of both.
-    #[must_use]
-    pub fn union(&self, other: &Self) -> Self {
-        let mut all = self.clone();
-        all.extend(other.iter());
-        all
     }
 
     fn range_at(&self, position: i64) -> Option<Range> {

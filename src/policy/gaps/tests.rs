@@ -6,8 +6,9 @@ fn set(ranges: &[(i64, i64)]) -> GapSet {
     ranges.iter().map(|&(from, to)| Range { from, to }).collect()
 }
 
-fn ranges(cursor: &GapCursor) -> Vec<(i64, i64)> {
-    cursor.ranges().map(|range| (range.from, range.to)).collect()
+/// The open gaps, as the next read asks for them.
+fn ranges(cursor: &mut GapCursor) -> Vec<(i64, i64)> {
+    cursor.begin_read().ranges.iter().map(|range| (range.from, range.to)).collect()
 }
 
 /// A whole read whose LIMIT was not reached.
@@ -21,22 +22,22 @@ fn claim(cursor: &mut GapCursor, xid: u64, now: u64) {
     cursor.on_claim(ticket, xid, now).expect("a clean claim");
 }
 
-fn mark(cursor: &mut GapCursor) -> Mark {
-    let mark = cursor.mark().expect("a batch to mark");
+fn mark(cursor: &mut GapCursor, batch: u64) -> Mark {
+    let mark = cursor.mark_through(batch).expect("a batch to mark");
     cursor.on_marked(mark.clone());
     mark
 }
 
 fn started() -> GapCursor {
-    GapCursor::start(0, &GapSet::new(), 10)
+    GapCursor::start(0, &GapSet::new(), 10, RANGES_MAX)
 }
 
 #[test]
 fn r2_missing_positions_between_and_before_the_rows_become_gaps() {
-    let mut cursor = GapCursor::start(4, &GapSet::new(), 10);
+    let mut cursor = GapCursor::start(4, &GapSet::new(), 10, RANGES_MAX);
     let outcome = read(&mut cursor, 10, &[7, 8, 11]);
     assert_eq!((outcome.batch, outcome.gap_rows, outcome.new_gaps), (Some(1), 0, 2));
-    assert_eq!(ranges(&cursor), [(5, 7), (9, 11)]);
+    assert_eq!(ranges(&mut cursor), [(5, 7), (9, 11)]);
     assert_eq!(cursor.read_to(), 11);
 }
 
@@ -46,7 +47,7 @@ fn r2_a_row_at_a_gap_belongs_to_the_batch_and_read_to_never_goes_back() {
     read(&mut cursor, 10, &[5]);
     let outcome = read(&mut cursor, 10, &[2]);
     assert_eq!((outcome.batch, outcome.gap_rows), (Some(2), 1));
-    assert_eq!(ranges(&cursor), [(1, 2), (3, 5)]);
+    assert_eq!(ranges(&mut cursor), [(1, 2), (3, 5)]);
     assert_eq!(cursor.read_to(), 5);
 }
 
@@ -57,7 +58,7 @@ fn r2_a_gap_closes_when_every_transaction_older_than_its_fence_has_ended() {
     claim(&mut cursor, 15, 0);
     assert_eq!(read(&mut cursor, 14, &[]).closed, []);
     assert_eq!(read(&mut cursor, 15, &[]).closed, [Range { from: 1, to: 2 }]);
-    assert_eq!(ranges(&cursor), []);
+    assert_eq!(ranges(&mut cursor), []);
 }
 
 #[test]
@@ -72,26 +73,26 @@ fn r2_a_gap_without_a_fence_never_closes() {
 fn r2_a_claim_that_began_before_the_read_is_no_fence_for_its_gaps() {
     let mut cursor = started();
     let early = cursor.begin_claim();
-    let batch = read(&mut cursor, 10, &[2]).batch.expect("rows");
+    read(&mut cursor, 10, &[2]);
     cursor.on_claim(early, 15, 0).expect("an ascending id");
-    assert!(cursor.needs_claim() && !cursor.may_send(batch));
+    assert!(cursor.needs_claim());
     assert_eq!(read(&mut cursor, 99, &[]).closed, []);
     claim(&mut cursor, 100, 0);
-    assert!(!cursor.needs_claim() && cursor.may_send(batch));
+    assert!(!cursor.needs_claim());
 }
 
 #[test]
 fn r2_with_the_limit_reached_a_gap_closes_only_below_the_last_row() {
-    let mut cursor = GapCursor::start(9, &set(&[(1, 4), (5, 9)]), 10);
+    let mut cursor = GapCursor::start(9, &set(&[(1, 4), (5, 9)]), 10, RANGES_MAX);
     cursor.begin_read();
     let outcome = cursor.on_read(10, &[6], true).expect("a clean read");
     assert_eq!(outcome.closed, [Range { from: 1, to: 4 }, Range { from: 5, to: 6 }]);
-    assert_eq!(ranges(&cursor), [(7, 9)]);
+    assert_eq!(ranges(&mut cursor), [(7, 9)]);
 }
 
 #[test]
 fn r2_a_session_starts_with_every_gap_fenced_by_the_transaction_that_took_the_lease() {
-    let mut cursor = GapCursor::start(9, &set(&[(3, 5)]), 10);
+    let mut cursor = GapCursor::start(9, &set(&[(3, 5)]), 10, RANGES_MAX);
     assert!(!cursor.needs_claim());
     assert_eq!(read(&mut cursor, 9, &[]).closed, []);
     assert_eq!(read(&mut cursor, 10, &[]).closed, [Range { from: 3, to: 5 }]);
@@ -102,11 +103,11 @@ fn r2_a_mark_keeps_the_rows_at_gaps_of_later_batches_as_gaps() {
     let mut cursor = started();
     read(&mut cursor, 10, &[3, 5]); // batch 1: gaps 1, 2 and 4
     read(&mut cursor, 10, &[2, 8]); // batch 2: row 2 came late; gaps 6 and 7
-    let first = mark(&mut cursor);
+    let first = mark(&mut cursor, 1);
     assert_eq!((first.scanned_to, first.gaps.to_string()), (5, "{[1,3),[4,5)}".to_owned()));
-    let second = mark(&mut cursor);
+    let second = mark(&mut cursor, 2);
     assert_eq!((second.scanned_to, second.gaps.to_string()), (8, "{[1,2),[4,5),[6,8)}".to_owned()));
-    assert_eq!(cursor.mark(), None);
+    assert_eq!(cursor.mark_through(3), None);
 }
 
 #[test]
@@ -118,8 +119,8 @@ fn r2_a_mark_through_several_batches_is_the_mark_of_the_last() {
     let through_two = cursor.mark_through(2).expect("in the window");
     assert_eq!((through_two.scanned_to, through_two.gaps.to_string()), (3, "{[2,3)}".to_owned()));
     cursor.on_marked(through_two);
-    assert_eq!((cursor.batches(), cursor.scanned_to()), (1, 3));
     assert_eq!(cursor.mark_through(2), None, "it has left the window");
+    assert!(cursor.mark_through(3).is_some(), "it waits for its own mark");
     assert_eq!(cursor.mark_through(4), None, "it was never read");
 }
 
@@ -127,11 +128,11 @@ fn r2_a_mark_through_several_batches_is_the_mark_of_the_last() {
 fn r2_a_mark_made_before_a_later_read_is_still_right_after_it() {
     let mut cursor = started();
     read(&mut cursor, 10, &[3]);
-    let made = cursor.mark().expect("a batch");
+    let made = cursor.mark_through(1).expect("a batch");
     read(&mut cursor, 10, &[1, 4]);
     cursor.on_marked(made.clone());
     assert!(made.gaps.contains(1), "row 1 is in the window, and in the gaps on disk");
-    assert_eq!((cursor.batches(), cursor.check()), (1, Ok(())));
+    assert_eq!((cursor.mark_through(2).is_some(), cursor.check()), (true, Ok(())));
 }
 
 #[test]
@@ -139,7 +140,7 @@ fn gaps_that_close_while_nothing_is_in_the_window_can_be_persisted() {
     let mut cursor = started();
     read(&mut cursor, 10, &[3]);
     claim(&mut cursor, 11, 0);
-    mark(&mut cursor);
+    mark(&mut cursor, 1);
     assert_eq!(cursor.mark_idle(), None, "nothing has changed");
     read(&mut cursor, 11, &[]);
     let idle = cursor.mark_idle().expect("a gap has closed");
@@ -147,8 +148,7 @@ fn gaps_that_close_while_nothing_is_in_the_window_can_be_persisted() {
     read(&mut cursor, 11, &[4]);
     assert_eq!(cursor.mark_idle(), None, "a batch is in the window");
     cursor.on_marked(idle);
-    assert_eq!(cursor.batches(), 1, "it waits for its own mark");
-    assert_eq!(mark(&mut cursor).scanned_to, 4);
+    assert_eq!(mark(&mut cursor, 2).scanned_to, 4, "it waits for its own mark");
 }
 
 #[test]
@@ -156,8 +156,8 @@ fn r6_a_gap_closes_at_the_read_that_begins_after_its_lock_holders_have_ended() {
     let mut cursor = started();
     read(&mut cursor, 10, &[2]);
     claim(&mut cursor, 15, 100);
-    assert_eq!((cursor.stale_gaps(104, 5), cursor.begin_lock_watch(104, 5)), (0, 0));
-    assert_eq!((cursor.stale_gaps(105, 5), cursor.begin_lock_watch(105, 5)), (1, 1));
+    assert_eq!(cursor.begin_lock_watch(104, 5), 0);
+    assert_eq!(cursor.begin_lock_watch(105, 5), 1);
     cursor.on_lock_holders(vec![12, 14]);
     assert_eq!(cursor.lock_watch(), Some(&[12, 14][..]));
     cursor.on_still_holding(&[14]);
@@ -183,7 +183,7 @@ fn r6_without_any_holder_the_next_read_closes_and_a_row_that_came_is_taken() {
 fn r6_a_gap_found_after_the_holders_were_listed_is_not_covered_by_them() {
     let mut cursor = started();
     read(&mut cursor, 10, &[2]);
-    assert_eq!(cursor.stale_gaps(u64::MAX, 0), 0, "without a fence it is never stale");
+    assert_eq!(cursor.begin_lock_watch(u64::MAX, 0), 0, "without a fence it is never stale");
     claim(&mut cursor, 15, 0);
     cursor.begin_lock_watch(0, 0);
     read(&mut cursor, 10, &[4]);
@@ -197,7 +197,7 @@ fn r6_a_gap_found_after_the_holders_were_listed_is_not_covered_by_them() {
 
 #[test]
 fn r9_at_the_cap_only_gaps_are_read_until_some_close() {
-    let mut cursor = GapCursor::start(9, &set(&[(1, 2), (3, 4)]), 10).with_ranges_max(3);
+    let mut cursor = GapCursor::start(9, &set(&[(1, 2), (3, 4)]), 10, 3);
     assert_eq!((cursor.room(), cursor.row_limit(500)), (1, 1));
     read(&mut cursor, 9, &[11]);
     assert!(cursor.at_cap());
@@ -226,7 +226,8 @@ fn a_read_that_cannot_be_true_ends_the_session_and_changes_nothing() {
     }
     let ticket = cursor.begin_claim();
     assert_eq!(cursor.on_claim(ticket, 10, 0), Err(CursorError::FenceWentBack { last: 10, now: 10 }));
-    assert_eq!((ranges(&cursor), cursor.batches(), cursor.check()), (vec![(1, 2), (3, 4)], 1, Ok(())));
+    assert_eq!((ranges(&mut cursor), cursor.check()), (vec![(1, 2), (3, 4)], Ok(())));
+    assert!(cursor.mark_through(1).is_some() && cursor.mark_through(2).is_none());
 }
 
 #[test]
@@ -239,17 +240,10 @@ fn r7_a_sequence_behind_what_was_read_is_seen() {
 
 #[test]
 fn a_persisted_gap_above_scanned_to_is_read_as_part_of_the_tail() {
-    let mut cursor = GapCursor::start(4, &set(&[(2, 3), (6, 8)]), 10);
-    assert_eq!((ranges(&cursor), cursor.check()), (vec![(2, 3)], Ok(())));
+    let mut cursor = GapCursor::start(4, &set(&[(2, 3), (6, 8)]), 10, RANGES_MAX);
+    assert_eq!((ranges(&mut cursor), cursor.check()), (vec![(2, 3)], Ok(())));
     read(&mut cursor, 9, &[9]);
-    assert_eq!(ranges(&cursor), [(2, 3), (5, 9)]);
-}
-
-#[test]
-fn r18_shards_join_only_at_the_same_place_and_with_the_union_of_their_gaps() {
-    let (one, other) = (set(&[(1, 3)]), set(&[(2, 5), (7, 8)]));
-    assert_eq!(join((9, &one), (8, &other)), None);
-    assert_eq!(join((9, &one), (9, &other)), Some(set(&[(1, 5), (7, 8)])));
+    assert_eq!(ranges(&mut cursor), [(2, 3), (5, 9)]);
 }
 
 #[test]

@@ -12,8 +12,6 @@ use super::GapSet;
 pub(super) struct Batch {
     /// Counted from 1 in each session.
     pub(super) number: u64,
-    /// The number of the read that it came from.
-    pub(super) read: u64,
     /// How far this session had read after it.
     pub(super) read_to: i64,
     /// Its rows that stood at gaps: out of memory's open gaps, and not proven.
@@ -28,17 +26,13 @@ pub(super) struct Window {
 }
 
 impl Window {
-    pub(super) fn len(&self) -> usize {
-        self.batches.len()
-    }
-
     pub(super) fn marked(&self) -> u64 {
         self.marked
     }
 
-    pub(super) fn push(&mut self, read: u64, read_to: i64, gap_rows: GapSet) -> u64 {
+    pub(super) fn push(&mut self, read_to: i64, gap_rows: GapSet) -> u64 {
         let number = self.batches.back().map_or(self.marked, |batch| batch.number) + 1;
-        self.batches.push_back(Batch { number, read, read_to, gap_rows });
+        self.batches.push_back(Batch { number, read_to, gap_rows });
         number
     }
 

@@ -91,17 +91,6 @@ pub enum Settle {
 }
 
 impl<R> Outcome<R> {
-    /// The answer.
-    pub fn answer(&self) -> &R {
-        match self {
-            Self::Completed(answer)
-            | Self::Rejected { answer, .. }
-            | Self::Retryable(answer)
-            | Self::Unknown(answer)
-            | Self::DontStore(answer) => answer,
-        }
-    }
-
     /// The answer, alone.
     pub fn into_answer(self) -> R {
         match self {
@@ -110,17 +99,6 @@ impl<R> Outcome<R> {
             | Self::Retryable(answer)
             | Self::Unknown(answer)
             | Self::DontStore(answer) => answer,
-        }
-    }
-
-    /// The same outcome with another answer: sanitised, encoded, cut to a tombstone.
-    pub fn map<T>(self, change: impl FnOnce(R) -> T) -> Outcome<T> {
-        match self {
-            Self::Completed(answer) => Outcome::Completed(change(answer)),
-            Self::Rejected { answer, binding } => Outcome::Rejected { answer: change(answer), binding },
-            Self::Retryable(answer) => Outcome::Retryable(change(answer)),
-            Self::Unknown(answer) => Outcome::Unknown(change(answer)),
-            Self::DontStore(answer) => Outcome::DontStore(change(answer)),
         }
     }
 
@@ -270,7 +248,6 @@ mod tests {
             let retryable = if mode == Mode::SameTx { Settle::Release } else { Settle::Finish(State::FailedRetryable) };
             assert_eq!(settle(&Outcome::Retryable(()), mode), retryable);
         }
-        assert_eq!(*Outcome::Unknown(7).map(|answer| answer + 1).answer(), 8);
     }
 
     // Shown by: UNKNOWN in mode bridged where the guard has rolled back (a burnt key, M75); FAILED_RETRYABLE in mode edge.

@@ -241,18 +241,6 @@ fn facts(route: &Route, asked: Asked<'_>, found: Found<'_>) -> Facts {
 }
 
 impl Decision {
-    /// Whether the operation's code runs after this decision, once its fenced statement has hit.
-    #[must_use]
-    pub fn executes(self) -> bool {
-        matches!(self, Self::PassThrough | Self::Claim | Self::TakeOver(_) | Self::Reclaim | Self::ExecuteAsNew)
-    }
-
-    /// Whether the outcome of the first request is shown.
-    #[must_use]
-    pub fn replays(self) -> bool {
-        matches!(self, Self::Replay | Self::ReplayReference | Self::Reconstruct | Self::NotRetained)
-    }
-
     /// The problem that is answered, with what is known of the key; none where something is run, read or replayed.
     #[must_use]
     pub fn problem(self) -> Option<(Code, KeyState)> {

@@ -273,7 +273,7 @@ pub(super) mod tests {
             mode,
             state,
             epoch: 1,
-            lease: Some(Lease::granted(DbTime::from_millis(0), Duration::from_secs(30))),
+            lease: Some(Lease { until: at(30), length: Duration::from_secs(30) }),
             generation: 1,
             operation_id: Uuid::from_u128(7),
             attempts: 1,

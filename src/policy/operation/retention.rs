@@ -64,12 +64,6 @@ impl Retention {
             Ok(())
         }
     }
-
-    /// What is written as `expires_at` with an outcome, of claim, body and operation alike (O3).
-    #[must_use]
-    pub fn expires_at(&self, outcome_at: DbTime) -> DbTime {
-        outcome_at.after(self.ttl)
-    }
 }
 
 /// What the time inside a key says, where there is no record of it (O23).

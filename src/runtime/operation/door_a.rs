@@ -450,21 +450,18 @@ where
         let (front, claim) = (&self.front, &begin.claim);
         let store = front.engine().store();
         let aftermath = doubt.after(look);
-        match (aftermath, answer) {
-            // The id of a new run shows that it is this commit's.
-            (Aftermath::Stored, Some((state, reply)))
-                if look == Look::Ours(state) && matches!(begin.basis(), Basis::New | Basis::Anew(_)) =>
-            {
-                return Tried::Done(reply);
-            }
-            (Aftermath::Stored, _) => return Tried::Stored,
-            (Aftermath::CommitUnknown, _) => {
-                front.note(Noted::CommitUnknown);
-                return Tried::Answer(front.problem(Code::CommitUnknown));
-            }
-            (Aftermath::InsertUnknown | Aftermath::MarkUnknown | Aftermath::Ended, _) => {}
-        }
-        front.note(Noted::TransactionEnded);
+        let Some(code) = aftermath.code() else {
+            return match answer {
+                // The id of a new run shows that it is this commit's.
+                Some((state, reply))
+                    if look == Look::Ours(state) && matches!(begin.basis(), Basis::New | Basis::Anew(_)) =>
+                {
+                    Tried::Done(reply)
+                }
+                _ => Tried::Stored,
+            };
+        };
+        front.note(if aftermath.is_alarm() { Noted::TransactionEnded } else { Noted::CommitUnknown });
         let written = match aftermath {
             Aftermath::InsertUnknown => store.stand_unknown(claim, begin.basis(), front.patience()).await,
             Aftermath::MarkUnknown => match store.find(&claim.identity).await {
@@ -485,7 +482,7 @@ where
                 });
             }
         }
-        Tried::Answer(front.problem(Code::TransactionEnded))
+        Tried::Answer(front.problem(code))
     }
 }
 

@@ -152,7 +152,7 @@ pub async fn o11_an_unknown_key_is_resolved_once<F: Fixture>(trial: &Trial<F>) {
         assert!(is_refused(&trial.store.act_on_key(&seen, &resolve(Outcome::Unknown), &really()).await));
         trial.store.act_on_key(&seen, &resolve(outcome.clone()), &really()).await.unwrap();
         let found = record(trial, &claim(Mode::Edge, key, 1)).await;
-        assert_eq!((found.state, found.expires_at), (state, found.outcome_at.map(|at| KEPT.expires_at(at))));
+        assert_eq!((found.state, found.expires_at), (state, found.outcome_at.map(|at| at.after(KEPT.ttl))));
         assert_eq!(trial.store.body(&found).await.unwrap().is_some(), state == State::Completed);
         assert!(
             is_refused(&trial.store.act_on_key(&found, &resolve(failed()), &really()).await),
@@ -333,7 +333,7 @@ pub async fn o9_a_resolved_operation_and_its_record_have_one_outcome<F: Fixture>
     trial.store.resolve(&seen, &success, true, true, &really()).await.unwrap();
     let (found, seen) = (stored(trial, &driven).await, record(trial, &new.claim).await);
     assert_eq!((found.stage, seen.state), (Stage::Succeeded, State::Completed));
-    assert_eq!((found.outcome_at, seen.expires_at), (seen.outcome_at, seen.outcome_at.map(|at| KEPT.expires_at(at))));
+    assert_eq!((found.outcome_at, seen.expires_at), (seen.outcome_at, seen.outcome_at.map(|at| at.after(KEPT.ttl))));
     assert!(trial.store.body(&seen).await.unwrap().is_some());
     let word = &found.evidence[1].evidence;
     assert_eq!((word.kind.as_str(), word.verdict.as_str(), word.effect.as_str()), ("operator", "success", ""));

@@ -258,12 +258,6 @@ impl Phases for MySqlStore {
         let id: Vec<u8> = sqlx::query_scalar("select deployment_id from oncebox_deployment").one(&self.pool).await?;
         Ok(Uuid::from_bytes(super::sixteen("deployment_id", &id)?))
     }
-
-    async fn set_deployment(&self, deployment: Uuid) -> Result<(), StoreError> {
-        let set = sqlx::query("update oncebox_deployment set deployment_id = ?");
-        set.bind(deployment.as_bytes().to_vec()).run(&self.pool).await?;
-        Ok(())
-    }
 }
 
 /// Appends evidence.

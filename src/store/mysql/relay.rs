@@ -126,10 +126,6 @@ impl Outbox for MySqlStore {
 }
 
 impl RelaySession for MySqlSession {
-    fn epoch(&self) -> i64 {
-        self.epoch
-    }
-
     async fn read(&mut self, rows_max: usize) -> Result<ReadBatch, StoreError> {
         let rows_max = rows_max.min(self.rows_max);
         let limit = self.in_flight.len() + rows_max;

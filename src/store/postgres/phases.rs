@@ -240,11 +240,6 @@ impl Phases for PostgresStore {
     async fn deployment(&self) -> Result<Uuid, StoreError> {
         Ok(sqlx::query_scalar("select deployment_id from oncebox.deployment").one(&self.pool).await?)
     }
-
-    async fn set_deployment(&self, deployment: Uuid) -> Result<(), StoreError> {
-        sqlx::query("update oncebox.deployment set deployment_id = $1").bind(deployment).run(&self.pool).await?;
-        Ok(())
-    }
 }
 
 /// Appends evidence.

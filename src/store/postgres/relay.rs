@@ -13,7 +13,7 @@ use super::connect::{BEGIN, SYNCHRONOUS};
 use super::read::{Bounds, Buckets, read};
 use super::{PostgresStore, diverted, partitions};
 use crate::error::StoreError;
-use crate::policy::gaps::{CursorError, GapCursor, GapSet};
+use crate::policy::gaps::{CursorError, GapCursor, GapSet, RANGES_MAX};
 use crate::policy::lease::Fence;
 use crate::store::bounded::{Ask, Bounded};
 use crate::store::{
@@ -108,7 +108,7 @@ impl Outbox for PostgresStore {
             buckets: Buckets { from: row.try_get(4)?, to: row.try_get(5)? },
             epoch: row.try_get(0)?,
             revision: row.try_get(1)?,
-            cursor: GapCursor::start(row.try_get(2)?, &gaps, fence.unsigned_abs()),
+            cursor: GapCursor::start(row.try_get(2)?, &gaps, fence.unsigned_abs(), RANGES_MAX),
             decided_to: row.try_get(7)?,
             store: self.clone(),
             connection,
@@ -170,10 +170,6 @@ pub struct PostgresSession {
 }
 
 impl RelaySession for PostgresSession {
-    fn epoch(&self) -> i64 {
-        self.epoch
-    }
-
     async fn read(&mut self, rows_max: usize) -> Result<ReadBatch, StoreError> {
         self.watch_locks().await?;
         let plan = self.cursor.begin_read();

@@ -239,11 +239,6 @@ impl Phases for SqliteStore {
         let id: Vec<u8> = query_scalar("select deployment_id from oncebox_deployment").fetch_one(self.pool()).await?;
         Uuid::from_slice(&id).map_err(|error| StoreError::Corrupt(format!("the id of the deployment: {error}")))
     }
-
-    async fn set_deployment(&self, deployment: Uuid) -> Result<(), StoreError> {
-        let set = query("update oncebox_deployment set deployment_id = ?");
-        self.fenced(set.bind(deployment.as_bytes().to_vec())).await.map(|_| ())
-    }
 }
 
 /// Appends evidence.

@@ -140,10 +140,6 @@ impl SqliteSession {
 }
 
 impl RelaySession for SqliteSession {
-    fn epoch(&self) -> i64 {
-        self.epoch
-    }
-
     async fn read(&mut self, rows_max: usize) -> Result<ReadBatch, StoreError> {
         // One more than asked for tells whether there is more.
         let read = query(READ);

@@ -295,7 +295,7 @@ proptest! {
             prop_assert!(!matches!(decision, Decision::Expired | Decision::ExecuteAsNew | Decision::Reclaim));
             let bridged = mode == Mode::Bridged && state == State::InProgress && !first.is_owned(at(now));
             let declared = mode == Mode::Edge && repeatable;
-            prop_assert!(!decision.executes() || bridged || declared, "{:?}", decision);
+            prop_assert!(!walk::executes(decision) || bridged || declared, "{:?}", decision);
         } else if first.expires_at.is_some_and(|over| at(now) > over) {
             let expected = if reject { Decision::Expired } else { Decision::ExecuteAsNew };
             prop_assert_eq!(decision, expected);

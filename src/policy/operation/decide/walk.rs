@@ -12,6 +12,17 @@ use super::super::route::{AfterExpiry, Effects, Replay, Requirement, WhileRunnin
 use super::table::{Asks, Body, Facts, Row, Seen, TABLE, judge};
 use super::{Decision, InProgress, Lost, TakeOver};
 
+/// Whether the operation's code runs after this decision, once its fenced statement has hit.
+pub(super) fn executes(decision: Decision) -> bool {
+    use Decision::{Claim, ExecuteAsNew, PassThrough, Reclaim, TakeOver};
+    matches!(decision, PassThrough | Claim | TakeOver(_) | Reclaim | ExecuteAsNew)
+}
+
+/// Whether the outcome of the first request is shown.
+fn replays(decision: Decision) -> bool {
+    matches!(decision, Decision::Replay | Decision::ReplayReference | Decision::Reconstruct | Decision::NotRetained)
+}
+
 const REQUIREMENTS: [Requirement; 3] = [Requirement::Off, Requirement::Optional, Requirement::Required];
 const ASKS: [Asks; 5] = [Asks::Keyless, Asks::Malformed, Asks::Unscoped, Asks::Elsewhere, Asks::Keyed];
 const SEEN: [Seen; 7] =
@@ -116,7 +127,7 @@ const PROPERTIES: &[Property] = &[
     }),
     ("m40: only what was read from the store is executed or replayed", |facts, decision| {
         let read = facts.asks == Asks::Keyed && matches!(facts.seen, Seen::Nothing | Seen::Record);
-        let shown = decision.executes() && decision != Decision::PassThrough || decision.replays();
+        let shown = executes(decision) && decision != Decision::PassThrough || replays(decision);
         !shown || read && facts.requirement != Requirement::Off
     }),
     ("o20: another principal gets one answer in every case", |facts, decision| {
@@ -134,7 +145,7 @@ const PROPERTIES: &[Property] = &[
         (compared(facts) && other) == (decision == Decision::Mismatch)
     }),
     ("m27: nothing but the same command of the same principal executes or replays", |facts, decision| {
-        let shown = decision.executes() || decision.replays();
+        let shown = executes(decision) || replays(decision);
         !compared(facts) || stands(facts) || !shown
     }),
     ("o21: what nobody can judge any more is neither executed nor replayed as it is", |facts, decision| {
@@ -173,7 +184,7 @@ const PROPERTIES: &[Property] = &[
     }),
     ("m42: a known outcome is replayed or said to be gone, never run again", |facts, decision| {
         let known = matches!(facts.state, State::Completed | State::FailedReplayable);
-        !(stands(facts) && known) || decision.replays()
+        !(stands(facts) && known) || replays(decision)
     }),
     ("m68: bytes are replayed exactly where they are kept", |facts, decision| {
         let known = matches!(facts.state, State::Completed | State::FailedReplayable);
@@ -185,7 +196,7 @@ const PROPERTIES: &[Property] = &[
     }),
     ("o9: a phased operation is never executed by a request, it is recovered", |facts, decision| {
         let open = matches!(facts.state, State::InProgress | State::UnknownRequiresRecovery);
-        !(stands(facts) && facts.mode == Mode::Phased && open && decision.executes())
+        !(stands(facts) && facts.mode == Mode::Phased && open && executes(decision))
     }),
     ("m46: recovery begins only where nobody owns the operation, and never what an operator has", |facts, decision| {
         decision != Decision::Recover || !facts.owned && !facts.parked && facts.mode == Mode::Phased
