@@ -178,7 +178,8 @@ async fn guarded(
     (answered, error)
 }
 
-// Shown by: taking 40001 for a failure of another kind (the guard's error is not Busy).
+// Shown to fail: with what the guard undid finished as FAILED_REPLAYABLE. Shown by: taking 40001 for a failure of another kind (the guard's
+// error is not Busy).
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn r27_o2_a_guard_whose_transaction_cannot_be_serialized_commits_nothing_and_frees_the_key() {
     let cases =

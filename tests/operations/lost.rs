@@ -252,7 +252,7 @@ async fn r28_an_outcome_that_is_not_answered_ends_in_time<S: Sql>(direct: World<
     assert_eq!(direct.record("t1", K1).await.unwrap().state, State::FailedRetryable, "it committed nothing");
 }
 
-// Shown by: running the handler where the key cannot be looked for (fail open); a key that is burnt by it.
+// Shown to fail: with an engine that remembers for good under which keys its store failed.
 async fn m60_m75_while_the_store_is_away_nothing_runs_and_no_key_is_burnt<S: Sql>(
     direct: World<S>,
     through: World<S>,
@@ -266,12 +266,17 @@ async fn m60_m75_while_the_store_is_away_nothing_runs_and_no_key_is_burnt<S: Sql
         assert!(away.retry_after.is_some() && away.status == 503);
     }
     assert_eq!(gate.calls(), 0, "the handler did not run");
+    // Then it goes away once more, under the handler.
+    proxy.fail_at("idempotency_request", "insert into effect", 0, When::BeforeRequest, Failure::Cut);
     proxy.works();
     until("it is back", || async {
         matches!(run(&through, &endpoint, K1, "a", effect(&gate)).await, Answered::Reply { .. })
     })
     .await;
+    assert!(proxy.has_failed(), "it went away under the handler");
     assert_eq!((gate.calls(), direct.effects().await), (1, 1));
+    let record = direct.record("t1", K1).await.unwrap();
+    assert_eq!((record.state, record.attempts), (State::Completed, 1));
 }
 
 // A hot standby after a failover answers, and takes no writes: what has its outcome is replayed, also behind a first request that

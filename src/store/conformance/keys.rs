@@ -204,7 +204,7 @@ pub async fn r22_a_claim_whose_lease_is_longer_than_its_length_is_stale<F: KeysF
 
 /// Its heartbeat, outcome and release change nothing, and the new owner's stand.
 ///
-/// Shown by: a completion that does not compare the token.
+/// Shown to fail: without `epoch =` in the UPDATE of a finish, on PostgreSQL and on SQLite. Shown by: one that does not compare the token.
 pub async fn o2_an_owner_that_was_taken_over_changes_nothing<F: KeysFixture>(trial: &F) {
     let claim = KeyClaim { lease: SHORT, ..claim(Mode::Bridged, "k", 1) };
     let old = take(trial, &claim).await;
