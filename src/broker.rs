@@ -144,17 +144,15 @@ pub struct BrokerFinding {
 /// One publishing session. Any error ends it: drop it and start again from the first row that is not proven.
 #[async_trait]
 pub trait Publisher: Send {
-    /// Whether a topic is there. Cached; asks the broker again when it was not there. Cheap for a topic known to be ready.
-    async fn topic(&mut self, topic: &str) -> Result<TopicState, BrokerError>;
+    /// Whether topics are there, each named once, in their order. Cached; asks the broker again about those that were not there.
+    /// Cheap for topics known to be ready, and one request for many where the broker can tell. Where a topic was refused in this
+    /// session and the runtime took that outcome, asking for it again means that what is sent to it from now on is meant.
+    async fn topics(&mut self, topics: &[String]) -> Result<Vec<TopicState>, BrokerError>;
 
-    /// The same for many at once, each named once, in their order. Where a topic was refused in this session and the runtime took
-    /// that outcome, asking for it again means that what is sent to it from now on is meant.
-    async fn topics(&mut self, topics: &[String]) -> Result<Vec<TopicState>, BrokerError> {
-        let mut states = Vec::with_capacity(topics.len());
-        for topic in topics {
-            states.push(self.topic(topic).await?);
-        }
-        Ok(states)
+    /// The same for one.
+    async fn topic(&mut self, topic: &str) -> Result<TopicState, BrokerError> {
+        let states = self.topics(&[topic.to_owned()]).await?;
+        states.into_iter().next().ok_or_else(|| BrokerError::Session(format!("nothing is known of topic `{topic}`")))
     }
 
     /// Hands rows over, in order, each with a tag that ascends within the session. Returns when the client holds them all;

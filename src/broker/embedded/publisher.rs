@@ -118,8 +118,8 @@ impl EmbeddedPublisher {
 
 #[async_trait]
 impl Publisher for EmbeddedPublisher {
-    async fn topic(&mut self, _topic: &str) -> Result<TopicState, BrokerError> {
-        Ok(TopicState::Ready)
+    async fn topics(&mut self, topics: &[String]) -> Result<Vec<TopicState>, BrokerError> {
+        Ok(vec![TopicState::Ready; topics.len()])
     }
 
     async fn send(&mut self, rows: Vec<(u64, OutgoingMessage)>) -> Result<(), BrokerError> {

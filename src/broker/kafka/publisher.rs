@@ -150,11 +150,6 @@ impl KafkaPublisher {
 
 #[async_trait]
 impl Publisher for KafkaPublisher {
-    async fn topic(&mut self, topic: &str) -> Result<TopicState, BrokerError> {
-        let states = self.topics(&[topic.to_owned()]).await?;
-        Ok(states.into_iter().next().unwrap_or(TopicState::NotReady("the broker says nothing of it".to_owned())))
-    }
-
     async fn topics(&mut self, topics: &[String]) -> Result<Vec<TopicState>, BrokerError> {
         self.distrust_refused_topics();
         self.session.window.forgive_topics(topics);

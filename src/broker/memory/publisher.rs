@@ -125,11 +125,11 @@ impl MemoryPublisher {
 
 #[async_trait]
 impl Publisher for MemoryPublisher {
-    async fn topic(&mut self, topic: &str) -> Result<TopicState, BrokerError> {
+    async fn topics(&mut self, topics: &[String]) -> Result<Vec<TopicState>, BrokerError> {
         self.shared.look(|state| {
             self.alive(state)?;
-            let missing = state.faults.missing(topic, state.topics.contains_key(topic));
-            Ok(missing.map_or(TopicState::Ready, TopicState::NotReady))
+            let missing = |topic: &String| state.faults.missing(topic, state.topics.contains_key(topic));
+            Ok(topics.iter().map(|topic| missing(topic).map_or(TopicState::Ready, TopicState::NotReady)).collect())
         })
     }
 

@@ -145,11 +145,9 @@ impl RabbitPublisher {
             Err(fault) => Err(fault.into()),
         }
     }
-}
 
-#[async_trait]
-impl Publisher for RabbitPublisher {
-    async fn topic(&mut self, topic: &str) -> Result<TopicState, BrokerError> {
+    /// A topic without a route is left alone until it is time to try again; of the others the exchange is asked for.
+    async fn state_of(&mut self, topic: &str) -> Result<TopicState, BrokerError> {
         self.ended()?;
         let returned = self.shared.lock().no_route.get(topic).cloned();
         if let Some((at, why)) = &returned
@@ -173,6 +171,17 @@ impl Publisher for RabbitPublisher {
         }
         // A message came back while we asked.
         Ok(state.no_route.get(topic).map_or(TopicState::Ready, |(_, why)| TopicState::NotReady(why.clone())))
+    }
+}
+
+#[async_trait]
+impl Publisher for RabbitPublisher {
+    async fn topics(&mut self, topics: &[String]) -> Result<Vec<TopicState>, BrokerError> {
+        let mut states = Vec::with_capacity(topics.len());
+        for topic in topics {
+            states.push(self.state_of(topic).await?);
+        }
+        Ok(states)
     }
 
     async fn send(&mut self, rows: Vec<(u64, OutgoingMessage)>) -> Result<(), BrokerError> {

@@ -130,8 +130,8 @@ struct WatchedPublisher {
 
 #[async_trait]
 impl Publisher for WatchedPublisher {
-    async fn topic(&mut self, topic: &str) -> Result<TopicState, BrokerError> {
-        self.publisher.topic(topic).await
+    async fn topics(&mut self, topics: &[String]) -> Result<Vec<TopicState>, BrokerError> {
+        self.publisher.topics(topics).await
     }
 
     async fn send(&mut self, rows: Vec<(u64, OutgoingMessage)>) -> Result<(), BrokerError> {
