@@ -295,11 +295,14 @@ fn judge(memory: &mut Memory, mut refused: Vec<Refused>) {
         .filter(|refused| refused.cause == Cause::Message)
         .filter_map(|refused| Some((refused.topic.clone(), refused.key.clone()?)))
         .collect();
-    let mut nacked = HashSet::new();
     for Refused { position, topic, key, cause, why } in refused {
-        // What stands behind a bad message of its key was not sent, and says nothing of its topic. Of the others, one says it.
-        let behind = key.is_some_and(|key| bad.contains(&(topic.clone(), key)));
-        if cause == Cause::Nack && (behind || !nacked.insert(topic.clone())) {
+        if cause == Cause::Nack {
+            // What stands behind a bad message of its key was not sent, and says nothing of its topic. Otherwise the topic's trial,
+            // on a fresh session, finds out at once whether it was the topic or only this session (R21).
+            if !key.is_some_and(|key| bad.contains(&(topic.clone(), key))) {
+                memory.progress = true;
+                memory.blocked.insert(topic, why);
+            }
             continue;
         }
         let verdict = memory.isolation.on_session_end(position, cause);

@@ -138,16 +138,18 @@ async fn a_held_row_that_was_deleted_by_hand_stops_nothing() {
 #[tokio::test]
 async fn a_relay_whose_sessions_end_and_mark_nothing_is_not_ready_until_one_does() {
     let world = sqlite().await;
-    world.broker.faults().on_publish(Fault::RefuseSession("out of sequence".into()), matching::every(1));
+    world.broker.faults().on_publish(Fault::BreakBefore, matching::every(1));
     world.enqueue("t", &["a1"]).await;
     let relay = world.relay(relay_options());
     eventually("it says so", SOON, || async {
         let lines = world.health.lines();
-        (!world.health.is_ready() && lines.iter().any(|line| line.contains("out of sequence"))).then_some(())
+        (!world.health.is_ready() && lines.iter().any(|line| line.contains("in a row ended and got nothing marked")))
+            .then_some(())
     })
     .await;
     world.broker.faults().clear_on_publish();
     world.until_status("all is marked", |status| status.pending + status.held == 0).await;
+    world.enqueue("t", &["b1"]).await;
     eventually("ready again", SOON, || async { world.health.is_ready().then_some(()) }).await;
     relay.end().await.unwrap();
 }

@@ -169,10 +169,10 @@ fn is_for_tests(attribute: &str) -> bool {
 }
 
 /// Production's words of a source, and the modules in files of their own that only tests have.
-fn production(words: Vec<String>) -> (Vec<String>, Vec<String>) {
+fn production(words: &[String]) -> (Vec<String>, Vec<String>) {
     let (mut kept, mut modules, mut index) = (Vec::new(), Vec::new(), 0);
     while index < words.len() {
-        let Some((text, mut after)) = attribute(&words, index) else {
+        let Some((text, mut after)) = attribute(words, index) else {
             kept.push(words[index].clone());
             index += 1;
             continue;
@@ -182,10 +182,10 @@ fn production(words: Vec<String>) -> (Vec<String>, Vec<String>) {
             index = after;
             continue;
         }
-        while let Some((_, next)) = attribute(&words, after) {
+        while let Some((_, next)) = attribute(words, after) {
             after = next;
         }
-        index = end_of(&words, after);
+        index = end_of(words, after);
         let item = &words[after..index];
         if let Some(at) = item.iter().position(|word| word == "mod").filter(|_| item.last().unwrap() == ";") {
             modules.push(item[at + 1].clone());
@@ -283,7 +283,7 @@ fn parse(path: PathBuf, words: &[String], file: usize) -> (File, Vec<Item>) {
 
 /// Everything that production is made of: sources, examples, and the code and names that the pages show.
 fn everything() -> (Vec<File>, Vec<Item>) {
-    let read: Vec<_> = sources_below("src").into_iter().map(|(path, text)| (path, production(words(&text)))).collect();
+    let read: Vec<_> = sources_below("src").into_iter().map(|(path, text)| (path, production(&words(&text)))).collect();
     let mut only_tests: BTreeSet<PathBuf> = ONLY_TESTS.iter().map(PathBuf::from).collect();
     for (path, (_, modules)) in &read {
         let is_root = matches!(path.file_stem().unwrap().to_str(), Some("mod" | "lib"));

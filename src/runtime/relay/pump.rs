@@ -94,6 +94,7 @@ pub(super) struct Pump<'a, S: Store> {
     /// machine or the database stands still, nobody is silent.
     pub(super) clock: Duration,
     turned_at: Instant,
+    looked_at: Duration,
     settled: Vec<Settled>,
     claimed_at: Instant,
     read_at: Instant,
@@ -118,9 +119,11 @@ const TIDY: Duration = Duration::from_secs(5);
 /// One turn of the loop counts for so much at most.
 const TURN_MAX: Duration = Duration::from_millis(250);
 /// How long a topic may keep others waiting: while it neither takes nor refuses, and what was sent after it was settled.
-pub(super) const KEPT_WAITING_MAX: Duration = Duration::from_secs(1);
+const KEPT_WAITING_MAX: Duration = Duration::from_secs(1);
 /// The same where nothing was settled after it, so that the broker as a whole may be slow.
 const SILENT_MAX: Duration = Duration::from_secs(5);
+/// How often it is looked for silence.
+const LOOK_EVERY: Duration = Duration::from_millis(200);
 /// How long a session that ends waits for what is in flight.
 pub(super) const DRAIN_MAX: Duration = Duration::from_millis(500);
 /// So much of a stop's grace is kept for the last mark.
@@ -153,6 +156,7 @@ impl<'a, S: Store> Pump<'a, S> {
             ending: None,
             clock: Duration::ZERO,
             turned_at: now,
+            looked_at: Duration::ZERO,
             settled: Vec::new(),
             claimed_at: now,
             read_at: now,
@@ -461,7 +465,12 @@ impl<'a, S: Store> Pump<'a, S> {
     pub(super) fn broken(&mut self, error: &BrokerError) -> Doubt {
         match self.ending.take() {
             Some(ending) if !ending.refused.is_empty() => Doubt::Refused(ending.refused),
-            _ => Doubt::Lost { row: self.window.first_unproven(), why: error.to_string() },
+            _ => {
+                // A broker that is away says nothing of a row.
+                let is_away = matches!(error, BrokerError::Unavailable(_));
+                let row = if is_away { None } else { self.window.first_unproven() };
+                Doubt::Lost { row, why: error.to_string() }
+            }
         }
     }
 
@@ -502,22 +511,37 @@ impl<'a, S: Store> Pump<'a, S> {
             }
             return Ok(());
         }
-        let Some(oldest) = self.window.oldest(self.clock).filter(|oldest| *oldest >= KEPT_WAITING_MAX) else {
-            return Ok(());
-        };
-        let overtaken = self.window.is_overtaken();
-        let limit = match (self.has_room(), overtaken || self.alone.is_some()) {
-            (true, _) => self.relay.options.publish_stall,
-            (false, true) => KEPT_WAITING_MAX.min(self.relay.options.publish_stall),
-            (false, false) => SILENT_MAX.min(self.relay.options.publish_stall),
-        };
-        if oldest < limit {
+        let is_time = self.clock >= self.looked_at + LOOK_EVERY;
+        if !is_time || self.window.oldest(self.clock).is_none_or(|oldest| oldest < KEPT_WAITING_MAX) {
             return Ok(());
         }
-        let topics = self.window.silent(self.clock, limit);
+        self.looked_at = self.clock;
+        let silent = self.silent_topics();
+        let Some(longest) = silent.iter().map(|(_, silence)| *silence).max() else { return Ok(()) };
+        let overtaken = self.window.is_overtaken();
+        // Of two topics that are silent one waits for the other, in the broker's client.
+        let keeps_others = !self.has_room() || silent.len() > 1;
+        let limit = match (keeps_others, overtaken || self.alone.is_some()) {
+            (false, _) => self.relay.options.publish_stall,
+            (true, true) => KEPT_WAITING_MAX.min(self.relay.options.publish_stall),
+            (true, false) => SILENT_MAX.min(self.relay.options.publish_stall),
+        };
+        if longest < limit {
+            return Ok(());
+        }
+        // Those that are silent for half as long began to wait for them.
+        let began = |silence: Duration| silence >= limit.max(longest / 2);
+        let topics: Vec<String> = silent.into_iter().filter(|one| began(one.1)).map(|one| one.0).collect();
         let limit = humantime::format_duration(limit);
         let why = format!("the broker has neither taken nor refused messages of {} for {limit}", named(&topics));
         Err(Doubt::Silent { topics, overtaken, why })
+    }
+
+    /// Topics whose oldest row in flight is there for long enough to keep others waiting, and for how long.
+    pub(super) fn silent_topics(&self) -> Vec<(String, Duration)> {
+        let mut silent = self.window.silence(self.clock, self.goes_in_turn());
+        silent.retain(|(_, silence)| *silence >= KEPT_WAITING_MAX);
+        silent
     }
 
     /// Waits for whatever comes first: an answer of the broker, a hint, the next poll, a duty, the stop.

@@ -8,7 +8,7 @@ use std::collections::{BTreeSet, HashMap, HashSet};
 
 use tokio::time::Instant;
 
-use super::pump::{DRAIN_MAX, Doubt, Ending, KEPT_WAITING_MAX, Pump, Refused};
+use super::pump::{DRAIN_MAX, Doubt, Ending, Pump, Refused};
 use super::trial;
 use super::window::Leaving;
 use crate::broker::{Refusal, TopicState};
@@ -82,7 +82,7 @@ impl<S: Store> Pump<'_, S> {
             let limit = self.relay.options.publish_stall;
             let Ok(sent) = tokio::time::timeout(limit, self.publisher.send(out)).await else {
                 let why = format!("the broker's client is full for {}", humantime::format_duration(limit));
-                let topics = self.window.silent(self.clock, KEPT_WAITING_MAX);
+                let topics = self.silent_topics().into_iter().map(|(topic, _)| topic).collect();
                 return Err(Doubt::Silent { topics, overtaken: self.window.is_overtaken(), why });
             };
             sent.map_err(|error| self.broken(&error))?;
@@ -201,7 +201,20 @@ impl<S: Store> Pump<'_, S> {
 
     /// The broker has proven a row; false where it is none of this session.
     pub(super) fn proven(&mut self, tag: u64) -> bool {
-        let Some(position) = self.window.get(tag).map(|sent| sent.position) else { return false };
+        let Some(sent) = self.window.get(tag) else { return false };
+        let position = sent.position;
+        if let Some(ending) = &self.ending {
+            let key = (self.window.topic(sent), sent.key.as_deref());
+            let is_before = |refused: &&Refused| refused.position < position;
+            let of_key = |refused: &Refused| (refused.topic.as_str(), refused.key.as_deref()) == key;
+            if key.1.is_some() && ending.refused.iter().filter(is_before).any(of_key) {
+                observe::order_incident(self.relay.broker.name());
+                tracing::error!(position, "order incident: taken after an earlier message of its key was refused");
+            }
+        }
+        if self.goes_in_turn() {
+            self.window.turns(tag, self.clock);
+        }
         self.window.prove(tag);
         self.memory.isolation.on_settled(position);
         if self.alone == Some(tag) {
@@ -255,6 +268,18 @@ impl<S: Store> Pump<'_, S> {
         if self.window.has_in_flight(&held) {
             self.end_soon().held.extend(held);
         }
+        // What the client still holds of a key that was refused must not be sent: then nothing is waited for.
+        if let Some(ending) = &mut self.ending {
+            let keys = ending.refused.iter().map(|refused| (refused.topic.clone(), refused.key.clone())).collect();
+            if self.window.has_in_flight(&keys) {
+                ending.until = Instant::now();
+            }
+        }
+    }
+
+    /// Of a key the broker gets one row at a time (R20): it is no log that keeps them in order by itself.
+    pub(super) fn goes_in_turn(&self) -> bool {
+        !self.relay.broker.is_log()
     }
 
     /// The session ends over a row.

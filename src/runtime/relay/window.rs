@@ -3,10 +3,14 @@
 //! Promise: a mark covers only the oldest batches, each wholly proven or diverted (R2.7); tags ascend by one; the rows since the
 //! oldest that is not marked are counted, so that what a crash sends again has a bound.
 
-use std::collections::{BTreeSet, HashMap, HashSet, VecDeque};
+use std::collections::{HashMap, HashSet, VecDeque};
 use std::time::Duration;
 
 use crate::store::{Diversion, Mark};
+
+/// So many keys are remembered with the time of their last settled row; beyond it all are forgotten, and the next ones count from
+/// the time they were sent.
+const TURNS_MAX: usize = 20_000;
 
 /// Rows that were read together.
 #[derive(Debug)]
@@ -37,6 +41,7 @@ pub(super) struct Sent {
     /// It came from the dead and held table.
     pub(super) is_release: bool,
     settled: bool,
+    proven: bool,
 }
 
 /// A row on its way into the window.
@@ -81,6 +86,7 @@ pub(super) struct Window {
     sent: VecDeque<Sent>,
     first_tag: u64,
     topics: Topics,
+    settled_at: HashMap<(u32, Box<str>), Duration>,
     in_flight: usize,
     span: usize,
     bytes: usize,
@@ -127,7 +133,17 @@ impl Window {
         let (topic, key) = (self.topics.number(topic), key.map(Into::into));
         self.in_flight += 1;
         self.bytes += weight;
-        self.sent.push_back(Sent { position, batch, topic, key, weight, at, is_release, settled: false });
+        self.sent.push_back(Sent {
+            position,
+            batch,
+            topic,
+            key,
+            weight,
+            at,
+            is_release,
+            settled: false,
+            proven: false,
+        });
         tag
     }
 
@@ -144,7 +160,7 @@ impl Window {
 
     /// The broker has proven it.
     pub(super) fn prove(&mut self, tag: u64) {
-        let Some((number, position, is_release)) = self.leave_flight(tag) else { return };
+        let Some((number, position, is_release)) = self.leave_flight(tag, true) else { return };
         self.row_done(number);
         if is_release && let Some(batch) = self.batch(number) {
             batch.released.push(position);
@@ -154,15 +170,15 @@ impl Window {
     /// The broker refused it, and that is taken as final; what becomes of the row is said by `divert`, `change` or `leave`.
     pub(super) fn refuse(&mut self, tag: u64) -> Option<Sent> {
         let sent = self.get(tag)?.clone();
-        self.leave_flight(tag)?;
+        self.leave_flight(tag, false)?;
         Some(sent)
     }
 
     /// Gives batch, position and whether it is a release.
-    fn leave_flight(&mut self, tag: u64) -> Option<(u64, i64, bool)> {
+    fn leave_flight(&mut self, tag: u64, proven: bool) -> Option<(u64, i64, bool)> {
         let index = usize::try_from(tag.checked_sub(self.first_tag)?).ok()?;
         let sent = self.sent.get_mut(index).filter(|sent| !sent.settled)?;
-        sent.settled = true;
+        (sent.settled, sent.proven) = (true, proven);
         let left = (sent.batch, sent.position, sent.is_release);
         self.in_flight -= 1;
         self.bytes -= sent.weight;
@@ -273,7 +289,7 @@ impl Window {
     pub(super) fn proven_after(&self, tag: u64) -> Vec<i64> {
         let Some(row) = self.get(tag).filter(|row| row.key.is_some()) else { return Vec::new() };
         let from = usize::try_from(tag + 1 - self.first_tag).unwrap_or(usize::MAX);
-        let later = self.sent.iter().skip(from).filter(|sent| sent.settled);
+        let later = self.sent.iter().skip(from).filter(|sent| sent.proven);
         later.filter(|sent| (sent.topic, &sent.key) == (row.topic, &row.key)).map(|sent| sent.position).collect()
     }
 
@@ -297,11 +313,36 @@ impl Window {
         self.in_flight < self.sent.len()
     }
 
-    /// The topics of rows that are in flight for at least so long.
-    pub(super) fn silent(&self, now: Duration, since: Duration) -> Vec<String> {
-        let old = self.sent.iter().take_while(|sent| now.saturating_sub(sent.at) >= since);
-        let silent: BTreeSet<u32> = old.filter(|sent| !sent.settled).map(|sent| sent.topic).collect();
-        silent.into_iter().map(|topic| self.topics.name(topic).to_owned()).collect()
+    /// How long each topic is silent: the time since its oldest row that the broker has before it was sent. `in_turn`: of a key
+    /// the broker gets one row at a time, so the next one's time begins when the one before it was settled.
+    pub(super) fn silence(&self, now: Duration, in_turn: bool) -> Vec<(String, Duration)> {
+        let mut keys = HashSet::new();
+        let mut topics: HashMap<u32, Duration> = HashMap::new();
+        for sent in self.sent.iter().filter(|sent| !sent.settled) {
+            let mut since = sent.at;
+            if in_turn && let Some(key) = &sent.key {
+                if !keys.insert((sent.topic, key)) {
+                    continue;
+                }
+                let before = self.settled_at.get(&(sent.topic, key.clone()));
+                since = before.map_or(since, |before| since.max(*before));
+            }
+            let silent = topics.entry(sent.topic).or_default();
+            *silent = (*silent).max(now.saturating_sub(since));
+        }
+        topics.into_iter().map(|(topic, silent)| (self.topics.name(topic).to_owned(), silent)).collect()
+    }
+
+    /// Notes when a row of a key was settled, for [`Window::silence`] of rows that go in turn.
+    pub(super) fn turns(&mut self, tag: u64, now: Duration) {
+        if self.settled_at.len() > TURNS_MAX {
+            self.settled_at.clear();
+        }
+        if let Some(sent) = self.get(tag)
+            && let Some(key) = sent.key.clone()
+        {
+            self.settled_at.insert((sent.topic, key), now);
+        }
     }
 }
 
@@ -352,16 +393,26 @@ mod tests {
     fn a_topic_is_silent_by_its_oldest_row_whatever_others_say() {
         let mut window = Window::default();
         let batch = window.open(Some(1), 4);
-        let [_, good, _, _] = [(1, "bad"), (2, "good"), (3, "bad"), (4, "good")]
+        let [bad, good, _, _] = [(1, "bad"), (2, "good"), (3, "bad"), (4, "good")]
             .map(|(at, topic)| send(&mut window, at, batch, topic, false));
         assert!(!window.is_overtaken());
         window.prove(good);
         assert!(window.is_overtaken());
         let (now, second) = (Duration::from_secs(5), Duration::from_secs(1));
-        assert_eq!(window.silent(now, 5 * second), Vec::<String>::new());
-        assert_eq!(window.silent(now, 2 * second), ["bad"]);
-        assert_eq!(window.silent(now, second), ["bad", "good"]);
+        let silence = |window: &Window, in_turn| {
+            let mut silence = window.silence(now, in_turn);
+            silence.sort();
+            silence
+        };
+        let both = |bad, good| vec![("bad".to_owned(), bad * second), ("good".to_owned(), good * second)];
+        assert_eq!(silence(&window, false), both(4, 1));
         assert_eq!(window.oldest(now), Some(4 * second));
+        // One row of a key at a time: the second one's time begins when the first was settled.
+        assert_eq!(silence(&window, true), both(4, 1));
+        window.turns(bad, 4 * second);
+        window.prove(bad);
+        assert_eq!(silence(&window, false), both(2, 1));
+        assert_eq!(silence(&window, true), both(1, 1));
     }
 
     #[test]
