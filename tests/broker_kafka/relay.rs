@@ -110,3 +110,21 @@ async fn r19_a_topic_whose_limit_is_lowered_goes_on_with_smaller_batches() {
     assert_eq!(first_occurrences(payloads(&kafka, &kafka.topic).await).len(), 3_005);
     relay.end().await;
 }
+
+/// Shown to fail: found out by the broker, the client sent up to five later messages of the key behind it, unseen.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn g3_nothing_of_its_key_follows_a_message_that_is_too_large() {
+    let Some(kafka) = Kafka::without_topic("g3_nothing_of_its_key_follows_a_message") else { return };
+    kafka.create(&kafka.topic, 1, &[("max.message.bytes", "20000")]).await;
+    let outbox = Outbox::new().await;
+    let of = |key: usize, n: usize| {
+        let payload = format!("{key}.{n}{}", if key < 5 && n == 4 { "x".repeat(30_000) } else { String::new() });
+        (kafka.topic.clone(), format!("k{key}"), payload)
+    };
+    outbox.enqueue((0..10).flat_map(|n| (0..50).map(move |key| (key, n))).map(|(key, n)| of(key, n)).collect()).await;
+    let relay = outbox.relay(kafka.broker(), options());
+    outbox.until("five dead, theirs held", |status| (status.dead, status.held, status.pending) == (5, 25, 0)).await;
+    let seen = first_occurrences(payloads(&kafka, &kafka.topic).await);
+    assert_eq!(seen.len(), 500 - 30, "what stands behind a dead message is not in the topic");
+    relay.end().await;
+}

@@ -190,6 +190,12 @@ impl KafkaConfig {
         }
     }
 
+    /// Whether batches are compressed: then a message's size says little of what the broker gets.
+    pub(super) fn compresses(&self) -> bool {
+        let set = ["compression.type", "compression.codec"].iter().find_map(|name| self.properties.get(*name));
+        set.is_some_and(|codec| codec != "none")
+    }
+
     /// The servers as Kafka's own tools take them.
     pub(super) fn bootstrap(&self) -> String {
         self.servers.join(",")

@@ -99,6 +99,18 @@ impl KafkaPublisher {
         Ok(true)
     }
 
+    /// Why a message surely does not fit its topic. Found out by the broker, it would have later ones of its key in the client
+    /// behind it, which the client sends: the key's order would be lost. Compressed it may fit, and the broker says so.
+    fn too_large(&self, message: &OutgoingMessage) -> Option<String> {
+        let bytes = message.payload.len() + message.key.as_ref().map_or(0, String::len);
+        if bytes <= self.session.sizes.batch_max || self.config.compresses() {
+            return None;
+        }
+        let max = self.limits.message_max(&message.topic).filter(|max| bytes > *max)?;
+        let topic = &message.topic;
+        Some(format!("the message has {bytes} bytes, and kafka topic `{topic}` takes {max} (`max.message.bytes`)"))
+    }
+
     /// Gives one row to the client; `Some` gives the slot back where the client's own queue is full.
     fn produce(&self, message: &OutgoingMessage, slot: usize) -> Option<usize> {
         let record: BaseRecord<'_, [u8], [u8], usize> = BaseRecord {
@@ -193,6 +205,10 @@ impl Publisher for KafkaPublisher {
                     self.session.window.refuse_topic(tag, &message.topic, reason);
                     continue;
                 }
+            }
+            if let Some(reason) = self.too_large(&message) {
+                self.session.window.refuse_message(tag, &message.topic, key, reason);
+                continue;
             }
             let mut slot = self.reserve(tag, message.weight()).await?;
             self.sent = true;

@@ -92,6 +92,11 @@ impl TopicLimits {
         }
     }
 
+    /// The largest message that a topic takes, where that is known.
+    pub(super) fn message_max(&self, topic: &str) -> Option<usize> {
+        self.known().get(topic)?.message_max
+    }
+
     /// What was told of a topic is doubted: it is asked about again.
     pub(super) fn forget(&self, topic: &str) {
         self.known().remove(topic);

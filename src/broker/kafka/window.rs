@@ -153,6 +153,12 @@ impl Window {
         self.settle_unsent(tag, Refusal::Destination(reason));
     }
 
+    /// The outcome of a row that is refused for what it is before it is sent, and of all that follow it of its key.
+    pub(super) fn refuse_message(&self, tag: u64, topic: &str, key: Option<&[u8]>, reason: String) {
+        self.state().refuse_message(topic, key);
+        self.settle_unsent(tag, Refusal::Message(reason));
+    }
+
     /// The outcome of a row.
     pub(super) fn settle(&self, slot: usize, topic: &str, key: Option<&[u8]>, outcome: Result<Receipt, Refusal>) {
         let mut state = self.state();
@@ -162,14 +168,8 @@ impl Window {
         state.bytes = state.bytes.saturating_sub(weight);
         match &outcome {
             Err(Refusal::Destination(reason)) => state.refuse_topic(topic, reason),
-            Err(refusal) => {
-                if matches!(refusal, Refusal::Message(_)) && !state.too_small.iter().any(|known| known == topic) {
-                    state.too_small.push(topic.to_owned());
-                }
-                if let Some(key) = key {
-                    state.refused_keys.insert((topic.to_owned(), key.to_vec()));
-                }
-            }
+            Err(Refusal::Message(_)) => state.refuse_message(topic, key),
+            Err(Refusal::Session(_)) => state.refuse_key(topic, key),
             Ok(_) => {}
         }
         state.settled.push(Settled { tag, outcome });
@@ -216,6 +216,19 @@ impl Window {
 }
 
 impl State {
+    fn refuse_message(&mut self, topic: &str, key: Option<&[u8]>) {
+        if !self.too_small.iter().any(|known| known == topic) {
+            self.too_small.push(topic.to_owned());
+        }
+        self.refuse_key(topic, key);
+    }
+
+    fn refuse_key(&mut self, topic: &str, key: Option<&[u8]>) {
+        if let Some(key) = key {
+            self.refused_keys.insert((topic.to_owned(), key.to_vec()));
+        }
+    }
+
     fn refuse_topic(&mut self, topic: &str, reason: &str) {
         let refused = || RefusedTopic { reason: reason.to_owned(), is_known: false };
         self.refused_topics.entry(topic.to_owned()).or_insert_with(refused);
