@@ -134,7 +134,7 @@ fn a_day_on_postgres_and_kafka() {
     world.publish();
     let dead = world.json(&["dead", "list", "--consumer", "outbox"]);
     let dead = &dead["dead"][0];
-    assert!(dead["reason"].as_str().unwrap().contains("kafka refuses the message"), "{dead}");
+    assert!(dead["reason"].as_str().unwrap().contains("`max.message.bytes`"), "{dead}");
     assert_eq!(dead["behind"], 1);
     let number = dead["number"].as_str().unwrap();
     world.oncebox(&["dead", "discard", number, "--why", "too large"]).run().ok();
