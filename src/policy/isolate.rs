@@ -1,12 +1,10 @@
-//! Whose fault it is that a relay's session ended: the message's, its destination's, or the connection's (R16).
+//! Whether a relay's session ended by the fault of one message (R16).
 //!
 //! Guarantees:
 //!
 //! * A message is dead only when it was sent alone and the broker refused *it*, or when alone it ended three sessions
 //!   while a probe on a fresh session succeeded between them.
-//! * What speaks of the destination (no route, denied, unknown, not enough replicas, a nack that repeats) diverts the
-//!   topic; it counts nothing and never makes a message dead. So does silence, which is judged by topic and not here.
-//! * A connection that could not be made, or that ended with nothing sent, counts nothing.
+//! * What speaks of the destination or of the connection is not told here: it counts nothing.
 //!
 //! ```text
 //!           ended twice at one row              proven, dead or diverted
@@ -25,22 +23,14 @@ pub const ENDS_ALONE_BEFORE_DEAD: u32 = 3;
 /// So many rows are remembered; beyond it the highest is forgotten, and will be met again after the lower ones.
 pub const SUSPECTS_MAX: usize = 1_024;
 
-/// Why a session ended.
+/// Why a session ended at a row.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Cause {
-    /// The connection could not be made.
-    NotConnected,
-    /// The connection or channel ended with nothing sent on it.
-    NothingSent,
     /// The connection or channel ended, and says nothing of why.
     Lost,
     /// The broker refused this message for what it is: too large, an invalid record, a channel error that answers
     /// this publish.
     Message,
-    /// The broker spoke of the destination: a return, 403, 404, an unknown topic, no authorization, not enough replicas.
-    Destination,
-    /// A nack. It may pass; when it repeats on a fresh session it speaks of the destination.
-    Nack,
 }
 
 /// What to do next.
@@ -50,8 +40,6 @@ pub enum Verdict {
     Again,
     /// Start a new session that sends this row alone.
     Alone,
-    /// Divert the row's topic (R17).
-    Divert,
     /// The row is dead.
     Dead,
 }
@@ -77,7 +65,6 @@ pub struct Isolation {
 struct Suspect {
     /// Sessions that ended at it under the usual window.
     ends: u32,
-    nacked: bool,
     /// Sessions that it ended alone.
     ends_alone: u32,
     /// A probe succeeded since the last of those.
@@ -121,24 +108,10 @@ impl Isolation {
     /// A session ended. `position` is the row it ended at: the one that the broker named, else the first that was sent
     /// and not proven.
     pub fn on_session_end(&mut self, position: i64, cause: Cause) -> Verdict {
-        match cause {
-            Cause::NotConnected | Cause::NothingSent => return Verdict::Again,
-            Cause::Destination => {
-                self.on_settled(position);
-                return Verdict::Divert;
-            }
-            Cause::Lost | Cause::Message | Cause::Nack => {}
-        }
         let alone = self.mode() == Mode::Alone(position);
         let suspect = self.suspects.entry(position).or_default();
-        let verdict = if cause == Cause::Nack && std::mem::replace(&mut suspect.nacked, true) {
-            Verdict::Divert
-        } else if alone {
-            suspect.ended_alone(cause)
-        } else {
-            suspect.ended_in_window()
-        };
-        if matches!(verdict, Verdict::Divert | Verdict::Dead) {
+        let verdict = if alone { suspect.ended_alone(cause) } else { suspect.ended_in_window() };
+        if verdict == Verdict::Dead {
             self.suspects.remove(&position);
         }
         if self.suspects.len() > SUSPECTS_MAX {
@@ -166,8 +139,8 @@ impl Suspect {
                 self.probed = false;
                 if self.ends_alone >= ENDS_ALONE_BEFORE_DEAD { Verdict::Dead } else { Verdict::Alone }
             }
-            // Without a probe between them, two ends may be one outage. A nack ended nothing by itself.
-            _ => Verdict::Alone,
+            // Without a probe between them, two ends may be one outage.
+            Cause::Lost => Verdict::Alone,
         }
     }
 }
@@ -231,22 +204,6 @@ mod tests {
     }
 
     #[test]
-    fn r16_a_connection_that_cannot_be_made_or_ends_with_nothing_sent_counts_nothing() {
-        let mut isolation = alone();
-        for _ in 0..10 {
-            isolation.on_probe_succeeded();
-            assert_eq!(isolation.on_session_end(ROW, Cause::NotConnected), Verdict::Again);
-            assert_eq!(isolation.on_session_end(ROW, Cause::NothingSent), Verdict::Again);
-        }
-        assert_eq!(isolation.mode(), Mode::Alone(ROW));
-        let mut fresh = Isolation::new();
-        for _ in 0..10 {
-            fresh.on_session_end(ROW, Cause::NotConnected);
-        }
-        assert_eq!(fresh.mode(), Mode::Window);
-    }
-
-    #[test]
     fn r16_a_message_that_the_broker_refuses_is_dead_only_when_it_was_sent_alone() {
         let mut isolation = Isolation::new();
         assert_eq!(isolation.on_session_end(ROW, Cause::Message), Verdict::Again);
@@ -273,26 +230,5 @@ mod tests {
         for _ in 0..50 {
             assert_eq!(isolation.on_session_end(ROW, Cause::Lost), Verdict::Alone);
         }
-    }
-
-    #[test]
-    fn r16_what_speaks_of_the_destination_diverts_and_never_kills() {
-        assert_eq!(Isolation::new().on_session_end(ROW, Cause::Destination), Verdict::Divert);
-        let mut isolation = alone();
-        isolation.on_session_end(ROW, Cause::Lost);
-        assert_eq!(isolation.on_session_end(ROW, Cause::Destination), Verdict::Divert);
-        assert_eq!(isolation.mode(), Mode::Window);
-    }
-
-    #[test]
-    fn r16_a_nack_that_repeats_on_a_fresh_session_is_the_destinations() {
-        let mut isolation = Isolation::new();
-        assert_eq!(isolation.on_session_end(ROW, Cause::Nack), Verdict::Again);
-        assert_eq!(isolation.on_session_end(ROW, Cause::Nack), Verdict::Divert);
-        let mut isolation = alone();
-        for cause in [Cause::Nack, Cause::Lost] {
-            assert_eq!(isolation.on_session_end(ROW, cause), Verdict::Alone);
-        }
-        assert_eq!(isolation.on_session_end(ROW, Cause::Nack), Verdict::Divert);
     }
 }

@@ -233,9 +233,8 @@ impl<S: Store> Relay<S> {
                 (why, None)
             }
             Doubt::Lost { row, why } => {
-                let cause = if row.is_some() { Cause::Lost } else { Cause::NothingSent };
-                if memory.isolation.on_session_end(row.unwrap_or_default(), cause) == Verdict::Dead
-                    && let Some(row) = row
+                if let Some(row) = row
+                    && memory.isolation.on_session_end(row, Cause::Lost) == Verdict::Dead
                 {
                     memory.verdicts.insert(row, Diversion::Dead { reason: why.clone(), holds: true });
                 }
@@ -292,11 +291,11 @@ fn judge(memory: &mut Memory, mut refused: Vec<Refused>) {
     refused.sort_unstable_by_key(|refused| refused.position);
     let bad: HashSet<(String, String)> = refused
         .iter()
-        .filter(|refused| refused.cause == Cause::Message)
+        .filter(|refused| refused.is_bad)
         .filter_map(|refused| Some((refused.topic.clone(), refused.key.clone()?)))
         .collect();
-    for Refused { position, topic, key, cause, why } in refused {
-        if cause == Cause::Nack {
+    for Refused { position, topic, key, is_bad, why } in refused {
+        if !is_bad {
             // What stands behind a bad message of its key was not sent, and says nothing of its topic. Otherwise the topic's trial,
             // on a fresh session, finds out at once whether it was the topic or only this session (R21).
             if !key.is_some_and(|key| bad.contains(&(topic.clone(), key))) {
@@ -305,13 +304,11 @@ fn judge(memory: &mut Memory, mut refused: Vec<Refused>) {
             }
             continue;
         }
-        let verdict = memory.isolation.on_session_end(position, cause);
+        let verdict = memory.isolation.on_session_end(position, Cause::Message);
         memory.progress |= verdict != Verdict::Again;
-        match verdict {
-            Verdict::Again | Verdict::Alone => {}
-            Verdict::Divert => _ = memory.blocked.insert(topic, why),
+        if verdict == Verdict::Dead {
             // Whether it holds its key is the topic's policy, known when the row is met again.
-            Verdict::Dead => _ = memory.verdicts.insert(position, Diversion::Dead { reason: why, holds: true }),
+            memory.verdicts.insert(position, Diversion::Dead { reason: why, holds: true });
         }
     }
 }

@@ -20,7 +20,6 @@ use crate::broker::{Publisher, Settled};
 use crate::error::{BrokerError, StoreError};
 use crate::observe::{self, PartState, Trouble};
 use crate::policy::diversion::{Diversion as Diverted, DivertedRow as Row};
-use crate::policy::isolate::Cause;
 use crate::policy::lease::Lease;
 use crate::store::{Mark, OpenGaps, RelaySession, Store};
 
@@ -54,7 +53,8 @@ pub(super) struct Refused {
     pub(super) position: i64,
     pub(super) topic: String,
     pub(super) key: Option<String>,
-    pub(super) cause: Cause,
+    /// It was refused for what it is; otherwise nothing is said of it, as by a nack.
+    pub(super) is_bad: bool,
     pub(super) why: String,
 }
 

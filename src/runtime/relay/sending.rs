@@ -15,7 +15,7 @@ use crate::broker::{Refusal, TopicState};
 use crate::message::OutgoingMessage;
 use crate::observe::{self, FailureClass};
 use crate::policy::diversion::{Behind, DivertedRow, Way};
-use crate::policy::isolate::{Cause, Mode};
+use crate::policy::isolate::Mode;
 use crate::store::{Diversion, Store};
 
 /// A row that was read and claimed, and is not yet sent.
@@ -254,11 +254,11 @@ impl<S: Store> Pump<'_, S> {
                 Refusal::Message(reason) if alone => self.dead(position, batch, topic, key, is_release, reason),
                 Refusal::Message(why) => {
                     observe::publish_failed(self.relay.broker.name(), FailureClass::Message);
-                    self.ends(Refused { position, topic, key, cause: Cause::Message, why });
+                    self.ends(Refused { position, topic, key, is_bad: true, why });
                 }
                 Refusal::Session(why) => {
                     observe::publish_failed(self.relay.broker.name(), FailureClass::Session);
-                    self.ends(Refused { position, topic, key, cause: Cause::Nack, why });
+                    self.ends(Refused { position, topic, key, is_bad: false, why });
                 }
             }
             if alone {
