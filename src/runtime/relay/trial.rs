@@ -113,6 +113,7 @@ struct Lane {
     under_way: HashSet<String>,
     /// So many topics a round: halved where a round's session was lost, so that the row which ends sessions is found out.
     width: usize,
+    was_lost: bool,
     task: JoinHandle<()>,
 }
 
@@ -160,7 +161,7 @@ impl Trials {
             let answers = Answers { lane: number, answers: answers.clone() };
             let trier = Trier { broker: Arc::clone(broker), declare, publisher: None, next_tag: 0, answers };
             let task = tokio::spawn(trier.run(received));
-            Lane { orders, under_way: HashSet::new(), width: usize::MAX, task }
+            Lane { orders, under_way: HashSet::new(), width: usize::MAX, was_lost: false, task }
         };
         Self { lanes: [lane(0), lane(1)], found, heard: VecDeque::new() }
     }
@@ -213,7 +214,10 @@ impl Trials {
             let (topic, position, said) = match answer {
                 Answer::There(topics) => return Some((lane, Found::There(topics))),
                 Answer::Over => {
-                    self.lanes[lane].width = self.lanes[lane].width.saturating_mul(2);
+                    let round = &mut self.lanes[lane];
+                    let topics = round.under_way.len();
+                    let was_lost = std::mem::take(&mut round.was_lost);
+                    round.width = if was_lost { (topics / 2).max(1) } else { round.width.saturating_mul(2) };
                     for topic in self.lanes[lane].under_way.drain() {
                         // It was there, and had no row that could be tried.
                         if pauses.is_due(&topic, Instant::now()) {
@@ -229,9 +233,7 @@ impl Trials {
                 (Said::Message, Some(position)) => Found::Message { topic, position },
                 (Said::Taken | Said::Message, None) => continue,
                 (Said::Lost { alone }, position) => {
-                    let round = &mut self.lanes[lane];
-                    // Doubled at the end of the round.
-                    round.width = (round.under_way.len() / 4).max(1);
+                    self.lanes[lane].was_lost = true;
                     match position.filter(|_| pauses.lost(&topic, alone, every)) {
                         Some(position) => Found::Message { topic, position },
                         None => continue,
