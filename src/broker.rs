@@ -293,7 +293,7 @@ impl RevokeGuard {
 /// How a source of a log began.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Begun {
-    /// Which.
+    /// The source that began.
     pub source: PartitionId,
     /// Which topic of this name it is, where the broker tells.
     pub topic_id: Option<String>,
@@ -313,9 +313,9 @@ pub trait Subscriber: Send {
     /// Safe: no event is lost when dropped.
     async fn next(&mut self) -> Result<Event, BrokerError>;
 
-    /// Where sources that were just assigned begin (`policy::position`), `remembered` being what the consumer's database knows of
-    /// each. What it is not called for before the following `next` begins where the group stands. A queue has no positions, and
-    /// answers nothing.
+    /// Where sources that were just assigned begin (`policy::position`); `remembered` is what the
+    /// consumer's database knows of each. A source for which it is not called before the following
+    /// `next` begins where the group stands. A queue has no positions: its answer is empty.
     async fn begin(&mut self, _remembered: Vec<(PartitionId, Option<Position>)>) -> Result<Vec<Begun>, BrokerError> {
         Ok(Vec::new())
     }

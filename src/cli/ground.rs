@@ -83,15 +83,21 @@ async fn refuse_messages_of_others<S: Store>(settings: &Settings) -> Result<(), 
     looked
 }
 
+/// The URL of a database on this server.
+#[cfg(any(feature = "postgres", feature = "mysql"))]
+fn on_server(server: &str, name: &str) -> Result<String, AppError> {
+    let mut url = url::Url::parse(server).map_err(|error| AppError::usage(error.to_string()))?;
+    url.set_path(name);
+    Ok(url.to_string())
+}
+
 #[cfg(feature = "postgres")]
 impl Ground for crate::store::postgres::PostgresStore {
     async fn create_database(server: &str, name: &str, _: &Path) -> Result<String, AppError> {
         let mut admin = PgConnection::connect(server).await.map_err(StoreError::from)?;
         admin.execute(AssertSqlSafe(format!("create database {name}"))).await.map_err(StoreError::from)?;
         admin.close().await.map_err(StoreError::from)?;
-        let mut url = url::Url::parse(server).map_err(|error| AppError::usage(error.to_string()))?;
-        url.set_path(name);
-        Ok(url.to_string())
+        on_server(server, name)
     }
 
     async fn drop_database(server: &str, name: &str) -> Result<(), AppError> {
@@ -108,9 +114,7 @@ impl Ground for crate::store::mysql::MySqlStore {
         let mut admin = MySqlConnection::connect(server).await.map_err(StoreError::from)?;
         admin.execute(AssertSqlSafe(format!("create database {name}"))).await.map_err(StoreError::from)?;
         admin.close().await.map_err(StoreError::from)?;
-        let mut url = url::Url::parse(server).map_err(|error| AppError::usage(error.to_string()))?;
-        url.set_path(name);
-        Ok(url.to_string())
+        on_server(server, name)
     }
 
     async fn drop_database(server: &str, name: &str) -> Result<(), AppError> {

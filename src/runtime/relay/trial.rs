@@ -234,7 +234,8 @@ impl Trials {
                 (Said::Taken | Said::Message, None) => continue,
                 (Said::Lost { alone }, position) => {
                     self.lanes[lane].was_lost = true;
-                    match position.filter(|_| pauses.lost(&topic, alone, every)) {
+                    let by_the_row = pauses.lost(&topic, alone, every);
+                    match position.filter(|_| by_the_row) {
                         Some(position) => Found::Message { topic, position },
                         None => continue,
                     }
