@@ -1,7 +1,8 @@
-//! An axum service whose POSTs may be sent twice: the code of `docs/guides/add-to-an-axum-service.md`, whole.
+//! An axum service whose POSTs may be sent twice: the code of
+//! `docs/guides/add-to-an-axum-service.md`, whole.
 //!
-//! It needs the tables of oncebox (`oncebox migrate up`), and makes its own. `POST /payments` is a typed door, `POST /notes` an ordinary
-//! handler behind the layer.
+//! It needs the tables of oncebox (`oncebox migrate up`), and makes its own. `POST /payments` is a
+//! typed door, `POST /notes` an ordinary handler behind the layer.
 
 use std::time::Duration;
 

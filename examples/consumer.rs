@@ -1,7 +1,8 @@
 //! The smallest consumer: a handler, and the `consumer` program with it as its `main`.
 //!
-//! What the handler writes through `tx` is committed together with the note that this message was handled. So it may be
-//! delivered ten times, to two processes at once, or to one that is killed in the middle: there is one shipment.
+//! What the handler writes through `tx` is committed together with the note that this message was
+//! handled. So it may be delivered ten times, to two processes at once, or to one that is killed in
+//! the middle: there is one shipment.
 
 use std::process::ExitCode;
 
@@ -20,7 +21,8 @@ impl MessageHandler<SqliteStore> for Shipping {
             .bind(customer)
             .execute(tx.connection())
             .await?;
-        // No commit: `Ok` commits, together with the inbox row. Any error rolls back, and the message is tried again.
+        // No commit: `Ok` commits, together with the inbox row. Any error rolls back, and the
+        // message is tried again.
         Ok(())
     }
 }

@@ -1,6 +1,7 @@
 //! The smallest producer: a business row and a message, in one transaction of your own sqlx pool.
 //!
-//! Either both are there after it, or neither is: that is all an outbox needs. Nothing here knows of a broker.
+//! Either both are there after it, or neither is: that is all an outbox needs. Nothing here knows
+//! of a broker.
 
 use oncebox::NewMessage;
 use oncebox::sqlx::{SqlitePool, query, raw_sql};
@@ -16,7 +17,8 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
     raw_sql(tables).execute(&pool).await?;
 
     let (order, customer) = (format!("order-{}", Uuid::now_v7()), "acc-7");
-    // The key keeps the order: messages of one customer are handled one after the other, as they were committed.
+    // The key keeps the order: messages of one customer are handled one after the other, as they
+    // were committed.
     let message = NewMessage::json("orders", "order.placed", &(&order, customer))?.with_key(customer);
 
     let mut tx = pool.begin().await?;
@@ -26,7 +28,8 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
         .execute(&mut *tx)
         .await?;
     let id = oncebox::store::enqueue(&mut *tx, message).await?;
-    // As `tx.commit()`, but a lost connection is told apart: then nobody knows whether it was committed.
+    // As `tx.commit()`, but a lost connection is told apart: then nobody knows whether it was
+    // committed.
     oncebox::store::commit(tx).await?;
 
     println!("{order} was placed, message {id}");

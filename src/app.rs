@@ -1,7 +1,8 @@
-//! What processes are made of: settings, connections by URL, the publisher and consumer as programs, with their
-//! command lines.
+//! What processes are made of: settings, connections by URL, the publisher and consumer as
+//! programs, with their command lines.
 //!
-//! Guarantees: only this room and `bin` read the environment; a program never migrates by itself; secrets are never printed.
+//! Guarantees: only this room and `bin` read the environment; a program never migrates by itself;
+//! secrets are never printed.
 //!
 //! Not here: commands for people (room `cli`), the work itself (room `runtime`).
 
@@ -21,7 +22,7 @@ pub use connect::kafka_config;
 #[cfg(feature = "rabbitmq")]
 pub use connect::rabbit_config;
 pub use connect::{AnyBroker, open_broker, open_store, open_store_with, require_schema, store_kind};
-pub use consumer::{HandlersByConsumer, run_consumers, run_consumers_with};
+pub use consumer::{ConsumerStart, HandlersByConsumer, run_consumers, run_consumers_with};
 pub use exit::{AppError, Exit};
 pub(crate) use listen::listen;
 pub use logging::{LogFormat, say, speak, start_logging};

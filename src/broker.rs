@@ -1,12 +1,15 @@
 //! How bytes leave and arrive: the traits that a broker adapter fulfils.
 //!
-//! One adapter, one folder, the same file names in each: `config`, `publisher`, `subscriber` (and `topology` where the broker
-//! has one). The suite in `conformance` (feature `testing`) is the executable definition and runs on any adapter.
+//! One adapter, one folder, the same file names in each: `config`, `publisher`, `subscriber` (and
+//! `topology` where the broker has one). The suite in `conformance` (feature `testing`) is the
+//! executable definition and runs on any adapter.
 //!
-//! Guarantees: a row is settled only by the broker's own proof; within a session the broker takes a prefix of what was sent
-//! per key (R15); acknowledgements never run ahead of what the runtime said is committed.
+//! Guarantees: a row is settled only by the broker's own proof; within a session the broker takes a
+//! prefix of what was sent per key (R15); acknowledgements never run ahead of what the runtime said
+//! is committed.
 //!
-//! Not here: SQL of the outbox or inbox, decisions on refusals (room `policy`), retries over sessions (room `runtime`).
+//! Not here: SQL of the outbox or inbox, decisions on refusals (room `policy`), retries over
+//! sessions (room `runtime`).
 
 #[cfg(feature = "testing")]
 pub mod conformance;
@@ -47,10 +50,16 @@ pub enum TopicState {
 /// Why the broker did not take a message.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Refusal {
-    /// For what this message is: too large, invalid.
+    /// For what this message is: too large, invalid; or for what another is that went with it, so
+    /// only alone it is sure. Nothing of its key that was handed over with it and is not on its way
+    /// is sent (`Behind`).
     Message(String),
-    /// For where it goes: unknown topic, no route, denied. Never the message's fault. Nothing of the topic that was not on its way
-    /// by then is sent until the runtime has taken this outcome; rows of other topics go on.
+    /// It was not sent, for an earlier message of its key was refused. What is handed over once the
+    /// runtime has taken this outcome is meant.
+    Behind(String),
+    /// For where it goes: unknown topic, no route, denied. Never the message's fault. Nothing of
+    /// the topic that was not on its way by then is sent until the runtime has taken this outcome;
+    /// rows of other topics go on.
     Destination(String),
     /// Anything else, a nack too: the session is in doubt.
     Session(String),
@@ -85,8 +94,8 @@ pub trait Broker: Debug + Send + Sync {
     /// `kafka`, `rabbitmq`, `embedded` or `memory`, for labels and messages.
     fn name(&self) -> &'static str;
 
-    /// True for a log whose coordinates mean the same for ever (Kafka, embedded); false for a queue (RabbitMQ), which says
-    /// itself what it delivers again.
+    /// True for a log whose coordinates mean the same for ever (Kafka, embedded); false for a queue
+    /// (RabbitMQ), which says itself what it delivers again.
     fn is_log(&self) -> bool {
         true
     }
@@ -102,27 +111,31 @@ pub trait Broker: Debug + Send + Sync {
     /// Joins as a consumer.
     async fn subscriber(&self, subscription: &Subscription) -> Result<Box<dyn Subscriber>, BrokerError>;
 
-    /// How long these topics keep what a consumer may read again, the longest of them; none where the broker does not tell, or
-    /// none of them is there yet.
+    /// How long these topics keep what a consumer may read again, the longest of them; none where
+    /// the broker does not tell, or none of them is there yet.
     async fn retention(&self, _topics: &[String]) -> Result<Option<TopicRetention>, BrokerError> {
         Ok(None)
     }
 
-    /// Declares what the publisher's side owns: the exchange on RabbitMQ, topics where `create_topics` is on.
+    /// Declares what the publisher's side owns: the exchange on RabbitMQ, topics where
+    /// `create_topics` is on.
     async fn declare(&self, topics: &[String]) -> Result<(), BrokerError>;
 
-    /// Looks for what breaks or weakens a promise: each answer is (name, severity as in `Finding`, detail, remedy).
+    /// Looks for what breaks or weakens a promise: each answer is (name, severity as in `Finding`,
+    /// detail, remedy).
     async fn check(&self, subscriptions: &[Subscription]) -> Result<Vec<BrokerFinding>, BrokerError>;
 
-    /// Reads every message that a topic holds now, from the beginning, without a group and without acknowledging: for `demo`,
-    /// `bench` and tests. RabbitMQ has no such read: it answers with what a tap queue collected since [`Broker::tap`].
+    /// Reads every message that a topic holds now, from the beginning, without a group and without
+    /// acknowledging: for `demo`, `bench` and tests. RabbitMQ has no such read: it answers with
+    /// what a tap queue collected since [`Broker::tap`].
     async fn read_all(&self, topic: &str) -> Result<Vec<Arrived>, BrokerError>;
 
-    /// Makes sure that [`Broker::read_all`] will see what is published from now on (a tap queue on RabbitMQ, else nothing).
+    /// Makes sure that [`Broker::read_all`] will see what is published from now on (a tap queue on
+    /// RabbitMQ, else nothing).
     async fn tap(&self, topic: &str) -> Result<(), BrokerError>;
 
-    /// Takes topics, queues and groups of these subscriptions away, with everything in them: for `demo`, `bench` and tests,
-    /// which made them. What is not there is no error.
+    /// Takes topics, queues and groups of these subscriptions away, with everything in them: for
+    /// `demo`, `bench` and tests, which made them. What is not there is no error.
     async fn remove(&self, subscriptions: &[Subscription]) -> Result<(), BrokerError>;
 }
 
@@ -133,7 +146,7 @@ pub struct BrokerFinding {
     pub name: String,
     /// True where a promise is broken, false where all is well or only weaker.
     pub refused: bool,
-    /// True where messages stand that nobody reads.
+    /// True where messages stand that nobody reads, or with which nobody gets on.
     pub stuck: bool,
     /// What was found.
     pub detail: String,
@@ -141,12 +154,24 @@ pub struct BrokerFinding {
     pub remedy: Option<String>,
 }
 
-/// One publishing session. Any error ends it: drop it and start again from the first row that is not proven.
+/// Between two looks at a group or queue that has members and messages: many times what one at work
+/// needs to get on.
+#[cfg(any(feature = "kafka", feature = "rabbitmq"))]
+pub(crate) const BETWEEN_LOOKS: std::time::Duration = std::time::Duration::from_secs(2);
+
+/// What to do where messages stand though somebody is there to handle them.
+#[cfg(any(feature = "kafka", feature = "rabbitmq"))]
+pub(crate) const STANDS_STILL: &str =
+    "see `/readyz` and the log of its processes: the database, a lock, or a slow handler";
+
+/// One publishing session. Any error ends it: drop it and start again from the first row that is
+/// not proven.
 #[async_trait]
 pub trait Publisher: Send {
-    /// Whether topics are there, each named once, in their order. Cached; asks the broker again about those that were not there.
-    /// Cheap for topics known to be ready, and one request for many where the broker can tell. Where a topic was refused in this
-    /// session and the runtime took that outcome, asking for it again means that what is sent to it from now on is meant.
+    /// Whether topics are there, each named once, in their order. Cached; asks the broker again
+    /// about those that were not there. Cheap for topics known to be ready, and one request for
+    /// many where the broker can tell. Where a topic was refused in this session and the runtime
+    /// took that outcome, asking for it again means that what is sent to it from now on is meant.
     async fn topics(&mut self, topics: &[String]) -> Result<Vec<TopicState>, BrokerError>;
 
     /// The same for one.
@@ -155,14 +180,15 @@ pub trait Publisher: Send {
         states.into_iter().next().ok_or_else(|| BrokerError::Session(format!("nothing is known of topic `{topic}`")))
     }
 
-    /// Hands rows over, in order, each with a tag that ascends within the session. Returns when the client holds them all;
-    /// waits only where a bound of the client is reached.
+    /// Hands rows over, in order, each with a tag that ascends within the session. Returns when the
+    /// client holds them all; waits only where a bound of the client is reached.
     ///
     /// # Cancel safety
     /// None: drop the session with it.
     async fn send(&mut self, rows: Vec<(u64, OutgoingMessage)>) -> Result<(), BrokerError>;
 
-    /// Waits until the broker said something, and appends it. Returns without outcomes where nothing is in flight.
+    /// Waits until the broker said something, and appends it. Returns without outcomes where
+    /// nothing is in flight.
     ///
     /// # Cancel safety
     /// Safe: no outcome is lost when dropped.
@@ -251,11 +277,13 @@ pub enum Event {
     Assigned(Vec<PartitionId>),
     /// Deliveries, in the order of their sources.
     Deliveries(Vec<Delivery>),
-    /// These sources are to be given up: start nothing more of them, finish what runs, acknowledge, then drop `done`.
+    /// These sources are to be given up: start nothing more of them, finish what runs, acknowledge,
+    /// then drop `done`.
     Revoked {
         /// The sources.
         sources: Vec<PartitionId>,
-        /// True where the broker has given them to somebody else already: nothing can be acknowledged.
+        /// True where the broker has given them to somebody else already: nothing can be
+        /// acknowledged.
         lost: bool,
         /// Dropped when the runtime is through; the adapter waits for it at most the drain time.
         done: RevokeGuard,
@@ -307,7 +335,8 @@ pub trait Subscriber: Send {
     /// Waits for the next event.
     ///
     /// # Errors
-    /// Any error ends this subscriber: drop it (deliveries that were not acknowledged come again) and subscribe anew.
+    /// Any error ends this subscriber: drop it (deliveries that were not acknowledged come again)
+    /// and subscribe anew.
     ///
     /// # Cancel safety
     /// Safe: no event is lost when dropped.
@@ -328,16 +357,25 @@ pub trait Subscriber: Send {
     /// All deliveries of this source up to and including `through` are committed.
     ///
     /// # Errors
-    /// An acknowledgement that did not arrive is no loss: the inbox knows the message. Errors that end the subscriber come
-    /// from `next`.
+    /// An acknowledgement that did not arrive is no loss: the inbox knows the message. Errors that
+    /// end the subscriber come from `next`.
     async fn acknowledge(&mut self, source: &PartitionId, through: i64) -> Result<(), BrokerError>;
 
-    /// Asks the broker for nothing more for now; `next` must still be called (heartbeats, rebalances).
+    /// True where the group has said what this member has, and it is nothing: there are more
+    /// members than partitions.
+    fn has_no_share(&self) -> bool {
+        false
+    }
+
+    /// Asks the broker for nothing more for now; `next` must still be called (heartbeats,
+    /// rebalances).
     fn pause(&mut self, paused: bool);
 
-    /// True once assigned and once every source has delivered what stood in it when it was assigned.
+    /// True once assigned and once every source has delivered what stood in it when it was
+    /// assigned.
     async fn caught_up(&mut self) -> Result<bool, BrokerError>;
 
-    /// A planned end: acknowledgements have arrived when it returns; nothing is handed back out of order (R29).
+    /// A planned end: acknowledgements have arrived when it returns; nothing is handed back out of
+    /// order (R29).
     async fn close(self: Box<Self>);
 }

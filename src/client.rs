@@ -1,4 +1,5 @@
-//! Requests that can be sent again: one key for one operation, the same bytes each time (O26, O27, M110).
+//! Requests that can be sent again: one key for one operation, the same bytes each time (O26, O27,
+//! M110).
 //!
 //! ```no_run
 //! use oncebox::client::{Client, ClientOptions, Request};
@@ -14,12 +15,15 @@
 //!
 //! Promises:
 //!
-//! * A key is made once, or given by the caller. Whatever happens, no second one is made for the same request.
-//! * Every attempt sends the same bytes. With a [`KeyJournal`] key, method, URL and body are on the disk before the first one, so
-//!   a process that dies goes on under the same key.
-//! * What ends an operation is decided in one table ([`resend`](crate::policy::operation::resend)). Where the outcome of one
-//!   attempt is not known, nothing but a 2xx or a spent key does; the end is then [`ClientError::OutcomeUnknown`].
-//! * Redirects are not followed: a 302 turns a POST into a GET, and a 307 carries key and body to another origin.
+//! * A key is made once, or given by the caller. Whatever happens, no second one is made for the
+//!   same request.
+//! * Every attempt sends the same bytes. With a [`KeyJournal`] key, method, URL and body are on the
+//!   disk before the first one, so a process that dies goes on under the same key.
+//! * What ends an operation is decided in one table ([`resend`](crate::policy::operation::resend)).
+//!   Where the outcome of one attempt is not known, nothing but a 2xx or a spent key does; the end
+//!   is then [`ClientError::OutcomeUnknown`].
+//! * Redirects are not followed: a 302 turns a POST into a GET, and a 307 carries key and body to
+//!   another origin.
 //! * No attempt begins that might arrive when the server has forgotten the key.
 //!
 //! | module | for |
@@ -62,8 +66,8 @@ pub struct ClientOptions {
     pub attempt_timeout: Duration,
     /// How long [`Client::send`] may take in all. Default 5 min.
     pub total: Duration,
-    /// How long the server remembers a key at least, counted from the first send; see [`Advertised`]. Default 24 h, which is a
-    /// guess about the server.
+    /// How long the server remembers a key at least, counted from the first send; see
+    /// [`Advertised`]. Default 24 h, which is a guess about the server.
     pub lifetime: Duration,
     /// The bound of the first pause; each is up to twice the one before. Default 200 ms.
     pub backoff: Duration,
@@ -93,7 +97,8 @@ impl Default for ClientOptions {
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum ClientError {
-    /// It may have happened. Ask again under this key, and under no other: by [`Client::resume`] or with the same [`Request`].
+    /// It may have happened. Ask again under this key, and under no other: by [`Client::resume`] or
+    /// with the same [`Request`].
     #[error("the outcome under the key #{} is unknown: {cause}", key.short_hash())]
     OutcomeUnknown {
         /// The key.
@@ -101,8 +106,8 @@ pub enum ClientError {
         /// Why nothing more is known.
         cause: Cause,
     },
-    /// None of this call's attempts ran anything. The key stays that of this operation; where another process sent it before, this says
-    /// nothing of that.
+    /// None of this call's attempts ran anything. The key stays that of this operation; where
+    /// another process sent it before, this says nothing of that.
     #[error("nothing was done by this call under the key #{}: {cause}", key.short_hash())]
     NotSent {
         /// The key.
@@ -163,8 +168,8 @@ impl Client {
         Self::over(reqwest::Client::builder(), options)
     }
 
-    /// A client over settings of one's own: proxies, certificates, default headers. Redirects and retries of reqwest are
-    /// switched off whatever they say.
+    /// A client over settings of one's own: proxies, certificates, default headers. Redirects and
+    /// retries of reqwest are switched off whatever they say.
     ///
     /// # Errors
     /// [`ClientError::Request`]: the settings cannot be used.
@@ -193,20 +198,23 @@ impl Client {
     /// Sends an operation until its end is known or the time is over.
     ///
     /// # Errors
-    /// [`ClientError::OutcomeUnknown`]: it may have happened. Any other error: it did not, unless an earlier call with the same
-    /// request says otherwise.
+    /// [`ClientError::OutcomeUnknown`]: it may have happened. Any other error: it did not, unless
+    /// an earlier call with the same request says otherwise.
     ///
     /// # Cancel safety
-    /// Dropped, it may have happened; the journal keeps the key. The same request may be sent again.
+    /// Dropped, it may have happened; the journal keeps the key. The same request may be sent
+    /// again.
     pub async fn send(&self, request: &Request) -> Result<Answer, ClientError> {
         self.shared.send(&mut Direct(&self.http), request).await
     }
 
-    /// Goes on with an operation of the journal: the same key and bytes, with these headers (fresh credentials) beside the
-    /// stored ones. `body` is needed where the journal keeps digests only, and must be the same bytes.
+    /// Goes on with an operation of the journal: the same key and bytes, with these headers (fresh
+    /// credentials) beside the stored ones. `body` is needed where the journal keeps digests only,
+    /// and must be the same bytes.
     ///
     /// # Errors
-    /// As [`Client::send`]; [`JournalError::OtherBody`] where the bytes are not those of the first send.
+    /// As [`Client::send`]; [`JournalError::OtherBody`] where the bytes are not those of the first
+    /// send.
     ///
     /// # Cancel safety
     /// As [`Client::send`].
@@ -219,7 +227,8 @@ impl Client {
         self.send(&pending.request(body, headers)?).await
     }
 
-    /// Says that the application has the result: the journal forgets the key. Without a journal nothing is to be said.
+    /// Says that the application has the result: the journal forgets the key. Without a journal
+    /// nothing is to be said.
     ///
     /// # Errors
     /// The journal could not be written; then the operation is found again.
@@ -238,7 +247,8 @@ impl Client {
         advertised::ask(&self.http, url, self.shared.options.attempt_timeout).await
     }
 
-    /// The same rules as a middleware of `reqwest-middleware`, with this client's settings, journal and breakers.
+    /// The same rules as a middleware of `reqwest-middleware`, with this client's settings, journal
+    /// and breakers.
     #[must_use]
     pub fn middleware(&self) -> Resend {
         Resend::new(Arc::clone(&self.shared))

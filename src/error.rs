@@ -1,7 +1,7 @@
 //! What can go wrong, named for the one who must decide what to do next.
 //!
-//! Guarantees: adapters classify at the edge, so that nothing above them matches on an error of sqlx, librdkafka or lapin;
-//! no message carries a password (URLs are shown by [`redact`]).
+//! Guarantees: adapters classify at the edge, so that nothing above them matches on an error of
+//! sqlx, librdkafka or lapin; no message carries a password (URLs are shown by [`redact`]).
 //!
 //! Not here: how a program prints errors and which exit code it takes (room `app`).
 
@@ -14,13 +14,16 @@ use std::time::Duration;
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum StoreError {
-    /// Nobody's failure: deadlock, serialization failure, lock timeout, busy file. The same work again, with jitter.
+    /// Nobody's failure: deadlock, serialization failure, lock timeout, busy file. The same work
+    /// again, with jitter.
     #[error("the database asks to try again: {}", classify::words(.0))]
     Busy(#[source] sqlx::Error),
-    /// The database is away, starting, stopping, full, read-only or out of connections. Wait; no attempt is counted.
+    /// The database is away, starting, stopping, full, read-only or out of connections. Wait; no
+    /// attempt is counted.
     #[error("the database is not available: {}", classify::words(.0))]
     Unavailable(#[source] sqlx::Error),
-    /// The connection was lost during COMMIT: the outcome is unknown and must be found out, never guessed.
+    /// The connection was lost during COMMIT: the outcome is unknown and must be found out, never
+    /// guessed.
     #[error("the outcome of a commit is unknown: {}", classify::words(.0))]
     CommitUnknown(#[source] sqlx::Error),
     /// The lease, epoch or revision is not ours any more: end the session, change nothing.
@@ -60,7 +63,8 @@ pub enum StoreError {
 }
 
 impl StoreError {
-    /// True where waiting and doing the same again is right and nobody's attempt is to be counted (R27).
+    /// True where waiting and doing the same again is right and nobody's attempt is to be counted
+    /// (R27).
     #[must_use]
     pub fn is_nobodys(&self) -> bool {
         matches!(self, Self::Busy(_) | Self::Unavailable(_) | Self::CommitUnknown(_))
@@ -136,13 +140,15 @@ pub struct HandlerError {
     retry_after: Option<Duration>,
     nobodys: bool,
     may_be_its_own: bool,
+    late: bool,
 }
 
 impl HandlerError {
     /// Try again under the retry policy.
     pub fn retryable(error: impl std::fmt::Display) -> Self {
-        let (terminal, retry_after, nobodys, may_be_its_own) = (false, None, false, false);
-        Self { message: classify::without_frame(error.to_string()), terminal, retry_after, nobodys, may_be_its_own }
+        let (terminal, retry_after, nobodys, may_be_its_own, late) = (false, None, false, false, false);
+        let message = classify::without_frame(error.to_string());
+        Self { message, terminal, retry_after, nobodys, may_be_its_own, late }
     }
 
     /// No retry can help: the message becomes dead at once.
@@ -160,12 +166,24 @@ impl HandlerError {
         Self { nobodys: true, ..Self::retryable(error) }
     }
 
-    /// The connection was lost under the handler: nobody's failure, unless the handler's statement ends it every time.
+    /// The connection was lost under the handler: nobody's failure, unless the handler's statement
+    /// ends it every time.
     pub(crate) fn lost_connection(error: impl std::fmt::Display) -> Self {
         Self { may_be_its_own: true, ..Self::nobodys(format!("{error}; the connection is lost")) }
     }
 
-    /// Of a failure that is nobody's by its code: whether the handler's own statement may be the reason.
+    /// The handler ran out of its time.
+    pub(crate) fn late(error: impl std::fmt::Display) -> Self {
+        Self { late: true, ..Self::retryable(error) }
+    }
+
+    /// Whether the handler ran out of its time: the next try may take as long.
+    pub(crate) fn is_late(&self) -> bool {
+        self.late
+    }
+
+    /// Of a failure that is nobody's by its code: whether the handler's own statement may be the
+    /// reason.
     pub(crate) fn may_be_its_own(&self) -> bool {
         self.may_be_its_own
     }
@@ -201,7 +219,8 @@ impl std::fmt::Display for HandlerError {
     }
 }
 
-// `HandlerError` itself does not implement `std::error::Error`, so that this conversion can exist (as anyhow does it).
+// `HandlerError` itself does not implement `std::error::Error`, so that this conversion can exist
+// (as anyhow does it).
 impl<E: std::error::Error + Send + Sync + 'static> From<E> for HandlerError {
     fn from(error: E) -> Self {
         let any = &error as &dyn std::any::Any;
@@ -241,15 +260,15 @@ impl<T, E: std::fmt::Display> Terminal<T> for Result<T, E> {
     }
 }
 
-/// A URL as it may be printed: user kept, password replaced, query values of secrets replaced. What is no URL, but names a
-/// user or password before an `@`, loses all of that.
+/// A URL as it may be printed: user kept, password replaced, query values of secrets replaced. What
+/// is no URL, but names a user or password before an `@`, loses all of that.
 #[must_use]
 pub fn redact(url: &str) -> String {
     let Some((scheme, rest)) = url.split_once("://") else {
         return url.rsplit_once('@').map_or_else(|| url.to_owned(), |(_, tail)| format!("***@{tail}"));
     };
-    // A password may hold `/`, `?`, `#` and `@` without being escaped: the last `@` before the query ends it, and a query
-    // only begins behind an `@`.
+    // A password may hold `/`, `?`, `#` and `@` without being escaped: the last `@` before the
+    // query ends it, and a query only begins behind an `@`.
     let query = rest.find('@').and_then(|at| rest[at..].find('?').map(|query| at + query));
     let at = rest[..query.unwrap_or(rest.len())].rfind('@');
     let (user_info, tail) = match at {

@@ -1,18 +1,22 @@
 //! Turns at a file between processes: a lock file beside a SQLite database (R14).
 //!
-//! SQLite's own busy handler is unfair: beside two consumers a writer and a relay got one transaction each in twelve seconds.
-//! So every process of oncebox takes a turn around each write transaction. Programs that know nothing of turns get in because
-//! a busy file rests: when the stamp in the lock file is a second old, the holder keeps the turn for 120 ms after its
-//! transaction. A file that stood idle for most of that second has let them in already and needs no rest.
+//! SQLite's own busy handler is unfair: beside two consumers a writer and a relay got one
+//! transaction each in twelve seconds. So every process of oncebox takes a turn around each write
+//! transaction. Programs that know nothing of turns get in because a busy file rests: when the
+//! stamp in the lock file is a second old, the holder keeps the turn for 120 ms after its
+//! transaction. A file that stood idle for most of that second has let them in already and needs no
+//! rest.
 //!
-//! A second file beside it, `<lock file>-next`, makes turns go round between processes (`next`); within one they go to who asked
-//! first.
+//! A second file beside it, `<lock file>-next`, makes turns go round between processes (`next`);
+//! within one they go to who asked first.
 //!
-//! Guarantees: one turn at a time, over all processes and within one; a process that dies gives back what it has (the kernel
-//! does), one that is frozen while it waits holds others up for a second; waiting never blocks an executor thread, and ends with
-//! an error that names the process that holds the turn. While nobody waits no thread is made.
+//! Guarantees: one turn at a time, over all processes and within one; a process that dies gives
+//! back what it has (the kernel does), one that is frozen while it waits holds others up for a
+//! second; waiting never blocks an executor thread, and ends with an error that names the process
+//! that holds the turn. While nobody waits no thread is made.
 //!
-//! Not here: what is done in a turn. A process that is frozen inside its turn holds it (R28): only its end frees it.
+//! Not here: what is done in a turn. A process that is frozen inside its turn holds it (R28): only
+//! its end frees it.
 
 mod next;
 mod stamp;
@@ -76,7 +80,8 @@ impl Turn {
     /// `TimedOut`, naming the process that holds the turn, and whatever the lock file says.
     ///
     /// # Cancel safety
-    /// Safe: a turn that comes after nobody waits for it is given back at once, and the place in the queue with it.
+    /// Safe: a turn that comes after nobody waits for it is given back at once, and the place in
+    /// the queue with it.
     pub(crate) async fn take(&self, patience: Duration) -> io::Result<Held> {
         let taken = tokio::time::timeout(patience, async {
             let files = Arc::clone(&self.files).lock_owned().await;
@@ -85,7 +90,8 @@ impl Turn {
             }
             let away = files.queue.is_next_away();
             let next = if away { None } else { files.queue.try_take() };
-            // With somebody before us the turn is not asked for: it may be free only because that one does not run yet.
+            // With somebody before us the turn is not asked for: it may be free only because that
+            // one does not run yet.
             if away || next.is_some() {
                 match files.turn.try_lock() {
                     Ok(()) => {
@@ -96,8 +102,8 @@ impl Turn {
                     Err(TryLockError::Error(error)) => return Err(error),
                 }
             }
-            // A thread of its own, not the runtime's pool: a runtime that ends would wait for it, for as long as the other
-            // process likes.
+            // A thread of its own, not the runtime's pool: a runtime that ends would wait for it,
+            // for as long as the other process likes.
             let (sender, receiver) = oneshot::channel();
             std::thread::Builder::new().name("oncebox-turn".to_owned()).spawn(move || {
                 let place = files.queue.stand(next);
@@ -179,7 +185,8 @@ mod tests {
 
     const PATIENCE: Duration = Duration::from_secs(20);
 
-    /// Another process: this test executable again, which runs only `the_other_process` and does as `act` says.
+    /// Another process: this test executable again, which runs only `the_other_process` and does as
+    /// `act` says.
     struct Other {
         child: Child,
         lines: Lines<BufReader<ChildStdout>>,
@@ -324,8 +331,8 @@ mod tests {
         assert_eq!(std::fs::read_to_string(path.with_extension("count")).unwrap(), "600");
     }
 
-    // Shown by taking turns without `next`, on a busy machine: in 12 of 30 runs, the worst 1, 15 and 2,086 turns. With it the most
-    // was at most 1.3 times the least.
+    // Shown by taking turns without `next`, on a busy machine: in 12 of 30 runs, the worst 1, 15
+    // and 2,086 turns. With it the most was at most 1.3 times the least.
     #[test]
     fn r14_no_process_starves_beside_others_that_want_every_turn() {
         let (_directory, path) = lock_file();
@@ -340,7 +347,8 @@ mod tests {
         assert!(least * 20 >= *most, "turns are not fair: {turns:?}");
     }
 
-    // Shown by leaving the rest out: the longest wait was nearly all of the time there was, instead of 1.0 s.
+    // Shown by leaving the rest out: the longest wait was nearly all of the time there was, instead
+    // of 1.0 s.
     #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
     async fn r14_a_program_that_knows_nothing_of_turns_gets_in_beside_writers_that_never_pause() {
         use sqlx::{ConnectOptions, Executor};
@@ -422,7 +430,8 @@ mod tests {
         assert!(overtaken <= rounds / 4, "overtaken in {overtaken} of {rounds} rounds");
     }
 
-    // Shown by a thread that gives up its place when it begins to wait for the turn: `next` was free.
+    // Shown by a thread that gives up its place when it begins to wait for the turn: `next` was
+    // free.
     #[tokio::test]
     async fn r14_who_stood_behind_for_more_than_a_second_keeps_its_place() {
         let (_directory, path) = lock_file();

@@ -26,18 +26,21 @@
 //!
 //! Promises:
 //!
-//! * The key comes from the metadata `idempotency-key`, or from the message's own field ([`KeyField`]); both are one key or
-//!   `INVALID_ARGUMENT`. Who asks comes from the request's extensions, where an interceptor that verified it put a
-//!   [`Scope`], never from metadata.
-//! * A second call gets the stored status, message, details and metadata, and `idempotent-replayed: true`.
-//! * A call whose deadline passed, or that was cancelled, goes on in a task of its own, and the next call finds its outcome
-//!   (O27).
-//! * Problems carry an `ErrorInfo` (reason: the code; domain `oncebox`; `key_state`, `retryable`) and, where waiting helps, a
-//!   `RetryInfo`.
+//! * The key comes from the metadata `idempotency-key`, or from the message's own field
+//!   ([`KeyField`]); both are one key or `INVALID_ARGUMENT`. Who asks comes from the request's
+//!   extensions, where an interceptor that verified it put a [`Scope`], never from metadata.
+//! * A second call gets the stored status, message, details and metadata, and
+//!   `idempotent-replayed: true`.
+//! * A call whose deadline passed, or that was cancelled, goes on in a task of its own, and the
+//!   next call finds its outcome (O27).
+//! * Problems carry an `ErrorInfo` (reason: the code; domain `oncebox`; `key_state`, `retryable`)
+//!   and, where waiting helps, a `RetryInfo`.
 //!
-//! A message is stored as its bytes and read back into today's type: fields that this program does not know are not replayed.
+//! A message is stored as its bytes and read back into today's type: fields that this program does
+//! not know are not replayed.
 //!
-//! Not here: streams (they are never replayed), and the engine ([`runtime::operation`](crate::runtime::operation)).
+//! Not here: streams (they are never replayed), and the engine
+//! ([`runtime::operation`](crate::runtime::operation)).
 
 mod key;
 mod status;
@@ -54,8 +57,8 @@ use crate::policy::operation::{Code, IdempotentCommand, Outcome, Scope};
 use crate::runtime::operation::{Answered, EffectTx, Engine, Problem, Registered, Reply};
 use crate::store::Operations;
 
-/// Runs a unary call once for its key, in mode `same_tx`, and answers its second calls. `handler` is that of
-/// [`Engine::execute_tx`]; it makes its answers with [`reply`] and [`refusal`].
+/// Runs a unary call once for its key, in mode `same_tx`, and answers its second calls. `handler`
+/// is that of [`Engine::execute_tx`]; it makes its answers with [`reply`] and [`refusal`].
 ///
 /// # Errors
 /// The status to answer: the operation's own refusal, now or again, or a problem.

@@ -1,8 +1,9 @@
 //! Exactly-once *effects* over at-least-once brokers.
 //!
-//! A service writes its business rows and a message in one database transaction; the relay carries committed messages to a
-//! broker, in order per key; the consumer runs handlers inside a transaction that also holds their inbox row, so that an
-//! effect commits once whatever is redelivered, raced, crashed or rebalanced.
+//! A service writes its business rows and a message in one database transaction; the relay carries
+//! committed messages to a broker, in order per key; the consumer runs handlers inside a
+//! transaction that also holds their inbox row, so that an effect commits once whatever is
+//! redelivered, raced, crashed or rebalanced.
 //!
 //! Rooms import only downwards (a test reads the sources and refuses anything else):
 //!
@@ -17,7 +18,8 @@
 //! | `flock` | turns at a file between processes |
 //! | [`message`], [`policy`], [`error`] | what travels and what to decide: pure, no I/O, no clock |
 
-// What the adapters share, and what the programs do with one, has no user where none of them is built.
+// What the adapters share, and what the programs do with one, has no user where none of them is
+// built.
 #![cfg_attr(not(any(feature = "postgres", feature = "mysql", feature = "sqlite")), allow(unused))]
 
 #[cfg(feature = "programs")]

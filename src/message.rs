@@ -1,9 +1,11 @@
-//! What travels: a message before it is enqueued, on its way out, as it arrived, and as a handler sees it.
+//! What travels: a message before it is enqueued, on its way out, as it arrived, and as a handler
+//! sees it.
 //!
-//! Guarantees: payload bytes are never touched; an identity, a content hash and a bucket are functions of the message alone,
-//! so that every language and every process computes the same.
+//! Guarantees: payload bytes are never touched; an identity, a content hash and a bucket are
+//! functions of the message alone, so that every language and every process computes the same.
 //!
-//! Not here: limits as stored in a database (room `store`), the mapping to Kafka and AMQP (room `broker`).
+//! Not here: limits as stored in a database (room `store`), the mapping to Kafka and AMQP (room
+//! `broker`).
 
 mod arrived;
 mod hash;

@@ -1,7 +1,8 @@
 //! Every metric name, once, and the state that `/livez` and `/readyz` answer from.
 //!
-//! Promise: nothing outside this room spells a metric name; [`METRICS`] is the table of `docs/reference/metrics.md`, which a
-//! test compares. Labels are few and bounded: never a key, an id or an error text.
+//! Promise: nothing outside this room spells a metric name; [`METRICS`] is the table of
+//! `docs/reference/metrics.md`, which a test compares. Labels are few and bounded: never a key, an
+//! id or an error text.
 
 mod health;
 mod operations;
@@ -164,7 +165,8 @@ pub fn describe(program: &'static str) {
     counter!(LEASES_LOST).increment(0);
 }
 
-/// Shows the counters of a broker at 0 before anything happened, so that a rate exists from the first message on.
+/// Shows the counters of a broker at 0 before anything happened, so that a rate exists from the
+/// first message on.
 pub fn relay_starts(broker: &'static str) {
     counter!(PUBLISHED, "broker" => broker).increment(0);
     for class in [FailureClass::Message, FailureClass::Destination, FailureClass::Session] {
@@ -298,7 +300,8 @@ pub fn lost_records(topic: &str, count: u64) {
     counter!(LOST_RECORDS, "topic" => topic.to_owned()).increment(count);
 }
 
-/// What a try of an e-mail came to, in a word of [`Delivery`](crate::policy::operation::delivery::Delivery).
+/// What a try of an e-mail came to, in a word of
+/// [`Delivery`](crate::policy::operation::delivery::Delivery).
 pub fn email(outcome: &'static str) {
     counter!(EMAILS, "outcome" => outcome).increment(1);
 }

@@ -1,13 +1,15 @@
 //! Where state lives: the traits that a database adapter fulfils, one per duty.
 //!
-//! One adapter, one folder, the same file names in each: `connect`, `door`, `schema`, `check`, `relay`, `inbox`, `waiting`,
-//! `operator`, `mailbox`, `operations`, `phases`, `key_operator`. The suite in [`conformance`] (feature `testing`) is the executable definition and runs on any
+//! One adapter, one folder, the same file names in each: `connect`, `door`, `schema`, `check`,
+//! `relay`, `inbox`, `waiting`, `operator`, `mailbox`, `operations`, `phases`, `key_operator`. The
+//! suite in [`conformance`] (feature `testing`) is the executable definition and runs on any
 //! adapter.
 //!
-//! Guarantees: time is the database's own; every change of relay state is fenced by an epoch; no statement decides from a
-//! SELECT what a unique key must decide.
+//! Guarantees: time is the database's own; every change of relay state is fenced by an epoch; no
+//! statement decides from a SELECT what a unique key must decide.
 //!
-//! Not here: brokers (the relay and the consumer bring the two together), the decisions themselves (room `policy`).
+//! Not here: brokers (the relay and the consumer bring the two together), the decisions themselves
+//! (room `policy`).
 
 #[cfg(any(feature = "postgres", feature = "mysql"))]
 mod bounded;
@@ -71,7 +73,7 @@ pub use relay::{
     RelaySession, RequestedAct,
 };
 pub use schema::{AppliedMigration, Finding, MigrationText, Schema, SchemaState, Severity};
-pub use statements::{Dialect, Piece, SqlValue, Statements, split as split_named};
+pub use statements::{Dialect, Piece, SqlValue, Statements, ends_transaction, split as split_named};
 pub use waiting::{CLAIM_MAX, Claim, ClaimedMessage, Scope, Waiting};
 
 /// What every duty needs: a connection pool to one kind of database.
@@ -106,14 +108,15 @@ impl<S: Schema + Outbox + Inbox + Waiting + Operator + Mailbox + Operations + Ph
 /// How a store connects; the URL decides which adapter.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct StoreOptions {
-    /// `postgres://`, `mysql://` or `sqlite://FILE`. Never printed as it is: see [`crate::error::redact`].
+    /// `postgres://`, `mysql://` or `sqlite://FILE`. Never printed as it is: see
+    /// [`crate::error::redact`].
     pub url: String,
     /// Upper bound of connections.
     pub connections_max: u32,
     /// How long a handler may run; server-side timeouts are set just above it (R28).
     pub handler_timeout: std::time::Duration,
-    /// How long a server may be silent in the middle of a statement before its connection is given up; absent: just above the
-    /// server-side timeouts. SQLite has no server.
+    /// How long a server may be silent in the middle of a statement before its connection is given
+    /// up; absent: just above the server-side timeouts. SQLite has no server.
     pub answer_timeout: Option<std::time::Duration>,
     /// A SQLite file that is not there is made only by `migrate up`.
     pub create: bool,

@@ -1,4 +1,5 @@
-//! The embedded broker within one process: the conformance suite, the file, turns, leases, retention.
+//! The embedded broker within one process: the conformance suite, the file, turns, leases,
+//! retention.
 #![cfg(all(feature = "embedded", feature = "testing"))]
 #![allow(clippy::unwrap_used)]
 
@@ -186,7 +187,7 @@ async fn a_message_that_is_too_large_is_refused_for_what_it_is_and_its_key_goes_
     assert!(settled[0].outcome.is_ok());
     let Err(Refusal::Message(why)) = &settled[1].outcome else { panic!("{:?}", settled[1]) };
     assert!(why.contains("1001 bytes"), "{why}");
-    assert!(matches!(settled[2].outcome, Err(Refusal::Session(_))), "R15: a key is never gone on with");
+    assert!(matches!(settled[2].outcome, Err(Refusal::Behind(_))), "R15: a key is never gone on with");
     assert!(settled[3].outcome.is_ok(), "another key goes on");
     assert!(matches!(settled[4].outcome, Err(Refusal::Message(_))));
     assert!(settled[5].outcome.is_ok(), "a message without a key holds nothing");
@@ -244,7 +245,8 @@ async fn many_that_open_a_new_file_at_once_make_it_once() {
     assert_eq!(number(&mut outside(&file).await, "select count(*) from topic_partition").await, 4);
 }
 
-/// A member that says nothing, with all partitions of the topic, whose lease ends after so many milliseconds.
+/// A member that says nothing, with all partitions of the topic, whose lease ends after so many
+/// milliseconds.
 async fn silent_member(file: &Path, ends_after: i64) {
     let mut other = outside(file).await;
     sqlx::query(

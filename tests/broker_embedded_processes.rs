@@ -1,4 +1,5 @@
-//! The embedded broker between processes: publishers and consumers that are killed or frozen in the middle.
+//! The embedded broker between processes: publishers and consumers that are killed or frozen in the
+//! middle.
 //!
 //! The processes are this test executable again, running only `the_other_process`.
 #![cfg(all(feature = "embedded", feature = "testing"))]
@@ -128,7 +129,8 @@ async fn the_other_process() {
     }
 }
 
-/// Publishes numbered rows of the publisher's own keys, and says how many from the first on are proven.
+/// Publishes numbered rows of the publisher's own keys, and says how many from the first on are
+/// proven.
 async fn publish(broker: &EmbeddedBroker, name: &str, from: usize, to: usize) {
     let mut publisher = broker.publisher().await.unwrap();
     let mut settled = Vec::new();
@@ -157,7 +159,8 @@ async fn publish(broker: &EmbeddedBroker, name: &str, from: usize, to: usize) {
                 settled.outcome.unwrap();
                 unproven.remove(&usize::try_from(settled.tag).unwrap());
             }
-            // Marked one step late, as a relay's mark comes after the proof: a kill in between makes it send rows again.
+            // Marked one step late, as a relay's mark comes after the proof: a kill in between
+            // makes it send rows again.
             let proven = unproven.first().copied().unwrap_or(first + 50).min(to);
             if proven > marked {
                 println!("proven {marked}");
@@ -177,7 +180,8 @@ async fn consume(broker: &EmbeddedBroker, directory: &Path) {
         match subscriber.next().await.unwrap() {
             Event::Deliveries(deliveries) => {
                 for (at, delivery) in deliveries.iter().enumerate() {
-                    // Slower than reading, so that a kill finds rows that were read and not handled.
+                    // Slower than reading, so that a kill finds rows that were read and not
+                    // handled.
                     if at % 20 == 0 {
                         tokio::time::sleep(Duration::from_millis(1)).await;
                     }
@@ -308,7 +312,8 @@ async fn processes_that_are_killed_lose_nothing_and_keep_the_order_of_every_key(
     eprintln!("{} deliveries were handled", handled.lines().count());
 }
 
-/// A process is frozen beyond its session, another one takes over; woken, it acknowledges and changes nothing (G9).
+/// A process is frozen beyond its session, another one takes over; woken, it acknowledges and
+/// changes nothing (G9).
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn g9_a_process_that_was_frozen_and_taken_over_changes_nothing_when_it_wakes() {
     let directory = tempfile::tempdir().unwrap();

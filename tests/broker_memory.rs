@@ -83,7 +83,7 @@ async fn a_refusal_meets_the_nth_row_and_takes_the_rest_of_its_key_with_it() {
     assert!(matches!(settled[0].outcome, Ok(Receipt::Offset { offset: 0, .. })));
     assert_eq!(settled[1].outcome, Err(Refusal::Message("too large".into())));
     assert!(settled[2].outcome.is_ok());
-    assert!(matches!(settled[3].outcome, Err(Refusal::Session(_))));
+    assert!(matches!(settled[3].outcome, Err(Refusal::Behind(_))));
     assert_eq!(payloads(&broker).await, ["1", "3"]);
 
     // As Kafka does it, once that is switched on.

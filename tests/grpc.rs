@@ -1,5 +1,5 @@
-//! A tonic service over the engine, called through tonic's own client and framing, without protoc: messages, codec and service are
-//! written by hand.
+//! A tonic service over the engine, called through tonic's own client and framing, without protoc:
+//! messages, codec and service are written by hand.
 #![cfg(all(feature = "grpc", feature = "sqlite", feature = "client"))]
 #![allow(clippy::unwrap_used)]
 
@@ -386,7 +386,8 @@ async fn o27_m109_a_deadline_on_a_socket_that_is_shorter_than_the_handler_leaves
         let mut is_late = false;
         loop {
             let given_up = asks(Some(Duration::from_millis(300))).await;
-            // By the server, or by the client at the same time: neither says anything of the payment.
+            // By the server, or by the client at the same time: neither says anything of the
+            // payment.
             let status = given_up.as_ref().unwrap_err();
             assert_eq!(after_attempt(seen(&given_up), false), Next::Again { doubt: true });
             if is_late && status.code() == Code::Aborted {

@@ -1,5 +1,5 @@
-//! The gap cursor against the real thing: scripted histories of transactions, a relay that dies at every step, a server that is
-//! killed, partitions under load, and what a relayed row costs.
+//! The gap cursor against the real thing: scripted histories of transactions, a relay that dies at
+//! every step, a server that is killed, partitions under load, and what a relayed row costs.
 #![cfg(feature = "postgres")]
 #![allow(clippy::unwrap_used)]
 

@@ -1,7 +1,8 @@
-//! The MySQL / MariaDB store against a real server: the suite that every store passes, and what only this one has to show.
+//! The MySQL / MariaDB store against a real server: the suite that every store passes, and what
+//! only this one has to show.
 //!
-//! Each test has a database of its own. Settings that hold for a whole server (binary log, durability, functions) are tested on a
-//! private server, which needs `mariadbd` on this machine.
+//! Each test has a database of its own. Settings that hold for a whole server (binary log,
+//! durability, functions) are tested on a private server, which needs `mariadbd` on this machine.
 #![cfg(all(feature = "mysql", feature = "testing"))]
 #![allow(clippy::unwrap_used)]
 

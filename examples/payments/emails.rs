@@ -14,10 +14,12 @@ pub(crate) struct Receipts;
 impl MessageHandler<Database> for Receipts {
     async fn handle(&self, message: &Message, tx: &mut HandlerTx<'_, Database>) -> Result<(), HandlerError> {
         let payment: Payment = message.json()?;
-        // Sending here would send again with every rollback and redelivery. A row can be rolled back, an e-mail cannot.
+        // Sending here would send again with every rollback and redelivery. A row can be rolled
+        // back, an e-mail cannot.
         let email = NewEmail {
-            // Of the payment, not of the message: the same receipt for another message is not written again. The
-            // Message-ID is made from it, so a second sending after a crash can be told by the mail server.
+            // Of the payment, not of the message: the same receipt for another message is not
+            // written again. The Message-ID is made from it, so a second sending after a crash can
+            // be told by the mail server.
             unique_key: format!("receipt_{}", payment.payment_id),
             recipient: format!("{}@example.com", payment.account_id),
             subject: format!("Your payment {}", payment.payment_id),

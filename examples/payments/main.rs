@@ -9,7 +9,8 @@ mod provider;
 mod provider_sender;
 mod writer;
 
-/// The database of the service. All else is written against this name, and `$1` is understood by both databases.
+/// The database of the service. All else is written against this name, and `$1` is understood by
+/// both databases.
 type Database = oncebox::store::sqlite::SqliteStore;
 
 fn main() -> std::process::ExitCode {

@@ -77,7 +77,8 @@ async fn run(Args { common, topic, command }: Args) -> Result<(), AppError> {
             sqlx::raw_sql(include_str!("tables.sql")).execute(db.pool()).await.map_err(StoreError::from)?;
         }
         Command::Writer { count } => crate::writer::take_many(&open(&common).await?, &topic, count).await?,
-        // The name of a consumer is its inbox: three names, so each of the three sees every payment once.
+        // The name of a consumer is its inbox: three names, so each of the three sees every payment
+        // once.
         Command::Ledger(args) => consume(args, &common, "ledger", &topic, Ledger).await?,
         Command::Emails(args) => consume(args, &common, "emails", &topic, Receipts).await?,
         Command::Notifications(args) => consume(args, &common, "notifications", &topic, Notifications).await?,

@@ -1,5 +1,6 @@
-//! Stands in for the outside provider, as far as one has to know it: it books a notification once for each key, answers a
-//! repeated request as it did the first, and loses some answers on the way. It forgets all when it ends.
+//! Stands in for the outside provider, as far as one has to know it: it books a notification once
+//! for each key, answers a repeated request as it did the first, and loses some answers on the way.
+//! It forgets all when it ends.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, PoisonError};

@@ -1,8 +1,10 @@
-//! Tells the outside provider of payments, the second half: rows out, over HTTP, at least once each.
+//! Tells the outside provider of payments, the second half: rows out, over HTTP, at least once
+//! each.
 //!
-//! A request whose answer did not come may have been booked or not; there is no way to know but to ask. So it is sent again
-//! with the same key, and the provider, which knows the key, answers as it did the first time. Two senders at once, or one
-//! that is killed between answer and update, are the same case: one more request under a key that is known.
+//! A request whose answer did not come may have been booked or not; there is no way to know but to
+//! ask. So it is sent again with the same key, and the provider, which knows the key, answers as it
+//! did the first time. Two senders at once, or one that is killed between answer and update, are
+//! the same case: one more request under a key that is known.
 
 use std::error::Error;
 use std::time::Duration;
@@ -62,8 +64,8 @@ impl ProviderSender {
         Ok(())
     }
 
-    /// How many of the first pending rows could be settled; none where nothing is pending. What failed most often comes
-    /// last, so that one bad row does not stand in the way of others.
+    /// How many of the first pending rows could be settled; none where nothing is pending. What
+    /// failed most often comes last, so that one bad row does not stand in the way of others.
     async fn send_some(&self, db: &Database, stop: &CancellationToken) -> Result<Option<usize>, StoreError> {
         let pending: Vec<(String, String)> = sqlx::query_as(
             "select provider_key, body from provider_notification where state = 'pending'
@@ -125,8 +127,9 @@ impl ProviderSender {
     }
 }
 
-/// Refusals of this very request. All else may pass: a 401 or 404 speaks of how we are set up, and would condemn every row; a
-/// 409 says that the first request is still at work; a 5xx may come from a gateway, after the provider has booked.
+/// Refusals of this very request. All else may pass: a 401 or 404 speaks of how we are set up, and
+/// would condemn every row; a 409 says that the first request is still at work; a 5xx may come from
+/// a gateway, after the provider has booked.
 fn is_final(status: StatusCode) -> bool {
     matches!(status, StatusCode::BAD_REQUEST | StatusCode::PAYLOAD_TOO_LARGE | StatusCode::UNPROCESSABLE_ENTITY)
 }

@@ -32,8 +32,9 @@ pub(crate) async fn take_many(db: &Database, topic: &str, count: u32) -> Result<
 async fn take(db: &Database, payment: &Payment, message: NewMessage) -> Result<(), StoreError> {
     loop {
         match try_to_take(db, payment, message.clone()).await {
-            // The database is busy or away, or the connection was lost in the middle of COMMIT, so that nobody knows whether
-            // it was committed. Guessing would lose the payment or take it twice; the same again finds out, see below.
+            // The database is busy or away, or the connection was lost in the middle of COMMIT, so
+            // that nobody knows whether it was committed. Guessing would lose the payment or take
+            // it twice; the same again finds out, see below.
             Err(error) if error.is_nobodys() => {
                 tracing::warn!(payment = payment.payment_id, %error, "once more");
                 tokio::time::sleep(Duration::from_millis(100)).await;

@@ -24,7 +24,8 @@ pub(crate) struct Args {
     /// The outside provider of /charges
     #[arg(long, requires = "deployment")]
     pub(crate) provider: Option<String>,
-    /// Whether this process recovers unfinished operations by itself; `only`: that and carrying messages, and it serves nothing
+    /// Whether this process recovers unfinished operations by itself; `only`: that and carrying
+    /// messages, and it serves nothing
     #[arg(long, value_enum, default_value = "on")]
     pub(crate) recovery: Switch,
     /// How long a claim is owned without a heartbeat, in seconds
@@ -36,11 +37,13 @@ pub(crate) struct Args {
     /// How long a charge may take before 202, in seconds
     #[arg(long, default_value_t = 2.0)]
     pub(crate) charge_budget: f64,
-    /// The region of this service: keys of a tenant named `REGION.anything` are kept in that region, others everywhere
+    /// The region of this service: keys of a tenant named `REGION.anything` are kept in that
+    /// region, others everywhere
     #[arg(long)]
     pub(crate) region: Option<String>,
-    /// The id of this deployment: where the database has another one, as a clone for a test has, nothing is sent to the provider.
-    /// `database` takes the one that the database has, so that a clone charges too: for trying things out
+    /// The id of this deployment: where the database has another one, as a clone for a test has,
+    /// nothing is sent to the provider. `database` takes the one that the database has, so that a
+    /// clone charges too: for trying things out
     #[arg(long, value_name = "ID|database", value_parser = deployment)]
     pub(crate) deployment: Option<Deployment>,
     /// Stops at a point and says so on stderr, for tests that kill it there
@@ -85,7 +88,8 @@ impl Args {
         route.completion_budget = lease.mul_f64(0.2);
         route.retention = Retention { ttl, body: ttl, metadata: ttl.max(Retention::default().metadata) };
         if mode == Mode::Phased {
-            // Keys of any form, which are free again after their time; the default asks for UUID v7 and refuses late ones.
+            // Keys of any form, which are free again after their time; the default asks for UUID v7
+            // and refuses late ones.
             route.key_format = KeyFormat::Opaque;
             route.after_expiry = AfterExpiry::ExecuteAsNew;
         }

@@ -54,7 +54,8 @@ pub(crate) trait Books: ChargeRows {
     /// Makes the tables that are not there.
     fn make_tables(&self) -> impl Future<Output = Result<(), sqlx::Error>> + Send;
 
-    /// Inserts first, then reads what stands under (tenant, account, reference): this payment, or an earlier one.
+    /// Inserts first, then reads what stands under (tenant, account, reference): this payment, or
+    /// an earlier one.
     fn add_payment(
         connection: &mut Connection<Self>,
         tenant: &str,
@@ -97,7 +98,8 @@ macro_rules! tables {
                 $text,
                 " not null, balance_minor bigint not null, primary key (tenant, account_id))"
             ),
-            // A business constraint beside the key: a client that makes a new key for the same order pays once.
+            // A business constraint beside the key: a client that makes a new key for the same
+            // order pays once.
             concat!(
                 "create table if not exists payment (tenant ",
                 $text,

@@ -1,6 +1,7 @@
 //! The adapter of the card provider: what is sent, and how its answers are read (O5, O7).
 //!
-//! Listed as a verdict is one code: `card_declined`, which the provider answers to every later request with the key too.
+//! Listed as a verdict is one code: `card_declined`, which the provider answers to every later
+//! request with the key too.
 
 use std::time::Duration;
 

@@ -1,6 +1,7 @@
 //! The rows of charges, in three dialects.
 //!
-//! A reference is taken by a charge that is not failed: `live_reference` is null for a failed one, and nulls are no duplicates.
+//! A reference is taken by a charge that is not failed: `live_reference` is null for a failed one,
+//! and nulls are no duplicates.
 
 use std::future::Future;
 
@@ -40,8 +41,8 @@ pub(crate) trait ChargeRows: Store {
     /// Makes the table if it is not there.
     fn make_charges(&self) -> impl Future<Output = Result<(), sqlx::Error>> + Send;
 
-    /// Inserts first, then reads what stands under (tenant, account, reference): this charge, or an earlier one that did not
-    /// fail. None: an earlier one failed just now.
+    /// Inserts first, then reads what stands under (tenant, account, reference): this charge, or an
+    /// earlier one that did not fail. None: an earlier one failed just now.
     fn add_charge(
         connection: &mut Connection<Self>,
         tenant: &str,

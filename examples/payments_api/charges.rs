@@ -1,5 +1,6 @@
-//! `POST /charges`: a charge at an outside provider, in phases. The charge row and the intent commit together, then the provider is
-//! called, then charge, message and answer commit together; a crash in between is recovered, by a worker or by the client's retry.
+//! `POST /charges`: a charge at an outside provider, in phases. The charge row and the intent
+//! commit together, then the provider is called, then charge, message and answer commit together; a
+//! crash in between is recovered, by a worker or by the client's retry.
 
 use std::time::Duration;
 

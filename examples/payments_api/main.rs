@@ -1,4 +1,5 @@
-//! A payments API, complete and small, on PostgreSQL, MariaDB or SQLite: every POST may be sent twice.
+//! A payments API, complete and small, on PostgreSQL, MariaDB or SQLite: every POST may be sent
+//! twice.
 //!
 //! ```sh
 //! cargo run --release --example payments_api -- --database sqlite://payments.db --listen 127.0.0.1:8080
@@ -7,7 +8,8 @@
 //!      -d '{"accountId":"acc-7","amountMinor":1000,"currency":"EUR","merchantReference":"order-1"}'
 //! ```
 //!
-//! `Authorization: Bearer TENANT:PRINCIPAL` stands for verified authentication: a real service checks a token here.
+//! `Authorization: Bearer TENANT:PRINCIPAL` stands for verified authentication: a real service
+//! checks a token here.
 
 mod accounts;
 mod args;

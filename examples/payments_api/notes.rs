@@ -1,5 +1,5 @@
-//! `POST /notes`: any handler behind the layer. Edge protection only: a process that dies between the note and its outcome
-//! leaves a key whose outcome is unknown.
+//! `POST /notes`: any handler behind the layer. Edge protection only: a process that dies between
+//! the note and its outcome leaves a key whose outcome is unknown.
 
 use axum::extract::{FromRequest, Path, Request, State};
 use axum::http::StatusCode;
@@ -22,7 +22,8 @@ pub(crate) struct NewNote {
     text: Text,
 }
 
-/// What every database takes. It is refused here, while the key is free: after this the operation has started.
+/// What every database takes. It is refused here, while the key is free: after this the operation
+/// has started.
 #[derive(Debug, Deserialize)]
 #[serde(try_from = "String")]
 struct Text(String);

@@ -1,6 +1,7 @@
 //! `GET /openapi.json`: what the service takes and answers.
 //!
-//! What an `Idempotency-Key` adds is made from the endpoints themselves; the rest is written here. A test drives the service with it.
+//! What an `Idempotency-Key` adds is made from the endpoints themselves; the rest is written here.
+//! A test drives the service with it.
 
 use oncebox::http::idempotency::describe;
 use oncebox::runtime::operation::Engine;

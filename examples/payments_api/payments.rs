@@ -22,7 +22,8 @@ pub(crate) struct NewPayment {
     pub(crate) amount_minor: i64,
     pub(crate) currency: String,
     pub(crate) merchant_reference: String,
-    // The default is filled in before the fingerprint is made: a missing channel and `web` are one command.
+    // The default is filled in before the fingerprint is made: a missing channel and `web` are one
+    // command.
     #[serde(default = "web")]
     pub(crate) channel: String,
 }

@@ -1,6 +1,8 @@
-//! Points at which a test kills the service: it says that it is there, and stays there (`--pause-at NAME`).
+//! Points at which a test kills the service: it says that it is there, and stays there
+//! (`--pause-at NAME`).
 //!
-//! A kill between two statements is found by chance once in a thousand tries; here it is found every time.
+//! A kill between two statements is found by chance once in a thousand tries; here it is found
+//! every time.
 
 use std::sync::OnceLock;
 

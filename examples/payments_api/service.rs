@@ -121,7 +121,8 @@ fn charges<S: Books>(args: &Args, deployment: Uuid, engine: &Engine<S>) -> Resul
     Ok(Charges { typed, door, budget: Duration::from_secs_f64(args.charge_budget.max(0.0)) })
 }
 
-/// A process of its own that recovers, and carries messages: what `oncebox::app::publisher` is for a `main` that has its flags.
+/// A process of its own that recovers, and carries messages: what `oncebox::app::publisher` is for
+/// a `main` that has its flags.
 async fn recover_only<S: Books>(args: Args) -> Result<(), AppError> {
     let mut settings = Settings::default();
     settings.database.url = Secret(args.database.clone());
@@ -147,7 +148,8 @@ fn routes<S: Books>(app: App<S>, args: &Args) -> Result<Router, AppError> {
     let note = Endpoint::raw("create_note", args.route(Mode::Edge)).served_at("POST", "/notes");
     let layer = IdempotencyLayer::new(&app.engine, note).map_err(failed)?;
     let protected = Router::new()
-        // Layers on the method, not on the router: there they would see other methods too, which get 405.
+        // Layers on the method, not on the router: there they would see other methods too, which
+        // get 405.
         .route("/notes", post(notes::create::<S>).route_layer(layer))
         .route("/notes/{id}", get(notes::show::<S>).route_layer(from_fn(readable)))
         .route("/payments", post(payments::create::<S>))
@@ -170,7 +172,8 @@ fn routes<S: Books>(app: App<S>, args: &Args) -> Result<Router, AppError> {
     Ok(protected.merge(open).with_state(app))
 }
 
-/// No database keeps a NUL in a text, and PostgreSQL refuses the statement that asks for one: nothing has such an id.
+/// No database keeps a NUL in a text, and PostgreSQL refuses the statement that asks for one:
+/// nothing has such an id.
 async fn readable(request: Request, next: Next) -> Response {
     if request.uri().path().contains("%00") { StatusCode::NOT_FOUND.into_response() } else { next.run(request).await }
 }
@@ -201,7 +204,8 @@ pub(crate) fn unread(error: &(dyn std::error::Error + 'static)) -> Response {
     problem_response(&Problem::new(Code::StoreUnavailable))
 }
 
-/// The answer where a plain handler could not write, which may have happened all the same: the same request again is right.
+/// The answer where a plain handler could not write, which may have happened all the same: the same
+/// request again is right.
 pub(crate) fn unwritten(error: &(dyn std::error::Error + 'static)) -> Response {
     tracing::warn!(error = words(error), "a write failed");
     problem_response(&Problem::new(Code::CommitUnknown))
@@ -225,8 +229,8 @@ async fn show_metrics<S: Books>(State(app): State<App<S>>) -> Response {
     ([(header::CONTENT_TYPE, "text/plain; version=0.0.4; charset=utf-8")], app.metrics.render()).into_response()
 }
 
-/// Connects, makes the tables, and reads the id of the deployment. Of two that start at once one makes the tables; the other one tries
-/// again, and so does one whose connection is lost.
+/// Connects, makes the tables, and reads the id of the deployment. Of two that start at once one
+/// makes the tables; the other one tries again, and so does one whose connection is lost.
 async fn open<S: Books>(url: &str) -> Result<(S, Uuid), AppError> {
     let options = StoreOptions { create: true, ..StoreOptions::new(url) };
     let deadline = tokio::time::Instant::now() + TABLES_WITHIN;

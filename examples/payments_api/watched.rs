@@ -1,4 +1,5 @@
-//! The adapter of the card provider with points to be killed at: before a call, while it is out, and with its answer in hand.
+//! The adapter of the card provider with points to be killed at: before a call, while it is out,
+//! and with its answer in hand.
 
 use std::sync::Arc;
 use std::time::Duration;

@@ -1,5 +1,6 @@
-//! An outside provider of card charges, as a process of its own: what the payments API calls. It is a stand-in to copy tests from,
-//! not a provider: it books charges into a file, once for each key, and does badly what it is told to do badly.
+//! An outside provider of card charges, as a process of its own: what the payments API calls. It is
+//! a stand-in to copy tests from, not a provider: it books charges into a file, once for each key,
+//! and does badly what it is told to do badly.
 //!
 //! ```text
 //! POST   /charges            {"amountMinor","currency","reference"}, header Idempotency-Key   201, 402, 409
@@ -24,8 +25,8 @@
 //! | `forget_keys` | does not remember the key: takes it again |
 //! | `no_query` | answers 404 to a query |
 //!
-//! The header `Provider-Fault: NAME` does the same for one request. The file survives a kill: every charge is on the disk before it
-//! is answered.
+//! The header `Provider-Fault: NAME` does the same for one request. The file survives a kill: every
+//! charge is on the disk before it is answered.
 
 mod charges;
 mod faults;

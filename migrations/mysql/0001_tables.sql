@@ -67,7 +67,7 @@ create table if not exists oncebox_outbox_dead (
   traceparent  varchar(55)  character set ascii collate ascii_bin null comment 'as in the outbox',
   tracestate   varchar(512) character set ascii collate ascii_bin null comment 'as in the outbox',
   created_at   datetime(6)      not null comment 'as in the outbox',
-  lane         binary(16)       null     comment 'stands for (topic, key) in indexes: SHA-256, first 16 bytes; null: no key',
+  lane_id      binary(16)       null     comment 'stands for (topic, key) in indexes: SHA-256, first 16 bytes; null: no key',
   state        varchar(16) character set ascii collate ascii_bin not null comment 'dead: refused for what it is; held: waits until it is released',
   cause        varchar(16) character set ascii collate ascii_bin not null comment 'refused: by the broker; behind: stands behind a dead or held row of its key; destination: its topic is not there, not routed or denied',
   reason       mediumtext character set utf8mb4 collate utf8mb4_bin null comment 'what the broker said; null behind another row',
@@ -79,7 +79,7 @@ create table if not exists oncebox_outbox_dead (
   requested_at datetime(6)      null     comment 'when, UTC',
   requested_by varchar(255) character set utf8mb4 collate utf8mb4_bin null comment 'who',
   primary key (position) comment 'serves: diversion and release by exact position, loading in position order',
-  key outbox_dead_lane (lane, position) comment 'serves: dead list, how many stand behind a dead row',
+  key outbox_dead_lane (lane_id, position) comment 'serves: dead list, how many stand behind a dead row',
   key outbox_dead_state (state, position) comment 'serves: dead list, counts',
   key outbox_dead_requested (requested, position) comment 'serves: the question of the relay for requests',
   key outbox_dead_message_id (message_id) comment 'serves: explain and dead show, rows by message id',
@@ -87,8 +87,8 @@ create table if not exists oncebox_outbox_dead (
   constraint oncebox_outbox_dead_cause check (cause in ('refused', 'behind', 'destination') and (state = 'dead') = (cause = 'refused')),
   constraint oncebox_outbox_dead_holds check (state = 'dead' or holds = 0),
   constraint oncebox_outbox_dead_reason check ((reason is null) = (cause = 'behind')),
-  constraint oncebox_outbox_dead_behind check (cause <> 'behind' or lane is not null),
-  constraint oncebox_outbox_dead_lane check ((lane is null) = (`key` is null)),
+  constraint oncebox_outbox_dead_behind check (cause <> 'behind' or lane_id is not null),
+  constraint oncebox_outbox_dead_lane check ((lane_id is null) = (`key` is null)),
   constraint oncebox_outbox_dead_requested check ((requested is null) = (requested_at is null)
     and (requested is null) = (requested_by is null)
     and (requested is null or requested = 'discard' or (state = 'dead' and requested = 'redrive')))
@@ -119,7 +119,7 @@ create table if not exists oncebox_consumer (
   name         varbinary(255)  not null comment 'its name',
   id_rule      text character set utf8mb4 collate utf8mb4_bin not null comment 'where the id of a message stands; another one is refused unless accepted',
   registered_at datetime(6)    not null comment 'its first start, UTC',
-  seen_at      datetime(6)     not null comment 'when one of its processes was last there, UTC; written once a minute',
+  seen_at      datetime(6)     not null comment 'when one of its processes was last there, UTC; written every ten seconds',
   purged_below datetime(6)     null     comment 'ids whose time is before this were purged from the inbox and are too old; null: never purged since its first start',
   primary key (consumer_id) comment 'serves: names of consumers',
   unique key consumer_name (name) comment 'serves: registration; one number per name'
@@ -147,7 +147,7 @@ create table if not exists oncebox_waiting (
   sequence     bigint          not null auto_increment comment 'order within a key',
   consumer_id  int             not null comment 'oncebox_consumer',
   state        varchar(16) character set ascii collate ascii_bin not null comment 'waiting or dead',
-  lane         binary(16)      null     comment 'first 16 bytes of SHA-256 of topic and key while the row orders its key; null: no key, or a dead row that holds nothing',
+  lane_id      binary(16)      null     comment 'first 16 bytes of SHA-256 of topic and key while the row orders its key; null: no key, or a dead row that holds nothing',
   due_at       datetime(6)     null     comment 'a head is tried from then on, UTC; null: stands behind another one, or is dead',
   claim        binary(16)      null     comment 'token of the process that tries it now; until due_at',
   message_id   binary(16)      not null comment 'identity',
@@ -175,7 +175,7 @@ create table if not exists oncebox_waiting (
   stored_at    datetime(6)     not null comment 'when it was stored, UTC',
   dead_at      datetime(6)     null     comment 'when it became dead, UTC',
   primary key (sequence) comment 'serves: finish, postpone, bury by exact row',
-  key waiting_lane (consumer_id, lane, sequence) comment 'serves: which keys are blocked, heads, the next of a key, the sweep (loose scan)',
+  key waiting_lane (consumer_id, lane_id, sequence) comment 'serves: which keys are blocked, heads, the next of a key, the sweep (loose scan)',
   key waiting_due (consumer_id, due_at) comment 'serves: claiming due heads, and when the next one is due',
   key waiting_state (state, consumer_id, sequence) comment 'serves: dead list, counts',
   key waiting_message_id (message_id) comment 'serves: explain and dead show',
@@ -197,6 +197,7 @@ create table if not exists oncebox_assignment (
   owner        binary(16)     comment 'token of the assignment that holds it; none after a clean end',
   topic_id     varchar(64) character set ascii collate ascii_bin comment 'which topic of this name it was, where the broker tells: one made anew has another',
   next_offset  bigint         comment 'everything before this offset is done; written soon after, never before',
+  id_rule      text character set utf8mb4 collate utf8mb4_bin comment 'the id rule of the consumer when next_offset was written',
   changed_at   datetime(6)    not null comment 'last change, UTC',
   primary key (consumer_id, topic, partition_no) comment 'serves: whether the last owner ended cleanly',
   constraint oncebox_assignment_state_known check (state in ('open', 'closed'))

@@ -14,7 +14,7 @@ comment on column oncebox.consumer.consumer_id is 'number of the consumer in thi
 comment on column oncebox.consumer.name is 'its name';
 comment on column oncebox.consumer.id_rule is 'where the id of a message stands; another one is refused unless accepted (R31)';
 comment on column oncebox.consumer.registered_at is 'first start';
-comment on column oncebox.consumer.seen_at is 'when one of its processes was last there; written once a minute';
+comment on column oncebox.consumer.seen_at is 'when one of its processes was last there; written every ten seconds';
 comment on column oncebox.consumer.purged_below is 'ids with an earlier time were purged since the first start and are too old; null: never purged';
 comment on index oncebox.consumer_pkey is 'serves names of consumers';
 comment on index oncebox.consumer_name is 'serves registration: one number per name';
@@ -117,23 +117,25 @@ comment on index oncebox.attempt_pkey is 'serves counting on suspicion: one mess
 create table oncebox.assignment (
   consumer_id  integer not null,
   topic        text not null,
-  partition    integer not null,
+  partition_no integer not null,
   state        text not null,
   owner        uuid,
   topic_id     text,
   next_offset  bigint,
+  id_rule      text,
   changed_at   timestamptz not null default clock_timestamp(),
-  constraint assignment_pkey primary key (consumer_id, topic, partition),
+  constraint assignment_pkey primary key (consumer_id, topic, partition_no),
   constraint assignment_state check (state in ('open', 'closed'))
 );
 comment on table oncebox.assignment is 'partitions that a process handles, and up to where they are done: one found open did not end cleanly, so its first messages are under suspicion; one whose broker remembers more than this is read again from here';
 comment on column oncebox.assignment.consumer_id is 'consumer';
 comment on column oncebox.assignment.topic is 'topic';
-comment on column oncebox.assignment.partition is 'partition';
+comment on column oncebox.assignment.partition_no is 'partition';
 comment on column oncebox.assignment.state is 'open at assignment, closed at a clean end';
 comment on column oncebox.assignment.owner is 'token of the assignment that holds it; none after a clean end';
 comment on column oncebox.assignment.topic_id is 'which topic of this name it was, where the broker tells: one made anew has another';
 comment on column oncebox.assignment.next_offset is 'everything before this offset is done; written soon after, never before';
+comment on column oncebox.assignment.id_rule is 'the id rule of the consumer when next_offset was written: offsets of a topic made anew are no new ids under the same rule by coordinates';
 comment on column oncebox.assignment.changed_at is 'when the row was last written';
 comment on index oncebox.assignment_pkey is 'serves assignment and clean end: one partition of a consumer';
 
@@ -167,8 +169,8 @@ create table oncebox.waiting (
   traceparent   text,
   tracestate    text,
   place         text not null,
-  partition     integer not null,
-  offset_at     bigint not null,
+  partition_no  integer not null,
+  offset_no     bigint not null,
   stored_at     timestamptz not null default clock_timestamp(),
   dead_at       timestamptz,
   constraint waiting_state check (state in ('waiting', 'dead')),
@@ -215,8 +217,8 @@ comment on column oncebox.waiting.message_time is 'when it was enqueued, or the 
 comment on column oncebox.waiting.traceparent is 'W3C trace context';
 comment on column oncebox.waiting.tracestate is 'W3C trace context, state of vendors';
 comment on column oncebox.waiting.place is 'topic or queue it was delivered from';
-comment on column oncebox.waiting.partition is 'partition; 0 on RabbitMQ';
-comment on column oncebox.waiting.offset_at is 'offset; delivery tag on RabbitMQ';
+comment on column oncebox.waiting.partition_no is 'partition; 0 on RabbitMQ';
+comment on column oncebox.waiting.offset_no is 'offset; delivery tag on RabbitMQ';
 comment on column oncebox.waiting.stored_at is 'when it was stored';
 comment on column oncebox.waiting.dead_at is 'when it became dead';
 comment on index oncebox.waiting_pkey is 'serves finish, postpone, bury: one row by its number';

@@ -5,14 +5,14 @@
 -- `pragma trusted_schema = off` a door may fail, loudly: the triggers call functions.
 
 -- The limits of a message, the same for every door; the triggers below obey them. A row may be raised or lowered, within the
--- bounds that its comment names.
+-- bounds that its note names.
 create table oncebox_limits (
     name    text primary key not null,                 -- the name that stands in the error of a refused message
     value   integer not null check (value >= 0),       -- the limit
-    comment text not null                              -- what it limits, and what the brokers bound whatever is written here
+    note    text not null                              -- what it limits, and what the brokers bound whatever is written here
 ) without rowid;
 
-insert into oncebox_limits (name, value, comment) values
+insert into oncebox_limits (name, value, note) values
     ('topic_length_max', 249, 'characters of a topic; never more than 249, which Kafka takes'),
     ('key_bytes_max', 1024, 'bytes of a key'),
     ('kind_bytes_max', 255, 'bytes of a kind; never more than 255, an AMQP short string'),
@@ -53,19 +53,19 @@ create index oncebox_outbox_message_id on oncebox_outbox (message_id);
 -- The cursor of the relay and its lease. Every write is fenced by epoch and revision.
 create table oncebox_shard (
     shard_id     integer primary key not null,         -- 0
-    bucket_low   integer not null,                     -- first bucket
-    bucket_high  integer not null,                     -- last bucket
+    bucket_from  integer not null,                     -- first bucket
+    bucket_to    integer not null,                     -- last bucket
     scanned_to   integer not null default 0,           -- every position up to here is proven, dead, held or discarded
-    cursor_at    integer not null,                     -- when scanned_to was last written
+    updated_at   integer not null,                     -- when scanned_to was last written
     epoch        integer not null default 0,           -- raised by every change of owner
     revision     integer not null default 0,           -- raised by every write of the owner
     owner        text,                                 -- who has the lease
     lease_until  integer not null default 0,           -- until when
     lease_length integer not null default 0,           -- for how long at a time, milliseconds
-    check (bucket_low <= bucket_high and scanned_to >= 0)
+    check (bucket_from <= bucket_to and scanned_to >= 0)
 );
 
-insert into oncebox_shard (shard_id, bucket_low, bucket_high, cursor_at)
+insert into oncebox_shard (shard_id, bucket_from, bucket_to, updated_at)
 values (0, 0, 255, cast(round((julianday('now') - 2440587.5) * 86400000) as integer));
 
 -- Messages that are dead (refused for what they are) or held (behind a dead one of their key, or their destination is
@@ -85,18 +85,18 @@ create table oncebox_outbox_dead (
     holds        integer not null,                     -- 1: a dead message behind which later ones of its key are held
     reason       text,                                 -- what the broker said
     diverted_at  integer not null,                     -- when it came here, or last changed
-    request      text,                                 -- redrive or discard, as an operator asked; the relay carries it out
+    requested    text,                                 -- redrive or discard, as an operator asked; the relay carries it out
     requested_at integer,                              -- when
     check (state in ('dead', 'held-behind', 'held-destination')),
     check (holds in (0, 1) and (holds = 0 or state = 'dead')),
     check ((state = 'held-behind') = (reason is null)),
-    check (request is null or (requested_at is not null and (request = 'discard' or (state = 'dead' and request = 'redrive'))))
+    check (requested is null or (requested_at is not null and (requested = 'discard' or (state = 'dead' and requested = 'redrive'))))
 );
 
 -- Serves "how many stand behind this one".
 create index oncebox_outbox_dead_key on oncebox_outbox_dead (topic, key, position);
 -- Serves the relay's question for requests.
-create index oncebox_outbox_dead_request on oncebox_outbox_dead (position) where request is not null;
+create index oncebox_outbox_dead_request on oncebox_outbox_dead (position) where requested is not null;
 -- Serves `dead show`: by message id.
 create index oncebox_outbox_dead_message_id on oncebox_outbox_dead (message_id);
 

@@ -8,8 +8,8 @@ create table oncebox_consumer (
     name          text not null unique,                -- as in the configuration
     id_rule       text not null,                       -- where a message's id is found; changed only by the operator's word
     registered_at integer not null,                    -- its first start
-    seen_at       integer not null,                    -- when one of its processes was last there; written once a minute
-    purged_before integer,                             -- inbox rows older than this were purged; null: never since its start
+    seen_at       integer not null,                    -- when one of its processes was last there; written every ten seconds
+    purged_below  integer,                             -- inbox rows older than this were purged; null: never since its start
     check (length(name) > 0)
 );
 
@@ -17,10 +17,10 @@ create table oncebox_consumer (
 create table oncebox_inbox (
     consumer_id integer not null,                      -- the consumer
     message_id  blob not null,                         -- 16 bytes, see `message::identity`
-    hash        blob not null,                         -- 16 bytes of SHA-256 of the content: another one is an alarm
+    content_hash blob not null,                        -- 16 bytes of SHA-256 of the content: another one is an alarm
     received_at integer not null,                      -- when
     primary key (consumer_id, message_id),
-    check (length(message_id) = 16 and length(hash) = 16)
+    check (length(message_id) = 16 and length(content_hash) = 16)
 ) without rowid;
 
 -- Tries of messages under suspicion, counted outside the handler's transaction (R26). Success deletes the row.
@@ -28,7 +28,7 @@ create table oncebox_attempt (
     consumer_id integer not null,                      -- the consumer
     message_id  blob not null,                         -- the message
     attempts    integer not null,                      -- tries counted so far
-    errors      text not null default '[]',            -- JSON array of {at, attempt, error}, the last 20
+    history     text not null default '[]',            -- JSON array of {at, attempt, error}, the last 50
     updated_at  integer not null,                      -- when it last changed
     primary key (consumer_id, message_id),
     check (attempts >= 0 and length(message_id) = 16)
@@ -38,13 +38,14 @@ create table oncebox_attempt (
 create table oncebox_assignment (
     consumer_id integer not null,                      -- the consumer
     topic       text not null,                         -- the topic
-    partition   integer not null,                      -- the partition
+    partition_no integer not null,                     -- the partition
     state       text not null,                         -- open at assignment, closed at a clean end
     owner       blob,                                  -- token of the assignment that holds it; none after a clean end
     topic_id    text,                                  -- which topic of this name it was, where the broker tells
     next_offset integer,                               -- everything before it is done; written soon after, never before
+    id_rule     text,                                  -- the consumer's id rule when next_offset was written
     changed_at  integer not null,                      -- when the row was last written
-    primary key (consumer_id, topic, partition),
+    primary key (consumer_id, topic, partition_no),
     check (state in ('open', 'closed'))
 ) without rowid;
 
@@ -53,14 +54,14 @@ create table oncebox_waiting (
     sequence     integer primary key autoincrement,    -- order within a key
     consumer_id  integer not null,                     -- the consumer
     message_id   blob not null,                        -- 16 bytes
-    hash         blob not null,                        -- content hash
-    lane         blob,                                 -- 16 bytes that stand for (topic, key); null without a key
+    content_hash blob not null,                        -- content hash
+    lane_id      blob,                                 -- 16 bytes that stand for (topic, key); null without a key
     state        text not null,                        -- waiting or dead
     blocks       integer not null,                     -- 1: later messages of the lane are stored behind this one
     due_at       integer,                              -- heads only: when it is tried next, or its claim ends
     claim        blob,                                 -- who tries it: a random token of 16 bytes
     attempts     integer not null,                     -- tries counted so far
-    errors       text not null default '[]',           -- JSON array of {at, attempt, error}, the last 20
+    history      text not null default '[]',           -- JSON array of {at, attempt, error}, the last 50
     reason       text,                                 -- why it is dead, in a word
     stored_at    integer not null,                     -- when it came here
     dead_at      integer,                              -- when it became dead
@@ -73,28 +74,28 @@ create table oncebox_waiting (
     tombstone    integer not null,                     -- 1: there was no payload
     content_type text,                                 -- as it arrived
     source       text not null,                        -- as it arrived; empty where there was none
-    time         text,                                 -- when it was enqueued, RFC 3339
+    message_time text,                                 -- when it was enqueued, RFC 3339
     traceparent  text,                                 -- trace context
     tracestate   text,                                 -- trace context
     place        text not null,                        -- where it stood in the broker
-    partition    integer not null,                     -- where it stood in the broker
-    "offset"     integer not null,                     -- where it stood in the broker
+    partition_no integer not null,                     -- where it stood in the broker
+    offset_no    integer not null,                     -- where it stood in the broker
     check (state in ('waiting', 'dead')),
     check ((state = 'dead') = (reason is not null) and (state = 'dead') = (dead_at is not null)),
     check (state = 'waiting' or (due_at is null and claim is null)),
     check (claim is null or due_at is not null),
-    check (blocks in (0, 1) and (blocks = 0 or lane is not null)),
-    check (state = 'dead' or blocks = (lane is not null)),
-    check (lane is not null or state = 'dead' or due_at is not null),
-    check (length(message_id) = 16 and length(hash) = 16 and tombstone in (0, 1))
+    check (blocks in (0, 1) and (blocks = 0 or lane_id is not null)),
+    check (state = 'dead' or blocks = (lane_id is not null)),
+    check (lane_id is not null or state = 'dead' or due_at is not null),
+    check (length(message_id) = 16 and length(content_hash) = 16 and tombstone in (0, 1))
 );
 
 -- One dead delivery for each (consumer, message id, content).
-create unique index oncebox_waiting_dead on oncebox_waiting (consumer_id, message_id, hash) where state = 'dead';
+create unique index oncebox_waiting_dead on oncebox_waiting (consumer_id, message_id, content_hash) where state = 'dead';
 -- Serves the claim of due heads and the question when the next one is due.
 create index oncebox_waiting_due on oncebox_waiting (consumer_id, due_at) where due_at is not null;
 -- Serves "is this lane blocked", "what comes next in it", and the sweep over the lanes.
-create index oncebox_waiting_lane on oncebox_waiting (consumer_id, lane, sequence) where blocks = 1;
+create index oncebox_waiting_lane on oncebox_waiting (consumer_id, lane_id, sequence) where blocks = 1;
 -- Serves `dead list`, the count of waiting messages of a consumer, and the age of the oldest.
 create index oncebox_waiting_first on oncebox_waiting (consumer_id, sequence) where state = 'waiting';
 -- Serves `dead list`.

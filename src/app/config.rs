@@ -1,4 +1,5 @@
-//! Settings: flag over environment over file over default, each with its origin; unknown keys are refused.
+//! Settings: flag over environment over file over default, each with its origin; unknown keys are
+//! refused.
 
 mod load;
 mod settings;

@@ -33,8 +33,8 @@ pub fn store_kind(url: &str) -> Result<&'static str, AppError> {
     }
 }
 
-/// Runs a generic function with the store that the settings name, [`open_store`] with what waits for it:
-/// `with_store!(settings, None, |store| work(store).await)`.
+/// Runs a generic function with the store that the settings name, [`open_store`] with what waits
+/// for it: `with_store!(settings, None, |store| work(store).await)`.
 #[macro_export]
 #[doc(hidden)]
 macro_rules! with_store {
@@ -64,8 +64,8 @@ macro_rules! with_store {
     }};
 }
 
-/// Connects to the database. With a stop, a server that is away is waited for, visibly in the health; without, it is an error
-/// at once.
+/// Connects to the database. With a stop, a server that is away is waited for, visibly in the
+/// health; without, it is an error at once.
 ///
 /// # Errors
 /// What a person must mend, or where the stop came first.
@@ -120,7 +120,8 @@ pub async fn require_schema<S: Store>(store: &S, settings: &Settings) -> Result<
     required.map_err(|error| AppError::from(error).on(&redact(&settings.database.url.0)))
 }
 
-/// Waiting for something that is not there yet: paced, shown in the health and the log, ended by a stop.
+/// Waiting for something that is not there yet: paced, shown in the health and the log, ended by a
+/// stop.
 #[derive(Debug)]
 pub(super) struct Wait<'a> {
     part: &'static str,
@@ -155,7 +156,8 @@ impl Drop for Wait<'_> {
     }
 }
 
-/// The broker that the settings name. Makes no connection yet, except that an embedded broker opens its file.
+/// The broker that the settings name. Makes no connection yet, except that an embedded broker opens
+/// its file.
 ///
 /// # Errors
 /// An unknown scheme or a missing feature, by name; a setting that breaks a promise.

@@ -1,4 +1,5 @@
-//! Consumers as a process: those that the configuration names, with the handlers it names or with handlers in Rust.
+//! Consumers as a process: those that the configuration names, with the handlers it names or with
+//! handlers in Rust.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -19,7 +20,8 @@ const CLOSE_MAX: Duration = Duration::from_secs(1);
 
 type ByName<S> = BTreeMap<String, Handlers<S>>;
 
-/// Handlers in Rust, by consumer. A consumer of the configuration that is not named here has the handlers named there.
+/// Handlers in Rust, by consumer. A consumer of the configuration that is not named here has the
+/// handlers named there.
 #[derive(Debug)]
 pub struct HandlersByConsumer<S: Store>(Vec<(ConsumerSettings, Handlers<S>)>);
 
@@ -30,9 +32,9 @@ impl<S: Store> HandlersByConsumer<S> {
         Self(Vec::new())
     }
 
-    /// Adds a consumer. Its name is the inbox key, the Kafka group and part of the queue names: it stays for good. Where the
-    /// configuration has a `[[consumer]]` of this name, that one says which topics it reads, and all else; otherwise it reads
-    /// `topics` with the defaults.
+    /// Adds a consumer. Its name is the inbox key, the Kafka group and part of the queue names: it
+    /// stays for good. Where the configuration has a `[[consumer]]` of this name, that one says
+    /// which topics it reads, and all else; otherwise it reads `topics` with the defaults.
     #[must_use]
     pub fn consumer<T: Into<String>>(
         mut self,
@@ -76,17 +78,27 @@ impl<S: Store> Default for HandlersByConsumer<S> {
     }
 }
 
-/// Runs the consumers of the settings until they are told to stop, or all are idle where `until_idle` is set.
+/// How one start of the consumers differs from what the settings say.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct ConsumerStart {
+    /// Ends when nothing came for this long after having caught up.
+    pub until_idle: Option<Duration>,
+    /// Takes an id rule other than the one that a consumer started with (R31).
+    pub accept_id_rule: bool,
+}
+
+/// Runs the consumers of the settings until they are told to stop, or all are idle where `start`
+/// says so.
 ///
 /// # Errors
 /// What a person must mend.
 pub async fn run_consumers(
     settings: &Settings,
-    until_idle: Option<Duration>,
+    start: ConsumerStart,
     health: Health,
     stop: CancellationToken,
 ) -> Result<(), AppError> {
-    let run = Run { settings, until_idle, health, stop };
+    let run = Run { settings, start, health, stop };
     match store_kind(&settings.database.url.0)? {
         #[cfg(feature = "postgres")]
         "postgres" => run.with::<crate::store::postgres::PostgresStore>(HandlersByConsumer::new()).await,
@@ -107,16 +119,16 @@ pub async fn run_consumers(
 pub async fn run_consumers_with<S: Store>(
     settings: &Settings,
     handlers: HandlersByConsumer<S>,
-    until_idle: Option<Duration>,
+    start: ConsumerStart,
     health: Health,
     stop: CancellationToken,
 ) -> Result<(), AppError> {
-    Run { settings, until_idle, health, stop }.with(handlers).await
+    Run { settings, start, health, stop }.with(handlers).await
 }
 
 struct Run<'a> {
     settings: &'a Settings,
-    until_idle: Option<Duration>,
+    start: ConsumerStart,
     health: Health,
     stop: CancellationToken,
 }
@@ -133,16 +145,17 @@ impl Run<'_> {
         let mut options = Vec::new();
         for consumer in &consumers {
             let mut one = consumer.options(is_sqlite, self.settings.shutdown_grace).map_err(AppError::usage)?;
-            one.until_idle = self.until_idle;
+            one.until_idle = self.start.until_idle;
+            one.accept_id_rule = self.start.accept_id_rule;
             one.redrive_age_max = self.settings.publisher.redrive_age_max.0;
             options.push((consumer, one));
         }
         let broker = open_broker(self.settings).await?;
-        let lanes: usize = options.iter().map(|(_, options)| options.lanes + 2).sum();
+        let lanes: usize = options.iter().map(|(_, options)| options.lanes + options.retriers + 1).sum();
         let timeout = options.iter().map(|(_, options)| options.handler_timeout).max().unwrap_or_default();
         let store_options = self.settings.database.options().map_err(AppError::usage)?;
         let store_options = StoreOptions {
-            // Each lane keeps one; attempts and the retrier take another.
+            // Each lane and retrier keeps one; attempts take another.
             connections_max: store_options.connections_max.max(u32::try_from(lanes).unwrap_or(64)),
             handler_timeout: timeout,
             ..store_options
@@ -176,7 +189,7 @@ impl Run<'_> {
         if let Some(error) = first_look.end().await {
             return Err(error);
         }
-        if outcome.is_ok() && self.until_idle.is_some() {
+        if outcome.is_ok() && self.start.until_idle.is_some() {
             for consumer in store.status().await?.consumers {
                 if consumer.waiting + consumer.dead > 0 {
                     tracing::warn!(consumer = %consumer.name, waiting = consumer.waiting, dead = consumer.dead, "idle, but messages wait or are dead; see `oncebox dead list`");
@@ -190,7 +203,8 @@ impl Run<'_> {
         outcome
     }
 
-    /// The handlers that the configuration names. A database that went away meanwhile is waited for.
+    /// The handlers that the configuration names. A database that went away meanwhile is waited
+    /// for.
     async fn configured<S: Store>(&self, store: &S, settings: &ConsumerSettings) -> Result<Handlers<S>, AppError> {
         let mut handlers = Handlers::new();
         if settings.on.is_empty() {
@@ -214,7 +228,12 @@ impl Run<'_> {
                     Err(SqlSpecError::Refused { error, .. }) if error.is_nobodys() => {
                         wait.on(&error.to_string()).await?;
                     }
-                    Err(error) => return Err(AppError::usage(format!("consumer `{}`: {error}", settings.name))),
+                    Err(error) => {
+                        let of =
+                            on.kind.as_ref().map_or_else(|| "every other kind".to_owned(), |kind| format!("`{kind}`"));
+                        let (name, what) = (&settings.name, "the sql handler of");
+                        return Err(AppError::usage(format!("consumer `{name}`, {what} {of}: {error}")));
+                    }
                 }
             };
             handlers = match &on.kind {

@@ -8,7 +8,8 @@ use tokio_util::sync::CancellationToken;
 use super::exit::AppError;
 use crate::observe::{self, Health};
 
-/// Binds the address and serves `/livez`, `/readyz` and `/metrics` in the background, until the stop.
+/// Binds the address and serves `/livez`, `/readyz` and `/metrics` in the background, until the
+/// stop.
 ///
 /// # Errors
 /// The address cannot be bound.

@@ -1,7 +1,8 @@
-//! Logs go to stderr, as text for people or JSON for machines. `RUST_LOG` decides over the setting, except that no setting
-//! brings back lines that print payloads or passwords.
+//! Logs go to stderr, as text for people or JSON for machines. `RUST_LOG` decides over the setting,
+//! except that no setting brings back lines that print payloads or passwords.
 //!
-//! Promise: with the format `json` every line that a program writes to stderr is one JSON object, the last error too.
+//! Promise: with the format `json` every line that a program writes to stderr is one JSON object,
+//! the last error too.
 
 use std::str::FromStr;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -44,8 +45,9 @@ pub fn start_logging(format: LogFormat, filter: &str) -> Result<(), String> {
     };
     let mut filter = EnvFilter::try_new(filter)
         .map_err(|error| format!("{name} = `{filter}`: {error}; write for example `info,oncebox=debug`"))?;
-    // The client of RabbitMQ logs every returned message whole, and each end of a channel or connection as an error, planned ones
-    // too: what such an end means is said by the one who meets it.
+    // The client of RabbitMQ logs every returned message whole, and each end of a channel or
+    // connection as an error, planned ones too: what such an end means is said by the one who meets
+    // it.
     for silenced in ["returned_messages", "channel", "channels", "io_loop"].map(|module| format!("lapin::{module}=off"))
     {
         if let Ok(directive) = silenced.parse() {

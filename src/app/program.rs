@@ -1,4 +1,5 @@
-//! What all programs take, and how each of them starts and ends. A program of one's own can have the same.
+//! What all programs take, and how each of them starts and ends. A program of one's own can have
+//! the same.
 
 use std::ffi::OsString;
 use std::future::Future;
@@ -43,8 +44,9 @@ impl CommonArgs {
         Ok(loaded)
     }
 
-    /// As [`CommonArgs::load`], from the command line and nothing else: what stands in the environment or in a file may name a
-    /// database that others work with. A person watches: no more than `log` is logged.
+    /// As [`CommonArgs::load`], from the command line and nothing else: what stands in the
+    /// environment or in a file may name a database that others work with. A person watches: no
+    /// more than `log` is logged.
     pub(crate) fn load_command_line(&self, log: &str) -> Result<Loaded, AppError> {
         if self.config.is_some() && self.config != std::env::var_os(CONFIG).map(PathBuf::from) {
             return Err(AppError::usage("this command reads no configuration file: give it --database and --broker"));
@@ -55,7 +57,8 @@ impl CommonArgs {
     }
 
     fn read(&self, listen: Option<SocketAddr>) -> Result<Loaded, AppError> {
-        // What is wrong with the settings is said in the format that was asked for where it is read first.
+        // What is wrong with the settings is said in the format that was asked for where it is read
+        // first.
         let from_environment = || std::env::var("ONCEBOX_LOG__FORMAT").ok().and_then(|format| format.parse().ok());
         if let Some(format) = self.log_format.or_else(from_environment) {
             speak(format);
@@ -81,12 +84,13 @@ impl CommonArgs {
     }
 }
 
-/// Runs a program to its end and turns what happened into an exit code: what a `main` returns. It makes the runtime, and
-/// chooses the provider of TLS.
+/// Runs a program to its end and turns what happened into an exit code: what a `main` returns. It
+/// makes the runtime, and chooses the provider of TLS.
 pub fn run<F: Future<Output = Result<(), AppError>>>(main: F) -> ExitCode {
     #[cfg(feature = "tls")]
     {
-        // Two providers in one graph would panic at run time; one is chosen before anything asks (a second call is harmless).
+        // Two providers in one graph would panic at run time; one is chosen before anything asks (a
+        // second call is harmless).
         let _ = rustls::crypto::aws_lc_rs::default_provider().install_default();
     }
     let runtime = match tokio::runtime::Builder::new_multi_thread().enable_all().build() {

@@ -8,7 +8,7 @@ use std::time::Duration;
 use clap::{Args, Parser};
 
 use super::config::Settings;
-use super::consumer::{HandlersByConsumer, run_consumers, run_consumers_with};
+use super::consumer::{ConsumerStart, HandlersByConsumer, run_consumers, run_consumers_with};
 use super::exit::AppError;
 use super::listen::listen;
 use super::program::{CommonArgs, run};
@@ -40,7 +40,8 @@ impl PublisherArgs {
         run_publisher(&loaded.settings, self.until_empty, health, stop).await
     }
 
-    /// Runs the program, and the recovery of operations in phases beside it: see [`run_publisher_with`].
+    /// Runs the program, and the recovery of operations in phases beside it: see
+    /// [`run_publisher_with`].
     ///
     /// # Errors
     /// What a person must mend.
@@ -65,9 +66,17 @@ pub struct ConsumerArgs {
     /// End with 0 when nothing came for this long after having caught up, for example 2s
     #[arg(long, value_name = "TIME", value_parser = humantime::parse_duration)]
     until_idle: Option<Duration>,
+    /// Take an id rule (id, id_time, id_epoch) other than the one that a consumer started with:
+    /// what was handled under the old rule is not known under the new one
+    #[arg(long)]
+    accept: bool,
 }
 
 impl ConsumerArgs {
+    fn start(&self) -> ConsumerStart {
+        ConsumerStart { until_idle: self.until_idle, accept_id_rule: self.accept }
+    }
+
     /// Runs the program with the handlers of the configuration.
     ///
     /// # Errors
@@ -75,7 +84,7 @@ impl ConsumerArgs {
     pub async fn run(self, common: &CommonArgs) -> Result<(), AppError> {
         let loaded = common.load(self.listen)?;
         let (health, stop) = start("consumer", &loaded.settings).await?;
-        run_consumers(&loaded.settings, self.until_idle, health, stop).await
+        run_consumers(&loaded.settings, self.start(), health, stop).await
     }
 
     /// Runs the program with handlers in Rust.
@@ -89,7 +98,7 @@ impl ConsumerArgs {
     ) -> Result<(), AppError> {
         let loaded = common.load(self.listen)?;
         let (health, stop) = start("consumer", &loaded.settings).await?;
-        run_consumers_with(&loaded.settings, handlers, self.until_idle, health, stop).await
+        run_consumers_with(&loaded.settings, handlers, self.start(), health, stop).await
     }
 }
 
@@ -107,8 +116,8 @@ async fn start(
 
 /// Relays committed messages from the outbox to the broker, in order per key, losing none.
 ///
-/// Runs until SIGTERM or SIGINT, then finishes what is in flight and exits with 0; a second signal ends it at once. Several
-/// may run: one works, the others stand by.
+/// Runs until SIGTERM or SIGINT, then finishes what is in flight and exits with 0; a second signal
+/// ends it at once. Several may run: one works, the others stand by.
 #[derive(Debug, Parser)]
 #[command(name = "publisher", version, about)]
 struct PublisherProgram {
@@ -118,9 +127,11 @@ struct PublisherProgram {
     args: PublisherArgs,
 }
 
-/// Consumes messages and commits their effects exactly once, with the handlers that the configuration names.
+/// Consumes messages and commits their effects exactly once, with the handlers that the
+/// configuration names.
 ///
-/// Runs until SIGTERM or SIGINT, then finishes or hands back what runs and exits with 0; a second signal ends it at once.
+/// Runs until SIGTERM or SIGINT, then finishes or hands back what runs and exits with 0; a second
+/// signal ends it at once.
 #[derive(Debug, Parser)]
 #[command(name = "consumer", version, about)]
 struct ConsumerProgram {
@@ -136,8 +147,9 @@ pub fn plain_publisher() -> ExitCode {
     run(program.args.run(&program.common))
 }
 
-/// `publisher` that also recovers operations in phases, for the flows of the door that `operations` makes: what a `main` of one's
-/// own returns, built with the same flows as the service (O22). It reads the same flags, environment and file.
+/// `publisher` that also recovers operations in phases, for the flows of the door that `operations`
+/// makes: what a `main` of one's own returns, built with the same flows as the service (O22). It
+/// reads the same flags, environment and file.
 pub fn publisher<S, F, M>(operations: F) -> ExitCode
 where
     S: Store,
@@ -154,9 +166,9 @@ pub fn configured_consumer() -> ExitCode {
     run(program.args.run(&program.common))
 }
 
-/// `consumer` with handlers in Rust: what a `main` of one's own returns (`examples/consumer.rs`). It reads the same flags,
-/// environment and file. A program with more commands takes [`CommonArgs`] and [`ConsumerArgs`] into its own command line
-/// instead (`examples/payments`).
+/// `consumer` with handlers in Rust: what a `main` of one's own returns (`examples/consumer.rs`).
+/// It reads the same flags, environment and file. A program with more commands takes [`CommonArgs`]
+/// and [`ConsumerArgs`] into its own command line instead (`examples/payments`).
 pub fn consumer<S: Store>(handlers: HandlersByConsumer<S>) -> ExitCode {
     let program = ConsumerProgram::parse();
     run(program.args.run_with(&program.common, handlers))

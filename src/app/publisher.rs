@@ -1,5 +1,5 @@
-//! The relay as a process: one relay for each shard, until a stop or until the outbox is empty; with the operations of a service,
-//! also their recovery.
+//! The relay as a process: one relay for each shard, until a stop or until the outbox is empty;
+//! with the operations of a service, also their recovery.
 
 use std::collections::BTreeSet;
 use std::future::Future;
@@ -42,9 +42,10 @@ pub async fn run_publisher(
     })
 }
 
-/// As [`run_publisher`], and recovers operations in phases whose process died (O22): a [`Recovery`] runs beside the relay, for the
-/// flows of the door that `operations` makes; it is built with the same flows as the service. The database URL must lead to its
-/// store. Where the outbox is waited for to be empty, operations are not.
+/// As [`run_publisher`], and recovers operations in phases whose process died (O22): a [`Recovery`]
+/// runs beside the relay, for the flows of the door that `operations` makes; it is built with the
+/// same flows as the service. The database URL must lead to its store. Where the outbox is waited
+/// for to be empty, operations are not.
 ///
 /// # Errors
 /// As [`run_publisher`]; and what `operations` says.
@@ -145,7 +146,8 @@ async fn relay_all<S: Store>(
     outcome
 }
 
-/// The schema is there and nothing that the promise rests on is refused. A database that is away is waited for.
+/// The schema is there and nothing that the promise rests on is refused. A database that is away is
+/// waited for.
 pub(super) async fn ready<S: Store>(
     store: &S,
     settings: &Settings,
@@ -215,7 +217,8 @@ pub(super) fn owner_name() -> String {
     format!("{host}/{}/{:08x}", std::process::id(), fastrand::u32(..))
 }
 
-/// Keeps the gauges of `/metrics` true. A look that takes long is rare: never more than a twentieth of the time is spent on it.
+/// Keeps the gauges of `/metrics` true. A look that takes long is rare: never more than a twentieth
+/// of the time is spent on it.
 pub(super) async fn keep_gauges<S: Store>(store: S, stop: CancellationToken) {
     loop {
         let began = tokio::time::Instant::now();

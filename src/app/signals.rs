@@ -1,7 +1,7 @@
 //! SIGTERM and SIGINT stop a program gracefully; a second one ends it at once.
 //!
-//! Some senders send the same signal twice, to the process and to its group (`timeout` of GNU): what comes within a moment of the
-//! first is the first.
+//! Some senders send the same signal twice, to the process and to its group (`timeout` of GNU):
+//! what comes within a moment of the first is the first.
 
 use std::time::{Duration, Instant};
 

@@ -7,8 +7,9 @@
 //! oncebox::broker_conformance!(fixture);
 //! ```
 //!
-//! Every case is a test of its own, named as the sentence it proves, with topics of its own. What brokers do differently is
-//! said in [`Capabilities`]; a case that a broker cannot meet at all passes without doing anything.
+//! Every case is a test of its own, named as the sentence it proves, with topics of its own. What
+//! brokers do differently is said in [`Capabilities`]; a case that a broker cannot meet at all
+//! passes without doing anything.
 //!
 //! Not here: faults of one broker (its own test file), what the runtime makes of refusals.
 
@@ -93,8 +94,8 @@ pub trait Fixture: Send + Sync {
         format!("oncebox-test.{label}.{}", uuid::Uuid::now_v7().simple())
     }
 
-    /// Sees to it that what is published from now on reaches this subscription: topics are made, queues bound. Nothing stays
-    /// subscribed.
+    /// Sees to it that what is published from now on reaches this subscription: topics are made,
+    /// queues bound. Nothing stays subscribed.
     async fn prepare(&self, subscription: &Subscription) {
         harness::prepare(self.broker().await.as_ref(), &self.capabilities(), subscription).await;
     }
@@ -103,7 +104,8 @@ pub trait Fixture: Send + Sync {
     async fn finish(&self) {}
 }
 
-/// Runs every case of the suite as a test, on what `fixture(case).await` gives; none skips the case.
+/// Runs every case of the suite as a test, on what `fixture(case).await` gives; none skips the
+/// case.
 #[macro_export]
 macro_rules! broker_conformance {
     ($fixture:path) => {

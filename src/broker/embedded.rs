@@ -1,14 +1,17 @@
-//! The embedded broker: a durable topic log in one SQLite file, shared by the processes of one machine.
+//! The embedded broker: a durable topic log in one SQLite file, shared by the processes of one
+//! machine.
 //!
-//! Topics have partitions (by hash of the key), partitions have offsets without holes, groups have one lease row with an epoch
-//! per partition. It needs no server, and is what the first command of the README runs.
+//! Topics have partitions (by hash of the key), partitions have offsets without holes, groups have
+//! one lease row with an epoch per partition. It needs no server, and is what the first command of
+//! the README runs.
 //!
-//! Guarantees: an appended row is on disk (WAL, `synchronous=FULL`) before it is settled; the rows of a key stand in one
-//! partition in the order they were sent; an offset is committed only under the epoch of its lease (G9), so a process that
-//! lost a partition changes nothing; a process that dies is taken over when its lease ends.
+//! Guarantees: an appended row is on disk (WAL, `synchronous=FULL`) before it is settled; the rows
+//! of a key stand in one partition in the order they were sent; an offset is committed only under
+//! the epoch of its lease (G9), so a process that lost a partition changes nothing; a process that
+//! dies is taken over when its lease ends.
 //!
-//! Not here: the user's database (another file, never attached), more than one machine (SQLite over a network file system
-//! loses data: use Kafka or RabbitMQ).
+//! Not here: the user's database (another file, never attached), more than one machine (SQLite over
+//! a network file system loses data: use Kafka or RabbitMQ).
 //!
 //! ```no_run
 //! # async fn run() -> Result<(), oncebox::BrokerError> {
@@ -51,11 +54,12 @@ pub struct EmbeddedBroker {
 }
 
 impl EmbeddedBroker {
-    /// Opens the file, and makes it where it is missing: topics are data, so there is nothing to migrate.
+    /// Opens the file, and makes it where it is missing: topics are data, so there is nothing to
+    /// migrate.
     ///
     /// # Errors
-    /// [`BrokerError::Refused`] where the directory is missing, the file is something else or was written by a newer version,
-    /// or a setting makes no sense.
+    /// [`BrokerError::Refused`] where the directory is missing, the file is something else or was
+    /// written by a newer version, or a setting makes no sense.
     pub async fn open(config: EmbeddedConfig) -> Result<Self, BrokerError> {
         Ok(Self { log: Arc::new(Log::open(config).await?) })
     }

@@ -1,6 +1,8 @@
-//! CloudEvents in Kafka's names: what a log keeps beside key and payload, and how a message is read back from it.
+//! CloudEvents in Kafka's names: what a log keeps beside key and payload, and how a message is read
+//! back from it.
 //!
-//! Promise: what [`headers`] writes, [`arrive`] reads back as it was; headers of others stand as they came and break nothing.
+//! Promise: what [`headers`] writes, [`arrive`] reads back as it was; headers of others stand as
+//! they came and break nothing.
 //!
 //! Not here: Kafka's own records and AMQP properties (their adapters).
 

@@ -1,14 +1,15 @@
 //! Kafka, through librdkafka.
 //!
 //! Guarantees:
-//! - a row is settled by its delivery report only, with `enable.idempotence`, `acks=all` and no message timeout; any setting
-//!   that would break this is refused by name ([`KafkaConfig`]);
+//! - a row is settled by its delivery report only, with `enable.idempotence`, `acks=all` and no
+//!   message timeout; any setting that would break this is refused by name ([`KafkaConfig`]);
 //! - nothing is produced to a topic that was not seen in the broker's metadata (R19);
-//! - an offset is committed only after the runtime acknowledged it, for the assignment it was delivered under;
+//! - an offset is committed only after the runtime acknowledged it, for the assignment it was
+//!   delivered under;
 //! - no executor thread waits for librdkafka: its calls that block run on threads of their own.
 //!
-//! Not here: Kafka transactions (effects commit in the database, so they are not needed), a schema registry, regular
-//! expressions as topics.
+//! Not here: Kafka transactions (effects commit in the database, so they are not needed), a schema
+//! registry, regular expressions as topics.
 
 mod assignment;
 mod blocking;
@@ -24,6 +25,7 @@ mod raw;
 mod reader;
 mod subscriber;
 mod topology;
+mod unread;
 mod window;
 mod wire;
 
@@ -53,7 +55,8 @@ impl KafkaBroker {
     /// Checks the configuration, without any connection.
     ///
     /// # Errors
-    /// [`BrokerError::Refused`] names the setting that is wrong, breaks a promise, or needs a cargo feature.
+    /// [`BrokerError::Refused`] names the setting that is wrong, breaks a promise, or needs a cargo
+    /// feature.
     pub fn new(config: KafkaConfig) -> Result<Self, BrokerError> {
         config.validate()?;
         Ok(Self { config: Arc::new(config), limits: Arc::new(TopicLimits::default()) })

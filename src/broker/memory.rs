@@ -1,8 +1,10 @@
-//! A broker in memory, for tests of what stands on a broker: the semantics of a log, and switches for what can go wrong.
+//! A broker in memory, for tests of what stands on a broker: the semantics of a log, and switches
+//! for what can go wrong.
 //!
-//! Guarantees: deterministic (nothing random, no clock but the runtime's), the semantics that the conformance suite asks of
-//! every broker: order per key, offsets without holes, groups with fenced offsets, redelivery of what was not acknowledged.
-//! Every fault is a switch in [`Faults`]; without one nothing fails.
+//! Guarantees: deterministic (nothing random, no clock but the runtime's), the semantics that the
+//! conformance suite asks of every broker: order per key, offsets without holes, groups with fenced
+//! offsets, redelivery of what was not acknowledged. Every fault is a switch in [`Faults`]; without
+//! one nothing fails.
 //!
 //! Not here: durability, other processes.
 //!
@@ -70,8 +72,8 @@ impl MemoryBroker {
         Faults::new(Arc::clone(&self.shared))
     }
 
-    /// Appends a message of somebody else, as it stands: no envelope is added, a payload of none is a tombstone. Gives
-    /// partition and offset.
+    /// Appends a message of somebody else, as it stands: no envelope is added, a payload of none is
+    /// a tombstone. Gives partition and offset.
     pub fn append(
         &self,
         topic: &str,

@@ -1,4 +1,5 @@
-//! RabbitMQ: quorum queues behind a topic exchange, confirms and returns, one unconfirmed publish per key.
+//! RabbitMQ: quorum queues behind a topic exchange, confirms and returns, one unconfirmed publish
+//! per key.
 //!
 //! | file | for |
 //! |---|---|
@@ -12,10 +13,12 @@
 //! | `raw` | the client library alone, for comparison in `bench` |
 //! | `wire`, `error` | CloudEvents over AMQP 0.9.1; what reply codes mean |
 //!
-//! Guarantees: a row is published by an ack **and** no return; order per key holds through nacks; publishing and consuming
-//! use connections of their own; every wait for the server has a deadline, except confirms while it says that it is blocked.
+//! Guarantees: a row is published by an ack **and** no return; order per key holds through nacks;
+//! publishing and consuming use connections of their own; every wait for the server has a deadline,
+//! except confirms while it says that it is blocked.
 //!
-//! Not here: SQL, decisions on refusals, retries over sessions; policies of the server, which are an operator's.
+//! Not here: SQL, decisions on refusals, retries over sessions; policies of the server, which are
+//! an operator's.
 
 mod check;
 mod config;
@@ -69,12 +72,13 @@ impl RabbitBroker {
         Ok(Self { config, version: Arc::new(OnceCell::new()), taps: Arc::new(Taps::default()) })
     }
 
-    /// Takes the next step from the queues that a consumer's topic has to the configured number of them, and says what is
-    /// left to do; call it again until it is [`Repartition::Done`]. Repeating it, also after it was broken off, is safe.
+    /// Takes the next step from the queues that a consumer's topic has to the configured number of
+    /// them, and says what is left to do; call it again until it is [`Repartition::Done`].
+    /// Repeating it, also after it was broken off, is safe.
     ///
     /// # Errors
-    /// [`BrokerError::Refused`] from several queues to several others: they have the same names, so 1 stands between them.
-    /// Else what the server answered.
+    /// [`BrokerError::Refused`] from several queues to several others: they have the same names, so
+    /// 1 stands between them. Else what the server answered.
     pub async fn repartition(&self, subscription: &Subscription, topic: &str) -> Result<Repartition, BrokerError> {
         let unlimited = self.version().await?.limits_deliveries();
         let link = Link::open(&self.config, "oncebox queues").await?;

@@ -1,7 +1,9 @@
-//! Which partitions a member takes and gives up: a function of who lives and who owns what, the same for every member.
+//! Which partitions a member takes and gives up: a function of who lives and who owns what, the
+//! same for every member.
 //!
-//! Guarantees: the quotas of a topic's members add up to its partitions, so that every partition finds an owner; a member
-//! gives up only what is above its quota (the others keep reading); topics give their odd partitions to different members.
+//! Guarantees: the quotas of a topic's members add up to its partitions, so that every partition
+//! finds an owner; a member gives up only what is above its quota (the others keep reading); topics
+//! give their odd partitions to different members.
 
 use std::collections::HashSet;
 
@@ -23,8 +25,8 @@ pub(super) struct Share {
     pub(super) complete: bool,
 }
 
-/// The share of `me`. `members` are the live ones with the topics they read, in the order in which they joined; `seats` are
-/// those of all topics, by partition.
+/// The share of `me`. `members` are the live ones with the topics they read, in the order in which
+/// they joined; `seats` are those of all topics, by partition.
 pub(super) fn share(me: i64, members: &[(i64, Vec<i64>)], seats: &[Seat]) -> Share {
     let alive: HashSet<i64> = members.iter().map(|(member, _)| *member).collect();
     let Some((_, topics)) = members.iter().find(|(member, _)| *member == me) else { return Share::default() };

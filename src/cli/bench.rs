@@ -1,10 +1,11 @@
 //! `oncebox bench`: what the promise costs, as ratios inside one run.
 //!
-//! Every figure is measured beside what it is compared with: the same messages, headers, servers and minutes, turn by turn, at
-//! least so many rounds as `--rounds` says. Rates by themselves say more about the machine than about the code.
+//! Every figure is measured beside what it is compared with: the same messages, headers, servers
+//! and minutes, turn by turn, at least so many rounds as `--rounds` says. Rates by themselves say
+//! more about the machine than about the code.
 //!
-//! Promise: a database, topics, queues and groups of its own, all removed at the end; nothing is taken from counters of the
-//! programs that a benchmark measures.
+//! Promise: a database, topics, queues and groups of its own, all removed at the end; nothing is
+//! taken from counters of the programs that a benchmark measures.
 
 mod append;
 mod bed;
@@ -38,7 +39,8 @@ use crate::app::{AppError, store_kind};
 /// What to measure.
 #[derive(Debug, Clone, Subcommand)]
 pub(super) enum BenchCommand {
-    /// The relay: beside the bare client and reader, and beside a loop that awaits and marks each row
+    /// The relay: beside the bare client and reader, and beside a loop that awaits and marks each
+    /// row
     Relay(BenchArgs),
     /// Enqueuing: in bulk, row by row, and what a message adds to a business transaction
     Append(BenchArgs),
@@ -48,7 +50,8 @@ pub(super) enum BenchCommand {
     Latency(BenchArgs),
     /// Faults: what the rest still gets while one thing is stuck, frozen, failed or killed
     Fault(FaultArgs),
-    /// Requests with an `Idempotency-Key`: what each door adds, replays, and claims beside many stored keys
+    /// Requests with an `Idempotency-Key`: what each door adds, replays, and claims beside many
+    /// stored keys
     Http(HttpArgs),
 }
 
@@ -74,8 +77,8 @@ pub(super) struct BenchArgs {
 pub(super) struct HttpArgs {
     #[command(flatten)]
     bench: BenchArgs,
-    /// Stored keys beside which claims are measured, against a fifth of them; 0: leave that out. Filling the tables takes
-    /// about a minute for each million
+    /// Stored keys beside which claims are measured, against a fifth of them; 0: leave that out.
+    /// Filling the tables takes about a minute for each million
     #[arg(long, default_value_t = 0, value_parser = clap::value_parser!(u64).range(0..=100_000_000))]
     stored: u64,
 }
@@ -85,7 +88,8 @@ pub(super) struct HttpArgs {
 pub(super) struct FaultArgs {
     #[command(flatten)]
     bench: BenchArgs,
-    /// Topics that nobody made (Kafka) or that have no queue (RabbitMQ), beside which another topic's messages are timed
+    /// Topics that nobody made (Kafka) or that have no queue (RabbitMQ), beside which another
+    /// topic's messages are timed
     #[arg(long, default_value_t = 200, value_parser = clap::value_parser!(u32).range(1..=10_000))]
     stuck: u32,
 }

@@ -13,8 +13,8 @@ macro_rules! data {
     }};
 }
 
-/// What became of a line of data. A reader that went away (`oncebox dead list | head`) has what it wanted: the command ends
-/// without a word.
+/// What became of a line of data. A reader that went away (`oncebox dead list | head`) has what it
+/// wanted: the command ends without a word.
 pub(super) fn written(line: std::io::Result<()>) -> Result<(), AppError> {
     line.map_err(|error| match error.kind() {
         std::io::ErrorKind::BrokenPipe => AppError::stopped(""),

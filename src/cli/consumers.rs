@@ -13,7 +13,8 @@ use crate::store::{CONSUMER_PRESENT, ConsumerStatus, Store};
 pub(super) enum ConsumersCommand {
     /// List the consumers that ever started here, and when each was last there
     List,
-    /// Forget one that is gone, with its waiting, held and dead messages and what its inbox remembers
+    /// Forget one that is gone, with its waiting, held and dead messages and what its inbox
+    /// remembers
     Forget {
         /// Its name
         name: String,

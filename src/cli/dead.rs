@@ -1,5 +1,5 @@
-//! `oncebox dead`: what is dead, held or waiting, on the outbox's side and the consumers': listed, shown, redriven, discarded.
-//! Every act has a reason and leaves an audit row.
+//! `oncebox dead`: what is dead, held or waiting, on the outbox's side and the consumers': listed,
+//! shown, redriven, discarded. Every act has a reason and leaves an audit row.
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -47,7 +47,8 @@ pub(crate) enum DeadCommand {
         #[arg(long, value_name = "FILE")]
         payload: Option<PathBuf>,
     },
-    /// No more tries for a message of a consumer that waits: it is dead until you do something else with it
+    /// No more tries for a message of a consumer that waits: it is dead until you do something else
+    /// with it
     Bury {
         #[command(flatten)]
         which: Which,
@@ -397,7 +398,8 @@ async fn paced<S: Store>(
     Ok((numbers, already_handled))
 }
 
-/// Acts on every filter; gives the numbers, and those that were discarded because another copy was handled since.
+/// Acts on every filter; gives the numbers, and those that were discarded because another copy was
+/// handled since.
 async fn carry_out<S: Store>(
     store: &S,
     filters: &[DeadFilter],

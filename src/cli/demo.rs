@@ -1,9 +1,10 @@
 //! `oncebox demo`: the promise, shown with kills.
 //!
-//! Payments are taken (business row and message in one transaction), relayed, and consumed by a ledger and an e-mail consumer,
-//! each in a process of its own; deliveries are repeated on purpose; publisher and consumers are killed with SIGKILL in the
-//! middle and started again. The verdict is counted from tables, files and broker by `count`, which shares nothing with the
-//! counters of the programs.
+//! Payments are taken (business row and message in one transaction), relayed, and consumed by a
+//! ledger and an e-mail consumer, each in a process of its own; deliveries are repeated on purpose;
+//! publisher and consumers are killed with SIGKILL in the middle and started again. The verdict is
+//! counted from tables, files and broker by `count`, which shares nothing with the counters of the
+//! programs.
 
 mod count;
 mod processes;

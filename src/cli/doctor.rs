@@ -1,4 +1,5 @@
-//! `oncebox doctor`: everything the promise rests on, looked at once. Exit code 3 where something breaks it, or is stuck.
+//! `oncebox doctor`: everything the promise rests on, looked at once. Exit code 3 where something
+//! breaks it, or is stuck.
 
 use std::path::Path;
 use std::time::Duration;
@@ -18,10 +19,12 @@ use crate::store::{ActContext, Finding, SchemaState, Severity, Store};
 /// What counts as stuck, and what `doctor` does beside looking.
 #[derive(Debug, Clone, Args)]
 pub(super) struct DoctorArgs {
-    /// A pending, held or waiting message that is older than this is stuck, and so is who waits for a lock for so long
+    /// A pending, held or waiting message that is older than this is stuck, and so is who waits for
+    /// a lock for so long
     #[arg(long, value_name = "TIME", default_value = "1m", value_parser = humantime::parse_duration)]
     older_than: Duration,
-    /// Mend a sequence of positions that stands behind the cursor, and have the relay read what it passed
+    /// Mend a sequence of positions that stands behind the cursor, and have the relay read what it
+    /// passed
     #[arg(long)]
     fix: bool,
     /// Do not ask

@@ -22,7 +22,8 @@ use crate::store::{SchemaState, Store};
 
 /// A store that can have a database of its own beside the one that a URL names.
 pub(super) trait Ground: Store {
-    /// Makes an empty database on the server of this URL, or for SQLite names a file in `dir`; answers with its URL.
+    /// Makes an empty database on the server of this URL, or for SQLite names a file in `dir`;
+    /// answers with its URL.
     fn create_database(server: &str, name: &str, dir: &Path) -> impl Future<Output = Result<String, AppError>> + Send;
 
     /// Drops it again; a file goes with its directory.
@@ -34,12 +35,13 @@ pub(super) trait Ground: Store {
 pub(super) struct OwnDatabase {
     pub(super) name: String,
     pub(super) url: Secret,
-    server: Secret,
+    pub(super) server: Secret,
 }
 
 impl OwnDatabase {
-    /// Makes it on the server that the settings name, or in `dir` where that is a SQLite file. Refused where the named database
-    /// has an outbox with messages: whoever names one that is in use did not mean to.
+    /// Makes it on the server that the settings name, or in `dir` where that is a SQLite file.
+    /// Refused where the named database has an outbox with messages: whoever names one that is in
+    /// use did not mean to.
     pub(super) async fn make<S: Ground>(settings: &Settings, name: String, dir: &Path) -> Result<Self, AppError> {
         refuse_messages_of_others::<S>(settings).await?;
         let server = settings.database.url.clone();

@@ -1,5 +1,5 @@
-//! `oncebox keys`: list, show, release, purge, resolve. A key is a secret of its client: its hash is shown, and itself only
-//! to who named it.
+//! `oncebox keys`: list, show, release, purge, resolve. A key is a secret of its client: its hash
+//! is shown, and itself only to who named it.
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -28,7 +28,8 @@ const NAMED_MIN: usize = 8;
 pub(crate) enum KeysCommand {
     /// List keys, oldest first
     List(Filter),
-    /// Show one with its whole hash and what is kept of its answer; the key itself only where it was given
+    /// Show one with its whole hash and what is kept of its answer; the key itself only where it
+    /// was given
     Show(Which),
     /// Forget one that has its outcome: the next request under it executes
     Release {
@@ -37,7 +38,8 @@ pub(crate) enum KeysCommand {
         #[command(flatten)]
         act: Act,
     },
-    /// Forget keys that have their outcome, and record how far, so that a late retry of a timed key is recognised
+    /// Forget keys that have their outcome, and record how far, so that a late retry of a timed key
+    /// is recognised
     Purge {
         /// Hashes that `keys list` shows
         #[arg(value_name = "HASH")]
@@ -79,7 +81,8 @@ pub(crate) struct Filter {
     /// Only of this operation
     #[arg(long)]
     operation: Option<OperationName>,
-    /// Only in this state, as the list prints it: IN_PROGRESS, COMPLETED, FAILED_REPLAYABLE, FAILED_RETRYABLE, UNKNOWN_REQUIRES_RECOVERY or EXPIRED
+    /// Only in this state, as the list prints it: IN_PROGRESS, COMPLETED, FAILED_REPLAYABLE,
+    /// FAILED_RETRYABLE, UNKNOWN_REQUIRES_RECOVERY or EXPIRED
     #[arg(long, value_parser = state)]
     state: Option<State>,
     /// Only claimed longer ago than this, such as 90s or 2h

@@ -23,15 +23,16 @@ struct OnceboxArgs {
 
 #[derive(Debug, Subcommand)]
 enum Command {
-    /// See it work: payments, a relay and consumers in processes of their own, with duplicates and kills
+    /// See it work: payments, a relay and consumers in processes of their own, with duplicates and
+    /// kills
     ///
-    /// Everything is its own: a database beside the one that is named (a file by default), and topics. Variables of the environment
-    /// and configuration files are not read.
+    /// Everything is its own: a database beside the one that is named (a file by default), and
+    /// topics. Variables of the environment and configuration files are not read.
     Demo(demo::DemoArgs),
     /// Measure what the promise costs, as ratios inside one run
     ///
-    /// Everything is its own: a database beside the one that is named (a file by default), and topics. Variables of the environment
-    /// and configuration files are not read.
+    /// Everything is its own: a database beside the one that is named (a file by default), and
+    /// topics. Variables of the environment and configuration files are not read.
     #[command(subcommand)]
     Bench(bench::BenchCommand),
     /// Make or show the tables

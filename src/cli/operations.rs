@@ -1,4 +1,5 @@
-//! `oncebox operations`: list, show, retry, resolve. What a provider was sent is not shown, only that it was.
+//! `oncebox operations`: list, show, retry, resolve. What a provider was sent is not shown, only
+//! that it was.
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -26,7 +27,8 @@ pub(crate) enum OperationsCommand {
         /// The id of the operation
         id: Uuid,
     },
-    /// Give operations to their worker again, at once; what may be sent again, the worker decides as ever
+    /// Give operations to their worker again, at once; what may be sent again, the worker decides
+    /// as ever
     Retry {
         /// Ids of operations
         #[arg(required = true)]
@@ -74,10 +76,12 @@ pub(crate) enum OperationsCommand {
 #[derive(Debug, Clone, Args)]
 #[group(required = true, multiple = false)]
 pub(crate) struct Word {
-    /// It succeeded, and ends here: this file is the body of the answer that is replayed from now on
+    /// It succeeded, and ends here: this file is the body of the answer that is replayed from now
+    /// on
     #[arg(long, value_name = "FILE")]
     succeeded: Option<PathBuf>,
-    /// It failed, and ends here: this file is the body of the answer; needs --status. Its phases write nothing more
+    /// It failed, and ends here: this file is the body of the answer; needs --status. Its phases
+    /// write nothing more
     #[arg(long, value_name = "FILE")]
     failed: Option<PathBuf>,
     /// This effect happened: the worker goes on with the flow from there
@@ -103,7 +107,8 @@ pub(crate) struct Filter {
     /// Only those that wait for an operator
     #[arg(long)]
     parked: bool,
-    /// Only those whose evidence contradicts their outcome, or that failed with an effect that stands; until they are judged
+    /// Only those whose evidence contradicts their outcome, or that failed with an effect that
+    /// stands; until they are judged
     #[arg(long)]
     conflicts: bool,
     /// Only begun longer ago than this, such as 90s or 2h

@@ -1,6 +1,7 @@
 //! A directory, settings and child processes for what makes its own world: `demo` and `bench`.
 //!
-//! Promise: they and their children use what stands on their own command line and nothing else. A file that may hold passwords is readable by its owner only.
+//! Promise: they and their children use what stands on their own command line and nothing else. A
+//! file that may hold passwords is readable by its owner only.
 
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
@@ -22,7 +23,8 @@ pub(super) fn private_directory(dir: &Path) -> Result<(), AppError> {
         .map_err(|error| AppError::failed(format!("{} cannot be made: {error}", dir.display())))
 }
 
-/// The settings of the command line; database and broker are files in `dir` unless they are named there.
+/// The settings of the command line; database and broker are files in `dir` unless they are named
+/// there.
 pub(super) fn settings_in(common: &CommonArgs, dir: &Path, log: &str) -> Result<Settings, AppError> {
     let mut settings = common.load_command_line(log)?.settings;
     if common.database.is_none() {
@@ -39,7 +41,8 @@ pub(super) fn file_url(dir: &Path, name: &str) -> Secret {
     Secret(format!("sqlite://{}", dir.join(format!("{name}.db")).display()))
 }
 
-/// This same program, to be started as a child: no setting reaches it but those of its own command line and file.
+/// This same program, to be started as a child: no setting reaches it but those of its own command
+/// line and file.
 pub(super) fn this_program() -> Result<Command, AppError> {
     let this =
         std::env::current_exe().map_err(|error| AppError::failed(format!("this program is not found: {error}")))?;

@@ -1,6 +1,7 @@
 //! `oncebox queues`: what an operator does with the queues of consumers on RabbitMQ.
 //!
-//! Guarantee: breaking a command off and running it again is safe; nothing is deleted that holds a message.
+//! Guarantee: breaking a command off and running it again is safe; nothing is deleted that holds a
+//! message.
 
 use std::time::Duration;
 
@@ -16,11 +17,13 @@ const PAUSE: Duration = Duration::from_millis(500);
 /// Queues of consumers on RabbitMQ
 #[derive(Debug, Subcommand)]
 pub(super) enum QueuesCommand {
-    /// Go over to the number of queues that [broker.rabbitmq] `partitions` says, with every key in its order
+    /// Go over to the number of queues that [broker.rabbitmq] `partitions` says, with every key in
+    /// its order
     ///
-    /// New messages go to the new queues at once. Consumers with the old number read the old queues empty: keep them
-    /// running until this command says that they are to be stopped. Then it deletes the old queues, and consumers with
-    /// the new number can start; before, they are refused. Run it again where it was broken off.
+    /// New messages go to the new queues at once. Consumers with the old number read the old queues
+    /// empty: keep them running until this command says that they are to be stopped. Then it
+    /// deletes the old queues, and consumers with the new number can start; before, they are
+    /// refused. Run it again where it was broken off.
     Repartition(RepartitionArgs),
 }
 

@@ -11,7 +11,8 @@ use crate::observe::Health;
 use crate::runtime::sender::{EmailTransport, Sender, SenderOptions};
 use crate::store::Store;
 
-/// Sends the e-mails that handlers have queued: to `.eml` files, or by SMTP where `[email] smtp_url` is set.
+/// Sends the e-mails that handlers have queued: to `.eml` files, or by SMTP where
+/// `[email] smtp_url` is set.
 #[derive(Debug, Clone, Args)]
 pub(super) struct SenderArgs {
     /// Serve /livez, /readyz and /metrics on this address

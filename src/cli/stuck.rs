@@ -9,7 +9,8 @@ use crate::app::config::Settings;
 use crate::runtime::SqlHandler;
 use crate::store::{DeadFilter, DeadMessage, DeadState, Finding, Status, Store};
 
-/// How long the database may look at a statement of a handler. One on a table that is locked waits as handlers do.
+/// How long the database may look at a statement of a handler. One on a table that is locked waits
+/// as handlers do.
 const PREPARE_MAX: Duration = Duration::from_secs(3);
 
 /// What is stuck in the database, as it stands.

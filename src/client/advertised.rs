@@ -1,4 +1,5 @@
-//! What a server publishes of its keys at `/.well-known/idempotency`: for how long it remembers them.
+//! What a server publishes of its keys at `/.well-known/idempotency`: for how long it remembers
+//! them.
 //!
 //! Not here: serving it (`http`).
 
@@ -52,8 +53,8 @@ fn duration<'de, D: serde::Deserializer<'de>>(deserializer: D) -> Result<Duratio
     iso_8601(&text).ok_or_else(|| serde::de::Error::custom(format!("`{text}` is no duration of days to seconds")))
 }
 
-/// A duration such as `PT24H`, `P1DT30M` or `PT0.5S`: whole numbers of weeks, days, hours and minutes, and seconds with up to nine
-/// digits of a fraction. Months and years have no length.
+/// A duration such as `PT24H`, `P1DT30M` or `PT0.5S`: whole numbers of weeks, days, hours and
+/// minutes, and seconds with up to nine digits of a fraction. Months and years have no length.
 fn iso_8601(text: &str) -> Option<Duration> {
     let rest = text.strip_prefix('P')?;
     let (days, times) = rest.split_once('T').map_or((rest, None), |(days, times)| (days, Some(times)));

@@ -1,7 +1,7 @@
 //! An answer, and what it says to the table of [`resend`](crate::policy::operation::resend).
 //!
-//! Guarantees: an answer counts only from the URL that was asked; a `Location` is followed only on its origin; only an
-//! `application/problem+json` speaks of the key.
+//! Guarantees: an answer counts only from the URL that was asked; a `Location` is followed only on
+//! its origin; only an `application/problem+json` speaks of the key.
 //!
 //! Not here: what follows (`policy`), and waiting (`sending`).
 
@@ -21,7 +21,8 @@ use crate::policy::operation::resend::{Polled, Seen};
 /// The answer to an operation.
 #[derive(Clone)]
 pub struct Answer {
-    /// The key under which it was sent: what [`Client::acknowledge`](super::Client::acknowledge) takes.
+    /// The key under which it was sent: what [`Client::acknowledge`](super::Client::acknowledge)
+    /// takes.
     pub key: Key,
     /// The HTTP status.
     pub status: u16,
@@ -98,7 +99,8 @@ impl Arrived {
         serde_json::from_slice(&self.body).unwrap_or_default()
     }
 
-    /// What a replayed answer says of its key: an application's own refusal is no problem of the engine (O26).
+    /// What a replayed answer says of its key: an application's own refusal is no problem of the
+    /// engine (O26).
     fn replayed_state(&self) -> Option<KeyState> {
         let text = |name: &str| self.headers.get(name).and_then(|value| value.to_str().ok());
         if text("idempotent-replayed") != Some("true") {
@@ -147,7 +149,8 @@ impl Arrived {
         serde_json::from_slice(&self.body).ok()
     }
 
-    /// The outcome that an operation's resource holds, with the bytes of its body as they stand there.
+    /// The outcome that an operation's resource holds, with the bytes of its body as they stand
+    /// there.
     pub(super) fn result(&self) -> Option<(u16, Vec<u8>)> {
         let result = self.operation()?.result?;
         Some((result.status, result.body.map(|body| body.get().as_bytes().to_vec()).unwrap_or_default()))
@@ -224,7 +227,8 @@ mod tests {
             assert_eq!(arrived(409, &[("content-type", kind)], body).seen(&asked()), spent, "{kind}");
         }
         let silent = Seen::Answer { status: 409, code: None, key_state: None };
-        // A replayed refusal of the application says so by its headers: a stored 402 is the outcome, also after doubt.
+        // A replayed refusal of the application says so by its headers: a stored 402 is the
+        // outcome, also after doubt.
         let (replayed, state) = (("idempotent-replayed", "true"), ("idempotency-key-state", "spent"));
         let refused = |key_state| Seen::Answer { status: 402, code: None, key_state };
         assert_eq!(arrived(402, &[replayed, state], "{}").seen(&asked()), refused(Some(KeyState::Spent)));

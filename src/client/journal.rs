@@ -1,13 +1,15 @@
 //! Keys that outlive the process: what is about to be sent, on the disk before it is (O27).
 //!
-//! One file for each operation, in a directory that one process holds at a time. A file is a line of JSON (key, method, time of the
-//! first send), URL and headers, and the body's digest; if bodies are kept, URL, headers and body are sealed.
+//! One file for each operation, in a directory that one process holds at a time. A file is a line
+//! of JSON (key, method, time of the first send), URL and headers, and the body's digest; if bodies
+//! are kept, URL, headers and body are sealed.
 //!
 //! Promises:
 //!
-//! * A file is whole or absent: written beside, synchronised, renamed, and the directory synchronised, before the first send.
-//!   What cannot be written is not sent.
-//! * Only the owner reads it (mode 600, directory 700). Credentials are never in it, a body only encrypted.
+//! * A file is whole or absent: written beside, synchronised, renamed, and the directory
+//!   synchronised, before the first send. What cannot be written is not sent.
+//! * Only the owner reads it (mode 600, directory 700). Credentials are never in it, a body only
+//!   encrypted.
 //! * A key keeps its request: another method, URL or body under it is refused.
 //! * It goes when the application acknowledges the result, and by nothing else.
 //!
@@ -67,8 +69,8 @@ pub enum JournalError {
         #[source]
         source: io::Error,
     },
-    /// A file that is no entry of this journal, or sealed with another secret. It may stand for an operation: it is not passed
-    /// over.
+    /// A file that is no entry of this journal, or sealed with another secret. It may stand for an
+    /// operation: it is not passed over.
     #[error("{} cannot be read: {why}", path.display())]
     Unreadable {
         /// Which file.
@@ -151,8 +153,8 @@ impl Pending {
     }
 }
 
-/// A journal of keys in a directory. Clones share the lock; it is given back with the last one, and by the kernel when the
-/// process dies.
+/// A journal of keys in a directory. Clones share the lock; it is given back with the last one, and
+/// by the kernel when the process dies.
 #[derive(Debug, Clone)]
 pub struct KeyJournal {
     directory: Arc<PathBuf>,
@@ -162,8 +164,8 @@ pub struct KeyJournal {
 }
 
 impl KeyJournal {
-    /// Opens the journal in a directory, which is made if it is missing, and locks it. Blocks shortly: for the start of a
-    /// program.
+    /// Opens the journal in a directory, which is made if it is missing, and locks it. Blocks
+    /// shortly: for the start of a program.
     ///
     /// # Errors
     /// [`JournalError::Locked`], and what the file system says.
@@ -202,7 +204,8 @@ impl KeyJournal {
         .await
     }
 
-    /// Forgets a key: the application has the result, or gives the operation up. One that is not there is forgotten.
+    /// Forgets a key: the application has the result, or gives the operation up. One that is not
+    /// there is forgotten.
     ///
     /// # Errors
     /// The file system refused: the operation is found again.
@@ -287,7 +290,8 @@ fn synchronise(directory: &Path) -> Result<(), JournalError> {
     synchronised.map_err(|source| JournalError::Io { path: directory.to_owned(), source })
 }
 
-/// Away from the executor's threads: a disk may take its time. Dropped, it is finished all the same.
+/// Away from the executor's threads: a disk may take its time. Dropped, it is finished all the
+/// same.
 async fn blocking<T: Send + 'static>(
     directory: &Path,
     work: impl FnOnce() -> Result<T, JournalError> + Send + 'static,

@@ -1,11 +1,11 @@
 //! The rules of the client as a middleware of `reqwest-middleware`.
 //!
-//! Promise: what [`Client::send`](super::Client::send) promises, for every POST and PATCH, and for any other request that
-//! carries an `Idempotency-Key`. GET, HEAD and OPTIONS pass through.
+//! Promise: what [`Client::send`](super::Client::send) promises, for every POST and PATCH, and for
+//! any other request that carries an `Idempotency-Key`. GET, HEAD and OPTIONS pass through.
 //!
-//! The redirects of the client below are not the middleware's to switch off: put it on [`Client::reqwest`](super::Client::reqwest),
-//! or on a client whose redirect policy is none. With another one an answer from another URL ends nothing, but the key has been
-//! carried there.
+//! The redirects of the client below are not the middleware's to switch off: put it on
+//! [`Client::reqwest`](super::Client::reqwest), or on a client whose redirect policy is none. With
+//! another one an answer from another URL ends nothing, but the key has been carried there.
 
 use std::sync::Arc;
 
@@ -18,7 +18,8 @@ use super::request::{KEY_HEADER, Request, new_key, parse};
 use super::sending::{Shared, Transport};
 use crate::policy::operation::Key;
 
-/// The middleware; see [`Client::middleware`](super::Client::middleware). Its errors hold a [`ClientError`].
+/// The middleware; see [`Client::middleware`](super::Client::middleware). Its errors hold a
+/// [`ClientError`].
 #[derive(Debug, Clone)]
 pub struct Resend(Arc<Shared>);
 

@@ -2,7 +2,8 @@
 //!
 //! Promise: the key is made with the request, once. A clone is the same operation.
 //!
-//! Not here: credentials that change (they may be changed between calls, as any header), and sending.
+//! Not here: credentials that change (they may be changed between calls, as any header), and
+//! sending.
 
 use reqwest::header::{HeaderMap, HeaderName, HeaderValue};
 use reqwest::{Method, Url};
@@ -60,7 +61,8 @@ impl Request {
         Self::new("POST", url, body)?.with_header("content-type", "application/json")
     }
 
-    /// The same under a key of the caller's: stored with what is to be done, it makes a retry of the caller's one too.
+    /// The same under a key of the caller's: stored with what is to be done, it makes a retry of
+    /// the caller's one too.
     ///
     /// # Errors
     /// [`ClientError::Request`]: it is no key (16 to 255 characters of `[A-Za-z0-9_.:~-]`).
@@ -100,7 +102,8 @@ impl Request {
         Ok(request)
     }
 
-    /// The question for the outcome at an operation's own URL: who asks, and nothing of what was asked.
+    /// The question for the outcome at an operation's own URL: who asks, and nothing of what was
+    /// asked.
     pub(super) fn question(&self, place: Url) -> reqwest::Request {
         let mut request = reqwest::Request::new(Method::GET, place);
         *request.headers_mut() = self.headers.clone();
@@ -111,7 +114,8 @@ impl Request {
     }
 }
 
-/// Whether a header or a parameter of this name proves who asks, and so is never written down in clear: by the words of its name.
+/// Whether a header or a parameter of this name proves who asks, and so is never written down in
+/// clear: by the words of its name.
 pub(super) fn is_credential(name: &str) -> bool {
     const WORDS: [&str; 16] = [
         "auth",

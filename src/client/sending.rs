@@ -1,7 +1,8 @@
 //! The attempts of one operation: send, look, wait, until the table says that it is over.
 //!
-//! Guarantees: the journal is written before the first attempt; pauses are the longer of the backoff and what the server asks
-//! for; an attempt that was begun ends by its own timeout, and then its outcome is unknown.
+//! Guarantees: the journal is written before the first attempt; pauses are the longer of the
+//! backoff and what the server asks for; an attempt that was begun ends by its own timeout, and
+//! then its outcome is unknown.
 //!
 //! Not here: the table ([`resend`](crate::policy::operation::resend)).
 
@@ -19,7 +20,8 @@ use crate::policy::breaker::Breaker;
 use crate::policy::operation::Key;
 use crate::policy::operation::resend::{AfterPoll, Next, Polled, Seen, Window, after_attempt, after_poll, pause};
 
-/// How far the clock may have been set back since a key was journalled; beyond that its age is not known, and counts as too high.
+/// How far the clock may have been set back since a key was journalled; beyond that its age is not
+/// known, and counts as too high.
 const CLOCK_SKEW: Duration = Duration::from_secs(60);
 
 /// Who carries one attempt.
@@ -284,7 +286,8 @@ enum Outcome {
     Resend,
 }
 
-/// How old a key is by the wall clock. One that lies ahead was written before the clock was set back: nobody knows its age.
+/// How old a key is by the wall clock. One that lies ahead was written before the clock was set
+/// back: nobody knows its age.
 fn age(first_sent_at: SystemTime, now: SystemTime) -> Duration {
     now.duration_since(first_sent_at)
         .unwrap_or_else(|ahead| if ahead.duration() <= CLOCK_SKEW { Duration::ZERO } else { Duration::MAX })
@@ -299,7 +302,8 @@ fn failed(error: &reqwest_middleware::Error) -> Met {
     Met::Nothing { seen: if not_sent { Seen::NotSent } else { Seen::NoAnswer }, why }
 }
 
-/// An error with its causes; the first one of reqwest names none. URLs are left out: they may hold what is not for logs.
+/// An error with its causes; the first one of reqwest names none. URLs are left out: they may hold
+/// what is not for logs.
 fn chain(error: &reqwest::Error) -> String {
     let mut text = String::new();
     let mut next: Option<&dyn std::error::Error> = std::error::Error::source(error);

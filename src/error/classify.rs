@@ -1,7 +1,8 @@
 //! What an error of sqlx means: one place for the codes of all three databases (R27).
 //!
-//! Promise: an unknown code is `Other`, which the runtime counts as a failure of the message; a code of the lists below is
-//! nobody's failure. Sources: PostgreSQL appendix A (SQLSTATE), MariaDB and MySQL server error reference, SQLite result codes.
+//! Promise: an unknown code is `Other`, which the runtime counts as a failure of the message; a
+//! code of the lists below is nobody's failure. Sources: PostgreSQL appendix A (SQLSTATE), MariaDB
+//! and MySQL server error reference, SQLite result codes.
 
 use sqlx::error::DatabaseError;
 
@@ -14,7 +15,8 @@ enum Nobodys {
     Unavailable,
 }
 
-/// True for deadlocks, lock timeouts, lost connections and databases that are away, full or read-only.
+/// True for deadlocks, lock timeouts, lost connections and databases that are away, full or
+/// read-only.
 #[must_use]
 pub fn is_nobodys(error: &sqlx::Error) -> bool {
     nobodys(error).is_some()
@@ -95,9 +97,10 @@ pub(crate) fn is_unavailable(error: &sqlx::Error) -> bool {
     nobodys(error) == Some(Nobodys::Unavailable)
 }
 
-/// True where one statement alone may have brought about what looks like a database that is away: it asked for more memory or
-/// room than the server gives to one, or its connection ended under it. Not for a disk that is full, a server that starts, stops
-/// or has no connection left: those are the same for all.
+/// True where one statement alone may have brought about what looks like a database that is away:
+/// it asked for more memory or room than the server gives to one, or its connection ended under it.
+/// Not for a disk that is full, a server that starts, stops or has no connection left: those are
+/// the same for all.
 pub(crate) fn may_be_the_statements(error: &sqlx::Error) -> bool {
     match error {
         sqlx::Error::Io(_) | sqlx::Error::Protocol(_) => true,
@@ -153,10 +156,11 @@ fn of_sqlstate(code: &str) -> Option<Nobodys> {
 #[cfg(feature = "mysql")]
 fn of_mysql(number: u16) -> Option<Nobodys> {
     match number {
-        // Lock wait timeout, deadlock (also of XA and of group replication), too many locks, record has changed since last
-        // read (MariaDB), interrupted by an administrator.
+        // Lock wait timeout, deadlock (also of XA and of group replication), too many locks, record
+        // has changed since last read (MariaDB), interrupted by an administrator.
         1205 | 1213 | 1614 | 3101 | 1206 | 1020 | 1317 => Some(Nobodys::Busy),
-        // Too many connections, out of memory, threads or transactions; host blocked; server shutdown.
+        // Too many connections, out of memory, threads or transactions; host blocked; server
+        // shutdown.
         1037 | 1038 | 1040 | 1041 | 1053 | 1129 | 1135 | 1203 | 1226 | 1637 => Some(Nobodys::Unavailable),
         // Table or disk full, storage engine out of order, read-only.
         1021 | 1030 | 1114 | 1223 | 1290 | 1792 | 1836 => Some(Nobodys::Unavailable),
@@ -188,7 +192,8 @@ impl From<sqlx::Error> for StoreError {
     }
 }
 
-/// Every SQL door raises a broken limit as `oncebox: limit NAME: detail`, so that it is the same error in Rust.
+/// Every SQL door raises a broken limit as `oncebox: limit NAME: detail`, so that it is the same
+/// error in Rust.
 fn limit_of(error: &sqlx::Error) -> Option<LimitError> {
     let message = match error {
         sqlx::Error::Database(database) => database.message(),

@@ -1,6 +1,7 @@
 //! Answers as they are stored and sent, and what a client makes of them.
 //!
-//! A stored answer has the number of its gRPC status. Its body is the message, or, of a refusal, the status message and details.
+//! A stored answer has the number of its gRPC status. Its body is the message, or, of a refusal,
+//! the status message and details.
 
 use std::collections::HashMap;
 use std::time::Duration;
@@ -34,7 +35,8 @@ pub fn reply(message: &impl Message) -> Reply {
     Reply { body: message.encode_to_vec(), ..Reply::new(0) }
 }
 
-/// A handler's refusal: this status, its details included. Its metadata is kept where the endpoint keeps headers of these names.
+/// A handler's refusal: this status, its details included. Its metadata is kept where the endpoint
+/// keeps headers of these names.
 #[must_use]
 pub fn refusal(status: &Status) -> Reply {
     let refused = Refused { message: status.message().to_owned(), details: status.details().to_vec() };
@@ -63,7 +65,8 @@ pub(super) fn of_reply<R: Message + Default>(reply: &Reply, replayed: bool) -> R
     match reply.status {
         0 => {
             let message = R::decode(reply.body.as_slice());
-            // It was written by another program: what happened is known, the answer cannot be shown.
+            // It was written by another program: what happened is known, the answer cannot be
+            // shown.
             let message = message.map_err(|_| of_problem(&Problem::new(Code::ResultNotRetained)))?;
             let mut response = Response::new(message);
             *response.metadata_mut() = metadata;
@@ -96,8 +99,8 @@ pub(super) fn of_problem(problem: &Problem) -> Status {
     Status::with_error_details(tonic::Code::from_i32(problem.code.grpc()), message, details)
 }
 
-/// What a unary call met, for [`after_attempt`](crate::policy::operation::resend::after_attempt): a deadline and a cancellation
-/// say nothing of the server (O27).
+/// What a unary call met, for [`after_attempt`](crate::policy::operation::resend::after_attempt): a
+/// deadline and a cancellation say nothing of the server (O27).
 pub fn seen<T>(result: &Result<Response<T>, Status>) -> Seen {
     let Err(status) = result else { return Seen::Success };
     let info = status.get_details_error_info().filter(|info| info.domain == DOMAIN);

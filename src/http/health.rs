@@ -16,8 +16,8 @@ use crate::observe::Health;
 /// A loop that has not turned for this long is stuck. Longer than any deadline inside a loop.
 const STUCK: Duration = Duration::from_secs(120);
 
-/// `/livez`: the loops turn. `/readyz`: every part is at work or stands by; else 503 and what it waits for. `/metrics`:
-/// Prometheus text.
+/// `/livez`: the loops turn. `/readyz`: every part is at work or stands by; else 503 and what it
+/// waits for. `/metrics`: Prometheus text.
 pub fn health_routes(health: Health, metrics: PrometheusHandle) -> Router {
     Router::new()
         .route("/livez", get(livez))

@@ -1,4 +1,5 @@
-//! `Idempotency-Key` for axum and tower services (M108): what the engine decides, in the form of HTTP.
+//! `Idempotency-Key` for axum and tower services (M108): what the engine decides, in the form of
+//! HTTP.
 //!
 //! Order of layers, from outside to inside, and why:
 //!
@@ -6,15 +7,19 @@
 //! request id, trace -> CORS -> compression -> rate limit -> authentication -> [idempotency] -> handler
 //! ```
 //!
-//! * Authentication puts [`IdempotencyScope`] into the request's extensions, and stands outside: a refused login, a rate limit or
-//!   a preflight makes no record, and a revoked principal replays nothing. There is no fallback to a header.
-//! * Compression stands outside, so that stored bodies are plain; CORS too, so that no origin is stored. CORS exposes
-//!   `Idempotent-Replayed`, `Idempotency-Key-State`, `Retry-After` and `Location`, and allows `Idempotency-Key`.
-//! * [`IdempotencyLayer`] is put on a method, `post(handler).route_layer(layer)`, so that 404 and 405 claim nothing. `route_layer` of
-//!   a whole router stands around the 405 of other methods too, which would be taken for the outcome of their key. A timeout of its
-//!   own inside is of no use: the engine's answers 409 and does not drop the handler.
+//! * Authentication puts [`IdempotencyScope`] into the request's extensions, and stands outside: a
+//!   refused login, a rate limit or a preflight makes no record, and a revoked principal replays
+//!   nothing. There is no fallback to a header.
+//! * Compression stands outside, so that stored bodies are plain; CORS too, so that no origin is
+//!   stored. CORS exposes `Idempotent-Replayed`, `Idempotency-Key-State`, `Retry-After` and
+//!   `Location`, and allows `Idempotency-Key`.
+//! * [`IdempotencyLayer`] is put on a method, `post(handler).route_layer(layer)`, so that 404 and
+//!   405 claim nothing. `route_layer` of a whole router stands around the 405 of other methods too,
+//!   which would be taken for the outcome of their key. A timeout of its own inside is of no use:
+//!   the engine's answers 409 and does not drop the handler.
 //!
-//! Two doors: [`TypedDoor`] (claim, effects and answer in one commit) and [`IdempotencyLayer`] (edge protection for any handler).
+//! Two doors: [`TypedDoor`] (claim, effects and answer in one commit) and [`IdempotencyLayer`]
+//! (edge protection for any handler).
 //!
 //! Not here: the engine ([`runtime::operation`](crate::runtime::operation)).
 

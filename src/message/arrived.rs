@@ -1,7 +1,7 @@
 //! A message as it arrived from a broker, and as a handler sees it.
 //!
-//! Promise: nothing that arrives can panic here; a message without a usable id is told apart with its reason, and keeps all
-//! its bytes.
+//! Promise: nothing that arrives can panic here; a message without a usable id is told apart with
+//! its reason, and keeps all its bytes.
 
 use std::fmt;
 
@@ -97,7 +97,8 @@ pub struct Message {
     pub attempt: u32,
 }
 
-/// Why a message has no identity, with the message as far as it goes (its id is made from coordinates or content).
+/// Why a message has no identity, with the message as far as it goes (its id is made from
+/// coordinates or content).
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Unusable {
     /// What is missing.
@@ -110,8 +111,9 @@ impl Message {
     /// Applies the id rule of the consumer.
     ///
     /// # Errors
-    /// [`Unusable`] where the rule finds no id; its message carries an id made from the coordinates (from the content where
-    /// coordinates mean nothing: `stable_coordinates` is false on RabbitMQ), so that it can be stored as dead once.
+    /// [`Unusable`] where the rule finds no id; its message carries an id made from the coordinates
+    /// (from the content where coordinates mean nothing: `stable_coordinates` is false on
+    /// RabbitMQ), so that it can be stored as dead once.
     pub fn identify(
         arrived: Arrived,
         rule: &IdRule,
@@ -184,7 +186,8 @@ impl Message {
         std::str::from_utf8(&found.1).ok()
     }
 
-    /// The payload read as JSON. An error here is terminal: the same bytes will not read better later.
+    /// The payload read as JSON. An error here is terminal: the same bytes will not read better
+    /// later.
     ///
     /// # Errors
     /// A terminal [`crate::HandlerError`] that names the message.

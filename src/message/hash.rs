@@ -38,7 +38,8 @@ pub fn content_hash<'a>(
     first_16(&hash.finalize())
 }
 
-/// The bucket of a row: first byte of SHA-256 of the key's UTF-8 bytes, or of the 16 bytes of the id where there is none.
+/// The bucket of a row: first byte of SHA-256 of the key's UTF-8 bytes, or of the 16 bytes of the
+/// id where there is none.
 #[must_use]
 pub fn bucket(key: Option<&str>, id: uuid::Uuid) -> u8 {
     match key {

@@ -1,7 +1,8 @@
 //! Which message this is: 16 bytes, the same in every process and language (R31, R32).
 //!
-//! Promise: the canonical UUID is itself; anything else is SHA-256 of (length-prefixed source, id), stamped as UUID
-//! version 8, so that ids which differ only in case, accents or trailing space stay different and never look timed.
+//! Promise: the canonical UUID is itself; anything else is SHA-256 of (length-prefixed source, id),
+//! stamped as UUID version 8, so that ids which differ only in case, accents or trailing space stay
+//! different and never look timed.
 
 use std::fmt;
 use std::str::FromStr;

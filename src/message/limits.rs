@@ -1,6 +1,8 @@
-//! The limits of a message, by name. Their values live in the database, the same for every door; this is what they mean.
+//! The limits of a message, by name. Their values live in the database, the same for every door;
+//! this is what they mean.
 //!
-//! Promise: what passes here can be taken by every broker. The names are those of the rows in the limits table.
+//! Promise: what passes here can be taken by every broker. The names are those of the rows in the
+//! limits table.
 
 use std::borrow::Cow;
 
@@ -20,7 +22,8 @@ pub struct Limits {
     pub headers_max: usize,
     /// `header_name_bytes_max`.
     pub header_name_bytes_max: usize,
-    /// `headers_bytes_max`, names and values together; at most 65,536 whatever else is raised (an AMQP frame is 128 KiB).
+    /// `headers_bytes_max`, names and values together; at most 65,536 whatever else is raised (an
+    /// AMQP frame is 128 KiB).
     pub headers_bytes_max: usize,
     /// `content_type_bytes_max`.
     pub content_type_bytes_max: usize,
@@ -56,7 +59,8 @@ impl Limits {
         ("message_bytes_max", 900_000),
     ];
 
-    /// Sets a limit by the name of its row; an unknown name is ignored, so that a newer schema may have more.
+    /// Sets a limit by the name of its row; an unknown name is ignored, so that a newer schema may
+    /// have more.
     pub fn set(&mut self, name: &str, value: usize) {
         match name {
             "topic_length_max" => self.topic_length_max = value.min(249),
@@ -74,8 +78,8 @@ impl Limits {
     /// Checks a message before it is enqueued.
     ///
     /// # Errors
-    /// The first limit that is broken, by name: `topic`, `key`, `kind`, `headers`, `header_name`, `header_value`,
-    /// `header_reserved`, `header_twice`, `content_type`, `message_bytes`, `trace`.
+    /// The first limit that is broken, by name: `topic`, `key`, `kind`, `headers`, `header_name`,
+    /// `header_value`, `header_reserved`, `header_twice`, `content_type`, `message_bytes`, `trace`.
     pub fn check(&self, message: &NewMessage) -> Result<(), LimitError> {
         self.check_topic(&message.topic)?;
         if let Some(key) = &message.key {
@@ -168,7 +172,8 @@ pub fn is_reserved(name: &str) -> bool {
         || matches!(name.as_str(), "content-type" | "cc" | "bcc")
 }
 
-/// What RabbitMQ writes into a message's headers or reads from them; any other name with `x-` is the application's.
+/// What RabbitMQ writes into a message's headers or reads from them; any other name with `x-` is
+/// the application's.
 const BROKER_NAMES: [&str; 5] = ["x-death", "x-delivery-count", "x-acquired-count", "x-match", "x-priority"];
 const BROKER_PREFIXES: [&str; 4] = ["x-first-death-", "x-last-death-", "x-opt-", "x-stream-"];
 

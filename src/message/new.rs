@@ -5,7 +5,8 @@ use uuid::Uuid;
 use super::{Headers, TraceContext};
 use crate::error::LimitError;
 
-/// A message to enqueue. Built by [`NewMessage::json`] or [`NewMessage::bytes`], then the `with_` methods.
+/// A message to enqueue. Built by [`NewMessage::json`] or [`NewMessage::bytes`], then the `with_`
+/// methods.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct NewMessage {
     /// Given id; a UUID v7 is made where there is none. The same id twice is published twice.
@@ -16,13 +17,15 @@ pub struct NewMessage {
     pub key: Option<String>,
     /// What happened, for example `payment.created`.
     pub kind: String,
-    /// Headers of the application. `traceparent` and `tracestate` among them become the trace context.
+    /// Headers of the application. `traceparent` and `tracestate` among them become the trace
+    /// context.
     pub headers: Headers,
     /// The bytes, never looked into.
     pub payload: Vec<u8>,
     /// `application/json` for text, `application/octet-stream` for bytes, unless given.
     pub content_type: Option<String>,
-    /// The trace this message belongs to; without it the current span's is taken where the feature `otel` is on.
+    /// The trace this message belongs to; without it the current span's is taken where the feature
+    /// `otel` is on.
     pub trace: Option<TraceContext>,
 }
 
@@ -90,11 +93,13 @@ impl NewMessage {
         self
     }
 
-    /// Moves `traceparent` and `tracestate` out of the headers into the trace context, and takes the current span's context
-    /// where neither was given. Every Rust door calls it once before it checks limits.
+    /// Moves `traceparent` and `tracestate` out of the headers into the trace context, and takes
+    /// the current span's context where neither was given. Every Rust door calls it once before it
+    /// checks limits.
     ///
     /// # Errors
-    /// The limit `trace` where a given `traceparent` is not of the W3C form, `header_twice` where it is given twice.
+    /// The limit `trace` where a given `traceparent` is not of the W3C form, `header_twice` where
+    /// it is given twice.
     pub fn settle_trace(&mut self) -> Result<(), LimitError> {
         for wanted in ["traceparent", "tracestate"] {
             if self.headers.iter().filter(|(name, _)| name.eq_ignore_ascii_case(wanted)).count() > 1 {

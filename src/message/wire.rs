@@ -1,7 +1,7 @@
 //! CloudEvents 1.0, binary mode: the names of headers and properties, once.
 //!
-//! Sources: CloudEvents specification 1.0.2; its Kafka protocol binding 3.2 (`ce_` headers); its AMQP binding (`cloudEvents_`
-//! prefix), here as AMQP 0.9.1 headers.
+//! Sources: CloudEvents specification 1.0.2; its Kafka protocol binding 3.2 (`ce_` headers); its
+//! AMQP binding (`cloudEvents_` prefix), here as AMQP 0.9.1 headers.
 
 use chrono::{DateTime, SecondsFormat, Utc};
 
@@ -65,7 +65,8 @@ pub fn parse_time(text: &str) -> Option<DateTime<Utc>> {
     DateTime::parse_from_rfc3339(text).ok().map(|time| time.with_timezone(&Utc))
 }
 
-/// True for headers that are envelope, not the application's: they are left out of [`super::Message::headers`].
+/// True for headers that are envelope, not the application's: they are left out of
+/// [`super::Message::headers`].
 #[must_use]
 pub fn is_envelope(name: &str) -> bool {
     super::limits::is_reserved(name) || name.eq_ignore_ascii_case(TRACEPARENT) || name.eq_ignore_ascii_case(TRACESTATE)

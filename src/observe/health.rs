@@ -1,7 +1,7 @@
 //! How each part of a process is: what `/readyz` shows and a supervisor reads.
 //!
-//! Promise: a part says in words why it is not ready, and since when; a loop that stopped turning is seen (`beat`); several
-//! troubles of one part stand beside each other, each under its name.
+//! Promise: a part says in words why it is not ready, and since when; a loop that stopped turning
+//! is seen (`beat`); several troubles of one part stand beside each other, each under its name.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -69,7 +69,8 @@ impl Health {
         parts.insert(part.to_owned(), Part { state, since: now, beat: now, troubles });
     }
 
-    /// What is amiss with a part under this name, or that it is over. Work that goes on clears what stopped it.
+    /// What is amiss with a part under this name, or that it is over. Work that goes on clears what
+    /// stopped it.
     pub fn trouble(&self, part: &str, name: &'static str, trouble: Option<Trouble>) {
         let mut parts = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let Some(known) = parts.get_mut(part) else { return };

@@ -1,6 +1,7 @@
 //! The operation engine in metrics and spans (M103 to M105).
 //!
-//! Promise: a key is shown as a short hash only, a tenant never; the labels are names that an author of operations chose.
+//! Promise: a key is shown as a short hash only, a tenant never; the labels are names that an
+//! author of operations chose.
 
 use std::time::Duration;
 
@@ -18,7 +19,8 @@ use super::{
 pub enum Noted {
     /// It is to execute.
     Acquired,
-    /// An outcome is shown again: `completed`, `failure`, `reference`, `reconstructed`, `tombstone`.
+    /// An outcome is shown again: `completed`, `failure`, `reference`, `reconstructed`,
+    /// `tombstone`.
     Replayed(&'static str),
     /// The first one runs.
     InProgress,
@@ -36,7 +38,8 @@ pub enum Noted {
     TakenUp,
     /// Refused before anything was looked at, with the code.
     Rejected(&'static str),
-    /// The store did not answer, or had no connection to spare (`admit`), at this stage: `admit`, `find`, `claim`, `complete`, `commit`, `heartbeat`, `replay`.
+    /// The store did not answer, or had no connection to spare (`admit`), at this stage: `admit`,
+    /// `find`, `claim`, `complete`, `commit`, `heartbeat`, `replay`.
     StoreError(&'static str),
     /// A commit was lost sight of.
     CommitUnknown,

@@ -1,7 +1,8 @@
 //! When an outside place is left alone for a while: a breaker that opens after failures in a row.
 //!
-//! Guarantees: while it is open nothing is let through; when its time is over exactly one trial is, until that one ended; a
-//! success closes it. It keeps no clock: time is given, counted from any fixed point.
+//! Guarantees: while it is open nothing is let through; when its time is over exactly one trial is,
+//! until that one ended; a success closes it. It keeps no clock: time is given, counted from any
+//! fixed point.
 //!
 //! Not here: what counts as a failure, and what to do meanwhile (`client`, `runtime`).
 
@@ -38,8 +39,8 @@ impl Breaker {
         Self { options, failed: 0, shut_until: None }
     }
 
-    /// Lets an attempt through, or says how long to wait. What is let through is to be told of by [`Breaker::ended`]; one that
-    /// never is counts as failed when the open time has passed again.
+    /// Lets an attempt through, or says how long to wait. What is let through is to be told of by
+    /// [`Breaker::ended`]; one that never is counts as failed when the open time has passed again.
     ///
     /// # Errors
     /// How long nothing is let through.

@@ -1,21 +1,26 @@
-//! Which rows go to the held table instead of the broker, so that nothing overtakes what could not be sent (R17).
+//! Which rows go to the held table instead of the broker, so that nothing overtakes what could not
+//! be sent (R17).
 //!
 //! Guarantees:
 //!
-//! * A key is diverted while a dead row of it under policy `hold`, or a held row of it, stands in the table or in the
-//!   window. A topic is diverted while a row held for its destination stands there. Both are derived from the rows:
-//!   no flag can be left behind.
-//! * Rows are counted by position: a row that is diverted, marked, loaded again or released is one row.
-//! * A row behind a dead one is held *behind it* even when its topic is blocked too, so the destination's return
-//!   does not release it.
+//! * A key is diverted while a dead row of it under policy `hold`, or a held row of it, stands in
+//!   the table or in the window. A topic is diverted while a row held for its destination stands
+//!   there. Both are derived from the rows: no flag can be left behind.
+//! * Rows are counted by position: a row that is diverted, marked, loaded again or released is one
+//!   row.
+//! * A row behind a dead one is held *behind it* even when its topic is blocked too, so the
+//!   destination's return does not release it.
+//! * Where all that is held of a key, or of a topic, is on its way back already, the next row goes
+//!   after it: within a session the broker takes a prefix of what it was sent (R15).
 //!
-//! A session loads what stands in the table, adds what it diverts, and forgets everything at its end. *Key* means
-//! (topic, key); a row without a key holds nothing and is held only for its destination.
+//! A session loads what stands in the table, adds what it diverts, and forgets everything at its
+//! end. *Key* means (topic, key); a row without a key holds nothing and is held only for its
+//! destination.
 //!
-//! Not here: rows dead under policy `skip`, which hold nothing and are not given here, and the bound on held rows
-//! (`held_rows_max`), for which [`len`](Diversion::len) is what counts.
+//! Not here: rows dead under policy `skip`, which hold nothing and are not given here, and the
+//! bound on held rows (`held_rows_max`), for which [`len`](Diversion::len) is what counts.
 
-use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 
 /// Why a row does not go to the broker.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -64,12 +69,17 @@ pub struct DivertedRow {
 pub struct Diversion {
     rows: BTreeMap<i64, DivertedRow>,
     topics: HashMap<String, Topic>,
+    /// Rows that were sent in this session, or proven, or are to be discarded, and stand in the
+    /// table still.
+    on_way: HashSet<i64>,
 }
 
 #[derive(Debug, Default)]
 struct Topic {
     /// Rows held for the destination.
     blocked: usize,
+    /// Those of them that are on their way back.
+    on_way: usize,
     keys: HashMap<String, Key>,
 }
 
@@ -79,6 +89,8 @@ struct Key {
     dead: BTreeSet<i64>,
     behind_dead: BTreeSet<i64>,
     destination: BTreeSet<i64>,
+    /// Rows on their way back, dead ones not counted.
+    on_way: usize,
 }
 
 impl Key {
@@ -96,6 +108,11 @@ impl Key {
 
     fn is_empty(&self) -> bool {
         !self.is_behind_dead() && self.destination.is_empty()
+    }
+
+    /// Whether all of it was sent in this session.
+    fn is_on_way(&self) -> bool {
+        self.dead.is_empty() && self.on_way == self.behind_dead.len() + self.destination.len()
     }
 }
 
@@ -115,17 +132,18 @@ impl Diversion {
         let Some(topic) = self.topics.get(topic) else {
             return Way::Send;
         };
-        let of_key = key.and_then(|key| topic.keys.get(key));
+        let of_key = key.and_then(|key| topic.keys.get(key)).filter(|key| !key.is_on_way());
         if of_key.is_some_and(Key::is_behind_dead) {
             Way::Hold(Behind::Dead)
-        } else if of_key.is_some() || topic.blocked > 0 {
+        } else if of_key.is_some() || topic.blocked > topic.on_way {
             Way::Hold(Behind::Destination)
         } else {
             Way::Send
         }
     }
 
-    /// A row is diverted, or its reason changes: a held one turned out dead, a dead one was redriven to held.
+    /// A row is diverted, or its reason changes: a held one turned out dead, a dead one was
+    /// redriven to held.
     pub fn divert(&mut self, row: DivertedRow) {
         self.leave(row.position);
         let topic = self.topics.entry(row.topic.clone()).or_default();
@@ -136,9 +154,49 @@ impl Diversion {
         self.rows.insert(row.position, row);
     }
 
-    /// A row left the table: published and marked, discarded, or dead under policy `skip` now. Says whether it was
-    /// known.
+    /// A row is on its way back: sent, proven, or to be discarded. False where it was already.
+    pub fn goes(&mut self, position: i64) -> bool {
+        let is_new = self.on_way.insert(position);
+        if is_new {
+            self.count_on_way(position, |count| count + 1);
+        }
+        is_new
+    }
+
+    /// A row on its way back stays in the table.
+    pub fn stays(&mut self, position: i64) {
+        if self.on_way.remove(&position) {
+            self.count_on_way(position, |count| count - 1);
+        }
+    }
+
+    fn count_on_way(&mut self, position: i64, count: impl Fn(usize) -> usize) {
+        let Some(row) = self.rows.get(&position).filter(|row| row.why != Diverted::Dead) else { return };
+        let Some(topic) = self.topics.get_mut(&row.topic) else { return };
+        if row.why == Diverted::Destination {
+            topic.on_way = count(topic.on_way);
+        }
+        if let Some(key) = row.key.as_ref().and_then(|key| topic.keys.get_mut(key)) {
+            key.on_way = count(key.on_way);
+        }
+    }
+
+    /// Whether a row is on its way back.
+    #[must_use]
+    pub fn is_on_way(&self, position: i64) -> bool {
+        self.on_way.contains(&position)
+    }
+
+    /// How many rows are on their way back.
+    #[must_use]
+    pub fn on_way(&self) -> usize {
+        self.on_way.len()
+    }
+
+    /// A row left the table: published and marked, discarded, or dead under policy `skip` now. Says
+    /// whether it was known.
     pub fn leave(&mut self, position: i64) -> bool {
+        self.stays(position);
         let Some(row) = self.rows.remove(&position) else {
             return false;
         };
@@ -160,9 +218,9 @@ impl Diversion {
         true
     }
 
-    /// The rows on their way back, in the position order in which they must be published: not dead, not behind a dead
-    /// row of their key, and of a topic whose destination is open. A dead row that was redriven is diverted again as
-    /// [`Diverted::BehindDead`] first.
+    /// The rows on their way back, in the position order in which they must be published: not dead,
+    /// not behind a dead row of their key, and of a topic whose destination is open. A dead row
+    /// that was redriven is diverted again as [`Diverted::BehindDead`] first.
     pub fn releasable<'a>(&'a self, is_open: impl Fn(&str) -> bool + 'a) -> impl Iterator<Item = &'a DivertedRow> {
         self.rows.values().filter(move |row| {
             let key = self.topics.get(&row.topic).zip(row.key.as_ref()).and_then(|(topic, key)| topic.keys.get(key));
@@ -178,12 +236,16 @@ impl Diversion {
         self.rows.get(&position)
     }
 
-    /// Whether a row on its way back still is: it is known, not dead, and no older row of its key is dead.
+    /// Whether a row on its way back still is: it is known, not dead, no older row of its key is
+    /// dead, and the one before it of its key is on its way or gone.
     #[must_use]
     pub fn is_free(&self, position: i64) -> bool {
         let Some(row) = self.rows.get(&position).filter(|row| row.why != Diverted::Dead) else { return false };
         let key = self.topics.get(&row.topic).zip(row.key.as_ref()).and_then(|(topic, key)| topic.keys.get(key));
-        key.and_then(|key| key.dead.first()).is_none_or(|&dead| position < dead)
+        let Some(key) = key else { return true };
+        let held = [&key.behind_dead, &key.destination];
+        let before = held.into_iter().filter_map(|rows| rows.range(..position).next_back()).max();
+        key.dead.first().is_none_or(|&dead| position < dead) && before.is_none_or(|before| self.on_way.contains(before))
     }
 
     /// The topics diverted for their destination, for the probe.
@@ -294,6 +356,45 @@ mod tests {
         assert_eq!(positions(&diversion, &["payments", "refunds"]), [1, 2, 5]);
         diversion.leave(3);
         assert_eq!(positions(&diversion, &["payments"]), [1, 2, 4], "3 was discarded");
+    }
+
+    #[test]
+    fn the_next_row_follows_once_all_that_is_held_of_its_key_and_topic_is_on_its_way() {
+        let mut diversion = Diversion::load([
+            row(1, "payments", Some("a"), Diverted::Destination),
+            row(2, "payments", Some("b"), Diverted::Destination),
+            row(3, "refunds", Some("a"), Diverted::Dead),
+            row(4, "refunds", Some("b"), Diverted::BehindDead),
+        ]);
+        assert!(diversion.goes(1) && !diversion.goes(1));
+        assert_eq!(diversion.decide("payments", Some("a")), Way::Hold(Behind::Destination), "2 is held still");
+        diversion.goes(2);
+        for key in [Some("a"), Some("c"), None] {
+            assert_eq!(diversion.decide("payments", key), Way::Send);
+        }
+        diversion.stays(1);
+        assert_eq!(diversion.decide("payments", Some("c")), Way::Hold(Behind::Destination), "it was refused again");
+        diversion.goes(3);
+        assert_eq!(diversion.decide("refunds", Some("a")), Way::Hold(Behind::Dead), "a dead one is only discarded");
+        diversion.goes(4);
+        assert_eq!(diversion.decide("refunds", Some("b")), Way::Send);
+        diversion.divert(row(4, "refunds", Some("b"), Diverted::Dead));
+        assert_eq!(diversion.decide("refunds", Some("b")), Way::Hold(Behind::Dead));
+        assert_eq!(diversion.on_way(), 2, "2 and 3");
+        diversion.leave(2);
+        assert!(!diversion.is_on_way(2) && diversion.is_on_way(3));
+    }
+
+    #[test]
+    fn a_row_on_its_way_back_waits_for_the_one_before_it_that_was_refused_meanwhile() {
+        let held = |position| row(position, "payments", Some("a"), Diverted::Destination);
+        let mut diversion = Diversion::load([held(1), held(2), held(3)]);
+        assert!((1..=3).all(|position| diversion.goes(position)));
+        assert!((1..=3).all(|position| diversion.is_free(position)));
+        diversion.divert(row(2, "payments", Some("a"), Diverted::BehindDead));
+        assert!(diversion.is_free(2) && !diversion.is_free(3));
+        diversion.leave(2);
+        assert!(diversion.is_free(3));
     }
 
     #[test]

@@ -1,15 +1,17 @@
-//! How long the inbox must remember, and what is too old or from the future to be judged by it (R31).
+//! How long the inbox must remember, and what is too old or from the future to be judged by it
+//! (R31).
 //!
 //! Guarantees:
 //!
-//! * A duplicate whose inbox row was purged is *too old*, never new (G8): a time below what this consumer purged means
-//!   that the answer is gone. A consumer that never purged calls nothing too old.
+//! * A duplicate whose inbox row was purged is *too old*, never new (G8): a time below what this
+//!   consumer purged means that the answer is gone. A consumer that never purged calls nothing too
+//!   old.
 //! * An id from beyond the clock's skew is *from the future*: it would outlive every purge bound.
 //! * A horizon within which a duplicate can still come is refused, and the reason is named.
 //!
-//! Not here: the lookup in the inbox, which comes first (a known id is a duplicate, however old), reading the time out of an
-//! id (`message`: only a canonical UUID v7 is timed), and rows of messages that still wait or are dead, which a purge leaves
-//! alone whatever their age (`store`).
+//! Not here: the lookup in the inbox, which comes first (a known id is a duplicate, however old),
+//! reading the time out of an id (`message`: only a canonical UUID v7 is timed), and rows of
+//! messages that still wait or are dead, which a purge leaves alone whatever their age (`store`).
 
 use std::fmt;
 use std::time::Duration;
@@ -21,9 +23,11 @@ use super::db_time::DbTime;
 /// What tells the age of a message that the inbox does not know.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Age {
-    /// The time inside its id. Such rows are purged by this very time, once they were received so long ago too.
+    /// The time inside its id. Such rows are purged by this very time, once they were received so
+    /// long ago too.
     InId(DbTime),
-    /// `ce_time` or the broker's record time, for an id without time. Such rows are purged by the time of receipt.
+    /// `ce_time` or the broker's record time, for an id without time. Such rows are purged by the
+    /// time of receipt.
     Stated(DbTime),
     /// Nothing: nothing can be promised, and `doctor` says so.
     Unknown,
@@ -32,9 +36,11 @@ pub enum Age {
 /// What the consumer's database says at the lookup.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Bounds {
-    /// Everything below it was purged for this consumer; `None` without a purge since its first start.
+    /// Everything below it was purged for this consumer; `None` without a purge since its first
+    /// start.
     pub purged_below: Option<DbTime>,
-    /// Database time, not later than the time of receipt of a row that was inserted before this was asked.
+    /// Database time, not later than the time of receipt of a row that was inserted before this was
+    /// asked.
     pub now: DbTime,
     /// How far a clock may be off.
     pub id_skew: Duration,
@@ -62,7 +68,8 @@ impl Verdict {
         }
     }
 
-    /// Whether a message that is dead for this reason was stored so by a verdict, and its inbox row taken back.
+    /// Whether a message that is dead for this reason was stored so by a verdict, and its inbox row
+    /// taken back.
     #[must_use]
     pub fn left_no_inbox_row(reason: &str) -> bool {
         [Self::TooOld, Self::FromTheFuture].iter().any(|verdict| verdict.reason() == Some(reason))
@@ -74,7 +81,8 @@ impl Verdict {
 pub fn judge(age: Age, bounds: Bounds) -> Verdict {
     let (time, certain_from) = match age {
         Age::InId(time) => (time, bounds.purged_below),
-        // A stated time may run ahead of the time of receipt by the skew, and no more: else it is from the future.
+        // A stated time may run ahead of the time of receipt by the skew, and no more: else it is
+        // from the future.
         Age::Stated(time) => (time, bounds.purged_below.map(|bound| bound.after(bounds.id_skew))),
         Age::Unknown => return Verdict::GoOn,
     };
@@ -87,12 +95,13 @@ pub fn judge(age: Age, bounds: Bounds) -> Verdict {
     }
 }
 
-/// The bound that must be recorded before, or with, the loss of a row; `None` where a purge up to `below` must leave it. Its
-/// id's time, where it has one, and its time of receipt must both be past, so that a message which is redriven long after its
-/// time is known again for as long as any other.
+/// The bound that must be recorded before, or with, the loss of a row; `None` where a purge up to
+/// `below` must leave it. Its id's time, where it has one, and its time of receipt must both be
+/// past, so that a message which is redriven long after its time is known again for as long as any
+/// other.
 ///
-/// The bound is that of the row, not that of the purge: a consumer that was away for longer than its horizon has forgotten
-/// nothing of what came meanwhile, and must not call it too old.
+/// The bound is that of the row, not that of the purge: a consumer that was away for longer than
+/// its horizon has forgotten nothing of what came meanwhile, and must not call it too old.
 #[must_use]
 pub fn purge_row(in_id: Option<DbTime>, received: DbTime, below: DbTime) -> Option<DbTime> {
     let is_past = received < below && in_id.is_none_or(|time| time < below);
@@ -110,8 +119,8 @@ pub enum Horizon {
 }
 
 impl Horizon {
-    /// Rows from before this may go in a purge that begins now, in whole milliseconds as the times of ids are; `None` if none
-    /// may.
+    /// Rows from before this may go in a purge that begins now, in whole milliseconds as the times
+    /// of ids are; `None` if none may.
     #[must_use]
     pub fn purge_bound(self, now: DbTime) -> Option<DbTime> {
         match self {
@@ -154,7 +163,8 @@ pub struct Sources {
     pub waiting: Duration,
     /// The age up to which a dead message may be redriven under its id.
     pub dead: Duration,
-    /// How far a clock may be off: a time that a message states for itself is believed only up to this.
+    /// How far a clock may be off: a time that a message states for itself is believed only up to
+    /// this.
     pub skew: Duration,
 }
 
@@ -163,7 +173,8 @@ pub struct Sources {
 pub struct HorizonTooShort {
     /// What was asked for.
     pub horizon: Duration,
-    /// What it must exceed, clocks that are off included, or `None` if only [`Horizon::Never`] will do.
+    /// What it must exceed, clocks that are off included, or `None` if only [`Horizon::Never`] will
+    /// do.
     pub needs: Option<Duration>,
     /// What asks for it.
     pub because: Because,
@@ -188,7 +199,8 @@ pub enum Because {
 }
 
 impl Sources {
-    /// Whether a horizon exceeds every way in which a duplicate can come, and by more than clocks may be off.
+    /// Whether a horizon exceeds every way in which a duplicate can come, and by more than clocks
+    /// may be off.
     ///
     /// # Errors
     ///
@@ -282,7 +294,8 @@ mod tests {
 
     #[test]
     fn g8_a_stated_time_is_trusted_only_up_to_the_skew() {
-        // Received 60 s before the time it states: its row went with a purge below 5,000 at a stated time of 5,059.
+        // Received 60 s before the time it states: its row went with a purge below 5,000 at a
+        // stated time of 5,059.
         let bounds = bounds(Some(at(5_000)));
         assert_eq!(judge(Age::Stated(at(5_059)), bounds), Verdict::TooOld);
         assert_eq!(judge(Age::Stated(at(5_060)), bounds), Verdict::GoOn);

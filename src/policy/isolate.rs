@@ -2,17 +2,18 @@
 //!
 //! Guarantees:
 //!
-//! * A message is dead only when it was sent alone and the broker refused *it*, or when alone it ended three sessions
+//! * A message of which the broker says nothing is dead only when alone it ended three sessions
 //!   while a probe on a fresh session succeeded between them.
-//! * What speaks of the destination or of the connection is not told here: it counts nothing.
+//! * What speaks of the message, the destination or of a broker that is away is not told here: it
+//!   counts nothing.
 //!
 //! ```text
 //!           ended twice at one row              proven, dead or diverted
 //!  window ------------------------> alone(row) -------------------------> window
 //! ```
 //!
-//! Not here: which error of which client is what ([`Cause`] is chosen in the broker's adapter), the probe itself, and
-//! the pace of new sessions (`runtime`). Nothing is persisted: a new process starts without suspicion.
+//! Not here: messages that the broker refuses, the probe itself, and the pace of new sessions
+//! (`runtime`). Nothing is persisted: a new process starts without suspicion.
 
 use std::collections::BTreeMap;
 
@@ -20,18 +21,9 @@ use std::collections::BTreeMap;
 pub const ENDS_BEFORE_ALONE: u32 = 2;
 /// Ends of sessions by one row alone, with a successful probe between, until it is dead.
 pub const ENDS_ALONE_BEFORE_DEAD: u32 = 3;
-/// So many rows are remembered; beyond it the highest is forgotten, and will be met again after the lower ones.
+/// So many rows are remembered; beyond it the highest is forgotten, and will be met again after the
+/// lower ones.
 pub const SUSPECTS_MAX: usize = 1_024;
-
-/// Why a session ended at a row.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Cause {
-    /// The connection or channel ended, and says nothing of why.
-    Lost,
-    /// The broker refused this message for what it is: too large, an invalid record, a channel error that answers
-    /// this publish.
-    Message,
-}
 
 /// What to do next.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -56,8 +48,8 @@ pub enum Mode {
 /// What is remembered between the sessions of one shard.
 #[derive(Debug, Clone, Default)]
 pub struct Isolation {
-    /// The rows at which sessions ended, by position, until they are settled. More than one, because two bad rows may
-    /// end sessions by turns.
+    /// The rows at which sessions ended, by position, until they are settled. More than one,
+    /// because two bad rows may end sessions by turns.
     suspects: BTreeMap<i64, Suspect>,
 }
 
@@ -92,8 +84,8 @@ impl Isolation {
         isolated.is_some_and(|suspect| suspect.ends_alone > 0 && !suspect.probed)
     }
 
-    /// A probe on a fresh session succeeded: Kafka knows a leader for the row's topic; RabbitMQ opened a channel and
-    /// declared the exchange passively.
+    /// A probe on a fresh session succeeded: Kafka knows a leader for the row's topic; RabbitMQ
+    /// opened a channel and declared the exchange passively.
     pub fn on_probe_succeeded(&mut self) {
         if let Some(suspect) = self.suspects.values_mut().find(|suspect| suspect.is_isolated()) {
             suspect.probed = true;
@@ -105,12 +97,12 @@ impl Isolation {
         self.suspects.remove(&position);
     }
 
-    /// A session ended. `position` is the row it ended at: the one that the broker named, else the first that was sent
-    /// and not proven.
-    pub fn on_session_end(&mut self, position: i64, cause: Cause) -> Verdict {
+    /// A session ended, and nothing said why. `position` is the row it ended at: the first that was
+    /// sent and not proven.
+    pub fn on_session_end(&mut self, position: i64) -> Verdict {
         let alone = self.mode() == Mode::Alone(position);
         let suspect = self.suspects.entry(position).or_default();
-        let verdict = if alone { suspect.ended_alone(cause) } else { suspect.ended_in_window() };
+        let verdict = if alone { suspect.ended_alone() } else { suspect.ended_in_window() };
         if verdict == Verdict::Dead {
             self.suspects.remove(&position);
         }
@@ -131,17 +123,14 @@ impl Suspect {
         if self.is_isolated() { Verdict::Alone } else { Verdict::Again }
     }
 
-    fn ended_alone(&mut self, cause: Cause) -> Verdict {
-        match cause {
-            Cause::Message => Verdict::Dead,
-            Cause::Lost if self.ends_alone == 0 || self.probed => {
-                self.ends_alone += 1;
-                self.probed = false;
-                if self.ends_alone >= ENDS_ALONE_BEFORE_DEAD { Verdict::Dead } else { Verdict::Alone }
-            }
+    fn ended_alone(&mut self) -> Verdict {
+        if self.ends_alone > 0 && !self.probed {
             // Without a probe between them, two ends may be one outage.
-            Cause::Lost => Verdict::Alone,
+            return Verdict::Alone;
         }
+        self.ends_alone += 1;
+        self.probed = false;
+        if self.ends_alone >= ENDS_ALONE_BEFORE_DEAD { Verdict::Dead } else { Verdict::Alone }
     }
 }
 
@@ -153,8 +142,8 @@ mod tests {
 
     fn alone() -> Isolation {
         let mut isolation = Isolation::new();
-        assert_eq!(isolation.on_session_end(ROW, Cause::Lost), Verdict::Again);
-        assert_eq!(isolation.on_session_end(ROW, Cause::Lost), Verdict::Alone);
+        assert_eq!(isolation.on_session_end(ROW), Verdict::Again);
+        assert_eq!(isolation.on_session_end(ROW), Verdict::Alone);
         assert_eq!(isolation.mode(), Mode::Alone(ROW));
         isolation
     }
@@ -162,10 +151,10 @@ mod tests {
     #[test]
     fn r16_a_session_that_ends_twice_at_the_same_row_isolates_it() {
         let mut isolation = Isolation::new();
-        assert_eq!(isolation.on_session_end(ROW, Cause::Lost), Verdict::Again);
-        assert_eq!(isolation.on_session_end(41, Cause::Lost), Verdict::Again);
+        assert_eq!(isolation.on_session_end(ROW), Verdict::Again);
+        assert_eq!(isolation.on_session_end(41), Verdict::Again);
         assert_eq!(isolation.mode(), Mode::Window);
-        assert_eq!(isolation.on_session_end(ROW, Cause::Message), Verdict::Alone);
+        assert_eq!(isolation.on_session_end(ROW), Verdict::Alone);
         assert_eq!(isolation.mode(), Mode::Alone(ROW));
         isolation.on_settled(ROW);
         assert_eq!(isolation.mode(), Mode::Window);
@@ -175,60 +164,51 @@ mod tests {
     fn two_bad_rows_that_end_sessions_by_turns_are_both_isolated_the_first_one_first() {
         let mut isolation = Isolation::new();
         for position in [41, ROW, 41, ROW] {
-            isolation.on_session_end(position, Cause::Message);
+            isolation.on_session_end(position);
         }
         assert_eq!(isolation.mode(), Mode::Alone(ROW));
-        assert_eq!(isolation.on_session_end(41, Cause::Message), Verdict::Alone, "it was not alone");
-        assert_eq!(isolation.on_session_end(ROW, Cause::Message), Verdict::Dead);
+        assert_eq!(isolation.on_session_end(41), Verdict::Alone, "it was not alone");
+        isolation.on_settled(ROW);
         assert_eq!(isolation.mode(), Mode::Alone(41));
-        assert_eq!(isolation.on_session_end(41, Cause::Message), Verdict::Dead);
+        isolation.on_settled(41);
         assert_eq!(isolation.mode(), Mode::Window);
     }
 
     #[test]
     fn a_row_that_was_settled_is_suspected_no_more() {
         let mut isolation = Isolation::new();
-        isolation.on_session_end(ROW, Cause::Lost);
+        isolation.on_session_end(ROW);
         isolation.on_settled(ROW);
-        assert_eq!(isolation.on_session_end(ROW, Cause::Lost), Verdict::Again);
+        assert_eq!(isolation.on_session_end(ROW), Verdict::Again);
     }
 
     #[test]
     fn the_number_of_suspects_is_bounded() {
         let mut isolation = Isolation::new();
         for position in 0..10_000 {
-            isolation.on_session_end(position, Cause::Lost);
+            isolation.on_session_end(position);
         }
         assert_eq!(isolation.suspects.len(), SUSPECTS_MAX);
-        assert_eq!(isolation.on_session_end(0, Cause::Lost), Verdict::Alone);
-    }
-
-    #[test]
-    fn r16_a_message_that_the_broker_refuses_is_dead_only_when_it_was_sent_alone() {
-        let mut isolation = Isolation::new();
-        assert_eq!(isolation.on_session_end(ROW, Cause::Message), Verdict::Again);
-        assert_eq!(isolation.on_session_end(ROW, Cause::Message), Verdict::Alone);
-        assert_eq!(isolation.on_session_end(ROW, Cause::Message), Verdict::Dead);
-        assert_eq!(isolation.mode(), Mode::Window);
+        assert_eq!(isolation.on_session_end(0), Verdict::Alone);
     }
 
     #[test]
     fn r16_three_ends_alone_with_a_successful_probe_between_make_it_dead() {
         let mut isolation = alone();
         assert!(!isolation.needs_probe(), "the first try alone needs none");
-        assert_eq!(isolation.on_session_end(ROW, Cause::Lost), Verdict::Alone);
+        assert_eq!(isolation.on_session_end(ROW), Verdict::Alone);
         assert!(isolation.needs_probe());
         isolation.on_probe_succeeded();
-        assert_eq!(isolation.on_session_end(ROW, Cause::Lost), Verdict::Alone);
+        assert_eq!(isolation.on_session_end(ROW), Verdict::Alone);
         isolation.on_probe_succeeded();
-        assert_eq!(isolation.on_session_end(ROW, Cause::Lost), Verdict::Dead);
+        assert_eq!(isolation.on_session_end(ROW), Verdict::Dead);
     }
 
     #[test]
     fn r16_ends_alone_without_a_probe_between_are_an_outage_and_never_make_it_dead() {
         let mut isolation = alone();
         for _ in 0..50 {
-            assert_eq!(isolation.on_session_end(ROW, Cause::Lost), Verdict::Alone);
+            assert_eq!(isolation.on_session_end(ROW), Verdict::Alone);
         }
     }
 }

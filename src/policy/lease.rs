@@ -2,12 +2,14 @@
 //!
 //! Guarantees:
 //!
-//! * A lease is judged in database time only. One that ends later than now plus its length was written before the
-//!   clock went back, and counts as expired: otherwise nobody could take it until the clock has caught up.
-//! * A session whose epoch or revision is not the one it wrote last has ended, whatever the lease says.
+//! * A lease is judged in database time only. One that ends later than now plus its length was
+//!   written before the clock went back, and counts as expired: otherwise nobody could take it
+//!   until the clock has caught up.
+//! * A session whose epoch or revision is not the one it wrote last has ended, whatever the lease
+//!   says.
 //!
-//! Not here: writing the row, and the epoch's place in every fenced statement (`store`). A lease only decides who may
-//! try; the epoch decides whose write counts.
+//! Not here: writing the row, and the epoch's place in every fenced statement (`store`). A lease
+//! only decides who may try; the epoch decides whose write counts.
 
 use std::fmt;
 use std::time::Duration;
@@ -30,8 +32,8 @@ impl Lease {
         self.until <= now || self.until > now.after(self.length)
     }
 
-    /// How long after it was granted its owner renews it: a third of it, so that two renewals may fail. The owner's own clock
-    /// may measure this, for it decides only when to ask.
+    /// How long after it was granted its owner renews it: a third of it, so that two renewals may
+    /// fail. The owner's own clock may measure this, for it decides only when to ask.
     #[must_use]
     pub fn renewed_after(length: Duration) -> Duration {
         length / 3

@@ -2,8 +2,8 @@
 //!
 //! Guarantees:
 //!
-//! * Nothing here reads a clock, a file, a socket or the environment, awaits, or draws a random number. Time and
-//!   chance are arguments, so every rule can be run by the thousand in a test.
+//! * Nothing here reads a clock, a file, a socket or the environment, awaits, or draws a random
+//!   number. Time and chance are arguments, so every rule can be run by the thousand in a test.
 //! * Nothing here imports another room. The adapters and the runtime ask; this room answers.
 //!
 //! | module | decides | rules |
@@ -22,7 +22,8 @@
 //! | [`breaker`] | when an outside place is left alone for a while | M110 |
 //! | [`operation`] | what a second request is, and what becomes of it | O1 to O29 |
 //!
-//! Not here: SQL, brokers, tasks and timers (`store`, `broker`, `runtime`), and the words for metrics (`observe`).
+//! Not here: SQL, brokers, tasks and timers (`store`, `broker`, `runtime`), and the words for
+//! metrics (`observe`).
 
 pub mod breaker;
 pub mod db_time;

@@ -1,9 +1,11 @@
-//! What a second request is, and what becomes of it: the decisions of the operation engine (O1 to O29).
+//! What a second request is, and what becomes of it: the decisions of the operation engine (O1 to
+//! O29).
 //!
-//! Under the `Idempotency-Key` of a client, an operation runs once. A second request is one of six (M3): the same
-//! command after it was completed; while it runs; after its process died; after an outside provider took it and the
-//! answer was lost; another command under the same key; one that comes after the record was purged. This room proves
-//! which, from what a store read, and never guesses.
+//! Under the `Idempotency-Key` of a client, an operation runs once. A second request is one of six
+//! (M3): the same command after it was completed; while it runs; after its process died; after an
+//! outside provider took it and the answer was lost; another command under the same key; one that
+//! comes after the record was purged. This room proves which, from what a store read, and never
+//! guesses.
 //!
 //! Guarantees:
 //!

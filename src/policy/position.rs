@@ -1,8 +1,9 @@
 //! Where a consumer begins in a partition. Pure: no I/O, no clock.
 //!
-//! Promise: nothing is passed over that the database does not know as done, whatever the broker's own note says. A database that
-//! went back (a standby that was promoted, a backup that was restored) lowers the start; a topic that was made anew is read
-//! from its beginning; what the broker has deleted before it was read is counted.
+//! Promise: nothing is passed over that the database does not know as done, whatever the broker's
+//! own note says. A database that went back (a standby that was promoted, a backup that was
+//! restored) lowers the start; a topic that was made anew is read from its beginning; what the
+//! broker has deleted before it was read is counted.
 
 /// Where a consumer stands in a partition.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -39,7 +40,10 @@ pub struct Start {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Break {
     /// The topic was deleted and made anew: its beginning.
-    MadeAnew,
+    MadeAnew {
+        /// The first offset that is left: the broker has deleted what stood before it.
+        first: i64,
+    },
     /// The consumer stood beyond the end of the partition: its beginning.
     BeyondEnd {
         /// Where it stood.
@@ -64,9 +68,10 @@ pub fn start(remembered: Option<&Position>, found: &Found) -> Start {
     if let (Some(known), Some(id)) = (known_id, &found.topic_id)
         && known != id
     {
-        return beginning(Some(Break::MadeAnew));
+        return beginning(Some(Break::MadeAnew { first: found.first }));
     }
-    // The group's note runs ahead where the database went back, and behind where a commit of offsets got lost.
+    // The group's note runs ahead where the database went back, and behind where a commit of
+    // offsets got lost.
     let Some(stood) = remembered.map(|position| position.next).into_iter().chain(found.committed).min() else {
         return beginning(None);
     };
@@ -110,7 +115,7 @@ mod tests {
     #[test]
     fn a_topic_made_anew_begins_at_its_start_whatever_the_group_has_committed() {
         let begins = start(Some(&at(Some("b"), 50)), &found(Some(60)));
-        assert_eq!(begins, Start { at: 10, because: Some(Break::MadeAnew) });
+        assert_eq!(begins, Start { at: 10, because: Some(Break::MadeAnew { first: 10 }) });
     }
 
     #[test]

@@ -6,7 +6,8 @@
 //! * Every wait is bounded, whatever the settings, the attempt number, or what a handler asks for.
 //! * The same arguments give the same answer: chance is an argument.
 //!
-//! Not here: storing a waiting message (`store`), failures that are nobody's and count no attempt ([`split`]).
+//! Not here: storing a waiting message (`store`), failures that are nobody's and count no attempt
+//! ([`split`]).
 //!
 //! [`split`]: super::split
 
@@ -20,8 +21,8 @@ pub struct RetryPolicy {
     pub in_place: u32,
     /// The pause before each of them; they hold their lane. Default 50 ms.
     pub in_place_delay: Duration,
-    /// Attempts in all, the first included; after the last the message is dead. Default 20, which with the other
-    /// defaults is about an hour and a half.
+    /// Attempts in all, the first included; after the last the message is dead. Default 20, which
+    /// with the other defaults is about an hour and a half.
     pub max_attempts: u32,
     /// The first durable wait. Default 1 s.
     pub base: Duration,
@@ -29,8 +30,8 @@ pub struct RetryPolicy {
     pub cap: Duration,
     /// Each durable wait is so many times the one before. Default 2.
     pub multiplier: f64,
-    /// The share of a wait that chance may take away, 0 to 1, so that what failed together does not come back
-    /// together. Default 0.2.
+    /// The share of a wait that chance may take away, 0 to 1, so that what failed together does not
+    /// come back together. Default 0.2.
     pub jitter: f64,
 }
 
@@ -72,6 +73,9 @@ pub enum Asked {
     Nothing,
     /// To be tried again after this time.
     After(Duration),
+    /// Not to be tried again in place: the try took as long as it may, and what stands behind it is
+    /// not to wait for another.
+    NotInPlace,
     /// Not to be tried again.
     NoRetry,
 }
@@ -107,8 +111,9 @@ impl Default for RetryPolicy {
 }
 
 impl RetryPolicy {
-    /// What follows a failure, where `failed` attempts have failed, this one included, and `chance` is drawn from
-    /// 0 to 1. A time that was asked for is given up to the cap, and the attempt counts: one that did not would never end.
+    /// What follows a failure, where `failed` attempts have failed, this one included, and `chance`
+    /// is drawn from 0 to 1. A time that was asked for is given up to the cap, and the attempt
+    /// counts: one that did not would never end.
     #[must_use]
     pub fn next(&self, failed: u32, asked: Asked, chance: f64) -> Decision {
         match asked {
@@ -116,25 +121,29 @@ impl RetryPolicy {
             _ if failed >= self.max_attempts => Decision::Dead(Death::Attempts),
             Asked::After(asked) => Decision::Wait(asked.min(self.cap)),
             Asked::Nothing if failed <= self.in_place => Decision::InPlace(self.in_place_delay),
-            Asked::Nothing => Decision::Wait(self.wait(failed - self.in_place, chance)),
+            Asked::Nothing | Asked::NotInPlace => {
+                Decision::Wait(self.wait(failed.saturating_sub(self.in_place).max(1), chance))
+            }
         }
     }
 
-    /// Whether the attempt of this number, counted from 1, may still begin. One beyond the last is met where every try
-    /// ended with its process.
+    /// Whether the attempt of this number, counted from 1, may still begin. One beyond the last is
+    /// met where every try ended with its process.
     #[must_use]
     pub fn allows(&self, attempt: u32) -> bool {
         attempt <= self.max_attempts
     }
 
-    /// How long all waits together can be at most, whatever handlers ask for; the time of the handlers comes on top.
+    /// How long all waits together can be at most, whatever handlers ask for; the time of the
+    /// handlers comes on top.
     #[must_use]
     pub fn longest(&self) -> Duration {
         self.cap.max(self.in_place_delay).saturating_mul(self.max_attempts)
     }
 
-    /// The wait number `n`, counted from 1.
-    fn wait(&self, n: u32, chance: f64) -> Duration {
+    /// The durable wait number `n`, counted from 1; `chance` is drawn from 0 to 1.
+    #[must_use]
+    pub fn wait(&self, n: u32, chance: f64) -> Duration {
         let exponent = i32::try_from(n.saturating_sub(1)).unwrap_or(i32::MAX);
         let cap = self.cap.as_secs_f64();
         let full = self.base.as_secs_f64() * self.multiplier.max(1.0).powi(exponent);
@@ -164,8 +173,9 @@ impl RetryPolicy {
     }
 }
 
-/// The pause after so many failures in a row: from `first`, doubling, to `longest`. `chance` is drawn from 0 to 1 and picks
-/// from half of it to all of it, so that what failed together does not come back together.
+/// The pause after so many failures in a row: from `first`, doubling, to `longest`. `chance` is
+/// drawn from 0 to 1 and picks from half of it to all of it, so that what failed together does not
+/// come back together.
 #[must_use]
 pub fn pause(first: Duration, longest: Duration, failures: u32, chance: f64) -> Duration {
     let doubled = 1_u32.checked_shl(failures.saturating_sub(1)).unwrap_or(u32::MAX);

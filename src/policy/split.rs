@@ -2,13 +2,17 @@
 //!
 //! Guarantees:
 //!
-//! * The parts of a plan cover the batch once, in its order, so no part runs a later message of a key first.
-//! * The message that failed runs alone: no other message shares its rollback, its retries or its attempts.
-//! * A failure that is nobody's counts no attempt. The same batch is tried again, and halved after every third time,
-//!   so that one which is too large to ever commit becomes small enough.
+//! * The parts of a plan cover the batch once, in its order, so no part runs a later message of a
+//!   key first.
+//! * The message that failed runs alone: no other message shares its rollback, its retries or its
+//!   attempts.
+//! * A failure that is nobody's counts no attempt. The same batch is tried again, and halved after
+//!   every third time, so that one which is too large to ever commit becomes small enough. The
+//!   message whose handler reported it runs alone then: where its own statement always fails so,
+//!   that is found out in a few tries, whatever the size of the batch.
 //!
-//! Not here: which failure is nobody's (each adapter maps its own codes), and the retries of the one that runs alone
-//! ([`retry`](super::retry)).
+//! Not here: which failure is nobody's (each adapter maps its own codes), and the retries of the
+//! one that runs alone ([`retry`](super::retry)).
 
 use std::ops::Range;
 use std::time::Duration;
@@ -24,8 +28,8 @@ pub struct Part {
     pub alone: bool,
 }
 
-/// The plan for a batch in which one message failed: the part before it, it alone, the rest. A message that is not
-/// in the batch gives the batch as it was.
+/// The plan for a batch in which one message failed: the part before it, it alone, the rest. A
+/// message that is not in the batch gives the batch as it was.
 #[must_use]
 pub fn around(batch: Range<usize>, failed: usize) -> Vec<Part> {
     let together = |messages: Range<usize>| Part { messages, alone: false };
@@ -40,8 +44,8 @@ pub fn around(batch: Range<usize>, failed: usize) -> Vec<Part> {
     parts.into_iter().filter(|part| !part.messages.is_empty()).collect()
 }
 
-/// The plan for a batch that failed as a whole, as under a handler of batches or a constraint checked at COMMIT: two
-/// halves, down to the one message that is to blame.
+/// The plan for a batch that failed as a whole, as under a handler of batches or a constraint
+/// checked at COMMIT: two halves, down to the one message that is to blame.
 #[must_use]
 pub fn without_blame(batch: Range<usize>) -> Vec<Part> {
     let alone = batch.len() == 1;
@@ -57,8 +61,8 @@ pub struct NobodysFault {
 /// What to run after such a failure.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Again {
-    /// The batch, or its halves, in order.
-    pub parts: Vec<Range<usize>>,
+    /// The batch, or its parts, in order.
+    pub parts: Vec<Part>,
     /// The pause before the first of them.
     pub pause: Duration,
 }
@@ -82,13 +86,23 @@ impl NobodysFault {
         self.times = 0;
     }
 
-    /// This batch failed through nobody's fault. `chance` is drawn from 0 to 1 and picks the pause, from half of the full
-    /// one to all of it. The count goes on in the halves: pauses keep growing while the cause lasts.
+    /// This batch failed through nobody's fault, reported by the handler of the message `of`.
+    /// `chance` is drawn from 0 to 1 and picks the pause, from half of the full one to all of it.
+    /// The count goes on in the halves: pauses keep growing while the cause lasts.
     #[must_use]
-    pub fn again(&mut self, batch: Range<usize>, chance: f64) -> Again {
+    pub fn again(&mut self, batch: Range<usize>, of: Option<usize>, chance: f64) -> Again {
         self.times = self.times.saturating_add(1);
         let pause = pause(PAUSE_FIRST, PAUSE_MAX, self.times, chance);
-        let parts = if self.times.is_multiple_of(TIMES_BEFORE_HALVING) { halves(batch) } else { vec![batch] };
+        let together = |messages: Range<usize>| Part { messages, alone: false };
+        let parts = match of.filter(|of| batch.contains(of)) {
+            _ if !self.times.is_multiple_of(TIMES_BEFORE_HALVING) => vec![together(batch)],
+            Some(of) => {
+                let (before, behind) = (halves(batch.start..of), halves(of + 1..batch.end));
+                let it = Part { messages: of..of + 1, alone: true };
+                before.into_iter().map(together).chain([it]).chain(behind.into_iter().map(together)).collect()
+            }
+            None => without_blame(batch),
+        };
         Again { parts, pause }
     }
 }
@@ -128,13 +142,30 @@ mod tests {
     fn r27_nobodys_failure_is_tried_again_whole_and_halved_after_the_third_time() {
         let mut fault = NobodysFault::default();
         for _ in 0..2 {
-            assert_eq!(fault.again(0..5, 0.5).parts, vec![0..5]);
+            assert_eq!(shape(&fault.again(0..5, None, 0.5).parts), [(0, 5, false)]);
         }
-        assert_eq!(fault.again(0..5, 0.5).parts, [0..3, 3..5]);
-        assert_eq!(fault.again(0..3, 0.5).parts, vec![0..3], "each half has three times of its own");
+        assert_eq!(shape(&fault.again(0..5, None, 0.5).parts), [(0, 3, false), (3, 5, false)]);
+        assert_eq!(shape(&fault.again(0..3, None, 0.5).parts), [(0, 3, false)], "each half has three times of its own");
         fault.is_over();
         assert_eq!(fault.times(), 0);
-        assert!(fault.again(0..3, 1.0).pause <= PAUSE_FIRST);
+        assert!(fault.again(0..3, None, 1.0).pause <= PAUSE_FIRST);
+    }
+
+    #[test]
+    fn r27_the_message_that_reported_nobodys_failure_three_times_runs_alone_and_the_others_in_halves() {
+        let third = |batch: Range<usize>, of| {
+            let mut fault = NobodysFault { times: 2 };
+            shape(&fault.again(batch, of, 0.5).parts)
+        };
+        let together = |start, end| (start, end, false);
+        assert_eq!(
+            third(0..9, Some(4)),
+            [together(0, 2), together(2, 4), (4, 5, true), together(5, 7), together(7, 9)]
+        );
+        assert_eq!(third(0..3, Some(0)), [(0, 1, true), together(1, 2), together(2, 3)]);
+        assert_eq!(third(7..8, Some(7)), [(7, 8, true)]);
+        assert_eq!(third(7..8, None), [(7, 8, true)], "one that is left runs alone as well");
+        assert_eq!(third(0..2, Some(5)), [together(0, 1), together(1, 2)]);
     }
 
     #[test]
@@ -142,10 +173,10 @@ mod tests {
         let mut fault = NobodysFault::default();
         let mut longest = Duration::ZERO;
         for _ in 0..100 {
-            let again = fault.again(4..5, 1.0);
+            let again = fault.again(4..5, None, 1.0);
             assert!(again.pause >= longest && again.pause <= PAUSE_MAX);
             longest = again.pause;
-            assert_eq!(again.parts, vec![4..5]);
+            assert!(matches!(again.parts.as_slice(), [Part { messages, .. }] if *messages == (4..5)));
         }
         assert_eq!(longest, PAUSE_MAX);
     }

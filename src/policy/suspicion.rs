@@ -1,18 +1,19 @@
-//! Which deliveries run with their try counted first, and which of them alone, so that a killer is counted (R26).
+//! Which deliveries run with their try counted first, and which of them alone, so that a killer is
+//! counted (R26).
 //!
 //! Guarantees:
 //!
 //! * The good path writes nothing per message: without a reason for suspicion, nothing is counted.
-//! * A message that kills the process is met again as one of the first `max_in_flight` unknown deliveries of a
-//!   partition that was not closed cleanly, or with the redelivered flag. So it is counted from its second delivery
-//!   on, and a killer is dead after N + 1 kills.
-//! * After one death suspects run in batches, their tries counted in one transaction: nearly all of them only happened to be
-//!   in flight. What was counted and comes once more was there at a second death: it runs alone, so that from then on nobody
-//!   is counted for another's fault.
+//! * A message that kills the process is met again as one of the first `max_in_flight` unknown
+//!   deliveries of a partition that was not closed cleanly, or with the redelivered flag. So it is
+//!   counted from its second delivery on, and a killer is dead after N + 1 kills.
+//! * After one death suspects run in batches, their tries counted in one transaction: nearly all of
+//!   them only happened to be in flight. What was counted and comes once more was there at a second
+//!   death: it runs alone, so that from then on nobody is counted for another's fault.
 //!
-//! Not here: the attempt rows and the assignment rows (`store`), and a message whose try failed, which runs alone too
-//! ([`split`](super::split)). RabbitMQ has the redelivered flag and no assignment row; Kafka and the embedded broker have the
-//! row and no flag.
+//! Not here: the attempt rows and the assignment rows (`store`), and a message whose try failed,
+//! which runs alone too ([`split`](super::split)). RabbitMQ has the redelivered flag and no
+//! assignment row; Kafka and the embedded broker have the row and no flag.
 
 /// What is known of a delivery when it is about to be handled. The inbox was asked before.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -21,7 +22,8 @@ pub struct Facts {
     pub known: bool,
     /// The broker says that it was delivered before.
     pub redelivered: bool,
-    /// A try of it was counted, or a message has only one: it cannot be counted for what another one did.
+    /// A try of it was counted, or a message has only one: it cannot be counted for what another
+    /// one did.
     pub has_none_to_spare: bool,
 }
 
@@ -50,8 +52,8 @@ impl Suspicion {
         Self { unknown_left: 0 }
     }
 
-    /// The assignment row was found open: an owner died, with at most `max_in_flight` deliveries that the inbox does
-    /// not know.
+    /// The assignment row was found open: an owner died, with at most `max_in_flight` deliveries
+    /// that the inbox does not know.
     #[must_use]
     pub fn found_open(max_in_flight: usize) -> Self {
         Self { unknown_left: max_in_flight }

@@ -1,11 +1,14 @@
-//! The low-water mark of finished deliveries of one partition: up to where a consumer may commit or acknowledge.
+//! The low-water mark of finished deliveries of one partition: up to where a consumer may commit or
+//! acknowledge.
 //!
 //! Guarantees:
 //!
-//! * [`committable`](Watermark::committable) is never at or above a delivery that is not finished (G5).
-//! * Sequence numbers may start anywhere and have holes, as offsets of compacted or transactional topics have, and
-//!   delivery tags do not: only what was delivered counts.
-//! * Memory is bounded: at its capacity the partition must be paused until the oldest delivery is finished.
+//! * [`committable`](Watermark::committable) is never at or above a delivery that is not finished
+//!   (G5).
+//! * Sequence numbers may start anywhere and have holes, as offsets of compacted or transactional
+//!   topics have, and delivery tags do not: only what was delivered counts.
+//! * Memory is bounded: at its capacity the partition must be paused until the oldest delivery is
+//!   finished.
 //!
 //! ```
 //! use oncebox::policy::watermark::Watermark;
@@ -21,12 +24,14 @@
 //! # Ok::<(), oncebox::policy::watermark::WatermarkError>(())
 //! ```
 //!
-//! Not here: Kafka commits the offset *after* the mark, and RabbitMQ acknowledges `multiple` up to it (`broker`).
+//! Not here: Kafka commits the offset *after* the mark, and RabbitMQ acknowledges `multiple` up to
+//! it (`broker`).
 
 use std::collections::VecDeque;
 use std::fmt;
 
-/// The deliveries of one partition, or of one channel, since it was assigned. Make a new one for a new assignment.
+/// The deliveries of one partition, or of one channel, since it was assigned. Make a new one for a
+/// new assignment.
 #[derive(Debug)]
 pub struct Watermark {
     capacity: usize,
@@ -61,7 +66,8 @@ impl Watermark {
     ///
     /// # Errors
     ///
-    /// [`WatermarkError::Full`] until the oldest one is finished; [`WatermarkError::NotAscending`] ends the assignment.
+    /// [`WatermarkError::Full`] until the oldest one is finished; [`WatermarkError::NotAscending`]
+    /// ends the assignment.
     pub fn delivered(&mut self, sequence: i64) -> Result<(), WatermarkError> {
         if let Some(last) = self.last()
             && sequence <= last

@@ -1,7 +1,9 @@
-//! An e-mail on its way: composed once, carried to a file or an SMTP server, and what a failure proves.
+//! An e-mail on its way: composed once, carried to a file or an SMTP server, and what a failure
+//! proves.
 //!
-//! Promises: one identity is one Message-ID, at every try; a file is whole or not there, and a second try replaces it; a failure says
-//! whether the server may have taken the e-mail all the same (O28).
+//! Promises: one identity is one Message-ID, at every try; a file is whole or not there, and a
+//! second try replaces it; a failure says whether the server may have taken the e-mail all the same
+//! (O28).
 //!
 //! Not here: who sends when, which is the sender of rows ([`sender`](super::sender)) and the door
 //! ([`phased::email`](super::operation::phased::email)).
@@ -26,7 +28,8 @@ pub enum EmailTransport {
 }
 
 impl EmailTransport {
-    /// `smtp://` or `smtps://` with user, password and host; TLS as the scheme says (`?tls=required` for STARTTLS).
+    /// `smtp://` or `smtps://` with user, password and host; TLS as the scheme says
+    /// (`?tls=required` for STARTTLS).
     ///
     /// # Errors
     /// What is wrong with the URL; never its password.
@@ -48,7 +51,8 @@ impl EmailTransport {
         }
     }
 
-    /// Sends the bytes, once; by SMTP within this time as a whole, for the client bounds nothing but each connect.
+    /// Sends the bytes, once; by SMTP within this time as a whole, for the client bounds nothing
+    /// but each connect.
     ///
     /// # Cancel safety
     /// Dropped, whether it was sent is unknown.
@@ -115,12 +119,14 @@ pub(super) struct Failure {
     pub(super) arrived: bool,
 }
 
-/// Whether it is us that a server does not take, whatever the e-mail: who mends the credentials needs no other e-mail (RFC 4954, 6).
+/// Whether it is us that a server does not take, whatever the e-mail: who mends the credentials
+/// needs no other e-mail (RFC 4954, 6).
 fn is_of_us(error: &lettre::transport::smtp::Error) -> bool {
     error.status().is_some_and(|code| matches!(u16::from(code), 530 | 534 | 535 | 538))
 }
 
-/// Whether a server may have taken an e-mail although this error came: not where it said no, and not where nothing reached it.
+/// Whether a server may have taken an e-mail although this error came: not where it said no, and
+/// not where nothing reached it.
 fn may_have_arrived(error: &lettre::transport::smtp::Error) -> bool {
     let mut source = std::error::Error::source(error);
     while let Some(cause) = source {

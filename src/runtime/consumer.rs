@@ -1,17 +1,20 @@
 //! The consumer: deliveries in, effects committed once, acknowledgements out.
 //!
-//! Guarantees: a handler's writes commit together with the inbox row of its message (G4); nothing is acknowledged before the
-//! commit returned (G5); effects of one key run in the key's order, also while one of its messages waits (G6); the same id
-//! with other content is an alarm (G7); a database or broker that is away burns no attempt (G10).
+//! Guarantees: a handler's writes commit together with the inbox row of its message (G4); nothing
+//! is acknowledged before the commit returned (G5); effects of one key run in the key's order, also
+//! while one of its messages waits (G6); the same id with other content is an alarm (G7); a
+//! database or broker that is away burns no attempt (G10).
 //!
-//! The way of a delivery: `intake` (broker events, low-water marks) → `lane` (one key, one lane; batches of what is there) →
-//! `batch` (one transaction) or `alone` (a failing or suspicious message) → back to `intake`, which acknowledges.
+//! The way of a delivery: `intake` (broker events, low-water marks) → `lane` (one key, one lane;
+//! batches of what is there) → `batch` (one transaction) or `alone` (a failing or suspicious
+//! message) → back to `intake`, which acknowledges.
 //!
-//! Beside it: retries that are due later (`retries`), inbox rows older than the horizon (`purge`), up to where each partition
-//! is done (`positions`).
+//! Beside it: retries that are due later (`retries`), inbox rows older than the horizon (`purge`),
+//! up to where each partition is done (`positions`).
 //!
-//! Not here: SQL of the inbox (room `store`), and what is decided by rule (room `policy`): whose failure it is and what runs
-//! again, which messages run alone, when the next try is, up to where to acknowledge, what is too old.
+//! Not here: SQL of the inbox (room `store`), and what is decided by rule (room `policy`): whose
+//! failure it is and what runs again, which messages run alone, when the next try is, up to where
+//! to acknowledge, what is too old.
 
 mod admission;
 mod alone;
@@ -33,7 +36,7 @@ mod retries;
 mod settle;
 
 use std::sync::Arc;
-use std::sync::atomic::AtomicBool;
+use std::sync::atomic::{AtomicBool, AtomicUsize};
 use std::time::Duration;
 
 use tokio::sync::{Notify, RwLock};
@@ -75,12 +78,17 @@ struct Shared<S: Store> {
     scope: Scope,
     health: Health,
     part: String,
-    /// A suspicious message runs alone in the process: it takes this for writing, batches for reading (R26).
+    /// What may kill its process runs alone in it: it takes this for writing, all else for reading
+    /// (R26).
     solo: RwLock<()>,
-    /// A message was stored as due: the retrier looks again.
+    /// A message was stored as due: a retrier looks again.
     parked: Notify,
+    /// Retriers that have something in hand: a consumer with work there is not idle.
+    retrying: AtomicUsize,
     /// `dead_rows_max` is reached: nothing more is taken.
     is_full: AtomicBool,
+    /// An operator forgot the consumer while it ran.
+    is_forgotten: AtomicBool,
 }
 
 impl<S: Store> Consumer<S> {
@@ -106,18 +114,22 @@ impl<S: Store> Consumer<S> {
             part,
             solo,
             parked,
+            retrying: AtomicUsize::new(0),
             is_full: AtomicBool::new(false),
+            is_forgotten: AtomicBool::new(false),
         }))
     }
 
-    /// Runs until it is told to stop, or is idle where `until_idle` is set. Waits for a database, broker, topic or queue that
-    /// is not there yet.
+    /// Runs until it is told to stop, or is idle where `until_idle` is set. Waits for a database,
+    /// broker, topic or queue that is not there yet.
     ///
     /// # Errors
-    /// What a person must mend: no schema, a refused setting, a changed id rule, a horizon that is too short.
+    /// What a person must mend: no schema, a refused setting, a changed id rule, a horizon that is
+    /// too short.
     ///
     /// # Cancel safety
-    /// Dropped, it stops without acknowledging what runs: those messages come again. Prefer the token.
+    /// Dropped, it stops without acknowledging what runs: those messages come again. Prefer the
+    /// token.
     pub async fn run(&self, stop: CancellationToken) -> Result<ConsumerEnd, ConsumerError> {
         let shared = &self.0;
         shared.health.set(&shared.part, PartState::Starting);
@@ -132,8 +144,10 @@ impl<S: Store> Consumer<S> {
         };
         let Some(consumer) = consumer else { return Ok(ConsumerEnd::Stopped) };
         let (beside, abandon) = (stop.child_token(), CancellationToken::new());
-        let retries = |shared, stop| retries::run(shared, consumer, stop, abandon.clone());
-        let retrier = shared.keep_up("retrier", &beside, retries);
+        let desk = Arc::new(retries::Desk::new());
+        let retries = |shared, stop| retries::run(shared, consumer, stop, abandon.clone(), Arc::clone(&desk));
+        let retriers = (0..shared.options.retriers.max(1)).map(|_| shared.keep_up("retrier", &beside, retries));
+        let retriers = futures::future::join_all(retriers);
         let purge = shared.keep_up("purge", &beside, move |shared, stop| purge::run(shared, consumer, stop));
         let dead_rows = shared
             .keep_up("look at dead messages", &beside, move |shared, stop| dead_rows::run(shared, consumer, stop));
@@ -143,7 +157,8 @@ impl<S: Store> Consumer<S> {
             end = shared.serve(consumer, &stop).await;
             beside.cancel();
         };
-        // One deadline over everything after a stop, also where neither database nor broker answers.
+        // One deadline over everything after a stop, also where neither database nor broker
+        // answers.
         let grace = shared.options.shutdown_grace;
         let hand_back = intake::HAND_BACK.min(grace / 2);
         let deadline = async {
@@ -154,7 +169,7 @@ impl<S: Store> Consumer<S> {
         };
         tokio::select! {
             biased;
-            _ = async { tokio::join!(serve, retrier, purge, dead_rows, presence) } => {}
+            _ = async { tokio::join!(serve, retriers, purge, dead_rows, presence) } => {}
             () = deadline => {
                 tracing::warn!(consumer = %shared.options.name, ?grace, "not all was handed back within the grace of the stop; it comes again");
             }
@@ -187,7 +202,8 @@ pub enum ConsumerError {
 }
 
 impl<S: Store> Shared<S> {
-    /// Runs a task beside the lanes until the stop. One that panics is seen: its part is not ready until it runs again.
+    /// Runs a task beside the lanes until the stop. One that panics is seen: its part is not ready
+    /// until it runs again.
     async fn keep_up<T: Future<Output = ()> + Send + 'static>(
         self: &Arc<Self>,
         what: &str,
@@ -231,7 +247,8 @@ impl<S: Store> Shared<S> {
         }
     }
 
-    /// Subscribes again and again: any error of a subscriber ends it, and what was not acknowledged comes again.
+    /// Subscribes again and again: any error of a subscriber ends it, and what was not acknowledged
+    /// comes again.
     async fn serve(
         self: &Arc<Self>,
         consumer: ConsumerId,

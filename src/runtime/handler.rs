@@ -1,4 +1,5 @@
-//! What a team implements: a handler that writes through the transaction it is given, message by message or in sets.
+//! What a team implements: a handler that writes through the transaction it is given, message by
+//! message or in sets.
 
 use std::fmt;
 
@@ -9,7 +10,8 @@ use crate::error::{HandlerError, StoreError};
 use crate::message::{Message, NewMessage};
 use crate::store::{Base, InboxTx, Mailbox, NewEmail, Store};
 
-/// The transaction of one message or batch: it also holds the inbox row, so what is written through it commits exactly once.
+/// The transaction of one message or batch: it also holds the inbox row, so what is written through
+/// it commits exactly once.
 ///
 /// It has no commit and no rollback: returning `Ok` or `Err` decides.
 pub struct HandlerTx<'t, S: Store> {
@@ -22,8 +24,8 @@ impl<'t, S: Store> HandlerTx<'t, S> {
         Self { tx, enqueued }
     }
 
-    /// The sqlx connection, inside the transaction. Statements that end the transaction (COMMIT, DDL on MySQL) are found out
-    /// before the commit and make the message dead or tried again.
+    /// The sqlx connection, inside the transaction. Statements that end the transaction (COMMIT,
+    /// DDL on MySQL) are found out before the commit and make the message dead or tried again.
     pub fn connection(&mut self) -> &mut <<S as Base>::Db as sqlx::Database>::Connection {
         self.tx.connection()
     }
@@ -58,12 +60,13 @@ pub trait MessageHandler<S: Store>: Send + Sync {
     /// Does the work of one message through `tx`.
     ///
     /// # Errors
-    /// Any error is retried under the policy of the consumer unless it is [`HandlerError::terminal`]; nothing that was
-    /// written through `tx` stays.
+    /// Any error is retried under the policy of the consumer unless it is
+    /// [`HandlerError::terminal`]; nothing that was written through `tx` stays.
     async fn handle(&self, message: &Message, tx: &mut HandlerTx<'_, S>) -> Result<(), HandlerError>;
 }
 
-/// Handles the new messages of a batch at once, inside the inbox transaction: one statement for hundreds of effects.
+/// Handles the new messages of a batch at once, inside the inbox transaction: one statement for
+/// hundreds of effects.
 ///
 /// ```
 /// # #[cfg(feature = "postgres")]
@@ -94,12 +97,13 @@ pub trait MessageHandler<S: Store>: Send + Sync {
 /// ```
 #[async_trait]
 pub trait BatchMessageHandler<S: Store>: Send + Sync {
-    /// Does the work of all of them through `tx`: at least one message, in the order of delivery, so that those of a key stand
-    /// in its order. A retry brings one message.
+    /// Does the work of all of them through `tx`: at least one message, in the order of delivery,
+    /// so that those of a key stand in its order. A retry brings one message.
     ///
     /// # Errors
-    /// Nothing that was written through `tx` stays. Of several messages none is to blame yet: the batch runs again in halves,
-    /// until the one that fails is alone; what is said of that one counts, as in [`MessageHandler::handle`].
+    /// Nothing that was written through `tx` stays. Of several messages none is to blame yet: the
+    /// batch runs again in halves, until the one that fails is alone; what is said of that one
+    /// counts, as in [`MessageHandler::handle`].
     async fn handle_batch(&self, messages: &[&Message], tx: &mut HandlerTx<'_, S>) -> Result<(), HandlerError>;
 }
 

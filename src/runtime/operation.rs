@@ -14,8 +14,8 @@
 //! | `running`, `memory` | what runs here; how much memory bodies may take |
 //! | `reach`, `admission` | whether the store is there; how many operations its connections carry |
 //!
-//! Not here: the decisions ([`policy::operation`](crate::policy::operation)), the statements ([`store`](crate::store)), and HTTP or
-//! gRPC, which only translate what comes in and out.
+//! Not here: the decisions ([`policy::operation`](crate::policy::operation)), the statements
+//! ([`store`](crate::store)), and HTTP or gRPC, which only translate what comes in and out.
 
 mod admission;
 mod codec;

@@ -70,10 +70,11 @@ mod tests {
     }
 }
 
-/// A moment to count from, for what another machine counts too: a lease, a provider's memory of a key.
+/// A moment to count from, for what another machine counts too: a lease, a provider's memory of a
+/// key.
 ///
-/// The monotonic clock stands still while a machine is suspended, and the clock of the wall may be set back; the longer of both
-/// is never less than the truth, unless both happen.
+/// The monotonic clock stands still while a machine is suspended, and the clock of the wall may be
+/// set back; the longer of both is never less than the truth, unless both happen.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Since {
     monotonic: Instant,
@@ -96,7 +97,8 @@ impl Since {
 mod since_tests {
     use super::*;
 
-    // A machine that was suspended, and one whose clock was set back. Shown by: the monotonic clock alone, and the wall's.
+    // A machine that was suspended, and one whose clock was set back. Shown by: the monotonic clock
+    // alone, and the wall's.
     #[test]
     fn the_time_since_a_moment_is_that_of_the_clock_that_went_further() {
         let (now, wall, hour) = (Instant::now(), SystemTime::now(), Duration::from_secs(3_600));

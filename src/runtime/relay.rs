@@ -1,15 +1,19 @@
 //! The relay: committed messages to the broker, in order per key, none lost.
 //!
-//! Guarantees: the cursor moves only by the broker's proof, in order (G2); a session starts at or before the first unproven
-//! row and on any doubt is dropped whole (R15, G3); a message that cannot be sent holds its own key and nothing else; a
-//! destination that is not there, refuses, or says nothing holds its own topic and is released by itself; a broker or database
-//! that is away burns no attempts (G10); every write is fenced (G9); ready means that work gets on.
+//! Guarantees: the cursor moves only by the broker's proof, in order (G2); a session starts at or
+//! before the first unproven row and on any doubt is dropped whole (R15, G3); a message that cannot
+//! be sent holds its own key and nothing else; a destination that is not there, refuses, or says
+//! nothing holds its own topic and is released by itself; a broker or database that is away burns
+//! no attempts (G10); every write is fenced (G9); ready means that work gets on.
 //!
-//! The way of a row: `pump` reads and claims → `sending` decides and sends → the broker settles → `pump` marks. Rows that
-//! were diverted come back through `release`, those of a blocked topic after a `trial` beside the session.
+//! The way of a row: `pump` reads and claims → `sending` decides and sends → the broker settles →
+//! `pump` marks. Rows that were diverted come back through `release`, those of a blocked topic
+//! after a `trial` beside the session.
 //!
-//! Not here: the cursor (the store's), what a refusal means (room `policy`: `isolate`, `diversion`).
+//! Not here: the cursor (the store's), what a refusal means (room `policy`: `isolate`,
+//! `diversion`).
 
+mod ending;
 mod options;
 mod pump;
 mod release;
@@ -26,12 +30,13 @@ use tokio_util::sync::CancellationToken;
 use crate::broker::{Broker, Publisher};
 use crate::error::{BrokerError, StoreError};
 use crate::observe::{self, Health, PartState};
-use crate::policy::isolate::{Cause, Isolation, Verdict};
+use crate::policy::isolate::{Isolation, Verdict};
 use crate::runtime::pace::{Pace, sleep_unless};
 use crate::store::{Diversion, LeaseAnswer, LeaseRequest, Store};
 
+use ending::{Doubt, End, Refused};
 pub use options::RelayOptions;
-use pump::{Doubt, End, Pump, Refused};
+use pump::Pump;
 use trial::Pauses;
 
 /// How a relay ended.
@@ -71,6 +76,9 @@ struct Memory {
     isolation: Isolation,
     /// Decided at the end of a session, carried out when the next one meets the row.
     verdicts: HashMap<i64, Diversion>,
+    /// Rows that the broker refused in company for what they are: they go aside into the table, and
+    /// from there alone.
+    alone: HashSet<i64>,
     /// Topics that were found blocked, and why, until their rows stand in the table.
     blocked: HashMap<String, String>,
     /// When blocked topics are tried again.
@@ -83,6 +91,8 @@ struct Memory {
     refused: bool,
 }
 
+/// The trouble of a relay all of whose topics are blocked.
+const TOPICS: &str = "topics";
 /// So many sessions in a row may end in doubt without a mark until the relay is not ready.
 const DOUBTS_SHOWN: u32 = 2;
 
@@ -93,14 +103,15 @@ impl<S: Store> Relay<S> {
         Self { store, broker, options, health, part }
     }
 
-    /// Runs until it is told to stop, or the outbox is empty where `until_empty` is set. Waits for a database or broker that
-    /// is not there, and stands by while somebody else has the lease.
+    /// Runs until it is told to stop, or the outbox is empty where `until_empty` is set. Waits for
+    /// a database or broker that is not there, and stands by while somebody else has the lease.
     ///
     /// # Errors
     /// What a person must mend: no schema, a refused setting, an unknown shard.
     ///
     /// # Cancel safety
-    /// Dropped, it loses nothing: what was in flight is sent again by the next session. Prefer the token.
+    /// Dropped, it loses nothing: what was in flight is sent again by the next session. Prefer the
+    /// token.
     pub async fn run(&self, stop: CancellationToken) -> Result<RelayEnd, RelayError> {
         observe::relay_starts(self.broker.name());
         self.health.set(&self.part, PartState::Starting);
@@ -110,7 +121,8 @@ impl<S: Store> Relay<S> {
         };
         tokio::select! {
             ended = self.sessions(&stop) => ended,
-            // A database or broker that says nothing keeps nobody. The lease runs out; what is not marked is sent again.
+            // A database or broker that says nothing keeps nobody. The lease runs out; what is not
+            // marked is sent again.
             () = overdue => {
                 tracing::warn!(shard = self.options.shard, "the stop took as long as it may: the last mark was not made");
                 Ok(RelayEnd::Stopped)
@@ -187,6 +199,7 @@ impl<S: Store> Relay<S> {
                 }
                 Ok(LeaseAnswer::HeldBy { owner, left }) => {
                     self.health.set(&self.part, PartState::Standby(format!("{owner} has the lease")));
+                    self.health.trouble(&self.part, TOPICS, None);
                     let wait = left.clamp(Duration::from_millis(50), self.options.lease / 4);
                     if !sleep_unless(stop, wait).await {
                         return Ok(None);
@@ -221,7 +234,8 @@ impl<S: Store> Relay<S> {
                 (why, row)
             }
             Doubt::Silent { topics, overtaken, why } => {
-                // Whether the broker answers is found out before anything is concluded from its silence.
+                // Whether the broker answers is found out before anything is concluded from its
+                // silence.
                 if overtaken || self.broker_answers().await {
                     memory.progress = true;
                     memory.blocked.extend(topics.into_iter().map(|topic| (topic, why.clone())));
@@ -234,7 +248,7 @@ impl<S: Store> Relay<S> {
             }
             Doubt::Lost { row, why } => {
                 if let Some(row) = row
-                    && memory.isolation.on_session_end(row, Cause::Lost) == Verdict::Dead
+                    && memory.isolation.on_session_end(row) == Verdict::Dead
                 {
                     memory.verdicts.insert(row, Diversion::Dead { reason: why.clone(), holds: true });
                 }
@@ -256,7 +270,8 @@ impl<S: Store> Relay<S> {
         match error {
             StoreError::Fenced(why) => {
                 observe::lease_lost();
-                // What was concluded is the next owner's to conclude; kept, it would judge a row that was redriven since.
+                // What was concluded is the next owner's to conclude; kept, it would judge a row
+                // that was redriven since.
                 *memory = Memory::default();
                 tracing::error!(shard, %why, "the lease is lost");
             }
@@ -286,29 +301,11 @@ impl<S: Store> Relay<S> {
     }
 }
 
-/// What becomes of rows that the broker refused in company.
-fn judge(memory: &mut Memory, mut refused: Vec<Refused>) {
-    refused.sort_unstable_by_key(|refused| refused.position);
-    let bad: HashSet<(String, String)> = refused
-        .iter()
-        .filter(|refused| refused.is_bad)
-        .filter_map(|refused| Some((refused.topic.clone(), refused.key.clone()?)))
-        .collect();
-    for Refused { position, topic, key, is_bad, why } in refused {
-        if !is_bad {
-            // What stands behind a bad message of its key was not sent, and says nothing of its topic. Otherwise the topic's trial,
-            // on a fresh session, finds out at once whether it was the topic or only this session (R21).
-            if !key.is_some_and(|key| bad.contains(&(topic.clone(), key))) {
-                memory.progress = true;
-                memory.blocked.insert(topic, why);
-            }
-            continue;
-        }
-        let verdict = memory.isolation.on_session_end(position, Cause::Message);
-        memory.progress |= verdict != Verdict::Again;
-        if verdict == Verdict::Dead {
-            // Whether it holds its key is the topic's policy, known when the row is met again.
-            memory.verdicts.insert(position, Diversion::Dead { reason: why, holds: true });
-        }
+/// A nack says nothing of the message, and may be of the topic or of this session only: the topic's
+/// trial, on a fresh session, finds out at once (R21).
+fn judge(memory: &mut Memory, refused: Vec<Refused>) {
+    for Refused { topic, why, .. } in refused {
+        memory.progress = true;
+        memory.blocked.insert(topic, why);
     }
 }

@@ -1,12 +1,13 @@
 //! The e-mail sender: durable rows out, to `.eml` files or an SMTP server.
 //!
-//! Promise: one row is one e-mail with one Message-ID, made from the row's unique key, the same at every try. A row whose
-//! sending was interrupted is sent again under that Message-ID: whether the server took the first one is unknown, and SMTP has
-//! no way to ask. With files, the second try replaces the file, so there it is exactly once.
+//! Promise: one row is one e-mail with one Message-ID, made from the row's unique key, the same at
+//! every try. A row whose sending was interrupted is sent again under that Message-ID: whether the
+//! server took the first one is unknown, and SMTP has no way to ask. With files, the second try
+//! replaces the file, so there it is exactly once.
 //!
-//! What became of a row is said in the words of [`Delivery`] (O28), in the metric and before the row's error. A row keeps the
-//! number of its tries, not what each met: so a try before this one counts as one that may have arrived, and `possibly sent N
-//! times` says how often at most.
+//! What became of a row is said in the words of [`Delivery`] (O28), in the metric and before the
+//! row's error. A row keeps the number of its tries, not what each met: so a try before this one
+//! counts as one that may have arrived, and `possibly sent N times` says how often at most.
 
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
@@ -45,12 +46,13 @@ pub struct Sender<S: Store> {
     health: Health,
 }
 
-/// Rows claimed at once: two, because a claim must outlive the sending of all of them, or another sender takes the last ones
-/// and sends them a second time.
+/// Rows claimed at once: two, because a claim must outlive the sending of all of them, or another
+/// sender takes the last ones and sends them a second time.
 const BATCH: usize = 2;
 /// The whole of one sending.
 const SENDING: Duration = Duration::from_secs(25);
-/// A claim outlives the deadlines of all rows that were claimed together; after it, a row of a sender that died is taken again.
+/// A claim outlives the deadlines of all rows that were claimed together; after it, a row of a
+/// sender that died is taken again.
 const CLAIM: Duration = Duration::from_secs(60);
 /// How long a stop waits for claimed rows to be given back.
 const GIVE_BACK: Duration = Duration::from_secs(5);
@@ -144,8 +146,9 @@ impl<S: Store> Sender<S> {
         Ok(if empty { Step::Empty } else { Step::Idle })
     }
 
-    /// Sends what is in the hand, one after the other, each settled before the next. A database that goes away in between leaves
-    /// the outcome in the hand: told later, it is not sent a second time (G10).
+    /// Sends what is in the hand, one after the other, each settled before the next. A database
+    /// that goes away in between leaves the outcome in the hand: told later, it is not sent a
+    /// second time (G10).
     async fn empty(&self, hand: &mut Hand, stop: &CancellationToken) -> Result<(), StoreError> {
         loop {
             if let Some((email, outcome)) = &hand.outcome {
@@ -158,7 +161,8 @@ impl<S: Store> Sender<S> {
                 hand.outcome = None;
             }
             let Some(email) = hand.claimed.pop_front() else { return Ok(()) };
-            // A claim that may end while its e-mail is sent is not used: another sender would send it too.
+            // A claim that may end while its e-mail is sent is not used: another sender would send
+            // it too.
             let stands = hand.claimed_at.is_some_and(|at| at.elapsed() + SENDING < CLAIM) && !stop.is_cancelled();
             let outcome = if stands { self.send(&email).await } else { EmailOutcome::NotTried };
             if let EmailOutcome::Again { error, .. } | EmailOutcome::Failed(error) = &outcome {
@@ -213,7 +217,8 @@ mod tests {
         assert!(SENDING * u32::try_from(BATCH).unwrap_or(u32::MAX) < CLAIM);
     }
 
-    // Shown by: calling the second try's refusal refused; a try that was refused one that may have arrived.
+    // Shown by: calling the second try's refusal refused; a try that was refused one that may have
+    // arrived.
     #[test]
     fn o28_an_e_mails_state_is_said_in_the_words_of_deliveries() {
         let failure = |permanent, arrived| Failure { error: String::new(), permanent, arrived };

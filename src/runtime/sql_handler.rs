@@ -1,8 +1,8 @@
-//! The sql handler: a team's statements in the inbox transaction, so that any table becomes an exactly-once sink without a
-//! line of Rust.
+//! The sql handler: a team's statements in the inbox transaction, so that any table becomes an
+//! exactly-once sink without a line of Rust.
 //!
-//! Promise: values are bound, never spliced; numbers keep their digits; a parameter whose source is missing is a terminal
-//! failure that names it, unless it is listed as optional.
+//! Promise: values are bound, never spliced; numbers keep their digits; a parameter whose source is
+//! missing is a terminal failure that names it, unless it is listed as optional.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -11,7 +11,7 @@ use async_trait::async_trait;
 use super::{HandlerTx, MessageHandler};
 use crate::error::{HandlerError, StoreError};
 use crate::message::{Message, pointer};
-use crate::store::{Piece, SqlValue, Statements, Store, split_named};
+use crate::store::{Piece, SqlValue, Statements, Store, ends_transaction, split_named};
 
 /// What the configuration says.
 #[derive(Debug, Clone, Default)]
@@ -31,6 +31,17 @@ pub enum SqlSpecError {
     /// No statement.
     #[error("the sql handler has no statement")]
     NoStatement,
+    /// A statement would commit or roll back what it runs in: the effects of other messages, and
+    /// the rows that make each of them happen once.
+    #[error(
+        "the statement `{statement}` ends the transaction it runs in ({words}): take it out; what the statements of a handler write is committed together with its message"
+    )]
+    EndsTransaction {
+        /// The statement.
+        statement: String,
+        /// What ends it.
+        words: String,
+    },
     /// A parameter of a statement is not declared.
     #[error("the statement `{statement}` uses :{name}, which `params` does not name")]
     Undeclared {
@@ -135,6 +146,9 @@ impl<S: Statements> SqlHandler<S> {
         let mut unused: BTreeSet<&String> = spec.params.keys().collect();
         let mut statements = Vec::new();
         for statement in &spec.statements {
+            if let Some(words) = ends_transaction(statement, S::dialect()) {
+                return Err(SqlSpecError::EndsTransaction { statement: statement.clone(), words });
+            }
             let pieces = split_named(statement, S::dialect());
             for piece in &pieces {
                 let Piece::Param(name) = piece else { continue };

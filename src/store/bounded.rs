@@ -1,20 +1,24 @@
-//! Connections whose server must answer within a bound. A frozen server, a half-open TCP connection, a cut cable: all say
-//! nothing, and sqlx, which has no read deadline, would wait for ever (R28).
+//! Connections whose server must answer within a bound. A frozen server, a half-open TCP
+//! connection, a cut cable: all say nothing, and sqlx, which has no read deadline, would wait for
+//! ever (R28).
 //!
 //! Guarantees:
 //!
-//! * Between two parts of an answer at most the answer timeout passes. Then the statement fails as an I/O error that timed out:
-//!   nobody's failure, and of a COMMIT an unknown outcome (G10, G12).
-//! * A connection goes back to the pool only when nothing is under way on it. One that fell silent or broke, whose statement was
-//!   dropped half way, or that is dropped inside a transaction, is closed and never used again. So a `begin` may be dropped at any
-//!   moment: a transaction that it opened dies with its connection, and no later write is lost in it.
+//! * Between two parts of an answer at most the answer timeout passes. Then the statement fails as
+//!   an I/O error that timed out: nobody's failure, and of a COMMIT an unknown outcome (G10, G12).
+//! * A connection goes back to the pool only when nothing is under way on it. One that fell silent
+//!   or broke, whose statement was dropped half way, or that is dropped inside a transaction, is
+//!   closed and never used again. So a `begin` may be dropped at any moment: a transaction that it
+//!   opened dies with its connection, and no later write is lost in it.
 //! * Giving a connection back is bounded too: a silent server keeps no place of the pool.
-//! * What a handler set of its session (`set`, `set role`, temporary tables, advisory locks) is set back before the connection
-//!   serves anybody else.
+//! * What a handler set of its session (`set`, `set role`, temporary tables, advisory locks) is set
+//!   back before the connection serves anybody else.
 //!
-//! sqlx gives nobody its socket, so neither keep-alive nor `TCP_USER_TIMEOUT` can be set on this side of a connection.
+//! sqlx gives nobody its socket, so neither keep-alive nor `TCP_USER_TIMEOUT` can be set on this
+//! side of a connection.
 //!
-//! Not here: what handlers and applications run on the plain connection, which the handler timeout bounds; migrations.
+//! Not here: what handlers and applications run on the plain connection, which the handler timeout
+//! bounds; migrations.
 
 use std::borrow::BorrowMut;
 use std::fmt;
@@ -103,7 +107,8 @@ pub(super) struct BoundedPool<Db: Remote> {
     answer_timeout: Duration,
     /// The connection for signs of life.
     pulse: Arc<Mutex<Option<Bounded<Db>>>>,
-    /// What sets a session back that code which is not ours had in its hands. None where the pool does it at every return.
+    /// What sets a session back that code which is not ours had in its hands. None where the pool
+    /// does it at every return.
     reset: Option<Arc<str>>,
     /// Looks which of several hosts is to be used, as long as anybody has the pool.
     watch: Option<Arc<Watch>>,
@@ -121,8 +126,8 @@ impl<Db: Remote> Clone for BoundedPool<Db> {
     }
 }
 
-/// What every pool of ours has in common: connecting is bounded, and a connection that rested must give a sign of life. A sign
-/// before every use would cost a round trip.
+/// What every pool of ours has in common: connecting is bounded, and a connection that rested must
+/// give a sign of life. A sign before every use would cost a round trip.
 pub(super) fn pool_options<Db: Remote>(
     connections_max: u32,
     answer_timeout: Duration,
@@ -162,7 +167,8 @@ impl<Db: Remote> BoundedPool<Db> {
     }
 
     pub(super) async fn acquire(&self) -> sqlx::Result<Bounded<Db>> {
-        // sqlx's future has room for a whole connect, 14 KiB: boxed, it is not moved with every future that acquires.
+        // sqlx's future has room for a whole connect, 14 KiB: boxed, it is not moved with every
+        // future that acquires.
         let held = Held::Pooled(Box::pin(self.pool.acquire()).await?);
         let mut connection = Bounded::new(held, self.answer_timeout);
         connection.reset.clone_from(&self.reset);
@@ -174,15 +180,16 @@ impl<Db: Remote> BoundedPool<Db> {
         Ok(Bounded::new(Held::Own(Box::pin(self.pool.acquire()).await?.detach()), self.answer_timeout))
     }
 
-    /// A connection that is not the pool's: to ask about one that does not answer, even where it is the pool's only one.
+    /// A connection that is not the pool's: to ask about one that does not answer, even where it is
+    /// the pool's only one.
     pub(super) async fn fresh(&self) -> sqlx::Result<Bounded<Db>> {
         let (options, limit) = (self.pool.connect_options(), self.answer_timeout.min(CONNECT_MAX));
         let connection = timeout(limit, options.connect()).await.map_err(|_| silent(limit))??;
         Ok(Bounded::new(Held::Own(connection), self.answer_timeout))
     }
 
-    /// Asks the server for a sign of life, on a connection beside the pool, which is kept for the next time. A server that has too many
-    /// connections is there.
+    /// Asks the server for a sign of life, on a connection beside the pool, which is kept for the
+    /// next time. A server that has too many connections is there.
     pub(super) async fn sign_of_life(&self) -> sqlx::Result<()> {
         if self.pool.is_closed() {
             return Err(sqlx::Error::PoolClosed);
@@ -202,8 +209,8 @@ impl<Db: Remote> BoundedPool<Db> {
         Ok(())
     }
 
-    /// A connection inside a transaction. `BEGIN` is the sign of life of one that did not rest: where it died in the pool,
-    /// nothing was done yet, and the next one is taken.
+    /// A connection inside a transaction. `BEGIN` is the sign of life of one that did not rest:
+    /// where it died in the pool, nothing was done yet, and the next one is taken.
     pub(super) async fn begin(&self, statement: impl SqlSafeStr) -> sqlx::Result<Bounded<Db>> {
         let statement = statement.into_sql_str();
         let mut others = self.pool.size();
@@ -217,7 +224,8 @@ impl<Db: Remote> BoundedPool<Db> {
         }
     }
 
-    /// Closes the pool; connections that are still used after the bound are closed when they come back.
+    /// Closes the pool; connections that are still used after the bound are closed when they come
+    /// back.
     pub(super) async fn close(&self) {
         drop(self.pulse.lock().await.take());
         if timeout(self.answer_timeout, self.pool.close()).await.is_err() {
@@ -226,8 +234,8 @@ impl<Db: Remote> BoundedPool<Db> {
     }
 }
 
-/// Whether a connection that rested in the pool had ended meanwhile. One that says nothing is no such case: the next one would
-/// be waited for as long.
+/// Whether a connection that rested in the pool had ended meanwhile. One that says nothing is no
+/// such case: the next one would be waited for as long.
 fn ended_at_rest(error: &sqlx::Error) -> bool {
     match error {
         sqlx::Error::Io(error) => error.kind() != io::ErrorKind::TimedOut,
@@ -270,7 +278,8 @@ impl<Db: Remote> Bounded<Db> {
         Self { held: Some(held), state, in_transaction, answer_timeout, reset, lent }
     }
 
-    /// The plain connection for code that is not ours: what that sets of the session is set back before anybody else gets it.
+    /// The plain connection for code that is not ours: what that sets of the session is set back
+    /// before anybody else gets it.
     pub(super) fn lend(&mut self) -> &mut Db::Connection {
         self.lent = true;
         self.plain()
@@ -354,8 +363,8 @@ impl<Db: Remote> Bounded<Db> {
         let _ = timeout(self.answer_timeout.min(SIGN_OF_LIFE_MAX), closing).await;
     }
 
-    /// Runs a statement and hands over each part of its answer as it comes. After a break the connection is of no further use:
-    /// the rest of the answer is not waited for.
+    /// Runs a statement and hands over each part of its answer as it comes. After a break the
+    /// connection is of no further use: the rest of the answer is not waited for.
     pub(super) async fn parts<'q>(
         &mut self,
         query: impl Execute<'q, Db> + 'q,
@@ -415,7 +424,8 @@ impl<Db: Remote> Drop for Bounded<Db> {
         let fit = self.state == State::Rests && !self.in_transaction;
         let reset = self.reset.take().filter(|_| self.lent);
         match (tokio::runtime::Handle::try_current(), reset) {
-            // What sqlx does at a drop, but not for ever: what is dropped at the deadline is closed and leaves its place.
+            // What sqlx does at a drop, but not for ever: what is dropped at the deadline is closed
+            // and leaves its place.
             (Ok(runtime), None) if fit => {
                 drop(runtime.spawn(timeout(self.answer_timeout, connection.return_to_pool())));
             }
@@ -427,7 +437,8 @@ impl<Db: Remote> Drop for Bounded<Db> {
     }
 }
 
-/// Sets the session back and returns the connection to its pool; one that does not answer, or will not, is closed.
+/// Sets the session back and returns the connection to its pool; one that does not answer, or will
+/// not, is closed.
 async fn give_back<Db: Remote>(mut connection: PoolConnection<Db>, reset: Arc<str>, limit: Duration) {
     let set_back = async {
         let mut parts = Db::send(&mut connection, sqlx::raw_sql(sqlx::AssertSqlSafe(reset.to_string())));

@@ -1,12 +1,15 @@
 //! The store suite: what every adapter must do, as tests that run on any of them.
 //!
-//! An adapter implements [`Fixture`] for its tests and writes `oncebox::store_conformance!(MyFixture);`: one test for each case,
-//! named by the sentence that it proves, each on a database of its own. Cases whose name begins with `r` and a number carry a
+//! An adapter implements [`Fixture`] for its tests and writes
+//! `oncebox::store_conformance!(MyFixture);`: one test for each case, named by the sentence that it
+//! proves, each on a database of its own. Cases whose name begins with `r` and a number carry a
 //! rule of the design; `g` and a number, a promise.
 //!
-//! The limits of messages are data ([`limit_cases`]), so that every SQL door of an adapter runs the same table (R34).
+//! The limits of messages are data ([`limit_cases`]), so that every SQL door of an adapter runs the
+//! same table (R34).
 //!
-//! Not here: what only one database has (plans, settings of a server, fences of a cursor), which stands in the adapter's tests.
+//! Not here: what only one database has (plans, settings of a server, fences of a cursor), which
+//! stands in the adapter's tests.
 #![allow(clippy::unwrap_used)]
 
 pub mod door;
@@ -56,15 +59,18 @@ pub trait Fixture: Sized + Send + Sync + 'static {
     /// Whether two transactions can write at the same time.
     const CONCURRENT_WRITERS: bool;
 
-    /// How the server ends a connection: a query for the number of the connection that asks, and the statement that ends number
-    /// `{}`. None where there is no server, and so no connection that could be lost.
+    /// How the server ends a connection: a query for the number of the connection that asks, and
+    /// the statement that ends number `{}`. None where there is no server, and so no connection
+    /// that could be lost.
     const KILL: Option<(&'static str, &'static str)>;
 
-    /// Whether nothing stays of what a handler writes after it ended its transaction by a raw ROLLBACK. Where the database commits
-    /// each such statement by itself, it must at least be found out.
+    /// Whether nothing stays of what a handler writes after it ended its transaction by a raw
+    /// ROLLBACK. Where the database commits each such statement by itself, it must at least be
+    /// found out.
     const UNDOES_WHAT_FOLLOWS: bool = true;
 
-    /// Makes a private, empty database, without the schema. None where the service that it needs is not there.
+    /// Makes a private, empty database, without the schema. None where the service that it needs is
+    /// not there.
     fn empty() -> impl Future<Output = Option<Self>> + Send;
 
     /// A store connected to it, as another process would have one.
@@ -91,7 +97,8 @@ pub trait KeysFixture: Sized + Send + Sync + 'static {
     /// The store under test.
     type Store: Keys;
 
-    /// A private, empty store. None, with a line `SKIPPED: case (why)` on stderr, where the service that it needs is not there.
+    /// A private, empty store. None, with a line `SKIPPED: case (why)` on stderr, where the service
+    /// that it needs is not there.
     fn start(case: &str) -> impl Future<Output = Option<Self>> + Send;
 
     /// The store.
@@ -107,7 +114,8 @@ pub trait KeysFixture: Sized + Send + Sync + 'static {
         !self.forgets_by_itself()
     }
 
-    /// Makes every stored lease say that its length is a second, whatever its end is: as if the clock had gone back.
+    /// Makes every stored lease say that its length is a second, whatever its end is: as if the
+    /// clock had gone back.
     fn shorten_leases(&self) -> impl Future<Output = ()> + Send;
 
     /// How many records are stored.
@@ -120,7 +128,8 @@ pub trait KeysFixture: Sized + Send + Sync + 'static {
     fn end(self) -> impl Future<Output = ()> + Send;
 }
 
-/// One test for each case of a store of keys, on a fixture: `oncebox::keys_conformance!(MyFixture);`. A whole store has them in
+/// One test for each case of a store of keys, on a fixture:
+/// `oncebox::keys_conformance!(MyFixture);`. A whole store has them in
 /// [`store_conformance!`](crate::store_conformance) already.
 #[macro_export]
 macro_rules! keys_conformance {
@@ -235,6 +244,7 @@ macro_rules! store_conformance {
                 an_assignment_found_open_was_not_closed,
                 an_owner_that_lost_a_partition_changes_nothing_of_the_next_ones_row,
                 a_position_is_remembered_until_a_later_one_is_told,
+                a_position_knows_under_which_id_rule_it_was_kept,
                 a_transaction_that_is_dropped_leaves_nothing,
                 effects_of_an_enqueue_go_with_the_transaction,
             ];
@@ -294,6 +304,7 @@ macro_rules! store_conformance {
                 a_consumer_that_is_gone_is_forgotten_and_one_that_is_there_is_not,
                 what_operators_did_is_read_newest_first,
                 dead_messages_are_listed_with_their_history,
+                g11_of_a_message_the_last_fifty_errors_are_kept_each_up_to_its_bound,
                 a_redriven_consumer_message_runs_again_and_is_audited,
                 a_discarded_consumer_message_lets_its_key_go_on,
                 a_redrive_under_a_new_id_is_another_message,

@@ -1,7 +1,8 @@
 //! The Rust door: messages into the outbox, in the caller's own transaction.
 //!
-//! Guarantees: one statement a call; every limit is checked before anything is written, the same limits as behind the SQL
-//! doors; a message exists exactly when the caller's transaction committed (G1).
+//! Guarantees: one statement a call; every limit is checked before anything is written, the same
+//! limits as behind the SQL doors; a message exists exactly when the caller's transaction committed
+//! (G1).
 
 use std::future::Future;
 use std::sync::LazyLock;
@@ -28,8 +29,8 @@ pub trait Door: Send {
 /// Enqueues one message in the caller's transaction; the answer is its id.
 ///
 /// # Errors
-/// [`StoreError::Limit`] where the message breaks a limit, else what the database says. The caller's transaction is to be
-/// rolled back.
+/// [`StoreError::Limit`] where the message breaks a limit, else what the database says. The
+/// caller's transaction is to be rolled back.
 ///
 /// # Cancel safety
 /// As [`Door::write`].
@@ -54,15 +55,18 @@ pub async fn enqueue_all<C: Door>(connection: &mut C, messages: Vec<NewMessage>)
 
 static HINT: LazyLock<Notify> = LazyLock::new(Notify::new);
 
-/// Waits for the next hint that this process committed messages. A lost hint only delays until the next poll.
+/// Waits for the next hint that this process committed messages. A lost hint only delays until the
+/// next poll.
 pub async fn enqueued() {
     HINT.notified().await;
 }
 
-/// Commits and gives a relay in the same process a hint, so that it need not wait for its next poll.
+/// Commits and gives a relay in the same process a hint, so that it need not wait for its next
+/// poll.
 ///
 /// # Errors
-/// [`StoreError::CommitUnknown`] where the connection was lost during COMMIT: find out, do not guess.
+/// [`StoreError::CommitUnknown`] where the connection was lost during COMMIT: find out, do not
+/// guess.
 ///
 /// # Cancel safety
 /// None: a dropped commit has an unknown outcome.

@@ -1,8 +1,9 @@
 //! Duty: the inbox and the transaction around a handler.
 //!
-//! The order is fixed (R24): begin, admit (insert first, sorted), blocked keys and purge bound, handlers, prove (R23), commit.
-//! The unique key decides what is new; nothing is decided from a SELECT. A purge records its bound before, or with, the first
-//! row it takes, so that whoever finds such a message new finds it too old as well (R31, G8).
+//! The order is fixed (R24): begin, admit (insert first, sorted), blocked keys and purge bound,
+//! handlers, prove (R23), commit. The unique key decides what is new; nothing is decided from a
+//! SELECT. A purge records its bound before, or with, the first row it takes, so that whoever finds
+//! such a message new finds it too old as well (R31, G8).
 
 use std::collections::HashSet;
 use std::future::Future;
@@ -26,10 +27,28 @@ pub struct ConsumerId(pub i32);
 pub struct ConsumerSpec {
     /// Its name.
     pub name: String,
-    /// Its id rule as text, stored at the first start; another one is refused unless `accept` is set (R31).
+    /// Its id rule as text, stored at the first start; another one is refused unless `accept` is
+    /// set (R31).
     pub id_rule: String,
     /// The operator accepts a changed id rule.
     pub accept: bool,
+}
+
+impl ConsumerSpec {
+    /// Whether the stored id rule is to be replaced by this one.
+    ///
+    /// # Errors
+    /// [`StoreError::Refused`] where it is another one, and nobody accepted that.
+    pub(crate) fn changes(&self, stored: &str) -> Result<bool, StoreError> {
+        if stored == self.id_rule || self.accept {
+            return Ok(stored != self.id_rule);
+        }
+        Err(StoreError::Refused(format!(
+            "consumer `{}` started with the id rule `{stored}`, now it is `{}`: the inbox would not know old messages again, \
+             and what comes again would run again; put the rule back, or start once with `consumer --accept`",
+            self.name, self.id_rule
+        )))
+    }
 }
 
 /// One message to admit.
@@ -48,14 +67,16 @@ pub struct Known {
     pub hash: ContentHash,
 }
 
-/// The answer of the inbox, in the order of the entries: none where the id is new (its row is inserted now).
+/// The answer of the inbox, in the order of the entries: none where the id is new (its row is
+/// inserted now).
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Admission {
     /// One answer per entry.
     pub known: Vec<Option<Known>>,
 }
 
-/// What may stand in the way of messages that are new, asked in a statement of its own after their rows were inserted.
+/// What may stand in the way of messages that are new, asked in a statement of its own after their
+/// rows were inserted.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Standing {
     /// Of the lanes asked about, those with a waiting message or a dead one that holds.
@@ -69,7 +90,8 @@ pub struct Standing {
 pub struct Purged {
     /// Rows that are gone.
     pub rows: u64,
-    /// The last id that was looked at: the next step goes on behind it. None where this was the last step.
+    /// The last id that was looked at: the next step goes on behind it. None where this was the
+    /// last step.
     pub next: Option<MessageId>,
 }
 
@@ -82,8 +104,8 @@ pub enum ParkAs {
     Behind,
     /// Dead; with `holds` later messages of its key are stored behind it.
     Dead {
-        /// Short reason: `terminal`, `attempts`, `id-reused`, `no-usable-id`, `unhandled`, `too-old`, `from-the-future`,
-        /// `transaction-ended`, `unstorable`.
+        /// Short reason: `terminal`, `attempts`, `id-reused`, `no-usable-id`, `unhandled`,
+        /// `too-old`, `from-the-future`, `transaction-ended`, `unstorable`.
         reason: String,
         /// Policy `hold` (true), or `skip` and verdicts.
         holds: bool,
@@ -108,10 +130,12 @@ pub struct Parked {
 pub enum Proof {
     /// The same transaction, all our inbox rows in it.
     Same,
-    /// A statement failed and the handler swallowed it: the transaction is aborted. Treated as the handler's failure.
+    /// A statement failed and the handler swallowed it: the transaction is aborted. Treated as the
+    /// handler's failure.
     Aborted,
-    /// The transaction is another one than the one that inserted our rows: the handler ended it. [`InboxTx::undo`] tells
-    /// whether it committed them: if so the message is dead as `transaction-ended`, else the batch is tried again.
+    /// The transaction is another one than the one that inserted our rows: the handler ended it.
+    /// [`InboxTx::undo`] tells whether it committed them: if so the message is dead as
+    /// `transaction-ended`, else the batch is tried again.
     Ended,
 }
 
@@ -120,20 +144,21 @@ pub enum Proof {
 pub enum Undone {
     /// Nothing of it stays.
     Whole,
-    /// Nothing of it stays. Its connection was lost while the server had nothing to do for it: a failure that a handler saw on
-    /// it is nobody's.
+    /// Nothing of it stays. Its connection was lost while the server had nothing to do for it: a
+    /// failure that a handler saw on it is nobody's.
     Lost,
-    /// What `admit` or `finish` wrote is committed: the handler ended the transaction before it was undone. Its inbox rows say
-    /// nothing about whether its messages were handled.
+    /// What `admit` or `finish` wrote is committed: the handler ended the transaction before it was
+    /// undone. Its inbox rows say nothing about whether its messages were handled.
     Committed,
 }
 
-/// How long a connection may take to roll back before the server is asked on another one to end it: a handler that ran out of
-/// time may have left a statement running.
+/// How long a connection may take to roll back before the server is asked on another one to end it:
+/// a handler that ran out of time may have left a statement running.
 #[cfg(any(feature = "postgres", feature = "mysql"))]
 pub(crate) const ROLLBACK_MAX: std::time::Duration = std::time::Duration::from_secs(2);
 
-/// How often [`InboxTx::undo`] looks whether the server has ended a transaction, and the pause between two looks.
+/// How often [`InboxTx::undo`] looks whether the server has ended a transaction, and the pause
+/// between two looks.
 #[cfg(any(feature = "postgres", feature = "mysql"))]
 pub(crate) const LOOKS: (u32, std::time::Duration) = (50, std::time::Duration::from_millis(100));
 
@@ -144,7 +169,8 @@ pub struct Holding {
     pub topic: Arc<str>,
     /// Partition.
     pub partition: i32,
-    /// A token of this assignment alone: an owner that lost the partition changes nothing of the next one's row.
+    /// A token of this assignment alone: an owner that lost the partition changes nothing of the
+    /// next one's row.
     pub owner: Uuid,
 }
 
@@ -155,6 +181,9 @@ pub struct Opened {
     pub was_open: bool,
     /// Where the consumer stood, where a position was kept.
     pub position: Option<Position>,
+    /// The position was kept under another id rule than the consumer has now: what has the same
+    /// coordinates has another id.
+    pub has_new_ids: bool,
 }
 
 /// The time that an id carries.
@@ -162,9 +191,9 @@ pub(crate) fn time_in_id(id: MessageId) -> Option<DbTime> {
     id.unix_millis().map(|millis| DbTime::from_millis(i64::try_from(millis).unwrap_or(i64::MAX)))
 }
 
-/// The keys that the next page of a purge reads where one table holds all ids: those of the past, then those beyond the
-/// present. What is between has a time that no purge takes yet; the few ids among them that carry no time wait until it has
-/// passed.
+/// The keys that the next page of a purge reads where one table holds all ids: those of the past,
+/// then those beyond the present. What is between has a time that no purge takes yet; the few ids
+/// among them that carry no time wait until it has passed.
 #[cfg(any(feature = "mysql", feature = "sqlite"))]
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct KeyRange {
@@ -178,7 +207,8 @@ pub(crate) struct KeyRange {
 
 #[cfg(any(feature = "mysql", feature = "sqlite"))]
 impl KeyRange {
-    /// More than any horizon and clock that is right: what lies beyond is read, and left if it is of the present after all.
+    /// More than any horizon and clock that is right: what lies beyond is read, and left if it is
+    /// of the present after all.
     const PRESENT: std::time::Duration = std::time::Duration::from_secs(366 * 86_400);
 
     pub(crate) fn of(below: DbTime, after: Option<MessageId>) -> Self {
@@ -204,11 +234,13 @@ pub trait Inbox: Base {
     /// [`StoreError::Refused`] where the stored id rule is another one.
     fn register(&self, spec: &ConsumerSpec) -> impl Future<Output = Result<ConsumerId, StoreError>> + Send;
 
-    /// Notes that a process of this consumer is there. False where an operator forgot the consumer meanwhile.
+    /// Notes that a process of this consumer is there. False where an operator forgot the consumer
+    /// meanwhile.
     fn seen(&self, consumer: ConsumerId) -> impl Future<Output = Result<bool, StoreError>> + Send;
 
-    /// Begins a transaction, READ COMMITTED, on a connection with the session settings the promise needs. Dropped before it
-    /// returns, it leaves no connection that is inside a transaction to anybody else (R28).
+    /// Begins a transaction, READ COMMITTED, on a connection with the session settings the promise
+    /// needs. Dropped before it returns, it leaves no connection that is inside a transaction to
+    /// anybody else (R28).
     fn begin(&self, consumer: ConsumerId) -> impl Future<Output = Result<Self::Tx, StoreError>> + Send;
 
     /// Which of these ids have a committed inbox row: for suspicion (R26), never for deduplication.
@@ -218,8 +250,8 @@ pub trait Inbox: Base {
         ids: &[MessageId],
     ) -> impl Future<Output = Result<HashSet<MessageId>, StoreError>> + Send;
 
-    /// True where another transaction that has not ended inserted one of these ids: whoever admits it waits for that. Asked
-    /// without waiting, and changes nothing.
+    /// True where another transaction that has not ended inserted one of these ids: whoever admits
+    /// it waits for that. Asked without waiting, and changes nothing.
     fn is_contested(
         &self,
         consumer: ConsumerId,
@@ -229,8 +261,8 @@ pub trait Inbox: Base {
     /// What ages are judged by now, outside any transaction: where a purge begins.
     fn bounds(&self, consumer: ConsumerId) -> impl Future<Output = Result<Bounds, StoreError>> + Send;
 
-    /// Takes away up to `rows_max` tries of messages that have their inbox row: they were handled or stored by somebody who did not
-    /// know of the tries. Gives how many.
+    /// Takes away up to `rows_max` tries of messages that have their inbox row: they were handled
+    /// or stored by somebody who did not know of the tries. Gives how many.
     fn forget_attempts(
         &self,
         consumer: ConsumerId,
@@ -240,10 +272,11 @@ pub trait Inbox: Base {
     /// Whether at least so many dead messages of this consumer stand.
     fn has_dead(&self, consumer: ConsumerId, rows: usize) -> impl Future<Output = Result<bool, StoreError>> + Send;
 
-    /// One step of a purge up to `below`, in whole milliseconds: looks at up to `rows_max` inbox rows of this consumer behind
-    /// the id `after` and takes those that `policy::horizon` lets go and whose message does not wait and is not dead. The
-    /// bound of what it takes is recorded in the same transaction, and never lowered. Rows of other consumers, and their
-    /// bounds, stay: what one of them remembers is its own affair.
+    /// One step of a purge up to `below`, in whole milliseconds: looks at up to `rows_max` inbox
+    /// rows of this consumer behind the id `after` and takes those that `policy::horizon` lets go
+    /// and whose message does not wait and is not dead. The bound of what it takes is recorded in
+    /// the same transaction, and never lowered. Rows of other consumers, and their bounds, stay:
+    /// what one of them remembers is its own affair.
     fn purge(
         &self,
         consumer: ConsumerId,
@@ -252,30 +285,34 @@ pub trait Inbox: Base {
         rows_max: usize,
     ) -> impl Future<Output = Result<Purged, StoreError>> + Send;
 
-    /// Counts a try in a transaction of its own, before the handler runs, and gives the number of this try (1 for the first).
+    /// Counts a try in a transaction of its own, before the handler runs, and gives the number of
+    /// this try (1 for the first).
     fn begin_attempt(
         &self,
         consumer: ConsumerId,
         id: MessageId,
     ) -> impl Future<Output = Result<u32, StoreError>> + Send;
 
-    /// Counts the first try of each of these, in one transaction of its own, before they run together. One that has a try counted
-    /// already is left as it is, so that asked twice it counts once.
+    /// Counts the first try of each of these, in one transaction of its own, before they run
+    /// together. One that has a try counted already is left as it is, so that asked twice it counts
+    /// once.
     fn begin_first_attempts(
         &self,
         consumer: ConsumerId,
         ids: &[MessageId],
     ) -> impl Future<Output = Result<(), StoreError>> + Send;
 
-    /// Takes back a try that [`Inbox::begin_attempt`] counted and that was not made: nobody's failure, or a stop.
+    /// Takes back a try that [`Inbox::begin_attempt`] counted and that was not made: nobody's
+    /// failure, or a stop.
     fn take_back_attempt(
         &self,
         consumer: ConsumerId,
         id: MessageId,
     ) -> impl Future<Output = Result<(), StoreError>> + Send;
 
-    /// Notes what a failed try said, in a transaction of its own, and counts the try where `counted` is set (it was not counted
-    /// by [`Inbox::begin_attempt`]); gives the number of tries so far.
+    /// Notes what a failed try said, in a transaction of its own, and counts the try where
+    /// `counted` is set (it was not counted by [`Inbox::begin_attempt`]); gives the number of tries
+    /// so far.
     fn failed_attempt(
         &self,
         consumer: ConsumerId,
@@ -298,16 +335,18 @@ pub trait Inbox: Base {
         holding: &Holding,
     ) -> impl Future<Output = Result<Opened, StoreError>> + Send;
 
-    /// Remembers where the consumer stands in partitions, each under its own owner; what another owner holds meanwhile is left
-    /// alone. Called only after everything before the positions is committed, in transactions of its own: whatever
-    /// part of its writes a database keeps, a position never stands there without the effects before it.
+    /// Remembers where the consumer stands in partitions, each under its own owner; what another
+    /// owner holds meanwhile is left alone. Called only after everything before the positions is
+    /// committed, in transactions of its own: whatever part of its writes a database keeps, a
+    /// position never stands there without the effects before it.
     fn keep_positions(
         &self,
         consumer: ConsumerId,
         positions: &[(Holding, Position)],
     ) -> impl Future<Output = Result<(), StoreError>> + Send;
 
-    /// Notes a clean end, unless another owner has the partition, and the position where it is given.
+    /// Notes a clean end, unless another owner has the partition, and the position where it is
+    /// given.
     fn close_assignment(
         &self,
         consumer: ConsumerId,
@@ -316,7 +355,8 @@ pub trait Inbox: Base {
     ) -> impl Future<Output = Result<(), StoreError>> + Send;
 }
 
-/// A transaction that holds inbox rows and the handler's effects together. Dropped without commit, it rolls back.
+/// A transaction that holds inbox rows and the handler's effects together. Dropped without commit,
+/// it rolls back.
 pub trait InboxTx: Send + 'static {
     /// The sqlx database.
     type Db: sqlx::Database;
@@ -324,22 +364,24 @@ pub trait InboxTx: Send + 'static {
     /// The connection, inside the transaction: what handlers write through.
     fn connection(&mut self) -> &mut <Self::Db as sqlx::Database>::Connection;
 
-    /// Inserts the ids, first and sorted, in one statement (R24). Ids must differ from each other. At most one call.
+    /// Inserts the ids, first and sorted, in one statement (R24). Ids must differ from each other.
+    /// At most one call.
     fn admit(&mut self, entries: &[InboxEntry]) -> impl Future<Output = Result<Admission, StoreError>> + Send;
 
-    /// Which of these lanes (see [`Message::lane_id`]) are blocked, and what ages are judged by. A statement of its own, after
-    /// the insert: it sees what whoever was waited for has committed.
+    /// Which of these lanes (see [`Message::lane_id`]) are blocked, and what ages are judged by. A
+    /// statement of its own, after the insert: it sees what whoever was waited for has committed.
     fn standing(&mut self, lanes: &[[u8; 16]]) -> impl Future<Output = Result<Standing, StoreError>> + Send;
 
-    /// Stores messages as waiting or dead. Their inbox rows were inserted by `admit` in this same transaction, except for
-    /// verdicts that leave none. Dead deliveries are unique by (consumer, message id, content hash): a second one is ignored.
+    /// Stores messages as waiting or dead. Their inbox rows were inserted by `admit` in this same
+    /// transaction, except for verdicts that leave none. Dead deliveries are unique by (consumer,
+    /// message id, content hash): a second one is ignored.
     fn park(&mut self, parked: &[Parked]) -> impl Future<Output = Result<(), StoreError>> + Send;
 
     /// Takes back inbox rows inserted by `admit` (too old, from the future: R31).
     fn forget(&mut self, ids: &[MessageId]) -> impl Future<Output = Result<(), StoreError>> + Send;
 
-    /// Removes claimed waiting messages, those of one key and one claim, and makes the next of the key due. False where the claim
-    /// is not ours any more: then roll back.
+    /// Removes claimed waiting messages, those of one key and one claim, and makes the next of the
+    /// key due. False where the claim is not ours any more: then roll back.
     fn finish(&mut self, claimed: &[super::ClaimedMessage]) -> impl Future<Output = Result<bool, StoreError>> + Send;
 
     /// Deletes the attempt rows of messages that are done with.
@@ -348,13 +390,14 @@ pub trait InboxTx: Send + 'static {
     /// Proves that this is still the transaction that `admit` (or `finish`) wrote in (R23).
     fn prove(&mut self) -> impl Future<Output = Result<Proof, StoreError>> + Send;
 
-    /// Ends the transaction without a commit, after code that is not ours ran in it, and tells whether that code had
-    /// committed it before. Where its connection does not answer, the server is asked on a fresh one, and told to end what
-    /// still runs for it: when this returns, nothing of the transaction can be committed any more.
+    /// Ends the transaction without a commit, after code that is not ours ran in it, and tells
+    /// whether that code had committed it before. Where its connection does not answer, the server
+    /// is asked on a fresh one, and told to end what still runs for it: when this returns, nothing
+    /// of the transaction can be committed any more.
     ///
     /// # Errors
-    /// It is not known yet. Ask again: until then the messages must not be tried again, for inbox rows that the handler
-    /// committed would make them duplicates.
+    /// It is not known yet. Ask again: until then the messages must not be tried again, for inbox
+    /// rows that the handler committed would make them duplicates.
     fn undo(&mut self) -> impl Future<Output = Result<Undone, StoreError>> + Send;
 
     /// Commits.
@@ -363,7 +406,7 @@ pub trait InboxTx: Send + 'static {
     /// [`StoreError::CommitUnknown`] where the connection was lost: redelivery finds out.
     fn commit(self) -> impl Future<Output = Result<(), StoreError>> + Send;
 
-    /// Rolls back, explicitly; an error of it closes the connection. For what only we wrote in; after a handler,
-    /// [`Self::undo`].
+    /// Rolls back, explicitly; an error of it closes the connection. For what only we wrote in;
+    /// after a handler, [`Self::undo`].
     fn rollback(self) -> impl Future<Output = Result<(), StoreError>> + Send;
 }

@@ -1,13 +1,16 @@
-//! Duty: what an operator sees and does of keys and operations. One implementation of each act; command line and library call it.
+//! Duty: what an operator sees and does of keys and operations. One implementation of each act;
+//! command line and library call it.
 //!
 //! Guarantees:
 //!
-//! * An act is one transaction with its audit row, fenced by the epoch of what was seen: who was quicker has won, and the operator
-//!   is told to look again. A dry run does all of it and takes it back.
-//! * What may have had an effect is never forgotten: a key that runs, one whose outcome is unknown, and any operation with an
-//!   intent stay (O11).
-//! * An operation is sent again by its worker, under the same rule as ever ([`Strategy::next`](crate::policy::operation::provider::Strategy::next));
-//!   beyond it only where a duplicate is accepted, by name and with a reason (O6).
+//! * An act is one transaction with its audit row, fenced by the epoch of what was seen: who was
+//!   quicker has won, and the operator is told to look again. A dry run does all of it and takes it
+//!   back.
+//! * What may have had an effect is never forgotten: a key that runs, one whose outcome is unknown,
+//!   and any operation with an intent stay (O11).
+//! * An operation is sent again by its worker, under the same rule as ever
+//!   ([`Strategy::next`](crate::policy::operation::provider::Strategy::next)); beyond it only where
+//!   a duplicate is accepted, by name and with a reason (O6).
 //! * A word of an operator is evidence of kind `operator` (O8), appended in the same transaction.
 //!
 //! Not here: how these are printed (`cli`), and dead messages ([`Operator`](super::Operator)).
@@ -58,8 +61,8 @@ pub struct OperationFilter {
     pub stage: Option<Stage>,
     /// Only those that wait for an operator.
     pub parked: bool,
-    /// Only those that failed with an effect that stands, or whose evidence contradicts their outcome, and that no person has judged
-    /// (O8).
+    /// Only those that failed with an effect that stands, or whose evidence contradicts their
+    /// outcome, and that no person has judged (O8).
     pub conflicts: bool,
     /// Only begun longer ago than this.
     pub older_than: Option<Duration>,
@@ -72,9 +75,11 @@ pub struct OperationFilter {
 pub struct FoundOperations {
     /// Those that wait for an operator first, then what has no outcome, each oldest first.
     pub operations: Vec<StoredOperation>,
-    /// Whose rows are not what was written, and why: nobody drives them, so an operator must see them.
+    /// Whose rows are not what was written, and why: nobody drives them, so an operator must see
+    /// them.
     pub unreadable: Vec<(Uuid, String)>,
-    /// With conflicts: the ids of operations of which nothing is left but evidence that something happened.
+    /// With conflicts: the ids of operations of which nothing is left but evidence that something
+    /// happened.
     pub orphans: Vec<Uuid>,
 }
 
@@ -99,8 +104,8 @@ impl FoundOperations {
 pub enum KeyChange {
     /// Forgotten: the next request under it executes.
     Release,
-    /// Forgotten, and recorded up to the time inside the key, so that a late retry of it is recognised (O23). A key without a time
-    /// is of an operation that does not judge ages.
+    /// Forgotten, and recorded up to the time inside the key, so that a late retry of it is
+    /// recognised (O23). A key without a time is of an operation that does not judge ages.
     Purge,
     /// An UNKNOWN gets its outcome.
     Resolve {
@@ -311,26 +316,28 @@ fn changed(fenced: Fenced) -> Result<(), StoreError> {
 
 /// Duty: operating keys and operations.
 pub trait KeyOperator: Phases {
-    /// Records, oldest claim first, none of them without. Quick where a digest, or a state without outcome, or none but few records are meant; else it
-    /// reads the table.
+    /// Records, oldest claim first, none of them without. Quick where a digest, or a state without
+    /// outcome, or none but few records are meant; else it reads the table.
     fn keys(&self, filter: &KeyFilter) -> impl Future<Output = Result<Vec<Look>, StoreError>> + Send;
 
-    /// Operations with intents and evidence: first those that wait for an operator, then what has no outcome, each oldest first.
+    /// Operations with intents and evidence: first those that wait for an operator, then what has
+    /// no outcome, each oldest first.
     fn operations(&self, filter: &OperationFilter) -> impl Future<Output = Result<FoundOperations, StoreError>> + Send;
 
-    /// What processes have said of the fingerprints that they read and write, those that said it in the last
-    /// [`LIVE_FOR`](crate::policy::operation::versions::LIVE_FOR) by database time; by operation and process (O21).
+    /// What processes have said of the fingerprints that they read and write, those that said it in
+    /// the last [`LIVE_FOR`](crate::policy::operation::versions::LIVE_FOR) by database time; by
+    /// operation and process (O21).
     fn live_versions(&self) -> impl Future<Output = Result<Vec<Announced>, StoreError>> + Send;
 
-    /// Says that a person has looked at a conflict: it is listed no more, and goes with its record; what has no record any more goes
-    /// at once. With its audit row.
+    /// Says that a person has looked at a conflict: it is listed no more, and goes with its record;
+    /// what has no record any more goes at once. With its audit row.
     ///
     /// # Errors
     /// [`StoreError::Refused`]: it has no outcome yet, or nothing is known of it.
     fn judge(&self, operation_id: Uuid, context: &ActContext) -> impl Future<Output = Result<(), StoreError>> + Send;
 
-    /// One change of a record with its audit row, fenced by epoch and state as seen. What it may not be used for is refused by
-    /// [`Self::act_on_key`]; here the statement hits or does not.
+    /// One change of a record with its audit row, fenced by epoch and state as seen. What it may
+    /// not be used for is refused by [`Self::act_on_key`]; here the statement hits or does not.
     fn change_key(
         &self,
         seen: &Record,
@@ -338,8 +345,8 @@ pub trait KeyOperator: Phases {
         context: &ActContext,
     ) -> impl Future<Output = Result<Fenced, StoreError>> + Send;
 
-    /// One change of an operation with its audit row, fenced by its epoch, by its lease unless that is taken over, and by the
-    /// number of its evidence rows: what came since was not judged (O8).
+    /// One change of an operation with its audit row, fenced by its epoch, by its lease unless that
+    /// is taken over, and by the number of its evidence rows: what came since was not judged (O8).
     fn change_operation(
         &self,
         seen: &StoredOperation,
@@ -350,8 +357,9 @@ pub trait KeyOperator: Phases {
     /// Releases, purges or resolves a key.
     ///
     /// # Errors
-    /// [`StoreError::Refused`]: it runs; its outcome is unknown (only `resolve` ends that); it has an intent; what is resolved has its
-    /// outcome, or is an operation in phases, or a run of it has said the opposite; it has changed meanwhile.
+    /// [`StoreError::Refused`]: it runs; its outcome is unknown (only `resolve` ends that); it has
+    /// an intent; what is resolved has its outcome, or is an operation in phases, or a run of it
+    /// has said the opposite; it has changed meanwhile.
     fn act_on_key(
         &self,
         seen: &Record,
@@ -398,13 +406,15 @@ pub trait KeyOperator: Phases {
         }
     }
 
-    /// Gives an operation to its worker again, at once and with its attempts counted anew. What may be sent, the worker decides as
-    /// ever. `accept_duplicate`: the sends that may have arrived are waived, so that it is sent again beyond that rule, perhaps a
-    /// second time. That is no proof that they did not arrive.
+    /// Gives an operation to its worker again, at once and with its attempts counted anew. What may
+    /// be sent, the worker decides as ever. `accept_duplicate`: the sends that may have arrived are
+    /// waived, so that it is sent again beyond that rule, perhaps a second time. That is no proof
+    /// that they did not arrive.
     ///
     /// # Errors
-    /// [`StoreError::Refused`]: it has its outcome; somebody drives it and `take_over` is not given; every effect that is open can be
-    /// neither repeated nor asked for, and no duplicate is accepted; it has changed meanwhile.
+    /// [`StoreError::Refused`]: it has its outcome; somebody drives it and `take_over` is not
+    /// given; every effect that is open can be neither repeated nor asked for, and no duplicate is
+    /// accepted; it has changed meanwhile.
     fn retry(
         &self,
         seen: &StoredOperation,
@@ -452,8 +462,10 @@ pub trait KeyOperator: Phases {
     /// Says how an operation ended, or what became of one of its effects.
     ///
     /// # Errors
-    /// [`StoreError::Refused`]: it has its outcome; somebody drives it and `take_over` is not given; there is no such effect, or it is
-    /// settled; the evidence says the opposite, or it is to fail while an effect stands, and `against_evidence` is not given; it has changed meanwhile.
+    /// [`StoreError::Refused`]: it has its outcome; somebody drives it and `take_over` is not
+    /// given; there is no such effect, or it is settled; the evidence says the opposite, or it is
+    /// to fail while an effect stands, and `against_evidence` is not given; it has changed
+    /// meanwhile.
     fn resolve(
         &self,
         seen: &StoredOperation,
@@ -526,7 +538,8 @@ fn not_against(seen: &StoredOperation, effect: Option<&str>, verdict: &str, forc
     }
 }
 
-/// An operation does not fail while an effect of it stands, as its own phases may not say either (O13).
+/// An operation does not fail while an effect of it stands, as its own phases may not say either
+/// (O13).
 fn nothing_stands(seen: &StoredOperation) -> Result<(), StoreError> {
     let happened = |intent: &&StoredIntent| intent.outcome.as_deref() == Some("succeeded");
     let undone = |effect: &str| {

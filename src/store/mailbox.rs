@@ -1,8 +1,8 @@
 //! Duty: durable e-mail rows, sent by a sender process.
 //!
-//! The handler commits the row with its inbox row; the unique key makes it one row per effect. The sender claims a row,
-//! sends it under a stable Message-ID, and records the outcome. A row whose sending was interrupted is sent again under the
-//! same Message-ID: SMTP cannot promise more.
+//! The handler commits the row with its inbox row; the unique key makes it one row per effect. The
+//! sender claims a row, sends it under a stable Message-ID, and records the outcome. A row whose
+//! sending was interrupted is sent again under the same Message-ID: SMTP cannot promise more.
 
 use std::future::Future;
 use std::time::Duration;
@@ -62,13 +62,15 @@ pub enum EmailOutcome {
 
 /// Duty: the e-mail rows.
 pub trait Mailbox: Base {
-    /// Inserts a row in the caller's transaction; a second one with the same unique key changes nothing and gives false.
+    /// Inserts a row in the caller's transaction; a second one with the same unique key changes
+    /// nothing and gives false.
     fn queue_email(
         connection: &mut <Self::Db as sqlx::Database>::Connection,
         email: &NewEmail,
     ) -> impl Future<Output = Result<bool, StoreError>> + Send;
 
-    /// Claims due rows, at most `limit`, counts the try. Where the answer was lost, see [`Mailbox::give_back_emails`].
+    /// Claims due rows, at most `limit`, counts the try. Where the answer was lost, see
+    /// [`Mailbox::give_back_emails`].
     fn claim_emails(
         &self,
         limit: usize,

@@ -1,7 +1,8 @@
-//! Idempotency records in the memory of one process: for tests of what stands above a store (M59, feature `testing`).
+//! Idempotency records in the memory of one process: for tests of what stands above a store (M59,
+//! feature `testing`).
 //!
-//! Promise: what the suite asks of every store, by a lock around a map. Nothing outlives the process, so it is never one for a
-//! service.
+//! Promise: what the suite asks of every store, by a lock around a map. Nothing outlives the
+//! process, so it is never one for a service.
 //!
 //! Not here: door A, which needs a database's transaction.
 
@@ -54,7 +55,8 @@ fn now() -> DbTime {
 }
 
 impl Row {
-    /// The record as it is read now: a body whose time is over is gone, whether it was taken away or not.
+    /// The record as it is read now: a body whose time is over is gone, whether it was taken away
+    /// or not.
     fn read(&self, now: DbTime) -> Record {
         let mut record = self.record.clone();
         if let Some(StoredAnswer { body: body @ StoredBody::Kept, .. }) = &mut record.answer

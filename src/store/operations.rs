@@ -1,24 +1,28 @@
 //! Duty: operations, the memory of the operation engine (M29, M37, M54, O1 to O29).
 //!
-//! A record says for what a key was first used, in what state that is, who owns it, and what is answered. Its primary key is
-//! the arbiter: whoever inserts it executes. Every other change is one statement fenced by the epoch that it saw, so of twenty
-//! that try, one wins. Leases and expiries are the database's clock at the statement.
+//! A record says for what a key was first used, in what state that is, who owns it, and what is
+//! answered. Its primary key is the arbiter: whoever inserts it executes. Every other change is one
+//! statement fenced by the epoch that it saw, so of twenty that try, one wins. Leases and expiries
+//! are the database's clock at the statement.
 //!
 //! Two ways to claim:
 //!
-//! * [`Keys::claim`] commits the claim, the handler runs, [`Keys::finish`] commits the outcome (modes `edge` and
-//!   `bridged`; a bridged handler calls [`Operations::finish_in`] in its own transaction instead, O2).
-//! * [`Operations::begin_operation`] begins the transaction that holds claim, effects and outcome together (mode `same_tx`,
-//!   door A). Dropped or rolled back, nothing stays.
+//! * [`Keys::claim`] commits the claim, the handler runs, [`Keys::finish`] commits the outcome
+//!   (modes `edge` and `bridged`; a bridged handler calls [`Operations::finish_in`] in its own
+//!   transaction instead, O2).
+//! * [`Operations::begin_operation`] begins the transaction that holds claim, effects and outcome
+//!   together (mode `same_tx`, door A). Dropped or rolled back, nothing stays.
 //!
-//! Errors, everywhere: [`StoreError::Busy`], [`StoreError::Unavailable`] and other errors of a single statement are definite:
-//! nothing was changed. [`StoreError::CommitUnknown`], and an error of a statement that commits by itself over a connection
-//! that was lost, are indefinite: look again, do not guess. A fenced statement may be repeated; if the first one hit, the
-//! second answers [`Fenced::LostOwnership`], and a look shows why.
+//! Errors, everywhere: [`StoreError::Busy`], [`StoreError::Unavailable`] and other errors of a
+//! single statement are definite: nothing was changed. [`StoreError::CommitUnknown`], and an error
+//! of a statement that commits by itself over a connection that was lost, are indefinite: look
+//! again, do not guess. A fenced statement may be repeated; if the first one hit, the second
+//! answers [`Fenced::LostOwnership`], and a look shows why.
 //!
 //! Cancel safety: a call that is dropped has happened or not, wholly; look again.
 //!
-//! Not here: what is decided from a record ([`decide`](crate::policy::operation::decide())), and encryption of bodies.
+//! Not here: what is decided from a record ([`decide`](crate::policy::operation::decide())), and
+//! encryption of bodies.
 
 pub(super) mod announced;
 pub(super) mod stored;
@@ -55,16 +59,16 @@ pub struct KeyClaim {
     pub principal: PrincipalMark,
     /// The command.
     pub fingerprint: Fingerprint,
-    /// By which door. [`Keys::claim`] takes `bridged` and `edge`, [`Operations::begin_operation`] `same_tx`,
-    /// [`Phases::begin_first`](super::Phases::begin_first) `phased`.
+    /// By which door. [`Keys::claim`] takes `bridged` and `edge`, [`Operations::begin_operation`]
+    /// `same_tx`, [`Phases::begin_first`](super::Phases::begin_first) `phased`.
     pub mode: Mode,
     /// The identity of the run, if the record is new or used anew; else the record keeps its own.
     pub operation_id: Uuid,
-    /// The token of the owner, if this claim succeeds: made before it is sent, so that a claim whose answer was lost can still
-    /// be released. A new one for each claim: [`Self::new_owner`].
+    /// The token of the owner, if this claim succeeds: made before it is sent, so that a claim
+    /// whose answer was lost can still be released. A new one for each claim: [`Self::new_owner`].
     pub owner: Uuid,
-    /// How long it is owned without a heartbeat; meaningless in mode `same_tx`, which has no lease. In mode `phased` it is the
-    /// operation's.
+    /// How long it is owned without a heartbeat; meaningless in mode `same_tx`, which has no lease.
+    /// In mode `phased` it is the operation's.
     pub lease: Duration,
 }
 
@@ -73,12 +77,13 @@ pub struct KeyClaim {
 pub enum Basis<'a> {
     /// No record: insert first.
     New,
-    /// A claim of mode `bridged` or `edge` whose lease is over by database time, or an UNKNOWN of mode `edge`. Who is allowed
-    /// to execute it again is decided before (O2, O11).
+    /// A claim of mode `bridged` or `edge` whose lease is over by database time, or an UNKNOWN of
+    /// mode `edge`. Who is allowed to execute it again is decided before (O2, O11).
     TakeOver(&'a Record),
     /// FAILED_RETRYABLE, its time not over: attempts are raised.
     Reclaim(&'a Record),
-    /// A terminal state whose time is over: the generation is raised, the operation id is a new one (O4).
+    /// A terminal state whose time is over: the generation is raised, the operation id is a new one
+    /// (O4).
     Anew(&'a Record),
 }
 
@@ -87,8 +92,8 @@ pub enum Basis<'a> {
 pub struct Owned {
     /// Of which record.
     pub identity: Identity,
-    /// Token of this owner; none in mode `same_tx`, where the transaction is the owner, and in mode `phased`, where the operation
-    /// row has it (O9).
+    /// Token of this owner; none in mode `same_tx`, where the transaction is the owner, and in mode
+    /// `phased`, where the operation row has it (O9).
     pub owner: Option<Uuid>,
     /// The epoch it raised.
     pub epoch: i64,
@@ -124,7 +129,8 @@ impl From<&Owned> for RecordFence {
 pub enum Claimed {
     /// It is ours.
     Owned(Owned),
-    /// Another record stands there, or the one that was seen has changed: decide again from this one.
+    /// Another record stands there, or the one that was seen has changed: decide again from this
+    /// one.
     Existing(Box<Record>),
     /// What refused the claim is gone. Nothing is owned: look again (pitfall 12).
     Vanished,
@@ -137,7 +143,8 @@ pub enum Begun<T> {
     Claimed(T),
     /// A committed record; the transaction is rolled back and its connection given back.
     Existing(Box<Record>),
-    /// Another transaction holds the claim, uncommitted, or its turn did not come in time. Look again (O15 step 4).
+    /// Another transaction holds the claim, uncommitted, or its turn did not come in time. Look
+    /// again (O15 step 4).
     Locked,
 }
 
@@ -236,7 +243,8 @@ impl Fenced {
 /// How much is open.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct OperationStats {
-    /// Committed records IN_PROGRESS. Door A's are not among them: nobody sees them before their commit (pitfall 6).
+    /// Committed records IN_PROGRESS. Door A's are not among them: nobody sees them before their
+    /// commit (pitfall 6).
     pub in_progress: u64,
     /// The age of the oldest of them, by database time.
     pub oldest_in_progress: Option<Duration>,
@@ -245,7 +253,8 @@ pub struct OperationStats {
 }
 
 impl KeyClaim {
-    /// A token for [`Self::owner`]: 128 random bits (O25), of two UUIDs v7, whose 148 nobody can guess.
+    /// A token for [`Self::owner`]: 128 random bits (O25), of two UUIDs v7, whose 148 nobody can
+    /// guess.
     #[must_use]
     pub fn new_owner() -> Uuid {
         let chance = Sha256::new().chain_update(Uuid::now_v7()).chain_update(Uuid::now_v7()).finalize();
@@ -277,14 +286,14 @@ impl KeyClaim {
     }
 }
 
-/// Duty: idempotency records that are claimed and finished by statements of their own. A store without transactions of the
-/// application's can keep them too (O25).
+/// Duty: idempotency records that are claimed and finished by statements of their own. A store
+/// without transactions of the application's can keep them too (O25).
 pub trait Keys: Clone + std::fmt::Debug + Send + Sync + 'static {
     /// Whether it remembers every outcome.
     const DURABILITY: Durability;
 
-    /// Asks the server for a sign of life, on a connection that nothing else uses: a pool that is used up is no outage. A store without
-    /// a server is there.
+    /// Asks the server for a sign of life, on a connection that nothing else uses: a pool that is
+    /// used up is no outage. A store without a server is there.
     ///
     /// # Cancel safety
     /// Dropped, its connection is closed; the next call makes a new one.
@@ -297,8 +306,8 @@ pub trait Keys: Clone + std::fmt::Debug + Send + Sync + 'static {
         None
     }
 
-    /// What stands under a key: one plain SELECT. The lease of a phased record is that of its operation row, read in the same
-    /// statement (O9).
+    /// What stands under a key: one plain SELECT. The lease of a phased record is that of its
+    /// operation row, read in the same statement (O9).
     fn find(&self, identity: &Identity) -> impl Future<Output = Result<Look, StoreError>> + Send;
 
     /// The body of a record's answer; none where its life is over.
@@ -313,7 +322,8 @@ pub trait Keys: Clone + std::fmt::Debug + Send + Sync + 'static {
     /// Extends the lease, from now, by this length.
     fn heartbeat(&self, owned: &Owned, lease: Duration) -> impl Future<Output = Result<Fenced, StoreError>> + Send;
 
-    /// Writes the outcome and keeps the answer, in a transaction of its own. Every lifetime counts from now (O3).
+    /// Writes the outcome and keeps the answer, in a transaction of its own. Every lifetime counts
+    /// from now (O3).
     fn finish(
         &self,
         owned: &Owned,
@@ -321,26 +331,29 @@ pub trait Keys: Clone + std::fmt::Debug + Send + Sync + 'static {
         retention: &Retention,
     ) -> impl Future<Output = Result<Fenced, StoreError>> + Send;
 
-    /// Takes the claim away: nothing happened, and nothing is to be remembered. Only while it is IN_PROGRESS and ours, and while no
-    /// run of the same operation id has said that it ended ([`Self::observe_run`]): then something did happen.
+    /// Takes the claim away: nothing happened, and nothing is to be remembered. Only while it is
+    /// IN_PROGRESS and ours, and while no run of the same operation id has said that it ended
+    /// ([`Self::observe_run`]): then something did happen.
     fn release(&self, owned: &Owned) -> impl Future<Output = Result<Fenced, StoreError>> + Send;
 
-    /// The same of a claim whose answer was lost, by what was sent. [`Fenced::LostOwnership`] also where it has not arrived.
+    /// The same of a claim whose answer was lost, by what was sent. [`Fenced::LostOwnership`] also
+    /// where it has not arrived.
     fn take_back(&self, claim: &KeyClaim, basis: Basis<'_>) -> impl Future<Output = Result<Fenced, StoreError>> + Send {
         let owned = claim.owned(basis);
         async move { self.release(&owned).await }
     }
 
-    /// Makes a claim UNKNOWN whose outcome was lost sight of: of mode `edge` once its lease is over (O11), of mode `same_tx` at
-    /// once (O1). The epoch is raised: whoever owned it changes nothing more.
+    /// Makes a claim UNKNOWN whose outcome was lost sight of: of mode `edge` once its lease is over
+    /// (O11), of mode `same_tx` at once (O1). The epoch is raised: whoever owned it changes nothing
+    /// more.
     fn mark_unknown(&self, seen: &Record) -> impl Future<Output = Result<Fenced, StoreError>> + Send;
 
-    /// Takes away at most about `limit` bodies whose life is over, and gives their number; the records stay (M99). On PostgreSQL
-    /// large ones go by whole partitions, counted as none.
+    /// Takes away at most about `limit` bodies whose life is over, and gives their number; the
+    /// records stay (M99). On PostgreSQL large ones go by whole partitions, counted as none.
     fn expire_bodies(&self, limit: u32) -> impl Future<Output = Result<u64, StoreError>> + Send;
 
-    /// Takes away at most `limit` records of an operation whose metadata's time is over, terminal ones only (M100), and records
-    /// how far in the same transaction (O23). Gives their number.
+    /// Takes away at most `limit` records of an operation whose metadata's time is over, terminal
+    /// ones only (M100), and records how far in the same transaction (O23). Gives their number.
     fn purge_keys(
         &self,
         operation: &OperationName,
@@ -349,11 +362,13 @@ pub trait Keys: Clone + std::fmt::Debug + Send + Sync + 'static {
         limit: u32,
     ) -> impl Future<Output = Result<u64, StoreError>> + Send;
 
-    /// How many records of a tenant are committed and have no outcome: IN_PROGRESS or UNKNOWN. A guard counts none.
+    /// How many records of a tenant are committed and have no outcome: IN_PROGRESS or UNKNOWN. A
+    /// guard counts none.
     fn open_of_tenant(&self, tenant: &str) -> impl Future<Output = Result<u64, StoreError>> + Send;
 
-    /// How many bytes the answers of a tenant take whose body is kept and whose life is not over: headers and body, as they
-    /// stand, wherever they stand. One read of an index that leads by tenant, of one entry for each such answer.
+    /// How many bytes the answers of a tenant take whose body is kept and whose life is not over:
+    /// headers and body, as they stand, wherever they stand. One read of an index that leads by
+    /// tenant, of one entry for each such answer.
     ///
     /// # Errors
     /// [`StoreError::Refused`] of a store that cannot tell: a guard.
@@ -365,12 +380,14 @@ pub trait Keys: Clone + std::fmt::Debug + Send + Sync + 'static {
     /// [`StoreError::Refused`] of a store that keeps no evidence: a guard.
     fn observe_run(&self, evidence: &NewEvidence) -> impl Future<Output = Result<(), StoreError>> + Send;
 
-    /// What runs that lost their lease have said of this operation id, oldest first; nothing in a store that keeps no evidence.
+    /// What runs that lost their lease have said of this operation id, oldest first; nothing in a
+    /// store that keeps no evidence.
     fn runs_of(&self, operation_id: Uuid) -> impl Future<Output = Result<Vec<StoredEvidence>, StoreError>> + Send;
 
-    /// Writes down which fingerprints this process reads and writes now (O21), and forgets processes that have said nothing for a
-    /// day. [`KeyOperator::live_versions`](super::KeyOperator::live_versions) shows it. A store that no operator looks at keeps
-    /// nothing.
+    /// Writes down which fingerprints this process reads and writes now (O21), and forgets
+    /// processes that have said nothing for a day.
+    /// [`KeyOperator::live_versions`](super::KeyOperator::live_versions) shows it. A store that no
+    /// operator looks at keeps nothing.
     fn announce(&self, process: Uuid, versions: &[Versions]) -> impl Future<Output = Result<(), StoreError>> + Send {
         let _ = (process, versions);
         async { Ok(()) }
@@ -388,8 +405,8 @@ pub trait Operations: Keys + Base {
     /// Whether [`Self::begin_unseen`] asks for fewer steps than a look and a claim.
     const CLAIMS_UNSEEN: bool = false;
 
-    /// The same inside the caller's transaction (mode `bridged`, O2). After [`Fenced::LostOwnership`], and after an error, roll
-    /// back: another owner may have executed.
+    /// The same inside the caller's transaction (mode `bridged`, O2). After
+    /// [`Fenced::LostOwnership`], and after an error, roll back: another owner may have executed.
     fn finish_in(
         connection: &mut <Self::Db as Database>::Connection,
         owned: &Owned,
@@ -397,24 +414,29 @@ pub trait Operations: Keys + Base {
         retention: &Retention,
     ) -> impl Future<Output = Result<Fenced, StoreError>> + Send;
 
-    /// Whether a transaction of the application's own is open on this connection (R23): fails where it has ended. A savepoint
-    /// is set and released; outside a transaction its release fails, or on PostgreSQL setting it.
+    /// Whether a transaction of the application's own is open on this connection (R23): fails where
+    /// it has ended. A savepoint is set and released; outside a transaction its release fails, or
+    /// on PostgreSQL setting it.
     ///
     /// # Errors
-    /// [`StoreError::Fenced`]: it has ended, by COMMIT or by ROLLBACK. Else what the database said: it was not committed.
+    /// [`StoreError::Fenced`]: it has ended, by COMMIT or by ROLLBACK. Else what the database said:
+    /// it was not committed.
     fn stands(
         connection: &mut <Self::Db as Database>::Connection,
     ) -> impl Future<Output = Result<(), StoreError>> + Send;
 
-    /// As [`Keys::find`], on a connection of its own, which is closed behind it: where a commit was lost sight of, neither the dead
-    /// connections of a pool decide, nor those who stand in line for it (O29).
+    /// As [`Keys::find`], on a connection of its own, which is closed behind it: where a commit was
+    /// lost sight of, neither the dead connections of a pool decide, nor those who stand in line
+    /// for it (O29).
     fn find_afresh(&self, identity: &Identity) -> impl Future<Output = Result<Look, StoreError>> + Send;
 
-    /// Writes the record of a run as UNKNOWN where there is none (O1). [`Fenced::LostOwnership`] where there is one: look again.
+    /// Writes the record of a run as UNKNOWN where there is none (O1). [`Fenced::LostOwnership`]
+    /// where there is one: look again.
     fn insert_unknown(&self, claim: &KeyClaim) -> impl Future<Output = Result<Fenced, StoreError>> + Send;
 
-    /// Begins door A, mode `same_tx`: the try-lock, then the claim, insert first (O15 steps 2 to 4). It never waits for another
-    /// claim of the key; `patience` bounds the wait for a turn where there is one writer at a time (O18).
+    /// Begins door A, mode `same_tx`: the try-lock, then the claim, insert first (O15 steps 2 to
+    /// 4). It never waits for another claim of the key; `patience` bounds the wait for a turn where
+    /// there is one writer at a time (O18).
     ///
     /// # Errors
     /// [`StoreError::Refused`] for another mode. [`StoreError::Busy`]: the same again (R27).
@@ -425,10 +447,11 @@ pub trait Operations: Keys + Base {
         patience: Duration,
     ) -> impl Future<Output = Result<Begun<Self::Operation>, StoreError>> + Send;
 
-    /// The look of O15 and [`Self::begin_operation`] on [`Basis::New`] in one statement, for a key that is probably new. In the same
-    /// order: where it sees a record, it takes no lock and waits for nobody. None: a record stands there, or somebody holds the key;
-    /// the transaction is rolled back and its connection given back. What this gives up on is looked for as ever, so an adapter may
-    /// always refuse, which is what the default does.
+    /// The look of O15 and [`Self::begin_operation`] on [`Basis::New`] in one statement, for a key
+    /// that is probably new. In the same order: where it sees a record, it takes no lock and waits
+    /// for nobody. None: a record stands there, or somebody holds the key; the transaction is
+    /// rolled back and its connection given back. What this gives up on is looked for as ever, so
+    /// an adapter may always refuse, which is what the default does.
     ///
     /// # Errors
     /// As [`Self::begin_operation`].
@@ -439,8 +462,8 @@ pub trait Operations: Keys + Base {
         async { Ok(None) }
     }
 
-    /// Makes a run UNKNOWN that left no record of its own (O1): inserts it, or renews the record that it began from. Where
-    /// another run has claimed since, nothing is changed.
+    /// Makes a run UNKNOWN that left no record of its own (O1): inserts it, or renews the record
+    /// that it began from. Where another run has claimed since, nothing is changed.
     fn stand_unknown(
         &self,
         claim: &KeyClaim,
@@ -472,8 +495,8 @@ pub trait Operations: Keys + Base {
         }
     }
 
-    /// Looks for the record of a run whose transaction was lost sight of, on fresh connections, for a second (O29). The record
-    /// that the run began from, unchanged, is none of its own: nothing.
+    /// Looks for the record of a run whose transaction was lost sight of, on fresh connections, for
+    /// a second (O29). The record that the run began from, unchanged, is none of its own: nothing.
     fn look_after(&self, claim: &KeyClaim, basis: Basis<'_>) -> impl Future<Output = doubt::Look> + Send {
         let before = match basis {
             Basis::New => None,
@@ -509,9 +532,10 @@ pub trait Operations: Keys + Base {
 
 /// The transaction of door A: claim, effects, outcome. Dropped without commit, it rolls back.
 ///
-/// The proof (O1, R23): what is written as an outcome is written only in the transaction that holds the claim. A handler that
-/// ended it by raw SQL, or swallowed an error that rolled it back, is found out. Anything but [`Proof::Same`]: roll back, then
-/// [`Operations::look_after`] and [`Doubt`](doubt::Doubt) say what follows.
+/// The proof (O1, R23): what is written as an outcome is written only in the transaction that holds
+/// the claim. A handler that ended it by raw SQL, or swallowed an error that rolled it back, is
+/// found out. Anything but [`Proof::Same`]: roll back, then [`Operations::look_after`] and
+/// [`Doubt`](doubt::Doubt) say what follows.
 pub trait OperationTx: std::fmt::Debug + Send + 'static {
     /// The sqlx database.
     type Db: Database;
@@ -522,13 +546,14 @@ pub trait OperationTx: std::fmt::Debug + Send + 'static {
     /// The connection, inside the transaction: what handlers write through.
     fn connection(&mut self) -> &mut <Self::Db as Database>::Connection;
 
-    /// Takes back all effects since the claim, which stays: for a rejection that is to be remembered (pitfall 18). It also
-    /// mends a transaction that a swallowed error aborted.
+    /// Takes back all effects since the claim, which stays: for a rejection that is to be
+    /// remembered (pitfall 18). It also mends a transaction that a swallowed error aborted.
     fn undo_effects(&mut self) -> impl Future<Output = Result<Proof, StoreError>> + Send;
 
-    /// Where the transaction is not there any more after a failure that is nobody's, such as a deadlock by which the database
-    /// itself may have ended it: whether it is proven that nothing was committed on the connection since the claim, but what may
-    /// still be open and [`Self::rollback`] takes back. Then the unit may run again (R27).
+    /// Where the transaction is not there any more after a failure that is nobody's, such as a
+    /// deadlock by which the database itself may have ended it: whether it is proven that nothing
+    /// was committed on the connection since the claim, but what may still be open and
+    /// [`Self::rollback`] takes back. Then the unit may run again (R27).
     ///
     /// # Errors
     /// Nothing is proven.
@@ -536,11 +561,12 @@ pub trait OperationTx: std::fmt::Debug + Send + 'static {
         async { Ok(false) }
     }
 
-    /// Writes the messages, in order, and the outcome, and keeps the answer. Once; after it, commit.
+    /// Writes the messages, in order, and the outcome, and keeps the answer. Once; after it,
+    /// commit.
     ///
     /// # Errors
-    /// Also that of a message. An error comes only of a transaction that is shown to be ours, or of a connection that is lost: roll
-    /// back, and nothing is there.
+    /// Also that of a message. An error comes only of a transaction that is shown to be ours, or of
+    /// a connection that is lost: roll back, and nothing is there.
     fn complete(
         &mut self,
         messages: Vec<NewMessage>,

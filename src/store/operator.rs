@@ -1,4 +1,5 @@
-//! Duty: what an operator sees and does. One implementation of each act; command line, dashboard and library call it.
+//! Duty: what an operator sees and does. One implementation of each act; command line, dashboard
+//! and library call it.
 
 use std::future::Future;
 use std::time::Duration;
@@ -31,11 +32,12 @@ pub struct ShardStatus {
     pub cursor_age_seconds: f64,
 }
 
-/// So many rows of a kind are counted one by one, so that a look costs the same however many there are.
+/// So many rows of a kind are counted one by one, so that a look costs the same however many there
+/// are.
 pub(super) const COUNTED_MAX: i64 = 10_000;
 
-/// Everything that `oncebox status` and `/metrics` show of a database. Each number is counted up to 10,000, which then means that or
-/// more; `pending` and `inbox_rows` are estimated beyond.
+/// Everything that `oncebox status` and `/metrics` show of a database. Each number is counted up to
+/// 10,000, which then means that or more; `pending` and `inbox_rows` are estimated beyond.
 #[derive(Debug, Clone, Default, PartialEq, serde::Serialize)]
 pub struct Status {
     /// Shards.
@@ -71,12 +73,13 @@ pub struct ConsumerStatus {
     pub dead: u64,
     /// Inbox rows.
     pub inbox_rows: u64,
-    /// When one of its processes was last there, in seconds before now; it says so once a minute.
+    /// When one of its processes was last there, in seconds before now; it says so every ten
+    /// seconds.
     pub seen_seconds_ago: f64,
 }
 
-/// What waits and what is held, from how many stand, how many of them are held and how many are due some time, each counted up to
-/// [`COUNTED_MAX`].
+/// What waits and what is held, from how many stand, how many of them are held and how many are due
+/// some time, each counted up to [`COUNTED_MAX`].
 pub(super) fn waiting_and_held(stand: i64, held: i64, due: i64) -> (u64, u64) {
     let others = stand - held;
     let waiting = if stand < COUNTED_MAX { others } else { others.max(due) };
@@ -100,7 +103,8 @@ pub enum DeadState {
     /// Refused for what it is, or given up after its last try.
     #[default]
     Dead,
-    /// Stands behind a dead one, or its destination takes nothing; in the outbox also behind a held one.
+    /// Stands behind a dead one, or its destination takes nothing; in the outbox also behind a held
+    /// one.
     Held,
     /// A consumer's: tried again when it is due, or stands behind one that is.
     Waiting,
@@ -122,7 +126,8 @@ impl DeadState {
 pub struct DeadFilter {
     /// Only in these states; empty: dead ones.
     pub states: Vec<DeadState>,
-    /// Only this one, by the number that `dead list` shows: `o17` (outbox position) or `c9` (consumer row).
+    /// Only this one, by the number that `dead list` shows: `o17` (outbox position) or `c9`
+    /// (consumer row).
     pub number: Option<String>,
     /// Only with this message id.
     pub message_id: Option<Uuid>,
@@ -145,7 +150,13 @@ impl DeadFilter {
     }
 }
 
-/// One error of a dead message's history.
+/// The part of an error that a database keeps: its first 4,096 bytes.
+#[cfg(any(feature = "postgres", feature = "mysql", feature = "sqlite"))]
+pub(crate) fn kept_error(error: &str) -> &str {
+    &error[..error.floor_char_boundary(4_096)]
+}
+
+/// One error of a message's history, of which the newest 50 are kept.
 #[derive(Debug, Clone, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub struct HistoryEntry {
     /// When, by the database's clock.
@@ -200,13 +211,15 @@ pub struct DeadMessage {
     pub content_type: Option<String>,
 }
 
-/// What an operator does with messages that could not be sent or handled. One of a consumer that waits or is held is buried first,
-/// in the same transaction, and then treated as a dead one; one that a process handles at this moment is refused.
+/// What an operator does with messages that could not be sent or handled. One of a consumer that
+/// waits or is held is buried first, in the same transaction, and then treated as a dead one; one
+/// that a process handles at this moment is refused.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum OperatorAct {
     /// Again, with the same id: inboxes still deduplicate.
     Redrive,
-    /// Again, edited or unchanged, under a new id; the old one becomes the causation id header `oncebox`-side.
+    /// Again, edited or unchanged, under a new id; the old one becomes the causation id header
+    /// `oncebox`-side.
     RedriveAs {
         /// The new id.
         id: Uuid,
@@ -285,7 +298,8 @@ impl Redriven {
     }
 }
 
-/// Decides from the inbox row that stood before the act inserted one: none, or whether its content is that of the message.
+/// Decides from the inbox row that stood before the act inserted one: none, or whether its content
+/// is that of the message.
 ///
 /// A verdict on the age of an id leaves no inbox row; every other dead message has its own.
 pub(super) fn redriven(dead: &DeadMessage, act: &OperatorAct, stood: Option<bool>) -> Result<Redriven, StoreError> {
@@ -351,7 +365,8 @@ pub struct Forgotten {
 }
 
 impl Forgotten {
-    /// The name of a consumer that is being forgotten: whoever starts under its old name is a new one.
+    /// The name of a consumer that is being forgotten: whoever starts under its old name is a new
+    /// one.
     pub(super) fn name(consumer: i32) -> String {
         format!("(forgotten {consumer})")
     }
@@ -418,19 +433,21 @@ pub trait Operator: Base {
     /// How things stand.
     fn status(&self) -> impl Future<Output = Result<Status, StoreError>> + Send;
 
-    /// Connections to this database that wait for a lock for so long, as far as the server tells: a handler that hangs in one is
-    /// in no table.
+    /// Connections to this database that wait for a lock for so long, as far as the server tells: a
+    /// handler that hangs in one is in no table.
     fn lock_waits(&self, longer_than: Duration) -> impl Future<Output = Result<Vec<LockWait>, StoreError>> + Send;
 
     /// What operators did, newest first; with an id, to this message or operation alone.
     fn audit(&self, id: Option<Uuid>, limit: usize)
     -> impl Future<Output = Result<Vec<AuditEntry>, StoreError>> + Send;
 
-    /// Forgets a consumer that is gone: its waiting, held and dead messages, what its inbox remembers, its name. One that starts
-    /// under its name is a new one. With `dry_run` it is only counted.
+    /// Forgets a consumer that is gone: its waiting, held and dead messages, what its inbox
+    /// remembers, its name. One that starts under its name is a new one. With `dry_run` it is only
+    /// counted.
     ///
     /// # Errors
-    /// [`StoreError::Refused`] where it is not known, or a process of it was there within [`CONSUMER_PRESENT`].
+    /// [`StoreError::Refused`] where it is not known, or a process of it was there within
+    /// [`CONSUMER_PRESENT`].
     fn forget_consumer(
         &self,
         name: &str,
@@ -440,17 +457,31 @@ pub trait Operator: Base {
     /// Messages that could not be sent or handled, oldest first.
     fn dead(&self, filter: &DeadFilter) -> impl Future<Output = Result<Vec<DeadMessage>, StoreError>> + Send;
 
-    /// Mends positions that the relay would never read: a sequence that stands behind the cursor is set above it, and messages that
-    /// took a position which the relay has passed come before it again, in their order. What was sent may be sent again, nothing is
-    /// lost. Gives a sentence for each thing that was mended, and leaves an audit row; with `dry_run` nothing is written.
+    /// Mends positions that the relay would never read: a sequence that stands behind the cursor is
+    /// set above it, and messages that took a position which the relay has passed come before it
+    /// again, in their order. What was sent may be sent again, nothing is lost. Gives a sentence
+    /// for each thing that was mended, and leaves an audit row; with `dry_run` nothing is written.
     fn mend(&self, context: &ActContext) -> impl Future<Output = Result<Vec<String>, StoreError>> + Send;
 
-    /// Acts on the dead messages of a filter, writes an audit row for each. On outbox rows it writes a request that the
-    /// owner of the shard carries out; consumer rows change at once (redrive: due now; discard: gone, next one due).
+    /// Acts on the dead messages of a filter, writes an audit row for each. On outbox rows it
+    /// writes a request that the owner of the shard carries out; consumer rows change at once
+    /// (redrive: due now; discard: gone, next one due).
     fn act(
         &self,
         filter: &DeadFilter,
         act: &OperatorAct,
         context: &ActContext,
     ) -> impl Future<Output = Result<OperatorOutcome, StoreError>> + Send;
+}
+
+#[cfg(all(test, feature = "sqlite"))]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_error_is_cut_between_characters() {
+        let error = format!("a{}", "ä".repeat(4_096));
+        assert_eq!(kept_error(&error).len(), 4_095);
+        assert_eq!(kept_error("short"), "short");
+    }
 }

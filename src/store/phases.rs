@@ -1,26 +1,33 @@
-//! Duty: operations in phases (door B): where each stands, who drives it, what was sent, what was observed (O5 to O9, O22).
+//! Duty: operations in phases (door B): where each stands, who drives it, what was sent, what was
+//! observed (O5 to O9, O22).
 //!
-//! The idempotency record of a phased operation has no lease of its own; the operation row has the only one (O9). Every
-//! transaction of a phase moves the row from the point and epoch that it began with, or changes nothing; the record's state
-//! is that of the operation's stage ([`Stage::record`]), written in the same transaction.
+//! The idempotency record of a phased operation has no lease of its own; the operation row has the
+//! only one (O9). Every transaction of a phase moves the row from the point and epoch that it began
+//! with, or changes nothing; the record's state is that of the operation's stage
+//! ([`Stage::record`]), written in the same transaction.
 //!
 //! Evidence is the exception: it is appended by anybody at any time, because it is a fact (O8).
 //!
-//! A committed RECEIVED is an alarm, as a committed claim of door A is (O1): a handler ended the transaction of its first phase,
-//! and what it did before may be done. Whoever takes such an operation up parks it, and runs no phase. The same after a
-//! [`Proof`] other than [`Proof::Same`] in a later phase: what the handler committed is there, and its point was not moved; unless
-//! the proof is [`Proof::Aborted`], or [`PhaseTx::undo_effects`] then says so: nothing was committed, and the phase has failed.
+//! A committed RECEIVED is an alarm, as a committed claim of door A is (O1): a handler ended the
+//! transaction of its first phase, and what it did before may be done. Whoever takes such an
+//! operation up parks it, and runs no phase. The same after a [`Proof`] other than [`Proof::Same`]
+//! in a later phase: what the handler committed is there, and its point was not moved; unless the
+//! proof is [`Proof::Aborted`], or [`PhaseTx::undo_effects`] then says so: nothing was committed,
+//! and the phase has failed.
 //!
-//! Where nobody hears how a later phase ended (its connection was lost, its process died), its mark tells: a row that the phase's
-//! transaction inserts when it begins, and deletes when it moves on. So no committed transaction of ours leaves one, and one that is
-//! seen says that a run was committed by somebody else ([`Phases::begin_run`]). While the server still has the other transaction it
-//! says nothing, and nobody waits for that with a connection in hand. On SQLite no commit but ours succeeds, and there is none. A handler that rolls back, writes on and commits that by itself takes its own mark away: it is found out where the phase
-//! ends, and not where its connection is lost before.
+//! Where nobody hears how a later phase ended (its connection was lost, its process died), its mark
+//! tells: a row that the phase's transaction inserts when it begins, and deletes when it moves on.
+//! So no committed transaction of ours leaves one, and one that is seen says that a run was
+//! committed by somebody else ([`Phases::begin_run`]). While the server still has the other
+//! transaction it says nothing, and nobody waits for that with a connection in hand. On SQLite no
+//! commit but ours succeeds, and there is none. A handler that rolls back, writes on and commits
+//! that by itself takes its own mark away: it is found out where the phase ends, and not where its
+//! connection is lost before.
 //!
 //! Errors and cancel safety as in [`Keys`](super::Keys).
 //!
-//! Not here: what evidence proves ([`provider`](crate::policy::operation::provider)), which stage follows which
-//! ([`flow`](crate::policy::operation::flow)), and encryption of the bytes.
+//! Not here: what evidence proves ([`provider`](crate::policy::operation::provider)), which stage
+//! follows which ([`flow`](crate::policy::operation::flow)), and encryption of the bytes.
 
 pub(super) mod stored;
 
@@ -38,7 +45,8 @@ use crate::policy::operation::Identity;
 use crate::policy::operation::flow::Stage;
 use crate::policy::operation::retention::Retention;
 
-/// The point that an operation stands at until its first phase is committed; `from` of the first phase's end.
+/// The point that an operation stands at until its first phase is committed; `from` of the first
+/// phase's end.
 pub const FIRST_POINT: &str = "RECEIVED";
 
 /// How the reason ends for which an operation is parked whose handler ended a phase's transaction.
@@ -100,8 +108,8 @@ pub struct StoredOperation {
     pub epoch: i64,
     /// Until when somebody drives it. None if nobody does at `now`.
     pub lease_until: Option<DbTime>,
-    /// How often it was driven in vain: given back so ([`Due::attempt`]), or left behind by a driver that died. A provider that
-    /// is away counts none (G10).
+    /// How often it was driven in vain: given back so ([`Due::attempt`]), or left behind by a
+    /// driver that died. A provider that is away counts none (G10).
     pub attempts: u32,
     /// When a worker may take it up.
     pub due_at: Option<DbTime>,
@@ -164,8 +172,8 @@ pub struct NewEvidence {
     pub send: u32,
     /// `answer`, `query`, `error`, `operator` or `run`.
     pub kind: String,
-    /// The word of a [`Verdict`](crate::policy::operation::provider::Verdict::word); of an operator `success`, `failure` or `waived`,
-    /// of a run `success`, `failure`, `not-sent` or `indefinite`.
+    /// The word of a [`Verdict`](crate::policy::operation::provider::Verdict::word); of an operator
+    /// `success`, `failure` or `waived`, of a run `success`, `failure`, `not-sent` or `indefinite`.
     pub verdict: String,
     /// The status of the provider's answer.
     pub status: Option<u16>,
@@ -225,8 +233,8 @@ impl<'a> Leave<'a> {
         }
     }
 
-    /// Whether the reason says from now on what the mark of a phase said. For any other reason the mark stays: an operator who lets
-    /// the operation go on has not heard of it.
+    /// Whether the reason says from now on what the mark of a phase said. For any other reason the
+    /// mark stays: an operator who lets the operation go on has not heard of it.
     #[cfg(any(feature = "postgres", feature = "mysql"))]
     pub(super) fn takes_the_mark(self) -> bool {
         matches!(self, Self::Park(reason) if reason.ends_with(ENDED))
@@ -240,10 +248,11 @@ pub enum Run<T> {
     Begun(T),
     /// The mark of an earlier run stands: that run was committed, and not by us.
     Marked,
-    /// The server still has an earlier run, as one whose connection was lost while a statement went on: what it comes to is not known
-    /// yet.
+    /// The server still has an earlier run, as one whose connection was lost while a statement went
+    /// on: what it comes to is not known yet.
     Unended,
-    /// The operation is another driver's by now, or stands elsewhere: this run would be one too many.
+    /// The operation is another driver's by now, or stands elsewhere: this run would be one too
+    /// many.
     Overtaken,
 }
 
@@ -302,7 +311,8 @@ pub(super) fn no_effect(effect: &str) -> StoreError {
     StoreError::Refused(format!("there is no effect `{effect}` to settle"))
 }
 
-/// Of an intent that the tables refused: the effect, or the key that its provider sees, is there already (O5).
+/// Of an intent that the tables refused: the effect, or the key that its provider sees, is there
+/// already (O5).
 pub(super) fn twice(intent: &NewIntent) -> StoreError {
     StoreError::Refused(format!(
         "the effect `{}`, or its key at the adapter `{}`, is there already",
@@ -316,7 +326,8 @@ pub(super) fn unreadable(operation_id: Uuid, error: &StoreError) -> String {
     format!("unreadable: {error}")
 }
 
-/// Whether the record came after its operation; one that is gone keeps nobody from leaving the operation to others.
+/// Whether the record came after its operation; one that is gone keeps nobody from leaving the
+/// operation to others.
 pub(super) fn follows(followed: Result<(), StoreError>) -> Result<(), StoreError> {
     match followed {
         Err(StoreError::Corrupt(error)) => {
@@ -343,12 +354,14 @@ pub trait Phases: Operations {
     /// The transaction of a phase.
     type Phase: PhaseTx<Db = Self::Db>;
 
-    /// Begins the first phase: try-lock, claim and operation row (stage RECEIVED, driven by us) in one transaction, as
-    /// [`Operations::begin_operation`] does for door A. It stands at [`FIRST_POINT`]. What `basis` allows is as there; a record
-    /// used anew gets a new operation, and what was kept of the old one goes.
+    /// Begins the first phase: try-lock, claim and operation row (stage RECEIVED, driven by us) in
+    /// one transaction, as [`Operations::begin_operation`] does for door A. It stands at
+    /// [`FIRST_POINT`]. What `basis` allows is as there; a record used anew gets a new operation,
+    /// and what was kept of the old one goes.
     ///
     /// # Errors
-    /// [`StoreError::Refused`] for a claim of another mode. [`StoreError::Busy`]: the same again (R27).
+    /// [`StoreError::Refused`] for a claim of another mode. [`StoreError::Busy`]: the same again
+    /// (R27).
     fn begin_first(
         &self,
         new: &NewOperation,
@@ -356,18 +369,19 @@ pub trait Phases: Operations {
         patience: Duration,
     ) -> impl Future<Output = Result<Begun<Self::Phase>, StoreError>> + Send;
 
-    /// Begins a later phase of an operation that is ours, in which no code but ours runs. The fence is compared when the phase moves
-    /// on.
+    /// Begins a later phase of an operation that is ours, in which no code but ours runs. The fence
+    /// is compared when the phase moves on.
     ///
     /// # Errors
     /// [`StoreError::Fenced`] where there is no such operation any more.
     fn begin_phase(&self, driven: &Driven) -> impl Future<Output = Result<Self::Phase, StoreError>> + Send;
 
-    /// Begins a later phase whose code is a handler's. Where the server still has another run of the operation's, as one whose
-    /// connection was lost, or that of a driver before, it begins none, and holds no connection until that ends: it says so after a
-    /// second at most (on SQLite, where one writes at a time, it waits its turn). Else it asks, under its mark, whether the operation
-    /// is still at `point` in its epoch: a driver that stood still while another ran the phase begins none. Statements of the handler
-    /// wait for locks as long as in any other phase.
+    /// Begins a later phase whose code is a handler's. Where the server still has another run of
+    /// the operation's, as one whose connection was lost, or that of a driver before, it begins
+    /// none, and holds no connection until that ends: it says so after a second at most (on SQLite,
+    /// where one writes at a time, it waits its turn). Else it asks, under its mark, whether the
+    /// operation is still at `point` in its epoch: a driver that stood still while another ran the
+    /// phase begins none. Statements of the handler wait for locks as long as in any other phase.
     ///
     /// # Errors
     /// As in [`Self::begin_phase`].
@@ -377,17 +391,18 @@ pub trait Phases: Operations {
         point: &str,
     ) -> impl Future<Output = Result<Run<Self::Phase>, StoreError>> + Send;
 
-    /// Takes up an operation that nobody drives, due or not, by one fenced UPDATE that raises the epoch: of twenty that try, one
-    /// wins. A parked one is not taken up. A lease that its driver let end counts as an attempt.
+    /// Takes up an operation that nobody drives, due or not, by one fenced UPDATE that raises the
+    /// epoch: of twenty that try, one wins. A parked one is not taken up. A lease that its driver
+    /// let end counts as an attempt.
     fn take_operation(
         &self,
         operation_id: Uuid,
         lease: Duration,
     ) -> impl Future<Output = Result<Taken, StoreError>> + Send;
 
-    /// Takes up at most `limit` operations of a flow and these versions that are due and that nobody drives, the longest due
-    /// first; in one transaction, and twenty workers get different ones. One that cannot be read is parked, with the reason, and
-    /// the others are taken.
+    /// Takes up at most `limit` operations of a flow and these versions that are due and that
+    /// nobody drives, the longest due first; in one transaction, and twenty workers get different
+    /// ones. One that cannot be read is parked, with the reason, and the others are taken.
     fn take_due(
         &self,
         flow: &str,
@@ -411,14 +426,15 @@ pub trait Phases: Operations {
     /// Extends the lease, from now.
     fn drive_on(&self, driven: &Driven, lease: Duration) -> impl Future<Output = Result<Fenced, StoreError>> + Send;
 
-    /// Commits that another send of an effect begins, and gives its number. None: the operation is not ours any more or our lease
-    /// is over, or the effect is settled or not there; send nothing.
+    /// Commits that another send of an effect begins, and gives its number. None: the operation is
+    /// not ours any more or our lease is over, or the effect is settled or not there; send nothing.
     fn begin_send(&self, driven: &Driven, effect: &str)
     -> impl Future<Output = Result<Option<u32>, StoreError>> + Send;
 
-    /// Takes back that a send began, which is known not to have left us: its number is free again, and a provider that is away for a
-    /// day leaves no row for each try. Only while it is the last one begun, and not the first, whose beginning is its intent.
-    /// [`Fenced::LostOwnership`]: nothing was changed. After an error it may have been: then its number says nothing any more.
+    /// Takes back that a send began, which is known not to have left us: its number is free again,
+    /// and a provider that is away for a day leaves no row for each try. Only while it is the last
+    /// one begun, and not the first, whose beginning is its intent. [`Fenced::LostOwnership`]:
+    /// nothing was changed. After an error it may have been: then its number says nothing any more.
     fn take_back_send(
         &self,
         driven: &Driven,
@@ -451,19 +467,21 @@ pub trait Phases: Operations {
     fn operation(&self, operation_id: Uuid)
     -> impl Future<Output = Result<Option<StoredOperation>, StoreError>> + Send;
 
-    /// Makes a parked operation due at once: proof came of what an operator was to find out (O8). It waits for a transaction that
-    /// parks it just now, so who appended evidence before either is seen by that transaction or finds it parked.
-    /// [`Fenced::LostOwnership`] where it is not parked.
+    /// Makes a parked operation due at once: proof came of what an operator was to find out (O8).
+    /// It waits for a transaction that parks it just now, so who appended evidence before either is
+    /// seen by that transaction or finds it parked. [`Fenced::LostOwnership`] where it is not
+    /// parked.
     fn unpark(&self, operation_id: Uuid) -> impl Future<Output = Result<Fenced, StoreError>> + Send;
 
-    /// The id of this deployment; a clone of the database has it too, the configuration of the clone's services has not (O22).
+    /// The id of this deployment; a clone of the database has it too, the configuration of the
+    /// clone's services has not (O22).
     fn deployment(&self) -> impl Future<Output = Result<Uuid, StoreError>> + Send;
 }
 
 /// The transaction of a phase. Dropped without commit, it rolls back.
 ///
-/// As in door A, what moves the operation on is written only in the transaction that began the phase: anything but
-/// [`Proof::Same`] from [`Self::advance`] or [`Self::finish`]: roll back.
+/// As in door A, what moves the operation on is written only in the transaction that began the
+/// phase: anything but [`Proof::Same`] from [`Self::advance`] or [`Self::finish`]: roll back.
 pub trait PhaseTx: std::fmt::Debug + Send + 'static {
     /// The sqlx database.
     type Db: Database;
@@ -474,32 +492,36 @@ pub trait PhaseTx: std::fmt::Debug + Send + 'static {
     /// The connection, inside the transaction.
     fn connection(&mut self) -> &mut <Self::Db as Database>::Connection;
 
-    /// Takes back all effects of this phase; the claim of a first phase stays, and what [`Self::settle`] was told.
-    /// [`Proof::Aborted`]: the transaction is not there any more, and it is proven that nothing was committed since it began, but
-    /// what may still be open and [`Self::rollback`] takes back. It may be asked behind an [`Self::advance`] or a [`Self::finish`]
-    /// that found no transaction.
+    /// Takes back all effects of this phase; the claim of a first phase stays, and what
+    /// [`Self::settle`] was told. [`Proof::Aborted`]: the transaction is not there any more, and it
+    /// is proven that nothing was committed since it began, but what may still be open and
+    /// [`Self::rollback`] takes back. It may be asked behind an [`Self::advance`] or a
+    /// [`Self::finish`] that found no transaction.
     ///
     /// # Errors
-    /// [`StoreError::Busy`]: the database itself has ended the transaction, as it does with a deadlock's victim, and nothing was
-    /// committed: roll back, and run the phase again (O17, R27).
+    /// [`StoreError::Busy`]: the database itself has ended the transaction, as it does with a
+    /// deadlock's victim, and nothing was committed: roll back, and run the phase again (O17, R27).
     fn undo_effects(&mut self) -> impl Future<Output = Result<Proof, StoreError>> + Send;
 
-    /// The evidence of the operation, read in this transaction: what decides is read where it is decided (O8).
+    /// The evidence of the operation, read in this transaction: what decides is read where it is
+    /// decided (O8).
     fn evidence(&mut self) -> impl Future<Output = Result<Vec<StoredEvidence>, StoreError>> + Send;
 
-    /// Records what is proven of an effect: `succeeded`, `failed` or `not-sent`. It is written when the phase moves on, under the
-    /// same proof and fence.
+    /// Records what is proven of an effect: `succeeded`, `failed` or `not-sent`. It is written when
+    /// the phase moves on, under the same proof and fence.
     ///
     /// # Errors
     /// [`StoreError::Refused`] for another word.
     fn settle(&mut self, effect: &str, outcome: &str) -> impl Future<Output = Result<(), StoreError>> + Send;
 
-    /// Moves from point `from` to `to`, at this stage, with these intents (their first send counts as begun). Once; after it,
-    /// commit. [`Fenced::LostOwnership`]: roll back. It means nothing where the proof is not [`Proof::Same`].
+    /// Moves from point `from` to `to`, at this stage, with these intents (their first send counts
+    /// as begun). Once; after it, commit. [`Fenced::LostOwnership`]: roll back. It means nothing
+    /// where the proof is not [`Proof::Same`].
     ///
     /// # Errors
-    /// [`StoreError::Refused`]: an outcome ([`Self::finish`] writes those); intents at a stage that has none; an effect or provider
-    /// key that is there already; an effect settled that is not there. Roll back.
+    /// [`StoreError::Refused`]: an outcome ([`Self::finish`] writes those); intents at a stage that
+    /// has none; an effect or provider key that is there already; an effect settled that is not
+    /// there. Roll back.
     fn advance(
         &mut self,
         from: &str,
@@ -508,8 +530,9 @@ pub trait PhaseTx: std::fmt::Debug + Send + 'static {
         intents: &[NewIntent],
     ) -> impl Future<Output = Result<(Proof, Fenced), StoreError>> + Send;
 
-    /// Writes the outcome to operation and record, both with their lifetimes from now (O3): SUCCEEDED for
-    /// [`Outcome::Completed`], FAILED for [`Outcome::FailedReplayable`]. Once; after it, commit. The rest as in [`Self::advance`].
+    /// Writes the outcome to operation and record, both with their lifetimes from now (O3):
+    /// SUCCEEDED for [`Outcome::Completed`], FAILED for [`Outcome::FailedReplayable`]. Once; after
+    /// it, commit. The rest as in [`Self::advance`].
     ///
     /// # Errors
     /// [`StoreError::Refused`] for another outcome.
@@ -520,7 +543,8 @@ pub trait PhaseTx: std::fmt::Debug + Send + 'static {
         retention: &Retention,
     ) -> impl Future<Output = Result<(Proof, Fenced), StoreError>> + Send;
 
-    /// [`Leave::Park`], in this transaction. Its row is locked until the end: evidence that is read after this is all that came before. Once; after it, commit or roll back.
+    /// [`Leave::Park`], in this transaction. Its row is locked until the end: evidence that is read
+    /// after this is all that came before. Once; after it, commit or roll back.
     fn park(&mut self, reason: &str) -> impl Future<Output = Result<Fenced, StoreError>> + Send;
 
     /// Commits.

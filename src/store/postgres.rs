@@ -1,14 +1,18 @@
-//! PostgreSQL 14 or later: a gap-tracking cursor over an insert-only outbox, and an inbox that is its own proof.
+//! PostgreSQL 14 or later: a gap-tracking cursor over an insert-only outbox, and an inbox that is
+//! its own proof.
 //!
 //! Guarantees:
 //!
-//! * No committed row is lost, none is sent before its writer's commit is durable, and a long transaction elsewhere stalls
-//!   nothing (R1 to R9; the state machine is [`crate::policy::gaps`]).
-//! * The doors are functions of the database; the Rust door calls the same ones, so no limit depends on the language.
-//! * An effect commits together with its inbox row, and only in the transaction that inserted it (R23, R24).
+//! * No committed row is lost, none is sent before its writer's commit is durable, and a long
+//!   transaction elsewhere stalls nothing (R1 to R9; the state machine is [`crate::policy::gaps`]).
+//! * The doors are functions of the database; the Rust door calls the same ones, so no limit
+//!   depends on the language.
+//! * An effect commits together with its inbox row, and only in the transaction that inserted it
+//!   (R23, R24).
 //!
-//! Not here: brokers, decisions (room `policy`), and anything that a transaction pooler could take away: sessions set what they
-//! rest on, and [`Schema::check`](super::Schema::check) refuses a pooler that hands out another server between statements.
+//! Not here: brokers, decisions (room `policy`), and anything that a transaction pooler could take
+//! away: sessions set what they rest on, and [`Schema::check`](super::Schema::check) refuses a
+//! pooler that hands out another server between statements.
 
 mod check;
 mod connect;
@@ -67,7 +71,8 @@ impl Base for PostgresStore {
     /// Connects once, to find out what is wrong at once, and makes the pool.
     ///
     /// # Errors
-    /// [`StoreError::Refused`] where the URL cannot be used, [`StoreError::Unavailable`] where the server is not there yet.
+    /// [`StoreError::Refused`] where the URL cannot be used, [`StoreError::Unavailable`] where the
+    /// server is not there yet.
     ///
     /// # Cancel safety
     /// Nothing is left behind.

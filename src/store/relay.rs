@@ -1,11 +1,13 @@
 //! Duty: the outbox as its relay sees it.
 //!
-//! A session is one ownership of one shard, from the lease that raised the epoch to the first doubt. It reads new rows in
-//! position order, claims them with a synchronous commit of its own begun after the read (R5), and marks them in order once
-//! the broker has proven them. What the cursor is (gaps and fences, rows present, plain position) is the adapter's own.
+//! A session is one ownership of one shard, from the lease that raised the epoch to the first
+//! doubt. It reads new rows in position order, claims them with a synchronous commit of its own
+//! begun after the read (R5), and marks them in order once the broker has proven them. What the
+//! cursor is (gaps and fences, rows present, plain position) is the adapter's own.
 //!
-//! Guarantees: every write is fenced by epoch and revision ([`StoreError::Fenced`] ends the session, nothing changed);
-//! a committed message is read until a mark has proven it or moved it, whole, to dead or held.
+//! Guarantees: every write is fenced by epoch and revision ([`StoreError::Fenced`] ends the
+//! session, nothing changed); a committed message is read until a mark has proven it or moved it,
+//! whole, to dead or held.
 
 use std::future::Future;
 use std::time::Duration;
@@ -23,8 +25,8 @@ pub struct LeaseRequest {
     pub owner: String,
     /// Length of the lease, in database time.
     pub length: Duration,
-    /// Bytes of messages that one read gives at most, unless the first alone is larger: bounds memory whatever the number of
-    /// rows (G11).
+    /// Bytes of messages that one read gives at most, unless the first alone is larger: bounds
+    /// memory whatever the number of rows (G11).
     pub read_bytes: usize,
 }
 
@@ -71,7 +73,8 @@ pub struct ReadBatch {
     pub rows: Vec<OutboxRow>,
     /// True where there was more to read.
     pub more: bool,
-    /// True where a claim must follow within a second although there are no rows (gaps found, rows of other shards).
+    /// True where a claim must follow within a second although there are no rows (gaps found, rows
+    /// of other shards).
     pub needs_claim: bool,
 }
 
@@ -97,7 +100,8 @@ pub enum Diversion {
 /// What a mark does, in one fenced transaction.
 #[derive(Debug, Clone, Default)]
 pub struct Mark {
-    /// The cursor moves to the end of this batch; all batches up to it are wholly proven or diverted here.
+    /// The cursor moves to the end of this batch; all batches up to it are wholly proven or
+    /// diverted here.
     pub through: Option<u64>,
     /// Rows of those batches that are copied whole to the dead and held table.
     pub diverted: Vec<(i64, Diversion)>,
@@ -137,13 +141,15 @@ pub struct DivertedRow {
 /// What an operator asked for a dead row, or, to be rid of it, for a held one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum RequestedAct {
-    /// Publish it again, with the same id or the one the operator's command put there, then what stands behind it.
+    /// Publish it again, with the same id or the one the operator's command put there, then what
+    /// stands behind it.
     Redrive,
     /// Forget it, then publish what stands behind it.
     Discard,
 }
 
-/// A request that a command wrote into the dead and held table; only the owner of the shard acts on it (R17).
+/// A request that a command wrote into the dead and held table; only the owner of the shard acts on
+/// it (R17).
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct OperatorRequest {
     /// Position of the row.
@@ -161,8 +167,9 @@ pub trait Outbox: Base {
     /// The session of this store.
     type Session: RelaySession;
 
-    /// Takes the lease of a shard in one synchronous transaction, or says who has it. A lease that ends later than now plus
-    /// its length counts as expired: the clock went back (R22). The same owner takes its own lease again at once.
+    /// Takes the lease of a shard in one synchronous transaction, or says who has it. A lease that
+    /// ends later than now plus its length counts as expired: the clock went back (R22). The same
+    /// owner takes its own lease again at once.
     ///
     /// # Cancel safety
     /// A dropped call may have taken the lease; the next one of the same owner takes it again.
@@ -178,34 +185,38 @@ pub trait Outbox: Base {
     fn shards(&self) -> impl Future<Output = Result<Vec<i32>, StoreError>> + Send;
 }
 
-/// One ownership of one shard. Any error but [`StoreError::Limit`] is a doubt: drop the session and open a new one.
+/// One ownership of one shard. Any error but [`StoreError::Limit`] is a doubt: drop the session and
+/// open a new one.
 ///
 /// # Cancel safety
 /// No method may be dropped before it returns unless the session is dropped with it.
 pub trait RelaySession: Send {
-    /// Reads up to `rows_max` new rows in one snapshot, fewer where they reach the bytes that were asked for. Fenced: the epoch is
-    /// checked in the same statement.
+    /// Reads up to `rows_max` new rows in one snapshot, fewer where they reach the bytes that were
+    /// asked for. Fenced: the epoch is checked in the same statement.
     fn read(&mut self, rows_max: usize) -> impl Future<Output = Result<ReadBatch, StoreError>> + Send;
 
-    /// Commits synchronously, after the read: renews the lease, fences the gaps, and carries a mark where one is due.
+    /// Commits synchronously, after the read: renews the lease, fences the gaps, and carries a mark
+    /// where one is due.
     fn claim(&mut self, mark: Mark) -> impl Future<Output = Result<(), StoreError>> + Send;
 
-    /// Rows of the dead and held table that hold something, in position order, at most `limit`: loaded at the start of a
-    /// session. A row that is dead under policy `skip` holds nothing and counts for nothing here.
+    /// Rows of the dead and held table that hold something, in position order, at most `limit`:
+    /// loaded at the start of a session. A row that is dead under policy `skip` holds nothing and
+    /// counts for nothing here.
     fn diverted(&mut self, limit: usize) -> impl Future<Output = Result<Vec<DivertedRow>, StoreError>> + Send;
 
     /// Requests of operators that wait, in position order.
     fn requests(&mut self) -> impl Future<Output = Result<Vec<OperatorRequest>, StoreError>> + Send;
 
-    /// These dead and held rows, whole, in position order, to be published again; a row that is gone is left out, and so are the
-    /// last ones where the others reach the bytes of a read.
+    /// These dead and held rows, whole, in position order, to be published again; a row that is
+    /// gone is left out, and so are the last ones where the others reach the bytes of a read.
     fn held(&mut self, positions: &[i64]) -> impl Future<Output = Result<Vec<OutboxRow>, StoreError>> + Send;
 
-    /// Housekeeping between reads, bounded and never in the way of the application: partitions ahead, proven rows deleted.
+    /// Housekeeping between reads, bounded and never in the way of the application: partitions
+    /// ahead, proven rows deleted.
     fn tidy(&mut self) -> impl Future<Output = Result<(), StoreError>> + Send;
 
-    /// Positions that may still appear, where they are at least half as many as may be; a store whose positions have no gaps
-    /// never says so.
+    /// Positions that may still appear, where they are at least half as many as may be; a store
+    /// whose positions have no gaps never says so.
     fn open_gaps(&mut self) -> impl Future<Output = Result<Option<OpenGaps>, StoreError>> + Send {
         async { Ok(None) }
     }
@@ -225,7 +236,8 @@ pub struct OpenGaps {
     pub held_by: Option<String>,
 }
 
-/// Of positions with the bytes of their messages, the first ones: as many as it takes to reach `bytes_max`, and at least one.
+/// Of positions with the bytes of their messages, the first ones: as many as it takes to reach
+/// `bytes_max`, and at least one.
 #[cfg(any(feature = "postgres", feature = "mysql"))]
 pub(crate) fn first_within(weights: Vec<(i64, i64)>, bytes_max: usize) -> Vec<i64> {
     let mut bytes = 0;

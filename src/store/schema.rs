@@ -1,4 +1,5 @@
-//! The tables: made by migrations of our own, in a migration table of our own, never by a program on its own accord.
+//! The tables: made by migrations of our own, in a migration table of our own, never by a program
+//! on its own accord.
 
 use std::future::Future;
 
@@ -19,8 +20,8 @@ pub enum SchemaState {
     },
     /// What this program was built with.
     Current(i64),
-    /// Newer than this program knows, and every migration that it does not know says that it still serves this program: one that
-    /// ran before the migration may start again.
+    /// Newer than this program knows, and every migration that it does not know says that it still
+    /// serves this program: one that ran before the migration may start again.
     Ahead {
         /// Newest applied version.
         found: i64,
@@ -42,8 +43,8 @@ pub enum SchemaState {
 }
 
 impl SchemaState {
-    /// Of a schema with migrations that this program does not know: the newest, and the oldest version of a program that all of them
-    /// still serve.
+    /// Of a schema with migrations that this program does not know: the newest, and the oldest
+    /// version of a program that all of them still serve.
     pub(super) fn of_newer(found: i64, serves_from: i64, known: i64) -> Self {
         if serves_from <= known { Self::Ahead { found, known } } else { Self::Newer { found, known } }
     }
@@ -73,8 +74,8 @@ pub struct MigrationText {
     pub version: i64,
     /// What it is for.
     pub description: &'static str,
-    /// The oldest program that still works on the schema after it, by the newest version that this program knows; its own version
-    /// where an older one would do wrong.
+    /// The oldest program that still works on the schema after it, by the newest version that this
+    /// program knows; its own version where an older one would do wrong.
     pub serves_from: i64,
     /// The SQL.
     pub sql: &'static str,
@@ -156,8 +157,8 @@ pub trait Schema: Base {
     /// All migrations this program was built with, ascending.
     fn migrations() -> &'static [MigrationText];
 
-    /// Everything that [`Schema::migrate`] runs on a new database, for those who run it themselves: with the rows that say that it
-    /// was applied.
+    /// Everything that [`Schema::migrate`] runs on a new database, for those who run it themselves:
+    /// with the rows that say that it was applied.
     #[must_use]
     fn script() -> String {
         let text = |migration: &MigrationText| {
@@ -166,16 +167,18 @@ pub trait Schema: Base {
         Self::migrations().iter().map(text).collect()
     }
 
-    /// Where the schema stands. A SQLite file that is missing is `Missing`. On MySQL texts are not compared: its migrations note
-    /// themselves, also where they are applied by the `mysql` client.
+    /// Where the schema stands. A SQLite file that is missing is `Missing`. On MySQL texts are not
+    /// compared: its migrations note themselves, also where they are applied by the `mysql` client.
     fn schema(&self) -> impl Future<Output = Result<SchemaState, StoreError>> + Send;
 
-    /// Applies what is missing, under a lock, and says which versions it applied. Safe to run twice and at once.
+    /// Applies what is missing, under a lock, and says which versions it applied. Safe to run twice
+    /// and at once.
     fn migrate(&self) -> impl Future<Output = Result<Vec<i64>, StoreError>> + Send;
 
     /// Which migrations are known and applied.
     fn applied(&self) -> impl Future<Output = Result<Vec<AppliedMigration>, StoreError>> + Send;
 
-    /// Settings of server and schema that the promise rests on (R1, R7, R10, R13): run at start and by `doctor`.
+    /// Settings of server and schema that the promise rests on (R1, R7, R10, R13): run at start and
+    /// by `doctor`.
     fn check(&self) -> impl Future<Output = Result<Vec<Finding>, StoreError>> + Send;
 }

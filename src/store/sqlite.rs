@@ -2,14 +2,17 @@
 //!
 //! Guarantees:
 //!
-//! * WAL, `synchronous = FULL`, `BEGIN IMMEDIATE` around every write: what was committed survives, and no transaction is
-//!   upgraded half way (which fails at once, whatever the busy timeout).
+//! * WAL, `synchronous = FULL`, `BEGIN IMMEDIATE` around every write: what was committed survives,
+//!   and no transaction is upgraded half way (which fails at once, whatever the busy timeout).
 //! * Processes of oncebox take turns at the file and leave room for others (R14).
-//! * One writer at a time means that positions commit in order: a plain cursor is exact. One shard, bucket 0.
-//! * The limits of a message are triggers (R13), so that a plain insert is the same door as [`crate::store::enqueue`].
+//! * One writer at a time means that positions commit in order: a plain cursor is exact. One shard,
+//!   bucket 0.
+//! * The limits of a message are triggers (R13), so that a plain insert is the same door as
+//!   [`crate::store::enqueue`].
 //!
-//! Text in the database must be UTF-8. A statement that runs inside a handler holds the write lock of the whole file: keep
-//! handlers short. Applications that write on their own begin with `BEGIN IMMEDIATE` too.
+//! Text in the database must be UTF-8. A statement that runs inside a handler holds the write lock
+//! of the whole file: keep handlers short. Applications that write on their own begin with
+//! `BEGIN IMMEDIATE` too.
 //!
 //! Not here: the embedded broker, which is another file with its own turns.
 
@@ -43,8 +46,9 @@ macro_rules! now_ms {
         "cast(round(unixepoch('subsec') * 1000) as integer)"
     };
 }
-/// The rows `i` = 0, 1, ... of a bound blob of fixed-size parts, as a common table expression named `n`: how a statement takes
-/// many ids at once. `$blob` is the parameter, `$size` the size of a part. An empty blob gives one part that matches nothing.
+/// The rows `i` = 0, 1, ... of a bound blob of fixed-size parts, as a common table expression named
+/// `n`: how a statement takes many ids at once. `$blob` is the parameter, `$size` the size of a
+/// part. An empty blob gives one part that matches nothing.
 macro_rules! parts {
     ($blob:literal, $size:literal) => {
         concat!("n(i) as (select 0 union all select i + 1 from n where (i + 2) * ", $size, " <= length(", $blob, "))")

@@ -1,4 +1,5 @@
-//! Duty: statements of the sql handler. `:name` is found by a tokenizer for the dialect; values are bound, never spliced.
+//! Duty: statements of the sql handler. `:name` is found by a tokenizer for the dialect; values are
+//! bound, never spliced.
 
 mod named;
 
@@ -11,7 +12,7 @@ use chrono::{DateTime, Utc};
 use super::Base;
 use crate::error::StoreError;
 
-pub use named::{Dialect, Piece, split};
+pub use named::{Dialect, Piece, ends_transaction, split};
 
 /// A value to bind.
 #[derive(Clone, PartialEq, Eq)]
@@ -55,7 +56,8 @@ pub trait Statements: Base {
     /// How strings, comments and names are written.
     fn dialect() -> Dialect;
 
-    /// Prepares a statement on the server, so that an error in it shows at start and not with the first message.
+    /// Prepares a statement on the server, so that an error in it shows at start and not with the
+    /// first message.
     fn prepare(&self, pieces: &[Piece]) -> impl Future<Output = Result<Self::Statement, StoreError>> + Send;
 
     /// Runs it in the caller's transaction; gives the rows it touched.

@@ -1,9 +1,10 @@
 //! Duty: messages that wait for a retry, ordered per key (R25).
 //!
-//! A head is claimed for about as long as its handler runs; what was never tried of its key may be claimed with it, as one batch.
-//! The handler's transaction removes them only while the claim stands: a process that died or froze loses its claim by database
-//! time, and no effect commits twice. A claim that ran out stays in its row, so whoever comes next knows that the one before did
-//! not live to say how it ended: it counts the try of that message before it runs it, alone.
+//! A head is claimed for about as long as its handler runs; what was never tried of its key may be
+//! claimed with it, as one batch. The handler's transaction removes them only while the claim
+//! stands: a process that died or froze loses its claim by database time, and no effect commits
+//! twice. A claim that ran out stays in its row, so whoever comes next knows that the one before
+//! did not live to say how it ended: it counts the try of that message before it runs it, alone.
 
 use std::future::Future;
 use std::time::Duration;
@@ -27,11 +28,12 @@ pub struct ClaimedMessage {
     pub message: Message,
 }
 
-/// No claim is longer. One that ends later than this from now was made before the database's clock went back, and is over (R22).
+/// No claim is longer. One that ends later than this from now was made before the database's clock
+/// went back, and is over (R22).
 pub const CLAIM_MAX: Duration = Duration::from_secs(600);
 
-/// A claim on rows: for how long, and under which token. The token is the caller's, so that a claim whose answer was lost can be
-/// given back.
+/// A claim on rows: for how long, and under which token. The token is the caller's, so that a claim
+/// whose answer was lost can be given back.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Claim {
     /// Unique to this claim.
@@ -48,13 +50,15 @@ impl Claim {
     }
 }
 
-/// Which waiting messages a process may run: those that it reads, and has a handler for. What another process of the same
-/// consumer stored stays for that one: a new version knows kinds that the old one beside it does not.
+/// Which waiting messages a process may run: those that it reads, and has a handler for. What
+/// another process of the same consumer stored stays for that one: a new version knows kinds that
+/// the old one beside it does not.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Scope {
     /// Topics that it reads.
     pub topics: Vec<String>,
-    /// The topics or queues where they stand in the broker: a queue may hold messages of other routing keys.
+    /// The topics or queues where they stand in the broker: a queue may hold messages of other
+    /// routing keys.
     pub places: Vec<String>,
     /// Kinds that a handler takes; none where one takes every kind.
     pub kinds: Option<Vec<String>>,
@@ -62,8 +66,8 @@ pub struct Scope {
 
 /// Duty: waiting messages.
 pub trait Waiting: Base {
-    /// Claims the head in the scope that is due first; no try is counted. Where the answer was lost, see
-    /// [`Waiting::give_back_all`].
+    /// Claims the head in the scope that is due first; no try is counted. Where the answer was
+    /// lost, see [`Waiting::give_back_all`].
     fn claim_due(
         &self,
         consumer: ConsumerId,
@@ -71,8 +75,9 @@ pub trait Waiting: Base {
         claim: &Claim,
     ) -> impl Future<Output = Result<Option<ClaimedMessage>, StoreError>> + Send;
 
-    /// Claims what stands right behind a claimed head, in order, under the same claim: at most `limit`, up to the first that was
-    /// tried or claimed before, is dead and holds, or is of a kind out of the scope.
+    /// Claims what stands right behind a claimed head, in order, under the same claim: at most
+    /// `limit`, up to the first that was tried or claimed before, is dead and holds, or is of a
+    /// kind out of the scope.
     fn claim_behind(
         &self,
         consumer: ConsumerId,
@@ -82,18 +87,20 @@ pub trait Waiting: Base {
         claim: &Claim,
     ) -> impl Future<Output = Result<Vec<ClaimedMessage>, StoreError>> + Send;
 
-    /// Counts this try, in a transaction of its own, before the handler runs; asked again it counts no more. False where the claim
-    /// is not ours any more.
+    /// Counts this try, in a transaction of its own, before the handler runs; asked again it counts
+    /// no more. False where the claim is not ours any more.
     fn count_try(&self, claimed: &ClaimedMessage) -> impl Future<Output = Result<bool, StoreError>> + Send;
 
-    /// How long until the next head in the scope is due; none where nothing waits. Times that have passed come as zero.
+    /// How long until the next head in the scope is due; none where nothing waits. Times that have
+    /// passed come as zero.
     fn next_due(
         &self,
         consumer: ConsumerId,
         scope: &Scope,
     ) -> impl Future<Output = Result<Option<Duration>, StoreError>> + Send;
 
-    /// The try failed, and is counted: due again after this time. False where the claim is not ours any more.
+    /// The try failed, and is counted: due again after this time. False where the claim is not ours
+    /// any more.
     fn postpone(
         &self,
         claimed: &ClaimedMessage,
@@ -101,23 +108,24 @@ pub trait Waiting: Base {
         error: &str,
     ) -> impl Future<Output = Result<bool, StoreError>> + Send;
 
-    /// Messages of one claim are given back with the tries that they had: a head is due at once, others wait behind theirs. Gives
-    /// the number of those that were still claimed.
+    /// Messages of one claim are given back with the tries that they had: a head is due at once,
+    /// others wait behind theirs. Gives the number of those that were still claimed.
     fn give_back(
         &self,
         consumer: ConsumerId,
         claimed: &[ClaimedMessage],
     ) -> impl Future<Output = Result<u64, StoreError>> + Send;
 
-    /// Gives back whatever stands under this claim, and gives the number of rows: the database went away, and whether it had
-    /// claimed anything is not known (G10).
+    /// Gives back whatever stands under this claim, and gives the number of rows: the database went
+    /// away, and whether it had claimed anything is not known (G10).
     fn give_back_all(
         &self,
         consumer: ConsumerId,
         claim: &Claim,
     ) -> impl Future<Output = Result<u64, StoreError>> + Send;
 
-    /// The message is dead, after as many tries as its `attempt` says. With `holds` false the next of its key becomes due in the same transaction.
+    /// The message is dead, after as many tries as its `attempt` says. With `holds` false the next
+    /// of its key becomes due in the same transaction.
     fn bury(
         &self,
         claimed: &ClaimedMessage,
@@ -126,10 +134,11 @@ pub trait Waiting: Base {
         holds: bool,
     ) -> impl Future<Output = Result<bool, StoreError>> + Send;
 
-    /// Makes the heads of these keys due where they have no due time: asked after a commit that stored something behind them, or
-    /// removed something before them, by whoever committed last.
+    /// Makes the heads of these keys due where they have no due time: asked after a commit that
+    /// stored something behind them, or removed something before them, by whoever committed last.
     fn wake(&self, consumer: ConsumerId, lanes: &[[u8; 16]]) -> impl Future<Output = Result<(), StoreError>> + Send;
 
-    /// Makes heads due that a race left without a due time, and whose claim ends too late to be true; gives their number.
+    /// Makes heads due that a race left without a due time, and whose claim ends too late to be
+    /// true; gives their number.
     fn sweep(&self, consumer: ConsumerId) -> impl Future<Output = Result<u64, StoreError>> + Send;
 }

@@ -82,7 +82,8 @@ async fn g11_no_more_than_the_bound_is_in_flight() {
     subscriber.close().await;
 }
 
-// Shown: with `poll` left out while partitions are paused, the member is thrown out after 6 s and everything comes again.
+// Shown: with `poll` left out while partitions are paused, the member is thrown out after 6 s and
+// everything comes again.
 #[tokio::test]
 async fn a_slow_handler_does_not_cost_the_membership() {
     let Some(mut kafka) = Kafka::with_topic("a_slow_handler_does_not_cost_the_membership", 1).await else { return };
@@ -184,7 +185,8 @@ async fn a_member_without_partitions_has_caught_up_once_it_is_in_the_group() {
     second.close().await;
 }
 
-// The end of such a partition holds no message: markers of transactions, and messages that were aborted.
+// The end of such a partition holds no message: markers of transactions, and messages that were
+// aborted.
 #[tokio::test]
 async fn transactions_of_others_neither_show_what_was_aborted_nor_hide_the_end() {
     let Some(kafka) =

@@ -1,4 +1,5 @@
-//! Errors that a healthy Kafka does not show, from librdkafka's mock cluster. It is no oracle for order.
+//! Errors that a healthy Kafka does not show, from librdkafka's mock cluster. It is no oracle for
+//! order.
 
 use std::time::{Duration, Instant};
 
@@ -45,6 +46,7 @@ async fn what_the_broker_answers_decides_whose_fault_it_is() {
             Err(Refusal::Message(_)) => "message",
             Err(Refusal::Destination(_)) => "destination",
             Err(Refusal::Session(_)) => "session",
+            Err(Refusal::Behind(_)) => "behind",
             Ok(_) => "retried",
         };
         assert_eq!(found, expected, "{error:?}: {settled:?}");
@@ -72,8 +74,8 @@ async fn a_broker_that_is_away_blocks_and_is_no_failure() {
     publisher.close().await;
 }
 
-// An idempotent producer keeps its messages back until it has its id, which it asks for every 500 ms.
-// Shown: without the wait for the id in `warm` the first message takes a second.
+// An idempotent producer keeps its messages back until it has its id, which it asks for every 500
+// ms. Shown: without the wait for the id in `warm` the first message takes a second.
 #[tokio::test]
 async fn a_session_is_warm_when_it_opens() {
     let (mock, broker) = mock("t");
@@ -81,7 +83,8 @@ async fn a_session_is_warm_when_it_opens() {
     publish_all(&broker, vec![message("t", None, "x")]).await;
     let not_yet = RDKafkaRespErr::RD_KAFKA_RESP_ERR_COORDINATOR_LOAD_IN_PROGRESS;
     let (bound, mut fastest) = (Duration::from_millis(400), Duration::MAX);
-    // One that the machine leaves alone is enough: a session that is not warm needs its second every time.
+    // One that the machine leaves alone is enough: a session that is not warm needs its second
+    // every time.
     for _ in 0..5 {
         mock.request_errors(RDKafkaApiKey::InitProducerId, &[not_yet; 3]);
         let mut publisher = broker.publisher().await.unwrap();

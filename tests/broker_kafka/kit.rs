@@ -1,4 +1,5 @@
-//! What the tests of this adapter share: a broker on the real Kafka, messages, and readers with a deadline.
+//! What the tests of this adapter share: a broker on the real Kafka, messages, and readers with a
+//! deadline.
 
 use std::collections::BTreeSet;
 use std::time::Duration;

@@ -1,5 +1,5 @@
-//! The Kafka adapter against a real Kafka, and against librdkafka's mock cluster for errors a real one cannot be made to
-//! show. Every test makes topics and groups of its own.
+//! The Kafka adapter against a real Kafka, and against librdkafka's mock cluster for errors a real
+//! one cannot be made to show. Every test makes topics and groups of its own.
 #![cfg(feature = "kafka")]
 #![allow(clippy::unwrap_used)]
 

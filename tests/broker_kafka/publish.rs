@@ -31,8 +31,8 @@ async fn what_is_published_stands_in_the_topic_as_cloudevents() {
     assert!(found.headers.contains(&("ce_partitionkey".to_owned(), b"acc-7".to_vec())));
 }
 
-/// Shown to fail on the code before: the record had the clock of the publishing process, and a process whose clock was a day
-/// ahead was refused by the broker, message by message.
+/// Shown to fail on the code before: the record had the clock of the publishing process, and a
+/// process whose clock was a day ahead was refused by the broker, message by message.
 #[tokio::test]
 async fn a_record_has_the_time_of_its_row_and_one_that_the_broker_does_not_take_is_never_the_messages_fault() {
     let test = "a_record_has_the_time_of_its_row_and_one_that_the_broker_does_not_take_is_never_the_messages_fault";
@@ -96,7 +96,8 @@ async fn g3_messages_of_a_key_stand_in_the_order_they_were_sent() {
     assert_eq!(last.len(), keys as usize, "a key stands in one partition");
 }
 
-// Shown: with the checks of `ready` and of `stands_behind` taken out of `send`, r1 and r2 fail as unknown and r3 is taken.
+// Shown: with the checks of `ready` and of `stands_behind` taken out of `send`, r1 and r2 fail as
+// unknown and r3 is taken.
 #[tokio::test]
 async fn r19_nothing_is_produced_to_a_topic_before_it_was_seen() {
     let Some(mut kafka) = Kafka::without_topic("r19_nothing_is_produced_to_a_topic_before_it_was_seen") else { return };
@@ -124,7 +125,8 @@ async fn r19_nothing_is_produced_to_a_topic_before_it_was_seen() {
     assert_eq!(found, [b"r1", b"r2", b"r3"]);
 }
 
-// Shown: with `batch.size` left at its default, thousands of small messages are refused with the batch they travel in.
+// Shown: with `batch.size` left at its default, thousands of small messages are refused with the
+// batch they travel in.
 #[tokio::test]
 async fn r19_a_message_that_is_too_large_is_refused_alone_and_the_others_go() {
     let Some(kafka) = Kafka::without_topic("r19_a_message_that_is_too_large_is_refused_alone_and_the_others_go") else {
@@ -150,7 +152,8 @@ async fn r19_a_message_that_is_too_large_is_refused_alone_and_the_others_go() {
     assert_eq!(broker.read_all(&usual).await.unwrap().len(), 1);
 }
 
-// Shown: without `stands_behind` in `send` the second row is taken before the relay knows that the first was refused.
+// Shown: without `stands_behind` in `send` the second row is taken before the relay knows that the
+// first was refused.
 #[tokio::test]
 async fn r15_nothing_follows_a_refused_message_of_its_key_until_the_refusal_was_seen() {
     let Some(mut kafka) =
@@ -167,7 +170,7 @@ async fn r15_nothing_follows_a_refused_message_of_its_key_until_the_refusal_was_
             .await;
     assert!(settled[0].outcome.is_ok() && settled[3].outcome.is_ok(), "{settled:?}");
     assert!(matches!(settled[1].outcome, Err(Refusal::Message(_))), "{settled:?}");
-    assert!(matches!(settled[2].outcome, Err(Refusal::Session(_))), "{settled:?}");
+    assert!(matches!(settled[2].outcome, Err(Refusal::Behind(_))), "{settled:?}");
     // The relay has seen it: what it sends now is meant.
     assert!(publish(&mut publisher, vec![row("a", "a4")]).await[0].outcome.is_ok());
     publisher.close().await;
@@ -239,7 +242,8 @@ async fn settle_loses_no_outcome_when_it_is_dropped() {
     publisher.close().await;
 }
 
-// The vectors are those of Apache Kafka's own test of `Utils.murmur2`; the Java client takes `toPositive(hash) % partitions`.
+// The vectors are those of Apache Kafka's own test of `Utils.murmur2`; the Java client takes
+// `toPositive(hash) % partitions`.
 #[tokio::test]
 async fn keys_go_to_the_partition_that_the_java_client_would_take() {
     let Some(kafka) = Kafka::with_topic("keys_go_to_the_partition_that_the_java_client_would_take", 7).await else {

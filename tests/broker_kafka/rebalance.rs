@@ -92,7 +92,8 @@ async fn g4_nothing_is_lost_and_nothing_drained_comes_again_when_members_come_an
     let mut publisher = broker.publisher().await.unwrap();
     let mut sent = 0_u64;
     let mut members = vec![Member::join(&broker, &subscription, &book).await];
-    // Something is sent, delivered and open all the time while one joins, another one joins, and the first one leaves.
+    // Something is sent, delivered and open all the time while one joins, another one joins, and
+    // the first one leaves.
     for turn in 0..3 {
         let before = book.lock().unwrap().got.len();
         let start = Instant::now();

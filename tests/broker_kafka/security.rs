@@ -1,4 +1,5 @@
-//! TLS and SASL: the right ones connect, each wrong one is refused for what it is, and no password is shown.
+//! TLS and SASL: the right ones connect, each wrong one is refused for what it is, and no password
+//! is shown.
 #![cfg(feature = "kafka-tls")]
 
 use crate::kit::*;
@@ -76,8 +77,8 @@ async fn a_certificate_of_another_authority_is_refused() {
     assert_refused(&config, "certificate verify failed").await;
 }
 
-// The certificate is for localhost and 127.0.0.1; the same listener is reached here under another address.
-// Shown: with `ssl.endpoint.identification.algorithm=none` the session opens.
+// The certificate is for localhost and 127.0.0.1; the same listener is reached here under another
+// address. Shown: with `ssl.endpoint.identification.algorithm=none` the session opens.
 #[tokio::test]
 async fn a_host_that_the_certificate_does_not_name_is_refused() {
     let Some(mut config) = secure("a_host_that_the_certificate_does_not_name_is_refused") else { return };

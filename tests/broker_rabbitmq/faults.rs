@@ -99,7 +99,8 @@ async fn c4_a_message_too_large_is_the_messages_fault_only_when_it_was_alone() {
     assert!(why.contains("size"), "{why}");
     publisher.settle(&mut Vec::new()).await.expect_err("its channel is closed");
     publisher.close().await;
-    // Among others nobody knows which one it was: the session ends, and the runtime sends them one by one.
+    // Among others nobody knows which one it was: the session ends, and the runtime sends them one
+    // by one.
     let mut publisher = broker.publisher().await.unwrap();
     let mut rows = numbered(&corner.topic, 300, 300);
     rows.push((300, large));
@@ -191,8 +192,8 @@ async fn a_killed_server_ends_both_sides_and_what_was_confirmed_is_there_after_i
     let corner = corner(&private).await;
     let broker = corner.broker();
     broker.subscriber(&corner.subscription()).await.unwrap().close().await;
-    // A clean stop first: RabbitMQ 3.10 forgets which member of a quorum queue it is when it is killed in the first seconds of
-    // the queue's life, and that queue never finds a leader again.
+    // A clean stop first: RabbitMQ 3.10 forgets which member of a quorum queue it is when it is
+    // killed in the first seconds of the queue's life, and that queue never finds a leader again.
     assert!(private.control(&["stop_app"]) && private.control(&["start_app"]));
     let mut subscriber: Box<dyn Subscriber> = broker.subscriber(&corner.subscription()).await.unwrap();
     let mut publisher = broker.publisher().await.unwrap();

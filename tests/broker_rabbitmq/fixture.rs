@@ -1,4 +1,5 @@
-//! An exchange of its own per test, the server's view through the client library, and messages to send.
+//! An exchange of its own per test, the server's view through the client library, and messages to
+//! send.
 
 use std::collections::HashMap;
 use std::time::Duration;

@@ -1,7 +1,9 @@
-//! From one process to the next: nothing is handed back out of order (R29), and acknowledgements arrive.
+//! From one process to the next: nothing is handed back out of order (R29), and acknowledgements
+//! arrive.
 //!
-//! Without the guard (`shut_down` and `cut` taken out of the three Drops and of `close`) all four `r29` tests fail in their
-//! first round: the standby gets 30, 31, 32 .. first, and what was held comes after.
+//! Without the guard (`shut_down` and `cut` taken out of the three Drops and of `close`) all four
+//! `r29` tests fail in their first round: the standby gets 30, 31, 32 .. first, and what was held
+//! comes after.
 
 use std::collections::BTreeSet;
 use std::time::Duration;
@@ -12,7 +14,8 @@ use oncebox::broker::{Broker, Delivery, Event, Subscriber};
 use crate::fixture::{Corner, SOON, message, numbered, numbers, publish, receive};
 
 const ROUNDS: usize = 6;
-/// What the active consumer holds, and what stands in the queue in all: the rest is what overtakes when it is cancelled.
+/// What the active consumer holds, and what stands in the queue in all: the rest is what overtakes
+/// when it is cancelled.
 const HELD: usize = 30;
 const ALL: usize = 90;
 

@@ -1,4 +1,5 @@
-//! The RabbitMQ adapter against a real server (`ONCEBOX_TEST_RABBITMQ`): each test has an exchange and queues of its own.
+//! The RabbitMQ adapter against a real server (`ONCEBOX_TEST_RABBITMQ`): each test has an exchange
+//! and queues of its own.
 #![cfg(feature = "rabbitmq")]
 #![allow(clippy::unwrap_used)]
 

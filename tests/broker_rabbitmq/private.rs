@@ -1,4 +1,5 @@
-//! A RabbitMQ of our own, for what would disturb everybody on a shared one: alarms, timeouts, kill -9.
+//! A RabbitMQ of our own, for what would disturb everybody on a shared one: alarms, timeouts, kill
+//! -9.
 
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
@@ -22,7 +23,8 @@ pub(crate) struct Private {
     port: u16,
     ports: [u16; 2],
     server: Mutex<Option<Child>>,
-    /// Erlang's name server; a child of ours, because the one that the server starts by itself would outlive it.
+    /// Erlang's name server; a child of ours, because the one that the server starts by itself
+    /// would outlive it.
     names: Mutex<Option<Child>>,
     /// Read by tests that only use it, written by those that make it suffer.
     pub(crate) peace: RwLock<()>,

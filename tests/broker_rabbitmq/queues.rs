@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use lapin::BasicProperties;
 use lapin::options::{BasicPublishOptions, ExchangeDeleteOptions, QueueDeclareOptions, QueueDeleteOptions};
 use lapin::types::{AMQPValue, FieldTable};
-use oncebox::broker::{Broker, Event};
+use oncebox::broker::{Broker, Event, Subscription};
 use oncebox::error::BrokerError;
 use oncebox::message::OutgoingMessage;
 
@@ -210,6 +210,33 @@ async fn a_tap_sees_everything_since_it_was_made_however_often_it_is_read() {
     assert_eq!(again[..2_500], first[..]);
     assert_eq!(seen(&again[2_500..]), [9_999]);
     corner.clean(&[]).await;
+}
+
+/// Shown to fail: a queue with a consumer was well, whatever it did.
+#[tokio::test]
+async fn check_says_that_a_queue_with_a_consumer_stands_still_until_it_gets_on() {
+    let Some(corner) = Corner::of("check_says_that_a_queue_stands_still").await else { return };
+    let broker = corner.broker();
+    let subscription = Subscription { in_flight_max: 1, ..corner.subscription() };
+    let mut subscriber = broker.subscriber(&subscription).await.unwrap();
+    publish(&broker, numbered(&corner.topic, 1, 5)).await;
+    let mut taken = receive(&mut *subscriber, 1).await;
+    let look = || async {
+        let findings = broker.check(std::slice::from_ref(&subscription)).await.unwrap();
+        findings.into_iter().find(|one| one.name == format!("queue {}", corner.queue())).unwrap()
+    };
+    let found = look().await;
+    assert!(found.stuck && found.detail.contains("none was taken") && found.remedy.is_some(), "{found:?}");
+    for number in 1..=5 {
+        subscriber.acknowledge(&taken[0].source, taken[0].sequence).await.unwrap();
+        if number < 5 {
+            taken = receive(&mut *subscriber, 1).await;
+        }
+    }
+    let found = look().await;
+    assert!(!found.stuck && found.remedy.is_none(), "{found:?}");
+    subscriber.close().await;
+    corner.clean(&[&corner.queue()]).await;
 }
 
 #[tokio::test]

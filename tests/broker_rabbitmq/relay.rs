@@ -17,8 +17,8 @@ async fn log(corner: &Corner, queue: &str) -> Vec<(String, u64)> {
     log
 }
 
-/// Shown to fail on the code before: each topic without a route cost a session, up to five seconds apart, and everything that was
-/// taken came again with each.
+/// Shown to fail on the code before: each topic without a route cost a session, up to five seconds
+/// apart, and everything that was taken came again with each.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn g3_topics_without_a_route_are_held_together_and_released_when_they_have_one() {
     let Some(corner) = Corner::of("g3_topics_without_a_route").await else { return };
@@ -44,7 +44,8 @@ async fn g3_topics_without_a_route_are_held_together_and_released_when_they_have
     corner.clean(&[&queue, &late]).await;
 }
 
-/// A queue that is full answers with a nack: its topic is held once a fresh session got the same, and nobody else's.
+/// A queue that is full answers with a nack: its topic is held once a fresh session got the same,
+/// and nobody else's.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn r16_a_queue_that_is_full_holds_its_topic_until_there_is_room() {
     let Some(corner) = Corner::of("r16_a_queue_that_is_full").await else { return };
@@ -73,4 +74,33 @@ async fn r16_a_queue_that_is_full_holds_its_topic_until_there_is_room() {
     assert_eq!(numbers, (0..9).collect());
     relay.end().await;
     corner.clean(&[&queue, &full]).await;
+}
+
+/// On the code before reading paused until all of it was confirmed.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn g3_a_topic_that_gets_a_route_with_thousands_of_held_messages_delays_no_other() {
+    let Some(corner) = Corner::of("g3_a_topic_that_gets_a_route").await else { return };
+    let outbox = Outbox::new().await;
+    let (queue, late) = (corner.queue(), format!("{}.late", corner.topic));
+    corner.queue_of(&queue, &corner.topic, &[]).await;
+    outbox.enqueue(rows(&late, 0..2_000)).await;
+    let relay = outbox.relay(corner.broker(), options());
+    outbox.until("held", |status| (status.held, status.pending) == (2_000, 0)).await;
+    corner.queue_of(&late, &late, &[]).await;
+    let beside = outbox.flowing(&corner.topic).await;
+    assert!(beside >= 1, "none went beside them");
+    let sent = log(&corner, &late).await;
+    assert!(in_order(&sent) && sent.len() == 2_000, "{} of 2000", sent.len());
+    // Dead and redriven, they come once more.
+    relay.end().await;
+    outbox.enqueue(rows(&late, 2_000..4_000)).await;
+    outbox.all_are_dead().await;
+    outbox.redrive().await;
+    let relay = outbox.relay(corner.broker(), options());
+    let beside = outbox.flowing(&corner.topic).await;
+    assert!(beside >= 1, "none went beside them");
+    let sent = log(&corner, &late).await;
+    assert!(in_order(&sent) && sent.len() == 2_000, "{} of 2000", sent.len());
+    relay.end().await;
+    corner.clean(&[&queue, &late]).await;
 }

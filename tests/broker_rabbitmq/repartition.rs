@@ -1,4 +1,5 @@
-//! Another number of queues: refused as it is, changed by steps that lose nothing and keep the order of every key.
+//! Another number of queues: refused as it is, changed by steps that lose nothing and keep the
+//! order of every key.
 
 use std::time::Duration;
 
@@ -13,8 +14,8 @@ fn with(corner: &Corner, partitions: u32) -> RabbitBroker {
     RabbitBroker::new(RabbitConfig { partitions, ..corner.config.clone() }).unwrap()
 }
 
-/// Takes steps until so much is left: the server notices a moment late that a consumer's connection is gone, and may have lost
-/// its last acknowledgements with it, so that more may be ready.
+/// Takes steps until so much is left: the server notices a moment late that a consumer's connection
+/// is gone, and may have lost its last acknowledgements with it, so that more may be ready.
 async fn until(broker: &RabbitBroker, corner: &Corner, old: usize, least: u64, readers: u64) {
     let reached = tokio::time::timeout(SOON, async {
         loop {
@@ -39,7 +40,8 @@ async fn clean(corner: &Corner) {
     corner.clean(&queues.iter().map(String::as_str).collect::<Vec<_>>()).await;
 }
 
-/// Acknowledges so many deliveries and writes them down; what came with them goes back when the subscriber ends.
+/// Acknowledges so many deliveries and writes them down; what came with them goes back when the
+/// subscriber ends.
 async fn read(subscriber: &mut dyn Subscriber, count: usize, log: &mut Vec<(String, u64)>) {
     for delivery in receive(subscriber, count).await.into_iter().take(count) {
         let key = String::from_utf8(delivery.arrived.key.clone().unwrap()).unwrap();

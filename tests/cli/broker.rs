@@ -1,4 +1,5 @@
-//! What others do on a broker's server: a message of theirs, and the end of a test's own topic, exchange and queue.
+//! What others do on a broker's server: a message of theirs, and the end of a test's own topic,
+//! exchange and queue.
 
 use rdkafka::ClientConfig;
 use rdkafka::admin::{AdminClient, AdminOptions};
@@ -27,7 +28,8 @@ pub(crate) fn foreign(server: &str, name: &str, payload: &str) {
     });
 }
 
-/// A topic, a group, an exchange and a queue of one name, deleted when the test is done with them, also when it fails.
+/// A topic, a group, an exchange and a queue of one name, deleted when the test is done with them,
+/// also when it fails.
 #[derive(Debug)]
 pub(crate) struct Own {
     server: String,

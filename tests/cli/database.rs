@@ -1,5 +1,5 @@
-//! Databases as an application sees them: its own connection, plain SQL, on all three kinds. Those on servers are the test's
-//! own and dropped at its end.
+//! Databases as an application sees them: its own connection, plain SQL, on all three kinds. Those
+//! on servers are the test's own and dropped at its end.
 
 use std::time::Duration;
 

@@ -1,4 +1,5 @@
-//! `oncebox dead`: what it lists and shows, what it does by number and by filter, and what it refuses for safety (exit code 4).
+//! `oncebox dead`: what it lists and shows, what it does by number and by filter, and what it
+//! refuses for safety (exit code 4).
 
 use serde_json::{Value, json};
 
@@ -123,7 +124,8 @@ fn a_dry_run_says_what_would_be_done_and_does_nothing() {
     assert_eq!((listed(&place, &[]), audit(&place)), (before, Vec::new()));
 }
 
-/// A redriven message is handled once its cause is gone, a discarded one never; each act leaves an audit row with its reason.
+/// A redriven message is handled once its cause is gone, a discarded one never; each act leaves an
+/// audit row with its reason.
 #[test]
 fn redrive_and_discard_by_number_and_by_filter_do_what_they_say_once() {
     let (place, config) = with_dead_payments(4);
@@ -170,7 +172,8 @@ fn an_act_on_the_outbox_is_a_request_that_the_publisher_carries_out() {
     assert!(numbers(&place, &[]).is_empty());
 }
 
-/// Shown by acting on the numbers one after another without asking first: `c1` is gone although `c1 o7` was refused.
+/// Shown by acting on the numbers one after another without asking first: `c1` is gone although
+/// `c1 o7` was refused.
 #[test]
 fn what_is_not_safe_is_refused_with_4_and_nothing_is_done() {
     let (place, _) = with_dead_payments(2);

@@ -1,4 +1,5 @@
-//! `oncebox doctor`: 0 where all is well, 3 where something breaks a promise; each finding says what to do.
+//! `oncebox doctor`: 0 where all is well, 3 where something breaks a promise; each finding says
+//! what to do.
 
 use serde_json::Value;
 
@@ -106,8 +107,8 @@ fn o21_the_fingerprints_of_live_processes_are_shown_and_a_version_raised_too_ear
     assert!(two.contains("writes version 2, which process 00000000-0000-0000-0000-000000000001 cannot read"), "{two}");
 }
 
-/// After a restore that kept the cursor and not the sequence. While nothing is mended the publisher is not ready, and says why; the
-/// command that it names mends it under the running publisher.
+/// After a restore that kept the cursor and not the sequence. While nothing is mended the publisher
+/// is not ready, and says why; the command that it names mends it under the running publisher.
 #[test]
 fn a_sequence_behind_the_cursor_is_mended_by_the_command_that_is_named_and_nothing_stays_unread() {
     let test = "a_sequence_behind_the_cursor_is_mended_by_the_command_that_is_named_and_nothing_stays_unread";

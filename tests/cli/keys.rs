@@ -1,4 +1,5 @@
-//! `oncebox keys` and `oncebox operations`: what they list and show, what they do, and what they refuse for safety (exit code 4).
+//! `oncebox keys` and `oncebox operations`: what they list and show, what they do, and what they
+//! refuse for safety (exit code 4).
 
 use std::time::Duration;
 
@@ -151,7 +152,8 @@ fn keys_are_listed_as_hashes_and_shown_whole_only_where_they_are_named() {
     let mut by_key = json(&place, &named);
     assert_eq!((&by_key["key"], &by_key["state"], &by_key["status"]), (&json!(key), &json!("COMPLETED"), &json!(201)));
     assert!(place.oncebox(&named).run().ok().contains(key));
-    // Who has only seen the list has the hash, and learns no key from it: neither for people nor for machines.
+    // Who has only seen the list has the hash, and learns no key from it: neither for people nor
+    // for machines.
     let by_hash = json(&place, &["keys", "show", &done]);
     by_key.as_object_mut().unwrap().remove("key");
     assert_eq!(by_hash, by_key, "all but the key");

@@ -1,5 +1,6 @@
-//! Programs as a person or script sees them: started with an environment of their own, in a directory of their own; what they
-//! print and how they end is kept, and a secret must never be in it.
+//! Programs as a person or script sees them: started with an environment of their own, in a
+//! directory of their own; what they print and how they end is kept, and a secret must never be in
+//! it.
 
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{SocketAddr, TcpStream};
@@ -12,7 +13,8 @@ use serde_json::Value;
 
 /// Long enough for a busy machine; what is waited for ends the wait at once.
 pub(crate) const SOON: Duration = Duration::from_secs(120);
-/// The password of every URL, property and setting here. It must not occur in anything that a program prints.
+/// The password of every URL, property and setting here. It must not occur in anything that a
+/// program prints.
 pub(crate) const SECRET: &str = "hunter2-secret";
 
 pub(crate) const ONCEBOX: &str = env!("CARGO_BIN_EXE_oncebox");
@@ -36,7 +38,8 @@ pub(crate) fn block_on<T>(future: impl Future<Output = T>) -> T {
     tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap().block_on(future)
 }
 
-/// A program that is about to be started. Nothing of this test's own environment reaches its settings.
+/// A program that is about to be started. Nothing of this test's own environment reaches its
+/// settings.
 #[derive(Debug)]
 pub(crate) struct Program(Command);
 
@@ -390,7 +393,8 @@ impl Place {
         ));
     }
 
-    /// A record in the broker that no publisher of ours wrote: these headers and nothing else. The topic must be there.
+    /// A record in the broker that no publisher of ours wrote: these headers and nothing else. The
+    /// topic must be there.
     pub(crate) fn append(&self, key: Option<&str>, headers: &[(&str, &str)], payload: &str) {
         let key = key.map_or("null".to_owned(), |key| format!("cast('{key}' as blob)"));
         let headers = serde_json::to_string(headers).unwrap().replace('\'', "''");

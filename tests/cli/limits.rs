@@ -1,4 +1,5 @@
-//! What breaks a limit is refused in the caller's transaction, by the limit's name, at every door; nothing of it is stored.
+//! What breaks a limit is refused in the caller's transaction, by the limit's name, at every door;
+//! nothing of it is stored.
 
 use oncebox::NewMessage;
 use oncebox::sqlx::{Connection, MySqlConnection, PgConnection, SqliteConnection};

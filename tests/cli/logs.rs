@@ -1,4 +1,5 @@
-//! Where things are said: data to stdout, the rest to stderr; with `--log-format json` every line of stderr is an object.
+//! Where things are said: data to stdout, the rest to stderr; with `--log-format json` every line
+//! of stderr is an object.
 
 use serde_json::Value;
 
@@ -91,7 +92,8 @@ fn a_reader_that_goes_away_is_no_error() {
     assert_eq!((done.code(), done.stderr.as_str()), (Some(0), ""), "{done:?}");
 }
 
-/// The list, the message whole, and the log. Shown by naming the UUID alone that we make of it: nobody else knows that one.
+/// The list, the message whole, and the log. Shown by naming the UUID alone that we make of it:
+/// nobody else knows that one.
 #[test]
 fn an_id_that_is_no_uuid_is_shown_as_its_producer_sent_it() {
     let place = Place::migrated();

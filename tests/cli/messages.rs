@@ -1,5 +1,5 @@
-//! Messages that cannot be handled: each is dead with a reason that names what is missing, nothing else waits for it, and
-//! nothing is lost or doubled.
+//! Messages that cannot be handled: each is dead with a reason that names what is missing, nothing
+//! else waits for it, and nothing is lost or doubled.
 
 use serde_json::Value;
 
@@ -15,7 +15,8 @@ fn text<'v>(message: &'v Value, name: &str) -> &'v str {
     message[name].as_str().unwrap_or_default()
 }
 
-/// The one dead message of a key, or of a consumer: its reason and its error, which `dead list` and `dead show` say to people too.
+/// The one dead message of a key, or of a consumer: its reason and its error, which `dead list` and
+/// `dead show` say to people too.
 fn the_dead_one(place: &Place, of: &str, reason: &str, words: &[&str]) -> String {
     let mut dead = dead(place);
     dead.retain(|message| text(message, "key") == of || text(&message["place"], "consumer") == of);
@@ -32,7 +33,8 @@ fn the_dead_one(place: &Place, of: &str, reason: &str, words: &[&str]) -> String
     number
 }
 
-/// Shown by treating a missing source as null: the statement is tried again and again, and no parameter is named.
+/// Shown by treating a missing source as null: the statement is tried again and again, and no
+/// parameter is named.
 #[test]
 fn a_payload_without_what_the_handler_needs_is_dead_with_the_parameter_named() {
     let cases = [
@@ -92,7 +94,8 @@ fn a_header_key_or_kind_that_is_missing_is_named_and_an_optional_one_is_null() {
     assert_eq!(rows, ["m-2 of-header", "m-2 of-key", "m-2 of-kind"]);
 }
 
-/// An error of the statement may pass, so it is tried again first; at last the database's own words are what is shown.
+/// An error of the statement may pass, so it is tried again first; at last the database's own words
+/// are what is shown.
 #[test]
 fn a_statement_that_fails_is_tried_again_and_then_dead_with_the_words_of_the_database() {
     let place = Place::migrated();
@@ -208,7 +211,8 @@ fn a_kind_that_no_handler_takes_is_acknowledged_or_dead_as_it_is_set() {
     the_dead_one(&place, "ledger", "unhandled", &["payment.refunded"]);
 }
 
-/// A consumer keeps the rule by which it told messages apart: another one would take known messages for new.
+/// A consumer keeps the rule by which it told messages apart: another one would take known messages
+/// for new.
 #[test]
 fn another_id_rule_than_at_the_first_start_is_refused() {
     let place = Place::migrated();

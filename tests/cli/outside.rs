@@ -1,4 +1,5 @@
-//! The code of the README as somebody has it who pastes it: in a crate outside of this repository that depends on oncebox alone.
+//! The code of the README as somebody has it who pastes it: in a crate outside of this repository
+//! that depends on oncebox alone.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -11,8 +12,9 @@ fn target() -> PathBuf {
     this.ancestors().find(|folder| folder.join(".rustc_info.json").exists()).unwrap().to_owned()
 }
 
-/// The crate: the dependency as the README has it, on this repository, and the features of this test run. Its tests have the
-/// dependencies of ours, so that what they have in common with them is built already; its library has none of them.
+/// The crate: the dependency as the README has it, on this repository, and the features of this
+/// test run. Its tests have the dependencies of ours, so that what they have in common with them is
+/// built already; its library has none of them.
 fn manifest() -> String {
     let ours: toml::Table = read("Cargo.toml").parse().unwrap();
     let shown: toml::Table = blocks(&read("README.md"), "toml").remove(0).parse().unwrap();

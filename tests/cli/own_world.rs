@@ -1,9 +1,10 @@
-//! `demo` and `bench` have a world of their own: what others have in the environment, in a file or in a database is never touched.
+//! `demo` and `bench` have a world of their own: what others have in the environment, in a file or
+//! in a database is never touched.
 
 use std::collections::BTreeSet;
 use std::process::Command;
 use std::sync::{Mutex, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use rdkafka::ClientConfig;
 use rdkafka::consumer::{BaseConsumer, Consumer};
@@ -20,8 +21,8 @@ const FAULT: &[&str] = &["bench", "fault", "--messages", "400", "--rounds", "1",
 /// Those that look at all databases of a server take turns.
 static ON_A_SERVER: Mutex<()> = Mutex::new(());
 
-/// A shop that is at work: tables, a committed order that no publisher has sent yet, and all its settings in the environment
-/// and in a file.
+/// A shop that is at work: tables, a committed order that no publisher has sent yet, and all its
+/// settings in the environment and in a file.
 struct Shop {
     place: Place,
     config: String,
@@ -71,8 +72,8 @@ impl Shop {
     }
 }
 
-/// Shown by reading the environment, as every other command does: the demo's publisher relays the shop's order into a broker
-/// that is thrown away.
+/// Shown by reading the environment, as every other command does: the demo's publisher relays the
+/// shop's order into a broker that is thrown away.
 #[test]
 fn demo_and_bench_in_a_shell_with_production_settings_leave_production_untouched() {
     let shop = Shop::on(None, None);
@@ -83,8 +84,8 @@ fn demo_and_bench_in_a_shell_with_production_settings_leave_production_untouched
     assert!(!shop.place.path().join("broker.db").exists(), "nobody opened the shop's broker");
 }
 
-/// The servers of production, and another database on the same server that the command line names. Shown by a child that keeps the
-/// environment of its parent: it works for the shop.
+/// The servers of production, and another database on the same server that the command line names.
+/// Shown by a child that keeps the environment of its parent: it works for the shop.
 #[test]
 fn demo_and_bench_on_a_server_have_a_database_of_their_own_there() {
     let test = "demo_and_bench_on_a_server_have_a_database_of_their_own_there";
@@ -183,6 +184,30 @@ fn faults_are_measured_on_servers_and_no_database_and_no_topic_stays_behind() {
         left.extend(topics_of_benchmarks(test, &broker).difference(&topics).cloned());
         assert!(left.is_empty(), "{left:?} were left behind");
     }
+}
+
+/// On the code before the second database, with the stuck topics, stayed behind.
+#[test]
+fn a_benchmark_that_is_stopped_by_ctrl_c_removes_both_of_its_databases() {
+    let test = "a_benchmark_that_is_stopped_by_ctrl_c_removes_both_of_its_databases";
+    let (server, broker) = ("ONCEBOX_TEST_POSTGRES", "ONCEBOX_TEST_KAFKA");
+    let (Some(server), Some(broker)) = (service(test, server), service(test, broker)) else { return };
+    let _turn = ON_A_SERVER.lock().unwrap_or_else(PoisonError::into_inner);
+    let before = databases_of_shows(&server);
+    let other = Database::on(&server);
+    let shop = Shop::on(None, None);
+    let long = ["bench", "fault", "--messages", "20000", "--stuck", "3", "--database", &other.url, "--broker", &broker];
+    let mut running = shop.shell(&long).start();
+    let new = || databases_of_shows(&server).into_iter().filter(|name| !before.contains(name)).collect::<Vec<_>>();
+    let until = Instant::now() + Duration::from_secs(60);
+    while !new().iter().any(|name| name.ends_with("_b")) {
+        assert!(Instant::now() < until && !running.has_ended(), "it has no second database: {:?}", new());
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    running.signal("-INT");
+    running.ends();
+    assert_eq!(new(), Vec::<String>::new(), "left behind");
+    shop.is_untouched();
 }
 
 /// Shown by leaving out the look at the outbox.

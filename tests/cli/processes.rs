@@ -1,5 +1,5 @@
-//! `publisher` and `consumer` as processes: they end by themselves where they are told to, on the first signal with 0, on the
-//! second at once, and show on their listener how they are.
+//! `publisher` and `consumer` as processes: they end by themselves where they are told to, on the
+//! first signal with 0, on the second at once, and show on their listener how they are.
 
 use crate::database::Locked;
 use crate::kit::{ONCEBOX, Place, Program, eventually, payment};
@@ -75,7 +75,8 @@ fn an_address_in_use_is_an_error_that_names_it() {
     }
 }
 
-/// What is held or dead is reported, not waited for; a second run finds nothing to do and doubles nothing.
+/// What is held or dead is reported, not waited for; a second run finds nothing to do and doubles
+/// nothing.
 #[test]
 fn until_empty_and_until_idle_end_by_themselves_with_everything_done_once() {
     let place = Place::migrated();
@@ -100,6 +101,24 @@ fn until_empty_and_until_idle_end_by_themselves_with_everything_done_once() {
     place.enqueue("acc-9", "{}");
     place.publish();
     place.consume(&config).ok_saying(&["idle, but messages wait or are dead", "oncebox dead list"]);
+}
+
+/// Shown to fail without the flag: the refusal named one that did not exist.
+#[test]
+fn another_id_rule_is_refused_until_a_start_accepts_it() {
+    let place = Place::migrated();
+    let config = place.ledger();
+    place.enqueue("acc-1", &payment("p1"));
+    place.publish();
+    place.consume(&config).ok();
+    let file = std::fs::read_to_string(&config).unwrap();
+    let changed = place.config(&file.replace("topics =", "id = \"payload:/paymentId\"\ntopics ="));
+    let start =
+        |more: &[&str]| place.consumer(&[&["--until-idle", "300ms", "--config", &changed], more].concat()).run();
+    start(&[]).fails(3, &["`envelope`", "`payload:/paymentId`", "`consumer --accept`"]);
+    start(&["--accept"]).ok();
+    start(&[]).ok();
+    assert_eq!(place.entries(), ["p1"]);
 }
 
 #[test]
@@ -136,9 +155,11 @@ fn a_signal_that_is_sent_twice_at_once_is_one_signal() {
     }
 }
 
-/// The handler cannot commit while the test holds the write lock, so the first signal has to wait for it.
+/// The handler cannot commit while the test holds the write lock, so the first signal has to wait
+/// for it.
 ///
-/// Shown by letting the second signal cancel the token once more instead of ending the process: the first grace runs out.
+/// Shown by letting the second signal cancel the token once more instead of ending the process: the
+/// first grace runs out.
 #[test]
 fn the_second_signal_ends_a_program_at_once_and_the_work_is_done_by_the_next_one() {
     let place = Place::migrated();

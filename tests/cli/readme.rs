@@ -1,5 +1,5 @@
-//! Every command of the README is run as it stands there, or, where it cannot be run inside a test run, the closest true thing
-//! is shown. A command that is not known here fails the test.
+//! Every command of the README is run as it stands there, or, where it cannot be run inside a test
+//! run, the closest true thing is shown. A command that is not known here fails the test.
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
@@ -81,7 +81,8 @@ fn the_one_command_of_the_readme_shows_every_effect_exactly_once() {
     let Shown::Run(program, arguments, false) = shown(&demo) else { panic!("{demo}") };
     let place = Place::new();
     let arguments: Vec<&str> = arguments.iter().map(String::as_str).collect();
-    // Nothing but what the README says: no settings, an empty directory, and files where the system puts them.
+    // Nothing but what the README says: no settings, an empty directory, and files where the system
+    // puts them.
     let temporary = place.path().display().to_string();
     let demo = Program::new(program, &arguments).within(place.path()).env("TMPDIR", &temporary).start();
     // It gives up by itself where nothing moves; how fast a busy machine is, is not asked here.
@@ -102,7 +103,8 @@ fn the_one_command_of_the_readme_shows_every_effect_exactly_once() {
     assert_eq!(names(&promised), names(&said));
 }
 
-/// The block "Run it", in order, against the test servers: hosts, ports and names of the test's own, all else as it stands.
+/// The block "Run it", in order, against the test servers: hosts, ports and names of the test's
+/// own, all else as it stands.
 ///
 /// Shown by adding a command to the README: it is a command nobody runs.
 #[test]
@@ -162,7 +164,8 @@ fn the_commands_of_the_readme_run_in_their_order() {
     running[0].until_ready_says(200, &["relay 0: ready"]);
     assert!(running[0].get("/metrics").1.contains("oncebox_published_total"));
 
-    // "From any other language on PostgreSQL", and the payment of the compose file, which has all that the ledger needs.
+    // "From any other language on PostgreSQL", and the payment of the compose file, which has all
+    // that the ledger needs.
     let door = blocks(&read("README.md"), "sql").remove(0).replace("'payments'", &format!("'{name}'"));
     place.sql(&door);
     let compose = read("docker-compose.yml");
@@ -189,7 +192,8 @@ fn what_cannot_be_run_inside_a_test_run_is_there() {
     let help = Command::new(root().join("scripts/test")).arg("--help").output().unwrap();
     let text = String::from_utf8(help.stdout).unwrap();
     assert!(help.status.success() && text.contains("--strict") && text.contains("scripts/test"), "{text}");
-    // `cargo build --release`: the programs that are run from `target/release` are what cargo builds.
+    // `cargo build --release`: the programs that are run from `target/release` are what cargo
+    // builds.
     let manifest: toml::Table = read("Cargo.toml").parse().unwrap();
     let binaries: BTreeSet<&str> =
         manifest["bin"].as_array().unwrap().iter().map(|bin| bin["name"].as_str().unwrap()).collect();
@@ -199,7 +203,8 @@ fn what_cannot_be_run_inside_a_test_run_is_there() {
         }
     }
     assert_eq!(manifest["package"]["default-run"].as_str(), Some("oncebox"), "`cargo run -- demo`");
-    // `docker compose up`, and the profile: the services are there, with the names and ports that the README uses.
+    // `docker compose up`, and the profile: the services are there, with the names and ports that
+    // the README uses.
     let compose = read("docker-compose.yml");
     let services = compose.split("\nservices:\n").nth(1).unwrap().split("\nvolumes:\n").next().unwrap();
     for service in ["postgres", "mariadb", "rabbitmq", "kafka", "migrate", "publisher", "consumer"] {
@@ -214,7 +219,8 @@ fn what_cannot_be_run_inside_a_test_run_is_there() {
         assert!(compose.contains(text), "{text}");
     }
     assert!(read("README.md").contains("`docker compose --profile oncebox up --detach --build`"));
-    // Variables that move ports are not settings: a program started in the same shell refuses what it does not know.
+    // Variables that move ports are not settings: a program started in the same shell refuses what
+    // it does not know.
     for name in compose.split("${").skip(1).map(|rest| rest.split(":-").next().unwrap()) {
         assert!(!name.starts_with("ONCEBOX_"), "{name} would be an unknown setting");
     }

@@ -1,5 +1,5 @@
-//! `oncebox migrate`, and what every program does with a database whose tables are not the ones it was built with: exit code 3,
-//! before anything else.
+//! `oncebox migrate`, and what every program does with a database whose tables are not the ones it
+//! was built with: exit code 3, before anything else.
 
 use crate::database::Database;
 use crate::kit::{Place, Program};
@@ -120,7 +120,8 @@ fn migrating_twice_applies_nothing_the_second_time_and_status_shows_it() {
     assert!(rows.len() == 4 && rows.iter().all(|row| row["applied"] == true), "{listed}");
 }
 
-/// Shown by printing the texts of the migrations alone: the programs do not know that they were applied.
+/// Shown by printing the texts of the migrations alone: the programs do not know that they were
+/// applied.
 #[test]
 fn what_migrate_print_prints_can_be_applied_by_hand() {
     let test = "what_migrate_print_prints_can_be_applied_by_hand";
@@ -138,7 +139,8 @@ fn what_migrate_print_prints_can_be_applied_by_hand() {
     }
 }
 
-/// The files of MySQL are what the `mysql` client reads: they change its delimiter and note themselves.
+/// The files of MySQL are what the `mysql` client reads: they change its delimiter and note
+/// themselves.
 #[test]
 fn what_migrate_print_prints_for_mysql_notes_every_migration() {
     let place = Place::on(Some("mysql://app@127.0.0.1:1/app"), None);

@@ -1,5 +1,5 @@
-//! The programs on the real servers: the same commands, the same exit codes, every effect once. Databases, topics, exchanges
-//! and queues are the test's own.
+//! The programs on the real servers: the same commands, the same exit codes, every effect once.
+//! Databases, topics, exchanges and queues are the test's own.
 
 use serde_json::Value;
 
@@ -74,7 +74,8 @@ impl World {
 /// Enqueue, relay, consume, look, redrive, discard: as a person does it by hand.
 fn a_day(world: &World) {
     if world.broker.starts_with("amqp") {
-        // The publisher declares the exchange, and the queue of a new consumer receives what comes after it was bound.
+        // The publisher declares the exchange, and the queue of a new consumer receives what comes
+        // after it was bound.
         world.publish();
         world.consume();
     }
@@ -121,18 +122,20 @@ fn a_day(world: &World) {
     assert!(listed.contains("no-usable-id") && listed.contains("the message has no id"), "{listed}");
 }
 
-/// The publisher comes first here, and makes the topic. Shown by not declaring it: all is held, and the ledger stays empty.
+/// The publisher comes first here, and makes the topic. Shown by not declaring it: all is held, and
+/// the ledger stays empty.
 #[test]
 fn a_day_on_postgres_and_kafka() {
     let test = "a_day_on_postgres_and_kafka";
     let Some(world) = World::on(test, "ONCEBOX_TEST_POSTGRES", "ONCEBOX_TEST_KAFKA") else { return };
     a_day(&world);
-    // What the broker refuses for what it is: its key is held, and the act is carried out by the publisher.
+    // What the broker refuses for what it is: its key is held, and the act is carried out by the
+    // publisher.
     world.place.sql("update oncebox.limits set value = 3000000 where name = 'message_bytes_max'");
     world.enqueue("acc-large", &format!(r#"{{"paymentId":"large","filler":"{}"}}"#, "x".repeat(2_000_000)));
     world.enqueue("acc-large", &payment("behind"));
     world.publish();
-    let dead = world.json(&["dead", "list", "--consumer", "outbox"]);
+    let dead = world.json(&["dead", "list", "--consumer", "outbox", "--state", "dead"]);
     let dead = &dead["dead"][0];
     assert!(dead["reason"].as_str().unwrap().contains("`max.message.bytes`"), "{dead}");
     assert_eq!(dead["behind"], 1);
@@ -150,7 +153,8 @@ fn a_day_on_mariadb_and_rabbitmq() {
     a_day(&world);
 }
 
-/// A topic that is not there holds its messages and nothing else; `doctor` prints what is missing and how to make it.
+/// A topic that is not there holds its messages and nothing else; `doctor` prints what is missing
+/// and how to make it.
 #[test]
 fn a_kafka_topic_that_is_missing_is_shown_with_the_command_that_makes_it() {
     let test = "a_kafka_topic_that_is_missing_is_shown_with_the_command_that_makes_it";
@@ -170,7 +174,8 @@ fn a_kafka_topic_that_is_missing_is_shown_with_the_command_that_makes_it() {
     assert!(shown.contains("it does not exist") && shown.contains("kafka-topics.sh"), "{shown}");
 }
 
-/// A backlog in one queue; `partitions = 2` is refused until the command has gone over to two, and no message is missed.
+/// A backlog in one queue; `partitions = 2` is refused until the command has gone over to two, and
+/// no message is missed.
 #[test]
 fn the_number_of_queues_is_changed_by_a_command_that_says_what_to_do() {
     let test = "the_number_of_queues_is_changed_by_a_command";

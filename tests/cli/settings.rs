@@ -1,5 +1,5 @@
-//! Settings that cannot be used: each is named with its place, the nearest known name and what may be written; nothing of a
-//! value that may be a secret is repeated.
+//! Settings that cannot be used: each is named with its place, the nearest known name and what may
+//! be written; nothing of a value that may be a secret is repeated.
 
 use std::fs::File;
 

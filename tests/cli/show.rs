@@ -1,4 +1,5 @@
-//! `oncebox config`: the template is the example file, and what is in force is shown with its origin and without passwords.
+//! `oncebox config`: the template is the example file, and what is in force is shown with its
+//! origin and without passwords.
 
 use serde_json::Value;
 
@@ -52,7 +53,8 @@ fn flag_stands_over_environment_over_file_over_default_and_each_value_knows_its_
     assert!(as_flag.lines().any(|line| line.contains("log.format") && line.contains("flag --log-format")), "{as_flag}");
 }
 
-/// The kit looks for the word in everything that is printed; here that the rest of each value is still shown.
+/// The kit looks for the word in everything that is printed; here that the rest of each value is
+/// still shown.
 ///
 /// Shown by taking `password` out of the names of secrets.
 #[test]

@@ -1,5 +1,5 @@
-//! Why is it stuck? `doctor` says it and ends with 3, until it is mended: one set-up each on the real servers, with publisher and
-//! consumer as processes.
+//! Why is it stuck? `doctor` says it and ends with 3, until it is mended: one set-up each on the
+//! real servers, with publisher and consumer as processes.
 
 use oncebox::sqlx::{self, Connection, MySqlConnection, PgConnection};
 use rdkafka::ClientConfig;

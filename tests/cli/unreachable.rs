@@ -1,5 +1,5 @@
-//! Servers that are away, or do not let us in. What a person runs fails at once and names host and port; `publisher` and
-//! `consumer` wait, say for what, and go on by themselves.
+//! Servers that are away, or do not let us in. What a person runs fails at once and names host and
+//! port; `publisher` and `consumer` wait, say for what, and go on by themselves.
 
 use std::net::{SocketAddr, TcpListener, TcpStream};
 
@@ -10,8 +10,8 @@ use crate::database::Database;
 use crate::kit::{Done, Place, Program, SECRET, eventually, payment};
 use crate::support::{service, unique};
 
-/// An address where nobody listens, until somebody is let through to a server there. The socket is bound, so that the port is
-/// nobody else's meanwhile.
+/// An address where nobody listens, until somebody is let through to a server there. The socket is
+/// bound, so that the port is nobody else's meanwhile.
 struct Door(SocketAddr, #[allow(dead_code)] TcpSocket);
 
 impl Door {
@@ -56,7 +56,8 @@ fn loud(program: Program) -> Done {
     program.env("RUST_LOG", "debug").run()
 }
 
-/// Shown by leaving away the first connection of the PostgreSQL store: the pool says only that time is up, after 30 s.
+/// Shown by leaving away the first connection of the PostgreSQL store: the pool says only that time
+/// is up, after 30 s.
 #[test]
 fn a_command_fails_with_1_at_once_and_names_the_database_server() {
     let door = Door::closed();
@@ -132,7 +133,8 @@ fn waits_for_the_database(server: &str) {
     consumer.stop().ok();
 }
 
-/// Shown by giving the connection a health of its own: `/readyz` says nothing of what is waited for.
+/// Shown by giving the connection a health of its own: `/readyz` says nothing of what is waited
+/// for.
 #[test]
 fn programs_wait_visibly_for_postgres_and_go_on_when_it_appears() {
     let test = "programs_wait_visibly_for_postgres_and_go_on_when_it_appears";
@@ -147,7 +149,8 @@ fn programs_wait_visibly_for_mariadb_and_go_on_when_it_appears() {
     waits_for_the_database(&server);
 }
 
-/// Between a failover and the promotion. The server is told to say that it is a standby by a function of that name.
+/// Between a failover and the promotion. The server is told to say that it is a standby by a
+/// function of that name.
 #[test]
 fn programs_wait_visibly_for_a_standby_to_be_promoted() {
     let test = "programs_wait_visibly_for_a_standby_to_be_promoted";
@@ -230,7 +233,8 @@ fn with_password(server: &str, user: &str) -> String {
     url.into()
 }
 
-/// A password may be put right on the server, but for a database a program that is let in nowhere has nothing to do.
+/// A password may be put right on the server, but for a database a program that is let in nowhere
+/// has nothing to do.
 #[test]
 fn a_wrong_password_for_the_database_ends_a_program_with_1_and_names_the_server() {
     let test = "a_wrong_password_for_the_database_ends_a_program_with_1_and_names_the_server";
@@ -289,7 +293,8 @@ fn a_server_whose_certificate_is_not_trusted_ends_a_start_with_3_and_its_reason(
     }
 }
 
-/// Brokers are asked again, since a password may be put right there; until then it is said loudly and nothing is lost.
+/// Brokers are asked again, since a password may be put right there; until then it is said loudly
+/// and nothing is lost.
 #[test]
 fn a_wrong_password_for_the_broker_is_waited_with_loudly_and_doctor_says_3() {
     let test = "a_wrong_password_for_the_broker_is_waited_with_loudly_and_doctor_says_3";

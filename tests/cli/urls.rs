@@ -1,4 +1,5 @@
-//! URLs and broker settings that cannot be used are refused before any connection, by name and without their passwords.
+//! URLs and broker settings that cannot be used are refused before any connection, by name and
+//! without their passwords.
 
 use std::path::Path;
 

@@ -26,7 +26,8 @@ async fn m110_the_middleware_sends_again_under_one_key_and_gives_it() {
     assert!(!server.came().last().unwrap().headers.contains_key("idempotency-key"));
 }
 
-// A 302 turned the POST into a GET, which is answered with 200: nothing was done. Shown by: not comparing the URLs.
+// A 302 turned the POST into a GET, which is answered with 200: nothing was done. Shown by: not
+// comparing the URLs.
 #[tokio::test]
 async fn o26_a_2xx_from_another_url_is_no_end_where_the_client_below_follows_redirects() {
     let server =

@@ -152,7 +152,8 @@ impl Server {
     }
 }
 
-/// Settings with short pauses, and all the time that a busy machine takes for an attempt: tests count them.
+/// Settings with short pauses, and all the time that a busy machine takes for an attempt: tests
+/// count them.
 pub(crate) fn quick() -> ClientOptions {
     ClientOptions {
         attempt_timeout: Duration::from_secs(15),

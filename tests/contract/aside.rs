@@ -1,4 +1,5 @@
-//! A process that froze in the middle of its work holds up the keys of its own messages, and no other.
+//! A process that froze in the middle of its work holds up the keys of its own messages, and no
+//! other.
 
 use oncebox::message::MessageId;
 use oncebox::store::{ConsumerSpec, Holding, InboxEntry, InboxTx, Proof};
@@ -6,8 +7,8 @@ use uuid::Uuid;
 
 use super::kit::{Act, Does, Sql, World, consumer_options, on_mariadb, on_postgres};
 
-/// The frozen process has inserted the first message of five keys, and its partition is found open by the next owner: each
-/// message that this one does not know runs alone in it.
+/// The frozen process has inserted the first message of five keys, and its partition is found open
+/// by the next owner: each message that this one does not know runs alone in it.
 async fn the_other_keys_flow<S: Sql>(world: World<S>) {
     let spec = ConsumerSpec { name: "ledger".into(), id_rule: "envelope".into(), accept: false };
     let consumer = world.store.register(&spec).await.unwrap();

@@ -1,6 +1,7 @@
-//! A database that goes away in the middle of work, whatever the work (G10, R28): connections are cut and refused, or say nothing
-//! more, at one request after the other, before the server has seen it and after. It comes back a moment later. Nothing is
-//! restarted, no try is counted for it, nothing is lost, doubled or reordered.
+//! A database that goes away in the middle of work, whatever the work (G10, R28): connections are
+//! cut and refused, or say nothing more, at one request after the other, before the server has seen
+//! it and after. It comes back a moment later. Nothing is restarted, no try is counted for it,
+//! nothing is lost, doubled or reordered.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Mutex};
@@ -59,8 +60,9 @@ async fn relay<S: Sql>(behind: Behind<S>, failure: Failure, when: When) {
     through.store.close().await;
 }
 
-/// A handler that ran too long has failed, and its try counts: on a busy machine one that only waits for its turn must not. Where the
-/// network says nothing, nothing but this ends the statement of a handler.
+/// A handler that ran too long has failed, and its try counts: on a busy machine one that only
+/// waits for its turn must not. Where the network says nothing, nothing but this ends the statement
+/// of a handler.
 fn unhurried(failure: Failure) -> ConsumerOptions {
     match failure {
         Failure::Cut => consumer_options(),
@@ -68,7 +70,8 @@ fn unhurried(failure: Failure) -> ConsumerOptions {
     }
 }
 
-/// The first two tries of every second message fail, so that it runs in a batch, alone, and out of the waiting table.
+/// The first two tries of every second message fail, so that it runs in a batch, alone, and out of
+/// the waiting table.
 async fn consumer<S: Sql>(behind: Behind<S>, failure: Failure, when: When) {
     let Behind { direct, through, proxy } = behind;
     let tries: Arc<Mutex<BTreeMap<String, BTreeSet<u32>>>> = Arc::default();
@@ -147,8 +150,9 @@ async fn sender<S: Sql>(behind: Behind<S>, failure: Failure, when: When) {
     through.store.close().await;
 }
 
-/// What an operator's command asks of a server that says nothing ends, and so does the next one, until the server is back; also
-/// where a connection goes back to the pool at that moment, which has only this one.
+/// What an operator's command asks of a server that says nothing ends, and so does the next one,
+/// until the server is back; also where a connection goes back to the pool at that moment, which
+/// has only this one.
 async fn commands<S: Sql>(behind: Behind<S>) {
     let Behind { through, proxy, .. } = behind;
     through.store.status().await.unwrap();

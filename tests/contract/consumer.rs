@@ -18,7 +18,8 @@ async fn concurrent_duplicates<S: Sql>(world: World<S>) {
     let names: Vec<&str> = names.iter().map(String::as_str).collect();
     world.broker.faults().hold_deliveries(true);
     world.deliver_all(&names);
-    // One name, two groups: both get every message at the same moment, as after a rebalance that one did not hear of.
+    // One name, two groups: both get every message at the same moment, as after a rebalance that
+    // one did not hear of.
     let member = |group: &str| {
         let options = ConsumerOptions { group: Some(group.into()), ..consumer_options() };
         world.consumer(options, Does(|_: &str, _: &oncebox::Message| Act::Done))
@@ -58,7 +59,8 @@ async fn g4_effects_commit_exactly_once_under_concurrent_duplicates_on_postgres(
     on_postgres("g4_concurrent_duplicates", concurrent_duplicates).await;
 }
 
-/// Shown to fail: reported as committed after a failed try in place, offsets were acknowledged without an effect.
+/// Shown to fail: reported as committed after a failed try in place, offsets were acknowledged
+/// without an effect.
 #[tokio::test]
 async fn g5_nothing_is_acknowledged_before_the_commit_returned() {
     let world = sqlite().await;
@@ -194,7 +196,8 @@ async fn r27_nobodys_failure_counts_no_attempt() {
     let world = sqlite().await;
     let tries = Arc::new(AtomicU32::new(0));
     let count = Arc::clone(&tries);
-    // Twice as often as it may fail: in the batch, alone after a failure, and from the waiting table.
+    // Twice as often as it may fail: in the batch, alone after a failure, and from the waiting
+    // table.
     let act = move |name: &str, _: &oncebox::Message| match (name, count.fetch_add(1, Ordering::Relaxed)) {
         ("a1", 3 | 8) => fails(),
         ("a1", 0..12) => Act::Fail(HandlerError::nobodys("deadlock")),
@@ -248,7 +251,8 @@ async fn versions_side_by_side<S: Sql>(world: World<S>) {
     let mut options = consumer_options();
     options.retry.max_attempts = 1_000;
     world.deliver(&Uuid::now_v7().to_string(), "new", "a1");
-    // Behind it stands one that both versions take, and one that neither does: that one waits for nothing.
+    // Behind it stands one that both versions take, and one that neither does: that one waits for
+    // nothing.
     world.deliver(&Uuid::now_v7().to_string(), "made", "a2");
     world.deliver(&Uuid::now_v7().to_string(), "other", "a3");
     let handlers = Handlers::new().on("new", Does(act.clone())).on("made", Does(act));

@@ -1,12 +1,14 @@
-//! Database and broker do not agree on what is done: an asynchronous standby was promoted, or a backup restored; a topic was made
-//! anew; the broker deleted what was not consumed yet.
+//! Database and broker do not agree on what is done: an asynchronous standby was promoted, or a
+//! backup restored; a topic was made anew; the broker deleted what was not consumed yet.
 
 use std::time::Duration;
 
 use oncebox::broker::{Broker as _, Subscription};
+use oncebox::message::IdRule;
 use oncebox::runtime::{ConsumerEnd, ConsumerOptions};
 
-use super::kit::{Act, Does, Sql, World, consumer_options, on_mariadb, on_postgres, sqlite};
+use super::kit::{Act, Does, SOON, Sql, World, consumer_options, on_mariadb, on_postgres, sqlite};
+use super::support::eventually;
 
 async fn consume_all<S: Sql>(world: &World<S>) {
     let options = ConsumerOptions { until_idle: Some(Duration::from_millis(100)), ..consumer_options() };
@@ -59,7 +61,8 @@ async fn effects_that_a_failover_undid_are_made_again_on_mariadb() {
     on_mariadb("effects_that_a_failover_undid_are_made_again", went_back).await;
 }
 
-// Shown to fail by beginning where the group stands: the first three of the new topic were missing for good.
+// Shown to fail by beginning where the group stands: the first three of the new topic were missing
+// for good.
 #[tokio::test]
 async fn a_topic_made_anew_is_consumed_whole_and_that_is_shown() {
     let world = sqlite().await;
@@ -95,4 +98,56 @@ async fn records_that_are_gone_before_they_were_consumed_are_counted_and_shown()
     assert!(world.health.is_ready(), "the work goes on: {lines:?}");
     consume_all(&world).await;
     assert_eq!(lost(), 2, "each of them once");
+}
+
+// Shown to fail by consuming it: the inbox knows the offsets, so the first three records of the new
+// topic had no effect.
+#[tokio::test]
+async fn a_topic_made_anew_whose_offsets_are_the_ids_is_not_consumed_until_its_epoch_changed() {
+    let world = sqlite().await;
+    let options = |epoch: &str| ConsumerOptions {
+        id_rule: IdRule::Coordinates,
+        id_epoch: epoch.to_owned(),
+        accept_id_rule: true,
+        until_idle: Some(Duration::from_millis(100)),
+        ..consumer_options()
+    };
+    let done = |_: &str, _: &oncebox::Message| Act::Done;
+    let consumed = async |epoch: &str| world.consumer(options(epoch), Does(done)).task.await.unwrap();
+    world.deliver_all(&["a1", "b1", "c1"]);
+    assert_eq!(consumed("1").await, Some(ConsumerEnd::Idle));
+    world.broker.remove(&[Subscription::new("nobody", vec!["t".into()])]).await.unwrap();
+    world.deliver_all(&["a2", "b2", "c2", "a3"]);
+    for _ in 0..2 {
+        assert_eq!(consumed("1").await, None, "it is refused, by each start");
+        assert_eq!(world.effects().await, ["a1", "b1", "c1"]);
+    }
+    // One that goes on shows it, and is not ready.
+    let running = world.consumer(ConsumerOptions { until_idle: None, ..options("1") }, Does(done));
+    eventually("it says so", SOON, || async {
+        let lines = world.health.lines();
+        let said = lines.iter().any(|line| line.contains("t/0 is not consumed") && line.contains("id_epoch"));
+        (said && !world.health.is_ready()).then_some(())
+    })
+    .await;
+    running.stop.cancel();
+    running.task.await.unwrap();
+    assert_eq!(consumed("2").await, Some(ConsumerEnd::Idle));
+    assert_eq!(world.effects().await, ["a1", "b1", "c1", "a2", "b2", "c2", "a3"]);
+    assert_eq!(consumed("2").await, Some(ConsumerEnd::Idle));
+    assert_eq!(world.effects().await.len(), 7, "the second time it goes on where it stood");
+}
+
+#[tokio::test]
+async fn of_a_topic_made_anew_what_the_broker_deleted_before_it_was_consumed_is_counted() {
+    let (heard, _hearing) = super::observed::hear();
+    let world = sqlite().await;
+    world.deliver_all(&["a1"]);
+    consume_all(&world).await;
+    world.broker.remove(&[Subscription::new("nobody", vec!["t".into()])]).await.unwrap();
+    world.deliver_all(&["a2", "b2", "c2"]);
+    world.broker.faults().delete_below(2);
+    consume_all(&world).await;
+    assert_eq!(world.effects().await, ["a1", "c2"]);
+    assert_eq!(heard.metric("oncebox_lost_records_total", &[("topic", "t")]) as u64, 2);
 }

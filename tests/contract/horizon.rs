@@ -1,4 +1,5 @@
-//! How long the inbox remembers (R31, G8): a duplicate of what it has forgotten is dead as too old, never run again.
+//! How long the inbox remembers (R31, G8): a duplicate of what it has forgotten is dead as too old,
+//! never run again.
 
 use std::time::Duration;
 
@@ -35,7 +36,8 @@ async fn inbox_rows<S: Sql>(world: &World<S>) -> u64 {
     world.consumer_status().await.inbox_rows
 }
 
-/// The horizon must exceed what clocks may be off, and on PostgreSQL how long proven outbox rows are kept.
+/// The horizon must exceed what clocks may be off, and on PostgreSQL how long proven outbox rows
+/// are kept.
 async fn with_exact_clocks<S: Sql>(world: &World<S>) {
     world.run(&format!("update {}limits set value = 1 where name = 'id_skew_seconds'", S::PREFIX)).await;
     if S::NAME == "postgres" {
@@ -50,7 +52,8 @@ async fn too_old<S: Sql>(world: World<S>) {
     let consumer = world.consumer(forgetful(), done());
     world.until_effects(&["a1"]).await;
     eventually("purged", SOON, || async { (inbox_rows(&world).await == 0).then_some(()) }).await;
-    // What is new of the key is not held by the verdict. It is older than the horizon, but nothing of its age was forgotten.
+    // What is new of the key is not held by the verdict. It is older than the horizon, but nothing
+    // of its age was forgotten.
     world.deliver(&id, "made", "a1");
     world.deliver(&id_at(-40), "made", "a2");
     world.until_effects(&["a1", "a2"]).await;
@@ -82,7 +85,8 @@ async fn g8_a_duplicate_after_its_inbox_row_was_purged_is_dead_as_too_old_on_mar
 
 async fn from_the_future<S: Sql>(world: World<S>) {
     let future = id_at(2 * 3_600);
-    // Within the skew an id is as good as any; beyond it is dead, and holds nothing. A stated time counts where the id has none.
+    // Within the skew an id is as good as any; beyond it is dead, and holds nothing. A stated time
+    // counts where the id has none.
     world.broker.faults().hold_deliveries(true);
     world.deliver(&id_at(1_800), "made", "a1");
     world.deliver(&future, "made", "a2");

@@ -1,4 +1,5 @@
-//! What is acknowledged, up to where, and in which bounds: the low-water mark of a source as the consumer keeps it.
+//! What is acknowledged, up to where, and in which bounds: the low-water mark of a source as the
+//! consumer keeps it.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -11,7 +12,8 @@ use oncebox::store::OperatorAct;
 use super::kit::{Act, Does, SOON, consumer_options, fails, sqlite};
 use super::support::eventually;
 
-/// Shown by: what the mark had no room for was left out, as a full mark was answered before, and never ran.
+/// Shown by: what the mark had no room for was left out, as a full mark was answered before, and
+/// never ran.
 #[tokio::test]
 async fn g5_what_comes_while_an_older_one_is_unfinished_waits_for_room_and_none_of_it_is_passed_over() {
     let world = sqlite().await;
@@ -24,7 +26,8 @@ async fn g5_what_comes_while_an_older_one_is_unfinished_waits_for_room_and_none_
         count.fetch_add(1, Ordering::Relaxed);
         Act::Done
     };
-    // Two lanes, so that others flow past a1, which stays where it is; and a broker that heeds no bound.
+    // Two lanes, so that others flow past a1, which stays where it is; and a broker that heeds no
+    // bound.
     world.broker.faults().deliver_without_bound(true);
     let mut options = ConsumerOptions { lanes: 2, in_flight_max: 10, ..consumer_options() };
     options.retry.in_place = u32::MAX;
@@ -50,7 +53,8 @@ async fn g5_what_comes_while_an_older_one_is_unfinished_waits_for_room_and_none_
     assert_eq!(world.broker.committed("ledger", "t", 0), 101);
 }
 
-/// A stream of what can never be handled does not fill the database. Shown by taking on: the ledger met the later message.
+/// A stream of what can never be handled does not fill the database. Shown by taking on: the ledger
+/// met the later message.
 #[tokio::test]
 async fn g11_at_dead_rows_max_nothing_more_is_taken_visibly_and_nothing_is_lost() {
     let world = sqlite().await;

@@ -20,7 +20,8 @@ const IDS: [Uuid; 3] = [
     Uuid::from_u128(0x0193_0000_0000_7000_8000_0000_0000_0003),
 ];
 
-/// The child: the broker delivers the same messages at each start, as one does whose acknowledgements never came.
+/// The child: the broker delivers the same messages at each start, as one does whose
+/// acknowledgements never came.
 #[tokio::test]
 async fn a_child_whose_handler_aborts() {
     let Ok(url) = std::env::var(DATABASE) else { return };
@@ -52,14 +53,16 @@ async fn r26_a_handler_that_kills_the_process_is_dead_after_one_kill_more_than_i
         assert!(kills < 8, "it kills without end: {}", String::from_utf8_lossy(&output.stderr));
     };
     assert_eq!(kills, 3, "{}", String::from_utf8_lossy(&ended.stderr));
-    // The first kill took the batch of b1 with it; then b1 ran, once, and a2 stands behind the dead one.
+    // The first kill took the batch of b1 with it; then b1 ran, once, and a2 stands behind the dead
+    // one.
     assert_eq!(world.effects().await, ["b1"]);
     let ledger = world.consumer_status().await;
     assert_eq!((ledger.dead, ledger.held), (1, 1));
     assert_eq!(world.dead().await[0].reason, "attempts");
 }
 
-/// The last owner of the partition died. What it had in flight is suspected, and handled nearly as fast as ever.
+/// The last owner of the partition died. What it had in flight is suspected, and handled nearly as
+/// fast as ever.
 async fn found_open<S: Sql>(world: World<S>) {
     const COUNT: usize = 1_000;
     let spec = ConsumerSpec { name: "ledger".into(), id_rule: "envelope".into(), accept: false };

@@ -268,7 +268,8 @@ pub(crate) fn first_occurrences(names: Vec<String>) -> Vec<String> {
     names.into_iter().filter(|name| seen.insert(name.clone())).collect()
 }
 
-/// The lease is longer than a busy machine stands still: a relay that lost it would try again what it had in hand.
+/// The lease is longer than a busy machine stands still: a relay that lost it would try again what
+/// it had in hand.
 pub(crate) fn relay_options() -> RelayOptions {
     RelayOptions {
         lease: Duration::from_secs(20),
@@ -278,7 +279,8 @@ pub(crate) fn relay_options() -> RelayOptions {
     }
 }
 
-/// How long a handler may run that a test lets hang: those that only wait for their turn, or for a disk, are not to fail by it.
+/// How long a handler may run that a test lets hang: those that only wait for their turn, or for a
+/// disk, are not to fail by it.
 pub(crate) const HANGS: Duration = Duration::from_secs(2);
 
 /// No try fails by its time, however busy the machine is: it would count, and tests count tries.
@@ -412,7 +414,8 @@ where
     db.store.close().await;
 }
 
-/// A world whose processes reach their database through a proxy, while the test looks at it directly.
+/// A world whose processes reach their database through a proxy, while the test looks at it
+/// directly.
 #[derive(Debug)]
 pub(crate) struct Behind<S: Store> {
     pub(crate) direct: World<S>,
@@ -459,8 +462,8 @@ macro_rules! behind_a_proxy {
 }
 pub(crate) use behind_a_proxy;
 
-/// The same, for what fails before requests and for what fails before answers at once, each in a database of its own behind a proxy of
-/// its own: nearly all of their time they wait.
+/// The same, for what fails before requests and for what fails before answers at once, each in a
+/// database of its own behind a proxy of its own: nearly all of their time they wait.
 macro_rules! behind_two_proxies {
     ($($(#[$doc:meta])* $name:ident: $body:expr, $options:expr;)*) => {$(
         $(#[$doc])*

@@ -1,4 +1,5 @@
-//! A connection that is lost during COMMIT (G12): the network fails before the server sees it, or after it did.
+//! A connection that is lost during COMMIT (G12): the network fails before the server sees it, or
+//! after it did.
 
 use oncebox::store::StoreOptions;
 

@@ -1,7 +1,8 @@
-//! The contract, line by line: relay, consumer, retries, sender and sql handler on real stores, with a broker whose faults can
-//! be switched.
+//! The contract, line by line: relay, consumer, retries, sender and sql handler on real stores,
+//! with a broker whose faults can be switched.
 //!
-//! Names are the sentences of the contract (`g..`) or cite the rule (`r..`). Every wait is for a condition, with a deadline.
+//! Names are the sentences of the contract (`g..`) or cite the rule (`r..`). Every wait is for a
+//! condition, with a deadline.
 #![cfg(all(
     feature = "sqlite",
     feature = "postgres",
@@ -27,6 +28,7 @@ mod support;
 
 mod aside;
 mod away;
+mod beside;
 mod consumer;
 mod failover;
 mod horizon;
@@ -36,6 +38,7 @@ mod kit;
 mod lost_commit;
 mod misuse;
 mod own;
+mod ready;
 mod relay;
 mod relay_held;
 mod relay_stuck;

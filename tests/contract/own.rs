@@ -1,5 +1,5 @@
-//! Messages that a database cannot take, with codes that look like its own distress: each stops its own key only, and is dead in
-//! the end.
+//! Messages that a database cannot take, with codes that look like its own distress: each stops its
+//! own key only, and is dead in the end.
 
 use oncebox::HandlerError;
 use uuid::Uuid;
@@ -33,7 +33,8 @@ async fn a_statement_that_always_ends_its_connection_is_a_failure_of_its_message
     on_mariadb("ends_connection", |world| is_counted(world, "kill connection_id()")).await;
 }
 
-/// Stored without its content, which its coordinates lead to; the next message of the partition is handled.
+/// Stored without its content, which its coordinates lead to; the next message of the partition is
+/// handled.
 async fn is_stored_without_content<S: Sql>(world: World<S>, payload: Vec<u8>) {
     let id = Uuid::now_v7().to_string();
     let headers = [("ce_id", id.as_bytes()), ("ce_type", b"made".as_slice()), ("ce_source", b"test".as_slice())];
@@ -74,7 +75,8 @@ async fn a_message_that_cannot_be_stored_does_not_stop_its_partition_on_sqlite()
     is_stored_without_content(world, b"a1".to_vec()).await;
 }
 
-/// Larger than a packet of the server may be: it ends the connection, in the handler and when the message is to be stored.
+/// Larger than a packet of the server may be: it ends the connection, in the handler and when the
+/// message is to be stored.
 #[tokio::test]
 async fn a_message_that_cannot_be_stored_does_not_stop_its_partition_on_mariadb() {
     on_mariadb("unstorable", |world| async move {

@@ -98,8 +98,8 @@ async fn a_broker_that_was_blocked_is_shown_and_then_shown_no_more() {
     relay.end().await.unwrap();
 }
 
-/// A full disk of the broker's file, which here is a file that another process does not let go. Shown to fail on the code before:
-/// the first message was tried alone three times and was dead.
+/// A full disk of the broker's file, which here is a file that another process does not let go.
+/// Shown to fail on the code before: the first message was tried alone three times and was dead.
 #[tokio::test]
 async fn a_broker_file_that_takes_nothing_for_now_makes_no_message_dead_and_holds_no_key() {
     let world = sqlite().await;

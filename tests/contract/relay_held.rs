@@ -26,7 +26,8 @@ async fn g3_a_message_that_cannot_be_sent_holds_its_own_key_and_nothing_else() {
     assert_eq!((dead[0].message_id, dead[0].behind), (ids[1], 2));
     world.enqueue("t", &["a4", "b3"]).await;
     world.until_published("t", &["b1", "b2", "c1", "b3"]).await;
-    // Redriven: the dead one, what stands behind it, then what comes after, in position order (R17).
+    // Redriven: the dead one, what stands behind it, then what comes after, in position order
+    // (R17).
     world.broker.faults().clear_on_publish();
     world.act(OperatorAct::Redrive).await;
     world.enqueue("t", &["a5"]).await;
@@ -45,6 +46,62 @@ async fn r17_a_discard_forgets_the_dead_message_and_releases_what_stands_behind_
     world.act(OperatorAct::Discard).await;
     world.until_published("t", &["a2", "a3"]).await;
     world.until_status("nothing is held", |status| status.dead + status.held + status.pending == 0).await;
+    relay.end().await.unwrap();
+}
+
+/// On the code before each bad message ended two sessions, and what was on its way
+/// came again with each.
+#[tokio::test]
+async fn r16_bad_messages_are_found_out_alone_and_end_no_session() {
+    let world = sqlite().await;
+    world.broker.faults().on_publish(Fault::RefuseMessage("too large".into()), |row| row.payload.ends_with(b"bad"));
+    let relay = world.relay(relay_options());
+    world.enqueue("t", &["z1"]).await;
+    world.until_published("t", &["z1"]).await;
+    let epoch = world.status().await.shards[0].epoch;
+    for (round, key) in ["a", "b", "c", "d", "e"].into_iter().enumerate() {
+        let (bad, behind, good) = (format!("{key}bad"), format!("{key}2"), format!("y{round}"));
+        world.enqueue("t", &[&bad, &behind, &good]).await;
+    }
+    world.until_status("five dead", |status| (status.dead, status.held, status.pending) == (5, 5, 0)).await;
+    world.until_published("t", &["z1", "y0", "y1", "y2", "y3", "y4"]).await;
+    assert_eq!(world.published("t").await.len(), 6, "nothing came twice");
+    assert_eq!(world.status().await.shards[0].epoch, epoch, "no session ended");
+    relay.end().await.unwrap();
+}
+
+/// As Kafka refuses a batch for one message in it.
+#[tokio::test]
+async fn r16_a_message_that_is_refused_in_company_and_taken_alone_is_not_dead_and_keeps_its_place() {
+    let world = sqlite().await;
+    world.broker.faults().on_publish(Fault::RefuseMessage("its batch".into()), matching::nth(2));
+    world.enqueue("t", &["b1", "a1", "a2", "b2"]).await;
+    let relay = world.relay(relay_options());
+    world.enqueue("t", &["a3"]).await;
+    world.until_status("all is sent", |status| status.pending + status.held + status.dead == 0).await;
+    let published = world.published("t").await;
+    let of_a: Vec<&str> = published.iter().filter(|name| name.starts_with('a')).map(String::as_str).collect();
+    assert_eq!(of_a, ["a1", "a2", "a3"]);
+    assert_eq!(published.len(), 5, "nothing came twice");
+    relay.end().await.unwrap();
+}
+
+/// A broker that takes what stands behind a refused message, as Kafka does with what its client
+/// holds.
+#[tokio::test]
+async fn g3_a_message_refused_after_a_later_one_of_its_key_was_sent_ends_one_session_and_is_then_found_out() {
+    let world = sqlite().await;
+    let faults = world.broker.faults();
+    faults.accept_after_refusal(true);
+    faults.on_publish(Fault::RefuseMessage("too large".into()), |row| row.payload.ends_with(b"bad"));
+    world.enqueue("t", &["abad", "b1"]).await;
+    world.enqueue("t", &["a2", "a3"]).await;
+    let relay = world.relay(relay_options());
+    world.until_status("dead", |status| (status.dead, status.pending) == (1, 0)).await;
+    world.enqueue("t", &["a4", "c1"]).await;
+    eventually("c1", SOON, || async { world.published("t").await.contains(&"c1".to_owned()).then_some(()) }).await;
+    world.until_status("its key is held", |status| status.held >= 1).await;
+    assert!(!world.published("t").await.contains(&"a4".to_owned()));
     relay.end().await.unwrap();
 }
 
@@ -98,7 +155,8 @@ async fn r19_an_unknown_topic_is_held_for_its_destination_and_released_in_order_
     relay.end().await.unwrap();
 }
 
-/// Shown to fail on the code before: the redriven row was tried without end and reading waited for it, so `u` got nothing.
+/// Shown to fail on the code before: the redriven row was tried without end and reading waited for
+/// it, so `u` got nothing.
 #[tokio::test]
 async fn g3_a_redriven_message_whose_topic_is_gone_waits_for_it_and_stops_no_other_topic() {
     let world = sqlite().await;
@@ -120,7 +178,8 @@ async fn g3_a_redriven_message_whose_topic_is_gone_waits_for_it_and_stops_no_oth
     relay.end().await.unwrap();
 }
 
-/// Shown to fail on the code before: the verdict on a row on its way back was not carried out, every session ended at it.
+/// Shown to fail on the code before: the verdict on a row on its way back was not carried out,
+/// every session ended at it.
 #[tokio::test]
 async fn g3_a_redriven_message_that_ends_sessions_is_dead_again_and_stops_no_other_key() {
     let world = sqlite().await;
@@ -161,7 +220,8 @@ async fn g11_at_held_rows_max_the_shard_stops_reading_visibly_and_goes_on_when_t
     relay.end().await.unwrap();
 }
 
-/// Shown to fail on the code before: only the first of the held rows were loaded, and a new one overtook the rest.
+/// Shown to fail on the code before: only the first of the held rows were loaded, and a new one
+/// overtook the rest.
 #[tokio::test]
 async fn g3_held_messages_beyond_held_rows_max_are_not_overtaken_after_a_restart() {
     let world = sqlite().await;
@@ -191,14 +251,16 @@ async fn g3_many_messages_of_one_batch_that_cannot_be_sent_are_all_found_out_and
     }
     world.enqueue("t", &["z1"]).await;
     let relay = world.relay(relay_options());
-    // Shown to fail on the code before: what was found out of one bad row was forgotten with the session that the next ended.
+    // Shown to fail on the code before: what was found out of one bad row was forgotten with the
+    // session that the next ended.
     world.until_status("all dead", |status| (status.dead, status.pending) == (10, 0)).await;
     world.enqueue("t", &["z2"]).await;
     world.until_published("t", &["z1", "z2"]).await;
     relay.end().await.unwrap();
 }
 
-/// Shown to fail on the code before: after the restart the dead messages counted as held, and nothing was read.
+/// Shown to fail on the code before: after the restart the dead messages counted as held, and
+/// nothing was read.
 #[tokio::test]
 async fn messages_that_are_dead_under_policy_skip_never_stop_the_shard_however_many_they_are() {
     let world = sqlite().await;

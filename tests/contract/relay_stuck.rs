@@ -1,4 +1,5 @@
-//! A destination that takes nothing holds its own topic, and nothing else; what stops the relay is shown.
+//! A destination that takes nothing holds its own topic, and nothing else; what stops the relay is
+//! shown.
 
 use std::time::{Duration, Instant};
 
@@ -9,7 +10,8 @@ use super::kit::{SOON, World, first_occurrences, on_postgres, relay_options, sql
 use super::support::eventually;
 use oncebox::store::sqlite::SqliteStore;
 
-/// One message a tick to the topic `good`, while others stand; how long each took to be in the broker.
+/// One message a tick to the topic `good`, while others stand; how long each took to be in the
+/// broker.
 async fn good_ones(world: &World<SqliteStore>, count: usize) -> Vec<Duration> {
     let mut took = Vec::new();
     for number in 0..count {
@@ -25,8 +27,8 @@ async fn good_ones(world: &World<SqliteStore>, count: usize) -> Vec<Duration> {
     took
 }
 
-/// Shown to fail on the code before: judged by the last answer of any row, the topic was never noticed, and everything since its
-/// first row came a second time.
+/// Shown to fail on the code before: judged by the last answer of any row, the topic was never
+/// noticed, and everything since its first row came a second time.
 #[tokio::test]
 async fn g3_a_topic_that_neither_takes_nor_refuses_holds_itself_and_what_is_sent_again_is_bounded() {
     let world = sqlite().await;
@@ -61,7 +63,8 @@ async fn g3_a_topic_that_neither_takes_nor_refuses_holds_itself_and_what_is_sent
     relay.end().await.unwrap();
 }
 
-/// Shown to fail on the code before: each refusal was a session of its own, and what was taken came again with each.
+/// Shown to fail on the code before: each refusal was a session of its own, and what was taken came
+/// again with each.
 #[tokio::test]
 async fn g3_many_topics_that_refuse_cost_no_session_each_and_delay_nobody() {
     let world = sqlite().await;
@@ -88,7 +91,8 @@ async fn g3_many_topics_that_refuse_cost_no_session_each_and_delay_nobody() {
     relay.end().await.unwrap();
 }
 
-/// A row of a blocked topic that ends each session it is tried in must not keep the other blocked topics closed.
+/// A row of a blocked topic that ends each session it is tried in must not keep the other blocked
+/// topics closed.
 #[tokio::test]
 async fn g3_a_row_that_ends_the_sessions_of_trials_is_found_out_and_closes_no_other_topic() {
     let world = sqlite().await;
@@ -116,7 +120,8 @@ async fn g3_a_row_that_ends_the_sessions_of_trials_is_found_out_and_closes_no_ot
     relay.end().await.unwrap();
 }
 
-/// Shown to fail on the code before: the relay asked for the row without end, read nothing more, and was ready.
+/// Shown to fail on the code before: the relay asked for the row without end, read nothing more,
+/// and was ready.
 #[tokio::test]
 async fn a_held_row_that_was_deleted_by_hand_stops_nothing() {
     let world = sqlite().await;
@@ -154,7 +159,39 @@ async fn a_relay_whose_sessions_end_and_mark_nothing_is_not_ready_until_one_does
     relay.end().await.unwrap();
 }
 
-/// Shown to fail on the code before: a stop waited for the answer of the broker and then for that of the database.
+/// On the code before it was ready, whatever became of the trials.
+#[tokio::test]
+async fn a_relay_all_of_whose_topics_are_blocked_is_not_ready_until_one_takes_messages() {
+    let world = sqlite().await;
+    for topic in ["t", "u"] {
+        world.broker.faults().missing_topic(topic, true);
+        world.enqueue(topic, &["a1"]).await;
+    }
+    let relay = world.relay(relay_options());
+    let said = |world: &World<SqliteStore>| {
+        let lines = world.health.lines();
+        !world.health.is_ready() && lines.iter().any(|line| line.contains("no topic takes messages, 2 blocked"))
+    };
+    eventually("it says so", SOON, || async { said(&world).then_some(()) }).await;
+    // One that works: the others are shown elsewhere, and the relay is at work.
+    world.enqueue("good", &["a1"]).await;
+    world.until_published("good", &["a1"]).await;
+    eventually("ready again", SOON, || async { world.health.is_ready().then_some(()) }).await;
+    good_ones(&world, 20).await;
+    assert!(world.health.is_ready(), "{:?}", world.health.lines());
+    relay.end().await.unwrap();
+    let relay = world.relay(relay_options());
+    eventually("a new session knows of none that works", SOON, || async { said(&world).then_some(()) }).await;
+    for topic in ["t", "u"] {
+        world.broker.faults().missing_topic(topic, false);
+    }
+    world.until_status("all is sent", |status| status.held == 0).await;
+    eventually("ready again", SOON, || async { world.health.is_ready().then_some(()) }).await;
+    relay.end().await.unwrap();
+}
+
+/// Shown to fail on the code before: a stop waited for the answer of the broker and then for that
+/// of the database.
 #[tokio::test]
 async fn a_stop_ends_within_its_grace_although_the_broker_says_nothing() {
     let world = sqlite().await;

@@ -1,4 +1,5 @@
-//! Handlers that take the new messages of a batch at once: once each, in the key's order, and one that fails is found.
+//! Handlers that take the new messages of a batch at once: once each, in the key's order, and one
+//! that fails is found.
 
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex};
@@ -112,8 +113,8 @@ async fn the_one_message_of_a_set_that_fails_is_found_and_nothing_else_suffers_o
     on_mariadb("sets_isolate", isolates).await;
 }
 
-/// Kinds take turns within a key: two in sets, one message by message. Shown by: without closing a set before a message of its
-/// key goes elsewhere, single ones passed those in sets.
+/// Kinds take turns within a key: two in sets, one message by message. Shown by: without closing a
+/// set before a message of its key goes elsewhere, single ones passed those in sets.
 #[tokio::test]
 async fn g6_a_key_keeps_its_order_over_handlers_of_sets_and_of_single_messages() {
     let world = sqlite().await;

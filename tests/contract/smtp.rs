@@ -9,8 +9,8 @@ use tokio::net::TcpListener;
 #[allow(dead_code)]
 pub(crate) const LOST: u16 = 0;
 
-/// A server that speaks just enough SMTP: it answers the end of each e-mail with the last of these codes that is left,
-/// then 250; with [`LOST`] it says nothing and hangs up.
+/// A server that speaks just enough SMTP: it answers the end of each e-mail with the last of these
+/// codes that is left, then 250; with [`LOST`] it says nothing and hangs up.
 pub(crate) async fn smtp(codes: &[u16]) -> (String, Arc<Mutex<Vec<String>>>) {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let url = format!("smtp://{}", listener.local_addr().unwrap());

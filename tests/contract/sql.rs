@@ -64,8 +64,9 @@ fn every_kind() -> Vec<(&'static str, &'static str)> {
     pointers.to_vec()
 }
 
-/// Makes a table `payment` whose columns have the names of the parameters, delivers the payload, and compares what stands there.
-/// Each column is given with its type, and its value as the database shows it.
+/// Makes a table `payment` whose columns have the names of the parameters, delivers the payload,
+/// and compares what stands there. Each column is given with its type, and its value as the
+/// database shows it.
 async fn arrives<S: Sql + Statements>(
     world: &World<S>,
     columns: &[(&str, &str, &str)],
@@ -180,7 +181,8 @@ async fn values_arrive_as_they_were_written_on_mariadb() {
 #[tokio::test]
 async fn values_arrive_as_they_were_written_on_sqlite() {
     let world = sqlite().await;
-    // The type that SQLite stores comes with the value. It has no decimal type: a column that is to keep all digits is TEXT.
+    // The type that SQLite stores comes with the value. It has no decimal type: a column that is to
+    // keep all digits is TEXT.
     let columns = [
         ("amount", "text", "text 12345678901234567890.1234567891"),
         ("small", "text", "text -0.0000000001"),
@@ -246,7 +248,8 @@ async fn numbers_keep_their_digits_in_what_a_statement_computes_on_postgres() {
     .await;
 }
 
-/// Shown to fail: bound as text, MariaDB added the amounts as floats and found two rows for the number.
+/// Shown to fail: bound as text, MariaDB added the amounts as floats and found two rows for the
+/// number.
 #[tokio::test]
 async fn numbers_keep_their_digits_in_what_a_statement_computes_on_mariadb() {
     on_mariadb("sql_sums", |world| async move {
@@ -296,6 +299,54 @@ async fn a_constraint_at_run_time_is_a_failure_of_that_message_only() {
 
 async fn refused<S: Sql + Statements>(world: &World<S>, spec: SqlSpec) -> SqlSpecError {
     SqlHandler::prepare(&world.store, spec).await.unwrap_err()
+}
+
+// Shown to fail by preparing it: the handler fails behind its insert, the inbox row is rolled back,
+// and the row comes twice.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_table_without_transactions_is_refused_at_start_and_named_on_mariadb() {
+    let test = "a_table_without_transactions_is_refused_at_start_and_named_on_mariadb";
+    on_mariadb(test, |world: World<oncebox::store::mysql::MySqlStore>| async move {
+        world.run("create table Plain (x int) engine = MyISAM").await;
+        world.run("create table rows_of (x int) engine = InnoDB").await;
+        for statement in
+            ["insert into Plain (x) values (:x)", "update rows_of r join `Plain` p on p.x = r.x set r.x = :x"]
+        {
+            let error = refused(&world, spec(statement, &[("x", "/x")], &[])).await.to_string();
+            assert!(error.contains(".Plain stands in MyISAM") && error.contains("engine = InnoDB"), "{error}");
+        }
+        let good = spec("insert into rows_of (x) values (:x)", &[("x", "/x")], &[]);
+        SqlHandler::prepare(&world.store, good).await.unwrap();
+    })
+    .await;
+}
+
+async fn ends_it<S: Sql + Statements>(world: &World<S>, statements: &[&str]) {
+    for statement in statements {
+        let mut two = spec("insert into effect (text) values (:x)", &[("x", "/x")], &[]);
+        two.statements.push((*statement).to_owned());
+        let error = refused(world, two).await;
+        assert!(
+            matches!(&error, SqlSpecError::EndsTransaction { statement: named, .. } if named == statement),
+            "{error}"
+        );
+    }
+    let good = spec("insert into effect (no, text) values (:x, 'commit; begin') /* commit */", &[("x", "/x")], &[]);
+    SqlHandler::prepare(&world.store, good).await.unwrap();
+}
+
+/// Shown to fail by preparing them: the first message ended the transaction of its whole batch,
+/// which was dead.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_statement_that_ends_its_transaction_is_refused_at_start_on_every_store() {
+    const ALL: [&str; 4] = ["commit", "/* x */ Rollback", "begin", "savepoint s; commit"];
+    ends_it(&sqlite().await, &ALL).await;
+    on_postgres("sql_ends_its_transaction", |world| async move { ends_it(&world, &ALL).await }).await;
+    on_mariadb("sql_ends_its_transaction", |world: World<oncebox::store::mysql::MySqlStore>| async move {
+        ends_it(&world, &ALL).await;
+        ends_it(&world, &["truncate table effect", "set autocommit = 0", "create table x (a int)"]).await;
+    })
+    .await;
 }
 
 #[tokio::test]

@@ -20,7 +20,8 @@ async fn attempts<S: Sql>(world: &World<S>) -> Vec<String> {
     world.store.texts(&format!("select cast(attempts as char(9)) from {}attempt", S::PREFIX)).await
 }
 
-/// The last owner of the partition did not end cleanly, so that all it may have had in flight is under suspicion.
+/// The last owner of the partition did not end cleanly, so that all it may have had in flight is
+/// under suspicion.
 async fn is_suspicious<S: Sql>(world: &World<S>) {
     let spec = oncebox::store::ConsumerSpec { name: "ledger".into(), id_rule: "envelope".into(), accept: false };
     let consumer = world.store.register(&spec).await.unwrap();
@@ -31,8 +32,8 @@ async fn is_suspicious<S: Sql>(world: &World<S>) {
 /// One more stop than a message has attempts, each in the middle of what the function does.
 async fn stopped_again_and_again<S: Sql>(world: World<S>, act: fn() -> Act) {
     world.deliver_all(&["a1", "b1", "c1"]);
-    // Two lanes: one message runs, and others wait until they may run alone. The grace leaves as long to take tries back as
-    // the usual one does.
+    // Two lanes: one message runs, and others wait until they may run alone. The grace leaves as
+    // long to take tries back as the usual one does.
     let options = ConsumerOptions {
         lanes: 2,
         handler_timeout: Duration::from_secs(60),
@@ -87,13 +88,15 @@ async fn r26_a_stop_in_the_middle_of_a_try_burns_no_attempt_on_mariadb() {
     on_mariadb("r26_stop", |world| stopped_again_and_again(world, hangs)).await;
 }
 
-/// Shown to fail on the code before: a try that had been nobody's failure stayed counted when the stop came.
+/// Shown to fail on the code before: a try that had been nobody's failure stayed counted when the
+/// stop came.
 #[tokio::test]
 async fn r27_a_stop_between_failures_of_nobodys_burns_no_attempt() {
     stopped_again_and_again(sqlite().await, deadlocks).await;
 }
 
-/// Partitions, waiting messages and handlers at work, and a database that goes away before the stop.
+/// Partitions, waiting messages and handlers at work, and a database that goes away before the
+/// stop.
 async fn stops_without_a_database<S: Sql>(behind: Behind<S>) {
     let Behind { direct, through, proxy } = behind;
     let broker = MemoryBroker::with_partitions(20);

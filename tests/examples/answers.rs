@@ -13,8 +13,8 @@ use tokio::net::TcpListener;
 use crate::stage::{ONCEBOX, SOON, Stage, until};
 use crate::support::example;
 
-/// Shown by: a sender that takes 404 for a refusal, one that takes rows by their key alone, and one that follows
-/// redirects.
+/// Shown by: a sender that takes 404 for a refusal, one that takes rows by their key alone, and one
+/// that follows redirects.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn only_what_the_provider_refuses_for_good_is_refused_and_nothing_stands_in_the_way() {
     let stage = Stage::new(None, None);
@@ -22,7 +22,8 @@ async fn only_what_the_provider_refuses_for_good_is_refused_and_nothing_stands_i
     stage.run(ONCEBOX, &["migrate", "up"]);
     stage.run(&binary, &["tables"]);
     let store = SqliteStore::connect(&StoreOptions::new(stage.settings.database.url.0.clone())).await.unwrap();
-    // The provider answers as the key says; the last one is no header value. More rows than are taken at once never succeed.
+    // The provider answers as the key says; the last one is no header value. More rows than are
+    // taken at once never succeed.
     let keys = ["200", "307", "400", "401", "404", "409", "413", "422", "429", "no\nvalue"].map(str::to_owned);
     for key in keys.into_iter().chain((0..40).map(|number| format!("{number:02} 500"))) {
         sqlx::query("insert into provider_notification (provider_key, body) values ($1, '{}')")

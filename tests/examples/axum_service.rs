@@ -1,4 +1,5 @@
-//! The guide "Add to an axum service": what it shows is the example, and the example does what the guide says.
+//! The guide "Add to an axum service": what it shows is the example, and the example does what the
+//! guide says.
 
 use axum::body::{Body, to_bytes};
 use axum::extract::{Path, State};
@@ -117,7 +118,8 @@ async fn m108_a_service_made_as_the_guide_says_answers_the_second_request() {
         assert_eq!(ask(&app, "t1:p1", path, "short", body).await.status, StatusCode::BAD_REQUEST);
     }
     assert_eq!(shop.rows().await, (1, 1));
-    // What is refused before it is claimed, or by the extractor, leaves the key free for the body that was meant.
+    // What is refused before it is claimed, or by the extractor, leaves the key free for the body
+    // that was meant.
     for ((path, meant), wrong) in [(PAYMENT, r#"{"account":"acc-7","cents":0}"#), (NOTE, r#"{"note":"a"}"#)] {
         assert!(ask(&app, "t1:p1", path, OTHER, wrong).await.status.is_client_error(), "{path}");
         let mended = ask(&app, "t1:p1", path, OTHER, meant).await;
@@ -126,7 +128,8 @@ async fn m108_a_service_made_as_the_guide_says_answers_the_second_request() {
     assert_eq!(shop.rows().await, (2, 2));
 }
 
-/// The retry of a request whose resource somebody has deleted since is still that request, not a new one.
+/// The retry of a request whose resource somebody has deleted since is still that request, not a
+/// new one.
 // Shown by: taking the records away with the rows.
 #[tokio::test]
 async fn m119_a_retry_after_the_resource_was_deleted_makes_it_not_again() {
@@ -146,8 +149,8 @@ async fn delete_note(State(pool): State<SqlitePool>, Path(text): Path<String>) -
     if deleted > 0 { StatusCode::NO_CONTENT } else { StatusCode::NOT_FOUND }
 }
 
-/// A DELETE by name needs no key: the second one finds nothing, which is the same effect and another answer. Under a key the answer
-/// is the same too.
+/// A DELETE by name needs no key: the second one finds nothing, which is the same effect and
+/// another answer. Under a key the answer is the same too.
 // Shown by: `requirement: Required` (400 without a key); without the layer (404 under the key).
 #[tokio::test]
 async fn m120_a_repeated_delete_is_404_and_under_its_key_204_again() {

@@ -1,4 +1,5 @@
-//! The payments service: all its processes, two of them killed in the middle, and the counts of what is left behind.
+//! The payments service: all its processes, two of them killed in the middle, and the counts of
+//! what is left behind.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::PoisonError;
@@ -52,8 +53,8 @@ macro_rules! rows {
 rows!(SqliteStore, "oncebox_email");
 rows!(PostgresStore, "oncebox.email");
 
-/// Shown by: an inbox that takes every message for new; a key of its own for each try; a lost answer that counts as one; two
-/// entries of the same sign; tries that are not counted.
+/// Shown by: an inbox that takes every message for new; a key of its own for each try; a lost
+/// answer that counts as one; two entries of the same sign; tries that are not counted.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn the_payments_service_does_all_exactly_once_on_sqlite_and_the_embedded_broker() {
     play::<SqliteStore>(Stage::new(None, None), "payments").await;
@@ -100,7 +101,8 @@ impl Service<'_> {
         let consumer = CONSUMERS.contains(&args[0]).then(|| {
             let mut settings = ConsumerSettings::new(args[0], vec![self.topic.clone()]);
             settings.group = Some(group(self.stage, args[0]));
-            // Small transactions, so that a kill finds many still to come, also where the machine is in no hurry to kill.
+            // Small transactions, so that a kill finds many still to come, also where the machine
+            // is in no hurry to kill.
             settings.batch_max = Some(2);
             settings
         });
@@ -144,7 +146,8 @@ async fn play<S: Rows>(stage: Stage, name: &str) {
     assert!(booked < 2 * PAYMENTS, "the kill came after the work was done: {booked} entries");
     ledger.restart();
 
-    // Killed while it waits for an answer that does not come: the fiftieth booking has been made, and nobody knows of it.
+    // Killed while it waits for an answer that does not come: the fiftieth booking has been made,
+    // and nobody knows of it.
     let fiftieth = || booked_at(&bookings).into_values().find(|booking| booking.number == 50);
     until("the fiftieth booking", || async { fiftieth().is_some() }).await;
     sender.kill();

@@ -12,7 +12,8 @@ use oncebox::message::Arrived;
 use crate::process::Process;
 use crate::support::{eventually, unique};
 
-/// Long enough for a busy machine and a rebalance of Kafka; a condition that holds ends the wait at once.
+/// Long enough for a busy machine and a rebalance of Kafka; a condition that holds ends the wait at
+/// once.
 pub(crate) const SOON: Duration = Duration::from_secs(120);
 
 /// The three programs.
@@ -47,7 +48,8 @@ impl Stage {
         self.dir.path().join(name)
     }
 
-    /// A program or example with the settings of this stage, and those of its consumer where it is one.
+    /// A program or example with the settings of this stage, and those of its consumer where it is
+    /// one.
     pub(crate) fn command(&self, binary: &str, args: &[&str], consumer: Option<ConsumerSettings>) -> Command {
         let settings = Settings { consumer: consumer.into_iter().collect(), ..self.settings.clone() };
         let config = self.path(&format!("{}.toml", unique("config")));

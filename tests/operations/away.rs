@@ -1,4 +1,5 @@
-//! The database goes away, and comes back, behind a service that goes on (M60, O29); a pool that slow operations use up.
+//! The database goes away, and comes back, behind a service that goes on (M60, O29); a pool that
+//! slow operations use up.
 
 use std::time::{Duration, Instant};
 
@@ -11,7 +12,8 @@ use super::proxy::{Failure, Proxy, When};
 use super::service::{Service, count, payment};
 use super::standstill::Standstill;
 
-/// What a request takes at most that is refused because the database is away, and the first one that it answers when it is back.
+/// What a request takes at most that is refused because the database is away, and the first one
+/// that it answers when it is back.
 const AT_MOST: Duration = Duration::from_secs(2);
 
 /// Runs each test with an empty database behind a network that can fail.
@@ -60,8 +62,8 @@ async fn answered<T>(what: &str, at_most: Duration, asked: impl Future<Output = 
     answer
 }
 
-// Shown by: an engine that asks nobody whether its store is there (30 s each where connections are refused, 40 s behind silence);
-// `/readyz` that asks the database; calls that are not given up.
+// Shown by: an engine that asks nobody whether its store is there (30 s each where connections are
+// refused, 40 s behind silence); `/readyz` that asks the database; calls that are not given up.
 async fn while_the_database_is_away_every_request_is_refused_within_two_seconds_and_no_key_is_burnt(
     direct: &str,
     proxy: Proxy,
@@ -140,7 +142,8 @@ mod crowded {
     }
 }
 
-// Shown by: no bound on what begins: the fourth waits for a connection as long as the pool lets it, and a replay behind it.
+// Shown by: no bound on what begins: the fourth waits for a connection as long as the pool lets it,
+// and a replay behind it.
 async fn slow_operations_leave_room_for_what_is_short_and_the_rest_is_refused_soon<S: Sql>(world: World<S>) {
     let world = world.with_pool_of(4).await;
     let (gate, open) = (Gate::closed(), Gate::open());

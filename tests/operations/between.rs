@@ -1,8 +1,8 @@
-//! Another process that takes the key in the moment between `ROLLBACK TO SAVEPOINT`, by which door A on PostgreSQL gives its claim
-//! and its lock back, and its second claim (O1, O15).
+//! Another process that takes the key in the moment between `ROLLBACK TO SAVEPOINT`, by which door
+//! A on PostgreSQL gives its claim and its lock back, and its second claim (O1, O15).
 //!
-//! The moment is made by a table lock, for which the other session stands in line: it gets the lock when the claim's own lock on
-//! the table goes, and the second claim waits behind it.
+//! The moment is made by a table lock, for which the other session stands in line: it gets the lock
+//! when the claim's own lock on the table goes, and the second claim waits behind it.
 
 use oncebox::HandlerError;
 use oncebox::policy::operation::{Code, Outcome};
@@ -37,8 +37,8 @@ fn taken_back(end: End, gate: &Gate) -> impl Does<PostgresStore> + use<> {
     })
 }
 
-/// Runs the operation up to its end, and these statements of another session between the undoing and the second claim. Gives the
-/// answer, the other session, and how often the handler was called.
+/// Runs the operation up to its end, and these statements of another session between the undoing
+/// and the second claim. Gives the answer, the other session, and how often the handler was called.
 async fn between(
     database: &crate::postgres::Database,
     world: &Pg,
@@ -114,8 +114,8 @@ macro_rules! between {
     };
 }
 
-// Shown by: taking the savepoint for the claim (no second claim): the refusal is answered beside the other run, and the failure says
-// that the key is free.
+// Shown by: taking the savepoint for the claim (no second claim): the refusal is answered beside
+// the other run, and the failure says that the key is free.
 between! {
     o1_o15_a_refusal_whose_key_another_process_took_meanwhile_is_in_progress: an_open_claim, End::Refuses;
     o1_o15_a_failure_whose_key_another_process_took_meanwhile_is_in_progress: an_open_claim, End::Fails;

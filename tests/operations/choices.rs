@@ -1,5 +1,6 @@
-//! Choices of a route that a client sees: what a duplicate gets while the first one runs, the status of a mismatch, which headers
-//! belong to a command, and which refusals free the key (M22, M27, M43, O10).
+//! Choices of a route that a client sees: what a duplicate gets while the first one runs, the
+//! status of a mismatch, which headers belong to a command, and which refusals free the key (M22,
+//! M27, M43, O10).
 
 use axum::Router;
 use axum::extract::State as Of;
@@ -85,7 +86,8 @@ async fn m43_a_recovery_is_202_where_the_route_says_so<S: Sql>(world: World<S>) 
     assert_eq!((found.status, found.is_replayed(), gate.calls()), (201, true, 0));
 }
 
-// Shown by: 422 whatever the route says; a document that leaves the mismatch out where its status is another problem's too.
+// Shown by: 422 whatever the route says; a document that leaves the mismatch out where its status
+// is another problem's too.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn m27_the_status_of_a_mismatch_is_the_routes_and_is_published() {
     for (mismatch, status) in
@@ -155,8 +157,8 @@ async fn m43_the_openapi_document_says_202_where_the_route_does() {
     }
 }
 
-/// Refuses what its body says, with that status, and else has its effect. It has no `Idempotent<E>`: whether it began, only its
-/// author knows.
+/// Refuses what its body says, with that status, and else has its effect. It has no
+/// `Idempotent<E>`: whether it began, only its author knows.
 async fn judges<S: Sql>(Of((store, gate)): Of<(S, Gate)>, body: String) -> StatusCode {
     gate.pass().await;
     if let Some(status) = body.strip_prefix("refuse ") {
@@ -201,7 +203,8 @@ fn post_text(url: &str, key: &str, body: &str) -> reqwest::RequestBuilder {
     client().post(url).header("idempotency-key", key).header("content-type", "text/plain").body(body.to_owned())
 }
 
-// Shown by: counting no header; leaving `If-Match` out of those that always count; counting all headers.
+// Shown by: counting no header; leaving `If-Match` out of those that always count; counting all
+// headers.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn m22_listed_headers_belong_to_the_command_and_no_others() {
     const COUNTED: [(&str, &str, &str); 3] = [
@@ -247,7 +250,8 @@ async fn m22_listed_headers_belong_to_the_command_and_no_others() {
     assert_eq!(gate.calls(), 1);
 }
 
-// A deploy between a request and its retry. Shown by: counting the header from the first version on.
+// A deploy between a request and its retry. Shown by: counting the header from the first version
+// on.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn m24_a_header_that_a_route_counts_from_today_on_refuses_no_retry_of_yesterday() {
     let (world, gate) = (sqlite().await, Gate::open());

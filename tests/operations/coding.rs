@@ -1,5 +1,5 @@
-//! Content codings around the layer and inside of it: an answer in the coding of one client is nobody else's (pitfall 22, HTTP
-//! section 11).
+//! Content codings around the layer and inside of it: an answer in the coding of one client is
+//! nobody else's (pitfall 22, HTTP section 11).
 
 use axum::body::Body;
 use axum::extract::Request;
@@ -37,7 +37,8 @@ async fn ask_taking(coding: Option<&str>, url: &str, key: &str) -> Http {
     .await
 }
 
-// Shown by: keeping bytes that came compressed, without the header that says so (noise for whoever asks again).
+// Shown by: keeping bytes that came compressed, without the header that says so (noise for whoever
+// asks again).
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn pitfall_22_each_client_gets_the_coding_it_takes_and_nobody_anothers() {
     let text = "a line that comes again\n".repeat(100);
@@ -60,7 +61,8 @@ async fn pitfall_22_each_client_gets_the_coding_it_takes_and_nobody_anothers() {
         }
     }
     assert_eq!(gate.calls(), 2);
-    // Inside, its bytes are of one client's coding: they are nobody else's answer, and nothing runs again to get another.
+    // Inside, its bytes are of one client's coding: they are nobody else's answer, and nothing runs
+    // again to get another.
     let inner = world.another_process();
     let layer = IdempotencyLayer::new(&inner.engine, Endpoint::raw("put", edge())).unwrap();
     let inside = answers.router(&gate).layer(from_fn(compresses)).route_layer(layer);

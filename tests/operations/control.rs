@@ -1,5 +1,6 @@
-//! The control of M114: the same race over HTTP against two servers whose store looks first and inserts then, without a lock and
-//! without a unique key. It must be seen to pay twice, or the race is no race.
+//! The control of M114: the same race over HTTP against two servers whose store looks first and
+//! inserts then, without a lock and without a unique key. It must be seen to pay twice, or the race
+//! is no race.
 
 use std::sync::Arc;
 
@@ -49,7 +50,8 @@ async fn careless(pool: PgPool) -> String {
     serve(Router::new().route("/payments", route_post(pay))).await
 }
 
-// Shown by: inserting first (`on conflict do nothing` on a unique key): no round finds two payments.
+// Shown by: inserting first (`on conflict do nothing` on a unique key): no round finds two
+// payments.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn m114_m118_a_store_that_looks_first_pays_twice_in_the_same_race() {
     crate::postgres::with_database("m114_m118_control", |database| async move {

@@ -59,7 +59,8 @@ async fn pitfall_2_a_client_that_goes_away_does_not_end_the_handler<S: Sql>(worl
     assert!(world.engine.drain(SOON).await);
 }
 
-// Shown by: an engine without the map and the lock (503 from the pool); a store without its primary key.
+// Shown by: an engine without the map and the lock (503 from the pool); a store without its primary
+// key.
 async fn m114_a_thousand_duplicates_have_one_effect<S: Sql>(world: World<S>) {
     let (endpoint, other) = (world.protect(same_tx()), world.another_process());
     let there = other.protect(same_tx());
@@ -116,7 +117,8 @@ const ANOTHER_KEY: Duration = Duration::from_secs(1);
 async fn o15_fifty_duplicates_on_a_pool_of_two_starve_nobody() {
     crate::postgres::with_database("o15_fifty_duplicates", |database| async move {
         let world = World::on(database.store.clone(), &database.url).await;
-        // What the same operation takes at the same time where no duplicate is: a busy machine slows both down.
+        // What the same operation takes at the same time where no duplicate is: a busy machine
+        // slows both down.
         let control = world.with_pool_of(2).await;
         let unhindered = control.protect(same_tx());
         for while_running in [WhileRunning::Conflict, WhileRunning::Wait] {
@@ -147,9 +149,10 @@ async fn o15_fifty_duplicates_on_a_pool_of_two_starve_nobody() {
                     took(run(&world, &endpoint, &key, "b", effect(&open))),
                     took(run(&control, &unhindered, &control_key, "b", effect(&open)))
                 );
-                // Before it in the pool, and again before its commit, stand the short turns of those whom the map does not answer,
-                // each no longer than the whole operation takes alone. Behind one that holds a connection while it waits it would be
-                // ten seconds, and behind fifty more.
+                // Before it in the pool, and again before its commit, stand the short turns of
+                // those whom the map does not answer, each no longer than the whole operation takes
+                // alone. Behind one that holds a connection while it waits it would be ten seconds,
+                // and behind fifty more.
                 let bound = ANOTHER_KEY + still.longest() + alone * 25;
                 assert!(took < bound, "{while_running:?}: another key waited for {took:?}, alone it took {alone:?}");
             }

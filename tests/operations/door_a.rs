@@ -1,4 +1,5 @@
-//! Door A on real databases: one effect, one outcome, whatever the handler and the network do (O1, O2, O15 to O20, O29).
+//! Door A on real databases: one effect, one outcome, whatever the handler and the network do (O1,
+//! O2, O15 to O20, O29).
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -93,8 +94,8 @@ async fn m50_a_message_at_the_end_goes_with_the_effects_and_not_with_a_rejection
 
 // What the library refuses by itself, and what only the database does.
 //
-// Shown by: refusing a message without asking whether the transaction is still there (PostgreSQL): it runs again beside what it has
-// committed.
+// Shown by: refusing a message without asking whether the transaction is still there (PostgreSQL):
+// it runs again beside what it has committed.
 async fn o1_o29_a_message_that_is_refused_at_the_end_leaves_nothing<S: Sql>(world: World<S>) {
     let endpoint = world.protect(same_tx());
     let of_no_topic = || NewMessage::text("no topic", "put", "{}");
@@ -109,7 +110,8 @@ async fn o1_o29_a_message_that_is_refused_at_the_end_leaves_nothing<S: Sql>(worl
     first(run(&world, &endpoint, K1, "a", sends_last(good, completed())).await);
     assert_eq!((world.effects().await, world.outbox().await), (1, 1));
 
-    // Behind a transaction that was ended; the second one the server refuses before it looks at a fence.
+    // Behind a transaction that was ended; the second one the server refuses before it looks at a
+    // fence.
     let no_text = || NewMessage { trace: Some(no_trace()), ..NewMessage::text("t", "put", "{}") };
     for (key, message) in [("a-key-of-many-0001", of_no_topic()), ("a-key-of-many-0002", no_text())] {
         let ends = does::<S, _>(move |_: &Put, mut tx: EffectTx<'_, S>| {
@@ -207,7 +209,8 @@ async fn o1_a_handler_that_goes_on_outside_and_then_fails_is_found_out_too<S: Sq
     is_unknown_for_ever(world, statements, true, 0).await;
 }
 
-// Shown by: taking an aborted transaction for ours without asking for the savepoint: 503, and two effects.
+// Shown by: taking an aborted transaction for ours without asking for the savepoint: 503, and two
+// effects.
 async fn o1_a_handler_that_hides_what_it_committed_behind_an_aborted_transaction_is_found_out<S: Sql>(world: World<S>) {
     let statements = &["rollback", "insert into effect (text) values ('out')", "begin"];
     let endpoint = world.protect(same_tx());
@@ -245,7 +248,8 @@ async fn begins<S: Sql>(world: &World<S>, claim: &KeyClaim) -> S::Operation {
     }
 }
 
-// Shown by: taking the record that the run began from for another run's, or for its outcome: it runs again beside its effect.
+// Shown by: taking the record that the run began from for another run's, or for its outcome: it
+// runs again beside its effect.
 async fn o1_a_run_of_an_old_record_that_ended_its_transaction_is_unknown_too<S: Sql>(world: World<S>) {
     for (key, reclaims) in [(K1, false), (K2, true)] {
         let claim = claim(&world.protect(same_tx()), key, Mode::SameTx, SOON);
@@ -277,7 +281,8 @@ async fn o1_a_run_of_an_old_record_that_ended_its_transaction_is_unknown_too<S: 
     }
 }
 
-// Shown by: rolling the whole transaction back (pitfall 18); completing without taking effects back.
+// Shown by: rolling the whole transaction back (pitfall 18); completing without taking effects
+// back.
 async fn o1_m71_a_binding_rejection_is_replayed_without_its_effects<S: Sql>(world: World<S>) {
     let endpoint = world.protect(same_tx());
     let calls = Arc::new(AtomicU32::new(0));
@@ -392,7 +397,8 @@ async fn o15_a_request_among_first_ones_is_judged_as_any_other<S: Sql>(world: Wo
     assert_eq!((closed.calls(), world.effects().await), (1, 8));
 }
 
-// A purge, an expiry of bodies or an operator has the row; whoever inserts beside it waits for it, and holds a connection.
+// A purge, an expiry of bodies or an operator has the row; whoever inserts beside it waits for it,
+// and holds a connection.
 //
 // Shown by: a claim that does not look at the record first, behind a first request (PostgreSQL).
 async fn o15_a_duplicate_of_a_record_that_somebody_changes_waits_for_nobody<S: Sql>(world: World<S>) {
@@ -408,7 +414,8 @@ async fn o15_a_duplicate_of_a_record_that_somebody_changes_waits_for_nobody<S: S
 
 // In one process. What each has seen last decides whether it looks or claims at once.
 //
-// Shown by: making way, with the claim in hand, for one that is in the map and cannot claim: both are told that the other runs.
+// Shown by: making way, with the claim in hand, for one that is in the map and cannot claim: both
+// are told that the other runs.
 async fn o15_of_one_that_looks_and_one_that_claims_at_once_one_executes<S: Sql>(world: World<S>) {
     let (looks, claims, gate) = (world.protect(same_tx()), world.protect(same_tx()), Gate::open());
     first(run(&world, &looks, K1, "a", effect(&gate)).await);
@@ -445,7 +452,8 @@ async fn o16_two_tenants_with_one_key_are_two_operations<S: Sql>(world: World<S>
     assert_eq!((gate.calls(), world.effects().await), (4, 4));
 }
 
-// Shown by: replaying to whoever has the key; an answer of its own, which would tell that the key is in use.
+// Shown by: replaying to whoever has the key; an answer of its own, which would tell that the key
+// is in use.
 async fn o20_another_principal_gets_the_answer_of_a_mismatch<S: Sql>(world: World<S>) {
     let endpoint = world.protect(same_tx());
     let gate = Gate::open();
@@ -502,7 +510,8 @@ async fn o29_unkept_outcomes_leave_no_row<S: Sql>(world: World<S>) {
     }
 }
 
-// Shown by: waiting on a connection; executing when the wait ends without reading again (pitfall 13).
+// Shown by: waiting on a connection; executing when the wait ends without reading again (pitfall
+// 13).
 async fn m43_wait_mode_replays_when_the_first_is_done<S: Sql>(world: World<S>) {
     use oncebox::policy::operation::route::WhileRunning;
     let route = Route { while_running: WhileRunning::Wait, wait_max: SOON, ..same_tx() };

@@ -27,7 +27,8 @@ async fn refused(url: &str, key: &str, body: impl Into<String>) -> Http {
     send(post(url, key, body)).await
 }
 
-// Shown by: reading the key as a structured field (a bare UUID fails); trimming more than white space.
+// Shown by: reading the key as a structured field (a bare UUID fails); trimming more than white
+// space.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn o24_what_is_a_key_and_what_is_none() {
     let (world, gate, url) = stage(typed()).await;
@@ -90,8 +91,8 @@ async fn m14_without_a_scope_from_authentication_nothing_runs() {
     assert_eq!(gate.calls(), 0);
 }
 
-// Shown by: `serde_json::Value` in place of the type (a float is rounded, the last of two members wins); `serde_json::from_slice`
-// (an array of the fields is the struct).
+// Shown by: `serde_json::Value` in place of the type (a float is rounded, the last of two members
+// wins); `serde_json::from_slice` (an array of the fields is the struct).
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn m70_a_body_that_is_not_the_command_is_refused_and_frees_the_key() {
     let (_world, gate, url) = stage(typed()).await;
@@ -200,8 +201,8 @@ async fn head_of(stream: &mut TcpStream) -> String {
     String::from_utf8_lossy(&answer[..read]).into_owned()
 }
 
-// Shown to fail: with one share for all tenants (503 for the other one). Shown by: memory for what was announced and did not come; no end
-// of the wait.
+// Shown to fail: with one share for all tenants (503 for the other one). Shown by: memory for what
+// was announced and did not come; no end of the wait.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn m107_slow_bodies_of_one_tenant_stop_no_other() {
     let world = sqlite().await;
@@ -263,7 +264,8 @@ async fn o29_a_body_is_held_until_its_run_has_ended() {
     assert_eq!(gate.calls(), 2);
 }
 
-// Shown to fail: with `Front::decide` answering `PassThrough` for `KeyRequired` (201, at each door).
+// Shown to fail: with `Front::decide` answering `PassThrough` for `KeyRequired` (201, at each
+// door).
 async fn m12_a_request_without_a_key_is_refused_at_every_door_and_runs_nothing<S: Sql>(world: World<S>) {
     let gate = Gate::open();
     let url = serve(door(&world, typed(), &gate)).await + "/put";

@@ -1,4 +1,5 @@
-//! A store whose calls can be made to fail, one kind at a time: what the network and a full disk do, on command.
+//! A store whose calls can be made to fail, one kind at a time: what the network and a full disk
+//! do, on command.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};

@@ -1,9 +1,10 @@
 //! A fuzzer of the example service over HTTP, driven by the OpenAPI document that it serves.
 //!
-//! Good requests are made from the schemas, each is twisted in one way, and both are sent, again and under each other's keys. What
-//! must hold: an answer is one that the document declares, with the members that it declares; what is refused has stored nothing and
-//! burns no key; the same request again gets the same answer; every key that succeeded has one effect, and nothing else has any;
-//! nobody panics. The seed is printed; `ONCEBOX_FUZZ_SEED` repeats it.
+//! Good requests are made from the schemas, each is twisted in one way, and both are sent, again
+//! and under each other's keys. What must hold: an answer is one that the document declares, with
+//! the members that it declares; what is refused has stored nothing and burns no key; the same
+//! request again gets the same answer; every key that succeeded has one effect, and nothing else
+//! has any; nobody panics. The seed is printed; `ONCEBOX_FUZZ_SEED` repeats it.
 
 mod document;
 mod twists;
@@ -24,7 +25,8 @@ use super::service::{Service, count, messages};
 
 /// How long it goes on at least.
 const BUDGET: Duration = Duration::from_secs(3);
-/// The databases, each of which takes its share of what is tried for certain: every twist of every operation.
+/// The databases, each of which takes its share of what is tried for certain: every twist of every
+/// operation.
 const SHARES: usize = 3;
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -134,8 +136,9 @@ impl Fuzz {
         answer
     }
 
-    // Shown by: `route_layer` around a whole router (a 405 burnt its key); an example that took a text with NUL (503 of PostgreSQL),
-    // compared content types by their case, or called a body that was cut off too long.
+    // Shown by: `route_layer` around a whole router (a 405 burnt its key); an example that took a
+    // text with NUL (503 of PostgreSQL), compared content types by their case, or called a body
+    // that was cut off too long.
     async fn case(&mut self, mut sampler: Sampler, operation: &Operation, twist: Twist) {
         let mut good = self.good(operation, &mut sampler);
         let mut twisted = good.clone();
@@ -184,7 +187,8 @@ impl Fuzz {
         }
     }
 
-    /// A first answer: noted as an effect where it is one. Gives the answer that stands for its key.
+    /// A first answer: noted as an effect where it is one. Gives the answer that stands for its
+    /// key.
     async fn first(&mut self, operation: &Operation, request: &Request, mut answer: Http) -> Http {
         assert!(!answer.is_replayed(), "a key that nobody used: {answer:?} to {request:?}");
         if operation.key.is_none() {
@@ -215,7 +219,8 @@ impl Fuzz {
         answer
     }
 
-    /// The same at once, twice: one is the first, the other is told to come again or gets its answer.
+    /// The same at once, twice: one is the first, the other is told to come again or gets its
+    /// answer.
     async fn twins(&mut self, operation: &Operation, request: &Request) -> Http {
         let (one, two) = tokio::join!(self.send(operation, request), self.send(operation, request));
         let is_first =

@@ -1,6 +1,8 @@
-//! A client that goes away in the middle of the handler of a route behind the layer, and of an operation in phases (pitfall 2).
+//! A client that goes away in the middle of the handler of a route behind the layer, and of an
+//! operation in phases (pitfall 2).
 //!
-//! That the server has seen it go is shown and not guessed: the client ends what it sends, and waits for the end of what it gets.
+//! That the server has seen it go is shown and not guessed: the client ends what it sends, and
+//! waits for the end of what it gets.
 
 use axum::extract::Json;
 use axum::http::StatusCode;
@@ -32,7 +34,8 @@ mod example {
     }
 }
 
-/// Sends a request, waits until its handler has begun, and goes; ends when the server has seen that, and has dropped the request.
+/// Sends a request, waits until its handler has begun, and goes; ends when the server has seen
+/// that, and has dropped the request.
 async fn goes_away(url: &str, path: &str, body: &str, handler: &Gate) {
     let mut stream = TcpStream::connect(url.trim_start_matches("http://")).await.unwrap();
     let head = format!(
@@ -78,8 +81,8 @@ async fn provider(gate: &Gate) -> String {
     serve(axum::Router::new().route("/charges", route_post(charge))).await
 }
 
-// Shown by: a driver that is aborted with the request that waits for it. Nobody else drives: no worker recovers, and the request
-// comes again only when the charge has its outcome.
+// Shown by: a driver that is aborted with the request that waits for it. Nobody else drives: no
+// worker recovers, and the request comes again only when the charge has its outcome.
 async fn a_charge_whose_client_goes_away(two: Two) {
     let url = two.url.clone();
     drop(two);

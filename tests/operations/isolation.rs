@@ -1,5 +1,6 @@
-//! Serialization failures of PostgreSQL (40001; pitfall 5, R27): door A on connections that begin above READ COMMITTED, and a guard
-//! that commits a transaction which does. It is nobody's failure: never a 500, no key burnt, one effect.
+//! Serialization failures of PostgreSQL (40001; pitfall 5, R27): door A on connections that begin
+//! above READ COMMITTED, and a guard that commits a transaction which does. It is nobody's failure:
+//! never a 500, no key burnt, one effect.
 
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex};
@@ -19,7 +20,8 @@ type Pg = World<PostgresStore>;
 
 const LEVELS: [&str; 2] = ["repeatable read", "serializable"];
 
-/// Another process whose two connections begin every transaction at this level, as a handler of an application can set them.
+/// Another process whose two connections begin every transaction at this level, as a handler of an
+/// application can set them.
 async fn at(world: &Pg, level: &str) -> Pg {
     let world = world.with_pool_of(2).await;
     let mut connections = [world.store.pool().acquire().await.unwrap(), world.store.pool().acquire().await.unwrap()];
@@ -31,7 +33,8 @@ async fn at(world: &Pg, level: &str) -> Pg {
     world
 }
 
-/// Two operations at once, each of which runs this when both have begun. Both are answered as first ones; gives how often they ran.
+/// Two operations at once, each of which runs this when both have begun. Both are answered as first
+/// ones; gives how often they ran.
 async fn both(world: &Pg, keys: [&'static str; 2], level: &'static str, statement: &'static str) -> u32 {
     let endpoint = world.protect(same_tx());
     let (meet, calls) = (Arc::new(Barrier::new(2)), Arc::new(AtomicU32::new(0)));
@@ -62,7 +65,8 @@ async fn both(world: &Pg, keys: [&'static str; 2], level: &'static str, statemen
     calls.load(Ordering::SeqCst)
 }
 
-// Shown by: taking 40001 for the operation's own failure (500 OPERATION_FAILED), and at COMMIT for an unknown outcome (503).
+// Shown by: taking 40001 for the operation's own failure (500 OPERATION_FAILED), and at COMMIT for
+// an unknown outcome (503).
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn r27_pitfall_5_a_serialization_failure_of_the_handler_or_of_commit_runs_again() {
     with_database("r27_pitfall_5_runs_again", |database| async move {
@@ -77,7 +81,8 @@ async fn r27_pitfall_5_a_serialization_failure_of_the_handler_or_of_commit_runs_
             assert!(calls >= 3, "{level}: one of them ran again: {calls}");
             assert_eq!(world.store.number("select n::bigint from place").await, 2 * (number as i64 + 1), "{level}");
         }
-        // Each counts what it does not see of the other: only what ends the transaction can find that out.
+        // Each counts what it does not see of the other: only what ends the transaction can find
+        // that out.
         let world = at(&direct, "serializable").await;
         let counts = "insert into effect (text) select count(*)::text from effect";
         let calls = both(&world, ["key-0000000000000005", "key-0000000000000006"], "serializable", counts).await;
@@ -87,7 +92,8 @@ async fn r27_pitfall_5_a_serialization_failure_of_the_handler_or_of_commit_runs_
     .await;
 }
 
-/// The claim stands in line for the table, its snapshot taken; then another process's whole run of this key stands there, unseen.
+/// The claim stands in line for the table, its snapshot taken; then another process's whole run of
+/// this key stands there, unseen.
 ///
 /// Shown by: taking 40001 for another failure of the store (503 for what stands there).
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -178,8 +184,8 @@ async fn guarded(
     (answered, error)
 }
 
-// Shown to fail: with what the guard undid finished as FAILED_REPLAYABLE. Shown by: taking 40001 for a failure of another kind (the guard's
-// error is not Busy).
+// Shown to fail: with what the guard undid finished as FAILED_REPLAYABLE. Shown by: taking 40001
+// for a failure of another kind (the guard's error is not Busy).
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn r27_o2_a_guard_whose_transaction_cannot_be_serialized_commits_nothing_and_frees_the_key() {
     let cases =

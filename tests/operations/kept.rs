@@ -1,4 +1,5 @@
-//! What is kept of an answer, from the handler to the database and back: without what is redacted, and smaller (M62, M67).
+//! What is kept of an answer, from the handler to the database and back: without what is redacted,
+//! and smaller (M62, M67).
 
 use std::sync::Arc;
 

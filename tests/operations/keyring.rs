@@ -1,5 +1,5 @@
-//! Secrets of fingerprints and principals, from the engine to the database: what is stored, what a rotation changes, and what a
-//! process answers that has not the secret (O20, O21).
+//! Secrets of fingerprints and principals, from the engine to the database: what is stored, what a
+//! rotation changes, and what a process answers that has not the secret (O20, O21).
 
 use std::time::Duration;
 
@@ -47,7 +47,8 @@ async fn stored<S: Sql>(world: &World<S>, principal: &str, fingerprint: &str) ->
     world.store.number(&sql).await
 }
 
-// Shown by: marking the principal without the engine's secrets; protecting an endpoint without them.
+// Shown by: marking the principal without the engine's secrets; protecting an endpoint without
+// them.
 async fn o20_o21_fingerprints_and_principals_reach_the_store_as_keyed_hashes<S: Sql>(world: World<S>) {
     let keyed = with_ring(&world, "k1", &["k1"]);
     let endpoint = keyed.protect(same_tx());
@@ -61,8 +62,8 @@ async fn o20_o21_fingerprints_and_principals_reach_the_store_as_keyed_hashes<S: 
     let (principal, fingerprint) = written(ring("k1", &["k1"]));
     assert!(principal.starts_with("k1:") && fingerprint.starts_with("1:k1:"), "{principal} {fingerprint}");
     assert_eq!(stored(&world, &principal, &fingerprint).await, 1);
-    // Who reads the database, and guesses command and principal, cannot show that the guess is right: the hashes of neither are
-    // there without the secret, nor with another one.
+    // Who reads the database, and guesses command and principal, cannot show that the guess is
+    // right: the hashes of neither are there without the secret, nor with another one.
     let other = Keyring::new("k1".parse().unwrap(), [("k1".parse().unwrap(), [7_u8; 32].as_slice())]).unwrap();
     for guess in [Keyring::plain(), other] {
         let (guessed_principal, guessed_fingerprint) = written(guess);
@@ -82,7 +83,8 @@ async fn o20_o21_fingerprints_and_principals_reach_the_store_as_keyed_hashes<S: 
 async fn o21_a_rotation_of_secrets_changes_no_verdict<S: Sql>(world: World<S>) {
     let gate = Gate::open();
     let key_of = |number: usize| format!("{K1}-{number}");
-    // One step at a time: every process reads a secret before any writes with it, and the old one goes last.
+    // One step at a time: every process reads a secret before any writes with it, and the old one
+    // goes last.
     let steps = [("sha256", ""), ("sha256", "k1"), ("k1", "k1"), ("k1", "k1 k2"), ("k2", "k1 k2")]
         .map(|(write, kids)| (write, kids.split_whitespace().collect::<Vec<_>>()));
     let processes: Vec<_> = steps.iter().map(|(write, kids)| with_ring(&world, write, kids)).collect();
@@ -119,7 +121,8 @@ async fn seen<S: Sql>(world: &World<S>, key: &str) -> (Record, State) {
     (record, state)
 }
 
-// Shown by: calling the command different, the principal another, or both the same; judging the state first (an expired key runs anew).
+// Shown by: calling the command different, the principal another, or both the same; judging the
+// state first (an expired key runs anew).
 async fn o21_an_unknown_key_id_is_503_in_every_state_and_runs_nothing<S: Sql>(world: World<S>) {
     let gate = Gate::open();
     let (newer, short) = (with_ring(&world, "k2", &["k1", "k2"]), with_ring(&world, "k2", &["k1", "k2"]));
@@ -172,7 +175,8 @@ async fn left_behind<S: Sql>(world: &World<S>, ring: &Keyring, key_text: &str) {
     .await;
 }
 
-// Shown by: giving up a stale claim, or running it again, before its fingerprint is judged; calling the command different (422).
+// Shown by: giving up a stale claim, or running it again, before its fingerprint is judged; calling
+// the command different (422).
 async fn o21_over_http_an_unknown_key_id_is_503_and_never_422<S: Sql>(world: World<S>) {
     let (open, held, blind) = (Gate::open(), Gate::closed(), Gate::open());
     let newer = with_ring(&world, "k2", &["k1", "k2"]);
@@ -254,7 +258,8 @@ async fn is_written_under<S: Sql>(world: &World<S>, key: &str, kid: &str) {
     assert!(principal.starts_with(&format!("{kid}:")) && fingerprint.starts_with(&format!("1:{kid}:")), "{record:?}");
 }
 
-// A new answer is sealed for the new fingerprint. Shown by: claiming again under the one that stands there.
+// A new answer is sealed for the new fingerprint. Shown by: claiming again under the one that
+// stands there.
 async fn o21_a_key_that_is_run_again_is_written_under_the_new_secret<S: Sql>(world: World<S>) {
     let (older, newer) = (sealing(&world, "k1", &["k1", "k2"]), sealing(&world, "k2", &["k1", "k2"]));
     let gate = Gate::open();

@@ -38,7 +38,8 @@ pub(crate) trait Sql: Store {
     const PREFIX: &'static str;
     /// A handler cannot commit, nor write behind its transaction: the connection refuses it.
     const NOTHING_ESCAPES: bool;
-    /// What a handler writes behind its transaction is committed at once, and not part of another that is rolled back.
+    /// What a handler writes behind its transaction is committed at once, and not part of another
+    /// that is rolled back.
     const AUTOCOMMITS: bool;
 
     async fn run(connection: &mut Connection<Self>, sql: &str) -> Result<(), oncebox::sqlx::Error>;
@@ -411,8 +412,8 @@ impl Http {
     }
 }
 
-/// Serves a router on a port of its own, until the test ends; every request is of tenant `t1` and principal `p1`, unless the
-/// header `test-scope: TENANT:PRINCIPAL` says so. Gives the base URL.
+/// Serves a router on a port of its own, until the test ends; every request is of tenant `t1` and
+/// principal `p1`, unless the header `test-scope: TENANT:PRINCIPAL` says so. Gives the base URL.
 pub(crate) async fn serve(router: axum::Router) -> String {
     let scoped =
         axum::middleware::from_fn(|mut request: axum::extract::Request, next: axum::middleware::Next| async move {

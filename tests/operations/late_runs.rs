@@ -1,4 +1,5 @@
-//! Runs that end after they lost their lease, and bridged runs that commit without their guard: neither is executed a second time.
+//! Runs that end after they lost their lease, and bridged runs that commit without their guard:
+//! neither is executed a second time.
 
 use axum::Router;
 use axum::extract::State;
@@ -35,7 +36,8 @@ async fn stands_still<S: Sql>(world: &World<S>) -> (Gate, tokio::task::JoinHandl
     (gate, asked)
 }
 
-/// Another process of the same route, which asks and is told that nothing happened when the gate lets it go.
+/// Another process of the same route, which asks and is told that nothing happened when the gate
+/// lets it go.
 async fn not_found<S: Sql>(world: &World<S>) -> (Gate, Gate, String) {
     let (asked, gate) = (Gate::closed(), Gate::open());
     let asks = asked.clone();
@@ -163,7 +165,8 @@ async fn does<S: Sql>(world: &World<S>, url: &str, key: &str, told: &str) -> (Ht
     (answer, world.record("t1", key).await.map(|record| record.state))
 }
 
-// A kill between such a commit and the outcome executes again, which no run shows. Shown by: COMPLETED whatever the mode.
+// A kill between such a commit and the outcome executes again, which no run shows. Shown by:
+// COMPLETED whatever the mode.
 async fn a_bridged_success_that_its_guard_did_not_commit_is_unknown<S: Sql>(world: World<S>) {
     let url = bridged(&world).await;
     for (key, told, effects) in [(K1, "commits", 1), (K2, "says success", 1)] {
@@ -175,7 +178,8 @@ async fn a_bridged_success_that_its_guard_did_not_commit_is_unknown<S: Sql>(worl
     }
 }
 
-// Shown by: FAILED_RETRYABLE for every failure in mode bridged (the key is free at once, and runs again).
+// Shown by: FAILED_RETRYABLE for every failure in mode bridged (the key is free at once, and runs
+// again).
 async fn a_bridged_failure_frees_its_key_only_where_nothing_can_have_been_committed<S: Sql>(world: World<S>) {
     let url = bridged(&world).await;
     let told = ["commits and panics", "commits and fails", "ends the transaction", "says retryable"];

@@ -1,4 +1,5 @@
-//! Door C over HTTP: what is remembered of a handler's end, and what a second request gets (O2, O10, O11, M108).
+//! Door C over HTTP: what is remembered of a handler's end, and what a second request gets (O2,
+//! O10, O11, M108).
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -33,8 +34,9 @@ on_all! {
     o2_a_stale_guarded_claim_is_taken_over_and_the_late_owner_changes_nothing,
 }
 
-/// The operation of the layer's tests has the name of the typed one, so that `identity` names its records. The claim and the handler
-/// are within the timeout, on a machine that stands still for seconds too.
+/// The operation of the layer's tests has the name of the typed one, so that `identity` names its
+/// records. The claim and the handler are within the timeout, on a machine that stands still for
+/// seconds too.
 pub(crate) fn edge() -> Route {
     Route::new(Mode::Edge)
 }
@@ -141,7 +143,8 @@ async fn m6_reads_are_not_protected_and_an_optional_key_may_be_missing<S: Sql>(w
     send(post(&format!("{url}/put"), K1, "{}").header("test-scope", "none")).await.is(Code::ScopeRequired);
 }
 
-// Shown by: releasing 429 and 408, or 5xx as "retryable" (M118: a failure after the effect runs it twice).
+// Shown by: releasing 429 and 408, or 5xx as "retryable" (M118: a failure after the effect runs it
+// twice).
 async fn o10_what_was_called_and_not_seen_to_end_is_unknown<S: Sql>(world: World<S>) {
     let gate = Gate::open();
     let url = layered(&world, Endpoint::raw("put", edge()), &gate).await + "/put";
@@ -320,7 +323,8 @@ async fn o2_a_guard_commits_effect_and_outcome_together_whatever_is_answered<S: 
     assert_eq!((gate.calls(), world.effects().await), (2, 2));
 }
 
-// Shown by: writing the outcome on a connection that is in no transaction any more: it commits by itself, without the effect.
+// Shown by: writing the outcome on a connection that is in no transaction any more: it commits by
+// itself, without the effect.
 async fn o2_a_guard_stores_no_success_of_a_transaction_that_has_ended<S: Sql>(world: World<S>) {
     let gate = Gate::open();
     let url = with_guard(&world, &gate, edge()).await;
@@ -330,7 +334,8 @@ async fn o2_a_guard_stores_no_success_of_a_transaction_that_has_ended<S: Sql>(wo
     assert_eq!(world.effects().await, 0);
 }
 
-// Shown by: completing without the epoch: two effects. (SQLite has one writer: the late owner's transaction is begun later.)
+// Shown by: completing without the epoch: two effects. (SQLite has one writer: the late owner's
+// transaction is begun later.)
 async fn o2_a_stale_guarded_claim_is_taken_over_and_the_late_owner_changes_nothing<S: Sql>(world: World<S>) {
     let gate = Gate::open();
     left_behind(&world, Mode::Bridged, "{}").await;
@@ -356,7 +361,8 @@ async fn o2_a_stale_guarded_claim_is_taken_over_and_the_late_owner_changes_nothi
     assert_eq!(world.effects().await, 1);
 }
 
-// Shown by: counting the parameters of the path alone, of which a fallback has none: `/b` is answered with what `/a` did.
+// Shown by: counting the parameters of the path alone, of which a fallback has none: `/b` is
+// answered with what `/a` did.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn m23_pitfall_24_the_path_counts_where_no_route_says_parameters() {
     let world = sqlite().await;

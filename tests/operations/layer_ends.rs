@@ -1,4 +1,5 @@
-//! Door C when its store fails: nothing is said that is not remembered, and nothing runs that cannot be claimed (O12, M60).
+//! Door C when its store fails: nothing is said that is not remembered, and nothing runs that
+//! cannot be claimed (O12, M60).
 
 use std::sync::atomic::Ordering;
 use std::time::Duration;
@@ -41,7 +42,8 @@ async fn stage(gate: Gate, route: Route) -> Stage {
     Stage { world, store, gate, url }
 }
 
-/// A lease that a test waits for the end of. The claim is written, and an open handler ends, within half of it: that is for the disk.
+/// A lease that a test waits for the end of. The claim is written, and an open handler ends, within
+/// half of it: that is for the disk.
 const SHORT: Duration = Duration::from_secs(6);
 
 fn leased(lease: Duration) -> Route {
@@ -88,7 +90,8 @@ async fn o12_when_the_lease_ends_before_the_outcome_is_written_it_is_unknown() {
     assert_eq!(gate.calls(), 1);
 }
 
-// Shown by: trying as long as the heart beats (it goes on for ever: the key answers 409 until the process ends).
+// Shown by: trying as long as the heart beats (it goes on for ever: the key answers 409 until the
+// process ends).
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn o12_what_can_never_be_written_is_given_up_after_one_lease_though_the_heart_beats() {
     let Stage { world, store, gate, url } = stage(Gate::open(), leased(SHORT)).await;
@@ -111,7 +114,8 @@ async fn o12_a_body_that_the_store_refuses_leaves_a_tombstone_and_not_unknown() 
     assert_eq!(gate.calls(), 1);
 }
 
-// Shown by: answering 503 and leaving the claim that arrived: nobody drives it, and it is UNKNOWN for ever.
+// Shown by: answering 503 and leaving the claim that arrived: nobody drives it, and it is UNKNOWN
+// for ever.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn o11_a_claim_whose_answer_was_lost_is_released() {
     let Stage { world, store, gate, url } = stage(Gate::open(), edge()).await;
@@ -123,7 +127,8 @@ async fn o11_a_claim_whose_answer_was_lost_is_released() {
     assert_eq!(gate.calls(), 1);
 }
 
-// Shown by: taking the first answer of the release for its end: the claim comes behind it, and nobody drives it.
+// Shown by: taking the first answer of the release for its end: the claim comes behind it, and
+// nobody drives it.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn o11_a_claim_that_arrives_behind_its_release_is_released() {
     let Stage { world, store, gate, url } = stage(Gate::open(), leased(Duration::from_secs(60))).await;
@@ -160,7 +165,8 @@ async fn o11_a_client_that_goes_away_while_its_key_is_claimed_leaves_a_run() {
     assert_eq!(gate.calls(), 1);
 }
 
-// A handler that ends before the first heartbeat is due, a third of its lease after the claim, costs a claim and an outcome.
+// A handler that ends before the first heartbeat is due, a third of its lease after the claim,
+// costs a claim and an outcome.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn o12_a_handler_shorter_than_a_third_of_its_lease_costs_two_writes() {
     let Stage { world, store, gate, url } = stage(Gate::closed(), leased(Duration::from_secs(600))).await;
@@ -219,7 +225,8 @@ async fn o12_a_handler_slower_than_its_lease_keeps_it_by_heartbeats() {
     assert_eq!((record.state, record.epoch, gate.calls()), (State::Completed, 1, 1));
 }
 
-// Shown by: cancelling the handler when the lease is lost; forgetting what it did (its client would hear "unknown" for a day).
+// Shown by: cancelling the handler when the lease is lost; forgetting what it did (its client would
+// hear "unknown" for a day).
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn o12_a_lost_lease_does_not_end_the_handler_and_its_late_outcome_is_remembered() {
     let Stage { world, store, gate, url } = stage(Gate::closed(), leased(SHORT)).await;
@@ -258,7 +265,8 @@ async fn o12_a_late_outcome_never_touches_another_owners_record() {
     until("the late outcome is evidence", || async { evidence(&world).await == 1 }).await;
 }
 
-/// The runs that said that they succeeded after they had lost their lease, as `oncebox keys show` has them.
+/// The runs that said that they succeeded after they had lost their lease, as `oncebox keys show`
+/// has them.
 async fn evidence(world: &World<SqliteStore>) -> usize {
     let operation_id = world.record("t1", K1).await.unwrap().operation_id;
     let runs = world.store.runs_of(operation_id).await.unwrap();

@@ -1,5 +1,5 @@
-//! What a claim does to the lock wait of its connection, which statements of handlers were promised (O17). On MariaDB; what is sent to
-//! MySQL is the same.
+//! What a claim does to the lock wait of its connection, which statements of handlers were promised
+//! (O17). On MariaDB; what is sent to MySQL is the same.
 
 use oncebox::policy::operation::{Code, Outcome};
 use oncebox::runtime::operation::{EffectTx, Reply};
@@ -10,8 +10,8 @@ use super::kit::*;
 
 const ASK: &str = "select cast(@@session.innodb_lock_wait_timeout as signed)";
 
-// Shown by: a claim that does not give the usual wait back (the handler sees 1); a release to the pool that sets it to nothing (1
-// after the refused claim, and from then on for good).
+// Shown by: a claim that does not give the usual wait back (the handler sees 1); a release to the
+// pool that sets it to nothing (1 after the refused claim, and from then on for good).
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn o17_a_claim_refused_or_not_leaves_the_usual_lock_wait() {
     let Some(database) = crate::mysql::Db::new("o17_a_claim_leaves_the_usual_lock_wait").await else { return };

@@ -70,14 +70,15 @@ behind_a_network! {
 /// A commit is looked for for so long (O29).
 const LOOKED_FOR: Duration = Duration::from_secs(1);
 
-/// Whether a commit that had arrived was not found within the time that it is looked for: this machine stood still, and nothing is
-/// shown. Who does not look at all is faster.
+/// Whether a commit that had arrived was not found within the time that it is looked for: this
+/// machine stood still, and nothing is shown. Who does not look at all is faster.
 fn stood_still(answered: &Answered, asked: Instant) -> bool {
     let unknown = matches!(answered, Answered::Problem(problem) if problem.code == Code::CommitUnknown);
     unknown && asked.elapsed() >= LOOKED_FOR
 }
 
-// Shown by: answering 503 without a look; answering the reply without a look (then the second case lies).
+// Shown by: answering 503 without a look; answering the reply without a look (then the second case
+// lies).
 async fn o29_a_commit_that_was_lost_sight_of_is_found_out<S: Sql>(direct: World<S>, through: World<S>, proxy: Proxy) {
     let endpoint = through.protect(same_tx());
     for (when, key) in [(When::BeforeAnswer, K1), (When::BeforeRequest, K2)] {
@@ -112,7 +113,8 @@ async fn o29_a_commit_is_looked_for_beside_a_pool_that_gives_nothing<S: Sql>(
     proxy.fail_at("insert into effect", "COMMIT", 0, When::BeforeAnswer, Failure::Cut);
     let asking = running(&through, &endpoint, K1, &gate);
     gate.begun().await;
-    // One of the two connections is the operation's; somebody has the other, and somebody else is the next in line.
+    // One of the two connections is the operation's; somebody has the other, and somebody else is
+    // the next in line.
     let _held = through.store.pool().acquire().await.unwrap();
     let mut next = std::pin::pin!(through.store.pool().acquire());
     assert!(futures::poll!(next.as_mut()).is_pending());
@@ -155,7 +157,8 @@ fn answered(answer: EdgeAnswer<()>) -> Answered {
     answered
 }
 
-// Shown by: taking a commit whose answer was lost for none (the first case is a failure), and for one (the second lies).
+// Shown by: taking a commit whose answer was lost for none (the first case is a failure), and for
+// one (the second lies).
 async fn o29_a_guards_commit_that_was_lost_sight_of_is_found_out<S: Sql>(
     direct: World<S>,
     through: World<S>,
@@ -227,7 +230,8 @@ async fn o1_a_failure_whose_undo_is_not_answered_in_time_is_no_proof_that_nothin
     assert_eq!(direct.effects().await, 1);
 }
 
-// Shown by: writing the outcome on the plain connection, where nothing bounds an answer: door A and the handler of door C hang.
+// Shown by: writing the outcome on the plain connection, where nothing bounds an answer: door A and
+// the handler of door C hang.
 async fn r28_an_outcome_that_is_not_answered_ends_in_time<S: Sql>(direct: World<S>, through: World<S>, proxy: Proxy) {
     let postgres = "update oncebox.idempotency_request r set state";
     let outcome = if S::NAME == "postgres" { postgres } else { "update oncebox_idempotency_request set state" };
@@ -279,8 +283,8 @@ async fn m60_m75_while_the_store_is_away_nothing_runs_and_no_key_is_burnt<S: Sql
     assert_eq!((record.state, record.attempts), (State::Completed, 1));
 }
 
-// A hot standby after a failover answers, and takes no writes: what has its outcome is replayed, also behind a first request that
-// was refused; what is new does not run, and its key is not burnt.
+// A hot standby after a failover answers, and takes no writes: what has its outcome is replayed,
+// also behind a first request that was refused; what is new does not run, and its key is not burnt.
 //
 // Shown by: answering 503 where a claim without a look was refused (then the replay is none).
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -401,7 +405,8 @@ async fn r27_a_deadlock_runs_again_and_both_have_one_effect() {
     .await;
 }
 
-// Shown by: taking the savepoint that InnoDB took away with the transaction for a handler's doing: the key is UNKNOWN for ever.
+// Shown by: taking the savepoint that InnoDB took away with the transaction for a handler's doing:
+// the key is UNKNOWN for ever.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn r27_a_deadlock_on_mariadb_burns_no_key() {
     let Some(database) = crate::mysql::Db::new("r27_a_deadlock_burns_no_key").await else { return };
@@ -440,8 +445,8 @@ async fn deadlock<S: Sql>(world: World<S>) {
     assert_eq!(world.store.number("select count(*) from place where n = 2").await, 2);
 }
 
-// Shown by: comparing in the one statement that waits: its clock stands still, the new lease seems longer than it can be, and
-// a live claim is taken over.
+// Shown by: comparing in the one statement that waits: its clock stands still, the new lease seems
+// longer than it can be, and a live claim is taken over.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn r22_whoever_waited_for_a_heartbeat_on_mariadb_sees_its_lease() {
     let Some(database) = crate::mysql::Db::new("r22_whoever_waited").await else { return };

@@ -1,4 +1,5 @@
-//! What an operator sees of the engine: metrics, gauges, spans (M103 to M105, M113). Each test hears its own thread.
+//! What an operator sees of the engine: metrics, gauges, spans (M103 to M105, M113). Each test
+//! hears its own thread.
 
 use std::time::Duration;
 
@@ -92,8 +93,9 @@ async fn m104_what_the_layer_refuses_by_itself_is_counted() {
     assert_eq!((of_put(&heard, REJECTED), gate.calls()), (3.0, 0));
 }
 
-// The first answer is a failure that is remembered: nobody else's request gets it. Shown to fail: with the fingerprint of a record that
-// is FAILED_REPLAYABLE taken for equal (402 to another command); without the warning; without the count.
+// The first answer is a failure that is remembered: nobody else's request gets it. Shown to fail:
+// with the fingerprint of a record that is FAILED_REPLAYABLE taken for equal (402 to another
+// command); without the warning; without the count.
 async fn m28_another_command_under_a_key_is_said_aloud_and_never_gets_the_failure_that_is_kept<S: Sql>(
     world: World<S>,
     heard: Heard,
@@ -154,7 +156,8 @@ mod m28 {
     }
 }
 
-// Shown to fail: with a retryable end finished as FAILED_REPLAYABLE (1 run of 3), and a binding refusal as FAILED_RETRYABLE (3 runs).
+// Shown to fail: with a retryable end finished as FAILED_REPLAYABLE (1 run of 3), and a binding
+// refusal as FAILED_RETRYABLE (3 runs).
 async fn m47_a_retryable_failure_runs_again_and_a_replayable_one_does_not<S: Sql>(world: World<S>) {
     let gate = Gate::open();
     let url = layered(&world, Endpoint::raw("put", edge()), &gate).await + "/put";
@@ -207,7 +210,8 @@ async fn m103_a_claim_that_the_database_asks_to_try_again_is_counted_once() {
     assert_eq!((gate.calls(), of_put(&heard, CLAIMS)), (2, 1.0));
 }
 
-/// A key that another process holds in an open transaction, then one that runs here for longer than a duplicate waits.
+/// A key that another process holds in an open transaction, then one that runs here for longer than
+/// a duplicate waits.
 async fn locked<S: Sql>(world: World<S>, heard: Heard) {
     let (other, patient) = (world.another_process(), world.another_process());
     let endpoint = world.protect(same_tx());
@@ -290,7 +294,8 @@ async fn m104_what_is_forgotten_is_counted_by_its_kind() {
     assert_eq!((gone("bodies"), gone("keys"), bodies), (2.0, 2.0, 0));
 }
 
-// Pitfall 6. Shown by: gauges that are never set; a measure without what runs in this process, and without what the store has.
+// Pitfall 6. Shown by: gauges that are never set; a measure without what runs in this process, and
+// without what the store has.
 #[tokio::test]
 async fn m103_the_gauges_show_what_is_open_and_what_is_unknown() {
     let (heard, _hearing) = hear();
@@ -338,7 +343,8 @@ async fn m104_each_operation_shows_the_mode_of_its_door() {
     }
 }
 
-// M113: a different body is logged. Shown by: no span, no warning; the key itself in place of its hash.
+// M113: a different body is logged. Shown by: no span, no warning; the key itself in place of its
+// hash.
 #[tokio::test]
 async fn m105_m113_each_turn_of_a_key_has_its_span_and_a_mismatch_its_warning() {
     let (heard, _hearing) = hear();

@@ -1,4 +1,5 @@
-//! What an author chooses: lifetimes, late retries, what is replayed, limits (O3, O4, O20, O23, O29, M62 to M68, M97, M98, M106).
+//! What an author chooses: lifetimes, late retries, what is replayed, limits (O3, O4, O20, O23,
+//! O29, M62 to M68, M97, M98, M106).
 
 use std::time::Duration;
 
@@ -211,7 +212,8 @@ async fn o11_what_is_unresolved_counts_against_the_quota<S: Sql>(world: World<S>
     assert_eq!(gate.calls(), 2);
 }
 
-// Two services, each with its database: the one that is not the home of a tenant runs nothing. Shown by: not asking.
+// Two services, each with its database: the one that is not the home of a tenant runs nothing.
+// Shown by: not asking.
 async fn m106_m117_a_key_of_another_region_is_refused_with_its_home<S: Sql>(world: World<S>) {
     let home = |scope: &Scope| scope.tenant().split_once('.').map(|(home, _)| home.to_owned());
     let services = ["eu", "us"].map(|here| {
@@ -238,7 +240,8 @@ async fn m106_m117_a_key_of_another_region_is_refused_with_its_home<S: Sql>(worl
     assert_eq!((gate.calls(), world.effects().await), (2, 2));
 }
 
-// Shown by: comparing with what would be written today; writing the newest version where nobody asked for it.
+// Shown by: comparing with what would be written today; writing the newest version where nobody
+// asked for it.
 async fn o21_m24_a_new_version_of_the_fingerprint_reads_the_old_one<S: Sql>(world: World<S>) {
     use oncebox::policy::operation::{FingerprintWriter, IdempotentCommand};
     struct Newer(Put);
@@ -306,7 +309,8 @@ async fn m4_choices_that_cannot_keep_the_promise_are_refused_when_they_are_regis
     assert!(protect(typed(same_tx())).is_ok());
 }
 
-// Shown by: pushing whatever comes: two definitions of one name, which share keys and the shorter lifetime.
+// Shown by: pushing whatever comes: two definitions of one name, which share keys and the shorter
+// lifetime.
 #[tokio::test]
 async fn m4_two_operations_of_one_name_are_refused_unless_they_are_one() {
     let world = sqlite().await;

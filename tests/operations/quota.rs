@@ -1,4 +1,5 @@
-//! The quota on stored bytes: what would run for the first time is refused, and nothing else (M120).
+//! The quota on stored bytes: what would run for the first time is refused, and nothing else
+//! (M120).
 
 use std::sync::atomic::Ordering;
 use std::time::Duration;
@@ -23,7 +24,8 @@ fn bounded<S: Sql>(world: &World<S>, bytes: u64) -> World<S> {
     World { engine, ..world.clone() }
 }
 
-// Shown by: refusing nothing; counting all tenants together; asking before the key is looked for; claims unseen with a quota.
+// Shown by: refusing nothing; counting all tenants together; asking before the key is looked for;
+// claims unseen with a quota.
 async fn m120_a_tenant_with_its_bytes_used_up_runs_nothing_new<S: Sql>(world: World<S>) {
     let gate = Gate::open();
     first(run(&world, &world.protect(same_tx()), K1, "a", effect(&gate)).await);
@@ -37,7 +39,8 @@ async fn m120_a_tenant_with_its_bytes_used_up_runs_nothing_new<S: Sql>(world: Wo
     problem(run(&full, &endpoint, K1, "b", effect(&gate)).await, Code::KeyReused);
     let other = full.engine.execute_tx(&endpoint, Some(scope("t2", "p1")), key(K2), put("a"), effect(&gate));
     first(other.await);
-    // A first request makes the next one probably a first one too, which is claimed without a look: it is counted all the same.
+    // A first request makes the next one probably a first one too, which is claimed without a look:
+    // it is counted all the same.
     problem(run(&full, &endpoint, &format!("{K2}-third"), "a", effect(&gate)).await, Code::QuotaExceeded);
     // The key is not burnt; one byte more is enough for the next one.
     let roomy = bounded(&world, stored + 1);

@@ -1,4 +1,5 @@
-//! Another region: two services, each with a database of its own, and a home region for each scope (M106, M117).
+//! Another region: two services, each with a database of its own, and a home region for each scope
+//! (M106, M117).
 
 use oncebox::policy::operation::Code;
 
@@ -102,7 +103,8 @@ async fn pays_once(databases: [String; 2]) {
     for service in &regions.services {
         assert!(service.metric("oncebox_idempotency_replay_count").await >= 2.0);
     }
-    // No region claims this one: it is at home everywhere, which is what a service without a rule for regions is.
+    // No region claims this one: it is at home everywhere, which is what a service without a rule
+    // for regions is.
     for region in [0, 1] {
         assert_eq!(regions.pay(region, "t1:p1", K1, &body).await.status, 201);
     }

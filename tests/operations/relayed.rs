@@ -1,5 +1,6 @@
-//! What a process of the example leaves to others: its messages, which it relays itself (`--broker`), to a consumer that is killed
-//! half way; and a note in the middle of which it is killed, to another process (M50, M112, M115, M116, O10).
+//! What a process of the example leaves to others: its messages, which it relays itself
+//! (`--broker`), to a consumer that is killed half way; and a note in the middle of which it is
+//! killed, to another process (M50, M112, M115, M116, O10).
 //!
 //! The consumer is this test executable again, running only `the_consumer`.
 
@@ -140,8 +141,9 @@ fn contract(arrived: &Arrived) -> Value {
     })
 }
 
-// Shown by: a key, a header or a member that is another; a handler that writes beside its transaction (half of the work stands
-// behind the kill); an inbox that forgets (the repeated messages are booked again).
+// Shown by: a key, a header or a member that is another; a handler that writes beside its
+// transaction (half of the work stands behind the kill); an inbox that forgets (the repeated
+// messages are booked again).
 async fn relays<S: Sql>(url: String) {
     let directory = tempfile::tempdir().unwrap();
     let file = directory.path().join("broker.db");
@@ -170,7 +172,8 @@ async fn relays<S: Sql>(url: String) {
     let whole = Other::start("whole", &url, &file);
     until("all are booked", || async { count(&url, "select count(*) from ledger").await >= 6 }).await;
 
-    // The same messages again, then one more of their account: once that is booked, the others were handled before it.
+    // The same messages again, then one more of their account: once that is booked, the others were
+    // handled before it.
     let mut tx = store.pool().begin().await.unwrap();
     oncebox::store::enqueue_all(&mut *tx, arrived.iter().map(repeated).collect()).await.unwrap();
     oncebox::store::commit(tx).await.unwrap();
@@ -215,7 +218,8 @@ fn repeated(arrived: &Arrived) -> NewMessage {
     message.with_key(key).with_id(arrived.id.as_deref().unwrap().parse().unwrap())
 }
 
-// Shown by: a route that says of its effects that they may be repeated (the note is written by the process that is asked).
+// Shown by: a route that says of its effects that they may be repeated (the note is written by the
+// process that is asked).
 async fn m115_o10_a_note_whose_process_was_killed_is_unknown_to_another_and_never_written_again(two: Two) {
     let directory = tempfile::tempdir().unwrap();
     for (point, written) in [("note.claimed", 0), ("note.written", 1)] {

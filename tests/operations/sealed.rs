@@ -1,5 +1,5 @@
-//! Answers that are encrypted: unreadable in the database, opened for their own request only, and read beside a new key (M67, HTTP
-//! section 11).
+//! Answers that are encrypted: unreadable in the database, opened for their own request only, and
+//! read beside a new key (M67, HTTP section 11).
 
 use oncebox::policy::operation::{Code, Kid};
 use oncebox::runtime::operation::{Engine, Sealer};
@@ -50,8 +50,8 @@ async fn body_of_another<S: Sql>(world: &World<S>, from: &str, to: &str) {
     world.store.exec(&sql).await;
 }
 
-// Shown by: storing it in plain; sealing it for no request in particular (the body of another key is answered); answering 409, as if it
-// were gone, where another process has the key.
+// Shown by: storing it in plain; sealing it for no request in particular (the body of another key
+// is answered); answering 409, as if it were gone, where another process has the key.
 async fn m67_a_sealed_answer_is_unreadable_in_the_database_and_opens_for_its_own_request<S: Sql>(world: World<S>) {
     let gate = Gate::open();
     // Long enough to stand in a table of its own, whatever compression makes of it.

@@ -1,4 +1,5 @@
-//! Two processes of the example service on one database: the tests that the sources demand (M112 to M114, M117), by HTTP.
+//! Two processes of the example service on one database: the tests that the sources demand (M112 to
+//! M114, M117), by HTTP.
 
 use std::collections::HashSet;
 use std::sync::Arc;
@@ -11,7 +12,8 @@ use super::control::{ROUNDS, race};
 use super::kit::*;
 use super::service::{Service, count, messages, payment};
 
-/// Runs a test with two processes that are started at once on an empty database: each makes the tables, safely.
+/// Runs a test with two processes that are started at once on an empty database: each makes the
+/// tables, safely.
 macro_rules! two_services {
     ($($name:ident),* $(,)?) => {
         mod sqlite {
@@ -104,8 +106,8 @@ async fn a_text_with_nul_is_not_found_and_no_outage(two: Two) {
     assert_eq!((two.payments().await, two.messages().await), (0, 0));
 }
 
-// Shown to fail: without `Idempotent-Replayed` on a replay; with it on a first answer. Shown by: a door that forgets its answer; a message
-// that is enqueued outside of the transaction.
+// Shown to fail: without `Idempotent-Replayed` on a replay; with it on a first answer. Shown by: a
+// door that forgets its answer; a message that is enqueued outside of the transaction.
 async fn m112_the_second_request_gets_the_same_payment_and_no_second_message(two: Two) {
     let body = payment(1_000, "order-1");
     let one = two.services[0].post("/payments", K1, &body).await;
@@ -129,7 +131,8 @@ async fn m112_the_second_request_gets_the_same_payment_and_no_second_message(two
     assert_eq!((two.payments().await, two.messages().await), (1, 1));
 }
 
-// Shown to fail: without the count of a mismatch. Shown by: replaying whatever comes under the key; overwriting the first record.
+// Shown to fail: without the count of a mismatch. Shown by: replaying whatever comes under the key;
+// overwriting the first record.
 async fn m113_a_different_body_is_a_stable_and_counted_conflict(two: Two) {
     let one = two.services[0].post("/payments", K1, &payment(1_000, "order-1")).await;
     for service in &two.services {
@@ -146,7 +149,8 @@ async fn m113_a_different_body_is_a_stable_and_counted_conflict(two: Two) {
     assert_eq!((two.payments().await, two.messages().await), (1, 1));
 }
 
-// Shown by: `m114_m118_a_store_that_looks_first_pays_twice_in_the_same_race`; without the primary key of the records.
+// Shown by: `m114_m118_a_store_that_looks_first_pays_twice_in_the_same_race`; without the primary
+// key of the records.
 async fn m114_two_at_once_on_two_processes_pay_once(two: Two) {
     for round in 0..ROUNDS {
         let (key, body) = (format!("{K1}-{round}"), payment(1, &format!("order-{round}")));
@@ -201,7 +205,8 @@ async fn m71_insufficient_funds_is_replayed_after_the_balance_rose(two: Two) {
     assert_eq!(two.services[0].post("/payments", K2, &payment(11, "order-1")).await.status, 201);
 }
 
-// Shown by: catching the error of the unique constraint (a 500 on PostgreSQL); comparing the reference alone.
+// Shown by: catching the error of the unique constraint (a 500 on PostgreSQL); comparing the
+// reference alone.
 async fn o14_one_order_is_paid_once_whatever_its_key(two: Two) {
     let one = two.services[0].post("/payments", K1, &payment(5, "order-1")).await;
     let same = two.services[1].post("/payments", K2, &payment(5, "order-1")).await;
@@ -210,7 +215,8 @@ async fn o14_one_order_is_paid_once_whatever_its_key(two: Two) {
     let reused = two.services[1].post("/payments", &other, &payment(6, "order-1")).await;
     assert_eq!((reused.status, reused.code().as_str()), (409, "MERCHANT_REFERENCE_REUSED"));
     assert!(two.services[0].post("/payments", &other, &payment(6, "order-1")).await.is_replayed(), "it is binding");
-    // So many that each has its turn within its patience where one writes at a time and the disk takes a second for each.
+    // So many that each has its turn within its patience where one writes at a time and the disk
+    // takes a second for each.
     let start = Arc::new(Barrier::new(4));
     let mut racing = tokio::task::JoinSet::new();
     for number in 0..4 {

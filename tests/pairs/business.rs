@@ -1,4 +1,5 @@
-//! The business side of a pair: payments written with their messages, and tables read back, on three databases.
+//! The business side of a pair: payments written with their messages, and tables read back, on
+//! three databases.
 
 use oncebox::broker::Broker;
 use oncebox::message::NewMessage;

@@ -1,4 +1,5 @@
-//! What may never be seen, whatever was killed: checks over business rows, topic and effects. Shares nothing with the programs.
+//! What may never be seen, whatever was killed: checks over business rows, topic and effects.
+//! Shares nothing with the programs.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 
@@ -52,7 +53,8 @@ pub(crate) fn check(history: &History) -> Vec<String> {
             .filter(|(_, count)| **count > 1)
             .map(|(payment, count)| format!("ledger: {payment} stands {count} times")),
     );
-    // In order: first occurrences of an account in the topic, all entries of an account in the ledger, without holes.
+    // In order: first occurrences of an account in the topic, all entries of an account in the
+    // ledger, without holes.
     let mut seen = BTreeSet::new();
     let first = history.topic.iter().filter(|entry| seen.insert(entry.payment.as_str()));
     wrong.extend(out_of_order("topic", first));

@@ -1,6 +1,8 @@
-//! Rounds of a pair: a burst of payments, a SIGKILL while at least a hundred messages are in flight, the restart, the check.
+//! Rounds of a pair: a burst of payments, a SIGKILL while at least a hundred messages are in
+//! flight, the restart, the check.
 //!
-//! Services, topics, groups and all data live through all rounds. A kill that hit nothing in flight is no round.
+//! Services, topics, groups and all data live through all rounds. A kill that hit nothing in flight
+//! is no round.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -15,12 +17,14 @@ use crate::process::Process;
 
 /// A round counts only if so many committed messages had no effect yet when the kill came.
 const IN_FLIGHT_MIN: i64 = 100;
-/// Payments of a round, more where a kill hit too little. What a killed consumer had in hand, its successor runs one by one: each beyond
-/// what it takes to have so many in flight makes the round longer, and finds nothing.
+/// Payments of a round, more where a kill hit too little. What a killed consumer had in hand, its
+/// successor runs one by one: each beyond what it takes to have so many in flight makes the round
+/// longer, and finds nothing.
 const BURST: usize = 240;
 /// Payments of one transaction: many, so that commits outrun the relay and something is in flight.
 const PAYMENTS_TOGETHER: usize = 25;
-/// How long a round may take to settle: a takeover costs up to the session timeout, a loaded machine is slow.
+/// How long a round may take to settle: a takeover costs up to the session timeout, a loaded
+/// machine is slow.
 const SETTLE: Duration = Duration::from_secs(120);
 
 pub(crate) struct Pair {
@@ -66,7 +70,8 @@ pub(crate) async fn play<B: Business>(pair: Pair) {
         let before = store.ledger_count().await;
         writer.burst(&store, &topic_name, burst).await;
         let victim = usize::from((killed[0] + killed[1]) % 2 == 1);
-        // At work, so that the kill hits something: not before the first effect of this burst, unless none comes.
+        // At work, so that the kill hits something: not before the first effect of this burst,
+        // unless none comes.
         let waited = Instant::now();
         while store.ledger_count().await == before && waited.elapsed() < Duration::from_millis(500) {
             tokio::time::sleep(Duration::from_millis(2)).await;

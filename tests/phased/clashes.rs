@@ -1,4 +1,5 @@
-//! Phases that the database rolls back, and first phases that end their transaction by themselves (O1, O17, R27).
+//! Phases that the database rolls back, and first phases that end their transaction by themselves
+//! (O1, O17, R27).
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -70,9 +71,11 @@ async fn r27_what_nobody_failed_runs_again_in_the_drive_but_not_for_ever<S: Rows
     assert_eq!((reply.status, store.number("select count(*) from step").await), (201, 2));
 }
 
-/// A key whose time is over, and a handler that ends the transaction of its first phase: what it wrote after may be done.
+/// A key whose time is over, and a handler that ends the transaction of its first phase: what it
+/// wrote after may be done.
 ///
-/// Shown by: inserting the record as unknown, which does nothing where an old one stands: the retry ran it again.
+/// Shown by: inserting the record as unknown, which does nothing where an old one stands: the retry
+/// ran it again.
 async fn o1_o4_a_key_used_anew_whose_first_phase_ended_by_itself_runs_no_more<S: Rows>(store: S) {
     let plan = Plan::new(KEY);
     let service = Service::start(&store, &plan, Scripted::default().answers(done())).await;

@@ -1,4 +1,5 @@
-//! Effects that are undone: with an identity of their own, and a failure only where nothing that was done stands (O13, M84).
+//! Effects that are undone: with an identity of their own, and a failure only where nothing that
+//! was done stands (O13, M84).
 
 use std::time::Duration;
 

@@ -1,5 +1,6 @@
-//! Later phases whose connection is lost, before a database server (O1, O9, G12): nobody hears how their transaction ended. One that
-//! was rolled back runs again; one that its handler had committed by itself goes to an operator, and its effect is there once.
+//! Later phases whose connection is lost, before a database server (O1, O9, G12): nobody hears how
+//! their transaction ended. One that was rolled back runs again; one that its handler had committed
+//! by itself goes to an operator, and its effect is there once.
 
 use std::sync::atomic::Ordering;
 
@@ -23,7 +24,8 @@ const SETTLED: &str = "update payment";
 /// Where the connection is lost, counted from the last statement of the handler.
 #[derive(Debug, Clone, Copy)]
 enum At {
-    /// The server has heard that statement's successor, be it a COMMIT or what moves the operation on, and its answer is lost.
+    /// The server has heard that statement's successor, be it a COMMIT or what moves the operation
+    /// on, and its answer is lost.
     Answer,
     /// So many requests later, before the server hears of it.
     Request(u32),
@@ -43,7 +45,8 @@ async fn behind<S: Rows>(url: &str, clear: &str) -> (S, Proxy) {
     (S::connect(&StoreOptions::new(proxy.url.clone())).await.unwrap(), proxy)
 }
 
-/// An operation that a worker recovers until it is parked; the effect of its phase is there once, however often it is asked for.
+/// An operation that a worker recovers until it is parked; the effect of its phase is there once,
+/// however often it is asked for.
 async fn is_parked<S: Rows>(service: &Service<S>, proxy: &Proxy) {
     service.ask(ONE, 700, BUDGET).await;
     let worker = service.recover();
@@ -86,8 +89,8 @@ async fn settled_parks<S: Rows>(direct: S, (through, proxy): (S, Proxy), by: &'s
     assert_eq!((direct.number(&messages).await, told.arrived().len()), (1, 1), "it ran once");
 }
 
-/// Its handler took its mark back, and committed something else: nothing but what its driver saw says so, and leaving it to an operator
-/// fails once.
+/// Its handler took its mark back, and committed something else: nothing but what its driver saw
+/// says so, and leaving it to an operator fails once.
 async fn without_its_mark_parks<S: Rows>(direct: S, (through, proxy): (S, Proxy)) {
     let mut plan = Plan { local: true, ..Plan::new(KEY) };
     plan.trouble.commits_by = Some("rollback; insert into step (name) values ('after'); commit");
@@ -100,7 +103,8 @@ async fn without_its_mark_parks<S: Rows>(direct: S, (through, proxy): (S, Proxy)
     assert_eq!(told.arrived().len(), 0);
 }
 
-/// It committed nothing, or what should have committed it never arrived: it runs again, and nobody is asked.
+/// It committed nothing, or what should have committed it never arrived: it runs again, and nobody
+/// is asked.
 async fn runs_again<S: Rows>(direct: S, (through, proxy): (S, Proxy), commits: u32, since: &'static str, at: At) {
     let plan = Plan { local: true, ..Plan::new(KEY) };
     plan.trouble.local_commits.store(commits, Ordering::SeqCst);
@@ -152,7 +156,8 @@ macro_rules! behind_a_network {
 
 pub(crate) use behind_a_network;
 
-// Shown by: giving it back where it could not be parked at once (it ran again, and its effect was there twice).
+// Shown by: giving it back where it could not be parked at once (it ran again, and its effect was
+// there twice).
 mod without_its_mark {
     use super::*;
 

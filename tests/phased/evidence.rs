@@ -1,4 +1,5 @@
-//! Proof that comes late, around a parking, or to a database that refuses it (O8); and drives that come before their time (O9).
+//! Proof that comes late, around a parking, or to a database that refuses it (O8); and drives that
+//! come before their time (O9).
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -20,8 +21,8 @@ use crate::world::{Rows, SOON};
 const ONE: &str = "key-0000000000000001";
 const BUDGET: Duration = Duration::from_secs(20);
 
-// The first driver's lease is over while it waits for its answer; the second one has no means to find out, and parks.
-// Shown by: leaving the operation parked (`speak_up` left out).
+// The first driver's lease is over while it waits for its answer; the second one has no means to
+// find out, and parks. Shown by: leaving the operation parked (`speak_up` left out).
 async fn o8_proof_that_comes_after_the_parking_un_parks<S: Rows>(store: S) {
     let (arrives, goes) = (Arc::new(Notify::new()), Arc::new(Notify::new()));
     let (here, there) = (Arc::clone(&arrives), Arc::clone(&goes));
@@ -50,8 +51,8 @@ async fn o8_proof_that_comes_after_the_parking_un_parks<S: Rows>(store: S) {
     next.ended_once("settled").await;
 }
 
-// The row is locked from the send to the parking, so that proof comes between the look that decides to park and the parking.
-// Shown by: parking without a look at the evidence.
+// The row is locked from the send to the parking, so that proof comes between the look that decides
+// to park and the parking. Shown by: parking without a look at the evidence.
 async fn o8_proof_that_comes_before_the_parking_is_used(store: PostgresStore) {
     let (arrives, goes) = (Arc::new(Notify::new()), Arc::new(Notify::new()));
     let (here, there) = (Arc::clone(&arrives), Arc::clone(&goes));
@@ -136,7 +137,8 @@ async fn o9_a_request_that_comes_before_its_time_moves_nothing<S: Rows>(store: S
     assert_eq!(operation.attempts, 1);
 }
 
-// Shown by: a row of evidence for each try that did not leave us (57 million for ten thousand charges and a day).
+// Shown by: a row of evidence for each try that did not leave us (57 million for ten thousand
+// charges and a day).
 async fn a_provider_that_is_away_for_long_leaves_no_row_for_each_try<S: Rows>(store: S) {
     let away = (0..40).fold(Scripted::default(), |told, _| told.answers(Answer::NotConnected));
     let told = away.answers(done());
@@ -157,7 +159,8 @@ async fn a_provider_that_is_away_for_long_leaves_no_row_for_each_try<S: Rows>(st
     service.ended_once("settled").await;
 }
 
-// A process that is older than its flow's version, as there are in each deploy. Shown by: making it due at once for each request.
+// A process that is older than its flow's version, as there are in each deploy. Shown by: making it
+// due at once for each request.
 async fn clients_of_a_process_without_the_flow_do_not_use_up_its_attempts<S: Rows>(store: S) {
     let mut plan = Plan { version: 2, ..Plan::new(KEY) };
     plan.settings.calls_per_drive = 1;

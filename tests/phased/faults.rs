@@ -1,4 +1,5 @@
-//! The provider of the examples, as a process, with each of its faults: never two charges, never wrongly failed.
+//! The provider of the examples, as a process, with each of its faults: never two charges, never
+//! wrongly failed.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -26,8 +27,8 @@ fn patient(provider: &ProviderProcess) -> Shared {
 
 const KEY: &str = "key-0000000000000001";
 
-/// One charge, whatever went wrong on the way, and every later answer is the first one. No worker runs: the repeating request
-/// recovers.
+/// One charge, whatever went wrong on the way, and every later answer is the first one. No worker
+/// runs: the repeating request recovers.
 async fn one_charge<S: Rows>(store: S, faults: &[(&str, i64, u64)]) {
     let provider = ProviderProcess::start();
     for (fault, times, delay) in faults {

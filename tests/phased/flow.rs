@@ -163,7 +163,8 @@ impl Trouble {
     }
 }
 
-/// A deadlock of the operations over 700 and 701, each of which comes here once before it has both rows.
+/// A deadlock of the operations over 700 and 701, each of which comes here once before it has both
+/// rows.
 #[derive(Debug)]
 pub(crate) struct Clash {
     pub(crate) first_phase: bool,
@@ -362,7 +363,8 @@ impl Plan {
         }
     }
 
-    /// A lease that is over soon, for a driver that dies; a call of a second fits into it on a machine that stands still for some.
+    /// A lease that is over soon, for a driver that dies; a call of a second fits into it on a
+    /// machine that stands still for some.
     pub(crate) fn short_lease(self) -> Self {
         Self { lease: Duration::from_secs(6), ..self }
     }

@@ -1,5 +1,5 @@
-//! Secrets of fingerprints at door B: a process without them answers 503 and starts nothing, and recovery goes on (O20, O21). And a
-//! duplicate that is sent to its operation (M43).
+//! Secrets of fingerprints at door B: a process without them answers 503 and starts nothing, and
+//! recovery goes on (O20, O21). And a duplicate that is sent to its operation (M43).
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -30,7 +30,8 @@ fn problem(answered: Answered) -> Problem {
     problem
 }
 
-// Shown by: taking the command for the same (a send by a process that cannot know what was asked); calling it different.
+// Shown by: taking the command for the same (a send by a process that cannot know what was asked);
+// calling it different.
 async fn o20_o21_a_process_without_the_secret_starts_nothing_and_recovers_what_was_begun<S: Rows>(store: S) {
     let mut newer = Plan { keyring: ring("k2", &["k1", "k2"]), ..Plan::new(KEY) };
     newer.settings.calls_per_drive = 1;

@@ -1,4 +1,5 @@
-//! Door B: operations in phases, against real databases, and against the provider of the examples with all its faults.
+//! Door B: operations in phases, against real databases, and against the provider of the examples
+//! with all its faults.
 #![allow(clippy::unwrap_used)]
 
 /// The adapter of the example service: it is no part of what is tested.

@@ -50,7 +50,8 @@ async fn an_operator_has_it_sent_within_the_window_only_unless_a_duplicate_is_ac
     service.ended_once("settled").await;
 }
 
-// The first send took the charge, and nobody heard. Shown by: a waived send that counts as one that never left us.
+// The first send took the charge, and nobody heard. Shown by: a waived send that counts as one that
+// never left us.
 async fn a_refused_duplicate_does_not_say_that_the_first_send_failed<S: Rows>(store: S) {
     for (number, refusal) in [Answer::status(401), declined()].into_iter().enumerate() {
         store.write("delete from payment").await;

@@ -55,7 +55,8 @@ async fn m115_m81_provider_success_then_crash_keeps_the_identity<S: Rows>(store:
     next.ended_once("settled").await;
 }
 
-// M80, M46: no worker runs, and the repeating request recovers. Shown by: answering pending for ever.
+// M80, M46: no worker runs, and the repeating request recovers. Shown by: answering pending for
+// ever.
 async fn m80_m46_the_repeating_request_recovers_within_its_budget<S: Rows>(store: S) {
     let plan = Plan::new(KEY).short_lease();
     dies_in_a_call(&store, &plan).await;
@@ -66,7 +67,8 @@ async fn m80_m46_the_repeating_request_recovers_within_its_budget<S: Rows>(store
     next.ended_once("settled").await;
 }
 
-// M46, M83: twenty requests and a worker at once, and one of them recovers. Shown by: no epoch in the taking.
+// M46, M83: twenty requests and a worker at once, and one of them recovers. Shown by: no epoch in
+// the taking.
 async fn m83_m46_of_many_that_try_one_recovers<S: Rows>(store: S) {
     let plan = Plan::new(KEY).short_lease();
     dies_in_a_call(&store, &plan).await;
@@ -85,7 +87,8 @@ async fn m83_m46_of_many_that_try_one_recovers<S: Rows>(store: S) {
     next.ended_once("settled").await;
 }
 
-// O9, pitfall 10: three calls take longer than the lease, and nobody else takes the operation. Shown by: no renewal.
+// O9, pitfall 10: three calls take longer than the lease, and nobody else takes the operation.
+// Shown by: no renewal.
 async fn o9_a_lease_is_renewed_while_its_operation_is_driven<S: Rows>(store: S) {
     let slow = |answer| Act::After(Box::pin(tokio::time::sleep(Duration::from_millis(2_500))), answer);
     let told = Scripted::default()

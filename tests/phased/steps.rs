@@ -41,7 +41,8 @@ async fn o5_m78_a_resend_sends_the_same_bytes_under_the_same_key<S: Rows>(store:
     service.ended_once("settled").await;
 }
 
-// Shown by: sending before the commit; a transaction held across the call (the write below waits for its end).
+// Shown by: sending before the commit; a transaction held across the call (the write below waits
+// for its end).
 async fn m52_o5_the_intent_is_committed_and_no_transaction_is_open_while_a_provider_is_called<S: Rows>(store: S) {
     let look = store.clone();
     let during = Box::pin(async move {
@@ -179,7 +180,8 @@ async fn m76_a_listed_refusal_is_the_outcome_and_is_replayed<S: Rows>(store: S) 
     service.ended_once("failed").await;
 }
 
-// O8: an answer that comes after the lease was lost. Shown by: fencing evidence; cancelling the call.
+// O8: an answer that comes after the lease was lost. Shown by: fencing evidence; cancelling the
+// call.
 async fn o8_an_answer_after_the_lease_was_lost_is_evidence_for_the_next<S: Rows>(store: S) {
     let (arrives, goes) = (Arc::new(Notify::new()), Arc::new(Notify::new()));
     let (here, there) = (Arc::clone(&arrives), Arc::clone(&goes));
@@ -215,7 +217,8 @@ async fn o8_an_answer_after_the_lease_was_lost_is_evidence_for_the_next<S: Rows>
     next.ended_once("settled").await;
 }
 
-// O8, O9: what an operator saw is evidence, and decides. Shown by: reading evidence before the transaction that decides.
+// O8, O9: what an operator saw is evidence, and decides. Shown by: reading evidence before the
+// transaction that decides.
 async fn o8_m48_an_operator_says_what_happened_and_the_flow_goes_on<S: Rows>(store: S) {
     let told = Scripted::default().answers(Answer::NoAnswer);
     let mut plan = Plan::new(KEY);
@@ -239,7 +242,8 @@ async fn o8_m48_an_operator_says_what_happened_and_the_flow_goes_on<S: Rows>(sto
     service.ended_once("settled").await;
 }
 
-// O6: the breath before a send, and whatever else comes between, counts. Shown by: not looking at the window again before the call.
+// O6: the breath before a send, and whatever else comes between, counts. Shown by: not looking at
+// the window again before the call.
 async fn o6_no_send_leaves_after_the_window<S: Rows>(store: S) {
     let open = Duration::from_millis(1_500);
     let window = Window { retention: WINDOW.max_in_flight + open, ..WINDOW };
@@ -259,7 +263,8 @@ async fn o6_no_send_leaves_after_the_window<S: Rows>(store: S) {
     assert!(late < bound, "a send left {late:?} after the window");
 }
 
-// O9, O13: an error that no retry helps counts, and goes to a person. Shown by: ending the drive with the error (for ever).
+// O9, O13: an error that no retry helps counts, and goes to a person. Shown by: ending the drive
+// with the error (for ever).
 async fn o9_what_cannot_be_driven_goes_to_a_person<S: Rows>(store: S) {
     let told = Scripted::default().answers(Answer::NoAnswer);
     let mut plan = Plan::new(KEY);

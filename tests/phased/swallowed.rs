@@ -1,5 +1,5 @@
-//! Later phases that swallow an error by which their transaction was lost: where the server proves that nothing of them was
-//! committed, they have failed, and run again (O1, O9, R23, R27).
+//! Later phases that swallow an error by which their transaction was lost: where the server proves
+//! that nothing of them was committed, they have failed, and run again (O1, O9, R23, R27).
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -62,8 +62,8 @@ async fn o9_a_phase_that_always_swallows_an_error_is_left_to_an_operator_in_the_
     assert_eq!(store.number("select count(*) from step").await, 0);
 }
 
-/// Two operations in a deadlock, and the victim goes on as if nothing had been. On MariaDB what it writes then stands in a
-/// transaction of its own, which is not committed.
+/// Two operations in a deadlock, and the victim goes on as if nothing had been. On MariaDB what it
+/// writes then stands in a transaction of its own, which is not committed.
 ///
 /// Shown by: parking where the savepoint is gone, without asking what was committed.
 async fn o1_o17_a_deadlock_that_a_phase_swallowed_runs_it_again<S: Rows>(store: S) {

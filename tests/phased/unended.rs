@@ -1,5 +1,6 @@
-//! Later phases of which the server still has a run, whose connection was lost while a statement went on (O1, O9, R28): what that comes
-//! to is not known, so they wait for it, and cost nobody else anything.
+//! Later phases of which the server still has a run, whose connection was lost while a statement
+//! went on (O1, O9, R28): what that comes to is not known, so they wait for it, and cost nobody
+//! else anything.
 
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
@@ -25,7 +26,8 @@ async fn behind<S: Rows>(url: &str, clear: &str) -> (S, Proxy) {
     (S::connect(&options).await.unwrap(), proxy)
 }
 
-/// What only one can do at a time and others wait for as long as it takes, and how many wait for it at the server.
+/// What only one can do at a time and others wait for as long as it takes, and how many wait for it
+/// at the server.
 struct Gate {
     takes: &'static str,
     waiting: &'static str,
@@ -58,7 +60,10 @@ async fn are_looked_at<S: Rows>(direct: &S, times: i64) {
         let operations = operations(direct).await;
         assert_eq!(operations.len(), 2, "they have no outcome");
         for one in &operations {
-            assert_eq!((one.stage, one.parked.as_deref(), one.attempts), (Stage::Local, None, 0));
+            assert_eq!((one.stage, one.parked.as_deref()), (Stage::Local, None));
+            // Where the cut met the give-back of the request too, its lease ran out, which counts
+            // as the death of its process would; looking counts nothing.
+            assert!(one.attempts <= 1, "{}", one.attempts);
         }
         operations.iter().all(|one| one.epoch > times).then_some(())
     })

@@ -1,6 +1,7 @@
 //! A model of a broker: per connection and key a queue from which it takes a prefix, and one log.
 //!
-//! A connection that was dropped lives on as a ghost: what was in flight may still land, or vanish from any point on.
+//! A connection that was dropped lives on as a ghost: what was in flight may still land, or vanish
+//! from any point on.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 

@@ -1,4 +1,5 @@
-//! What must hold: the invariant of R2 after every step, and the contract (G1 to G3) of the whole history.
+//! What must hold: the invariant of R2 after every step, and the contract (G1 to G3) of the whole
+//! history.
 
 use std::collections::BTreeMap;
 
@@ -35,7 +36,8 @@ fn violation(kind: Kind, what: String) -> Violation {
 }
 
 impl World {
-    /// R2: a committed position at or below `scanned_to` is proven, dead, held, discarded, or in the gaps.
+    /// R2: a committed position at or below `scanned_to` is proven, dead, held, discarded, or in
+    /// the gaps.
     pub(crate) fn check_invariant(&mut self) -> Result<(), Violation> {
         if !std::mem::take(&mut self.pg.changed) {
             return Ok(());

@@ -1,5 +1,5 @@
-//! The cursor that a simulated relay uses: the real one, with the reference beside it that must say the same, or the
-//! reference alone with a rule taken out.
+//! The cursor that a simulated relay uses: the real one, with the reference beside it that must say
+//! the same, or the reference alone with a rule taken out.
 
 use oncebox::policy::gaps::{ClaimTicket, GapCursor, GapSet, Mark, ReadPlan};
 

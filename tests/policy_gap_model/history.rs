@@ -1,4 +1,5 @@
-//! One random history: writers, relays, operators, crashes; then everything heals and the relay must come to an end.
+//! One random history: writers, relays, operators, crashes; then everything heals and the relay
+//! must come to an end.
 
 use oncebox::policy::diversion::Diverted;
 use oncebox::policy::gaps::GapSet;
@@ -18,7 +19,8 @@ pub(crate) struct History {
     phase: Phase,
 }
 
-/// Who acts how often for a while. A weight of 0 is a pause: a slow statement, a stopped process, a quiet hour.
+/// Who acts how often for a while. A weight of 0 is a pause: a slow statement, a stopped process, a
+/// quiet hour.
 #[derive(Default)]
 struct Phase {
     left: usize,
@@ -38,8 +40,8 @@ impl Phase {
     }
 }
 
-/// Runs the history of this seed: with everything random, or focused on where the rule of a mutant matters; with all
-/// rules, or with the one of the mutant taken out.
+/// Runs the history of this seed: with everything random, or focused on where the rule of a mutant
+/// matters; with all rules, or with the one of the mutant taken out.
 pub(crate) fn run(seed: u64, focus: Option<Mutant>, mutant: Option<Mutant>) -> Result<Stats, Violation> {
     History::new(seed, focus, mutant, false).run()
 }
@@ -184,7 +186,8 @@ impl History {
         }
     }
 
-    /// R18: a shard is split by copying its row, and joined when both have scanned to the same place.
+    /// R18: a shard is split by copying its row, and joined when both have scanned to the same
+    /// place.
     fn split_or_join(&mut self) {
         let epoch = self.world.pg.shards.iter().map(|shard| shard.epoch).max().unwrap_or(0) + 1;
         if let [one, other] = self.world.pg.shards.as_slice() {

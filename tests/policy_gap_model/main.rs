@@ -1,12 +1,14 @@
-//! The PostgreSQL cursor against a model of PostgreSQL: thousands of random histories, and a mutant for each rule.
+//! The PostgreSQL cursor against a model of PostgreSQL: thousands of random histories, and a mutant
+//! for each rule.
 //!
-//! A history has writers that commit in any order, roll back, use savepoints and stay open; a server that crashes and
-//! forgets what was not flushed; relays that crash between any two steps, are fenced out and take over; connections
-//! whose messages land or vanish long after they were given up; rows that are dead and held, and find back; shards that
-//! split and join. Each is a pure function of its seed. One that fails prints its seed and its events.
+//! A history has writers that commit in any order, roll back, use savepoints and stay open; a
+//! server that crashes and forgets what was not flushed; relays that crash between any two steps,
+//! are fenced out and take over; connections whose messages land or vanish long after they were
+//! given up; rows that are dead and held, and find back; shards that split and join. Each is a pure
+//! function of its seed. One that fails prints its seed and its events.
 //!
-//! A rule is only tested if its absence shows. So every mutant, a reasonable version with one rule taken out, must break
-//! the contract in the way that its rule prevents.
+//! A rule is only tested if its absence shows. So every mutant, a reasonable version with one rule
+//! taken out, must break the contract in the way that its rule prevents.
 
 mod broker;
 mod checks;
@@ -70,8 +72,8 @@ fn r2_a_committed_position_at_or_below_scanned_to_is_never_forgotten() {
     }
 }
 
-/// Runs histories of a mutant until the model has seen what it breaks often enough, each time in a history that is
-/// clean with the rule in place.
+/// Runs histories of a mutant until the model has seen what it breaks often enough, each time in a
+/// history that is clean with the rule in place.
 fn breaks(mutant: Mutant) {
     let mut seen = std::collections::BTreeMap::new();
     let mut histories = 0;

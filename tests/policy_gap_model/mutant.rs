@@ -1,6 +1,8 @@
-//! Ways to break the rules. Each is a reasonable version that loses or reorders a message in some history.
+//! Ways to break the rules. Each is a reasonable version that loses or reorders a message in some
+//! history.
 //!
-//! They live on the side of the test: in the reference cursor, in the simulated relay, or in the simulated server.
+//! They live on the side of the test: in the reference cursor, in the simulated relay, or in the
+//! simulated server.
 
 use crate::checks::Kind;
 use crate::world::Settings;

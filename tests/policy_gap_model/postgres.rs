@@ -1,8 +1,10 @@
-//! A model of what a PostgreSQL server promises and does not: ids, snapshots, the sequence, the log that a crash cuts.
+//! A model of what a PostgreSQL server promises and does not: ids, snapshots, the sequence, the log
+//! that a crash cuts.
 //!
-//! * A snapshot sees exactly what had committed; `xmin` is the oldest running id, `xmax` one past the highest completed.
-//! * A commit without synchronous flush is visible at once and durable with the next flush. A crash undoes the rest,
-//!   and may hand out again the positions and the ids that were not flushed.
+//! * A snapshot sees exactly what had committed; `xmin` is the oldest running id, `xmax` one past
+//!   the highest completed.
+//! * A commit without synchronous flush is visible at once and durable with the next flush. A crash
+//!   undoes the rest, and may hand out again the positions and the ids that were not flushed.
 //! * A prepared transaction survives everything.
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -157,8 +159,8 @@ impl Postgres {
         }
     }
 
-    /// The server dies and comes back. `prepared` are the transactions that survive, with their messages.
-    /// Gives the number of committed messages that are undone.
+    /// The server dies and comes back. `prepared` are the transactions that survive, with their
+    /// messages. Gives the number of committed messages that are undone.
     pub(crate) fn crash(&mut self, prepared: &[(u64, &[usize])]) -> u64 {
         let kept: BTreeSet<usize> = prepared.iter().flat_map(|(_, ids)| ids.iter().copied()).collect();
         let undone: Vec<usize> = (0..self.messages.len())

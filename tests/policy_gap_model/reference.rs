@@ -1,5 +1,5 @@
-//! The rules R2 to R6 and R9 a second time, position by position and without regard to cost, with a switch for each
-//! mutant that breaks the cursor.
+//! The rules R2 to R6 and R9 a second time, position by position and without regard to cost, with a
+//! switch for each mutant that breaks the cursor.
 
 use std::collections::{BTreeMap, BTreeSet};
 

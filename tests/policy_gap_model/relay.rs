@@ -1,7 +1,7 @@
 //! A simulated relay: sessions over one shard, whose every step can be the last.
 //!
-//! It follows DESIGN 4.3 with the real cursor and the real diversion. Statements and their answers are steps of their
-//! own, so that anything can happen between them, and an answer can be lost.
+//! It follows DESIGN 4.3 with the real cursor and the real diversion. Statements and their answers
+//! are steps of their own, so that anything can happen between them, and an answer can be lost.
 
 use std::collections::{BTreeMap, VecDeque};
 
@@ -21,7 +21,8 @@ const STALE_AGE: u64 = 4;
 pub(crate) struct Process {
     pub(crate) shard: usize,
     pub(crate) session: Option<Session>,
-    /// Rows that ended a session, and why (R16). Good as long as no other process owned the shard since.
+    /// Rows that ended a session, and why (R16). Good as long as no other process owned the shard
+    /// since.
     verdicts: BTreeMap<i64, Diverted>,
     last_epoch: u64,
 }
@@ -38,7 +39,8 @@ pub(crate) struct Session {
     read: Read,
     write: Option<Write>,
     listed: Option<Vec<u64>>,
-    /// Nothing is heard of the read, the write, or the list of holders until then: a slow statement, a slow answer.
+    /// Nothing is heard of the read, the write, or the list of holders until then: a slow
+    /// statement, a slow answer.
     ready_at: [u64; 3],
 }
 
@@ -550,7 +552,8 @@ impl World {
         Answer { snapshot: self.pg.snapshot(), rows, limit_reached }
     }
 
-    /// While shards are merged, the leading one reads no tail and the other no further than it (R18).
+    /// While shards are merged, the leading one reads no tail and the other no further than it
+    /// (R18).
     fn tail_end(&self, shard: usize) -> i64 {
         let others = self.pg.shards.iter().enumerate().filter(|&(index, _)| index != shard);
         match others.map(|(_, other)| other.scanned_to).next() {

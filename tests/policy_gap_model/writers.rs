@@ -1,4 +1,5 @@
-//! The applications: transactions that take an id, lock keys, enqueue, use savepoints, prepare, and end at any time.
+//! The applications: transactions that take an id, lock keys, enqueue, use savepoints, prepare, and
+//! end at any time.
 
 use crate::mutant::Mutant;
 use crate::postgres::{Fate, Message, Postgres, Topic};
@@ -219,7 +220,8 @@ impl World {
 }
 
 impl Settings {
-    /// A random part of the faults is switched off in each history, so that one does not hide another.
+    /// A random part of the faults is switched off in each history, so that one does not hide
+    /// another.
     pub(crate) fn random(random: &mut fastrand::Rng) -> Self {
         Self {
             steps: random.usize(200..1_000),

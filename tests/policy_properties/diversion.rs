@@ -8,7 +8,8 @@ use proptest::sample::Index;
 
 #[derive(Debug, Clone)]
 enum Step {
-    /// The reader meets the next row: a topic, a key or none, and whether the broker would refuse it for what it is.
+    /// The reader meets the next row: a topic, a key or none, and whether the broker would refuse
+    /// it for what it is.
     Read(usize, Option<usize>, bool),
     /// A destination is blocked, or open again.
     Block(usize, bool),
@@ -153,8 +154,9 @@ impl Shard {
 proptest! {
     #![proptest_config(crate::cases(800))]
 
-    /// Shown by: a key that was free again with its first row that left; one whose held rows did not count without a dead one; a
-    /// topic that stayed blocked after its last row had left; rows that came back from behind a dead one.
+    /// Shown by: a key that was free again with its first row that left; one whose held rows did
+    /// not count without a dead one; a topic that stayed blocked after its last row had left; rows
+    /// that came back from behind a dead one.
     #[test]
     fn r17_a_key_is_diverted_exactly_while_a_row_of_it_stands_and_is_never_overtaken(
         steps in prop::collection::vec(step(), 0..150),
@@ -163,7 +165,8 @@ proptest! {
         for step in &steps {
             shard.step(step);
         }
-        // Once everything is mended and open, all of it finds its way, in order, and nothing is left behind.
+        // Once everything is mended and open, all of it finds its way, in order, and nothing is
+        // left behind.
         shard.blocked.clear();
         // Each round finds at least one more of those that the broker refuses.
         for _ in 0..=shard.table.len() {

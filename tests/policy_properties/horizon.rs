@@ -1,4 +1,5 @@
-//! An inbox that forgets: whatever is purged, and whenever its duplicate comes, it is never called new (R31, G8).
+//! An inbox that forgets: whatever is purged, and whenever its duplicate comes, it is never called
+//! new (R31, G8).
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
@@ -12,7 +13,8 @@ use proptest::sample::Index;
 enum Step {
     /// Database time goes on.
     Clock(u64),
-    /// A message is enqueued, its time so far from now; the row of its receipt comes so much later than the clock was asked.
+    /// A message is enqueued, its time so far from now; the row of its receipt comes so much later
+    /// than the clock was asked.
     New { of: Kind, off: i64, late: u64 },
     /// One that was enqueued is delivered: for the first time, or again.
     Deliver { which: Index, late: u64 },
@@ -63,8 +65,8 @@ struct Inbox {
 }
 
 impl Inbox {
-    /// As the runtime does it: the row first, then the verdict by what is read after it. `late` is how much later the row was
-    /// received than the clock of the verdict was read.
+    /// As the runtime does it: the row first, then the verdict by what is read after it. `late` is
+    /// how much later the row was received than the clock of the verdict was read.
     fn deliver(&mut self, message: usize, late: u64) {
         if self.rows.contains_key(&message) {
             return;
@@ -104,8 +106,8 @@ impl Inbox {
 proptest! {
     #![proptest_config(crate::cases(1_500))]
 
-    /// Shown by: a stated time that was believed without the skew; a purge that judged timed ids by their receipt alone; a bound
-    /// that was the row's own time and not above it.
+    /// Shown by: a stated time that was believed without the skew; a purge that judged timed ids by
+    /// their receipt alone; a bound that was the row's own time and not above it.
     #[test]
     fn g8_what_was_purged_is_never_called_new(
         horizon in 1_u64..20_000_000,

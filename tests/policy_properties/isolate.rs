@@ -2,26 +2,22 @@
 
 use std::collections::BTreeMap;
 
-use oncebox::policy::isolate::{Cause, Isolation, Mode, Verdict};
+use oncebox::policy::isolate::{Isolation, Mode, Verdict};
 use proptest::prelude::*;
 
 #[derive(Debug, Clone)]
 enum Step {
     /// A session ends at one of three rows.
-    End(i64, Cause),
+    End(i64),
     /// A probe on a fresh session succeeds.
     Probe,
     /// A row is proven after all.
     Settled(i64),
 }
 
-fn cause() -> impl Strategy<Value = Cause> {
-    prop_oneof![6 => Just(Cause::Lost), 1 => Just(Cause::Message)]
-}
-
 fn step() -> impl Strategy<Value = Step> {
     prop_oneof![
-        8 => (0_i64..3, cause()).prop_map(|(row, cause)| Step::End(row, cause)),
+        8 => (0_i64..3).prop_map(Step::End),
         3 => Just(Step::Probe),
         1 => (0_i64..3).prop_map(Step::Settled),
     ]
@@ -40,9 +36,9 @@ struct Told {
 proptest! {
     #![proptest_config(crate::cases(3_000))]
 
-    /// Shown by: ends alone that counted without a probe between them; a row dead at a refusal in company.
+    /// Shown by: ends alone that counted without a probe between them.
     #[test]
-    fn r16_a_row_is_dead_only_by_the_brokers_word_on_it_alone_or_three_ends_with_a_probe_between(
+    fn r16_a_row_is_dead_only_by_three_ends_alone_with_a_probe_between(
         steps in prop::collection::vec(step(), 0..80),
     ) {
         let mut isolation = Isolation::new();
@@ -60,20 +56,20 @@ proptest! {
                     isolation.on_settled(row);
                     told.remove(&row);
                 }
-                Step::End(row, cause) => {
+                Step::End(row) => {
                     let alone = isolation.mode() == Mode::Alone(row);
                     let counts = told.entry(row).or_default();
                     counts.ends += u32::from(!alone);
                     if alone {
                         prop_assert!(counts.ends >= 2, "isolated only after two ends at it");
-                        if cause == Cause::Lost && (counts.ends_alone == 0 || counts.probed) {
+                        if counts.ends_alone == 0 || counts.probed {
                             counts.ends_alone += 1;
                             counts.probed = false;
                         }
                     }
-                    let verdict = isolation.on_session_end(row, cause);
-                    let is_dead = alone && (cause == Cause::Message || (cause == Cause::Lost && counts.ends_alone >= 3));
-                    prop_assert_eq!(verdict == Verdict::Dead, is_dead, "{:?} alone: {} {:?}", cause, alone, counts);
+                    let verdict = isolation.on_session_end(row);
+                    let is_dead = alone && counts.ends_alone >= 3;
+                    prop_assert_eq!(verdict == Verdict::Dead, is_dead, "alone: {} {:?}", alone, counts);
                     if is_dead {
                         told.remove(&row);
                     }

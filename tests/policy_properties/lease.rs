@@ -1,4 +1,5 @@
-//! One lease, several who want it, a database clock that may go back, and processes that freeze (R7, R9 of the contract, R22).
+//! One lease, several who want it, a database clock that may go back, and processes that freeze
+//! (R7, R9 of the contract, R22).
 
 use std::time::Duration;
 
@@ -75,7 +76,8 @@ proptest! {
         }
     }
 
-    /// Shown by: a fence that compared epochs only; one that ended a session only for a higher epoch.
+    /// Shown by: a fence that compared epochs only; one that ended a session only for a higher
+    /// epoch.
     #[test]
     fn r7_only_the_row_as_it_was_left_lets_a_session_go_on(epoch in 0_i64..4, revision in 0_i64..4, other in (0_i64..4, 0_i64..4)) {
         let mine = Fence { epoch, revision };

@@ -1,5 +1,5 @@
-//! Commands and their fingerprints: one for all spellings of a document, another for every other document; what two readers may
-//! read differently has none (M18 to M24, O21).
+//! Commands and their fingerprints: one for all spellings of a document, another for every other
+//! document; what two readers may read differently has none (M18 to M24, O21).
 
 use std::ops::RangeInclusive;
 
@@ -267,7 +267,8 @@ impl Canonical for Versioned {
     }
 }
 
-/// A process: the versions it reads, the one it writes, and the secrets it has of `sha256`, `k1`, `k2`.
+/// A process: the versions it reads, the one it writes, and the secrets it has of `sha256`, `k1`,
+/// `k2`.
 #[derive(Debug, Clone)]
 struct Process {
     oldest: u32,
@@ -304,8 +305,8 @@ impl Process {
 proptest! {
     #![proptest_config(crate::cases(3_000))]
 
-    /// Two processes of different ages and secrets: one stores, the other compares. Shown by: comparing under the version that the
-    /// reader writes.
+    /// Two processes of different ages and secrets: one stores, the other compares. Shown by:
+    /// comparing under the version that the reader writes.
     #[test]
     fn o21_whoever_reads_judges_as_the_one_who_wrote_or_says_that_it_cannot(
         writer in Process::any(), reader in Process::any(), fields in any::<[u8; 4]>(), change in prop::option::of(0_usize..4),

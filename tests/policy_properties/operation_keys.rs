@@ -1,4 +1,5 @@
-//! The key header, whatever bytes come (O24): held against a second reading of the rule, written as plainly as it is put.
+//! The key header, whatever bytes come (O24): held against a second reading of the rule, written as
+//! plainly as it is put.
 
 use oncebox::policy::operation::key::{KEY_BYTES_MAX, KEY_BYTES_MIN};
 use oncebox::policy::operation::{Key, KeyFormat};
@@ -8,7 +9,8 @@ use proptest::string::string_regex;
 
 const FORMATS: [KeyFormat; 3] = [KeyFormat::Opaque, KeyFormat::Uuid, KeyFormat::UuidV7];
 
-/// O24: after optional white space, a quoted string that ends at its closing quote, or the whole value.
+/// O24: after optional white space, a quoted string that ends at its closing quote, or the whole
+/// value.
 fn content(line: &[u8]) -> Option<&[u8]> {
     let is_blank = |byte: &u8| matches!(byte, b' ' | b'\t');
     let start = line.iter().position(|byte| !is_blank(byte)).unwrap_or(line.len());

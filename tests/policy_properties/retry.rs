@@ -34,7 +34,8 @@ fn wait_of(decision: Decision) -> Duration {
 proptest! {
     #![proptest_config(crate::cases(2_000))]
 
-    /// Shown by: one attempt more; waits up to twice the cap; jitter that lengthened; jitter twice what is set.
+    /// Shown by: one attempt more; waits up to twice the cap; jitter that lengthened; jitter twice
+    /// what is set.
     #[test]
     fn a_schedule_ends_after_its_attempts_and_every_wait_is_within_its_jitter_and_the_cap(
         policy in policy(),
@@ -60,7 +61,8 @@ proptest! {
                     prop_assert!(failed > policy.in_place);
                     let whole = full.min(policy.cap.as_secs_f64());
                     let wait = wait.as_secs_f64();
-                    // Never before its time less the jitter, never after it. A nanosecond for the arithmetic.
+                    // Never before its time less the jitter, never after it. A nanosecond for the
+                    // arithmetic.
                     prop_assert!(wait <= whole + 1e-9 && wait >= whole * (1.0 - policy.jitter) - 1e-9, "{} of {}", wait, whole);
                     full *= policy.multiplier;
                 }

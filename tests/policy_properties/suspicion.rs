@@ -1,4 +1,5 @@
-//! Which deliveries are counted before they run, and which run alone, against the words of the rule (R26).
+//! Which deliveries are counted before they run, and which run alone, against the words of the rule
+//! (R26).
 
 use oncebox::policy::suspicion::{Facts, Run, Suspicion};
 use proptest::prelude::*;
@@ -6,8 +7,8 @@ use proptest::prelude::*;
 proptest! {
     #![proptest_config(crate::cases(2_000))]
 
-    /// Shown by: known deliveries that took from the count; a redelivered one that ran in the batch; one unknown more than may
-    /// have been in flight.
+    /// Shown by: known deliveries that took from the count; a redelivered one that ran in the
+    /// batch; one unknown more than may have been in flight.
     #[test]
     fn r26_counted_are_the_redelivered_and_the_first_unknown_ones_of_a_partition_that_was_not_closed(
         found_open in prop::option::of(0_usize..20),

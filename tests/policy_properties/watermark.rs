@@ -1,4 +1,5 @@
-//! The low-water mark against a log: whatever order deliveries finish in, and however often the partition changes hands.
+//! The low-water mark against a log: whatever order deliveries finish in, and however often the
+//! partition changes hands.
 
 use std::collections::BTreeSet;
 
@@ -13,7 +14,8 @@ enum Step {
     Finish(prop::sample::Index),
     /// The runtime tells the broker how far it is.
     Commit,
-    /// The partition goes to another owner, who begins behind what was committed. What ran to its end stays done.
+    /// The partition goes to another owner, who begins behind what was committed. What ran to its
+    /// end stays done.
     Reassign,
 }
 
@@ -29,7 +31,8 @@ fn step() -> impl Strategy<Value = Step> {
 proptest! {
     #![proptest_config(crate::cases(1_000))]
 
-    /// Shown by: a mark that moved to the number that was finished; one that moved a single step with each finish.
+    /// Shown by: a mark that moved to the number that was finished; one that moved a single step
+    /// with each finish.
     #[test]
     fn g5_the_mark_never_passes_an_unfinished_offset_whoever_owns_the_partition(
         gaps in prop::collection::vec(1_i64..4, 1..60),
@@ -71,7 +74,8 @@ proptest! {
                     next = log.iter().position(|offset| Some(*offset) > committed).unwrap_or(log.len());
                 }
             }
-            // The highest number such that everything delivered up to it is finished, and no number above it.
+            // The highest number such that everything delivered up to it is finished, and no number
+            // above it.
             let contiguous = delivered.iter().copied().take_while(|offset| !open.contains(offset)).last();
             prop_assert_eq!(mark.committable(), contiguous);
             // What the broker forgets is done: nothing is lost, whoever comes next.

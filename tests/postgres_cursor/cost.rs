@@ -8,7 +8,8 @@ use crate::postgres::{Server, on_server};
 use crate::relay::open;
 use crate::support::eventually;
 
-/// Only the row of the shard is written, and it stays in its page. Shown by marking rows in the outbox itself: 700 bytes a row.
+/// Only the row of the shard is written, and it stays in its page. Shown by marking rows in the
+/// outbox itself: 700 bytes a row.
 #[tokio::test]
 async fn a_relayed_row_costs_next_to_no_wal_and_leaves_next_to_no_dead_tuple() {
     let test = "a_relayed_row_costs_next_to_no_wal_and_leaves_next_to_no_dead_tuple";

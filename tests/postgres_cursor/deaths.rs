@@ -11,8 +11,8 @@ use oncebox::store::{Base, Mark, RelaySession, Schema, StoreOptions, enqueue};
 use crate::postgres::{Database, Server, with_database, with_path};
 use crate::relay::{NO_GAPS, Relay, gaps, open, payload, put, scanned_to};
 
-/// Writers of a few keys, each serialised by its aggregate's row, with aborts, savepoints and pauses; the number in the payload
-/// is the order of commits within the key.
+/// Writers of a few keys, each serialised by its aggregate's row, with aborts, savepoints and
+/// pauses; the number in the payload is the order of commits within the key.
 async fn write_keys(database: Database, writers: usize, rounds: u32) {
     let mut tasks = Vec::new();
     for writer in 0..writers {
@@ -92,7 +92,8 @@ async fn g3_messages_of_one_key_are_sent_in_the_order_of_their_commits() {
     .await;
 }
 
-/// Shown by persisting the gaps that memory has at the mark, without the rows at gaps that the window still holds.
+/// Shown by persisting the gaps that memory has at the mark, without the rows at gaps that the
+/// window still holds.
 #[tokio::test]
 async fn r2_a_row_at_a_gap_that_is_in_the_window_is_read_again_after_a_crash() {
     with_database("r2_a_row_at_a_gap_that_is_in_the_window_is_read_again_after_a_crash", |database| async move {
@@ -170,7 +171,8 @@ async fn r2_a_relay_that_dies_at_any_step_loses_nothing_and_reorders_nothing() {
 
 /// What is committed while the relay reads must survive a crash before it is sent.
 ///
-/// Shown by answering the claim before its commit (`synchronous_commit = off` in the session): sent messages are gone.
+/// Shown by answering the claim before its commit (`synchronous_commit = off` in the session): sent
+/// messages are gone.
 #[tokio::test]
 async fn r5_what_was_sent_survives_a_kill_of_the_server_although_its_writer_did_not_wait() {
     let test = "r5_what_was_sent_survives_a_kill_of_the_server_although_its_writer_did_not_wait";

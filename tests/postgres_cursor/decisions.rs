@@ -128,7 +128,8 @@ async fn shards_share_a_table_and_send_each_row_once() {
     .await;
 }
 
-/// Lengths are read of one's own rows alone, and what is left out of the first answer is fetched from one's own rows alone.
+/// Lengths are read of one's own rows alone, and what is left out of the first answer is fetched
+/// from one's own rows alone.
 #[tokio::test]
 async fn g11_large_messages_come_whole_and_in_order_to_the_shard_they_belong_to() {
     with_database("g11_large_messages_come_whole_and_in_order_to_the_shard_they_belong_to", |database| async move {

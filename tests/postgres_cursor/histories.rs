@@ -24,7 +24,8 @@ async fn r2_a_row_that_commits_late_is_sent_at_its_gap() {
     .await;
 }
 
-/// Shown by taking `pg_snapshot_xmax` of the read as the fence instead of the claim's own id: the first message is lost.
+/// Shown by taking `pg_snapshot_xmax` of the read as the fence instead of the claim's own id: the
+/// first message is lost.
 #[tokio::test]
 async fn r3_an_early_id_with_a_late_position_closes_no_gap_of_a_running_writer() {
     let test = "r3_an_early_id_with_a_late_position_closes_no_gap_of_a_running_writer";
@@ -90,7 +91,8 @@ async fn a_long_transaction_elsewhere_stalls_nothing() {
     .await;
 }
 
-/// Shown by leaving the watch over locks out: the gap stays open as long as the other transaction runs.
+/// Shown by leaving the watch over locks out: the gap stays open as long as the other transaction
+/// runs.
 #[tokio::test]
 async fn r6_a_gap_of_an_aborted_transaction_closes_although_a_long_one_runs_elsewhere() {
     with_database(
@@ -113,21 +115,24 @@ async fn r6_a_gap_of_an_aborted_transaction_closes_although_a_long_one_runs_else
     .await;
 }
 
-/// Shown by listing the holders of locks by process: a prepared transaction has none, and its row is lost.
+/// Shown by listing the holders of locks by process: a prepared transaction has none, and its row
+/// is lost.
 #[tokio::test]
 async fn r6_a_transaction_that_is_prepared_keeps_its_gap_open_until_it_ends() {
     let test = "r6_a_transaction_that_is_prepared_keeps_its_gap_open_until_it_ends";
     prepared(test, Duration::ZERO).await;
 }
 
-/// Shown by watching what held the lock instead of its transaction id: PREPARE changes it, and the row is lost.
+/// Shown by watching what held the lock instead of its transaction id: PREPARE changes it, and the
+/// row is lost.
 #[tokio::test]
 async fn r6_a_transaction_that_is_prepared_while_it_is_watched_keeps_its_gap_open_until_it_ends() {
     let test = "r6_a_transaction_that_is_prepared_while_it_is_watched_keeps_its_gap_open_until_it_ends";
     prepared(test, Duration::from_millis(3_000)).await;
 }
 
-/// A long transaction elsewhere keeps the fence open; a writer is prepared after a while, and committed later.
+/// A long transaction elsewhere keeps the fence open; a writer is prepared after a while, and
+/// committed later.
 async fn prepared(test: &str, after: Duration) {
     with_database(test, |database| async move {
         let (mut long, mut other) = (database.connection().await, database.connection().await);

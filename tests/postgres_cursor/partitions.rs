@@ -10,7 +10,8 @@ use oncebox::store::{ConsumerSpec, Inbox, RelaySession, enqueue_all};
 use crate::postgres::{Database, with_database};
 use crate::relay::{NO_GAPS, Relay, SOON, message, put, scanned_to};
 
-/// Moves the end of the ranges near, so that a test meets it: one range up to a thousand, and the DEFAULT partition.
+/// Moves the end of the ranges near, so that a test meets it: one range up to a thousand, and the
+/// DEFAULT partition.
 async fn ranges_end_soon(database: &Database) {
     database
         .run(
@@ -57,8 +58,8 @@ async fn r7_truncate_is_refused_while_unproven_rows_stand() {
     .await;
 }
 
-/// Shown by beginning a range 200 positions above the last one whatever the rate, without the second look under the lock: inserts
-/// that were on their way to DEFAULT fail with 23514.
+/// Shown by beginning a range 200 positions above the last one whatever the rate, without the
+/// second look under the lock: inserts that were on their way to DEFAULT fail with 23514.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn r8_no_insert_fails_while_partitions_are_made_and_freed() {
     with_database("r8_no_insert_fails_while_partitions_are_made_and_freed", |database| async move {
@@ -132,7 +133,8 @@ async fn r8_an_open_reader_delays_new_partitions_and_no_writer() {
         };
         let (longest, tidied) = tokio::join!(writing, async { relay.session.tidy().await });
         tidied.unwrap();
-        // Behind the reader it would be as long as the tidying waits; its own commit is as slow as the disk.
+        // Behind the reader it would be as long as the tidying waits; its own commit is as slow as
+        // the disk.
         assert!(longest < Duration::from_secs(4), "a writer waited {longest:?} behind the reader");
         assert_eq!(database.value::<i64>(ranges).await, before, "the reader is in the way");
         reading.rollback().await.unwrap();
@@ -145,7 +147,8 @@ async fn r8_an_open_reader_delays_new_partitions_and_no_writer() {
 const SPARSE: &str = "alter table oncebox.outbox_default set (fillfactor = 10);
     alter table oncebox.inbox_timed_default set (fillfactor = 10)";
 
-/// Shown by making ranges only beside a small DEFAULT partition, and by emptying it only as a whole.
+/// Shown by making ranges only beside a small DEFAULT partition, and by emptying it only as a
+/// whole.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn r8_a_large_default_partition_is_freed_under_traffic_and_ranges_are_made_beside_it() {
     let test = "r8_a_large_default_partition_is_freed_under_traffic_and_ranges_are_made_beside_it";

@@ -1,4 +1,5 @@
-//! What `check` says of servers set up in a way that breaks a promise. Each on a private server: the shared one is not touched.
+//! What `check` says of servers set up in a way that breaks a promise. Each on a private server:
+//! the shared one is not touched.
 
 use oncebox::store::{ActContext, Base, Finding, Operator, Schema, Severity};
 use sqlx::Connection;
@@ -34,7 +35,8 @@ async fn r10_settings_that_break_the_cursor_are_refused_and_weak_commits_reporte
     ];
     let Some(server) = PrivateServer::start(test, &settings) else { return };
     let db = Db::on(&server.url().await).await;
-    // Under STATEMENT nothing can be written at READ COMMITTED: the check comes first, and does not need the schema.
+    // Under STATEMENT nothing can be written at READ COMMITTED: the check comes first, and does not
+    // need the schema.
     let findings = db.store.check().await.unwrap();
     for (name, severity) in [
         ("binary log", Severity::Refused),
@@ -78,6 +80,11 @@ async fn a_counter_behind_a_diverted_row_and_a_table_without_transactions_are_re
     let findings = db.store.check().await.unwrap();
     assert_eq!(find(&findings, "sequence behind cursor").severity, Severity::Ok);
     assert_eq!(find(&findings, "storage engine").severity, Severity::Refused);
+    assert!(findings.iter().all(|finding| finding.name != "tables without transactions"));
+    execute(&mut app, "create table plain (x int) engine = Aria").await;
+    let findings = db.store.check().await.unwrap();
+    let finding = find(&findings, "tables without transactions");
+    assert!(finding.severity == Severity::Warning && finding.detail.ends_with(": plain"), "{finding:?}");
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -1,4 +1,5 @@
-//! The doors: the same limits in Rust, as a procedure and as a function; the statement of the Rust door in the caller's hands.
+//! The doors: the same limits in Rust, as a procedure and as a function; the statement of the Rust
+//! door in the caller's hands.
 
 use oncebox::StoreError;
 use oncebox::store::conformance::{LimitCase, RawValue, limit_cases};
@@ -9,7 +10,8 @@ use sqlx::{Connection, MySql, MySqlConnection};
 
 use crate::fixture::{Db, PrivateServer, execute, text};
 
-/// A case as MySQL can say it: parameters have types, so numbers and bytes arrive as text before the door sees them.
+/// A case as MySQL can say it: parameters have types, so numbers and bytes arrive as text before
+/// the door sees them.
 fn bind<'q>(case: &LimitCase, sql: &'static str) -> Option<Query<'q, MySql, MySqlArguments>> {
     let raw = &case.message;
     let mut query = sqlx::query(sql);
@@ -132,7 +134,8 @@ async fn the_procedure_writes_what_the_rust_door_writes() {
     assert_eq!(keyless.bucket, 107, "computed with another language's SHA-256");
 }
 
-// Shown to fail: with `insert .. values` and no check of the limits' rows in the statement, the lowered limit is not obeyed.
+// Shown to fail: with `insert .. values` and no check of the limits' rows in the statement, the
+// lowered limit is not obeyed.
 #[tokio::test(flavor = "multi_thread")]
 async fn the_rust_door_works_on_the_applications_own_connection_whatever_its_modes() {
     let Some(db) = Db::new("the_rust_door_works_on_the_applications_own_connection_whatever_its_modes").await else {

@@ -44,7 +44,8 @@ impl Db {
         Self { store, url, admin: admin.to_owned(), name }
     }
 
-    /// A connection of the application's own: not from the store's pool, with the server's defaults.
+    /// A connection of the application's own: not from the store's pool, with the server's
+    /// defaults.
     pub(crate) async fn app(&self) -> MySqlConnection {
         MySqlConnection::connect(&self.url).await.unwrap()
     }
@@ -56,8 +57,8 @@ impl Db {
             .unwrap()
     }
 
-    /// Waits until so many statements like this one stand still: seen twice, a while apart. (`innodb_trx` is no use: MariaDB does
-    /// not renew it while it is read often.)
+    /// Waits until so many statements like this one stand still: seen twice, a while apart.
+    /// (`innodb_trx` is no use: MariaDB does not renew it while it is read often.)
     pub(crate) async fn until_waiting(&self, count: i64, like: &str) {
         let mut seen = 0;
         let start = Instant::now();
@@ -134,7 +135,8 @@ impl PrivateServer {
         }
         let dir = tempfile::Builder::new().prefix("ob-mariadb").tempdir().unwrap();
         let data = dir.path().join("data");
-        // A starting server removes what looks like a temporary table in its directory: never one that servers share.
+        // A starting server removes what looks like a temporary table in its directory: never one
+        // that servers share.
         let temporary = dir.path().join("tmp");
         std::fs::create_dir(&temporary).unwrap();
         // The server refuses to run as root; root makes the directory its own.

@@ -1,5 +1,5 @@
-//! The inbox on this database: what `insert ignore` may hide (R24), what ends a transaction here (R23), deadlocks (A8), sessions that
-//! come back to the pool (R23, R28).
+//! The inbox on this database: what `insert ignore` may hide (R24), what ends a transaction here
+//! (R23), deadlocks (A8), sessions that come back to the pool (R23, R28).
 
 use std::time::Duration;
 
@@ -42,7 +42,8 @@ async fn r24_more_duplicates_than_the_server_keeps_warnings_are_all_known() {
     tx.rollback().await.unwrap();
 }
 
-// Shown to fail: without the look at the warnings and at what stands there, both cases pass as new or as duplicates.
+// Shown to fail: without the look at the warnings and at what stands there, both cases pass as new
+// or as duplicates.
 #[tokio::test(flavor = "multi_thread")]
 async fn r24_a_server_that_changes_a_value_fails_the_batch() {
     let Some(db) = Db::new("r24_a_server_that_changes_a_value_fails_the_batch").await else { return };
@@ -223,8 +224,8 @@ async fn r23_r28_a_connection_comes_back_as_it_was_whatever_a_handler_did() {
     store.close().await;
 }
 
-// Shown to fail with neither of the two guards: a connection whose `begin` was dropped is closed, and every connection that comes
-// back is rolled back.
+// Shown to fail with neither of the two guards: a connection whose `begin` was dropped is closed,
+// and every connection that comes back is rolled back.
 #[tokio::test(flavor = "multi_thread")]
 async fn r28_a_begin_that_is_given_up_loses_no_later_write() {
     let Some(db) = Db::new("r28_a_begin_that_is_given_up_loses_no_later_write").await else { return };

@@ -1,4 +1,5 @@
-//! What `oncebox keys list` and `show` and a quota read of a large table: the rows that they need, not all of them.
+//! What `oncebox keys list` and `show` and a quota read of a large table: the rows that they need,
+//! not all of them.
 
 use oncebox::policy::operation::State;
 use oncebox::store::mysql::MySqlStore;
@@ -39,7 +40,8 @@ async fn read_so_far(store: &MySqlStore) -> u64 {
     status.iter().map(|(_, count)| count.parse::<u64>().unwrap()).sum()
 }
 
-// Shown by: a statement that does not name the column of the index (all rows were read for an open state).
+// Shown by: a statement that does not name the column of the index (all rows were read for an open
+// state).
 #[tokio::test]
 async fn m105_keys_are_listed_by_hash_and_by_open_state_without_reading_the_table() {
     let test = "m105_keys_are_listed_by_hash_and_by_open_state_without_reading_the_table";
@@ -62,7 +64,8 @@ async fn m105_keys_are_listed_by_hash_and_by_open_state_without_reading_the_tabl
     store.close().await;
 }
 
-// Shown by: an index that ends with the tenant (the entries of all its records are read, also of those without a body).
+// Shown by: an index that ends with the tenant (the entries of all its records are read, also of
+// those without a body).
 #[tokio::test]
 async fn m107_what_a_tenant_has_stored_is_summed_from_its_own_entries() {
     let test = "m107_what_a_tenant_has_stored_is_summed_from_its_own_entries";

@@ -1,4 +1,5 @@
-//! The outbox cursor: rows present instead of a position (R10), rows out by exact position (R11), and nobody waits for it (A7).
+//! The outbox cursor: rows present instead of a position (R10), rows out by exact position (R11),
+//! and nobody waits for it (A7).
 
 use std::time::Duration;
 
@@ -106,7 +107,8 @@ async fn r11_rows_are_deleted_by_a_lookup_of_each_position_while_writers_are_ope
     assert_eq!(payloads(&left.rows), ["open"], "a row that was never read is not deleted");
 }
 
-// Shown to fail: with `join` instead of `straight_join .. force index`, MariaDB scans a small outbox and looks the list up.
+// Shown to fail: with `join` instead of `straight_join .. force index`, MariaDB scans a small
+// outbox and looks the list up.
 #[tokio::test(flavor = "multi_thread")]
 async fn r11_every_statement_that_changes_a_table_others_insert_into_looks_its_rows_up() {
     let Some(db) = Db::new("r11_every_statement_that_changes_a_table_others_insert_into_looks_its_rows_up").await
@@ -140,7 +142,7 @@ async fn r09_r25_polls_read_by_index() {
     // The loose scan is worth it once a key has several rows: 50 keys, 200 rows each.
     execute(
         &mut app,
-        "insert into oncebox_waiting (consumer_id, state, lane, message_id, id_text, content_hash, topic, kind, headers, payload, \
+        "insert into oncebox_waiting (consumer_id, state, lane_id, message_id, id_text, content_hash, topic, kind, headers, payload, \
            tombstone, source, place, partition_no, offset_no, attempts, history, stored_at) \
          with recursive n as (select 1 as n union all select n + 1 from n where n < 100) \
          select 1, 'waiting', unhex(left(sha2(a.n % 50, 256), 32)), unhex(left(sha2(a.n * 100 + b.n, 256), 32)), '', \
@@ -163,7 +165,8 @@ async fn a7_the_relay_never_makes_an_application_wait() {
     enqueue_all(&mut app, (0..10).map(|n| text("t", "a", &n.to_string())).collect()).await.unwrap();
     execute(&mut app, "set session innodb_lock_wait_timeout = 1").await;
 
-    // What others do, to show what is avoided: a locking read at REPEATABLE READ closes the end of the table.
+    // What others do, to show what is avoided: a locking read at REPEATABLE READ closes the end of
+    // the table.
     let mut other = db.app().await;
     execute(&mut other, "set session transaction isolation level repeatable read; start transaction").await;
     let locked = "select position from oncebox_outbox order by position for update skip locked";
@@ -193,7 +196,8 @@ async fn rows_that_somebody_else_deleted_end_the_session() {
     assert_eq!(db.count("oncebox_outbox_dead").await, 0);
 }
 
-// Shown to fail: with the time read in the statement that waits for the lock, the standby takes a lease that was just granted.
+// Shown to fail: with the time read in the statement that waits for the lock, the standby takes a
+// lease that was just granted.
 #[tokio::test(flavor = "multi_thread")]
 async fn r22_a_lease_granted_while_a_standby_waits_for_the_row_does_not_look_as_if_the_clock_went_back() {
     let test = "r22_a_lease_granted_while_a_standby_waits_for_the_row_does_not_look_as_if_the_clock_went_back";

@@ -1,4 +1,5 @@
-//! The SQL doors: four overloads and the two that the Rust library calls, under the one table of limits.
+//! The SQL doors: four overloads and the two that the Rust library calls, under the one table of
+//! limits.
 
 use std::time::Duration;
 
@@ -93,7 +94,8 @@ fn statement(door: &DoorCall, case: &LimitCase) -> Option<String> {
     ]))
 }
 
-/// Shown by leaving out single checks of `check_message`, and by `$` patterns in MySQL style: their cases fail at all doors.
+/// Shown by leaving out single checks of `check_message`, and by `$` patterns in MySQL style: their
+/// cases fail at all doors.
 #[tokio::test]
 async fn r34_every_limit_holds_at_every_sql_door() {
     with_database("r34_every_limit_holds_at_every_sql_door", |database| async move {
@@ -106,7 +108,8 @@ async fn r34_every_limit_holds_at_every_sql_door() {
                 let name = format!("{}: {}", door.name, case.name);
                 let outcome = connection.execute(AssertSqlSafe(statement)).await;
                 let by_type = |error: &sqlx::Error| match error {
-                    // A type, not a limit, refuses it before the function sees it: text for a uuid, no JSON, no such function.
+                    // A type, not a limit, refuses it before the function sees it: text for a uuid,
+                    // no JSON, no such function.
                     sqlx::Error::Database(error) => {
                         matches!(error.code().as_deref(), Some("22P02" | "22P05" | "42883" | "42804"))
                     }
@@ -114,9 +117,11 @@ async fn r34_every_limit_holds_at_every_sql_door() {
                 };
                 match outcome {
                     Ok(_) if case.is_taken() => {}
-                    // An exact duplicate is gone before jsonb can be looked at; any payload is checked as JSON by its type.
+                    // An exact duplicate is gone before jsonb can be looked at; any payload is
+                    // checked as JSON by its type.
                     Ok(_) if door.headers_type == "jsonb" && case.name == "headers: a name twice" => {}
-                    // The type takes any spelling of a UUID; what is stored and sent is the canonical one.
+                    // The type takes any spelling of a UUID; what is stored and sent is the
+                    // canonical one.
                     Ok(_) if case.refused_by == ["message_id"] => {}
                     Err(error) if case.is_taken() && by_type(&error) && door.payload_type.starts_with("json") => {}
                     Err(error) if !case.is_taken() && by_type(&error) => {}
@@ -180,7 +185,8 @@ async fn r33_text_and_json_payloads_are_kept_byte_for_byte_jsonb_as_its_text_byt
     .await;
 }
 
-/// R1: whoever could insert on his own would choose positions and buckets; whoever could read would see payloads.
+/// R1: whoever could insert on his own would choose positions and buckets; whoever could read would
+/// see payloads.
 #[tokio::test]
 async fn r1_an_application_may_call_the_doors_and_nothing_else() {
     with_database("r1_an_application_may_call_the_doors_and_nothing_else", |database| async move {

@@ -1,4 +1,5 @@
-//! What `oncebox keys list` and `show` and a quota read of a large table: the rows that they need, not all of them.
+//! What `oncebox keys list` and `show` and a quota read of a large table: the rows that they need,
+//! not all of them.
 
 use std::time::Duration;
 
@@ -47,7 +48,8 @@ async fn read_so_far(database: &Database, table: &str) -> [i64; 4] {
     database.value::<Vec<i64>>(&text).await.try_into().unwrap()
 }
 
-// Shown by: a filter that no index serves (`--state completed` reads all rows, as its documentation says).
+// Shown by: a filter that no index serves (`--state completed` reads all rows, as its documentation
+// says).
 #[tokio::test]
 async fn m105_keys_are_listed_by_hash_and_by_open_state_without_reading_the_table() {
     let test = "m105_keys_are_listed_by_hash_and_by_open_state_without_reading_the_table";
@@ -77,7 +79,8 @@ async fn m105_keys_are_listed_by_hash_and_by_open_state_without_reading_the_tabl
     .await;
 }
 
-/// An operation in phases, and its record by the digest that it has: nothing is read from end to end.
+/// An operation in phases, and its record by the digest that it has: nothing is read from end to
+/// end.
 //
 // Shown by: looking a record up by the id of its operation.
 #[tokio::test]
@@ -130,8 +133,8 @@ async fn o9_a_phase_moves_its_record_on_without_reading_the_table() {
     .await;
 }
 
-// Shown by: no index of the ends of bodies, or of outcomes; comparing with the clock itself (all entries are read, once fewer are due
-// than a batch may take).
+// Shown by: no index of the ends of bodies, or of outcomes; comparing with the clock itself (all
+// entries are read, once fewer are due than a batch may take).
 #[tokio::test]
 async fn m101_what_is_due_goes_without_a_look_at_what_is_not() {
     let test = "m101_what_is_due_goes_without_a_look_at_what_is_not";
@@ -172,8 +175,9 @@ async fn entries_so_far(database: &Database) -> i64 {
     database.value(text).await
 }
 
-// Shown to fail: with `tenant || ''` in the sum (100,000 rows in order). Shown by: no such index (the same); comparing with the clock itself (the entries of all bodies of the
-// tenant are read, also of those whose time is over).
+// Shown to fail: with `tenant || ''` in the sum (100,000 rows in order). Shown by: no such index
+// (the same); comparing with the clock itself (the entries of all bodies of the tenant are read,
+// also of those whose time is over).
 #[tokio::test]
 async fn m107_what_a_tenant_has_stored_is_summed_from_its_own_entries() {
     let test = "m107_what_a_tenant_has_stored_is_summed_from_its_own_entries";
@@ -203,7 +207,8 @@ async fn m107_what_a_tenant_has_stored_is_summed_from_its_own_entries() {
     .await;
 }
 
-/// Two hundred thousand rows behind a dead one. Shown by asking which lanes of the rows are blocked, and by counting all of them.
+/// Two hundred thousand rows behind a dead one. Shown by asking which lanes of the rows are
+/// blocked, and by counting all of them.
 #[tokio::test]
 async fn g11_what_is_held_costs_a_batch_nothing_and_the_status_no_more_than_its_bound() {
     let test = "g11_what_is_held_costs_a_batch_nothing_and_the_status_no_more_than_its_bound";
@@ -213,7 +218,7 @@ async fn g11_what_is_held_costs_a_batch_nothing_and_the_status_no_more_than_its_
             .run(&format!(
                 "insert into oncebox.consumer (name, id_rule) values ('ledger', 'envelope');
                  insert into oncebox.waiting (consumer_id, lane_id, state, holds, reason, dead_at, message_id, content_hash, id_text,
-                   topic, key, kind, payload, source, place, partition, offset_at)
+                   topic, key, kind, payload, source, place, partition_no, offset_no)
                  select consumer_id, '{lane}', case when n = 0 then 'dead' else 'waiting' end, n = 0, case when n = 0 then 'no' end,
                    case when n = 0 then now() end, gen_random_uuid(), gen_random_uuid(), '', 't', 'k', 'made', '', 's', 't', 0, n
                    from oncebox.consumer, generate_series(0, 200000) n;
@@ -266,7 +271,7 @@ async fn a_purge_of_ids_without_a_time_reads_what_may_go_and_not_the_table() {
             )
         };
         let waiting = "insert into oncebox.waiting (consumer_id, message_id, content_hash, id_text, state, reason, dead_at, \
-                         topic, kind, payload, source, place, partition, offset_at) \
+                         topic, kind, payload, source, place, partition_no, offset_no) \
                        select consumer_id, message_id, content_hash, 'x', 'dead', 'terminal', now(), \
                          't', 'k', '', 's', 'p', 0, 0 from oncebox.inbox_untimed;";
         let (kept, past, present) = (rows(70, "30 days"), rows(300, "9 days"), rows(ROWS, "1 minute"));

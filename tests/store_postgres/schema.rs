@@ -35,7 +35,8 @@ async fn every_table_column_index_and_function_says_what_it_is_for() {
     .await;
 }
 
-/// Shown by: leaving out each condition of `oncebox.is_sound_request`, and of `oncebox.refuse_unsound_request` before it.
+/// Shown by: leaving out each condition of `oncebox.is_sound_request`, and of
+/// `oncebox.refuse_unsound_request` before it.
 #[tokio::test]
 async fn a_record_whose_columns_contradict_each_other_is_refused_by_the_database() {
     let test = "a_record_whose_columns_contradict_each_other_is_refused_by_the_database";
@@ -123,7 +124,8 @@ async fn a_record_whose_columns_contradict_each_other_is_refused_by_the_database
             }
             connection.execute(AssertSqlSafe(format!("delete from {request}"))).await.unwrap();
         }
-        // What is let through at a lower price is sound: every column that may be null, and every two of them.
+        // What is let through at a lower price is sound: every column that may be null, and every
+        // two of them.
         let values = [
             ("owner", "gen_random_uuid()"),
             ("lease_until", "now()"),
@@ -248,7 +250,8 @@ async fn partitions_of_the_inbox_are_made_ahead_and_a_fixed_clock_routes_ids_to_
     .await;
 }
 
-/// Shown by leaving the advisory lock out: a consumer that started beside another ended with an error of the catalogue.
+/// Shown by leaving the advisory lock out: a consumer that started beside another ended with an
+/// error of the catalogue.
 #[tokio::test]
 async fn consumers_that_start_at_once_make_the_partitions_of_the_inbox_together() {
     let test = "consumers_that_start_at_once_make_the_partitions_of_the_inbox_together";

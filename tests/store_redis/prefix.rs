@@ -9,8 +9,8 @@ use redis::{AsyncCommands, AsyncConnectionConfig};
 
 use super::support::{service, unique};
 
-/// How long a server may take to answer: it syncs each write to a disk that it shares with all other tests. The library's own bound,
-/// half a second, is too short for that.
+/// How long a server may take to answer: it syncs each write to a disk that it shares with all
+/// other tests. The library's own bound, half a second, is too short for that.
 pub(crate) const ANSWER_MAX: Duration = Duration::from_secs(30);
 
 /// A connection beside the store's.

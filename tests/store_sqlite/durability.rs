@@ -33,8 +33,8 @@ async fn every_connection_writes_ahead_and_syncs() {
     }
 }
 
-/// R5: what is about to be published is on disk, even if its writer did not sync. SQLite syncs the whole log with a commit of
-/// its own, so the claim must be one, also with nothing to mark.
+/// R5: what is about to be published is on disk, even if its writer did not sync. SQLite syncs the
+/// whole log with a commit of its own, so the claim must be one, also with nothing to mark.
 ///
 /// Shown to fail: with a claim that returns at once for an empty mark.
 #[tokio::test]
@@ -140,7 +140,8 @@ async fn urls_that_cannot_keep_the_promise_are_refused() {
     }
 }
 
-/// A migration is one transaction: a failure leaves nothing behind, and the next try finds a clean place.
+/// A migration is one transaction: a failure leaves nothing behind, and the next try finds a clean
+/// place.
 #[tokio::test]
 async fn a_migration_that_fails_leaves_nothing() {
     let fixture = SqliteFile::empty().await.unwrap();

@@ -27,7 +27,8 @@ async fn is_known(trial: &Trial<SqliteFile>, id: MessageId) -> bool {
     !trial.store.known(consumer, &[id]).await.unwrap().is_empty()
 }
 
-/// Statements after a transaction that SQLite itself rolled back would commit one by one, outside the inbox transaction.
+/// Statements after a transaction that SQLite itself rolled back would commit one by one, outside
+/// the inbox transaction.
 ///
 /// Shown to fail: without the commit guard the effect stayed, and its message ran again.
 #[tokio::test]
@@ -67,7 +68,8 @@ async fn the_commit_guard_ends_with_a_dropped_transaction() {
     assert_eq!(trial.effects("later").await, 30);
 }
 
-/// Nor does giving up a rollback or a commit half way leave a connection that refuses the commits of others.
+/// Nor does giving up a rollback or a commit half way leave a connection that refuses the commits
+/// of others.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn the_commit_guard_ends_with_a_rollback_that_was_given_up() {
     let trial = Trial::<SqliteFile>::start("given up").await.unwrap();
@@ -116,8 +118,8 @@ async fn readers_do_not_wait_for_a_handler() {
     assert_eq!(trial.effects("m").await, 1);
 }
 
-/// R28: a statement without end holds the write lock of the file. The rollback of the one who gave it up ends it, and so does
-/// dropping the transaction.
+/// R28: a statement without end holds the write lock of the file. The rollback of the one who gave
+/// it up ends it, and so does dropping the transaction.
 ///
 /// Shown to fail: without the interrupt the run did not end.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -145,21 +147,4 @@ async fn r28_giving_a_handler_up_interrupts_its_statement() {
     for _ in 0..12 {
         assert_eq!(trial.number(long).await, 200_000);
     }
-}
-
-/// The history of errors is bounded, in number and in length.
-#[tokio::test]
-async fn g11_a_history_keeps_the_last_twenty_errors() {
-    let trial = Trial::<SqliteFile>::start("history").await.unwrap();
-    let consumer = trial.consumer("c").await;
-    let id = MessageId::new();
-    for number in 1..=30 {
-        let error = format!("{number} {}", "ä".repeat(5_000));
-        trial.store.failed_attempt(consumer, id, &error, true).await.unwrap();
-    }
-    let errors: String =
-        sqlx::query_scalar("select errors from oncebox_attempt").fetch_one(trial.store.pool()).await.unwrap();
-    let errors: Vec<oncebox::store::HistoryEntry> = serde_json::from_str(&errors).unwrap();
-    assert_eq!(errors.iter().map(|entry| entry.attempt).collect::<Vec<_>>(), (11..=30).collect::<Vec<_>>());
-    assert!(errors.iter().all(|entry| entry.error.len() <= 2_000 && entry.error.contains('ä')));
 }

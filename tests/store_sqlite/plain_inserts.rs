@@ -51,7 +51,8 @@ async fn count(store: &SqliteStore) -> i64 {
     query_scalar("select count(*) from oncebox_outbox").fetch_one(store.pool()).await.unwrap()
 }
 
-/// Why triggers: a CHECK lets `insert or ignore` answer Ok and write nothing (tried on SQLite 3.40).
+/// Why triggers: a CHECK lets `insert or ignore` answer Ok and write nothing (tried on SQLite
+/// 3.40).
 #[tokio::test]
 async fn r34_every_limit_holds_for_plain_inserts_whatever_the_conflict_clause() {
     let trial = Trial::<SqliteFile>::start("plain inserts").await.unwrap();
@@ -252,7 +253,8 @@ async fn a_missing_or_changed_trigger_is_refused_by_the_check() {
     assert!(!finding.detail.contains("immutable"), "{}", finding.detail);
 }
 
-/// Limits can be lowered, but not raised over what the brokers take; a row that is gone leaves its default.
+/// Limits can be lowered, but not raised over what the brokers take; a row that is gone leaves its
+/// default.
 #[tokio::test]
 async fn limits_keep_within_the_bounds_of_the_brokers() {
     let trial = Trial::<SqliteFile>::start("bounds").await.unwrap();

@@ -1,4 +1,5 @@
-//! Several processes at one file: turns that come back from the dead, and programs in other languages.
+//! Several processes at one file: turns that come back from the dead, and programs in other
+//! languages.
 
 use std::io::{BufRead, BufReader};
 use std::process::{Command, Stdio};
@@ -15,7 +16,8 @@ use crate::fixture::SqliteFile;
 
 const CHILD: &str = "ONCEBOX_TEST_CHILD_OF";
 
-/// Not a test of its own: what the next one runs as another process. It holds the turn and the write lock until it is killed.
+/// Not a test of its own: what the next one runs as another process. It holds the turn and the
+/// write lock until it is killed.
 #[tokio::test]
 async fn a_child_that_holds_the_turn() {
     let Ok(url) = std::env::var(CHILD) else { return };
@@ -48,7 +50,8 @@ async fn r14_a_process_that_is_killed_gives_its_turn_back() {
     let consumer = {
         let (store, pid) = (trial.store.clone(), child.id());
         let waiting = tokio::spawn(async move { store.register(&spec("waits")).await });
-        // The check names who holds the turn once that has lasted for long; here it only must not wait for it.
+        // The check names who holds the turn once that has lasted for long; here it only must not
+        // wait for it.
         oncebox::store::Schema::check(&trial.store).await.unwrap();
         assert!(!waiting.is_finished(), "process {pid} holds the turn");
         child.kill().unwrap();

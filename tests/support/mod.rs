@@ -1,11 +1,12 @@
-//! What every test against a real service needs: its address or a visible skip, names of its own, and the built examples.
+//! What every test against a real service needs: its address or a visible skip, names of its own,
+//! and the built examples.
 #![allow(dead_code, clippy::unwrap_used)] // each test binary uses its part
 
 use std::path::Path;
 use std::time::{Duration, Instant, SystemTime};
 
-/// The value of an environment variable that names a service. Where it is missing the test is skipped, visibly, unless
-/// `ONCEBOX_TEST_STRICT=1` makes that a failure.
+/// The value of an environment variable that names a service. Where it is missing the test is
+/// skipped, visibly, unless `ONCEBOX_TEST_STRICT=1` makes that a failure.
 pub(crate) fn service(test: &str, variable: &str) -> Option<String> {
     match std::env::var(variable) {
         Ok(value) if !value.is_empty() => Some(value),
@@ -22,8 +23,8 @@ pub(crate) fn unique(prefix: &str) -> String {
     format!("{prefix}-{}", &uuid::Uuid::now_v7().simple().to_string()[16..])
 }
 
-/// A port for a server of a test's own, which binds it itself. Not one of those that the system gives to whoever asks for any, of
-/// which another test may get it before the server is there.
+/// A port for a server of a test's own, which binds it itself. Not one of those that the system
+/// gives to whoever asks for any, of which another test may get it before the server is there.
 pub(crate) fn free_port() -> u16 {
     let is_free = |port: &u16| std::net::TcpListener::bind(("127.0.0.1", *port)).is_ok();
     (0..1_000).map(|_| fastrand::u16(12_000..30_000)).find(is_free).expect("a free port")
@@ -44,8 +45,8 @@ where
     }
 }
 
-/// An example, which cargo builds beside this test. `cargo test --test NAME` builds none, and what lies there may be of other
-/// sources: then it says so.
+/// An example, which cargo builds beside this test. `cargo test --test NAME` builds none, and what
+/// lies there may be of other sources: then it says so.
 pub(crate) fn example(name: &str) -> String {
     let this = std::env::current_exe().unwrap();
     let binary = this.ancestors().nth(2).unwrap().join("examples").join(name);

@@ -1,5 +1,5 @@
-//! What one test's tasks say in metrics, spans and events. Recorder and subscriber are those of the test's thread, so the runtime must
-//! have one thread only; tests beside it are not heard.
+//! What one test's tasks say in metrics, spans and events. Recorder and subscriber are those of the
+//! test's thread, so the runtime must have one thread only; tests beside it are not heard.
 #![allow(clippy::unwrap_used)]
 
 use std::collections::BTreeMap;
@@ -34,8 +34,8 @@ pub(crate) struct Heard {
 pub(crate) struct Hearing {
     _recorder: metrics::LocalRecorderGuard<'static>,
     _subscriber: DefaultGuard,
-    /// With one subscriber alone, a place in the code that another thread comes to first is asked for by that thread, which has
-    /// none, and is silent for good.
+    /// With one subscriber alone, a place in the code that another thread comes to first is asked
+    /// for by that thread, which has none, and is silent for good.
     _beside: Dispatch,
 }
 

@@ -8,8 +8,12 @@ use oncebox::broker::Broker;
 use oncebox::observe::Health;
 use oncebox::runtime::relay::RelayError;
 use oncebox::runtime::{Relay, RelayEnd, RelayOptions};
+use oncebox::store::Outbox as _;
 use oncebox::store::sqlite::SqliteStore;
-use oncebox::store::{Base, Door, Operator, Schema, Status, StoreOptions};
+use oncebox::store::{
+    ActContext, Base, DeadFilter, Diversion, Door, LeaseAnswer, LeaseRequest, Mark, Operator, OperatorAct,
+    RelaySession, Schema, Status, StoreOptions,
+};
 use tokio::task::JoinHandle;
 use tokio_util::sync::CancellationToken;
 
@@ -57,6 +61,45 @@ impl Outbox {
         let stop = CancellationToken::new();
         let token = stop.clone();
         Running { stop, task: tokio::spawn(async move { relay.run(token).await }) }
+    }
+
+    /// Makes everything that is pending dead, as if each message had been refused.
+    pub(crate) async fn all_are_dead(&self) {
+        let request = LeaseRequest::new("the refuser", Duration::from_secs(20));
+        let LeaseAnswer::Taken(mut session) = self.store.open(&request).await.unwrap() else { panic!("it is free") };
+        while self.status().await.pending > 0 {
+            let read = session.read(1_000).await.unwrap();
+            let dead = || Diversion::Dead { reason: "refused".to_owned(), holds: true };
+            let diverted = read.rows.iter().map(|row| (row.position, dead())).collect();
+            session.claim(Mark { through: Some(read.batch), diverted, ..Mark::default() }).await.unwrap();
+        }
+        session.release().await.unwrap();
+    }
+
+    pub(crate) async fn redrive(&self) {
+        let (actor, reason) = ("test".to_owned(), "because".to_owned());
+        let context = ActContext { actor, reason, dry_run: false, redrive_age_max: None };
+        let all = DeadFilter { limit: 100_000, ..DeadFilter::default() };
+        self.store.act(&all, &OperatorAct::Redrive, &context).await.unwrap();
+    }
+
+    /// Messages to a topic that works, one after the other, until nothing is held or dead any more:
+    /// how many the relay had sent while rows were on their way back.
+    pub(crate) async fn flowing(&self, topic: &str) -> usize {
+        let (mut all, mut beside) = (0, 0);
+        let before = self.status().await;
+        let before = before.held + before.dead;
+        loop {
+            self.enqueue(vec![(topic.to_owned(), format!("k{}", all % 7), all.to_string())]).await;
+            let status = self.until("it is sent", |status| status.pending == 0).await;
+            let left = status.held + status.dead;
+            all += 1;
+            beside += usize::from(left > 0 && left < before);
+            assert!(all < 10_000, "{left} stay in the table");
+            if left == 0 {
+                return beside;
+            }
+        }
     }
 
     pub(crate) async fn status(&self) -> Status {

@@ -1,4 +1,5 @@
-//! Databases of their own on the PostgreSQL server of the tests, and private servers that may be killed.
+//! Databases of their own on the PostgreSQL server of the tests, and private servers that may be
+//! killed.
 #![allow(dead_code, clippy::unwrap_used)] // each test binary uses its part
 
 use std::future::Future;
@@ -124,7 +125,8 @@ pub(crate) struct Server {
 }
 
 impl Server {
-    /// Makes and starts a server with these lines in its configuration; none where the programs are not there.
+    /// Makes and starts a server with these lines in its configuration; none where the programs are
+    /// not there.
     pub(crate) async fn start(test: &str, settings: &str) -> Option<Self> {
         let bin = PathBuf::from(service(test, "ONCEBOX_TEST_PG_BIN")?);
         let directory = tempfile::Builder::new().prefix("oncebox-pg-").tempdir_in("/var/tmp").unwrap();

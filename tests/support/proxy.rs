@@ -1,4 +1,5 @@
-//! A proxy before a database server whose network can fail: in the middle of a request, or between a request and its answer.
+//! A proxy before a database server whose network can fail: in the middle of a request, or between
+//! a request and its answer.
 #![allow(dead_code, clippy::unwrap_used)] // each test binary uses its part
 
 use std::net::SocketAddr;
@@ -15,14 +16,16 @@ use tokio::sync::watch;
 pub(crate) enum Failure {
     /// Connections are closed, new ones refused.
     Cut,
-    /// Nothing is closed and nothing arrives: a frozen server, a half-open connection. The server's end is closed with the
-    /// client's.
+    /// Nothing is closed and nothing arrives: a frozen server, a half-open connection. The server's
+    /// end is closed with the client's.
     Silence,
-    /// As above, and the server hears nothing of an end either: its session stays until it ends it by itself.
+    /// As above, and the server hears nothing of an end either: its session stays until it ends it
+    /// by itself.
     Deafness,
 }
 
-/// When it fails: before the request arrives at the server, or after the server has answered and before that arrives.
+/// When it fails: before the request arrives at the server, or after the server has answered and
+/// before that arrives.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum When {
     BeforeRequest,
@@ -47,7 +50,8 @@ struct Armed {
 #[derive(Debug)]
 struct Shared {
     server: String,
-    /// What is wrong, and how often something went wrong so far: a connection of an earlier time never works again.
+    /// What is wrong, and how often something went wrong so far: a connection of an earlier time
+    /// never works again.
     state: watch::Sender<(Option<Failure>, u32)>,
     armed: Mutex<Option<Armed>>,
 }
@@ -65,7 +69,8 @@ impl Proxy {
         let mut url = url::Url::parse(server).unwrap();
         let default = if url.scheme() == "mysql" { 3306 } else { 5432 };
         let address = format!("{}:{}", url.host_str().unwrap(), url.port().unwrap_or(default));
-        // Bound and never listening: the port stays ours while nobody listens, and connecting to it is refused.
+        // Bound and never listening: the port stays ours while nobody listens, and connecting to it
+        // is refused.
         let reserved = socket("127.0.0.1:0".parse().unwrap());
         let here = reserved.local_addr().unwrap();
         url.set_host(Some("127.0.0.1")).unwrap();
@@ -82,20 +87,22 @@ impl Proxy {
         Self { url: url.to_string(), shared }
     }
 
-    /// The network fails at the request that comes after so many others, and works again a moment later.
+    /// The network fails at the request that comes after so many others, and works again a moment
+    /// later.
     pub(crate) fn fail_after(&self, requests: u32, when: When, failure: Failure) {
         let lasts = Duration::from_millis(150);
         *self.shared.armed.lock().unwrap() = Some(Armed { requests, text: None, when, failure, lasts, again: 0 });
     }
 
-    /// It fails at a request with the text `at` on a connection that has sent `since`, after so many others of that kind; other
-    /// connections go on.
+    /// It fails at a request with the text `at` on a connection that has sent `since`, after so
+    /// many others of that kind; other connections go on.
     pub(crate) fn fail_at(&self, since: &'static str, at: &'static str, requests: u32, when: When, failure: Failure) {
         let (text, lasts) = (Some((since, at)), Duration::ZERO);
         *self.shared.armed.lock().unwrap() = Some(Armed { requests, text, when, failure, lasts, again: 0 });
     }
 
-    /// It fails so many times in a row at such a request: armed at once, since a retry may come before anybody could arm it anew.
+    /// It fails so many times in a row at such a request: armed at once, since a retry may come
+    /// before anybody could arm it anew.
     pub(crate) fn fail_times_at(
         &self,
         times: u32,

@@ -1,4 +1,5 @@
-//! A machine that stands still, as busy ones do: how long, for bounds on time that must not fail because of it.
+//! A machine that stands still, as busy ones do: how long, for bounds on time that must not fail
+//! because of it.
 #![allow(clippy::unwrap_used)]
 
 use std::sync::Arc;
@@ -6,7 +7,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-/// How long this process was given no time at a stretch, as a thread sees it that wants to run all the time.
+/// How long this process was given no time at a stretch, as a thread sees it that wants to run all
+/// the time.
 pub(crate) struct Standstill(Arc<AtomicBool>, JoinHandle<Duration>);
 
 impl Standstill {

@@ -1,9 +1,10 @@
-//! The sweep: SIGKILL at every named point with a request in flight; after restart and retry one charge, one payment, one message,
-//! and the same answer. Compared by id and amount, in four ledgers. A note, which is protected at the edge only, is unknown for ever:
-//! it stands there or not, and is never written again.
+//! The sweep: SIGKILL at every named point with a request in flight; after restart and retry one
+//! charge, one payment, one message, and the same answer. Compared by id and amount, in four
+//! ledgers. A note, which is protected at the edge only, is unknown for ever: it stands there or
+//! not, and is never written again.
 //!
-//! `ONCEBOX_SWEEP_KILLS` says how many kills there are on SQLite and PostgreSQL together: 200, or more; half of them on each, at least
-//! five at each point. MariaDB has a lane beside them.
+//! `ONCEBOX_SWEEP_KILLS` says how many kills there are on SQLite and PostgreSQL together: 200, or
+//! more; half of them on each, at least five at each point. MariaDB has a lane beside them.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
@@ -23,14 +24,18 @@ use crate::support::{eventually, service, unique};
 const KILLS_MIN: usize = 200;
 /// Kills at each point on each of these two.
 const AT_POINT_MIN: usize = 5;
-/// Lanes of these two, half of them on each. A lane mostly waits for the lease of what it has killed.
+/// Lanes of these two, half of them on each. A lane mostly waits for the lease of what it has
+/// killed.
 const LANES: usize = 6;
-/// Kills at each point on MariaDB: in one round a worker recovers, in the other the repeated request.
+/// Kills at each point on MariaDB: in one round a worker recovers, in the other the repeated
+/// request.
 const ROUNDS_ON_MARIADB: usize = 2;
-/// A lease that is over soon after its owner was killed, and leaves a call its time on a busy machine.
+/// A lease that is over soon after its owner was killed, and leaves a call its time on a busy
+/// machine.
 const LEASE: f64 = 3.0;
 
-/// Kills at each point, of one lane: at least one that a worker recovers, and one that the repeated request does.
+/// Kills at each point, of one lane: at least one that a worker recovers, and one that the repeated
+/// request does.
 fn rounds() -> usize {
     let asked = std::env::var("ONCEBOX_SWEEP_KILLS").ok().and_then(|text| text.parse().ok());
     asked.unwrap_or(0).max(KILLS_MIN).div_ceil(POINTS.len() * LANES).max(2)
@@ -58,7 +63,8 @@ fn body_of(point: &str, key: &str, amount: i64, reference: &str) -> Value {
     if path_of(point) == "/notes" { json!({ "text": key }) } else { body(amount, reference) }
 }
 
-/// One kill: the request is on its way, the point is reached, the process is gone, and nobody was answered.
+/// One kill: the request is on its way, the point is reached, the process is gone, and nobody was
+/// answered.
 pub(crate) async fn kill_at(plan: &Plan, point: &'static str, key: &str, amount: i64, reference: &str) {
     // Nobody is told that it takes long: the request is in flight until the kill.
     let mut doomed =
@@ -76,7 +82,8 @@ pub(crate) async fn kill_at(plan: &Plan, point: &'static str, key: &str, amount:
             }
         }
     };
-    // The engine ends the wait for a handler behind the layer (409), on a busy machine before the kill too.
+    // The engine ends the wait for a handler behind the layer (409), on a busy machine before the
+    // kill too.
     let may_be_answered = path_of(point) == "/notes";
     assert!(may_be_answered || !in_flight.is_finished(), "{point}: the request was answered before the kill");
     doomed.kill();
@@ -168,7 +175,8 @@ async fn sweep<S: Tables>(lane: usize, rounds: usize, store: &S, database: &str)
     seen
 }
 
-/// The charge was taken, the answer is lost, and the provider tells no more: a person who looked it up says so.
+/// The charge was taken, the answer is lost, and the provider tells no more: a person who looked it
+/// up says so.
 async fn with_an_operator<S: Tables>(plan: &Plan, provider: &ProviderProcess, store: &S, amount: i64) -> Answer {
     let (key, reference) = (unique("sweep-key-of-a-request"), format!("order-of-an-operator-{amount}"));
     let plan = Plan { recovery: false, ..plan.clone() };
@@ -217,9 +225,10 @@ async fn on_sqlite(lane: usize) -> Lane {
     sweep(lane, rounds(), &store, &url).await
 }
 
-// Shown by: a provider key made anew at every drive (two charges); a resend without the committed begin of the first send; a
-// message enqueued in a transaction of its own (two messages); finishing the operation without its record (409 for ever); a route of
-// notes that may be repeated (201 in place of unknown); two lanes in place of three (four kills at a point).
+// Shown by: a provider key made anew at every drive (two charges); a resend without the committed
+// begin of the first send; a message enqueued in a transaction of its own (two messages); finishing
+// the operation without its record (409 for ever); a route of notes that may be repeated (201 in
+// place of unknown); two lanes in place of three (four kills at a point).
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn m115_m50_killed_at_every_point_there_is_one_charge_one_payment_one_message_on_sqlite() {
     let lanes = futures::future::join_all((0..LANES / 2).map(on_sqlite)).await;

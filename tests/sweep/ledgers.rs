@@ -42,7 +42,8 @@ pub(crate) trait Tables: Phases {
         }))
     }
 
-    /// How many effects were settled by evidence of this kind, of a send after the first where it is a send.
+    /// How many effects were settled by evidence of this kind, of a send after the first where it
+    /// is a send.
     async fn recovered_by(&self, kind: &str) -> usize {
         let send = if kind == "answer" { "and send > 1" } else { "" };
         let sql = format!(

@@ -1,4 +1,5 @@
-//! A process without the service that is built with its flows: it recovers what a dead service left, and carries its message (O22).
+//! A process without the service that is built with its flows: it recovers what a dead service
+//! left, and carries its message (O22).
 
 use std::process::{Child, Command, Stdio};
 

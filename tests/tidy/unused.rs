@@ -1,7 +1,9 @@
-//! Which public items of the sources no production code uses: a test of such an item shows nothing about the product.
+//! Which public items of the sources no production code uses: a test of such an item shows nothing
+//! about the product.
 //!
-//! It reads text, not types. A method counts as used where any production code calls a method of that name, so a name
-//! that several types have can hide a dead one; a name that nobody calls cannot hide.
+//! It reads text, not types. A method counts as used where any production code calls a method of
+//! that name, so a name that several types have can hide a dead one; a name that nobody calls
+//! cannot hide.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
@@ -69,7 +71,8 @@ fn is_word(c: char) -> bool {
     c.is_alphanumeric() || c == '_'
 }
 
-/// The words and signs of a source without comments. Of a string, what an attribute or a format may name.
+/// The words and signs of a source without comments. Of a string, what an attribute or a format may
+/// name.
 fn words(text: &str) -> Vec<String> {
     let chars: Vec<char> = text.chars().collect();
     let at = |index: usize| chars.get(index).copied().unwrap_or(' ');
@@ -214,7 +217,8 @@ fn head_of_impl(words: &[String]) -> (Option<String>, bool) {
 fn parse(path: PathBuf, words: &[String], file: usize) -> (File, Vec<Item>) {
     let mut found = File { path, tokens: Vec::new(), imports: BTreeSet::new(), has_glob: false };
     let mut items = Vec::new();
-    // The blocks that are open: the type or trait, and whether it is an `impl` of a trait, or a trait.
+    // The blocks that are open: the type or trait, and whether it is an `impl` of a trait, or a
+    // trait.
     let mut open: Vec<(Option<String>, bool, bool)> = Vec::new();
     let (mut is_public, mut is_in_use, mut next) = (false, false, None);
     for (index, word) in words.iter().enumerate() {
@@ -281,7 +285,8 @@ fn parse(path: PathBuf, words: &[String], file: usize) -> (File, Vec<Item>) {
     (found, items)
 }
 
-/// Everything that production is made of: sources, examples, and the code and names that the pages show.
+/// Everything that production is made of: sources, examples, and the code and names that the pages
+/// show.
 fn everything() -> (Vec<File>, Vec<Item>) {
     let read: Vec<_> = sources_below("src").into_iter().map(|(path, text)| (path, production(&words(&text)))).collect();
     let mut only_tests: BTreeSet<PathBuf> = ONLY_TESTS.iter().map(PathBuf::from).collect();
@@ -303,7 +308,8 @@ fn everything() -> (Vec<File>, Vec<Item>) {
     (files, items)
 }
 
-/// Of the pages that users read: the blocks of code as sources, and the names that stand in backticks by themselves.
+/// Of the pages that users read: the blocks of code as sources, and the names that stand in
+/// backticks by themselves.
 fn shown() -> (Vec<File>, BTreeSet<String>) {
     let mut pages = vec!["README.md".to_owned()];
     for folder in ["docs/concepts", "docs/guides", "docs/reference"] {
@@ -353,7 +359,8 @@ fn is_use(item: &Item, at: (usize, usize), files: &[File], types: &BTreeSet<&str
     }
 }
 
-/// Shown to fail: with `pub fn nobody_calls(&self)` in a type of `src`, and with it called by a second such method.
+/// Shown to fail: with `pub fn nobody_calls(&self)` in a type of `src`, and with it called by a
+/// second such method.
 #[test]
 fn every_public_item_is_used_by_production_code() {
     let (mut files, items) = everything();

@@ -42,8 +42,8 @@ async fn o28_an_e_mail_whose_answer_is_lost_is_possibly_sent_and_goes_again_unde
     assert_ne!(ids[3], ids[4]);
 }
 
-// Shown by: calling the refusal of a later try refused; counting a try that was answered with 4xx; a refusal of a later try that is
-// not in vain (it is sent again at once, for ever).
+// Shown by: calling the refusal of a later try refused; counting a try that was answered with 4xx;
+// a refusal of a later try that is not in vain (it is sent again at once, for ever).
 #[tokio::test]
 async fn o28_only_the_only_trys_refusal_is_one_and_a_doubt_ends_dead() {
     let (url, taken) = smtp(&[550, 451]).await;

@@ -133,7 +133,8 @@ async fn o28_a_private_address_is_refused_before_a_byte_leaves() {
     let odd = SendWebhook { content_type: "text/plain\n".to_owned(), ..webhook("https://example.com/hook") };
     assert_eq!(service.outcome(Uuid::now_v7(), odd).await, 422);
     assert_eq!(service.state().await, None);
-    // By name: known only when it is resolved, and the next answer may be another one. It is not refused, but given up in the end.
+    // By name: known only when it is resolved, and the next answer may be another one. It is not
+    // refused, but given up in the end.
     service.ask(Uuid::now_v7(), webhook(&format!("https://localhost:{port}/hook"))).await;
     service.becomes("it waits", |state| state == Delivery::Waiting || state == Delivery::Dead(0)).await;
     service.becomes("it is dead", |state| state == Delivery::Dead(0)).await;
@@ -177,7 +178,8 @@ async fn o28_what_did_not_leave_waits_and_an_endpoint_that_fails_is_left_alone()
     assert_eq!(receiver.came().len(), 3);
 }
 
-// Shown by: a refusal of a later send that is not in vain (it is sent again at once, until the window is over).
+// Shown by: a refusal of a later send that is not in vain (it is sent again at once, until the
+// window is over).
 #[tokio::test]
 async fn o28_a_receiver_that_refuses_what_may_have_arrived_is_not_hammered() {
     let service = start(options(), DriveSettings { attempts_max: 2, ..settings() }).await;

@@ -1,7 +1,8 @@
-//! Layers of settings: flag over environment over file over default; each value knows where it came from.
+//! Layers of settings: flag over environment over file over default; each value knows where it came
+//! from.
 //!
-//! Promise: what cannot be used is named with its place and, where a name is unknown, the nearest one that is known. No value
-//! that may be a secret is repeated, and no line of the file.
+//! Promise: what cannot be used is named with its place and, where a name is unknown, the nearest
+//! one that is known. No value that may be a secret is repeated, and no line of the file.
 
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
@@ -42,7 +43,8 @@ impl Loaded {
     }
 }
 
-/// What stands at a path; names of settings of other programs may have dots in them, places in a list are numbers.
+/// What stands at a path; names of settings of other programs may have dots in them, places in a
+/// list are numbers.
 fn find<'v>(value: &'v Value, path: &str) -> Option<&'v Value> {
     let ends = path.match_indices('.').map(|(dot, _)| dot).chain([path.len()]);
     match value {
@@ -94,8 +96,8 @@ impl Layer {
 /// Reads all layers.
 ///
 /// # Errors
-/// What cannot be read, which key is not known (and the nearest one that is), which value cannot be used and where it came
-/// from. Never a secret.
+/// What cannot be read, which key is not known (and the nearest one that is), which value cannot be
+/// used and where it came from. Never a secret.
 pub fn load(layers: &Layers) -> Result<Loaded, String> {
     let defaults = table_of(&Settings::default())?;
     let mut figment = Figment::from(Layer { origin: DEFAULT.to_owned(), values: defaults.clone() });
@@ -170,7 +172,8 @@ fn at<'a>(table: &'a Dict, levels: &[&str]) -> Option<&'a Value> {
     if rest.is_empty() { Some(value) } else { at(value.as_dict()?, rest) }
 }
 
-/// Text stays text, whatever it looks like: a password may be a number. Numbers, lists and tables are read as in the file.
+/// Text stays text, whatever it looks like: a password may be a number. Numbers, lists and tables
+/// are read as in the file.
 fn typed(text: String, default: Option<&Value>) -> Value {
     let is_text = !matches!(default, Some(Value::Bool(..) | Value::Num(..) | Value::Array(..) | Value::Dict(..)));
     let parsed = if is_text { None } else { toml::from_str::<toml::Table>(&format!("value = {text}")).ok() };

@@ -1,4 +1,5 @@
-//! Every setting of the programs, with its default. The reasons stand beside the options of the runtime.
+//! Every setting of the programs, with its default. The reasons stand beside the options of the
+//! runtime.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -329,6 +330,9 @@ pub struct ConsumerSettings {
     /// Lanes; on SQLite there is always one.
     #[serde(default)]
     pub lanes: Option<usize>,
+    /// Waiting keys that are tried at once; on SQLite there is always one.
+    #[serde(default)]
+    pub retriers: Option<usize>,
     /// Messages of one transaction at most.
     #[serde(default)]
     pub batch_max: Option<usize>,
@@ -381,7 +385,8 @@ pub struct OnSettings {
     /// Statements of the sql handler.
     #[serde(default)]
     pub sql: Vec<String>,
-    /// Parameters: JSON pointers, or `@id`, `@key`, `@kind`, `@topic`, `@time`, `@payload`, `@header:NAME`.
+    /// Parameters: JSON pointers, or `@id`, `@key`, `@kind`, `@topic`, `@time`, `@payload`,
+    /// `@header:NAME`.
     #[serde(default)]
     pub params: BTreeMap<String, String>,
     /// Parameters that are null where their source is missing.
@@ -409,6 +414,7 @@ impl ConsumerSettings {
             id: envelope(),
             id_epoch: first_epoch(),
             lanes: None,
+            retriers: None,
             batch_max: None,
             in_flight_max: None,
             dead_rows_max: None,
@@ -452,6 +458,9 @@ impl ConsumerSettings {
         if let Some(lanes) = self.lanes {
             options.lanes = lanes.clamp(1, 64);
         }
+        if let Some(retriers) = self.retriers {
+            options.retriers = retriers.clamp(1, 64);
+        }
         if let Some(batch_max) = self.batch_max {
             options.batch_max = batch_max.clamp(1, 10_000);
         }
@@ -462,8 +471,9 @@ impl ConsumerSettings {
             options.dead_rows_max = dead_rows_max.max(1);
         }
         if is_sqlite {
-            // One writer: more lanes only wait for each other, and a handler runs inside the write lock (R14).
-            options.lanes = 1;
+            // One writer: more lanes only wait for each other, and a handler runs inside the write
+            // lock (R14).
+            (options.lanes, options.retriers) = (1, 1);
             options.handler_timeout = Span::seconds(2).0;
         }
         if let Some(handler_timeout) = self.handler_timeout {

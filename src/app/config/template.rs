@@ -1,6 +1,8 @@
-//! The configuration file as it is printed by `oncebox config template`: every setting with its default and what it is for.
+//! The configuration file as it is printed by `oncebox config template`: every setting with its
+//! default and what it is for.
 //!
-//! Promise: a test reads it back, uncommented, and finds the defaults; a setting without a line here fails that test.
+//! Promise: a test reads it back, uncommented, and finds the defaults; a setting without a line
+//! here fails that test.
 
 use std::fmt::Write as _;
 
@@ -133,6 +135,7 @@ const CONSUMER: &str = r#"
 # id     = "envelope"          # where the id stands: envelope, header:NAME, payload:/POINTER, coordinates
 # id_epoch = "1"               # part of the identity by coordinates: change it when a topic is made anew
 # lanes  = 4                   # transactions at once; a key keeps its lane; always 1 on SQLite
+# retriers = 4                 # waiting keys that are tried at once; always 1 on SQLite
 # batch_max = 100              # messages of one transaction at most
 # in_flight_max = 2000         # deliveries taken and not acknowledged at most
 # dead_rows_max = 100000       # dead messages at most; nothing more is taken beyond, until some are redriven or discarded

@@ -1,8 +1,8 @@
 //! Cases of one subscriber: starting, redelivery, catching up, pausing, bounds.
 //!
-//! Shown to fail on adapters that commit what was read instead of what was acknowledged, forget acknowledgements when they are
-//! closed, say `caught_up` always, ignore `pause` or the bound, or wait on something after they took an event from their
-//! channel.
+//! Shown to fail on adapters that commit what was read instead of what was acknowledged, forget
+//! acknowledgements when they are closed, say `caught_up` always, ignore `pause` or the bound, or
+//! wait on something after they took an event from their channel.
 
 use std::collections::HashMap;
 use std::time::Duration;
@@ -17,8 +17,8 @@ use crate::policy::position::{Break, Position};
 /// How long nothing must come before it counts as nothing.
 const QUIET: Duration = Duration::from_millis(700);
 
-/// The subscriber starts before the topic is there: it waits, or ends and is subscribed anew, and gets what is published once
-/// it is there.
+/// The subscriber starts before the topic is there: it waits, or ends and is subscribed anew, and
+/// gets what is published once it is there.
 pub async fn publisher_and_subscriber_start_in_any_order(fixture: &dyn Fixture) {
     let case = Case::new(fixture).await;
     let topic = case.name("any-order");
@@ -57,7 +57,8 @@ async fn consume_all(
     got
 }
 
-/// Nothing is acknowledged: after the subscriber is closed, everything comes again, in the order of every key.
+/// Nothing is acknowledged: after the subscriber is closed, everything comes again, in the order of
+/// every key.
 pub async fn what_was_not_acknowledged_comes_again_to_a_new_subscriber(fixture: &dyn Fixture) {
     let case = Case::new(fixture).await;
     let (topic, subscription) = case.topic("again").await;
@@ -71,7 +72,8 @@ pub async fn what_was_not_acknowledged_comes_again_to_a_new_subscriber(fixture: 
     }
 }
 
-/// Acknowledged through somewhere in every source: after the subscriber is closed, exactly the rest comes.
+/// Acknowledged through somewhere in every source: after the subscriber is closed, exactly the rest
+/// comes.
 pub async fn what_was_acknowledged_does_not_come_again_and_the_rest_does_in_order(fixture: &dyn Fixture) {
     let case = Case::new(fixture).await;
     let (topic, subscription) = case.topic("rest").await;
@@ -119,8 +121,8 @@ pub async fn every_group_gets_everything(fixture: &dyn Fixture) {
     }
 }
 
-/// `caught_up` is false until assigned and until everything that stood there was delivered, then true; on an empty topic it is
-/// true once assigned.
+/// `caught_up` is false until assigned and until everything that stood there was delivered, then
+/// true; on an empty topic it is true once assigned.
 pub async fn caught_up_says_so_once_what_stood_there_was_delivered(fixture: &dyn Fixture) {
     let case = Case::new(fixture).await;
     let (topic, subscription) = case.topic("caught-up").await;
@@ -169,7 +171,8 @@ pub async fn a_paused_subscriber_gets_nothing_more_until_it_goes_on(fixture: &dy
     reader.close().await;
 }
 
-/// What is delivered and not acknowledged stays within `in_flight_max`; an acknowledgement makes room.
+/// What is delivered and not acknowledged stays within `in_flight_max`; an acknowledgement makes
+/// room.
 pub async fn deliveries_that_are_not_acknowledged_stay_below_the_bound(fixture: &dyn Fixture) {
     let case = Case::new(fixture).await;
     let (topic, mut subscription) = case.topic("bound").await;
@@ -215,7 +218,8 @@ pub async fn next_may_be_dropped_at_any_point_and_no_event_is_lost(fixture: &dyn
     reader.close().await;
 }
 
-/// The database went back, or a commit of offsets did not arrive: what one of the two does not know as done comes again.
+/// The database went back, or a commit of offsets did not arrive: what one of the two does not know
+/// as done comes again.
 pub async fn a_log_begins_at_the_lower_of_what_the_database_and_the_group_know(fixture: &dyn Fixture) {
     let case = Case::new(fixture).await;
     if !case.can.offsets {
@@ -274,7 +278,7 @@ pub async fn a_topic_made_anew_is_consumed_from_its_beginning(fixture: &dyn Fixt
     first.close().await;
     let mut second = case.reader(&subscription).await;
     let begun = second.begin(|_| Some(Position { topic_id: Some("another".to_owned()), next: 1 })).await;
-    assert!(begun.iter().all(|begun| begun.start.because == Some(Break::MadeAnew)), "{begun:?}");
+    assert!(begun.iter().all(|begun| matches!(begun.start.because, Some(Break::MadeAnew { first: 0 }))), "{begun:?}");
     second.read(100, true).await;
     assert_exactly(second.arrived(), 0..100);
     second.close().await;

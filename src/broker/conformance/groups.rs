@@ -1,7 +1,7 @@
 //! Cases of several subscribers in one group: sharing, taking over, handing over, fencing.
 //!
-//! Shown to fail on adapters that hand over what was read instead of what was acknowledged, repeat what was acknowledged, or
-//! revoke a source twice.
+//! Shown to fail on adapters that hand over what was read instead of what was acknowledged, repeat
+//! what was acknowledged, or revoke a source twice.
 
 use std::collections::BTreeSet;
 use std::time::Duration;
@@ -25,8 +25,8 @@ impl Handled {
     }
 }
 
-/// A second subscriber joins while rows flow: nothing is lost, the order of every key holds over both, and where the broker
-/// shares, both work.
+/// A second subscriber joins while rows flow: nothing is lost, the order of every key holds over
+/// both, and where the broker shares, both work.
 pub async fn two_subscribers_share_without_loss_and_keep_the_order_of_every_key(fixture: &dyn Fixture) {
     let case = Case::new(fixture).await;
     let (topic, subscription) = case.topic("share").await;
@@ -69,7 +69,8 @@ pub async fn two_subscribers_share_without_loss_and_keep_the_order_of_every_key(
     second.close().await;
 }
 
-/// The first subscriber is dropped with deliveries that were not acknowledged; the second gets them, in order.
+/// The first subscriber is dropped with deliveries that were not acknowledged; the second gets
+/// them, in order.
 pub async fn a_subscriber_that_is_dropped_without_close_is_taken_over_in_order(fixture: &dyn Fixture) {
     let case = Case::new(fixture).await;
     let (topic, subscription) = case.topic("takeover").await;
@@ -135,7 +136,8 @@ pub async fn a_subscriber_that_is_closed_hands_over_in_order_without_repeating(f
     second.close().await;
 }
 
-/// A subscriber that gave a source up acknowledges it all the same: nothing changes, everything comes again (G9).
+/// A subscriber that gave a source up acknowledges it all the same: nothing changes, everything
+/// comes again (G9).
 pub async fn g9_a_revoked_subscriber_acknowledges_nothing(fixture: &dyn Fixture) {
     let case = Case::new(fixture).await;
     if !case.can.shares {

@@ -1,4 +1,5 @@
-//! What the cases share: rows that number themselves, publishing to the end, reading until a condition holds.
+//! What the cases share: rows that number themselves, publishing to the end, reading until a
+//! condition holds.
 
 use std::collections::{BTreeSet, HashMap};
 use std::future::Future;
@@ -212,8 +213,8 @@ pub(super) struct Reader {
 }
 
 impl Reader {
-    /// Takes an event in; deliveries are also acknowledged where `acknowledge` says so. Sources that are revoked are given up
-    /// after that.
+    /// Takes an event in; deliveries are also acknowledged where `acknowledge` says so. Sources
+    /// that are revoked are given up after that.
     pub(super) async fn take(&mut self, event: Event, acknowledge: bool) -> usize {
         match event {
             Event::Assigned(sources) => {

@@ -1,7 +1,7 @@
 //! Cases of publishing: settling, order, dropped sessions, missing topics.
 //!
-//! Shown to fail on adapters that append a batch from its end, leave a row in the middle out, or wait on something after they
-//! took an outcome from their channel.
+//! Shown to fail on adapters that append a batch from its end, leave a row in the middle out, or
+//! wait on something after they took an outcome from their channel.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
@@ -10,7 +10,8 @@ use super::Fixture;
 use super::harness::{Case, assert_exactly, assert_order, assert_receipt, number, row, rows};
 use crate::broker::{Receipt, Refusal, Settled, Subscription, TopicState};
 
-/// Every row that is sent settles once, with a receipt of the broker's kind; without rows in flight `settle` returns at once.
+/// Every row that is sent settles once, with a receipt of the broker's kind; without rows in flight
+/// `settle` returns at once.
 pub async fn every_sent_row_settles_exactly_once_with_a_receipt(fixture: &dyn Fixture) {
     let case = Case::new(fixture).await;
     let (topic, _) = case.topic("settle").await;
@@ -82,8 +83,8 @@ pub async fn the_order_of_every_key_is_kept_with_many_keys_in_flight(fixture: &d
     reader.close().await;
 }
 
-/// A session that is dropped with rows in flight leaves a prefix of every key, so that the next one, which starts at the first
-/// row that is not proven, brings no key out of order (R15).
+/// A session that is dropped with rows in flight leaves a prefix of every key, so that the next
+/// one, which starts at the first row that is not proven, brings no key out of order (R15).
 pub async fn r15_first_occurrences_of_a_key_are_in_order_when_sessions_are_dropped_in_the_middle(
     fixture: &dyn Fixture,
 ) {
@@ -123,8 +124,8 @@ pub async fn r15_first_occurrences_of_a_key_are_in_order_when_sessions_are_dropp
     reader.close().await;
 }
 
-/// A topic that is not there is said to be not ready, or its rows are refused as destination; rows of other topics go on.
-/// Once it appears, it is ready and takes rows.
+/// A topic that is not there is said to be not ready, or its rows are refused as destination; rows
+/// of other topics go on. Once it appears, it is ready and takes rows.
 pub async fn r19_a_topic_that_is_not_there_holds_only_its_own_rows_and_is_ready_once_it_appears(fixture: &dyn Fixture) {
     let case = Case::new(fixture).await;
     if !case.can.missing_topics {

@@ -1,7 +1,8 @@
-//! Cases of what travels: bytes, envelope and headers arrive as INTERFACE says, under the names of the binding.
+//! Cases of what travels: bytes, envelope and headers arrive as INTERFACE says, under the names of
+//! the binding.
 //!
-//! Shown to fail on adapters that make an empty key of a missing one, write a partition key without a key, or keep only some of
-//! the headers.
+//! Shown to fail on adapters that make an empty key of a missing one, write a partition key without
+//! a key, or keep only some of the headers.
 
 use std::collections::BTreeMap;
 
@@ -68,7 +69,8 @@ async fn exchange(case: &Case<'_>, label: &str) -> Vec<(OutgoingMessage, Arrived
     pairs
 }
 
-/// Payload bytes, key, kind, id, source, time, content type, trace and headers are what was sent, at the edges of the limits.
+/// Payload bytes, key, kind, id, source, time, content type, trace and headers are what was sent,
+/// at the edges of the limits.
 pub async fn a_message_arrives_as_it_was_sent(fixture: &dyn Fixture) {
     let case = Case::new(fixture).await;
     for (sent, arrived) in exchange(&case, "edges").await {
@@ -127,7 +129,8 @@ pub async fn the_envelope_stands_under_its_names_on_the_wire(fixture: &dyn Fixtu
     }
 }
 
-/// `read_all` sees what was published after the tap, without a group and without taking it from anybody.
+/// `read_all` sees what was published after the tap, without a group and without taking it from
+/// anybody.
 pub async fn read_all_gives_everything_that_was_published_since_the_tap(fixture: &dyn Fixture) {
     let case = Case::new(fixture).await;
     let (topic, subscription) = case.topic("tap").await;

@@ -16,12 +16,13 @@ pub struct EmbeddedConfig {
     pub partitions: u32,
     /// How long a member of a group may be silent before its partitions go to others.
     pub session_timeout: Duration,
-    /// How long acknowledgements may be gathered before they are committed together. What a crash loses of them comes again.
+    /// How long acknowledgements may be gathered before they are committed together. What a crash
+    /// loses of them comes again.
     pub acknowledge_interval: Duration,
     /// How long a transaction waits for its turn and for the file.
     pub busy_timeout: Duration,
-    /// Rows older than this, and read by every group, are deleted. None keeps everything; a topic that no group has read yet
-    /// keeps everything too.
+    /// Rows older than this, and read by every group, are deleted. None keeps everything; a topic
+    /// that no group has read yet keeps everything too.
     pub retention: Option<Duration>,
     /// A message with more bytes in key, headers and payload is refused for what it is.
     pub message_bytes_max: usize,
@@ -56,7 +57,8 @@ impl EmbeddedConfig {
         }
     }
 
-    /// How often a member says that it is alive: often enough that a busy file does not cost it its membership.
+    /// How often a member says that it is alive: often enough that a busy file does not cost it its
+    /// membership.
     pub(super) fn heartbeat(&self) -> Duration {
         self.session_timeout / 6
     }

@@ -1,8 +1,10 @@
-//! Groups in the file: members, leases with epochs, committed offsets. Every function runs in the caller's write transaction.
+//! Groups in the file: members, leases with epochs, committed offsets. Every function runs in the
+//! caller's write transaction.
 //!
-//! Guarantees: an offset moves only forward, and only under the epoch and member that its lease row has (G9); taking and
-//! giving up raise the epoch; a member whose time is over, or ends later than now plus its length (the clock went back, R22),
-//! counts as dead, and its leases are free in the same transaction.
+//! Guarantees: an offset moves only forward, and only under the epoch and member that its lease row
+//! has (G9); taking and giving up raise the epoch; a member whose time is over, or ends later than
+//! now plus its length (the clock went back, R22), counts as dead, and its leases are free in the
+//! same transaction.
 //!
 //! Not here: who gets what (`share`), when to look (`member`).
 
@@ -100,7 +102,8 @@ pub(super) async fn join(
     Ok(Membership { group_id, member_id, session })
 }
 
-/// Says that this member lives, buries the dead, takes what is free for it. None where others buried this member.
+/// Says that this member lives, buries the dead, takes what is free for it. None where others
+/// buried this member.
 pub(super) async fn stand(tx: &mut SqliteConnection, me: &Membership) -> Result<Option<Standing>, sqlx::Error> {
     let now: i64 = sqlx::query_scalar(NOW).fetch_one(&mut *tx).await?;
     let alive = sqlx::query("update member set expires_at = ? where member_id = ?")
@@ -155,7 +158,8 @@ pub(super) async fn stand(tx: &mut SqliteConnection, me: &Membership) -> Result<
     Ok(Some(Standing { leases, give_up: share.give_up, complete: share.complete, generation }))
 }
 
-/// The group's generation and the partitions that are this member's: what a poll reads, in one statement.
+/// The group's generation and the partitions that are this member's: what a poll reads, in one
+/// statement.
 pub(super) async fn look(connection: &mut SqliteConnection, me: &Membership) -> Result<(i64, Vec<Lease>), sqlx::Error> {
     type Row = (i64, Option<i64>, Option<i64>, Option<i64>, Option<i64>, Option<i64>);
     let rows: Vec<Row> = sqlx::query_as(

@@ -1,7 +1,8 @@
 //! The file: how it is opened, made, and written to in turns.
 //!
-//! Guarantees: WAL, and `synchronous=FULL` for rows; every write transaction is `BEGIN IMMEDIATE` inside a turn (R14); a file that is
-//! not a topic log, or was written by a newer version, is left as it is.
+//! Guarantees: WAL, and `synchronous=FULL` for rows; every write transaction is `BEGIN IMMEDIATE`
+//! inside a turn (R14); a file that is not a topic log, or was written by a newer version, is left
+//! as it is.
 //!
 //! Not here: what is written (`topology`, `publisher`, `group`).
 
@@ -29,7 +30,8 @@ const WAL_BYTES_KEPT: u32 = 64 * 1024 * 1024;
 pub(super) struct Log {
     pub(super) config: EmbeddedConfig,
     turn: Turn,
-    /// Counts appends of this process, so that its own subscribers need not wait for their next poll.
+    /// Counts appends of this process, so that its own subscribers need not wait for their next
+    /// poll.
     pub(super) appended: watch::Sender<u64>,
 }
 
@@ -64,13 +66,15 @@ impl Log {
         Ok(log)
     }
 
-    /// A connection of its own: a thread and a file handle each. Its commits are on disk when they return.
+    /// A connection of its own: a thread and a file handle each. Its commits are on disk when they
+    /// return.
     pub(super) async fn connect(&self) -> Result<SqliteConnection, BrokerError> {
         self.connect_with(SqliteSynchronous::Full).await
     }
 
-    /// A connection for offsets and heartbeats: its commits survive the process at once, a power failure only with the next
-    /// sync. What is lost then is acknowledged again, by consumers that know their messages.
+    /// A connection for offsets and heartbeats: its commits survive the process at once, a power
+    /// failure only with the next sync. What is lost then is acknowledged again, by consumers that
+    /// know their messages.
     pub(super) async fn connect_for_offsets(&self) -> Result<SqliteConnection, BrokerError> {
         self.connect_with(SqliteSynchronous::Normal).await
     }
@@ -130,7 +134,8 @@ impl Log {
     /// Begins a write transaction.
     ///
     /// # Cancel safety
-    /// Run in tasks that are not cancelled: a cancelled one is rolled back, but only after its turn was given back.
+    /// Run in tasks that are not cancelled: a cancelled one is rolled back, but only after its turn
+    /// was given back.
     pub(super) async fn begin<'c>(&self, connection: &'c mut SqliteConnection) -> Result<WriteTx<'c>, BrokerError> {
         let held = self.take().await?;
         let tx = connection.begin_with("BEGIN IMMEDIATE").await.map_err(|error| self.failed("write to", &error))?;

@@ -1,8 +1,10 @@
-//! The task of one membership: it keeps the lease alive, shares partitions with the others, reads ahead and commits offsets.
+//! The task of one membership: it keeps the lease alive, shares partitions with the others, reads
+//! ahead and commits offsets.
 //!
-//! Guarantees: reading goes on while a transaction waits for its turn; what is read and not acknowledged stays below
-//! `in_flight_max` rows and two batches in memory; a partition that is to be given up is read no further, and given back when
-//! the runtime is through or `drain` is over, in the transaction that commits its last offsets.
+//! Guarantees: reading goes on while a transaction waits for its turn; what is read and not
+//! acknowledged stays below `in_flight_max` rows and two batches in memory; a partition that is to
+//! be given up is read no further, and given back when the runtime is through or `drain` is over,
+//! in the transaction that commits its last offsets.
 //!
 //! Polling is adaptive, 2 to 20 ms, and one pragma where nothing changed.
 
@@ -184,7 +186,8 @@ impl Member {
             if self.writing.as_ref().is_some_and(JoinHandle::is_finished) {
                 self.finish_writing().await?;
             }
-            // Before the acknowledgements are noted: the runtime acknowledges first and lets go of the guard then.
+            // Before the acknowledgements are noted: the runtime acknowledges first and lets go of
+            // the guard then.
             let through = self.through();
             self.note_begun();
             self.note_acknowledged();

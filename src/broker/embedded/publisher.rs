@@ -1,9 +1,11 @@
-//! Appending: rows that were handed over are written by a task, as many as wait together in one transaction.
+//! Appending: rows that were handed over are written by a task, as many as wait together in one
+//! transaction.
 //!
-//! Guarantees: a row is settled after the commit that holds it, which is on disk; rows are appended in the order they were
-//! sent, so what the log has is a prefix of the session (R15); a row that is refused for what it is takes the later rows of
-//! its key in this session with it (as doubt of the session), never its own fault alone; a file that takes nothing for now
-//! (its disk is full, another process holds it) is blocked: the rows wait, and no message is at fault.
+//! Guarantees: a row is settled after the commit that holds it, which is on disk; rows are appended
+//! in the order they were sent, so what the log has is a prefix of the session (R15); a row that is
+//! refused for what it is takes the later rows of its key in this session with it (as doubt of the
+//! session), never its own fault alone; a file that takes nothing for now (its disk is full,
+//! another process holds it) is blocked: the rows wait, and no message is at fault.
 //!
 //! Not here: topics that are missing. They are made when the first row of them comes.
 
@@ -47,7 +49,7 @@ pub(super) struct EmbeddedPublisher {
     room: Arc<Semaphore>,
     /// Rows that settle without the file: refused ones.
     refused: Vec<Settled>,
-    /// (topic, key) of rows that were refused in this session.
+    /// (topic, key) of rows that were refused, until that is known.
     broken_keys: HashSet<(String, String)>,
     log: Arc<Log>,
     blocked: Blocked,
@@ -101,7 +103,7 @@ impl EmbeddedPublisher {
     fn refusal(&mut self, message: &OutgoingMessage) -> Option<Refusal> {
         let key = message.key.as_ref().map(|key| (message.topic.clone(), key.clone()));
         if key.as_ref().is_some_and(|key| self.broken_keys.contains(key)) {
-            return Some(Refusal::Session("an earlier row of its key was refused in this session".to_owned()));
+            return Some(Refusal::Behind("an earlier row of its key was refused".to_owned()));
         }
         let headers: usize = message.headers.iter().map(|(name, value)| name.len() + value.len()).sum();
         let bytes = message.payload.len() + headers + message.key.as_ref().map_or(0, String::len);
@@ -144,6 +146,8 @@ impl Publisher for EmbeddedPublisher {
     async fn settle(&mut self, settled: &mut Vec<Settled>) -> Result<(), BrokerError> {
         if !self.refused.is_empty() {
             settled.append(&mut self.refused);
+            // Who sends after this means it.
+            self.broken_keys.clear();
             return Ok(());
         }
         if self.in_flight == 0 {
@@ -248,7 +252,8 @@ impl Writer {
         }
     }
 
-    /// Appends rows; while the file takes nothing, tries again until it does or the session is over.
+    /// Appends rows; while the file takes nothing, tries again until it does or the session is
+    /// over.
     async fn append_when_it_can(&mut self, rows: Vec<Row>, waiting: &mpsc::UnboundedReceiver<Row>) -> Outcomes {
         // Encoded before the turn is taken: others need it too.
         let mut append = Append { places: Vec::with_capacity(rows.len()), records: Vec::with_capacity(rows.len()) };

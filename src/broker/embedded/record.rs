@@ -1,7 +1,7 @@
 //! Rows of the log: where they stand, how they are written and read.
 //!
-//! Guarantees: a position is (partition, offset) in one number, so that a partition is one range of one tree; a read is
-//! bounded in rows and bytes, whatever the rows weigh.
+//! Guarantees: a position is (partition, offset) in one number, so that a partition is one range of
+//! one tree; a read is bounded in rows and bytes, whatever the rows weigh.
 
 use std::sync::Arc;
 
@@ -24,7 +24,8 @@ pub(super) fn position(partition_id: i64, offset: i64) -> i64 {
     partition_id << OFFSET_BITS | offset
 }
 
-/// What decides on the partition of a message: its key, or its id where there is none. Never changes for a key.
+/// What decides on the partition of a message: its key, or its id where there is none. Never
+/// changes for a key.
 pub(super) fn partition_hash(message: &OutgoingMessage) -> u32 {
     let digest = match &message.key {
         Some(key) => Sha256::digest(key.as_bytes()),

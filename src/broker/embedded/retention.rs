@@ -1,9 +1,11 @@
 //! Deleting what is old and read by everybody, a bounded batch per transaction.
 //!
-//! Guarantees: only a prefix of a partition goes, so offsets stay without holes; never a row that a known group has not
-//! handled; a topic that no group has read yet keeps everything, because publisher and consumer may start in any order.
+//! Guarantees: only a prefix of a partition goes, so offsets stay without holes; never a row that a
+//! known group has not handled; a topic that no group has read yet keeps everything, because
+//! publisher and consumer may start in any order.
 //!
-//! Not here: giving space back to the file system. The file keeps its free pages and fills them again.
+//! Not here: giving space back to the file system. The file keeps its free pages and fills them
+//! again.
 
 use std::time::Duration;
 

@@ -1,7 +1,8 @@
 //! A consumer's side: what the runtime holds of a membership that a task carries (`member`).
 //!
-//! Guarantees: events come in the order in which they happened; `next` may be dropped at any point; an acknowledgement is
-//! noted at once and committed soon, together with others, and wholly when the subscriber is closed.
+//! Guarantees: events come in the order in which they happened; `next` may be dropped at any point;
+//! an acknowledgement is noted at once and committed soon, together with others, and wholly when
+//! the subscriber is closed.
 //!
 //! Not here: heartbeats and reading. They go on while the runtime is busy with a handler.
 
@@ -50,7 +51,8 @@ impl Shared {
 pub(super) struct EmbeddedSubscriber {
     events: mpsc::UnboundedReceiver<Result<Told, BrokerError>>,
     shared: Arc<Shared>,
-    /// The next offset that was not delivered yet, and the end that was seen when the source was assigned.
+    /// The next offset that was not delivered yet, and the end that was seen when the source was
+    /// assigned.
     delivered: HashMap<PartitionId, (i64, i64)>,
     /// Assigned, and not yet said where they begin.
     unbegun: HashMap<PartitionId, Found>,
@@ -134,6 +136,10 @@ impl Subscriber for EmbeddedSubscriber {
     fn pause(&mut self, paused: bool) {
         self.shared.paused.store(paused, Ordering::Release);
         self.shared.wake.notify_one();
+    }
+
+    fn has_no_share(&self) -> bool {
+        self.shared.others_hold_all.load(Ordering::Acquire)
     }
 
     async fn caught_up(&mut self) -> Result<bool, BrokerError> {

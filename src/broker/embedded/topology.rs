@@ -1,4 +1,5 @@
-//! Topics: made at the first publish or subscribe, or declared; looked at as a whole for checks and for `read_all`.
+//! Topics: made at the first publish or subscribe, or declared; looked at as a whole for checks and
+//! for `read_all`.
 
 use std::sync::Arc;
 

@@ -1,7 +1,8 @@
-//! The partitions of one member: what was delivered, what is acknowledged, what is committed. Pure: no I/O, no clock.
+//! The partitions of one member: what was delivered, what is acknowledged, what is committed. Pure:
+//! no I/O, no clock.
 //!
-//! Promises: what is committed never runs ahead of what was acknowledged for the assignment it was delivered under;
-//! deliveries in flight are counted exactly.
+//! Promises: what is committed never runs ahead of what was acknowledged for the assignment it was
+//! delivered under; deliveries in flight are counted exactly.
 //!
 //! Not here: talking to librdkafka (`poller`).
 
@@ -21,8 +22,8 @@ pub(super) struct Assignment {
     assigned_once: bool,
     rows: usize,
     bytes: usize,
-    // How often the end of any partition of this number was reported at an offset: the reports name no topic. Kept until all
-    // partitions of the number have reached theirs.
+    // How often the end of any partition of this number was reported at an offset: the reports name
+    // no topic. Kept until all partitions of the number have reached theirs.
     ends_seen: HashMap<(i32, i64), usize>,
 }
 
@@ -138,7 +139,8 @@ impl Assignment {
         }
     }
 
-    /// Everything of this assignment up to an offset is committed in the database. False for an assignment of the past.
+    /// Everything of this assignment up to an offset is committed in the database. False for an
+    /// assignment of the past.
     pub(super) fn acknowledge(&mut self, id: &PartitionId, through: i64) -> bool {
         let Some(source) = self.source_mut(&id.place, id.partition).filter(|source| source.id == *id) else {
             return false;
@@ -191,7 +193,8 @@ impl Assignment {
         }
     }
 
-    /// The partitions whose consumption is to be paused or resumed, so that all are as wanted; they count as such from now on.
+    /// The partitions whose consumption is to be paused or resumed, so that all are as wanted; they
+    /// count as such from now on.
     pub(super) fn take_to_pause(&mut self, paused: bool) -> Vec<(Arc<str>, i32)> {
         self.sources_mut()
             .filter(|source| source.paused != paused)
@@ -247,13 +250,19 @@ impl Assignment {
         sources.map(|source| Some((Arc::clone(&source.id.place), source.id.partition, source.next?))).collect()
     }
 
-    /// True once assigned and once the caller has what stood in every partition when its end was asked.
+    /// True once assigned, and nothing was.
+    pub(super) fn has_no_share(&self) -> bool {
+        self.assigned_once && self.sources().next().is_none()
+    }
+
+    /// True once assigned and once the caller has what stood in every partition when its end was
+    /// asked.
     pub(super) fn is_caught_up(&self) -> bool {
         self.assigned_once && self.sources().all(|source| self.has_reached_end(source) && source.is_handed_out())
     }
 
-    /// By its offsets; or, where the last ones hold no message (aborted, compacted, markers), by a reported end that no other
-    /// partition of the same number explains.
+    /// By its offsets; or, where the last ones hold no message (aborted, compacted, markers), by a
+    /// reported end that no other partition of the same number explains.
     fn has_reached_end(&self, source: &Source) -> bool {
         let Some(end) = source.end else { return false };
         if source.ended || source.next.is_some_and(|next| next >= end) {
@@ -344,13 +353,14 @@ mod tests {
         assert_eq!(all.deliver("t", 0, 3, 1), None, "not ours any more");
     }
 
-    // Shown by: not asking whether the caller has them (a run until idle ended before the last ones).
+    // Shown by: not asking whether the caller has them (a run until idle ended before the last
+    // ones).
     #[test]
     fn caught_up_means_the_end_that_was_seen() {
         let mut all = Assignment::default();
-        assert!(!all.is_caught_up(), "not assigned yet");
+        assert!(!all.is_caught_up() && !all.has_no_share(), "not assigned yet");
         all.assign(&[]);
-        assert!(all.is_caught_up(), "a member without partitions");
+        assert!(all.is_caught_up() && all.has_no_share(), "a member without partitions");
         let ids = all.assign(&partitions(&[("t", 0)]));
         assert!(!all.is_caught_up());
         all.begin(&ids[0], 0, 2);

@@ -1,7 +1,7 @@
 //! librdkafka's calls that wait, on threads where waiting is allowed.
 //!
-//! Promise: no executor thread waits for the broker; a wrong password ends the wait early, because librdkafka itself would
-//! try again until the deadline.
+//! Promise: no executor thread waits for the broker; a wrong password ends the wait early, because
+//! librdkafka itself would try again until the deadline.
 //!
 //! Not here: the threads that poll (`publisher`, `poller`).
 
@@ -26,10 +26,12 @@ use crate::error::BrokerError;
 // The first wait for an answer; each next one is twice as long.
 const FIRST_SLICE: Duration = Duration::from_millis(250);
 
-// All brokers are away, and were still when asked again for so long: no need to use the deadline up.
+// All brokers are away, and were still when asked again for so long: no need to use the deadline
+// up.
 const SURE_AFTER: Duration = Duration::from_secs(1);
 
-/// How long reports are served after a question. librdkafka gives one at a time, log lines between them.
+/// How long reports are served after a question. librdkafka gives one at a time, log lines between
+/// them.
 pub(super) const SERVE: Duration = Duration::from_millis(10);
 
 /// Runs what waits on a thread for it.
@@ -56,7 +58,8 @@ pub(super) fn reach<C: ClientContext>(
     ask_until(reports, deadline, serve, ask).map(drop)
 }
 
-/// Asks for metadata of one topic, or of all, until it is answered, the broker refuses us, or the deadline passes.
+/// Asks for metadata of one topic, or of all, until it is answered, the broker refuses us, or the
+/// deadline passes.
 pub(super) fn metadata<C: ClientContext>(
     client: &Client<C>,
     reports: &Reports,
@@ -103,7 +106,8 @@ pub(super) fn topic_ids(config: &KafkaConfig, topics: &[&str]) -> Result<Vec<(St
     let mut ids = Vec::new();
     for topic in topics {
         asker.metadata(Some(topic))?;
-        // The log, which tells it, is served after the answer. A broker that is too old tells nothing.
+        // The log, which tells it, is served after the answer. A broker that is too old tells
+        // nothing.
         let end = Instant::now() + SURE_AFTER;
         while asker.reports.topic_id(topic).is_none() && Instant::now() < end {
             asker.producer.poll(SERVE);
@@ -150,7 +154,8 @@ impl Asker {
     }
 }
 
-/// A client for administration. It serves no errors of its own: ask an [`Asker`] first whether the broker is there.
+/// A client for administration. It serves no errors of its own: ask an [`Asker`] first whether the
+/// broker is there.
 pub(super) struct Admin(Option<AdminClient<DefaultClientContext>>);
 
 impl Admin {

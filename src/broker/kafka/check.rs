@@ -7,17 +7,14 @@
 use std::collections::BTreeSet;
 use std::sync::Arc;
 
-use rdkafka::config::FromClientConfigAndContext;
-use rdkafka::consumer::{BaseConsumer, Consumer};
 use rdkafka::metadata::Metadata;
-use rdkafka::topic_partition_list::{Offset, TopicPartitionList};
 
 use super::blocking::{self, Asker};
-use super::client::{self, ASK_DEADLINE};
+use super::client::ASK_DEADLINE;
 use super::config::KafkaConfig;
-use super::context::AskContext;
 use super::topology::{self, TopicSettings};
-use crate::broker::{BrokerFinding, Subscription, TopicState};
+use super::unread::Looker;
+use crate::broker::{BETWEEN_LOOKS, BrokerFinding, STANDS_STILL, Subscription, TopicState};
 use crate::error::BrokerError;
 use crate::policy::horizon::TopicRetention;
 
@@ -164,41 +161,34 @@ fn of_group(config: &KafkaConfig, asker: &Asker, subscription: &Subscription) ->
             remedy: Some("stop them, or give the consumer another `group`".to_owned()),
         });
     }
+    let looker = Looker::new(config, subscription);
+    let unread = looker.as_ref().and_then(Looker::unread).unwrap_or_default();
     if members == 0
-        && let Some(unread) = unread(config, subscription)
+        && let Some(first) = unread.first()
     {
         return Some(BrokerFinding {
             name,
             refused: false,
             stuck: true,
-            detail: format!("nobody is in it, and it has not read {unread}"),
+            detail: format!("nobody is in it, and it has not read {first}"),
             remedy: Some(format!("start the consumer `{}`", subscription.consumer)),
         });
     }
-    Some(fine(name, format!("{members} member(s), {}", if state.is_empty() { "not used yet" } else { state })))
-}
-
-/// The first partition with records that the group has not acknowledged; none where all is read, or cannot be told.
-fn unread(config: &KafkaConfig, subscription: &Subscription) -> Option<String> {
-    let client = client::group_reader(config, subscription.group());
-    let reader = BaseConsumer::from_config_and_context(&client, AskContext::default()).ok()?;
-    let mut list = TopicPartitionList::new();
-    for topic in &subscription.topics {
-        let metadata = reader.fetch_metadata(Some(topic), ASK_DEADLINE).ok()?;
-        for found in metadata.topics().iter().filter(|found| found.name() == topic) {
-            list.add_partition_range(topic, 0, i32::try_from(found.partitions().len()).ok()?.checked_sub(1)?);
-        }
+    // While it shares its partitions out, nothing moves.
+    if members > 0
+        && state == "Stable"
+        && !unread.is_empty()
+        && let Some(stands) = looker.and_then(|looker| looker.stands(&unread))
+    {
+        return Some(BrokerFinding {
+            name,
+            refused: false,
+            stuck: true,
+            detail: format!("{members} member(s), and it stands still: {stands}, and none was in {BETWEEN_LOOKS:?}"),
+            remedy: Some(STANDS_STILL.to_owned()),
+        });
     }
-    let committed = reader.committed_offsets(list, ASK_DEADLINE).ok()?;
-    committed.elements().iter().find_map(|place| {
-        let (topic, partition) = (place.topic(), place.partition());
-        let (first, end) = reader.fetch_watermarks(topic, partition, ASK_DEADLINE).ok()?;
-        let from = match place.offset() {
-            Offset::Offset(offset) => offset.max(first),
-            _ => first,
-        };
-        (end > from).then(|| format!("{} record(s) of partition {partition} of topic {topic}", end - from))
-    })
+    Some(fine(name, format!("{members} member(s), {}", if state.is_empty() { "not used yet" } else { state })))
 }
 
 fn unreadable(topic: &str) -> BrokerFinding {

@@ -1,6 +1,7 @@
 //! What librdkafka is told: for a producer, a consumer, a reader and for questions.
 //!
-//! Promise: the settings that promises rest on are set here and cannot be changed by a property (`properties` refuses it).
+//! Promise: the settings that promises rest on are set here and cannot be changed by a property
+//! (`properties` refuses it).
 //!
 //! Not here: sizes that depend on topics (`topology`).
 
@@ -18,7 +19,8 @@ pub(super) const OPEN_DEADLINE: Duration = Duration::from_secs(10);
 /// How long one question to the broker may take.
 pub(super) const ASK_DEADLINE: Duration = Duration::from_secs(5);
 
-// The client's own limit is twice ours, which is the one that is waited for: a full queue is an error in librdkafka.
+// The client's own limit is twice ours, which is the one that is waited for: a full queue is an
+// error in librdkafka.
 const QUEUE_ROWS_MIN: usize = 1_000;
 
 fn common(config: &KafkaConfig) -> ClientConfig {
@@ -30,7 +32,8 @@ fn common(config: &KafkaConfig) -> ClientConfig {
         .set("client.id", &config.client_id)
         .set("allow.auto.create.topics", "false")
         .set("socket.keepalive.enable", "true")
-        // A frozen leader keeps its sockets open: requests hung for more than 30 s with the default of 60 s.
+        // A frozen leader keeps its sockets open: requests hung for more than 30 s with the default
+        // of 60 s.
         .set("socket.timeout.ms", "10000")
         .set("socket.connection.setup.timeout.ms", "10000")
         .set("reconnect.backoff.ms", "50")
@@ -81,6 +84,9 @@ pub(super) fn producer(config: &KafkaConfig, sizes: Sizes) -> ClientConfig {
     let kbytes = (config.publish_bytes_max / 1024).saturating_mul(2).max(1024);
     settings
         .set("enable.idempotence", "true")
+        // Otherwise the client goes on behind a message that the broker refused, and the later ones
+        // of its key overtake it.
+        .set("enable.gapless.guarantee", "true")
         .set("acks", "all")
         // A finite one reorders across retries: m0, m2, m1 (shown).
         .set("message.timeout.ms", "0")
@@ -91,15 +97,17 @@ pub(super) fn producer(config: &KafkaConfig, sizes: Sizes) -> ClientConfig {
         .set("queue.buffering.max.kbytes", kbytes.min(2_000_000).to_string())
         .set("message.max.bytes", sizes.message_max.to_string());
     let mut settings = with_properties(config, settings);
-    // A batch must fit into the smallest topic, else the broker refuses innocents with it; a message that is larger than a
-    // batch travels alone, so that it is judged alone.
+    // A batch must fit into the smallest topic, else the broker refuses innocents with it; a
+    // message that is larger than a batch travels alone, so that it is judged alone.
     let batch = settings.get("batch.size").and_then(|size| size.parse().ok()).unwrap_or(sizes.batch_max);
     settings.set("batch.size", batch.min(sizes.batch_max).to_string());
-    // The only way to see that the idempotent producer has its id, without which the first message waits 0.5 s.
+    // The only way to see that the idempotent producer has its id, without which the first message
+    // waits 0.5 s.
     with_debug(settings, "eos")
 }
 
-/// Asks for a context of librdkafka's log as well, of which `context` takes what nothing else tells.
+/// Asks for a context of librdkafka's log as well, of which `context` takes what nothing else
+/// tells.
 fn with_debug(mut settings: ClientConfig, context: &str) -> ClientConfig {
     let debug = settings.get("debug").map_or_else(|| context.to_owned(), |contexts| format!("{contexts},{context}"));
     settings.set("debug", debug);
@@ -120,7 +128,8 @@ fn consumer_common(config: &KafkaConfig, group: &str) -> ClientConfig {
         // Low latency: a partition that was just assigned or resumed waits for the fetch in flight.
         .set("fetch.wait.max.ms", "100")
         .set("fetch.error.backoff.ms", "200")
-        // With the default of 1,000 a full queue stalls the consumer a second at a time (55k instead of 1.5M a second).
+        // With the default of 1,000 a full queue stalls the consumer a second at a time (55k
+        // instead of 1.5M a second).
         .set("fetch.queue.backoff.ms", "5")
         .set("queued.min.messages", "20000")
         .set("queued.max.messages.kbytes", "16384");
@@ -138,7 +147,8 @@ pub(super) fn member(config: &KafkaConfig, group: &str) -> ClientConfig {
         // A topic that is not there yet is found soon after it is made.
         .set("topic.metadata.refresh.interval.ms", "2000");
     let mut settings = with_properties(config, settings);
-    // Every start is told; an offset that is not there ends the session, and the next one says what was lost.
+    // Every start is told; an offset that is not there ends the session, and the next one says what
+    // was lost.
     settings.set("auto.offset.reset", "error");
     // The only way to see which topic of a name it is, and that the broker answers.
     with_debug(settings, "metadata")

@@ -1,6 +1,7 @@
 //! Where Kafka is and how it is to be used: from a URL, then from settings.
 //!
-//! Promises: a setting that cannot hold is refused with its name and the remedy; no password is ever shown.
+//! Promises: a setting that cannot hold is refused with its name and the remedy; no password is
+//! ever shown.
 //!
 //! Not here: reading files or the environment (room `app`), what librdkafka is told (`client`).
 

@@ -1,7 +1,8 @@
-//! What librdkafka says on the side: errors that belong to no message, logs, and the state they add up to.
+//! What librdkafka says on the side: errors that belong to no message, logs, and the state they add
+//! up to.
 //!
-//! Promises: an error of authentication or of TLS is kept, with the broker's name and without secrets, until somebody asks;
-//! a broker that is away is said once, and once when it is back.
+//! Promises: an error of authentication or of TLS is kept, with the broker's name and without
+//! secrets, until somebody asks; a broker that is away is said once, and once when it is back.
 //!
 //! Not here: errors of messages (`window`) and of partitions (`poller`).
 
@@ -89,7 +90,8 @@ impl Reports {
         Some(if is_untrusted { BrokerError::Untrusted(reason) } else { BrokerError::Unauthorised(reason) })
     }
 
-    /// What to say when a question was not answered: the reason that librdkafka gave on the side, if any.
+    /// What to say when a question was not answered: the reason that librdkafka gave on the side,
+    /// if any.
     pub(super) fn explain(&self, question: &str, otherwise: &str) -> BrokerError {
         if let Some(error) = self.unauthorised() {
             return error;
@@ -207,8 +209,9 @@ fn is_refusal(code: Option<RDKafkaErrorCode>, reason: &str) -> bool {
     use RDKafkaErrorCode as Code;
     match code {
         Some(Code::Authentication | Code::SaslAuthenticationFailed | Code::SSL) => true,
-        // librdkafka takes steps of a handshake in three places, and says `SSL` in one of them. Not every error of TLS is a refusal:
-        // a connection that breaks in the middle of its life is one too.
+        // librdkafka takes steps of a handshake in three places, and says `SSL` in one of them. Not
+        // every error of TLS is a refusal: a connection that breaks in the middle of its life is
+        // one too.
         Some(Code::BrokerTransportFailure) => reason.contains(UNTRUSTED),
         _ => false,
     }

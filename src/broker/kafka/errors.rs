@@ -1,7 +1,7 @@
 //! What librdkafka's error codes mean for a row, a session, a topic.
 //!
-//! Promise: only what the broker holds against the message itself makes it the message's fault (R16); what speaks of the
-//! destination never does; everything unknown is a doubt of the session.
+//! Promise: only what the broker holds against the message itself makes it the message's fault
+//! (R16); what speaks of the destination never does; everything unknown is a doubt of the session.
 //!
 //! Not here: errors without a message (`context`).
 
@@ -13,8 +13,8 @@ use crate::broker::Refusal;
 pub(super) fn refusal(topic: &str, error: &KafkaError) -> Refusal {
     let Some(code) = error.rdkafka_error_code() else { return Refusal::Session(error.to_string()) };
     match code {
-        // `InvalidMessage` is CORRUPT_MESSAGE, which the broker answers for what the message is (as a null key on a
-        // compacted topic); damage on the way is retried by librdkafka first.
+        // `InvalidMessage` is CORRUPT_MESSAGE, which the broker answers for what the message is (as
+        // a null key on a compacted topic); damage on the way is retried by librdkafka first.
         Code::MessageSizeTooLarge | Code::InvalidMessageSize | Code::InvalidMessage | Code::InvalidRecord => {
             Refusal::Message(format!("kafka refuses the message for topic `{topic}`: {code}"))
         }
@@ -27,7 +27,8 @@ pub(super) fn refusal(topic: &str, error: &KafkaError) -> Refusal {
         | Code::NotEnoughReplicasAfterAppend
         // The disk under a partition failed, which passes when its broker has another one.
         | Code::KafkaStorageError => Refusal::Destination(format!("kafka topic `{topic}`: {code}")),
-        // The record has the time of its row: no clock of the message is wrong, but the database's, or a setting of the topic.
+        // The record has the time of its row: no clock of the message is wrong, but the database's,
+        // or a setting of the topic.
         Code::InvalidTimestamp => Refusal::Destination(format!(
             "kafka topic `{topic}`: {code}: the clocks of the database and of kafka differ, or the topic's \
              `message.timestamp.before.max.ms` or `message.timestamp.after.max.ms` is shorter than messages wait"
@@ -54,7 +55,7 @@ mod tests {
         let kind = |code| match refusal("t", &KafkaError::MessageProduction(code)) {
             Refusal::Message(_) => 'm',
             Refusal::Destination(_) => 'd',
-            Refusal::Session(_) => 's',
+            Refusal::Session(_) | Refusal::Behind(_) => 's',
         };
         for code in [Code::MessageSizeTooLarge, Code::InvalidMessage, Code::InvalidRecord, Code::InvalidMessageSize] {
             assert_eq!(kind(code), 'm', "{code}");

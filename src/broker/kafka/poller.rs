@@ -1,8 +1,9 @@
 //! The thread that polls a member of a group, and the rebalances that librdkafka calls on it.
 //!
-//! Promises: polling does not wait for handlers for longer than a second (it pauses partitions then), so that a slow handler costs no membership;
-//! partitions that are taken away are drained up to a deadline, then what was acknowledged is committed, then they go; what
-//! was lost already is not committed.
+//! Promises: polling does not wait for handlers for longer than a second (it pauses partitions
+//! then), so that a slow handler costs no membership; partitions that are taken away are drained up
+//! to a deadline, then what was acknowledged is committed, then they go; what was lost already is
+//! not committed.
 //!
 //! Not here: the bookkeeping (`assignment`), the async side (`subscriber`).
 
@@ -31,8 +32,9 @@ const POLL: Duration = Duration::from_millis(100);
 const POLL_PAUSED: Duration = Duration::from_millis(10);
 /// How long one wait for room lasts.
 const BRIEF: Duration = Duration::from_millis(100);
-/// How long polling may stand still for want of room, far below every session timeout. Then partitions are paused, which throws
-/// away what was fetched ahead: a consumer that is slower than its broker would fetch everything several times.
+/// How long polling may stand still for want of room, far below every session timeout. Then
+/// partitions are paused, which throws away what was fetched ahead: a consumer that is slower than
+/// its broker would fetch everything several times.
 const STILL: Duration = Duration::from_secs(1);
 const COMMIT_EVERY: Duration = Duration::from_millis(200);
 /// How long a commit is tried again while the group is between two generations.
@@ -45,7 +47,8 @@ const SAY_AGAIN: Duration = Duration::from_secs(30);
 pub(super) struct Shared {
     assignment: Mutex<Assignment>,
     acknowledged: Condvar,
-    // Converted and not handed over yet; touched by the thread only, and by callbacks, which run on it.
+    // Converted and not handed over yet; touched by the thread only, and by callbacks, which run on
+    // it.
     pending: Mutex<Vec<Delivery>>,
     events: UnboundedSender<Result<Event, BrokerError>>,
     closing: AtomicBool,
@@ -104,7 +107,8 @@ impl Shared {
         self.wake();
     }
 
-    /// Waits until it is said where these partitions begin. Nothing where the subscriber closes first.
+    /// Waits until it is said where these partitions begin. Nothing where the subscriber closes
+    /// first.
     fn wait_for_starts(&self, partitions: &[(String, i32)]) -> Vec<Position> {
         let mut assignment = self.assignment();
         while !self.is_closing() {
@@ -200,7 +204,8 @@ impl ConsumerContext for MemberContext {
     fn commit_callback(&self, result: KafkaResult<()>, offsets: &TopicPartitionList) {
         match &result {
             Ok(()) => self.0.reports.works(),
-            // A rebalance, mostly: what was not committed is delivered again, and the inbox knows it.
+            // A rebalance, mostly: what was not committed is delivered again, and the inbox knows
+            // it.
             Err(error) => tracing::debug!(%error, "kafka offsets were not committed"),
         }
         let mut assignment = self.0.assignment();
@@ -256,7 +261,8 @@ impl MemberContext {
             let (done, wait) = RevokeGuard::pair();
             shared.tell(Ok(Event::Revoked { sources, lost, done }));
             let deadline = Instant::now() + shared.drain;
-            // The guard sends nothing: its end is what is waited for. A subscriber that closes need not drain.
+            // The guard sends nothing: its end is what is waited for. A subscriber that closes need
+            // not drain.
             while let Err(std::sync::mpsc::RecvTimeoutError::Timeout) = wait.recv_timeout(BRIEF) {
                 if Instant::now() >= deadline {
                     tracing::warn!("revoked kafka partitions were not drained in time; they go as they are");
@@ -381,7 +387,8 @@ pub(super) fn run(consumer: Arc<BaseConsumer<MemberContext>>, shared: &Shared) {
     }
     let end = Instant::now() + COMMIT_PATIENCE;
     while commit_now(&consumer, shared, &shared.unconfirmed(None)) == Committed::Later && Instant::now() < end {
-        // Lets the rebalance come to its end; what is delivered meanwhile comes again to the next owner.
+        // Lets the rebalance come to its end; what is delivered meanwhile comes again to the next
+        // owner.
         drop(consumer.poll(COMMIT_AGAIN));
     }
     // Leaves the group: its revocation comes back to `revoke`, on this thread.
@@ -389,7 +396,8 @@ pub(super) fn run(consumer: Arc<BaseConsumer<MemberContext>>, shared: &Shared) {
     drop(consumer);
 }
 
-/// Serves what librdkafka has to say before the thread runs. An error that is not taken here is not repeated.
+/// Serves what librdkafka has to say before the thread runs. An error that is not taken here is not
+/// repeated.
 pub(super) fn serve(consumer: &BaseConsumer<MemberContext>, shared: &Shared) {
     let end = Instant::now() + blocking::SERVE;
     while Instant::now() < end {

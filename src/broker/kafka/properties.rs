@@ -1,7 +1,8 @@
 //! Which settings of librdkafka a user may pass through, and why not the others.
 //!
-//! Promise: a property that would break a promise of this project, that would be overruled silently, or that librdkafka does
-//! not know, is refused by its name with the reason, before any connection is made.
+//! Promise: a property that would break a promise of this project, that would be overruled
+//! silently, or that librdkafka does not know, is refused by its name with the reason, before any
+//! connection is made.
 //!
 //! Not here: the values that are set by default (`client`).
 
@@ -12,7 +13,8 @@ use rdkafka::error::KafkaError;
 
 use crate::error::BrokerError;
 
-/// Names of which librdkafka knows several. It takes the last one it sees, and rdkafka hands them over in random order.
+/// Names of which librdkafka knows several. It takes the last one it sees, and rdkafka hands them
+/// over in random order.
 const ALIASES: &[(&str, &str)] = &[
     ("request.required.acks", "acks"),
     ("max.in.flight.requests.per.connection", "max.in.flight"),
@@ -52,7 +54,11 @@ const RULES: &[(&str, Rule, &str)] = &[
         "another partitioner sends a key to another partition than Kafka's own clients do",
     ),
     ("queuing.strategy", Only(&["fifo"]), "it reorders messages"),
-    ("enable.gapless.guarantee", Only(&["false", "f", "0"]), "one message that is refused would end every session"),
+    (
+        "enable.gapless.guarantee",
+        Only(&["true", "t", "1"]),
+        "without it the client goes on behind a message that was refused, and later ones of its key overtake it",
+    ),
     ("delivery.report.only.error", Only(&["false", "f", "0"]), "a message is proven by its delivery report only"),
     ("allow.auto.create.topics", Only(&["false", "f", "0"]), "topics are created with `create_topics` only, or by you"),
     ("transactional.id", Never, "effects commit in the database; Kafka transactions are not used"),
@@ -189,7 +195,7 @@ mod tests {
             ("max.in.flight", "many", "order"),
             ("partitioner", "consistent_random", "another partition"),
             ("queuing.strategy", "lifo", "reorders"),
-            ("enable.gapless.guarantee", "true", "end every session"),
+            ("enable.gapless.guarantee", "false", "overtake"),
             ("delivery.report.only.error", "true", "delivery report"),
             ("allow.auto.create.topics", "true", "create_topics"),
             ("transactional.id", "x", "not used"),
@@ -238,6 +244,7 @@ mod tests {
     fn a_property_that_keeps_the_promises_passes() {
         for (name, value) in [
             ("enable.idempotence", "true"),
+            ("enable.gapless.guarantee", "true"),
             ("acks", "ALL"),
             ("message.timeout.ms", "0"),
             ("max.in.flight", "1"),

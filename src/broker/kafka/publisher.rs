@@ -1,8 +1,9 @@
 //! One publishing session: one idempotent producer.
 //!
-//! Guarantees: a row is settled by its delivery report only; rows go out in the order of `send`, to topics that were seen
-//! (R19), and nothing goes out behind a refusal (R15). Opening waits until the producer has its id, so that the first
-//! message does not. Dropping it purges what the client holds and waits for nothing.
+//! Guarantees: a row is settled by its delivery report only; rows go out in the order of `send`, to
+//! topics that were seen (R19), and nothing goes out behind a refusal (R15). Opening waits until
+//! the producer has its id, so that the first message does not. Dropping it purges what the client
+//! holds and waits for nothing.
 //!
 //! Not here: bounds and reports (`window`), retries over sessions (room `runtime`).
 
@@ -33,6 +34,7 @@ use crate::message::OutgoingMessage;
 
 // How often a session that opens looks whether it failed for good.
 const WARM_LOOK: Duration = Duration::from_millis(50);
+const REPORT_DEADLINE: Duration = Duration::from_millis(250);
 const CLOSE_DEADLINE: Duration = Duration::from_secs(5);
 // Rows handed over between two chances for other tasks: about 3 us each.
 const ROWS_PER_TURN: usize = 128;
@@ -77,10 +79,12 @@ impl KafkaPublisher {
     }
 
     fn doubt(&self) -> Option<BrokerError> {
-        self.session.fatal().map(|reason| BrokerError::Session(format!("the kafka producer ended: {reason}")))
+        let ended = self.session.fatal().map(|reason| format!("the kafka producer ended: {reason}"));
+        self.session.window.stale().or(ended).map(BrokerError::Session)
     }
 
-    /// Makes the producer fit topics that were not seen before (R19); true where it is another one now.
+    /// Makes the producer fit topics that were not seen before (R19); true where it is another one
+    /// now.
     async fn fit(&mut self, topics: &[String]) -> Result<bool, BrokerError> {
         let needed = self.limits.sizes();
         if self.session.sizes.covers(needed) {
@@ -99,8 +103,9 @@ impl KafkaPublisher {
         Ok(true)
     }
 
-    /// Why a message surely does not fit its topic. Found out by the broker, it would have later ones of its key in the client
-    /// behind it, which the client sends: the key's order would be lost. Compressed it may fit, and the broker says so.
+    /// Why a message surely does not fit its topic. Found out by the broker, it would have later
+    /// ones of its key in the client behind it, which the client sends: the key's order would be
+    /// lost. Compressed it may fit, and the broker says so.
     fn too_large(&self, message: &OutgoingMessage) -> Option<String> {
         let bytes = message.payload.len() + message.key.as_ref().map_or(0, String::len);
         if bytes <= self.session.sizes.batch_max || self.config.compresses() {
@@ -111,14 +116,16 @@ impl KafkaPublisher {
         Some(format!("the message has {bytes} bytes, and kafka topic `{topic}` takes {max} (`max.message.bytes`)"))
     }
 
-    /// Gives one row to the client; `Some` gives the slot back where the client's own queue is full.
+    /// Gives one row to the client; `Some` gives the slot back where the client's own queue is
+    /// full.
     fn produce(&self, message: &OutgoingMessage, slot: usize) -> Option<usize> {
         let record: BaseRecord<'_, [u8], [u8], usize> = BaseRecord {
             topic: &message.topic,
             partition: None,
             payload: Some(&message.payload),
             key: message.key.as_deref().map(str::as_bytes),
-            // The time of the row, by the database's clock: the clock of this process decides nothing.
+            // The time of the row, by the database's clock: the clock of this process decides
+            // nothing.
             timestamp: Some(message.created_at.timestamp_millis()),
             headers: Some(wire::headers(message, &self.config.source)),
             delivery_opaque: slot,
@@ -135,7 +142,8 @@ impl KafkaPublisher {
         }
     }
 
-    /// A topic that was refused must be seen again before it is used, and its limits may be others by now.
+    /// A topic that was refused must be seen again before it is used, and its limits may be others
+    /// by now.
     fn distrust_refused_topics(&mut self) {
         for refused in self.session.window.refused_topics() {
             if self.ready.remove(&refused) {
@@ -143,6 +151,8 @@ impl KafkaPublisher {
             }
         }
         for too_small in self.session.window.take_too_small() {
+            // Asked for again, the next one that is too large is found out before it is sent.
+            self.ready.remove(&too_small);
             self.limits.forget(&too_small);
         }
     }
@@ -188,7 +198,7 @@ impl Publisher for KafkaPublisher {
 
     async fn send(&mut self, rows: Vec<(u64, OutgoingMessage)>) -> Result<(), BrokerError> {
         self.distrust_refused_topics();
-        self.session.window.forget_refusals_when_settled();
+        self.session.window.forget_what_is_known();
         for (at, (tag, message)) in rows.into_iter().enumerate() {
             if at % ROWS_PER_TURN == ROWS_PER_TURN - 1 {
                 tokio::task::yield_now().await;
@@ -226,6 +236,11 @@ impl Publisher for KafkaPublisher {
                 return Ok(());
             }
             if let Some(doubt) = self.doubt() {
+                // Where it ended over a message, the report of that one comes right behind.
+                let named = self.session.window.has_refused();
+                if !named && tokio::time::timeout(REPORT_DEADLINE, self.session.window.changed()).await.is_ok() {
+                    continue;
+                }
                 return Err(doubt);
             }
             self.session.window.changed().await;
@@ -249,7 +264,7 @@ impl Publisher for KafkaPublisher {
 
 impl Session {
     async fn open(config: &Arc<KafkaConfig>, sizes: Sizes) -> Result<Self, BrokerError> {
-        let window = Arc::new(Window::new(config.publish_rows_max, config.publish_bytes_max));
+        let window = Arc::new(Window::new(config.publish_rows_max, config.publish_bytes_max, sizes.batch_max));
         let reports = Arc::new(Reports::default());
         let context = PublishContext { window: Arc::clone(&window), reports: Arc::clone(&reports) };
         let producer = BaseProducer::from_config_and_context(&client::producer(config, sizes), context)
@@ -288,8 +303,8 @@ impl Session {
         self.producer.client().fatal_error().map(|(_, reason)| reason)
     }
 
-    /// Asks the broker, through this producer, so that it knows the topics when their first rows come. Many are asked for at
-    /// once, by asking for all that there are.
+    /// Asks the broker, through this producer, so that it knows the topics when their first rows
+    /// come. Many are asked for at once, by asking for all that there are.
     async fn ask(
         &self,
         topics: &[String],
@@ -332,8 +347,8 @@ impl Drop for Session {
     }
 }
 
-/// The thread holds the producer to the end, because destroying one waits: for its broker threads, and up to 0.5 s for
-/// reports of what was purged.
+/// The thread holds the producer to the end, because destroying one waits: for its broker threads,
+/// and up to 0.5 s for reports of what was purged.
 fn poll_on_a_thread(
     producer: &Arc<BaseProducer<PublishContext>>,
     stop: &Arc<AtomicBool>,
@@ -344,7 +359,8 @@ fn poll_on_a_thread(
         while !stop.load(Ordering::Relaxed) {
             producer.poll(Duration::from_millis(50));
         }
-        // Somebody may still be asking through it: then the last one to let go destroys it, on a thread that may wait.
+        // Somebody may still be asking through it: then the last one to let go destroys it, on a
+        // thread that may wait.
         drop(producer);
         let _nobody_waits = ended.send(());
     };

@@ -1,6 +1,8 @@
-//! The client library alone, with the headers of a row but without session, window or order: what `bench` compares with.
+//! The client library alone, with the headers of a row but without session, window or order: what
+//! `bench` compares with.
 //!
-//! Promise: the settings that a careful user would take (idempotence, all replicas), and one warm-up before anything is timed.
+//! Promise: the settings that a careful user would take (idempotence, all replicas), and one
+//! warm-up before anything is timed.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};

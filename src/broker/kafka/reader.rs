@@ -1,6 +1,7 @@
 //! Reads everything that a topic holds, outside of any group: for `demo`, `bench` and tests.
 //!
-//! Promises: nothing is joined, committed or acknowledged; a partition is read up to the end that was seen.
+//! Promises: nothing is joined, committed or acknowledged; a partition is read up to the end that
+//! was seen.
 //!
 //! Not here: following a topic (`subscriber`).
 

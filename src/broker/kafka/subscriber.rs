@@ -1,7 +1,8 @@
 //! One member of a consumer group, seen from async code.
 //!
-//! Guarantees: events come in the order they happened; `next` and its events lose nothing when dropped; closing commits what
-//! was acknowledged and leaves the group; dropping does the same without waiting.
+//! Guarantees: events come in the order they happened; `next` and its events lose nothing when
+//! dropped; closing commits what was acknowledged and leaves the group; dropping does the same
+//! without waiting.
 //!
 //! Not here: polling and rebalances (`poller`).
 
@@ -156,7 +157,8 @@ impl Subscriber for KafkaSubscriber {
     }
 
     async fn acknowledge(&mut self, source: &PartitionId, through: i64) -> Result<(), BrokerError> {
-        // One of a past assignment is no loss: its new owner sees duplicates, which the inbox knows.
+        // One of a past assignment is no loss: its new owner sees duplicates, which the inbox
+        // knows.
         if self.shared.assignment().acknowledge(source, through) {
             self.shared.wake();
         }
@@ -165,6 +167,10 @@ impl Subscriber for KafkaSubscriber {
 
     fn pause(&mut self, paused: bool) {
         self.shared.pause(paused);
+    }
+
+    fn has_no_share(&self) -> bool {
+        self.shared.assignment().has_no_share()
     }
 
     async fn caught_up(&mut self) -> Result<bool, BrokerError> {
@@ -200,7 +206,8 @@ async fn ended(left: &mut Option<oneshot::Receiver<()>>) {
     }
 }
 
-/// What the broker says of partitions, in their order. A leader that is being elected is waited for.
+/// What the broker says of partitions, in their order. A leader that is being elected is waited
+/// for.
 fn found(
     config: &KafkaConfig,
     shared: &Shared,

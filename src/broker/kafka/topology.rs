@@ -1,7 +1,8 @@
 //! Topics: whether they are there, how much they take, and making them where that was asked for.
 //!
-//! Promises: nothing is created unless `create_topics` is on; a topic counts as there only when the broker's metadata shows
-//! it with a leader, and every partition with as many copies in sync as a producer that waits for all of them needs (R16, R19).
+//! Promises: nothing is created unless `create_topics` is on; a topic counts as there only when the
+//! broker's metadata shows it with a leader, and every partition with as many copies in sync as a
+//! producer that waits for all of them needs (R16, R19).
 //!
 //! Not here: what is worth a warning (`check`).
 
@@ -75,7 +76,8 @@ impl TopicLimits {
         topics.iter().copied().filter(|topic| !known.contains_key(*topic)).collect()
     }
 
-    /// Asks the broker about topics that were not asked about, in one request. Where it does not tell, the defaults serve.
+    /// Asks the broker about topics that were not asked about, in one request. Where it does not
+    /// tell, the defaults serve.
     pub(super) fn learn(&self, config: &KafkaConfig, topics: &[&str]) {
         let unknown = self.unknown(topics);
         if unknown.is_empty() {
@@ -112,8 +114,9 @@ impl TopicLimits {
         })
     }
 
-    /// Why a topic takes nothing although it is there: too few copies of a partition are in sync. No more are asked for than
-    /// there are: Kafka 4 does the same, and of an older one the silence says it.
+    /// Why a topic takes nothing although it is there: too few copies of a partition are in sync.
+    /// No more are asked for than there are: Kafka 4 does the same, and of an older one the silence
+    /// says it.
     pub(super) fn short_of_copies(&self, topic: &MetadataTopic) -> Option<String> {
         let wanted = self.known().get(topic.name())?.in_sync_min?;
         let is_short = |partition: &&MetadataPartition| partition.isr().len() < wanted.min(partition.replicas().len());
@@ -207,7 +210,8 @@ pub(super) async fn declare(config: &Arc<KafkaConfig>, topics: &[String]) -> Res
     if !config.create_topics || topics.is_empty() {
         return Ok(());
     }
-    // A set: a name given twice makes librdkafka answer without a result, on which rdkafka 0.39 crashes.
+    // A set: a name given twice makes librdkafka answer without a result, on which rdkafka 0.39
+    // crashes.
     let (config, topics) = (Arc::clone(config), topics.iter().cloned().collect::<BTreeSet<_>>());
     blocking::run(move || create_missing(&config, &topics)).await
 }

@@ -1,8 +1,9 @@
-//! What a publishing session holds until the broker proved it: the bounds, and the way of delivery reports to the relay.
+//! What a publishing session holds until the broker proved it: the bounds, and the way of delivery
+//! reports to the relay.
 //!
-//! Promises: rows and bytes in the client are bounded, by waiting and never by an error; no delivery report is lost, also
-//! when the one who waits for it is dropped; after a refusal no later row of that key or topic is sent until the relay has
-//! seen every outcome (R15).
+//! Promises: rows and bytes in the client are bounded, by waiting and never by an error; no
+//! delivery report is lost, also when the one who waits for it is dropped; after a refusal no later
+//! row of that key or topic is sent until the relay has seen that outcome (R15).
 //!
 //! Not here: what an error means (`errors`).
 
@@ -11,7 +12,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use rdkafka::ClientContext;
 use rdkafka::config::RDKafkaLogLevel;
-use rdkafka::error::KafkaError;
+use rdkafka::error::{KafkaError, RDKafkaErrorCode as Code};
 use rdkafka::message::{DeliveryResult, Message};
 use rdkafka::producer::ProducerContext;
 use tokio::sync::Notify;
@@ -25,6 +26,8 @@ use crate::broker::{Receipt, Refusal, Settled};
 pub(super) struct Window {
     rows_max: usize,
     bytes_max: usize,
+    /// Rows up to these bytes share batches.
+    batch_max: usize,
     state: Mutex<State>,
     changed: Notify,
 }
@@ -38,9 +41,15 @@ struct State {
     bytes: usize,
     settled: Vec<Settled>,
     refused_keys: HashSet<(String, Vec<u8>)>,
+    /// Outcomes were taken since the last of these: the relay knows of them all.
+    keys_are_known: bool,
     refused_topics: HashMap<String, RefusedTopic>,
     /// Topics that refused a message as too large.
     too_small: Vec<String>,
+    /// A row was refused in this session.
+    has_refused: bool,
+    /// Why what was refused may be nobody's fault but the session's.
+    stale: Option<String>,
     waiting: Option<Wait>,
 }
 
@@ -58,8 +67,8 @@ enum Wait {
 }
 
 impl Window {
-    pub(super) fn new(rows_max: usize, bytes_max: usize) -> Self {
-        Self { rows_max, bytes_max, state: Mutex::default(), changed: Notify::new() }
+    pub(super) fn new(rows_max: usize, bytes_max: usize, batch_max: usize) -> Self {
+        Self { rows_max, bytes_max, batch_max, state: Mutex::default(), changed: Notify::new() }
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
@@ -109,15 +118,18 @@ impl Window {
         }
         let behind_key = key.is_some_and(|key| state.refused_keys.contains(&(topic.to_owned(), key.to_vec())));
         behind_key.then(|| {
-            Refusal::Session(format!("not sent to kafka topic `{topic}`: an earlier message of its key was refused"))
+            Refusal::Behind(format!("not sent to kafka topic `{topic}`: an earlier message of its key was refused"))
         })
     }
 
-    /// Forgets refusals once every row is settled and every outcome was taken: what is sent from now on is meant.
-    pub(super) fn forget_refusals_when_settled(&self) {
+    /// Forgets refused keys whose outcome was taken, and refused topics once every row is settled
+    /// and every outcome was taken: what is sent from now on is meant.
+    pub(super) fn forget_what_is_known(&self) {
         let mut state = self.state();
-        if state.rows == 0 && state.settled.is_empty() {
+        if std::mem::take(&mut state.keys_are_known) {
             state.refused_keys.clear();
+        }
+        if state.rows == 0 && state.settled.is_empty() {
             state.refused_topics.clear();
         }
     }
@@ -133,6 +145,32 @@ impl Window {
     /// Topics that refused a message as too large since this was asked.
     pub(super) fn take_too_small(&self) -> Vec<String> {
         std::mem::take(&mut self.state().too_small)
+    }
+
+    /// Whether a row was refused in this session.
+    pub(super) fn has_refused(&self) -> bool {
+        self.state().has_refused
+    }
+
+    /// Why the session must begin anew, where a topic takes smaller batches than it makes.
+    pub(super) fn stale(&self) -> Option<String> {
+        self.state().stale.clone()
+    }
+
+    /// A row was refused that may have gone in one batch with others: the topic takes less than it
+    /// did, and the batch was too large, not the row. True where the session ends over it; alone,
+    /// the row is what was refused.
+    fn is_stale(&self, topic: &str, bytes: usize) -> bool {
+        let mut state = self.state();
+        if state.rows <= 1 || bytes > self.batch_max {
+            return false;
+        }
+        state.stale = Some(format!("kafka topic `{topic}` takes smaller batches than before"));
+        state.too_small.push(topic.to_owned());
+        state.has_refused = true;
+        drop(state);
+        self.changed.notify_one();
+        true
     }
 
     /// The topics that were refused as destinations.
@@ -153,7 +191,8 @@ impl Window {
         self.settle_unsent(tag, Refusal::Destination(reason));
     }
 
-    /// The outcome of a row that is refused for what it is before it is sent, and of all that follow it of its key.
+    /// The outcome of a row that is refused for what it is before it is sent, and of all that
+    /// follow it of its key.
     pub(super) fn refuse_message(&self, tag: u64, topic: &str, key: Option<&[u8]>, reason: String) {
         self.state().refuse_message(topic, key);
         self.settle_unsent(tag, Refusal::Message(reason));
@@ -166,11 +205,12 @@ impl Window {
         state.free.push(slot);
         state.rows = state.rows.saturating_sub(1);
         state.bytes = state.bytes.saturating_sub(weight);
+        state.has_refused |= outcome.is_err();
         match &outcome {
             Err(Refusal::Destination(reason)) => state.refuse_topic(topic, reason),
             Err(Refusal::Message(_)) => state.refuse_message(topic, key),
             Err(Refusal::Session(_)) => state.refuse_key(topic, key),
-            Ok(_) => {}
+            Ok(_) | Err(Refusal::Behind(_)) => {}
         }
         state.settled.push(Settled { tag, outcome });
         self.tell(&mut state);
@@ -201,6 +241,7 @@ impl Window {
             return state.rows == 0;
         }
         state.refused_topics.values_mut().for_each(|refused| refused.is_known = true);
+        state.keys_are_known = true;
         if settled.is_empty() {
             std::mem::swap(settled, &mut state.settled);
         } else {
@@ -226,6 +267,7 @@ impl State {
     fn refuse_key(&mut self, topic: &str, key: Option<&[u8]>) {
         if let Some(key) = key {
             self.refused_keys.insert((topic.to_owned(), key.to_vec()));
+            self.keys_are_known = false;
         }
     }
 
@@ -265,8 +307,15 @@ impl ProducerContext for PublishContext {
                 let receipt = Receipt::Offset { partition: record.partition(), offset: record.offset() };
                 self.window.settle(slot, "", None, Ok(receipt));
             }
+            // They went with the session; what became of it says more.
+            Err((KafkaError::MessageProduction(Code::Fatal | Code::PurgeQueue | Code::PurgeInflight), _)) => {}
             Err((error, record)) => {
                 let topic = record.topic();
+                let bytes = record.payload().map_or(0, <[u8]>::len) + record.key().map_or(0, <[u8]>::len);
+                let is_size = error.rdkafka_error_code() == Some(Code::MessageSizeTooLarge);
+                if is_size && self.window.is_stale(topic, bytes) {
+                    return;
+                }
                 self.window.settle(slot, topic, record.key(), Err(errors::refusal(topic, error)));
             }
         }
@@ -287,7 +336,7 @@ mod tests {
 
     #[test]
     fn rows_and_bytes_are_bounded_but_one_row_always_fits() {
-        let window = Window::new(2, 100);
+        let window = Window::new(2, 100, 10);
         let large = window.reserve(1, 1_000).unwrap();
         assert_eq!(window.reserve(2, 1), None);
         window.settle(large, "t", None, OK);
@@ -305,27 +354,28 @@ mod tests {
     }
 
     #[test]
-    fn r15_nothing_is_sent_behind_a_refusal_until_every_outcome_was_seen() {
-        let window = Window::new(10, 1_000);
+    fn r15_nothing_is_sent_behind_a_refusal_until_its_outcome_was_seen() {
+        let window = Window::new(10, 1_000, 10);
         let slots = [window.reserve(1, 1).unwrap(), window.reserve(2, 1).unwrap()];
         window.settle(slots[0], "t", Some(b"a"), refused());
         assert!(window.stands_behind("t", Some(b"a")).is_some());
         assert!(window.stands_behind("t", Some(b"b")).is_none());
         assert!(window.stands_behind("u", Some(b"a")).is_none());
         assert!(window.stands_behind("t", None).is_none());
-        window.forget_refusals_when_settled();
-        assert!(window.stands_behind("t", Some(b"a")).is_some(), "one is in flight, none was taken");
-        window.settle(slots[1], "t", None, OK);
-        window.forget_refusals_when_settled();
+        window.forget_what_is_known();
         assert!(window.stands_behind("t", Some(b"a")).is_some(), "the relay has not seen it");
         window.take(&mut Vec::new());
-        window.forget_refusals_when_settled();
+        assert!(window.stands_behind("t", Some(b"a")).is_some(), "not while rows are handed over");
+        window.forget_what_is_known();
         assert!(window.stands_behind("t", Some(b"a")).is_none());
+        window.settle(slots[1], "t", Some(b"b"), refused());
+        window.forget_what_is_known();
+        assert!(window.stands_behind("t", Some(b"b")).is_some());
     }
 
     #[test]
     fn a_refused_topic_holds_all_its_keys() {
-        let window = Window::new(10, 1_000);
+        let window = Window::new(10, 1_000, 10);
         let slot = window.reserve(1, 1).unwrap();
         window.settle(slot, "t", Some(b"a"), Err(Refusal::Destination("gone".into())));
         for key in [None, Some(b"z".as_slice())] {
@@ -335,11 +385,11 @@ mod tests {
         assert_eq!(window.refused_topics(), ["t"]);
     }
 
-    /// Shown to fail: forgotten only when nothing at all is in flight, a topic that was opened again was refused without end while
-    /// others were busy.
+    /// Shown to fail: forgotten only when nothing at all is in flight, a topic that was opened
+    /// again was refused without end while others were busy.
     #[test]
     fn a_refused_topic_is_forgiven_when_it_is_asked_for_after_its_refusal_was_taken() {
-        let window = Window::new(10, 1_000);
+        let window = Window::new(10, 1_000, 10);
         let [slot, _other] = [1, 2].map(|tag| window.reserve(tag, 1).unwrap());
         window.settle(slot, "t", Some(b"a"), Err(Refusal::Destination("gone".into())));
         window.forgive_topics(&["t".to_owned()]);
@@ -352,7 +402,7 @@ mod tests {
 
     #[tokio::test]
     async fn an_outcome_is_not_lost_when_the_one_who_waits_is_dropped() {
-        let window = Arc::new(Window::new(10, 1_000));
+        let window = Arc::new(Window::new(10, 1_000, 10));
         let slot = window.reserve(1, 1).unwrap();
         let mut settled = Vec::new();
         assert!(!window.take(&mut settled));

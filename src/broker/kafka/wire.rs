@@ -1,6 +1,8 @@
-//! CloudEvents 1.0, binary mode, on Kafka: from an outbox row to record headers, and from a record to what arrived.
+//! CloudEvents 1.0, binary mode, on Kafka: from an outbox row to record headers, and from a record
+//! to what arrived.
 //!
-//! Promises: payload and key bytes are untouched, an absent key is null; nothing that arrives can end the program.
+//! Promises: payload and key bytes are untouched, an absent key is null; nothing that arrives can
+//! end the program.
 //!
 //! Not here: what makes an id usable (room `message`).
 
@@ -50,7 +52,8 @@ pub(super) fn headers(message: &OutgoingMessage, source: &str) -> OwnedHeaders {
 
 const TIME_LENGTH: usize = "2026-11-21T03:28:00.123456Z".len();
 
-/// What `format_time` gives, at a tenth of its cost; nothing for years that do not have four digits.
+/// What `format_time` gives, at a tenth of its cost; nothing for years that do not have four
+/// digits.
 fn fast_time(time: DateTime<Utc>, buffer: &mut [u8; TIME_LENGTH]) -> Option<&str> {
     let year = u32::try_from(time.year()).ok().filter(|year| (1_000..10_000).contains(year))?;
     let micros = time.nanosecond() / 1_000;
@@ -101,7 +104,8 @@ pub(super) fn arrived(record: &BorrowedMessage<'_>) -> Arrived {
 }
 
 fn read_headers(headers: &BorrowedHeaders) -> Vec<(String, Vec<u8>)> {
-    // rdkafka panics on a header name that is not UTF-8, which any producer can send: such a header is left out.
+    // rdkafka panics on a header name that is not UTF-8, which any producer can send: such a header
+    // is left out.
     let all = catch_unwind(AssertUnwindSafe(|| (0..headers.count()).map(|at| read_header(headers, at)).collect()));
     all.unwrap_or_else(|_| {
         (0..headers.count()).filter_map(|at| catch_unwind(AssertUnwindSafe(|| read_header(headers, at))).ok()).collect()

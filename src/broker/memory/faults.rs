@@ -1,6 +1,7 @@
 //! The switches: what goes wrong, when, until it is switched off.
 //!
-//! Faults of publishing meet single rows; the others meet sessions, topics or the broker as a whole.
+//! Faults of publishing meet single rows; the others meet sessions, topics or the broker as a
+//! whole.
 
 use std::collections::BTreeSet;
 use std::fmt;
@@ -58,7 +59,8 @@ impl fmt::Debug for Switches {
 }
 
 impl Switches {
-    /// The fault that meets a row. Every matcher sees every row, so that those which count stay in step.
+    /// The fault that meets a row. Every matcher sees every row, so that those which count stay in
+    /// step.
     pub(super) fn meet(&mut self, message: &OutgoingMessage) -> Option<Fault> {
         let mut met = None;
         for (fault, matcher) in &mut self.on_publish {
@@ -102,7 +104,8 @@ impl Faults {
         self.shared.change(|state| set(&mut state.faults));
     }
 
-    /// From now on the fault meets every row that the matcher takes, in any session; the first fault that matches counts.
+    /// From now on the fault meets every row that the matcher takes, in any session; the first
+    /// fault that matches counts.
     pub fn on_publish(&self, fault: Fault, matcher: impl FnMut(&OutgoingMessage) -> bool + Send + 'static) {
         self.set(|faults| faults.on_publish.push((fault, Box::new(matcher))));
     }
@@ -112,8 +115,8 @@ impl Faults {
         self.set(|faults| faults.on_publish.clear());
     }
 
-    /// Later rows of a key go through although one was refused, as Kafka does it. By default they are refused as doubt of the
-    /// session, so that the broker has a prefix (R15).
+    /// Later rows of a key go through although one was refused, as Kafka does it. By default they
+    /// are refused as doubt of the session, so that the broker has a prefix (R15).
     pub fn accept_after_refusal(&self, accept: bool) {
         self.set(|faults| faults.accept_after_refusal = accept);
     }
@@ -181,17 +184,20 @@ impl Faults {
         self.set(|faults| faults.deliveries_held = hold);
     }
 
-    /// Acknowledgements get lost on their way until this is switched off: they come again after a rebalance.
+    /// Acknowledgements get lost on their way until this is switched off: they come again after a
+    /// rebalance.
     pub fn lose_acknowledgements(&self, lose: bool) {
         self.set(|faults| faults.acknowledgements_lost = lose);
     }
 
-    /// Subscribers get more than they asked for at most: whatever they have not acknowledged, the next batch comes.
+    /// Subscribers get more than they asked for at most: whatever they have not acknowledged, the
+    /// next batch comes.
     pub fn deliver_without_bound(&self, unbounded: bool) {
         self.set(|faults| faults.in_flight_unbounded = unbounded);
     }
 
-    /// The broker says that its topics keep their records for so long, or does not tell. It keeps everything all the same.
+    /// The broker says that its topics keep their records for so long, or does not tell. It keeps
+    /// everything all the same.
     pub fn says_retention(&self, retention: Option<TopicRetention>) {
         self.set(|faults| faults.retention = retention);
     }
@@ -201,8 +207,8 @@ impl Faults {
         self.set(|faults| faults.deleted_below = offset);
     }
 
-    /// The members of a group lose all their partitions, as after a freeze beyond the session timeout, and share them anew:
-    /// what was not acknowledged comes again.
+    /// The members of a group lose all their partitions, as after a freeze beyond the session
+    /// timeout, and share them anew: what was not acknowledged comes again.
     pub fn expire_leases(&self, group: &str) {
         self.shared.change(|state| {
             if let Some(group) = state.groups.get_mut(group) {

@@ -24,8 +24,9 @@ pub(super) struct MemoryPublisher {
     /// Rows that wait while the broker is blocked, or their topic is silent.
     waiting: VecDeque<(u64, OutgoingMessage)>,
     outcomes: Vec<Settled>,
-    /// (topic, key) of rows that were refused.
+    /// (topic, key) of rows that were refused, until that is known.
     broken_keys: HashSet<(String, String)>,
+    is_known: bool,
     broken: bool,
 }
 
@@ -43,6 +44,7 @@ impl MemoryPublisher {
             waiting: VecDeque::new(),
             outcomes: Vec::new(),
             broken_keys: HashSet::new(),
+            is_known: false,
             broken: false,
         })
     }
@@ -84,7 +86,7 @@ impl MemoryPublisher {
         let exists = state.topics.contains_key(&message.topic);
         let refusal = match &fault {
             _ if key.as_ref().is_some_and(|key| self.broken_keys.contains(key)) => {
-                Some(Refusal::Session("an earlier row of its key was refused in this session".to_owned()))
+                Some(Refusal::Behind("an earlier row of its key was refused".to_owned()))
             }
             Some(Fault::RefuseMessage(reason)) => Some(Refusal::Message(reason.clone())),
             Some(Fault::RefuseDestination(reason)) => Some(Refusal::Destination(reason.clone())),
@@ -94,6 +96,7 @@ impl MemoryPublisher {
         if let Some(refusal) = refusal {
             if !state.faults.accept_after_refusal {
                 self.broken_keys.extend(key);
+                self.is_known = false;
             }
             self.outcomes.push(Settled { tag, outcome: Err(refusal) });
             return;
@@ -134,6 +137,10 @@ impl Publisher for MemoryPublisher {
     }
 
     async fn send(&mut self, rows: Vec<(u64, OutgoingMessage)>) -> Result<(), BrokerError> {
+        // Who sends after the outcomes were taken means it.
+        if std::mem::take(&mut self.is_known) {
+            self.broken_keys.clear();
+        }
         self.waiting.extend(rows);
         // Its error comes from `settle`.
         let _ = self.work();
@@ -147,6 +154,7 @@ impl Publisher for MemoryPublisher {
             let held = self.shared.look(|state| state.faults.receipts_held);
             if !held && !self.outcomes.is_empty() {
                 settled.append(&mut self.outcomes);
+                self.is_known = true;
                 return Ok(());
             }
             if self.broken && self.outcomes.is_empty() {

@@ -1,4 +1,5 @@
-//! What the broker in memory holds: topics, partitions, records; one lock, and a counter of changes to wait on.
+//! What the broker in memory holds: topics, partitions, records; one lock, and a counter of changes
+//! to wait on.
 
 use std::collections::BTreeMap;
 use std::fmt;

@@ -1,6 +1,8 @@
-//! Consuming from memory: every event comes from a look at the shared state, so nothing is lost when `next` is dropped.
+//! Consuming from memory: every event comes from a look at the shared state, so nothing is lost
+//! when `next` is dropped.
 //!
-//! A subscriber that is dropped leaves its group at once; what it did not acknowledge comes again to others.
+//! A subscriber that is dropped leaves its group at once; what it did not acknowledge comes again
+//! to others.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -84,7 +86,8 @@ impl MemorySubscriber {
         })
     }
 
-    /// The next event, where there is one; and whether the state was changed, so that others must look.
+    /// The next event, where there is one; and whether the state was changed, so that others must
+    /// look.
     fn look(&mut self, state: &mut State) -> Result<(Option<Event>, bool), BrokerError> {
         if state.faults.subscribers_ended >= self.session {
             state.faults.available()?;
@@ -242,6 +245,10 @@ impl Subscriber for MemorySubscriber {
 
     fn pause(&mut self, paused: bool) {
         self.paused = paused;
+    }
+
+    fn has_no_share(&self) -> bool {
+        self.others_hold_all
     }
 
     async fn caught_up(&mut self) -> Result<bool, BrokerError> {

@@ -1,6 +1,7 @@
 //! What breaks or weakens a promise on this server, as far as AMQP lets one see it, and what to do.
 //!
-//! Policies cannot be seen over AMQP; where they matter, the command that shows or sets them is printed.
+//! Policies cannot be seen over AMQP; where they matter, the command that shows or sets them is
+//! printed.
 
 use super::config::RabbitConfig;
 use super::error::again;
@@ -8,13 +9,14 @@ use super::repartition;
 use super::socket::Link;
 use super::topology::{ENABLE_PLUGIN, QueueName, Topology, hash_exchange, queues};
 use super::version::ServerVersion;
-use crate::broker::{BrokerFinding, Subscription};
+use crate::broker::{BETWEEN_LOOKS, BrokerFinding, STANDS_STILL, Subscription};
 use crate::error::BrokerError;
 
 /// Quorum queues with a single active consumer and a redelivery that keeps its order.
 const OLDEST: (u32, u32) = (3, 10);
 
-/// Looks at everything that a publisher and these subscriptions use; declares nothing that is not there.
+/// Looks at everything that a publisher and these subscriptions use; declares nothing that is not
+/// there.
 pub(super) async fn check(
     config: &RabbitConfig,
     version: &ServerVersion,
@@ -25,6 +27,7 @@ pub(super) async fn check(
     let mut topology = Topology::new(&link, config);
     let names: Vec<String> = servers.iter().map(ToString::to_string).collect();
     let mut findings = vec![finding_version(version, &names.join(", "))];
+    let mut waiting = Vec::new();
     if let Some(server) = servers.iter().find(|server| !server.tls && !is_loopback(&server.host)) {
         findings.push(BrokerFinding {
             name: "rabbitmq tls".into(),
@@ -41,7 +44,9 @@ pub(super) async fn check(
     for subscription in subscriptions {
         for topic in &subscription.topics {
             for queue in queues(config, subscription, topic) {
-                findings.push(queue_finding(subscription, &queue, version, &mut topology).await?);
+                let (finding, ready) = queue_finding(subscription, &queue, version, &mut topology).await?;
+                waiting.extend(ready.map(|ready| (findings.len(), queue.name.clone(), ready)));
+                findings.push(finding);
             }
             findings.extend(other_layout(config, subscription, topic, &mut topology).await?);
             if config.partitions > 1 {
@@ -58,6 +63,7 @@ pub(super) async fn check(
             }
         }
     }
+    look_again(waiting, &mut topology, &mut findings).await?;
     findings.push(policies(&servers[0].vhost));
     link.close(config.close_deadline).await;
     if config.partitions > 1 {
@@ -101,20 +107,53 @@ async fn alternate_exchange(name: &str, topology: &mut Topology<'_>) -> Result<B
     })
 }
 
+/// Queues with consumers and messages that none of them has taken: whether they get on. AMQP does
+/// not tell what is taken and not acknowledged; a consumer that stands still soon takes nothing
+/// more.
+async fn look_again(
+    waiting: Vec<(usize, String, u32)>,
+    topology: &mut Topology<'_>,
+    findings: &mut [BrokerFinding],
+) -> Result<(), BrokerError> {
+    if waiting.is_empty() {
+        return Ok(());
+    }
+    tokio::time::sleep(BETWEEN_LOOKS).await;
+    for (at, queue, before) in waiting {
+        let Some(after) = topology.queue_as_it_stands(&queue).await? else { continue };
+        let finding = &mut findings[at];
+        if after.consumers == 0 || after.ready < before || finding.refused {
+            continue;
+        }
+        let ready = after.ready;
+        finding.stuck = ready == before;
+        finding.detail = match finding.stuck {
+            true => format!("{ready} ready, {} consumers: none was taken in {BETWEEN_LOOKS:?}", after.consumers),
+            false => format!(
+                "{before} ready, {BETWEEN_LOOKS:?} later {ready}: more comes than its consumer takes, or it stands still"
+            ),
+        };
+        finding.remedy = Some(STANDS_STILL.to_owned());
+    }
+    Ok(())
+}
+
+/// And how many messages are ready though somebody reads it.
 async fn queue_finding(
     subscription: &Subscription,
     queue: &QueueName,
     version: &ServerVersion,
     topology: &mut Topology<'_>,
-) -> Result<BrokerFinding, BrokerError> {
+) -> Result<(BrokerFinding, Option<u32>), BrokerError> {
     let name = format!("queue {}", queue.name);
     let Some(seen) = topology.queue_as_it_stands(&queue.name).await? else {
         let remedy = Some("start the consumer, which declares and binds it".to_owned());
         let detail = format!("not there yet: what is published to `{}` has no route", queue.topic);
-        return Ok(BrokerFinding { name, refused: false, stuck: false, detail, remedy });
+        return Ok((BrokerFinding { name, refused: false, stuck: false, detail, remedy }, None));
     };
+    let ready = (seen.consumers > 0 && seen.ready > 0).then_some(seen.ready);
     let counts = format!("{} ready, {} consumers", seen.ready, seen.consumers);
-    match topology.queue(&queue.name, version.limits_deliveries()).await {
+    let finding = match topology.queue(&queue.name, version.limits_deliveries()).await {
         Ok(found) if found.limit_as_it_stands && version.limits_deliveries() => Ok(BrokerFinding {
             name,
             refused: true,
@@ -130,7 +169,8 @@ async fn queue_finding(
             remedy: Some(format!("start the consumer `{}`", subscription.consumer)),
         }),
         compared => difference(name, compared.map(drop), format!("{counts}; quorum, single active consumer")),
-    }
+    };
+    Ok((finding?, ready))
 }
 
 /// Queues of another number of partitions are there: no consumer starts, or they are being drained.

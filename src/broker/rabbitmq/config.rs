@@ -17,12 +17,13 @@ use url::Url;
 use crate::error::{BrokerError, redact};
 use crate::policy::hosts::each;
 
-/// Channels of one publishing session. More than one, because the server works on each channel in a process of its own; a
-/// key always takes the same one.
+/// Channels of one publishing session. More than one, because the server works on each channel in a
+/// process of its own; a key always takes the same one.
 const CHANNELS: usize = 4;
 /// Publishes without a confirm, over all channels of a session.
 const PUBLISH_WINDOW: usize = 1_000;
-/// Rows held by a session before `send` waits, in bytes (R20: rows that wait for their key count here only).
+/// Rows held by a session before `send` waits, in bytes (R20: rows that wait for their key count
+/// here only).
 const HELD_BYTES_MAX: usize = 64 * 1024 * 1024;
 /// Deliveries in flight on one queue, whatever the subscription allows in all.
 const PREFETCH_MAX: u16 = 10_000;
@@ -30,7 +31,8 @@ const PREFETCH_MAX: u16 = 10_000;
 /// Settings of the adapter. [`RabbitConfig::new`] gives the defaults around a URL.
 #[derive(Clone, PartialEq, Eq)]
 pub struct RabbitConfig {
-    /// `amqp://USER:PASSWORD@HOST:PORT/VHOST` or `amqps://`; no vhost means `/`, which is written `%2f`.
+    /// `amqp://USER:PASSWORD@HOST:PORT/VHOST` or `amqps://`; no vhost means `/`, which is written
+    /// `%2f`.
     pub url: String,
     /// A PEM file of certificate authorities to trust instead of the built-in public ones.
     pub ca_file: Option<PathBuf>,
@@ -38,11 +40,14 @@ pub struct RabbitConfig {
     pub source: String,
     /// The durable topic exchange; topics are routing keys.
     pub exchange: String,
-    /// The exchange that takes what the exchange cannot route. With it an unroutable message counts as published.
+    /// The exchange that takes what the exchange cannot route. With it an unroutable message counts
+    /// as published.
     pub alternate_exchange: Option<String>,
-    /// Gives up R20: a key may have many unconfirmed publishes, and a nack in the middle of them reorders the key.
+    /// Gives up R20: a key may have many unconfirmed publishes, and a nack in the middle of them
+    /// reorders the key.
     pub pipeline_per_key: bool,
-    /// Queues per consumer and topic. 1 is a plain quorum queue; more stand behind a consistent-hash exchange (R30).
+    /// Queues per consumer and topic. 1 is a plain quorum queue; more stand behind a
+    /// consistent-hash exchange (R30).
     pub partitions: u32,
     /// Channels of one publishing session.
     pub channels: usize,
@@ -54,7 +59,8 @@ pub struct RabbitConfig {
     pub prefetch: u16,
     /// Heartbeat asked for; the server may want a shorter one.
     pub heartbeat: Duration,
-    /// How long resolving, connecting, TLS and the handshake may take together, and how long one answer of the server may.
+    /// How long resolving, connecting, TLS and the handshake may take together, and how long one
+    /// answer of the server may.
     pub connect_deadline: Duration,
     /// How long any close may take.
     pub close_deadline: Duration,

@@ -1,16 +1,20 @@
-//! The task of a publishing session: publishes, collects confirms and returns, and says what became of each row.
+//! The task of a publishing session: publishes, collects confirms and returns, and says what became
+//! of each row.
 //!
-//! Guarantees: a row counts as published by an ack **and** no return (G2); of a key, one publish is unconfirmed (R20); a
-//! return belongs to the row whose id it carries, whatever confirm it came on, and where one was seen nothing of that
-//! channel is believed before its window is finished (R21); after a refusal no later row of that topic or key is published
-//! until the runtime knows of it; a nack ends the session (R21).
+//! Guarantees: a row counts as published by an ack **and** no return (G2); of a key, one publish is
+//! unconfirmed (R20); a return belongs to the row whose id it carries, whatever confirm it came on,
+//! and where one was seen nothing of that channel is believed before its window is finished (R21);
+//! after a refusal no later row of that topic or key is published until the runtime knows of it; a
+//! nack ends the session (R21).
 //!
-//! Why returns need care: the client library keeps returned messages in one queue and gives the first to whichever confirm
-//! completes next. A confirm without a return is safe: it found that queue empty, so its own return, had there been one, was
-//! given to a confirm that completed before it, which is in our hands already. A confirm *with* a return says nothing of its
-//! own row, so the channel then takes nothing new until all its confirms are in: by then every return is out too.
+//! Why returns need care: the client library keeps returned messages in one queue and gives the
+//! first to whichever confirm completes next. A confirm without a return is safe: it found that
+//! queue empty, so its own return, had there been one, was given to a confirm that completed before
+//! it, which is in our hands already. A confirm *with* a return says nothing of its own row, so the
+//! channel then takes nothing new until all its confirms are in: by then every return is out too.
 //!
-//! Not here: what the runtime makes of a refusal (room `policy`), and how long it waits for a confirm that does not come.
+//! Not here: what the runtime makes of a refusal (room `policy`), and how long it waits for a
+//! confirm that does not come.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -31,9 +35,10 @@ use super::socket::Link;
 use super::wire;
 use crate::broker::{Receipt, Refusal};
 use crate::error::BrokerError;
-use crate::message::OutgoingMessage;
+use crate::message::{OutgoingMessage, lane_id};
 
-/// Reply codes that can only be about the message itself, if it was alone: content too large, precondition, frame, syntax.
+/// Reply codes that can only be about the message itself, if it was alone: content too large,
+/// precondition, frame, syntax.
 const ABOUT_THE_MESSAGE: [u16; 4] = [311, 406, 501, 502];
 
 /// How often the connection is looked at.
@@ -87,9 +92,14 @@ pub(super) struct Confirms {
     lanes: Lanes,
     in_flight: HashMap<u64, InFlight>,
     publishing: FuturesUnordered<BoxFuture<'static, (u64, lapin::Result<Confirmation>)>>,
-    /// Topics refused, the reason, and the hand-overs before it: rows sent without knowing of it are refused too.
+    /// Topics refused, the reason, and the hand-overs before it: rows sent without knowing of it
+    /// are refused too.
     refused: HashMap<String, (u64, String)>,
-    /// Set once the session is to end: nothing more is published, what is in flight may still be proven.
+    /// Keys of which a message was refused, and the hand-overs before it: rows sent without knowing
+    /// of it stand behind it.
+    refused_keys: HashMap<LaneId, u64>,
+    /// Set once the session is to end: nothing more is published, what is in flight may still be
+    /// proven.
     ending: Option<(BrokerError, Instant)>,
 }
 
@@ -117,6 +127,7 @@ impl Confirms {
             in_flight: HashMap::new(),
             publishing: FuturesUnordered::new(),
             refused: HashMap::new(),
+            refused_keys: HashMap::new(),
             ending: None,
         })
     }
@@ -132,7 +143,8 @@ impl Confirms {
             if self.finished() {
                 break;
             }
-            // Cancel safety: every branch keeps what it has not returned (channel, stream of futures, timer).
+            // Cancel safety: every branch keeps what it has not returned (channel, stream of
+            // futures, timer).
             tokio::select! {
                 more = rows.recv() => match more {
                     Some(more) => self.take(more),
@@ -167,16 +179,24 @@ impl Confirms {
 
     fn take(&mut self, Rows { rows, known }: Rows) {
         self.refused.retain(|_, (handovers, _)| known <= *handovers);
+        self.refused_keys.retain(|_, handovers| known <= *handovers);
         for (tag, message) in rows {
-            match self.refused.get(&message.topic) {
-                Some((_, why)) => {
-                    let why = Refusal::Destination(why.clone());
-                    self.say(tag, message.weight(), Err(why));
-                }
-                None => self.lanes.add(tag, message),
+            if let Some((_, why)) = self.refused.get(&message.topic) {
+                let why = Refusal::Destination(why.clone());
+                self.say(tag, message.weight(), Err(why));
+            } else if self.stands_behind(&message) {
+                self.say(tag, message.weight(), Err(behind()));
+            } else {
+                self.lanes.add(tag, message);
             }
         }
         self.shared.notify();
+    }
+
+    fn stands_behind(&self, message: &OutgoingMessage) -> bool {
+        let lane = |key: &str| lane_id(&message.topic, key.as_bytes());
+        !self.refused_keys.is_empty()
+            && message.key.as_deref().is_some_and(|key| self.refused_keys.contains_key(&lane(key)))
     }
 
     fn publish(&mut self) {
@@ -185,7 +205,8 @@ impl Confirms {
         }
         let mut idle = 0;
         let mut at = 0;
-        // Round and round the channels, so that none starves, until none has anything or the window is full.
+        // Round and round the channels, so that none starves, until none has anything or the window
+        // is full.
         while idle < self.channels.len() && self.in_flight.len() < self.window && self.ending.is_none() {
             let open = self.channels[at].returned.is_empty() && self.channels[at].error.is_none();
             match if open { self.lanes.next(at) } else { None } {
@@ -207,9 +228,8 @@ impl Confirms {
         let (properties, routing_key) = match ready {
             Ok(ready) => ready,
             Err(why) => {
-                self.say(tag, weight, Err(Refusal::Message(why)));
+                self.refuse_message(tag, weight, lane, why);
                 self.shared.notify();
-                self.after_refused_message(lane);
                 return;
             }
         };
@@ -232,12 +252,17 @@ impl Confirms {
         );
     }
 
-    /// Rows of a key that wait behind a refused message may go or not as the runtime decides: the session starts anew.
-    fn after_refused_message(&mut self, lane: Option<LaneId>) {
-        if self.lanes.waits_behind(lane) {
-            self.end(BrokerError::Session("a message was refused and others of its key stood behind it".to_owned()));
-        } else {
-            self.lanes.settled(lane);
+    /// A message is refused before it is sent, and nothing of its key that stands behind it goes.
+    fn refuse_message(&mut self, tag: u64, weight: usize, lane: Option<LaneId>, why: String) {
+        let taken = lane.map(|lane| self.lanes.take_key(lane)).unwrap_or_default();
+        // One lock for all, as for a topic.
+        let mut state = self.shared.lock();
+        state.settle(tag, weight, Err(Refusal::Message(why)));
+        for row in taken {
+            state.settle(row.tag, row.message.weight(), Err(behind()));
+        }
+        if let Some(lane) = lane {
+            self.refused_keys.insert(lane, state.handovers);
         }
     }
 
@@ -359,7 +384,8 @@ impl Confirms {
                 tracing::info!("rabbitmq takes messages again");
                 self.shared.lock().blocked = None;
             }
-            // An error of a channel comes with its confirms, which say which rows it was about, or belongs to a probe.
+            // An error of a channel comes with its confirms, which say which rows it was about, or
+            // belongs to a probe.
             Event::Error(error) if !error.is_amqp_soft_error() => self.end(classify(&error)),
             _ => {}
         }
@@ -377,6 +403,10 @@ impl Confirms {
             self.end(BrokerError::Unavailable("the connection to RabbitMQ has ended".to_owned()));
         }
     }
+}
+
+fn behind() -> Refusal {
+    Refusal::Behind("an earlier message of its key was refused".to_owned())
 }
 
 struct EndOnDrop(Arc<Shared>);

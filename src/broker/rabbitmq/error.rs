@@ -1,7 +1,7 @@
 //! What an error of the client or a reply code of the server means.
 //!
-//! Promise: an unknown error is a doubt of the session, never the fault of a message. Source: AMQP 0.9.1, section 1.2
-//! (reply codes), and what RabbitMQ puts into the reply texts.
+//! Promise: an unknown error is a doubt of the session, never the fault of a message. Source: AMQP
+//! 0.9.1, section 1.2 (reply codes), and what RabbitMQ puts into the reply texts.
 
 use std::future::Future;
 use std::time::Duration;

@@ -1,7 +1,9 @@
-//! Rows that wait for their turn: one unconfirmed publish per key (R20), and each key always on the same channel.
+//! Rows that wait for their turn: one unconfirmed publish per key (R20), and each key always on the
+//! same channel.
 //!
-//! Guarantees: of one key, rows leave in the order they came, and the next one only once the one before is settled; rows
-//! without a key never wait. With `pipeline` (R20 given up) nothing waits, but a key still keeps its channel and its order.
+//! Guarantees: of one key, rows leave in the order they came, and the next one only once the one
+//! before is settled; rows without a key never wait. With `pipeline` (R20 given up) nothing waits,
+//! but a key still keeps its channel and its order.
 //!
 //! Pure: no I/O, no clock.
 
@@ -76,13 +78,20 @@ impl Lanes {
         }
     }
 
-    /// Whether rows of this key wait behind the one in flight.
-    pub(super) fn waits_behind(&self, lane: Option<LaneId>) -> bool {
-        let Some(lane) = lane else { return false };
-        if self.pipeline {
-            return self.ready.iter().flatten().any(|row| row.lane == Some(lane));
+    /// Takes out all rows of a key that are not published, in order.
+    pub(super) fn take_key(&mut self, lane: LaneId) -> Vec<Row> {
+        let mut taken = Vec::new();
+        for ready in &mut self.ready {
+            let (of_key, others) = std::mem::take(ready).into_iter().partition(|row| row.lane == Some(lane));
+            *ready = others;
+            taken.extend::<VecDeque<Row>>(of_key);
         }
-        self.lanes.get(&lane).is_some_and(|waiting| !waiting.is_empty())
+        taken.extend(self.lanes.remove(&lane).unwrap_or_default());
+        for row in &taken {
+            self.leaves(&row.message.topic);
+        }
+        taken.sort_unstable_by_key(|row| row.tag);
+        taken
     }
 
     /// Takes out all rows of a topic that are not published, in order.
@@ -96,7 +105,8 @@ impl Lanes {
                 if row.message.topic == topic { taken.push(row) } else { ready.push_back(row) }
             }
         }
-        // A lane whose first row was only ready goes wholly; one with a row in flight stays, with nothing behind it.
+        // A lane whose first row was only ready goes wholly; one with a row in flight stays, with
+        // nothing behind it.
         for lane in taken.iter().filter_map(|row| row.lane).collect::<Vec<_>>() {
             taken.extend(self.lanes.remove(&lane).unwrap_or_default());
         }
@@ -161,7 +171,6 @@ mod tests {
         }
         let first = drain(&mut lanes);
         assert_eq!(tags(&first), [1, 3, 4, 5]);
-        assert!(lanes.waits_behind(first[0].lane) && !lanes.waits_behind(first[2].lane));
         lanes.settled(first[0].lane);
         let second = drain(&mut lanes);
         assert_eq!(tags(&second), [2]);
@@ -187,6 +196,23 @@ mod tests {
         let rows = drain(&mut lanes);
         assert_eq!(tags(&rows), [1, 2, 3]);
         assert!(rows.iter().all(|row| row.channel == rows[0].channel));
+    }
+
+    #[test]
+    fn a_key_is_taken_out_whole_and_others_stay() {
+        for pipeline in [false, true] {
+            let mut lanes = Lanes::new(2, pipeline);
+            for (tag, key) in [(1, Some("a")), (2, Some("a")), (3, Some("b")), (4, None), (5, Some("a"))] {
+                lanes.add(tag, message("t", key));
+            }
+            let lane = lane_id("t", b"a");
+            let channel = lanes.ready.iter().position(|ready| ready.iter().any(|row| row.lane == Some(lane))).unwrap();
+            while lanes.next(channel).unwrap().tag != 1 {}
+            assert_eq!(tags(&lanes.take_key(lane)), [2, 5]);
+            lanes.add(6, message("t", Some("a")));
+            assert!(tags(&drain(&mut lanes)).contains(&6), "what comes later goes");
+            assert!(lanes.topics.is_empty());
+        }
     }
 
     #[test]

@@ -1,7 +1,9 @@
-//! The publishing side: what the runtime holds, and what it shares with the task that works on the channels.
+//! The publishing side: what the runtime holds, and what it shares with the task that works on the
+//! channels.
 //!
-//! Guarantees: `settle` loses nothing when it is dropped (outcomes stand in the shared state until they are handed over);
-//! dropping the session cuts its connection; a topic without a route is not ready until it is time to try again.
+//! Guarantees: `settle` loses nothing when it is dropped (outcomes stand in the shared state until
+//! they are handed over); dropping the session cuts its connection; a topic without a route is not
+//! ready until it is time to try again.
 //!
 //! Not here: confirms, returns and channels (`confirms`), the order of a key (`lanes`).
 
@@ -127,7 +129,8 @@ impl RabbitPublisher {
         self.shared.lock().ended.as_ref().map_or(Ok(()), |error| Err(again(error)))
     }
 
-    /// R16's probe: a new channel and a passive declare of the exchange. What is wrong, where something is.
+    /// R16's probe: a new channel and a passive declare of the exchange. What is wrong, where
+    /// something is.
     async fn probe(&self) -> Result<Option<String>, BrokerError> {
         let channel = self.link.channel().await?;
         let passive = ExchangeDeclareOptions { passive: true, ..ExchangeDeclareOptions::default() };
@@ -135,7 +138,8 @@ impl RabbitPublisher {
         let asked = channel.exchange_declare(exchange, ExchangeKind::Topic, passive, FieldTable::default());
         match within(self.deadline, "exchange.declare", asked).await {
             Ok(()) => {
-                // The channel's own drop would close it too, but without a deadline and without order.
+                // The channel's own drop would close it too, but without a deadline and without
+                // order.
                 let _ = within(self.close_deadline, "channel.close", channel.close(200, "OK".into())).await;
                 Ok(None)
             }
@@ -146,7 +150,8 @@ impl RabbitPublisher {
         }
     }
 
-    /// A topic without a route is left alone until it is time to try again; of the others the exchange is asked for.
+    /// A topic without a route is left alone until it is time to try again; of the others the
+    /// exchange is asked for.
     async fn state_of(&mut self, topic: &str) -> Result<TopicState, BrokerError> {
         self.ended()?;
         let returned = self.shared.lock().no_route.get(topic).cloned();
@@ -191,7 +196,8 @@ impl Publisher for RabbitPublisher {
             .shared
             .until(|state| match &state.ended {
                 Some(error) => Some(Err(again(error))),
-                // While the server is blocked nothing becomes free, and the runtime must stay able to ask why.
+                // While the server is blocked nothing becomes free, and the runtime must stay able
+                // to ask why.
                 None if state.held_bytes >= held_bytes_max && state.blocked.is_none() => None,
                 None => {
                     state.outstanding += rows.len();

@@ -1,6 +1,7 @@
 //! The client library alone, with the properties and headers of a row: what `bench` compares with.
 //!
-//! Promise: one connection, one confirm channel, a sliding window of confirms; no return, order or nack is looked after.
+//! Promise: one connection, one confirm channel, a sliding window of confirms; no return, order or
+//! nack is looked after.
 
 use futures::stream::{FuturesUnordered, StreamExt};
 use lapin::options::{BasicPublishOptions, ConfirmSelectOptions};

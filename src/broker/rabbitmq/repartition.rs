@@ -1,16 +1,17 @@
 //! Another number of queues for a consumer's topic, without a message out of order.
 //!
-//! Why: a key has its place in one queue. Where the number of queues changes while messages wait, later messages of a key
-//! would stand in another queue than the earlier ones, and run first. So all that waits in the old queues is handled before
-//! anything is read from the new ones:
+//! Why: a key has its place in one queue. Where the number of queues changes while messages wait,
+//! later messages of a key would stand in another queue than the earlier ones, and run first. So
+//! all that waits in the old queues is handled before anything is read from the new ones:
 //!
-//! 1. the new queues are bound, then the old ones are unbound: from here on the old ones only get shorter. What came in
-//!    between stands in both, and the inbox knows it the second time;
+//! 1. the new queues are bound, then the old ones are unbound: from here on the old ones only get
+//!    shorter. What came in between stands in both, and the inbox knows it the second time;
 //! 2. the consumers of the old number go on until nothing is left, and are stopped;
 //! 3. the old queues are deleted; only then does a consumer of the new number get in.
 //!
-//! Guarantees: each step may be repeated, and the whole may be broken off and begun again; a queue is deleted only after it
-//! was seen twice without a message and without a consumer; a consumer of any other number is refused all the while.
+//! Guarantees: each step may be repeated, and the whole may be broken off and begun again; a queue
+//! is deleted only after it was seen twice without a message and without a consumer; a consumer of
+//! any other number is refused all the while.
 //!
 //! Not here: who waits, and for how long (`oncebox queues repartition`).
 
@@ -33,7 +34,8 @@ const BETWEEN_LOOKS: Duration = Duration::from_secs(1);
 pub enum Repartition {
     /// The queues are those of the number that is configured, and nothing else is there.
     Done,
-    /// The old queues get nothing more. They must be read empty by consumers of the old number, which must then end.
+    /// The old queues get nothing more. They must be read empty by consumers of the old number,
+    /// which must then end.
     Draining {
         /// The number of old queues.
         from: usize,
@@ -60,7 +62,8 @@ pub(super) async fn other_layout(
         return Ok(vec![plain]);
     }
     let wanted = config.partitions as usize;
-    // The hash exchange is declared after all its queues: fewer of them without it are a start that was broken off.
+    // The hash exchange is declared after all its queues: fewer of them without it are a start that
+    // was broken off.
     let is_other = match numbered.len() {
         0 => false,
         fewer if fewer < wanted => topology.exchange_exists(&hash_exchange(subscription, topic)).await?,
@@ -86,8 +89,9 @@ async fn numbered(
     }
 }
 
-/// The exchange that stands while queues of this number are drained. Nothing is ever routed by it: that it is there tells
-/// consumers of the old number to read on, and not to bind their queues again.
+/// The exchange that stands while queues of this number are drained. Nothing is ever routed by it:
+/// that it is there tells consumers of the old number to read on, and not to bind their queues
+/// again.
 pub(super) fn draining(subscription: &Subscription, topic: &str, from: usize) -> String {
     format!("{}.draining.{from}", subscription.queue(topic))
 }

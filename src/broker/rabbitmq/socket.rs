@@ -1,12 +1,14 @@
 //! A connection whose socket is ours.
 //!
-//! Why: dropping a consumer, channel or connection of the client library *sends* `basic.cancel`, `channel.close` or
-//! `connection.close`; with unacknowledged deliveries that hands the later ones to the standby first (R29). So we open the
-//! socket, keep its descriptor (below TLS), and shut it down before any handle of the library is dropped: the server then
-//! sees a lost connection and puts everything back in order.
+//! Why: dropping a consumer, channel or connection of the client library *sends* `basic.cancel`,
+//! `channel.close` or `connection.close`; with unacknowledged deliveries that hands the later ones
+//! to the standby first (R29). So we open the socket, keep its descriptor (below TLS), and shut it
+//! down before any handle of the library is dropped: the server then sees a lost connection and
+//! puts everything back in order.
 //!
-//! Guarantees: whatever ends a [`Link`] (drop, panic, abort of a task), `shutdown(2)` comes first; connecting has one
-//! deadline for name, socket, TLS and handshake together; TLS is always verified.
+//! Guarantees: whatever ends a [`Link`] (drop, panic, abort of a task), `shutdown(2)` comes first;
+//! connecting has one deadline for name, socket, TLS and handshake together; TLS is always
+//! verified.
 //!
 //! Not here: channels and what runs on them; recovery (never automatic, R29).
 
@@ -84,7 +86,8 @@ impl Link {
             let connector = connector(config.ca_file.as_deref())?;
             stream = stream.into_rustls(&connector, &server.host).await.map_err(|error| untrusted(&error, server))?;
         }
-        // The library asks for a stream through a function that it could call again; there is one stream, and no retry.
+        // The library asks for a stream through a function that it could call again; there is one
+        // stream, and no retry.
         let once = Mutex::new(Some(stream));
         let connection = Connection::connector(
             server.uri.clone(),
@@ -115,7 +118,8 @@ impl Link {
         self.socket.shut_down();
     }
 
-    /// Says goodbye, where nothing is outstanding. The library can hang here, so there is a deadline.
+    /// Says goodbye, where nothing is outstanding. The library can hang here, so there is a
+    /// deadline.
     pub(super) async fn close(&self, deadline: Duration) {
         let _ = within(deadline, "connection.close", self.connection.close(200, "OK".into())).await;
     }

@@ -1,4 +1,5 @@
-//! The consuming side: queues, deliveries, acknowledgements, and an end that hands nothing back out of order.
+//! The consuming side: queues, deliveries, acknowledgements, and an end that hands nothing back out
+//! of order.
 //!
 //! Guarantees: acknowledgements are `multiple`, up to what the runtime said is committed, never
 //! beyond what was delivered (R29); a stream that ends, a channel or connection that closes, and a
@@ -50,7 +51,8 @@ struct Source {
     acknowledged: u64,
     /// Tags that are not yet acknowledged, and what each weighs.
     in_flight: VecDeque<(u64, usize)>,
-    /// Messages that stood in the queue when we came, less those taken; none once the queue was seen empty.
+    /// Messages that stood in the queue when we came, less those taken; none once the queue was
+    /// seen empty.
     expected: u64,
 }
 
@@ -78,7 +80,8 @@ impl InFlight {
     }
 }
 
-/// Everything that must outlive the socket: the socket is cut first, then the handles are dropped (R29).
+/// Everything that must outlive the socket: the socket is cut first, then the handles are dropped
+/// (R29).
 struct Guard {
     link: Link,
     sources: Vec<Source>,
@@ -118,7 +121,8 @@ impl RabbitSubscriber {
         let mut guard = Guard { link, sources: Vec::new() };
         let mut queues = Vec::new();
         let mut topology = Topology::new(&guard.link, config);
-        // As the publisher does, so that either may start first, and producers of others need no publisher of ours.
+        // As the publisher does, so that either may start first, and producers of others need no
+        // publisher of ours.
         topology.exchange(config).await?;
         for topic in &subscription.topics {
             queues.extend(topology.subscribe(config, subscription, topic, unlimited).await?);
@@ -195,7 +199,8 @@ impl RabbitSubscriber {
     }
 
     fn poll_deliveries(&mut self, context: &mut Context<'_>) -> Poll<Result<(), BrokerError>> {
-        // While paused, what the prefetch lets through is kept here, so that an end of the stream is still seen.
+        // While paused, what the prefetch lets through is kept here, so that an end of the stream
+        // is still seen.
         let max = if self.paused { usize::MAX } else { DELIVERIES_MAX };
         match self.take(context, max) {
             Ok(()) if self.paused || self.waiting.is_empty() => Poll::Pending,
@@ -203,8 +208,9 @@ impl RabbitSubscriber {
         }
     }
 
-    /// Messages that stood in a queue when we came may have gone to another process. An empty queue says that nothing is left
-    /// that we do not have, or that is on its way to us: the second answer on the same channel comes after it.
+    /// Messages that stood in a queue when we came may have gone to another process. An empty queue
+    /// says that nothing is left that we do not have, or that is on its way to us: the second
+    /// answer on the same channel comes after it.
     async fn look_at_what_is_left(&mut self) -> Result<(), BrokerError> {
         let deadline = self.config.connect_deadline;
         let mut left = Vec::with_capacity(self.guard.sources.len());
@@ -328,7 +334,8 @@ impl Subscriber for RabbitSubscriber {
         self.in_flight.bytes -= gone.bytes;
         let ack = source.channel.basic_ack(through, BasicAckOptions { multiple: true });
         if let Err(fault) = within(self.config.close_deadline, "basic.ack", ack).await {
-            // No loss: the inbox knows these messages. The end of the channel comes from `next` (D7, E9).
+            // No loss: the inbox knows these messages. The end of the channel comes from `next`
+            // (D7, E9).
             tracing::debug!(queue = &*source.id.place, why = fault.text(), "an acknowledgement was not sent");
         }
         Ok(())
@@ -353,7 +360,8 @@ impl Subscriber for RabbitSubscriber {
 
     async fn close(self: Box<Self>) {
         for source in &self.guard.sources {
-            // Any call with an answer: the server has then seen the acknowledgements before it on this channel.
+            // Any call with an answer: the server has then seen the acknowledgements before it on
+            // this channel.
             let answered = source.channel.basic_qos(source.prefetch, BasicQosOptions::default());
             let _ = within(self.config.close_deadline, "basic.qos", answered).await;
         }

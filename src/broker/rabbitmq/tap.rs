@@ -1,7 +1,9 @@
-//! Reading everything that was published, for `demo`, `bench` and tests: a queue beside the consumers' own.
+//! Reading everything that was published, for `demo`, `bench` and tests: a queue beside the
+//! consumers' own.
 //!
-//! Guarantees: a tap sees every message published after it was made; `read` answers with all of them, in the order of the
-//! queue, however often it is called. A forgotten tap queue goes away by itself. A dropped `read` may show messages twice.
+//! Guarantees: a tap sees every message published after it was made; `read` answers with all of
+//! them, in the order of the queue, however often it is called. A forgotten tap queue goes away by
+//! itself. A dropped `read` may show messages twice.
 
 use std::collections::HashMap;
 
@@ -68,7 +70,8 @@ impl Taps {
         })?;
         let link = Link::open(config, "oncebox tap").await?;
         loop {
-            // A fresh channel each time: what it was given beyond the count goes back to its place when it is closed.
+            // A fresh channel each time: what it was given beyond the count goes back to its place
+            // when it is closed.
             let channel = link.channel().await?;
             let passive = QueueDeclareOptions::default().passive();
             let asked = channel.queue_declare(tap.queue.as_str().into(), passive, FieldTable::default());

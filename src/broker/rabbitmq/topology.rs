@@ -1,8 +1,9 @@
 //! Exchange, queues and bindings, declared so that declaring again changes nothing (R30).
 //!
-//! Guarantees: queues are durable quorum queues with a single active consumer from the first declaration; an existing queue
-//! with other arguments is refused by the name of the argument, except for the delivery limit, which cannot be changed
-//! afterwards and is taken as it stands; behind a hash exchange all queues are bound before the first message can reach it.
+//! Guarantees: queues are durable quorum queues with a single active consumer from the first
+//! declaration; an existing queue with other arguments is refused by the name of the argument,
+//! except for the delivery limit, which cannot be changed afterwards and is taken as it stands;
+//! behind a hash exchange all queues are bound before the first message can reach it.
 //!
 //! Not here: policies (an operator's; `check` says what to set).
 
@@ -23,7 +24,8 @@ use crate::broker::Subscription;
 use crate::error::BrokerError;
 use crate::message::wire;
 
-/// The argument that older servers do not know as -1, and that no policy can turn off on newer ones but this.
+/// The argument that older servers do not know as -1, and that no policy can turn off on newer ones
+/// but this.
 pub(super) const DELIVERY_LIMIT: &str = "x-delivery-limit";
 /// The exchange type of the plugin `rabbitmq_consistent_hash_exchange`.
 const CONSISTENT_HASH: &str = "x-consistent-hash";
@@ -61,7 +63,8 @@ pub(super) fn hash_exchange(subscription: &Subscription, topic: &str) -> String 
     format!("{}.hash", subscription.queue(topic))
 }
 
-/// Declares things on one connection; a refused declaration closes its channel, so each failure opens another one.
+/// Declares things on one connection; a refused declaration closes its channel, so each failure
+/// opens another one.
 #[derive(Debug)]
 pub(super) struct Topology<'l> {
     link: &'l Link,
@@ -132,7 +135,8 @@ impl<'l> Topology<'l> {
         }
     }
 
-    /// Everything a subscription needs for one topic; answers with the queues in the order of their numbers.
+    /// Everything a subscription needs for one topic; answers with the queues in the order of their
+    /// numbers.
     ///
     /// # Errors
     /// [`BrokerError::Refused`] where queues of another number of partitions are there.
@@ -245,7 +249,8 @@ impl<'l> Topology<'l> {
             Err(fault) => fault,
         };
         if differs_in_limit(&fault) {
-            // The server names one argument at a time: the same again with the limit it has shows whether it was the only one.
+            // The server names one argument at a time: the same again with the limit it has shows
+            // whether it was the only one.
             match self.declare_queue(name, current_limit(&fault.text())).await {
                 Ok(found) => return Ok(Found { limit_as_it_stands: true, ..found }),
                 Err(other) => fault = other,
@@ -351,7 +356,8 @@ pub(super) fn no_plugin(text: &str) -> BrokerError {
     ))
 }
 
-/// The plugin of an exchange type is missing: 503 and the end of the connection before 4.0, 406 since.
+/// The plugin of an exchange type is missing: 503 and the end of the connection before 4.0, 406
+/// since.
 fn is_unknown_type(fault: &Fault) -> bool {
     fault.code() == Some(COMMAND_INVALID)
         || fault.code() == Some(PRECONDITION_FAILED) && fault.text().contains("unknown exchange type")

@@ -1,7 +1,7 @@
 //! The version of the server, which decides one queue argument (R30).
 //!
-//! The client library receives it in `connection.start` and does not keep it, so we ask on a socket of our own that ends
-//! after that first frame. Asked once per broker object.
+//! The client library receives it in `connection.start` and does not keep it, so we ask on a socket
+//! of our own that ends after that first frame. Asked once per broker object.
 
 use futures::io::{AsyncReadExt, AsyncWriteExt};
 use lapin::AsyncTcpStream;
@@ -30,7 +30,8 @@ impl ServerVersion {
         (parts.next().unwrap_or(0), parts.next().unwrap_or(0))
     }
 
-    /// From 4.0 a quorum queue has a delivery limit of 20 unless told otherwise, and takes -1 for none (R30, D9).
+    /// From 4.0 a quorum queue has a delivery limit of 20 unless told otherwise, and takes -1 for
+    /// none (R30, D9).
     pub(super) fn limits_deliveries(&self) -> bool {
         self.numbers() >= (4, 0)
     }

@@ -1,9 +1,11 @@
 //! CloudEvents over AMQP 0.9.1: a message as properties and headers, and back.
 //!
-//! Guarantees: payload bytes are never touched; what the application gave as headers goes out as long strings; whatever type
-//! a foreign publisher used for a header comes in as bytes that a person can read.
+//! Guarantees: payload bytes are never touched; what the application gave as headers goes out as
+//! long strings; whatever type a foreign publisher used for a header comes in as bytes that a
+//! person can read.
 //!
-//! Source: CloudEvents AMQP binding 1.0.2 with the prefix `cloudEvents_`, here as headers of AMQP 0.9.1.
+//! Source: CloudEvents AMQP binding 1.0.2 with the prefix `cloudEvents_`, here as headers of AMQP
+//! 0.9.1.
 
 use chrono::{DateTime, SecondsFormat, Utc};
 use lapin::BasicProperties;
@@ -87,7 +89,8 @@ pub(super) fn arrived(delivery: Delivery, queue: &str) -> Arrived {
     }
 }
 
-/// A header value as bytes: text and byte arrays as they are, numbers in decimal, times in RFC 3339, tables and arrays as JSON.
+/// A header value as bytes: text and byte arrays as they are, numbers in decimal, times in RFC
+/// 3339, tables and arrays as JSON.
 fn bytes(value: &AMQPValue) -> Vec<u8> {
     match value {
         AMQPValue::LongString(text) => text.as_bytes().to_vec(),

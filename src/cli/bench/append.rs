@@ -20,7 +20,8 @@ pub(super) async fn measure<S: Yard>(bed: &mut Bed<S>, load: Load) -> Result<Vec
     let (topic, _) = bed.topic("append", &[]).await?;
     let maker = Arc::new(Maker::new(&topic, load));
     let progress = Rounds::start("append", load.rounds);
-    // A new connection of PostgreSQL compiles functions and reads its catalogue: for once, not for each transaction.
+    // A new connection of PostgreSQL compiles functions and reads its catalogue: for once, not for
+    // each transaction.
     for message in [true, false] {
         business(bed, &maker, message, S::WRITERS * 50).await?;
     }

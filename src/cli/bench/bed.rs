@@ -47,6 +47,8 @@ pub(super) struct Bed<S: Yard> {
     /// As they were given: with the URL of the server.
     given: Settings,
     own: OwnDatabase,
+    /// The second one, once it was begun.
+    second: Option<OwnDatabase>,
     made: Vec<Subscription>,
 }
 
@@ -71,7 +73,10 @@ impl<S: Yard> Bed<S> {
             Ok((store, broker))
         };
         match made.await {
-            Ok((store, broker)) => Ok(Self { store, broker, settings, tag, dir, given, own, made: Vec::new() }),
+            Ok((store, broker)) => {
+                let (second, made) = (None, Vec::new());
+                Ok(Self { store, broker, settings, tag, dir, given, own, second, made })
+            }
             Err(error) => {
                 own.drop::<S>().await?;
                 Err(error)
@@ -84,9 +89,13 @@ impl<S: Yard> Bed<S> {
         connect(&self.settings).await
     }
 
-    /// A database beside this one, with the same tables and nothing in them; whoever asked for it drops it.
-    pub(super) async fn beside(&self) -> Result<(S, OwnDatabase), AppError> {
-        let own = OwnDatabase::make::<S>(&self.given, format!("{}_b", self.own.name), &self.dir).await?;
+    /// A database beside this one, with the same tables and nothing in them; whoever asked for it
+    /// drops it, or [`Bed::clear`].
+    pub(super) async fn beside(&mut self) -> Result<(S, OwnDatabase), AppError> {
+        let second = OwnDatabase { name: format!("{}_b", self.own.name), ..self.own.clone() };
+        // Known before it is there: who is stopped in between leaves nothing behind.
+        self.second = Some(second.clone());
+        let own = OwnDatabase::make::<S>(&self.given, second.name, &self.dir).await?;
         let mut settings = self.settings.clone();
         settings.database.url = own.url.clone();
         let store = connect::<S>(&settings).await?;
@@ -94,7 +103,8 @@ impl<S: Yard> Bed<S> {
         Ok((store, own))
     }
 
-    /// A new topic that these consumers read; on RabbitMQ their queues stand before anything is published.
+    /// A new topic that these consumers read; on RabbitMQ their queues stand before anything is
+    /// published.
     pub(super) async fn topic(&mut self, name: &str, consumers: &[&str]) -> Result<(String, Vec<String>), AppError> {
         let topic = format!("bench-{}-{name}-{}", self.tag, self.made.len());
         self.broker.declare(std::slice::from_ref(&topic)).await?;
@@ -127,7 +137,11 @@ impl<S: Yard> Bed<S> {
     pub(super) async fn clear(self) -> Result<(), AppError> {
         let topics = self.broker.remove(&self.made).await;
         self.store.close().await;
-        let database = self.own.drop::<S>().await;
+        let second = match &self.second {
+            Some(second) => second.drop::<S>().await,
+            None => Ok(()),
+        };
+        let database = self.own.drop::<S>().await.and(second);
         let files = std::fs::remove_dir_all(&self.dir)
             .map_err(|error| AppError::failed(format!("{} cannot be removed: {error}", self.dir.display())));
         topics?;

@@ -1,7 +1,8 @@
 //! Consuming: effects per second from the real broker.
 //!
-//! Both sides read the same topic, under names of their own, and update the same table; a side's clock runs from its first
-//! delivery to its last acknowledgement, so joining a group is nobody's cost.
+//! Both sides read the same topic, under names of their own, and update the same table; a side's
+//! clock runs from its first delivery to its last acknowledgement, so joining a group is nobody's
+//! cost.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};

@@ -1,4 +1,5 @@
-//! Many at once: one piece of work after another, by so many tasks as are to stand for writers or clients.
+//! Many at once: one piece of work after another, by so many tasks as are to stand for writers or
+//! clients.
 
 use std::future::Future;
 use std::sync::Arc;
@@ -10,7 +11,8 @@ use tokio::task::JoinSet;
 use super::relay::rate;
 use crate::app::AppError;
 
-/// So many pieces of work, numbered downwards, by so many tasks; pieces per second. The first error ends it.
+/// So many pieces of work, numbered downwards, by so many tasks; pieces per second. The first error
+/// ends it.
 pub(super) async fn crowd<W, F>(tasks: usize, count: usize, work: W) -> Result<f64, AppError>
 where
     W: Fn(usize) -> F + Send + Sync + 'static,

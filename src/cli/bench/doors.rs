@@ -1,7 +1,8 @@
 //! The doors for requests: what each adds to the same work without it.
 //!
-//! The work is a payment by the statements of the example service and one message, in a transaction, by as many clients as a service
-//! has. Both sides use one pool, synchronous commits, and take turns.
+//! The work is a payment by the statements of the example service and one message, in a
+//! transaction, by as many clients as a service has. Both sides use one pool, synchronous commits,
+//! and take turns.
 
 use std::future::Future;
 use std::sync::Arc;
@@ -189,7 +190,8 @@ async fn replayed<S: Yard>(door: &Arc<DoorA<S>>, count: usize) -> Result<f64, Ap
     clients(count, ask(true)).await
 }
 
-/// How many megabytes a thousand duplicates of one request with a body of 1 KB add to this process while the first runs.
+/// How many megabytes a thousand duplicates of one request with a body of 1 KB add to this process
+/// while the first runs.
 async fn duplicates<S: Yard>(door: &Arc<DoorA<S>>) -> Result<f64, AppError> {
     let key = Uuid::now_v7().to_string();
     let before = resident(std::process::id())?;

@@ -23,8 +23,8 @@ pub(super) struct Figure {
     /// What the baseline is.
     #[serde(skip_serializing_if = "Option::is_none")]
     against: Option<&'static str>,
-    /// What is wanted of the ratio where there is one, else of the value; of the value, too, where it
-    /// names the unit.
+    /// What is wanted of the ratio where there is one, else of the value; of the value, too, where
+    /// it names the unit.
     #[serde(skip_serializing_if = "Option::is_none")]
     target: Option<&'static str>,
 }

@@ -26,7 +26,7 @@ const FILL: u64 = 100_000;
 /// How many keys one purge takes.
 const PURGE: u32 = 1_000;
 
-pub(super) async fn measure<S: Yard>(bed: &Bed<S>, load: Load, stored: u64) -> Result<Vec<Figure>, AppError> {
+pub(super) async fn measure<S: Yard>(bed: &mut Bed<S>, load: Load, stored: u64) -> Result<Vec<Figure>, AppError> {
     let many = bed.store.clone();
     let (few, own) = bed.beside().await?;
     let measured = beside(&many, &few, load, stored).await;

@@ -1,7 +1,8 @@
-//! From the return of COMMIT to the broker's proof, and to the effect's own commit, at a steady rate.
+//! From the return of COMMIT to the broker's proof, and to the effect's own commit, at a steady
+//! rate.
 //!
-//! Writer, relay and consumer share this process, so the writer's hint reaches the relay; `latency.polled` is the same
-//! without the hint, as between processes.
+//! Writer, relay and consumer share this process, so the writer's hint reaches the relay;
+//! `latency.polled` is the same without the hint, as between processes.
 
 use std::collections::HashMap;
 use std::sync::Arc;

@@ -1,4 +1,5 @@
-//! How much memory the publisher has while it drains a large outbox: the real program, in a process of its own.
+//! How much memory the publisher has while it drains a large outbox: the real program, in a process
+//! of its own.
 
 use std::process::Stdio;
 use std::time::{Duration, Instant};

@@ -1,7 +1,8 @@
 //! The relay: rows per second, CPU, log and dead row versions per row.
 //!
-//! A round appends the rows, then takes turns: the plain reader, the bare client, the relay. The loop that awaits each publish
-//! and updates each row is so slow that it gets a share of the rows; rates are compared, not times.
+//! A round appends the rows, then takes turns: the plain reader, the bare client, the relay. The
+//! loop that awaits each publish and updates each row is so slow that it gets a share of the rows;
+//! rates are compared, not times.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};

@@ -9,7 +9,8 @@ mod sqlite;
 
 /// What every database does the same way, in its own dialect.
 ///
-/// `$read` is the list of columns, `$table` the outbox; `$row` turns a row into position and message.
+/// `$read` is the list of columns, `$table` the outbox; `$row` turns a row into position and
+/// message.
 macro_rules! plain_sql {
     (business: $business:literal, effects: $effects:literal, payment: $payment:literal, standing: $standing:literal, open: $open:literal, debit: $debit:literal, inbox: $inbox:literal, claim: $claim:literal, answer: $answer:literal, mark: $mark:literal, read: $read:expr, unmarked: $unmarked:expr, row: $row:path, id: $id:expr) => {
         async fn read_plainly(&self, after: i64) -> Result<Vec<(i64, OutgoingMessage)>, StoreError> {

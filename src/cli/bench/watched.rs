@@ -1,6 +1,8 @@
-//! A broker with a stopwatch: it notes when the first message went in and the last proof came out, and changes nothing.
+//! A broker with a stopwatch: it notes when the first message went in and the last proof came out,
+//! and changes nothing.
 //!
-//! Promise: what is timed is the adapter of the programs; a note costs one clock reading per call, not per message.
+//! Promise: what is timed is the adapter of the programs; a note costs one clock reading per call,
+//! not per message.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -42,7 +44,8 @@ pub(super) struct Notes {
     pub(super) first_delivery: Option<Moment>,
     pub(super) last_acknowledged: Option<Moment>,
     pub(super) deliveries: usize,
-    /// When each message was proven first, and acknowledged; filled only where each one is followed.
+    /// When each message was proven first, and acknowledged; filled only where each one is
+    /// followed.
     pub(super) proven_at: HashMap<Uuid, Instant>,
     pub(super) acknowledged_at: HashMap<String, Instant>,
 }
@@ -205,6 +208,10 @@ impl Subscriber for WatchedSubscriber {
 
     fn away(&self) -> Option<String> {
         self.subscriber.away()
+    }
+
+    fn has_no_share(&self) -> bool {
+        self.subscriber.has_no_share()
     }
 
     async fn acknowledge(&mut self, source: &PartitionId, through: i64) -> Result<(), BrokerError> {

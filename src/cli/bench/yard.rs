@@ -22,7 +22,8 @@ pub(super) trait Yard: Ground {
     /// Makes the business table and an inbox of one's own.
     fn make_tables(&self) -> impl Future<Output = Result<(), AppError>> + Send;
 
-    /// The rows behind a position, as a plain reader has them: whole, in position order, at most a thousand.
+    /// The rows behind a position, as a plain reader has them: whole, in position order, at most a
+    /// thousand.
     fn read_plainly(&self, after: i64) -> impl Future<Output = Result<Vec<(i64, OutgoingMessage)>, StoreError>> + Send;
 
     /// Copies the first rows of the outbox into a table with a status column.
@@ -43,8 +44,9 @@ pub(super) trait Yard: Ground {
     /// How many of these writes were ever committed.
     fn effects(&self) -> impl Future<Output = Result<usize, StoreError>> + Send;
 
-    /// A payment, by the four statements of `POST /payments` of the example service: its row, unless one of its reference stands; that
-    /// one; the account, unless it is there; its debit, where it has enough (O14).
+    /// A payment, by the four statements of `POST /payments` of the example service: its row,
+    /// unless one of its reference stands; that one; the account, unless it is there; its debit,
+    /// where it has enough (O14).
     fn pay(
         connection: &mut <Self::Db as sqlx::Database>::Connection,
         id: uuid::Uuid,
@@ -65,7 +67,8 @@ pub(super) trait Yard: Ground {
         answer: Vec<u8>,
     ) -> impl Future<Output = Result<(), StoreError>> + Send;
 
-    /// A message handled in a transaction of its own, by hand: begin, id, effect, commit, each awaited.
+    /// A message handled in a transaction of its own, by hand: begin, id, effect, commit, each
+    /// awaited.
     fn handle_by_hand(&self, id: uuid::Uuid, account: i64) -> impl Future<Output = Result<(), StoreError>> + Send;
 
     /// Puts finished keys of long ago into the store, numbered from the first to before the second.
@@ -74,7 +77,7 @@ pub(super) trait Yard: Ground {
     /// Bytes of log written so far, where the database tells.
     fn log_written(&self) -> impl Future<Output = Result<Option<f64>, StoreError>> + Send;
 
-    /// Row versions that updates and deletes left behind so far, where the database tells. Waits until closed connections
-    /// have reported theirs.
+    /// Row versions that updates and deletes left behind so far, where the database tells. Waits
+    /// until closed connections have reported theirs.
     fn left_behind(&self) -> impl Future<Output = Result<Option<f64>, StoreError>> + Send;
 }

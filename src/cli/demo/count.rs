@@ -1,4 +1,5 @@
-//! The verdict, counted from tables, files and broker. Nothing here looks at a counter of the programs.
+//! The verdict, counted from tables, files and broker. Nothing here looks at a counter of the
+//! programs.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 

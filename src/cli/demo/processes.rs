@@ -1,4 +1,5 @@
-//! The demo's own processes: started from this same binary, killed by process id, stopped at the end.
+//! The demo's own processes: started from this same binary, killed by process id, stopped at the
+//! end.
 
 use std::fs::File;
 use std::path::Path;

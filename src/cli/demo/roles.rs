@@ -1,4 +1,5 @@
-//! The cast: who takes payments, who keeps the ledger, who writes receipts. Each runs in a process of its own.
+//! The cast: who takes payments, who keeps the ledger, who writes receipts. Each runs in a process
+//! of its own.
 
 use std::collections::BTreeMap;
 
@@ -9,7 +10,7 @@ use uuid::Uuid;
 
 use super::stage::Names;
 use crate::app::config::Settings;
-use crate::app::{AppError, HandlersByConsumer, run_consumers_with, stop_on_signals, store_kind};
+use crate::app::{AppError, ConsumerStart, HandlersByConsumer, run_consumers_with, stop_on_signals, store_kind};
 use crate::cli::common::CommonArgs;
 use crate::error::HandlerError;
 use crate::message::{Message, NewMessage};
@@ -101,7 +102,7 @@ async fn play<S: Store>(role: Role, mut settings: Settings) -> Result<(), AppErr
         Handlers::new().on(KIND, Receipts { names })
     };
     let handlers = HandlersByConsumer::new().consumer(&name, topics, handlers);
-    run_consumers_with::<S>(&settings, handlers, None, Health::default(), stop).await
+    run_consumers_with::<S>(&settings, handlers, ConsumerStart::default(), Health::default(), stop).await
 }
 
 /// Business row and message in one transaction, one by one, over many accounts in turn.
@@ -160,8 +161,8 @@ async fn take<S: Store>(
     crate::store::commit(tx).await
 }
 
-/// The ledger is the plain sql handler, as any team can configure it. Its table has no unique key on purpose: only the inbox
-/// stands between a second delivery and a second entry.
+/// The ledger is the plain sql handler, as any team can configure it. Its table has no unique key
+/// on purpose: only the inbox stands between a second delivery and a second entry.
 async fn ledger<S: Store>(store: &S, names: &Names) -> Result<SqlHandler<S>, AppError> {
     let spec = SqlSpec {
         statements: vec![format!(

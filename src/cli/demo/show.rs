@@ -105,7 +105,8 @@ tables!(
     "convert(unique_key using utf8mb4)"
 );
 
-/// How long nothing may move before the show is given up. A kill costs a takeover; a loaded machine is slow.
+/// How long nothing may move before the show is given up. A kill costs a takeover; a loaded machine
+/// is slow.
 const NOTHING_MOVES: Duration = Duration::from_secs(120);
 
 struct Show<'a, S: Tables> {
@@ -131,7 +132,8 @@ pub(super) async fn show<S: Tables>(args: &DemoArgs, stage: &Stage) -> Result<Ve
     let topic = stage.names.topic();
     broker.declare(std::slice::from_ref(&topic)).await?;
     if !broker.is_log() {
-        // A queue receives what is published after it is bound: those of both consumers stand before the first payment.
+        // A queue receives what is published after it is bound: those of both consumers stand
+        // before the first payment.
         for role in ["ledger", "receipts"] {
             let subscription = Subscription::new(stage.names.consumer(role), vec![topic.clone()]);
             broker.subscriber(&subscription).await?.close().await;

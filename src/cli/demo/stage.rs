@@ -1,4 +1,5 @@
-//! The stage of a demo: a directory, a database, names of its own, and the settings that all its processes share.
+//! The stage of a demo: a directory, a database, names of its own, and the settings that all its
+//! processes share.
 
 use std::path::PathBuf;
 

@@ -1,6 +1,8 @@
-//! One entry of the journal, as bytes: a line of JSON, and behind it, where bodies are kept, what is sealed: URL, headers and body.
+//! One entry of the journal, as bytes: a line of JSON, and behind it, where bodies are kept, what
+//! is sealed: URL, headers and body.
 //!
-//! Promise: what was changed by a byte does not open: the cipher authenticates the line too. No credential stands in clear.
+//! Promise: what was changed by a byte does not open: the cipher authenticates the line too. No
+//! credential stands in clear.
 
 use std::time::{Duration, SystemTime};
 
@@ -49,7 +51,8 @@ fn credential_in(url: &reqwest::Url) -> Option<String> {
     url.query_pairs().map(|(name, _)| name).find(|name| is_credential(name)).map(std::borrow::Cow::into_owned)
 }
 
-/// A secret that bodies in the journal are encrypted with (XChaCha20-Poly1305). It is the application's to keep.
+/// A secret that bodies in the journal are encrypted with (XChaCha20-Poly1305). It is the
+/// application's to keep.
 #[cfg(feature = "encrypt")]
 #[derive(Clone)]
 pub struct JournalCipher(chacha20poly1305::XChaCha20Poly1305);

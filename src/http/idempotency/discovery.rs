@@ -42,7 +42,8 @@ pub fn well_known<S: Keys>(engine: &Engine<S>) -> Response {
     axum::Json(Document { operations: published.collect() }).into_response()
 }
 
-/// A duration as ISO 8601 has it, in hours where it is whole hours, else in minutes or seconds, with a fraction where there is one.
+/// A duration as ISO 8601 has it, in hours where it is whole hours, else in minutes or seconds,
+/// with a fraction where there is one.
 pub(super) fn iso_8601(duration: std::time::Duration) -> String {
     let seconds = duration.as_secs();
     match seconds {

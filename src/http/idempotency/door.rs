@@ -35,7 +35,8 @@
 //! # }
 //! ```
 //!
-//! Not here: authentication, which puts [`IdempotencyScope`](super::IdempotencyScope) into the request before.
+//! Not here: authentication, which puts [`IdempotencyScope`](super::IdempotencyScope) into the
+//! request before.
 
 use std::fmt;
 use std::marker::PhantomData;
@@ -55,9 +56,10 @@ use crate::runtime::operation::{
 };
 use crate::store::{Keys, Operations};
 
-/// A command that is read from a JSON body. Derive `Deserialize` with `deny_unknown_fields`: a member that nobody reads would
-/// be no part of the command (M21). Members that stand twice are refused by the derive. A struct is read from an object only, where
-/// the derive would take an array of its fields too.
+/// A command that is read from a JSON body. Derive `Deserialize` with `deny_unknown_fields`: a
+/// member that nobody reads would be no part of the command (M21). Members that stand twice are
+/// refused by the derive. A struct is read from an object only, where the derive would take an
+/// array of its fields too.
 pub trait JsonCommand: IdempotentCommand + DeserializeOwned + Send + Sync + 'static {
     /// Checks it, after defaults were filled in (M20).
     ///

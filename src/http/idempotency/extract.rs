@@ -1,4 +1,5 @@
-//! What handlers behind the layer use: a wrapper that says when the operation starts, the guard, a tag for the outcome.
+//! What handlers behind the layer use: a wrapper that says when the operation starts, the guard, a
+//! tag for the outcome.
 
 use axum::extract::{FromRequest, FromRequestParts, Request};
 use axum::http::StatusCode;
@@ -12,8 +13,8 @@ use crate::policy::operation::Outcome;
 use crate::runtime::operation::{Guard, GuardError, Progress};
 use crate::store::Operations;
 
-/// Wraps the extractor of the body: `Idempotent<Json<NewNote>>`. What `E` refuses has not started, so a 400 or 422 of its own
-/// frees the key; from then on the same status is an outcome (O10).
+/// Wraps the extractor of the body: `Idempotent<Json<NewNote>>`. What `E` refuses has not started,
+/// so a 400 or 422 of its own frees the key; from then on the same status is an outcome (O10).
 #[derive(Debug, Clone, Copy)]
 pub struct Idempotent<E>(pub E);
 
@@ -38,7 +39,8 @@ where
     }
 }
 
-/// Says of a response how the operation ended, as a response extension: `response.extensions_mut().insert(OutcomeTag(..))`.
+/// Says of a response how the operation ended, as a response extension:
+/// `response.extensions_mut().insert(OutcomeTag(..))`.
 #[derive(Debug, Clone)]
 pub struct OutcomeTag(pub Outcome<()>);
 
@@ -47,8 +49,8 @@ pub struct OutcomeTag(pub Outcome<()>);
 pub struct IdempotencyGuard<S: Operations>(pub Guard<S>);
 
 impl<S: Operations> IdempotencyGuard<S> {
-    /// Commits the handler's transaction and this response as its outcome, together; gives the response back. Its body must be
-    /// complete, no stream.
+    /// Commits the handler's transaction and this response as its outcome, together; gives the
+    /// response back. Its body must be complete, no stream.
     ///
     /// # Errors
     /// As [`Guard::commit`].

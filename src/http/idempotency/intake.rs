@@ -1,8 +1,10 @@
-//! What is taken of a request: the key's header, the scope that authentication left, the body within its limits.
+//! What is taken of a request: the key's header, the scope that authentication left, the body
+//! within its limits.
 //!
-//! Promises: a body over the limit is refused before it is read where its length is said, and at the limit where it is not; memory is
-//! counted as its bytes come, for its tenant and in all (O29), and a body that does not come in time is refused; so is one that
-//! has trailers or ends early. A scope never comes from a header.
+//! Promises: a body over the limit is refused before it is read where its length is said, and at
+//! the limit where it is not; memory is counted as its bytes come, for its tenant and in all (O29),
+//! and a body that does not come in time is refused; so is one that has trailers or ends early. A
+//! scope never comes from a header.
 
 use axum::body::Body;
 use axum::http::request::Parts;
@@ -15,7 +17,8 @@ use crate::policy::operation::{Code, Key, KeyFormat, Scope};
 use crate::runtime::operation::{BodyPermit, Engine, KeyGiven, Problem, Registered};
 use crate::store::Keys;
 
-/// The scope of a request, put into its extensions by verified authentication, and by nothing else (pitfall 15).
+/// The scope of a request, put into its extensions by verified authentication, and by nothing else
+/// (pitfall 15).
 #[derive(Debug, Clone)]
 pub struct IdempotencyScope(pub Scope);
 
@@ -88,7 +91,8 @@ pub async fn read_body<S: Keys>(
     Ok(Intake { body: bytes, permit })
 }
 
-/// The answer to a request that its door refuses before the engine is asked; it is counted like the engine's own refusals.
+/// The answer to a request that its door refuses before the engine is asked; it is counted like the
+/// engine's own refusals.
 pub(super) fn refused(endpoint: &Registered, problem: &Problem) -> Response {
     endpoint.refused(problem.code);
     problem_response(problem)

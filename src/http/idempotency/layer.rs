@@ -1,7 +1,8 @@
 //! Door C as a tower layer around any axum or tower handler.
 //!
-//! It suppresses concurrent duplicates and replays outcomes. A process that dies between what the handler did and the outcome
-//! leaves UNKNOWN, unless the handler ends with [`IdempotencyGuard::commit`](super::IdempotencyGuard::commit).
+//! It suppresses concurrent duplicates and replays outcomes. A process that dies between what the
+//! handler did and the outcome leaves UNKNOWN, unless the handler ends with
+//! [`IdempotencyGuard::commit`](super::IdempotencyGuard::commit).
 //!
 //! Not here: what is decided, and how an end is judged ([`Engine::execute_edge`]).
 
@@ -154,11 +155,13 @@ where
     }
 }
 
-/// The raw request as a command: what the handler sees of it (M23). The path counts whole, and by its parameters.
+/// The raw request as a command: what the handler sees of it (M23). The path counts whole, and by
+/// its parameters.
 async fn command(endpoint: &Registered, parts: &mut Parts, body: &[u8]) -> Result<RawCommand, JsonError> {
     let mut path = vec![("@method".to_owned(), parts.method.as_str().to_owned())];
-    // Behind `nest_service` and in a fallback a router says parameters, and not those that tell resources apart: the path counts
-    // whole too. Nested routers strip prefixes of `uri` (pitfall 24).
+    // Behind `nest_service` and in a fallback a router says parameters, and not those that tell
+    // resources apart: the path counts whole too. Nested routers strip prefixes of `uri` (pitfall
+    // 24).
     let uri = parts.extensions.get::<OriginalUri>().map_or(&parts.uri, |original| &original.0);
     path.push(("@path".to_owned(), uri.path().to_owned()));
     if let Ok(params) = RawPathParams::from_request_parts(parts, &()).await {
@@ -176,7 +179,8 @@ async fn command(endpoint: &Registered, parts: &mut Parts, body: &[u8]) -> Resul
     Ok(command)
 }
 
-/// What there is to keep of a response. A stream is never collected: it would be held back from the client (pitfall 19).
+/// What there is to keep of a response. A stream is never collected: it would be held back from the
+/// client (pitfall 19).
 async fn ended(response: Response, kept_max: usize) -> Ended<Response> {
     let tag = response.extensions().get::<OutcomeTag>().map(|tag| tag.0.clone());
     let status = response.status().as_u16();

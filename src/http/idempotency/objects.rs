@@ -1,12 +1,13 @@
 //! Reads JSON as serde does, but a struct stands as an object only.
 //!
-//! What `Deserialize` derives for a struct takes an array of its fields too, by their order. That is no form that a door has
-//! promised: the schema of a command says object, and a field that is added later would change what the array means. So arrays are
-//! refused wherever a struct is asked for, at every depth: inside lists, maps, options, newtypes and variants. Lists and tuples stay
+//! What `Deserialize` derives for a struct takes an array of its fields too, by their order. That
+//! is no form that a door has promised: the schema of a command says object, and a field that is
+//! added later would change what the array means. So arrays are refused wherever a struct is asked
+//! for, at every depth: inside lists, maps, options, newtypes and variants. Lists and tuples stay
 //! arrays.
 //!
-//! Not reached: what serde itself reads into a buffer first, which is the content of untagged and internally tagged enums, and
-//! flattened members. Not here: what a command checks of its values.
+//! Not reached: what serde itself reads into a buffer first, which is the content of untagged and
+//! internally tagged enums, and flattened members. Not here: what a command checks of its values.
 
 use std::fmt;
 
@@ -15,7 +16,8 @@ use serde::de::{
     VariantAccess, Visitor,
 };
 
-/// Reads a whole JSON body as [`TypedDoor`](super::TypedDoor) does, for handlers of one's own: a struct from an object only.
+/// Reads a whole JSON body as [`TypedDoor`](super::TypedDoor) does, for handlers of one's own: a
+/// struct from an object only.
 ///
 /// # Errors
 /// As of `serde_json`.

@@ -14,8 +14,8 @@ use crate::policy::operation::KeyFormat;
 use crate::policy::operation::route::{Requirement, WhileRunning};
 use crate::runtime::operation::Registered;
 
-/// Adds the header parameter, the header of replays, the engine's problem responses, and the extension `x-idempotency`. A
-/// response that is described already keeps its description.
+/// Adds the header parameter, the header of replays, the engine's problem responses, and the
+/// extension `x-idempotency`. A response that is described already keeps its description.
 ///
 /// # Errors
 /// None that this code knows of: utoipa would have to refuse a fragment that is fixed here.

@@ -1,7 +1,7 @@
 //! Answers of the engine as HTTP: problem details (RFC 9457), replays, `Retry-After`.
 //!
-//! Promise: a problem never repeats the key, the tenant, or anything of the first request; a replay has the bytes, the status
-//! and the allow-listed headers that were stored.
+//! Promise: a problem never repeats the key, the tenant, or anything of the first request; a replay
+//! has the bytes, the status and the allow-listed headers that were stored.
 
 use axum::body::Body;
 use axum::http::{HeaderName, HeaderValue, StatusCode, header};
@@ -13,7 +13,8 @@ use crate::policy::operation::Code;
 use crate::policy::operation::problem::KeyState;
 use crate::runtime::operation::{Answered, Problem, Reply};
 
-/// Says whether an answer is the outcome of an earlier request. For debugging: clients do not depend on it (M65).
+/// Says whether an answer is the outcome of an earlier request. For debugging: clients do not
+/// depend on it (M65).
 pub(super) const REPLAYED: HeaderName = HeaderName::from_static("idempotent-replayed");
 /// What is known of the key, beside a replayed answer.
 const KEY_STATE: HeaderName = HeaderName::from_static("idempotency-key-state");
@@ -73,8 +74,8 @@ pub fn reply_response(reply: Reply, replayed: bool) -> Response {
     }
     if replayed {
         response.headers_mut().insert(REPLAYED, HeaderValue::from_static("true"));
-        // An application's refusal has no `key_state` in its body: a client in doubt must know all the same that this is the
-        // outcome (O26).
+        // An application's refusal has no `key_state` in its body: a client in doubt must know all
+        // the same that this is the outcome (O26).
         response.headers_mut().insert(KEY_STATE, HeaderValue::from_static(KeyState::Spent.as_str()));
     }
     response

@@ -2,17 +2,20 @@
 //!
 //! Guarantees:
 //!
-//! * What must not happen cannot be called: a claim fences only gaps found before it began ([`ClaimTicket`]), and
-//!   lock holders that ended close a gap only at a read that begins after they ended ([`GapCursor::begin_read`]).
+//! * What must not happen cannot be called: a claim fences only gaps found before it began
+//!   ([`ClaimTicket`]), and lock holders that ended close a gap only at a read that begins after
+//!   they ended ([`GapCursor::begin_read`]).
 //! * A call that returns an error has changed nothing that a later mark would persist.
 //!
-//! Not here: time. Ages are differences of a counter that the caller supplies and that never goes back.
+//! Not here: time. Ages are differences of a counter that the caller supplies and that never goes
+//! back.
 
 use super::open::{OpenGaps, Seen};
 use super::window::Window;
 use super::{ClaimTicket, CursorError, GapSet, Mark, Range, ReadOutcome, ReadPlan};
 
-/// The cap on ranges of open gaps (R9): at some 20 us a range, a read over so many stays under a tenth of a second.
+/// The cap on ranges of open gaps (R9): at some 20 us a range, a read over so many stays under a
+/// tenth of a second.
 pub const RANGES_MAX: usize = 4_096;
 
 /// The cursor of one session; see the [module](super) for the steps.
@@ -46,8 +49,9 @@ enum Watch {
 }
 
 impl GapCursor {
-    /// Starts a session from what is persisted. `fence` is the id of the synchronous transaction that took the lease
-    /// and raised the epoch (R2.1), `ranges_max` the cap on ranges of open gaps: [`RANGES_MAX`].
+    /// Starts a session from what is persisted. `fence` is the id of the synchronous transaction
+    /// that took the lease and raised the epoch (R2.1), `ranges_max` the cap on ranges of open
+    /// gaps: [`RANGES_MAX`].
     #[must_use]
     pub fn start(scanned_to: i64, gaps: &GapSet, fence: u64, ranges_max: usize) -> Self {
         // A gap above `scanned_to` is read again as part of the tail.
@@ -75,7 +79,8 @@ impl GapCursor {
         self.read_to
     }
 
-    /// How many more ranges fit under the cap. A row adds at most one, so this is also a bound for a read's LIMIT.
+    /// How many more ranges fit under the cap. A row adds at most one, so this is also a bound for
+    /// a read's LIMIT.
     #[must_use]
     pub fn room(&self) -> usize {
         self.ranges_max.saturating_sub(self.open.len())
@@ -99,13 +104,15 @@ impl GapCursor {
         self.room() == 0
     }
 
-    /// The LIMIT for the next read when `rows` are wanted: never more than the cap has room for, never none.
+    /// The LIMIT for the next read when `rows` are wanted: never more than the cap has room for,
+    /// never none.
     #[must_use]
     pub fn row_limit(&self, rows: usize) -> usize {
         rows.min(self.room()).max(1)
     }
 
-    /// Whether the sequence stands behind this cursor (R7): new rows would get positions that count as scanned.
+    /// Whether the sequence stands behind this cursor (R7): new rows would get positions that count
+    /// as scanned.
     #[must_use]
     pub fn is_ahead_of(&self, last_value: i64) -> bool {
         last_value < self.read_to
@@ -123,8 +130,8 @@ impl GapCursor {
         plan
     }
 
-    /// Takes what the statement returned: `pg_snapshot_xmin`, the positions of **all** rows in the order they came,
-    /// and whether there were as many as its LIMIT (R2.3, R2.4).
+    /// Takes what the statement returned: `pg_snapshot_xmin`, the positions of **all** rows in the
+    /// order they came, and whether there were as many as its LIMIT (R2.3, R2.4).
     ///
     /// # Errors
     ///
@@ -182,8 +189,8 @@ impl GapCursor {
         }
     }
 
-    /// Whether a claim is due: something was read since the last one began. Send no batch before it returned (R5),
-    /// and claim within a second even when no row was of this shard.
+    /// Whether a claim is due: something was read since the last one began. Send no batch before it
+    /// returned (R5), and claim within a second even when no row was of this shard.
     #[must_use]
     pub fn needs_claim(&self) -> bool {
         self.claim_due > self.claimed
@@ -195,7 +202,8 @@ impl GapCursor {
         ClaimTicket { reads: self.reads }
     }
 
-    /// The claim's synchronous commit returned: its transaction id is the fence of the gaps that had none (R2.5).
+    /// The claim's synchronous commit returned: its transaction id is the fence of the gaps that
+    /// had none (R2.5).
     ///
     /// # Errors
     ///
@@ -214,14 +222,15 @@ impl GapCursor {
     #[must_use]
     pub fn mark_through(&self, batch: u64) -> Option<Mark> {
         let scanned_to = self.window.get(batch)?.read_to;
-        // The rows at gaps of later batches have left `open` and are not proven: a crash would forget them.
+        // The rows at gaps of later batches have left `open` and are not proven: a crash would
+        // forget them.
         let mut gaps: GapSet = self.open.ranges().collect();
         gaps.extend(self.window.gap_rows_after(batch));
         Some(Mark { batch, scanned_to, gaps: gaps.cut_at(scanned_to) })
     }
 
-    /// What to persist while nothing is in the window, because gaps have closed since the last mark; a partition
-    /// can be freed only when its gaps are closed on disk too (R8).
+    /// What to persist while nothing is in the window, because gaps have closed since the last
+    /// mark; a partition can be freed only when its gaps are closed on disk too (R8).
     #[must_use]
     pub fn mark_idle(&self) -> Option<Mark> {
         if self.window.oldest().is_some() {
@@ -240,8 +249,8 @@ impl GapCursor {
         debug_assert_eq!(self.check(), Ok(()));
     }
 
-    /// Begins a watch over the lock holders of the stale gaps, unless one runs; says how many ranges it covers. Call it
-    /// before the holders are listed.
+    /// Begins a watch over the lock holders of the stale gaps, unless one runs; says how many
+    /// ranges it covers. Call it before the holders are listed.
     pub fn begin_lock_watch(&mut self, now: u64, age: u64) -> usize {
         if self.watch != Watch::Idle {
             return 0;
@@ -253,8 +262,8 @@ impl GapCursor {
         count
     }
 
-    /// The **transaction ids** of all holders of a RowExclusiveLock on the outbox, prepared ones included. Never
-    /// pids or virtual transactions: PREPARE and a restart change them (R6).
+    /// The **transaction ids** of all holders of a RowExclusiveLock on the outbox, prepared ones
+    /// included. Never pids or virtual transactions: PREPARE and a restart change them (R6).
     pub fn on_lock_holders(&mut self, holders: Vec<u64>) {
         if self.watch == Watch::Listing {
             self.watch = if holders.is_empty() { Watch::Gone } else { Watch::Watching(holders) };
@@ -270,8 +279,8 @@ impl GapCursor {
         }
     }
 
-    /// Of the ids watched, these still hold their `transactionid` lock. With none left, the next read that begins
-    /// without finding the row closes the gap.
+    /// Of the ids watched, these still hold their `transactionid` lock. With none left, the next
+    /// read that begins without finding the row closes the gap.
     pub fn on_still_holding(&mut self, still: &[u64]) {
         if let Watch::Watching(holders) = &mut self.watch {
             holders.retain(|holder| still.contains(holder));

@@ -1,9 +1,10 @@
 //! Why a cursor cannot be trusted any more.
 //!
-//! Guarantee: the caller's answer to each of them is the same. The session ends, memory is forgotten, and a new one
-//! starts from what is persisted (R2.8).
+//! Guarantee: the caller's answer to each of them is the same. The session ends, memory is
+//! forgotten, and a new one starts from what is persisted (R2.8).
 //!
-//! Not here: a lost lease or a moved revision ([`lease`](crate::policy::lease)), and failures of the database itself.
+//! Not here: a lost lease or a moved revision ([`lease`](crate::policy::lease)), and failures of
+//! the database itself.
 
 use std::fmt;
 
@@ -11,7 +12,8 @@ use std::fmt;
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum CursorError {
-    /// [`on_read`](super::GapCursor::on_read) came without a [`begin_read`](super::GapCursor::begin_read).
+    /// [`on_read`](super::GapCursor::on_read) came without a
+    /// [`begin_read`](super::GapCursor::begin_read).
     ReadNotBegun,
     /// Positions did not ascend: the plan of the read is not the one it must be.
     NotAscending {

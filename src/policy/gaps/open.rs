@@ -1,8 +1,10 @@
-//! The open gaps in memory: each range with its fence, its age, and what is known of its lock holders.
+//! The open gaps in memory: each range with its fence, its age, and what is known of its lock
+//! holders.
 //!
 //! Guarantees:
 //!
-//! * A range is never joined with another, so a fence speaks for exactly the positions it was taken for.
+//! * A range is never joined with another, so a fence speaks for exactly the positions it was taken
+//!   for.
 //! * A row taken out of a range splits it; both parts keep the fence.
 //!
 //! Not here: what is persisted of them ([`GapSet`]), and the order of steps (`cursor`).

@@ -1,6 +1,7 @@
 //! What passes between the cursor and the adapter that runs its statements.
 //!
-//! Guarantee: plain values; a [`ClaimTicket`] can only be made by the cursor, because its whole meaning is *when*.
+//! Guarantee: plain values; a [`ClaimTicket`] can only be made by the cursor, because its whole
+//! meaning is *when*.
 //!
 //! Not here: rows and payloads, which the cursor never sees.
 
@@ -11,8 +12,9 @@ use super::{GapSet, Range};
 pub struct ReadPlan {
     /// Every open gap, ascending.
     pub ranges: Vec<Range>,
-    /// Where the tail begins, the last range of the read; `None` at the cap on gaps, where only gaps are read (R9).
-    /// An upper end of the tail, while shards are merged, is the caller's to choose.
+    /// Where the tail begins, the last range of the read; `None` at the cap on gaps, where only
+    /// gaps are read (R9). An upper end of the tail, while shards are merged, is the caller's to
+    /// choose.
     pub tail_from: Option<i64>,
 }
 

@@ -2,7 +2,8 @@
 //!
 //! Guarantees:
 //!
-//! * Ranges are ascending, disjoint, never empty and never adjacent, so equal sets are equal values.
+//! * Ranges are ascending, disjoint, never empty and never adjacent, so equal sets are equal
+//!   values.
 //! * The text form is that of PostgreSQL's `int8multirange`, in both directions.
 //!
 //! Not here: fences and ages, which live in memory only (`open`).
@@ -206,7 +207,8 @@ impl FromStr for GapSet {
     }
 }
 
-/// `{}` or `{[1,2),[5,9)}`: the only form in which PostgreSQL prints a canonical, bounded `int8multirange`.
+/// `{}` or `{[1,2),[5,9)}`: the only form in which PostgreSQL prints a canonical, bounded
+/// `int8multirange`.
 fn parse(text: &str) -> Option<GapSet> {
     let inner = text.strip_prefix('{')?.strip_suffix('}')?;
     if inner.is_empty() {

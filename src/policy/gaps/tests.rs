@@ -1,4 +1,5 @@
-//! The rules of the cursor, one sentence each. The random histories are in `tests/policy_gap_model`.
+//! The rules of the cursor, one sentence each. The random histories are in
+//! `tests/policy_gap_model`.
 
 use super::*;
 

@@ -2,7 +2,8 @@
 //!
 //! Guarantee: a batch leaves only at the front, together with everything before it.
 //!
-//! Not here: the rows of a batch and their proofs, which the runtime keeps under the batch's number.
+//! Not here: the rows of a batch and their proofs, which the runtime keeps under the batch's
+//! number.
 
 use std::collections::VecDeque;
 

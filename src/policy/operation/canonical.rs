@@ -2,10 +2,11 @@
 //!
 //! Guarantees:
 //!
-//! * Every value is typed and length-prefixed, so two different commands never write the same bytes, whatever their
-//!   texts hold.
-//! * Whole numbers are exact at every size, and one number has one form whatever the width of its type, so widening a
-//!   field changes no fingerprint. Amounts are [`Decimal`]s. A float has no canonical form and does not compile:
+//! * Every value is typed and length-prefixed, so two different commands never write the same
+//!   bytes, whatever their texts hold.
+//! * Whole numbers are exact at every size, and one number has one form whatever the width of its
+//!   type, so widening a field changes no fingerprint. Amounts are [`Decimal`]s. A float has no
+//!   canonical form and does not compile:
 //!
 //! ```compile_fail
 //! oncebox::policy::operation::FingerprintWriter::new().field("amount", &10.5_f64);
@@ -13,8 +14,8 @@
 //!
 //! * The order in which fields are written, and the order of a map, do not matter.
 //!
-//! Not here: validation and defaults, which come first (a missing `channel` and `"web"` must be one command), and the
-//! hash ([`fingerprint`](super::fingerprint)).
+//! Not here: validation and defaults, which come first (a missing `channel` and `"web"` must be one
+//! command), and the hash ([`fingerprint`](super::fingerprint)).
 
 use std::collections::{BTreeMap, HashMap};
 
@@ -52,7 +53,8 @@ impl FingerprintWriter {
         Self::default()
     }
 
-    /// Adds a field. The name belongs to the command's contract: renaming it changes every fingerprint.
+    /// Adds a field. The name belongs to the command's contract: renaming it changes every
+    /// fingerprint.
     pub fn field(&mut self, name: &str, value: &(impl FingerprintValue + ?Sized)) -> &mut Self {
         self.fields.push((name.as_bytes().to_vec(), encoded(value)));
         self
@@ -101,8 +103,8 @@ impl ValueWriter<'_> {
         self.put(b'n', &[]);
     }
 
-    /// A value that need not be there and is. It differs from the bare value, so that an absent value inside a present
-    /// one (null in a patch) is not the absent one.
+    /// A value that need not be there and is. It differs from the bare value, so that an absent
+    /// value inside a present one (null in a patch) is not the absent one.
     pub fn present(self, value: &(impl FingerprintValue + ?Sized)) {
         self.put(b'o', &encoded(value));
     }

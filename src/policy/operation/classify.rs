@@ -1,24 +1,29 @@
-//! How a run ended, by what is certain and not by the number of the status (O10, O12, O13, M69 to M77).
+//! How a run ended, by what is certain and not by the number of the status (O10, O12, O13, M69 to
+//! M77).
 //!
 //! Guarantees:
 //!
-//! * What may have happened and was not seen to end is UNKNOWN. "Retryable" is written only where no effect can be
-//!   outstanding: by a handler's own word, or because its transaction is known to have rolled back.
-//! * A request that was refused before the operation began frees its key: a typo does not pin a failure for a day.
-//! * A rate limit or a timeout never becomes an answer that is replayed, unless its author said so by a tag; a missing
-//!   login does only where the operation had begun, or nobody can tell.
+//! * What may have happened and was not seen to end is UNKNOWN. "Retryable" is written only where
+//!   no effect can be outstanding: by a handler's own word, or because its transaction is known to
+//!   have rolled back.
+//! * A request that was refused before the operation began frees its key: a typo does not pin a
+//!   failure for a day.
+//! * A rate limit or a timeout never becomes an answer that is replayed, unless its author said so
+//!   by a tag; a missing login does only where the operation had begun, or nobody can tell.
 //! * Once a guard has committed, what it stored is the outcome, whatever inner layers answer (O2).
-//! * In mode bridged only the guard's commit is a success. A run that says that it did its work without it may have committed
-//!   by itself, and so may one that failed without having asked the guard: UNKNOWN. Else nobody would notice that such a route
-//!   executes twice when its process is killed.
+//! * In mode bridged only the guard's commit is a success. A run that says that it did its work
+//!   without it may have committed by itself, and so may one that failed without having asked the
+//!   guard: UNKNOWN. Else nobody would notice that such a route executes twice when its process is
+//!   killed.
 //!
-//! Not here: commits whose outcome is unknown ([`doubt`](super::doubt)), phases ([`flow`](super::flow)), and what is
-//! kept of an answer.
+//! Not here: commits whose outcome is unknown ([`doubt`](super::doubt)), phases
+//! ([`flow`](super::flow)), and what is kept of an answer.
 
 use super::record::{Mode, State};
 use super::route::Route;
 
-/// What a handler says of its run, with the answer. Typed handlers return it; others may attach it to their answer.
+/// What a handler says of its run, with the answer. Typed handlers return it; others may attach it
+/// to their answer.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Outcome<R> {
     /// It happened.
@@ -27,7 +32,8 @@ pub enum Outcome<R> {
     Rejected {
         /// The answer.
         answer: R,
-        /// Whether the refusal holds for this key for ever (`INSUFFICIENT_FUNDS`), or only for this try.
+        /// Whether the refusal holds for this key for ever (`INSUFFICIENT_FUNDS`), or only for this
+        /// try.
         binding: bool,
     },
     /// Nothing happened, and no effect is outstanding; the same key may run again.
@@ -63,7 +69,8 @@ pub struct Run {
 pub enum Reached {
     /// The operation's code was not called.
     NotCalled,
-    /// It was called, and nothing tells whether it went beyond its extractors: no `Idempotent<E>` on the route.
+    /// It was called, and nothing tells whether it went beyond its extractors: no `Idempotent<E>`
+    /// on the route.
     Called,
     /// It was called, and the `started` flag of the guard is unset: no extractor has let it in.
     NotStarted,
@@ -80,7 +87,8 @@ pub enum Reached {
 /// What is done with the record, by one statement that compares the epoch.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Settle {
-    /// Write this state with the answer. In door A a binding rejection rolls back to the savepoint before.
+    /// Write this state with the answer. In door A a binding rejection rolls back to the savepoint
+    /// before.
     Finish(State),
     /// Take the record away; in door A, roll everything back.
     Release,
@@ -169,8 +177,8 @@ impl Run {
         if self.mode == Mode::Bridged { State::UnknownRequiresRecovery } else { State::Completed }
     }
 
-    /// What is done when nobody saw the end. Where all effects stand in a transaction that is known to have been rolled back,
-    /// or the operation's own code was not entered, nothing happened.
+    /// What is done when nobody saw the end. Where all effects stand in a transaction that is known
+    /// to have been rolled back, or the operation's own code was not entered, nothing happened.
     fn lost(self) -> Settle {
         match (self.mode, self.reached) {
             (Mode::SameTx, _) => Settle::Release,
@@ -250,7 +258,8 @@ mod tests {
         }
     }
 
-    // Shown by: UNKNOWN in mode bridged where the guard has rolled back (a burnt key, M75); FAILED_RETRYABLE in mode edge.
+    // Shown by: UNKNOWN in mode bridged where the guard has rolled back (a burnt key, M75);
+    // FAILED_RETRYABLE in mode edge.
     #[test]
     fn m74_m75_a_failure_is_retryable_only_where_its_transaction_is_known_to_have_rolled_back() {
         for reached in REACHED {

@@ -1,21 +1,24 @@
-//! What becomes of a request: the whole decision table of the engine (O3, O4, O11, O15, O18 to O21, O23, O29, M42).
+//! What becomes of a request: the whole decision table of the engine (O3, O4, O11, O15, O18 to O21,
+//! O23, O29, M42).
 //!
-//! Guarantees, each walked over the whole space of facts by a test that also kills mutants of the table:
+//! Guarantees, each walked over the whole space of facts by a test that also kills mutants of the
+//! table:
 //!
-//! * The order of decision: principal, fingerprint version, fingerprint, state, and expiry only for terminal states
-//!   (O3).
-//! * Another command under the key executes nothing and replays nothing, in any state (M26, M27). Another principal
-//!   gets the very same answer.
-//! * A stale claim is executed again in two cases only: the mode `bridged`, and an edge route declared repeatable. A
-//!   committed claim of door A is never taken over: it is an alarm.
-//! * IN_PROGRESS and UNKNOWN never expire. What cannot be judged here (another's secret, a newer program, a store that
-//!   is away) is answered with 503, and nothing runs (M60).
+//! * The order of decision: principal, fingerprint version, fingerprint, state, and expiry only for
+//!   terminal states (O3).
+//! * Another command under the key executes nothing and replays nothing, in any state (M26, M27).
+//!   Another principal gets the very same answer.
+//! * A stale claim is executed again in two cases only: the mode `bridged`, and an edge route
+//!   declared repeatable. A committed claim of door A is never taken over: it is an alarm.
+//! * IN_PROGRESS and UNKNOWN never expire. What cannot be judged here (another's secret, a newer
+//!   program, a store that is away) is answered with 503, and nothing runs (M60).
 //!
-//! A door asks more than once (O15): with [`Found::NotAsked`] before it takes a connection; with [`Found::Running`]
-//! from the map of what runs in its process; with what a plain read found; and, when the lock or the insert was
-//! refused, with what a second read found, or [`Found::Busy`]. Only the answer to a read may execute, and then by one
-//! fenced statement: insert-first for [`Decision::Claim`], an UPDATE that compares the epoch for the others. Zero rows:
-//! read and ask again.
+//! A door asks more than once (O15): with [`Found::NotAsked`] before it takes a connection; with
+//! [`Found::Running`] from the map of what runs in its process; with what a plain read found; and,
+//! when the lock or the insert was refused, with what a second read found, or [`Found::Busy`]. Only
+//! the answer to a read may execute, and then by one fenced statement: insert-first for
+//! [`Decision::Claim`], an UPDATE that compares the epoch for the others. Zero rows: read and ask
+//! again.
 //!
 //! Not here: the statements (`store`), the answers' texts (`http`), and how a run ends
 //! ([`classify`](super::classify)).
@@ -50,8 +53,8 @@ pub enum Decision {
     WrongRegion,
     /// The store does not answer.
     StoreUnavailable,
-    /// The record under the digest is of another identity: never to be touched. An alarm; answered as an unavailable
-    /// store.
+    /// The record under the digest is of another identity: never to be touched. An alarm; answered
+    /// as an unavailable store.
     WrongRecord,
     /// The tenant has too much running or unresolved.
     QuotaExceeded,
@@ -77,7 +80,8 @@ pub enum Decision {
     ExecuteAsNew,
     /// Its time is over, and the route wants a new key.
     Expired,
-    /// Take recovery ownership of the operation and recover within the budget, else answer that recovery is pending.
+    /// Take recovery ownership of the operation and recover within the budget, else answer that
+    /// recovery is pending.
     Recover,
     /// Somebody recovers it.
     RecoveryPending,
@@ -120,7 +124,8 @@ pub enum TakeOver {
 /// How a claim's outcome was lost sight of.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Lost {
-    /// A claim of door A is committed without its outcome: a handler ended the transaction. An alarm (O1).
+    /// A claim of door A is committed without its outcome: a handler ended the transaction. An
+    /// alarm (O1).
     CommittedClaim,
     /// The lease of an edge claim is over (O11).
     StaleEdge,
@@ -172,8 +177,8 @@ pub enum Found<'a> {
     Unreachable,
     /// No committed record, and the lock or the insert was refused: an uncommitted claim (O19).
     Busy,
-    /// No committed record. With database time and the operation's purge bound, read in the same statement; without them, a route
-    /// that judges the age of keys goes no further.
+    /// No committed record. With database time and the operation's purge bound, read in the same
+    /// statement; without them, a route that judges the age of keys goes no further.
     Nothing(Option<Bounds>),
     /// A committed record, with database time.
     Record(&'a Record, DbTime),
@@ -241,7 +246,8 @@ fn facts(route: &Route, asked: Asked<'_>, found: Found<'_>) -> Facts {
 }
 
 impl Decision {
-    /// The problem that is answered, with what is known of the key; none where something is run, read or replayed.
+    /// The problem that is answered, with what is known of the key; none where something is run,
+    /// read or replayed.
     #[must_use]
     pub fn problem(self) -> Option<(Code, KeyState)> {
         let code = match self {

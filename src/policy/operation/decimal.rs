@@ -1,7 +1,7 @@
 //! Amounts that are exact: a whole number and how many of its digits stand behind the point.
 //!
-//! Promise: two texts of one amount (`10`, `10.0`, `010.00`) are one value with one text, and no digit is lost. What
-//! does not fit is refused, never rounded.
+//! Promise: two texts of one amount (`10`, `10.0`, `010.00`) are one value with one text, and no
+//! digit is lost. What does not fit is refused, never rounded.
 
 use std::fmt;
 use std::str::FromStr;

@@ -1,7 +1,7 @@
 //! The words for what became of something that is sent to others: e-mails and webhooks (O28).
 //!
-//! Guarantees: `sent` and `refused` are said of what is proven; where a try may have arrived, the word says how often; nothing
-//! that may have arrived is called refused or waiting.
+//! Guarantees: `sent` and `refused` are said of what is proven; where a try may have arrived, the
+//! word says how often; nothing that may have arrived is called refused or waiting.
 //!
 //! Not here: what proves an outcome ([`provider`](super::provider)), and the senders (`runtime`).
 

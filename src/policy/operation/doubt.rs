@@ -1,20 +1,23 @@
-//! What follows a transaction whose outcome is not known (O1, G12): of door A, and of a later phase of door B.
+//! What follows a transaction whose outcome is not known (O1, G12): of door A, and of a later phase
+//! of door B.
 //!
-//! Two doubts: the connection was lost while COMMIT was on its way; or the proof that it is still the same transaction
-//! failed before COMMIT, because a handler ended it by raw SQL or swallowed an error that rolled it back. A fresh
-//! connection looks (for up to a second, O29), and what it finds decides.
+//! Two doubts: the connection was lost while COMMIT was on its way; or the proof that it is still
+//! the same transaction failed before COMMIT, because a handler ended it by raw SQL or swallowed an
+//! error that rolled it back. A fresh connection looks (for up to a second, O29), and what it finds
+//! decides.
 //!
-//! Guarantees: "nothing happened" is said only where it is proven; else the record becomes UNKNOWN, with an alarm. No
-//! retry executes beside an effect that may be there.
+//! Guarantees: "nothing happened" is said only where it is proven; else the record becomes UNKNOWN,
+//! with an alarm. No retry executes beside an effect that may be there.
 //!
 //! Not here: the proof itself and the look (`store`).
 
 use super::problem::Code;
 use super::record::State;
 
-/// What is known of a later phase of door B that did not move its operation on (O9). An error of its transaction (its connection was
-/// lost, the server said nothing in time) proves nothing, and neither does a process that died: the phase is begun anew, and finds
-/// [`Self::Marked`] or [`Self::Unmarked`].
+/// What is known of a later phase of door B that did not move its operation on (O9). An error of
+/// its transaction (its connection was lost, the server said nothing in time) proves nothing, and
+/// neither does a process that died: the phase is begun anew, and finds [`Self::Marked`] or
+/// [`Self::Unmarked`].
 ///
 /// | known | the phase |
 /// |---|---|
@@ -26,11 +29,13 @@ use super::record::State;
 pub enum Trace {
     /// Its transaction was rolled back, or the server proves that nothing of it was committed.
     Undone,
-    /// The transaction that the phase began in is not there any more, and nothing proves that it committed nothing.
+    /// The transaction that the phase began in is not there any more, and nothing proves that it
+    /// committed nothing.
     Ended,
     /// Begun anew: every run before was rolled back.
     Unmarked,
-    /// Begun anew: a run before was committed, and not by us, who move the operation on in the same commit.
+    /// Begun anew: a run before was committed, and not by us, who move the operation on in the same
+    /// commit.
     Marked,
 }
 
@@ -45,12 +50,13 @@ impl Trace {
 /// Why a transaction's outcome is not known.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Doubt {
-    /// COMMIT was sent, the proof had held, and no answer came; or none came in time when it was asked for the proof that a handler
-    /// which failed has not committed by itself.
+    /// COMMIT was sent, the proof had held, and no answer came; or none came in time when it was
+    /// asked for the proof that a handler which failed has not committed by itself.
     CommitLost,
     /// The token was gone before COMMIT.
     TokenGone {
-        /// Whether it is proven that no statement ran after the lost transaction, so that nothing was autocommitted.
+        /// Whether it is proven that no statement ran after the lost transaction, so that nothing
+        /// was autocommitted.
         nothing_ran_after: bool,
     },
 }
@@ -90,10 +96,12 @@ impl Doubt {
         match (self, look) {
             (_, Look::Ours(State::InProgress)) => Aftermath::MarkUnknown,
             (_, Look::Ours(State::UnknownRequiresRecovery)) => Aftermath::Ended,
-            // COMMIT arrived, or a handler ended the transaction after the outcome was written: it stands.
+            // COMMIT arrived, or a handler ended the transaction after the outcome was written: it
+            // stands.
             (_, Look::Ours(_)) => Aftermath::Stored,
             (Self::CommitLost, _) | (Self::TokenGone { nothing_ran_after: true }, _) => Aftermath::CommitUnknown,
-            // Where the store did not answer, the insert is tried all the same: it changes no record that is there.
+            // Where the store did not answer, the insert is tried all the same: it changes no
+            // record that is there.
             (Self::TokenGone { nothing_ran_after: false }, Look::Nothing | Look::NoAnswer) => Aftermath::InsertUnknown,
             // The key is another run's: all that is left is to say it loudly.
             (Self::TokenGone { nothing_ran_after: false }, Look::Anothers) => Aftermath::Ended,
@@ -136,7 +144,8 @@ mod tests {
         Look::Ours(State::UnknownRequiresRecovery),
     ];
 
-    // The whole table. Shown by: 503 where no record is found, whatever ran after (two effects on PostgreSQL).
+    // The whole table. Shown by: 503 where no record is found, whatever ran after (two effects on
+    // PostgreSQL).
     #[test]
     fn o1_what_follows_a_doubt_for_every_look() {
         use Aftermath::{CommitUnknown, Ended, InsertUnknown, MarkUnknown, Stored};

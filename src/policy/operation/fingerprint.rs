@@ -2,12 +2,13 @@
 //!
 //! Guarantees:
 //!
-//! * A fingerprint says under which version and key id it was made, and is compared under those: raising either changes
-//!   no verdict on what is stored.
-//! * What this process cannot compute is never called different: newer than it knows, or an unknown key id, is
-//!   *unreadable* (503, another process may know); older than it remembers is *too old* (the result is not retained).
-//!   Neither is executed.
-//! * `write_version` is a setting apart from what can be read: raise it when every process reads the new one.
+//! * A fingerprint says under which version and key id it was made, and is compared under those:
+//!   raising either changes no verdict on what is stored.
+//! * What this process cannot compute is never called different: newer than it knows, or an unknown
+//!   key id, is *unreadable* (503, another process may know); older than it remembers is *too old*
+//!   (the result is not retained). Neither is executed.
+//! * `write_version` is a setting apart from what can be read: raise it when every process reads
+//!   the new one.
 //!
 //! Not here: the canonical form itself ([`canonical`](super::canonical)), and the answer
 //! ([`decide`](super::decide())).
@@ -29,15 +30,16 @@ pub trait IdempotentCommand {
     const OPERATION: &'static str;
     /// The newest version of [`fingerprint`](Self::fingerprint) that this program can write.
     const VERSION: u32;
-    /// The oldest version that this program can still write, to compare with what is stored. Keep the one before
-    /// until every record of it has expired.
+    /// The oldest version that this program can still write, to compare with what is stored. Keep
+    /// the one before until every record of it has expired.
     const OLDEST: u32 = Self::VERSION;
 
     /// Writes the fields of this command as that version wrote them.
     fn fingerprint(&self, version: u32, writer: &mut FingerprintWriter);
 }
 
-/// What a [`Fingerprinter`] takes: any [`IdempotentCommand`], or the raw request of the generic layer.
+/// What a [`Fingerprinter`] takes: any [`IdempotentCommand`], or the raw request of the generic
+/// layer.
 pub trait Canonical {
     /// Writes the fields as that version wrote them.
     fn write_canonical(&self, version: u32, writer: &mut FingerprintWriter);
@@ -108,8 +110,8 @@ pub enum FingerprinterError {
 }
 
 impl Fingerprinter {
-    /// For an operation whose command can be written in these versions. Without a `write_version` it is the oldest: every
-    /// process that runs beside this one reads it (O21).
+    /// For an operation whose command can be written in these versions. Without a `write_version`
+    /// it is the oldest: every process that runs beside this one reads it (O21).
     ///
     /// # Errors
     ///
@@ -259,7 +261,8 @@ mod tests {
             .expect("a ring")
     }
 
-    // The hash was computed by Python's hashlib from the documented bytes. Shown by: leaving the operation out.
+    // The hash was computed by Python's hashlib from the documented bytes. Shown by: leaving the
+    // operation out.
     #[test]
     fn m25_o21_a_fingerprint_is_version_kid_and_a_hash_that_any_language_can_check() {
         let text = plain(1).write(&PAYMENT).to_string();
@@ -298,7 +301,8 @@ mod tests {
         assert_eq!(plain(2).compare(&keyed, &PAYMENT), Comparison::UnknownKid);
     }
 
-    // Shown by: writing with the newest version, always or where none is set; with the first secret of the ring always.
+    // Shown by: writing with the newest version, always or where none is set; with the first secret
+    // of the ring always.
     #[test]
     fn o21_what_is_written_is_a_setting_apart_from_what_is_read() {
         let version = |fingerprinter: &Fingerprinter| fingerprinter.write(&PAYMENT).to_string();

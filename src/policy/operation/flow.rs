@@ -10,8 +10,9 @@
 //!   from LOCAL on: SUCCEEDED; FAILED, after an intent only with proof
 //! ```
 //!
-//! A flow's own points (`LOCAL_PAYMENT_CREATED`, `PROVIDER_REQUEST_SENT`, `PROVIDER_CONFIRMED`) are names that its
-//! author gives; each stands in one of these stages, and the stage says what a retry or the recovery worker does:
+//! A flow's own points (`LOCAL_PAYMENT_CREATED`, `PROVIDER_REQUEST_SENT`, `PROVIDER_CONFIRMED`) are
+//! names that its author gives; each stands in one of these stages, and the stage says what a retry
+//! or the recovery worker does:
 //!
 //! | stage | what is durable | a retry or the worker |
 //! |---|---|---|
@@ -23,8 +24,8 @@
 //! | FAILED | the outcome | replays |
 //! | UNKNOWN | the intents and the evidence | as OUTSTANDING; then an operator |
 //!
-//! Where each end of a phase leads; a test reads this table and compares it with [`Stage::after`]. Rows that hold no
-//! end (SUCCEEDED, FAILED) are final.
+//! Where each end of a phase leads; a test reads this table and compares it with [`Stage::after`].
+//! Rows that hold no end (SUCCEEDED, FAILED) are final.
 //!
 //! | end | RECEIVED | LOCAL | OUTSTANDING | SETTLED | UNKNOWN |
 //! |---|---|---|---|---|---|
@@ -39,12 +40,12 @@
 //! | dont-store | RECEIVED | - | - | - | - |
 //! | lost | RECEIVED | LOCAL | UNKNOWN | UNKNOWN | UNKNOWN |
 //!
-//! Guarantees: once an intent is committed, no phase ends as if nothing had happened: a rejection, "retryable" and "do
-//! not store" are no ends there, an error or a panic is UNKNOWN, and a failure needs proof (O13). Before it, a lost
-//! phase has rolled back and runs again.
+//! Guarantees: once an intent is committed, no phase ends as if nothing had happened: a rejection,
+//! "retryable" and "do not store" are no ends there, an error or a panic is UNKNOWN, and a failure
+//! needs proof (O13). Before it, a lost phase has rolled back and runs again.
 //!
-//! Not here: the types by which a wrong end does not compile (the phased door), and the fenced UPDATE from point to
-//! point (`store`).
+//! Not here: the types by which a wrong end does not compile (the phased door), and the fenced
+//! UPDATE from point to point (`store`).
 
 use super::record::State;
 
@@ -76,11 +77,13 @@ pub enum PhaseEnd {
     Intent,
     /// A provider's answer proves what happened (O7).
     Settle,
-    /// An intent to undo a settled effect is committed; it is an effect with an identity of its own.
+    /// An intent to undo a settled effect is committed; it is an effect with an identity of its
+    /// own.
     Compensate,
     /// The operation succeeded, proven if a provider was asked.
     Succeed,
-    /// The operation failed, and what proves it is committed: a verdict of O7, or a compensation that settled.
+    /// The operation failed, and what proves it is committed: a verdict of O7, or a compensation
+    /// that settled.
     FailProven,
     /// A business rejection before anything left the house.
     Rejected,
@@ -111,7 +114,8 @@ impl Stage {
         }
     }
 
-    /// The word that a client sees at the operation's resource: not every internal state is for outside (M121).
+    /// The word that a client sees at the operation's resource: not every internal state is for
+    /// outside (M121).
     #[must_use]
     pub fn public(self) -> &'static str {
         match self {
@@ -122,7 +126,8 @@ impl Stage {
         }
     }
 
-    /// The state of the idempotency record while the operation stands here, written in the same transaction.
+    /// The state of the idempotency record while the operation stands here, written in the same
+    /// transaction.
     #[must_use]
     pub fn record(self) -> State {
         match self {
@@ -133,7 +138,8 @@ impl Stage {
         }
     }
 
-    /// Whether a provider may have been asked: the operation cannot be released or run anew (O11, O13).
+    /// Whether a provider may have been asked: the operation cannot be released or run anew (O11,
+    /// O13).
     #[must_use]
     pub fn has_intents(self) -> bool {
         !matches!(self, Self::Received | Self::Local)
@@ -178,7 +184,8 @@ mod tests {
         ("lost", PhaseEnd::Lost),
     ];
 
-    // Shown by: letting OUTSTANDING end as retryable; letting a lost phase of SETTLED stay; a word out of the table.
+    // Shown by: letting OUTSTANDING end as retryable; letting a lost phase of SETTLED stay; a word
+    // out of the table.
     #[test]
     fn m32_the_stages_are_those_that_are_drawn_for_every_pair() {
         let drawn: Vec<Vec<&str>> = include_str!("flow.rs")

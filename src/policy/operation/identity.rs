@@ -2,12 +2,16 @@
 //!
 //! Guarantees:
 //!
-//! * Two requests are the same only if tenant, operation and key are equal byte for byte. Parts are length-prefixed, so
-//!   no two triples give one text; case, accents and trailing blanks stay different on every database.
-//! * A scope comes from verified authentication and cannot be left out. [`Scope::public`] is said, never assumed.
-//! * The principal is kept as a keyed hash, and a hash under an unknown key id compares as unknown, not as another's.
+//! * Two requests are the same only if tenant, operation and key are equal byte for byte. Parts are
+//!   length-prefixed, so no two triples give one text; case, accents and trailing blanks stay
+//!   different on every database.
+//! * A scope comes from verified authentication and cannot be left out. [`Scope::public`] is said,
+//!   never assumed.
+//! * The principal is kept as a keyed hash, and a hash under an unknown key id compares as unknown,
+//!   not as another's.
 //!
-//! Not here: reading a scope out of a request (the doors), and what a difference means ([`decide`](super::decide())).
+//! Not here: reading a scope out of a request (the doors), and what a difference means
+//! ([`decide`](super::decide())).
 
 use std::fmt;
 use std::str::FromStr;
@@ -22,14 +26,16 @@ use crate::policy::hex::{hex, unhex};
 /// The longest tenant or principal, in bytes.
 pub const SCOPE_BYTES_MAX: usize = 255;
 
-/// Who asks: the tenant that keys belong to, and the principal inside it. From verified authentication only.
+/// Who asks: the tenant that keys belong to, and the principal inside it. From verified
+/// authentication only.
 #[derive(Clone, PartialEq, Eq, Hash)]
 pub struct Scope {
     tenant: String,
     principal: String,
 }
 
-/// The name of an operation, chosen by its author and never derived from a path: 1 to 128 of `[A-Za-z0-9_./:-]`.
+/// The name of an operation, chosen by its author and never derived from a path: 1 to 128 of
+/// `[A-Za-z0-9_./:-]`.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct OperationName(String);
 
@@ -53,7 +59,8 @@ pub struct PrincipalMark {
 pub enum PrincipalMatch {
     /// It is.
     Same,
-    /// It is another: answered exactly as a mismatch, counted apart, never executed, never replayed.
+    /// It is another: answered exactly as a mismatch, counted apart, never executed, never
+    /// replayed.
     Other,
     /// It was written under a key id that this process does not have.
     Unreadable,
@@ -89,7 +96,8 @@ pub enum IdentityError {
 }
 
 impl Scope {
-    /// The scope of a caller that was authenticated. `principal` is the stable id of the subject, never a token.
+    /// The scope of a caller that was authenticated. `principal` is the stable id of the subject,
+    /// never a token.
     ///
     /// # Errors
     ///
@@ -104,7 +112,8 @@ impl Scope {
         Ok(Self { tenant, principal })
     }
 
-    /// The one scope of all callers of an operation that is open to everybody. It is no tenant's: tenants have names.
+    /// The one scope of all callers of an operation that is open to everybody. It is no tenant's:
+    /// tenants have names.
     #[must_use]
     pub fn public() -> Self {
         Self { tenant: String::new(), principal: String::new() }
@@ -206,16 +215,16 @@ impl Identity {
         &self.key
     }
 
-    /// The primary key in every store: SHA-256 of tenant, operation and key, each behind its length in bytes as eight
-    /// bytes, the highest first (O16).
+    /// The primary key in every store: SHA-256 of tenant, operation and key, each behind its length
+    /// in bytes as eight bytes, the highest first (O16).
     #[must_use]
     pub fn digest(&self) -> [u8; 32] {
         Sha256::digest(framed([self.tenant.as_bytes(), self.operation.0.as_bytes(), self.key.as_str().as_bytes()]))
             .into()
     }
 
-    /// The number of the lock that is tried before the claim: the first eight bytes of the digest, the highest first.
-    /// The only place where it is made (O15).
+    /// The number of the lock that is tried before the claim: the first eight bytes of the digest,
+    /// the highest first. The only place where it is made (O15).
     #[must_use]
     pub fn lock_number(&self) -> i64 {
         let [a, b, c, d, e, f, g, h, ..] = self.digest();
@@ -269,7 +278,8 @@ mod tests {
         Keyring::new(write.parse().expect("a key id"), secrets).expect("a ring")
     }
 
-    // The digest was computed by Python's hashlib. Shown by: leaving the length prefixes out; little-endian lengths.
+    // The digest was computed by Python's hashlib. Shown by: leaving the length prefixes out;
+    // little-endian lengths.
     #[test]
     fn o16_the_digest_is_sha256_of_length_prefixed_parts() {
         let digest = identity("acme", "create_payment", KEY).digest();
@@ -315,7 +325,8 @@ mod tests {
         }
     }
 
-    // Shown by: hashing the principal without its tenant; comparing under the write id instead of the stored one.
+    // Shown by: hashing the principal without its tenant; comparing under the write id instead of
+    // the stored one.
     #[test]
     fn o20_a_principal_is_compared_under_the_key_id_that_it_was_written_with() {
         let alice = Scope::new("acme", "alice").expect("a scope");

@@ -1,18 +1,22 @@
-//! One text for each JSON document: the fallback of the generic layer, where no typed command is known.
+//! One text for each JSON document: the fallback of the generic layer, where no typed command is
+//! known.
 //!
 //! Guarantees:
 //!
-//! * What is accepted comes out as RFC 8785 has it, numbers with a fraction or an exponent excepted, which stay as they were written:
-//!   no two values are one text. No white space, members sorted by the UTF-16 code units of their
-//!   names, strings with the shortest escapes. Any total order would do for a hash; this one lets a person check a
-//!   fingerprint with the RFC's libraries of any language.
-//! * What readers do not agree on is refused, because this text and the handler might see two different commands: a
-//!   member named twice, whole numbers beyond 2^53 - 1 (RFC 8785 itself writes 9007199254740993 and ..992 alike), a lone
-//!   surrogate. A typed door takes such commands ([`canonical`](super::canonical)).
-//! * It ends on any input, at a depth of at most [`DEPTH_MAX`], and keeps no digit and no name in its errors.
+//! * What is accepted comes out as RFC 8785 has it, numbers with a fraction or an exponent
+//!   excepted, which stay as they were written: no two values are one text. No white space, members
+//!   sorted by the UTF-16 code units of their names, strings with the shortest escapes. Any total
+//!   order would do for a hash; this one lets a person check a fingerprint with the RFC's libraries
+//!   of any language.
+//! * What readers do not agree on is refused, because this text and the handler might see two
+//!   different commands: a member named twice, whole numbers beyond 2^53 - 1 (RFC 8785 itself
+//!   writes 9007199254740993 and ..992 alike), a lone surrogate. A typed door takes such commands
+//!   ([`canonical`](super::canonical)).
+//! * It ends on any input, at a depth of at most [`DEPTH_MAX`], and keeps no digit and no name in
+//!   its errors.
 //!
-//! A reader of our own, because the numbers and duplicate names that `serde_json` shows depend on features that any
-//! crate of the graph may turn on; a test holds the two against each other.
+//! A reader of our own, because the numbers and duplicate names that `serde_json` shows depend on
+//! features that any crate of the graph may turn on; a test holds the two against each other.
 
 use std::fmt::Write as _;
 
@@ -148,7 +152,8 @@ impl Reader<'_> {
             if !text.parse::<f64>().is_ok_and(f64::is_finite) {
                 return refused(start, JsonFault::NumberTooBig);
             }
-            // As it was written: to make one text of equal numbers, one would have to say how exact the handler's are.
+            // As it was written: to make one text of equal numbers, one would have to say how exact
+            // the handler's are.
             Ok(text.to_owned())
         } else if digits.parse::<u64>().is_ok_and(|number| number <= INTEGER_MAX) {
             Ok(self.text[start..self.at].to_owned())
@@ -273,7 +278,8 @@ impl Reader<'_> {
                 if !(0xd800..0xe000).contains(&unit) {
                     return char::from_u32(unit.into()).ok_or(lone);
                 }
-                // What follows decides between a pair and a lone half; an early end is an early end.
+                // What follows decides between a pair and a lone half; an early end is an early
+                // end.
                 if unit >= 0xdc00 || !self.take(b'\\')? || self.peek()? != b'u' {
                     return Err(lone);
                 }

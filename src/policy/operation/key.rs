@@ -2,10 +2,12 @@
 //!
 //! Guarantees:
 //!
-//! * One header line, quoted or bare, gives one key: the same client through two stacks has one identity. It is never
-//!   parsed as a structured field, because a bare UUID that starts with a digit is none.
+//! * One header line, quoted or bare, gives one key: the same client through two stacks has one
+//!   identity. It is never parsed as a structured field, because a bare UUID that starts with a
+//!   digit is none.
 //! * Keys are compared byte for byte; a UUID format lower-cases first.
-//! * A key is never shown raw: `Debug` and [`short_hash`](Key::short_hash) give twelve characters of its SHA-256.
+//! * A key is never shown raw: `Debug` and [`short_hash`](Key::short_hash) give twelve characters
+//!   of its SHA-256.
 //!
 //! Not here: whether a route wants a key ([`route`](super::route)), and what is known of one
 //! ([`decide`](super::decide())).
@@ -31,7 +33,8 @@ pub enum KeyFormat {
     Opaque,
     /// A UUID of any version in its 36-character form.
     Uuid,
-    /// A UUID v7 in its 36-character form. Its time tells a late retry from a new key when the record is gone (O23).
+    /// A UUID v7 in its 36-character form. Its time tells a late retry from a new key when the
+    /// record is gone (O23).
     UuidV7,
 }
 
@@ -81,7 +84,8 @@ pub enum KeyError {
 }
 
 impl Key {
-    /// The key in the lines of the `Idempotency-Key` header (or of gRPC metadata); none if there is no line.
+    /// The key in the lines of the `Idempotency-Key` header (or of gRPC metadata); none if there is
+    /// no line.
     ///
     /// # Errors
     ///
@@ -130,7 +134,8 @@ impl Key {
         &self.0
     }
 
-    /// What stands for the key in logs and lists: the first twelve hexadecimal characters of its SHA-256.
+    /// What stands for the key in logs and lists: the first twelve hexadecimal characters of its
+    /// SHA-256.
     #[must_use]
     pub fn short_hash(&self) -> String {
         hex(&Sha256::digest(self.0.as_bytes())[..6])

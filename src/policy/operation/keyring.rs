@@ -1,11 +1,14 @@
-//! The server's secrets for hashes that must not be guessed offline (O20, O21; an amount and an account are few bits).
+//! The server's secrets for hashes that must not be guessed offline (O20, O21; an amount and an
+//! account are few bits).
 //!
 //! Guarantees:
 //!
-//! * What was written under a key id is read under that id, while the id is in the ring: raising `write_kid` changes no
-//!   stored hash.
-//! * No secret is kept as bytes or shown: the ring holds keyed hash states, and `Debug` names ids only.
-//! * The id `sha256` means "no secret" and is always readable, so a ring can be given to a service that had none.
+//! * What was written under a key id is read under that id, while the id is in the ring: raising
+//!   `write_kid` changes no stored hash.
+//! * No secret is kept as bytes or shown: the ring holds keyed hash states, and `Debug` names ids
+//!   only.
+//! * The id `sha256` means "no secret" and is always readable, so a ring can be given to a service
+//!   that had none.
 //!
 //! Not here: where the secrets come from (`app`), and encryption of bodies.
 
@@ -97,8 +100,8 @@ impl Keyring {
         Self { write: Kid::plain(), writer: None, secrets: BTreeMap::new() }
     }
 
-    /// A ring of secrets that writes with one of them. `write` may be [`Kid::plain`] while other processes do not have
-    /// the secrets yet (O21).
+    /// A ring of secrets that writes with one of them. `write` may be [`Kid::plain`] while other
+    /// processes do not have the secrets yet (O21).
     ///
     /// # Errors
     ///
@@ -171,7 +174,8 @@ mod tests {
         text.parse().expect("a key id")
     }
 
-    // The vector was computed by Python's hmac module. Shown by: hashing the secret in front of the message.
+    // The vector was computed by Python's hmac module. Shown by: hashing the secret in front of the
+    // message.
     #[test]
     fn o21_the_hash_is_hmac_sha256_that_any_language_can_check() {
         let ring = Keyring::new(kid("k1"), [(kid("k1"), [0x0b; 32].as_slice())]).expect("a ring");

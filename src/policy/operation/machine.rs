@@ -25,12 +25,12 @@
 //! | UNKNOWN_REQUIRES_RECOVERY | - | take-over | recover, resolve | recover, resolve | recover, resolve | - | - |
 //! | EXPIRED | forget, purge | execute-as-new | - | - | - | - | - |
 //!
-//! Guarantees: an outcome is never rewritten; nothing leaves IN_PROGRESS or UNKNOWN because of time or age; only an
-//! expired record is purged. Each change but `time` is one statement fenced by the epoch it saw, and every change of
-//! owner raises the epoch.
+//! Guarantees: an outcome is never rewritten; nothing leaves IN_PROGRESS or UNKNOWN because of time
+//! or age; only an expired record is purged. Each change but `time` is one statement fenced by the
+//! epoch it saw, and every change of owner raises the epoch.
 //!
-//! Not here: who may do what when ([`decide`](super::decide())), and the stages of a phased operation
-//! ([`flow`](super::flow)).
+//! Not here: who may do what when ([`decide`](super::decide())), and the stages of a phased
+//! operation ([`flow`](super::flow)).
 
 use super::record::State;
 
@@ -45,9 +45,11 @@ pub enum Event {
     Finish,
     /// Its owner takes it away: nothing happened, and nothing is to be remembered.
     Release,
-    /// Another request becomes its owner and executes: only where that is proven or declared harmless (O2, O11).
+    /// Another request becomes its owner and executes: only where that is proven or declared
+    /// harmless (O2, O11).
     TakeOver,
-    /// What happened was lost sight of: a stale edge claim, a committed claim of door A, a transaction that ended.
+    /// What happened was lost sight of: a stale edge claim, a committed claim of door A, a
+    /// transaction that ended.
     Lose,
     /// Recovery or a route's `reconcile` found out how it ended, from evidence.
     Recover,
@@ -57,7 +59,8 @@ pub enum Event {
     Reclaim,
     /// Its time is over. Nothing is written.
     Time,
-    /// A request uses the key anew: epoch and generation are raised, a new operation id is made (O4).
+    /// A request uses the key anew: epoch and generation are raised, a new operation id is made
+    /// (O4).
     ExecuteAsNew,
     /// The metadata's time is over too.
     Purge,
@@ -131,8 +134,8 @@ mod tests {
         dashed.collect::<String>().to_lowercase()
     }
 
-    // The cells of the drawn table, row by row. Shown by: allowing COMPLETED to be finished again; a purge of UNKNOWN;
-    // taking a word out of the table.
+    // The cells of the drawn table, row by row. Shown by: allowing COMPLETED to be finished again;
+    // a purge of UNKNOWN; taking a word out of the table.
     #[test]
     fn m31_the_machine_is_the_one_that_is_drawn_for_every_pair_and_event() {
         let rows: Vec<Vec<&str>> = include_str!("machine.rs")

@@ -1,16 +1,19 @@
 //! When to come again: the seconds of `Retry-After` (M45, O29).
 //!
-//! Guarantees: never 0, at most 30 before jitter; growing for a key that keeps failing; chance is an argument.
+//! Guarantees: never 0, at most 30 before jitter; growing for a key that keeps failing; chance is
+//! an argument.
 //!
-//! Not here: what is retryable ([`problem`](super::problem)), and the client's own backoff (`client`).
+//! Not here: what is retryable ([`problem`](super::problem)), and the client's own backoff
+//! (`client`).
 
 use std::time::Duration;
 
 /// The longest wait before jitter.
 pub const RETRY_AFTER_MAX: u32 = 30;
 
-/// The seconds of `Retry-After` for a wait of about `expected`, where `chance` is drawn from 0 to 1: rounded up, kept
-/// within 1 and 30, and up to a quarter (at least a second) later, so that all who wait do not come at once.
+/// The seconds of `Retry-After` for a wait of about `expected`, where `chance` is drawn from 0 to
+/// 1: rounded up, kept within 1 and 30, and up to a quarter (at least a second) later, so that all
+/// who wait do not come at once.
 #[must_use]
 pub fn retry_after(expected: Duration, chance: f64) -> u32 {
     let whole = expected.as_secs().saturating_add(u64::from(expected.subsec_nanos() > 0));
@@ -20,8 +23,8 @@ pub fn retry_after(expected: Duration, chance: f64) -> u32 {
     base + ((f64::from(spread + 1) * chance) as u32).min(spread)
 }
 
-/// How long a `Retry-After` asks to wait, in both forms: digits, which are seconds, however many; and a date, which is no wait
-/// where it lies behind. None where it is neither.
+/// How long a `Retry-After` asks to wait, in both forms: digits, which are seconds, however many;
+/// and a date, which is no wait where it lies behind. None where it is neither.
 #[cfg(feature = "client")]
 #[must_use]
 pub fn asked_to_wait(text: &str, now: std::time::SystemTime) -> Option<Duration> {
@@ -33,8 +36,8 @@ pub fn asked_to_wait(text: &str, now: std::time::SystemTime) -> Option<Duration>
     Some(at.duration_since(now).unwrap_or(Duration::ZERO))
 }
 
-/// How long the first request may still run: what is left of its lease, or of the time that runs usually take if that
-/// is known and less.
+/// How long the first request may still run: what is left of its lease, or of the time that runs
+/// usually take if that is known and less.
 #[must_use]
 pub fn while_running(lease_left: Duration, ran: Duration, usual: Option<Duration>) -> Duration {
     usual.map_or(lease_left, |usual| usual.saturating_sub(ran).min(lease_left))
@@ -68,8 +71,8 @@ impl Usual {
 mod tests {
     use super::*;
 
-    // Shown by: reading seconds only; taking a date that lies behind for none; a parser of numbers, which reads a sign and no
-    // number that is too large.
+    // Shown by: reading seconds only; taking a date that lies behind for none; a parser of numbers,
+    // which reads a sign and no number that is too large.
     #[cfg(feature = "client")]
     #[test]
     fn m110_retry_after_is_read_in_both_forms() {

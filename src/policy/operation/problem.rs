@@ -3,14 +3,16 @@
 //! Guarantees:
 //!
 //! * The name, status, `retryable` and `key_state` of a code are the same wherever it is met.
-//! * `retryable` answers one question: may the same request be sent again under the same key, and can that help? What is refused for
-//!   itself is not; corrected, it may come under the same key where `key_state` is no reason against it.
-//! * `key_state` claims only what was looked up. It is `spent` where the outcome of this very command is known and
-//!   nothing else: a client that has once lost an answer may end at `spent`, and at no other problem (O26). So a
-//!   mismatch says `not_said`: it must not show the state of another's record, and proves nothing of an earlier try.
+//! * `retryable` answers one question: may the same request be sent again under the same key, and
+//!   can that help? What is refused for itself is not; corrected, it may come under the same key
+//!   where `key_state` is no reason against it.
+//! * `key_state` claims only what was looked up. It is `spent` where the outcome of this very
+//!   command is known and nothing else: a client that has once lost an answer may end at `spent`,
+//!   and at no other problem (O26). So a mismatch says `not_said`: it must not show the state of
+//!   another's record, and proves nothing of an earlier try.
 //!
-//! Not here: titles and links in a problem body (`http`), codes of an application such as `INSUFFICIENT_FUNDS`, and the
-//! seconds of `Retry-After` ([`pace`](super::pace)).
+//! Not here: titles and links in a problem body (`http`), codes of an application such as
+//! `INSUFFICIENT_FUNDS`, and the seconds of `Retry-After` ([`pace`](super::pace)).
 
 use std::fmt;
 use std::str::FromStr;
@@ -74,14 +76,15 @@ pub enum Code {
     TransactionEnded,
     /// Another process must judge this key.
     FingerprintVersionUnknown,
-    /// The store does not answer, takes no writes, or has no connection to spare. This request ran nothing; of an earlier one under the
-    /// key it says nothing.
+    /// The store does not answer, takes no writes, or has no connection to spare. This request ran
+    /// nothing; of an earlier one under the key it says nothing.
     StoreUnavailable,
     /// The tenant has too much running or unresolved.
     QuotaExceeded,
     /// The key's home is another region.
     WrongRegion,
-    /// The operation's own code failed, and everything that it did was rolled back: nothing is remembered (M36).
+    /// The operation's own code failed, and everything that it did was rolled back: nothing is
+    /// remembered (M36).
     OperationFailed,
 }
 
@@ -229,7 +232,8 @@ impl KeyState {
         }
     }
 
-    /// Whether a client that has lost an answer may take this problem as the end of its operation (O26).
+    /// Whether a client that has lost an answer may take this problem as the end of its operation
+    /// (O26).
     #[must_use]
     pub fn ends_the_operation(self) -> bool {
         self == Self::Spent

@@ -1,21 +1,25 @@
 //! An outside provider: what its answer proves, and what to do next (O5 to O8, M78 to M82).
 //!
-//! Guarantees, each held by a model of random histories (lost requests and answers, late arrivals, crashes, lost
-//! leases):
+//! Guarantees, each held by a model of random histories (lost requests and answers, late arrivals,
+//! crashes, lost leases):
 //!
-//! * A send is repeated only while the provider still knows our key, and the key and bytes of an effect never change.
+//! * A send is repeated only while the provider still knows our key, and the key and bytes of an
+//!   effect never change.
 //! * "Not found" proves nothing: a request may be on its way. Only what was found decides.
-//! * A failure is believed only as a listed verdict on the operation, or as the answer to the only send that can have
-//!   arrived: judged when it is decided, because another process may have begun a send since the answer came. All else
-//!   stays unknown, and what no rule can find out goes to an operator, whatever the number of attempts.
-//! * An operator who accepts a duplicate lets a send go out once more. That proves nothing of the sends before it: they
-//!   may have arrived, and a refusal of a later one does not say that they did not.
+//! * A failure is believed only as a listed verdict on the operation, or as the answer to the only
+//!   send that can have arrived: judged when it is decided, because another process may have begun
+//!   a send since the answer came. All else stays unknown, and what no rule can find out goes to an
+//!   operator, whatever the number of attempts.
+//! * An operator who accepts a duplicate lets a send go out once more. That proves nothing of the
+//!   sends before it: they may have arrived, and a refusal of a later one does not say that they
+//!   did not.
 //!
-//! What the store must keep to: the begin of every send is committed, fenced by the epoch, before it starts, so that a
-//! crash cannot forget one; evidence is appended by anybody at any time; [`Strategy::next`] is asked in the transaction
-//! that decides, with the evidence read there (O8).
+//! What the store must keep to: the begin of every send is committed, fenced by the epoch, before
+//! it starts, so that a crash cannot forget one; evidence is appended by anybody at any time;
+//! [`Strategy::next`] is asked in the transaction that decides, with the evidence read there (O8).
 //!
-//! Not here: the calls and their timeouts (`runtime`), an adapter's list of verdicts, and the rows (`store`).
+//! Not here: the calls and their timeouts (`runtime`), an adapter's list of verdicts, and the rows
+//! (`store`).
 
 mod verdict;
 
@@ -26,7 +30,8 @@ use crate::policy::db_time::DbTime;
 
 pub use self::verdict::{Answer, Matches, QueryAnswer, Verdict};
 
-/// So many replays of a stored server error end the resends: the provider will say nothing else (O7).
+/// So many replays of a stored server error end the resends: the provider will say nothing else
+/// (O7).
 pub const STORED_ERRORS_MAX: usize = 3;
 
 /// What a provider offers to find out whether an effect happened; declared per effect (O6).
@@ -49,7 +54,8 @@ pub enum Strategy {
 pub struct Window {
     /// How long the provider keeps a key from its first use.
     pub retention: Duration,
-    /// The longest time from our decision to send until the provider has taken the request, however late.
+    /// The longest time from our decision to send until the provider has taken the request, however
+    /// late.
     pub max_in_flight: Duration,
 }
 
@@ -98,7 +104,8 @@ pub struct Evidence {
     wait_until: Option<DbTime>,
     not_found: bool,
     stored_errors: BTreeSet<u32>,
-    /// The sends that did not leave us. A row that was written twice counts once, here and in all sets of sends.
+    /// The sends that did not leave us. A row that was written twice counts once, here and in all
+    /// sets of sends.
     not_sent: BTreeSet<u32>,
     /// The sends that may have arrived, and that an operator lets be repeated all the same.
     waived: BTreeSet<u32>,
@@ -144,7 +151,8 @@ pub enum Gap {
     NotFound,
     /// The provider replays a stored error, and offers no query.
     StoredError,
-    /// It happened otherwise than we asked, or the evidence contradicts itself (`provider-mismatch`).
+    /// It happened otherwise than we asked, or the evidence contradicts itself
+    /// (`provider-mismatch`).
     Mismatch,
     /// A send was refused that repeats, by an operator's leave, one that may have arrived.
     DuplicateRefused,
@@ -163,8 +171,9 @@ impl Window {
         if max_in_flight < retention { Ok(()) } else { Err(WindowError { retention, max_in_flight }) }
     }
 
-    /// Whether a send that is decided now arrives while the provider knows the key. A first send that lies in the
-    /// future by more than a flight was written before the clock went back (R22): nobody knows how long ago it was.
+    /// Whether a send that is decided now arrives while the provider knows the key. A first send
+    /// that lies in the future by more than a flight was written before the clock went back (R22):
+    /// nobody knows how long ago it was.
     #[must_use]
     pub fn is_open(self, first_sent_at: DbTime, now: DbTime) -> bool {
         let end = first_sent_at.after(self.retention).before(self.max_in_flight);
@@ -204,7 +213,8 @@ impl Evidence {
         doubtful.next().filter(|_| doubtful.next().is_none())
     }
 
-    /// Whether another send is no duplicate of one before it, or a duplicate that an operator accepted.
+    /// Whether another send is no duplicate of one before it, or a duplicate that an operator
+    /// accepted.
     fn is_free(&self, sends: Sends) -> bool {
         (1..=sends.begun).all(|send| self.not_sent.contains(&send) || self.waived.contains(&send))
     }
@@ -214,7 +224,8 @@ impl Evidence {
         !self.waived.is_subset(&self.not_sent)
     }
 
-    /// Whether it is said to have failed. That a duplicate was declined says nothing of the send that it repeats.
+    /// Whether it is said to have failed. That a duplicate was declined says nothing of the send
+    /// that it repeats.
     fn is_failed(&self) -> bool {
         self.failed || !self.declined.is_empty() && !self.is_waived()
     }
@@ -283,9 +294,9 @@ impl Strategy {
 }
 
 impl Step {
-    /// The step, or the operator where the attempts are used up. What is proven is settled whatever their number, what
-    /// never left us and a pause that was asked for leave nothing to find out, and nothing unknown ever turns into a
-    /// failure (O9).
+    /// The step, or the operator where the attempts are used up. What is proven is settled whatever
+    /// their number, what never left us and a pause that was asked for leave nothing to find out,
+    /// and nothing unknown ever turns into a failure (O9).
     #[must_use]
     pub fn within(self, attempts: u32, max_attempts: u32) -> Self {
         match self {
@@ -296,8 +307,8 @@ impl Step {
     }
 }
 
-/// Whether a call may start: its timeout must fit into what is left of the lease by the process's own monotonic clock,
-/// so that no call begins whose owner is another already (O5).
+/// Whether a call may start: its timeout must fit into what is left of the lease by the process's
+/// own monotonic clock, so that no call begins whose owner is another already (O5).
 #[must_use]
 pub fn may_start(timeout: Duration, lease_left: Duration) -> bool {
     timeout <= lease_left

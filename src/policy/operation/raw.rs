@@ -1,12 +1,14 @@
-//! The raw request as a command: what the generic layer compares when it knows no typed one (M19, M22, pitfall 24).
+//! The raw request as a command: what the generic layer compares when it knows no typed one (M19,
+//! M22, pitfall 24).
 //!
 //! Guarantees:
 //!
-//! * Path parameters, the query and the body count, each length-prefixed; the path itself does not, because the
-//!   operation has a name.
-//! * Only headers that the route lists count. `Authorization`, cookies and the key are refused in the list: a retry may
-//!   carry a fresh token.
-//! * A JSON body counts by its canonical text, any other by its bytes, and the two never compare as equal.
+//! * Path parameters, the query and the body count, each length-prefixed; the path itself does not,
+//!   because the operation has a name.
+//! * Only headers that the route lists count. `Authorization`, cookies and the key are refused in
+//!   the list: a retry may carry a fresh token.
+//! * A JSON body counts by its canonical text, any other by its bytes, and the two never compare as
+//!   equal.
 //!
 //! Not here: reading the body, its limit, and which headers a route lists (the layer).
 
@@ -42,15 +44,16 @@ impl Default for RawBody {
 }
 
 impl RawCommand {
-    /// The request's path parameters and its query, both decoded. The order of query names does not matter, that of the
-    /// values of one name does.
+    /// The request's path parameters and its query, both decoded. The order of query names does not
+    /// matter, that of the values of one name does.
     #[must_use]
     pub fn new(path: Vec<(String, String)>, mut query: Vec<(String, String)>) -> Self {
         query.sort_by(|a, b| a.0.cmp(&b.0));
         Self { path, query, ..Self::default() }
     }
 
-    /// The body under its `Content-Type`. JSON (`application/json` and `+json`) is read, unless it is empty.
+    /// The body under its `Content-Type`. JSON (`application/json` and `+json`) is read, unless it
+    /// is empty.
     ///
     /// # Errors
     ///
@@ -66,7 +69,8 @@ impl RawCommand {
         Ok(self)
     }
 
-    /// A line of a header that the route lists, and that counts from this version of the fingerprint.
+    /// A line of a header that the route lists, and that counts from this version of the
+    /// fingerprint.
     #[must_use]
     pub fn header(mut self, since: u32, name: &str, value: &[u8]) -> Self {
         self.headers.push((since, (name.to_ascii_lowercase(), value.to_vec())));

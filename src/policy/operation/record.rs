@@ -1,13 +1,18 @@
-//! What is remembered of a request (M29, M33, M34): the row that a store reads, without the answer's body.
+//! What is remembered of a request (M29, M33, M34): the row that a store reads, without the
+//! answer's body.
 //!
 //! Guarantees:
 //!
-//! * A state's text is the same in every store, and `EXPIRED` is never stored: it is derived from database time, and
-//!   only for terminal states. IN_PROGRESS and UNKNOWN_REQUIRES_RECOVERY never expire (O3).
-//! * A record says in which mode it was claimed, and that mode, not today's route, says what a stale one means (O2).
-//! * A lease that ends later than now and its length was written before the clock went back: it counts as over (R22).
+//! * A state's text is the same in every store, and `EXPIRED` is never stored: it is derived from
+//!   database time, and only for terminal states. IN_PROGRESS and UNKNOWN_REQUIRES_RECOVERY never
+//!   expire (O3).
+//! * A record says in which mode it was claimed, and that mode, not today's route, says what a
+//!   stale one means (O2).
+//! * A lease that ends later than now and its length was written before the clock went back: it
+//!   counts as over (R22).
 //!
-//! Not here: how states may change ([`machine`](super::machine)), and the stored answer's headers and body (`store`).
+//! Not here: how states may change ([`machine`](super::machine)), and the stored answer's headers
+//! and body (`store`).
 
 use std::fmt;
 use std::str::FromStr;
@@ -31,7 +36,8 @@ pub enum State {
     FailedReplayable,
     /// It failed with no effect outstanding; the same key may run again.
     FailedRetryable,
-    /// Nobody knows whether it happened. Found out by evidence, or said by an operator; never by time.
+    /// Nobody knows whether it happened. Found out by evidence, or said by an operator; never by
+    /// time.
     UnknownRequiresRecovery,
     /// A terminal state whose time is over. Derived, never stored.
     Expired,
@@ -40,10 +46,11 @@ pub enum State {
 /// Who claimed it, and so what a claim without an outcome means.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Mode {
-    /// Door A: claim, business rows and completion commit together. A committed IN_PROGRESS is an alarm.
+    /// Door A: claim, business rows and completion commit together. A committed IN_PROGRESS is an
+    /// alarm.
     SameTx,
-    /// Door C with a handler that commits the completion in its own transaction: the only mode in which a stale claim
-    /// proves that nothing happened.
+    /// Door C with a handler that commits the completion in its own transaction: the only mode in
+    /// which a stale claim proves that nothing happened.
     Bridged,
     /// Door C around any handler: a stale claim proves nothing.
     Edge,
@@ -54,7 +61,8 @@ pub enum Mode {
 /// A record as a store reads it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Record {
-    /// Tenant, operation and key as they are stored beside the digest; compared with the request's (O16).
+    /// Tenant, operation and key as they are stored beside the digest; compared with the request's
+    /// (O16).
     pub identity: Identity,
     /// The principal of the first request.
     pub principal: PrincipalMark,
@@ -66,14 +74,14 @@ pub struct Record {
     pub state: State,
     /// Raised by every change of owner; every fenced statement compares it.
     pub epoch: i64,
-    /// The owner's lease. For [`Mode::Phased`] that of the operation row, which has the only one (O9), read in the same
-    /// statement. Its length is stored beside its end, because a route's may change while claims live (R22). None if
-    /// nobody owns it.
+    /// The owner's lease. For [`Mode::Phased`] that of the operation row, which has the only one
+    /// (O9), read in the same statement. Its length is stored beside its end, because a route's may
+    /// change while claims live (R22). None if nobody owns it.
     pub lease: Option<Lease>,
     /// Raised when the key is used anew after its time was over (O4).
     pub generation: i64,
-    /// The identity of this generation's run, from which every downstream identity is derived. It lives as long as the
-    /// record.
+    /// The identity of this generation's run, from which every downstream identity is derived. It
+    /// lives as long as the record.
     pub operation_id: Uuid,
     /// How often it was begun.
     pub attempts: u32,
@@ -257,7 +265,8 @@ names! {
 pub(super) mod tests {
     use super::*;
 
-    /// A record of these parts, claimed at 0 s with a lease of 30 s, its outcome (if terminal) at 10 s for 100 s.
+    /// A record of these parts, claimed at 0 s with a lease of 30 s, its outcome (if terminal) at
+    /// 10 s for 100 s.
     pub(in crate::policy::operation) fn record(
         identity: Identity,
         principal: PrincipalMark,

@@ -1,15 +1,19 @@
-//! What a client does after an attempt: send again, follow, end, or say that nobody knows (O26, O27, M110).
+//! What a client does after an attempt: send again, follow, end, or say that nobody knows (O26,
+//! O27, M110).
 //!
 //! Guarantees, walked over everything that an attempt can meet:
 //!
-//! * After one attempt of unknown outcome only a 2xx from the URL that was asked, or a problem whose `key_state` is `spent`,
-//!   ends the operation. Every other answer leaves it unknown, whatever it says of the second attempt.
-//! * A redirect, and a 2xx from another URL, never end it: a proxy may have turned a POST into a GET.
+//! * After one attempt of unknown outcome only a 2xx from the URL that was asked, or a problem
+//!   whose `key_state` is `spent`, ends the operation. Every other answer leaves it unknown,
+//!   whatever it says of the second attempt.
+//! * A redirect, and a 2xx from another URL, never end it: a proxy may have turned a POST into a
+//!   GET.
 //! * What never reached the server leaves no doubt.
 //! * Nothing here makes a key: an operation has one, for ever.
 //!
-//! Chance and time are arguments. Not here: sockets, headers and clocks (`client`), the server's decisions
-//! ([`decide`](super::decide())), and providers that oncebox calls itself ([`provider`](super::provider)).
+//! Chance and time are arguments. Not here: sockets, headers and clocks (`client`), the server's
+//! decisions ([`decide`](super::decide())), and providers that oncebox calls itself
+//! ([`provider`](super::provider)).
 
 use std::time::Duration;
 
@@ -59,8 +63,8 @@ pub enum Next {
     Unknown,
 }
 
-/// What follows an attempt, where `doubt` says that the outcome of one before it is unknown. A client that finds the operation
-/// in its journal begins in doubt.
+/// What follows an attempt, where `doubt` says that the outcome of one before it is unknown. A
+/// client that finds the operation in its journal begins in doubt.
 #[must_use]
 pub fn after_attempt(seen: Seen, doubt: bool) -> Next {
     match seen {
@@ -126,8 +130,9 @@ pub fn after_poll(polled: Polled) -> AfterPoll {
 enum Says {
     /// Come again.
     Wait {
-        /// It is certain that this attempt ran nothing, or was taken back whole. Of another process that sent the same key before it
-        /// says nothing: one that goes on after it begins in doubt.
+        /// It is certain that this attempt ran nothing, or was taken back whole. Of another process
+        /// that sent the same key before it says nothing: one that goes on after it begins in
+        /// doubt.
         ran_nothing: bool,
     },
     /// Refused, and a second time would be too.
@@ -138,7 +143,8 @@ enum Says {
 
 fn says(status: u16, code: Option<Code>) -> Says {
     match code {
-        // Refused before the operation was looked at, or by its store; or it ran, and was taken back whole.
+        // Refused before the operation was looked at, or by its store; or it ran, and was taken
+        // back whole.
         Some(
             Code::StoreUnavailable
             | Code::QuotaExceeded
@@ -165,8 +171,9 @@ fn says(status: u16, code: Option<Code>) -> Says {
 }
 
 impl Seen {
-    /// What a unary gRPC call met, by the number of its status: `reason` and `key_state` come from `ErrorInfo`. A deadline and a
-    /// cancellation are mostly the client's own, and say nothing of the server (O27).
+    /// What a unary gRPC call met, by the number of its status: `reason` and `key_state` come from
+    /// `ErrorInfo`. A deadline and a cancellation are mostly the client's own, and say nothing of
+    /// the server (O27).
     #[must_use]
     pub fn of_grpc(status: i32, reason: Option<Code>, key_state: Option<KeyState>) -> Self {
         let http = match status {
@@ -179,8 +186,8 @@ impl Seen {
             9 => 422,
             12 => 405,
             16 => 401,
-            // Cancelled, unknown, deadline, aborted, internal, unavailable, data loss, and what is not a status: a reason that
-            // the server gave is heard, nothing else is.
+            // Cancelled, unknown, deadline, aborted, internal, unavailable, data loss, and what is
+            // not a status: a reason that the server gave is heard, nothing else is.
             _ if reason.is_none() => return Self::NoAnswer,
             _ => reason.map_or(503, Code::status),
         };
@@ -188,8 +195,9 @@ impl Seen {
     }
 }
 
-/// A pause between nothing and the backoff's bound, as chance (0 to 1) draws it: full jitter, so that those who failed together
-/// do not come back together. `failed` counts the attempts that failed, from 1.
+/// A pause between nothing and the backoff's bound, as chance (0 to 1) draws it: full jitter, so
+/// that those who failed together do not come back together. `failed` counts the attempts that
+/// failed, from 1.
 #[must_use]
 pub fn pause(failed: u32, base: Duration, cap: Duration, chance: f64) -> Duration {
     let doubled = base.saturating_mul(1_u32.checked_shl(failed.saturating_sub(1)).unwrap_or(u32::MAX));
@@ -202,15 +210,17 @@ pub fn pause(failed: u32, base: Duration, cap: Duration, chance: f64) -> Duratio
 pub struct Window {
     /// How long this call may take in all.
     pub total: Duration,
-    /// How long the server remembers a key at least, counted from the first send: beyond it the same key might run anew.
+    /// How long the server remembers a key at least, counted from the first send: beyond it the
+    /// same key might run anew.
     pub lifetime: Duration,
     /// How long one attempt may take.
     pub attempt: Duration,
 }
 
 impl Window {
-    /// Whether an attempt may begin after this pause, where the call has lasted so long and the first send is so old. An attempt
-    /// must also have ended, by its own limit, while the server still remembers the key.
+    /// Whether an attempt may begin after this pause, where the call has lasted so long and the
+    /// first send is so old. An attempt must also have ended, by its own limit, while the server
+    /// still remembers the key.
     #[must_use]
     pub fn allows(&self, pause: Duration, lasted: Duration, age: Duration) -> bool {
         let begins = lasted.saturating_add(pause);
@@ -247,7 +257,8 @@ mod tests {
         matches!(seen, Seen::Answer { key_state: Some(KeyState::Spent), .. })
     }
 
-    // Shown by: ending at every answer below 500; at a redirect; at an answer from elsewhere; dropping `if doubt`.
+    // Shown by: ending at every answer below 500; at a redirect; at an answer from elsewhere;
+    // dropping `if doubt`.
     #[test]
     fn o26_in_doubt_only_a_2xx_or_a_spent_key_ends_the_operation() {
         for seen in everything() {
@@ -278,7 +289,8 @@ mod tests {
             } else if status >= 500 {
                 assert_ne!(next, Next::Done, "nobody knows what a {status} did: {seen:?}");
             }
-            // An answer without doubt says of the attempt that it did nothing; so it must never be said of what may have run.
+            // An answer without doubt says of the attempt that it did nothing; so it must never be
+            // said of what may have run.
             let sure = [
                 Code::StoreUnavailable,
                 Code::QuotaExceeded,

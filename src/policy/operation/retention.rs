@@ -2,11 +2,13 @@
 //!
 //! Guarantees:
 //!
-//! * Every time counts from the outcome. An operation that was recovered on the third day is remembered from then.
-//! * The body lives at most as long as the answer is replayed, and the metadata at least as long: so a late retry is
-//!   seen as late, and another command under the key as another.
+//! * Every time counts from the outcome. An operation that was recovered on the third day is
+//!   remembered from then.
+//! * The body lives at most as long as the answer is replayed, and the metadata at least as long:
+//!   so a late retry is seen as late, and another command under the key as another.
 //!
-//! Not here: what a purge takes, and the bound that it records (`store`, whose suite holds every adapter to it), and the verdict on a key's time, which is
+//! Not here: what a purge takes, and the bound that it records (`store`, whose suite holds every
+//! adapter to it), and the verdict on a key's time, which is
 //! [`horizon::judge`](crate::policy::horizon::judge).
 
 use std::time::Duration;

@@ -1,9 +1,11 @@
-//! What the author of an operation chose (M4): every policy explicit, checked when the service starts.
+//! What the author of an operation chose (M4): every policy explicit, checked when the service
+//! starts.
 //!
-//! Guarantees: choices that cannot keep the promise together are refused by name, before a request is taken.
+//! Guarantees: choices that cannot keep the promise together are refused by name, before a request
+//! is taken.
 //!
-//! Not here: the command's fingerprint ([`fingerprint`](super::fingerprint)), the strategies of outside providers
-//! ([`provider`](super::provider)), and where a route's settings are read from.
+//! Not here: the command's fingerprint ([`fingerprint`](super::fingerprint)), the strategies of
+//! outside providers ([`provider`](super::provider)), and where a route's settings are read from.
 
 use std::time::Duration;
 
@@ -27,7 +29,8 @@ pub enum Requirement {
 pub enum WhileRunning {
     /// 409 with `Retry-After`.
     Conflict,
-    /// 202 with the `Location` of the operation. Not for door A, whose running operation nobody else can see.
+    /// 202 with the `Location` of the operation. Not for door A, whose running operation nobody
+    /// else can see.
     Accepted,
     /// Wait up to [`Route::wait_max`], then replay, else 409.
     Wait,
@@ -38,7 +41,8 @@ pub enum WhileRunning {
 pub enum AfterExpiry {
     /// It is a new operation.
     ExecuteAsNew,
-    /// 409 `IDEMPOTENCY_KEY_EXPIRED`, also when nothing is left of the record. Needs keys that carry their time.
+    /// 409 `IDEMPOTENCY_KEY_EXPIRED`, also when nothing is left of the record. Needs keys that
+    /// carry their time.
     Reject,
 }
 
@@ -53,8 +57,9 @@ pub enum Replay {
     Reconstruct,
 }
 
-/// What the author of an edge route says of a run whose end was not seen. (In the modes `same_tx` and `bridged` all
-/// effects stand in the transaction; a phased operation declares a strategy per effect.)
+/// What the author of an edge route says of a run whose end was not seen. (In the modes `same_tx`
+/// and `bridged` all effects stand in the transaction; a phased operation declares a strategy per
+/// effect.)
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub enum Effects {
     /// It may have done anything.
@@ -96,10 +101,11 @@ pub struct Route {
     pub key_format: KeyFormat,
     /// What a duplicate gets while the first one runs. Default 409.
     pub while_running: WhileRunning,
-    /// How long a duplicate waits at most, for [`WhileRunning::Wait`], and for its turn at a SQLite file (O18).
+    /// How long a duplicate waits at most, for [`WhileRunning::Wait`], and for its turn at a SQLite
+    /// file (O18).
     pub wait_max: Duration,
-    /// How many duplicates of one key wait in this process at most, for [`WhileRunning::Wait`]; the others are answered 409 at once.
-    /// Default 64.
+    /// How many duplicates of one key wait in this process at most, for [`WhileRunning::Wait`]; the
+    /// others are answered 409 at once. Default 64.
     pub waiters_max: u32,
     /// What a late retry gets. Default: rejected for phased operations, executed as new elsewhere.
     pub after_expiry: AfterExpiry,
@@ -121,8 +127,8 @@ pub struct Route {
     pub retention: Retention,
     /// How far the clock of a key's maker may be ahead. Default 60 s.
     pub id_skew: Duration,
-    /// Whether, on a route without `Idempotent<E>`, an untagged 400 and its like frees the key (O10). Only true of a
-    /// handler that has done nothing when it answers so. Default no.
+    /// Whether, on a route without `Idempotent<E>`, an untagged 400 and its like frees the key
+    /// (O10). Only true of a handler that has done nothing when it answers so. Default no.
     pub release_untagged: bool,
 }
 
@@ -136,7 +142,8 @@ pub enum RouteError {
     /// O23.
     #[error("`after_expiry = reject` needs `key_format = uuid_v7`: without a time a late retry looks like a new key")]
     RejectUntimed,
-    /// O11: what may be run twice is declared for an edge route, and for a provider by its strategy.
+    /// O11: what may be run twice is declared for an edge route, and for a provider by its
+    /// strategy.
     #[error("`effects = repeatable` is for mode edge only")]
     RepeatableElsewhere,
     /// O11.

@@ -1,10 +1,11 @@
-//! Which fingerprints the live processes of a service read and write, and who cannot read whom (O21).
+//! Which fingerprints the live processes of a service read and write, and who cannot read whom
+//! (O21).
 //!
-//! Guarantee: a pair of processes of which one writes what the other would answer 503 or 409 to is named, whatever the order of
-//! what was read.
+//! Guarantee: a pair of processes of which one writes what the other would answer 503 or 409 to is
+//! named, whatever the order of what was read.
 //!
-//! Not here: where it is said (`Engine::measure`) and kept (`store`), and the verdict on one fingerprint
-//! ([`fingerprint`](super::fingerprint)).
+//! Not here: where it is said (`Engine::measure`) and kept (`store`), and the verdict on one
+//! fingerprint ([`fingerprint`](super::fingerprint)).
 
 use std::fmt;
 use std::ops::RangeInclusive;

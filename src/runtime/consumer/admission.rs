@@ -1,7 +1,7 @@
 //! What becomes of each delivery before a handler sees it: new, known, out of time, behind its key.
 //!
-//! Promise: what is new is decided by the insert (R24), what is blocked and what is too old by a statement after it; a verdict
-//! on the time of a message leaves no inbox row (R31).
+//! Promise: what is new is decided by the insert (R24), what is blocked and what is too old by a
+//! statement after it; a verdict on the time of a message leaves no inbox row (R31).
 
 use std::collections::hash_map::Entry;
 use std::collections::{HashMap, HashSet};
@@ -28,7 +28,8 @@ pub(super) enum Fate {
     OutOfTime(&'static str),
 }
 
-/// Inserts the ids, first; inside the batch the first delivered wins, and hashes are compared in memory too (R32).
+/// Inserts the ids, first; inside the batch the first delivered wins, and hashes are compared in
+/// memory too (R32).
 pub(super) async fn admit<T: InboxTx>(tx: &mut T, items: &[Item]) -> Result<Vec<Fate>, StoreError> {
     let mut winners: HashMap<MessageId, usize> = HashMap::with_capacity(items.len());
     let mut entries = Vec::with_capacity(items.len());
@@ -84,7 +85,8 @@ async fn look_around<T: InboxTx>(tx: &mut T, items: &[Item], fates: &mut [Fate])
     let ids: Vec<MessageId> = out_of_time.keys().copied().collect();
     tx.forget(&ids).await?;
     for (item, fate) in items.iter().zip(fates) {
-        // A copy with other content in the same batch is out of time as well: no row stands that it could be compared with.
+        // A copy with other content in the same batch is out of time as well: no row stands that it
+        // could be compared with.
         if let Some(reason) = out_of_time.get(&item.message.id).filter(|_| *fate != Fate::Duplicate) {
             *fate = Fate::OutOfTime(reason);
         }

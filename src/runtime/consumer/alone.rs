@@ -1,13 +1,18 @@
-//! One message alone: after a failed try, or under suspicion. Its tries are counted outside the handler's transaction, before
-//! the handler runs, so that a handler that kills the process is counted too (R26).
+//! One message alone: after a failed try, under suspicion, or to find out whose failure it is.
 //!
-//! Promise: a try is counted when nothing but the handler stands between it and its end; one that a stop or a revocation
-//! prevented, or that was nobody's failure, is taken back where the message is left for later.
+//! Promise: a message that may kill its process has its try counted outside the handler's
+//! transaction, before the handler runs, and nothing else of the process runs beside it, so that it
+//! is counted and nobody for it (R26). Whatever else runs alone in its transaction runs beside the
+//! others: one that waits for a lock keeps nobody waiting but its lane.
+//!
+//! Promise: a try is counted when nothing but the handler stands between it and its end; one that a
+//! stop or a revocation prevented, or that was nobody's failure, is taken back where the message is
+//! left for later.
 
 use std::sync::Arc;
 
 use super::batch::BatchEnd;
-use super::blame::Blame;
+use super::blame::{self, Blame, Fault};
 use super::item::Item;
 use super::lane::{Lane, TAKE_BACK};
 use super::settle;
@@ -17,15 +22,24 @@ use crate::policy::retry::{Death, Decision};
 use crate::runtime::pace::sleep_unless;
 use crate::store::{ParkAs, Store};
 
-/// Runs it until it is done, waiting, dead, or left for later. `was_counted` where its try in the batch was counted before.
-pub(super) async fn run<S: Store>(
-    lane: &mut Lane<S>,
-    item: Item,
-    mut failure: Option<HandlerError>,
-    was_counted: bool,
-) {
+/// Why a message runs alone.
+pub(super) enum Why {
+    /// It may kill its process.
+    Suspect,
+    /// Its try in a batch failed.
+    Failed(HandlerError),
+    /// It failed through nobody's fault again and again.
+    Nobodys,
+}
+
+/// Runs it until it is done, waiting, dead, or left for later. `was_counted` where its try in the
+/// batch was counted before.
+pub(super) async fn run<S: Store>(lane: &mut Lane<S>, item: Item, why: Why, was_counted: bool) {
+    let mut suspect = matches!(why, Why::Suspect);
+    let mut failure = if let Why::Failed(error) = why { Some(error) } else { None };
     if failure.is_none() {
-        // Whoever runs alone holds up the whole process: not for somebody else's transaction.
+        // Not for somebody else's transaction: it would hold up its lane, a suspect the whole
+        // process.
         match lane.shared.store.is_contested(lane.consumer, &[item.message.id]).await {
             Ok(true) => {
                 if was_counted {
@@ -41,20 +55,19 @@ pub(super) async fn run<S: Store>(
             }
         }
     }
-    // The try in the batch already failed: it is counted after the fact, which is enough, for the process lived to say so.
-    let mut counted = u32::from(was_counted);
-    if let Some(error) = failure.as_ref().filter(|_| was_counted) {
-        note(lane, &item, error).await;
-    } else if failure.is_some() {
-        let Some(tries) = count(lane, &item, failure.as_ref(), counted).await else { return };
-        counted = tries;
-    }
-    // A try is counted that has not come to an end: it is not counted again, and taken back where none follows.
-    let mut unspent = was_counted && failure.is_none();
+    let (mut counted, mut unspent) = (u32::from(was_counted), was_counted);
     let shared = Arc::clone(&lane.shared);
     let mut blame = Blame::default();
     loop {
         if let Some(error) = failure.take() {
+            // A suspect's try was counted before. Any other is counted after the fact, which is
+            // enough, for the process lived to say so.
+            if std::mem::take(&mut unspent) {
+                note(lane, &item, &error).await;
+            } else {
+                let Some(tries) = count(lane, &item, Some(&error), counted).await else { return };
+                counted = tries;
+            }
             match settle::decide(&lane.shared.options.retry, &error, counted) {
                 Decision::InPlace(pause) => {
                     observe::delivered(&lane.shared.options.name, Outcome::Retried, 1);
@@ -69,30 +82,39 @@ pub(super) async fn run<S: Store>(
                 }
             }
         }
-        let alone = tokio::select! {
-            biased;
-            () = lane.stop.cancelled() => None,
-            alone = shared.solo.write() => Some(alone),
-        };
-        if alone.is_none() || item.source.is_revoked() {
+        if lane.stop.is_cancelled() || item.source.is_revoked() {
             return leave_for_later(lane, &item, unspent).await;
         }
-        if !unspent {
-            let Some(this) = count(lane, &item, None, counted).await else { return };
-            counted = this;
-        }
-        unspent = true;
-        if !shared.options.retry.allows(counted) {
-            drop(alone);
-            let error = HandlerError::retryable(settle::KILLS);
-            let park_as = dies(lane, Death::Attempts);
-            return settle::park(lane, item, park_as, counted - 1, &error).await;
-        }
-        let Some(end) = lane.transaction(std::slice::from_ref(&item), Some(counted)).await else {
+        let end = if suspect {
+            let alone = tokio::select! {
+                biased;
+                () = lane.stop.cancelled() => None,
+                alone = shared.solo.write() => Some(alone),
+            };
+            if alone.is_none() || item.source.is_revoked() {
+                return leave_for_later(lane, &item, unspent).await;
+            }
+            if !unspent {
+                let Some(this) = count(lane, &item, None, counted).await else { return };
+                (counted, unspent) = (this, true);
+            }
+            if !shared.options.retry.allows(counted) {
+                drop(alone);
+                let error = HandlerError::retryable(settle::KILLS);
+                let park_as = dies(lane, Death::Attempts);
+                return settle::park(lane, item, park_as, counted - 1, &error).await;
+            }
+            lane.transaction(std::slice::from_ref(&item), Some(counted)).await
+        } else {
+            let _beside_others = shared.solo.read().await;
+            lane.transaction(std::slice::from_ref(&item), Some(counted + u32::from(!unspent))).await
+        };
+        let Some(end) = end else {
             return leave_for_later(lane, &item, unspent).await;
         };
-        drop(alone);
-        match end {
+        // Where its handler came to an end, the process outlived it.
+        suspect &= end.is_err();
+        let (error, may_be_its_own) = match end {
             Ok(BatchEnd::Done(outcomes)) => {
                 lane.went_well();
                 for outcome in outcomes {
@@ -100,34 +122,44 @@ pub(super) async fn run<S: Store>(
                 }
                 return lane.report(&item, true);
             }
-            Ok(BatchEnd::Failed(_, error))
-                if error.is_nobodys() && !blame.falls(&shared, lane.consumer, error.may_be_its_own()).await =>
-            {
-                lane.wait_out(&error).await;
-            }
-            Ok(BatchEnd::Failed(_, error)) => {
-                unspent = false;
-                let error = if error.is_nobodys() { HandlerError::retryable(error) } else { error };
-                tracing::warn!(consumer = %lane.shared.options.name, id = %item.message.id, sent_id = %item.message.id_text, attempt = counted, %error, "a handler failed");
-                note(lane, &item, &error).await;
+            Ok(BatchEnd::Ended(_)) => return settle::transaction_ended(lane, item).await,
+            Ok(BatchEnd::Failed(_, error)) if !error.is_nobodys() => {
+                say_failed(lane, &item, counted + u32::from(!unspent), &error);
                 failure = Some(error);
+                continue;
             }
             Ok(BatchEnd::Unclear(why)) => {
-                unspent = false;
                 failure = Some(HandlerError::retryable(why));
+                continue;
             }
-            Ok(BatchEnd::Ended(_)) => return settle::transaction_ended(lane, item).await,
-            Err(error) if blame.falls(&shared, lane.consumer, error.may_be_its_own()).await => {
-                unspent = false;
-                failure = Some(HandlerError::retryable(error));
+            Ok(BatchEnd::Failed(_, error)) => {
+                let may_be_its_own = error.may_be_its_own();
+                (error, may_be_its_own)
             }
             Err(away) => {
-                if leave(lane, &item, &away, unspent).await {
-                    return;
-                }
+                let may_be_its_own = away.may_be_its_own();
+                (HandlerError::nobodys(away), may_be_its_own)
+            }
+        };
+        match blame.of(&shared, lane.consumer, may_be_its_own).await {
+            Fault::Nobodys => lane.wait_out(&error).await,
+            // It waits behind nothing but its own key, where it is seen, and its lane goes on.
+            Fault::Lasting => {
+                let after = shared.options.retry.wait(1, fastrand::f64());
+                let error = HandlerError::nobodys(blame::lasting(&error));
+                return settle::park(lane, item, ParkAs::Due(after), counted - u32::from(unspent), &error).await;
+            }
+            Fault::Its => {
+                let error = HandlerError::retryable(error);
+                say_failed(lane, &item, counted + u32::from(!unspent), &error);
+                failure = Some(error);
             }
         }
     }
+}
+
+fn say_failed<S: Store>(lane: &Lane<S>, item: &Item, attempt: u32, error: &HandlerError) {
+    tracing::warn!(consumer = %lane.shared.options.name, id = %item.message.id, sent_id = %item.message.id_text, attempt, %error, "a handler failed");
 }
 
 /// Notes what a try said that is counted.
@@ -138,8 +170,9 @@ async fn note<S: Store>(lane: &Lane<S>, item: &Item, error: &HandlerError) {
     }
 }
 
-/// Counts a try, of a failure after the fact. Where the answer was lost, the try may be counted: that is found out before it is
-/// counted again, so that a database that goes away burns none (G10). None where the message is left for later.
+/// Counts a try, of a failure after the fact. Where the answer was lost, the try may be counted:
+/// that is found out before it is counted again, so that a database that goes away burns none
+/// (G10). None where the message is left for later.
 async fn count<S: Store>(lane: &mut Lane<S>, item: &Item, failure: Option<&HandlerError>, counted: u32) -> Option<u32> {
     let mut in_doubt = false;
     loop {
@@ -167,7 +200,8 @@ fn dies<S: Store>(lane: &Lane<S>, death: Death) -> ParkAs {
     ParkAs::Dead { reason: death.reason().to_owned(), holds: lane.shared.options.holds() }
 }
 
-/// Waits for a database that is away; true where the stop or a revocation came, and the message is left for later.
+/// Waits for a database that is away; true where the stop or a revocation came, and the message is
+/// left for later.
 async fn leave<S: Store>(lane: &mut Lane<S>, item: &Item, away: &StoreError, unspent: bool) -> bool {
     lane.wait_out(away).await;
     let leaves = lane.stop.is_cancelled() || item.source.is_revoked();

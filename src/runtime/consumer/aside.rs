@@ -1,7 +1,9 @@
-//! Messages whose inbox rows somebody else's open transaction holds, and the later ones of their keys: they stand aside, so that a
-//! process that froze in the middle of its work stops its own keys and no other.
+//! Messages whose inbox rows somebody else's open transaction holds, and the later ones of their
+//! keys: they stand aside, so that a process that froze in the middle of its work stops its own
+//! keys and no other.
 //!
-//! Promise: what stands here is older than whatever of its key comes later, and leaves in the order in which it came.
+//! Promise: what stands here is older than whatever of its key comes later, and leaves in the order
+//! in which it came.
 
 use std::collections::{HashSet, VecDeque};
 use std::time::Duration;

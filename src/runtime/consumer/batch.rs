@@ -1,7 +1,8 @@
-//! One transaction: admit, see blocked keys and ages, run handlers in order, prove, commit (R23, R24, R31).
+//! One transaction: admit, see blocked keys and ages, run handlers in order, prove, commit (R23,
+//! R24, R31).
 //!
-//! Promise: either everything of this batch commits together, inbox rows and effects, or nothing of it stays. No savepoint on
-//! the good path.
+//! Promise: either everything of this batch commits together, inbox rows and effects, or nothing of
+//! it stays. No savepoint on the good path.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -30,7 +31,8 @@ pub(super) enum BatchEnd {
     Failed(usize, HandlerError),
     /// Something went wrong in a handler, and it cannot be told with which item.
     Unclear(String),
-    /// A handler ended the transaction and so committed inbox rows: these items are dead as `transaction-ended`.
+    /// A handler ended the transaction and so committed inbox rows: these items are dead as
+    /// `transaction-ended`.
     Ended(Vec<usize>),
 }
 
@@ -43,14 +45,14 @@ enum Body {
 /// What handlers have to do with the transaction so far.
 #[derive(Default)]
 struct Handlers {
-    /// The items whose inbox rows a handler may have committed while something of them was still to be done. Empty until the
-    /// first handler is called.
+    /// The items whose inbox rows a handler may have committed while something of them was still to
+    /// be done. Empty until the first handler is called.
     owed: Vec<usize>,
     enqueued: bool,
 }
 
-/// Runs the items in one transaction. `attempt` is the number of the try where it was counted. Until `give_up`, it does not
-/// return before it is known what became of the transaction.
+/// Runs the items in one transaction. `attempt` is the number of the try where it was counted.
+/// Until `give_up`, it does not return before it is known what became of the transaction.
 ///
 /// # Errors
 /// Nobody's failure, or the database's: the same items again, later.
@@ -71,8 +73,8 @@ pub(super) async fn run<S: Store>(
                 }
                 return Ok(BatchEnd::Done(outcomes));
             }
-            // A deferred constraint speaks only now: it is the handler's failure, not the database's, and the same batch
-            // again would fail for ever.
+            // A deferred constraint speaks only now: it is the handler's failure, not the
+            // database's, and the same batch again would fail for ever.
             Err(error @ StoreError::Other(_)) if !handled.is_empty() => {
                 return Ok(whose(&handled, &format!("the commit was refused: {error}")));
             }
@@ -124,7 +126,8 @@ async fn body<S: Store>(
                 parked.push(dead(item, "no-usable-id", item.unusable.as_deref().unwrap_or_default(), false));
                 Outcome::Dead
             }
-            // One that no handler takes has no effect that could come too early: it waits for nothing.
+            // One that no handler takes has no effect that could come too early: it waits for
+            // nothing.
             Fate::Behind if shared.handlers.find(&item.message.kind).is_some() => {
                 let message = item.message.clone();
                 parked.push(Parked { message, park_as: ParkAs::Behind, attempts: 0, error: None });
@@ -161,7 +164,8 @@ async fn body<S: Store>(
             _ => BatchEnd::Unclear(error.message().to_owned()),
         }));
     }
-    // The proof comes before our own statements: in an aborted transaction they would only fail and hide whose fault it was.
+    // The proof comes before our own statements: in an aborted transaction they would only fail and
+    // hide whose fault it was.
     if !handled.is_empty() {
         match tx.prove().await? {
             Proof::Same => {}
@@ -181,8 +185,9 @@ async fn body<S: Store>(
     Ok(Body::Commit { outcomes, handled })
 }
 
-/// The new items of which something is still to be done when the transaction ends too early: also those that no handler has
-/// seen yet, or that were to be stored. Their inbox rows were inserted together, and so committed together.
+/// The new items of which something is still to be done when the transaction ends too early: also
+/// those that no handler has seen yet, or that were to be stored. Their inbox rows were inserted
+/// together, and so committed together.
 fn owed<S: Store>(shared: &Arc<Shared<S>>, items: &[Item], fates: &[Fate]) -> Vec<usize> {
     let is_done = |item: &Item| {
         item.unusable.is_none()
@@ -194,8 +199,9 @@ fn owed<S: Store>(shared: &Arc<Shared<S>>, items: &[Item], fates: &[Fate]) -> Ve
     new.map(|(index, _)| index).collect()
 }
 
-/// Ends a transaction in which a handler ran, and finds out whether the handler had committed it: asked until the database
-/// answers, because a second try would find inbox rows that the handler committed and take its messages for duplicates.
+/// Ends a transaction in which a handler ran, and finds out whether the handler had committed it:
+/// asked until the database answers, because a second try would find inbox rows that the handler
+/// committed and take its messages for duplicates.
 ///
 /// # Errors
 /// `give_up` came first.
@@ -227,7 +233,8 @@ pub(super) async fn undo<S: Store>(
 pub(super) const SWALLOWED: &str =
     "a statement failed, and the handler went on as if it had not: the transaction is aborted";
 
-/// A failure of the transaction as a whole: of its only handler, else it is found out by running each alone.
+/// A failure of the transaction as a whole: of its only handler, else it is found out by running
+/// each alone.
 fn whose(handled: &[usize], why: &str) -> BatchEnd {
     match handled {
         [only] => BatchEnd::Failed(*only, HandlerError::retryable(why)),

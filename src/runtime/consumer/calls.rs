@@ -1,7 +1,8 @@
 //! Calls of handlers: which messages each gets, in what order, and what a panic or a timeout is.
 //!
-//! Promise: the messages of a key reach their handlers in the key's order, also where one of them takes messages singly and
-//! another one in sets; a handler that panics or runs too long has failed like any other.
+//! Promise: the messages of a key reach their handlers in the key's order, also where one of them
+//! takes messages singly and another one in sets; a handler that panics or runs too long has failed
+//! like any other.
 
 use std::collections::{BTreeMap, HashMap};
 use std::panic::AssertUnwindSafe;
@@ -37,8 +38,9 @@ pub(super) struct Call {
     pub(super) items: Vec<usize>,
 }
 
-/// The calls for a batch, given in the order of delivery. Sets are as large as the order of keys allows: one is closed when a
-/// message comes for another handler of which an older one of the same key stands in it.
+/// The calls for a batch, given in the order of delivery. Sets are as large as the order of keys
+/// allows: one is closed when a message comes for another handler of which an older one of the same
+/// key stands in it.
 pub(super) fn plan(wanted: impl IntoIterator<Item = Wanted>) -> Vec<Call> {
     let mut calls = Vec::new();
     let mut sets: BTreeMap<usize, Vec<usize>> = BTreeMap::new();
@@ -61,7 +63,8 @@ pub(super) fn plan(wanted: impl IntoIterator<Item = Wanted>) -> Vec<Call> {
     calls
 }
 
-/// Runs a handler: a panic and a timeout are failures like any other. `attempt` is the number of the try where it was counted.
+/// Runs a handler: a panic and a timeout are failures like any other. `attempt` is the number of
+/// the try where it was counted.
 pub(super) async fn call<S: Store>(
     shared: &Shared<S>,
     handler: &Handler<S>,
@@ -90,11 +93,12 @@ pub(super) async fn call<S: Store>(
             Handler::Batch(handler) => handler.handle_batch(messages, &mut handler_tx).await,
         }
     };
-    // The timeout inside: what a handler holds may panic as well when it is dropped at the end of its time.
+    // The timeout inside: what a handler holds may panic as well when it is dropped at the end of
+    // its time.
     let run = AssertUnwindSafe(async { tokio::time::timeout(limit, handling).await });
     let result = match run.catch_unwind().await {
         Ok(Ok(result)) => result,
-        Ok(Err(_)) => Err(HandlerError::retryable(format!("the handler ran longer than {limit:?}"))),
+        Ok(Err(_)) => Err(HandlerError::late(format!("the handler ran longer than {limit:?}"))),
         Err(panic) => Err(HandlerError::retryable(format!("the handler panicked: {}", panic_text(panic.as_ref())))),
     };
     observe::handled(&shared.options.name, began.elapsed());
@@ -130,7 +134,8 @@ mod tests {
         assert_eq!(planned(&["a1", "b1", "b2", "a2", "a1"]), ["a1 b1", "b2 a2", "a1"]);
     }
 
-    /// Every mixture of two keys and three handlers, up to six messages long. Shown by: a set that was not closed.
+    /// Every mixture of two keys and three handlers, up to six messages long. Shown by: a set that
+    /// was not closed.
     #[test]
     fn g6_the_order_of_every_key_survives_every_mixture() {
         let all = ["a1", "a2", "a9", "b1", "b2", "b9", "_1"];

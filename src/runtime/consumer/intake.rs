@@ -1,9 +1,10 @@
 //! Broker events in, low-water marks out.
 //!
-//! Promise: what is acknowledged is committed (G5); a revoked source starts nothing more, drains, is acknowledged and only
-//! then given up; the broker is polled also while handlers run, so that heartbeats and rebalances never wait for them.
+//! Promise: what is acknowledged is committed (G5); a revoked source starts nothing more, drains,
+//! is acknowledged and only then given up; the broker is polled also while handlers run, so that
+//! heartbeats and rebalances never wait for them.
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
@@ -24,9 +25,21 @@ use crate::policy::suspicion::Suspicion;
 use crate::policy::watermark::Watermark;
 use crate::store::{ConsumerId, Holding, Store};
 
-/// The last of the grace, half of it at most: what runs is dropped, and its tries are taken back. A disk that is busy with
-/// other work may need a second or two for that.
+/// The last of the grace, half of it at most: what runs is dropped, and its tries are taken back. A
+/// disk that is busy with other work may need a second or two for that.
 pub(super) const HAND_BACK: Duration = Duration::from_secs(4);
+
+/// The trouble of a consumer that stands, by name.
+const WORK: &str = "work";
+
+/// For so long nothing comes to its end before a consumer stands: two tries of a handler, but not
+/// so short that a busy disk is taken for a standstill, and not so long that nobody would look any
+/// more.
+fn stands_after(handler_timeout: Duration) -> Duration {
+    const LEAST: Duration = Duration::from_secs(5);
+    const MOST: Duration = Duration::from_secs(300);
+    (handler_timeout * 2).min(MOST).max(handler_timeout + LEAST)
+}
 
 struct Assigned {
     source: Arc<Source>,
@@ -61,9 +74,15 @@ struct Intake<'a, S: Store> {
     lanes: Vec<mpsc::UnboundedSender<Item>>,
     positions: mpsc::UnboundedSender<(Holding, Position)>,
     sources: HashMap<PartitionId, Assigned>,
+    /// Assigned, and not consumed, with the reason.
+    refused: BTreeMap<PartitionId, String>,
     outstanding: usize,
     paused: bool,
     active_at: Instant,
+    /// The broker has not said yet what is for this process.
+    waits_for_share: bool,
+    /// Since when deliveries are in hand and none of them was finished.
+    stands_since: Option<Instant>,
 }
 
 /// Serves one subscriber until the stop, idleness, or its error.
@@ -87,7 +106,8 @@ pub(super) async fn run<S: Store>(
         .collect();
     drop(done_sender);
     let (positions, told) = mpsc::unbounded_channel();
-    // Ends with this function: what it has not written yet is noted where a partition is given up, or comes again.
+    // Ends with this function: what it has not written yet is noted where a partition is given up,
+    // or comes again.
     let mut keeper = JoinSet::new();
     keeper.spawn(positions::keep(Arc::clone(shared), consumer, told));
     let mut intake = Intake {
@@ -97,14 +117,18 @@ pub(super) async fn run<S: Store>(
         lanes,
         positions,
         sources: HashMap::new(),
+        refused: BTreeMap::new(),
         outstanding: 0,
         paused: false,
         active_at: Instant::now(),
+        waits_for_share: true,
+        stands_since: None,
     };
-    shared.health.set(&shared.part, PartState::Ready);
+    shared.health.set(&shared.part, PartState::Starting);
     let end = tokio::select! {
         end = intake.serve(&mut done, stop) => end,
-        // While there is work for them they do not end by themselves; what this one had in its hands comes again.
+        // While there is work for them they do not end by themselves; what this one had in its
+        // hands comes again.
         Some(lane) = tasks.join_next() => {
             let why = lane.err().map_or_else(|| "it returned".to_owned(), |error| error.to_string());
             let why = format!("a lane ended in disorder, all of them begin anew: {why}");
@@ -115,8 +139,10 @@ pub(super) async fn run<S: Store>(
     };
     let lane_is_gone = tasks.len() < shared.options.lanes.max(1);
     shared.health.trouble(&shared.part, "broker", None);
-    // Nothing more is started; what runs may finish within the grace, and is acknowledged where the subscriber still lives.
-    // Revoked first: a lane that the stop wakes out of a pause leaves its message, and must not start the next of its key.
+    shared.health.trouble(&shared.part, WORK, None);
+    // Nothing more is started; what runs may finish within the grace, and is acknowledged where the
+    // subscriber still lives. Revoked first: a lane that the stop wakes out of a pause leaves its
+    // message, and must not start the next of its key.
     for assigned in intake.sources.values() {
         assigned.source.revoke();
     }
@@ -165,9 +191,20 @@ impl<S: Store> Intake<'_, S> {
                     self.go_on()?;
                 }
                 _ = tick.tick() => {
+                    if self.shared.is_forgotten.load(Ordering::Relaxed) {
+                        return Err(BrokerError::Refused(format!(
+                            "an operator forgot the consumer `{}` while this process ran: start it again; it begins as a new \
+                             one, and what comes again is handled again",
+                            self.shared.options.name
+                        )));
+                    }
                     self.shared.health.beat(&self.shared.part);
                     self.shared.health.trouble(&self.shared.part, "broker", self.subscriber.away().map(Trouble::Stops));
                     observe::in_flight(&self.shared.options.name, self.outstanding);
+                    if self.waits_for_share && self.subscriber.has_no_share() {
+                        self.has_its_share();
+                    }
+                    self.look_whether_it_stands();
                     self.go_on()?;
                     if self.is_idle().await? {
                         return Ok(ConsumerEnd::Idle);
@@ -182,6 +219,7 @@ impl<S: Store> Intake<'_, S> {
             Event::Assigned(sources) => {
                 self.active_at = Instant::now();
                 self.assign(sources).await?;
+                self.has_its_share();
             }
             Event::Deliveries(deliveries) => self.deliveries(deliveries),
             Event::Revoked { sources, lost, done } => {
@@ -195,7 +233,26 @@ impl<S: Store> Intake<'_, S> {
         Ok(())
     }
 
-    /// Hands to the lanes what there is room for, and asks the broker for more, or for nothing more.
+    /// What is for this process is known, though it be nothing: from now on it is ready.
+    fn has_its_share(&mut self) {
+        if std::mem::take(&mut self.waits_for_share) {
+            self.shared.health.set(&self.shared.part, PartState::Ready);
+        }
+    }
+
+    /// Whatever the cause: deliveries are in hand, and none of them comes to its end.
+    fn look_whether_it_stands(&mut self) {
+        if self.outstanding == 0 {
+            self.stands_since = None;
+        }
+        let limit = stands_after(self.shared.options.handler_timeout);
+        let stands = self.stands_since.is_some_and(|since| since.elapsed() > limit);
+        let why = || format!("deliveries are in hand, and none of them was handled or stored for {limit:?}");
+        self.shared.health.trouble(&self.shared.part, WORK, stands.then(|| Trouble::Stops(why())));
+    }
+
+    /// Hands to the lanes what there is room for, and asks the broker for more, or for nothing
+    /// more.
     fn go_on(&mut self) -> Result<(), BrokerError> {
         let is_log = self.shared.broker.is_log();
         let in_flight_max = self.shared.options.in_flight_max;
@@ -213,6 +270,7 @@ impl<S: Store> Intake<'_, S> {
                 if self.lanes[lane].send(item).is_ok() {
                     assigned.outstanding += 1;
                     self.outstanding += 1;
+                    self.stands_since.get_or_insert_with(Instant::now);
                 }
             }
             waits |= !assigned.backlog.is_empty();
@@ -241,30 +299,41 @@ impl<S: Store> Intake<'_, S> {
         let (mut remembered, mut opened) = (Vec::new(), HashMap::new());
         for id in sources {
             let holding = Holding { topic: Arc::clone(&id.place), partition: id.partition, owner: Uuid::now_v7() };
-            // Begun without its position, it could pass over what a database that went back does not have.
+            // Begun without its position, it could pass over what a database that went back does
+            // not have.
             let row = self.shared.store.open_assignment(self.consumer, &holding).await.map_err(|error| {
                 let (topic, partition) = (&id.place, id.partition);
                 BrokerError::Unavailable(format!(
                     "the database does not tell where {topic}/{partition} stands: {error}"
                 ))
             })?;
-            remembered.push((id.clone(), row.position));
-            opened.insert(id, (holding, row.was_open));
+            remembered.push((id.clone(), row.position.clone()));
+            opened.insert(id, (holding, row));
         }
         let mut positions = Vec::new();
-        for Begun { source, topic_id, start } in self.subscriber.begin(remembered).await? {
-            let Some((holding, was_open)) = opened.remove(&source) else { continue };
+        for begun in self.subscriber.begin(remembered).await? {
+            let Some((holding, row)) = opened.remove(&begun.source) else { continue };
+            if let Some(why) = loss::takes_records_for_others(&self.shared.options.id_rule, row.has_new_ids, &begun) {
+                tracing::error!(consumer = %name, "{why}");
+                // Its position stays as it was: the next owner recognises it too.
+                self.refused.insert(begun.source, why);
+                continue;
+            }
+            let Begun { source, topic_id, start } = begun;
             if let Some(because) = start.because {
                 let said = loss::tell(name, &source, because);
                 self.shared.health.trouble(&self.shared.part, "position", Some(Trouble::Shown(said)));
             }
-            // Found open: the last owner did not end cleanly, so what it had in flight may kill a process (R26).
+            // Found open: the last owner did not end cleanly, so what it had in flight may kill a
+            // process (R26).
             let found_open = || Suspicion::found_open(self.shared.options.in_flight_max);
-            let suspicion = if was_open { found_open() } else { Suspicion::closed() };
+            let suspicion = if row.was_open { found_open() } else { Suspicion::closed() };
             positions.push((holding.clone(), Position { topic_id: topic_id.clone(), next: start.at }));
             self.add(source, suspicion, Some((holding, topic_id)));
         }
-        // From now on the database knows which topic it is: one that is made anew is recognised also by the next owner.
+        self.show_refused();
+        // From now on the database knows which topic it is: one that is made anew is recognised
+        // also by the next owner.
         self.shared.store.keep_positions(self.consumer, &positions).await.map_err(|error| {
             BrokerError::Unavailable(format!("the database does not take where partitions stand: {error}"))
         })
@@ -294,7 +363,16 @@ impl<S: Store> Intake<'_, S> {
         }
     }
 
+    /// What comes of these partitions is dropped: it is neither handled nor acknowledged.
+    fn show_refused(&self) {
+        let why = (!self.refused.is_empty()).then(|| self.refused.values().cloned().collect::<Vec<_>>().join("; "));
+        self.shared.health.trouble(&self.shared.part, "ids", why.map(Trouble::Stops));
+    }
+
     async fn revoke(&mut self, id: &PartitionId, lost: bool, guard: Arc<RevokeGuard>) {
+        if self.refused.remove(id).is_some() {
+            self.show_refused();
+        }
         let Some(assigned) = self.sources.get_mut(id) else { return };
         assigned.source.revoke();
         assigned.backlog.clear();
@@ -318,6 +396,9 @@ impl<S: Store> Intake<'_, S> {
     async fn finished(&mut self, finished: Vec<Done>) {
         self.active_at = Instant::now();
         let mut touched = Vec::new();
+        if finished.iter().any(|done| done.committed) {
+            self.stands_since = Some(Instant::now());
+        }
         for done in finished {
             self.outstanding = self.outstanding.saturating_sub(1);
             let Some(assigned) = self.sources.get_mut(&done.source) else { continue };
@@ -374,7 +455,17 @@ impl<S: Store> Intake<'_, S> {
             self.active_at = Instant::now();
             return Ok(false);
         }
-        match self.shared.store.next_due(self.consumer, &self.shared.scope).await {
+        // All that can be done is done, and that is not everything.
+        if let Some(why) = self.refused.values().next() {
+            return Err(BrokerError::Refused(why.clone()));
+        }
+        // Asked in this order: what is claimed now was due before.
+        let due = self.shared.store.next_due(self.consumer, &self.shared.scope).await;
+        match due {
+            Ok(_) if self.shared.retrying.load(Ordering::Acquire) > 0 => {
+                self.active_at = Instant::now();
+                Ok(false)
+            }
             Ok(Some(due)) if due.is_zero() => {
                 self.active_at = Instant::now();
                 Ok(false)

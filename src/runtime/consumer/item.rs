@@ -86,6 +86,7 @@ impl Item {
 pub(super) struct Done {
     pub(super) source: PartitionId,
     pub(super) sequence: i64,
-    /// True where it is committed and may be acknowledged; false where it was left alone (revoked, stop).
+    /// True where it is committed and may be acknowledged; false where it was left alone (revoked,
+    /// stop).
     pub(super) committed: bool,
 }

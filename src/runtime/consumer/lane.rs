@@ -1,8 +1,9 @@
-//! A lane: the messages of its keys, in order, in batches of what is there; no delay is added when idle.
+//! A lane: the messages of its keys, in order, in batches of what is there; no delay is added when
+//! idle.
 //!
-//! A failing message is taken out: the part before it runs again, then it alone under the retry policy, then the rest, so
-//! that a lane never reorders a key. Which parts those are is decided by [`crate::policy::split`], which messages are under
-//! suspicion by [`crate::policy::suspicion`].
+//! A failing message is taken out: the part before it runs again, then it alone under the retry
+//! policy, then the rest, so that a lane never reorders a key. Which parts those are is decided by
+//! [`crate::policy::split`], which messages are under suspicion by [`crate::policy::suspicion`].
 
 use std::collections::HashSet;
 use std::sync::Arc;
@@ -11,10 +12,11 @@ use std::time::Duration;
 use tokio::sync::mpsc;
 use tokio_util::sync::CancellationToken;
 
+use super::alone::{self, Why};
 use super::aside::Aside;
 use super::batch::{self, BatchEnd};
 use super::item::{Done, Item};
-use super::{Shared, alone, settle};
+use super::{Shared, settle};
 use crate::error::{HandlerError, StoreError};
 use crate::message::MessageId;
 use crate::observe::{self, Outcome, PartState};
@@ -39,8 +41,8 @@ pub(super) struct Lane<S: Store> {
 /// What is to be done next, last in, first out.
 enum Work {
     Batch(Vec<Item>, Tries),
-    /// With the failure of its try in a batch, and whether that try was counted before.
-    Alone(Box<Item>, Option<HandlerError>, bool),
+    /// And whether its try in a batch was counted before.
+    Alone(Box<Item>, Why, bool),
 }
 
 /// What is known of the tries of a batch.
@@ -117,7 +119,7 @@ impl<S: Store> Lane<S> {
                     }
                     self.aside.put(*item);
                 }
-                Work::Alone(item, error, counted) => alone::run(self, *item, error, counted).await,
+                Work::Alone(item, why, counted) => alone::run(self, *item, why, counted).await,
             }
         }
     }
@@ -128,7 +130,7 @@ impl<S: Store> Lane<S> {
                 Ok((of_first, None)) => tries = of_first,
                 Ok((of_first, Some(alone))) => {
                     stack.push(Work::Batch(items.split_off(alone + 1), Tries::Unjudged));
-                    stack.extend(items.pop().map(|item| Work::Alone(Box::new(item), None, false)));
+                    stack.extend(items.pop().map(|item| Work::Alone(Box::new(item), Why::Suspect, false)));
                     return stack.push(Work::Batch(items, of_first));
                 }
                 Err(error) => {
@@ -142,7 +144,8 @@ impl<S: Store> Lane<S> {
             ids.retain(|id| items.iter().any(|item| item.message.id == *id));
             let (store, consumer) = (&self.shared.store, self.consumer);
             let counted = match store.is_contested(consumer, ids).await {
-                // Another process, frozen maybe, is at work on one of them: that one is not waited for.
+                // Another process, frozen maybe, is at work on one of them: that one is not waited
+                // for.
                 Ok(true) => return self.part_contested(items, stack),
                 Ok(false) => store.begin_first_attempts(consumer, ids).await,
                 Err(error) => Err(error),
@@ -174,8 +177,8 @@ impl<S: Store> Lane<S> {
                     self.report(item, true);
                 }
             }
-            Ok(BatchEnd::Failed(_, error)) if error.is_nobodys() => {
-                self.again(items, tries, error.message(), error.may_be_its_own(), stack).await;
+            Ok(BatchEnd::Failed(index, error)) if error.is_nobodys() => {
+                self.again(items, tries, error.message(), Some(index), stack).await;
             }
             Ok(BatchEnd::Failed(index, error)) => {
                 stack_up(items, split::around(whole, index), &tries, Some(error), stack);
@@ -196,11 +199,12 @@ impl<S: Store> Lane<S> {
                 }
                 stack.push(Work::Batch(rest, tries));
             }
-            Err(error) => self.again(items, tries, &error.to_string(), error.may_be_its_own(), stack).await,
+            Err(error) => self.again(items, tries, &error.to_string(), None, stack).await,
         }
     }
 
-    /// What was stored behind its key may stand there alone by now: the retrier may have removed the head meanwhile.
+    /// What was stored behind its key may stand there alone by now: the retrier may have removed
+    /// the head meanwhile.
     async fn wake_parked(&self, items: &[Item], outcomes: &[Outcome]) {
         let parked = items.iter().zip(outcomes).filter(|(_, outcome)| **outcome == Outcome::Retried);
         let lanes: HashSet<[u8; 16]> = parked.filter_map(|(item, _)| item.message.lane_id()).collect();
@@ -214,7 +218,8 @@ impl<S: Store> Lane<S> {
         self.shared.parked.notify_one();
     }
 
-    /// Runs the items in one transaction; none where the grace of a stop ended first: then nothing of it stays.
+    /// Runs the items in one transaction; none where the grace of a stop ended first: then nothing
+    /// of it stays.
     pub(super) async fn transaction(
         &self,
         items: &[Item],
@@ -227,19 +232,18 @@ impl<S: Store> Lane<S> {
         }
     }
 
-    /// Nobody's failure: the same batch again, or its halves (R27). One message whose own failure it may be runs alone from the
-    /// third time on: there it is found out.
-    async fn again(&mut self, items: Vec<Item>, tries: Tries, why: &str, may_be_its_own: bool, stack: &mut Vec<Work>) {
-        let again = self.fault.again(0..items.len(), fastrand::f64());
+    /// Nobody's failure, reported by the handler of the message `of`: the same batch again, or its
+    /// parts (R27). Whose failure it is that lasts is found out with one alone.
+    async fn again(&mut self, items: Vec<Item>, tries: Tries, why: &str, of: Option<usize>, stack: &mut Vec<Work>) {
+        let again = self.fault.again(0..items.len(), of, fastrand::f64());
         self.say_waiting(why);
         sleep_unless(&self.stop, again.pause).await;
-        let alone = may_be_its_own && items.len() == 1 && self.fault.times() >= split::TIMES_BEFORE_HALVING;
-        let parts = again.parts.into_iter().map(|messages| Part { messages, alone });
-        stack_up(items, parts.collect(), &tries, None, stack);
+        stack_up(items, again.parts, &tries, None, stack);
     }
 
-    /// How these run (R26): those before the first that runs alone, and where that one is. Only what the inbox does not know is
-    /// suspected, and nothing behind the one that runs alone was judged.
+    /// How these run (R26): those before the first that runs alone, and where that one is. Only
+    /// what the inbox does not know is suspected, and nothing behind the one that runs alone was
+    /// judged.
     async fn judge(&self, items: &[Item]) -> Result<(Tries, Option<usize>), StoreError> {
         if !items.iter().any(Item::is_suspicious) {
             return Ok((Tries::Free, None));
@@ -259,13 +263,15 @@ impl<S: Store> Lane<S> {
                 Run::InBatch if !is_known && tried.contains(&id) => return Ok((to_count(due, suspects), Some(index))),
                 run => suspects |= run == Run::Counted,
             }
-            // All of them: what one of the batch does to the process, none of the others can be told from.
+            // All of them: what one of the batch does to the process, none of the others can be
+            // told from.
             due.extend((!is_known).then_some(id));
         }
         Ok((to_count(due, suspects), None))
     }
 
-    /// One of those that stand aside is free again: all of them run, and what is not free stands aside anew.
+    /// One of those that stand aside is free again: all of them run, and what is not free stands
+    /// aside anew.
     async fn look_aside(&mut self) {
         let items = self.aside.take();
         for item in self.leave_revoked(items, &Tries::Unjudged).await {
@@ -292,7 +298,8 @@ impl<S: Store> Lane<S> {
         free
     }
 
-    /// Suspects whose inbox rows somebody else's open transaction may hold: halves, until those stand aside that it holds.
+    /// Suspects whose inbox rows somebody else's open transaction may hold: halves, until those
+    /// stand aside that it holds.
     fn part_contested(&mut self, mut items: Vec<Item>, stack: &mut Vec<Work>) {
         match items.pop() {
             Some(only) if items.is_empty() => self.aside.put(only),
@@ -349,14 +356,15 @@ impl<S: Store> Lane<S> {
 
     /// Waits for a database that is away, or asks to try again.
     pub(super) async fn wait_out(&mut self, why: &(impl std::fmt::Display + Sync)) {
-        let again = self.fault.again(0..1, fastrand::f64());
+        let again = self.fault.again(0..1, None, fastrand::f64());
         self.say_waiting(&why.to_string());
         sleep_unless(&self.stop, again.pause).await;
     }
 
-    /// The same for what a stop must not leave undone: false only when the grace of the stop is over.
+    /// The same for what a stop must not leave undone: false only when the grace of the stop is
+    /// over.
     pub(super) async fn wait_out_a_stop(&mut self, why: &(impl std::fmt::Display + Sync)) -> bool {
-        let again = self.fault.again(0..1, fastrand::f64());
+        let again = self.fault.again(0..1, None, fastrand::f64());
         self.say_waiting(&why.to_string());
         sleep_unless(&self.abandon, again.pause).await
     }
@@ -375,7 +383,8 @@ fn to_count(ids: Vec<MessageId>, suspects: bool) -> Tries {
     if suspects { Tries::Due(ids) } else { Tries::Free }
 }
 
-/// Lays the parts of a plan on the stack, so that the first of them is next. The error belongs to the message to blame.
+/// Lays the parts of a plan on the stack, so that the first of them is next. The error belongs to
+/// the message to blame.
 fn stack_up(
     mut items: Vec<Item>,
     plan: Vec<Part>,
@@ -387,7 +396,10 @@ fn stack_up(
     for part in plan.into_iter().rev() {
         let mut taken = items.split_off(part.messages.start);
         match taken.pop() {
-            Some(item) if part.alone => stack.push(Work::Alone(Box::new(item), error.take(), counted)),
+            Some(item) if part.alone => {
+                let why = error.take().map_or(Why::Nobodys, Why::Failed);
+                stack.push(Work::Alone(Box::new(item), why, counted));
+            }
             last => {
                 taken.extend(last);
                 stack.push(Work::Batch(taken, tries.clone()));

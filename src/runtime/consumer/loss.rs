@@ -1,6 +1,7 @@
-//! Says what a consumer did not get, and will not get.
+//! Says what a consumer did not get, and will not get; and where it may not begin.
 
-use crate::broker::PartitionId;
+use crate::broker::{Begun, PartitionId};
+use crate::message::IdRule;
 use crate::observe;
 use crate::policy::position::Break;
 
@@ -8,10 +9,20 @@ use crate::policy::position::Break;
 pub(super) fn tell(consumer: &str, source: &PartitionId, because: Break) -> String {
     let place = format!("{}/{}", source.place, source.partition);
     let said = match because {
-        Break::MadeAnew => format!(
-            "the topic of {place} was deleted and made anew: it is consumed from its beginning; \
-             what stood in the old one and was not consumed is gone"
-        ),
+        Break::MadeAnew { first } => {
+            observe::lost_records(&source.place, u64::try_from(first).unwrap_or_default());
+            let gone = if first > 0 {
+                format!(
+                    "; the broker deleted its records up to offset {first} before they were consumed: their effects are missing"
+                )
+            } else {
+                String::new()
+            };
+            format!(
+                "the topic of {place} was deleted and made anew: it is consumed from its beginning; \
+                 what stood in the old one and was not consumed is gone{gone}"
+            )
+        }
         Break::BeyondEnd { stood, end } => format!(
             "{place} ends at offset {end}, before {stood}, where the consumer stood: the broker lost records, \
              or the topic was made anew; it is consumed from its beginning, and what was handled is known"
@@ -26,4 +37,18 @@ pub(super) fn tell(consumer: &str, source: &PartitionId, because: Break) -> Stri
     };
     tracing::error!(consumer, "{said}");
     said
+}
+
+/// Why a partition is not consumed from its beginning: its offsets were those of other records, and
+/// coordinates are the ids. None where it may be consumed.
+pub(super) fn takes_records_for_others(rule: &IdRule, has_new_ids: bool, begins: &Begun) -> Option<String> {
+    let again = matches!(begins.start.because, Some(Break::MadeAnew { .. } | Break::BeyondEnd { .. }));
+    if !again || has_new_ids || !matches!(rule, IdRule::Coordinates) {
+        return None;
+    }
+    let (topic, partition) = (&begins.source.place, begins.source.partition);
+    Some(format!(
+        "{topic}/{partition} is not consumed: the topic was made anew, or the broker lost records, so its offsets are given again, \
+         and with id = \"coordinates\" its new records would be taken for the old ones; give id_epoch a new value, and start once with `consumer --accept`"
+    ))
 }

@@ -44,14 +44,21 @@ pub struct ConsumerOptions {
     pub id_epoch: String,
     /// Take another id rule than the one stored at the first start.
     pub accept_id_rule: bool,
-    /// Lanes: each has its own transaction. 4 by default, about what one database connection pool serves well; 1 on SQLite.
+    /// Lanes: each has its own transaction. 4 by default, about what one database connection pool
+    /// serves well; 1 on SQLite.
     pub lanes: usize,
-    /// Messages of one transaction at most. 100: beyond it the gain is small and a failure repeats more.
+    /// Waiting keys that are tried at once, each in its own transaction, so that one whose handler
+    /// hangs keeps no other waiting. 4 by default; 1 on SQLite.
+    pub retriers: usize,
+    /// Messages of one transaction at most. 100: beyond it the gain is small and a failure repeats
+    /// more.
     pub batch_max: usize,
-    /// Deliveries taken and not acknowledged at most: bounds memory and what is repeated after a crash.
+    /// Deliveries taken and not acknowledged at most: bounds memory and what is repeated after a
+    /// crash.
     pub in_flight_max: usize,
-    /// Dead messages of this consumer at most. Where so many stand, nothing more is taken until an operator has made room, so that a
-    /// stream of what can never be handled does not fill the database. 100,000: more than anybody looks through.
+    /// Dead messages of this consumer at most. Where so many stand, nothing more is taken until an
+    /// operator has made room, so that a stream of what can never be handled does not fill the
+    /// database. 100,000: more than anybody looks through.
     pub dead_rows_max: usize,
     /// How long one handler may run. 30 s; 2 s on SQLite, where it runs inside the write lock.
     pub handler_timeout: Duration,
@@ -61,17 +68,19 @@ pub struct ConsumerOptions {
     pub dead: DeadPolicy,
     /// What happens to kinds without a handler.
     pub unhandled: Unhandled,
-    /// How long the inbox remembers; a message older than what it has forgotten is dead as too old. For ever by default.
+    /// How long the inbox remembers; a message older than what it has forgotten is dead as too old.
+    /// For ever by default.
     pub horizon: Horizon,
-    /// How often rows older than the horizon are looked for. 1 h: the inbox is larger by what comes in that time.
+    /// How often rows older than the horizon are looked for. 1 h: the inbox is larger by what comes
+    /// in that time.
     pub purge_every: Duration,
-    /// How old a dead message may be that is sent again under its own id: the publisher's setting of this name, which the
-    /// horizon must exceed. 7 days.
+    /// How old a dead message may be that is sent again under its own id: the publisher's setting
+    /// of this name, which the horizon must exceed. 7 days.
     pub redrive_age_max: Duration,
     /// How long a revoked partition may drain.
     pub drain: Duration,
-    /// How long a stop waits for what runs. 20 s, of which the last 4, or the second half if that is less, are there to drop what
-    /// still runs and to take its counted tries back.
+    /// How long a stop waits for what runs. 20 s, of which the last 4, or the second half if that
+    /// is less, are there to drop what still runs and to take its counted tries back.
     pub shutdown_grace: Duration,
     /// End when nothing came for this long after having caught up.
     pub until_idle: Option<Duration>,
@@ -89,6 +98,7 @@ impl ConsumerOptions {
             id_epoch: "1".to_owned(),
             accept_id_rule: false,
             lanes: 4,
+            retriers: 4,
             batch_max: 100,
             in_flight_max: 2_000,
             dead_rows_max: 100_000,
@@ -105,7 +115,8 @@ impl ConsumerOptions {
         }
     }
 
-    /// The id rule as it is stored at the first start; the epoch belongs to it where coordinates are the identity.
+    /// The id rule as it is stored at the first start; the epoch belongs to it where coordinates
+    /// are the identity.
     #[must_use]
     pub fn id_rule_text(&self) -> String {
         match self.id_rule {

@@ -1,8 +1,8 @@
 //! Remembers in the database up to where each partition is done.
 //!
-//! Promise: a position is written after the commits it stands for, in a transaction of its own, so that no copy of the database
-//! has it without them. It lags by a second at most, or by as long as the database is away: what was done meanwhile comes again
-//! after a crash, and the inbox knows it.
+//! Promise: a position is written after the commits it stands for, in a transaction of its own, so
+//! that no copy of the database has it without them. It lags by a second at most, or by as long as
+//! the database is away: what was done meanwhile comes again after a crash, and the inbox knows it.
 //!
 //! Not here: where a partition begins (`policy::position`), the position at a clean end (`intake`).
 

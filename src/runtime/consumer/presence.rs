@@ -1,6 +1,8 @@
-//! A consumer's process says once a minute that it is there, so that an operator can tell who is gone.
+//! A consumer's process says every ten seconds that it is there, so that an operator can tell who
+//! is gone; and it ends where an operator forgot its consumer.
 
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use tokio_util::sync::CancellationToken;
@@ -10,9 +12,10 @@ use crate::runtime::pace::sleep_unless;
 use crate::store::{ConsumerId, Store};
 
 /// Well below [`crate::store::CONSUMER_PRESENT`].
-const SAYS_EVERY: Duration = Duration::from_secs(60);
+const SAYS_EVERY: Duration = Duration::from_secs(10);
 
-/// Until it is told to stop. A database that is away is asked again; what it missed is at most a minute.
+/// Until it is told to stop. A database that is away is asked again; what it missed is at most a
+/// minute.
 pub(super) async fn run<S: Store>(shared: Arc<Shared<S>>, consumer: ConsumerId, stop: CancellationToken) {
     loop {
         // A stop does not wait for a database that says nothing.
@@ -22,10 +25,7 @@ pub(super) async fn run<S: Store>(shared: Arc<Shared<S>>, consumer: ConsumerId, 
         };
         match said {
             Ok(true) => {}
-            Ok(false) => tracing::error!(
-                consumer = %shared.options.name,
-                "an operator forgot this consumer while it ran: start it again, or what it handled is handled again"
-            ),
+            Ok(false) => return shared.is_forgotten.store(true, Ordering::Relaxed),
             Err(error) => tracing::debug!(consumer = %shared.options.name, %error, "its presence was not noted"),
         }
         if !sleep_unless(&stop, SAYS_EVERY).await {

@@ -1,7 +1,8 @@
 //! The purge: inbox rows older than the horizon go, a page at a time (R31).
 //!
-//! Promise: a horizon within which a duplicate can still come is refused at start, as far as what it must exceed is known, and
-//! nothing is purged by it later either; a purge is paced, so that it does not stand in the way of what is handled.
+//! Promise: a horizon within which a duplicate can still come is refused at start, as far as what
+//! it must exceed is known, and nothing is purged by it later either; a purge is paced, so that it
+//! does not stand in the way of what is handled.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -40,7 +41,8 @@ pub(super) async fn check<S: Store>(
     }
 }
 
-/// Purges at start and at every interval, until the stop; where the inbox forgets nothing, only tries of what was handled.
+/// Purges at start and at every interval, until the stop; where the inbox forgets nothing, only
+/// tries of what was handled.
 pub(super) async fn run<S: Store>(shared: Arc<Shared<S>>, consumer: ConsumerId, stop: CancellationToken) {
     let mut pace = Pace::new(Duration::from_millis(100), Duration::from_secs(60));
     let name = &shared.options.name;

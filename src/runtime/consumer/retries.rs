@@ -1,21 +1,28 @@
-//! The retrier: due heads of waiting keys, one after the other (R25, R26).
+//! The retriers: due heads of waiting keys, one key each (R25, R26).
 //!
-//! Promise: only the oldest waiting messages of a key run; they leave the table in the handler's transaction, only while the
-//! claim stands, and the next of the key becomes due with them. What was tried before, or whose last claim ran out, runs alone,
-//! its try counted when its turn comes. What was never tried runs in batches, so a key is drained as fast as it was filled.
+//! Promise: only the oldest waiting messages of a key run; they leave the table in the handler's
+//! transaction, only while the claim stands, and the next of the key becomes due with them. Whose
+//! last claim ran out may have killed its process: it runs with nothing else beside it, its try
+//! counted when its turn comes. What failed before runs alone in its transaction, beside the
+//! others, and its try is counted when it failed. What was never tried runs in batches, so a key is
+//! drained as fast as it was filled. A failure that lasts while the database works for others
+//! postpones its message without end, and counts nothing.
 //!
-//! Not here: when the next try is (`policy::retry`), and what the database does for it (`store::waiting`).
+//! Not here: when the next try is (`policy::retry`), and what the database does for it
+//! (`store::waiting`).
 
-use std::collections::VecDeque;
-use std::sync::Arc;
+use std::collections::{HashMap, VecDeque};
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, PoisonError};
 use std::time::Duration;
 
+use tokio::sync::Mutex;
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
 use super::Shared;
 use super::batch::{SWALLOWED, roll_back, undo};
-use super::blame::Blame;
+use super::blame::{self, Blame, Fault};
 use super::calls::{self, Call, Wanted, call};
 use super::handlers::Handler;
 use super::settle::{self, KILLS};
@@ -36,8 +43,50 @@ const FAULTS_MAX: u32 = 5;
 /// How often heads are looked for that a race left without a due time.
 const SWEEP: Duration = Duration::from_secs(5);
 
-/// The retrier of one consumer, and what it still owes the database. That stays until it is written: a database that went away in
-/// the middle must not leave a message claimed for nothing, or an alarm unheard (G10).
+/// Messages of which it is remembered how often in a row they were postponed uncounted: beyond, all
+/// of them begin anew.
+const LASTING_MAX: usize = 10_000;
+
+/// What the retriers of one consumer share.
+#[derive(Debug)]
+pub(super) struct Desk {
+    /// Whoever has it looks for what is due, the others run what they found: a consumer where
+    /// nothing is due asks the database as often as one retrier would. When heads were last looked
+    /// for that a race left.
+    look: Mutex<Instant>,
+    /// How often in a row each was postponed uncounted, by its row.
+    lasting: std::sync::Mutex<HashMap<i64, u32>>,
+}
+
+impl Desk {
+    pub(super) fn new() -> Self {
+        Self { look: Mutex::new(Instant::now()), lasting: std::sync::Mutex::default() }
+    }
+
+    /// Postponed once more; how often in a row.
+    fn lasts(&self, sequence: i64) -> u32 {
+        let mut lasting = self.lasting.lock().unwrap_or_else(PoisonError::into_inner);
+        if lasting.len() >= LASTING_MAX && !lasting.contains_key(&sequence) {
+            lasting.clear();
+        }
+        let times = lasting.entry(sequence).or_default();
+        *times = times.saturating_add(1);
+        *times
+    }
+
+    fn is_over(&self, run: &[ClaimedMessage]) {
+        let mut lasting = self.lasting.lock().unwrap_or_else(PoisonError::into_inner);
+        if !lasting.is_empty() {
+            run.iter().for_each(|one| {
+                lasting.remove(&one.sequence);
+            });
+        }
+    }
+}
+
+/// One retrier of a consumer, and what it still owes the database. That stays until it is written:
+/// a database that went away in the middle must not leave a message claimed for nothing, or an
+/// alarm unheard (G10).
 struct Retrier<S: Store> {
     shared: Arc<Shared<S>>,
     consumer: ConsumerId,
@@ -47,18 +96,19 @@ struct Retrier<S: Store> {
     /// A claim whose answer was lost.
     in_doubt: Option<Claim>,
     owed: Option<Owed>,
-    swept: Instant,
+    desk: Arc<Desk>,
 }
 
 /// What follows a run that is not done.
 enum Owed {
     /// Nothing happened, or nothing that counts.
     GiveBack(Vec<ClaimedMessage>),
-    /// The try failed; the next one is after this time.
+    /// Due again after this time, with as many tries as its `attempt` says.
     Postpone(Box<ClaimedMessage>, Duration, HandlerError),
     /// No further try.
     Bury(Box<ClaimedMessage>, &'static str, HandlerError),
-    /// A handler committed by itself, and their rows went with that commit; whether their effects are whole is not known.
+    /// A handler committed by itself, and their rows went with that commit; whether their effects
+    /// are whole is not known.
     StoreAsEnded(VecDeque<ClaimedMessage>),
 }
 
@@ -70,8 +120,32 @@ enum RunEnd {
     /// Something went wrong in a handler, and it cannot be told with which message.
     Unclear(String),
     ClaimLost,
+    /// All of its tries were counted and never came to an end; this one was not made.
+    Exhausted,
     /// A handler committed the transaction by itself.
     Ended,
+}
+
+/// What a look for due messages found.
+enum Found<S: Store> {
+    Run(Vec<ClaimedMessage>, Busy<S>),
+    NothingFor(Duration),
+}
+
+/// A retrier that has something in hand, from before it claims it.
+struct Busy<S: Store>(Arc<Shared<S>>);
+
+impl<S: Store> Busy<S> {
+    fn of(shared: &Arc<Shared<S>>) -> Self {
+        shared.retrying.fetch_add(1, Ordering::AcqRel);
+        Self(Arc::clone(shared))
+    }
+}
+
+impl<S: Store> Drop for Busy<S> {
+    fn drop(&mut self) {
+        self.0.retrying.fetch_sub(1, Ordering::AcqRel);
+    }
 }
 
 pub(super) async fn run<S: Store>(
@@ -79,20 +153,13 @@ pub(super) async fn run<S: Store>(
     consumer: ConsumerId,
     stop: CancellationToken,
     abandon: CancellationToken,
+    desk: Arc<Desk>,
 ) {
-    let swept = Instant::now();
     let mut pace = Pace::new(Duration::from_millis(100), Duration::from_secs(5));
-    let mut retrier = Retrier { shared, consumer, stop: stop.clone(), abandon, in_doubt: None, owed: None, swept };
+    let mut retrier = Retrier { shared, consumer, stop: stop.clone(), abandon, in_doubt: None, owed: None, desk };
     while !stop.is_cancelled() {
         match retrier.step().await {
-            Ok(wait) => {
-                pace.worked();
-                tokio::select! {
-                    () = stop.cancelled() => {}
-                    () = retrier.shared.parked.notified() => {}
-                    () = tokio::time::sleep(wait) => {}
-                }
-            }
+            Ok(()) => pace.worked(),
             Err(error) => {
                 tracing::debug!(consumer = %retrier.shared.options.name, %error, "the retrier waits for the database");
                 pace.wait(&stop).await;
@@ -114,102 +181,138 @@ pub(super) async fn run<S: Store>(
 }
 
 impl<S: Store> Retrier<S> {
-    /// Runs what is due first; gives how long to wait for the next.
-    async fn step(&mut self) -> Result<Duration, StoreError> {
+    /// Waits for what is due, and runs it.
+    async fn step(&mut self) -> Result<(), StoreError> {
         self.settle_up().await?;
+        let desk = Arc::clone(&self.desk);
+        let mut swept = tokio::select! {
+            biased;
+            () = self.stop.cancelled() => return Ok(()),
+            swept = desk.look.lock() => swept,
+        };
+        let (run, _busy) = loop {
+            match self.look(&mut swept).await? {
+                Found::Run(run, busy) => break (run, busy),
+                Found::NothingFor(time) => tokio::select! {
+                    biased;
+                    () = self.stop.cancelled() => return Ok(()),
+                    () = self.shared.parked.notified() => {}
+                    () = tokio::time::sleep(time) => {}
+                },
+            }
+        };
+        drop(swept);
+        self.run(run).await?;
+        self.settle_up().await?;
+        // What stood behind them is due.
+        self.shared.parked.notify_one();
+        Ok(())
+    }
+
+    /// Claims what is due first.
+    async fn look(&mut self, swept: &mut Instant) -> Result<Found<S>, StoreError> {
         let (shared, consumer) = (Arc::clone(&self.shared), self.consumer);
-        if self.swept.elapsed() >= SWEEP {
+        if swept.elapsed() >= SWEEP {
             shared.store.sweep(consumer).await?;
-            self.swept = Instant::now();
+            *swept = Instant::now();
         }
         // A cheap look first: claiming is a write, and most of the time nothing is due.
         match shared.store.next_due(consumer, &shared.scope).await? {
             Some(due) if due.is_zero() => {}
-            Some(due) => return Ok(due.clamp(Duration::from_millis(1), POLL)),
-            None => return Ok(POLL),
+            Some(due) => return Ok(Found::NothingFor(due.clamp(Duration::from_millis(1), POLL))),
+            None => return Ok(Found::NothingFor(POLL)),
         }
+        let busy = Busy::of(&shared);
         let claim = Claim::new(shared.options.handler_timeout + CLAIM_SPARE);
         self.in_doubt = Some(claim);
         let Some(head) = shared.store.claim_due(consumer, &shared.scope, &claim).await? else {
             self.in_doubt = None;
             // Somebody else has what is due.
-            return Ok(Duration::from_millis(50));
+            return Ok(Found::NothingFor(Duration::from_millis(50)));
         };
-        let alone = head.suspect || head.tries > 0;
         let mut run = vec![head];
-        if !alone && let Some(head) = run.first() {
+        if let Some(head) = run.first().filter(|head| !head.suspect && head.tries == 0) {
             let limit = shared.options.batch_max.saturating_sub(1);
             let behind = shared.store.claim_behind(consumer, head, &shared.scope, limit, &claim).await?;
             run.extend(behind);
         }
         self.in_doubt = None;
-        self.run(run, alone).await?;
-        self.settle_up().await?;
-        Ok(Duration::ZERO)
+        Ok(Found::Run(run, busy))
     }
 
     /// Runs claimed messages of one key; notes what is owed for those that are not done.
-    async fn run(&mut self, mut run: Vec<ClaimedMessage>, alone: bool) -> Result<(), StoreError> {
+    async fn run(&mut self, mut run: Vec<ClaimedMessage>) -> Result<(), StoreError> {
         let (mut fault, mut blame) = (NobodysFault::default(), Blame::default());
+        let mut suspect = run.first().is_some_and(|head| head.suspect);
         loop {
-            let Some(end) = self.attempt(&run, alone).await else { return self.owes(Owed::GiveBack(run)) };
-            match end {
+            let Some(end) = self.attempt(&run, suspect).await else { return self.owes(Owed::GiveBack(run)) };
+            // Where its handler came to an end, the process outlived it.
+            suspect &= end.is_err();
+            let (at, error, may_be_its_own) = match end {
                 Ok(RunEnd::Done) => {
+                    self.desk.is_over(&run);
                     observe::delivered(&self.shared.options.name, Outcome::Processed, run.len() as u64);
                     return self.wake_next(&run).await;
                 }
                 Ok(RunEnd::ClaimLost) => return self.owes(Owed::GiveBack(run)),
                 Ok(RunEnd::Ended) => return self.owes(Owed::StoreAsEnded(run.into())),
+                Ok(RunEnd::Exhausted) => return self.exhausted(run),
                 Ok(RunEnd::Failed(at, error)) if !error.is_nobodys() => {
                     let rest = run.split_off(at.max(1));
                     self.give_back(&mut run, rest).await?;
                     if at == 0 {
                         return self.failed(run, error);
                     }
+                    continue;
                 }
                 Ok(RunEnd::Unclear(_)) if run.len() > 1 => {
                     let rest = run.split_off(run.len() / 2);
                     self.give_back(&mut run, rest).await?;
+                    continue;
                 }
                 Ok(RunEnd::Unclear(why)) => return self.failed(run, HandlerError::retryable(why)),
-                Ok(RunEnd::Failed(_, error)) if self.is_to_blame(&mut blame, &run, error.may_be_its_own()).await => {
-                    return self.failed(run, HandlerError::retryable(error));
+                Ok(RunEnd::Failed(at, error)) => {
+                    let may_be_its_own = error.may_be_its_own();
+                    (at, Ok(error), may_be_its_own)
                 }
-                Err(error) if self.is_to_blame(&mut blame, &run, error.may_be_its_own()).await => {
-                    return self.failed(run, HandlerError::retryable(error));
+                Err(error) => {
+                    let may_be_its_own = error.may_be_its_own();
+                    (run.len() / 2, Err(error), may_be_its_own)
                 }
-                Ok(RunEnd::Failed(..)) | Err(_) => {
-                    let (at, may_be_its_own) = match &end {
-                        Ok(RunEnd::Failed(at, error)) => (*at, error.may_be_its_own()),
-                        Err(error) => (run.len() / 2, error.may_be_its_own()),
-                        Ok(_) => (run.len() / 2, false),
-                    };
-                    let pause = fault.again(0..1, fastrand::f64()).pause;
-                    let lasts = fault.times() > FAULTS_MAX && !(may_be_its_own && run.len() > 1);
-                    if lasts || !sleep_unless(&self.stop, pause).await {
-                        self.owes(Owed::GiveBack(run))?;
-                        return end.map(|_| ());
-                    }
-                    // Whose it is, is found out with one alone.
-                    if run.len() > 1 && (may_be_its_own || fault.times() > TIMES_BEFORE_HALVING) {
-                        let rest = run.split_off(at.max(1));
-                        self.give_back(&mut run, rest).await?;
-                    }
-                }
+            };
+            let said = error.as_ref().map_or_else(ToString::to_string, ToString::to_string);
+            let is_one = run.len() == 1;
+            let found =
+                if is_one { blame.of(&self.shared, self.consumer, may_be_its_own).await } else { Fault::Nobodys };
+            match found {
+                Fault::Its => return self.failed(run, HandlerError::retryable(said)),
+                Fault::Lasting => return self.lasts(run, &said),
+                Fault::Nobodys => {}
+            }
+            let pause = fault.again(0..1, None, fastrand::f64()).pause;
+            let is_open = if is_one { blame.is_open() } else { may_be_its_own };
+            if (fault.times() > FAULTS_MAX && !is_open) || !sleep_unless(&self.stop, pause).await {
+                self.owes(Owed::GiveBack(run))?;
+                return error.map(|_| ());
+            }
+            // Whose it is, is found out with one alone.
+            if !is_one && (may_be_its_own || fault.times() >= TIMES_BEFORE_HALVING) {
+                let rest = run.split_off(at.max(1));
+                self.give_back(&mut run, rest).await?;
             }
         }
     }
 
     /// One try; none where a stop came first, or its grace is over.
-    async fn attempt(&self, run: &[ClaimedMessage], alone: bool) -> Option<Result<RunEnd, StoreError>> {
+    async fn attempt(&self, run: &[ClaimedMessage], suspect: bool) -> Option<Result<RunEnd, StoreError>> {
         let (shared, consumer) = (&self.shared, self.consumer);
-        let together = async {
-            let _together = shared.solo.read().await;
+        let beside_others = async {
+            let _beside_others = shared.solo.read().await;
             in_transaction(shared, consumer, run, &self.abandon).await
         };
         let by_itself = async {
             let Some(head) = run.first().filter(|head| shared.options.retry.allows(head.message.attempt)) else {
-                return Some(Ok(RunEnd::Failed(0, HandlerError::retryable(KILLS))));
+                return Some(Ok(RunEnd::Exhausted));
             };
             let _alone = tokio::select! {
                 biased;
@@ -225,25 +328,16 @@ impl<S: Store> Retrier<S> {
         tokio::select! {
             biased;
             () = self.abandon.cancelled() => None,
-            end = by_itself, if alone => end,
-            end = together, if !alone => Some(end),
+            end = by_itself, if suspect => end,
+            end = beside_others, if !suspect => Some(end),
         }
-    }
-
-    /// Whether a failure that looks like the database's is that of the only message that ran.
-    async fn is_to_blame(&self, blame: &mut Blame, run: &[ClaimedMessage], may_be_its_own: bool) -> bool {
-        run.len() == 1 && blame.falls(&self.shared, self.consumer, may_be_its_own).await
     }
 
     /// The first of these failed on its own account: what follows is for the policy to say.
     fn failed(&mut self, run: Vec<ClaimedMessage>, error: HandlerError) -> Result<(), StoreError> {
-        let Some(mut head) = run.into_iter().next() else { return Ok(()) };
+        self.desk.is_over(&run);
+        let Some(head) = run.into_iter().next() else { return Ok(()) };
         let options = &self.shared.options;
-        if !options.retry.allows(head.message.attempt) {
-            // Its tries were counted and never came to an end; this one was not made.
-            head.message.attempt = head.tries;
-            return self.owes(Owed::Bury(Box::new(head), Death::Attempts.reason(), HandlerError::retryable(KILLS)));
-        }
         tracing::warn!(consumer = %options.name, id = %head.message.id, sent_id = %head.message.id_text, attempt = head.message.attempt, %error, "a handler failed");
         let owed = match settle::decide(&options.retry, &error, head.message.attempt) {
             Decision::Dead(death) => Owed::Bury(Box::new(head), death.reason(), error),
@@ -253,6 +347,26 @@ impl<S: Store> Retrier<S> {
             }
         };
         self.owes(owed)
+    }
+
+    /// Its tries were counted and never came to an end; this one was not made.
+    fn exhausted(&mut self, run: Vec<ClaimedMessage>) -> Result<(), StoreError> {
+        let Some(mut head) = run.into_iter().next() else { return Ok(()) };
+        head.message.attempt = head.tries;
+        self.owes(Owed::Bury(Box::new(head), Death::Attempts.reason(), HandlerError::retryable(KILLS)))
+    }
+
+    /// Nobody's failure by its code, and it lasts while the database works for others: the message
+    /// waits longer each time, is seen there with its reason, and no try is counted.
+    fn lasts(&mut self, run: Vec<ClaimedMessage>, said: &str) -> Result<(), StoreError> {
+        let Some(mut head) = run.into_iter().next() else { return Ok(()) };
+        let options = &self.shared.options;
+        let after = options.retry.wait(self.desk.lasts(head.sequence), fastrand::f64());
+        let error = HandlerError::nobodys(blame::lasting(&said));
+        tracing::warn!(consumer = %options.name, id = %head.message.id, sent_id = %head.message.id_text, ?after, %error, "a message waits on");
+        observe::delivered(&options.name, Outcome::Retried, 1);
+        head.message.attempt = head.tries;
+        self.owes(Owed::Postpone(Box::new(head), after, error))
     }
 
     fn owes(&mut self, owed: Owed) -> Result<(), StoreError> {
@@ -362,7 +476,8 @@ async fn body<S: Store>(
     let mut wanted = Vec::with_capacity(run.len());
     for (item, ClaimedMessage { message, .. }) in run.iter().enumerate() {
         let Some((handler, takes)) = shared.handlers.find(&message.kind) else {
-            // Claimed by kind; a message that waits was accepted once, so it is never acknowledged as unhandled.
+            // Claimed by kind; a message that waits was accepted once, so it is never acknowledged
+            // as unhandled.
             return Err(StoreError::Corrupt(format!("claimed a message of the kind `{}`", message.kind)));
         };
         wanted.push(Wanted { item, handler, in_sets: matches!(takes, Handler::Batch(_)), lane: message.lane_id() });

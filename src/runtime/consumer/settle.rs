@@ -1,10 +1,10 @@
-//! A message that is not handled now is stored: waiting with a due time, behind its key, or dead. Its inbox row is inserted in
-//! the same transaction (R24), so that a redelivery finds it known.
+//! A message that is not handled now is stored: waiting with a due time, behind its key, or dead.
+//! Its inbox row is inserted in the same transaction (R24), so that a redelivery finds it known.
 
 use super::Shared;
 use super::admission::{Fate, admit};
 use super::batch::roll_back;
-use super::blame::Blame;
+use super::blame::{Blame, Fault};
 use super::item::Item;
 use super::lane::Lane;
 use crate::error::{HandlerError, StoreError};
@@ -13,7 +13,8 @@ use crate::observe::{self, Outcome};
 use crate::policy::retry::{Asked, Decision, RetryPolicy};
 use crate::store::{ConsumerId, InboxTx, ParkAs, Parked, Store};
 
-/// Of a message that cannot be stored whole, the id, kind and source are kept up to this many bytes.
+/// Of a message that cannot be stored whole, the id, kind and source are kept up to this many
+/// bytes.
 const SHORT_MAX: usize = 1_000;
 
 /// What is said of a message whose tries were counted and never came to an end.
@@ -24,6 +25,7 @@ pub(super) fn decide(retry: &RetryPolicy, error: &HandlerError, counted: u32) ->
     let asked = match error.after() {
         _ if error.is_terminal() => Asked::NoRetry,
         Some(after) => Asked::After(after),
+        None if error.is_late() => Asked::NotInPlace,
         None => Asked::Nothing,
     };
     retry.next(counted, asked, fastrand::f64())
@@ -48,8 +50,9 @@ pub(super) fn out_of_time(consumer: &str, item: &Item, reason: &str) -> Parked {
     dead(item, reason, why, false)
 }
 
-/// Stores the message until it works, then reports it as committed. One that the database will not take as it is, is stored as
-/// dead without its content: it stops its partition no longer, and its coordinates say where the content is.
+/// Stores the message until it works, then reports it as committed. One that the database will not
+/// take as it is, is stored as dead without its content: it stops its partition no longer, and its
+/// coordinates say where the content is.
 pub(super) async fn park<S: Store>(lane: &mut Lane<S>, item: Item, park_as: ParkAs, tries: u32, error: &HandlerError) {
     let parked =
         Parked { message: item.message.clone(), park_as, attempts: tries, error: Some(error.message().to_owned()) };
@@ -63,7 +66,7 @@ pub(super) async fn park<S: Store>(lane: &mut Lane<S>, item: Item, park_as: Park
                 return lane.report(&item, true);
             }
             Err(away) => {
-                if blame.falls(&lane.shared, lane.consumer, away.may_be_its_own()).await {
+                if away.may_be_its_own() && blame.of(&lane.shared, lane.consumer, true).await == Fault::Its {
                     unstorable = Some(away.to_string());
                 }
                 lane.wait_out(&away).await;
@@ -106,7 +109,8 @@ async fn store<S: Store>(
         match admit(&mut tx, std::slice::from_ref(item)).await?.first() {
             None | Some(Fate::Duplicate) => return Ok(None),
             Some(Fate::New) => {}
-            // An older message of its key came to wait in the meantime: it is the head, this one stands behind it.
+            // An older message of its key came to wait in the meantime: it is the head, this one
+            // stands behind it.
             Some(Fate::Behind) => {
                 if matches!(parked.park_as, ParkAs::Due(_)) {
                     parked.park_as = ParkAs::Behind;
@@ -136,7 +140,8 @@ async fn store<S: Store>(
     }
 }
 
-/// What every database takes of a message: its identity, its key, and where it stands in the broker.
+/// What every database takes of a message: its identity, its key, and where it stands in the
+/// broker.
 fn without_content(parked: Parked, why: &str, holds: bool) -> Parked {
     let Parked { mut message, attempts, error, .. } = parked;
     for text in [&mut message.id_text, &mut message.kind, &mut message.source] {
@@ -154,7 +159,8 @@ fn without_content(parked: Parked, why: &str, holds: bool) -> Parked {
     Parked { message, park_as: ParkAs::Dead { reason: "unstorable".to_owned(), holds }, attempts, error: Some(error) }
 }
 
-/// The handler ended its transaction and so committed the inbox row: dead, loudly, never acknowledged as a duplicate (R23).
+/// The handler ended its transaction and so committed the inbox row: dead, loudly, never
+/// acknowledged as a duplicate (R23).
 pub(super) async fn transaction_ended<S: Store>(lane: &mut Lane<S>, item: Item) {
     loop {
         match store_ended(&lane.shared, lane.consumer, &item.message, 1).await {
@@ -172,7 +178,8 @@ pub(super) async fn transaction_ended<S: Store>(lane: &mut Lane<S>, item: Item) 
     }
 }
 
-/// Stores a message as dead whose handler committed by itself. To be tried until it works: nothing else knows of it any more.
+/// Stores a message as dead whose handler committed by itself. To be tried until it works: nothing
+/// else knows of it any more.
 pub(super) async fn store_ended<S: Store>(
     shared: &Shared<S>,
     consumer: ConsumerId,

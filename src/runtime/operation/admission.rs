@@ -1,8 +1,9 @@
 //! How many operations run at once that hold a connection from their beginning to their end.
 //!
-//! Promise: an operation begins when a connection can carry it to its end, and as much of the pool is left as looks, heartbeats and
-//! outcomes need. Whoever finds no place waits for one for [`WAIT`] at most; where none has turned for so long, he is refused at
-//! once, for those who run are slow.
+//! Promise: an operation begins when a connection can carry it to its end, and as much of the pool
+//! is left as looks, heartbeats and outcomes need. Whoever finds no place waits for one for
+//! [`WAIT`] at most; where none has turned for so long, he is refused at once, for those who run
+//! are slow.
 
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
@@ -77,7 +78,8 @@ mod tests {
     #![allow(clippy::unwrap_used)]
     use super::*;
 
-    // Shown by: all connections as places; one place at a pool of two, which one slow operation takes.
+    // Shown by: all connections as places; one place at a pool of two, which one slow operation
+    // takes.
     #[test]
     fn a_pool_keeps_connections_for_what_is_short() {
         assert_eq!([1, 2, 3, 4, 10, 20, 100].map(places), [1, 2, 2, 3, 8, 17, 89]);

@@ -3,11 +3,13 @@
 //! Promises:
 //!
 //! * Only allow-listed headers are kept; a name that repeats keeps all its values in their order.
-//! * What a pointer redacts, what is a secret, and what is too long never reaches the store: the last two leave a tombstone,
-//!   and are never run again to get an answer.
-//! * Bytes of one client's content coding are never another's answer: they leave a tombstone too (pitfall 22).
-//! * What was sealed under a key is opened only for the same tenant, operation, key, command, status, schema version and format; with a
-//!   key, headers are sealed with the body: a `Location` may be a signed URL.
+//! * What a pointer redacts, what is a secret, and what is too long never reaches the store: the
+//!   last two leave a tombstone, and are never run again to get an answer.
+//! * Bytes of one client's content coding are never another's answer: they leave a tombstone too
+//!   (pitfall 22).
+//! * What was sealed under a key is opened only for the same tenant, operation, key, command,
+//!   status, schema version and format; with a key, headers are sealed with the body: a `Location`
+//!   may be a signed URL.
 //!
 //! Not here: streams, which never come here ([`Kept::Stream`]), and the lifetimes (`store`).
 
@@ -181,8 +183,8 @@ fn unframed(bytes: &[u8]) -> Option<(Headers, Vec<u8>)> {
 /// Longer codes are not kept.
 const ERROR_CODE_MAX: usize = 128;
 
-/// The code of a failure: the member `code` of a JSON body, stored in plain. So only of a body that is kept as it is, not where
-/// it is redacted, and only what looks like a code (M67).
+/// The code of a failure: the member `code` of a JSON body, stored in plain. So only of a body that
+/// is kept as it is, not where it is redacted, and only what looks like a code (M67).
 pub(super) fn error_code(endpoint: &Endpoint, reply: &Reply) -> Option<String> {
     #[derive(serde::Deserialize)]
     struct Coded {

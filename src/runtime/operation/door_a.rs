@@ -2,10 +2,13 @@
 //!
 //! Promises:
 //!
-//! * The handler runs in a task of its own: a client that goes away drops the request, not the transaction (pitfall 2).
-//! * Whatever the handler returns, the transaction must be shown to be the one that holds the claim before anything follows from
-//!   it. If it is not, "nothing happened" is said only where that is proven (O1).
-//! * An error, a panic and a timeout roll back and leave no row; deadlocks and the like run again (R27).
+//! * The handler runs in a task of its own: a client that goes away drops the request, not the
+//!   transaction (pitfall 2).
+//! * Whatever the handler returns, the transaction must be shown to be the one that holds the claim
+//!   before anything follows from it. If it is not, "nothing happened" is said only where that is
+//!   proven (O1).
+//! * An error, a panic and a timeout roll back and leave no row; deadlocks and the like run again
+//!   (R27).
 //! * The answer is encoded before COMMIT: what cannot be stored is not committed.
 //!
 //! Not here: the decisions ([`Front`], [`doubt`](crate::policy::operation::doubt)).
@@ -38,9 +41,11 @@ use crate::store::{self, Basis, Begun, OperationTx, Operations, Proof};
 /// How often what is nobody's fault runs again.
 const TRIES_MAX: u32 = 10;
 
-/// The transaction of one operation: what is written through it commits together with the operation's outcome.
+/// The transaction of one operation: what is written through it commits together with the
+/// operation's outcome.
 ///
-/// It has no commit and no rollback: what the handler returns decides. Statements that end the transaction are found out.
+/// It has no commit and no rollback: what the handler returns decides. Statements that end the
+/// transaction are found out.
 pub struct EffectTx<'t, S: Operations> {
     tx: &'t mut S::Operation,
     sent: &'t mut Sent,
@@ -70,14 +75,16 @@ impl<S: Operations> EffectTx<'_, S> {
         store::enqueue(self.tx.connection(), message).await
     }
 
-    /// Enqueues a message in the same transaction when the handler has returned, with the outcome: on PostgreSQL by the same statement,
-    /// which saves the round trip of [`Self::enqueue`]. Such messages stand behind all that `enqueue` and the connection wrote, in the
-    /// order of these calls. They go with every outcome that commits the effects, and not with a rejection, which takes them back; a
-    /// savepoint that the handler goes back to by itself does not.
+    /// Enqueues a message in the same transaction when the handler has returned, with the outcome:
+    /// on PostgreSQL by the same statement, which saves the round trip of [`Self::enqueue`]. Such
+    /// messages stand behind all that `enqueue` and the connection wrote, in the order of these
+    /// calls. They go with every outcome that commits the effects, and not with a rejection, which
+    /// takes them back; a savepoint that the handler goes back to by itself does not.
     ///
     /// # Errors
-    /// [`StoreError::Limit`] where a trace header is malformed or given twice. What else is wrong with it is found out with the
-    /// outcome: nothing is committed then, and the answer is that of an error of the handler.
+    /// [`StoreError::Limit`] where a trace header is malformed or given twice. What else is wrong
+    /// with it is found out with the outcome: nothing is committed then, and the answer is that of
+    /// an error of the handler.
     pub fn enqueue_last(&mut self, mut message: NewMessage) -> Result<(), StoreError> {
         // The span is the handler's here.
         message.settle_trace()?;
@@ -86,8 +93,8 @@ impl<S: Operations> EffectTx<'_, S> {
         Ok(())
     }
 
-    /// The identity of this run, the same however often it is tried: make downstream identities from it, never from the
-    /// client's key (M78, M79).
+    /// The identity of this run, the same however often it is tried: make downstream identities
+    /// from it, never from the client's key (M78, M79).
     #[must_use]
     pub fn operation_id(&self) -> Uuid {
         self.tx.owned().operation_id
@@ -117,13 +124,15 @@ enum Tried {
 impl<S: Operations> Engine<S> {
     /// Runs an operation of mode `same_tx` once per key, and answers its second requests (M1).
     ///
-    /// `handler` is called with the command and the transaction, and again after a deadlock; nothing of the first call stays
-    /// then. What it returns: [`Outcome::Completed`] commits; a binding [`Outcome::Rejected`] takes its effects back and
-    /// remembers the refusal; the others roll everything back and free the key ([`Outcome::Unknown`] commits and needs an
-    /// operator). An error rolls back and answers 500 `OPERATION_FAILED`.
+    /// `handler` is called with the command and the transaction, and again after a deadlock;
+    /// nothing of the first call stays then. What it returns: [`Outcome::Completed`] commits; a
+    /// binding [`Outcome::Rejected`] takes its effects back and remembers the refusal; the others
+    /// roll everything back and free the key ([`Outcome::Unknown`] commits and needs an operator).
+    /// An error rolls back and answers 500 `OPERATION_FAILED`.
     ///
     /// # Cancel safety
-    /// Dropped, the operation goes on in its own task, and the retry with the same key finds its outcome.
+    /// Dropped, the operation goes on in its own task, and the retry with the same key finds its
+    /// outcome.
     pub async fn execute_tx<C, F>(
         &self,
         endpoint: &Registered,
@@ -403,8 +412,9 @@ where
 
     /// Rolls back a transaction that is shown to hold the claim; none: nothing happened.
     ///
-    /// `nobodys`: the handler failed with what is nobody's fault, such as a deadlock, by which the database itself may have
-    /// ended the transaction (R27). Where the store proves that nothing was committed, that burns no key.
+    /// `nobodys`: the handler failed with what is nobody's fault, such as a deadlock, by which the
+    /// database itself may have ended the transaction (R27). Where the store proves that nothing
+    /// was committed, that burns no key.
     async fn roll_back(&self, begin: &Begin, mut tx: S::Operation, nobodys: bool) -> Option<Tried> {
         let budget = self.front.endpoint().route().completion_budget;
         match tokio::time::timeout(budget, tx.undo_effects()).await {

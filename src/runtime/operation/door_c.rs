@@ -2,15 +2,17 @@
 //!
 //! Promises:
 //!
-//! * The claim is committed before the handler is called, by the task that calls it: a client that goes away meanwhile leaves no
-//!   claim that nobody drives, and one whose answer was lost is released (O11). The handler runs in a task of its own, its lease extended while it
-//!   lives. Neither a client that goes away, nor the engine's own timeout (409), nor a lost lease ends it.
-//! * What cannot be remembered is not said: while the outcome is not written the answer is 503 `IDEMPOTENCY_RESULT_NOT_STORED`,
-//!   and the write is tried until the lease ends, also after the answer.
+//! * The claim is committed before the handler is called, by the task that calls it: a client that
+//!   goes away meanwhile leaves no claim that nobody drives, and one whose answer was lost is
+//!   released (O11). The handler runs in a task of its own, its lease extended while it lives.
+//!   Neither a client that goes away, nor the engine's own timeout (409), nor a lost lease ends it.
+//! * What cannot be remembered is not said: while the outcome is not written the answer is 503
+//!   `IDEMPOTENCY_RESULT_NOT_STORED`, and the write is tried until the lease ends, also after the
+//!   answer.
 //! * How it ended is judged by what is certain ([`classify`](crate::policy::operation::classify)).
 //!
-//! This is edge protection: a process that dies between the handler's commit and the outcome leaves UNKNOWN. A handler that
-//! ends with [`Guard::commit`] has both in one commit (mode `bridged`, O2).
+//! This is edge protection: a process that dies between the handler's commit and the outcome leaves
+//! UNKNOWN. A handler that ends with [`Guard::commit`] has both in one commit (mode `bridged`, O2).
 //!
 //! Not here: requests and responses (`http`).
 
@@ -81,8 +83,9 @@ pub enum EdgeAnswer<T> {
 }
 
 impl<S: Keys> Engine<S> {
-    /// Runs a handler of mode `edge` or `bridged` once per key. `run` is given a guard where the request carries a key; without
-    /// one, on a route that does not require it, the handler runs unprotected.
+    /// Runs a handler of mode `edge` or `bridged` once per key. `run` is given a guard where the
+    /// request carries a key; without one, on a route that does not require it, the handler runs
+    /// unprotected.
     ///
     /// # Cancel safety
     /// Dropped before the claim: nothing happened. Later: the handler goes on in its own task.
@@ -104,7 +107,8 @@ impl<S: Keys> Engine<S> {
             };
             let running = front.under_way();
             let (tell, told) = oneshot::channel();
-            // In a task of its own from the claim on: a claim that nobody drives would be unknown for ever (O11).
+            // In a task of its own from the claim on: a claim that nobody drives would be unknown
+            // for ever (O11).
             self.spawn(claim_and_drive(front, begin, run, tell));
             let told = tokio::select! {
                 biased;
@@ -160,7 +164,8 @@ async fn claim_and_drive<S, T, R, W>(
             Edge { front, begin, owned }.drive(run, tell).await;
             drop(place);
         }
-        // Judged by what stands there now; what vanished is looked for again, a bounded number of times.
+        // Judged by what stands there now; what vanished is looked for again, a bounded number of
+        // times.
         Ok(Claimed::Existing(_) | Claimed::Vanished) => {
             drop(begin);
             front.look_again();
@@ -175,11 +180,13 @@ async fn claim_and_drive<S, T, R, W>(
     }
 }
 
-/// Takes away a claim whose answer was lost, wherever it may have arrived: the handler was not called.
+/// Takes away a claim whose answer was lost, wherever it may have arrived: the handler was not
+/// called.
 ///
-/// The first answer that it is not there ends nothing: a claim that stands still in the server may come behind it, and would be
-/// unknown for ever. So it is tried until one was taken away, or a lease has passed. A retry that is faster than the claim itself is
-/// not touched, for the token is another.
+/// The first answer that it is not there ends nothing: a claim that stands still in the server may
+/// come behind it, and would be unknown for ever. So it is tried until one was taken away, or a
+/// lease has passed. A retry that is faster than the claim itself is not touched, for the token is
+/// another.
 async fn release_lost<S: Keys>(front: &Front<S>, begin: &Begin) {
     let until = Instant::now() + begin.claim.lease;
     let (mut pause, mut answered) = (RELEASE_AGAIN, false);

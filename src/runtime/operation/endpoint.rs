@@ -1,6 +1,8 @@
-//! A protected operation as its author declared it: route, fingerprints, what is kept of its answers.
+//! A protected operation as its author declared it: route, fingerprints, what is kept of its
+//! answers.
 //!
-//! Promise: what cannot keep the promise together is refused when it is registered, before a request is taken (M4).
+//! Promise: what cannot keep the promise together is refused when it is registered, before a
+//! request is taken (M4).
 //!
 //! Not here: the requests ([`Front`](super::Front)), and what a transport adds (`http`).
 
@@ -157,23 +159,26 @@ impl Endpoint {
         }
     }
 
-    /// The version that new fingerprints are written with; raised when every process reads it (O21). Default the oldest that is read: a
-    /// deploy that raises the newest one leaves the processes before it able to answer.
+    /// The version that new fingerprints are written with; raised when every process reads it
+    /// (O21). Default the oldest that is read: a deploy that raises the newest one leaves the
+    /// processes before it able to answer.
     #[must_use]
     pub fn write_version(mut self, version: u32) -> Self {
         self.write_version = Some(version);
         self
     }
 
-    /// Counts this request header as a part of the command, in the generic layer (M22). `Prefer` and `If-Match` always are. For a
-    /// route that is served already: [`Self::counts_header_since`].
+    /// Counts this request header as a part of the command, in the generic layer (M22). `Prefer`
+    /// and `If-Match` always are. For a route that is served already:
+    /// [`Self::counts_header_since`].
     #[must_use]
     pub fn counts_header(self, name: &str) -> Self {
         self.counts_header_since(1, name)
     }
 
-    /// The same from this version of the layer's fingerprint on, which begins with 1: what was stored before is compared without it, and
-    /// [`Self::write_version`] says when it counts, after every process knows it (O21, M24).
+    /// The same from this version of the layer's fingerprint on, which begins with 1: what was
+    /// stored before is compared without it, and [`Self::write_version`] says when it counts, after
+    /// every process knows it (O21, M24).
     #[must_use]
     pub fn counts_header_since(mut self, version: u32, name: &str) -> Self {
         self.counted_headers.push((name.to_ascii_lowercase(), version));
@@ -190,14 +195,16 @@ impl Endpoint {
         self
     }
 
-    /// How long a request body may take to come, from its head to its last byte. Default 10 s. Beyond: 408 `IDEMPOTENCY_BODY_TOO_SLOW`.
+    /// How long a request body may take to come, from its head to its last byte. Default 10 s.
+    /// Beyond: 408 `IDEMPOTENCY_BODY_TOO_SLOW`.
     #[must_use]
     pub fn request_body_within(mut self, time: Duration) -> Self {
         self.request_body_within = time;
         self
     }
 
-    /// The longest answer that is kept, in bytes; a longer one leaves a tombstone (pitfall 19). Default 256 KiB.
+    /// The longest answer that is kept, in bytes; a longer one leaves a tombstone (pitfall 19).
+    /// Default 256 KiB.
     #[must_use]
     pub fn kept_body_max(mut self, bytes: usize) -> Self {
         self.keeping.body_max = bytes;
@@ -225,14 +232,16 @@ impl Endpoint {
         self
     }
 
-    /// How an answer of version `from` becomes one of the next version. Without it, the stored bytes are replayed as they are.
+    /// How an answer of version `from` becomes one of the next version. Without it, the stored
+    /// bytes are replayed as they are.
     #[must_use]
     pub fn upcast(mut self, from: u32, change: impl Fn(Reply) -> Reply + Send + Sync + 'static) -> Self {
         self.upcasts.insert(from, Arc::new(change));
         self
     }
 
-    /// Builds the answer anew where the body is not kept ([`Replay::Reconstruct`]); nothing may be changed by it.
+    /// Builds the answer anew where the body is not kept ([`Replay::Reconstruct`]); nothing may be
+    /// changed by it.
     #[must_use]
     pub fn rebuilt_by(
         mut self,
@@ -266,8 +275,8 @@ impl Endpoint {
         self
     }
 
-    /// Whether it says the same of its operation; where that is served is beside it. What cannot be compared is the same only
-    /// where it is not given.
+    /// Whether it says the same of its operation; where that is served is beside it. What cannot be
+    /// compared is the same only where it is not given.
     fn is_the_same(&self, other: &Self) -> bool {
         let comparable = |one: &Self| one.upcasts.is_empty() && one.rebuild.is_none() && one.reconcile.is_none();
         comparable(self)
@@ -350,7 +359,8 @@ impl Registered {
         self.0.endpoint.request_body_within
     }
 
-    /// The request headers that belong to the command, in lower case, each with the version of the fingerprint from which it counts.
+    /// The request headers that belong to the command, in lower case, each with the version of the
+    /// fingerprint from which it counts.
     #[must_use]
     pub fn counted_headers(&self) -> &[(String, u32)] {
         &self.0.endpoint.counted_headers
@@ -374,8 +384,8 @@ impl Registered {
         self.0.endpoint.keeping.body_max
     }
 
-    /// Counts a request that a door refuses with this code by itself, before it has asked what becomes of its key: a body that is
-    /// too long, or no command.
+    /// Counts a request that a door refuses with this code by itself, before it has asked what
+    /// becomes of its key: a body that is too long, or no command.
     pub fn refused(&self, code: Code) {
         observe::noted(self.operation().as_str(), "", Noted::Rejected(code.as_str()));
     }
@@ -391,8 +401,8 @@ impl Registered {
         &self.0.endpoint
     }
 
-    /// Notes whether a request was a first one. Requests of one kind come in a row, so the next is probably the same; nothing is
-    /// decided by it but in how many steps the store is asked.
+    /// Notes whether a request was a first one. Requests of one kind come in a row, so the next is
+    /// probably the same; nothing is decided by it but in how many steps the store is asked.
     pub(super) fn saw(&self, new: bool) {
         // Only written where it changes: it is read by every request of every thread.
         if self.last_was_new() != new {

@@ -1,6 +1,8 @@
-//! The engine of a process: its store, secrets and limits, what runs in it, and the operations it protects.
+//! The engine of a process: its store, secrets and limits, what runs in it, and the operations it
+//! protects.
 //!
-//! Promises: one engine is shared by all doors of a process, by cheap clones; what it starts is tracked, so that
+//! Promises: requests of one scope, operation and key run once, and get one answer (G13); one
+//! engine is shared by all doors of a process, by cheap clones; what it starts is tracked, so that
 //! [`Engine::drain`] can wait for it; a limit that is reached is answered, never waited for.
 //!
 //! Not here: what becomes of a request ([`Front`](super::Front)).
@@ -70,8 +72,8 @@ pub struct EngineBuilder<S: Keys> {
 }
 
 impl<S: Keys> EngineBuilder<S> {
-    /// The secrets of fingerprints and principals. Default: none, plain SHA-256, which can be guessed offline by who reads the
-    /// database (pitfall 25).
+    /// The secrets of fingerprints and principals. Default: none, plain SHA-256, which can be
+    /// guessed offline by who reads the database (pitfall 25).
     #[must_use]
     pub fn keyring(mut self, keyring: Keyring) -> Self {
         self.keyring = keyring;
@@ -85,39 +87,44 @@ impl<S: Keys> EngineBuilder<S> {
         self
     }
 
-    /// How many bytes of request bodies may be in flight in this process. Default 64 MiB. Beyond: 503
-    /// `IDEMPOTENCY_BODY_MEMORY_EXCEEDED`.
+    /// How many bytes of request bodies may be in flight in this process. Default 64 MiB. Beyond:
+    /// 503 `IDEMPOTENCY_BODY_MEMORY_EXCEEDED`.
     #[must_use]
     pub fn body_memory_max(mut self, bytes: usize) -> Self {
         self.body_memory_max = bytes;
         self
     }
 
-    /// How many of them may be one tenant's. Default half of them all: who sends many at once, or slowly, leaves room for others.
+    /// How many of them may be one tenant's. Default half of them all: who sends many at once, or
+    /// slowly, leaves room for others.
     #[must_use]
     pub fn body_memory_per_tenant_max(mut self, bytes: usize) -> Self {
         self.body_memory_per_tenant_max = Some(bytes);
         self
     }
 
-    /// How many operations of one tenant may run in this process at once, and as many may be committed without an outcome:
-    /// running elsewhere, or unknown and not resolved (O11). Default: no bound. Beyond: 429 `IDEMPOTENCY_QUOTA_EXCEEDED`, and
-    /// nothing is stored. Costs a count before each claim.
+    /// How many operations of one tenant may run in this process at once, and as many may be
+    /// committed without an outcome: running elsewhere, or unknown and not resolved (O11). Default:
+    /// no bound. Beyond: 429 `IDEMPOTENCY_QUOTA_EXCEEDED`, and nothing is stored. Costs a count
+    /// before each claim.
     #[must_use]
     pub fn open_per_tenant_max(mut self, operations: u32) -> Self {
         self.open_per_tenant_max = Some(operations);
         self
     }
 
-    /// How many bytes the answers may take that are stored for one tenant: headers and body, as they stand in the database, until
-    /// the end of the body's life. Default: no bound. Beyond: 429 `IDEMPOTENCY_QUOTA_EXCEEDED` to what would run for the first
-    /// time, and nothing is stored; what is stored is still replayed.
+    /// How many bytes the answers may take that are stored for one tenant: headers and body, as
+    /// they stand in the database, until the end of the body's life. Default: no bound. Beyond: 429
+    /// `IDEMPOTENCY_QUOTA_EXCEEDED` to what would run for the first time, and nothing is stored;
+    /// what is stored is still replayed.
     ///
-    /// The store is asked every five seconds, for a tenant that begins operations and in each process; where that takes longer
-    /// than a quarter of a second, less often, so that it is at most a twentieth of the time. Between two looks the bound may be
-    /// passed by what the tenant stores meanwhile, and by what runs already: it keeps a database from filling over hours, and
-    /// how fast a tenant may be is the rate limit's to say. What is not counted: records without their body, which are small,
-    /// and commands of phased operations, which [`Self::open_per_tenant_max`] bounds while they run.
+    /// The store is asked every five seconds, for a tenant that begins operations and in each
+    /// process; where that takes longer than a quarter of a second, less often, so that it is at
+    /// most a twentieth of the time. Between two looks the bound may be passed by what the tenant
+    /// stores meanwhile, and by what runs already: it keeps a database from filling over hours, and
+    /// how fast a tenant may be is the rate limit's to say. What is not counted: records without
+    /// their body, which are small, and commands of phased operations, which
+    /// [`Self::open_per_tenant_max`] bounds while they run.
     ///
     /// A guard does not count: [`Engine::protect`] refuses.
     #[must_use]
@@ -126,8 +133,8 @@ impl<S: Keys> EngineBuilder<S> {
         self
     }
 
-    /// The region of this service, and where the keys of a scope are kept: a request for another region's is answered 421 with
-    /// its name, never redirected (M106). `None`: at home everywhere.
+    /// The region of this service, and where the keys of a scope are kept: a request for another
+    /// region's is answered 421 with its name, never redirected (M106). `None`: at home everywhere.
     #[must_use]
     pub fn region(
         mut self,
@@ -138,8 +145,9 @@ impl<S: Keys> EngineBuilder<S> {
         self
     }
 
-    /// Where the engine shows whether its store is there, as the part `operations`: it asks four times a second, on a connection of
-    /// its own, and `/readyz` waits for no database. Default: the log alone.
+    /// Where the engine shows whether its store is there, as the part `operations`: it asks four
+    /// times a second, on a connection of its own, and `/readyz` waits for no database. Default:
+    /// the log alone.
     #[must_use]
     pub fn health(mut self, health: Health) -> Self {
         self.health = health;
@@ -189,11 +197,13 @@ impl<S: Keys> Engine<S> {
         }
     }
 
-    /// Protects an operation. One that is served at two places is registered once, and cloned, or twice alike.
+    /// Protects an operation. One that is served at two places is registered once, and cloned, or
+    /// twice alike.
     ///
     /// # Errors
-    /// Choices that cannot keep the promise together; a name that another operation of this engine has: they would share keys,
-    /// and the lifetimes of one would hold for the other; a quota on stored bytes of a store that does not count them.
+    /// Choices that cannot keep the promise together; a name that another operation of this engine
+    /// has: they would share keys, and the lifetimes of one would hold for the other; a quota on
+    /// stored bytes of a store that does not count them.
     pub fn protect(&self, endpoint: Endpoint) -> Result<Registered, EndpointError> {
         if self.inner.stored_quota.is_some() && S::DURABILITY == Durability::Guard {
             return Err(EndpointError::StoredBytes);
@@ -233,23 +243,26 @@ impl<S: Keys> Engine<S> {
         Front::new(self.clone(), endpoint.clone(), asking)
     }
 
-    /// The memory of a tenant's request body: nothing yet. Let it grow as bytes come, and keep it as long as they are needed.
+    /// The memory of a tenant's request body: nothing yet. Let it grow as bytes come, and keep it
+    /// as long as they are needed.
     #[must_use]
     pub fn body_memory(&self, tenant: &str) -> BodyPermit {
         self.inner.body_memory.of(tenant)
     }
 
-    /// Runs work that must end even when nobody waits for it any more: a client's disconnect drops the request's future, not
-    /// this (pitfall 2). [`Self::drain`] waits for it.
+    /// Runs work that must end even when nobody waits for it any more: a client's disconnect drops
+    /// the request's future, not this (pitfall 2). [`Self::drain`] waits for it.
     pub fn spawn<T: Send + 'static>(&self, work: impl Future<Output = T> + Send + 'static) -> JoinHandle<T> {
         self.inner.tasks.spawn(work)
     }
 
-    /// Runs a call of the application's own for as long as the store is there: with the database away it fails within two seconds, and
-    /// stands in no line for a connection. It is dropped then: a write may have happened.
+    /// Runs a call of the application's own for as long as the store is there: with the database
+    /// away it fails within two seconds, and stands in no line for a connection. It is dropped
+    /// then: a write may have happened.
     ///
     /// # Errors
-    /// What the call says; [`StoreError::Unavailable`] where the store is away, or goes away meanwhile.
+    /// What the call says; [`StoreError::Unavailable`] where the store is away, or goes away
+    /// meanwhile.
     pub async fn while_there<T, E: Into<StoreError>>(
         &self,
         call: impl Future<Output = Result<T, E>>,
@@ -257,8 +270,9 @@ impl<S: Keys> Engine<S> {
         self.reach().within(async { call.await.map_err(Into::into) }).await
     }
 
-    /// Waits until all that was started here has ended, at most this long; true if it has. Take no more requests before; give
-    /// it less than the shortest lease, so that what does not end is not another's yet.
+    /// Waits until all that was started here has ended, at most this long; true if it has. Take no
+    /// more requests before; give it less than the shortest lease, so that what does not end is not
+    /// another's yet.
     pub async fn drain(&self, at_most: Duration) -> bool {
         self.inner.tasks.close();
         let ended = tokio::time::timeout(at_most, self.inner.tasks.wait()).await.is_ok();
@@ -266,8 +280,8 @@ impl<S: Keys> Engine<S> {
         ended
     }
 
-    /// The answer as it is stored for a request: sanitised, perhaps compressed and encrypted. For what finishes a record by
-    /// itself: door B, and a guard.
+    /// The answer as it is stored for a request: sanitised, perhaps compressed and encrypted. For
+    /// what finishes a record by itself: door B, and a guard.
     ///
     /// # Errors
     /// [`SealError`]; nothing is to be stored in plain instead.
@@ -292,8 +306,9 @@ impl<S: Keys> Engine<S> {
         codec::decode(endpoint.endpoint(), &self.inner.sealer, of, (status, version), body)
     }
 
-    /// Sets the gauges of M103: call it before metrics are shown, in each process. As [`Self::sweep`] it also writes down, now and then,
-    /// which fingerprints this process reads and writes, for `oncebox doctor` (O21); where that fails, it says so in the log and goes on.
+    /// Sets the gauges of M103: call it before metrics are shown, in each process. As
+    /// [`Self::sweep`] it also writes down, now and then, which fingerprints this process reads and
+    /// writes, for `oncebox doctor` (O21); where that fails, it says so in the log and goes on.
     ///
     /// # Errors
     /// What the store says; the gauges stay as they were.
@@ -306,8 +321,9 @@ impl<S: Keys> Engine<S> {
         Ok(())
     }
 
-    /// Forgets what nobody was promised any more: bodies, then records of every protected operation, at most about `limit` of
-    /// each, in bounded statements (M101). Gives how many. Call it now and then, in as many processes as you like.
+    /// Forgets what nobody was promised any more: bodies, then records of every protected
+    /// operation, at most about `limit` of each, in bounded statements (M101). Gives how many. Call
+    /// it now and then, in as many processes as you like.
     ///
     /// # Errors
     /// What the store says; what was forgotten before stays forgotten.
@@ -342,7 +358,8 @@ impl<S: Keys> Engine<S> {
         self.inner.admission.place().await
     }
 
-    /// Waits for a task that needs the store; none where that is away for longer than the task would need to say so. The task goes on.
+    /// Waits for a task that needs the store; none where that is away for longer than the task
+    /// would need to say so. The task goes on.
     pub(super) async fn attended<T>(&self, mut task: JoinHandle<T>) -> Option<Result<T, JoinError>> {
         tokio::select! {
             biased;

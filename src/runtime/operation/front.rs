@@ -17,8 +17,9 @@
 //! }
 //! ```
 //!
-//! Promises: it decides by [`decide`] alone; nothing is executed that it did not say so of; it holds no connection between two
-//! reads, so that duplicates that wait starve nobody; every loop has a bound; every turn is counted.
+//! Promises: it decides by [`decide`] alone; nothing is executed that it did not say so of; it
+//! holds no connection between two reads, so that duplicates that wait starve nobody; every loop
+//! has a bound; every turn is counted.
 //!
 //! Cancel safety: dropped at any point, nothing is owned; the entry of the map goes with [`Begin`].
 //!
@@ -46,7 +47,8 @@ use crate::policy::operation::route::{AfterExpiry, WhileRunning};
 use crate::policy::operation::{Canonical, Code, Decision, Identity, Key, KeyError, KeyFormat, Record, Scope, decide};
 use crate::store::{Basis, Fenced, KeptBody, KeyClaim, Keys};
 
-/// How often a request may ask again without having waited, before it is told that the key is in use.
+/// How often a request may ask again without having waited, before it is told that the key is in
+/// use.
 const ROUNDS_MAX: u32 = 8;
 /// Between two looks of a request that waits for another process.
 const LOOK_EVERY: Duration = Duration::from_millis(50);
@@ -88,15 +90,17 @@ pub enum Turn {
     Answer(Answered),
 }
 
-/// A claim to be made. While it lives, or a place that was taken from it, duplicates in this process are answered from the map; dropped,
-/// they are woken.
+/// A claim to be made. While it lives, or a place that was taken from it, duplicates in this
+/// process are answered from the map; dropped, they are woken.
 #[derive(Debug)]
 pub struct Begin {
-    /// The claim. Its operation id is that of the run: a new one, or that of the record that is run again.
+    /// The claim. Its operation id is that of the run: a new one, or that of the record that is run
+    /// again.
     pub claim: KeyClaim,
     ground: Ground,
     entry: Arc<Entry>,
-    /// Whether it was claimed: it may be claimed anew after a deadlock, and executes for one request.
+    /// Whether it was claimed: it may be claimed anew after a deadlock, and executes for one
+    /// request.
     claimed: AtomicBool,
 }
 
@@ -143,7 +147,8 @@ impl Begin {
         self.entry.ran()
     }
 
-    /// Its place in the map, for work that outlives the request and must have its end before the key is used again.
+    /// Its place in the map, for work that outlives the request and must have its end before the
+    /// key is used again.
     pub(super) fn place(&self) -> Arc<Entry> {
         Arc::clone(&self.entry)
     }
@@ -161,7 +166,8 @@ enum Stage {
     Fresh,
     /// Look in the map, then in the store.
     Look,
-    /// A lock or an insert was refused: what a read finds is judged, nothing found is busy (O15 step 4).
+    /// A lock or an insert was refused: what a read finds is judged, nothing found is busy (O15
+    /// step 4).
     Refused,
 }
 
@@ -228,7 +234,8 @@ impl<S: Keys> Front<S> {
         &self.endpoint
     }
 
-    /// How long a claim may wait for its turn where there is one writer at a time (O18): the `patience` of the store's calls.
+    /// How long a claim may wait for its turn where there is one writer at a time (O18): the
+    /// `patience` of the store's calls.
     #[must_use]
     pub fn patience(&self) -> Duration {
         self.endpoint.route().wait_max
@@ -240,7 +247,8 @@ impl<S: Keys> Front<S> {
         self.identity.as_ref().map(|identity| identity.key().short_hash()).unwrap_or_default()
     }
 
-    /// What is answered before anybody is asked, and before a body is read: no key, no scope, another region. None: go on.
+    /// What is answered before anybody is asked, and before a body is read: no key, no scope,
+    /// another region. None: go on.
     #[must_use]
     pub fn early(&self) -> Option<Answered> {
         let decision = self.decide(Found::NotAsked);
@@ -266,10 +274,11 @@ impl<S: Keys> Front<S> {
         }
     }
 
-    /// A claim to make without having looked, where this is probably a first request: the last one of the operation was. None: take
-    /// a turn. Whoever runs in this process is answered from the map, the age of a key is judged by what a look says (O23), and a
-    /// tenant's quota is counted before its claim.
-    /// Its place in the map says meanwhile that it tries: who asks for the key then waits for what comes of it, and holds nothing.
+    /// A claim to make without having looked, where this is probably a first request: the last one
+    /// of the operation was. None: take a turn. Whoever runs in this process is answered from the
+    /// map, the age of a key is judged by what a look says (O23), and a tenant's quota is counted
+    /// before its claim. Its place in the map says meanwhile that it tries: who asks for the key
+    /// then waits for what comes of it, and holds nothing.
     pub(super) fn claim_unseen(&self) -> Option<Box<Begin>> {
         let digest = self.identity.as_ref()?.digest();
         let judges_age = self.endpoint.route().after_expiry == AfterExpiry::Reject;
@@ -284,7 +293,8 @@ impl<S: Keys> Front<S> {
         Some(Box::new(Begin { claim, ground: Ground::New, entry, claimed: AtomicBool::new(false) }))
     }
 
-    /// What [`Self::claim_unseen`] gave stands in a transaction. False: roll back, drop it, and take a turn.
+    /// What [`Self::claim_unseen`] gave stands in a transaction. False: roll back, drop it, and
+    /// take a turn.
     pub(super) fn claimed_unseen(&mut self, begin: &Begin) -> bool {
         let runs = self.decide(Found::Nothing(None)) == Decision::Claim;
         if runs {
@@ -294,7 +304,8 @@ impl<S: Keys> Front<S> {
         runs
     }
 
-    /// The claim was refused: another record stands there, or somebody holds it. The next turn looks again.
+    /// The claim was refused: another record stands there, or somebody holds it. The next turn
+    /// looks again.
     pub fn refused(&mut self, begin: Box<Begin>) {
         drop(begin);
         self.stage = Stage::Refused;
@@ -305,7 +316,8 @@ impl<S: Keys> Front<S> {
         Self::new(self.engine.clone(), self.endpoint.clone(), self.asking.clone())
     }
 
-    /// The same request under a key that the server makes: for a door that must claim, and a client that sent none (M17).
+    /// The same request under a key that the server makes: for a door that must claim, and a client
+    /// that sent none (M17).
     #[must_use]
     pub fn under_own_key(&self) -> Self {
         let mut asking = self.asking.clone();
@@ -326,7 +338,8 @@ impl<S: Keys> Front<S> {
         observe::noted(self.endpoint.operation().as_str(), &self.short_key(), noted);
     }
 
-    /// The answer where the store failed at this stage: 503, and nothing was executed or everything was rolled back.
+    /// The answer where the store failed at this stage: 503, and nothing was executed or everything
+    /// was rolled back.
     pub fn store_failed(&self, stage: &'static str, error: &StoreError) -> Answered {
         tracing::warn!(operation = %self.endpoint.operation(), key = self.short_key(), stage, %error, "the store failed");
         self.note(Noted::StoreError(stage));
@@ -390,8 +403,9 @@ impl<S: Keys> Front<S> {
         }
     }
 
-    /// Where a duplicate of a run of this process is sent to its operation: the map knows of none, and the record does once the
-    /// claim is committed. None: there is nothing to point at, or no connection at once, and the map's decision stands.
+    /// Where a duplicate of a run of this process is sent to its operation: the map knows of none,
+    /// and the record does once the claim is committed. None: there is nothing to point at, or no
+    /// connection at once, and the map's decision stands.
     async fn operation_of(&self, decision: Decision, identity: &Identity) -> Option<(Box<Record>, DbTime)> {
         let accepts = self.endpoint.route().while_running == WhileRunning::Accepted;
         if !accepts || decision != Decision::InProgress(InProgress::Conflict) {
@@ -410,8 +424,8 @@ impl<S: Keys> Front<S> {
         accepted.then(|| (Box::new(record), look.now))
     }
 
-    /// What would start more, unless the tenant has as much open as it may, also elsewhere and unresolved (O11), or as much
-    /// stored.
+    /// What would start more, unless the tenant has as much open as it may, also elsewhere and
+    /// unresolved (O11), or as much stored.
     async fn within_quota(&mut self, decision: Decision) -> Decision {
         let starts = matches!(decision, Decision::Claim | Decision::Reclaim | Decision::ExecuteAsNew);
         let Some(scope) = self.asking.scope.as_ref().filter(|_| starts) else { return decision };
@@ -567,7 +581,8 @@ impl<S: Keys> Front<S> {
         }
     }
 
-    /// Counts a key that is refused as locked: by what nobody can see (`unseen`), or after a wait (M104).
+    /// Counts a key that is refused as locked: by what nobody can see (`unseen`), or after a wait
+    /// (M104).
     fn note_lock(&self, decision: Decision, unseen: bool) {
         if matches!(decision, Decision::InProgress(_)) && (unseen || self.waiting.is_some()) {
             self.note(Noted::LockTimeout);

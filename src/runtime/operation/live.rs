@@ -1,7 +1,7 @@
 //! What this process says of the fingerprints that it reads and writes (O21).
 //!
-//! Promise: nothing waits for it longer than a second, and nothing fails by it; it is said once in [`SAID_EVERY`], again where an operation
-//! came, and tried again at the next turn where it failed.
+//! Promise: nothing waits for it longer than a second, and nothing fails by it; it is said once in
+//! [`SAID_EVERY`], again where an operation came, and tried again at the next turn where it failed.
 
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
@@ -31,7 +31,8 @@ impl Live {
         if !self.is_due(versions.len()) {
             return;
         }
-        // Whoever asks for gauges, or whether the service is ready, waits for no lock and no connection because of this.
+        // Whoever asks for gauges, or whether the service is ready, waits for no lock and no
+        // connection because of this.
         let failed = match tokio::time::timeout(AT_MOST, store.announce(self.process, versions)).await {
             Ok(Ok(())) => return,
             Ok(Err(error)) => error.to_string(),

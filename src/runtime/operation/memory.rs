@@ -1,8 +1,10 @@
-//! The memory that request bodies may fill, in the whole process and for one tenant (`body_memory_max`, O29).
+//! The memory that request bodies may fill, in the whole process and for one tenant
+//! (`body_memory_max`, O29).
 //!
-//! Promise: only bytes that came are counted, so a connection that announces much and sends nothing takes nothing from others; what
-//! one tenant holds leaves room for the rest; what is held is given back when its holder is dropped; nobody waits for memory,
-//! because a queue of requests would hold as much again.
+//! Promise: only bytes that came are counted, so a connection that announces much and sends nothing
+//! takes nothing from others; what one tenant holds leaves room for the rest; what is held is given
+//! back when its holder is dropped; nobody waits for memory, because a queue of requests would hold
+//! as much again.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};

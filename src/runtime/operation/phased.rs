@@ -1,8 +1,10 @@
-//! Door B: operations in phases, with calls of outside providers between them (O5 to O9, O13, O22; M52, M53, M78 to M83).
+//! Door B: operations in phases, with calls of outside providers between them (O5 to O9, O13, O22;
+//! M52, M53, M78 to M83).
 //!
-//! An author writes phases and an adapter of each provider. A phase is a transaction that ends at a recovery point or with the
-//! intent to call; the engine commits what it will send, sends it, keeps every answer as evidence, decides from it, and goes on
-//! with the next phase. A crash at any point leaves an operation that a worker, or the repeating request, takes up where it is.
+//! An author writes phases and an adapter of each provider. A phase is a transaction that ends at a
+//! recovery point or with the intent to call; the engine commits what it will send, sends it, keeps
+//! every answer as evidence, decides from it, and goes on with the next phase. A crash at any point
+//! leaves an operation that a worker, or the repeating request, takes up where it is.
 //!
 //! | file | holds |
 //! |---|---|
@@ -16,12 +18,14 @@
 //! | `evidence`, `vault` | how what was seen is stored |
 //! | `registry`, `recovery` | what is registered, and the worker |
 //!
-//! The worker is built with the service's flows, so it runs in the service's process: `Recovery::new(&door, ..).run(stop)` beside
-//! the server, as `examples/payments_api` does, or in a binary of the same crate with nothing else in it. The stock `publisher` has
-//! no flows and recovers nothing.
+//! The worker is built with the service's flows, so it runs in the service's process:
+//! `Recovery::new(&door, ..).run(stop)` beside the server, as `examples/payments_api` does, or in a
+//! binary of the same crate with nothing else in it. The stock `publisher` has no flows and
+//! recovers nothing.
 //!
-//! Not here: what an answer proves and what is next ([`policy::operation::provider`](crate::policy::operation::provider)), which
-//! stage follows which ([`policy::operation::flow`](crate::policy::operation::flow)), and the rows (`store`).
+//! Not here: what an answer proves and what is next
+//! ([`policy::operation::provider`](crate::policy::operation::provider)), which stage follows which
+//! ([`policy::operation::flow`](crate::policy::operation::flow)), and the rows (`store`).
 
 mod call;
 mod door;

@@ -1,11 +1,13 @@
 //! What a tenant may have stored: how many bytes of answers, asked of the store now and then.
 //!
-//! Promises: the store is asked at most once in [`EVERY`] for a tenant, by one request at a time, and for at most a twentieth of
-//! the time; what is remembered of tenants is bounded. Between two looks a tenant may pass its quota by what it stores meanwhile.
+//! Promises: the store is asked at most once in [`EVERY`] for a tenant, by one request at a time,
+//! and for at most a twentieth of the time; what is remembered of tenants is bounded. Between two
+//! looks a tenant may pass its quota by what it stores meanwhile.
 //!
 //! Cancel safety: a request that is dropped while it asks lets the next one ask.
 //!
-//! Not here: the sum itself ([`Keys::stored_of_tenant`](crate::store::Keys::stored_of_tenant)), and what is open (`running`).
+//! Not here: the sum itself ([`Keys::stored_of_tenant`](crate::store::Keys::stored_of_tenant)), and
+//! what is open (`running`).
 
 use std::collections::HashMap;
 use std::future::Future;
@@ -162,7 +164,8 @@ mod tests {
         quota.is_reached("t1", away).await.unwrap_err();
     }
 
-    // Shown by: waiting for who asks, where something was known; asking beside him, where nothing was.
+    // Shown by: waiting for who asks, where something was known; asking beside him, where nothing
+    // was.
     #[tokio::test]
     async fn one_request_asks_while_others_go_by_what_was_known_or_wait_for_it() {
         let (quota, going) = (Arc::new(patient()), Arc::new(Notify::new()));

@@ -1,8 +1,8 @@
 //! Whether the store answers, known without asking for each request.
 //!
-//! One task of an engine asks the store for a sign of life, on a connection that no request uses: a pool that is used up is no
-//! outage. While the store is away, requests are refused at once and stand in no line for a connection; what waits for the store
-//! is told so.
+//! One task of an engine asks the store for a sign of life, on a connection that no request uses: a
+//! pool that is used up is no outage. While the store is away, requests are refused at once and
+//! stand in no line for a connection; what waits for the store is told so.
 //!
 //! Promise: an outage is known after [`EVERY`] and [`SIGN_MAX`] at the latest, its end as soon.
 //!
@@ -21,11 +21,12 @@ use crate::store::Keys;
 
 /// Between two questions.
 const EVERY: Duration = Duration::from_millis(250);
-/// How long a sign of life may take, in turns of this process: where the machine stands still, the store is not the one that is
-/// silent.
+/// How long a sign of life may take, in turns of this process: where the machine stands still, the
+/// store is not the one that is silent.
 const SIGN_MAX: Duration = Duration::from_secs(1);
 const TURN: Duration = Duration::from_millis(50);
-/// How long the store must be away until nobody waits any more for a task that needs it: one that has not begun says so itself.
+/// How long the store must be away until nobody waits any more for a task that needs it: one that
+/// has not begun says so itself.
 const GRACE: Duration = Duration::from_millis(250);
 /// The name of the part in [`Health`].
 const PART: &str = "operations";
@@ -66,7 +67,8 @@ impl Reach {
     /// Runs a call that may be dropped at any moment, for as long as the store is there.
     ///
     /// # Errors
-    /// What the call says; [`StoreError::Unavailable`] where the store is away, or goes away before the call has ended.
+    /// What the call says; [`StoreError::Unavailable`] where the store is away, or goes away before
+    /// the call has ended.
     pub(super) async fn within<T>(&self, call: impl Future<Output = Result<T, StoreError>>) -> Result<T, StoreError> {
         let mut away = self.away.subscribe();
         if let Some(error) = self.error() {

@@ -1,8 +1,9 @@
 //! Finds out how an edge run ended whose end was not seen, where its route can (O11).
 //!
-//! Promises: of twenty requests that wake it, one asks: it takes the record over by the fenced claim, so a slow answer that
-//! comes after another's changes nothing. What cannot be said leaves the record UNKNOWN. A run that ended after it had lost its
-//! lease has said so, which stands above what the route finds out: the key of a run that ended is not freed.
+//! Promises: of twenty requests that wake it, one asks: it takes the record over by the fenced
+//! claim, so a slow answer that comes after another's changes nothing. What cannot be said leaves
+//! the record UNKNOWN. A run that ended after it had lost its lease has said so, which stands above
+//! what the route finds out: the key of a run that ended is not freed.
 
 use std::time::Duration;
 
@@ -78,7 +79,8 @@ pub(super) fn wake<S: Keys>(engine: &Engine<S>, endpoint: &Registered, record: &
     });
 }
 
-/// The last word of a run that lost its lease, which keeps the key from being freed; its answer is not kept.
+/// The last word of a run that lost its lease, which keeps the key from being freed; its answer is
+/// not kept.
 async fn ended<S: Keys>(engine: &Engine<S>, endpoint: &Registered, record: &Record) -> Outcome {
     let said = engine.store().runs_of(record.operation_id).await.unwrap_or_default();
     let last = said.into_iter().rfind(|run| matches!(run.evidence.verdict.as_str(), "success" | "failure"));

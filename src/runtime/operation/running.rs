@@ -1,8 +1,10 @@
-//! What runs in this process: one entry for each key whose operation was begun here and has not ended.
+//! What runs in this process: one entry for each key whose operation was begun here and has not
+//! ended.
 //!
-//! Promises: an entry answers a duplicate (409, or 422 for another command) without a connection, except where a route sends it to the
-//! operation (202), which only the record knows; it never decides that something executes (O15, O19). It goes when its holder is
-//! dropped, also by a panic, and wakes everybody who waits for it; how many wait for a key is bounded.
+//! Promises: an entry answers a duplicate (409, or 422 for another command) without a connection,
+//! except where a route sends it to the operation (202), which only the record knows; it never
+//! decides that something executes (O15, O19). It goes when its holder is dropped, also by a panic,
+//! and wakes everybody who waits for it; how many wait for a key is bounded.
 //!
 //! Not here: runs of other processes, which only the store knows.
 
@@ -75,8 +77,8 @@ pub(super) struct Entry {
 }
 
 impl Running {
-    /// Enters a run, or with `tries` a claim without a look, which may find that there is nothing to run. None where one of this key is
-    /// there already.
+    /// Enters a run, or with `tries` a claim without a look, which may find that there is nothing
+    /// to run. None where one of this key is there already.
     pub(super) fn enter(
         &self,
         identity: &Identity,
@@ -160,7 +162,8 @@ impl Entry {
         self.run.is_known();
     }
 
-    /// Gives the place up before the answer is given: whoever has the answer and asks again is not told that it runs.
+    /// Gives the place up before the answer is given: whoever has the answer and asks again is not
+    /// told that it runs.
     pub(super) fn leave(&self) {
         if self.left.swap(true, Ordering::Relaxed) {
             return;

@@ -1,11 +1,15 @@
-//! What must come to stand after all, once its request has its answer: that a run is unknown which ended its transaction by itself.
+//! What must come to stand after all, once its request has its answer: that a run is unknown which
+//! ended its transaction by itself.
 //!
-//! Promises: it is tried on until it stands or the time is over, which is said in the log; a drain of the engine waits for it. As long
-//! as it is tried, whoever comes with the key to this process is told that it runs.
+//! Promises: it is tried on until it stands or the time is over, which is said in the log; a drain
+//! of the engine waits for it. As long as it is tried, whoever comes with the key to this process
+//! is told that it runs.
 //!
-//! What is left: another process that is asked before it stands, and this one when the time is over, execute again.
+//! What is left: another process that is asked before it stands, and this one when the time is
+//! over, execute again.
 //!
-//! Not here: what is to stand, and whether ([`door_a`](super::door_a), [`phased::opening`](super::phased)).
+//! Not here: what is to stand, and whether ([`door_a`](super::door_a),
+//! [`phased::opening`](super::phased)).
 
 use std::time::{Duration, Instant};
 

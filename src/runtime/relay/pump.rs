@@ -1,8 +1,9 @@
 //! One session of a relay: read, claim, send, settle, mark, until a stop, emptiness or doubt.
 //!
-//! Promise: a batch is sent only after a synchronous commit that began after its read (R5); the oldest batch is marked only
-//! when it is wholly proven or diverted; a doubt sends nothing more and is told to the caller; a topic whose rows are neither
-//! taken nor refused keeps others waiting for about a second.
+//! Promise: a batch is sent only after a synchronous commit that began after its read (R5); the
+//! oldest batch is marked only when it is wholly proven or diverted; a doubt sends nothing more and
+//! is told to the caller; a topic whose rows are neither taken nor refused keeps others waiting for
+//! about a second.
 
 use std::collections::{HashSet, VecDeque};
 use std::time::Duration;
@@ -11,67 +12,18 @@ use futures::FutureExt;
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
+use super::ending::{Doubt, End, Ending, Of};
 use super::release::Release;
 use super::sending::Unsent;
 use super::trial::Trials;
 use super::window::Window;
 use super::{Memory, Relay};
 use crate::broker::{Publisher, Settled};
-use crate::error::{BrokerError, StoreError};
+use crate::error::BrokerError;
 use crate::observe::{self, PartState, Trouble};
 use crate::policy::diversion::{Diversion as Diverted, DivertedRow as Row};
 use crate::policy::lease::Lease;
 use crate::store::{Mark, OpenGaps, RelaySession, Store};
-
-/// How a session ended.
-#[derive(Debug)]
-pub(super) enum End {
-    Stopped,
-    Empty,
-    Doubt(Doubt),
-}
-
-/// Why a session cannot be trusted any more.
-#[derive(Debug)]
-pub(super) enum Doubt {
-    /// The database is the reason.
-    Store(StoreError),
-    /// The broker refused rows.
-    Refused(Vec<Refused>),
-    /// Topics have neither taken nor refused for too long. `overtaken`: what was sent later was settled meanwhile, so it is
-    /// theirs; otherwise the broker as a whole may be silent.
-    Silent { topics: Vec<String>, overtaken: bool, why: String },
-    /// A topic is blocked, and a later row of a key of it is on its way still.
-    Held(String),
-    /// The session ended. `row`: the first that was sent and not settled.
-    Lost { row: Option<i64>, why: String },
-}
-
-/// A row that the broker refused in company.
-#[derive(Debug)]
-pub(super) struct Refused {
-    pub(super) position: i64,
-    pub(super) topic: String,
-    pub(super) key: Option<String>,
-    /// It was refused for what it is; otherwise nothing is said of it, as by a nack.
-    pub(super) is_bad: bool,
-    pub(super) why: String,
-}
-
-/// A session that ends: nothing more is sent, and what is in flight may still be proven or refused.
-#[derive(Debug)]
-pub(super) struct Ending {
-    pub(super) until: Instant,
-    pub(super) refused: Vec<Refused>,
-    /// Topics and keys that were refused for their destination; where nothing of them is in flight any more, the session goes on.
-    pub(super) held: HashSet<(String, Option<String>)>,
-}
-
-impl From<StoreError> for Doubt {
-    fn from(error: StoreError) -> Self {
-        Self::Store(error)
-    }
-}
 
 /// The hands of one session.
 pub(super) struct Pump<'a, S: Store> {
@@ -90,27 +42,29 @@ pub(super) struct Pump<'a, S: Store> {
     pub(super) release: Release,
     pub(super) trials: Trials,
     pub(super) ending: Option<Ending>,
-    /// The clock of rows in flight: the time in which this loop turned and the broker was not blocked. While this process, its
-    /// machine or the database stands still, nobody is silent.
+    /// The clock of rows in flight: the time in which this loop turned and the broker was not
+    /// blocked. While this process, its machine or the database stands still, nobody is silent.
     pub(super) clock: Duration,
     turned_at: Instant,
     looked_at: Duration,
     settled: Vec<Settled>,
     claimed_at: Instant,
-    read_at: Instant,
+    pub(super) read_at: Instant,
     poll: Duration,
     rows_max: usize,
     tidied_at: Instant,
     /// A read that found nothing, with nothing in the window.
     empty: bool,
-    /// More stands in the dead and held table than `held_rows_max`: what is not loaded could be overtaken, so nothing is
-    /// read until all of it is known.
+    /// More stands in the dead and held table than `held_rows_max`: what is not loaded could be
+    /// overtaken, so nothing is read until all of it is known.
     not_loaded: bool,
     /// Rows left the table since it was loaded.
     some_left: bool,
     /// The health says that this part waits.
     shown_waiting: bool,
     shown_gaps: bool,
+    /// The health may say that no topic takes messages.
+    pub(super) shown_blocked: bool,
 }
 
 /// The claim of a read without rows of ours may wait this long (R2.5).
@@ -118,7 +72,8 @@ const QUIET_CLAIM: Duration = Duration::from_millis(800);
 const TIDY: Duration = Duration::from_secs(5);
 /// One turn of the loop counts for so much at most.
 const TURN_MAX: Duration = Duration::from_millis(250);
-/// How long a topic may keep others waiting: while it neither takes nor refuses, and what was sent after it was settled.
+/// How long a topic may keep others waiting: while it neither takes nor refuses, and what was sent
+/// after it was settled.
 const KEPT_WAITING_MAX: Duration = Duration::from_secs(1);
 /// The same where nothing was settled after it, so that the broker as a whole may be slow.
 const SILENT_MAX: Duration = Duration::from_secs(5);
@@ -168,6 +123,7 @@ impl<'a, S: Store> Pump<'a, S> {
             some_left: false,
             shown_waiting: false,
             shown_gaps: false,
+            shown_blocked: true,
         }
     }
 
@@ -204,7 +160,10 @@ impl<'a, S: Store> Pump<'a, S> {
             if self.relay.options.until_empty && self.empty && self.nothing_left() {
                 let mark = self.window.take_done();
                 self.claim(mark).await?;
-                return Ok(End::Empty);
+                // A row that was stored just now may go alone.
+                if self.nothing_left() {
+                    return Ok(End::Empty);
+                }
             }
             if !moved {
                 self.wait(stop).await?;
@@ -264,10 +223,16 @@ impl<'a, S: Store> Pump<'a, S> {
         moved |= self.look_after_released().await?;
         if self.may_read() {
             moved |= self.read().await?;
-        } else if self.window.has_something_done() {
-            let mark = self.window.take_done();
-            self.claim(mark).await?;
-            moved = true;
+        } else {
+            if self.unsent.is_empty() && self.alone.is_none() {
+                // Nothing is to be read.
+                self.release.was_read();
+            }
+            if self.window.has_something_done() {
+                let mark = self.window.take_done();
+                self.claim(mark).await?;
+                moved = true;
+            }
         }
         if self.claimed_at.elapsed() >= Lease::renewed_after(self.relay.options.lease) {
             let mark = self.window.take_done();
@@ -284,7 +249,7 @@ impl<'a, S: Store> Pump<'a, S> {
 
     fn may_read(&mut self) -> bool {
         let options = &self.relay.options;
-        if !self.has_room() || self.pauses_reading() || Instant::now() < self.read_at {
+        if !self.has_room() || self.release.pauses_reading() || Instant::now() < self.read_at {
             return false;
         }
         if self.not_loaded || self.diverted.len() >= options.held_rows_max {
@@ -309,21 +274,17 @@ impl<'a, S: Store> Pump<'a, S> {
             && self.window.bytes() < options.window_bytes
     }
 
-    /// Rows on their way back come first, but not where they are not answered.
-    fn pauses_reading(&self) -> bool {
-        self.release.pauses_reading() && self.window.oldest(self.clock).is_none_or(|oldest| oldest < KEPT_WAITING_MAX)
-    }
-
     fn nothing_under_way(&self) -> bool {
         self.window.is_empty()
             && self.unsent.is_empty()
             && self.alone.is_none()
             && self.unmarked.is_empty()
-            && self.release.in_flight.is_empty()
+            && self.diverted.on_way() == 0
     }
 
     async fn read(&mut self) -> Result<bool, Doubt> {
         let read = self.session.read(self.rows_max).await?;
+        self.release.was_read();
         self.shown_waiting |= std::mem::take(&mut self.memory.refused);
         if read.rows.is_empty() && !read.more && self.window.is_empty() {
             // Every row was met: whatever is blocked has rows in the table by now.
@@ -342,8 +303,8 @@ impl<'a, S: Store> Pump<'a, S> {
             self.poll = self.relay.options.poll_min;
         }
         let batch = self.window.open(Some(read.batch), found);
-        // A read that found no row writes nothing, unless there are gaps to fence or rows of others to pass: then within a
-        // second. Its batch is marked with the next claim.
+        // A read that found no row writes nothing, unless there are gaps to fence or rows of others
+        // to pass: then within a second. Its batch is marked with the next claim.
         let due = read.needs_claim && self.claimed_at.elapsed() >= QUIET_CLAIM;
         if found > 0 || due || self.window.has_something_done() {
             let mark = self.window.take_done();
@@ -361,7 +322,8 @@ impl<'a, S: Store> Pump<'a, S> {
         Ok(found > 0 || read.more)
     }
 
-    /// Batches grow while rows are small and shrink when they are large: a read stays near a fraction of the window's bytes.
+    /// Batches grow while rows are small and shrink when they are large: a read stays near a
+    /// fraction of the window's bytes.
     fn fit_batch(&mut self, rows: usize, weight: usize) {
         let target = (self.relay.options.window_bytes / 8).max(1);
         if rows == self.rows_max && weight < target {
@@ -371,7 +333,8 @@ impl<'a, S: Store> Pump<'a, S> {
         }
     }
 
-    /// Open gaps are bounded (R9): half of the bound is said, and at the bound, where nothing new is read, the relay is not ready.
+    /// Open gaps are bounded (R9): half of the bound is said, and at the bound, where nothing new
+    /// is read, the relay is not ready.
     async fn show_gaps(&mut self) -> Result<(), Doubt> {
         let gaps = self.session.open_gaps().await?;
         let trouble = gaps.map(|OpenGaps { open, max, held_by }| {
@@ -412,6 +375,7 @@ impl<'a, S: Store> Pump<'a, S> {
         }
         for position in gone {
             self.diverted.leave(position);
+            self.memory.alone.remove(&position);
             self.release.left(position);
         }
         for position in stored {
@@ -428,7 +392,7 @@ impl<'a, S: Store> Pump<'a, S> {
     }
 
     fn nothing_left(&self) -> bool {
-        self.window.is_empty() && self.unsent.is_empty() && self.release.is_idle()
+        self.window.is_empty() && self.unsent.is_empty() && self.diverted.on_way() == 0 && self.release.is_idle()
     }
 
     /// Takes what the broker has said, without waiting.
@@ -464,8 +428,10 @@ impl<'a, S: Store> Pump<'a, S> {
     /// The session is at its end: over the rows that were refused before, or by itself.
     pub(super) fn broken(&mut self, error: &BrokerError) -> Doubt {
         match self.ending.take() {
-            Some(ending) if !ending.refused.is_empty() => Doubt::Refused(ending.refused),
-            _ => {
+            Some(mut ending) => ending.doubt(),
+            // A row was found out, and the session with it: nothing is said of another.
+            None if self.memory.progress => Doubt::Held(error.to_string()),
+            None => {
                 // A broker that is away says nothing of a row.
                 let is_away = matches!(error, BrokerError::Unavailable(_));
                 let row = if is_away { None } else { self.window.first_unproven() };
@@ -474,25 +440,19 @@ impl<'a, S: Store> Pump<'a, S> {
         }
     }
 
-    /// A session that ends hears what is on its way still; one that only waits for rows of blocked topics goes on after it.
+    /// A session that ends hears what is on its way still; one that only waits for rows of blocked
+    /// topics goes on after it.
     async fn drain(&mut self) -> Result<(), Doubt> {
         let Some(ending) = &mut self.ending else { return Ok(()) };
         let until = ending.until;
-        let goes_on = ending.refused.is_empty() && !self.window.has_in_flight(&ending.held);
-        if goes_on {
+        if ending.refused.iter().all(|refused| refused.of != Of::Session)
+            && self.window.in_flight_of(&ending.keys()).is_empty()
+        {
             self.ending = None;
             return Ok(());
         }
         if self.window.in_flight() == 0 || Instant::now() >= until {
-            let refused = std::mem::take(&mut ending.refused);
-            if !refused.is_empty() {
-                return Err(Doubt::Refused(refused));
-            }
-            let held = ending.held.iter().map(|(topic, _)| format!("`{topic}`")).collect::<HashSet<_>>();
-            let held = held.into_iter().collect::<Vec<_>>().join(", ");
-            return Err(Doubt::Held(format!(
-                "{held}: blocked, and later messages of a key that was refused are in flight"
-            )));
+            return Err(ending.doubt());
         }
         let mut settled = std::mem::take(&mut self.settled);
         let outcome = tokio::time::timeout_at(until, self.publisher.settle(&mut settled)).await;
@@ -537,17 +497,19 @@ impl<'a, S: Store> Pump<'a, S> {
         Err(Doubt::Silent { topics, overtaken, why })
     }
 
-    /// Topics whose oldest row in flight is there for long enough to keep others waiting, and for how long.
+    /// Topics whose oldest row in flight is there for long enough to keep others waiting, and for
+    /// how long.
     pub(super) fn silent_topics(&self) -> Vec<(String, Duration)> {
         let mut silent = self.window.silence(self.clock, self.goes_in_turn());
         silent.retain(|(_, silence)| *silence >= KEPT_WAITING_MAX);
         silent
     }
 
-    /// Waits for whatever comes first: an answer of the broker, a hint, the next poll, a duty, the stop.
+    /// Waits for whatever comes first: an answer of the broker, a hint, the next poll, a duty, the
+    /// stop.
     async fn wait(&mut self, stop: &CancellationToken) -> Result<(), Doubt> {
         let mut until = Instant::now() + TURN_MAX.min(Duration::from_millis(200));
-        if self.has_room() && !self.pauses_reading() {
+        if self.has_room() && !self.release.pauses_reading() {
             until = until.min(self.read_at);
         }
         let in_flight = self.window.in_flight() > 0;

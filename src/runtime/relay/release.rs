@@ -1,36 +1,52 @@
-//! The way back of dead and held rows (R17): decided by the reader between two reads, in position order, under the same
-//! window rules, removed in the marking transaction.
+//! The way back of dead and held rows (R17): decided by the reader between two reads, in position
+//! order, under the same window rules, removed in the marking transaction.
 //!
-//! A row is on its way back when it is held, its key has no older dead row, and its destination is open: an operator's
-//! redrive turns a dead row into such a one, a discard takes it away, a trial beside the session opens a topic.
+//! A row is on its way back when it is held, its key has no older dead row, and its destination is
+//! open: an operator's redrive turns a dead row into such a one, a discard takes it away, a trial
+//! beside the session opens a topic.
 
 use std::collections::{HashMap, HashSet};
 use std::time::Duration;
 
 use tokio::time::Instant;
 
-use super::pump::{Doubt, Pump};
+use super::ending::Doubt;
+use super::pump::Pump;
 use super::sending::Unsent;
 use super::trial::Found;
 use crate::message::OutgoingMessage;
+use crate::observe::Trouble;
 use crate::policy::diversion::{Diverted, DivertedRow};
 use crate::store::{Diversion, OutboxRow, RelaySession, RequestedAct, Store};
 
 /// How often operators' requests are looked for while something is dead.
 const REQUESTS: Duration = Duration::from_millis(500);
 
+/// So many rows go back at first. Each that is proven lets one more be under way, so that they
+/// double with each answer of the broker, up to a batch: what was stuck may be stuck still, and
+/// others wait no longer than for a few rows.
+const FEW: usize = 16;
+/// How long reading waits for rows that were diverted behind those on their way back to be stored,
+/// so that they can follow them: else a topic that is never quiet would go through the table for
+/// ever.
+const PAUSE_MAX: Duration = Duration::from_millis(150);
+/// How often it does so at most.
+const PAUSE_EVERY: Duration = Duration::from_secs(1);
+
 /// The state of releasing in one session.
 #[derive(Debug)]
 pub(super) struct Release {
     /// Blocked topics whose trial went through.
     open: HashSet<String>,
-    /// Rows of the table that are in flight, or proven and not yet marked.
-    pub(super) in_flight: HashSet<i64>,
     /// Rows an operator wants sent again.
     redriven: HashSet<i64>,
-    /// Rows that a trial found to be refused for what they are.
-    bad: HashSet<i64>,
-    pauses_reading: bool,
+    /// So many rows may be on their way back at once.
+    width: usize,
+    /// Since when reading waits for rows to be stored.
+    pause: Option<Instant>,
+    pause_from: Instant,
+    /// A row went alone, and the others have not had their turn since.
+    owes_a_read: bool,
     /// Something changed: look for rows on their way back.
     look: bool,
     requests_at: Instant,
@@ -40,38 +56,60 @@ impl Release {
     pub(super) fn new(now: Instant) -> Self {
         Self {
             open: HashSet::new(),
-            in_flight: HashSet::new(),
             redriven: HashSet::new(),
-            bad: HashSet::new(),
-            pauses_reading: false,
+            width: FEW,
+            pause: None,
+            pause_from: now,
+            owes_a_read: false,
             look: true,
             requests_at: now,
         }
     }
 
-    /// True while less than a batch of rows is on its way back: then they come first, so that the key or topic is free again.
+    /// True for a moment, while all that is on its way back is sent but for rows that are not
+    /// stored yet.
     pub(super) fn pauses_reading(&self) -> bool {
-        self.pauses_reading
+        self.pause.is_some_and(|since| since.elapsed() < PAUSE_MAX)
     }
 
+    fn pause(&mut self, wanted: bool) {
+        let now = Instant::now();
+        if !wanted {
+            self.pause = None;
+        } else if now >= self.pause_from {
+            self.pause = Some(now);
+            self.pause_from = now + PAUSE_EVERY;
+        }
+    }
+
+    /// Nothing waits to be looked for.
     pub(super) fn is_idle(&self) -> bool {
-        self.in_flight.is_empty() && !self.pauses_reading && !self.look
+        !self.look
     }
 
     pub(super) fn look_again(&mut self) {
         self.look = true;
     }
 
+    /// Others had their turn.
+    pub(super) fn was_read(&mut self) {
+        self.owes_a_read = false;
+    }
+
     /// A row left the table.
     pub(super) fn left(&mut self, position: i64) {
-        self.stays(position);
         self.redriven.remove(&position);
-        self.bad.remove(&position);
+        self.look = true;
+    }
+
+    /// The broker has proven a row on its way back.
+    pub(super) fn proven(&mut self, batch_rows: usize) {
+        self.width = (self.width + 1).min(batch_rows);
     }
 
     /// A row on its way back stays in the table.
-    pub(super) fn stays(&mut self, position: i64) {
-        self.in_flight.remove(&position);
+    pub(super) fn stays(&mut self) {
+        self.width = (self.width / 2).max(FEW);
         self.look = true;
     }
 
@@ -80,8 +118,8 @@ impl Release {
         self.open.remove(topic);
     }
 
-    /// The change of a row is stored, and with it the request that led there is done. Not earlier: until then the request
-    /// still stands in the table and would be taken a second time.
+    /// The change of a row is stored, and with it the request that led there is done. Not earlier:
+    /// until then the request still stands in the table and would be taken a second time.
     pub(super) fn changed(&mut self, position: i64) {
         self.redriven.remove(&position);
         self.look = true;
@@ -95,7 +133,8 @@ impl Release {
     }
 }
 
-/// Why a row is diverted, in the words of the policy; none for a dead row under policy `skip`, which holds nothing.
+/// Why a row is diverted, in the words of the policy; none for a dead row under policy `skip`,
+/// which holds nothing.
 pub(super) fn why(diversion: &Diversion) -> Option<Diverted> {
     match diversion {
         Diversion::Dead { holds: true, .. } => Some(Diverted::Dead),
@@ -114,8 +153,10 @@ impl<S: Store> Pump<'_, S> {
             self.take_requests().await?;
         }
         if self.diverted.is_empty() {
-            self.release.pauses_reading = false;
+            self.release.pause(false);
+            self.release.width = FEW;
             self.release.look = false;
+            self.show_blocked(None);
             return Ok(false);
         }
         let tried = self.look_after_trials().await?;
@@ -134,7 +175,7 @@ impl<S: Store> Pump<'_, S> {
                     self.diverted.divert(DivertedRow { position, topic, key, why: Diverted::BehindDead });
                     self.release.look = true;
                 }
-                RequestedAct::Discard if self.release.in_flight.insert(request.position) => {
+                RequestedAct::Discard if self.diverted.goes(request.position) => {
                     tracing::info!(position = request.position, topic = %request.topic, "an operator discards a message");
                     self.window.discard(request.position);
                 }
@@ -158,11 +199,11 @@ impl<S: Store> Pump<'_, S> {
                 Found::Taken { topic, position } => {
                     tracing::info!(%topic, "the destination takes messages again; those that are held go there now");
                     self.window.proven_beside(position);
-                    self.release.in_flight.insert(position);
+                    self.diverted.goes(position);
                     self.opened(topic);
                 }
                 Found::Message { topic, position } => {
-                    self.release.bad.insert(position);
+                    self.memory.alone.insert(position);
                     self.opened(topic);
                 }
                 Found::Blocked { position: Some(position), reason, is_new: true, .. } => {
@@ -179,17 +220,31 @@ impl<S: Store> Pump<'_, S> {
         self.memory.pauses.keep(&blocked);
         let open = &self.release.open;
         self.trials.begin(&blocked, |topic| open.contains(topic), &self.memory.pauses);
+        let is_all = self.ready_topics.is_empty() && open.is_empty();
+        let first = if is_all { self.memory.pauses.all_in_vain(&blocked) } else { None };
+        let why = first.map(|first| format!("no topic takes messages, {} blocked: {first}", blocked.len()));
+        self.show_blocked(why);
         Ok(moved)
+    }
+
+    /// There is something to do, and nothing goes on: not ready. Where another topic takes
+    /// messages, the relay is at work.
+    fn show_blocked(&mut self, why: Option<String>) {
+        if self.shown_blocked != why.is_some() {
+            self.shown_blocked = why.is_some();
+            self.relay.health.trouble(&self.relay.part, super::TOPICS, why.map(Trouble::Stops));
+        }
     }
 
     fn opened(&mut self, topic: String) {
         self.memory.blocked.remove(&topic);
         self.release.open.insert(topic);
+        self.release.width = FEW;
         self.release.look = true;
     }
 
-    /// The first row of each of these topics, for its trial: none of one whose first row is not in the table yet, and none of
-    /// the last ones where the others reach the bytes of a read.
+    /// The first row of each of these topics, for its trial: none of one whose first row is not in
+    /// the table yet, and none of the last ones where the others reach the bytes of a read.
     async fn first_rows(&mut self, topics: &[String]) -> Result<Vec<(i64, OutgoingMessage)>, Doubt> {
         let topics: HashSet<&str> = topics.iter().map(String::as_str).collect();
         let mut first: HashMap<&str, i64> = HashMap::new();
@@ -199,8 +254,7 @@ impl<S: Store> Pump<'_, S> {
             }
             first.entry(&row.topic).or_insert(row.position);
         }
-        let is_stored =
-            |position: &i64| !self.unmarked.contains(position) && !self.release.in_flight.contains(position);
+        let is_stored = |position: &i64| !self.unmarked.contains(position) && !self.diverted.is_on_way(*position);
         let mut first: Vec<i64> = first.into_values().filter(is_stored).collect();
         if first.is_empty() {
             return Ok(Vec::new());
@@ -217,41 +271,51 @@ impl<S: Store> Pump<'_, S> {
     }
 
     async fn send_released(&mut self) -> Result<bool, Doubt> {
-        let batch_rows = self.relay.options.batch_rows;
-        let release = &self.release;
+        let room = self.release.width.saturating_sub(self.diverted.on_way());
+        if room < self.release.width.div_ceil(2) {
+            // Some at a time: each look goes through the table from its beginning.
+            return Ok(false);
+        }
         let mut positions = Vec::new();
+        let mut alone = false;
+        let mut behind_unmarked = false;
         let mut more = false;
         for row in self.diverted.releasable(|topic| self.goes_back(topic)) {
-            if self.unmarked.contains(&row.position) {
-                // Not in the table yet, and later ones must not overtake it.
-                more = true;
-                break;
-            }
-            if release.in_flight.contains(&row.position) {
+            if self.diverted.is_on_way(row.position) {
                 continue;
             }
-            if positions.len() == batch_rows {
+            if self.unmarked.contains(&row.position) {
+                // Not in the table yet, and later ones must not overtake it.
+                behind_unmarked = true;
+                break;
+            }
+            alone = self.memory.alone.contains(&row.position);
+            if positions.len() == room || (alone && !positions.is_empty()) {
+                alone = false;
                 more = true;
                 break;
             }
             positions.push(row.position);
+            if alone {
+                more = true;
+                break;
+            }
         }
-        // Less than a batch is left: reading waits until it is proven, so that nothing new is diverted behind it for ever.
-        let under_way = !positions.is_empty() || !release.in_flight.is_empty() || more;
-        self.release.pauses_reading = under_way && positions.len() < batch_rows;
-        if positions.is_empty() {
-            self.release.look = more && self.window.is_empty();
+        self.release.pause(behind_unmarked);
+        if alone && self.release.owes_a_read && Instant::now() >= self.read_at {
             return Ok(false);
         }
-        self.release.look = more;
+        self.release.look = more || (behind_unmarked && self.window.is_empty());
+        if positions.is_empty() {
+            return Ok(false);
+        }
+        self.release.owes_a_read = alone;
         let rows = self.session.held(&positions).await?;
         self.forget_what_is_gone(&positions, &rows);
         // Large ones come a few at a time: the others are looked for when these have left.
         let batch = self.window.open(None, rows.len());
         for row in rows {
-            self.release.in_flight.insert(row.position);
-            // What was refused once must not take others down with it.
-            let alone = self.release.redriven.contains(&row.position) || self.release.bad.contains(&row.position);
+            self.diverted.goes(row.position);
             self.unsent.push_back(Unsent {
                 position: row.position,
                 batch,
@@ -263,8 +327,9 @@ impl<S: Store> Pump<'_, S> {
         Ok(true)
     }
 
-    /// Rows that were taken out of the table by hand: what does not come although it was the first, or stands before one that
-    /// came, is not there. Nothing can be sent of them, and nothing waits for them.
+    /// Rows that were taken out of the table by hand: what does not come although it was the first,
+    /// or stands before one that came, is not there. Nothing can be sent of them, and nothing waits
+    /// for them.
     fn forget_what_is_gone(&mut self, asked: &[i64], rows: &[OutboxRow]) {
         let last = rows.last().map(|row| row.position);
         let came: HashSet<i64> = rows.iter().map(|row| row.position).collect();
@@ -272,6 +337,7 @@ impl<S: Store> Pump<'_, S> {
             if last.is_none_or(|last| *position < last) && !came.contains(position) {
                 tracing::warn!(position, "a held message is gone from the table, and not by this program");
                 self.diverted.leave(*position);
+                self.memory.alone.remove(position);
                 self.release.left(*position);
             }
         }

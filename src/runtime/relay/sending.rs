@@ -1,14 +1,18 @@
-//! Row by row, at the moment of sending: broker, dead, held, or alone; and what the broker says of each.
+//! Row by row, at the moment of sending: broker, dead, held, or alone; and what the broker says of
+//! each.
 //!
-//! Promise: the decision is made when a row's turn comes, so a refusal that was just heard already counts for the next row of
-//! its key; a topic that was not seen is diverted before anything of it is produced (R19); what is refused for its destination
-//! holds its topic, and the session goes on, unless the broker may yet take a later row of the same key.
+//! Promise: the decision is made when a row's turn comes, so a refusal that was just heard already
+//! counts for the next row of its key; a topic that was not seen is diverted before anything of it
+//! is produced (R19); what is refused for its destination holds its topic, and the session goes on,
+//! unless the broker may yet take a later row of the same key.
 
-use std::collections::{BTreeSet, HashMap, HashSet};
+use std::collections::{BTreeSet, HashMap};
+use std::time::Duration;
 
 use tokio::time::Instant;
 
-use super::pump::{DRAIN_MAX, Doubt, Ending, Pump, Refused};
+use super::ending::{Doubt, Ending, Of, Refused};
+use super::pump::{DRAIN_MAX, Pump};
 use super::trial;
 use super::window::Leaving;
 use crate::broker::{Refusal, TopicState};
@@ -43,7 +47,8 @@ impl<S: Store> Pump<'_, S> {
         while self.alone.is_none() {
             let Some(row) = self.unsent.front() else { break };
             if row.is_release && !self.still_released(row) {
-                self.release.in_flight.remove(&row.position);
+                self.diverted.stays(row.position);
+                self.release.look_again();
                 self.window.leave(row.batch);
                 self.unsent.pop_front();
                 moved = true;
@@ -90,8 +95,8 @@ impl<S: Store> Pump<'_, S> {
         Ok(moved)
     }
 
-    /// Asks for the topics of the rows that wait, all at once, where this session has not seen them. Gives those that are not
-    /// there, with the reason.
+    /// Asks for the topics of the rows that wait, all at once, where this session has not seen
+    /// them. Gives those that are not there, with the reason.
     async fn see_topics(&mut self) -> Result<HashMap<String, String>, Doubt> {
         let mut unknown = BTreeSet::new();
         for row in &self.unsent {
@@ -125,13 +130,17 @@ impl<S: Store> Pump<'_, S> {
     /// Whether the row leaves the way to the broker, and as what.
     fn diversion_of(&self, row: &Unsent, not_ready: &HashMap<String, String>) -> Option<Diversion> {
         let (topic, key) = (&row.message.topic, row.message.key.as_deref());
-        // Also for a row on its way back: without its verdict it would end every session, and nothing else would flow (G3).
+        // Also for a row on its way back: without its verdict it would end every session, and
+        // nothing else would flow (G3).
         if let Some(verdict) = self.memory.verdicts.get(&row.position) {
             let holds = self.relay.options.holds(topic);
             return Some(match verdict.clone() {
                 Diversion::Dead { reason, .. } => Diversion::Dead { reason, holds },
                 other => other,
             });
+        }
+        if !row.is_release && self.memory.alone.contains(&row.position) {
+            return Some(Diversion::HeldBehind);
         }
         if !row.is_release && !self.diverted.is_empty() {
             match self.diverted.decide(topic, key) {
@@ -163,9 +172,9 @@ impl<S: Store> Pump<'_, S> {
         self.stand_aside(position, batch, message.topic, message.key, is_release, diversion);
     }
 
-    /// The row goes to the dead and held table; one on its way back stays there, for another reason. A redriven row whose
-    /// topic is blocked is held for its destination from then on: left as it was, it would be tried without end, and reading
-    /// would wait for it.
+    /// The row goes to the dead and held table; one on its way back stays there, for another
+    /// reason. A redriven row whose topic is blocked is held for its destination from then on: left
+    /// as it was, it would be tried without end, and reading would wait for it.
     fn stand_aside(
         &mut self,
         position: i64,
@@ -176,7 +185,8 @@ impl<S: Store> Pump<'_, S> {
         diversion: Diversion,
     ) {
         if is_release {
-            self.release.stays(position);
+            self.diverted.stays(position);
+            self.release.stays();
         }
         if matches!(diversion, Diversion::HeldDestination { .. }) {
             self.release.close(&topic);
@@ -212,6 +222,9 @@ impl<S: Store> Pump<'_, S> {
                 tracing::error!(position, "order incident: taken after an earlier message of its key was refused");
             }
         }
+        if sent.is_release {
+            self.release.proven(self.relay.options.batch_rows);
+        }
         if self.goes_in_turn() {
             self.window.turns(tag, self.clock);
         }
@@ -223,10 +236,12 @@ impl<S: Store> Pump<'_, S> {
         true
     }
 
-    /// Takes the broker's refusals, after everything that it proved at the same time. What speaks of the destination holds the
-    /// topic; all else ends the session, once the others have had their chance to be proven or refused too.
+    /// Takes the broker's refusals, after everything that it proved at the same time. What speaks
+    /// of the destination holds the topic; what speaks of the message holds its key, until the
+    /// message was sent alone; all else ends the session, once the others have had their chance to
+    /// be proven or refused too.
     pub(super) fn refused(&mut self, refusals: Vec<(u64, Refusal)>) {
-        let mut held = HashSet::new();
+        let mut all = Vec::new();
         for (tag, refusal) in refusals {
             let Some(sent) = self.window.get(tag) else { continue };
             let after = self.window.proven_after(tag);
@@ -248,51 +263,56 @@ impl<S: Store> Pump<'_, S> {
                     self.memory.blocked.insert(topic.clone(), reason.clone());
                     self.memory.progress = true;
                     self.ready_topics.remove(&topic);
-                    held.insert((topic.clone(), key.clone()));
+                    let (topic_name, key_name, why) = (topic.clone(), key.clone(), reason.clone());
+                    all.push(Refused { position, topic: topic_name, key: key_name, of: Of::Destination, why });
                     self.stand_aside(position, batch, topic, key, is_release, Diversion::HeldDestination { reason });
                 }
                 Refusal::Message(reason) if alone => self.dead(position, batch, topic, key, is_release, reason),
-                Refusal::Message(why) => {
-                    observe::publish_failed(self.relay.broker.name(), FailureClass::Message);
-                    self.ends(Refused { position, topic, key, is_bad: true, why });
+                Refusal::Message(reason) => {
+                    tracing::warn!(position, %topic, %reason, "a message was refused in company; it is sent again, alone");
+                    self.memory.isolation.on_settled(position);
+                    self.memory.alone.insert(position);
+                    self.memory.progress = true;
+                    let (topic_name, key_name) = (topic.clone(), key.clone());
+                    all.push(Refused { position, topic: topic_name, key: key_name, of: Of::Message, why: reason });
+                    self.stand_aside(position, batch, topic, key, is_release, Diversion::HeldBehind);
+                }
+                Refusal::Behind(_) => {
+                    self.stand_aside(position, batch, topic, key, is_release, Diversion::HeldBehind);
                 }
                 Refusal::Session(why) => {
                     observe::publish_failed(self.relay.broker.name(), FailureClass::Session);
-                    self.ends(Refused { position, topic, key, is_bad: false, why });
+                    all.push(Refused { position, topic, key, of: Of::Session, why });
                 }
             }
             if alone {
                 self.alone = None;
             }
         }
-        if self.window.has_in_flight(&held) {
-            self.end_soon().held.extend(held);
-        }
-        // What the client still holds of a key that was refused must not be sent: then nothing is waited for.
-        if let Some(ending) = &mut self.ending {
-            let keys = ending.refused.iter().map(|refused| (refused.topic.clone(), refused.key.clone())).collect();
-            if self.window.has_in_flight(&keys) {
-                ending.until = Instant::now();
-            }
-        }
+        self.ends_over(all);
     }
 
-    /// Of a key the broker gets one row at a time (R20): it is no log that keeps them in order by itself.
+    /// The session ends where nothing is known of a row, or where a later row of a refused key is
+    /// in flight: that one may be refused too where it goes to the same destination; otherwise the
+    /// client must not send it, and nothing is waited for.
+    fn ends_over(&mut self, mut refused: Vec<Refused>) {
+        let of = |refused: &Refused| (refused.topic.clone(), refused.key.clone());
+        let in_flight = self.window.in_flight_of(&refused.iter().map(of).collect());
+        let at_once = refused.iter().any(|one| one.of != Of::Destination && in_flight.contains(&of(one)));
+        refused.retain(|one| one.of == Of::Session || in_flight.contains(&of(one)));
+        if refused.is_empty() {
+            return;
+        }
+        let until = Instant::now() + if at_once { Duration::ZERO } else { DRAIN_MAX };
+        let ending = self.ending.get_or_insert_with(|| Ending { until, refused: Vec::new() });
+        ending.until = ending.until.min(until);
+        ending.refused.extend(refused);
+    }
+
+    /// Of a key the broker gets one row at a time (R20): it is no log that keeps them in order by
+    /// itself.
     pub(super) fn goes_in_turn(&self) -> bool {
         !self.relay.broker.is_log()
-    }
-
-    /// The session ends over a row.
-    fn ends(&mut self, refused: Refused) {
-        self.end_soon().refused.push(refused);
-    }
-
-    fn end_soon(&mut self) -> &mut Ending {
-        self.ending.get_or_insert_with(|| Ending {
-            until: Instant::now() + DRAIN_MAX,
-            refused: Vec::new(),
-            held: HashSet::new(),
-        })
     }
 
     /// Nothing else was in flight, so nothing may have been reordered: the session goes on.
@@ -310,10 +330,10 @@ impl<S: Store> Pump<'_, S> {
         tracing::error!(position, %topic, %reason, "a message is dead: the broker refused it, sent alone");
         let holds = self.relay.options.holds(&topic);
         let diversion = Diversion::Dead { reason, holds };
-        // Remembered until it is marked: where the next bad row of the batch ends the session first, this one must not be found
-        // out anew, or n bad rows of one batch take sessions without end.
+        // Remembered until it is marked: where the session ends first, it must not be found out
+        // anew.
         self.memory.verdicts.insert(position, diversion.clone());
-        // The next bad row must not wait as if the broker were away.
+        self.memory.alone.remove(&position);
         self.memory.progress = true;
         self.stand_aside(position, batch, topic, key, is_release, diversion);
     }

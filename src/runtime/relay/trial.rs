@@ -1,10 +1,13 @@
-//! Trials of blocked topics, beside the session: whether they are there, and whether the broker takes their first row.
+//! Trials of blocked topics, beside the session: whether they are there, and whether the broker
+//! takes their first row.
 //!
-//! Promises: a trial costs the session nothing but the reading of one row; it has a publisher and a deadline of its own, so a
-//! topic that neither takes nor refuses is waited for by nobody; topics that were silent are tried apart from the others, and
-//! ever more rarely. A row on trial is the first of its topic, and none behind it is sent before it is proven: order stands.
+//! Promises: a trial costs the session nothing but the reading of one row; it has a publisher and a
+//! deadline of its own, so a topic that neither takes nor refuses is waited for by nobody; topics
+//! that were silent are tried apart from the others, and ever more rarely. A row on trial is the
+//! first of its topic, and none behind it is sent before it is proven: order stands.
 //!
-//! A trial that is dropped leaves its row in doubt, as a session leaves those in flight: it is sent again, at the same place.
+//! A trial that is dropped leaves its row in doubt, as a session leaves those in flight: it is sent
+//! again, at the same place.
 
 use std::collections::{HashMap, HashSet, VecDeque};
 use std::sync::Arc;
@@ -24,6 +27,9 @@ use crate::policy::retry::pause;
 const PAUSE_MAX: Duration = Duration::from_secs(30);
 /// How long a trial may last; a broker that is slow for all is not asked to be faster here.
 const TRIAL_MAX: Duration = Duration::from_secs(10);
+/// So many trials of each topic in vain, and none that takes messages, until the relay is not
+/// ready.
+const TRIES_SHOWN: u32 = 2;
 /// A publisher for trials that nobody needed for so long is closed.
 const IDLE_MAX: Duration = Duration::from_secs(30);
 
@@ -34,6 +40,8 @@ pub(super) struct Pauses(HashMap<String, Pause>);
 #[derive(Debug, Clone)]
 struct Pause {
     next: Instant,
+    /// Trials in a row that did not open it.
+    tries: u32,
     /// Trials in a row that were not answered.
     silent: u32,
     /// Trials in a row whose session the row ended, with no other row in it.
@@ -44,7 +52,7 @@ struct Pause {
 
 impl Pauses {
     fn of(&mut self, topic: &str) -> &mut Pause {
-        let none = || Pause { next: Instant::now(), silent: 0, lost: 0, reason: String::new() };
+        let none = || Pause { next: Instant::now(), tries: 0, silent: 0, lost: 0, reason: String::new() };
         self.0.entry(topic.to_owned()).or_insert_with(none)
     }
 
@@ -54,6 +62,8 @@ impl Pauses {
         let is_new = known.reason != reason;
         reason.clone_into(&mut known.reason);
         known.lost = 0;
+        // Where it was there, and had no row that could be tried, nothing is said.
+        known.tries = known.tries.saturating_add(u32::from(!reason.is_empty()));
         known.silent = if was_silent { known.silent.saturating_add(1) } else { 0 };
         let grows = known.silent > 1;
         let wait = if grows { pause(every, PAUSE_MAX.max(every), known.silent, fastrand::f64()) } else { every };
@@ -61,10 +71,12 @@ impl Pauses {
         is_new
     }
 
-    /// Notes that a trial said nothing of the topic, for its session was lost; true where that is the row's own doing.
+    /// Notes that a trial said nothing of the topic, for its session was lost; true where that is
+    /// the row's own doing.
     fn lost(&mut self, topic: &str, was_alone: bool, every: Duration) -> bool {
         let known = self.of(topic);
         known.next = Instant::now() + every;
+        known.tries = known.tries.saturating_add(1);
         known.lost += u32::from(was_alone);
         known.lost >= ENDS_ALONE_BEFORE_DEAD
     }
@@ -72,6 +84,14 @@ impl Pauses {
     /// Only what is blocked has a pause.
     pub(super) fn keep(&mut self, blocked: &HashSet<&str>) {
         self.0.retain(|topic, _| blocked.contains(topic.as_str()));
+    }
+
+    /// Where each of these was tried so often in vain: why the first of them is blocked.
+    pub(super) fn all_in_vain(&self, blocked: &HashSet<&str>) -> Option<String> {
+        let in_vain = |topic: &&str| self.0.get(*topic).is_some_and(|pause| pause.tries >= TRIES_SHOWN);
+        let first = blocked.iter().min()?;
+        let reason = &self.0.get(*first)?.reason;
+        blocked.iter().all(in_vain).then(|| format!("`{first}`: {reason}"))
     }
 
     fn is_due(&self, topic: &str, now: Instant) -> bool {
@@ -90,9 +110,11 @@ pub(super) enum Found {
     There(Vec<String>),
     /// The row was taken: the topic is open.
     Taken { topic: String, position: i64 },
-    /// The broker refused the row for what it is, or it ends sessions: the topic is open, and the row is sent alone.
+    /// The broker refused the row for what it is, or it ends sessions: the topic is open, and the
+    /// row is sent alone.
     Message { topic: String, position: i64 },
-    /// It stays blocked, for a reason; the row that was tried, if any. `is_new`: it is another reason than before.
+    /// It stays blocked, for a reason; the row that was tried, if any. `is_new`: it is another
+    /// reason than before.
     Blocked { topic: String, position: Option<i64>, reason: String, is_new: bool },
 }
 
@@ -111,7 +133,8 @@ struct Lane {
     orders: mpsc::UnboundedSender<Order>,
     /// Topics of the round that is under way.
     under_way: HashSet<String>,
-    /// So many topics a round: halved where a round's session was lost, so that the row which ends sessions is found out.
+    /// So many topics a round: halved where a round's session was lost, so that the row which ends
+    /// sessions is found out.
     width: usize,
     was_lost: bool,
     task: JoinHandle<()>,
@@ -191,7 +214,8 @@ impl Trials {
         }
     }
 
-    /// The first rows of topics that were found to be there; a topic without one is tried another time.
+    /// The first rows of topics that were found to be there; a topic without one is tried another
+    /// time.
     pub(super) fn give(&mut self, lane: usize, rows: Vec<(i64, OutgoingMessage)>) {
         let _ = self.lanes[lane].orders.send(Order::Send(rows));
     }
@@ -393,7 +417,7 @@ impl Trier {
                 let said = match outcome {
                     Ok(_) => Said::Taken,
                     Err(Refusal::Message(_)) => Said::Message,
-                    Err(Refusal::Destination(why)) => Said::Blocked(why),
+                    Err(Refusal::Destination(why) | Refusal::Behind(why)) => Said::Blocked(why),
                     Err(Refusal::Session(why)) => {
                         doubt = Some(why.clone());
                         Said::Blocked(why)
@@ -406,8 +430,8 @@ impl Trier {
     }
 }
 
-/// The state of these topics; with `declare`, those that are not there are made first. What stands in the way of making one is
-/// the topic's trouble, not the session's.
+/// The state of these topics; with `declare`, those that are not there are made first. What stands
+/// in the way of making one is the topic's trouble, not the session's.
 pub(super) async fn see(
     broker: &dyn Broker,
     publisher: &mut dyn Publisher,

@@ -1,15 +1,16 @@
 //! What is read and not yet marked: batches in read order, rows in the order they were sent.
 //!
-//! Promise: a mark covers only the oldest batches, each wholly proven or diverted (R2.7); tags ascend by one; the rows since the
-//! oldest that is not marked are counted, so that what a crash sends again has a bound.
+//! Promise: a mark covers only the oldest batches, each wholly proven or diverted (R2.7); tags
+//! ascend by one; the rows since the oldest that is not marked are counted, so that what a crash
+//! sends again has a bound.
 
 use std::collections::{HashMap, HashSet, VecDeque};
 use std::time::Duration;
 
 use crate::store::{Diversion, Mark};
 
-/// So many keys are remembered with the time of their last settled row; beyond it all are forgotten, and the next ones count from
-/// the time they were sent.
+/// So many keys are remembered with the time of their last settled row; beyond it all are
+/// forgotten, and the next ones count from the time they were sent.
 const TURNS_MAX: usize = 20_000;
 
 /// Rows that were read together.
@@ -95,7 +96,8 @@ pub(super) struct Window {
 impl Window {
     /// Opens a batch of so many rows; gives its number in this window.
     pub(super) fn open(&mut self, through: Option<u64>, rows: usize) -> u64 {
-        // Reads that found nothing follow each other for as long as a broker is blocked: one batch stands for them all (G11).
+        // Reads that found nothing follow each other for as long as a broker is blocked: one batch
+        // stands for them all (G11).
         if rows == 0
             && through.is_some()
             && let Some(last) = self.batches.back_mut()
@@ -167,7 +169,8 @@ impl Window {
         }
     }
 
-    /// The broker refused it, and that is taken as final; what becomes of the row is said by `divert`, `change` or `leave`.
+    /// The broker refused it, and that is taken as final; what becomes of the row is said by
+    /// `divert`, `change` or `leave`.
     pub(super) fn refuse(&mut self, tag: u64) -> Option<Sent> {
         let sent = self.get(tag)?.clone();
         self.leave_flight(tag, false)?;
@@ -221,12 +224,14 @@ impl Window {
         self.decided(|batch| batch.discarded.push(position));
     }
 
-    /// A row of the dead and held table was proven beside this session: it leaves the table with the next mark.
+    /// A row of the dead and held table was proven beside this session: it leaves the table with
+    /// the next mark.
     pub(super) fn proven_beside(&mut self, position: i64) {
         self.decided(|batch| batch.released.push(position));
     }
 
-    /// A row of the dead and held table, which was tried beside this session, stays there for another reason.
+    /// A row of the dead and held table, which was tried beside this session, stays there for
+    /// another reason.
     pub(super) fn changed_beside(&mut self, position: i64, diversion: Diversion) {
         self.decided(|batch| batch.changed.push((position, diversion)));
     }
@@ -285,7 +290,8 @@ impl Window {
         self.sent.iter().find(|sent| !sent.settled).map(|sent| sent.position)
     }
 
-    /// Positions of rows of the same key that were sent after this one and are proven: an order incident.
+    /// Positions of rows of the same key that were sent after this one and are proven: an order
+    /// incident.
     pub(super) fn proven_after(&self, tag: u64) -> Vec<i64> {
         let Some(row) = self.get(tag).filter(|row| row.key.is_some()) else { return Vec::new() };
         let from = usize::try_from(tag + 1 - self.first_tag).unwrap_or(usize::MAX);
@@ -293,13 +299,11 @@ impl Window {
         later.filter(|sent| (sent.topic, &sent.key) == (row.topic, &row.key)).map(|sent| sent.position).collect()
     }
 
-    /// Whether a row of one of these topics and keys is in flight: the broker may take it yet.
-    pub(super) fn has_in_flight(&self, keys: &HashSet<(String, Option<String>)>) -> bool {
-        let of = |sent: &Sent| {
-            let key = sent.key.as_deref().map(str::to_owned);
-            key.is_some() && keys.contains(&(self.topic(sent).to_owned(), key))
-        };
-        !keys.is_empty() && self.sent.iter().filter(|sent| !sent.settled).any(of)
+    /// Those of these topics and keys of which a row is in flight: the broker may take it yet.
+    pub(super) fn in_flight_of(&self, keys: &HashSet<(String, Option<String>)>) -> HashSet<(String, Option<String>)> {
+        let of = |sent: &Sent| (self.topic(sent).to_owned(), sent.key.as_deref().map(str::to_owned));
+        let keyed = self.sent.iter().filter(|sent| !sent.settled && sent.key.is_some() && !keys.is_empty());
+        keyed.map(of).filter(|of| keys.contains(of)).collect()
     }
 
     /// How long the oldest row is in flight.
@@ -313,8 +317,9 @@ impl Window {
         self.in_flight < self.sent.len()
     }
 
-    /// How long each topic is silent: the time since its oldest row that the broker has before it was sent. `in_turn`: of a key
-    /// the broker gets one row at a time, so the next one's time begins when the one before it was settled.
+    /// How long each topic is silent: the time since its oldest row that the broker has before it
+    /// was sent. `in_turn`: of a key the broker gets one row at a time, so the next one's time
+    /// begins when the one before it was settled.
     pub(super) fn silence(&self, now: Duration, in_turn: bool) -> Vec<(String, Duration)> {
         let mut keys = HashSet::new();
         let mut topics: HashMap<u32, Duration> = HashMap::new();
@@ -380,15 +385,16 @@ mod tests {
         let [a, other, b] =
             [(1, "t"), (2, "u"), (3, "t")].map(|(at, topic)| send(&mut window, at, batch, topic, false));
         let keys = |topic: &str| HashSet::from([(topic.to_owned(), Some("a".to_owned()))]);
-        assert!(window.proven_after(a).is_empty() && window.has_in_flight(&keys("t")));
+        assert!(window.proven_after(a).is_empty() && window.in_flight_of(&keys("t")) == keys("t"));
         window.prove(other);
-        assert!(!window.has_in_flight(&keys("u")) && !window.has_in_flight(&HashSet::new()));
+        assert!(window.in_flight_of(&keys("u")).is_empty() && window.in_flight_of(&HashSet::new()).is_empty());
         window.prove(b);
         assert_eq!(window.proven_after(a), vec![3]);
         assert_eq!(window.first_unproven(), Some(1));
     }
 
-    /// Shown to fail: judged by the last answer of any row, no topic was ever silent while another one's rows were proven.
+    /// Shown to fail: judged by the last answer of any row, no topic was ever silent while another
+    /// one's rows were proven.
     #[test]
     fn a_topic_is_silent_by_its_oldest_row_whatever_others_say() {
         let mut window = Window::default();

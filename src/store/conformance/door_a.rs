@@ -1,5 +1,6 @@
-//! Cases of door A: claim, effects and outcome in one transaction (O1, O15, O17 to O19, O29, M50). Whatever a handler does to its
-//! transaction, no outcome stands without its effects, and no effect without a record that keeps it from being done again.
+//! Cases of door A: claim, effects and outcome in one transaction (O1, O15, O17 to O19, O29, M50).
+//! Whatever a handler does to its transaction, no outcome stands without its effects, and no effect
+//! without a record that keeps it from being done again.
 
 use std::time::Duration;
 
@@ -25,7 +26,8 @@ async fn begin<F: Fixture>(trial: &Trial<F>, claim: &KeyClaim) -> Tx<F> {
     }
 }
 
-/// The first attempt runs, commits, and everything is there; the rolled-back one left nothing (O29).
+/// The first attempt runs, commits, and everything is there; the rolled-back one left nothing
+/// (O29).
 pub async fn m50_claim_effects_messages_and_answer_commit_together<F: Fixture>(trial: &Trial<F>) {
     let mut session = trial.session("a").await;
     let claim = claim(Mode::SameTx, "k", 1);
@@ -57,10 +59,11 @@ pub async fn m50_claim_effects_messages_and_answer_commit_together<F: Fixture>(t
     assert_eq!(trial.store.look_after(&claim, Basis::New).await, doubt::Look::Ours(State::Completed));
 }
 
-/// Messages that are given with the outcome stand behind the others, in order, and nowhere without it; also beside a body that has no
-/// room in the row of its claim.
+/// Messages that are given with the outcome stand behind the others, in order, and nowhere without
+/// it; also beside a body that has no room in the row of its claim.
 ///
-/// Shown by: writing them before the proof (MySQL); leaving them out beside a large body (PostgreSQL).
+/// Shown by: writing them before the proof (MySQL); leaving them out beside a large body
+/// (PostgreSQL).
 pub async fn m50_messages_given_with_the_outcome_commit_with_it<F: Fixture>(trial: &Trial<F>) {
     let mut session = trial.session("a").await;
     let large = KeptBody { headers: Vec::new(), bytes: vec![7; 5_000], format: 1, kid: None };
@@ -96,7 +99,8 @@ pub async fn m50_messages_given_with_the_outcome_commit_with_it<F: Fixture>(tria
     still_works(trial).await;
 }
 
-/// Dropped at another point each time, also in the middle of a statement; the store goes on working.
+/// Dropped at another point each time, also in the middle of a statement; the store goes on
+/// working.
 pub async fn o29_a_dropped_operation_leaves_nothing<F: Fixture>(trial: &Trial<F>) {
     let claim = claim(Mode::SameTx, "k", 1);
     for round in 0..20 {
@@ -124,7 +128,8 @@ pub async fn o29_a_dropped_operation_leaves_nothing<F: Fixture>(trial: &Trial<F>
     assert_eq!(trial.effects("payment").await, 1);
 }
 
-/// The duplicate is answered while the first one is still open, and another key is not held up (O15, O17, O18).
+/// The duplicate is answered while the first one is still open, and another key is not held up
+/// (O15, O17, O18).
 pub async fn o15_a_duplicate_of_an_open_operation_is_locked_and_does_not_wait<F: Fixture>(trial: &Trial<F>) {
     let first = claim(Mode::SameTx, "k", 1);
     let mut tx = begin(trial, &first).await;
@@ -152,8 +157,8 @@ async fn unseen<F: Fixture>(trial: &Trial<F>, claim: &KeyClaim) -> Option<Tx<F>>
     trial.store.begin_unseen(claim).await.unwrap()
 }
 
-/// A claim without a look, where the store has that: it gives up on what is there or held, and its transaction is as any other
-/// (O1, O15, O29).
+/// A claim without a look, where the store has that: it gives up on what is there or held, and its
+/// transaction is as any other (O1, O15, O29).
 pub async fn o15_a_key_that_is_claimed_unseen_is_looked_for_all_the_same<F: Fixture>(trial: &Trial<F>) {
     assert!(trial.store.begin_unseen(&claim(Mode::Edge, "k", 1)).await.is_err() || !F::Store::CLAIMS_UNSEEN);
     let first = claim(Mode::SameTx, "k", 1);
@@ -221,7 +226,8 @@ pub async fn m41_of_many_at_once_one_has_its_effect<F: Fixture>(trial: &Trial<F>
     }
 }
 
-/// A rejection that binds: the effects go, the failure and its answer stay (pitfall 18), also after a swallowed error.
+/// A rejection that binds: the effects go, the failure and its answer stay (pitfall 18), also after
+/// a swallowed error.
 pub async fn o1_a_rejection_is_remembered_without_its_effects<F: Fixture>(trial: &Trial<F>) {
     for (key, careless) in [("plain", false), ("swallowed", true)] {
         let claim = claim(Mode::SameTx, key, 1);
@@ -276,7 +282,8 @@ pub async fn o1_a_handler_that_ends_its_transaction_never_completes<F: Fixture>(
             let committed = statements[0] == "commit" && F::CONCURRENT_WRITERS;
             let look = trial.store.look_after(&claim, Basis::New).await;
             if committed {
-                // The claim stands without outcome: it is found, made UNKNOWN, and never executed again.
+                // The claim stands without outcome: it is found, made UNKNOWN, and never executed
+                // again.
                 assert_eq!(look, doubt::Look::Ours(State::InProgress), "{statements:?}");
                 let seen = record(trial, &claim).await;
                 assert_eq!(trial.store.mark_unknown(&seen).await.unwrap(), Fenced::Done);
@@ -300,7 +307,8 @@ pub async fn o1_a_handler_that_ends_its_transaction_never_completes<F: Fixture>(
     still_works(trial).await;
 }
 
-/// A failed statement in a transaction that the handler began hides nothing that it committed before.
+/// A failed statement in a transaction that the handler began hides nothing that it committed
+/// before.
 ///
 /// Shown by: taking an aborted transaction for ours without asking for the savepoint (PostgreSQL).
 pub async fn o1_what_was_committed_behind_an_aborted_transaction_is_never_called_undone<F: Fixture>(trial: &Trial<F>) {
@@ -381,7 +389,8 @@ pub async fn o1_a_table_made_by_the_handler_never_splits_the_transaction<F: Fixt
     still_works(trial).await;
 }
 
-/// Retryable failures and expired keys run again in the same way, fenced by what was seen (O4, O29).
+/// Retryable failures and expired keys run again in the same way, fenced by what was seen (O4,
+/// O29).
 pub async fn o4_door_a_runs_again_what_it_may<F: Fixture>(trial: &Trial<F>) {
     let first = claim(Mode::SameTx, "k", 1);
     let mut tx = begin(trial, &first).await;

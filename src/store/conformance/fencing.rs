@@ -1,4 +1,5 @@
-//! Cases of the lease and the fence: one owner, in database time, and a lost lease changes nothing (R7, R22, G9).
+//! Cases of the lease and the fence: one owner, in database time, and a lost lease changes nothing
+//! (R7, R22, G9).
 
 use std::time::Duration;
 
@@ -76,7 +77,8 @@ pub async fn r22_a_lease_longer_than_its_length_counts_as_expired<F: Fixture>(tr
     F::set_lease_end(&trial.store, length + 3_600).await;
     let status = trial.store.status().await.unwrap();
     assert_eq!(status.shards[0].owner, None, "and the status says so");
-    // The length that counts is the one it was granted for, not the one that the standby would have.
+    // The length that counts is the one it was granted for, not the one that the standby would
+    // have.
     let shorter = LeaseRequest { length: Duration::from_secs(5), ..lease("standby") };
     let _taken = taken(trial.store.open(&shorter).await.unwrap());
 }

@@ -56,7 +56,8 @@ pub async fn r17_a_dead_row_is_copied_whole_in_the_mark<F: Fixture>(trial: &Tria
     assert_eq!((status.dead, status.held, status.pending), (2, 0, 0), "a diverted message is not pending");
 }
 
-/// As the next session loads them: a dead row that holds nothing is not among them, or it would count as held.
+/// As the next session loads them: a dead row that holds nothing is not among them, or it would
+/// count as held.
 pub async fn dead_and_held_rows_come_back_in_position_order<F: Fixture>(trial: &Trial<F>) {
     let messages = ["a", "b", "a", "b", "c"].iter().enumerate();
     let messages = messages.map(|(number, key)| new_message(key, number.to_string())).collect();

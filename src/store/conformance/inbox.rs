@@ -81,7 +81,8 @@ pub async fn an_id_that_another_open_transaction_inserted_is_contested<F: Fixtur
     }
 }
 
-/// Two transactions admit one id: the second waits for the first, and `settled` says that it had ended by then.
+/// Two transactions admit one id: the second waits for the first, and `settled` says that it had
+/// ended by then.
 async fn concurrent<F: Fixture>(trial: &Trial<F>, commit: bool) -> Option<Known> {
     let consumer = trial.consumer("c").await;
     let entry = new_entry();
@@ -96,7 +97,8 @@ async fn concurrent<F: Fixture>(trial: &Trial<F>, commit: bool) -> Option<Known>
         tx.commit().await.unwrap();
         answer
     });
-    // A head start, so that the second really stands and waits: without it the case proves less, but never fails.
+    // A head start, so that the second really stands and waits: without it the case proves less,
+    // but never fails.
     tokio::time::sleep(Duration::from_millis(150)).await;
     settled.store(true, Ordering::SeqCst);
     if commit {
@@ -334,7 +336,7 @@ pub async fn an_owner_that_lost_a_partition_changes_nothing_of_the_next_ones_row
     store.keep_positions(consumer, &[(old.clone(), position("a", 5))]).await.unwrap();
     store.close_assignment(consumer, &old, Some(&position("a", 6))).await.unwrap();
     let opened = store.open_assignment(consumer, &holding("payments", 0)).await.unwrap();
-    assert_eq!(opened, Opened { was_open: true, position: Some(position("a", 7)) });
+    assert_eq!(opened, Opened { was_open: true, position: Some(position("a", 7)), has_new_ids: false });
 }
 
 /// A clean end tells the last position as well; one that knows none leaves the one that stands.
@@ -349,7 +351,7 @@ pub async fn a_position_is_remembered_until_a_later_one_is_told<F: Fixture>(tria
     store.keep_positions(consumer, &both).await.unwrap();
     store.close_assignment(consumer, &first, Some(&position("a", 6))).await.unwrap();
     let opened = store.open_assignment(consumer, &second).await.unwrap();
-    assert_eq!(opened, Opened { was_open: false, position: Some(position("a", 6)) });
+    assert_eq!(opened, Opened { was_open: false, position: Some(position("a", 6)), has_new_ids: false });
     store.close_assignment(consumer, &second, None).await.unwrap();
     assert_eq!(store.open_assignment(consumer, &third).await.unwrap().position, Some(position("a", 6)));
     let beside = store.open_assignment(consumer, &holding("payments", 1)).await.unwrap();
@@ -360,6 +362,31 @@ pub async fn a_position_is_remembered_until_a_later_one_is_told<F: Fixture>(tria
     assert_eq!(opened.position, Some(position("b", 0)));
 }
 
+/// By which a partition whose offsets are given again may be consumed: the same coordinates are
+/// other ids now.
+pub async fn a_position_knows_under_which_id_rule_it_was_kept<F: Fixture>(trial: &Trial<F>) {
+    let store = &trial.store;
+    let under = async |id_rule: &str| {
+        let spec = ConsumerSpec { name: "c".into(), id_rule: id_rule.into(), accept: true };
+        store.register(&spec).await.unwrap()
+    };
+    let has_new_ids = async |holding: &Holding| {
+        let opened = store.open_assignment(under("coordinates@1").await, holding).await.unwrap();
+        let consumer = under("coordinates@2").await;
+        let accepted = store.open_assignment(consumer, holding).await.unwrap();
+        (opened.has_new_ids, accepted.has_new_ids)
+    };
+    let holding = holding("payments", 0);
+    assert_eq!(has_new_ids(&holding).await, (false, false), "there is no position yet");
+    let consumer = under("coordinates@1").await;
+    store.keep_positions(consumer, &[(holding.clone(), position("a", 5))]).await.unwrap();
+    assert_eq!(has_new_ids(&holding).await, (false, true));
+    let consumer = under("coordinates@2").await;
+    assert!(store.open_assignment(consumer, &holding).await.unwrap().has_new_ids, "until a position is kept under it");
+    store.keep_positions(consumer, &[(holding.clone(), position("b", 0))]).await.unwrap();
+    assert_eq!(has_new_ids(&holding).await, (true, false));
+}
+
 fn holding(topic: &str, partition: i32) -> Holding {
     Holding { topic: topic.into(), partition, owner: Uuid::now_v7() }
 }
@@ -368,7 +395,8 @@ fn position(topic_id: &str, next: i64) -> Position {
     Position { topic_id: Some(topic_id.to_owned()), next }
 }
 
-/// Also where the future that holds it is dropped in the middle of a statement, and the store goes on working.
+/// Also where the future that holds it is dropped in the middle of a statement, and the store goes
+/// on working.
 pub async fn a_transaction_that_is_dropped_leaves_nothing<F: Fixture>(trial: &Trial<F>) {
     let consumer = trial.consumer("c").await;
     let entry = new_entry();

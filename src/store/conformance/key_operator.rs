@@ -1,5 +1,5 @@
-//! Cases of what an operator does with keys and operations (O6, O8, O9, O11): refused where something may have happened, audited
-//! where something is done.
+//! Cases of what an operator does with keys and operations (O6, O8, O9, O11): refused where
+//! something may have happened, audited where something is done.
 
 use std::time::Duration;
 
@@ -169,7 +169,8 @@ pub async fn o11_an_unknown_key_is_resolved_once<F: Fixture>(trial: &Trial<F>) {
     assert_eq!(audits(trial, "resolve").await, 2);
 }
 
-/// Each filter finds what it names; a conflict is evidence against what was decided, of the effect or else of the operation.
+/// Each filter finds what it names; a conflict is evidence against what was decided, of the effect
+/// or else of the operation.
 ///
 /// Shown by: each condition left out; conflicts without the outcome of the intent.
 pub async fn o8_operations_are_found_by_every_filter_and_conflicts_are_seen<F: Fixture>(trial: &Trial<F>) {
@@ -222,10 +223,11 @@ pub async fn o8_operations_are_found_by_every_filter_and_conflicts_are_seen<F: F
     assert_eq!(conflicts().await.len(), 2);
 }
 
-/// The table knows every word of a verdict and no other; that it happened otherwise contradicts whatever was decided, until an
-/// operator has judged it.
+/// The table knows every word of a verdict and no other; that it happened otherwise contradicts
+/// whatever was decided, until an operator has judged it.
 ///
-/// Shown by: a word left out of the table's check; a mismatch left out of the conflicts, or listed after an operator's word.
+/// Shown by: a word left out of the table's check; a mismatch left out of the conflicts, or listed
+/// after an operator's word.
 pub async fn o8_every_verdict_has_its_word_and_a_mismatch_is_a_conflict_until_it_is_judged<F: Fixture>(
     trial: &Trial<F>,
 ) {
@@ -259,7 +261,8 @@ pub async fn o8_every_verdict_has_its_word_and_a_mismatch_is_a_conflict_until_it
     assert_eq!(conflicts().await, 1);
 }
 
-/// Due at once with its attempts counted anew; beyond what may be repeated only with a duplicate accepted, which is evidence (O6).
+/// Due at once with its attempts counted anew; beyond what may be repeated only with a duplicate
+/// accepted, which is evidence (O6).
 ///
 /// Shown by: no fence by the lease; no look at the strategy.
 pub async fn o6_a_retry_is_the_workers_and_a_duplicate_is_accepted_by_name<F: Fixture>(trial: &Trial<F>) {
@@ -296,7 +299,8 @@ pub async fn o6_a_retry_is_the_workers_and_a_duplicate_is_accepted_by_name<F: Fi
     let seen = stored(trial, &mute).await;
     assert!(is_refused(&trial.store.retry(&seen, false, false, &really()).await));
     trial.store.retry(&seen, true, false, &really()).await.unwrap();
-    // A phase of ours that was given up runs again; one that ended its transaction only if a duplicate is accepted (O1).
+    // A phase of ours that was given up runs again; one that ended its transaction only if a
+    // duplicate is accepted (O1).
     for (reason, careless) in [("phase-failed", false), ("phase-ended-its-transaction", true)] {
         let given_up = local(trial, &new_operation(reason, LONG)).await;
         trial.store.park(&given_up, reason).await.unwrap();
@@ -310,7 +314,8 @@ pub async fn o6_a_retry_is_the_workers_and_a_duplicate_is_accepted_by_name<F: Fi
     }
 }
 
-/// Operation, record, body and the operator's word in one commit; fenced; refused while it is driven or against the evidence.
+/// Operation, record, body and the operator's word in one commit; fenced; refused while it is
+/// driven or against the evidence.
 ///
 /// Shown by: no fence by the lease, the epoch, or the evidence.
 pub async fn o9_a_resolved_operation_and_its_record_have_one_outcome<F: Fixture>(trial: &Trial<F>) {
@@ -356,7 +361,8 @@ pub async fn o9_a_resolved_operation_and_its_record_have_one_outcome<F: Fixture>
 
 /// The strongest evidence there is: an effect that is settled as done.
 ///
-/// Shown by: the evidence of settled effects left out; a list that compares evidence with the outcome of its effect alone.
+/// Shown by: the evidence of settled effects left out; a list that compares evidence with the
+/// outcome of its effect alone.
 pub async fn an_operation_does_not_fail_while_an_effect_of_it_stands<F: Fixture>(trial: &Trial<F>) {
     let driven = outstanding(trial, &new_operation("k", LONG)).await;
     let mut tx = trial.store.begin_phase(&driven).await.unwrap();
@@ -382,9 +388,11 @@ pub async fn an_operation_does_not_fail_while_an_effect_of_it_stands<F: Fixture>
     assert!(is_refused(&trial.store.judge(open.operation_id, &really()).await), "there is nothing to judge yet");
 }
 
-/// What is recorded is the time inside the key, whatever the clock of its client and the skew of its route.
+/// What is recorded is the time inside the key, whatever the clock of its client and the skew of
+/// its route.
 ///
-/// Shown by: a bound by the outcome and a skew of its own (a key from beyond it looks new, and executes again).
+/// Shown by: a bound by the outcome and a skew of its own (a key from beyond it looks new, and
+/// executes again).
 pub async fn a_key_that_was_purged_by_hand_is_too_old_however_far_its_clock_was_ahead<F: Fixture>(trial: &Trial<F>) {
     let at = std::time::SystemTime::now() + LONG;
     let since = at.duration_since(std::time::SystemTime::UNIX_EPOCH).unwrap();
@@ -425,7 +433,8 @@ pub async fn o8_an_effect_is_resolved_and_its_flow_goes_on<F: Fixture>(trial: &T
     assert!(matches!(trial.store.take_operation(next.operation_id, LONG).await.unwrap(), Taken::Driven(..)));
 }
 
-/// The newest word of each process and operation, while it is young; what was said long ago is neither shown nor kept.
+/// The newest word of each process and operation, while it is young; what was said long ago is
+/// neither shown nor kept.
 pub async fn o21_what_live_processes_say_of_their_fingerprints_is_shown<F: Fixture>(trial: &Trial<F>) {
     let kids = |text: &[&str]| -> Vec<Kid> { text.iter().map(|kid| kid.parse().unwrap()).collect() };
     let said = |operation: &str, newest: u32, ring: &[&str]| Versions {

@@ -1,5 +1,6 @@
-//! Cases of idempotency records that are claimed and finished by statements of their own (O2 to O4, O11, O16, O23, M29 to M42, M99,
-//! M100): what [`Keys`] must do, whether it stands in a database or not.
+//! Cases of idempotency records that are claimed and finished by statements of their own (O2 to O4,
+//! O11, O16, O23, M29 to M42, M99, M100): what [`Keys`] must do, whether it stands in a database or
+//! not.
 
 use std::time::Duration;
 
@@ -173,7 +174,8 @@ pub async fn o3_an_answer_comes_back_as_it_was<F: KeysFixture>(trial: &F) {
     }
 }
 
-/// A lease is judged by the database; while it lives nobody takes the claim, and a heartbeat makes it live.
+/// A lease is judged by the database; while it lives nobody takes the claim, and a heartbeat makes
+/// it live.
 ///
 /// Shown by: a lease that always counts as over.
 pub async fn o2_a_claim_is_taken_over_only_when_its_lease_is_over<F: KeysFixture>(trial: &F) {
@@ -204,7 +206,8 @@ pub async fn r22_a_claim_whose_lease_is_longer_than_its_length_is_stale<F: KeysF
 
 /// Its heartbeat, outcome and release change nothing, and the new owner's stand.
 ///
-/// Shown to fail: without `epoch =` in the UPDATE of a finish, on PostgreSQL and on SQLite. Shown by: one that does not compare the token.
+/// Shown to fail: without `epoch =` in the UPDATE of a finish, on PostgreSQL and on SQLite. Shown
+/// by: one that does not compare the token.
 pub async fn o2_an_owner_that_was_taken_over_changes_nothing<F: KeysFixture>(trial: &F) {
     let claim = KeyClaim { lease: SHORT, ..claim(Mode::Bridged, "k", 1) };
     let old = take(trial, &claim).await;
@@ -366,7 +369,8 @@ pub async fn m99_bodies_go_and_their_records_stay<F: KeysFixture>(trial: &F) {
     assert_eq!(trial.records().await, 6);
 }
 
-/// A body is that of the last run of its key, whatever the sizes of the ones before; what stands beside the record is the same.
+/// A body is that of the last run of its key, whatever the sizes of the ones before; what stands
+/// beside the record is the same.
 ///
 /// Shown by: a claim that leaves the small body of the run before (PostgreSQL).
 pub async fn o4_a_body_of_any_size_is_that_of_the_last_run<F: KeysFixture>(trial: &F) {
@@ -390,7 +394,8 @@ pub async fn o4_a_body_of_any_size_is_that_of_the_last_run<F: KeysFixture>(trial
     }
 }
 
-/// Age is no reason: what runs and what nobody knows stays. What goes leaves its bound (O23), in bounded batches.
+/// Age is no reason: what runs and what nobody knows stays. What goes leaves its bound (O23), in
+/// bounded batches.
 ///
 /// Shown by: a purge by age where there is no outcome (PostgreSQL).
 pub async fn m100_a_purge_takes_only_what_has_its_outcome<F: KeysFixture>(trial: &F) {
@@ -480,7 +485,8 @@ fn of_size(bytes: usize) -> Outcome {
     Outcome::Completed(Answer { body, ..answer() })
 }
 
-/// What the quota on stored bytes looks at: the bodies that are kept for a tenant, small and large, until their end.
+/// What the quota on stored bytes looks at: the bodies that are kept for a tenant, small and large,
+/// until their end.
 pub async fn m120_what_a_tenant_has_stored_is_counted<F: KeysFixture>(trial: &F) {
     if is_guard(trial.store()) {
         let refused = trial.store().stored_of_tenant("t1").await;
@@ -514,7 +520,8 @@ pub async fn m120_what_a_tenant_has_stored_is_counted<F: KeysFixture>(trial: &F)
     take(trial, &of("h")).await;
     run(KeyClaim { identity: identity("t2", "i-0123456789abcdef"), ..of("i") }, of_size(7), &KEPT).await;
     assert_eq!((stored().await, trial.store().stored_of_tenant("t2").await.unwrap()), (sum, 7));
-    // Whose life is over, taken away or not, small and large; and what stood under a key before it was used anew.
+    // Whose life is over, taken away or not, small and large; and what stood under a key before it
+    // was used anew.
     for (key, bytes) in [("j", 1_000), ("k", 100_000)] {
         run(of(key), of_size(bytes), &ENDED).await;
     }

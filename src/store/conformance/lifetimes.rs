@@ -1,4 +1,5 @@
-//! Cases of operations in phases over their lives: parked, recovered late, purged, used anew (O3, O4, O9, O22, M100).
+//! Cases of operations in phases over their lives: parked, recovered late, purged, used anew (O3,
+//! O4, O9, O22, M100).
 
 use std::time::Duration;
 
@@ -35,7 +36,8 @@ pub async fn o9_a_parked_operation_waits_for_an_operator<F: Fixture>(trial: &Tri
     assert_eq!(trial.store.hand_back(&driven, AT_ONCE).await.unwrap(), Fenced::LostOwnership, "it is nobody's");
 }
 
-/// Recovered on the third day, it is remembered from then (O3); and what was not finished is never purged (M100).
+/// Recovered on the third day, it is remembered from then (O3); and what was not finished is never
+/// purged (M100).
 ///
 /// Shown by: lifetimes that count from the claim.
 pub async fn o3_what_is_recovered_late_is_remembered_from_its_outcome<F: Fixture>(trial: &Trial<F>) {
@@ -126,8 +128,8 @@ pub async fn o4_a_key_used_anew_gets_a_new_operation<F: Fixture>(trial: &Trial<F
     assert!(trial.store.body(&found).await.unwrap().is_some(), "the body of the new run");
 }
 
-/// The provider took the money, and the operation ended as failed: neither the sweep nor a client that asks again may take away
-/// what shows it, before a person has looked.
+/// The provider took the money, and the operation ended as failed: neither the sweep nor a client
+/// that asks again may take away what shows it, before a person has looked.
 ///
 /// Shown by: a purge, or a claim anew, that takes the evidence with its record.
 pub async fn a_conflict_outlives_its_record_until_it_is_judged<F: Fixture>(trial: &Trial<F>) {

@@ -112,7 +112,8 @@ impl LimitCase {
     }
 }
 
-/// The pairs of a flat JSON object of strings as it is written, doubled names included; none where it is anything else.
+/// The pairs of a flat JSON object of strings as it is written, doubled names included; none where
+/// it is anything else.
 fn pairs(json: &str) -> Option<Vec<(String, String)>> {
     struct Pairs;
 
@@ -373,7 +374,8 @@ mod tests {
     use super::*;
     use crate::message::Limits;
 
-    /// The Rust meaning of the limits agrees with the table, so that no adapter has to choose between the two.
+    /// The Rust meaning of the limits agrees with the table, so that no adapter has to choose
+    /// between the two.
     #[test]
     fn r34_the_limits_in_rust_agree_with_the_table() {
         let mut seen = 0;

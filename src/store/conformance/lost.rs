@@ -1,5 +1,5 @@
-//! Cases of a connection that is lost under the inbox transaction (R27, G12): nobody's failure in every statement, and of a commit
-//! an unknown outcome.
+//! Cases of a connection that is lost under the inbox transaction (R27, G12): nobody's failure in
+//! every statement, and of a commit an unknown outcome.
 
 use super::trial::{Tx, due, effect, everything, message, new_entry, new_message, parked};
 use super::{Fixture, Trial};
@@ -10,7 +10,8 @@ use crate::store::{Claim, Inbox, InboxEntry, InboxTx, ParkAs, Proof, Waiting};
 const STATEMENTS: [&str; 9] =
     ["admit", "blocked", "park", "forget", "finish", "clear attempts", "handler", "enqueue", "prove"];
 
-/// Runs one statement of the transaction, and says whether its failure is nobody's; None where it did not fail.
+/// Runs one statement of the transaction, and says whether its failure is nobody's; None where it
+/// did not fail.
 async fn run<F: Fixture>(
     trial: &Trial<F>,
     tx: &mut Tx<F>,
@@ -43,7 +44,8 @@ async fn run<F: Fixture>(
     outcome.err().map(|error| (error.is_nobodys(), error.to_string()))
 }
 
-/// Each of them, on a connection that was ended just before; nothing stays, and the next connection works.
+/// Each of them, on a connection that was ended just before; nothing stays, and the next connection
+/// works.
 pub async fn r27_a_lost_connection_in_any_statement_of_the_inbox_transaction_is_nobodys_failure<F: Fixture>(
     trial: &Trial<F>,
 ) {

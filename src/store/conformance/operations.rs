@@ -32,7 +32,8 @@ pub async fn o2_a_bridged_outcome_goes_with_the_handlers_transaction<F: Fixture>
     assert_eq!(late, Fenced::LostOwnership);
 }
 
-/// A body may outlive its record: the next run of the key, at the same epoch again, keeps a body of its own.
+/// A body may outlive its record: the next run of the key, at the same epoch again, keeps a body of
+/// its own.
 ///
 /// Shown by: a purge that leaves the body (MariaDB, SQLite): the outcome cannot be written.
 pub async fn m100_a_purge_takes_the_bodies_of_its_records<F: Fixture>(trial: &Trial<F>) {
@@ -51,7 +52,8 @@ pub async fn m100_a_purge_takes_the_bodies_of_its_records<F: Fixture>(trial: &Tr
     assert!(trial.store.body(&record(trial, &claim).await).await.unwrap().is_some());
 }
 
-/// A run that lost its lease and ended after all has said so by evidence: its key is not free, whatever was found out elsewhere.
+/// A run that lost its lease and ended after all has said so by evidence: its key is not free,
+/// whatever was found out elsewhere.
 ///
 /// Shown by: a release that does not look at the evidence.
 pub async fn a_claim_is_not_released_where_a_run_of_it_said_that_it_ended<F: Fixture>(trial: &Trial<F>) {

@@ -10,8 +10,8 @@ use crate::error::StoreError;
 use crate::message::{Message, MessageId};
 use crate::store::{
     ActContext, Base, Claim, ConsumerId, DeadFilter, DeadMessage, DeadPlace, DeadState, Diversion, EmailOutcome,
-    Forgotten, Holding, Inbox, InboxTx, Mailbox, Mark, NewEmail, Operator, OperatorAct, OperatorRequest, ParkAs,
-    RelaySession, RequestedAct, Waiting,
+    Forgotten, Holding, Inbox, InboxTx, Mailbox, Mark, NewEmail, Operator, OperatorAct, OperatorOutcome,
+    OperatorRequest, ParkAs, RelaySession, RequestedAct, Waiting,
 };
 
 fn context() -> ActContext {
@@ -93,7 +93,8 @@ pub async fn the_status_counts_what_is_there<F: Fixture>(trial: &Trial<F>) {
     assert!(status.oldest_held_age_seconds > 0.0 && ledger.oldest_waiting_age_seconds > 0.0, "{status:?}");
 }
 
-/// Every state that an operator may ask for, on both sides. Shown by listing dead ones alone, as it was.
+/// Every state that an operator may ask for, on both sides. Shown by listing dead ones alone, as it
+/// was.
 pub async fn what_is_held_and_what_waits_is_listed_with_its_reason_and_its_next_try<F: Fixture>(trial: &Trial<F>) {
     let (_session, positions) = dead_outbox(trial).await;
     let consumer = trial.consumer("ledger").await;
@@ -155,7 +156,8 @@ pub async fn g11_the_status_counts_no_further_than_its_bound<F: Fixture>(trial: 
     assert_eq!((ledger.held, ledger.waiting), (10_000, 1), "what is due is seen beside any number that is held");
 }
 
-/// Fenced against a claim that runs, each with its audit row. Shown by acting on whatever the row says.
+/// Fenced against a claim that runs, each with its audit row. Shown by acting on whatever the row
+/// says.
 pub async fn a_waiting_message_is_tried_now_buried_or_discarded_unless_a_process_runs_it<F: Fixture>(trial: &Trial<F>) {
     let store = &trial.store;
     let consumer = trial.consumer("ledger").await;
@@ -202,7 +204,8 @@ pub async fn a_waiting_message_is_tried_now_buried_or_discarded_unless_a_process
     assert_eq!(names, ["discard", "redrive", "bury", "redrive"], "refusals leave none");
 }
 
-/// The relay carries it out as it does for a dead one. Shown by requests for dead rows alone: nobody could be rid of it.
+/// The relay carries it out as it does for a dead one. Shown by requests for dead rows alone:
+/// nobody could be rid of it.
 pub async fn a_held_message_is_discarded_by_request_and_by_nothing_else<F: Fixture>(trial: &Trial<F>) {
     let (mut session, positions) = dead_outbox(trial).await;
     let held = DeadFilter { states: vec![DeadState::Held], ..DeadFilter::default() };
@@ -279,6 +282,22 @@ pub async fn what_operators_did_is_read_newest_first<F: Fixture>(trial: &Trial<F
     let of_one = trial.store.audit(Some(dead[0].message_id), 10).await.unwrap();
     assert_eq!(of_one, [acts[1].clone()]);
     assert_eq!(trial.store.audit(None, 1).await.unwrap(), [acts[0].clone()]);
+}
+
+/// In number and in length, alike in each database, and never in the middle of a character.
+pub async fn g11_of_a_message_the_last_fifty_errors_are_kept_each_up_to_its_bound<F: Fixture>(trial: &Trial<F>) {
+    let consumer = trial.consumer("ledger").await;
+    let failing = message("k", "payload");
+    for number in 1..=60 {
+        let error = format!("{number} \0{}", "ä".repeat(5_000));
+        trial.store.failed_attempt(consumer, failing.id, &error, true).await.unwrap();
+    }
+    trial.park(consumer, &failing, dead(true)).await;
+    let history = list(trial).await.remove(0).history;
+    let attempts: Vec<u32> = history.iter().map(|entry| entry.attempt).collect();
+    assert!(attempts.len() == 50 && attempts[0] > 10, "{attempts:?}");
+    let kept = &history[attempts.iter().position(|attempt| *attempt == 60).unwrap()].error;
+    assert!(kept.starts_with("60 ") && kept.ends_with('ä') && (4_090..=4_100).contains(&kept.len()), "{}", kept.len());
 }
 
 /// On both sides, oldest first, by any filter.
@@ -451,6 +470,13 @@ pub async fn r17_acts_on_outbox_rows_are_requests_to_the_owner<F: Fixture>(trial
     assert_eq!(asked, expected);
     let listed = list(trial).await;
     assert!(listed.iter().all(|dead| dead.requested.is_some()), "they stand until the owner has acted");
+    for (number, act) in [(0, &OperatorAct::Discard), (1, &OperatorAct::Redrive), (0, &OperatorAct::Redrive)] {
+        let outcome = trial.store.act(&by_number(&all[number]), act, &context()).await.unwrap();
+        assert_eq!(outcome, OperatorOutcome::default(), "what was asked first is done, and a second request says so");
+    }
+    assert_eq!(list(trial).await, listed);
+    assert_eq!(audits(trial).await, 2);
+    assert_eq!(session.requests().await.unwrap(), asked);
     let held = session.held(&[positions[0]]).await.unwrap().remove(0).message;
     assert_eq!((held.id, held.payload.as_slice()), (id, b"edited".as_slice()));
     let released = Mark { released: vec![positions[0]], discarded: vec![positions[1]], ..Mark::default() };
@@ -521,7 +547,8 @@ pub async fn r31_redriving_what_left_no_inbox_row_inserts_it<F: Fixture>(trial: 
     assert!(matches!(refused, Err(StoreError::Refused(_))), "{refused:?}");
 }
 
-/// Handled meanwhile by a second copy, whose id had become sound: it must not have its effect again.
+/// Handled meanwhile by a second copy, whose id had become sound: it must not have its effect
+/// again.
 pub async fn r31_what_another_copy_did_since_is_discarded_by_its_redrive<F: Fixture>(trial: &Trial<F>) {
     let consumer = trial.consumer("ledger").await;
     for reason in ["too-old", "from-the-future"] {
@@ -547,7 +574,8 @@ pub async fn r31_what_another_copy_did_since_is_discarded_by_its_redrive<F: Fixt
         assert_eq!(audits(trial).await, before + 1);
     }
 
-    // Another content came under the id: that is another message, and which of them is meant the operator must say.
+    // Another content came under the id: that is another message, and which of them is meant the
+    // operator must say.
     let dead = message("k", "one");
     let mut tx = trial.store.begin(consumer).await.unwrap();
     tx.park(&[parked(&dead, ParkAs::Dead { reason: "too-old".into(), holds: false })]).await.unwrap();

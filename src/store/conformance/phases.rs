@@ -1,5 +1,5 @@
-//! Cases of operations in phases (O1, O3, O4, O5, O8, O9, O13, O16, O22, M32, M100): one drives, what it knew must still be so, and
-//! record, operation and intents change together.
+//! Cases of operations in phases (O1, O3, O4, O5, O8, O9, O13, O16, O22, M32, M100): one drives,
+//! what it knew must still be so, and record, operation and intents change together.
 
 use std::time::Duration;
 
@@ -183,7 +183,8 @@ pub async fn o22_claim_command_operation_and_first_phase_commit_together<F: Fixt
     assert!(trial.store.begin_first(&another, Basis::New, PATIENCE).await.is_err(), "a claim of another mode");
 }
 
-/// Also where the first one died; the lease that it let end counts as an attempt, one that was handed back does not.
+/// Also where the first one died; the lease that it let end counts as an attempt, one that was
+/// handed back does not.
 ///
 /// Shown by: taking without looking at the lease.
 pub async fn o9_of_twenty_that_take_an_operation_up_one_drives_it<F: Fixture>(trial: &Trial<F>) {
@@ -224,7 +225,8 @@ pub async fn r22_a_lease_of_an_operation_longer_than_its_length_is_over<F: Fixtu
     assert_eq!(next.epoch, 2);
 }
 
-/// Each of them once, the longest due first, none that is not due, of another flow, or of a version that the worker has not.
+/// Each of them once, the longest due first, none that is not due, of another flow, or of a version
+/// that the worker has not.
 ///
 /// Shown by: versions not compared; rows not fenced by their lease.
 pub async fn o22_twenty_workers_take_different_due_operations_of_their_versions<F: Fixture>(trial: &Trial<F>) {
@@ -355,7 +357,8 @@ pub async fn o9_a_phase_moves_on_only_from_the_point_it_knew<F: Fixture>(trial: 
     assert!(trial.store.begin_phase(&nobodys).await.is_err());
 }
 
-/// The bytes come back as they were; a second effect of the name, or of the provider's key, is refused with its phase.
+/// The bytes come back as they were; a second effect of the name, or of the provider's key, is
+/// refused with its phase.
 ///
 /// Shown by: the request stored as text; no unique key.
 pub async fn o5_an_effect_its_key_and_its_bytes_are_committed_once<F: Fixture>(trial: &Trial<F>) {
@@ -386,7 +389,8 @@ pub async fn o5_an_effect_its_key_and_its_bytes_are_committed_once<F: Fixture>(t
     assert_eq!(stored(trial, &other).await.intents.len(), 3);
 }
 
-/// The number of a send is never given twice, whoever begins it, and an effect that is settled is not sent.
+/// The number of a send is never given twice, whoever begins it, and an effect that is settled is
+/// not sent.
 ///
 /// Shown by: a number counted outside of the statement.
 pub async fn o5_sends_are_counted_under_races_and_after_a_crash<F: Fixture>(trial: &Trial<F>) {
@@ -417,7 +421,8 @@ pub async fn o5_sends_are_counted_under_races_and_after_a_crash<F: Fixture>(tria
     assert_eq!(trial.store.begin_send(&dead, "charge").await.unwrap(), None);
 }
 
-/// After each step the record is in the state of the stage (O9), and the outcome stands in both with its body (M49).
+/// After each step the record is in the state of the stage (O9), and the outcome stands in both
+/// with its body (M49).
 ///
 /// Shown by: the record left as it is by each of the steps.
 pub async fn m32_the_record_is_in_the_state_of_the_stage_after_each_step<F: Fixture>(trial: &Trial<F>) {
@@ -483,7 +488,8 @@ pub async fn m32_the_record_is_in_the_state_of_the_stage_after_each_step<F: Fixt
     assert_eq!(trial.number(&differ).await, 0, "one life for both");
 }
 
-/// What is not of a stage is refused: outcomes have their own way, and before an intent there is nothing to send (O13).
+/// What is not of a stage is refused: outcomes have their own way, and before an intent there is
+/// nothing to send (O13).
 pub async fn o13_a_phase_does_not_move_on_to_what_it_is_not<F: Fixture>(trial: &Trial<F>) {
     let driven = local(trial, &new_operation("k", LONG)).await;
     for (stage, intents) in [
@@ -521,7 +527,8 @@ pub async fn o13_a_rejection_of_the_first_phase_is_remembered_without_its_effect
     }
 }
 
-/// Found out, whatever the handler did; what it committed is there, so the operation is parked and no phase runs again.
+/// Found out, whatever the handler did; what it committed is there, so the operation is parked and
+/// no phase runs again.
 ///
 /// Shown by: no comparison of the transaction id; a savepoint that is gone taken for proof.
 pub async fn o1_a_handler_that_ends_the_transaction_of_a_phase_is_found_out<F: Fixture>(trial: &Trial<F>) {
@@ -566,7 +573,8 @@ pub async fn o1_a_handler_that_ends_the_transaction_of_a_phase_is_found_out<F: F
     still_works(trial).await;
 }
 
-/// Its number is free again, for whoever drives the operation; nobody else takes it, nor one that is not the last.
+/// Its number is free again, for whoever drives the operation; nobody else takes it, nor one that
+/// is not the last.
 ///
 /// Shown by: no fence by the epoch; no look at the number.
 pub async fn a_send_that_did_not_leave_is_taken_back_by_its_driver_alone<F: Fixture>(trial: &Trial<F>) {

@@ -1,4 +1,5 @@
-//! Cases of operations that go to an operator, or back, and of proof that comes meanwhile (O8, O9, O22).
+//! Cases of operations that go to an operator, or back, and of proof that comes meanwhile (O8, O9,
+//! O22).
 
 use std::time::Duration;
 
@@ -12,9 +13,11 @@ use crate::policy::operation::State;
 use crate::policy::operation::flow::Stage;
 use crate::store::{Driven, Due, Fenced, KeyOperator, OperationFilter, PhaseTx, Phases};
 
-/// It is set aside with the column, and keeps nobody from the others; neither does a record that is gone keep one from being parked.
+/// It is set aside with the column, and keeps nobody from the others; neither does a record that is
+/// gone keep one from being parked.
 ///
-/// Shown by: ending with its error: all three stay, for ever; leaving none without its record; a listing that ends with its error.
+/// Shown by: ending with its error: all three stay, for ever; leaving none without its record; a
+/// listing that ends with its error.
 pub async fn o22_an_operation_that_cannot_be_read_is_parked_and_the_others_are_taken<F: Fixture>(trial: &Trial<F>) {
     let mut due = Vec::new();
     for key in ["corrupt", "gone", "sound"] {
@@ -42,7 +45,8 @@ pub async fn o22_an_operation_that_cannot_be_read_is_parked_and_the_others_are_t
     }
 }
 
-/// What is read in the transaction that parks is all that came before; who comes later waits for it and finds it parked.
+/// What is read in the transaction that parks is all that came before; who comes later waits for it
+/// and finds it parked.
 ///
 /// Shown by: un-parking without the lock of the row (on PostgreSQL it stayed parked).
 pub async fn o8_who_brings_proof_is_seen_by_a_parking_or_finds_it<F: Fixture>(trial: &Trial<F>) {

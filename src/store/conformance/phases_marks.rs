@@ -1,4 +1,5 @@
-//! Cases of later phases of which nobody heard how they ended: their driver died, or its connection was lost (O1, O9).
+//! Cases of later phases of which nobody heard how they ended: their driver died, or its connection
+//! was lost (O1, O9).
 
 use std::time::Duration;
 
@@ -46,10 +47,12 @@ async fn goes_on<F: Fixture>(trial: &Trial<F>, driven: &Driven, reason: &str, ac
     taken(trial, driven.operation_id).await.0
 }
 
-/// The mark that its transaction had stands: also for another driver, behind another point, and when it was parked for a reason that
-/// says nothing of it. Once an operator was told and lets it go on, it is gone.
+/// The mark that its transaction had stands: also for another driver, behind another point, and
+/// when it was parked for a reason that says nothing of it. Once an operator was told and lets it
+/// go on, it is gone.
 ///
-/// Shown by: no mark; any reason that takes it away; a phase of another epoch that takes it away; no reason that does.
+/// Shown by: no mark; any reason that takes it away; a phase of another epoch that takes it away;
+/// no reason that does.
 pub async fn o1_a_phase_that_somebody_else_committed_is_not_begun_again<F: Fixture>(trial: &Trial<F>) {
     let old = local(trial, &new_operation("k", LONG)).await;
     let mut tx = begun(trial, &old, "LOCAL").await;
@@ -105,8 +108,8 @@ pub async fn o9_a_phase_of_which_nothing_was_committed_is_begun_again<F: Fixture
     assert!(trial.store.begin_run(&nobodys, "LOCAL").await.is_err());
 }
 
-/// What it comes to is not known before: a COMMIT may still be on its way. That is said before a server's usual lock wait is over.
-/// Where one writes at a time, it waits its turn.
+/// What it comes to is not known before: a COMMIT may still be on its way. That is said before a
+/// server's usual lock wait is over. Where one writes at a time, it waits its turn.
 ///
 /// Shown by: a look at committed marks instead of the insert of one; the usual wait for the mark.
 pub async fn o9_a_phase_is_not_begun_beside_a_run_that_has_not_ended<F: Fixture>(trial: &Trial<F>) {
@@ -132,8 +135,9 @@ pub async fn o9_a_phase_is_not_begun_beside_a_run_that_has_not_ended<F: Fixture>
     }
 }
 
-/// It read where the operation stands, and stood still: meanwhile another driver ran the phase, whose handler committed it, and parked
-/// it; or moved it on; or its own commit, whose answer was lost, came through.
+/// It read where the operation stands, and stood still: meanwhile another driver ran the phase,
+/// whose handler committed it, and parked it; or moved it on; or its own commit, whose answer was
+/// lost, came through.
 ///
 /// Shown by: no look under the mark (a handler that commits by itself did so twice).
 pub async fn o9_a_driver_that_was_overtaken_begins_no_run<F: Fixture>(trial: &Trial<F>) {

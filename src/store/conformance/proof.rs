@@ -1,5 +1,5 @@
-//! Cases of the check before COMMIT (R23): whatever a handler does to its transaction, its effects never stand without the
-//! inbox row that keeps them from being done again.
+//! Cases of the check before COMMIT (R23): whatever a handler does to its transaction, its effects
+//! never stand without the inbox row that keeps them from being done again.
 
 use std::time::Duration;
 
@@ -97,14 +97,16 @@ pub async fn r23_a_commit_with_a_new_begin_is_found_out<F: Fixture>(trial: &Tria
     assert_eq!(end.after, 0, "what came after is rolled back");
 }
 
-/// A fresh transaction in place of the old one, which then fails: what was committed before is not hidden by it.
+/// A fresh transaction in place of the old one, which then fails: what was committed before is not
+/// hidden by it.
 pub async fn r23_a_commit_with_a_new_begin_that_fails_is_found_out<F: Fixture>(trial: &Trial<F>) {
     let end = handler(trial, &["commit", "begin", "insert into no_such_table (a) values (1)"]).await;
     assert_ne!(end.proof, Proof::Same);
     assert_eq!((end.known, end.after), (end.before == 1, 0));
 }
 
-/// Nothing stays of what came before; nor of what came after, unless the database commits that by itself.
+/// Nothing stays of what came before; nor of what came after, unless the database commits that by
+/// itself.
 pub async fn r23_a_rollback_of_the_handler_is_found_out<F: Fixture>(trial: &Trial<F>) {
     let consumer = trial.consumer("c").await;
     let entry = new_entry();
@@ -216,7 +218,8 @@ pub async fn what_a_handler_committed_is_told_while_a_statement_of_it_runs<F: Fi
     }
 }
 
-/// A head whose row is gone with the handler's own commit waits for nothing any more: only this tells of it.
+/// A head whose row is gone with the handler's own commit waits for nothing any more: only this
+/// tells of it.
 pub async fn a_head_that_a_handler_committed_away_is_told<F: Fixture>(trial: &Trial<F>) {
     let consumer = trial.consumer("c").await;
     for statement in ["select 1", "commit"] {

@@ -1,4 +1,5 @@
-//! Cases of the purge: what it takes, what it leaves, and that whoever finds its traces knows (R31, G8).
+//! Cases of the purge: what it takes, what it leaves, and that whoever finds its traces knows (R31,
+//! G8).
 
 use std::time::Duration;
 
@@ -108,7 +109,8 @@ pub async fn r31_messages_that_wait_or_are_dead_keep_their_rows<F: Fixture>(tria
     assert_eq!(known(trial, consumer, &ids).await, vec![true; ids.len()]);
 }
 
-/// That of what was taken, not that of the purge: what came since is not too old. Never lowered, and none before the first purge.
+/// That of what was taken, not that of the purge: what came since is not too old. Never lowered,
+/// and none before the first purge.
 pub async fn r31_the_bound_is_recorded_with_the_first_row_and_never_lowered<F: Fixture>(trial: &Trial<F>) {
     let consumer = trial.consumer("c").await;
     let before = trial.store.bounds(consumer).await.unwrap();
@@ -160,8 +162,9 @@ pub async fn g8_what_was_purged_is_new_to_the_insert_and_too_old_to_the_verdict<
     assert!(trial.store.known(consumer, &[old.id]).await.unwrap().is_empty());
 }
 
-/// A stated time is judged by the moment at which its row was received, however long ago that was: no row of it can then have
-/// been received so early that a purge takes it while its duplicate is still called new.
+/// A stated time is judged by the moment at which its row was received, however long ago that was:
+/// no row of it can then have been received so early that a purge takes it while its duplicate is
+/// still called new.
 pub async fn r31_ages_are_judged_by_the_time_of_receipt<F: Fixture>(trial: &Trial<F>) {
     let consumer = trial.consumer("c").await;
     let mut tx = trial.store.begin(consumer).await.unwrap();
@@ -175,7 +178,8 @@ pub async fn r31_ages_are_judged_by_the_time_of_receipt<F: Fixture>(trial: &Tria
     assert!(trial.store.bounds(consumer).await.unwrap().now > again);
 }
 
-/// Handled in a batch by a process that did not know of its tries, a message would leave their row for ever.
+/// Handled in a batch by a process that did not know of its tries, a message would leave their row
+/// for ever.
 pub async fn g11_tries_of_what_was_handled_since_are_forgotten<F: Fixture>(trial: &Trial<F>) {
     let (consumer, other) = (trial.consumer("ledger").await, trial.consumer("other").await);
     let ids = [MessageId::new(), MessageId::new(), MessageId::new()];

@@ -1,5 +1,6 @@
-//! Cases of the lives of records: every statement changes them as the drawn machine says, and what is forgotten when (O3, O23, M31,
-//! M98, M100). Nobody waits here: times are set back in the tables.
+//! Cases of the lives of records: every statement changes them as the drawn machine says, and what
+//! is forgotten when (O3, O23, M31, M98, M100). Nobody waits here: times are set back in the
+//! tables.
 
 use std::time::{Duration, SystemTime};
 
@@ -136,7 +137,8 @@ pub async fn m100_only_a_terminal_record_is_ever_cleaned_whatever_its_age<F: Fix
 /// Shown by: a bound without the skew; one that lies further back.
 pub async fn o23_a_key_whose_record_was_purged_is_too_old_for_ever<F: Fixture>(trial: &Trial<F>) {
     let skew = seconds(60);
-    // Only the skew lifts the bound above the key: its outcome is older than the metadata, its own time is not.
+    // Only the skew lifts the bound above the key: its outcome is older than the metadata, its own
+    // time is not.
     let past = 20_030;
     // Claimed by the client whose clock is ahead by all that is allowed, when the outcome came.
     let time = (SystemTime::now() - seconds(past) + skew).duration_since(SystemTime::UNIX_EPOCH).unwrap();
@@ -302,10 +304,12 @@ async fn act<F: Fixture>(
     }
 }
 
-/// Each act of the ports, on a record in each state that it can be in, with whoever owns it or owned it: what it makes of the record
-/// is what the machine allows for that reason, and each change that the machine draws for it is seen.
+/// Each act of the ports, on a record in each state that it can be in, with whoever owns it or
+/// owned it: what it makes of the record is what the machine allows for that reason, and each
+/// change that the machine draws for it is seen.
 ///
-/// Shown by: a finish that does not ask for the state; a purge of UNKNOWN; a release by a stranger; a take-over of an outcome.
+/// Shown by: a finish that does not ask for the state; a purge of UNKNOWN; a release by a stranger;
+/// a take-over of an outcome.
 pub async fn m31_every_statement_changes_a_record_as_the_machine_is_drawn<F: Fixture>(trial: &Trial<F>) {
     let mut from = vec![Before::Nothing];
     from.extend([Mode::Edge, Mode::Bridged].into_iter().flat_map(|mode| [Before::Owned(mode), Before::Stale(mode)]));
@@ -352,7 +356,8 @@ pub async fn m31_every_statement_changes_a_record_as_the_machine_is_drawn<F: Fix
     let states: Vec<Option<State>> = states.collect();
     for (before, after) in states.iter().flat_map(|before| states.iter().map(move |after| (*before, *after))) {
         for event in Event::ALL {
-            // A heartbeat changes a time only. Recovery writes through `finish`, as the owner that it became.
+            // A heartbeat changes a time only. Recovery writes through `finish`, as the owner that
+            // it became.
             let is_seen = seen_changes.contains(&(before, event, after));
             let elsewhere = matches!(event, Event::Heartbeat | Event::Recover);
             assert!(

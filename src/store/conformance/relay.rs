@@ -207,7 +207,8 @@ pub async fn a_read_is_bounded_and_says_whether_there_is_more<F: Fixture>(trial:
 const READ_BYTES: usize = 100_000;
 const LARGEST: usize = 150_000;
 
-/// Small ones, large ones, one that is larger than a read, and one whose weight is in its headers; each with its number.
+/// Small ones, large ones, one that is larger than a read, and one whose weight is in its headers;
+/// each with its number.
 pub(super) fn of_all_sizes() -> Vec<NewMessage> {
     let sizes = [
         10, 20, 30_000, 40, 60_000, 60_000, 140_000, 10, 90_000, 50, 60_000, 10, 10, 70_000, 20, 33_000, 33_000, 34_000,
@@ -233,7 +234,8 @@ pub(super) async fn bounded<F: Fixture>(trial: &Trial<F>) -> Session<F> {
     super::trial::taken(trial.store.open(&request).await.unwrap())
 }
 
-/// Whatever the number of rows that was asked for: a thousand of the largest would not fit into memory (G11).
+/// Whatever the number of rows that was asked for: a thousand of the largest would not fit into
+/// memory (G11).
 pub async fn g11_a_read_gives_no_more_bytes_than_were_asked_for<F: Fixture>(trial: &Trial<F>) {
     let messages = of_all_sizes();
     trial.enqueue(messages.clone()).await;

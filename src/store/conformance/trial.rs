@@ -32,8 +32,8 @@ pub struct Trial<F: Fixture> {
 }
 
 impl<F: Fixture> Trial<F> {
-    /// A database with the schema, and a table `effect (message, note)` for the effects of handlers. None, with a line on
-    /// stderr, where the service is not there.
+    /// A database with the schema, and a table `effect (message, note)` for the effects of
+    /// handlers. None, with a line on stderr, where the service is not there.
     pub async fn start(case: &str) -> Option<Self> {
         let trial = Self::start_empty(case).await?;
         // The cases of the schema begin without it.
@@ -114,7 +114,8 @@ impl<F: Fixture> Trial<F> {
         self.store.register(&spec(name)).await.unwrap()
     }
 
-    /// Has the server end this connection. False where there is no server: then the case says so, and has nothing to show.
+    /// Has the server end this connection. False where there is no server: then the case says so,
+    /// and has nothing to show.
     pub async fn end_connection(&self, case: &str, connection: &mut Connection<F>) -> bool {
         let Some((number, kill)) = F::KILL else {
             eprintln!("{case}: {} has no connections that could be lost", F::Store::NAME);
@@ -260,7 +261,8 @@ pub(super) fn due() -> ParkAs {
     ParkAs::Due(Duration::ZERO)
 }
 
-/// Reads, claiming after each read as a relay does, until so many rows came; gives them and the last batch.
+/// Reads, claiming after each read as a relay does, until so many rows came; gives them and the
+/// last batch.
 pub(super) async fn read_rows<T: RelaySession>(session: &mut T, wanted: usize) -> (Vec<OutboxRow>, u64) {
     let began = std::time::Instant::now();
     let mut rows = Vec::new();

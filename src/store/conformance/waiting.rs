@@ -146,7 +146,8 @@ pub async fn a_message_is_not_due_before_its_time<F: Fixture>(trial: &Trial<F>) 
     assert_eq!(due_in, Duration::ZERO);
 }
 
-/// Of two versions that run side by side, each takes what it has a handler for, and of two processes each its topics.
+/// Of two versions that run side by side, each takes what it has a handler for, and of two
+/// processes each its topics.
 pub async fn a_waiting_message_is_left_to_a_process_that_takes_its_kind_and_reads_its_topic<F: Fixture>(
     trial: &Trial<F>,
 ) {
@@ -180,7 +181,8 @@ pub async fn a_waiting_message_is_left_to_a_process_that_takes_its_kind_and_read
     }
 }
 
-/// A younger one that became due, and stands behind an older one that came back, is not what comes next.
+/// A younger one that became due, and stands behind an older one that came back, is not what comes
+/// next.
 pub async fn r25_only_a_head_is_due_next<F: Fixture>(trial: &Trial<F>) {
     let consumer = trial.consumer("c").await;
     trial.park(consumer, &message("a", "a1"), ParkAs::Due(Duration::from_secs(3_600))).await;
@@ -269,7 +271,8 @@ pub async fn r25_what_was_never_tried_of_a_key_is_claimed_with_its_head<F: Fixtu
     assert_eq!(payloads(&run_of(CLAIM).await.unwrap()), ["b1", "b2", "b3"]);
 }
 
-/// Whoever commits last looks: one that stored a message behind a head that was just removed, or one that removed it.
+/// Whoever commits last looks: one that stored a message behind a head that was just removed, or
+/// one that removed it.
 pub async fn r25_a_key_is_woken_when_its_head_went_while_one_came_to_stand_behind_it<F: Fixture>(trial: &Trial<F>) {
     let consumer = trial.consumer("c").await;
     let left = message("a", "a1");

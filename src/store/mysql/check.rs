@@ -1,12 +1,14 @@
-//! Settings of the server and of the schema that the promises rest on, looked at before a program starts and by `oncebox doctor`.
+//! Settings of the server and of the schema that the promises rest on, looked at before a program
+//! starts and by `oncebox doctor`.
 //!
-//! Each answer is made by a function over plain values, so that servers which cannot be had here are tested too.
+//! Each answer is made by a function over plain values, so that servers which cannot be had here
+//! are tested too.
 
 use std::collections::HashMap;
 
 use sqlx::{AssertSqlSafe, MySql};
 
-use super::schema;
+use super::{schema, without_transactions};
 use crate::error::StoreError;
 use crate::store::bounded::{Ask, Bounded, BoundedPool};
 use crate::store::schema::LOST_AT_FAILOVER;
@@ -14,7 +16,8 @@ use crate::store::{ActContext, Finding};
 
 /// A packet must hold the largest message twice: it travels as base64, with its envelope.
 const PACKET_BYTES_MIN: u64 = 4 * 1024 * 1024;
-/// Old row versions that the server has not purged yet; each costs the read of the relay a little (R11).
+/// Old row versions that the server has not purged yet; each costs the read of the relay a little
+/// (R11).
 const PURGE_LAG_MAX: i64 = 250_000;
 
 /// All findings.
@@ -43,7 +46,7 @@ pub(super) async fn run(pool: &BoundedPool<MySql>) -> Result<Vec<Finding>, Store
     findings.extend(purge_lag(&mut connection).await);
     // The server is looked at before the schema is made, too.
     if schema::applied_versions(&mut connection).await?.is_some() {
-        findings.extend(engine(&mut connection).await?);
+        findings.extend(engines(&mut connection).await?);
         findings.push(function(schema::has_function(&mut connection).await?));
         findings.push(triggers(&mut connection).await?);
         findings.push(positions(&mut connection, &version).await?);
@@ -140,7 +143,8 @@ fn galera(global: &Variables) -> Finding {
     Finding::ok("replication", "one primary server")
 }
 
-/// A replica that is promoted lacks what an asynchronous primary committed last. `readers` are those that this account may see.
+/// A replica that is promoted lacks what an asynchronous primary committed last. `readers` are
+/// those that this account may see.
 fn replicas(global: &Variables, readers: i64) -> Finding {
     if global.is_on("rpl_semi_sync_source_enabled") || global.is_on("rpl_semi_sync_master_enabled") {
         return Finding::ok("replicas", "semi-synchronous");
@@ -229,12 +233,12 @@ fn function(is_there: bool) -> Finding {
     )
 }
 
-async fn engine(connection: &mut Bounded<MySql>) -> Result<Vec<Finding>, StoreError> {
+async fn engines(connection: &mut Bounded<MySql>) -> Result<Vec<Finding>, StoreError> {
     let tables: Vec<(String, Option<String>)> = sqlx::query_as(
         "select table_name, engine from information_schema.tables \
          where table_schema = database() and left(table_name, 8) = 'oncebox_' and table_type = 'BASE TABLE' and engine <> 'InnoDB'",
     )
-    .all(connection)
+    .all(&mut *connection)
     .await?;
     let refuse = |(table, engine): (String, Option<String>)| {
         let engine = engine.unwrap_or_default();
@@ -244,10 +248,29 @@ async fn engine(connection: &mut Bounded<MySql>) -> Result<Vec<Finding>, StoreEr
             format!("alter table {table} engine = InnoDB"),
         )
     };
-    Ok(match tables.is_empty() {
+    let mut findings: Vec<Finding> = match tables.is_empty() {
         true => vec![Finding::ok("storage engine", "InnoDB")],
         false => tables.into_iter().map(refuse).collect(),
-    })
+    };
+    let others: Vec<String> = sqlx::query_scalar(concat!(
+        "select table_name from information_schema.tables \
+             where table_schema = database() and left(table_name, 8) <> 'oncebox_' and ",
+        without_transactions!(),
+        " order by 1 limit 5"
+    ))
+    .all(connection)
+    .await?;
+    if !others.is_empty() {
+        findings.push(Finding::warning(
+            "tables without transactions",
+            format!(
+                "what a handler writes there is not undone with its inbox row, and may come twice: {}",
+                others.join(", ")
+            ),
+            "alter table .. engine = InnoDB, for those that handlers write to",
+        ));
+    }
+    Ok(findings)
 }
 
 /// Rows of the outbox are insert-only, and what a trigger writes is not what the relay marks.
@@ -268,7 +291,8 @@ async fn triggers(connection: &mut Bounded<MySql>) -> Result<Finding, StoreError
     })
 }
 
-/// A counter that stands at or below a diverted row would give its position out again (after a restore, or `alter table`).
+/// A counter that stands at or below a diverted row would give its position out again (after a
+/// restore, or `alter table`).
 async fn positions(connection: &mut Bounded<MySql>, version: &str) -> Result<Finding, StoreError> {
     let name = "sequence behind cursor";
     let (next, used) = next_and_used(connection, version).await?;

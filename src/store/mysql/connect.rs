@@ -1,8 +1,9 @@
 //! Connections: TLS, session settings, and their state when they come back to the pool.
 //!
-//! Guarantees: a host that is not loopback is verified unless the URL says otherwise by name (sqlx alone would go on in plain
-//! text); every connection runs READ COMMITTED, strict, in UTC, with server-side timeouts just above the handler's (R28); a
-//! connection that returns is rolled back and set up anew, so that nothing a handler left behind reaches the next one (R23).
+//! Guarantees: a host that is not loopback is verified unless the URL says otherwise by name (sqlx
+//! alone would go on in plain text); every connection runs READ COMMITTED, strict, in UTC, with
+//! server-side timeouts just above the handler's (R28); a connection that returns is rolled back
+//! and set up anew, so that nothing a handler left behind reaches the next one (R23).
 
 use std::str::FromStr;
 use std::time::Duration;
@@ -21,7 +22,8 @@ impl MySqlStore {
     /// Connects once, to find out what is wrong at once, and makes the pool.
     ///
     /// # Errors
-    /// [`StoreError::Refused`] where the URL cannot be used, [`StoreError::Unavailable`] where the server is not there yet.
+    /// [`StoreError::Refused`] where the URL cannot be used, [`StoreError::Unavailable`] where the
+    /// server is not there yet.
     ///
     /// # Cancel safety
     /// Nothing is left behind.
@@ -34,7 +36,8 @@ impl MySqlStore {
         let session = session_settings(&timeouts);
         let (at_connect, at_release) = (session.clone(), format!("rollback; {session}"));
         let pool = pool_options(options.connections_max, answer_timeout, &hosts)
-            // Below `wait_timeout`, so that the pool closes an idle connection before the server does.
+            // Below `wait_timeout`, so that the pool closes an idle connection before the server
+            // does.
             .idle_timeout(options.handler_timeout)
             .after_connect(move |connection: &mut MySqlConnection, _| {
                 let session = at_connect.clone();
@@ -107,8 +110,8 @@ fn is_local(url: &url::Url) -> bool {
         })
 }
 
-/// A frozen process loses its connection, and with it its locks, before those who wait for them give up; and those before they
-/// take the server for silent (R28).
+/// A frozen process loses its connection, and with it its locks, before those who wait for them
+/// give up; and those before they take the server for silent (R28).
 struct Timeouts {
     /// How long the server waits for the next statement.
     wait: Duration,
@@ -125,7 +128,8 @@ impl Timeouts {
     }
 }
 
-/// Settings of every connection, in one packet. Whatever the server's defaults are, and whatever a handler changed.
+/// Settings of every connection, in one packet. Whatever the server's defaults are, and whatever a
+/// handler changed.
 fn session_settings(timeouts: &Timeouts) -> String {
     let (wait, lock_wait) = (timeouts.wait.as_secs(), timeouts.lock_wait.as_secs());
     format!(

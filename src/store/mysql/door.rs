@@ -1,11 +1,14 @@
-//! The Rust door: N messages with one statement, the limits of the database checked in that same statement.
+//! The Rust door: N messages with one statement, the limits of the database checked in that same
+//! statement.
 //!
-//! The messages travel as one JSON list, so the statement is the same for one message and for a thousand; everything in it is
-//! hexadecimal or base64, so neither the character set nor the SQL mode of the caller's connection can change a byte. The
-//! statement writes all rows or none: none where a value of `oncebox_limits` is exceeded, or an id is too far from the database's
-//! clock. Only then does a second statement find out which.
+//! The messages travel as one JSON list, so the statement is the same for one message and for a
+//! thousand; everything in it is hexadecimal or base64, so neither the character set nor the SQL
+//! mode of the caller's connection can change a byte. The statement writes all rows or none: none
+//! where a value of `oncebox_limits` is exceeded, or an id is too far from the database's clock.
+//! Only then does a second statement find out which.
 //!
-//! Not here: the SQL doors (`oncebox_enqueue_p`, `oncebox_enqueue`), which are in the migrations, with the same limits.
+//! Not here: the SQL doors (`oncebox_enqueue_p`, `oncebox_enqueue`), which are in the migrations,
+//! with the same limits.
 
 use std::fmt::Write as _;
 
@@ -18,7 +21,8 @@ use crate::message::{Headers, Limits, MessageId, NewMessage, TraceContext, bucke
 use crate::policy::hex::hex;
 use crate::store::Door;
 
-/// Lengths are twice those of the columns: everything stands in hexadecimal digits. Each limit that must be met stands for one row of `oncebox_limits`: a row that was deleted refuses everything.
+/// Lengths are twice those of the columns: everything stands in hexadecimal digits. Each limit that
+/// must be met stands for one row of `oncebox_limits`: a row that was deleted refuses everything.
 const INSERT: &str = "\
 insert into oncebox_outbox \
   (bucket, message_id, topic, `key`, kind, headers, payload, content_type, traceparent, tracestate, created_at) \
@@ -68,7 +72,8 @@ impl Door for MySqlConnection {
         let mut largest = Largest::default();
         for message in &mut messages {
             message.settle_trace()?;
-            // A context that was put together by hand may be anything; headers were looked at above.
+            // A context that was put together by hand may be anything; headers were looked at
+            // above.
             if let Some(trace) = &message.trace {
                 message.trace =
                     Some(TraceContext::parse(&trace.traceparent, trace.tracestate.as_deref()).ok_or_else(|| {
@@ -80,7 +85,8 @@ impl Door for MySqlConnection {
         }
         // Ids are made here, by the clock of this host; the statement refuses them where it is off.
         let mut made: Vec<Uuid> = messages.iter().map(|message| message.id.unwrap_or_else(Uuid::now_v7)).collect();
-        // What no default allows may not even fit into a packet, and a server that gets one too large hangs up.
+        // What no default allows may not even fit into a packet, and a server that gets one too
+        // large hangs up.
         if largest.message > 900_000 || largest.all > PACKET_UNASKED_MAX {
             self.explain(&messages, largest.all).await?;
         }
@@ -113,7 +119,8 @@ impl Door for MySqlConnection {
                 }
             }
             let now = self.explain(&messages, largest.all).await?;
-            // No limit is broken: the clock of this host is off. The ids that were made get the database's time.
+            // No limit is broken: the clock of this host is off. The ids that were made get the
+            // database's time.
             for (id, message) in made.iter_mut().zip(&messages) {
                 if message.id.is_none() {
                     let random = Uuid::now_v7().into_bytes();
@@ -129,7 +136,8 @@ impl Door for MySqlConnection {
 
 /// What the statement found, by name.
 trait Explain {
-    /// Gives the database's time in milliseconds where no limit is broken. `bytes` is what the call weighs.
+    /// Gives the database's time in milliseconds where no limit is broken. `bytes` is what the call
+    /// weighs.
     async fn explain(&mut self, messages: &[NewMessage], bytes: i64) -> Result<u64, StoreError>;
 }
 
@@ -174,7 +182,8 @@ impl Explain for MySqlConnection {
     }
 }
 
-/// What no value in the database can raise: everything else about a message is checked before anything is sent.
+/// What no value in the database can raise: everything else about a message is checked before
+/// anything is sent.
 const CEILINGS: Limits = Limits {
     topic_length_max: 249,
     key_bytes_max: 65_535,
@@ -186,7 +195,8 @@ const CEILINGS: Limits = Limits {
     message_bytes_max: usize::MAX,
 };
 
-/// The largest of each measure over all messages of a call: what the statement compares with the limits.
+/// The largest of each measure over all messages of a call: what the statement compares with the
+/// limits.
 #[derive(Debug, Default)]
 struct Largest {
     topic: i64,

@@ -2,13 +2,16 @@
 //!
 //! Guarantees:
 //!
-//! * What is new is decided by the unique key of fixed binary values and told by a random token of the batch (R24); a server that
-//!   shortens or changes a value under `insert ignore` is found out by reading every row back, and by its warnings.
-//! * The connection of a handler has `autocommit = 0`: after DDL, a raw COMMIT, a second START TRANSACTION or a swallowed deadlock
-//!   the next statements still stand in a transaction that we roll back. A savepoint of a random name, set after the insert, must
-//!   release without error: it lives exactly as long as the transaction (R23).
+//! * What is new is decided by the unique key of fixed binary values and told by a random token of
+//!   the batch (R24); a server that shortens or changes a value under `insert ignore` is found out
+//!   by reading every row back, and by its warnings.
+//! * The connection of a handler has `autocommit = 0`: after DDL, a raw COMMIT, a second START
+//!   TRANSACTION or a swallowed deadlock the next statements still stand in a transaction that we
+//!   roll back. A savepoint of a random name, set after the insert, must release without error: it
+//!   lives exactly as long as the transaction (R23).
 //!
-//! Not here: waiting messages ([`super::waiting`]), but for what happens to them inside the handler's transaction.
+//! Not here: waiting messages ([`super::waiting`]), but for what happens to them inside the
+//! handler's transaction.
 
 mod assignment;
 mod attempts;
@@ -67,7 +70,8 @@ pub struct MySqlInboxTx {
     works: bool,
 }
 
-/// Whether the server works for this connection, and waits neither for us to ask nor to listen. No row where it has ended.
+/// Whether the server works for this connection, and waits neither for us to ask nor to listen. No
+/// row where it has ended.
 const WORKS: &str = "\
 select command <> 'Sleep' and coalesce(state, '') not in ('Writing to net', 'Sending to client', 'Reading from net') \
   from information_schema.processlist where id = ?";
@@ -260,7 +264,8 @@ impl InboxTx for MySqlInboxTx {
             Some((hash, true)) if *hash == entry.hash => Ok(None),
             Some((hash, false)) => Ok(Some(Known { hash: *hash })),
             Some(_) => Err(StoreError::Corrupt(format!("the inbox changed the content hash of {}", entry.id))),
-            // The row that made it a duplicate was purged in between: nobody's failure, the batch comes again.
+            // The row that made it a duplicate was purged in between: nobody's failure, the batch
+            // comes again.
             None => Err(StoreError::Busy(sqlx::Error::Protocol(format!("the inbox row of {} went away", entry.id)))),
         };
         Ok(Admission { known: entries.iter().map(answer).collect::<Result<_, _>>()? })
@@ -351,7 +356,8 @@ struct Answer {
     changed: u64,
 }
 
-/// What tells whether a transaction was committed: what it wrote before any handler ran, of which all or nothing stands.
+/// What tells whether a transaction was committed: what it wrote before any handler ran, of which
+/// all or nothing stands.
 struct Stands {
     consumer: ConsumerId,
     token: [u8; 16],
@@ -411,8 +417,8 @@ impl MySqlInboxTx {
         Err(StoreError::Busy(sqlx::Error::Protocol(why)))
     }
 
-    /// Whether the server works for our connection; none where that has ended, as all have that began before the server did:
-    /// their numbers may be others' by now.
+    /// Whether the server works for our connection; none where that has ended, as all have that
+    /// began before the server did: their numbers may be others' by now.
     async fn works_still(&self, other: &mut Bounded<MySql>) -> Result<Option<bool>, StoreError> {
         let row = raw_sql("show global status like 'Uptime'").one(&mut *other).await?;
         let up = row.try_get_unchecked::<String, _>(1)?.parse().unwrap_or_default();
@@ -459,13 +465,13 @@ async fn standing(
     lanes: &[[u8; 16]],
 ) -> Result<Standing, StoreError> {
     let rows = sqlx::query(
-        "select b.purged, b.now, b.skew, l.lane from \
+        "select b.purged, b.now, b.skew, l.lane_id from \
            (select timestampdiff(microsecond, '1970-01-01', c.purged_below) as purged, \
                    timestampdiff(microsecond, '1970-01-01', utc_timestamp(6)) as now, \
                    cast((select value from oncebox_limits where name = 'id_skew_seconds') as signed) as skew \
               from oncebox_consumer c where c.consumer_id = ?) b \
-         left join (select unhex(j.lane) as lane from json_table(?, '$[*]' columns (lane varchar(32) path '$')) j \
-           where (select w.sequence from oncebox_waiting w where w.consumer_id = ? and w.lane = unhex(j.lane) limit 1) is not null) l \
+         left join (select unhex(j.lane_id) as lane_id from json_table(?, '$[*]' columns (lane_id varchar(32) path '$')) j \
+           where (select w.sequence from oncebox_waiting w where w.consumer_id = ? and w.lane_id = unhex(j.lane_id) limit 1) is not null) l \
            on true",
     )
     .bind(consumer.0)
@@ -480,7 +486,7 @@ async fn standing(
         id_skew: Duration::from_secs(first.try_get::<i64, _>(2)?.unsigned_abs()),
     };
     let lanes = rows.iter().filter_map(|row| row.try_get::<Option<&[u8]>, _>(3).transpose());
-    let blocked = lanes.map(|lane| sixteen("lane", lane?)).collect::<Result<_, _>>()?;
+    let blocked = lanes.map(|lane| sixteen("lane_id", lane?)).collect::<Result<_, _>>()?;
     Ok(Standing { blocked, bounds })
 }
 
@@ -489,7 +495,8 @@ pub(super) fn savepoint_name() -> String {
     format!("oncebox_{}", hex(&token()))
 }
 
-/// Insert, warnings, rows and savepoint in one packet. Nothing but numbers and hexadecimal digits goes into the text.
+/// Insert, warnings, rows and savepoint in one packet. Nothing but numbers and hexadecimal digits
+/// goes into the text.
 fn admit_statements(consumer: ConsumerId, sorted: &[InboxEntry], token: [u8; 16], savepoint: &str) -> String {
     let (consumer, token) = (consumer.0, hex(&token));
     let value = |entry: &InboxEntry| {
@@ -508,8 +515,8 @@ fn admit_statements(consumer: ConsumerId, sorted: &[InboxEntry], token: [u8; 16]
     )
 }
 
-/// One warning for each row that was there, and none of another kind (R24). A server keeps only the first of many warnings
-/// (`max_error_count`), but counts them all.
+/// One warning for each row that was there, and none of another kind (R24). A server keeps only the
+/// first of many warnings (`max_error_count`), but counts them all.
 fn only_duplicates(entries: usize, inserted: u64, warned: &Answer, warnings: &Answer) -> Result<(), StoreError> {
     for row in &warnings.rows {
         let code = row.try_get_unchecked::<i64, _>("Code")?;

@@ -1,16 +1,18 @@
 //! The e-mail rows.
 //!
-//! Guarantees: one row per unique key, decided by the key (the plain insert fails with 1062, which undoes that statement and nothing
-//! else on MySQL); a value that a server without strict mode would shorten is refused before.
+//! Guarantees: one row per unique key, decided by the key (the plain insert fails with 1062, which
+//! undoes that statement and nothing else on MySQL); a value that a server without strict mode
+//! would shorten is refused before.
 
 use sqlx::mysql::MySqlRow;
 use sqlx::{MySqlConnection, Row};
 use uuid::Uuid;
 
 use super::schema::number;
-use super::{MySqlStore, START, micros, number_list, shortened, text};
+use super::{MySqlStore, START, micros, number_list, text};
 use crate::error::StoreError;
 use crate::store::bounded::Ask;
+use crate::store::operator::kept_error;
 use crate::store::{CLAIM_MAX, Claim, EmailOutcome, EmailToSend, Mailbox, NewEmail};
 
 const UNIQUE_KEY_BYTES_MAX: usize = 255;
@@ -120,7 +122,7 @@ impl Mailbox for MySqlStore {
         )
         .bind(state)
         .bind(after)
-        .bind(error.map(shortened))
+        .bind(error.map(kept_error))
         .bind(after.is_none())
         .bind(u32::from(*outcome == EmailOutcome::NotTried))
         .bind(email.email_id)

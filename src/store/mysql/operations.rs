@@ -1,8 +1,9 @@
 //! Idempotency records, and the transaction of door A.
 //!
-//! Guarantees: the primary key of fixed binary values decides who executes (O16, R24); every other write is one statement that
-//! compares the epoch it saw; door A never waits for another claim of its key (O17), and its outcome is written only while the
-//! savepoint set after the claim stands (O1, R23).
+//! Guarantees: the primary key of fixed binary values decides who executes (O16, R24); every other
+//! write is one statement that compares the epoch it saw; door A never waits for another claim of
+//! its key (O17), and its outcome is written only while the savepoint set after the claim stands
+//! (O1, R23).
 
 mod expiry;
 mod live;
@@ -87,8 +88,8 @@ macro_rules! lease_is_over {
     };
 }
 
-/// The row is locked by a statement of its own: a statement that waits for a lock goes on with the time at which it began, and a
-/// lease granted meanwhile would seem to end later than it can (R22).
+/// The row is locked by a statement of its own: a statement that waits for a lock goes on with the
+/// time at which it began, and a lease granted meanwhile would seem to end later than it can (R22).
 const LOCK: &str = "select epoch from oncebox_idempotency_request where key_digest = ? for update";
 
 /// Inserts a claim; its state is a parameter.
@@ -125,7 +126,8 @@ const FINISH: &str = "update oncebox_idempotency_request \
   where key_digest = ? and epoch = ? and owner <=> ? \
     and (state = 'IN_PROGRESS' or (? and state = 'UNKNOWN_REQUIRES_RECOVERY'))";
 
-/// What has its outcome stands in the index of open records too, behind a null: by state and tenant.
+/// What has its outcome stands in the index of open records too, behind a null: by state and
+/// tenant.
 const KEPT_OF_TENANT: &str = "select cast(coalesce(sum(kept_bytes), 0) as signed) \
     from oncebox_idempotency_request force index (idempotency_request_open) \
     where open_since is null and state in ('COMPLETED', 'FAILED_REPLAYABLE') and tenant = ? and body_expires_at > utc_timestamp(6)";

@@ -1,7 +1,8 @@
 //! What an operator sees and does.
 //!
-//! Guarantees: an act and its audit row commit together; a dead outbox row gets a request that only the owner of the outbox carries
-//! out (R17); a dead delivery changes at once. Counts of large tables are estimates of the server.
+//! Guarantees: an act and its audit row commit together; a dead outbox row gets a request that only
+//! the owner of the outbox carries out (R17); a dead delivery changes at once. Counts of large
+//! tables are estimates of the server.
 
 mod act;
 mod find;

@@ -1,8 +1,8 @@
 //! Operations in phases.
 //!
-//! Guarantees: of many that take an operation up one raises its epoch, under the lock of its row; a phase moves its operation on
-//! only while the savepoint set at its beginning stands, and from the point and epoch that it knew (O1, O9); record and operation
-//! change together.
+//! Guarantees: of many that take an operation up one raises its epoch, under the lock of its row; a
+//! phase moves its operation on only while the savepoint set at its beginning stands, and from the
+//! point and epoch that it knew (O1, O9); record and operation change together.
 
 mod tx;
 
@@ -61,7 +61,8 @@ const EVIDENCE: &str = concat!(
     " from oncebox_operation_evidence where operation_id = ? order by evidence_id"
 );
 
-/// Nobody drives it, and somebody may; a lease that was written before the clock went back is over (R22).
+/// Nobody drives it, and somebody may; a lease that was written before the clock went back is over
+/// (R22).
 macro_rules! is_free {
     () => {
         "parked is null and outcome_at is null and (owner is null or lease_until <= utc_timestamp(6) \
@@ -69,7 +70,8 @@ macro_rules! is_free {
     };
 }
 
-/// What every statement of a driver is fenced by; a parked operation, and one with its outcome, has no owner.
+/// What every statement of a driver is fenced by; a parked operation, and one with its outcome, has
+/// no owner.
 macro_rules! is_ours {
     () => {
         "operation_id = ? and epoch = ? and owner = ?"
@@ -77,11 +79,12 @@ macro_rules! is_ours {
 }
 use is_ours;
 
-/// The row is locked by a statement of its own: a statement that waits for a lock goes on with the time at which it began, and a
-/// lease granted meanwhile would seem to end later than it can (R22).
+/// The row is locked by a statement of its own: a statement that waits for a lock goes on with the
+/// time at which it began, and a lease granted meanwhile would seem to end later than it can (R22).
 const LOCK: &str = "select epoch from oncebox_operation where operation_id = ? for update";
 
-/// Rows that somebody else is about to take are passed over; what they say is asked again when they are taken.
+/// Rows that somebody else is about to take are passed over; what they say is asked again when they
+/// are taken.
 const DUE: &str = concat!(
     "select operation_id, epoch from oncebox_operation force index (operation_due) \
       where flow = ? and due_at <= utc_timestamp(6) \

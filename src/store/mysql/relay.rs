@@ -2,12 +2,15 @@
 //!
 //! Guarantees:
 //!
-//! * A read takes the first rows present, in position order, without a lower bound: a row with a low position that commits late is
-//!   new, because it is not in flight. What is in flight stands in the memory of the session alone.
-//! * A mark deletes exactly the positions that were read, through a join from their list that looks each of them up by the primary
-//!   key (R11): a range would delete rows never read, and an IN list or a range waits for every open writer.
+//! * A read takes the first rows present, in position order, without a lower bound: a row with a
+//!   low position that commits late is new, because it is not in flight. What is in flight stands
+//!   in the memory of the session alone.
+//! * A mark deletes exactly the positions that were read, through a join from their list that looks
+//!   each of them up by the primary key (R11): a range would delete rows never read, and an IN list
+//!   or a range waits for every open writer.
 //! * Every write begins with the row of the shard, where epoch and revision are still ours.
-//! * A read holds no more bytes than were asked for: where rows suddenly weigh more, it stops in the middle (G11).
+//! * A read holds no more bytes than were asked for: where rows suddenly weigh more, it stops in
+//!   the middle (G11).
 //!
 //! Not here: gaps and fences, which this cursor does not need.
 
@@ -19,13 +22,14 @@ use sqlx::mysql::MySqlRow;
 use sqlx::{Either, MySql, Row};
 
 use super::door::headers_from_json;
-use super::{HISTORY_MAX, MySqlStore, START, micros, number_list, shortened, text};
+use super::{HISTORY_MAX, MySqlStore, START, micros, number_list, text};
 use crate::error::StoreError;
 use crate::message::{OutgoingMessage, TraceContext};
 use crate::policy::db_time::DbTime;
 use crate::policy::hex::hex;
 use crate::policy::lease::{Fence, Lease};
 use crate::store::bounded::{Ask, Bounded, BoundedPool};
+use crate::store::operator::kept_error;
 use crate::store::relay::first_within;
 use crate::store::{
     Diversion, DivertedRow, LeaseAnswer, LeaseRequest, Mark, OperatorRequest, Outbox, OutboxRow, ReadBatch,
@@ -57,8 +61,9 @@ impl Outbox for MySqlStore {
 
     async fn open(&self, request: &LeaseRequest) -> Result<LeaseAnswer<MySqlSession>, StoreError> {
         let mut transaction = self.pool.begin(START).await?;
-        // The lock first, in a statement of its own: the time of a statement is that of its start, so one that waited for the lock
-        // would see a lease that was taken meanwhile end later than its length from "now", as if the clock had gone back.
+        // The lock first, in a statement of its own: the time of a statement is that of its start,
+        // so one that waited for the lock would see a lease that was taken meanwhile end later than
+        // its length from "now", as if the clock had gone back.
         let locked: Option<i32> =
             sqlx::query_scalar("select shard_id from oncebox_shard where shard_id = ? for update")
                 .bind(request.shard)
@@ -280,8 +285,8 @@ impl MySqlSession {
         mine.check(seen).map_err(|lost| self.fenced(&lost.to_string()))
     }
 
-    /// The rows at these positions, the first ones that reach the bytes of a read. They were committed when their positions were
-    /// read, and only this session deletes them.
+    /// The rows at these positions, the first ones that reach the bytes of a read. They were
+    /// committed when their positions were read, and only this session deletes them.
     async fn rows(&mut self, positions: &[i64]) -> Result<Vec<OutboxRow>, StoreError> {
         if positions.is_empty() {
             return Ok(Vec::new());
@@ -297,7 +302,8 @@ impl MySqlSession {
                 }
                 Err(error) => outcome = Err(error),
             }
-            // The server sends what was asked for, whatever it weighs: only the end of the connection stops it.
+            // The server sends what was asked for, whatever it weighs: only the end of the
+            // connection stops it.
             if outcome.is_err() || bytes >= bytes_max { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
         };
         let query = sqlx::query(ROWS).bind(number_list(positions.iter().copied()));
@@ -325,8 +331,9 @@ select o.position, o.bucket, o.message_id, o.topic, o.`key`, o.kind, o.headers, 
   from json_table(?, '$[*]' columns (position bigint path '$')) j straight_join oncebox_outbox o force index (primary) on o.position = j.position \
  order by o.position";
 
-/// `eq_ref` by the primary key: no lock but on the rows themselves (R11). A test reads the plan. The index is forced because an
-/// optimizer prefers to scan a small table, which waits for every open writer.
+/// `eq_ref` by the primary key: no lock but on the rows themselves (R11). A test reads the plan.
+/// The index is forced because an optimizer prefers to scan a small table, which waits for every
+/// open writer.
 pub(super) const DELETE_PROVEN: &str = "\
 delete o from json_table(?, '$[*]' columns (position bigint path '$')) j \
   straight_join oncebox_outbox o force index (primary) on o.position = j.position";
@@ -346,10 +353,11 @@ select d.position, d.bucket, d.message_id, d.topic, d.`key`, d.kind, d.headers, 
   from json_table(?, '$[*]' columns (position bigint path '$')) j straight_join oncebox_outbox_dead d force index (primary) on d.position = j.position \
  order by d.position";
 
-/// The lane is computed as `message::lane_id` does: the length of the topic in eight bytes, the topic, the key.
+/// The lane is computed as `message::lane_id` does: the length of the topic in eight bytes, the
+/// topic, the key.
 const DIVERT: &str = "\
 insert into oncebox_outbox_dead \
-  (position, bucket, message_id, topic, `key`, kind, headers, payload, content_type, traceparent, tracestate, created_at, lane, \
+  (position, bucket, message_id, topic, `key`, kind, headers, payload, content_type, traceparent, tracestate, created_at, lane_id, \
    state, cause, reason, holds, attempts, history, diverted_at) \
 select o.position, o.bucket, o.message_id, o.topic, o.`key`, o.kind, o.headers, o.payload, o.content_type, o.traceparent, \
        o.tracestate, o.created_at, \
@@ -412,7 +420,7 @@ fn diversion_list(diverted: &[(i64, Diversion)]) -> String {
             let holds = u8::from(holds);
             // A member that is left out is null.
             let reason =
-                reason.map(|reason| format!(r#","r":"{}""#, hex(shortened(reason).as_bytes()))).unwrap_or_default();
+                reason.map(|reason| format!(r#","r":"{}""#, hex(kept_error(reason).as_bytes()))).unwrap_or_default();
             format!(r#"{{"p":{position},"s":"{state}","c":"{cause}","h":{holds}{reason}}}"#)
         })
         .collect();

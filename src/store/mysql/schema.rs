@@ -1,10 +1,13 @@
-//! The schema: migrations that can be run twice, under a lock of the server, in a table of their own.
+//! The schema: migrations that can be run twice, under a lock of the server, in a table of their
+//! own.
 //!
-//! DDL commits by itself on MySQL, so a migration that is cut off leaves a part of itself. Each statement can therefore be run
-//! again, and each file ends (the optional function: begins) with the row that says it was applied. The files are what the `mysql`
-//! client reads, `delimiter` included, so that `oncebox migrate print` can be piped into it.
+//! DDL commits by itself on MySQL, so a migration that is cut off leaves a part of itself. Each
+//! statement can therefore be run again, and each file ends (the optional function: begins) with
+//! the row that says it was applied. The files are what the `mysql` client reads, `delimiter`
+//! included, so that `oncebox migrate print` can be piped into it.
 //!
-//! Not here: sqlx's migrator. It stops at a migration that was cut off and asks a person to repair it.
+//! Not here: sqlx's migrator. It stops at a migration that was cut off and asks a person to repair
+//! it.
 
 use sqlx::{AssertSqlSafe, Executor, MySql};
 
@@ -43,7 +46,8 @@ const MIGRATIONS: &[MigrationText] = &[
 /// The migration whose last statement a server may forbid.
 const OPTIONAL: i64 = 3;
 
-/// Functions are forbidden under binary logging (1418, 1419), or the migrator may not make any (1044, 1142, 1227, 1370).
+/// Functions are forbidden under binary logging (1418, 1419), or the migrator may not make any
+/// (1044, 1142, 1227, 1370).
 const FORBIDDEN: [u16; 6] = [1418, 1419, 1044, 1142, 1227, 1370];
 
 /// Seconds to wait for another migrator.
@@ -73,8 +77,8 @@ impl Schema for MySqlStore {
     }
 
     async fn migrate(&self) -> Result<Vec<i64>, StoreError> {
-        // The lock ends with its connection, whatever happens: it is not given back to the pool. A migration, and the wait for
-        // another migrator, may take as long as they take.
+        // The lock ends with its connection, whatever happens: it is not given back to the pool. A
+        // migration, and the wait for another migrator, may take as long as they take.
         let mut connection = self.pool.dedicated().await?;
         let locked: Option<i64> =
             sqlx::query_scalar("select get_lock(concat('oncebox/', left(sha2(database(), 256), 40)), ?)")
@@ -178,7 +182,8 @@ pub(super) fn number(error: &sqlx::Error) -> Option<u16> {
     }
 }
 
-/// Splits a file as the `mysql` client does: at the delimiter at the end of a line, which `delimiter X` changes.
+/// Splits a file as the `mysql` client does: at the delimiter at the end of a line, which
+/// `delimiter X` changes.
 fn statements(sql: &str) -> Vec<String> {
     let (mut found, mut current, mut delimiter) = (Vec::new(), String::new(), ";".to_owned());
     for line in sql.lines() {

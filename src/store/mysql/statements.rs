@@ -1,16 +1,21 @@
 //! Statements of the sql handler on MySQL and MariaDB.
 //!
-//! Values keep their digits. The server knows of no parameter what type it is to have, and counts with text as with a float: so a
-//! whole number is bound as an integer, signed or not, and any other as its digits cast to a DECIMAL of exactly so many. A time
-//! is bound as one, because no column takes the form that it has in a payload.
+//! Values keep their digits. The server knows of no parameter what type it is to have, and counts
+//! with text as with a float: so a whole number is bound as an integer, signed or not, and any
+//! other as its digits cast to a DECIMAL of exactly so many. A time is bound as one, because no
+//! column takes the form that it has in a payload.
+//!
+//! A table without transactions is refused: a row in it stays where its inbox row is rolled back,
+//! and comes again with it.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use sqlx::mysql::MySqlArguments;
-use sqlx::{Arguments, AssertSqlSafe, MySqlConnection};
+use sqlx::{Arguments, AssertSqlSafe, MySql, MySqlConnection, QueryBuilder};
 
-use super::MySqlStore;
+use super::{MySqlStore, without_transactions};
 use crate::error::StoreError;
+use crate::store::bounded::{Ask, Bounded};
 use crate::store::{Dialect, Piece, SqlValue, Statements};
 
 /// Digits of a DECIMAL, and those of them behind the point.
@@ -20,8 +25,8 @@ const SCALE_MAX: usize = 30;
 /// A statement, taken apart at its parameters.
 #[derive(Debug)]
 pub struct MySqlStatement {
-    /// With a `?` for each parameter. Interned for the life of the program: a handler's statements are few, and sqlx keeps prepared
-    /// what is `'static`.
+    /// With a `?` for each parameter. Interned for the life of the program: a handler's statements
+    /// are few, and sqlx keeps prepared what is `'static`.
     plain: &'static str,
     pieces: Vec<Piece>,
 }
@@ -35,7 +40,9 @@ impl Statements for MySqlStore {
 
     async fn prepare(&self, pieces: &[Piece]) -> Result<MySqlStatement, StoreError> {
         let plain: &'static str = String::leak(text(pieces, |_| "?".to_owned()));
-        self.pool.acquire().await?.prepare(plain).await?;
+        let mut connection = self.pool.acquire().await?;
+        connection.prepare(plain).await?;
+        refuse_tables_without_transactions(&mut connection, plain).await?;
         Ok(MySqlStatement { plain, pieces: pieces.to_vec() })
     }
 
@@ -73,6 +80,37 @@ impl Statements for MySqlStore {
             sqlx::query_with(AssertSqlSafe(sql), arguments).execute(connection).await?
         };
         Ok(done.rows_affected())
+    }
+}
+
+/// Each word of the statement may be a table's name: one that is mentioned in a text only is
+/// refused as well.
+async fn refuse_tables_without_transactions(
+    connection: &mut Bounded<MySql>,
+    statement: &str,
+) -> Result<(), StoreError> {
+    let words: BTreeSet<&str> = statement
+        .split(|c: char| !(c.is_alphanumeric() || matches!(c, '_' | '$')))
+        .filter(|word| !word.is_empty())
+        .collect();
+    let mut find = QueryBuilder::new(concat!(
+        "select concat(table_schema, '.', table_name), engine from information_schema.tables \
+              where table_schema not in ('mysql', 'sys') and ",
+        without_transactions!(),
+        " and table_name in ("
+    ));
+    let mut names = find.separated(", ");
+    for word in words {
+        names.push_bind(word);
+    }
+    find.push(") order by 1 limit 1");
+    let found: Option<(String, String)> = find.build_query_as().optional(connection).await?;
+    match found {
+        None => Ok(()),
+        Some((table, engine)) => Err(StoreError::Refused(format!(
+            "the table {table} stands in {engine}, which has no transactions: what is written there is not undone with the \
+             inbox row, and would come twice; run `alter table {table} engine = InnoDB`"
+        ))),
     }
 }
 

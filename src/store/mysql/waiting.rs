@@ -1,8 +1,10 @@
 //! Messages of a consumer that wait for a retry, or behind one, and dead ones.
 //!
-//! Guarantees: within a key only the oldest row that orders it is claimed, and only its row is locked (R25); the rows behind it have
-//! no due time, so they cost a poll nothing; whoever removes a head makes the next one due in the same transaction, and a sweep
-//! finds the head that a race left without. `lane` is null for rows that order nothing: without a key, or dead without holding it.
+//! Guarantees: within a key only the oldest row that orders it is claimed, and only its row is
+//! locked (R25); the rows behind it have no due time, so they cost a poll nothing; whoever removes
+//! a head makes the next one due in the same transaction, and a sweep finds the head that a race
+//! left without. `lane` is null for rows that order nothing: without a key, or dead without holding
+//! it.
 //!
 //! Not here: which retry comes when (`policy::retry`), acts of operators ([`super::operator`]).
 
@@ -15,11 +17,12 @@ use sqlx::{MySql, QueryBuilder, Row};
 use uuid::Uuid;
 
 use super::schema::number;
-use super::{HISTORY_MAX, MySqlStore, START, hex_list, micros, number_list, shortened, sixteen, text};
+use super::{HISTORY_MAX, MySqlStore, START, hex_list, micros, number_list, sixteen, text};
 use crate::error::StoreError;
 use crate::message::{Coordinates, Message, MessageId, TraceContext};
 use crate::policy::hex::{hex, unhex};
 use crate::store::bounded::{Ask, Bounded};
+use crate::store::operator::kept_error;
 use crate::store::{CLAIM_MAX, Claim, ClaimedMessage, ConsumerId, ParkAs, Parked, Scope, Waiting};
 
 /// Rows of one insert: well below what a prepared statement can bind.
@@ -105,10 +108,10 @@ impl Waiting for MySqlStore {
         )
         .bind(micros(after))
         .bind(claimed.message.attempt)
-        .bind(shortened(error))
+        .bind(kept_error(error))
         .bind(HISTORY_MAX)
         .bind(claimed.message.attempt)
-        .bind(shortened(error))
+        .bind(kept_error(error))
         .bind(claimed.sequence)
         .bind(claimed.claim)
         .run(&self.pool)
@@ -124,7 +127,7 @@ impl Waiting for MySqlStore {
         let given_back = sqlx::query(
             "update json_table(?, '$[*]' columns (sequence bigint path '$[0]', tries bigint path '$[1]')) j \
              straight_join oncebox_waiting w force index (primary) on w.sequence = j.sequence \
-             set w.claim = null, w.attempts = j.tries, w.due_at = if(w.lane is null, utc_timestamp(6), null) where w.claim = ?",
+             set w.claim = null, w.attempts = j.tries, w.due_at = if(w.lane_id is null, utc_timestamp(6), null) where w.claim = ?",
         )
         .bind(serde_json::json!(rows).to_string())
         .bind(first.claim)
@@ -137,7 +140,7 @@ impl Waiting for MySqlStore {
 
     async fn give_back_all(&self, consumer: ConsumerId, claim: &Claim) -> Result<u64, StoreError> {
         let claimed: Vec<(i64, Option<Vec<u8>>)> = sqlx::query_as(
-            "select sequence, lane from oncebox_waiting force index (waiting_due) \
+            "select sequence, lane_id from oncebox_waiting force index (waiting_due) \
              where consumer_id = ? and due_at is not null and claim = ?",
         )
         .bind(consumer.0)
@@ -145,13 +148,13 @@ impl Waiting for MySqlStore {
         .all(&self.pool)
         .await?;
         let lane = claimed.iter().find_map(|(_, lane)| lane.as_deref());
-        let lane = lane.map(|lane| sixteen("lane", lane)).transpose()?;
+        let lane = lane.map(|lane| sixteen("lane_id", lane)).transpose()?;
         let mut transaction = self.pool.begin(START).await?;
         // By exact rows: an update that searched would wait for every open writer (R11).
         let given_back = sqlx::query(
             "update json_table(?, '$[*]' columns (sequence bigint path '$')) j \
              straight_join oncebox_waiting w force index (primary) on w.sequence = j.sequence \
-             set w.claim = null, w.due_at = if(w.lane is null, utc_timestamp(6), null) where w.claim = ?",
+             set w.claim = null, w.due_at = if(w.lane_id is null, utc_timestamp(6), null) where w.claim = ?",
         )
         .bind(number_list(claimed.iter().map(|(sequence, _)| *sequence)))
         .bind(claim.token)
@@ -170,7 +173,7 @@ impl Waiting for MySqlStore {
         };
         let buried = sqlx::query(
             "update oncebox_waiting set state = 'dead', dead_hash = content_hash, dead_at = utc_timestamp(6), reason = ?, \
-               due_at = null, claim = null, lane = if(?, lane, null), attempts = ?, error = ?, \
+               due_at = null, claim = null, lane_id = if(?, lane_id, null), attempts = ?, error = ?, \
                history = json_array_append(if(json_length(history) >= ?, json_remove(history, '$[0]'), history), '$', \
                  json_object('at', date_format(utc_timestamp(6), '%Y-%m-%dT%H:%i:%s.%fZ'), 'attempt', ?, 'error', ?)) \
              where sequence = ?",
@@ -178,10 +181,10 @@ impl Waiting for MySqlStore {
         .bind(reason.as_bytes())
         .bind(holds)
         .bind(claimed.message.attempt)
-        .bind(shortened(error))
+        .bind(kept_error(error))
         .bind(HISTORY_MAX)
         .bind(claimed.message.attempt)
-        .bind(shortened(error))
+        .bind(kept_error(error))
         .bind(claimed.sequence)
         .run(&mut transaction)
         .await;
@@ -262,15 +265,15 @@ async fn claim_rows(
     rows.iter().map(|row| claimed_message(row, claim.token)).collect()
 }
 
-/// Only heads are locked, and those that somebody else is about to claim are passed over. A scope is three lists of names, as
-/// [`names`] writes them.
+/// Only heads are locked, and those that somebody else is about to claim are passed over. A scope
+/// is three lists of names, as [`names`] writes them.
 const DUE_HEAD: &str = "\
 select w.sequence, w.claim is not null from oncebox_waiting w force index (waiting_due) \
  where w.consumer_id = ? and w.state = 'waiting' and w.due_at <= utc_timestamp(6) \
    and (find_in_set(concat('x', hex(w.topic)), ?) > 0 or find_in_set(concat('x', hex(w.place)), ?) > 0) \
    and coalesce(find_in_set(concat('x', hex(w.kind)), ?), 1) > 0 \
-   and (w.lane is null or not exists (select 1 from oncebox_waiting o \
-        where o.consumer_id = w.consumer_id and o.lane = w.lane and o.sequence < w.sequence)) \
+   and (w.lane_id is null or not exists (select 1 from oncebox_waiting o \
+        where o.consumer_id = w.consumer_id and o.lane_id = w.lane_id and o.sequence < w.sequence)) \
  order by w.due_at, w.sequence limit 1 for update skip locked";
 
 /// The same heads, whether due or not.
@@ -279,22 +282,22 @@ select timestampdiff(microsecond, utc_timestamp(6), w.due_at) from oncebox_waiti
  where w.consumer_id = ? and w.state = 'waiting' and w.due_at is not null \
    and (find_in_set(concat('x', hex(w.topic)), ?) > 0 or find_in_set(concat('x', hex(w.place)), ?) > 0) \
    and coalesce(find_in_set(concat('x', hex(w.kind)), ?), 1) > 0 \
-   and (w.lane is null or not exists (select 1 from oncebox_waiting o \
-        where o.consumer_id = w.consumer_id and o.lane = w.lane and o.sequence < w.sequence)) \
+   and (w.lane_id is null or not exists (select 1 from oncebox_waiting o \
+        where o.consumer_id = w.consumer_id and o.lane_id = w.lane_id and o.sequence < w.sequence)) \
  order by w.due_at limit 1";
 
 /// What stands behind a head, and whether it was never tried and is in the scope.
 const BEHIND: &str = "\
 select sequence, state = 'waiting' and attempts = 0 and claim is null and due_at is null \
        and coalesce(find_in_set(concat('x', hex(kind)), ?), 1) > 0 \
-  from oncebox_waiting force index (waiting_lane) where consumer_id = ? and lane = ? and sequence > ? order by sequence limit ?";
+  from oncebox_waiting force index (waiting_lane) where consumer_id = ? and lane_id = ? and sequence > ? order by sequence limit ?";
 
 /// The first row of each of some keys.
 const HEADS_OF_LANES: &str = "\
 select h.sequence from \
   (select (select w.sequence from oncebox_waiting w force index (waiting_lane) \
-            where w.lane = unhex(j.lane) and w.consumer_id = c.consumer_id order by w.sequence limit 1) as sequence \
-     from json_table(?, '$[*]' columns (lane varchar(32) path '$')) j \
+            where w.lane_id = unhex(j.lane_id) and w.consumer_id = c.consumer_id order by w.sequence limit 1) as sequence \
+     from json_table(?, '$[*]' columns (lane_id varchar(32) path '$')) j \
      straight_join oncebox_consumer c on c.consumer_id = ?) h \
  where h.sequence is not null";
 
@@ -313,13 +316,14 @@ fn names(names: &[String]) -> String {
     names.iter().map(|name| format!("x{}", hex(name.as_bytes()).to_uppercase())).collect::<Vec<_>>().join(",")
 }
 
-/// The first row of each key, by a loose scan of the index, then those that should be due and are not.
+/// The first row of each key, by a loose scan of the index, then those that should be due and are
+/// not.
 const HEADS_WITHOUT_DUE_TIME: &str = "\
 select w.sequence from \
   (select min(sequence) as sequence from oncebox_waiting force index (waiting_lane) where consumer_id = ? \
-    group by consumer_id, lane) h \
+    group by consumer_id, lane_id) h \
   straight_join oncebox_waiting w force index (primary) on w.sequence = h.sequence \
- where w.lane is not null and w.state = 'waiting' and w.due_at is null limit ?";
+ where w.lane_id is not null and w.state = 'waiting' and w.due_at is null limit ?";
 
 const CLAIMED: &str = "\
 select w.sequence, w.message_id, w.id_text, w.topic, w.`key`, w.kind, w.headers, w.payload, w.tombstone, w.content_type, w.source, \
@@ -341,7 +345,8 @@ async fn claimed_by(
     Ok(found.map(ConsumerId))
 }
 
-/// Removes claimed rows of one key and makes the next of it due. False where the claim is not ours any more.
+/// Removes claimed rows of one key and makes the next of it due. False where the claim is not ours
+/// any more.
 pub(super) async fn finish(
     connection: &mut Bounded<MySql>,
     consumer: ConsumerId,
@@ -373,7 +378,7 @@ pub(super) async fn next_of_lane(
 ) -> Result<(), StoreError> {
     let Some(lane) = lane else { return Ok(()) };
     let next: Option<i64> = sqlx::query_scalar(
-        "select sequence from oncebox_waiting force index (waiting_lane) where consumer_id = ? and lane = ? \
+        "select sequence from oncebox_waiting force index (waiting_lane) where consumer_id = ? and lane_id = ? \
          order by sequence limit 1",
     )
     .bind(consumer.0)
@@ -391,7 +396,8 @@ pub(super) async fn next_of_lane(
     Ok(())
 }
 
-/// Stores messages as waiting or dead, in order. A dead delivery that is there already stays as it is.
+/// Stores messages as waiting or dead, in order. A dead delivery that is there already stays as it
+/// is.
 pub(super) async fn park(
     connection: &mut Bounded<MySql>,
     consumer: ConsumerId,
@@ -400,7 +406,7 @@ pub(super) async fn park(
     let histories = histories(connection, consumer, parked).await?;
     for chunk in parked.chunks(PARK_ROWS_MAX) {
         let mut insert: QueryBuilder<MySql> = QueryBuilder::new(
-            "insert into oncebox_waiting (consumer_id, state, lane, due_at, message_id, id_text, content_hash, dead_hash, topic, \
+            "insert into oncebox_waiting (consumer_id, state, lane_id, due_at, message_id, id_text, content_hash, dead_hash, topic, \
              `key`, kind, headers, payload, tombstone, content_type, source, message_time, traceparent, tracestate, place, partition_no, \
              offset_no, attempts, reason, error, history, stored_at, dead_at) ",
         );
@@ -441,7 +447,7 @@ pub(super) async fn park(
                 .push_bind(message.coordinates.offset)
                 .push_bind(parked.attempts);
             let is_dead = reason.is_some();
-            row.push_bind(reason).push_bind(parked.error.as_deref().map(shortened).map(str::to_owned));
+            row.push_bind(reason).push_bind(parked.error.as_deref().map(kept_error).map(str::to_owned));
             match (histories.get(&message.id), &parked.error) {
                 (Some(history), _) => {
                     row.push_bind(history.clone());
@@ -450,7 +456,7 @@ pub(super) async fn park(
                     row.push("json_array(json_object('at', date_format(utc_timestamp(6), '%Y-%m-%dT%H:%i:%s.%fZ'), 'attempt', ")
                         .push_bind_unseparated(parked.attempts)
                         .push_unseparated(", 'error', ")
-                        .push_bind_unseparated(shortened(error).to_owned())
+                        .push_bind_unseparated(kept_error(error).to_owned())
                         .push_unseparated("))");
                 }
                 (None, None) => {
@@ -459,7 +465,8 @@ pub(super) async fn park(
             }
             row.push("utc_timestamp(6)").push(if is_dead { "utc_timestamp(6)" } else { "null" });
         });
-        // Only the key of dead deliveries can be there already; nothing is read from the count of rows.
+        // Only the key of dead deliveries can be there already; nothing is read from the count of
+        // rows.
         insert.push(" on duplicate key update sequence = sequence");
         insert.build().persistent(false).run(&mut *connection).await?;
     }
@@ -523,7 +530,8 @@ pub(super) fn message(row: &MySqlRow) -> Result<Message, StoreError> {
     })
 }
 
-/// Headers that arrived may have any bytes, and a name twice: pairs, with a third member where the value is not text.
+/// Headers that arrived may have any bytes, and a name twice: pairs, with a third member where the
+/// value is not text.
 pub(super) fn headers_to_json(headers: &[(String, Vec<u8>)]) -> String {
     let pair = |(name, value): &(String, Vec<u8>)| match std::str::from_utf8(value) {
         Ok(value) => serde_json::json!([name, value]),

@@ -5,7 +5,8 @@ use uuid::Uuid;
 use crate::error::StoreError;
 use crate::policy::operation::versions::{Announced, Versions};
 
-/// Process, operation, oldest, newest and written version, key ids with commas between them, key id that is written with.
+/// Process, operation, oldest, newest and written version, key ids with commas between them, key id
+/// that is written with.
 pub(in crate::store) type Row = (Vec<u8>, Vec<u8>, i64, i64, i64, String, String);
 
 /// The row of what was said. No key id has a comma.

@@ -1,7 +1,8 @@
-//! How records and answers stand in tables, the same in every adapter: what a row gives, and what an outcome writes.
+//! How records and answers stand in tables, the same in every adapter: what a row gives, and what
+//! an outcome writes.
 //!
-//! A row is read by position: every adapter selects the columns in the order of [`look_of`], with times in microseconds and
-//! numbers as 64 bits, so there is one reader.
+//! A row is read by position: every adapter selects the columns in the order of [`look_of`], with
+//! times in microseconds and numbers as 64 bits, so there is one reader.
 
 use std::time::Duration;
 
@@ -16,8 +17,8 @@ use crate::policy::operation::record::{Resource, StoredAnswer, StoredBody, Tombs
 use crate::policy::operation::retention::Retention;
 use crate::policy::operation::{Identity, Record, State};
 
-/// How many bytes of headers and body may stand in the row of a claim, where the adapter keeps small bodies there: a page has
-/// room for some, and no row is moved elsewhere because of it.
+/// How many bytes of headers and body may stand in the row of a claim, where the adapter keeps
+/// small bodies there: a page has room for some, and no row is moved elsewhere because of it.
 const SMALL_BODY_MAX: usize = 2_048;
 /// Where the columns of such a body begin.
 const BODY: usize = 26;
@@ -32,9 +33,10 @@ pub(in crate::store) fn number<T: TryFrom<i64>>(what: &str, value: i64) -> Resul
     T::try_from(value).map_err(|_| corrupt(format!("{value} is no {what}")))
 }
 
-/// A row of: now, purged_below, tenant, operation, key, principal, fingerprint, mode, state, epoch, lease end, lease length,
-/// generation, operation_id, attempts, parked, created, outcome, expires, status, schema version, body, body's end, resource kind,
-/// id, location. From the third on null where there is no record. Where small bodies stand in the row, then: as [`body_of`].
+/// A row of: now, purged_below, tenant, operation, key, principal, fingerprint, mode, state, epoch,
+/// lease end, lease length, generation, operation_id, attempts, parked, created, outcome, expires,
+/// status, schema version, body, body's end, resource kind, id, location. From the third on null
+/// where there is no record. Where small bodies stand in the row, then: as [`body_of`].
 pub(in crate::store) fn look_of<R>(row: &R) -> Result<Look, StoreError>
 where
     R: Row,

@@ -1,7 +1,7 @@
 //! How operations, intents and evidence stand in tables, the same in every adapter.
 //!
-//! A row is read by position, as [`operations::stored`](crate::store::operations::stored) reads records: times in microseconds,
-//! numbers as 64 bits, ids as 16 bytes, so there is one reader.
+//! A row is read by position, as [`operations::stored`](crate::store::operations::stored) reads
+//! records: times in microseconds, numbers as 64 bits, ids as 16 bytes, so there is one reader.
 
 use sqlx::{ColumnIndex, Decode, Row, Type};
 use uuid::Uuid;
@@ -18,7 +18,8 @@ fn stage(name: &str) -> Result<Stage, StoreError> {
     known.ok_or_else(|| corrupt(format!("`{name}` is no state")))
 }
 
-/// What was read, or which column of it is not what it should be: a row that this program cannot read is one row's trouble.
+/// What was read, or which column of it is not what it should be: a row that this program cannot
+/// read is one row's trouble.
 fn named<T>(columns: &str, read: Result<T, StoreError>) -> Result<T, StoreError> {
     read.map_err(|error| match error {
         StoreError::Other(sqlx::Error::ColumnDecode { index, source }) => {
@@ -35,7 +36,8 @@ const INTENT: &str = "effect strategy provider_key request request_kid adapter a
     outcome undoes";
 const EVIDENCE: &str = "operation_id effect epoch send kind verdict status bytes bytes_kid observed_at";
 
-/// A row of [`OPERATION`]: tenant, operation and key are null where there is no record, and the end of the lease where it is over.
+/// A row of [`OPERATION`]: tenant, operation and key are null where there is no record, and the end
+/// of the lease where it is over.
 ///
 /// # Errors
 /// [`StoreError::Corrupt`], with the column; the same below.

@@ -1,6 +1,8 @@
-//! Settings of server and schema that the promise rests on, looked at when a program starts and by `doctor` (R1, R7).
+//! Settings of server and schema that the promise rests on, looked at when a program starts and by
+//! `doctor` (R1, R7).
 //!
-//! Guarantee: what is `Refused` here loses, doubles or reorders messages; what is a warning weakens a promise or will cost time.
+//! Guarantee: what is `Refused` here loses, doubles or reorders messages; what is a warning weakens
+//! a promise or will cost time.
 
 use sqlx::{Postgres, Row};
 
@@ -99,7 +101,8 @@ fn synchronous(standbys: i64, names: &str, commit: &str) -> Finding {
     }
 }
 
-/// A pooler that changes servers between statements shows one client's session setting to another client.
+/// A pooler that changes servers between statements shows one client's session setting to another
+/// client.
 async fn pooler(store: &PostgresStore, connection: &mut Bounded<Postgres>) -> Result<Finding, StoreError> {
     let mark = uuid::Uuid::now_v7().to_string();
     let remedy = "connect to the server directly, or to a pooler in session mode";
@@ -116,7 +119,8 @@ async fn pooler(store: &PostgresStore, connection: &mut Bounded<Postgres>) -> Re
     Ok(Finding::ok("pooler", "sessions keep their server"))
 }
 
-/// R1: a cache hands out positions out of the order of time; an owned sequence is dropped with its column.
+/// R1: a cache hands out positions out of the order of time; an owned sequence is dropped with its
+/// column.
 async fn sequence(connection: &mut Bounded<Postgres>) -> Result<Finding, StoreError> {
     let row = sqlx::query(
         "select s.seqcache, s.seqincrement, s.seqcycle,
@@ -140,7 +144,8 @@ async fn sequence(connection: &mut Bounded<Postgres>) -> Result<Finding, StoreEr
     })
 }
 
-/// R1: the transaction id is drawn before the position, by the order of the columns and their defaults.
+/// R1: the transaction id is drawn before the position, by the order of the columns and their
+/// defaults.
 async fn columns(connection: &mut Bounded<Postgres>) -> Result<Finding, StoreError> {
     let holds: bool = value(
         connection,
@@ -217,7 +222,8 @@ async fn truncate_triggers(connection: &mut Bounded<Postgres>) -> Result<Finding
     })
 }
 
-/// It stands for the CHECK constraints of the records, for what changes them, and unlike those can be switched off.
+/// It stands for the CHECK constraints of the records, for what changes them, and unlike those can
+/// be switched off.
 async fn record_trigger(connection: &mut Bounded<Postgres>) -> Result<Finding, StoreError> {
     let there: bool = value(
         connection,

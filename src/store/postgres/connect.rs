@@ -1,8 +1,9 @@
 //! Connections: verified TLS, and the session settings that the promise rests on.
 //!
-//! Guarantees: to a host that is not loopback the certificate and the name are verified unless the URL says otherwise; a frozen
-//! process does not wedge others, because the server ends its transaction (R28). That a frozen server does not wedge this process
-//! is the promise of [`crate::store::bounded`].
+//! Guarantees: to a host that is not loopback the certificate and the name are verified unless the
+//! URL says otherwise; a frozen process does not wedge others, because the server ends its
+//! transaction (R28). That a frozen server does not wedge this process is the promise of
+//! [`crate::store::bounded`].
 
 use std::str::FromStr;
 use std::sync::Arc;
@@ -18,7 +19,8 @@ use crate::store::StoreOptions;
 use crate::store::bounded::{Bounded, BoundedPool, pool_options};
 use crate::store::hosts::Hosts;
 
-/// What the server-side timeouts stand above the handler timeout, and the answer timeout above them.
+/// What the server-side timeouts stand above the handler timeout, and the answer timeout above
+/// them.
 const MARGIN: Duration = Duration::from_secs(5);
 /// Begins a transaction; the isolation is the session's.
 pub(super) const BEGIN: &str = "begin";
@@ -55,7 +57,8 @@ impl PostgresStore {
         Ok(self.pool.begin(BEGIN).await?)
     }
 
-    /// A connection of its own, out of the pool: a relay session must not share it, nor give it back.
+    /// A connection of its own, out of the pool: a relay session must not share it, nor give it
+    /// back.
     pub(super) async fn dedicated(&self) -> Result<Bounded<Postgres>, StoreError> {
         Ok(self.pool.dedicated().await?)
     }
@@ -127,8 +130,9 @@ fn is_loopback(host: &str) -> bool {
         || address.parse::<std::net::IpAddr>().is_ok_and(|address| address.is_loopback())
 }
 
-/// What every pooled connection sets, in one round trip. Timeouts stand just above the handler timeout, so that a process that
-/// froze inside a transaction, or whose host vanished, is ended by the server (R28).
+/// What every pooled connection sets, in one round trip. Timeouts stand just above the handler
+/// timeout, so that a process that froze inside a transaction, or whose host vanished, is ended by
+/// the server (R28).
 fn session_settings(handler_timeout: Duration) -> String {
     let timeout = (handler_timeout + MARGIN).as_millis();
     let user_timeout = Duration::from_secs(30).min(handler_timeout + MARGIN).as_millis();
@@ -148,13 +152,14 @@ fn session_settings(handler_timeout: Duration) -> String {
 const RESET: &str = "close all; reset session authorization; reset role; reset all; unlisten *;
     select pg_advisory_unlock_all(); discard temp; discard sequences;";
 
-/// The server looks while a statement runs whether its client is still there, where its platform can: without it the statement of
-/// a process that was killed goes on, with its locks.
+/// The server looks while a statement runs whether its client is still there, where its platform
+/// can: without it the statement of a process that was killed goes on, with its locks.
 const CHECK_CLIENT: &str = "do $$ begin
      perform set_config('client_connection_check_interval', '5s', false);
    exception when others then null; end $$;";
 
-/// What is committed must survive a crash before anything is acknowledged for it; a stricter setting of the server stays.
+/// What is committed must survive a crash before anything is acknowledged for it; a stricter
+/// setting of the server stays.
 pub(super) const SYNCHRONOUS: &str = "select set_config('synchronous_commit', 'on', false)
    where current_setting('synchronous_commit') not in ('on', 'remote_apply')";
 

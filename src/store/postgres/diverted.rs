@@ -1,7 +1,8 @@
 //! Dead and held rows of the outbox, and the decisions about positions (R17, R18).
 //!
-//! Guarantees: a row comes here whole, and leaves, only in the fenced transaction that moves the cursor; what was decided about a
-//! position is kept until its partition is freed, so that a cursor which is set back sends nothing again.
+//! Guarantees: a row comes here whole, and leaves, only in the fenced transaction that moves the
+//! cursor; what was decided about a position is kept until its partition is freed, so that a cursor
+//! which is set back sends nothing again.
 
 use std::collections::HashSet;
 
@@ -14,7 +15,8 @@ use crate::store::bounded::{Ask, Bounded};
 use crate::store::relay::first_within;
 use crate::store::{Diversion, DivertedRow, Mark, OperatorRequest, OutboxRow, RequestedAct};
 
-/// Copies rows of the outbox. One that stands here already (a cursor that was set back) takes the new state.
+/// Copies rows of the outbox. One that stands here already (a cursor that was set back) takes the
+/// new state.
 const DIVERT: &str = "
 insert into oncebox.outbox_dead as t (position, bucket, message_id, topic, key, kind, headers, payload, content_type, traceparent,
   tracestate, created_at, state, cause, reason, holds, history)
@@ -81,7 +83,8 @@ impl Columns {
     }
 }
 
-/// What a mark does to dead and held rows, in its transaction; the answer is the highest position concerned.
+/// What a mark does to dead and held rows, in its transaction; the answer is the highest position
+/// concerned.
 pub(super) async fn write(connection: &mut Bounded<Postgres>, mark: &Mark) -> Result<i64, StoreError> {
     for (statement, rows) in [(DIVERT, &mark.diverted), (CHANGE, &mark.changed)] {
         if rows.is_empty() {
@@ -190,7 +193,8 @@ const WEIGHTS: &str = "
 select position, (octet_length(payload) + coalesce(octet_length(headers::text), 0))::bigint
   from oncebox.outbox_dead where position = any($1) order by position";
 
-/// These rows, whole, in position order, the first ones that reach the bytes; one that is gone is left out.
+/// These rows, whole, in position order, the first ones that reach the bytes; one that is gone is
+/// left out.
 pub(super) async fn held(
     connection: &mut Bounded<Postgres>,
     positions: &[i64],

@@ -1,4 +1,5 @@
-//! The Rust door: calls the functions that every language calls, so that limits, ids, buckets and time are the database's (R1).
+//! The Rust door: calls the functions that every language calls, so that limits, ids, buckets and
+//! time are the database's (R1).
 
 use sqlx::{PgConnection, Postgres, QueryBuilder, Row};
 use uuid::Uuid;
@@ -10,7 +11,8 @@ use crate::store::Door;
 /// A value of PostgreSQL is smaller than 1 GiB.
 const VALUE_BYTES_MAX: usize = (1 << 30) - 1;
 
-/// What no setting of the database allows, and what PostgreSQL would refuse without naming a limit (a NUL in text).
+/// What no setting of the database allows, and what PostgreSQL would refuse without naming a limit
+/// (a NUL in text).
 const WIDEST: Limits = Limits {
     topic_length_max: 249,
     key_bytes_max: VALUE_BYTES_MAX,
@@ -60,7 +62,8 @@ pub(super) fn checked(mut messages: Vec<NewMessage>) -> Result<Vec<NewMessage>, 
     Ok(messages)
 }
 
-/// A call that enqueues what was [`checked`], one message or more: its value is an id or an array of them, and never null.
+/// A call that enqueues what was [`checked`], one message or more: its value is an id or an array
+/// of them, and never null.
 pub(super) fn push_call(query: &mut QueryBuilder<Postgres>, messages: &[NewMessage]) {
     match messages {
         [message] => push_one(query, message),
@@ -122,7 +125,8 @@ pub(super) fn headers_json(headers: &Headers) -> Option<String> {
     let mut json = String::with_capacity(headers.iter().map(|(name, value)| name.len() + value.len() + 6).sum());
     for (index, (name, value)) in headers.iter().enumerate() {
         json.push(if index == 0 { '{' } else { ',' });
-        // Display of a JSON string is the string, quoted and escaped; writing into a String cannot fail.
+        // Display of a JSON string is the string, quoted and escaped; writing into a String cannot
+        // fail.
         let _ = write!(json, "{}:{}", serde_json::Value::from(name.as_str()), serde_json::Value::from(value.as_str()));
     }
     json.push('}');

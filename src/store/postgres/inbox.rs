@@ -1,8 +1,11 @@
 //! Inbox rows, and the transaction that holds them together with the effects of a handler.
 //!
-//! Guarantees: the unique key decides what is new, in one sorted insert (R24); the check before COMMIT proves that it is still
-//! the transaction that inserted our rows (R23). Timed ids go to a range-partitioned table, others to one of their own (R31).
+//! Guarantees: the unique key decides what is new, in one sorted insert (R24); the check before
+//! COMMIT proves that it is still the transaction that inserted our rows (R23). Timed ids go to a
+//! range-partitioned table, others to one of their own (R31).
 
+mod assignment;
+mod fate;
 mod purge;
 
 use std::collections::{HashMap, HashSet};
@@ -11,6 +14,7 @@ use std::time::Duration;
 use sqlx::{PgConnection, Postgres, Row};
 use uuid::Uuid;
 
+use self::fate::Written;
 use super::PostgresStore;
 use super::text::error_text;
 use super::waiting;
@@ -20,57 +24,72 @@ use crate::policy::db_time::DbTime;
 use crate::policy::horizon::Bounds;
 use crate::policy::position::Position;
 use crate::store::bounded::{Ask, Bounded, BoundedPool};
-use crate::store::inbox::{LOOKS, ROLLBACK_MAX};
+use crate::store::inbox::ROLLBACK_MAX;
 use crate::store::{
     Admission, ClaimedMessage, ConsumerId, ConsumerSpec, Holding, Inbox, InboxEntry, InboxTx, Known, Opened, Parked,
     Proof, Purged, Standing, Undone,
 };
 
-/// `returning` runs after the row's insert, so a transaction id is assigned: the witness of R23.
-const ADMIT_TIMED: &str = "
-insert into oncebox.inbox_timed (message_id, content_hash, consumer_id)
-select g.id, g.hash, $1 from unnest($2::uuid[], $3::uuid[]) g (id, hash)
-on conflict do nothing
-returning message_id, pg_current_xact_id_if_assigned() || ' ' || pg_backend_pid()";
-const ADMIT_UNTIMED: &str = "
-insert into oncebox.inbox_untimed (message_id, content_hash, consumer_id)
-select g.id, g.hash, $1 from unnest($2::uuid[], $3::uuid[]) g (id, hash)
-on conflict do nothing
-returning message_id, pg_current_xact_id_if_assigned() || ' ' || pg_backend_pid()";
-const ADMIT_BOTH: &str = "
-with timed as (
-  insert into oncebox.inbox_timed (message_id, content_hash, consumer_id)
-  select g.id, g.hash, $1 from unnest($2::uuid[], $3::uuid[]) g (id, hash)
-  on conflict do nothing
-  returning message_id, pg_current_xact_id_if_assigned() || ' ' || pg_backend_pid()),
-untimed as (
-  insert into oncebox.inbox_untimed (message_id, content_hash, consumer_id)
-  select g.id, g.hash, $1 from unnest($4::uuid[], $5::uuid[]) g (id, hash)
-  on conflict do nothing
-  returning message_id, pg_current_xact_id_if_assigned() || ' ' || pg_backend_pid())
-select * from timed union all select * from untimed";
+/// When the server began: another one has other processes.
+macro_rules! server_start {
+    () => {
+        "(extract(epoch from pg_postmaster_start_time()) * 1000000)::bigint"
+    };
+}
+pub(super) use server_start;
+
+/// Which transaction it is: its id, the process that serves it, and the start of the server that
+/// gave both. Ids that a crash took back are given again, and a server that begins anew gives the
+/// numbers of processes again.
+macro_rules! witness {
+    ($xact_id:literal) => {
+        concat!($xact_id, " || ' ' || pg_backend_pid() || ' ' || ", crate::store::postgres::inbox::server_start!())
+    };
+}
+pub(super) use witness;
+
+/// An insert of new ids. Its sub-select runs once, behind the insert of the first row, so a
+/// transaction id is assigned then: the witness of R23.
+macro_rules! admit {
+    ($table:literal, $ids:literal, $hashes:literal) => {
+        concat!(
+            "insert into oncebox.",
+            $table,
+            " (message_id, content_hash, consumer_id)
+             select g.id, g.hash, $1 from unnest($",
+            $ids,
+            "::uuid[], $",
+            $hashes,
+            "::uuid[]) g (id, hash)
+             on conflict do nothing
+             returning message_id, (select ",
+            witness!("pg_current_xact_id_if_assigned()"),
+            ")"
+        )
+    };
+}
+const ADMIT_TIMED: &str = admit!("inbox_timed", "2", "3");
+const ADMIT_UNTIMED: &str = admit!("inbox_untimed", "2", "3");
+const ADMIT_BOTH: &str = concat!(
+    "with timed as (",
+    admit!("inbox_timed", "2", "3"),
+    "), untimed as (",
+    admit!("inbox_untimed", "4", "5"),
+    ") select * from timed union all select * from untimed"
+);
 
 /// Counts our rows and compares the transaction, in one statement (R23).
-const PROVE: &str = "
-select pg_current_xact_id_if_assigned() || ' ' || pg_backend_pid(),
-       (select count(*) from oncebox.inbox_timed where consumer_id = $1 and message_id = any($2))
+const PROVE: &str = concat!(
+    "select ",
+    witness!("pg_current_xact_id_if_assigned()"),
+    ", (select count(*) from oncebox.inbox_timed where consumer_id = $1 and message_id = any($2))
      + (select count(*) from oncebox.inbox_untimed where consumer_id = $1 and message_id = any($3)),
-       exists (select 1 from oncebox.waiting where sequence = $4)";
+       exists (select 1 from oncebox.waiting where sequence = $4)"
+);
 
-/// What became of a transaction.
-const FATE: &str = "select pg_xact_status(split_part($1, ' ', 1)::xid8)";
-
-/// The same, asked on another connection: with it, whether its backend is there still, and works and waits neither for us to ask
-/// nor to listen; and the end of that backend, which may be at a statement behind a commit of the handler's own.
-const END: &str = "
-select pg_xact_status(split_part($1, ' ', 1)::xid8), coalesce(bool_or(a.works), false), count(pg_terminate_backend(a.pid))
-  from (select pid, state = 'active' and wait_event_type is distinct from 'Client' as works
-          from pg_stat_activity where pid = split_part($1, ' ', 2)::int and backend_type = 'client backend'
-           and pid <> pg_backend_pid()) a";
-
-/// The blocked ones of some lanes, each looked up in the index however many rows stand in it (asked for by its order: for a lane
-/// that has none another plan reads the table), and what ages are judged by. `now()` is when the transaction began, before any row
-/// of it was received.
+/// The blocked ones of some lanes, each looked up in the index however many rows stand in it (asked
+/// for by its order: for a lane that has none another plan reads the table), and what ages are
+/// judged by. `now()` is when the transaction began, before any row of it was received.
 const STANDING: &str = "
 select array(select l.lane_id from unnest($2::uuid[]) l (lane_id)
               cross join lateral (select 1 from oncebox.waiting w
@@ -96,14 +115,7 @@ impl Inbox for PostgresStore {
         }
         let row = row.ok_or_else(|| StoreError::Corrupt(format!("consumer `{}` vanished", spec.name)))?;
         let (id, rule): (i32, String) = (row.try_get(0)?, row.try_get(1)?);
-        if rule != spec.id_rule {
-            if !spec.accept {
-                return Err(StoreError::Refused(format!(
-                    "consumer `{}` started with the id rule `{rule}`, now it is `{}`: the inbox would not know old messages \
-                     again; put the rule back, or accept the change with `--accept`",
-                    spec.name, spec.id_rule
-                )));
-            }
+        if spec.changes(&rule)? {
             sqlx::query("update oncebox.consumer set id_rule = $2 where consumer_id = $1")
                 .bind(id)
                 .bind(&spec.id_rule)
@@ -130,8 +142,9 @@ impl Inbox for PostgresStore {
     }
 
     async fn is_contested(&self, consumer: ConsumerId, ids: &[MessageId]) -> Result<bool, StoreError> {
-        // What is not committed is seen by nobody; an insert waits for it.
-        let mut tx = self.pool.begin("begin; set local lock_timeout = '20ms'").await?;
+        // What is not committed is seen by nobody; an insert waits for it. Not for long: of a batch
+        // that a frozen process holds, each message is found out by itself.
+        let mut tx = self.pool.begin("begin; set local lock_timeout = '2ms'").await?;
         let ids = Ids::of(ids.iter().copied());
         let mut waits = false;
         for (statement, ids) in [(ADMIT_TIMED, &ids.timed), (ADMIT_UNTIMED, &ids.untimed)] {
@@ -267,41 +280,11 @@ impl Inbox for PostgresStore {
     }
 
     async fn open_assignment(&self, consumer: ConsumerId, holding: &Holding) -> Result<Opened, StoreError> {
-        // The subquery sees the row as it was before this statement.
-        let row = sqlx::query(
-            "insert into oncebox.assignment as a (consumer_id, topic, partition, state, owner) values ($1, $2, $3, 'open', $4)
-             on conflict (consumer_id, topic, partition)
-             do update set state = 'open', owner = excluded.owner, changed_at = clock_timestamp()
-             returning exists (select 1 from oncebox.assignment b where b.consumer_id = a.consumer_id
-                                and b.topic = a.topic and b.partition = a.partition and b.state = 'open'),
-                       topic_id, next_offset",
-        )
-        .bind(consumer.0)
-        .bind(super::text::stored(&holding.topic))
-        .bind(holding.partition)
-        .bind(holding.owner)
-        .one(&self.pool)
-        .await?;
-        let (topic_id, next): (Option<String>, Option<i64>) = (row.try_get(1)?, row.try_get(2)?);
-        Ok(Opened { was_open: row.try_get(0)?, position: next.map(|next| Position { topic_id, next }) })
+        assignment::open(self, consumer, holding).await
     }
 
     async fn keep_positions(&self, consumer: ConsumerId, positions: &[(Holding, Position)]) -> Result<(), StoreError> {
-        sqlx::query(
-            "update oncebox.assignment a set topic_id = n.topic_id, next_offset = n.next, changed_at = clock_timestamp()
-               from unnest($2::text[], $3::integer[], $4::uuid[], $5::text[], $6::bigint[])
-                    n (topic, partition, owner, topic_id, next)
-              where a.consumer_id = $1 and a.topic = n.topic and a.partition = n.partition and a.owner = n.owner",
-        )
-        .bind(consumer.0)
-        .bind(positions.iter().map(|(holding, _)| super::text::stored(&holding.topic)).collect::<Vec<_>>())
-        .bind(positions.iter().map(|(holding, _)| holding.partition).collect::<Vec<_>>())
-        .bind(positions.iter().map(|(holding, _)| holding.owner).collect::<Vec<_>>())
-        .bind(positions.iter().map(|(_, position)| position.topic_id.clone()).collect::<Vec<_>>())
-        .bind(positions.iter().map(|(_, position)| position.next).collect::<Vec<_>>())
-        .run(&self.pool)
-        .await?;
-        Ok(())
+        assignment::keep_positions(self, consumer, positions).await
     }
 
     async fn close_assignment(
@@ -310,25 +293,12 @@ impl Inbox for PostgresStore {
         holding: &Holding,
         position: Option<&Position>,
     ) -> Result<(), StoreError> {
-        sqlx::query(
-            "update oncebox.assignment set state = 'closed', owner = null, changed_at = clock_timestamp(),
-                    topic_id = case when $5 is null then topic_id else $6 end, next_offset = coalesce($5, next_offset)
-              where consumer_id = $1 and topic = $2 and partition = $3 and owner = $4",
-        )
-        .bind(consumer.0)
-        .bind(super::text::stored(&holding.topic))
-        .bind(holding.partition)
-        .bind(holding.owner)
-        .bind(position.map(|position| position.next))
-        .bind(position.and_then(|position| position.topic_id.as_deref()))
-        .run(&self.pool)
-        .await?;
-        Ok(())
+        assignment::close(self, consumer, holding, position).await
     }
 }
 
 /// Ids by the table they belong to, sorted: two transactions never insert in different orders.
-#[derive(Debug, Default)]
+#[derive(Debug, Clone, Default)]
 struct Ids {
     timed: Vec<Uuid>,
     untimed: Vec<Uuid>,
@@ -357,7 +327,8 @@ pub struct PostgresTx {
     /// To ask about `tx` where it does not answer.
     pool: BoundedPool<Postgres>,
     consumer: ConsumerId,
-    /// The id of the transaction that wrote our rows and the process that serves it; and which rows.
+    /// The id of the transaction that wrote our rows and the process that serves it; and which
+    /// rows.
     witness: Option<String>,
     ours: Ids,
     finished: Option<i64>,
@@ -404,7 +375,8 @@ impl InboxTx for PostgresTx {
             hashes(&mut self.tx, self.consumer, &others).await?
         };
         let known = entries.iter().map(|entry| {
-            // A row that was purged between the two statements was there a moment ago: a duplicate of itself.
+            // A row that was purged between the two statements was there a moment ago: a duplicate
+            // of itself.
             let hash = || stood.get(&entry.id).copied().unwrap_or(entry.hash);
             (!new.contains(&entry.id.uuid())).then(|| Known { hash: hash() })
         });
@@ -469,7 +441,8 @@ impl InboxTx for PostgresTx {
             .await;
         let row = match found {
             Ok(row) => row,
-            // A statement failed, and its error was swallowed: COMMIT would roll back and say nothing.
+            // A statement failed, and its error was swallowed: COMMIT would roll back and say
+            // nothing.
             Err(sqlx::Error::Database(error)) if error.code().as_deref() == Some("25P02") => {
                 return Ok(Proof::Aborted);
             }
@@ -481,7 +454,8 @@ impl InboxTx for PostgresTx {
         }
         let count: i64 = row.try_get(1)?;
         let row_is_back: bool = row.try_get(2)?;
-        // The same transaction, but our rows were taken out of it: nothing of the handler's may stay.
+        // The same transaction, but our rows were taken out of it: nothing of the handler's may
+        // stay.
         let whole = usize::try_from(count) == Ok(self.ours.len()) && !row_is_back;
         Ok(if whole { Proof::Same } else { Proof::Aborted })
     }
@@ -491,15 +465,13 @@ impl InboxTx for PostgresTx {
         let Some(witness) = self.witness.clone() else {
             return Ok(if rolled_back { Undone::Whole } else { Undone::Lost });
         };
-        if rolled_back {
-            let fate = sqlx::query_scalar::<_, Option<String>>(FATE).bind(&witness).one(&mut self.tx).await;
-            if let Ok(fate) = fate {
-                return Ok(if is_committed(fate.as_deref()) { Undone::Committed } else { Undone::Whole });
-            }
+        let written = Written { witness, consumer: self.consumer, ours: self.ours.clone(), finished: self.finished };
+        if rolled_back && let Ok(stands) = written.stands(&mut self.tx).await {
+            return Ok(if stands { Undone::Committed } else { Undone::Whole });
         }
         self.tx.give_up();
         let mut other = self.pool.fresh().await?;
-        let undone = self.end_from(&mut other, &witness).await;
+        let undone = written.end_from(&mut other, &mut self.works).await;
         other.close().await;
         undone
     }
@@ -513,32 +485,8 @@ impl InboxTx for PostgresTx {
     }
 }
 
-impl PostgresTx {
-    /// Ends the transaction from another connection, and waits until it has ended.
-    async fn end_from(&mut self, other: &mut Bounded<Postgres>, witness: &str) -> Result<Undone, StoreError> {
-        let (looks, pause) = LOOKS;
-        for _ in 0..looks {
-            let (fate, works, backends): (Option<String>, bool, i64) =
-                sqlx::query_as(END).bind(witness).one(&mut *other).await?;
-            self.works |= works;
-            match fate.as_deref() {
-                _ if backends > 0 => tokio::time::sleep(pause).await,
-                Some("in progress") => tokio::time::sleep(pause).await,
-                fate if is_committed(fate) => return Ok(Undone::Committed),
-                _ if self.works => return Ok(Undone::Whole),
-                _ => return Ok(Undone::Lost),
-            }
-        }
-        let why = format!("the transaction {witness} was told to end and has not ended yet");
-        Err(StoreError::Busy(sqlx::Error::Protocol(why)))
-    }
-}
-
-fn is_committed(fate: Option<&str>) -> bool {
-    fate == Some("committed")
-}
-
-/// A range that was attached while our insert was on its way to DEFAULT is nobody's failure (R8, R27).
+/// A range that was attached while our insert was on its way to DEFAULT is nobody's failure (R8,
+/// R27).
 fn admit_error(error: sqlx::Error) -> StoreError {
     match &error {
         sqlx::Error::Database(database) if database.code().as_deref() == Some("23514") => StoreError::Busy(error),

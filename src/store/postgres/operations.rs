@@ -1,8 +1,9 @@
 //! Idempotency records, and the transaction of door A.
 //!
-//! Guarantees: the primary key decides who executes; every other write is one statement that compares the epoch it saw (O4);
-//! an outcome is written only in the transaction that holds the claim, compared by its id inside that statement (O1, R23);
-//! door A never waits for another claim of its key: an advisory lock is tried first (O15).
+//! Guarantees: the primary key decides who executes; every other write is one statement that
+//! compares the epoch it saw (O4); an outcome is written only in the transaction that holds the
+//! claim, compared by its id inside that statement (O1, R23); door A never waits for another claim
+//! of its key: an advisory lock is tried first (O15).
 
 mod expiry;
 mod finish;
@@ -76,11 +77,12 @@ const FIND: &str = concat!(
      left join oncebox.operation o on r.mode = 'phased' and o.operation_id = r.operation_id"
 );
 
-/// The records without an outcome. They stand behind those that have one in the index by operation and time of the outcome, which is
-/// entered once for each operation: an index of their own would cost every claim an entry that is of no use milliseconds later.
+/// The records without an outcome. They stand behind those that have one in the index by operation
+/// and time of the outcome, which is entered once for each operation: an index of their own would
+/// cost every claim an entry that is of no use milliseconds later.
 ///
-/// From the last operation to the first, so that each is entered where they stand: at its front stand the entries of what was purged,
-/// until a vacuum.
+/// From the last operation to the first, so that each is entered where they stand: at its front
+/// stand the entries of what was purged, until a vacuum.
 macro_rules! open_requests {
     () => {
         "(with recursive operations (operation) as ( \
@@ -116,10 +118,12 @@ macro_rules! insert {
 const INSERT: &str = insert!("IN_PROGRESS");
 const INSERT_UNKNOWN: &str = insert!("UNKNOWN_REQUIRES_RECOVERY");
 
-/// Look, try-lock and insert in one statement, in the order of O15, which CASE keeps: a record that is seen takes no lock, and an insert
-/// that would wait for whoever changes that record just then is not begun. Which of them refused, the look that follows says.
+/// Look, try-lock and insert in one statement, in the order of O15, which CASE keeps: a record that
+/// is seen takes no lock, and an insert that would wait for whoever changes that record just then
+/// is not begun. Which of them refused, the look that follows says.
 ///
-/// Its transaction owns it, so it has no lease. No value but a default is volatile: the plan needs one projection less.
+/// Its transaction owns it, so it has no lease. No value but a default is volatile: the plan needs
+/// one projection less.
 const CLAIM: &str = "insert into oncebox.idempotency_request (key_digest, tenant, operation, key, principal, fingerprint, mode, operation_id, state) \
      select $1, $2, $3, $4, $5, $6, $7, $8, 'IN_PROGRESS' \
       where case when exists (select from oncebox.idempotency_request r where r.key_digest = $1) then false \
@@ -187,7 +191,8 @@ impl Keys for PostgresStore {
         if changed.rows_affected() == 1 {
             return Ok(Claimed::Owned(owned));
         }
-        // A statement of its own: it sees what a transaction that we waited for has committed (pitfall 3).
+        // A statement of its own: it sees what a transaction that we waited for has committed
+        // (pitfall 3).
         let found = find(&mut connection, &claim.identity).await?.record;
         Ok(found.map_or(Claimed::Vanished, |record| Claimed::Existing(Box::new(record))))
     }
@@ -291,7 +296,8 @@ impl Keys for PostgresStore {
             open_requests!(),
             " r"
         ))
-        // Planned anew: a plan for tables that are still empty would read all there is, until they are analyzed.
+        // Planned anew: a plan for tables that are still empty would read all there is, until they
+        // are analyzed.
         .persistent(false)
         .one(&self.pool)
         .await?;

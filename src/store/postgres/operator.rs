@@ -1,7 +1,9 @@
-//! What an operator sees of dead messages and does with them; every act writes an audit row in its own transaction.
+//! What an operator sees of dead messages and does with them; every act writes an audit row in its
+//! own transaction.
 //!
-//! Guarantees: on the outbox only a request is written, which the owner of the shard carries out (R17); a message of a consumer
-//! that is redriven has its inbox row, so that a second copy is a duplicate (R31).
+//! Guarantees: on the outbox only a request is written, which the owner of the shard carries out
+//! (R17); a message of a consumer that is redriven has its inbox row, so that a second copy is a
+//! duplicate (R31).
 
 use std::time::Duration;
 
@@ -178,8 +180,8 @@ impl Operator for PostgresStore {
         .run(&mut tx)
         .await?;
         tx.commit().await?;
-        // Its inbox goes in pages: a transaction over all of it would hold vacuum back. Whoever is stopped here finds the name that
-        // it has now in the list, and forgets that.
+        // Its inbox goes in pages: a transaction over all of it would hold vacuum back. Whoever is
+        // stopped here finds the name that it has now in the list, and forgets that.
         for table in ["inbox_timed", "inbox_untimed"] {
             let page = format!(
                 "delete from oncebox.{table} where consumer_id = $1 and message_id in (
@@ -378,7 +380,8 @@ fn refuse_unsafe(
     }
 }
 
-/// No more tries for a consumer's message. False where a process has its claim, or the same delivery is dead already.
+/// No more tries for a consumer's message. False where a process has its claim, or the same
+/// delivery is dead already.
 async fn bury(connection: &mut Bounded<Postgres>, message: &DeadMessage) -> Result<bool, StoreError> {
     let buried = sqlx::query(
         "update oncebox.waiting w
@@ -467,7 +470,8 @@ async fn discard(connection: &mut Bounded<Postgres>, sequence: i64) -> Result<()
     Ok(())
 }
 
-/// Waiting again, tries counted from nothing; due now unless an older row of its key stands before it.
+/// Waiting again, tries counted from nothing; due now unless an older row of its key stands before
+/// it.
 async fn make_due(connection: &mut Bounded<Postgres>, sequence: i64) -> Result<(), StoreError> {
     sqlx::query(
         "update oncebox.waiting w
@@ -483,8 +487,9 @@ async fn make_due(connection: &mut Bounded<Postgres>, sequence: i64) -> Result<(
     Ok(())
 }
 
-/// Inserts the inbox row of a message that is redriven, so that a second copy is a duplicate (a verdict left none, a new id has
-/// none: R31). None where it was inserted, else whether the row that stood there has this content.
+/// Inserts the inbox row of a message that is redriven, so that a second copy is a duplicate (a
+/// verdict left none, a new id has none: R31). None where it was inserted, else whether the row
+/// that stood there has this content.
 async fn inbox_row(
     connection: &mut Bounded<Postgres>,
     consumer: i32,

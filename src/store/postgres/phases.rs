@@ -1,8 +1,8 @@
 //! Operations in phases.
 //!
-//! Guarantees: of many that take an operation up one raises its epoch; a phase moves its operation on only in the transaction that
-//! it began in, compared by its id inside the statement, and from the point and epoch that it knew (O1, O9); record and operation
-//! change together.
+//! Guarantees: of many that take an operation up one raises its epoch; a phase moves its operation
+//! on only in the transaction that it began in, compared by its id inside the statement, and from
+//! the point and epoch that it knew (O1, O9); record and operation change together.
 
 mod tx;
 
@@ -59,7 +59,8 @@ const EVIDENCE: &str = concat!(
     " from oncebox.operation_evidence where operation_id = $1 order by evidence_id"
 );
 
-/// Nobody drives it, and somebody may; a lease that was written before the clock went back is over (R22).
+/// Nobody drives it, and somebody may; a lease that was written before the clock went back is over
+/// (R22).
 macro_rules! is_free {
     () => {
         "o.parked is null and o.outcome_at is null and (o.owner is null or o.lease_until <= clock_timestamp() \
@@ -67,7 +68,8 @@ macro_rules! is_free {
     };
 }
 
-/// What every statement of a driver is fenced by; a parked operation, and one with its outcome, has no owner.
+/// What every statement of a driver is fenced by; a parked operation, and one with its outcome, has
+/// no owner.
 macro_rules! is_ours {
     () => {
         "o.operation_id = $1 and o.epoch = $2 and o.owner = $3"

@@ -1,8 +1,10 @@
-//! The read of a relay session: one statement, one snapshot, all open gaps and the tail, in position order (R2, R4, R9).
+//! The read of a relay session: one statement, one snapshot, all open gaps and the tail, in
+//! position order (R2, R4, R9).
 //!
-//! Guarantees: the fence of this snapshot, epoch and revision come with the rows; positions of all shards are returned, content
-//! only of this one; the plan has no Sort, because every range is an ordered index scan of its own and the outer query has a
-//! LIMIT and no ORDER BY. A read is bounded by bytes too, not only by rows (G11).
+//! Guarantees: the fence of this snapshot, epoch and revision come with the rows; positions of all
+//! shards are returned, content only of this one; the plan has no Sort, because every range is an
+//! ordered index scan of its own and the outer query has a LIMIT and no ORDER BY. A read is bounded
+//! by bytes too, not only by rows (G11).
 
 use std::collections::HashMap;
 use std::ops::ControlFlow;
@@ -57,8 +59,9 @@ pub(super) struct Bounds {
 }
 
 impl Bounds {
-    /// A message that weighs more than its share of the bytes comes with a statement of its own, once it is known that there is
-    /// room for it: else one read could bring a thousand of the largest.
+    /// A message that weighs more than its share of the bytes comes with a statement of its own,
+    /// once it is known that there is room for it: else one read could bring a thousand of the
+    /// largest.
     fn share(self) -> usize {
         (self.bytes / self.rows.max(1)).clamp(1, 1 << 30)
     }
@@ -82,8 +85,8 @@ pub(super) struct Found {
     bytes: usize,
 }
 
-/// The statement. Limit and share are literals, so that no generic plan can think the limit large; there are few of them in a
-/// session. Lengths are read without the values.
+/// The statement. Limit and share are literals, so that no generic plan can think the limit large;
+/// there are few of them in a session. Lengths are read without the values.
 pub(super) fn statement(buckets: Buckets, bounds: Bounds) -> String {
     let (limit, share) = (bounds.rows, bounds.share());
     let weight = "octet_length(payload) + coalesce(octet_length(headers::text), 0)";
@@ -147,8 +150,8 @@ pub(super) async fn read(
     Ok(Some(found))
 }
 
-/// Takes a row, unless those before it reach the bytes: then it counts as not read, for absence is known only below the last
-/// position taken.
+/// Takes a row, unless those before it reach the bytes: then it counts as not read, for absence is
+/// known only below the last position taken.
 fn add(found: &mut Option<Found>, row: &PgRow, buckets: Buckets, bounds: Bounds) -> Result<(), StoreError> {
     let found = match found {
         Some(found) => found,
@@ -205,7 +208,8 @@ async fn complete(connection: &mut Bounded<Postgres>, found: &mut Found) -> Resu
     Ok(())
 }
 
-/// A message, its columns beginning at `at` in the order of [`CONTENT`]; without a payload where it was left out.
+/// A message, its columns beginning at `at` in the order of [`CONTENT`]; without a payload where it
+/// was left out.
 pub(super) fn message_of(row: &PgRow, at: usize) -> Result<OutgoingMessage, StoreError> {
     let headers = match row.try_get_unchecked::<Option<&str>, _>(at + 4)? {
         Some(json) => parse_headers(json)?,

@@ -1,8 +1,9 @@
 //! A relay session: one ownership of one shard on one connection of its own.
 //!
-//! The steps and what each must wait for are those of [`crate::policy::gaps`] (R2): this file runs their statements. Guarantees:
-//! every write is fenced by epoch and revision in the statement itself; a claim commits synchronously, after the read (R5);
-//! another server, a set-back sequence or rows out of order end the session (R7).
+//! The steps and what each must wait for are those of [`crate::policy::gaps`] (R2): this file runs
+//! their statements. Guarantees: every write is fenced by epoch and revision in the statement
+//! itself; a claim commits synchronously, after the read (R5); another server, a set-back sequence
+//! or rows out of order end the session (R7).
 
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
@@ -20,12 +21,14 @@ use crate::store::{
     DivertedRow, LeaseAnswer, LeaseRequest, Mark, OpenGaps, OperatorRequest, Outbox, OutboxRow, ReadBatch, RelaySession,
 };
 
-/// A gap that waits so long after its fence is looked at through the locks of its possible writers (R6).
+/// A gap that waits so long after its fence is looked at through the locks of its possible writers
+/// (R6).
 const STALE_GAP: Duration = Duration::from_secs(2);
 /// How often the locks are looked at.
 const WATCH_EVERY: Duration = Duration::from_millis(500);
 
-/// Takes the lease and raises the epoch. A lease that ends later than now plus its own length counts as expired (R22).
+/// Takes the lease and raises the epoch. A lease that ends later than now plus its own length
+/// counts as expired (R22).
 const TAKE: &str = "
 update oncebox.shard set epoch = epoch + 1, revision = revision + 1, owner = $2, lease_seconds = $3,
        lease_until = clock_timestamp() + $3 * interval '1 second'
@@ -49,8 +52,9 @@ update oncebox.shard set revision = revision + 1, lease_until = clock_timestamp(
  where shard_id = $1 and epoch = $2 and revision = $3
 returning pg_current_xact_id()::text::bigint";
 
-/// The transaction ids of all holders of a RowExclusiveLock on the outbox: only they can still write at a gap (R6). A holder
-/// without an id drew no position, for the id is drawn first (R1). Never by process or virtual transaction: PREPARE changes them.
+/// The transaction ids of all holders of a RowExclusiveLock on the outbox: only they can still
+/// write at a gap (R6). A holder without an id drew no position, for the id is drawn first (R1).
+/// Never by process or virtual transaction: PREPARE changes them.
 const LOCK_HOLDERS: &str = "
 select distinct t.transactionid::text::bigint
   from pg_locks l
@@ -135,7 +139,8 @@ impl Outbox for PostgresStore {
     }
 }
 
-/// What a session rests on, set by itself. The read has one good plan, whatever statistics say: ordered index scans.
+/// What a session rests on, set by itself. The read has one good plan, whatever statistics say:
+/// ordered index scans.
 pub(super) fn settings(timeout: Duration) -> String {
     let timeout = timeout.as_millis();
     format!(
@@ -300,15 +305,15 @@ impl PostgresSession {
         self.batches.iter().take_while(|(batch, _)| *batch <= through).last().map(|(_, number)| *number)
     }
 
-    /// The LIMIT of the next read: what was asked for, or the next lower power of two where the cap on gaps allows less, so that
-    /// few statements are ever prepared.
+    /// The LIMIT of the next read: what was asked for, or the next lower power of two where the cap
+    /// on gaps allows less, so that few statements are ever prepared.
     fn limit(&self, rows_max: usize) -> usize {
         let allowed = self.cursor.row_limit(rows_max.clamp(1, 100_000));
         if allowed == rows_max { rows_max } else { 1 << allowed.ilog2() }
     }
 
-    /// Leaves out rows whose position was decided, or that stand in the dead and held table already: the cursor may have been
-    /// set back (R18).
+    /// Leaves out rows whose position was decided, or that stand in the dead and held table
+    /// already: the cursor may have been set back (R18).
     async fn undecided(&mut self, mut rows: Vec<OutboxRow>) -> Result<Vec<OutboxRow>, StoreError> {
         let asked: Vec<i64> =
             rows.iter().map(|row| row.position).take_while(|position| *position <= self.decided_to).collect();
@@ -319,7 +324,8 @@ impl PostgresSession {
         Ok(rows)
     }
 
-    /// Closes gaps of transactions that ended without a row, although a long transaction elsewhere keeps the fence open (R6).
+    /// Closes gaps of transactions that ended without a row, although a long transaction elsewhere
+    /// keeps the fence open (R6).
     async fn watch_locks(&mut self) -> Result<(), StoreError> {
         if self.watched.is_some_and(|last| last.elapsed() < WATCH_EVERY) {
             return Ok(());
@@ -342,7 +348,8 @@ impl PostgresSession {
     }
 }
 
-/// What the database answered cannot be trusted: the session ends and starts again from what is persisted.
+/// What the database answered cannot be trusted: the session ends and starts again from what is
+/// persisted.
 fn doubt(error: &CursorError) -> StoreError {
     StoreError::Corrupt(error.to_string())
 }

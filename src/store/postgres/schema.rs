@@ -1,7 +1,8 @@
 //! Migrations, in a migration table of our own inside the schema `oncebox`.
 //!
-//! Guarantees: each migration and its row commit together; two migrators at once take turns; a migration that was changed after
-//! it was applied is refused; no program migrates on its own accord.
+//! Guarantees: each migration and its row commit together; two migrators at once take turns; a
+//! migration that was changed after it was applied is refused; no program migrates on its own
+//! accord.
 
 use sha2::{Digest, Sha256};
 use sqlx::{AssertSqlSafe, Postgres, Row};
@@ -38,7 +39,8 @@ const MIGRATIONS: [MigrationText; 4] = [
     },
 ];
 
-/// Migrators of all databases of a server share the number space of advisory locks: eight bytes that nobody else has.
+/// Migrators of all databases of a server share the number space of advisory locks: eight bytes
+/// that nobody else has.
 const MIGRATION_LOCK: i64 = i64::from_be_bytes(*b"oncebox\0");
 
 const MIGRATION_TABLE: &str = "
@@ -90,8 +92,8 @@ impl Schema for PostgresStore {
     }
 
     async fn migrate(&self) -> Result<Vec<i64>, StoreError> {
-        // The lock ends with its connection, whatever happens: it is not given back to the pool. A migration, and the wait for
-        // another migrator, may take as long as they take.
+        // The lock ends with its connection, whatever happens: it is not given back to the pool. A
+        // migration, and the wait for another migrator, may take as long as they take.
         let mut connection = self.dedicated().await?;
         // "already exists, skipping" is what a migration that may run twice expects.
         sqlx::query("set client_min_messages = warning").execute(connection.plain()).await?;

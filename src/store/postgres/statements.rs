@@ -1,7 +1,8 @@
 //! Statements of the sql handler on PostgreSQL.
 //!
-//! The server says of what type each parameter is. Values travel as text and are cast to that type there, so a number keeps its
-//! digits whatever the column is, and `timestamptz`, `uuid`, `jsonb`, enums and domains need no code here.
+//! The server says of what type each parameter is. Values travel as text and are cast to that type
+//! there, so a number keeps its digits whatever the column is, and `timestamptz`, `uuid`, `jsonb`,
+//! enums and domains need no code here.
 
 use std::collections::BTreeMap;
 
@@ -18,7 +19,8 @@ use crate::store::{Dialect, Piece, SqlValue, Statements};
 /// A statement whose parameters are text, cast to what the server found them to be.
 #[derive(Debug)]
 pub struct PostgresStatement {
-    // Interned for the life of the program: a handler's statements are few, and sqlx keeps prepared what is `'static`.
+    // Interned for the life of the program: a handler's statements are few, and sqlx keeps prepared
+    // what is `'static`.
     sql: &'static str,
     /// Each occurrence of a parameter, and whether the server wants bytes there.
     parameters: Vec<(String, bool)>,
@@ -41,7 +43,8 @@ impl Statements for PostgresStore {
             _ => Vec::new(),
         };
         let mut types = Vec::with_capacity(oids.len());
-        // Without a modifier: `character` and `bit` alone would mean one character and one bit, and cut the rest off.
+        // Without a modifier: `character` and `bit` alone would mean one character and one bit, and
+        // cut the rest off.
         for oid in oids {
             let name: String =
                 sqlx::query("select format_type($1, -1)").bind(oid).one(&mut connection).await?.try_get(0)?;
@@ -49,7 +52,8 @@ impl Statements for PostgresStore {
         }
         let type_of = |number: usize| types.get(number - 1).map_or("text", String::as_str);
         let sql = numbered(pieces, |number| format!("(${number}::text::{})", type_of(number)));
-        // The casts could change what an operator means: the server sees the statement as it will run.
+        // The casts could change what an operator means: the server sees the statement as it will
+        // run.
         connection.prepare(AssertSqlSafe(sql.clone())).await?;
         let names = pieces.iter().filter_map(|piece| match piece {
             Piece::Param(name) => Some(name.clone()),

@@ -1,8 +1,12 @@
-//! Text that PostgreSQL cannot hold: a foreign message may have a NUL in a name, and no column of text takes one.
+//! Text that PostgreSQL cannot hold: a foreign message may have a NUL in a name, and no column of
+//! text takes one.
 //!
-//! Guarantee: [`stored`] and [`restored`] are inverse to each other for every string, and leave ordinary text as it is.
+//! Guarantee: [`stored`] and [`restored`] are inverse to each other for every string, and leave
+//! ordinary text as it is.
 
 use std::borrow::Cow;
+
+use crate::store::operator::kept_error;
 
 /// Begins an escape: a character of the private use area, itself escaped where it occurs.
 const ESCAPE: char = '\u{e000}';
@@ -41,8 +45,7 @@ pub(super) fn restored(text: String) -> String {
 
 /// An error message: bounded, and without NUL.
 pub(super) fn error_text(error: &str) -> String {
-    const CHARACTERS_MAX: usize = 4_000;
-    error.chars().take(CHARACTERS_MAX).map(|character| if character == '\0' { '\u{fffd}' } else { character }).collect()
+    kept_error(error).replace('\0', "\u{fffd}")
 }
 
 #[cfg(test)]

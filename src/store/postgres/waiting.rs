@@ -1,7 +1,8 @@
 //! Messages that wait for a retry, one table for waiting and dead ones (R25).
 //!
-//! Guarantees: only heads are claimed, so two messages of one key never run at once; rows behind have no due time, so an empty
-//! poll touches none of them; whoever removes a head makes the next of its key due in the same statement.
+//! Guarantees: only heads are claimed, so two messages of one key never run at once; rows behind
+//! have no due time, so an empty poll touches none of them; whoever removes a head makes the next
+//! of its key due in the same statement.
 
 use std::time::Duration;
 
@@ -11,6 +12,7 @@ use sqlx::{Postgres, Row};
 use uuid::Uuid;
 
 use super::PostgresStore;
+use super::inbox::witness;
 use super::text::{error_text, restored, stored};
 use crate::error::StoreError;
 use crate::message::{Coordinates, Message, MessageId, TraceContext};
@@ -21,8 +23,8 @@ use crate::store::{CLAIM_MAX, Claim, ClaimedMessage, ConsumerId, ParkAs, Parked,
 macro_rules! message_columns {
     () => {
         "w.sequence, w.claim, w.attempts, w.message_id, w.id_text, w.topic, w.key, w.kind, w.header_names, w.header_values, \
-         w.payload, w.tombstone, w.content_type, w.source, w.message_time, w.traceparent, w.tracestate, w.place, w.partition, \
-         w.offset_at"
+         w.payload, w.tombstone, w.content_type, w.source, w.message_time, w.traceparent, w.tracestate, w.place, w.partition_no, \
+         w.offset_no"
     };
 }
 
@@ -77,7 +79,8 @@ const NEXT_DUE: &str = concat!(
 /// One row, as [`message_of`] reads it.
 pub(super) const ROW: &str = concat!("select ", message_columns!(), " from oncebox.waiting w where w.sequence = $1");
 
-/// What follows the end of rows of one key: the next of it, unless that one is dead and holds, becomes due.
+/// What follows the end of rows of one key: the next of it, unless that one is dead and holds,
+/// becomes due.
 macro_rules! next_is_due {
     () => {
         "next as (
@@ -96,7 +99,9 @@ const FINISH: &str = concat!(
     "with ended as (
        delete from oncebox.waiting where sequence = any($1) and claim = $2 returning consumer_id, lane_id, sequence), ",
     next_is_due!(),
-    " select pg_current_xact_id() || ' ' || pg_backend_pid(), (select count(*) from ended)"
+    " select ",
+    witness!("pg_current_xact_id()"),
+    ", (select count(*) from ended)"
 );
 
 /// A try that ended: its error joins the history, which is kept to the newest 50.
@@ -120,7 +125,8 @@ const POSTPONE: &str = concat!(
     " where w.sequence = $1 and w.claim = $2"
 );
 
-/// The same delivery may be dead already: then this one leaves, for the two are one (`waiting_dead_once`).
+/// The same delivery may be dead already: then this one leaves, for the two are one
+/// (`waiting_dead_once`).
 const BURY: &str = concat!(
     "update oncebox.waiting w set state = 'dead', claim = null, due_at = null, reason = $3, error = $4,
             holds = $5 and w.lane_id is not null, dead_at = clock_timestamp(), attempts = $6, history = ",
@@ -133,7 +139,7 @@ const BURY: &str = concat!(
 const PARK: &str = "
 insert into oncebox.waiting (consumer_id, lane_id, state, due_at, holds, attempts, reason, error, history, message_id, content_hash,
   id_text, topic, key, kind, header_names, header_values, payload, tombstone, content_type, source, message_time, traceparent,
-  tracestate, place, partition, offset_at, dead_at)
+  tracestate, place, partition_no, offset_no, dead_at)
 values ($1, $2, $3, clock_timestamp() + $4 * interval '1 second', $5, $6, $7, $8,
   coalesce((select a.history from oncebox.attempt a where a.consumer_id = $1 and a.message_id = $9 and a.history <> '[]'),
            case when $8::text is null then '[]'
@@ -176,7 +182,8 @@ const END_CLAIMS: &str = "
 update oncebox.waiting set due_at = statement_timestamp()
  where consumer_id = $1 and claim is not null and due_at > statement_timestamp() + $2 * interval '1 second'";
 
-/// Heads without a due time, found by a loose index scan over the keys: as many steps as there are keys, not rows.
+/// Heads without a due time, found by a loose index scan over the keys: as many steps as there are
+/// keys, not rows.
 const SWEEP: &str = "
 with recursive lane as (
   (select w.lane_id from oncebox.waiting w
@@ -380,8 +387,8 @@ pub(super) async fn park(
     Ok(())
 }
 
-/// Removes claimed rows of a key and makes the next of it due; the answer is the id of this transaction, none where the claim is
-/// not ours any more.
+/// Removes claimed rows of a key and makes the next of it due; the answer is the id of this
+/// transaction, none where the claim is not ours any more.
 pub(super) async fn finish(
     connection: &mut Bounded<Postgres>,
     claimed: &[ClaimedMessage],

@@ -1,7 +1,8 @@
 //! The connection to Redis, and what is asked of the server before anything is trusted to it.
 //!
-//! Guarantees: a connection that failed, or did not answer in time, is never used again; the next call makes a new one, and asks the
-//! server behind it anew, which may be another one (failover, DNS).
+//! Guarantees: a connection that failed, or did not answer in time, is never used again; the next
+//! call makes a new one, and asks the server behind it anew, which may be another one (failover,
+//! DNS).
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -60,8 +61,9 @@ impl RedisKeys {
     /// Connects, and refuses a server that may forget.
     ///
     /// # Errors
-    /// [`StoreError::Refused`]: its `maxmemory_policy` is not `noeviction`, it is a replica or a cluster, or the URL or the
-    /// password is wrong. [`StoreError::Unavailable`]: it does not answer.
+    /// [`StoreError::Refused`]: its `maxmemory_policy` is not `noeviction`, it is a replica or a
+    /// cluster, or the URL or the password is wrong. [`StoreError::Unavailable`]: it does not
+    /// answer.
     ///
     /// # Cancel safety
     /// Safe.
@@ -121,7 +123,8 @@ impl RedisKeys {
         let mut connection = self.connection().await?;
         let done = work(&mut connection).await;
         if done.as_ref().is_err_and(|error| error.is_io_error() || error.is_unrecoverable_error()) {
-            // Whoever comes next connects anew; others may still be waiting for answers on this one.
+            // Whoever comes next connects anew; others may still be waiting for answers on this
+            // one.
             *self.connection.lock().await = None;
         }
         done.map_err(store_error)
@@ -164,7 +167,8 @@ fn client(options: &RedisOptions) -> Result<Client, StoreError> {
     Client::build_with_tls(url, tls).map_err(said)
 }
 
-/// What an error of Redis means. A connection that was lost says nothing of a script that was sent over it.
+/// What an error of Redis means. A connection that was lost says nothing of a script that was sent
+/// over it.
 fn store_error(error: RedisError) -> StoreError {
     /// The server is there and cannot serve now.
     const WAIT: [&str; 9] =

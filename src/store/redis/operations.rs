@@ -1,10 +1,12 @@
 //! Idempotency records in Redis.
 //!
-//! A record is a hash, its body another one with a time to live of its own; two sorted sets name what runs and what is unknown. What
-//! is over goes by itself, so the cleaner's calls find nothing to do; how far back keys may have been forgotten is derived from
-//! the first outcome of an operation and its shortest retention (O23).
+//! A record is a hash, its body another one with a time to live of its own; two sorted sets name
+//! what runs and what is unknown. What is over goes by itself, so the cleaner's calls find nothing
+//! to do; how far back keys may have been forgotten is derived from the first outcome of an
+//! operation and its shortest retention (O23).
 //!
-//! Guarantees: see the room. The parts of an identity stand beside its digest, and are compared by the engine (O16).
+//! Guarantees: see the room. The parts of an identity stand beside its digest, and are compared by
+//! the engine (O16).
 
 use std::collections::HashMap;
 use std::time::Duration;
@@ -24,8 +26,9 @@ use crate::store::{
     Basis, Claimed, Fenced, KeptBody, KeyClaim, Keys, Look, NewEvidence, OperationStats, Outcome, Owned, StoredEvidence,
 };
 
-/// How far the clock of a key's maker may be ahead: the default of [`Route::id_skew`](crate::policy::operation::Route::id_skew),
-/// which a store that forgets by itself is not told.
+/// How far the clock of a key's maker may be ahead: the default of
+/// [`Route::id_skew`](crate::policy::operation::Route::id_skew), which a store that forgets by
+/// itself is not told.
 const ID_SKEW: Duration = Duration::from_secs(60);
 
 /// The fields of a hash.

@@ -1,6 +1,7 @@
 //! The scripts, one for each change, and the names of the keys that they touch.
 //!
-//! Guarantees: a script that changes a record compares epoch and owner first, one that takes a lost claim back the owner; times are the server's, in microseconds.
+//! Guarantees: a script that changes a record compares epoch and owner first, one that takes a lost
+//! claim back the owner; times are the server's, in microseconds.
 //!
 //! Not here: what a record's fields mean (`operations`).
 
@@ -32,7 +33,8 @@ macro_rules! over {
     };
 }
 
-/// Ends with 0 unless the record is IN_PROGRESS and ours: KEYS[1], ARGV[1] the epoch, ARGV[2] the owner.
+/// Ends with 0 unless the record is IN_PROGRESS and ours: KEYS[1], ARGV[1] the epoch, ARGV[2] the
+/// owner.
 macro_rules! fence {
     () => {
         "local f = redis.call('HMGET', KEYS[1], 'epoch', 'owner', 'state')\n\
@@ -46,15 +48,16 @@ pub(super) static FIND: LazyLock<Script> = script!(
     "return {whole(now), g[1], g[2], redis.call('HGETALL', KEYS[1])}\n",
 );
 
-/// KEYS: record, body. ARGV: epoch. Gives the body's fields; none where its time is over, also before it has gone.
+/// KEYS: record, body. ARGV: epoch. Gives the body's fields; none where its time is over, also
+/// before it has gone.
 pub(super) static BODY: LazyLock<Script> = script!(
     "local r = redis.call('HMGET', KEYS[1], 'epoch', 'body_until')\n",
     "if r[1] ~= ARGV[1] or not r[2] or tonumber(r[2]) <= now then return {} end\n",
     "return redis.call('HGETALL', KEYS[2])\n",
 );
 
-/// KEYS: record, body, running, unknown, epoch. ARGV: basis, epoch seen, name, length of the lease, then fields and values. Gives the
-/// epoch, or nothing where what must hold does not.
+/// KEYS: record, body, running, unknown, epoch. ARGV: basis, epoch seen, name, length of the lease,
+/// then fields and values. Gives the epoch, or nothing where what must hold does not.
 pub(super) static CLAIM: LazyLock<Script> = script!(
     over!(),
     "local r = redis.call('HMGET', KEYS[1], 'epoch', 'state', 'mode', 'lease_until', 'lease_length', 'expires', 'created')\n",
@@ -92,8 +95,9 @@ pub(super) static HEARTBEAT: LazyLock<Script> = script!(
     "return 1\n",
 );
 
-/// KEYS: record, body, running, unknown, forgotten. ARGV: epoch, owner, name, state, life of the answer, of the metadata, of the
-/// body (each empty where there is none), the number of the record's fields and values, these, and the body's.
+/// KEYS: record, body, running, unknown, forgotten. ARGV: epoch, owner, name, state, life of the
+/// answer, of the metadata, of the body (each empty where there is none), the number of the
+/// record's fields and values, these, and the body's.
 pub(super) static FINISH: LazyLock<Script> = script!(
     fence!(),
     "local ttl, metadata, body_ttl, parts = ARGV[5], ARGV[6], ARGV[7], tonumber(ARGV[8])\n",
@@ -119,8 +123,8 @@ pub(super) static FINISH: LazyLock<Script> = script!(
     "return 1\n",
 );
 
-/// KEYS: record, body, running. ARGV: epoch, owner, name. Who lost the answer to his claim does not know its epoch, and gives none:
-/// the token is new for each claim, so it says as much.
+/// KEYS: record, body, running. ARGV: epoch, owner, name. Who lost the answer to his claim does not
+/// know its epoch, and gives none: the token is new for each claim, so it says as much.
 pub(super) static RELEASE: LazyLock<Script> = script!(
     "local f = redis.call('HMGET', KEYS[1], 'epoch', 'owner', 'state')\n",
     "if (ARGV[1] ~= '' and f[1] ~= ARGV[1]) or f[2] ~= ARGV[2] or f[3] ~= 'IN_PROGRESS' then return 0 end\n",
@@ -141,7 +145,8 @@ pub(super) static MARK_UNKNOWN: LazyLock<Script> = script!(
     "return 1\n",
 );
 
-/// KEYS: running, unknown. Gives: how many run, since when the oldest one, how many are unknown, now.
+/// KEYS: running, unknown. Gives: how many run, since when the oldest one, how many are unknown,
+/// now.
 pub(super) static STATS: LazyLock<Script> = script!(
     "local oldest = redis.call('ZRANGE', KEYS[1], 0, 0, 'WITHSCORES')\n",
     "return {redis.call('ZCARD', KEYS[1]), oldest[2] or false, redis.call('ZCARD', KEYS[2]), whole(now)}\n",

@@ -38,7 +38,8 @@ impl SqliteStore {
         &self.shared.path
     }
 
-    /// Waits for this store's turn to write, by the lock files `<database>.oncebox-lock` and `.oncebox-lock-next` (R14).
+    /// Waits for this store's turn to write, by the lock files `<database>.oncebox-lock` and
+    /// `.oncebox-lock-next` (R14).
     pub(super) async fn take_turn(&self, patience: Duration) -> std::io::Result<Held> {
         let turn = match self.shared.turn.get() {
             Some(turn) => turn,
@@ -65,8 +66,9 @@ impl Base for SqliteStore {
 
     const NAME: &'static str = "sqlite";
 
-    /// Prepares connections to `sqlite://FILE`. The file is opened with the first statement: one that is missing is not made
-    /// (unless `options.create`), and shows as [`crate::store::SchemaState::Missing`].
+    /// Prepares connections to `sqlite://FILE`. The file is opened with the first statement: one
+    /// that is missing is not made (unless `options.create`), and shows as
+    /// [`crate::store::SchemaState::Missing`].
     ///
     /// # Errors
     /// [`StoreError::Refused`] where the URL is none of a file that this process can write to.
@@ -106,7 +108,8 @@ impl Base for SqliteStore {
                 Box::pin(async move {
                     // A rollback may still stand in the queue of the connection's thread.
                     connection.ping().await?;
-                    // A transaction that was ended behind sqlx's back leaves its count of open ones wrong: not used again.
+                    // A transaction that was ended behind sqlx's back leaves its count of open ones
+                    // wrong: not used again.
                     Ok(!connection.is_in_transaction())
                 })
             })

@@ -1,11 +1,13 @@
 //! The Rust door of SQLite: one statement a call, whatever the number of messages.
 //!
-//! Several messages go in as one blob that holds all their parts and one JSON array that says where each part stands, so that a
-//! call is one statement without a bound on the number of messages but SQLite's on the size of a value (1,000,000,000 bytes for
-//! all messages of a call together). Positions ascend in the order given: `json_each` walks an array in its order, and
-//! AUTOINCREMENT counts up as rows arrive.
+//! Several messages go in as one blob that holds all their parts and one JSON array that says where
+//! each part stands, so that a call is one statement without a bound on the number of messages but
+//! SQLite's on the size of a value (1,000,000,000 bytes for all messages of a call together).
+//! Positions ascend in the order given: `json_each` walks an array in its order, and AUTOINCREMENT
+//! counts up as rows arrive.
 //!
-//! The limits are the triggers' (R13): nothing of a call is written when one of its messages breaks one.
+//! The limits are the triggers' (R13): nothing of a call is written when one of its messages breaks
+//! one.
 
 use sqlx::sqlite::SqliteConnection;
 use uuid::Uuid;
@@ -18,7 +20,8 @@ use crate::store::Door;
 const ONE: &str = "\
 insert into oncebox_outbox (message_id, topic, key, kind, headers, payload, content_type) values (?, ?, ?, ?, ?, ?, ?)";
 
-/// `?1` the blob of parts, `?2` the places: for each message seven pairs of start (from 1) and length, null for no part.
+/// `?1` the blob of parts, `?2` the places: for each message seven pairs of start (from 1) and
+/// length, null for no part.
 const MANY: &str = "\
 insert into oncebox_outbox (message_id, topic, key, kind, headers, payload, content_type)
 select cast(substr(?1, m.value ->> 0, m.value ->> 1) as text), cast(substr(?1, m.value ->> 2, m.value ->> 3) as text),

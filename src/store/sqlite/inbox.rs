@@ -1,8 +1,9 @@
 //! The inbox of SQLite: consumers, tries, assignments, and the transaction around a handler.
 //!
-//! Guarantees: the ids of a batch go in with one statement, sorted, and the unique key answers which are new (R24). A handler
-//! cannot commit by itself: SQLite refuses every commit but ours on its connection, and a savepoint of a random name that must
-//! still be there proves before COMMIT that the transaction is the one that was begun (R23).
+//! Guarantees: the ids of a batch go in with one statement, sorted, and the unique key answers
+//! which are new (R24). A handler cannot commit by itself: SQLite refuses every commit but ours on
+//! its connection, and a savepoint of a random name that must still be there proves before COMMIT
+//! that the transaction is the one that was begun (R23).
 
 mod park;
 mod purge;
@@ -22,18 +23,20 @@ use crate::message::MessageId;
 use crate::policy::db_time::DbTime;
 use crate::policy::horizon::Bounds;
 use crate::policy::position::Position;
+use crate::store::operator::kept_error;
 use crate::store::{
     Admission, Base, ClaimedMessage, ConsumerId, ConsumerSpec, Holding, Inbox, InboxEntry, InboxTx, Known, Opened,
     Parked, Proof, Purged, Standing, Undone,
 };
 
-/// Adds an error to a history of at most 20: `$errors` the JSON array, `$attempt` the number of the try, `$error` its text.
+/// Adds an error to a history of at most 20: `$errors` the JSON array, `$attempt` the number of the
+/// try, `$error` its text.
 macro_rules! add_error {
     ($errors:literal, $attempt:literal, $error:literal) => {
         concat!(
             "json_insert(case when json_array_length(",
             $errors,
-            ") >= 20 then json_remove(",
+            ") >= 50 then json_remove(",
             $errors,
             ", '$[0]') else ",
             $errors,
@@ -50,18 +53,6 @@ pub(super) use add_error;
 /// How long a rollback is waited for.
 const UNDO_MAX: Duration = Duration::from_secs(5);
 
-/// Errors are kept up to this many bytes.
-const ERROR_BYTES_MAX: usize = 2_000;
-
-/// An error as it is kept.
-pub(super) fn shorten(error: &str) -> String {
-    let mut end = error.len().min(ERROR_BYTES_MAX);
-    while !error.is_char_boundary(end) {
-        end -= 1;
-    }
-    error[..end].to_owned()
-}
-
 /// Which of these ids stand in the inbox.
 pub(super) const KNOWN: &str = concat!(
     "with recursive ",
@@ -73,7 +64,7 @@ pub(super) const KNOWN: &str = concat!(
 pub(super) const ADMIT: &str = concat!(
     "with recursive ",
     parts!("?2", 32),
-    " insert into oncebox_inbox (consumer_id, message_id, hash, received_at) \
+    " insert into oncebox_inbox (consumer_id, message_id, content_hash, received_at) \
              select ?1, substr(?2, 1 + i * 32, 16), substr(?2, 17 + i * 32, 16), ",
     now_ms!(),
     " from n where length(?2) > 0 on conflict do nothing returning message_id, received_at"
@@ -81,7 +72,7 @@ pub(super) const ADMIT: &str = concat!(
 
 /// Purge bound, now, skew.
 const BOUNDS: &str = concat!(
-    "select purged_before, ",
+    "select purged_below, ",
     now_ms!(),
     ", (select value from oncebox_limits where name = 'id_skew_seconds') from oncebox_consumer where consumer_id = ?"
 );
@@ -91,7 +82,7 @@ pub(super) const BLOCKED: &str = concat!(
     "with recursive ",
     parts!("?2", 16),
     " select substr(?2, 1 + i * 16, 16) from n where exists (select 1 from oncebox_waiting \
-             where consumer_id = ?1 and lane = substr(?2, 1 + i * 16, 16) and blocks = 1)"
+             where consumer_id = ?1 and lane_id = substr(?2, 1 + i * 16, 16) and blocks = 1)"
 );
 
 /// Ids behind each other, as `parts` takes them apart.
@@ -118,15 +109,7 @@ impl Inbox for SqliteStore {
         insert.bind(&spec.name).bind(&spec.id_rule).execute(write.connection()).await?;
         let stored = query_as("select consumer_id, id_rule from oncebox_consumer where name = ?").bind(&spec.name);
         let (id, id_rule): (i32, String) = stored.fetch_one(write.connection()).await?;
-        if id_rule != spec.id_rule {
-            if !spec.accept {
-                write.rollback().await?;
-                return Err(StoreError::Refused(format!(
-                    "consumer `{}` has deduplicated by the id rule `{id_rule}`, now it is to be `{}`: messages handled \
-                     before would not be recognised; accept that by `--accept`, or give the consumer another name",
-                    spec.name, spec.id_rule
-                )));
-            }
+        if spec.changes(&id_rule)? {
             let accept = query("update oncebox_consumer set id_rule = ? where consumer_id = ?");
             accept.bind(&spec.id_rule).bind(id).execute(write.connection()).await?;
         }
@@ -225,7 +208,7 @@ impl Inbox for SqliteStore {
         // A row that says nothing any more goes: only the success of a counted try would delete it.
         for statement in [
             "update oncebox_attempt set attempts = attempts - 1 where consumer_id = ? and message_id = ? and attempts > 0",
-            "delete from oncebox_attempt where consumer_id = ? and message_id = ? and attempts = 0 and errors = '[]'",
+            "delete from oncebox_attempt where consumer_id = ? and message_id = ? and attempts = 0 and history = '[]'",
         ] {
             query(statement).bind(consumer.0).bind(id.bytes().to_vec()).execute(write.connection()).await?;
         }
@@ -248,11 +231,11 @@ impl Inbox for SqliteStore {
         let count = count.bind(consumer.0).bind(id.bytes().to_vec()).bind(i64::from(counted));
         count.execute(write.connection()).await?;
         let note = query_scalar::<_, u32>(concat!(
-            "update oncebox_attempt set errors = ",
-            add_error!("errors", "attempts", "?3"),
+            "update oncebox_attempt set history = ",
+            add_error!("history", "attempts", "?3"),
             " where consumer_id = ?1 and message_id = ?2 returning attempts"
         ));
-        let note = note.bind(consumer.0).bind(id.bytes().to_vec()).bind(shorten(error));
+        let note = note.bind(consumer.0).bind(id.bytes().to_vec()).bind(kept_error(error));
         let attempts = note.fetch_one(write.connection()).await?;
         write.commit().await?;
         Ok(attempts)
@@ -271,14 +254,15 @@ impl Inbox for SqliteStore {
 
     async fn open_assignment(&self, consumer: ConsumerId, holding: &Holding) -> Result<Opened, StoreError> {
         let mut write = self.write().await?;
-        let stood = query_as::<_, (String, Option<String>, Option<i64>)>(
-            "select state, topic_id, next_offset from oncebox_assignment \
-             where consumer_id = ? and topic = ? and partition = ?",
+        let stood = query_as::<_, (String, Option<String>, Option<i64>, bool)>(
+            "select a.state, a.topic_id, a.next_offset, coalesce(a.id_rule <> c.id_rule, false) \
+               from oncebox_assignment a join oncebox_consumer c using (consumer_id) \
+              where a.consumer_id = ? and a.topic = ? and a.partition_no = ?",
         );
         let stood = stood.bind(consumer.0).bind(&*holding.topic).bind(holding.partition);
         let stood = stood.fetch_optional(write.connection()).await?;
         query(concat!(
-            "insert into oncebox_assignment (consumer_id, topic, partition, state, owner, changed_at) \
+            "insert into oncebox_assignment (consumer_id, topic, partition_no, state, owner, changed_at) \
              values (?, ?, ?, 'open', ?, ",
             now_ms!(),
             ") on conflict do update set state = 'open', owner = excluded.owner, changed_at = excluded.changed_at"
@@ -291,9 +275,10 @@ impl Inbox for SqliteStore {
         .await?;
         write.commit().await?;
         Ok(match stood {
-            None => Opened { was_open: false, position: None },
-            Some((state, topic_id, next)) => {
-                Opened { was_open: state == "open", position: next.map(|next| Position { topic_id, next }) }
+            None => Opened { was_open: false, position: None, has_new_ids: false },
+            Some((state, topic_id, next, has_new_ids)) => {
+                let position = next.map(|next| Position { topic_id, next });
+                Opened { was_open: state == "open", position, has_new_ids }
             }
         })
     }
@@ -304,7 +289,9 @@ impl Inbox for SqliteStore {
             query(concat!(
                 "update oncebox_assignment set topic_id = ?, next_offset = ?, changed_at = ",
                 now_ms!(),
-                " where consumer_id = ? and topic = ? and partition = ? and owner = ?"
+                ", id_rule = (select c.id_rule from oncebox_consumer c \
+                              where c.consumer_id = oncebox_assignment.consumer_id) \
+                 where consumer_id = ? and topic = ? and partition_no = ? and owner = ?"
             ))
             .bind(&position.topic_id)
             .bind(position.next)
@@ -329,7 +316,7 @@ impl Inbox for SqliteStore {
             "update oncebox_assignment set state = 'closed', owner = null, changed_at = ",
             now_ms!(),
             ", topic_id = iif(?1 is null, topic_id, ?2), next_offset = coalesce(?1, next_offset) \
-             where consumer_id = ?3 and topic = ?4 and partition = ?5 and owner = ?6"
+             where consumer_id = ?3 and topic = ?4 and partition_no = ?5 and owner = ?6"
         ))
         .bind(position.map(|position| position.next))
         .bind(position.and_then(|position| position.topic_id.as_deref()))
@@ -359,7 +346,8 @@ async fn bounds(connection: &mut SqliteConnection, consumer: ConsumerId) -> Resu
 pub struct SqliteInboxTx {
     write: Write,
     consumer: ConsumerId,
-    /// Set right after BEGIN, so it covers the inbox rows, and what `finish` removes, whichever comes first.
+    /// Set right after BEGIN, so it covers the inbox rows, and what `finish` removes, whichever
+    /// comes first.
     savepoint: String,
     /// Which ids were new.
     admitted: Option<HashSet<MessageId>>,
@@ -464,8 +452,9 @@ impl InboxTx for SqliteInboxTx {
         Ok(if self.write.was_commit_refused() { Proof::Aborted } else { Proof::Ended })
     }
 
-    /// Nobody but us can commit on this connection, and there is no server that could be away: a statement that still runs is
-    /// interrupted, and a connection that will not roll back is not used again.
+    /// Nobody but us can commit on this connection, and there is no server that could be away: a
+    /// statement that still runs is interrupted, and a connection that will not roll back is not
+    /// used again.
     async fn undo(&mut self) -> Result<Undone, StoreError> {
         match tokio::time::timeout(UNDO_MAX, self.write.undo()).await {
             Ok(Ok(())) => {}
@@ -493,7 +482,7 @@ impl SqliteInboxTx {
         let stored = query_as::<_, (Vec<u8>, Vec<u8>)>(concat!(
             "with recursive ",
             parts!("?2", 16),
-            " select message_id, hash from n join oncebox_inbox on consumer_id = ?1 \
+            " select message_id, content_hash from n join oncebox_inbox on consumer_id = ?1 \
              and message_id = substr(?2, 1 + i * 16, 16)"
         ));
         let stored = stored.bind(self.consumer.0).bind(bytes_of(ids)).fetch_all(self.write.connection()).await?;

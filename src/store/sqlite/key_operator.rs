@@ -39,9 +39,10 @@ const KEYS: &str = concat!(
      order by r.created_at, r.key_digest limit ?9"
 );
 
-/// Whether the operation `o` has a conflict that no person has judged: evidence of an effect says another thing than what was
-/// decided, or the operation failed with an effect that stands. Such an operation is listed, and is kept until it is judged. A
-/// mismatch went to an operator by itself, whose word about it is that judgement.
+/// Whether the operation `o` has a conflict that no person has judged: evidence of an effect says
+/// another thing than what was decided, or the operation failed with an effect that stands. Such an
+/// operation is listed, and is kept until it is judged. A mismatch went to an operator by itself,
+/// whose word about it is that judgement.
 macro_rules! conflict {
     () => {
         "(o.outcome_at is not null and (exists (select 1 from oncebox_operation_evidence e \
@@ -63,8 +64,8 @@ macro_rules! conflict {
 }
 pub(super) use conflict;
 
-/// Whether what is known of the operation of the record `r` outlives it: a conflict of its own, or a run that succeeded after its
-/// lease while the record says that it failed.
+/// Whether what is known of the operation of the record `r` outlives it: a conflict of its own, or
+/// a run that succeeded after its lease while the record says that it failed.
 macro_rules! outlives {
     () => {
         concat!(

@@ -5,14 +5,14 @@ use sqlx::{Row, query, query_scalar};
 use uuid::Uuid;
 
 use super::connect::SqliteStore;
-use super::inbox::shorten;
 use super::message::sixteen;
 use super::{millis, now_ms};
 use crate::error::StoreError;
+use crate::store::operator::kept_error;
 use crate::store::{Base, CLAIM_MAX, Claim, EmailOutcome, EmailToSend, Mailbox, NewEmail};
 
-/// Due, or claimed for longer than any claim can be: that claim was made before the clock went back. Two ranges of the index, each
-/// for itself: with `or` all that is pending is read.
+/// Due, or claimed for longer than any claim can be: that claim was made before the clock went
+/// back. Two ranges of the index, each for itself: with `or` all that is pending is read.
 macro_rules! due {
     ($claim_max:literal) => {
         concat!(
@@ -84,8 +84,8 @@ impl Mailbox for SqliteStore {
     async fn settle_email(&self, email: &EmailToSend, outcome: &EmailOutcome) -> Result<bool, StoreError> {
         let (state, after, error) = match outcome {
             EmailOutcome::Sent => ("sent", None, None),
-            EmailOutcome::Again { after, error } => ("pending", Some(millis(*after)), Some(shorten(error))),
-            EmailOutcome::Failed(error) => ("failed", None, Some(shorten(error))),
+            EmailOutcome::Again { after, error } => ("pending", Some(millis(*after)), Some(kept_error(error))),
+            EmailOutcome::Failed(error) => ("failed", None, Some(kept_error(error))),
             EmailOutcome::NotTried => ("pending", Some(0), None),
         };
         let mut write = self.write().await?;

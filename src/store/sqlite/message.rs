@@ -1,7 +1,8 @@
 //! How messages stand in the tables: headers as JSON, times as milliseconds, ids as text or bytes.
 //!
-//! Outbox headers are one JSON object of strings, trace context among them, so that every door writes the same; reading lifts
-//! the trace context out. Headers that arrived from a broker may be any bytes: those are pairs of name and hexadecimal digits.
+//! Outbox headers are one JSON object of strings, trace context among them, so that every door
+//! writes the same; reading lifts the trace context out. Headers that arrived from a broker may be
+//! any bytes: those are pairs of name and hexadecimal digits.
 
 use std::fmt;
 use std::fmt::Write as _;
@@ -30,8 +31,8 @@ pub(super) fn headers_to_json(headers: &Headers, trace: Option<&TraceContext>) -
 
 /// Headers from JSON, in the order in which they stand, the trace context apart.
 pub(super) fn headers_from_json(json: &[u8]) -> Result<(Headers, Option<TraceContext>), StoreError> {
-    // The door refuses half surrogates and NUL; what else is not UTF-8 becomes the replacement character rather than a row
-    // that nobody can ever read.
+    // The door refuses half surrogates and NUL; what else is not UTF-8 becomes the replacement
+    // character rather than a row that nobody can ever read.
     let text = String::from_utf8_lossy(json);
     let Pairs(mut headers): Pairs<String> = serde_json::from_str(&text)
         .map_err(|error| StoreError::Corrupt(format!("headers of an outbox row are no JSON object: {error}")))?;

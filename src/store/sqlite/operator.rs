@@ -1,7 +1,8 @@
 //! What an operator sees of a SQLite store, and does.
 //!
-//! Guarantees: an act and its audit rows are one transaction; a dead outbox row is only asked for, its shard's owner acts (R17);
-//! a redriven consumer message has an inbox row of its own content, so that a second copy is a duplicate (R31).
+//! Guarantees: an act and its audit rows are one transaction; a dead outbox row is only asked for,
+//! its shard's owner acts (R17); a redriven consumer message has an inbox row of its own content,
+//! so that a second copy is a duplicate (R31).
 
 mod act;
 mod dead;
@@ -22,10 +23,12 @@ use crate::store::{
     OperatorAct, OperatorOutcome, ShardStatus, Status,
 };
 
-/// shard_id, bucket_low, bucket_high, scanned_to, epoch, owner, what is left of the lease, age of the cursor.
+/// shard_id, bucket_from, bucket_to, scanned_to, epoch, owner, what is left of the lease, age of
+/// the cursor.
 type ShardRow = (i32, u8, u8, i64, i64, Option<String>, i64, i64);
 
-/// name, rows that stand, held, due and dead ones, inbox rows, age of the oldest, time since it was seen.
+/// name, rows that stand, held, due and dead ones, inbox rows, age of the oldest, time since it was
+/// seen.
 type ConsumerRow = (String, i64, i64, i64, i64, i64, i64, i64);
 /// at, actor, act, reason, place, number, message_id, detail.
 type AuditRow = (i64, String, String, String, String, String, String, String);
@@ -56,7 +59,8 @@ impl Operator for SqliteStore {
     }
 
     async fn lock_waits(&self, _: Duration) -> Result<Vec<LockWait>, StoreError> {
-        // A file does not tell who has it locked; whoever waits for it gives up after the busy timeout.
+        // A file does not tell who has it locked; whoever waits for it gives up after the busy
+        // timeout.
         Ok(Vec::new())
     }
 
@@ -162,14 +166,14 @@ impl SqliteStore {
     async fn shard_status(&self) -> Result<Vec<ShardStatus>, StoreError> {
         // A lease with more left than its length was written before the clock went back (R22).
         let shards = query_as::<_, ShardRow>(concat!(
-            "select shard_id, bucket_low, bucket_high, scanned_to, epoch, owner, ",
+            "select shard_id, bucket_from, bucket_to, scanned_to, epoch, owner, ",
             "case when lease_until - ",
             now_ms!(),
             " between 0 and lease_length then lease_until - ",
             now_ms!(),
             " else 0 end as left, ",
             now_ms!(),
-            " - cursor_at as cursor_age from oncebox_shard order by shard_id"
+            " - updated_at as cursor_age from oncebox_shard order by shard_id"
         ));
         let shards = shards.fetch_all(self.pool()).await?;
         let status = |(shard, low, high, scanned_to, epoch, owner, left, cursor_age): ShardRow| ShardStatus {
@@ -186,15 +190,16 @@ impl SqliteStore {
     }
 
     async fn consumer_status(&self) -> Result<Vec<ConsumerStatus>, StoreError> {
-        // What stands behind a dead one is counted from the dead ones: they are few, the others may be many.
+        // What stands behind a dead one is counted from the dead ones: they are few, the others may
+        // be many.
         let consumers = query_as::<_, ConsumerRow>(concat!(
             "select c.name,
                     (select count(*) from (select 1 from oncebox_waiting as w
                       where w.consumer_id = c.consumer_id and w.state = 'waiting' limit ?1)),
                     (select count(*) from (select 1 from (
-                        select distinct lane from (select lane from oncebox_waiting as d
+                        select distinct lane_id from (select lane_id from oncebox_waiting as d
                           where d.consumer_id = c.consumer_id and d.state = 'dead' and d.blocks = 1 limit ?1)) as walls
-                      join oncebox_waiting as w on w.consumer_id = c.consumer_id and w.lane = walls.lane and w.blocks = 1
+                      join oncebox_waiting as w on w.consumer_id = c.consumer_id and w.lane_id = walls.lane_id and w.blocks = 1
                        and w.state = 'waiting' limit ?1)),
                     (select count(*) from (select 1 from oncebox_waiting as w
                       where w.consumer_id = c.consumer_id and w.due_at is not null limit ?1)),

@@ -1,8 +1,8 @@
 //! Operations in phases.
 //!
-//! Guarantees: one writer at a time makes every fenced statement see what is; a phase moves its operation on in the transaction
-//! that it began in, proven by the savepoint set at its beginning, and from the point and epoch that it knew (O1, O9); record and
-//! operation change together.
+//! Guarantees: one writer at a time makes every fenced statement see what is; a phase moves its
+//! operation on in the transaction that it began in, proven by the savepoint set at its beginning,
+//! and from the point and epoch that it knew (O1, O9); record and operation change together.
 
 mod tx;
 
@@ -46,7 +46,8 @@ pub(super) const INTENTS: &str = "select effect, strategy, provider_key, request
 pub(super) const EVIDENCE: &str = "select operation_id, effect, epoch, send, kind, verdict, status, bytes, bytes_kid, observed_at * 1000 \
     from oncebox_operation_evidence where operation_id = ? order by evidence_id";
 
-/// Nobody drives it, and somebody may; a lease that was written before the clock went back is over (R22).
+/// Nobody drives it, and somebody may; a lease that was written before the clock went back is over
+/// (R22).
 macro_rules! is_free {
     () => {
         concat!(
@@ -59,7 +60,8 @@ macro_rules! is_free {
     };
 }
 
-/// What every statement of a driver is fenced by; a parked operation, and one with its outcome, has no owner.
+/// What every statement of a driver is fenced by; a parked operation, and one with its outcome, has
+/// no owner.
 macro_rules! is_ours {
     () => {
         "operation_id = ?1 and epoch = ?2 and owner = ?3"

@@ -1,4 +1,5 @@
-//! The plans of what runs for every batch or poll: a lookup for each id or lane, never a walk over a table that grows.
+//! The plans of what runs for every batch or poll: a lookup for each id or lane, never a walk over
+//! a table that grows.
 #![allow(clippy::unwrap_used)]
 
 use sqlx::{AssertSqlSafe, Row, query};
@@ -7,8 +8,9 @@ use super::connect::SqliteStore;
 use super::{inbox, mailbox, operations, phases, relay, waiting};
 use crate::store::{Base, Schema, StoreOptions};
 
-/// Shown to fail: without the index `oncebox_waiting_lane` two of them walked over the rows of a consumer (R25); without
-/// `oncebox_operation_due`, recovery over all operations; without `oncebox_idempotency_request_kept`, the quota over all records.
+/// Shown to fail: without the index `oncebox_waiting_lane` two of them walked over the rows of a
+/// consumer (R25); without `oncebox_operation_due`, recovery over all operations; without
+/// `oncebox_idempotency_request_kept`, the quota over all records.
 #[tokio::test]
 async fn r25_no_poll_and_no_batch_walks_over_a_table() {
     let directory = tempfile::tempdir().unwrap();

@@ -1,10 +1,12 @@
 //! The outbox of SQLite as its relay sees it.
 //!
-//! One writer means that positions commit in order, so a plain cursor is exact. A proven row is deleted, by its exact position,
-//! in the transaction that moves the cursor past it (R18), so the table holds only what is not proven.
+//! One writer means that positions commit in order, so a plain cursor is exact. A proven row is
+//! deleted, by its exact position, in the transaction that moves the cursor past it (R18), so the
+//! table holds only what is not proven.
 //!
-//! Guarantees: every write checks epoch and revision; a claim is a commit of our own with `synchronous = FULL`, begun after the
-//! read, so that what is about to be published is on disk even if its writer did not sync (R5).
+//! Guarantees: every write checks epoch and revision; a claim is a commit of our own with
+//! `synchronous = FULL`, begun after the read, so that what is about to be published is on disk
+//! even if its writer did not sync (R5).
 //!
 //! Not here: gaps (SQLite has none), what a mark writes (`mark`).
 
@@ -32,7 +34,8 @@ use crate::store::{
     Base, DivertedRow, LeaseAnswer, LeaseRequest, Mark, OperatorRequest, Outbox, OutboxRow, ReadBatch, RelaySession,
 };
 
-/// The fence and the next rows, in one snapshot. The outer join gives the fence also where there is no row.
+/// The fence and the next rows, in one snapshot. The outer join gives the fence also where there is
+/// no row.
 pub(super) const READ: &str = "select s.epoch, s.revision, coalesce((select seq from sqlite_sequence where name = 'oncebox_outbox'), 0), \
              s.scanned_to, o.position, o.bucket, o.message_id, o.topic, o.key, o.kind, o.headers, o.payload, o.content_type, \
              o.created_at from oncebox_shard as s left join oncebox_outbox as o on o.position > ?1 \
@@ -193,7 +196,8 @@ impl RelaySession for SqliteSession {
         held::held(self.store.pool(), positions, self.read_bytes).await
     }
 
-    /// Nothing to do: marks delete what they prove, and SQLite moves its log into the file by itself.
+    /// Nothing to do: marks delete what they prove, and SQLite moves its log into the file by
+    /// itself.
     async fn tidy(&mut self) -> Result<(), StoreError> {
         Ok(())
     }
@@ -213,8 +217,8 @@ impl RelaySession for SqliteSession {
     }
 }
 
-/// A row whose columns from `at` on are position, bucket, message_id, topic, key, kind, headers, payload, content_type and
-/// created_at.
+/// A row whose columns from `at` on are position, bucket, message_id, topic, key, kind, headers,
+/// payload, content_type and created_at.
 fn outbox_row(row: &SqliteRow, at: usize) -> Result<OutboxRow, StoreError> {
     let (headers, trace) = headers_from_json(&row.try_get::<Vec<u8>, _>(at + 6)?)?;
     Ok(OutboxRow {

@@ -1,7 +1,7 @@
 //! Migrations of the SQLite store, in a table of their own.
 //!
-//! All that is missing is applied in one `BEGIN IMMEDIATE` transaction: the write lock makes it safe to run at once, and a
-//! migration that fails leaves nothing behind.
+//! All that is missing is applied in one `BEGIN IMMEDIATE` transaction: the write lock makes it
+//! safe to run at once, and a migration that fails leaves nothing behind.
 
 use sha2::{Digest, Sha256};
 use sqlx::{AssertSqlSafe, Executor, query_as, query_scalar};

@@ -1,7 +1,8 @@
 //! Messages of SQLite that wait for a retry, ordered per key (R25).
 //!
-//! A claim is a token in the row and a due time pushed to the claim's end; whoever comes after that takes it over. One writer at
-//! a time means that heads need no locks: what the statement sees is what is.
+//! A claim is a token in the row and a due time pushed to the claim's end; whoever comes after that
+//! takes it over. One writer at a time means that heads need no locks: what the statement sees is
+//! what is.
 
 use std::time::Duration;
 
@@ -10,22 +11,24 @@ use sqlx::{Row, query, query_as, query_scalar};
 use uuid::Uuid;
 
 use super::connect::SqliteStore;
-use super::inbox::{add_error, shorten};
+use super::inbox::add_error;
 use super::message::{arrived_from_json, sixteen};
 use super::{millis, now_ms};
 use crate::error::StoreError;
 use crate::message::{Coordinates, Message, MessageId, TraceContext, wire};
+use crate::store::operator::kept_error;
 use crate::store::{Base, CLAIM_MAX, Claim, ClaimedMessage, ConsumerId, Scope, Waiting};
 
 /// True for a row `w` of the waiting table that no older one of its lane blocks.
 macro_rules! is_head {
     () => {
-        "(w.lane is null or not exists (select 1 from oncebox_waiting as o where o.consumer_id = w.consumer_id \
-         and o.lane = w.lane and o.blocks = 1 and o.sequence < w.sequence))"
+        "(w.lane_id is null or not exists (select 1 from oncebox_waiting as o where o.consumer_id = w.consumer_id \
+         and o.lane_id = w.lane_id and o.blocks = 1 and o.sequence < w.sequence))"
     };
 }
 
-/// True for a row `w` of the consumer ?1 within a scope: JSON arrays ?2 of topics, ?3 of places, ?4 of kinds or null.
+/// True for a row `w` of the consumer ?1 within a scope: JSON arrays ?2 of topics, ?3 of places, ?4
+/// of kinds or null.
 macro_rules! in_scope {
     () => {
         "(w.topic in (select value from json_each(?2)) or w.place in (select value from json_each(?3))) \
@@ -37,7 +40,7 @@ macro_rules! in_scope {
 macro_rules! claimed_columns {
     () => {
         "sequence, claim, message_id, attempts, id_text, topic, key, kind, headers, payload, tombstone, content_type, source, \
-         time, traceparent, tracestate, place, partition, \"offset\""
+         message_time, traceparent, tracestate, place, partition_no, offset_no"
     };
 }
 
@@ -56,7 +59,7 @@ pub(super) const DUE_HEAD: &str = concat!(
 pub(super) const BEHIND: &str = "\
 select sequence, state = 'waiting' and attempts = 0 and claim is null and due_at is null \
        and (?4 is null or kind in (select value from json_each(?4))) \
-  from oncebox_waiting where consumer_id = ?1 and lane = ?2 and blocks = 1 and sequence > ?3 order by sequence limit ?5";
+  from oncebox_waiting where consumer_id = ?1 and lane_id = ?2 and blocks = 1 and sequence > ?3 order by sequence limit ?5";
 
 /// `returning` gives the rows in no order.
 pub(super) const CLAIM: &str = concat!(
@@ -66,17 +69,18 @@ pub(super) const CLAIM: &str = concat!(
     claimed_columns!()
 );
 
-/// The heads without a due time: a loose scan over the lanes of the index, then the first row of each.
+/// The heads without a due time: a loose scan over the lanes of the index, then the first row of
+/// each.
 pub(super) const LOST_HEADS: &str = "\
-with recursive lanes(lane) as (
-    select min(lane) from oncebox_waiting where consumer_id = ?1 and blocks = 1
+with recursive lanes(lane_id) as (
+    select min(lane_id) from oncebox_waiting where consumer_id = ?1 and blocks = 1
     union all
-    select (select min(w.lane) from oncebox_waiting as w where w.consumer_id = ?1 and w.blocks = 1 and w.lane > lanes.lane)
-      from lanes where lanes.lane is not null),
+    select (select min(w.lane_id) from oncebox_waiting as w where w.consumer_id = ?1 and w.blocks = 1 and w.lane_id > lanes.lane_id)
+      from lanes where lanes.lane_id is not null),
 heads(sequence) as (
     select (select w.sequence from oncebox_waiting as w
-             where w.consumer_id = ?1 and w.blocks = 1 and w.lane = lanes.lane order by w.sequence limit 1)
-      from lanes where lanes.lane is not null)
+             where w.consumer_id = ?1 and w.blocks = 1 and w.lane_id = lanes.lane_id order by w.sequence limit 1)
+      from lanes where lanes.lane_id is not null)
 select w.sequence from heads join oncebox_waiting as w using (sequence) where w.state = 'waiting' and w.due_at is null";
 
 /// How many milliseconds until the first head is due.
@@ -100,7 +104,7 @@ pub(super) const CLAIMED_TOO_LONG: &str = concat!(
 pub(super) const WAKE_NEXT: &str = concat!(
     "update oncebox_waiting set due_at = ",
     now_ms!(),
-    " where sequence = (select sequence from oncebox_waiting where consumer_id = ? and lane = ? and blocks = 1 ",
+    " where sequence = (select sequence from oncebox_waiting where consumer_id = ? and lane_id = ? and blocks = 1 ",
     "order by sequence limit 1) and state = 'waiting' and due_at is null"
 );
 
@@ -167,12 +171,12 @@ impl Waiting for SqliteStore {
         let postpone = query(concat!(
             "update oncebox_waiting set claim = null, attempts = ?5, due_at = ?3 + ",
             now_ms!(),
-            ", errors = ",
-            add_error!("errors", "?5", "?4"),
+            ", history = ",
+            add_error!("history", "?5", "?4"),
             " where sequence = ?1 and claim = ?2"
         ));
         let postpone = postpone.bind(claimed.sequence).bind(claimed.claim.as_bytes().to_vec());
-        let postpone = postpone.bind(millis(after)).bind(shorten(error)).bind(claimed.message.attempt);
+        let postpone = postpone.bind(millis(after)).bind(kept_error(error)).bind(claimed.message.attempt);
         let done = postpone.execute(write.connection()).await?.rows_affected();
         write.commit().await?;
         Ok(done == 1)
@@ -185,7 +189,7 @@ impl Waiting for SqliteStore {
         for one in claimed {
             // What stands behind a head has no due time; the head gets it back.
             let back = query(concat!(
-                "update oncebox_waiting set claim = null, attempts = ?3, due_at = iif(lane is null, ",
+                "update oncebox_waiting set claim = null, attempts = ?3, due_at = iif(lane_id is null, ",
                 now_ms!(),
                 ", null) where sequence = ?1 and claim = ?2"
             ));
@@ -200,9 +204,9 @@ impl Waiting for SqliteStore {
     async fn give_back_all(&self, consumer: ConsumerId, claim: &Claim) -> Result<u64, StoreError> {
         let mut write = self.write().await?;
         let back = query_scalar::<_, Option<Vec<u8>>>(concat!(
-            "update oncebox_waiting set claim = null, due_at = iif(lane is null, ",
+            "update oncebox_waiting set claim = null, due_at = iif(lane_id is null, ",
             now_ms!(),
-            ", null) where consumer_id = ?1 and due_at is not null and claim = ?2 returning lane"
+            ", null) where consumer_id = ?1 and due_at is not null and claim = ?2 returning lane_id"
         ));
         let back = back.bind(consumer.0).bind(claim.token.as_bytes().to_vec());
         let lanes = back.fetch_all(write.connection()).await?;
@@ -219,12 +223,12 @@ impl Waiting for SqliteStore {
         let bury = query(concat!(
             "update or replace oncebox_waiting set state = 'dead', claim = null, due_at = null, reason = ?3, dead_at = ",
             now_ms!(),
-            ", blocks = (?5 and lane is not null), attempts = ?6, errors = ",
-            add_error!("errors", "?6", "?4"),
-            " where sequence = ?1 and claim = ?2 returning consumer_id, lane"
+            ", blocks = (?5 and lane_id is not null), attempts = ?6, history = ",
+            add_error!("history", "?6", "?4"),
+            " where sequence = ?1 and claim = ?2 returning consumer_id, lane_id"
         ));
         let bury = bury.bind(claimed.sequence).bind(claimed.claim.as_bytes().to_vec());
-        let bury = bury.bind(reason).bind(shorten(error)).bind(holds).bind(claimed.message.attempt);
+        let bury = bury.bind(reason).bind(kept_error(error)).bind(holds).bind(claimed.message.attempt);
         let buried = bury.fetch_optional(write.connection()).await?;
         if let Some(row) = &buried {
             wake_next(write.connection(), row.try_get(0)?, row.try_get(1)?).await?;
@@ -316,7 +320,7 @@ pub(super) async fn wake_next(
 
 fn claimed_message(row: &SqliteRow) -> Result<ClaimedMessage, StoreError> {
     let uuid = |bytes: Vec<u8>| sixteen(&bytes).map(Uuid::from_bytes);
-    let time: Option<String> = row.try_get("time")?;
+    let time: Option<String> = row.try_get("message_time")?;
     let parent: Option<String> = row.try_get("traceparent")?;
     let state: Option<String> = row.try_get("tracestate")?;
     let tries: u32 = row.try_get("attempts")?;
@@ -340,8 +344,8 @@ fn claimed_message(row: &SqliteRow) -> Result<ClaimedMessage, StoreError> {
             trace: parent.and_then(|parent| TraceContext::parse(&parent, state.as_deref())),
             coordinates: Coordinates {
                 place: row.try_get("place")?,
-                partition: row.try_get("partition")?,
-                offset: row.try_get("offset")?,
+                partition: row.try_get("partition_no")?,
+                offset: row.try_get("offset_no")?,
             },
             attempt: tries + 1,
         },

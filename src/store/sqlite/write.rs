@@ -1,8 +1,8 @@
 //! A write transaction: the turn, `BEGIN IMMEDIATE`, and the way out.
 //!
-//! Guarantees: beginning is never cancelled inside sqlx, even if the caller is (R28); the turn is given back only after the
-//! transaction ended, also when this is dropped; a connection whose transaction did not end as it should is not used again
-//! (see `connect`).
+//! Guarantees: beginning is never cancelled inside sqlx, even if the caller is (R28); the turn is
+//! given back only after the transaction ended, also when this is dropped; a connection whose
+//! transaction did not end as it should is not used again (see `connect`).
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -15,7 +15,8 @@ use crate::error::StoreError;
 use crate::flock;
 use crate::store::Base;
 
-/// After so many steps of SQLite's machine a running statement looks whether it is to go on: some ten microseconds.
+/// After so many steps of SQLite's machine a running statement looks whether it is to go on: some
+/// ten microseconds.
 const PROGRESS_OPS: i32 = 1_000;
 
 /// A transaction that holds SQLite's write lock. Dropped without commit, it rolls back.
@@ -36,13 +37,13 @@ struct Held {
 struct Guard {
     /// Set once the transaction has ended: the connection belongs to somebody else.
     ended: AtomicBool,
-    /// Set by [`Write::commit`]: every other commit is refused, be it a raw COMMIT, or a statement that commits by itself
-    /// because something ended the transaction before.
+    /// Set by [`Write::commit`]: every other commit is refused, be it a raw COMMIT, or a statement
+    /// that commits by itself because something ended the transaction before.
     committing: AtomicBool,
     /// Whether a commit was refused.
     refused: AtomicBool,
-    /// Set by a rollback: a statement that still runs is interrupted. It may be one of a handler that was given up, and it
-    /// holds the write lock of the whole file (R28).
+    /// Set by a rollback: a statement that still runs is interrupted. It may be one of a handler
+    /// that was given up, and it holds the write lock of the whole file (R28).
     interrupted: AtomicBool,
 }
 
@@ -86,8 +87,8 @@ impl Write {
         }
     }
 
-    /// From now on only [`Write::commit`] commits: SQLite turns any other commit on this connection into a rollback. And a
-    /// rollback interrupts what runs.
+    /// From now on only [`Write::commit`] commits: SQLite turns any other commit on this connection
+    /// into a rollback. And a rollback interrupts what runs.
     pub(super) async fn guard(&mut self) -> Result<(), StoreError> {
         let guard = Arc::new(Guard::default());
         let mut handle = self.connection().lock_handle().await?;
@@ -153,11 +154,13 @@ impl Held {
             guard.interrupted.store(true, Ordering::SeqCst);
         }
         let outcome = self.transaction.rollback().await;
-        // Only now: statements of a handler that was given up may have stood in the queue of the connection's thread.
+        // Only now: statements of a handler that was given up may have stood in the queue of the
+        // connection's thread.
         end(self.guard);
         drop(self.turn);
         match outcome {
-            // An interrupted statement took the transaction with it. Its connection is not used again (see `connect`).
+            // An interrupted statement took the transaction with it. Its connection is not used
+            // again (see `connect`).
             Err(sqlx::Error::Database(error)) if error.message().contains("no transaction is active") => Ok(()),
             outcome => Ok(outcome?),
         }

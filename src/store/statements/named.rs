@@ -1,4 +1,5 @@
-//! Finds `:name` in SQL, and only where it is a parameter: not in strings, names, comments, dollar quotes, or after `:`.
+//! Finds `:name` in SQL, and only where it is a parameter: not in strings, names, comments, dollar
+//! quotes, or after `:`.
 //!
 //! Promise: the pieces put together again, names for parameters, are the statement as written.
 
@@ -44,6 +45,83 @@ pub fn split(sql: &str, dialect: Dialect) -> Vec<Piece> {
         pieces.push(Piece::Text(sql[from..].to_owned()));
     }
     pieces
+}
+
+/// The words with which a statement ends the transaction that it runs in, or begins another one: by
+/// name, or because the database commits before it runs it. A savepoint does neither. A procedure
+/// that commits inside is not seen.
+#[must_use]
+pub fn ends_transaction(sql: &str, dialect: Dialect) -> Option<String> {
+    statements(sql, dialect).into_iter().find_map(|words| {
+        let word = |at: usize| words.get(at).map_or("", String::as_str);
+        let ends = match (word(0), word(1)) {
+            ("ROLLBACK", "TO") => false,
+            ("ROLLBACK", "WORK" | "TRANSACTION") => word(2) != "TO",
+            ("COMMIT" | "ROLLBACK" | "BEGIN" | "START" | "END" | "ABORT", _) | ("PREPARE", "TRANSACTION") => true,
+            (first, second) => dialect == Dialect::MySql && commits_by_itself(first, second, &words),
+        };
+        ends.then(|| words.iter().take(2).cloned().collect::<Vec<_>>().join(" "))
+    })
+}
+
+/// What MySQL and MariaDB commit before they run it.
+fn commits_by_itself(first: &str, second: &str, words: &[String]) -> bool {
+    match (first, second) {
+        ("SET", "PASSWORD") => true,
+        ("SET", _) => words.iter().any(|word| word == "AUTOCOMMIT"),
+        ("CREATE" | "DROP", "TEMPORARY") => false,
+        // MariaDB also analyses a query, which commits nothing.
+        ("ANALYZE" | "OPTIMIZE" | "REPAIR" | "CHECK", _) => {
+            matches!(second, "TABLE" | "TABLES" | "LOCAL" | "NO_WRITE_TO_BINLOG" | "VIEW")
+        }
+        ("LOAD", second) => second == "INDEX",
+        (first, _) => matches!(
+            first,
+            "ALTER"
+                | "CACHE"
+                | "CHANGE"
+                | "CREATE"
+                | "DROP"
+                | "FLUSH"
+                | "GRANT"
+                | "IMPORT"
+                | "INSTALL"
+                | "LOCK"
+                | "PURGE"
+                | "RENAME"
+                | "RESET"
+                | "REVOKE"
+                | "STOP"
+                | "TRUNCATE"
+                | "UNINSTALL"
+                | "UNLOCK"
+                | "XA"
+        ),
+    }
+}
+
+/// The words of each statement, in capitals: not what stands in strings, names in quotes, or
+/// comments, unless MySQL runs those.
+fn statements(sql: &str, dialect: Dialect) -> Vec<Vec<String>> {
+    let bytes = sql.as_bytes();
+    let (mut all, mut words, mut at) = (Vec::new(), Vec::new(), 0);
+    while at < bytes.len() {
+        let runs = dialect == Dialect::MySql && (bytes[at..].starts_with(b"/*!") || bytes[at..].starts_with(b"/*M!"));
+        if runs {
+            let opened = find(bytes, at, b"!");
+            at = opened + bytes[opened..].iter().take_while(|byte| byte.is_ascii_digit()).count();
+            continue;
+        }
+        let end = end_of_token(bytes, at, dialect);
+        match bytes[at] {
+            b';' => all.push(std::mem::take(&mut words)),
+            byte if byte.is_ascii_alphanumeric() || byte == b'_' => words.push(sql[at..end].to_ascii_uppercase()),
+            _ => {}
+        }
+        at = end;
+    }
+    all.push(words);
+    all
 }
 
 fn starts_name(bytes: &[u8], at: usize) -> bool {
@@ -158,6 +236,84 @@ mod tests {
         assert_eq!(names(r"select '\' :a', `:b`, :c # :d", Dialect::MySql), ["c"]);
         assert_eq!(names("select [:a], `:b`, :c -- :d", Dialect::Sqlite), ["c"]);
         assert_eq!(names("select '12:30', a::text, :x_1, 'it''s :y'", Dialect::Sqlite), ["x_1"]);
+    }
+
+    #[test]
+    fn a_statement_that_ends_its_transaction_is_told_by_its_first_words() {
+        let all = [Dialect::Postgres, Dialect::MySql, Dialect::Sqlite];
+        for (sql, words) in [
+            ("commit", "COMMIT"),
+            ("  -- a note\n/* and one */ Rollback;", "ROLLBACK"),
+            ("begin immediate", "BEGIN IMMEDIATE"),
+            ("start transaction read only", "START TRANSACTION"),
+            ("END", "END"),
+            ("abort", "ABORT"),
+            ("prepare transaction 'x'", "PREPARE TRANSACTION"),
+            ("insert into t values (:a); commit", "COMMIT"),
+            ("commit and chain", "COMMIT AND"),
+            ("rollback work", "ROLLBACK WORK"),
+        ] {
+            for dialect in all {
+                assert_eq!(ends_transaction(sql, dialect).as_deref(), Some(words), "{sql} {dialect:?}");
+            }
+        }
+        for sql in [
+            "insert into begin_of (commit, text) values (:commit, 'commit; rollback')",
+            "update t set \"end\" = 1 -- commit\n where a = :a",
+            "select case when a then 1 end from t",
+            "savepoint s",
+            "rollback to savepoint s",
+            "rollback transaction to s",
+            "release savepoint s",
+            "prepare p as select 1",
+            "with a as (select 1) insert into t select * from a",
+            "",
+        ] {
+            for dialect in all {
+                assert_eq!(ends_transaction(sql, dialect), None, "{sql} {dialect:?}");
+            }
+        }
+        assert_eq!(ends_transaction("select $$ x; commit $$", Dialect::Postgres), None);
+        assert_eq!(ends_transaction("do $$ begin end $$", Dialect::Postgres), None);
+    }
+
+    #[test]
+    fn what_mysql_commits_by_itself_ends_a_transaction_there_and_nowhere_else() {
+        for sql in [
+            "truncate table t",
+            "create table t (a int)",
+            "alter table t add b int",
+            "drop table t",
+            "lock tables t write",
+            "unlock tables",
+            "set autocommit = 1",
+            "set session autocommit = 0",
+            "set @@autocommit = 0",
+            "set password = 'x'",
+            "/*!40000 commit */",
+            "/*M!100100 truncate t */",
+            "analyze table t",
+            "xa begin 'a'",
+            "grant select on t to u",
+        ] {
+            assert!(ends_transaction(sql, Dialect::MySql).is_some(), "{sql}");
+        }
+        for sql in [
+            "create temporary table t (a int)",
+            "drop temporary table t",
+            "set @autocommitted = 1",
+            "set names utf8mb4",
+            "analyze select 1",
+            "load data infile 'x' into table t",
+            "replace into t (a) values (:a)",
+            "/* commit */ delete from t",
+            "call p(:a)",
+        ] {
+            assert_eq!(ends_transaction(sql, Dialect::MySql), None, "{sql}");
+        }
+        for sql in ["truncate t", "create table t (a int)", "lock table t in share mode"] {
+            assert_eq!(ends_transaction(sql, Dialect::Postgres), None, "{sql}");
+        }
     }
 
     #[test]

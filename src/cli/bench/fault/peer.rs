@@ -13,7 +13,7 @@ use tokio::process::Child;
 use tokio::sync::Notify;
 
 use crate::app::config::{Settings, Span};
-use crate::app::{AppError, HandlersByConsumer, run_consumers_with, stop_on_signals, store_kind};
+use crate::app::{AppError, ConsumerStart, HandlersByConsumer, run_consumers_with, stop_on_signals, store_kind};
 use crate::cli::bench::bed::Bed;
 use crate::cli::bench::consume::Effect;
 use crate::cli::bench::work::KIND;
@@ -70,7 +70,7 @@ async fn play<S: Yard>(role: Role, mut settings: Settings) -> Result<(), AppErro
     let handlers = Handlers::<S>::new().on(KIND, halting);
     let handlers = HandlersByConsumer::new().consumer(&name, [topic], handlers);
     let stop = stop_on_signals()?;
-    let consume = run_consumers_with::<S>(&settings, handlers, None, Health::default(), stop);
+    let consume = run_consumers_with::<S>(&settings, handlers, ConsumerStart::default(), Health::default(), stop);
     let say = async {
         halted.notified().await;
         data!("{HALTED}");

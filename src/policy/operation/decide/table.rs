@@ -1,6 +1,7 @@
 //! The table itself: the first row whose columns all hold gives the decision.
 //!
-//! Promise: what no row covers executes nothing. A test shows that there is no such thing, and that no row is idle.
+//! Promise: what no row covers executes nothing. A test shows that there is no such thing, and that
+//! no row is idle.
 
 use super::super::fingerprint::Comparison;
 use super::super::identity::PrincipalMatch;
@@ -160,7 +161,8 @@ pub(super) const TABLE: &[Row] = &[
     row(KNOWN.fingerprint(&[Comparison::Newer, Comparison::UnknownKid]), Decision::FingerprintUnreadable),
     row(KNOWN.fingerprint(&[Comparison::TooOld]), Decision::FingerprintTooOld),
     row(KNOWN.fingerprint(&[Comparison::Different]), Decision::Mismatch),
-    // A claim that is not committed yet, here or elsewhere (O15, O19). There is no operation to point at.
+    // A claim that is not committed yet, here or elsewhere (O15, O19). There is no operation to
+    // point at.
     row(ANY.seen(&[Seen::Running, Seen::Busy]).while_running(&[WhileRunning::Wait]), WAIT),
     row(ANY.seen(&[Seen::Running, Seen::Busy]), CONFLICT),
     // No record (O23).

@@ -85,7 +85,8 @@ fn m3_the_six_second_requests_are_told_apart() {
     assert_eq!(again(&reject, &completed, 110_001), Decision::Expired);
 }
 
-// Shown by: comparing with `locked_until` one instant off; by reading the lease against the wrong clock end.
+// Shown by: comparing with `locked_until` one instant off; by reading the lease against the wrong
+// clock end.
 #[test]
 fn m42_a_lease_is_stale_from_its_end_on_and_an_answer_over_after_its_time() {
     let running = first(Mode::Bridged, State::InProgress);
@@ -270,8 +271,9 @@ fn m62_m63_m68_what_is_replayed_follows_from_what_was_kept() {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(2_000))]
 
-    // From rows and times instead of facts: only the same command of the same principal is ever executed or replayed,
-    // and IN_PROGRESS and UNKNOWN are never over. Shown by: deriving EXPIRED for every state.
+    // From rows and times instead of facts: only the same command of the same principal is ever
+    // executed or replayed, and IN_PROGRESS and UNKNOWN are never over. Shown by: deriving EXPIRED
+    // for every state.
     #[test]
     fn m26_o3_no_row_and_no_time_executes_another_command_or_ends_an_open_one(
         state in prop::sample::select(State::STORED.to_vec()), mode in prop::sample::select(Mode::ALL.to_vec()),

@@ -1,6 +1,8 @@
-//! The whole space of cases, walked: what the table must never do, whatever stands in it, said apart from its rows.
+//! The whole space of cases, walked: what the table must never do, whatever stands in it, said
+//! apart from its rows.
 //!
-//! Every property is held against mutants of the table: a property that no mutant breaks would check nothing.
+//! Every property is held against mutants of the table: a property that no mutant breaks would
+//! check nothing.
 
 use proptest::prelude::*;
 

@@ -180,8 +180,9 @@ proptest! {
         prop_assert_eq!(&canonical(&text), &text);
     }
 
-    // The handler reads with serde_json: what it reads and this reader calls no JSON would be a false 400, the other
-    // way round a fingerprint of something the handler refuses. Shown by: allowing a leading zero.
+    // The handler reads with serde_json: what it reads and this reader calls no JSON would be a
+    // false 400, the other way round a fingerprint of something the handler refuses. Shown by:
+    // allowing a leading zero.
     #[test]
     fn both_readers_agree_on_what_is_json(value in document(), style in 0_u8..6, at in any::<prop::sample::Index>(),
         byte in prop::sample::select(b"{}[]\",:\\u0123456789-+.eEtfn aD8\x00\x1f\x7f\x80\xc3\xff".to_vec()),

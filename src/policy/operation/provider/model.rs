@@ -1,9 +1,10 @@
-//! Random histories of one effect against a provider: requests and answers are lost, requests arrive late, processes
-//! die or lose their lease with a call in flight, the provider errs before and after it charged, and forgets keys, an
-//! operator accepts a duplicate.
+//! Random histories of one effect against a provider: requests and answers are lost, requests
+//! arrive late, processes die or lose their lease with a call in flight, the provider errs before
+//! and after it charged, and forgets keys, an operator accepts a duplicate.
 //!
-//! The rules must never double a charge, and never call failed (or done) what was not, for any kind of provider. The
-//! variants that a reasonable mind might write must be caught: a model that misses them shows nothing.
+//! The rules must never double a charge, and never call failed (or done) what was not, for any kind
+//! of provider. The variants that a reasonable mind might write must be caught: a model that misses
+//! them shows nothing.
 
 use fastrand::Rng;
 
@@ -148,7 +149,8 @@ impl World {
         charged(status, false)
     }
 
-    /// Time goes on: requests arrive in their order, and their answers become evidence where somebody hears them.
+    /// Time goes on: requests arrive in their order, and their answers become evidence where
+    /// somebody hears them.
     fn advance(&mut self, to: i64) {
         self.flights.sort_by_key(|flight| flight.arrives);
         while self.flights.first().is_some_and(|flight| flight.arrives <= to) {
@@ -219,7 +221,8 @@ impl World {
         if !lost {
             self.flights.push(Flight { send, arrives: self.now + delay, heard_until, slow });
         }
-        // Another process takes over at once, with this call in flight: its answer is evidence, if it is heard.
+        // Another process takes over at once, with this call in flight: its answer is evidence, if
+        // it is heard.
         if dies || slow {
             return;
         }
@@ -240,7 +243,8 @@ impl World {
         self.write(None, answer.verdict(), self.now);
     }
 
-    /// The operator may accept a duplicate, once, some time later, when the account may be empty by now.
+    /// The operator may accept a duplicate, once, some time later, when the account may be empty by
+    /// now.
     fn accepts(&mut self) -> bool {
         if self.accepted || self.chance(50) {
             return false;
@@ -258,7 +262,8 @@ impl World {
     /// Runs until it is settled or an operator's; none for the operator.
     fn run(&mut self) -> Option<Settled> {
         for _ in 0..60 {
-            // Now and then nobody works on it for a while, often until about when the window closes.
+            // Now and then nobody works on it for a while, often until about when the window
+            // closes.
             let idle = match self.rng.u32(0..100) {
                 0..3 => self.rng.i64(0..300),
                 3..8 => self.rng.i64(RETENTION - 30..RETENTION),

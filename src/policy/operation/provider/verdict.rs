@@ -4,7 +4,8 @@ use std::time::Duration;
 
 /// How long to wait when a provider says "later" without saying when.
 const PAUSE: Duration = Duration::from_secs(2);
-/// The longest pause that a provider is granted: one that asks for years must not hide an operation for years.
+/// The longest pause that a provider is granted: one that asks for years must not hide an operation
+/// for years.
 const PAUSE_MAX: Duration = Duration::from_secs(600);
 
 /// What came back of a send, in the adapter's words.
@@ -12,8 +13,9 @@ const PAUSE_MAX: Duration = Duration::from_secs(600);
 pub enum Answer {
     /// No connection: refused, name not found, TLS failed. Not a byte of the request left.
     NotConnected,
-    /// The request could not be made, for a reason of ours that no wait mends by itself: no credentials for the place, a name
-    /// that leads where nothing may be sent. Not a byte of it left; but other than a provider that is away it counts.
+    /// The request could not be made, for a reason of ours that no wait mends by itself: no
+    /// credentials for the place, a name that leads where nothing may be sent. Not a byte of it
+    /// left; but other than a provider that is away it counts.
     NotMade,
     /// The connection ended, or the time was up.
     NoAnswer,
@@ -21,7 +23,8 @@ pub enum Answer {
     Status {
         /// Its number.
         status: u16,
-        /// Whether the adapter lists its code as a verdict on the operation, such as `card_declined`.
+        /// Whether the adapter lists its code as a verdict on the operation, such as
+        /// `card_declined`.
         listed: bool,
         /// Whether its code means "in progress".
         in_progress: bool,
@@ -67,8 +70,8 @@ pub enum Verdict {
     Succeeded,
     /// It was refused for good, and every later send of it will be.
     Failed,
-    /// This send was refused, for a reason that may be another one next time. Proves a failure if no other send can
-    /// have arrived, which is judged at the decision.
+    /// This send was refused, for a reason that may be another one next time. Proves a failure if
+    /// no other send can have arrived, which is judged at the decision.
     Refused,
     /// This send did not leave us.
     NotSent,
@@ -131,7 +134,8 @@ impl Answer {
 }
 
 impl Verdict {
-    /// The word of its evidence row, which people and lists read; the table knows these and no other.
+    /// The word of its evidence row, which people and lists read; the table knows these and no
+    /// other.
     #[must_use]
     pub fn word(self) -> &'static str {
         match self {
@@ -148,7 +152,8 @@ impl Verdict {
         }
     }
 
-    /// The name, as the bytes of an evidence row have it; the pause of [`Verdict::Wait`] stands beside it.
+    /// The name, as the bytes of an evidence row have it; the pause of [`Verdict::Wait`] stands
+    /// beside it.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {
@@ -165,7 +170,8 @@ impl Verdict {
         }
     }
 
-    /// The verdict of an evidence row; none if a newer program wrote it, which then must be left to that program.
+    /// The verdict of an evidence row; none if a newer program wrote it, which then must be left to
+    /// that program.
     #[must_use]
     pub fn from_row(name: &str, pause: Duration) -> Option<Self> {
         let all = [

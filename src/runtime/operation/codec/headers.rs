@@ -1,4 +1,5 @@
-//! Which headers of an answer are kept: a list of what may be, because nobody knows all that must not (pitfalls 20, 21).
+//! Which headers of an answer are kept: a list of what may be, because nobody knows all that must
+//! not (pitfalls 20, 21).
 
 /// Kept of every answer.
 const ALLOWED: [&str; 9] = [
@@ -13,7 +14,8 @@ const ALLOWED: [&str; 9] = [
     "preference-applied",
 ];
 
-/// Never kept, also where a route asks for them: they belong to one answer, one connection or one caller.
+/// Never kept, also where a route asks for them: they belong to one answer, one connection or one
+/// caller.
 const NEVER: [&str; 16] = [
     "set-cookie",
     "set-cookie2",

@@ -1,7 +1,7 @@
 //! Takes out of a JSON body what must not be kept (M67).
 //!
-//! Promise: bytes are left as they were where nothing is redacted; a body that is not JSON cannot be shown to be clean, and is
-//! not kept by a route that redacts.
+//! Promise: bytes are left as they were where nothing is redacted; a body that is not JSON cannot
+//! be shown to be clean, and is not kept by a route that redacts.
 
 use serde_json::Value;
 

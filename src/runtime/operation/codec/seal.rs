@@ -1,7 +1,9 @@
-//! Bytes as they are stored: perhaps smaller (feature `compress`), perhaps unreadable without the key (feature `encrypt`).
+//! Bytes as they are stored: perhaps smaller (feature `compress`), perhaps unreadable without the
+//! key (feature `encrypt`).
 //!
-//! Promises: what was sealed is opened only in the context it was sealed in (the associated data names every part behind its
-//! length, and the format); a key id that is not here is said by name, so that another process can answer; no key is shown.
+//! Promises: what was sealed is opened only in the context it was sealed in (the associated data
+//! names every part behind its length, and the format); a key id that is not here is said by name,
+//! so that another process can answer; no key is shown.
 
 use std::fmt;
 
@@ -101,8 +103,8 @@ impl Sealer {
         Self { sealed_only: true, ..self }
     }
 
-    /// Seals bytes that belong to these parts, such as the command of a phased operation and its id. They are never
-    /// compressed.
+    /// Seals bytes that belong to these parts, such as the command of a phased operation and its
+    /// id. They are never compressed.
     ///
     /// # Errors
     /// As the cipher; nothing is given in plain instead.

@@ -73,7 +73,8 @@ fn a_long_body_is_kept_small() {
     assert_eq!(kept(&encoded(4_096)).format, 0);
 }
 
-// Shown by: leaving the key, the fingerprint, and the status, out of the associated data; headers beside the sealed bytes; a fixed nonce.
+// Shown by: leaving the key, the fingerprint, and the status, out of the associated data; headers
+// beside the sealed bytes; a fixed nonce.
 #[cfg(feature = "encrypt")]
 #[test]
 fn m67_an_encrypted_body_is_unreadable_and_opens_only_for_its_own_request() {

@@ -1,4 +1,5 @@
-//! What a handler behind the layer may hold: how far its run came, and the way to commit its outcome with its effects (O2).
+//! What a handler behind the layer may hold: how far its run came, and the way to commit its
+//! outcome with its effects (O2).
 
 use std::fmt;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -43,7 +44,8 @@ enum Committed {
 }
 
 impl Progress {
-    /// A wrapper around the extractor of the body was met: from here on it is known whether the operation has started.
+    /// A wrapper around the extractor of the body was met: from here on it is known whether the
+    /// operation has started.
     pub fn met_extractor(&self) {
         self.0.met.store(true, Ordering::Release);
     }
@@ -104,7 +106,8 @@ pub enum GuardError {
     /// The answer could not be sealed: everything was rolled back.
     #[error(transparent)]
     Seal(#[from] SealError),
-    /// What the database said. [`StoreError::CommitUnknown`]: the answer is 503, and the retry finds out.
+    /// What the database said. [`StoreError::CommitUnknown`]: the answer is 503, and the retry
+    /// finds out.
     #[error(transparent)]
     Store(#[from] StoreError),
 }
@@ -129,21 +132,25 @@ impl<S: Keys> Guard<S> {
 }
 
 impl<S: Operations> Guard<S> {
-    /// Writes the outcome into the handler's own transaction and commits both together; gives the answer back. Statuses below
-    /// 400 are a success, others a failure that is replayed.
+    /// Writes the outcome into the handler's own transaction and commits both together; gives the
+    /// answer back. Statuses below 400 are a success, others a failure that is replayed.
     ///
-    /// From here on this answer is the outcome, whatever other layers make of it. A success that is answered without it is no
-    /// success: its key becomes UNKNOWN, and the answer is 500 `IDEMPOTENCY_TRANSACTION_ENDED`, because a handler that commits by
-    /// itself would be executed again after a kill. So is a failure or a panic before it, unless the handler says by
-    /// [`Outcome::Retryable`](crate::policy::operation::Outcome::Retryable) that it has committed nothing.
+    /// From here on this answer is the outcome, whatever other layers make of it. A success that is
+    /// answered without it is no success: its key becomes UNKNOWN, and the answer is 500
+    /// `IDEMPOTENCY_TRANSACTION_ENDED`, because a handler that commits by itself would be executed
+    /// again after a kill. So is a failure or a panic before it, unless the handler says by
+    /// [`Outcome::Retryable`](crate::policy::operation::Outcome::Retryable) that it has committed
+    /// nothing.
     ///
-    /// A transaction above READ COMMITTED may be refused by the database here (SQLSTATE 40001, [`StoreError::Busy`]): where another
-    /// one stands in its way, and where the lease of the claim was extended after its first statement, as happens while a handler
-    /// runs for longer than a third of its lease. Answered with 503, the same key runs again.
+    /// A transaction above READ COMMITTED may be refused by the database here (SQLSTATE 40001,
+    /// [`StoreError::Busy`]): where another one stands in its way, and where the lease of the claim
+    /// was extended after its first statement, as happens while a handler runs for longer than a
+    /// third of its lease. Answered with 503, the same key runs again.
     ///
     /// # Errors
-    /// [`GuardError`]; of all but [`StoreError::CommitUnknown`] the transaction was rolled back. Each of its three steps, a look at the
-    /// transaction, the outcome and COMMIT, may take the route's completion budget.
+    /// [`GuardError`]; of all but [`StoreError::CommitUnknown`] the transaction was rolled back.
+    /// Each of its three steps, a look at the transaction, the outcome and COMMIT, may take the
+    /// route's completion budget.
     ///
     /// # Cancel safety
     /// None: a dropped commit has an unknown outcome. The layer does not drop handlers.
@@ -171,8 +178,9 @@ impl<S: Operations> Guard<S> {
             Outcome::FailedReplayable { answer, error_code: error_code(self.endpoint.endpoint(), &reply) }
         };
         let route = self.endpoint.route();
-        // A savepoint stands only inside a transaction: one that a swallowed deadlock or a raw ROLLBACK has ended would store the
-        // outcome by itself, without the effects (O2, R23). A raw COMMIT ends it too, so nothing is known of the effects then.
+        // A savepoint stands only inside a transaction: one that a swallowed deadlock or a raw
+        // ROLLBACK has ended would store the outcome by itself, without the effects (O2, R23). A
+        // raw COMMIT ends it too, so nothing is known of the effects then.
         match timeout(route.completion_budget, S::stands(&mut tx)).await {
             Ok(Ok(())) => {}
             Ok(Err(error @ StoreError::Fenced(_))) => {

@@ -1,4 +1,5 @@
-//! Extends the lease of an edge claim while its handler lives, and while its outcome is written (O12).
+//! Extends the lease of an edge claim while its handler lives, and while its outcome is written
+//! (O12).
 //!
 //! Promise: a lost lease is counted and said; it never ends the handler.
 

@@ -1,7 +1,9 @@
 //! Writes how an edge run ended, until the lease ends (O12).
 //!
-//! Promises: what the store refuses whole is written without its body, so that it is not unknown; evidence is never fenced, decisions are (O8). A run that was given up and ends after all says
-//! so by evidence, and takes the record over to write its outcome where nobody runs it again: UNKNOWN, free to be retried, or gone.
+//! Promises: what the store refuses whole is written without its body, so that it is not unknown;
+//! evidence is never fenced, decisions are (O8). A run that was given up and ends after all says so
+//! by evidence, and takes the record over to write its outcome where nobody runs it again: UNKNOWN,
+//! free to be retried, or gone.
 
 use std::time::{Duration, Instant};
 
@@ -59,7 +61,8 @@ impl<S: Keys> Edge<S> {
         self.front.note(Noted::StoreError("complete"));
         tell(EdgeAnswer::Answered(self.front.problem(Code::ResultNotStored)));
         let mut pause = AGAIN;
-        // The heart beats on: without a bound of its own, what can never be written would be tried for ever.
+        // The heart beats on: without a bound of its own, what can never be written would be tried
+        // for ever.
         while heart.is_ours() && Instant::now() < until {
             tokio::time::sleep(pause).await;
             pause = (pause * 2).min(AGAIN_MAX);
@@ -132,8 +135,9 @@ impl<S: Keys> Edge<S> {
 
     /// The record is not ours any more: whether the outcome stands in it all the same.
     ///
-    /// The evidence is written before the look: who frees the key, or gives it up, either sees it or is seen here. What nobody runs
-    /// by now is taken over to write the outcome, by a claim that is fenced as any other.
+    /// The evidence is written before the look: who frees the key, or gives it up, either sees it
+    /// or is seen here. What nobody runs by now is taken over to write the outcome, by a claim that
+    /// is fenced as any other.
     async fn late(&self, outcome: Option<&Outcome>) -> bool {
         let store = self.front.engine().store();
         let mut look = store.find(&self.owned.identity).await;
@@ -182,7 +186,8 @@ impl<S: Keys> Edge<S> {
     }
 }
 
-/// What the store refuses, and not for a while: that it ended is remembered all the same, without what may be to blame.
+/// What the store refuses, and not for a while: that it ended is remembered all the same, without
+/// what may be to blame.
 fn shorten(write: &mut Option<Outcome>, error: &StoreError) {
     if error.is_nobodys() {
         return;

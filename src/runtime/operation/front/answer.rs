@@ -15,7 +15,8 @@ use crate::runtime::operation::reply::{Answered, Problem, Reply};
 use crate::runtime::operation::running::Run;
 use crate::store::Keys;
 
-/// When one who has as much stored as he may comes again: room is made by the minute, not by the second.
+/// When one who has as much stored as he may comes again: room is made by the minute, not by the
+/// second.
 const FULL: Duration = Duration::from_secs(30);
 
 impl<S: Keys> Front<S> {
@@ -25,8 +26,8 @@ impl<S: Keys> Front<S> {
         Answered::Problem(Problem::new(code))
     }
 
-    /// The answer to a duplicate of an operation whose recovery goes on: 202 with its location where the route accepts, else
-    /// 409 (`IDEMPOTENCY_RECOVERY_PENDING`).
+    /// The answer to a duplicate of an operation whose recovery goes on: 202 with its location
+    /// where the route accepts, else 409 (`IDEMPOTENCY_RECOVERY_PENDING`).
     #[must_use]
     pub fn pending(&self, record: &Record) -> Answered {
         let mut problem = Problem::new(Code::RecoveryPending);
@@ -44,7 +45,8 @@ impl<S: Keys> Front<S> {
         Answered::Reply { reply, replayed: false }
     }
 
-    /// The answer to a duplicate while the first one runs in this process, for a door whose own timeout came (O10).
+    /// The answer to a duplicate while the first one runs in this process, for a door whose own
+    /// timeout came (O10).
     #[must_use]
     pub fn still_running(&self, ran: Duration) -> Answered {
         self.note(Noted::InProgress);
@@ -53,7 +55,8 @@ impl<S: Keys> Front<S> {
         Answered::Problem(problem)
     }
 
-    /// The answer where as many operations run as the store's connections carry: nothing was begun (O29).
+    /// The answer where as many operations run as the store's connections carry: nothing was begun
+    /// (O29).
     #[must_use]
     pub(in crate::runtime::operation) fn no_room(&self) -> Answered {
         tracing::warn!(operation = %self.endpoint.operation(), key = self.short_key(), "no room: as many operations run as the connections of the database carry");

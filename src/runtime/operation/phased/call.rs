@@ -1,5 +1,6 @@
-//! One call of a provider: begun and committed before it starts, within the lease and the provider's window as they are in the
-//! moment of the call, its answer kept whatever became of the lease (O5, O6, O8).
+//! One call of a provider: begun and committed before it starts, within the lease and the
+//! provider's window as they are in the moment of the call, its answer kept whatever became of the
+//! lease (O5, O6, O8).
 //!
 //! Not here: whether a call is made ([`driver`](super::driver)), and what its answer proves
 //! ([`provider`](crate::policy::operation::provider)).
@@ -27,8 +28,9 @@ pub(super) enum Asks {
     First,
 }
 
-/// Whether a call is in vain, unless what it says settles the effect, which is looked at first: a refusal does if it answers the only
-/// send, and to a later one it is no reason to send again at once, nor for ever.
+/// Whether a call is in vain, unless what it says settles the effect, which is looked at first: a
+/// refusal does if it answers the only send, and to a later one it is no reason to send again at
+/// once, nor for ever.
 fn is_vain(verdict: Verdict) -> bool {
     matches!(
         verdict,
@@ -58,8 +60,8 @@ impl<S: Phases> Driver<S> {
         self.send(effect, stored, intent, 1, None).await
     }
 
-    /// Another send of the same bytes under the same key. `window`: the one that it must still be in, where an earlier send may have
-    /// arrived.
+    /// Another send of the same bytes under the same key. `window`: the one that it must still be
+    /// in, where an earlier send may have arrived.
     pub(super) async fn send_again(
         &mut self,
         effect: &Declared,
@@ -96,7 +98,8 @@ impl<S: Phases> Driver<S> {
                 return Err(error);
             }
         };
-        // What was decided may be long ago: pauses, the database, a process that stood still. No wait is between this and the call.
+        // What was decided may be long ago: pauses, the database, a process that stood still. No
+        // wait is between this and the call.
         let now = stored.now.after(self.read_at.elapsed());
         if window.is_some_and(|window| !window.is_open(intent.first_sent_at, now)) {
             self.not_started(effect, number, "the provider may have forgotten the key meanwhile").await?;
@@ -118,7 +121,8 @@ impl<S: Phases> Driver<S> {
         Ok(Next::Again)
     }
 
-    /// The bytes to send, where the call may start; whether it fits into the lease is looked at last.
+    /// The bytes to send, where the call may start; whether it fits into the lease is looked at
+    /// last.
     async fn ready(&self, effect: &Declared, intent: &StoredIntent) -> Result<Option<Vec<u8>>, StoreError> {
         let bytes = self.request(effect, intent)?;
         let may = self.phased.is_ours().await? && self.fits(effect).await;
@@ -134,8 +138,9 @@ impl<S: Phases> Driver<S> {
         self.keep_answer(effect, number, &Sent { answer: Answer::NotConnected, saw }).await
     }
 
-    /// Whether nothing is left to say of a send that did not leave us: its beginning was taken back, or may have been, so that its
-    /// number stands for another one by now. Then it is in doubt, which is careful, and no evidence may name it.
+    /// Whether nothing is left to say of a send that did not leave us: its beginning was taken
+    /// back, or may have been, so that its number stands for another one by now. Then it is in
+    /// doubt, which is careful, and no evidence may name it.
     async fn taken_back(&self, effect: &Declared, number: u32, why: &[u8]) -> bool {
         let operation = self.driven.operation_id;
         match self.phased.engine.store().take_back_send(&self.driven, effect.name, number).await {
@@ -152,7 +157,8 @@ impl<S: Phases> Driver<S> {
         }
     }
 
-    /// Asks for the effect. That it is not found before a resend proves nothing, and is no reason to ask no more: it is kept as such.
+    /// Asks for the effect. That it is not found before a resend proves nothing, and is no reason
+    /// to ask no more: it is kept as such.
     pub(super) async fn query(
         &mut self,
         effect: &Declared,
@@ -224,7 +230,8 @@ impl<S: Phases> Driver<S> {
         self.keep(effect, number, (by, sent.answer.verdict(), status, &sent.saw)).await
     }
 
-    /// Appends what was seen, whether the lease is ours or not, and tells loudly where it contradicts an outcome (O8).
+    /// Appends what was seen, whether the lease is ours or not, and tells loudly where it
+    /// contradicts an outcome (O8).
     async fn keep(
         &mut self,
         effect: &Declared,
@@ -244,7 +251,8 @@ impl<S: Phases> Driver<S> {
             if !patient && !proves(verdict) {
                 return Err(error);
             }
-            // Said where it can be, and shown to the operator. Where that is refused too, it is tried on while this process lives.
+            // Said where it can be, and shown to the operator. Where that is refused too, it is
+            // tried on while this process lives.
             if !patient && self.park(&unstored(effect, send, verdict, status)).await.ok() == Some(End::Parked) {
                 return Ok(());
             }
@@ -259,7 +267,8 @@ impl<S: Phases> Driver<S> {
         Ok(())
     }
 
-    /// Tells loudly where what providers said contradicts what was decided, by another driver or by an operator.
+    /// Tells loudly where what providers said contradicts what was decided, by another driver or by
+    /// an operator.
     pub(super) fn look_for_conflict(&self, stored: &StoredOperation) -> Result<(), StoreError> {
         for intent in &stored.intents {
             // An operator who ends the operation settles no effect.

@@ -1,10 +1,11 @@
 //! Door B: a request for a phased operation (O15, O22).
 //!
-//! The first phase runs in the transaction that holds claim, command and operation; then a driver goes on by itself, and the request
-//! waits for it as long as its budget lasts. A request that finds an operation without a driver takes it up in the same way.
+//! The first phase runs in the transaction that holds claim, command and operation; then a driver
+//! goes on by itself, and the request waits for it as long as its budget lasts. A request that
+//! finds an operation without a driver takes it up in the same way.
 //!
-//! Promises: nobody who waits is needed: a client's disconnect, and the end of the budget, leave the driver at work; the answer of
-//! the first request is the one that is stored.
+//! Promises: nobody who waits is needed: a client's disconnect, and the end of the budget, leave
+//! the driver at work; the answer of the first request is the one that is stored.
 //!
 //! Not here: what follows the first phase ([`driver`](super::driver)).
 
@@ -100,8 +101,8 @@ impl<S: Phases> DoorBuilder<S> {
 }
 
 impl<S: Phases> Door<S> {
-    /// Begins a door of this engine. `deployment` is the id of this deployment, from its configuration: where the database has
-    /// another one, nothing is sent (O22).
+    /// Begins a door of this engine. `deployment` is the id of this deployment, from its
+    /// configuration: where the database has another one, nothing is sent (O22).
     #[must_use]
     pub fn builder(engine: &Engine<S>, deployment: Uuid) -> DoorBuilder<S> {
         DoorBuilder { phased: Phased::new(engine.clone(), DriveSettings::default(), deployment) }
@@ -111,14 +112,14 @@ impl<S: Phases> Door<S> {
         Arc::clone(&self.phased)
     }
 
-    /// Stops what is driven here for requests, after the calls in flight; what is not done goes to a worker.
-    /// [`Engine::drain`] waits for it.
+    /// Stops what is driven here for requests, after the calls in flight; what is not done goes to
+    /// a worker. [`Engine::drain`] waits for it.
     pub fn stop(&self) {
         self.stop.cancel();
     }
 
-    /// Runs an operation for a request, and waits for its outcome for at most `budget`; then 202 or 409
-    /// `IDEMPOTENCY_RECOVERY_PENDING`, and it goes on.
+    /// Runs an operation for a request, and waits for its outcome for at most `budget`; then 202 or
+    /// 409 `IDEMPOTENCY_RECOVERY_PENDING`, and it goes on.
     ///
     /// # Cancel safety
     /// Dropped, the operation goes on; before its first phase has begun, nothing happened.
@@ -238,8 +239,8 @@ impl<S: Phases> Door<S> {
             Err(error) => return Err(error),
         };
         let Some(member) = self.phased.member(&found.flow, found.flow_version) else {
-            // A process that has its flow drives it when it is due: clients that ask here must neither use it up, nor defeat its
-            // pauses.
+            // A process that has its flow drives it when it is due: clients that ask here must
+            // neither use it up, nor defeat its pauses.
             return Ok(Recovered::Pending);
         };
         if !self.phased.is_ours().await? {

@@ -1,18 +1,25 @@
-//! Drives one operation from where it stands to its outcome, or to where it cannot go on now (M53, M80, O5 to O9).
+//! Drives one operation from where it stands to its outcome, or to where it cannot go on now (M53,
+//! M80, O5 to O9).
 //!
-//! It reads where the operation stands, does one thing, and reads again: nothing is remembered between the steps but which send
-//! was just begun, so a driver that takes up another's operation does what that one would have done.
+//! It reads where the operation stands, does one thing, and reads again: nothing is remembered
+//! between the steps but which send was just begun, so a driver that takes up another's operation
+//! does what that one would have done.
 //!
 //! Promises:
 //!
-//! * No transaction is open across a call (M52). Every send is begun and committed before it starts (O5).
-//! * What settles an effect is decided in the transaction that says so, from the evidence read there (O8).
+//! * No transaction is open across a call (M52). Every send is begun and committed before it starts
+//!   (O5).
+//! * What settles an effect is decided in the transaction that says so, from the evidence read
+//!   there (O8).
 //! * A lost lease ends the driving after the call in flight, whose answer becomes evidence.
-//! * After an intent, an error or a panic leaves the operation UNKNOWN and due again, and whatever cannot be found out goes to an
-//!   operator with a reason. Nothing unknown becomes a failure (O9, O13).
+//! * After an intent, an error or a panic leaves the operation UNKNOWN and due again, and whatever
+//!   cannot be found out goes to an operator with a reason. Nothing unknown becomes a failure (O9,
+//!   O13).
 //!
-//! Not here: the first phase ([`opening`](super::opening)), the calls ([`call`](super::call)), what follows a phase that did not move
-//! its operation on ([`rerun`](super::rerun)), how an operation is let go ([`leaving`](super::leaving)), and which step is next ([`provider`](crate::policy::operation::provider)).
+//! Not here: the first phase ([`opening`](super::opening)), the calls ([`call`](super::call)), what
+//! follows a phase that did not move its operation on ([`rerun`](super::rerun)), how an operation
+//! is let go ([`leaving`](super::leaving)), and which step is next
+//! ([`provider`](crate::policy::operation::provider)).
 
 use std::panic::AssertUnwindSafe;
 use std::sync::Arc;
@@ -70,8 +77,8 @@ pub(super) enum Came {
     First,
     /// It was due: an end in vain counts as an attempt.
     Due,
-    /// A request came for it before it was due. It counts as no attempt and stays due when it was: clients that ask often must not
-    /// use it up, or put it off.
+    /// A request came for it before it was due. It counts as no attempt and stays due when it was:
+    /// clients that ask often must not use it up, or put it off.
     Early,
 }
 
@@ -152,7 +159,8 @@ impl<S: Phases> Driver<S> {
         }
     }
 
-    /// Drives on. Errors of the database end it: what is committed stands, and it is given back as far as that can be said.
+    /// Drives on. Errors of the database end it: what is committed stands, and it is given back as
+    /// far as that can be said.
     pub(super) async fn drive(mut self) -> Result<Ended, StoreError> {
         let end = match self.drive_on().await {
             Err(error) => self.broken_off(error).await,
@@ -233,7 +241,8 @@ impl<S: Phases> Driver<S> {
             Stage::Settled => self.settled(flow, stored).await,
             Stage::Outstanding | Stage::Unknown => match flow.effect_at(&stored.point) {
                 Some(effect) => self.effect(effect, stored).await,
-                // UNKNOWN at a point behind the phase of its effect: all effects are settled, and the phase runs.
+                // UNKNOWN at a point behind the phase of its effect: all effects are settled, and
+                // the phase runs.
                 None if stored.intents.iter().all(|intent| intent.outcome.is_some()) => {
                     match flow.local(&stored.point) {
                         // Nothing was intended yet: a phase of ours was given up.
@@ -336,20 +345,23 @@ impl<S: Phases> Driver<S> {
             effect.strategy.next(sends, &seen, stored.now).within(stored.attempts, self.phased.settings.attempts_max);
         match step {
             Step::Settle(_) => self.settle(effect, sends, &stored.point).await,
-            // What may be done about it was said when it was intended (O6), and proof alone settles it otherwise.
+            // What may be done about it was said when it was intended (O6), and proof alone settles
+            // it otherwise.
             _ if intent.intent.strategy != effect.strategy_name() => {
                 tracing::error!(operation = %self.driven.operation_id, effect = effect.name, intended = %intent.intent.strategy,
                     declared = effect.strategy_name(), "an effect was intended with another strategy");
                 self.park_open(effect, intent, "another-strategy").await
             }
-            // It cannot be made here, and no wait mends that: it counts, and is a person's in the end.
+            // It cannot be made here, and no wait mends that: it counts, and is a person's in the
+            // end.
             Step::Send if self.is_spent() && self.unmade => {
                 if self.came == Came::Due && stored.attempts.saturating_add(1) >= self.phased.settings.attempts_max {
                     return self.park_open(effect, intent, "cannot-be-sent").await;
                 }
                 Ok(Next::End(self.give_back(self.pause(stored.attempts), true).await?))
             }
-            // Nothing left us: nothing is unknown, and nothing counts (G10). The longer it has waited, the longer it waits.
+            // Nothing left us: nothing is unknown, and nothing counts (G10). The longer it has
+            // waited, the longer it waits.
             Step::Send if self.is_spent() => {
                 let first = self.phased.settings.backoff_first.as_millis().max(1);
                 let doubled = (intent.first_sent_at.until(stored.now).as_millis() / first).max(1).ilog2();
@@ -362,7 +374,8 @@ impl<S: Phases> Driver<S> {
             }
             Step::Resend => {
                 self.catch_breath().await;
-                // What is found needs no second send, and a provider may have forgotten a key too early.
+                // What is found needs no second send, and a provider may have forgotten a key too
+                // early.
                 if matches!(effect.strategy, Strategy::KeyAndQuery(_)) && !self.asked {
                     return self.query(effect, stored, intent, Asks::First).await;
                 }

@@ -1,9 +1,11 @@
-//! Effects at outside providers: declared with a strategy, intended with exact bytes, settled by proof (O5, O6, O13).
+//! Effects at outside providers: declared with a strategy, intended with exact bytes, settled by
+//! proof (O5, O6, O13).
 //!
-//! By types: an effect has a strategy, or it is none; a failure of the operation can be said only with a [`Proven`], which only the
-//! driver makes, from evidence that settled.
+//! By types: an effect has a strategy, or it is none; a failure of the operation can be said only
+//! with a [`Proven`], which only the driver makes, from evidence that settled.
 //!
-//! Not here: what settles an effect ([`policy::operation::provider`](crate::policy::operation::provider)).
+//! Not here: what settles an effect
+//! ([`policy::operation::provider`](crate::policy::operation::provider)).
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -75,8 +77,8 @@ pub enum Settlement {
 pub struct Settlements(BTreeMap<String, (Settlement, String)>);
 
 impl<P: Provider> Effect<P> {
-    /// An effect. Its name is the same for ever: the provider's key is derived from it. Its points are `NAME:sent` and
-    /// `NAME:settled`, unless they are named.
+    /// An effect. Its name is the same for ever: the provider's key is derived from it. Its points
+    /// are `NAME:sent` and `NAME:settled`, unless they are named.
     #[must_use]
     pub fn new(name: &'static str, provider: P, strategy: Strategy) -> Self {
         let provider = Arc::new(provider);

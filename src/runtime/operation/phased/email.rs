@@ -1,20 +1,25 @@
-//! E-mails as operations in phases: durable, sent again under one Message-ID, and never guessed about (O28).
+//! E-mails as operations in phases: durable, sent again under one Message-ID, and never guessed
+//! about (O28).
 //!
-//! SMTP has no key and cannot be asked, so the strategy is [`Strategy::Repeatable`]: at least once, with the same bytes, so that who
-//! reads them sees one Message-ID. So:
+//! SMTP has no key and cannot be asked, so the strategy is [`Strategy::Repeatable`]: at least once,
+//! with the same bytes, so that who reads them sees one Message-ID. So:
 //!
-//! * The e-mail is composed once, with its Date and a Message-ID that is made from the key of the effect, and committed before it is
-//!   sent for the first time.
-//! * A server that takes it is the end. A 5xx to the only try that can have arrived is a refusal; to a later one it proves nothing.
-//! * A 4xx, a 5xx that is about our credentials, and a connection that was refused, prove that this try did not arrive: it waits, and is tried again with the backoff of
-//!   [`DriveSettings`](super::DriveSettings), without an attempt being counted. An answer that is lost counts: it is `possibly sent N
-//!   times` from then on, and after as many attempts dead, which an operator sees as parked.
+//! * The e-mail is composed once, with its Date and a Message-ID that is made from the key of the
+//!   effect, and committed before it is sent for the first time.
+//! * A server that takes it is the end. A 5xx to the only try that can have arrived is a refusal;
+//!   to a later one it proves nothing.
+//! * A 4xx, a 5xx that is about our credentials, and a connection that was refused, prove that this
+//!   try did not arrive: it waits, and is tried again with the backoff of
+//!   [`DriveSettings`](super::DriveSettings), without an attempt being counted. An answer that is
+//!   lost counts: it is `possibly sent N times` from then on, and after as many attempts dead,
+//!   which an operator sees as parked.
 //! * Into files it is sent exactly once: the second try replaces the first.
 //!
-//! [`Emails::flow`] is an operation of its own; in a flow of one's own, `Effect::new("receipt", emails, Strategy::Repeatable)` sends one
-//! beside other effects.
+//! [`Emails::flow`] is an operation of its own; in a flow of one's own,
+//! `Effect::new("receipt", emails, Strategy::Repeatable)` sends one beside other effects.
 //!
-//! Not here: e-mails that a handler queues in its transaction, which are rows ([`Mailbox`](crate::store::Mailbox)).
+//! Not here: e-mails that a handler queues in its transaction, which are rows
+//! ([`Mailbox`](crate::store::Mailbox)).
 
 use std::time::Duration;
 
@@ -149,7 +154,8 @@ impl Provider for Emails {
                 let answer = match (permanent, arrived) {
                     (true, _) => Answer::status(422),
                     (false, true) => Answer::NoAnswer,
-                    // Whatever left us, the server has said that it did not take it, or there was none.
+                    // Whatever left us, the server has said that it did not take it, or there was
+                    // none.
                     (false, false) => Answer::NotConnected,
                 };
                 Sent { answer, saw: error.into_bytes() }

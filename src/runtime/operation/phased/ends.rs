@@ -1,7 +1,8 @@
 //! How a phase may end, by types (O13).
 //!
-//! A phase before the first intent can refuse, ask for a retry, or forget itself. After the first intent is committed it cannot: what
-//! a provider may have done is not undone by a word. An error or a panic there is UNKNOWN, and recovery goes on.
+//! A phase before the first intent can refuse, ask for a retry, or forget itself. After the first
+//! intent is committed it cannot: what a provider may have done is not undone by a word. An error
+//! or a panic there is UNKNOWN, and recovery goes on.
 //!
 //! ```compile_fail,E0599
 //! use oncebox::runtime::operation::{Reply, phased::Settled};
@@ -33,7 +34,8 @@
 //! }
 //! ```
 //!
-//! A phase that has no effect to undo cannot compensate, and no phase goes on at a point of the other kind:
+//! A phase that has no effect to undo cannot compensate, and no phase goes on at a point of the
+//! other kind:
 //!
 //! ```compile_fail,E0308
 //! use oncebox::runtime::operation::phased::{Local, SettledPoint};
@@ -102,7 +104,8 @@ pub enum Local {
     Intent(Intent),
     /// It succeeded, without a provider.
     Response(Reply),
-    /// A business rule refused it. What this phase wrote before is kept, so that it can close what earlier phases committed.
+    /// A business rule refused it. What this phase wrote before is kept, so that it can close what
+    /// earlier phases committed.
     Rejected {
         /// The answer.
         reply: Reply,

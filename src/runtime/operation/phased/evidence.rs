@@ -7,14 +7,17 @@
 //! | indefinite | answer, query, error | `proves`, what was seen |
 //! | all others | answer, query | the same |
 //!
-//! The row's own word ([`Verdict::word`]) is for people and lists; `proves` is what a process decides from. An operator's row (`operator`, `success`,
-//! `failure` or `waived`) has no `proves`: its word is the verdict, and of success and failure the last of them decides alone, whatever was seen before and
-//! since; but for proof of success that came after a word of failure: that is a conflict, and goes to an operator again.
+//! The row's own word ([`Verdict::word`]) is for people and lists; `proves` is what a process
+//! decides from. An operator's row (`operator`, `success`, `failure` or `waived`) has no `proves`:
+//! its word is the verdict, and of success and failure the last of them decides alone, whatever was
+//! seen before and since; but for proof of success that came after a word of failure: that is a
+//! conflict, and goes to an operator again.
 //!
-//! Guarantees: any process that can open the bytes rebuilds the same [`Evidence`]; a row that this program cannot read is an
-//! error, never left out.
+//! Guarantees: any process that can open the bytes rebuilds the same [`Evidence`]; a row that this
+//! program cannot read is an error, never left out.
 //!
-//! Not here: what the rows come to ([`Evidence`]), and the cipher of the bytes ([`vault`](super::vault)).
+//! Not here: what the rows come to ([`Evidence`]), and the cipher of the bytes
+//! ([`vault`](super::vault)).
 
 use std::time::Duration;
 
@@ -146,8 +149,9 @@ pub(super) fn providers(vault: &Vault, stored: &[StoredEvidence], effect: &str) 
     Ok(rows)
 }
 
-/// The rows of an effect that decide: an operator's last word alone, else all. A word that it did not happen stands beside proof
-/// that it did which came later, and which that operator cannot have judged: then it is decided anew.
+/// The rows of an effect that decide: an operator's last word alone, else all. A word that it did
+/// not happen stands beside proof that it did which came later, and which that operator cannot have
+/// judged: then it is decided anew.
 ///
 /// # Errors
 /// A row that cannot be read.
@@ -248,7 +252,8 @@ mod tests {
         assert!(matches!(rows(&plain(), &[newer], "charge"), Err(StoreError::Corrupt(_))));
     }
 
-    // Shown by: letting the mismatch count beside the operator's word: it went to the operator for ever.
+    // Shown by: letting the mismatch count beside the operator's word: it went to the operator for
+    // ever.
     #[test]
     fn o9_the_last_word_of_an_operator_decides_alone() {
         let mismatch = observed(Verdict::Mismatch, 1, By::Answer);

@@ -1,7 +1,8 @@
 //! A phased operation as it is registered: its name, version, command, phases and effects (O22).
 //!
-//! Checked when it is built: every point and effect once, windows in which something can be repeated (O6), what is undone is there,
-//! and calls that fit into the lease (O5). Nothing that could not be recovered starts.
+//! Checked when it is built: every point and effect once, windows in which something can be
+//! repeated (O6), what is undone is there, and calls that fit into the lease (O5). Nothing that
+//! could not be recovered starts.
 //!
 //! Not here: running it ([`driver`](super::driver)).
 
@@ -111,8 +112,9 @@ pub enum FlowError {
 }
 
 impl<S: Phases> Flow<S> {
-    /// Begins a flow with its first phase. Name and version stand with every operation: raise the version when phases or the
-    /// command change, and keep the old flow until its last operation has its outcome.
+    /// Begins a flow with its first phase. Name and version stand with every operation: raise the
+    /// version when phases or the command change, and keep the old flow until its last operation
+    /// has its outcome.
     #[must_use]
     pub fn begin<C>(name: &'static str, version: u32, first: impl FirstPhase<S, C>) -> FlowBuilder<S, C>
     where
@@ -169,7 +171,8 @@ impl<S: Phases> Flow<S> {
         self.effects.iter().find(|effect| effect.sent == point || effect.settled == point)
     }
 
-    /// The effects that stand, as far as is proven, and are not declared repeatable: none may, where an operation failed.
+    /// The effects that stand, as far as is proven, and are not declared repeatable: none may,
+    /// where an operation failed.
     pub(super) fn standing(&self, settled: &Settlements) -> Option<&'static str> {
         use super::effect::Settlement::{Succeeded, Undone};
         let undone = |name| {

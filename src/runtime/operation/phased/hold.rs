@@ -1,7 +1,9 @@
-//! Holding an operation: its lease is renewed while it is driven, and what is left of it is known by this process's own clocks (O5, O9).
+//! Holding an operation: its lease is renewed while it is driven, and what is left of it is known
+//! by this process's own clocks (O5, O9).
 //!
-//! Promises: what is left is counted from before the statement that granted it was sent, so it is never more than the truth; a lost
-//! lease is a flag that stops what would start, and cancels nothing that runs (O8); no statement is dropped half way.
+//! Promises: what is left is counted from before the statement that granted it was sent, so it is
+//! never more than the truth; a lost lease is a flag that stops what would start, and cancels
+//! nothing that runs (O8); no statement is dropped half way.
 //!
 //! Not here: the fence, which every statement carries.
 

@@ -1,8 +1,10 @@
-//! An HTTP client for adapters of providers: it says what is certain of a failed call (O7), and does nothing twice.
+//! An HTTP client for adapters of providers: it says what is certain of a failed call (O7), and
+//! does nothing twice.
 //!
-//! Promises: redirects and retries of the client library are off; [`Outcome::NotConnected`] only where no connection came to be
-//! (name not found, refused, TLS failed); an answer is read to a bound; proxies of the environment are not used, because one that
-//! refuses a connection says nothing of the provider.
+//! Promises: redirects and retries of the client library are off; [`Outcome::NotConnected`] only
+//! where no connection came to be (name not found, refused, TLS failed); an answer is read to a
+//! bound; proxies of the environment are not used, because one that refuses a connection says
+//! nothing of the provider.
 //!
 //! Not here: what an answer proves: an adapter reads status and body.
 
@@ -133,7 +135,8 @@ impl Response {
 
 /// What is certain of a call that failed.
 fn lost(error: &reqwest::Error) -> Outcome {
-    // reqwest says so of errors while the connection is made, and of no others: its connector's timeout is one of them.
+    // reqwest says so of errors while the connection is made, and of no others: its connector's
+    // timeout is one of them.
     if error.is_connect() || error.is_builder() {
         return Outcome::NotConnected(chain(error));
     }

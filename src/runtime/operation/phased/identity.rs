@@ -1,7 +1,8 @@
 //! The identities of what an operation does outside and downstream (M78, M79, pitfall 40).
 //!
-//! Each is derived from the deployment, the operation and the name of what is done, and from nothing that a client sent: a crash, a
-//! resend and a recovery by another process come to the same ones, and a clone of the database under another deployment to others.
+//! Each is derived from the deployment, the operation and the name of what is done, and from
+//! nothing that a client sent: a crash, a resend and a recovery by another process come to the same
+//! ones, and a clone of the database under another deployment to others.
 //!
 //! Not here: the operation's own id, which the claim makes.
 
@@ -10,7 +11,8 @@ use std::fmt;
 use sha2::{Digest, Sha256};
 use uuid::{Builder, Uuid};
 
-/// The key that a provider sees for an effect: `op_` and 40 hexadecimal digits. It never changes (O7).
+/// The key that a provider sees for an effect: `op_` and 40 hexadecimal digits. It never changes
+/// (O7).
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct ProviderKey(String);
 
@@ -67,9 +69,10 @@ impl Identities {
         self.id("row", name)
     }
 
-    /// The id of a message that the operation enqueues, of the time of the operation's own id. A consumer whose horizon is
-    /// shorter than operations may take to be recovered takes such a message for too old: let the outbox make the id then; the
-    /// transaction that enqueues commits once.
+    /// The id of a message that the operation enqueues, of the time of the operation's own id. A
+    /// consumer whose horizon is shorter than operations may take to be recovered takes such a
+    /// message for too old: let the outbox make the id then; the transaction that enqueues commits
+    /// once.
     #[must_use]
     pub fn message(self, name: &str) -> Uuid {
         self.id("message", name)

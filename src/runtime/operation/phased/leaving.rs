@@ -1,11 +1,12 @@
-//! How a driver lets its operation go: back, to be taken up later; in doubt; to an operator. And what it still does for one that it
-//! lost (O8, O9, O13).
+//! How a driver lets its operation go: back, to be taken up later; in doubt; to an operator. And
+//! what it still does for one that it lost (O8, O9, O13).
 //!
 //! Promises:
 //!
-//! * An operation whose effect is open goes to an operator only in a transaction that finds no proof in its evidence; who brings
-//!   proof later un-parks it (O8).
-//! * One that a request took up before it was due is due when it was: clients that ask often move nothing.
+//! * An operation whose effect is open goes to an operator only in a transaction that finds no
+//!   proof in its evidence; who brings proof later un-parks it (O8).
+//! * One that a request took up before it was due is due when it was: clients that ask often move
+//!   nothing.
 //!
 //! Not here: why it goes ([`driver`](super::driver)).
 
@@ -22,8 +23,8 @@ use crate::runtime::pace::Pace;
 use crate::store::{Due, Fenced, Leave, PhaseTx, Phases, StoredEvidence, StoredIntent, StoredOperation};
 
 impl<S: Phases> Driver<S> {
-    /// What no retry of the database helps with is not tried for ever: it counts, is UNKNOWN after an intent, and goes to an operator
-    /// in the end (O9, O13).
+    /// What no retry of the database helps with is not tried for ever: it counts, is UNKNOWN after
+    /// an intent, and goes to an operator in the end (O9, O13).
     pub(super) async fn broken_off(&mut self, error: StoreError) -> Result<End, StoreError> {
         if matches!(error, StoreError::Fenced(_)) {
             return Err(error);
@@ -67,7 +68,8 @@ impl<S: Phases> Driver<S> {
         reason: &str,
     ) -> Result<Option<End>, StoreError> {
         let mut tx = self.phased.engine.store().begin_phase(&self.driven).await?;
-        // It locks the row: who brings evidence that is not seen here waits for the end, and finds it parked.
+        // It locks the row: who brings evidence that is not seen here waits for the end, and finds
+        // it parked.
         if tx.park(reason).await? == Fenced::LostOwnership {
             tx.rollback().await?;
             return Ok(Some(End::Lost));
@@ -92,8 +94,8 @@ impl<S: Phases> Driver<S> {
         Ok(end.map_or(Next::Again, Next::End))
     }
 
-    /// The proof that this driver brought may have come after another one, who has the operation by now, looked for it and parked:
-    /// then it goes on (O8).
+    /// The proof that this driver brought may have come after another one, who has the operation by
+    /// now, looked for it and parked: then it goes on (O8).
     pub(super) async fn speak_up(&self) {
         let mut pace = Pace::new(Duration::from_millis(20), Duration::from_secs(1));
         let operation = self.driven.operation_id;
@@ -140,7 +142,8 @@ impl<S: Phases> Driver<S> {
         Ok(evidence::evidence(&rows).settled(sends).is_some())
     }
 
-    /// A phase failed, and nothing of it stands: again at once where it is nobody's fault, else later; an operator in the end.
+    /// A phase failed, and nothing of it stands: again at once where it is nobody's fault, else
+    /// later; an operator in the end.
     pub(super) async fn phase_failed(
         &mut self,
         stored: &StoredOperation,

@@ -1,9 +1,11 @@
-//! The first phase of an operation: claim, command, operation and what it writes commit together (O22).
+//! The first phase of an operation: claim, command, operation and what it writes commit together
+//! (O22).
 //!
-//! Promises: what refuses or fails here leaves nothing, or the refusal alone where it is binding; a handler that ended the
-//! transaction by itself is found out, and a person is told (O1).
+//! Promises: what refuses or fails here leaves nothing, or the refusal alone where it is binding; a
+//! handler that ended the transaction by itself is found out, and a person is told (O1).
 //!
-//! Not here: what becomes of the request ([`door`](super::door)), and what follows ([`driver`](super::driver)).
+//! Not here: what becomes of the request ([`door`](super::door)), and what follows
+//! ([`driver`](super::driver)).
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -269,8 +271,8 @@ fn seen_by(basis: Basis<'_>) -> Option<&Record> {
     }
 }
 
-/// Makes an operation stand where its run left nothing of its own (O1): parked, under its key, also where that key was used before.
-/// Where another run has claimed since, nothing is changed.
+/// Makes an operation stand where its run left nothing of its own (O1): parked, under its key, also
+/// where that key was used before. Where another run has claimed since, nothing is changed.
 async fn stand<S: Phases>(
     store: &S,
     new: &NewOperation,

@@ -1,9 +1,10 @@
 //! The phases that an author writes: code that runs in one transaction, and says how it ends (M53).
 //!
-//! A phase may run more than once: only one run of it commits. It calls no provider and waits for nothing outside: no transaction
-//! stays open across a call (M52).
+//! A phase may run more than once: only one run of it commits. It calls no provider and waits for
+//! nothing outside: no transaction stays open across a call (M52).
 //!
-//! Not here: how a phase may end ([`ends`](super::ends)), and who runs it ([`driver`](super::driver)).
+//! Not here: how a phase may end ([`ends`](super::ends)), and who runs it
+//! ([`driver`](super::driver)).
 
 use async_trait::async_trait;
 use uuid::Uuid;

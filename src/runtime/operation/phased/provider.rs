@@ -1,13 +1,16 @@
-//! What an adapter of an outside provider does: make the exact bytes once, send them, ask for them, and say what came back.
+//! What an adapter of an outside provider does: make the exact bytes once, send them, ask for them,
+//! and say what came back.
 //!
 //! The adapter does I/O and reads answers; what they prove, and what to do next, is decided by
 //! [`policy::operation::provider`](crate::policy::operation::provider).
 //!
-//! What an adapter must keep to (O5, O7): bytes are sent as they are given, under the key that is given; redirects and retries of a
-//! client library are off; [`Answer::NotConnected`] is said only where not a byte of the request can have left; a code is
-//! listed as a verdict only if the provider documents that every later send gets it too.
+//! What an adapter must keep to (O5, O7): bytes are sent as they are given, under the key that is
+//! given; redirects and retries of a client library are off; [`Answer::NotConnected`] is said only
+//! where not a byte of the request can have left; a code is listed as a verdict only if the
+//! provider documents that every later send gets it too.
 //!
-//! Not here: an adapter over HTTP ([`http`](super::http)), and when it is called ([`driver`](super::driver)).
+//! Not here: an adapter over HTTP ([`http`](super::http)), and when it is called
+//! ([`driver`](super::driver)).
 
 use std::fmt;
 use std::time::Duration;
@@ -24,7 +27,8 @@ pub trait Provider: fmt::Debug + Send + Sync + 'static {
     /// The name, the same for ever; stands with every intent.
     fn name(&self) -> &'static str;
 
-    /// The version of the bytes that [`Prepare::prepare`] makes now. Bytes of older versions are still sent.
+    /// The version of the bytes that [`Prepare::prepare`] makes now. Bytes of older versions are
+    /// still sent.
     fn version(&self) -> u32;
 
     /// The longest that a call takes. It must be shorter than two thirds of the lease.
@@ -36,7 +40,8 @@ pub trait Provider: fmt::Debug + Send + Sync + 'static {
     /// Dropped, the outcome is unknown; the driver drops it only after [`Self::timeout`].
     async fn send(&self, call: &Call<'_>) -> Sent;
 
-    /// Asks whether the effect of this call is there. A provider that cannot be asked answers [`QueryAnswer::Failed`].
+    /// Asks whether the effect of this call is there. A provider that cannot be asked answers
+    /// [`QueryAnswer::Failed`].
     async fn query(&self, _call: &Call<'_>) -> Asked {
         Asked { answer: QueryAnswer::Failed, status: None, saw: Vec::new() }
     }
@@ -69,7 +74,8 @@ pub struct Call<'a> {
 pub struct Sent {
     /// What it was.
     pub answer: Answer,
-    /// What is kept as evidence and shown to the next phase, at most about 2 KiB: without secrets, unless a cipher is set.
+    /// What is kept as evidence and shown to the next phase, at most about 2 KiB: without secrets,
+    /// unless a cipher is set.
     pub saw: Vec<u8>,
 }
 

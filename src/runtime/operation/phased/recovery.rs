@@ -1,4 +1,5 @@
-//! The recovery worker: takes up operations that nobody drives, and drives them through the same phases (M80, M83, O22).
+//! The recovery worker: takes up operations that nobody drives, and drives them through the same
+//! phases (M80, M83, O22).
 //!
 //! Promises: ownership is taken by one statement, so of many workers one has an operation; at most
 //! `concurrency` at once, and of one tenant at most `per_tenant`, so that what is slow for one
@@ -6,7 +7,8 @@
 //! not ours nothing is taken, let alone sent. At a stop it takes nothing more, lets calls in flight
 //! end, gives back what it holds, and returns.
 //!
-//! It runs in the service's process, or in one built with the same flows; the stock `publisher` has none.
+//! It runs in the service's process, or in one built with the same flows; the stock `publisher` has
+//! none.
 //!
 //! Not here: what is done with an operation ([`driver`](super::driver)).
 
@@ -120,7 +122,8 @@ impl<S: Phases> Recovery<S> {
                     self.health.set(PART, PartState::Ready);
                     self.pause(&mut driven, worked, &stop).await;
                 }
-                // One row or flow that cannot be read stops no other: the next round begins with another flow.
+                // One row or flow that cannot be read stops no other: the next round begins with
+                // another flow.
                 Err(error) => {
                     if !error.is_nobodys() {
                         tracing::error!(%error, "due operations were not taken up");
@@ -160,7 +163,8 @@ impl<S: Phases> Recovery<S> {
             if free == 0 || stop.is_cancelled() {
                 break;
             }
-            // Each flow its part, so that one with much to do leaves room; what is left over goes to the next round.
+            // Each flow its part, so that one with much to do leaves room; what is left over goes
+            // to the next round.
             let share = free.div_ceil(u32::try_from(count - at).unwrap_or(u32::MAX));
             let (full, more) = self.driven_of.full(self.options.per_tenant.max(1));
             let store = self.phased.engine.store();

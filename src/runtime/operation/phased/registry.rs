@@ -1,7 +1,9 @@
-//! The phased operations of a process: flows with their endpoints, what seals their bytes, and which deployment they belong to (O22).
+//! The phased operations of a process: flows with their endpoints, what seals their bytes, and
+//! which deployment they belong to (O22).
 //!
-//! Promises: a flow is registered by name and version, once; a worker takes only those. Nothing is sent where the database's
-//! deployment is not the configured one: a clone of a database must not charge.
+//! Promises: a flow is registered by name and version, once; a worker takes only those. Nothing is
+//! sent where the database's deployment is not the configured one: a clone of a database must not
+//! charge.
 //!
 //! Not here: requests ([`door`](super::door)), and the worker ([`recovery`](super::recovery)).
 
@@ -24,18 +26,21 @@ use crate::store::Phases;
 /// How operations are driven.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct DriveSettings {
-    /// Vain attempts of recovery until an operator gets it (O9). Default 100: with the other defaults more than an hour.
+    /// Vain attempts of recovery until an operator gets it (O9). Default 100: with the other
+    /// defaults more than an hour.
     pub attempts_max: u32,
     /// Calls of one drive that prove nothing, until it is given back. Default 3.
     pub calls_per_drive: u32,
-    /// The longest pause of a provider that a driver sits out; for a longer one it gives the operation back. Default 2.5 s.
+    /// The longest pause of a provider that a driver sits out; for a longer one it gives the
+    /// operation back. Default 2.5 s.
     pub wait_max: Duration,
-    /// When it is due again after the first vain attempt; doubled each time, with jitter. Default 1 s.
+    /// When it is due again after the first vain attempt; doubled each time, with jitter. Default 1
+    /// s.
     pub backoff_first: Duration,
     /// The longest time until it is due again. Default 1 min.
     pub backoff_max: Duration,
-    /// How long proof is tried to be stored that the database refuses (one that is away is waited for), until the operation goes to
-    /// an operator with that proof as the reason. Default 20 s.
+    /// How long proof is tried to be stored that the database refuses (one that is away is waited
+    /// for), until the operation goes to an operator with that proof as the reason. Default 20 s.
     pub refused_max: Duration,
 }
 
@@ -142,7 +147,8 @@ impl<S: Phases> Phased<S> {
         flows
     }
 
-    /// Whether the database belongs to the configured deployment. If not, nothing may be sent, and it is said loudly.
+    /// Whether the database belongs to the configured deployment. If not, nothing may be sent, and
+    /// it is said loudly.
     pub(super) async fn is_ours(&self) -> Result<bool, StoreError> {
         let found = self.engine.store().deployment().await?;
         if found != self.deployment {

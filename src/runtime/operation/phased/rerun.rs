@@ -1,10 +1,12 @@
-//! What follows a later phase that did not move its operation on: it runs again, or an operator has it (O1, O9, R23).
+//! What follows a later phase that did not move its operation on: it runs again, or an operator has
+//! it (O1, O9, R23).
 //!
-//! Promise: a phase runs again only where it is proven that nothing of its run before was committed: the transaction itself says so,
-//! or, where nobody heard how that one ended, its mark is not there.
+//! Promise: a phase runs again only where it is proven that nothing of its run before was
+//! committed: the transaction itself says so, or, where nobody heard how that one ended, its mark
+//! is not there.
 //!
-//! Not here: when it runs again ([`leaving`](super::leaving)), what may run again ([`doubt`](crate::policy::operation::doubt)), and
-//! the first phase ([`opening`](super::opening)).
+//! Not here: when it runs again ([`leaving`](super::leaving)), what may run again
+//! ([`doubt`](crate::policy::operation::doubt)), and the first phase ([`opening`](super::opening)).
 
 use std::time::Duration;
 
@@ -23,8 +25,9 @@ const SWALLOWED: &str = "the phase swallowed an error by which its transaction w
 const OWN_COMMIT_EVERY: Duration = Duration::from_millis(100);
 
 impl<S: Phases> Driver<S> {
-    /// Begins a phase whose code is a handler's, if no run before was committed, or may still be. As long as the server has one, the
-    /// operation is looked at now and then, however long that lasts: nothing counts, and no connection is kept for it.
+    /// Begins a phase whose code is a handler's, if no run before was committed, or may still be.
+    /// As long as the server has one, the operation is looked at now and then, however long that
+    /// lasts: nothing counts, and no connection is kept for it.
     pub(super) async fn begin(&mut self, stored: &StoredOperation) -> Result<Result<S::Phase, Next>, StoreError> {
         let point = stored.point.as_str();
         let run = self.phased.engine.store().begin_run(&self.driven, point).await?;
@@ -33,7 +36,8 @@ impl<S: Phases> Driver<S> {
             Run::Begun(tx) if trace.may_run_again() => Ok(Ok(tx)),
             // The next look says who has it, and where.
             Run::Overtaken => Ok(Err(Next::Again)),
-            // It is this driver's own commit, whose answer was lost, that the server is at: what that intends nobody else may send first.
+            // It is this driver's own commit, whose answer was lost, that the server is at: what
+            // that intends nobody else may send first.
             Run::Unended if self.fresh.is_some() && !self.hold.left().is_zero() => {
                 tokio::time::sleep(OWN_COMMIT_EVERY).await;
                 Ok(Err(Next::Again))
@@ -47,8 +51,9 @@ impl<S: Phases> Driver<S> {
         }
     }
 
-    /// The transaction of a phase that says it succeeded is not there any more. Where it is proven that nothing was committed, the
-    /// phase has failed as any other: it swallowed an error by which the database took its transaction back (R23).
+    /// The transaction of a phase that says it succeeded is not there any more. Where it is proven
+    /// that nothing was committed, the phase has failed as any other: it swallowed an error by
+    /// which the database took its transaction back (R23).
     pub(super) async fn gone(&mut self, tx: S::Phase, proof: Proof) -> Result<Next, StoreError> {
         let trace = match take_back(tx).await {
             Err(error @ StoreError::Busy(_)) => return Err(error),
@@ -81,8 +86,9 @@ impl<S: Phases> Driver<S> {
         if trace.may_run_again() { self.phase_failed(stored, error).await } else { self.ended_by_itself().await }
     }
 
-    /// What the handler committed by itself is there, and its point was not moved: only a person can say what it did. It is tried for
-    /// as long as the lease keeps others away: where the handler took its mark back, nothing else says that it must not run again.
+    /// What the handler committed by itself is there, and its point was not moved: only a person
+    /// can say what it did. It is tried for as long as the lease keeps others away: where the
+    /// handler took its mark back, nothing else says that it must not run again.
     async fn ended_by_itself(&mut self) -> Result<Next, StoreError> {
         let operation = self.driven.operation_id;
         tracing::error!(%operation, "a phase ended its transaction by itself");
@@ -109,7 +115,8 @@ impl<S: Phases> Driver<S> {
     }
 }
 
-/// Takes back all that a phase wrote, and says whether its transaction was still the one that began.
+/// Takes back all that a phase wrote, and says whether its transaction was still the one that
+/// began.
 pub(super) async fn take_back<T: PhaseTx>(mut tx: T) -> Result<Proof, StoreError> {
     let proof = tx.undo_effects().await;
     // A connection that does not answer is closed, and the server rolls back.

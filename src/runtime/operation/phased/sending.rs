@@ -1,6 +1,8 @@
-//! An operation that is one thing sent to others: its intent is committed, it is sent, and what became of it is the answer.
+//! An operation that is one thing sent to others: its intent is committed, it is sent, and what
+//! became of it is the answer.
 //!
-//! Not here: what is sent and how, which the provider says ([`webhook`](super::webhook), [`email`](super::email)).
+//! Not here: what is sent and how, which the provider says ([`webhook`](super::webhook),
+//! [`email`](super::email)).
 
 use std::collections::BTreeSet;
 

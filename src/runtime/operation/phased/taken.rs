@@ -1,4 +1,5 @@
-//! An operation that was taken up: what its driver needs is read, or it is said why it cannot be driven here.
+//! An operation that was taken up: what its driver needs is read, or it is said why it cannot be
+//! driven here.
 //!
 //! Not here: taking it up ([`door`](super::door), [`recovery`](super::recovery)).
 

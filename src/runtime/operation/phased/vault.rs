@@ -1,5 +1,5 @@
-//! How commands, requests and evidence are stored: through the sealer of stored bodies, each bound to its operation and what it is
-//! (O22).
+//! How commands, requests and evidence are stored: through the sealer of stored bodies, each bound
+//! to its operation and what it is (O22).
 //!
 //! Not here: the cipher ([`Sealer`]).
 

@@ -1,20 +1,23 @@
 //! Webhooks as operations in phases: durable, signed, repeated under one id (O28).
 //!
-//! By contract with the receiver (Standard Webhooks) the strategy is [`Strategy::Key`]: a receiver keeps `webhook-id` for the
-//! window's retention, and takes it once. So:
+//! By contract with the receiver (Standard Webhooks) the strategy is [`Strategy::Key`]: a receiver
+//! keeps `webhook-id` for the window's retention, and takes it once. So:
 //!
-//! * `webhook-id`, `Idempotency-Key` and the body's bytes are committed before the first send and are the same in each; timestamp
-//!   and signature are made anew for each.
-//! * A 2xx is the end. A 4xx to the only send that can have arrived is a refusal. Redirects are not followed and are failures. All
-//!   else is tried again with the backoff of [`DriveSettings`](super::DriveSettings), while the window is open; then it is dead,
-//!   which an operator sees as parked.
+//! * `webhook-id`, `Idempotency-Key` and the body's bytes are committed before the first send and
+//!   are the same in each; timestamp and signature are made anew for each.
+//! * A 2xx is the end. A 4xx to the only send that can have arrived is a refusal. Redirects are not
+//!   followed and are failures. All else is tried again with the backoff of
+//!   [`DriveSettings`](super::DriveSettings), while the window is open; then it is dead, which an
+//!   operator sees as parked.
 //! * An endpoint that keeps failing is left alone for a while, without an attempt being counted.
-//! * Endpoints at private addresses are refused, unless their host is allowed. A name that resolves to one is not spoken to; that is
-//!   no refusal, for the next answer may be another one, but it counts as an attempt.
+//! * Endpoints at private addresses are refused, unless their host is allowed. A name that resolves
+//!   to one is not spoken to; that is no refusal, for the next answer may be another one, but it
+//!   counts as an attempt.
 //! * One endpoint has so many requests at once, and so many endpoints that fail are remembered.
 //!
-//! [`Webhooks::flow`] is an operation of its own: give the event's id as its key, and it is sent once however often it is asked
-//! for. In a flow of one's own, `Effect::new("notify", webhooks, strategy)` sends one beside other effects.
+//! [`Webhooks::flow`] is an operation of its own: give the event's id as its key, and it is sent
+//! once however often it is asked for. In a flow of one's own,
+//! `Effect::new("notify", webhooks, strategy)` sends one beside other effects.
 //!
 //! Not here: which events a receiver wants, and where its secret is kept.
 
@@ -53,7 +56,8 @@ const RESOLVING: Duration = Duration::from_secs(2);
 /// So many endpoints are remembered that fail, or that have requests under way.
 const ENDPOINTS_MAX: usize = 4_096;
 
-/// Which secrets sign for an endpoint: all of them, so that a receiver can change from one to the next.
+/// Which secrets sign for an endpoint: all of them, so that a receiver can change from one to the
+/// next.
 type Secrets = Arc<dyn Fn(&Url) -> Vec<WebhookSecret> + Send + Sync>;
 
 /// A webhook to be sent once.
@@ -93,7 +97,8 @@ pub struct WebhookOptions {
     pub allowed_hosts: BTreeSet<String>,
     /// When an endpoint is left alone.
     pub breaker: BreakerOptions,
-    /// Requests that one endpoint has at once from this process, so that a slow one leaves room for others. Default 4.
+    /// Requests that one endpoint has at once from this process, so that a slow one leaves room for
+    /// others. Default 4.
     pub in_flight_max: u32,
 }
 
@@ -140,7 +145,8 @@ struct Envelope {
 }
 
 impl Webhooks {
-    /// A sender that signs with what `secrets` gives for an endpoint; where that is nothing, nothing is sent.
+    /// A sender that signs with what `secrets` gives for an endpoint; where that is nothing,
+    /// nothing is sent.
     ///
     /// # Errors
     /// TLS cannot be set up.
@@ -186,7 +192,8 @@ impl Webhooks {
             Err(error) => return not_made(error.to_string()),
         };
         if let Err(error) = self.addresses.permits(&url) {
-            // Ours to refuse, as a receiver that is not the one that was asked would: not a verdict on earlier sends.
+            // Ours to refuse, as a receiver that is not the one that was asked would: not a verdict
+            // on earlier sends.
             return Sent { answer: Answer::status(421), saw: error.to_string().into_bytes() };
         }
         match tokio::time::timeout(RESOLVING, self.addresses.resolves(&url)).await {

@@ -30,11 +30,14 @@ pub(super) async fn open(
     .run(&mut transaction)
     .await;
     let opened = match inserted {
-        Ok(_) => Opened { was_open: false, position: None },
+        Ok(_) => Opened { was_open: false, position: None, has_new_ids: false },
         Err(error) if number(&error) == Some(DUPLICATE) => {
-            let (state, topic_id, next): (String, Option<String>, Option<i64>) = sqlx::query_as(
-                "select state, topic_id, next_offset from oncebox_assignment \
-                 where consumer_id = ? and topic = ? and partition_no = ? for update",
+            let (state, topic_id, next, has_new_ids): (String, Option<String>, Option<i64>, bool) = sqlx::query_as(
+                "select a.state, a.topic_id, a.next_offset, \
+                        coalesce(a.id_rule <> (select c.id_rule from oncebox_consumer c \
+                                                where c.consumer_id = a.consumer_id), false) \
+                   from oncebox_assignment a \
+                  where a.consumer_id = ? and a.topic = ? and a.partition_no = ? for update",
             )
             .bind(consumer.0)
             .bind(holding.topic.as_bytes())
@@ -51,7 +54,8 @@ pub(super) async fn open(
             .bind(holding.partition)
             .run(&mut transaction)
             .await?;
-            Opened { was_open: state == "open", position: next.map(|next| Position { topic_id, next }) }
+            let position = next.map(|next| Position { topic_id, next });
+            Opened { was_open: state == "open", position, has_new_ids }
         }
         Err(error) => return Err(error.into()),
     };
@@ -68,7 +72,9 @@ pub(super) async fn keep_positions(
     let mut transaction = pool.begin(START).await?;
     for (holding, position) in positions {
         sqlx::query(
-            "update oncebox_assignment set topic_id = ?, next_offset = ?, changed_at = utc_timestamp(6) \
+            "update oncebox_assignment set topic_id = ?, next_offset = ?, changed_at = utc_timestamp(6), \
+               id_rule = (select c.id_rule from oncebox_consumer c \
+                           where c.consumer_id = oncebox_assignment.consumer_id) \
              where consumer_id = ? and topic = ? and partition_no = ? and owner = ?",
         )
         .bind(position.topic_id.as_deref())

@@ -3,12 +3,13 @@
 
 use sqlx::MySql;
 
-use super::super::{HISTORY_MAX, START, shortened};
+use super::super::{HISTORY_MAX, START};
 use super::id_list;
 use crate::error::StoreError;
 use crate::message::MessageId;
 use crate::store::ConsumerId;
 use crate::store::bounded::{Ask, BoundedPool};
+use crate::store::operator::kept_error;
 
 /// By exact rows: a range would wait for whoever counts a try.
 pub(super) const DELETE: &str = "\
@@ -43,7 +44,7 @@ pub(super) async fn count(
              where consumer_id = ? and message_id = ?",
         )
         .bind(HISTORY_MAX)
-        .bind(shortened(error))
+        .bind(kept_error(error))
         .bind(consumer.0)
         .bind(id.uuid())
         .run(&mut transaction)

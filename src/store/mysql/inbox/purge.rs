@@ -1,7 +1,8 @@
-//! One step of a purge: a page of rows, those of it that may go, and the bound, in one transaction (R31).
+//! One step of a purge: a page of rows, those of it that may go, and the bound, in one transaction
+//! (R31).
 //!
-//! Guarantees: a page is bounded, and read by the primary key; rows go by exact id (R11); the bound is there when the first of
-//! them is gone.
+//! Guarantees: a page is bounded, and read by the primary key; rows go by exact id (R11); the bound
+//! is there when the first of them is gone.
 
 use sqlx::{MySql, Row};
 

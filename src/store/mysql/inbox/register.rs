@@ -29,14 +29,7 @@ pub(super) async fn register(pool: &BoundedPool<MySql>, spec: &ConsumerSpec) -> 
         .one(&mut transaction)
         .await?;
     let (id, id_rule): (i32, String) = (found.try_get("consumer_id")?, found.try_get("id_rule")?);
-    if id_rule != spec.id_rule {
-        if !spec.accept {
-            return Err(StoreError::Refused(format!(
-                "the consumer `{}` has taken its ids from `{id_rule}` so far, not `{}`: the same message would run again \
-                 under another id; pass `--accept` if this is wanted",
-                spec.name, spec.id_rule
-            )));
-        }
+    if spec.changes(&id_rule)? {
         sqlx::query("update oncebox_consumer set id_rule = ? where consumer_id = ?")
             .bind(&spec.id_rule)
             .bind(id)

@@ -1,7 +1,8 @@
-//! What is forgotten, in bounded batches (M99 to M101): bodies by their own end, records by their outcome (O23).
+//! What is forgotten, in bounded batches (M99 to M101): bodies by their own end, records by their
+//! outcome (O23).
 //!
-//! A batch reads the exact rows first and deletes them through a join from the list: a range would wait for every open writer
-//! (R11).
+//! A batch reads the exact rows first and deletes them through a join from the list: a range would
+//! wait for every open writer (R11).
 
 use std::time::Duration;
 
@@ -94,7 +95,8 @@ pub(super) async fn purge(
     .run(&mut transaction)
     .await?
     .rows_affected();
-    // Their bodies too, whatever is left of their life: the next run of a key begins at the same epoch again.
+    // Their bodies too, whatever is left of their life: the next run of a key begins at the same
+    // epoch again.
     sqlx::query(
         "delete b from json_table(?, '$[*]' columns (id varchar(64) path '$')) j \
          straight_join oncebox_idempotency_body b force index (primary) on b.key_digest = unhex(j.id) \

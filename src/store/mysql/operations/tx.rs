@@ -20,17 +20,18 @@ pub(in crate::store::mysql) fn is_locked(error: &sqlx::Error) -> bool {
     number(error).is_some_and(|number| LOCKED.contains(&number))
 }
 
-/// MySQL has no wait of a statement's own: its shortest one of a session, until the claim stands. MariaDB has one, and does the same:
-/// what only MySQL did would be tested nowhere. A claim that is refused need not take it back, for its connection goes back to the
-/// pool, which sets it up anew ([`connect`](super::super::connect)); so the usual wait is never 1 here.
+/// MySQL has no wait of a statement's own: its shortest one of a session, until the claim stands.
+/// MariaDB has one, and does the same: what only MySQL did would be tested nowhere. A claim that is
+/// refused need not take it back, for its connection goes back to the pool, which sets it up anew
+/// ([`connect`](super::super::connect)); so the usual wait is never 1 here.
 pub(in crate::store::mysql) const SHORT_WAIT: &str =
     "set @oncebox_lock_wait = @@session.innodb_lock_wait_timeout, session innodb_lock_wait_timeout = 1";
 /// What handlers were promised.
 pub(in crate::store::mysql) const USUAL_WAIT: &str = "set session innodb_lock_wait_timeout = @oncebox_lock_wait";
 
-/// How many statements this session has run that may commit: all but those that are known not to, by the server's own count, of
-/// which statements inside procedures are part. InnoDB says nothing of a transaction that it has ended, so this is the only proof
-/// that nothing was committed.
+/// How many statements this session has run that may commit: all but those that are known not to,
+/// by the server's own count, of which statements inside procedures are part. InnoDB says nothing
+/// of a transaction that it has ended, so this is the only proof that nothing was committed.
 macro_rules! may_have_committed {
     () => {
         "(select sum(variable_value) from /*M! information_schema.session_status */ /*!80000 performance_schema.session_status */ \
@@ -57,7 +58,8 @@ pub struct MySqlOperationTx {
 #[derive(Debug)]
 pub(in crate::store::mysql) struct Held {
     pub(in crate::store::mysql) transaction: Bounded<MySql>,
-    /// Set right after the claim: effects are taken back to it, and it must be there when the outcome is written.
+    /// Set right after the claim: effects are taken back to it, and it must be there when the
+    /// outcome is written.
     savepoint: String,
 }
 
@@ -149,7 +151,8 @@ impl Held {
         Ok(Self { transaction, savepoint })
     }
 
-    /// Whether it is proven that nothing was committed since; see [`OperationTx::nothing_committed`].
+    /// Whether it is proven that nothing was committed since; see
+    /// [`OperationTx::nothing_committed`].
     pub(in crate::store::mysql) async fn nothing_committed(&mut self) -> Result<bool, StoreError> {
         let proven: i64 = sqlx::query_scalar(NOTHING_COMMITTED).one(&mut self.transaction).await?;
         Ok(proven != 0)

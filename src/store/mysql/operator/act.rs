@@ -56,7 +56,8 @@ pub(super) async fn act_on(
     Ok(Some(done))
 }
 
-/// No more tries for a consumer's message. False where a process has its claim, or the same delivery is dead already.
+/// No more tries for a consumer's message. False where a process has its claim, or the same
+/// delivery is dead already.
 async fn bury(connection: &mut Bounded<MySql>, found: &Found) -> Result<bool, StoreError> {
     let FoundRow::Consumer { sequence, .. } = &found.row else { return Ok(false) };
     let buried = sqlx::query(
@@ -71,7 +72,8 @@ async fn bury(connection: &mut Bounded<MySql>, found: &Found) -> Result<bool, St
     }
 }
 
-/// The message under its new id, perhaps edited. Its content hash covers what the application wrote, not the header that is added.
+/// The message under its new id, perhaps edited. Its content hash covers what the application
+/// wrote, not the header that is added.
 fn renewed(message: &Message, act: &OperatorAct) -> Option<Message> {
     let OperatorAct::RedriveAs { id, payload } = act else { return None };
     let mut renewed = message.clone();
@@ -101,6 +103,8 @@ pub(super) fn refuse_too_old(found: &Found, act: &OperatorAct, context: &ActCont
     }
 }
 
+/// Writes a request; false where the row is not dead any more or something was asked for it
+/// already.
 async fn request(
     connection: &mut Bounded<MySql>,
     position: i64,
@@ -114,7 +118,7 @@ async fn request(
     };
     let written = sqlx::query(
         "update oncebox_outbox_dead set requested = ?, requested_at = utc_timestamp(6), requested_by = ? \
-         where position = ? and (state = 'dead' or ? = 'discard')",
+         where position = ? and (state = 'dead' or ? = 'discard') and requested is null",
     )
     .bind(requested)
     .bind(&context.actor)
@@ -143,8 +147,8 @@ async fn request(
     Ok(true)
 }
 
-/// The inbox row without which a second copy would be new. None where it was inserted, else whether the row that stood there has
-/// this content (R31).
+/// The inbox row without which a second copy would be new. None where it was inserted, else whether
+/// the row that stood there has this content (R31).
 async fn inbox_row(
     connection: &mut Bounded<MySql>,
     consumer: ConsumerId,
@@ -176,7 +180,8 @@ async fn inbox_row(
     Ok(Some(same))
 }
 
-/// Waiting again, tries counted from nothing; due now unless an older row of its key stands before it.
+/// Waiting again, tries counted from nothing; due now unless an older row of its key stands before
+/// it.
 async fn redrive(
     connection: &mut Bounded<MySql>,
     sequence: i64,
@@ -187,7 +192,7 @@ async fn redrive(
     let lane = message.lane_id();
     let written = sqlx::query(
         "update oncebox_waiting set state = 'waiting', dead_hash = null, dead_at = null, reason = null, claim = null, attempts = 0, \
-           lane = ?, due_at = utc_timestamp(6) where sequence = ? and state = 'dead'",
+           lane_id = ?, due_at = utc_timestamp(6) where sequence = ? and state = 'dead'",
     )
     .bind(lane.as_ref().map(<[u8; 16]>::as_slice))
     .bind(sequence)
@@ -212,9 +217,10 @@ async fn redrive(
         .await?;
     }
     if let Some(lane) = lane {
-        // Only the first row of a key has a due time (R25): a later one that had it stands behind now, or this one does.
+        // Only the first row of a key has a due time (R25): a later one that had it stands behind
+        // now, or this one does.
         let due: Vec<i64> = sqlx::query_scalar(
-            "select sequence from oncebox_waiting where consumer_id = ? and lane = ? and due_at is not null and claim is null \
+            "select sequence from oncebox_waiting where consumer_id = ? and lane_id = ? and due_at is not null and claim is null \
              order by sequence",
         )
         .bind(consumer.0)
@@ -222,7 +228,7 @@ async fn redrive(
         .all(&mut *connection)
         .await?;
         let first: Option<i64> = sqlx::query_scalar(
-            "select sequence from oncebox_waiting where consumer_id = ? and lane = ? order by sequence limit 1",
+            "select sequence from oncebox_waiting where consumer_id = ? and lane_id = ? order by sequence limit 1",
         )
         .bind(consumer.0)
         .bind(lane.as_slice())

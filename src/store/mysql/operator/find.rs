@@ -76,7 +76,7 @@ async fn find_in_outbox(
         "select d.position, d.message_id, d.topic, d.`key`, d.kind, d.reason, d.attempts, d.diverted_at, d.requested, d.history, \
          d.headers, d.payload, d.content_type, timestampdiff(microsecond, d.created_at, utc_timestamp(6)) as age_micros, \
          if(d.holds, (select count(*) from oncebox_outbox_dead b \
-           where b.lane = d.lane and b.position > d.position and b.state = 'held'), 0) as behind \
+           where b.lane_id = d.lane_id and b.position > d.position and b.state = 'held'), 0) as behind \
          from oncebox_outbox_dead d where d.state = ",
     );
     query.push(if state == DeadState::Held { "'held'" } else { "'dead'" });
@@ -100,15 +100,15 @@ async fn find_of_consumers(
     limit: usize,
 ) -> Result<Vec<Found>, StoreError> {
     let mut query: QueryBuilder<MySql> = QueryBuilder::new(
-        "select w.sequence, w.consumer_id, c.name as consumer, w.lane is not null as holds, w.message_id, w.id_text, w.topic, w.`key`, \
+        "select w.sequence, w.consumer_id, c.name as consumer, w.lane_id is not null as holds, w.message_id, w.id_text, w.topic, w.`key`, \
          w.kind, w.headers, w.payload, w.tombstone, w.content_type, w.source, w.message_time, w.traceparent, w.tracestate, w.place, \
          w.partition_no, w.offset_no, w.attempts, w.reason, w.error, w.history, coalesce(w.dead_at, w.stored_at) as dead_at, w.due_at, \
-         if(w.lane is null or (w.state = 'waiting' and w.due_at is null), 0, (select count(*) from oncebox_waiting b \
-           where b.consumer_id = w.consumer_id and b.lane = w.lane and b.sequence > w.sequence)) as behind \
+         if(w.lane_id is null or (w.state = 'waiting' and w.due_at is null), 0, (select count(*) from oncebox_waiting b \
+           where b.consumer_id = w.consumer_id and b.lane_id = w.lane_id and b.sequence > w.sequence)) as behind \
          from oncebox_waiting w join oncebox_consumer c on c.consumer_id = w.consumer_id where ",
     );
     let behind_a_dead_one = "exists (select 1 from oncebox_waiting d \
-                             where d.consumer_id = w.consumer_id and d.lane = w.lane and d.state = 'dead')";
+                             where d.consumer_id = w.consumer_id and d.lane_id = w.lane_id and d.state = 'dead')";
     match state {
         DeadState::Dead => query.push("w.state = 'dead'"),
         DeadState::Held => query.push("w.state = 'waiting' and ").push(behind_a_dead_one),

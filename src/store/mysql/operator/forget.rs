@@ -49,7 +49,8 @@ pub(super) async fn forget(
     .run(&mut tx)
     .await?;
     tx.commit().await?;
-    // Its inbox goes in pages. Whoever is stopped here finds the name that it has now in the list, and forgets that.
+    // Its inbox goes in pages. Whoever is stopped here finds the name that it has now in the list,
+    // and forgets that.
     let page = "delete from oncebox_inbox where consumer_id = ? limit 10000";
     while sqlx::query(page).bind(consumer).run(pool).await?.rows_affected() > 0 {}
     sqlx::query("delete from oncebox_consumer where consumer_id = ?").bind(consumer).run(pool).await?;

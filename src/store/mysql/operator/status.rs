@@ -94,7 +94,8 @@ pub(super) async fn lock_waits(
 
 fn shard_status(row: &MySqlRow) -> Result<ShardStatus, StoreError> {
     let length: Option<f64> = row.try_get("lease_seconds")?;
-    // A lease that ends later than its length from now was taken before the clock went back: nobody holds it (R22).
+    // A lease that ends later than its length from now was taken before the clock went back: nobody
+    // holds it (R22).
     let left: Option<f64> = row.try_get::<Option<i64>, _>("left_micros")?.map(seconds);
     let left = left.filter(|left| *left > 0.0 && *left <= length.unwrap_or(0.0));
     Ok(ShardStatus {
@@ -114,9 +115,9 @@ const OF_CONSUMER: &str = "\
 select (select count(*) from (select 1 from oncebox_waiting where state = 'waiting' and consumer_id = ? limit ?) c) as stand, \
        (select count(*) from (select 1 from oncebox_waiting where state = 'dead' and consumer_id = ? limit ?) c) as dead, \
        (select count(*) from (select 1 from oncebox_waiting where consumer_id = ? and due_at is not null limit ?) c) as due, \
-       (select count(*) from (select 1 from (select distinct lane from (select lane from oncebox_waiting \
-            where state = 'dead' and consumer_id = ? and lane is not null limit ?) l) d \
-          straight_join oncebox_waiting w force index (waiting_lane) on w.consumer_id = ? and w.lane = d.lane \
+       (select count(*) from (select 1 from (select distinct lane_id from (select lane_id from oncebox_waiting \
+            where state = 'dead' and consumer_id = ? and lane_id is not null limit ?) l) d \
+          straight_join oncebox_waiting w force index (waiting_lane) on w.consumer_id = ? and w.lane_id = d.lane_id \
           where w.state = 'waiting' limit ?) c) as held, \
        (select timestampdiff(microsecond, stored_at, utc_timestamp(6)) from oncebox_waiting \
          where state = 'waiting' and consumer_id = ? order by sequence limit 1) as oldest";

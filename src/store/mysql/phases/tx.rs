@@ -30,8 +30,9 @@ pub struct MySqlPhaseTx {
     settled: Settled,
 }
 
-/// By which InnoDB ends a transaction that its owner did not: a lock that did not come (where the server is set so), a deadlock,
-/// also of XA and of group replication, a record that changed since it was read (MariaDB).
+/// By which InnoDB ends a transaction that its owner did not: a lock that did not come (where the
+/// server is set so), a deadlock, also of XA and of group replication, a record that changed since
+/// it was read (MariaDB).
 const ENDING: [u32; 5] = [1205, 1213, 1614, 3101, 1020];
 
 /// Claims, and inserts the operation.
@@ -81,7 +82,8 @@ async fn has_conflict(transaction: &mut Bounded<MySql>, operation_id: Uuid) -> R
     Ok(conflict.bind(operation_id.as_bytes().to_vec()).optional(transaction).await?.is_some())
 }
 
-/// Takes away what was kept of an operation whose key is used anew, or forgotten; `but_late_runs`: not that a run succeeded.
+/// Takes away what was kept of an operation whose key is used anew, or forgotten; `but_late_runs`:
+/// not that a run succeeded.
 pub(in crate::store::mysql) async fn forget(
     transaction: &mut Bounded<MySql>,
     operation_id: Uuid,
@@ -137,8 +139,9 @@ pub(super) async fn begin_run(
     Ok(Run::Overtaken)
 }
 
-/// Whether the mark is ours. Of a transaction that has one and has not ended the first statement says so at once, which MySQL knows
-/// no other way to do; what comes between the two is waited for as long as [`SHORT_WAIT`] says.
+/// Whether the mark is ours. Of a transaction that has one and has not ended the first statement
+/// says so at once, which MySQL knows no other way to do; what comes between the two is waited for
+/// as long as [`SHORT_WAIT`] says.
 async fn mark(transaction: &mut Bounded<MySql>, driven: &Driven) -> Result<bool, sqlx::Error> {
     let id = driven.operation_id.as_bytes().to_vec();
     let there = query("select 1 from oncebox_operation_phase where operation_id = ? for update nowait");
@@ -154,8 +157,9 @@ async fn mark(transaction: &mut Bounded<MySql>, driven: &Driven) -> Result<bool,
     }
 }
 
-/// What fences the record, and whether the operation is where its driver saw it, and nobody else has driven it since: asked under the
-/// mark. Whoever takes it up from now on finds our mark before it runs.
+/// What fences the record, and whether the operation is where its driver saw it, and nobody else
+/// has driven it since: asked under the mark. Whoever takes it up from now on finds our mark before
+/// it runs.
 async fn standing(
     transaction: &mut Bounded<MySql>,
     driven: &Driven,
@@ -226,9 +230,9 @@ impl MySqlPhaseTx {
         self.driven.operation_id.as_bytes().to_vec()
     }
 
-    /// What the last statement failed with, where by that InnoDB may have ended the transaction: a deadlock above all. Asked
-    /// before any other statement, which would be the last one then; and of the server, because a handler may hide it in an error
-    /// of its own.
+    /// What the last statement failed with, where by that InnoDB may have ended the transaction: a
+    /// deadlock above all. Asked before any other statement, which would be the last one then; and
+    /// of the server, because a handler may hide it in an error of its own.
     async fn noted(&mut self) -> Result<Option<String>, StoreError> {
         let warnings = raw_sql("show warnings").all(&mut self.held.transaction).await?;
         for row in warnings {

@@ -1,4 +1,5 @@
-//! One step of a purge: a page of rows, those of it that may go, and the bound, in one transaction (R31).
+//! One step of a purge: a page of rows, those of it that may go, and the bound, in one transaction
+//! (R31).
 //!
 //! Guarantees: a page is bounded, and found by an index that begins with what may go: timed ids by
 //! the key, others by the time of receipt; rows go by exact id; the bound is there when the first
@@ -69,7 +70,8 @@ pub(super) async fn step(
     rows_max: usize,
 ) -> Result<Purged, StoreError> {
     let mut tx = store.transaction().await?;
-    // Timed ids come first; behind the last of them the id of nobody stands for the beginning of the others.
+    // Timed ids come first; behind the last of them the id of nobody stands for the beginning of
+    // the others.
     let is_timed = after.is_none_or(|after| after.unix_millis().is_some());
     let after = after.map_or(Uuid::nil(), MessageId::uuid);
     let purged = page(&mut tx, consumer, below, after, rows_max, is_timed).await?;

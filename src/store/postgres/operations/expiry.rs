@@ -1,8 +1,9 @@
-//! What is forgotten: large bodies by whole partitions, small ones and records in bounded batches (M99 to M101).
+//! What is forgotten: large bodies by whole partitions, small ones and records in bounded batches
+//! (M99 to M101).
 //!
-//! Guarantees: no lock is waited for longer than the partitions' own wait (R8); only records with an outcome go, and the bound of
-//! the purge is recorded in the statement that takes them (O23). What is known of an operation with a conflict that nobody has judged
-//! stays behind (O8).
+//! Guarantees: no lock is waited for longer than the partitions' own wait (R8); only records with
+//! an outcome go, and the bound of the purge is recorded in the statement that takes them (O23).
+//! What is known of an operation with a conflict that nobody has judged stays behind (O8).
 
 use std::time::Duration;
 
@@ -29,8 +30,9 @@ select c.relname::text, extract(epoch from bound[1]::timestamptz)::bigint, bound
  where i.inhparent = 'oncebox.idempotency_body'::regclass and bound is not null
  order by 2";
 
-/// Small bodies, which stand in the rows of their claims. The time is a value of its own here and below, where an index is read by it:
-/// compared with the clock itself, each entry of the index would be read.
+/// Small bodies, which stand in the rows of their claims. The time is a value of its own here and
+/// below, where an index is read by it: compared with the clock itself, each entry of the index
+/// would be read.
 const EXPIRE_SMALL: &str = "
 update oncebox.idempotency_request r set body_headers = null, body_bytes = null, body_format = null, body_kid = null,
   kept_bytes = null
@@ -62,7 +64,8 @@ phases as (
   delete from oncebox.operation_phase p using gone g where g.mode = 'phased' and p.operation_id = g.operation_id)
 select count(*) from gone");
 
-/// Frees partitions whose time is over, makes ranges ahead, and takes rows out of DEFAULT and small bodies out of their rows.
+/// Frees partitions whose time is over, makes ranges ahead, and takes rows out of DEFAULT and small
+/// bodies out of their rows.
 pub(super) async fn expire_bodies(store: &PostgresStore, limit: u32) -> Result<u64, StoreError> {
     let mut connection = store.dedicated().await?;
     let mut top = 0;
@@ -124,7 +127,8 @@ pub(super) async fn purge(
     Ok(gone.unsigned_abs())
 }
 
-/// A range that was attached while our body was on its way to DEFAULT is nobody's failure (R8, R27).
+/// A range that was attached while our body was on its way to DEFAULT is nobody's failure (R8,
+/// R27).
 pub(super) fn attached(error: sqlx::Error) -> StoreError {
     match &error {
         sqlx::Error::Database(database)

@@ -1,7 +1,8 @@
 //! The outcome of a record, in one statement.
 //!
-//! Guarantees: fenced by epoch and owner, and in door A by the id of the transaction that holds the claim, compared in the UPDATE
-//! itself (O1). What has no value is not written: a claim, also one that is used anew, has none of it yet.
+//! Guarantees: fenced by epoch and owner, and in door A by the id of the transaction that holds the
+//! claim, compared in the UPDATE itself (O1). What has no value is not written: a claim, also one
+//! that is used anew, has none of it yet.
 
 use sqlx::postgres::PgArguments;
 use sqlx::{Arguments, Postgres, QueryBuilder};
@@ -48,14 +49,15 @@ pub(in crate::store::postgres) async fn finish(
     Ok(Fenced::rows(done.map_err(expiry::attached)?.rows_affected()))
 }
 
-/// The statement, which changes as many rows as it writes records: with a body that has no room in the row of its claim, as many rows
-/// of bodies.
+/// The statement, which changes as many rows as it writes records: with a body that has no room in
+/// the row of its claim, as many rows of bodies.
 ///
-/// Its time is that of the statement, which is earlier than the write by as long as the row is waited for, if an operator or a
-/// heartbeat has it just then.
+/// Its time is that of the statement, which is earlier than the write by as long as the row is
+/// waited for, if an operator or a heartbeat has it just then.
 ///
-/// Messages are enqueued by an expression of the row that is written, so once where the outcome is, and not where it is not. A row that
-/// somebody else changed meanwhile would be computed anew, and enqueue anew; one of our own transaction is changed by nobody else.
+/// Messages are enqueued by an expression of the row that is written, so once where the outcome is,
+/// and not where it is not. A row that somebody else changed meanwhile would be computed anew, and
+/// enqueue anew; one of our own transaction is changed by nobody else.
 pub(super) fn finishing(
     fence: &RecordFence,
     outcome: &Outcome,

@@ -57,7 +57,8 @@ fn savepoint_name() -> String {
 
 /// Savepoint, try-lock, claim. Where the claim is refused, the transaction ends before the answer.
 ///
-/// The savepoint goes in one message with BEGIN, so it stands before the claim; who goes back to it claims again.
+/// The savepoint goes in one message with BEGIN, so it stands before the claim; who goes back to it
+/// claims again.
 pub(super) async fn begin(
     store: &PostgresStore,
     claim: &KeyClaim,
@@ -147,12 +148,14 @@ pub(in crate::store::postgres) async fn undo(held: &mut Held) -> Result<Proof, S
     }
 }
 
-/// What the error of a statement of ours proves, which may have come before its fence was looked at: whether the transaction is still
-/// there, our savepoint knows. A handler may have ended it, written what was committed at once, and begun another (O1).
+/// What the error of a statement of ours proves, which may have come before its fence was looked
+/// at: whether the transaction is still there, our savepoint knows. A handler may have ended it,
+/// written what was committed at once, and begun another (O1).
 ///
 /// # Errors
-/// That one, where the transaction is ours; where nobody answers, one that is nobody's fault. By 25P02 alone, a statement failed before,
-/// and its error was swallowed: [`Proof::Aborted`]; COMMIT would roll back and say nothing.
+/// That one, where the transaction is ours; where nobody answers, one that is nobody's fault. By
+/// 25P02 alone, a statement failed before, and its error was swallowed: [`Proof::Aborted`]; COMMIT
+/// would roll back and say nothing.
 pub(in crate::store::postgres) async fn proved_by(held: &mut Held, error: StoreError) -> Result<Proof, StoreError> {
     let swallowed = match &error {
         StoreError::Other(sqlx::Error::Database(database)) => database.code().as_deref() == Some("25P02"),

@@ -30,7 +30,8 @@ pub struct PostgresPhaseTx {
     settled: Settled,
 }
 
-/// Moves the operation, where this is the transaction that the phase began in: says whether it is, and whether it moved.
+/// Moves the operation, where this is the transaction that the phase began in: says whether it is,
+/// and whether it moved.
 macro_rules! moves {
     ($set:literal) => {
         concat!(
@@ -97,7 +98,8 @@ async fn has_conflict(tx: &mut Bounded<Postgres>, operation_id: Uuid) -> Result<
     Ok(conflict.bind(operation_id).optional(tx).await?.is_some())
 }
 
-/// Takes away what was kept of an operation whose key is used anew, or forgotten; `but_late_runs`: not that a run succeeded.
+/// Takes away what was kept of an operation whose key is used anew, or forgotten; `but_late_runs`:
+/// not that a run succeeded.
 pub(in crate::store::postgres) async fn forget(
     tx: &mut Bounded<Postgres>,
     operation_id: Uuid,
@@ -123,7 +125,8 @@ fn too_large(version: u32) -> StoreError {
     StoreError::Refused(format!("the version {version} is larger than {}", i32::MAX))
 }
 
-/// A transaction that is ending ends in this time, mostly; another one may never end, and must not cost a connection until then.
+/// A transaction that is ending ends in this time, mostly; another one may never end, and must not
+/// cost a connection until then.
 const SHORT_WAIT: &str = "set local lock_timeout = '100ms'";
 /// A lock did not come in time.
 const LOCKED: &str = "55P03";
@@ -198,7 +201,8 @@ async fn held(
     Ok(PostgresPhaseTx { held, driven: driven.clone(), record, settled: Settled::default() })
 }
 
-/// Writes the outcome of an operation to its record; with `token`, only in the transaction of that id.
+/// Writes the outcome of an operation to its record; with `token`, only in the transaction of that
+/// id.
 pub(in crate::store::postgres) async fn end_record(
     tx: &mut Bounded<Postgres>,
     operation_id: Uuid,
@@ -220,8 +224,9 @@ pub(in crate::store::postgres) async fn end_record(
 }
 
 impl PostgresPhaseTx {
-    /// Whether the operation is where its driver saw it, and nobody else has driven it since. A statement of its own: it sees what was
-    /// committed while the mark was waited for. Whoever takes it up from now on waits for our mark before it runs.
+    /// Whether the operation is where its driver saw it, and nobody else has driven it since. A
+    /// statement of its own: it sees what was committed while the mark was waited for. Whoever
+    /// takes it up from now on waits for our mark before it runs.
     async fn still_stands(&mut self, point: &str) -> Result<bool, StoreError> {
         let stands = query(
             "select 1 from oncebox.operation where operation_id = $1 and epoch = $2 and point = $3 and parked is null and outcome_at is null",

@@ -3,29 +3,31 @@
 use sqlx::query;
 use sqlx::sqlite::SqliteConnection;
 
-use super::{add_error, shorten};
+use super::add_error;
 use crate::error::StoreError;
 use crate::message::wire;
+use crate::store::operator::kept_error;
 use crate::store::sqlite::message::arrived_to_json;
 use crate::store::sqlite::{millis, now_ms};
 use crate::store::{ConsumerId, ParkAs, Parked};
 
-/// The history is that of the attempt row; what the last try said is added where it does not stand there.
+/// The history is that of the attempt row; what the last try said is added where it does not stand
+/// there.
 const STORE: &str = concat!(
-    "with e(errors) as (select coalesce((select errors from oncebox_attempt where consumer_id = ?1 and message_id = ?2), '[]')) ",
-    "insert into oncebox_waiting (consumer_id, message_id, hash, lane, state, blocks, due_at, attempts, errors, reason, ",
-    "stored_at, dead_at, id_text, topic, key, kind, headers, payload, tombstone, content_type, source, time, traceparent, ",
-    "tracestate, place, partition, \"offset\") ",
+    "with e(history) as (select coalesce((select history from oncebox_attempt where consumer_id = ?1 and message_id = ?2), '[]')) ",
+    "insert into oncebox_waiting (consumer_id, message_id, content_hash, lane_id, state, blocks, due_at, attempts, history, reason, ",
+    "stored_at, dead_at, id_text, topic, key, kind, headers, payload, tombstone, content_type, source, message_time, traceparent, ",
+    "tracestate, place, partition_no, offset_no) ",
     "select ?1, ?2, ?3, ?4, ?5, ?6, ?7 + ",
     now_ms!(),
-    ", ?8, case when ?9 is null or json_extract(errors, '$[#-1].error') is ?9 then errors else ",
-    add_error!("errors", "?8", "?9"),
+    ", ?8, case when ?9 is null or json_extract(history, '$[#-1].error') is ?9 then history else ",
+    add_error!("history", "?8", "?9"),
     " end, ?10, ",
     now_ms!(),
     ", case when ?5 = 'dead' then ",
     now_ms!(),
     " end, ?11, ?12, ?13, ?14, ?15, ?16, ?17, ?18, ?19, ?20, ?21, ?22, ?23, ?24, ?25 from e where true ",
-    "on conflict (consumer_id, message_id, hash) where state = 'dead' do nothing"
+    "on conflict (consumer_id, message_id, content_hash) where state = 'dead' do nothing"
 );
 
 pub(super) async fn store(
@@ -51,7 +53,7 @@ pub(super) async fn store(
         .bind(blocks)
         .bind(due_in)
         .bind(parked.attempts)
-        .bind(parked.error.as_deref().map(shorten))
+        .bind(parked.error.as_deref().map(kept_error))
         .bind(reason)
         .bind(&message.id_text)
         .bind(&message.topic)

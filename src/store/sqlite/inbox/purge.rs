@@ -1,7 +1,8 @@
-//! One step of a purge: a page of rows, those of it that may go, and the bound, in one transaction (R31).
+//! One step of a purge: a page of rows, those of it that may go, and the bound, in one transaction
+//! (R31).
 //!
-//! Guarantees: a page is read without the write lock; rows go by exact id, and only while they are still those of the past; the
-//! bound is there when the first of them is gone.
+//! Guarantees: a page is read without the write lock; rows go by exact id, and only while they are
+//! still those of the past; the bound is there when the first of them is gone.
 
 use sqlx::{query, query_as};
 
@@ -26,8 +27,8 @@ const TAKE: &str = concat!(
     "and message_id in (select substr(?2, 1 + i * 16, 16) from n)"
 );
 
-const RECORD: &str = "update oncebox_consumer set purged_before = ?2 where consumer_id = ?1 \
-                      and (purged_before is null or purged_before < ?2)";
+const RECORD: &str = "update oncebox_consumer set purged_below = ?2 where consumer_id = ?1 \
+                      and (purged_below is null or purged_below < ?2)";
 
 pub(super) async fn step(
     store: &SqliteStore,

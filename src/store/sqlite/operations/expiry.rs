@@ -1,4 +1,5 @@
-//! What is forgotten, in bounded batches (M99 to M101): bodies by their own end, records by their outcome (O23).
+//! What is forgotten, in bounded batches (M99 to M101): bodies by their own end, records by their
+//! outcome (O23).
 
 use std::time::Duration;
 
@@ -45,7 +46,8 @@ pub(super) async fn purge(
     ));
     let old = old.bind(&name).bind(millis(retention.metadata)).bind(limit).fetch_all(write.connection()).await?;
     for (digest, operation_id, outlives) in &old {
-        // The body too, whatever is left of its life: the next run of the key begins at the same epoch again.
+        // The body too, whatever is left of its life: the next run of the key begins at the same
+        // epoch again.
         for statement in [
             "delete from oncebox_idempotency_request where key_digest = ?",
             "delete from oncebox_idempotency_body where key_digest = ?",

@@ -21,7 +21,8 @@ pub struct SqliteOperationTx {
     savepoint: Savepoint,
 }
 
-/// Set right after the claim: effects are taken back to it, and it must be there when the outcome is written (O1).
+/// Set right after the claim: effects are taken back to it, and it must be there when the outcome
+/// is written (O1).
 #[derive(Debug)]
 pub(in crate::store::sqlite) struct Savepoint(String);
 
@@ -83,8 +84,9 @@ impl Savepoint {
         if error.is_nobodys() {
             return Err(error);
         }
-        // It was rolled back, by a raw ROLLBACK or by SQLite itself (a full disk, `raise(rollback)`); and under the guard no other
-        // commit than ours succeeds, so nothing that ran after it can stand.
+        // It was rolled back, by a raw ROLLBACK or by SQLite itself (a full disk,
+        // `raise(rollback)`); and under the guard no other commit than ours succeeds, so nothing
+        // that ran after it can stand.
         Ok(Proof::Aborted)
     }
 }

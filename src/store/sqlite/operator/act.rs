@@ -17,7 +17,8 @@ use crate::store::{ActContext, DeadFilter, DeadMessage, DeadPlace, OperatorAct, 
 /// The header that names the message which another one was made from.
 const CAUSATION_ID: &str = "oncebox-causation-id";
 
-/// Acts on what the filter finds and gives what became of it. The caller commits, or rolls a dry run back.
+/// Acts on what the filter finds and gives what became of it. The caller commits, or rolls a dry
+/// run back.
 pub(super) async fn act(
     connection: &mut SqliteConnection,
     filter: &DeadFilter,
@@ -38,6 +39,10 @@ pub(super) async fn act(
         }
         let done = match Number::parse(&message.number)? {
             Number::Outbox(position) => {
+                // Its owner does what was asked first.
+                if message.requested.is_some() {
+                    continue;
+                }
                 on_outbox(connection, position, message, act, context).await?;
                 Redriven::Waits
             }
@@ -50,7 +55,8 @@ pub(super) async fn act(
     Ok(outcome)
 }
 
-/// No more tries for a consumer's message. False where a process has its claim, or the same delivery is dead already.
+/// No more tries for a consumer's message. False where a process has its claim, or the same
+/// delivery is dead already.
 async fn bury(connection: &mut SqliteConnection, message: &DeadMessage) -> Result<bool, StoreError> {
     let Number::Consumer(sequence) = Number::parse(&message.number)? else { return Ok(false) };
     let bury = query(concat!(
@@ -91,7 +97,8 @@ async fn on_outbox(
         }
         OperatorAct::Bury | OperatorAct::Discard => "discard",
     };
-    let ask = concat!("update oncebox_outbox_dead set request = ?, requested_at = ", now_ms!(), " where position = ?");
+    let ask =
+        concat!("update oncebox_outbox_dead set requested = ?, requested_at = ", now_ms!(), " where position = ?");
     query(ask).bind(request).bind(position).execute(connection).await?;
     Ok(())
 }
@@ -118,7 +125,7 @@ async fn on_consumer(
     message: &DeadMessage,
     act: &OperatorAct,
 ) -> Result<Redriven, StoreError> {
-    let place = query_as("select consumer_id, lane from oncebox_waiting where sequence = ?").bind(sequence);
+    let place = query_as("select consumer_id, lane_id from oncebox_waiting where sequence = ?").bind(sequence);
     let (consumer, lane): (i32, Option<Vec<u8>>) = place.fetch_one(&mut *connection).await?;
     if let OperatorAct::RedriveAs { id, payload } = act {
         change_identity(connection, sequence, message, *id, payload.as_deref()).await?;
@@ -139,11 +146,11 @@ async fn on_consumer(
     Ok(done)
 }
 
-/// The inbox row without which a second copy would be new. None where it was inserted, else whether the row that stood there has
-/// this content (R31).
+/// The inbox row without which a second copy would be new. None where it was inserted, else whether
+/// the row that stood there has this content (R31).
 async fn own_inbox_row(connection: &mut SqliteConnection, sequence: i64) -> Result<Option<bool>, StoreError> {
     let insert = query(concat!(
-        "insert into oncebox_inbox (consumer_id, message_id, hash, received_at) select consumer_id, message_id, hash, ",
+        "insert into oncebox_inbox (consumer_id, message_id, content_hash, received_at) select consumer_id, message_id, content_hash, ",
         now_ms!(),
         " from oncebox_waiting where sequence = ? on conflict do nothing"
     ));
@@ -151,7 +158,7 @@ async fn own_inbox_row(connection: &mut SqliteConnection, sequence: i64) -> Resu
         return Ok(None);
     }
     let same = query_scalar::<_, bool>(
-        "select i.hash = w.hash from oncebox_waiting as w join oncebox_inbox as i using (consumer_id, message_id) \
+        "select i.content_hash = w.content_hash from oncebox_waiting as w join oncebox_inbox as i using (consumer_id, message_id) \
          where w.sequence = ?",
     );
     Ok(Some(same.bind(sequence).fetch_one(connection).await?))
@@ -160,9 +167,9 @@ async fn own_inbox_row(connection: &mut SqliteConnection, sequence: i64) -> Resu
 async fn make_due(connection: &mut SqliteConnection, sequence: i64) -> Result<(), StoreError> {
     // Behind another one of its key it stays without a due time until that one is gone (R25).
     let redrive = query(concat!(
-        "update oncebox_waiting as w set state = 'waiting', blocks = lane is not null, reason = null, dead_at = null, ",
-        "attempts = 0, due_at = case when lane is null or not exists (select 1 from oncebox_waiting as o ",
-        "where o.consumer_id = w.consumer_id and o.lane = w.lane and o.blocks = 1 and o.sequence < w.sequence) then ",
+        "update oncebox_waiting as w set state = 'waiting', blocks = lane_id is not null, reason = null, dead_at = null, ",
+        "attempts = 0, due_at = case when lane_id is null or not exists (select 1 from oncebox_waiting as o ",
+        "where o.consumer_id = w.consumer_id and o.lane_id = w.lane_id and o.blocks = 1 and o.sequence < w.sequence) then ",
         now_ms!(),
         " end where sequence = ?"
     ));
@@ -192,7 +199,7 @@ async fn change_identity(
         headers.iter().map(|(name, value)| (name.as_str(), value.as_slice())),
     );
     let edit = query(
-        "update oncebox_waiting set message_id = ?2, id_text = ?3, hash = ?4, headers = ?5, \
+        "update oncebox_waiting set message_id = ?2, id_text = ?3, content_hash = ?4, headers = ?5, \
          payload = coalesce(?6, payload), tombstone = tombstone and ?6 is null where sequence = ?1",
     );
     let edit = edit.bind(sequence).bind(id.as_bytes().to_vec()).bind(id.to_string()).bind(hash.to_vec());

@@ -59,7 +59,7 @@ pub(super) async fn list(
 
 fn outbox(filter: &DeadFilter, state: DeadState, number: Option<Number>, limit: usize) -> QueryBuilder<Sqlite> {
     let mut query = QueryBuilder::new(
-        "select d.position as number, d.message_id, d.topic, d.key, d.kind, d.reason, d.diverted_at, d.request, d.headers, \
+        "select d.position as number, d.message_id, d.topic, d.key, d.kind, d.reason, d.diverted_at, d.requested, d.headers, \
          d.payload, d.content_type, case when d.state = 'dead' then (select count(*) from oncebox_outbox_dead as h \
          where h.topic = d.topic and h.key = d.key and h.position > d.position and h.state <> 'dead') else 0 end as behind \
          from oncebox_outbox_dead as d where ",
@@ -82,14 +82,14 @@ fn outbox(filter: &DeadFilter, state: DeadState, number: Option<Number>, limit: 
 fn consumers(filter: &DeadFilter, state: DeadState, number: Option<Number>, limit: usize) -> QueryBuilder<Sqlite> {
     let mut query = QueryBuilder::new(
         "select w.sequence as number, c.name, w.message_id, w.topic, w.key, w.kind, w.reason, w.attempts, \
-         coalesce(w.dead_at, w.stored_at) as dead_at, w.errors, w.id_text, w.due_at, \
+         coalesce(w.dead_at, w.stored_at) as dead_at, w.history, w.id_text, w.due_at, \
          w.headers, w.payload, w.content_type, case when w.blocks = 1 and (w.state = 'dead' or w.due_at is not null) then (select count(*) from oncebox_waiting as b \
-         where b.consumer_id = w.consumer_id and b.lane = w.lane and b.blocks = 1 and b.sequence > w.sequence \
+         where b.consumer_id = w.consumer_id and b.lane_id = w.lane_id and b.blocks = 1 and b.sequence > w.sequence \
          and b.state = 'waiting') else 0 end as behind \
          from oncebox_waiting as w join oncebox_consumer as c using (consumer_id) where ",
     );
     let behind_a_dead_one = "exists (select 1 from oncebox_waiting as d \
-                             where d.consumer_id = w.consumer_id and d.lane = w.lane and d.blocks = 1 and d.state = 'dead')";
+                             where d.consumer_id = w.consumer_id and d.lane_id = w.lane_id and d.blocks = 1 and d.state = 'dead')";
     match state {
         DeadState::Dead => query.push("w.state = 'dead'"),
         DeadState::Held => query.push("w.state = 'waiting' and ").push(behind_a_dead_one),
@@ -139,7 +139,7 @@ fn outbox_message(row: &SqliteRow, state: DeadState) -> Result<DeadMessage, Stor
         attempts: 0,
         dead_at: time_from_millis(row.try_get("diverted_at")?)?,
         behind: row.try_get::<i64, _>("behind")?.unsigned_abs(),
-        requested: row.try_get("request")?,
+        requested: row.try_get("requested")?,
         history: Vec::new(),
         headers: headers.into_iter().chain(trace).collect(),
         payload: row.try_get("payload")?,
@@ -148,7 +148,7 @@ fn outbox_message(row: &SqliteRow, state: DeadState) -> Result<DeadMessage, Stor
 }
 
 fn consumer_message(row: &SqliteRow, state: DeadState) -> Result<DeadMessage, StoreError> {
-    let history: Vec<HistoryEntry> = serde_json::from_str(&row.try_get::<String, _>("errors")?)
+    let history: Vec<HistoryEntry> = serde_json::from_str(&row.try_get::<String, _>("history")?)
         .map_err(|error| StoreError::Corrupt(format!("the history of a dead message: {error}")))?;
     let headers = arrived_from_json(&row.try_get::<String, _>("headers")?)?;
     let shown = |(name, value): (String, Vec<u8>)| (name, String::from_utf8_lossy(&value).into_owned());

@@ -80,7 +80,8 @@ async fn has_conflict(connection: &mut SqliteConnection, operation_id: Uuid) -> 
     Ok(conflict.bind(operation_id.as_bytes().to_vec()).fetch_optional(connection).await?.is_some())
 }
 
-/// Takes away what was kept of an operation whose key is used anew, or forgotten; `but_late_runs`: not that a run succeeded.
+/// Takes away what was kept of an operation whose key is used anew, or forgotten; `but_late_runs`:
+/// not that a run succeeded.
 pub(in crate::store::sqlite) async fn forget(
     connection: &mut SqliteConnection,
     operation_id: Uuid,

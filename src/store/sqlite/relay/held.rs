@@ -32,7 +32,7 @@ pub(super) async fn diverted(pool: &Pool<Sqlite>, limit: usize) -> Result<Vec<Di
 
 pub(super) async fn requests(pool: &Pool<Sqlite>) -> Result<Vec<OperatorRequest>, StoreError> {
     let rows = query_as::<_, (i64, String, Option<String>, String)>(
-        "select position, topic, key, request from oncebox_outbox_dead where request is not null order by position limit ?",
+        "select position, topic, key, requested from oncebox_outbox_dead where requested is not null order by position limit ?",
     );
     let rows = rows.bind(REQUESTS_MAX).fetch_all(pool).await?;
     let request = |(position, topic, key, request): (_, _, _, String)| {

@@ -36,7 +36,8 @@ impl SqliteSession {
         Ok(())
     }
 
-    /// How many batches of the window the mark covers; a mark that cannot be meant is refused before anything is written.
+    /// How many batches of the window the mark covers; a mark that cannot be meant is refused
+    /// before anything is written.
     fn marked(&self, mark: &Mark) -> Result<usize, StoreError> {
         let through = mark.through.unwrap_or(0);
         if through > self.batches {
@@ -61,7 +62,7 @@ impl SqliteSession {
         if let Some(scanned_to) = batches().next_back().and_then(|batch| batch.positions.last()) {
             // Before the rows go: a trigger keeps what stands above the cursor.
             let cursor =
-                concat!("update oncebox_shard set scanned_to = ?, cursor_at = ", now_ms!(), " where shard_id = ?");
+                concat!("update oncebox_shard set scanned_to = ?, updated_at = ", now_ms!(), " where shard_id = ?");
             query(cursor).bind(scanned_to).bind(self.shard).execute(write.connection()).await?;
         }
         if !mark.diverted.is_empty() {
@@ -85,7 +86,8 @@ impl SqliteSession {
     }
 }
 
-/// Copies rows whole. All of them, or the mark fails: a row that is not there was never proven and would be lost.
+/// Copies rows whole. All of them, or the mark fails: a row that is not there was never proven and
+/// would be lost.
 async fn divert(connection: &mut SqliteConnection, diverted: &[(i64, Diversion)]) -> Result<(), StoreError> {
     let copy = query(concat!(
         "insert into oncebox_outbox_dead (position, bucket, message_id, topic, key, kind, headers, payload, content_type, ",
@@ -103,7 +105,7 @@ async fn divert(connection: &mut SqliteConnection, diverted: &[(i64, Diversion)]
 async fn change(connection: &mut SqliteConnection, changed: &[(i64, Diversion)]) -> Result<(), StoreError> {
     let change = query(concat!(
         "update oncebox_outbox_dead set state = d.value ->> 'state', holds = d.value ->> 'holds', ",
-        "reason = d.value ->> 'reason', request = null, requested_at = null, diverted_at = ",
+        "reason = d.value ->> 'reason', requested = null, requested_at = null, diverted_at = ",
         now_ms!(),
         " from json_each(?) as d where oncebox_outbox_dead.position = d.value ->> 'position'"
     ));

@@ -1,8 +1,8 @@
 //! Which endpoints may be spoken to: public addresses, and hosts that were allowed.
 //!
-//! Guarantees: an address is checked where it stands in the URL, where a name is resolved, and again by the resolver that the
-//! connection itself uses, so a name that changes in between leads nowhere. One private address among public ones refuses the
-//! name.
+//! Guarantees: an address is checked where it stands in the URL, where a name is resolved, and
+//! again by the resolver that the connection itself uses, so a name that changes in between leads
+//! nowhere. One private address among public ones refuses the name.
 
 use std::collections::BTreeSet;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
@@ -120,8 +120,8 @@ fn is_public_v4(ip: Ipv4Addr) -> bool {
         || a >= 240)
 }
 
-/// Global unicast that is no other address in disguise: mapped, translated and tunnelled ones are judged by the one inside, or
-/// refused.
+/// Global unicast that is no other address in disguise: mapped, translated and tunnelled ones are
+/// judged by the one inside, or refused.
 fn is_public_v6(ip: Ipv6Addr) -> bool {
     let inside = |high: u16, low: u16| {
         let [a, b] = high.to_be_bytes();

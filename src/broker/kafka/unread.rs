@@ -1,0 +1,108 @@
+//! What a group has not acknowledged, and whether it gets on with it.
+//!
+//! Promise: nothing is changed by looking; the group is not joined.
+
+use std::collections::BTreeMap;
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+
+use rdkafka::config::FromClientConfigAndContext;
+use rdkafka::consumer::{BaseConsumer, Consumer};
+use rdkafka::message::Message;
+use rdkafka::topic_partition_list::{Offset, TopicPartitionList};
+
+use super::client::{self, ASK_DEADLINE};
+use super::config::KafkaConfig;
+use super::context::AskContext;
+use crate::broker::{BETWEEN_LOOKS, Subscription};
+
+const POLL: Duration = Duration::from_millis(100);
+
+/// A partition with records that the group has not acknowledged.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Unread {
+    topic: String,
+    partition: i32,
+    from: i64,
+    end: i64,
+}
+
+impl std::fmt::Display for Unread {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let Self { topic, partition, from, end } = self;
+        write!(f, "{} record(s) of partition {partition} of topic {topic}", end - from)
+    }
+}
+
+/// A client that looks at one group.
+pub(super) struct Looker<'a> {
+    reader: BaseConsumer<AskContext>,
+    topics: &'a [String],
+}
+
+impl<'a> Looker<'a> {
+    pub(super) fn new(config: &KafkaConfig, subscription: &'a Subscription) -> Option<Self> {
+        let client = client::group_reader(config, subscription.group());
+        let reader = BaseConsumer::from_config_and_context(&client, AskContext::default()).ok()?;
+        Some(Self { reader, topics: &subscription.topics })
+    }
+
+    /// Partitions with records that the group has not acknowledged; none where that cannot be told.
+    pub(super) fn unread(&self) -> Option<Vec<Unread>> {
+        let mut list = TopicPartitionList::new();
+        for topic in self.topics {
+            let metadata = self.reader.fetch_metadata(Some(topic), ASK_DEADLINE).ok()?;
+            for found in metadata.topics().iter().filter(|found| found.name() == topic) {
+                list.add_partition_range(topic, 0, i32::try_from(found.partitions().len()).ok()?.checked_sub(1)?);
+            }
+        }
+        let committed = self.reader.committed_offsets(list, ASK_DEADLINE).ok()?;
+        let unread = committed.elements().into_iter().filter_map(|place| {
+            let (topic, partition) = (place.topic().to_owned(), place.partition());
+            let (first, end) = self.reader.fetch_watermarks(&topic, partition, ASK_DEADLINE).ok()?;
+            let from = match place.offset() {
+                Offset::Offset(offset) => offset.max(first),
+                _ => first,
+            };
+            (end > from).then_some(Unread { topic, partition, from, end })
+        });
+        Some(unread.collect())
+    }
+
+    /// What stands: a record can be read there, and of all these partitions none got on since they
+    /// were looked at.
+    pub(super) fn stands(&self, before: &[Unread]) -> Option<String> {
+        let until = Instant::now() + BETWEEN_LOOKS;
+        let mut places = TopicPartitionList::with_capacity(before.len());
+        for Unread { topic, partition, from, .. } in before {
+            places.add_partition_offset(topic, *partition, Offset::Offset(*from)).ok()?;
+        }
+        self.reader.assign(&places).ok()?;
+        // Behind the last message there may be marks of transactions, which nobody acknowledges.
+        let mut written = BTreeMap::new();
+        while Instant::now() < until {
+            if let Some(Ok(record)) = self.reader.poll(POLL) {
+                let place = (record.topic().to_owned(), record.partition());
+                written.entry(place).or_insert(record.timestamp().to_millis());
+            }
+            if written.len() == before.len() {
+                std::thread::sleep(until.saturating_duration_since(Instant::now()));
+            }
+        }
+        self.reader.unassign().ok()?;
+        let after = self.unread()?;
+        let got_on = |one: &Unread| {
+            !after.iter().any(|then| (&then.topic, then.partition, then.from) == (&one.topic, one.partition, one.from))
+        };
+        if before.iter().any(got_on) {
+            return None;
+        }
+        before.iter().find_map(|one| {
+            let millis =
+                (*written.get(&(one.topic.clone(), one.partition))?).and_then(|millis| u64::try_from(millis).ok());
+            let age = millis
+                .and_then(|millis| SystemTime::now().duration_since(UNIX_EPOCH + Duration::from_millis(millis)).ok());
+            let age = age.map(|age| format!(", the first written {} s ago", age.as_secs())).unwrap_or_default();
+            Some(format!("{one} are not acknowledged{age}"))
+        })
+    }
+}

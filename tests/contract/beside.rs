@@ -1,0 +1,221 @@
+//! A message that waits for something (a lock, a slow statement) keeps its own key waiting and no
+//! other: while it is tried, and while it cannot be tried with success (G6, R26, R27).
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::time::{Duration, Instant};
+
+use oncebox::Message;
+use oncebox::runtime::ConsumerOptions;
+use oncebox::store::{DeadFilter, DeadMessage, DeadState};
+
+use super::kit::{Act, Does, HANGS, SOON, Sql, World, consumer_options, fails, on_mariadb, on_postgres, sqlite};
+use super::support::eventually;
+
+/// Waits in its handler as long as a handler may, tried by a retrier.
+async fn hangs_beside<S: Sql>(world: World<S>) {
+    let (tries, hangs) = (AtomicU32::new(0), Arc::new(AtomicBool::new(false)));
+    let (others, entered) = (AtomicU32::new(0), Arc::clone(&hangs));
+    let act = move |name: &str, _: &Message| match name {
+        "a1" if tries.fetch_add(1, Ordering::Relaxed) >= 2 => {
+            entered.store(true, Ordering::Relaxed);
+            Act::Hang
+        }
+        "a1" => fails(),
+        // As often as it fails in its lane: a retrier has it then.
+        "w1" if others.fetch_add(1, Ordering::Relaxed) < 2 => fails(),
+        _ => Act::Done,
+    };
+    let options = ConsumerOptions { shutdown_grace: Duration::from_secs(1), ..consumer_options() };
+    let limit = options.handler_timeout;
+    let consumer = world.consumer(options, Does(act));
+    world.deliver_all(&["a1"]);
+    eventually("it hangs", SOON, || async { hangs.load(Ordering::Relaxed).then_some(()) }).await;
+    let began = Instant::now();
+    world.deliver_all(&["b1", "w1", "b2", "c1"]);
+    eventually("the others ran", SOON, || async { (world.effects().await.len() == 4).then_some(()) }).await;
+    assert!(began.elapsed() < limit, "they waited for the one that hangs: {:?}", began.elapsed());
+    consumer.end().await;
+}
+
+/// Shown to fail: what had failed before ran with nothing else of the process beside it, and one
+/// retrier ran one after the other.
+#[tokio::test]
+async fn g6_a_waiting_message_that_hangs_in_its_handler_stops_no_other_key_on_postgres() {
+    on_postgres("hangs_beside", hangs_beside).await;
+}
+
+#[tokio::test]
+async fn g6_a_waiting_message_that_hangs_in_its_handler_stops_no_other_key_on_mariadb() {
+    on_mariadb("hangs_beside", hangs_beside).await;
+}
+
+/// Shown to fail: it was tried again in place, and held its lane for as long once more.
+#[tokio::test]
+async fn a_message_whose_handler_ran_out_of_its_time_waits_at_once_and_its_lane_goes_on() {
+    let world = sqlite().await;
+    let calls = Arc::new(AtomicU32::new(0));
+    let count = Arc::clone(&calls);
+    let act = move |name: &str, _: &Message| match name {
+        "a1" => {
+            count.fetch_add(1, Ordering::Relaxed);
+            Act::Hang
+        }
+        _ => Act::Done,
+    };
+    let mut options = ConsumerOptions { handler_timeout: HANGS, ..consumer_options() };
+    options.retry.in_place = 5;
+    (options.retry.base, options.retry.cap) = (Duration::from_secs(3_600), Duration::from_secs(3_600));
+    let consumer = world.consumer(options, Does(act));
+    world.deliver_all(&["a1", "b1", "a2"]);
+    world.until_effects(&["b1"]).await;
+    world.until_consumer("both of the key wait", |ledger| ledger.waiting == 2).await;
+    assert_eq!(calls.load(Ordering::Relaxed), 1);
+    let waiting = waiting(&world).await;
+    assert_eq!(waiting[0].attempts, 1, "the try counts");
+    consumer.end().await;
+}
+
+async fn waiting<S: Sql>(world: &World<S>) -> Vec<DeadMessage> {
+    let filter = DeadFilter { states: vec![DeadState::Waiting], ..DeadFilter::default() };
+    world.store.dead(&filter).await.unwrap()
+}
+
+/// One message needs a row that somebody has locked, for a long time.
+async fn meets_a_lock<S: Sql>(world: World<S>, code: &'static str) {
+    world.run("create table place (n int primary key)").await;
+    world.run("insert into place values (1)").await;
+    let mut holder = world.store.pool().acquire().await.unwrap();
+    // Each database knows one of them: nobody is to end its transaction meanwhile.
+    for setting in ["set idle_in_transaction_session_timeout = 0", "set idle_transaction_timeout = 0"] {
+        let _unknown = S::run(&mut holder, setting).await;
+    }
+    S::run(&mut holder, "begin").await.unwrap();
+    S::run(&mut holder, "select n from place where n = 1 for update").await.unwrap();
+    let calls = Arc::new(AtomicU32::new(0));
+    let count = Arc::clone(&calls);
+    let act = move |name: &str, _: &Message| match name {
+        "m1" => {
+            count.fetch_add(1, Ordering::Relaxed);
+            Act::Run("select n from place where n = 1 for update nowait")
+        }
+        _ => Act::Done,
+    };
+    let mut options = consumer_options();
+    options.retry.max_attempts = 2;
+    // In the middle of a batch of one lane.
+    world.broker.faults().hold_deliveries(true);
+    let before: Vec<String> = (10..50).map(|number| format!("b{number}")).collect();
+    let behind: Vec<String> = (50..90).map(|number| format!("c{number}")).collect();
+    let names = |names: &[String]| names.iter().map(String::from).collect::<Vec<_>>();
+    let mut all = names(&before);
+    all.extend(["m1".to_owned(), "m2".to_owned()]);
+    all.extend(names(&behind));
+    world.deliver_all(&all.iter().map(String::as_str).collect::<Vec<_>>());
+    let consumer = world.consumer(options, Does(act));
+    world.broker.faults().hold_deliveries(false);
+    let others: Vec<&str> = before.iter().chain(&behind).map(String::as_str).collect();
+    world.until_effects(&others).await;
+    world.until_consumer("it waits, and its key behind it", |ledger| ledger.waiting == 2).await;
+    // Far more often than it has attempts.
+    eventually("tried again and again", SOON, || async { (calls.load(Ordering::Relaxed) > 20).then_some(()) }).await;
+    world.deliver_all(&["d1"]);
+    eventually("others flow", SOON, || async { world.effects().await.contains(&"d1".to_owned()).then_some(()) }).await;
+    let waits = waiting(&world).await;
+    let head = &waits[0];
+    assert_eq!((head.attempts, waits.len()), (0, 2), "{waits:?}");
+    assert!(head.error.as_ref().is_some_and(|error| error.contains(code)), "{head:?}");
+    assert!(head.next_try.is_some() && world.dead().await.is_empty());
+    assert!(world.health.is_ready(), "{:?}", world.health.lines());
+    S::run(&mut holder, "rollback").await.unwrap();
+    let last = eventually("its key goes on", SOON, || async {
+        let effects = world.effects().await;
+        effects.contains(&"m2".to_owned()).then_some(effects)
+    })
+    .await;
+    assert_eq!(last[last.len() - 2..], ["m1", "m2"]);
+    consumer.end().await;
+}
+
+/// Shown to fail: its lane tried it for ever, and nothing behind it ran.
+#[tokio::test]
+async fn r27_a_message_that_meets_a_lock_at_every_try_waits_uncounted_and_seen_behind_its_own_key_on_postgres() {
+    on_postgres("meets_a_lock", |world| meets_a_lock(world, "55P03")).await;
+}
+
+#[tokio::test]
+async fn r27_a_message_that_meets_a_lock_at_every_try_waits_uncounted_and_seen_behind_its_own_key_on_mariadb() {
+    on_mariadb("meets_a_lock", |world| meets_a_lock(world, "1205")).await;
+}
+
+/// What a database says that asks to try again, or that is on its way down, said for one message
+/// only. The other keys flow, and the pauses between its tries grow.
+#[tokio::test]
+async fn r27_a_message_whose_statement_always_raises_a_code_of_nobodys_stops_no_partition() {
+    const RAISES: [&str; 5] = [
+        "do $$ begin raise exception 'no' using errcode = '40001'; end $$",
+        "do $$ begin raise exception 'no' using errcode = '40P01'; end $$",
+        "do $$ begin raise exception 'no' using errcode = '25006'; end $$",
+        "do $$ begin raise exception 'no' using errcode = '57P03'; end $$",
+        "do $$ begin raise exception 'no' using errcode = '57P01'; end $$",
+    ];
+    on_postgres("raises_nobodys", |world| async move {
+        let act = |name: &str, _: &Message| match name.strip_prefix(['m', 'n', 'o', 'p', 'q']) {
+            Some(number) => Act::Run(RAISES[number.parse::<usize>().unwrap()]),
+            None => Act::Done,
+        };
+        let mut options = consumer_options();
+        (options.retry.base, options.retry.cap) = (Duration::from_millis(200), Duration::from_secs(3_600));
+        let consumer = world.consumer(options, Does(act));
+        world.deliver_all(&["m0", "b1", "n1", "b2", "o2", "b3", "p3", "b4", "q4", "b5"]);
+        world.until_effects(&["b1", "b2", "b3", "b4", "b5"]).await;
+        let waits = eventually("each waits, tried more than once", SOON, || async {
+            Some(waiting(&world).await)
+                .filter(|waits| waits.len() == 5 && waits.iter().all(|one| one.history.len() > 4))
+        })
+        .await;
+        assert!(waits.iter().all(|one| one.attempts == 0), "{waits:?}");
+        for one in &waits {
+            let gaps: Vec<_> = one.history.windows(2).map(|pair| pair[1].at - pair[0].at).collect();
+            assert!(gaps[3] > gaps[0], "the pauses grow: {gaps:?}");
+        }
+        consumer.end().await;
+    })
+    .await;
+}
+
+/// A database that is read-only for everybody burns no attempt and stores nothing: the lanes wait.
+#[tokio::test]
+async fn r27_a_database_that_is_read_only_for_everybody_is_waited_for_and_nothing_is_stored() {
+    on_postgres("read_only_for_all", |world| async move {
+        let consumer = world.consumer(consumer_options(), Does(|_: &str, _: &Message| Act::Done));
+        world.deliver_all(&["a1"]);
+        world.until_effects(&["a1"]).await;
+        world
+            .run(
+                "create function refuses() returns trigger language plpgsql as
+                 $$ begin raise exception 'cannot execute INSERT in a read-only transaction' using errcode = '25006'; end $$;
+                 create trigger refuses before insert on oncebox.inbox_timed for each statement execute function refuses()",
+            )
+            .await;
+        world.deliver_all(&["a2", "b1"]);
+        eventually("it says so", SOON, || async {
+            world.health.lines().iter().any(|line| line.contains("read-only")).then_some(())
+        })
+        .await;
+        // Long enough for three tries alone.
+        tokio::time::timeout(Duration::from_secs(4), async {
+            loop {
+                assert_eq!(world.consumer_status().await.waiting, 0);
+                tokio::time::sleep(Duration::from_millis(100)).await;
+            }
+        })
+        .await
+        .unwrap_err();
+        world.run("drop trigger refuses on oncebox.inbox_timed").await;
+        world.until_effects(&["a1", "a2", "b1"]).await;
+        assert!(world.store.texts("select attempts::text from oncebox.attempt").await.is_empty());
+        consumer.end().await;
+    })
+    .await;
+}
