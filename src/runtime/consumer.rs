@@ -34,12 +34,13 @@ mod presence;
 mod purge;
 mod retries;
 mod settle;
+mod solo;
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize};
 use std::time::Duration;
 
-use tokio::sync::{Notify, RwLock};
+use tokio::sync::Notify;
 use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
 
@@ -53,6 +54,7 @@ pub use handlers::Handlers;
 pub use options::{ConsumerOptions, DeadPolicy, Unhandled};
 
 use super::pace::{Pace, sleep_unless};
+use solo::Solo;
 
 /// How a consumer ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -78,9 +80,8 @@ struct Shared<S: Store> {
     scope: Scope,
     health: Health,
     part: String,
-    /// What may kill its process runs alone in it: it takes this for writing, all else for reading
-    /// (R26).
-    solo: RwLock<()>,
+    /// What may kill its process runs alone in it (R26).
+    solo: Solo,
     /// A message was stored as due: a retrier looks again.
     parked: Notify,
     /// Retriers that have something in hand: a consumer with work there is not idle.
@@ -101,7 +102,7 @@ impl<S: Store> Consumer<S> {
         health: Health,
     ) -> Self {
         let part = format!("consumer {}", options.name);
-        let (solo, parked) = (RwLock::new(()), Notify::new());
+        let (solo, parked) = (Solo::default(), Notify::new());
         let places = broker.places(&subscription(&options));
         let scope = Scope { topics: options.topics.clone(), places, kinds: handlers.kinds() };
         Self(Arc::new(Shared {

@@ -10,6 +10,7 @@
 //! left for later.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use super::batch::BatchEnd;
 use super::blame::{self, Blame, Fault};
@@ -89,7 +90,8 @@ pub(super) async fn run<S: Store>(lane: &mut Lane<S>, item: Item, why: Why, was_
             let alone = tokio::select! {
                 biased;
                 () = lane.stop.cancelled() => None,
-                alone = shared.solo.write() => Some(alone),
+                () = revoked(&item) => None,
+                alone = shared.solo.alone() => Some(alone),
             };
             if alone.is_none() || item.source.is_revoked() {
                 return leave_for_later(lane, &item, unspent).await;
@@ -106,7 +108,7 @@ pub(super) async fn run<S: Store>(lane: &mut Lane<S>, item: Item, why: Why, was_
             }
             lane.transaction(std::slice::from_ref(&item), Some(counted)).await
         } else {
-            let _beside_others = shared.solo.read().await;
+            let _beside_others = shared.solo.together().await;
             lane.transaction(std::slice::from_ref(&item), Some(counted + u32::from(!unspent))).await
         };
         let Some(end) = end else {
@@ -155,6 +157,13 @@ pub(super) async fn run<S: Store>(lane: &mut Lane<S>, item: Item, why: Why, was_
                 failure = Some(error);
             }
         }
+    }
+}
+
+/// Ends within moments after its partition was taken away.
+async fn revoked(item: &Item) {
+    while !item.source.is_revoked() {
+        tokio::time::sleep(Duration::from_millis(50)).await;
     }
 }
 

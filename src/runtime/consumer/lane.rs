@@ -159,7 +159,7 @@ impl<S: Store> Lane<S> {
         let counted = matches!(tries, Tries::Counted);
         let whole = 0..items.len();
         let end = {
-            let _together = self.shared.solo.read().await;
+            let _together = self.shared.solo.together().await;
             self.transaction(&items, counted.then_some(1)).await
         };
         let Some(end) = end else {

@@ -307,7 +307,7 @@ impl<S: Store> Retrier<S> {
     async fn attempt(&self, run: &[ClaimedMessage], suspect: bool) -> Option<Result<RunEnd, StoreError>> {
         let (shared, consumer) = (&self.shared, self.consumer);
         let beside_others = async {
-            let _beside_others = shared.solo.read().await;
+            let _beside_others = shared.solo.together().await;
             in_transaction(shared, consumer, run, &self.abandon).await
         };
         let by_itself = async {
@@ -317,7 +317,7 @@ impl<S: Store> Retrier<S> {
             let _alone = tokio::select! {
                 biased;
                 () = self.stop.cancelled() => return None,
-                alone = shared.solo.write() => alone,
+                alone = shared.solo.alone() => alone,
             };
             Some(match shared.store.count_try(head).await {
                 Ok(true) => in_transaction(shared, consumer, run, &self.abandon).await,

@@ -1,0 +1,104 @@
+//! Who runs beside whom in one process: everything runs together, but a message that may kill its
+//! process runs alone (R26).
+//!
+//! Promise: one that waits to run alone keeps others from beginning for a fifth of the time at most,
+//! so that a handler which hangs stops nobody but its lane. It gets its turn once it has waited in
+//! line for as long as the slowest handler takes.
+
+use std::time::Duration;
+
+use tokio::sync::{RwLock, RwLockReadGuard, RwLockWriteGuard};
+
+/// How long it stands in line at first; each time for twice as long.
+const IN_LINE: Duration = Duration::from_millis(100);
+/// It leaves the line for so many times what it stood there.
+const OUT_OF_LINE: u32 = 4;
+/// It never stands there longer than this: no handler is given more time for its good.
+const IN_LINE_MAX: Duration = Duration::from_secs(300);
+
+/// Held for reading by whatever runs together, and for writing by the one that runs alone.
+#[derive(Debug, Default)]
+pub(super) struct Solo(RwLock<()>);
+
+impl Solo {
+    /// Runs together with others until the guard is dropped; waits for one that runs alone, or that
+    /// is the next in line.
+    ///
+    /// Cancel safe.
+    pub(super) async fn together(&self) -> RwLockReadGuard<'_, ()> {
+        self.0.read().await
+    }
+
+    /// Runs alone until the guard is dropped; waits for all that run together.
+    ///
+    /// Cancel safe.
+    pub(super) async fn alone(&self) -> RwLockWriteGuard<'_, ()> {
+        let mut in_line = IN_LINE;
+        loop {
+            // In line it holds back all that wants to begin; dropped, it lets them pass.
+            if let Ok(alone) = tokio::time::timeout(in_line, self.0.write()).await {
+                return alone;
+            }
+            tokio::time::sleep(in_line * OUT_OF_LINE).await;
+            in_line = (in_line * 2).min(IN_LINE_MAX);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+    use std::sync::atomic::{AtomicU32, Ordering};
+
+    use super::*;
+
+    /// Shown to fail: with `self.0.write().await` alone nothing begins until the hanging one ends.
+    #[tokio::test(start_paused = true)]
+    async fn what_waits_to_run_alone_behind_one_that_hangs_holds_up_the_others_a_fifth_of_the_time() {
+        let solo = Arc::new(Solo::default());
+        let hangs = solo.together().await;
+        let begun = Arc::new(AtomicU32::new(0));
+        let others = tokio::spawn({
+            let (solo, begun) = (Arc::clone(&solo), Arc::clone(&begun));
+            async move {
+                loop {
+                    let _together = solo.together().await;
+                    begun.fetch_add(1, Ordering::Relaxed);
+                    tokio::time::sleep(Duration::from_millis(10)).await;
+                }
+            }
+        });
+        let suspect = tokio::spawn({
+            let solo = Arc::clone(&solo);
+            async move { drop(solo.alone().await) }
+        });
+        tokio::time::sleep(Duration::from_secs(30)).await;
+        let share = f64::from(begun.load(Ordering::Relaxed)) / 3_000.0;
+        assert!((0.7..0.95).contains(&share), "{share}");
+        assert!(!suspect.is_finished(), "it ran beside the one that hangs");
+        drop(hangs);
+        tokio::time::timeout(Duration::from_secs(60), suspect).await.unwrap().unwrap();
+        others.abort();
+    }
+
+    /// Each of the others is slow, and one of them runs at any time.
+    #[tokio::test(start_paused = true)]
+    async fn what_waits_to_run_alone_gets_its_turn_among_slow_ones() {
+        let solo = Arc::new(Solo::default());
+        let slow: Vec<_> = (0..4_u64)
+            .map(|at| {
+                let solo = Arc::clone(&solo);
+                tokio::spawn(async move {
+                    tokio::time::sleep(Duration::from_secs(at)).await;
+                    loop {
+                        let _together = solo.together().await;
+                        tokio::time::sleep(Duration::from_secs(5)).await;
+                    }
+                })
+            })
+            .collect();
+        tokio::time::sleep(Duration::from_secs(10)).await;
+        tokio::time::timeout(Duration::from_secs(120), solo.alone()).await.unwrap();
+        slow.iter().for_each(tokio::task::JoinHandle::abort);
+    }
+}
