@@ -1,7 +1,7 @@
 //! Publishing: what is proven, what is refused, in which order it stands in the topic.
 
 use std::collections::HashMap;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use crate::kit::*;
 use oncebox::BrokerError;
@@ -177,6 +177,43 @@ async fn r15_nothing_follows_a_refused_message_of_its_key_until_the_refusal_was_
     let found = kafka.broker().read_all(&kafka.topic).await.unwrap();
     let found: Vec<_> = found.into_iter().map(|arrived| String::from_utf8(arrived.payload.unwrap()).unwrap()).collect();
     assert_eq!(found, ["a1", "b", "a4"]);
+}
+
+// Only the broker knows what a message is compressed; the client has later ones of its key on their
+// way by then. Shown: with `enable.gapless.guarantee=false` they are in the topic, for whoever
+// sends is slower than the client.
+#[tokio::test]
+async fn r15_nothing_follows_a_message_that_the_broker_refused_though_its_outcome_is_looked_at_late() {
+    let Some(mut kafka) = Kafka::with_topic("r15_nothing_follows_a_message_that_the_broker_refused", 1).await else {
+        return;
+    };
+    let small = unique("kafka");
+    kafka.create(&small, 1, &[("max.message.bytes", "20000")]).await;
+    kafka.config.properties.insert("compression.type".into(), "gzip".into());
+    let broker = kafka.broker();
+    let mut publisher = broker.publisher().await.unwrap();
+    assert_eq!(publisher.topic(&small).await.unwrap(), TopicState::Ready);
+    let row = |n: u64| {
+        let large = if n == 100 { 100_000 } else { 10 };
+        let text: String = (0..large).map(|_| fastrand::alphanumeric()).collect();
+        (n, message(&small, Some("k"), format!("{n} {text}")))
+    };
+    publisher.send((0..200).map(row).collect()).await.unwrap();
+    // Nobody asks for outcomes meanwhile.
+    let began = Instant::now();
+    while broker.read_all(&small).await.unwrap().len() < 100 && began.elapsed() < SOON {}
+    tokio::time::sleep(Duration::from_secs(1)).await;
+    let found = broker.read_all(&small).await.unwrap();
+    let found: Vec<_> = found.into_iter().map(|arrived| String::from_utf8(arrived.payload.unwrap()).unwrap()).collect();
+    let found: Vec<u64> = found.iter().map(|text| text.split(' ').next().unwrap().parse().unwrap()).collect();
+    assert_eq!(found, (0..100).collect::<Vec<_>>());
+    // The refusal is told before the session's end.
+    let mut settled = Vec::new();
+    while publisher.settle(&mut settled).await.is_ok() {}
+    let refused: Vec<_> =
+        settled.iter().filter(|row| matches!(row.outcome, Err(Refusal::Message(_)))).map(|row| row.tag).collect();
+    assert_eq!(refused, [100]);
+    publisher.close().await;
 }
 
 #[tokio::test]
