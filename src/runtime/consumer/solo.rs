@@ -1,9 +1,9 @@
 //! Who runs beside whom in one process: everything runs together, but a message that may kill its
 //! process runs alone (R26).
 //!
-//! Promise: one that waits to run alone keeps others from beginning for a fifth of the time at most,
-//! so that a handler which hangs stops nobody but its lane. It gets its turn once it has waited in
-//! line for as long as the slowest handler takes.
+//! Promise: one that waits to run alone keeps others from beginning for a fifth of the time at
+//! most, so that a handler which hangs stops nobody but its lane. It gets its turn once it has
+//! waited in line for as long as the slowest handler takes.
 
 use std::time::Duration;
 
@@ -70,7 +70,9 @@ mod tests {
         });
         let suspect = tokio::spawn({
             let solo = Arc::clone(&solo);
-            async move { drop(solo.alone().await) }
+            async move {
+                let _alone = solo.alone().await;
+            }
         });
         tokio::time::sleep(Duration::from_secs(30)).await;
         let share = f64::from(begun.load(Ordering::Relaxed)) / 3_000.0;
@@ -98,7 +100,7 @@ mod tests {
             })
             .collect();
         tokio::time::sleep(Duration::from_secs(10)).await;
-        tokio::time::timeout(Duration::from_secs(120), solo.alone()).await.unwrap();
+        let _alone = tokio::time::timeout(Duration::from_secs(120), solo.alone()).await.unwrap();
         slow.iter().for_each(tokio::task::JoinHandle::abort);
     }
 }
