@@ -177,7 +177,8 @@ impl HandlerError {
         Self { late: true, ..Self::retryable(error) }
     }
 
-    /// Whether the handler ran out of its time: the next try may take as long.
+    /// Whether the handler ran out of its time, or a statement of it gave up waiting for a lock: the
+    /// next try may take as long.
     pub(crate) fn is_late(&self) -> bool {
         self.late
     }
@@ -228,6 +229,8 @@ impl<E: std::error::Error + Send + Sync + 'static> From<E> for HandlerError {
         let nobodys = sql.is_some_and(classify::is_nobodys) || store.is_some_and(StoreError::is_nobodys);
         let may_be_its_own =
             sql.is_some_and(classify::may_be_the_statements) || store.is_some_and(StoreError::may_be_its_own);
+        let late = sql.is_some_and(classify::is_lock_wait)
+            || matches!(store, Some(StoreError::Busy(error)) if classify::is_lock_wait(error));
         let mut message = String::new();
         let mut next: Option<&(dyn std::error::Error + 'static)> = Some(&error);
         while let Some(cause) = next {
@@ -241,7 +244,7 @@ impl<E: std::error::Error + Send + Sync + 'static> From<E> for HandlerError {
             }
             next = cause.source().filter(|_| of_database.is_none());
         }
-        Self { nobodys, may_be_its_own, ..Self::retryable(message) }
+        Self { nobodys, may_be_its_own, late, ..Self::retryable(message) }
     }
 }
 

@@ -117,6 +117,16 @@ pub(crate) fn may_be_the_statements(error: &sqlx::Error) -> bool {
     }
 }
 
+/// True where a statement gave up waiting for a lock: the next try may wait as long.
+pub(crate) fn is_lock_wait(error: &sqlx::Error) -> bool {
+    let sqlx::Error::Database(database) = error else { return false };
+    #[cfg(feature = "mysql")]
+    if let Some(error) = database.try_downcast_ref::<sqlx::mysql::MySqlDatabaseError>() {
+        return error.number() == 1205;
+    }
+    database.code().is_some_and(|code| code == "55P03")
+}
+
 fn nobodys(error: &sqlx::Error) -> Option<Nobodys> {
     match error {
         sqlx::Error::Io(_) | sqlx::Error::PoolTimedOut | sqlx::Error::PoolClosed | sqlx::Error::WorkerCrashed => {

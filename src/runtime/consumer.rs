@@ -88,7 +88,7 @@ struct Shared<S: Store> {
     retrying: AtomicUsize,
     /// `dead_rows_max` is reached: nothing more is taken.
     is_full: AtomicBool,
-    /// An operator forgot the consumer while it ran.
+    /// An operator forgot the consumer while it ran, or accepted another id rule for it.
     is_forgotten: AtomicBool,
 }
 

@@ -8,6 +8,8 @@
 use std::collections::HashSet;
 use std::future::Future;
 use std::sync::Arc;
+#[cfg(any(feature = "postgres", feature = "mysql"))]
+use std::time::Duration;
 
 use uuid::Uuid;
 
@@ -223,6 +225,14 @@ impl KeyRange {
     }
 }
 
+/// How long a statement inside a handler's transaction waits for a lock: well below the handler's
+/// time, so that a wait for somebody else's transaction ends as what it is, which counts no try.
+#[cfg(any(feature = "postgres", feature = "mysql"))]
+pub(super) fn lock_wait(handler_timeout: Duration) -> Duration {
+    // Of no time at all a server would make a wait without end.
+    (handler_timeout / 2).clamp(Duration::from_millis(100), Duration::from_secs(5))
+}
+
 /// Duty: consumers, inbox rows, attempts.
 pub trait Inbox: Base {
     /// The transaction around a handler.
@@ -235,8 +245,8 @@ pub trait Inbox: Base {
     fn register(&self, spec: &ConsumerSpec) -> impl Future<Output = Result<ConsumerId, StoreError>> + Send;
 
     /// Notes that a process of this consumer is there. False where an operator forgot the consumer
-    /// meanwhile.
-    fn seen(&self, consumer: ConsumerId) -> impl Future<Output = Result<bool, StoreError>> + Send;
+    /// meanwhile, or a process with another id rule was accepted for it.
+    fn seen(&self, consumer: ConsumerId, id_rule: &str) -> impl Future<Output = Result<bool, StoreError>> + Send;
 
     /// Begins a transaction, READ COMMITTED, on a connection with the session settings the promise
     /// needs. Dropped before it returns, it leaves no connection that is inside a transaction to

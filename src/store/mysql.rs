@@ -46,6 +46,8 @@ use crate::policy::hex::hex;
 #[derive(Clone)]
 pub struct MySqlStore {
     pool: BoundedPool<MySql>,
+    /// How long a statement of a handler waits for a lock.
+    lock_wait: Duration,
 }
 
 impl Base for MySqlStore {

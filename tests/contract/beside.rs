@@ -81,8 +81,8 @@ async fn waiting<S: Sql>(world: &World<S>) -> Vec<DeadMessage> {
     world.store.dead(&filter).await.unwrap()
 }
 
-/// One message needs a row that somebody has locked, for a long time.
-async fn meets_a_lock<S: Sql>(world: World<S>, code: &'static str) {
+/// A connection that has locked the row of `place`, for as long as it lives.
+async fn held_row<S: Sql>(world: &World<S>) -> sqlx::pool::PoolConnection<S::Db> {
     world.run("create table place (n int primary key)").await;
     world.run("insert into place values (1)").await;
     let mut holder = world.store.pool().acquire().await.unwrap();
@@ -92,6 +92,44 @@ async fn meets_a_lock<S: Sql>(world: World<S>, code: &'static str) {
     }
     S::run(&mut holder, "begin").await.unwrap();
     S::run(&mut holder, "select n from place where n = 1 for update").await.unwrap();
+    holder
+}
+
+/// The same, and its statement waits: well below the handler's time the database gives up.
+async fn waits_for_a_lock<S: Sql>(world: World<S>, code: &'static str) {
+    let mut holder = held_row(&world).await;
+    let act = |name: &str, _: &Message| match name {
+        "m1" => Act::Run("select n from place where n = 1 for update"),
+        _ => Act::Done,
+    };
+    let consumer = world.consumer(consumer_options(), Does(act));
+    let began = Instant::now();
+    world.deliver_all(&["m1", "m2", "a1"]);
+    world.until_effects(&["a1"]).await;
+    assert!(began.elapsed() < consumer_options().handler_timeout / 2, "{:?}", began.elapsed());
+    let waits = waiting(&world).await;
+    assert_eq!(waits.iter().map(|one| one.attempts).collect::<Vec<_>>(), [0, 0], "{waits:?}");
+    assert!(waits[0].error.as_ref().is_some_and(|error| error.contains(code)), "{waits:?}");
+    S::run(&mut holder, "rollback").await.unwrap();
+    world.until_effects(&["a1", "m1", "m2"]).await;
+    consumer.end().await;
+}
+
+/// Shown to fail: the handler ran out of its time, each time longer than the lock was waited for,
+/// and a try was counted.
+#[tokio::test]
+async fn r27_a_message_that_waits_for_somebody_elses_lock_counts_no_try_on_postgres() {
+    on_postgres("waits_for_a_lock", |world| waits_for_a_lock(world, "55P03")).await;
+}
+
+#[tokio::test]
+async fn r27_a_message_that_waits_for_somebody_elses_lock_counts_no_try_on_mariadb() {
+    on_mariadb("waits_for_a_lock", |world| waits_for_a_lock(world, "1205")).await;
+}
+
+/// One message needs a row that somebody has locked, for a long time.
+async fn meets_a_lock<S: Sql>(world: World<S>, code: &'static str) {
+    let mut holder = held_row(&world).await;
     let calls = Arc::new(AtomicU32::new(0));
     let count = Arc::clone(&calls);
     let act = move |name: &str, _: &Message| match name {

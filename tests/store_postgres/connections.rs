@@ -79,11 +79,22 @@ async fn r28_a_process_that_froze_inside_a_transaction_is_ended_by_the_server() 
         let one = entry();
         let mut frozen = impatient.begin(consumer).await.unwrap();
         frozen.admit(&[one]).await.unwrap();
-        // The same message elsewhere waits for the frozen transaction, and goes on when the server
-        // ends it.
-        let mut other = database.store.begin(consumer).await.unwrap();
-        assert_eq!(other.admit(&[one]).await.unwrap().known, [None]);
-        other.commit().await.unwrap();
+        // The same message elsewhere waits for the frozen transaction, each time as long as a
+        // handler's statement may, and goes on when the server ends it.
+        eventually("the server ended it", Duration::from_secs(60), || async {
+            let mut other = database.store.begin(consumer).await.unwrap();
+            match other.admit(&[one]).await {
+                Ok(admission) => assert_eq!(admission.known, [None]),
+                Err(busy) => {
+                    assert!(matches!(busy, StoreError::Busy(_)), "{busy}");
+                    other.rollback().await.unwrap();
+                    return None;
+                }
+            }
+            other.commit().await.unwrap();
+            Some(())
+        })
+        .await;
         assert!(frozen.commit().await.is_err());
         impatient.close().await;
     })
@@ -192,6 +203,29 @@ async fn r23_only_the_transaction_that_admitted_the_message_is_proven() {
                 Proof::Same => tx.commit().await.unwrap(),
                 _ => tx.rollback().await.unwrap(),
             }
+        }
+    })
+    .await;
+}
+
+/// Shown to fail: it stayed off, and a crash of the server took back what was acknowledged.
+#[tokio::test]
+async fn g4_a_handler_cannot_make_its_commit_less_durable() {
+    with_database("g4_a_handler_cannot_make_its_commit_less_durable", |database| async move {
+        let consumer = database.store.register(&spec()).await.unwrap();
+        for (handler, stands) in [
+            ("set local synchronous_commit = off", "on"),
+            ("set local synchronous_commit = local", "on"),
+            ("set synchronous_commit = off", "on"),
+            ("set local synchronous_commit = remote_apply", "remote_apply"),
+        ] {
+            let mut tx = database.store.begin(consumer).await.unwrap();
+            tx.admit(&[entry()]).await.unwrap();
+            sqlx::raw_sql(handler).execute(tx.connection()).await.unwrap();
+            assert_eq!(tx.prove().await.unwrap(), Proof::Same);
+            let set: String = sqlx::query_scalar("show synchronous_commit").fetch_one(tx.connection()).await.unwrap();
+            assert_eq!(set, stands, "{handler}");
+            tx.commit().await.unwrap();
         }
     })
     .await;

@@ -1,9 +1,9 @@
 //! One message alone: after a failed try, under suspicion, or to find out whose failure it is.
 //!
 //! Promise: a message that may kill its process has its try counted outside the handler's
-//! transaction, before the handler runs, and nothing else of the process runs beside it, so that it
-//! is counted and nobody for it (R26). Whatever else runs alone in its transaction runs beside the
-//! others: one that waits for a lock keeps nobody waiting but its lane.
+//! transaction, before the handler runs, and nothing else of the process runs beside it for the
+//! first second, so that it is counted and nobody for it (R26). Whatever else runs alone in its
+//! transaction runs beside the others: one that waits for a lock keeps nobody waiting but its lane.
 //!
 //! Promise: a try is counted when nothing but the handler stands between it and its end; one that a
 //! stop or a revocation prevented, or that was nobody's failure, is taken back where the message is
@@ -31,13 +31,19 @@ pub(super) enum Why {
     Failed(HandlerError),
     /// It failed through nobody's fault again and again.
     Nobodys,
+    /// It waited in a batch for a lock that somebody holds, as long as a statement may.
+    WaitedForALock(HandlerError),
 }
 
 /// Runs it until it is done, waiting, dead, or left for later. `was_counted` where its try in the
 /// batch was counted before.
 pub(super) async fn run<S: Store>(lane: &mut Lane<S>, item: Item, why: Why, was_counted: bool) {
     let mut suspect = matches!(why, Why::Suspect);
-    let mut failure = if let Why::Failed(error) = why { Some(error) } else { None };
+    let mut failure = match why {
+        Why::Failed(error) => Some(error),
+        Why::WaitedForALock(error) => return wait_behind_its_key(lane, item, &error, 0).await,
+        Why::Suspect | Why::Nobodys => None,
+    };
     if failure.is_none() {
         // Not for somebody else's transaction: it would hold up its lane, a suspect the whole
         // process.
@@ -93,9 +99,9 @@ pub(super) async fn run<S: Store>(lane: &mut Lane<S>, item: Item, why: Why, was_
                 () = revoked(&item) => None,
                 alone = shared.solo.alone() => Some(alone),
             };
-            if alone.is_none() || item.source.is_revoked() {
+            let Some(alone) = alone.filter(|_| !item.source.is_revoked()) else {
                 return leave_for_later(lane, &item, unspent).await;
-            }
+            };
             if !unspent {
                 let Some(this) = count(lane, &item, None, counted).await else { return };
                 (counted, unspent) = (this, true);
@@ -106,7 +112,7 @@ pub(super) async fn run<S: Store>(lane: &mut Lane<S>, item: Item, why: Why, was_
                 let park_as = dies(lane, Death::Attempts);
                 return settle::park(lane, item, park_as, counted - 1, &error).await;
             }
-            lane.transaction(std::slice::from_ref(&item), Some(counted)).await
+            alone.run(lane.transaction(std::slice::from_ref(&item), Some(counted))).await
         } else {
             let _beside_others = shared.solo.together().await;
             lane.transaction(std::slice::from_ref(&item), Some(counted + u32::from(!unspent))).await
@@ -117,6 +123,9 @@ pub(super) async fn run<S: Store>(lane: &mut Lane<S>, item: Item, why: Why, was_
         // Where its handler came to an end, the process outlived it.
         suspect &= end.is_err();
         let (error, may_be_its_own) = match end {
+            Ok(BatchEnd::Failed(_, error)) if error.is_nobodys() && error.is_late() => {
+                return wait_behind_its_key(lane, item, &error, counted - u32::from(unspent)).await;
+            }
             Ok(BatchEnd::Done(outcomes)) => {
                 lane.went_well();
                 for outcome in outcomes {
@@ -144,13 +153,9 @@ pub(super) async fn run<S: Store>(lane: &mut Lane<S>, item: Item, why: Why, was_
             }
         };
         match blame.of(&shared, lane.consumer, may_be_its_own).await {
+            Fault::Nobodys if blame.is_open() => lane.pause().await,
             Fault::Nobodys => lane.wait_out(&error).await,
-            // It waits behind nothing but its own key, where it is seen, and its lane goes on.
-            Fault::Lasting => {
-                let after = shared.options.retry.wait(1, fastrand::f64());
-                let error = HandlerError::nobodys(blame::lasting(&error));
-                return settle::park(lane, item, ParkAs::Due(after), counted - u32::from(unspent), &error).await;
-            }
+            Fault::Lasting => return wait_behind_its_key(lane, item, &error, counted - u32::from(unspent)).await,
             Fault::Its => {
                 let error = HandlerError::retryable(error);
                 say_failed(lane, &item, counted + u32::from(!unspent), &error);
@@ -158,6 +163,14 @@ pub(super) async fn run<S: Store>(lane: &mut Lane<S>, item: Item, why: Why, was_
             }
         }
     }
+}
+
+/// Stored as waiting, no try counted: it is seen there, keeps nothing but its own key waiting, and
+/// its lane goes on.
+async fn wait_behind_its_key<S: Store>(lane: &mut Lane<S>, item: Item, error: &HandlerError, counted: u32) {
+    let after = lane.shared.options.retry.wait(1, fastrand::f64());
+    let error = HandlerError::nobodys(blame::lasting(error));
+    settle::park(lane, item, ParkAs::Due(after), counted, &error).await;
 }
 
 /// Ends within moments after its partition was taken away.

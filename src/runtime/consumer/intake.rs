@@ -193,8 +193,9 @@ impl<S: Store> Intake<'_, S> {
                 _ = tick.tick() => {
                     if self.shared.is_forgotten.load(Ordering::Relaxed) {
                         return Err(BrokerError::Refused(format!(
-                            "an operator forgot the consumer `{}` while this process ran: start it again; it begins as a new \
-                             one, and what comes again is handled again",
+                            "an operator forgot the consumer `{}` while this process ran, or a process with another id rule was \
+                             accepted for it: start this one again with that rule; a forgotten consumer begins as a new one, and \
+                             what comes again is handled again",
                             self.shared.options.name
                         )));
                     }

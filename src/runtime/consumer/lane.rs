@@ -177,7 +177,7 @@ impl<S: Store> Lane<S> {
                     self.report(item, true);
                 }
             }
-            Ok(BatchEnd::Failed(index, error)) if error.is_nobodys() => {
+            Ok(BatchEnd::Failed(index, error)) if error.is_nobodys() && !error.is_late() => {
                 self.again(items, tries, error.message(), Some(index), stack).await;
             }
             Ok(BatchEnd::Failed(index, error)) => {
@@ -354,6 +354,12 @@ impl<S: Store> Lane<S> {
         }
     }
 
+    /// Waits before the same again, where the database works for others: that is no news of it.
+    pub(super) async fn pause(&mut self) {
+        let again = self.fault.again(0..1, None, fastrand::f64());
+        sleep_unless(&self.stop, again.pause).await;
+    }
+
     /// Waits for a database that is away, or asks to try again.
     pub(super) async fn wait_out(&mut self, why: &(impl std::fmt::Display + Sync)) {
         let again = self.fault.again(0..1, None, fastrand::f64());
@@ -397,7 +403,11 @@ fn stack_up(
         let mut taken = items.split_off(part.messages.start);
         match taken.pop() {
             Some(item) if part.alone => {
-                let why = error.take().map_or(Why::Nobodys, Why::Failed);
+                let why = match error.take() {
+                    None => Why::Nobodys,
+                    Some(error) if error.is_nobodys() => Why::WaitedForALock(error),
+                    Some(error) => Why::Failed(error),
+                };
                 stack.push(Work::Alone(Box::new(item), why, counted));
             }
             last => {

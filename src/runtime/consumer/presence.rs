@@ -1,5 +1,6 @@
 //! A consumer's process says every ten seconds that it is there, so that an operator can tell who
-//! is gone; and it ends where an operator forgot its consumer.
+//! is gone; and it ends where an operator forgot its consumer, or another id rule was accepted: two
+//! rules at once would give one message two ids.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -17,10 +18,11 @@ const SAYS_EVERY: Duration = Duration::from_secs(10);
 /// Until it is told to stop. A database that is away is asked again; what it missed is at most a
 /// minute.
 pub(super) async fn run<S: Store>(shared: Arc<Shared<S>>, consumer: ConsumerId, stop: CancellationToken) {
+    let id_rule = shared.options.id_rule_text();
     loop {
         // A stop does not wait for a database that says nothing.
         let said = tokio::select! {
-            said = shared.store.seen(consumer) => said,
+            said = shared.store.seen(consumer, &id_rule) => said,
             () = stop.cancelled() => return,
         };
         match said {

@@ -257,13 +257,14 @@ impl<S: Store> Retrier<S> {
                 Ok(RunEnd::ClaimLost) => return self.owes(Owed::GiveBack(run)),
                 Ok(RunEnd::Ended) => return self.owes(Owed::StoreAsEnded(run.into())),
                 Ok(RunEnd::Exhausted) => return self.exhausted(run),
-                Ok(RunEnd::Failed(at, error)) if !error.is_nobodys() => {
+                Ok(RunEnd::Failed(at, error)) if !error.is_nobodys() || error.is_late() => {
                     let rest = run.split_off(at.max(1));
                     self.give_back(&mut run, rest).await?;
-                    if at == 0 {
-                        return self.failed(run, error);
+                    match at {
+                        0 if error.is_nobodys() => return self.lasts(run, error.message()),
+                        0 => return self.failed(run, error),
+                        _ => continue,
                     }
-                    continue;
                 }
                 Ok(RunEnd::Unclear(_)) if run.len() > 1 => {
                     let rest = run.split_off(run.len() / 2);
@@ -314,13 +315,13 @@ impl<S: Store> Retrier<S> {
             let Some(head) = run.first().filter(|head| shared.options.retry.allows(head.message.attempt)) else {
                 return Some(Ok(RunEnd::Exhausted));
             };
-            let _alone = tokio::select! {
+            let alone = tokio::select! {
                 biased;
                 () = self.stop.cancelled() => return None,
                 alone = shared.solo.alone() => alone,
             };
             Some(match shared.store.count_try(head).await {
-                Ok(true) => in_transaction(shared, consumer, run, &self.abandon).await,
+                Ok(true) => alone.run(in_transaction(shared, consumer, run, &self.abandon)).await,
                 Ok(false) => Ok(RunEnd::ClaimLost),
                 Err(error) => Err(error),
             })

@@ -5,6 +5,7 @@
 //! most, so that a handler which hangs stops nobody but its lane. It gets its turn once it has
 //! waited in line for as long as the slowest handler takes.
 
+use std::pin::pin;
 use std::time::Duration;
 
 use tokio::sync::{RwLock, RwLockReadGuard, RwLockWriteGuard};
@@ -15,6 +16,10 @@ const IN_LINE: Duration = Duration::from_millis(100);
 const OUT_OF_LINE: u32 = 4;
 /// It never stands there longer than this: no handler is given more time for its good.
 const IN_LINE_MAX: Duration = Duration::from_secs(300);
+
+/// For so long it runs alone: what kills its process does it mostly at once. After that others begin
+/// beside it, for a handler that hangs would stop them all for its whole time.
+const ALONE_MAX: Duration = Duration::from_secs(1);
 
 /// Held for reading by whatever runs together, and for writing by the one that runs alone.
 #[derive(Debug, Default)]
@@ -29,19 +34,35 @@ impl Solo {
         self.0.read().await
     }
 
-    /// Runs alone until the guard is dropped; waits for all that run together.
+    /// The turn of one that runs alone; waits for all that run together.
     ///
     /// Cancel safe.
-    pub(super) async fn alone(&self) -> RwLockWriteGuard<'_, ()> {
+    pub(super) async fn alone(&self) -> Alone<'_> {
         let mut in_line = IN_LINE;
         loop {
             // In line it holds back all that wants to begin; dropped, it lets them pass.
             if let Ok(alone) = tokio::time::timeout(in_line, self.0.write()).await {
-                return alone;
+                return Alone(alone);
             }
             tokio::time::sleep(in_line * OUT_OF_LINE).await;
             in_line = (in_line * 2).min(IN_LINE_MAX);
         }
+    }
+}
+
+/// Nothing else of the process runs while this is held.
+pub(super) struct Alone<'a>(RwLockWriteGuard<'a, ()>);
+
+impl Alone<'_> {
+    /// Runs this with nothing beside it for its first second, and then beside others, but beside no
+    /// other that waits to run alone.
+    pub(super) async fn run<T>(self, work: impl Future<Output = T>) -> T {
+        let mut work = pin!(work);
+        if let Ok(done) = tokio::time::timeout(ALONE_MAX, &mut work).await {
+            return done;
+        }
+        let _together = RwLockWriteGuard::downgrade(self.0);
+        work.await
     }
 }
 
@@ -81,6 +102,21 @@ mod tests {
         drop(hangs);
         tokio::time::timeout(Duration::from_secs(60), suspect).await.unwrap().unwrap();
         others.abort();
+    }
+
+    /// Shown to fail: without the downgrade nothing begins until it ends.
+    #[tokio::test(start_paused = true)]
+    async fn one_that_hangs_while_it_runs_alone_is_joined_by_the_others_and_by_no_other_suspect() {
+        let solo = Arc::new(Solo::default());
+        let hangs = tokio::spawn({
+            let solo = Arc::clone(&solo);
+            async move { solo.alone().await.run(tokio::time::sleep(Duration::from_secs(30))).await }
+        });
+        tokio::time::sleep(Duration::from_millis(500)).await;
+        assert!(tokio::time::timeout(Duration::from_millis(100), solo.together()).await.is_err(), "it runs alone");
+        let _together = tokio::time::timeout(Duration::from_secs(1), solo.together()).await.unwrap();
+        assert!(tokio::time::timeout(Duration::from_secs(10), solo.alone()).await.is_err(), "one after the other");
+        hangs.abort();
     }
 
     /// Each of the others is slow, and one of them runs at any time.

@@ -227,13 +227,15 @@ pub async fn a_held_message_is_discarded_by_request_and_by_nothing_else<F: Fixtu
 /// Shown by forgetting without a look at who is there; by leaving rows of it behind.
 pub async fn a_consumer_that_is_gone_is_forgotten_and_one_that_is_there_is_not<F: Fixture>(trial: &Trial<F>) {
     let (gone, stays) = (trial.consumer("gone").await, trial.consumer("stays").await);
+    let rule = super::trial::spec("gone").id_rule;
+    assert!(!trial.store.seen(stays, "another rule").await.unwrap(), "one that another rule was accepted for");
     for consumer in [gone, stays] {
         trial.park(consumer, &message("a", "1"), dead(true)).await;
         trial.park(consumer, &message("a", "2"), ParkAs::Behind).await;
         trial.store.begin_attempt(consumer, message("b", "1").id).await.unwrap();
         let holding = Holding { topic: "payments".into(), partition: 0, owner: Uuid::now_v7() };
         trial.store.open_assignment(consumer, &holding).await.unwrap();
-        assert!(trial.store.seen(consumer).await.unwrap());
+        assert!(trial.store.seen(consumer, &rule).await.unwrap());
     }
     let refused = trial.store.forget_consumer("gone", &context()).await.unwrap_err();
     assert!(
@@ -256,7 +258,7 @@ pub async fn a_consumer_that_is_gone_is_forgotten_and_one_that_is_there_is_not<F
         let table = trial.table(table);
         assert_eq!(trial.number(&format!("select count(*) from {table}")).await, left, "{table}");
     }
-    assert!(!trial.store.seen(gone).await.unwrap(), "whoever still runs is told");
+    assert!(!trial.store.seen(gone, &rule).await.unwrap(), "whoever still runs is told");
     assert!(matches!(trial.store.forget_consumer("gone", &context()).await, Err(StoreError::Refused(_))));
     assert_ne!(trial.consumer("gone").await, gone, "who starts under its name is a new one");
     let acts = trial.store.audit(None, 10).await.unwrap();

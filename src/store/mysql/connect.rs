@@ -17,6 +17,7 @@ use crate::policy::hosts::each;
 use crate::store::StoreOptions;
 use crate::store::bounded::{BoundedPool, pool_options};
 use crate::store::hosts::Hosts;
+use crate::store::inbox::lock_wait;
 
 impl MySqlStore {
     /// Connects once, to find out what is wrong at once, and makes the pool.
@@ -51,7 +52,8 @@ impl MySqlStore {
                 Box::pin(async move { connection.execute(AssertSqlSafe(session)).await.map(|_| true) })
             })
             .connect_lazy_with(connect_options);
-        Ok(Self { pool: BoundedPool::new(pool, answer_timeout, None, hosts) })
+        let lock_wait = lock_wait(options.handler_timeout);
+        Ok(Self { pool: BoundedPool::new(pool, answer_timeout, None, hosts), lock_wait })
     }
 }
 

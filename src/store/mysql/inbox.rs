@@ -83,15 +83,17 @@ impl Inbox for MySqlStore {
         register::register(&self.pool, spec).await
     }
 
-    async fn seen(&self, consumer: ConsumerId) -> Result<bool, StoreError> {
+    async fn seen(&self, consumer: ConsumerId, id_rule: &str) -> Result<bool, StoreError> {
         // Always another time, for only rows that change count.
         let seen = "update oncebox_consumer set seen_at = greatest(utc_timestamp(6), seen_at + interval 1 microsecond) \
-                     where consumer_id = ?";
-        Ok(sqlx::query(seen).bind(consumer.0).run(&self.pool).await?.rows_affected() == 1)
+                     where consumer_id = ? and id_rule = ?";
+        Ok(sqlx::query(seen).bind(consumer.0).bind(id_rule).run(&self.pool).await?.rows_affected() == 1)
     }
 
     async fn begin(&self, consumer: ConsumerId) -> Result<MySqlInboxTx, StoreError> {
-        let (transaction, pool) = (self.pool.begin(START_HANDLER).await?, self.pool.clone());
+        let wait = self.lock_wait.as_secs().max(1);
+        let start = format!("set session innodb_lock_wait_timeout = {wait}; {START_HANDLER}");
+        let (transaction, pool) = (self.pool.begin(AssertSqlSafe(start)).await?, self.pool.clone());
         Ok(MySqlInboxTx {
             transaction,
             pool,

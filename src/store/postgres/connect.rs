@@ -158,10 +158,21 @@ const CHECK_CLIENT: &str = "do $$ begin
      perform set_config('client_connection_check_interval', '5s', false);
    exception when others then null; end $$;";
 
+/// Makes commits durable, for the session or for the transaction.
+macro_rules! synchronous {
+    ($for_transaction:literal) => {
+        concat!(
+            "select set_config('synchronous_commit', 'on', ",
+            $for_transaction,
+            ") where current_setting('synchronous_commit') not in ('on', 'remote_apply')"
+        )
+    };
+}
+pub(super) use synchronous;
+
 /// What is committed must survive a crash before anything is acknowledged for it; a stricter
 /// setting of the server stays.
-pub(super) const SYNCHRONOUS: &str = "select set_config('synchronous_commit', 'on', false)
-   where current_setting('synchronous_commit') not in ('on', 'remote_apply')";
+pub(super) const SYNCHRONOUS: &str = synchronous!("false");
 
 #[cfg(test)]
 mod tests {

@@ -11,11 +11,12 @@ mod purge;
 use std::collections::{HashMap, HashSet};
 use std::time::Duration;
 
-use sqlx::{PgConnection, Postgres, Row};
+use sqlx::{AssertSqlSafe, PgConnection, Postgres, Row};
 use uuid::Uuid;
 
 use self::fate::Written;
 use super::PostgresStore;
+use super::connect::synchronous;
 use super::text::error_text;
 use super::waiting;
 use crate::error::StoreError;
@@ -24,7 +25,7 @@ use crate::policy::db_time::DbTime;
 use crate::policy::horizon::Bounds;
 use crate::policy::position::Position;
 use crate::store::bounded::{Ask, Bounded, BoundedPool};
-use crate::store::inbox::ROLLBACK_MAX;
+use crate::store::inbox::{ROLLBACK_MAX, lock_wait};
 use crate::store::{
     Admission, ClaimedMessage, ConsumerId, ConsumerSpec, Holding, Inbox, InboxEntry, InboxTx, Known, Opened, Parked,
     Proof, Purged, Standing, Undone,
@@ -78,13 +79,16 @@ const ADMIT_BOTH: &str = concat!(
     ") select * from timed union all select * from untimed"
 );
 
-/// Counts our rows and compares the transaction, in one statement (R23).
+/// Counts our rows and compares the transaction, in one statement (R23). What a handler set of the
+/// commit's durability is set back: what is acknowledged must survive a crash.
 const PROVE: &str = concat!(
     "select ",
     witness!("pg_current_xact_id_if_assigned()"),
     ", (select count(*) from oncebox.inbox_timed where consumer_id = $1 and message_id = any($2))
      + (select count(*) from oncebox.inbox_untimed where consumer_id = $1 and message_id = any($3)),
-       exists (select 1 from oncebox.waiting where sequence = $4)"
+       exists (select 1 from oncebox.waiting where sequence = $4), (",
+    synchronous!("true"),
+    ")"
 );
 
 /// The blocked ones of some lanes, each looked up in the index however many rows stand in it (asked
@@ -126,13 +130,15 @@ impl Inbox for PostgresStore {
         Ok(ConsumerId(id))
     }
 
-    async fn seen(&self, consumer: ConsumerId) -> Result<bool, StoreError> {
-        let seen = "update oncebox.consumer set seen_at = clock_timestamp() where consumer_id = $1";
-        Ok(sqlx::query(seen).bind(consumer.0).run(&self.pool).await?.rows_affected() == 1)
+    async fn seen(&self, consumer: ConsumerId, id_rule: &str) -> Result<bool, StoreError> {
+        let seen = "update oncebox.consumer set seen_at = clock_timestamp() where consumer_id = $1 and id_rule = $2";
+        Ok(sqlx::query(seen).bind(consumer.0).bind(id_rule).run(&self.pool).await?.rows_affected() == 1)
     }
 
     async fn begin(&self, consumer: ConsumerId) -> Result<PostgresTx, StoreError> {
-        let (tx, pool) = (self.transaction().await?, self.pool.clone());
+        let wait = lock_wait(self.handler_timeout).as_millis();
+        let tx = self.pool.begin(AssertSqlSafe(format!("begin; set local lock_timeout = {wait}"))).await?;
+        let pool = self.pool.clone();
         Ok(PostgresTx { tx, pool, consumer, witness: None, ours: Ids::default(), finished: None, works: false })
     }
 
@@ -212,6 +218,8 @@ impl Inbox for PostgresStore {
     async fn begin_first_attempts(&self, consumer: ConsumerId, ids: &[MessageId]) -> Result<(), StoreError> {
         let mut ids: Vec<Uuid> = ids.iter().map(|id| id.uuid()).collect();
         ids.sort_unstable();
+        // One statement cannot change a row twice.
+        ids.dedup();
         sqlx::query(
             "insert into oncebox.attempt (consumer_id, message_id, attempts)
              select $1, id, 1 from unnest($2::uuid[]) as n (id)

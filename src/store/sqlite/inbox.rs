@@ -117,9 +117,10 @@ impl Inbox for SqliteStore {
         Ok(ConsumerId(id))
     }
 
-    async fn seen(&self, consumer: ConsumerId) -> Result<bool, StoreError> {
-        let seen = concat!("update oncebox_consumer set seen_at = ", now_ms!(), " where consumer_id = ?");
-        Ok(query(seen).bind(consumer.0).execute(self.pool()).await?.rows_affected() == 1)
+    async fn seen(&self, consumer: ConsumerId, id_rule: &str) -> Result<bool, StoreError> {
+        let seen =
+            concat!("update oncebox_consumer set seen_at = ", now_ms!(), " where consumer_id = ? and id_rule = ?");
+        Ok(query(seen).bind(consumer.0).bind(id_rule).execute(self.pool()).await?.rows_affected() == 1)
     }
 
     async fn begin(&self, consumer: ConsumerId) -> Result<SqliteInboxTx, StoreError> {
