@@ -100,7 +100,7 @@ mod tests {
         assert!((0.7..0.95).contains(&share), "{share}");
         assert!(!suspect.is_finished(), "it ran beside the one that hangs");
         drop(hangs);
-        tokio::time::timeout(Duration::from_secs(60), suspect).await.unwrap().unwrap();
+        tokio::time::timeout(Duration::from_secs(60), suspect).await.expect("its turn came").expect("no panic");
         others.abort();
     }
 
@@ -114,7 +114,8 @@ mod tests {
         });
         tokio::time::sleep(Duration::from_millis(500)).await;
         assert!(tokio::time::timeout(Duration::from_millis(100), solo.together()).await.is_err(), "it runs alone");
-        let _together = tokio::time::timeout(Duration::from_secs(1), solo.together()).await.unwrap();
+        let _together =
+            tokio::time::timeout(Duration::from_secs(1), solo.together()).await.expect("the others go on beside it");
         assert!(tokio::time::timeout(Duration::from_secs(10), solo.alone()).await.is_err(), "one after the other");
         hangs.abort();
     }
@@ -136,7 +137,7 @@ mod tests {
             })
             .collect();
         tokio::time::sleep(Duration::from_secs(10)).await;
-        let _alone = tokio::time::timeout(Duration::from_secs(120), solo.alone()).await.unwrap();
+        let _alone = tokio::time::timeout(Duration::from_secs(120), solo.alone()).await.expect("its turn came");
         slow.iter().for_each(tokio::task::JoinHandle::abort);
     }
 }
