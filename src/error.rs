@@ -177,8 +177,8 @@ impl HandlerError {
         Self { late: true, ..Self::retryable(error) }
     }
 
-    /// Whether the handler ran out of its time, or a statement of it gave up waiting for a lock: the
-    /// next try may take as long.
+    /// Whether the handler ran out of its time, or a statement of it gave up waiting for a lock:
+    /// the next try may take as long.
     pub(crate) fn is_late(&self) -> bool {
         self.late
     }

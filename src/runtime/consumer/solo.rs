@@ -17,8 +17,8 @@ const OUT_OF_LINE: u32 = 4;
 /// It never stands there longer than this: no handler is given more time for its good.
 const IN_LINE_MAX: Duration = Duration::from_secs(300);
 
-/// For so long it runs alone: what kills its process does it mostly at once. After that others begin
-/// beside it, for a handler that hangs would stop them all for its whole time.
+/// For so long it runs alone: what kills its process does it mostly at once. After that others
+/// begin beside it, for a handler that hangs would stop them all for its whole time.
 const ALONE_MAX: Duration = Duration::from_secs(1);
 
 /// Held for reading by whatever runs together, and for writing by the one that runs alone.
