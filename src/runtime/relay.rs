@@ -32,7 +32,7 @@ use crate::error::{BrokerError, StoreError};
 use crate::observe::{self, Health, PartState};
 use crate::policy::isolate::{Isolation, Verdict};
 use crate::runtime::pace::{Pace, sleep_unless};
-use crate::store::{Diversion, LeaseAnswer, LeaseRequest, Store};
+use crate::store::{Diversion, LeaseAnswer, LeaseRequest, Outbox, RelaySession};
 
 use ending::{Doubt, End, Refused};
 pub use options::RelayOptions;
@@ -62,8 +62,8 @@ pub enum RelayError {
 
 /// The relay of one shard.
 #[derive(Debug)]
-pub struct Relay<S: Store> {
-    store: S,
+pub struct Relay {
+    store: Arc<dyn Outbox>,
     broker: Arc<dyn Broker>,
     options: RelayOptions,
     health: Health,
@@ -96,11 +96,11 @@ const TOPICS: &str = "topics";
 /// So many sessions in a row may end in doubt without a mark until the relay is not ready.
 const DOUBTS_SHOWN: u32 = 2;
 
-impl<S: Store> Relay<S> {
+impl Relay {
     /// Puts a relay together; [`Relay::run`] makes it work.
-    pub fn new(store: S, broker: Arc<dyn Broker>, options: RelayOptions, health: Health) -> Self {
+    pub fn new(store: impl Outbox + 'static, broker: Arc<dyn Broker>, options: RelayOptions, health: Health) -> Self {
         let part = format!("relay {}", options.shard);
-        Self { store, broker, options, health, part }
+        Self { store: Arc::new(store), broker, options, health, part }
     }
 
     /// Runs until it is told to stop, or the outbox is empty where `until_empty` is set. Waits for
@@ -178,7 +178,11 @@ impl<S: Store> Relay<S> {
     }
 
     /// The lease of the shard; waits for a database that is away and for an owner to stop.
-    async fn lease(&self, stop: &CancellationToken, in_trouble: bool) -> Result<Option<S::Session>, StoreError> {
+    async fn lease(
+        &self,
+        stop: &CancellationToken,
+        in_trouble: bool,
+    ) -> Result<Option<Box<dyn RelaySession>>, StoreError> {
         let request = LeaseRequest {
             shard: self.options.shard,
             owner: self.options.owner.clone(),

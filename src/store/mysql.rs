@@ -36,7 +36,6 @@ use sqlx::{MySql, MySqlPool};
 pub use self::inbox::MySqlInboxTx;
 pub use self::operations::MySqlOperationTx;
 pub use self::phases::MySqlPhaseTx;
-pub use self::relay::MySqlSession;
 use super::Base;
 use super::bounded::BoundedPool;
 use crate::error::StoreError;

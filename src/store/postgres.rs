@@ -44,7 +44,6 @@ use sqlx::postgres::PgPool;
 pub use inbox::PostgresTx;
 pub use operations::PostgresOperationTx;
 pub use phases::PostgresPhaseTx;
-pub use relay::PostgresSession;
 pub use statements::PostgresStatement;
 
 use super::bounded::BoundedPool;

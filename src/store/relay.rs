@@ -9,10 +9,11 @@
 //! session, nothing changed); a committed message is read until a mark has proven it or moved it,
 //! whole, to dead or held.
 
-use std::future::Future;
+use std::fmt::Debug;
 use std::time::Duration;
 
-use super::Base;
+use async_trait::async_trait;
+
 use crate::error::StoreError;
 use crate::message::OutgoingMessage;
 
@@ -39,9 +40,9 @@ impl LeaseRequest {
 
 /// The answer to a request for a lease.
 #[derive(Debug)]
-pub enum LeaseAnswer<T> {
+pub enum LeaseAnswer {
     /// The shard is ours: the epoch was raised in a synchronous transaction.
-    Taken(T),
+    Taken(Box<dyn RelaySession>),
     /// Somebody else's, for at most this long unless renewed.
     HeldBy {
         /// The owner's name.
@@ -163,26 +164,23 @@ pub struct OperatorRequest {
 }
 
 /// Duty: giving out sessions.
-pub trait Outbox: Base {
-    /// The session of this store.
-    type Session: RelaySession;
-
+///
+/// The relay is compiled once, for any store: a call costs a boxed future beside its round trip.
+#[async_trait]
+pub trait Outbox: Debug + Send + Sync {
     /// Takes the lease of a shard in one synchronous transaction, or says who has it. A lease that
     /// ends later than now plus its length counts as expired: the clock went back (R22). The same
     /// owner takes its own lease again at once.
     ///
     /// # Cancel safety
     /// A dropped call may have taken the lease; the next one of the same owner takes it again.
-    fn open(
-        &self,
-        request: &LeaseRequest,
-    ) -> impl Future<Output = Result<LeaseAnswer<Self::Session>, StoreError>> + Send;
+    async fn open(&self, request: &LeaseRequest) -> Result<LeaseAnswer, StoreError>;
 
     /// How long rows that were proven are kept, and so can be sent again.
-    fn proven_kept(&self) -> impl Future<Output = Result<Duration, StoreError>> + Send;
+    async fn proven_kept(&self) -> Result<Duration, StoreError>;
 
     /// The ids of all shards.
-    fn shards(&self) -> impl Future<Output = Result<Vec<i32>, StoreError>> + Send;
+    async fn shards(&self) -> Result<Vec<i32>, StoreError>;
 }
 
 /// One ownership of one shard. Any error but [`StoreError::Limit`] is a doubt: drop the session and
@@ -190,39 +188,40 @@ pub trait Outbox: Base {
 ///
 /// # Cancel safety
 /// No method may be dropped before it returns unless the session is dropped with it.
-pub trait RelaySession: Send {
+#[async_trait]
+pub trait RelaySession: Debug + Send {
     /// Reads up to `rows_max` new rows in one snapshot, fewer where they reach the bytes that were
     /// asked for. Fenced: the epoch is checked in the same statement.
-    fn read(&mut self, rows_max: usize) -> impl Future<Output = Result<ReadBatch, StoreError>> + Send;
+    async fn read(&mut self, rows_max: usize) -> Result<ReadBatch, StoreError>;
 
     /// Commits synchronously, after the read: renews the lease, fences the gaps, and carries a mark
     /// where one is due.
-    fn claim(&mut self, mark: Mark) -> impl Future<Output = Result<(), StoreError>> + Send;
+    async fn claim(&mut self, mark: Mark) -> Result<(), StoreError>;
 
     /// Rows of the dead and held table that hold something, in position order, at most `limit`:
     /// loaded at the start of a session. A row that is dead under policy `skip` holds nothing and
     /// counts for nothing here.
-    fn diverted(&mut self, limit: usize) -> impl Future<Output = Result<Vec<DivertedRow>, StoreError>> + Send;
+    async fn diverted(&mut self, limit: usize) -> Result<Vec<DivertedRow>, StoreError>;
 
     /// Requests of operators that wait, in position order.
-    fn requests(&mut self) -> impl Future<Output = Result<Vec<OperatorRequest>, StoreError>> + Send;
+    async fn requests(&mut self) -> Result<Vec<OperatorRequest>, StoreError>;
 
     /// These dead and held rows, whole, in position order, to be published again; a row that is
     /// gone is left out, and so are the last ones where the others reach the bytes of a read.
-    fn held(&mut self, positions: &[i64]) -> impl Future<Output = Result<Vec<OutboxRow>, StoreError>> + Send;
+    async fn held(&mut self, positions: &[i64]) -> Result<Vec<OutboxRow>, StoreError>;
 
     /// Housekeeping between reads, bounded and never in the way of the application: partitions
     /// ahead, proven rows deleted.
-    fn tidy(&mut self) -> impl Future<Output = Result<(), StoreError>> + Send;
+    async fn tidy(&mut self) -> Result<(), StoreError>;
 
     /// Positions that may still appear, where they are at least half as many as may be; a store
     /// whose positions have no gaps never says so.
-    fn open_gaps(&mut self) -> impl Future<Output = Result<Option<OpenGaps>, StoreError>> + Send {
-        async { Ok(None) }
+    async fn open_gaps(&mut self) -> Result<Option<OpenGaps>, StoreError> {
+        Ok(None)
     }
 
     /// Gives the lease back, so that a standby need not wait. Fenced.
-    fn release(self) -> impl Future<Output = Result<(), StoreError>> + Send;
+    async fn release(self: Box<Self>) -> Result<(), StoreError>;
 }
 
 /// Gaps between the positions that were read, which transactions may still fill.

@@ -38,7 +38,6 @@ pub use connect::SqliteStore;
 pub use inbox::SqliteInboxTx;
 pub use operations::SqliteOperationTx;
 pub use phases::SqlitePhaseTx;
-pub use relay::SqliteSession;
 
 /// Milliseconds since 1970 by the database's clock, as SQL.
 macro_rules! now_ms {

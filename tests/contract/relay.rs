@@ -8,7 +8,7 @@ use oncebox::broker::Broker;
 use oncebox::broker::embedded::{EmbeddedBroker, EmbeddedConfig};
 use oncebox::broker::memory::{Fault, matching};
 use oncebox::runtime::{RelayEnd, RelayOptions};
-use oncebox::store::{LeaseAnswer, LeaseRequest, Mark, Outbox, RelaySession};
+use oncebox::store::{LeaseAnswer, LeaseRequest, Mark, Outbox};
 
 use sqlx::Connection;
 use sqlx::sqlite::SqliteConnection;

@@ -2,7 +2,7 @@
 
 use oncebox::NewMessage;
 use oncebox::sqlx::Executor;
-use oncebox::store::{Mark, RelaySession, enqueue_all};
+use oncebox::store::{Mark, enqueue_all};
 
 use crate::postgres::{Server, on_server};
 use crate::relay::open;

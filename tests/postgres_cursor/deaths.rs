@@ -6,7 +6,7 @@ use std::time::Duration;
 use oncebox::NewMessage;
 use oncebox::sqlx::{self, Connection, Executor, PgConnection};
 use oncebox::store::postgres::PostgresStore;
-use oncebox::store::{Base, Mark, RelaySession, Schema, StoreOptions, enqueue};
+use oncebox::store::{Base, Mark, Schema, StoreOptions, enqueue};
 
 use crate::postgres::{Database, Server, with_database, with_path};
 use crate::relay::{NO_GAPS, Relay, gaps, open, payload, put, scanned_to};

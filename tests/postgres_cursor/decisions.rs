@@ -5,8 +5,8 @@ use std::time::Duration;
 
 use oncebox::NewMessage;
 use oncebox::store::{
-    ActContext, DeadFilter, Diversion, LeaseAnswer, LeaseRequest, Mark, Operator, OperatorAct, Outbox, RelaySession,
-    RequestedAct, enqueue_all,
+    ActContext, DeadFilter, Diversion, LeaseAnswer, LeaseRequest, Mark, Operator, OperatorAct, Outbox, RequestedAct,
+    enqueue_all,
 };
 use uuid::Uuid;
 

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use oncebox::StoreError;
-use oncebox::store::{Finding, LeaseAnswer, Mark, Outbox, RelaySession, Schema, Severity};
+use oncebox::store::{Finding, LeaseAnswer, Mark, Outbox, Schema, Severity};
 
 use crate::postgres::with_database;
 use crate::relay::{Relay, open, put, request, scanned_to};

@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use oncebox::sqlx::{self, AssertSqlSafe, Connection, Executor};
-use oncebox::store::{ConsumerSpec, Inbox, RelaySession, enqueue_all};
+use oncebox::store::{ConsumerSpec, Inbox, enqueue_all};
 
 use crate::postgres::{Database, with_database};
 use crate::relay::{NO_GAPS, Relay, SOON, message, put, scanned_to};

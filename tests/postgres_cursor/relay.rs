@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 use oncebox::NewMessage;
 use oncebox::sqlx::PgConnection;
-use oncebox::store::postgres::{PostgresSession, PostgresStore};
+use oncebox::store::postgres::PostgresStore;
 use oncebox::store::{LeaseAnswer, LeaseRequest, Mark, Outbox, OutboxRow, RelaySession, enqueue};
 
 use crate::postgres::Database;
@@ -13,7 +13,7 @@ pub(crate) const SOON: Duration = Duration::from_secs(60);
 
 /// A relay without a broker: what it sends is noted.
 pub(crate) struct Relay {
-    pub(crate) session: PostgresSession,
+    pub(crate) session: Box<dyn RelaySession>,
     pub(crate) sent: Vec<String>,
 }
 
@@ -65,7 +65,7 @@ pub(crate) fn request(owner: &str) -> LeaseRequest {
     LeaseRequest::new(owner, Duration::from_secs(10))
 }
 
-pub(crate) async fn open(store: &PostgresStore, owner: &str) -> PostgresSession {
+pub(crate) async fn open(store: &PostgresStore, owner: &str) -> Box<dyn RelaySession> {
     match store.open(&request(owner)).await.unwrap() {
         LeaseAnswer::Taken(session) => session,
         other => panic!("the lease was not given: {other:?}"),

@@ -3,7 +3,7 @@
 
 use oncebox::StoreError;
 use oncebox::store::conformance::{LimitCase, RawValue, limit_cases};
-use oncebox::store::{Base, RelaySession, enqueue, enqueue_all};
+use oncebox::store::{Base, enqueue, enqueue_all};
 use sqlx::mysql::MySqlArguments;
 use sqlx::query::Query;
 use sqlx::{Connection, MySql, MySqlConnection};

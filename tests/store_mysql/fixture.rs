@@ -5,7 +5,9 @@ use std::time::{Duration, Instant};
 
 use oncebox::NewMessage;
 use oncebox::store::mysql::MySqlStore;
-use oncebox::store::{Base, ConsumerId, ConsumerSpec, Inbox, LeaseAnswer, LeaseRequest, Outbox, Schema, StoreOptions};
+use oncebox::store::{
+    Base, ConsumerId, ConsumerSpec, Inbox, LeaseAnswer, LeaseRequest, Outbox, RelaySession, Schema, StoreOptions,
+};
 use sqlx::{AssertSqlSafe, Connection, MySqlConnection};
 
 use crate::support::{service, unique};
@@ -82,7 +84,7 @@ impl Db {
         self.store.register(&spec).await.unwrap()
     }
 
-    pub(crate) async fn session(&self, owner: &str) -> <MySqlStore as Outbox>::Session {
+    pub(crate) async fn session(&self, owner: &str) -> Box<dyn RelaySession> {
         match self.store.open(&lease(owner)).await.unwrap() {
             LeaseAnswer::Taken(session) => session,
             other => panic!("the lease was not taken: {other:?}"),

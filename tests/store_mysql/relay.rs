@@ -3,7 +3,7 @@
 
 use std::time::Duration;
 
-use oncebox::store::{Base, LeaseAnswer, Mark, Outbox, RelaySession, enqueue, enqueue_all};
+use oncebox::store::{Base, LeaseAnswer, Mark, Outbox, enqueue, enqueue_all};
 use sqlx::{AssertSqlSafe, Connection, MySqlConnection, Row};
 
 use crate::fixture::{Db, execute, lease, text};

@@ -6,7 +6,7 @@ use std::time::Duration;
 use oncebox::sqlx::postgres::PgConnection;
 use oncebox::sqlx::{self, AssertSqlSafe, Connection, Executor, Row};
 use oncebox::store::conformance::{LimitCase, RawValue, limit_cases};
-use oncebox::store::{Base, LeaseAnswer, LeaseRequest, Mark, Outbox, OutboxRow, RelaySession};
+use oncebox::store::{Base, LeaseAnswer, LeaseRequest, Mark, Outbox, OutboxRow};
 use oncebox::{NewMessage, StoreError};
 use uuid::Uuid;
 

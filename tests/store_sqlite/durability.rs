@@ -6,9 +6,7 @@ use oncebox::StoreError;
 use oncebox::message::NewMessage;
 use oncebox::store::conformance::{Fixture, Trial};
 use oncebox::store::sqlite::SqliteStore;
-use oncebox::store::{
-    Base, LeaseAnswer, LeaseRequest, Mark, Outbox, RelaySession, Schema, SchemaState, Severity, StoreOptions,
-};
+use oncebox::store::{Base, LeaseAnswer, LeaseRequest, Mark, Outbox, Schema, SchemaState, Severity, StoreOptions};
 use sqlx::query_scalar;
 
 use crate::fixture::SqliteFile;

@@ -6,7 +6,7 @@ use oncebox::StoreError;
 use oncebox::message::MessageId;
 use oncebox::store::conformance::{Fixture, RawMessage, RawValue, Trial, limit_cases};
 use oncebox::store::sqlite::SqliteStore;
-use oncebox::store::{Base, LeaseAnswer, LeaseRequest, Mark, Outbox, RelaySession};
+use oncebox::store::{Base, LeaseAnswer, LeaseRequest, Mark, Outbox};
 use sqlx::{AssertSqlSafe, query, query_as, query_scalar};
 
 use crate::fixture::SqliteFile;

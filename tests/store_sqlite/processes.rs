@@ -122,7 +122,7 @@ async fn another_program_enqueues_by_a_plain_insert() {
     let request = oncebox::store::LeaseRequest::new("a", Duration::from_secs(60));
     let answer = oncebox::store::Outbox::open(&trial.store, &request).await.unwrap();
     let oncebox::store::LeaseAnswer::Taken(mut session) = answer else { panic!() };
-    let rows = oncebox::store::RelaySession::read(&mut session, 10).await.unwrap().rows;
+    let rows = session.read(10).await.unwrap().rows;
     assert_eq!(rows.len(), 1);
     assert_eq!(rows[0].message.key.as_deref(), Some("ä😀"));
     assert_eq!(rows[0].message.headers, [("tenant".to_owned(), "t1".to_owned())]);

@@ -11,8 +11,8 @@ use oncebox::runtime::{Relay, RelayEnd, RelayOptions};
 use oncebox::store::Outbox as _;
 use oncebox::store::sqlite::SqliteStore;
 use oncebox::store::{
-    ActContext, Base, DeadFilter, Diversion, Door, LeaseAnswer, LeaseRequest, Mark, Operator, OperatorAct,
-    RelaySession, Schema, Status, StoreOptions,
+    ActContext, Base, DeadFilter, Diversion, Door, LeaseAnswer, LeaseRequest, Mark, Operator, OperatorAct, Schema,
+    Status, StoreOptions,
 };
 use tokio::task::JoinHandle;
 use tokio_util::sync::CancellationToken;

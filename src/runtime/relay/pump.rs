@@ -23,12 +23,12 @@ use crate::error::BrokerError;
 use crate::observe::{self, PartState, Trouble};
 use crate::policy::diversion::{Diversion as Diverted, DivertedRow as Row};
 use crate::policy::lease::Lease;
-use crate::store::{Mark, OpenGaps, RelaySession, Store};
+use crate::store::{Mark, OpenGaps, RelaySession};
 
-/// The hands of one session.
-pub(super) struct Pump<'a, S: Store> {
-    pub(super) relay: &'a Relay<S>,
-    pub(super) session: S::Session,
+/// State of one relay session: its lease, its publisher, and the rows between them.
+pub(super) struct Pump<'a> {
+    pub(super) relay: &'a Relay,
+    pub(super) session: Box<dyn RelaySession>,
     pub(super) publisher: Box<dyn Publisher>,
     pub(super) memory: &'a mut Memory,
     pub(super) window: Window,
@@ -86,10 +86,10 @@ const MARK_KEPT: Duration = Duration::from_secs(2);
 /// A step that takes longer is shown: the database, or the broker's client, does not answer.
 const STEP_SHOWN: Duration = Duration::from_secs(1);
 
-impl<'a, S: Store> Pump<'a, S> {
+impl<'a> Pump<'a> {
     pub(super) fn new(
-        relay: &'a Relay<S>,
-        session: S::Session,
+        relay: &'a Relay,
+        session: Box<dyn RelaySession>,
         publisher: Box<dyn Publisher>,
         memory: &'a mut Memory,
     ) -> Self {

@@ -17,7 +17,7 @@ use super::trial::Found;
 use crate::message::OutgoingMessage;
 use crate::observe::Trouble;
 use crate::policy::diversion::{Diverted, DivertedRow};
-use crate::store::{Diversion, OutboxRow, RelaySession, RequestedAct, Store};
+use crate::store::{Diversion, OutboxRow, RequestedAct};
 
 /// How often operators' requests are looked for while something is dead.
 const REQUESTS: Duration = Duration::from_millis(500);
@@ -144,7 +144,7 @@ pub(super) fn why(diversion: &Diversion) -> Option<Diverted> {
     }
 }
 
-impl<S: Store> Pump<'_, S> {
+impl Pump<'_> {
     /// Requests, probes, and rows on their way back; false where nothing moved.
     pub(super) async fn look_after_released(&mut self) -> Result<bool, Doubt> {
         let now = Instant::now();

@@ -20,7 +20,7 @@ use crate::message::OutgoingMessage;
 use crate::observe::{self, FailureClass};
 use crate::policy::diversion::{Behind, DivertedRow, Way};
 use crate::policy::isolate::Mode;
-use crate::store::{Diversion, Store};
+use crate::store::Diversion;
 
 /// A row that was read and claimed, and is not yet sent.
 #[derive(Debug)]
@@ -34,7 +34,7 @@ pub(super) struct Unsent {
     pub(super) alone: bool,
 }
 
-impl<S: Store> Pump<'_, S> {
+impl Pump<'_> {
     /// Sends what may be sent; false where nothing moved.
     pub(super) async fn send_unsent(&mut self) -> Result<bool, Doubt> {
         if self.unsent.is_empty() || self.ending.is_some() {

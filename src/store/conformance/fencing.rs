@@ -6,7 +6,7 @@ use std::time::Duration;
 use super::trial::{LEASE, eventually, lease, new_message, payloads, read_rows, taken, through};
 use super::{Fixture, Trial};
 use crate::error::StoreError;
-use crate::store::{Diversion, LeaseAnswer, LeaseRequest, Mark, Operator, Outbox, RelaySession};
+use crate::store::{Diversion, LeaseAnswer, LeaseRequest, Mark, Operator, Outbox};
 
 /// The epoch of the shard, as the operator sees it.
 async fn epoch<F: Fixture>(trial: &Trial<F>) -> i64 {

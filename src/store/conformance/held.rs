@@ -5,7 +5,7 @@ use super::trial::{new_message, payloads, read_nothing, read_rows, through};
 use super::{Fixture, Trial};
 use crate::error::StoreError;
 use crate::message::{NewMessage, TraceContext};
-use crate::store::{Diversion, DivertedRow, Mark, Operator, OutboxRow, RelaySession};
+use crate::store::{Diversion, DivertedRow, Mark, Operator, OutboxRow};
 
 fn dead(holds: bool) -> Diversion {
     Diversion::Dead { reason: "too large".into(), holds }
@@ -20,7 +20,7 @@ async fn diverted<F: Fixture>(
     trial: &Trial<F>,
     messages: Vec<NewMessage>,
     diversions: &[(usize, Diversion)],
-) -> (super::trial::Session<F>, Vec<OutboxRow>) {
+) -> (super::trial::Session, Vec<OutboxRow>) {
     let count = messages.len();
     trial.enqueue(messages).await;
     let mut session = trial.session("a").await;

@@ -11,7 +11,7 @@ use crate::message::{Message, MessageId};
 use crate::store::{
     ActContext, Base, Claim, ConsumerId, DeadFilter, DeadMessage, DeadPlace, DeadState, Diversion, EmailOutcome,
     Forgotten, Holding, Inbox, InboxTx, Mailbox, Mark, NewEmail, Operator, OperatorAct, OperatorOutcome,
-    OperatorRequest, ParkAs, RelaySession, RequestedAct, Waiting,
+    OperatorRequest, ParkAs, RequestedAct, Waiting,
 };
 
 fn context() -> ActContext {
@@ -44,7 +44,7 @@ async fn claim<F: Fixture>(trial: &Trial<F>, consumer: ConsumerId) -> Vec<Messag
 }
 
 /// Two dead outbox rows, the first of which holds one; gives the session and their positions.
-async fn dead_outbox<F: Fixture>(trial: &Trial<F>) -> (super::trial::Session<F>, Vec<i64>) {
+async fn dead_outbox<F: Fixture>(trial: &Trial<F>) -> (super::trial::Session, Vec<i64>) {
     trial.enqueue(vec![new_message("a", "1"), new_message("b", "2"), new_message("a", "3")]).await;
     let mut session = trial.session("a").await;
     let (rows, batch) = read_rows(&mut session, 3).await;

@@ -5,7 +5,7 @@ use std::time::Duration;
 use super::trial::{DEADLINE, Session, new_message, payloads, read_nothing, read_rows, through};
 use super::{Fixture, Trial};
 use crate::message::NewMessage;
-use crate::store::{LeaseRequest, Mark, Operator, Outbox, OutboxRow, RelaySession};
+use crate::store::{LeaseRequest, Mark, Operator, Outbox, OutboxRow};
 
 fn messages(numbers: std::ops::Range<u32>) -> Vec<NewMessage> {
     numbers.map(|number| new_message("k", number.to_string())).collect()
@@ -228,7 +228,7 @@ pub(super) fn within_bytes(rows: &[OutboxRow]) {
 }
 
 /// The session of an owner whose reads are so bounded.
-pub(super) async fn bounded<F: Fixture>(trial: &Trial<F>) -> Session<F> {
+pub(super) async fn bounded<F: Fixture>(trial: &Trial<F>) -> Session {
     F::set_lease_end(&trial.store, -1).await;
     let request = LeaseRequest { read_bytes: READ_BYTES, ..super::trial::lease("bounded") };
     super::trial::taken(trial.store.open(&request).await.unwrap())

@@ -18,7 +18,7 @@ pub(super) const DEADLINE: Duration = Duration::from_secs(20);
 pub(super) const LEASE: Duration = Duration::from_secs(600);
 
 /// The connection type of a trial's session.
-pub(super) type Session<F> = <<F as Fixture>::Store as Outbox>::Session;
+pub(super) type Session = Box<dyn RelaySession>;
 /// The transaction type of a trial's inbox.
 pub(super) type Tx<F> = <<F as Fixture>::Store as Inbox>::Tx;
 
@@ -99,12 +99,12 @@ impl<F: Fixture> Trial<F> {
     }
 
     /// The session of an owner, who must get it.
-    pub async fn session(&self, owner: &str) -> Session<F> {
+    pub async fn session(&self, owner: &str) -> Session {
         taken(self.store.open(&lease(owner)).await.unwrap())
     }
 
     /// Takes the session away from its owner: the lease has ended.
-    pub async fn take_over(&self, owner: &str) -> Session<F> {
+    pub async fn take_over(&self, owner: &str) -> Session {
         F::set_lease_end(&self.store, -1).await;
         self.session(owner).await
     }
@@ -186,7 +186,7 @@ pub(super) fn lease(owner: &str) -> LeaseRequest {
 }
 
 /// The session of an answer that must give one.
-pub(super) fn taken<T: RelaySession>(answer: LeaseAnswer<T>) -> T {
+pub(super) fn taken(answer: LeaseAnswer) -> Session {
     match answer {
         LeaseAnswer::Taken(session) => session,
         LeaseAnswer::HeldBy { owner, left } => panic!("the shard is held by {owner} for {left:?}"),
@@ -263,7 +263,7 @@ pub(super) fn due() -> ParkAs {
 
 /// Reads, claiming after each read as a relay does, until so many rows came; gives them and the
 /// last batch.
-pub(super) async fn read_rows<T: RelaySession>(session: &mut T, wanted: usize) -> (Vec<OutboxRow>, u64) {
+pub(super) async fn read_rows(session: &mut Session, wanted: usize) -> (Vec<OutboxRow>, u64) {
     let began = std::time::Instant::now();
     let mut rows = Vec::new();
     loop {
@@ -279,7 +279,7 @@ pub(super) async fn read_rows<T: RelaySession>(session: &mut T, wanted: usize) -
 }
 
 /// Reads a few times and finds nothing.
-pub(super) async fn read_nothing<T: RelaySession>(session: &mut T) -> u64 {
+pub(super) async fn read_nothing(session: &mut Session) -> u64 {
     let mut batch = 0;
     for _ in 0..3 {
         let read = session.read(100).await.unwrap();

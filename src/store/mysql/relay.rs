@@ -18,6 +18,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::ops::ControlFlow;
 use std::time::Duration;
 
+use async_trait::async_trait;
 use sqlx::mysql::MySqlRow;
 use sqlx::{Either, MySql, Row};
 
@@ -41,7 +42,7 @@ const REQUESTS_MAX: i64 = 1_000;
 
 /// One ownership of the outbox.
 #[derive(Debug)]
-pub struct MySqlSession {
+pub(super) struct MySqlSession {
     pool: BoundedPool<MySql>,
     epoch: i64,
     /// The one this session wrote last: another one in the row means that somebody else wrote (R7).
@@ -56,10 +57,9 @@ pub struct MySqlSession {
     rows_max: usize,
 }
 
+#[async_trait]
 impl Outbox for MySqlStore {
-    type Session = MySqlSession;
-
-    async fn open(&self, request: &LeaseRequest) -> Result<LeaseAnswer<MySqlSession>, StoreError> {
+    async fn open(&self, request: &LeaseRequest) -> Result<LeaseAnswer, StoreError> {
         let mut transaction = self.pool.begin(START).await?;
         // The lock first, in a statement of its own: the time of a statement is that of its start,
         // so one that waited for the lock would see a lease that was taken meanwhile end later than
@@ -107,7 +107,7 @@ impl Outbox for MySqlStore {
         .run(&mut transaction)
         .await?;
         transaction.commit().await?;
-        Ok(LeaseAnswer::Taken(MySqlSession {
+        Ok(LeaseAnswer::Taken(Box::new(MySqlSession {
             pool: self.pool.clone(),
             epoch,
             revision,
@@ -117,7 +117,7 @@ impl Outbox for MySqlStore {
             batches: 0,
             read_bytes: request.read_bytes,
             rows_max: 100_000,
-        }))
+        })))
     }
 
     async fn proven_kept(&self) -> Result<Duration, StoreError> {
@@ -130,6 +130,7 @@ impl Outbox for MySqlStore {
     }
 }
 
+#[async_trait]
 impl RelaySession for MySqlSession {
     async fn read(&mut self, rows_max: usize) -> Result<ReadBatch, StoreError> {
         let rows_max = rows_max.min(self.rows_max);
@@ -258,7 +259,7 @@ impl RelaySession for MySqlSession {
         Ok(())
     }
 
-    async fn release(self) -> Result<(), StoreError> {
+    async fn release(self: Box<Self>) -> Result<(), StoreError> {
         let written = sqlx::query(
             "update oncebox_shard set revision = revision + 1, owner = null, lease_until = null, lease_seconds = null \
              where shard_id = 0 and epoch = ? and revision = ?",

@@ -8,6 +8,7 @@
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
+use async_trait::async_trait;
 use sqlx::{AssertSqlSafe, Postgres, Row, raw_sql};
 
 use super::connect::{BEGIN, SYNCHRONOUS};
@@ -82,10 +83,9 @@ const STILL_HOLDING: &str = "
 select distinct transactionid::text::bigint from pg_locks
  where locktype = 'transactionid' and mode = 'ExclusiveLock' and granted and transactionid::text::bigint = any($1)";
 
+#[async_trait]
 impl Outbox for PostgresStore {
-    type Session = PostgresSession;
-
-    async fn open(&self, request: &LeaseRequest) -> Result<LeaseAnswer<PostgresSession>, StoreError> {
+    async fn open(&self, request: &LeaseRequest) -> Result<LeaseAnswer, StoreError> {
         let mut connection = self.dedicated().await?;
         raw_sql(AssertSqlSafe(settings(self.server_timeout()))).run(&mut connection).await?;
         let taken = sqlx::query(TAKE)
@@ -107,7 +107,7 @@ impl Outbox for PostgresStore {
             .parse()
             .map_err(|error| StoreError::Corrupt(format!("the gaps of shard {}: {error}", request.shard)))?;
         let fence: i64 = row.try_get(6)?;
-        Ok(LeaseAnswer::Taken(PostgresSession {
+        Ok(LeaseAnswer::Taken(Box::new(PostgresSession {
             shard: request.shard,
             buckets: Buckets { from: row.try_get(4)?, to: row.try_get(5)? },
             epoch: row.try_get(0)?,
@@ -123,7 +123,7 @@ impl Outbox for PostgresStore {
             last_value: 0,
             watched: None,
             tidied: partitions::Tidied::default(),
-        }))
+        })))
     }
 
     async fn proven_kept(&self) -> Result<Duration, StoreError> {
@@ -154,7 +154,7 @@ pub(super) fn settings(timeout: Duration) -> String {
 
 /// One ownership of one shard; see [`RelaySession`].
 #[derive(Debug)]
-pub struct PostgresSession {
+pub(super) struct PostgresSession {
     store: PostgresStore,
     connection: Bounded<Postgres>,
     shard: i32,
@@ -174,6 +174,7 @@ pub struct PostgresSession {
     tidied: partitions::Tidied,
 }
 
+#[async_trait]
 impl RelaySession for PostgresSession {
     async fn read(&mut self, rows_max: usize) -> Result<ReadBatch, StoreError> {
         self.watch_locks().await?;
@@ -276,7 +277,7 @@ impl RelaySession for PostgresSession {
         Ok(Some(OpenGaps { open, max, held_by }))
     }
 
-    async fn release(mut self) -> Result<(), StoreError> {
+    async fn release(mut self: Box<Self>) -> Result<(), StoreError> {
         let done = sqlx::query(
             "update oncebox.shard set revision = revision + 1, owner = null, lease_until = null, lease_seconds = null
               where shard_id = $1 and epoch = $2 and revision = $3",

@@ -19,6 +19,7 @@ pub(super) use mark::DELETE;
 use std::collections::VecDeque;
 use std::time::Duration;
 
+use async_trait::async_trait;
 use futures::TryStreamExt;
 use sqlx::sqlite::SqliteRow;
 use sqlx::{Row, query, query_as, query_scalar};
@@ -43,7 +44,7 @@ pub(super) const READ: &str = "select s.epoch, s.revision, coalesce((select seq 
 
 /// One ownership of the only shard.
 #[derive(Debug)]
-pub struct SqliteSession {
+pub(super) struct SqliteSession {
     store: SqliteStore,
     shard: i32,
     owner: String,
@@ -64,10 +65,9 @@ struct Batch {
     positions: Vec<i64>,
 }
 
+#[async_trait]
 impl Outbox for SqliteStore {
-    type Session = SqliteSession;
-
-    async fn open(&self, request: &LeaseRequest) -> Result<LeaseAnswer<SqliteSession>, StoreError> {
+    async fn open(&self, request: &LeaseRequest) -> Result<LeaseAnswer, StoreError> {
         let mut write = self.write().await?;
         let lease = concat!(
             "select epoch, revision, scanned_to, coalesce(owner, ''), lease_until - ",
@@ -95,7 +95,7 @@ impl Outbox for SqliteStore {
         let take = query(take).bind(&request.owner).bind(length).bind(length).bind(request.shard);
         take.execute(write.connection()).await?;
         write.commit().await?;
-        Ok(LeaseAnswer::Taken(SqliteSession {
+        Ok(LeaseAnswer::Taken(Box::new(SqliteSession {
             store: self.clone(),
             shard: request.shard,
             owner: request.owner.clone(),
@@ -106,7 +106,7 @@ impl Outbox for SqliteStore {
             read_to: scanned_to,
             batches: 0,
             window: VecDeque::new(),
-        }))
+        })))
     }
 
     async fn proven_kept(&self) -> Result<Duration, StoreError> {
@@ -142,6 +142,7 @@ impl SqliteSession {
     }
 }
 
+#[async_trait]
 impl RelaySession for SqliteSession {
     async fn read(&mut self, rows_max: usize) -> Result<ReadBatch, StoreError> {
         // One more than asked for tells whether there is more.
@@ -202,7 +203,7 @@ impl RelaySession for SqliteSession {
         Ok(())
     }
 
-    async fn release(self) -> Result<(), StoreError> {
+    async fn release(self: Box<Self>) -> Result<(), StoreError> {
         let mut write = self.store.write().await?;
         let release = query(
             "update oncebox_shard set revision = revision + 1, owner = null, lease_until = 0 \
