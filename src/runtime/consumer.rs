@@ -48,8 +48,9 @@ use crate::broker::{Broker, Subscription};
 use crate::error::{BrokerError, StoreError};
 use crate::observe::{self, Health, PartState};
 use crate::policy::horizon::HorizonTooShort;
-use crate::store::{ConsumerId, ConsumerSpec, Scope, Store};
+use crate::store::{ConsumerId, ConsumerSpec, Inbox, Outbox, Scope, Store, Waiting};
 
+use handlers::ByKind;
 pub use handlers::Handlers;
 pub use options::{ConsumerOptions, DeadPolicy, Unhandled};
 
@@ -67,14 +68,19 @@ pub enum ConsumerEnd {
 
 /// A consumer of one name, on a store and a broker.
 #[derive(Debug, Clone)]
-pub struct Consumer<S: Store>(Arc<Shared<S>>);
+pub struct Consumer(Arc<Shared>);
+
+/// What a consumer asks of a database: inbox, waiting messages, and how long proven ones are kept.
+trait ConsumerStore: Inbox + Waiting + Outbox {}
+
+impl<S: Inbox + Waiting + Outbox> ConsumerStore for S {}
 
 /// What intake, lanes and retries share.
 #[derive(Debug)]
-struct Shared<S: Store> {
-    store: S,
+struct Shared {
+    store: Arc<dyn ConsumerStore>,
     broker: Arc<dyn Broker>,
-    handlers: Handlers<S>,
+    handlers: ByKind,
     options: ConsumerOptions,
     /// Which waiting messages are for this process.
     scope: Scope,
@@ -92,9 +98,9 @@ struct Shared<S: Store> {
     is_forgotten: AtomicBool,
 }
 
-impl<S: Store> Consumer<S> {
+impl Consumer {
     /// Puts a consumer together; [`Consumer::run`] makes it work.
-    pub fn new(
+    pub fn new<S: Store>(
         store: S,
         broker: Arc<dyn Broker>,
         handlers: Handlers<S>,
@@ -103,10 +109,11 @@ impl<S: Store> Consumer<S> {
     ) -> Self {
         let part = format!("consumer {}", options.name);
         let (solo, parked) = (Solo::default(), Notify::new());
+        let handlers = handlers.by_kind();
         let places = broker.places(&subscription(&options));
         let scope = Scope { topics: options.topics.clone(), places, kinds: handlers.kinds() };
         Self(Arc::new(Shared {
-            store,
+            store: Arc::new(store),
             broker,
             handlers,
             options,
@@ -202,7 +209,7 @@ pub enum ConsumerError {
     },
 }
 
-impl<S: Store> Shared<S> {
+impl Shared {
     /// Runs a task beside the lanes until the stop. One that panics is seen: its part is not ready
     /// until it runs again.
     async fn keep_up<T: Future<Output = ()> + Send + 'static>(

@@ -8,26 +8,30 @@ use uuid::Uuid;
 
 use crate::error::{HandlerError, StoreError};
 use crate::message::{Message, NewMessage};
-use crate::store::{Base, InboxTx, Mailbox, NewEmail, Store};
+use crate::store::{Base, Door, InboxTx, NewEmail, Store};
+
+/// The sqlx connection of a store.
+type Connection<S> = <<S as Base>::Db as sqlx::Database>::Connection;
 
 /// The transaction of one message or batch: it also holds the inbox row, so what is written through
 /// it commits exactly once.
 ///
 /// It has no commit and no rollback: returning `Ok` or `Err` decides.
 pub struct HandlerTx<'t, S: Store> {
-    tx: &'t mut S::Tx,
+    connection: &'t mut Connection<S>,
     enqueued: &'t mut bool,
 }
 
 impl<'t, S: Store> HandlerTx<'t, S> {
-    pub(crate) fn new(tx: &'t mut S::Tx, enqueued: &'t mut bool) -> Self {
-        Self { tx, enqueued }
+    /// Of a transaction that this store began; an error where another kind of store did.
+    pub(crate) fn new(tx: &'t mut dyn InboxTx, enqueued: &'t mut bool) -> Result<Self, StoreError> {
+        Ok(Self { connection: tx.connection()?, enqueued })
     }
 
     /// The sqlx connection, inside the transaction. Statements that end the transaction (COMMIT,
     /// DDL on MySQL) are found out before the commit and make the message dead or tried again.
     pub fn connection(&mut self) -> &mut <<S as Base>::Db as sqlx::Database>::Connection {
-        self.tx.connection()
+        self.connection
     }
 
     /// Enqueues a follow-up message in the same transaction.
@@ -36,7 +40,7 @@ impl<'t, S: Store> HandlerTx<'t, S> {
     /// As [`crate::store::enqueue`].
     pub async fn enqueue(&mut self, message: NewMessage) -> Result<Uuid, StoreError> {
         *self.enqueued = true;
-        crate::store::enqueue(self.tx.connection(), message).await
+        crate::store::enqueue(self.connection, message).await
     }
 
     /// Stores an e-mail row in the same transaction; false where the unique key is already there.
@@ -44,7 +48,7 @@ impl<'t, S: Store> HandlerTx<'t, S> {
     /// # Errors
     /// What the database says.
     pub async fn queue_email(&mut self, email: &NewEmail) -> Result<bool, StoreError> {
-        <S as Mailbox>::queue_email(self.tx.connection(), email).await
+        self.connection.queue_email(email).await
     }
 }
 

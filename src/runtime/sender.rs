@@ -10,6 +10,7 @@
 //! counts as one that may have arrived, and `possibly sent N times` says how often at most.
 
 use std::collections::VecDeque;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use lettre::message::Mailbox as Address;
@@ -23,7 +24,7 @@ use crate::error::StoreError;
 use crate::observe::{self, Health, PartState};
 use crate::policy::operation::delivery::Delivery;
 use crate::policy::operation::provider::Settled;
-use crate::store::{Claim, EmailOutcome, EmailToSend, Store};
+use crate::store::{Claim, EmailOutcome, EmailToSend, Mailbox};
 
 /// Settings of a sender.
 #[derive(Debug, Clone)]
@@ -38,8 +39,8 @@ pub struct SenderOptions {
 
 /// Sends e-mail rows.
 #[derive(Debug)]
-pub struct Sender<S: Store> {
-    store: S,
+pub struct Sender {
+    store: Arc<dyn Mailbox>,
     transport: EmailTransport,
     from: Address,
     options: SenderOptions,
@@ -77,15 +78,20 @@ enum Step {
     Empty,
 }
 
-impl<S: Store> Sender<S> {
+impl Sender {
     /// Puts a sender together.
     ///
     /// # Errors
     /// The address cannot be used, or the directory cannot be made.
-    pub fn new(store: S, transport: EmailTransport, options: SenderOptions, health: Health) -> Result<Self, String> {
+    pub fn new(
+        store: impl Mailbox + 'static,
+        transport: EmailTransport,
+        options: SenderOptions,
+        health: Health,
+    ) -> Result<Self, String> {
         let from = address(&options.from)?;
         transport.make()?;
-        Ok(Self { store, transport, from, options, health })
+        Ok(Self { store: Arc::new(store), transport, from, options, health })
     }
 
     /// Runs until it is told to stop, or nothing is left where `until_empty` is set.

@@ -11,6 +11,7 @@ use sqlx::{Database, Transaction};
 use tokio::sync::Notify;
 use uuid::Uuid;
 
+use super::NewEmail;
 use crate::error::StoreError;
 use crate::message::NewMessage;
 
@@ -24,6 +25,16 @@ pub trait Door: Send {
     /// # Cancel safety
     /// Dropped before it returns, the statement may or may not have run: roll the transaction back.
     fn write(&mut self, messages: Vec<NewMessage>) -> impl Future<Output = Result<Vec<Uuid>, StoreError>> + Send;
+
+    /// Stores an e-mail in the caller's transaction; a second one with the same unique key changes
+    /// nothing and gives false.
+    ///
+    /// # Errors
+    /// What the database says.
+    ///
+    /// # Cancel safety
+    /// As [`Door::write`].
+    fn queue_email(&mut self, email: &NewEmail) -> impl Future<Output = Result<bool, StoreError>> + Send;
 }
 
 /// Enqueues one message in the caller's transaction; the answer is its id.

@@ -5,15 +5,16 @@
 //! SELECT. A purge records its bound before, or with, the first row it takes, so that whoever finds
 //! such a message new finds it too old as well (R31, G8).
 
+use std::any::Any;
 use std::collections::HashSet;
-use std::future::Future;
+use std::fmt::Debug;
 use std::sync::Arc;
 #[cfg(any(feature = "postgres", feature = "mysql"))]
 use std::time::Duration;
 
+use async_trait::async_trait;
 use uuid::Uuid;
 
-use super::Base;
 use crate::error::StoreError;
 use crate::message::{ContentHash, Message, MessageId};
 use crate::policy::db_time::DbTime;
@@ -234,171 +235,133 @@ pub(super) fn lock_wait(handler_timeout: Duration) -> Duration {
 }
 
 /// Duty: consumers, inbox rows, attempts.
-pub trait Inbox: Base {
-    /// The transaction around a handler.
-    type Tx: InboxTx<Db = Self::Db>;
-
+///
+/// The consumer is compiled once, for any store: a call costs a boxed future beside its round trip.
+#[async_trait]
+pub trait Inbox: Debug + Send + Sync {
     /// Registers a consumer at its first start and gives its number.
     ///
     /// # Errors
     /// [`StoreError::Refused`] where the stored id rule is another one.
-    fn register(&self, spec: &ConsumerSpec) -> impl Future<Output = Result<ConsumerId, StoreError>> + Send;
+    async fn register(&self, spec: &ConsumerSpec) -> Result<ConsumerId, StoreError>;
 
     /// Notes that a process of this consumer is there. False where an operator forgot the consumer
     /// meanwhile, or a process with another id rule was accepted for it.
-    fn seen(&self, consumer: ConsumerId, id_rule: &str) -> impl Future<Output = Result<bool, StoreError>> + Send;
+    async fn seen(&self, consumer: ConsumerId, id_rule: &str) -> Result<bool, StoreError>;
 
     /// Begins a transaction, READ COMMITTED, on a connection with the session settings the promise
     /// needs. Dropped before it returns, it leaves no connection that is inside a transaction to
     /// anybody else (R28).
-    fn begin(&self, consumer: ConsumerId) -> impl Future<Output = Result<Self::Tx, StoreError>> + Send;
+    async fn begin(&self, consumer: ConsumerId) -> Result<Box<dyn InboxTx>, StoreError>;
 
     /// Which of these ids have a committed inbox row: for suspicion (R26), never for deduplication.
-    fn known(
-        &self,
-        consumer: ConsumerId,
-        ids: &[MessageId],
-    ) -> impl Future<Output = Result<HashSet<MessageId>, StoreError>> + Send;
+    async fn known(&self, consumer: ConsumerId, ids: &[MessageId]) -> Result<HashSet<MessageId>, StoreError>;
 
     /// True where another transaction that has not ended inserted one of these ids: whoever admits
     /// it waits for that. Asked without waiting, and changes nothing.
-    fn is_contested(
-        &self,
-        consumer: ConsumerId,
-        ids: &[MessageId],
-    ) -> impl Future<Output = Result<bool, StoreError>> + Send;
+    async fn is_contested(&self, consumer: ConsumerId, ids: &[MessageId]) -> Result<bool, StoreError>;
 
     /// What ages are judged by now, outside any transaction: where a purge begins.
-    fn bounds(&self, consumer: ConsumerId) -> impl Future<Output = Result<Bounds, StoreError>> + Send;
+    async fn bounds(&self, consumer: ConsumerId) -> Result<Bounds, StoreError>;
 
     /// Takes away up to `rows_max` tries of messages that have their inbox row: they were handled
     /// or stored by somebody who did not know of the tries. Gives how many.
-    fn forget_attempts(
-        &self,
-        consumer: ConsumerId,
-        rows_max: usize,
-    ) -> impl Future<Output = Result<u64, StoreError>> + Send;
+    async fn forget_attempts(&self, consumer: ConsumerId, rows_max: usize) -> Result<u64, StoreError>;
 
     /// Whether at least so many dead messages of this consumer stand.
-    fn has_dead(&self, consumer: ConsumerId, rows: usize) -> impl Future<Output = Result<bool, StoreError>> + Send;
+    async fn has_dead(&self, consumer: ConsumerId, rows: usize) -> Result<bool, StoreError>;
 
     /// One step of a purge up to `below`, in whole milliseconds: looks at up to `rows_max` inbox
     /// rows of this consumer behind the id `after` and takes those that `policy::horizon` lets go
     /// and whose message does not wait and is not dead. The bound of what it takes is recorded in
     /// the same transaction, and never lowered. Rows of other consumers, and their bounds, stay:
     /// what one of them remembers is its own affair.
-    fn purge(
+    async fn purge(
         &self,
         consumer: ConsumerId,
         below: DbTime,
         after: Option<MessageId>,
         rows_max: usize,
-    ) -> impl Future<Output = Result<Purged, StoreError>> + Send;
+    ) -> Result<Purged, StoreError>;
 
     /// Counts a try in a transaction of its own, before the handler runs, and gives the number of
     /// this try (1 for the first).
-    fn begin_attempt(
-        &self,
-        consumer: ConsumerId,
-        id: MessageId,
-    ) -> impl Future<Output = Result<u32, StoreError>> + Send;
+    async fn begin_attempt(&self, consumer: ConsumerId, id: MessageId) -> Result<u32, StoreError>;
 
     /// Counts the first try of each of these, in one transaction of its own, before they run
     /// together. One that has a try counted already is left as it is, so that asked twice it counts
     /// once.
-    fn begin_first_attempts(
-        &self,
-        consumer: ConsumerId,
-        ids: &[MessageId],
-    ) -> impl Future<Output = Result<(), StoreError>> + Send;
+    async fn begin_first_attempts(&self, consumer: ConsumerId, ids: &[MessageId]) -> Result<(), StoreError>;
 
     /// Takes back a try that [`Inbox::begin_attempt`] counted and that was not made: nobody's
     /// failure, or a stop.
-    fn take_back_attempt(
-        &self,
-        consumer: ConsumerId,
-        id: MessageId,
-    ) -> impl Future<Output = Result<(), StoreError>> + Send;
+    async fn take_back_attempt(&self, consumer: ConsumerId, id: MessageId) -> Result<(), StoreError>;
 
     /// Notes what a failed try said, in a transaction of its own, and counts the try where
     /// `counted` is set (it was not counted by [`Inbox::begin_attempt`]); gives the number of tries
     /// so far.
-    fn failed_attempt(
+    async fn failed_attempt(
         &self,
         consumer: ConsumerId,
         id: MessageId,
         error: &str,
         counted: bool,
-    ) -> impl Future<Output = Result<u32, StoreError>> + Send;
+    ) -> Result<u32, StoreError>;
 
     /// Tries counted so far for these ids; ids without any are left out.
-    fn attempts(
-        &self,
-        consumer: ConsumerId,
-        ids: &[MessageId],
-    ) -> impl Future<Output = Result<Vec<(MessageId, u32)>, StoreError>> + Send;
+    async fn attempts(&self, consumer: ConsumerId, ids: &[MessageId]) -> Result<Vec<(MessageId, u32)>, StoreError>;
 
     /// Notes that a partition was assigned, to be held under this owner from now on.
-    fn open_assignment(
-        &self,
-        consumer: ConsumerId,
-        holding: &Holding,
-    ) -> impl Future<Output = Result<Opened, StoreError>> + Send;
+    async fn open_assignment(&self, consumer: ConsumerId, holding: &Holding) -> Result<Opened, StoreError>;
 
     /// Remembers where the consumer stands in partitions, each under its own owner; what another
     /// owner holds meanwhile is left alone. Called only after everything before the positions is
     /// committed, in transactions of its own: whatever part of its writes a database keeps, a
     /// position never stands there without the effects before it.
-    fn keep_positions(
-        &self,
-        consumer: ConsumerId,
-        positions: &[(Holding, Position)],
-    ) -> impl Future<Output = Result<(), StoreError>> + Send;
+    async fn keep_positions(&self, consumer: ConsumerId, positions: &[(Holding, Position)]) -> Result<(), StoreError>;
 
     /// Notes a clean end, unless another owner has the partition, and the position where it is
     /// given.
-    fn close_assignment(
+    async fn close_assignment(
         &self,
         consumer: ConsumerId,
         holding: &Holding,
         position: Option<&Position>,
-    ) -> impl Future<Output = Result<(), StoreError>> + Send;
+    ) -> Result<(), StoreError>;
 }
 
 /// A transaction that holds inbox rows and the handler's effects together. Dropped without commit,
 /// it rolls back.
-pub trait InboxTx: Send + 'static {
-    /// The sqlx database.
-    type Db: sqlx::Database;
-
-    /// The connection, inside the transaction: what handlers write through.
-    fn connection(&mut self) -> &mut <Self::Db as sqlx::Database>::Connection;
+#[async_trait]
+pub trait InboxTx: Send {
+    /// The sqlx connection, inside the transaction; see [`connection`](trait.InboxTx.html#method.connection).
+    fn any_connection(&mut self) -> &mut (dyn Any + Send);
 
     /// Inserts the ids, first and sorted, in one statement (R24). Ids must differ from each other.
     /// At most one call.
-    fn admit(&mut self, entries: &[InboxEntry]) -> impl Future<Output = Result<Admission, StoreError>> + Send;
+    async fn admit(&mut self, entries: &[InboxEntry]) -> Result<Admission, StoreError>;
 
     /// Which of these lanes (see [`Message::lane_id`]) are blocked, and what ages are judged by. A
     /// statement of its own, after the insert: it sees what whoever was waited for has committed.
-    fn standing(&mut self, lanes: &[[u8; 16]]) -> impl Future<Output = Result<Standing, StoreError>> + Send;
+    async fn standing(&mut self, lanes: &[[u8; 16]]) -> Result<Standing, StoreError>;
 
     /// Stores messages as waiting or dead. Their inbox rows were inserted by `admit` in this same
     /// transaction, except for verdicts that leave none. Dead deliveries are unique by (consumer,
     /// message id, content hash): a second one is ignored.
-    fn park(&mut self, parked: &[Parked]) -> impl Future<Output = Result<(), StoreError>> + Send;
+    async fn park(&mut self, parked: &[Parked]) -> Result<(), StoreError>;
 
     /// Takes back inbox rows inserted by `admit` (too old, from the future: R31).
-    fn forget(&mut self, ids: &[MessageId]) -> impl Future<Output = Result<(), StoreError>> + Send;
+    async fn forget(&mut self, ids: &[MessageId]) -> Result<(), StoreError>;
 
     /// Removes claimed waiting messages, those of one key and one claim, and makes the next of the
     /// key due. False where the claim is not ours any more: then roll back.
-    fn finish(&mut self, claimed: &[super::ClaimedMessage]) -> impl Future<Output = Result<bool, StoreError>> + Send;
+    async fn finish(&mut self, claimed: &[super::ClaimedMessage]) -> Result<bool, StoreError>;
 
     /// Deletes the attempt rows of messages that are done with.
-    fn clear_attempts(&mut self, ids: &[MessageId]) -> impl Future<Output = Result<(), StoreError>> + Send;
+    async fn clear_attempts(&mut self, ids: &[MessageId]) -> Result<(), StoreError>;
 
     /// Proves that this is still the transaction that `admit` (or `finish`) wrote in (R23).
-    fn prove(&mut self) -> impl Future<Output = Result<Proof, StoreError>> + Send;
+    async fn prove(&mut self) -> Result<Proof, StoreError>;
 
     /// Ends the transaction without a commit, after code that is not ours ran in it, and tells
     /// whether that code had committed it before. Where its connection does not answer, the server
@@ -408,15 +371,26 @@ pub trait InboxTx: Send + 'static {
     /// # Errors
     /// It is not known yet. Ask again: until then the messages must not be tried again, for inbox
     /// rows that the handler committed would make them duplicates.
-    fn undo(&mut self) -> impl Future<Output = Result<Undone, StoreError>> + Send;
+    async fn undo(&mut self) -> Result<Undone, StoreError>;
 
     /// Commits.
     ///
     /// # Errors
     /// [`StoreError::CommitUnknown`] where the connection was lost: redelivery finds out.
-    fn commit(self) -> impl Future<Output = Result<(), StoreError>> + Send;
+    async fn commit(self: Box<Self>) -> Result<(), StoreError>;
 
     /// Rolls back, explicitly; an error of it closes the connection. For what only we wrote in;
     /// after a handler, [`Self::undo`].
-    fn rollback(self) -> impl Future<Output = Result<(), StoreError>> + Send;
+    async fn rollback(self: Box<Self>) -> Result<(), StoreError>;
+}
+
+impl dyn InboxTx + '_ {
+    /// The sqlx connection, inside the transaction: what handlers write through.
+    ///
+    /// # Errors
+    /// [`StoreError::Refused`] where it is a connection of another kind of database.
+    pub fn connection<C: Any>(&mut self) -> Result<&mut C, StoreError> {
+        let connection = self.any_connection().downcast_mut();
+        connection.ok_or_else(|| StoreError::Refused("the handler writes through another kind of database".to_owned()))
+    }
 }

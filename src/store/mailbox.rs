@@ -4,10 +4,12 @@
 //! sender claims a row, sends it under a stable Message-ID, and records the outcome. A row whose
 //! sending was interrupted is sent again under the same Message-ID: SMTP cannot promise more.
 
-use std::future::Future;
+use std::fmt::Debug;
 use std::time::Duration;
 
-use super::{Base, Claim};
+use async_trait::async_trait;
+
+use super::Claim;
 use crate::error::StoreError;
 
 /// An e-mail to be sent once.
@@ -61,32 +63,18 @@ pub enum EmailOutcome {
 }
 
 /// Duty: the e-mail rows.
-pub trait Mailbox: Base {
-    /// Inserts a row in the caller's transaction; a second one with the same unique key changes
-    /// nothing and gives false.
-    fn queue_email(
-        connection: &mut <Self::Db as sqlx::Database>::Connection,
-        email: &NewEmail,
-    ) -> impl Future<Output = Result<bool, StoreError>> + Send;
-
+#[async_trait]
+pub trait Mailbox: Debug + Send + Sync {
     /// Claims due rows, at most `limit`, counts the try. Where the answer was lost, see
     /// [`Mailbox::give_back_emails`].
-    fn claim_emails(
-        &self,
-        limit: usize,
-        claim: &Claim,
-    ) -> impl Future<Output = Result<Vec<EmailToSend>, StoreError>> + Send;
+    async fn claim_emails(&self, limit: usize, claim: &Claim) -> Result<Vec<EmailToSend>, StoreError>;
 
     /// Gives back uncounted whatever stands under this claim, and gives the number of rows (G10).
-    fn give_back_emails(&self, claim: &Claim) -> impl Future<Output = Result<u64, StoreError>> + Send;
+    async fn give_back_emails(&self, claim: &Claim) -> Result<u64, StoreError>;
 
     /// Records how it ended; false where the claim is not ours any more.
-    fn settle_email(
-        &self,
-        email: &EmailToSend,
-        outcome: &EmailOutcome,
-    ) -> impl Future<Output = Result<bool, StoreError>> + Send;
+    async fn settle_email(&self, email: &EmailToSend, outcome: &EmailOutcome) -> Result<bool, StoreError>;
 
     /// Rows not yet sent, and not failed.
-    fn emails_pending(&self) -> impl Future<Output = Result<u64, StoreError>> + Send;
+    async fn emails_pending(&self) -> Result<u64, StoreError>;
 }

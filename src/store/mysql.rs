@@ -33,7 +33,6 @@ use std::time::Duration;
 
 use sqlx::{MySql, MySqlPool};
 
-pub use self::inbox::MySqlInboxTx;
 pub use self::operations::MySqlOperationTx;
 pub use self::phases::MySqlPhaseTx;
 use super::Base;

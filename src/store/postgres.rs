@@ -41,7 +41,6 @@ use std::time::{Duration, Instant};
 use sqlx::Postgres;
 use sqlx::postgres::PgPool;
 
-pub use inbox::PostgresTx;
 pub use operations::PostgresOperationTx;
 pub use phases::PostgresPhaseTx;
 pub use statements::PostgresStatement;

@@ -35,7 +35,6 @@ mod waiting;
 mod write;
 
 pub use connect::SqliteStore;
-pub use inbox::SqliteInboxTx;
 pub use operations::SqliteOperationTx;
 pub use phases::SqlitePhaseTx;
 

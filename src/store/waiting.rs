@@ -6,10 +6,12 @@
 //! twice. A claim that ran out stays in its row, so whoever comes next knows that the one before
 //! did not live to say how it ended: it counts the try of that message before it runs it, alone.
 
-use std::future::Future;
+use std::fmt::Debug;
 use std::time::Duration;
 
-use super::{Base, ConsumerId};
+use async_trait::async_trait;
+
+use super::ConsumerId;
 use crate::error::StoreError;
 use crate::message::Message;
 
@@ -65,80 +67,58 @@ pub struct Scope {
 }
 
 /// Duty: waiting messages.
-pub trait Waiting: Base {
+#[async_trait]
+pub trait Waiting: Debug + Send + Sync {
     /// Claims the head in the scope that is due first; no try is counted. Where the answer was
     /// lost, see [`Waiting::give_back_all`].
-    fn claim_due(
+    async fn claim_due(
         &self,
         consumer: ConsumerId,
         scope: &Scope,
         claim: &Claim,
-    ) -> impl Future<Output = Result<Option<ClaimedMessage>, StoreError>> + Send;
+    ) -> Result<Option<ClaimedMessage>, StoreError>;
 
     /// Claims what stands right behind a claimed head, in order, under the same claim: at most
     /// `limit`, up to the first that was tried or claimed before, is dead and holds, or is of a
     /// kind out of the scope.
-    fn claim_behind(
+    async fn claim_behind(
         &self,
         consumer: ConsumerId,
         head: &ClaimedMessage,
         scope: &Scope,
         limit: usize,
         claim: &Claim,
-    ) -> impl Future<Output = Result<Vec<ClaimedMessage>, StoreError>> + Send;
+    ) -> Result<Vec<ClaimedMessage>, StoreError>;
 
     /// Counts this try, in a transaction of its own, before the handler runs; asked again it counts
     /// no more. False where the claim is not ours any more.
-    fn count_try(&self, claimed: &ClaimedMessage) -> impl Future<Output = Result<bool, StoreError>> + Send;
+    async fn count_try(&self, claimed: &ClaimedMessage) -> Result<bool, StoreError>;
 
     /// How long until the next head in the scope is due; none where nothing waits. Times that have
     /// passed come as zero.
-    fn next_due(
-        &self,
-        consumer: ConsumerId,
-        scope: &Scope,
-    ) -> impl Future<Output = Result<Option<Duration>, StoreError>> + Send;
+    async fn next_due(&self, consumer: ConsumerId, scope: &Scope) -> Result<Option<Duration>, StoreError>;
 
     /// The try failed, and is counted: due again after this time. False where the claim is not ours
     /// any more.
-    fn postpone(
-        &self,
-        claimed: &ClaimedMessage,
-        after: Duration,
-        error: &str,
-    ) -> impl Future<Output = Result<bool, StoreError>> + Send;
+    async fn postpone(&self, claimed: &ClaimedMessage, after: Duration, error: &str) -> Result<bool, StoreError>;
 
     /// Messages of one claim are given back with the tries that they had: a head is due at once,
     /// others wait behind theirs. Gives the number of those that were still claimed.
-    fn give_back(
-        &self,
-        consumer: ConsumerId,
-        claimed: &[ClaimedMessage],
-    ) -> impl Future<Output = Result<u64, StoreError>> + Send;
+    async fn give_back(&self, consumer: ConsumerId, claimed: &[ClaimedMessage]) -> Result<u64, StoreError>;
 
     /// Gives back whatever stands under this claim, and gives the number of rows: the database went
     /// away, and whether it had claimed anything is not known (G10).
-    fn give_back_all(
-        &self,
-        consumer: ConsumerId,
-        claim: &Claim,
-    ) -> impl Future<Output = Result<u64, StoreError>> + Send;
+    async fn give_back_all(&self, consumer: ConsumerId, claim: &Claim) -> Result<u64, StoreError>;
 
     /// The message is dead, after as many tries as its `attempt` says. With `holds` false the next
     /// of its key becomes due in the same transaction.
-    fn bury(
-        &self,
-        claimed: &ClaimedMessage,
-        reason: &str,
-        error: &str,
-        holds: bool,
-    ) -> impl Future<Output = Result<bool, StoreError>> + Send;
+    async fn bury(&self, claimed: &ClaimedMessage, reason: &str, error: &str, holds: bool) -> Result<bool, StoreError>;
 
     /// Makes the heads of these keys due where they have no due time: asked after a commit that
     /// stored something behind them, or removed something before them, by whoever committed last.
-    fn wake(&self, consumer: ConsumerId, lanes: &[[u8; 16]]) -> impl Future<Output = Result<(), StoreError>> + Send;
+    async fn wake(&self, consumer: ConsumerId, lanes: &[[u8; 16]]) -> Result<(), StoreError>;
 
     /// Makes heads due that a race left without a due time, and whose claim ends too late to be
     /// true; gives their number.
-    fn sweep(&self, consumer: ConsumerId) -> impl Future<Output = Result<u64, StoreError>> + Send;
+    async fn sweep(&self, consumer: ConsumerId) -> Result<u64, StoreError>;
 }

@@ -2,7 +2,7 @@
 //! other.
 
 use oncebox::message::MessageId;
-use oncebox::store::{ConsumerSpec, Holding, InboxEntry, InboxTx, Proof};
+use oncebox::store::{ConsumerSpec, Holding, InboxEntry, Proof};
 use uuid::Uuid;
 
 use super::kit::{Act, Does, Sql, World, consumer_options, on_mariadb, on_postgres};

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use oncebox::StoreError;
 use oncebox::runtime::ConsumerOptions;
 use oncebox::runtime::sender::{EmailTransport, Sender, SenderOptions};
-use oncebox::store::{NewEmail, StoreOptions};
+use oncebox::store::{Door as _, NewEmail, StoreOptions};
 use tokio_util::sync::CancellationToken;
 
 use super::kit::{
@@ -129,7 +129,7 @@ async fn sender<S: Sql>(behind: Behind<S>, failure: Failure, when: When) {
                 subject: "Receipt".into(),
                 body: "Thank you.".into(),
             };
-            assert!(S::queue_email(&mut tx, &email).await.unwrap());
+            assert!(tx.queue_email(&email).await.unwrap());
         }
         proxy.fail_after(requests, when, failure);
         tx.commit().await.unwrap();

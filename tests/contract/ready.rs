@@ -8,7 +8,7 @@ use oncebox::message::MessageId;
 use oncebox::observe::Health;
 use oncebox::runtime::ConsumerOptions;
 use oncebox::store::postgres::PostgresStore;
-use oncebox::store::{ConsumerSpec, Holding, Inbox, InboxEntry, InboxTx as _};
+use oncebox::store::{ConsumerSpec, Holding, Inbox, InboxEntry, InboxTx};
 use uuid::Uuid;
 
 use super::kit::{Act, Does, HANGS, SOON, Sql, World, consumer_options, on_postgres, sqlite};
@@ -47,7 +47,7 @@ async fn a_consumer_is_ready_once_the_group_has_said_what_is_its_own_though_it_b
 
 /// Somebody else's open transaction has the inbox row of `a1`: it stays in hand, and no timer of
 /// ours is about it.
-async fn frozen(world: &World<PostgresStore>) -> <PostgresStore as Inbox>::Tx {
+async fn frozen(world: &World<PostgresStore>) -> Box<dyn InboxTx> {
     let spec = ConsumerSpec { name: "ledger".into(), id_rule: "envelope".into(), accept: false };
     let consumer = world.store.register(&spec).await.unwrap();
     let id = Uuid::now_v7();

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use oncebox::HandlerError;
 use oncebox::runtime::{ConsumerEnd, ConsumerOptions, Handlers};
 use oncebox::store::sqlite::SqliteStore;
-use oncebox::store::{Base as _, ConsumerSpec, InboxEntry, InboxTx as _, ParkAs, Parked, StoreOptions};
+use oncebox::store::{Base as _, ConsumerSpec, InboxEntry, ParkAs, Parked, StoreOptions};
 
 use super::kit::{Act, Does, DoesAll, SOON, Sql, World, consumer_options, fails, on_mariadb, on_postgres, sqlite};
 use super::support::eventually;

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use oncebox::runtime::sender::{EmailTransport, Sender, SenderOptions};
 use oncebox::store::sqlite::SqliteStore;
-use oncebox::store::{Base, Claim, EmailOutcome, Mailbox, NewEmail};
+use oncebox::store::{Base, Claim, Door, EmailOutcome, Mailbox, NewEmail};
 use tokio_util::sync::CancellationToken;
 
 use super::kit::{SOON, Sql, World, sqlite};
@@ -18,7 +18,7 @@ async fn queue(world: &World<SqliteStore>, key: &str, subject: &str) -> bool {
         body: "Thank you.".into(),
     };
     let mut tx = world.store.pool().begin_with("BEGIN IMMEDIATE").await.unwrap();
-    let new = SqliteStore::queue_email(&mut tx, &email).await.unwrap();
+    let new = tx.queue_email(&email).await.unwrap();
     tx.commit().await.unwrap();
     new
 }

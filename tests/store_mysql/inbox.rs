@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use oncebox::message::MessageId;
 use oncebox::store::mysql::MySqlStore;
-use oncebox::store::{Base, Inbox, InboxEntry, InboxTx, Proof, StoreOptions};
+use oncebox::store::{Base, Inbox, InboxEntry, Proof, StoreOptions};
 use oncebox::{StoreError, message::ContentHash};
 use sqlx::{AssertSqlSafe, MySqlConnection};
 
@@ -106,17 +106,17 @@ async fn r23_after_a_swallowed_deadlock_nothing_stays() {
     let id = entry();
     let mut tx = db.store.begin(consumer).await.unwrap();
     tx.admit(&[id]).await.unwrap();
-    run(tx.connection(), "update account set n = 1 where id = 1").await.unwrap();
+    run(tx.connection().unwrap(), "update account set n = 1 where id = 1").await.unwrap();
     // The other transaction has changed more, so the handler's is the victim.
     execute(&mut app, "start transaction; update heavy set n = n + 1; update account set n = 2 where id = 2").await;
     let waiting = tokio::spawn(async move {
         run(&mut app, "update account set n = 2 where id = 1; rollback").await.unwrap();
     });
     db.until_waiting(1, "update account set n = 2 where id = 1%").await;
-    let deadlock = run(tx.connection(), "update account set n = 1 where id = 2").await.unwrap_err();
+    let deadlock = run(tx.connection().unwrap(), "update account set n = 1 where id = 2").await.unwrap_err();
     assert!(StoreError::from(deadlock).is_nobodys());
     // The handler swallows it and goes on.
-    run(tx.connection(), "insert into effect values (1)").await.unwrap();
+    run(tx.connection().unwrap(), "insert into effect values (1)").await.unwrap();
     assert_eq!(tx.prove().await.unwrap(), Proof::Ended);
     tx.rollback().await.unwrap();
     waiting.await.unwrap();
@@ -151,9 +151,9 @@ async fn r23_every_way_to_end_a_transaction_here_is_found_out_and_the_rest_rolle
         let id = entry();
         let mut tx = db.store.begin(consumer).await.unwrap();
         tx.admit(&[id]).await.unwrap();
-        run(tx.connection(), way).await.unwrap_or_else(|error| panic!("{way}: {error}"));
+        run(tx.connection().unwrap(), way).await.unwrap_or_else(|error| panic!("{way}: {error}"));
         let before = db.count("effect").await;
-        run(tx.connection(), &format!("insert into effect values ({n})")).await.unwrap();
+        run(tx.connection().unwrap(), &format!("insert into effect values ({n})")).await.unwrap();
         assert_eq!(tx.prove().await.unwrap(), Proof::Ended, "{way}");
         tx.rollback().await.unwrap();
         let known = db.store.known(consumer, &[id.id]).await.unwrap();
@@ -166,8 +166,10 @@ async fn r23_every_way_to_end_a_transaction_here_is_found_out_and_the_rest_rolle
     // A handler's own savepoints, and errors of single statements, end nothing.
     let mut tx = db.store.begin(consumer).await.unwrap();
     tx.admit(&[entry()]).await.unwrap();
-    run(tx.connection(), "savepoint mine; insert into effect values (100); rollback to savepoint mine").await.unwrap();
-    run(tx.connection(), "insert into effect values ('no number')").await.unwrap_err();
+    run(tx.connection().unwrap(), "savepoint mine; insert into effect values (100); rollback to savepoint mine")
+        .await
+        .unwrap();
+    run(tx.connection().unwrap(), "insert into effect values ('no number')").await.unwrap_err();
     assert_eq!(tx.prove().await.unwrap(), Proof::Same);
     tx.commit().await.unwrap();
 }
@@ -204,11 +206,11 @@ async fn r23_r28_a_connection_comes_back_as_it_was_whatever_a_handler_did() {
     for dropped in [false, true] {
         let mut tx = store.begin(consumer).await.unwrap();
         tx.admit(&[entry()]).await.unwrap();
-        let inside = settings(tx.connection()).await;
+        let inside = settings(tx.connection().unwrap()).await;
         let of_a_handler = expected.replacen('1', "0", 1).replacen(" 60 ", " 5 ", 1);
         assert_eq!(inside, of_a_handler, "a handler runs with autocommit off, and waits less for locks");
         run(
-            tx.connection(),
+            tx.connection().unwrap(),
             "set session transaction isolation level serializable; set session sql_mode = '', time_zone = '+05:00', \
              completion_type = 'CHAIN', wait_timeout = 9",
         )

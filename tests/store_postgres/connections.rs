@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use oncebox::sqlx::{self, Connection, Executor, PgConnection};
 use oncebox::store::postgres::PostgresStore;
-use oncebox::store::{Base, ConsumerSpec, Inbox, InboxEntry, InboxTx, Proof, Schema, StoreOptions, Undone};
+use oncebox::store::{Base, ConsumerSpec, Inbox, InboxEntry, Proof, Schema, StoreOptions, Undone};
 use oncebox::{StoreError, message::MessageId};
 
 use crate::postgres::{Server, on_server, with_database, with_path};
@@ -139,9 +139,9 @@ async fn the_session_that_a_handler_changed_is_set_back_before_anybody_else_gets
             tx.admit(&[entry()]).await.unwrap();
             let changes = "set search_path = 'tenant'; set lock_timeout = 1; set role pg_monitor;
                 create temporary table left_over (n int); select pg_advisory_lock(7)";
-            tx.connection().execute(changes).await.unwrap();
+            tx.connection::<PgConnection>().unwrap().execute(changes).await.unwrap();
             if commit {
-                tx.connection().execute("reset role").await.unwrap();
+                tx.connection::<PgConnection>().unwrap().execute("reset role").await.unwrap();
                 tx.commit().await.unwrap();
             } else {
                 tx.undo().await.unwrap();
@@ -197,7 +197,7 @@ async fn r23_only_the_transaction_that_admitted_the_message_is_proven() {
         ] {
             let mut tx = database.store.begin(consumer).await.unwrap();
             assert_eq!(tx.admit(&[entry()]).await.unwrap().known, [None]);
-            let _ = sqlx::raw_sql(handler).execute(tx.connection()).await;
+            let _ = sqlx::raw_sql(handler).execute(tx.connection::<PgConnection>().unwrap()).await;
             assert_eq!(tx.prove().await.unwrap(), proof, "{handler}");
             match proof {
                 Proof::Same => tx.commit().await.unwrap(),
@@ -221,9 +221,12 @@ async fn g4_a_handler_cannot_make_its_commit_less_durable() {
         ] {
             let mut tx = database.store.begin(consumer).await.unwrap();
             tx.admit(&[entry()]).await.unwrap();
-            sqlx::raw_sql(handler).execute(tx.connection()).await.unwrap();
+            sqlx::raw_sql(handler).execute(tx.connection::<PgConnection>().unwrap()).await.unwrap();
             assert_eq!(tx.prove().await.unwrap(), Proof::Same);
-            let set: String = sqlx::query_scalar("show synchronous_commit").fetch_one(tx.connection()).await.unwrap();
+            let set: String = sqlx::query_scalar("show synchronous_commit")
+                .fetch_one(tx.connection::<PgConnection>().unwrap())
+                .await
+                .unwrap();
             assert_eq!(set, stands, "{handler}");
             tx.commit().await.unwrap();
         }
@@ -347,7 +350,7 @@ async fn a_transaction_whose_id_a_crash_gave_to_another_was_not_committed() {
             let mut tx = store.begin(consumer).await.unwrap();
             assert_eq!(tx.admit(&[entry()]).await.unwrap().known, [None]);
             let id = "select pg_current_xact_id()::text::bigint";
-            let ours: i64 = sqlx::query_scalar(id).fetch_one(tx.connection()).await.unwrap();
+            let ours: i64 = sqlx::query_scalar(id).fetch_one(tx.connection::<PgConnection>().unwrap()).await.unwrap();
             server.kill();
             server.run().await;
             if next_id(&server).await < ours {

@@ -9,8 +9,8 @@ use oncebox::policy::operation::record::Tombstone;
 use oncebox::policy::operation::retention::Retention;
 use oncebox::policy::operation::{Identity, Key, Keyring, Mode, Scope, State};
 use oncebox::store::{
-    Answer, AnswerBody, Base, Basis, Begun, ConsumerSpec, FIRST_POINT, Inbox, InboxTx, KeyClaim, KeyFilter,
-    KeyOperator, Keys, NewOperation, Operator, Outcome, PhaseTx, Phases, Sealed,
+    Answer, AnswerBody, Base, Basis, Begun, ConsumerSpec, FIRST_POINT, Inbox, KeyClaim, KeyFilter, KeyOperator, Keys,
+    NewOperation, Operator, Outcome, PhaseTx, Phases, Sealed,
 };
 use uuid::Uuid;
 

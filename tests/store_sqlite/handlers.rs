@@ -4,13 +4,12 @@ use std::time::Duration;
 
 use oncebox::message::MessageId;
 use oncebox::store::conformance::{Fixture, Trial};
-use oncebox::store::sqlite::SqliteInboxTx;
 use oncebox::store::{Base, Inbox, InboxEntry, InboxTx, Proof};
-use sqlx::Connection;
+use sqlx::{Connection, SqliteConnection};
 
 use crate::fixture::SqliteFile;
 
-async fn begin(trial: &Trial<SqliteFile>) -> (SqliteInboxTx, MessageId) {
+async fn begin(trial: &Trial<SqliteFile>) -> (Box<dyn InboxTx>, MessageId) {
     let consumer = trial.consumer("c").await;
     let id = MessageId::new();
     let mut tx = trial.store.begin(consumer).await.unwrap();
@@ -18,8 +17,8 @@ async fn begin(trial: &Trial<SqliteFile>) -> (SqliteInboxTx, MessageId) {
     (tx, id)
 }
 
-async fn run(tx: &mut SqliteInboxTx, sql: &str) -> Result<u64, sqlx::Error> {
-    SqliteFile::run(tx.connection(), sql).await
+async fn run(tx: &mut Box<dyn InboxTx>, sql: &str) -> Result<u64, sqlx::Error> {
+    SqliteFile::run(tx.connection().unwrap(), sql).await
 }
 
 async fn is_known(trial: &Trial<SqliteFile>, id: MessageId) -> bool {
@@ -93,10 +92,10 @@ async fn the_commit_guard_ends_with_a_rollback_that_was_given_up() {
 async fn a_handler_may_use_nested_transactions() {
     let trial = Trial::<SqliteFile>::start("nested").await.unwrap();
     let (mut tx, id) = begin(&trial).await;
-    let mut inner = tx.connection().begin().await.unwrap();
+    let mut inner = tx.connection::<SqliteConnection>().unwrap().begin().await.unwrap();
     sqlx::query("insert into effect values ('kept', '')").execute(&mut *inner).await.unwrap();
     inner.commit().await.unwrap();
-    let mut inner = tx.connection().begin().await.unwrap();
+    let mut inner = tx.connection::<SqliteConnection>().unwrap().begin().await.unwrap();
     sqlx::query("insert into effect values ('taken back', '')").execute(&mut *inner).await.unwrap();
     drop(inner);
     assert_eq!(tx.prove().await.unwrap(), Proof::Same);

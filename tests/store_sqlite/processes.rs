@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use oncebox::message::{MessageId, NewMessage};
 use oncebox::store::conformance::Trial;
 use oncebox::store::sqlite::SqliteStore;
-use oncebox::store::{Base, Inbox, InboxEntry, InboxTx, StoreOptions};
+use oncebox::store::{Base, Inbox, InboxEntry, StoreOptions};
 
 use crate::fixture::SqliteFile;
 
@@ -25,7 +25,10 @@ async fn a_child_that_holds_the_turn() {
     let consumer = store.register(&spec("c")).await.unwrap();
     let mut tx = store.begin(consumer).await.unwrap();
     tx.admit(&[InboxEntry { id: MessageId::new(), hash: [1; 16] }]).await.unwrap();
-    sqlx::query("insert into effect values ('child', '')").execute(tx.connection()).await.unwrap();
+    sqlx::query("insert into effect values ('child', '')")
+        .execute(tx.connection::<sqlx::SqliteConnection>().unwrap())
+        .await
+        .unwrap();
     println!("holding");
     std::future::pending::<()>().await;
 }

@@ -72,8 +72,7 @@ async fn consumer<S: Yard>(bed: &Bed<S>, name: &str, topic: &str, count: usize, 
         ..ConsumerOptions::new(name, vec![topic.to_owned()])
     };
     let handlers = Handlers::new().on(KIND, Effect);
-    let consumer =
-        Consumer::<S>::new(bed.store.clone(), Arc::new(watched.clone()), handlers, options, Health::default());
+    let consumer = Consumer::new(bed.store.clone(), Arc::new(watched.clone()), handlers, options, Health::default());
     consumer.run(CancellationToken::new()).await?;
     watched.look(|notes| match (notes.first_delivery, notes.last_acknowledged) {
         (Some(begin), Some(end)) if notes.deliveries >= count => Ok(rate(notes.deliveries, end.at - begin.at)),

@@ -80,8 +80,7 @@ async fn round<S: Yard>(bed: &mut Bed<S>, load: Load, hint: bool) -> Result<Roun
     );
     let options = ConsumerOptions::new(names[0].clone(), vec![topic.clone()]);
     let handlers = Handlers::new().on(KIND, Effect);
-    let consumer =
-        Consumer::<S>::new(bed.store.clone(), Arc::new(watched.clone()), handlers, options, Health::default());
+    let consumer = Consumer::new(bed.store.clone(), Arc::new(watched.clone()), handlers, options, Health::default());
     let (relay_stop, consumer_stop) = (stop.clone(), stop.clone());
     let relay = tokio::spawn(async move { relay.run(relay_stop).await });
     let consumer = tokio::spawn(async move { consumer.run(consumer_stop).await });

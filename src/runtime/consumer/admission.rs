@@ -30,7 +30,7 @@ pub(super) enum Fate {
 
 /// Inserts the ids, first; inside the batch the first delivered wins, and hashes are compared in
 /// memory too (R32).
-pub(super) async fn admit<T: InboxTx>(tx: &mut T, items: &[Item]) -> Result<Vec<Fate>, StoreError> {
+pub(super) async fn admit(tx: &mut dyn InboxTx, items: &[Item]) -> Result<Vec<Fate>, StoreError> {
     let mut winners: HashMap<MessageId, usize> = HashMap::with_capacity(items.len());
     let mut entries = Vec::with_capacity(items.len());
     for (index, item) in items.iter().enumerate() {
@@ -63,7 +63,7 @@ pub(super) async fn admit<T: InboxTx>(tx: &mut T, items: &[Item]) -> Result<Vec<
 }
 
 /// Which of the new items stand behind their key, and which are out of time.
-async fn look_around<T: InboxTx>(tx: &mut T, items: &[Item], fates: &mut [Fate]) -> Result<(), StoreError> {
+async fn look_around(tx: &mut dyn InboxTx, items: &[Item], fates: &mut [Fate]) -> Result<(), StoreError> {
     let new: Vec<usize> = (0..items.len()).filter(|index| fates[*index] == Fate::New).collect();
     if new.is_empty() {
         return Ok(());

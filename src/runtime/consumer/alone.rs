@@ -21,7 +21,7 @@ use crate::error::{HandlerError, StoreError};
 use crate::observe::{self, Outcome};
 use crate::policy::retry::{Death, Decision};
 use crate::runtime::pace::sleep_unless;
-use crate::store::{ParkAs, Store};
+use crate::store::ParkAs;
 
 /// Why a message runs alone.
 pub(super) enum Why {
@@ -37,7 +37,7 @@ pub(super) enum Why {
 
 /// Runs it until it is done, waiting, dead, or left for later. `was_counted` where its try in the
 /// batch was counted before.
-pub(super) async fn run<S: Store>(lane: &mut Lane<S>, item: Item, why: Why, was_counted: bool) {
+pub(super) async fn run(lane: &mut Lane, item: Item, why: Why, was_counted: bool) {
     let mut suspect = matches!(why, Why::Suspect);
     let mut failure = match why {
         Why::Failed(error) => Some(error),
@@ -167,7 +167,7 @@ pub(super) async fn run<S: Store>(lane: &mut Lane<S>, item: Item, why: Why, was_
 
 /// Stored as waiting, no try counted: it is seen there, keeps nothing but its own key waiting, and
 /// its lane goes on.
-async fn wait_behind_its_key<S: Store>(lane: &mut Lane<S>, item: Item, error: &HandlerError, counted: u32) {
+async fn wait_behind_its_key(lane: &mut Lane, item: Item, error: &HandlerError, counted: u32) {
     let after = lane.shared.options.retry.wait(1, fastrand::f64());
     let error = HandlerError::nobodys(blame::lasting(error));
     settle::park(lane, item, ParkAs::Due(after), counted, &error).await;
@@ -180,12 +180,12 @@ async fn revoked(item: &Item) {
     }
 }
 
-fn say_failed<S: Store>(lane: &Lane<S>, item: &Item, attempt: u32, error: &HandlerError) {
+fn say_failed(lane: &Lane, item: &Item, attempt: u32, error: &HandlerError) {
     tracing::warn!(consumer = %lane.shared.options.name, id = %item.message.id, sent_id = %item.message.id_text, attempt, %error, "a handler failed");
 }
 
 /// Notes what a try said that is counted.
-async fn note<S: Store>(lane: &Lane<S>, item: &Item, error: &HandlerError) {
+async fn note(lane: &Lane, item: &Item, error: &HandlerError) {
     let noted = lane.shared.store.failed_attempt(lane.consumer, item.message.id, error.message(), false).await;
     if let Err(away) = noted {
         tracing::debug!(error = %away, "the text of a failure was not stored");
@@ -195,7 +195,7 @@ async fn note<S: Store>(lane: &Lane<S>, item: &Item, error: &HandlerError) {
 /// Counts a try, of a failure after the fact. Where the answer was lost, the try may be counted:
 /// that is found out before it is counted again, so that a database that goes away burns none
 /// (G10). None where the message is left for later.
-async fn count<S: Store>(lane: &mut Lane<S>, item: &Item, failure: Option<&HandlerError>, counted: u32) -> Option<u32> {
+async fn count(lane: &mut Lane, item: &Item, failure: Option<&HandlerError>, counted: u32) -> Option<u32> {
     let mut in_doubt = false;
     loop {
         let (store, consumer, id) = (&lane.shared.store, lane.consumer, item.message.id);
@@ -218,13 +218,13 @@ async fn count<S: Store>(lane: &mut Lane<S>, item: &Item, failure: Option<&Handl
     }
 }
 
-fn dies<S: Store>(lane: &Lane<S>, death: Death) -> ParkAs {
+fn dies(lane: &Lane, death: Death) -> ParkAs {
     ParkAs::Dead { reason: death.reason().to_owned(), holds: lane.shared.options.holds() }
 }
 
 /// Waits for a database that is away; true where the stop or a revocation came, and the message is
 /// left for later.
-async fn leave<S: Store>(lane: &mut Lane<S>, item: &Item, away: &StoreError, unspent: bool) -> bool {
+async fn leave(lane: &mut Lane, item: &Item, away: &StoreError, unspent: bool) -> bool {
     lane.wait_out(away).await;
     let leaves = lane.stop.is_cancelled() || item.source.is_revoked();
     if leaves {
@@ -233,7 +233,7 @@ async fn leave<S: Store>(lane: &mut Lane<S>, item: &Item, away: &StoreError, uns
     leaves
 }
 
-async fn leave_for_later<S: Store>(lane: &Lane<S>, item: &Item, unspent: bool) {
+async fn leave_for_later(lane: &Lane, item: &Item, unspent: bool) {
     if unspent {
         let taken_back = lane.shared.store.take_back_attempt(lane.consumer, item.message.id);
         match tokio::time::timeout(TAKE_BACK, taken_back).await {

@@ -12,7 +12,6 @@ use tokio_util::sync::CancellationToken;
 use super::Shared;
 use super::admission::{Fate, admit};
 use super::calls::{self, Call, Wanted, call};
-use super::handlers::Handler;
 use super::item::Item;
 use super::options::Unhandled;
 use super::settle::{self, dead};
@@ -20,7 +19,7 @@ use crate::error::{HandlerError, StoreError};
 use crate::message::{Message, MessageId};
 use crate::observe::{Outcome, PartState};
 use crate::runtime::pace::Pace;
-use crate::store::{ConsumerId, InboxTx, ParkAs, Parked, Proof, Store, Undone};
+use crate::store::{ConsumerId, InboxTx, ParkAs, Parked, Proof, Undone};
 
 /// How a batch ended; unless it is `Done`, nothing of it stayed.
 #[derive(Debug)]
@@ -56,8 +55,8 @@ struct Handlers {
 ///
 /// # Errors
 /// Nobody's failure, or the database's: the same items again, later.
-pub(super) async fn run<S: Store>(
-    shared: &Arc<Shared<S>>,
+pub(super) async fn run(
+    shared: &Arc<Shared>,
     consumer: ConsumerId,
     items: &[Item],
     attempt: Option<u32>,
@@ -65,7 +64,7 @@ pub(super) async fn run<S: Store>(
 ) -> Result<BatchEnd, StoreError> {
     let mut tx = shared.store.begin(consumer).await?;
     let mut handlers = Handlers::default();
-    let end = match body(shared, &mut tx, items, attempt, &mut handlers).await {
+    let end = match body(shared, tx.as_mut(), items, attempt, &mut handlers).await {
         Ok(Body::Commit { outcomes, handled }) => match tx.commit().await {
             Ok(()) => {
                 if handlers.enqueued {
@@ -87,7 +86,7 @@ pub(super) async fn run<S: Store>(
         roll_back(tx).await;
         return end;
     }
-    match (undo(shared, &mut tx, give_up).await?, end) {
+    match (undo(shared, tx.as_mut(), give_up).await?, end) {
         (Undone::Committed, _) => Ok(BatchEnd::Ended(handlers.owed)),
         // Whatever the handler made of it.
         (Undone::Lost, Ok(BatchEnd::Failed(item, error))) => {
@@ -100,9 +99,9 @@ pub(super) async fn run<S: Store>(
     }
 }
 
-async fn body<S: Store>(
-    shared: &Arc<Shared<S>>,
-    tx: &mut S::Tx,
+async fn body(
+    shared: &Arc<Shared>,
+    tx: &mut dyn InboxTx,
     items: &[Item],
     attempt: Option<u32>,
     handlers: &mut Handlers,
@@ -141,7 +140,7 @@ async fn body<S: Store>(
                     Outcome::Unhandled
                 }
                 Some((number, handler)) => {
-                    let (in_sets, lane) = (matches!(handler, Handler::Batch(_)), item.message.lane_id());
+                    let (in_sets, lane) = (handler.takes_sets(), item.message.lane_id());
                     wanted.push(Wanted { item: index, handler: number, in_sets, lane });
                     Outcome::Processed
                 }
@@ -188,7 +187,7 @@ async fn body<S: Store>(
 /// The new items of which something is still to be done when the transaction ends too early: also
 /// those that no handler has seen yet, or that were to be stored. Their inbox rows were inserted
 /// together, and so committed together.
-fn owed<S: Store>(shared: &Arc<Shared<S>>, items: &[Item], fates: &[Fate]) -> Vec<usize> {
+fn owed(shared: &Arc<Shared>, items: &[Item], fates: &[Fate]) -> Vec<usize> {
     let is_done = |item: &Item| {
         item.unusable.is_none()
             && shared.options.unhandled == Unhandled::Acknowledge
@@ -205,9 +204,9 @@ fn owed<S: Store>(shared: &Arc<Shared<S>>, items: &[Item], fates: &[Fate]) -> Ve
 ///
 /// # Errors
 /// `give_up` came first.
-pub(super) async fn undo<S: Store>(
-    shared: &Shared<S>,
-    tx: &mut S::Tx,
+pub(super) async fn undo(
+    shared: &Shared,
+    tx: &mut dyn InboxTx,
     give_up: &CancellationToken,
 ) -> Result<Undone, StoreError> {
     let mut pace = Pace::new(Duration::from_millis(100), Duration::from_secs(5));
@@ -243,7 +242,7 @@ fn whose(handled: &[usize], why: &str) -> BatchEnd {
 }
 
 /// Rolls back within a deadline what no handler had in its hands.
-pub(super) async fn roll_back<T: InboxTx>(tx: T) {
+pub(super) async fn roll_back(tx: Box<dyn InboxTx>) {
     match tokio::time::timeout(Duration::from_secs(5), tx.rollback()).await {
         Ok(Ok(())) => {}
         Ok(Err(error)) => tracing::debug!(%error, "a rollback failed; the connection is given up"),

@@ -11,7 +11,7 @@ use super::Shared;
 use super::batch::roll_back;
 use crate::error::StoreError;
 use crate::message::MessageId;
-use crate::store::{ConsumerId, InboxEntry, InboxTx, Store};
+use crate::store::{ConsumerId, InboxEntry};
 
 /// So often a message fails, and the database works for others right after it.
 const TIMES: u32 = 3;
@@ -37,12 +37,7 @@ pub(super) struct Blame(u32);
 impl Blame {
     /// After a failure of the message that looks like the database's; `may_be_its_own` where its
     /// code is also that of a statement that can never succeed.
-    pub(super) async fn of<S: Store>(
-        &mut self,
-        shared: &Shared<S>,
-        consumer: ConsumerId,
-        may_be_its_own: bool,
-    ) -> Fault {
+    pub(super) async fn of(&mut self, shared: &Shared, consumer: ConsumerId, may_be_its_own: bool) -> Fault {
         self.0 = if works(shared, consumer).await { self.0 + 1 } else { 0 };
         match self.0 >= TIMES {
             false => Fault::Nobodys,
@@ -64,7 +59,7 @@ pub(super) fn lasting(error: &impl std::fmt::Display) -> String {
 
 /// Whether the database does for others what it is there for: a row goes into the inbox, and is
 /// taken back.
-async fn works<S: Store>(shared: &Shared<S>, consumer: ConsumerId) -> bool {
+async fn works(shared: &Shared, consumer: ConsumerId) -> bool {
     let work = async {
         let mut tx = shared.store.begin(consumer).await?;
         let inserted = tx.admit(&[InboxEntry { id: MessageId::new(), hash: [0; 16] }]).await;

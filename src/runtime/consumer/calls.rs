@@ -15,9 +15,8 @@ use super::handlers::Handler;
 use crate::error::HandlerError;
 use crate::message::Message;
 use crate::observe;
-use crate::runtime::HandlerTx;
 use crate::runtime::handler::panic_text;
-use crate::store::Store;
+use crate::store::InboxTx;
 
 /// A new message and the handler that takes its kind.
 #[derive(Debug, Clone, Copy)]
@@ -65,12 +64,12 @@ pub(super) fn plan(wanted: impl IntoIterator<Item = Wanted>) -> Vec<Call> {
 
 /// Runs a handler: a panic and a timeout are failures like any other. `attempt` is the number of
 /// the try where it was counted.
-pub(super) async fn call<S: Store>(
-    shared: &Shared<S>,
-    handler: &Handler<S>,
+pub(super) async fn call(
+    shared: &Shared,
+    handler: &dyn Handler,
     messages: &[&Message],
     attempt: Option<u32>,
-    tx: &mut S::Tx,
+    tx: &mut dyn InboxTx,
     enqueued: &mut bool,
 ) -> Result<(), HandlerError> {
     let numbered: Vec<Message> = match attempt {
@@ -81,18 +80,7 @@ pub(super) async fn call<S: Store>(
     let messages = if attempt.is_some() { &numbered } else { messages };
     let limit = shared.options.handler_timeout;
     let began = Instant::now();
-    let mut handler_tx = HandlerTx::new(tx, enqueued);
-    let handling = async {
-        match handler {
-            Handler::Single(handler) => {
-                for message in messages {
-                    handler.handle(message, &mut handler_tx).await?;
-                }
-                Ok(())
-            }
-            Handler::Batch(handler) => handler.handle_batch(messages, &mut handler_tx).await,
-        }
-    };
+    let handling = handler.handle(messages, tx, enqueued);
     // The timeout inside: what a handler holds may panic as well when it is dropped at the end of
     // its time.
     let run = AssertUnwindSafe(async { tokio::time::timeout(limit, handling).await });

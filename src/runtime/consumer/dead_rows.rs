@@ -14,11 +14,11 @@ use tokio_util::sync::CancellationToken;
 use super::Shared;
 use crate::observe::PartState;
 use crate::runtime::pace::sleep_unless;
-use crate::store::{ConsumerId, Store};
+use crate::store::ConsumerId;
 
 const LOOK_EVERY: Duration = Duration::from_secs(1);
 
-pub(super) async fn run<S: Store>(shared: Arc<Shared<S>>, consumer: ConsumerId, stop: CancellationToken) {
+pub(super) async fn run(shared: Arc<Shared>, consumer: ConsumerId, stop: CancellationToken) {
     let rows_max = shared.options.dead_rows_max;
     let why =
         format!("{rows_max} dead messages, `dead_rows_max` reached: nothing more is taken; see `oncebox dead list`");

@@ -1,27 +1,84 @@
 //! Which handler takes which kind.
+//!
+//! Promise: handlers are written against the connection of one kind of database; the consumer that
+//! calls them knows none. Where a handler does not fit the store, its messages fail and say so.
 
 use std::fmt;
-use std::sync::Arc;
+use std::marker::PhantomData;
 
-use crate::runtime::{BatchMessageHandler, MessageHandler};
-use crate::store::Store;
+use async_trait::async_trait;
 
-/// A handler, by how it takes messages.
-pub(super) enum Handler<S: Store> {
-    /// One by one.
-    Single(Arc<dyn MessageHandler<S>>),
-    /// All new ones of a batch at once.
-    Batch(Arc<dyn BatchMessageHandler<S>>),
+use crate::error::HandlerError;
+use crate::message::Message;
+use crate::runtime::{BatchMessageHandler, HandlerTx, MessageHandler};
+use crate::store::{InboxTx, Store};
+
+/// A handler as the consumer calls it, whatever its database.
+#[async_trait]
+pub(super) trait Handler: Send + Sync {
+    /// It takes the messages of a batch at once.
+    fn takes_sets(&self) -> bool;
+
+    /// Hands it these messages, in order, with a transaction. `enqueued` is set where it enqueued
+    /// something.
+    async fn handle(
+        &self,
+        messages: &[&Message],
+        tx: &mut dyn InboxTx,
+        enqueued: &mut bool,
+    ) -> Result<(), HandlerError>;
+}
+
+/// Takes messages one by one.
+struct Single<S, H>(H, PhantomData<fn(S)>);
+
+#[async_trait]
+impl<S: Store, H: MessageHandler<S>> Handler for Single<S, H> {
+    fn takes_sets(&self) -> bool {
+        false
+    }
+
+    async fn handle(
+        &self,
+        messages: &[&Message],
+        tx: &mut dyn InboxTx,
+        enqueued: &mut bool,
+    ) -> Result<(), HandlerError> {
+        let mut tx = HandlerTx::<S>::new(tx, enqueued)?;
+        for message in messages {
+            self.0.handle(message, &mut tx).await?;
+        }
+        Ok(())
+    }
+}
+
+/// Takes all new messages of a batch at once.
+struct Set<S, H>(H, PhantomData<fn(S)>);
+
+#[async_trait]
+impl<S: Store, H: BatchMessageHandler<S>> Handler for Set<S, H> {
+    fn takes_sets(&self) -> bool {
+        true
+    }
+
+    async fn handle(
+        &self,
+        messages: &[&Message],
+        tx: &mut dyn InboxTx,
+        enqueued: &mut bool,
+    ) -> Result<(), HandlerError> {
+        self.0.handle_batch(messages, &mut HandlerTx::<S>::new(tx, enqueued)?).await
+    }
 }
 
 /// The handlers of a consumer, by kind. The first that fits takes the message.
-pub struct Handlers<S: Store>(Vec<(Option<String>, Handler<S>)>);
+pub struct Handlers<S: Store>(ByKind, PhantomData<fn(S)>);
 
 impl<S: Store> Handlers<S> {
     /// No handler yet.
     #[must_use]
     pub fn new() -> Self {
-        Self(Vec::new())
+        Self(ByKind::default(), PhantomData)
     }
 
     /// One handler for every kind.
@@ -32,47 +89,35 @@ impl<S: Store> Handlers<S> {
     /// Adds a handler for one kind.
     #[must_use]
     pub fn on(self, kind: impl Into<String>, handler: impl MessageHandler<S> + 'static) -> Self {
-        self.with(Some(kind.into()), Handler::Single(Arc::new(handler)))
+        self.with(Some(kind.into()), Single(handler, PhantomData))
     }
 
     /// Adds a handler for one kind that takes the messages of a batch at once.
     #[must_use]
     pub fn on_batch(self, kind: impl Into<String>, handler: impl BatchMessageHandler<S> + 'static) -> Self {
-        self.with(Some(kind.into()), Handler::Batch(Arc::new(handler)))
+        self.with(Some(kind.into()), Set(handler, PhantomData))
     }
 
     /// Adds a handler for what no other takes.
     #[must_use]
     pub fn otherwise(self, handler: impl MessageHandler<S> + 'static) -> Self {
-        self.with(None, Handler::Single(Arc::new(handler)))
+        self.with(None, Single(handler, PhantomData))
     }
 
     /// Adds a handler for what no other takes, that takes the messages of a batch at once.
     #[must_use]
     pub fn otherwise_batch(self, handler: impl BatchMessageHandler<S> + 'static) -> Self {
-        self.with(None, Handler::Batch(Arc::new(handler)))
+        self.with(None, Set(handler, PhantomData))
     }
 
-    fn with(mut self, kind: Option<String>, handler: Handler<S>) -> Self {
-        self.0.push((kind, handler));
+    fn with(mut self, kind: Option<String>, handler: impl Handler + 'static) -> Self {
+        self.0.0.push((kind, Box::new(handler)));
         self
     }
 
-    /// The handler of a kind, and its number.
-    pub(super) fn find(&self, kind: &str) -> Option<(usize, &Handler<S>)> {
-        let exact = self.0.iter().position(|(of, _)| of.as_deref() == Some(kind));
-        let number = exact.or_else(|| self.0.iter().position(|(of, _)| of.is_none()))?;
-        Some((number, &self.0[number].1))
-    }
-
-    /// The kinds that they take; none where one takes every kind.
-    pub(super) fn kinds(&self) -> Option<Vec<String>> {
-        self.0.iter().map(|(kind, _)| kind.clone()).collect()
-    }
-
-    /// The handler of a number that [`Handlers::find`] gave.
-    pub(super) fn get(&self, number: usize) -> &Handler<S> {
-        &self.0[number].1
+    /// What the consumer calls.
+    pub(super) fn by_kind(self) -> ByKind {
+        self.0
     }
 }
 
@@ -83,6 +128,35 @@ impl<S: Store> Default for Handlers<S> {
 }
 
 impl<S: Store> fmt::Debug for Handlers<S> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.fmt(f)
+    }
+}
+
+/// The same, for a consumer that knows no database.
+#[derive(Default)]
+pub(super) struct ByKind(Vec<(Option<String>, Box<dyn Handler>)>);
+
+impl ByKind {
+    /// The handler of a kind, and its number.
+    pub(super) fn find(&self, kind: &str) -> Option<(usize, &dyn Handler)> {
+        let exact = self.0.iter().position(|(of, _)| of.as_deref() == Some(kind));
+        let number = exact.or_else(|| self.0.iter().position(|(of, _)| of.is_none()))?;
+        Some((number, self.get(number)))
+    }
+
+    /// The kinds that they take; none where one takes every kind.
+    pub(super) fn kinds(&self) -> Option<Vec<String>> {
+        self.0.iter().map(|(kind, _)| kind.clone()).collect()
+    }
+
+    /// The handler of a number that [`ByKind::find`] gave.
+    pub(super) fn get(&self, number: usize) -> &dyn Handler {
+        self.0[number].1.as_ref()
+    }
+}
+
+impl fmt::Debug for ByKind {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_list().entries(self.0.iter().map(|(kind, _)| kind.as_deref().unwrap_or("*"))).finish()
     }

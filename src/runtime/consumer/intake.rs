@@ -23,7 +23,7 @@ use crate::observe::{self, PartState, Trouble};
 use crate::policy::position::Position;
 use crate::policy::suspicion::Suspicion;
 use crate::policy::watermark::Watermark;
-use crate::store::{ConsumerId, Holding, Store};
+use crate::store::{ConsumerId, Holding};
 
 /// The last of the grace, half of it at most: what runs is dropped, and its tries are taken back. A
 /// disk that is busy with other work may need a second or two for that.
@@ -67,8 +67,8 @@ struct GivingUp {
     _guard: RevokeGuard,
 }
 
-struct Intake<'a, S: Store> {
-    shared: &'a Arc<Shared<S>>,
+struct Intake<'a> {
+    shared: &'a Arc<Shared>,
     consumer: ConsumerId,
     subscriber: Box<dyn Subscriber>,
     lanes: Vec<mpsc::UnboundedSender<Item>>,
@@ -86,8 +86,8 @@ struct Intake<'a, S: Store> {
 }
 
 /// Serves one subscriber until the stop, idleness, or its error.
-pub(super) async fn run<S: Store>(
-    shared: &Arc<Shared<S>>,
+pub(super) async fn run(
+    shared: &Arc<Shared>,
     consumer: ConsumerId,
     subscriber: Box<dyn Subscriber>,
     stop: &CancellationToken,
@@ -165,7 +165,7 @@ pub(super) async fn run<S: Store>(
     end
 }
 
-impl<S: Store> Intake<'_, S> {
+impl Intake<'_> {
     async fn serve(
         &mut self,
         done: &mut mpsc::UnboundedReceiver<Done>,

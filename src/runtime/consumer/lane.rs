@@ -23,11 +23,11 @@ use crate::observe::{self, Outcome, PartState};
 use crate::policy::split::{self, NobodysFault, Part};
 use crate::policy::suspicion::Run;
 use crate::runtime::pace::sleep_unless;
-use crate::store::{ConsumerId, InboxTx, Store};
+use crate::store::ConsumerId;
 
 /// One lane's hands.
-pub(super) struct Lane<S: Store> {
-    pub(super) shared: Arc<Shared<S>>,
+pub(super) struct Lane {
+    pub(super) shared: Arc<Shared>,
     pub(super) consumer: ConsumerId,
     pub(super) done: mpsc::UnboundedSender<Done>,
     pub(super) stop: CancellationToken,
@@ -62,8 +62,8 @@ enum Tries {
 pub(super) const TAKE_BACK: Duration = Duration::from_secs(3);
 
 /// Runs until its channel is closed.
-pub(super) async fn run<S: Store>(
-    shared: Arc<Shared<S>>,
+pub(super) async fn run(
+    shared: Arc<Shared>,
     consumer: ConsumerId,
     mut items: mpsc::UnboundedReceiver<Item>,
     done: mpsc::UnboundedSender<Done>,
@@ -95,7 +95,7 @@ pub(super) async fn run<S: Store>(
     }
 }
 
-impl<S: Store> Lane<S> {
+impl Lane {
     async fn work(&mut self, items: Vec<Item>) {
         let mut stack = vec![Work::Batch(items, Tries::Unjudged)];
         while let Some(work) = stack.pop() {

@@ -15,17 +15,13 @@ use uuid::Uuid;
 
 use super::Shared;
 use crate::policy::position::Position;
-use crate::store::{ConsumerId, Holding, Store};
+use crate::store::{ConsumerId, Holding};
 
 /// How much may come again for nothing, against one small write in each such time.
 const EVERY: Duration = Duration::from_secs(1);
 
 /// Writes what it is told, the last of each partition, until nobody tells it any more.
-pub(super) async fn keep<S: Store>(
-    shared: Arc<Shared<S>>,
-    consumer: ConsumerId,
-    mut told: UnboundedReceiver<(Holding, Position)>,
-) {
+pub(super) async fn keep(shared: Arc<Shared>, consumer: ConsumerId, mut told: UnboundedReceiver<(Holding, Position)>) {
     let mut due: HashMap<Uuid, (Holding, Position)> = HashMap::new();
     while let Some(first) = told.recv().await {
         due.insert(first.0.owner, first);

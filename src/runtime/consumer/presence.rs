@@ -10,14 +10,14 @@ use tokio_util::sync::CancellationToken;
 
 use super::Shared;
 use crate::runtime::pace::sleep_unless;
-use crate::store::{ConsumerId, Store};
+use crate::store::ConsumerId;
 
 /// Well below [`crate::store::CONSUMER_PRESENT`].
 const SAYS_EVERY: Duration = Duration::from_secs(10);
 
 /// Until it is told to stop. A database that is away is asked again; what it missed is at most a
 /// minute.
-pub(super) async fn run<S: Store>(shared: Arc<Shared<S>>, consumer: ConsumerId, stop: CancellationToken) {
+pub(super) async fn run(shared: Arc<Shared>, consumer: ConsumerId, stop: CancellationToken) {
     let id_rule = shared.options.id_rule_text();
     loop {
         // A stop does not wait for a database that says nothing.

@@ -14,7 +14,7 @@ use crate::error::BrokerError;
 use crate::observe::{self, PartState};
 use crate::policy::horizon::{Horizon, Sources};
 use crate::runtime::pace::{Pace, sleep_unless};
-use crate::store::{ConsumerId, Store};
+use crate::store::ConsumerId;
 
 /// Rows looked at in one transaction.
 const PAGE: usize = 1_000;
@@ -22,8 +22,8 @@ const PAGE: usize = 1_000;
 const BETWEEN: Duration = Duration::from_millis(20);
 
 /// Whether the horizon may be used; waits for a database or broker that is away.
-pub(super) async fn check<S: Store>(
-    shared: &Shared<S>,
+pub(super) async fn check(
+    shared: &Shared,
     consumer: ConsumerId,
     stop: &CancellationToken,
 ) -> Result<(), ConsumerError> {
@@ -43,7 +43,7 @@ pub(super) async fn check<S: Store>(
 
 /// Purges at start and at every interval, until the stop; where the inbox forgets nothing, only
 /// tries of what was handled.
-pub(super) async fn run<S: Store>(shared: Arc<Shared<S>>, consumer: ConsumerId, stop: CancellationToken) {
+pub(super) async fn run(shared: Arc<Shared>, consumer: ConsumerId, stop: CancellationToken) {
     let mut pace = Pace::new(Duration::from_millis(100), Duration::from_secs(60));
     let name = &shared.options.name;
     while !stop.is_cancelled() {
@@ -67,11 +67,7 @@ pub(super) async fn run<S: Store>(shared: Arc<Shared<S>>, consumer: ConsumerId, 
 }
 
 /// Everything older than the horizon; gives the rows that went.
-async fn round<S: Store>(
-    shared: &Shared<S>,
-    consumer: ConsumerId,
-    stop: &CancellationToken,
-) -> Result<u64, ConsumerError> {
+async fn round(shared: &Shared, consumer: ConsumerId, stop: &CancellationToken) -> Result<u64, ConsumerError> {
     while shared.store.forget_attempts(consumer, PAGE).await? == PAGE as u64 && sleep_unless(stop, BETWEEN).await {}
     // Once more: a topic may have been made, or keep its records for longer, since the last time.
     is_long_enough(shared, consumer).await?;
@@ -89,7 +85,7 @@ async fn round<S: Store>(
     }
 }
 
-async fn is_long_enough<S: Store>(shared: &Shared<S>, consumer: ConsumerId) -> Result<(), ConsumerError> {
+async fn is_long_enough(shared: &Shared, consumer: ConsumerId) -> Result<(), ConsumerError> {
     let options = &shared.options;
     if options.horizon == Horizon::Never {
         return Ok(());

@@ -24,7 +24,6 @@ use super::Shared;
 use super::batch::{SWALLOWED, roll_back, undo};
 use super::blame::{self, Blame, Fault};
 use super::calls::{self, Call, Wanted, call};
-use super::handlers::Handler;
 use super::settle::{self, KILLS};
 use crate::error::{HandlerError, StoreError};
 use crate::message::{Message, MessageId};
@@ -32,7 +31,7 @@ use crate::observe::{self, Outcome};
 use crate::policy::retry::{Death, Decision};
 use crate::policy::split::{NobodysFault, TIMES_BEFORE_HALVING};
 use crate::runtime::pace::{Pace, sleep_unless};
-use crate::store::{Claim, ClaimedMessage, ConsumerId, InboxTx, Proof, Store, Undone};
+use crate::store::{Claim, ClaimedMessage, ConsumerId, InboxTx, Proof, Undone};
 
 /// What a claim lasts longer than a handler may run.
 const CLAIM_SPARE: Duration = Duration::from_secs(10);
@@ -87,8 +86,8 @@ impl Desk {
 /// One retrier of a consumer, and what it still owes the database. That stays until it is written:
 /// a database that went away in the middle must not leave a message claimed for nothing, or an
 /// alarm unheard (G10).
-struct Retrier<S: Store> {
-    shared: Arc<Shared<S>>,
+struct Retrier {
+    shared: Arc<Shared>,
     consumer: ConsumerId,
     stop: CancellationToken,
     /// What still runs is dropped: the grace of a stop is nearly over.
@@ -127,29 +126,29 @@ enum RunEnd {
 }
 
 /// What a look for due messages found.
-enum Found<S: Store> {
-    Run(Vec<ClaimedMessage>, Busy<S>),
+enum Found {
+    Run(Vec<ClaimedMessage>, Busy),
     NothingFor(Duration),
 }
 
 /// A retrier that has something in hand, from before it claims it.
-struct Busy<S: Store>(Arc<Shared<S>>);
+struct Busy(Arc<Shared>);
 
-impl<S: Store> Busy<S> {
-    fn of(shared: &Arc<Shared<S>>) -> Self {
+impl Busy {
+    fn of(shared: &Arc<Shared>) -> Self {
         shared.retrying.fetch_add(1, Ordering::AcqRel);
         Self(Arc::clone(shared))
     }
 }
 
-impl<S: Store> Drop for Busy<S> {
+impl Drop for Busy {
     fn drop(&mut self) {
         self.0.retrying.fetch_sub(1, Ordering::AcqRel);
     }
 }
 
-pub(super) async fn run<S: Store>(
-    shared: Arc<Shared<S>>,
+pub(super) async fn run(
+    shared: Arc<Shared>,
     consumer: ConsumerId,
     stop: CancellationToken,
     abandon: CancellationToken,
@@ -180,7 +179,7 @@ pub(super) async fn run<S: Store>(
     }
 }
 
-impl<S: Store> Retrier<S> {
+impl Retrier {
     /// Waits for what is due, and runs it.
     async fn step(&mut self) -> Result<(), StoreError> {
         self.settle_up().await?;
@@ -210,7 +209,7 @@ impl<S: Store> Retrier<S> {
     }
 
     /// Claims what is due first.
-    async fn look(&mut self, swept: &mut Instant) -> Result<Found<S>, StoreError> {
+    async fn look(&mut self, swept: &mut Instant) -> Result<Found, StoreError> {
         let (shared, consumer) = (Arc::clone(&self.shared), self.consumer);
         if swept.elapsed() >= SWEEP {
             shared.store.sweep(consumer).await?;
@@ -428,15 +427,15 @@ impl<S: Store> Retrier<S> {
     }
 }
 
-async fn in_transaction<S: Store>(
-    shared: &Arc<Shared<S>>,
+async fn in_transaction(
+    shared: &Arc<Shared>,
     consumer: ConsumerId,
     run: &[ClaimedMessage],
     give_up: &CancellationToken,
 ) -> Result<RunEnd, StoreError> {
     let mut tx = shared.store.begin(consumer).await?;
     let mut enqueued = false;
-    match body(shared, &mut tx, run, &mut enqueued).await {
+    match body(shared, tx.as_mut(), run, &mut enqueued).await {
         Ok(RunEnd::Done) => match tx.commit().await {
             Ok(()) => {
                 if enqueued {
@@ -453,7 +452,7 @@ async fn in_transaction<S: Store>(
             Ok(RunEnd::ClaimLost)
         }
         // A handler may have committed by itself, and the waiting rows with it.
-        end => match (undo(shared, &mut tx, give_up).await?, end) {
+        end => match (undo(shared, tx.as_mut(), give_up).await?, end) {
             (Undone::Committed, _) => Ok(RunEnd::Ended),
             (Undone::Lost, Ok(RunEnd::Failed(at, error))) => {
                 Ok(RunEnd::Failed(at, HandlerError::lost_connection(error)))
@@ -464,9 +463,9 @@ async fn in_transaction<S: Store>(
     }
 }
 
-async fn body<S: Store>(
-    shared: &Arc<Shared<S>>,
-    tx: &mut S::Tx,
+async fn body(
+    shared: &Arc<Shared>,
+    tx: &mut dyn InboxTx,
     run: &[ClaimedMessage],
     enqueued: &mut bool,
 ) -> Result<RunEnd, StoreError> {
@@ -481,7 +480,7 @@ async fn body<S: Store>(
             // as unhandled.
             return Err(StoreError::Corrupt(format!("claimed a message of the kind `{}`", message.kind)));
         };
-        wanted.push(Wanted { item, handler, in_sets: matches!(takes, Handler::Batch(_)), lane: message.lane_id() });
+        wanted.push(Wanted { item, handler, in_sets: takes.takes_sets(), lane: message.lane_id() });
     }
     for Call { handler, items } in calls::plan(wanted) {
         let messages: Vec<&Message> = items.iter().map(|item| &run[*item].message).collect();

@@ -11,7 +11,7 @@ use crate::error::{HandlerError, StoreError};
 use crate::message::Message;
 use crate::observe::{self, Outcome};
 use crate::policy::retry::{Asked, Decision, RetryPolicy};
-use crate::store::{ConsumerId, InboxTx, ParkAs, Parked, Store};
+use crate::store::{ConsumerId, ParkAs, Parked};
 
 /// Of a message that cannot be stored whole, the id, kind and source are kept up to this many
 /// bytes.
@@ -53,7 +53,7 @@ pub(super) fn out_of_time(consumer: &str, item: &Item, reason: &str) -> Parked {
 /// Stores the message until it works, then reports it as committed. One that the database will not
 /// take as it is, is stored as dead without its content: it stops its partition no longer, and its
 /// coordinates say where the content is.
-pub(super) async fn park<S: Store>(lane: &mut Lane<S>, item: Item, park_as: ParkAs, tries: u32, error: &HandlerError) {
+pub(super) async fn park(lane: &mut Lane, item: Item, park_as: ParkAs, tries: u32, error: &HandlerError) {
     let parked =
         Parked { message: item.message.clone(), park_as, attempts: tries, error: Some(error.message().to_owned()) };
     let (mut blame, mut unstorable) = (Blame::default(), None);
@@ -79,7 +79,7 @@ pub(super) async fn park<S: Store>(lane: &mut Lane<S>, item: Item, park_as: Park
 }
 
 /// What was stored is said; none where somebody else was done with it in the meantime.
-fn say<S: Store>(lane: &Lane<S>, stored: Option<&Parked>) -> Outcome {
+fn say(lane: &Lane, stored: Option<&Parked>) -> Outcome {
     let consumer = &lane.shared.options.name;
     let Some(Parked { message, park_as, attempts: tries, error }) = stored else { return Outcome::Duplicate };
     let (id, sent_id, topic) = (message.id, &message.id_text, &message.topic);
@@ -97,8 +97,8 @@ fn say<S: Store>(lane: &Lane<S>, stored: Option<&Parked>) -> Outcome {
 }
 
 /// As what it was stored; none where somebody else was done with it in the meantime.
-async fn store<S: Store>(
-    lane: &Lane<S>,
+async fn store(
+    lane: &Lane,
     item: &Item,
     parked: &Parked,
     unstorable: Option<&str>,
@@ -106,7 +106,7 @@ async fn store<S: Store>(
     let mut tx = lane.shared.store.begin(lane.consumer).await?;
     let body = async {
         let mut parked = parked.clone();
-        match admit(&mut tx, std::slice::from_ref(item)).await?.first() {
+        match admit(tx.as_mut(), std::slice::from_ref(item)).await?.first() {
             None | Some(Fate::Duplicate) => return Ok(None),
             Some(Fate::New) => {}
             // An older message of its key came to wait in the meantime: it is the head, this one
@@ -161,7 +161,7 @@ fn without_content(parked: Parked, why: &str, holds: bool) -> Parked {
 
 /// The handler ended its transaction and so committed the inbox row: dead, loudly, never
 /// acknowledged as a duplicate (R23).
-pub(super) async fn transaction_ended<S: Store>(lane: &mut Lane<S>, item: Item) {
+pub(super) async fn transaction_ended(lane: &mut Lane, item: Item) {
     loop {
         match store_ended(&lane.shared, lane.consumer, &item.message, 1).await {
             Ok(()) => {
@@ -180,8 +180,8 @@ pub(super) async fn transaction_ended<S: Store>(lane: &mut Lane<S>, item: Item) 
 
 /// Stores a message as dead whose handler committed by itself. To be tried until it works: nothing
 /// else knows of it any more.
-pub(super) async fn store_ended<S: Store>(
-    shared: &Shared<S>,
+pub(super) async fn store_ended(
+    shared: &Shared,
     consumer: ConsumerId,
     message: &Message,
     attempts: u32,

@@ -10,11 +10,11 @@ use super::trial::{
     arrived, due, effect, entry, everything, message, new_entry, new_message, parked, payloads, read_nothing,
     read_rows, spec,
 };
-use super::{Fixture, Trial};
+use super::{Connection, Fixture, Trial};
 use crate::error::StoreError;
 use crate::message::{MessageId, identity};
 use crate::policy::position::Position;
-use crate::store::{ConsumerSpec, Holding, Inbox, InboxEntry, InboxTx, Known, Opened, ParkAs, Proof};
+use crate::store::{ConsumerSpec, Holding, Inbox, InboxEntry, Known, Opened, ParkAs, Proof};
 
 /// Registered once; another id rule only by the operator's word (R31).
 pub async fn a_consumer_keeps_its_number_and_its_id_rule<F: Fixture>(trial: &Trial<F>) {
@@ -408,7 +408,7 @@ pub async fn a_transaction_that_is_dropped_leaves_nothing<F: Fixture>(trial: &Tr
         let work = async move {
             let mut tx = store.begin(consumer).await.unwrap();
             tx.admit(&[entry]).await.unwrap();
-            effect::<F>(tx.connection(), "m", "1").await.unwrap();
+            effect::<F>(tx.connection().unwrap(), "m", "1").await.unwrap();
             tx.prove().await.unwrap();
             std::future::pending::<()>().await;
         };
@@ -417,7 +417,7 @@ pub async fn a_transaction_that_is_dropped_leaves_nothing<F: Fixture>(trial: &Tr
     }
     let mut tx = trial.store.begin(consumer).await.unwrap();
     assert_eq!(tx.admit(&[entry]).await.unwrap().known, vec![None]);
-    effect::<F>(tx.connection(), "m", "2").await.unwrap();
+    effect::<F>(tx.connection().unwrap(), "m", "2").await.unwrap();
     assert_eq!(tx.prove().await.unwrap(), Proof::Same);
     tx.commit().await.unwrap();
     assert_eq!(trial.effects("m").await, 1);
@@ -431,7 +431,7 @@ pub async fn effects_of_an_enqueue_go_with_the_transaction<F: Fixture>(trial: &T
     for commit in [false, true] {
         let mut tx = trial.store.begin(consumer).await.unwrap();
         tx.admit(&[new_entry()]).await.unwrap();
-        crate::store::enqueue(tx.connection(), new_message("k", "follow-up")).await.unwrap();
+        crate::store::enqueue::<Connection<F>>(tx.connection().unwrap(), new_message("k", "follow-up")).await.unwrap();
         assert_eq!(tx.prove().await.unwrap(), Proof::Same);
         if commit {
             tx.commit().await.unwrap();

@@ -2,10 +2,10 @@
 //! every statement, and of a commit an unknown outcome.
 
 use super::trial::{Tx, due, effect, everything, message, new_entry, new_message, parked};
-use super::{Fixture, Trial};
+use super::{Connection, Fixture, Trial};
 use crate::error::{HandlerError, StoreError};
 use crate::message::Message;
-use crate::store::{Claim, Inbox, InboxEntry, InboxTx, ParkAs, Proof, Waiting};
+use crate::store::{Claim, Inbox, InboxEntry, ParkAs, Proof, Waiting};
 
 const STATEMENTS: [&str; 9] =
     ["admit", "blocked", "park", "forget", "finish", "clear attempts", "handler", "enqueue", "prove"];
@@ -14,7 +14,7 @@ const STATEMENTS: [&str; 9] =
 /// did not fail.
 async fn run<F: Fixture>(
     trial: &Trial<F>,
-    tx: &mut Tx<F>,
+    tx: &mut Tx,
     statement: &str,
     entry: InboxEntry,
     waiting: &Message,
@@ -35,10 +35,12 @@ async fn run<F: Fixture>(
         "clear attempts" => tx.clear_attempts(&[entry.id]).await,
         "handler" => {
             // As a handler fails by `?`.
-            let error = HandlerError::from(effect::<F>(tx.connection(), "m", "").await.err()?);
+            let error = HandlerError::from(effect::<F>(tx.connection().unwrap(), "m", "").await.err()?);
             return Some((error.is_nobodys(), error.to_string()));
         }
-        "enqueue" => crate::store::enqueue(tx.connection(), new_message("k", "follow-up")).await.map(drop),
+        "enqueue" => crate::store::enqueue::<Connection<F>>(tx.connection().unwrap(), new_message("k", "follow-up"))
+            .await
+            .map(drop),
         _ => tx.prove().await.map(drop),
     };
     outcome.err().map(|error| (error.is_nobodys(), error.to_string()))
@@ -58,9 +60,9 @@ pub async fn r27_a_lost_connection_in_any_statement_of_the_inbox_transaction_is_
         let mut tx = trial.store.begin(consumer).await.unwrap();
         if !matches!(statement, "admit" | "finish") {
             tx.admit(&[entry]).await.unwrap();
-            effect::<F>(tx.connection(), "m", "").await.unwrap();
+            effect::<F>(tx.connection().unwrap(), "m", "").await.unwrap();
         }
-        if !trial.end_connection(case, tx.connection()).await {
+        if !trial.end_connection(case, tx.connection().unwrap()).await {
             return tx.rollback().await.unwrap();
         }
         match run(trial, &mut tx, statement, entry, &waiting).await {
@@ -82,11 +84,11 @@ pub async fn g12_a_commit_on_a_lost_connection_is_unknown_and_not_an_error<F: Fi
     for lost in [true, false] {
         let mut tx = trial.store.begin(consumer).await.unwrap();
         assert_eq!(tx.admit(&[entry]).await.unwrap().known, vec![None]);
-        effect::<F>(tx.connection(), "m", "").await.unwrap();
+        effect::<F>(tx.connection().unwrap(), "m", "").await.unwrap();
         assert_eq!(tx.prove().await.unwrap(), Proof::Same);
         if !lost {
             tx.commit().await.unwrap();
-        } else if trial.end_connection(case, tx.connection()).await {
+        } else if trial.end_connection(case, tx.connection().unwrap()).await {
             let outcome = tx.commit().await;
             assert!(matches!(&outcome, Err(error @ StoreError::CommitUnknown(_)) if error.is_nobodys()), "{outcome:?}");
         } else {

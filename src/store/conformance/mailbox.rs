@@ -3,8 +3,8 @@
 use std::time::Duration;
 
 use super::trial::{eventually, in_a_day, new_entry};
-use super::{Fixture, Trial};
-use crate::store::{Claim, EmailOutcome, EmailToSend, Inbox, InboxTx, Mailbox, NewEmail};
+use super::{Connection, Fixture, Trial};
+use crate::store::{Claim, Door, EmailOutcome, EmailToSend, Inbox, Mailbox, NewEmail};
 
 const CLAIM: Duration = Duration::from_secs(600);
 
@@ -19,7 +19,7 @@ fn email(key: &str) -> NewEmail {
 
 async fn queue<F: Fixture>(trial: &Trial<F>, key: &str) -> bool {
     let mut tx = trial.begin().await;
-    let queued = F::Store::queue_email(&mut tx, &email(key)).await.unwrap();
+    let queued = tx.queue_email(&email(key)).await.unwrap();
     tx.commit().await.unwrap();
     queued
 }
@@ -39,8 +39,9 @@ pub async fn an_email_goes_with_its_transaction<F: Fixture>(trial: &Trial<F>) {
     for commit in [false, true] {
         let mut tx = trial.store.begin(consumer).await.unwrap();
         tx.admit(&[new_entry()]).await.unwrap();
-        assert!(F::Store::queue_email(tx.connection(), &email("k")).await.unwrap());
-        assert!(!F::Store::queue_email(tx.connection(), &email("k")).await.unwrap());
+        let connection: &mut Connection<F> = tx.connection().unwrap();
+        assert!(connection.queue_email(&email("k")).await.unwrap());
+        assert!(!connection.queue_email(&email("k")).await.unwrap());
         if commit {
             tx.commit().await.unwrap();
         } else {

@@ -9,9 +9,9 @@ use super::{Fixture, Trial};
 use crate::error::StoreError;
 use crate::message::{Message, MessageId};
 use crate::store::{
-    ActContext, Base, Claim, ConsumerId, DeadFilter, DeadMessage, DeadPlace, DeadState, Diversion, EmailOutcome,
-    Forgotten, Holding, Inbox, InboxTx, Mailbox, Mark, NewEmail, Operator, OperatorAct, OperatorOutcome,
-    OperatorRequest, ParkAs, RequestedAct, Waiting,
+    ActContext, Base, Claim, ConsumerId, DeadFilter, DeadMessage, DeadPlace, DeadState, Diversion, Door, EmailOutcome,
+    Forgotten, Holding, Inbox, Mailbox, Mark, NewEmail, Operator, OperatorAct, OperatorOutcome, OperatorRequest,
+    ParkAs, RequestedAct, Waiting,
 };
 
 fn context() -> ActContext {
@@ -72,7 +72,7 @@ pub async fn the_status_counts_what_is_there<F: Fixture>(trial: &Trial<F>) {
     let mut tx = trial.begin().await;
     for key in ["1", "2"] {
         let email = NewEmail { unique_key: key.into(), recipient: "a@b".into(), subject: "s".into(), body: "b".into() };
-        assert!(F::Store::queue_email(&mut tx, &email).await.unwrap());
+        assert!(tx.queue_email(&email).await.unwrap());
     }
     tx.commit().await.unwrap();
     let email = trial.store.claim_emails(1, &Claim::new(Duration::from_secs(60))).await.unwrap().remove(0);

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use super::trial::{LEASE, Tx, due, effect, everything, message, new_entry};
 use super::{Connection, Fixture, Trial};
-use crate::store::{Claim, Inbox, InboxTx, Proof, Undone, Waiting};
+use crate::store::{Claim, Inbox, Proof, Undone, Waiting};
 
 /// Runs SQL as a careless handler does: an error is swallowed.
 async fn careless<F: Fixture>(connection: &mut Connection<F>, sql: &str) {
@@ -23,13 +23,13 @@ struct End {
 async fn handler<F: Fixture>(trial: &Trial<F>, statements: &[&str]) -> End {
     let consumer = trial.consumer("c").await;
     let entry = new_entry();
-    let mut tx: Tx<F> = trial.store.begin(consumer).await.unwrap();
+    let mut tx: Tx = trial.store.begin(consumer).await.unwrap();
     assert_eq!(tx.admit(&[entry]).await.unwrap().known, vec![None]);
-    effect::<F>(tx.connection(), "before", "").await.unwrap();
+    effect::<F>(tx.connection().unwrap(), "before", "").await.unwrap();
     for statement in statements {
-        careless::<F>(tx.connection(), statement).await;
+        careless::<F>(tx.connection().unwrap(), statement).await;
     }
-    let _ = effect::<F>(tx.connection(), "after", "").await;
+    let _ = effect::<F>(tx.connection().unwrap(), "after", "").await;
     // Then what the runtime does: commit only what is proven, and look what became of the rest.
     let proof = tx.prove().await.unwrap();
     if proof == Proof::Same {
@@ -58,7 +58,7 @@ async fn still_works<F: Fixture>(trial: &Trial<F>) {
         let (entry, note) = (new_entry(), round.to_string());
         let mut tx = trial.store.begin(consumer).await.unwrap();
         assert_eq!(tx.admit(&[entry]).await.unwrap().known, vec![None]);
-        effect::<F>(tx.connection(), "works", &note).await.unwrap();
+        effect::<F>(tx.connection().unwrap(), "works", &note).await.unwrap();
         assert_eq!(tx.prove().await.unwrap(), Proof::Same);
         if round % 2 == 0 {
             tx.commit().await.unwrap();
@@ -112,9 +112,9 @@ pub async fn r23_a_rollback_of_the_handler_is_found_out<F: Fixture>(trial: &Tria
     let entry = new_entry();
     let mut tx = trial.store.begin(consumer).await.unwrap();
     tx.admit(&[entry]).await.unwrap();
-    effect::<F>(tx.connection(), "before", "").await.unwrap();
-    careless::<F>(tx.connection(), "rollback").await;
-    let _ = effect::<F>(tx.connection(), "after", "").await;
+    effect::<F>(tx.connection().unwrap(), "before", "").await.unwrap();
+    careless::<F>(tx.connection().unwrap(), "rollback").await;
+    let _ = effect::<F>(tx.connection().unwrap(), "after", "").await;
     let proof = tx.prove().await.unwrap();
     assert_ne!(proof, Proof::Same);
     let _ = tx.rollback().await;
@@ -168,13 +168,13 @@ pub async fn r23_savepoints_of_the_handler_are_its_own<F: Fixture>(trial: &Trial
 }
 
 /// A transaction with one new id and one effect, in which a handler then ran `statement`.
-async fn after<F: Fixture>(trial: &Trial<F>, statement: &str) -> (Tx<F>, crate::store::InboxEntry) {
+async fn after<F: Fixture>(trial: &Trial<F>, statement: &str) -> (Tx, crate::store::InboxEntry) {
     let consumer = trial.consumer("c").await;
     let entry = new_entry();
     let mut tx = trial.store.begin(consumer).await.unwrap();
     tx.admit(&[entry]).await.unwrap();
-    effect::<F>(tx.connection(), "before", "").await.unwrap();
-    careless::<F>(tx.connection(), statement).await;
+    effect::<F>(tx.connection().unwrap(), "before", "").await.unwrap();
+    careless::<F>(tx.connection().unwrap(), statement).await;
     (tx, entry)
 }
 
@@ -184,7 +184,7 @@ pub async fn what_a_handler_committed_is_told_although_its_connection_is_lost<F:
     let consumer = trial.consumer("c").await;
     for (statement, expected) in [("commit", Undone::Committed), ("select 1", Undone::Lost)] {
         let (mut tx, entry) = after(trial, statement).await;
-        if !trial.end_connection(case, tx.connection()).await {
+        if !trial.end_connection(case, tx.connection().unwrap()).await {
             return tx.rollback().await.unwrap();
         }
         assert_eq!(tx.undo().await.unwrap(), expected, "{statement}");
@@ -205,7 +205,7 @@ pub async fn what_a_handler_committed_is_told_while_a_statement_of_it_runs<F: Fi
         let mut holder = trial.begin().await;
         F::run(&mut holder, "update held set by_whom = 'first' where id = 1").await.unwrap();
         let (mut tx, entry) = after(trial, statement).await;
-        let waits = F::run(tx.connection(), "update held set by_whom = 'second' where id = 1");
+        let waits = F::run(tx.connection().unwrap(), "update held set by_whom = 'second' where id = 1");
         // As a handler that runs out of time is dropped.
         assert!(tokio::time::timeout(Duration::from_millis(300), waits).await.is_err());
         assert_eq!(tx.undo().await.unwrap(), expected, "{statement}");
@@ -227,7 +227,7 @@ pub async fn a_head_that_a_handler_committed_away_is_told<F: Fixture>(trial: &Tr
         let head = trial.store.claim_due(consumer, &everything(), &Claim::new(LEASE)).await.unwrap().unwrap();
         let mut tx = trial.store.begin(consumer).await.unwrap();
         assert!(tx.finish(std::slice::from_ref(&head)).await.unwrap());
-        careless::<F>(tx.connection(), statement).await;
+        careless::<F>(tx.connection().unwrap(), statement).await;
         let undone = tx.undo().await.unwrap();
         drop(tx);
         let stands = trial.store.give_back(consumer, &[head]).await.unwrap() == 1;

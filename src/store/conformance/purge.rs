@@ -8,7 +8,7 @@ use super::{Fixture, Trial};
 use crate::message::{MessageId, identity};
 use crate::policy::db_time::DbTime;
 use crate::policy::horizon::{Age, Verdict, judge};
-use crate::store::{ConsumerId, Inbox, InboxEntry, InboxTx, ParkAs, time_in_id};
+use crate::store::{ConsumerId, Inbox, InboxEntry, ParkAs, time_in_id};
 
 /// A timed id of so many seconds from now, by the clock of the database.
 async fn id_at<F: Fixture>(trial: &Trial<F>, consumer: ConsumerId, seconds: i64) -> MessageId {

@@ -20,7 +20,7 @@ pub(super) const LEASE: Duration = Duration::from_secs(600);
 /// The connection type of a trial's session.
 pub(super) type Session = Box<dyn RelaySession>;
 /// The transaction type of a trial's inbox.
-pub(super) type Tx<F> = <<F as Fixture>::Store as Inbox>::Tx;
+pub(super) type Tx = Box<dyn InboxTx>;
 
 /// One case on one private database.
 #[derive(Debug)]

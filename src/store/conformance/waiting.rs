@@ -5,7 +5,7 @@ use std::time::Duration;
 use super::trial::{arrived, due, entry, eventually, everything, in_a_day, message, parked};
 use super::{Fixture, Trial};
 use crate::message::Message;
-use crate::store::{Claim, ClaimedMessage, ConsumerId, DeadFilter, Inbox, InboxTx, Operator, ParkAs, Scope, Waiting};
+use crate::store::{Claim, ClaimedMessage, ConsumerId, DeadFilter, Inbox, Operator, ParkAs, Scope, Waiting};
 
 const CLAIM: Duration = Duration::from_secs(600);
 

@@ -19,7 +19,7 @@ use uuid::Uuid;
 use crate::error::{LimitError, StoreError};
 use crate::message::{Headers, Limits, MessageId, NewMessage, TraceContext, bucket};
 use crate::policy::hex::hex;
-use crate::store::Door;
+use crate::store::{Door, NewEmail};
 
 /// Lengths are twice those of the columns: everything stands in hexadecimal digits. Each limit that
 /// must be met stands for one row of `oncebox_limits`: a row that was deleted refuses everything.
@@ -131,6 +131,10 @@ impl Door for MySqlConnection {
             }
         }
         Err(StoreError::Corrupt("the outbox refuses messages that break no limit".to_owned()))
+    }
+
+    async fn queue_email(&mut self, email: &NewEmail) -> Result<bool, StoreError> {
+        super::mailbox::queue(self, email).await
     }
 }
 

@@ -18,12 +18,14 @@ mod attempts;
 mod purge;
 mod register;
 
+use std::any::Any;
 use std::collections::{HashMap, HashSet};
 use std::ops::ControlFlow;
 use std::time::{Duration, Instant};
 
+use async_trait::async_trait;
 use sqlx::mysql::{MySqlQueryResult, MySqlRow};
-use sqlx::{AssertSqlSafe, Either, MySql, MySqlConnection, Row, raw_sql};
+use sqlx::{AssertSqlSafe, Either, MySql, Row, raw_sql};
 
 use super::schema::number;
 use super::{MySqlStore, hex, hex_list, sixteen, token, waiting};
@@ -51,7 +53,7 @@ pub(super) const NO_SAVEPOINT: u16 = 1305;
 
 /// The transaction around a handler.
 #[derive(Debug)]
-pub struct MySqlInboxTx {
+pub(super) struct MySqlInboxTx {
     transaction: Bounded<MySql>,
     /// To ask about `transaction` where it does not answer.
     pool: BoundedPool<MySql>,
@@ -76,9 +78,8 @@ const WORKS: &str = "\
 select command <> 'Sleep' and coalesce(state, '') not in ('Writing to net', 'Sending to client', 'Reading from net') \
   from information_schema.processlist where id = ?";
 
+#[async_trait]
 impl Inbox for MySqlStore {
-    type Tx = MySqlInboxTx;
-
     async fn register(&self, spec: &ConsumerSpec) -> Result<ConsumerId, StoreError> {
         register::register(&self.pool, spec).await
     }
@@ -90,11 +91,11 @@ impl Inbox for MySqlStore {
         Ok(sqlx::query(seen).bind(consumer.0).bind(id_rule).run(&self.pool).await?.rows_affected() == 1)
     }
 
-    async fn begin(&self, consumer: ConsumerId) -> Result<MySqlInboxTx, StoreError> {
+    async fn begin(&self, consumer: ConsumerId) -> Result<Box<dyn InboxTx>, StoreError> {
         let wait = self.lock_wait.as_secs().max(1);
         let start = format!("set session innodb_lock_wait_timeout = {wait}; {START_HANDLER}");
         let (transaction, pool) = (self.pool.begin(AssertSqlSafe(start)).await?, self.pool.clone());
-        Ok(MySqlInboxTx {
+        Ok(Box::new(MySqlInboxTx {
             transaction,
             pool,
             consumer,
@@ -106,7 +107,7 @@ impl Inbox for MySqlStore {
             ours: Vec::new(),
             removed: None,
             works: false,
-        })
+        }))
     }
 
     async fn known(&self, consumer: ConsumerId, ids: &[MessageId]) -> Result<HashSet<MessageId>, StoreError> {
@@ -226,10 +227,9 @@ fn id_list(ids: &[MessageId]) -> String {
     hex_list(ids.iter().map(<[u8; 16]>::as_slice))
 }
 
+#[async_trait]
 impl InboxTx for MySqlInboxTx {
-    type Db = MySql;
-
-    fn connection(&mut self) -> &mut MySqlConnection {
+    fn any_connection(&mut self) -> &mut (dyn Any + Send) {
         self.transaction.lend()
     }
 
@@ -343,11 +343,11 @@ impl InboxTx for MySqlInboxTx {
         undone
     }
 
-    async fn commit(mut self) -> Result<(), StoreError> {
+    async fn commit(mut self: Box<Self>) -> Result<(), StoreError> {
         self.transaction.commit().await
     }
 
-    async fn rollback(mut self) -> Result<(), StoreError> {
+    async fn rollback(mut self: Box<Self>) -> Result<(), StoreError> {
         self.transaction.rollback().await.map_err(StoreError::from)
     }
 }

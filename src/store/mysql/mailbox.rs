@@ -4,6 +4,7 @@
 //! undoes that statement and nothing else on MySQL); a value that a server without strict mode
 //! would shorten is refused before.
 
+use async_trait::async_trait;
 use sqlx::mysql::MySqlRow;
 use sqlx::{MySqlConnection, Row};
 use uuid::Uuid;
@@ -18,38 +19,40 @@ use crate::store::{CLAIM_MAX, Claim, EmailOutcome, EmailToSend, Mailbox, NewEmai
 const UNIQUE_KEY_BYTES_MAX: usize = 255;
 const TEXT_BYTES_MAX: usize = 65_535;
 
-impl Mailbox for MySqlStore {
-    async fn queue_email(connection: &mut MySqlConnection, email: &NewEmail) -> Result<bool, StoreError> {
-        // The connection may be the application's own, in any SQL mode.
-        for (what, value, max) in [
-            ("unique key", &email.unique_key, UNIQUE_KEY_BYTES_MAX),
-            ("recipient", &email.recipient, TEXT_BYTES_MAX),
-            ("subject", &email.subject, TEXT_BYTES_MAX),
-        ] {
-            if value.len() > max {
-                let has = value.len();
-                return Err(StoreError::Refused(format!(
-                    "the {what} of an e-mail has {has} bytes, at most {max} are allowed"
-                )));
-            }
-        }
-        let inserted = sqlx::query(
-            "insert into oncebox_email (unique_key, recipient, subject, body, state, due_at, claim, attempts, created_at) \
-             values (?, ?, ?, ?, 'pending', utc_timestamp(6), null, 0, utc_timestamp(6))",
-        )
-        .bind(email.unique_key.as_bytes())
-        .bind(&email.recipient)
-        .bind(&email.subject)
-        .bind(&email.body)
-        .execute(connection)
-        .await;
-        match inserted {
-            Ok(_) => Ok(true),
-            Err(error) if number(&error) == Some(1062) => Ok(false),
-            Err(error) => Err(error.into()),
+/// A row of its own kind in the caller's transaction; false where its key is there already.
+pub(super) async fn queue(connection: &mut MySqlConnection, email: &NewEmail) -> Result<bool, StoreError> {
+    // The connection may be the application's own, in any SQL mode.
+    for (what, value, max) in [
+        ("unique key", &email.unique_key, UNIQUE_KEY_BYTES_MAX),
+        ("recipient", &email.recipient, TEXT_BYTES_MAX),
+        ("subject", &email.subject, TEXT_BYTES_MAX),
+    ] {
+        if value.len() > max {
+            let has = value.len();
+            return Err(StoreError::Refused(format!(
+                "the {what} of an e-mail has {has} bytes, at most {max} are allowed"
+            )));
         }
     }
+    let inserted = sqlx::query(
+        "insert into oncebox_email (unique_key, recipient, subject, body, state, due_at, claim, attempts, created_at) \
+         values (?, ?, ?, ?, 'pending', utc_timestamp(6), null, 0, utc_timestamp(6))",
+    )
+    .bind(email.unique_key.as_bytes())
+    .bind(&email.recipient)
+    .bind(&email.subject)
+    .bind(&email.body)
+    .execute(connection)
+    .await;
+    match inserted {
+        Ok(_) => Ok(true),
+        Err(error) if number(&error) == Some(1062) => Ok(false),
+        Err(error) => Err(error.into()),
+    }
+}
 
+#[async_trait]
+impl Mailbox for MySqlStore {
     async fn claim_emails(&self, limit: usize, claim: &Claim) -> Result<Vec<EmailToSend>, StoreError> {
         let mut transaction = self.pool.begin(START).await?;
         let due: Vec<i64> = sqlx::query_scalar(

@@ -11,6 +11,7 @@
 use std::collections::HashMap;
 use std::time::Duration;
 
+use async_trait::async_trait;
 use chrono::{DateTime, Utc};
 use sqlx::mysql::MySqlRow;
 use sqlx::{MySql, QueryBuilder, Row};
@@ -30,6 +31,7 @@ const PARK_ROWS_MAX: usize = 500;
 /// Heads that one sweep makes due.
 const SWEEP_MAX: i64 = 1_000;
 
+#[async_trait]
 impl Waiting for MySqlStore {
     async fn claim_due(
         &self,

@@ -6,7 +6,7 @@ use uuid::Uuid;
 
 use crate::error::{LimitError, StoreError};
 use crate::message::{Headers, Limits, NewMessage};
-use crate::store::Door;
+use crate::store::{Door, NewEmail};
 
 /// A value of PostgreSQL is smaller than 1 GiB.
 const VALUE_BYTES_MAX: usize = (1 << 30) - 1;
@@ -42,6 +42,10 @@ impl Door for PgConnection {
             )));
         }
         Ok(ids)
+    }
+
+    async fn queue_email(&mut self, email: &NewEmail) -> Result<bool, StoreError> {
+        super::mailbox::queue(self, email).await
     }
 }
 

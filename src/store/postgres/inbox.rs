@@ -8,10 +8,12 @@ mod assignment;
 mod fate;
 mod purge;
 
+use std::any::Any;
 use std::collections::{HashMap, HashSet};
 use std::time::Duration;
 
-use sqlx::{AssertSqlSafe, PgConnection, Postgres, Row};
+use async_trait::async_trait;
+use sqlx::{AssertSqlSafe, Postgres, Row};
 use uuid::Uuid;
 
 use self::fate::Written;
@@ -103,9 +105,8 @@ select array(select l.lane_id from unnest($2::uuid[]) l (lane_id)
        (select value from oncebox.limits where name = 'id_skew_seconds')
   from oncebox.consumer c where c.consumer_id = $1";
 
+#[async_trait]
 impl Inbox for PostgresStore {
-    type Tx = PostgresTx;
-
     async fn register(&self, spec: &ConsumerSpec) -> Result<ConsumerId, StoreError> {
         const FIND: &str = "select consumer_id, id_rule from oncebox.consumer where name = $1";
         let mut row = sqlx::query(FIND).bind(&spec.name).optional(&self.pool).await?;
@@ -135,11 +136,12 @@ impl Inbox for PostgresStore {
         Ok(sqlx::query(seen).bind(consumer.0).bind(id_rule).run(&self.pool).await?.rows_affected() == 1)
     }
 
-    async fn begin(&self, consumer: ConsumerId) -> Result<PostgresTx, StoreError> {
+    async fn begin(&self, consumer: ConsumerId) -> Result<Box<dyn InboxTx>, StoreError> {
         let wait = lock_wait(self.handler_timeout).as_millis();
         let tx = self.pool.begin(AssertSqlSafe(format!("begin; set local lock_timeout = {wait}"))).await?;
         let pool = self.pool.clone();
-        Ok(PostgresTx { tx, pool, consumer, witness: None, ours: Ids::default(), finished: None, works: false })
+        let (ours, works) = (Ids::default(), false);
+        Ok(Box::new(PostgresTx { tx, pool, consumer, witness: None, ours, finished: None, works }))
     }
 
     async fn known(&self, consumer: ConsumerId, ids: &[MessageId]) -> Result<HashSet<MessageId>, StoreError> {
@@ -330,7 +332,7 @@ impl Ids {
 
 /// The transaction around a handler.
 #[derive(Debug)]
-pub struct PostgresTx {
+pub(super) struct PostgresTx {
     tx: Bounded<Postgres>,
     /// To ask about `tx` where it does not answer.
     pool: BoundedPool<Postgres>,
@@ -344,10 +346,9 @@ pub struct PostgresTx {
     works: bool,
 }
 
+#[async_trait]
 impl InboxTx for PostgresTx {
-    type Db = Postgres;
-
-    fn connection(&mut self) -> &mut PgConnection {
+    fn any_connection(&mut self) -> &mut (dyn Any + Send) {
         self.tx.lend()
     }
 
@@ -484,11 +485,11 @@ impl InboxTx for PostgresTx {
         undone
     }
 
-    async fn commit(mut self) -> Result<(), StoreError> {
+    async fn commit(mut self: Box<Self>) -> Result<(), StoreError> {
         self.tx.commit().await
     }
 
-    async fn rollback(mut self) -> Result<(), StoreError> {
+    async fn rollback(mut self: Box<Self>) -> Result<(), StoreError> {
         Ok(self.tx.rollback().await?)
     }
 }

@@ -1,5 +1,6 @@
 //! E-mail rows: one per effect by their unique key, claimed by due time.
 
+use async_trait::async_trait;
 use sqlx::{PgConnection, Row};
 
 use super::PostgresStore;
@@ -8,21 +9,23 @@ use crate::error::StoreError;
 use crate::store::bounded::Ask;
 use crate::store::{CLAIM_MAX, Claim, EmailOutcome, EmailToSend, Mailbox, NewEmail};
 
-impl Mailbox for PostgresStore {
-    async fn queue_email(connection: &mut PgConnection, email: &NewEmail) -> Result<bool, StoreError> {
-        let done = sqlx::query(
-            "insert into oncebox.email (unique_key, recipient, subject, body) values ($1, $2, $3, $4)
-             on conflict (unique_key) do nothing",
-        )
-        .bind(&email.unique_key)
-        .bind(&email.recipient)
-        .bind(&email.subject)
-        .bind(&email.body)
-        .execute(connection)
-        .await?;
-        Ok(done.rows_affected() == 1)
-    }
+/// A row of its own kind in the caller's transaction; false where its key is there already.
+pub(super) async fn queue(connection: &mut PgConnection, email: &NewEmail) -> Result<bool, StoreError> {
+    let done = sqlx::query(
+        "insert into oncebox.email (unique_key, recipient, subject, body) values ($1, $2, $3, $4)
+         on conflict (unique_key) do nothing",
+    )
+    .bind(&email.unique_key)
+    .bind(&email.recipient)
+    .bind(&email.subject)
+    .bind(&email.body)
+    .execute(connection)
+    .await?;
+    Ok(done.rows_affected() == 1)
+}
 
+#[async_trait]
+impl Mailbox for PostgresStore {
     async fn claim_emails(&self, limit: usize, claim: &Claim) -> Result<Vec<EmailToSend>, StoreError> {
         let rows = sqlx::query(
             // A claim that ends later than any claim can was made before the clock went back (R22).

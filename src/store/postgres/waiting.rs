@@ -6,6 +6,7 @@
 
 use std::time::Duration;
 
+use async_trait::async_trait;
 use sqlx::postgres::{PgArguments, PgRow};
 use sqlx::query::Query;
 use sqlx::{Postgres, Row};
@@ -202,6 +203,7 @@ head as (
 update oncebox.waiting w set due_at = statement_timestamp() from head
  where w.sequence = head.sequence and w.state = 'waiting' and w.due_at is null";
 
+#[async_trait]
 impl Waiting for PostgresStore {
     async fn claim_due(
         &self,

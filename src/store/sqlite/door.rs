@@ -15,7 +15,7 @@ use uuid::Uuid;
 use super::message::headers_to_json;
 use crate::error::StoreError;
 use crate::message::NewMessage;
-use crate::store::Door;
+use crate::store::{Door, NewEmail};
 
 const ONE: &str = "\
 insert into oncebox_outbox (message_id, topic, key, kind, headers, payload, content_type) values (?, ?, ?, ?, ?, ?, ?)";
@@ -98,5 +98,9 @@ impl Door for SqliteConnection {
             }
         }
         Ok(ids)
+    }
+
+    async fn queue_email(&mut self, email: &NewEmail) -> Result<bool, StoreError> {
+        super::mailbox::queue(self, email).await
     }
 }

@@ -8,9 +8,11 @@
 mod park;
 mod purge;
 
+use std::any::Any;
 use std::collections::HashSet;
 use std::time::Duration;
 
+use async_trait::async_trait;
 use sqlx::sqlite::SqliteConnection;
 use sqlx::{AssertSqlSafe, query, query_as, query_scalar, raw_sql};
 
@@ -94,9 +96,8 @@ fn message_id(bytes: &[u8]) -> Result<MessageId, StoreError> {
     Ok(MessageId::from_uuid(uuid::Uuid::from_bytes(sixteen(bytes)?)))
 }
 
+#[async_trait]
 impl Inbox for SqliteStore {
-    type Tx = SqliteInboxTx;
-
     async fn register(&self, spec: &ConsumerSpec) -> Result<ConsumerId, StoreError> {
         let mut write = self.write().await?;
         let insert = query(concat!(
@@ -123,12 +124,12 @@ impl Inbox for SqliteStore {
         Ok(query(seen).bind(consumer.0).bind(id_rule).execute(self.pool()).await?.rows_affected() == 1)
     }
 
-    async fn begin(&self, consumer: ConsumerId) -> Result<SqliteInboxTx, StoreError> {
+    async fn begin(&self, consumer: ConsumerId) -> Result<Box<dyn InboxTx>, StoreError> {
         let mut write = self.write().await?;
         write.guard().await?;
         let savepoint = format!("oncebox_{}", uuid::Uuid::now_v7().simple());
         raw_sql(AssertSqlSafe(format!("savepoint {savepoint}"))).execute(write.connection()).await?;
-        Ok(SqliteInboxTx { write, consumer, savepoint, admitted: None, received: None })
+        Ok(Box::new(SqliteInboxTx { write, consumer, savepoint, admitted: None, received: None }))
     }
 
     async fn known(&self, consumer: ConsumerId, ids: &[MessageId]) -> Result<HashSet<MessageId>, StoreError> {
@@ -344,7 +345,7 @@ async fn bounds(connection: &mut SqliteConnection, consumer: ConsumerId) -> Resu
 
 /// The transaction around a handler. It holds the turn and the write lock of the file.
 #[derive(Debug)]
-pub struct SqliteInboxTx {
+pub(super) struct SqliteInboxTx {
     write: Write,
     consumer: ConsumerId,
     /// Set right after BEGIN, so it covers the inbox rows, and what `finish` removes, whichever
@@ -356,10 +357,9 @@ pub struct SqliteInboxTx {
     received: Option<DbTime>,
 }
 
+#[async_trait]
 impl InboxTx for SqliteInboxTx {
-    type Db = sqlx::Sqlite;
-
-    fn connection(&mut self) -> &mut SqliteConnection {
+    fn any_connection(&mut self) -> &mut (dyn Any + Send) {
         self.write.connection()
     }
 
@@ -465,11 +465,11 @@ impl InboxTx for SqliteInboxTx {
         Ok(Undone::Whole)
     }
 
-    async fn commit(self) -> Result<(), StoreError> {
+    async fn commit(self: Box<Self>) -> Result<(), StoreError> {
         self.write.commit().await
     }
 
-    async fn rollback(self) -> Result<(), StoreError> {
+    async fn rollback(self: Box<Self>) -> Result<(), StoreError> {
         self.write.rollback().await
     }
 }

@@ -1,5 +1,6 @@
 //! E-mail rows of SQLite.
 
+use async_trait::async_trait;
 use sqlx::sqlite::{SqliteConnection, SqliteRow};
 use sqlx::{Row, query, query_scalar};
 use uuid::Uuid;
@@ -38,20 +39,22 @@ pub(super) const CLAIM: &str = concat!(
     "returning email_id, claim, unique_key, recipient, subject, body, attempts"
 );
 
-impl Mailbox for SqliteStore {
-    async fn queue_email(connection: &mut SqliteConnection, email: &NewEmail) -> Result<bool, StoreError> {
-        let insert = query(concat!(
-            "insert into oncebox_email (unique_key, recipient, subject, body, due_at, created_at) values (?, ?, ?, ?, ",
-            now_ms!(),
-            ", ",
-            now_ms!(),
-            ") on conflict (unique_key) do nothing"
-        ));
-        let NewEmail { unique_key, recipient, subject, body } = email;
-        let insert = insert.bind(unique_key).bind(recipient).bind(subject).bind(body);
-        Ok(insert.execute(connection).await?.rows_affected() == 1)
-    }
+/// A row of its own kind in the caller's transaction; false where its key is there already.
+pub(super) async fn queue(connection: &mut SqliteConnection, email: &NewEmail) -> Result<bool, StoreError> {
+    let insert = query(concat!(
+        "insert into oncebox_email (unique_key, recipient, subject, body, due_at, created_at) values (?, ?, ?, ?, ",
+        now_ms!(),
+        ", ",
+        now_ms!(),
+        ") on conflict (unique_key) do nothing"
+    ));
+    let NewEmail { unique_key, recipient, subject, body } = email;
+    let insert = insert.bind(unique_key).bind(recipient).bind(subject).bind(body);
+    Ok(insert.execute(connection).await?.rows_affected() == 1)
+}
 
+#[async_trait]
+impl Mailbox for SqliteStore {
     async fn claim_emails(&self, limit: usize, claim: &Claim) -> Result<Vec<EmailToSend>, StoreError> {
         // Most questions find nothing: they need no turn.
         let due = concat!("select exists (select 1 from ", due!("?"), ")");

@@ -6,6 +6,7 @@
 
 use std::time::Duration;
 
+use async_trait::async_trait;
 use sqlx::sqlite::{SqliteConnection, SqliteRow};
 use sqlx::{Row, query, query_as, query_scalar};
 use uuid::Uuid;
@@ -108,6 +109,7 @@ pub(super) const WAKE_NEXT: &str = concat!(
     "order by sequence limit 1) and state = 'waiting' and due_at is null"
 );
 
+#[async_trait]
 impl Waiting for SqliteStore {
     async fn claim_due(
         &self,

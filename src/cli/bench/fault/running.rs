@@ -51,7 +51,7 @@ impl Running {
         let watched = Watched::new(Arc::clone(&bed.broker));
         let handlers = Handlers::new().on(KIND, handler);
         let broker = Arc::new(watched.clone());
-        let consumer = Consumer::<S>::new(bed.store.clone(), broker, handlers, options, Health::default());
+        let consumer = Consumer::new(bed.store.clone(), broker, handlers, options, Health::default());
         let stop = CancellationToken::new();
         let stopped = stop.clone();
         let task = tokio::spawn(async move { Ok(consumer.run(stopped).await.map(drop)?) });
