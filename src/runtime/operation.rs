@@ -38,7 +38,7 @@ pub use codec::{Kept, SealError, Sealer};
 pub use door_a::EffectTx;
 pub use door_c::{EdgeAnswer, Ended, Guard, GuardError, Progress};
 pub use endpoint::{Endpoint, EndpointError, Reconciled, Reconciling, Registered};
-pub use engine::{Engine, EngineBuilder};
+pub use engine::{Core, Engine, EngineBuilder};
 pub use front::{Asking, Begin, Front, KeyGiven, Turn};
 pub use memory::BodyPermit;
 pub use reply::{Answered, Keep, Problem, Reply};

@@ -334,7 +334,7 @@ pub trait Inbox: Debug + Send + Sync {
 /// it rolls back.
 #[async_trait]
 pub trait InboxTx: Send {
-    /// The sqlx connection, inside the transaction; see [`connection`](trait.InboxTx.html#method.connection).
+    /// The sqlx connection, inside the transaction: `tx.connection()` gives it with its type.
     fn any_connection(&mut self) -> &mut (dyn Any + Send);
 
     /// Inserts the ids, first and sorted, in one statement (R24). Ids must differ from each other.

@@ -10,6 +10,7 @@ use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
+use async_trait::async_trait;
 use uuid::Uuid;
 
 use super::conformance::KeysFixture;
@@ -113,8 +114,11 @@ fn stored(answer: &Answer) -> StoredAnswer {
     StoredAnswer { status: answer.status, schema_version: answer.schema_version, body }
 }
 
+#[async_trait]
 impl Keys for MemoryKeys {
-    const DURABILITY: Durability = Durability::Durable;
+    fn durability(&self) -> Durability {
+        Durability::Durable
+    }
 
     async fn find(&self, identity: &Identity) -> Result<Look, StoreError> {
         let (book, now) = (self.book(), now());

@@ -27,9 +27,11 @@
 pub(super) mod announced;
 pub(super) mod stored;
 
+use std::fmt::Debug;
 use std::future::Future;
 use std::time::Duration;
 
+use async_trait::async_trait;
 use sha2::{Digest, Sha256};
 use sqlx::Database;
 use uuid::Uuid;
@@ -288,17 +290,20 @@ impl KeyClaim {
 
 /// Duty: idempotency records that are claimed and finished by statements of their own. A store
 /// without transactions of the application's can keep them too (O25).
-pub trait Keys: Clone + std::fmt::Debug + Send + Sync + 'static {
+///
+/// The engine is compiled once, for any store: a call costs a boxed future beside its round trip.
+#[async_trait]
+pub trait Keys: Debug + Send + Sync + 'static {
     /// Whether it remembers every outcome.
-    const DURABILITY: Durability;
+    fn durability(&self) -> Durability;
 
     /// Asks the server for a sign of life, on a connection that nothing else uses: a pool that is
     /// used up is no outage. A store without a server is there.
     ///
     /// # Cancel safety
     /// Dropped, its connection is closed; the next call makes a new one.
-    fn sign_of_life(&self) -> impl Future<Output = Result<(), StoreError>> + Send {
-        async { Ok(()) }
+    async fn sign_of_life(&self) -> Result<(), StoreError> {
+        Ok(())
     }
 
     /// How many connections the pool has that operations hold while they run; none: they need none.
@@ -308,63 +313,57 @@ pub trait Keys: Clone + std::fmt::Debug + Send + Sync + 'static {
 
     /// What stands under a key: one plain SELECT. The lease of a phased record is that of its
     /// operation row, read in the same statement (O9).
-    fn find(&self, identity: &Identity) -> impl Future<Output = Result<Look, StoreError>> + Send;
+    async fn find(&self, identity: &Identity) -> Result<Look, StoreError>;
 
     /// The body of a record's answer; none where its life is over.
-    fn body(&self, record: &Record) -> impl Future<Output = Result<Option<KeptBody>, StoreError>> + Send;
+    async fn body(&self, record: &Record) -> Result<Option<KeptBody>, StoreError>;
 
     /// Claims in a transaction of its own, modes `bridged` and `edge`.
     ///
     /// # Errors
     /// [`StoreError::Refused`] for another mode: a committed claim of it would never be completed.
-    fn claim(&self, claim: &KeyClaim, basis: Basis<'_>) -> impl Future<Output = Result<Claimed, StoreError>> + Send;
+    async fn claim(&self, claim: &KeyClaim, basis: Basis<'_>) -> Result<Claimed, StoreError>;
 
     /// Extends the lease, from now, by this length.
-    fn heartbeat(&self, owned: &Owned, lease: Duration) -> impl Future<Output = Result<Fenced, StoreError>> + Send;
+    async fn heartbeat(&self, owned: &Owned, lease: Duration) -> Result<Fenced, StoreError>;
 
     /// Writes the outcome and keeps the answer, in a transaction of its own. Every lifetime counts
     /// from now (O3).
-    fn finish(
-        &self,
-        owned: &Owned,
-        outcome: &Outcome,
-        retention: &Retention,
-    ) -> impl Future<Output = Result<Fenced, StoreError>> + Send;
+    async fn finish(&self, owned: &Owned, outcome: &Outcome, retention: &Retention) -> Result<Fenced, StoreError>;
 
     /// Takes the claim away: nothing happened, and nothing is to be remembered. Only while it is
     /// IN_PROGRESS and ours, and while no run of the same operation id has said that it ended
     /// ([`Self::observe_run`]): then something did happen.
-    fn release(&self, owned: &Owned) -> impl Future<Output = Result<Fenced, StoreError>> + Send;
+    async fn release(&self, owned: &Owned) -> Result<Fenced, StoreError>;
 
     /// The same of a claim whose answer was lost, by what was sent. [`Fenced::LostOwnership`] also
     /// where it has not arrived.
-    fn take_back(&self, claim: &KeyClaim, basis: Basis<'_>) -> impl Future<Output = Result<Fenced, StoreError>> + Send {
-        let owned = claim.owned(basis);
-        async move { self.release(&owned).await }
+    async fn take_back(&self, claim: &KeyClaim, basis: Basis<'_>) -> Result<Fenced, StoreError> {
+        self.release(&claim.owned(basis)).await
     }
 
     /// Makes a claim UNKNOWN whose outcome was lost sight of: of mode `edge` once its lease is over
     /// (O11), of mode `same_tx` at once (O1). The epoch is raised: whoever owned it changes nothing
     /// more.
-    fn mark_unknown(&self, seen: &Record) -> impl Future<Output = Result<Fenced, StoreError>> + Send;
+    async fn mark_unknown(&self, seen: &Record) -> Result<Fenced, StoreError>;
 
     /// Takes away at most about `limit` bodies whose life is over, and gives their number; the
     /// records stay (M99). On PostgreSQL large ones go by whole partitions, counted as none.
-    fn expire_bodies(&self, limit: u32) -> impl Future<Output = Result<u64, StoreError>> + Send;
+    async fn expire_bodies(&self, limit: u32) -> Result<u64, StoreError>;
 
     /// Takes away at most `limit` records of an operation whose metadata's time is over, terminal
     /// ones only (M100), and records how far in the same transaction (O23). Gives their number.
-    fn purge_keys(
+    async fn purge_keys(
         &self,
         operation: &OperationName,
         retention: &Retention,
         id_skew: Duration,
         limit: u32,
-    ) -> impl Future<Output = Result<u64, StoreError>> + Send;
+    ) -> Result<u64, StoreError>;
 
     /// How many records of a tenant are committed and have no outcome: IN_PROGRESS or UNKNOWN. A
     /// guard counts none.
-    fn open_of_tenant(&self, tenant: &str) -> impl Future<Output = Result<u64, StoreError>> + Send;
+    async fn open_of_tenant(&self, tenant: &str) -> Result<u64, StoreError>;
 
     /// How many bytes the answers of a tenant take whose body is kept and whose life is not over:
     /// headers and body, as they stand, wherever they stand. One read of an index that leads by
@@ -372,29 +371,29 @@ pub trait Keys: Clone + std::fmt::Debug + Send + Sync + 'static {
     ///
     /// # Errors
     /// [`StoreError::Refused`] of a store that cannot tell: a guard.
-    fn stored_of_tenant(&self, tenant: &str) -> impl Future<Output = Result<u64, StoreError>> + Send;
+    async fn stored_of_tenant(&self, tenant: &str) -> Result<u64, StoreError>;
 
     /// Appends what became of a run that lost its lease: evidence, never fenced (O8, O12).
     ///
     /// # Errors
     /// [`StoreError::Refused`] of a store that keeps no evidence: a guard.
-    fn observe_run(&self, evidence: &NewEvidence) -> impl Future<Output = Result<(), StoreError>> + Send;
+    async fn observe_run(&self, evidence: &NewEvidence) -> Result<(), StoreError>;
 
     /// What runs that lost their lease have said of this operation id, oldest first; nothing in a
     /// store that keeps no evidence.
-    fn runs_of(&self, operation_id: Uuid) -> impl Future<Output = Result<Vec<StoredEvidence>, StoreError>> + Send;
+    async fn runs_of(&self, operation_id: Uuid) -> Result<Vec<StoredEvidence>, StoreError>;
 
     /// Writes down which fingerprints this process reads and writes now (O21), and forgets
     /// processes that have said nothing for a day.
     /// [`KeyOperator::live_versions`](super::KeyOperator::live_versions) shows it. A store that no
     /// operator looks at keeps nothing.
-    fn announce(&self, process: Uuid, versions: &[Versions]) -> impl Future<Output = Result<(), StoreError>> + Send {
+    async fn announce(&self, process: Uuid, versions: &[Versions]) -> Result<(), StoreError> {
         let _ = (process, versions);
-        async { Ok(()) }
+        Ok(())
     }
 
     /// How much is open.
-    fn operation_stats(&self) -> impl Future<Output = Result<OperationStats, StoreError>> + Send;
+    async fn operation_stats(&self) -> Result<OperationStats, StoreError>;
 }
 
 /// Duty: outcomes in the application's own transaction: bridged handlers, and door A.

@@ -71,8 +71,11 @@ fn away(fault: &AtomicBool) -> Result<(), StoreError> {
     if fault.load(Ordering::SeqCst) { Err(StoreError::Unavailable(sqlx::Error::PoolTimedOut)) } else { Ok(()) }
 }
 
-impl<S: Keys> Keys for Faulty<S> {
-    const DURABILITY: Durability = S::DURABILITY;
+#[oncebox::async_trait]
+impl<S: Keys + Clone> Keys for Faulty<S> {
+    fn durability(&self) -> Durability {
+        self.inner.durability()
+    }
 
     async fn find(&self, identity: &Identity) -> Result<Look, StoreError> {
         away(&self.faults.find)?;

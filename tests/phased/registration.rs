@@ -99,7 +99,7 @@ async fn a_flow_stands_under_the_name_and_mode_of_its_operation_once() {
     let twice = door().register(of(), &here).unwrap().register(of(), &here);
     assert!(matches!(twice, Err(DoorError::Flow(FlowError::Registered { version: 1, .. }))));
     // Another engine's: this one has an operation of that name.
-    let other = Engine::builder(engine.store().clone()).build();
+    let other = Engine::builder(SqliteStore::clone(engine.store())).build();
     let edge = other.protect(Endpoint::typed::<Charge>(Route::new(Mode::Edge))).unwrap();
     assert!(matches!(door().register(of(), &edge), Err(DoorError::Mode { .. })));
 }

@@ -142,8 +142,11 @@ async fn a_certificate_is_verified_and_what_cannot_be_meant_is_refused() {
 
 #[tokio::test]
 async fn o25_a_guard_takes_no_route_that_needs_a_memory() {
-    assert_eq!(RedisKeys::DURABILITY, Durability::Guard);
-    assert_eq!(Route::new(Mode::Edge).validate(RedisKeys::DURABILITY), Err(RouteError::GuardNeedsRepeatable));
+    let Some(fixture) = Prefix::start("o25_a_guard_takes_no_route_that_needs_a_memory").await else { return };
+    let durability = fixture.store().durability();
+    assert_eq!(durability, Durability::Guard);
+    assert_eq!(Route::new(Mode::Edge).validate(durability), Err(RouteError::GuardNeedsRepeatable));
+    fixture.end().await;
 }
 
 // Shown by: leaving the check out (every request is then answered 503, for the store cannot say).

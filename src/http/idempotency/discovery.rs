@@ -4,8 +4,7 @@ use axum::response::{IntoResponse, Response};
 use serde::Serialize;
 
 use crate::policy::operation::route::Requirement;
-use crate::runtime::operation::Engine;
-use crate::store::Keys;
+use crate::runtime::operation::Core;
 
 #[derive(Serialize)]
 #[serde(rename_all = "camelCase")]
@@ -26,7 +25,7 @@ struct Document {
 
 /// The document, for a handler of that route.
 #[must_use]
-pub fn well_known<S: Keys>(engine: &Engine<S>) -> Response {
+pub fn well_known(engine: &Core) -> Response {
     let published = engine.protected().into_iter().map(|endpoint| {
         let (place, route) = (endpoint.place(), endpoint.route());
         Published {

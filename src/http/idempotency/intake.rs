@@ -14,8 +14,7 @@ use http_body_util::BodyExt;
 
 use super::respond::problem_response;
 use crate::policy::operation::{Code, Key, KeyFormat, Scope};
-use crate::runtime::operation::{BodyPermit, Engine, KeyGiven, Problem, Registered};
-use crate::store::Keys;
+use crate::runtime::operation::{BodyPermit, Core, KeyGiven, Problem, Registered};
 
 /// The scope of a request, put into its extensions by verified authentication, and by nothing else
 /// (pitfall 15).
@@ -55,8 +54,8 @@ pub fn scope_in(parts: &Parts) -> Option<Scope> {
 ///
 /// # Cancel safety
 /// Dropped, the rest of the body is not read and its memory is given back.
-pub async fn read_body<S: Keys>(
-    engine: &Engine<S>,
+pub async fn read_body(
+    engine: &Core,
     endpoint: &Registered,
     parts: &Parts,
     scope: &Scope,

@@ -163,7 +163,7 @@ impl<S: Operations> Engine<S> {
                 Turn::Answer(answered) => return answered,
             }
         };
-        let door = Door { front, command, handler };
+        let door = Door { store: Arc::clone(self.store()), front, command, handler };
         // Boxed first: a large future would be moved by every step of its start.
         let under_way = door.front.under_way();
         match self.attended(self.spawn(Box::pin(door.run(begin)))).await {
@@ -190,12 +190,13 @@ enum Start {
 }
 
 /// A claim to make without a look of its own.
-fn unseen<S: Operations>(front: &Front<S>) -> Option<Box<Begin>> {
+fn unseen<S: Operations>(front: &Front) -> Option<Box<Begin>> {
     S::CLAIMS_UNSEEN.then(|| front.claim_unseen()).flatten()
 }
 
 struct Door<S: Operations, C, F> {
-    front: Front<S>,
+    store: Arc<S>,
+    front: Front,
     command: Arc<C>,
     handler: F,
 }
@@ -275,7 +276,7 @@ where
     /// The claim of a key that was not looked for, if it is to execute. None: nothing stands, look.
     async fn claim_unseen(&mut self, begin: Box<Begin>) -> Result<Option<(Box<Begin>, S::Operation)>, StoreError> {
         let engine = self.front.engine();
-        let tx = match engine.reach().within(engine.store().begin_unseen(&begin.claim)).await {
+        let tx = match engine.reach().within(self.store.begin_unseen(&begin.claim)).await {
             Ok(Some(tx)) => tx,
             Ok(None) | Err(StoreError::Busy(_)) => return Ok(None),
             // A server that answers and takes no writes still says what stands.
@@ -314,7 +315,7 @@ where
         let mut tx = match claimed {
             Some(tx) => tx,
             None => {
-                let (reach, store) = (front.engine().reach(), front.engine().store());
+                let (reach, store) = (front.engine().reach(), &self.store);
                 match reach.within(store.begin_operation(&begin.claim, begin.basis(), front.patience())).await {
                     Ok(Begun::Claimed(tx)) => tx,
                     Ok(Begun::Existing(_) | Begun::Locked) => return Tried::Refused,
@@ -452,13 +453,13 @@ where
 
     /// Looks for what became of a transaction, and follows.
     async fn after(&self, begin: &Begin, doubt: Doubt, answer: Option<(State, Reply)>) -> Tried {
-        let look = self.front.engine().store().look_after(&begin.claim, begin.basis()).await;
+        let look = self.store.look_after(&begin.claim, begin.basis()).await;
         self.follow(begin, doubt, look, answer).await
     }
 
     async fn follow(&self, begin: &Begin, doubt: Doubt, look: Look, answer: Option<(State, Reply)>) -> Tried {
         let (front, claim) = (&self.front, &begin.claim);
-        let store = front.engine().store();
+        let store = &self.store;
         let aftermath = doubt.after(look);
         let Some(code) = aftermath.code() else {
             return match answer {
@@ -487,9 +488,14 @@ where
             tracing::error!(operation = %front.endpoint().operation(), key = front.short_key(), %error, "an operation that ended its transaction could not be marked as unknown");
             if aftermath == Aftermath::InsertUnknown {
                 let (engine, patience) = (front.engine(), front.patience());
-                stand_later(engine, begin, claim.clone(), patience, |store, claim, basis, patience| {
-                    store.stand_unknown(claim, basis, patience).boxed()
-                });
+                stand_later(
+                    engine,
+                    Arc::clone(store),
+                    begin,
+                    claim.clone(),
+                    patience,
+                    |store, claim, basis, patience| store.stand_unknown(claim, basis, patience).boxed(),
+                );
             }
         }
         Tried::Answer(front.problem(code))

@@ -109,7 +109,7 @@ impl<S: Keys> Engine<S> {
             let (tell, told) = oneshot::channel();
             // In a task of its own from the claim on: a claim that nobody drives would be unknown
             // for ever (O11).
-            self.spawn(claim_and_drive(front, begin, run, tell));
+            self.spawn(claim_and_drive(self.clone(), front, begin, run, tell));
             let told = tokio::select! {
                 biased;
                 told = tokio::time::timeout(timeout, told) => told,
@@ -130,19 +130,20 @@ impl<S: Keys> Engine<S> {
 }
 
 /// What a run's task tells the request that waits for it.
-enum Step<S: Keys, T, R> {
+enum Step<T, R> {
     /// The key is another's: look again.
-    Refused(Box<(Front<S>, R)>),
+    Refused(Box<(Front, R)>),
     /// The end.
     Answer(EdgeAnswer<T>),
 }
 
 /// Claims, and drives what is ours then.
 async fn claim_and_drive<S, T, R, W>(
-    mut front: Front<S>,
+    guards: Engine<S>,
+    mut front: Front,
     begin: Box<Begin>,
     run: R,
-    tell: oneshot::Sender<Step<S, T, R>>,
+    tell: oneshot::Sender<Step<T, R>>,
 ) where
     S: Keys,
     R: FnOnce(Option<Guard<S>>) -> W,
@@ -161,7 +162,7 @@ async fn claim_and_drive<S, T, R, W>(
         Ok(Claimed::Owned(owned)) => {
             front.note(Noted::Acquired);
             let tell = |answer| drop(tell.send(Step::Answer(answer)));
-            Edge { front, begin, owned }.drive(run, tell).await;
+            Edge { front, begin, owned }.drive(guards, run, tell).await;
             drop(place);
         }
         // Judged by what stands there now; what vanished is looked for again, a bounded number of
@@ -187,7 +188,7 @@ async fn claim_and_drive<S, T, R, W>(
 /// come behind it, and would be unknown for ever. So it is tried until one was taken away, or a
 /// lease has passed. A retry that is faster than the claim itself is not touched, for the token is
 /// another.
-async fn release_lost<S: Keys>(front: &Front<S>, begin: &Begin) {
+async fn release_lost(front: &Front, begin: &Begin) {
     let until = Instant::now() + begin.claim.lease;
     let (mut pause, mut answered) = (RELEASE_AGAIN, false);
     while Instant::now() < until {
@@ -207,22 +208,23 @@ async fn release_lost<S: Keys>(front: &Front<S>, begin: &Begin) {
     }
 }
 
-struct Edge<S: Keys> {
-    front: Front<S>,
+struct Edge {
+    front: Front,
     begin: Box<Begin>,
     owned: Owned,
 }
 
-impl<S: Keys> Edge<S> {
-    async fn drive<T, R, W>(self, run: R, tell: impl FnOnce(EdgeAnswer<T>))
+impl Edge {
+    async fn drive<S, T, R, W>(self, guards: Engine<S>, run: R, tell: impl FnOnce(EdgeAnswer<T>))
     where
+        S: Keys,
         R: FnOnce(Option<Guard<S>>) -> W,
         W: Future<Output = Ended<T>>,
     {
         let (engine, endpoint) = (self.front.engine().clone(), self.front.endpoint().clone());
         let route = endpoint.route();
         let heart = Heart::start(&self.front, self.owned.clone());
-        let guard = Guard::new(engine.clone(), endpoint.clone(), &self.begin.claim, self.owned.clone());
+        let guard = Guard::new(guards, endpoint.clone(), &self.begin.claim, self.owned.clone());
         let progress = guard.progress().clone();
         // The closure may panic as well as its future.
         let called = AssertUnwindSafe(async move { run(Some(guard)).await }).catch_unwind().await;

@@ -10,6 +10,7 @@
 use std::collections::{HashMap, HashSet};
 use std::fmt;
 use std::future::Future;
+use std::ops::Deref;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
@@ -38,11 +39,19 @@ type Home = Arc<dyn Fn(&Scope) -> Option<String> + Send + Sync>;
 
 /// The operation engine on a store. Cheap to clone.
 pub struct Engine<S: Keys> {
-    inner: Arc<Inner<S>>,
+    core: Core,
+    store: Arc<S>,
 }
 
-struct Inner<S> {
-    store: S,
+/// All of an [`Engine`] that is the same for any store: what doors without a transaction of the
+/// application's need. Cheap to clone.
+#[derive(Clone)]
+pub struct Core {
+    inner: Arc<Inner>,
+}
+
+struct Inner {
+    store: Arc<dyn Keys>,
     keyring: Keyring,
     sealer: Sealer,
     running: Running,
@@ -158,9 +167,10 @@ impl<S: Keys> EngineBuilder<S> {
     #[must_use]
     pub fn build(self) -> Engine<S> {
         let admission = Admission::new(self.store.connections_max());
-        let engine = Engine {
+        let store = Arc::new(self.store);
+        let core = Core {
             inner: Arc::new(Inner {
-                store: self.store,
+                store: Arc::clone(&store) as Arc<dyn Keys>,
                 keyring: self.keyring,
                 sealer: self.sealer,
                 running: Running::default(),
@@ -176,8 +186,8 @@ impl<S: Keys> EngineBuilder<S> {
                 tasks: TaskTracker::new(),
             }),
         };
-        engine.reach();
-        engine
+        core.reach();
+        Engine { core, store }
     }
 }
 
@@ -197,6 +207,22 @@ impl<S: Keys> Engine<S> {
         }
     }
 
+    /// The store.
+    #[must_use]
+    pub fn store(&self) -> &Arc<S> {
+        &self.store
+    }
+}
+
+impl<S: Keys> Deref for Engine<S> {
+    type Target = Core;
+
+    fn deref(&self) -> &Core {
+        &self.core
+    }
+}
+
+impl Core {
     /// Protects an operation. One that is served at two places is registered once, and cloned, or
     /// twice alike.
     ///
@@ -205,10 +231,10 @@ impl<S: Keys> Engine<S> {
     /// has: they would share keys, and the lifetimes of one would hold for the other; a quota on
     /// stored bytes of a store that does not count them.
     pub fn protect(&self, endpoint: Endpoint) -> Result<Registered, EndpointError> {
-        if self.inner.stored_quota.is_some() && S::DURABILITY == Durability::Guard {
+        if self.inner.stored_quota.is_some() && self.inner.store.durability() == Durability::Guard {
             return Err(EndpointError::StoredBytes);
         }
-        let registered = endpoint.register(S::DURABILITY, &self.inner.keyring)?;
+        let registered = endpoint.register(self.inner.store.durability(), &self.inner.keyring)?;
         let mut endpoints = lock(&self.inner.endpoints);
         if !endpoints.iter().all(|there| there.goes_with(&registered)) {
             return Err(EndpointError::Twice(registered.operation().clone()));
@@ -225,10 +251,9 @@ impl<S: Keys> Engine<S> {
         lock(&self.inner.endpoints).clone()
     }
 
-    /// The store.
-    #[must_use]
-    pub fn store(&self) -> &S {
-        &self.inner.store
+    /// The store, as far as any store goes.
+    pub(super) fn store(&self) -> &dyn Keys {
+        self.inner.store.as_ref()
     }
 
     /// The keys of stored bytes: commands of phased operations are sealed with it too.
@@ -239,7 +264,7 @@ impl<S: Keys> Engine<S> {
 
     /// What becomes of a request: see [`Front`].
     #[must_use]
-    pub fn front(&self, endpoint: &Registered, asking: Asking) -> Front<S> {
+    pub fn front(&self, endpoint: &Registered, asking: Asking) -> Front {
         Front::new(self.clone(), endpoint.clone(), asking)
     }
 
@@ -433,13 +458,19 @@ fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
 
 impl<S: Keys> Clone for Engine<S> {
     fn clone(&self) -> Self {
-        Self { inner: Arc::clone(&self.inner) }
+        Self { core: self.core.clone(), store: Arc::clone(&self.store) }
     }
 }
 
 impl<S: Keys> fmt::Debug for Engine<S> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Engine").field("store", &self.inner.store).finish_non_exhaustive()
+        f.debug_struct("Engine").field("store", &self.store).finish_non_exhaustive()
+    }
+}
+
+impl fmt::Debug for Core {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Core").field("store", &self.inner.store).finish_non_exhaustive()
     }
 }
 

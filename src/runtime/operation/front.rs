@@ -35,7 +35,7 @@ use std::time::{Duration, Instant};
 use uuid::Uuid;
 
 use super::endpoint::Registered;
-use super::engine::Engine;
+use super::engine::Core;
 use super::reply::Answered;
 use super::running::{Entry, Run, Waiting};
 use crate::error::StoreError;
@@ -45,7 +45,7 @@ use crate::policy::horizon::Bounds;
 use crate::policy::operation::decide::{Asked, Found, InProgress, Lost, Request, TakeOver};
 use crate::policy::operation::route::{AfterExpiry, WhileRunning};
 use crate::policy::operation::{Canonical, Code, Decision, Identity, Key, KeyError, KeyFormat, Record, Scope, decide};
-use crate::store::{Basis, Fenced, KeptBody, KeyClaim, Keys};
+use crate::store::{Basis, Fenced, KeptBody, KeyClaim};
 
 /// How often a request may ask again without having waited, before it is told that the key is in
 /// use.
@@ -179,8 +179,8 @@ enum Seen {
 }
 
 /// The turns of one request.
-pub struct Front<S: Keys> {
-    engine: Engine<S>,
+pub struct Front {
+    engine: Core,
     endpoint: Registered,
     asking: Asking,
     identity: Option<Identity>,
@@ -197,8 +197,8 @@ pub struct Front<S: Keys> {
     body: Option<KeptBody>,
 }
 
-impl<S: Keys> Front<S> {
-    pub(super) fn new(engine: Engine<S>, endpoint: Registered, asking: Asking) -> Self {
+impl Front {
+    pub(super) fn new(engine: Core, endpoint: Registered, asking: Asking) -> Self {
         let identity = match (&asking.scope, &asking.key) {
             (Some(scope), KeyGiven::Given(key)) => {
                 Some(Identity::new(scope, endpoint.operation().clone(), key.clone()))
@@ -224,7 +224,7 @@ impl<S: Keys> Front<S> {
 
     /// The engine.
     #[must_use]
-    pub fn engine(&self) -> &Engine<S> {
+    pub fn engine(&self) -> &Core {
         &self.engine
     }
 
@@ -602,7 +602,7 @@ impl<S: Keys> Front<S> {
     }
 }
 
-impl<S: Keys> fmt::Debug for Front<S> {
+impl fmt::Debug for Front {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Front").field("endpoint", &self.endpoint).field("stage", &self.stage).finish_non_exhaustive()
     }

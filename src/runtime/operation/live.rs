@@ -27,7 +27,7 @@ impl Live {
     }
 
     /// Says it, where its time has come.
-    pub(super) async fn announce(&self, store: &impl Keys, versions: &[Versions]) {
+    pub(super) async fn announce(&self, store: &dyn Keys, versions: &[Versions]) {
         if !self.is_due(versions.len()) {
             return;
         }

@@ -48,14 +48,14 @@ impl Reach {
     }
 
     /// Begins to ask, where a runtime is there to do it and nobody asks yet.
-    pub(super) fn attend(&self, store: &impl Keys) {
+    pub(super) fn attend(&self, store: &Arc<dyn Keys>) {
         let mut asking = self.asking.lock().unwrap_or_else(PoisonError::into_inner);
         if asking.as_ref().is_none_or(JoinHandle::is_finished)
             && let Ok(runtime) = tokio::runtime::Handle::try_current()
         {
             // The store was connected to just now.
             self.health.set(PART, PartState::Ready);
-            *asking = Some(runtime.spawn(ask(store.clone(), Arc::downgrade(&self.away), self.health.clone())));
+            *asking = Some(runtime.spawn(ask(Arc::clone(store), Arc::downgrade(&self.away), self.health.clone())));
         }
     }
 
@@ -109,9 +109,9 @@ fn gone(why: &str) -> StoreError {
 }
 
 /// Asks until the engine is gone.
-async fn ask(store: impl Keys, away: Weak<watch::Sender<Away>>, health: Health) {
+async fn ask(store: Arc<dyn Keys>, away: Weak<watch::Sender<Away>>, health: Health) {
     loop {
-        let now = sign_of_life(&store).await.err();
+        let now = sign_of_life(store.as_ref()).await.err();
         let Some(away) = away.upgrade() else { return };
         health.set(PART, now.clone().map_or(PartState::Ready, PartState::Waiting));
         away.send_if_modified(|was| {
@@ -124,7 +124,7 @@ async fn ask(store: impl Keys, away: Weak<watch::Sender<Away>>, health: Health) 
     }
 }
 
-async fn sign_of_life(store: &impl Keys) -> Result<(), String> {
+async fn sign_of_life(store: &dyn Keys) -> Result<(), String> {
     let mut sign = std::pin::pin!(store.sign_of_life());
     for _ in 0..SIGN_MAX.as_millis() / TURN.as_millis() {
         if let Ok(sign) = tokio::time::timeout(TURN, sign.as_mut()).await {

@@ -11,13 +11,13 @@ use uuid::Uuid;
 
 use super::codec::{Kept, error_code};
 use super::endpoint::{Reconciled, Reconciling, Registered};
-use super::engine::Engine;
+use super::engine::Core;
 use crate::policy::operation::Record;
 use crate::policy::operation::record::Tombstone;
-use crate::store::{Answer, AnswerBody, Basis, Claimed, Fenced, KeyClaim, Keys, Outcome};
+use crate::store::{Answer, AnswerBody, Basis, Claimed, Fenced, KeyClaim, Outcome};
 
 /// Asks in a task of its own.
-pub(super) fn wake<S: Keys>(engine: &Engine<S>, endpoint: &Registered, record: &Record) {
+pub(super) fn wake(engine: &Core, endpoint: &Registered, record: &Record) {
     let Some(ask) = endpoint.endpoint().reconcile.clone() else { return };
     let (engine_of_task, endpoint, record) = (engine.clone(), endpoint.clone(), record.clone());
     engine.spawn(async move {
@@ -81,7 +81,7 @@ pub(super) fn wake<S: Keys>(engine: &Engine<S>, endpoint: &Registered, record: &
 
 /// The last word of a run that lost its lease, which keeps the key from being freed; its answer is
 /// not kept.
-async fn ended<S: Keys>(engine: &Engine<S>, endpoint: &Registered, record: &Record) -> Outcome {
+async fn ended(engine: &Core, endpoint: &Registered, record: &Record) -> Outcome {
     let said = engine.store().runs_of(record.operation_id).await.unwrap_or_default();
     let last = said.into_iter().rfind(|run| matches!(run.evidence.verdict.as_str(), "success" | "failure"));
     let Some(run) = last.map(|run| run.evidence) else { return Outcome::Unknown };
@@ -95,7 +95,7 @@ async fn ended<S: Keys>(engine: &Engine<S>, endpoint: &Registered, record: &Reco
 }
 
 /// Whether a run that lost its lease has succeeded; where that cannot be read, nothing is decided.
-async fn late_success<S: Keys>(engine: &Engine<S>, record: &Record) -> bool {
+async fn late_success(engine: &Core, record: &Record) -> bool {
     let said = engine.store().runs_of(record.operation_id).await;
     said.map_or(true, |said| said.iter().any(|run| run.evidence.verdict == "success"))
 }

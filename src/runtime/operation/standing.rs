@@ -11,14 +11,15 @@
 //! Not here: what is to stand, and whether ([`door_a`](super::door_a),
 //! [`phased::opening`](super::phased)).
 
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use futures::future::BoxFuture;
 
-use super::engine::Engine;
+use super::engine::Core;
 use super::front::Begin;
 use crate::error::StoreError;
-use crate::store::{Basis, Keys};
+use crate::store::Basis;
 
 /// How long it is tried where the store does not answer, and how often.
 const TRIED_FOR: Duration = Duration::from_secs(60);
@@ -28,8 +29,9 @@ const AGAIN: Duration = Duration::from_millis(250);
 pub(super) type Stand<S, T> = for<'a> fn(&'a S, &'a T, Basis<'a>, Duration) -> BoxFuture<'a, Result<(), StoreError>>;
 
 /// Tries on behind the answer: a retry that runs before it stands would be a second effect (O1).
-pub(super) fn stand_later<S: Keys, T: Send + Sync + 'static>(
-    engine: &Engine<S>,
+pub(super) fn stand_later<S: Send + Sync + ?Sized + 'static, T: Send + Sync + 'static>(
+    engine: &Core,
+    store: Arc<S>,
     begin: &Begin,
     what: T,
     patience: Duration,
@@ -41,7 +43,7 @@ pub(super) fn stand_later<S: Keys, T: Send + Sync + 'static>(
     engine.clone().spawn(async move {
         while Instant::now() < until {
             tokio::time::sleep(AGAIN).await;
-            match stand(engine.store(), &what, ground.basis(), patience).await {
+            match stand(&store, &what, ground.basis(), patience).await {
                 Ok(()) => return,
                 Err(error) => {
                     tracing::debug!(%operation, %error, "an operation that ended its transaction does not stand yet")

@@ -449,8 +449,8 @@ pub async fn m100_a_purge_takes_only_what_has_its_outcome<F: KeysFixture>(trial:
     assert!(later.record.is_none() && later.purged_below >= Some(bound));
 }
 
-fn is_guard<S: Keys>(_: &S) -> bool {
-    S::DURABILITY == Durability::Guard
+fn is_guard(store: &dyn Keys) -> bool {
+    store.durability() == Durability::Guard
 }
 
 /// What an alarm looks at, and a quota: of all operations.

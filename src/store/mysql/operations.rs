@@ -11,6 +11,7 @@ mod tx;
 
 use std::time::Duration;
 
+use async_trait::async_trait;
 use sqlx::mysql::MySqlArguments;
 use sqlx::{AssertSqlSafe, MySqlConnection, Row};
 use uuid::Uuid;
@@ -132,8 +133,11 @@ const KEPT_OF_TENANT: &str = "select cast(coalesce(sum(kept_bytes), 0) as signed
     from oncebox_idempotency_request force index (idempotency_request_open) \
     where open_since is null and state in ('COMPLETED', 'FAILED_REPLAYABLE') and tenant = ? and body_expires_at > utc_timestamp(6)";
 
+#[async_trait]
 impl Keys for MySqlStore {
-    const DURABILITY: Durability = Durability::Durable;
+    fn durability(&self) -> Durability {
+        Durability::Durable
+    }
 
     async fn sign_of_life(&self) -> Result<(), StoreError> {
         Ok(self.pool.sign_of_life().await?)

@@ -12,6 +12,7 @@ mod tx;
 
 use std::time::Duration;
 
+use async_trait::async_trait;
 use sqlx::postgres::PgArguments;
 use sqlx::{AssertSqlSafe, PgConnection, Row};
 use uuid::Uuid;
@@ -143,8 +144,11 @@ const RENEW: &str = "update oncebox.idempotency_request r \
 const KEPT_OF_TENANT: &str = "select coalesce(sum(kept_bytes), 0)::bigint from oncebox.idempotency_request \
     where tenant = $1 and kept_bytes is not null and body_expires_at > (select clock_timestamp())";
 
+#[async_trait]
 impl Keys for PostgresStore {
-    const DURABILITY: Durability = Durability::Durable;
+    fn durability(&self) -> Durability {
+        Durability::Durable
+    }
 
     async fn sign_of_life(&self) -> Result<(), StoreError> {
         Ok(self.pool.sign_of_life().await?)

@@ -25,6 +25,7 @@ use crate::store::operations::stored::{Columns, pack, unpack};
 use crate::store::{
     Basis, Claimed, Fenced, KeptBody, KeyClaim, Keys, Look, NewEvidence, OperationStats, Outcome, Owned, StoredEvidence,
 };
+use async_trait::async_trait;
 
 /// How far the clock of a key's maker may be ahead: the default of
 /// [`Route::id_skew`](crate::policy::operation::Route::id_skew), which a store that forgets by
@@ -140,8 +141,11 @@ fn fence(owned: &Owned) -> [Vec<u8>; 2] {
     [text(owned.epoch), owned.owner.map(text).unwrap_or_default()]
 }
 
+#[async_trait]
 impl Keys for RedisKeys {
-    const DURABILITY: Durability = Durability::Guard;
+    fn durability(&self) -> Durability {
+        Durability::Guard
+    }
 
     async fn sign_of_life(&self) -> Result<(), StoreError> {
         self.with(async |connection| redis::cmd("PING").query_async(connection).await).await

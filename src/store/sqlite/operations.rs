@@ -11,6 +11,7 @@ mod tx;
 
 use std::time::Duration;
 
+use async_trait::async_trait;
 use sqlx::sqlite::{SqliteArguments, SqliteConnection};
 use sqlx::{AssertSqlSafe, ConnectOptions, Connection, Row, query};
 use uuid::Uuid;
@@ -113,8 +114,11 @@ pub(super) const KEPT_OF_TENANT: &str = concat!(
     now_ms!()
 );
 
+#[async_trait]
 impl Keys for SqliteStore {
-    const DURABILITY: Durability = Durability::Durable;
+    fn durability(&self) -> Durability {
+        Durability::Durable
+    }
 
     fn connections_max(&self) -> Option<u32> {
         Some(self.pool().options().get_max_connections())

@@ -11,7 +11,7 @@ use tokio_util::sync::{CancellationToken, DropGuard};
 use crate::observe::{self, Noted};
 use crate::policy::lease::Lease;
 use crate::runtime::operation::front::Front;
-use crate::store::{Fenced, Keys, Owned};
+use crate::store::{Fenced, Owned};
 
 /// A heart that beats until it is stopped or dropped, or the lease is lost.
 #[derive(Debug)]
@@ -22,7 +22,7 @@ pub(super) struct Heart {
 }
 
 impl Heart {
-    pub(super) fn start<S: Keys>(front: &Front<S>, owned: Owned) -> Self {
+    pub(super) fn start(front: &Front, owned: Owned) -> Self {
         let (engine, lease) = (front.engine().clone(), front.endpoint().route().lease);
         let (operation, key) = (front.endpoint().operation().clone(), front.short_key());
         let stop = CancellationToken::new();

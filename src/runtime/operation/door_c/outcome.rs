@@ -15,14 +15,14 @@ use crate::policy::operation::record::Tombstone;
 use crate::policy::operation::{Code, Mode, Record, State};
 use crate::runtime::operation::codec::{Kept, error_code};
 use crate::runtime::operation::door_c::heart::Heart;
-use crate::store::{AnswerBody, Basis, Claimed, Fenced, KeyClaim, Keys, Look, NewEvidence, Outcome, Owned, Sealed};
+use crate::store::{AnswerBody, Basis, Claimed, Fenced, KeyClaim, Look, NewEvidence, Outcome, Owned, Sealed};
 
 /// Between two tries to write an outcome.
 const AGAIN: Duration = Duration::from_millis(100);
 /// The same, after many.
 const AGAIN_MAX: Duration = Duration::from_secs(2);
 
-impl<S: Keys> Edge<S> {
+impl Edge {
     /// Writes it, and tells the answer as soon as it is known whether it will be remembered.
     pub(super) async fn remember<T>(
         &self,

@@ -13,13 +13,12 @@ use crate::policy::operation::{Code, Decision, Record, State};
 use crate::runtime::operation::codec::SealError;
 use crate::runtime::operation::reply::{Answered, Problem, Reply};
 use crate::runtime::operation::running::Run;
-use crate::store::Keys;
 
 /// When one who has as much stored as he may comes again: room is made by the minute, not by the
 /// second.
 const FULL: Duration = Duration::from_secs(30);
 
-impl<S: Keys> Front<S> {
+impl Front {
     /// A problem with this code, as its table has it.
     #[must_use]
     pub fn problem(&self, code: Code) -> Answered {

@@ -208,7 +208,7 @@ impl<S: Phases> Door<S> {
     }
 
     /// The answer of an operation that goes on without its first request.
-    async fn stands(&self, front: &mut Front<S>, operation_id: &Uuid) -> Answered {
+    async fn stands(&self, front: &mut Front, operation_id: &Uuid) -> Answered {
         front.look_again();
         match front.turn().await {
             Turn::Answer(Answered::Problem(problem)) if problem.code == Code::InProgress => {
@@ -298,8 +298,8 @@ enum Recovered {
 }
 
 /// Waits for a driver; none where its end says no answer of its own.
-async fn wait<S: Phases>(
-    front: &Front<S>,
+async fn wait(
+    front: &Front,
     driving: JoinHandle<Result<Ended, StoreError>>,
     until: tokio::time::Instant,
     began: Instant,

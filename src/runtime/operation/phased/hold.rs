@@ -24,7 +24,7 @@ pub(super) struct Hold<S: Phases> {
 
 #[derive(Debug)]
 struct Shared<S> {
-    store: S,
+    store: Arc<S>,
     driven: Driven,
     lease: Duration,
     granted: Mutex<Since>,
@@ -34,7 +34,7 @@ struct Shared<S> {
 
 impl<S: Phases> Hold<S> {
     /// Holds what was granted by a statement that was sent at `asked`.
-    pub(super) fn new(store: S, driven: Driven, lease: Duration, asked: Since) -> Self {
+    pub(super) fn new(store: Arc<S>, driven: Driven, lease: Duration, asked: Since) -> Self {
         let (lost, done) = (CancellationToken::new(), CancellationToken::new());
         let shared = Arc::new(Shared { store, driven, lease, granted: Mutex::new(asked), lost, done });
         tokio::spawn(Arc::clone(&shared).renew_until_done());

@@ -110,7 +110,7 @@ impl<S: Phases> Opening<S> {
             tokio::time::sleep(before_try(tries)).await;
         };
         let phased = Arc::clone(&self.phased);
-        let hold = Hold::new(phased.engine.store().clone(), driven.clone(), self.member.lease(), asked);
+        let hold = Hold::new(Arc::clone(phased.engine.store()), driven.clone(), self.member.lease(), asked);
         let fingerprint = begin.claim.fingerprint.clone();
         let driver = Driver {
             fresh,
@@ -243,12 +243,17 @@ impl<S: Phases> Opening<S> {
                 return Ok(Tried::Ended(Opened::Problem(Code::CommitUnknown)));
             }
             Aftermath::InsertUnknown => {
-                if let Err(error) = stand(store, new, begin.basis(), self.patience).await {
+                if let Err(error) = stand(store.as_ref(), new, begin.basis(), self.patience).await {
                     tracing::error!(operation = %driven.operation_id, %error, "an operation that ended its transaction could not be made to stand");
                     let (engine, patience) = (&self.phased.engine, self.patience);
-                    stand_later(engine, begin, new.clone(), patience, |store, new, basis, patience| {
-                        stand(store, new, basis, patience).boxed()
-                    });
+                    stand_later(
+                        engine,
+                        Arc::clone(store),
+                        begin,
+                        new.clone(),
+                        patience,
+                        |store, new, basis, patience| stand(store, new, basis, patience).boxed(),
+                    );
                 }
             }
             Aftermath::MarkUnknown => {

@@ -34,7 +34,7 @@ pub(super) async fn taken<S: Phases>(
     let store = phased.engine.store();
     let reason = match prepared(&phased, &stored).await {
         Ok(Prepared::Ready(member, context, command, fingerprint)) => {
-            let hold = Hold::new(store.clone(), driven, lease, asked);
+            let hold = Hold::new(Arc::clone(store), driven, lease, asked);
             let ready = (member, context, command, fingerprint);
             return Driver::new(phased, ready, hold, came, stop).drive().await;
         }
