@@ -5,11 +5,11 @@
 //! ```
 //! # use oncebox::grpc::{KeyField, idempotent_unary, reply};
 //! # use oncebox::policy::operation::{IdempotentCommand, Outcome};
-//! # use oncebox::{runtime::operation::{Engine, Registered}, store::Operations};
+//! # use oncebox::{runtime::operation::{Engine, Registered}, store::{Base, Operations}};
 //! # use prost::Message;
 //! # use tonic::{Request, Response, Status};
-//! # struct Payments<S: Operations> { engine: Engine<S>, create_payment: Registered }
-//! # impl<S: Operations> Payments<S> {
+//! # struct Payments<S: Operations + Base> { engine: Engine<S>, create_payment: Registered }
+//! # impl<S: Operations + Base> Payments<S> {
 //! # async fn method<CreatePayment, Payment>(&self, request: Request<CreatePayment>) -> Result<Response<Payment>, Status>
 //! # where CreatePayment: Message + IdempotentCommand + KeyField + 'static, Payment: Message + Default {
 //! // async fn create_payment(&self, request: Request<CreatePayment>) -> Result<Response<Payment>, Status> {
@@ -55,7 +55,7 @@ pub use status::{REPLAYED_METADATA, refusal, reply, seen};
 use crate::error::HandlerError;
 use crate::policy::operation::{Code, IdempotentCommand, Outcome, Scope};
 use crate::runtime::operation::{Answered, EffectTx, Engine, Problem, Registered, Reply};
-use crate::store::Operations;
+use crate::store::{Base, Operations};
 
 /// Runs a unary call once for its key, in mode `same_tx`, and answers its second calls. `handler`
 /// is that of [`Engine::execute_tx`]; it makes its answers with [`reply`] and [`refusal`].
@@ -72,7 +72,7 @@ pub async fn idempotent_unary<S, M, R, F>(
     handler: F,
 ) -> Result<Response<R>, Status>
 where
-    S: Operations,
+    S: Operations + Base,
     M: Message + IdempotentCommand + KeyField + 'static,
     R: Message + Default,
     F: for<'t> Fn(&'t M, EffectTx<'t, S>) -> BoxFuture<'t, Result<Outcome<Reply>, HandlerError>>

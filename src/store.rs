@@ -40,6 +40,7 @@ pub mod redis;
 #[cfg(feature = "sqlite")]
 pub mod sqlite;
 
+use std::any::Any;
 use std::fmt::Debug;
 use std::future::Future;
 
@@ -57,8 +58,8 @@ pub use key_operator::{
 pub use mailbox::{EmailOutcome, EmailToSend, Mailbox, NewEmail};
 pub(crate) use operations::stored::{pack as pack_headers, unpack as unpack_headers};
 pub use operations::{
-    Answer, AnswerBody, Basis, Begun, Claimed, Fenced, KeptBody, KeyClaim, Keys, Look, OperationStats, OperationTx,
-    Operations, Outcome, Owned,
+    Answer, AnswerBody, Basis, Begun, Bridged, Claimed, Fenced, KeptBody, KeyClaim, Keys, Look, OperationStats,
+    OperationTx, Operations, Outcome, Owned,
 };
 pub use operator::{
     ActContext, AuditEntry, CONSUMER_PRESENT, ConsumerStatus, DeadFilter, DeadMessage, DeadPlace, DeadState, Forgotten,
@@ -76,10 +77,16 @@ pub use schema::{AppliedMigration, Finding, MigrationText, Schema, SchemaState, 
 pub use statements::{Dialect, Piece, SqlValue, Statements, ends_transaction, split as split_named};
 pub use waiting::{CLAIM_MAX, Claim, ClaimedMessage, Scope, Waiting};
 
+/// The connection of a transaction, with the type that the store's own handlers know.
+fn of_type<C: Any>(connection: &mut (dyn Any + Send)) -> Result<&mut C, StoreError> {
+    let connection = connection.downcast_mut();
+    connection.ok_or_else(|| StoreError::Refused("the handler writes through another kind of database".to_owned()))
+}
+
 /// What every duty needs: a connection pool to one kind of database.
 pub trait Base: Clone + Debug + Send + Sync + 'static {
     /// The sqlx database of this store; handlers get its connection.
-    type Db: sqlx::Database<Connection: Door>;
+    type Db: sqlx::Database<Connection: Door + Bridged>;
 
     /// `postgres`, `mysql` or `sqlite`, as in URLs.
     const NAME: &'static str;

@@ -59,7 +59,7 @@ impl JsonCommand for NewCharge {
 pub(crate) struct Charges<S: Books> {
     pub(crate) typed: TypedDoor<S, NewCharge>,
     /// None without `--provider`.
-    pub(crate) door: Option<Door<S>>,
+    pub(crate) door: Option<Door>,
     pub(crate) budget: Duration,
 }
 

@@ -138,7 +138,7 @@ async fn recover_only<S: Books>(args: Args) -> Result<(), AppError> {
 }
 
 /// The recovery worker, in the service's process.
-async fn recover<S: Books>(recovery: Recovery<S>, stop: CancellationToken) {
+async fn recover(recovery: Recovery, stop: CancellationToken) {
     if let Err(error) = recovery.run(stop).await {
         tracing::error!(%error, "the recovery ended");
     }

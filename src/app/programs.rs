@@ -49,7 +49,7 @@ impl PublisherArgs {
     where
         S: Store,
         F: FnOnce(S) -> M,
-        M: Future<Output = Result<Door<S>, AppError>>,
+        M: Future<Output = Result<Door, AppError>>,
     {
         let loaded = common.load(self.listen)?;
         let (health, stop) = start("publisher", &loaded.settings).await?;
@@ -155,7 +155,7 @@ pub fn publisher<S, F, M>(operations: F) -> ExitCode
 where
     S: Store,
     F: FnOnce(S) -> M,
-    M: Future<Output = Result<Door<S>, AppError>>,
+    M: Future<Output = Result<Door, AppError>>,
 {
     let program = PublisherProgram::parse();
     run(program.args.run_with(&program.common, operations))

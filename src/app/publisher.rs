@@ -59,7 +59,7 @@ pub async fn run_publisher_with<S, F, M>(
 where
     S: Store,
     F: FnOnce(S) -> M,
-    M: Future<Output = Result<Door<S>, AppError>>,
+    M: Future<Output = Result<Door, AppError>>,
 {
     let broker = open_broker(settings).await?;
     let options = settings.database.options().map_err(AppError::usage)?;

@@ -15,6 +15,7 @@ use std::time::Duration;
 use async_trait::async_trait;
 use uuid::Uuid;
 
+use super::of_type;
 use crate::error::StoreError;
 use crate::message::{ContentHash, Message, MessageId};
 use crate::policy::db_time::DbTime;
@@ -390,7 +391,6 @@ impl dyn InboxTx + '_ {
     /// # Errors
     /// [`StoreError::Refused`] where it is a connection of another kind of database.
     pub fn connection<C: Any>(&mut self) -> Result<&mut C, StoreError> {
-        let connection = self.any_connection().downcast_mut();
-        connection.ok_or_else(|| StoreError::Refused("the handler writes through another kind of database".to_owned()))
+        of_type(self.any_connection())
     }
 }

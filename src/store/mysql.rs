@@ -33,8 +33,6 @@ use std::time::Duration;
 
 use sqlx::{MySql, MySqlPool};
 
-pub use self::operations::MySqlOperationTx;
-pub use self::phases::MySqlPhaseTx;
 use super::Base;
 use super::bounded::BoundedPool;
 use crate::error::StoreError;

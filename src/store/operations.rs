@@ -27,16 +27,16 @@
 pub(super) mod announced;
 pub(super) mod stored;
 
+use std::any::Any;
 use std::fmt::Debug;
 use std::future::Future;
 use std::time::Duration;
 
 use async_trait::async_trait;
 use sha2::{Digest, Sha256};
-use sqlx::Database;
 use uuid::Uuid;
 
-use super::{Base, NewEvidence, Proof, StoredEvidence};
+use super::{NewEvidence, Proof, StoredEvidence, of_type};
 use crate::error::StoreError;
 use crate::message::NewMessage;
 use crate::policy::db_time::DbTime;
@@ -148,6 +148,17 @@ pub enum Begun<T> {
     /// Another transaction holds the claim, uncommitted, or its turn did not come in time. Look
     /// again (O15 step 4).
     Locked,
+}
+
+impl<T> Begun<T> {
+    /// With the transaction put behind its trait.
+    pub(super) fn map<U>(self, change: impl FnOnce(T) -> U) -> Begun<U> {
+        match self {
+            Self::Claimed(tx) => Begun::Claimed(change(tx)),
+            Self::Existing(record) => Begun::Existing(record),
+            Self::Locked => Begun::Locked,
+        }
+    }
 }
 
 /// What stands under a key, read by one statement without a lock (O15 step 1).
@@ -396,18 +407,13 @@ pub trait Keys: Debug + Send + Sync + 'static {
     async fn operation_stats(&self) -> Result<OperationStats, StoreError>;
 }
 
-/// Duty: outcomes in the application's own transaction: bridged handlers, and door A.
-pub trait Operations: Keys + Base {
-    /// The transaction of door A.
-    type Operation: OperationTx<Db = Self::Db>;
-
-    /// Whether [`Self::begin_unseen`] asks for fewer steps than a look and a claim.
-    const CLAIMS_UNSEEN: bool = false;
-
-    /// The same inside the caller's transaction (mode `bridged`, O2). After
+/// A connection of sqlx on which an application's own transaction ends together with its outcome:
+/// mode `bridged`.
+pub trait Bridged: Send {
+    /// [`Keys::finish`] inside the caller's transaction (mode `bridged`, O2). After
     /// [`Fenced::LostOwnership`], and after an error, roll back: another owner may have executed.
     fn finish_in(
-        connection: &mut <Self::Db as Database>::Connection,
+        &mut self,
         owned: &Owned,
         outcome: &Outcome,
         retention: &Retention,
@@ -420,18 +426,25 @@ pub trait Operations: Keys + Base {
     /// # Errors
     /// [`StoreError::Fenced`]: it has ended, by COMMIT or by ROLLBACK. Else what the database said:
     /// it was not committed.
-    fn stands(
-        connection: &mut <Self::Db as Database>::Connection,
-    ) -> impl Future<Output = Result<(), StoreError>> + Send;
+    fn stands(&mut self) -> impl Future<Output = Result<(), StoreError>> + Send;
+}
+
+/// Duty: outcomes in the transaction of the effects: door A.
+#[async_trait]
+pub trait Operations: Keys {
+    /// Whether [`Self::begin_unseen`] asks for fewer steps than a look and a claim.
+    fn claims_unseen(&self) -> bool {
+        false
+    }
 
     /// As [`Keys::find`], on a connection of its own, which is closed behind it: where a commit was
     /// lost sight of, neither the dead connections of a pool decide, nor those who stand in line
     /// for it (O29).
-    fn find_afresh(&self, identity: &Identity) -> impl Future<Output = Result<Look, StoreError>> + Send;
+    async fn find_afresh(&self, identity: &Identity) -> Result<Look, StoreError>;
 
     /// Writes the record of a run as UNKNOWN where there is none (O1). [`Fenced::LostOwnership`]
     /// where there is one: look again.
-    fn insert_unknown(&self, claim: &KeyClaim) -> impl Future<Output = Result<Fenced, StoreError>> + Send;
+    async fn insert_unknown(&self, claim: &KeyClaim) -> Result<Fenced, StoreError>;
 
     /// Begins door A, mode `same_tx`: the try-lock, then the claim, insert first (O15 steps 2 to
     /// 4). It never waits for another claim of the key; `patience` bounds the wait for a turn where
@@ -439,12 +452,12 @@ pub trait Operations: Keys + Base {
     ///
     /// # Errors
     /// [`StoreError::Refused`] for another mode. [`StoreError::Busy`]: the same again (R27).
-    fn begin_operation(
+    async fn begin_operation(
         &self,
         claim: &KeyClaim,
         basis: Basis<'_>,
         patience: Duration,
-    ) -> impl Future<Output = Result<Begun<Self::Operation>, StoreError>> + Send;
+    ) -> Result<Begun<Box<dyn OperationTx>>, StoreError>;
 
     /// The look of O15 and [`Self::begin_operation`] on [`Basis::New`] in one statement, for a key
     /// that is probably new. In the same order: where it sees a record, it takes no lock and waits
@@ -454,22 +467,14 @@ pub trait Operations: Keys + Base {
     ///
     /// # Errors
     /// As [`Self::begin_operation`].
-    fn begin_unseen(
-        &self,
-        _claim: &KeyClaim,
-    ) -> impl Future<Output = Result<Option<Self::Operation>, StoreError>> + Send {
-        async { Ok(None) }
+    async fn begin_unseen(&self, _claim: &KeyClaim) -> Result<Option<Box<dyn OperationTx>>, StoreError> {
+        Ok(None)
     }
 
     /// Makes a run UNKNOWN that left no record of its own (O1): inserts it, or renews the record
     /// that it began from. Where another run has claimed since, nothing is changed.
-    fn stand_unknown(
-        &self,
-        claim: &KeyClaim,
-        basis: Basis<'_>,
-        patience: Duration,
-    ) -> impl Future<Output = Result<(), StoreError>> + Send {
-        async move {
+    async fn stand_unknown(&self, claim: &KeyClaim, basis: Basis<'_>, patience: Duration) -> Result<(), StoreError> {
+        {
             let seen = match basis {
                 Basis::New => return self.insert_unknown(claim).await.map(drop),
                 Basis::TakeOver(seen) | Basis::Reclaim(seen) | Basis::Anew(seen) => seen,
@@ -496,12 +501,12 @@ pub trait Operations: Keys + Base {
 
     /// Looks for the record of a run whose transaction was lost sight of, on fresh connections, for
     /// a second (O29). The record that the run began from, unchanged, is none of its own: nothing.
-    fn look_after(&self, claim: &KeyClaim, basis: Basis<'_>) -> impl Future<Output = doubt::Look> + Send {
+    async fn look_after(&self, claim: &KeyClaim, basis: Basis<'_>) -> doubt::Look {
         let before = match basis {
             Basis::New => None,
             Basis::TakeOver(seen) | Basis::Reclaim(seen) | Basis::Anew(seen) => Some(seen.epoch),
         };
-        async move {
+        {
             let deadline = tokio::time::Instant::now() + LOOK_AFTER;
             let mut seen = doubt::Look::NoAnswer;
             let mut pause = LOOK_AGAIN;
@@ -535,19 +540,17 @@ pub trait Operations: Keys + Base {
 /// the claim. A handler that ended it by raw SQL, or swallowed an error that rolled it back, is
 /// found out. Anything but [`Proof::Same`]: roll back, then [`Operations::look_after`] and
 /// [`Doubt`](doubt::Doubt) say what follows.
-pub trait OperationTx: std::fmt::Debug + Send + 'static {
-    /// The sqlx database.
-    type Db: Database;
-
+#[async_trait]
+pub trait OperationTx: Debug + Send {
     /// What is owned, if this commits.
     fn owned(&self) -> &Owned;
 
-    /// The connection, inside the transaction: what handlers write through.
-    fn connection(&mut self) -> &mut <Self::Db as Database>::Connection;
+    /// The sqlx connection, inside the transaction: `tx.connection()` gives it with its type.
+    fn any_connection(&mut self) -> &mut (dyn Any + Send);
 
     /// Takes back all effects since the claim, which stays: for a rejection that is to be
     /// remembered (pitfall 18). It also mends a transaction that a swallowed error aborted.
-    fn undo_effects(&mut self) -> impl Future<Output = Result<Proof, StoreError>> + Send;
+    async fn undo_effects(&mut self) -> Result<Proof, StoreError>;
 
     /// Where the transaction is not there any more after a failure that is nobody's, such as a
     /// deadlock by which the database itself may have ended it: whether it is proven that nothing
@@ -556,8 +559,8 @@ pub trait OperationTx: std::fmt::Debug + Send + 'static {
     ///
     /// # Errors
     /// Nothing is proven.
-    fn nothing_committed(&mut self) -> impl Future<Output = Result<bool, StoreError>> + Send {
-        async { Ok(false) }
+    async fn nothing_committed(&mut self) -> Result<bool, StoreError> {
+        Ok(false)
     }
 
     /// Writes the messages, in order, and the outcome, and keeps the answer. Once; after it,
@@ -566,19 +569,29 @@ pub trait OperationTx: std::fmt::Debug + Send + 'static {
     /// # Errors
     /// Also that of a message. An error comes only of a transaction that is shown to be ours, or of
     /// a connection that is lost: roll back, and nothing is there.
-    fn complete(
+    async fn complete(
         &mut self,
         messages: Vec<NewMessage>,
         outcome: &Outcome,
         retention: &Retention,
-    ) -> impl Future<Output = Result<Proof, StoreError>> + Send;
+    ) -> Result<Proof, StoreError>;
 
     /// Commits.
     ///
     /// # Errors
     /// [`StoreError::CommitUnknown`] where the connection was lost: [`Operations::look_after`].
-    fn commit(self) -> impl Future<Output = Result<(), StoreError>> + Send;
+    async fn commit(self: Box<Self>) -> Result<(), StoreError>;
 
     /// Rolls back, explicitly; an error of it closes the connection.
-    fn rollback(self) -> impl Future<Output = Result<(), StoreError>> + Send;
+    async fn rollback(self: Box<Self>) -> Result<(), StoreError>;
+}
+
+impl dyn OperationTx + '_ {
+    /// The sqlx connection, inside the transaction: what handlers write through.
+    ///
+    /// # Errors
+    /// [`StoreError::Refused`] where it is a connection of another kind of database.
+    pub fn connection<C: Any>(&mut self) -> Result<&mut C, StoreError> {
+        of_type(self.any_connection())
+    }
 }

@@ -31,14 +31,15 @@
 
 pub(super) mod stored;
 
-use std::future::Future;
+use std::any::Any;
+use std::fmt::Debug;
 use std::time::Duration;
 
-use sqlx::Database;
+use async_trait::async_trait;
 use uuid::Uuid;
 
 use super::operations::{Begun, Fenced, KeyClaim, Operations, Outcome};
-use super::{Basis, Proof};
+use super::{Basis, Proof, of_type};
 use crate::error::StoreError;
 use crate::policy::db_time::DbTime;
 use crate::policy::operation::Identity;
@@ -256,6 +257,18 @@ pub enum Run<T> {
     Overtaken,
 }
 
+impl<T> Run<T> {
+    /// With the transaction put behind its trait.
+    pub(super) fn map<U>(self, change: impl FnOnce(T) -> U) -> Run<U> {
+        match self {
+            Self::Begun(tx) => Run::Begun(change(tx)),
+            Self::Marked => Run::Marked,
+            Self::Unended => Run::Unended,
+            Self::Overtaken => Run::Overtaken,
+        }
+    }
+}
+
 /// How long after which attempt an operation is due again.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Due {
@@ -350,10 +363,8 @@ impl std::fmt::Debug for Sealed {
 }
 
 /// Duty: operations in phases.
+#[async_trait]
 pub trait Phases: Operations {
-    /// The transaction of a phase.
-    type Phase: PhaseTx<Db = Self::Db>;
-
     /// Begins the first phase: try-lock, claim and operation row (stage RECEIVED, driven by us) in
     /// one transaction, as [`Operations::begin_operation`] does for door A. It stands at
     /// [`FIRST_POINT`]. What `basis` allows is as there; a record used anew gets a new operation,
@@ -362,19 +373,19 @@ pub trait Phases: Operations {
     /// # Errors
     /// [`StoreError::Refused`] for a claim of another mode. [`StoreError::Busy`]: the same again
     /// (R27).
-    fn begin_first(
+    async fn begin_first(
         &self,
         new: &NewOperation,
         basis: Basis<'_>,
         patience: Duration,
-    ) -> impl Future<Output = Result<Begun<Self::Phase>, StoreError>> + Send;
+    ) -> Result<Begun<Box<dyn PhaseTx>>, StoreError>;
 
     /// Begins a later phase of an operation that is ours, in which no code but ours runs. The fence
     /// is compared when the phase moves on.
     ///
     /// # Errors
     /// [`StoreError::Fenced`] where there is no such operation any more.
-    fn begin_phase(&self, driven: &Driven) -> impl Future<Output = Result<Self::Phase, StoreError>> + Send;
+    async fn begin_phase(&self, driven: &Driven) -> Result<Box<dyn PhaseTx>, StoreError>;
 
     /// Begins a later phase whose code is a handler's. Where the server still has another run of
     /// the operation's, as one whose connection was lost, or that of a driver before, it begins
@@ -385,112 +396,95 @@ pub trait Phases: Operations {
     ///
     /// # Errors
     /// As in [`Self::begin_phase`].
-    fn begin_run(
-        &self,
-        driven: &Driven,
-        point: &str,
-    ) -> impl Future<Output = Result<Run<Self::Phase>, StoreError>> + Send;
+    async fn begin_run(&self, driven: &Driven, point: &str) -> Result<Run<Box<dyn PhaseTx>>, StoreError>;
 
     /// Takes up an operation that nobody drives, due or not, by one fenced UPDATE that raises the
     /// epoch: of twenty that try, one wins. A parked one is not taken up. A lease that its driver
     /// let end counts as an attempt.
-    fn take_operation(
-        &self,
-        operation_id: Uuid,
-        lease: Duration,
-    ) -> impl Future<Output = Result<Taken, StoreError>> + Send;
+    async fn take_operation(&self, operation_id: Uuid, lease: Duration) -> Result<Taken, StoreError>;
 
     /// Takes up at most `limit` operations of a flow and these versions that are due and that
     /// nobody drives, the longest due first; in one transaction, and twenty workers get different
     /// ones. One that cannot be read is parked, with the reason, and the others are taken.
-    fn take_due(
+    async fn take_due(
         &self,
         flow: &str,
         versions: &[u32],
         limit: u32,
         lease: Duration,
-    ) -> impl Future<Output = Result<Vec<(Driven, StoredOperation)>, StoreError>> + Send {
-        self.take_due_but(flow, versions, limit, lease, &[])
+    ) -> Result<Vec<(Driven, StoredOperation)>, StoreError> {
+        self.take_due_but(flow, versions, limit, lease, &[]).await
     }
 
     /// As [`Phases::take_due`], and none of these tenants.
-    fn take_due_but(
+    async fn take_due_but(
         &self,
         flow: &str,
         versions: &[u32],
         limit: u32,
         lease: Duration,
         tenants: &[Vec<u8>],
-    ) -> impl Future<Output = Result<Vec<(Driven, StoredOperation)>, StoreError>> + Send;
+    ) -> Result<Vec<(Driven, StoredOperation)>, StoreError>;
 
     /// Extends the lease, from now.
-    fn drive_on(&self, driven: &Driven, lease: Duration) -> impl Future<Output = Result<Fenced, StoreError>> + Send;
+    async fn drive_on(&self, driven: &Driven, lease: Duration) -> Result<Fenced, StoreError>;
 
     /// Commits that another send of an effect begins, and gives its number. None: the operation is
     /// not ours any more or our lease is over, or the effect is settled or not there; send nothing.
-    fn begin_send(&self, driven: &Driven, effect: &str)
-    -> impl Future<Output = Result<Option<u32>, StoreError>> + Send;
+    async fn begin_send(&self, driven: &Driven, effect: &str) -> Result<Option<u32>, StoreError>;
 
     /// Takes back that a send began, which is known not to have left us: its number is free again,
     /// and a provider that is away for a day leaves no row for each try. Only while it is the last
     /// one begun, and not the first, whose beginning is its intent. [`Fenced::LostOwnership`]:
     /// nothing was changed. After an error it may have been: then its number says nothing any more.
-    fn take_back_send(
-        &self,
-        driven: &Driven,
-        effect: &str,
-        send: u32,
-    ) -> impl Future<Output = Result<Fenced, StoreError>> + Send;
+    async fn take_back_send(&self, driven: &Driven, effect: &str, send: u32) -> Result<Fenced, StoreError>;
 
     /// Appends evidence. Never fenced, always allowed (O8).
-    fn observe(&self, evidence: &NewEvidence) -> impl Future<Output = Result<(), StoreError>> + Send;
+    async fn observe(&self, evidence: &NewEvidence) -> Result<(), StoreError>;
 
     /// Gives an operation out of our hands.
-    fn leave(&self, driven: &Driven, leave: Leave<'_>) -> impl Future<Output = Result<Fenced, StoreError>> + Send;
+    async fn leave(&self, driven: &Driven, leave: Leave<'_>) -> Result<Fenced, StoreError>;
 
     /// [`Leave::HandBack`].
-    fn hand_back(&self, driven: &Driven, due: Due) -> impl Future<Output = Result<Fenced, StoreError>> + Send {
-        self.leave(driven, Leave::HandBack(due))
+    async fn hand_back(&self, driven: &Driven, due: Due) -> Result<Fenced, StoreError> {
+        self.leave(driven, Leave::HandBack(due)).await
     }
 
     /// [`Leave::Doubt`].
-    fn doubt(&self, driven: &Driven, due: Due) -> impl Future<Output = Result<Fenced, StoreError>> + Send {
-        self.leave(driven, Leave::Doubt(due))
+    async fn doubt(&self, driven: &Driven, due: Due) -> Result<Fenced, StoreError> {
+        self.leave(driven, Leave::Doubt(due)).await
     }
 
     /// [`Leave::Park`].
-    fn park(&self, driven: &Driven, reason: &str) -> impl Future<Output = Result<Fenced, StoreError>> + Send {
-        self.leave(driven, Leave::Park(reason))
+    async fn park(&self, driven: &Driven, reason: &str) -> Result<Fenced, StoreError> {
+        self.leave(driven, Leave::Park(reason)).await
     }
 
     /// An operation with its intents and evidence.
-    fn operation(&self, operation_id: Uuid)
-    -> impl Future<Output = Result<Option<StoredOperation>, StoreError>> + Send;
+    async fn operation(&self, operation_id: Uuid) -> Result<Option<StoredOperation>, StoreError>;
 
     /// Makes a parked operation due at once: proof came of what an operator was to find out (O8).
     /// It waits for a transaction that parks it just now, so who appended evidence before either is
     /// seen by that transaction or finds it parked. [`Fenced::LostOwnership`] where it is not
     /// parked.
-    fn unpark(&self, operation_id: Uuid) -> impl Future<Output = Result<Fenced, StoreError>> + Send;
+    async fn unpark(&self, operation_id: Uuid) -> Result<Fenced, StoreError>;
 
     /// The id of this deployment; a clone of the database has it too, the configuration of the
     /// clone's services has not (O22).
-    fn deployment(&self) -> impl Future<Output = Result<Uuid, StoreError>> + Send;
+    async fn deployment(&self) -> Result<Uuid, StoreError>;
 }
 
 /// The transaction of a phase. Dropped without commit, it rolls back.
 ///
 /// As in door A, what moves the operation on is written only in the transaction that began the
 /// phase: anything but [`Proof::Same`] from [`Self::advance`] or [`Self::finish`]: roll back.
-pub trait PhaseTx: std::fmt::Debug + Send + 'static {
-    /// The sqlx database.
-    type Db: Database;
-
+#[async_trait]
+pub trait PhaseTx: Debug + Send {
     /// What is driven.
     fn driven(&self) -> &Driven;
 
-    /// The connection, inside the transaction.
-    fn connection(&mut self) -> &mut <Self::Db as Database>::Connection;
+    /// The sqlx connection, inside the transaction: `tx.connection()` gives it with its type.
+    fn any_connection(&mut self) -> &mut (dyn Any + Send);
 
     /// Takes back all effects of this phase; the claim of a first phase stays, and what
     /// [`Self::settle`] was told. [`Proof::Aborted`]: the transaction is not there any more, and it
@@ -501,18 +495,18 @@ pub trait PhaseTx: std::fmt::Debug + Send + 'static {
     /// # Errors
     /// [`StoreError::Busy`]: the database itself has ended the transaction, as it does with a
     /// deadlock's victim, and nothing was committed: roll back, and run the phase again (O17, R27).
-    fn undo_effects(&mut self) -> impl Future<Output = Result<Proof, StoreError>> + Send;
+    async fn undo_effects(&mut self) -> Result<Proof, StoreError>;
 
     /// The evidence of the operation, read in this transaction: what decides is read where it is
     /// decided (O8).
-    fn evidence(&mut self) -> impl Future<Output = Result<Vec<StoredEvidence>, StoreError>> + Send;
+    async fn evidence(&mut self) -> Result<Vec<StoredEvidence>, StoreError>;
 
     /// Records what is proven of an effect: `succeeded`, `failed` or `not-sent`. It is written when
     /// the phase moves on, under the same proof and fence.
     ///
     /// # Errors
     /// [`StoreError::Refused`] for another word.
-    fn settle(&mut self, effect: &str, outcome: &str) -> impl Future<Output = Result<(), StoreError>> + Send;
+    async fn settle(&mut self, effect: &str, outcome: &str) -> Result<(), StoreError>;
 
     /// Moves from point `from` to `to`, at this stage, with these intents (their first send counts
     /// as begun). Once; after it, commit. [`Fenced::LostOwnership`]: roll back. It means nothing
@@ -522,13 +516,13 @@ pub trait PhaseTx: std::fmt::Debug + Send + 'static {
     /// [`StoreError::Refused`]: an outcome ([`Self::finish`] writes those); intents at a stage that
     /// has none; an effect or provider key that is there already; an effect settled that is not
     /// there. Roll back.
-    fn advance(
+    async fn advance(
         &mut self,
         from: &str,
         to: &str,
         stage: Stage,
         intents: &[NewIntent],
-    ) -> impl Future<Output = Result<(Proof, Fenced), StoreError>> + Send;
+    ) -> Result<(Proof, Fenced), StoreError>;
 
     /// Writes the outcome to operation and record, both with their lifetimes from now (O3):
     /// SUCCEEDED for [`Outcome::Completed`], FAILED for [`Outcome::FailedReplayable`]. Once; after
@@ -536,23 +530,33 @@ pub trait PhaseTx: std::fmt::Debug + Send + 'static {
     ///
     /// # Errors
     /// [`StoreError::Refused`] for another outcome.
-    fn finish(
+    async fn finish(
         &mut self,
         from: &str,
         outcome: &Outcome,
         retention: &Retention,
-    ) -> impl Future<Output = Result<(Proof, Fenced), StoreError>> + Send;
+    ) -> Result<(Proof, Fenced), StoreError>;
 
     /// [`Leave::Park`], in this transaction. Its row is locked until the end: evidence that is read
     /// after this is all that came before. Once; after it, commit or roll back.
-    fn park(&mut self, reason: &str) -> impl Future<Output = Result<Fenced, StoreError>> + Send;
+    async fn park(&mut self, reason: &str) -> Result<Fenced, StoreError>;
 
     /// Commits.
     ///
     /// # Errors
     /// [`StoreError::CommitUnknown`] where the connection was lost: read the operation.
-    fn commit(self) -> impl Future<Output = Result<(), StoreError>> + Send;
+    async fn commit(self: Box<Self>) -> Result<(), StoreError>;
 
     /// Rolls back, explicitly; an error of it closes the connection.
-    fn rollback(self) -> impl Future<Output = Result<(), StoreError>> + Send;
+    async fn rollback(self: Box<Self>) -> Result<(), StoreError>;
+}
+
+impl dyn PhaseTx + '_ {
+    /// The sqlx connection, inside the transaction: what handlers write through.
+    ///
+    /// # Errors
+    /// [`StoreError::Refused`] where it is a connection of another kind of database.
+    pub fn connection<C: Any>(&mut self) -> Result<&mut C, StoreError> {
+        of_type(self.any_connection())
+    }
 }

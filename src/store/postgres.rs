@@ -41,8 +41,6 @@ use std::time::{Duration, Instant};
 use sqlx::Postgres;
 use sqlx::postgres::PgPool;
 
-pub use operations::PostgresOperationTx;
-pub use phases::PostgresPhaseTx;
 pub use statements::PostgresStatement;
 
 use super::bounded::BoundedPool;

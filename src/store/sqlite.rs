@@ -35,8 +35,6 @@ mod waiting;
 mod write;
 
 pub use connect::SqliteStore;
-pub use operations::SqliteOperationTx;
-pub use phases::SqlitePhaseTx;
 
 /// Milliseconds since 1970 by the database's clock, as SQL.
 macro_rules! now_ms {

@@ -10,7 +10,7 @@ use oncebox::policy::operation::{Identity, Key, Keyring, Mode, Scope};
 use oncebox::store::sqlite::SqliteStore;
 use oncebox::store::{
     Answer, AnswerBody, Base, Basis, Begun, Claimed, Driven, FIRST_POINT, KeptBody, KeyClaim, Keys, NewEvidence,
-    NewIntent, NewOperation, Outcome, PhaseTx, Phases, Sealed, StoreOptions,
+    NewIntent, NewOperation, Outcome, Phases, Sealed, StoreOptions,
 };
 use serde_json::{Value, json};
 

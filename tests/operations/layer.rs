@@ -14,7 +14,7 @@ use oncebox::http::idempotency::{IdempotencyGuard, IdempotencyLayer, Idempotent,
 use oncebox::policy::operation::route::{Effects, Requirement};
 use oncebox::policy::operation::{Code, Fingerprinter, Mode, Outcome, Route, State as Remembered};
 use oncebox::runtime::operation::{Endpoint, Reconciled, Reply};
-use oncebox::store::{Basis, Claimed, KeyClaim};
+use oncebox::store::{Basis, Bridged, Claimed, KeyClaim};
 use serde::Deserialize;
 
 use super::kit::*;
@@ -355,7 +355,7 @@ async fn o2_a_stale_guarded_claim_is_taken_over_and_the_late_owner_changes_nothi
     };
     let mut tx = world.store.tx("insert into effect (text) values ('late')").await;
     let outcome = oncebox::store::Outcome::Unknown;
-    let fenced = S::finish_in(&mut *tx, &late, &outcome, &edge().retention).await.unwrap();
+    let fenced = tx.finish_in(&late, &outcome, &edge().retention).await.unwrap();
     assert_eq!(fenced, oncebox::store::Fenced::LostOwnership);
     tx.rollback().await.unwrap();
     assert_eq!(world.effects().await, 1);

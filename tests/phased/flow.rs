@@ -15,7 +15,7 @@ use oncebox::runtime::operation::phased::{
     Recovery, RecoveryOptions, Settled, SettledPhase, SettledPoint, Settlement, Settlements,
 };
 use oncebox::runtime::operation::{Answered, Endpoint, Engine, KeyGiven, Registered, Reply, Sealer};
-use oncebox::store::{Phases, StoredOperation};
+use oncebox::store::{Base, Phases, StoredOperation};
 use oncebox::{HandlerError, NewMessage, async_trait};
 use serde::{Deserialize, Serialize};
 use serde_json::json;
@@ -223,7 +223,7 @@ struct Settle {
 
 pub(crate) const CREATED: LocalPoint = LocalPoint("LOCAL_PAYMENT_CREATED");
 
-fn payment<S: Phases>(phase: &Phase<'_, S>) -> Uuid {
+fn payment<S: Base>(phase: &Phase<'_, S>) -> Uuid {
     phase.context().identities().row("payment")
 }
 
@@ -393,7 +393,7 @@ pub(crate) struct Service<S: Phases> {
     pub(crate) store: S,
     pub(crate) engine: Engine<S>,
     pub(crate) endpoint: Registered,
-    pub(crate) door: Door<S>,
+    pub(crate) door: Door,
 }
 
 pub(crate) fn flow<S: Rows, P: Adapter + Debug>(plan: &Plan, provider: P) -> Flow<S> {

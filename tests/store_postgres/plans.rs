@@ -10,7 +10,7 @@ use oncebox::policy::operation::retention::Retention;
 use oncebox::policy::operation::{Identity, Key, Keyring, Mode, Scope, State};
 use oncebox::store::{
     Answer, AnswerBody, Base, Basis, Begun, ConsumerSpec, FIRST_POINT, Inbox, KeyClaim, KeyFilter, KeyOperator, Keys,
-    NewOperation, Operator, Outcome, PhaseTx, Phases, Sealed,
+    NewOperation, Operator, Outcome, Phases, Sealed,
 };
 use uuid::Uuid;
 

@@ -21,7 +21,7 @@ use crate::support::eventually;
 
 pub(crate) struct Service {
     store: SqliteStore,
-    door: Door<SqliteStore>,
+    door: Door,
     endpoint: Registered,
     worker: JoinHandle<Result<(), oncebox::StoreError>>,
     _directory: tempfile::TempDir,

@@ -54,7 +54,7 @@ use crate::policy::operation::{Canonical, Code, FingerprintWriter, IdempotentCom
 use crate::runtime::operation::{
     Asking, BodyPermit, EffectTx, Endpoint, EndpointError, Engine, KeyGiven, Problem, Registered, Reply,
 };
-use crate::store::{Keys, Operations};
+use crate::store::{Base, Keys, Operations};
 
 /// A command that is read from a JSON body. Derive `Deserialize` with `deny_unknown_fields`: a
 /// member that nobody reads would be no part of the command (M21). Members that stand twice are
@@ -168,7 +168,7 @@ impl<S: Keys, C: JsonCommand> TypedDoor<S, C> {
     }
 }
 
-impl<S: Operations, C: JsonCommand> TypedDoor<S, C> {
+impl<S: Operations + Base, C: JsonCommand> TypedDoor<S, C> {
     /// Serves a request: see [`Engine::execute_tx`].
     pub async fn serve<F>(&self, request: Request, handler: F) -> Response
     where

@@ -11,7 +11,7 @@ use super::layer::reply_of;
 use super::respond::reply_response;
 use crate::policy::operation::Outcome;
 use crate::runtime::operation::{Guard, GuardError, Progress};
-use crate::store::Operations;
+use crate::store::{Base, Operations};
 
 /// Wraps the extractor of the body: `Idempotent<Json<NewNote>>`. What `E` refuses has not started,
 /// so a 400 or 422 of its own frees the key; from then on the same status is an outcome (O10).
@@ -46,9 +46,9 @@ pub struct OutcomeTag(pub Outcome<()>);
 
 /// The claim of the request, for a handler that commits its outcome with its effects (O2).
 #[derive(Debug, Clone)]
-pub struct IdempotencyGuard<S: Operations>(pub Guard<S>);
+pub struct IdempotencyGuard<S: Operations + Base>(pub Guard<S>);
 
-impl<S: Operations> IdempotencyGuard<S> {
+impl<S: Operations + Base> IdempotencyGuard<S> {
     /// Commits the handler's transaction and this response as its outcome, together; gives the
     /// response back. Its body must be complete, no stream.
     ///
@@ -60,7 +60,7 @@ impl<S: Operations> IdempotencyGuard<S> {
     }
 }
 
-impl<S: Operations, St: Send + Sync> FromRequestParts<St> for IdempotencyGuard<S> {
+impl<S: Operations + Base, St: Send + Sync> FromRequestParts<St> for IdempotencyGuard<S> {
     type Rejection = (StatusCode, &'static str);
 
     async fn from_request_parts(parts: &mut Parts, _: &St) -> Result<Self, Self::Rejection> {

@@ -14,6 +14,7 @@
 //! Not here: the decisions ([`Front`], [`doubt`](crate::policy::operation::doubt)).
 
 use std::fmt;
+use std::marker::PhantomData;
 use std::panic::AssertUnwindSafe;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -36,7 +37,7 @@ use crate::policy::operation::classify::{Reached, Run, Settle};
 use crate::policy::operation::doubt::{Aftermath, Doubt, Look};
 use crate::policy::operation::{Canonical, Code, Outcome, Scope, State};
 use crate::runtime::handler::panic_text;
-use crate::store::{self, Basis, Begun, OperationTx, Operations, Proof};
+use crate::store::{self, Base, Basis, Begun, OperationTx, Operations, Proof};
 
 /// How often what is nobody's fault runs again.
 const TRIES_MAX: u32 = 10;
@@ -46,8 +47,9 @@ const TRIES_MAX: u32 = 10;
 ///
 /// It has no commit and no rollback: what the handler returns decides. Statements that end the
 /// transaction are found out.
-pub struct EffectTx<'t, S: Operations> {
-    tx: &'t mut S::Operation,
+pub struct EffectTx<'t, S: Base> {
+    connection: &'t mut <S::Db as Database>::Connection,
+    operation_id: Uuid,
     sent: &'t mut Sent,
 }
 
@@ -60,10 +62,15 @@ struct Sent {
     last: Vec<NewMessage>,
 }
 
-impl<S: Operations> EffectTx<'_, S> {
+impl<'t, S: Base> EffectTx<'t, S> {
+    /// Of a transaction that this store began; an error where another kind of store did.
+    fn new(tx: &'t mut dyn OperationTx, sent: &'t mut Sent) -> Result<Self, StoreError> {
+        Ok(Self { operation_id: tx.owned().operation_id, connection: tx.connection()?, sent })
+    }
+
     /// The sqlx connection, inside the transaction.
     pub fn connection(&mut self) -> &mut <S::Db as Database>::Connection {
-        self.tx.connection()
+        self.connection
     }
 
     /// Enqueues a message in the same transaction.
@@ -72,7 +79,7 @@ impl<S: Operations> EffectTx<'_, S> {
     /// As [`crate::store::enqueue`].
     pub async fn enqueue(&mut self, message: NewMessage) -> Result<Uuid, StoreError> {
         self.sent.enqueued = true;
-        store::enqueue(self.tx.connection(), message).await
+        store::enqueue(self.connection, message).await
     }
 
     /// Enqueues a message in the same transaction when the handler has returned, with the outcome:
@@ -97,11 +104,11 @@ impl<S: Operations> EffectTx<'_, S> {
     /// from it, never from the client's key (M78, M79).
     #[must_use]
     pub fn operation_id(&self) -> Uuid {
-        self.tx.owned().operation_id
+        self.operation_id
     }
 }
 
-impl<S: Operations> fmt::Debug for EffectTx<'_, S> {
+impl<S: Base> fmt::Debug for EffectTx<'_, S> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("EffectTx").finish_non_exhaustive()
     }
@@ -121,7 +128,7 @@ enum Tried {
     Answer(Answered),
 }
 
-impl<S: Operations> Engine<S> {
+impl<S: Operations + Base> Engine<S> {
     /// Runs an operation of mode `same_tx` once per key, and answers its second requests (M1).
     ///
     /// `handler` is called with the command and the transaction, and again after a deadlock;
@@ -153,7 +160,7 @@ impl<S: Operations> Engine<S> {
         let mut front = self.front(endpoint, asking);
         // What needs no execution needs no task.
         let begin = loop {
-            if let Some(begin) = unseen::<S>(&front) {
+            if let Some(begin) = self.store().claims_unseen().then(|| front.claim_unseen()).flatten() {
                 break Start::Unseen(begin);
             }
             match front.turn().await {
@@ -163,7 +170,8 @@ impl<S: Operations> Engine<S> {
                 Turn::Answer(answered) => return answered,
             }
         };
-        let door = Door { store: Arc::clone(self.store()), front, command, handler };
+        let handler = Box::new(Typed { command, handler, of: PhantomData });
+        let door = Door { store: Arc::clone(self.store()) as Arc<dyn Operations>, front, handler };
         // Boxed first: a large future would be moved by every step of its start.
         let under_way = door.front.under_way();
         match self.attended(self.spawn(Box::pin(door.run(begin)))).await {
@@ -189,27 +197,47 @@ enum Start {
     Unseen(Box<Begin>),
 }
 
-/// A claim to make without a look of its own.
-fn unseen<S: Operations>(front: &Front) -> Option<Box<Begin>> {
-    S::CLAIMS_UNSEEN.then(|| front.claim_unseen()).flatten()
+/// A handler with its command, whatever its database.
+trait Handle: Send + Sync {
+    fn handle<'t>(
+        &'t self,
+        tx: &'t mut dyn OperationTx,
+        sent: &'t mut Sent,
+    ) -> BoxFuture<'t, Result<Outcome<Reply>, HandlerError>>;
 }
 
-struct Door<S: Operations, C, F> {
-    store: Arc<S>,
-    front: Front,
+/// A handler that writes through connections of one kind of database.
+struct Typed<S, C, F> {
     command: Arc<C>,
     handler: F,
+    of: PhantomData<fn(S)>,
 }
 
-impl<S, C, F> Door<S, C, F>
+impl<S, C, F> Handle for Typed<S, C, F>
 where
-    S: Operations,
-    C: Canonical + Send + Sync + 'static,
-    F: for<'t> Fn(&'t C, EffectTx<'t, S>) -> BoxFuture<'t, Result<Outcome<Reply>, HandlerError>>
-        + Send
-        + Sync
-        + 'static,
+    S: Base,
+    C: Send + Sync,
+    F: for<'t> Fn(&'t C, EffectTx<'t, S>) -> BoxFuture<'t, Result<Outcome<Reply>, HandlerError>> + Send + Sync,
 {
+    fn handle<'t>(
+        &'t self,
+        tx: &'t mut dyn OperationTx,
+        sent: &'t mut Sent,
+    ) -> BoxFuture<'t, Result<Outcome<Reply>, HandlerError>> {
+        match EffectTx::new(tx, sent) {
+            Ok(tx) => (self.handler)(&self.command, tx),
+            Err(error) => Box::pin(std::future::ready(Err(error.into()))),
+        }
+    }
+}
+
+struct Door {
+    store: Arc<dyn Operations>,
+    front: Front,
+    handler: Box<dyn Handle>,
+}
+
+impl Door {
     async fn run(mut self, start: Start) -> Answered {
         let engine = self.front.engine().clone();
         let mut place = engine.place_at_once();
@@ -274,7 +302,10 @@ where
     }
 
     /// The claim of a key that was not looked for, if it is to execute. None: nothing stands, look.
-    async fn claim_unseen(&mut self, begin: Box<Begin>) -> Result<Option<(Box<Begin>, S::Operation)>, StoreError> {
+    async fn claim_unseen(
+        &mut self,
+        begin: Box<Begin>,
+    ) -> Result<Option<(Box<Begin>, Box<dyn OperationTx>)>, StoreError> {
         let engine = self.front.engine();
         let tx = match engine.reach().within(self.store.begin_unseen(&begin.claim)).await {
             Ok(Some(tx)) => tx,
@@ -291,7 +322,7 @@ where
     }
 
     /// Tries until it is somebody's fault (R27).
-    async fn tries(&self, begin: &Begin, mut claimed: Option<S::Operation>) -> Tried {
+    async fn tries(&self, begin: &Begin, mut claimed: Option<Box<dyn OperationTx>>) -> Tried {
         let until = Instant::now() + self.front.endpoint().route().timeout;
         for tried in 1.. {
             match self.try_once(begin, claimed.take()).await {
@@ -309,7 +340,7 @@ where
     }
 
     /// `claimed`: the claim stands already.
-    async fn try_once(&self, begin: &Begin, claimed: Option<S::Operation>) -> Tried {
+    async fn try_once(&self, begin: &Begin, claimed: Option<Box<dyn OperationTx>>) -> Tried {
         let front = &self.front;
         let route = front.endpoint().route();
         let mut tx = match claimed {
@@ -327,7 +358,7 @@ where
             front.note(Noted::Acquired);
         }
         let mut sent = Sent::default();
-        let call = (self.handler)(&self.command, EffectTx { tx: &mut tx, sent: &mut sent });
+        let call = self.handler.handle(tx.as_mut(), &mut sent);
         let called = tokio::time::timeout(route.timeout, AssertUnwindSafe(call).catch_unwind()).await;
         let failed = match called {
             Ok(Ok(Ok(outcome))) => return self.settle(begin, tx, outcome, sent).await,
@@ -347,7 +378,13 @@ where
         }
     }
 
-    async fn settle(&self, begin: &Begin, mut tx: S::Operation, outcome: Outcome<Reply>, mut sent: Sent) -> Tried {
+    async fn settle(
+        &self,
+        begin: &Begin,
+        mut tx: Box<dyn OperationTx>,
+        outcome: Outcome<Reply>,
+        mut sent: Sent,
+    ) -> Tried {
         let front = &self.front;
         let (endpoint, claim) = (front.endpoint(), &begin.claim);
         let settle = outcome.settle(Run::of(endpoint.route(), Reached::Started));
@@ -416,7 +453,7 @@ where
     /// `nobodys`: the handler failed with what is nobody's fault, such as a deadlock, by which the
     /// database itself may have ended the transaction (R27). Where the store proves that nothing
     /// was committed, that burns no key.
-    async fn roll_back(&self, begin: &Begin, mut tx: S::Operation, nobodys: bool) -> Option<Tried> {
+    async fn roll_back(&self, begin: &Begin, mut tx: Box<dyn OperationTx>, nobodys: bool) -> Option<Tried> {
         let budget = self.front.endpoint().route().completion_budget;
         match tokio::time::timeout(budget, tx.undo_effects()).await {
             Ok(Ok(Proof::Same)) => {
@@ -424,7 +461,7 @@ where
                 None
             }
             Ok(Ok(proof)) => {
-                if nobodys && self.is_undone(&mut tx).await {
+                if nobodys && self.is_undone(tx.as_mut()).await {
                     rolled_back(tx).await;
                     return None;
                 }
@@ -439,14 +476,14 @@ where
         }
     }
 
-    async fn is_undone(&self, tx: &mut S::Operation) -> bool {
+    async fn is_undone(&self, tx: &mut dyn OperationTx) -> bool {
         tx.nothing_committed().await.unwrap_or_else(|error| {
             tracing::debug!(%error, "what a connection has committed could not be asked");
             false
         })
     }
 
-    async fn doubt(&self, begin: &Begin, tx: S::Operation, proof: Proof) -> Tried {
+    async fn doubt(&self, begin: &Begin, tx: Box<dyn OperationTx>, proof: Proof) -> Tried {
         rolled_back(tx).await;
         self.after(begin, Doubt::TokenGone { nothing_ran_after: proof == Proof::Aborted }, None).await
     }
@@ -503,7 +540,7 @@ where
 }
 
 /// Rolls back. Where that is not answered, the connection is closed, and the server rolls back.
-async fn rolled_back<T: OperationTx>(tx: T) {
+async fn rolled_back(tx: Box<dyn OperationTx>) {
     if let Err(error) = tx.rollback().await {
         tracing::debug!(%error, "a rollback was not answered");
     }

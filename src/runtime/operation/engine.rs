@@ -212,6 +212,11 @@ impl<S: Keys> Engine<S> {
     pub fn store(&self) -> &Arc<S> {
         &self.store
     }
+
+    /// The engine without the type of its store.
+    pub(super) fn core(&self) -> &Core {
+        &self.core
+    }
 }
 
 impl<S: Keys> Deref for Engine<S> {

@@ -16,9 +16,9 @@ use crate::store::{
 /// How long a turn is waited for where the case does not ask about it.
 const PATIENCE: Duration = Duration::from_secs(20);
 
-type Tx<F> = <<F as Fixture>::Store as Operations>::Operation;
+type Tx = Box<dyn OperationTx>;
 
-async fn begin<F: Fixture>(trial: &Trial<F>, claim: &KeyClaim) -> Tx<F> {
+async fn begin<F: Fixture>(trial: &Trial<F>, claim: &KeyClaim) -> Tx {
     match trial.store.begin_operation(claim, Basis::New, PATIENCE).await.unwrap() {
         Begun::Claimed(tx) => tx,
         Begun::Existing(record) => panic!("a record is there: {record:?}"),
@@ -34,8 +34,10 @@ pub async fn m50_claim_effects_messages_and_answer_commit_together<F: Fixture>(t
     for commit in [false, true] {
         let mut tx = begin(trial, &claim).await;
         assert_eq!((tx.owned().operation_id, tx.owned().owner), (claim.operation_id, None));
-        effect::<F>(tx.connection(), "payment", "1").await.unwrap();
-        crate::store::enqueue(tx.connection(), new_message("k", "payment.created")).await.unwrap();
+        effect::<F>(tx.connection().unwrap(), "payment", "1").await.unwrap();
+        crate::store::enqueue::<Connection<F>>(tx.connection().unwrap(), new_message("k", "payment.created"))
+            .await
+            .unwrap();
         assert_eq!(tx.complete(Vec::new(), &completed(), &KEPT).await.unwrap(), Proof::Same);
         if commit {
             tx.commit().await.unwrap();
@@ -74,14 +76,16 @@ pub async fn m50_messages_given_with_the_outcome_commit_with_it<F: Fixture>(tria
             let last = || (0..count).map(|n| new_message(&key, format!("last{n}"))).collect::<Vec<_>>();
             let claim = claim(Mode::SameTx, &key, 1);
             let mut tx = begin(trial, &claim).await;
-            careless::<F>(tx.connection(), "rollback").await;
+            careless::<F>(tx.connection().unwrap(), "rollback").await;
             // Where that is a setting, what is written now stands at once.
-            careless::<F>(tx.connection(), "set autocommit = 1").await;
+            careless::<F>(tx.connection().unwrap(), "set autocommit = 1").await;
             assert_ne!(tx.complete(last(), &outcome, &KEPT).await.unwrap_or(Proof::Ended), Proof::Same);
             let _ = tx.rollback().await;
             for commits in [false, true] {
                 let mut tx = begin(trial, &claim).await;
-                crate::store::enqueue(tx.connection(), new_message(&key, "first")).await.unwrap();
+                crate::store::enqueue::<Connection<F>>(tx.connection().unwrap(), new_message(&key, "first"))
+                    .await
+                    .unwrap();
                 assert_eq!(tx.complete(last(), &outcome, &KEPT).await.unwrap(), Proof::Same);
                 if commits {
                     tx.commit().await.unwrap();
@@ -107,7 +111,7 @@ pub async fn o29_a_dropped_operation_leaves_nothing<F: Fixture>(trial: &Trial<F>
         let (store, claim) = (trial.store.clone(), claim.clone());
         let work = async move {
             if let Begun::Claimed(mut tx) = store.begin_operation(&claim, Basis::New, PATIENCE).await.unwrap() {
-                effect::<F>(tx.connection(), "payment", "1").await.unwrap();
+                effect::<F>(tx.connection().unwrap(), "payment", "1").await.unwrap();
                 tx.complete(Vec::new(), &completed(), &KEPT).await.unwrap();
                 std::future::pending::<()>().await;
             }
@@ -122,7 +126,7 @@ pub async fn o29_a_dropped_operation_leaves_nothing<F: Fixture>(trial: &Trial<F>
         }
     })
     .await;
-    effect::<F>(tx.connection(), "payment", "2").await.unwrap();
+    effect::<F>(tx.connection().unwrap(), "payment", "2").await.unwrap();
     assert_eq!(tx.complete(Vec::new(), &completed(), &KEPT).await.unwrap(), Proof::Same);
     tx.commit().await.unwrap();
     assert_eq!(trial.effects("payment").await, 1);
@@ -133,7 +137,7 @@ pub async fn o29_a_dropped_operation_leaves_nothing<F: Fixture>(trial: &Trial<F>
 pub async fn o15_a_duplicate_of_an_open_operation_is_locked_and_does_not_wait<F: Fixture>(trial: &Trial<F>) {
     let first = claim(Mode::SameTx, "k", 1);
     let mut tx = begin(trial, &first).await;
-    effect::<F>(tx.connection(), "payment", "1").await.unwrap();
+    effect::<F>(tx.connection().unwrap(), "payment", "1").await.unwrap();
     for command in [1, 2] {
         let again = claim(Mode::SameTx, "k", command);
         let patience = Duration::from_millis(100);
@@ -153,22 +157,22 @@ pub async fn o15_a_duplicate_of_an_open_operation_is_locked_and_does_not_wait<F:
     ));
 }
 
-async fn unseen<F: Fixture>(trial: &Trial<F>, claim: &KeyClaim) -> Option<Tx<F>> {
+async fn unseen<F: Fixture>(trial: &Trial<F>, claim: &KeyClaim) -> Option<Tx> {
     trial.store.begin_unseen(claim).await.unwrap()
 }
 
 /// A claim without a look, where the store has that: it gives up on what is there or held, and its
 /// transaction is as any other (O1, O15, O29).
 pub async fn o15_a_key_that_is_claimed_unseen_is_looked_for_all_the_same<F: Fixture>(trial: &Trial<F>) {
-    assert!(trial.store.begin_unseen(&claim(Mode::Edge, "k", 1)).await.is_err() || !F::Store::CLAIMS_UNSEEN);
+    assert!(trial.store.begin_unseen(&claim(Mode::Edge, "k", 1)).await.is_err() || !trial.store.claims_unseen());
     let first = claim(Mode::SameTx, "k", 1);
     for commit in [false, true] {
         let Some(mut tx) = unseen(trial, &first).await else {
-            assert!(!F::Store::CLAIMS_UNSEEN, "a new key was refused");
+            assert!(!trial.store.claims_unseen(), "a new key was refused");
             return;
         };
         assert_eq!((tx.owned().operation_id, tx.owned().epoch), (first.operation_id, 1));
-        effect::<F>(tx.connection(), "payment", "1").await.unwrap();
+        effect::<F>(tx.connection().unwrap(), "payment", "1").await.unwrap();
         assert!(unseen(trial, &claim(Mode::SameTx, "k", 2)).await.is_none(), "somebody holds it");
         assert_eq!(tx.complete(Vec::new(), &completed(), &KEPT).await.unwrap(), Proof::Same);
         if commit {
@@ -183,7 +187,7 @@ pub async fn o15_a_key_that_is_claimed_unseen_is_looked_for_all_the_same<F: Fixt
 
     let rejected = claim(Mode::SameTx, "rejected", 1);
     let mut tx = unseen(trial, &rejected).await.unwrap();
-    effect::<F>(tx.connection(), "payment", "2").await.unwrap();
+    effect::<F>(tx.connection().unwrap(), "payment", "2").await.unwrap();
     assert_eq!(tx.undo_effects().await.unwrap(), Proof::Same);
     assert_eq!(tx.complete(Vec::new(), &completed(), &KEPT).await.unwrap(), Proof::Same);
     tx.commit().await.unwrap();
@@ -191,7 +195,7 @@ pub async fn o15_a_key_that_is_claimed_unseen_is_looked_for_all_the_same<F: Fixt
 
     let ended = claim(Mode::SameTx, "ended", 1);
     let mut tx = unseen(trial, &ended).await.unwrap();
-    careless::<F>(tx.connection(), "rollback").await;
+    careless::<F>(tx.connection().unwrap(), "rollback").await;
     assert_ne!(tx.complete(Vec::new(), &completed(), &KEPT).await.unwrap(), Proof::Same);
     tx.rollback().await.unwrap();
     assert_eq!(trial.store.find(&ended.identity).await.unwrap().record, None);
@@ -208,7 +212,7 @@ pub async fn m41_of_many_at_once_one_has_its_effect<F: Fixture>(trial: &Trial<F>
             racing.spawn(async move {
                 match store.begin_operation(&claim, Basis::New, PATIENCE).await.unwrap() {
                     Begun::Claimed(mut tx) => {
-                        effect::<F>(tx.connection(), &message, "1").await.unwrap();
+                        effect::<F>(tx.connection().unwrap(), &message, "1").await.unwrap();
                         assert_eq!(tx.complete(Vec::new(), &completed(), &KEPT).await.unwrap(), Proof::Same);
                         tx.commit().await.unwrap();
                         true
@@ -232,9 +236,9 @@ pub async fn o1_a_rejection_is_remembered_without_its_effects<F: Fixture>(trial:
     for (key, careless) in [("plain", false), ("swallowed", true)] {
         let claim = claim(Mode::SameTx, key, 1);
         let mut tx = begin(trial, &claim).await;
-        effect::<F>(tx.connection(), key, "1").await.unwrap();
+        effect::<F>(tx.connection().unwrap(), key, "1").await.unwrap();
         if careless {
-            let _ = F::run(tx.connection(), "insert into no_such_table (a) values (1)").await;
+            let _ = F::run(tx.connection().unwrap(), "insert into no_such_table (a) values (1)").await;
         }
         assert_eq!(tx.undo_effects().await.unwrap(), Proof::Same);
         let rejected =
@@ -266,14 +270,14 @@ pub async fn o1_a_handler_that_ends_its_transaction_never_completes<F: Fixture>(
             let key = format!("end{number}{undo}");
             let claim = claim(Mode::SameTx, &key, 1);
             let mut tx = begin(trial, &claim).await;
-            effect::<F>(tx.connection(), &key, "before").await.unwrap();
+            effect::<F>(tx.connection().unwrap(), &key, "before").await.unwrap();
             for statement in statements {
-                careless::<F>(tx.connection(), statement).await;
+                careless::<F>(tx.connection().unwrap(), statement).await;
             }
             let proof = if undo {
                 tx.undo_effects().await.unwrap()
             } else {
-                let _ = effect::<F>(tx.connection(), &key, "after").await;
+                let _ = effect::<F>(tx.connection().unwrap(), &key, "after").await;
                 tx.complete(Vec::new(), &completed(), &KEPT).await.unwrap()
             };
             assert_ne!(proof, Proof::Same, "{statements:?}");
@@ -315,11 +319,11 @@ pub async fn o1_what_was_committed_behind_an_aborted_transaction_is_never_called
     for (key, ends) in [("rolled-back", "rollback"), ("committed", "commit")] {
         let claim = claim(Mode::SameTx, key, 1);
         let mut tx = begin(trial, &claim).await;
-        effect::<F>(tx.connection(), key, "inside").await.unwrap();
-        careless::<F>(tx.connection(), ends).await;
-        let _ = effect::<F>(tx.connection(), key, "outside").await;
-        careless::<F>(tx.connection(), "begin").await;
-        careless::<F>(tx.connection(), "insert into no_such_table (a) values (1)").await;
+        effect::<F>(tx.connection().unwrap(), key, "inside").await.unwrap();
+        careless::<F>(tx.connection().unwrap(), ends).await;
+        let _ = effect::<F>(tx.connection().unwrap(), key, "outside").await;
+        careless::<F>(tx.connection().unwrap(), "begin").await;
+        careless::<F>(tx.connection().unwrap(), "insert into no_such_table (a) values (1)").await;
         let proof = tx.complete(Vec::new(), &completed(), &KEPT).await.unwrap();
         assert_ne!(proof, Proof::Same, "{ends}");
         let _ = tx.rollback().await;
@@ -335,7 +339,7 @@ pub(super) async fn still_works<F: Fixture>(trial: &Trial<F>) {
     for round in 0..12 {
         let claim = claim(Mode::SameTx, &format!("works{round}"), 1);
         let mut tx = begin(trial, &claim).await;
-        effect::<F>(tx.connection(), "works", "1").await.unwrap();
+        effect::<F>(tx.connection().unwrap(), "works", "1").await.unwrap();
         assert_eq!(tx.complete(Vec::new(), &completed(), &KEPT).await.unwrap(), Proof::Same);
         if round % 2 == 0 {
             tx.commit().await.unwrap();
@@ -351,9 +355,9 @@ pub(super) async fn still_works<F: Fixture>(trial: &Trial<F>) {
 pub async fn o1_an_error_that_was_swallowed_never_commits_half<F: Fixture>(trial: &Trial<F>) {
     let claim = claim(Mode::SameTx, "k", 1);
     let mut tx = begin(trial, &claim).await;
-    effect::<F>(tx.connection(), "before", "").await.unwrap();
-    careless::<F>(tx.connection(), "insert into no_such_table (a) values (1)").await;
-    let _ = effect::<F>(tx.connection(), "after", "").await;
+    effect::<F>(tx.connection().unwrap(), "before", "").await.unwrap();
+    careless::<F>(tx.connection().unwrap(), "insert into no_such_table (a) values (1)").await;
+    let _ = effect::<F>(tx.connection().unwrap(), "after", "").await;
     match tx.complete(Vec::new(), &completed(), &KEPT).await.unwrap() {
         Proof::Same => {
             tx.commit().await.unwrap();
@@ -374,9 +378,9 @@ pub async fn o1_an_error_that_was_swallowed_never_commits_half<F: Fixture>(trial
 pub async fn o1_a_table_made_by_the_handler_never_splits_the_transaction<F: Fixture>(trial: &Trial<F>) {
     let claim = claim(Mode::SameTx, "k", 1);
     let mut tx = begin(trial, &claim).await;
-    effect::<F>(tx.connection(), "before", "").await.unwrap();
-    careless::<F>(tx.connection(), "create table made_by_handler (a int)").await;
-    let _ = effect::<F>(tx.connection(), "after", "").await;
+    effect::<F>(tx.connection().unwrap(), "before", "").await.unwrap();
+    careless::<F>(tx.connection().unwrap(), "create table made_by_handler (a int)").await;
+    let _ = effect::<F>(tx.connection().unwrap(), "after", "").await;
     if tx.complete(Vec::new(), &completed(), &KEPT).await.unwrap() == Proof::Same {
         tx.commit().await.unwrap();
         assert_eq!((trial.effects("before").await, trial.effects("after").await), (1, 1));

@@ -19,7 +19,7 @@ use crate::policy::operation::versions::{Announced, Versions};
 use crate::policy::operation::{Identity, Key, Kid, Mode, Record, Scope, State};
 use crate::store::{
     ActContext, Base, Basis, Claimed, Driven, Due, Fenced, KeyChange, KeyFilter, KeyOperator, Keys, NewEvidence,
-    NewIntent, OperationFilter, Outcome, PhaseTx, Phases, Resolution, Taken,
+    NewIntent, OperationFilter, Outcome, Phases, Resolution, Taken,
 };
 
 fn context(dry_run: bool) -> ActContext {

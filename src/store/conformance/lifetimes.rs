@@ -14,7 +14,7 @@ use crate::policy::operation::flow::Stage;
 use crate::policy::operation::retention::Retention;
 use crate::policy::operation::{OperationName, State};
 use crate::store::{
-    Base, Basis, Begun, FIRST_POINT, Fenced, KeyOperator, Keys, OperationFilter, Outcome, PhaseTx, Phases, Taken,
+    Base, Basis, Begun, FIRST_POINT, Fenced, KeyOperator, Keys, OperationFilter, Outcome, Phases, Taken,
 };
 
 /// Nobody takes it, and a look at its key says so; its stage and its record are UNKNOWN.

@@ -6,7 +6,7 @@ use super::trial::{effect, eventually};
 use super::{Fixture, Trial};
 use crate::policy::operation::retention::Retention;
 use crate::policy::operation::{Mode, State};
-use crate::store::{Fenced, KeyClaim, Keys, Operations};
+use crate::store::{Bridged, Fenced, KeyClaim, Keys};
 
 /// The completion stands in the handler's transaction, or not at all; fenced out, it rolls back.
 pub async fn o2_a_bridged_outcome_goes_with_the_handlers_transaction<F: Fixture>(trial: &Trial<F>) {
@@ -15,7 +15,7 @@ pub async fn o2_a_bridged_outcome_goes_with_the_handlers_transaction<F: Fixture>
     for commit in [false, true] {
         let mut tx = trial.begin().await;
         effect::<F>(&mut tx, "bridged", "1").await.unwrap();
-        assert_eq!(F::Store::finish_in(&mut tx, &old, &completed(), &KEPT).await.unwrap(), Fenced::Done);
+        assert_eq!(tx.finish_in(&old, &completed(), &KEPT).await.unwrap(), Fenced::Done);
         if commit {
             tx.commit().await.unwrap();
         } else {
@@ -27,7 +27,7 @@ pub async fn o2_a_bridged_outcome_goes_with_the_handlers_transaction<F: Fixture>
     assert_eq!((found.state, trial.effects("bridged").await), (State::Completed, 1));
     assert!(trial.store.body(&found).await.unwrap().is_some());
     let mut tx = trial.begin().await;
-    let late = F::Store::finish_in(&mut tx, &old, &completed(), &KEPT).await.unwrap();
+    let late = tx.finish_in(&old, &completed(), &KEPT).await.unwrap();
     tx.rollback().await.unwrap();
     assert_eq!(late, Fenced::LostOwnership);
 }

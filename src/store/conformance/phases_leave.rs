@@ -11,7 +11,7 @@ use super::trial::eventually;
 use super::{Fixture, Trial};
 use crate::policy::operation::State;
 use crate::policy::operation::flow::Stage;
-use crate::store::{Driven, Due, Fenced, KeyOperator, OperationFilter, PhaseTx, Phases};
+use crate::store::{Driven, Due, Fenced, KeyOperator, OperationFilter, Phases};
 
 /// It is set aside with the column, and keeps nobody from the others; neither does a record that is
 /// gone keep one from being parked.

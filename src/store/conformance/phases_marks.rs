@@ -13,17 +13,17 @@ use super::{Fixture, Trial};
 use crate::policy::operation::flow::Stage;
 use crate::store::{Driven, Fenced, KeyOperator, PhaseTx, Phases, Proof, Run};
 
-type Tx<F> = <<F as Fixture>::Store as Phases>::Phase;
+type Tx = Box<dyn PhaseTx>;
 
 /// A connection that was dropped may take the server a moment.
-async fn run<F: Fixture>(trial: &Trial<F>, driven: &Driven, point: &str) -> Run<Tx<F>> {
+async fn run<F: Fixture>(trial: &Trial<F>, driven: &Driven, point: &str) -> Run<Tx> {
     eventually("every run before has ended", || async {
         Some(trial.store.begin_run(driven, point).await.unwrap()).filter(|run| !matches!(run, Run::Unended))
     })
     .await
 }
 
-async fn begun<F: Fixture>(trial: &Trial<F>, driven: &Driven, point: &str) -> Tx<F> {
+async fn begun<F: Fixture>(trial: &Trial<F>, driven: &Driven, point: &str) -> Tx {
     match run(trial, driven, point).await {
         Run::Begun(tx) => tx,
         Run::Marked => panic!("nothing of it was committed"),
@@ -56,8 +56,8 @@ async fn goes_on<F: Fixture>(trial: &Trial<F>, driven: &Driven, reason: &str, ac
 pub async fn o1_a_phase_that_somebody_else_committed_is_not_begun_again<F: Fixture>(trial: &Trial<F>) {
     let old = local(trial, &new_operation("k", LONG)).await;
     let mut tx = begun(trial, &old, "LOCAL").await;
-    effect::<F>(tx.connection(), "ran", "1").await.unwrap();
-    let committed = F::run(tx.connection(), "commit").await.is_ok();
+    effect::<F>(tx.connection().unwrap(), "ran", "1").await.unwrap();
+    let committed = F::run(tx.connection().unwrap(), "commit").await.is_ok();
     assert_eq!(committed, F::CONCURRENT_WRITERS, "SQLite refuses it");
     // Its process dies.
     drop(tx);
@@ -73,7 +73,7 @@ pub async fn o1_a_phase_that_somebody_else_committed_is_not_begun_again<F: Fixtu
         driven = goes_on(trial, &driven, "phase-ended-its-transaction", true).await;
     }
     let mut tx = begun(trial, &driven, "LOCAL").await;
-    effect::<F>(tx.connection(), "ran", "2").await.unwrap();
+    effect::<F>(tx.connection().unwrap(), "ran", "2").await.unwrap();
     assert_eq!(tx.advance("LOCAL", "NEXT", Stage::Local, &[]).await.unwrap(), MOVED);
     tx.commit().await.unwrap();
     assert_eq!(trial.effects("ran").await, 1 + i64::from(committed));
@@ -87,15 +87,15 @@ pub async fn o9_a_phase_of_which_nothing_was_committed_is_begun_again<F: Fixture
     let driven = local(trial, &new_operation("k", LONG)).await;
     for _ in 0..2 {
         let mut lost = begun(trial, &driven, "LOCAL").await;
-        effect::<F>(lost.connection(), "ran", "lost").await.unwrap();
+        effect::<F>(lost.connection().unwrap(), "ran", "lost").await.unwrap();
     }
     let mut failed = begun(trial, &driven, "LOCAL").await;
-    effect::<F>(failed.connection(), "ran", "failed").await.unwrap();
+    effect::<F>(failed.connection().unwrap(), "ran", "failed").await.unwrap();
     assert_eq!(failed.undo_effects().await.unwrap(), Proof::Same);
     failed.rollback().await.unwrap();
     for (from, to) in [("LOCAL", "NEXT"), ("NEXT", "LOCAL"), ("LOCAL", "LAST")] {
         let mut tx = begun(trial, &driven, from).await;
-        effect::<F>(tx.connection(), "ran", to).await.unwrap();
+        effect::<F>(tx.connection().unwrap(), "ran", to).await.unwrap();
         assert_eq!(tx.advance(from, to, Stage::Local, &[]).await.unwrap(), MOVED);
         tx.commit().await.unwrap();
     }
@@ -116,7 +116,7 @@ pub async fn o9_a_phase_is_not_begun_beside_a_run_that_has_not_ended<F: Fixture>
     for commits in [false, true] {
         let driven = local(trial, &new_operation(&format!("k{commits}"), LONG)).await;
         let mut old = begun(trial, &driven, "LOCAL").await;
-        effect::<F>(old.connection(), "ran", "1").await.unwrap();
+        effect::<F>(old.connection().unwrap(), "ran", "1").await.unwrap();
         let begins = async || trial.store.begin_run(&driven, "LOCAL").await.unwrap();
         if F::CONCURRENT_WRITERS {
             for _ in 0..2 {
@@ -128,7 +128,7 @@ pub async fn o9_a_phase_is_not_begun_beside_a_run_that_has_not_ended<F: Fixture>
             assert!(waits.is_err(), "it waits for the run before");
         }
         if commits {
-            assert_eq!(F::run(old.connection(), "commit").await.is_ok(), F::CONCURRENT_WRITERS);
+            assert_eq!(F::run(old.connection().unwrap(), "commit").await.is_ok(), F::CONCURRENT_WRITERS);
         }
         drop(old);
         assert_eq!(is_marked(trial, &driven).await, commits && F::CONCURRENT_WRITERS);
@@ -145,8 +145,8 @@ pub async fn o9_a_driver_that_was_overtaken_begins_no_run<F: Fixture>(trial: &Tr
     let (new, _) = taken(trial, old.operation_id).await;
     assert!(is_overtaken(trial, &old, "LOCAL").await, "another has it");
     let mut tx = begun(trial, &new, "LOCAL").await;
-    effect::<F>(tx.connection(), "ran", "1").await.unwrap();
-    let committed = F::run(tx.connection(), "commit").await.is_ok();
+    effect::<F>(tx.connection().unwrap(), "ran", "1").await.unwrap();
+    let committed = F::run(tx.connection().unwrap(), "commit").await.is_ok();
     drop(tx);
     assert_eq!(committed, F::CONCURRENT_WRITERS);
     assert_eq!(trial.store.park(&new, "phase-ended-its-transaction").await.unwrap(), Fenced::Done);

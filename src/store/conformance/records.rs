@@ -14,8 +14,8 @@ use crate::policy::operation::machine::{Event, allowed};
 use crate::policy::operation::retention::{KeyAge, Retention};
 use crate::policy::operation::{Identity, Key, Mode, Record, Scope, State};
 use crate::store::{
-    ActContext, Base, Basis, Begun, Claimed, Fenced, KeyChange, KeyClaim, KeyOperator, Keys, OperationTx, Operations,
-    Outcome, Owned, Proof,
+    ActContext, Base, Basis, Begun, Claimed, Fenced, KeyChange, KeyClaim, KeyOperator, Keys, Operations, Outcome,
+    Owned, Proof,
 };
 
 const fn seconds(seconds: u64) -> Duration {

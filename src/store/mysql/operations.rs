@@ -17,7 +17,6 @@ use sqlx::{AssertSqlSafe, MySqlConnection, Row};
 use uuid::Uuid;
 
 pub(super) use self::live::live;
-pub use self::tx::MySqlOperationTx;
 pub(super) use self::tx::{Held, SHORT_WAIT, USUAL_WAIT, is_locked, staked};
 
 use super::inbox::NO_SAVEPOINT;
@@ -33,8 +32,8 @@ use crate::store::bounded::{Ask, Bounded};
 use crate::store::operations::RecordFence;
 use crate::store::operations::stored::{Columns, body_of, look_of, pack};
 use crate::store::{
-    Basis, Begun, Claimed, Fenced, KeptBody, KeyClaim, Keys, Look, NewEvidence, OperationStats, Operations, Outcome,
-    Owned, Phases, StoredEvidence,
+    Basis, Begun, Bridged, Claimed, Fenced, KeptBody, KeyClaim, Keys, Look, NewEvidence, OperationStats, OperationTx,
+    Operations, Outcome, Owned, Phases, StoredEvidence,
 };
 
 /// A record of the key was there already.
@@ -303,26 +302,24 @@ impl MySqlStore {
     }
 }
 
-impl Operations for MySqlStore {
-    type Operation = MySqlOperationTx;
-
+impl Bridged for MySqlConnection {
     async fn finish_in(
-        connection: &mut MySqlConnection,
+        &mut self,
         owned: &Owned,
         outcome: &Outcome,
         retention: &Retention,
     ) -> Result<Fenced, StoreError> {
         let (fence, columns) = (owned.into(), Columns::of(outcome, retention));
-        let fenced = Fenced::rows(finishing(&fence, &columns).execute(&mut *connection).await?.rows_affected());
+        let fenced = Fenced::rows(finishing(&fence, &columns).execute(&mut *self).await?.rows_affected());
         if let (Fenced::Done, Some(keep)) = (fenced, keeping(&fence, &columns)) {
-            keep.execute(connection).await?;
+            keep.execute(self).await?;
         }
         Ok(fenced)
     }
 
-    async fn stands(connection: &mut MySqlConnection) -> Result<(), StoreError> {
-        sqlx::raw_sql("savepoint oncebox_stands").execute(&mut *connection).await?;
-        match sqlx::raw_sql("release savepoint oncebox_stands").execute(connection).await {
+    async fn stands(&mut self) -> Result<(), StoreError> {
+        sqlx::raw_sql("savepoint oncebox_stands").execute(&mut *self).await?;
+        match sqlx::raw_sql("release savepoint oncebox_stands").execute(self).await {
             Ok(_) => Ok(()),
             // Outside of a transaction a savepoint is gone with its own statement.
             Err(error) if number(&error) == Some(NO_SAVEPOINT) => {
@@ -331,7 +328,10 @@ impl Operations for MySqlStore {
             Err(error) => Err(error.into()),
         }
     }
+}
 
+#[async_trait]
+impl Operations for MySqlStore {
     async fn find_afresh(&self, identity: &Identity) -> Result<Look, StoreError> {
         let mut connection = self.pool.fresh().await?;
         let found = find(&mut connection, identity).await;
@@ -354,9 +354,9 @@ impl Operations for MySqlStore {
         claim: &KeyClaim,
         basis: Basis<'_>,
         _: Duration,
-    ) -> Result<Begun<MySqlOperationTx>, StoreError> {
+    ) -> Result<Begun<Box<dyn OperationTx>>, StoreError> {
         claim.requires(&[Mode::SameTx])?;
-        tx::begin_operation(self, claim, basis).await
+        Ok(tx::begin_operation(self, claim, basis).await?.map(|tx| Box::new(tx) as Box<dyn OperationTx>))
     }
 }
 

@@ -8,10 +8,10 @@ mod tx;
 
 use std::time::Duration;
 
+use async_trait::async_trait;
 use sqlx::MySql;
 use uuid::Uuid;
 
-pub use self::tx::MySqlPhaseTx;
 pub(super) use self::tx::{end_record, fence_of, forget};
 
 use super::operations::{Query, micros};
@@ -22,7 +22,8 @@ use crate::store::bounded::{Ask, Bounded};
 use crate::store::phases::stored::{evidence_of, intent_of, operation_of};
 use crate::store::phases::{follows, no_record, unreadable};
 use crate::store::{
-    Basis, Begun, Driven, Fenced, Leave, NewEvidence, NewOperation, Phases, Run, StoredEvidence, StoredOperation, Taken,
+    Basis, Begun, Driven, Fenced, Leave, NewEvidence, NewOperation, PhaseTx, Phases, Run, StoredEvidence,
+    StoredOperation, Taken,
 };
 
 /// As [`operation_of`] reads it.
@@ -110,24 +111,23 @@ const LEAVE: &str = concat!(
     is_ours!()
 );
 
+#[async_trait]
 impl Phases for MySqlStore {
-    type Phase = MySqlPhaseTx;
-
     async fn begin_first(
         &self,
         new: &NewOperation,
         basis: Basis<'_>,
         _: Duration,
-    ) -> Result<Begun<MySqlPhaseTx>, StoreError> {
-        tx::begin_first(self, new, basis).await
+    ) -> Result<Begun<Box<dyn PhaseTx>>, StoreError> {
+        Ok(tx::begin_first(self, new, basis).await?.map(|tx| Box::new(tx) as Box<dyn PhaseTx>))
     }
 
-    async fn begin_phase(&self, driven: &Driven) -> Result<MySqlPhaseTx, StoreError> {
-        tx::begin_phase(self, driven).await
+    async fn begin_phase(&self, driven: &Driven) -> Result<Box<dyn PhaseTx>, StoreError> {
+        Ok(Box::new(tx::begin_phase(self, driven).await?))
     }
 
-    async fn begin_run(&self, driven: &Driven, point: &str) -> Result<Run<MySqlPhaseTx>, StoreError> {
-        tx::begin_run(self, driven, point).await
+    async fn begin_run(&self, driven: &Driven, point: &str) -> Result<Run<Box<dyn PhaseTx>>, StoreError> {
+        Ok(tx::begin_run(self, driven, point).await?.map(|tx| Box::new(tx) as Box<dyn PhaseTx>))
     }
 
     async fn take_operation(&self, operation_id: Uuid, lease: Duration) -> Result<Taken, StoreError> {

@@ -19,7 +19,6 @@ use uuid::Uuid;
 
 pub(super) use self::finish::{Within, finish};
 pub(super) use self::live::live;
-pub use self::tx::PostgresOperationTx;
 pub(super) use self::tx::{Held, proved_by, staked, undo};
 
 use super::PostgresStore;
@@ -32,8 +31,8 @@ use crate::policy::operation::{Identity, Mode, OperationName, Record};
 use crate::store::bounded::{Ask, Bounded};
 use crate::store::operations::stored::{body_of, look_of};
 use crate::store::{
-    Basis, Begun, Claimed, Fenced, KeptBody, KeyClaim, Keys, Look, NewEvidence, OperationStats, Operations, Outcome,
-    Owned, Phases, StoredEvidence,
+    Basis, Begun, Bridged, Claimed, Fenced, KeptBody, KeyClaim, Keys, Look, NewEvidence, OperationStats, OperationTx,
+    Operations, Outcome, Owned, Phases, StoredEvidence,
 };
 
 /// Microseconds since 1970, exact.
@@ -314,30 +313,33 @@ impl Keys for PostgresStore {
     }
 }
 
-impl Operations for PostgresStore {
-    type Operation = PostgresOperationTx;
-
-    const CLAIMS_UNSEEN: bool = true;
-
+impl Bridged for PgConnection {
     async fn finish_in(
-        connection: &mut PgConnection,
+        &mut self,
         owned: &Owned,
         outcome: &Outcome,
         retention: &Retention,
     ) -> Result<Fenced, StoreError> {
-        let done = finish::finishing(&owned.into(), outcome, retention, None).build().execute(connection).await;
+        let done = finish::finishing(&owned.into(), outcome, retention, None).build().execute(self).await;
         Ok(Fenced::rows(done.map_err(expiry::attached)?.rows_affected()))
     }
 
-    async fn stands(connection: &mut PgConnection) -> Result<(), StoreError> {
-        let set = sqlx::raw_sql("savepoint oncebox_stands").execute(&mut *connection).await;
+    async fn stands(&mut self) -> Result<(), StoreError> {
+        let set = sqlx::raw_sql("savepoint oncebox_stands").execute(&mut *self).await;
         set.map_err(|error| match error.as_database_error().and_then(|error| error.code()).as_deref() {
             // No transaction.
             Some("25P01") => StoreError::Fenced("the transaction has ended before its commit".to_owned()),
             _ => error.into(),
         })?;
-        sqlx::raw_sql("release savepoint oncebox_stands").execute(connection).await?;
+        sqlx::raw_sql("release savepoint oncebox_stands").execute(self).await?;
         Ok(())
+    }
+}
+
+#[async_trait]
+impl Operations for PostgresStore {
+    fn claims_unseen(&self) -> bool {
+        true
     }
 
     async fn find_afresh(&self, identity: &Identity) -> Result<Look, StoreError> {
@@ -358,14 +360,14 @@ impl Operations for PostgresStore {
         claim: &KeyClaim,
         basis: Basis<'_>,
         _: Duration,
-    ) -> Result<Begun<PostgresOperationTx>, StoreError> {
+    ) -> Result<Begun<Box<dyn OperationTx>>, StoreError> {
         claim.requires(&[Mode::SameTx])?;
-        tx::begin(self, claim, basis).await
+        Ok(tx::begin(self, claim, basis).await?.map(|tx| Box::new(tx) as Box<dyn OperationTx>))
     }
 
-    async fn begin_unseen(&self, claim: &KeyClaim) -> Result<Option<PostgresOperationTx>, StoreError> {
+    async fn begin_unseen(&self, claim: &KeyClaim) -> Result<Option<Box<dyn OperationTx>>, StoreError> {
         claim.requires(&[Mode::SameTx])?;
-        tx::begin_unseen(self, claim).await
+        Ok(tx::begin_unseen(self, claim).await?.map(|tx| Box::new(tx) as Box<dyn OperationTx>))
     }
 }
 

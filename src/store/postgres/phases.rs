@@ -8,10 +8,10 @@ mod tx;
 
 use std::time::Duration;
 
+use async_trait::async_trait;
 use sqlx::Row;
 use uuid::Uuid;
 
-pub use self::tx::PostgresPhaseTx;
 pub(super) use self::tx::{end_record, forget};
 
 use super::PostgresStore;
@@ -22,7 +22,8 @@ use crate::store::bounded::{Ask, Bounded};
 use crate::store::phases::stored::{evidence_of, intent_of, operation_of};
 use crate::store::phases::{follows, no_record, unreadable};
 use crate::store::{
-    Basis, Begun, Driven, Fenced, Leave, NewEvidence, NewOperation, Phases, Run, StoredEvidence, StoredOperation, Taken,
+    Basis, Begun, Driven, Fenced, Leave, NewEvidence, NewOperation, PhaseTx, Phases, Run, StoredEvidence,
+    StoredOperation, Taken,
 };
 
 /// As [`operation_of`] reads it.
@@ -126,24 +127,23 @@ const TAKE_BACK_SEND: &str = concat!(
        from ours where i.operation_id = $1 and i.effect = $4 and i.outcome is null and i.sends = $5 and i.sends > 1"
 );
 
+#[async_trait]
 impl Phases for PostgresStore {
-    type Phase = PostgresPhaseTx;
-
     async fn begin_first(
         &self,
         new: &NewOperation,
         basis: Basis<'_>,
         _: Duration,
-    ) -> Result<Begun<PostgresPhaseTx>, StoreError> {
-        tx::begin_first(self, new, basis).await
+    ) -> Result<Begun<Box<dyn PhaseTx>>, StoreError> {
+        Ok(tx::begin_first(self, new, basis).await?.map(|tx| Box::new(tx) as Box<dyn PhaseTx>))
     }
 
-    async fn begin_phase(&self, driven: &Driven) -> Result<PostgresPhaseTx, StoreError> {
-        tx::begin_phase(self, driven).await
+    async fn begin_phase(&self, driven: &Driven) -> Result<Box<dyn PhaseTx>, StoreError> {
+        Ok(Box::new(tx::begin_phase(self, driven).await?))
     }
 
-    async fn begin_run(&self, driven: &Driven, point: &str) -> Result<Run<PostgresPhaseTx>, StoreError> {
-        tx::begin_run(self, driven, point).await
+    async fn begin_run(&self, driven: &Driven, point: &str) -> Result<Run<Box<dyn PhaseTx>>, StoreError> {
+        Ok(tx::begin_run(self, driven, point).await?.map(|tx| Box::new(tx) as Box<dyn PhaseTx>))
     }
 
     async fn take_operation(&self, operation_id: Uuid, lease: Duration) -> Result<Taken, StoreError> {

@@ -17,7 +17,6 @@ use sqlx::{AssertSqlSafe, ConnectOptions, Connection, Row, query};
 use uuid::Uuid;
 
 pub(super) use self::live::live;
-pub use self::tx::SqliteOperationTx;
 pub(super) use self::tx::{Savepoint, staked};
 
 use super::connect::SqliteStore;
@@ -31,8 +30,8 @@ use crate::policy::operation::{Identity, Mode, OperationName, Record};
 use crate::store::operations::RecordFence;
 use crate::store::operations::stored::{Columns, body_of, look_of, pack};
 use crate::store::{
-    Base, Basis, Begun, Claimed, Fenced, KeptBody, KeyClaim, Keys, Look, NewEvidence, OperationStats, Operations,
-    Outcome, Owned, Phases, StoredEvidence,
+    Base, Basis, Begun, Bridged, Claimed, Fenced, KeptBody, KeyClaim, Keys, Look, NewEvidence, OperationStats,
+    OperationTx, Operations, Outcome, Owned, Phases, StoredEvidence,
 };
 
 /// The columns that [`look_of`] reads. The lease of a phased record is that of its operation (O9).
@@ -251,32 +250,33 @@ impl Keys for SqliteStore {
     }
 }
 
-impl Operations for SqliteStore {
-    type Operation = SqliteOperationTx;
-
+impl Bridged for SqliteConnection {
     async fn finish_in(
-        connection: &mut SqliteConnection,
+        &mut self,
         owned: &Owned,
         outcome: &Outcome,
         retention: &Retention,
     ) -> Result<Fenced, StoreError> {
         // Two statements, which stand or fall together whatever the caller does with an error.
-        let mut both = connection.begin().await?;
+        let mut both = self.begin().await?;
         let fenced = finish(&mut both, &owned.into(), outcome, retention).await?;
         both.commit().await?;
         Ok(fenced)
     }
 
-    async fn stands(connection: &mut SqliteConnection) -> Result<(), StoreError> {
+    async fn stands(&mut self) -> Result<(), StoreError> {
         // Here a savepoint would begin a transaction of its own.
         // BEGIN inside a transaction fails, and changes nothing.
-        if sqlx::raw_sql("begin").execute(&mut *connection).await.is_err() {
+        if sqlx::raw_sql("begin").execute(&mut *self).await.is_err() {
             return Ok(());
         }
-        sqlx::raw_sql("rollback").execute(connection).await?;
+        sqlx::raw_sql("rollback").execute(self).await?;
         Err(StoreError::Fenced("the transaction has ended before its commit".to_owned()))
     }
+}
 
+#[async_trait]
+impl Operations for SqliteStore {
     async fn find_afresh(&self, identity: &Identity) -> Result<Look, StoreError> {
         let mut connection = self.pool().connect_options().connect().await?;
         let found = find(&mut connection, identity).await;
@@ -294,9 +294,9 @@ impl Operations for SqliteStore {
         claim: &KeyClaim,
         basis: Basis<'_>,
         patience: Duration,
-    ) -> Result<Begun<SqliteOperationTx>, StoreError> {
+    ) -> Result<Begun<Box<dyn OperationTx>>, StoreError> {
         claim.requires(&[Mode::SameTx])?;
-        tx::begin(self, claim, basis, patience).await
+        Ok(tx::begin(self, claim, basis, patience).await?.map(|tx| Box::new(tx) as Box<dyn OperationTx>))
     }
 }
 

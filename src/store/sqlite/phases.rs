@@ -8,11 +8,11 @@ mod tx;
 
 use std::time::Duration;
 
+use async_trait::async_trait;
 use sqlx::sqlite::SqliteConnection;
 use sqlx::{Row, query, query_scalar};
 use uuid::Uuid;
 
-pub use self::tx::SqlitePhaseTx;
 pub(super) use self::tx::{end_record, fence_of, forget};
 
 use super::connect::SqliteStore;
@@ -100,25 +100,24 @@ const LEAVE: &str = concat!(
     is_ours!()
 );
 
+#[async_trait]
 impl Phases for SqliteStore {
-    type Phase = SqlitePhaseTx;
-
     async fn begin_first(
         &self,
         new: &NewOperation,
         basis: Basis<'_>,
         patience: Duration,
-    ) -> Result<Begun<SqlitePhaseTx>, StoreError> {
-        tx::begin_first(self, new, basis, patience).await
+    ) -> Result<Begun<Box<dyn PhaseTx>>, StoreError> {
+        Ok(tx::begin_first(self, new, basis, patience).await?.map(|tx| Box::new(tx) as Box<dyn PhaseTx>))
     }
 
-    async fn begin_phase(&self, driven: &Driven) -> Result<SqlitePhaseTx, StoreError> {
-        tx::begin_phase(self, driven).await
+    async fn begin_phase(&self, driven: &Driven) -> Result<Box<dyn PhaseTx>, StoreError> {
+        Ok(Box::new(tx::begin_phase(self, driven).await?))
     }
 
     /// There is no mark: no transaction of a phase is committed but by us.
-    async fn begin_run(&self, driven: &Driven, point: &str) -> Result<Run<SqlitePhaseTx>, StoreError> {
-        let mut tx = tx::begin_phase(self, driven).await?;
+    async fn begin_run(&self, driven: &Driven, point: &str) -> Result<Run<Box<dyn PhaseTx>>, StoreError> {
+        let mut tx = Box::new(tx::begin_phase(self, driven).await?);
         if tx.still_stands(point).await? {
             return Ok(Run::Begun(tx));
         }

@@ -17,7 +17,7 @@ use crate::runtime::operation::codec::{Kept, SealError, error_code};
 use crate::runtime::operation::endpoint::Registered;
 use crate::runtime::operation::engine::Engine;
 use crate::runtime::operation::reply::Reply;
-use crate::store::{self, Fenced, KeyClaim, Keys, Operations, Outcome, Owned};
+use crate::store::{self, Base, Bridged, Fenced, KeyClaim, Keys, Operations, Outcome, Owned};
 
 /// How long a commit that was lost sight of is looked for (O29).
 const LOOK_FOR: Duration = Duration::from_secs(1);
@@ -131,7 +131,7 @@ impl<S: Keys> Guard<S> {
     }
 }
 
-impl<S: Operations> Guard<S> {
+impl<S: Operations + Base> Guard<S> {
     /// Writes the outcome into the handler's own transaction and commits both together; gives the
     /// answer back. Statuses below 400 are a success, others a failure that is replayed.
     ///
@@ -181,7 +181,7 @@ impl<S: Operations> Guard<S> {
         // A savepoint stands only inside a transaction: one that a swallowed deadlock or a raw
         // ROLLBACK has ended would store the outcome by itself, without the effects (O2, R23). A
         // raw COMMIT ends it too, so nothing is known of the effects then.
-        match timeout(route.completion_budget, S::stands(&mut tx)).await {
+        match timeout(route.completion_budget, tx.stands()).await {
             Ok(Ok(())) => {}
             Ok(Err(error @ StoreError::Fenced(_))) => {
                 *self.progress.committed() = Committed::No;
@@ -190,7 +190,7 @@ impl<S: Operations> Guard<S> {
             Ok(Err(error)) => return undone(error.into()),
             Err(_) => return undone(StoreError::Unavailable(silent(route.completion_budget)).into()),
         }
-        let finish = S::finish_in(&mut *tx, &self.owned, &outcome, &route.retention);
+        let finish = tx.finish_in(&self.owned, &outcome, &route.retention);
         // The connection is the application's: nothing else bounds what is asked on it (R28).
         let finished = timeout(route.completion_budget, finish).await;
         match finished.unwrap_or_else(|_| Err(StoreError::Unavailable(silent(route.completion_budget)))) {

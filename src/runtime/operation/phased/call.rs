@@ -17,7 +17,7 @@ use crate::observe::Noted;
 use crate::policy::operation::flow::Stage;
 use crate::policy::operation::provider::{Answer, QueryAnswer, Settled, Verdict, Window, may_start};
 use crate::runtime::pace::Pace;
-use crate::store::{Fenced, Phases, StoredIntent, StoredOperation};
+use crate::store::{Fenced, StoredIntent, StoredOperation};
 
 /// Why a provider is asked.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -49,7 +49,7 @@ fn unstored(effect: &Declared, send: u32, verdict: Verdict, status: Option<u16>)
     format!("evidence-not-stored: {} send {send}: {}{status}", effect.name, verdict.name())
 }
 
-impl<S: Phases> Driver<S> {
+impl Driver {
     /// The send that was begun with its intent.
     pub(super) async fn first_send(
         &mut self,
@@ -72,7 +72,7 @@ impl<S: Phases> Driver<S> {
         if !self.phased.is_ours().await? || !self.fits(effect).await {
             return self.back_later(stored.attempts).await;
         }
-        match self.phased.engine.store().begin_send(&self.driven, effect.name).await? {
+        match self.phased.store.begin_send(&self.driven, effect.name).await? {
             Some(number) => self.send(effect, stored, intent, number, window).await,
             None => Ok(Next::End(End::Lost)),
         }
@@ -143,7 +143,7 @@ impl<S: Phases> Driver<S> {
     /// doubt, which is careful, and no evidence may name it.
     async fn taken_back(&self, effect: &Declared, number: u32, why: &[u8]) -> bool {
         let operation = self.driven.operation_id;
-        match self.phased.engine.store().take_back_send(&self.driven, effect.name, number).await {
+        match self.phased.store.take_back_send(&self.driven, effect.name, number).await {
             Ok(Fenced::Done) => {
                 let why = String::from_utf8_lossy(why);
                 tracing::info!(%operation, effect = effect.name, send = number, %why, "a send did not leave us");
@@ -244,7 +244,7 @@ impl<S: Phases> Driver<S> {
         let mut pace = Pace::new(Duration::from_millis(20), Duration::from_secs(1));
         let until = tokio::time::Instant::now() + self.phased.settings.refused_max;
         // It is known nowhere else. A row that is written twice counts once.
-        while let Err(error) = self.phased.engine.store().observe(&row).await {
+        while let Err(error) = self.phased.store.observe(&row).await {
             tracing::error!(operation = %operation_id, effect = effect.name, send, verdict = verdict.name(), status, %error,
                 "what a provider said waits to be stored");
             let patient = error.is_nobodys() || tokio::time::Instant::now() < until;
@@ -260,7 +260,7 @@ impl<S: Phases> Driver<S> {
         }
         self.proof |= proves(verdict);
         if self.hold.is_lost()
-            && let Some(stored) = self.phased.engine.store().operation(operation_id).await?
+            && let Some(stored) = self.phased.store.operation(operation_id).await?
         {
             self.look_for_conflict(&stored)?;
         }

@@ -9,6 +9,7 @@
 //!
 //! Not here: what follows the first phase ([`driver`](super::driver)).
 
+use std::marker::PhantomData;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -29,19 +30,20 @@ use crate::policy::operation::record::Mode;
 use crate::policy::operation::{Canonical, Code, Record, Scope};
 use crate::runtime::operation::{Answered, Asking, Engine, Front, KeyGiven, Problem, Registered, Turn};
 use crate::runtime::pace::Since;
-use crate::store::{Phases, Taken};
+use crate::store::{Base, Phases, Taken};
 
 /// Door B of an engine. Cheap to clone.
 #[derive(Debug)]
-pub struct Door<S: Phases> {
-    phased: Arc<Phased<S>>,
+pub struct Door {
+    phased: Arc<Phased>,
     stop: CancellationToken,
 }
 
 /// Puts a door together.
 #[derive(Debug)]
-pub struct DoorBuilder<S: Phases> {
-    phased: Phased<S>,
+pub struct DoorBuilder<S> {
+    phased: Phased,
+    of: PhantomData<fn(S)>,
 }
 
 /// Why an operation cannot be registered.
@@ -69,7 +71,7 @@ pub enum DoorError {
     },
 }
 
-impl<S: Phases> DoorBuilder<S> {
+impl<S: Base> DoorBuilder<S> {
     /// How operations are driven.
     #[must_use]
     pub fn settings(mut self, settings: DriveSettings) -> Self {
@@ -82,7 +84,7 @@ impl<S: Phases> DoorBuilder<S> {
     /// # Errors
     /// [`DoorError`]: what could not be recovered.
     pub fn register(mut self, flow: Flow<S>, endpoint: &Registered) -> Result<Self, DoorError> {
-        let operation = endpoint.operation().as_str();
+        let (flow, operation) = (flow.any(), endpoint.operation().as_str());
         if flow.name() != operation {
             return Err(DoorError::Name { flow: flow.name(), operation: operation.to_owned() });
         }
@@ -95,20 +97,22 @@ impl<S: Phases> DoorBuilder<S> {
 
     /// The door.
     #[must_use]
-    pub fn build(self) -> Door<S> {
+    pub fn build(self) -> Door {
         Door { phased: Arc::new(self.phased), stop: CancellationToken::new() }
     }
 }
 
-impl<S: Phases> Door<S> {
+impl Door {
     /// Begins a door of this engine. `deployment` is the id of this deployment, from its
     /// configuration: where the database has another one, nothing is sent (O22).
     #[must_use]
-    pub fn builder(engine: &Engine<S>, deployment: Uuid) -> DoorBuilder<S> {
-        DoorBuilder { phased: Phased::new(engine.clone(), DriveSettings::default(), deployment) }
+    pub fn builder<S: Phases + Base>(engine: &Engine<S>, deployment: Uuid) -> DoorBuilder<S> {
+        let store = Arc::clone(engine.store()) as Arc<dyn Phases>;
+        let phased = Phased::new(engine.core().clone(), store, DriveSettings::default(), deployment);
+        DoorBuilder { phased, of: PhantomData }
     }
 
-    pub(super) fn phased(&self) -> Arc<Phased<S>> {
+    pub(super) fn phased(&self) -> Arc<Phased> {
         Arc::clone(&self.phased)
     }
 
@@ -228,7 +232,7 @@ impl<S: Phases> Door<S> {
 
     /// Takes the operation up and waits for it.
     async fn recover(&self, record: &Record, until: tokio::time::Instant) -> Result<Recovered, StoreError> {
-        let store = self.phased.engine.store();
+        let store = &self.phased.store;
         let found = match store.operation(record.operation_id).await {
             Ok(Some(found)) => found,
             Ok(None) => return Ok(Recovered::Unknown),
@@ -318,7 +322,7 @@ async fn wait(
     }
 }
 
-impl<S: Phases> Clone for Door<S> {
+impl Clone for Door {
     fn clone(&self) -> Self {
         Self { phased: Arc::clone(&self.phased), stop: self.stop.clone() }
     }

@@ -32,11 +32,11 @@ use super::call::Asks;
 use super::effect::{Compensation, Declared, Intent, Prepared, Settlements};
 use super::ends::{Local, Settled};
 use super::evidence;
-use super::flow::{AnyCommand, Flow};
+use super::flow::{AnyCommand, AnyFlow, Given};
 use super::hold::Hold;
 use super::leaving::gap_name;
 use super::opening::FIRST_ENDED;
-use super::phase::{Context, Phase};
+use super::phase::Context;
 use super::registry::{Member, Phased};
 use crate::error::{HandlerError, StoreError};
 use crate::observe::Noted;
@@ -47,7 +47,7 @@ use crate::policy::retry;
 use crate::runtime::handler::panic_text;
 use crate::runtime::operation::{Kept, Reply};
 use crate::runtime::pace::{Since, sleep_unless};
-use crate::store::{Driven, Fenced, NewIntent, Outcome, PhaseTx, Phases, Proof, StoredOperation};
+use crate::store::{Driven, Fenced, NewIntent, Outcome, PhaseTx, Proof, StoredOperation};
 
 /// How often a unit runs again that the database rolled back and nobody failed (R27).
 pub(super) const TRIES: u32 = 5;
@@ -91,13 +91,13 @@ pub(super) struct Ended {
 
 /// A driver of one operation.
 #[derive(Debug)]
-pub(super) struct Driver<S: Phases> {
-    pub(super) phased: Arc<Phased<S>>,
-    pub(super) member: Arc<Member<S>>,
+pub(super) struct Driver {
+    pub(super) phased: Arc<Phased>,
+    pub(super) member: Arc<Member>,
     pub(super) context: Context,
     pub(super) command: AnyCommand,
     pub(super) driven: Driven,
-    pub(super) hold: Hold<S>,
+    pub(super) hold: Hold,
     /// For the cipher of the answer.
     pub(super) fingerprint: Fingerprint,
     pub(super) stop: CancellationToken,
@@ -128,12 +128,12 @@ pub(super) enum Next {
     End(End),
 }
 
-impl<S: Phases> Driver<S> {
+impl Driver {
     /// A driver that holds its operation. What was read is as old as what it holds.
     pub(super) fn new(
-        phased: Arc<Phased<S>>,
-        (member, context, command, fingerprint): (Arc<Member<S>>, Context, AnyCommand, Fingerprint),
-        hold: Hold<S>,
+        phased: Arc<Phased>,
+        (member, context, command, fingerprint): (Arc<Member>, Context, AnyCommand, Fingerprint),
+        hold: Hold,
         came: Came,
         stop: CancellationToken,
     ) -> Self {
@@ -203,7 +203,7 @@ impl<S: Phases> Driver<S> {
             return Ok(Next::End(End::Lost));
         }
         self.read_at = Since::now();
-        let Some(stored) = self.phased.engine.store().operation(self.driven.operation_id).await? else {
+        let Some(stored) = self.phased.store.operation(self.driven.operation_id).await? else {
             return Ok(Next::End(End::Lost));
         };
         let taken_over = stored.epoch != self.driven.epoch;
@@ -256,14 +256,16 @@ impl<S: Phases> Driver<S> {
         }
     }
 
-    async fn local(&mut self, flow: &Flow<S>, stored: &StoredOperation) -> Result<Next, StoreError> {
+    async fn local(&mut self, flow: &AnyFlow, stored: &StoredOperation) -> Result<Next, StoreError> {
         let Some(code) = flow.local(&stored.point) else { return self.given_up("no-such-point").await };
         let mut tx = match self.begin(stored).await? {
             Ok(tx) => tx,
             Err(next) => return Ok(next),
         };
         let (context, command) = (self.context.clone(), Arc::clone(&self.command));
-        let ended = guarded(self.member.timeout(), code.run(&mut Phase::new(&mut tx, &context), &command)).await;
+        let ended =
+            guarded(self.member.timeout(), code.run(Given { tx: tx.as_mut(), context: &context, command: &command }))
+                .await;
         let end = match ended {
             Ok(end) => end,
             Err(error) => return self.failed(tx, stored, &error).await,
@@ -282,7 +284,7 @@ impl<S: Phases> Driver<S> {
         }
     }
 
-    async fn settled(&mut self, flow: &Flow<S>, stored: &StoredOperation) -> Result<Next, StoreError> {
+    async fn settled(&mut self, flow: &AnyFlow, stored: &StoredOperation) -> Result<Next, StoreError> {
         let Some(code) = flow.settled(&stored.point) else { return self.given_up("no-such-point").await };
         if let Some(unknown) = stored.intents.iter().find(|one| flow.effect(&one.intent.effect).is_none()) {
             tracing::error!(flow = flow.name(), effect = %unknown.intent.effect, "an operation has an effect that its flow does not have");
@@ -294,8 +296,11 @@ impl<S: Phases> Driver<S> {
             Err(next) => return Ok(next),
         };
         let (context, command) = (self.context.clone(), Arc::clone(&self.command));
-        let ended =
-            guarded(self.member.timeout(), code.run(&mut Phase::new(&mut tx, &context), &command, &settlements)).await;
+        let ended = guarded(
+            self.member.timeout(),
+            code.run(Given { tx: tx.as_mut(), context: &context, command: &command }, &settlements),
+        )
+        .await;
         let end = match ended {
             Ok(end) => end,
             Err(error) => return self.failed(tx, stored, &error).await,
@@ -404,7 +409,7 @@ impl<S: Phases> Driver<S> {
 
     /// Says what is proven of an effect, in the transaction that reads the evidence.
     async fn settle(&mut self, effect: &Declared, sends: Sends, point: &str) -> Result<Next, StoreError> {
-        let mut tx = self.phased.engine.store().begin_phase(&self.driven).await?;
+        let mut tx = self.phased.store.begin_phase(&self.driven).await?;
         let stored = tx.evidence().await?;
         let rows = evidence::rows(&self.phased.vault, &stored, effect.name)?;
         let Some(settled) = evidence::evidence(&rows).settled(sends) else {
@@ -418,7 +423,7 @@ impl<S: Phases> Driver<S> {
         self.advance(tx, point, &effect.settled, stage, None).await
     }
 
-    fn settlements(&self, flow: &Flow<S>, stored: &StoredOperation) -> Result<Settlements, StoreError> {
+    fn settlements(&self, flow: &AnyFlow, stored: &StoredOperation) -> Result<Settlements, StoreError> {
         let mut settlements = Settlements::default();
         for intent in &stored.intents {
             let (Some(effect), Some(outcome)) = (flow.effect(&intent.intent.effect), intent.outcome.as_deref()) else {
@@ -437,8 +442,8 @@ impl<S: Phases> Driver<S> {
 
     async fn intend(
         &mut self,
-        tx: S::Phase,
-        flow: &Flow<S>,
+        tx: Box<dyn PhaseTx>,
+        flow: &AnyFlow,
         from: &str,
         stage: Stage,
         prepared: Prepared,
@@ -451,7 +456,7 @@ impl<S: Phases> Driver<S> {
 
     async fn advance(
         &mut self,
-        mut tx: S::Phase,
+        mut tx: Box<dyn PhaseTx>,
         from: &str,
         to: &str,
         stage: Stage,
@@ -464,7 +469,7 @@ impl<S: Phases> Driver<S> {
 
     async fn finish(
         &mut self,
-        mut tx: S::Phase,
+        mut tx: Box<dyn PhaseTx>,
         from: &str,
         reply: &Reply,
         failure: Option<Option<String>>,
@@ -477,7 +482,7 @@ impl<S: Phases> Driver<S> {
         Ok(next)
     }
 
-    async fn commit(&mut self, tx: S::Phase, moved: (Proof, Fenced)) -> Result<Next, StoreError> {
+    async fn commit(&mut self, tx: Box<dyn PhaseTx>, moved: (Proof, Fenced)) -> Result<Next, StoreError> {
         match moved {
             (Proof::Same, Fenced::Done) => {}
             (Proof::Same, Fenced::LostOwnership) => {
@@ -540,8 +545,8 @@ pub(super) async fn guarded<T>(
 }
 
 /// The intent as it is committed.
-pub(super) fn new_intent<S: Phases>(
-    phased: &Phased<S>,
+pub(super) fn new_intent(
+    phased: &Phased,
     context: &Context,
     effect: &Declared,
     prepared: &Prepared,
@@ -559,9 +564,9 @@ pub(super) fn new_intent<S: Phases>(
 }
 
 /// The outcome as it is written; `failure` holds the code of one.
-pub(super) fn outcome<S: Phases>(
-    member: &Member<S>,
-    phased: &Phased<S>,
+pub(super) fn outcome(
+    member: &Member,
+    phased: &Phased,
     context: &Context,
     fingerprint: &Fingerprint,
     reply: &Reply,

@@ -40,7 +40,7 @@ use crate::policy::operation::provider::{Answer, Matches, Strategy};
 use crate::policy::operation::{FingerprintWriter, IdempotentCommand, Mode, Route};
 use crate::runtime::carriage::{Failure, address, compose, message_id};
 use crate::runtime::operation::Endpoint;
-use crate::store::Phases;
+use crate::store::Base;
 
 /// The whole of one sending; with what is around it, it fits into two thirds of the usual lease.
 const SENDING: Duration = Duration::from_secs(15);
@@ -101,7 +101,7 @@ impl Emails {
     ///
     /// # Errors
     /// As [`FlowBuilder::build`](super::FlowBuilder::build).
-    pub fn flow<S: Phases>(self) -> Result<Flow<S>, FlowError> {
+    pub fn flow<S: Base>(self) -> Result<Flow<S>, FlowError> {
         sending::flow::<S, SendEmail, _>("email", self, Strategy::Repeatable, "EMAIL_REFUSED")
     }
 

@@ -18,34 +18,38 @@ use serde::de::DeserializeOwned;
 
 use super::effect::{Declared, Effect, Settlements, Undo};
 use super::ends::{First, Local, LocalPoint, Settled, SettledPoint};
-use super::phase::{FirstPhase, LocalPhase, Phase, SettledPhase};
+use super::phase::{Context, FirstPhase, LocalPhase, Phase, SettledPhase};
 use super::provider::Provider;
 use crate::error::{HandlerError, StoreError};
 use crate::policy::operation::provider::{Strategy, WindowError};
-use crate::store::{FIRST_POINT, Phases};
+use crate::store::{Base, FIRST_POINT, PhaseTx};
 
 /// A command whose type was put aside.
 pub(super) type AnyCommand = Arc<dyn Any + Send + Sync>;
 
 /// A registered operation; a worker takes only flows of the names and versions that it has.
 #[derive(Debug)]
-pub struct Flow<S: Phases> {
+pub struct Flow<S>(AnyFlow, PhantomData<fn(S)>);
+
+/// A flow as it is driven, whatever its database.
+#[derive(Debug)]
+pub(super) struct AnyFlow {
     name: &'static str,
     version: u32,
     decode: fn(&[u8]) -> Result<AnyCommand, serde_json::Error>,
-    first: Box<dyn ErasedFirst<S>>,
-    local: BTreeMap<&'static str, Box<dyn ErasedLocal<S>>>,
-    settled: BTreeMap<String, Box<dyn ErasedSettled<S>>>,
+    first: Box<dyn ErasedFirst>,
+    local: BTreeMap<&'static str, Box<dyn ErasedLocal>>,
+    settled: BTreeMap<String, Box<dyn ErasedSettled>>,
     effects: Vec<Declared>,
 }
 
 /// Puts a flow together.
 #[derive(Debug)]
-pub struct FlowBuilder<S: Phases, C> {
-    flow: Flow<S>,
+pub struct FlowBuilder<S, C> {
+    flow: AnyFlow,
     /// Points in the order of registration, to find doubles.
     points: Vec<String>,
-    command: PhantomData<fn(C)>,
+    of: PhantomData<fn(S, C)>,
 }
 
 /// Why a flow is refused at start.
@@ -111,7 +115,7 @@ pub enum FlowError {
     },
 }
 
-impl<S: Phases> Flow<S> {
+impl<S: Base> Flow<S> {
     /// Begins a flow with its first phase. Name and version stand with every operation: raise the
     /// version when phases or the command change, and keep the old flow until its last operation
     /// has its outcome.
@@ -120,27 +124,30 @@ impl<S: Phases> Flow<S> {
     where
         C: Serialize + DeserializeOwned + Send + Sync + 'static,
     {
-        let flow = Self {
+        let flow = AnyFlow {
             name,
             version,
             decode: |bytes| Ok(Arc::new(serde_json::from_slice::<C>(bytes)?)),
-            first: Box::new(Typed::new(first)),
+            first: Box::new(Typed::<S, _, C>::new(first)),
             local: BTreeMap::new(),
             settled: BTreeMap::new(),
             effects: Vec::new(),
         };
-        FlowBuilder { flow, points: vec![FIRST_POINT.to_owned()], command: PhantomData }
+        FlowBuilder { flow, points: vec![FIRST_POINT.to_owned()], of: PhantomData }
     }
 
-    /// The name.
-    #[must_use]
-    pub fn name(&self) -> &'static str {
+    /// What is driven.
+    pub(super) fn any(self) -> AnyFlow {
+        self.0
+    }
+}
+
+impl AnyFlow {
+    pub(super) fn name(&self) -> &'static str {
         self.name
     }
 
-    /// The version.
-    #[must_use]
-    pub fn version(&self) -> u32 {
+    pub(super) fn version(&self) -> u32 {
         self.version
     }
 
@@ -150,15 +157,15 @@ impl<S: Phases> Flow<S> {
         })
     }
 
-    pub(super) fn first(&self) -> &dyn ErasedFirst<S> {
+    pub(super) fn first(&self) -> &dyn ErasedFirst {
         self.first.as_ref()
     }
 
-    pub(super) fn local(&self, point: &str) -> Option<&dyn ErasedLocal<S>> {
+    pub(super) fn local(&self, point: &str) -> Option<&dyn ErasedLocal> {
         self.local.get(point).map(AsRef::as_ref)
     }
 
-    pub(super) fn settled(&self, point: &str) -> Option<&dyn ErasedSettled<S>> {
+    pub(super) fn settled(&self, point: &str) -> Option<&dyn ErasedSettled> {
         self.settled.get(point).map(AsRef::as_ref)
     }
 
@@ -200,36 +207,36 @@ impl<S: Phases> Flow<S> {
     }
 }
 
-impl<S: Phases, C: Send + Sync + 'static> FlowBuilder<S, C> {
+impl<S: Base, C: Send + Sync + 'static> FlowBuilder<S, C> {
     /// A phase before the first intent, at this point.
     #[must_use]
     pub fn local(mut self, point: LocalPoint, phase: impl LocalPhase<S, C>) -> Self {
         self.points.push(point.0.to_owned());
-        self.flow.local.insert(point.0, Box::new(Typed::new(phase)));
+        self.flow.local.insert(point.0, Box::new(Typed::<S, _, C>::new(phase)));
         self
     }
 
     /// An effect, and the phase that runs when it is settled.
     #[must_use]
     pub fn effect<P: Provider>(self, effect: &Effect<P>, then: impl SettledPhase<S, C>) -> Self {
-        self.declare(effect.declared(), Box::new(Typed::new(then)))
+        self.declare(effect.declared(), Box::new(Typed::<S, _, C>::new(then)))
     }
 
     /// An effect that undoes another, and the phase that runs when it is settled.
     #[must_use]
     pub fn undo<P: Provider>(self, undo: &Undo<P>, then: impl SettledPhase<S, C>) -> Self {
-        self.declare(undo.declared(), Box::new(Typed::new(then)))
+        self.declare(undo.declared(), Box::new(Typed::<S, _, C>::new(then)))
     }
 
     /// A further phase after an effect is settled, at this point.
     #[must_use]
     pub fn settled(mut self, point: SettledPoint, phase: impl SettledPhase<S, C>) -> Self {
         self.points.push(point.0.to_owned());
-        self.flow.settled.insert(point.0.to_owned(), Box::new(Typed::new(phase)));
+        self.flow.settled.insert(point.0.to_owned(), Box::new(Typed::<S, _, C>::new(phase)));
         self
     }
 
-    fn declare(mut self, declared: Declared, then: Box<dyn ErasedSettled<S>>) -> Self {
+    fn declare(mut self, declared: Declared, then: Box<dyn ErasedSettled>) -> Self {
         self.points.extend([declared.sent.clone(), declared.settled.clone()]);
         self.flow.settled.insert(declared.settled.clone(), then);
         self.flow.effects.push(declared);
@@ -263,19 +270,19 @@ impl<S: Phases, C: Send + Sync + 'static> FlowBuilder<S, C> {
                 return Err(FlowError::Undoes { flow: flow.name, effect: effect.name, undoes });
             }
         }
-        Ok(flow)
+        Ok(Flow(flow, PhantomData))
     }
 }
 
-/// A phase with its command's type put aside.
-struct Typed<P, C> {
+/// A phase with the types of its database and its command put aside.
+struct Typed<S, P, C> {
     phase: P,
-    command: PhantomData<fn(C)>,
+    of: PhantomData<fn(S, C)>,
 }
 
-impl<P, C> Typed<P, C> {
+impl<S, P, C> Typed<S, P, C> {
     fn new(phase: P) -> Self {
-        Self { phase, command: PhantomData }
+        Self { phase, of: PhantomData }
     }
 }
 
@@ -283,56 +290,53 @@ fn typed<C: 'static>(command: &AnyCommand) -> Result<&C, HandlerError> {
     command.downcast_ref().ok_or_else(|| HandlerError::terminal("the command is of another type than the flow's"))
 }
 
-#[async_trait]
-pub(super) trait ErasedFirst<S: Phases>: Send + Sync {
-    async fn run(&self, phase: &mut Phase<'_, S>, command: &AnyCommand) -> Result<First, HandlerError>;
+/// What a phase gets: its transaction, what is known of the operation, and the command.
+pub(super) struct Given<'a> {
+    pub(super) tx: &'a mut dyn PhaseTx,
+    pub(super) context: &'a Context,
+    pub(super) command: &'a AnyCommand,
 }
 
 #[async_trait]
-pub(super) trait ErasedLocal<S: Phases>: Send + Sync {
-    async fn run(&self, phase: &mut Phase<'_, S>, command: &AnyCommand) -> Result<Local, HandlerError>;
+pub(super) trait ErasedFirst: Send + Sync {
+    async fn run(&self, given: Given<'_>) -> Result<First, HandlerError>;
 }
 
 #[async_trait]
-pub(super) trait ErasedSettled<S: Phases>: Send + Sync {
-    async fn run(
-        &self,
-        phase: &mut Phase<'_, S>,
-        command: &AnyCommand,
-        settled: &Settlements,
-    ) -> Result<Settled, HandlerError>;
+pub(super) trait ErasedLocal: Send + Sync {
+    async fn run(&self, given: Given<'_>) -> Result<Local, HandlerError>;
 }
 
 #[async_trait]
-impl<S: Phases, C: Send + Sync + 'static, P: FirstPhase<S, C>> ErasedFirst<S> for Typed<P, C> {
-    async fn run(&self, phase: &mut Phase<'_, S>, command: &AnyCommand) -> Result<First, HandlerError> {
-        self.phase.run(phase, typed::<C>(command)?).await
+pub(super) trait ErasedSettled: Send + Sync {
+    async fn run(&self, given: Given<'_>, settled: &Settlements) -> Result<Settled, HandlerError>;
+}
+
+#[async_trait]
+impl<S: Base, C: Send + Sync + 'static, P: FirstPhase<S, C>> ErasedFirst for Typed<S, P, C> {
+    async fn run(&self, given: Given<'_>) -> Result<First, HandlerError> {
+        self.phase.run(&mut Phase::new(given.tx, given.context)?, typed::<C>(given.command)?).await
     }
 }
 
 #[async_trait]
-impl<S: Phases, C: Send + Sync + 'static, P: LocalPhase<S, C>> ErasedLocal<S> for Typed<P, C> {
-    async fn run(&self, phase: &mut Phase<'_, S>, command: &AnyCommand) -> Result<Local, HandlerError> {
-        self.phase.run(phase, typed::<C>(command)?).await
+impl<S: Base, C: Send + Sync + 'static, P: LocalPhase<S, C>> ErasedLocal for Typed<S, P, C> {
+    async fn run(&self, given: Given<'_>) -> Result<Local, HandlerError> {
+        self.phase.run(&mut Phase::new(given.tx, given.context)?, typed::<C>(given.command)?).await
     }
 }
 
 #[async_trait]
-impl<S: Phases, C: Send + Sync + 'static, P: SettledPhase<S, C>> ErasedSettled<S> for Typed<P, C> {
-    async fn run(
-        &self,
-        phase: &mut Phase<'_, S>,
-        command: &AnyCommand,
-        settled: &Settlements,
-    ) -> Result<Settled, HandlerError> {
-        self.phase.run(phase, typed::<C>(command)?, settled).await
+impl<S: Base, C: Send + Sync + 'static, P: SettledPhase<S, C>> ErasedSettled for Typed<S, P, C> {
+    async fn run(&self, given: Given<'_>, settled: &Settlements) -> Result<Settled, HandlerError> {
+        self.phase.run(&mut Phase::new(given.tx, given.context)?, typed::<C>(given.command)?, settled).await
     }
 }
 
 macro_rules! opaque {
     ($($erased:ident)*) => {
         $(
-            impl<S: Phases> std::fmt::Debug for dyn $erased<S> {
+            impl std::fmt::Debug for dyn $erased {
                 fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
                     f.write_str("phase")
                 }

@@ -18,13 +18,13 @@ use crate::store::{Driven, Fenced, Phases};
 
 /// A lease that is renewed until it is dropped.
 #[derive(Debug)]
-pub(super) struct Hold<S: Phases> {
-    shared: Arc<Shared<S>>,
+pub(super) struct Hold {
+    shared: Arc<Shared>,
 }
 
 #[derive(Debug)]
-struct Shared<S> {
-    store: Arc<S>,
+struct Shared {
+    store: Arc<dyn Phases>,
     driven: Driven,
     lease: Duration,
     granted: Mutex<Since>,
@@ -32,9 +32,9 @@ struct Shared<S> {
     done: CancellationToken,
 }
 
-impl<S: Phases> Hold<S> {
+impl Hold {
     /// Holds what was granted by a statement that was sent at `asked`.
-    pub(super) fn new(store: Arc<S>, driven: Driven, lease: Duration, asked: Since) -> Self {
+    pub(super) fn new(store: Arc<dyn Phases>, driven: Driven, lease: Duration, asked: Since) -> Self {
         let (lost, done) = (CancellationToken::new(), CancellationToken::new());
         let shared = Arc::new(Shared { store, driven, lease, granted: Mutex::new(asked), lost, done });
         tokio::spawn(Arc::clone(&shared).renew_until_done());
@@ -67,13 +67,13 @@ impl<S: Phases> Hold<S> {
     }
 }
 
-impl<S: Phases> Drop for Hold<S> {
+impl Drop for Hold {
     fn drop(&mut self) {
         self.let_go();
     }
 }
 
-impl<S: Phases> Shared<S> {
+impl Shared {
     fn left(&self) -> Duration {
         let granted = *self.granted.lock().unwrap_or_else(PoisonError::into_inner);
         self.lease.saturating_sub(granted.elapsed())

@@ -20,9 +20,9 @@ use crate::policy::operation::flow::{PhaseEnd, Stage};
 use crate::policy::operation::provider::{Gap, Sends};
 use crate::policy::retry;
 use crate::runtime::pace::Pace;
-use crate::store::{Due, Fenced, Leave, PhaseTx, Phases, StoredEvidence, StoredIntent, StoredOperation};
+use crate::store::{Due, Fenced, Leave, StoredEvidence, StoredIntent, StoredOperation};
 
-impl<S: Phases> Driver<S> {
+impl Driver {
     /// What no retry of the database helps with is not tried for ever: it counts, is UNKNOWN after
     /// an intent, and goes to an operator in the end (O9, O13).
     pub(super) async fn broken_off(&mut self, error: StoreError) -> Result<End, StoreError> {
@@ -35,7 +35,7 @@ impl<S: Phases> Driver<S> {
             return Err(error);
         }
         tracing::error!(operation = %self.driven.operation_id, %error, "an operation was broken off");
-        let end = match self.phased.engine.store().operation(self.driven.operation_id).await {
+        let end = match self.phased.store.operation(self.driven.operation_id).await {
             Ok(Some(stored)) if stored.attempts >= self.phased.settings.attempts_max => {
                 self.drive_failed(&stored).await
             }
@@ -67,7 +67,7 @@ impl<S: Phases> Driver<S> {
         intent: &StoredIntent,
         reason: &str,
     ) -> Result<Option<End>, StoreError> {
-        let mut tx = self.phased.engine.store().begin_phase(&self.driven).await?;
+        let mut tx = self.phased.store.begin_phase(&self.driven).await?;
         // It locks the row: who brings evidence that is not seen here waits for the end, and finds
         // it parked.
         if tx.park(reason).await? == Fenced::LostOwnership {
@@ -118,7 +118,7 @@ impl<S: Phases> Driver<S> {
     }
 
     async fn unpark_if_proven(&self) -> Result<bool, StoreError> {
-        let store = self.phased.engine.store();
+        let store = &self.phased.store;
         let Some(stored) = store.operation(self.driven.operation_id).await? else { return Ok(false) };
         if stored.epoch == self.driven.epoch {
             return Ok(false);
@@ -207,7 +207,7 @@ impl<S: Phases> Driver<S> {
 
     async fn leave(&mut self, leave: Leave<'_>) -> Result<End, StoreError> {
         self.hold.let_go();
-        let fenced = self.phased.engine.store().leave(&self.driven, leave).await?;
+        let fenced = self.phased.store.leave(&self.driven, leave).await?;
         Ok(match (fenced, leave) {
             (Fenced::LostOwnership, _) => End::Lost,
             (Fenced::Done, Leave::Park(_)) => End::Parked,

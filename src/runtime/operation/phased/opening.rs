@@ -17,10 +17,10 @@ use tokio_util::sync::CancellationToken;
 use super::driver::{Came, Driver, Ended, TRIES, before_try, guarded, new_intent, outcome};
 use super::effect::Intent;
 use super::ends::First;
-use super::flow::AnyCommand;
+use super::flow::{AnyCommand, Given};
 use super::hold::Hold;
 use super::identity::Identities;
-use super::phase::{Context, Phase};
+use super::phase::Context;
 use super::registry::{Member, Phased};
 use super::rerun::take_back;
 use crate::error::{HandlerError, StoreError};
@@ -31,7 +31,7 @@ use crate::policy::operation::{Code, Record};
 use crate::runtime::operation::standing::stand_later;
 use crate::runtime::operation::{Begin, Reply};
 use crate::runtime::pace::Since;
-use crate::store::{Basis, Begun, Driven, FIRST_POINT, Fenced, NewIntent, NewOperation, PhaseTx, Phases, Proof};
+use crate::store::{Basis, Begun, Driven, FIRST_POINT, Fenced, NewIntent, NewOperation, Phases, Proof};
 
 /// Why an operation is parked whose first phase is not known to be committed as a whole.
 pub(super) const FIRST_ENDED: &str = "first-phase-ended-its-transaction";
@@ -52,10 +52,10 @@ pub(super) enum Opened {
 }
 
 /// The first phase of an operation.
-pub(super) struct Opening<S: Phases> {
-    pub(super) phased: Arc<Phased<S>>,
+pub(super) struct Opening {
+    pub(super) phased: Arc<Phased>,
     pub(super) stop: CancellationToken,
-    pub(super) member: Arc<Member<S>>,
+    pub(super) member: Arc<Member>,
     pub(super) command: AnyCommand,
     pub(super) bytes: Vec<u8>,
     pub(super) patience: Duration,
@@ -80,7 +80,7 @@ enum Tried {
     Again(Opened),
 }
 
-impl<S: Phases> Opening<S> {
+impl Opening {
     pub(super) async fn run(self, begin: Box<Begin>) -> Opened {
         match self.open(begin).await {
             Ok(opened) => opened,
@@ -110,7 +110,7 @@ impl<S: Phases> Opening<S> {
             tokio::time::sleep(before_try(tries)).await;
         };
         let phased = Arc::clone(&self.phased);
-        let hold = Hold::new(Arc::clone(phased.engine.store()), driven.clone(), self.member.lease(), asked);
+        let hold = Hold::new(Arc::clone(&phased.store), driven.clone(), self.member.lease(), asked);
         let fingerprint = begin.claim.fingerprint.clone();
         let driver = Driver {
             fresh,
@@ -123,7 +123,7 @@ impl<S: Phases> Opening<S> {
 
     async fn try_once(&self, new: &NewOperation, begin: &Begin) -> Result<Tried, StoreError> {
         let (phased, flow) = (&self.phased, self.member.flow());
-        let store = phased.engine.store();
+        let store = &phased.store;
         let begun = phased.engine.reach().within(store.begin_first(new, begin.basis(), self.patience)).await?;
         let mut tx = match begun {
             Begun::Claimed(tx) => tx,
@@ -135,8 +135,11 @@ impl<S: Phases> Opening<S> {
         let driven = tx.driven().clone();
         let identities = Identities::new(phased.deployment, driven.operation_id);
         let context = Context::new(identities, begin.claim.identity.clone());
-        let ended =
-            guarded(self.member.timeout(), flow.first().run(&mut Phase::new(&mut tx, &context), &self.command)).await;
+        let ended = guarded(
+            self.member.timeout(),
+            flow.first().run(Given { tx: tx.as_mut(), context: &context, command: &self.command }),
+        )
+        .await;
         let first = match ended {
             Ok(first) => first,
             Err(error) => {
@@ -195,7 +198,7 @@ impl<S: Phases> Opening<S> {
         })
     }
 
-    fn judge(&self, phased: &Phased<S>, context: &Context, first: First) -> Result<Move, StoreError> {
+    fn judge(&self, phased: &Phased, context: &Context, first: First) -> Result<Move, StoreError> {
         let (flow, end) = (self.member.flow(), first.end());
         let unknown = |what: &str| {
             StoreError::Refused(format!(
@@ -228,7 +231,7 @@ impl<S: Phases> Opening<S> {
         driven: &Driven,
         proof: Proof,
     ) -> Result<Tried, StoreError> {
-        let store = self.phased.engine.store();
+        let store = &self.phased.store;
         let nothing_ran_after = proof == Proof::Aborted;
         let aftermath =
             Doubt::TokenGone { nothing_ran_after }.after(store.look_after(&begin.claim, begin.basis()).await);
@@ -278,12 +281,7 @@ fn seen_by(basis: Basis<'_>) -> Option<&Record> {
 
 /// Makes an operation stand where its run left nothing of its own (O1): parked, under its key, also
 /// where that key was used before. Where another run has claimed since, nothing is changed.
-async fn stand<S: Phases>(
-    store: &S,
-    new: &NewOperation,
-    basis: Basis<'_>,
-    patience: Duration,
-) -> Result<(), StoreError> {
+async fn stand(store: &dyn Phases, new: &NewOperation, basis: Basis<'_>, patience: Duration) -> Result<(), StoreError> {
     let busy = |what: &str| StoreError::Busy(sqlx::Error::Protocol(what.to_owned()));
     match store.begin_first(new, basis, patience).await? {
         Begun::Claimed(mut tx) => {

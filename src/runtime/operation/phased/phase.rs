@@ -6,6 +6,8 @@
 //! Not here: how a phase may end ([`ends`](super::ends)), and who runs it
 //! ([`driver`](super::driver)).
 
+use std::fmt;
+
 use async_trait::async_trait;
 use uuid::Uuid;
 
@@ -15,7 +17,7 @@ use super::identity::Identities;
 use crate::error::{HandlerError, StoreError};
 use crate::message::NewMessage;
 use crate::policy::operation::Identity;
-use crate::store::{Base, PhaseTx, Phases, enqueue};
+use crate::store::{Base, PhaseTx, enqueue};
 
 /// What a phase knows of its operation.
 #[derive(Debug, Clone)]
@@ -25,29 +27,28 @@ pub struct Context {
 }
 
 /// The transaction of a phase: a connection, and no way to end it.
-#[derive(Debug)]
-pub struct Phase<'a, S: Phases> {
-    tx: &'a mut S::Phase,
+pub struct Phase<'a, S: Base> {
+    connection: &'a mut <S::Db as sqlx::Database>::Connection,
     context: &'a Context,
 }
 
 /// The first phase. Every check that may refuse stands here, uniqueness included (O13).
 #[async_trait]
-pub trait FirstPhase<S: Phases, C>: Send + Sync + 'static {
+pub trait FirstPhase<S: Base, C>: Send + Sync + 'static {
     /// Runs it. An error rolls back: nothing happened.
     async fn run(&self, phase: &mut Phase<'_, S>, command: &C) -> Result<First, HandlerError>;
 }
 
 /// A later phase before the first intent.
 #[async_trait]
-pub trait LocalPhase<S: Phases, C>: Send + Sync + 'static {
+pub trait LocalPhase<S: Base, C>: Send + Sync + 'static {
     /// Runs it. An error rolls back this phase; it runs again.
     async fn run(&self, phase: &mut Phase<'_, S>, command: &C) -> Result<Local, HandlerError>;
 }
 
 /// A phase after an effect is settled.
 #[async_trait]
-pub trait SettledPhase<S: Phases, C>: Send + Sync + 'static {
+pub trait SettledPhase<S: Base, C>: Send + Sync + 'static {
     /// Runs it. An error rolls back this phase, and the operation is UNKNOWN until it succeeds.
     async fn run(&self, phase: &mut Phase<'_, S>, command: &C, settled: &Settlements) -> Result<Settled, HandlerError>;
 }
@@ -82,14 +83,21 @@ impl Context {
     }
 }
 
-impl<'a, S: Phases> Phase<'a, S> {
-    pub(super) fn new(tx: &'a mut S::Phase, context: &'a Context) -> Self {
-        Self { tx, context }
+impl<S: Base> fmt::Debug for Phase<'_, S> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Phase").field("context", &self.context).finish_non_exhaustive()
+    }
+}
+
+impl<'a, S: Base> Phase<'a, S> {
+    /// Of a transaction that this store began; an error where another kind of store did.
+    pub(super) fn new(tx: &'a mut dyn PhaseTx, context: &'a Context) -> Result<Self, StoreError> {
+        Ok(Self { connection: tx.connection()?, context })
     }
 
     /// The connection, inside the transaction.
     pub fn connection(&mut self) -> &mut <<S as Base>::Db as sqlx::Database>::Connection {
-        self.tx.connection()
+        self.connection
     }
 
     /// What is known of the operation.

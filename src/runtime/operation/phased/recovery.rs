@@ -26,7 +26,6 @@ use super::taken::taken;
 use crate::error::StoreError;
 use crate::observe::{Health, PartState};
 use crate::runtime::pace::{Pace, Since, sleep_unless};
-use crate::store::Phases;
 
 const PART: &str = "recovery";
 /// How long it waits after it has seen that the deployment is another.
@@ -52,8 +51,8 @@ impl Default for RecoveryOptions {
 
 /// A recovery worker.
 #[derive(Debug)]
-pub struct Recovery<S: Phases> {
-    phased: Arc<Phased<S>>,
+pub struct Recovery {
+    phased: Arc<Phased>,
     options: RecoveryOptions,
     health: Health,
     driven_of: DrivenOf,
@@ -97,10 +96,10 @@ impl Drop for One {
     }
 }
 
-impl<S: Phases> Recovery<S> {
+impl Recovery {
     /// A worker for the operations of a door.
     #[must_use]
-    pub fn new(door: &Door<S>, options: RecoveryOptions, health: Health) -> Self {
+    pub fn new(door: &Door, options: RecoveryOptions, health: Health) -> Self {
         Self { phased: door.phased(), options, health, driven_of: DrivenOf::default() }
     }
 
@@ -167,7 +166,7 @@ impl<S: Phases> Recovery<S> {
             // to the next round.
             let share = free.div_ceil(u32::try_from(count - at).unwrap_or(u32::MAX));
             let (full, more) = self.driven_of.full(self.options.per_tenant.max(1));
-            let store = self.phased.engine.store();
+            let store = &self.phased.store;
             let asked = Since::now();
             for (held, stored) in store.take_due_but(flow, &versions, share.min(more), lease, &full).await? {
                 worked = true;

@@ -14,13 +14,13 @@ use std::time::Duration;
 use tokio::sync::Notify;
 use uuid::Uuid;
 
-use super::flow::{Flow, FlowError};
+use super::flow::{AnyFlow, FlowError};
 use super::vault::Vault;
 use crate::error::StoreError;
 use crate::observe::{Noted, noted};
 use crate::policy::operation::Identity;
 use crate::policy::operation::retention::Retention;
-use crate::runtime::operation::{Engine, Registered};
+use crate::runtime::operation::{Core, Registered};
 use crate::store::Phases;
 
 /// How operations are driven.
@@ -59,25 +59,26 @@ impl Default for DriveSettings {
 
 /// A flow and how its answers are kept.
 #[derive(Debug)]
-pub(super) struct Member<S: Phases> {
-    flow: Flow<S>,
+pub(super) struct Member {
+    flow: AnyFlow,
     endpoint: Registered,
 }
 
 /// What drives operations in this process.
 #[derive(Debug)]
-pub(super) struct Phased<S: Phases> {
-    pub(super) engine: Engine<S>,
+pub(super) struct Phased {
+    pub(super) engine: Core,
+    pub(super) store: Arc<dyn Phases>,
     pub(super) vault: Vault,
     pub(super) settings: DriveSettings,
     pub(super) deployment: Uuid,
     /// Wakes the worker of this process.
     pub(super) wake: Notify,
-    members: BTreeMap<(&'static str, u32), Arc<Member<S>>>,
+    members: BTreeMap<(&'static str, u32), Arc<Member>>,
 }
 
-impl<S: Phases> Member<S> {
-    pub(super) fn flow(&self) -> &Flow<S> {
+impl Member {
+    pub(super) fn flow(&self) -> &AnyFlow {
         &self.flow
     }
 
@@ -104,13 +105,13 @@ impl<S: Phases> Member<S> {
     }
 }
 
-impl<S: Phases> Phased<S> {
-    pub(super) fn new(engine: Engine<S>, settings: DriveSettings, deployment: Uuid) -> Self {
+impl Phased {
+    pub(super) fn new(engine: Core, store: Arc<dyn Phases>, settings: DriveSettings, deployment: Uuid) -> Self {
         let vault = Vault::new(engine.sealer().clone());
-        Self { engine, vault, settings, deployment, wake: Notify::new(), members: BTreeMap::new() }
+        Self { engine, store, vault, settings, deployment, wake: Notify::new(), members: BTreeMap::new() }
     }
 
-    pub(super) fn register(&mut self, flow: Flow<S>, endpoint: Registered) -> Result<(), FlowError> {
+    pub(super) fn register(&mut self, flow: AnyFlow, endpoint: Registered) -> Result<(), FlowError> {
         flow.fits(endpoint.route().lease)?;
         let at = (flow.name(), flow.version());
         if self.members.contains_key(&at) {
@@ -120,7 +121,7 @@ impl<S: Phases> Phased<S> {
         Ok(())
     }
 
-    pub(super) fn member(&self, flow: &str, version: u32) -> Option<Arc<Member<S>>> {
+    pub(super) fn member(&self, flow: &str, version: u32) -> Option<Arc<Member>> {
         self.members
             .iter()
             .find(|((name, of), _)| *name == flow && *of == version)
@@ -128,7 +129,7 @@ impl<S: Phases> Phased<S> {
     }
 
     /// The newest version of a flow.
-    pub(super) fn newest(&self, flow: &str) -> Option<Arc<Member<S>>> {
+    pub(super) fn newest(&self, flow: &str) -> Option<Arc<Member>> {
         self.members.iter().rev().find(|((name, _), _)| *name == flow).map(|(_, member)| Arc::clone(member))
     }
 
@@ -150,7 +151,7 @@ impl<S: Phases> Phased<S> {
     /// Whether the database belongs to the configured deployment. If not, nothing may be sent, and
     /// it is said loudly.
     pub(super) async fn is_ours(&self) -> Result<bool, StoreError> {
-        let found = self.engine.store().deployment().await?;
+        let found = self.store.deployment().await?;
         if found != self.deployment {
             tracing::error!(configured = %self.deployment, %found,
                 "this database belongs to another deployment: nothing is sent to providers");

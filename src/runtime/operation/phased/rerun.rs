@@ -16,7 +16,7 @@ use crate::observe::Noted;
 use crate::policy::operation::doubt::Trace;
 use crate::policy::operation::flow::PhaseEnd;
 use crate::runtime::pace::Pace;
-use crate::store::{PhaseTx, Phases, Proof, Run, StoredOperation};
+use crate::store::{PhaseTx, Proof, Run, StoredOperation};
 
 /// Why a phase failed that said it had not.
 const SWALLOWED: &str = "the phase swallowed an error by which its transaction was taken back";
@@ -24,13 +24,16 @@ const SWALLOWED: &str = "the phase swallowed an error by which its transaction w
 /// How often it is looked what became of a commit of this driver's whose answer was lost.
 const OWN_COMMIT_EVERY: Duration = Duration::from_millis(100);
 
-impl<S: Phases> Driver<S> {
+impl Driver {
     /// Begins a phase whose code is a handler's, if no run before was committed, or may still be.
     /// As long as the server has one, the operation is looked at now and then, however long that
     /// lasts: nothing counts, and no connection is kept for it.
-    pub(super) async fn begin(&mut self, stored: &StoredOperation) -> Result<Result<S::Phase, Next>, StoreError> {
+    pub(super) async fn begin(
+        &mut self,
+        stored: &StoredOperation,
+    ) -> Result<Result<Box<dyn PhaseTx>, Next>, StoreError> {
         let point = stored.point.as_str();
-        let run = self.phased.engine.store().begin_run(&self.driven, point).await?;
+        let run = self.phased.store.begin_run(&self.driven, point).await?;
         let trace = if matches!(run, Run::Begun(_)) { Trace::Unmarked } else { Trace::Marked };
         match run {
             Run::Begun(tx) if trace.may_run_again() => Ok(Ok(tx)),
@@ -54,7 +57,7 @@ impl<S: Phases> Driver<S> {
     /// The transaction of a phase that says it succeeded is not there any more. Where it is proven
     /// that nothing was committed, the phase has failed as any other: it swallowed an error by
     /// which the database took its transaction back (R23).
-    pub(super) async fn gone(&mut self, tx: S::Phase, proof: Proof) -> Result<Next, StoreError> {
+    pub(super) async fn gone(&mut self, tx: Box<dyn PhaseTx>, proof: Proof) -> Result<Next, StoreError> {
         let trace = match take_back(tx).await {
             Err(error @ StoreError::Busy(_)) => return Err(error),
             Ok(Proof::Aborted) => Trace::Undone,
@@ -65,7 +68,7 @@ impl<S: Phases> Driver<S> {
         if !trace.may_run_again() {
             return self.ended_by_itself().await;
         }
-        match self.phased.engine.store().operation(self.driven.operation_id).await? {
+        match self.phased.store.operation(self.driven.operation_id).await? {
             Some(stored) => self.phase_failed(&stored, &HandlerError::retryable(SWALLOWED)).await,
             None => Ok(Next::End(End::Lost)),
         }
@@ -74,7 +77,7 @@ impl<S: Phases> Driver<S> {
     /// A phase failed: it is rolled back, if its transaction is still the one that began.
     pub(super) async fn failed(
         &mut self,
-        tx: S::Phase,
+        tx: Box<dyn PhaseTx>,
         stored: &StoredOperation,
         error: &HandlerError,
     ) -> Result<Next, StoreError> {
@@ -108,7 +111,7 @@ impl<S: Phases> Driver<S> {
     }
 
     /// A phase ended as it cannot here: nothing was committed.
-    pub(super) async fn impossible(&mut self, tx: S::Phase, end: PhaseEnd) -> Result<Next, StoreError> {
+    pub(super) async fn impossible(&mut self, tx: Box<dyn PhaseTx>, end: PhaseEnd) -> Result<Next, StoreError> {
         tx.rollback().await?;
         tracing::error!(operation = %self.driven.operation_id, ?end, "a phase names a point or effect that its flow does not have");
         self.given_up("phase-ended-impossibly").await
@@ -117,7 +120,7 @@ impl<S: Phases> Driver<S> {
 
 /// Takes back all that a phase wrote, and says whether its transaction was still the one that
 /// began.
-pub(super) async fn take_back<T: PhaseTx>(mut tx: T) -> Result<Proof, StoreError> {
+pub(super) async fn take_back(mut tx: Box<dyn PhaseTx>) -> Result<Proof, StoreError> {
     let proof = tx.undo_effects().await;
     // A connection that does not answer is closed, and the server rolls back.
     let _ = tx.rollback().await;

@@ -20,7 +20,7 @@ use crate::policy::operation::IdempotentCommand;
 use crate::policy::operation::delivery::Delivery;
 use crate::policy::operation::provider::{Settled as Proved, Strategy};
 use crate::runtime::operation::Reply;
-use crate::store::{Phases, StoredOperation};
+use crate::store::{Base, StoredOperation};
 
 /// The operation that has this one effect; `refused`: the code of its answer where it is refused.
 pub(super) fn flow<S, C, P>(
@@ -30,7 +30,7 @@ pub(super) fn flow<S, C, P>(
     refused: &'static str,
 ) -> Result<Flow<S>, FlowError>
 where
-    S: Phases,
+    S: Base,
     C: IdempotentCommand + Serialize + DeserializeOwned + Send + Sync + 'static,
     P: Prepare<C>,
 {
@@ -46,7 +46,7 @@ struct Begin<P> {
 }
 
 #[async_trait]
-impl<S: Phases, C: Send + Sync + 'static, P: Prepare<C>> FirstPhase<S, C> for Begin<P> {
+impl<S: Base, C: Send + Sync + 'static, P: Prepare<C>> FirstPhase<S, C> for Begin<P> {
     async fn run(&self, phase: &mut Phase<'_, S>, command: &C) -> Result<First, HandlerError> {
         match self.effect.intend(phase.context(), command) {
             Ok(intent) => Ok(First::Intent(intent)),
@@ -71,7 +71,7 @@ struct End {
 }
 
 #[async_trait]
-impl<S: Phases, C: Send + Sync + 'static> SettledPhase<S, C> for End {
+impl<S: Base, C: Send + Sync + 'static> SettledPhase<S, C> for End {
     async fn run(&self, _: &mut Phase<'_, S>, _: &C, settled: &Settlements) -> Result<Settled, HandlerError> {
         match settled.of(self.name) {
             Some(Settlement::Failed(proof)) => {

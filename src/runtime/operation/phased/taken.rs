@@ -18,11 +18,11 @@ use crate::error::StoreError;
 use crate::observe::{Noted, noted};
 use crate::policy::operation::Fingerprint;
 use crate::runtime::pace::Since;
-use crate::store::{Driven, Due, Phases, StoredOperation};
+use crate::store::{Driven, Due, StoredOperation};
 
 /// Drives an operation that was taken up by a statement sent at `asked`, which granted `lease`.
-pub(super) async fn taken<S: Phases>(
-    phased: Arc<Phased<S>>,
+pub(super) async fn taken(
+    phased: Arc<Phased>,
     driven: Driven,
     stored: StoredOperation,
     (asked, lease): (Since, Duration),
@@ -31,7 +31,7 @@ pub(super) async fn taken<S: Phases>(
 ) -> Result<Ended, StoreError> {
     let key = stored.identity.as_ref().map(|identity| identity.key().short_hash()).unwrap_or_default();
     noted(&stored.flow, &key, Noted::TakenUp);
-    let store = phased.engine.store();
+    let store = &phased.store;
     let reason = match prepared(&phased, &stored).await {
         Ok(Prepared::Ready(member, context, command, fingerprint)) => {
             let hold = Hold::new(Arc::clone(store), driven, lease, asked);
@@ -52,16 +52,16 @@ pub(super) async fn taken<S: Phases>(
     Ok(Ended { end: End::Parked, reply: None })
 }
 
-enum Prepared<S: Phases> {
-    Ready(Arc<Member<S>>, Context, AnyCommand, Fingerprint),
+enum Prepared {
+    Ready(Arc<Member>, Context, AnyCommand, Fingerprint),
     Gone(&'static str),
 }
 
-async fn prepared<S: Phases>(phased: &Phased<S>, stored: &StoredOperation) -> Result<Prepared<S>, StoreError> {
+async fn prepared(phased: &Phased, stored: &StoredOperation) -> Result<Prepared, StoreError> {
     let unknown = || StoreError::Refused(format!("no flow `{}` of version {}", stored.flow, stored.flow_version));
     let member = phased.member(&stored.flow, stored.flow_version).ok_or_else(unknown)?;
     let Some(identity) = stored.identity.clone() else { return Ok(Prepared::Gone("record-gone")) };
-    let Some(record) = phased.engine.store().find(&identity).await?.record else {
+    let Some(record) = phased.store.find(&identity).await?.record else {
         return Ok(Prepared::Gone("record-gone"));
     };
     let bytes = phased.vault.open(stored.operation_id, "command", &stored.command)?;

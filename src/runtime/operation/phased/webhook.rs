@@ -47,7 +47,7 @@ use crate::policy::breaker::{Breaker, BreakerOptions};
 use crate::policy::operation::provider::{Answer, Matches, Strategy, Window};
 use crate::policy::operation::{FingerprintWriter, IdempotentCommand, Mode, Route};
 use crate::runtime::operation::Endpoint;
-use crate::store::Phases;
+use crate::store::Base;
 
 /// So much of a receiver's answer is kept as evidence, in bytes.
 const SAW_MAX: usize = 512;
@@ -170,7 +170,7 @@ impl Webhooks {
     ///
     /// # Errors
     /// Nothing can be repeated in that window.
-    pub fn flow<S: Phases>(self, window: Window) -> Result<Flow<S>, FlowError> {
+    pub fn flow<S: Base>(self, window: Window) -> Result<Flow<S>, FlowError> {
         sending::flow::<S, SendWebhook, _>("webhook", self, Strategy::Key(window), "WEBHOOK_REFUSED")
     }
 

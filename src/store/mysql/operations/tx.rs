@@ -1,6 +1,9 @@
 //! The transaction of door A: claim, effects, outcome (O1, O15, O17).
 
-use sqlx::{AssertSqlSafe, MySql, MySqlConnection, raw_sql};
+use std::any::Any;
+
+use async_trait::async_trait;
+use sqlx::{AssertSqlSafe, MySql, raw_sql};
 
 use super::super::MySqlStore;
 use super::super::inbox::{NO_SAVEPOINT, START_HANDLER, savepoint_name};
@@ -49,7 +52,7 @@ const NOTHING_COMMITTED: &str =
 
 /// A transaction in which one claim stands, with `autocommit = 0`.
 #[derive(Debug)]
-pub struct MySqlOperationTx {
+pub(in crate::store) struct MySqlOperationTx {
     held: Held,
     owned: Owned,
 }
@@ -169,14 +172,13 @@ impl Held {
     }
 }
 
+#[async_trait]
 impl OperationTx for MySqlOperationTx {
-    type Db = MySql;
-
     fn owned(&self) -> &Owned {
         &self.owned
     }
 
-    fn connection(&mut self) -> &mut MySqlConnection {
+    fn any_connection(&mut self) -> &mut (dyn Any + Send) {
         self.held.transaction.lend()
     }
 
@@ -205,11 +207,11 @@ impl OperationTx for MySqlOperationTx {
         })
     }
 
-    async fn commit(mut self) -> Result<(), StoreError> {
+    async fn commit(mut self: Box<Self>) -> Result<(), StoreError> {
         self.held.transaction.commit().await
     }
 
-    async fn rollback(mut self) -> Result<(), StoreError> {
+    async fn rollback(mut self: Box<Self>) -> Result<(), StoreError> {
         self.held.transaction.rollback().await.map_err(StoreError::from)
     }
 }

@@ -1,6 +1,9 @@
 //! The transaction of a phase (O1, O5, O9).
 
-use sqlx::{AssertSqlSafe, MySql, MySqlConnection, Row, query, raw_sql};
+use std::any::Any;
+
+use async_trait::async_trait;
+use sqlx::{AssertSqlSafe, MySql, Row, query, raw_sql};
 use uuid::Uuid;
 
 use super::super::inbox::START_HANDLER;
@@ -23,7 +26,7 @@ use crate::store::{
 
 /// A transaction in which one phase runs, with `autocommit = 0`.
 #[derive(Debug)]
-pub struct MySqlPhaseTx {
+pub(in crate::store) struct MySqlPhaseTx {
     held: Held,
     driven: Driven,
     record: RecordFence,
@@ -297,14 +300,13 @@ fn unproven(error: StoreError) -> StoreError {
     }
 }
 
+#[async_trait]
 impl PhaseTx for MySqlPhaseTx {
-    type Db = MySql;
-
     fn driven(&self) -> &Driven {
         &self.driven
     }
 
-    fn connection(&mut self) -> &mut MySqlConnection {
+    fn any_connection(&mut self) -> &mut (dyn Any + Send) {
         self.held.transaction.lend()
     }
 
@@ -394,11 +396,11 @@ impl PhaseTx for MySqlPhaseTx {
         leave_in(&mut self.held.transaction, &self.driven, Leave::Park(reason)).await
     }
 
-    async fn commit(mut self) -> Result<(), StoreError> {
+    async fn commit(mut self: Box<Self>) -> Result<(), StoreError> {
         self.held.transaction.commit().await
     }
 
-    async fn rollback(mut self) -> Result<(), StoreError> {
+    async fn rollback(mut self: Box<Self>) -> Result<(), StoreError> {
         self.held.transaction.rollback().await.map_err(StoreError::from)
     }
 }

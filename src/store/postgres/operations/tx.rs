@@ -1,6 +1,9 @@
 //! The transaction of door A: claim, effects, outcome (O1, O15).
 
-use sqlx::{AssertSqlSafe, PgConnection, Postgres, Row, raw_sql};
+use std::any::Any;
+
+use async_trait::async_trait;
+use sqlx::{AssertSqlSafe, Postgres, Row, raw_sql};
 use uuid::Uuid;
 
 use super::super::PostgresStore;
@@ -15,7 +18,7 @@ use crate::store::{Basis, Begun, Fenced, KeyClaim, OperationTx, Outcome, Owned, 
 
 /// A transaction in which one claim stands.
 #[derive(Debug)]
-pub struct PostgresOperationTx {
+pub(in crate::store) struct PostgresOperationTx {
     held: Held,
     owned: Owned,
     claim: KeyClaim,
@@ -170,14 +173,13 @@ pub(in crate::store::postgres) async fn proved_by(held: &mut Held, error: StoreE
     }
 }
 
+#[async_trait]
 impl OperationTx for PostgresOperationTx {
-    type Db = Postgres;
-
     fn owned(&self) -> &Owned {
         &self.owned
     }
 
-    fn connection(&mut self) -> &mut PgConnection {
+    fn any_connection(&mut self) -> &mut (dyn Any + Send) {
         self.held.tx.lend()
     }
 
@@ -211,11 +213,11 @@ impl OperationTx for PostgresOperationTx {
         }
     }
 
-    async fn commit(mut self) -> Result<(), StoreError> {
+    async fn commit(mut self: Box<Self>) -> Result<(), StoreError> {
         self.held.tx.commit().await
     }
 
-    async fn rollback(mut self) -> Result<(), StoreError> {
+    async fn rollback(mut self: Box<Self>) -> Result<(), StoreError> {
         Ok(self.held.tx.rollback().await?)
     }
 }

@@ -1,7 +1,10 @@
 //! The transaction of a phase (O1, O5, O9).
 
+use std::any::Any;
+
+use async_trait::async_trait;
 use sqlx::postgres::PgRow;
-use sqlx::{AssertSqlSafe, PgConnection, Postgres, Row, query};
+use sqlx::{AssertSqlSafe, Postgres, Row, query};
 use uuid::Uuid;
 
 use super::super::PostgresStore;
@@ -23,7 +26,7 @@ use crate::store::{
 
 /// A transaction in which one phase runs.
 #[derive(Debug)]
-pub struct PostgresPhaseTx {
+pub(in crate::store) struct PostgresPhaseTx {
     held: Held,
     driven: Driven,
     record: RecordFence,
@@ -181,7 +184,7 @@ pub(super) async fn begin_run(
     if run.still_stands(point).await? {
         return Ok(Run::Begun(run));
     }
-    run.rollback().await?;
+    Box::new(run).rollback().await?;
     Ok(Run::Overtaken)
 }
 
@@ -282,14 +285,13 @@ impl PostgresPhaseTx {
     }
 }
 
+#[async_trait]
 impl PhaseTx for PostgresPhaseTx {
-    type Db = Postgres;
-
     fn driven(&self) -> &Driven {
         &self.driven
     }
 
-    fn connection(&mut self) -> &mut PgConnection {
+    fn any_connection(&mut self) -> &mut (dyn Any + Send) {
         self.held.tx.lend()
     }
 
@@ -349,11 +351,11 @@ impl PhaseTx for PostgresPhaseTx {
         leave_in(&mut self.held.tx, &self.driven, Leave::Park(reason)).await
     }
 
-    async fn commit(mut self) -> Result<(), StoreError> {
+    async fn commit(mut self: Box<Self>) -> Result<(), StoreError> {
         self.held.tx.commit().await
     }
 
-    async fn rollback(mut self) -> Result<(), StoreError> {
+    async fn rollback(mut self: Box<Self>) -> Result<(), StoreError> {
         Ok(self.held.tx.rollback().await?)
     }
 }

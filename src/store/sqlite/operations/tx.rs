@@ -2,7 +2,9 @@
 
 use std::time::Duration;
 
-use sqlx::sqlite::SqliteConnection;
+use std::any::Any;
+
+use async_trait::async_trait;
 use sqlx::{AssertSqlSafe, raw_sql};
 
 use super::super::connect::SqliteStore;
@@ -15,7 +17,7 @@ use crate::store::{Basis, Begun, Fenced, KeyClaim, OperationTx, Outcome, Owned, 
 
 /// A transaction in which one claim stands. It holds the turn and the write lock of the file.
 #[derive(Debug)]
-pub struct SqliteOperationTx {
+pub(in crate::store) struct SqliteOperationTx {
     write: Write,
     owned: Owned,
     savepoint: Savepoint,
@@ -91,14 +93,13 @@ impl Savepoint {
     }
 }
 
+#[async_trait]
 impl OperationTx for SqliteOperationTx {
-    type Db = sqlx::Sqlite;
-
     fn owned(&self) -> &Owned {
         &self.owned
     }
 
-    fn connection(&mut self) -> &mut SqliteConnection {
+    fn any_connection(&mut self) -> &mut (dyn Any + Send) {
         self.write.connection()
     }
 
@@ -121,18 +122,18 @@ impl OperationTx for SqliteOperationTx {
         if proof != Proof::Same {
             return Ok(proof);
         }
-        enqueue_all(self.connection(), messages).await?;
+        enqueue_all(self.write.connection(), messages).await?;
         Ok(match finish(self.write.connection(), &(&self.owned).into(), outcome, retention).await? {
             Fenced::Done => Proof::Same,
             Fenced::LostOwnership => Proof::Ended,
         })
     }
 
-    async fn commit(self) -> Result<(), StoreError> {
+    async fn commit(self: Box<Self>) -> Result<(), StoreError> {
         self.write.commit().await
     }
 
-    async fn rollback(self) -> Result<(), StoreError> {
+    async fn rollback(self: Box<Self>) -> Result<(), StoreError> {
         self.write.rollback().await
     }
 }

@@ -2,6 +2,9 @@
 
 use std::time::Duration;
 
+use std::any::Any;
+
+use async_trait::async_trait;
 use sqlx::query;
 use sqlx::sqlite::SqliteConnection;
 use uuid::Uuid;
@@ -24,7 +27,7 @@ use crate::store::{
 
 /// A transaction in which one phase runs. It holds the turn and the write lock of the file.
 #[derive(Debug)]
-pub struct SqlitePhaseTx {
+pub(in crate::store) struct SqlitePhaseTx {
     write: Write,
     driven: Driven,
     record: RecordFence,
@@ -200,14 +203,13 @@ impl SqlitePhaseTx {
     }
 }
 
+#[async_trait]
 impl PhaseTx for SqlitePhaseTx {
-    type Db = sqlx::Sqlite;
-
     fn driven(&self) -> &Driven {
         &self.driven
     }
 
-    fn connection(&mut self) -> &mut SqliteConnection {
+    fn any_connection(&mut self) -> &mut (dyn Any + Send) {
         self.write.connection()
     }
 
@@ -286,11 +288,11 @@ impl PhaseTx for SqlitePhaseTx {
         leave_in(self.write.connection(), &self.driven, Leave::Park(reason)).await
     }
 
-    async fn commit(self) -> Result<(), StoreError> {
+    async fn commit(self: Box<Self>) -> Result<(), StoreError> {
         self.write.commit().await
     }
 
-    async fn rollback(self) -> Result<(), StoreError> {
+    async fn rollback(self: Box<Self>) -> Result<(), StoreError> {
         self.write.rollback().await
     }
 }
