@@ -63,10 +63,10 @@ pub enum StoreError {
 }
 
 impl StoreError {
-    /// True where waiting and doing the same again is right and nobody's attempt is to be counted
+    /// True where waiting and doing the same again is right and no attempt is to be counted
     /// (R27).
     #[must_use]
-    pub fn is_nobodys(&self) -> bool {
+    pub fn is_transient(&self) -> bool {
         matches!(self, Self::Busy(_) | Self::Unavailable(_) | Self::CommitUnknown(_))
     }
 
@@ -138,7 +138,7 @@ pub struct HandlerError {
     message: String,
     terminal: bool,
     retry_after: Option<Duration>,
-    nobodys: bool,
+    transient: bool,
     may_be_its_own: bool,
     late: bool,
 }
@@ -146,9 +146,9 @@ pub struct HandlerError {
 impl HandlerError {
     /// Try again under the retry policy.
     pub fn retryable(error: impl std::fmt::Display) -> Self {
-        let (terminal, retry_after, nobodys, may_be_its_own, late) = (false, None, false, false, false);
+        let (terminal, retry_after, transient, may_be_its_own, late) = (false, None, false, false, false);
         let message = classify::without_frame(error.to_string());
-        Self { message, terminal, retry_after, nobodys, may_be_its_own, late }
+        Self { message, terminal, retry_after, transient, may_be_its_own, late }
     }
 
     /// No retry can help: the message becomes dead at once.
@@ -161,15 +161,16 @@ impl HandlerError {
         Self { retry_after: Some(after), ..Self::retryable(error) }
     }
 
-    /// The database asked to try again or went away: nobody's failure, no attempt is counted (R27).
-    pub fn nobodys(error: impl std::fmt::Display) -> Self {
-        Self { nobodys: true, ..Self::retryable(error) }
+    /// The database asked to try again or went away: a transient failure, no attempt is counted
+    /// (R27).
+    pub fn transient(error: impl std::fmt::Display) -> Self {
+        Self { transient: true, ..Self::retryable(error) }
     }
 
-    /// The connection was lost under the handler: nobody's failure, unless the handler's statement
-    /// ends it every time.
+    /// The connection was lost under the handler: a transient failure, unless the handler's
+    /// statement ends it every time.
     pub(crate) fn lost_connection(error: impl std::fmt::Display) -> Self {
-        Self { may_be_its_own: true, ..Self::nobodys(format!("{error}; the connection is lost")) }
+        Self { may_be_its_own: true, ..Self::transient(format!("{error}; the connection is lost")) }
     }
 
     /// The handler ran out of its time.
@@ -183,7 +184,7 @@ impl HandlerError {
         self.late
     }
 
-    /// Of a failure that is nobody's by its code: whether the handler's own statement may be the
+    /// Of a failure that is transient by its code: whether the handler's own statement may be the
     /// reason.
     pub(crate) fn may_be_its_own(&self) -> bool {
         self.may_be_its_own
@@ -195,10 +196,10 @@ impl HandlerError {
         self.terminal
     }
 
-    /// Whether the failure is nobody's (R27).
+    /// Whether the failure is transient (R27).
     #[must_use]
-    pub fn is_nobodys(&self) -> bool {
-        self.nobodys
+    pub fn is_transient(&self) -> bool {
+        self.transient
     }
 
     /// When the handler asked to be tried again.
@@ -226,7 +227,7 @@ impl<E: std::error::Error + Send + Sync + 'static> From<E> for HandlerError {
     fn from(error: E) -> Self {
         let any = &error as &dyn std::any::Any;
         let (sql, store) = (any.downcast_ref::<sqlx::Error>(), any.downcast_ref::<StoreError>());
-        let nobodys = sql.is_some_and(classify::is_nobodys) || store.is_some_and(StoreError::is_nobodys);
+        let transient = sql.is_some_and(classify::is_transient) || store.is_some_and(StoreError::is_transient);
         let may_be_its_own =
             sql.is_some_and(classify::may_be_the_statements) || store.is_some_and(StoreError::may_be_its_own);
         let late = sql.is_some_and(classify::is_lock_wait)
@@ -244,7 +245,7 @@ impl<E: std::error::Error + Send + Sync + 'static> From<E> for HandlerError {
             }
             next = cause.source().filter(|_| of_database.is_none());
         }
-        Self { nobodys, may_be_its_own, late, ..Self::retryable(message) }
+        Self { transient, may_be_its_own, late, ..Self::retryable(message) }
     }
 }
 
@@ -330,7 +331,7 @@ mod tests {
     #[test]
     fn any_error_is_retryable_unless_it_says_terminal() {
         let error: HandlerError = std::io::Error::other("x").into();
-        assert!(!error.is_terminal() && !error.is_nobodys());
+        assert!(!error.is_terminal() && !error.is_transient());
         assert!(HandlerError::terminal("x").is_terminal());
         let parsed: Result<i32, _> = "a".parse::<i32>().terminal();
         assert!(parsed.is_err_and(|error| error.is_terminal()));

@@ -54,7 +54,7 @@ impl ProviderSender {
                     sleep_unless(stop, Duration::from_millis(100)).await;
                 }
                 // The database is away: wait for it.
-                Err(error) if error.is_nobodys() => {
+                Err(error) if error.is_transient() => {
                     tracing::warn!(%error, "waiting for the database");
                     pace.wait(stop).await;
                 }

@@ -35,7 +35,7 @@ async fn take(db: &Database, payment: &Payment, message: NewMessage) -> Result<(
             // The database is busy or away, or the connection was lost in the middle of COMMIT, so
             // that nobody knows whether it was committed. Guessing would lose the payment or take
             // it twice; the same again finds out, see below.
-            Err(error) if error.is_nobodys() => {
+            Err(error) if error.is_transient() => {
                 tracing::warn!(payment = payment.payment_id, %error, "once more");
                 tokio::time::sleep(Duration::from_millis(100)).await;
             }

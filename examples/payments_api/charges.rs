@@ -101,7 +101,7 @@ impl<S: Books> FirstPhase<S, NewCharge> for Begin {
         let payment = payment(charge_id(phase), "pending", new);
         let charge = Charge { payment, operation_id: context.operation_id().to_string() };
         let Some(standing) = S::add_charge(phase.connection(), context.tenant(), &charge).await? else {
-            return Err(HandlerError::nobodys("another charge of this reference just failed"));
+            return Err(HandlerError::transient("another charge of this reference just failed"));
         };
         if standing.payment.id != charge.payment.id {
             return same_reference(new, standing);

@@ -103,7 +103,7 @@ pub async fn open_store_with<S: Store>(
         match S::connect(options).await {
             Ok(store) => return Ok(store),
             Err(error) if error.is_untrusted() => return Err(AppError::not_ready(format!("{name}: {error}"))),
-            Err(error) if stop.is_some() && error.is_nobodys() => wait.on(&format!("{name}: {error}")).await?,
+            Err(error) if stop.is_some() && error.is_transient() => wait.on(&format!("{name}: {error}")).await?,
             // Nothing but the URL, which is shown, is looked at before there is a connection.
             Err(StoreError::Refused(why)) => return Err(AppError::usage(why)),
             Err(error) => return Err(AppError::from(error).on(&name)),

@@ -225,7 +225,7 @@ impl Run<'_> {
             let handler = loop {
                 match SqlHandler::prepare(store, spec.clone()).await {
                     Ok(handler) => break handler,
-                    Err(SqlSpecError::Refused { error, .. }) if error.is_nobodys() => {
+                    Err(SqlSpecError::Refused { error, .. }) if error.is_transient() => {
                         wait.on(&error.to_string()).await?;
                     }
                     Err(error) => {

@@ -166,7 +166,7 @@ pub(super) async fn ready<S: Store>(
                 Some(waits) => wait.on(&format!("{name}: {}: {}", waits.name, waits.detail)).await?,
                 None => break findings,
             },
-            Err(error) if error.is_nobodys() => wait.on(&format!("{name}: {error}")).await?,
+            Err(error) if error.is_transient() => wait.on(&format!("{name}: {error}")).await?,
             Err(error) => return Err(AppError::from(error).on(&name)),
         }
     };

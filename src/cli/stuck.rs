@@ -54,20 +54,20 @@ pub(super) async fn look<S: Store>(
 
 /// Whether somebody carries on what is pending.
 fn relay(status: &Status, is_old: bool) -> Finding {
-    let nobodys: Vec<String> =
+    let without_owner: Vec<String> =
         status.shards.iter().filter(|shard| shard.owner.is_none()).map(|shard| shard.shard.to_string()).collect();
     let owners: Vec<&str> = status.shards.iter().filter_map(|shard| shard.owner.as_deref()).collect();
-    let who = match (nobodys.is_empty(), owners.is_empty()) {
+    let who = match (without_owner.is_empty(), owners.is_empty()) {
         (true, _) => format!("owned by {}", owners.join(", ")),
         (false, true) => "no publisher owns it".to_owned(),
-        (false, false) => format!("no publisher owns shard {}", nobodys.join(", ")),
+        (false, false) => format!("no publisher owns shard {}", without_owner.join(", ")),
     };
     let pending = messages(status.pending);
     if !is_old {
         return Finding::ok("outbox: publisher", format!("{who}; {pending} pending"));
     }
     let detail = format!("{who}; {pending} pending, the oldest for {:.0} s", status.oldest_pending_age_seconds);
-    let remedy = match nobodys.is_empty() {
+    let remedy = match without_owner.is_empty() {
         true => "see the log and /readyz of the publisher, and what is said here of the broker",
         false => "start `publisher`",
     };

@@ -1,16 +1,16 @@
 //! What an error of sqlx means: one place for the codes of all three databases (R27).
 //!
 //! Promise: an unknown code is `Other`, which the runtime counts as a failure of the message; a
-//! code of the lists below is nobody's failure. Sources: PostgreSQL appendix A (SQLSTATE), MariaDB
+//! code of the lists below is transient. Sources: PostgreSQL appendix A (SQLSTATE), MariaDB
 //! and MySQL server error reference, SQLite result codes.
 
 use sqlx::error::DatabaseError;
 
 use super::{LimitError, StoreError};
 
-/// The two ways in which an error can be nobody's.
+/// The two ways in which an error can be transient.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Nobodys {
+enum Transient {
     Busy,
     Unavailable,
 }
@@ -18,8 +18,8 @@ enum Nobodys {
 /// True for deadlocks, lock timeouts, lost connections and databases that are away, full or
 /// read-only.
 #[must_use]
-pub fn is_nobodys(error: &sqlx::Error) -> bool {
-    nobodys(error).is_some()
+pub fn is_transient(error: &sqlx::Error) -> bool {
+    transient(error).is_some()
 }
 
 /// What an error says: the database's own words, and behind them its code. What sqlx puts around
@@ -94,7 +94,7 @@ fn is_untrusted_io(_: &std::io::Error) -> bool {
 /// True where the connection or the database is gone, for now.
 #[cfg(any(feature = "postgres", feature = "mysql"))]
 pub(crate) fn is_unavailable(error: &sqlx::Error) -> bool {
-    nobodys(error) == Some(Nobodys::Unavailable)
+    transient(error) == Some(Transient::Unavailable)
 }
 
 /// True where one statement alone may have brought about what looks like a database that is away:
@@ -127,19 +127,19 @@ pub(crate) fn is_lock_wait(error: &sqlx::Error) -> bool {
     database.code().is_some_and(|code| code == "55P03")
 }
 
-fn nobodys(error: &sqlx::Error) -> Option<Nobodys> {
+fn transient(error: &sqlx::Error) -> Option<Transient> {
     match error {
         sqlx::Error::Io(_) | sqlx::Error::PoolTimedOut | sqlx::Error::PoolClosed | sqlx::Error::WorkerCrashed => {
-            Some(Nobodys::Unavailable)
+            Some(Transient::Unavailable)
         }
         // A protocol error is what sqlx reports when the server vanished in the middle of a packet.
-        sqlx::Error::Protocol(_) => Some(Nobodys::Unavailable),
+        sqlx::Error::Protocol(_) => Some(Transient::Unavailable),
         sqlx::Error::Database(database) => of_database(database.as_ref()),
         _ => None,
     }
 }
 
-fn of_database(error: &dyn DatabaseError) -> Option<Nobodys> {
+fn of_database(error: &dyn DatabaseError) -> Option<Transient> {
     #[cfg(feature = "mysql")]
     if let Some(error) = error.try_downcast_ref::<sqlx::mysql::MySqlDatabaseError>() {
         return of_mysql(error.number());
@@ -151,49 +151,49 @@ fn of_database(error: &dyn DatabaseError) -> Option<Nobodys> {
     of_sqlstate(error.code().as_deref()?)
 }
 
-fn of_sqlstate(code: &str) -> Option<Nobodys> {
+fn of_sqlstate(code: &str) -> Option<Transient> {
     match code {
-        "40001" | "40P01" | "55P03" => Some(Nobodys::Busy),
+        "40001" | "40P01" | "55P03" => Some(Transient::Busy),
         // Starting, stopping, crashed; a backend that an administrator ended.
-        "57P01" | "57P02" | "57P03" | "57P05" | "25006" => Some(Nobodys::Unavailable),
+        "57P01" | "57P02" | "57P03" | "57P05" | "25006" => Some(Transient::Unavailable),
         // Idle-in-transaction timeout: the session is gone.
-        "25P03" => Some(Nobodys::Unavailable),
-        _ if code.starts_with("08") || code.starts_with("53") || code == "58030" => Some(Nobodys::Unavailable),
+        "25P03" => Some(Transient::Unavailable),
+        _ if code.starts_with("08") || code.starts_with("53") || code == "58030" => Some(Transient::Unavailable),
         _ => None,
     }
 }
 
 #[cfg(feature = "mysql")]
-fn of_mysql(number: u16) -> Option<Nobodys> {
+fn of_mysql(number: u16) -> Option<Transient> {
     match number {
         // Lock wait timeout, deadlock (also of XA and of group replication), too many locks, record
         // has changed since last read (MariaDB), interrupted by an administrator.
-        1205 | 1213 | 1614 | 3101 | 1206 | 1020 | 1317 => Some(Nobodys::Busy),
+        1205 | 1213 | 1614 | 3101 | 1206 | 1020 | 1317 => Some(Transient::Busy),
         // Too many connections, out of memory, threads or transactions; host blocked; server
         // shutdown.
-        1037 | 1038 | 1040 | 1041 | 1053 | 1129 | 1135 | 1203 | 1226 | 1637 => Some(Nobodys::Unavailable),
+        1037 | 1038 | 1040 | 1041 | 1053 | 1129 | 1135 | 1203 | 1226 | 1637 => Some(Transient::Unavailable),
         // Table or disk full, storage engine out of order, read-only.
-        1021 | 1030 | 1114 | 1223 | 1290 | 1792 | 1836 => Some(Nobodys::Unavailable),
+        1021 | 1030 | 1114 | 1223 | 1290 | 1792 | 1836 => Some(Transient::Unavailable),
         // Connection aborted, killed, idle for too long, gone.
-        1152 | 1158..=1161 | 1184 | 1927 | 2006 | 2013 | 4031 => Some(Nobodys::Unavailable),
+        1152 | 1158..=1161 | 1184 | 1927 | 2006 | 2013 | 4031 => Some(Transient::Unavailable),
         _ => None,
     }
 }
 
 #[cfg(any(feature = "sqlite", feature = "embedded"))]
-fn of_sqlite(code: i32) -> Option<Nobodys> {
+fn of_sqlite(code: i32) -> Option<Transient> {
     match code & 0xff {
-        5 | 6 => Some(Nobodys::Busy),                   // SQLITE_BUSY, SQLITE_LOCKED
-        8 | 10 | 13 | 14 => Some(Nobodys::Unavailable), // READONLY, IOERR, FULL, CANTOPEN
+        5 | 6 => Some(Transient::Busy),                   // SQLITE_BUSY, SQLITE_LOCKED
+        8 | 10 | 13 | 14 => Some(Transient::Unavailable), // READONLY, IOERR, FULL, CANTOPEN
         _ => None,
     }
 }
 
 impl From<sqlx::Error> for StoreError {
     fn from(error: sqlx::Error) -> Self {
-        match nobodys(&error) {
-            Some(Nobodys::Busy) => Self::Busy(error),
-            Some(Nobodys::Unavailable) => Self::Unavailable(error),
+        match transient(&error) {
+            Some(Transient::Busy) => Self::Busy(error),
+            Some(Transient::Unavailable) => Self::Unavailable(error),
             None => match limit_of(&error) {
                 Some(limit) => Self::Limit(limit),
                 None => Self::Other(error),
@@ -237,7 +237,7 @@ mod tests {
     }
 
     #[test]
-    fn the_codes_of_r27_are_nobodys_and_a_constraint_is_not() {
+    fn the_codes_of_r27_are_transient_and_a_constraint_is_not() {
         for code in ["40001", "40P01", "55P03", "08006", "53100", "53300", "57P01", "25006"] {
             assert!(of_sqlstate(code).is_some(), "{code}");
         }
@@ -248,7 +248,7 @@ mod tests {
 
     #[cfg(feature = "mysql")]
     #[test]
-    fn the_numbers_of_r27_are_nobodys_and_a_duplicate_is_not() {
+    fn the_numbers_of_r27_are_transient_and_a_duplicate_is_not() {
         assert!([1213, 1205, 1040, 1114, 1290, 4031].into_iter().all(|number| of_mysql(number).is_some()));
         // A statement that runs into the server's own time limit is the handler's.
         assert!([1062, 1406, 1146, 3024, 1969].into_iter().all(|number| of_mysql(number).is_none()));
@@ -256,7 +256,7 @@ mod tests {
 
     #[cfg(feature = "sqlite")]
     #[test]
-    fn the_sqlite_codes_of_r27_are_nobodys_also_extended() {
+    fn the_sqlite_codes_of_r27_are_transient_also_extended() {
         assert!([5, 517, 8, 10, 13, 778].into_iter().all(|code| of_sqlite(code).is_some()));
         assert!([19, 2067, 1].into_iter().all(|code| of_sqlite(code).is_none()));
     }

@@ -6,7 +6,7 @@
 //! * Every wait is bounded, whatever the settings, the attempt number, or what a handler asks for.
 //! * The same arguments give the same answer: chance is an argument.
 //!
-//! Not here: storing a waiting message (`store`), failures that are nobody's and count no attempt
+//! Not here: storing a waiting message (`store`), transient failures, which count no attempt
 //! ([`split`]).
 //!
 //! [`split`]: super::split

@@ -6,12 +6,12 @@
 //!   key first.
 //! * The message that failed runs alone: no other message shares its rollback, its retries or its
 //!   attempts.
-//! * A failure that is nobody's counts no attempt. The same batch is tried again, and halved after
+//! * A transient failure counts no attempt. The same batch is tried again, and halved after
 //!   every third time, so that one which is too large to ever commit becomes small enough. The
 //!   message whose handler reported it runs alone then: where its own statement always fails so,
 //!   that is found out in a few tries, whatever the size of the batch.
 //!
-//! Not here: which failure is nobody's (each adapter maps its own codes), and the retries of the
+//! Not here: which failure is transient (each adapter maps its own codes), and the retries of the
 //! one that runs alone ([`retry`](super::retry)).
 
 use std::ops::Range;
@@ -52,9 +52,9 @@ pub fn without_blame(batch: Range<usize>) -> Vec<Part> {
     halves(batch).into_iter().map(|messages| Part { messages, alone }).collect()
 }
 
-/// Failures in a row that were nobody's: a deadlock, a lost connection, a full database.
+/// Transient failures in a row: a deadlock, a lost connection, a full database.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct NobodysFault {
+pub struct TransientFault {
     times: u32,
 }
 
@@ -74,7 +74,7 @@ pub const PAUSE_FIRST: Duration = Duration::from_millis(20);
 /// No pause is longer: what is back should be noticed within it.
 pub const PAUSE_MAX: Duration = Duration::from_secs(5);
 
-impl NobodysFault {
+impl TransientFault {
     /// How often in a row.
     #[must_use]
     pub fn times(self) -> u32 {
@@ -86,7 +86,7 @@ impl NobodysFault {
         self.times = 0;
     }
 
-    /// This batch failed through nobody's fault, reported by the handler of the message `of`.
+    /// This batch failed with a transient error, reported by the handler of the message `of`.
     /// `chance` is drawn from 0 to 1 and picks the pause, from half of the full one to all of it.
     /// The count goes on in the halves: pauses keep growing while the cause lasts.
     #[must_use]
@@ -139,8 +139,8 @@ mod tests {
     }
 
     #[test]
-    fn r27_nobodys_failure_is_tried_again_whole_and_halved_after_the_third_time() {
-        let mut fault = NobodysFault::default();
+    fn r27_a_transient_failure_is_tried_again_whole_and_halved_after_the_third_time() {
+        let mut fault = TransientFault::default();
         for _ in 0..2 {
             assert_eq!(shape(&fault.again(0..5, None, 0.5).parts), [(0, 5, false)]);
         }
@@ -152,9 +152,9 @@ mod tests {
     }
 
     #[test]
-    fn r27_the_message_that_reported_nobodys_failure_three_times_runs_alone_and_the_others_in_halves() {
+    fn r27_the_message_that_reported_a_transient_failure_three_times_runs_alone_and_the_others_in_halves() {
         let third = |batch: Range<usize>, of| {
-            let mut fault = NobodysFault { times: 2 };
+            let mut fault = TransientFault { times: 2 };
             shape(&fault.again(batch, of, 0.5).parts)
         };
         let together = |start, end| (start, end, false);
@@ -169,8 +169,8 @@ mod tests {
     }
 
     #[test]
-    fn one_message_that_fails_through_nobodys_fault_stays_one_and_its_pauses_stay_bounded() {
-        let mut fault = NobodysFault::default();
+    fn one_message_that_fails_with_transient_errors_stays_one_and_its_pauses_stay_bounded() {
+        let mut fault = TransientFault::default();
         let mut longest = Duration::ZERO;
         for _ in 0..100 {
             let again = fault.again(4..5, None, 1.0);

@@ -244,7 +244,7 @@ impl Shared {
         loop {
             match self.store.register(&spec).await {
                 Ok(id) => return Ok(Some(id)),
-                Err(error) if error.is_nobodys() => {
+                Err(error) if error.is_transient() => {
                     self.health.set(&self.part, PartState::Waiting(error.to_string()));
                     if !pace.wait(stop).await {
                         return Ok(None);

@@ -215,7 +215,7 @@ impl Relay {
                         self.options.shard
                     )));
                 }
-                Err(error) if error.is_nobodys() => {
+                Err(error) if error.is_transient() => {
                     self.health.set(&self.part, PartState::Waiting(error.to_string()));
                     if !pace.wait(stop).await {
                         return Ok(None);
@@ -279,7 +279,7 @@ impl Relay {
                 *memory = Memory::default();
                 tracing::error!(shard, %why, "the lease is lost");
             }
-            error if error.is_nobodys() => {
+            error if error.is_transient() => {
                 tracing::warn!(shard, %error, "the database went away");
             }
             error @ (StoreError::SchemaMissing(_) | StoreError::SchemaNewer { .. } | StoreError::SchemaOld { .. }) => {

@@ -115,7 +115,7 @@ impl Sender {
                     sleep_unless(&stop, Duration::from_millis(100)).await;
                 }
                 Ok(Step::Empty) => break,
-                Err(error) if error.is_nobodys() => {
+                Err(error) if error.is_transient() => {
                     self.health.set(PART, PartState::Waiting(format!("database: {error}")));
                     pace.wait(&stop).await;
                 }

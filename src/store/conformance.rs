@@ -272,7 +272,7 @@ macro_rules! store_conformance {
                 g11_tries_of_what_was_handled_since_are_forgotten,
             ];
             lost: [
-                r27_a_lost_connection_in_any_statement_of_the_inbox_transaction_is_nobodys_failure,
+                r27_a_lost_connection_in_any_statement_of_the_inbox_transaction_is_a_transient_failure,
                 g12_a_commit_on_a_lost_connection_is_unknown_and_not_an_error,
             ];
             waiting: [

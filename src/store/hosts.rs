@@ -107,7 +107,7 @@ impl<Db: Remote> Hosts<Db> {
             }
         }
         let may_come = |wrong: &Wrong| match wrong {
-            Wrong::Said(error) => classify::is_nobodys(error) && !classify::is_untrusted(error),
+            Wrong::Said(error) => classify::is_transient(error) && !classify::is_untrusted(error),
             Wrong::Standby | Wrong::Silent(_) => true,
         };
         if !all_wrong.iter().any(|(_, wrong)| may_come(wrong))

@@ -149,7 +149,7 @@ pub enum Undone {
     /// Nothing of it stays.
     Whole,
     /// Nothing of it stays. Its connection was lost while the server had nothing to do for it: a
-    /// failure that a handler saw on it is nobody's.
+    /// failure that a handler saw on it is transient.
     Lost,
     /// What `admit` or `finish` wrote is committed: the handler ended the transaction before it was
     /// undone. Its inbox rows say nothing about whether its messages were handled.
@@ -294,7 +294,7 @@ pub trait Inbox: Debug + Send + Sync {
     /// once.
     async fn begin_first_attempts(&self, consumer: ConsumerId, ids: &[MessageId]) -> Result<(), StoreError>;
 
-    /// Takes back a try that [`Inbox::begin_attempt`] counted and that was not made: nobody's
+    /// Takes back a try that [`Inbox::begin_attempt`] counted and that was not made: a transient
     /// failure, or a stop.
     async fn take_back_attempt(&self, consumer: ConsumerId, id: MessageId) -> Result<(), StoreError>;
 

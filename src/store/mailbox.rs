@@ -58,7 +58,7 @@ pub enum EmailOutcome {
     },
     /// Refused for good, or given up.
     Failed(String),
-    /// Given back at once, its try uncounted: nobody's failure, or a stop.
+    /// Given back at once, its try uncounted: a transient failure, or a stop.
     NotTried,
 }
 

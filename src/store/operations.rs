@@ -552,7 +552,7 @@ pub trait OperationTx: Debug + Send {
     /// remembered (pitfall 18). It also mends a transaction that a swallowed error aborted.
     async fn undo_effects(&mut self) -> Result<Proof, StoreError>;
 
-    /// Where the transaction is not there any more after a failure that is nobody's, such as a
+    /// Where the transaction is not there any more after a transient failure, such as a
     /// deadlock by which the database itself may have ended it: whether it is proven that nothing
     /// was committed on the connection since the claim, but what may still be open and
     /// [`Self::rollback`] takes back. Then the unit may run again (R27).

@@ -189,7 +189,7 @@ async fn r27_a_message_that_meets_a_lock_at_every_try_waits_uncounted_and_seen_b
 /// What a database says that asks to try again, or that is on its way down, said for one message
 /// only. The other keys flow, and the pauses between its tries grow.
 #[tokio::test]
-async fn r27_a_message_whose_statement_always_raises_a_code_of_nobodys_stops_no_partition() {
+async fn r27_a_message_whose_statement_always_raises_a_transient_code_stops_no_partition() {
     const RAISES: [&str; 5] = [
         "do $$ begin raise exception 'no' using errcode = '40001'; end $$",
         "do $$ begin raise exception 'no' using errcode = '40P01'; end $$",
@@ -197,7 +197,7 @@ async fn r27_a_message_whose_statement_always_raises_a_code_of_nobodys_stops_no_
         "do $$ begin raise exception 'no' using errcode = '57P03'; end $$",
         "do $$ begin raise exception 'no' using errcode = '57P01'; end $$",
     ];
-    on_postgres("raises_nobodys", |world| async move {
+    on_postgres("raises_transient", |world| async move {
         let act = |name: &str, _: &Message| match name.strip_prefix(['m', 'n', 'o', 'p', 'q']) {
             Some(number) => Act::Run(RAISES[number.parse::<usize>().unwrap()]),
             None => Act::Done,

@@ -192,7 +192,7 @@ async fn g7_the_same_id_with_different_content_is_dead_and_the_first_stays() {
 
 /// Shown to fail: counted like any other failure, the message was dead.
 #[tokio::test]
-async fn r27_nobodys_failure_counts_no_attempt() {
+async fn r27_a_transient_failure_counts_no_attempt() {
     let world = sqlite().await;
     let tries = Arc::new(AtomicU32::new(0));
     let count = Arc::clone(&tries);
@@ -200,7 +200,7 @@ async fn r27_nobodys_failure_counts_no_attempt() {
     // table.
     let act = move |name: &str, _: &oncebox::Message| match (name, count.fetch_add(1, Ordering::Relaxed)) {
         ("a1", 3 | 8) => fails(),
-        ("a1", 0..12) => Act::Fail(HandlerError::nobodys("deadlock")),
+        ("a1", 0..12) => Act::Fail(HandlerError::transient("deadlock")),
         _ => Act::Done,
     };
     let mut options = consumer_options();

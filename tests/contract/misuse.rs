@@ -219,20 +219,20 @@ struct Ends {
     sleeping: &'static str,
 }
 
-/// What a handler runs into behind its commit: a failure that is nobody's, or the end of its own
+/// What a handler runs into behind its commit: a transient failure, or the end of its own
 /// time.
-fn behind_a_commit(ends: Ends, nobodys: bool) -> Act {
-    let then = match nobodys {
-        true => Act::Fail(HandlerError::nobodys("deadlock detected")),
+fn behind_a_commit(ends: Ends, transient: bool) -> Act {
+    let then = match transient {
+        true => Act::Fail(HandlerError::transient("deadlock detected")),
         false => Act::Swallow(ends.sleep),
     };
     Act::Then(ends.commit, Box::new(then))
 }
 
 /// In a batch: neither it nor those that stood beside it in the transaction are lost.
-async fn in_a_batch<S: Sql>(world: World<S>, ends: Ends, nobodys: bool) {
+async fn in_a_batch<S: Sql>(world: World<S>, ends: Ends, transient: bool) {
     world.run("create table staging (a int)").await;
-    let consumer = once(&world, move || behind_a_commit(ends, nobodys)).await;
+    let consumer = once(&world, move || behind_a_commit(ends, transient)).await;
     is_dead_as_ended(&world).await;
     super::support::eventually("no statement goes on without its handler", super::kit::SOON / 2, || async {
         world.store.texts(ends.sleeping).await.is_empty().then_some(())
@@ -242,13 +242,13 @@ async fn in_a_batch<S: Sql>(world: World<S>, ends: Ends, nobodys: bool) {
 }
 
 /// In a retry: the waiting row went with the commit.
-async fn in_a_retry<S: Sql>(world: World<S>, ends: Ends, nobodys: bool) {
+async fn in_a_retry<S: Sql>(world: World<S>, ends: Ends, transient: bool) {
     world.run("create table staging (a int)").await;
     let tries = AtomicU32::new(0);
     world.deliver_all(&["a1", "a2"]);
     let act = move |name: &str, _: &oncebox::Message| match (name, tries.fetch_add(1, Ordering::Relaxed)) {
         ("a1", 0..2) => super::kit::fails(),
-        ("a1", 2) => behind_a_commit(ends, nobodys),
+        ("a1", 2) => behind_a_commit(ends, transient),
         _ => Act::Done,
     };
     let options = ConsumerOptions { handler_timeout: HANGS, ..consumer_options() };
@@ -272,9 +272,9 @@ const ON_MARIADB: Ends = Ends {
 };
 
 #[tokio::test]
-async fn a_commit_of_the_handler_before_a_failure_of_nobodys_loses_no_message_of_the_batch() {
-    on_postgres("commit_nobodys", |world| in_a_batch(world, ON_POSTGRES, true)).await;
-    on_mariadb("commit_nobodys", |world| in_a_batch(world, ON_MARIADB, true)).await;
+async fn a_commit_of_the_handler_before_a_transient_failure_loses_no_message_of_the_batch() {
+    on_postgres("commit_transient", |world| in_a_batch(world, ON_POSTGRES, true)).await;
+    on_mariadb("commit_transient", |world| in_a_batch(world, ON_MARIADB, true)).await;
 }
 
 #[tokio::test]
@@ -284,9 +284,9 @@ async fn a_commit_of_the_handler_before_it_runs_out_of_time_loses_no_message_of_
 }
 
 #[tokio::test]
-async fn a_commit_of_the_handler_in_a_retry_before_a_failure_of_nobodys_loses_no_message() {
-    on_postgres("commit_nobodys_retry", |world| in_a_retry(world, ON_POSTGRES, true)).await;
-    on_mariadb("commit_nobodys_retry", |world| in_a_retry(world, ON_MARIADB, true)).await;
+async fn a_commit_of_the_handler_in_a_retry_before_a_transient_failure_loses_no_message() {
+    on_postgres("commit_transient_retry", |world| in_a_retry(world, ON_POSTGRES, true)).await;
+    on_mariadb("commit_transient_retry", |world| in_a_retry(world, ON_MARIADB, true)).await;
 }
 
 #[tokio::test]

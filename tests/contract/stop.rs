@@ -69,7 +69,7 @@ fn hangs() -> Act {
 }
 
 fn deadlocks() -> Act {
-    Act::Fail(HandlerError::nobodys("deadlock"))
+    Act::Fail(HandlerError::transient("deadlock"))
 }
 
 /// Shown to fail on the code before: the tries that the end of the grace cut off stayed counted.
@@ -88,10 +88,10 @@ async fn r26_a_stop_in_the_middle_of_a_try_burns_no_attempt_on_mariadb() {
     on_mariadb("r26_stop", |world| stopped_again_and_again(world, hangs)).await;
 }
 
-/// Shown to fail on the code before: a try that had been nobody's failure stayed counted when the
+/// Shown to fail on the code before: a try that had failed transiently stayed counted when the
 /// stop came.
 #[tokio::test]
-async fn r27_a_stop_between_failures_of_nobodys_burns_no_attempt() {
+async fn r27_a_stop_between_transient_failures_burns_no_attempt() {
     stopped_again_and_again(sqlite().await, deadlocks).await;
 }
 

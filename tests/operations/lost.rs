@@ -358,7 +358,7 @@ fn deadlocks_after<S: Sql>(statements: &'static [&'static str], calls: &Arc<Atom
             for statement in statements {
                 let _ = S::run(tx.connection(), statement).await;
             }
-            Err(HandlerError::nobodys("1213: deadlock found when trying to get lock"))
+            Err(HandlerError::transient("1213: deadlock found when trying to get lock"))
         })
     })
 }

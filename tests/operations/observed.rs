@@ -201,7 +201,7 @@ async fn m103_a_claim_that_the_database_asks_to_try_again_is_counted_once() {
             let seen: i64 = query_scalar("select count(*) from effect").fetch_one(tx.connection()).await?;
             gate.pass().await;
             match gate.calls() {
-                1 => Err(HandlerError::nobodys("the database asks to try again")),
+                1 => Err(HandlerError::transient("the database asks to try again")),
                 _ => Ok(Outcome::Completed(Reply::json(201, &seen)?)),
             }
         })

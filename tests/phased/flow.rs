@@ -140,7 +140,7 @@ impl Adapter for Shared {
 pub(crate) struct Trouble {
     /// The first phase ends its transaction, and writes on.
     pub(crate) first_rolls_back: Arc<AtomicU32>,
-    /// A phase of ours fails for what is nobody's fault.
+    /// A phase of ours fails with a transient error.
     pub(crate) local_busy: Arc<AtomicU32>,
     /// Two operations take what the other wants.
     pub(crate) clash: Option<Arc<Clash>>,
@@ -276,7 +276,7 @@ impl<S: Rows, P: Adapter> LocalPhase<S, Charge> for Intend<P> {
             S::run(phase.connection(), self.trouble.commit()).await?;
         }
         if takes_one(&self.trouble.local_busy) {
-            return Err(HandlerError::nobodys("the database asks to try again"));
+            return Err(HandlerError::transient("the database asks to try again"));
         }
         if takes_one(&self.trouble.local_fails) {
             return Err(HandlerError::retryable("the local phase fails"));

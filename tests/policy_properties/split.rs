@@ -3,7 +3,7 @@
 
 use std::ops::Range;
 
-use oncebox::policy::split::{self, NobodysFault, PAUSE_MAX, Part};
+use oncebox::policy::split::{self, PAUSE_MAX, Part, TransientFault};
 use proptest::prelude::*;
 
 /// What a run of some messages comes to.
@@ -20,7 +20,7 @@ struct Lane {
     /// Each message with whether it came to its end alone, in the order in which they did.
     ended: Vec<(usize, bool)>,
     runs: usize,
-    fault: NobodysFault,
+    fault: TransientFault,
 }
 
 impl Lane {
@@ -105,12 +105,12 @@ proptest! {
     /// Whoever reports it, the largest part is at most half of what it was. Shown by: a batch that
     /// was never halved.
     #[test]
-    fn r27_a_batch_that_nobody_fails_becomes_small_and_its_pauses_stay_bounded(
+    fn r27_a_batch_with_transient_failures_becomes_small_and_its_pauses_stay_bounded(
         size in 1_usize..500,
         reports in prop::option::of(any::<prop::sample::Index>()),
         chance in any::<f64>(),
     ) {
-        let (mut fault, mut batch, mut times) = (NobodysFault::default(), 0..size, 0);
+        let (mut fault, mut batch, mut times) = (TransientFault::default(), 0..size, 0);
         while batch.len() > 1 {
             let of = reports.map(|index| batch.start + index.index(batch.len()));
             let again = fault.again(batch.clone(), of, chance);

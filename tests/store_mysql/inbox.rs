@@ -114,7 +114,7 @@ async fn r23_after_a_swallowed_deadlock_nothing_stays() {
     });
     db.until_waiting(1, "update account set n = 2 where id = 1%").await;
     let deadlock = run(tx.connection().unwrap(), "update account set n = 1 where id = 2").await.unwrap_err();
-    assert!(StoreError::from(deadlock).is_nobodys());
+    assert!(StoreError::from(deadlock).is_transient());
     // The handler swallows it and goes on.
     run(tx.connection().unwrap(), "insert into effect values (1)").await.unwrap();
     assert_eq!(tx.prove().await.unwrap(), Proof::Ended);
@@ -246,8 +246,8 @@ async fn r28_a_begin_that_is_given_up_loses_no_later_write() {
 
 // Without the retry this fails: the server ends one of the three.
 #[tokio::test(flavor = "multi_thread")]
-async fn a8_a_deadlock_of_duplicates_is_nobodys_and_its_retry_finds_the_truth() {
-    let Some(db) = Db::new("a8_a_deadlock_of_duplicates_is_nobodys_and_its_retry_finds_the_truth").await else {
+async fn a8_a_deadlock_of_duplicates_is_transient_and_its_retry_finds_the_truth() {
+    let Some(db) = Db::new("a8_a_deadlock_of_duplicates_is_transient_and_its_retry_finds_the_truth").await else {
         return;
     };
     let consumer = db.consumer("ledger").await;
@@ -266,7 +266,7 @@ async fn a8_a_deadlock_of_duplicates_is_nobodys_and_its_retry_finds_the_truth() 
                         return (admission.known[0].is_none(), deadlocks);
                     }
                     Err(error) => {
-                        assert!(error.is_nobodys(), "{error:?}");
+                        assert!(error.is_transient(), "{error:?}");
                         deadlocks += 1;
                         tx.rollback().await.unwrap();
                     }

@@ -165,7 +165,7 @@ impl Log {
             Some(11) => BrokerError::Refused(format!(
                 "the broker file `{path}` is damaged ({words}); restore it, or save what `.recover` of sqlite3 finds"
             )),
-            _ if classify::is_nobodys(error) => {
+            _ if classify::is_transient(error) => {
                 BrokerError::Unavailable(format!("could not {doing} the broker file `{path}`: {words}"))
             }
             _ => BrokerError::Session(format!("could not {doing} the broker file `{path}`: {words}")),

@@ -48,7 +48,7 @@ struct State {
     too_small: Vec<String>,
     /// A row was refused in this session.
     has_refused: bool,
-    /// Why what was refused may be nobody's fault but the session's.
+    /// Why what was refused may be the fault of the session alone.
     stale: Option<String>,
     waiting: Option<Wait>,
 }

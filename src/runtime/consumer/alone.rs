@@ -6,8 +6,8 @@
 //! transaction runs beside the others: one that waits for a lock keeps nobody waiting but its lane.
 //!
 //! Promise: a try is counted when nothing but the handler stands between it and its end; one that a
-//! stop or a revocation prevented, or that was nobody's failure, is taken back where the message is
-//! left for later.
+//! stop or a revocation prevented, or that was a transient failure, is taken back where the message
+//! is left for later.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -29,8 +29,8 @@ pub(super) enum Why {
     Suspect,
     /// Its try in a batch failed.
     Failed(HandlerError),
-    /// It failed through nobody's fault again and again.
-    Nobodys,
+    /// It failed with transient errors again and again.
+    Transient,
     /// It waited in a batch for a lock that somebody holds, as long as a statement may.
     WaitedForALock(HandlerError),
 }
@@ -42,7 +42,7 @@ pub(super) async fn run(lane: &mut Lane, item: Item, why: Why, was_counted: bool
     let mut failure = match why {
         Why::Failed(error) => Some(error),
         Why::WaitedForALock(error) => return wait_behind_its_key(lane, item, &error, 0).await,
-        Why::Suspect | Why::Nobodys => None,
+        Why::Suspect | Why::Transient => None,
     };
     if failure.is_none() {
         // Not for somebody else's transaction: it would hold up its lane, a suspect the whole
@@ -123,7 +123,7 @@ pub(super) async fn run(lane: &mut Lane, item: Item, why: Why, was_counted: bool
         // Where its handler came to an end, the process outlived it.
         suspect &= end.is_err();
         let (error, may_be_its_own) = match end {
-            Ok(BatchEnd::Failed(_, error)) if error.is_nobodys() && error.is_late() => {
+            Ok(BatchEnd::Failed(_, error)) if error.is_transient() && error.is_late() => {
                 return wait_behind_its_key(lane, item, &error, counted - u32::from(unspent)).await;
             }
             Ok(BatchEnd::Done(outcomes)) => {
@@ -134,7 +134,7 @@ pub(super) async fn run(lane: &mut Lane, item: Item, why: Why, was_counted: bool
                 return lane.report(&item, true);
             }
             Ok(BatchEnd::Ended(_)) => return settle::transaction_ended(lane, item).await,
-            Ok(BatchEnd::Failed(_, error)) if !error.is_nobodys() => {
+            Ok(BatchEnd::Failed(_, error)) if !error.is_transient() => {
                 say_failed(lane, &item, counted + u32::from(!unspent), &error);
                 failure = Some(error);
                 continue;
@@ -149,12 +149,12 @@ pub(super) async fn run(lane: &mut Lane, item: Item, why: Why, was_counted: bool
             }
             Err(away) => {
                 let may_be_its_own = away.may_be_its_own();
-                (HandlerError::nobodys(away), may_be_its_own)
+                (HandlerError::transient(away), may_be_its_own)
             }
         };
         match blame.of(&shared, lane.consumer, may_be_its_own).await {
-            Fault::Nobodys if blame.is_open() => lane.pause().await,
-            Fault::Nobodys => lane.wait_out(&error).await,
+            Fault::Transient if blame.is_open() => lane.pause().await,
+            Fault::Transient => lane.wait_out(&error).await,
             Fault::Lasting => return wait_behind_its_key(lane, item, &error, counted - u32::from(unspent)).await,
             Fault::Its => {
                 let error = HandlerError::retryable(error);
@@ -169,7 +169,7 @@ pub(super) async fn run(lane: &mut Lane, item: Item, why: Why, was_counted: bool
 /// its lane goes on.
 async fn wait_behind_its_key(lane: &mut Lane, item: Item, error: &HandlerError, counted: u32) {
     let after = lane.shared.options.retry.wait(1, fastrand::f64());
-    let error = HandlerError::nobodys(blame::lasting(error));
+    let error = HandlerError::transient(blame::lasting(error));
     settle::park(lane, item, ParkAs::Due(after), counted, &error).await;
 }
 

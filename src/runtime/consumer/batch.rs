@@ -159,7 +159,7 @@ async fn body(
         let Err(error) = result else { continue };
         return Ok(Body::Rollback(match called.as_slice() {
             [only] => BatchEnd::Failed(*only, error),
-            [first, ..] if error.is_nobodys() => BatchEnd::Failed(*first, error),
+            [first, ..] if error.is_transient() => BatchEnd::Failed(*first, error),
             _ => BatchEnd::Unclear(error.message().to_owned()),
         }));
     }

@@ -22,7 +22,7 @@ const WORKS_MAX: Duration = Duration::from_secs(5);
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Fault {
     /// Not known yet, or that of a database that works for nobody.
-    Nobodys,
+    Transient,
     /// It belongs to this message, and its code says that no try is to be counted for it: somebody
     /// holds a lock, or writes the same rows again and again.
     Lasting,
@@ -40,7 +40,7 @@ impl Blame {
     pub(super) async fn of(&mut self, shared: &Shared, consumer: ConsumerId, may_be_its_own: bool) -> Fault {
         self.0 = if works(shared, consumer).await { self.0 + 1 } else { 0 };
         match self.0 >= TIMES {
-            false => Fault::Nobodys,
+            false => Fault::Transient,
             true if may_be_its_own => Fault::Its,
             true => Fault::Lasting,
         }

@@ -20,7 +20,7 @@ use super::{Shared, settle};
 use crate::error::{HandlerError, StoreError};
 use crate::message::MessageId;
 use crate::observe::{self, Outcome, PartState};
-use crate::policy::split::{self, NobodysFault, Part};
+use crate::policy::split::{self, Part, TransientFault};
 use crate::policy::suspicion::Run;
 use crate::runtime::pace::sleep_unless;
 use crate::store::ConsumerId;
@@ -33,8 +33,8 @@ pub(super) struct Lane {
     pub(super) stop: CancellationToken,
     /// The grace of a stop is over: what runs is dropped.
     pub(super) abandon: CancellationToken,
-    /// Failures in a row that were nobody's, whatever this lane was doing.
-    pub(super) fault: NobodysFault,
+    /// Transient failures in a row, whatever this lane was doing.
+    pub(super) fault: TransientFault,
     pub(super) aside: Aside,
 }
 
@@ -71,7 +71,7 @@ pub(super) async fn run(
     abandon: CancellationToken,
 ) {
     let batch_max = shared.options.batch_max.max(1);
-    let (fault, aside) = (NobodysFault::default(), Aside::default());
+    let (fault, aside) = (TransientFault::default(), Aside::default());
     let mut lane = Lane { shared, consumer, done, stop, abandon, fault, aside };
     loop {
         let first = tokio::select! {
@@ -177,7 +177,7 @@ impl Lane {
                     self.report(item, true);
                 }
             }
-            Ok(BatchEnd::Failed(index, error)) if error.is_nobodys() && !error.is_late() => {
+            Ok(BatchEnd::Failed(index, error)) if error.is_transient() && !error.is_late() => {
                 self.again(items, tries, error.message(), Some(index), stack).await;
             }
             Ok(BatchEnd::Failed(index, error)) => {
@@ -404,8 +404,8 @@ fn stack_up(
         match taken.pop() {
             Some(item) if part.alone => {
                 let why = match error.take() {
-                    None => Why::Nobodys,
-                    Some(error) if error.is_nobodys() => Why::WaitedForALock(error),
+                    None => Why::Transient,
+                    Some(error) if error.is_transient() => Why::WaitedForALock(error),
                     Some(error) => Why::Failed(error),
                 };
                 stack.push(Work::Alone(Box::new(item), why, counted));

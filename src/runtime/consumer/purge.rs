@@ -103,7 +103,7 @@ async fn is_long_enough(shared: &Shared, consumer: ConsumerId) -> Result<(), Con
 /// True where waiting may help.
 fn is_away(error: &ConsumerError) -> bool {
     match error {
-        ConsumerError::Store(error) => error.is_nobodys(),
+        ConsumerError::Store(error) => error.is_transient(),
         ConsumerError::Broker(error) => !matches!(error, BrokerError::Refused(_)),
         ConsumerError::Horizon { .. } => false,
     }

@@ -29,7 +29,7 @@ use crate::error::{HandlerError, StoreError};
 use crate::message::{Message, MessageId};
 use crate::observe::{self, Outcome};
 use crate::policy::retry::{Death, Decision};
-use crate::policy::split::{NobodysFault, TIMES_BEFORE_HALVING};
+use crate::policy::split::{TIMES_BEFORE_HALVING, TransientFault};
 use crate::runtime::pace::{Pace, sleep_unless};
 use crate::store::{Claim, ClaimedMessage, ConsumerId, InboxTx, Proof, Undone};
 
@@ -37,7 +37,7 @@ use crate::store::{Claim, ClaimedMessage, ConsumerId, InboxTx, Proof, Undone};
 const CLAIM_SPARE: Duration = Duration::from_secs(10);
 /// Other processes' messages become due without a hint to this one.
 const POLL: Duration = Duration::from_millis(500);
-/// After so many failures of nobody's a head is given back: others may be luckier with theirs.
+/// After so many transient failures a head is given back: others may be luckier with theirs.
 const FAULTS_MAX: u32 = 5;
 /// How often heads are looked for that a race left without a due time.
 const SWEEP: Duration = Duration::from_secs(5);
@@ -241,7 +241,7 @@ impl Retrier {
 
     /// Runs claimed messages of one key; notes what is owed for those that are not done.
     async fn run(&mut self, mut run: Vec<ClaimedMessage>) -> Result<(), StoreError> {
-        let (mut fault, mut blame) = (NobodysFault::default(), Blame::default());
+        let (mut fault, mut blame) = (TransientFault::default(), Blame::default());
         let mut suspect = run.first().is_some_and(|head| head.suspect);
         loop {
             let Some(end) = self.attempt(&run, suspect).await else { return self.owes(Owed::GiveBack(run)) };
@@ -256,11 +256,11 @@ impl Retrier {
                 Ok(RunEnd::ClaimLost) => return self.owes(Owed::GiveBack(run)),
                 Ok(RunEnd::Ended) => return self.owes(Owed::StoreAsEnded(run.into())),
                 Ok(RunEnd::Exhausted) => return self.exhausted(run),
-                Ok(RunEnd::Failed(at, error)) if !error.is_nobodys() || error.is_late() => {
+                Ok(RunEnd::Failed(at, error)) if !error.is_transient() || error.is_late() => {
                     let rest = run.split_off(at.max(1));
                     self.give_back(&mut run, rest).await?;
                     match at {
-                        0 if error.is_nobodys() => return self.lasts(run, error.message()),
+                        0 if error.is_transient() => return self.lasts(run, error.message()),
                         0 => return self.failed(run, error),
                         _ => continue,
                     }
@@ -283,11 +283,11 @@ impl Retrier {
             let said = error.as_ref().map_or_else(ToString::to_string, ToString::to_string);
             let is_one = run.len() == 1;
             let found =
-                if is_one { blame.of(&self.shared, self.consumer, may_be_its_own).await } else { Fault::Nobodys };
+                if is_one { blame.of(&self.shared, self.consumer, may_be_its_own).await } else { Fault::Transient };
             match found {
                 Fault::Its => return self.failed(run, HandlerError::retryable(said)),
                 Fault::Lasting => return self.lasts(run, &said),
-                Fault::Nobodys => {}
+                Fault::Transient => {}
             }
             let pause = fault.again(0..1, None, fastrand::f64()).pause;
             let is_open = if is_one { blame.is_open() } else { may_be_its_own };
@@ -362,7 +362,7 @@ impl Retrier {
         let Some(mut head) = run.into_iter().next() else { return Ok(()) };
         let options = &self.shared.options;
         let after = options.retry.wait(self.desk.lasts(head.sequence), fastrand::f64());
-        let error = HandlerError::nobodys(blame::lasting(&said));
+        let error = HandlerError::transient(blame::lasting(&said));
         tracing::warn!(consumer = %options.name, id = %head.message.id, sent_id = %head.message.id_text, ?after, %error, "a message waits on");
         observe::delivered(&options.name, Outcome::Retried, 1);
         head.message.attempt = head.tries;
@@ -489,7 +489,7 @@ async fn body(
         };
         return Ok(match items.as_slice() {
             [only] => RunEnd::Failed(*only, error),
-            [first, ..] if error.is_nobodys() => RunEnd::Failed(*first, error),
+            [first, ..] if error.is_transient() => RunEnd::Failed(*first, error),
             _ => RunEnd::Unclear(error.message().to_owned()),
         });
     }

@@ -39,7 +39,7 @@ use crate::policy::operation::{Canonical, Code, Outcome, Scope, State};
 use crate::runtime::handler::panic_text;
 use crate::store::{self, Base, Basis, Begun, OperationTx, Operations, Proof};
 
-/// How often what is nobody's fault runs again.
+/// How often a transient failure is followed by another try.
 const TRIES_MAX: u32 = 10;
 
 /// The transaction of one operation: what is written through it commits together with the
@@ -366,9 +366,9 @@ impl Door {
             Ok(Err(panic)) => HandlerError::retryable(format!("the handler panicked: {}", panic_text(panic.as_ref()))),
             Err(_) => HandlerError::retryable(format!("the handler ran longer than {:?}", route.timeout)),
         };
-        match self.roll_back(begin, tx, failed.is_nobodys()).await {
+        match self.roll_back(begin, tx, failed.is_transient()).await {
             Some(end) => end,
-            None if failed.is_nobodys() => {
+            None if failed.is_transient() => {
                 Tried::Again("execute", StoreError::Busy(sqlx::Error::Protocol(failed.message().to_owned())))
             }
             None => {
@@ -441,7 +441,7 @@ impl Door {
 
     /// A statement or COMMIT that failed for certain: nothing is there.
     fn failed_to_end(&self, stage: &'static str, error: StoreError) -> Tried {
-        if error.is_nobodys() {
+        if error.is_transient() {
             return Tried::Again(stage, error);
         }
         tracing::warn!(operation = %self.front.endpoint().operation(), stage, %error, "the operation could not be committed");
@@ -450,10 +450,10 @@ impl Door {
 
     /// Rolls back a transaction that is shown to hold the claim; none: nothing happened.
     ///
-    /// `nobodys`: the handler failed with what is nobody's fault, such as a deadlock, by which the
+    /// `transient`: the handler failed with a transient error, such as a deadlock, by which the
     /// database itself may have ended the transaction (R27). Where the store proves that nothing
     /// was committed, that burns no key.
-    async fn roll_back(&self, begin: &Begin, mut tx: Box<dyn OperationTx>, nobodys: bool) -> Option<Tried> {
+    async fn roll_back(&self, begin: &Begin, mut tx: Box<dyn OperationTx>, transient: bool) -> Option<Tried> {
         let budget = self.front.endpoint().route().completion_budget;
         match tokio::time::timeout(budget, tx.undo_effects()).await {
             Ok(Ok(Proof::Same)) => {
@@ -461,7 +461,7 @@ impl Door {
                 None
             }
             Ok(Ok(proof)) => {
-                if nobodys && self.is_undone(tx.as_mut()).await {
+                if transient && self.is_undone(tx.as_mut()).await {
                     rolled_back(tx).await;
                     return None;
                 }

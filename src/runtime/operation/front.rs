@@ -449,7 +449,7 @@ impl Front {
         }
     }
 
-    /// One read. What is nobody's fault is asked again, a little later.
+    /// One read. After a transient failure it is asked again, a little later.
     async fn find(&self, identity: &Identity) -> Result<crate::store::Look, StoreError> {
         let mut tries = 0;
         loop {

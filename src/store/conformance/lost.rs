@@ -1,5 +1,5 @@
-//! Cases of a connection that is lost under the inbox transaction (R27, G12): nobody's failure in
-//! every statement, and of a commit an unknown outcome.
+//! Cases of a connection that is lost under the inbox transaction (R27, G12): a transient failure
+//! in every statement, and of a commit an unknown outcome.
 
 use super::trial::{Tx, due, effect, everything, message, new_entry, new_message, parked};
 use super::{Connection, Fixture, Trial};
@@ -10,7 +10,7 @@ use crate::store::{Claim, Inbox, InboxEntry, ParkAs, Proof, Waiting};
 const STATEMENTS: [&str; 9] =
     ["admit", "blocked", "park", "forget", "finish", "clear attempts", "handler", "enqueue", "prove"];
 
-/// Runs one statement of the transaction, and says whether its failure is nobody's; None where it
+/// Runs one statement of the transaction, and says whether its failure is transient; None where it
 /// did not fail.
 async fn run<F: Fixture>(
     trial: &Trial<F>,
@@ -36,22 +36,22 @@ async fn run<F: Fixture>(
         "handler" => {
             // As a handler fails by `?`.
             let error = HandlerError::from(effect::<F>(tx.connection().unwrap(), "m", "").await.err()?);
-            return Some((error.is_nobodys(), error.to_string()));
+            return Some((error.is_transient(), error.to_string()));
         }
         "enqueue" => crate::store::enqueue::<Connection<F>>(tx.connection().unwrap(), new_message("k", "follow-up"))
             .await
             .map(drop),
         _ => tx.prove().await.map(drop),
     };
-    outcome.err().map(|error| (error.is_nobodys(), error.to_string()))
+    outcome.err().map(|error| (error.is_transient(), error.to_string()))
 }
 
 /// Each of them, on a connection that was ended just before; nothing stays, and the next connection
 /// works.
-pub async fn r27_a_lost_connection_in_any_statement_of_the_inbox_transaction_is_nobodys_failure<F: Fixture>(
+pub async fn r27_a_lost_connection_in_any_statement_of_the_inbox_transaction_is_a_transient_failure<F: Fixture>(
     trial: &Trial<F>,
 ) {
-    let case = "r27_a_lost_connection_in_any_statement_of_the_inbox_transaction_is_nobodys_failure";
+    let case = "r27_a_lost_connection_in_any_statement_of_the_inbox_transaction_is_a_transient_failure";
     let consumer = trial.consumer("c").await;
     let waiting = message("k", "1");
     trial.park(consumer, &waiting, due()).await;
@@ -90,7 +90,10 @@ pub async fn g12_a_commit_on_a_lost_connection_is_unknown_and_not_an_error<F: Fi
             tx.commit().await.unwrap();
         } else if trial.end_connection(case, tx.connection().unwrap()).await {
             let outcome = tx.commit().await;
-            assert!(matches!(&outcome, Err(error @ StoreError::CommitUnknown(_)) if error.is_nobodys()), "{outcome:?}");
+            assert!(
+                matches!(&outcome, Err(error @ StoreError::CommitUnknown(_)) if error.is_transient()),
+                "{outcome:?}"
+            );
         } else {
             tx.rollback().await.unwrap();
         }

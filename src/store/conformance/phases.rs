@@ -353,8 +353,8 @@ pub async fn o9_a_phase_moves_on_only_from_the_point_it_knew<F: Fixture>(trial: 
     let mut tx = trial.store.begin_phase(&driven).await.unwrap();
     assert_eq!(tx.advance("LOCAL", "NEXT", Stage::Local, &[]).await.unwrap(), LOST, "once");
     tx.rollback().await.unwrap();
-    let nobodys = Driven { operation_id: Uuid::now_v7(), ..driven };
-    assert!(trial.store.begin_phase(&nobodys).await.is_err());
+    let unknown = Driven { operation_id: Uuid::now_v7(), ..driven };
+    assert!(trial.store.begin_phase(&unknown).await.is_err());
 }
 
 /// The bytes come back as they were; a second effect of the name, or of the provider's key, is

@@ -104,8 +104,8 @@ pub async fn o9_a_phase_of_which_nothing_was_committed_is_begun_again<F: Fixture
     tx.commit().await.unwrap();
     assert_eq!(trial.effects("ran").await, 3);
     assert!(is_overtaken(trial, &driven, "LAST").await, "no mark is left, and it has its outcome");
-    let nobodys = Driven { operation_id: Uuid::now_v7(), ..driven };
-    assert!(trial.store.begin_run(&nobodys, "LOCAL").await.is_err());
+    let unknown = Driven { operation_id: Uuid::now_v7(), ..driven };
+    assert!(trial.store.begin_run(&unknown, "LOCAL").await.is_err());
 }
 
 /// What it comes to is not known before: a COMMIT may still be on its way. That is said before a

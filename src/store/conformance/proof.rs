@@ -178,7 +178,7 @@ async fn after<F: Fixture>(trial: &Trial<F>, statement: &str) -> (Tx, crate::sto
     (tx, entry)
 }
 
-/// Also on a connection that nothing can be asked on any more. Else the failure is nobody's.
+/// Also on a connection that nothing can be asked on any more. Else the failure is transient.
 pub async fn what_a_handler_committed_is_told_although_its_connection_is_lost<F: Fixture>(trial: &Trial<F>) {
     let case = "what_a_handler_committed_is_told_although_its_connection_is_lost";
     let consumer = trial.consumer("c").await;

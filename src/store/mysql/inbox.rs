@@ -266,8 +266,8 @@ impl InboxTx for MySqlInboxTx {
             Some((hash, true)) if *hash == entry.hash => Ok(None),
             Some((hash, false)) => Ok(Some(Known { hash: *hash })),
             Some(_) => Err(StoreError::Corrupt(format!("the inbox changed the content hash of {}", entry.id))),
-            // The row that made it a duplicate was purged in between: nobody's failure, the batch
-            // comes again.
+            // The row that made it a duplicate was purged in between: a transient failure, the
+            // batch comes again.
             None => Err(StoreError::Busy(sqlx::Error::Protocol(format!("the inbox row of {} went away", entry.id)))),
         };
         Ok(Admission { known: entries.iter().map(answer).collect::<Result<_, _>>()? })
@@ -409,7 +409,7 @@ impl MySqlInboxTx {
             let id = self.connection_id.unwrap_or_default();
             let killed = raw_sql(AssertSqlSafe(format!("kill {id}"))).run(&mut *other).await;
             if let Err(error) = killed.map_err(StoreError::from)
-                && error.is_nobodys()
+                && error.is_transient()
             {
                 return Err(error);
             }

@@ -340,9 +340,9 @@ impl Operations for MySqlStore {
     }
 
     async fn insert_unknown(&self, claim: &KeyClaim) -> Result<Fenced, StoreError> {
-        let nobodys = Owned { owner: None, ..claim.owned(Basis::New) };
+        let unowned = Owned { owner: None, ..claim.owned(Basis::New) };
         let state = State::UnknownRequiresRecovery;
-        match insert(INSERT, claim, state, &nobodys).run(&self.pool).await {
+        match insert(INSERT, claim, state, &unowned).run(&self.pool).await {
             Ok(_) => Ok(Fenced::Done),
             Err(error) if number(&error) == Some(DUPLICATE) => Ok(Fenced::LostOwnership),
             Err(error) => Err(error.into()),

@@ -446,7 +446,7 @@ impl InboxTx for SqliteInboxTx {
         let release = raw_sql(AssertSqlSafe(format!("release {}", self.savepoint)));
         let Err(error) = release.execute(self.write.connection()).await else { return Ok(Proof::Same) };
         let error = StoreError::from(error);
-        if error.is_nobodys() {
+        if error.is_transient() {
             return Err(error);
         }
         // A refused commit was rolled back, so nothing of this transaction can be committed.

@@ -285,8 +285,8 @@ impl Operations for SqliteStore {
     }
 
     async fn insert_unknown(&self, claim: &KeyClaim) -> Result<Fenced, StoreError> {
-        let nobodys = Owned { owner: None, ..claim.owned(Basis::New) };
-        self.fenced(insert(insert!("UNKNOWN_REQUIRES_RECOVERY"), claim, &nobodys)).await
+        let unowned = Owned { owner: None, ..claim.owned(Basis::New) };
+        self.fenced(insert(insert!("UNKNOWN_REQUIRES_RECOVERY"), claim, &unowned)).await
     }
 
     async fn begin_operation(

@@ -189,7 +189,7 @@ impl Edge {
 /// What the store refuses, and not for a while: that it ended is remembered all the same, without
 /// what may be to blame.
 fn shorten(write: &mut Option<Outcome>, error: &StoreError) {
-    if error.is_nobodys() {
+    if error.is_transient() {
         return;
     }
     match write {

@@ -247,7 +247,7 @@ impl Driver {
         while let Err(error) = self.phased.store.observe(&row).await {
             tracing::error!(operation = %operation_id, effect = effect.name, send, verdict = verdict.name(), status, %error,
                 "what a provider said waits to be stored");
-            let patient = error.is_nobodys() || tokio::time::Instant::now() < until;
+            let patient = error.is_transient() || tokio::time::Instant::now() < until;
             if !patient && !proves(verdict) {
                 return Err(error);
             }

@@ -29,7 +29,7 @@ impl Driver {
         if matches!(error, StoreError::Fenced(_)) {
             return Err(error);
         }
-        if error.is_nobodys() {
+        if error.is_transient() {
             // Best effort: the lease runs out otherwise.
             let _ = self.give_back(self.pause(0), false).await;
             return Err(error);
@@ -106,7 +106,7 @@ impl Driver {
                     self.phased.wake.notify_one();
                 }
                 Ok(false) => {}
-                Err(error) if error.is_nobodys() => {
+                Err(error) if error.is_transient() => {
                     tracing::debug!(%operation, %error, "whether an operation with proof is parked could not be seen");
                     tokio::time::sleep(pace.next_wait()).await;
                     continue;
@@ -142,7 +142,7 @@ impl Driver {
         Ok(evidence::evidence(&rows).settled(sends).is_some())
     }
 
-    /// A phase failed, and nothing of it stands: again at once where it is nobody's fault, else
+    /// A phase failed, and nothing of it stands: again at once where the failure is transient, else
     /// later; an operator in the end.
     pub(super) async fn phase_failed(
         &mut self,
@@ -151,14 +151,14 @@ impl Driver {
     ) -> Result<Next, StoreError> {
         let (operation, point) = (self.driven.operation_id, stored.point.as_str());
         tracing::warn!(%operation, point, %error, "a phase failed");
-        if error.is_nobodys() && self.once_more().await {
+        if error.is_transient() && self.once_more().await {
             return Ok(Next::Again);
         }
         if error.is_terminal() || stored.attempts >= self.phased.settings.attempts_max {
             return self.given_up("phase-failed").await;
         }
         self.reached = true;
-        let counts = !error.is_nobodys();
+        let counts = !error.is_transient();
         let after = error.after().unwrap_or_else(|| self.pause(stored.attempts));
         if stored.stage.after(PhaseEnd::Lost) == Some(Stage::Unknown) {
             return Ok(Next::End(self.doubtful(after, counts).await?));

@@ -144,7 +144,7 @@ impl Opening {
             Ok(first) => first,
             Err(error) => {
                 return match take_back(tx).await? {
-                    Proof::Same if error.is_nobodys() => Ok(Tried::Again(failed(&error))),
+                    Proof::Same if error.is_transient() => Ok(Tried::Again(failed(&error))),
                     Proof::Same => Ok(Tried::Ended(failed(&error))),
                     proof => self.ended_by_itself(new, begin, &driven, proof).await,
                 };
@@ -300,5 +300,5 @@ async fn stand(store: &dyn Phases, new: &NewOperation, basis: Basis<'_>, patienc
 /// The first phase failed, and nothing of it stayed.
 fn failed(error: &HandlerError) -> Opened {
     tracing::warn!(%error, "a first phase failed: nothing happened");
-    Opened::Problem(if error.is_nobodys() { Code::StoreUnavailable } else { Code::OperationFailed })
+    Opened::Problem(if error.is_transient() { Code::StoreUnavailable } else { Code::OperationFailed })
 }

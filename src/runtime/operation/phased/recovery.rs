@@ -124,7 +124,7 @@ impl Recovery {
                 // One row or flow that cannot be read stops no other: the next round begins with
                 // another flow.
                 Err(error) => {
-                    if !error.is_nobodys() {
+                    if !error.is_transient() {
                         tracing::error!(%error, "due operations were not taken up");
                     }
                     self.health.set(PART, PartState::Waiting(format!("database: {error}")));

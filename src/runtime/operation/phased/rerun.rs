@@ -99,7 +99,7 @@ impl Driver {
         let mut pace = Pace::new(Duration::from_millis(20), Duration::from_secs(1));
         loop {
             match self.given_up("phase-ended-its-transaction").await {
-                Err(error) if error.is_nobodys() && !self.hold.left().is_zero() => {
+                Err(error) if error.is_transient() && !self.hold.left().is_zero() => {
                     tracing::debug!(%operation, %error, "an operation that ended its transaction was not left to an operator yet");
                     tokio::time::sleep(pace.next_wait()).await;
                 }

@@ -127,7 +127,7 @@ pub(super) async fn purge(
     Ok(gone.unsigned_abs())
 }
 
-/// A range that was attached while our body was on its way to DEFAULT is nobody's failure (R8,
+/// A range that was attached while our body was on its way to DEFAULT is a transient failure (R8,
 /// R27).
 pub(super) fn attached(error: sqlx::Error) -> StoreError {
     match &error {

@@ -156,7 +156,7 @@ pub(in crate::store::postgres) async fn undo(held: &mut Held) -> Result<Proof, S
 /// written what was committed at once, and begun another (O1).
 ///
 /// # Errors
-/// That one, where the transaction is ours; where nobody answers, one that is nobody's fault. By
+/// That one, where the transaction is ours; where nobody answers, a transient one. By
 /// 25P02 alone, a statement failed before, and its error was swallowed: [`Proof::Aborted`]; COMMIT
 /// would roll back and say nothing.
 pub(in crate::store::postgres) async fn proved_by(held: &mut Held, error: StoreError) -> Result<Proof, StoreError> {
@@ -169,7 +169,7 @@ pub(in crate::store::postgres) async fn proved_by(held: &mut Held, error: StoreE
         Ok(Proof::Same) => Err(error),
         Ok(ended) => Ok(ended),
         // Nothing is shown, so it is not the handler's fault either.
-        Err(lost) => Err(if error.is_nobodys() { error } else { lost }),
+        Err(lost) => Err(if error.is_transient() { error } else { lost }),
     }
 }
 

@@ -83,7 +83,7 @@ impl Savepoint {
         let prove = raw_sql(AssertSqlSafe(format!("{statement} {}", self.0)));
         let Err(error) = prove.execute(write.connection()).await else { return Ok(Proof::Same) };
         let error = StoreError::from(error);
-        if error.is_nobodys() {
+        if error.is_transient() {
             return Err(error);
         }
         // It was rolled back, by a raw ROLLBACK or by SQLite itself (a full disk,
