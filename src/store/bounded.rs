@@ -6,7 +6,7 @@
 //!
 //! * Between two parts of an answer at most the answer timeout passes. Then the statement fails as
 //!   an I/O error that timed out: a transient failure, and of a COMMIT an unknown outcome (G10,
-//! G12).
+//!   G12).
 //! * A connection goes back to the pool only when nothing is under way on it. One that fell silent
 //!   or broke, whose statement was dropped half way, or that is dropped inside a transaction, is
 //!   closed and never used again. So a `begin` may be dropped at any moment: a transaction that it

@@ -126,7 +126,7 @@ impl<S: Keys, C: JsonCommand> TypedDoor<S, C> {
     /// Protects an operation.
     ///
     /// # Errors
-    /// As [`Engine::protect`].
+    /// As [`Engine::protect`](crate::runtime::operation::Core::protect).
     pub fn new(engine: &Engine<S>, endpoint: Endpoint) -> Result<Self, EndpointError> {
         Ok(Self { engine: engine.clone(), endpoint: engine.protect(endpoint)?, command: PhantomData })
     }

@@ -48,7 +48,7 @@ impl<S: Keys> IdempotencyLayer<S> {
     /// Protects an operation of mode `edge` or `bridged`.
     ///
     /// # Errors
-    /// As [`Engine::protect`].
+    /// As [`Engine::protect`](crate::runtime::operation::Core::protect).
     pub fn new(engine: &Engine<S>, endpoint: Endpoint) -> Result<Self, EndpointError> {
         Ok(Self { engine: engine.clone(), endpoint: engine.protect(endpoint)? })
     }

@@ -135,7 +135,7 @@ impl<S: Keys> EngineBuilder<S> {
     /// their body, which are small, and commands of phased operations, which
     /// [`Self::open_per_tenant_max`] bounds while they run.
     ///
-    /// A guard does not count: [`Engine::protect`] refuses.
+    /// A guard does not count: [`Engine::protect`](Core::protect) refuses.
     #[must_use]
     pub fn stored_bytes_per_tenant_max(mut self, bytes: u64) -> Self {
         self.stored_bytes_per_tenant_max = Some(bytes);

@@ -117,7 +117,7 @@ impl Door {
     }
 
     /// Stops what is driven here for requests, after the calls in flight; what is not done goes to
-    /// a worker. [`Engine::drain`] waits for it.
+    /// a worker. [`Engine::drain`](crate::runtime::operation::Core::drain) waits for it.
     pub fn stop(&self) {
         self.stop.cancel();
     }
