@@ -25,6 +25,7 @@ mod operator;
 mod phases;
 mod relay;
 mod schema;
+mod sql;
 mod statements;
 mod waiting;
 

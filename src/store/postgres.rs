@@ -29,6 +29,7 @@ mod phases;
 mod read;
 mod relay;
 mod schema;
+mod sql;
 mod statements;
 mod status;
 mod text;

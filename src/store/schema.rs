@@ -3,6 +3,8 @@
 
 use std::future::Future;
 
+use sha2::{Digest, Sha256};
+
 use super::Base;
 use crate::error::StoreError;
 
@@ -90,6 +92,87 @@ pub struct AppliedMigration {
     pub description: String,
     /// True where the database has it.
     pub applied: bool,
+}
+
+/// The migrations that a database says were applied, ascending: version, and the SHA-256 of the
+/// text where the database keeps it. None: nothing of oncebox is there.
+#[derive(Debug, Default)]
+pub(super) struct History(pub(super) Vec<(i64, Option<Vec<u8>>)>);
+
+/// SHA-256 of a migration's text.
+pub(super) fn checksum(migration: &MigrationText) -> Vec<u8> {
+    Sha256::digest(migration.sql.as_bytes()).to_vec()
+}
+
+/// The newest version that this program knows.
+pub(super) fn newest(known: &[MigrationText]) -> i64 {
+    known.last().map_or(0, |migration| migration.version)
+}
+
+impl History {
+    /// The newest applied version.
+    pub(super) fn newest(&self) -> Option<i64> {
+        self.0.last().map(|(version, _)| *version)
+    }
+
+    /// Whether a migration was applied.
+    pub(super) fn has(&self, version: i64) -> bool {
+        self.0.iter().any(|(applied, _)| *applied == version)
+    }
+
+    /// The version of a migration that was applied with another text than it has here.
+    fn changed(&self, known: &[MigrationText]) -> Option<i64> {
+        let is_other = |(version, stored): &&(i64, Option<Vec<u8>>)| {
+            let known = known.iter().find(|migration| migration.version == *version);
+            known.zip(stored.as_ref()).is_some_and(|(migration, stored)| checksum(migration) != *stored)
+        };
+        self.0.iter().find(is_other).map(|(version, _)| *version)
+    }
+
+    /// Where the schema stands, unless it is newer than this program: then see
+    /// [`SchemaState::of_newer`].
+    pub(super) fn state(&self, known: &[MigrationText]) -> SchemaState {
+        let needed = newest(known);
+        match (self.newest(), self.changed(known)) {
+            (None, _) => SchemaState::Missing,
+            (Some(_), Some(version)) => SchemaState::Changed { version },
+            (Some(found), _) if known.iter().any(|migration| !self.has(migration.version)) => {
+                SchemaState::Old { found, needed }
+            }
+            (Some(found), _) => SchemaState::Current(found),
+        }
+    }
+
+    /// The versions that are still to be applied.
+    ///
+    /// # Errors
+    /// The schema is newer than this program, or a migration was applied with another text.
+    pub(super) fn missing(&self, known: &[MigrationText]) -> Result<Vec<i64>, StoreError> {
+        let needed = newest(known);
+        if let Some(found) = self.newest().filter(|found| *found > needed) {
+            return Err(StoreError::SchemaNewer { found, known: needed });
+        }
+        if let Some(version) = self.changed(known) {
+            SchemaState::Changed { version }.require()?;
+        }
+        Ok(known.iter().map(|migration| migration.version).filter(|version| !self.has(*version)).collect())
+    }
+
+    /// All that is known here or applied there.
+    pub(super) fn list(&self, known: &[MigrationText]) -> Vec<AppliedMigration> {
+        let known_here = known.iter().map(|migration| AppliedMigration {
+            version: migration.version,
+            description: migration.description.to_owned(),
+            applied: self.has(migration.version),
+        });
+        let is_newer = |version: &i64| known.iter().all(|migration| migration.version != *version);
+        let newer = self.0.iter().map(|(version, _)| *version).filter(is_newer).map(|version| AppliedMigration {
+            version,
+            description: "of a newer program".to_owned(),
+            applied: true,
+        });
+        known_here.chain(newer).collect()
+    }
 }
 
 /// What an asynchronous failover costs, in words.

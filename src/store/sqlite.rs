@@ -30,6 +30,7 @@ mod phases;
 mod plans;
 mod relay;
 mod schema;
+mod sql;
 mod statements;
 mod waiting;
 mod write;

@@ -45,7 +45,7 @@ pub(super) async fn run(pool: &BoundedPool<MySql>) -> Result<Vec<Finding>, Store
     findings.push(replicas(&global, readers));
     findings.extend(purge_lag(&mut connection).await);
     // The server is looked at before the schema is made, too.
-    if schema::applied_versions(&mut connection).await?.is_some() {
+    if schema::applied(&mut connection).await?.newest().is_some() {
         findings.extend(engines(&mut connection).await?);
         findings.push(function(schema::has_function(&mut connection).await?));
         findings.push(triggers(&mut connection).await?);

@@ -14,6 +14,7 @@ use sqlx::{AssertSqlSafe, Executor, MySql};
 use super::MySqlStore;
 use crate::error::StoreError;
 use crate::store::bounded::{Ask, Bounded};
+use crate::store::schema::{History, newest};
 use crate::store::{AppliedMigration, MigrationText, Schema, SchemaState};
 
 const MIGRATIONS: &[MigrationText] = &[
@@ -60,20 +61,13 @@ impl Schema for MySqlStore {
 
     async fn schema(&self) -> Result<SchemaState, StoreError> {
         let mut connection = self.pool.acquire().await?;
-        let Some(found) = applied_versions(&mut connection).await? else { return Ok(SchemaState::Missing) };
-        let known = MIGRATIONS.iter().map(|migration| migration.version).max().unwrap_or(0);
-        let newest = found.iter().copied().max().unwrap_or(0);
-        let all_there = MIGRATIONS.iter().all(|migration| found.contains(&migration.version));
-        Ok(match newest {
-            0 => SchemaState::Missing,
-            newest if newest > known => {
-                let serves = "select max(serves_from) from oncebox_migration where version > ?";
-                let serves_from = sqlx::query_scalar(serves).bind(known).one(&mut connection).await?;
-                SchemaState::of_newer(newest, serves_from, known)
-            }
-            newest if all_there => SchemaState::Current(newest),
-            newest => SchemaState::Old { found: newest, needed: known },
-        })
+        let (applied, known) = (applied(&mut connection).await?, newest(MIGRATIONS));
+        if let Some(found) = applied.newest().filter(|found| *found > known) {
+            let serves = "select max(serves_from) from oncebox_migration where version > ?";
+            let serves_from = sqlx::query_scalar(serves).bind(known).one(&mut connection).await?;
+            return Ok(SchemaState::of_newer(found, serves_from, known));
+        }
+        Ok(applied.state(MIGRATIONS))
     }
 
     async fn migrate(&self) -> Result<Vec<i64>, StoreError> {
@@ -96,19 +90,7 @@ impl Schema for MySqlStore {
     }
 
     async fn applied(&self) -> Result<Vec<AppliedMigration>, StoreError> {
-        let found = applied_versions(&mut self.pool.acquire().await?).await?.unwrap_or_default();
-        let known = MIGRATIONS.iter().map(|migration| AppliedMigration {
-            version: migration.version,
-            description: migration.description.to_owned(),
-            applied: found.contains(&migration.version),
-        });
-        let is_known = |version: &i64| MIGRATIONS.iter().any(|migration| migration.version == *version);
-        let newer = found.iter().filter(|version| !is_known(version)).map(|version| AppliedMigration {
-            version: *version,
-            description: "unknown to this program".to_owned(),
-            applied: true,
-        });
-        Ok(known.chain(newer).collect())
+        Ok(applied(&mut self.pool.acquire().await?).await?.list(MIGRATIONS))
     }
 
     async fn check(&self) -> Result<Vec<crate::store::Finding>, StoreError> {
@@ -116,27 +98,22 @@ impl Schema for MySqlStore {
     }
 }
 
-/// The versions that were applied; none where the table of migrations is not there.
-pub(super) async fn applied_versions(connection: &mut Bounded<MySql>) -> Result<Option<Vec<i64>>, StoreError> {
+/// What was applied.
+pub(super) async fn applied(connection: &mut Bounded<MySql>) -> Result<History, StoreError> {
     let found = sqlx::query_scalar("select version from oncebox_migration order by version").all(connection).await;
     match found {
-        Ok(found) => Ok(Some(found)),
+        Ok(found) => Ok(History(found.into_iter().map(|version| (version, None)).collect())),
         // No such table.
-        Err(error) if number(&error) == Some(1146) => Ok(None),
+        Err(error) if number(&error) == Some(1146) => Ok(History::default()),
         Err(error) => Err(error.into()),
     }
 }
 
 async fn apply(connection: &mut Bounded<MySql>) -> Result<Vec<i64>, StoreError> {
-    let found = applied_versions(connection).await?.unwrap_or_default();
-    let known = MIGRATIONS.iter().map(|migration| migration.version).max().unwrap_or(0);
-    if let Some(newer) = found.iter().copied().find(|version| *version > known) {
-        return Err(StoreError::SchemaNewer { found: newer, known });
-    }
-    let mut applied = Vec::new();
+    let missing = applied(connection).await?.missing(MIGRATIONS)?;
     for migration in MIGRATIONS {
-        let is_there = found.contains(&migration.version);
         // A function that was forbidden is tried again: the setting may have changed.
+        let is_there = !missing.contains(&migration.version);
         if is_there && (migration.version != OPTIONAL || has_function(connection).await?) {
             continue;
         }
@@ -154,11 +131,8 @@ async fn apply(connection: &mut Bounded<MySql>) -> Result<Vec<i64>, StoreError> 
                 Err(error) => return Err(error.into()),
             }
         }
-        if !is_there {
-            applied.push(migration.version);
-        }
     }
-    Ok(applied)
+    Ok(missing)
 }
 
 /// Whether the SQL door stands as a function too.

@@ -4,12 +4,13 @@
 //! migration that was changed after it was applied is refused; no program migrates on its own
 //! accord.
 
-use sha2::{Digest, Sha256};
 use sqlx::{AssertSqlSafe, Postgres, Row};
 
 use super::PostgresStore;
 use crate::error::StoreError;
+use crate::policy::hex::hex;
 use crate::store::bounded::{Ask, Bounded};
+use crate::store::schema::{History, checksum, newest};
 use crate::store::{AppliedMigration, Finding, MigrationText, Schema, SchemaState};
 
 const MIGRATIONS: [MigrationText; 4] = [
@@ -75,20 +76,13 @@ impl Schema for PostgresStore {
 
     async fn schema(&self) -> Result<SchemaState, StoreError> {
         let mut connection = self.pool.acquire().await?;
-        let needed = MIGRATIONS[MIGRATIONS.len() - 1].version;
-        let applied = applied(&mut connection).await?;
-        let newest = applied.last().map(|(version, _)| *version);
-        if let Some(found) = newest.filter(|found| *found > needed) {
+        let (applied, known) = (applied(&mut connection).await?, newest(&MIGRATIONS));
+        if let Some(found) = applied.newest().filter(|found| *found > known) {
             let serves = "select max(serves_from) from oncebox.migration where version > $1";
-            let serves_from: i64 = sqlx::query(serves).bind(needed).one(&mut connection).await?.try_get(0)?;
-            return Ok(SchemaState::of_newer(found, serves_from, needed));
+            let serves_from: i64 = sqlx::query(serves).bind(known).one(&mut connection).await?.try_get(0)?;
+            return Ok(SchemaState::of_newer(found, serves_from, known));
         }
-        Ok(match (newest, changed(&applied)) {
-            (None, _) => SchemaState::Missing,
-            (Some(_), Some(version)) => SchemaState::Changed { version },
-            (Some(found), _) if found < needed => SchemaState::Old { found, needed },
-            (Some(found), _) => SchemaState::Current(found),
-        })
+        Ok(applied.state(&MIGRATIONS))
     }
 
     async fn migrate(&self) -> Result<Vec<i64>, StoreError> {
@@ -98,40 +92,19 @@ impl Schema for PostgresStore {
         // "already exists, skipping" is what a migration that may run twice expects.
         sqlx::query("set client_min_messages = warning").execute(connection.plain()).await?;
         sqlx::query("select pg_advisory_lock($1)").bind(MIGRATION_LOCK).execute(connection.plain()).await?;
-        if applied(&mut connection).await?.is_empty() {
+        if applied(&mut connection).await?.0.is_empty() {
             sqlx::raw_sql(MIGRATION_TABLE).execute(connection.plain()).await?;
         }
-        let before = applied(&mut connection).await?;
-        let known = MIGRATIONS[MIGRATIONS.len() - 1].version;
-        if let Some((found, _)) = before.last().filter(|(found, _)| *found > known) {
-            return Err(StoreError::SchemaNewer { found: *found, known });
-        }
-        if let Some(version) = changed(&before) {
-            SchemaState::Changed { version }.require()?;
-        }
-        let mut done = Vec::new();
-        for migration in MIGRATIONS.iter().filter(|one| before.iter().all(|(version, _)| *version != one.version)) {
+        let missing = applied(&mut connection).await?.missing(&MIGRATIONS)?;
+        for migration in MIGRATIONS.iter().filter(|migration| missing.contains(&migration.version)) {
             sqlx::raw_sql(AssertSqlSafe(text(migration))).execute(connection.plain()).await?;
-            done.push(migration.version);
         }
-        Ok(done)
+        Ok(missing)
     }
 
     async fn applied(&self) -> Result<Vec<AppliedMigration>, StoreError> {
         let mut connection = self.pool.acquire().await?;
-        let applied = applied(&mut connection).await?;
-        let known = MIGRATIONS.iter().map(|migration| AppliedMigration {
-            version: migration.version,
-            description: migration.description.to_owned(),
-            applied: applied.iter().any(|(version, _)| *version == migration.version),
-        });
-        let newer = applied.iter().filter(|(version, _)| MIGRATIONS.iter().all(|one| one.version != *version));
-        let newer = newer.map(|(version, _)| AppliedMigration {
-            version: *version,
-            description: "of a newer program".to_owned(),
-            applied: true,
-        });
-        Ok(known.chain(newer).collect())
+        Ok(applied(&mut connection).await?.list(&MIGRATIONS))
     }
 
     async fn check(&self) -> Result<Vec<Finding>, StoreError> {
@@ -139,34 +112,23 @@ impl Schema for PostgresStore {
     }
 }
 
-/// The version of a migration that was applied with another text than it has here.
-fn changed(applied: &[(i64, Vec<u8>)]) -> Option<i64> {
-    let other = |(version, stored): &&(i64, Vec<u8>)| {
-        MIGRATIONS.iter().any(|migration| migration.version == *version && checksum(migration) != *stored)
-    };
-    applied.iter().find(other).map(|(version, _)| *version)
-}
-
-fn checksum(migration: &MigrationText) -> Vec<u8> {
-    Sha256::digest(migration.sql.as_bytes()).to_vec()
-}
-
 /// A migration and its row, in one transaction: sent as one text, so that no half of it can stand.
 fn text(migration: &MigrationText) -> String {
-    let hex: String = checksum(migration).iter().map(|byte| format!("{byte:02x}")).collect();
+    let hex = hex(&checksum(migration));
     format!(
         "begin;\n{}\ninsert into oncebox.migration (version, description, checksum, serves_from) values ({}, '{}', '\\x{hex}', {});\ncommit;",
         migration.sql, migration.version, migration.description, migration.serves_from
     )
 }
 
-/// Versions and checksums that were applied, ascending; none where the schema is not there.
-async fn applied(connection: &mut Bounded<Postgres>) -> Result<Vec<(i64, Vec<u8>)>, StoreError> {
+/// What was applied.
+async fn applied(connection: &mut Bounded<Postgres>) -> Result<History, StoreError> {
     let there: bool =
         sqlx::query("select to_regclass('oncebox.migration') is not null").one(&mut *connection).await?.try_get(0)?;
     if !there {
-        return Ok(Vec::new());
+        return Ok(History::default());
     }
     let rows = sqlx::query("select version, checksum from oncebox.migration order by version").all(connection).await?;
-    rows.iter().map(|row| Ok((row.try_get(0)?, row.try_get(1)?))).collect()
+    let migrations = rows.iter().map(|row| Ok((row.try_get(0)?, Some(row.try_get(1)?))));
+    migrations.collect::<Result<_, StoreError>>().map(History)
 }

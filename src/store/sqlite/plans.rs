@@ -5,8 +5,9 @@
 use sqlx::{AssertSqlSafe, Row, query};
 
 use super::connect::SqliteStore;
-use super::{inbox, mailbox, operations, phases, relay, waiting};
-use crate::store::{Base, Schema, StoreOptions};
+use super::{inbox, operations, phases, relay, waiting};
+use crate::store::sql::{mailbox, sql};
+use crate::store::{Base, Dialect, Schema, StoreOptions};
 
 /// Shown to fail: without the index `oncebox_waiting_lane` two of them walked over the rows of a
 /// consumer (R25); without `oncebox_operation_due`, recovery over all operations; without
@@ -17,6 +18,7 @@ async fn r25_no_poll_and_no_batch_walks_over_a_table() {
     let url = format!("sqlite://{}", directory.path().join("plans.db").display());
     let store = SqliteStore::connect(&StoreOptions { create: true, ..StoreOptions::new(url) }).await.unwrap();
     store.migrate().await.unwrap();
+    let emails = sql(mailbox::DUE).bind("claim_max", 1_i64).bind("limit", 1_i64);
     let statements = [
         ("next due", waiting::NEXT_DUE),
         ("due head", waiting::DUE_HEAD),
@@ -30,7 +32,7 @@ async fn r25_no_poll_and_no_batch_walks_over_a_table() {
         ("blocked", inbox::BLOCKED),
         ("read", relay::READ),
         ("delete", relay::DELETE),
-        ("emails", mailbox::CLAIM),
+        ("emails", emails.in_words_of(Dialect::Sqlite).unwrap().0),
         ("due operations", phases::DUE),
         ("take", phases::TAKE),
         ("operation", phases::OPERATION),

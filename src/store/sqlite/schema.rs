@@ -3,12 +3,13 @@
 //! All that is missing is applied in one `BEGIN IMMEDIATE` transaction: the write lock makes it
 //! safe to run at once, and a migration that fails leaves nothing behind.
 
-use sha2::{Digest, Sha256};
 use sqlx::{AssertSqlSafe, Executor, query_as, query_scalar};
 
 use super::connect::SqliteStore;
 use super::now_ms;
 use crate::error::StoreError;
+use crate::policy::hex::hex;
+use crate::store::schema::{History, checksum, newest};
 use crate::store::{AppliedMigration, Base, Finding, MigrationText, Schema, SchemaState};
 
 const MIGRATIONS: &[MigrationText] = &[
@@ -48,48 +49,32 @@ create table if not exists oncebox_migration (
 )";
 
 impl SqliteStore {
-    /// Versions and checksums that were applied; none where the table is not there.
-    async fn applied_versions(
-        connection: &mut sqlx::SqliteConnection,
-    ) -> Result<Option<Vec<(i64, Vec<u8>)>>, StoreError> {
+    async fn applied_versions(connection: &mut sqlx::SqliteConnection) -> Result<History, StoreError> {
         let table = "select count(*) from sqlite_schema where type = 'table' and name = 'oncebox_migration'";
         if query_scalar::<_, i64>(table).fetch_one(&mut *connection).await? == 0 {
-            return Ok(None);
+            return Ok(History::default());
         }
         let applied = "select version, checksum from oncebox_migration order by version";
-        Ok(Some(query_as(applied).fetch_all(&mut *connection).await?))
+        Ok(History(query_as(applied).fetch_all(&mut *connection).await?))
     }
 
-    /// What was applied, ascending; none where nothing of oncebox is there.
-    async fn applied_migrations(&self) -> Result<Option<Vec<(i64, Vec<u8>)>>, StoreError> {
+    async fn history(&self) -> Result<History, StoreError> {
         if !self.can_open() {
-            return Ok(None);
+            return Ok(History::default());
         }
         let mut connection = self.pool().acquire().await?;
         Self::applied_versions(&mut connection).await
     }
 }
 
-/// The version of a migration that was applied with another text than it has here.
-fn changed(applied: &[(i64, Vec<u8>)]) -> Option<i64> {
-    let other = |(version, stored): &&(i64, Vec<u8>)| {
-        MIGRATIONS.iter().any(|migration| migration.version == *version && checksum(migration) != *stored)
-    };
-    applied.iter().find(other).map(|(version, _)| *version)
-}
-
 /// The statement that notes a migration as applied.
 fn row(migration: &MigrationText) -> String {
-    let hex: String = checksum(migration).iter().map(|byte| format!("{byte:02x}")).collect();
+    let hex = hex(&checksum(migration));
     let MigrationText { version, description, serves_from, .. } = migration;
     format!(
         concat!("insert into oncebox_migration values ({}, '{}', x'{}', ", now_ms!(), ", {})"),
         version, description, hex, serves_from
     )
-}
-
-fn checksum(migration: &MigrationText) -> Vec<u8> {
-    Sha256::digest(migration.sql.as_bytes()).to_vec()
 }
 
 impl Schema for SqliteStore {
@@ -106,56 +91,28 @@ impl Schema for SqliteStore {
     }
 
     async fn schema(&self) -> Result<SchemaState, StoreError> {
-        let known = MIGRATIONS.last().map_or(0, |migration| migration.version);
-        let applied = self.applied_migrations().await?.unwrap_or_default();
-        let newest = applied.last().map(|(version, _)| *version);
-        if let Some(found) = newest.filter(|found| *found > known) {
+        let (applied, known) = (self.history().await?, newest(MIGRATIONS));
+        if let Some(found) = applied.newest().filter(|found| *found > known) {
             let serves = query_scalar("select max(serves_from) from oncebox_migration where version > ?").bind(known);
             return Ok(SchemaState::of_newer(found, serves.fetch_one(self.pool()).await?, known));
         }
-        Ok(match (newest, changed(&applied)) {
-            (None, _) => SchemaState::Missing,
-            (Some(_), Some(version)) => SchemaState::Changed { version },
-            (Some(found), _) if found < known => SchemaState::Old { found, needed: known },
-            (Some(found), _) => SchemaState::Current(found),
-        })
+        Ok(applied.state(MIGRATIONS))
     }
 
     async fn migrate(&self) -> Result<Vec<i64>, StoreError> {
         let mut write = self.write().await?;
         write.connection().execute(MIGRATION_TABLE).await?;
-        let applied = Self::applied_versions(write.connection()).await?.unwrap_or_default();
-        let known = MIGRATIONS.last().map_or(0, |migration| migration.version);
-        if let Some((found, _)) = applied.last().filter(|(found, _)| *found > known) {
-            return Err(StoreError::SchemaNewer { found: *found, known });
-        }
-        if let Some(version) = changed(&applied) {
-            SchemaState::Changed { version }.require()?;
-        }
-        let mut done = Vec::new();
-        for migration in MIGRATIONS.iter().filter(|one| applied.iter().all(|(version, _)| *version != one.version)) {
+        let missing = Self::applied_versions(write.connection()).await?.missing(MIGRATIONS)?;
+        for migration in MIGRATIONS.iter().filter(|migration| missing.contains(&migration.version)) {
             write.connection().execute(sqlx::raw_sql(migration.sql)).await?;
             write.connection().execute(AssertSqlSafe(row(migration))).await?;
-            done.push(migration.version);
         }
         write.commit().await?;
-        Ok(done)
+        Ok(missing)
     }
 
     async fn applied(&self) -> Result<Vec<AppliedMigration>, StoreError> {
-        let applied = self.applied_migrations().await?.unwrap_or_default();
-        let known = MIGRATIONS.iter().map(|migration| AppliedMigration {
-            version: migration.version,
-            description: migration.description.to_owned(),
-            applied: applied.iter().any(|(version, _)| *version == migration.version),
-        });
-        let newer = applied.iter().filter(|(version, _)| MIGRATIONS.iter().all(|one| one.version != *version));
-        let newer = newer.map(|(version, _)| AppliedMigration {
-            version: *version,
-            description: "of a newer program".to_owned(),
-            applied: true,
-        });
-        Ok(known.chain(newer).collect())
+        Ok(self.history().await?.list(MIGRATIONS))
     }
 
     async fn check(&self) -> Result<Vec<Finding>, StoreError> {

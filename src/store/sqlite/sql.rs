@@ -1,0 +1,95 @@
+//! How SQLite runs the texts of [`crate::store::sql`]: what writes, with the write lock from its
+//! beginning on.
+
+use futures::future::BoxFuture;
+use sqlx::pool::PoolConnection;
+use sqlx::query::Query;
+use sqlx::sqlite::{SqliteArguments, SqliteConnection, SqliteRow};
+use sqlx::{Sqlite, query};
+
+use super::connect::SqliteStore;
+use super::millis;
+use super::write::Write;
+use crate::error::StoreError;
+use crate::store::sql::{Row, Rows, Session, SqlStore, Statement, Transaction, Value};
+use crate::store::{Base, Dialect};
+
+impl Row for SqliteRow {
+    fn get_int(&self, at: usize) -> Result<Option<i64>, StoreError> {
+        Ok(sqlx::Row::try_get(self, at)?)
+    }
+
+    fn get_text(&self, at: usize) -> Result<Option<String>, StoreError> {
+        Ok(sqlx::Row::try_get(self, at)?)
+    }
+}
+
+/// The statement of sqlx.
+fn bound(statement: &Statement) -> Result<Query<'static, Sqlite, SqliteArguments>, StoreError> {
+    let (text, values) = statement.in_words_of(Dialect::Sqlite)?;
+    Ok(values.into_iter().fold(query(text), |query, value| match value {
+        Value::Bool(value) => query.bind(*value),
+        Value::Int(value) => query.bind(*value),
+        Value::Text(value) => query.bind(value.clone()),
+        Value::Id(value) => query.bind(value.map(|id| id.as_bytes().to_vec())),
+        Value::Span(value) => query.bind(value.map(millis)),
+    }))
+}
+
+async fn rows(connection: &mut SqliteConnection, statement: &Statement) -> Result<Rows, StoreError> {
+    let rows = bound(statement)?.fetch_all(connection).await?;
+    Ok(rows.into_iter().map(|row| Box::new(row) as Box<dyn Row>).collect())
+}
+
+async fn run(connection: &mut SqliteConnection, statement: &Statement) -> Result<u64, StoreError> {
+    Ok(bound(statement)?.execute(connection).await?.rows_affected())
+}
+
+impl Session for PoolConnection<Sqlite> {
+    fn rows(&mut self, statement: Statement) -> BoxFuture<'_, Result<Rows, StoreError>> {
+        Box::pin(async move { rows(self, &statement).await })
+    }
+
+    fn run(&mut self, statement: Statement) -> BoxFuture<'_, Result<u64, StoreError>> {
+        Box::pin(async move { run(self, &statement).await })
+    }
+}
+
+impl Session for Write {
+    fn rows(&mut self, statement: Statement) -> BoxFuture<'_, Result<Rows, StoreError>> {
+        Box::pin(async move { rows(self.connection(), &statement).await })
+    }
+
+    fn run(&mut self, statement: Statement) -> BoxFuture<'_, Result<u64, StoreError>> {
+        Box::pin(async move { run(self.connection(), &statement).await })
+    }
+}
+
+impl Transaction for Write {
+    fn session(&mut self) -> &mut dyn Session {
+        self
+    }
+
+    fn commit(self: Box<Self>) -> BoxFuture<'static, Result<(), StoreError>> {
+        Box::pin(Self::commit(*self))
+    }
+}
+
+impl SqlStore for SqliteStore {
+    fn reader(&self) -> BoxFuture<'_, Result<Box<dyn Session>, StoreError>> {
+        Box::pin(async move { Ok(Box::new(self.pool().acquire().await?) as Box<dyn Session>) })
+    }
+
+    fn begin_sql(&self) -> BoxFuture<'_, Result<Box<dyn Transaction>, StoreError>> {
+        Box::pin(async move { Ok(Box::new(self.write().await?) as Box<dyn Transaction>) })
+    }
+
+    fn run_alone(&self, statement: Statement) -> BoxFuture<'_, Result<u64, StoreError>> {
+        Box::pin(async move {
+            let mut write = self.write().await?;
+            let changed = run(write.connection(), &statement).await?;
+            write.commit().await?;
+            Ok(changed)
+        })
+    }
+}
