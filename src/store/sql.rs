@@ -138,6 +138,11 @@ fn written(text: &'static str, dialect: Dialect) -> Arc<Written> {
 /// Writes a text in the words of a database.
 fn write(text: &'static str, dialect: Dialect) -> (String, Vec<&'static str>) {
     let (mut out, mut names) = (String::with_capacity(text.len() + 64), Vec::new());
+    write_on(text, dialect, &mut out, &mut names);
+    (out, names)
+}
+
+fn write_on(text: &'static str, dialect: Dialect, out: &mut String, names: &mut Vec<&'static str>) {
     let mut rest = text;
     while let Some(at) = rest.find(['{', ':', '\'', 'o']) {
         out.push_str(&rest[..at]);
@@ -149,14 +154,14 @@ fn write(text: &'static str, dialect: Dialect) -> (String, Vec<&'static str>) {
             rest = &rest[end..];
         } else if let Some(inside) = rest.strip_prefix('{') {
             let end = closing(inside);
-            word(&inside[..end], dialect, &mut out, &mut names);
+            word(&inside[..end], dialect, out, names);
             rest = &inside[(end + 1).min(inside.len())..];
         } else if let Some(table) = rest.strip_prefix("oncebox.").filter(|_| !is_inside_a_name) {
             out.push_str(if dialect == Dialect::Postgres { "oncebox." } else { "oncebox_" });
             rest = table;
         } else if let Some(name) = rest.strip_prefix(':').filter(|name| !out.ends_with(':') && begins_name(name)) {
             let end = name.find(|c: char| !(c.is_ascii_alphanumeric() || c == '_')).unwrap_or(name.len());
-            placeholder(&name[..end], dialect, &mut out, &mut names);
+            placeholder(&name[..end], dialect, out, names);
             rest = &name[end..];
         } else {
             out.push_str(&rest[..1]);
@@ -164,7 +169,6 @@ fn write(text: &'static str, dialect: Dialect) -> (String, Vec<&'static str>) {
         }
     }
     out.push_str(rest);
-    (out, names)
 }
 
 fn begins_name(text: &str) -> bool {
@@ -187,11 +191,7 @@ fn closing(inside: &str) -> usize {
 
 /// What a word in braces becomes.
 fn word(word: &'static str, dialect: Dialect, out: &mut String, names: &mut Vec<&'static str>) {
-    let mut push = |text: &'static str| {
-        let (text, more) = write(text, dialect);
-        out.push_str(&text);
-        names.extend(more);
-    };
+    let mut push = |text| write_on(text, dialect, out, names);
     let own = [("pg:", Dialect::Postgres), ("my:", Dialect::MySql), ("lite:", Dialect::Sqlite)];
     if let Some((prefix, of)) = own.into_iter().find(|(prefix, _)| word.starts_with(prefix)) {
         if of == dialect {

@@ -12,7 +12,13 @@ use crate::store::sql::{Row, Rows, Session, SqlStore, Statement, Transaction, Va
 
 impl Row for MySqlRow {
     fn get_int(&self, at: usize) -> Result<Option<i64>, StoreError> {
-        Ok(sqlx::Row::try_get(self, at)?)
+        use sqlx::{Row as _, TypeInfo, ValueRef};
+        if !self.try_get_raw(at)?.type_info().name().ends_with("UNSIGNED") {
+            return Ok(self.try_get(at)?);
+        }
+        let number: Option<u64> = self.try_get(at)?;
+        let wrong = |_| StoreError::Corrupt(format!("number {at} of a row is too large"));
+        number.map(|number| i64::try_from(number).map_err(wrong)).transpose()
     }
 
     /// Also from a column of bytes, which is how names and keys are kept.
