@@ -3,21 +3,88 @@
 //! A service writes its business rows and a message in one database transaction; the relay carries
 //! committed messages to a broker, in order per key; the consumer runs handlers inside a
 //! transaction that also holds their inbox row, so that an effect commits once whatever is
-//! redelivered, raced, crashed or rebalanced.
+//! redelivered, raced, crashed or rebalanced. The same engine serves requests with an
+//! `Idempotency-Key` and calls of outside providers.
 //!
-//! Rooms import only downwards (a test reads the sources and refuses anything else):
+//! # A message goes with your transaction
 //!
-//! | room | for |
+//! ```no_run
+//! # #[cfg(feature = "sqlite")] {
+//! use oncebox::{NewMessage, sqlx};
+//!
+//! async fn place(pool: &sqlx::SqlitePool, order: &str) -> Result<(), Box<dyn std::error::Error>> {
+//!     let mut tx = pool.begin().await?;
+//!     sqlx::query("insert into customer_order (order_id) values ($1)").bind(order).execute(&mut *tx).await?;
+//!     let message = NewMessage::json("orders", "order.placed", &order)?.with_key(order);
+//!     oncebox::store::enqueue(&mut *tx, message).await?;
+//!     oncebox::store::commit(tx).await?; // as `tx.commit()`; a lost answer is told apart
+//!     Ok(())
+//! }
+//! # }
+//! ```
+//!
+//! # Its effect commits once
+//!
+//! ```no_run
+//! # #[cfg(all(feature = "sqlite", feature = "programs"))] {
+//! use oncebox::app::HandlersByConsumer;
+//! use oncebox::store::sqlite::SqliteStore;
+//! use oncebox::{HandlerError, HandlerTx, Handlers, Message, MessageHandler, async_trait, sqlx};
+//!
+//! struct Shipping;
+//!
+//! #[async_trait]
+//! impl MessageHandler<SqliteStore> for Shipping {
+//!     async fn handle(&self, message: &Message, tx: &mut HandlerTx<'_, SqliteStore>) -> Result<(), HandlerError> {
+//!         let order: String = message.json()?;
+//!         sqlx::query("insert into shipment (order_id) values ($1)").bind(order).execute(tx.connection()).await?;
+//!         Ok(()) // commits, together with the inbox row
+//!     }
+//! }
+//!
+//! fn main() -> std::process::ExitCode {
+//!     let handlers = Handlers::new().on("order.placed", Shipping);
+//!     oncebox::app::consumer(HandlersByConsumer::new().consumer("shipping", ["orders"], handlers))
+//! }
+//! # }
+//! ```
+//!
+//! # Where to go on
+//!
+//! | you want to | see |
 //! |---|---|
-//! | [`http`] (feature `http`) | the doors for requests with an `Idempotency-Key` |
-//! | [`app`], [`cli`] | what people and processes touch (feature `programs`) |
-//! | `grpc`, `client` | the same operations over gRPC, and who calls them (features `grpc`, `client`) |
-//! | [`runtime`] | relay, consumer, retries, e-mail sender: who does the work |
-//! | [`store`] and [`broker`] | where state lives, and how bytes leave and arrive; they never see each other |
-//! | [`observe`] | every metric name, once |
-//! | `flock` | turns at a file between processes |
-//! | [`message`], [`policy`], [`error`] | what travels and what to decide: pure, no I/O, no clock |
+//! | enqueue in a transaction | [`store::enqueue`], [`store::enqueue_all`], [`NewMessage`] |
+//! | handle messages | [`MessageHandler`], [`BatchMessageHandler`], [`Handlers`] |
+//! | run the relay or a consumer as your own `main` | `app::publisher`, `app::consumer` (feature `programs`) |
+//! | serve requests with an `Idempotency-Key` | `http::idempotency` (feature `http`), `grpc` (feature `grpc`) |
+//! | call a provider in phases that recover | [`runtime::operation`] |
+//! | send requests again until their end is known | `client` (feature `client`) |
+//! | write an adapter of your own | the traits of [`store`] and [`broker`], and their conformance suites (feature `testing`) |
+//!
+//! # Features
+//!
+//! A store (`postgres`, `mysql`, `sqlite`) and a broker (`kafka`, `kafka-tls`, `rabbitmq`,
+//! `embedded`) each; `http`, `openapi`, `grpc`, `client`, `email`, `redis`, `compress`, `encrypt`,
+//! `otel` for what their names say; `programs` for command lines and configuration. A service that
+//! only enqueues on PostgreSQL:
+//! `oncebox = { version = "0.1", default-features = false, features = ["postgres"] }`.
+//!
+//! # Rooms
+//!
+//! They import only downwards; a test reads the sources, refuses anything else, and compares this
+//! table with `ARCHITECTURE.md`.
+//!
+//! | rooms | for |
+//! |---|---|
+//! | `bin` | publisher, consumer, oncebox: nothing but a call |
+//! | `cli` | the commands: parse, wire, run |
+//! | `app` | processes: programs, settings, connections by URL, signals, listener |
+//! | `http`, `grpc`, `client` | operations served and sent |
+//! | `runtime` | relay, consumer, retries, sql handler, operations, e-mail sender |
+//! | `store`, `broker` | where state lives, and how bytes leave and arrive; they never see each other |
+//! | `observe`, `flock`, `message`, `policy`, `error` | metric names and health; turns at a SQLite file; what travels, what to decide: pure, no I/O, no clock |
 
+#![cfg_attr(docsrs, feature(doc_cfg))]
 // What the adapters share, and what the programs do with one, has no user where none of them is
 // built.
 #![cfg_attr(not(any(feature = "postgres", feature = "mysql", feature = "sqlite")), allow(unused))]
