@@ -329,3 +329,25 @@ fn comments_are_no_wider_than_a_hundred_columns() {
     }
     assert!(too_wide.is_empty(), "{too_wide:#?}");
 }
+
+/// Shown to fail: with a row for a word that nothing uses; without the row of `held-destination`.
+#[test]
+fn every_word_of_the_glossary_is_used_and_every_state_of_a_table_stands_in_it() {
+    let page = read("docs/reference/glossary.md");
+    let cells = page.lines().filter_map(|line| line.strip_prefix("| ")?.split_once(" | ")).map(|(cell, _)| cell);
+    let words = cells.flat_map(|cell| cell.split(", ")).map(|word| word.split(" (").next().unwrap().trim_matches('`'));
+    let words: BTreeSet<&str> = words.filter(|word| !["word", "value"].contains(word)).collect();
+    let mut files = Vec::new();
+    files_below(&Path::new(env!("CARGO_MANIFEST_DIR")).join("migrations"), &mut files);
+    let migrations: String = files.iter().map(|file| std::fs::read_to_string(file).unwrap()).collect();
+    let code: String = all_sources().into_iter().map(|(_, text)| text).collect();
+    // A name in code, a line break in a comment: a word may be written with both.
+    let plain = |text: &str| text.to_lowercase().replace(['_', '-', '\n'], " ").replace("//", "");
+    let used: String = plain(&format!("{code}{migrations}")).split_whitespace().collect::<Vec<_>>().join(" ");
+    let unused: Vec<_> = words.iter().filter(|word| !used.contains(&plain(word))).collect();
+    assert!(words.len() > 60 && unused.is_empty(), "nothing uses {unused:?}");
+    let states = migrations.split("state in (").skip(1).flat_map(|rest| rest.split(')').next().unwrap().split(", "));
+    let states: BTreeSet<&str> = states.map(|state| state.trim_matches('\'')).collect();
+    let unknown: Vec<_> = states.difference(&words).collect();
+    assert!(states.len() > 15 && unknown.is_empty(), "the glossary does not explain {unknown:?}");
+}
