@@ -1,19 +1,21 @@
-//! Keys that outlive the process: what is about to be sent, on the disk before it is (O27).
+//! Keys that outlive the process: an operation is written to the disk before it is sent for the
+//! first time, so that a program that starts again sends it under the same key (O27).
 //!
-//! One file for each operation, in a directory that one process holds at a time. A file is a line
-//! of JSON (key, method, time of the first send), URL and headers, and the body's digest; if bodies
-//! are kept, URL, headers and body are sealed.
+//! One file for each operation, in a directory that one process has at a time. A file has a line of
+//! JSON (key, method, time of the first send), then URL and headers, then the digest of the body.
+//! Where bodies are kept, URL, headers and body are encrypted together.
 //!
 //! Promises:
 //!
-//! * A file is whole or absent: written beside, synchronised, renamed, and the directory
-//!   synchronised, before the first send. What cannot be written is not sent.
-//! * Only the owner reads it (mode 600, directory 700). Credentials are never in it, a body only
-//!   encrypted.
-//! * A key keeps its request: another method, URL or body under it is refused.
-//! * It goes when the application acknowledges the result, and by nothing else.
+//! * A file is whole or absent, and durable before the first send: it is written under another
+//!   name, synchronised, renamed, and the directory is synchronised. What cannot be written is not
+//!   sent.
+//! * Only the owner can read a file (mode 600); a directory that the journal makes has mode 700.
+//!   Credentials are never in a file; a body is in it only encrypted.
+//! * A key keeps its request: another method, URL or body under the same key is refused.
+//! * A file is deleted only when the application acknowledges the result.
 //!
-//! Not here: what is sent again and when (`sending`).
+//! Not here: what is sent again, and when (`sending`).
 
 mod entry;
 
@@ -35,11 +37,11 @@ use crate::policy::operation::Key;
 #[cfg(feature = "encrypt")]
 pub use self::entry::JournalCipher;
 
-/// The lock file; the name of no entry.
+/// The name of the lock file. No entry has this name.
 const LOCK: &str = "lock";
-/// What is being written; never sent, and so removed when found.
+/// The ending of a file that is being written. Its operation was not sent: it is removed at a start.
 const UNFINISHED: &str = "part";
-/// An entry.
+/// The ending of an operation's file.
 const ENTRY: &str = "key";
 
 /// What is kept of bodies.
@@ -53,7 +55,7 @@ pub enum Bodies {
     Encrypted(JournalCipher),
 }
 
-/// What a journal says no to.
+/// Why the journal could not write, read or accept an operation.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum JournalError {
@@ -69,8 +71,8 @@ pub enum JournalError {
         #[source]
         source: io::Error,
     },
-    /// A file that is no entry of this journal, or sealed with another secret. It may stand for an
-    /// operation: it is not passed over.
+    /// A file cannot be read or written as an entry: it is not one, or another secret encrypted
+    /// it. It may be a pending operation, so it is never skipped.
     #[error("{} cannot be read: {why}", path.display())]
     Unreadable {
         /// Which file.
@@ -135,7 +137,7 @@ impl PendingBody {
 }
 
 impl Pending {
-    /// The operation again, with these headers beside and before the stored ones.
+    /// The request to send again. Headers that are given replace stored ones of the same name.
     pub(super) fn request(&self, body: Option<Vec<u8>>, headers: &HeaderMap) -> Result<Request, super::ClientError> {
         let body = match (&self.body, body) {
             (PendingBody::Kept(kept), None) => kept.clone(),
@@ -165,7 +167,7 @@ pub struct KeyJournal {
 
 impl KeyJournal {
     /// Opens the journal in a directory, which is made if it is missing, and locks it. Blocks
-    /// shortly: for the start of a program.
+    /// for a short time, so call it when the program starts.
     ///
     /// # Errors
     /// [`JournalError::Locked`], and what the file system says.
@@ -187,10 +189,10 @@ impl KeyJournal {
         Ok(Self { directory: Arc::new(directory), bodies, _lock: Arc::new(lock) })
     }
 
-    /// What was sent, or was about to be, and never acknowledged; the oldest first.
+    /// The operations that were sent, or about to be, and not acknowledged; the oldest first.
     ///
     /// # Errors
-    /// A file that cannot be read: it is not passed over.
+    /// [`JournalError::Unreadable`] for the first file that cannot be read; it is never skipped.
     pub async fn pending(&self) -> Result<Vec<Pending>, JournalError> {
         let journal = self.clone();
         blocking(&self.directory, move || {
@@ -204,11 +206,11 @@ impl KeyJournal {
         .await
     }
 
-    /// Forgets a key: the application has the result, or gives the operation up. One that is not
-    /// there is forgotten.
+    /// Forgets a key: the application has the result, or gives the operation up. A key
+    /// that has no file is no error.
     ///
     /// # Errors
-    /// The file system refused: the operation is found again.
+    /// The file system refused; [`KeyJournal::pending`] may return the operation again.
     pub async fn acknowledge(&self, key: &Key) -> Result<(), JournalError> {
         let (directory, path) = (Arc::clone(&self.directory), self.path(key));
         blocking(&self.directory, move || match fs::remove_file(&path) {
@@ -218,7 +220,7 @@ impl KeyJournal {
         .await
     }
 
-    /// Writes an operation down, and gives the time of its first send if it stood there.
+    /// Stores the operation durably. Returns the time of its first send where it was stored before.
     pub(super) async fn note(&self, request: &Request) -> Result<Option<SystemTime>, JournalError> {
         let (journal, request) = (self.clone(), request.clone());
         blocking(&self.directory, move || {
@@ -229,11 +231,12 @@ impl KeyJournal {
                 if found.method != request.method.as_str() || found.url != request.url.as_str() {
                     return Err(JournalError::OtherRequest);
                 }
-                return if found.body.is(&request.body) {
-                    Ok(Some(found.first_sent_at))
-                } else {
-                    Err(JournalError::OtherBody)
-                };
+                if !found.body.is(&request.body) {
+                    return Err(JournalError::OtherBody);
+                }
+                // The call that wrote the file may have failed to synchronise the directory.
+                synchronise(&journal.directory)?;
+                return Ok(Some(found.first_sent_at));
             }
             let bytes = Entry::seal(&request, SystemTime::now(), &journal.bodies);
             let bytes = bytes.map_err(|why| JournalError::Unreadable { path: path.clone(), why })?;
@@ -258,12 +261,12 @@ impl KeyJournal {
         let bytes = fs::read(path).map_err(|source| JournalError::Io { path: path.to_owned(), source })?;
         let pending = Entry::open(&bytes, &self.bodies).map_err(unreadable)?;
         if self.path(&pending.key) != path {
-            return Err(unreadable("it stands under another key's name".to_owned()));
+            return Err(unreadable("the file name does not match the key in it".to_owned()));
         }
         Ok(pending)
     }
 
-    /// A file's name does not show the key.
+    /// The file of a key. Its name is a digest, which does not show the key.
     fn path(&self, key: &Key) -> PathBuf {
         let digest = Sha256::digest(key.as_str().as_bytes());
         let name = hex(&digest[..16]);
@@ -271,7 +274,7 @@ impl KeyJournal {
     }
 }
 
-/// The files of a kind.
+/// The files of a directory that have this ending.
 fn files(directory: &Path, extension: &str) -> Result<Vec<PathBuf>, JournalError> {
     let failed = |source| JournalError::Io { path: directory.to_owned(), source };
     let mut found = Vec::new();
@@ -284,14 +287,14 @@ fn files(directory: &Path, extension: &str) -> Result<Vec<PathBuf>, JournalError
     Ok(found)
 }
 
-/// Makes the names in a directory last.
+/// Makes the names of the files in a directory durable.
 fn synchronise(directory: &Path) -> Result<(), JournalError> {
     let synchronised = File::open(directory).and_then(|file| file.sync_all());
     synchronised.map_err(|source| JournalError::Io { path: directory.to_owned(), source })
 }
 
-/// Away from the executor's threads: a disk may take its time. Dropped, it is finished all the
-/// same.
+/// Runs file operations on a thread for blocking work. A caller that is dropped does not stop
+/// them.
 async fn blocking<T: Send + 'static>(
     directory: &Path,
     work: impl FnOnce() -> Result<T, JournalError> + Send + 'static,
