@@ -28,10 +28,12 @@ pub struct Advertised {
 pub struct AdvertisedOperation {
     /// Its name.
     pub operation: String,
-    /// Its path.
-    pub path: String,
-    /// Its method.
-    pub method: String,
+    /// The path of its requests; none where the server does not say where it is served.
+    #[serde(default)]
+    pub path: Option<String>,
+    /// The method of its requests; none where the server does not say where it is served.
+    #[serde(default)]
+    pub method: Option<String>,
     /// Whether a key is needed.
     #[serde(default)]
     pub required: bool,
@@ -137,6 +139,15 @@ mod tests {
         ] {
             assert_eq!(iso_8601(text), seconds.map(Duration::from_secs), "{text}");
         }
+    }
+
+    // Shown to fail: with a path that must be there, by which the whole document is not read.
+    #[test]
+    fn m97_an_operation_whose_place_is_not_published_is_read() {
+        let document = r#"{"operations": [{"operation": "pay", "path": null, "method": null, "ttl": "PT1H"}]}"#;
+        let advertised: Advertised = serde_json::from_str(document).expect("a document as our own server makes it");
+        assert_eq!(advertised.operations[0].path, None);
+        assert_eq!(advertised.shortest(), Some(Duration::from_secs(3_600)));
     }
 
     // Shown by: whole seconds only, by which the whole document of a server is not read.
