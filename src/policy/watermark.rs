@@ -3,10 +3,10 @@
 //!
 //! Guarantees:
 //!
-//! * [`committable`](Watermark::committable) is never at or above a delivery that is not finished
-//!   (G5).
-//! * Sequence numbers may start anywhere and have holes, as offsets of compacted or transactional
-//!   topics have, and delivery tags do not: only what was delivered counts.
+//! * [`committable`](Watermark::committable) is never at or above a delivery that is not finished:
+//!   nothing is acknowledged before its commit returned (G5).
+//! * Sequence numbers may start anywhere and have holes: only what was delivered counts. Offsets of
+//!   compacted or transactional Kafka topics have holes; RabbitMQ's delivery tags have none.
 //! * Memory is bounded: at its capacity the partition must be paused until the oldest delivery is
 //!   finished.
 //!
@@ -40,13 +40,13 @@ pub struct Watermark {
     mark: Option<i64>,
 }
 
-/// A delivery that must not be taken.
+/// Why a delivery was refused.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum WatermarkError {
     /// As many deliveries as its capacity stand above the mark.
     Full,
-    /// The number is not above those before it: the partition was seeked or reassigned underneath.
+    /// The number is not above the last one: meanwhile the partition was seeked or reassigned.
     NotAscending {
         /// The last number taken.
         last: i64,
@@ -66,8 +66,8 @@ impl Watermark {
     ///
     /// # Errors
     ///
-    /// [`WatermarkError::Full`] until the oldest one is finished; [`WatermarkError::NotAscending`]
-    /// ends the assignment.
+    /// [`WatermarkError::Full`] until the oldest one is finished; after
+    /// [`WatermarkError::NotAscending`] the caller must end the assignment.
     pub fn delivered(&mut self, sequence: i64) -> Result<(), WatermarkError> {
         if let Some(last) = self.last()
             && sequence <= last

@@ -1,10 +1,17 @@
-//! The read of a relay session: one statement, one snapshot, all open gaps and the tail, in
-//! position order (R2, R4, R9).
+//! Reads new outbox rows for a relay session: all in one statement, so in one snapshot (R2, R4, R9).
 //!
-//! Guarantees: the fence of this snapshot, epoch and revision come with the rows; positions of all
-//! shards are returned, content only of this one; the plan has no Sort, because every range is an
-//! ordered index scan of its own and the outer query has a LIMIT and no ORDER BY. A read is bounded
-//! by bytes too, not only by rows (G11).
+//! It reads the *gaps* (positions that were missing so far: their transactions may still commit)
+//! and the *tail* (every position above the last one that was seen), in position order.
+//!
+//! Guarantees:
+//!
+//! * With the rows come this snapshot's oldest running transaction (`xmin`, the *fence* by which
+//!   gaps are closed), and the epoch and revision of the shard, by which the session sees whether
+//!   another process has taken the shard over.
+//! * Positions of all shards are returned, content only of this one.
+//! * PostgreSQL does not sort: each range is an ordered index scan of its own, and the outer query
+//!   has a LIMIT and no ORDER BY.
+//! * A read is bounded by rows and by bytes, so that memory is (G11).
 
 use std::collections::HashMap;
 use std::ops::ControlFlow;
@@ -51,7 +58,7 @@ impl Buckets {
     }
 }
 
-/// What a read may give.
+/// The limits of one read.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Bounds {
     pub(super) rows: usize,
@@ -59,24 +66,24 @@ pub(super) struct Bounds {
 }
 
 impl Bounds {
-    /// A message that weighs more than its share of the bytes comes with a statement of its own,
-    /// once it is known that there is room for it: else one read could bring a thousand of the
-    /// largest.
+    /// A message larger than this comes without headers and payload; a second statement fetches
+    /// those of the messages that were taken. Else one read could load a thousand of the largest
+    /// messages.
     fn share(self) -> usize {
         (self.bytes / self.rows.max(1)).clamp(1, 1 << 30)
     }
 }
 
-/// What a read gave.
+/// The result of one read.
 #[derive(Debug)]
 pub(super) struct Found {
     pub(super) xmin: u64,
     pub(super) epoch: i64,
     pub(super) revision: i64,
     pub(super) last_value: i64,
-    /// Of all shards, as they came.
+    /// Positions of all shards, in the order of the answer.
     pub(super) positions: Vec<i64>,
-    /// Of this shard.
+    /// The rows of this shard.
     pub(super) rows: Vec<OutboxRow>,
     /// There may be rows beyond the last one.
     pub(super) more: bool,
@@ -85,8 +92,8 @@ pub(super) struct Found {
     bytes: usize,
 }
 
-/// The statement. Limit and share are literals, so that no generic plan can think the limit large;
-/// there are few of them in a session. Lengths are read without the values.
+/// The statement. Limit and share are literals, so that a generic plan cannot assume a large limit;
+/// a session uses few different ones. The length of a payload is read without its value.
 pub(super) fn statement(buckets: Buckets, bounds: Bounds) -> String {
     let (limit, share) = (bounds.rows, bounds.share());
     let weight = "octet_length(payload) + coalesce(octet_length(headers::text), 0)";
@@ -120,7 +127,8 @@ pub(super) fn statement(buckets: Buckets, bounds: Bounds) -> String {
     )
 }
 
-/// Rows are immutable, and what is not proven stays: a later snapshot shows the same.
+/// Rows never change, and a row that the broker has not confirmed is never deleted: a later
+/// snapshot shows the same.
 const LARGE: &str = "select position, headers, payload from oncebox.outbox where position = any($1)";
 
 /// Runs the statement; none where there is no such shard.
@@ -150,8 +158,8 @@ pub(super) async fn read(
     Ok(Some(found))
 }
 
-/// Takes a row, unless those before it reach the bytes: then it counts as not read, for absence is
-/// known only below the last position taken.
+/// Adds a row, unless earlier rows have reached the limit of bytes. A row that is not added counts
+/// as not read: which positions are missing is known only below the last position that was added.
 fn add(found: &mut Option<Found>, row: &PgRow, buckets: Buckets, bounds: Bounds) -> Result<(), StoreError> {
     let found = match found {
         Some(found) => found,
@@ -186,7 +194,7 @@ fn add(found: &mut Option<Found>, row: &PgRow, buckets: Buckets, bounds: Bounds)
     Ok(())
 }
 
-/// Fetches what came without headers and payload.
+/// Fetches headers and payloads of the messages that came without them.
 async fn complete(connection: &mut Bounded<Postgres>, found: &mut Found) -> Result<(), StoreError> {
     if found.large.is_empty() {
         return Ok(());
@@ -201,7 +209,7 @@ async fn complete(connection: &mut Bounded<Postgres>, found: &mut Found) -> Resu
     for place in &found.large {
         let row = &mut found.rows[*place];
         let Some((headers, payload)) = values.remove(&row.position) else {
-            return Err(StoreError::Corrupt(format!("the message at {} was read and is gone", row.position)));
+            return Err(StoreError::Corrupt(format!("the message at position {} disappeared after it was read", row.position)));
         };
         (row.message.headers, row.message.payload) = (headers, payload);
     }

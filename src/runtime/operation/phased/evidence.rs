@@ -1,22 +1,24 @@
-//! How a verdict stands in an evidence row: the one place that writes and reads it (O7, O8).
+//! Writes and reads evidence rows: what was observed of a call to a provider, and the verdict on
+//! whether its effect happened (O7, O8). No other code knows the form of such a row.
 //!
-//! | verdict of policy | `kind` | in the bytes |
+//! | verdict | `kind` of the row | in its bytes |
 //! |---|---|---|
 //! | not_sent | error | `proves`, what was seen |
-//! | wait | answer, query | the same and `pause_ms` |
+//! | wait | answer, query | `proves`, what was seen, `pause_ms` |
 //! | indefinite | answer, query, error | `proves`, what was seen |
-//! | all others | answer, query | the same |
+//! | all others | answer, query | `proves`, what was seen |
 //!
 //! The row's own word ([`Verdict::word`]) is for people and lists; `proves` is what a process
-//! decides from. An operator's row (`operator`, `success`, `failure` or `waived`) has no `proves`:
-//! its word is the verdict, and of success and failure the last of them decides alone, whatever was
-//! seen before and since; but for proof of success that came after a word of failure: that is a
-//! conflict, and goes to an operator again.
+//! decides from. A row of kind `operator` has no `proves`: its word (`success`, `failure`, `waived`)
+//! is the verdict.
+//!
+//! The last success or failure of an operator overrides all other rows. One exception: a provider's
+//! success that came after an operator's failure is a conflict, and an operator decides again.
 //!
 //! Guarantees: any process that can open the bytes rebuilds the same [`Evidence`]; a row that this
 //! program cannot read is an error, never left out.
 //!
-//! Not here: what the rows come to ([`Evidence`]), and the cipher of the bytes
+//! Not here: the conclusion from all rows ([`Evidence`]), and the cipher of the bytes
 //! ([`vault`](super::vault)).
 
 use std::time::Duration;
@@ -29,11 +31,11 @@ use crate::error::StoreError;
 use crate::policy::operation::provider::{Evidence, Proof, Verdict};
 use crate::store::{NewEvidence, StoredEvidence};
 
-/// The longest text that is kept of what was seen, in bytes.
+/// So many bytes are kept of what was seen.
 const SAW_MAX: usize = 2_048;
 const OPERATOR: &str = "operator";
 
-/// By what something was seen.
+/// Where an observation comes from.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum By {
     /// The answer to a send.
@@ -44,7 +46,7 @@ pub(super) enum By {
     Error,
 }
 
-/// What is written.
+/// An observation of an effect, to be written as a row.
 #[derive(Debug)]
 pub(super) struct Observation<'a> {
     pub(super) operation_id: Uuid,
@@ -139,7 +141,7 @@ fn read(vault: &Vault, stored: &StoredEvidence) -> Result<Row, StoreError> {
     })
 }
 
-/// What providers said of an effect, whatever an operator says.
+/// The rows of an effect that come from a provider, without those of operators.
 ///
 /// # Errors
 /// A row that cannot be read.
@@ -149,9 +151,9 @@ pub(super) fn providers(vault: &Vault, stored: &[StoredEvidence], effect: &str) 
     Ok(rows)
 }
 
-/// The rows of an effect that decide: an operator's last word alone, else all. A word that it did
-/// not happen stands beside proof that it did which came later, and which that operator cannot have
-/// judged: then it is decided anew.
+/// The rows of an effect that decide: the operator's last success or failure alone, or all rows
+/// where there is none. Beside an operator's failure a provider's later success stays: the operator
+/// cannot have known it, so it is decided again.
 ///
 /// # Errors
 /// A row that cannot be read.
@@ -171,14 +173,14 @@ pub(super) fn rows(vault: &Vault, stored: &[StoredEvidence], effect: &str) -> Re
 
 fn all(vault: &Vault, stored: &[StoredEvidence], effect: &str) -> Result<Vec<Row>, StoreError> {
     let mut rows = Vec::new();
-    // A run that ended after its lease says nothing of a provider.
+    // A row of kind `run` tells that a handler ended after its lease; it says nothing of a provider.
     for one in stored.iter().filter(|one| one.evidence.effect == effect && one.evidence.kind != "run") {
         rows.push(read(vault, one)?);
     }
     Ok(rows)
 }
 
-/// What the rows come to.
+/// The conclusion from these rows.
 pub(super) fn evidence(rows: &[Row]) -> Evidence {
     Evidence::of(rows.iter().map(|row| row.proof))
 }
