@@ -39,7 +39,8 @@ pub use self::entry::JournalCipher;
 
 /// The name of the lock file. No entry has this name.
 const LOCK: &str = "lock";
-/// The ending of a file that is being written. Its operation was not sent: it is removed at a start.
+/// The ending of a file that is being written. Its operation was not sent: it is removed at a
+/// start.
 const UNFINISHED: &str = "part";
 /// The ending of an operation's file.
 const ENTRY: &str = "key";

@@ -1,4 +1,5 @@
-//! Reads new outbox rows for a relay session: all in one statement, so in one snapshot (R2, R4, R9).
+//! Reads new outbox rows for a relay session: all in one statement, so in one snapshot (R2, R4,
+//! R9).
 //!
 //! It reads the *gaps* (positions that were missing so far: their transactions may still commit)
 //! and the *tail* (every position above the last one that was seen), in position order.
@@ -209,7 +210,10 @@ async fn complete(connection: &mut Bounded<Postgres>, found: &mut Found) -> Resu
     for place in &found.large {
         let row = &mut found.rows[*place];
         let Some((headers, payload)) = values.remove(&row.position) else {
-            return Err(StoreError::Corrupt(format!("the message at position {} disappeared after it was read", row.position)));
+            return Err(StoreError::Corrupt(format!(
+                "the message at position {} disappeared after it was read",
+                row.position
+            )));
         };
         (row.message.headers, row.message.payload) = (headers, payload);
     }

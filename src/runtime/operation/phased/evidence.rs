@@ -9,8 +9,8 @@
 //! | all others | answer, query | `proves`, what was seen |
 //!
 //! The row's own word ([`Verdict::word`]) is for people and lists; `proves` is what a process
-//! decides from. A row of kind `operator` has no `proves`: its word (`success`, `failure`, `waived`)
-//! is the verdict.
+//! decides from. A row of kind `operator` has no `proves`: its word (`success`, `failure`,
+//! `waived`) is the verdict.
 //!
 //! The last success or failure of an operator overrides all other rows. One exception: a provider's
 //! success that came after an operator's failure is a conflict, and an operator decides again.
@@ -173,7 +173,8 @@ pub(super) fn rows(vault: &Vault, stored: &[StoredEvidence], effect: &str) -> Re
 
 fn all(vault: &Vault, stored: &[StoredEvidence], effect: &str) -> Result<Vec<Row>, StoreError> {
     let mut rows = Vec::new();
-    // A row of kind `run` tells that a handler ended after its lease; it says nothing of a provider.
+    // A row of kind `run` tells that a handler ended after its lease; it says nothing of a
+    // provider.
     for one in stored.iter().filter(|one| one.evidence.effect == effect && one.evidence.kind != "run") {
         rows.push(read(vault, one)?);
     }
