@@ -80,6 +80,7 @@ create table if not exists oncebox_outbox_dead (
   requested_by varchar(255) character set utf8mb4 collate utf8mb4_bin null comment 'who',
   primary key (position) comment 'serves: diversion and release by exact position, loading in position order',
   key outbox_dead_lane (lane_id, position) comment 'serves: dead list, how many stand behind a dead row',
+  key outbox_dead_topic (topic, position) comment 'serves: dead list, how many of a topic are held',
   key outbox_dead_state (state, position) comment 'serves: dead list, counts',
   key outbox_dead_requested (requested, position) comment 'serves: the question of the relay for requests',
   key outbox_dead_message_id (message_id) comment 'serves: explain and dead show, rows by message id',
@@ -131,8 +132,10 @@ create table if not exists oncebox_inbox (
   content_hash binary(16)  not null comment 'first 16 bytes of SHA-256 of the content: the same id with another one is an alarm',
   batch_token  binary(16)  not null comment 'random, of the batch that inserted the row: tells new rows from known ones',
   received_at  datetime(6) not null comment 'when it was admitted, UTC',
-  primary key (consumer_id, message_id) comment 'serves: every decision whether a message is new; a purge walks it in pages'
-) engine = InnoDB default charset = utf8mb4 comment = 'oncebox: messages whose effects are committed, or which wait or are dead';
+  primary key (consumer_id, message_id) comment 'serves: every decision whether a message is new',
+  key inbox_received (consumer_id, received_at, message_id) comment 'serves: the purge, what a consumer received first'
+) engine = InnoDB default charset = utf8mb4
+  comment = 'oncebox: messages whose effects are committed, or which wait or are dead; and one row for each retry that was finished, which tells that it was';
 
 create table if not exists oncebox_attempt (
   consumer_id int          not null comment 'oncebox_consumer',

@@ -22,6 +22,9 @@ create table oncebox_inbox (
     primary key (consumer_id, message_id),
     check (length(message_id) = 16 and length(content_hash) = 16)
 ) without rowid;
+-- Serves the purge: of the ids that carry no time, what a consumer received first.
+create index oncebox_inbox_untimed on oncebox_inbox (consumer_id, received_at, message_id)
+    where (substr(message_id, 7, 1) not between x'70' and x'7f' or substr(message_id, 9, 1) not between x'80' and x'bf');
 
 -- Tries of messages under suspicion, counted outside the handler's transaction (R26). Success deletes the row.
 create table oncebox_attempt (

@@ -203,6 +203,7 @@ macro_rules! store_conformance {
                 holes_of_rolled_back_transactions_never_stall,
                 a_lower_position_that_commits_late_is_not_lost,
                 many_writers_at_once_lose_nothing_and_keep_each_their_order,
+                r7_a_position_that_the_relay_has_passed_is_refused_or_read,
                 a_read_is_bounded_and_says_whether_there_is_more,
                 g11_a_read_gives_no_more_bytes_than_were_asked_for,
                 tidying_never_takes_what_is_not_proven,
@@ -261,6 +262,7 @@ macro_rules! store_conformance {
                 what_a_handler_committed_is_told_although_its_connection_is_lost,
                 what_a_handler_committed_is_told_while_a_statement_of_it_runs,
                 a_head_that_a_handler_committed_away_is_told,
+                a_head_that_another_process_finished_is_not_told_as_committed,
             ];
             purge: [
                 r31_a_purge_takes_what_is_past_and_nothing_else,

@@ -195,36 +195,11 @@ pub(crate) fn time_in_id(id: MessageId) -> Option<DbTime> {
     id.unix_millis().map(|millis| DbTime::from_millis(i64::try_from(millis).unwrap_or(i64::MAX)))
 }
 
-/// The keys that the next page of a purge reads where one table holds all ids: those of the past,
-/// then those beyond the present. What is between has a time that no purge takes yet; the few ids
-/// among them that carry no time wait until it has passed.
-#[cfg(any(feature = "mysql", feature = "sqlite"))]
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct KeyRange {
-    /// Exclusive.
-    pub(crate) after: MessageId,
-    /// Exclusive.
-    pub(crate) before: MessageId,
-    /// Where to go on once these are read.
-    pub(crate) then: Option<MessageId>,
-}
-
-#[cfg(any(feature = "mysql", feature = "sqlite"))]
-impl KeyRange {
-    /// More than any horizon and clock that is right: what lies beyond is read, and left if it is
-    /// of the present after all.
-    const PRESENT: std::time::Duration = std::time::Duration::from_secs(366 * 86_400);
-
-    pub(crate) fn of(below: DbTime, after: Option<MessageId>) -> Self {
-        // A v7 id begins with its milliseconds in 48 bits.
-        let first = |time: DbTime| u128::try_from(time.millis()).unwrap_or(0).min((1 << 48) - 1) << 80;
-        let id = |key: u128| MessageId::from_uuid(uuid::Uuid::from_u128(key));
-        let (past_ends, goes_on) = (id(first(below)), id(first(below.after(Self::PRESENT)) - 1));
-        match after.unwrap_or_else(|| id(0)) {
-            after if after < past_ends => Self { after, before: past_ends, then: Some(goes_on) },
-            after => Self { after, before: id(u128::MAX), then: None },
-        }
-    }
+/// The first id that can carry this time: what a v7 id before it carries is of the past.
+#[cfg(feature = "sqlite")]
+pub(crate) fn first_id_at(time: DbTime) -> MessageId {
+    // A v7 id begins with its milliseconds in 48 bits.
+    MessageId::from_uuid(Uuid::from_u128(u128::try_from(time.millis()).unwrap_or(0).min((1 << 48) - 1) << 80))
 }
 
 /// How long a statement inside a handler's transaction waits for a lock: well below the handler's

@@ -45,6 +45,8 @@ pub struct MySqlStore {
     pool: BoundedPool<MySql>,
     /// How long a statement of a handler waits for a lock.
     lock_wait: Duration,
+    /// How long a statement of a handler runs at most, where the server can end it.
+    statement_max: Duration,
 }
 
 impl Base for MySqlStore {

@@ -78,6 +78,15 @@ pub struct ConsumerStatus {
     pub seen_seconds_ago: f64,
 }
 
+/// The first rows of each topic, by their places in a list that is in position order: what is held
+/// for its destination stands behind the first of it.
+#[cfg(any(feature = "postgres", feature = "mysql", feature = "sqlite"))]
+pub(super) fn firsts<'a>(topics: impl Iterator<Item = Option<&'a str>>) -> Vec<usize> {
+    let mut seen = std::collections::HashSet::new();
+    let is_first = |(at, topic): (usize, Option<&'a str>)| topic.filter(|topic| seen.insert(*topic)).map(|_| at);
+    topics.enumerate().filter_map(is_first).collect()
+}
+
 /// What waits and what is held, from how many stand, how many of them are held and how many are due
 /// some time, each counted up to [`COUNTED_MAX`].
 pub(super) fn waiting_and_held(stand: i64, held: i64, due: i64) -> (u64, u64) {
@@ -194,9 +203,11 @@ pub struct DeadMessage {
     pub attempts: u32,
     /// When it became what it is.
     pub dead_at: DateTime<Utc>,
-    /// When it is tried next; a held one goes on with what holds it.
+    /// When it is tried next; a held one goes on with what holds it, and one that is held for its
+    /// destination when a trial of its topic succeeds, of which there is one every 30 s at least.
     pub next_try: Option<DateTime<Utc>>,
-    /// How many stand behind it.
+    /// How many stand behind it, of its key; behind the first that is held for its destination, how
+    /// many of its topic are held. Counted up to 10,000, which then means that or more.
     pub behind: u64,
     /// What was requested and not yet done.
     pub requested: Option<String>,

@@ -50,10 +50,10 @@ impl Cursor {
         limit
     }
 
-    pub(crate) fn on_read(&mut self, seen: Snapshot, positions: &[i64], limit_reached: bool) -> Outcome {
-        let (batch, closed) = self.reference.on_read(seen, positions, limit_reached);
+    pub(crate) fn on_read(&mut self, seen: Snapshot, positions: &[i64], limit_reached: bool, passes: bool) -> Outcome {
+        let (batch, closed) = self.reference.on_read(seen, positions, limit_reached, passes);
         if let Some(real) = &mut self.real {
-            let outcome = real.on_read(seen.xmin, positions, limit_reached).expect("a true answer is taken");
+            let outcome = real.on_read(seen.xmin, positions, limit_reached, passes).expect("a true answer is taken");
             assert_eq!(outcome.batch, batch);
             assert_eq!(outcome.closed.into_iter().collect::<GapSet>(), closed);
         }

@@ -28,6 +28,7 @@ struct Batch {
     read: u64,
     read_to: i64,
     gap_rows: BTreeSet<i64>,
+    passes: bool,
 }
 
 #[derive(Debug, PartialEq, Eq)]
@@ -106,7 +107,13 @@ impl Reference {
     }
 
     /// Gives the number of the batch, and what closed.
-    pub(crate) fn on_read(&mut self, seen: Snapshot, positions: &[i64], limit_reached: bool) -> (Option<u64>, GapSet) {
+    pub(crate) fn on_read(
+        &mut self,
+        seen: Snapshot,
+        positions: &[i64],
+        limit_reached: bool,
+        passes: bool,
+    ) -> (Option<u64>, GapSet) {
         if self.watch == Watch::Gone {
             // Only with the rule taken out: the plan of a read that began later has dealt with it.
             if self.is(Mutant::HoldersGoneDuringRead) {
@@ -146,8 +153,14 @@ impl Reference {
             self.open.remove(position);
         }
         let batch = (!positions.is_empty()).then(|| {
+            let (read, read_to) = (self.reads, self.read_to);
+            if let Some(last) = self.window.last_mut().filter(|last| passes && last.passes) {
+                (last.read, last.read_to) = (read, read_to);
+                return self.batches;
+            }
             self.batches += 1;
-            let batch = Batch { number: self.batches, read: self.reads, read_to: self.read_to, gap_rows };
+            let gap_rows = if passes { BTreeSet::new() } else { gap_rows };
+            let batch = Batch { number: self.batches, read, read_to, gap_rows, passes };
             self.window.push(batch);
             self.batches
         });

@@ -164,3 +164,55 @@ async fn g11_large_messages_come_whole_and_in_order_to_the_shard_they_belong_to(
     })
     .await;
 }
+
+/// However long the broker takes nothing, and writers of other shards go on: what was sent stays in
+/// the window, and all else in one batch behind it.
+///
+/// Shown to fail with a batch for each read, in the session and in its cursor.
+#[tokio::test]
+async fn g11_rows_of_other_shards_take_no_room_while_the_broker_takes_nothing() {
+    let test = "g11_rows_of_other_shards_take_no_room_while_the_broker_takes_nothing";
+    with_database(test, |database| async move {
+        database
+            .run(
+                "update oncebox.shard set bucket_to = 127;
+                 insert into oncebox.shard (shard_id, bucket_from, bucket_to) values (1, 128, 255)",
+            )
+            .await;
+        let mut connection = database.connection().await;
+        let of_shard = |high: bool| {
+            let key = (0..).map(|n: u32| n.to_string());
+            key.into_iter().find(|key| (oncebox::message::bucket(Some(key), Uuid::nil()) >= 128) == high).unwrap()
+        };
+        let (ours, theirs) = (of_shard(false), of_shard(true));
+        let message = |key: &str| NewMessage::text("t", "k", "1").with_key(key.to_owned());
+        let LeaseAnswer::Taken(mut session) =
+            database.store.open(&LeaseRequest::new("relay", Duration::from_secs(600))).await.unwrap()
+        else {
+            panic!("no lease")
+        };
+        enqueue_all(&mut connection, vec![message(&ours)]).await.unwrap();
+        let first = session.read(10).await.unwrap();
+        assert_eq!(first.rows.len(), 1);
+        session.claim(Mark::default()).await.unwrap();
+        let (mut size, mut last) = (0, 0);
+        for number in 0..300 {
+            enqueue_all(&mut connection, vec![message(&theirs)]).await.unwrap();
+            let read = session.read(10).await.unwrap();
+            assert!(read.rows.is_empty());
+            last = read.batch;
+            session.claim(Mark::default()).await.unwrap();
+            let now = format!("{session:?}").len();
+            if number == 10 {
+                size = now;
+            }
+            assert!(number < 10 || now < size + 200, "after {number} reads it holds {now} characters, at first {size}");
+        }
+        session.claim(Mark { through: Some(first.batch), ..Mark::default() }).await.unwrap();
+        let ours = "select scanned_to from oncebox.shard where shard_id = 0";
+        let at_first: i64 = database.value(ours).await;
+        session.claim(Mark { through: Some(last), ..Mark::default() }).await.unwrap();
+        assert_eq!((at_first, database.value::<i64>(ours).await), (1, 301));
+    })
+    .await;
+}

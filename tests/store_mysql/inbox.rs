@@ -292,3 +292,36 @@ async fn r24_ids_are_looked_up_by_the_unique_key() {
     let last: String = sqlx::Row::get(rows.last().unwrap(), "type");
     assert_eq!(last, "eq_ref");
 }
+
+/// As that of a process that was killed: it would hold its locks until it is done. On MySQL nothing
+/// ends a statement that writes.
+// Shown to fail without `max_statement_time`: the statement runs for its five minutes.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_statement_whose_process_is_gone_ends_soon_and_is_the_handlers_failure() {
+    let Some(db) = Db::new("a_statement_whose_process_is_gone_ends_soon_and_is_the_handlers_failure").await else {
+        return;
+    };
+    let consumer = db.consumer("ledger").await;
+    let options = StoreOptions { handler_timeout: Duration::from_secs(1), ..StoreOptions::new(db.url.as_str()) };
+    let store = MySqlStore::connect(&options).await.unwrap();
+    let mut app = db.app().await;
+    execute(&mut app, "create table held (id int primary key); insert into held values (1)").await;
+    let mut tx = store.begin(consumer).await.unwrap();
+    tx.admit(&[entry()]).await.unwrap();
+    let slow = "update held set id = 1 + sleep(300)";
+    assert!(tokio::time::timeout(Duration::from_millis(500), run(tx.connection().unwrap(), slow)).await.is_err());
+    // Its socket is closed, and the server does not look.
+    drop(tx);
+    db.until_waiting(0, "update held %").await;
+    execute(&mut app, "set session innodb_lock_wait_timeout = 1; update held set id = 2").await;
+
+    let mut tx = store.begin(consumer).await.unwrap();
+    tx.admit(&[entry()]).await.unwrap();
+    let error = run(tx.connection().unwrap(), slow).await.unwrap_err();
+    assert!(!StoreError::from(error).is_transient(), "it counts as the handler's own time");
+    tx.rollback().await.unwrap();
+    let usual: i64 =
+        sqlx::query_scalar("select cast(@@max_statement_time as signed)").fetch_one(store.pool()).await.unwrap();
+    assert_eq!(usual, 0, "of handlers alone");
+    store.close().await;
+}

@@ -1,9 +1,10 @@
 //! What `oncebox keys list` and `show` and a quota read of a large table: the rows that they need,
 //! not all of them.
 
+use oncebox::policy::db_time::DbTime;
 use oncebox::policy::operation::State;
 use oncebox::store::mysql::MySqlStore;
-use oncebox::store::{Base, KeyFilter, KeyOperator, Keys, StoreOptions};
+use oncebox::store::{Base, DeadFilter, DeadState, Inbox, KeyFilter, KeyOperator, Keys, Operator, StoreOptions};
 use sqlx::AssertSqlSafe;
 
 use crate::fixture::{Db, execute};
@@ -88,5 +89,93 @@ async fn m107_what_a_tenant_has_stored_is_summed_from_its_own_entries() {
     assert_eq!(store.stored_of_tenant("t7").await.unwrap(), 10 * live.unsigned_abs());
     let read = read_so_far(&store).await - before;
     assert!(read <= live.unsigned_abs() + 50, "{read} rows were read for {live}");
+    store.close().await;
+}
+
+/// Of which a few may go: those are read, and what stands before them because it waits.
+// Shown to fail: by a page in the order of the ids.
+#[tokio::test]
+async fn a_purge_reads_what_may_go_and_not_the_table() {
+    let Some(db) = Db::new("a_purge_reads_what_may_go_and_not_the_table").await else { return };
+    let consumer = db.consumer("ledger").await;
+    let rows = |name: &str, count: u32, age: &str| {
+        format!(
+            "insert into oncebox_inbox (consumer_id, message_id, content_hash, batch_token, received_at) \
+             with recursive numbers (n) as (select 1 union all select n + 1 from numbers where n < 1000) \
+             select {}, unhex(insert(md5(concat('{name}', a.n, '/', b.n)), 13, 1, '8')), unhex(md5('')), unhex(md5('')), \
+               utc_timestamp(6) - interval {age} - interval a.n second \
+               from numbers a join numbers b on a.n * 1000 + b.n <= 1000 + {count};",
+            consumer.0
+        )
+    };
+    let waiting = "insert into oncebox_waiting (consumer_id, state, message_id, id_text, content_hash, topic, kind, headers, payload, \
+           tombstone, source, place, partition_no, offset_no, attempts, history, stored_at, due_at) \
+         select consumer_id, 'waiting', message_id, '', content_hash, 't', '', '[]', '', 0, '', '', 0, 0, 0, '[]', utc_timestamp(6), \
+           utc_timestamp(6) from oncebox_inbox;";
+    let (kept, past, present) = (rows("k", 70, "30 day"), rows("p", 300, "9 day"), rows("n", 50_000, "1 minute"));
+    execute(&mut db.app().await, &format!("{kept}{waiting}{past}{present}analyze table oncebox_inbox")).await;
+    let store =
+        MySqlStore::connect(&StoreOptions { connections_max: 1, ..StoreOptions::new(db.url.as_str()) }).await.unwrap();
+    let now: DbTime = store.bounds(consumer).await.unwrap().now;
+    let below = DbTime::from_millis(now.before(std::time::Duration::from_secs(5 * 86_400)).millis());
+    let before = read_so_far(&store).await;
+    let (mut gone, mut after) = (0, None);
+    loop {
+        let purged = store.purge(consumer, below, after, 50).await.unwrap();
+        (gone, after) = (gone + purged.rows, purged.next);
+        if after.is_none() {
+            break;
+        }
+    }
+    assert_eq!(gone, 300);
+    let read = read_so_far(&store).await - before;
+    assert!(read < 10_000, "{read} rows were read");
+    store.close().await;
+}
+
+// Shown by: asking each row that waits whether a dead one is before it, and counting all that
+// stands behind (all rows are read, for each row that is listed).
+#[tokio::test]
+async fn a_list_costs_no_more_the_more_is_held() {
+    let Some(db) = Db::new("a_list_costs_no_more_the_more_is_held").await else { return };
+    let consumer = db.consumer("ledger").await.0;
+    let row = |count: u32, lane: &str, state: &str, due: &str| {
+        let dead = if state == "dead" { "'terminal', utc_timestamp(6), unhex(md5(''))" } else { "null, null, null" };
+        format!(
+            "insert into oncebox_waiting (consumer_id, state, lane_id, message_id, id_text, content_hash, topic, `key`, kind, headers, payload, \
+               tombstone, source, place, partition_no, offset_no, attempts, history, stored_at, due_at, reason, dead_at, dead_hash) \
+             with recursive n (i) as (select 1 union all select i + 1 from n where i < 1000) \
+             select {consumer}, '{state}', unhex(md5('{lane}')), unhex(md5(concat('{state}{lane}{due}', a.i, '/', b.i))), '', unhex(md5('')), \
+               't', 'k', '', '[]', '', 0, '', '', 0, 0, 0, '[]', utc_timestamp(6), {due}, {dead} \
+               from n a join n b on (a.i - 1) * 1000 + b.i <= {count};"
+        )
+    };
+    let held = "insert into oncebox_outbox_dead (position, bucket, message_id, topic, kind, payload, content_type, created_at, state, cause, \
+           reason, holds, attempts, history, diverted_at) \
+         with recursive n (i) as (select 1 union all select i + 1 from n where i < 1000) \
+         select (a.i - 1) * 1000 + b.i, 0, unhex(md5(a.i * 1000 + b.i)), 't', 'k', '', 'text/plain', utc_timestamp(6), 'held', \
+           'destination', 'not there', 0, 1, '[]', utc_timestamp(6) from n a join n b on a.i <= 100;";
+    let rows = [
+        row(1, "dead", "dead", "null"),
+        row(200_000, "dead", "waiting", "null"),
+        row(1, "live", "waiting", "utc_timestamp(6)"),
+        row(1, "live", "waiting", "null"),
+    ];
+    let fill = format!("{}{held}analyze table oncebox_waiting, oncebox_outbox_dead", rows.concat());
+    execute(&mut db.app().await, &fill).await;
+    let store =
+        MySqlStore::connect(&StoreOptions { connections_max: 1, ..StoreOptions::new(db.url.as_str()) }).await.unwrap();
+    for (state, place, found, behind) in [
+        (DeadState::Dead, "ledger", 1, 10_000),
+        (DeadState::Waiting, "ledger", 2, 1),
+        (DeadState::Held, "outbox", 100, 10_000),
+    ] {
+        let before = read_so_far(&store).await;
+        let filter = DeadFilter { states: vec![state], consumer: Some(place.into()), ..DeadFilter::default() };
+        let listed = store.dead(&filter).await.unwrap();
+        assert_eq!((listed.len(), listed.iter().map(|one| one.behind).max()), (found, Some(behind)), "{state:?}");
+        let read = read_so_far(&store).await - before;
+        assert!(read < 25_000, "{state:?}: {read} rows were read");
+    }
     store.close().await;
 }

@@ -9,8 +9,8 @@ use oncebox::policy::operation::record::Tombstone;
 use oncebox::policy::operation::retention::Retention;
 use oncebox::policy::operation::{Identity, Key, Keyring, Mode, Scope, State};
 use oncebox::store::{
-    Answer, AnswerBody, Base, Basis, Begun, ConsumerSpec, FIRST_POINT, Inbox, KeyClaim, KeyFilter, KeyOperator, Keys,
-    NewOperation, Operator, Outcome, Phases, Sealed,
+    Answer, AnswerBody, Base, Basis, Begun, ConsumerSpec, DeadFilter, DeadState, FIRST_POINT, Inbox, KeyClaim,
+    KeyFilter, KeyOperator, Keys, NewOperation, Operator, Outcome, Phases, Sealed,
 };
 use uuid::Uuid;
 
@@ -296,6 +296,50 @@ async fn a_purge_of_ids_without_a_time_reads_what_may_go_and_not_the_table() {
         .await;
         let [_, _, whole, indexed] = std::array::from_fn(|at| after[at] - before[at]);
         assert!(whole == 0 && indexed <= 2_000, "{whole} rows in order, {indexed} by an index");
+    })
+    .await;
+}
+
+/// What waits is found by what is tried next, and no more is counted than is shown.
+//
+// Shown by: asking each row that waits whether a dead one is before it (all are read).
+#[tokio::test]
+async fn a_list_costs_no_more_the_more_is_held() {
+    with_database("a_list_costs_no_more_the_more_is_held", |database| async move {
+        let spec = ConsumerSpec { name: "ledger".into(), id_rule: "envelope".into(), accept: false };
+        let consumer = database.store.register(&spec).await.unwrap().0;
+        let row = |count: i64, lane: &str, state: &str, due: &str| {
+            let is_dead = state == "dead";
+            let dead = if is_dead { "'terminal', now()" } else { "null, null" };
+            format!(
+                "insert into oncebox.waiting (consumer_id, message_id, content_hash, id_text, state, lane_id, holds, due_at, topic, key, \
+                   kind, payload, source, place, partition_no, offset_no, reason, dead_at) \
+                 select {consumer}, gen_random_uuid(), gen_random_uuid(), 'x', '{state}', md5('{lane}')::uuid, {is_dead}, {due}, 't', 'k', \
+                   'k', '', 's', 'p', 0, 0, {dead} from generate_series(1, {count});"
+            )
+        };
+        let rows = [
+            row(1, "dead", "dead", "null"),
+            row(200_000, "dead", "waiting", "null"),
+            row(1, "live", "waiting", "now()"),
+            row(1, "live", "waiting", "null"),
+        ];
+        database.run(&format!("{}analyze oncebox.waiting", rows.concat())).await;
+        let before = read_so_far(&database, WAITING).await;
+        let store = database.another_store().await;
+        for (state, found, behind) in [(DeadState::Dead, 1, 10_000), (DeadState::Waiting, 2, 1)] {
+            let filter = DeadFilter { states: vec![state], ..DeadFilter::default() };
+            let listed = store.dead(&filter).await.unwrap();
+            assert_eq!((listed.len(), listed.iter().map(|one| one.behind).max()), (found, Some(behind)), "{state:?}");
+        }
+        store.close().await;
+        let after = eventually("the read is counted", Duration::from_secs(60), || async {
+            let after = read_so_far(&database, WAITING).await;
+            (after[0] + after[1] > before[0] + before[1]).then_some(after)
+        })
+        .await;
+        let [_, _, whole, indexed] = std::array::from_fn(|at| after[at] - before[at]);
+        assert!(whole + indexed <= 12_000, "{whole} rows in order, {indexed} by an index");
     })
     .await;
 }

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use oncebox::message::MessageId;
 use oncebox::store::conformance::{Fixture, Trial};
-use oncebox::store::{Base, Inbox, InboxEntry, InboxTx, Proof};
+use oncebox::store::{Base, Inbox, InboxEntry, InboxTx, Proof, StoreOptions};
 use sqlx::{Connection, SqliteConnection};
 
 use crate::fixture::SqliteFile;
@@ -146,4 +146,53 @@ async fn r28_giving_a_handler_up_interrupts_its_statement() {
     for _ in 0..12 {
         assert_eq!(trial.number(long).await, 200_000);
     }
+}
+
+/// Temporary tables hide those of the application and of oncebox; settings decide what the next
+/// statement does.
+///
+/// Shown to fail: with every connection back in the pool, the next transaction could not write, and
+/// read the temporary table.
+#[tokio::test(flavor = "multi_thread")]
+async fn the_session_that_a_handler_changed_is_closed_before_anybody_else_gets_it() {
+    let case = "the_session_that_a_handler_changed_is_closed_before_anybody_else_gets_it";
+    let trial = Trial::<SqliteFile>::start(case).await.unwrap();
+    trial.store.close().await;
+    let options = StoreOptions { connections_max: 1, ..StoreOptions::new(trial.fixture.url()) };
+    let trial = Trial { store: oncebox::store::sqlite::SqliteStore::connect(&options).await.unwrap(), ..trial };
+    for change in [
+        "create temp table effect (message text, note text)",
+        "pragma query_only = on",
+        "pragma recursive_triggers = on",
+        "pragma ignore_check_constraints = on",
+        "pragma busy_timeout = 1",
+        "create temp trigger t after insert on main.oncebox_outbox begin select raise(ignore); end",
+    ] {
+        for commits in [true, false] {
+            let (mut tx, id) = begin(&trial).await;
+            run(&mut tx, change).await.unwrap();
+            if commits {
+                tx.commit().await.unwrap();
+            } else {
+                tx.undo().await.unwrap();
+                drop(tx);
+            }
+            assert_eq!(is_known(&trial, id).await, commits, "{change}");
+            let left = "select (select count(*) from sqlite_temp_schema) \
+                        + (select query_only + (select recursive_triggers from pragma_recursive_triggers) from pragma_query_only) \
+                        + (select ignore_check_constraints from pragma_ignore_check_constraints) \
+                        + (select 30000 - timeout from pragma_busy_timeout)";
+            assert_eq!(trial.number(left).await, 0, "{change}, committed: {commits}");
+            let (mut tx, _) = begin(&trial).await;
+            run(&mut tx, "insert into effect values ('works', '')").await.unwrap();
+            tx.commit().await.unwrap();
+        }
+    }
+    assert_eq!(trial.effects("works").await, 12);
+    // A connection that nobody changed is used again.
+    let mut one = trial.store.pool().acquire().await.unwrap();
+    SqliteFile::run(&mut one, "select 1").await.unwrap();
+    drop(one);
+    assert_eq!(trial.store.pool().size(), 1);
+    trial.end().await;
 }

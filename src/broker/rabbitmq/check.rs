@@ -87,7 +87,8 @@ fn finding_version(version: &ServerVersion, server: &str) -> BrokerFinding {
 async fn exchange(config: &RabbitConfig, topology: &mut Topology<'_>) -> Result<BrokerFinding, BrokerError> {
     let name = format!("exchange {}", config.exchange);
     if !topology.exchange_exists(&config.exchange).await? {
-        let (detail, remedy) = ("not there yet".to_owned(), Some("start `publisher`, which declares it".to_owned()));
+        let (detail, remedy) =
+            ("not there yet".to_owned(), Some("start `publisher` or `consumer`, which declares it".to_owned()));
         return Ok(BrokerFinding { name, refused: false, stuck: false, detail, remedy });
     }
     // It is there, so declaring it can only compare.

@@ -131,12 +131,20 @@ impl GapCursor {
     }
 
     /// Takes what the statement returned: `pg_snapshot_xmin`, the positions of **all** rows in the
-    /// order they came, and whether there were as many as its LIMIT (R2.3, R2.4).
+    /// order they came, and whether there were as many as its LIMIT (R2.3, R2.4). With `passes`, no
+    /// row of it is of this shard and no mark is on its way: such reads take no room, whatever
+    /// their number, for each goes to the batch of the one before.
     ///
     /// # Errors
     ///
     /// Any error ends the session.
-    pub fn on_read(&mut self, xmin: u64, positions: &[i64], limit_reached: bool) -> Result<ReadOutcome, CursorError> {
+    pub fn on_read(
+        &mut self,
+        xmin: u64,
+        positions: &[i64],
+        limit_reached: bool,
+        passes: bool,
+    ) -> Result<ReadOutcome, CursorError> {
         let plan = self.plan.take().ok_or(CursorError::ReadNotBegun)?;
         self.verify(&plan, xmin, positions)?;
         self.xmin = xmin;
@@ -166,7 +174,7 @@ impl GapCursor {
         let closed = self.open.close(Seen { xmin, below });
         let batch = (!positions.is_empty()).then(|| {
             self.claim_due = self.reads;
-            self.window.push(self.read_to, gap_rows)
+            if passes { self.window.pass(self.read_to) } else { self.window.push(self.read_to, gap_rows) }
         });
         debug_assert_eq!(self.check(), Ok(()));
         Ok(ReadOutcome { batch, gap_rows: at_gaps.len(), new_gaps, closed })

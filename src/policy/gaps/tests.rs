@@ -15,7 +15,7 @@ fn ranges(cursor: &mut GapCursor) -> Vec<(i64, i64)> {
 /// A whole read whose LIMIT was not reached.
 fn read(cursor: &mut GapCursor, xmin: u64, positions: &[i64]) -> ReadOutcome {
     cursor.begin_read();
-    cursor.on_read(xmin, positions, false).expect("a clean read")
+    cursor.on_read(xmin, positions, false, false).expect("a clean read")
 }
 
 fn claim(cursor: &mut GapCursor, xid: u64, now: u64) {
@@ -86,7 +86,7 @@ fn r2_a_claim_that_began_before_the_read_is_no_fence_for_its_gaps() {
 fn r2_with_the_limit_reached_a_gap_closes_only_below_the_last_row() {
     let mut cursor = GapCursor::start(9, &set(&[(1, 4), (5, 9)]), 10, RANGES_MAX);
     cursor.begin_read();
-    let outcome = cursor.on_read(10, &[6], true).expect("a clean read");
+    let outcome = cursor.on_read(10, &[6], true, false).expect("a clean read");
     assert_eq!(outcome.closed, [Range { from: 1, to: 4 }, Range { from: 5, to: 6 }]);
     assert_eq!(ranges(&mut cursor), [(7, 9)]);
 }
@@ -165,7 +165,7 @@ fn r6_a_gap_closes_at_the_read_that_begins_after_its_lock_holders_have_ended() {
     assert_eq!(cursor.lock_watch(), Some(&[14][..]));
     cursor.begin_read();
     cursor.on_still_holding(&[]);
-    assert_eq!(cursor.on_read(11, &[], false).expect("clean").closed, [], "this read had begun before");
+    assert_eq!(cursor.on_read(11, &[], false, false).expect("clean").closed, [], "this read had begun before");
     assert_eq!(read(&mut cursor, 11, &[]).closed, [Range { from: 1, to: 2 }]);
 }
 
@@ -205,7 +205,7 @@ fn r9_at_the_cap_only_gaps_are_read_until_some_close() {
     assert_eq!(cursor.row_limit(500), 1, "a row inside a range splits it");
     let plan = cursor.begin_read();
     assert_eq!((plan.ranges.len(), plan.tail_from), (3, None));
-    assert_eq!(cursor.on_read(9, &[12], false), Err(CursorError::Unexpected { position: 12 }));
+    assert_eq!(cursor.on_read(9, &[12], false, false), Err(CursorError::Unexpected { position: 12 }));
     assert_eq!(read(&mut cursor, 10, &[]).closed.len(), 2);
     assert_eq!(cursor.begin_read().tail_from, Some(12));
 }
@@ -213,7 +213,7 @@ fn r9_at_the_cap_only_gaps_are_read_until_some_close() {
 #[test]
 fn a_read_that_cannot_be_true_ends_the_session_and_changes_nothing() {
     let mut cursor = started();
-    assert_eq!(cursor.on_read(10, &[], false), Err(CursorError::ReadNotBegun));
+    assert_eq!(cursor.on_read(10, &[], false, false), Err(CursorError::ReadNotBegun));
     read(&mut cursor, 10, &[2, 4]);
     for (xmin, positions, error) in [
         (10, vec![5, 5], CursorError::NotAscending { before: 5, after: 5 }),
@@ -223,7 +223,7 @@ fn a_read_that_cannot_be_true_ends_the_session_and_changes_nothing() {
         (9, vec![], CursorError::XminWentBack { seen: 10, now: 9 }),
     ] {
         cursor.begin_read();
-        assert_eq!(cursor.on_read(xmin, &positions, false), Err(error));
+        assert_eq!(cursor.on_read(xmin, &positions, false, false), Err(error));
     }
     let ticket = cursor.begin_claim();
     assert_eq!(cursor.on_claim(ticket, 10, 0), Err(CursorError::FenceWentBack { last: 10, now: 10 }));
@@ -265,4 +265,29 @@ fn a_set_is_written_as_its_ranges_and_read_back_equal() {
     assert_eq!(serde_json::from_str::<GapSet>(&json).expect("a set"), gaps);
     let twice = r#"[{"from":5,"to":6},{"from":1,"to":3},{"from":2,"to":5}]"#;
     assert_eq!(serde_json::from_str::<GapSet>(twice).expect("a set"), set(&[(1, 6)]), "any order, overlapping");
+}
+
+/// Shown to fail with a batch for each read: 1,000 of them.
+#[test]
+fn g11_reads_of_other_shards_rows_are_one_batch() {
+    let mut cursor = started();
+    assert_eq!(read(&mut cursor, 10, &[1]).batch, Some(1));
+    claim(&mut cursor, 11, 0);
+    let pass = |cursor: &mut GapCursor, positions: &[i64]| {
+        cursor.begin_read();
+        let outcome = cursor.on_read(11, positions, false, true).expect("a clean read");
+        assert!(cursor.needs_claim(), "a gap that was found is fenced");
+        outcome.batch
+    };
+    for position in 2..1_000 {
+        assert_eq!(pass(&mut cursor, &[position * 2]), Some(2));
+        // It commits late, and is not ours to prove.
+        assert_eq!(pass(&mut cursor, &[position * 2 - 1]), Some(2));
+    }
+    claim(&mut cursor, 12, 0);
+    assert_eq!(read(&mut cursor, 11, &[2_000]).batch, Some(3), "what is ours stands for itself");
+    assert_eq!(pass(&mut cursor, &[2_001]), Some(4));
+    let marked = mark(&mut cursor, 2);
+    assert_eq!((marked.scanned_to, marked.gaps), (1_998, set(&[(2, 3)])));
+    assert_eq!(mark(&mut cursor, 4).scanned_to, 2_001);
 }

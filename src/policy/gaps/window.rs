@@ -17,6 +17,8 @@ pub(super) struct Batch {
     pub(super) read_to: i64,
     /// Its rows that stood at gaps: out of memory's open gaps, and not proven.
     pub(super) gap_rows: GapSet,
+    /// None of its rows is of this shard: the next read of that kind makes it longer.
+    pub(super) is_passed: bool,
 }
 
 #[derive(Debug, Default)]
@@ -33,8 +35,21 @@ impl Window {
 
     pub(super) fn push(&mut self, read_to: i64, gap_rows: GapSet) -> u64 {
         let number = self.batches.back().map_or(self.marked, |batch| batch.number) + 1;
-        self.batches.push_back(Batch { number, read_to, gap_rows });
+        self.batches.push_back(Batch { number, read_to, gap_rows, is_passed: false });
         number
+    }
+
+    /// Takes a read with rows of other shards alone, however many of them follow each other, as one
+    /// batch. Their owner keeps what it has not proven.
+    pub(super) fn pass(&mut self, read_to: i64) -> u64 {
+        match self.batches.back_mut().filter(|last| last.is_passed) {
+            Some(last) => last.read_to = read_to,
+            None => {
+                self.push(read_to, GapSet::new());
+                self.batches.back_mut().into_iter().for_each(|last| last.is_passed = true);
+            }
+        }
+        self.batches.back().map_or(self.marked, |last| last.number)
     }
 
     pub(super) fn oldest(&self) -> Option<&Batch> {

@@ -96,7 +96,7 @@ pub async fn the_status_counts_what_is_there<F: Fixture>(trial: &Trial<F>) {
 /// Every state that an operator may ask for, on both sides. Shown by listing dead ones alone, as it
 /// was.
 pub async fn what_is_held_and_what_waits_is_listed_with_its_reason_and_its_next_try<F: Fixture>(trial: &Trial<F>) {
-    let (_session, positions) = dead_outbox(trial).await;
+    let (mut session, positions) = dead_outbox(trial).await;
     let consumer = trial.consumer("ledger").await;
     let foreign = arrived(Some("due"), "1", "evt-17");
     trial.park(consumer, &foreign, due()).await;
@@ -135,6 +135,21 @@ pub async fn what_is_held_and_what_waits_is_listed_with_its_reason_and_its_next_
     let all = listed(vec![DeadState::Dead, DeadState::Held, DeadState::Waiting]).await;
     assert_eq!(all.len(), 7);
     assert!(all.is_sorted_by_key(|one| one.dead_at), "oldest first, whatever their state");
+
+    // Behind the first of a topic that takes nothing stands all of the topic.
+    let orders = |key: &str| crate::message::NewMessage::text("orders", "order.created", "{}").with_key(key);
+    trial.enqueue(vec![orders("a"), orders("b"), orders("b")]).await;
+    let (rows, batch) = read_rows(&mut session, 3).await;
+    let held = || Diversion::HeldDestination { reason: "not there".into() };
+    let diverted = rows.iter().map(|row| (row.position, held())).collect();
+    session.claim(Mark { diverted, ..through(batch) }).await.unwrap();
+    let of_orders = DeadFilter { states: vec![DeadState::Held], topic: Some("orders".into()), ..DeadFilter::default() };
+    let shown = trial.store.dead(&of_orders).await.unwrap();
+    let behind: Vec<u64> = shown.iter().map(|one| one.behind).collect();
+    assert_eq!(behind, [2, 0, 0]);
+    assert!(shown.iter().all(|one| one.reason == "not there" && one.state == DeadState::Held), "{shown:?}");
+    let last = DeadFilter { number: Some(shown[1].number.clone()), ..of_orders };
+    assert_eq!(trial.store.dead(&last).await.unwrap()[0].behind, 1);
 }
 
 /// A look must not cost more the more stands: 10,000 means that or more.

@@ -3,7 +3,7 @@
 
 use std::time::Duration;
 
-use super::trial::{LEASE, Tx, due, effect, everything, message, new_entry};
+use super::trial::{LEASE, Tx, due, effect, eventually, everything, message, new_entry};
 use super::{Connection, Fixture, Trial};
 use crate::store::{Claim, Inbox, Proof, Undone, Waiting};
 
@@ -233,5 +233,43 @@ pub async fn a_head_that_a_handler_committed_away_is_told<F: Fixture>(trial: &Tr
         let stands = trial.store.give_back(consumer, &[head]).await.unwrap() == 1;
         assert_eq!(undone, if stands { Undone::Whole } else { Undone::Committed }, "{statement}");
         assert!(stands || statement == "commit");
+    }
+}
+
+/// Not as the handler's own commit, which would make it dead: its connection was lost for longer
+/// than its claim, or the handler rolled back, and another process handled the message meanwhile.
+/// Shown to fail where a waiting row that is gone counts as committed away by the handler.
+pub async fn a_head_that_another_process_finished_is_not_told_as_committed<F: Fixture>(trial: &Trial<F>) {
+    if !F::CONCURRENT_WRITERS {
+        return; // Nobody else writes before this transaction is undone.
+    }
+    let case = "a_head_that_another_process_finished_is_not_told_as_committed";
+    let consumer = trial.consumer("c").await;
+    for end in ["its connection", "rollback"] {
+        trial.park(consumer, &message(end, ""), due()).await;
+        let claim = Claim::new(Duration::from_millis(1));
+        let head = trial.store.claim_due(consumer, &everything(), &claim).await.unwrap().unwrap();
+        let mut tx = trial.store.begin(consumer).await.unwrap();
+        assert!(tx.finish(std::slice::from_ref(&head)).await.unwrap());
+        match end {
+            "rollback" => careless::<F>(tx.connection().unwrap(), end).await,
+            // The row is free once the server has seen it: the peer waits for that.
+            _ if trial.end_connection(case, tx.connection().unwrap()).await => {}
+            _ => {
+                tx.rollback().await.unwrap();
+                trial.run(&format!("delete from {}", trial.table("waiting"))).await;
+                continue;
+            }
+        }
+        let all = everything();
+        let again = eventually("the head is due again", async || {
+            trial.store.claim_due(consumer, &all, &Claim::new(LEASE)).await.unwrap()
+        })
+        .await;
+        let mut peer = trial.store.begin(consumer).await.unwrap();
+        assert!(peer.finish(std::slice::from_ref(&again)).await.unwrap());
+        peer.commit().await.unwrap();
+        let undone = tx.undo().await.unwrap();
+        assert_eq!(undone, if end == "rollback" { Undone::Whole } else { Undone::Lost }, "{end}");
     }
 }

@@ -4,8 +4,9 @@ use std::time::Duration;
 
 use super::trial::{DEADLINE, Session, new_message, payloads, read_nothing, read_rows, through};
 use super::{Fixture, Trial};
+use crate::error::StoreError;
 use crate::message::NewMessage;
-use crate::store::{LeaseRequest, Mark, Operator, Outbox, OutboxRow};
+use crate::store::{ActContext, Base, LeaseRequest, Mark, Operator, Outbox, OutboxRow};
 
 fn messages(numbers: std::ops::Range<u32>) -> Vec<NewMessage> {
     numbers.map(|number| new_message("k", number.to_string())).collect()
@@ -187,6 +188,61 @@ pub async fn many_writers_at_once_lose_nothing_and_keep_each_their_order<F: Fixt
             break;
         }
         assert!(began.elapsed() < 2 * DEADLINE);
+    }
+}
+
+/// The next position is the first again, as after a restore in part; what was sent is not there
+/// any more.
+async fn set_back<F: Fixture>(trial: &Trial<F>) {
+    let sql = match F::Store::NAME {
+        "sqlite" => "update sqlite_sequence set seq = 0 where name = 'oncebox_outbox'",
+        "mysql" => "alter table oncebox_outbox auto_increment = 1",
+        _ => "delete from oncebox.outbox; select setval('oncebox.outbox_position_seq', 1, false)",
+    };
+    trial.run(sql).await;
+}
+
+/// At the doors or by the relay, by the name of what mends it; then it is read. Never is it
+/// accepted and passed over.
+pub async fn r7_a_position_that_the_relay_has_passed_is_refused_or_read<F: Fixture>(trial: &Trial<F>) {
+    let context = ActContext { actor: "ann".into(), reason: "restored".into(), dry_run: false, redrive_age_max: None };
+    let is_refused = |error: &StoreError| error.to_string().contains("oncebox doctor --fix");
+    for count in [1, 3] {
+        trial.enqueue(messages(0..9)).await;
+        let mut session = trial.take_over("before").await;
+        let (_, batch) = read_rows(&mut session, 9).await;
+        session.claim(through(batch)).await.unwrap();
+        set_back(trial).await;
+
+        let mut tx = trial.begin().await;
+        let written = match count {
+            1 => crate::store::enqueue(&mut *tx, new_message("k", "0")).await.map(|_| ()),
+            _ => crate::store::enqueue_all(&mut *tx, messages(0..count)).await.map(|_| ()),
+        };
+        let is_written = written.is_ok();
+        match written {
+            Ok(()) => crate::store::commit(tx).await.unwrap(),
+            Err(error) => {
+                assert!(is_refused(&error), "{error}");
+                tx.rollback().await.unwrap();
+            }
+        }
+        let read = session.read(100).await;
+        match read {
+            Ok(read) if is_written => assert_eq!(payloads(&read.rows), numbers(0..count)),
+            Ok(_) => {}
+            Err(error) => assert!(is_refused(&error), "{error}"),
+        }
+        drop(session);
+        trial.store.mend(&context).await.unwrap();
+        if !is_written {
+            trial.enqueue(messages(0..count)).await;
+        }
+        let mut session = trial.take_over("after").await;
+        let (rows, batch) = read_rows(&mut session, usize::try_from(count).unwrap()).await;
+        assert_eq!(payloads(&rows), numbers(0..count));
+        session.claim(through(batch)).await.unwrap();
+        assert_eq!(trial.store.status().await.unwrap().pending, 0);
     }
 }
 

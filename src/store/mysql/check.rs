@@ -4,15 +4,17 @@
 //! Each answer is made by a function over plain values, so that servers which cannot be had here
 //! are tested too.
 
+pub(super) mod positions;
+
 use std::collections::HashMap;
 
-use sqlx::{AssertSqlSafe, MySql};
+use sqlx::MySql;
 
 use super::{schema, without_transactions};
 use crate::error::StoreError;
+use crate::store::Finding;
 use crate::store::bounded::{Ask, Bounded, BoundedPool};
 use crate::store::schema::LOST_AT_FAILOVER;
-use crate::store::{ActContext, Finding};
 
 /// A packet must hold the largest message twice: it travels as base64, with its envelope.
 const PACKET_BYTES_MIN: u64 = 4 * 1024 * 1024;
@@ -49,7 +51,7 @@ pub(super) async fn run(pool: &BoundedPool<MySql>) -> Result<Vec<Finding>, Store
         findings.extend(engines(&mut connection).await?);
         findings.push(function(schema::has_function(&mut connection).await?));
         findings.push(triggers(&mut connection).await?);
-        findings.push(positions(&mut connection, &version).await?);
+        findings.push(positions::look(&mut connection).await?);
     }
     Ok(findings)
 }
@@ -289,71 +291,6 @@ async fn triggers(connection: &mut Bounded<MySql>) -> Result<Finding, StoreError
             "drop them: they run inside the relay's and the consumers' transactions",
         ),
     })
-}
-
-/// A counter that stands at or below a diverted row would give its position out again (after a
-/// restore, or `alter table`).
-async fn positions(connection: &mut Bounded<MySql>, version: &str) -> Result<Finding, StoreError> {
-    let name = "sequence behind cursor";
-    let (next, used) = next_and_used(connection, version).await?;
-    let (Some(next), Some(used)) = (next, used) else { return Ok(Finding::ok(name, "no dead or held row")) };
-    if next > used {
-        return Ok(Finding::ok(name, format!("the next position is {next}")));
-    }
-    Ok(Finding::refused(
-        name,
-        format!("the next position is {next}, but a dead or held row stands at {used}: positions would be used twice"),
-        "run `oncebox doctor --fix`",
-    ))
-}
-
-/// The next position of the outbox, and the highest of a dead or held row.
-async fn next_and_used(
-    connection: &mut Bounded<MySql>,
-    version: &str,
-) -> Result<(Option<u64>, Option<u64>), StoreError> {
-    if !version.to_lowercase().contains("mariadb") {
-        // MySQL keeps this column of information_schema for a day unless told otherwise.
-        sqlx::query("set session information_schema_stats_expiry = 0").run(&mut *connection).await?;
-    }
-    let next: Option<u64> = sqlx::query_scalar(
-        "select auto_increment from information_schema.tables \
-         where table_schema = database() and table_name = 'oncebox_outbox'",
-    )
-    .optional(&mut *connection)
-    .await?
-    .flatten();
-    let used: Option<i64> = sqlx::query_scalar("select max(position) from oncebox_outbox_dead").one(connection).await?;
-    Ok((next, used.and_then(|used| u64::try_from(used).ok())))
-}
-
-/// Sets the counter of positions above every row that stands.
-pub(super) async fn mend_positions(
-    connection: &mut Bounded<MySql>,
-    context: &ActContext,
-) -> Result<Vec<String>, StoreError> {
-    let version: String = sqlx::query_scalar("select version()").one(&mut *connection).await?;
-    let (Some(next), Some(used)) = next_and_used(connection, &version).await? else { return Ok(Vec::new()) };
-    if next > used {
-        return Ok(Vec::new());
-    }
-    let mended =
-        format!("the next position was {next}, and a dead or held row stands at {used}: the next is {}", used + 1);
-    if !context.dry_run {
-        let alter = AssertSqlSafe(format!("alter table oncebox_outbox auto_increment = {}", used + 1));
-        sqlx::raw_sql(alter).run(&mut *connection).await?;
-        sqlx::query(
-            "insert into oncebox_audit (at, actor, reason, act, place, number, message_id, detail) \
-             values (utc_timestamp(6), ?, ?, 'mend-sequence', 'outbox', 'position', ?, ?)",
-        )
-        .bind(&context.actor)
-        .bind(&context.reason)
-        .bind(uuid::Uuid::nil())
-        .bind(&mended)
-        .run(connection)
-        .await?;
-    }
-    Ok(vec![mended])
 }
 
 /// Shown where the server lets this user see it (PROCESS).

@@ -53,7 +53,8 @@ impl MySqlStore {
             })
             .connect_lazy_with(connect_options);
         let lock_wait = lock_wait(options.handler_timeout);
-        Ok(Self { pool: BoundedPool::new(pool, answer_timeout, None, hosts), lock_wait })
+        let statement_max = timeouts.statement;
+        Ok(Self { pool: BoundedPool::new(pool, answer_timeout, None, hosts), lock_wait, statement_max })
     }
 }
 
@@ -115,6 +116,9 @@ fn is_local(url: &url::Url) -> bool {
 /// A frozen process loses its connection, and with it its locks, before those who wait for them
 /// give up; and those before they take the server for silent (R28).
 struct Timeouts {
+    /// How long a statement of a handler may run, where the server can end it (MariaDB): longer
+    /// than the handler itself, which then ends first, as what it is.
+    statement: Duration,
     /// How long the server waits for the next statement.
     wait: Duration,
     /// How long a statement waits for a lock.
@@ -126,7 +130,7 @@ impl Timeouts {
     fn above(handler_timeout: Duration) -> Self {
         let handler = handler_timeout.max(Duration::from_secs(1));
         let seconds = |more| handler + Duration::from_secs(more);
-        Self { wait: seconds(15), lock_wait: seconds(30), answer: seconds(35) }
+        Self { statement: seconds(5), wait: seconds(15), lock_wait: seconds(30), answer: seconds(35) }
     }
 }
 
@@ -138,7 +142,8 @@ fn session_settings(timeouts: &Timeouts) -> String {
         "set session transaction isolation level read committed; \
          set session autocommit = 1, completion_type = 0, time_zone = '+00:00', \
          sql_mode = (select concat(@@global.sql_mode, ',STRICT_ALL_TABLES')), \
-         wait_timeout = {wait}, innodb_lock_wait_timeout = {lock_wait}, lock_wait_timeout = {lock_wait}"
+         wait_timeout = {wait}, innodb_lock_wait_timeout = {lock_wait}, lock_wait_timeout = {lock_wait} \
+         /*M! , max_statement_time = default */"
     )
 }
 

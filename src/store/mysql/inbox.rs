@@ -60,16 +60,39 @@ pub(super) struct MySqlInboxTx {
     consumer: ConsumerId,
     token: [u8; 16],
     savepoint: Option<String>,
-    /// As the server counts connections.
-    connection_id: Option<u64>,
+    session: Option<ServerSession>,
     began: Instant,
     /// When our rows were received.
     received: Option<DbTime>,
-    /// The ids whose rows it inserted, and the waiting row that it removed.
+    /// The ids whose rows it inserted.
     ours: Vec<MessageId>,
-    removed: Option<i64>,
+    /// The row of the inbox that [`InboxTx::finish`] inserted, of no message: that a waiting row is
+    /// gone does not tell who removed it.
+    mark: Option<MessageId>,
     /// The server was seen at work for it when it was to be undone.
     works: bool,
+}
+
+/// A connection as the server counts it, and which server that is: another one counts anew.
+#[derive(Debug)]
+struct ServerSession {
+    id: u64,
+    server: String,
+}
+
+impl ServerSession {
+    /// Its columns.
+    const COLUMNS: &str = "connection_id(), concat_ws('/', @@hostname, @@port, @@server_id)";
+
+    fn of(row: &MySqlRow, first: usize) -> Result<Self, StoreError> {
+        Ok(Self { id: row.try_get(first)?, server: row.try_get_unchecked(first + 1)? })
+    }
+
+    /// Whether its number may be a stranger's on this server, which has been up for so long, while
+    /// the connection was begun so long ago.
+    fn is_of_another(&self, server: &str, up: Duration, begun: Duration) -> bool {
+        self.server != server || up <= begun
+    }
 }
 
 /// Whether the server works for this connection, and waits neither for us to ask nor to listen. No
@@ -92,8 +115,12 @@ impl Inbox for MySqlStore {
     }
 
     async fn begin(&self, consumer: ConsumerId) -> Result<Box<dyn InboxTx>, StoreError> {
-        let wait = self.lock_wait.as_secs().max(1);
-        let start = format!("set session innodb_lock_wait_timeout = {wait}; {START_HANDLER}");
+        let (wait, most) = (self.lock_wait.as_secs().max(1), self.statement_max.as_secs());
+        // MariaDB alone can end a statement that writes: of a process that was killed it would hold
+        // its locks until it is done.
+        let start = format!(
+            "set session innodb_lock_wait_timeout = {wait} /*M! , max_statement_time = {most} */; {START_HANDLER}"
+        );
         let (transaction, pool) = (self.pool.begin(AssertSqlSafe(start)).await?, self.pool.clone());
         Ok(Box::new(MySqlInboxTx {
             transaction,
@@ -101,11 +128,11 @@ impl Inbox for MySqlStore {
             consumer,
             token: token(),
             savepoint: None,
-            connection_id: None,
+            session: None,
             began: Instant::now(),
             received: None,
             ours: Vec::new(),
-            removed: None,
+            mark: None,
             works: false,
         }))
     }
@@ -235,7 +262,7 @@ impl InboxTx for MySqlInboxTx {
 
     async fn admit(&mut self, entries: &[InboxEntry]) -> Result<Admission, StoreError> {
         if entries.is_empty() {
-            self.set_savepoint().await?;
+            self.set_savepoint(None).await?;
             return Ok(Admission { known: Vec::new() });
         }
         // Sorted: two batches with the same ids wait for each other instead of deadlocking.
@@ -248,7 +275,7 @@ impl InboxTx for MySqlInboxTx {
             return Err(StoreError::Corrupt(format!("five statements of the inbox gave {count} answers")));
         };
         self.savepoint = Some(savepoint);
-        self.connection_id = rows.rows.first().map(|row| row.try_get(4)).transpose()?;
+        self.session = rows.rows.first().map(|row| ServerSession::of(row, 4)).transpose()?;
         only_duplicates(entries.len(), inserted.changed, warned, warnings)?;
 
         let mut found = HashMap::with_capacity(rows.rows.len());
@@ -304,10 +331,7 @@ impl InboxTx for MySqlInboxTx {
 
     async fn finish(&mut self, claimed: &[ClaimedMessage]) -> Result<bool, StoreError> {
         let finished = waiting::finish(&mut self.transaction, self.consumer, claimed).await?;
-        self.set_savepoint().await?;
-        if finished {
-            self.removed = claimed.first().map(|first| first.sequence);
-        }
+        self.set_savepoint(finished.then(MessageId::new)).await?;
         Ok(finished)
     }
 
@@ -358,41 +382,33 @@ struct Answer {
     changed: u64,
 }
 
-/// What tells whether a transaction was committed: what it wrote before any handler ran, of which
-/// all or nothing stands.
+/// What tells whether a transaction was committed: a row of the inbox that it inserted before any
+/// handler ran, and nobody else could.
 struct Stands {
     consumer: ConsumerId,
     token: [u8; 16],
     inserted: Option<MessageId>,
-    removed: Option<i64>,
 }
 
 impl Stands {
     async fn ask(&self, connection: &mut Bounded<MySql>) -> Result<bool, StoreError> {
-        if let Some(id) = self.inserted {
-            let rows: i64 = sqlx::query_scalar(
-                "select count(*) from oncebox_inbox where consumer_id = ? and message_id = ? and batch_token = ?",
-            )
-            .bind(self.consumer.0)
-            .bind(id.uuid())
-            .bind(self.token.as_slice())
-            .one(&mut *connection)
-            .await?;
-            return Ok(rows > 0);
-        }
-        let Some(removed) = self.removed else { return Ok(false) };
-        let rows: i64 = sqlx::query_scalar("select count(*) from oncebox_waiting where sequence = ?")
-            .bind(removed)
-            .one(connection)
-            .await?;
-        Ok(rows == 0)
+        let Some(id) = self.inserted else { return Ok(false) };
+        let rows: i64 = sqlx::query_scalar(
+            "select count(*) from oncebox_inbox where consumer_id = ? and message_id = ? and batch_token = ?",
+        )
+        .bind(self.consumer.0)
+        .bind(id.uuid())
+        .bind(self.token.as_slice())
+        .one(connection)
+        .await?;
+        Ok(rows > 0)
     }
 }
 
 impl MySqlInboxTx {
     fn stands(&self) -> Stands {
-        let (inserted, removed) = (self.ours.first().copied(), self.removed);
-        Stands { consumer: self.consumer, token: self.token, inserted, removed }
+        let inserted = self.ours.first().copied().or(self.mark);
+        Stands { consumer: self.consumer, token: self.token, inserted }
     }
 
     /// Ends the connection from another one, waits until it has ended, and then looks what it left.
@@ -406,7 +422,7 @@ impl MySqlInboxTx {
                 None => return Ok(Undone::Lost),
             }
             // It may have ended since.
-            let id = self.connection_id.unwrap_or_default();
+            let id = self.session.as_ref().map(|session| session.id).unwrap_or_default();
             let killed = raw_sql(AssertSqlSafe(format!("kill {id}"))).run(&mut *other).await;
             if let Err(error) = killed.map_err(StoreError::from)
                 && error.is_transient()
@@ -415,30 +431,44 @@ impl MySqlInboxTx {
             }
             tokio::time::sleep(pause).await;
         }
-        let why = format!("the connection {:?} was told to end and has not ended yet", self.connection_id);
+        let why = format!("{:?} was told to end and has not ended yet", self.session);
         Err(StoreError::Busy(sqlx::Error::Protocol(why)))
     }
 
     /// Whether the server works for our connection; none where that has ended, as all have that
-    /// began before the server did: their numbers may be others' by now.
+    /// began before the server did, or on another one that this one came in place of: their numbers
+    /// may be others' by now.
     async fn works_still(&self, other: &mut Bounded<MySql>) -> Result<Option<bool>, StoreError> {
+        let Some(session) = &self.session else { return Ok(None) };
         let row = raw_sql("show global status like 'Uptime'").one(&mut *other).await?;
-        let up = row.try_get_unchecked::<String, _>(1)?.parse().unwrap_or_default();
-        if Duration::from_secs(up) <= self.began.elapsed() {
+        let up = Duration::from_secs(row.try_get_unchecked::<String, _>(1)?.parse().unwrap_or_default());
+        let columns = AssertSqlSafe(format!("select {}", ServerSession::COLUMNS));
+        let here = ServerSession::of(&raw_sql(columns).one(&mut *other).await?, 0)?;
+        if session.is_of_another(&here.server, up, self.began.elapsed()) {
             return Ok(None);
         }
-        let works: Option<i64> = sqlx::query_scalar(WORKS).bind(self.connection_id).optional(other).await?;
+        let works: Option<i64> = sqlx::query_scalar(WORKS).bind(session.id).optional(other).await?;
         Ok(works.map(|works| works != 0))
     }
 
-    /// Once a transaction: what was written before it is proven with it.
-    async fn set_savepoint(&mut self) -> Result<(), StoreError> {
-        if self.savepoint.is_none() {
-            let name = savepoint_name();
-            let set = raw_sql(AssertSqlSafe(format!("savepoint {name}; select connection_id()")));
-            self.connection_id = Some(set.one(&mut self.transaction).await?.try_get(0)?);
-            self.savepoint = Some(name);
+    /// Inserts `mark`, a row of the inbox that only this transaction has, and sets the savepoint,
+    /// once a transaction: what was written before it is proven with it.
+    async fn set_savepoint(&mut self, mark: Option<MessageId>) -> Result<(), StoreError> {
+        if self.savepoint.is_some() && mark.is_none() {
+            return Ok(());
         }
+        let (consumer, token) = (self.consumer.0, hex(&self.token));
+        let insert = mark.map(|mark| {
+            let mark = hex(&mark.bytes());
+            format!(
+                "insert into oncebox_inbox (consumer_id, message_id, content_hash, batch_token, received_at) \
+                 values ({consumer}, x'{mark}', x'{token}', x'{token}', utc_timestamp(6)); "
+            )
+        });
+        let name = self.savepoint.take().unwrap_or_else(savepoint_name);
+        let text = format!("{}savepoint {name}; select {}", insert.unwrap_or_default(), ServerSession::COLUMNS);
+        let row = raw_sql(AssertSqlSafe(text)).one(&mut self.transaction).await?;
+        (self.session, self.savepoint, self.mark) = (Some(ServerSession::of(&row, 0)?), Some(name), mark);
         Ok(())
     }
 
@@ -509,10 +539,11 @@ fn admit_statements(consumer: ConsumerId, sorted: &[InboxEntry], token: [u8; 16]
     format!(
         "insert ignore into oncebox_inbox (consumer_id, message_id, content_hash, batch_token, received_at) values {}; \
          show count(*) warnings; show warnings; \
-         select message_id, content_hash, batch_token, timestampdiff(microsecond, '1970-01-01', received_at), connection_id() \
+         select message_id, content_hash, batch_token, timestampdiff(microsecond, '1970-01-01', received_at), {} \
             from oncebox_inbox where consumer_id = {consumer} and message_id in ({}); \
          savepoint {savepoint}",
         values.join(","),
+        ServerSession::COLUMNS,
         ids.join(",")
     )
 }
@@ -538,4 +569,22 @@ fn only_duplicates(entries: usize, inserted: u64, warned: &Answer, warnings: &An
         )));
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    // Shown to fail by comparing how long the server has been up alone: after a failover to a
+    // replica that has been up for months, `kill` went to whoever had the number there.
+    #[test]
+    fn a_connection_of_another_server_or_of_before_a_restart_is_not_looked_for() {
+        let session = ServerSession { id: 7, server: "db1/3306/1".to_owned() };
+        let (long, short) = (Duration::from_secs(9_000), Duration::from_secs(3));
+        assert!(!session.is_of_another("db1/3306/1", long, short));
+        assert!(session.is_of_another("db1/3306/1", short, long), "the server began later");
+        for other in ["db2/3306/1", "db1/3307/1", "db1/3306/2"] {
+            assert!(session.is_of_another(other, long, short), "{other}");
+        }
+    }
 }

@@ -34,7 +34,7 @@ impl Operator for MySqlStore {
     }
 
     async fn mend(&self, context: &ActContext) -> Result<Vec<String>, StoreError> {
-        super::check::mend_positions(&mut self.pool.acquire().await?, context).await
+        super::check::positions::mend(&self.pool, context).await
     }
 
     async fn audit(&self, id: Option<Uuid>, limit: usize) -> Result<Vec<AuditEntry>, StoreError> {

@@ -9,6 +9,8 @@
 //!   each of them up by the primary key (R11): a range would delete rows never read, and an IN list
 //!   or a range waits for every open writer.
 //! * Every write begins with the row of the shard, where epoch and revision are still ours.
+//! * A position that a dead or held row has and a new row was given (the counter was set back) is
+//!   refused when it is read: the relay tells rows apart by it.
 //! * A read holds no more bytes than were asked for: where rows suddenly weigh more, it stops in
 //!   the middle (G11).
 //!
@@ -23,6 +25,7 @@ use sqlx::mysql::MySqlRow;
 use sqlx::{Either, MySql, Row};
 
 use super::door::headers_from_json;
+use super::schema::number;
 use super::{HISTORY_MAX, MySqlStore, START, micros, number_list, text};
 use crate::error::StoreError;
 use crate::message::{OutgoingMessage, TraceContext};
@@ -37,6 +40,8 @@ use crate::store::{
     RelaySession, RequestedAct,
 };
 
+/// A row with this position is there already.
+const DUPLICATE: u16 = 1062;
 /// Requests taken at a time.
 const REQUESTS_MAX: i64 = 1_000;
 
@@ -296,7 +301,7 @@ impl MySqlSession {
         let mut outcome = Ok(());
         let take = |part: Either<_, MySqlRow>| {
             let Either::Right(row) = part else { return ControlFlow::Continue(()) };
-            match outbox_row(&row) {
+            match unused(&row).and_then(|()| outbox_row(&row)) {
                 Ok(row) => {
                     bytes += row.message.weight();
                     rows.push(row);
@@ -328,8 +333,9 @@ impl MySqlSession {
 
 const ROWS: &str = "\
 select o.position, o.bucket, o.message_id, o.topic, o.`key`, o.kind, o.headers, o.payload, o.content_type, o.traceparent, \
-       o.tracestate, o.created_at \
+       o.tracestate, o.created_at, d.position is not null as is_used \
   from json_table(?, '$[*]' columns (position bigint path '$')) j straight_join oncebox_outbox o force index (primary) on o.position = j.position \
+  left join oncebox_outbox_dead d force index (primary) on d.position = o.position \
  order by o.position";
 
 /// `eq_ref` by the primary key: no lock but on the rows themselves (R11). A test reads the plan.
@@ -387,7 +393,13 @@ async fn divert(connection: &mut Bounded<MySql>, diverted: &[(i64, Diversion)]) 
     if diverted.is_empty() {
         return Ok(());
     }
-    let written = sqlx::query(DIVERT).bind(diversion_list(diverted)).run(connection).await?.rows_affected();
+    let written = match sqlx::query(DIVERT).bind(diversion_list(diverted)).run(connection).await {
+        Ok(done) => done.rows_affected(),
+        Err(error) if number(&error) == Some(DUPLICATE) => {
+            return Err(used_twice("the position of a message that is to be held"));
+        }
+        Err(error) => return Err(error.into()),
+    };
     if usize::try_from(written).ok() != Some(diverted.len()) {
         let wanted = diverted.len();
         return Err(StoreError::Corrupt(format!("of {wanted} rows to divert the outbox holds {written}")));
@@ -443,6 +455,20 @@ fn diverted_row(row: &MySqlRow) -> Result<DivertedRow, StoreError> {
         key: key.map(|key| text("key", key)).transpose()?,
         diversion,
     })
+}
+
+/// Refuses a row of the outbox whose position a dead or held row has.
+fn unused(row: &MySqlRow) -> Result<(), StoreError> {
+    match row.try_get::<i64, _>("is_used")? {
+        0 => Ok(()),
+        _ => Err(used_twice(&format!("the position {} of a new message", row.try_get::<i64, _>("position")?))),
+    }
+}
+
+fn used_twice(position: &str) -> StoreError {
+    StoreError::Refused(format!(
+        "sequence behind cursor: {position} is that of a dead or held one, too; run `oncebox doctor --fix`"
+    ))
 }
 
 /// A row of the outbox or of the dead and held table.

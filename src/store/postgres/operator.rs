@@ -5,6 +5,8 @@
 //! (R17); a message of a consumer that is redriven has its inbox row, so that a second copy is a
 //! duplicate (R31).
 
+mod heads;
+
 use std::time::Duration;
 
 use sqlx::postgres::PgRow;
@@ -18,7 +20,7 @@ use super::waiting::next_is_due;
 use crate::error::StoreError;
 use crate::message::MessageId;
 use crate::store::bounded::{Ask, Bounded};
-use crate::store::operator::{BURIED, Redriven, redriven};
+use crate::store::operator::{BURIED, Redriven, firsts, redriven};
 use crate::store::{
     ActContext, AuditEntry, DeadFilter, DeadMessage, DeadPlace, DeadState, Forgotten, HistoryEntry, LockWait, Operator,
     OperatorAct, OperatorOutcome, Status,
@@ -29,16 +31,18 @@ const CAUSATION: &str = "oncebox-causation-id";
 /// What a list shows unless told otherwise.
 const LIMIT: usize = 100;
 
-/// Rows of the outbox in one state. Only what holds others is asked how many stand behind it.
+/// Rows of the outbox in one state. Only what holds others is asked how many stand behind it, up to
+/// `COUNTED_MAX`.
 macro_rules! outbox_in {
     ($state:literal) => {
         concat!(
             "select t.position, t.message_id, t.topic, t.key, t.kind, coalesce(t.reason, 'stands behind another one of its key'),
                     t.reason, t.attempts, t.diverted_at,
-                    case when t.holds then (select count(*) from oncebox.outbox_dead h where h.topic = t.topic
-                        and left(h.key, 512) = left(t.key, 512) and h.key = t.key and h.position > t.position and h.state = 'held') else 0 end,
+                    case when t.holds then (select count(*) from (select from oncebox.outbox_dead h where h.topic = t.topic
+                        and left(h.key, 512) = left(t.key, 512) and h.key = t.key and h.position > t.position and h.state = 'held'
+                        limit 10000) b) else 0 end,
                     t.requested, t.history::text, t.headers::text, t.payload, t.content_type,
-                    extract(epoch from clock_timestamp() - t.created_at)::float8
+                    extract(epoch from clock_timestamp() - t.created_at)::float8, t.cause
                from oncebox.outbox_dead t
               where t.state = '", $state, "'
                 and ($1::bigint is null or t.position = $1) and ($2::uuid is null or t.message_id = $2)
@@ -53,9 +57,9 @@ macro_rules! of_consumers_where {
     ($condition:literal) => {
         concat!(
             "select w.sequence, w.message_id, w.topic, w.key, w.kind, w.reason, w.error, w.attempts, coalesce(w.dead_at, w.stored_at),
-                    case when w.holds or w.due_at is not null then (select count(*) from oncebox.waiting h
+                    case when w.holds or w.due_at is not null then (select count(*) from (select from oncebox.waiting h
                         where h.consumer_id = w.consumer_id and h.lane_id = w.lane_id and h.sequence > w.sequence
-                          and h.state = 'waiting') else 0 end,
+                          and h.state = 'waiting' limit 10000) b) else 0 end,
                     w.history::text, w.header_names, w.header_values, w.payload, w.content_type, c.name, w.id_text, w.due_at
                from oncebox.waiting w join oncebox.consumer c on c.consumer_id = w.consumer_id
               where ", $condition, "
@@ -66,6 +70,10 @@ macro_rules! of_consumers_where {
         )
     };
 }
+
+/// Of rows that were found by what has a due time, which no row has behind a dead one: to ask each
+/// row that stands whether one is before it costs the more, the more are held.
+const WAITING_OF_HEADS: &str = of_consumers_where!("w.state = 'waiting' and w.sequence = any($8)");
 
 fn outbox_sql(state: DeadState) -> Option<&'static str> {
     match state {
@@ -264,22 +272,33 @@ async fn find(
                 .bind(rows_max)
                 .all(&mut *connection)
                 .await?;
-            for row in &rows {
+            let is_held_for_destination =
+                |row: &PgRow| row.try_get::<&str, _>(16).is_ok_and(|cause| cause == "destination");
+            let topics = rows.iter().map(|row| row.try_get::<&str, _>(2).ok().filter(|_| is_held_for_destination(row)));
+            let firsts = firsts(topics);
+            for (at, row) in rows.iter().enumerate() {
                 let age = Duration::try_from_secs_f64(row.try_get(15)?).unwrap_or_default();
-                found.push((outbox_message(row, *state)?, Some(age)));
+                let mut message = outbox_message(row, *state)?;
+                if firsts.contains(&at) {
+                    message.behind = heads::held_of_topic(connection, &message.topic, row.try_get(0)?).await?;
+                }
+                found.push((message, Some(age)));
             }
         }
         if !only_outbox {
-            let rows = sqlx::query(consumers_sql(*state))
+            let of_heads = *state == DeadState::Waiting && consumer_number.is_none() && filter.message_id.is_none();
+            let waiting = if of_heads { heads::waiting(connection, filter, rows_max).await? } else { Vec::new() };
+            let sql = if of_heads { WAITING_OF_HEADS } else { consumers_sql(*state) };
+            let query = sqlx::query(sql)
                 .bind(consumer_number)
                 .bind(filter.message_id)
                 .bind(filter.topic.as_deref().map(stored))
                 .bind(filter.key.as_ref().map(String::as_bytes))
                 .bind(&filter.reason)
                 .bind(rows_max)
-                .bind(&filter.consumer)
-                .all(&mut *connection)
-                .await?;
+                .bind(&filter.consumer);
+            let query = if of_heads { query.bind(waiting) } else { query };
+            let rows = query.all(&mut *connection).await?;
             for row in &rows {
                 found.push((consumer_message(row, *state)?, None));
             }

@@ -10,8 +10,8 @@
 //! Not here: what runs out of ranges meanwhile (the DEFAULT partitions take it), and the purge of
 //! inbox rows.
 
-use std::sync::PoisonError;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
 
 use sqlx::{AssertSqlSafe, Postgres, Row, raw_sql};
@@ -486,11 +486,12 @@ impl PostgresStore {
             return;
         }
         let store = self.clone();
+        let attaches = Attaches(Arc::clone(&self.attaches));
         tokio::spawn(async move {
+            let _attaches = attaches;
             if let Err(error) = store.beside(default, &outside, &attach).await {
                 tracing::warn!(default, %error, "ranges beside a large DEFAULT partition were not made; they are tried again");
             }
-            store.attaches.store(false, Ordering::SeqCst);
         });
     }
 
@@ -526,6 +527,16 @@ impl PostgresStore {
         }
         connection.close().await;
         Ok(())
+    }
+}
+
+/// That ranges are being attached; not any more when it is dropped, also where the task panics or
+/// its runtime ends.
+struct Attaches(Arc<AtomicBool>);
+
+impl Drop for Attaches {
+    fn drop(&mut self) {
+        self.0.store(false, Ordering::SeqCst);
     }
 }
 

@@ -196,9 +196,13 @@ impl RelaySession for PostgresSession {
         }
         self.last_value = found.last_value;
         self.tidied.saw(found.last_value);
-        let outcome = self.cursor.on_read(found.xmin, &found.positions, found.more).map_err(|error| doubt(&error))?;
+        let passes = found.rows.is_empty();
+        let outcome = self.cursor.on_read(found.xmin, &found.positions, found.more, passes);
+        let outcome = outcome.map_err(|error| doubt(&error))?;
         self.batch += 1;
         if let Some(number) = outcome.batch {
+            // Rows of other shards alone: they go with the batch before.
+            self.batches.pop_back_if(|(_, last)| *last == number);
             self.batches.push_back((self.batch, number));
         }
         let rows = self.undecided(found.rows).await?;

@@ -6,6 +6,7 @@ use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use sqlx::pool::PoolOptions;
+use sqlx::query_scalar;
 use sqlx::sqlite::{SqliteConnectOptions, SqliteJournalMode, SqliteSynchronous};
 use sqlx::{Connection, Pool, Sqlite};
 
@@ -15,6 +16,17 @@ use crate::store::{Base, StoreOptions};
 
 /// How long a statement waits for the write lock, and a transaction for its turn.
 pub(super) const BUSY_TIMEOUT: Duration = Duration::from_secs(30);
+
+/// What code that is not ours may leave on a connection: temporary tables and triggers (they shadow
+/// ours), attached files, settings.
+const STATE: &str = "\
+select (select count(*) from sqlite_temp_schema) || ' ' || \
+  (select count(*) from pragma_database_list where name not in ('main', 'temp')) || ' ' || \
+  (select * from pragma_foreign_keys) || ' ' || (select * from pragma_defer_foreign_keys) || ' ' || \
+  (select * from pragma_ignore_check_constraints) || ' ' || (select * from pragma_query_only) || ' ' || \
+  (select * from pragma_recursive_triggers) || ' ' || (select * from pragma_reverse_unordered_selects) || ' ' || \
+  (select * from pragma_read_uncommitted) || ' ' || (select * from pragma_synchronous) || ' ' || (select * from pragma_busy_timeout) || ' ' || \
+  (select * from pragma_trusted_schema) || ' ' || (select * from pragma_writable_schema) || ' ' || (select * from pragma_temp_store)";
 
 /// A SQLite file that holds an outbox, an inbox, or both.
 #[derive(Debug, Clone)]
@@ -101,16 +113,32 @@ impl Base for SqliteStore {
             .journal_mode(SqliteJournalMode::Wal)
             .synchronous(SqliteSynchronous::Full)
             .busy_timeout(BUSY_TIMEOUT);
+        let fresh = Arc::new(OnceLock::new());
+        let at_first = Arc::clone(&fresh);
         let pool = PoolOptions::new()
             .max_connections(options.connections_max)
             .test_before_acquire(false)
-            .after_release(|connection: &mut sqlx::SqliteConnection, _| {
+            .after_connect(move |connection: &mut sqlx::SqliteConnection, _| {
+                let fresh = Arc::clone(&at_first);
+                Box::pin(async move {
+                    let state: String = query_scalar(STATE).fetch_one(connection).await?;
+                    fresh.get_or_init(|| state);
+                    Ok(())
+                })
+            })
+            .after_release(move |connection: &mut sqlx::SqliteConnection, _| {
+                let fresh = Arc::clone(&fresh);
                 Box::pin(async move {
                     // A rollback may still stand in the queue of the connection's thread.
                     connection.ping().await?;
                     // A transaction that was ended behind sqlx's back leaves its count of open ones
                     // wrong: not used again.
-                    Ok(!connection.is_in_transaction())
+                    if connection.is_in_transaction() {
+                        return Ok(false);
+                    }
+                    // Nor one that a handler changed: what it left would be the next one's.
+                    let state: String = query_scalar(STATE).fetch_one(connection).await?;
+                    Ok(fresh.get().is_none_or(|fresh| *fresh == state))
                 })
             })
             .connect_lazy_with(connect_options);

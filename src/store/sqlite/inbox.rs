@@ -6,7 +6,7 @@
 //! that the transaction is the one that was begun (R23).
 
 mod park;
-mod purge;
+pub(super) mod purge;
 
 use std::any::Any;
 use std::collections::HashSet;

@@ -5,7 +5,7 @@
 //! so that a second copy is a duplicate (R31).
 
 mod act;
-mod dead;
+pub(super) mod dead;
 mod mend;
 
 use std::time::Duration;
@@ -32,6 +32,10 @@ type ShardRow = (i32, u8, u8, i64, i64, Option<String>, i64, i64);
 type ConsumerRow = (String, i64, i64, i64, i64, i64, i64, i64);
 /// at, actor, act, reason, place, number, message_id, detail.
 type AuditRow = (i64, String, String, String, String, String, String, String);
+
+const FORGET_PAGE: &str = "\
+delete from oncebox_inbox where consumer_id = ?1 \
+  and message_id in (select message_id from oncebox_inbox where consumer_id = ?1 limit 10000)";
 
 impl Operator for SqliteStore {
     async fn status(&self) -> Result<Status, StoreError> {
@@ -90,7 +94,7 @@ impl Operator for SqliteStore {
 
     async fn forget_consumer(&self, name: &str, context: &ActContext) -> Result<Forgotten, StoreError> {
         let mut write = self.write().await?;
-        let found = query_as::<_, (i64, i64, i64, i64)>(concat!(
+        let found = query_as::<_, (i32, i64, i64, i64)>(concat!(
             "select c.consumer_id, ",
             now_ms!(),
             " - c.seen_at, (select count(*) from oncebox_waiting as w where w.consumer_id = c.consumer_id),
@@ -108,10 +112,12 @@ impl Operator for SqliteStore {
             write.rollback().await?;
             return checked.map(|()| forgotten);
         }
-        for table in ["oncebox_waiting", "oncebox_attempt", "oncebox_assignment", "oncebox_inbox", "oncebox_consumer"] {
+        for table in ["oncebox_waiting", "oncebox_attempt", "oncebox_assignment"] {
             let delete = format!("delete from {table} where consumer_id = ?");
             query(AssertSqlSafe(delete)).bind(consumer).execute(write.connection()).await?;
         }
+        let rename = query("update oncebox_consumer set name = ? where consumer_id = ?");
+        rename.bind(Forgotten::name(consumer)).bind(consumer).execute(write.connection()).await?;
         let audit = query(concat!(
             "insert into oncebox_audit (at, actor, reason, act, place, number, message_id, detail) values (",
             now_ms!(),
@@ -122,7 +128,20 @@ impl Operator for SqliteStore {
             audit.bind(&context.actor).bind(&context.reason).bind(name).bind(Uuid::nil().to_string()).bind(detail);
         audit.execute(write.connection()).await?;
         write.commit().await?;
-        Ok(forgotten)
+        // Its inbox goes in pages: nobody else could write meanwhile. Whoever is stopped here finds
+        // the name that it has now in the list, and forgets that.
+        loop {
+            let mut write = self.write().await?;
+            let page = query(FORGET_PAGE).bind(consumer).execute(write.connection()).await?.rows_affected();
+            if page == 0 {
+                let last = query("delete from oncebox_consumer where consumer_id = ?").bind(consumer);
+                last.execute(write.connection()).await?;
+            }
+            write.commit().await?;
+            if page == 0 {
+                return Ok(forgotten);
+            }
+        }
     }
 
     async fn dead(&self, filter: &DeadFilter) -> Result<Vec<DeadMessage>, StoreError> {

@@ -5,9 +5,10 @@
 use sqlx::{AssertSqlSafe, Row, query};
 
 use super::connect::SqliteStore;
+use super::operator::dead;
 use super::{inbox, operations, phases, relay, waiting};
 use crate::store::sql::{mailbox, sql};
-use crate::store::{Base, Dialect, Schema, StoreOptions};
+use crate::store::{Base, DeadFilter, DeadState, Dialect, Schema, StoreOptions};
 
 /// Shown to fail: without the index `oncebox_waiting_lane` two of them walked over the rows of a
 /// consumer (R25); without `oncebox_operation_due`, recovery over all operations; without
@@ -53,4 +54,66 @@ async fn r25_no_poll_and_no_batch_walks_over_a_table() {
         walks.extend(steps.iter().filter(is_walk).map(|step| format!("{name}: {step}")));
     }
     assert!(walks.is_empty(), "{walks:#?}");
+}
+
+/// Shown by: no such index, or one whose condition is written in other words (the page walks the ids
+/// of a consumer by the key).
+#[tokio::test]
+async fn a_purge_of_ids_without_a_time_reads_what_was_received_first() {
+    let directory = tempfile::tempdir().unwrap();
+    let url = format!("sqlite://{}", directory.path().join("purge.db").display());
+    let store = SqliteStore::connect(&StoreOptions { create: true, ..StoreOptions::new(url) }).await.unwrap();
+    store.migrate().await.unwrap();
+    for (sql, page) in [
+        (inbox::purge::PAGE_TIMED, "PRIMARY KEY (consumer_id=? AND message_id>? AND message_id<?)"),
+        (inbox::purge::PAGE_UNTIMED, "INDEX oncebox_inbox_untimed (consumer_id=? AND "),
+    ] {
+        let plan = query(AssertSqlSafe(format!("explain query plan {sql}"))).fetch_all(store.pool()).await.unwrap();
+        let steps: Vec<String> = plan.iter().map(|row| row.get("detail")).collect();
+        assert!(steps[0].contains(page), "{steps:#?}");
+        assert!(steps.iter().all(|step| !step.contains("B-TREE")), "{steps:#?}");
+    }
+}
+
+/// Shown by: asking each row that waits whether a dead one is before it, and counting all that
+/// stands behind (some millions of steps each).
+#[tokio::test]
+async fn a_list_costs_no_more_the_more_is_held() {
+    let directory = tempfile::tempdir().unwrap();
+    let url = format!("sqlite://{}", directory.path().join("list.db").display());
+    let store = SqliteStore::connect(&StoreOptions { create: true, ..StoreOptions::new(url) }).await.unwrap();
+    store.migrate().await.unwrap();
+    let row = |from: &str, lane: &str, state: &str, due: &str| {
+        let dead = if state == "dead" { "'terminal', 0" } else { "null, null" };
+        format!(
+            "insert into oncebox_waiting (consumer_id, message_id, content_hash, lane_id, state, blocks, due_at, attempts, stored_at, \
+               id_text, topic, key, kind, headers, payload, tombstone, source, place, partition_no, offset_no, reason, dead_at) \
+             select 1, randomblob(16), zeroblob(16), {lane}, '{state}', 1, {due}, 0, 0, '', 't', x'6b', '', '[]', x'', 0, '', '', 0, 0, {dead} {from}"
+        )
+    };
+    let many =
+        "from (with recursive n(i) as (select 1 union all select i + 1 from n where i < 200000) select i from n)";
+    let mut connection = store.pool().acquire().await.unwrap();
+    for sql in [
+        "insert into oncebox_consumer (consumer_id, name, id_rule, registered_at, seen_at) values (1, 'ledger', '', 0, 0)".to_owned(),
+        row("", "zeroblob(16)", "dead", "null"),
+        row(many, "zeroblob(16)", "waiting", "null"),
+        row("", "x'00000000000000000000000000000001'", "waiting", "1"),
+        row("", "x'00000000000000000000000000000001'", "waiting", "null"),
+    ] {
+        query(AssertSqlSafe(sql)).execute(&mut *connection).await.unwrap();
+    }
+    let steps = std::sync::Arc::new(std::sync::atomic::AtomicU64::new(0));
+    let counted = std::sync::Arc::clone(&steps);
+    connection.lock_handle().await.unwrap().set_progress_handler(1_000, move || {
+        counted.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
+        true
+    });
+    for (state, found, behind) in [(DeadState::Dead, 1, 10_000), (DeadState::Waiting, 2, 1)] {
+        let filter = DeadFilter { states: vec![state], ..DeadFilter::default() };
+        let listed = dead::list(&mut connection, &filter).await.unwrap();
+        assert_eq!((listed.len(), listed.iter().map(|one| one.behind).max()), (found, Some(behind)));
+    }
+    let steps = steps.load(std::sync::atomic::Ordering::Relaxed);
+    assert!(steps < 500, "{steps} thousand steps");
 }

@@ -12,10 +12,24 @@ use super::count_of;
 use crate::error::StoreError;
 use crate::message::Message;
 use crate::store::bounded::{Ask, Bounded};
+use crate::store::operator::firsts;
 use crate::store::{ConsumerId, DeadFilter, DeadMessage, DeadPlace, DeadState, HistoryEntry};
 
 /// How many a list shows unless told otherwise.
 const LIST_DEFAULT: usize = 100;
+
+/// Each counts up to `COUNTED_MAX`. (An inner query of a statement cannot be bounded here by a row
+/// of the outer one.)
+const HELD_OF_LANE: &str = "\
+select count(*) from (select 1 from oncebox_outbox_dead where lane_id = ? and position > ? and state = 'held' limit 10000) b";
+const HELD_OF_TOPIC: &str = "\
+select count(*) from (select 1 from oncebox_outbox_dead where topic = ? and position > ? and state = 'held' limit 10000) b";
+const BEHIND: &str = "\
+select count(*) from (select 1 from oncebox_waiting where consumer_id = ? and lane_id = ? and sequence > ? limit 10000) b";
+
+const BEHIND_A_HEAD: &str = "\
+select sequence from oncebox_waiting force index (waiting_lane) \
+ where consumer_id = ? and lane_id = ? and sequence > ? and state = 'waiting' order by sequence limit ?";
 
 /// A dead message and the row it stands in.
 pub(super) struct Found {
@@ -75,8 +89,7 @@ async fn find_in_outbox(
     let mut query: QueryBuilder<MySql> = QueryBuilder::new(
         "select d.position, d.message_id, d.topic, d.`key`, d.kind, d.reason, d.attempts, d.diverted_at, d.requested, d.history, \
          d.headers, d.payload, d.content_type, timestampdiff(microsecond, d.created_at, utc_timestamp(6)) as age_micros, \
-         if(d.holds, (select count(*) from oncebox_outbox_dead b \
-           where b.lane_id = d.lane_id and b.position > d.position and b.state = 'held'), 0) as behind \
+         d.cause, d.lane_id, d.holds \
          from oncebox_outbox_dead d where d.state = ",
     );
     query.push(if state == DeadState::Held { "'held'" } else { "'dead'" });
@@ -88,8 +101,23 @@ async fn find_in_outbox(
         query.push(" and d.reason = ").push_bind(reason.clone());
     }
     query.push(" order by d.position limit ").push_bind(i64::try_from(limit).unwrap_or(i64::MAX));
-    let rows = query.build().persistent(false).all(connection).await?;
-    rows.iter().map(|row| found_in_outbox(row, state)).collect()
+    let rows = query.build().persistent(false).all(&mut *connection).await?;
+    let mut found = rows.iter().map(|row| found_in_outbox(row, state)).collect::<Result<Vec<_>, _>>()?;
+    let for_destination = rows.iter().map(|row| Ok(row.try_get::<String, _>("cause")? == "destination"));
+    let for_destination = for_destination.collect::<Result<Vec<_>, StoreError>>()?;
+    let topics = found.iter().zip(&for_destination);
+    let firsts = firsts(topics.map(|(found, is_held)| is_held.then_some(found.dead.topic.as_str())));
+    for (at, (found, row)) in found.iter_mut().zip(&rows).enumerate() {
+        let position: i64 = row.try_get("position")?;
+        let lane: Option<Vec<u8>> = row.try_get("lane_id")?;
+        let behind = match (firsts.contains(&at), row.try_get::<bool, _>("holds")?) {
+            (true, _) => sqlx::query_scalar(HELD_OF_TOPIC).bind(found.dead.topic.as_bytes()),
+            (false, true) => sqlx::query_scalar(HELD_OF_LANE).bind(lane),
+            (false, false) => continue,
+        };
+        found.dead.behind = count_of(behind.bind(position).one(&mut *connection).await?);
+    }
+    Ok(found)
 }
 
 async fn find_of_consumers(
@@ -103,10 +131,14 @@ async fn find_of_consumers(
         "select w.sequence, w.consumer_id, c.name as consumer, w.lane_id is not null as holds, w.message_id, w.id_text, w.topic, w.`key`, \
          w.kind, w.headers, w.payload, w.tombstone, w.content_type, w.source, w.message_time, w.traceparent, w.tracestate, w.place, \
          w.partition_no, w.offset_no, w.attempts, w.reason, w.error, w.history, coalesce(w.dead_at, w.stored_at) as dead_at, w.due_at, \
-         if(w.lane_id is null or (w.state = 'waiting' and w.due_at is null), 0, (select count(*) from oncebox_waiting b \
-           where b.consumer_id = w.consumer_id and b.lane_id = w.lane_id and b.sequence > w.sequence)) as behind \
+         if(w.state = 'waiting' and w.due_at is null, null, w.lane_id) as lane_id \
          from oncebox_waiting w join oncebox_consumer c on c.consumer_id = w.consumer_id where ",
     );
+    if state == DeadState::Waiting && sequence.is_none() && filter.message_id.is_none() {
+        let waiting = waiting_of_heads(connection, filter, limit).await?;
+        let list: Vec<String> = waiting.iter().map(i64::to_string).collect();
+        query.push(format!("w.sequence in ({}) and ", if list.is_empty() { "0".to_owned() } else { list.join(",") }));
+    }
     let behind_a_dead_one = "exists (select 1 from oncebox_waiting d \
                              where d.consumer_id = w.consumer_id and d.lane_id = w.lane_id and d.state = 'dead')";
     match state {
@@ -125,8 +157,51 @@ async fn find_of_consumers(
         query.push(" and w.reason = ").push_bind(reason.clone().into_bytes());
     }
     query.push(" order by w.sequence limit ").push_bind(i64::try_from(limit).unwrap_or(i64::MAX));
-    let rows = query.build().persistent(false).all(connection).await?;
-    rows.iter().map(|row| found_of_consumer(row, state)).collect()
+    let rows = query.build().persistent(false).all(&mut *connection).await?;
+    let mut found = rows.iter().map(|row| found_of_consumer(row, state)).collect::<Result<Vec<_>, _>>()?;
+    for (found, row) in found.iter_mut().zip(&rows) {
+        if let Some(lane) = row.try_get::<Option<Vec<u8>>, _>("lane_id")? {
+            let (consumer, sequence): (i32, i64) = (row.try_get("consumer_id")?, row.try_get("sequence")?);
+            let behind = sqlx::query_scalar(BEHIND).bind(consumer).bind(lane).bind(sequence);
+            found.dead.behind = count_of(behind.one(&mut *connection).await?);
+        }
+    }
+    Ok(found)
+}
+
+/// Those that are tried next, and what stands behind them: to ask each row that stands whether a
+/// dead one is before it costs the more, the more are held.
+async fn waiting_of_heads(
+    connection: &mut Bounded<MySql>,
+    filter: &DeadFilter,
+    limit: usize,
+) -> Result<Vec<i64>, StoreError> {
+    let limit = i64::try_from(limit).unwrap_or(i64::MAX);
+    let consumers = sqlx::query_scalar("select consumer_id from oncebox_consumer where ? is null or name = ?")
+        .bind(filter.consumer.as_ref().map(|name| name.as_bytes()))
+        .bind(filter.consumer.as_ref().map(|name| name.as_bytes()));
+    let consumers: Vec<i32> = consumers.all(&mut *connection).await?;
+    let mut found = Vec::new();
+    for consumer in consumers {
+        let mut heads: QueryBuilder<MySql> = QueryBuilder::new(
+            "select w.sequence, w.lane_id from oncebox_waiting w force index (waiting_due) where w.due_at is not null and w.consumer_id = ",
+        );
+        heads.push_bind(consumer);
+        push_filter(&mut heads, 'w', filter);
+        heads.push(" order by w.due_at limit ").push_bind(limit);
+        let heads = heads.build().persistent(false).all(&mut *connection).await?;
+        let mut of_consumer =
+            heads.iter().map(|head| Ok(head.try_get(0)?)).collect::<Result<Vec<i64>, StoreError>>()?;
+        for head in &heads {
+            let left = limit - i64::try_from(of_consumer.len()).unwrap_or(limit);
+            let Some(lane) = head.try_get::<Option<Vec<u8>>, _>(1)?.filter(|_| left > 0) else { continue };
+            let behind = sqlx::query_scalar(BEHIND_A_HEAD).bind(consumer).bind(lane);
+            let behind: Vec<i64> = behind.bind(head.try_get::<i64, _>(0)?).bind(left).all(&mut *connection).await?;
+            of_consumer.extend(behind);
+        }
+        found.extend(of_consumer);
+    }
+    Ok(found)
 }
 
 fn push_filter(query: &mut QueryBuilder<MySql>, table: char, filter: &DeadFilter) {
@@ -163,7 +238,7 @@ fn found_in_outbox(row: &MySqlRow, state: DeadState) -> Result<Found, StoreError
         attempts: row.try_get("attempts")?,
         dead_at: row.try_get("diverted_at")?,
         next_try: None,
-        behind: count_of(row.try_get("behind")?),
+        behind: 0,
         requested: row.try_get("requested")?,
         history: history(row)?,
         headers: headers_from_json(row.try_get("headers")?)?,
@@ -195,7 +270,7 @@ fn found_of_consumer(row: &MySqlRow, state: DeadState) -> Result<Found, StoreErr
         attempts: row.try_get("attempts")?,
         dead_at: row.try_get::<DateTime<Utc>, _>("dead_at")?,
         next_try,
-        behind: count_of(row.try_get("behind")?),
+        behind: 0,
         requested: None,
         history: history(row)?,
         headers: message.headers.iter().map(lossy).collect(),

@@ -1,10 +1,11 @@
 //! Dead, held and waiting messages on both sides, as a list.
 
 use sqlx::sqlite::{SqliteConnection, SqliteRow};
-use sqlx::{QueryBuilder, Row, Sqlite};
+use sqlx::{QueryBuilder, Row, Sqlite, query_scalar};
 use uuid::Uuid;
 
 use crate::error::StoreError;
+use crate::store::operator::firsts;
 use crate::store::sqlite::message::{arrived_from_json, headers_from_json, sixteen, time_from_millis, uuid_from_text};
 use crate::store::{DeadFilter, DeadMessage, DeadPlace, DeadState, HistoryEntry};
 
@@ -32,7 +33,7 @@ impl Number {
 }
 
 /// Oldest first, both sides together.
-pub(super) async fn list(
+pub(in crate::store::sqlite) async fn list(
     connection: &mut SqliteConnection,
     filter: &DeadFilter,
 ) -> Result<Vec<DeadMessage>, StoreError> {
@@ -45,10 +46,21 @@ pub(super) async fn list(
     for state in filter.states() {
         if wants_outbox && *state != DeadState::Waiting {
             let rows = outbox(filter, *state, number, limit).build().fetch_all(&mut *connection).await?;
-            messages.extend(rows.iter().map(|row| outbox_message(row, *state)).collect::<Result<Vec<_>, _>>()?);
+            let mut found = rows.iter().map(|row| outbox_message(row, *state)).collect::<Result<Vec<_>, _>>()?;
+            let stands = rows.iter().map(|row| Ok(row.try_get::<String, _>("stands")? == "held-destination"));
+            let is_held_for_destination = stands.collect::<Result<Vec<_>, StoreError>>()?;
+            let topics = found.iter().zip(&is_held_for_destination);
+            for first in firsts(topics.map(|(message, is_held)| is_held.then_some(message.topic.as_str()))) {
+                let position: i64 = rows[first].try_get("number")?;
+                let behind = query_scalar::<_, i64>(HELD_OF_TOPIC).bind(found[first].topic.clone()).bind(position);
+                found[first].behind = behind.fetch_one(&mut *connection).await?.unsigned_abs();
+            }
+            messages.extend(found);
         }
         if wants_consumers {
-            let rows = consumers(filter, *state, number, limit).build().fetch_all(&mut *connection).await?;
+            let of_heads = *state == DeadState::Waiting && number.is_none() && filter.message_id.is_none();
+            let heads = if of_heads { Some(waiting_of_heads(connection, filter, limit).await?) } else { None };
+            let rows = consumers(filter, *state, number, heads, limit).build().fetch_all(&mut *connection).await?;
             messages.extend(rows.iter().map(|row| consumer_message(row, *state)).collect::<Result<Vec<_>, _>>()?);
         }
     }
@@ -57,11 +69,51 @@ pub(super) async fn list(
     Ok(messages)
 }
 
+/// How many of a topic are held from a position on.
+const HELD_OF_TOPIC: &str = "\
+select count(*) from (select 1 from oncebox_outbox_dead where topic = ?1 and position > ?2 and state <> 'dead' limit 10000)";
+
+const BEHIND_A_HEAD: &str = "\
+select sequence from oncebox_waiting where consumer_id = ?1 and lane_id = ?2 and blocks = 1 and sequence > ?3 \
+  and state = 'waiting' order by sequence limit ?4";
+
+/// Those that are tried next, and what stands behind them: to ask each row that stands whether a
+/// dead one is before it costs the more, the more are held.
+async fn waiting_of_heads(
+    connection: &mut SqliteConnection,
+    filter: &DeadFilter,
+    limit: usize,
+) -> Result<Vec<i64>, StoreError> {
+    let mut heads = QueryBuilder::<Sqlite>::new(
+        "select w.sequence, w.consumer_id, case when w.blocks = 1 then w.lane_id end \
+         from oncebox_waiting as w indexed by oncebox_waiting_due join oncebox_consumer as c using (consumer_id) \
+         where w.due_at is not null",
+    );
+    if let Some(key) = &filter.key {
+        heads.push(" and w.key = ").push_bind(key.clone().into_bytes());
+    }
+    if let Some(consumer) = &filter.consumer {
+        heads.push(" and c.name = ").push_bind(consumer.clone());
+    }
+    of_both(&mut heads, filter, "w");
+    let limit = i64::try_from(limit).unwrap_or(i64::MAX);
+    heads.push(" order by w.due_at, w.sequence limit ").push_bind(limit);
+    let heads: Vec<(i64, i64, Option<Vec<u8>>)> = heads.build_query_as().fetch_all(&mut *connection).await?;
+    let mut found: Vec<i64> = heads.iter().map(|(sequence, ..)| *sequence).collect();
+    for (sequence, consumer, lane) in heads {
+        let left = limit - i64::try_from(found.len()).unwrap_or(limit);
+        let Some(lane) = lane.filter(|_| left > 0) else { continue };
+        let behind = query_scalar::<_, i64>(BEHIND_A_HEAD).bind(consumer).bind(lane).bind(sequence).bind(left);
+        found.extend(behind.fetch_all(&mut *connection).await?);
+    }
+    Ok(found)
+}
+
 fn outbox(filter: &DeadFilter, state: DeadState, number: Option<Number>, limit: usize) -> QueryBuilder<Sqlite> {
     let mut query = QueryBuilder::new(
-        "select d.position as number, d.message_id, d.topic, d.key, d.kind, d.reason, d.diverted_at, d.requested, d.headers, \
-         d.payload, d.content_type, case when d.state = 'dead' then (select count(*) from oncebox_outbox_dead as h \
-         where h.topic = d.topic and h.key = d.key and h.position > d.position and h.state <> 'dead') else 0 end as behind \
+        "select d.position as number, d.message_id, d.topic, d.key, d.kind, d.reason, d.diverted_at, d.requested, d.headers, d.state as stands, \
+         d.payload, d.content_type, case when d.state = 'dead' then (select count(*) from (select 1 from oncebox_outbox_dead as h \
+         where h.topic = d.topic and h.key = d.key and h.position > d.position and h.state <> 'dead' limit 10000)) else 0 end as behind \
          from oncebox_outbox_dead as d where ",
     );
     query.push(if state == DeadState::Held { "d.state <> 'dead'" } else { "d.state = 'dead'" });
@@ -79,13 +131,19 @@ fn outbox(filter: &DeadFilter, state: DeadState, number: Option<Number>, limit: 
     query
 }
 
-fn consumers(filter: &DeadFilter, state: DeadState, number: Option<Number>, limit: usize) -> QueryBuilder<Sqlite> {
+fn consumers(
+    filter: &DeadFilter,
+    state: DeadState,
+    number: Option<Number>,
+    heads: Option<Vec<i64>>,
+    limit: usize,
+) -> QueryBuilder<Sqlite> {
     let mut query = QueryBuilder::new(
         "select w.sequence as number, c.name, w.message_id, w.topic, w.key, w.kind, w.reason, w.attempts, \
          coalesce(w.dead_at, w.stored_at) as dead_at, w.history, w.id_text, w.due_at, \
-         w.headers, w.payload, w.content_type, case when w.blocks = 1 and (w.state = 'dead' or w.due_at is not null) then (select count(*) from oncebox_waiting as b \
+         w.headers, w.payload, w.content_type, case when w.blocks = 1 and (w.state = 'dead' or w.due_at is not null) then (select count(*) from (select 1 from oncebox_waiting as b \
          where b.consumer_id = w.consumer_id and b.lane_id = w.lane_id and b.blocks = 1 and b.sequence > w.sequence \
-         and b.state = 'waiting') else 0 end as behind \
+         and b.state = 'waiting' limit 10000)) else 0 end as behind \
          from oncebox_waiting as w join oncebox_consumer as c using (consumer_id) where ",
     );
     let behind_a_dead_one = "exists (select 1 from oncebox_waiting as d \
@@ -95,6 +153,10 @@ fn consumers(filter: &DeadFilter, state: DeadState, number: Option<Number>, limi
         DeadState::Held => query.push("w.state = 'waiting' and ").push(behind_a_dead_one),
         DeadState::Waiting => query.push("w.state = 'waiting' and not ").push(behind_a_dead_one),
     };
+    if let Some(heads) = heads {
+        let list: Vec<String> = heads.iter().map(i64::to_string).collect();
+        query.push(format!(" and w.sequence in ({})", list.join(",")));
+    }
     if let Some(Number::Consumer(sequence)) = number {
         query.push(" and w.sequence = ").push_bind(sequence);
     }
