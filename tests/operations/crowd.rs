@@ -144,8 +144,8 @@ fn at_once<S: Sql>() -> impl for<'t> Fn(&'t Other, EffectTx<'t, S>) -> BoxFuture
 
 type Done = Result<Outcome<Reply>, HandlerError>;
 
-// Thirty keys of one operation stand still in a pool of ten. Shown by: no share of an operation: all
-// places are theirs, and the other operation gets 503 until one of them ends.
+// Thirty keys of one operation stand still in a pool of ten. Shown by: no share of an operation:
+// all places are theirs, and the other operation gets 503 until one of them ends.
 async fn a_slow_operation_leaves_places_to_others<S: Sql>(world: World<S>) {
     if S::NAME == "sqlite" {
         return; // It has one writer at a time.

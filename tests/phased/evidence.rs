@@ -165,9 +165,9 @@ fn asks_to_wait(pause: Duration) -> Answer {
     Answer::Status { status: 429, listed, in_progress, replayed, matches, retry_after: Some(pause) }
 }
 
-// A rate limit that is asked for all day is as an outage: what it says is said once. Each pause ends
-// a drive. Shown by: a row of evidence for each answer (14 million for ten thousand charges, a day
-// and `Retry-After: 60`).
+// A rate limit that is asked for all day is as an outage: what it says is said once. Each pause
+// ends a drive. Shown by: a row of evidence for each answer (14 million for ten thousand charges, a
+// day and `Retry-After: 60`).
 async fn a_provider_that_asks_to_wait_for_a_day_leaves_bounded_rows<S: Rows>(store: S) {
     const ASKS: u32 = 40;
     let mut plan = Plan::new(KEY);

@@ -264,7 +264,8 @@ pub async fn o8_every_verdict_has_its_word_and_a_mismatch_is_a_conflict_until_it
     assert_eq!(conflicts().await, 1);
 }
 
-/// An operation with its outcome: of its effect `charge`, with this strategy, which `undone` undoes.
+/// An operation with its outcome: of its effect `charge`, with this strategy, and whether that is
+/// undone.
 async fn ended<F: Fixture>(trial: &Trial<F>, key: &str, (strategy, outcome, undone, stage): Shape) -> Driven {
     let driven = local(trial, &new_operation(key, LONG)).await;
     let charge = NewIntent { strategy: strategy.to_owned(), ..intent("charge", &format!("charge-{key}")) };
@@ -387,7 +388,7 @@ pub async fn r22_an_operator_may_change_what_a_clock_that_went_back_left_owned<F
 
 /// What is parked is nobody's but a person's, whatever is older.
 ///
-/// Shown to fail: an order without what is parked, and one without what has no outcome.
+/// Shown by: an order without what is parked, and one without what has no outcome.
 pub async fn what_waits_for_a_person_is_listed_first_then_what_is_open<F: Fixture>(trial: &Trial<F>) {
     let ended = outstanding(trial, &new_operation("ended", LONG)).await;
     let mut tx = trial.store.begin_phase(&ended).await.unwrap();

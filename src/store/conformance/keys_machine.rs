@@ -145,10 +145,10 @@ pub async fn m31_every_call_changes_a_record_as_the_machine_is_drawn<F: KeysFixt
     }
 }
 
-/// A key whose clock was ahead by more than is usual, and by no more than its route allows: once its
-/// record is gone, its late retry is too old, and does not look new.
+/// A key whose clock was ahead by more than is usual, and by no more than its route allows: once
+/// its record is gone, its late retry is too old, and does not look new.
 ///
-/// Shown to fail: on Redis with the usual skew for all routes.
+/// Shown by: on Redis the usual skew for all routes.
 pub async fn o23_a_key_from_beyond_the_usual_skew_is_too_old_once_its_record_is_gone<F: KeysFixture>(trial: &F) {
     let (ahead, id_skew) = (Duration::from_secs(300), LONG);
     let time = (std::time::SystemTime::now() + ahead).duration_since(std::time::SystemTime::UNIX_EPOCH).unwrap();

@@ -93,8 +93,8 @@ macro_rules! lease_is_over {
 /// and it does not see what was committed meanwhile.
 pub(super) const LOCK: &str = "select epoch from oncebox_idempotency_request where key_digest = ? for update";
 
-/// Whether no run of the record that is changed that lost its lease has said that it ended so: then something
-/// did happen. A word of an operator overrules those before it.
+/// Whether no run that lost its lease, of the record that is changed, has said that it ended so:
+/// then something did happen. A word of an operator overrules those before it.
 macro_rules! none_late {
     ($verdicts:literal) => {
         concat!(

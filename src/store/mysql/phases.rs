@@ -271,13 +271,13 @@ impl Phases for MySqlStore {
     }
 }
 
-/// Appends evidence.
-/// What asks to wait is said by the last answer alone: a provider that asks for it all day leaves one
-/// row. None of them proves anything.
+/// What asks to wait is said by the last answer alone: a provider that asks for it all day leaves
+/// one row. None of them proves anything.
 const FORGET_WAITS: &str = "delete from oncebox_operation_evidence where operation_id = ? and effect = ? and verdict = 'wait' and evidence_id < \
      (select last from (select max(evidence_id) as last from oncebox_operation_evidence \
                          where operation_id = ? and effect = ? and verdict = 'wait') w)";
 
+/// Appends evidence.
 pub(super) fn append<'q>(evidence: &NewEvidence) -> Query<'q> {
     let insert = sqlx::query(
         "insert into oncebox_operation_evidence (operation_id, effect, epoch, send, kind, verdict, status, bytes, bytes_kid, \

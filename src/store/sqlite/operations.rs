@@ -63,8 +63,8 @@ macro_rules! lease_is_over {
     };
 }
 
-/// Whether no run of the record that is changed that lost its lease has said that it ended so: then something
-/// did happen. A word of an operator overrules those before it.
+/// Whether no run that lost its lease, of the record that is changed, has said that it ended so:
+/// then something did happen. A word of an operator overrules those before it.
 macro_rules! none_late {
     ($verdicts:literal) => {
         concat!(
