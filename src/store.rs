@@ -57,6 +57,7 @@ pub use key_operator::{
     FoundOperations, KeyChange, KeyFilter, KeyOperator, OperationChange, OperationFilter, Resolution,
 };
 pub use mailbox::{EmailOutcome, EmailToSend, Mailbox, NewEmail};
+pub(crate) use operations::late_runs;
 pub(crate) use operations::stored::{pack as pack_headers, unpack as unpack_headers};
 pub use operations::{
     Answer, AnswerBody, Basis, Begun, Bridged, Claimed, Fenced, KeptBody, KeyClaim, Keys, Look, OperationStats,

@@ -64,14 +64,14 @@ pub(crate) struct Charges<S: Books> {
 }
 
 /// The phases.
-pub(crate) fn flow<S: Books>(cards: Cards) -> Result<Flow<S>, FlowError> {
+pub(crate) fn flow<S: Books>(store: S, cards: Cards) -> Result<Flow<S>, FlowError> {
     let effect = Effect::new("charge", Watched::new(cards), Strategy::KeyAndQuery(WINDOW))
         .at("PROVIDER_REQUEST_SENT", SettledPoint("PROVIDER_CONFIRMED"));
-    Flow::begin("create_charge", 1, Begin(effect.clone())).effect(&effect, Settle).build()
+    Flow::begin("create_charge", 1, Begin(effect.clone(), store)).effect(&effect, Settle).build()
 }
 
 /// The charge row and the intent. All that may refuse stands here.
-struct Begin(Effect<Watched>);
+struct Begin<S>(Effect<Watched>, S);
 
 /// The charge settled or failed, the message, the answer.
 struct Settle;
@@ -94,15 +94,21 @@ fn payment(id: String, status: &'static str, new: &NewPayment) -> Payment {
 }
 
 #[async_trait]
-impl<S: Books> FirstPhase<S, NewCharge> for Begin {
+impl<S: Books> FirstPhase<S, NewCharge> for Begin<S> {
     async fn run(&self, phase: &mut Phase<'_, S>, NewCharge(new): &NewCharge) -> Result<First, HandlerError> {
         reach("charge.claimed").await;
         let context = phase.context();
         let payment = payment(charge_id(phase), "pending", new);
         let charge = Charge { payment, operation_id: context.operation_id().to_string() };
-        let Some(standing) = S::add_charge(phase.connection(), context.tenant(), &charge).await? else {
-            return Err(HandlerError::transient("another charge of this reference just failed"));
-        };
+        let tenant = context.tenant().to_owned();
+        let gone = || HandlerError::transient("another charge of this reference just failed");
+        let mut standing = S::add_charge(phase.connection(), &tenant, &charge).await?.ok_or_else(gone)?;
+        if standing.payment.id != charge.payment.id {
+            standing = ended_by_operator(&self.1, phase, standing).await?;
+            if standing.payment.status == "failed" {
+                standing = S::add_charge(phase.connection(), &tenant, &charge).await?.ok_or_else(gone)?;
+            }
+        }
         if standing.payment.id != charge.payment.id {
             return same_reference(new, standing);
         }
@@ -114,6 +120,33 @@ impl<S: Books> FirstPhase<S, NewCharge> for Begin {
         };
         Ok(First::Intent(self.0.intend(context, &request)?))
     }
+}
+
+/// A charge that is pending, and whose operation has ended all the same: an operator ended it, and
+/// no phase ran that would have said so to the charge. It takes the end of its operation here; one
+/// that failed frees its reference.
+async fn ended_by_operator<S: Books>(
+    store: &S,
+    phase: &mut Phase<'_, S>,
+    mut standing: Charge,
+) -> Result<Charge, HandlerError> {
+    let Ok(operation) = standing.operation_id.parse::<Uuid>() else { return Ok(standing) };
+    if standing.payment.status != "pending" {
+        return Ok(standing);
+    }
+    let (tenant, id) = (phase.context().tenant().to_owned(), standing.payment.id.clone());
+    standing.payment.status = match store.operation(operation).await?.map(|operation| operation.stage) {
+        Some(Stage::Succeeded) => {
+            S::settle_charge(phase.connection(), &tenant, &id).await?;
+            "settled"
+        }
+        Some(Stage::Failed) => {
+            S::fail_charge(phase.connection(), &tenant, &id).await?;
+            "failed"
+        }
+        _ => "pending",
+    };
+    Ok(standing)
 }
 
 /// Another key for an order that was charged, or is being charged (O14).
@@ -172,8 +205,10 @@ pub(crate) async fn create<S: Books>(State(app): State<App<S>>, request: Request
     };
     let Some(door) = &charges.door else { return not_configured() };
     reach("charge.received").await;
-    let (scope, command) = (Some(taken.scoped.scope), taken.scoped.command);
-    let answered = door.execute_phased(charges.typed.endpoint(), scope, taken.key, command, charges.budget).await;
+    let (endpoint, scope) = (charges.typed.endpoint(), Some(taken.scoped.scope));
+    let answered = door
+        .execute_phased_holding(taken.permit, endpoint, scope, taken.key, taken.scoped.command, charges.budget)
+        .await;
     reach("charge.committed").await;
     respond(answered)
 }

@@ -114,7 +114,7 @@ fn charges<S: Books>(args: &Args, deployment: Uuid, engine: &Engine<S>) -> Resul
         None => None,
         Some(url) => {
             let cards = Cards::new(url, args.provider_timeout()).map_err(failed)?;
-            let flow = charges::flow(cards).map_err(failed)?;
+            let flow = charges::flow(S::clone(engine.store()), cards).map_err(failed)?;
             Some(Door::builder(engine, deployment).register(flow, typed.endpoint()).map_err(failed)?.build())
         }
     };

@@ -174,7 +174,7 @@ create table if not exists oncebox_operation_evidence (
   constraint oncebox_operation_evidence_kind check (kind in ('answer', 'query', 'error', 'operator', 'run')),
   constraint oncebox_operation_evidence_verdict check (verdict in ('success', 'failure', 'refused', 'not-sent', 'waived', 'wait', 'mismatch', 'not-found', 'stored-error', 'indefinite'))
 ) engine = InnoDB default charset = utf8mb4
-  comment = 'oncebox: what was seen of providers and of runs that lost their lease; appended by anybody, never changed';
+  comment = 'oncebox: what was seen of providers and of runs that lost their lease; appended by anybody, never changed; of the answers that ask to wait, the last one';
 
 create table if not exists oncebox_deployment (
   only_row      int         not null comment 'always 1: there is one row',

@@ -322,7 +322,7 @@ create table oncebox.operation_evidence (
   constraint operation_evidence_verdict check (verdict in ('success', 'failure', 'refused', 'not-sent', 'waived', 'wait', 'mismatch', 'not-found', 'stored-error', 'indefinite'))
 );
 create index operation_evidence_operation_id on oncebox.operation_evidence (operation_id, evidence_id);
-comment on table oncebox.operation_evidence is 'what was seen of providers and of runs that lost their lease; appended by anybody, never fenced, never changed (O8)';
+comment on table oncebox.operation_evidence is 'what was seen of providers and of runs that lost their lease; appended by anybody, never fenced, never changed (O8); of the answers that ask to wait, the last one';
 comment on column oncebox.operation_evidence.evidence_id is 'order of arrival';
 comment on column oncebox.operation_evidence.operation_id is 'operation';
 comment on column oncebox.operation_evidence.effect is 'effect inside the operation; empty: the run itself';

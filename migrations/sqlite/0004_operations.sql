@@ -141,7 +141,8 @@ create table oncebox_operation_intent (
 -- Serves the promise that no two effects share a key.
 create unique index oncebox_operation_intent_provider_key on oncebox_operation_intent (adapter, provider_key);
 
--- What was seen of providers and of runs that lost their lease; appended by anybody, never fenced, never changed.
+-- What was seen of providers and of runs that lost their lease; appended by anybody, never fenced, never changed; of the
+-- answers that ask to wait, the last one.
 create table oncebox_operation_evidence (
     evidence_id  integer primary key autoincrement,    -- order of arrival
     operation_id blob not null,                        -- operation

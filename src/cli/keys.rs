@@ -35,6 +35,9 @@ pub(crate) enum KeysCommand {
     Release {
         #[command(flatten)]
         which: Which,
+        /// Though a run that lost its lease has said that it succeeded
+        #[arg(long)]
+        against_evidence: bool,
         #[command(flatten)]
         act: Act,
     },
@@ -49,6 +52,9 @@ pub(crate) enum KeysCommand {
         /// All that can be purged, without naming a hash or a filter
         #[arg(long)]
         all: bool,
+        /// Though a run that lost its lease has said that it succeeded
+        #[arg(long)]
+        against_evidence: bool,
         #[command(flatten)]
         act: Act,
     },
@@ -127,11 +133,15 @@ async fn on<S: Store>(store: S, command: &KeysCommand, settings: &Settings, outp
     let done = match command {
         KeysCommand::List(filter) => list(&store, filter, output).await,
         KeysCommand::Show(which) => show(&store, &one(&store, which).await?, which.is_named(), output).await,
-        KeysCommand::Release { which, act } => {
+        KeysCommand::Release { which, against_evidence, act } => {
             let found = vec![one(&store, which).await?];
-            act_on(&store, &found, &KeyChange::Release, act, output).await
+            act_on(&store, &found, &KeyChange::Release { against_evidence: *against_evidence }, act, output).await
         }
-        KeysCommand::Purge { hashes, filter, all, act } => purge(&store, hashes, filter, *all, act, output).await,
+        KeysCommand::Purge { hashes, filter, all, against_evidence, act } => {
+            let change = KeyChange::Purge { against_evidence: *against_evidence };
+            let meant = to_purge(&store, hashes, filter, *all).await?;
+            act_on(&store, &meant, &change, act, output).await
+        }
         KeysCommand::Resolve { which, completed, against_evidence, answer, act, .. } => {
             let outcome = match completed {
                 Some(file) => Outcome::Completed(answer.read(file, Some(200))?),
@@ -293,7 +303,8 @@ async fn list<S: Store>(store: &S, filter: &Filter, output: Output) -> Result<()
 
 async fn show<S: Store>(store: &S, found: &Found, named: bool, output: Output) -> Result<(), AppError> {
     let mut fields = fields(found, true);
-    let runs = store.runs_of(found.record.operation_id).await?;
+    let mut runs = store.runs_of(found.record.operation_id).await?;
+    runs.retain(|run| run.evidence.kind == "run");
     if let (true, Some(fields)) = (named, fields.as_object_mut()) {
         fields.insert("key".to_owned(), found.record.identity.key().as_str().into());
     }
@@ -318,14 +329,7 @@ async fn show<S: Store>(store: &S, found: &Found, named: bool, output: Output) -
     Ok(())
 }
 
-async fn purge<S: Store>(
-    store: &S,
-    hashes: &[String],
-    filter: &Filter,
-    all: bool,
-    act: &Act,
-    output: Output,
-) -> Result<(), AppError> {
+async fn to_purge<S: Store>(store: &S, hashes: &[String], filter: &Filter, all: bool) -> Result<Vec<Found>, AppError> {
     if hashes.is_empty() && filter.is_empty() && !all {
         return Err(AppError::usage("name hashes (`oncebox keys list` shows them), a filter, or --all"));
     }
@@ -339,7 +343,7 @@ async fn purge<S: Store>(
     for named in hashes {
         meant.push(by_digest(store, digits(named)?, named).await?);
     }
-    act_on(store, &meant, &KeyChange::Purge, act, output).await
+    Ok(meant)
 }
 
 async fn act_on<S: Store>(
@@ -350,8 +354,8 @@ async fn act_on<S: Store>(
     output: Output,
 ) -> Result<(), AppError> {
     let (verb, done) = match change {
-        KeyChange::Release => ("release", "released"),
-        KeyChange::Purge => ("purge", "purged"),
+        KeyChange::Release { .. } => ("release", "released"),
+        KeyChange::Purge { .. } => ("purge", "purged"),
         KeyChange::Resolve { .. } => ("resolve", "resolved"),
     };
     act.confirm(meant.len(), "keys", done)?;

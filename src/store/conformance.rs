@@ -19,6 +19,7 @@ pub mod held;
 pub mod inbox;
 pub mod key_operator;
 pub mod keys;
+mod keys_machine;
 pub mod lifetimes;
 mod limits;
 pub mod lost;
@@ -154,6 +155,8 @@ macro_rules! keys_conformance {
                 m103_what_is_open_is_counted,
                 m120_what_a_tenant_has_stored_is_counted,
                 o2_a_claim_of_another_door_is_refused,
+                m31_every_call_changes_a_record_as_the_machine_is_drawn,
+                o23_a_key_from_beyond_the_usual_skew_is_too_old_once_its_record_is_gone,
             ]
         }
     };
@@ -319,6 +322,8 @@ macro_rules! store_conformance {
             operations: [
                 o2_a_bridged_outcome_goes_with_the_handlers_transaction,
                 a_claim_is_not_released_where_a_run_of_it_said_that_it_ended,
+                a_failed_run_is_not_reclaimed_where_a_late_one_succeeded,
+                a_late_run_is_an_orphan_of_a_key_used_anew_only_where_its_record_said_otherwise,
                 m100_a_purge_takes_the_bodies_of_its_records,
             ];
             door_a: [
@@ -376,6 +381,9 @@ macro_rules! store_conformance {
                 o11_an_unknown_key_is_resolved_once,
                 o8_operations_are_found_by_every_filter_and_conflicts_are_seen,
                 o8_every_verdict_has_its_word_and_a_mismatch_is_a_conflict_until_it_is_judged,
+                the_list_of_conflicts_is_what_the_evidence_says,
+                r22_an_operator_may_change_what_a_clock_that_went_back_left_owned,
+                what_waits_for_a_person_is_listed_first_then_what_is_open,
                 o6_a_retry_is_the_workers_and_a_duplicate_is_accepted_by_name,
                 o9_a_resolved_operation_and_its_record_have_one_outcome,
                 an_operation_does_not_fail_while_an_effect_of_it_stands,
@@ -426,6 +434,7 @@ mod tests {
             include_str!("conformance/inbox.rs"),
             include_str!("conformance/key_operator.rs"),
             include_str!("conformance/keys.rs"),
+            include_str!("conformance/keys_machine.rs"),
             include_str!("conformance/lifetimes.rs"),
             include_str!("conformance/lost.rs"),
             include_str!("conformance/mailbox.rs"),

@@ -20,7 +20,7 @@ use std::time::Duration;
 
 use uuid::Uuid;
 
-use super::operations::{Fenced, Look, Outcome};
+use super::operations::{Fenced, Look, Outcome, late_runs};
 use super::phases::{ENDED, FIRST_POINT, NewEvidence, Sealed, StoredIntent, StoredOperation, end_stage};
 use super::{ActContext, Phases};
 use crate::error::StoreError;
@@ -42,7 +42,7 @@ pub struct KeyFilter {
     pub state: Option<State>,
     /// Only claimed longer ago than this.
     pub older_than: Option<Duration>,
-    /// Only those that can be purged: an outcome, and no intent.
+    /// Only those that can be purged: an outcome, no intent, and no late run that says otherwise.
     pub forgettable: bool,
     /// At most this many.
     pub limit: u32,
@@ -103,10 +103,16 @@ impl FoundOperations {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum KeyChange {
     /// Forgotten: the next request under it executes.
-    Release,
+    Release {
+        /// Whether a failure is forgotten though a run that lost its lease says that it succeeded.
+        against_evidence: bool,
+    },
     /// Forgotten, and recorded up to the time inside the key, so that a late retry of it is
     /// recognised (O23). A key without a time is of an operation that does not judge ages.
-    Purge,
+    Purge {
+        /// As of [`Self::Release`].
+        against_evidence: bool,
+    },
     /// An UNKNOWN gets its outcome.
     Resolve {
         /// What the operator found out.
@@ -223,15 +229,15 @@ impl KeyChange {
 
     fn act(&self) -> &'static str {
         match self {
-            Self::Release => "release",
-            Self::Purge => "purge",
+            Self::Release { .. } => "release",
+            Self::Purge { .. } => "purge",
             Self::Resolve { .. } => "resolve",
         }
     }
 
     fn detail(&self, seen: &Record) -> String {
         match self {
-            Self::Release | Self::Purge => format!("{} of mode {}", seen.state, seen.mode),
+            Self::Release { .. } | Self::Purge { .. } => format!("{} of mode {}", seen.state, seen.mode),
             Self::Resolve { outcome, .. } => {
                 format!("{} of mode {}, resolved as {}", seen.state, seen.mode, word(outcome))
             }
@@ -358,8 +364,9 @@ pub trait KeyOperator: Phases {
     ///
     /// # Errors
     /// [`StoreError::Refused`]: it runs; its outcome is unknown (only `resolve` ends that); it has
-    /// an intent; what is resolved has its outcome, or is an operation in phases, or a run of it
-    /// has said the opposite; it has changed meanwhile.
+    /// an intent; what is resolved has its outcome, or is an operation in phases; a run of it that
+    /// lost its lease has said the opposite, and `against_evidence` is not given; it has changed
+    /// meanwhile.
     fn act_on_key(
         &self,
         seen: &Record,
@@ -380,10 +387,8 @@ pub trait KeyOperator: Phases {
                 (KeyChange::Resolve { outcome, against_evidence, .. }, State::UnknownRequiresRecovery) => {
                     let opposite = if matches!(outcome, Outcome::Completed(_)) { "failure" } else { "success" };
                     let said = self.runs_of(seen.operation_id).await?;
-                    if !against_evidence && said.iter().any(|row| row.evidence.verdict == opposite) {
-                        return refused(format!(
-                            "a run of it that lost its lease ended with {opposite}; `oncebox keys show` has it"
-                        ));
+                    if !against_evidence && late_runs(&said).any(|run| run.verdict == opposite) {
+                        return refused(ended_late(opposite));
                     }
                 }
                 (KeyChange::Resolve { .. }, state) => {
@@ -395,10 +400,15 @@ pub trait KeyOperator: Phases {
                         "its outcome is unknown: it may have happened, so it is resolved, not forgotten (O11)",
                     );
                 }
-                _ => {
+                (KeyChange::Release { against_evidence } | KeyChange::Purge { against_evidence }, state) => {
                     let operation = self.operation(seen.operation_id).await?;
                     if operation.is_some_and(|operation| !operation.intents.is_empty()) {
                         return refused("a provider was asked for it: it stays until its time is over (O11)");
+                    }
+                    let said = self.runs_of(seen.operation_id).await?;
+                    let succeeded = state != State::Completed && late_runs(&said).any(|run| run.verdict == "success");
+                    if succeeded && !against_evidence {
+                        return refused(ended_late("success"));
                     }
                 }
             }
@@ -540,7 +550,7 @@ fn not_against(seen: &StoredOperation, effect: Option<&str>, verdict: &str, forc
 
 /// An operation does not fail while an effect of it stands, as its own phases may not say either
 /// (O13).
-fn nothing_stands(seen: &StoredOperation) -> Result<(), StoreError> {
+pub(super) fn nothing_stands(seen: &StoredOperation) -> Result<(), StoreError> {
     let happened = |intent: &&StoredIntent| intent.outcome.as_deref() == Some("succeeded");
     let undone = |effect: &str| {
         seen.intents.iter().filter(happened).any(|intent| intent.intent.undoes.as_deref() == Some(effect))
@@ -583,13 +593,40 @@ pub(super) fn nothing_known(operation_id: Uuid) -> StoreError {
     ))
 }
 
+/// A run that lost its lease says otherwise.
+fn ended_late(verdict: &str) -> String {
+    format!("a run of it that lost its lease ended with {verdict}; `oncebox keys show` has it")
+}
+
+/// The word of an operator who resolves a key against what late runs have said: they keep it no
+/// longer from being run again.
+pub(super) fn overruled(seen: &Record, outcome: &Outcome, context: &ActContext) -> NewEvidence {
+    let verdict = match outcome {
+        Outcome::Completed(_) => "success",
+        Outcome::FailedReplayable { .. } => "failure",
+        Outcome::FailedRetryable { .. } => "not-sent",
+        Outcome::Unknown => "indefinite",
+    };
+    word_of(seen.operation_id, seen.epoch, ("", 0), verdict, context)
+}
+
 /// A word of the operator, with who and why.
 fn says(seen: &StoredOperation, effect: &str, send: u32, verdict: &str, context: &ActContext) -> NewEvidence {
+    word_of(seen.operation_id, seen.epoch, (effect, send), verdict, context)
+}
+
+fn word_of(
+    operation_id: Uuid,
+    epoch: i64,
+    (effect, send): (&str, u32),
+    verdict: &str,
+    context: &ActContext,
+) -> NewEvidence {
     let bytes = serde_json::json!({ "actor": context.actor, "reason": context.reason }).to_string().into_bytes();
     NewEvidence {
-        operation_id: seen.operation_id,
+        operation_id,
         effect: effect.to_owned(),
-        epoch: seen.epoch,
+        epoch,
         send,
         kind: "operator".to_owned(),
         verdict: verdict.to_owned(),

@@ -78,7 +78,7 @@ impl Row {
                 let unknown = record.state == State::UnknownRequiresRecovery && record.mode == Mode::Edge;
                 (seen, (stale && matches!(record.mode, Mode::Bridged | Mode::Edge)) || unknown)
             }
-            Basis::Reclaim(seen) => (seen, record.state_at(now) == State::FailedRetryable),
+            Basis::Reclaim(seen) | Basis::Late(seen) => (seen, record.state_at(now) == State::FailedRetryable),
             Basis::Anew(seen) => (seen, record.state_at(now) == State::Expired),
         };
         holds && record.epoch == seen.epoch

@@ -82,8 +82,12 @@ pub enum Basis<'a> {
     /// A claim of mode `bridged` or `edge` whose lease is over by database time, or an UNKNOWN of
     /// mode `edge`. Who is allowed to execute it again is decided before (O2, O11).
     TakeOver(&'a Record),
-    /// FAILED_RETRYABLE, its time not over: attempts are raised.
+    /// FAILED_RETRYABLE, its time not over: attempts are raised. Refused where a run of it that
+    /// lost its lease has said that it ended ([`Keys::observe_run`]), and no operator has overruled
+    /// that: what happened is not executed again.
     Reclaim(&'a Record),
+    /// The same, to write what such a run has said: whoever claims on it executes nothing.
+    Late(&'a Record),
     /// A terminal state whose time is over: the generation is raised, the operation id is a new one
     /// (O4).
     Anew(&'a Record),
@@ -282,7 +286,7 @@ impl KeyClaim {
         let owner = matches!(self.mode, Mode::Bridged | Mode::Edge).then_some(self.owner);
         let (epoch, generation, operation_id, attempts) = match basis {
             Basis::New => (1, 1, self.operation_id, 1),
-            Basis::TakeOver(seen) | Basis::Reclaim(seen) => {
+            Basis::TakeOver(seen) | Basis::Reclaim(seen) | Basis::Late(seen) => {
                 (seen.epoch + 1, seen.generation, seen.operation_id, seen.attempts.saturating_add(1))
             }
             Basis::Anew(seen) => (seen.epoch + 1, seen.generation + 1, self.operation_id, 1),
@@ -297,6 +301,12 @@ impl KeyClaim {
         }
         Err(StoreError::Refused(format!("a claim of mode {} cannot be made here", self.mode)))
     }
+}
+
+/// What runs that lost their lease have said, the last one first, of what [`Keys::runs_of`] gave; a
+/// word of an operator overrules those before it.
+pub(crate) fn late_runs(said: &[StoredEvidence]) -> impl Iterator<Item = &NewEvidence> {
+    said.iter().rev().map(|row| &row.evidence).take_while(|row| row.kind != "operator").filter(|row| row.kind == "run")
 }
 
 /// Duty: idempotency records that are claimed and finished by statements of their own. A store
@@ -326,6 +336,13 @@ pub trait Keys: Debug + Send + Sync + 'static {
     /// operation row, read in the same statement (O9).
     async fn find(&self, identity: &Identity) -> Result<Look, StoreError>;
 
+    /// The same after whoever changes the record just now has ended: a run that has said by
+    /// evidence how it ended looks by this. Whoever frees a key locks its record before it reads
+    /// the evidence, so it reads the evidence, or what it did is seen here.
+    async fn find_settled(&self, identity: &Identity) -> Result<Look, StoreError> {
+        self.find(identity).await
+    }
+
     /// The body of a record's answer; none where its life is over.
     async fn body(&self, record: &Record) -> Result<Option<KeptBody>, StoreError>;
 
@@ -344,7 +361,7 @@ pub trait Keys: Debug + Send + Sync + 'static {
 
     /// Takes the claim away: nothing happened, and nothing is to be remembered. Only while it is
     /// IN_PROGRESS and ours, and while no run of the same operation id has said that it ended
-    /// ([`Self::observe_run`]): then something did happen.
+    /// ([`Self::observe_run`]): then something did happen, unless an operator has overruled it.
     async fn release(&self, owned: &Owned) -> Result<Fenced, StoreError>;
 
     /// The same of a claim whose answer was lost, by what was sent. [`Fenced::LostOwnership`] also
@@ -390,8 +407,8 @@ pub trait Keys: Debug + Send + Sync + 'static {
     /// [`StoreError::Refused`] of a store that keeps no evidence: a guard.
     async fn observe_run(&self, evidence: &NewEvidence) -> Result<(), StoreError>;
 
-    /// What runs that lost their lease have said of this operation id, oldest first; nothing in a
-    /// store that keeps no evidence.
+    /// What runs that lost their lease have said of this operation id, and operators of the run as
+    /// a whole, oldest first ([`late_runs`]); nothing in a store that keeps no evidence.
     async fn runs_of(&self, operation_id: Uuid) -> Result<Vec<StoredEvidence>, StoreError>;
 
     /// Writes down which fingerprints this process reads and writes now (O21), and forgets
@@ -477,7 +494,7 @@ pub trait Operations: Keys {
         {
             let seen = match basis {
                 Basis::New => return self.insert_unknown(claim).await.map(drop),
-                Basis::TakeOver(seen) | Basis::Reclaim(seen) | Basis::Anew(seen) => seen,
+                Basis::TakeOver(seen) | Basis::Reclaim(seen) | Basis::Late(seen) | Basis::Anew(seen) => seen,
             };
             match self.begin_operation(claim, basis, patience).await? {
                 Begun::Claimed(mut tx) => {
@@ -504,7 +521,7 @@ pub trait Operations: Keys {
     async fn look_after(&self, claim: &KeyClaim, basis: Basis<'_>) -> doubt::Look {
         let before = match basis {
             Basis::New => None,
-            Basis::TakeOver(seen) | Basis::Reclaim(seen) | Basis::Anew(seen) => Some(seen.epoch),
+            Basis::TakeOver(seen) | Basis::Reclaim(seen) | Basis::Late(seen) | Basis::Anew(seen) => Some(seen.epoch),
         };
         {
             let deadline = tokio::time::Instant::now() + LOOK_AFTER;

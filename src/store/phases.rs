@@ -182,6 +182,18 @@ pub struct NewEvidence {
     pub bytes: Sealed,
 }
 
+impl NewEvidence {
+    /// Whether it is of a run that lost its lease, or an operator's of the run as a whole.
+    pub(super) fn is_of_run(&self) -> bool {
+        self.kind == "run" || (self.kind == "operator" && self.effect.is_empty())
+    }
+
+    /// Whether it asks to come again later, and says nothing else.
+    pub(super) fn asks_to_wait(&self) -> bool {
+        self.verdict == "wait"
+    }
+}
+
 /// Evidence as it is read.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct StoredEvidence {
@@ -439,7 +451,8 @@ pub trait Phases: Operations {
     /// nothing was changed. After an error it may have been: then its number says nothing any more.
     async fn take_back_send(&self, driven: &Driven, effect: &str, send: u32) -> Result<Fenced, StoreError>;
 
-    /// Appends evidence. Never fenced, always allowed (O8).
+    /// Appends evidence. Never fenced, always allowed (O8). Of the answers of an effect that ask to
+    /// wait, which prove nothing, the last one stands for all.
     async fn observe(&self, evidence: &NewEvidence) -> Result<(), StoreError>;
 
     /// Gives an operation out of our hands.

@@ -5,10 +5,12 @@ use std::time::{Duration, Instant};
 use axum::Router;
 use axum::extract::Request;
 use axum::routing::post as route_post;
+use futures::future::BoxFuture;
+use oncebox::HandlerError;
 use oncebox::http::idempotency::TypedDoor;
 use oncebox::policy::operation::route::WhileRunning;
-use oncebox::policy::operation::{Code, Route, State};
-use oncebox::runtime::operation::{Answered, Endpoint};
+use oncebox::policy::operation::{Code, FingerprintWriter, IdempotentCommand, Outcome, Route, State};
+use oncebox::runtime::operation::{Answered, EffectTx, Endpoint, Reply};
 
 use super::kit::*;
 use crate::standstill::Standstill;
@@ -17,6 +19,7 @@ on_all! {
     pitfall_2_a_client_that_goes_away_does_not_end_the_handler,
     m114_a_thousand_duplicates_have_one_effect,
     o15_a_finished_key_is_never_called_in_progress,
+    a_slow_operation_leaves_places_to_others,
 }
 
 pub(crate) fn door<S: Sql>(world: &World<S>, endpoint: Endpoint, gate: &Gate) -> Router {
@@ -31,7 +34,7 @@ pub(crate) fn door<S: Sql>(world: &World<S>, endpoint: Endpoint, gate: &Gate) ->
                     let text = &asked.command.text;
                     S::run(tx.connection(), &format!("insert into effect (text) values ('{text}')")).await?;
                     gate.pass().await;
-                    Ok(oncebox::policy::operation::Outcome::Completed(made(text, tx.operation_id())))
+                    Ok(Outcome::Completed(made(text, tx.operation_id())))
                 })
             })
             .await
@@ -107,6 +110,79 @@ async fn o15_a_finished_key_is_never_called_in_progress<S: Sql>(world: World<S>)
         assert_eq!(replayed(answered).body, one.body);
     }
     assert_eq!(gate.calls(), 1);
+}
+
+/// The operation of others, of the same engine.
+const OTHER: &str = "other";
+
+/// The same command as another operation.
+#[derive(Debug, Clone)]
+struct Other;
+
+impl IdempotentCommand for Other {
+    const OPERATION: &'static str = OTHER;
+    const VERSION: u32 = 1;
+
+    fn fingerprint(&self, _: u32, _: &mut FingerprintWriter) {}
+}
+
+/// One effect and 201.
+fn at_once<S: Sql>() -> impl for<'t> Fn(&'t Other, EffectTx<'t, S>) -> BoxFuture<'t, Done> + Send + Sync + 'static {
+    fn typed<S: Sql, F>(handler: F) -> F
+    where
+        F: for<'t> Fn(&'t Other, EffectTx<'t, S>) -> BoxFuture<'t, Done> + Send + Sync + 'static,
+    {
+        handler
+    }
+    typed::<S, _>(|_: &Other, mut tx: EffectTx<'_, S>| {
+        Box::pin(async move {
+            S::run(tx.connection(), "insert into effect (text) values ('other')").await?;
+            Ok(Outcome::Completed(Reply::new(201)))
+        })
+    })
+}
+
+type Done = Result<Outcome<Reply>, HandlerError>;
+
+// Thirty keys of one operation stand still in a pool of ten. Shown by: no share of an operation:
+// all places are theirs, and the other operation gets 503 until one of them ends.
+async fn a_slow_operation_leaves_places_to_others<S: Sql>(world: World<S>) {
+    if S::NAME == "sqlite" {
+        return; // It has one writer at a time.
+    }
+    let world = world.with_pool_of(10).await;
+    let (slow, other) = (world.protect(same_tx()), world.engine.protect(Endpoint::typed::<Other>(same_tx())).unwrap());
+    let gate = Gate::closed();
+    let mut asked = tokio::task::JoinSet::new();
+    for number in 0..30 {
+        let (world, slow, gate) = (world.clone(), slow.clone(), gate.clone());
+        asked.spawn(
+            async move { run(&world, &slow, &format!("key-slow-0000000{number:02}"), "a", effect(&gate)).await },
+        );
+    }
+    // As many as the share holds run, and all others are refused.
+    let mut refused = 0;
+    while refused < 24 {
+        problem(asked.join_next().await.unwrap().unwrap(), Code::StoreUnavailable);
+        refused += 1;
+    }
+    until("the share is used up", || async { gate.calls() == 6 }).await;
+    for number in 0..5 {
+        let still = Standstill::watch();
+        let (began, scope) = (Instant::now(), Some(scope("t1", "p1")));
+        let asked = key(&format!("key-other-000000{number:02}"));
+        let answered = world.engine.execute_tx(&other, scope, asked, Other, at_once::<S>()).await;
+        assert_eq!(first(answered).status, 201);
+        let took = began.elapsed();
+        assert!(took < ANOTHER_KEY + still.longest(), "another operation's key waited for {took:?}");
+    }
+    for _ in 0..6 {
+        gate.let_go();
+    }
+    while let Some(answered) = asked.join_next().await {
+        first(answered.unwrap());
+    }
+    assert_eq!((gate.calls(), world.effects().await), (6, 6 + 5));
 }
 
 /// What another key may take beside fifty duplicates.

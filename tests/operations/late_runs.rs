@@ -7,9 +7,9 @@ use axum::http::{HeaderMap, StatusCode};
 use axum::response::{IntoResponse, Response};
 use axum::routing::post as route_post;
 use oncebox::http::idempotency::{IdempotencyGuard, IdempotencyLayer, OutcomeTag};
-use oncebox::policy::operation::{Code, Mode, Outcome, Route, State as Remembered};
+use oncebox::policy::operation::{Code, Mode, Outcome, Record, Route, State as Remembered};
 use oncebox::runtime::operation::{Endpoint, Reconciled};
-use oncebox::store::{ActContext, KeyChange};
+use oncebox::store::{ActContext, Basis, Claimed, Fenced, KeyChange, KeyClaim};
 
 use super::kit::*;
 use super::layer::{edge, layered};
@@ -18,6 +18,8 @@ on_all! {
     what_a_late_run_did_is_not_executed_again_though_its_route_did_not_find_it,
     a_late_run_whose_key_was_freed_meanwhile_is_remembered_all_the_same,
     a_key_whose_run_ended_late_is_not_resolved_as_not_happened,
+    what_a_late_run_did_is_not_executed_again_though_its_process_died_after_it_said_so,
+    a_release_and_a_late_word_at_once_leave_one_of_them_seen,
     a_bridged_success_that_its_guard_did_not_commit_is_unknown,
     a_bridged_failure_frees_its_key_only_where_nothing_can_have_been_committed,
 }
@@ -97,7 +99,29 @@ async fn a_late_run_whose_key_was_freed_meanwhile_is_remembered_all_the_same<S: 
 async fn a_key_whose_run_ended_late_is_not_resolved_as_not_happened<S: Sql>(world: World<S>) {
     layer_left_unknown(&world).await;
     let seen = world.record("t1", K1).await.unwrap();
-    let run = oncebox::store::NewEvidence {
+    world.store.observe_run(&succeeded(&seen)).await.unwrap();
+    let act = act();
+    let refused = world.store.act_on_key(&seen, &not_happened(false), &act).await.unwrap_err();
+    assert!(refused.to_string().contains("ended with success"), "{refused}");
+    world.store.act_on_key(&seen, &not_happened(true), &act).await.unwrap();
+    assert_eq!(world.record("t1", K1).await.unwrap().state, Remembered::FailedRetryable);
+}
+
+fn act() -> ActContext {
+    ActContext { actor: "ada".to_owned(), reason: "as agreed".to_owned(), dry_run: false, redrive_age_max: None }
+}
+
+fn not_happened(against_evidence: bool) -> KeyChange {
+    KeyChange::Resolve {
+        outcome: oncebox::store::Outcome::FailedRetryable { error_code: None },
+        retention: edge().retention,
+        against_evidence,
+    }
+}
+
+/// What a run says that succeeded after it had lost its lease.
+fn succeeded(seen: &Record) -> oncebox::store::NewEvidence {
+    oncebox::store::NewEvidence {
         operation_id: seen.operation_id,
         effect: String::new(),
         epoch: 1,
@@ -106,25 +130,94 @@ async fn a_key_whose_run_ended_late_is_not_resolved_as_not_happened<S: Sql>(worl
         verdict: "success".to_owned(),
         status: Some(201),
         bytes: oncebox::store::Sealed::default(),
+    }
+}
+
+// Shown by: a retry of what failed that does not look at the evidence (it executes); a claim that
+// only refuses it (409 in progress).
+async fn what_a_late_run_did_is_not_executed_again_though_its_process_died_after_it_said_so<S: Sql>(world: World<S>) {
+    layer_left_unknown(&world).await;
+    let seen = world.record("t1", K1).await.unwrap();
+    world.store.act_on_key(&seen, &not_happened(false), &act()).await.unwrap();
+    // The run says it, and its process dies.
+    world.store.observe_run(&succeeded(&seen)).await.unwrap();
+    let gate = Gate::open();
+    let url = layered(&world.another_process(), Endpoint::raw("put", edge()), &gate).await + "/put";
+    for _ in 0..2 {
+        send(post(&url, K1, "{}")).await.is(Code::ResultNotRetained);
+    }
+    let record = world.record("t1", K1).await.unwrap();
+    assert_eq!((record.state, record.operation_id), (Remembered::Completed, seen.operation_id));
+    assert_eq!((gate.calls(), world.effects().await), (0, 1), "it is not executed again");
+}
+
+/// Waits until a statement of this database waits for a lock. InnoDB's own list of them is renewed
+/// only while nobody asks often; what runs on the table there can only be waiting.
+async fn one_waits<S: Sql>(world: &World<S>) {
+    let waiting = match S::NAME {
+        "postgres" => {
+            "select count(*) from pg_stat_activity where datname = current_database() and wait_event_type = 'Lock'"
+        }
+        _ => {
+            "select count(*) from information_schema.processlist where db = database() and command <> 'Sleep' \
+               and info like '%idempotency_request%' and id <> connection_id()"
+        }
     };
-    world.store.observe_run(&run).await.unwrap();
-    let act =
-        ActContext { actor: "ada".to_owned(), reason: "as agreed".to_owned(), dry_run: false, redrive_age_max: None };
-    let not_happened = |against_evidence| KeyChange::Resolve {
-        outcome: oncebox::store::Outcome::FailedRetryable { error_code: None },
-        retention: edge().retention,
-        against_evidence,
-    };
-    let refused = world.store.act_on_key(&seen, &not_happened(false), &act).await.unwrap_err();
-    assert!(refused.to_string().contains("ended with success"), "{refused}");
-    world.store.act_on_key(&seen, &not_happened(true), &act).await.unwrap();
-    assert_eq!(world.record("t1", K1).await.unwrap().state, Remembered::FailedRetryable);
+    until("a statement waits for a lock", || async { world.store.number(waiting).await == 1 }).await;
+}
+
+// One statement that frees a key reads the evidence as it was when the statement began, though it
+// waited for the row. Shown by: a release, a reclaim, or a release by hand that is one statement; a
+// look that does not wait for who frees the key.
+async fn a_release_and_a_late_word_at_once_leave_one_of_them_seen<S: Sql>(world: World<S>) {
+    if S::NAME == "sqlite" {
+        return; // It has one writer at a time.
+    }
+    let table = format!("{}idempotency_request", S::PREFIX);
+    let endpoint = world.engine.protect(Endpoint::raw("put", edge())).unwrap();
+    for (number, freed_by) in (0..).zip(["release", "reclaim", "by hand"]) {
+        let wanted = claim(&endpoint, &format!("key-000000000000000{number}"), Mode::Edge, SOON);
+        let Claimed::Owned(owned) = world.store.claim(&wanted, Basis::New).await.unwrap() else { panic!("not new") };
+        if freed_by != "release" {
+            let failed = oncebox::store::Outcome::FailedRetryable { error_code: None };
+            world.store.finish(&owned, &failed, &edge().retention).await.unwrap();
+        }
+        let seen = world.store.find(&wanted.identity).await.unwrap().record.unwrap();
+        // Who frees it waits behind another one, and the run says meanwhile that it succeeded.
+        let holds = world.store.tx(&format!("select * from {table} for update")).await;
+        let (store, evidence, by_hand) = (world.store.clone(), succeeded(&seen), act());
+        let frees = tokio::spawn(async move {
+            match freed_by {
+                "release" => store.release(&owned).await.unwrap() == Fenced::Done,
+                "reclaim" => {
+                    let again = KeyClaim { owner: KeyClaim::new_owner(), ..wanted };
+                    matches!(store.claim(&again, Basis::Reclaim(&seen)).await.unwrap(), Claimed::Owned(_))
+                }
+                _ => {
+                    let release = KeyChange::Release { against_evidence: false };
+                    store.change_key(&seen, &release, &by_hand).await.unwrap() == Fenced::Done
+                }
+            }
+        });
+        one_waits(&world).await;
+        world.store.observe_run(&evidence).await.unwrap();
+        holds.rollback().await.unwrap();
+        assert!(!frees.await.unwrap(), "{freed_by} did not see what the run had said");
+    }
+    // And who has said it waits for who frees the key just now.
+    let identity = identity("t1", "key-0000000000000000");
+    let frees = world.store.tx(&format!("delete from {table}")).await;
+    let (store, asked) = (world.store.clone(), identity.clone());
+    let looks = tokio::spawn(async move { store.find_settled(&asked).await.unwrap() });
+    one_waits(&world).await;
+    frees.commit().await.unwrap();
+    assert_eq!(looks.await.unwrap().record, None, "it looked past who frees the key");
 }
 
 async fn layer_left_unknown<S: Sql>(world: &World<S>) {
     let (_slow, _answer) = stands_still(world).await;
     let seen = world.record("t1", K1).await.unwrap();
-    assert_eq!(world.store.mark_unknown(&seen).await.unwrap(), oncebox::store::Fenced::Done);
+    assert_eq!(world.store.mark_unknown(&seen).await.unwrap(), Fenced::Done);
 }
 
 #[derive(Clone)]

@@ -5,7 +5,11 @@ use std::collections::HashSet;
 use std::sync::Arc;
 
 use oncebox::policy::operation::Code;
+use oncebox::policy::operation::record::Tombstone;
+use oncebox::policy::operation::retention::Retention;
 use oncebox::sqlx::{self, Connection};
+use oncebox::store::sqlite::SqliteStore;
+use oncebox::store::{ActContext, Answer, AnswerBody, Base, KeyOperator, Outcome, Phases, Resolution, StoreOptions};
 use tokio::sync::Barrier;
 
 use super::control::{ROUNDS, race};
@@ -293,4 +297,65 @@ async fn m36_a_statement_that_fails_is_a_problem_that_the_document_declares() {
     sqlx::raw_sql("drop table oncebox_operation").execute(&mut connection).await.unwrap();
     let operation = format!("/operations/{}", uuid::Uuid::now_v7());
     is_declared("/operations/{id}", "get", Code::StoreUnavailable, &service.get(&operation).await);
+}
+
+/// A provider at which nobody listens.
+const NOBODY: &str = "http://127.0.0.1:9";
+
+fn file(directory: &tempfile::TempDir) -> String {
+    format!("sqlite://{}", directory.path().join("payments.db").display())
+}
+
+// A clone of the database must not charge (O22). Shown by: taking the deployment of the database
+// where none is named.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn the_example_charges_only_where_its_deployment_is_named() {
+    let directory = tempfile::tempdir().unwrap();
+    let log = directory.path().join("log");
+    let mut child = Service::begin_logged(&file(&directory), &["--provider", NOBODY], &log);
+    let status = tokio::task::spawn_blocking(move || child.wait().unwrap()).await.unwrap();
+    let said = std::fs::read_to_string(&log).unwrap();
+    assert!(status.code() == Some(2) && said.contains("--deployment"), "{status}: {said}");
+}
+
+// No phase runs where an operator ends an operation, so no phase says it to the charge. Shown by: a
+// charge that stays pending: its reference is blocked for ever.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_charge_whose_operation_an_operator_ended_blocks_its_reference_no_longer() {
+    let directory = tempfile::tempdir().unwrap();
+    let url = file(&directory);
+    let flags = ["--provider", NOBODY, "--deployment", "database", "--recovery", "off", "--charge-budget", "0.1"];
+    let service = Service::ready(Service::begin(&url, &flags)).await;
+    let store = SqliteStore::connect(&StoreOptions::new(url.clone())).await.unwrap();
+    let act =
+        ActContext { actor: "ada".to_owned(), reason: "as agreed".to_owned(), dry_run: false, redrive_age_max: None };
+    for (reference, succeeds) in [("order-1", true), ("order-2", false)] {
+        let key = |number: u32| format!("{reference}-key-00000000000{number}");
+        let begun = service.post("/charges", &key(1), &payment(5, reference)).await;
+        assert!(begun.status == 202 || begun.status == 409, "{begun:?}");
+        let pending = service.post("/charges", &key(2), &payment(5, reference)).await;
+        assert_eq!((pending.status, pending.json()["status"].as_str()), (202, Some("pending")));
+        let id = pending.json()["operation"].as_str().unwrap().parse().unwrap();
+        let answer = Answer { status: 201, schema_version: 1, body: AnswerBody::Tombstone(Tombstone::Withheld) };
+        let outcome = match succeeds {
+            true => Outcome::Completed(answer),
+            false => Outcome::FailedReplayable { answer, error_code: None },
+        };
+        let ended = Resolution::Ended(outcome, Retention::default());
+        let seen = store.operation(id).await.unwrap().unwrap();
+        store.resolve(&seen, &ended, true, false, &act).await.unwrap();
+        let again = service.post("/charges", &key(3), &payment(5, reference)).await;
+        let is = |status: &'static str| {
+            let of = format!("merchant_reference = '{reference}' and status = '{status}'");
+            let url = url.clone();
+            async move { count(&url, &format!("select count(*) from charge where {of}")).await }
+        };
+        if succeeds {
+            assert_eq!((again.status, again.json()["status"].as_str()), (200, Some("settled")));
+            assert_eq!((is("settled").await, is("pending").await), (1, 0));
+        } else {
+            assert!(again.status == 202 || again.status == 409, "{again:?}");
+            assert_eq!((is("failed").await, is("pending").await), (1, 1), "it is charged anew");
+        }
+    }
 }

@@ -159,6 +159,41 @@ async fn a_provider_that_is_away_for_long_leaves_no_row_for_each_try<S: Rows>(st
     service.ended_once("settled").await;
 }
 
+/// It asks to come again after this.
+fn asks_to_wait(pause: Duration) -> Answer {
+    let Answer::Status { listed, in_progress, replayed, matches, .. } = Answer::status(429) else { unreachable!() };
+    Answer::Status { status: 429, listed, in_progress, replayed, matches, retry_after: Some(pause) }
+}
+
+// A rate limit that is asked for all day is as an outage: what it says is said once. Each pause
+// ends a drive. Shown by: a row of evidence for each answer (14 million for ten thousand charges, a
+// day and `Retry-After: 60`).
+async fn a_provider_that_asks_to_wait_for_a_day_leaves_bounded_rows<S: Rows>(store: S) {
+    const ASKS: u32 = 40;
+    let mut plan = Plan::new(KEY);
+    plan.settings.wait_max = Duration::ZERO;
+    // On a busy machine a pause may be over before it is looked at, and then a drive counts.
+    plan.settings.attempts_max = 1_000;
+    let pause = Duration::from_millis(20);
+    let told = (0..ASKS).fold(Scripted::default(), |told, _| told.answers(asks_to_wait(pause))).answers(done());
+    let service = Service::start(&store, &plan, told.clone()).await;
+    assert_eq!(code(&service.ask(ONE, 700, BUDGET).await), Some(Code::RecoveryPending));
+    let worker = service.recover();
+    let operation = eventually("it is sent", SOON, || async {
+        let operation = service.operation().await;
+        assert!(operation.evidence.len() <= 2, "{} rows", operation.evidence.len());
+        assert_eq!(operation.parked, None);
+        (operation.stage == Stage::Succeeded).then_some(operation)
+    })
+    .await;
+    worker.stop().await;
+    assert_eq!((told.arrived().len(), operation.intents[0].sends), (41, ASKS + 1));
+    let rows: Vec<_> =
+        operation.evidence.iter().map(|row| (row.evidence.send, row.evidence.verdict.as_str())).collect();
+    assert_eq!(rows, [(ASKS, "wait"), (ASKS + 1, "success")]);
+    service.ended_once("settled").await;
+}
+
 // A process that is older than its flow's version, as there are in each deploy. Shown by: making it
 // due at once for each request.
 async fn clients_of_a_process_without_the_flow_do_not_use_up_its_attempts<S: Rows>(store: S) {
@@ -201,6 +236,7 @@ crate::on_all! {
     o8_proof_that_the_database_refuses_goes_to_an_operator_in_words;
     o9_a_request_that_comes_before_its_time_moves_nothing;
     a_provider_that_is_away_for_long_leaves_no_row_for_each_try;
+    a_provider_that_asks_to_wait_for_a_day_leaves_bounded_rows;
     clients_of_a_process_without_the_flow_do_not_use_up_its_attempts;
     what_cannot_be_sent_at_all_is_left_to_a_person_in_the_end;
 }

@@ -1,5 +1,6 @@
 //! Secrets of fingerprints at door B: a process without them answers 503 and starts nothing, and
-//! recovery goes on (O20, O21). And a duplicate that is sent to its operation (M43).
+//! recovery goes on (O20, O21). And a duplicate that is sent to its operation (M43); what is not
+//! sealed, held in memory, or readable.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -7,11 +8,11 @@ use std::time::Duration;
 use oncebox::policy::operation::flow::Stage;
 use oncebox::policy::operation::provider::Answer;
 use oncebox::policy::operation::route::WhileRunning;
-use oncebox::policy::operation::{Code, Keyring, Kid};
-use oncebox::runtime::operation::{Answered, Problem};
+use oncebox::policy::operation::{Code, Key, KeyFormat, Keyring, Kid, Scope};
+use oncebox::runtime::operation::{Answered, KeyGiven, Problem, Sealer};
 use tokio::sync::Notify;
 
-use crate::flow::{KEY, Plan, Service, code};
+use crate::flow::{Charge, KEY, Plan, Service, code};
 use crate::scripted::{Act, Scripted, done};
 use crate::support::eventually;
 use crate::world::{Rows, SOON};
@@ -98,7 +99,98 @@ async fn m43_a_duplicate_is_sent_to_the_operation_that_runs<S: Rows>(store: S) {
     service.ended_once("settled").await;
 }
 
+fn sealer() -> Sealer {
+    let key: (Kid, &[u8]) = ("e1".parse().unwrap(), &[7; 32]);
+    Sealer::encrypting(&key.0.clone(), [key]).unwrap()
+}
+
+// Somebody who writes to the database makes another charge of it. Shown by: opening what is plain.
+async fn a_command_in_plain_is_not_driven_where_only_sealed_ones_are<S: Rows>(store: S) {
+    for (table, column, plain) in [("operation", "command", r#"{"amount":7}"#), ("operation_intent", "request", "7")] {
+        let mut plan = Plan { sealer: sealer().sealed_only(), ..Plan::new(KEY) };
+        plan.settings.calls_per_drive = 1;
+        plan.settings.attempts_max = 2;
+        let told = Scripted::default().answers(Answer::NoAnswer).answers(done());
+        let service = Service::start(&store, &plan, told.clone()).await;
+        assert_eq!(code(&service.ask(ONE, 700, BUDGET).await), Some(Code::RecoveryPending));
+        let table = S::table(table);
+        store.write(&format!("update {table} set {column} = '{plain}', {column}_kid = null")).await;
+        let worker = service.recover();
+        for _ in 0..3 {
+            let code = code(&service.ask(ONE, 700, BUDGET).await);
+            assert!(matches!(code, Some(Code::RecoveryPending | Code::OutcomeUnknown)), "{code:?}");
+        }
+        worker.stop().await;
+        assert_eq!((told.arrived().len(), service.payments("settled").await), (1, 0), "{column}");
+        // What is believed where plain is opened is driven.
+        let mut open = plan.clone();
+        open.sealer = sealer();
+        store.write(&format!("update {} set parked = null, due_at = {}", S::table("operation"), S::year(2020))).await;
+        let believing = Service::start(&store, &open, told.clone()).await;
+        let worker = believing.recover();
+        eventually("driven", SOON, || async { (told.arrived().len() == 2).then_some(()) }).await;
+        worker.stop().await;
+        for table in ["idempotency_request", "operation", "operation_intent", "operation_evidence"] {
+            store.write(&format!("delete from {}", S::table(table))).await;
+        }
+        store.write("delete from payment").await;
+    }
+}
+
+// A request's body stays counted as long as its driver needs the command. Shown by: a permit that
+// ends with the request.
+async fn the_memory_of_a_command_is_held_until_its_driver_has_ended<S: Rows>(store: S) {
+    let (reached, go) = (Arc::new(Notify::new()), Arc::new(Notify::new()));
+    let (here, there) = (Arc::clone(&reached), Arc::clone(&go));
+    let held = Box::pin(async move {
+        here.notify_one();
+        there.notified().await;
+    });
+    let told = Scripted::default().then(Act::After(held, done())).timeout(Duration::from_secs(50));
+    let service = Service::start(&store, &Plan::new(KEY).long_lease(), told).await;
+    let mut permit = service.engine.body_memory("t1");
+    while permit.grow(1 << 20) {}
+    let (scope, key) = (Scope::new("t1", "p1").unwrap(), Key::parse(ONE.as_bytes(), KeyFormat::Opaque).unwrap());
+    let (charge, budget) = (Charge { amount: 700 }, Duration::from_millis(1));
+    let asked = service.door.execute_phased_holding(
+        permit,
+        &service.endpoint,
+        Some(scope),
+        KeyGiven::Given(key),
+        charge,
+        budget,
+    );
+    let (asked, ()) = tokio::join!(asked, reached.notified());
+    assert_eq!(code(&asked), Some(Code::RecoveryPending));
+    assert!(!service.engine.body_memory("t1").grow(1 << 20), "its driver has the command");
+    go.notify_one();
+    eventually("given back", SOON, || async { service.engine.body_memory("t1").grow(1 << 20).then_some(()) }).await;
+    eventually("settled", SOON, || async { (service.payments("settled").await == 1).then_some(()) }).await;
+}
+
+// There is an operation, and nothing says that it did nothing. Shown by: the answer of a store that
+// is away (`STORE_UNAVAILABLE`: nothing was done).
+async fn an_operation_that_cannot_be_read_for_its_client_is_pending<S: Rows>(store: S) {
+    let mut plan = Plan::new(KEY);
+    plan.settings.calls_per_drive = 1;
+    let told = Scripted::default().answers(Answer::NoAnswer).answers(done());
+    let service = Service::start(&store, &plan, told.clone()).await;
+    assert_eq!(code(&service.ask(ONE, 700, BUDGET).await), Some(Code::RecoveryPending));
+    let (table, gone) = (S::table("operation_evidence"), "hidden_evidence");
+    let hidden = if S::NAME == "postgres" { format!("oncebox.{gone}") } else { gone.to_owned() };
+    store.write(&format!("alter table {table} rename to {gone}")).await;
+    assert_eq!(code(&service.ask(ONE, 700, BUDGET).await), Some(Code::RecoveryPending));
+    let back = if S::NAME == "postgres" { "operation_evidence".to_owned() } else { table };
+    store.write(&format!("alter table {hidden} rename to {back}")).await;
+    let (reply, _) = service.ask_until_known(ONE, 700).await;
+    assert_eq!((reply.status, told.arrived().len()), (201, 2));
+    service.ended_once("settled").await;
+}
+
 crate::on_all! {
+    a_command_in_plain_is_not_driven_where_only_sealed_ones_are;
+    the_memory_of_a_command_is_held_until_its_driver_has_ended;
+    an_operation_that_cannot_be_read_for_its_client_is_pending;
     o20_o21_a_process_without_the_secret_starts_nothing_and_recovers_what_was_begun;
     m43_a_duplicate_is_sent_to_the_operation_that_runs;
 }

@@ -156,7 +156,9 @@ where
 }
 
 /// The raw request as a command: what the handler sees of it (M23). The path counts whole, and by
-/// its parameters.
+/// its parameters: a name in its place would make resources one that a router tells apart by the
+/// path alone, and a client's key would replay another resource's answer. So a moved mount, or
+/// another prefix of an ingress, makes another command of a retry: 422, and nothing runs.
 async fn command(endpoint: &Registered, parts: &mut Parts, body: &[u8]) -> Result<RawCommand, JsonError> {
     let mut path = vec![("@method".to_owned(), parts.method.as_str().to_owned())];
     // Behind `nest_service` and in a fallback a router says parameters, and not those that tell

@@ -1,14 +1,22 @@
 //! How many operations run at once that hold a connection from their beginning to their end.
 //!
-//! Promise: an operation begins when a connection can carry it to its end, and as much of the pool
-//! is left as looks, heartbeats and outcomes need. Whoever finds no place waits for one for
-//! [`WAIT`] at most; where none has turned for so long, he is refused at once, for those who run
-//! are slow.
+//! Promises:
+//!
+//! * An operation begins when a connection can carry it to its end, and as much of the pool is left
+//!   as looks, heartbeats and outcomes need. Whoever finds no place waits for one for [`WAIT`] at
+//!   most; where none has turned for so long, he is refused at once, for those who run are slow.
+//! * Where an engine has more than one operation that needs places, none of them takes them all: a
+//!   slow one leaves a quarter to the others.
+//!
+//! Not here: the bound of a tenant ([`quota`](super::quota)).
 
+use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
+
+use crate::policy::operation::OperationName;
 
 /// How long an operation waits for its place.
 const WAIT: Duration = Duration::from_secs(1);
@@ -16,13 +24,27 @@ const WAIT: Duration = Duration::from_secs(1);
 /// The places of an engine.
 #[derive(Debug)]
 pub(super) struct Admission {
-    places: Arc<Semaphore>,
+    all: Places,
+    count: Option<u32>,
+    shares: Mutex<HashMap<OperationName, Places>>,
+}
+
+/// So many places, and when one of them turned last.
+#[derive(Debug, Clone)]
+struct Places {
+    free: Arc<Semaphore>,
     turns: Arc<Mutex<Instant>>,
 }
 
 /// The place of one operation; given back when dropped.
 #[derive(Debug)]
 pub(super) struct Place {
+    _of_share: Option<Held>,
+    _of_all: Held,
+}
+
+#[derive(Debug)]
+struct Held {
     turns: Arc<Mutex<Instant>>,
     _permit: OwnedSemaphorePermit,
 }
@@ -30,31 +52,74 @@ pub(super) struct Place {
 impl Admission {
     /// `connections`: how many the pool has; none: no bound.
     pub(super) fn new(connections: Option<u32>) -> Self {
-        let places = connections.map_or(Semaphore::MAX_PERMITS, |connections| places(connections) as usize);
-        Self { places: Arc::new(Semaphore::new(places)), turns: Arc::new(Mutex::new(Instant::now())) }
+        let count = connections.map(places);
+        let all = Places::new(count.map_or(Semaphore::MAX_PERMITS, |count| count as usize));
+        Self { all, count, shares: Mutex::default() }
+    }
+
+    /// Gives an operation its share. The second one takes from the first what is left to others.
+    pub(super) fn shared_by(&self, operation: &OperationName) {
+        let Some(count) = self.count else { return };
+        let mut shares = self.shares.lock().unwrap_or_else(PoisonError::into_inner);
+        if shares.contains_key(operation) {
+            return;
+        }
+        let left = left_to_others(count);
+        if let (1, Some(first)) = (shares.len(), shares.values().next()) {
+            first.free.forget_permits(left as usize);
+        }
+        let share = if shares.is_empty() { count } else { count - left };
+        shares.insert(operation.clone(), Places::new(share as usize));
+    }
+
+    fn share(&self, operation: &OperationName) -> Option<Places> {
+        self.shares.lock().unwrap_or_else(PoisonError::into_inner).get(operation).cloned()
     }
 
     /// A place, where one is free.
-    pub(super) fn at_once(&self) -> Option<Place> {
-        let permit = Arc::clone(&self.places).try_acquire_owned().ok()?;
-        Some(self.given(permit))
+    pub(super) fn at_once(&self, operation: &OperationName) -> Option<Place> {
+        let of_share = match self.share(operation) {
+            Some(share) => Some(share.at_once()?),
+            None => None,
+        };
+        Some(Place { _of_share: of_share, _of_all: self.all.at_once()? })
     }
 
     /// A place; none: answer that there is no room.
-    pub(super) async fn place(&self) -> Option<Place> {
-        if let Some(place) = self.at_once() {
-            return Some(place);
+    pub(super) async fn place(&self, operation: &OperationName) -> Option<Place> {
+        let until = Instant::now() + WAIT;
+        let of_share = match self.share(operation) {
+            Some(share) => Some(share.place(until).await?),
+            None => None,
+        };
+        Some(Place { _of_share: of_share, _of_all: self.all.place(until).await? })
+    }
+}
+
+impl Places {
+    fn new(count: usize) -> Self {
+        Self { free: Arc::new(Semaphore::new(count)), turns: Arc::new(Mutex::new(Instant::now())) }
+    }
+
+    fn at_once(&self) -> Option<Held> {
+        let permit = Arc::clone(&self.free).try_acquire_owned().ok()?;
+        Some(self.given(permit))
+    }
+
+    async fn place(&self, until: Instant) -> Option<Held> {
+        if let Some(held) = self.at_once() {
+            return Some(held);
         }
         if turned(&self.turns).elapsed() >= WAIT {
             return None;
         }
-        let permit = tokio::time::timeout(WAIT, Arc::clone(&self.places).acquire_owned()).await.ok()?.ok()?;
-        Some(self.given(permit))
+        let wait = tokio::time::timeout_at(until.into(), Arc::clone(&self.free).acquire_owned());
+        Some(self.given(wait.await.ok()?.ok()?))
     }
 
-    fn given(&self, permit: OwnedSemaphorePermit) -> Place {
+    fn given(&self, permit: OwnedSemaphorePermit) -> Held {
         *turned(&self.turns) = Instant::now();
-        Place { turns: Arc::clone(&self.turns), _permit: permit }
+        Held { turns: Arc::clone(&self.turns), _permit: permit }
     }
 }
 
@@ -63,11 +128,16 @@ fn places(connections: u32) -> u32 {
     connections.saturating_sub(1 + connections / 10).max(connections.min(2))
 }
 
+/// Of so many places a quarter; of two none.
+fn left_to_others(places: u32) -> u32 {
+    if places < 3 { 0 } else { (places / 4).max(1) }
+}
+
 fn turned(turns: &Mutex<Instant>) -> std::sync::MutexGuard<'_, Instant> {
     turns.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-impl Drop for Place {
+impl Drop for Held {
     fn drop(&mut self) {
         *turned(&self.turns) = Instant::now();
     }
@@ -88,15 +158,34 @@ mod tests {
     // Shown by: a place that is not given back; waiting where nothing turns.
     #[tokio::test]
     async fn who_finds_no_place_waits_while_places_turn_and_not_where_none_does() {
-        let admission = Admission::new(Some(1));
-        let first = admission.place().await.unwrap();
-        let (second, ()) = tokio::join!(admission.place(), async move { drop(first) });
+        let (admission, one) = (Admission::new(Some(1)), "one".parse().unwrap());
+        admission.shared_by(&one);
+        let first = admission.place(&one).await.unwrap();
+        let (second, ()) = tokio::join!(admission.place(&one), async move { drop(first) });
         let second = second.unwrap();
         let asked = Instant::now();
-        assert!(admission.place().await.is_none() && asked.elapsed() >= WAIT);
+        assert!(admission.place(&one).await.is_none() && asked.elapsed() >= WAIT);
         let asked = Instant::now();
-        assert!(admission.place().await.is_none() && asked.elapsed() < WAIT);
+        assert!(admission.place(&one).await.is_none() && asked.elapsed() < WAIT);
         drop(second);
-        assert!(admission.place().await.is_some());
+        assert!(admission.place(&one).await.is_some());
+    }
+
+    // Shown by: no shares; a share of the first operation that stays as it was.
+    #[tokio::test]
+    async fn of_several_operations_none_takes_all_places() {
+        let admission = Admission::new(Some(10));
+        let [one, two] = ["one", "two"].map(|name| name.parse::<OperationName>().unwrap());
+        admission.shared_by(&one);
+        let alone: Vec<Place> = std::iter::from_fn(|| admission.at_once(&one)).collect();
+        assert_eq!(alone.len(), 8, "alone it has them all");
+        drop(alone);
+        admission.shared_by(&two);
+        let slow: Vec<Place> = std::iter::from_fn(|| admission.at_once(&one)).collect();
+        let others: Vec<Place> = std::iter::from_fn(|| admission.at_once(&two)).collect();
+        assert_eq!((slow.len(), others.len()), (6, 2));
+        drop(slow);
+        assert!(admission.at_once(&two).is_some());
+        assert_eq!([1, 2, 3, 8, 17].map(left_to_others), [0, 0, 1, 2, 4]);
     }
 }

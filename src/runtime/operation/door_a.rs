@@ -240,7 +240,7 @@ struct Door {
 impl Door {
     async fn run(mut self, start: Start) -> Answered {
         let engine = self.front.engine().clone();
-        let mut place = engine.place_at_once();
+        let mut place = engine.place_at_once(self.front.endpoint().operation());
         let (mut begin, mut claimed) = match start {
             Start::Seen(begin) => (begin, None),
             Start::Unseen(begin) => {
@@ -268,7 +268,7 @@ impl Door {
         loop {
             let held = match place.take() {
                 Some(place) => place,
-                None => match engine.place().await {
+                None => match engine.place(self.front.endpoint().operation()).await {
                     Some(place) => place,
                     None => return self.front.no_room(),
                 },

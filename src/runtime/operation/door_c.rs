@@ -151,7 +151,7 @@ async fn claim_and_drive<S, T, R, W>(
 {
     // A bridged handler holds a connection, as door A does; of another one nobody knows.
     let place = match front.endpoint().route().mode {
-        Mode::Bridged => match front.engine().place().await {
+        Mode::Bridged => match front.engine().place(front.endpoint().operation()).await {
             Some(place) => Some(place),
             None => return drop(tell.send(Step::Answer(EdgeAnswer::Answered(front.no_room())))),
         },

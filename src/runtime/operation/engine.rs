@@ -31,7 +31,7 @@ use crate::error::StoreError;
 use crate::observe::{self, Forgotten, Health};
 use crate::policy::operation::pace::Usual;
 use crate::policy::operation::route::Durability;
-use crate::policy::operation::{Fingerprint, Identity, Keyring, OperationName, Record, Scope};
+use crate::policy::operation::{Fingerprint, Identity, Keyring, Mode, OperationName, Record, Scope};
 use crate::store::{Answer, KeptBody, Keys};
 
 /// Where the keys of a scope are kept (M106).
@@ -246,6 +246,9 @@ impl Core {
         }
         endpoints.push(registered.clone());
         drop(endpoints);
+        if registered.route().mode != Mode::Edge {
+            self.inner.admission.shared_by(registered.operation());
+        }
         observe::operation_starts(registered.operation().as_str(), registered.route().mode.as_str());
         Ok(registered)
     }
@@ -379,13 +382,13 @@ impl Core {
     }
 
     /// A place as [`Self::place`] gives it, where one is free.
-    pub(super) fn place_at_once(&self) -> Option<Place> {
-        self.inner.admission.at_once()
+    pub(super) fn place_at_once(&self, operation: &OperationName) -> Option<Place> {
+        self.inner.admission.at_once(operation)
     }
 
     /// A place for an operation that holds a connection while it runs; none: there is no room.
-    pub(super) async fn place(&self) -> Option<Place> {
-        self.inner.admission.place().await
+    pub(super) async fn place(&self, operation: &OperationName) -> Option<Place> {
+        self.inner.admission.place(operation).await
     }
 
     /// Waits for a task that needs the store; none where that is away for longer than the task

@@ -44,7 +44,9 @@ use crate::policy::db_time::DbTime;
 use crate::policy::horizon::Bounds;
 use crate::policy::operation::decide::{Asked, Found, InProgress, Lost, Request, TakeOver};
 use crate::policy::operation::route::{AfterExpiry, WhileRunning};
-use crate::policy::operation::{Canonical, Code, Decision, Identity, Key, KeyError, KeyFormat, Record, Scope, decide};
+use crate::policy::operation::{
+    Canonical, Code, Decision, Identity, Key, KeyError, KeyFormat, Mode, Record, Scope, decide,
+};
 use crate::store::{Basis, Fenced, KeptBody, KeyClaim};
 
 /// How often a request may ask again without having waited, before it is told that the key is in
@@ -510,6 +512,14 @@ impl Front {
                 self.begin(Ground::TakeOver(record))
             }
             (Decision::Reclaim, Some((record, _))) => {
+                match self.end_of_late_run(&record).await {
+                    Ok(false) => {}
+                    Ok(true) => {
+                        self.look_again();
+                        return None;
+                    }
+                    Err(error) => return Some(Turn::Answer(self.store_failed("claim", &error))),
+                }
                 self.note(Noted::TakenOver("reclaim"));
                 self.begin(Ground::Reclaim(record))
             }
@@ -568,6 +578,16 @@ impl Front {
         let owner = KeyClaim::new_owner();
         let (mode, lease) = (route.mode, route.lease);
         Some(KeyClaim { identity, principal, fingerprint, mode, operation_id, owner, lease })
+    }
+
+    /// Whether a run of what failed has ended after all, which is written now. Only runs of these
+    /// modes can lose a lease and still have an effect.
+    async fn end_of_late_run(&self, seen: &Record) -> Result<bool, StoreError> {
+        if !matches!(seen.mode, Mode::Edge | Mode::Bridged) {
+            return Ok(false);
+        }
+        let ended = super::reconcile::end_of_late_run(&self.engine, &self.endpoint, seen);
+        self.engine.reach().within(ended).await
     }
 
     async fn mark_unknown(&mut self, lost: Lost, record: &Record) -> Option<Turn> {

@@ -12,9 +12,12 @@ use uuid::Uuid;
 use super::codec::{Kept, error_code};
 use super::endpoint::{Reconciled, Reconciling, Registered};
 use super::engine::Core;
+use crate::error::StoreError;
 use crate::policy::operation::Record;
 use crate::policy::operation::record::Tombstone;
-use crate::store::{Answer, AnswerBody, Basis, Claimed, Fenced, KeyClaim, Outcome};
+use crate::store::{
+    Answer, AnswerBody, Basis, Claimed, Fenced, KeyClaim, NewEvidence, Outcome, StoredEvidence, late_runs,
+};
 
 /// Asks in a task of its own.
 pub(super) fn wake(engine: &Core, endpoint: &Registered, record: &Record) {
@@ -79,12 +82,41 @@ pub(super) fn wake(engine: &Core, endpoint: &Registered, record: &Record) {
     });
 }
 
-/// The last word of a run that lost its lease, which keeps the key from being freed; its answer is
-/// not kept.
+/// Writes what a run that lost its lease has said over a failure that may be retried: what happened
+/// is not executed again, though that run's process died before it could write its outcome itself.
+/// False: no run has said that it ended, and the key may run again.
+pub(super) async fn end_of_late_run(engine: &Core, endpoint: &Registered, seen: &Record) -> Result<bool, StoreError> {
+    let said = engine.store().runs_of(seen.operation_id).await?;
+    let Some(run) = how_it_ended(&said) else { return Ok(false) };
+    let claim = KeyClaim {
+        identity: seen.identity.clone(),
+        principal: seen.principal.clone(),
+        fingerprint: seen.fingerprint.clone(),
+        mode: seen.mode,
+        operation_id: seen.operation_id,
+        owner: KeyClaim::new_owner(),
+        lease: endpoint.route().lease,
+    };
+    if let Claimed::Owned(owned) = engine.store().claim(&claim, Basis::Late(seen)).await? {
+        engine.store().finish(&owned, &outcome_of(endpoint, run), &endpoint.route().retention).await?;
+    }
+    Ok(true)
+}
+
+/// What keeps the key from being freed.
 async fn ended(engine: &Core, endpoint: &Registered, record: &Record) -> Outcome {
     let said = engine.store().runs_of(record.operation_id).await.unwrap_or_default();
-    let last = said.into_iter().rfind(|run| matches!(run.evidence.verdict.as_str(), "success" | "failure"));
-    let Some(run) = last.map(|run| run.evidence) else { return Outcome::Unknown };
+    how_it_ended(&said).map_or(Outcome::Unknown, |run| outcome_of(endpoint, run))
+}
+
+/// The last word of runs that lost their lease; a success counts, whatever another one said.
+fn how_it_ended(said: &[StoredEvidence]) -> Option<&NewEvidence> {
+    let of = |verdict: &str| late_runs(said).find(|run| run.verdict == verdict);
+    of("success").or_else(|| of("failure"))
+}
+
+/// The outcome of such a run, whose answer is not kept.
+fn outcome_of(endpoint: &Registered, run: &NewEvidence) -> Outcome {
     tracing::warn!(operation = %endpoint.operation(), verdict = %run.verdict, "a run had ended that the route did not find");
     let body = AnswerBody::Tombstone(Tombstone::Withheld);
     let answer = Answer { status: run.status.unwrap_or(200), schema_version: endpoint.endpoint().schema_version, body };
@@ -97,5 +129,5 @@ async fn ended(engine: &Core, endpoint: &Registered, record: &Record) -> Outcome
 /// Whether a run that lost its lease has succeeded; where that cannot be read, nothing is decided.
 async fn late_success(engine: &Core, record: &Record) -> bool {
     let said = engine.store().runs_of(record.operation_id).await;
-    said.map_or(true, |said| said.iter().any(|run| run.evidence.verdict == "success"))
+    said.map_or(true, |said| late_runs(&said).any(|run| run.verdict == "success"))
 }

@@ -5,6 +5,10 @@
 use std::time::Duration;
 
 use super::KeysFixture;
+pub use super::keys_machine::{
+    m31_every_call_changes_a_record_as_the_machine_is_drawn,
+    o23_a_key_from_beyond_the_usual_skew_is_too_old_once_its_record_is_gone,
+};
 use super::trial::eventually;
 use crate::error::StoreError;
 use crate::policy::operation::key::KeyFormat;
@@ -15,15 +19,15 @@ use crate::policy::operation::{Identity, Key, Keyring, Mode, Record, Scope, Stat
 use crate::store::{Answer, AnswerBody, Basis, Claimed, Fenced, KeptBody, KeyClaim, Keys, Outcome, Owned};
 
 /// A lease that no case outlives.
-const LONG: Duration = Duration::from_secs(600);
+pub(super) const LONG: Duration = Duration::from_secs(600);
 /// One that is over at once.
 pub(super) const SHORT: Duration = Duration::from_millis(1);
 /// Lifetimes that no case outlives.
 pub(super) const KEPT: Retention = Retention { ttl: LONG, body: LONG, metadata: LONG };
 /// Lifetimes that are over at once.
-const GONE: Retention = Retention { ttl: SHORT, body: SHORT, metadata: SHORT };
+pub(super) const GONE: Retention = Retention { ttl: SHORT, body: SHORT, metadata: SHORT };
 /// Its time is over at once, and it is remembered that it was.
-const ENDED: Retention = Retention { metadata: LONG, ..GONE };
+pub(super) const ENDED: Retention = Retention { metadata: LONG, ..GONE };
 
 /// What a tenant's key identifies.
 pub(super) fn identity(tenant: &str, key: &str) -> Identity {
@@ -86,7 +90,7 @@ pub(super) async fn record<F: KeysFixture>(trial: &F, claim: &KeyClaim) -> Recor
 }
 
 /// The record, once its lease is over or its time is.
-async fn over<F: KeysFixture>(trial: &F, claim: &KeyClaim) -> Record {
+pub(super) async fn over<F: KeysFixture>(trial: &F, claim: &KeyClaim) -> Record {
     eventually("the record is over", || async {
         let look = trial.store().find(&claim.identity).await.unwrap();
         let record = look.record.unwrap();

@@ -1,12 +1,13 @@
 //! Cases of outcomes in the application's own transaction (O2).
 
+use super::key_operator::really;
 use super::keys::{KEPT, SHORT, claim, completed, record, take};
 use super::phases::run_ended;
 use super::trial::{effect, eventually};
 use super::{Fixture, Trial};
 use crate::policy::operation::retention::Retention;
 use crate::policy::operation::{Mode, State};
-use crate::store::{Bridged, Fenced, KeyClaim, Keys};
+use crate::store::{Basis, Bridged, Claimed, Fenced, KeyChange, KeyClaim, KeyOperator, Keys, OperationFilter, Outcome};
 
 /// The completion stands in the handler's transaction, or not at all; fenced out, it rolls back.
 pub async fn o2_a_bridged_outcome_goes_with_the_handlers_transaction<F: Fixture>(trial: &Trial<F>) {
@@ -78,4 +79,96 @@ pub async fn a_claim_is_not_released_where_a_run_of_it_said_that_it_ended<F: Fix
             );
         }
     }
+}
+
+/// A run that lost its lease and succeeded after the key was given up as failed: a retry does not
+/// execute it again, nor is the key released, unless an operator overrules what the run has said.
+///
+/// Shown by: a renewal, or a release by hand, that does not look at the evidence.
+pub async fn a_failed_run_is_not_reclaimed_where_a_late_one_succeeded<F: Fixture>(trial: &Trial<F>) {
+    let store = &trial.store;
+    let failed = Outcome::FailedRetryable { error_code: None };
+    for (key, ended, runs_again, is_released) in [
+        ("indefinite", "indefinite", true, true),
+        ("nothing", "not-sent", true, true),
+        ("failure", "failure", false, true),
+        ("success", "success", false, false),
+    ] {
+        for by in ["retry", "late", "release"] {
+            let claim = claim(Mode::Edge, &format!("{key}-{by}"), 1);
+            let owner = take(trial, &claim).await;
+            assert_eq!(store.finish(&owner, &failed, &KEPT).await.unwrap(), Fenced::Done);
+            let seen = record(trial, &claim).await;
+            store.observe_run(&run_ended(owner.operation_id, ended)).await.unwrap();
+            let release = |against_evidence| KeyChange::Release { against_evidence };
+            match by {
+                "retry" => {
+                    let again = KeyClaim { owner: KeyClaim::new_owner(), ..claim };
+                    let claimed = store.claim(&again, Basis::Reclaim(&seen)).await.unwrap();
+                    assert_eq!(matches!(claimed, Claimed::Owned(_)), runs_again, "{ended}");
+                }
+                "late" => {
+                    let again = KeyClaim { owner: KeyClaim::new_owner(), ..claim };
+                    let Claimed::Owned(late) = store.claim(&again, Basis::Late(&seen)).await.unwrap() else {
+                        panic!("it may write its outcome: {ended}")
+                    };
+                    assert_eq!((late.operation_id, late.epoch), (seen.operation_id, seen.epoch + 1));
+                }
+                _ => {
+                    let released = store.act_on_key(&seen, &release(false), &really()).await;
+                    assert_eq!(released.is_ok(), is_released, "{ended}");
+                    if !is_released {
+                        // The statement alone, too.
+                        let released = store.change_key(&seen, &release(false), &really()).await.unwrap();
+                        assert_eq!(released, Fenced::LostOwnership);
+                        store.act_on_key(&seen, &release(true), &really()).await.unwrap();
+                    }
+                    assert_eq!(store.find(&seen.identity).await.unwrap().record, None);
+                }
+            }
+        }
+    }
+    // What an operator overrules keeps nothing.
+    let claim = claim(Mode::Edge, "overruled", 1);
+    let owner = take(trial, &claim).await;
+    assert_eq!(store.finish(&owner, &Outcome::Unknown, &KEPT).await.unwrap(), Fenced::Done);
+    store.observe_run(&run_ended(owner.operation_id, "success")).await.unwrap();
+    let unknown = record(trial, &claim).await;
+    let resolve = KeyChange::Resolve { outcome: failed, retention: KEPT, against_evidence: true };
+    store.act_on_key(&unknown, &resolve, &really()).await.unwrap();
+    let seen = record(trial, &claim).await;
+    let again = KeyClaim { owner: KeyClaim::new_owner(), ..claim.clone() };
+    let Claimed::Owned(owner) = store.claim(&again, Basis::Reclaim(&seen)).await.unwrap() else {
+        panic!("an operator said that it had not happened")
+    };
+    assert_eq!(store.release(&owner).await.unwrap(), Fenced::Done);
+}
+
+/// What a run said after its lease is no conflict where its record says the same, also when the key
+/// is used anew; where the record said that it had failed, it stays until a person has judged it.
+///
+/// Shown by: a claim that leaves, or takes away, the evidence of both.
+pub async fn a_late_run_is_an_orphan_of_a_key_used_anew_only_where_its_record_said_otherwise<F: Fixture>(
+    trial: &Trial<F>,
+) {
+    let gone = Retention { ttl: SHORT, ..KEPT };
+    let failed = Outcome::FailedRetryable { error_code: None };
+    let mut expected = Vec::new();
+    for (key, outcome) in [("agrees", completed()), ("differs", failed)] {
+        let claim = claim(Mode::Edge, key, 1);
+        let owner = take(trial, &claim).await;
+        trial.store.observe_run(&run_ended(owner.operation_id, "success")).await.unwrap();
+        assert_eq!(trial.store.finish(&owner, &outcome, &gone).await.unwrap(), Fenced::Done);
+        let seen = eventually("its time is over", || async {
+            let look = trial.store.find(&claim.identity).await.unwrap();
+            look.record.filter(|record| record.state_at(look.now) == State::Expired)
+        })
+        .await;
+        let anew = KeyClaim { operation_id: uuid::Uuid::now_v7(), owner: KeyClaim::new_owner(), ..claim };
+        let claimed = trial.store.claim(&anew, Basis::Anew(&seen)).await.unwrap();
+        assert!(matches!(claimed, Claimed::Owned(_)), "{key}");
+        expected.extend((key == "differs").then_some(seen.operation_id));
+    }
+    let filter = OperationFilter { conflicts: true, limit: 100, ..OperationFilter::default() };
+    assert_eq!(trial.store.operations(&filter).await.unwrap().orphans, expected);
 }

@@ -265,11 +265,11 @@ async fn act<F: Fixture>(
         Act::Purge => drop(purged(trial, claim, &RETENTION).await),
         Act::ForgetByHand | Act::PurgeByHand | Act::Resolve(_) => {
             let change = match act {
-                Act::ForgetByHand => KeyChange::Release,
+                Act::ForgetByHand => KeyChange::Release { against_evidence: false },
                 Act::Resolve(state) => {
                     KeyChange::Resolve { outcome: outcome(state), retention: RETENTION, against_evidence: false }
                 }
-                _ => KeyChange::Purge,
+                _ => KeyChange::Purge { against_evidence: false },
             };
             if let Some(seen) = seen {
                 // The statement alone, too: nothing before it may be what keeps to the machine.

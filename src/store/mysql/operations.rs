@@ -89,8 +89,23 @@ macro_rules! lease_is_over {
 }
 
 /// The row is locked by a statement of its own: a statement that waits for a lock goes on with the
-/// time at which it began, and a lease granted meanwhile would seem to end later than it can (R22).
-const LOCK: &str = "select epoch from oncebox_idempotency_request where key_digest = ? for update";
+/// time at which it began, and a lease granted meanwhile would seem to end later than it can (R22);
+/// and it does not see what was committed meanwhile.
+pub(super) const LOCK: &str = "select epoch from oncebox_idempotency_request where key_digest = ? for update";
+
+/// Whether no run that lost its lease, of the record that is changed, has said that it ended so:
+/// then something did happen. A word of an operator overrules those before it.
+macro_rules! none_late {
+    ($verdicts:literal) => {
+        concat!(
+            "not exists (select 1 from oncebox_operation_evidence e where e.operation_id = oncebox_idempotency_request.operation_id \
+           and e.kind = 'run' and e.verdict in (", $verdicts, ") \
+           and not exists (select 1 from oncebox_operation_evidence w \
+                where w.operation_id = e.operation_id and w.evidence_id > e.evidence_id and w.kind = 'operator'))"
+        )
+    };
+}
+pub(super) use none_late;
 
 /// Inserts a claim; its state is a parameter.
 macro_rules! insert {
@@ -116,6 +131,8 @@ const RENEW: &str = "update oncebox_idempotency_request \
         body_bytes = null, body_format = null, body_kid = null, kept_bytes = null, resource_kind = null, resource_id = null, \
         resource_location = null, error_code = null \
   where key_digest = ? and epoch = ? and ";
+
+const FORGET_RUNS: &str = "delete from oncebox_operation_evidence where operation_id = ? and kind = 'run'";
 
 const FINISH: &str = "update oncebox_idempotency_request \
     set state = ?, owner = null, lease_until = null, lease_seconds = null, updated_at = utc_timestamp(6), \
@@ -150,6 +167,12 @@ impl Keys for MySqlStore {
         find(&mut self.pool.acquire().await?, identity).await
     }
 
+    async fn find_settled(&self, identity: &Identity) -> Result<Look, StoreError> {
+        let mut connection = self.pool.acquire().await?;
+        sqlx::query(LOCK).bind(identity.digest().to_vec()).optional(&mut connection).await?;
+        find(&mut connection, identity).await
+    }
+
     async fn body(&self, record: &Record) -> Result<Option<KeptBody>, StoreError> {
         let row = sqlx::query(
             "select body_headers, body_bytes, cast(body_format as signed), body_kid from oncebox_idempotency_request \
@@ -171,8 +194,8 @@ impl Keys for MySqlStore {
     async fn claim(&self, claim: &KeyClaim, basis: Basis<'_>) -> Result<Claimed, StoreError> {
         claim.requires(&[Mode::Bridged, Mode::Edge])?;
         let owned = claim.owned(basis);
-        if let Basis::TakeOver(_) = basis {
-            return self.take_over(claim, basis, owned).await;
+        if let Basis::TakeOver(_) | Basis::Reclaim(_) | Basis::Anew(_) = basis {
+            return self.claim_locked(claim, basis, owned).await;
         }
         let mut connection = self.pool.acquire().await?;
         if stake(&mut connection, INSERT, claim, basis, &owned).await? {
@@ -199,13 +222,15 @@ impl Keys for MySqlStore {
     }
 
     async fn release(&self, owned: &Owned) -> Result<Fenced, StoreError> {
-        let release = sqlx::query(
-            "delete from oncebox_idempotency_request where key_digest = ? and epoch = ? and owner = ? and state = 'IN_PROGRESS' \
-               and not exists (select 1 from oncebox_operation_evidence e \
-                                where e.operation_id = oncebox_idempotency_request.operation_id \
-                                  and e.kind = 'run' and e.verdict in ('success', 'failure'))",
-        );
-        Ok(Fenced::rows(fence(release, owned).run(&self.pool).await?.rows_affected()))
+        let mut transaction = self.pool.begin(START).await?;
+        sqlx::query(LOCK).bind(owned.identity.digest().to_vec()).optional(&mut transaction).await?;
+        let release = sqlx::query(concat!(
+            "delete from oncebox_idempotency_request where key_digest = ? and epoch = ? and owner = ? and state = 'IN_PROGRESS' and ",
+            none_late!("'success', 'failure'")
+        ));
+        let released = fence(release, owned).run(&mut transaction).await?;
+        transaction.commit().await?;
+        Ok(Fenced::rows(released.rows_affected()))
     }
 
     async fn mark_unknown(&self, seen: &Record) -> Result<Fenced, StoreError> {
@@ -261,7 +286,7 @@ impl Keys for MySqlStore {
 
     async fn runs_of(&self, operation_id: Uuid) -> Result<Vec<StoredEvidence>, StoreError> {
         let mut seen = evidence(&mut self.pool.acquire().await?, operation_id).await?;
-        seen.retain(|row| row.evidence.kind == "run");
+        seen.retain(|row| row.evidence.is_of_run());
         Ok(seen)
     }
 
@@ -288,11 +313,18 @@ impl Keys for MySqlStore {
 }
 
 impl MySqlStore {
-    /// Judges the lease under the lock of its row.
-    async fn take_over(&self, claim: &KeyClaim, basis: Basis<'_>, owned: Owned) -> Result<Claimed, StoreError> {
+    /// Judges the lease, and what late runs have said, under the lock of its row. Of a run that the
+    /// record agreed with nothing stays where the key is used anew: there is no conflict.
+    async fn claim_locked(&self, claim: &KeyClaim, basis: Basis<'_>, owned: Owned) -> Result<Claimed, StoreError> {
         let mut transaction = self.pool.begin(START).await?;
         sqlx::query(LOCK).bind(claim.identity.digest().to_vec()).optional(&mut transaction).await?;
         if stake(&mut transaction, INSERT, claim, basis, &owned).await? {
+            if let Basis::Anew(seen) = basis
+                && seen.state == State::Completed
+            {
+                let forget = sqlx::query(FORGET_RUNS).bind(seen.operation_id.as_bytes().to_vec());
+                forget.run(&mut transaction).await?;
+            }
             transaction.commit().await?;
             return Ok(Claimed::Owned(owned));
         }
@@ -408,7 +440,14 @@ async fn stake(
                 ") or (state = 'UNKNOWN_REQUIRES_RECOVERY' and mode = 'edge'))"
             ),
         ),
-        Basis::Reclaim(seen) => (seen, "state = 'FAILED_RETRYABLE' and expires_at >= utc_timestamp(6)"),
+        Basis::Reclaim(seen) => (
+            seen,
+            concat!(
+                "state = 'FAILED_RETRYABLE' and expires_at >= utc_timestamp(6) and ",
+                none_late!("'success', 'failure'")
+            ),
+        ),
+        Basis::Late(seen) => (seen, "state = 'FAILED_RETRYABLE' and expires_at >= utc_timestamp(6)"),
         Basis::Anew(seen) => (seen, "expires_at < utc_timestamp(6)"),
     };
     let renew = sqlx::query(AssertSqlSafe(format!("{RENEW}{holds}")))

@@ -6,13 +6,13 @@ use sqlx::{Postgres, Row, query, query_scalar};
 use uuid::Uuid;
 
 use super::PostgresStore;
-use super::operations::{finish, live, look_columns, open_requests};
+use super::operations::{LOCK, finish, live, look_columns, none_late, open_requests};
 use super::phases::{append, end_record, follow, forget, read};
 use crate::error::StoreError;
 use crate::policy::operation::versions::Announced;
 use crate::policy::operation::{Record, State};
 use crate::store::bounded::{Ask, Bounded};
-use crate::store::key_operator::{Audit, judged, judgement, nothing_known};
+use crate::store::key_operator::{Audit, judged, judgement, nothing_known, overruled};
 use crate::store::operations::RecordFence;
 use crate::store::operations::stored::look_of;
 use crate::store::phases::no_record;
@@ -35,7 +35,9 @@ macro_rules! keys {
                and ($5::text is null or r.state = $5) and (not $6 or r.expires_at < n.at) \
                and ($7::float8 is null or r.created_at < n.at - $7 * interval '1 second') \
                and (not $8 or (r.outcome_at is not null \
-                    and not exists (select 1 from oncebox.operation_intent i where i.operation_id = r.operation_id))) \
+                    and not exists (select 1 from oncebox.operation_intent i where i.operation_id = r.operation_id) \
+                    and (r.state = 'COMPLETED' or not exists (select 1 from oncebox.operation_evidence e \
+                         where e.operation_id = r.operation_id and e.kind = 'run' and e.verdict = 'success')))) \
              order by r.created_at, r.key_digest limit $9"
         )
     };
@@ -47,17 +49,23 @@ const OPEN_KEYS: &str = keys!(open_requests!());
 /// Whether the operation `o` has a conflict that no person has judged: evidence of an effect says
 /// another thing than what was decided, or the operation failed with an effect that stands. Such an
 /// operation is listed, and is kept until it is judged. A mismatch went to an operator by itself,
-/// whose word about it is that judgement.
+/// whose word about it is that judgement. That a duplicate was declined which an operator accepted
+/// says nothing of the send that it repeats. For evidence alone it is
+/// [`Evidence::contradicts`](crate::policy::operation::provider::Evidence::contradicts).
 macro_rules! conflict {
     () => {
         "(o.outcome_at is not null and (exists (select 1 from oncebox.operation_evidence e \
             join oncebox.operation_intent i on i.operation_id = e.operation_id and i.effect = e.effect \
-            where e.operation_id = o.operation_id and (e.verdict = 'mismatch' or e.verdict = \
+            where e.operation_id = o.operation_id and e.kind <> 'operator' and (e.verdict = 'mismatch' or e.verdict = \
               case when coalesce(i.outcome, case o.state when 'SUCCEEDED' then 'succeeded' else 'failed' end) = 'succeeded' \
                    then 'failure' else 'success' end) \
               and not exists (select 1 from oncebox.operation_evidence w \
                    where w.operation_id = e.operation_id and w.evidence_id > e.evidence_id and w.kind = 'operator' \
-                     and w.effect in (e.effect, '') and (w.verdict = 'indefinite' or e.verdict = 'mismatch'))) \
+                     and w.effect in (e.effect, '') and (w.verdict = 'indefinite' or (e.verdict = 'mismatch' and w.verdict <> 'waived'))) \
+              and not (e.verdict = 'failure' and e.send > 0 and exists (select 1 from oncebox.operation_evidence v \
+                   where v.operation_id = e.operation_id and v.effect = e.effect and v.kind = 'operator' and v.verdict = 'waived' and v.send > 0 \
+                     and not exists (select 1 from oncebox.operation_evidence n where n.operation_id = v.operation_id \
+                          and n.effect = v.effect and n.send = v.send and n.verdict = 'not-sent')))) \
           or (o.state = 'FAILED' and exists (select 1 from oncebox.operation_intent i \
             where i.operation_id = o.operation_id and i.outcome = 'succeeded' and i.undoes is null and i.strategy <> 'repeatable' \
               and not exists (select 1 from oncebox.operation_intent u \
@@ -167,9 +175,9 @@ impl KeyOperator for PostgresStore {
     async fn change_key(&self, seen: &Record, change: &KeyChange, context: &ActContext) -> Result<Fenced, StoreError> {
         let mut tx = self.transaction().await?;
         let fenced = match change {
-            KeyChange::Release => forget_key(&mut tx, seen).await?,
-            KeyChange::Purge => {
-                let fenced = forget_key(&mut tx, seen).await?;
+            KeyChange::Release { against_evidence } => forget_key(&mut tx, seen, *against_evidence).await?,
+            KeyChange::Purge { against_evidence } => {
+                let fenced = forget_key(&mut tx, seen, *against_evidence).await?;
                 if let (Fenced::Done, Some(at)) = (fenced, seen.identity.key().time()) {
                     let bound = query(
                         "insert into oncebox.idempotency_purge (operation, purged_below) \
@@ -183,7 +191,10 @@ impl KeyOperator for PostgresStore {
                 }
                 fenced
             }
-            KeyChange::Resolve { outcome, retention, .. } => {
+            KeyChange::Resolve { outcome, retention, against_evidence } => {
+                if *against_evidence {
+                    append(&overruled(seen, outcome, context)).run(&mut tx).await?;
+                }
                 let digest = seen.identity.digest().to_vec();
                 let fence = RecordFence { digest, epoch: seen.epoch, owner: None, unknown: true };
                 finish(&mut tx, &fence, outcome, retention, None).await?
@@ -208,16 +219,20 @@ async fn orphans(connection: &mut Bounded<Postgres>, only: Option<Uuid>, limit: 
     Ok(query_scalar(ORPHANS).bind(only).bind(i64::from(limit)).all(connection).await?)
 }
 
-async fn forget_key(tx: &mut Bounded<Postgres>, seen: &Record) -> Result<Fenced, StoreError> {
+async fn forget_key(tx: &mut Bounded<Postgres>, seen: &Record, against_evidence: bool) -> Result<Fenced, StoreError> {
     let digest = seen.identity.digest().to_vec();
-    let delete = query(
+    query(LOCK).bind(&digest).optional(&mut *tx).await?;
+    let delete = query(concat!(
         "delete from oncebox.idempotency_request r where key_digest = $1 and epoch = $2 and outcome_at is not null \
-           and not exists (select 1 from oncebox.operation_intent i where i.operation_id = r.operation_id)",
-    );
-    let fenced = Fenced::rows(delete.bind(&digest).bind(seen.epoch).run(&mut *tx).await?.rows_affected());
+           and not exists (select 1 from oncebox.operation_intent i where i.operation_id = r.operation_id) and ($3 or ",
+        none_late!("'success'"),
+        ")"
+    ));
+    let delete = delete.bind(&digest).bind(seen.epoch).bind(against_evidence || seen.state == State::Completed);
+    let fenced = Fenced::rows(delete.run(&mut *tx).await?.rows_affected());
     if fenced == Fenced::Done {
         query("delete from oncebox.idempotency_body where key_digest = $1").bind(digest).run(&mut *tx).await?;
-        forget(tx, seen.operation_id, seen.state != State::Completed).await?;
+        forget(tx, seen.operation_id, seen.state != State::Completed && !against_evidence).await?;
     }
     Ok(fenced)
 }

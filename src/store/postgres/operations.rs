@@ -27,7 +27,7 @@ use crate::error::StoreError;
 use crate::policy::operation::retention::Retention;
 use crate::policy::operation::route::Durability;
 use crate::policy::operation::versions::Versions;
-use crate::policy::operation::{Identity, Mode, OperationName, Record};
+use crate::policy::operation::{Identity, Mode, OperationName, Record, State};
 use crate::store::bounded::{Ask, Bounded};
 use crate::store::operations::stored::{body_of, look_of};
 use crate::store::{
@@ -102,6 +102,26 @@ macro_rules! lease_is_over {
     };
 }
 
+/// Whether no run of the record `r` that lost its lease has said that it ended so: then something
+/// did happen. A word of an operator overrules those before it.
+macro_rules! none_late {
+    ($verdicts:literal) => {
+        concat!(
+            "not exists (select 1 from oncebox.operation_evidence e where e.operation_id = r.operation_id \
+           and e.kind = 'run' and e.verdict in (",
+            $verdicts,
+            ") \
+           and not exists (select 1 from oncebox.operation_evidence w \
+                where w.operation_id = e.operation_id and w.evidence_id > e.evidence_id and w.kind = 'operator'))"
+        )
+    };
+}
+pub(super) use none_late;
+
+/// The row is locked by a statement of its own: the next one sees what was committed until then,
+/// which the statement that waited would not.
+pub(super) const LOCK: &str = "select from oncebox.idempotency_request where key_digest = $1 for update";
+
 /// Inserts a claim in the given state, in a transaction of its own.
 macro_rules! insert {
     ($state:literal) => {
@@ -139,6 +159,8 @@ const RENEW: &str = "update oncebox.idempotency_request r \
         body_kid = null, kept_bytes = null, resource_kind = null, resource_id = null, resource_location = null, error_code = null \
   where r.key_digest = $1 and r.epoch = $5 - 1 and ";
 
+const FORGET_RUNS: &str = "delete from oncebox.operation_evidence where operation_id = $1 and kind = 'run'";
+
 /// The time as a value of its own: compared with the clock itself, each entry would be read.
 const KEPT_OF_TENANT: &str = "select coalesce(sum(kept_bytes), 0)::bigint from oncebox.idempotency_request \
     where tenant = $1 and kept_bytes is not null and body_expires_at > (select clock_timestamp())";
@@ -161,6 +183,12 @@ impl Keys for PostgresStore {
         find(&mut self.pool.acquire().await?, identity).await
     }
 
+    async fn find_settled(&self, identity: &Identity) -> Result<Look, StoreError> {
+        let mut connection = self.pool.acquire().await?;
+        sqlx::query(LOCK).bind(identity.digest().as_slice()).optional(&mut connection).await?;
+        find(&mut connection, identity).await
+    }
+
     async fn body(&self, record: &Record) -> Result<Option<KeptBody>, StoreError> {
         let row = sqlx::query(
             "select body_headers, body_bytes, body_format::bigint, body_kid from oncebox.idempotency_request \
@@ -180,6 +208,9 @@ impl Keys for PostgresStore {
     async fn claim(&self, claim: &KeyClaim, basis: Basis<'_>) -> Result<Claimed, StoreError> {
         claim.requires(&[Mode::Bridged, Mode::Edge])?;
         let owned = claim.owned(basis);
+        if let Basis::Reclaim(_) | Basis::Anew(_) = basis {
+            return self.claim_locked(claim, basis, owned).await;
+        }
         let mut connection = self.pool.acquire().await?;
         let changed = match renewal(basis) {
             None => {
@@ -219,16 +250,19 @@ impl Keys for PostgresStore {
     }
 
     async fn release(&self, owned: &Owned) -> Result<Fenced, StoreError> {
-        let done = sqlx::query(
-            "delete from oncebox.idempotency_request r where key_digest = $1 and epoch = $2 and owner = $3 and state = 'IN_PROGRESS' \
-               and not exists (select 1 from oncebox.operation_evidence e where e.operation_id = r.operation_id \
-                                and e.kind = 'run' and e.verdict in ('success', 'failure'))",
-        )
-        .bind(owned.identity.digest().as_slice())
+        let digest = owned.identity.digest();
+        let mut tx = self.transaction().await?;
+        sqlx::query(LOCK).bind(digest.as_slice()).optional(&mut tx).await?;
+        let done = sqlx::query(concat!(
+            "delete from oncebox.idempotency_request r where key_digest = $1 and epoch = $2 and owner = $3 and state = 'IN_PROGRESS' and ",
+            none_late!("'success', 'failure'")
+        ))
+        .bind(digest.as_slice())
         .bind(owned.epoch)
         .bind(owned.owner)
-        .run(&self.pool)
+        .run(&mut tx)
         .await?;
+        tx.commit().await?;
         Ok(Fenced::rows(done.rows_affected()))
     }
 
@@ -283,7 +317,7 @@ impl Keys for PostgresStore {
 
     async fn runs_of(&self, operation_id: Uuid) -> Result<Vec<StoredEvidence>, StoreError> {
         let mut seen = evidence(&mut self.pool.acquire().await?, operation_id).await?;
-        seen.retain(|row| row.evidence.kind == "run");
+        seen.retain(|row| row.evidence.is_of_run());
         Ok(seen)
     }
 
@@ -310,6 +344,29 @@ impl Keys for PostgresStore {
             oldest_in_progress: age.map(|seconds| Duration::try_from_secs_f64(seconds).unwrap_or_default()),
             unknown: row.try_get::<i64, _>(2)?.unsigned_abs(),
         })
+    }
+}
+
+impl PostgresStore {
+    /// Reads what late runs have said under the lock of the row. Of a run that the record agreed
+    /// with nothing stays where the key is used anew: there is no conflict.
+    async fn claim_locked(&self, claim: &KeyClaim, basis: Basis<'_>, owned: Owned) -> Result<Claimed, StoreError> {
+        let mut tx = self.transaction().await?;
+        sqlx::query(LOCK).bind(claim.identity.digest().as_slice()).optional(&mut tx).await?;
+        let renew = renew(&format!("{RENEW}{}", renewal(basis).unwrap_or("false")), claim, &owned);
+        if renew.run(&mut tx).await?.rows_affected() == 1 {
+            if let Basis::Anew(seen) = basis
+                && seen.state == State::Completed
+            {
+                let forget = sqlx::query(FORGET_RUNS).bind(seen.operation_id);
+                forget.run(&mut tx).await?;
+            }
+            tx.commit().await?;
+            return Ok(Claimed::Owned(owned));
+        }
+        let found = find(&mut tx, &claim.identity).await?.record;
+        tx.rollback().await?;
+        Ok(found.map_or(Claimed::Vanished, |record| Claimed::Existing(Box::new(record))))
     }
 }
 
@@ -391,7 +448,13 @@ fn renewal(basis: Basis<'_>) -> Option<&'static str> {
             lease_is_over!(),
             ") or (r.state = 'UNKNOWN_REQUIRES_RECOVERY' and r.mode = 'edge'))"
         ),
-        Basis::Reclaim(_) => "r.state = 'FAILED_RETRYABLE' and r.expires_at >= clock_timestamp()",
+        Basis::Reclaim(_) => {
+            concat!(
+                "r.state = 'FAILED_RETRYABLE' and r.expires_at >= clock_timestamp() and ",
+                none_late!("'success', 'failure'")
+            )
+        }
+        Basis::Late(_) => "r.state = 'FAILED_RETRYABLE' and r.expires_at >= clock_timestamp()",
         Basis::Anew(_) => "r.expires_at < clock_timestamp()",
     })
 }

@@ -210,8 +210,15 @@ impl Phases for PostgresStore {
     }
 
     async fn observe(&self, evidence: &NewEvidence) -> Result<(), StoreError> {
-        append(evidence).run(&self.pool).await?;
-        Ok(())
+        if !evidence.asks_to_wait() {
+            append(evidence).run(&self.pool).await?;
+            return Ok(());
+        }
+        let mut tx = self.transaction().await?;
+        append(evidence).run(&mut tx).await?;
+        let forget = sqlx::query(FORGET_WAITS).bind(evidence.operation_id).bind(evidence.effect.clone());
+        forget.run(&mut tx).await?;
+        Ok(tx.commit().await?)
     }
 
     async fn leave(&self, driven: &Driven, leave: Leave<'_>) -> Result<Fenced, StoreError> {
@@ -243,6 +250,12 @@ impl Phases for PostgresStore {
         Ok(sqlx::query_scalar("select deployment_id from oncebox.deployment").one(&self.pool).await?)
     }
 }
+
+/// What asks to wait is said by the last answer alone: a provider that asks for it all day leaves
+/// one row. None of them proves anything.
+const FORGET_WAITS: &str = "delete from oncebox.operation_evidence where operation_id = $1 and effect = $2 and verdict = 'wait' and evidence_id < \
+     (select last from (select max(evidence_id) as last from oncebox.operation_evidence \
+                         where operation_id = $1 and effect = $2 and verdict = 'wait') w)";
 
 /// Appends evidence.
 pub(super) fn append<'q>(evidence: &NewEvidence) -> Query<'q> {

@@ -28,8 +28,8 @@ use crate::store::{
 use async_trait::async_trait;
 
 /// How far the clock of a key's maker may be ahead: the default of
-/// [`Route::id_skew`](crate::policy::operation::Route::id_skew), which a store that forgets by
-/// itself is not told.
+/// [`Route::id_skew`](crate::policy::operation::Route::id_skew), until the sweep of an operation
+/// has said that its route allows more.
 const ID_SKEW: Duration = Duration::from_secs(60);
 
 /// The fields of a hash.
@@ -154,12 +154,13 @@ impl Keys for RedisKeys {
     async fn find(&self, identity: &Identity) -> Result<Look, StoreError> {
         let [record, _] = self.records_of(identity);
         let forgotten = self.key("forgotten", identity.operation().as_str());
-        type Found = (i64, Option<i64>, Option<u64>, HashMap<String, Vec<u8>>);
-        let (now, first, shortest, fields): Found = self.call(&scripts::FIND, &[record, forgotten], &[]).await?;
+        type Found = (i64, Option<i64>, Option<u64>, Option<u64>, HashMap<String, Vec<u8>>);
+        let (now, first, shortest, skew, fields): Found = self.call(&scripts::FIND, &[record, forgotten], &[]).await?;
         let now = DbTime::from_micros(now);
         let purged_below = first.zip(shortest).and_then(|(first, shortest)| {
             let shortest = Duration::from_micros(shortest);
-            (DbTime::from_micros(first).after(shortest) <= now).then(|| now.before(shortest).after(ID_SKEW))
+            let skew = skew.map_or(ID_SKEW, |skew| Duration::from_micros(skew).max(ID_SKEW));
+            (DbTime::from_micros(first).after(shortest) <= now).then(|| now.before(shortest).after(skew))
         });
         let record = if fields.is_empty() { None } else { Some(Fields(fields).record(now)?) };
         Ok(Look { now, purged_below, record, body: None })
@@ -186,7 +187,8 @@ impl Keys for RedisKeys {
         let (basis, seen) = match basis {
             Basis::New => ("new", 0),
             Basis::TakeOver(seen) => ("take_over", seen.epoch),
-            Basis::Reclaim(seen) => ("reclaim", seen.epoch),
+            // A guard keeps no evidence.
+            Basis::Reclaim(seen) | Basis::Late(seen) => ("reclaim", seen.epoch),
             Basis::Anew(seen) => ("anew", seen.epoch),
         };
         let identity = &claim.identity;
@@ -274,14 +276,18 @@ impl Keys for RedisKeys {
         Ok(0)
     }
 
-    /// Nothing: records go at their time.
+    /// Records go at their time; what is kept is up to which key they went.
     async fn purge_keys(
         &self,
-        _operation: &OperationName,
+        operation: &OperationName,
         _retention: &Retention,
-        _id_skew: Duration,
+        id_skew: Duration,
         _limit: u32,
     ) -> Result<u64, StoreError> {
+        if id_skew > ID_SKEW {
+            let forgotten = self.key("forgotten", operation.as_str());
+            let _: i64 = self.call(&scripts::SKEW, &[forgotten], &[micros(id_skew)]).await?;
+        }
         Ok(0)
     }
 

@@ -42,10 +42,18 @@ macro_rules! fence {
     };
 }
 
-/// KEYS: record, forgotten. Gives: now, first outcome, shortest metadata's life, fields.
+/// KEYS: forgotten. ARGV: how far clocks of clients may be ahead. It is never lowered.
+pub(super) static SKEW: LazyLock<Script> = script!(
+    "local skew = redis.call('HGET', KEYS[1], 'skew')\n",
+    "if not skew or tonumber(skew) < tonumber(ARGV[1]) then redis.call('HSET', KEYS[1], 'skew', ARGV[1]) end\n",
+    "return 0\n",
+);
+
+/// KEYS: record, forgotten. Gives: now, first outcome, shortest metadata's life, longest skew,
+/// fields.
 pub(super) static FIND: LazyLock<Script> = script!(
-    "local g = redis.call('HMGET', KEYS[2], 'first', 'metadata')\n",
-    "return {whole(now), g[1], g[2], redis.call('HGETALL', KEYS[1])}\n",
+    "local g = redis.call('HMGET', KEYS[2], 'first', 'metadata', 'skew')\n",
+    "return {whole(now), g[1], g[2], g[3], redis.call('HGETALL', KEYS[1])}\n",
 );
 
 /// KEYS: record, body. ARGV: epoch. Gives the body's fields; none where its time is over, also

@@ -7,14 +7,14 @@ use sqlx::{query, query_scalar};
 use uuid::Uuid;
 
 use super::connect::SqliteStore;
-use super::operations::{finish, live, look_columns};
+use super::operations::{finish, live, look_columns, none_late};
 use super::phases::{append, end_record, fence_of, follow, forget, read};
 use super::write::Write;
 use super::{millis, now_ms};
 use crate::error::StoreError;
 use crate::policy::operation::versions::Announced;
 use crate::policy::operation::{Record, State};
-use crate::store::key_operator::{Audit, judged, judgement, nothing_known};
+use crate::store::key_operator::{Audit, judged, judgement, nothing_known, overruled};
 use crate::store::operations::RecordFence;
 use crate::store::operations::stored::look_of;
 use crate::store::phases::no_record;
@@ -35,24 +35,32 @@ const KEYS: &str = concat!(
      where r.key_digest between ?1 and ?2 and (?3 is null or r.tenant = ?3) and (?4 is null or r.operation = ?4) \
        and (?5 is null or r.state = ?5) and (not ?6 or r.expires_at < n.at) and (?7 is null or r.created_at < n.at - ?7) \
        and (not ?8 or (r.outcome_at is not null \
-            and not exists (select 1 from oncebox_operation_intent as i where i.operation_id = r.operation_id))) \
+            and not exists (select 1 from oncebox_operation_intent as i where i.operation_id = r.operation_id) \
+            and (r.state = 'COMPLETED' or not exists (select 1 from oncebox_operation_evidence as e \
+                 where e.operation_id = r.operation_id and e.kind = 'run' and e.verdict = 'success')))) \
      order by r.created_at, r.key_digest limit ?9"
 );
 
 /// Whether the operation `o` has a conflict that no person has judged: evidence of an effect says
 /// another thing than what was decided, or the operation failed with an effect that stands. Such an
 /// operation is listed, and is kept until it is judged. A mismatch went to an operator by itself,
-/// whose word about it is that judgement.
+/// whose word about it is that judgement. That a duplicate was declined which an operator accepted
+/// says nothing of the send that it repeats. For evidence alone it is
+/// [`Evidence::contradicts`](crate::policy::operation::provider::Evidence::contradicts).
 macro_rules! conflict {
     () => {
         "(o.outcome_at is not null and (exists (select 1 from oncebox_operation_evidence e \
             join oncebox_operation_intent i on i.operation_id = e.operation_id and i.effect = e.effect \
-            where e.operation_id = o.operation_id and (e.verdict = 'mismatch' or e.verdict = \
+            where e.operation_id = o.operation_id and e.kind <> 'operator' and (e.verdict = 'mismatch' or e.verdict = \
               case when coalesce(i.outcome, case o.state when 'SUCCEEDED' then 'succeeded' else 'failed' end) = 'succeeded' \
                    then 'failure' else 'success' end) \
               and not exists (select 1 from oncebox_operation_evidence w \
                    where w.operation_id = e.operation_id and w.evidence_id > e.evidence_id and w.kind = 'operator' \
-                     and w.effect in (e.effect, '') and (w.verdict = 'indefinite' or e.verdict = 'mismatch'))) \
+                     and w.effect in (e.effect, '') and (w.verdict = 'indefinite' or (e.verdict = 'mismatch' and w.verdict <> 'waived'))) \
+              and not (e.verdict = 'failure' and e.send > 0 and exists (select 1 from oncebox_operation_evidence v \
+                   where v.operation_id = e.operation_id and v.effect = e.effect and v.kind = 'operator' and v.verdict = 'waived' and v.send > 0 \
+                     and not exists (select 1 from oncebox_operation_evidence n where n.operation_id = v.operation_id \
+                          and n.effect = v.effect and n.send = v.send and n.verdict = 'not-sent')))) \
           or (o.state = 'FAILED' and exists (select 1 from oncebox_operation_intent i \
             where i.operation_id = o.operation_id and i.outcome = 'succeeded' and i.undoes is null and i.strategy <> 'repeatable' \
               and not exists (select 1 from oncebox_operation_intent u \
@@ -163,9 +171,9 @@ impl KeyOperator for SqliteStore {
     async fn change_key(&self, seen: &Record, change: &KeyChange, context: &ActContext) -> Result<Fenced, StoreError> {
         let mut write = self.write().await?;
         let fenced = match change {
-            KeyChange::Release => forget_key(write.connection(), seen).await?,
-            KeyChange::Purge => {
-                let fenced = forget_key(write.connection(), seen).await?;
+            KeyChange::Release { against_evidence } => forget_key(write.connection(), seen, *against_evidence).await?,
+            KeyChange::Purge { against_evidence } => {
+                let fenced = forget_key(write.connection(), seen, *against_evidence).await?;
                 if let (Fenced::Done, Some(at)) = (fenced, seen.identity.key().time()) {
                     let bound = query(
                         "insert into oncebox_idempotency_purge (operation, purged_below) values (?1, ?2) \
@@ -177,7 +185,10 @@ impl KeyOperator for SqliteStore {
                 }
                 fenced
             }
-            KeyChange::Resolve { outcome, retention, .. } => {
+            KeyChange::Resolve { outcome, retention, against_evidence } => {
+                if *against_evidence {
+                    append(&overruled(seen, outcome, context)).execute(write.connection()).await?;
+                }
                 let digest = seen.identity.digest().to_vec();
                 let fence = RecordFence { digest, epoch: seen.epoch, owner: None, unknown: true };
                 finish(write.connection(), &fence, outcome, retention).await?
@@ -204,19 +215,27 @@ async fn orphans(connection: &mut SqliteConnection, only: Option<Uuid>, limit: u
     Ok(ids)
 }
 
-async fn forget_key(connection: &mut SqliteConnection, seen: &Record) -> Result<Fenced, StoreError> {
+async fn forget_key(
+    connection: &mut SqliteConnection,
+    seen: &Record,
+    against_evidence: bool,
+) -> Result<Fenced, StoreError> {
     let digest = seen.identity.digest().to_vec();
-    let delete = query(
-        "delete from oncebox_idempotency_request as r where key_digest = ? and epoch = ? and outcome_at is not null \
-         and not exists (select 1 from oncebox_operation_intent as i where i.operation_id = r.operation_id)",
-    );
-    let fenced = Fenced::rows(delete.bind(&digest).bind(seen.epoch).execute(&mut *connection).await?.rows_affected());
+    let delete = query(concat!(
+        "delete from oncebox_idempotency_request where key_digest = ? and epoch = ? and outcome_at is not null \
+         and not exists (select 1 from oncebox_operation_intent as i where i.operation_id = oncebox_idempotency_request.operation_id) \
+         and (? or ",
+        none_late!("'success'"),
+        ")"
+    ));
+    let delete = delete.bind(&digest).bind(seen.epoch).bind(against_evidence || seen.state == State::Completed);
+    let fenced = Fenced::rows(delete.execute(&mut *connection).await?.rows_affected());
     if fenced == Fenced::Done {
         query("delete from oncebox_idempotency_body where key_digest = ?")
             .bind(digest)
             .execute(&mut *connection)
             .await?;
-        forget(connection, seen.operation_id, seen.state != State::Completed).await?;
+        forget(connection, seen.operation_id, seen.state != State::Completed && !against_evidence).await?;
     }
     Ok(fenced)
 }

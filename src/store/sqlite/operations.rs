@@ -26,7 +26,7 @@ use crate::error::StoreError;
 use crate::policy::operation::retention::Retention;
 use crate::policy::operation::route::Durability;
 use crate::policy::operation::versions::Versions;
-use crate::policy::operation::{Identity, Mode, OperationName, Record};
+use crate::policy::operation::{Identity, Mode, OperationName, Record, State};
 use crate::store::operations::RecordFence;
 use crate::store::operations::stored::{Columns, body_of, look_of, pack};
 use crate::store::{
@@ -63,6 +63,20 @@ macro_rules! lease_is_over {
     };
 }
 
+/// Whether no run that lost its lease, of the record that is changed, has said that it ended so:
+/// then something did happen. A word of an operator overrules those before it.
+macro_rules! none_late {
+    ($verdicts:literal) => {
+        concat!(
+            "not exists (select 1 from oncebox_operation_evidence e where e.operation_id = oncebox_idempotency_request.operation_id \
+           and e.kind = 'run' and e.verdict in (", $verdicts, ") \
+           and not exists (select 1 from oncebox_operation_evidence w \
+                where w.operation_id = e.operation_id and w.evidence_id > e.evidence_id and w.kind = 'operator'))"
+        )
+    };
+}
+pub(super) use none_late;
+
 /// Inserts a claim in the given state.
 macro_rules! insert {
     ($state:literal) => {
@@ -93,6 +107,8 @@ const RENEW: &str = concat!(
      kept_bytes = null, resource_kind = null, resource_id = null, resource_location = null, error_code = null \
      where key_digest = ?1 and epoch = ?5 - 1 and "
 );
+
+const FORGET_RUNS: &str = "delete from oncebox_operation_evidence where operation_id = ? and kind = 'run'";
 
 const FINISH: &str = concat!(
     "update oncebox_idempotency_request \
@@ -143,6 +159,13 @@ impl Keys for SqliteStore {
         let owned = claim.owned(basis);
         let mut write = self.write().await?;
         if stake(write.connection(), claim, basis, &owned).await? {
+            // Of a run that the record agreed with nothing stays where the key is used anew.
+            if let Basis::Anew(seen) = basis
+                && seen.state == State::Completed
+            {
+                let forget = query(FORGET_RUNS).bind(seen.operation_id.as_bytes().to_vec());
+                forget.execute(write.connection()).await?;
+            }
             write.commit().await?;
             return Ok(Claimed::Owned(owned));
         }
@@ -170,11 +193,10 @@ impl Keys for SqliteStore {
     }
 
     async fn release(&self, owned: &Owned) -> Result<Fenced, StoreError> {
-        let release = query(
-            "delete from oncebox_idempotency_request as r where key_digest = ?1 and epoch = ?2 and owner = ?3 and state = 'IN_PROGRESS' \
-               and not exists (select 1 from oncebox_operation_evidence as e where e.operation_id = r.operation_id \
-                                and e.kind = 'run' and e.verdict in ('success', 'failure'))",
-        );
+        let release = query(concat!(
+            "delete from oncebox_idempotency_request where key_digest = ?1 and epoch = ?2 and owner = ?3 and state = 'IN_PROGRESS' and ",
+            none_late!("'success', 'failure'")
+        ));
         self.fenced(fence(release, owned)).await
     }
 
@@ -225,7 +247,7 @@ impl Keys for SqliteStore {
 
     async fn runs_of(&self, operation_id: Uuid) -> Result<Vec<StoredEvidence>, StoreError> {
         let mut seen = evidence(&mut *self.pool().acquire().await?, operation_id).await?;
-        seen.retain(|row| row.evidence.kind == "run");
+        seen.retain(|row| row.evidence.is_of_run());
         Ok(seen)
     }
 
@@ -345,7 +367,15 @@ async fn stake(
             lease_is_over!(),
             ") or (state = 'UNKNOWN_REQUIRES_RECOVERY' and mode = 'edge'))"
         ),
-        Basis::Reclaim(_) => concat!("state = 'FAILED_RETRYABLE' and expires_at >= ", now_ms!()),
+        Basis::Reclaim(_) => {
+            concat!(
+                "state = 'FAILED_RETRYABLE' and expires_at >= ",
+                now_ms!(),
+                " and ",
+                none_late!("'success', 'failure'")
+            )
+        }
+        Basis::Late(_) => concat!("state = 'FAILED_RETRYABLE' and expires_at >= ", now_ms!()),
         Basis::Anew(_) => concat!("expires_at < ", now_ms!()),
     };
     let renew = query(AssertSqlSafe(format!("{RENEW}{holds}")))

@@ -211,7 +211,14 @@ impl Phases for SqliteStore {
     }
 
     async fn observe(&self, evidence: &NewEvidence) -> Result<(), StoreError> {
-        self.fenced(append(evidence)).await.map(|_| ())
+        if !evidence.asks_to_wait() {
+            return self.fenced(append(evidence)).await.map(|_| ());
+        }
+        let mut write = self.write().await?;
+        append(evidence).execute(write.connection()).await?;
+        let forget = query(FORGET_WAITS).bind(evidence.operation_id.as_bytes().to_vec()).bind(evidence.effect.clone());
+        forget.execute(write.connection()).await?;
+        write.commit().await
     }
 
     async fn leave(&self, driven: &Driven, leave: Leave<'_>) -> Result<Fenced, StoreError> {
@@ -241,6 +248,12 @@ impl Phases for SqliteStore {
         Uuid::from_slice(&id).map_err(|error| StoreError::Corrupt(format!("the id of the deployment: {error}")))
     }
 }
+
+/// What asks to wait is said by the last answer alone: a provider that asks for it all day leaves
+/// one row. None of them proves anything.
+const FORGET_WAITS: &str = "delete from oncebox_operation_evidence where operation_id = ?1 and effect = ?2 and verdict = 'wait' and evidence_id < \
+     (select last from (select max(evidence_id) as last from oncebox_operation_evidence \
+                         where operation_id = ?1 and effect = ?2 and verdict = 'wait') w)";
 
 /// Appends evidence.
 pub(super) fn append<'q>(evidence: &NewEvidence) -> Query<'q> {

@@ -51,7 +51,7 @@ pub enum SealError {
 #[derive(Clone, Default)]
 pub struct Sealer {
     write: Option<Kid>,
-    /// Stored bodies that lie in plain are not opened.
+    /// What lies in plain is not opened.
     sealed_only: bool,
     #[cfg(feature = "encrypt")]
     keys: BTreeMap<String, chacha20poly1305::XChaCha20Poly1305>,
@@ -93,10 +93,16 @@ impl Sealer {
         Ok(Self { write: Some(write.clone()), sealed_only: false, keys: by_kid })
     }
 
-    /// Answers with no stored body that lies in plain: whoever can write to the database could put
-    /// one there, and it would be replayed as if the service had said it. Take it when the last
-    /// answer from before encryption is gone, after `retention.body`. An answer that an operator
-    /// gave from a file lies in plain too, and is then answered as one that is not kept.
+    /// Answers with no stored body that lies in plain, and drives no command, sends no request and
+    /// believes no provider's answer that does: whoever can write to the database could put one
+    /// there, and it would be replayed, or charged, as if the service had said it. Take it when the
+    /// last answer from before encryption is gone, after `retention.body`, and the last operation
+    /// has ended that was begun before. An answer that an operator gave from a file lies in plain
+    /// too, and is then answered as one that is not kept; his words about operations are believed.
+    ///
+    /// States, statuses, times, the reference of a resource and the reason of a missing body are
+    /// columns by which statements decide. They are neither sealed nor authenticated: whoever can
+    /// write them can write the rows of the business too, and needs no stored answer for that.
     #[cfg(feature = "encrypt")]
     #[must_use]
     pub fn sealed_only(self) -> Self {
@@ -117,9 +123,10 @@ impl Sealer {
     /// Opens what [`Self::seal`] has sealed, with the same parts.
     ///
     /// # Errors
-    /// [`SealError::UnknownKid`], [`SealError::Broken`].
+    /// [`SealError::UnknownKid`], [`SealError::Broken`], [`SealError::Plain`].
     pub fn open(&self, context: &[&[u8]], sealed: &Sealed) -> Result<Vec<u8>, SealError> {
         match &sealed.kid {
+            None if self.sealed_only => Err(SealError::Plain),
             None => Ok(sealed.bytes.clone()),
             Some(kid) => self.decrypt(&associated(context, ENCRYPTED), kid, &sealed.bytes),
         }

@@ -135,12 +135,13 @@ impl Edge {
 
     /// The record is not ours any more: whether the outcome stands in it all the same.
     ///
-    /// The evidence is written before the look: who frees the key, or gives it up, either sees it
-    /// or is seen here. What nobody runs by now is taken over to write the outcome, by a claim that
-    /// is fenced as any other.
+    /// The evidence is written before the look, which waits for whoever changes the record: who
+    /// frees the key locks its record before he reads the evidence, so he sees it, or is seen here.
+    /// What nobody runs by now is taken over to write the outcome, by a claim that is fenced as any
+    /// other. Who dies before that leaves the evidence, by which a retry is answered.
     async fn late(&self, outcome: Option<&Outcome>) -> bool {
         let store = self.front.engine().store();
-        let mut look = store.find(&self.owned.identity).await;
+        let look = store.find(&self.owned.identity).await;
         // An earlier try that was not answered has hit.
         let ours = |record: &Record| record.operation_id == self.owned.operation_id;
         if let Ok(Look { record: Some(record), .. }) = &look
@@ -151,8 +152,7 @@ impl Edge {
             return true;
         }
         self.observe(outcome).await;
-        look = store.find(&self.owned.identity).await;
-        let record = match look {
+        let record = match self.settled().await {
             Ok(look) => look.record,
             Err(error) => {
                 tracing::warn!(%error, "a lost claim could not be looked at");
@@ -165,7 +165,7 @@ impl Edge {
             None => Basis::New,
             Some(record) if !ours(record) || record.mode != Mode::Edge => return self.anothers(record),
             Some(record) if record.state == State::UnknownRequiresRecovery => Basis::TakeOver(record),
-            Some(record) if record.state == State::FailedRetryable && ended => Basis::Reclaim(record),
+            Some(record) if record.state == State::FailedRetryable && ended => Basis::Late(record),
             Some(record) => return self.anothers(record),
         };
         let claim = KeyClaim {
@@ -176,6 +176,20 @@ impl Edge {
         match store.claim(&claim, basis).await {
             Ok(Claimed::Owned(owned)) => matches!(self.write(&owned, outcome).await, Ok(Fenced::Done)),
             _ => false,
+        }
+    }
+
+    /// The record after whoever changes it; who holds it for long is asked again a few times.
+    async fn settled(&self) -> Result<Look, StoreError> {
+        let mut pause = AGAIN;
+        loop {
+            match self.front.engine().store().find_settled(&self.owned.identity).await {
+                Err(error) if error.is_transient() && pause < AGAIN_MAX => {
+                    tokio::time::sleep(pause).await;
+                    pause *= 2;
+                }
+                looked => return looked,
+            }
         }
     }
 

@@ -28,7 +28,7 @@ use crate::observe::Noted;
 use crate::policy::operation::flow::Stage;
 use crate::policy::operation::record::Mode;
 use crate::policy::operation::{Canonical, Code, Record, Scope};
-use crate::runtime::operation::{Answered, Asking, Engine, Front, KeyGiven, Problem, Registered, Turn};
+use crate::runtime::operation::{Answered, Asking, BodyPermit, Engine, Front, KeyGiven, Problem, Registered, Turn};
 use crate::runtime::pace::Since;
 use crate::store::{Base, Phases, Taken};
 
@@ -138,7 +138,41 @@ impl Door {
     where
         C: Canonical + Serialize + Send + Sync + 'static,
     {
+        self.execute(None, endpoint, (scope, key, command), budget).await
+    }
+
+    /// The same of a command whose body takes memory of the engine's budget (`body_memory_max`):
+    /// that is given back when neither this request nor a driver that it began needs the command.
+    ///
+    /// # Cancel safety
+    /// As [`Self::execute_phased`].
+    pub async fn execute_phased_holding<C>(
+        &self,
+        permit: BodyPermit,
+        endpoint: &Registered,
+        scope: Option<Scope>,
+        key: KeyGiven,
+        command: C,
+        budget: Duration,
+    ) -> Answered
+    where
+        C: Canonical + Serialize + Send + Sync + 'static,
+    {
+        self.execute(Some(permit), endpoint, (scope, key, command), budget).await
+    }
+
+    async fn execute<C>(
+        &self,
+        permit: Option<BodyPermit>,
+        endpoint: &Registered,
+        (scope, key, command): (Option<Scope>, KeyGiven, C),
+        budget: Duration,
+    ) -> Answered
+    where
+        C: Canonical + Serialize + Send + Sync + 'static,
+    {
         let engine = &self.phased.engine;
+        let permit = Arc::new(permit);
         let command = Arc::new(command);
         let asking = Asking { scope, key, command: Arc::clone(&command) as Arc<dyn Canonical + Send + Sync> };
         let mut front = engine.front(endpoint, asking);
@@ -178,8 +212,9 @@ impl Door {
                         command: Arc::clone(&command),
                         bytes: bytes.clone(),
                         patience,
+                        permit: Arc::clone(&permit),
                     };
-                    let Some(place) = engine.place().await else { return front.no_room() };
+                    let Some(place) = engine.place(endpoint.operation()).await else { return front.no_room() };
                     let opened = match engine.attended(engine.spawn(opening.run(begin))).await {
                         Some(Ok(opened)) => opened,
                         ended => {

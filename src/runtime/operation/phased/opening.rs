@@ -29,7 +29,7 @@ use crate::policy::operation::doubt::{Aftermath, Doubt};
 use crate::policy::operation::flow::Stage;
 use crate::policy::operation::{Code, Record};
 use crate::runtime::operation::standing::stand_later;
-use crate::runtime::operation::{Begin, Reply};
+use crate::runtime::operation::{Begin, BodyPermit, Reply};
 use crate::runtime::pace::Since;
 use crate::store::{Basis, Begun, Driven, FIRST_POINT, Fenced, NewIntent, NewOperation, Phases, Proof};
 
@@ -59,6 +59,8 @@ pub(super) struct Opening {
     pub(super) command: AnyCommand,
     pub(super) bytes: Vec<u8>,
     pub(super) patience: Duration,
+    /// The memory of the command, which the driver holds on.
+    pub(super) permit: Arc<Option<BodyPermit>>,
 }
 
 /// How the first phase's transaction is to end.
@@ -118,7 +120,12 @@ impl Opening {
         };
         // From here on duplicates read the operation itself.
         drop(begin);
-        Ok(Opened::Driving(phased.engine.spawn(driver.drive())))
+        let permit = self.permit;
+        Ok(Opened::Driving(phased.engine.spawn(async move {
+            let ended = driver.drive().await;
+            drop(permit);
+            ended
+        })))
     }
 
     async fn try_once(&self, new: &NewOperation, begin: &Begin) -> Result<Tried, StoreError> {
@@ -275,7 +282,7 @@ impl Opening {
 fn seen_by(basis: Basis<'_>) -> Option<&Record> {
     match basis {
         Basis::New => None,
-        Basis::TakeOver(seen) | Basis::Reclaim(seen) | Basis::Anew(seen) => Some(seen),
+        Basis::TakeOver(seen) | Basis::Reclaim(seen) | Basis::Late(seen) | Basis::Anew(seen) => Some(seen),
     }
 }
 

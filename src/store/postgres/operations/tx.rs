@@ -9,9 +9,10 @@ use uuid::Uuid;
 use super::super::PostgresStore;
 use super::super::connect::BEGIN;
 use super::super::door::checked;
-use super::{CLAIM, RENEW, Within, find, finish, insert, renew, renewal};
+use super::{CLAIM, LOCK, RENEW, Within, find, finish, insert, renew, renewal};
 use crate::error::StoreError;
 use crate::message::NewMessage;
+use crate::policy::operation::Mode;
 use crate::policy::operation::retention::Retention;
 use crate::store::bounded::{Ask, Bounded};
 use crate::store::{Basis, Begun, Fenced, KeyClaim, OperationTx, Outcome, Owned, Proof};
@@ -110,6 +111,14 @@ async fn staked_in(
     basis: Basis<'_>,
     owned: &Owned,
 ) -> Result<Begun<(Bounded<Postgres>, String)>, StoreError> {
+    if let Basis::Reclaim(seen) = basis
+        && seen.mode != Mode::SameTx
+    {
+        // Runs of that mode leave evidence, which is read under the lock of the row; nobody is
+        // waited for.
+        let lock = AssertSqlSafe(format!("{LOCK} skip locked"));
+        sqlx::query(lock).bind(claim.identity.digest().as_slice()).optional(&mut tx).await?;
+    }
     if let Some(token) = stake(&mut tx, claim, renewal(basis), owned).await? {
         return Ok(Begun::Claimed((tx, token)));
     }
