@@ -15,7 +15,7 @@ use super::item::Item;
 /// How long they stand before one of them is looked at again.
 const AGAIN: Duration = Duration::from_millis(250);
 
-/// What stands aside of one lane. Bounded by the deliveries in flight.
+/// What stands aside of one lane. Bounded by `aside_max` and `in_flight_max` of the consumer.
 #[derive(Default)]
 pub(super) struct Aside {
     items: VecDeque<Item>,

@@ -15,7 +15,7 @@ use tokio_util::sync::CancellationToken;
 use super::alone::{self, Why};
 use super::aside::Aside;
 use super::batch::{self, BatchEnd};
-use super::item::{Done, Item};
+use super::item::{Done, End, Item};
 use super::{Shared, settle};
 use crate::error::{HandlerError, StoreError};
 use crate::message::MessageId;
@@ -117,7 +117,7 @@ impl Lane {
                     if counted {
                         self.uncount(std::slice::from_ref(&*item)).await;
                     }
-                    self.aside.put(*item);
+                    self.set_aside(*item);
                 }
                 Work::Alone(item, why, counted) => alone::run(self, *item, why, counted).await,
             }
@@ -281,8 +281,11 @@ impl Lane {
         match self.shared.store.is_contested(self.consumer, &[id]).await {
             Ok(true) => {}
             Ok(false) => {
-                let items = self.aside.take();
-                self.work(items).await;
+                let mut items = self.aside.take().into_iter().peekable();
+                while items.peek().is_some() {
+                    let batch = items.by_ref().take(self.shared.options.batch_max.max(1)).collect();
+                    self.work(batch).await;
+                }
             }
             Err(away) => self.wait_out(&away).await,
         }
@@ -294,7 +297,7 @@ impl Lane {
         if !behind.is_empty() && matches!(tries, Tries::Counted) {
             self.uncount(&behind).await;
         }
-        behind.into_iter().for_each(|item| self.aside.put(item));
+        behind.into_iter().for_each(|item| self.set_aside(item));
         free
     }
 
@@ -302,7 +305,7 @@ impl Lane {
     /// stand aside that it holds.
     fn part_contested(&mut self, mut items: Vec<Item>, stack: &mut Vec<Work>) {
         match items.pop() {
-            Some(only) if items.is_empty() => self.aside.put(only),
+            Some(only) if items.is_empty() => self.set_aside(only),
             last => {
                 items.extend(last);
                 let second = items.split_off(items.len() / 2);
@@ -342,9 +345,22 @@ impl Lane {
     }
 
     pub(super) fn report(&self, item: &Item, committed: bool) {
-        let done = Done { source: item.source.id.clone(), sequence: item.sequence, committed };
+        self.tell(item, if committed { End::Committed } else { End::Left });
+    }
+
+    fn tell(&self, item: &Item, end: End) {
+        let (source, sequence, was_aside) = (item.source.id.clone(), item.sequence, item.is_aside);
         // The intake is gone only when the subscriber is: then the message comes again.
-        let _ = self.done.send(done);
+        let _ = self.done.send(Done { source, sequence, end, was_aside });
+    }
+
+    /// Behind the transaction of another process, or behind an older one of its key that is.
+    pub(super) fn set_aside(&mut self, mut item: Item) {
+        if !item.is_aside {
+            self.tell(&item, End::Aside);
+            item.is_aside = true;
+        }
+        self.aside.put(item);
     }
 
     pub(super) fn went_well(&mut self) {
