@@ -108,12 +108,12 @@ pub(super) async fn run(
     let (lanes_stop, abandon) = (CancellationToken::new(), CancellationToken::new());
     let mut tasks = JoinSet::new();
     let lanes = (0..shared.options.lanes.max(1))
-        .map(|_| {
+        .map(|number| {
             // Unbounded channels, bounded by `in_flight_max` and `aside_max`: the intake hands over no
             // more.
             let (sender, receiver) = mpsc::unbounded_channel();
             let (done, stop, abandon) = (done_sender.clone(), lanes_stop.clone(), abandon.clone());
-            tasks.spawn(lane::run(Arc::clone(shared), consumer, receiver, done, stop, abandon));
+            tasks.spawn(lane::run(Arc::clone(shared), consumer, number, receiver, done, stop, abandon));
             sender
         })
         .collect();
@@ -145,10 +145,12 @@ pub(super) async fn run(
         // hands comes again.
         Some(lane) = tasks.join_next() => {
             let why = lane.err().map_or_else(|| "it returned".to_owned(), |error| error.to_string());
-            let why = format!("a lane ended in disorder, all of them begin anew: {why}");
-            tracing::error!(consumer = %shared.options.name, "{why}");
-            shared.health.set(&shared.part, PartState::Waiting(why.clone()));
-            Err(BrokerError::Session(why))
+            in_disorder(shared, &format!("a lane ended in disorder, all of them begin anew: {why}"))
+        }
+        // As long as it is told positions it does not end either.
+        Some(kept) = keeper.join_next() => {
+            let why = kept.err().map_or_else(|| "it returned".to_owned(), |error| error.to_string());
+            in_disorder(shared, &format!("the keeper of positions ended in disorder, and begins anew: {why}"))
         }
     };
     let lane_is_gone = tasks.len() < shared.options.lanes.max(1);
@@ -173,10 +175,18 @@ pub(super) async fn run(
         }
     }
     while tasks.join_next().await.is_some() {}
+    shared.health.troubles_are_over(&shared.part, lane::DATABASE);
     if end.is_ok() {
         intake.close().await;
     }
     end
+}
+
+/// A task that must not end did: the subscriber goes with it.
+fn in_disorder(shared: &Shared, why: &str) -> Result<ConsumerEnd, BrokerError> {
+    tracing::error!(consumer = %shared.options.name, "{why}");
+    shared.health.set(&shared.part, PartState::Waiting(why.to_owned()));
+    Err(BrokerError::Session(why.to_owned()))
 }
 
 impl Intake<'_> {
@@ -343,7 +353,8 @@ impl Intake<'_> {
             let Begun { source, topic_id, start } = begun;
             if let Some(because) = start.because {
                 let said = loss::tell(name, &source, because);
-                self.shared.health.trouble(&self.shared.part, "position", Some(Trouble::Shown(said)));
+                let place = format!("{}/{}", source.place, source.partition);
+                self.shared.health.trouble_of(&self.shared.part, "position", place, Some(Trouble::Shown(said)));
             }
             // Found open: the last owner did not end cleanly, so what it had in flight may kill a
             // process (R26).
@@ -463,7 +474,7 @@ impl Intake<'_> {
         }
     }
 
-    /// Tells the subscriber what is finished above the mark, so that it makes no more room for it.
+    /// Tells the subscriber what is finished above the mark, so that it has room for others.
     async fn tell_finished(&mut self, of: impl Fn(&Assigned) -> bool) {
         for (id, assigned) in &mut self.sources {
             let is_lost = assigned.giving_up.as_ref().is_some_and(|giving_up| giving_up.lost);
