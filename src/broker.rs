@@ -214,7 +214,8 @@ pub struct Subscription {
     pub group: Option<String>,
     /// Queue names by topic, where not `<topic>.<consumer>`.
     pub queues: BTreeMap<String, String>,
-    /// Upper bound of deliveries that are not yet acknowledged.
+    /// Upper bound of deliveries that are neither acknowledged nor [`finished`](Subscriber::finished)
+    /// nor [set aside](Subscriber::set_aside).
     pub in_flight_max: usize,
     /// How long a revoked partition may drain.
     pub drain: Duration,
@@ -360,6 +361,15 @@ pub trait Subscriber: Send {
     /// An acknowledgement that did not arrive is no loss: the inbox knows the message. Errors that
     /// end the subscriber come from `next`.
     async fn acknowledge(&mut self, source: &PartitionId, through: i64) -> Result<(), BrokerError>;
+
+    /// These deliveries are committed, and an older one of their source is not, so that
+    /// [`acknowledge`](Self::acknowledge) cannot tell of them yet. From now on they count neither as
+    /// deliveries nor as bytes in flight. The runtime says so where room is needed, not each time.
+    async fn finished(&mut self, _source: &PartitionId, _sequences: &[i64]) {}
+
+    /// This delivery waits for a transaction of another process. It counts no more against
+    /// `in_flight_max`; its bytes still count.
+    fn set_aside(&mut self, _source: &PartitionId, _sequence: i64) {}
 
     /// True where the group has said what this member has, and it is nothing: there are more
     /// members than partitions.

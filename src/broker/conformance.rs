@@ -125,6 +125,7 @@ macro_rules! broker_conformance {
             caught_up_says_so_once_what_stood_there_was_delivered
             a_paused_subscriber_gets_nothing_more_until_it_goes_on
             deliveries_that_are_not_acknowledged_stay_below_the_bound
+            a_delivery_that_stays_unfinished_takes_only_its_own_room
             next_may_be_dropped_at_any_point_and_no_event_is_lost
             a_log_begins_at_the_lower_of_what_the_database_and_the_group_know
             a_topic_made_anew_is_consumed_from_its_beginning

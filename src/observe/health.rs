@@ -1,9 +1,11 @@
 //! How each part of a process is: what `/readyz` shows and a supervisor reads.
 //!
 //! Promise: a part says in words why it is not ready, and since when; a loop that stopped turning
-//! is seen (`beat`); several troubles of one part stand beside each other, each under its name.
+//! is seen (`beat`); several troubles of one part stand beside each other, each under its name and
+//! whose it is: none hides another, and none ends with another.
 
 use std::collections::BTreeMap;
+use std::fmt::Display;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -34,7 +36,8 @@ struct Part {
     state: PartState,
     since: Instant,
     beat: Instant,
-    troubles: BTreeMap<&'static str, (Trouble, Instant)>,
+    /// By name, and whose it is, where several may have it.
+    troubles: BTreeMap<(&'static str, String), (Trouble, Instant)>,
 }
 
 impl Part {
@@ -72,21 +75,35 @@ impl Health {
     /// What is amiss with a part under this name, or that it is over. Work that goes on clears what
     /// stopped it.
     pub fn trouble(&self, part: &str, name: &'static str, trouble: Option<Trouble>) {
+        self.trouble_of(part, name, "", trouble);
+    }
+
+    /// The same for one of several that may have this trouble, as tasks and partitions.
+    pub fn trouble_of(&self, part: &str, name: &'static str, whose: impl Display, trouble: Option<Trouble>) {
+        let key = (name, whose.to_string());
         let mut parts = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let Some(known) = parts.get_mut(part) else { return };
         match trouble {
-            Some(trouble) if known.troubles.get(name).is_some_and(|(stands, _)| *stands == trouble) => {}
+            Some(trouble) if known.troubles.get(&key).is_some_and(|(stands, _)| *stands == trouble) => {}
             Some(trouble) => {
                 if let Trouble::Stops(why) = &trouble {
-                    tracing::warn!(part, name, %why, "waiting");
+                    tracing::warn!(part, name, whose = %key.1, %why, "waiting");
                 }
-                known.troubles.insert(name, (trouble, Instant::now()));
+                known.troubles.insert(key, (trouble, Instant::now()));
             }
             None => {
-                if let Some((Trouble::Stops(_), _)) = known.troubles.remove(name) {
-                    tracing::info!(part, name, "goes on");
+                if let Some((Trouble::Stops(_), _)) = known.troubles.remove(&key) {
+                    tracing::info!(part, name, whose = %key.1, "goes on");
                 }
             }
+        }
+    }
+
+    /// The trouble of this name is over for all who had it: they are gone.
+    pub fn troubles_are_over(&self, part: &str, name: &'static str) {
+        let mut parts = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(known) = parts.get_mut(part) {
+            known.troubles.retain(|(of, _), _| *of != name);
         }
     }
 
@@ -132,8 +149,9 @@ impl Health {
                 PartState::Waiting(why) => format!("{name}: waiting for {seconds} s: {why}"),
                 PartState::Standby(why) => format!("{name}: standing by for {seconds} s: {why}"),
             });
-            for (trouble, (what, since)) in &part.troubles {
+            for ((trouble, whose), (what, since)) in &part.troubles {
                 let seconds = since.elapsed().as_secs();
+                let trouble = if whose.is_empty() { (*trouble).to_owned() } else { format!("{trouble} ({whose})") };
                 lines.push(match what {
                     Trouble::Stops(why) => format!("{name}, {trouble}: waiting for {seconds} s: {why}"),
                     Trouble::Shown(why) => format!("{name}, {trouble}: {seconds} s ago: {why}"),
@@ -174,6 +192,22 @@ mod tests {
         health.trouble("consumer", "broker", None);
         assert!(health.is_ready());
         assert!(health.lines()[1].contains("lost records") && health.lines()[1].contains("payments/0"));
+    }
+
+    // Shown by: one trouble for all of them, which the last to speak sets or clears.
+    #[test]
+    fn a_trouble_of_one_of_several_neither_hides_nor_ends_that_of_another() {
+        let health = Health::default();
+        health.set("consumer", PartState::Ready);
+        for lane in ["lane 1", "lane 2"] {
+            health.trouble_of("consumer", "database", lane, Some(Trouble::Stops(format!("away from {lane}"))));
+        }
+        assert_eq!(health.lines().len(), 3);
+        health.trouble_of("consumer", "database", "lane 1", None);
+        assert!(!health.is_ready(), "the other still waits");
+        assert!(health.lines()[1].contains("database (lane 2)") && health.lines()[1].contains("away from lane 2"));
+        health.troubles_are_over("consumer", "database");
+        assert!(health.is_ready());
     }
 
     #[test]

@@ -101,6 +101,12 @@ impl Watermark {
         self.mark
     }
 
+    /// How many deliveries stand above the mark, finished or not.
+    #[must_use]
+    pub fn above(&self) -> usize {
+        self.above.len()
+    }
+
     /// How many more deliveries fit.
     #[must_use]
     pub fn room(&self) -> usize {

@@ -153,8 +153,13 @@ impl Consumer {
         let Some(consumer) = consumer else { return Ok(ConsumerEnd::Stopped) };
         let (beside, abandon) = (stop.child_token(), CancellationToken::new());
         let desk = Arc::new(retries::Desk::new());
-        let retries = |shared, stop| retries::run(shared, consumer, stop, abandon.clone(), Arc::clone(&desk));
-        let retriers = (0..shared.options.retriers.max(1)).map(|_| shared.keep_up("retrier", &beside, retries));
+        let retrier = |number| {
+            let (abandon, desk) = (&abandon, &desk);
+            let run =
+                move |shared, stop| retries::run(shared, consumer, stop, abandon.clone(), Arc::clone(desk), number);
+            shared.keep_up("retrier", &beside, run)
+        };
+        let retriers = (0..shared.options.retriers.max(1)).map(retrier);
         let retriers = futures::future::join_all(retriers);
         let purge = shared.keep_up("purge", &beside, move |shared, stop| purge::run(shared, consumer, stop));
         let dead_rows = shared

@@ -1,7 +1,11 @@
 //! A process that froze in the middle of its work holds up the keys of its own messages, and no
 //! other.
 
+use std::collections::BTreeSet;
+
+use oncebox::broker::memory::MemoryBroker;
 use oncebox::message::MessageId;
+use oncebox::runtime::ConsumerOptions;
 use oncebox::store::{ConsumerSpec, Holding, InboxEntry, Proof};
 use uuid::Uuid;
 
@@ -54,4 +58,59 @@ async fn a_process_that_froze_inside_its_transaction_stops_no_other_key_on_postg
 #[tokio::test]
 async fn a_process_that_froze_inside_its_transaction_stops_no_other_key_on_mariadb() {
     on_mariadb("frozen_peer", the_other_keys_flow).await;
+}
+
+/// Twenty may be in flight. The frozen process has the first message of one key, of which sixty
+/// follow, among four hundred of other keys in two partitions.
+async fn the_other_keys_flow_however_many_come<S: Sql>(world: World<S>) {
+    let world = world.with_broker(MemoryBroker::with_partitions(2));
+    let spec = ConsumerSpec { name: "ledger".into(), id_rule: "envelope".into(), accept: false };
+    let consumer = world.store.register(&spec).await.unwrap();
+    for partition in 0..2 {
+        let holding = Holding { topic: "t".into(), partition, owner: Uuid::now_v7() };
+        world.store.open_assignment(consumer, &holding).await.unwrap();
+    }
+    let id = Uuid::now_v7();
+    let mut frozen = world.store.begin(consumer).await.unwrap();
+    frozen.admit(&[InboxEntry { id: MessageId::from_uuid(id), hash: [1; 16] }]).await.unwrap();
+    world.deliver(&id.to_string(), "made", "a00");
+    let mut others = BTreeSet::new();
+    for number in 1..=400_u32 {
+        let key = char::from_u32(u32::from(b'b') + number % 20).unwrap();
+        let name = format!("{key}{number:03}");
+        world.deliver_all(&[&name]);
+        others.insert(name);
+        if number <= 60 {
+            world.deliver_all(&[&format!("a{number:02}")]);
+        }
+    }
+    let options = ConsumerOptions { in_flight_max: 20, lanes: 2, ..consumer_options() };
+    let running = world.consumer(options, Does(|_: &str, _: &oncebox::Message| Act::Done));
+    super::support::eventually("the other keys", super::kit::SOON, || async {
+        (world.effects().await.into_iter().collect::<BTreeSet<_>>() == others).then_some(())
+    })
+    .await;
+    assert_eq!(frozen.prove().await.unwrap(), Proof::Same, "nobody has waited for its end");
+    frozen.rollback().await.unwrap();
+    let all = others.len() + 61;
+    let effects = super::support::eventually("all effects", super::kit::SOON, || async {
+        Some(world.effects().await).filter(|effects| effects.len() == all)
+    })
+    .await;
+    let of_key: Vec<_> = effects.into_iter().filter(|name| name.starts_with('a')).collect();
+    assert_eq!(of_key, (0..=60).map(|number| format!("a{number:02}")).collect::<Vec<_>>(), "in the key's order");
+    running.end().await;
+}
+
+/// Shown by: counting what is finished behind an unfinished delivery, or what stands aside, against
+/// `in_flight_max`: everything stops after twenty. Shown to fail: one that stands behind the frozen
+/// one of its key was looked at as if it could be free, and the lane waited for the lock.
+#[tokio::test]
+async fn a_frozen_peer_stops_no_other_key_however_many_come_on_postgres() {
+    on_postgres("frozen_peer_many", the_other_keys_flow_however_many_come).await;
+}
+
+#[tokio::test]
+async fn a_frozen_peer_stops_no_other_key_however_many_come_on_mariadb() {
+    on_mariadb("frozen_peer_many", the_other_keys_flow_however_many_come).await;
 }

@@ -29,7 +29,7 @@ async fn g5_what_comes_while_an_older_one_is_unfinished_waits_for_room_and_none_
     // Two lanes, so that others flow past a1, which stays where it is; and a broker that heeds no
     // bound.
     world.broker.faults().deliver_without_bound(true);
-    let mut options = ConsumerOptions { lanes: 2, in_flight_max: 10, ..consumer_options() };
+    let mut options = ConsumerOptions { lanes: 2, unacknowledged_max: 10, ..consumer_options() };
     options.retry.in_place = u32::MAX;
     options.retry.max_attempts = u32::MAX;
     let names: Vec<String> = (100..200).map(|number| format!("{}{number}", ["b", "c", "d", "e"][number % 4])).collect();
@@ -41,7 +41,7 @@ async fn g5_what_comes_while_an_older_one_is_unfinished_waits_for_room_and_none_
     world.broker.faults().hold_deliveries(false);
     eventually("others flowed", SOON, || async { (ran.load(Ordering::Relaxed) > 0).then_some(()) }).await;
     assert_eq!(world.broker.committed("ledger", "t", 0), 0, "a1 is not finished");
-    assert!(ran.load(Ordering::Relaxed) < 10, "taken and not acknowledged: `in_flight_max` at most");
+    assert!(ran.load(Ordering::Relaxed) < 10, "taken and not acknowledged: `unacknowledged_max` at most");
     open.store(true, Ordering::Relaxed);
     assert_eq!(tokio::time::timeout(SOON, consumer.task).await.unwrap().unwrap(), Some(ConsumerEnd::Idle));
     let mut effects = world.effects().await;

@@ -1,8 +1,9 @@
 //! Handlers that do what they must not: swallow errors, panic, hang, end the transaction they were
 //! given (R23).
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Arc, Mutex, OnceLock};
+use std::time::{Duration, Instant};
 
 use oncebox::runtime::ConsumerOptions;
 
@@ -47,11 +48,16 @@ async fn a_panic_that_ends_a_lane_or_the_retrier_is_noticed_and_the_message_hand
     for fails_before in [0, 2] {
         let world = sqlite().await;
         let tries = AtomicU32::new(0);
+        let began = Arc::new(OnceLock::new());
+        let bomb = Arc::clone(&began);
         world.deliver_all(&["a1", "b1", "a2"]);
         let act = move |name: &str, _: &oncebox::Message| match name {
             "a1" => match tries.fetch_add(1, Ordering::Relaxed) {
                 n if n < fails_before => super::kit::fails(),
-                n if n == fails_before => Act::Bomb,
+                n if n == fails_before => {
+                    bomb.get_or_init(Instant::now);
+                    Act::Bomb
+                }
                 _ => Act::Done,
             },
             _ => Act::Done,
@@ -63,6 +69,7 @@ async fn a_panic_that_ends_a_lane_or_the_retrier_is_noticed_and_the_message_hand
             world.health.lines().iter().any(|line| line.contains("ended in disorder")).then_some(())
         })
         .await;
+        assert!(began.get().unwrap().elapsed() < Duration::from_secs(1), "at once");
         super::support::eventually("all ran", super::kit::SOON, || async {
             let seen = world.effects().await;
             ["a1", "b1", "a2"].iter().all(|name| seen.iter().filter(|one| one == name).count() == 1).then_some(())
@@ -347,4 +354,48 @@ async fn a_consumer_that_an_operator_forgot_ends_and_the_next_start_begins_anew(
     let next = world.consumer(consumer_options(), Does(|_: &str, _: &oncebox::Message| Act::Done));
     world.until_effects(&["a1", "a2"]).await;
     next.end().await;
+}
+
+/// What PostgreSQL itself says on this thread.
+#[derive(Clone, Default)]
+struct Notices(Arc<Mutex<Vec<String>>>);
+
+impl<S: tracing::Subscriber> tracing_subscriber::Layer<S> for Notices {
+    fn on_event(&self, event: &tracing::Event<'_>, _: tracing_subscriber::layer::Context<'_, S>) {
+        if event.metadata().target() == "sqlx::postgres::notice" {
+            let mut said = String::new();
+            event.record(&mut |field: &tracing::field::Field, value: &dyn std::fmt::Debug| {
+                said.push_str(&format!("{field}={value:?} "));
+            });
+            self.0.lock().unwrap().push(said);
+        }
+    }
+}
+
+/// Shown by the last statement: a second end of one transaction is heard.
+#[tokio::test]
+async fn a_failed_handler_makes_postgres_warn_of_no_transaction_that_is_not_there() {
+    use tracing_subscriber::layer::SubscriberExt;
+    let notices = Notices::default();
+    let _beside = tracing::Dispatch::new(tracing_subscriber::Registry::default());
+    let _heard = tracing::subscriber::set_default(tracing_subscriber::Registry::default().with(notices.clone()));
+    let said = move || notices.0.lock().unwrap().clone();
+    on_postgres("no_notices", |world| async move {
+        let tries = AtomicU32::new(0);
+        world.deliver_all(&["a1", "b1", "a2"]);
+        let act = move |name: &str, _: &oncebox::Message| match (name, tries.fetch_add(1, Ordering::Relaxed)) {
+            ("a1", 0) => Act::Run("select 1 / 0"),
+            ("a1", 1..4) => super::kit::fails(),
+            _ => Act::Done,
+        };
+        let consumer = world.consumer(consumer_options(), Does(act));
+        super::support::eventually("all ran", SOON, || async { (world.effects().await.len() == 3).then_some(()) })
+            .await;
+        consumer.end().await;
+        let ends: Vec<_> = said().into_iter().filter(|said| said.contains("no transaction")).collect();
+        assert!(ends.is_empty(), "{ends:?}");
+        world.run("rollback").await;
+        assert!(said().iter().any(|said| said.contains("no transaction")), "{:?}", said());
+    })
+    .await;
 }

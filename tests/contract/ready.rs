@@ -1,17 +1,25 @@
 //! When a consumer says that it is ready: not before it has its share, and not while its deliveries
 //! stand still.
 
+use std::collections::BTreeSet;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use oncebox::Message;
+use oncebox::broker::memory::MemoryBroker;
 use oncebox::message::MessageId;
 use oncebox::observe::Health;
 use oncebox::runtime::ConsumerOptions;
 use oncebox::store::postgres::PostgresStore;
-use oncebox::store::{ConsumerSpec, Holding, Inbox, InboxEntry, InboxTx};
+use oncebox::store::{ConsumerSpec, Holding, Inbox, InboxEntry, InboxTx, StoreOptions};
 use uuid::Uuid;
 
-use super::kit::{Act, Does, HANGS, SOON, Sql, World, consumer_options, on_postgres, sqlite};
+use super::kit::{
+    Act, Behind, Does, HANGS, SOON, Sql, World, behind_a_proxy, consumer_options, fails, on_mariadb, on_postgres,
+    sqlite,
+};
+use super::proxy::Failure;
 use super::support::eventually;
 
 async fn until_ready<S: Sql>(world: &World<S>, ready: bool) {
@@ -102,4 +110,93 @@ async fn a_consumer_of_which_one_key_stands_among_others_that_move_stays_ready()
         consumer.end().await;
     })
     .await;
+}
+
+/// What another member is given while the first one's database is away was all that the first one's
+/// lane had in hand.
+async fn its_partition_goes<S: Sql>(behind: Behind<S>) {
+    let Behind { direct, through, proxy } = behind;
+    let broker = MemoryBroker::with_partitions(2);
+    let (mut direct, through) = (direct.with_broker(broker.clone()), through.with_broker(broker));
+    direct.health = Health::default();
+    let options = consumer_options;
+    let done = |_: &str, _: &Message| Act::Done;
+    let first = through.consumer(options(), Does(done));
+    until_ready(&through, true).await;
+    // Whose keys are of the partition that the second one gets?
+    let met = Arc::new(Mutex::new(BTreeSet::new()));
+    let notes = Arc::clone(&met);
+    let second = direct.consumer(
+        options(),
+        Does(move |name: &str, _: &Message| {
+            notes.lock().unwrap().insert(name.to_owned());
+            Act::Done
+        }),
+    );
+    until_ready(&direct, true).await;
+    direct.deliver_all(&["a1", "b1", "c1", "d1", "e1", "f1", "g1", "h1"]);
+    eventually("all ran", SOON, || async { (direct.effects().await.len() == 8).then_some(()) }).await;
+    let key = met.lock().unwrap().first().and_then(|name| name.chars().next()).expect("it has its share");
+    second.end().await;
+    direct.deliver_all(&[&format!("{key}2")]);
+    eventually("the first has it", SOON, || async { (direct.effects().await.len() == 9).then_some(()) }).await;
+
+    proxy.fails(Failure::Cut);
+    direct.deliver_all(&[&format!("{key}3")]);
+    let waits = || through.health.lines().iter().any(|line| line.contains("database (lane")).then_some(());
+    eventually("its lane waits for the database", SOON, || async { waits() }).await;
+    let second = direct.consumer(options(), Does(done));
+    eventually("the second has it", SOON, || async { (direct.effects().await.len() == 10).then_some(()) }).await;
+    proxy.works();
+    until_ready(&through, true).await;
+    first.end().await;
+    second.end().await;
+}
+
+/// A lane says that it waits after its fourth failure.
+fn impatient() -> StoreOptions {
+    StoreOptions { answer_timeout: Some(Duration::from_secs(2)), ..StoreOptions::new("") }
+}
+
+behind_a_proxy! {
+    /// Shown by: a lane that sets the state of the whole consumer, and says no more that it is well
+    /// when nothing is left for it to do.
+    a_lane_whose_partition_went_during_an_outage_keeps_nobody_unready: its_partition_goes, impatient();
+}
+
+/// One message waits; then the table in which it does is not to be read for a while.
+async fn cannot_claim<S: Sql>(world: World<S>) {
+    let open = Arc::new(AtomicBool::new(false));
+    let gate = Arc::clone(&open);
+    let mut options = consumer_options();
+    options.retry.max_attempts = 1_000_000;
+    let act = move |_: &str, _: &Message| if gate.load(Ordering::Relaxed) { Act::Done } else { fails() };
+    let consumer = world.consumer(options, Does(act));
+    world.deliver_all(&["a1"]);
+    world.until_consumer("it waits", |ledger| ledger.waiting == 1).await;
+    until_ready(&world, true).await;
+    world.run(&format!("alter table {0}waiting rename to {1}", S::PREFIX, AWAY)).await;
+    let says = || world.health.lines().iter().any(|line| line.contains("are not tried again")).then_some(());
+    eventually("it says that they are not tried", SOON, || async { says() }).await;
+    assert!(!world.health.is_ready());
+    let (away, back) = if S::PREFIX.ends_with('.') { ("oncebox.", "waiting") } else { ("", "oncebox_waiting") };
+    world.run(&format!("alter table {away}{AWAY} rename to {back}")).await;
+    until_ready(&world, true).await;
+    open.store(true, Ordering::Relaxed);
+    world.until_effects(&["a1"]).await;
+    until_ready(&world, true).await;
+    consumer.end().await;
+}
+
+const AWAY: &str = "waiting_away";
+
+/// Shown by: saying it in the log alone; it was ready all the time.
+#[tokio::test]
+async fn a_consumer_whose_waiting_messages_cannot_be_claimed_is_not_ready_until_they_can_on_postgres() {
+    on_postgres("cannot_claim", cannot_claim).await;
+}
+
+#[tokio::test]
+async fn a_consumer_whose_waiting_messages_cannot_be_claimed_is_not_ready_until_they_can_on_mariadb() {
+    on_mariadb("cannot_claim", cannot_claim).await;
 }

@@ -336,9 +336,15 @@ pub struct ConsumerSettings {
     /// Messages of one transaction at most.
     #[serde(default)]
     pub batch_max: Option<usize>,
-    /// Deliveries taken and not acknowledged at most.
+    /// Deliveries that run or wait for their turn at most.
     #[serde(default)]
     pub in_flight_max: Option<usize>,
+    /// Deliveries behind another process's open transaction at most; more count as in flight.
+    #[serde(default)]
+    pub aside_max: Option<usize>,
+    /// Deliveries not acknowledged at most, finished ones behind an unfinished one included.
+    #[serde(default)]
+    pub unacknowledged_max: Option<usize>,
     /// Dead messages at most; nothing more is taken beyond.
     #[serde(default)]
     pub dead_rows_max: Option<usize>,
@@ -417,6 +423,8 @@ impl ConsumerSettings {
             retriers: None,
             batch_max: None,
             in_flight_max: None,
+            aside_max: None,
+            unacknowledged_max: None,
             dead_rows_max: None,
             handler_timeout: None,
             dead: DeadChoice::default(),
@@ -466,6 +474,12 @@ impl ConsumerSettings {
         }
         if let Some(in_flight_max) = self.in_flight_max {
             options.in_flight_max = in_flight_max.max(1);
+        }
+        if let Some(aside_max) = self.aside_max {
+            options.aside_max = aside_max;
+        }
+        if let Some(unacknowledged_max) = self.unacknowledged_max {
+            options.unacknowledged_max = unacknowledged_max.max(1);
         }
         if let Some(dead_rows_max) = self.dead_rows_max {
             options.dead_rows_max = dead_rows_max.max(1);

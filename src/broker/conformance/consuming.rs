@@ -195,6 +195,38 @@ pub async fn deliveries_that_are_not_acknowledged_stay_below_the_bound(fixture: 
     reader.close().await;
 }
 
+/// What is finished behind an unfinished delivery makes room for others at once, and an
+/// acknowledgement that comes later covers it. Shown by: `finished` that does nothing; reading ends
+/// at the bound.
+pub async fn a_delivery_that_stays_unfinished_takes_only_its_own_room(fixture: &dyn Fixture) {
+    let case = Case::new(fixture).await;
+    let (topic, mut subscription) = case.topic("unfinished").await;
+    subscription.in_flight_max = 40;
+    case.publish(rows(&topic, 10, 0, 1_000)).await;
+    let mut reader = case.reader(&subscription).await;
+    reader.assigned().await;
+    case.within("all the others", async {
+        while numbers(reader.arrived()).len() < 1_000 {
+            let event = reader.next().await;
+            let came = reader.take(event, false).await;
+            let mut finished: HashMap<PartitionId, Vec<i64>> = HashMap::new();
+            // The very first one stays unfinished.
+            let new = reader.got.iter().enumerate().skip((reader.got.len() - came).max(1));
+            new.for_each(|(_, new)| finished.entry(new.source.clone()).or_default().push(new.sequence));
+            for (source, sequences) in finished {
+                reader.subscriber.finished(&source, &sequences).await;
+            }
+        }
+    })
+    .await;
+    reader.acknowledge_all().await;
+    case.publish(rows(&topic, 10, 1_000, 100)).await;
+    reader.read(1_100, true).await;
+    assert_exactly(reader.arrived(), 0..1_100);
+    assert_order(reader.arrived());
+    reader.close().await;
+}
+
 /// `next` is dropped again and again; every delivery comes all the same, once and in order.
 pub async fn next_may_be_dropped_at_any_point_and_no_event_is_lost(fixture: &dyn Fixture) {
     let case = Case::new(fixture).await;

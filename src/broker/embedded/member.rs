@@ -1,14 +1,13 @@
 //! The task of one membership: it keeps the lease alive, shares partitions with the others, reads
 //! ahead and commits offsets.
 //!
-//! Guarantees: reading goes on while a transaction waits for its turn; what is read and not
-//! acknowledged stays below `in_flight_max` rows and two batches in memory; a partition that is to
-//! be given up is read no further, and given back when the runtime is through or `drain` is over,
+//! Guarantees: reading goes on while a transaction waits for its turn; what is read and in flight
+//! stays below `in_flight_max` rows and two batches in memory; a partition that is to be given up is read no further, and given back when the runtime is through or `drain` is over,
 //! in the transaction that commits its last offsets.
 //!
 //! Polling is adaptive, 2 to 20 ms, and one pragma where nothing changed.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::sync::mpsc::TryRecvError;
@@ -64,8 +63,16 @@ struct Owned {
     /// The next offset to be handled: as the runtime said, and as it stands in the file.
     acknowledged: i64,
     committed: i64,
+    /// Offsets that are not acknowledged, and not in flight any more.
+    spared: BTreeSet<i64>,
     /// Being given up: the runtime's guard, and until when it is waited for.
     leaving: Option<(std::sync::mpsc::Receiver<()>, Instant)>,
+}
+
+impl Owned {
+    fn in_flight(&self) -> usize {
+        usize::try_from(self.position - self.acknowledged).unwrap_or_default().saturating_sub(self.spared.len())
+    }
 }
 
 /// One write transaction of a membership.
@@ -262,6 +269,13 @@ impl Member {
             // A source of an earlier assignment is nobody's any more (G9).
             if let Some(owned) = self.owned.values_mut().find(|owned| owned.id == id) {
                 owned.acknowledged = owned.acknowledged.max(next.min(owned.position));
+                owned.spared = owned.spared.split_off(&owned.acknowledged);
+            }
+        }
+        for (id, offset) in self.shared.take_spared() {
+            let owned = self.owned.values_mut().find(|owned| owned.id == id);
+            if let Some(owned) = owned.filter(|owned| (owned.acknowledged..owned.position).contains(&offset)) {
+                owned.spared.insert(offset);
             }
         }
     }
@@ -370,6 +384,7 @@ impl Member {
                     end: lease.end,
                     acknowledged: lease.committed,
                     committed: lease.committed,
+                    spared: BTreeSet::new(),
                     leaving: None,
                 },
             );
@@ -436,9 +451,8 @@ impl Member {
         if self.shared.paused.load(Ordering::Acquire) || self.shared.queued.load(Ordering::Acquire) >= BATCHES_QUEUED {
             return Ok(false);
         }
-        let in_flight: i64 = self.owned.values().map(|owned| owned.position - owned.acknowledged).sum();
-        let mut room =
-            self.in_flight_max.saturating_sub(usize::try_from(in_flight).unwrap_or_default()).min(BATCH_ROWS);
+        let in_flight = self.owned.values().map(Owned::in_flight).sum();
+        let mut room = self.in_flight_max.saturating_sub(in_flight).min(BATCH_ROWS);
         let mut bytes = 0;
         let mut deliveries = Vec::new();
         let turn: Vec<i64> =

@@ -25,6 +25,8 @@ use crate::policy::position::{Found, Position, start};
 pub(super) struct Shared {
     /// The next offset to be handled, by source.
     acknowledged: Mutex<HashMap<PartitionId, i64>>,
+    /// Delivered, and neither acknowledged nor in flight any more.
+    spared: Mutex<Vec<(PartitionId, i64)>>,
     /// Where sources begin.
     begun: Mutex<HashMap<PartitionId, i64>>,
     /// Wakes the task.
@@ -39,6 +41,16 @@ pub(super) struct Shared {
 impl Shared {
     pub(super) fn take_begun(&self) -> HashMap<PartitionId, i64> {
         std::mem::take(&mut *self.begun.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    pub(super) fn take_spared(&self) -> Vec<(PartitionId, i64)> {
+        std::mem::take(&mut *self.spared.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    fn spare(&self, source: &PartitionId, sequences: &[i64]) {
+        let spared = sequences.iter().map(|sequence| (source.clone(), *sequence));
+        self.spared.lock().unwrap_or_else(PoisonError::into_inner).extend(spared);
+        self.wake.notify_one();
     }
 
     pub(super) fn take_acknowledged(&self) -> HashMap<PartitionId, i64> {
@@ -131,6 +143,14 @@ impl Subscriber for EmbeddedSubscriber {
         drop(acknowledged);
         self.shared.wake.notify_one();
         Ok(())
+    }
+
+    async fn finished(&mut self, source: &PartitionId, sequences: &[i64]) {
+        self.shared.spare(source, sequences);
+    }
+
+    fn set_aside(&mut self, source: &PartitionId, sequence: i64) {
+        self.shared.spare(source, &[sequence]);
     }
 
     fn pause(&mut self, paused: bool) {

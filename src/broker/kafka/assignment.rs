@@ -27,10 +27,20 @@ pub(super) struct Assignment {
     ends_seen: HashMap<(i32, i64), usize>,
 }
 
+/// A delivery that is not acknowledged.
+#[derive(Debug)]
+struct InFlight {
+    offset: i64,
+    /// Its bytes, as far as they count.
+    weight: usize,
+    /// It counts against the bound of rows.
+    counts: bool,
+}
+
 #[derive(Debug)]
 struct Source {
     id: PartitionId,
-    in_flight: VecDeque<(i64, usize)>,
+    in_flight: VecDeque<InFlight>,
     /// Where the next delivery starts, once it is said where the partition begins.
     next: Option<i64>,
     /// The last delivery that the caller has; later ones are still on their way to it.
@@ -47,7 +57,7 @@ struct Source {
 
 impl Source {
     fn is_handed_out(&self) -> bool {
-        self.in_flight.back().is_none_or(|(offset, _)| self.handed >= Some(*offset))
+        self.in_flight.back().is_none_or(|last| self.handed >= Some(last.offset))
     }
 }
 
@@ -109,8 +119,8 @@ impl Assignment {
         for (topic, partition) in partitions {
             let Some(sources) = self.topics.get_mut(topic.as_str()) else { continue };
             let Some(source) = sources.remove(partition) else { continue };
-            self.rows -= source.in_flight.len();
-            self.bytes -= source.in_flight.iter().map(|(_, weight)| weight).sum::<usize>();
+            self.rows -= source.in_flight.iter().filter(|one| one.counts).count();
+            self.bytes -= source.in_flight.iter().map(|one| one.weight).sum::<usize>();
         }
     }
 
@@ -124,7 +134,7 @@ impl Assignment {
     /// Counts a delivery. Nothing for a partition that is not ours.
     pub(super) fn deliver(&mut self, topic: &str, partition: i32, offset: i64, weight: usize) -> Option<PartitionId> {
         let source = self.source_mut(topic, partition)?;
-        source.in_flight.push_back((offset, weight));
+        source.in_flight.push_back(InFlight { offset, weight, counts: true });
         source.next = Some(offset + 1);
         let id = source.id.clone();
         self.rows += 1;
@@ -146,8 +156,8 @@ impl Assignment {
             return false;
         };
         let mut gone = (0, 0);
-        while let Some((_, weight)) = source.in_flight.pop_front_if(|(offset, _)| *offset <= through) {
-            gone = (gone.0 + 1, gone.1 + weight);
+        while let Some(one) = source.in_flight.pop_front_if(|one| one.offset <= through) {
+            gone = (gone.0 + usize::from(one.counts), gone.1 + one.weight);
         }
         source.acknowledged = source.acknowledged.max(Some(through + 1));
         self.rows -= gone.0;
@@ -155,9 +165,21 @@ impl Assignment {
         true
     }
 
+    /// A delivery of this assignment counts no more as a row; where it is finished, its bytes count
+    /// no more either.
+    pub(super) fn spare(&mut self, id: &PartitionId, offset: i64, is_finished: bool) {
+        let Some(source) = self.source_mut(&id.place, id.partition).filter(|source| source.id == *id) else { return };
+        let Ok(at) = source.in_flight.binary_search_by_key(&offset, |one| one.offset) else { return };
+        let Some(one) = source.in_flight.get_mut(at) else { return };
+        let row = usize::from(std::mem::take(&mut one.counts));
+        let bytes = if is_finished { std::mem::take(&mut one.weight) } else { 0 };
+        self.rows -= row;
+        self.bytes -= bytes;
+    }
+
     /// Whether the bounds are reached. One delivery is always allowed.
     pub(super) fn is_full(&self, rows_max: usize, bytes_max: usize) -> bool {
-        self.rows > 0 && (self.rows >= rows_max || self.bytes >= bytes_max)
+        self.rows >= rows_max.max(1) || (self.bytes > 0 && self.bytes >= bytes_max)
     }
 
     /// What is acknowledged and was not sent to the broker yet; it counts as sent from now on.
@@ -351,6 +373,29 @@ mod tests {
         all.remove(&t0);
         assert!((all.rows, all.bytes) == (0, 0));
         assert_eq!(all.deliver("t", 0, 3, 1), None, "not ours any more");
+    }
+
+    #[test]
+    fn what_is_finished_above_an_unfinished_one_takes_no_room_and_what_is_set_aside_only_bytes() {
+        let mut all = Assignment::default();
+        let ids = all.assign(&partitions(&[("t", 0)]));
+        for offset in [3, 5, 9] {
+            all.deliver("t", 0, offset, 10).unwrap();
+        }
+        for _ in 0..2 {
+            all.spare(&ids[0], 9, true);
+            assert!((all.rows, all.bytes) == (2, 20));
+        }
+        all.spare(&ids[0], 5, false);
+        assert!((all.rows, all.bytes) == (1, 20));
+        all.spare(&ids[0], 3, false);
+        assert!(all.is_full(1, 20), "what is set aside is still in memory");
+        all.spare(&ids[0], 5, true);
+        all.spare(&ids[0], 4, true);
+        assert!((all.rows, all.bytes) == (0, 10));
+        assert_eq!(due(&mut all), [], "nothing of it is committed");
+        all.acknowledge(&ids[0], 9);
+        assert!((all.rows, all.bytes) == (0, 0));
     }
 
     // Shown by: not asking whether the caller has them (a run until idle ended before the last

@@ -165,6 +165,18 @@ impl Subscriber for KafkaSubscriber {
         Ok(())
     }
 
+    async fn finished(&mut self, source: &PartitionId, sequences: &[i64]) {
+        let mut assignment = self.shared.assignment();
+        sequences.iter().for_each(|sequence| assignment.spare(source, *sequence, true));
+        drop(assignment);
+        self.shared.wake();
+    }
+
+    fn set_aside(&mut self, source: &PartitionId, sequence: i64) {
+        self.shared.assignment().spare(source, sequence, false);
+        self.shared.wake();
+    }
+
     fn pause(&mut self, paused: bool) {
         self.shared.pause(paused);
     }

@@ -4,7 +4,7 @@
 //! A subscriber that is dropped leaves its group at once; what it did not acknowledge comes again
 //! to others.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, TryRecvError};
 use std::time::Duration;
@@ -32,9 +32,23 @@ struct Owned {
     /// The next offset to be delivered.
     position: i64,
     acknowledged: i64,
+    /// Not acknowledged, and not in flight any more.
+    spared: BTreeSet<i64>,
     /// The end that was seen when it was assigned.
     end: i64,
     leaving: Option<(Receiver<()>, Instant)>,
+}
+
+impl Owned {
+    fn in_flight(&self) -> usize {
+        usize::try_from(self.position - self.acknowledged).unwrap_or_default().saturating_sub(self.spared.len())
+    }
+
+    fn spare(&mut self, sequence: i64) {
+        if (self.acknowledged..self.position).contains(&sequence) {
+            self.spared.insert(sequence);
+        }
+    }
 }
 
 /// One member of a group.
@@ -141,7 +155,8 @@ impl MemorySubscriber {
                 sources.push(id.clone());
                 let position = lease.committed;
                 let epoch = lease.epoch;
-                let owned = Owned { id, epoch, position, acknowledged: position, end, leaving: None };
+                let spared = BTreeSet::new();
+                let owned = Owned { id, epoch, position, acknowledged: position, spared, end, leaving: None };
                 self.owned.insert(place, owned);
             }
             return Ok((Some(Event::Assigned(sources)), true));
@@ -161,9 +176,9 @@ impl MemorySubscriber {
         if self.paused || state.faults.deliveries_held {
             return None;
         }
-        let in_flight: i64 = self.owned.values().map(|owned| owned.position - owned.acknowledged).sum();
+        let in_flight = self.owned.values().map(Owned::in_flight).sum();
         let in_flight_max = if state.faults.in_flight_unbounded { usize::MAX } else { self.in_flight_max };
-        let room = in_flight_max.saturating_sub(usize::try_from(in_flight).unwrap_or_default()).min(BATCH_ROWS);
+        let room = in_flight_max.saturating_sub(in_flight).min(BATCH_ROWS);
         if room == 0 {
             return None;
         }
@@ -232,6 +247,7 @@ impl Subscriber for MemorySubscriber {
         let place = (source.place.to_string(), source.partition);
         let Some(owned) = self.owned.get_mut(&place).filter(|owned| owned.id == *source) else { return Ok(()) };
         owned.acknowledged = owned.acknowledged.max(through.saturating_add(1));
+        owned.spared = owned.spared.split_off(&owned.acknowledged);
         let (epoch, next) = (owned.epoch, owned.acknowledged);
         self.shared.change(|state| {
             if !state.faults.acknowledgements_lost
@@ -241,6 +257,19 @@ impl Subscriber for MemorySubscriber {
             }
         });
         Ok(())
+    }
+
+    async fn finished(&mut self, source: &PartitionId, sequences: &[i64]) {
+        for sequence in sequences {
+            self.set_aside(source, *sequence);
+        }
+    }
+
+    fn set_aside(&mut self, source: &PartitionId, sequence: i64) {
+        let place = (source.place.to_string(), source.partition);
+        if let Some(owned) = self.owned.get_mut(&place).filter(|owned| owned.id == *source) {
+            owned.spare(sequence);
+        }
     }
 
     fn pause(&mut self, paused: bool) {

@@ -1,8 +1,9 @@
 //! The consuming side: queues, deliveries, acknowledgements, and an end that hands nothing back out
 //! of order.
 //!
-//! Guarantees: acknowledgements are `multiple`, up to what the runtime said is committed, never
-//! beyond what was delivered (R29); a stream that ends, a channel or connection that closes, and a
+//! Guarantees: acknowledgements are `multiple` up to what the runtime said is committed, never
+//! beyond what was delivered (R29), and single where it said so of one above that, so that the
+//! server's prefetch counts only what is unfinished; a stream that ends, a channel or connection that closes, and a
 //! consumer that the server has forgotten are errors of [`Subscriber::next`]; dropping this in any
 //! way cuts the socket before anything else (R29). Deliveries that are not yet acknowledged are
 //! bounded by count, which the server keeps, and by bytes, which it does not: where they grow
@@ -279,11 +280,37 @@ impl Source {
         delivery
     }
 
+    /// The highest tag up to this one that the server still counts: it closes the channel over one
+    /// that it does not know any more.
+    fn last_counted(&self, through: u64) -> Option<u64> {
+        let after = self.in_flight.partition_point(|(tag, _)| *tag <= through);
+        self.in_flight.range(..after).next_back().map(|(tag, _)| *tag)
+    }
+
+    /// This tag alone is acknowledged; gives its weight, where the server still counts it.
+    fn give_up_one(&mut self, tag: u64) -> Option<usize> {
+        let at = self.in_flight.binary_search_by_key(&tag, |(tag, _)| *tag).ok()?;
+        self.in_flight.remove(at).map(|(_, weight)| weight)
+    }
+
     /// Everything through this tag is acknowledged; gives what that was.
     fn give_up(&mut self, through: u64) -> InFlight {
         self.acknowledged = through;
         let rows = self.in_flight.partition_point(|(tag, _)| *tag <= through);
         InFlight { rows, bytes: self.in_flight.drain(..rows).map(|(_, weight)| weight).sum() }
+    }
+}
+
+impl Source {
+    /// Whether it was sent. Not sent is no loss: the inbox knows these messages. The end of the
+    /// channel comes from `next`.
+    async fn acknowledge(&self, tag: u64, multiple: bool, deadline: Duration) -> bool {
+        let ack = self.channel.basic_ack(tag, BasicAckOptions { multiple });
+        let sent = within(deadline, "basic.ack", ack).await;
+        if let Err(fault) = &sent {
+            tracing::debug!(queue = &*self.id.place, why = fault.text(), "an acknowledgement was not sent");
+        }
+        sent.is_ok()
     }
 }
 
@@ -329,16 +356,26 @@ impl Subscriber for RabbitSubscriber {
         if through <= source.acknowledged {
             return Ok(());
         }
+        let last = source.last_counted(through);
         let gone = source.give_up(through);
         self.in_flight.rows -= gone.rows;
         self.in_flight.bytes -= gone.bytes;
-        let ack = source.channel.basic_ack(through, BasicAckOptions { multiple: true });
-        if let Err(fault) = within(self.config.close_deadline, "basic.ack", ack).await {
-            // No loss: the inbox knows these messages. The end of the channel comes from `next`
-            // (D7, E9).
-            tracing::debug!(queue = &*source.id.place, why = fault.text(), "an acknowledgement was not sent");
+        if let Some(last) = last {
+            source.acknowledge(last, true, self.config.close_deadline).await;
         }
         Ok(())
+    }
+
+    async fn finished(&mut self, source: &PartitionId, sequences: &[i64]) {
+        let Some(source) = self.guard.sources.iter_mut().find(|known| known.id == *source) else { return };
+        for tag in sequences.iter().filter_map(|sequence| u64::try_from(*sequence).ok()) {
+            let Some(weight) = source.give_up_one(tag) else { continue };
+            self.in_flight.rows -= 1;
+            self.in_flight.bytes -= weight;
+            if !source.acknowledge(tag, false, self.config.close_deadline).await {
+                return;
+            }
+        }
     }
 
     fn pause(&mut self, paused: bool) {

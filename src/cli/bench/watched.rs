@@ -226,6 +226,14 @@ impl Subscriber for WatchedSubscriber {
         self.subscriber.acknowledge(source, through).await
     }
 
+    async fn finished(&mut self, source: &PartitionId, sequences: &[i64]) {
+        self.subscriber.finished(source, sequences).await;
+    }
+
+    fn set_aside(&mut self, source: &PartitionId, sequence: i64) {
+        self.subscriber.set_aside(source, sequence);
+    }
+
     fn pause(&mut self, paused: bool) {
         self.subscriber.pause(paused);
     }

@@ -52,7 +52,7 @@ pub(super) async fn run(lane: &mut Lane, item: Item, why: Why, was_counted: bool
                 if was_counted {
                     lane.uncount(std::slice::from_ref(&item)).await;
                 }
-                return lane.aside.put(item);
+                return lane.set_aside(item);
             }
             Ok(false) => {}
             Err(away) => {

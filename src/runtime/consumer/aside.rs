@@ -15,10 +15,12 @@ use super::item::Item;
 /// How long they stand before one of them is looked at again.
 const AGAIN: Duration = Duration::from_millis(250);
 
-/// What stands aside of one lane. Bounded by the deliveries in flight.
+/// What stands aside of one lane. Bounded by `aside_max` and `in_flight_max` of the consumer.
 #[derive(Default)]
 pub(super) struct Aside {
     items: VecDeque<Item>,
+    /// Which of them are the oldest of their keys, or have none: only these can be free.
+    heads: Vec<usize>,
     keys: HashSet<[u8; 16]>,
     again: Option<Instant>,
     turn: usize,
@@ -26,7 +28,9 @@ pub(super) struct Aside {
 
 impl Aside {
     pub(super) fn put(&mut self, item: Item) {
-        self.keys.extend(item.message.lane_id());
+        if item.message.lane_id().is_none_or(|lane| self.keys.insert(lane)) {
+            self.heads.push(self.items.len());
+        }
         self.items.push_back(item);
         self.again.get_or_insert_with(|| Instant::now() + AGAIN);
     }
@@ -44,11 +48,11 @@ impl Aside {
         }
     }
 
-    /// One of them, another each time; the next look is later.
+    /// One of the oldest of their keys, another each time; the next look is later.
     pub(super) fn look(&mut self) -> Option<&Item> {
         self.turn = self.turn.wrapping_add(1);
         self.again = (!self.items.is_empty()).then(|| Instant::now() + AGAIN);
-        self.items.get(self.turn % self.items.len().max(1))
+        self.heads.get(self.turn % self.heads.len().max(1)).and_then(|head| self.items.get(*head))
     }
 
     /// All of them, in order.

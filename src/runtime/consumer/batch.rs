@@ -5,6 +5,7 @@
 //! it stays. No savepoint on the good path.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use tokio_util::sync::CancellationToken;
@@ -17,7 +18,7 @@ use super::options::Unhandled;
 use super::settle::{self, dead};
 use crate::error::{HandlerError, StoreError};
 use crate::message::{Message, MessageId};
-use crate::observe::{Outcome, PartState};
+use crate::observe::{Outcome, Trouble};
 use crate::runtime::pace::Pace;
 use crate::store::{ConsumerId, InboxTx, ParkAs, Parked, Proof, Undone};
 
@@ -210,22 +211,44 @@ pub(super) async fn undo(
     give_up: &CancellationToken,
 ) -> Result<Undone, StoreError> {
     let mut pace = Pace::new(Duration::from_millis(100), Duration::from_secs(5));
+    let mut unknown = None;
     loop {
         let error = match tx.undo().await {
-            Ok(undone) => {
-                if pace.failures() > 0 {
-                    shared.health.set(&shared.part, PartState::Ready);
-                }
-                return Ok(undone);
-            }
+            Ok(undone) => return Ok(undone),
             Err(error) => error,
         };
-        let why = format!("database: it does not say what became of a transaction: {error}");
-        shared.health.set(&shared.part, PartState::Waiting(why));
+        let why = format!("the database does not say what became of a transaction: {error}");
+        unknown.get_or_insert_with(|| Unknown::new(shared)).says(why);
         if !pace.wait(give_up).await {
             tracing::error!(consumer = %shared.options.name, %error, "what became of a transaction is not known at the stop; if a handler committed it by itself, its messages come again as duplicates");
             return Err(error);
         }
+    }
+}
+
+/// A transaction of which it is not known what became of it; until it is dropped, a trouble.
+struct Unknown<'a> {
+    shared: &'a Shared,
+    number: u64,
+}
+
+impl<'a> Unknown<'a> {
+    const NAME: &'static str = "transaction";
+
+    fn new(shared: &'a Shared) -> Self {
+        static NUMBERS: AtomicU64 = AtomicU64::new(1);
+        Self { shared, number: NUMBERS.fetch_add(1, Ordering::Relaxed) }
+    }
+
+    fn says(&self, why: String) {
+        let health = &self.shared.health;
+        health.trouble_of(&self.shared.part, Self::NAME, self.number, Some(Trouble::Stops(why)));
+    }
+}
+
+impl Drop for Unknown<'_> {
+    fn drop(&mut self) {
+        self.shared.health.trouble_of(&self.shared.part, Self::NAME, self.number, None);
     }
 }
 

@@ -12,7 +12,7 @@ use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
 use super::Shared;
-use crate::observe::PartState;
+use crate::observe::{PartState, Trouble};
 use crate::runtime::pace::sleep_unless;
 use crate::store::ConsumerId;
 
@@ -23,10 +23,14 @@ pub(super) async fn run(shared: Arc<Shared>, consumer: ConsumerId, stop: Cancell
     let why =
         format!("{rows_max} dead messages, `dead_rows_max` reached: nothing more is taken; see `oncebox dead list`");
     let part = format!("{} dead messages", shared.part);
+    let show = |trouble| shared.health.trouble(&shared.part, "dead messages", trouble);
+    let mut failed = 0_u32;
     loop {
         let began = Instant::now();
         match shared.store.has_dead(consumer, rows_max).await {
             Ok(is_full) => {
+                failed = 0;
+                show(None);
                 let was_full = shared.is_full.swap(is_full, Ordering::Relaxed);
                 if is_full && !was_full {
                     tracing::error!(consumer = %shared.options.name, "{why}");
@@ -38,12 +42,16 @@ pub(super) async fn run(shared: Arc<Shared>, consumer: ConsumerId, stop: Cancell
                 }
             }
             Err(error) => {
-                tracing::debug!(consumer = %shared.options.name, %error, "dead messages could not be counted")
+                failed += 1;
+                tracing::debug!(consumer = %shared.options.name, %error, "dead messages could not be counted");
+                if failed >= 2 {
+                    show(Some(Trouble::Stops(format!("dead messages cannot be counted: {error}"))));
+                }
             }
         }
         if !sleep_unless(&stop, LOOK_EVERY.max(20 * began.elapsed())).await {
             shared.health.done(&part);
-            return;
+            return show(None);
         }
     }
 }

@@ -1,6 +1,7 @@
 //! Broker events in, low-water marks out.
 //!
-//! Promise: what is acknowledged is committed (G5); a revoked source starts nothing more, drains,
+//! Promise: what is acknowledged is committed (G5); what is finished behind an unfinished one, or
+//! stands aside, stops nothing else; a revoked source starts nothing more, drains,
 //! is acknowledged and only then given up; the broker is polled also while handlers run, so that
 //! heartbeats and rebalances never wait for them.
 
@@ -15,8 +16,8 @@ use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 use uuid::Uuid;
 
-use super::item::{Done, Item, Source};
-use super::{ConsumerEnd, Shared, lane, loss, positions};
+use super::item::{Done, End, Item, Source};
+use super::{ConsumerEnd, ConsumerOptions, Shared, lane, loss, positions};
 use crate::broker::{Begun, Delivery, Event, PartitionId, RevokeGuard, Subscriber};
 use crate::error::BrokerError;
 use crate::observe::{self, PartState, Trouble};
@@ -41,12 +42,21 @@ fn stands_after(handler_timeout: Duration) -> Duration {
     (handler_timeout * 2).min(MOST).max(handler_timeout + LEAST)
 }
 
+/// How many count against `in_flight_max`.
+fn in_flight(options: &ConsumerOptions, outstanding: usize, aside: usize) -> usize {
+    outstanding.saturating_sub(aside.min(options.aside_max))
+}
+
 struct Assigned {
     source: Arc<Source>,
     /// Its row in the database, and which topic it is, where the broker is a log.
     row: Option<(Holding, Option<String>)>,
     mark: Watermark,
-    /// Delivered while the mark had no room: handed over, in order, when it has.
+    /// Finished above the mark, and the subscriber was not told.
+    untold: Vec<i64>,
+    /// The mark at the last tick.
+    seen: Option<i64>,
+    /// Delivered while there was no room: handed over, in order, when there is.
     backlog: VecDeque<Delivery>,
     acknowledged: Option<i64>,
     /// Handed to lanes and not yet reported.
@@ -77,6 +87,8 @@ struct Intake<'a> {
     /// Assigned, and not consumed, with the reason.
     refused: BTreeMap<PartitionId, String>,
     outstanding: usize,
+    /// Of these, those that stood aside.
+    aside: usize,
     paused: bool,
     active_at: Instant,
     /// The broker has not said yet what is for this process.
@@ -96,11 +108,12 @@ pub(super) async fn run(
     let (lanes_stop, abandon) = (CancellationToken::new(), CancellationToken::new());
     let mut tasks = JoinSet::new();
     let lanes = (0..shared.options.lanes.max(1))
-        .map(|_| {
-            // Unbounded channels, bounded by `in_flight_max`: the intake pauses the broker there.
+        .map(|number| {
+            // Unbounded channels, bounded by `in_flight_max` and `aside_max`: the intake hands over no
+            // more.
             let (sender, receiver) = mpsc::unbounded_channel();
             let (done, stop, abandon) = (done_sender.clone(), lanes_stop.clone(), abandon.clone());
-            tasks.spawn(lane::run(Arc::clone(shared), consumer, receiver, done, stop, abandon));
+            tasks.spawn(lane::run(Arc::clone(shared), consumer, number, receiver, done, stop, abandon));
             sender
         })
         .collect();
@@ -119,6 +132,7 @@ pub(super) async fn run(
         sources: HashMap::new(),
         refused: BTreeMap::new(),
         outstanding: 0,
+        aside: 0,
         paused: false,
         active_at: Instant::now(),
         waits_for_share: true,
@@ -131,10 +145,12 @@ pub(super) async fn run(
         // hands comes again.
         Some(lane) = tasks.join_next() => {
             let why = lane.err().map_or_else(|| "it returned".to_owned(), |error| error.to_string());
-            let why = format!("a lane ended in disorder, all of them begin anew: {why}");
-            tracing::error!(consumer = %shared.options.name, "{why}");
-            shared.health.set(&shared.part, PartState::Waiting(why.clone()));
-            Err(BrokerError::Session(why))
+            in_disorder(shared, &format!("a lane ended in disorder, all of them begin anew: {why}"))
+        }
+        // As long as it is told positions it does not end either.
+        Some(kept) = keeper.join_next() => {
+            let why = kept.err().map_or_else(|| "it returned".to_owned(), |error| error.to_string());
+            in_disorder(shared, &format!("the keeper of positions ended in disorder, and begins anew: {why}"))
         }
     };
     let lane_is_gone = tasks.len() < shared.options.lanes.max(1);
@@ -159,10 +175,18 @@ pub(super) async fn run(
         }
     }
     while tasks.join_next().await.is_some() {}
+    shared.health.troubles_are_over(&shared.part, lane::DATABASE);
     if end.is_ok() {
         intake.close().await;
     }
     end
+}
+
+/// A task that must not end did: the subscriber goes with it.
+fn in_disorder(shared: &Shared, why: &str) -> Result<ConsumerEnd, BrokerError> {
+    tracing::error!(consumer = %shared.options.name, "{why}");
+    shared.health.set(&shared.part, PartState::Waiting(why.to_owned()));
+    Err(BrokerError::Session(why.to_owned()))
 }
 
 impl Intake<'_> {
@@ -206,6 +230,7 @@ impl Intake<'_> {
                         self.has_its_share();
                     }
                     self.look_whether_it_stands();
+                    self.tell_where_the_mark_stands().await;
                     self.go_on()?;
                     if self.is_idle().await? {
                         return Ok(ConsumerEnd::Idle);
@@ -256,16 +281,20 @@ impl Intake<'_> {
     /// more.
     fn go_on(&mut self) -> Result<(), BrokerError> {
         let is_log = self.shared.broker.is_log();
-        let in_flight_max = self.shared.options.in_flight_max;
+        let in_flight_max = self.shared.options.in_flight_max.max(1);
+        let above = self.sources.values().map(|assigned| assigned.mark.above()).sum();
+        let mut room = self.shared.options.unacknowledged_max.max(1).saturating_sub(above);
         let is_full = self.shared.is_full.load(Ordering::Relaxed);
         let mut waits = is_full;
         for (id, assigned) in &mut self.sources {
             // What the mark does not know must not run: it would pass over it.
-            while !is_full && assigned.mark.room() > 0 {
+            while !is_full && room > 0 && in_flight(&self.shared.options, self.outstanding, self.aside) < in_flight_max
+            {
                 let Some(delivery) = assigned.backlog.pop_front() else { break };
                 assigned.mark.delivered(delivery.sequence).map_err(|error| {
                     BrokerError::Session(format!("{}, partition {}: {error}", id.place, id.partition))
                 })?;
+                room -= 1;
                 let item = Item::identify(delivery, Arc::clone(&assigned.source), &self.shared.options, is_log);
                 let lane = item.lane(self.lanes.len());
                 if self.lanes[lane].send(item).is_ok() {
@@ -276,8 +305,9 @@ impl Intake<'_> {
             }
             waits |= !assigned.backlog.is_empty();
         }
-        let pause = waits || self.outstanding >= in_flight_max;
-        let resume = !waits && self.outstanding <= in_flight_max / 2;
+        let in_flight = in_flight(&self.shared.options, self.outstanding, self.aside);
+        let pause = waits || room == 0 || in_flight >= in_flight_max;
+        let resume = !waits && room > 0 && in_flight <= in_flight_max / 2;
         if pause != self.paused && (pause || resume) {
             self.paused = pause;
             self.subscriber.pause(pause);
@@ -323,7 +353,8 @@ impl Intake<'_> {
             let Begun { source, topic_id, start } = begun;
             if let Some(because) = start.because {
                 let said = loss::tell(name, &source, because);
-                self.shared.health.trouble(&self.shared.part, "position", Some(Trouble::Shown(said)));
+                let place = format!("{}/{}", source.place, source.partition);
+                self.shared.health.trouble_of(&self.shared.part, "position", place, Some(Trouble::Shown(said)));
             }
             // Found open: the last owner did not end cleanly, so what it had in flight may kill a
             // process (R26).
@@ -346,7 +377,9 @@ impl Intake<'_> {
             source: Source::new(id.clone(), suspicion),
             row,
             // What is finished above an unfinished one is not acknowledged either: it counts too.
-            mark: Watermark::new(self.shared.options.in_flight_max.max(1)),
+            mark: Watermark::new(self.shared.options.unacknowledged_max.max(1)),
+            untold: Vec::new(),
+            seen: None,
             backlog: VecDeque::new(),
             acknowledged: None,
             outstanding: 0,
@@ -397,15 +430,20 @@ impl Intake<'_> {
     async fn finished(&mut self, finished: Vec<Done>) {
         self.active_at = Instant::now();
         let mut touched = Vec::new();
-        if finished.iter().any(|done| done.committed) {
+        if finished.iter().any(|done| done.end == End::Committed) {
             self.stands_since = Some(Instant::now());
         }
         for done in finished {
-            self.outstanding = self.outstanding.saturating_sub(1);
+            if done.end == End::Aside {
+                self.aside += 1;
+                self.subscriber.set_aside(&done.source, done.sequence);
+                continue;
+            }
+            self.is_back(&done);
             let Some(assigned) = self.sources.get_mut(&done.source) else { continue };
             assigned.outstanding = assigned.outstanding.saturating_sub(1);
-            if done.committed {
-                assigned.mark.finished(done.sequence);
+            if done.end == End::Committed && assigned.mark.finished(done.sequence) {
+                assigned.untold.push(done.sequence);
             }
             if touched.last() != Some(&done.source) && !touched.contains(&done.source) {
                 touched.push(done.source);
@@ -414,6 +452,35 @@ impl Intake<'_> {
         for id in touched {
             self.acknowledge(&id).await;
             self.give_up_if_drained(&id).await;
+        }
+        // A part of the broker's room, so that most are told by the mark alone.
+        let untold: usize = self.sources.values().map(|assigned| assigned.untold.len()).sum();
+        if untold > self.shared.options.in_flight_max / 4 {
+            self.tell_finished(|_| true).await;
+        }
+    }
+
+    /// A delivery is in no lane any more.
+    fn is_back(&mut self, done: &Done) {
+        self.outstanding = self.outstanding.saturating_sub(1);
+        self.aside = self.aside.saturating_sub(usize::from(done.was_aside));
+    }
+
+    /// Where the mark did not move since the last tick, something holds it.
+    async fn tell_where_the_mark_stands(&mut self) {
+        self.tell_finished(|assigned| assigned.seen == assigned.mark.committable()).await;
+        for assigned in self.sources.values_mut() {
+            assigned.seen = assigned.mark.committable();
+        }
+    }
+
+    /// Tells the subscriber what is finished above the mark, so that it has room for others.
+    async fn tell_finished(&mut self, of: impl Fn(&Assigned) -> bool) {
+        for (id, assigned) in &mut self.sources {
+            let is_lost = assigned.giving_up.as_ref().is_some_and(|giving_up| giving_up.lost);
+            if !is_lost && !assigned.untold.is_empty() && of(assigned) {
+                self.subscriber.finished(id, &std::mem::take(&mut assigned.untold)).await;
+            }
         }
     }
 
@@ -426,6 +493,7 @@ impl Intake<'_> {
             return;
         };
         assigned.acknowledged = Some(through);
+        assigned.untold.retain(|sequence| *sequence > through);
         if let (Some((holding, _)), Some(position)) = (&assigned.row, assigned.position()) {
             // Nobody writes any more at the end: then the clean end says it.
             let _ended = self.positions.send((holding.clone(), position));
@@ -488,8 +556,8 @@ impl Intake<'_> {
             let Some(first) = next else { return true };
             if alive {
                 self.finished(vec![first]).await;
-            } else {
-                self.outstanding = self.outstanding.saturating_sub(1);
+            } else if first.end != End::Aside {
+                self.is_back(&first);
             }
         }
         true

@@ -47,6 +47,8 @@ pub(super) struct Item {
     pub(super) source: Arc<Source>,
     pub(super) sequence: i64,
     pub(super) redelivered: bool,
+    /// It stood aside once: it does not count as in flight.
+    pub(super) is_aside: bool,
 }
 
 impl Item {
@@ -57,7 +59,7 @@ impl Item {
             Err(unusable) => (unusable.message, Some(unusable.reason)),
         };
         let hash = message.content_hash();
-        Self { message, hash, unusable, source, sequence, redelivered }
+        Self { message, hash, unusable, source, sequence, redelivered, is_aside: false }
     }
 
     /// True where it is to be looked up in the inbox before it runs.
@@ -86,7 +88,18 @@ impl Item {
 pub(super) struct Done {
     pub(super) source: PartitionId,
     pub(super) sequence: i64,
-    /// True where it is committed and may be acknowledged; false where it was left alone (revoked,
-    /// stop).
-    pub(super) committed: bool,
+    pub(super) end: End,
+    /// It had been set aside.
+    pub(super) was_aside: bool,
+}
+
+/// What became of a delivery.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum End {
+    /// It is committed and may be acknowledged.
+    Committed,
+    /// It was left alone (revoked, stop).
+    Left,
+    /// None yet: it stands aside for the first time.
+    Aside,
 }

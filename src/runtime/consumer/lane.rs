@@ -15,18 +15,22 @@ use tokio_util::sync::CancellationToken;
 use super::alone::{self, Why};
 use super::aside::Aside;
 use super::batch::{self, BatchEnd};
-use super::item::{Done, Item};
+use super::item::{Done, End, Item};
 use super::{Shared, settle};
 use crate::error::{HandlerError, StoreError};
 use crate::message::MessageId;
-use crate::observe::{self, Outcome, PartState};
+use crate::observe::{self, Outcome, Trouble};
 use crate::policy::split::{self, Part, TransientFault};
 use crate::policy::suspicion::Run;
 use crate::runtime::pace::sleep_unless;
 use crate::store::ConsumerId;
 
+/// The trouble of a lane that waits for the database, by name.
+pub(super) const DATABASE: &str = "database";
+
 /// One lane's hands.
 pub(super) struct Lane {
+    number: usize,
     pub(super) shared: Arc<Shared>,
     pub(super) consumer: ConsumerId,
     pub(super) done: mpsc::UnboundedSender<Done>,
@@ -65,6 +69,7 @@ pub(super) const TAKE_BACK: Duration = Duration::from_secs(3);
 pub(super) async fn run(
     shared: Arc<Shared>,
     consumer: ConsumerId,
+    number: usize,
     mut items: mpsc::UnboundedReceiver<Item>,
     done: mpsc::UnboundedSender<Done>,
     stop: CancellationToken,
@@ -72,7 +77,7 @@ pub(super) async fn run(
 ) {
     let batch_max = shared.options.batch_max.max(1);
     let (fault, aside) = (TransientFault::default(), Aside::default());
-    let mut lane = Lane { shared, consumer, done, stop, abandon, fault, aside };
+    let mut lane = Lane { number, shared, consumer, done, stop, abandon, fault, aside };
     loop {
         let first = tokio::select! {
             biased;
@@ -107,7 +112,7 @@ impl Lane {
                         self.batch(items, tries, &mut stack).await;
                     }
                 }
-                Work::Alone(item, _, counted) if item.source.is_revoked() => {
+                Work::Alone(item, _, counted) if self.is_left(&item) => {
                     if counted {
                         self.uncount(std::slice::from_ref(&*item)).await;
                     }
@@ -117,11 +122,13 @@ impl Lane {
                     if counted {
                         self.uncount(std::slice::from_ref(&*item)).await;
                     }
-                    self.aside.put(*item);
+                    self.set_aside(*item);
                 }
                 Work::Alone(item, why, counted) => alone::run(self, *item, why, counted).await,
             }
         }
+        // Done, or left for later: there is nothing that it could wait with.
+        self.waits_no_more();
     }
 
     async fn batch(&mut self, mut items: Vec<Item>, mut tries: Tries, stack: &mut Vec<Work>) {
@@ -146,7 +153,7 @@ impl Lane {
             let counted = match store.is_contested(consumer, ids).await {
                 // Another process, frozen maybe, is at work on one of them: that one is not waited
                 // for.
-                Ok(true) => return self.part_contested(items, stack),
+                Ok(true) => return self.part_contested(items, tries, stack),
                 Ok(false) => store.begin_first_attempts(consumer, ids).await,
                 Err(error) => Err(error),
             };
@@ -155,6 +162,17 @@ impl Lane {
                 return stack.push(Work::Batch(items, tries));
             }
             tries = Tries::Counted;
+        }
+        let aside: Vec<_> = items.iter().filter(|item| item.is_aside).map(|item| item.message.id).collect();
+        if matches!(tries, Tries::Free) && !aside.is_empty() {
+            match self.shared.store.is_contested(self.consumer, &aside).await {
+                Ok(true) => return self.part_contested(items, tries, stack),
+                Ok(false) => {}
+                Err(error) => {
+                    self.wait_out(&error).await;
+                    return stack.push(Work::Batch(items, tries));
+                }
+            }
         }
         let counted = matches!(tries, Tries::Counted);
         let whole = 0..items.len();
@@ -277,12 +295,15 @@ impl Lane {
         for item in self.leave_revoked(items, &Tries::Unjudged).await {
             self.aside.put(item);
         }
-        let Some(id) = self.aside.look().map(|item| item.message.id) else { return };
+        let Some(id) = self.aside.look().map(|item| item.message.id) else { return self.waits_no_more() };
         match self.shared.store.is_contested(self.consumer, &[id]).await {
-            Ok(true) => {}
+            Ok(true) => self.went_well(),
             Ok(false) => {
-                let items = self.aside.take();
-                self.work(items).await;
+                let mut items = self.aside.take().into_iter().peekable();
+                while items.peek().is_some() {
+                    let batch = items.by_ref().take(self.shared.options.batch_max.max(1)).collect();
+                    self.work(batch).await;
+                }
             }
             Err(away) => self.wait_out(&away).await,
         }
@@ -294,28 +315,34 @@ impl Lane {
         if !behind.is_empty() && matches!(tries, Tries::Counted) {
             self.uncount(&behind).await;
         }
-        behind.into_iter().for_each(|item| self.aside.put(item));
+        behind.into_iter().for_each(|item| self.set_aside(item));
         free
     }
 
-    /// Suspects whose inbox rows somebody else's open transaction may hold: halves, until those
-    /// stand aside that it holds.
-    fn part_contested(&mut self, mut items: Vec<Item>, stack: &mut Vec<Work>) {
+    /// Suspects, or some that stood aside, whose inbox rows somebody else's open transaction may
+    /// hold: halves, until those stand aside that it holds.
+    fn part_contested(&mut self, mut items: Vec<Item>, tries: Tries, stack: &mut Vec<Work>) {
         match items.pop() {
-            Some(only) if items.is_empty() => self.aside.put(only),
+            Some(only) if items.is_empty() => self.set_aside(only),
             last => {
                 items.extend(last);
                 let second = items.split_off(items.len() / 2);
                 for half in [second, items] {
-                    let ids = half.iter().map(|item| item.message.id).collect();
-                    stack.push(Work::Batch(half, Tries::Due(ids)));
+                    // Those that are not of this half leave it there.
+                    stack.push(Work::Batch(half, tries.clone()));
                 }
             }
         }
     }
 
+    /// Nothing more of it is started. After a stop neither: it may have left an older one of the key
+    /// in the middle of its tries.
+    fn is_left(&self, item: &Item) -> bool {
+        item.source.is_revoked() || self.stop.is_cancelled()
+    }
+
     async fn leave_revoked(&self, items: Vec<Item>, tries: &Tries) -> Vec<Item> {
-        let (left, kept): (Vec<_>, Vec<_>) = items.into_iter().partition(|item| item.source.is_revoked());
+        let (left, kept): (Vec<_>, Vec<_>) = items.into_iter().partition(|item| self.is_left(item));
         if !left.is_empty() && matches!(tries, Tries::Due(_) | Tries::Counted) {
             self.uncount(&left).await;
         }
@@ -342,16 +369,37 @@ impl Lane {
     }
 
     pub(super) fn report(&self, item: &Item, committed: bool) {
-        let done = Done { source: item.source.id.clone(), sequence: item.sequence, committed };
+        self.tell(item, if committed { End::Committed } else { End::Left });
+    }
+
+    fn tell(&self, item: &Item, end: End) {
+        let (source, sequence, was_aside) = (item.source.id.clone(), item.sequence, item.is_aside);
         // The intake is gone only when the subscriber is: then the message comes again.
-        let _ = self.done.send(done);
+        let _ = self.done.send(Done { source, sequence, end, was_aside });
+    }
+
+    /// Behind the transaction of another process, or behind an older one of its key that is.
+    pub(super) fn set_aside(&mut self, mut item: Item) {
+        if !item.is_aside {
+            self.tell(&item, End::Aside);
+            item.is_aside = true;
+        }
+        self.aside.put(item);
     }
 
     pub(super) fn went_well(&mut self) {
         if self.fault.times() > 0 {
             self.fault.is_over();
-            self.shared.health.set(&self.shared.part, PartState::Ready);
+            self.waits_no_more();
         }
+    }
+
+    fn waits_no_more(&self) {
+        self.shared.health.trouble_of(&self.shared.part, DATABASE, self.name(), None);
+    }
+
+    fn name(&self) -> String {
+        format!("lane {}", self.number)
     }
 
     /// Waits before the same again, where the database works for others: that is no news of it.
@@ -378,7 +426,8 @@ impl Lane {
     fn say_waiting(&self, why: &str) {
         // A deadlock or two is daily life; only what lasts is shown as waiting.
         if self.fault.times() > split::TIMES_BEFORE_HALVING {
-            self.shared.health.set(&self.shared.part, PartState::Waiting(format!("database: {why}")));
+            let waits = Trouble::Stops(why.to_owned());
+            self.shared.health.trouble_of(&self.shared.part, DATABASE, self.name(), Some(waits));
         } else {
             tracing::debug!(consumer = %self.shared.options.name, %why, "a batch runs again");
         }
@@ -414,6 +463,84 @@ fn stack_up(
                 taken.extend(last);
                 stack.push(Work::Batch(taken, tries.clone()));
             }
+        }
+    }
+}
+
+#[cfg(all(test, feature = "sqlite", feature = "testing"))]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use std::sync::atomic::{AtomicUsize, Ordering};
+
+    use async_trait::async_trait;
+    use tokio::sync::Notify;
+
+    use super::*;
+    use crate::broker::memory::MemoryBroker;
+    use crate::broker::{Broker, Event, Subscription};
+    use crate::message::Message;
+    use crate::observe::Health;
+    use crate::policy::suspicion::Suspicion;
+    use crate::runtime::consumer::item::Source;
+    use crate::runtime::{Consumer, ConsumerOptions, HandlerTx, Handlers, MessageHandler};
+    use crate::store::sqlite::SqliteStore;
+    use crate::store::{Base, ConsumerSpec, Inbox, Schema, StoreOptions};
+
+    /// Fails each time, and says that it ran.
+    struct Fails(Arc<(AtomicUsize, Notify)>);
+
+    #[async_trait]
+    impl MessageHandler<SqliteStore> for Fails {
+        async fn handle(&self, _: &Message, _: &mut HandlerTx<'_, SqliteStore>) -> Result<(), HandlerError> {
+            self.0.0.fetch_add(1, Ordering::Relaxed);
+            self.0.1.notify_one();
+            Err(HandlerError::retryable("not today"))
+        }
+    }
+
+    /// Two messages of one key; the first is between two tries in place when the stop comes, before
+    /// its source is revoked. Shown by: leaving only what is revoked; the second ran.
+    #[tokio::test]
+    async fn a_stop_between_two_tries_in_place_starts_no_later_message_of_the_key() {
+        let directory = tempfile::tempdir().unwrap();
+        let url = format!("sqlite://{}", directory.path().join("lane.db").display());
+        let store = SqliteStore::connect(&StoreOptions { create: true, ..StoreOptions::new(url) }).await.unwrap();
+        store.migrate().await.unwrap();
+        let spec = ConsumerSpec { name: "ledger".into(), id_rule: "envelope".into(), accept: false };
+        let consumer = store.register(&spec).await.unwrap();
+        let broker = MemoryBroker::with_partitions(1);
+        for id in ["1", "2"] {
+            let headers = [("ce_id", id.as_bytes()), ("ce_type", b"made".as_slice()), ("ce_source", b"test")];
+            broker.append("t", Some(b"a"), &headers, Some(id.as_bytes()));
+        }
+        let mut subscriber = broker.subscriber(&Subscription::new("ledger", vec!["t".into()])).await.unwrap();
+        let mut deliveries = Vec::new();
+        while deliveries.len() < 2 {
+            if let Event::Deliveries(came) = subscriber.next().await.unwrap() {
+                deliveries.extend(came);
+            }
+        }
+        let ran = Arc::new((AtomicUsize::new(0), Notify::new()));
+        let mut options = ConsumerOptions::new("ledger", vec!["t".into()]);
+        (options.retry.in_place, options.retry.in_place_delay) = (5, Duration::from_secs(600));
+        let handlers = Handlers::all(Fails(Arc::clone(&ran)));
+        let shared = Consumer::new(store, Arc::new(broker), handlers, options, Health::default()).0;
+        let (sender, items) = mpsc::unbounded_channel();
+        let (done, mut ends) = mpsc::unbounded_channel();
+        let source = Source::new(deliveries[0].source.clone(), Suspicion::closed());
+        for delivery in deliveries {
+            let item = Item::identify(delivery, Arc::clone(&source), &shared.options, true);
+            assert!(sender.send(item).is_ok());
+        }
+        let stop = CancellationToken::new();
+        let lane = tokio::spawn(run(shared, consumer, 0, items, done, stop.clone(), CancellationToken::new()));
+        ran.1.notified().await;
+        stop.cancel();
+        drop(sender);
+        tokio::time::timeout(Duration::from_secs(60), lane).await.unwrap().unwrap();
+        assert_eq!(ran.0.load(Ordering::Relaxed), 1, "the second message did not run");
+        for _ in 0..2 {
+            assert_eq!(ends.recv().await.unwrap().end, End::Left);
         }
     }
 }

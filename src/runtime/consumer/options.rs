@@ -53,9 +53,17 @@ pub struct ConsumerOptions {
     /// Messages of one transaction at most. 100: beyond it the gain is small and a failure repeats
     /// more.
     pub batch_max: usize,
-    /// Deliveries taken and not acknowledged at most: bounds memory and what is repeated after a
-    /// crash.
+    /// Deliveries at most that run or wait for their turn: bounds memory, and how many are suspected
+    /// of having killed their process. 2,000: enough for 20 full transactions.
     pub in_flight_max: usize,
+    /// Deliveries at most that stand aside, because another process, frozen maybe, has the inbox row
+    /// of theirs or of an older one of their key in an open transaction. More of them count against
+    /// `in_flight_max`. 20,000: about what comes for its keys until the server ends that
+    /// transaction.
+    pub aside_max: usize,
+    /// Deliveries at most that are not acknowledged, most of them finished behind one that is not:
+    /// bounds what comes again after a crash, which the inbox knows. 200,000: each takes some bytes.
+    pub unacknowledged_max: usize,
     /// Dead messages of this consumer at most. Where so many stand, nothing more is taken until an
     /// operator has made room, so that a stream of what can never be handled does not fill the
     /// database. 100,000: more than anybody looks through.
@@ -101,6 +109,8 @@ impl ConsumerOptions {
             retriers: 4,
             batch_max: 100,
             in_flight_max: 2_000,
+            aside_max: 20_000,
+            unacknowledged_max: 200_000,
             dead_rows_max: 100_000,
             handler_timeout: Duration::from_secs(30),
             retry: RetryPolicy::default(),

@@ -9,6 +9,7 @@ use std::time::Duration;
 use tokio_util::sync::CancellationToken;
 
 use super::Shared;
+use crate::observe::Trouble;
 use crate::runtime::pace::sleep_unless;
 use crate::store::ConsumerId;
 
@@ -19,19 +20,30 @@ const SAYS_EVERY: Duration = Duration::from_secs(10);
 /// minute.
 pub(super) async fn run(shared: Arc<Shared>, consumer: ConsumerId, stop: CancellationToken) {
     let id_rule = shared.options.id_rule_text();
+    let show = |trouble| shared.health.trouble(&shared.part, "presence", trouble);
+    let mut failed = 0_u32;
     loop {
         // A stop does not wait for a database that says nothing.
         let said = tokio::select! {
             said = shared.store.seen(consumer, &id_rule) => said,
-            () = stop.cancelled() => return,
+            () = stop.cancelled() => return show(None),
         };
         match said {
-            Ok(true) => {}
+            Ok(true) => {
+                failed = 0;
+                show(None);
+            }
             Ok(false) => return shared.is_forgotten.store(true, Ordering::Relaxed),
-            Err(error) => tracing::debug!(consumer = %shared.options.name, %error, "its presence was not noted"),
+            Err(error) => {
+                failed += 1;
+                tracing::debug!(consumer = %shared.options.name, %error, "its presence was not noted");
+                if failed >= 2 {
+                    show(Some(Trouble::Stops(format!("it cannot note that it is there: {error}"))));
+                }
+            }
         }
         if !sleep_unless(&stop, SAYS_EVERY).await {
-            return;
+            return show(None);
         }
     }
 }

@@ -27,7 +27,7 @@ use super::calls::{self, Call, Wanted, call};
 use super::settle::{self, KILLS};
 use crate::error::{HandlerError, StoreError};
 use crate::message::{Message, MessageId};
-use crate::observe::{self, Outcome};
+use crate::observe::{self, Outcome, Trouble};
 use crate::policy::retry::{Death, Decision};
 use crate::policy::split::{TIMES_BEFORE_HALVING, TransientFault};
 use crate::runtime::pace::{Pace, sleep_unless};
@@ -41,6 +41,8 @@ const POLL: Duration = Duration::from_millis(500);
 const FAULTS_MAX: u32 = 5;
 /// How often heads are looked for that a race left without a due time.
 const SWEEP: Duration = Duration::from_secs(5);
+/// Whoever has waited for so long to look for what is due is in no trouble: another looks.
+const IN_PEACE: Duration = Duration::from_secs(1);
 
 /// Messages of which it is remembered how often in a row they were postponed uncounted: beyond, all
 /// of them begin anew.
@@ -96,6 +98,9 @@ struct Retrier {
     in_doubt: Option<Claim>,
     owed: Option<Owed>,
     desk: Arc<Desk>,
+    number: usize,
+    /// Steps in a row that failed.
+    failed: u32,
 }
 
 /// What follows a run that is not done.
@@ -153,18 +158,24 @@ pub(super) async fn run(
     stop: CancellationToken,
     abandon: CancellationToken,
     desk: Arc<Desk>,
+    number: usize,
 ) {
     let mut pace = Pace::new(Duration::from_millis(100), Duration::from_secs(5));
-    let mut retrier = Retrier { shared, consumer, stop: stop.clone(), abandon, in_doubt: None, owed: None, desk };
+    let (stopped, in_doubt, owed) = (stop.clone(), None, None);
+    let mut retrier = Retrier { shared, consumer, stop: stopped, abandon, in_doubt, owed, desk, number, failed: 0 };
     while !stop.is_cancelled() {
         match retrier.step().await {
-            Ok(()) => pace.worked(),
+            Ok(()) => {
+                pace.worked();
+                retrier.is_well();
+            }
             Err(error) => {
-                tracing::debug!(consumer = %retrier.shared.options.name, %error, "the retrier waits for the database");
+                retrier.fails(&error);
                 pace.wait(&stop).await;
             }
         }
     }
+    retrier.is_well();
     // What nothing else knows of is written if the database comes back within the grace.
     let mut pace = Pace::new(Duration::from_millis(100), Duration::from_secs(5));
     while let Err(error) = retrier.settle_up().await {
@@ -180,24 +191,51 @@ pub(super) async fn run(
 }
 
 impl Retrier {
+    /// What is due stands still from the second failure in a row on: the first may be a deadlock.
+    fn fails(&mut self, error: &StoreError) {
+        self.failed += 1;
+        tracing::debug!(consumer = %self.shared.options.name, %error, "the retrier waits for the database");
+        if self.failed >= 2 {
+            self.show(Some(Trouble::Stops(format!("messages that wait are not tried again: {error}"))));
+        }
+    }
+
+    fn is_well(&mut self) {
+        if std::mem::take(&mut self.failed) > 0 {
+            self.show(None);
+        }
+    }
+
+    fn show(&self, trouble: Option<Trouble>) {
+        let whose = format!("retrier {}", self.number);
+        self.shared.health.trouble_of(&self.shared.part, "retries", whose, trouble);
+    }
+
     /// Waits for what is due, and runs it.
     async fn step(&mut self) -> Result<(), StoreError> {
         self.settle_up().await?;
         let desk = Arc::clone(&self.desk);
-        let mut swept = tokio::select! {
-            biased;
-            () = self.stop.cancelled() => return Ok(()),
-            swept = desk.look.lock() => swept,
+        let mut swept = loop {
+            tokio::select! {
+                biased;
+                () = self.stop.cancelled() => return Ok(()),
+                swept = desk.look.lock() => break swept,
+                // It has nothing in hand, and another looks for what is due.
+                () = tokio::time::sleep(IN_PEACE) => self.is_well(),
+            }
         };
         let (run, _busy) = loop {
             match self.look(&mut swept).await? {
                 Found::Run(run, busy) => break (run, busy),
-                Found::NothingFor(time) => tokio::select! {
-                    biased;
-                    () = self.stop.cancelled() => return Ok(()),
-                    () = self.shared.parked.notified() => {}
-                    () = tokio::time::sleep(time) => {}
-                },
+                Found::NothingFor(time) => {
+                    self.is_well();
+                    tokio::select! {
+                        biased;
+                        () = self.stop.cancelled() => return Ok(()),
+                        () = self.shared.parked.notified() => {}
+                        () = tokio::time::sleep(time) => {}
+                    }
+                }
             }
         };
         drop(swept);

@@ -13,7 +13,6 @@ use crate::cli::bench::figure::Figure;
 use crate::cli::bench::work::Maker;
 use crate::cli::bench::yard::{ACCOUNTS, Yard};
 use crate::cli::progress::Rounds;
-use crate::runtime::ConsumerOptions;
 
 pub(super) async fn measure<S: Yard>(bed: &mut Bed<S>, load: Load) -> Result<Figure, AppError> {
     // A key has an account of its own: rows that the frozen one has locked are those of its keys.
@@ -41,8 +40,6 @@ pub(super) async fn measure<S: Yard>(bed: &mut Bed<S>, load: Load) -> Result<Fig
 async fn survivor<S: Yard>(bed: &Bed<S>, name: &str, topic: &str, messages: usize) -> Result<f64, AppError> {
     let before = bed.store.effects().await?;
     let options = options::<S>(name, topic)?;
-    // Where nothing of a partition is acknowledged, this bound ends it: not what is measured here.
-    let options = ConsumerOptions { in_flight_max: options.in_flight_max.max(messages), ..options };
     let mut running = Running::start(bed, options, Effect);
     let since = running.first_delivery().await?;
     let course = running.course(&bed.store, since, before + messages / 3).await?;
