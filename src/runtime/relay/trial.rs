@@ -30,6 +30,9 @@ const TRIAL_MAX: Duration = Duration::from_secs(10);
 /// So many trials of each topic in vain, and none that takes messages, until the relay is not
 /// ready.
 const TRIES_SHOWN: u32 = 2;
+/// So many topics a session makes itself. The rows of more are held, and the trials make them: on
+/// Kafka a broker that has just made hundreds takes messages late, and everything would wait.
+const MADE_AT_ONCE: usize = 8;
 /// How long a session waits for topics to be made; beyond it their rows are held, and the trials
 /// find out. The session's lease and all other topics wait as long.
 const MADE_MAX: Duration = Duration::from_secs(2);
@@ -469,9 +472,9 @@ impl Trier {
     }
 }
 
-/// The state of these topics; with `declare`, those that are not there are made first, all at once.
-/// What stands in the way of that is the trouble of these topics, not of the session, and their
-/// trials find out whose.
+/// The state of these topics; with `declare`, those that are not there are made first, all at once,
+/// unless they are many. What stands in the way of that is the trouble of these topics, not of the
+/// session, and their trials find out whose.
 pub(super) async fn see(
     broker: &dyn Broker,
     publisher: &mut dyn Publisher,
@@ -479,15 +482,19 @@ pub(super) async fn see(
     declare: bool,
 ) -> Result<Vec<TopicState>, BrokerError> {
     let states = publisher.topics(topics).await?;
-    if !declare || missing(topics, &states).is_empty() {
+    let missing = missing(topics, &states);
+    if !declare || missing.is_empty() {
         return Ok(states);
     }
-    let made = tokio::time::timeout(MADE_MAX, broker.declare(&missing(topics, &states))).await;
-    let why = match made {
-        Ok(Ok(())) => return publisher.topics(topics).await,
-        Ok(Err(BrokerError::Refused(why) | BrokerError::Destination(why))) => why,
-        Ok(Err(error)) => return Err(error),
-        Err(_) => format!("it was not made within {}", humantime::format_duration(MADE_MAX)),
+    let why = if missing.len() > MADE_AT_ONCE {
+        format!("it is to be made, with {} more", missing.len() - 1)
+    } else {
+        match tokio::time::timeout(MADE_MAX, broker.declare(&missing)).await {
+            Ok(Ok(())) => return publisher.topics(topics).await,
+            Ok(Err(BrokerError::Refused(why) | BrokerError::Destination(why))) => why,
+            Ok(Err(error)) => return Err(error),
+            Err(_) => format!("it was not made within {}", humantime::format_duration(MADE_MAX)),
+        }
     };
     let not_made = |state| if state == TopicState::Ready { state } else { TopicState::NotReady(why.clone()) };
     Ok(states.into_iter().map(not_made).collect())
