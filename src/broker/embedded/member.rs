@@ -2,13 +2,14 @@
 //! ahead and commits offsets.
 //!
 //! Guarantees: reading goes on while a transaction waits for its turn; what is read and not
-//! acknowledged stays below `in_flight_max` rows and two batches in memory; a partition that is to
-//! be given up is read no further, and given back when the runtime is through or `drain` is over,
-//! in the transaction that commits its last offsets.
+//! acknowledged stays below `in_flight_max` rows, two batches in memory, and `in_flight_bytes_max`
+//! bytes but for the row that makes them full; a partition that is to be given up is read no
+//! further, and given back when the runtime is through or `drain` is over, in the transaction that
+//! commits its last offsets.
 //!
 //! Polling is adaptive, 2 to 20 ms, and one pragma where nothing changed.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::sync::mpsc::TryRecvError;
@@ -64,6 +65,8 @@ struct Owned {
     /// The next offset to be handled: as the runtime said, and as it stands in the file.
     acknowledged: i64,
     committed: i64,
+    /// Offsets and weights of what was read and is not acknowledged.
+    in_flight: VecDeque<(i64, usize)>,
     /// Being given up: the runtime's guard, and until when it is waited for.
     leaving: Option<(std::sync::mpsc::Receiver<()>, Instant)>,
 }
@@ -83,6 +86,13 @@ struct Written {
     standing: Option<Standing>,
     /// Others had buried this member: it joined anew under this membership.
     joined_anew: Option<Membership>,
+}
+
+impl Owned {
+    fn handled(&mut self, next: i64) {
+        self.acknowledged = self.acknowledged.max(next.min(self.position));
+        while self.in_flight.pop_front_if(|(offset, _)| *offset < self.acknowledged).is_some() {}
+    }
 }
 
 type Finished = (SqliteConnection, Result<Written, BrokerError>);
@@ -253,6 +263,7 @@ impl Member {
         for (id, at) in self.shared.take_begun() {
             if let Some(owned) = self.owned.values_mut().find(|owned| owned.id == id) {
                 (owned.begun, owned.position, owned.acknowledged) = (true, at, at);
+                owned.in_flight.clear();
             }
         }
     }
@@ -261,7 +272,7 @@ impl Member {
         for (id, next) in self.shared.take_acknowledged() {
             // A source of an earlier assignment is nobody's any more (G9).
             if let Some(owned) = self.owned.values_mut().find(|owned| owned.id == id) {
-                owned.acknowledged = owned.acknowledged.max(next.min(owned.position));
+                owned.handled(next);
             }
         }
     }
@@ -370,6 +381,7 @@ impl Member {
                     end: lease.end,
                     acknowledged: lease.committed,
                     committed: lease.committed,
+                    in_flight: VecDeque::new(),
                     leaving: None,
                 },
             );
@@ -436,15 +448,16 @@ impl Member {
         if self.shared.paused.load(Ordering::Acquire) || self.shared.queued.load(Ordering::Acquire) >= BATCHES_QUEUED {
             return Ok(false);
         }
-        let in_flight: i64 = self.owned.values().map(|owned| owned.position - owned.acknowledged).sum();
-        let mut room =
-            self.in_flight_max.saturating_sub(usize::try_from(in_flight).unwrap_or_default()).min(BATCH_ROWS);
+        let rows: usize = self.owned.values().map(|owned| owned.in_flight.len()).sum();
+        let weight: usize = self.owned.values().flat_map(|owned| &owned.in_flight).map(|(_, weight)| weight).sum();
+        let mut room = self.in_flight_max.saturating_sub(rows).min(BATCH_ROWS);
+        let bytes_max = self.log.config.in_flight_bytes_max.saturating_sub(weight).min(BATCH_BYTES);
         let mut bytes = 0;
         let mut deliveries = Vec::new();
         let turn: Vec<i64> =
             self.owned.range(self.first..).chain(self.owned.range(..self.first)).map(|(id, _)| *id).collect();
         for partition_id in turn {
-            if room == 0 || bytes >= BATCH_BYTES {
+            if room == 0 || bytes >= bytes_max {
                 break;
             }
             let Self { owned, reader, log, .. } = self;
@@ -459,7 +472,7 @@ impl Member {
                 from: owned.position,
                 to: owned.end,
             };
-            let rows = record::read(reader, range, room, BATCH_BYTES - bytes)
+            let rows = record::read(reader, range, room, bytes_max - bytes)
                 .await
                 .map_err(|error| log.failed("read", &error))?;
             let Some(last) = rows.last() else {
@@ -467,7 +480,8 @@ impl Member {
             };
             owned.position = last.coordinates.offset + 1;
             room -= rows.len();
-            bytes += rows.iter().map(|row| row.payload.as_ref().map_or(0, Vec::len)).sum::<usize>();
+            let weights = rows.iter().map(|row| (row.coordinates.offset, row.weight()));
+            owned.in_flight.extend(weights.inspect(|(_, weight)| bytes += weight));
             self.first = partition_id + 1;
             deliveries.extend(rows.into_iter().map(|arrived| Delivery {
                 source: owned.id.clone(),

@@ -399,7 +399,7 @@ mod tests {
 
     use super::*;
 
-    /// Shown to fail: without the look at the thread `settle` waited for ever.
+    /// Shown by: waiting for the window alone (`settle` waits for ever).
     #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
     async fn a_session_that_nobody_polls_any_more_ends_within_a_second() {
         let mock = MockCluster::<DefaultProducerContext>::new(1).unwrap();
