@@ -130,7 +130,7 @@ impl Shown {
 mod tests {
     use super::*;
 
-    /// Shown to fail: heard of at the end only, the program went on and every gauge stood still.
+    /// Shown by: leaving the error out (the program goes on, and every gauge stands still).
     #[tokio::test]
     async fn gauges_that_end_in_disorder_are_told_to_the_program_once() {
         let mut gauges = Gauges::of(async { std::panic::panic_any("a fault") });

@@ -139,8 +139,8 @@ impl Broker for Disorder {
     }
 }
 
-/// Shown to fail: without a look at the task the round was under way for ever, and the topics were
-/// blocked until the relay was started anew.
+/// Shown by: not looking at the task (the round is under way for ever, and the topics are blocked
+/// until the session ends).
 #[tokio::test]
 async fn a_trial_that_ended_in_disorder_is_noticed_and_its_topics_are_tried_again() {
     let world = sqlite().await;
