@@ -206,8 +206,8 @@ fn metric(program: &mut Running, name: &str) -> Option<f64> {
     text.lines().find_map(value)
 }
 
-/// Shown to fail: the gauges of the forgotten consumer kept their last values for as long as the
-/// process lived.
+/// Shown by: not remembering who was shown (the gauges of the forgotten consumer keep their last
+/// values for as long as the process lives).
 #[test]
 fn the_ages_of_what_is_held_and_what_waits_are_in_metrics_and_end_with_a_consumer_that_was_forgotten() {
     let place = Place::migrated();
@@ -248,7 +248,7 @@ fn the_ages_of_what_is_held_and_what_waits_are_in_metrics_and_end_with_a_consume
     publisher.stop().ok();
 }
 
-/// Shown to fail: the close of the connections waited for the database after the grace was over.
+/// Shown by: closing the connections without a bound (that waits for the database after the grace).
 #[test]
 fn a_publisher_whose_database_stands_still_says_so_and_a_stop_ends_with_its_grace() {
     let test = "a_publisher_whose_database_stands_still_says_so_and_a_stop_ends_with_its_grace";
