@@ -361,8 +361,8 @@ fn wait_until_ready(asker: &Asker, topics: Vec<&str>) -> Result<(), BrokerError>
 mod tests {
     use super::*;
 
-    /// Shown by: comparing with `wanted` alone (a topic of one copy under `min.insync.replicas=2` is
-    /// short then, and Kafka 4 takes messages to it).
+    /// Shown by: comparing with `wanted` alone (a topic of one copy under
+    /// `min.insync.replicas=2` is short then, and Kafka 4 takes messages to it).
     #[test]
     fn a_topic_is_short_of_copies_where_a_partition_has_fewer_in_sync_than_are_wanted_and_there() {
         let short = |wanted, partitions: &[(usize, usize)]| {
