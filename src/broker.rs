@@ -156,11 +156,11 @@ pub struct BrokerFinding {
 
 /// Between two looks at a group or queue that has members and messages: many times what one at work
 /// needs to get on.
-#[cfg(any(feature = "kafka", feature = "rabbitmq"))]
+#[cfg(any(feature = "kafka", feature = "rabbitmq", feature = "embedded"))]
 pub(crate) const BETWEEN_LOOKS: std::time::Duration = std::time::Duration::from_secs(2);
 
 /// What to do where messages stand though somebody is there to handle them.
-#[cfg(any(feature = "kafka", feature = "rabbitmq"))]
+#[cfg(any(feature = "kafka", feature = "rabbitmq", feature = "embedded"))]
 pub(crate) const STANDS_STILL: &str =
     "see `/readyz` and the log of its processes: the database, a lock, or a slow handler";
 

@@ -64,6 +64,7 @@ metrics_table! {
     WAITING "oncebox_waiting_messages" Gauge Count "consumer" "messages that wait for a retry, or behind one";
     CONSUMER_HELD "oncebox_consumer_held_messages" Gauge Count "consumer" "messages that stand behind a dead one of their key";
     OLDEST_WAITING "oncebox_oldest_waiting_age_seconds" Gauge Seconds "consumer" "the alert: how long the oldest of the waiting and held messages has waited";
+    STATUS_AGE "oncebox_status_age_seconds" Gauge Seconds "" "the alert: how long ago the tables were read that the gauges of messages, consumers and shards speak of";
     CURSOR_AGE "oncebox_relay_cursor_age_seconds" Gauge Seconds "shard" "time since the relay last wrote its cursor";
     GAPS "oncebox_relay_gaps" Gauge Count "shard" "open gaps: positions that may still appear";
     LEASES_LOST "oncebox_leases_lost_total" Counter Count "" "leases lost to somebody else: a frozen process, or two with one name";
@@ -229,6 +230,11 @@ pub fn outbox_stands(gauges: OutboxGauges) {
     gauge!(OLDEST_HELD).set(gauges.oldest_held_age_seconds);
     gauge!(DEAD, "place" => "outbox").set(gauges.dead as f64);
     gauge!(EMAILS_PENDING).set(gauges.emails_pending as f64);
+}
+
+/// Sets the age of what the gauges of the tables say.
+pub fn status_stands(age: Duration) {
+    gauge!(STATUS_AGE).set(age.as_secs_f64());
 }
 
 /// Sets the gauges of a shard.

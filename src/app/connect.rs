@@ -292,6 +292,7 @@ async fn embedded(settings: &Settings) -> Result<AnyBroker, AppError> {
     let from = &settings.broker.embedded;
     let mut config = EmbeddedConfig::from_url(&settings.broker.url.0).map_err(wrong_setting)?;
     config.source.clone_from(&settings.publisher.source);
+    config.in_flight_bytes_max = settings.broker.in_flight_bytes_max.0;
     config.partitions = u32::try_from(from.partitions).unwrap_or(0);
     config.session_timeout = from.session_timeout.0;
     config.retention = from.retention.duration();

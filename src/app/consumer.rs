@@ -10,13 +10,11 @@ use tokio_util::sync::CancellationToken;
 use super::config::{ConsumerSettings, Settings};
 use super::connect::{AnyBroker, FirstLook, Wait, open_broker, store_kind};
 use super::exit::AppError;
-use super::publisher::{keep_gauges, ready};
+use super::gauges::Gauges;
+use super::publisher::{close, ready};
 use crate::observe::Health;
 use crate::runtime::{Consumer, Handlers, SqlHandler, SqlSpecError};
 use crate::store::{Store, StoreOptions};
-
-/// How long the end of the database's connections is waited for.
-const CLOSE_MAX: Duration = Duration::from_secs(1);
 
 type ByName<S> = BTreeMap<String, Handlers<S>>;
 
@@ -175,17 +173,24 @@ impl Run<'_> {
             running.spawn(async move { consumer.run(stop).await });
         }
         let first_look = FirstLook::at(&broker, self.settings, &all);
-        let gauges = tokio::spawn(keep_gauges(store.clone(), all.clone()));
+        let mut gauges = Gauges::keep(store.clone(), all.clone());
         let mut outcome = Ok(());
-        while let Some(ended) = running.join_next().await {
-            let ended = ended.map_err(|error| AppError::failed(format!("a consumer ended in disorder: {error}")));
-            if let Err(error) = ended.and_then(|end| end.map(drop).map_err(AppError::from)) {
+        loop {
+            let ended = tokio::select! {
+                ended = running.join_next() => match ended {
+                    None => break,
+                    Some(Ok(ended)) => ended.map(drop).map_err(AppError::from),
+                    Some(Err(error)) => Err(AppError::failed(format!("a consumer ended in disorder: {error}"))),
+                },
+                Some(ended) = gauges.ended() => ended,
+            };
+            if let Err(error) = ended {
                 all.cancel();
                 outcome = Err(error);
             }
         }
         all.cancel();
-        let _ = gauges.await;
+        let _ = gauges.ended().await;
         if let Some(error) = first_look.end().await {
             return Err(error);
         }
@@ -196,10 +201,7 @@ impl Run<'_> {
                 }
             }
         }
-        // The grace of a stop is over: a server that says nothing keeps no process.
-        if tokio::time::timeout(CLOSE_MAX, store.close()).await.is_err() {
-            tracing::debug!("the database did not answer when its connections were closed");
-        }
+        close(&store).await;
         outcome
     }
 

@@ -12,15 +12,18 @@ use tokio_util::sync::CancellationToken;
 use super::config::Settings;
 use super::connect::{AnyBroker, FirstLook, Wait, open_broker, open_store_with};
 use super::exit::AppError;
+use super::gauges::Gauges;
 use crate::error::redact;
-use crate::observe::{self, Health};
+use crate::observe::Health;
 use crate::runtime::operation::phased::{Door, Recovery, RecoveryOptions};
-use crate::runtime::pace::sleep_unless;
 use crate::runtime::{Relay, RelayOptions};
-use crate::store::{Base, Severity, Status, Store};
+use crate::store::{Severity, Status, Store};
 
 /// How often shards that were made meanwhile are looked for.
 const SHARDS_LOOKED_FOR: Duration = Duration::from_secs(10);
+/// How long closed connections may wait for the server's answer: the grace of a stop is over, and a
+/// server that says nothing keeps no process.
+const CLOSE_MAX: Duration = Duration::from_millis(500);
 
 /// Runs the publisher until it is told to stop, or the outbox is empty where `until_empty` is set.
 ///
@@ -37,7 +40,7 @@ pub async fn run_publisher(
     crate::with_store!(settings, waits, |store| {
         ready(&store, settings, &stop, &health).await?;
         let relayed = relay_all(&store, broker, settings, until_empty, health.clone(), stop.clone()).await;
-        store.close().await;
+        close(&store).await;
         relayed
     })
 }
@@ -77,7 +80,7 @@ where
     both.cancel();
     let recovered = recovering.await;
     // Not before: what a provider says to the last call is still to be stored.
-    store.close().await;
+    close(&store).await;
     match recovered {
         Ok(ended) => relayed.and(ended.map_err(AppError::from)),
         Err(error) => relayed.and(Err(AppError::failed(format!("the recovery ended in disorder: {error}")))),
@@ -114,13 +117,22 @@ async fn relay_all<S: Store>(
     };
     serve(&mut relays, store.shards().await?)?;
     let first_look = FirstLook::at(&broker, settings, &all);
-    let gauges = tokio::spawn(keep_gauges(store.clone(), all.clone()));
+    let mut gauges = Gauges::keep(store.clone(), all.clone());
     let mut outcome = Ok(());
     loop {
         let ended = tokio::select! {
-            ended = relays.join_next() => ended,
+            ended = relays.join_next() => match ended {
+                None => break,
+                Some(Ok(ended)) => ended.map(drop).map_err(AppError::from),
+                Some(Err(error)) => Err(AppError::failed(format!("a relay ended in disorder: {error}"))),
+            },
+            Some(ended) = gauges.ended() => ended,
             () = tokio::time::sleep(SHARDS_LOOKED_FOR), if !until_empty && !all.is_cancelled() => {
-                match store.shards().await {
+                let shards = tokio::select! {
+                    () = all.cancelled() => continue,
+                    shards = store.shards() => shards,
+                };
+                match shards {
                     Ok(shards) => serve(&mut relays, shards)?,
                     // The relays say so.
                     Err(error) => tracing::debug!(%error, "the shards could not be read"),
@@ -128,15 +140,13 @@ async fn relay_all<S: Store>(
                 continue;
             }
         };
-        let Some(ended) = ended else { break };
-        let ended = ended.map_err(|error| AppError::failed(format!("a relay ended in disorder: {error}")));
-        if let Err(error) = ended.and_then(|end| end.map(drop).map_err(AppError::from)) {
+        if let Err(error) = ended {
             all.cancel();
             outcome = Err(error);
         }
     }
     all.cancel();
-    let _ = gauges.await;
+    let _ = gauges.ended().await;
     if let Some(error) = first_look.end().await {
         return Err(error);
     }
@@ -217,48 +227,10 @@ pub(super) fn owner_name() -> String {
     format!("{host}/{}/{:08x}", std::process::id(), fastrand::u32(..))
 }
 
-/// Keeps the gauges of `/metrics` true. A look that takes long is rare: never more than a twentieth
-/// of the time is spent on it.
-pub(super) async fn keep_gauges<S: Store>(store: S, stop: CancellationToken) {
-    loop {
-        let began = tokio::time::Instant::now();
-        let status = tokio::select! {
-            () = stop.cancelled() => return,
-            status = store.status() => status,
-        };
-        match status {
-            Ok(status) => show(&status),
-            Err(error) => tracing::debug!(%error, "the status could not be read"),
-        }
-        if !sleep_unless(&stop, Duration::from_secs(2).max(20 * began.elapsed())).await {
-            return;
-        }
-    }
-}
-
-fn show(status: &Status) {
-    observe::outbox_stands(observe::OutboxGauges {
-        pending: status.pending,
-        oldest_pending_age_seconds: status.oldest_pending_age_seconds,
-        held: status.held,
-        oldest_held_age_seconds: status.oldest_held_age_seconds,
-        dead: status.dead,
-        emails_pending: status.emails_pending,
-    });
-    for shard in &status.shards {
-        observe::shard_stands(shard.shard, shard.gaps, shard.cursor_age_seconds);
-    }
-    for consumer in &status.consumers {
-        observe::consumer_stands(
-            &consumer.name,
-            observe::ConsumerGauges {
-                waiting: consumer.waiting,
-                held: consumer.held,
-                oldest_waiting_age_seconds: consumer.oldest_waiting_age_seconds,
-                dead: consumer.dead,
-                inbox_rows: consumer.inbox_rows,
-            },
-        );
+/// Gives the connections back.
+pub(super) async fn close<S: Store>(store: &S) {
+    if tokio::time::timeout(CLOSE_MAX, store.close()).await.is_err() {
+        tracing::debug!("the database did not answer when its connections were closed");
     }
 }
 

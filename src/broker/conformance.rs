@@ -89,6 +89,12 @@ pub trait Fixture: Send + Sync {
     /// The broker, configured so that `declare` makes topics.
     async fn broker(&self) -> Arc<dyn Broker>;
 
+    /// The same with this bound of the bytes that are delivered and not acknowledged; none where it
+    /// has no such bound.
+    async fn with_bytes(&self, _in_flight_bytes_max: usize) -> Option<Arc<dyn Broker>> {
+        None
+    }
+
     /// The name of a topic that nobody else uses and that is not there yet.
     fn topic(&self, label: &str) -> String {
         format!("oncebox-test.{label}.{}", uuid::Uuid::now_v7().simple())
@@ -126,6 +132,7 @@ macro_rules! broker_conformance {
             a_paused_subscriber_gets_nothing_more_until_it_goes_on
             deliveries_that_are_not_acknowledged_stay_below_the_bound
             a_delivery_that_stays_unfinished_takes_only_its_own_room
+            deliveries_that_are_not_acknowledged_stay_below_the_bound_of_bytes
             next_may_be_dropped_at_any_point_and_no_event_is_lost
             a_log_begins_at_the_lower_of_what_the_database_and_the_group_know
             a_topic_made_anew_is_consumed_from_its_beginning

@@ -53,7 +53,7 @@ pub struct Arrived {
     pub coordinates: Coordinates,
 }
 
-#[cfg(any(feature = "kafka", feature = "rabbitmq"))]
+#[cfg(any(feature = "kafka", feature = "rabbitmq", feature = "embedded"))]
 impl Arrived {
     /// The bytes that a delivery weighs in memory.
     pub(crate) fn weight(&self) -> usize {

@@ -6,6 +6,7 @@ use std::time::Duration;
 use async_trait::async_trait;
 use oncebox::broker::Broker;
 use oncebox::broker::conformance::{Capabilities, Fixture};
+use oncebox::broker::kafka::{KafkaBroker, KafkaConfig};
 
 use crate::kit::Kafka;
 
@@ -17,6 +18,10 @@ impl Fixture for Kafka {
 
     async fn broker(&self) -> Arc<dyn Broker> {
         Arc::new(Kafka::broker(self))
+    }
+
+    async fn with_bytes(&self, in_flight_bytes_max: usize) -> Option<Arc<dyn Broker>> {
+        Some(Arc::new(KafkaBroker::new(KafkaConfig { in_flight_bytes_max, ..self.config.clone() }).unwrap()))
     }
 
     // Noted, so that it goes when the case ends.

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use oncebox::broker::conformance::{Capabilities, Fixture};
-use oncebox::broker::rabbitmq::RabbitBroker;
+use oncebox::broker::rabbitmq::{RabbitBroker, RabbitConfig};
 use oncebox::broker::{Broker, BrokerFinding, Publisher, Subscriber, Subscription};
 use oncebox::error::BrokerError;
 use oncebox::message::Arrived;
@@ -78,6 +78,11 @@ impl Fixture for Rabbit {
 
     async fn broker(&self) -> Arc<dyn Broker> {
         Arc::clone(&self.broker) as Arc<dyn Broker>
+    }
+
+    async fn with_bytes(&self, in_flight_bytes_max: usize) -> Option<Arc<dyn Broker>> {
+        let config = RabbitConfig { in_flight_bytes_max, ..self.corner.config.clone() };
+        Some(Arc::new(RabbitBroker::new(config).unwrap()))
     }
 
     async fn finish(&self) {

@@ -1,9 +1,14 @@
 //! The relay to a real RabbitMQ whose topics have no route or refuse: each holds itself alone.
 
+use std::time::Duration;
+
 use lapin::types::AMQPValue;
+use oncebox::broker::Broker;
+use oncebox::runtime::RelayOptions;
 
 use super::fixture::{Corner, SOON, in_order};
 use super::outbox::{Outbox, options};
+use super::private::Private;
 
 fn rows(topic: &str, numbers: std::ops::Range<u64>) -> Vec<(String, String, String)> {
     numbers.map(|n| (topic.to_owned(), format!("k{}", n % 3), n.to_string())).collect()
@@ -103,4 +108,48 @@ async fn g3_a_topic_that_gets_a_route_with_thousands_of_held_messages_delays_no_
     assert!(in_order(&sent) && sent.len() == 2_000, "{} of 2000", sent.len());
     relay.end().await;
     corner.clean(&[&queue, &late]).await;
+}
+
+/// A quorum queue whose process stands still neither confirms nor refuses, as one that has lost its
+/// majority.
+///
+/// Shown by: judging silence by the last answer of any topic (the others would wait for this one
+/// until the window is full, and for ever).
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn g3_a_queue_that_says_nothing_holds_its_topic_alone() {
+    let Some(private) = Private::of("g3_a_queue_that_says_nothing") else { return };
+    let _shared = private.peace.read().await;
+    let corner = Corner::at(&private.url()).await;
+    corner.broker().declare(&[]).await.unwrap();
+    let outbox = Outbox::new().await;
+    let (queue, silent) = (corner.queue(), format!("{}.silent", corner.topic));
+    corner.queue_of(&queue, &corner.topic, &[]).await;
+    corner.queue_of(&silent, &silent, &[("x-queue-type", AMQPValue::LongString("quorum".into()))]).await;
+    let process = |act: &str| private.control(&["eval", &format!("ok = sys:{act}(whereis('%2F_{silent}')).")]);
+    let relay = outbox.relay(corner.broker(), RelayOptions { publish_stall: Duration::from_secs(2), ..options() });
+    outbox.enqueue(rows(&silent, 0..6)).await;
+    outbox.until("sent while it answers", |status| status.pending == 0).await;
+    assert!(process("suspend"));
+    outbox.enqueue(rows(&silent, 6..12)).await;
+    outbox.enqueue(rows(&corner.topic, 0..30)).await;
+    let status = outbox.until("held, the others sent", |status| (status.held, status.pending) == (6, 0)).await;
+    assert_eq!(status.dead, 0);
+    // While its trials go on.
+    for n in 30..50 {
+        outbox.enqueue(rows(&corner.topic, n..n + 1)).await;
+        outbox.until("it is sent", |status| status.pending == 0).await;
+    }
+    assert!(outbox.health.is_ready(), "{:?}", outbox.health.lines());
+    outbox.enqueue(rows(&silent, 12..15)).await;
+    outbox.until("behind them", |status| (status.held, status.pending, status.dead) == (9, 0, 0)).await;
+    assert!(process("resume"));
+    outbox.until("released by itself", |status| status.held + status.pending == 0).await;
+    let (sent, released) = (log(&corner, &queue).await, log(&corner, &silent).await);
+    for (log, count) in [(&sent, 50), (&released, 15)] {
+        let numbers: std::collections::BTreeSet<u64> = log.iter().map(|(_, number)| *number).collect();
+        assert!(in_order(log), "{log:?}");
+        assert_eq!(numbers, (0..count).collect(), "none is lost");
+    }
+    relay.end().await;
+    corner.clean(&[&queue, &silent]).await;
 }

@@ -16,6 +16,10 @@
 ))]
 #![allow(clippy::unwrap_used)]
 
+#[path = "../support/postgres.rs"]
+mod postgres;
+#[path = "../support/standstill.rs"]
+mod standstill;
 #[path = "../support/mod.rs"]
 mod support;
 

@@ -1,8 +1,12 @@
 //! `publisher` and `consumer` as processes: they end by themselves where they are told to, on the
 //! first signal with 0, on the second at once, and show on their listener how they are.
 
+use std::time::{Duration, Instant};
+
 use crate::database::Locked;
-use crate::kit::{ONCEBOX, Place, Program, eventually, payment};
+use crate::kit::{ONCEBOX, Place, Program, Running, block_on, eventually, payment};
+use crate::postgres::Server;
+use crate::standstill::Standstill;
 
 /// Shown by taking the gauge of pending messages out of the code: its name is missing.
 #[test]
@@ -193,6 +197,78 @@ fn the_second_signal_ends_a_program_at_once_and_the_work_is_done_by_the_next_one
     eventually("the payment is in the ledger", || (place.entries() == ["p1"]).then_some(()));
     consumer.says(&["assigned", "suspicious=true"]);
     consumer.stop().ok();
+}
+
+/// The value of a metric, by its whole name with labels.
+fn metric(program: &mut Running, name: &str) -> Option<f64> {
+    let text = program.get("/metrics").1;
+    let value = |line: &str| line.strip_prefix(name)?.strip_prefix(' ')?.parse().ok();
+    text.lines().find_map(value)
+}
+
+/// Shown by: not remembering who was shown (the gauges of the forgotten consumer keep their last
+/// values for as long as the process lives).
+#[test]
+fn the_ages_of_what_is_held_and_what_waits_are_in_metrics_and_end_with_a_consumer_that_was_forgotten() {
+    let place = Place::migrated();
+    let config = place.ledger();
+    // The first is dead, and the second held behind it.
+    place.enqueue("acc-9", "{}");
+    place.enqueue("acc-9", &payment("p1"));
+    place.publish();
+    place.consume(&config).ok();
+    // The same in the outbox, as a publisher leaves it.
+    for (position, state, reason) in [(1_000_001, "dead", "'too large'"), (1_000_002, "held-behind", "null")] {
+        place.sql(&format!(
+            "insert into oncebox_outbox_dead (position, bucket, message_id, topic, key, kind, headers, payload, content_type, \
+             created_at, state, holds, reason, diverted_at) values ({position}, 0, '0199aaaa-0000-7000-8000-00000{position}', \
+             'payments', 'k', 'made', '[]', 'x', 'text/plain', unixepoch() * 1000 - 60000, '{state}', {}, {reason}, \
+             unixepoch() * 1000)",
+            u8::from(state == "dead")
+        ));
+    }
+    let mut publisher = place.publisher(&["--listen", "127.0.0.1:0"]).start();
+    let of_consumer = [
+        "oncebox_oldest_waiting_age_seconds{consumer=\"ledger\"}",
+        "oncebox_consumer_held_messages{consumer=\"ledger\"}",
+        "oncebox_dead_messages{place=\"ledger\"}",
+    ];
+    for name in of_consumer {
+        eventually(name, || metric(&mut publisher, name).filter(|value| *value > 0.0));
+    }
+    eventually("the age of what is held", || {
+        metric(&mut publisher, "oncebox_oldest_held_age_seconds").filter(|age| (60.0..600.0).contains(age))
+    });
+    assert!(metric(&mut publisher, "oncebox_status_age_seconds").is_some_and(|age| age < 60.0));
+    place.sql("update oncebox_consumer set seen_at = seen_at - 3600000");
+    place.oncebox(&["consumers", "forget", "ledger", "--yes", "--why", "replaced"]).run().ok();
+    for name in of_consumer {
+        eventually(name, || metric(&mut publisher, name).filter(|value| *value == 0.0));
+    }
+    publisher.stop().ok();
+}
+
+/// Shown by: closing the connections without a bound (that waits for the database after the grace).
+#[test]
+fn a_publisher_whose_database_stands_still_says_so_and_a_stop_ends_with_its_grace() {
+    let test = "a_publisher_whose_database_stands_still_says_so_and_a_stop_ends_with_its_grace";
+    let Some(server) = block_on(Server::start(test, "")) else { return };
+    let place = Place::on(Some(&server.url()), None);
+    place.oncebox(&["migrate", "up"]).run().ok();
+    let mut publisher = place.publisher(&["--listen", "127.0.0.1:0"]).env("ONCEBOX_SHUTDOWN_GRACE", "2s").start();
+    publisher.until_ready_says(200, &["relay 0: ready"]);
+    eventually("the gauges", || metric(&mut publisher, "oncebox_status_age_seconds"));
+    let (standstill, began) = (Standstill::watch(), Instant::now());
+    server.freeze();
+    publisher.until_ready_says(503, &["does not answer"]);
+    let late = began.elapsed();
+    assert!(late < Duration::from_secs(2) + standstill.longest(), "{late:?}");
+    eventually("the gauges grow old", || metric(&mut publisher, "oncebox_status_age_seconds").filter(|age| *age > 4.0));
+    let (standstill, began) = (Standstill::watch(), Instant::now());
+    let done = publisher.stop();
+    let late = began.elapsed();
+    assert!(late < Duration::from_secs(3) + standstill.longest(), "{late:?}: {}", done.stderr);
+    done.ok();
 }
 
 /// Processes that name this directory in their arguments.

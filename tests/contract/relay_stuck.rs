@@ -1,9 +1,15 @@
 //! A destination that takes nothing holds its own topic, and nothing else; what stops the relay is
 //! shown.
 
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
-use oncebox::broker::memory::{Fault, matching};
+use async_trait::async_trait;
+use oncebox::BrokerError;
+use oncebox::broker::memory::{Fault, MemoryBroker, matching};
+use oncebox::broker::{Broker, BrokerFinding, Publisher, Subscriber, Subscription};
+use oncebox::message::Arrived;
 use oncebox::runtime::RelayOptions;
 
 use super::kit::{SOON, World, first_occurrences, on_postgres, relay_options, sqlite};
@@ -28,7 +34,8 @@ async fn good_ones(world: &World<SqliteStore>, count: usize) -> Vec<Duration> {
 }
 
 /// Shown to fail on the code before: judged by the last answer of any row, the topic was never
-/// noticed, and everything since its first row came a second time.
+/// noticed, and everything since its first row came a second time. The bound is exact: a read that
+/// may begin in an almost full window sends up to nine rows more again.
 #[tokio::test]
 async fn g3_a_topic_that_neither_takes_nor_refuses_holds_itself_and_what_is_sent_again_is_bounded() {
     let world = sqlite().await;
@@ -47,7 +54,8 @@ async fn g3_a_topic_that_neither_takes_nor_refuses_holds_itself_and_what_is_sent
     })
     .await;
     let sent = world.published("good").await.len();
-    assert!(sent <= 120 + 60, "{sent} were sent for 120: more again than the window has");
+    // Two rows of the window are those of the stuck topic.
+    assert!(sent <= 120 + 38, "{sent} were sent for 120: more again than the window has");
     world.until_status("its own are held", |status| (status.held, status.dead, status.pending) == (2, 0, 0)).await;
     // From then on its trials delay nobody, and the relay is ready.
     good_ones(&world, 20).await;
@@ -88,6 +96,67 @@ async fn g3_many_topics_that_refuse_cost_no_session_each_and_delay_nobody() {
         published.sort();
         assert_eq!(published, ["a1", "b1"]);
     }
+    relay.end().await.unwrap();
+}
+
+/// A broker whose client panics when its second session is opened, which is that of a trial.
+#[derive(Debug)]
+struct Disorder(MemoryBroker, AtomicU32);
+
+#[async_trait]
+impl Broker for Disorder {
+    fn name(&self) -> &'static str {
+        "memory"
+    }
+
+    async fn publisher(&self) -> Result<Box<dyn Publisher>, BrokerError> {
+        assert_ne!(self.1.fetch_add(1, Ordering::SeqCst), 1, "the client is in disorder");
+        self.0.publisher().await
+    }
+
+    async fn subscriber(&self, subscription: &Subscription) -> Result<Box<dyn Subscriber>, BrokerError> {
+        self.0.subscriber(subscription).await
+    }
+
+    async fn declare(&self, topics: &[String]) -> Result<(), BrokerError> {
+        self.0.declare(topics).await
+    }
+
+    async fn check(&self, subscriptions: &[Subscription]) -> Result<Vec<BrokerFinding>, BrokerError> {
+        self.0.check(subscriptions).await
+    }
+
+    async fn read_all(&self, topic: &str) -> Result<Vec<Arrived>, BrokerError> {
+        self.0.read_all(topic).await
+    }
+
+    async fn tap(&self, topic: &str) -> Result<(), BrokerError> {
+        self.0.tap(topic).await
+    }
+
+    async fn remove(&self, subscriptions: &[Subscription]) -> Result<(), BrokerError> {
+        self.0.remove(subscriptions).await
+    }
+}
+
+/// Shown by: not looking at the task (the round is under way for ever, and the topics are blocked
+/// until the session ends).
+#[tokio::test]
+async fn a_trial_that_ended_in_disorder_is_noticed_and_its_topics_are_tried_again() {
+    let world = sqlite().await;
+    world.broker.faults().missing_topic("t", true);
+    let broker = Arc::new(Disorder(world.broker.clone(), AtomicU32::new(0)));
+    let options = RelayOptions { probe: Duration::from_millis(100), ..relay_options() };
+    let relay = world.relay_to(Arc::clone(&broker) as Arc<dyn Broker>, options);
+    world.enqueue("t", &["a1", "a2"]).await;
+    world.until_status("held", |status| status.held == 2).await;
+    eventually("another session for trials", SOON, || async { (broker.1.load(Ordering::SeqCst) >= 3).then_some(()) })
+        .await;
+    let epoch = world.status().await.shards[0].epoch;
+    world.broker.faults().missing_topic("t", false);
+    world.until_published("t", &["a1", "a2"]).await;
+    world.until_status("nothing is held", |status| status.held + status.pending == 0).await;
+    assert_eq!(world.status().await.shards[0].epoch, epoch, "the session went on");
     relay.end().await.unwrap();
 }
 

@@ -208,6 +208,16 @@ impl Server {
         let _ = process.wait();
     }
 
+    /// Stops all of its processes where they stand: nothing is closed, and nothing answers.
+    pub(crate) fn freeze(&self) {
+        let pid = self.process.as_ref().unwrap().id().to_string();
+        // First the one that makes the others.
+        let stop = |pid: &str| Command::new("kill").args(["-STOP", pid]).status().unwrap();
+        assert!(stop(&pid).success());
+        let children = std::fs::read_to_string(format!("/proc/{pid}/task/{pid}/children")).unwrap();
+        children.split_whitespace().for_each(|child| _ = stop(child));
+    }
+
     fn data(&self) -> PathBuf {
         self.directory.path().join("data")
     }

@@ -38,7 +38,7 @@ const SECTIONS: &[Section] = &[
             ("ca_file", "certificate authorities to verify the server with, PEM"),
             (
                 "in_flight_bytes_max",
-                "bytes of a consumer's deliveries that are not yet acknowledged, at most; one delivery is always allowed (Kafka, RabbitMQ)",
+                "bytes of a consumer's deliveries that are not yet acknowledged, at most; one delivery is always allowed",
             ),
         ],
     ),

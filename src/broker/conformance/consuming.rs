@@ -4,14 +4,15 @@
 //! acknowledgements when they are closed, say `caught_up` always, ignore `pause` or the bound, or
 //! wait on something after they took an event from their channel.
 
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap};
 use std::time::Duration;
 
 use uuid::Uuid;
 
 use super::Fixture;
 use super::harness::{Case, assert_exactly, assert_order, number, numbers, row, rows};
-use crate::broker::{Broker, PartitionId, Subscription};
+use crate::broker::{Broker, Delivery, Event, PartitionId, Subscription};
+use crate::message::OutgoingMessage;
 use crate::policy::position::{Break, Position};
 
 /// How long nothing must come before it counts as nothing.
@@ -225,6 +226,50 @@ pub async fn a_delivery_that_stays_unfinished_takes_only_its_own_room(fixture: &
     assert_exactly(reader.arrived(), 0..1_100);
     assert_order(reader.arrived());
     reader.close().await;
+}
+
+/// What is delivered and not acknowledged stays within `in_flight_bytes_max`, but for the one that
+/// makes it full, which may be larger than all of it. A broker that cannot bound bytes may end the
+/// session instead, and ask for fewer in the next one.
+pub async fn deliveries_that_are_not_acknowledged_stay_below_the_bound_of_bytes(fixture: &dyn Fixture) {
+    const MAX: usize = 20_000;
+    let case = Case::new(fixture).await;
+    let Some(broker) = fixture.with_bytes(MAX).await else { return };
+    let (topic, subscription) = case.topic("bytes").await;
+    let large = |number: usize| {
+        let digits = if number == 30 { 3 * MAX } else { 2_000 };
+        OutgoingMessage { payload: format!("{number:0>digits$}").into_bytes(), ..row(&topic, Some("k"), number) }
+    };
+    case.publish((0..60).map(large).collect()).await;
+    let mut seen = BTreeSet::new();
+    case.within("everything to come", async {
+        let subscribe = || async { broker.subscriber(&subscription).await.expect("a subscriber") };
+        let mut subscriber = subscribe().await;
+        let mut in_flight: Vec<Delivery> = Vec::new();
+        while seen.len() < 60 {
+            match tokio::time::timeout(QUIET, subscriber.next()).await {
+                Ok(Ok(Event::Deliveries(deliveries))) => in_flight.extend(deliveries),
+                Ok(Ok(_)) => {}
+                Ok(Err(_)) => {
+                    in_flight.clear();
+                    subscriber = subscribe().await;
+                }
+                // As much as may be in flight is.
+                Err(_) => {
+                    for delivery in in_flight.drain(..) {
+                        subscriber.acknowledge(&delivery.source, delivery.sequence).await.expect("it is taken");
+                        seen.insert(number(&delivery.arrived));
+                    }
+                }
+            }
+            let bytes = |delivery: &Delivery| delivery.arrived.payload.as_ref().map_or(0, Vec::len);
+            let before_the_last: usize = in_flight.iter().rev().skip(1).map(bytes).sum();
+            assert!(before_the_last < MAX, "{before_the_last} bytes, and one delivery more, are not acknowledged");
+        }
+        subscriber.close().await;
+    })
+    .await;
+    assert_eq!(seen, (0..60).collect());
 }
 
 /// `next` is dropped again and again; every delivery comes all the same, once and in order.

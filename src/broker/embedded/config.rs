@@ -26,6 +26,9 @@ pub struct EmbeddedConfig {
     pub retention: Option<Duration>,
     /// A message with more bytes in key, headers and payload is refused for what it is.
     pub message_bytes_max: usize,
+    /// Bytes of a member's deliveries that are not yet acknowledged: at so many nothing more is
+    /// read. One delivery is always allowed.
+    pub in_flight_bytes_max: usize,
 }
 
 impl EmbeddedConfig {
@@ -40,6 +43,7 @@ impl EmbeddedConfig {
             busy_timeout: Duration::from_secs(30),
             retention: None,
             message_bytes_max: 64 * 1024 * 1024,
+            in_flight_bytes_max: 64 * 1024 * 1024,
         }
     }
 
@@ -81,6 +85,9 @@ impl EmbeddedConfig {
         if !(1..=900_000_000).contains(&self.message_bytes_max) {
             return refused("`message_bytes_max` must be 1 to 900000000, what SQLite can store");
         }
+        if self.in_flight_bytes_max == 0 {
+            return refused("`in_flight_bytes_max` must be at least 1");
+        }
         Ok(())
     }
 }
@@ -114,6 +121,7 @@ mod tests {
         named(EmbeddedConfig { partitions: 0, ..good.clone() }, "partitions");
         named(EmbeddedConfig { session_timeout: Duration::ZERO, ..good.clone() }, "session_timeout");
         named(EmbeddedConfig { source: String::new(), ..good.clone() }, "source");
+        named(EmbeddedConfig { in_flight_bytes_max: 0, ..good.clone() }, "in_flight_bytes_max");
         named(EmbeddedConfig { message_bytes_max: usize::MAX, ..good }, "message_bytes_max");
     }
 }

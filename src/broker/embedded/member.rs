@@ -2,12 +2,14 @@
 //! ahead and commits offsets.
 //!
 //! Guarantees: reading goes on while a transaction waits for its turn; what is read and in flight
-//! stays below `in_flight_max` rows and two batches in memory; a partition that is to be given up is read no further, and given back when the runtime is through or `drain` is over,
-//! in the transaction that commits its last offsets.
+//! stays below `in_flight_max` rows, two batches in memory, and `in_flight_bytes_max` bytes but for
+//! the row that makes them full; a partition that is to be given up is read no further, and given
+//! back when the runtime is through or `drain` is over, in the transaction that commits its last
+//! offsets.
 //!
 //! Polling is adaptive, 2 to 20 ms, and one pragma where nothing changed.
 
-use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::sync::mpsc::TryRecvError;
@@ -63,16 +65,10 @@ struct Owned {
     /// The next offset to be handled: as the runtime said, and as it stands in the file.
     acknowledged: i64,
     committed: i64,
-    /// Offsets that are not acknowledged, and not in flight any more.
-    spared: BTreeSet<i64>,
+    /// What was read and is neither finished nor acknowledged, by offset.
+    in_flight: VecDeque<Unfinished>,
     /// Being given up: the runtime's guard, and until when it is waited for.
     leaving: Option<(std::sync::mpsc::Receiver<()>, Instant)>,
-}
-
-impl Owned {
-    fn in_flight(&self) -> usize {
-        usize::try_from(self.position - self.acknowledged).unwrap_or_default().saturating_sub(self.spared.len())
-    }
 }
 
 /// One write transaction of a membership.
@@ -90,6 +86,31 @@ struct Written {
     standing: Option<Standing>,
     /// Others had buried this member: it joined anew under this membership.
     joined_anew: Option<Membership>,
+}
+
+/// A row that was read and is not finished.
+#[derive(Debug)]
+struct Unfinished {
+    offset: i64,
+    weight: usize,
+    is_aside: bool,
+}
+
+impl Owned {
+    fn handled(&mut self, next: i64) {
+        self.acknowledged = self.acknowledged.max(next.min(self.position));
+        while self.in_flight.pop_front_if(|row| row.offset < self.acknowledged).is_some() {}
+    }
+
+    /// A row that stands aside is none of those that run, but its bytes are still in memory.
+    fn spare(&mut self, offset: i64, is_aside: bool) {
+        let Ok(place) = self.in_flight.binary_search_by_key(&offset, |row| row.offset) else { return };
+        if is_aside {
+            self.in_flight[place].is_aside = true;
+        } else {
+            self.in_flight.remove(place);
+        }
+    }
 }
 
 type Finished = (SqliteConnection, Result<Written, BrokerError>);
@@ -260,6 +281,7 @@ impl Member {
         for (id, at) in self.shared.take_begun() {
             if let Some(owned) = self.owned.values_mut().find(|owned| owned.id == id) {
                 (owned.begun, owned.position, owned.acknowledged) = (true, at, at);
+                owned.in_flight.clear();
             }
         }
     }
@@ -268,14 +290,12 @@ impl Member {
         for (id, next) in self.shared.take_acknowledged() {
             // A source of an earlier assignment is nobody's any more (G9).
             if let Some(owned) = self.owned.values_mut().find(|owned| owned.id == id) {
-                owned.acknowledged = owned.acknowledged.max(next.min(owned.position));
-                owned.spared = owned.spared.split_off(&owned.acknowledged);
+                owned.handled(next);
             }
         }
-        for (id, offset) in self.shared.take_spared() {
-            let owned = self.owned.values_mut().find(|owned| owned.id == id);
-            if let Some(owned) = owned.filter(|owned| (owned.acknowledged..owned.position).contains(&offset)) {
-                owned.spared.insert(offset);
+        for (id, offset, is_aside) in self.shared.take_spared() {
+            if let Some(owned) = self.owned.values_mut().find(|owned| owned.id == id) {
+                owned.spare(offset, is_aside);
             }
         }
     }
@@ -384,7 +404,7 @@ impl Member {
                     end: lease.end,
                     acknowledged: lease.committed,
                     committed: lease.committed,
-                    spared: BTreeSet::new(),
+                    in_flight: VecDeque::new(),
                     leaving: None,
                 },
             );
@@ -451,14 +471,17 @@ impl Member {
         if self.shared.paused.load(Ordering::Acquire) || self.shared.queued.load(Ordering::Acquire) >= BATCHES_QUEUED {
             return Ok(false);
         }
-        let in_flight = self.owned.values().map(Owned::in_flight).sum();
-        let mut room = self.in_flight_max.saturating_sub(in_flight).min(BATCH_ROWS);
+        let in_flight = || self.owned.values().flat_map(|owned| &owned.in_flight);
+        let rows = in_flight().filter(|row| !row.is_aside).count();
+        let weight: usize = in_flight().map(|row| row.weight).sum();
+        let mut room = self.in_flight_max.saturating_sub(rows).min(BATCH_ROWS);
+        let bytes_max = self.log.config.in_flight_bytes_max.saturating_sub(weight).min(BATCH_BYTES);
         let mut bytes = 0;
         let mut deliveries = Vec::new();
         let turn: Vec<i64> =
             self.owned.range(self.first..).chain(self.owned.range(..self.first)).map(|(id, _)| *id).collect();
         for partition_id in turn {
-            if room == 0 || bytes >= BATCH_BYTES {
+            if room == 0 || bytes >= bytes_max {
                 break;
             }
             let Self { owned, reader, log, .. } = self;
@@ -473,7 +496,7 @@ impl Member {
                 from: owned.position,
                 to: owned.end,
             };
-            let rows = record::read(reader, range, room, BATCH_BYTES - bytes)
+            let rows = record::read(reader, range, room, bytes_max - bytes)
                 .await
                 .map_err(|error| log.failed("read", &error))?;
             let Some(last) = rows.last() else {
@@ -481,7 +504,12 @@ impl Member {
             };
             owned.position = last.coordinates.offset + 1;
             room -= rows.len();
-            bytes += rows.iter().map(|row| row.payload.as_ref().map_or(0, Vec::len)).sum::<usize>();
+            let read = rows.iter().map(|row| Unfinished {
+                offset: row.coordinates.offset,
+                weight: row.weight(),
+                is_aside: false,
+            });
+            owned.in_flight.extend(read.inspect(|row| bytes += row.weight));
             self.first = partition_id + 1;
             deliveries.extend(rows.into_iter().map(|arrived| Delivery {
                 source: owned.id.clone(),

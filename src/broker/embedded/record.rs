@@ -118,8 +118,9 @@ pub(super) async fn read(
     let mut bytes = 0;
     while let Some(row) = rows.try_next().await? {
         let record = Record::from_row(&row)?;
-        bytes += record.payload.len() + record.headers.len();
-        read.push(record.arrive(range)?);
+        let arrived = record.arrive(range)?;
+        bytes += arrived.weight();
+        read.push(arrived);
         if bytes >= bytes_max {
             break;
         }

@@ -25,8 +25,8 @@ use crate::policy::position::{Found, Position, start};
 pub(super) struct Shared {
     /// The next offset to be handled, by source.
     acknowledged: Mutex<HashMap<PartitionId, i64>>,
-    /// Delivered, and neither acknowledged nor in flight any more.
-    spared: Mutex<Vec<(PartitionId, i64)>>,
+    /// Delivered and not acknowledged, but finished, or (true) set aside.
+    spared: Mutex<Vec<(PartitionId, i64, bool)>>,
     /// Where sources begin.
     begun: Mutex<HashMap<PartitionId, i64>>,
     /// Wakes the task.
@@ -43,12 +43,12 @@ impl Shared {
         std::mem::take(&mut *self.begun.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
-    pub(super) fn take_spared(&self) -> Vec<(PartitionId, i64)> {
+    pub(super) fn take_spared(&self) -> Vec<(PartitionId, i64, bool)> {
         std::mem::take(&mut *self.spared.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
-    fn spare(&self, source: &PartitionId, sequences: &[i64]) {
-        let spared = sequences.iter().map(|sequence| (source.clone(), *sequence));
+    fn spare(&self, source: &PartitionId, sequences: &[i64], is_aside: bool) {
+        let spared = sequences.iter().map(|sequence| (source.clone(), *sequence, is_aside));
         self.spared.lock().unwrap_or_else(PoisonError::into_inner).extend(spared);
         self.wake.notify_one();
     }
@@ -146,11 +146,11 @@ impl Subscriber for EmbeddedSubscriber {
     }
 
     async fn finished(&mut self, source: &PartitionId, sequences: &[i64]) {
-        self.shared.spare(source, sequences);
+        self.shared.spare(source, sequences, false);
     }
 
     fn set_aside(&mut self, source: &PartitionId, sequence: i64) {
-        self.shared.spare(source, &[sequence]);
+        self.shared.spare(source, &[sequence], true);
     }
 
     fn pause(&mut self, paused: bool) {

@@ -8,7 +8,7 @@ use sqlx::sqlite::SqliteConnection;
 
 use super::log::Log;
 use super::record::{self, Range};
-use crate::broker::{BrokerFinding, Subscription};
+use crate::broker::{BETWEEN_LOOKS, BrokerFinding, STANDS_STILL, Subscription};
 use crate::error::BrokerError;
 use crate::message::Arrived;
 
@@ -169,32 +169,14 @@ pub(super) async fn check(log: &Log, subscriptions: &[Subscription]) -> Result<V
         detail: format!("journal mode is `{journal}`; rows are synced to disk before they are settled"),
         remedy: (journal != "wal").then(|| "keep the file on a local disk: WAL needs shared memory".to_owned()),
     });
+    let mut waiting = Vec::new();
     for subscription in subscriptions {
-        let members: i64 = sqlx::query_scalar(
-            "select count(*) from member m join consumer_group g using (group_id) \
-              where g.name = ? and m.expires_at > cast(unixepoch('subsec') * 1000 as integer)",
-        )
-        .bind(subscription.group())
-        .fetch_one(&mut connection)
-        .await
-        .map_err(failed)?;
-        let mut lag = 0;
-        for topic in &subscription.topics {
-            let of_topic: i64 = sqlx::query_scalar(
-                "select coalesce(sum(p.next_offset - max(coalesce(l.committed, 0), p.first_offset)), 0) \
-                 from topic t join topic_partition p using (topic_id) \
-                 left join lease l on l.partition_id = p.partition_id \
-                   and l.group_id = (select group_id from consumer_group where name = ?) \
-                 where t.name = ?",
-            )
-            .bind(subscription.group())
-            .bind(topic)
-            .fetch_one(&mut connection)
-            .await
-            .map_err(failed)?;
-            lag += of_topic;
-        }
+        let group = look(&mut connection, subscription).await.map_err(failed)?;
+        let Group { members, lag, .. } = group;
         let stuck = members == 0 && lag > 0;
+        if members > 0 && lag > 0 {
+            waiting.push((findings.len(), subscription, group));
+        }
         findings.push(BrokerFinding {
             name: format!("group {}", subscription.group()),
             refused: false,
@@ -203,6 +185,60 @@ pub(super) async fn check(log: &Log, subscriptions: &[Subscription]) -> Result<V
             remedy: stuck.then(|| format!("start the consumer `{}`", subscription.consumer)),
         });
     }
+    if !waiting.is_empty() {
+        tokio::time::sleep(BETWEEN_LOOKS).await;
+    }
+    for (at, subscription, before) in waiting {
+        let after = look(&mut connection, subscription).await.map_err(failed)?;
+        if after.members == 0 || after.committed > before.committed {
+            continue;
+        }
+        let Group { members, lag, .. } = after;
+        let finding = &mut findings[at];
+        finding.stuck = true;
+        finding.detail = format!(
+            "members: {members}, rows not acknowledged: {lag}, and none was in {BETWEEN_LOOKS:?}: it stands still"
+        );
+        finding.remedy = Some(STANDS_STILL.to_owned());
+    }
     connection.close().await.map_err(failed)?;
     Ok(findings)
+}
+
+/// How a group stands with the topics of a subscription.
+#[derive(Debug, Clone, Copy, Default)]
+struct Group {
+    members: i64,
+    /// Rows that are not acknowledged.
+    lag: i64,
+    /// The sum of its offsets.
+    committed: i64,
+}
+
+async fn look(connection: &mut SqliteConnection, subscription: &Subscription) -> Result<Group, sqlx::Error> {
+    let members = sqlx::query_scalar(
+        "select count(*) from member m join consumer_group g using (group_id) \
+          where g.name = ? and m.expires_at > cast(unixepoch('subsec') * 1000 as integer)",
+    )
+    .bind(subscription.group())
+    .fetch_one(&mut *connection)
+    .await?;
+    let mut group = Group { members, ..Group::default() };
+    for topic in &subscription.topics {
+        let (lag, committed): (i64, i64) = sqlx::query_as(
+            "select coalesce(sum(p.next_offset - max(coalesce(l.committed, 0), p.first_offset)), 0), \
+               coalesce(sum(l.committed), 0) \
+             from topic t join topic_partition p using (topic_id) \
+             left join lease l on l.partition_id = p.partition_id \
+               and l.group_id = (select group_id from consumer_group where name = ?) \
+             where t.name = ?",
+        )
+        .bind(subscription.group())
+        .bind(topic)
+        .fetch_one(&mut *connection)
+        .await?;
+        group.lag += lag;
+        group.committed += committed;
+    }
+    Ok(group)
 }

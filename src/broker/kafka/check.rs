@@ -60,7 +60,7 @@ fn look(config: &KafkaConfig, subscriptions: &[Subscription]) -> Result<Vec<Brok
         }
         Err(_) => findings.extend(names.into_iter().map(unreadable)),
     }
-    findings.extend(subscriptions.iter().filter_map(|subscription| of_group(config, &asker, subscription)));
+    findings.extend(subscriptions.iter().map(|subscription| of_group(config, &asker, subscription)));
     Ok(findings)
 }
 
@@ -144,35 +144,40 @@ fn retention(name: String, settings: &TopicSettings) -> BrokerFinding {
     fine(name, detail)
 }
 
-fn of_group(config: &KafkaConfig, asker: &Asker, subscription: &Subscription) -> Option<BrokerFinding> {
+fn of_group(config: &KafkaConfig, asker: &Asker, subscription: &Subscription) -> BrokerFinding {
     let group = subscription.group();
-    let groups = asker.client().fetch_group_list(Some(group), ASK_DEADLINE).ok()?;
+    let groups = match asker.client().fetch_group_list(Some(group), ASK_DEADLINE) {
+        Ok(groups) => groups,
+        Err(error) => return untold(group, &format!("who is in it cannot be told: {error}")),
+    };
     // A group that nobody was ever in is in no list.
     let found = groups.groups().iter().find(|found| found.name() == group);
     let (members, state, protocol) =
         found.map_or((0, "", ""), |found| (found.members().len(), found.state(), found.protocol()));
     let name = format!("kafka group {group}");
     if members > 0 && !protocol.is_empty() && protocol != "cooperative-sticky" {
-        return Some(BrokerFinding {
+        return BrokerFinding {
             name,
             refused: true,
             stuck: false,
             detail: format!("{members} member(s) of another kind: their assignment strategy is `{protocol}`"),
             remedy: Some("stop them, or give the consumer another `group`".to_owned()),
-        });
+        };
     }
     let looker = Looker::new(config, subscription);
-    let unread = looker.as_ref().and_then(Looker::unread).unwrap_or_default();
+    let Some(unread) = looker.as_ref().and_then(Looker::unread) else {
+        return untold(group, &format!("{members} member(s); what they have not read cannot be told"));
+    };
     if members == 0
         && let Some(first) = unread.first()
     {
-        return Some(BrokerFinding {
+        return BrokerFinding {
             name,
             refused: false,
             stuck: true,
             detail: format!("nobody is in it, and it has not read {first}"),
             remedy: Some(format!("start the consumer `{}`", subscription.consumer)),
-        });
+        };
     }
     // While it shares its partitions out, nothing moves.
     if members > 0
@@ -180,15 +185,24 @@ fn of_group(config: &KafkaConfig, asker: &Asker, subscription: &Subscription) ->
         && !unread.is_empty()
         && let Some(stands) = looker.and_then(|looker| looker.stands(&unread))
     {
-        return Some(BrokerFinding {
+        return BrokerFinding {
             name,
             refused: false,
             stuck: true,
             detail: format!("{members} member(s), and it stands still: {stands}, and none was in {BETWEEN_LOOKS:?}"),
             remedy: Some(STANDS_STILL.to_owned()),
-        });
+        };
     }
-    Some(fine(name, format!("{members} member(s), {}", if state.is_empty() { "not used yet" } else { state })))
+    fine(name, format!("{members} member(s), {}", if state.is_empty() { "not used yet" } else { state }))
+}
+
+/// Nothing that was looked for is silent: what is not known is no good news.
+fn untold(group: &str, what: &str) -> BrokerFinding {
+    weaker(
+        format!("kafka group {group}"),
+        what.to_owned(),
+        format!("allow Describe on group `{group}` and on its topics to this user, and see whether the broker answers"),
+    )
 }
 
 fn unreadable(topic: &str) -> BrokerFinding {

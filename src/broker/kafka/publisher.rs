@@ -18,14 +18,14 @@ use rdkafka::config::FromClientConfigAndContext;
 use rdkafka::error::{KafkaError, RDKafkaErrorCode};
 use rdkafka::metadata::{Metadata, MetadataTopic};
 use rdkafka::producer::{BaseProducer, BaseRecord, Producer, PurgeConfig};
-use tokio::sync::oneshot;
+use tokio_util::sync::CancellationToken;
 
 use super::blocking;
 use super::client::{self, ASK_DEADLINE, OPEN_DEADLINE};
 use super::config::KafkaConfig;
 use super::context::Reports;
 use super::properties;
-use super::topology::{self, Sizes, TopicLimits};
+use super::topology::{self, ASKED_ONE_BY_ONE, Sizes, TopicLimits};
 use super::window::{PublishContext, Window};
 use super::{errors, wire};
 use crate::broker::{Publisher, Settled, TopicState};
@@ -38,8 +38,6 @@ const REPORT_DEADLINE: Duration = Duration::from_millis(250);
 const CLOSE_DEADLINE: Duration = Duration::from_secs(5);
 // Rows handed over between two chances for other tasks: about 3 us each.
 const ROWS_PER_TURN: usize = 128;
-// More topics than these are looked up in the metadata of all.
-const ASKED_ONE_BY_ONE: usize = 8;
 
 /// A session of [`super::KafkaBroker`].
 pub(super) struct KafkaPublisher {
@@ -56,7 +54,8 @@ struct Session {
     window: Arc<Window>,
     reports: Arc<Reports>,
     sizes: Sizes,
-    stopped: Option<oneshot::Receiver<()>>,
+    /// The thread has ended, be it by a panic: nothing is sent and nothing heard any more.
+    ended: CancellationToken,
     // Dropped after `producer`, so that the thread is the one that lets go of it last.
     _stop: StopOnDrop,
 }
@@ -79,8 +78,17 @@ impl KafkaPublisher {
     }
 
     fn doubt(&self) -> Option<BrokerError> {
-        let ended = self.session.fatal().map(|reason| format!("the kafka producer ended: {reason}"));
-        self.session.window.stale().or(ended).map(BrokerError::Session)
+        let ended = || self.session.fatal().map(|reason| format!("the kafka producer ended: {reason}"));
+        let unpolled = || self.session.ended.is_cancelled().then(|| "nobody polls the kafka producer".to_owned());
+        self.session.window.stale().or_else(ended).or_else(unpolled).map(BrokerError::Session)
+    }
+
+    /// Waits until there may be something to take, or a doubt.
+    async fn changed(&self) {
+        tokio::select! {
+            () = self.session.window.changed() => {}
+            () = self.session.ended.cancelled() => {}
+        }
     }
 
     /// Makes the producer fit topics that were not seen before (R19); true where it is another one
@@ -162,7 +170,7 @@ impl KafkaPublisher {
             if let Some(slot) = self.session.window.reserve(tag, weight) {
                 return Ok(slot);
             }
-            self.session.window.changed().await;
+            self.changed().await;
             if let Some(doubt) = self.doubt() {
                 return Err(doubt);
             }
@@ -225,6 +233,9 @@ impl Publisher for KafkaPublisher {
             while let Some(back) = self.produce(&message, slot) {
                 slot = back;
                 tokio::time::sleep(Duration::from_millis(1)).await;
+                if let Some(doubt) = self.doubt() {
+                    return Err(doubt);
+                }
             }
         }
         self.doubt().map_or(Ok(()), Err)
@@ -244,7 +255,7 @@ impl Publisher for KafkaPublisher {
                 // It may have come since the look above: what is known goes before the end.
                 return if self.session.window.take(settled) { Ok(()) } else { Err(doubt) };
             }
-            self.session.window.changed().await;
+            self.changed().await;
         }
     }
 
@@ -252,12 +263,10 @@ impl Publisher for KafkaPublisher {
         self.session.reports.all_down()
     }
 
-    async fn close(mut self: Box<Self>) {
-        let stopped = self.session.stopped.take();
+    async fn close(self: Box<Self>) {
+        let ended = self.session.ended.clone();
         drop(self);
-        if let Some(stopped) = stopped
-            && tokio::time::timeout(CLOSE_DEADLINE, stopped).await.is_err()
-        {
+        if tokio::time::timeout(CLOSE_DEADLINE, ended.cancelled()).await.is_err() {
             tracing::warn!("the kafka producer did not end within {CLOSE_DEADLINE:?}; it is left to itself");
         }
     }
@@ -272,8 +281,8 @@ impl Session {
             .map_err(|error| BrokerError::Refused(format!("kafka settings: {}", properties::reason(&error))))?;
         let producer = Arc::new(producer);
         let stop = StopOnDrop(Arc::new(AtomicBool::new(false)));
-        let stopped = poll_on_a_thread(&producer, &stop.0)?;
-        let session = Self { producer, window, reports, sizes, stopped: Some(stopped), _stop: stop };
+        let ended = poll_on_a_thread(&producer, &stop.0)?;
+        let session = Self { producer, window, reports, sizes, ended, _stop: stop };
         session.warm().await?;
         Ok(session)
     }
@@ -353,22 +362,23 @@ impl Drop for Session {
 fn poll_on_a_thread(
     producer: &Arc<BaseProducer<PublishContext>>,
     stop: &Arc<AtomicBool>,
-) -> Result<oneshot::Receiver<()>, BrokerError> {
+) -> Result<CancellationToken, BrokerError> {
     let (producer, stop) = (Arc::clone(producer), Arc::clone(stop));
-    let (ended, stopped) = oneshot::channel();
+    let ended = CancellationToken::new();
+    let says_so = ended.clone().drop_guard();
     let run = move || {
+        let _says_so = says_so;
         while !stop.load(Ordering::Relaxed) {
             producer.poll(Duration::from_millis(50));
         }
         // Somebody may still be asking through it: then the last one to let go destroys it, on a
         // thread that may wait.
         drop(producer);
-        let _nobody_waits = ended.send(());
     };
     std::thread::Builder::new()
         .name("kafka producer".to_owned())
         .spawn(run)
-        .map(|_| stopped)
+        .map(|_| ended)
         .map_err(|error| BrokerError::Session(format!("a thread for the kafka producer: {error}")))
 }
 
@@ -378,5 +388,46 @@ impl fmt::Debug for KafkaPublisher {
             .field("ready", &self.ready)
             .field("in_flight", &self.session.window.in_flight())
             .finish_non_exhaustive()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used, clippy::used_underscore_binding)]
+    use rdkafka::mocking::MockCluster;
+    use rdkafka::producer::DefaultProducerContext;
+
+    use super::*;
+
+    /// Shown by: waiting for the window alone (`settle` waits for ever).
+    #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+    async fn a_session_that_nobody_polls_any_more_ends_within_a_second() {
+        let mock = MockCluster::<DefaultProducerContext>::new(1).unwrap();
+        let config = KafkaConfig::from_url(&format!("kafka://{}", mock.bootstrap_servers())).unwrap();
+        let mut publisher = KafkaPublisher::open(&Arc::new(config), &Arc::default()).await.unwrap();
+        mock.create_topic("t", 1, 1).unwrap();
+        assert_eq!(publisher.topic("t").await.unwrap(), TopicState::Ready);
+        mock.broker_round_trip_time(1, Duration::from_secs(60)).unwrap();
+        let message = OutgoingMessage {
+            id: uuid::Uuid::now_v7(),
+            topic: "t".to_owned(),
+            key: None,
+            kind: "made".to_owned(),
+            headers: Vec::new(),
+            payload: b"x".to_vec(),
+            content_type: "text/plain".to_owned(),
+            trace: None,
+            created_at: chrono::Utc::now(),
+        };
+        publisher.send(vec![(0, message)]).await.unwrap();
+        let stop = Arc::clone(&publisher.session._stop.0);
+        let mut settled = Vec::new();
+        let ends = async {
+            stop.store(true, Ordering::Relaxed);
+            publisher.settle(&mut settled).await
+        };
+        let ended = tokio::time::timeout(Duration::from_secs(1), ends).await.expect("it ends");
+        assert!(matches!(ended, Err(BrokerError::Session(why)) if why.contains("nobody polls")));
+        Box::new(publisher).close().await;
     }
 }

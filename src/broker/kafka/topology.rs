@@ -6,7 +6,7 @@
 //!
 //! Not here: what is worth a warning (`check`).
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -25,6 +25,8 @@ use crate::policy::horizon::TopicRetention;
 // Above what a broker takes by default (1,048,588), so that a session need not start anew for it.
 const MESSAGE_MAX_FLOOR: usize = 2 << 20;
 const BATCH_MAX: usize = 1_000_000;
+/// So many topics are asked for by name; beyond it all that there are are.
+pub(super) const ASKED_ONE_BY_ONE: usize = 8;
 
 /// Settings of a topic by name.
 pub(super) type TopicSettings = BTreeMap<String, String>;
@@ -119,11 +121,27 @@ impl TopicLimits {
     /// says it.
     pub(super) fn short_of_copies(&self, topic: &MetadataTopic) -> Option<String> {
         let wanted = self.known().get(topic.name())?.in_sync_min?;
-        let is_short = |partition: &&MetadataPartition| partition.isr().len() < wanted.min(partition.replicas().len());
-        let short = topic.partitions().iter().find(is_short)?;
-        let (partition, in_sync) = (short.id(), short.isr().len());
-        Some(format!("partition {partition} has {in_sync} in-sync replicas, and `min.insync.replicas` is {wanted}"))
+        let copies = |partition: &MetadataPartition| Copies {
+            partition: partition.id(),
+            in_sync: partition.isr().len(),
+            all: partition.replicas().len(),
+        };
+        short_of_copies(wanted, topic.partitions().iter().map(copies))
     }
+}
+
+/// The copies of a partition.
+#[derive(Debug, Clone, Copy)]
+struct Copies {
+    partition: i32,
+    in_sync: usize,
+    all: usize,
+}
+
+/// The first partition with fewer copies in sync than are wanted, or than there are.
+fn short_of_copies(wanted: usize, mut partitions: impl Iterator<Item = Copies>) -> Option<String> {
+    let Copies { partition, in_sync, .. } = partitions.find(|copies| copies.in_sync < wanted.min(copies.all))?;
+    Some(format!("partition {partition} has {in_sync} in-sync replicas, and `min.insync.replicas` is {wanted}"))
 }
 
 /// A topic in metadata.
@@ -218,12 +236,8 @@ pub(super) async fn declare(config: &Arc<KafkaConfig>, topics: &[String]) -> Res
 
 fn create_missing(config: &KafkaConfig, topics: &BTreeSet<String>) -> Result<(), BrokerError> {
     let asker = Asker::new(config)?;
-    let mut missing = Vec::new();
-    for topic in topics {
-        if state(find(&asker.metadata(Some(topic))?, topic)) != TopicState::Ready {
-            missing.push(topic.as_str());
-        }
-    }
+    let topics: Vec<&str> = topics.iter().map(String::as_str).collect();
+    let missing: Vec<&str> = not_ready(&asker, &topics)?.into_iter().map(|(topic, _)| topic).collect();
     if missing.is_empty() {
         return Ok(());
     }
@@ -235,14 +249,38 @@ fn create_missing(config: &KafkaConfig, topics: &BTreeSet<String>) -> Result<(),
     let wanted: Vec<_> = wanted.collect();
     let answer = Admin::new(config)?
         .ask("creating kafka topics", async |admin, options| admin.create_topics(&wanted, options).await)?;
+    let mut refused: BTreeMap<String, RDKafkaErrorCode> = BTreeMap::new();
     for created in answer {
         match created {
             Ok(topic) => tracing::info!(topic, partitions = config.partitions, "kafka topic created"),
             Err((_, RDKafkaErrorCode::TopicAlreadyExists)) => {}
-            Err((topic, code)) => return Err(creation_error(&topic, code)),
+            Err((topic, code)) => _ = refused.insert(topic, code),
         }
     }
-    wait_until_ready(&asker, &missing)
+    // One that is refused is in the way of no other.
+    let made: Vec<&str> = missing.into_iter().filter(|topic| !refused.contains_key(*topic)).collect();
+    wait_until_ready(&asker, made)?;
+    refused.pop_first().map_or(Ok(()), |(topic, code)| Err(creation_error(&topic, code)))
+}
+
+/// Those of these topics that are not ready, and why. Many are asked for at once, by asking for all
+/// that there are.
+fn not_ready<'a>(asker: &Asker, topics: &[&'a str]) -> Result<Vec<(&'a str, String)>, BrokerError> {
+    let mut answers = Vec::new();
+    if topics.len() > ASKED_ONE_BY_ONE {
+        answers.push(asker.metadata(None)?);
+    } else {
+        for topic in topics {
+            answers.push(asker.metadata(Some(topic))?);
+        }
+    }
+    let all: HashMap<&str, &MetadataTopic> =
+        answers.iter().flat_map(Metadata::topics).map(|topic| (topic.name(), topic)).collect();
+    let not_ready = topics.iter().filter_map(|topic| match state(all.get(topic).copied()) {
+        TopicState::Ready => None,
+        TopicState::NotReady(why) => Some((*topic, why)),
+    });
+    Ok(not_ready.collect())
 }
 
 fn creation_error(topic: &str, code: RDKafkaErrorCode) -> BrokerError {
@@ -303,22 +341,47 @@ fn removed(answers: Vec<Result<String, (String, RDKafkaErrorCode)>>) -> Result<(
 }
 
 // Creation is answered by the controller; brokers hear of it a little later.
-fn wait_until_ready(asker: &Asker, topics: &[&str]) -> Result<(), BrokerError> {
+fn wait_until_ready(asker: &Asker, topics: Vec<&str>) -> Result<(), BrokerError> {
     let end = Instant::now() + client::ASK_DEADLINE;
-    for topic in topics {
-        while let TopicState::NotReady(reason) = state(find(&asker.metadata(Some(topic))?, topic)) {
-            if Instant::now() >= end {
+    let mut left = topics;
+    loop {
+        let not_ready = not_ready(asker, &left)?;
+        match not_ready.first() {
+            None => return Ok(()),
+            Some((topic, reason)) if Instant::now() >= end => {
                 return Err(BrokerError::Destination(format!("kafka topic `{topic}` was created, but {reason}")));
             }
-            std::thread::sleep(Duration::from_millis(20));
+            Some(_) => left = not_ready.into_iter().map(|(topic, _)| topic).collect(),
         }
+        std::thread::sleep(Duration::from_millis(20));
     }
-    Ok(())
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// Shown by: comparing with `wanted` alone (a topic of one copy under
+    /// `min.insync.replicas=2` is short then, and Kafka 4 takes messages to it).
+    #[test]
+    fn a_topic_is_short_of_copies_where_a_partition_has_fewer_in_sync_than_are_wanted_and_there() {
+        let short = |wanted, partitions: &[(usize, usize)]| {
+            let copies = |(partition, (in_sync, all)): (i32, &(usize, usize))| Copies {
+                partition,
+                in_sync: *in_sync,
+                all: *all,
+            };
+            short_of_copies(wanted, (0..).zip(partitions).map(copies))
+        };
+        assert_eq!(short(2, &[(3, 3), (2, 3)]), None);
+        assert_eq!(short(2, &[(1, 1)]), None);
+        assert_eq!(short(1, &[(1, 3)]), None);
+        let why = short(2, &[(3, 3), (1, 3), (0, 3)]);
+        assert_eq!(why.as_deref(), Some("partition 1 has 1 in-sync replicas, and `min.insync.replicas` is 2"));
+        assert!(short(3, &[(2, 3)]).is_some());
+        assert!(short(1, &[(0, 1)]).is_some());
+        assert_eq!(short(2, &[]), None);
+    }
 
     #[test]
     fn r19_batches_follow_the_smallest_topic_and_messages_the_largest() {

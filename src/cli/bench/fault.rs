@@ -28,6 +28,7 @@ pub(super) async fn measure<S: Yard>(bed: &mut Bed<S>, load: Load, stuck: u32) -
     if bed.broker.name() != "embedded" {
         figures.extend(stuck::measure(bed, load, stuck).await?);
     }
+    figures.extend(stuck::measure_silent(bed, load).await?);
     // With a single writer, one that is frozen in its transaction locks the file for everybody.
     if S::WRITERS > 1 {
         figures.push(frozen::measure(bed, load).await?);

@@ -1,5 +1,5 @@
 //! A broker with a stopwatch: it notes when the first message went in and the last proof came out,
-//! and changes nothing.
+//! and changes nothing, unless it is told to be silent of a topic.
 //!
 //! Promise: what is timed is the adapter of the programs; a note costs one clock reading per call,
 //! not per message.
@@ -56,11 +56,17 @@ pub(super) struct Watched {
     broker: AnyBroker,
     notes: Arc<Mutex<Notes>>,
     each: bool,
+    silent: Option<Arc<str>>,
 }
 
 impl Watched {
     pub(super) fn new(broker: AnyBroker) -> Self {
-        Self { broker, notes: Arc::default(), each: false }
+        Self { broker, notes: Arc::default(), each: false, silent: None }
+    }
+
+    /// Keeps the messages of this topic, and says nothing of them: neither taken nor refused.
+    pub(super) fn silent_of(self, topic: &str) -> Self {
+        Self { silent: Some(topic.into()), ..self }
     }
 
     /// Follows each message, at the cost of a map.
@@ -96,7 +102,7 @@ impl Broker for Watched {
         self.note(|notes| {
             notes.warm.get_or_insert_with(Moment::now);
         });
-        Ok(Box::new(WatchedPublisher { publisher, watched: self.clone(), ids: HashMap::new() }))
+        Ok(Box::new(WatchedPublisher { publisher, watched: self.clone(), ids: HashMap::new(), keeps: false }))
     }
 
     async fn subscriber(&self, subscription: &Subscription) -> Result<Box<dyn Subscriber>, BrokerError> {
@@ -129,6 +135,8 @@ struct WatchedPublisher {
     publisher: Box<dyn Publisher>,
     watched: Watched,
     ids: HashMap<u64, Uuid>,
+    /// It has messages of a topic that it is silent of.
+    keeps: bool,
 }
 
 #[async_trait]
@@ -137,7 +145,12 @@ impl Publisher for WatchedPublisher {
         self.publisher.topics(topics).await
     }
 
-    async fn send(&mut self, rows: Vec<(u64, OutgoingMessage)>) -> Result<(), BrokerError> {
+    async fn send(&mut self, mut rows: Vec<(u64, OutgoingMessage)>) -> Result<(), BrokerError> {
+        if let Some(silent) = &self.watched.silent {
+            let all = rows.len();
+            rows.retain(|(_, row)| row.topic != **silent);
+            self.keeps |= rows.len() < all;
+        }
         if self.watched.each {
             self.ids.extend(rows.iter().map(|(tag, row)| (*tag, row.id)));
         }
@@ -149,6 +162,10 @@ impl Publisher for WatchedPublisher {
         self.publisher.settle(settled).await?;
         let news = &settled[before..];
         if news.is_empty() {
+            if self.keeps {
+                // What is in flight here is unknown to the broker, which has nothing to wait for.
+                tokio::time::sleep(Duration::from_millis(2)).await;
+            }
             return Ok(());
         }
         let proven = news.iter().filter(|one| one.outcome.is_ok()).count();

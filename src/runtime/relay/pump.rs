@@ -144,7 +144,7 @@ impl<'a> Pump<'a> {
     }
 
     async fn work(&mut self, stop: &CancellationToken) -> Result<End, Doubt> {
-        self.load().await?;
+        self.shown_load().await?;
         loop {
             self.relay.health.beat(&self.relay.part);
             self.turn();
@@ -179,23 +179,14 @@ impl<'a> Pump<'a> {
         }
     }
 
-    /// A step; what takes long in it is shown while it does.
     async fn shown_step(&mut self) -> Result<bool, Doubt> {
-        let relay = self.relay;
-        let mut late = false;
-        let done = {
-            let mut step = std::pin::pin!(self.step());
-            loop {
-                match tokio::time::timeout(STEP_SHOWN, step.as_mut()).await {
-                    Ok(done) => break done,
-                    Err(_) => {
-                        late = true;
-                        let why = "the database or the broker's client does not answer".to_owned();
-                        relay.health.set(&relay.part, PartState::Waiting(why));
-                    }
-                }
-            }
-        };
+        let (done, late) = shown(self.relay, self.step()).await;
+        self.shown_waiting |= late;
+        done
+    }
+
+    async fn shown_load(&mut self) -> Result<(), Doubt> {
+        let (done, late) = shown(self.relay, self.load()).await;
         self.shown_waiting |= late;
         done
     }
@@ -266,12 +257,20 @@ impl<'a> Pump<'a> {
         true
     }
 
+    /// Whether the next read fits the window: a whole one, or the eighth part of a window. Reads of
+    /// a few rows, each with a commit of its own, would follow each other otherwise.
     fn has_room(&self) -> bool {
         let options = &self.relay.options;
+        let portion = self.rows_max.min(options.window_rows / 8).max(1);
         self.unsent.is_empty()
             && self.alone.is_none()
-            && self.window.span() < options.window_rows
+            && self.room() >= portion
             && self.window.bytes() < options.window_bytes
+    }
+
+    /// So many rows more may be under way until the oldest of them is marked.
+    pub(super) fn room(&self) -> usize {
+        self.relay.options.window_rows.max(1).saturating_sub(self.window.span())
     }
 
     fn nothing_under_way(&self) -> bool {
@@ -283,7 +282,7 @@ impl<'a> Pump<'a> {
     }
 
     async fn read(&mut self) -> Result<bool, Doubt> {
-        let read = self.session.read(self.rows_max).await?;
+        let read = self.session.read(self.rows_max.min(self.room())).await?;
         self.release.was_read();
         self.shown_waiting |= std::mem::take(&mut self.memory.refused);
         if read.rows.is_empty() && !read.more && self.window.is_empty() {
@@ -549,6 +548,22 @@ impl<'a> Pump<'a> {
         let mark = self.window.take_done();
         self.claim(mark).await?;
         Ok(End::Stopped)
+    }
+}
+
+/// Does a step and shows it as waiting while it takes long; true where it did.
+async fn shown<T>(relay: &Relay, step: impl Future<Output = T>) -> (T, bool) {
+    let mut late = false;
+    let mut step = std::pin::pin!(step);
+    loop {
+        match tokio::time::timeout(STEP_SHOWN, step.as_mut()).await {
+            Ok(done) => return (done, late),
+            Err(_) => {
+                late = true;
+                let why = "the database or the broker's client does not answer".to_owned();
+                relay.health.set(&relay.part, PartState::Waiting(why));
+            }
+        }
     }
 }
 

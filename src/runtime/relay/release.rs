@@ -219,7 +219,7 @@ impl Pump<'_> {
         self.release.open.retain(|topic| blocked.contains(topic.as_str()));
         self.memory.pauses.keep(&blocked);
         let open = &self.release.open;
-        self.trials.begin(&blocked, |topic| open.contains(topic), &self.memory.pauses);
+        self.trials.begin(&blocked, |topic| open.contains(topic), &mut self.memory.pauses, every);
         let is_all = self.ready_topics.is_empty() && open.is_empty();
         let first = if is_all { self.memory.pauses.all_in_vain(&blocked) } else { None };
         let why = first.map(|first| format!("no topic takes messages, {} blocked: {first}", blocked.len()));
@@ -271,8 +271,10 @@ impl Pump<'_> {
     }
 
     async fn send_released(&mut self) -> Result<bool, Doubt> {
-        let room = self.release.width.saturating_sub(self.diverted.on_way());
-        if room < self.release.width.div_ceil(2) {
+        // Half of a window at most: the other half is for what is read.
+        let width = self.release.width.min(self.relay.options.window_rows / 2).max(1);
+        let room = width.saturating_sub(self.diverted.on_way()).min(self.room());
+        if room < width.div_ceil(2) {
             // Some at a time: each look goes through the table from its beginning.
             return Ok(false);
         }

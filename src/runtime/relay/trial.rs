@@ -30,6 +30,12 @@ const TRIAL_MAX: Duration = Duration::from_secs(10);
 /// So many trials of each topic in vain, and none that takes messages, until the relay is not
 /// ready.
 const TRIES_SHOWN: u32 = 2;
+/// So many topics a session makes itself. The rows of more are held, and the trials make them: on
+/// Kafka a broker that has just made hundreds takes messages late, and everything would wait.
+const MADE_AT_ONCE: usize = 8;
+/// How long a session waits for topics to be made; beyond it their rows are held, and the trials
+/// find out. The session's lease and all other topics wait as long.
+const MADE_MAX: Duration = Duration::from_secs(2);
 /// A publisher for trials that nobody needed for so long is closed.
 const IDLE_MAX: Duration = Duration::from_secs(30);
 
@@ -123,6 +129,9 @@ pub(super) enum Found {
 pub(super) struct Trials {
     /// Topics that answer; topics that were silent the last time.
     lanes: [Lane; 2],
+    broker: Arc<dyn Broker>,
+    declare: bool,
+    answers: mpsc::UnboundedSender<(usize, Answer)>,
     found: mpsc::UnboundedReceiver<(usize, Answer)>,
     /// Awaited and not yet dealt with.
     heard: VecDeque<(usize, Answer)>,
@@ -138,6 +147,16 @@ struct Lane {
     width: usize,
     was_lost: bool,
     task: JoinHandle<()>,
+}
+
+impl Lane {
+    fn start(number: usize, broker: &Arc<dyn Broker>, declare: bool, answers: &Answering) -> Self {
+        let (orders, received) = mpsc::unbounded_channel();
+        let answers = Answers { lane: number, answers: answers.clone() };
+        let trier = Trier { broker: Arc::clone(broker), declare, publisher: None, next_tag: 0, answers };
+        let task = tokio::spawn(trier.run(received));
+        Self { orders, under_way: HashSet::new(), width: usize::MAX, was_lost: false, task }
+    }
 }
 
 impl Drop for Lane {
@@ -179,18 +198,35 @@ enum Said {
 impl Trials {
     pub(super) fn new(broker: &Arc<dyn Broker>, declare: bool) -> Self {
         let (answers, found) = mpsc::unbounded_channel();
-        let lane = |number| {
-            let (orders, received) = mpsc::unbounded_channel();
-            let answers = Answers { lane: number, answers: answers.clone() };
-            let trier = Trier { broker: Arc::clone(broker), declare, publisher: None, next_tag: 0, answers };
-            let task = tokio::spawn(trier.run(received));
-            Lane { orders, under_way: HashSet::new(), width: usize::MAX, was_lost: false, task }
-        };
-        Self { lanes: [lane(0), lane(1)], found, heard: VecDeque::new() }
+        let lanes = [0, 1].map(|number| Lane::start(number, broker, declare, &answers));
+        Self { lanes, broker: Arc::clone(broker), declare, answers, found, heard: VecDeque::new() }
+    }
+
+    /// Begins a lane anew whose task ended, which is a panic below it: what it had under way says
+    /// nothing of its topics, and they are tried again.
+    fn mend(&mut self, number: usize, pauses: &mut Pauses, every: Duration) {
+        // What it said before it ended is heard first.
+        if !self.lanes[number].task.is_finished() || !self.heard.is_empty() || !self.found.is_empty() {
+            return;
+        }
+        let topics = std::mem::take(&mut self.lanes[number].under_way);
+        tracing::error!(topics = topics.len(), "the trials of blocked topics ended in disorder; they begin anew");
+        topics.iter().for_each(|topic| _ = pauses.lost(topic, false, every));
+        self.lanes[number] = Lane::start(number, &self.broker, self.declare, &self.answers);
+        self.lanes[number].width = (topics.len() / 2).max(1);
     }
 
     /// Begins a round of those topics that are due, in each lane where none is under way.
-    pub(super) fn begin(&mut self, blocked: &HashSet<&str>, is_open: impl Fn(&str) -> bool, pauses: &Pauses) {
+    pub(super) fn begin(
+        &mut self,
+        blocked: &HashSet<&str>,
+        is_open: impl Fn(&str) -> bool,
+        pauses: &mut Pauses,
+        every: Duration,
+    ) {
+        for number in 0..self.lanes.len() {
+            self.mend(number, pauses, every);
+        }
         let now = Instant::now();
         for number in 0..self.lanes.len() {
             if !self.lanes[number].under_way.is_empty() {
@@ -209,7 +245,7 @@ impl Trials {
             }
             let lane = &mut self.lanes[number];
             lane.under_way.extend(topics.iter().cloned());
-            // Where the task is gone, so is the session soon.
+            // Where the task is gone it is begun anew, and the topics with it.
             let _ = lane.orders.send(Order::Ask(topics));
         }
     }
@@ -279,11 +315,13 @@ impl Trials {
     }
 }
 
+type Answering = mpsc::UnboundedSender<(usize, Answer)>;
+
 /// The way back to the session.
 #[derive(Debug)]
 struct Answers {
     lane: usize,
-    answers: mpsc::UnboundedSender<(usize, Answer)>,
+    answers: Answering,
 }
 
 impl Answers {
@@ -356,7 +394,11 @@ impl Trier {
             Some(publisher) => publisher,
             none => none.insert(self.broker.publisher().await?),
         };
-        let states = see(self.broker.as_ref(), publisher.as_mut(), topics, self.declare).await?;
+        let states = if self.declare {
+            make_each(self.broker.as_ref(), publisher.as_mut(), topics).await?
+        } else {
+            publisher.topics(topics).await?
+        };
         let mut ready = Vec::new();
         for (topic, state) in topics.iter().zip(states) {
             match state {
@@ -430,36 +472,71 @@ impl Trier {
     }
 }
 
-/// The state of these topics; with `declare`, those that are not there are made first. What stands
-/// in the way of making one is the topic's trouble, not the session's.
+/// The state of these topics; with `declare`, those that are not there are made first, all at once,
+/// unless they are many. What stands in the way of that is the trouble of these topics, not of the
+/// session, and their trials find out whose.
 pub(super) async fn see(
     broker: &dyn Broker,
     publisher: &mut dyn Publisher,
     topics: &[String],
     declare: bool,
 ) -> Result<Vec<TopicState>, BrokerError> {
-    let mut states = publisher.topics(topics).await?;
-    if !declare {
+    let states = publisher.topics(topics).await?;
+    let missing = missing(topics, &states);
+    if !declare || missing.is_empty() {
         return Ok(states);
     }
-    let mut made = Vec::new();
-    for (topic, state) in topics.iter().zip(&mut states) {
-        if *state == TopicState::Ready {
-            continue;
+    let why = if missing.len() > MADE_AT_ONCE {
+        format!("it is to be made, with {} more", missing.len() - 1)
+    } else {
+        match tokio::time::timeout(MADE_MAX, broker.declare(&missing)).await {
+            Ok(Ok(())) => return publisher.topics(topics).await,
+            Ok(Err(BrokerError::Refused(why) | BrokerError::Destination(why))) => why,
+            Ok(Err(error)) => return Err(error),
+            Err(_) => format!("it was not made within {}", humantime::format_duration(MADE_MAX)),
         }
-        match broker.declare(std::slice::from_ref(topic)).await {
-            Ok(()) => made.push(topic.clone()),
-            Err(BrokerError::Refused(why) | BrokerError::Destination(why)) => *state = TopicState::NotReady(why),
-            Err(error) => return Err(error),
-        }
+    };
+    let not_made = |state| if state == TopicState::Ready { state } else { TopicState::NotReady(why.clone()) };
+    Ok(states.into_iter().map(not_made).collect())
+}
+
+/// As [`see`], for as long as it takes; where they cannot be made together, one by one.
+async fn make_each(
+    broker: &dyn Broker,
+    publisher: &mut dyn Publisher,
+    topics: &[String],
+) -> Result<Vec<TopicState>, BrokerError> {
+    let states = publisher.topics(topics).await?;
+    let missing_now = missing(topics, &states);
+    if missing_now.is_empty() {
+        return Ok(states);
     }
-    if !made.is_empty() {
-        let seen: HashMap<String, TopicState> = made.iter().cloned().zip(publisher.topics(&made).await?).collect();
-        for (topic, state) in topics.iter().zip(&mut states) {
-            if let Some(seen) = seen.get(topic) {
-                *state = seen.clone();
+    let mut refused = HashMap::new();
+    match broker.declare(&missing_now).await {
+        Ok(()) => {}
+        Err(BrokerError::Refused(_) | BrokerError::Destination(_)) => {
+            // Some may have been made.
+            let states = publisher.topics(&missing_now).await?;
+            for topic in missing(&missing_now, &states) {
+                match broker.declare(std::slice::from_ref(&topic)).await {
+                    Ok(()) => {}
+                    Err(BrokerError::Refused(why) | BrokerError::Destination(why)) => _ = refused.insert(topic, why),
+                    Err(error) => return Err(error),
+                }
             }
         }
+        Err(error) => return Err(error),
     }
-    Ok(states)
+    let states = topics.iter().zip(publisher.topics(topics).await?);
+    let with_reason = |(topic, state): (&String, TopicState)| match refused.remove(topic) {
+        Some(why) if state != TopicState::Ready => TopicState::NotReady(why),
+        _ => state,
+    };
+    Ok(states.map(with_reason).collect())
+}
+
+/// Those that are not ready.
+fn missing(topics: &[String], states: &[TopicState]) -> Vec<String> {
+    let all = topics.iter().zip(states);
+    all.filter(|(_, state)| **state != TopicState::Ready).map(|(topic, _)| topic.clone()).collect()
 }

@@ -1,0 +1,142 @@
+//! The gauges of `/metrics` that stand in tables: read again and again, beside the work.
+//!
+//! Promises: what left the tables is shown no more as it last was; while the tables cannot be read,
+//! the age of what is shown rises; a task that ended in disorder is told to the program.
+
+use std::collections::BTreeSet;
+use std::future::Future;
+use std::sync::{Mutex, PoisonError};
+use std::time::Duration;
+
+use tokio::task::JoinSet;
+use tokio::time::Instant;
+use tokio_util::sync::CancellationToken;
+
+use super::exit::AppError;
+use crate::observe;
+use crate::store::{Status, Store};
+
+/// How often the tables are read at most. A look that takes long is rarer: never more than a
+/// twentieth of the time is spent on it.
+const EVERY: Duration = Duration::from_secs(2);
+
+/// The task that keeps the gauges of one database true.
+#[derive(Debug)]
+pub(super) struct Gauges(JoinSet<()>);
+
+impl Gauges {
+    /// Keeps them until the stop.
+    pub(super) fn keep<S: Store>(store: S, stop: CancellationToken) -> Self {
+        Self::of(async move {
+            tokio::select! {
+                () = stop.cancelled() => {}
+                () = keep(store) => {}
+            }
+        })
+    }
+
+    fn of(task: impl Future<Output = ()> + Send + 'static) -> Self {
+        let mut tasks = JoinSet::new();
+        tasks.spawn(task);
+        Self(tasks)
+    }
+
+    /// Waits for its end; none where it was heard of before.
+    ///
+    /// # Errors
+    /// It ended in disorder: all gauges stand still.
+    ///
+    /// # Cancel safety
+    /// Safe: the end is heard by the next call.
+    pub(super) async fn ended(&mut self) -> Option<Result<(), AppError>> {
+        let ended = self.0.join_next().await?;
+        Some(ended.map_err(|error| AppError::failed(format!("the gauges of /metrics ended in disorder: {error}"))))
+    }
+}
+
+async fn keep<S: Store>(store: S) {
+    let read_at = Mutex::new(Instant::now());
+    let read_at = || read_at.lock().unwrap_or_else(PoisonError::into_inner);
+    let ages = async {
+        loop {
+            let age = read_at().elapsed();
+            observe::status_stands(age);
+            tokio::time::sleep(EVERY).await;
+        }
+    };
+    let looks = async {
+        let mut shown = Shown::default();
+        loop {
+            let began = Instant::now();
+            match store.status().await {
+                Ok(status) => {
+                    shown.show(&status);
+                    *read_at() = began;
+                }
+                Err(error) => tracing::debug!(%error, "the status could not be read"),
+            }
+            tokio::time::sleep(EVERY.max(20 * began.elapsed())).await;
+        }
+    };
+    tokio::join!(ages, looks);
+}
+
+/// Names that are shown with a value of their own.
+#[derive(Debug, Default)]
+struct Shown {
+    consumers: BTreeSet<String>,
+    shards: BTreeSet<i32>,
+}
+
+impl Shown {
+    fn show(&mut self, status: &Status) {
+        observe::outbox_stands(observe::OutboxGauges {
+            pending: status.pending,
+            oldest_pending_age_seconds: status.oldest_pending_age_seconds,
+            held: status.held,
+            oldest_held_age_seconds: status.oldest_held_age_seconds,
+            dead: status.dead,
+            emails_pending: status.emails_pending,
+        });
+        let shards: BTreeSet<i32> = status.shards.iter().map(|shard| shard.shard).collect();
+        for shard in &status.shards {
+            observe::shard_stands(shard.shard, shard.gaps, shard.cursor_age_seconds);
+        }
+        for gone in self.shards.difference(&shards) {
+            observe::shard_stands(*gone, 0, 0.0);
+        }
+        let consumers: BTreeSet<String> = status.consumers.iter().map(|consumer| consumer.name.clone()).collect();
+        for consumer in &status.consumers {
+            observe::consumer_stands(
+                &consumer.name,
+                observe::ConsumerGauges {
+                    waiting: consumer.waiting,
+                    held: consumer.held,
+                    oldest_waiting_age_seconds: consumer.oldest_waiting_age_seconds,
+                    dead: consumer.dead,
+                    inbox_rows: consumer.inbox_rows,
+                },
+            );
+        }
+        // One that was forgotten would keep its alert for as long as this process lives.
+        for gone in self.consumers.difference(&consumers) {
+            observe::consumer_stands(gone, observe::ConsumerGauges::default());
+        }
+        (self.consumers, self.shards) = (consumers, shards);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Shown by: leaving the error out (the program goes on, and every gauge stands still).
+    #[tokio::test]
+    async fn gauges_that_end_in_disorder_are_told_to_the_program_once() {
+        let mut gauges = Gauges::of(async { std::panic::panic_any("a fault") });
+        assert!(matches!(gauges.ended().await, Some(Err(error)) if error.message.contains("in disorder")));
+        assert!(gauges.ended().await.is_none());
+        let mut gauges = Gauges::of(async {});
+        assert!(matches!(gauges.ended().await, Some(Ok(()))));
+    }
+}
