@@ -19,6 +19,9 @@
 #[path = "../support/mod.rs"]
 mod support;
 
+#[path = "../support/proxy.rs"]
+mod proxy;
+
 mod broker;
 mod database;
 mod dead;
