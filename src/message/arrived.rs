@@ -284,7 +284,7 @@ mod tests {
         assert_ne!(by_content.message.id, other.message.id);
     }
 
-    // Shown to fail: with headers of federation and shovel that counted as the application's.
+    // Shown by: headers of federation and shovel that count as the application's.
     #[test]
     fn a_copy_that_took_another_way_through_the_broker_has_the_same_content() {
         let direct = Message::identify(arrived(), &IdRule::Envelope, "", false).expect("id");

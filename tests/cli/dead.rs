@@ -352,7 +352,7 @@ fn a_redrive_says_what_became_of_each_message() {
     assert_eq!(place.entries(), ["p1"]);
 }
 
-/// Shown to fail: with `unknown` where no variable names the user, as in a container.
+/// Shown by: `unknown` where no variable names the user, as in a container.
 #[test]
 fn who_acts_is_the_number_of_the_user_where_no_variable_has_a_name() {
     let (place, _) = with_dead_payments(1);
