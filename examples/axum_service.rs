@@ -6,12 +6,15 @@
 
 use std::time::Duration;
 
+use axum::Router;
 use axum::extract::{Json, Request, State};
 use axum::http::{HeaderMap, StatusCode, header};
 use axum::middleware::{Next, from_fn};
 use axum::response::{IntoResponse, Response};
-use axum::{Router, routing::post};
+use axum::routing::{get, post};
+use metrics_exporter_prometheus::{PrometheusBuilder, PrometheusHandle};
 use oncebox::HandlerError;
+use oncebox::app::{LogFormat, start_logging};
 use oncebox::http::idempotency::{IdempotencyLayer, IdempotencyScope, Idempotent, JsonCommand, Scoped, TypedDoor};
 use oncebox::policy::operation::{FingerprintWriter, IdempotentCommand, Mode, Outcome, Route, Scope};
 use oncebox::runtime::operation::{EffectTx, Endpoint, EndpointError, Engine, Reply};
@@ -88,9 +91,10 @@ fn verified(headers: &HeaderMap) -> Option<Scope> {
     Scope::new(tenant, principal).ok()
 }
 
-pub(crate) fn app(engine: &Engine<SqliteStore>) -> Result<Router, EndpointError> {
+pub(crate) fn app(engine: &Engine<SqliteStore>, metrics: PrometheusHandle) -> Result<Router, EndpointError> {
     let notes = notes(engine, engine.store().pool().clone())?;
-    Ok(payments(engine)?.merge(notes).layer(from_fn(authenticate)))
+    let service = payments(engine)?.merge(notes).layer(from_fn(authenticate));
+    Ok(service.route("/metrics", get(async move || metrics.render())))
 }
 
 pub(crate) const TABLES: &str = "create table if not exists payment (account text not null, cents integer not null);
@@ -98,6 +102,8 @@ pub(crate) const TABLES: &str = "create table if not exists payment (account tex
 
 #[tokio::main]
 async fn main() -> Result<(), Box<dyn std::error::Error>> {
+    start_logging(LogFormat::Text, "info")?;
+    let metrics = PrometheusBuilder::new().install_recorder()?;
     let url = std::env::var("ONCEBOX_DATABASE__URL").unwrap_or_else(|_| "sqlite://oncebox.db".to_owned());
     let store = SqliteStore::connect(&StoreOptions::new(url)).await?;
     raw_sql(TABLES).execute(store.pool()).await?;
@@ -108,14 +114,17 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
         loop {
             tokio::time::sleep(Duration::from_secs(60)).await;
             if let Err(error) = sweeper.sweep(1_000).await {
-                eprintln!("a sweep failed: {error}");
+                tracing::warn!(%error, "a sweep failed");
+            }
+            if let Err(error) = sweeper.measure().await {
+                tracing::warn!(%error, "what is open was not counted");
             }
         }
     });
 
     let listener = tokio::net::TcpListener::bind("127.0.0.1:8080").await?;
     let stop = async { tokio::signal::ctrl_c().await.unwrap_or_default() };
-    axum::serve(listener, app(&engine)?).with_graceful_shutdown(stop).await?;
+    axum::serve(listener, app(&engine, metrics)?).with_graceful_shutdown(stop).await?;
     engine.drain(Duration::from_secs(20)).await;
     Ok(())
 }

@@ -27,6 +27,7 @@ pub use consumer::{ConsumerStart, HandlersByConsumer, run_consumers, run_consume
 pub use exit::{AppError, Exit};
 pub(crate) use listen::listen;
 pub use logging::{LogFormat, say, speak, start_logging};
+pub(crate) use program::COMMON_OPTIONS;
 pub use program::{CommonArgs, run};
 pub use programs::{ConsumerArgs, PublisherArgs, configured_consumer, consumer, plain_publisher, publisher};
 pub use publisher::{run_publisher, run_publisher_with};

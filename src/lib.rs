@@ -126,11 +126,6 @@ struct Readme;
 #[doc = include_str!("../docs/reference/client.md")]
 struct ClientGuide;
 
-/// The code of the guide to operations in phases.
-#[cfg(doctest)]
-#[doc = include_str!("../docs/concepts/phases.md")]
-struct PhasesGuide;
-
 /// The code of the guides. That of the axum service is an example of its own, which a test runs.
 #[cfg(all(doctest, feature = "programs", feature = "postgres", feature = "http", feature = "client"))]
 #[doc = include_str!("../docs/guides/recovery-worker.md")]

@@ -115,7 +115,7 @@ begin
       elseif lower(v_name) = 'tracestate' then
         set v_state = v_value;
       else
-        if lower(v_name) regexp '\\A(ce_|cloudevents|oncebox-|x-(first-death|last-death|opt|stream)-|x-(death|delivery-count|acquired-count|match|priority)\\z|content-type\\z|cc\\z|bcc\\z)' then
+        if lower(v_name) regexp '\\A(ce_|cloudevents|oncebox-|x-(first-death|last-death|opt|stream)-|x-shovelled|x-(death|delivery-count|acquired-count|match|priority|received-from|original-exchange|original-routing-key|routed-by)\\z|timestamp_in_ms\\z|content-type\\z|cc\\z|bcc\\z)' then
           set v_text = concat('oncebox: limit header_reserved: the header name `', left(v_name, 40), '` is reserved');
           signal sqlstate '45000' set message_text = v_text;
         end if;

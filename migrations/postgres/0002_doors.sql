@@ -85,7 +85,7 @@ begin
       if octet_length(header.name) not between 1 and limits[2] then
         return oncebox.refuse('header_name', format('has %s bytes, 1 to %s are allowed', octet_length(header.name), limits[2]));
       end if;
-      if header.name ~* '^(ce_|cloudevents|oncebox-|x-(first-death|last-death|opt|stream)-|(x-(death|delivery-count|acquired-count|match|priority)|content-type|cc|bcc)$)' then
+      if header.name ~* '^(ce_|cloudevents|oncebox-|x-(first-death|last-death|opt|stream)-|x-shovelled|(x-(death|delivery-count|acquired-count|match|priority|received-from|original-exchange|original-routing-key|routed-by)|timestamp_in_ms|content-type|cc|bcc)$)' then
         return oncebox.refuse('header_reserved', format('the header name `%s` is reserved', header.name));
       end if;
       if lower(header.name) = any (seen) then

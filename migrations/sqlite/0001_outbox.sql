@@ -198,14 +198,15 @@ begin
        and exists (select 1 from json_each(new.headers) as h
                     where length(cast(h.key as blob)) not between 1
                           and min(255, coalesce((select value from oncebox_limits where name = 'header_name_bytes_max'), 128)));
-    select raise(abort, 'oncebox: limit header_reserved: ce_*, cloudEvents*, oncebox-*, content-type, CC, BCC and the x- names of RabbitMQ are reserved')
+    select raise(abort, 'oncebox: limit header_reserved: ce_*, cloudEvents*, oncebox-*, content-type, CC, BCC and the names that RabbitMQ writes are reserved')
      where new.headers <> '{}'
        and exists (select 1 from json_each(new.headers) as h
                     where substr(lower(h.key), 1, 3) = 'ce_' or substr(lower(h.key), 1, 11) = 'cloudevents'
                        or substr(lower(h.key), 1, 8) = 'oncebox-'
                        or lower(h.key) glob 'x-first-death-*' or lower(h.key) glob 'x-last-death-*'
-                       or lower(h.key) glob 'x-opt-*' or lower(h.key) glob 'x-stream-*'
+                       or lower(h.key) glob 'x-opt-*' or lower(h.key) glob 'x-stream-*' or lower(h.key) glob 'x-shovelled*'
                        or lower(h.key) in ('x-death', 'x-delivery-count', 'x-acquired-count', 'x-match', 'x-priority',
+                                           'x-received-from', 'x-original-exchange', 'x-original-routing-key', 'x-routed-by', 'timestamp_in_ms',
                                            'content-type', 'cc', 'bcc'));
     select raise(abort, 'oncebox: limit header_twice: a header is given twice; case does not tell names apart')
      where new.headers <> '{}'

@@ -15,21 +15,23 @@ use super::logging::{LogFormat, say, speak, start_logging};
 
 /// The variable that stands for `--config`.
 const CONFIG: &str = "ONCEBOX_CONFIG";
+/// The heading in a help under which the flags stand that every command takes.
+pub(crate) const COMMON_OPTIONS: &str = "Common options";
 
 /// Flags of every program; a command line of one's own takes them by `#[command(flatten)]`.
 #[derive(Debug, Clone, Default, Args)]
 pub struct CommonArgs {
     /// Configuration file (TOML); `oncebox config template` prints one
-    #[arg(long, value_name = "FILE", env = CONFIG, global = true)]
+    #[arg(long, value_name = "FILE", env = CONFIG, global = true, help_heading = COMMON_OPTIONS)]
     pub config: Option<PathBuf>,
     /// Database: postgres://, mysql:// (also MariaDB) or sqlite://FILE [env: ONCEBOX_DATABASE__URL]
-    #[arg(long, value_name = "URL", global = true)]
+    #[arg(long, value_name = "URL", global = true, help_heading = COMMON_OPTIONS)]
     pub database: Option<String>,
     /// Broker: kafka://, kafkas://, amqp://, amqps:// or embedded://FILE [env: ONCEBOX_BROKER__URL]
-    #[arg(long, value_name = "URL", global = true)]
+    #[arg(long, value_name = "URL", global = true, help_heading = COMMON_OPTIONS)]
     pub broker: Option<String>,
     /// How log lines look [env: ONCEBOX_LOG__FORMAT]
-    #[arg(long, value_name = "FORMAT", global = true)]
+    #[arg(long, value_name = "FORMAT", global = true, help_heading = COMMON_OPTIONS)]
     pub log_format: Option<LogFormat>,
 }
 

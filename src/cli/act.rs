@@ -18,7 +18,7 @@ pub(super) struct Act {
     /// Why; stored in the audit row
     #[arg(long, value_name = "TEXT")]
     pub(super) why: String,
-    /// Who acts, for the audit row; the user of this shell by default
+    /// Who acts, for the audit row; by default the user of this shell, or its number
     #[arg(long, value_name = "NAME")]
     by: Option<String>,
     /// Only say what would be done
@@ -67,8 +67,11 @@ impl Act {
     }
 }
 
+/// The user of this shell. A container may have no name for it.
 pub(super) fn actor() -> String {
-    std::env::var("USER").or_else(|_| std::env::var("LOGNAME")).unwrap_or_else(|_| "unknown".to_owned())
+    let named = ["USER", "LOGNAME"].into_iter().filter_map(|name| std::env::var(name).ok());
+    let mut named = named.filter(|name| !name.trim().is_empty());
+    named.next().unwrap_or_else(|| format!("uid {}", rustix::process::getuid().as_raw()))
 }
 
 /// What an operator may not do is refused for safety: exit code 4.

@@ -50,8 +50,8 @@ pub(super) enum BenchCommand {
     Latency(BenchArgs),
     /// Faults: what the rest still gets while one thing is stuck, frozen, failed or killed
     Fault(FaultArgs),
-    /// Requests with an `Idempotency-Key`: what each door adds, replays, and claims beside many
-    /// stored keys
+    /// Requests with an `Idempotency-Key`: what the typed handler and the layer add, replays, and
+    /// claims beside many stored keys
     Http(HttpArgs),
 }
 

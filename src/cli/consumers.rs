@@ -1,12 +1,14 @@
 //! `oncebox consumers`: who has ever read here, who is there, and what a gone one left behind.
 
+use std::time::Duration;
+
 use clap::Subcommand;
 
 use super::act::{Act, refused, to_json};
 use super::common::{CommonArgs, Output, table};
 use crate::app::config::Settings;
 use crate::app::{AppError, require_schema};
-use crate::store::{CONSUMER_PRESENT, ConsumerStatus, Store};
+use crate::store::{ConsumerStatus, Store};
 
 /// What to do with consumers.
 #[derive(Debug, Subcommand)]
@@ -63,10 +65,14 @@ fn list(consumers: &[ConsumerStatus], output: Output) -> Result<(), AppError> {
     Ok(())
 }
 
+/// A consumer that was not seen for so long is not there: each of its processes says every ten
+/// seconds that it is.
+pub(super) const ABSENT: Duration = Duration::from_secs(60);
+
 /// When a process of it was last there.
 pub(super) fn seen(consumer: &ConsumerStatus) -> String {
-    let ago = std::time::Duration::from_secs(consumer.seen_seconds_ago as u64);
-    match ago < CONSUMER_PRESENT {
+    let ago = Duration::from_secs(consumer.seen_seconds_ago as u64);
+    match ago < ABSENT {
         true => "there".to_owned(),
         false => format!("{} ago", humantime::format_duration(ago)),
     }

@@ -1,9 +1,11 @@
 //! `oncebox dead`: what is dead, held or waiting, on the outbox's side and the consumers': listed,
 //! shown, redriven, discarded. Every act has a reason and leaves an audit row.
 
+use std::collections::{BTreeMap, HashMap};
 use std::path::PathBuf;
 use std::time::Duration;
 
+use chrono::{DateTime, Utc};
 use clap::{Args, Subcommand};
 use uuid::Uuid;
 
@@ -11,6 +13,7 @@ use super::act::{Act, refused, to_json};
 use super::common::{CommonArgs, Output, table};
 use crate::app::config::Settings;
 use crate::app::{AppError, require_schema, say};
+use crate::message::identity;
 use crate::store::{ActContext, DeadFilter, DeadMessage, DeadPlace, DeadState, OperatorAct, Store};
 
 /// What to do with dead messages.
@@ -30,7 +33,7 @@ pub(crate) enum DeadCommand {
         #[arg(value_parser = number)]
         number: String,
     },
-    /// Send or handle again now, with the same id: inboxes still deduplicate
+    /// Send or handle messages again now, under the same id: an inbox still knows its copies
     Redrive {
         #[command(flatten)]
         which: Which,
@@ -40,6 +43,10 @@ pub(crate) enum DeadCommand {
         /// what is done is done
         #[arg(long, value_name = "N", default_value_t = 100, value_parser = clap::value_parser!(u32).range(1..))]
         rate: u32,
+        /// Wait so long for what becomes of each message, and say it; exit code 3 where one was
+        /// neither handled nor sent
+        #[arg(long, value_name = "TIME", default_value = "0s", value_parser = humantime::parse_duration)]
+        wait: Duration,
         /// Under a new id, so that it is a new message (only one at a time)
         #[arg(long)]
         new_id: bool,
@@ -55,7 +62,7 @@ pub(crate) enum DeadCommand {
         #[command(flatten)]
         act: Act,
     },
-    /// Forget; what stands behind goes on
+    /// Forget messages; what stands behind them goes on
     Discard {
         #[command(flatten)]
         which: Which,
@@ -98,9 +105,12 @@ fn states(state: Option<State>) -> Vec<DeadState> {
 /// Which messages.
 #[derive(Debug, Clone, Default, Args)]
 pub(crate) struct Filter {
-    /// Only with this message id
-    #[arg(long, value_name = "UUID")]
-    id: Option<Uuid>,
+    /// Only with this message id: the UUID, or as its producer sent it
+    #[arg(long, value_name = "ID")]
+    id: Option<String>,
+    /// Whose id that is, where it is no UUID: the `ce_source` of its producer; none by default
+    #[arg(long, value_name = "TEXT", requires = "id")]
+    source: Option<String>,
     /// Only of this topic
     #[arg(long)]
     topic: Option<String>,
@@ -156,7 +166,7 @@ async fn on<S: Store>(store: S, command: &DeadCommand, settings: &Settings, outp
             list(&store, &filter, output).await
         }
         DeadCommand::Show { number } => show(&store, number, output).await,
-        DeadCommand::Redrive { which, act, rate, new_id, payload } => {
+        DeadCommand::Redrive { which, act, rate, wait, new_id, payload } => {
             let how = match (payload, new_id) {
                 (None, false) => OperatorAct::Redrive,
                 (file, _) => {
@@ -164,13 +174,13 @@ async fn on<S: Store>(store: S, command: &DeadCommand, settings: &Settings, outp
                     OperatorAct::RedriveAs { id: Uuid::now_v7(), payload }
                 }
             };
-            act_on(&store, which, act, (&how, Some(*rate)), settings, output).await
+            act_on(&store, which, act, &How { act: &how, rate: Some(*rate), wait: *wait }, settings, output).await
         }
         DeadCommand::Bury { which, act } => {
-            act_on(&store, which, act, (&OperatorAct::Bury, None), settings, output).await
+            act_on(&store, which, act, &How::at_once(&OperatorAct::Bury), settings, output).await
         }
         DeadCommand::Discard { which, act } => {
-            act_on(&store, which, act, (&OperatorAct::Discard, None), settings, output).await
+            act_on(&store, which, act, &How::at_once(&OperatorAct::Discard), settings, output).await
         }
     };
     store.close().await;
@@ -182,7 +192,7 @@ impl Filter {
         DeadFilter {
             states: Vec::new(),
             number: number.map(str::to_owned),
-            message_id: self.id,
+            message_id: self.id.as_deref().map(|id| identity_of(id, self.source.as_deref())),
             topic: self.topic.clone(),
             key: self.key.clone(),
             consumer: self.consumer.clone(),
@@ -197,6 +207,15 @@ impl Filter {
             && self.key.is_none()
             && self.consumer.is_none()
             && self.reason.is_none()
+    }
+}
+
+/// The UUID of an id: of a text that is none it is made of the source and the text, as a consumer
+/// makes it.
+fn identity_of(id: &str, source: Option<&str>) -> Uuid {
+    match (source, Uuid::try_parse(id)) {
+        (None, Ok(uuid)) => uuid,
+        _ => identity(source.unwrap_or_default(), id).uuid(),
     }
 }
 
@@ -219,7 +238,8 @@ async fn list<S: Store>(store: &S, filter: &DeadFilter, output: Output) -> Resul
         return Ok(());
     }
     let mut table = table([
-        "number", "state", "where", "topic", "key", "id", "reason", "error", "tries", "next try", "behind", "since",
+        "number", "state", "where", "topic", "key", "id", "sent as", "reason", "error", "tries", "next try", "behind",
+        "since",
     ]);
     for message in &dead {
         let error: String = message.error.as_deref().unwrap_or("").chars().take(60).collect();
@@ -229,7 +249,8 @@ async fn list<S: Store>(store: &S, filter: &DeadFilter, output: Output) -> Resul
             place(message).to_owned(),
             message.topic.clone(),
             message.key.clone().unwrap_or_default(),
-            message.sent_id.clone().unwrap_or_else(|| message.message_id.to_string()),
+            message.message_id.to_string(),
+            message.sent_id.clone().unwrap_or_default(),
             match &message.requested {
                 Some(requested) => format!("{} ({requested} requested)", message.reason),
                 None => message.reason.clone(),
@@ -252,9 +273,7 @@ fn hint_at_more(found: usize, filter: &DeadFilter) {
 }
 
 async fn show<S: Store>(store: &S, number: &str, output: Output) -> Result<(), AppError> {
-    let number_alone = Some(number.to_owned());
-    let filter = DeadFilter { states: states(None), number: number_alone, limit: 1, ..DeadFilter::default() };
-    let Some(message) = store.dead(&filter).await?.into_iter().next() else {
+    let Some(message) = store.dead(&by_number(number)).await?.into_iter().next() else {
         let why =
             format!("there is no message `{number}` that is dead, held or waiting; `oncebox dead list` shows them");
         return Err(AppError::failed(why));
@@ -293,11 +312,26 @@ async fn show<S: Store>(store: &S, number: &str, output: Output) -> Result<(), A
     Ok(())
 }
 
+/// What is done, and how fast.
+struct How<'a> {
+    act: &'a OperatorAct,
+    /// At most so many a second.
+    rate: Option<u32>,
+    /// So long for what becomes of them.
+    wait: Duration,
+}
+
+impl<'a> How<'a> {
+    fn at_once(act: &'a OperatorAct) -> Self {
+        Self { act, rate: None, wait: Duration::ZERO }
+    }
+}
+
 async fn act_on<S: Store>(
     store: &S,
     which: &Which,
     act: &Act,
-    (how, rate): (&OperatorAct, Option<u32>),
+    &How { act: how, rate, wait }: &How<'_>,
     settings: &Settings,
     output: Output,
 ) -> Result<(), AppError> {
@@ -309,10 +343,10 @@ async fn act_on<S: Store>(
         vec![DeadFilter { states: states(Some(which.state.unwrap_or(usual))), ..which.filter.to_store(None) }]
     } else {
         // By its number it is known in whatever state it is.
-        let by_number = |number| DeadFilter { states: states(None), ..which.filter.to_store(Some(number)) };
-        which.numbers.iter().map(|number| by_number(number)).collect()
+        let one = |number| DeadFilter { states: states(None), ..which.filter.to_store(Some(number)) };
+        which.numbers.iter().map(|number| one(number)).collect()
     };
-    let mut found = Vec::new();
+    let (mut found, mut last_tries) = (Vec::new(), HashMap::new());
     for filter in &filters {
         let of_filter = store.dead(filter).await?;
         if let (true, Some(number)) = (of_filter.is_empty(), &filter.number) {
@@ -321,7 +355,10 @@ async fn act_on<S: Store>(
             )));
         }
         hint_at_more(of_filter.len(), filter);
-        found.extend(of_filter.into_iter().map(|message| message.number));
+        for message in of_filter {
+            last_tries.insert(message.number.clone(), message.history.last().map(|entry| entry.at));
+            found.push(message.number);
+        }
     }
     if matches!(how, OperatorAct::RedriveAs { .. }) && found.len() > 1 {
         return Err(AppError::usage(format!("{} messages match; only one at a time gets a new id", found.len())));
@@ -347,11 +384,26 @@ async fn act_on<S: Store>(
         OperatorAct::Bury => "bury",
         OperatorAct::Redrive | OperatorAct::RedriveAs { .. } => "redrive",
     };
+    let became = match verb {
+        "redrive" if !act.dry_run => {
+            last_tries.retain(|number, _| numbers.contains(number) && !already_handled.contains(number));
+            what_became(store, last_tries, wait).await?
+        }
+        _ => BTreeMap::new(),
+    };
+    let is_done = wait.is_zero() || became.values().all(Became::is_well);
+    let done = || match is_done {
+        true => Ok(()),
+        false => Err(AppError::not_ready(format!("not every message was handled or sent within {wait:?}"))),
+    };
     if output == Output::Json {
-        let value = serde_json::json!({ "act": verb, "dry_run": act.dry_run, "numbers": numbers,
+        let mut value = serde_json::json!({ "act": verb, "dry_run": act.dry_run, "numbers": numbers,
             "already_handled": already_handled });
+        for (number, became) in &became {
+            value["became"][number] = became.to_string().into();
+        }
         data!("{}", to_json(&value)?);
-        return Ok(());
+        return done();
     }
     let would = if act.dry_run { "would " } else { "" };
     let shown: String = numbers.iter().map(|number| format!(" {number}")).collect();
@@ -359,14 +411,88 @@ async fn act_on<S: Store>(
     for number in &already_handled {
         data!("{would}discard {number}: another copy of it was handled since");
     }
+    if !wait.is_zero() {
+        for (number, became) in &became {
+            data!("{number}: {became}");
+        }
+        return done();
+    }
     if !act.dry_run && numbers.iter().any(|number| number.starts_with('o')) {
         data!("the publisher carries out what concerns the outbox");
     }
     let goes_on = numbers.iter().any(|number| number.starts_with('c') && !already_handled.contains(number));
     if !act.dry_run && verb == "redrive" && goes_on {
-        say("INFO", "hint: its consumer handles it now; what `oncebox dead show` finds no more was handled");
+        say("INFO", "hint: its consumer handles it now; `--wait 10s` says what becomes of it");
     }
     Ok(())
+}
+
+/// What became of a message that was redriven.
+enum Became {
+    /// It is gone from the list: its consumer handled it, or the broker has it.
+    Handled,
+    Sent,
+    /// Nothing yet.
+    Open,
+    /// It failed again.
+    Failed(DeadState, String),
+}
+
+impl Became {
+    fn is_well(&self) -> bool {
+        matches!(self, Self::Handled | Self::Sent)
+    }
+}
+
+impl std::fmt::Display for Became {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::Handled => f.write_str("handled"),
+            Self::Sent => f.write_str("sent"),
+            Self::Open => f.write_str("released, and not tried yet"),
+            Self::Failed(state, error) => write!(f, "{} again: {error}", State::of(*state)),
+        }
+    }
+}
+
+/// Looks until each of these is gone or was tried again, for so long. The last try of each before
+/// it was redriven is known.
+async fn what_became<S: Store>(
+    store: &S,
+    mut last_tries: HashMap<String, Option<DateTime<Utc>>>,
+    wait: Duration,
+) -> Result<BTreeMap<String, Became>, AppError> {
+    let until = tokio::time::Instant::now() + wait;
+    let mut became = BTreeMap::new();
+    loop {
+        let is_over = tokio::time::Instant::now() >= until;
+        for number in last_tries.keys().cloned().collect::<Vec<_>>() {
+            let message = if wait.is_zero() { None } else { store.dead(&by_number(&number)).await?.into_iter().next() };
+            let now = match message {
+                _ if wait.is_zero() => Became::Open,
+                None if number.starts_with('o') => Became::Sent,
+                None => Became::Handled,
+                Some(message) => match message.history.last() {
+                    Some(entry) if last_tries.get(&number).is_some_and(|before| *before < Some(entry.at)) => {
+                        Became::Failed(message.state, entry.error.clone())
+                    }
+                    _ if is_over => Became::Open,
+                    _ => continue,
+                },
+            };
+            last_tries.remove(&number);
+            became.insert(number, now);
+        }
+        if last_tries.is_empty() {
+            return Ok(became);
+        }
+        tokio::time::sleep(Duration::from_millis(100)).await;
+    }
+}
+
+/// One message, in whatever state it is.
+fn by_number(number: &str) -> DeadFilter {
+    DeadFilter { states: states(None), number: Some(number.to_owned()), limit: 1, ..DeadFilter::default() }
 }
 
 /// Acts on so many of these numbers a second; gives as [`carry_out`] does.
@@ -382,13 +508,7 @@ async fn paced<S: Store>(
     let (mut numbers, mut already_handled) = (Vec::new(), Vec::new());
     for some in found.chunks(rate) {
         every_second.tick().await;
-        let by_number = |number: &String| DeadFilter {
-            states: states(None),
-            number: Some(number.clone()),
-            limit: 1,
-            ..DeadFilter::default()
-        };
-        let filters: Vec<DeadFilter> = some.iter().map(by_number).collect();
+        let filters: Vec<DeadFilter> = some.iter().map(|number| by_number(number)).collect();
         let done = carry_out(store, &filters, how, context).await;
         let (more, handled) = done.map_err(|error| error.on(&format!("after {} of {}", numbers.len(), found.len())))?;
         numbers.extend(more);

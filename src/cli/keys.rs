@@ -58,7 +58,7 @@ pub(crate) enum KeysCommand {
         #[command(flatten)]
         act: Act,
     },
-    /// Say how one ended whose outcome is unknown
+    /// Say how a key ended whose outcome is unknown
     Resolve {
         #[command(flatten)]
         which: Which,

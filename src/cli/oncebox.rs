@@ -6,7 +6,7 @@ use clap::{CommandFactory, Parser, Subcommand};
 
 use super::common::{CommonArgs, Output, run};
 use super::{audit, bench, config, consumers, dead, demo, doctor, keys, migrate, operations, queues, status};
-use crate::app::{AppError, ConsumerArgs, LogFormat, PublisherArgs, speak};
+use crate::app::{AppError, COMMON_OPTIONS, ConsumerArgs, LogFormat, PublisherArgs, speak};
 
 /// Exactly-once effects over at-least-once brokers.
 #[derive(Debug, Parser)]
@@ -15,7 +15,7 @@ struct OnceboxArgs {
     #[command(flatten)]
     common: CommonArgs,
     /// How data is printed; with `json` errors on stderr are JSON too, one object a line
-    #[arg(long, value_enum, default_value_t, global = true)]
+    #[arg(long, value_enum, default_value_t, global = true, help_heading = COMMON_OPTIONS)]
     output: Output,
     #[command(subcommand)]
     command: Command,
@@ -38,11 +38,11 @@ enum Command {
     /// Make or show the tables
     #[command(subcommand)]
     Migrate(migrate::MigrateCommand),
-    /// Show how outbox, consumers and e-mails stand
-    Status,
+    /// Show how outbox, consumers and e-mails stand, and what of it is stuck
+    Status(status::StatusArgs),
     /// Look at everything the promise rests on; exit code 3 where something breaks it, or is stuck
     Doctor(doctor::DoctorArgs),
-    /// List, show, redrive and discard messages that could not be sent or handled
+    /// List, show, redrive, bury and discard messages that could not be sent or handled
     #[command(subcommand)]
     Dead(dead::DeadCommand),
     /// List consumers and when each was last there; forget one that is gone
@@ -104,7 +104,7 @@ impl OnceboxArgs {
             Command::Demo(demo) => demo::run(demo, &self.common, self.output).await,
             Command::Bench(command) => bench::run(command, &self.common, self.output).await,
             Command::Migrate(command) => migrate::run(&command, &self.common, self.output).await,
-            Command::Status => status::run(&self.common, self.output).await,
+            Command::Status(args) => status::run(&args, &self.common, self.output).await,
             Command::Config(command) => config::run(&command, &self.common, self.output),
             Command::Doctor(args) => doctor::run(&args, &self.common, self.output).await,
             Command::Dead(command) => dead::run(&command, &self.common, self.output).await,

@@ -27,8 +27,7 @@ pub(crate) enum OperationsCommand {
         /// The id of the operation
         id: Uuid,
     },
-    /// Give operations to their worker again, at once; what may be sent again, the worker decides
-    /// as ever
+    /// Give operations back to their worker at once; it decides as always what may be sent again
     Retry {
         /// Ids of operations
         #[arg(required = true)]

@@ -284,6 +284,22 @@ mod tests {
         assert_ne!(by_content.message.id, other.message.id);
     }
 
+    // Shown by: headers of federation and shovel that count as the application's.
+    #[test]
+    fn a_copy_that_took_another_way_through_the_broker_has_the_same_content() {
+        let direct = Message::identify(arrived(), &IdRule::Envelope, "", false).expect("id");
+        for name in ["x-received-from", "x-original-exchange", "x-shovelled", "x-shovelled-timestamp", "x-routed-by"] {
+            let mut copy = arrived();
+            copy.headers.push((name.to_owned(), b"elsewhere".to_vec()));
+            let copy = Message::identify(copy, &IdRule::Envelope, "", false).expect("id");
+            assert_eq!(copy.content_hash(), direct.content_hash(), "{name}");
+        }
+        let mut other = arrived();
+        other.headers.push(("x-tenant".to_owned(), b"t1".to_vec()));
+        let other = Message::identify(other, &IdRule::Envelope, "", false).expect("id");
+        assert_ne!(other.content_hash(), direct.content_hash());
+    }
+
     #[test]
     fn envelope_headers_are_not_the_applications() {
         let message = Message::identify(arrived(), &IdRule::Envelope, "", true).expect("id");

@@ -172,10 +172,22 @@ pub fn is_reserved(name: &str) -> bool {
         || matches!(name.as_str(), "content-type" | "cc" | "bcc")
 }
 
-/// What RabbitMQ writes into a message's headers or reads from them; any other name with `x-` is
-/// the application's.
-const BROKER_NAMES: [&str; 5] = ["x-death", "x-delivery-count", "x-acquired-count", "x-match", "x-priority"];
-const BROKER_PREFIXES: [&str; 4] = ["x-first-death-", "x-last-death-", "x-opt-", "x-stream-"];
+/// What RabbitMQ and the plugins that come with it (federation, shovel, interceptors of what comes
+/// in) write into a message's headers or read from them: two copies of a message on two ways differ
+/// in these, and are the same message. Any other name with `x-` is the application's.
+const BROKER_NAMES: [&str; 10] = [
+    "x-death",
+    "x-delivery-count",
+    "x-acquired-count",
+    "x-match",
+    "x-priority",
+    "x-received-from",
+    "x-original-exchange",
+    "x-original-routing-key",
+    "x-routed-by",
+    "timestamp_in_ms",
+];
+const BROKER_PREFIXES: [&str; 5] = ["x-first-death-", "x-last-death-", "x-opt-", "x-stream-", "x-shovelled"];
 
 fn broken<T>(limit: impl Into<Cow<'static, str>>, detail: String) -> Result<T, LimitError> {
     Err(LimitError::new(limit, detail))

@@ -204,7 +204,8 @@ pub struct DeadMessage {
     /// When it became what it is.
     pub dead_at: DateTime<Utc>,
     /// When it is tried next; a held one goes on with what holds it, and one that is held for its
-    /// destination when a trial of its topic succeeds, of which there is one every 30 s at least.
+    /// destination when a trial of its topic succeeds: one is made after 30 s, or after the
+    /// publisher's probe interval where that is longer.
     pub next_try: Option<DateTime<Utc>>,
     /// How many stand behind it, of its key; behind the first that is held for its destination, how
     /// many of its topic are held. Counted up to 10,000, which then means that or more.

@@ -328,6 +328,41 @@ fn a_consumer_that_is_gone_is_forgotten_by_its_name_and_one_that_was_just_there_
     place.oncebox(&forget).run().fails(4, &["no consumer `ledger`"]);
 }
 
+/// Shown by printing the number alone: whether it helped is not said.
+#[test]
+fn a_redrive_says_what_became_of_each_message() {
+    let (place, config) = with_dead_payments(2);
+    let redrive = |more: &[&str]| {
+        let arguments = [&["dead", "redrive", "--why", "x", "--output", "json"], more].concat();
+        let done = place.oncebox(&arguments).run();
+        let said: Value = serde_json::from_str(&done.stdout).unwrap();
+        (done.code(), said["became"].clone())
+    };
+    assert_eq!(redrive(&["c1"]), (Some(0), json!({ "c1": "released, and not tried yet" })));
+    assert_eq!(redrive(&["c2", "--wait", "200ms"]), (Some(3), json!({ "c2": "released, and not tried yet" })));
+    let consumer = place.consumer(&["--config", &config]).start();
+    crate::kit::eventually("both are dead again", || (numbers(&place, &["--state", "dead"]).len() == 2).then_some(()));
+    let (code, became) = redrive(&["c1", "--wait", "60s"]);
+    assert!(became["c1"].as_str().unwrap().starts_with("dead again: the parameter `account`"), "{became}");
+    assert_eq!(code, Some(3));
+    let mended = place.file("mended.json", &payment("p1")).display().to_string();
+    let people = place.oncebox(&["dead", "redrive", "c1", "--payload", &mended, "--wait", "60s", "--why", "x"]).run();
+    assert_eq!(people.ok(), "redrive 1: c1\nc1: handled\n");
+    consumer.stop().ok();
+    assert_eq!(place.entries(), ["p1"]);
+}
+
+/// Shown by: `unknown` where no variable names the user, as in a container.
+#[test]
+fn who_acts_is_the_number_of_the_user_where_no_variable_has_a_name() {
+    let (place, _) = with_dead_payments(1);
+    let bury = place.oncebox(&["dead", "discard", "c1", "--why", "x"]).env("USER", "").env("LOGNAME", "");
+    bury.run().ok();
+    let who = place.column("select actor from oncebox_audit");
+    let number = who[0].strip_prefix("uid ").and_then(|number| number.parse::<u32>().ok());
+    assert!(number.is_some(), "{who:?}");
+}
+
 /// A hundred thousand at once would be a hundred thousand that nothing behind them can get past.
 /// Shown to fail: with all at once.
 #[test]

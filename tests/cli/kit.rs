@@ -335,6 +335,11 @@ impl Place {
         self.directory.path()
     }
 
+    /// From now on the broker is reached here.
+    pub(crate) fn move_broker(&mut self, url: &str) {
+        url.clone_into(&mut self.broker);
+    }
+
     pub(crate) fn database(&self) -> &str {
         &self.database
     }

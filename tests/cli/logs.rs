@@ -92,8 +92,8 @@ fn a_reader_that_goes_away_is_no_error() {
     assert_eq!((done.code(), done.stderr.as_str()), (Some(0), ""), "{done:?}");
 }
 
-/// The list, the message whole, and the log. Shown by naming the UUID alone that we make of it:
-/// nobody else knows that one.
+/// The list, the message whole, the log and the filter. Shown by naming the UUID alone that we make
+/// of it: nobody else knows that one; and by the id as sent alone: no other table has that one.
 #[test]
 fn an_id_that_is_no_uuid_is_shown_as_its_producer_sent_it() {
     let place = Place::migrated();
@@ -103,8 +103,16 @@ fn an_id_that_is_no_uuid_is_shown_as_its_producer_sent_it() {
     let headers = [("ce_id", "evt-17"), ("ce_source", "shop"), ("ce_type", "payment.created")];
     place.append(Some("acc-7"), &headers, "{}");
     place.consume(&config).ok_saying(&["a message is dead", "sent_id=evt-17"]);
-    let listed = place.oncebox(&["dead", "list"]).run().ok();
-    assert!(listed.contains("evt-17"), "{listed}");
+    let all = place.oncebox(&["dead", "list", "--output", "json"]).run().json();
+    let id = all["dead"][0]["message_id"].as_str().unwrap().to_owned();
+    for filter in [&[][..], &["--id", "evt-17", "--source", "shop"], &["--id", id.as_str()]] {
+        let listed = place.oncebox(&[&["dead", "list"], filter].concat()).run().ok();
+        assert!(listed.contains("evt-17") && listed.contains(&*id), "{filter:?}: {listed}");
+    }
+    for filter in [&["--id", "evt-17"][..], &["--id", "evt-18", "--source", "shop"]] {
+        let listed = place.oncebox(&[&["dead", "list"], filter].concat()).run().ok();
+        assert!(!listed.contains("evt-17"), "{filter:?}: {listed}");
+    }
     let shown = place.oncebox(&["dead", "show", "c1"]).run().ok();
     assert!(shown.contains("id as sent    evt-17") && shown.contains("message id    "), "{shown}");
 }

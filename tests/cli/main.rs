@@ -23,6 +23,9 @@ mod standstill;
 #[path = "../support/mod.rs"]
 mod support;
 
+#[path = "../support/proxy.rs"]
+mod proxy;
+
 mod broker;
 mod database;
 mod dead;

@@ -57,6 +57,37 @@ fn the_code_of_the_readme_compiles_as_pasted_in_a_crate_that_depends_on_oncebox_
     assert!(cargo.status.success(), "{}", String::from_utf8_lossy(&cargo.stderr));
 }
 
+/// What a page shows as ```` ```rs ```` is a part of an example, word for word; cargo builds that.
+///
+/// Shown to fail: by another name of a variable in such a block of the README.
+#[test]
+fn what_a_page_shows_as_part_of_an_example_stands_in_one() {
+    let (mut pages, mut examples) = (vec![root().join("README.md")], String::new());
+    let mut open = vec![root().join("docs"), root().join("examples")];
+    while let Some(directory) = open.pop() {
+        for path in std::fs::read_dir(directory).unwrap().map(|entry| entry.unwrap().path()) {
+            match path.extension().and_then(|extension| extension.to_str()) {
+                None if path.is_dir() => open.push(path),
+                Some("md") => pages.push(path),
+                Some("rs") => examples += &std::fs::read_to_string(path).unwrap(),
+                _ => {}
+            }
+        }
+    }
+    let mut shown = 0;
+    for page in pages {
+        let text = std::fs::read_to_string(&page).unwrap();
+        for block in blocks(&text, "rs") {
+            assert!(examples.contains(&block), "{}: in no example:\n{block}", page.display());
+            shown += 1;
+        }
+        // On GitHub they are shown.
+        let hidden = text.split("```rust").skip(1).find(|block| block.split("```").next().unwrap().contains("\n# "));
+        assert_eq!(hidden, None, "{}: a line that only rustdoc hides", page.display());
+    }
+    assert!(shown >= 3, "{shown}");
+}
+
 fn check(directory: &Path) -> std::process::Output {
     Command::new(env!("CARGO"))
         .args(["check", "--offline", "--lib", "--tests"])

@@ -77,7 +77,11 @@ impl Shop {
 #[test]
 fn demo_and_bench_in_a_shell_with_production_settings_leave_production_untouched() {
     let shop = Shop::on(None, None);
-    shop.shell(DEMO).run().ok();
+    let verdict = shop.shell(&[DEMO, &["--output", "json"]].concat()).run().json();
+    assert_eq!(verdict["verdict"], "every effect exactly once", "{verdict}");
+    for (count, expected) in [("messages", 20), ("ledger_entries", 20), ("emails", 20), ("lost", 0), ("doubled", 0)] {
+        assert_eq!(verdict[count], expected, "{count} of {verdict}");
+    }
     shop.is_untouched();
     shop.shell(BENCH).run().ok();
     shop.is_untouched();

@@ -74,9 +74,8 @@ impl World {
 /// Enqueue, relay, consume, look, redrive, discard: as a person does it by hand.
 fn a_day(world: &World) {
     if world.broker.starts_with("amqp") {
-        // The publisher declares the exchange, and the queue of a new consumer receives what comes
-        // after it was bound.
-        world.publish();
+        // The queue of a new consumer receives what comes after it was bound; nobody else has to
+        // run before it.
         world.consume();
     }
     for number in 0..20 {
@@ -202,4 +201,65 @@ fn the_number_of_queues_is_changed_by_a_command_that_says_what_to_do() {
     two(world.oncebox(&["queues", "repartition", "--consumer", "nobody"]))
         .run()
         .fails(2, &["no [[consumer]] named `nobody`"]);
+}
+
+/// What an operator does with one message and with a consumer that is gone, on both kinds of
+/// server. `tests/cli/dead.rs` has the rest, on SQLite.
+///
+/// Shown by: a statement of one database that finds no row.
+#[test]
+fn an_operator_acts_the_same_on_every_server() {
+    let test = "an_operator_acts_the_same_on_every_server";
+    for (database, broker, an_hour_ago) in [
+        (
+            "ONCEBOX_TEST_POSTGRES",
+            "ONCEBOX_TEST_KAFKA",
+            "update oncebox.consumer set seen_at = seen_at - interval '1 hour'",
+        ),
+        (
+            "ONCEBOX_TEST_MARIADB",
+            "ONCEBOX_TEST_RABBITMQ",
+            "update oncebox_consumer set seen_at = seen_at - interval 1 hour",
+        ),
+    ] {
+        let Some(world) = World::on(test, database, broker) else { continue };
+        let config = std::fs::read_to_string(&world.config).unwrap();
+        let config = config.replace("attempts_max = 2", "attempts_max = 1000").replace("\"20ms\"", "\"1h\"");
+        std::fs::write(&world.config, config.replace("\"50ms\"", "\"1h\"")).unwrap();
+        if world.broker.starts_with("amqp") {
+            world.consume();
+        }
+        world.enqueue("acc-7", &payment("p1").replace("100", r#""many""#));
+        world.enqueue("acc-7", &payment("p2"));
+        world.publish();
+        world.consume();
+        let listed = |state: &str| world.json(&["dead", "list", "--state", state])["dead"].as_array().unwrap().clone();
+        let waiting = listed("waiting");
+        let head = waiting.iter().find(|message| message["behind"] == 1).unwrap_or_else(|| panic!("{waiting:?}"));
+        let number = head["number"].as_str().unwrap();
+        world.oncebox(&["dead", "bury", number, "--why", "no hope"]).run().ok();
+        assert_eq!(listed("dead")[0]["behind"], 1);
+        let id = head["message_id"].as_str().unwrap();
+        assert_eq!(world.json(&["dead", "list", "--id", id])["dead"].as_array().unwrap().len(), 1);
+        let dry_run = ["dead", "redrive", number, "--dry-run", "--why", "x"];
+        assert_eq!(world.oncebox(&dry_run).run().ok(), format!("would redrive 1: {number}\n"));
+        let consumer = world.with_config(world.place.consumer(&[])).start();
+        let mended = world.place.file("mended.json", &payment("p1")).display().to_string();
+        let redrive = ["dead", "redrive", number, "--payload", &mended, "--wait", "60s", "--why", "mended"];
+        assert_eq!(world.oncebox(&redrive).run().ok(), format!("redrive 1: {number}\n{number}: handled\n"));
+        crate::kit::eventually("what stood behind it", || (world.place.entries() == ["p1", "p2"]).then_some(()));
+        consumer.stop().ok();
+        let forget = ["consumers", "forget", &world.name, "--why", "replaced"];
+        world.oncebox(&forget).run().fails(4, &["a process of consumer", "was there"]);
+        world.place.sql(an_hour_ago);
+        let status = world.oncebox(&["status"]).run().ok();
+        let gone = format!("stuck: consumer {}: no process of it runs", world.name);
+        assert!(status.contains(&gone), "{status}");
+        assert!(world.oncebox(&forget).run().ok().starts_with(&format!("forgot {}", world.name)));
+        assert_eq!(world.json(&["consumers", "list"])["consumers"], serde_json::json!([]));
+        let audit = world.json(&["audit", "list"]);
+        let acts: Vec<&str> =
+            audit["audit"].as_array().unwrap().iter().map(|act| act["act"].as_str().unwrap()).collect();
+        assert_eq!(acts, ["forget", "redrive-as", "bury"], "{audit}");
+    }
 }

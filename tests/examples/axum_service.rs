@@ -6,6 +6,7 @@ use axum::extract::{Path, State};
 use axum::http::{Request, StatusCode};
 use axum::routing::delete;
 use axum::{Extension, Router};
+use metrics_exporter_prometheus::{PrometheusBuilder, PrometheusHandle};
 use oncebox::http::idempotency::{IdempotencyLayer, IdempotencyScope};
 use oncebox::policy::operation::route::Requirement;
 use oncebox::policy::operation::{Mode, Route, Scope};
@@ -45,6 +46,20 @@ fn the_code_of_the_guide_is_the_example_that_is_run() {
     for block in shown {
         assert!(EXAMPLE.contains(block), "the README shows what is not in the example:\n{block}");
     }
+}
+
+fn metrics() -> PrometheusHandle {
+    PrometheusBuilder::new().build_recorder().handle()
+}
+
+// Shown by: `/metrics` below `authenticate`.
+#[tokio::test]
+async fn a_service_made_as_the_guide_says_shows_its_metrics_to_whoever_asks() {
+    let shop = Shop::open().await;
+    let app = service::app(&shop.engine(), metrics()).unwrap();
+    assert_eq!(ask(&app, "t1:p1", PAYMENT.0, KEY, PAYMENT.1).await.status, StatusCode::CREATED);
+    let answer = send(&app, Request::get("/metrics").body(Body::empty()).unwrap()).await;
+    assert_eq!(answer.status, StatusCode::OK);
 }
 
 struct Answer {
@@ -106,7 +121,7 @@ const NOTE: (&str, &str) = ("/notes", r#"{"text":"a"}"#);
 #[tokio::test]
 async fn m108_a_service_made_as_the_guide_says_answers_the_second_request() {
     let shop = Shop::open().await;
-    let app = service::app(&shop.engine()).unwrap();
+    let app = service::app(&shop.engine(), metrics()).unwrap();
     for ((path, body), other) in [(PAYMENT, r#"{"account":"acc-7","cents":900}"#), (NOTE, r#"{"text":"b"}"#)] {
         assert_eq!(ask(&app, "", path, KEY, body).await.status, StatusCode::UNAUTHORIZED);
         let first = ask(&app, "t1:p1", path, KEY, body).await;
@@ -134,7 +149,7 @@ async fn m108_a_service_made_as_the_guide_says_answers_the_second_request() {
 #[tokio::test]
 async fn m119_a_retry_after_the_resource_was_deleted_makes_it_not_again() {
     let shop = Shop::open().await;
-    let app = service::app(&shop.engine()).unwrap();
+    let app = service::app(&shop.engine(), metrics()).unwrap();
     for (path, body) in [PAYMENT, NOTE] {
         let first = ask(&app, "t1:p1", path, KEY, body).await;
         raw_sql("delete from payment; delete from note").execute(shop.store.pool()).await.unwrap();

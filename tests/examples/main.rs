@@ -2,7 +2,7 @@
 #![allow(clippy::unwrap_used)]
 
 mod answers;
-#[cfg(all(feature = "http", feature = "sqlite"))]
+#[cfg(all(feature = "http", feature = "sqlite", feature = "programs"))]
 mod axum_service;
 mod payments;
 mod plain_sql;

@@ -1,5 +1,5 @@
-//! A proxy before a database server whose network can fail: in the middle of a request, or between
-//! a request and its answer.
+//! A proxy before a server, a database's or a broker's, whose network can fail: in the middle of a
+//! request, or between a request and its answer.
 #![allow(dead_code, clippy::unwrap_used)] // each test binary uses its part
 
 use std::net::SocketAddr;
@@ -50,6 +50,8 @@ struct Armed {
 #[derive(Debug)]
 struct Shared {
     server: String,
+    /// An address of the server as it stands in its answers, and the proxy's that takes its place.
+    instead: Option<([u8; 13], [u8; 13])>,
     /// What is wrong, and how often something went wrong so far: a connection of an earlier time
     /// never works again.
     state: watch::Sender<(Option<Failure>, u32)>,
@@ -66,8 +68,22 @@ pub(crate) struct Proxy {
 impl Proxy {
     /// Before the server of this URL, in clear text.
     pub(crate) fn before(server: &str, clear: &str) -> Self {
+        Self::with_query(server, Some(clear))
+    }
+
+    /// Before a broker. A Kafka tells its clients where to go on; they are told to come here.
+    pub(crate) fn before_broker(server: &str) -> Self {
+        Self::with_query(server, None)
+    }
+
+    fn with_query(server: &str, query: Option<&str>) -> Self {
         let mut url = url::Url::parse(server).unwrap();
-        let default = if url.scheme() == "mysql" { 3306 } else { 5432 };
+        let default = match url.scheme() {
+            "mysql" => 3306,
+            "amqp" => 5672,
+            "kafka" => 9092,
+            _ => 5432,
+        };
         let address = format!("{}:{}", url.host_str().unwrap(), url.port().unwrap_or(default));
         // Bound and never listening: the port stays ours while nobody listens, and connecting to it
         // is refused.
@@ -75,9 +91,17 @@ impl Proxy {
         let here = reserved.local_addr().unwrap();
         url.set_host(Some("127.0.0.1")).unwrap();
         url.set_port(Some(here.port())).unwrap();
-        url.set_query(Some(clear));
+        let at = |port: u16| {
+            // The host, and the port as the four bytes behind it.
+            let mut bytes = *b"127.0.0.1\0\0\0\0";
+            bytes[11..].copy_from_slice(&port.to_be_bytes());
+            bytes
+        };
+        let instead = (url.scheme() == "kafka")
+            .then(|| (at(address.rsplit_once(':').unwrap().1.parse().unwrap()), at(here.port())));
+        url.set_query(query);
         let state = watch::Sender::new((None, 0));
-        let shared = Arc::new(Shared { server: address, state, armed: Mutex::new(None) });
+        let shared = Arc::new(Shared { server: address, instead, state, armed: Mutex::new(None) });
         let serving = Arc::clone(&shared);
         let listener = listen(here);
         tokio::spawn(async move {
@@ -215,7 +239,15 @@ impl Connection {
                     }
                 }
                 read = this.from_server.read(&mut answer) => {
-                    let bytes = &answer[..read.ok().filter(|read| *read > 0)?];
+                    let bytes = &mut answer[..read.ok().filter(|read| *read > 0)?];
+                    if let Some((theirs, ours)) = &this.shared.instead {
+                        // An answer that names it is short, and comes in one piece.
+                        let is_there = |at: &usize| bytes[*at..].starts_with(theirs);
+                        let places: Vec<usize> = (0..bytes.len()).filter(is_there).collect();
+                        for at in places {
+                            bytes[at..at + ours.len()].copy_from_slice(ours);
+                        }
+                    }
                     this.to_client.write_all(bytes).await.ok()?;
                 }
             }

@@ -19,8 +19,8 @@ pub(super) const REPLAYED: HeaderName = HeaderName::from_static("idempotent-repl
 /// What is known of the key, beside a replayed answer.
 const KEY_STATE: HeaderName = HeaderName::from_static("idempotency-key-state");
 const HOME_REGION: HeaderName = HeaderName::from_static("idempotency-home-region");
-/// Where the codes are described.
-const DOCUMENTATION: &str = "https://docs.rs/oncebox/latest/oncebox/policy/operation/problem/";
+/// The page of the repository that has a section for every code.
+const DOCUMENTATION: &str = "docs/reference/problems.md";
 
 #[derive(Serialize)]
 struct Body9457<'a> {
@@ -39,7 +39,7 @@ struct Body9457<'a> {
     operation_id: Option<Uuid>,
     #[serde(skip_serializing_if = "Option::is_none")]
     resource: Option<Made<'a>>,
-    documentation: &'static str,
+    documentation: String,
 }
 
 #[derive(Serialize)]
@@ -86,7 +86,7 @@ pub fn reply_response(reply: Reply, replayed: bool) -> Response {
 pub fn problem_response(problem: &Problem) -> Response {
     let code = problem.code;
     let body = Body9457 {
-        r#type: format!("urn:oncebox:problem:{}", code.as_str().to_ascii_lowercase().replace('_', "-")),
+        r#type: urn(code),
         title: title(code),
         status: problem.status,
         detail: problem.detail.as_deref(),
@@ -101,7 +101,7 @@ pub fn problem_response(problem: &Problem) -> Response {
             id: &resource.id,
             location: resource.location.as_deref(),
         }),
-        documentation: DOCUMENTATION,
+        documentation: format!("{DOCUMENTATION}#{}", code.as_str().to_ascii_lowercase()),
     };
     let mut response = Response::new(Body::from(serde_json::to_vec(&body).unwrap_or_default()));
     *response.status_mut() = StatusCode::from_u16(problem.status).unwrap_or(StatusCode::INTERNAL_SERVER_ERROR);
@@ -123,13 +123,17 @@ pub fn problem_response(problem: &Problem) -> Response {
         put(HOME_REGION, home.clone());
     }
     match code {
-        Code::KeyRequired | Code::KeyInvalid => put(header::LINK, format!("<{DOCUMENTATION}>; rel=\"describedby\"")),
+        Code::KeyRequired | Code::KeyInvalid => put(header::LINK, format!("<{}>; rel=\"describedby\"", urn(code))),
         // It is the outcome of the first request, without its body.
         Code::ResultNotRetained => put(REPLAYED, "true".to_owned()),
         Code::Unauthenticated => put(header::WWW_AUTHENTICATE, "Bearer".to_owned()),
         _ => {}
     }
     response
+}
+
+fn urn(code: Code) -> String {
+    format!("urn:oncebox:problem:{}", code.as_str().to_ascii_lowercase().replace('_', "-"))
 }
 
 fn title(code: Code) -> &'static str {
@@ -193,6 +197,28 @@ mod tests {
             for member in ["type", "title", "instance", "operation_id", "documentation"] {
                 assert!(body[member].is_string(), "{member}");
             }
+        }
+    }
+
+    // Shown by: leaving a code out of the page; a status on it that is another one.
+    #[tokio::test]
+    async fn every_code_has_its_section_on_the_page_that_its_problem_names() {
+        let page =
+            std::fs::read_to_string(std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join(DOCUMENTATION)).unwrap();
+        let sections: Vec<&str> = page.split("\n### ").skip(1).collect();
+        assert_eq!(sections.len(), Code::all().count(), "a section for each code, and no other");
+        for (code, section) in Code::all().zip(sections) {
+            let said = json(problem_response(&Problem::new(code))).await;
+            let (path, anchor) = said["documentation"].as_str().unwrap().split_once('#').unwrap();
+            let (heading, text) = section.split_once("\n\n").unwrap();
+            // GitHub makes the anchor of a heading by lower case.
+            assert_eq!((path, anchor), (DOCUMENTATION, heading.to_lowercase().as_str()));
+            let retryable = if code.retryable() { "retryable" } else { "not retryable" };
+            let pause = code.pause().map(|seconds| format!(", come again after {seconds} s")).unwrap_or_default();
+            let (grpc, facts) =
+                (format!(" ({});", code.grpc()), format!("; {retryable}{pause}; key state `{}`.\n", code.key_state()));
+            assert!(text.starts_with(&format!("HTTP {}, gRPC ", code.status())), "{section}");
+            assert!(text.contains(&grpc) && text.contains(&facts), "{section}");
         }
     }
 

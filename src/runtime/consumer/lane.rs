@@ -153,7 +153,7 @@ impl Lane {
             let counted = match store.is_contested(consumer, ids).await {
                 // Another process, frozen maybe, is at work on one of them: that one is not waited
                 // for.
-                Ok(true) => return self.part_contested(items, tries, stack),
+                Ok(true) => return self.part_contested(items, &tries, stack),
                 Ok(false) => store.begin_first_attempts(consumer, ids).await,
                 Err(error) => Err(error),
             };
@@ -166,7 +166,7 @@ impl Lane {
         let aside: Vec<_> = items.iter().filter(|item| item.is_aside).map(|item| item.message.id).collect();
         if matches!(tries, Tries::Free) && !aside.is_empty() {
             match self.shared.store.is_contested(self.consumer, &aside).await {
-                Ok(true) => return self.part_contested(items, tries, stack),
+                Ok(true) => return self.part_contested(items, &tries, stack),
                 Ok(false) => {}
                 Err(error) => {
                     self.wait_out(&error).await;
@@ -321,7 +321,7 @@ impl Lane {
 
     /// Suspects, or some that stood aside, whose inbox rows somebody else's open transaction may
     /// hold: halves, until those stand aside that it holds.
-    fn part_contested(&mut self, mut items: Vec<Item>, tries: Tries, stack: &mut Vec<Work>) {
+    fn part_contested(&mut self, mut items: Vec<Item>, tries: &Tries, stack: &mut Vec<Work>) {
         match items.pop() {
             Some(only) if items.is_empty() => self.set_aside(only),
             last => {

@@ -275,6 +275,14 @@ fn headers(cases: &mut Cases) {
         "x-acquired-count",
         "x-opt-delivery-time",
         "x-stream-offset",
+        "x-received-from",
+        "x-original-exchange",
+        "X-Original-Routing-Key",
+        "x-routed-by",
+        "timestamp_in_ms",
+        "x-shovelled",
+        "x-shovelled-by",
+        "X-Shovelled-Timestamp",
         "oncebox-hash",
         "Oncebox-x",
     ] {
@@ -293,6 +301,11 @@ fn headers(cases: &mut Cases) {
         "X-Request-Id",
         "x-deaths",
         "x-streams",
+        "x-received",
+        "x-shovel",
+        "x-delay",
+        "timestamp",
+        "xtimestamp_in_ms",
     ] {
         cases.headers(&format!("{free}, not reserved"), &[], &format!(r#"{{"{free}":"v"}}"#));
     }
