@@ -125,7 +125,10 @@ struct Written {
 
 /// Texts as they were written for a database: each is made once, and lives as long as the program,
 /// as sqlx wants it of what it keeps prepared.
-static WRITTEN: LazyLock<Mutex<HashMap<(&'static str, u8), Arc<Written>>>> = LazyLock::new(Mutex::default);
+static WRITTEN: LazyLock<Mutex<WrittenTexts>> = LazyLock::new(Mutex::default);
+
+/// By text and database.
+type WrittenTexts = HashMap<(&'static str, u8), Arc<Written>>;
 
 fn written(text: &'static str, dialect: Dialect) -> Arc<Written> {
     let mut all = WRITTEN.lock().unwrap_or_else(PoisonError::into_inner);

@@ -146,6 +146,12 @@ pub(super) struct Member {
 }
 
 impl Member {
+    /// How many rows run or wait their turn, and the bytes of all that is not finished.
+    fn in_flight(&self) -> (usize, usize) {
+        let in_flight = self.owned.values().flat_map(|owned| &owned.in_flight);
+        in_flight.fold((0, 0), |(rows, weight), row| (rows + usize::from(!row.is_aside), weight + row.weight))
+    }
+
     pub(super) async fn join(
         log: Arc<Log>,
         subscription: &Subscription,
@@ -471,9 +477,7 @@ impl Member {
         if self.shared.paused.load(Ordering::Acquire) || self.shared.queued.load(Ordering::Acquire) >= BATCHES_QUEUED {
             return Ok(false);
         }
-        let in_flight = || self.owned.values().flat_map(|owned| &owned.in_flight);
-        let rows = in_flight().filter(|row| !row.is_aside).count();
-        let weight: usize = in_flight().map(|row| row.weight).sum();
+        let (rows, weight) = self.in_flight();
         let mut room = self.in_flight_max.saturating_sub(rows).min(BATCH_ROWS);
         let bytes_max = self.log.config.in_flight_bytes_max.saturating_sub(weight).min(BATCH_BYTES);
         let mut bytes = 0;
