@@ -77,11 +77,11 @@ pub struct Settled {
 /// Where a message went.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Receipt {
-    /// Partition and offset.
+    /// In a log: partition and offset of the record.
     Offset {
-        /// Partition.
+        /// The partition that the record was appended to, from 0.
         partition: i32,
-        /// Offset.
+        /// The position of the record in its partition.
         offset: i64,
     },
     /// A publisher confirm without a return.
@@ -148,9 +148,9 @@ pub struct BrokerFinding {
     pub refused: bool,
     /// True where messages stand that nobody reads, or with which nobody gets on.
     pub stuck: bool,
-    /// What was found.
+    /// What was found, in words for the operator.
     pub detail: String,
-    /// What to do.
+    /// What the operator should do; `None` where nothing is to be done.
     pub remedy: Option<String>,
 }
 
@@ -208,14 +208,14 @@ pub trait Publisher: Send {
 pub struct Subscription {
     /// The consumer's name: the group on Kafka and embedded.
     pub consumer: String,
-    /// Topics.
+    /// The topics that the consumer reads.
     pub topics: Vec<String>,
     /// Another group name than the consumer's.
     pub group: Option<String>,
     /// Queue names by topic, where not `<topic>.<consumer>`.
     pub queues: BTreeMap<String, String>,
-    /// Upper bound of deliveries that are neither acknowledged nor [`finished`](Subscriber::finished)
-    /// nor [set aside](Subscriber::set_aside).
+    /// Upper bound of deliveries that are neither acknowledged nor
+    /// [`finished`](Subscriber::finished) nor [set aside](Subscriber::set_aside).
     pub in_flight_max: usize,
     /// How long a revoked partition may drain.
     pub drain: Duration,
@@ -234,7 +234,7 @@ impl Subscription {
         }
     }
 
-    /// The group name.
+    /// The name of the consumer group: `group`, or the consumer's name where that is `None`.
     #[must_use]
     pub fn group(&self) -> &str {
         self.group.as_deref().unwrap_or(&self.consumer)
@@ -258,7 +258,7 @@ pub struct PartitionId {
     pub generation: u64,
 }
 
-/// One delivery.
+/// One message that the broker delivered, and where it came from.
 #[derive(Debug)]
 pub struct Delivery {
     /// Where it came from.
@@ -267,7 +267,7 @@ pub struct Delivery {
     pub sequence: i64,
     /// The broker says that it was delivered before (RabbitMQ).
     pub redelivered: bool,
-    /// What came.
+    /// The message itself, as the adapter took it from the broker.
     pub arrived: Arrived,
 }
 
@@ -281,7 +281,7 @@ pub enum Event {
     /// These sources are to be given up: start nothing more of them, finish what runs, acknowledge,
     /// then drop `done`.
     Revoked {
-        /// The sources.
+        /// The sources that this consumer loses.
         sources: Vec<PartitionId>,
         /// True where the broker has given them to somebody else already: nothing can be
         /// acknowledged.
@@ -363,8 +363,9 @@ pub trait Subscriber: Send {
     async fn acknowledge(&mut self, source: &PartitionId, through: i64) -> Result<(), BrokerError>;
 
     /// These deliveries are committed, and an older one of their source is not, so that
-    /// [`acknowledge`](Self::acknowledge) cannot tell of them yet. From now on they count neither as
-    /// deliveries nor as bytes in flight. The runtime says so where room is needed, not each time.
+    /// [`acknowledge`](Self::acknowledge) cannot tell of them yet. From now on they count neither
+    /// as deliveries nor as bytes in flight. The runtime says so where room is needed, not each
+    /// time.
     async fn finished(&mut self, _source: &PartitionId, _sequences: &[i64]) {}
 
     /// This delivery waits for a transaction of another process. It counts no more against

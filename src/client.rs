@@ -101,7 +101,7 @@ pub enum ClientError {
     /// with the same [`Request`].
     #[error("the outcome under the key #{} is unknown: {cause}", key.short_hash())]
     OutcomeUnknown {
-        /// The key.
+        /// The key of the operation, the same for every later attempt.
         key: Key,
         /// Why nothing more is known.
         cause: Cause,
@@ -110,9 +110,9 @@ pub enum ClientError {
     /// another process sent it before, this says nothing of that.
     #[error("nothing was done by this call under the key #{}: {cause}", key.short_hash())]
     NotSent {
-        /// The key.
+        /// The key of the operation, the same for every later attempt.
         key: Key,
-        /// Why.
+        /// Why this call stopped before anything ran.
         cause: Cause,
     },
     /// The journal could not be written or read; then nothing is sent.
@@ -130,7 +130,7 @@ pub enum Cause {
     /// An answer that says nothing of an earlier attempt.
     #[error("the answer {status}{} does not say what became of the operation", code.as_ref().map(|code| format!(" {code}")).unwrap_or_default())]
     Answer {
-        /// Its HTTP status.
+        /// The HTTP status of that answer.
         status: u16,
         /// The code of its problem body.
         code: Option<String>,

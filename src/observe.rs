@@ -17,24 +17,24 @@ pub use operations::{Forgotten, Noted, forgotten, noted, operation_starts, opera
 /// What kind of metric it is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Kind {
-    /// Only rises.
+    /// A number that only rises while the process runs.
     Counter,
-    /// Rises and falls.
+    /// A value that may rise and fall.
     Gauge,
-    /// A distribution.
+    /// A distribution of many values, for example of durations.
     Histogram,
 }
 
 /// A metric: its name, kind, unit, labels, and why an operator cares.
 #[derive(Debug, Clone, Copy)]
 pub struct Metric {
-    /// Name.
+    /// The full name, for example `oncebox_published_total`.
     pub name: &'static str,
-    /// Kind.
+    /// Whether it is a counter, a gauge or a histogram.
     pub kind: Kind,
-    /// Unit.
+    /// The unit of its value: a count, or seconds.
     pub unit: Unit,
-    /// Labels, comma-separated.
+    /// The names of its labels, comma-separated; empty where it has none.
     pub labels: &'static str,
     /// Why an operator cares.
     pub about: &'static str,
@@ -105,9 +105,9 @@ metrics_table! {
 pub enum FailureClass {
     /// This message, for what it is.
     Message,
-    /// Where it goes.
+    /// Its destination, for example an unknown topic, a missing route or a denied access.
     Destination,
-    /// The session.
+    /// Anything else, so that the whole session is in doubt.
     Session,
 }
 
@@ -130,7 +130,7 @@ pub enum Outcome {
     Duplicate,
     /// The handler failed; it is tried again.
     Retried,
-    /// Stored as dead.
+    /// The message is stored as dead, until an operator acts on it.
     Dead,
     /// The same id with different content: an alarm.
     Mismatch,
@@ -180,7 +180,7 @@ pub fn published(broker: &'static str, count: u64) {
     counter!(PUBLISHED, "broker" => broker).increment(count);
 }
 
-/// A refusal.
+/// Counts one refusal of the broker under its class.
 pub fn publish_failed(broker: &'static str, class: FailureClass) {
     counter!(PUBLISH_FAILURES, "broker" => broker, "class" => class.label()).increment(1);
 }
@@ -212,11 +212,11 @@ pub struct OutboxGauges {
     pub pending: u64,
     /// Age of the oldest of them, seconds.
     pub oldest_pending_age_seconds: f64,
-    /// Held rows.
+    /// Messages held behind a dead one, or because their destination is blocked.
     pub held: u64,
     /// How long ago the first of them was enqueued, seconds.
     pub oldest_held_age_seconds: f64,
-    /// Dead rows.
+    /// Dead outbox messages: they could not be sent.
     pub dead: u64,
     /// E-mails not yet sent.
     pub emails_pending: u64,
@@ -252,9 +252,9 @@ pub struct ConsumerGauges {
     pub held: u64,
     /// Age of the oldest of both, seconds.
     pub oldest_waiting_age_seconds: f64,
-    /// Dead messages.
+    /// Messages of the consumer that are stored as dead.
     pub dead: u64,
-    /// Inbox rows.
+    /// Inbox rows of the consumer; above 10,000 an estimate, on SQLite 10,000.
     pub inbox_rows: u64,
 }
 
@@ -276,7 +276,7 @@ pub fn consumer_starts(consumer: &str) {
     purged(consumer, 0);
 }
 
-/// Inbox rows went.
+/// Counts the inbox rows that a purge deleted.
 pub fn purged(consumer: &str, rows: u64) {
     counter!(INBOX_PURGED, "consumer" => consumer.to_owned()).increment(rows);
 }

@@ -311,6 +311,23 @@ fn every_rule_that_is_cited_has_its_sentence_and_the_other_way_round() {
     assert!(unused.is_empty(), "nothing cites {unused:?}");
 }
 
+/// Such a comment repeats the name below it. Shown to fail: with `/// Its name.` on a field.
+#[test]
+fn no_doc_comment_is_shorter_than_four_words() {
+    let mut short = Vec::new();
+    for (path, text) in all_sources() {
+        let lines: Vec<&str> = text.lines().map(str::trim).collect();
+        let comment = |at: usize| lines.get(at).and_then(|line| line.strip_prefix("///"));
+        for at in 0..lines.len() {
+            let is_alone = comment(at + 1).is_none() && (at == 0 || comment(at - 1).is_none());
+            if is_alone && comment(at).is_some_and(|words| words.split_whitespace().count() < 4) {
+                short.push(format!("{}:{}: {}", path.display(), at + 1, lines[at]));
+            }
+        }
+    }
+    assert!(short.is_empty(), "{short:#?}");
+}
+
 /// Tables, examples and drawings may be wider. Shown by: a longer line.
 #[test]
 fn comments_are_no_wider_than_a_hundred_columns() {
@@ -335,7 +352,7 @@ fn comments_are_no_wider_than_a_hundred_columns() {
 fn every_word_of_the_glossary_is_used_and_every_state_of_a_table_stands_in_it() {
     let page = read("docs/reference/glossary.md");
     let cells = page.lines().filter_map(|line| line.strip_prefix("| ")?.split_once(" | ")).map(|(cell, _)| cell);
-    let words = cells.flat_map(|cell| cell.split(", ")).map(|word| word.split(" (").next().unwrap().trim_matches('`'));
+    let words = cells.flat_map(|cell| cell.split(" (").next().unwrap().split(", ")).map(|word| word.trim_matches('`'));
     let words: BTreeSet<&str> = words.filter(|word| !["word", "value"].contains(word)).collect();
     let mut files = Vec::new();
     files_below(&Path::new(env!("CARGO_MANIFEST_DIR")).join("migrations"), &mut files);

@@ -24,7 +24,7 @@ type ByName<S> = BTreeMap<String, Handlers<S>>;
 pub struct HandlersByConsumer<S: Store>(Vec<(ConsumerSettings, Handlers<S>)>);
 
 impl<S: Store> HandlersByConsumer<S> {
-    /// No consumer yet.
+    /// An empty set: it has handlers for no consumer yet.
     #[must_use]
     pub fn new() -> Self {
         Self(Vec::new())

@@ -9,15 +9,15 @@ use crate::runtime::relay::RelayError;
 /// How a program ended, for scripts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Exit {
-    /// Done.
+    /// The program did what it was asked to do.
     Done = 0,
-    /// Failed.
+    /// The work failed, for example because the database or the broker reported an error.
     Failed = 1,
     /// The command or a setting was wrong.
     Usage = 2,
     /// Not ready, or a check failed.
     NotReady = 3,
-    /// Refused for safety.
+    /// The program refused to go on because it is not safe.
     Refused = 4,
 }
 
@@ -33,7 +33,7 @@ impl From<Exit> for ExitCode {
 pub struct AppError {
     /// For the operator: what failed, on which named thing, what to do.
     pub message: String,
-    /// The code.
+    /// The exit code that the program ends with.
     pub exit: Exit,
 }
 
@@ -43,17 +43,17 @@ impl AppError {
         Self { message: message.into(), exit: Exit::Usage }
     }
 
-    /// Failed.
+    /// An error that ends the program with [`Exit::Failed`].
     pub fn failed(message: impl Into<String>) -> Self {
         Self { message: message.into(), exit: Exit::Failed }
     }
 
-    /// Not ready.
+    /// An error that ends the program with [`Exit::NotReady`].
     pub fn not_ready(message: impl Into<String>) -> Self {
         Self { message: message.into(), exit: Exit::NotReady }
     }
 
-    /// Refused for safety.
+    /// An error that ends the program with [`Exit::Refused`].
     pub fn refused(message: impl Into<String>) -> Self {
         Self { message: message.into(), exit: Exit::Refused }
     }

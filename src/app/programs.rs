@@ -18,7 +18,7 @@ use crate::observe::Health;
 use crate::runtime::operation::phased::Door;
 use crate::store::Store;
 
-/// What `publisher` takes.
+/// What the program `publisher` takes as arguments.
 #[derive(Debug, Clone, Args)]
 pub struct PublisherArgs {
     /// Serve /livez, /readyz and /metrics on this address
@@ -57,7 +57,7 @@ impl PublisherArgs {
     }
 }
 
-/// What `consumer` takes.
+/// What the program `consumer` takes as arguments.
 #[derive(Debug, Clone, Args)]
 pub struct ConsumerArgs {
     /// Serve /livez, /readyz and /metrics on this address

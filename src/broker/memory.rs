@@ -66,7 +66,7 @@ impl MemoryBroker {
         Self { shared: Arc::new(Shared::new(partitions.max(1))) }
     }
 
-    /// The switches.
+    /// The switches for faults of this broker; all clones of the broker share them.
     #[must_use]
     pub fn faults(&self) -> Faults {
         Faults::new(Arc::clone(&self.shared))

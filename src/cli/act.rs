@@ -24,7 +24,7 @@ pub(super) struct Act {
     /// Only say what would be done
     #[arg(long)]
     pub(super) dry_run: bool,
-    /// Do not ask
+    /// Act without asking for confirmation
     #[arg(long)]
     pub(super) yes: bool,
 }

@@ -37,7 +37,7 @@ impl AnswerArgs {
         Ok(Answer { status, schema_version: self.schema_version, body })
     }
 
-    /// Lifetimes from now.
+    /// How long the answer, its body and the metadata are kept, each counted from now.
     pub(super) fn retention(&self) -> Retention {
         let usual = Retention::default();
         Retention { ttl: self.ttl, body: self.ttl, metadata: usual.metadata.max(self.ttl) }

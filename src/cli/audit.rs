@@ -16,7 +16,7 @@ pub(super) enum AuditCommand {
     List(ListArgs),
 }
 
-/// Which acts.
+/// Which acts of operators are listed.
 #[derive(Debug, Clone, Args)]
 pub(super) struct ListArgs {
     /// Only on this message or operation

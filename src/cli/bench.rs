@@ -36,7 +36,7 @@ use self::yard::Yard;
 use super::common::{CommonArgs, Output};
 use crate::app::{AppError, store_kind};
 
-/// What to measure.
+/// Which part of the system is measured.
 #[derive(Debug, Clone, Subcommand)]
 pub(super) enum BenchCommand {
     /// The relay: beside the bare client and reader, and beside a loop that awaits and marks each
@@ -55,7 +55,7 @@ pub(super) enum BenchCommand {
     Http(HttpArgs),
 }
 
-/// How much.
+/// How much a benchmark measures, and how often.
 #[derive(Debug, Clone, Args)]
 pub(super) struct BenchArgs {
     /// Messages of one round; the default is what the command needs for a steady figure

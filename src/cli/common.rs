@@ -25,10 +25,10 @@ pub(super) fn written(line: std::io::Result<()>) -> Result<(), AppError> {
 /// How data is printed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, clap::ValueEnum)]
 pub(super) enum Output {
-    /// For people.
+    /// For people, as a table
     #[default]
     Table,
-    /// For machines.
+    /// For machines, as JSON
     Json,
 }
 

@@ -18,7 +18,7 @@ pub(super) enum ConsumersCommand {
     /// Forget one that is gone, with its waiting, held and dead messages and what its inbox
     /// remembers
     Forget {
-        /// Its name
+        /// The name of the consumer to forget
         name: String,
         #[command(flatten)]
         act: Act,

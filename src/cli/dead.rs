@@ -102,7 +102,7 @@ fn states(state: Option<State>) -> Vec<DeadState> {
     }
 }
 
-/// Which messages.
+/// Which messages are listed or acted on.
 #[derive(Debug, Clone, Default, Args)]
 pub(crate) struct Filter {
     /// Only with this message id: the UUID, or as its producer sent it
@@ -432,9 +432,9 @@ enum Became {
     /// It is gone from the list: its consumer handled it, or the broker has it.
     Handled,
     Sent,
-    /// Nothing yet.
+    /// It is not known yet what became of it.
     Open,
-    /// It failed again.
+    /// It failed again: what it is now, and its error.
     Failed(DeadState, String),
 }
 

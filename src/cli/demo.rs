@@ -24,7 +24,7 @@ pub(super) use roles::{Role, run_role};
 /// What the demo shows.
 #[derive(Debug, Clone, Args)]
 pub(super) struct DemoArgs {
-    /// Payments to take
+    /// How many payments are taken
     #[arg(long, default_value_t = 2_000, value_parser = clap::value_parser!(u64).range(1..=1_000_000))]
     messages: u64,
     /// How often a process is killed with SIGKILL
@@ -39,7 +39,7 @@ pub(super) struct DemoArgs {
     /// Leave files, tables and topics behind
     #[arg(long)]
     keep: bool,
-    /// Show no progress
+    /// Show no progress while the demo runs
     #[arg(long)]
     no_progress: bool,
 }

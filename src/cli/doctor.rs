@@ -27,7 +27,7 @@ pub(super) struct DoctorArgs {
     /// passed
     #[arg(long)]
     fix: bool,
-    /// Do not ask
+    /// Mend without asking for confirmation
     #[arg(long, requires = "fix")]
     yes: bool,
     /// Why; stored in the audit row

@@ -50,7 +50,7 @@ impl OwnDatabase {
         Ok(Self { name, url, server })
     }
 
-    /// Drops it.
+    /// Drops the database from its server; a SQLite file goes with its directory.
     pub(super) async fn drop<S: Ground>(&self) -> Result<(), AppError> {
         S::drop_database(&self.server.0, &self.name).await.map_err(|error| error.on(&self.name))
     }

@@ -78,7 +78,7 @@ pub(crate) enum KeysCommand {
     },
 }
 
-/// Which keys.
+/// Which keys are listed or acted on.
 #[derive(Debug, Clone, Default, Args)]
 pub(crate) struct Filter {
     /// Only of this tenant; empty: the public scope
@@ -99,7 +99,7 @@ pub(crate) struct Filter {
     limit: u32,
 }
 
-/// One key.
+/// The one key that a command shows or acts on.
 #[derive(Debug, Clone, Args)]
 pub(crate) struct Which {
     /// The hash that `keys list` shows; or the key itself, with --tenant and --operation

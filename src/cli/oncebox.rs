@@ -68,7 +68,7 @@ enum Command {
     Config(config::ConfigCommand),
     /// Print a completion script for a shell
     Completions {
-        /// The shell
+        /// The shell that the script is for
         shell: clap_complete::Shell,
     },
     /// A program in this binary: `cargo run` builds only one
@@ -88,7 +88,7 @@ enum Program {
     Bench(bench::Role),
 }
 
-/// `oncebox`
+/// Runs the program `oncebox`; the answer is the exit code of the process.
 pub fn oncebox_main() -> ExitCode {
     let args = OnceboxArgs::parse();
     if args.output == Output::Json {

@@ -29,7 +29,7 @@ pub(crate) enum OperationsCommand {
     },
     /// Give operations back to their worker at once; it decides as always what may be sent again
     Retry {
-        /// Ids of operations
+        /// Ids of the operations to retry
         #[arg(required = true)]
         ids: Vec<Uuid>,
         /// Send it again though it may have happened: it may then have happened twice
@@ -91,7 +91,7 @@ pub(crate) struct Word {
     not_happened: Option<String>,
 }
 
-/// Which operations.
+/// Which operations are listed or acted on.
 #[derive(Debug, Clone, Default, Args)]
 pub(crate) struct Filter {
     /// Only of this flow

@@ -18,7 +18,7 @@ impl Rounds {
         Self(bar)
     }
 
-    /// One is done.
+    /// Counts one more round as done.
     pub(super) fn next(&self) {
         self.0.inc(1);
     }

@@ -18,7 +18,7 @@ const BYTES_MAX: usize = 1 << 20;
 #[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
 #[non_exhaustive]
 pub struct Advertised {
-    /// Its operations.
+    /// The protected operations of the server.
     pub operations: Vec<AdvertisedOperation>,
 }
 
@@ -26,7 +26,7 @@ pub struct Advertised {
 #[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
 #[non_exhaustive]
 pub struct AdvertisedOperation {
-    /// Its name.
+    /// The name of the operation on the server.
     pub operation: String,
     /// The path of its requests; none where the server does not say where it is served.
     #[serde(default)]
@@ -91,7 +91,7 @@ fn nanos(digits: &str) -> Option<u32> {
     good.then(|| format!("{digits:0<9}").parse().ok()).flatten()
 }
 
-/// Asks a server.
+/// Reads the document of the server at `url`, on the origin of that URL, within `timeout`.
 pub(super) async fn ask(http: &reqwest::Client, url: &str, timeout: Duration) -> Result<Advertised, ClientError> {
     let unusable = |error: &dyn std::fmt::Display| ClientError::Request(error.to_string());
     let place = reqwest::Url::parse(url).and_then(|url| url.join(PATH)).map_err(|error| unusable(&error))?;

@@ -24,11 +24,11 @@ pub struct Answer {
     /// The key under which it was sent: what [`Client::acknowledge`](super::Client::acknowledge)
     /// takes.
     pub key: Key,
-    /// The HTTP status.
+    /// The HTTP status of the operation's outcome.
     pub status: u16,
     /// The headers; none but the content type where the outcome came from the operation's own URL.
     pub headers: HeaderMap,
-    /// The body.
+    /// The bytes of the answer's body.
     pub body: Vec<u8>,
 }
 
@@ -73,7 +73,7 @@ struct ProblemBody {
     retry_after_seconds: Option<u32>,
 }
 
-/// An operation's resource.
+/// The JSON that an operation's own URL answers with, as far as the client reads it.
 #[derive(Debug, Deserialize)]
 struct OperationBody<'a> {
     status: String,

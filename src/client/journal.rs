@@ -51,7 +51,7 @@ const ENTRY: &str = "key";
 pub enum Bodies {
     /// A SHA-256: whoever resumes must have the same bytes.
     Digest,
-    /// The bytes, encrypted.
+    /// The bytes themselves, encrypted: the body need not be given again.
     #[cfg(feature = "encrypt")]
     Encrypted(JournalCipher),
 }
@@ -66,9 +66,9 @@ pub enum JournalError {
     /// The file system refused.
     #[error("{}: {source}", path.display())]
     Io {
-        /// Which file.
+        /// The file or directory that the error is about.
         path: PathBuf,
-        /// Why.
+        /// The error of the file system.
         #[source]
         source: io::Error,
     },
@@ -76,9 +76,9 @@ pub enum JournalError {
     /// it. It may be a pending operation, so it is never skipped.
     #[error("{} cannot be read: {why}", path.display())]
     Unreadable {
-        /// Which file.
+        /// The file or directory that the error is about.
         path: PathBuf,
-        /// Why.
+        /// What is wrong with the file, in words.
         why: String,
     },
     /// The key stands in the journal for another method or URL.
@@ -95,15 +95,15 @@ pub enum JournalError {
 /// An operation whose result no application acknowledged.
 #[derive(Debug, Clone)]
 pub struct Pending {
-    /// Its key.
+    /// The idempotency key that the operation was sent under.
     pub key: Key,
-    /// Its method.
+    /// The HTTP method of the request.
     pub method: String,
-    /// Its URL.
+    /// The URL that the request was sent to.
     pub url: String,
     /// Its headers, without credentials.
     pub headers: HeaderMap,
-    /// Its body.
+    /// The body of the request, or only its digest.
     pub body: PendingBody,
     /// When it was journalled, just before the first send.
     pub first_sent_at: SystemTime,
@@ -112,9 +112,9 @@ pub struct Pending {
 /// What the journal keeps of a body.
 #[derive(Clone, PartialEq, Eq)]
 pub enum PendingBody {
-    /// The bytes.
+    /// The bytes of the body; the journal can send them again.
     Kept(Vec<u8>),
-    /// Their SHA-256.
+    /// The SHA-256 of the body: whoever resumes gives the same bytes again.
     Digest([u8; 32]),
 }
 

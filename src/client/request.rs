@@ -86,13 +86,13 @@ impl Request {
         Ok(self)
     }
 
-    /// The key.
+    /// The idempotency key, the same for every attempt and every clone.
     #[must_use]
     pub fn key(&self) -> &Key {
         &self.key
     }
 
-    /// One attempt's request.
+    /// Builds the HTTP request of one attempt: the same bytes and the same key each time.
     pub(super) fn attempt(&self) -> Result<reqwest::Request, ClientError> {
         let mut request = reqwest::Request::new(self.method.clone(), self.url.clone());
         *request.headers_mut() = self.headers.clone();

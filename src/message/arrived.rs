@@ -47,9 +47,9 @@ pub struct Arrived {
     pub source: Option<String>,
     /// `ce_time`, or the broker's record time.
     pub time: Option<DateTime<Utc>>,
-    /// Content type.
+    /// The media type of the payload; `None` where the message names none.
     pub content_type: Option<String>,
-    /// Where it stood.
+    /// Where the message stood in the broker.
     pub coordinates: Coordinates,
 }
 
@@ -71,7 +71,7 @@ pub struct Message {
     pub id: MessageId,
     /// The id as it stood in the message, before it became 16 bytes.
     pub id_text: String,
-    /// Topic.
+    /// The topic it was published to; on RabbitMQ the routing key.
     pub topic: String,
     /// Key, any bytes; [`Message::key_text`] gives the text.
     pub key: Option<Vec<u8>>,
@@ -83,13 +83,13 @@ pub struct Message {
     pub payload: Vec<u8>,
     /// True for a Kafka record with a null value.
     pub tombstone: bool,
-    /// Content type.
+    /// The media type of the payload; `None` where the message names none.
     pub content_type: Option<String>,
-    /// Source.
+    /// Who published it: `ce_source`, or the property `app_id`; empty where it has none.
     pub source: String,
     /// When it was enqueued (`ce_time`), else the broker's record time.
     pub time: Option<DateTime<Utc>>,
-    /// Trace context.
+    /// The trace that it belongs to; `None` where it has no valid `traceparent` header.
     pub trace: Option<TraceContext>,
     /// Where it stood in the broker.
     pub coordinates: Coordinates,
@@ -101,9 +101,9 @@ pub struct Message {
 /// coordinates or content).
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Unusable {
-    /// What is missing.
+    /// Why the id rule gives no id, for example that it is missing or too long.
     pub reason: String,
-    /// Everything else.
+    /// The message under its substitute id, with everything else that it carried.
     pub message: Message,
 }
 

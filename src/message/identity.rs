@@ -27,7 +27,7 @@ impl MessageId {
         Self(id)
     }
 
-    /// The UUID.
+    /// The id as a UUID value.
     #[must_use]
     pub fn uuid(self) -> Uuid {
         self.0
@@ -97,7 +97,7 @@ pub enum IdRule {
     /// `ce_id` on Kafka and embedded, the property `message_id` on RabbitMQ.
     #[default]
     Envelope,
-    /// `header:NAME`.
+    /// `header:NAME`: the text of the header with this name.
     Header(String),
     /// `payload:/POINTER`, a JSON pointer (RFC 6901).
     Payload(String),

@@ -14,18 +14,18 @@ use crate::error::LimitError;
 pub struct Limits {
     /// `topic_length_max`, characters (at most 249, what Kafka takes).
     pub topic_length_max: usize,
-    /// `key_bytes_max`.
+    /// `key_bytes_max`: the longest key, in bytes of UTF-8.
     pub key_bytes_max: usize,
     /// `kind_bytes_max` (an AMQP short string: at most 255).
     pub kind_bytes_max: usize,
     /// `headers_max`, number of headers.
     pub headers_max: usize,
-    /// `header_name_bytes_max`.
+    /// `header_name_bytes_max`: the longest name of a header, in bytes; at most 255.
     pub header_name_bytes_max: usize,
     /// `headers_bytes_max`, names and values together; at most 65,536 whatever else is raised (an
     /// AMQP frame is 128 KiB).
     pub headers_bytes_max: usize,
-    /// `content_type_bytes_max`.
+    /// `content_type_bytes_max`: the longest content type, in bytes; at most 255.
     pub content_type_bytes_max: usize,
     /// `message_bytes_max`: key, headers and payload together.
     pub message_bytes_max: usize,

@@ -65,14 +65,14 @@ impl NewMessage {
         }
     }
 
-    /// Sets the key.
+    /// Sets the key: messages of one topic and key keep their order.
     #[must_use]
     pub fn with_key(mut self, key: impl Into<String>) -> Self {
         self.key = Some(key.into());
         self
     }
 
-    /// Adds a header.
+    /// Adds a header; a header of the same name stays, and two of one name are refused at enqueue.
     #[must_use]
     pub fn with_header(mut self, name: impl Into<String>, value: impl Into<String>) -> Self {
         self.headers.push((name.into(), value.into()));
@@ -86,7 +86,7 @@ impl NewMessage {
         self
     }
 
-    /// Sets the id.
+    /// Sets the message id, instead of a new UUID v7.
     #[must_use]
     pub fn with_id(mut self, id: Uuid) -> Self {
         self.id = Some(id);

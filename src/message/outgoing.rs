@@ -5,24 +5,24 @@ use uuid::Uuid;
 
 use super::{Headers, TraceContext};
 
-/// A committed message.
+/// A committed outbox message, ready to be published.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct OutgoingMessage {
-    /// The message id.
+    /// The message id, the same each time the message is published.
     pub id: Uuid,
-    /// Topic.
+    /// Where it goes: the Kafka topic, the routing key on RabbitMQ.
     pub topic: String,
-    /// Key.
+    /// The key that its order is kept by; `None`: it has no order.
     pub key: Option<String>,
-    /// Kind.
+    /// What happened, for example `payment.created`.
     pub kind: String,
     /// Headers of the application.
     pub headers: Headers,
-    /// Payload bytes, unchanged.
+    /// The payload, byte for byte as it was enqueued.
     pub payload: Vec<u8>,
-    /// Content type.
+    /// The media type of the payload, for example `application/json`.
     pub content_type: String,
-    /// Trace context.
+    /// The trace that the message belongs to; `None` where it was enqueued without one.
     pub trace: Option<TraceContext>,
     /// When it was enqueued, by the database's clock.
     pub created_at: DateTime<Utc>,

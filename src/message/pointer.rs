@@ -7,13 +7,13 @@ use serde_json::value::RawValue;
 /// What stands at a pointer.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Pointed {
-    /// An explicit null.
+    /// An explicit JSON `null` stands there.
     Null,
-    /// true or false.
+    /// A JSON `true` or `false`.
     Bool(bool),
     /// A number, with the digits it was written with.
     Number(String),
-    /// A string, unescaped.
+    /// A JSON string, with its escapes resolved.
     Text(String),
     /// An object or array, as its JSON text.
     Json(String),

@@ -9,7 +9,7 @@ use chrono::{DateTime, SecondsFormat, Utc};
 pub const SPEC_VERSION: &str = "1.0";
 /// Content type on Kafka.
 pub const CONTENT_TYPE: &str = "content-type";
-/// W3C trace context.
+/// The header with the W3C trace context: trace id, parent span and flags.
 pub const TRACEPARENT: &str = "traceparent";
 /// W3C trace context, vendor state.
 pub const TRACESTATE: &str = "tracestate";
@@ -19,17 +19,17 @@ pub const ONCEBOX_HASH: &str = "oncebox-hash";
 /// Header names of one binding.
 #[derive(Debug, Clone, Copy)]
 pub struct Names {
-    /// The message id.
+    /// The header that carries the message id.
     pub id: &'static str,
-    /// The kind.
+    /// The header that carries the kind of the message (`type` in CloudEvents).
     pub kind: &'static str,
-    /// The source.
+    /// The header that names who published the message.
     pub source: &'static str,
     /// When it was enqueued.
     pub time: &'static str,
     /// The version of CloudEvents.
     pub spec_version: &'static str,
-    /// The key.
+    /// The header that carries the key of the message.
     pub partition_key: &'static str,
 }
 
@@ -43,7 +43,7 @@ pub const KAFKA: Names = Names {
     partition_key: "ce_partitionkey",
 };
 
-/// RabbitMQ.
+/// Names of the headers on RabbitMQ, as AMQP 0.9.1 has them.
 pub const AMQP: Names = Names {
     id: "cloudEvents_id",
     kind: "cloudEvents_type",

@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 pub enum PartState {
     /// Begins; says soon how it is.
     Starting,
-    /// At work.
+    /// The part does its work.
     Ready,
     /// Waits for something that is named; goes on by itself.
     Waiting(String),

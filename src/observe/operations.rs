@@ -120,7 +120,7 @@ pub fn noted(operation: &str, key: &str, noted: Noted) {
 /// What is forgotten at the end of its time.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Forgotten {
-    /// Bodies of answers.
+    /// Bodies of answers, whose keys stay known.
     Bodies,
     /// Keys, each with all that is known of its operation.
     Keys,

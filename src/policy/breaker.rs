@@ -33,7 +33,7 @@ pub struct Breaker {
 }
 
 impl Breaker {
-    /// A closed one.
+    /// A closed breaker, which lets every attempt through.
     #[must_use]
     pub fn new(options: BreakerOptions) -> Self {
         Self { options, failed: 0, shut_until: None }

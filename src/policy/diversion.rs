@@ -36,7 +36,7 @@ pub enum Diverted {
 /// What the reader does with a row.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Way {
-    /// Publish it.
+    /// The reader publishes the row to the broker.
     Send,
     /// Put it into the held table, for this reason.
     Hold(Behind),
@@ -47,7 +47,7 @@ pub enum Way {
 pub enum Behind {
     /// A dead row of its key.
     Dead,
-    /// Its blocked destination.
+    /// The row's destination, which is blocked.
     Destination,
 }
 
@@ -56,9 +56,9 @@ pub enum Behind {
 pub struct DivertedRow {
     /// Its place in the outbox.
     pub position: i64,
-    /// Its topic.
+    /// The topic that the row is to be published to.
     pub topic: String,
-    /// Its key.
+    /// The row's key; none where the message has no key.
     pub key: Option<String>,
     /// Why it is there.
     pub why: Diverted,

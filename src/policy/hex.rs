@@ -4,7 +4,7 @@
 //!
 //! Not here: what is written so.
 
-/// Lower-case hexadecimal digits.
+/// The bytes as lower-case hexadecimal digits, two for each byte.
 pub(crate) fn hex(bytes: &[u8]) -> String {
     const DIGITS: &[u8; 16] = b"0123456789abcdef";
     let mut text = String::with_capacity(bytes.len() * 2);

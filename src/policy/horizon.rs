@@ -49,7 +49,7 @@ pub struct Bounds {
 /// What becomes of a message that the inbox does not know.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Verdict {
-    /// It is new.
+    /// The message is new: its handler runs.
     GoOn,
     /// Dead: what could answer was purged.
     TooOld,
@@ -114,7 +114,7 @@ pub fn purge_row(in_id: Option<DbTime>, received: DbTime, below: DbTime) -> Opti
 pub enum Horizon {
     /// For ever. The default where a topic is compacted or unlimited.
     Never,
-    /// For so long.
+    /// Rows live for this long; older ones may be purged.
     After(Duration),
 }
 

@@ -64,7 +64,7 @@ struct Suspect {
 }
 
 impl Isolation {
-    /// Nothing is suspected.
+    /// A state in which no row is suspected.
     #[must_use]
     pub fn new() -> Self {
         Self::default()

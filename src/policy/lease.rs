@@ -19,7 +19,7 @@ use super::db_time::DbTime;
 /// A lease as it stands in its row.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Lease {
-    /// When it ends.
+    /// Database time at which the lease ends.
     pub until: DbTime,
     /// How long it was granted for.
     pub length: Duration,

@@ -46,7 +46,7 @@ pub enum Break {
     },
     /// The consumer stood beyond the end of the partition: its beginning.
     BeyondEnd {
-        /// Where it stood.
+        /// The offset at which the consumer stood.
         stood: i64,
         /// Where the partition ends.
         end: i64,

@@ -42,7 +42,7 @@ pub enum Decision {
     InPlace(Duration),
     /// Store it as waiting, due after this time.
     Wait(Duration),
-    /// No further try.
+    /// There is no further try: the message is dead, for this reason.
     Dead(Death),
 }
 
@@ -84,7 +84,7 @@ pub enum Asked {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum RetryPolicyError {
-    /// `max_attempts` is 0.
+    /// `max_attempts` is 0, so nothing would be tried.
     NoAttempt,
     /// `base` is zero: waits would never grow.
     NoBase,

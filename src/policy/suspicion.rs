@@ -53,9 +53,9 @@ impl Suspicion {
     }
 
     /// The assignment row was found open: an owner died, with at most `max_in_flight` deliveries
-    /// that ran or waited for their turn and that the inbox does not know. Those that stood aside did
-    /// not run; where they come first now, a killer behind them is counted one death later, because
-    /// those before it in its lane are done by then.
+    /// that ran or waited for their turn and that the inbox does not know. Those that stood aside
+    /// did not run; where they come first now, a killer behind them is counted one death later,
+    /// because those before it in its lane are done by then.
     #[must_use]
     pub fn found_open(max_in_flight: usize) -> Self {
         Self { unknown_left: max_in_flight }

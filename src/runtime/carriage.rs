@@ -18,12 +18,12 @@ use sha2::{Digest, Sha256};
 
 use crate::policy::hex::hex;
 
-/// Where e-mails go.
+/// Where e-mails are carried to: files or an SMTP server.
 #[derive(Debug, Clone)]
 pub enum EmailTransport {
     /// One `.eml` file each, named by its Message-ID.
     Files(PathBuf),
-    /// An SMTP server.
+    /// An SMTP server, over this transport of the library `lettre`.
     Smtp(AsyncSmtpTransport<Tokio1Executor>),
 }
 

@@ -198,16 +198,16 @@ const AFTER_DISORDER: Duration = Duration::from_secs(1);
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum ConsumerError {
-    /// The database refuses.
+    /// The database refuses, or fails in a way that only a person can mend.
     #[error(transparent)]
     Store(#[from] StoreError),
-    /// The broker refuses.
+    /// The broker refuses, or fails in a way that only a person can mend.
     #[error(transparent)]
     Broker(#[from] BrokerError),
     /// The inbox would forget what can still come.
     #[error("consumer `{consumer}`: {why}")]
     Horizon {
-        /// Whose.
+        /// The name of the consumer whose horizon is too short.
         consumer: String,
         /// What can still come, and for how long.
         why: HorizonTooShort,

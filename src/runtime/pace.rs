@@ -21,12 +21,6 @@ impl Pace {
         Self { first, longest, failures: 0 }
     }
 
-    /// How often it failed since the last success.
-    #[must_use]
-    pub fn failures(&self) -> u32 {
-        self.failures
-    }
-
     /// It worked: start over.
     pub fn worked(&mut self) {
         self.failures = 0;
@@ -64,7 +58,7 @@ mod tests {
             let wait = pace.next_wait();
             assert!(wait <= Duration::from_secs(2) && wait >= Duration::from_millis(50), "{wait:?}");
         }
-        assert_eq!(pace.failures(), 41);
+        assert_eq!(pace.failures, 41);
         pace.worked();
         assert!(pace.next_wait() <= Duration::from_millis(100));
     }
@@ -82,7 +76,7 @@ pub(crate) struct Since {
 }
 
 impl Since {
-    /// From now on.
+    /// Counts the time from this moment on.
     pub(crate) fn now() -> Self {
         Self { monotonic: Instant::now(), wall: SystemTime::now() }
     }

@@ -52,10 +52,10 @@ pub enum RelayEnd {
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum RelayError {
-    /// The database refuses.
+    /// The database refuses, or fails in a way that only a person can mend.
     #[error(transparent)]
     Store(#[from] StoreError),
-    /// The broker refuses.
+    /// The broker refuses, or fails in a way that only a person can mend.
     #[error(transparent)]
     Broker(#[from] BrokerError),
 }

@@ -37,7 +37,7 @@ pub struct SenderOptions {
     pub until_empty: bool,
 }
 
-/// Sends e-mail rows.
+/// Sends the e-mails that stand as rows in the database.
 #[derive(Debug)]
 pub struct Sender {
     store: Arc<dyn Mailbox>,

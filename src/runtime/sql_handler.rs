@@ -28,7 +28,7 @@ pub struct SqlSpec {
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum SqlSpecError {
-    /// No statement.
+    /// The handler has no statement to run.
     #[error("the sql handler has no statement")]
     NoStatement,
     /// A statement would commit or roll back what it runs in: the effects of other messages, and
@@ -37,17 +37,17 @@ pub enum SqlSpecError {
         "the statement `{statement}` ends the transaction it runs in ({words}): take it out; what the statements of a handler write is committed together with its message"
     )]
     EndsTransaction {
-        /// The statement.
+        /// The statement as it is configured.
         statement: String,
-        /// What ends it.
+        /// Its first words, at most two, such as `ROLLBACK WORK`.
         words: String,
     },
     /// A parameter of a statement is not declared.
     #[error("the statement `{statement}` uses :{name}, which `params` does not name")]
     Undeclared {
-        /// The parameter.
+        /// The name of the parameter, without its colon.
         name: String,
-        /// The statement.
+        /// The statement that uses it, as it is configured.
         statement: String,
     },
     /// A declared parameter is used nowhere.
@@ -58,15 +58,15 @@ pub enum SqlSpecError {
         "the parameter `{name}` reads from `{source_text}`: use a JSON pointer (`/a/b`) or @id, @key, @kind, @topic, @time, @payload, @header:NAME"
     )]
     UnknownSource {
-        /// The parameter.
+        /// The name of the parameter.
         name: String,
-        /// Its source.
+        /// The source as it is configured.
         source_text: String,
     },
     /// The server does not take the statement.
     #[error("the statement `{statement}` cannot be prepared: {error}")]
     Refused {
-        /// The statement.
+        /// The statement as it is configured.
         statement: String,
         /// What the server says.
         error: StoreError,
@@ -126,7 +126,7 @@ impl Source {
     }
 }
 
-/// The handler.
+/// A handler that runs prepared statements, with values taken from the message.
 #[derive(Debug)]
 pub struct SqlHandler<S: Statements> {
     statements: Vec<S::Statement>,

@@ -316,7 +316,7 @@ impl<Db: Remote> Bounded<Db> {
         done.map_err(commit_error)
     }
 
-    /// Rolls back.
+    /// Rolls back; where that fails, the connection is closed and never used again.
     pub(super) async fn rollback(&mut self) -> sqlx::Result<()> {
         let done = self.within(|connection| Box::pin(Db::TransactionManager::rollback(connection))).await;
         self.in_transaction = done.is_err();
@@ -498,7 +498,7 @@ pub(super) trait Ask<'q, Db: Remote>: Execute<'q, Db> + 'q {
 
     fn answer(row: Db::Row) -> sqlx::Result<Self::Answer>;
 
-    /// All answers.
+    /// Runs the statement and gives the answers of all its rows, in order.
     fn all(self, place: impl Reach<Db>) -> impl Future<Output = sqlx::Result<Vec<Self::Answer>>> + Send {
         async move {
             let (mut answers, mut wrong) = (Vec::new(), None);
@@ -522,12 +522,12 @@ pub(super) trait Ask<'q, Db: Remote>: Execute<'q, Db> + 'q {
         async move { Ok(self.all(place).await?.into_iter().next()) }
     }
 
-    /// The only answer.
+    /// The first answer; no row at all is the error `RowNotFound`.
     fn one(self, place: impl Reach<Db>) -> impl Future<Output = sqlx::Result<Self::Answer>> + Send {
         async move { self.optional(place).await?.ok_or(sqlx::Error::RowNotFound) }
     }
 
-    /// What was changed.
+    /// Runs a statement and gives what it changed, without its rows.
     fn run(self, place: impl Reach<Db>) -> impl Future<Output = sqlx::Result<Db::QueryResult>> + Send {
         async move {
             let mut result = Db::QueryResult::default();

@@ -89,7 +89,7 @@ pub trait Fixture: Sized + Send + Sync + 'static {
     /// Makes the lease of shard 0 end this many seconds from now, by the database's clock.
     fn set_lease_end(store: &Self::Store, seconds: i64) -> impl Future<Output = ()> + Send;
 
-    /// Drops the database.
+    /// Drops the database at the end of a case.
     fn remove(self) -> impl Future<Output = ()> + Send;
 }
 
@@ -102,7 +102,7 @@ pub trait KeysFixture: Sized + Send + Sync + 'static {
     /// that it needs is not there.
     fn start(case: &str) -> impl Future<Output = Option<Self>> + Send;
 
-    /// The store.
+    /// The store that the cases run on.
     fn store(&self) -> &Self::Store;
 
     /// Whether records and bodies go at their time without a cleaner.

@@ -29,7 +29,7 @@ pub struct ConsumerId(pub i32);
 /// How a consumer is registered.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ConsumerSpec {
-    /// Its name.
+    /// The name of the consumer, unique in the database.
     pub name: String,
     /// Its id rule as text, stored at the first start; another one is refused unless `accept` is
     /// set (R31).
@@ -58,9 +58,9 @@ impl ConsumerSpec {
 /// One message to admit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct InboxEntry {
-    /// Identity.
+    /// The id under which the message is deduplicated.
     pub id: MessageId,
-    /// What G7 compares.
+    /// The hash of the content: the same id with another hash is a mismatch, not a duplicate.
     pub hash: ContentHash,
 }
 
@@ -119,9 +119,9 @@ pub enum ParkAs {
 /// A message on its way into the waiting table.
 #[derive(Debug, Clone)]
 pub struct Parked {
-    /// The message, whole.
+    /// The whole message, as a later try or an operator needs it.
     pub message: Message,
-    /// As what.
+    /// In which state it is stored: due, behind another message, or dead.
     pub park_as: ParkAs,
     /// Tries that were counted so far.
     pub attempts: u32,
@@ -169,9 +169,9 @@ pub(crate) const LOOKS: (u32, std::time::Duration) = (50, std::time::Duration::f
 /// One partition as one assignment holds it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Holding {
-    /// Topic.
+    /// The topic that the partition belongs to.
     pub topic: Arc<str>,
-    /// Partition.
+    /// The number of the partition within its topic.
     pub partition: i32,
     /// A token of this assignment alone: an owner that lost the partition changes nothing of the
     /// next one's row.

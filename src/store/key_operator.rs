@@ -29,7 +29,7 @@ use crate::policy::operation::retention::Retention;
 use crate::policy::operation::versions::Announced;
 use crate::policy::operation::{Identity, Mode, OperationName, Record, State};
 
-/// Which keys.
+/// Which idempotency keys an operator asks for; the conditions hold together.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct KeyFilter {
     /// Only those whose digest begins with these bytes.
@@ -48,10 +48,10 @@ pub struct KeyFilter {
     pub limit: u32,
 }
 
-/// Which operations.
+/// Which phased operations an operator asks for; the conditions hold together.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct OperationFilter {
-    /// Only this one.
+    /// Only the operation with this id; `None`: any.
     pub operation_id: Option<Uuid>,
     /// Only of this flow.
     pub flow: Option<String>,
@@ -110,14 +110,14 @@ pub enum KeyChange {
     /// Forgotten, and recorded up to the time inside the key, so that a late retry of it is
     /// recognised (O23). A key without a time is of an operation that does not judge ages.
     Purge {
-        /// As of [`Self::Release`].
+        /// The same as in [`Self::Release`].
         against_evidence: bool,
     },
     /// An UNKNOWN gets its outcome.
     Resolve {
         /// What the operator found out.
         outcome: Outcome,
-        /// Lifetimes, from now.
+        /// How long answer, body and metadata are kept, counted from now.
         retention: Retention,
         /// Whether a run that lost its lease may have said the opposite.
         against_evidence: bool,
@@ -129,7 +129,7 @@ pub enum KeyChange {
 pub enum OperationChange {
     /// Due at once, its attempts counted anew; the operator's words, if any, are evidence.
     GoOn {
-        /// What is appended.
+        /// The rows that are appended to the evidence of the operation.
         evidence: Vec<NewEvidence>,
         /// The stage that it goes on at, where that is another one.
         stage: Option<Stage>,
@@ -140,9 +140,9 @@ pub enum OperationChange {
     End {
         /// What the operator found out.
         outcome: Box<Outcome>,
-        /// Lifetimes, from now.
+        /// How long answer, body and metadata are kept, counted from now.
         retention: Retention,
-        /// The operator's word.
+        /// What the operator said, appended to the evidence of the operation.
         evidence: Box<NewEvidence>,
         /// Whether a live lease is taken away.
         take_over: bool,
@@ -156,9 +156,9 @@ pub enum Resolution {
     Ended(Outcome, Retention),
     /// What became of one effect: the worker goes on with the flow from there.
     Effect {
-        /// Which.
+        /// The name of the effect within its operation.
         effect: String,
-        /// Whether it happened.
+        /// True where the effect happened, false where it did not.
         happened: bool,
     },
 }
@@ -209,7 +209,7 @@ pub(super) struct Audit<'a> {
     pub(super) place: &'a str,
     /// The digest of the key, where its record is there.
     pub(super) digest: Option<[u8; 32]>,
-    /// Of which run.
+    /// The id of the run that the act was on.
     pub(super) operation_id: Uuid,
     /// What it was before.
     pub(super) detail: String,
@@ -312,7 +312,7 @@ fn refused<T>(why: impl Into<String>) -> Result<T, StoreError> {
     Err(StoreError::Refused(why.into()))
 }
 
-/// Somebody was quicker.
+/// Refuses the act where the record or operation has changed since the operator saw it.
 fn changed(fenced: Fenced) -> Result<(), StoreError> {
     match fenced {
         Fenced::Done => Ok(()),

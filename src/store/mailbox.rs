@@ -17,28 +17,28 @@ use crate::error::StoreError;
 pub struct NewEmail {
     /// Unique: for example `receipt_payment_pay_789`.
     pub unique_key: String,
-    /// Recipient address.
+    /// The address that the e-mail goes to.
     pub recipient: String,
-    /// Subject line.
+    /// The subject line of the e-mail.
     pub subject: String,
-    /// Plain text body.
+    /// The body of the e-mail, as plain text.
     pub body: String,
 }
 
-/// A claimed row.
+/// An e-mail row that this sender has claimed.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct EmailToSend {
-    /// Its row.
+    /// The number of its row in the database.
     pub email_id: i64,
-    /// The claim.
+    /// The token of the claim: only under it the sender records the outcome.
     pub claim: uuid::Uuid,
     /// The unique key; the Message-ID is made from it and stays the same.
     pub unique_key: String,
-    /// Recipient address.
+    /// The address that the e-mail goes to.
     pub recipient: String,
-    /// Subject line.
+    /// The subject line of the e-mail.
     pub subject: String,
-    /// Plain text body.
+    /// The body of the e-mail, as plain text.
     pub body: String,
     /// Which try this is.
     pub attempt: u32,
@@ -51,7 +51,7 @@ pub enum EmailOutcome {
     Sent,
     /// Not sent for certain, or possibly sent: again after this time.
     Again {
-        /// After this time.
+        /// How long from now it waits for its next try.
         after: Duration,
         /// What the server said.
         error: String,

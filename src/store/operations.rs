@@ -57,9 +57,9 @@ const LOOK_AGAIN: Duration = Duration::from_millis(50);
 pub struct KeyClaim {
     /// Tenant, operation and key.
     pub identity: Identity,
-    /// Who asks.
+    /// The principal that sends the request, as a mark.
     pub principal: PrincipalMark,
-    /// The command.
+    /// The fingerprint of the command: another one under the key is a conflict.
     pub fingerprint: Fingerprint,
     /// By which door. [`Keys::claim`] takes `bridged` and `edge`, [`Operations::begin_operation`]
     /// `same_tx`, [`Phases::begin_first`](super::Phases::begin_first) `phased`.
@@ -96,14 +96,14 @@ pub enum Basis<'a> {
 /// A claim that this process owns. Its epoch and token fence everything that it writes.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Owned {
-    /// Of which record.
+    /// Which record this process owns: tenant, operation and key.
     pub identity: Identity,
     /// Token of this owner; none in mode `same_tx`, where the transaction is the owner, and in mode
     /// `phased`, where the operation row has it (O9).
     pub owner: Option<Uuid>,
     /// The epoch it raised.
     pub epoch: i64,
-    /// The generation.
+    /// Raised when the key is used anew after its time was over; from 1.
     pub generation: i64,
     /// The identity of the run.
     pub operation_id: Uuid,
@@ -116,7 +116,7 @@ pub struct Owned {
 pub(super) struct RecordFence {
     /// The digest of its identity.
     pub(super) digest: Vec<u8>,
-    /// The epoch.
+    /// The epoch that the record must still have.
     pub(super) epoch: i64,
     /// The token of its owner, where it has one of its own.
     pub(super) owner: Option<Uuid>,
@@ -133,7 +133,7 @@ impl From<&Owned> for RecordFence {
 /// What came of a claim.
 #[derive(Debug)]
 pub enum Claimed {
-    /// It is ours.
+    /// The claim succeeded, and this process owns the record.
     Owned(Owned),
     /// Another record stands there, or the one that was seen has changed: decide again from this
     /// one.
@@ -181,11 +181,11 @@ pub struct Look {
 /// How a run ended.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Outcome {
-    /// It succeeded.
+    /// It succeeded, and this is its answer.
     Completed(Answer),
     /// It failed for good.
     FailedReplayable {
-        /// What is replayed.
+        /// The answer that a repeated request gets.
         answer: Answer,
         /// The code of the failure.
         error_code: Option<String>,
@@ -195,7 +195,7 @@ pub enum Outcome {
         /// The code of the failure.
         error_code: Option<String>,
     },
-    /// Nobody knows.
+    /// It is not known whether the operation happened: recovery or an operator finds out.
     Unknown,
 }
 
@@ -213,7 +213,7 @@ pub struct Answer {
 /// What is kept of an answer's body.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum AnswerBody {
-    /// All of it.
+    /// Headers and bytes of the body, complete.
     Kept(KeptBody),
     /// Nothing, for this reason.
     Tombstone(Tombstone),
@@ -226,7 +226,7 @@ pub enum AnswerBody {
 pub struct KeptBody {
     /// Names and values in order; a name may repeat (pitfall 21).
     pub headers: Vec<(String, Vec<u8>)>,
-    /// The body.
+    /// The bytes of the body, written as `format` says, and encrypted where `kid` is set.
     pub bytes: Vec<u8>,
     /// How the bytes are written; 0: as they were.
     pub format: u16,
@@ -244,7 +244,7 @@ impl std::fmt::Debug for KeptBody {
 /// Whether a fenced statement hit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Fenced {
-    /// It did.
+    /// The fence held, and the change is made.
     Done,
     /// Nothing was changed: the record is another's by now, or has its outcome.
     LostOwnership,
@@ -265,7 +265,7 @@ pub struct OperationStats {
     pub in_progress: u64,
     /// The age of the oldest of them, by database time.
     pub oldest_in_progress: Option<Duration>,
-    /// Records UNKNOWN_REQUIRES_RECOVERY.
+    /// Records in state UNKNOWN_REQUIRES_RECOVERY: nobody knows whether they happened.
     pub unknown: u64,
 }
 

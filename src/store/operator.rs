@@ -14,15 +14,16 @@ use crate::policy::horizon::Verdict;
 /// One shard as it stands.
 #[derive(Debug, Clone, PartialEq, serde::Serialize)]
 pub struct ShardStatus {
-    /// The shard.
+    /// The number of the shard, from 0.
     pub shard: i32,
     /// First and last bucket.
     pub buckets: (u8, u8),
-    /// The cursor.
+    /// The cursor: every committed position up to here is proven, dead, held or decided, or
+    /// stands in an open gap.
     pub scanned_to: i64,
     /// Number of open gap ranges.
     pub gaps: u64,
-    /// Epoch.
+    /// Raised by every new owner; a write under an older epoch changes nothing.
     pub epoch: i64,
     /// Owner, where the lease is held.
     pub owner: Option<String>,
@@ -40,17 +41,17 @@ pub(super) const COUNTED_MAX: i64 = 10_000;
 /// 10,000, which then means that or more; `pending` and `inbox_rows` are estimated beyond.
 #[derive(Debug, Clone, Default, PartialEq, serde::Serialize)]
 pub struct Status {
-    /// Shards.
+    /// Every shard of the outbox, as it stands.
     pub shards: Vec<ShardStatus>,
     /// Rows not yet proven, diverted rows not counted.
     pub pending: u64,
     /// Age of the oldest of them, seconds.
     pub oldest_pending_age_seconds: f64,
-    /// Held outbox rows.
+    /// Outbox rows held behind a dead one, or because their destination is blocked.
     pub held: u64,
     /// How long ago the first of them was enqueued, seconds.
     pub oldest_held_age_seconds: f64,
-    /// Dead outbox rows.
+    /// Dead outbox rows: messages that could not be sent.
     pub dead: u64,
     /// Per consumer: name, waiting, dead, inbox rows (an estimate on large tables).
     pub consumers: Vec<ConsumerStatus>,
@@ -61,7 +62,7 @@ pub struct Status {
 /// One consumer as it stands.
 #[derive(Debug, Clone, Default, PartialEq, serde::Serialize)]
 pub struct ConsumerStatus {
-    /// Name.
+    /// The name of the consumer, under which it registered.
     pub name: String,
     /// Messages that wait for a retry, or behind one.
     pub waiting: u64,
@@ -69,9 +70,9 @@ pub struct ConsumerStatus {
     pub held: u64,
     /// How long ago the first of all these was stored, seconds.
     pub oldest_waiting_age_seconds: f64,
-    /// Dead messages.
+    /// Messages of the consumer that are stored as dead.
     pub dead: u64,
-    /// Inbox rows.
+    /// Inbox rows of the consumer; above 10,000 an estimate, on SQLite 10,000.
     pub inbox_rows: u64,
     /// When one of its processes was last there, in seconds before now; it says so every ten
     /// seconds.
@@ -170,36 +171,36 @@ pub(crate) fn kept_error(error: &str) -> &str {
 pub struct HistoryEntry {
     /// When, by the database's clock.
     pub at: DateTime<Utc>,
-    /// Which try.
+    /// The number of the failed try.
     pub attempt: u32,
-    /// What it said.
+    /// The error of that try.
     pub error: String,
 }
 
 /// A message that is dead, held or waiting.
 #[derive(Debug, Clone, PartialEq, Eq, serde::Serialize)]
 pub struct DeadMessage {
-    /// `o<position>` or `c<sequence>`.
+    /// `o<position>` for the outbox, `c<sequence>` for a consumer: what `dead list` shows.
     pub number: String,
     /// Which of the three.
     pub state: DeadState,
-    /// Where.
+    /// On which side it stands: in the outbox, or with a consumer.
     pub place: DeadPlace,
-    /// Message id.
+    /// The id under which it is published or deduplicated.
     pub message_id: Uuid,
     /// The id as its producer sent it, where it is written in another way.
     pub sent_id: Option<String>,
-    /// Topic.
+    /// The topic that the message belongs to.
     pub topic: String,
     /// Key, as text where it is UTF-8.
     pub key: Option<String>,
-    /// Kind.
+    /// What happened, for example `payment.created`; empty where the message has none.
     pub kind: String,
-    /// Reason.
+    /// Why it is dead, held or waiting, in a few words.
     pub reason: String,
-    /// Last error.
+    /// The last error that is stored of it; `None` where there is none.
     pub error: Option<String>,
-    /// Tries.
+    /// Tries that were counted so far.
     pub attempts: u32,
     /// When it became what it is.
     pub dead_at: DateTime<Utc>,
@@ -219,7 +220,7 @@ pub struct DeadMessage {
     /// Payload bytes, shown by `dead show`.
     #[serde(skip)]
     pub payload: Vec<u8>,
-    /// Content type.
+    /// The media type of the payload; `None` where the message names none.
     pub content_type: Option<String>,
 }
 
@@ -233,7 +234,7 @@ pub enum OperatorAct {
     /// Again, edited or unchanged, under a new id; the old one becomes the causation id header
     /// `oncebox`-side.
     RedriveAs {
-        /// The new id.
+        /// The id that the message is sent or handled under from now on.
         id: Uuid,
         /// The new payload, where it is edited.
         payload: Option<Vec<u8>>,
@@ -294,7 +295,7 @@ pub(super) const BURIED: &str = "buried";
 /// What becomes of a consumer's dead message that an operator sends on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Redriven {
-    /// It waits again.
+    /// It is no longer dead: it waits for its next try.
     Waits,
     /// Another copy of it was handled after this one was stored as dead: it is discarded.
     AlreadyHandled,
@@ -354,9 +355,9 @@ impl OperatorOutcome {
 /// Who acts, why, and within which bounds. Every act writes an audit row.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ActContext {
-    /// Who.
+    /// The person or program that acts, for the audit row.
     pub actor: String,
-    /// Why.
+    /// Why the act is done, for the audit row.
     pub reason: String,
     /// Only say what would be done.
     pub dry_run: bool,
@@ -372,7 +373,7 @@ pub const CONSUMER_PRESENT: Duration = Duration::from_secs(300);
 pub struct Forgotten {
     /// Messages that waited, were held or dead.
     pub messages: u64,
-    /// Inbox rows.
+    /// Rows that its inbox had.
     pub inbox_rows: u64,
 }
 
@@ -404,11 +405,11 @@ impl Forgotten {
 pub struct AuditEntry {
     /// When, by the database's clock.
     pub at: DateTime<Utc>,
-    /// Who.
+    /// The person or program that acted.
     pub actor: String,
     /// What: `redrive`, `discard`, `release`, ...
     pub act: String,
-    /// Why.
+    /// Why it was done, as the operator said it.
     pub reason: String,
     /// Of what: a topic, the outbox, a consumer, an operation.
     pub place: String,
@@ -440,9 +441,9 @@ impl DeadMessage {
     }
 }
 
-/// Duty: operating.
+/// Duty: what an operator sees of a database, and the acts on it.
 pub trait Operator: Base {
-    /// How things stand.
+    /// How shards, consumers, dead messages and e-mails stand now.
     fn status(&self) -> impl Future<Output = Result<Status, StoreError>> + Send;
 
     /// Connections to this database that wait for a lock for so long, as far as the server tells: a

@@ -56,7 +56,7 @@ pub(super) const ENDED: &str = "ended-its-transaction";
 /// Bytes as they are stored: plain, or encrypted under the key of this id.
 #[derive(Clone, PartialEq, Eq, Default)]
 pub struct Sealed {
-    /// The bytes.
+    /// The bytes as they are stored; the ciphertext where `kid` is set.
     pub bytes: Vec<u8>,
     /// The id of the key that encrypted them.
     pub kid: Option<String>,
@@ -71,14 +71,14 @@ pub struct NewOperation {
     pub flow: String,
     /// The version of its phases.
     pub flow_version: u32,
-    /// The canonical command.
+    /// The canonical command that the operation carries out, plain or encrypted.
     pub command: Sealed,
 }
 
 /// A phased operation that this process drives. Epoch and token fence everything but evidence.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Driven {
-    /// Which.
+    /// The id of the operation that is driven.
     pub operation_id: Uuid,
     /// The token of this driver.
     pub owner: Uuid,
@@ -91,7 +91,7 @@ pub struct Driven {
 pub struct StoredOperation {
     /// Database time of the read.
     pub now: DbTime,
-    /// Its identity.
+    /// The id of the operation.
     pub operation_id: Uuid,
     /// The identity of its record. None if the record is gone.
     pub identity: Option<Identity>,
@@ -103,9 +103,9 @@ pub struct StoredOperation {
     pub point: String,
     /// The stage of that point.
     pub stage: Stage,
-    /// The canonical command.
+    /// The canonical command that the operation carries out, plain or encrypted.
     pub command: Sealed,
-    /// The epoch.
+    /// Raised when a driver or an operator takes the operation; fenced writes compare it.
     pub epoch: i64,
     /// Until when somebody drives it. None if nobody does at `now`.
     pub lease_until: Option<DbTime>,
@@ -116,7 +116,7 @@ pub struct StoredOperation {
     pub due_at: Option<DbTime>,
     /// Why only an operator can go on with it.
     pub parked: Option<String>,
-    /// When it began.
+    /// When the operation began, by database time.
     pub created_at: DbTime,
     /// When its outcome became known.
     pub outcome_at: Option<DbTime>,
@@ -139,7 +139,7 @@ pub struct NewIntent {
     pub request: Sealed,
     /// Which adapter made them.
     pub adapter: String,
-    /// Its version.
+    /// The version of the adapter that made the bytes of the request.
     pub adapter_version: u32,
     /// The effect of the same operation that this one takes back.
     pub undoes: Option<String>,
@@ -163,9 +163,9 @@ pub struct StoredIntent {
 /// What was observed of an effect.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct NewEvidence {
-    /// Of which operation.
+    /// The id of the operation that was observed.
     pub operation_id: Uuid,
-    /// Of which effect.
+    /// The name of the effect; empty where the evidence is of no single effect.
     pub effect: String,
     /// The epoch of the observer.
     pub epoch: i64,
@@ -210,7 +210,7 @@ pub enum Taken {
     Driven(Driven, Box<StoredOperation>),
     /// Somebody drives it, or it is parked, or it has its outcome.
     Not(Box<StoredOperation>),
-    /// There is none.
+    /// There is no operation with this id.
     Missing,
 }
 
@@ -325,7 +325,7 @@ impl Settled {
         Ok(())
     }
 
-    /// What was said.
+    /// The effects with what was said of each: `succeeded`, `failed` or `not-sent`.
     pub(super) fn iter(&self) -> impl Iterator<Item = (&str, &'static str)> {
         self.0.iter().map(|(effect, outcome)| (effect.as_str(), *outcome))
     }
@@ -458,17 +458,17 @@ pub trait Phases: Operations {
     /// Gives an operation out of our hands.
     async fn leave(&self, driven: &Driven, leave: Leave<'_>) -> Result<Fenced, StoreError>;
 
-    /// [`Leave::HandBack`].
+    /// Gives the operation back as it stands, to be due again: [`Leave::HandBack`].
     async fn hand_back(&self, driven: &Driven, due: Due) -> Result<Fenced, StoreError> {
         self.leave(driven, Leave::HandBack(due)).await
     }
 
-    /// [`Leave::Doubt`].
+    /// Sets stage and record to UNKNOWN and makes it due again: [`Leave::Doubt`].
     async fn doubt(&self, driven: &Driven, due: Due) -> Result<Fenced, StoreError> {
         self.leave(driven, Leave::Doubt(due)).await
     }
 
-    /// [`Leave::Park`].
+    /// Sets stage and record to UNKNOWN and leaves it to an operator: [`Leave::Park`].
     async fn park(&self, driven: &Driven, reason: &str) -> Result<Fenced, StoreError> {
         self.leave(driven, Leave::Park(reason)).await
     }
@@ -493,7 +493,7 @@ pub trait Phases: Operations {
 /// phase: anything but [`Proof::Same`] from [`Self::advance`] or [`Self::finish`]: roll back.
 #[async_trait]
 pub trait PhaseTx: Debug + Send {
-    /// What is driven.
+    /// The operation that this phase belongs to, with the token and epoch of its driver.
     fn driven(&self) -> &Driven;
 
     /// The sqlx connection, inside the transaction: `tx.connection()` gives it with its type.

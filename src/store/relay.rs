@@ -45,7 +45,7 @@ pub enum LeaseAnswer {
     Taken(Box<dyn RelaySession>),
     /// Somebody else's, for at most this long unless renewed.
     HeldBy {
-        /// The owner's name.
+        /// The name of the owner.
         owner: String,
         /// What is left of the lease.
         left: Duration,
@@ -59,9 +59,9 @@ pub enum LeaseAnswer {
 pub struct OutboxRow {
     /// Its position: order, identity of the row.
     pub position: i64,
-    /// Its bucket.
+    /// The first byte of the hash of its key, or of its id; a shard owns a range of buckets.
     pub bucket: u8,
-    /// The message.
+    /// The message as it is published.
     pub message: OutgoingMessage,
 }
 
@@ -129,11 +129,11 @@ impl Mark {
 /// A row of the dead and held table without its message: what [`crate::policy::diversion`] needs.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct DivertedRow {
-    /// Position.
+    /// The position of the row in the outbox.
     pub position: i64,
-    /// Topic.
+    /// The topic that the row is published to.
     pub topic: String,
-    /// Key.
+    /// The key that its order is kept by; `None` where it has none.
     pub key: Option<String>,
     /// Dead (and whether it holds), held behind, or held for its destination.
     pub diversion: Diversion,
@@ -155,11 +155,11 @@ pub enum RequestedAct {
 pub struct OperatorRequest {
     /// Position of the row.
     pub position: i64,
-    /// Topic.
+    /// The topic of the row that is meant.
     pub topic: String,
-    /// Key.
+    /// The key of the row; `None` where it has none.
     pub key: Option<String>,
-    /// What to do.
+    /// What the operator wants to be done.
     pub act: RequestedAct,
 }
 
@@ -227,7 +227,7 @@ pub trait RelaySession: Debug + Send {
 /// Gaps between the positions that were read, which transactions may still fill.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct OpenGaps {
-    /// Ranges of positions.
+    /// The number of ranges of positions that may still be filled.
     pub open: usize,
     /// So many may be; then reads cover nothing new.
     pub max: usize,

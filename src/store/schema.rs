@@ -15,7 +15,7 @@ pub enum SchemaState {
     Missing,
     /// Older than this program needs.
     Old {
-        /// Newest applied version.
+        /// The newest version that the database has.
         found: i64,
         /// Version this program needs.
         needed: i64,
@@ -25,21 +25,21 @@ pub enum SchemaState {
     /// Newer than this program knows, and every migration that it does not know says that it still
     /// serves this program: one that ran before the migration may start again.
     Ahead {
-        /// Newest applied version.
+        /// The newest version that the database has.
         found: i64,
-        /// Newest known version.
+        /// The newest version that this program knows.
         known: i64,
     },
     /// Newer than this program knows.
     Newer {
-        /// Newest applied version.
+        /// The newest version that the database has.
         found: i64,
-        /// Newest known version.
+        /// The newest version that this program knows.
         known: i64,
     },
     /// A migration was applied with another text than this program has.
     Changed {
-        /// Its version.
+        /// The version of the migration whose text differs.
         version: i64,
     },
 }
@@ -79,14 +79,14 @@ pub struct MigrationText {
     /// The oldest program that still works on the schema after it, by the newest version that this
     /// program knows; its own version where an older one would do wrong.
     pub serves_from: i64,
-    /// The SQL.
+    /// The SQL of the migration, as it is run.
     pub sql: &'static str,
 }
 
 /// A migration and whether it was applied.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct AppliedMigration {
-    /// Version.
+    /// Its number, ascending from 1.
     pub version: i64,
     /// What it is for.
     pub description: String,
@@ -202,14 +202,14 @@ pub struct Finding {
     pub name: String,
     /// How much it matters.
     pub severity: Severity,
-    /// What was found.
+    /// What was found, in words for the operator.
     pub detail: String,
     /// What to do, where something is to be done.
     pub remedy: Option<String>,
 }
 
 impl Finding {
-    /// All is well.
+    /// A finding that says that all is well.
     pub fn ok(name: impl Into<String>, detail: impl Into<String>) -> Self {
         Self { name: name.into(), severity: Severity::Ok, detail: detail.into(), remedy: None }
     }
@@ -235,7 +235,7 @@ impl Finding {
     }
 }
 
-/// Duty: the schema.
+/// Duty: the tables, whether they fit this program, and their migrations.
 pub trait Schema: Base {
     /// All migrations this program was built with, ascending.
     fn migrations() -> &'static [MigrationText];

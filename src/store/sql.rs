@@ -242,10 +242,10 @@ fn placeholder(name: &'static str, dialect: Dialect, out: &mut String, names: &m
 
 /// A row, read by position.
 pub(in crate::store) trait Row: Debug + Send + Sync {
-    /// A whole number.
+    /// A column that holds a whole number.
     fn get_int(&self, at: usize) -> Result<Option<i64>, StoreError>;
 
-    /// Text.
+    /// A column that holds text.
     fn get_text(&self, at: usize) -> Result<Option<String>, StoreError>;
 }
 

@@ -17,19 +17,19 @@ pub use named::{Dialect, Piece, ends_transaction, split};
 /// A value to bind.
 #[derive(Clone, PartialEq, Eq)]
 pub enum SqlValue {
-    /// Null.
+    /// The SQL null, for a value that is absent or JSON `null`.
     Null,
-    /// true or false.
+    /// A truth value; MySQL and SQLite get it as 1 or 0.
     Bool(bool),
     /// A number with the digits it was written with.
     Number(String),
-    /// Text.
+    /// A text, bound as it is.
     Text(String),
     /// The text of a JSON object or array.
     Json(String),
-    /// A time.
+    /// A point in time, in UTC.
     Time(DateTime<Utc>),
-    /// Bytes.
+    /// Bytes, such as the payload of the message.
     Bytes(Vec<u8>),
 }
 

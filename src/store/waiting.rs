@@ -18,7 +18,7 @@ use crate::message::Message;
 /// A message that this process may run now.
 #[derive(Debug, Clone)]
 pub struct ClaimedMessage {
-    /// Its row.
+    /// The number of its row in the waiting table; order within a key follows it.
     pub sequence: i64,
     /// The claim, a random token.
     pub claim: uuid::Uuid,
@@ -66,7 +66,7 @@ pub struct Scope {
     pub kinds: Option<Vec<String>>,
 }
 
-/// Duty: waiting messages.
+/// Duty: the messages that wait for a retry, claimed and given back.
 #[async_trait]
 pub trait Waiting: Debug + Send + Sync {
     /// Claims the head in the scope that is due first; no try is counted. Where the answer was

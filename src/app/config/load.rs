@@ -16,7 +16,7 @@ use super::Settings;
 /// Where settings come from, besides the defaults.
 #[derive(Debug, Clone, Default)]
 pub struct Layers {
-    /// `--config FILE`.
+    /// The configuration file, as given by `--config FILE`; none: no file is read.
     pub file: Option<PathBuf>,
     /// Variables of the environment; those that begin with `ONCEBOX_` are settings.
     pub environment: Vec<(OsString, OsString)>,
@@ -27,7 +27,7 @@ pub struct Layers {
 /// Settings and their origins.
 #[derive(Debug, Clone)]
 pub struct Loaded {
-    /// The settings.
+    /// The settings in force, after all layers were merged.
     pub settings: Settings,
     figment: Figment,
 }

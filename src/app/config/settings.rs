@@ -12,23 +12,23 @@ use crate::policy::horizon::Horizon;
 use crate::runtime::{ConsumerOptions, DeadPolicy, RelayOptions, SqlSpec, Unhandled};
 use crate::store::StoreOptions;
 
-/// All settings.
+/// All settings of the programs, as one configuration file holds them.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct Settings {
-    /// The database.
+    /// The section `[database]`: where the outbox, the inbox and the operations are stored.
     pub database: DatabaseSettings,
-    /// The broker.
+    /// The section `[broker]`: where messages are published to and consumed from.
     pub broker: BrokerSettings,
-    /// The relay.
+    /// The section `[publisher]`: the relay from the outbox to the broker.
     pub publisher: PublisherSettings,
     /// Consumers of the `consumer` program.
     pub consumer: Vec<ConsumerSettings>,
-    /// The e-mail sender.
+    /// The section `[email]`: how the sender delivers queued e-mails.
     pub email: EmailSettings,
-    /// `/livez`, `/readyz`, `/metrics`.
+    /// The section `[http]`: the address that serves `/livez`, `/readyz` and `/metrics`.
     pub http: HttpSettings,
-    /// Logs.
+    /// The section `[log]`: the format of log lines, and which are written.
     pub log: LogSettings,
     /// How long a stop waits for what runs.
     pub shutdown_grace: Span,
@@ -49,7 +49,7 @@ impl Default for Settings {
     }
 }
 
-/// `[database]`
+/// The section `[database]` of the configuration.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct DatabaseSettings {
@@ -87,7 +87,7 @@ impl DatabaseSettings {
     }
 }
 
-/// `[broker]`
+/// The section `[broker]` of the configuration.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct BrokerSettings {
@@ -98,11 +98,11 @@ pub struct BrokerSettings {
     /// Bytes of a consumer's deliveries that are not yet acknowledged, at most; one delivery is
     /// always allowed.
     pub in_flight_bytes_max: ByteSize,
-    /// Kafka.
+    /// Settings that only a Kafka broker uses.
     pub kafka: KafkaSettings,
-    /// RabbitMQ.
+    /// Settings that only a RabbitMQ broker uses.
     pub rabbitmq: RabbitSettings,
-    /// The embedded broker.
+    /// Settings that only the embedded broker uses.
     pub embedded: EmbeddedSettings,
 }
 
@@ -119,7 +119,7 @@ impl Default for BrokerSettings {
     }
 }
 
-/// `[broker.kafka]`
+/// The section `[broker.kafka]` of the configuration.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct KafkaSettings {
@@ -131,9 +131,9 @@ pub struct KafkaSettings {
     pub replication: i32,
     /// `PLAIN`, `SCRAM-SHA-256` or `SCRAM-SHA-512`; the user stands in the URL or here.
     pub sasl_mechanism: Option<String>,
-    /// User.
+    /// The SASL user, where it does not stand in the URL.
     pub username: Option<String>,
-    /// Password.
+    /// The SASL password, where it does not stand in the URL.
     pub password: Option<Secret>,
     /// How long a consumer may be silent before its partitions go to another.
     pub session_timeout: Span,
@@ -156,7 +156,7 @@ impl Default for KafkaSettings {
     }
 }
 
-/// `[broker.rabbitmq]`
+/// The section `[broker.rabbitmq]` of the configuration.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct RabbitSettings {
@@ -176,7 +176,7 @@ impl Default for RabbitSettings {
     }
 }
 
-/// `[broker.embedded]`
+/// The section `[broker.embedded]` of the configuration.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct EmbeddedSettings {
@@ -194,7 +194,7 @@ impl Default for EmbeddedSettings {
     }
 }
 
-/// `hold` or `skip`
+/// What a dead message does to later messages of its key: `hold` or `skip`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum DeadChoice {
@@ -214,7 +214,7 @@ impl From<DeadChoice> for DeadPolicy {
     }
 }
 
-/// `[publisher]`
+/// The section `[publisher]` of the configuration.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct PublisherSettings {
@@ -267,18 +267,18 @@ impl Default for PublisherSettings {
     }
 }
 
-/// `acknowledge` or `dead`
+/// What happens to a message whose kind has no handler: `acknowledge` or `dead`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum UnhandledChoice {
-    /// Acknowledged and counted.
+    /// The message is acknowledged, and counted as unhandled.
     #[default]
     Acknowledge,
-    /// Stored as dead.
+    /// The message is stored as dead.
     Dead,
 }
 
-/// `[consumer.retry]`
+/// The table `[consumer.retry]` of one consumer.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct RetrySettings {
@@ -290,7 +290,7 @@ pub struct RetrySettings {
     pub attempts_max: u32,
     /// The first wait; each further one doubles.
     pub base: Span,
-    /// The longest wait.
+    /// The longest wait between two tries.
     pub cap: Span,
 }
 
@@ -307,13 +307,13 @@ impl Default for RetrySettings {
     }
 }
 
-/// `[[consumer]]`
+/// One `[[consumer]]` of the configuration.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct ConsumerSettings {
     /// Its name: inbox key, Kafka group, part of the queue names.
     pub name: String,
-    /// Topics it reads.
+    /// The topics that the consumer reads.
     pub topics: Vec<String>,
     /// Another group than its name.
     #[serde(default)]
@@ -363,10 +363,10 @@ pub struct ConsumerSettings {
     /// How long a revoked partition may drain.
     #[serde(default)]
     pub drain: Option<Span>,
-    /// Retries.
+    /// When a failed message is tried again, and when it is dead.
     #[serde(default)]
     pub retry: RetrySettings,
-    /// Handlers by kind.
+    /// The handlers of this consumer, each for one kind or for every kind.
     #[serde(default)]
     pub on: Vec<OnSettings>,
 }
@@ -379,14 +379,14 @@ fn first_epoch() -> String {
     "1".into()
 }
 
-/// `[[consumer.on]]`
+/// One `[[consumer.on]]`: a handler of a consumer, and the kind that it takes.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct OnSettings {
     /// The kind; absent: every kind.
     #[serde(default)]
     pub kind: Option<String>,
-    /// `sql`.
+    /// The type of the handler; only `sql` is known.
     pub handler: String,
     /// Statements of the sql handler.
     #[serde(default)]
@@ -513,11 +513,11 @@ impl ConsumerSettings {
     }
 }
 
-/// `[email]`
+/// The section `[email]` of the configuration.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct EmailSettings {
-    /// The sender's address.
+    /// The address in the `From` header of every e-mail.
     pub from: String,
     /// Where `.eml` files go while no SMTP server is set.
     pub directory: PathBuf,
@@ -538,7 +538,7 @@ impl Default for EmailSettings {
     }
 }
 
-/// `[http]`
+/// The section `[http]` of the configuration.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct HttpSettings {
@@ -546,11 +546,11 @@ pub struct HttpSettings {
     pub listen: Option<std::net::SocketAddr>,
 }
 
-/// `[log]`
+/// The section `[log]` of the configuration.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct LogSettings {
-    /// `text` or `json`.
+    /// The form of log lines: `text` or `json`.
     pub format: crate::app::LogFormat,
     /// What is logged, as in `RUST_LOG`.
     pub filter: String,

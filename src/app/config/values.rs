@@ -10,7 +10,7 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer};
 pub struct Span(pub Duration);
 
 impl Span {
-    /// Seconds.
+    /// A duration of this many whole seconds.
     #[must_use]
     pub const fn seconds(seconds: u64) -> Self {
         Self(Duration::from_secs(seconds))
@@ -51,10 +51,10 @@ impl<'de> Deserialize<'de> for Span {
 /// A duration, or `never`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum SpanOrNever {
-    /// For ever.
+    /// The value `never`: it does not end.
     #[default]
     Never,
-    /// For so long.
+    /// The value is this duration.
     For(Span),
 }
 

@@ -18,7 +18,7 @@ use crate::broker::share::{Seat, share};
 /// Now, in milliseconds, by the clock of the transaction's connection.
 const NOW: &str = "select cast(unixepoch('subsec') * 1000 as integer)";
 
-/// A membership.
+/// A joined member: the ids of group and member, and how long it lives without a heartbeat.
 #[derive(Debug, Clone)]
 pub(super) struct Membership {
     pub(super) group_id: i64,

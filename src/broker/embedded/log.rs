@@ -17,9 +17,9 @@ use super::config::EmbeddedConfig;
 use crate::error::{BrokerError, classify};
 use crate::flock::{Held, Turn};
 
-/// `pragma application_id`: "onbx".
+/// The value of `pragma application_id` that marks a topic log: "onbx" in ASCII.
 const APPLICATION_ID: i32 = 0x6f6e_6278;
-/// `pragma user_version`.
+/// The value of `pragma user_version`: the version of the tables in the file.
 const SCHEMA_VERSION: i32 = 1;
 const SCHEMA: &str = include_str!("schema.sql");
 /// The WAL is cut to this when it starts anew.

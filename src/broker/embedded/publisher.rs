@@ -40,7 +40,7 @@ const BLOCKED_RETRY: Duration = Duration::from_millis(250);
 
 type Outcomes = Result<Vec<Settled>, BrokerError>;
 
-/// One publishing session.
+/// One publishing session on the file, as the relay holds it; a task of its own writes the rows.
 #[derive(Debug)]
 pub(super) struct EmbeddedPublisher {
     rows: mpsc::UnboundedSender<Row>,

@@ -13,7 +13,7 @@ use sqlx::sqlite::SqliteConnection;
 
 use super::record::position;
 
-/// Rows per transaction.
+/// The most rows that one call of `trim` deletes from one partition.
 pub(super) const ROWS: i64 = 1_000;
 
 /// Deletes one batch in the caller's transaction; gives how many rows went.

@@ -27,9 +27,9 @@ pub(super) struct Shared {
     acknowledged: Mutex<HashMap<PartitionId, i64>>,
     /// Delivered and not acknowledged, but finished, or (true) set aside.
     spared: Mutex<Vec<(PartitionId, i64, bool)>>,
-    /// Where sources begin.
+    /// The first offset to deliver, by source; the member's task takes these entries out.
     begun: Mutex<HashMap<PartitionId, i64>>,
-    /// Wakes the task.
+    /// Wakes the task that carries the membership.
     pub(super) wake: Notify,
     pub(super) paused: AtomicBool,
     /// Batches that wait for `next`.

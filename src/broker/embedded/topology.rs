@@ -25,7 +25,7 @@ pub(super) struct Topic {
     pub(super) partitions: Vec<i64>,
 }
 
-/// Finds a topic.
+/// Finds a topic by its name; `None` where it was not made yet.
 pub(super) async fn find(connection: &mut SqliteConnection, name: &str) -> Result<Option<Topic>, sqlx::Error> {
     let found: Option<(i64, String)> =
         sqlx::query_as("select topic_id, topic_id || '-' || created_at from topic where name = ?")

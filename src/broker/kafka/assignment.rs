@@ -124,7 +124,7 @@ impl Assignment {
         }
     }
 
-    /// Forgets everything.
+    /// Forgets every partition of this member, with all that is in flight.
     pub(super) fn clear(&mut self) {
         self.topics.clear();
         self.ends_seen.clear();

@@ -148,7 +148,7 @@ impl Asker {
         metadata(self.client(), &self.reports, topic, client::ASK_DEADLINE, serve)
     }
 
-    /// The client underneath.
+    /// The client of librdkafka that the producer uses.
     pub(super) fn client(&self) -> &Client<AskContext> {
         self.producer.client()
     }
@@ -159,14 +159,15 @@ impl Asker {
 pub(super) struct Admin(Option<AdminClient<DefaultClientContext>>);
 
 impl Admin {
-    /// Makes the client.
+    /// Makes a librdkafka client for administration; a setting that it refuses is an error.
     pub(super) fn new(config: &KafkaConfig) -> Result<Self, BrokerError> {
         let client = AdminClient::from_config_and_context(&client::asker(config), DefaultClientContext)
             .map_err(|error| BrokerError::Refused(format!("kafka settings: {}", properties::reason(&error))))?;
         Ok(Self(Some(client)))
     }
 
-    /// Does one request.
+    /// Sends one request to the broker and blocks the thread until the answer comes.
+    /// `what` names the request in an error.
     pub(super) fn ask<T>(
         &self,
         what: &str,

@@ -20,13 +20,13 @@ const DEFAULT_PORT: u16 = 9092;
 /// Kafka as configured: `[broker] url` and `[broker.kafka]`.
 #[derive(Clone)]
 pub struct KafkaConfig {
-    /// Bootstrap servers, `host:port`.
+    /// Bootstrap servers, each as `host:port`; port 9092 where the URL names none.
     pub servers: Vec<String>,
     /// TLS, by the scheme `kafkas://`; the broker's certificate and host name are always verified.
     pub tls: bool,
     /// User name for SASL; none connects without.
     pub user: Option<String>,
-    /// Password for SASL.
+    /// The password for SASL; read only where `user` is set, and empty where it is `None`.
     pub password: Option<String>,
     /// How user and password are proven.
     pub sasl_mechanism: SaslMechanism,
@@ -241,7 +241,7 @@ fn needs_tls_feature(what: &str) -> BrokerError {
     refused(format!("{what} needs the cargo feature `kafka-tls`: build with `--features kafka-tls`"))
 }
 
-/// `host`, `host:port`, `[v6]:port`.
+/// Reads `host`, `host:port` or `[v6]:port` and gives it with a port, 9092 by default.
 fn server(text: &str) -> Result<String, String> {
     let (host, port) = match text.rsplit_once(':') {
         Some((host, port)) if !port.ends_with(']') => (host, Some(port)),

@@ -240,7 +240,7 @@ fn offset_of_end(reason: &str) -> Option<i64> {
 /// The context of a client that only asks and reads.
 #[derive(Debug, Default)]
 pub(super) struct AskContext {
-    /// What it reported.
+    /// What librdkafka reported on this client: its errors, and whether the broker answers.
     pub(super) reports: std::sync::Arc<Reports>,
 }
 

@@ -92,7 +92,7 @@ impl Shared {
         self.acknowledged.notify_one();
     }
 
-    /// Ends the thread.
+    /// Asks the polling thread to end; does not wait for it.
     pub(super) fn close(&self) {
         self.closing.store(true, Ordering::Relaxed);
         self.wake();
@@ -409,7 +409,7 @@ pub(super) fn serve(consumer: &BaseConsumer<MemberContext>, shared: &Shared) {
 
 /// What a lack of room asks of the thread.
 enum Pressure {
-    /// Poll.
+    /// There is room: the thread polls for more messages.
     No,
     /// Stand still: most often room is made soon.
     Still,

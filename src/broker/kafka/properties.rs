@@ -33,7 +33,7 @@ enum Rule {
     Only(&'static [&'static str]),
     /// A whole number between these, both included.
     Between(i64, i64),
-    /// No value.
+    /// The user may give this property no value at all.
     Never,
     /// It has a setting of its own.
     UseInstead,

@@ -50,9 +50,9 @@ impl Sizes {
 /// What the broker told of a topic; what it does not tell is nothing.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(super) struct Limits {
-    /// `max.message.bytes`.
+    /// The topic's setting `max.message.bytes`, in bytes.
     pub(super) message_max: Option<usize>,
-    /// `min.insync.replicas`.
+    /// The topic's setting `min.insync.replicas`: how many copies must be in sync.
     pub(super) in_sync_min: Option<usize>,
 }
 

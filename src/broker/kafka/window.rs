@@ -102,7 +102,7 @@ impl Window {
         self.changed.notified().await;
     }
 
-    /// Wakes whoever waits.
+    /// Wakes the task that waits for a change in the window.
     pub(super) fn wake(&self) {
         self.changed.notify_one();
     }

@@ -17,7 +17,7 @@ pub(super) struct Lease {
     pub(super) committed: i64,
 }
 
-/// One group.
+/// One consumer group: its members, and the lease of each partition.
 #[derive(Debug, Default)]
 pub(super) struct Group {
     /// Topics by member, in the order in which they joined.

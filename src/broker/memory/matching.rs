@@ -22,7 +22,7 @@ pub fn every(n: usize) -> impl FnMut(&OutgoingMessage) -> bool + Send + 'static 
     }
 }
 
-/// Every row.
+/// Every row, so that the fault meets each message.
 pub fn any() -> impl FnMut(&OutgoingMessage) -> bool + Send + 'static {
     |_| true
 }

@@ -15,7 +15,7 @@ use crate::message::OutgoingMessage;
 /// `ce_source` of what is published here.
 const SOURCE: &str = "oncebox";
 
-/// One publishing session.
+/// One publishing session on the broker in memory.
 #[derive(Debug)]
 pub(super) struct MemoryPublisher {
     shared: Arc<Shared>,

@@ -81,7 +81,7 @@ pub(super) struct Topic {
     pub(super) partitions: Vec<Vec<Record>>,
 }
 
-/// Everything.
+/// The whole content of the broker, behind one lock.
 #[derive(Debug)]
 pub(super) struct State {
     partitions: usize,

@@ -217,7 +217,7 @@ impl RabbitConfig {
         Ok(Tries { servers: servers.into(), last: &self.remembered.answered_last, away: Vec::new() })
     }
 
-    /// One of them.
+    /// Reads the URL of one server and checks it.
     fn server(&self, url: &str) -> Result<Server, BrokerError> {
         let shown = redact(&self.url);
         let refused = |why: String| BrokerError::Refused(format!("the URL {shown}: {why}"));

@@ -89,7 +89,7 @@ impl Shared {
     }
 }
 
-/// One publishing session.
+/// One publishing session on RabbitMQ, with a connection of its own.
 pub(super) struct RabbitPublisher {
     link: Arc<Link>,
     shared: Arc<Shared>,

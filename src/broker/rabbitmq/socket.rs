@@ -103,7 +103,7 @@ impl Link {
         Ok(Self { socket, connection, deadline: config.connect_deadline })
     }
 
-    /// A new channel.
+    /// Opens a new channel on this connection, within the connect deadline.
     pub(super) async fn channel(&self) -> Result<Channel, Fault> {
         within(self.deadline, "channel.open", self.connection.create_channel()).await
     }

@@ -3,12 +3,12 @@
 //!
 //! Guarantees: acknowledgements are `multiple` up to what the runtime said is committed, never
 //! beyond what was delivered (R29), and single where it said so of one above that, so that the
-//! server's prefetch counts only what is unfinished; a stream that ends, a channel or connection that closes, and a
-//! consumer that the server has forgotten are errors of [`Subscriber::next`]; dropping this in any
-//! way cuts the socket before anything else (R29). Deliveries that are not yet acknowledged are
-//! bounded by count, which the server keeps, and by bytes, which it does not: where they grow
-//! beyond, the connection is cut, so that the server takes them back in their order, and the next
-//! one asks for fewer at a time.
+//! server's prefetch counts only what is unfinished; a stream that ends, a channel or connection
+//! that closes, and a consumer that the server has forgotten are errors of [`Subscriber::next`];
+//! dropping this in any way cuts the socket before anything else (R29). Deliveries that are not yet
+//! acknowledged are bounded by count, which the server keeps, and by bytes, which it does not:
+//! where they grow beyond, the connection is cut, so that the server takes them back in their
+//! order, and the next one asks for fewer at a time.
 //!
 //! Not here: recovery (the runtime subscribes anew), dedupe (the inbox).
 
@@ -94,7 +94,7 @@ impl Drop for Guard {
     }
 }
 
-/// A consumer's connection.
+/// The connection of one consumer, with a source for each of its queues.
 pub(super) struct RabbitSubscriber {
     guard: Guard,
     config: RabbitConfig,

@@ -37,7 +37,7 @@ impl ServerVersion {
     }
 }
 
-/// Asks the server.
+/// Asks the server for its version; an unreachable node is passed over for the next one.
 pub(super) async fn ask(config: &RabbitConfig) -> Result<ServerVersion, BrokerError> {
     let deadline = config.connect_deadline;
     let mut tries = config.tries()?;

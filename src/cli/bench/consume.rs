@@ -30,7 +30,7 @@ use crate::runtime::{Consumer, ConsumerOptions, HandlerTx, Handlers, MessageHand
 const SLOW_SHARE: usize = 4;
 pub(super) const LINGER: Duration = Duration::from_millis(5);
 
-/// One business write.
+/// A handler that does one business write for each message.
 #[derive(Debug)]
 pub(super) struct Effect;
 

@@ -25,7 +25,7 @@ use crate::error::HandlerError;
 use crate::policy::operation::{FingerprintWriter, IdempotentCommand, Key, KeyFormat, Mode, Outcome, Route, Scope};
 use crate::runtime::operation::{Answered, Endpoint, Engine, KeyGiven, Registered, Reply};
 
-/// Clients at once.
+/// How many clients send requests at the same time.
 pub(super) const CLIENTS: usize = 16;
 /// Duplicates of one request at once.
 const DUPLICATES: usize = 1_000;

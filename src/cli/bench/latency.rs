@@ -24,7 +24,7 @@ use crate::cli::progress::Rounds;
 use crate::observe::Health;
 use crate::runtime::{Consumer, ConsumerOptions, Handlers, Relay, RelayOptions};
 
-/// Transactions per second.
+/// Transactions that the writer commits per second.
 const RATE: u32 = 200;
 /// Messages before the first that counts: connections, caches and groups are warm after them.
 pub(super) const WARM: usize = 100;

@@ -96,7 +96,7 @@ impl Service {
         Ok(Self { url, client, served })
     }
 
-    /// Requests per second.
+    /// Sends `count` requests to `path`, and answers with the requests per second.
     async fn ask(self: &Arc<Self>, path: &'static str, count: usize) -> Result<f64, AppError> {
         let service = Arc::clone(self);
         let one = move |_| {

@@ -33,7 +33,7 @@ impl Moment {
     }
 }
 
-/// What was noted.
+/// What the watched broker has noted: times, and numbers of messages.
 #[derive(Debug, Default)]
 pub(super) struct Notes {
     /// The publishing session is open and warm, and work begins.

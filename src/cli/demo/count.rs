@@ -12,7 +12,7 @@ use super::stage::Stage;
 use crate::app::{AnyBroker, AppError};
 use crate::cli::common::Output;
 
-/// What was counted.
+/// What was counted after the demo, and whether the promise was kept.
 #[derive(Debug, Clone, Default, PartialEq, Serialize)]
 pub(super) struct Verdict {
     messages: u64,

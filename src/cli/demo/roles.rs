@@ -21,24 +21,24 @@ use crate::store::{NewEmail, SqlValue, Store, split_named};
 /// A process of the demo.
 #[derive(Debug, Clone, Subcommand)]
 pub(crate) enum Role {
-    /// Takes payments
+    /// Takes payments: writes the payment and its message in one transaction
     Till {
-        /// This demo's tag
+        /// The tag in all names that this demo uses
         #[arg(long)]
         tag: String,
-        /// Payments to take
+        /// How many payments to take
         #[arg(long)]
         messages: u64,
     },
-    /// Keeps the ledger
+    /// Keeps the ledger: writes an entry for each payment
     Ledger {
-        /// This demo's tag
+        /// The tag in all names that this demo uses
         #[arg(long)]
         tag: String,
     },
     /// Writes receipts as e-mail rows
     Receipts {
-        /// This demo's tag
+        /// The tag in all names that this demo uses
         #[arg(long)]
         tag: String,
     },

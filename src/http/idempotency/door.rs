@@ -73,9 +73,9 @@ pub trait JsonCommand: IdempotentCommand + DeserializeOwned + Send + Sync + 'sta
 /// A command and who sent it.
 #[derive(Debug, Clone)]
 pub struct Scoped<C> {
-    /// Who asks.
+    /// Who sent it: tenant and principal, from verified authentication.
     pub scope: Scope,
-    /// What.
+    /// The command, as it was read from the request.
     pub command: C,
 }
 
@@ -88,9 +88,9 @@ impl<C: Canonical> Canonical for Scoped<C> {
 /// A command, its sender and its key, read from a request: for doors of one's own.
 #[derive(Debug)]
 pub struct Taken<C> {
-    /// Command and scope.
+    /// The command, with the scope of its sender.
     pub scoped: Scoped<C>,
-    /// The key.
+    /// The key that the request carries, or that it has none.
     pub key: KeyGiven,
     /// The memory of the body: keep it as long as the command.
     pub permit: BodyPermit,
@@ -131,13 +131,13 @@ impl<S: Keys, C: JsonCommand> TypedDoor<S, C> {
         Ok(Self { engine: engine.clone(), endpoint: engine.protect(endpoint)?, command: PhantomData })
     }
 
-    /// The operation.
+    /// The operation that this door protects.
     #[must_use]
     pub fn endpoint(&self) -> &Registered {
         &self.endpoint
     }
 
-    /// The engine.
+    /// The engine that runs the operation.
     #[must_use]
     pub fn engine(&self) -> &Engine<S> {
         &self.engine

@@ -24,7 +24,7 @@ pub struct IdempotencyScope(pub Scope);
 /// The body of a request, and the memory it was promised.
 #[derive(Debug)]
 pub struct Intake {
-    /// The bytes.
+    /// The bytes of the body, at most as many as the operation's limit.
     pub body: Vec<u8>,
     /// Keep it as long as the bytes.
     pub permit: BodyPermit,

@@ -24,7 +24,7 @@ pub enum CursorError {
     },
     /// A row stands where none was asked for: neither at an open gap nor in the tail.
     Unexpected {
-        /// Where it stands.
+        /// The position of the row that was not expected.
         position: i64,
     },
     /// The oldest running transaction is older than one seen before: another server answers.
@@ -36,9 +36,9 @@ pub enum CursorError {
     },
     /// A claim got an id that is not above the ones before: another server answers.
     FenceWentBack {
-        /// The last fence.
+        /// The fence before this claim, as the id of a transaction.
         last: u64,
-        /// The new id.
+        /// The id of the claim's transaction, which is not above `last`.
         now: u64,
     },
 }

@@ -16,7 +16,7 @@ use super::{GapSet, Range};
 /// What is known about the transactions that could still fill a gap (R6).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Holders {
-    /// Nobody asked.
+    /// Nobody has asked for the lock holders yet.
     Unasked,
     /// They are being listed or watched.
     Watched,

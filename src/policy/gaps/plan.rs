@@ -42,7 +42,7 @@ pub struct ClaimTicket {
 pub struct Mark {
     /// The last batch that it marks; all before it are marked too.
     pub batch: u64,
-    /// The new `scanned_to`.
+    /// The new value of `scanned_to` in the shard's row.
     pub scanned_to: i64,
     /// The new gaps, all at or below `scanned_to`.
     pub gaps: GapSet,

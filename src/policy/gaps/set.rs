@@ -60,7 +60,7 @@ pub struct GapSet {
 }
 
 impl GapSet {
-    /// The empty set.
+    /// A set that holds no position.
     #[must_use]
     pub fn new() -> Self {
         Self::default()
@@ -86,7 +86,7 @@ impl GapSet {
         self.ranges.insert(from, to);
     }
 
-    /// Adds one position.
+    /// Adds one position; one that is there already stays.
     pub fn insert(&mut self, position: i64) {
         self.insert_range(Range::one(position));
     }
@@ -112,7 +112,7 @@ impl GapSet {
         self.range_at(position).is_some()
     }
 
-    /// The ranges, ascending.
+    /// The ranges of the set, in ascending order.
     pub fn iter(&self) -> impl Iterator<Item = Range> + '_ {
         self.ranges.iter().map(|(&from, &to)| Range { from, to })
     }
@@ -129,7 +129,7 @@ impl GapSet {
         self.ranges.is_empty()
     }
 
-    /// The highest position.
+    /// The highest position in the set; none where it is empty.
     #[must_use]
     pub fn last(&self) -> Option<i64> {
         self.ranges.last_key_value().map(|(_, &to)| to - 1)

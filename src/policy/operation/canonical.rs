@@ -78,12 +78,12 @@ impl ValueWriter<'_> {
         self.put(b's', text.as_bytes());
     }
 
-    /// Bytes.
+    /// A byte string, written as it is.
     pub fn bytes(self, bytes: &[u8]) {
         self.put(b'b', bytes);
     }
 
-    /// True or false.
+    /// A boolean value, as a tag without content.
     pub fn boolean(self, value: bool) {
         self.put(if value { b't' } else { b'f' }, &[]);
     }

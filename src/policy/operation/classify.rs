@@ -26,11 +26,11 @@ use super::route::Route;
 /// to their answer.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Outcome<R> {
-    /// It happened.
+    /// The effect happened; this is the answer.
     Completed(R),
     /// A business rule refused it, and nothing happened.
     Rejected {
-        /// The answer.
+        /// The answer that tells the client of the refusal.
         answer: R,
         /// Whether the refusal holds for this key for ever (`INSUFFICIENT_FUNDS`), or only for this
         /// try.
@@ -38,7 +38,7 @@ pub enum Outcome<R> {
     },
     /// Nothing happened, and no effect is outstanding; the same key may run again.
     Retryable(R),
-    /// Nobody knows.
+    /// Whether the effect happened is not known: recovery or an operator must find out.
     Unknown(R),
     /// Nothing happened, and nothing is to be remembered.
     DontStore(R),
@@ -47,7 +47,7 @@ pub enum Outcome<R> {
 /// How a run ended that carries no tag.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Untagged {
-    /// With this status.
+    /// The run ended with an answer of this HTTP status.
     Status(u16),
     /// With an error or a panic.
     Failed,
@@ -60,7 +60,7 @@ pub struct Run {
     pub mode: Mode,
     /// How far it came.
     pub reached: Reached,
-    /// [`Route::release_untagged`].
+    /// The route's setting [`Route::release_untagged`].
     pub release_untagged: bool,
 }
 
@@ -99,7 +99,7 @@ pub enum Settle {
 }
 
 impl<R> Outcome<R> {
-    /// The answer, alone.
+    /// The answer, without what the handler said of its run.
     pub fn into_answer(self) -> R {
         match self {
             Self::Completed(answer)
@@ -193,7 +193,8 @@ mod tests {
     use super::*;
 
     const REACHED: [Reached; 3] = [Reached::Called, Reached::NotStarted, Reached::Started];
-    /// O10, the list.
+    /// The statuses that O10 lists: untagged, they free the key while no extractor has let the
+    /// request in.
     const REFUSALS: [u16; 14] = [400, 401, 403, 405, 406, 411, 413, 414, 415, 417, 422, 426, 428, 431];
     const UNKNOWN: Settle = Settle::Finish(State::UnknownRequiresRecovery);
     const FAILURE: Settle = Settle::Finish(State::FailedReplayable);

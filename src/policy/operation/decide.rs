@@ -83,7 +83,7 @@ pub enum Decision {
     /// Take recovery ownership of the operation and recover within the budget, else answer that
     /// recovery is pending.
     Recover,
-    /// Somebody recovers it.
+    /// Somebody recovers the operation now; answer that recovery is pending.
     RecoveryPending,
     /// Wake the worker that reconciles this route; answer that recovery is pending.
     Reconcile,
@@ -91,7 +91,7 @@ pub enum Decision {
     MarkUnknown(Lost),
     /// Nobody knows, and only an operator can say.
     UnknownOutcome,
-    /// Another command.
+    /// The key was used with another command: refuse the request.
     Mismatch,
     /// Another principal; answered exactly as a mismatch.
     PrincipalMismatch,
@@ -104,7 +104,7 @@ pub enum Decision {
 /// What a request gets while the first one runs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum InProgress {
-    /// 409.
+    /// Answer 409 at once.
     Conflict,
     /// 202 with the location of the operation.
     Accepted,
@@ -131,7 +131,7 @@ pub enum Lost {
     StaleEdge,
 }
 
-/// What asks.
+/// What a request brings to the decision: a key that can be used, or why there is none.
 #[derive(Clone, Copy)]
 pub enum Asked<'a> {
     /// No key was sent.
@@ -153,9 +153,9 @@ pub struct Request<'a> {
     pub scope: &'a Scope,
     /// Tenant, operation and key.
     pub identity: &'a Identity,
-    /// The command.
+    /// The command, for its fingerprint.
     pub command: &'a dyn Canonical,
-    /// The operation's fingerprints.
+    /// The fingerprints of the operation: what this process can read and write.
     pub fingerprinter: &'a Fingerprinter,
     /// Whether the tenant has too much running or unresolved to start more.
     pub over_quota: bool,
@@ -170,7 +170,7 @@ pub enum Found<'a> {
     Running {
         /// The principal of the one that runs.
         principal: &'a PrincipalMark,
-        /// Its command.
+        /// The fingerprint of the command that runs.
         fingerprint: &'a Fingerprint,
     },
     /// The store does not answer, or takes no writes.

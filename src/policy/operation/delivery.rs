@@ -16,7 +16,7 @@ pub enum Delivery {
     Waiting,
     /// So many tries may each have arrived; it will be tried again.
     PossiblySent(u32),
-    /// It was taken.
+    /// The other side took it, and that is proven.
     Sent,
     /// It was refused for good, and no try arrived.
     Refused,

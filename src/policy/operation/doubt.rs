@@ -66,7 +66,7 @@ pub enum Doubt {
 pub enum Look {
     /// The store did not answer within the second.
     NoAnswer,
-    /// No committed record.
+    /// There is no committed record under the key.
     Nothing,
     /// A record of this run, by operation id.
     Ours(State),

@@ -67,9 +67,9 @@ pub struct ParseFingerprintError;
 /// What a stored fingerprint says of a command.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Comparison {
-    /// The same command.
+    /// The command is the same as the stored one.
     Equal,
-    /// Another command.
+    /// The command is another than the stored one.
     Different,
     /// It was written by a newer program: another process can judge it.
     Newer,
@@ -98,7 +98,7 @@ pub enum FingerprinterError {
     /// The version to write is none that can be read.
     #[error("`write_version` of {operation} is {asked}: this program writes versions {oldest} to {newest}")]
     WriteVersion {
-        /// The operation.
+        /// The operation whose setting is wrong.
         operation: OperationName,
         /// What was asked for.
         asked: u32,
@@ -162,7 +162,7 @@ impl Fingerprinter {
         }
     }
 
-    /// The operation.
+    /// The operation whose commands are fingerprinted.
     #[must_use]
     pub fn operation(&self) -> &OperationName {
         &self.operation

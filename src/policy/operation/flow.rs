@@ -60,11 +60,11 @@ pub enum Stage {
     Outstanding,
     /// What the provider did is proven.
     Settled,
-    /// It succeeded.
+    /// The operation is over, and it succeeded.
     Succeeded,
-    /// It failed.
+    /// The operation is over, and it failed.
     Failed,
-    /// Nobody knows.
+    /// Whether it happened is not known: recovery or an operator has to find out.
     Unknown,
 }
 
@@ -96,7 +96,7 @@ pub enum PhaseEnd {
 }
 
 impl Stage {
-    /// All stages.
+    /// Every stage, in the order of declaration.
     pub const ALL: [Self; 7] =
         [Self::Received, Self::Local, Self::Outstanding, Self::Settled, Self::Succeeded, Self::Failed, Self::Unknown];
 

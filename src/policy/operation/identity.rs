@@ -57,7 +57,7 @@ pub struct PrincipalMark {
 /// Whether the principal of a request is the one of the record.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum PrincipalMatch {
-    /// It is.
+    /// The principals are the same.
     Same,
     /// It is another: answered exactly as a mismatch, counted apart, never executed, never
     /// replayed.
@@ -73,7 +73,7 @@ pub enum IdentityError {
     /// A tenant or principal is empty or too long.
     #[error("a {part} has {bytes} bytes: it needs 1 to 255")]
     Scope {
-        /// `tenant` or `principal`.
+        /// Which part is wrong: `tenant` or `principal`.
         part: &'static str,
         /// How long it is.
         bytes: usize,
@@ -166,7 +166,7 @@ impl FromStr for OperationName {
 }
 
 impl OperationName {
-    /// The name.
+    /// The name as text, 1 to 128 ASCII characters.
     #[must_use]
     pub fn as_str(&self) -> &str {
         &self.0
@@ -203,13 +203,13 @@ impl Identity {
         &self.tenant
     }
 
-    /// The operation.
+    /// The name of the operation that the request asks for.
     #[must_use]
     pub fn operation(&self) -> &OperationName {
         &self.operation
     }
 
-    /// The key.
+    /// The idempotency key that the client sent.
     #[must_use]
     pub fn key(&self) -> &Key {
         &self.key

@@ -31,7 +31,7 @@ const INTEGER_MAX: u64 = (1 << 53) - 1;
 pub struct JsonError {
     /// The offset in bytes.
     pub at: usize,
-    /// What stands there.
+    /// What is wrong at that offset.
     pub fault: JsonFault,
 }
 
@@ -39,13 +39,13 @@ pub struct JsonError {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum JsonFault {
-    /// Not UTF-8.
+    /// The bytes are not valid UTF-8.
     #[error("text that is not UTF-8")]
     NotUtf8,
     /// It ends in the middle.
     #[error("an early end")]
     Truncated,
-    /// Not JSON.
+    /// A character stands where JSON does not allow it.
     #[error("a character that does not belong there")]
     Syntax,
     /// Half of a surrogate pair.
@@ -60,7 +60,7 @@ pub enum JsonFault {
     /// Beyond what a double holds: readers refuse it, or read infinity.
     #[error("a number beyond 1.8e308")]
     NumberTooBig,
-    /// Nested too deeply.
+    /// Arrays and objects are nested deeper than [`DEPTH_MAX`].
     #[error("nesting deeper than 127")]
     TooDeep,
 }
@@ -292,7 +292,7 @@ impl Reader<'_> {
         Ok(plain)
     }
 
-    /// `uXXXX`.
+    /// Reads `uXXXX` of an escape: one UTF-16 code unit in four hexadecimal digits.
     fn unit(&mut self) -> Result<u16, JsonError> {
         self.expect(b'u')?;
         let mut unit = 0_u16;

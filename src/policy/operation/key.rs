@@ -61,7 +61,7 @@ pub enum KeyError {
     /// A byte outside `[A-Za-z0-9_.:~-]`; a comma or a space means that two values were joined.
     #[error("the key has the byte 0x{byte:02x} at offset {at}: only A-Z, a-z, 0-9 and _ . : ~ - are allowed")]
     Byte {
-        /// The byte.
+        /// The byte that is not allowed.
         byte: u8,
         /// Where it stands in the key.
         at: usize,

@@ -39,7 +39,7 @@ pub struct Keyring {
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum KeyringError {
-    /// Not a name.
+    /// The text is not a valid key id.
     #[error("`{0}` is no key id: use 1 to 32 of A-Z, a-z, 0-9 and _ . -")]
     Kid(String),
     /// `sha256` means "no secret".
@@ -51,7 +51,7 @@ pub enum KeyringError {
     /// A secret that can be guessed.
     #[error("the secret of key id `{kid}` has {bytes} bytes: it needs at least 32")]
     Short {
-        /// Its id.
+        /// The key id of the short secret.
         kid: Kid,
         /// How long it is.
         bytes: usize,
@@ -68,7 +68,7 @@ impl Kid {
         Self("sha256".to_owned())
     }
 
-    /// The id.
+    /// The id as text, 1 to 32 ASCII characters.
     #[must_use]
     pub fn as_str(&self) -> &str {
         &self.0

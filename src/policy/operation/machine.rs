@@ -69,7 +69,7 @@ pub enum Event {
 }
 
 impl Event {
-    /// All events.
+    /// Every event, in the order of declaration.
     pub const ALL: [Self; 13] = [
         Self::Claim,
         Self::Heartbeat,

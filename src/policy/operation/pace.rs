@@ -55,7 +55,7 @@ pub fn after_attempts(attempts: u32) -> Duration {
 pub struct Usual(Option<Duration>);
 
 impl Usual {
-    /// Counts a run.
+    /// Counts a run that took this long in the average.
     pub fn observe(&mut self, ran: Duration) {
         self.0 = Some(self.0.map_or(ran, |usual| usual.saturating_mul(4).saturating_add(ran) / 5));
     }

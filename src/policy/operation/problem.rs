@@ -44,7 +44,7 @@ pub enum Code {
     KeyInvalid,
     /// No scope from verified authentication.
     ScopeRequired,
-    /// Not authenticated.
+    /// The caller is not authenticated.
     Unauthenticated,
     /// The request is not what the operation takes.
     RequestInvalid,
@@ -167,7 +167,7 @@ const TABLE: [Row; 23] = {
 };
 
 impl Code {
-    /// Every code.
+    /// Every code, in the order of declaration.
     pub fn all() -> impl Iterator<Item = Self> {
         TABLE.iter().map(|row| row.code)
     }
@@ -216,7 +216,7 @@ impl Code {
 }
 
 impl KeyState {
-    /// All of them.
+    /// Every state, in the order of declaration.
     pub const ALL: [Self; 6] = [Self::Free, Self::InProgress, Self::Spent, Self::Expired, Self::NotSaid, Self::Unknown];
 
     /// The name in a problem body.

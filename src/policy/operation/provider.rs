@@ -41,7 +41,7 @@ pub enum Strategy {
     Key(Window),
     /// It can be asked for the effect by our reference.
     Query,
-    /// Both.
+    /// It keeps our key, and can be asked for the effect too.
     KeyAndQuery(Window),
     /// Neither: what is not certain goes to an operator. A declared gap (M82).
     None,
@@ -64,7 +64,7 @@ pub struct Window {
 #[error("`max_in_flight` ({}) must be shorter than the provider's `retention` of keys ({})",
     humantime::format_duration(*max_in_flight), humantime::format_duration(*retention))]
 pub struct WindowError {
-    /// The window's retention.
+    /// How long the provider keeps our key.
     pub retention: Duration,
     /// The window's longest flight.
     pub max_in_flight: Duration,
@@ -84,7 +84,7 @@ pub struct Sends {
 pub struct Proof {
     /// The send that it answers, counted from 1; none for a query.
     pub send: Option<u32>,
-    /// What it proves.
+    /// What the answer proves of the effect.
     pub verdict: Verdict,
     /// Database time of the row.
     pub at: DbTime,
@@ -129,11 +129,11 @@ pub enum Step {
     Send,
     /// Send the same bytes under the same key again.
     Resend,
-    /// Ask for it.
+    /// Ask the provider whether the effect happened.
     Query,
     /// The provider asked for a pause.
     Wait {
-        /// Until then.
+        /// Database time before which nothing is sent or asked.
         until: DbTime,
     },
     /// Give it to an operator, for this reason.

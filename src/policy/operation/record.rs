@@ -68,9 +68,9 @@ pub struct Record {
     pub principal: PrincipalMark,
     /// The command of the first request.
     pub fingerprint: Fingerprint,
-    /// Who claimed it.
+    /// The mode it was claimed in: which door claimed it.
     pub mode: Mode,
-    /// Its stored state.
+    /// Its state as it is stored: never [`State::Expired`].
     pub state: State,
     /// Raised by every change of owner; every fenced statement compares it.
     pub epoch: i64,
@@ -137,7 +137,7 @@ pub enum Tombstone {
 pub struct Resource {
     /// Its kind, such as `payment`.
     pub kind: String,
-    /// Its id.
+    /// The id of the resource among those of its kind.
     pub id: String,
     /// Its URL, for `Location`.
     pub location: Option<String>,
@@ -182,7 +182,7 @@ impl State {
 }
 
 impl Mode {
-    /// All modes.
+    /// Every mode, in the order of declaration.
     pub const ALL: [Self; 4] = [Self::SameTx, Self::Bridged, Self::Edge, Self::Phased];
 
     /// The name, as it is stored and as the label `mode` of metrics has it.
@@ -198,7 +198,7 @@ impl Mode {
 }
 
 impl Tombstone {
-    /// All reasons.
+    /// Every reason, in the order of declaration.
     pub const ALL: [Self; 4] = [Self::Oversize, Self::Stream, Self::Withheld, Self::Purged];
 
     /// The name, as it is stored.

@@ -26,7 +26,7 @@ pub enum Seen {
     NotSent,
     /// Sent, perhaps in part, and no whole answer came: reset, timeout, a body that was cut off.
     NoAnswer,
-    /// A 3xx.
+    /// The answer has a status from 300 to 399; the redirect is not followed.
     Redirected,
     /// An answer from another URL than the one that was asked.
     Elsewhere,
@@ -36,9 +36,9 @@ pub enum Seen {
     Accepted,
     /// A 202 with a `Location` on another origin.
     AcceptedElsewhere,
-    /// Any other answer.
+    /// An answer of any other status.
     Answer {
-        /// Its HTTP status.
+        /// The HTTP status of the answer.
         status: u16,
         /// The code of its problem body, where it is one of the engine's.
         code: Option<Code>,
@@ -128,7 +128,7 @@ pub fn after_poll(polled: Polled) -> AfterPoll {
 
 /// What an answer that is no success says of the attempt that it answers.
 enum Says {
-    /// Come again.
+    /// The request may be sent again after a pause.
     Wait {
         /// It is certain that this attempt ran nothing, or was taken back whole. Of another process
         /// that sent the same key before it says nothing: one that goes on after it begins in

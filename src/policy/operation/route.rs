@@ -27,7 +27,7 @@ pub enum Requirement {
 /// What a request gets while the first one runs (M43).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum WhileRunning {
-    /// 409 with `Retry-After`.
+    /// The duplicate gets 409 with `Retry-After` at once.
     Conflict,
     /// 202 with the `Location` of the operation. Not for door A, whose running operation nobody
     /// else can see.
@@ -75,9 +75,9 @@ pub enum MismatchStatus {
     /// 422, which generic clients do not retry.
     #[default]
     Unprocessable,
-    /// 409.
+    /// Answer a mismatch with status 409.
     Conflict,
-    /// 400.
+    /// Answer a mismatch with status 400.
     BadRequest,
 }
 
@@ -93,7 +93,7 @@ pub enum Durability {
 /// The policies of one operation.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Route {
-    /// Which door claims.
+    /// The mode of the operation: which door claims its keys.
     pub mode: Mode,
     /// Whether a key is needed. Default required.
     pub requirement: Requirement,
@@ -123,7 +123,7 @@ pub struct Route {
     pub timeout: Duration,
     /// What is kept of the lease to write the outcome. Default 5 s.
     pub completion_budget: Duration,
-    /// The lifetimes.
+    /// How long a key, its answer's body and its metadata live.
     pub retention: Retention,
     /// How far the clock of a key's maker may be ahead. Default 60 s.
     pub id_skew: Duration,
@@ -136,35 +136,36 @@ pub struct Route {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum RouteError {
-    /// O19, O29.
+    /// `while_running` is `Accepted` in mode `SameTx`, where nobody else sees a running operation.
     #[error("`while_running = accepted` needs an operation that others can see: not in mode same_tx")]
     AcceptedInSameTx,
-    /// O23.
+    /// `after_expiry` is `Reject`, and the format of keys tells no time.
     #[error("`after_expiry = reject` needs `key_format = uuid_v7`: without a time a late retry looks like a new key")]
     RejectUntimed,
     /// O11: what may be run twice is declared for an edge route, and for a provider by its
     /// strategy.
     #[error("`effects = repeatable` is for mode edge only")]
     RepeatableElsewhere,
-    /// O11.
+    /// `reconciles` is set, and the mode is not `Edge`: other modes have nothing to reconcile.
     #[error("`reconciles` is for mode edge only: a phased operation recovers, the others need none")]
     ReconcilesElsewhere,
-    /// Pitfall 10.
+    /// `timeout` and `completion_budget` together are not shorter than `lease`: a run would outlive
+    /// its claim (pitfall 10).
     #[error("`timeout` and `completion_budget` must be shorter than `lease` together, or a run outlives its claim")]
     LeaseTooShort,
     /// A wait without an end.
     #[error("`wait_max` must be longer than zero, and `waiters_max` at least 1, for `while_running = wait`")]
     NoWait,
-    /// O25.
+    /// The store forgets, so effects must be declared repeatable, in mode `Edge` (O25).
     #[error("a guard store forgets: it takes mode edge with `effects = repeatable` only")]
     GuardNeedsRepeatable,
-    /// The lifetimes.
+    /// The lifetimes of `retention` contradict each other.
     #[error(transparent)]
     Retention(#[from] RetentionError),
 }
 
 impl MismatchStatus {
-    /// The number.
+    /// The HTTP status: 422, 409 or 400.
     #[must_use]
     pub fn status(self) -> u16 {
         match self {

@@ -26,7 +26,7 @@ pub const FORGOTTEN_AFTER: Duration = Duration::from_secs(86_400);
 /// What a process reads and writes of one operation.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Versions {
-    /// The operation.
+    /// The operation that the versions are of.
     pub operation: OperationName,
     /// The versions of fingerprints that it can compute.
     pub readable: RangeInclusive<u32>,
@@ -43,18 +43,18 @@ pub struct Versions {
 pub struct Announced {
     /// An id that the process drew when it started.
     pub process: Uuid,
-    /// What it said.
+    /// What this process reads and writes of one operation.
     pub versions: Versions,
 }
 
 /// A process that cannot judge what another writes.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Unreadable {
-    /// Of which operation.
+    /// The operation whose fingerprints cannot be read.
     pub operation: OperationName,
     /// Who cannot read it.
     pub reader: Uuid,
-    /// Who writes it.
+    /// The process that writes what `reader` cannot judge.
     pub writer: Uuid,
     /// What cannot be read.
     pub what: Written,

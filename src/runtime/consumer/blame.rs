@@ -26,7 +26,7 @@ pub(super) enum Fault {
     /// It belongs to this message, and its code says that no try is to be counted for it: somebody
     /// holds a lock, or writes the same rows again and again.
     Lasting,
-    /// The message's own.
+    /// The failure is the message's own: its try counts.
     Its,
 }
 

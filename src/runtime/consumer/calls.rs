@@ -22,7 +22,7 @@ use crate::store::InboxTx;
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Wanted {
     pub(super) item: usize,
-    /// The handler's number.
+    /// The number of the handler in the consumer's list of handlers.
     pub(super) handler: usize,
     /// It takes messages in sets.
     pub(super) in_sets: bool,

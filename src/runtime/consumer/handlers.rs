@@ -75,7 +75,7 @@ impl<S: Store, H: BatchMessageHandler<S>> Handler for Set<S, H> {
 pub struct Handlers<S: Store>(ByKind, PhantomData<fn(S)>);
 
 impl<S: Store> Handlers<S> {
-    /// No handler yet.
+    /// An empty set: no kind has a handler yet.
     #[must_use]
     pub fn new() -> Self {
         Self(ByKind::default(), PhantomData)

@@ -109,8 +109,8 @@ pub(super) async fn run(
     let mut tasks = JoinSet::new();
     let lanes = (0..shared.options.lanes.max(1))
         .map(|number| {
-            // Unbounded channels, bounded by `in_flight_max` and `aside_max`: the intake hands over no
-            // more.
+            // Unbounded channels, bounded by `in_flight_max` and `aside_max`: the intake hands over
+            // no more.
             let (sender, receiver) = mpsc::unbounded_channel();
             let (done, stop, abandon) = (done_sender.clone(), lanes_stop.clone(), abandon.clone());
             tasks.spawn(lane::run(Arc::clone(shared), consumer, number, receiver, done, stop, abandon));

@@ -37,7 +37,7 @@ impl Source {
     }
 }
 
-/// One delivery, identified.
+/// One delivery with its message, the hash of its content and the source it came from.
 #[derive(Debug)]
 pub(super) struct Item {
     pub(super) message: Message,

@@ -28,7 +28,7 @@ use crate::store::ConsumerId;
 /// The trouble of a lane that waits for the database, by name.
 pub(super) const DATABASE: &str = "database";
 
-/// One lane's hands.
+/// What one lane works with: shared state, channels and the flags that stop it.
 pub(super) struct Lane {
     number: usize,
     pub(super) shared: Arc<Shared>,
@@ -54,7 +54,7 @@ enum Work {
 enum Tries {
     /// Whether any of it is suspicious was not asked yet.
     Unjudged,
-    /// Nothing is suspicious.
+    /// Nothing in the batch is suspicious: no try is counted before it runs.
     Free,
     /// These are to be counted before the batch runs.
     Due(Vec<MessageId>),
@@ -335,8 +335,8 @@ impl Lane {
         }
     }
 
-    /// Nothing more of it is started. After a stop neither: it may have left an older one of the key
-    /// in the middle of its tries.
+    /// Nothing more of it is started. After a stop neither: it may have left an older one of the
+    /// key in the middle of its tries.
     fn is_left(&self, item: &Item) -> bool {
         item.source.is_revoked() || self.stop.is_cancelled()
     }

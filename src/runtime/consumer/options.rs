@@ -20,10 +20,10 @@ pub enum DeadPolicy {
 /// What happens to a message whose kind no handler takes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Unhandled {
-    /// Acknowledged and counted.
+    /// The message is acknowledged, and counted as unhandled.
     #[default]
     Acknowledge,
-    /// Stored as dead.
+    /// The message is stored as dead.
     Dead,
 }
 
@@ -32,7 +32,7 @@ pub enum Unhandled {
 pub struct ConsumerOptions {
     /// Its name: the inbox key, the Kafka group, part of the queue names.
     pub name: String,
-    /// Topics it reads.
+    /// The topics that the consumer reads.
     pub topics: Vec<String>,
     /// Another group than its name.
     pub group: Option<String>,
@@ -53,16 +53,17 @@ pub struct ConsumerOptions {
     /// Messages of one transaction at most. 100: beyond it the gain is small and a failure repeats
     /// more.
     pub batch_max: usize,
-    /// Deliveries at most that run or wait for their turn: bounds memory, and how many are suspected
-    /// of having killed their process. 2,000: enough for 20 full transactions.
+    /// Deliveries at most that run or wait for their turn: bounds memory, and how many are
+    /// suspected of having killed their process. 2,000: enough for 20 full transactions.
     pub in_flight_max: usize,
-    /// Deliveries at most that stand aside, because another process, frozen maybe, has the inbox row
-    /// of theirs or of an older one of their key in an open transaction. More of them count against
-    /// `in_flight_max`. 20,000: about what comes for its keys until the server ends that
+    /// Deliveries at most that stand aside, because another process, frozen maybe, has the inbox
+    /// row of theirs or of an older one of their key in an open transaction. More of them count
+    /// against `in_flight_max`. 20,000: about what comes for its keys until the server ends that
     /// transaction.
     pub aside_max: usize,
     /// Deliveries at most that are not acknowledged, most of them finished behind one that is not:
-    /// bounds what comes again after a crash, which the inbox knows. 200,000: each takes some bytes.
+    /// bounds what comes again after a crash, which the inbox knows. 200,000: each takes some
+    /// bytes.
     pub unacknowledged_max: usize,
     /// Dead messages of this consumer at most. Where so many stand, nothing more is taken until an
     /// operator has made room, so that a stream of what can never be handled does not fill the

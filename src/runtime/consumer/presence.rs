@@ -13,7 +13,8 @@ use crate::observe::Trouble;
 use crate::runtime::pace::sleep_unless;
 use crate::store::ConsumerId;
 
-/// Well below [`crate::store::CONSUMER_PRESENT`].
+/// How often a process says that it is there; well below
+/// [`crate::store::CONSUMER_PRESENT`].
 const SAYS_EVERY: Duration = Duration::from_secs(10);
 
 /// Until it is told to stop. A database that is away is asked again; what it missed is at most a

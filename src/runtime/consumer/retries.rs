@@ -109,7 +109,7 @@ enum Owed {
     GiveBack(Vec<ClaimedMessage>),
     /// Due again after this time, with as many tries as its `attempt` says.
     Postpone(Box<ClaimedMessage>, Duration, HandlerError),
-    /// No further try.
+    /// No further try: it is stored as dead, with this reason and this error.
     Bury(Box<ClaimedMessage>, &'static str, HandlerError),
     /// A handler committed by itself, and their rows went with that commit; whether their effects
     /// are whole is not known.

@@ -55,7 +55,7 @@ impl Keeping {
 /// What there is of an answer when it is to be kept.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Kept {
-    /// All of it.
+    /// The answer with headers and body.
     Whole(Reply),
     /// Its status only: it was longer than the limit.
     Oversize(u16),
@@ -64,7 +64,7 @@ pub enum Kept {
 }
 
 impl Kept {
-    /// The status.
+    /// The status of the answer, which is known in every case.
     #[must_use]
     pub fn status(&self) -> u16 {
         match self {
@@ -163,7 +163,7 @@ pub(super) fn decode(
     Ok(reply)
 }
 
-/// Names and values.
+/// Headers as names and values, in their order.
 type Headers = Vec<(String, Vec<u8>)>;
 
 /// Headers, behind their length in four bytes, and the body.

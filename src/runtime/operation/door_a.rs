@@ -56,7 +56,7 @@ pub struct EffectTx<'t, S: Base> {
 /// The messages of one try.
 #[derive(Default)]
 struct Sent {
-    /// There are some.
+    /// At least one message was enqueued in this try.
     enqueued: bool,
     /// Those that are written with the outcome.
     last: Vec<NewMessage>,
@@ -116,7 +116,7 @@ impl<S: Base> fmt::Debug for EffectTx<'_, S> {
 
 /// What one try came to.
 enum Tried {
-    /// The first answer.
+    /// The handler's own answer, given for the first time.
     Done(Reply),
     /// A record stands there, or somebody holds the key.
     Refused,
@@ -124,7 +124,7 @@ enum Tried {
     Again(&'static str, StoreError),
     /// The outcome stands: answer what is stored.
     Stored,
-    /// This.
+    /// The request gets this answer.
     Answer(Answered),
 }
 

@@ -73,7 +73,7 @@ impl<T> Ended<T> {
 pub enum EdgeAnswer<T> {
     /// The handler ran for this request.
     Ran {
-        /// Its answer.
+        /// The answer that the handler gave.
         answer: T,
         /// When to come again, where the same key may run again (O29).
         retry_after: Option<u32>,
@@ -133,7 +133,7 @@ impl<S: Keys> Engine<S> {
 enum Step<T, R> {
     /// The key is another's: look again.
     Refused(Box<(Front, R)>),
-    /// The end.
+    /// The run has ended, and the request gets this.
     Answer(EdgeAnswer<T>),
 }
 

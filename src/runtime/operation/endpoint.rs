@@ -38,7 +38,7 @@ pub(super) type Upcast = Arc<dyn Fn(Reply) -> Reply + Send + Sync>;
 /// A run whose end was not seen (O11).
 #[derive(Debug, Clone)]
 pub struct Reconciling {
-    /// The tenant.
+    /// The tenant of the request; empty for the public scope.
     pub tenant: String,
     /// The command, as its fingerprint.
     pub command: Fingerprint,
@@ -59,7 +59,7 @@ pub enum Reconciled {
     Unknown,
 }
 
-/// A protected operation.
+/// A protected operation as it is declared, before an engine registers it.
 pub struct Endpoint {
     route: Route,
     /// The type of the command, where there is one.
@@ -84,13 +84,13 @@ pub struct Endpoint {
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum EndpointError {
-    /// Its name.
+    /// The name of the operation cannot be used.
     #[error(transparent)]
     Name(#[from] IdentityError),
-    /// Its route.
+    /// The policies of the route contradict each other.
     #[error(transparent)]
     Route(#[from] RouteError),
-    /// Its fingerprints.
+    /// The fingerprints of the operation cannot be written as its settings say.
     #[error(transparent)]
     Fingerprints(#[from] FingerprinterError),
     /// A header that is never replayed.
@@ -126,7 +126,7 @@ pub enum EndpointError {
 }
 
 impl Endpoint {
-    /// A typed operation.
+    /// An operation with a typed command, whose name and versions come from `C`.
     #[must_use]
     pub fn typed<C: IdempotentCommand>(route: Route) -> Self {
         let command = Some(std::any::type_name::<C>());
@@ -329,19 +329,19 @@ struct Parts {
 }
 
 impl Registered {
-    /// Its policies.
+    /// The policies that the author chose.
     #[must_use]
     pub fn route(&self) -> &Route {
         &self.0.endpoint.route
     }
 
-    /// Its name.
+    /// The name under which the operation is registered.
     #[must_use]
     pub fn operation(&self) -> &OperationName {
         self.0.fingerprinter.operation()
     }
 
-    /// Its fingerprints.
+    /// What makes and compares the fingerprints of its commands.
     #[must_use]
     pub fn fingerprinter(&self) -> &Fingerprinter {
         &self.0.fingerprinter

@@ -163,7 +163,7 @@ impl<S: Keys> EngineBuilder<S> {
         self
     }
 
-    /// The engine.
+    /// Makes the engine; inside a Tokio runtime it begins at once to watch its store.
     #[must_use]
     pub fn build(self) -> Engine<S> {
         let admission = Admission::new(self.store.connections_max());
@@ -207,7 +207,7 @@ impl<S: Keys> Engine<S> {
         }
     }
 
-    /// The store.
+    /// The store that holds the records of keys.
     #[must_use]
     pub fn store(&self) -> &Arc<S> {
         &self.store

@@ -60,11 +60,11 @@ const LOOK_EVERY_MAX: Duration = Duration::from_millis(500);
 /// The key of a request.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum KeyGiven {
-    /// None was sent.
+    /// The request has no key.
     Missing,
     /// What was sent is none.
     Malformed(KeyError),
-    /// This.
+    /// The request was sent with this key.
     Given(Key),
 }
 
@@ -73,9 +73,9 @@ pub enum KeyGiven {
 pub struct Asking {
     /// Who asks, from verified authentication; never from a header that a client may set.
     pub scope: Option<Scope>,
-    /// Its key.
+    /// The key that came with the request, or what was wrong with it.
     pub key: KeyGiven,
-    /// The validated command.
+    /// The command, read and validated by the door.
     pub command: Arc<dyn Canonical + Send + Sync>,
 }
 
@@ -88,7 +88,7 @@ pub enum Turn {
     Begin(Box<Begin>),
     /// A phased operation whose driver is gone: take recovery ownership by `record.operation_id`.
     Recover(Box<Record>),
-    /// Answer this.
+    /// Give the request this answer.
     Answer(Answered),
 }
 
@@ -164,7 +164,7 @@ impl Begin {
 /// Where the front stands.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Stage {
-    /// Nobody was asked.
+    /// Neither the map nor the store was asked yet.
     Fresh,
     /// Look in the map, then in the store.
     Look,
@@ -224,13 +224,13 @@ impl Front {
         }
     }
 
-    /// The engine.
+    /// The engine that this request came to.
     #[must_use]
     pub fn engine(&self) -> &Core {
         &self.engine
     }
 
-    /// The operation.
+    /// The operation that the request asks for.
     #[must_use]
     pub fn endpoint(&self) -> &Registered {
         &self.endpoint

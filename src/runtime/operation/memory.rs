@@ -9,14 +9,14 @@
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// What is held.
+/// Bytes that are held now, in all and by tenant.
 #[derive(Debug, Default)]
 struct Held {
     all: usize,
     by_tenant: HashMap<String, usize>,
 }
 
-/// The budget.
+/// The budget of bytes for request bodies, shared by its clones.
 #[derive(Debug, Clone)]
 pub(super) struct BodyMemory {
     max: usize,
@@ -38,7 +38,7 @@ impl BodyMemory {
         Self { max, tenant_max: tenant_max.unwrap_or(max / 2), held: Arc::default() }
     }
 
-    /// Nothing yet.
+    /// A permit of this tenant that holds no bytes yet.
     pub(super) fn of(&self, tenant: &str) -> BodyPermit {
         BodyPermit { memory: self.clone(), tenant: tenant.to_owned(), bytes: 0 }
     }

@@ -19,7 +19,7 @@ use crate::error::StoreError;
 use crate::observe::{Health, PartState};
 use crate::store::Keys;
 
-/// Between two questions.
+/// The pause between two questions to the store.
 const EVERY: Duration = Duration::from_millis(250);
 /// How long a sign of life may take, in turns of this process: where the machine stands still, the
 /// store is not the one that is silent.

@@ -13,7 +13,7 @@ pub struct Reply {
     pub status: u16,
     /// Names, lower case, and values in order; a name may repeat.
     pub headers: Vec<(String, Vec<u8>)>,
-    /// The body.
+    /// The bytes of the body.
     pub body: Vec<u8>,
     /// The version of the schema that the body is written in (M66); 0: the endpoint's, of today.
     pub schema_version: u32,
@@ -40,19 +40,19 @@ pub enum Keep {
 pub enum Answered {
     /// The operation's own answer, now or again.
     Reply {
-        /// The answer.
+        /// The answer of the operation.
         reply: Reply,
         /// Whether it is the outcome of an earlier request: `Idempotent-Replayed: true`.
         replayed: bool,
     },
-    /// The engine's answer.
+    /// A problem that the engine answers with.
     Problem(Problem),
 }
 
 /// A problem that the engine answers with (RFC 9457).
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Problem {
-    /// The code.
+    /// The code that says what is wrong.
     pub code: Code,
     /// The status, which a route may choose for some codes.
     pub status: u16,

@@ -55,7 +55,7 @@ struct Runs {
     waiting: HashMap<[u8; 32], u32>,
 }
 
-/// The map.
+/// The runs of this process by key, shared by its clones.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Running(Arc<Mutex<Runs>>);
 

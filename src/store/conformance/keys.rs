@@ -60,7 +60,7 @@ pub(super) fn answer() -> Answer {
     Answer { status: 201, schema_version: 3, body: AnswerBody::Kept(body) }
 }
 
-/// It succeeded.
+/// The outcome of an operation that succeeded with [`answer`].
 pub(super) fn completed() -> Outcome {
     Outcome::Completed(answer())
 }

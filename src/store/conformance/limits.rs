@@ -10,11 +10,11 @@ use crate::message::NewMessage;
 pub enum RawValue {
     /// The column or parameter is left out.
     Absent,
-    /// An explicit null.
+    /// An explicit SQL null is given.
     Null,
-    /// Text.
+    /// The value is given as text.
     Text(String),
-    /// Bytes.
+    /// The value is given as bytes.
     Bytes(Vec<u8>),
     /// A number where none belongs.
     Number(i64),
@@ -23,17 +23,17 @@ pub enum RawValue {
 /// A message as a SQL door may be given it. Headers are JSON text.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RawMessage {
-    /// Topic.
+    /// The topic as it is given to the door.
     pub topic: RawValue,
-    /// Key.
+    /// The key as it is given to the door.
     pub key: RawValue,
-    /// Kind.
+    /// The kind as it is given to the door.
     pub kind: RawValue,
     /// Headers, as JSON text.
     pub headers: RawValue,
-    /// Payload.
+    /// The payload as it is given to the door: text or bytes.
     pub payload: RawValue,
-    /// Content type.
+    /// The content type as it is given to the door.
     pub content_type: RawValue,
     /// Message id, as text.
     pub message_id: RawValue,
@@ -44,7 +44,7 @@ pub struct RawMessage {
 pub struct LimitCase {
     /// What it is about.
     pub name: String,
-    /// The message.
+    /// The message that the door is given.
     pub message: RawMessage,
     /// Any of these names; empty: the message is taken.
     pub refused_by: Vec<&'static str>,
@@ -178,7 +178,7 @@ fn text(text: impl Into<String>) -> RawValue {
     RawValue::Text(text.into())
 }
 
-/// All cases.
+/// All cases of the table: good and bad values of each field.
 #[must_use]
 pub fn limit_cases() -> Vec<LimitCase> {
     let mut cases = Cases(Vec::new());

@@ -25,7 +25,7 @@ pub(super) type Tx = Box<dyn InboxTx>;
 /// One case on one private database.
 #[derive(Debug)]
 pub struct Trial<F: Fixture> {
-    /// The database.
+    /// The private database of this case.
     pub fixture: F,
     /// A store connected to it.
     pub store: F::Store,
@@ -85,7 +85,7 @@ impl<F: Fixture> Trial<F> {
         self.number(&format!("select count(*) from effect where message = '{message}'")).await
     }
 
-    /// An application's transaction.
+    /// Begins a transaction as an application does.
     pub async fn begin(&self) -> Transaction<'static, <F::Store as Base>::Db> {
         F::begin(&self.store).await
     }
@@ -109,7 +109,7 @@ impl<F: Fixture> Trial<F> {
         self.session(owner).await
     }
 
-    /// A consumer's number.
+    /// Registers a consumer with this name and gives its number in the database.
     pub async fn consumer(&self, name: &str) -> ConsumerId {
         self.store.register(&spec(name)).await.unwrap()
     }
@@ -256,7 +256,7 @@ pub(super) fn in_a_day<F: Fixture>() -> &'static str {
     }
 }
 
-/// Due now.
+/// Parks a message so that it is due at once.
 pub(super) fn due() -> ParkAs {
     ParkAs::Due(Duration::ZERO)
 }

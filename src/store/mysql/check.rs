@@ -22,7 +22,7 @@ const PACKET_BYTES_MIN: u64 = 4 * 1024 * 1024;
 /// (R11).
 const PURGE_LAG_MAX: i64 = 250_000;
 
-/// All findings.
+/// Looks at everything and gives one finding for each subject.
 pub(super) async fn run(pool: &BoundedPool<MySql>) -> Result<Vec<Finding>, StoreError> {
     let mut connection = pool.acquire().await?;
     let version: String = sqlx::query_scalar("select version()").one(&mut connection).await?;

@@ -81,7 +81,7 @@ struct ServerSession {
 }
 
 impl ServerSession {
-    /// Its columns.
+    /// What [`Self::of`] reads: two columns.
     const COLUMNS: &str = "connection_id(), concat_ws('/', @@hostname, @@port, @@server_id)";
 
     fn of(row: &MySqlRow, first: usize) -> Result<Self, StoreError> {

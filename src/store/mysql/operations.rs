@@ -39,7 +39,7 @@ use crate::store::{
 /// A record of the key was there already.
 pub(super) const DUPLICATE: u16 = 1062;
 
-/// Microseconds since 1970.
+/// The SQL that turns a time into microseconds since 1970-01-01 00:00:00.
 macro_rules! micros {
     ($time:literal) => {
         concat!("timestampdiff(microsecond, timestamp'1970-01-01 00:00:00', ", $time, ")")

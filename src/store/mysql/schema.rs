@@ -98,7 +98,7 @@ impl Schema for MySqlStore {
     }
 }
 
-/// What was applied.
+/// The migrations that were applied.
 pub(super) async fn applied(connection: &mut Bounded<MySql>) -> Result<History, StoreError> {
     let found = sqlx::query_scalar("select version from oncebox_migration order by version").all(connection).await;
     match found {

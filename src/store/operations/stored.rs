@@ -209,7 +209,7 @@ pub(crate) fn pack(headers: &[(String, Vec<u8>)]) -> Vec<u8> {
     packed
 }
 
-/// What [`pack`] packed.
+/// Reads the names and values back that [`pack`] wrote; fails where the bytes are cut off.
 pub(crate) fn unpack(mut packed: &[u8]) -> Result<Vec<(String, Vec<u8>)>, StoreError> {
     let mut part = || -> Option<Vec<u8>> {
         let (length, rest) = packed.split_first_chunk::<4>()?;

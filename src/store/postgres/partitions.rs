@@ -172,7 +172,7 @@ struct Plan {
     distance: i64,
     /// Ranges up to here are enough.
     enough: i64,
-    /// Their bounds.
+    /// The ranges to make: the first position of each, and the first one behind it.
     missing: Vec<(i64, i64)>,
 }
 

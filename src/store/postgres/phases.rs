@@ -257,7 +257,7 @@ const FORGET_WAITS: &str = "delete from oncebox.operation_evidence where operati
      (select last from (select max(evidence_id) as last from oncebox.operation_evidence \
                          where operation_id = $1 and effect = $2 and verdict = 'wait') w)";
 
-/// Appends evidence.
+/// The statement that appends one row of evidence; the server sets its time.
 pub(super) fn append<'q>(evidence: &NewEvidence) -> Query<'q> {
     let insert = sqlx::query(
         "insert into oncebox.operation_evidence (operation_id, effect, epoch, send, kind, verdict, status, bytes, bytes_kid) \

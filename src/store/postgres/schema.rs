@@ -121,7 +121,7 @@ fn text(migration: &MigrationText) -> String {
     )
 }
 
-/// What was applied.
+/// The migrations that were applied.
 async fn applied(connection: &mut Bounded<Postgres>) -> Result<History, StoreError> {
     let there: bool =
         sqlx::query("select to_regclass('oncebox.migration') is not null").one(&mut *connection).await?.try_get(0)?;

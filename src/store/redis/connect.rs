@@ -14,7 +14,7 @@ use tokio::sync::Mutex;
 
 use crate::error::{StoreError, redact};
 
-/// How to connect.
+/// How to reach Redis, and the prefix of its keys.
 #[derive(Clone)]
 pub struct RedisOptions {
     /// `redis://[user:password@]host:port[/database]`, `rediss://` for TLS, whose certificate is
@@ -99,7 +99,7 @@ impl RedisKeys {
         Ok(())
     }
 
-    /// Runs a script.
+    /// Runs a script on the server; a lost connection says nothing of what it did.
     pub(super) async fn call<T: FromRedisValue>(
         &self,
         script: &Script,

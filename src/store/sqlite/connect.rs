@@ -44,7 +44,7 @@ struct Shared {
 }
 
 impl SqliteStore {
-    /// The database file.
+    /// The path of the database file, as the URL named it.
     #[must_use]
     pub fn path(&self) -> &Path {
         &self.shared.path

@@ -252,7 +252,7 @@ impl SqliteStore {
     }
 }
 
-/// Milliseconds as seconds.
+/// Turns milliseconds into seconds; a negative span becomes 0.
 #[expect(clippy::cast_precision_loss, reason = "a time span of the database has few digits")]
 fn seconds(millis: i64) -> f64 {
     millis.max(0) as f64 / 1_000.0

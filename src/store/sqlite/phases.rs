@@ -255,7 +255,7 @@ const FORGET_WAITS: &str = "delete from oncebox_operation_evidence where operati
      (select last from (select max(evidence_id) as last from oncebox_operation_evidence \
                          where operation_id = ?1 and effect = ?2 and verdict = 'wait') w)";
 
-/// Appends evidence.
+/// The statement that appends one row of evidence; the database sets its time.
 pub(super) fn append<'q>(evidence: &NewEvidence) -> Query<'q> {
     let insert = query(concat!(
         "insert into oncebox_operation_evidence (operation_id, effect, epoch, send, kind, verdict, status, bytes, bytes_kid, \

@@ -56,8 +56,8 @@ async fn r25_no_poll_and_no_batch_walks_over_a_table() {
     assert!(walks.is_empty(), "{walks:#?}");
 }
 
-/// Shown by: no such index, or one whose condition is written in other words (the page walks the ids
-/// of a consumer by the key).
+/// Shown by: no such index, or one whose condition is written in other words (the page walks the
+/// ids of a consumer by the key).
 #[tokio::test]
 async fn a_purge_of_ids_without_a_time_reads_what_was_received_first() {
     let directory = tempfile::tempdir().unwrap();

@@ -17,7 +17,7 @@ pub enum Dialect {
 /// A piece of a statement.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Piece {
-    /// SQL as written.
+    /// A part of the SQL, exactly as written.
     Text(String),
     /// A parameter by name.
     Param(String),

@@ -37,10 +37,10 @@ const SESSION: u64 = 6;
 pub(in crate::cli) enum Role {
     /// Handles messages; from one on it leaves its transactions open, and says so
     Peer {
-        /// The consumer's name
+        /// The name that the consumer has in inbox and broker
         #[arg(long)]
         name: String,
-        /// Its topic
+        /// The topic that the consumer reads
         #[arg(long)]
         topic: String,
         /// The message at which it halts, counted from 1

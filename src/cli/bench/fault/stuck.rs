@@ -44,7 +44,7 @@ enum Beside {
     Silent,
 }
 
-/// Topics that refuse.
+/// Measures another topic beside topics that refuse.
 pub(super) async fn measure<S: Yard>(bed: &mut Bed<S>, load: Load, stuck: u32) -> Result<Vec<Figure>, AppError> {
     let rounds = both_sides(bed, load, "a stuck topic", [Beside::Stuck(0), Beside::Stuck(stuck)]).await?;
     let against = "the same messages with no stuck topic";

@@ -10,7 +10,7 @@ use super::super::retention::KeyAge;
 use super::super::route::{AfterExpiry, Effects, Replay, Requirement, WhileRunning};
 use super::{Decision, InProgress, Lost, TakeOver};
 
-/// What asks.
+/// The kind of a request, as the table's column for [`Asked`](super::Asked).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Asks {
     Keyless,
@@ -43,7 +43,7 @@ pub(super) enum Body {
 /// The columns: the facts of one case, and for each a condition that a row may put on it.
 macro_rules! columns {
     ($($column:ident: $kind:ty,)*) => {
-        /// One case.
+        /// The facts of one case, one field for each column.
         #[derive(Debug, Clone, Copy, PartialEq, Eq)]
         pub(super) struct Facts {
             $(pub(super) $column: $kind,)*

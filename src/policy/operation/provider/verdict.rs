@@ -19,9 +19,9 @@ pub enum Answer {
     NotMade,
     /// The connection ended, or the time was up.
     NoAnswer,
-    /// An answer.
+    /// The provider answered with an HTTP status.
     Status {
-        /// Its number.
+        /// The HTTP status of the answer.
         status: u16,
         /// Whether the adapter lists its code as a verdict on the operation, such as
         /// `card_declined`.
@@ -32,7 +32,7 @@ pub enum Answer {
         replayed: bool,
         /// What it says of what was done.
         matches: Matches,
-        /// Its `Retry-After`.
+        /// The pause of its `Retry-After` header; none where it has no such header.
         retry_after: Option<Duration>,
     },
 }
@@ -85,7 +85,7 @@ pub enum Verdict {
     NotFound,
     /// The provider replayed a stored server error.
     StoredError,
-    /// Nothing.
+    /// The answer proves nothing: the effect may have happened or not.
     Indefinite,
 }
 

@@ -57,7 +57,7 @@ pub struct Sealer {
     keys: BTreeMap<String, chacha20poly1305::XChaCha20Poly1305>,
 }
 
-/// A sealed body.
+/// A body as it is stored, with its format and the id of the key it is encrypted with.
 #[derive(Debug)]
 pub(super) struct SealedBody {
     pub(super) bytes: Vec<u8>,

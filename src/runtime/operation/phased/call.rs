@@ -24,7 +24,7 @@ use crate::store::{Fenced, StoredIntent, StoredOperation};
 pub(super) enum Asks {
     /// Its strategy leaves nothing else.
     Only,
-    /// Before a resend.
+    /// The provider is asked before the effect is sent again.
     First,
 }
 

@@ -50,23 +50,23 @@ pub struct DoorBuilder<S> {
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum DoorError {
-    /// Its flow.
+    /// The flow does not fit the lease of the endpoint, or is registered twice.
     #[error(transparent)]
     Flow(#[from] FlowError),
     /// Flow and endpoint are of different operations.
     #[error("flow `{flow}` is not of the operation `{operation}`: give them one name")]
     Name {
-        /// The flow.
+        /// The name of the flow.
         flow: &'static str,
-        /// The operation.
+        /// The name of the endpoint's operation.
         operation: String,
     },
     /// The endpoint is of another mode.
     #[error("the operation `{operation}` is of mode {mode}: door B takes mode phased")]
     Mode {
-        /// The operation.
+        /// The name of the endpoint's operation.
         operation: String,
-        /// Its mode.
+        /// The mode of the endpoint's route, which is not phased.
         mode: Mode,
     },
 }
@@ -95,7 +95,7 @@ impl<S: Base> DoorBuilder<S> {
         Ok(self)
     }
 
-    /// The door.
+    /// Makes the door, with all flows that were registered.
     #[must_use]
     pub fn build(self) -> Door {
         Door { phased: Arc::new(self.phased), stop: CancellationToken::new() }
@@ -328,9 +328,9 @@ fn shown(mut answered: Answered) -> Answered {
 
 /// What came of a recovery by a request.
 enum Recovered {
-    /// Look again.
+    /// The record has changed, or may have: read it again.
     Look,
-    /// It goes on.
+    /// The operation has no outcome yet, and goes on later or elsewhere.
     Pending,
     /// There is a record, and nothing to go on with.
     Unknown,

@@ -57,7 +57,7 @@ pub(super) fn before_try(number: u32) -> Duration {
     Duration::from_millis(fastrand::u64(1..=10) << number.min(TRIES))
 }
 
-/// How driving ended.
+/// Where an operation stood when its driver ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum End {
     /// The outcome is known and stored.

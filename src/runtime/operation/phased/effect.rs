@@ -93,7 +93,7 @@ impl<P: Provider> Effect<P> {
         Self { provider, declared }
     }
 
-    /// Names its points.
+    /// Gives its points other names: where it is committed and sent, and where it is settled.
     #[must_use]
     pub fn at(mut self, sent: &'static str, settled: SettledPoint) -> Self {
         sent.clone_into(&mut self.declared.sent);

@@ -48,7 +48,7 @@ const SENDING: Duration = Duration::from_secs(15);
 /// An e-mail to be sent.
 #[derive(Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SendEmail {
-    /// Whom to.
+    /// The address of the recipient.
     pub recipient: String,
     /// The subject; line ends in it add no header.
     pub subject: String,

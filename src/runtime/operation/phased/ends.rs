@@ -82,9 +82,9 @@ pub enum First {
     Response(Reply),
     /// A business rule refused it: what the phase wrote is taken back.
     Rejected {
-        /// The answer.
+        /// The answer, which says why it was refused.
         reply: Reply,
-        /// Its code.
+        /// The code of the refusal, stored where `binding` is set; none stores none.
         code: Option<String>,
         /// Whether it is remembered for this key; else the key is free.
         binding: bool,
@@ -107,9 +107,9 @@ pub enum Local {
     /// A business rule refused it. What this phase wrote before is kept, so that it can close what
     /// earlier phases committed.
     Rejected {
-        /// The answer.
+        /// The answer, which says why it was refused.
         reply: Reply,
-        /// Its code.
+        /// The code of the refusal, stored with the outcome; none stores none.
         code: Option<String>,
     },
     /// Nothing happened in this phase; it runs again later.
@@ -125,15 +125,15 @@ pub enum Settled {
     Intent(Intent),
     /// Commit the intent to undo an effect, then send it.
     Compensate(Compensation),
-    /// It succeeded.
+    /// The operation succeeded; this is its answer.
     Response(Reply),
     /// It failed, and nothing that was done stands.
     Failure {
-        /// What proves it.
+        /// The proof that nothing of it stands: a failed effect, or one that was undone.
         proof: Proven,
         /// The answer, which is replayed.
         reply: Reply,
-        /// Its code.
+        /// The code of the failure, stored with the outcome; none stores none.
         code: Option<String>,
     },
 }

@@ -42,7 +42,7 @@ pub(super) enum By {
     Answer,
     /// The answer to a query.
     Query,
-    /// No answer.
+    /// A send that got no answer.
     Error,
 }
 
@@ -142,8 +142,8 @@ fn read(vault: &Vault, stored: &StoredEvidence) -> Result<Row, StoreError> {
     })
 }
 
-/// The rows of an effect that come from a provider, and an operator's rows that waive a send: without
-/// them a declined duplicate would look like a failure.
+/// The rows of an effect that come from a provider, and an operator's rows that waive a send:
+/// without them a declined duplicate would look like a failure.
 ///
 /// # Errors
 /// A row that cannot be read.

@@ -59,58 +59,58 @@ pub enum FlowError {
     /// A point or an effect was registered twice.
     #[error("flow `{flow}`: `{name}` is registered twice, or is the name of the first point")]
     Twice {
-        /// The flow.
+        /// The name of the flow.
         flow: &'static str,
         /// The point or effect.
         name: String,
     },
-    /// O6.
+    /// The window of an effect is one within which nothing can be sent again (O6).
     #[error("flow `{flow}`, effect `{effect}`: {error}")]
     Window {
-        /// The flow.
+        /// The name of the flow.
         flow: &'static str,
-        /// The effect.
+        /// The name of the effect.
         effect: &'static str,
         /// What is wrong with its window.
         error: WindowError,
     },
-    /// O6.
+    /// `max_in_flight` of an effect's window is shorter than its provider's timeout (O6).
     #[error(
         "flow `{flow}`, effect `{effect}`: `max_in_flight` of its window must not be shorter than its provider's timeout"
     )]
     Flight {
-        /// The flow.
+        /// The name of the flow.
         flow: &'static str,
-        /// The effect.
+        /// The name of the effect.
         effect: &'static str,
     },
     /// An effect undoes one that is not there.
     #[error("flow `{flow}`, effect `{effect}` undoes `{undoes}`, which is no effect of the flow")]
     Undoes {
-        /// The flow.
+        /// The name of the flow.
         flow: &'static str,
-        /// The effect.
+        /// The name of the effect that undoes another.
         effect: &'static str,
-        /// What it undoes.
+        /// The name of the effect that it is to undo.
         undoes: &'static str,
     },
-    /// O5.
+    /// The timeout of a call is zero, or not shorter than two thirds of the lease (O5).
     #[error("flow `{flow}`, effect `{effect}`: its timeout must be longer than zero and shorter than two thirds of the lease ({})",
         humantime::format_duration(*lease))]
     Timeout {
-        /// The flow.
+        /// The name of the flow.
         flow: &'static str,
-        /// The effect.
+        /// The name of the effect.
         effect: &'static str,
-        /// The lease.
+        /// The lease of the operation's route; two thirds of it are the bound.
         lease: Duration,
     },
     /// The same name and version twice.
     #[error("flow `{flow}` is registered twice with version {version}")]
     Registered {
-        /// The flow.
+        /// The name of the flow.
         flow: &'static str,
-        /// Its version.
+        /// The version that both flows have.
         version: u32,
     },
 }
@@ -136,7 +136,7 @@ impl<S: Base> Flow<S> {
         FlowBuilder { flow, points: vec![FIRST_POINT.to_owned()], of: PhantomData }
     }
 
-    /// What is driven.
+    /// The flow without the type of its store, as drivers take it.
     pub(super) fn any(self) -> AnyFlow {
         self.0
     }

@@ -41,7 +41,7 @@ impl Hold {
         Self { shared }
     }
 
-    /// What is held.
+    /// The operation that is held, with the token and epoch of its owner.
     pub(super) fn driven(&self) -> &Driven {
         &self.shared.driven
     }
@@ -56,7 +56,7 @@ impl Hold {
         self.shared.lost.is_cancelled()
     }
 
-    /// Renews it now.
+    /// Renews the lease now, once.
     pub(super) async fn renew(&self) {
         self.shared.renew().await;
     }

@@ -32,18 +32,18 @@ pub enum Outcome {
     NotConnected(String),
     /// It ended without a whole answer: anything may have happened.
     NoAnswer(String),
-    /// An answer.
+    /// The provider answered; the answer is whole.
     Answered(Response),
 }
 
-/// An answer.
+/// An answer that was read whole.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Response {
-    /// Its status.
+    /// The HTTP status of the answer.
     pub status: u16,
-    /// Its headers.
+    /// The headers of the answer.
     pub headers: HeaderMap,
-    /// Its body.
+    /// The bytes of the body, at most 64 KiB.
     pub body: Vec<u8>,
 }
 

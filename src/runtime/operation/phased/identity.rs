@@ -49,7 +49,7 @@ impl Identities {
         Self { deployment, operation_id }
     }
 
-    /// The operation.
+    /// The id of the operation that the identities are derived from.
     #[must_use]
     pub fn operation_id(self) -> Uuid {
         self.operation_id

@@ -44,9 +44,9 @@ pub(super) enum Opened {
     Replied(Reply),
     /// It was lost sight of, and is there: look.
     Look,
-    /// This code.
+    /// The engine answers with this code.
     Problem(Code),
-    /// It goes on.
+    /// The first phase is committed, and this task drives what follows.
     Driving(JoinHandle<Result<Ended, StoreError>>),
     Failed(StoreError),
 }
@@ -67,7 +67,7 @@ pub(super) struct Opening {
 enum Move {
     Advance(String, Stage, Option<(&'static str, NewIntent)>),
     Finish(Reply, Option<Option<String>>),
-    /// Nothing stays.
+    /// Nothing of the phase stays; this is the answer.
     Forget(Reply),
 }
 

@@ -58,7 +58,7 @@ impl Context {
         Self { identities, identity }
     }
 
-    /// The operation.
+    /// The id of the operation that the phase belongs to.
     #[must_use]
     pub fn operation_id(&self) -> Uuid {
         self.identities.operation_id()

@@ -72,7 +72,7 @@ pub struct Call<'a> {
 /// What came back of a send.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Sent {
-    /// What it was.
+    /// What the provider answered to the send, in the adapter's words.
     pub answer: Answer,
     /// What is kept as evidence and shown to the next phase, at most about 2 KiB: without secrets,
     /// unless a cipher is set.
@@ -82,11 +82,11 @@ pub struct Sent {
 /// What came back of a query.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Asked {
-    /// What it was.
+    /// What the provider answered to the query, in the adapter's words.
     pub answer: QueryAnswer,
     /// The status of the provider's answer.
     pub status: Option<u16>,
-    /// As in [`Sent::saw`].
+    /// What is kept as evidence and shown to the next phase, as [`Sent::saw`] is.
     pub saw: Vec<u8>,
 }
 

@@ -49,7 +49,7 @@ impl Default for RecoveryOptions {
     }
 }
 
-/// A recovery worker.
+/// A recovery worker for the operations of one door.
 #[derive(Debug)]
 pub struct Recovery {
     phased: Arc<Phased>,

@@ -39,7 +39,7 @@ where
     Flow::begin::<C>(C::OPERATION, 1, begin).effect(&effect, End { name, refused }).build()
 }
 
-/// Commits the intent.
+/// The first phase: it commits the intent to send.
 struct Begin<P> {
     effect: Effect<P>,
     refused: &'static str,

@@ -76,7 +76,7 @@ impl State {
     }
 }
 
-/// The finding.
+/// Looks at the positions, and says what is wrong with them.
 pub(super) async fn look(connection: &mut Bounded<MySql>) -> Result<Finding, StoreError> {
     let state = State::read(connection).await?;
     Ok(match (state.fault(), state.next, state.used) {

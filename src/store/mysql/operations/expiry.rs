@@ -13,7 +13,7 @@ use crate::policy::operation::OperationName;
 use crate::policy::operation::retention::Retention;
 use crate::store::bounded::Ask;
 
-/// One batch.
+/// Deletes one batch of bodies whose life is over; gives how many went.
 pub(super) async fn expire_bodies(store: &MySqlStore, limit: u32) -> Result<u64, StoreError> {
     let old: Vec<(Vec<u8>, i64)> = sqlx::query_as(
         "select key_digest, epoch from oncebox_idempotency_body where expires_at < utc_timestamp(6) order by expires_at limit ?",

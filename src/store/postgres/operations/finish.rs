@@ -27,7 +27,7 @@ const VALUE_BYTES_USUALLY: usize = 2_048;
 pub(in crate::store::postgres) struct Within<'a> {
     /// The id of the transaction.
     pub(in crate::store::postgres) token: &'a str,
-    /// What was [`checked`](super::super::door::checked).
+    /// The messages to enqueue, as [`checked`](super::super::door::checked) gave them.
     pub(in crate::store::postgres) messages: &'a [NewMessage],
 }
 

@@ -33,12 +33,12 @@ pub(in crate::store::postgres) struct Held {
     pub(in crate::store::postgres) tx: Bounded<Postgres>,
     /// The id of the transaction that holds the claim: the witness of R23.
     pub(in crate::store::postgres) token: String,
-    /// Of random name.
+    /// The name of the savepoint, made from a new UUID v7.
     savepoint: String,
 }
 
 impl Held {
-    /// Sets the savepoint.
+    /// Sets a new savepoint in the transaction and holds both.
     pub(in crate::store::postgres) async fn new(tx: Bounded<Postgres>, token: String) -> Result<Self, StoreError> {
         Self::behind("", tx, token).await
     }

@@ -12,7 +12,7 @@ use crate::error::StoreError;
 use crate::policy::operation::OperationName;
 use crate::policy::operation::retention::Retention;
 
-/// One batch.
+/// Deletes one batch of bodies whose life is over; gives how many went.
 pub(super) async fn expire_bodies(store: &SqliteStore, limit: u32) -> Result<u64, StoreError> {
     let mut write = store.write().await?;
     let delete = query(concat!(

@@ -67,7 +67,7 @@ pub(in crate::store::sqlite) async fn staked(
 }
 
 impl Savepoint {
-    /// Sets it.
+    /// Sets a savepoint in the transaction, named by a new UUID v7.
     pub(in crate::store::sqlite) async fn set(write: &mut Write) -> Result<Self, StoreError> {
         let name = format!("oncebox_{}", uuid::Uuid::now_v7().simple());
         raw_sql(AssertSqlSafe(format!("savepoint {name}"))).execute(write.connection()).await?;

@@ -12,7 +12,7 @@ use reqwest::Url;
 use reqwest::dns::{Addrs, Name, Resolve, Resolving};
 use url::Host;
 
-/// The rule.
+/// Which addresses may be spoken to: public ones, and those of the hosts that are allowed.
 #[derive(Debug)]
 pub(super) struct Addresses {
     allowed_hosts: BTreeSet<String>,
