@@ -318,10 +318,10 @@ fn no_doc_comment_is_shorter_than_four_words() {
     for (path, text) in all_sources() {
         let lines: Vec<&str> = text.lines().map(str::trim).collect();
         let comment = |at: usize| lines.get(at).and_then(|line| line.strip_prefix("///"));
-        for at in 0..lines.len() {
+        for (at, line) in lines.iter().enumerate() {
             let is_alone = comment(at + 1).is_none() && (at == 0 || comment(at - 1).is_none());
             if is_alone && comment(at).is_some_and(|words| words.split_whitespace().count() < 4) {
-                short.push(format!("{}:{}: {}", path.display(), at + 1, lines[at]));
+                short.push(format!("{}:{}: {line}", path.display(), at + 1));
             }
         }
     }

@@ -408,7 +408,7 @@ pub trait Keys: Debug + Send + Sync + 'static {
     async fn observe_run(&self, evidence: &NewEvidence) -> Result<(), StoreError>;
 
     /// What runs that lost their lease have said of this operation id, and operators of the run as
-    /// a whole, oldest first ([`late_runs`]); nothing in a store that keeps no evidence.
+    /// a whole, oldest first; nothing in a store that keeps no evidence.
     async fn runs_of(&self, operation_id: Uuid) -> Result<Vec<StoredEvidence>, StoreError>;
 
     /// Writes down which fingerprints this process reads and writes now (O21), and forgets

@@ -184,7 +184,7 @@ fn unknown_flags_commands_and_values_are_usage_errors() {
         (place.oncebox(&["dead", "show", "17"]), &["'17'", "no number of a dead message", "o17, c9"]),
         (place.oncebox(&["dead", "redrive", "o0", "--why", "x"]), &["'o0'", "no number of a dead message"]),
         (place.oncebox(&["dead", "discard", "o1"]), &["--why <TEXT>"]),
-        (place.oncebox(&["dead", "list", "--id", "x"]), &["--id", "'x'"]),
+        (place.oncebox(&["dead", "list", "--source", "shop"]), &["--id <ID>"]),
         (place.oncebox(&["completions", "tcsh"]), &["tcsh", "bash"]),
         (place.oncebox(&["demo", "--messages", "0"]), &["--messages"]),
     ] {
