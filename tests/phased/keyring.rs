@@ -122,8 +122,8 @@ async fn a_command_in_plain_is_not_driven_where_only_sealed_ones_are<S: Rows>(st
         }
         worker.stop().await;
         assert_eq!((told.arrived().len(), service.payments("settled").await), (1, 0), "{column}");
-        // What is believed where plain is opened is driven. How many tries the worker counted before
-        // depends on how often it came.
+        // What is believed where plain is opened is driven. How many tries the worker counted
+        // before depends on how often it came.
         let mut open = plan.clone();
         open.sealer = sealer();
         let (operation, past) = (S::table("operation"), S::year(2020));
