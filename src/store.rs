@@ -24,6 +24,7 @@ mod operator;
 mod phases;
 mod relay;
 mod schema;
+#[cfg(any(feature = "mysql", feature = "postgres", feature = "sqlite"))]
 mod sql;
 mod statements;
 mod waiting;
