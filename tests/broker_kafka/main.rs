@@ -22,3 +22,5 @@ mod rebalance;
 mod relay;
 mod security;
 mod tools;
+#[cfg(feature = "sqlite")]
+mod wholesale;
