@@ -1,8 +1,10 @@
 //! How MySQL and MariaDB runs the texts of [`crate::store::sql`].
 
+use chrono::{DateTime, NaiveDateTime, Utc};
 use futures::future::BoxFuture;
-use sqlx::mysql::{MySqlArguments, MySqlRow};
+use sqlx::mysql::{MySqlArguments, MySqlConnection, MySqlRow};
 use sqlx::{MySql, query};
+use uuid::Uuid;
 
 use super::{MySqlStore, START};
 use crate::error::StoreError;
@@ -26,6 +28,24 @@ impl Row for MySqlRow {
         let bytes: Option<Vec<u8>> = sqlx::Row::try_get_unchecked(self, at)?;
         bytes.map(|bytes| super::text(&format!("number {at} of a row"), bytes)).transpose()
     }
+
+    fn get_bytes(&self, at: usize) -> Result<Option<Vec<u8>>, StoreError> {
+        Ok(sqlx::Row::try_get(self, at)?)
+    }
+
+    fn get_bool(&self, at: usize) -> Result<Option<bool>, StoreError> {
+        Ok(self.get_int(at)?.map(|value| value != 0))
+    }
+
+    fn get_id(&self, at: usize) -> Result<Option<Uuid>, StoreError> {
+        let id = |bytes: Vec<u8>| Ok(Uuid::from_bytes(super::sixteen(&format!("number {at} of a row"), &bytes)?));
+        self.get_bytes(at)?.map(id).transpose()
+    }
+
+    fn get_time(&self, at: usize) -> Result<Option<DateTime<Utc>>, StoreError> {
+        let time: Option<NaiveDateTime> = sqlx::Row::try_get(self, at)?;
+        Ok(time.map(|time| time.and_utc()))
+    }
 }
 
 /// The statement of sqlx.
@@ -36,16 +56,33 @@ fn bound(statement: &Statement) -> Result<sqlx::query::Query<'static, MySql, MyS
         Value::Int(value) => query.bind(*value),
         Value::Text(value) => query.bind(value.clone()),
         Value::Id(value) => query.bind(*value),
+        Value::Bytes(value) => query.bind(value.clone()),
+        Value::Time(value) => query.bind(value.map(|time| time.naive_utc())),
         Value::Span(value) => query.bind(value.map(super::micros)),
+        list @ (Value::Ints(_) | Value::Ids(_) | Value::ManyBytes(_) | Value::Texts(_)) => {
+            query.bind(list.as_json_list())
+        }
     }))
+}
+
+/// A connection of the application.
+impl Session for MySqlConnection {
+    fn rows(&mut self, statement: Statement) -> BoxFuture<'_, Result<Rows, StoreError>> {
+        Box::pin(async move { Ok(boxed(bound(&statement)?.fetch_all(self).await?)) })
+    }
+
+    fn run(&mut self, statement: Statement) -> BoxFuture<'_, Result<u64, StoreError>> {
+        Box::pin(async move { Ok(bound(&statement)?.execute(self).await?.rows_affected()) })
+    }
+}
+
+fn boxed(rows: Vec<MySqlRow>) -> Rows {
+    rows.into_iter().map(|row| Box::new(row) as Box<dyn Row>).collect()
 }
 
 impl Session for Bounded<MySql> {
     fn rows(&mut self, statement: Statement) -> BoxFuture<'_, Result<Rows, StoreError>> {
-        Box::pin(async move {
-            let rows = bound(&statement)?.all(self).await?;
-            Ok(rows.into_iter().map(|row| Box::new(row) as Box<dyn Row>).collect())
-        })
+        Box::pin(async move { Ok(boxed(bound(&statement)?.all(self).await?)) })
     }
 
     fn run(&mut self, statement: Statement) -> BoxFuture<'_, Result<u64, StoreError>> {

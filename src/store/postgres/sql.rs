@@ -1,8 +1,10 @@
 //! How PostgreSQL runs the texts of [`crate::store::sql`].
 
+use chrono::{DateTime, Utc};
 use futures::future::BoxFuture;
-use sqlx::postgres::{PgArguments, PgRow};
+use sqlx::postgres::{PgArguments, PgConnection, PgRow};
 use sqlx::{Postgres, query};
+use uuid::Uuid;
 
 use super::PostgresStore;
 use crate::error::StoreError;
@@ -20,6 +22,22 @@ impl Row for PgRow {
     fn get_text(&self, at: usize) -> Result<Option<String>, StoreError> {
         Ok(sqlx::Row::try_get(self, at)?)
     }
+
+    fn get_bytes(&self, at: usize) -> Result<Option<Vec<u8>>, StoreError> {
+        Ok(sqlx::Row::try_get(self, at)?)
+    }
+
+    fn get_bool(&self, at: usize) -> Result<Option<bool>, StoreError> {
+        Ok(sqlx::Row::try_get(self, at)?)
+    }
+
+    fn get_id(&self, at: usize) -> Result<Option<Uuid>, StoreError> {
+        Ok(sqlx::Row::try_get(self, at)?)
+    }
+
+    fn get_time(&self, at: usize) -> Result<Option<DateTime<Utc>>, StoreError> {
+        Ok(sqlx::Row::try_get(self, at)?)
+    }
 }
 
 /// The statement of sqlx.
@@ -30,16 +48,34 @@ fn bound(statement: &Statement) -> Result<sqlx::query::Query<'static, Postgres, 
         Value::Int(value) => query.bind(*value),
         Value::Text(value) => query.bind(value.clone()),
         Value::Id(value) => query.bind(*value),
+        Value::Bytes(value) => query.bind(value.clone()),
+        Value::Time(value) => query.bind(*value),
         Value::Span(value) => query.bind(value.map(|span| i64::try_from(span.as_micros()).unwrap_or(i64::MAX))),
+        Value::Ints(list) => query.bind(list.clone()),
+        Value::Ids(list) => query.bind(list.clone()),
+        Value::ManyBytes(list) => query.bind(list.clone()),
+        Value::Texts(list) => query.bind(list.clone()),
     }))
+}
+
+/// A connection of the application.
+impl Session for PgConnection {
+    fn rows(&mut self, statement: Statement) -> BoxFuture<'_, Result<Rows, StoreError>> {
+        Box::pin(async move { Ok(boxed(bound(&statement)?.fetch_all(self).await?)) })
+    }
+
+    fn run(&mut self, statement: Statement) -> BoxFuture<'_, Result<u64, StoreError>> {
+        Box::pin(async move { Ok(bound(&statement)?.execute(self).await?.rows_affected()) })
+    }
+}
+
+fn boxed(rows: Vec<PgRow>) -> Rows {
+    rows.into_iter().map(|row| Box::new(row) as Box<dyn Row>).collect()
 }
 
 impl Session for Bounded<Postgres> {
     fn rows(&mut self, statement: Statement) -> BoxFuture<'_, Result<Rows, StoreError>> {
-        Box::pin(async move {
-            let rows = bound(&statement)?.all(self).await?;
-            Ok(rows.into_iter().map(|row| Box::new(row) as Box<dyn Row>).collect())
-        })
+        Box::pin(async move { Ok(boxed(bound(&statement)?.all(self).await?)) })
     }
 
     fn run(&mut self, statement: Statement) -> BoxFuture<'_, Result<u64, StoreError>> {

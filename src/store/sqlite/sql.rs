@@ -1,13 +1,16 @@
 //! How SQLite runs the texts of [`crate::store::sql`]: what writes, with the write lock from its
 //! beginning on.
 
+use chrono::{DateTime, Utc};
 use futures::future::BoxFuture;
 use sqlx::pool::PoolConnection;
 use sqlx::query::Query;
 use sqlx::sqlite::{SqliteArguments, SqliteConnection, SqliteRow};
 use sqlx::{Sqlite, query};
+use uuid::Uuid;
 
 use super::connect::SqliteStore;
+use super::message::sixteen;
 use super::millis;
 use super::write::Write;
 use crate::error::StoreError;
@@ -22,6 +25,26 @@ impl Row for SqliteRow {
     fn get_text(&self, at: usize) -> Result<Option<String>, StoreError> {
         Ok(sqlx::Row::try_get(self, at)?)
     }
+
+    fn get_bytes(&self, at: usize) -> Result<Option<Vec<u8>>, StoreError> {
+        Ok(sqlx::Row::try_get(self, at)?)
+    }
+
+    fn get_bool(&self, at: usize) -> Result<Option<bool>, StoreError> {
+        Ok(self.get_int(at)?.map(|value| value != 0))
+    }
+
+    fn get_id(&self, at: usize) -> Result<Option<Uuid>, StoreError> {
+        self.get_bytes(at)?.map(|bytes| Ok(Uuid::from_bytes(sixteen(&bytes)?))).transpose()
+    }
+
+    fn get_time(&self, at: usize) -> Result<Option<DateTime<Utc>>, StoreError> {
+        let time = |millis| {
+            let wrong = || StoreError::Corrupt(format!("column {at} of a row: {millis} is no time"));
+            DateTime::from_timestamp_millis(millis).ok_or_else(wrong)
+        };
+        self.get_int(at)?.map(time).transpose()
+    }
 }
 
 /// The statement of sqlx.
@@ -32,7 +55,12 @@ fn bound(statement: &Statement) -> Result<Query<'static, Sqlite, SqliteArguments
         Value::Int(value) => query.bind(*value),
         Value::Text(value) => query.bind(value.clone()),
         Value::Id(value) => query.bind(value.map(|id| id.as_bytes().to_vec())),
+        Value::Bytes(value) => query.bind(value.clone()),
+        Value::Time(value) => query.bind(value.map(|time| time.timestamp_millis())),
         Value::Span(value) => query.bind(value.map(millis)),
+        list @ (Value::Ints(_) | Value::Ids(_) | Value::ManyBytes(_) | Value::Texts(_)) => {
+            query.bind(list.as_json_list())
+        }
     }))
 }
 
@@ -43,6 +71,17 @@ async fn rows(connection: &mut SqliteConnection, statement: &Statement) -> Resul
 
 async fn run(connection: &mut SqliteConnection, statement: &Statement) -> Result<u64, StoreError> {
     Ok(bound(statement)?.execute(connection).await?.rows_affected())
+}
+
+/// A connection of the application, or of a transaction.
+impl Session for SqliteConnection {
+    fn rows(&mut self, statement: Statement) -> BoxFuture<'_, Result<Rows, StoreError>> {
+        Box::pin(async move { rows(self, &statement).await })
+    }
+
+    fn run(&mut self, statement: Statement) -> BoxFuture<'_, Result<u64, StoreError>> {
+        Box::pin(async move { run(self, &statement).await })
+    }
 }
 
 impl Session for PoolConnection<Sqlite> {
