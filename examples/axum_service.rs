@@ -2,7 +2,7 @@
 //! `docs/guides/add-to-an-axum-service.md`, whole.
 //!
 //! It needs the tables of oncebox (`oncebox migrate up`), and makes its own. `POST /payments` is a
-//! typed door, `POST /notes` an ordinary handler behind the layer.
+//! typed operation, `POST /notes` an ordinary handler behind the layer.
 
 use std::time::Duration;
 
@@ -15,7 +15,7 @@ use axum::routing::{get, post};
 use metrics_exporter_prometheus::{PrometheusBuilder, PrometheusHandle};
 use oncebox::HandlerError;
 use oncebox::app::{LogFormat, start_logging};
-use oncebox::http::idempotency::{IdempotencyLayer, IdempotencyScope, Idempotent, JsonCommand, Scoped, TypedDoor};
+use oncebox::http::idempotency::{IdempotencyLayer, IdempotencyScope, Idempotent, JsonCommand, Scoped, TypedOperation};
 use oncebox::policy::operation::{FingerprintWriter, IdempotentCommand, Mode, Outcome, Route, Scope};
 use oncebox::runtime::operation::{EffectTx, Endpoint, EndpointError, Engine, Reply};
 use oncebox::sqlx::{SqlitePool, query, raw_sql};
@@ -46,8 +46,8 @@ impl JsonCommand for Pay {
 }
 
 fn payments(engine: &Engine<SqliteStore>) -> Result<Router, EndpointError> {
-    let door = TypedDoor::<_, Pay>::new(engine, Endpoint::typed::<Pay>(Route::new(Mode::SameTx)))?;
-    let serve = async move |request: Request| door.serve(request, |asked, tx| Box::pin(pay(asked, tx))).await;
+    let typed = TypedOperation::<_, Pay>::new(engine, Endpoint::typed::<Pay>(Route::new(Mode::Transactional)))?;
+    let serve = async move |request: Request| typed.serve(request, |asked, tx| Box::pin(pay(asked, tx))).await;
     Ok(Router::new().route("/payments", post(serve)))
 }
 

@@ -1,6 +1,6 @@
-//! Operations over gRPC: a typed door for unary calls of tonic services (M109).
+//! Operations over gRPC: a typed operation for unary calls of tonic services (M109).
 //!
-//! An interceptor of tonic sees no message, so the door stands in the method, around what it does:
+//! An interceptor of tonic sees no message, so the call stands in the method, around what it does:
 //!
 //! ```
 //! # use oncebox::grpc::{KeyField, idempotent_unary, reply};
@@ -58,7 +58,7 @@ use crate::runtime::operation::{Answered, EffectTx, Engine, Problem, Registered,
 use crate::store::{Base, Operations};
 
 /// Runs a unary call once for its key, in mode `same_tx`, and answers its second calls. `handler`
-/// is that of [`Engine::execute_tx`]; it makes its answers with [`reply`] and [`refusal`].
+/// is that of [`Engine::execute_transactional`]; it makes its answers with [`reply`] and [`refusal`].
 ///
 /// # Errors
 /// The status to answer: the operation's own refusal, now or again, or a problem.
@@ -96,7 +96,7 @@ where
     if !memory.grow(bytes) {
         return Err(refused(&Problem::new(Code::BodyMemoryExceeded)));
     }
-    match engine.execute_tx(endpoint, scope, given, request.into_inner(), handler).await {
+    match engine.execute_transactional(endpoint, scope, given, request.into_inner(), handler).await {
         Answered::Reply { reply, replayed } => status::of_reply(&reply, replayed),
         Answered::Problem(problem) => Err(status::of_problem(&problem)),
     }

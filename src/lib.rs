@@ -134,7 +134,7 @@ struct ClientGuide;
 #[doc = include_str!("../docs/reference/settings.md")]
 struct Guides;
 
-/// The code of the guide to the gRPC door.
+/// The code of the guide to gRPC.
 #[cfg(all(doctest, feature = "postgres", feature = "grpc"))]
 #[doc = include_str!("../docs/guides/grpc.md")]
 struct GrpcGuide;

@@ -78,7 +78,7 @@ metrics_table! {
     LOST_RECORDS "oncebox_lost_records_total" Counter Count "topic" "the alert: records that the broker deleted before a consumer got them: their effects are missing";
     EMAILS "oncebox_emails_total" Counter Count "outcome" "tries of e-mails by what the e-mail was then: sent, refused, possibly-sent, waiting, dead";
     EMAILS_PENDING "oncebox_emails_pending" Gauge Count "" "e-mails not yet sent";
-    IDEMPOTENCY_OPERATION "oncebox_idempotency_operation_info" Gauge Count "operation,mode" "1 for each protected operation, with the mode of its door: same_tx, phased, bridged, edge; joined to the others by `operation`";
+    IDEMPOTENCY_OPERATION "oncebox_idempotency_operation_info" Gauge Count "operation,mode" "1 for each protected operation, with its mode: same_tx, phased, bridged, edge; joined to the others by `operation`";
     IDEMPOTENCY_CLAIM "oncebox_idempotency_claim_count" Counter Count "operation" "requests that executed: the first of their key, or one whose key was free again";
     IDEMPOTENCY_REPLAY "oncebox_idempotency_replay_count" Counter Count "operation,outcome" "requests that were answered with the outcome of an earlier one";
     IDEMPOTENCY_CONFLICT "oncebox_idempotency_conflict_different_request_count" Counter Count "operation" "keys that were used again with another command: a client makes keys wrongly";

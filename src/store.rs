@@ -48,7 +48,7 @@ use std::future::Future;
 
 use crate::error::StoreError;
 
-pub use door::{Door, commit, enqueue, enqueue_all, enqueued, hint};
+pub use door::{Enqueue, commit, enqueue, enqueue_all, enqueued, hint};
 pub(crate) use inbox::time_in_id;
 pub use inbox::{
     Admission, ConsumerId, ConsumerSpec, Holding, Inbox, InboxEntry, InboxTx, Known, Opened, ParkAs, Parked, Proof,
@@ -89,7 +89,7 @@ fn of_type<C: Any>(connection: &mut (dyn Any + Send)) -> Result<&mut C, StoreErr
 /// What every duty needs: a connection pool to one kind of database.
 pub trait Base: Clone + Debug + Send + Sync + 'static {
     /// The sqlx database of this store; handlers get its connection.
-    type Db: sqlx::Database<Connection: Door + Bridged>;
+    type Db: sqlx::Database<Connection: Enqueue + Bridged>;
 
     /// `postgres`, `mysql` or `sqlite`, as in URLs.
     const NAME: &'static str;

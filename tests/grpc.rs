@@ -192,7 +192,7 @@ impl World {
         store.migrate().await.unwrap();
         sqlx::query("create table payment (id text primary key, amount integer)").execute(store.pool()).await.unwrap();
         let engine = Engine::builder(store.clone()).build();
-        let endpoint = engine.protect(Endpoint::typed::<CreatePayment>(Route::new(Mode::SameTx))).unwrap();
+        let endpoint = engine.protect(Endpoint::typed::<CreatePayment>(Route::new(Mode::Transactional))).unwrap();
         let service = Payments { engine, endpoint, started: Arc::default(), go_on: Arc::default() };
         Self { service, store, _directory: directory }
     }
@@ -314,7 +314,7 @@ async fn m120_m109_a_tenant_over_its_quota_gets_resource_exhausted_with_its_paus
     let world = World::new().await;
     world.call(KEY, payment(100)).await.unwrap();
     let engine = Engine::builder(world.store.clone()).stored_bytes_per_tenant_max(1).build();
-    let endpoint = engine.protect(Endpoint::typed::<CreatePayment>(Route::new(Mode::SameTx))).unwrap();
+    let endpoint = engine.protect(Endpoint::typed::<CreatePayment>(Route::new(Mode::Transactional))).unwrap();
     let full = Payments { engine, endpoint, ..world.service.clone() };
     let status = call(full.clone(), Some("t1"), OTHER, payment(100)).await.unwrap_err();
     assert_eq!((status.code(), reason(&status).as_str()), (Code::ResourceExhausted, "IDEMPOTENCY_QUOTA_EXCEEDED"));

@@ -232,8 +232,8 @@ fn m4_every_setting_of_a_route_and_of_an_engine_stands_on_its_page() {
     let endpoint = "src/runtime/operation/endpoint.rs";
     settings.extend(names_in(endpoint, "\nimpl Endpoint {", &["pub fn "]));
     settings.extend(names_in("src/runtime/operation/engine.rs", "impl<S: Keys> EngineBuilder<S> {", &["pub fn "]));
-    let door = "src/runtime/operation/phased/door.rs";
-    settings.extend(names_in(door, "impl<S: Base> DoorBuilder<S> {", &["pub fn "]));
+    let door = "src/runtime/operation/phased/engine.rs";
+    settings.extend(names_in(door, "impl<S: Base> PhasedEngineBuilder<S> {", &["pub fn "]));
     settings.extend(names_in("src/policy/operation/retention.rs", "pub struct Retention {", &["pub "]));
     settings.extend(names_in("src/runtime/operation/phased/registry.rs", "pub struct DriveSettings {", &["pub "]));
     let manifest = read("Cargo.toml");

@@ -8,12 +8,12 @@ use axum::extract::{Path, Request, State};
 use axum::http::{StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use axum::{Extension, Json};
-use oncebox::http::idempotency::{IdempotencyScope, JsonCommand, TypedDoor, respond};
+use oncebox::http::idempotency::{IdempotencyScope, JsonCommand, TypedOperation, respond};
 use oncebox::policy::operation::flow::Stage;
 use oncebox::policy::operation::provider::{Strategy, Window};
 use oncebox::policy::operation::{FingerprintWriter, IdempotentCommand};
 use oncebox::runtime::operation::phased::{
-    Door, Effect, First, FirstPhase, Flow, FlowError, Phase, Settled, SettledPhase, SettledPoint, Settlement,
+    Effect, First, FirstPhase, Flow, FlowError, Phase, PhasedEngine, Settled, SettledPhase, SettledPoint, Settlement,
     Settlements,
 };
 use oncebox::runtime::operation::{Reply, SealError};
@@ -57,9 +57,9 @@ impl JsonCommand for NewCharge {
 /// What `/charges` needs besides the store.
 #[derive(Debug)]
 pub(crate) struct Charges<S: Books> {
-    pub(crate) typed: TypedDoor<S, NewCharge>,
+    pub(crate) typed: TypedOperation<S, NewCharge>,
     /// None without `--provider`.
-    pub(crate) door: Option<Door>,
+    pub(crate) phased: Option<PhasedEngine>,
     pub(crate) budget: Duration,
 }
 
@@ -203,10 +203,10 @@ pub(crate) async fn create<S: Books>(State(app): State<App<S>>, request: Request
         Ok(taken) => taken,
         Err(response) => return *response,
     };
-    let Some(door) = &charges.door else { return not_configured() };
+    let Some(phased) = &charges.phased else { return not_configured() };
     reach("charge.received").await;
     let (endpoint, scope) = (charges.typed.endpoint(), Some(taken.scoped.scope));
-    let answered = door
+    let answered = phased
         .execute_phased_holding(taken.permit, endpoint, scope, taken.key, taken.scoped.command, charges.budget)
         .await;
     reach("charge.committed").await;

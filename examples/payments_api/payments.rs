@@ -1,4 +1,4 @@
-//! `POST /payments`: the typed door. Payment, message and answer stand in one commit.
+//! `POST /payments`: the typed operation. Payment, message and answer stand in one commit.
 
 use axum::extract::{Path, Request, State};
 use axum::http::StatusCode;

@@ -15,10 +15,10 @@ use metrics_exporter_prometheus::{PrometheusBuilder, PrometheusHandle};
 use oncebox::StoreError;
 use oncebox::app::config::{Secret, Settings};
 use oncebox::app::{AppError, LogFormat, open_broker, run_publisher_with, start_logging, stop_on_signals};
-use oncebox::http::idempotency::{IdempotencyLayer, IdempotencyScope, TypedDoor, problem_response, well_known};
+use oncebox::http::idempotency::{IdempotencyLayer, IdempotencyScope, TypedOperation, problem_response, well_known};
 use oncebox::observe::{self, Health};
 use oncebox::policy::operation::{Code, Mode, Scope};
-use oncebox::runtime::operation::phased::{Door, Recovery, RecoveryOptions};
+use oncebox::runtime::operation::phased::{PhasedEngine, Recovery, RecoveryOptions};
 use oncebox::runtime::operation::{Endpoint, Engine, Problem};
 use oncebox::runtime::{Relay, RelayOptions};
 use oncebox::store::StoreOptions;
@@ -43,7 +43,7 @@ const SWEEP: Duration = Duration::from_secs(60);
 pub(crate) struct App<S: Books> {
     pub(crate) store: S,
     pub(crate) engine: Engine<S>,
-    pub(crate) payments: TypedDoor<S, NewPayment>,
+    pub(crate) payments: TypedOperation<S, NewPayment>,
     pub(crate) charges: Arc<Charges<S>>,
     health: Health,
     metrics: PrometheusHandle,
@@ -66,10 +66,10 @@ pub(crate) async fn run<S: Books>(args: Args) -> Result<(), AppError> {
         engine = engine.region(here, |scope: &Scope| scope.tenant().split_once('.').map(|(home, _)| home.to_owned()));
     }
     let engine = engine.build();
-    let payment = Endpoint::typed::<NewPayment>(args.route(Mode::SameTx)).served_at("POST", "/payments");
-    let payments = TypedDoor::new(&engine, payment).map_err(failed)?;
+    let payment = Endpoint::typed::<NewPayment>(args.route(Mode::Transactional)).served_at("POST", "/payments");
+    let payments = TypedOperation::new(&engine, payment).map_err(failed)?;
     let charges = Arc::new(charges(&args, args.deployment_of(deployment), &engine)?);
-    let door = charges.door.clone();
+    let phased = charges.phased.clone();
     let app = App { store: store.clone(), engine: engine.clone(), payments, charges, health, metrics };
     let router = routes(app, &args)?;
 
@@ -79,8 +79,8 @@ pub(crate) async fn run<S: Books>(args: Args) -> Result<(), AppError> {
         background.spawn(relay(store.clone(), broker.clone(), stop.clone()));
     }
     background.spawn(sweep(engine.clone(), stop.clone()));
-    if let (Some(door), Switch::On) = (&door, args.recovery) {
-        background.spawn(recover(Recovery::new(door, RecoveryOptions::default(), Health::default()), stop.clone()));
+    if let (Some(phased), Switch::On) = (&phased, args.recovery) {
+        background.spawn(recover(Recovery::new(phased, RecoveryOptions::default(), Health::default()), stop.clone()));
     }
     tracing::info!(
         provider = args.provider.as_deref().unwrap_or("none"),
@@ -93,8 +93,8 @@ pub(crate) async fn run<S: Books>(args: Args) -> Result<(), AppError> {
     println!("listening on {address}");
     let stopped = stop.clone();
     let served = axum::serve(listener, router).with_graceful_shutdown(async move { stopped.cancelled().await }).await;
-    if let Some(door) = &door {
-        door.stop();
+    if let Some(phased) = &phased {
+        phased.stop();
     }
     engine.drain(Duration::from_secs_f64(args.lease).mul_f64(0.8)).await;
     while background.join_next().await.is_some() {}
@@ -106,19 +106,19 @@ fn failed(error: impl std::fmt::Display) -> AppError {
     AppError::failed(error.to_string())
 }
 
-/// The door of `/charges`, where there is a provider.
+/// The engine of `/charges`, where there is a provider.
 fn charges<S: Books>(args: &Args, deployment: Uuid, engine: &Engine<S>) -> Result<Charges<S>, AppError> {
     let endpoint = Endpoint::typed::<NewCharge>(args.route(Mode::Phased)).served_at("POST", "/charges");
-    let typed = TypedDoor::new(engine, endpoint.operation_path("/operations/")).map_err(failed)?;
-    let door = match &args.provider {
+    let typed = TypedOperation::new(engine, endpoint.operation_path("/operations/")).map_err(failed)?;
+    let phased = match &args.provider {
         None => None,
         Some(url) => {
             let cards = Cards::new(url, args.provider_timeout()).map_err(failed)?;
             let flow = charges::flow(S::clone(engine.store()), cards).map_err(failed)?;
-            Some(Door::builder(engine, deployment).register(flow, typed.endpoint()).map_err(failed)?.build())
+            Some(PhasedEngine::builder(engine, deployment).register(flow, typed.endpoint()).map_err(failed)?.build())
         }
     };
-    Ok(Charges { typed, door, budget: Duration::from_secs_f64(args.charge_budget.max(0.0)) })
+    Ok(Charges { typed, phased, budget: Duration::from_secs_f64(args.charge_budget.max(0.0)) })
 }
 
 /// A process of its own that recovers, and carries messages: what `oncebox::app::publisher` is for
@@ -128,13 +128,13 @@ async fn recover_only<S: Books>(args: Args) -> Result<(), AppError> {
     settings.database.url = Secret(args.database.clone());
     settings.broker.url = Secret(args.broker.clone().ok_or_else(|| AppError::usage("--recovery only needs --broker"))?);
     settings.broker.kafka.create_topics = true;
-    let door = async |store: S| {
+    let phased = async |store: S| {
         let engine = Engine::builder(store.clone()).build();
         let deployment = args.deployment_of(store.deployment().await?);
         let charges = charges(&args, deployment, &engine)?;
-        charges.door.ok_or_else(|| AppError::usage("--recovery only needs --provider"))
+        charges.phased.ok_or_else(|| AppError::usage("--recovery only needs --provider"))
     };
-    run_publisher_with(&settings, door, false, Health::default(), stop_on_signals()?).await
+    run_publisher_with(&settings, phased, false, Health::default(), stop_on_signals()?).await
 }
 
 /// The recovery worker, in the service's process.

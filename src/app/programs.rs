@@ -15,7 +15,7 @@ use super::program::{CommonArgs, run};
 use super::publisher::{run_publisher, run_publisher_with};
 use super::signals::stop_on_signals;
 use crate::observe::Health;
-use crate::runtime::operation::phased::Door;
+use crate::runtime::operation::phased::PhasedEngine;
 use crate::store::Store;
 
 /// What the program `publisher` takes as arguments.
@@ -49,7 +49,7 @@ impl PublisherArgs {
     where
         S: Store,
         F: FnOnce(S) -> M,
-        M: Future<Output = Result<Door, AppError>>,
+        M: Future<Output = Result<PhasedEngine, AppError>>,
     {
         let loaded = common.load(self.listen)?;
         let (health, stop) = start("publisher", &loaded.settings).await?;
@@ -148,14 +148,14 @@ pub fn plain_publisher() -> ExitCode {
     run(program.args.run(&program.common))
 }
 
-/// `publisher` that also recovers operations in phases, for the flows of the door that `operations`
+/// `publisher` that also recovers operations in phases, for the flows of the engine that `operations`
 /// makes: what a `main` of one's own returns, built with the same flows as the service (O22). It
 /// reads the same flags, environment and file.
 pub fn publisher<S, F, M>(operations: F) -> ExitCode
 where
     S: Store,
     F: FnOnce(S) -> M,
-    M: Future<Output = Result<Door, AppError>>,
+    M: Future<Output = Result<PhasedEngine, AppError>>,
 {
     let program = PublisherProgram::parse();
     run(program.args.run_with(&program.common, operations))

@@ -15,7 +15,7 @@ use super::exit::AppError;
 use super::gauges::Gauges;
 use crate::error::redact;
 use crate::observe::Health;
-use crate::runtime::operation::phased::{Door, Recovery, RecoveryOptions};
+use crate::runtime::operation::phased::{PhasedEngine, Recovery, RecoveryOptions};
 use crate::runtime::{Relay, RelayOptions};
 use crate::store::{Severity, Status, Store};
 
@@ -46,7 +46,7 @@ pub async fn run_publisher(
 }
 
 /// As [`run_publisher`], and recovers operations in phases whose process died (O22): a [`Recovery`]
-/// runs beside the relay, for the flows of the door that `operations` makes; it is built with the
+/// runs beside the relay, for the flows of the engine that `operations` makes; it is built with the
 /// same flows as the service. The database URL must lead to its store. Where the outbox is waited
 /// for to be empty, operations are not.
 ///
@@ -62,7 +62,7 @@ pub async fn run_publisher_with<S, F, M>(
 where
     S: Store,
     F: FnOnce(S) -> M,
-    M: Future<Output = Result<Door, AppError>>,
+    M: Future<Output = Result<PhasedEngine, AppError>>,
 {
     let broker = open_broker(settings).await?;
     let options = settings.database.options().map_err(AppError::usage)?;

@@ -18,13 +18,12 @@
 //!   which would be taken for the outcome of their key. A timeout of its own inside is of no use:
 //!   the engine's answers 409 and does not drop the handler.
 //!
-//! Two doors: [`TypedDoor`] (claim, effects and answer in one commit) and [`IdempotencyLayer`]
+//! Two doors: [`TypedOperation`] (claim, effects and answer in one commit) and [`IdempotencyLayer`]
 //! (edge protection for any handler).
 //!
 //! Not here: the engine ([`runtime::operation`](crate::runtime::operation)).
 
 mod discovery;
-mod door;
 mod extract;
 mod intake;
 mod layer;
@@ -32,9 +31,9 @@ mod objects;
 #[cfg(feature = "openapi")]
 mod openapi;
 mod respond;
+mod typed;
 
 pub use discovery::well_known;
-pub use door::{JsonCommand, Scoped, Taken, TypedDoor};
 pub use extract::{IdempotencyGuard, Idempotent, OutcomeTag};
 pub use intake::{IdempotencyScope, Intake, key_in, read_body, scope_in};
 pub use layer::{IdempotencyLayer, IdempotencyService};
@@ -42,3 +41,4 @@ pub use objects::read_json;
 #[cfg(feature = "openapi")]
 pub use openapi::describe;
 pub use respond::{problem_response, reply_response, respond};
+pub use typed::{JsonCommand, Scoped, Taken, TypedOperation};

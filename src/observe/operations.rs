@@ -135,7 +135,7 @@ pub fn forgotten(what: Forgotten, count: u64) {
     counter!(IDEMPOTENCY_PURGED, "kind" => kind).increment(count);
 }
 
-/// Shows an operation with the mode of its door, and its counters at 0 before anything happened.
+/// Shows an operation with its mode, and its counters at 0 before anything happened.
 pub fn operation_starts(operation: &str, mode: &'static str) {
     let name = || operation.to_owned();
     gauge!(IDEMPOTENCY_OPERATION, "operation" => name(), "mode" => mode).set(1.0);

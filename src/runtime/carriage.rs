@@ -5,7 +5,7 @@
 //! second try replaces it; a failure says whether the server may have taken the e-mail all the same
 //! (O28).
 //!
-//! Not here: who sends when, which is the sender of rows ([`sender`](super::sender)) and the door
+//! Not here: who sends when, which is the sender of rows ([`sender`](super::sender)) and the operation
 //! ([`phased::email`](super::operation::phased::email)).
 
 use std::path::{Path, PathBuf};

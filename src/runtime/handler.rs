@@ -8,7 +8,7 @@ use uuid::Uuid;
 
 use crate::error::{HandlerError, StoreError};
 use crate::message::{Message, NewMessage};
-use crate::store::{Base, Door, InboxTx, NewEmail, Store};
+use crate::store::{Base, Enqueue, InboxTx, NewEmail, Store};
 
 /// The sqlx connection of a store.
 type Connection<S> = <<S as Base>::Db as sqlx::Database>::Connection;

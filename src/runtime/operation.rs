@@ -1,13 +1,13 @@
-//! The operation engine: one decision, three doors (O1 to O29).
+//! The operation engine: one decision, three kinds of operations (O1 to O29).
 //!
 //! | module | for |
 //! |---|---|
 //! | `engine` | [`Engine`]: what a process shares, and its limits |
 //! | `endpoint` | [`Endpoint`]: an operation as its author declares it |
-//! | `front` | [`Front`]: what every door asks before it executes |
-//! | `door_a` | [`Engine::execute_tx`]: claim, effects, messages and answer in one commit |
-//! | [`phased`] | door B: phases, and calls of providers between them |
-//! | `door_c` | [`Engine::execute_edge`]: a claim around any handler |
+//! | `front` | [`Front`]: what every operation asks before it executes |
+//! | `transactional` | [`Engine::execute_transactional`]: claim, effects, messages and answer in one commit |
+//! | [`phased`] | phased operations: phases, and calls of providers between them |
+//! | `edge` | [`Engine::execute_edge`]: a claim around any handler |
 //! | `codec` | what is kept of answers, and replayed |
 //! | `reconcile` | how an edge run ended whose end was not seen |
 //! | `standing` | what must come to stand behind the answer |
@@ -19,8 +19,7 @@
 
 mod admission;
 mod codec;
-mod door_a;
-mod door_c;
+mod edge;
 mod endpoint;
 mod engine;
 mod front;
@@ -33,12 +32,13 @@ mod reconcile;
 mod reply;
 mod running;
 mod standing;
+mod transactional;
 
 pub use codec::{Kept, SealError, Sealer};
-pub use door_a::EffectTx;
-pub use door_c::{EdgeAnswer, Ended, Guard, GuardError, Progress};
+pub use edge::{EdgeAnswer, Ended, Guard, GuardError, Progress};
 pub use endpoint::{Endpoint, EndpointError, Reconciled, Reconciling, Registered};
 pub use engine::{Core, Engine, EngineBuilder};
 pub use front::{Asking, Begin, Front, KeyGiven, Turn};
 pub use memory::BodyPermit;
 pub use reply::{Answered, Keep, Problem, Reply};
+pub use transactional::EffectTx;

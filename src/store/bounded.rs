@@ -44,7 +44,7 @@ use tokio::time::timeout;
 
 use crate::error::StoreError;
 use crate::message::NewMessage;
-use crate::store::door::{Door, commit_error, enqueue_all};
+use crate::store::door::{Enqueue, commit_error, enqueue_all};
 use crate::store::hosts::{Hosts, Watch};
 
 /// A pooled connection that rested for longer is asked for a sign of life before it is used.
@@ -332,7 +332,7 @@ impl<Db: Remote> Bounded<Db> {
     /// Writes messages by the door of a connection.
     pub(super) async fn enqueue(&mut self, messages: Vec<NewMessage>) -> Result<(), StoreError>
     where
-        Db::Connection: Door,
+        Db::Connection: Enqueue,
     {
         let written = self.within(|connection| {
             Box::pin(async move {

@@ -13,7 +13,6 @@
 #![allow(clippy::unwrap_used)]
 
 pub mod door;
-pub mod door_a;
 pub mod fencing;
 pub mod held;
 pub mod inbox;
@@ -34,6 +33,7 @@ pub mod purge;
 pub mod records;
 pub mod relay;
 pub mod schema;
+pub mod transactional;
 mod trial;
 pub mod waiting;
 
@@ -326,7 +326,7 @@ macro_rules! store_conformance {
                 a_late_run_is_an_orphan_of_a_key_used_anew_only_where_its_record_said_otherwise,
                 m100_a_purge_takes_the_bodies_of_its_records,
             ];
-            door_a: [
+            transactional: [
                 m50_claim_effects_messages_and_answer_commit_together,
                 m50_messages_given_with_the_outcome_commit_with_it,
                 o29_a_dropped_operation_leaves_nothing,
@@ -428,7 +428,7 @@ mod tests {
         let list = include_str!("conformance.rs");
         let sources = [
             include_str!("conformance/door.rs"),
-            include_str!("conformance/door_a.rs"),
+            include_str!("conformance/transactional.rs"),
             include_str!("conformance/fencing.rs"),
             include_str!("conformance/held.rs"),
             include_str!("conformance/inbox.rs"),

@@ -16,7 +16,7 @@ use crate::error::StoreError;
 use crate::message::NewMessage;
 
 /// A connection of sqlx that leads to an outbox.
-pub trait Door: Send {
+pub trait Enqueue: Send {
     /// Writes the messages in one statement and returns their ids, in order.
     ///
     /// # Errors
@@ -33,7 +33,7 @@ pub trait Door: Send {
     /// What the database says.
     ///
     /// # Cancel safety
-    /// As [`Door::write`].
+    /// As [`Enqueue::write`].
     fn queue_email(&mut self, email: &NewEmail) -> impl Future<Output = Result<bool, StoreError>> + Send;
 }
 
@@ -44,8 +44,8 @@ pub trait Door: Send {
 /// caller's transaction is to be rolled back.
 ///
 /// # Cancel safety
-/// As [`Door::write`].
-pub async fn enqueue<C: Door>(connection: &mut C, message: NewMessage) -> Result<Uuid, StoreError> {
+/// As [`Enqueue::write`].
+pub async fn enqueue<C: Enqueue>(connection: &mut C, message: NewMessage) -> Result<Uuid, StoreError> {
     let ids = connection.write(vec![message]).await?;
     ids.first().copied().ok_or_else(|| StoreError::Corrupt("the outbox returned no id".to_owned()))
 }
@@ -56,8 +56,8 @@ pub async fn enqueue<C: Door>(connection: &mut C, message: NewMessage) -> Result
 /// As [`enqueue`]; one bad message refuses all.
 ///
 /// # Cancel safety
-/// As [`Door::write`].
-pub async fn enqueue_all<C: Door>(connection: &mut C, messages: Vec<NewMessage>) -> Result<Vec<Uuid>, StoreError> {
+/// As [`Enqueue::write`].
+pub async fn enqueue_all<C: Enqueue>(connection: &mut C, messages: Vec<NewMessage>) -> Result<Vec<Uuid>, StoreError> {
     if messages.is_empty() {
         return Ok(Vec::new());
     }

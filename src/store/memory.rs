@@ -4,7 +4,7 @@
 //! Promise: what the suite asks of every store, by a lock around a map. Nothing outlives the
 //! process, so it is never one for a service.
 //!
-//! Not here: door A, which needs a database's transaction.
+//! Not here: a transactional operation, which needs a database's transaction.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};

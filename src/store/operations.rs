@@ -11,7 +11,7 @@
 //!   (modes `edge` and `bridged`; a bridged handler calls [`Operations::finish_in`] in its own
 //!   transaction instead, O2).
 //! * [`Operations::begin_operation`] begins the transaction that holds claim, effects and outcome
-//!   together (mode `same_tx`, door A). Dropped or rolled back, nothing stays.
+//!   together (mode `same_tx`). Dropped or rolled back, nothing stays.
 //!
 //! Errors, everywhere: [`StoreError::Busy`], [`StoreError::Unavailable`] and other errors of a
 //! single statement are definite: nothing was changed. [`StoreError::CommitUnknown`], and an error
@@ -142,7 +142,7 @@ pub enum Claimed {
     Vanished,
 }
 
-/// What came of beginning door A.
+/// What came of beginning a transactional operation.
 #[derive(Debug)]
 pub enum Begun<T> {
     /// The claim stands in this transaction, and nobody else's can.
@@ -260,7 +260,7 @@ impl Fenced {
 /// How much is open.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct OperationStats {
-    /// Committed records IN_PROGRESS. Door A's are not among them: nobody sees them before their
+    /// Committed records IN_PROGRESS. Those of transactional operations are not among them: nobody sees them before their
     /// commit (pitfall 6).
     pub in_progress: u64,
     /// The age of the oldest of them, by database time.
@@ -446,7 +446,7 @@ pub trait Bridged: Send {
     fn stands(&mut self) -> impl Future<Output = Result<(), StoreError>> + Send;
 }
 
-/// Duty: outcomes in the transaction of the effects: door A.
+/// Duty: outcomes in the transaction of the effects: a transactional operation.
 #[async_trait]
 pub trait Operations: Keys {
     /// Whether [`Self::begin_unseen`] asks for fewer steps than a look and a claim.
@@ -463,7 +463,7 @@ pub trait Operations: Keys {
     /// where there is one: look again.
     async fn insert_unknown(&self, claim: &KeyClaim) -> Result<Fenced, StoreError>;
 
-    /// Begins door A, mode `same_tx`: the try-lock, then the claim, insert first (O15 steps 2 to
+    /// Begins a transactional operation, mode `same_tx`: the try-lock, then the claim, insert first (O15 steps 2 to
     /// 4). It never waits for another claim of the key; `patience` bounds the wait for a turn where
     /// there is one writer at a time (O18).
     ///
@@ -518,7 +518,7 @@ pub trait Operations: Keys {
 
     /// Looks for the record of a run whose transaction was lost sight of, on fresh connections, for
     /// a second (O29). The record that the run began from, unchanged, is none of its own: nothing.
-    async fn look_after(&self, claim: &KeyClaim, basis: Basis<'_>) -> doubt::Look {
+    async fn find_after_lost_commit(&self, claim: &KeyClaim, basis: Basis<'_>) -> doubt::Look {
         let before = match basis {
             Basis::New => None,
             Basis::TakeOver(seen) | Basis::Reclaim(seen) | Basis::Late(seen) | Basis::Anew(seen) => Some(seen.epoch),
@@ -551,11 +551,11 @@ pub trait Operations: Keys {
     }
 }
 
-/// The transaction of door A: claim, effects, outcome. Dropped without commit, it rolls back.
+/// The transaction of a transactional operation: claim, effects, outcome. Dropped without commit, it rolls back.
 ///
 /// The proof (O1, R23): what is written as an outcome is written only in the transaction that holds
 /// the claim. A handler that ended it by raw SQL, or swallowed an error that rolled it back, is
-/// found out. Anything but [`Proof::Same`]: roll back, then [`Operations::look_after`] and
+/// found out. Anything but [`Proof::Same`]: roll back, then [`Operations::find_after_lost_commit`] and
 /// [`Doubt`](doubt::Doubt) say what follows.
 #[async_trait]
 pub trait OperationTx: Debug + Send {
@@ -596,7 +596,7 @@ pub trait OperationTx: Debug + Send {
     /// Commits.
     ///
     /// # Errors
-    /// [`StoreError::CommitUnknown`] where the connection was lost: [`Operations::look_after`].
+    /// [`StoreError::CommitUnknown`] where the connection was lost: [`Operations::find_after_lost_commit`].
     async fn commit(self: Box<Self>) -> Result<(), StoreError>;
 
     /// Rolls back, explicitly; an error of it closes the connection.

@@ -1,4 +1,4 @@
-//! Duty: operations in phases (door B): where each stands, who drives it, what was sent, what was
+//! Duty: operations in phases: where each stands, who drives it, what was sent, what was
 //! observed (O5 to O9, O22).
 //!
 //! The idempotency record of a phased operation has no lease of its own; the operation row has the
@@ -8,7 +8,7 @@
 //!
 //! Evidence is the exception: it is appended by anybody at any time, because it is a fact (O8).
 //!
-//! A committed RECEIVED is an alarm, as a committed claim of door A is (O1): a handler ended the
+//! A committed RECEIVED is an alarm, as a committed claim of a transactional operation is (O1): a handler ended the
 //! transaction of its first phase, and what it did before may be done. Whoever takes such an
 //! operation up parks it, and runs no phase. The same after a [`Proof`] other than [`Proof::Same`]
 //! in a later phase: what the handler committed is there, and its point was not moved; unless the
@@ -378,7 +378,7 @@ impl std::fmt::Debug for Sealed {
 #[async_trait]
 pub trait Phases: Operations {
     /// Begins the first phase: try-lock, claim and operation row (stage RECEIVED, driven by us) in
-    /// one transaction, as [`Operations::begin_operation`] does for door A. It stands at
+    /// one transaction, as [`Operations::begin_operation`] does for a transactional one. It stands at
     /// [`FIRST_POINT`]. What `basis` allows is as there; a record used anew gets a new operation,
     /// and what was kept of the old one goes.
     ///
@@ -489,7 +489,7 @@ pub trait Phases: Operations {
 
 /// The transaction of a phase. Dropped without commit, it rolls back.
 ///
-/// As in door A, what moves the operation on is written only in the transaction that began the
+/// As in a transactional operation, what moves the operation on is written only in the transaction that began the
 /// phase: anything but [`Proof::Same`] from [`Self::advance`] or [`Self::finish`]: roll back.
 #[async_trait]
 pub trait PhaseTx: Debug + Send {

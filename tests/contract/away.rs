@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use oncebox::StoreError;
 use oncebox::runtime::ConsumerOptions;
 use oncebox::runtime::sender::{EmailTransport, Sender, SenderOptions};
-use oncebox::store::{Door as _, NewEmail, StoreOptions};
+use oncebox::store::{Enqueue as _, NewEmail, StoreOptions};
 use tokio_util::sync::CancellationToken;
 
 use super::kit::{

@@ -15,7 +15,7 @@ use oncebox::store::mysql::MySqlStore;
 use oncebox::store::postgres::PostgresStore;
 use oncebox::store::sqlite::SqliteStore;
 use oncebox::store::{
-    ActContext, Base, ConsumerStatus, DeadFilter, DeadMessage, Door, OperatorAct, Schema, Status, StoreOptions,
+    ActContext, Base, ConsumerStatus, DeadFilter, DeadMessage, Enqueue, OperatorAct, Schema, Status, StoreOptions,
 };
 use oncebox::{BatchMessageHandler, HandlerError, HandlerTx, Message, MessageHandler, NewMessage, Store};
 use sqlx::{AssertSqlSafe, Database, raw_sql};
@@ -61,7 +61,7 @@ macro_rules! sql {
 
             async fn enqueue_all(&self, messages: Vec<NewMessage>, commit: bool) -> Vec<Uuid> {
                 let mut tx = self.pool().begin_with($begin).await.unwrap();
-                let ids = Door::write(&mut *tx, messages).await.unwrap();
+                let ids = Enqueue::write(&mut *tx, messages).await.unwrap();
                 if commit {
                     oncebox::store::commit(tx).await.unwrap()
                 } else {

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use oncebox::runtime::sender::{EmailTransport, Sender, SenderOptions};
 use oncebox::store::sqlite::SqliteStore;
-use oncebox::store::{Base, Claim, Door, EmailOutcome, Mailbox, NewEmail};
+use oncebox::store::{Base, Claim, EmailOutcome, Enqueue, Mailbox, NewEmail};
 use tokio_util::sync::CancellationToken;
 
 use super::kit::{SOON, Sql, World, sqlite};

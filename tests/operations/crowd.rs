@@ -7,7 +7,7 @@ use axum::extract::Request;
 use axum::routing::post as route_post;
 use futures::future::BoxFuture;
 use oncebox::HandlerError;
-use oncebox::http::idempotency::TypedDoor;
+use oncebox::http::idempotency::TypedOperation;
 use oncebox::policy::operation::route::WhileRunning;
 use oncebox::policy::operation::{Code, FingerprintWriter, IdempotentCommand, Outcome, Route, State};
 use oncebox::runtime::operation::{Answered, EffectTx, Endpoint, Reply};
@@ -23,7 +23,7 @@ on_all! {
 }
 
 pub(crate) fn door<S: Sql>(world: &World<S>, endpoint: Endpoint, gate: &Gate) -> Router {
-    let door = TypedDoor::<S, Put>::new(&world.engine, endpoint).unwrap();
+    let door = TypedOperation::<S, Put>::new(&world.engine, endpoint).unwrap();
     let gate = gate.clone();
     let handler = move |request: Request| {
         let (door, gate) = (door.clone(), gate.clone());
@@ -171,7 +171,7 @@ async fn a_slow_operation_leaves_places_to_others<S: Sql>(world: World<S>) {
         let still = Standstill::watch();
         let (began, scope) = (Instant::now(), Some(scope("t1", "p1")));
         let asked = key(&format!("key-other-000000{number:02}"));
-        let answered = world.engine.execute_tx(&other, scope, asked, Other, at_once::<S>()).await;
+        let answered = world.engine.execute_transactional(&other, scope, asked, Other, at_once::<S>()).await;
         assert_eq!(first(answered).status, 201);
         let took = began.elapsed();
         assert!(took < ANOTHER_KEY + still.longest(), "another operation's key waited for {took:?}");

@@ -7,7 +7,7 @@ use axum::Router;
 use axum::extract::Request;
 use axum::http::{StatusCode, header};
 use axum::routing::post as route_post;
-use oncebox::http::idempotency::{IdempotencyLayer, TypedDoor};
+use oncebox::http::idempotency::{IdempotencyLayer, TypedOperation};
 use oncebox::policy::operation::record::StoredBody;
 use oncebox::policy::operation::{Code, Outcome, Record};
 use oncebox::runtime::operation::{Endpoint, Reply};
@@ -35,9 +35,9 @@ impl Answers {
         Self { content_type, body: Arc::new(body.into()) }
     }
 
-    /// Door A.
+    /// A transactional operation.
     pub(crate) async fn typed<S: Sql>(&self, world: &World<S>, keeps: fn(Endpoint) -> Endpoint, gate: &Gate) -> String {
-        let door = TypedDoor::<S, Put>::new(&world.engine, keeps(Endpoint::typed::<Put>(same_tx()))).unwrap();
+        let door = TypedOperation::<S, Put>::new(&world.engine, keeps(Endpoint::typed::<Put>(same_tx()))).unwrap();
         let (gate, answers) = (gate.clone(), self.clone());
         let handler = move |request: Request| {
             let (door, gate, answers) = (door.clone(), gate.clone(), answers.clone());
@@ -68,7 +68,7 @@ impl Answers {
         Router::new().route("/put", route_post(handler))
     }
 
-    /// Door C.
+    /// An edge operation.
     pub(crate) async fn raw<S: Sql>(&self, world: &World<S>, keeps: fn(Endpoint) -> Endpoint, gate: &Gate) -> String {
         let layer = IdempotencyLayer::new(&world.engine, keeps(Endpoint::raw("put", edge()))).unwrap();
         serve(self.router(gate).route_layer(layer)).await + "/put"

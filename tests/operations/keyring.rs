@@ -102,7 +102,8 @@ async fn o21_a_rotation_of_secrets_changes_no_verdict<S: Sql>(world: World<S>) {
             let again = replayed(run(process, endpoint, &key_text, "a", effect(&gate)).await);
             assert_eq!(again.body, bodies[number], "{write} is read with {kids:?}");
             problem(run(process, endpoint, &key_text, "b", effect(&gate)).await, Code::KeyReused);
-            let other = process.engine.execute_tx(endpoint, Some(asks), key(&key_text), put("a"), effect(&gate));
+            let other =
+                process.engine.execute_transactional(endpoint, Some(asks), key(&key_text), put("a"), effect(&gate));
             problem(other.await, Code::KeyReused);
         }
     }
@@ -148,7 +149,8 @@ async fn o21_an_unknown_key_id_is_503_in_every_state_and_runs_nothing<S: Sql>(wo
             // Whatever is asked, and by whom.
             for (principal, text) in [("p1", "a"), ("p1", "b"), ("p2", "a")] {
                 let asks = Some(scope("t1", principal));
-                let answered = blind.engine.execute_tx(&endpoint, asks, key(&key_text), put(text), effect(&gate));
+                let answered =
+                    blind.engine.execute_transactional(&endpoint, asks, key(&key_text), put(text), effect(&gate));
                 let unknown = problem(answered.await, Code::FingerprintVersionUnknown);
                 assert_eq!((unknown.status, unknown.code.retryable()), (503, true), "{state}, {knows}");
                 assert!(unknown.retry_after.is_some_and(|seconds| seconds >= 1) && unknown.operation_id.is_none());

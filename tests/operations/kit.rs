@@ -249,9 +249,9 @@ pub(crate) fn claim(endpoint: &Registered, key: &str, mode: Mode, lease: Duratio
     }
 }
 
-/// A route of door A whose waits are short.
+/// A route of a transactional operation whose waits are short.
 pub(crate) fn same_tx() -> Route {
-    Route { wait_max: Duration::from_secs(2), ..Route::new(Mode::SameTx) }
+    Route { wait_max: Duration::from_secs(2), ..Route::new(Mode::Transactional) }
 }
 
 /// Counts calls, says when one has begun, and holds it until it may go on.
@@ -340,7 +340,7 @@ pub(crate) async fn run<S: Sql>(
     text: &str,
     handler: impl Does<S>,
 ) -> Answered {
-    world.engine.execute_tx(endpoint, Some(scope("t1", "p1")), key(key_text), put(text), handler).await
+    world.engine.execute_transactional(endpoint, Some(scope("t1", "p1")), key(key_text), put(text), handler).await
 }
 
 /// The same in a task of its own: one effect, past the gate.

@@ -1,4 +1,4 @@
-//! Door C over HTTP: what is remembered of a handler's end, and what a second request gets (O2,
+//! Edge operations over HTTP: what is remembered of a handler's end, and what a second request gets (O2,
 //! O10, O11, M108).
 
 use std::sync::Arc;

@@ -1,4 +1,4 @@
-//! Door C when its store fails: nothing is said that is not remembered, and nothing runs that
+//! Edge operations when the store fails: nothing is said that is not remembered, and nothing runs that
 //! cannot be claimed (O12, M60).
 
 use std::sync::atomic::Ordering;

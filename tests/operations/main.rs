@@ -31,7 +31,6 @@ mod choices;
 mod coding;
 mod control;
 mod crowd;
-mod door_a;
 mod edges;
 mod faulty;
 #[cfg(feature = "openapi")]
@@ -57,3 +56,4 @@ mod relayed;
 mod sealed;
 mod service;
 mod services;
+mod transactional;

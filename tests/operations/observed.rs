@@ -333,7 +333,7 @@ async fn m103_the_gauges_show_what_is_open_and_what_is_unknown() {
 async fn m104_each_operation_shows_the_mode_of_its_door() {
     let (heard, _hearing) = hear();
     let world = sqlite().await;
-    for mode in [Mode::SameTx, Mode::Bridged, Mode::Edge, Mode::Phased] {
+    for mode in [Mode::Transactional, Mode::Bridged, Mode::Edge, Mode::Phased] {
         world.engine.protect(Endpoint::raw(&format!("in_{}", mode.as_str()), Route::new(mode))).unwrap();
     }
     for mode in ["same_tx", "bridged", "edge", "phased"] {

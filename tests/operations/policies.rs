@@ -163,17 +163,23 @@ async fn m63_m68_what_is_not_kept_is_referred_to_rebuilt_or_said_to_be_gone<S: S
 async fn m17_without_a_key_the_server_makes_one_where_it_is_optional<S: Sql>(world: World<S>) {
     let endpoint = world.protect(Route { requirement: Requirement::Optional, ..same_tx() });
     let gate = Gate::open();
-    let asks =
-        |scope: Option<Scope>| world.engine.execute_tx(&endpoint, scope, KeyGiven::Missing, put("a"), effect(&gate));
+    let asks = |scope: Option<Scope>| {
+        world.engine.execute_transactional(&endpoint, scope, KeyGiven::Missing, put("a"), effect(&gate))
+    };
     let one = first(asks(Some(scope("t1", "p1"))).await);
     let two = first(asks(Some(scope("t1", "p1"))).await);
     assert_ne!(one.body, two.body);
     assert_eq!((gate.calls(), world.effects().await), (2, 2));
     let (next, required) = world.deployed(Endpoint::typed::<Put>(same_tx()));
-    let missing =
-        next.engine.execute_tx(&required, Some(scope("t1", "p1")), KeyGiven::Missing, put("a"), effect(&gate));
+    let missing = next.engine.execute_transactional(
+        &required,
+        Some(scope("t1", "p1")),
+        KeyGiven::Missing,
+        put("a"),
+        effect(&gate),
+    );
     problem(missing.await, Code::KeyRequired);
-    let unscoped = next.engine.execute_tx(&required, None, key(K1), put("a"), effect(&gate)).await;
+    let unscoped = next.engine.execute_transactional(&required, None, key(K1), put("a"), effect(&gate)).await;
     problem(unscoped, Code::ScopeRequired);
     assert_eq!(gate.calls(), 2);
 }
@@ -207,7 +213,8 @@ async fn o11_what_is_unresolved_counts_against_the_quota<S: Sql>(world: World<S>
     let third = format!("{K2}-third");
     problem(run(&world, &endpoint, &third, "a", effect(&gate)).await, Code::QuotaExceeded);
     replayed(run(&world, &endpoint, K1, "a", effect(&gate)).await);
-    let other = world.engine.execute_tx(&endpoint, Some(scope("t2", "p1")), key(&third), put("a"), effect(&gate));
+    let other =
+        world.engine.execute_transactional(&endpoint, Some(scope("t2", "p1")), key(&third), put("a"), effect(&gate));
     first(other.await);
     assert_eq!(gate.calls(), 2);
 }
@@ -224,8 +231,13 @@ async fn m106_m117_a_key_of_another_region_is_refused_with_its_home<S: Sql>(worl
     for (number, service) in services.iter().enumerate() {
         let endpoint = service.protect(same_tx());
         for (tenant, is_home) in [("eu.t1", number == 0), ("us.t1", number == 1)] {
-            let asks =
-                service.engine.execute_tx(&endpoint, Some(scope(tenant, "p1")), key(K1), put("a"), effect(&gate));
+            let asks = service.engine.execute_transactional(
+                &endpoint,
+                Some(scope(tenant, "p1")),
+                key(K1),
+                put("a"),
+                effect(&gate),
+            );
             if is_home {
                 first(asks.await);
             } else {
@@ -271,7 +283,11 @@ async fn o21_m24_a_new_version_of_the_fingerprint_reads_the_old_one<S: Sql>(worl
         let handler =
             newer::<S, _>(|_: &Newer, _: EffectTx<'_, S>| Box::pin(async { Ok(Outcome::Completed(Reply::new(201))) }));
         let (engine, endpoint) = (world.engine.clone(), endpoint.clone());
-        async move { engine.execute_tx(&endpoint, Some(scope("t1", "p1")), key(key_text), Newer(put(text)), handler).await }
+        async move {
+            engine
+                .execute_transactional(&endpoint, Some(scope("t1", "p1")), key(key_text), Newer(put(text)), handler)
+                .await
+        }
     };
     assert_eq!(replayed(asks((&next, &endpoint), K1, "a").await).body, one.body);
     problem(asks((&next, &endpoint), K1, "b").await, Code::KeyReused);

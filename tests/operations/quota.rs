@@ -37,7 +37,7 @@ async fn m120_a_tenant_with_its_bytes_used_up_runs_nothing_new<S: Sql>(world: Wo
     assert!(over.retry_after.is_some_and(|seconds| seconds >= 30) && over.detail.is_some(), "{over:?}");
     replayed(run(&full, &endpoint, K1, "a", effect(&gate)).await);
     problem(run(&full, &endpoint, K1, "b", effect(&gate)).await, Code::KeyReused);
-    let other = full.engine.execute_tx(&endpoint, Some(scope("t2", "p1")), key(K2), put("a"), effect(&gate));
+    let other = full.engine.execute_transactional(&endpoint, Some(scope("t2", "p1")), key(K2), put("a"), effect(&gate));
     first(other.await);
     // A first request makes the next one probably a first one too, which is claimed without a look:
     // it is counted all the same.

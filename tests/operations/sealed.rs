@@ -22,7 +22,7 @@ fn sealing<S: Sql>(world: &World<S>, sealer: Sealer) -> World<S> {
     World { engine: Engine::builder(world.store.clone()).sealer(sealer).build(), ..world.clone() }
 }
 
-/// Door A or door C of this process.
+/// A transactional or an edge operation of this process.
 async fn serves<S: Sql>(world: &World<S>, answers: &Answers, is_typed: bool, gate: &Gate) -> String {
     if is_typed {
         answers.typed(world, |endpoint| endpoint, gate).await

@@ -8,7 +8,7 @@ use oncebox::policy::operation::key::KeyFormat;
 use oncebox::policy::operation::provider::Answer;
 use oncebox::policy::operation::{Code, Key, Scope};
 use oncebox::runtime::operation::phased::{
-    Door, Effect, First, FirstPhase, Flow, Phase, Settled, SettledPhase, Settlement, Settlements, Undo,
+    Effect, First, FirstPhase, Flow, Phase, PhasedEngine, Settled, SettledPhase, Settlement, Settlements, Undo,
 };
 use oncebox::runtime::operation::{Answered, Endpoint, Engine, KeyGiven, Reply};
 use oncebox::store::StoredOperation;
@@ -96,12 +96,12 @@ async fn ordered<S: Rows>(store: &S, told: &Scripted, careful: bool) -> (Answere
     let engine = Engine::builder(store.clone()).build();
     let endpoint = engine.protect(Endpoint::typed::<Charge>(Plan::new(KEY).route())).unwrap();
     let deployment = store.deployment().await.unwrap();
-    let door = Door::builder(&engine, deployment).register(flow, &endpoint).unwrap().build();
+    let phased = PhasedEngine::builder(&engine, deployment).register(flow, &endpoint).unwrap().build();
     let (scope, key) =
         (Scope::new("t1", "p1").unwrap(), Key::parse(b"key-0000000000000001", KeyFormat::Opaque).unwrap());
     let budget = Duration::from_secs(20);
     let command = Charge { amount: 700 };
-    let answered = door.execute_phased(&endpoint, Some(scope), KeyGiven::Given(key), command, budget).await;
+    let answered = phased.execute_phased(&endpoint, Some(scope), KeyGiven::Given(key), command, budget).await;
     let ids = store.operation_ids().await;
     (answered, store.operation(ids[0]).await.unwrap().unwrap())
 }

@@ -11,8 +11,8 @@ use oncebox::policy::operation::record::Mode;
 use oncebox::policy::operation::route::{AfterExpiry, WhileRunning};
 use oncebox::policy::operation::{Code, FingerprintWriter, IdempotentCommand, Key, Keyring, Route, Scope};
 use oncebox::runtime::operation::phased::{
-    Door, DriveSettings, Effect, First, FirstPhase, Flow, Local, LocalPhase, LocalPoint, Phase, Prepare, Provider,
-    Recovery, RecoveryOptions, Settled, SettledPhase, SettledPoint, Settlement, Settlements,
+    DriveSettings, Effect, First, FirstPhase, Flow, Local, LocalPhase, LocalPoint, Phase, PhasedEngine, Prepare,
+    Provider, Recovery, RecoveryOptions, Settled, SettledPhase, SettledPoint, Settlement, Settlements,
 };
 use oncebox::runtime::operation::{Answered, Endpoint, Engine, KeyGiven, Registered, Reply, Sealer};
 use oncebox::store::{Base, Phases, StoredOperation};
@@ -387,13 +387,13 @@ impl Plan {
     }
 }
 
-/// A process of the service, as far as door B goes.
+/// A process of the service, as far as a phased operation goes.
 #[derive(Debug)]
 pub(crate) struct Service<S: Phases> {
     pub(crate) store: S,
     pub(crate) engine: Engine<S>,
     pub(crate) endpoint: Registered,
-    pub(crate) door: Door,
+    pub(crate) phased: PhasedEngine,
 }
 
 pub(crate) fn flow<S: Rows, P: Adapter + Debug>(plan: &Plan, provider: P) -> Flow<S> {
@@ -420,16 +420,16 @@ impl<S: Rows> Service<S> {
             Some(deployment) => deployment,
             None => store.deployment().await.unwrap(),
         };
-        let door = Door::builder(&engine, deployment).settings(plan.settings);
-        let door = door.register(flow(plan, provider), &endpoint).unwrap().build();
-        Self { store: store.clone(), engine, endpoint, door }
+        let phased = PhasedEngine::builder(&engine, deployment).settings(plan.settings);
+        let phased = phased.register(flow(plan, provider), &endpoint).unwrap().build();
+        Self { store: store.clone(), engine, endpoint, phased }
     }
 
     /// A request.
     pub(crate) async fn ask(&self, key: &str, amount: i64, budget: Duration) -> Answered {
         let scope = Scope::new("t1", "p1").unwrap();
         let key = Key::parse(key.as_bytes(), KeyFormat::Opaque).unwrap();
-        self.door.execute_phased(&self.endpoint, Some(scope), KeyGiven::Given(key), Charge { amount }, budget).await
+        self.phased.execute_phased(&self.endpoint, Some(scope), KeyGiven::Given(key), Charge { amount }, budget).await
     }
 
     /// The request again and again, as a client does, until an outcome is answered.
@@ -450,7 +450,7 @@ impl<S: Rows> Service<S> {
     pub(crate) fn recover(&self) -> Worker {
         let stop = CancellationToken::new();
         let options = RecoveryOptions { every: Duration::from_millis(50), ..RecoveryOptions::default() };
-        let recovery = Recovery::new(&self.door, options, oncebox::observe::Health::default());
+        let recovery = Recovery::new(&self.phased, options, oncebox::observe::Health::default());
         Worker { running: tokio::spawn(recovery.run(stop.clone())), stop }
     }
 

@@ -1,4 +1,4 @@
-//! Secrets of fingerprints at door B: a process without them answers 503 and starts nothing, and
+//! Secrets of fingerprints at a phased operation: a process without them answers 503 and starts nothing, and
 //! recovery goes on (O20, O21). And a duplicate that is sent to its operation (M43); what is not
 //! sealed, held in memory, or readable.
 
@@ -154,7 +154,7 @@ async fn the_memory_of_a_command_is_held_until_its_driver_has_ended<S: Rows>(sto
     while permit.grow(1 << 20) {}
     let (scope, key) = (Scope::new("t1", "p1").unwrap(), Key::parse(ONE.as_bytes(), KeyFormat::Opaque).unwrap());
     let (charge, budget) = (Charge { amount: 700 }, Duration::from_millis(1));
-    let asked = service.door.execute_phased_holding(
+    let asked = service.phased.execute_phased_holding(
         permit,
         &service.endpoint,
         Some(scope),

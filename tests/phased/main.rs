@@ -1,4 +1,4 @@
-//! Door B: operations in phases, against real databases, and against the provider of the examples
+//! Phased operations: operations in phases, against real databases, and against the provider of the examples
 //! with all its faults.
 #![allow(clippy::unwrap_used)]
 

@@ -1,4 +1,4 @@
-//! What an operator sees of door B: claims, take-ups, transactions that ended, commits that were
+//! What an operator sees of a phased operation: claims, take-ups, transactions that ended, commits that were
 //! lost (M103 to M105). Each test hears its own thread.
 
 use std::sync::atomic::Ordering;
@@ -53,7 +53,7 @@ async fn left(store: &SqliteStore) -> Service<SqliteStore> {
     service
 }
 
-// Shown by: a door B that notes no claim, and a worker that notes nothing.
+// Shown by: a a phased operation that notes no claim, and a worker that notes nothing.
 #[tokio::test]
 async fn m103_m105_door_b_counts_its_claims_and_a_worker_what_it_takes_up() {
     let (heard, _hearing) = hear();

@@ -1,4 +1,4 @@
-//! The quota on stored bytes at door B: no provider is called for what is refused, and what was
+//! The quota on stored bytes at a phased operation: no provider is called for what is refused, and what was
 //! begun goes on (M120).
 
 use std::time::Duration;

@@ -137,7 +137,7 @@ async fn a_stopped_worker_leaves_no_lease_behind<S: Rows>(store: S) {
     let service = Service::start(&store, &plan, adapter(&provider)).await;
     let answered = service.ask(ONE, 700, Duration::from_millis(300)).await;
     assert!(matches!(answered, Answered::Problem(ref problem) if problem.status == 202), "{answered:?}");
-    service.door.stop();
+    service.phased.stop();
     assert!(service.engine.drain(SOON).await);
     assert_eq!(service.operation().await.lease_until, None);
     provider.no_faults().await;

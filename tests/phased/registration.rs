@@ -6,8 +6,8 @@ use oncebox::policy::operation::provider::{Strategy, Window};
 use oncebox::policy::operation::record::Mode;
 use oncebox::policy::operation::{Route, provider::WindowError};
 use oncebox::runtime::operation::phased::{
-    Door, DoorError, Effect, First, FirstPhase, Flow, FlowError, Phase, Settled, SettledPhase, SettledPoint,
-    Settlements,
+    Effect, First, FirstPhase, Flow, FlowError, Phase, PhasedEngine, PhasedEngineError, Settled, SettledPhase,
+    SettledPoint, Settlements,
 };
 use oncebox::runtime::operation::{Endpoint, Engine, Reply};
 use oncebox::store::sqlite::SqliteStore;
@@ -80,10 +80,11 @@ async fn o5_a_call_that_does_not_fit_into_the_lease_is_refused() {
     let plan = Plan::new(KEY).short_lease();
     let endpoint = engine.protect(Endpoint::typed::<Charge>(plan.route())).unwrap();
     let slow = Scripted::default().timeout(plan.lease * 2 / 3);
-    let refused = Door::builder(&engine, Uuid::nil()).register(flow(&plan, slow), &endpoint).expect_err("refused");
-    assert!(matches!(refused, DoorError::Flow(FlowError::Timeout { effect: "charge", .. })), "{refused}");
+    let refused =
+        PhasedEngine::builder(&engine, Uuid::nil()).register(flow(&plan, slow), &endpoint).expect_err("refused");
+    assert!(matches!(refused, PhasedEngineError::Flow(FlowError::Timeout { effect: "charge", .. })), "{refused}");
     let quick = Scripted::default().timeout(plan.lease * 2 / 3 - Duration::from_millis(1));
-    Door::builder(&engine, Uuid::nil()).register(flow(&plan, quick), &endpoint).expect("good");
+    PhasedEngine::builder(&engine, Uuid::nil()).register(flow(&plan, quick), &endpoint).expect("good");
 }
 
 #[tokio::test]
@@ -93,13 +94,13 @@ async fn a_flow_stands_under_the_name_and_mode_of_its_operation_once() {
     let plan = Plan::new(KEY);
     let here = engine.protect(Endpoint::typed::<Charge>(plan.route())).unwrap();
     let other = engine.protect(Endpoint::raw("other", plan.route())).unwrap();
-    let door = || Door::builder(&engine, Uuid::nil());
+    let phased = || PhasedEngine::builder(&engine, Uuid::nil());
     let of = || flow(&plan, Scripted::default());
-    assert!(matches!(door().register(of(), &other), Err(DoorError::Name { .. })));
-    let twice = door().register(of(), &here).unwrap().register(of(), &here);
-    assert!(matches!(twice, Err(DoorError::Flow(FlowError::Registered { version: 1, .. }))));
+    assert!(matches!(phased().register(of(), &other), Err(PhasedEngineError::Name { .. })));
+    let twice = phased().register(of(), &here).unwrap().register(of(), &here);
+    assert!(matches!(twice, Err(PhasedEngineError::Flow(FlowError::Registered { version: 1, .. }))));
     // Another engine's: this one has an operation of that name.
     let other = Engine::builder(SqliteStore::clone(engine.store())).build();
     let edge = other.protect(Endpoint::typed::<Charge>(Route::new(Mode::Edge))).unwrap();
-    assert!(matches!(door().register(of(), &edge), Err(DoorError::Mode { .. })));
+    assert!(matches!(phased().register(of(), &edge), Err(PhasedEngineError::Mode { .. })));
 }

@@ -11,7 +11,7 @@ use oncebox::runtime::{Relay, RelayEnd, RelayOptions};
 use oncebox::store::Outbox as _;
 use oncebox::store::sqlite::SqliteStore;
 use oncebox::store::{
-    ActContext, Base, DeadFilter, Diversion, Door, LeaseAnswer, LeaseRequest, Mark, Operator, OperatorAct, Schema,
+    ActContext, Base, DeadFilter, Diversion, Enqueue, LeaseAnswer, LeaseRequest, Mark, Operator, OperatorAct, Schema,
     Status, StoreOptions,
 };
 use tokio::task::JoinHandle;
@@ -52,7 +52,7 @@ impl Outbox {
         let messages = messages.into_iter();
         let messages = messages.map(|(topic, key, payload)| NewMessage::text(topic, "made", payload).with_key(key));
         let mut tx = self.store.pool().begin_with("BEGIN IMMEDIATE").await.unwrap();
-        Door::write(&mut *tx, messages.collect::<Vec<_>>()).await.unwrap();
+        Enqueue::write(&mut *tx, messages.collect::<Vec<_>>()).await.unwrap();
         oncebox::store::commit(tx).await.unwrap();
     }
 

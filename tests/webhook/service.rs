@@ -6,7 +6,7 @@ use oncebox::policy::operation::delivery::Delivery;
 use oncebox::policy::operation::key::KeyFormat;
 use oncebox::policy::operation::{IdempotentCommand, Key, Scope};
 use oncebox::runtime::operation::phased::webhook::delivery;
-use oncebox::runtime::operation::phased::{Door, DriveSettings, Flow, Recovery, RecoveryOptions};
+use oncebox::runtime::operation::phased::{DriveSettings, Flow, PhasedEngine, Recovery, RecoveryOptions};
 use oncebox::runtime::operation::{Answered, Endpoint, Engine, KeyGiven, Registered};
 use oncebox::sqlx;
 use oncebox::store::sqlite::SqliteStore;
@@ -21,7 +21,7 @@ use crate::support::eventually;
 
 pub(crate) struct Service {
     store: SqliteStore,
-    door: Door,
+    phased: PhasedEngine,
     endpoint: Registered,
     worker: JoinHandle<Result<(), oncebox::StoreError>>,
     _directory: tempfile::TempDir,
@@ -41,12 +41,12 @@ impl Service {
         store.migrate().await.unwrap();
         let engine = Engine::builder(store.clone()).build();
         let endpoint = engine.protect(endpoint).unwrap();
-        let door = Door::builder(&engine, store.deployment().await.unwrap()).settings(settings);
-        let door = door.register(flow, &endpoint).unwrap().build();
+        let phased = PhasedEngine::builder(&engine, store.deployment().await.unwrap()).settings(settings);
+        let phased = phased.register(flow, &endpoint).unwrap().build();
         let every = RecoveryOptions { every: Duration::from_millis(20), ..RecoveryOptions::default() };
-        let recovery = Recovery::new(&door, every, oncebox::observe::Health::default());
+        let recovery = Recovery::new(&phased, every, oncebox::observe::Health::default());
         let worker = tokio::spawn(recovery.run(CancellationToken::new()));
-        Self { store, door, endpoint, worker, _directory: directory }
+        Self { store, phased, endpoint, worker, _directory: directory }
     }
 
     pub(crate) async fn ask<C>(&self, event: Uuid, command: C) -> Answered
@@ -55,7 +55,7 @@ impl Service {
     {
         let key = KeyGiven::Given(Key::parse(event.to_string().as_bytes(), KeyFormat::UuidV7).unwrap());
         let scope = Some(Scope::new("t1", "payments").unwrap());
-        self.door.execute_phased(&self.endpoint, scope, key, command, Duration::from_millis(10)).await
+        self.phased.execute_phased(&self.endpoint, scope, key, command, Duration::from_millis(10)).await
     }
 
     /// The status of its outcome, asked for until it is there.

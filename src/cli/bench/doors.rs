@@ -1,4 +1,4 @@
-//! The doors for requests: what each adds to the same work without it.
+//! Operations behind requests: what each kind adds to the same work without it.
 //!
 //! The work is a payment by the statements of the example service and one message, in a
 //! transaction, by as many clients as a service has. Both sides use one pool, synchronous commits,
@@ -67,7 +67,7 @@ impl<S: Yard> DoorA<S> {
     fn open(store: S, maker: &Arc<Maker>) -> Result<Self, AppError> {
         let engine = Engine::builder(store).build();
         let pay = engine
-            .protect(Endpoint::typed::<Pay>(Route::new(Mode::SameTx)))
+            .protect(Endpoint::typed::<Pay>(Route::new(Mode::Transactional)))
             .map_err(|error| AppError::failed(error.to_string()))?;
         let scope = Scope::new("t1", "p1").map_err(|error| AppError::failed(error.to_string()))?;
         Ok(Self { engine, pay, maker: Arc::clone(maker), scope })
@@ -79,18 +79,24 @@ impl<S: Yard> DoorA<S> {
         let maker = Arc::clone(&self.maker);
         let answered = self
             .engine
-            .execute_tx(&self.pay, Some(self.scope.clone()), KeyGiven::Given(key), command, move |pay: &Pay, mut tx| {
-                let maker = Arc::clone(&maker);
-                Box::pin(async move {
-                    let id = tx.operation_id();
-                    S::pay(tx.connection(), id, pay.account, pay.amount).await?;
-                    tx.enqueue_last(maker.message())?;
-                    let paid = serde_json::json!({ "id": id, "status": "settled", "amount": pay.amount });
-                    Reply::json(201, &paid)
-                        .map(Outcome::Completed)
-                        .map_err(|error| HandlerError::terminal(error.to_string()))
-                })
-            })
+            .execute_transactional(
+                &self.pay,
+                Some(self.scope.clone()),
+                KeyGiven::Given(key),
+                command,
+                move |pay: &Pay, mut tx| {
+                    let maker = Arc::clone(&maker);
+                    Box::pin(async move {
+                        let id = tx.operation_id();
+                        S::pay(tx.connection(), id, pay.account, pay.amount).await?;
+                        tx.enqueue_last(maker.message())?;
+                        let paid = serde_json::json!({ "id": id, "status": "settled", "amount": pay.amount });
+                        Reply::json(201, &paid)
+                            .map(Outcome::Completed)
+                            .map_err(|error| HandlerError::terminal(error.to_string()))
+                    })
+                },
+            )
             .await;
         match answered {
             Answered::Reply { reply, replayed } if reply.status == 201 => Ok(replayed),

@@ -1,4 +1,4 @@
-//! Door A and the layer through HTTP, beside the same handler without them: one process, loopback,
+//! A transactional operation and the layer through HTTP, beside the same handler without them: one process, loopback,
 //! connections that stay open. And beside the least that a key costs whoever writes it by hand: a
 //! row of two columns, inserted and answered, that is compared with nothing, checked by nothing and
 //! never purged.
@@ -26,7 +26,7 @@ use crate::StoreError;
 use crate::app::AppError;
 use crate::cli::progress::Rounds;
 use crate::error::HandlerError;
-use crate::http::idempotency::{IdempotencyLayer, IdempotencyScope, JsonCommand, TypedDoor};
+use crate::http::idempotency::{IdempotencyLayer, IdempotencyScope, JsonCommand, TypedOperation};
 use crate::policy::operation::{Mode, Outcome, Route, Scope};
 use crate::runtime::operation::{Endpoint, Engine, Reply};
 
@@ -67,7 +67,8 @@ pub(super) async fn measure<S: Yard>(bed: &Bed<S>, maker: &Arc<Maker>, load: Loa
     }
     Ok(vec![
         Figure::beside("http.by_hand", "ms", "the same handler without a key, through HTTP", &hand),
-        Figure::beside("http.handler", "ms", "the same handler without the door, through HTTP", &door).wanted("<= 1.4"),
+        Figure::beside("http.handler", "ms", "the same handler without the engine, through HTTP", &door)
+            .wanted("<= 1.4"),
         Figure::beside("http.layer", "ms", "the same handler without the layer, through HTTP", &layer),
     ])
 }
@@ -75,7 +76,7 @@ pub(super) async fn measure<S: Yard>(bed: &Bed<S>, maker: &Arc<Maker>, load: Loa
 impl Service {
     async fn start<S: Yard>(store: S, maker: &Arc<Maker>) -> Result<Self, AppError> {
         let engine = Engine::builder(store.clone()).build();
-        let door = TypedDoor::<S, Pay>::new(&engine, Endpoint::typed::<Pay>(Route::new(Mode::SameTx)));
+        let door = TypedOperation::<S, Pay>::new(&engine, Endpoint::typed::<Pay>(Route::new(Mode::Transactional)));
         let layer = IdempotencyLayer::new(&engine, Endpoint::raw("bench_layer", Route::new(Mode::Edge)));
         let shop = Arc::new(Shop { store, maker: Arc::clone(maker) });
         let routes = Router::new()
@@ -133,7 +134,7 @@ async fn authenticate(mut request: Request, next: Next) -> Response {
     next.run(request).await
 }
 
-/// The handler without a door.
+/// The handler without the engine.
 async fn by_hand<S: Yard>(State(shop): State<Arc<Shop<S>>>, Json(pay): Json<Pay>) -> Response {
     answered(shop.pay(&pay, None).await)
 }
@@ -177,9 +178,9 @@ impl<S: Yard> Shop<S> {
     }
 }
 
-/// The same behind door A.
+/// The same as a transactional operation.
 fn through<S: Yard>(
-    door: TypedDoor<S, Pay>,
+    door: TypedOperation<S, Pay>,
     maker: Arc<Maker>,
 ) -> impl Fn(Request) -> futures::future::BoxFuture<'static, Response> + Clone + Send + Sync + 'static {
     move |request| {

@@ -90,7 +90,7 @@ pub async fn read_body(
     Ok(Intake { body: bytes, permit })
 }
 
-/// The answer to a request that its door refuses before the engine is asked; it is counted like the
+/// The answer to a request that is refused before the engine is asked; it is counted like the
 /// engine's own refusals.
 pub(super) fn refused(endpoint: &Registered, problem: &Problem) -> Response {
     endpoint.refused(problem.code);
@@ -109,7 +109,7 @@ pub(super) fn is_json(headers: &HeaderMap) -> bool {
     essence == "application/json" || essence.ends_with("+json")
 }
 
-/// The problem for a content type that a typed door does not take.
+/// The problem for a content type that a typed operation does not take.
 pub(super) fn unsupported() -> Box<Problem> {
     Box::new(Problem::new(Code::UnsupportedMediaType))
 }

@@ -1,4 +1,4 @@
-//! Door C as a tower layer around any axum or tower handler.
+//! Edge operations as a tower layer around any axum or tower handler.
 //!
 //! It suppresses concurrent duplicates and replays outcomes. A process that dies between what the
 //! handler did and the outcome leaves UNKNOWN, unless the handler ends with

@@ -1,7 +1,7 @@
 //! Reads JSON as serde does, but a struct stands as an object only.
 //!
 //! What `Deserialize` derives for a struct takes an array of its fields too, by their order. That
-//! is no form that a door has promised: the schema of a command says object, and a field that is
+//! is no form that an operation has promised: the schema of a command says object, and a field that is
 //! added later would change what the array means. So arrays are refused wherever a struct is asked
 //! for, at every depth: inside lists, maps, options, newtypes and variants. Lists and tuples stay
 //! arrays.
@@ -16,7 +16,7 @@ use serde::de::{
     VariantAccess, Visitor,
 };
 
-/// Reads a whole JSON body as [`TypedDoor`](super::TypedDoor) does, for handlers of one's own: a
+/// Reads a whole JSON body as [`TypedOperation`](super::TypedOperation) does, for handlers of one's own: a
 /// struct from an object only.
 ///
 /// # Errors

@@ -87,10 +87,10 @@ pub enum Reached {
 /// What is done with the record, by one statement that compares the epoch.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Settle {
-    /// Write this state with the answer. In door A a binding rejection rolls back to the savepoint
+    /// Write this state with the answer. In a transactional operation a binding rejection rolls back to the savepoint
     /// before.
     Finish(State),
-    /// Take the record away; in door A, roll everything back.
+    /// Take the record away; in a transactional operation, roll everything back.
     Release,
     /// It stands already: answer what is stored.
     Stored,
@@ -120,8 +120,8 @@ impl<R> Outcome<R> {
             Self::Completed(_) => Settle::Finish(run.success()),
             Self::Rejected { binding: true, .. } => Settle::Finish(State::FailedReplayable),
             Self::Unknown(_) => Settle::Finish(State::UnknownRequiresRecovery),
-            // A rolled back door A leaves no row to mark (O29).
-            Self::Retryable(_) if run.mode != Mode::SameTx => Settle::Finish(State::FailedRetryable),
+            // A transactional operation that was rolled back leaves no row to mark (O29).
+            Self::Retryable(_) if run.mode != Mode::Transactional => Settle::Finish(State::FailedRetryable),
             Self::Rejected { binding: false, .. } | Self::Retryable(_) | Self::DontStore(_) => Settle::Release,
         }
     }
@@ -181,7 +181,7 @@ impl Run {
     /// to have been rolled back, or the operation's own code was not entered, nothing happened.
     fn lost(self) -> Settle {
         match (self.mode, self.reached) {
-            (Mode::SameTx, _) => Settle::Release,
+            (Mode::Transactional, _) => Settle::Release,
             (Mode::Bridged, Reached::Undone | Reached::NotStarted) => Settle::Finish(State::FailedRetryable),
             (Mode::Bridged | Mode::Edge | Mode::Phased, _) => Settle::Finish(State::UnknownRequiresRecovery),
         }
@@ -243,7 +243,7 @@ mod tests {
         }
     }
 
-    // Shown by: treating `Rejected` without looking at `binding`; FAILED_RETRYABLE in door A.
+    // Shown by: treating `Rejected` without looking at `binding`; FAILED_RETRYABLE in a transactional operation.
     #[test]
     fn m71_m76_a_tag_says_what_is_certain() {
         let settle = |outcome: &Outcome<()>, mode| outcome.settle(run(mode, Reached::Started));
@@ -254,7 +254,8 @@ mod tests {
             assert_eq!(settle(&Outcome::Rejected { answer: (), binding: false }, mode), Settle::Release);
             assert_eq!(settle(&Outcome::Unknown(()), mode), UNKNOWN);
             assert_eq!(settle(&Outcome::DontStore(()), mode), Settle::Release);
-            let retryable = if mode == Mode::SameTx { Settle::Release } else { Settle::Finish(State::FailedRetryable) };
+            let retryable =
+                if mode == Mode::Transactional { Settle::Release } else { Settle::Finish(State::FailedRetryable) };
             assert_eq!(settle(&Outcome::Retryable(()), mode), retryable);
         }
     }
@@ -265,7 +266,7 @@ mod tests {
     fn m74_m75_a_failure_is_retryable_only_where_its_transaction_is_known_to_have_rolled_back() {
         for reached in REACHED {
             for end in [Untagged::Status(500), Untagged::Status(503), Untagged::Status(408), Untagged::Failed] {
-                assert_eq!(run(Mode::SameTx, reached).settle(end), Settle::Release, "no row is left (O29)");
+                assert_eq!(run(Mode::Transactional, reached).settle(end), Settle::Release, "no row is left (O29)");
                 let bridged =
                     if reached == Reached::NotStarted { Settle::Finish(State::FailedRetryable) } else { UNKNOWN };
                 assert_eq!(run(Mode::Bridged, reached).settle(end), bridged, "{reached:?}");

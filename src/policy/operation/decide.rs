@@ -9,11 +9,11 @@
 //! * Another command under the key executes nothing and replays nothing, in any state (M26, M27).
 //!   Another principal gets the very same answer.
 //! * A stale claim is executed again in two cases only: the mode `bridged`, and an edge route
-//!   declared repeatable. A committed claim of door A is never taken over: it is an alarm.
+//!   declared repeatable. A committed claim of a transactional operation is never taken over: it is an alarm.
 //! * IN_PROGRESS and UNKNOWN never expire. What cannot be judged here (another's secret, a newer
 //!   program, a store that is away) is answered with 503, and nothing runs (M60).
 //!
-//! A door asks more than once (O15): with [`Found::NotAsked`] before it takes a connection; with
+//! An operation asks more than once (O15): with [`Found::NotAsked`] before it takes a connection; with
 //! [`Found::Running`] from the map of what runs in its process; with what a plain read found; and,
 //! when the lock or the insert was refused, with what a second read found, or [`Found::Busy`]. Only
 //! the answer to a read may execute, and then by one fenced statement: insert-first for
@@ -36,7 +36,7 @@ use crate::policy::horizon::Bounds;
 
 use self::table::{Asks, Body, Facts, Seen, judge};
 
-/// What a door is to do.
+/// What an operation is to do.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Decision {
     /// Run without a key: the route has none, or none was sent and none is needed.
@@ -124,7 +124,7 @@ pub enum TakeOver {
 /// How a claim's outcome was lost sight of.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Lost {
-    /// A claim of door A is committed without its outcome: a handler ended the transaction. An
+    /// A claim of a transactional operation is committed without its outcome: a handler ended the transaction. An
     /// alarm (O1).
     CommittedClaim,
     /// The lease of an edge claim is over (O11).

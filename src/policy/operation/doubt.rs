@@ -1,5 +1,5 @@
-//! What follows a transaction whose outcome is not known (O1, G12): of door A, and of a later phase
-//! of door B.
+//! What follows a transaction whose outcome is not known (O1, G12): of a transactional operation, and of a later phase
+//! of a phased one.
 //!
 //! Two doubts: the connection was lost while COMMIT was on its way; or the proof that it is still
 //! the same transaction failed before COMMIT, because a handler ended it by raw SQL or swallowed an
@@ -14,7 +14,7 @@
 use super::problem::Code;
 use super::record::State;
 
-/// What is known of a later phase of door B that did not move its operation on (O9). An error of
+/// What is known of a later phase of an operation that did not move its operation on (O9). An error of
 /// its transaction (its connection was lost, the server said nothing in time) proves nothing, and
 /// neither does a process that died: the phase is begun anew, and finds [`Self::Marked`] or
 /// [`Self::Unmarked`].

@@ -44,7 +44,7 @@
 //! "retryable" and "do not store" are no ends there, an error or a panic is UNKNOWN, and a failure
 //! needs proof (O13). Before it, a lost phase has rolled back and runs again.
 //!
-//! Not here: the types by which a wrong end does not compile (the phased door), and the fenced
+//! Not here: the types by which a wrong end does not compile (the phased engine), and the fenced
 //! UPDATE from point to point (`store`).
 
 use super::record::State;

@@ -10,7 +10,7 @@
 //! * The principal is kept as a keyed hash, and a hash under an unknown key id compares as unknown,
 //!   not as another's.
 //!
-//! Not here: reading a scope out of a request (the doors), and what a difference means
+//! Not here: reading a scope out of a request (`http`, `grpc`), and what a difference means
 //! ([`decide`](super::decide())).
 
 use std::fmt;

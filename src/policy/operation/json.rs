@@ -10,7 +10,7 @@
 //!   of any language.
 //! * What readers do not agree on is refused, because this text and the handler might see two
 //!   different commands: a member named twice, whole numbers beyond 2^53 - 1 (RFC 8785 itself
-//!   writes 9007199254740993 and ..992 alike), a lone surrogate. A typed door takes such commands
+//!   writes 9007199254740993 and ..992 alike), a lone surrogate. A typed operation takes such commands
 //!   ([`canonical`](super::canonical)).
 //! * It ends on any input, at a depth of at most [`DEPTH_MAX`], and keeps no digit and no name in
 //!   its errors.

@@ -48,7 +48,7 @@ pub enum Event {
     /// Another request becomes its owner and executes: only where that is proven or declared
     /// harmless (O2, O11).
     TakeOver,
-    /// What happened was lost sight of: a stale edge claim, a committed claim of door A, a
+    /// What happened was lost sight of: a stale edge claim, a committed claim of a transactional operation, a
     /// transaction that ended.
     Lose,
     /// Recovery or a route's `reconcile` found out how it ended, from evidence.

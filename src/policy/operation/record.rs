@@ -46,15 +46,15 @@ pub enum State {
 /// Who claimed it, and so what a claim without an outcome means.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Mode {
-    /// Door A: claim, business rows and completion commit together. A committed IN_PROGRESS is an
+    /// Claim, business rows and completion commit together. A committed IN_PROGRESS is an
     /// alarm.
-    SameTx,
-    /// Door C with a handler that commits the completion in its own transaction: the only mode in
+    Transactional,
+    /// A layer, and a handler that commits the completion in its own transaction: the only mode in
     /// which a stale claim proves that nothing happened.
     Bridged,
-    /// Door C around any handler: a stale claim proves nothing.
+    /// A layer around any handler: a stale claim proves nothing.
     Edge,
-    /// Door B: phases with recovery points; a stale one is recovered.
+    /// Phases with recovery points; a stale one is recovered.
     Phased,
 }
 
@@ -68,7 +68,7 @@ pub struct Record {
     pub principal: PrincipalMark,
     /// The command of the first request.
     pub fingerprint: Fingerprint,
-    /// The mode it was claimed in: which door claimed it.
+    /// The mode it was claimed in.
     pub mode: Mode,
     /// Its state as it is stored: never [`State::Expired`].
     pub state: State,
@@ -183,13 +183,13 @@ impl State {
 
 impl Mode {
     /// Every mode, in the order of declaration.
-    pub const ALL: [Self; 4] = [Self::SameTx, Self::Bridged, Self::Edge, Self::Phased];
+    pub const ALL: [Self; 4] = [Self::Transactional, Self::Bridged, Self::Edge, Self::Phased];
 
     /// The name, as it is stored and as the label `mode` of metrics has it.
     #[must_use]
     pub fn as_str(self) -> &'static str {
         match self {
-            Self::SameTx => "same_tx",
+            Self::Transactional => "same_tx",
             Self::Bridged => "bridged",
             Self::Edge => "edge",
             Self::Phased => "phased",

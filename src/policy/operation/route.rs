@@ -29,7 +29,7 @@ pub enum Requirement {
 pub enum WhileRunning {
     /// The duplicate gets 409 with `Retry-After` at once.
     Conflict,
-    /// 202 with the `Location` of the operation. Not for door A, whose running operation nobody
+    /// 202 with the `Location` of the operation. Not for a transactional operation, whose running operation nobody
     /// else can see.
     Accepted,
     /// Wait up to [`Route::wait_max`], then replay, else 409.
@@ -93,7 +93,7 @@ pub enum Durability {
 /// The policies of one operation.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Route {
-    /// The mode of the operation: which door claims its keys.
+    /// The mode of the operation: how its keys are claimed.
     pub mode: Mode,
     /// Whether a key is needed. Default required.
     pub requirement: Requirement,
@@ -136,9 +136,9 @@ pub struct Route {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum RouteError {
-    /// `while_running` is `Accepted` in mode `SameTx`, where nobody else sees a running operation.
+    /// `while_running` is `Accepted` in mode `Transactional`, where nobody else sees a running operation.
     #[error("`while_running = accepted` needs an operation that others can see: not in mode same_tx")]
-    AcceptedInSameTx,
+    AcceptedInTransactional,
     /// `after_expiry` is `Reject`, and the format of keys tells no time.
     #[error("`after_expiry = reject` needs `key_format = uuid_v7`: without a time a late retry looks like a new key")]
     RejectUntimed,
@@ -209,7 +209,10 @@ impl Route {
     /// The choices that cannot keep the promise together.
     pub fn validate(&self, store: Durability) -> Result<(), RouteError> {
         let refused = [
-            (self.mode == Mode::SameTx && self.while_running == WhileRunning::Accepted, RouteError::AcceptedInSameTx),
+            (
+                self.mode == Mode::Transactional && self.while_running == WhileRunning::Accepted,
+                RouteError::AcceptedInTransactional,
+            ),
             (
                 self.after_expiry == AfterExpiry::Reject && self.key_format != KeyFormat::UuidV7,
                 RouteError::RejectUntimed,
@@ -252,13 +255,14 @@ mod tests {
     // Shown by: taking each line out of the list in turn.
     #[test]
     fn o11_o19_o23_o29_choices_that_break_the_promise_are_refused_by_name() {
-        let (same_tx, edge, phased) = (Route::new(Mode::SameTx), Route::new(Mode::Edge), Route::new(Mode::Phased));
+        let (same_tx, edge, phased) =
+            (Route::new(Mode::Transactional), Route::new(Mode::Edge), Route::new(Mode::Phased));
         let accepted = Route { while_running: WhileRunning::Accepted, ..same_tx };
-        assert_eq!(refused(&accepted), RouteError::AcceptedInSameTx);
+        assert_eq!(refused(&accepted), RouteError::AcceptedInTransactional);
         for key_format in [KeyFormat::Opaque, KeyFormat::Uuid] {
             assert_eq!(refused(&Route { key_format, ..phased.clone() }), RouteError::RejectUntimed);
         }
-        for mode in [Mode::SameTx, Mode::Bridged, Mode::Phased] {
+        for mode in [Mode::Transactional, Mode::Bridged, Mode::Phased] {
             let route = Route { effects: Effects::Repeatable, ..Route::new(mode) };
             assert_eq!(refused(&route), RouteError::RepeatableElsewhere);
             assert_eq!(refused(&Route { reconciles: true, ..Route::new(mode) }), RouteError::ReconcilesElsewhere);

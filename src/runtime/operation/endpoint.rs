@@ -102,8 +102,8 @@ pub enum EndpointError {
     /// Not a JSON pointer.
     #[error("`{0}` is no JSON pointer: it begins with `/`")]
     Pointer(String),
-    /// A typed door claims each request; one without a key gets the server's.
-    #[error("`requirement = off` is for the layer: a typed door takes `optional`")]
+    /// A typed operation claims each request; one without a key gets the server's.
+    #[error("`requirement = off` is for the layer: a typed operation takes `optional`")]
     Off,
     /// The route builds answers anew, and nothing was given that can.
     #[error("`replay = reconstruct` needs `rebuilt_by`, and only it")]
@@ -299,7 +299,7 @@ impl Endpoint {
         if let Some((name, _)) = self.counted_headers.iter().find(|(name, _)| !RawCommand::may_list(name)) {
             return Err(EndpointError::Counted(name.clone()));
         }
-        if self.route.requirement == Requirement::Off && self.route.mode == Mode::SameTx {
+        if self.route.requirement == Requirement::Off && self.route.mode == Mode::Transactional {
             return Err(EndpointError::Off);
         }
         if (self.route.replay == Replay::Reconstruct) != self.rebuild.is_some() {
@@ -384,7 +384,7 @@ impl Registered {
         self.0.endpoint.keeping.body_max
     }
 
-    /// Counts a request that a door refuses with this code by itself, before it has asked what
+    /// Counts a request that is refused with this code by itself, before it has asked what
     /// becomes of its key: a body that is too long, or no command.
     pub fn refused(&self, code: Code) {
         observe::noted(self.operation().as_str(), "", Noted::Rejected(code.as_str()));

@@ -2,7 +2,7 @@
 //! protects.
 //!
 //! Promises: requests of one scope, operation and key run once, and get one answer (G13); one
-//! engine is shared by all doors of a process, by cheap clones; what it starts is tracked, so that
+//! engine is shared by all operations of a process, by cheap clones; what it starts is tracked, so that
 //! [`Engine::drain`] can wait for it; a limit that is reached is answered, never waited for.
 //!
 //! Not here: what becomes of a request ([`Front`](super::Front)).
@@ -43,7 +43,7 @@ pub struct Engine<S: Keys> {
     store: Arc<S>,
 }
 
-/// All of an [`Engine`] that is the same for any store: what doors without a transaction of the
+/// All of an [`Engine`] that is the same for any store: what operations without a transaction of the
 /// application's need. Cheap to clone.
 #[derive(Clone)]
 pub struct Core {
@@ -314,7 +314,7 @@ impl Core {
     }
 
     /// The answer as it is stored for a request: sanitised, perhaps compressed and encrypted. For
-    /// what finishes a record by itself: door B, and a guard.
+    /// what finishes a record by itself: a phased operation, and a guard.
     ///
     /// # Errors
     /// [`SealError`]; nothing is to be stored in plain instead.
@@ -348,7 +348,7 @@ impl Core {
     pub async fn measure(&self) -> Result<(), StoreError> {
         let stats = self.reach().within(self.inner.store.operation_stats()).await?;
         self.announce().await;
-        // Door A's claims are seen by nobody but the process that runs them (O19).
+        // The claims of transactional operations are seen by nobody but the process that runs them (O19).
         let oldest = stats.oldest_in_progress.max(self.inner.running.oldest());
         observe::operations_stand(oldest, stats.unknown);
         Ok(())

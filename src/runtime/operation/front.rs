@@ -1,6 +1,6 @@
-//! The front: what every door does with a request before and after its own part (O15).
+//! The front: what every operation does with a request before and after its own part (O15).
 //!
-//! A door makes a [`Front`] for a request whose body is read and validated, and takes its turns:
+//! An operation makes a [`Front`] for a request whose body is read and validated, and takes its turns:
 //!
 //! ```text
 //! loop {
@@ -23,7 +23,7 @@
 //!
 //! Cancel safety: dropped at any point, nothing is owned; the entry of the map goes with [`Begin`].
 //!
-//! Not here: claiming and executing, which the doors do, and the form of answers (`http`, gRPC).
+//! Not here: claiming and executing, which each kind of operation does, and the form of answers (`http`, gRPC).
 
 mod answer;
 
@@ -75,11 +75,11 @@ pub struct Asking {
     pub scope: Option<Scope>,
     /// The key that came with the request, or what was wrong with it.
     pub key: KeyGiven,
-    /// The command, read and validated by the door.
+    /// The command, read and validated before.
     pub command: Arc<dyn Canonical + Send + Sync>,
 }
 
-/// What a door is to do next.
+/// What the operation is to do next.
 #[derive(Debug)]
 pub enum Turn {
     /// Run without protection: the route asks for no key.
@@ -318,7 +318,7 @@ impl Front {
         Self::new(self.engine.clone(), self.endpoint.clone(), self.asking.clone())
     }
 
-    /// The same request under a key that the server makes: for a door that must claim, and a client
+    /// The same request under a key that the server makes: for an operation that must claim, and a client
     /// that sent none (M17).
     #[must_use]
     pub fn under_own_key(&self) -> Self {

@@ -1,4 +1,4 @@
-//! Door B: operations in phases, with calls of outside providers between them (O5 to O9, O13, O22;
+//! Phased operations: operations in phases, with calls of outside providers between them (O5 to O9, O13, O22;
 //! M52, M53, M78 to M83).
 //!
 //! An author writes phases and an adapter of each provider. A phase is a transaction that ends at a
@@ -12,14 +12,14 @@
 //! | `effect`, `provider`, `http` | effects, adapters, an adapter over HTTP |
 //! | `sending`, `webhook`, `email` | an operation that is one thing sent to others: a signed webhook, an e-mail |
 //! | `identity` | identities derived from the operation |
-//! | `door`, `opening` | a request, and the first phase |
+//! | `engine`, `opening` | a request, and the first phase |
 //! | `taken` | an operation that was taken up |
 //! | `driver`, `call`, `hold`, `leaving` | from a recovery point to the next: phases, calls, the lease, and letting go |
 //! | `evidence`, `vault` | how what was seen is stored |
 //! | `registry`, `recovery` | what is registered, and the worker |
 //!
 //! The worker is built with the service's flows, so it runs in the service's process:
-//! `Recovery::new(&door, ..).run(stop)` beside the server, as `examples/payments_api` does, or in a
+//! `Recovery::new(&phased, ..).run(stop)` beside the server, as `examples/payments_api` does, or in a
 //! binary of the same crate with nothing else in it. The stock `publisher` has no flows and
 //! recovers nothing.
 //!
@@ -28,12 +28,12 @@
 //! ([`policy::operation::flow`](crate::policy::operation::flow)), and the rows (`store`).
 
 mod call;
-mod door;
 mod driver;
 mod effect;
 #[cfg(feature = "email")]
 pub mod email;
 mod ends;
+mod engine;
 mod evidence;
 mod flow;
 mod hold;
@@ -54,9 +54,9 @@ mod vault;
 #[cfg(feature = "client")]
 pub mod webhook;
 
-pub use door::{Door, DoorBuilder, DoorError};
 pub use effect::{Compensation, Effect, Intent, Proven, Settlement, Settlements, Undo};
 pub use ends::{First, Local, LocalPoint, Settled, SettledPoint};
+pub use engine::{PhasedEngine, PhasedEngineBuilder, PhasedEngineError};
 pub use flow::{Flow, FlowBuilder, FlowError};
 pub use identity::{Identities, ProviderKey};
 pub use phase::{Context, FirstPhase, LocalPhase, Phase, SettledPhase};

@@ -1,4 +1,4 @@
-//! What a door answers, before HTTP or gRPC gives it its form.
+//! What an operation answers, before HTTP or gRPC gives it its form.
 
 use uuid::Uuid;
 
@@ -35,7 +35,7 @@ pub enum Keep {
     Nothing,
 }
 
-/// What a door answers.
+/// What an operation answers.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Answered {
     /// The operation's own answer, now or again.

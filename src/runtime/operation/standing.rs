@@ -8,7 +8,7 @@
 //! What is left: another process that is asked before it stands, and this one when the time is
 //! over, execute again.
 //!
-//! Not here: what is to stand, and whether ([`door_a`](super::door_a),
+//! Not here: what is to stand, and whether ([`transactional`](super::transactional),
 //! [`phased::opening`](super::phased)).
 
 use std::sync::Arc;
@@ -29,7 +29,7 @@ const AGAIN: Duration = Duration::from_millis(250);
 pub(super) type Stand<S, T> = for<'a> fn(&'a S, &'a T, Basis<'a>, Duration) -> BoxFuture<'a, Result<(), StoreError>>;
 
 /// Tries on behind the answer: a retry that runs before it stands would be a second effect (O1).
-pub(super) fn stand_later<S: Send + Sync + ?Sized + 'static, T: Send + Sync + 'static>(
+pub(super) fn mark_unknown_later<S: Send + Sync + ?Sized + 'static, T: Send + Sync + 'static>(
     engine: &Core,
     store: Arc<S>,
     begin: &Begin,

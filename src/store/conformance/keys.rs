@@ -541,7 +541,7 @@ pub async fn m120_what_a_tenant_has_stored_is_counted<F: KeysFixture>(trial: &F)
 
 /// A committed claim of these modes would never get its outcome.
 pub async fn o2_a_claim_of_another_door_is_refused<F: KeysFixture>(trial: &F) {
-    for mode in [Mode::SameTx, Mode::Phased] {
+    for mode in [Mode::Transactional, Mode::Phased] {
         assert!(trial.store().claim(&claim(mode, "k", 1), Basis::New).await.is_err(), "{mode}");
     }
     let stats = trial.store().operation_stats().await.unwrap();

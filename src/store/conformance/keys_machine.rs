@@ -45,7 +45,7 @@ fn outcome(state: State) -> Outcome {
 
 /// Each call on a record in each state, by whoever owns it or owned it: what it makes of the record
 /// is what the machine allows for that reason, and each change that the machine draws for it is
-/// seen. Door A, operators and time itself have theirs where times can be set
+/// seen. Transactional operations, operators and time itself have theirs where times can be set
 /// (`m31_every_statement_changes_a_record_as_the_machine_is_drawn`).
 ///
 /// Shown by: a finish that does not ask for the state; a take-over of an outcome.
@@ -134,7 +134,7 @@ pub async fn m31_every_call_changes_a_record_as_the_machine_is_drawn<F: KeysFixt
             let here = match event {
                 Event::Claim | Event::TakeOver | Event::Reclaim | Event::ExecuteAsNew => true,
                 Event::Finish | Event::Release => true,
-                // From nothing it is door A's.
+                // From nothing it is a transactional operation's.
                 Event::Lose => before.is_some(),
                 Event::Purge => !trial.forgets_by_itself(),
                 _ => false,

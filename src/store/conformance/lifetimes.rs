@@ -163,7 +163,7 @@ pub async fn a_conflict_outlives_its_record_until_it_is_judged<F: Fixture>(trial
     })
     .await;
     assert_eq!(trial.store.find(&purged.claim.identity).await.unwrap().record, None);
-    // A run of another door that ended late, of which nothing else is left.
+    // A run of another kind that ended late, of which nothing else is left.
     let late = run_ended(Uuid::now_v7(), "success");
     trial.store.observe_run(&late).await.unwrap();
     let filter = OperationFilter { conflicts: true, limit: 100, ..OperationFilter::default() };

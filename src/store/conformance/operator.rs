@@ -9,9 +9,9 @@ use super::{Fixture, Trial};
 use crate::error::StoreError;
 use crate::message::{Message, MessageId};
 use crate::store::{
-    ActContext, Base, Claim, ConsumerId, DeadFilter, DeadMessage, DeadPlace, DeadState, Diversion, Door, EmailOutcome,
-    Forgotten, Holding, Inbox, Mailbox, Mark, NewEmail, Operator, OperatorAct, OperatorOutcome, OperatorRequest,
-    ParkAs, RequestedAct, Waiting,
+    ActContext, Base, Claim, ConsumerId, DeadFilter, DeadMessage, DeadPlace, DeadState, Diversion, EmailOutcome,
+    Enqueue, Forgotten, Holding, Inbox, Mailbox, Mark, NewEmail, Operator, OperatorAct, OperatorOutcome,
+    OperatorRequest, ParkAs, RequestedAct, Waiting,
 };
 
 fn context() -> ActContext {

@@ -5,8 +5,8 @@ use std::time::Duration;
 
 use uuid::Uuid;
 
-use super::door_a::still_works;
 use super::keys::{KEPT, answer, claim, completed, identity, record};
+use super::transactional::still_works;
 use super::trial::{effect, eventually};
 use super::{Fixture, Trial};
 use crate::policy::operation::flow::Stage;
@@ -179,7 +179,7 @@ pub async fn o22_claim_command_operation_and_first_phase_commit_together<F: Fixt
         Begun::Existing(record) => assert_eq!(*record, seen),
         other => panic!("a key was claimed twice: {other:?}"),
     }
-    let another = NewOperation { claim: claim(Mode::SameTx, "other", 1), ..new };
+    let another = NewOperation { claim: claim(Mode::Transactional, "other", 1), ..new };
     assert!(trial.store.begin_first(&another, Basis::New, PATIENCE).await.is_err(), "a claim of another mode");
 }
 

@@ -194,7 +194,7 @@ enum Act {
     ForgetByHand,
     PurgeByHand,
     Resolve(State),
-    /// Door A, claim and outcome in one commit, on each basis.
+    /// A transactional operation, claim and outcome in one commit, on each basis.
     DoorA(Event, State),
     Time,
 }
@@ -277,7 +277,7 @@ async fn act<F: Fixture>(
             }
         }
         Act::DoorA(event, state) => {
-            let claim = KeyClaim { mode: Mode::SameTx, ..again };
+            let claim = KeyClaim { mode: Mode::Transactional, ..again };
             if let Begun::Claimed(mut tx) = store.begin_operation(&claim, basis(event), PATIENCE).await.unwrap() {
                 match tx.complete(Vec::new(), &outcome(state), &RETENTION).await {
                     Ok(Proof::Same) => tx.commit().await.unwrap(),
@@ -335,9 +335,9 @@ pub async fn m31_every_statement_changes_a_record_as_the_machine_is_drawn<F: Fix
             if (before, epoch) == (after, look.record.as_ref().map(|record| record.epoch)) {
                 continue;
             }
-            let by_door_a = matches!(one, Act::DoorA(..));
+            let by_transactional = matches!(one, Act::DoorA(..));
             let step = events.iter().find(|event| {
-                if by_door_a {
+                if by_transactional {
                     let claimed = Some(State::InProgress);
                     allowed(before, **event, claimed) && allowed(claimed, Event::Finish, after)
                 } else {
@@ -346,7 +346,7 @@ pub async fn m31_every_statement_changes_a_record_as_the_machine_is_drawn<F: Fix
             });
             let step =
                 step.unwrap_or_else(|| panic!("{from:?}, {one:?}: {before:?} became {after:?}, which is not drawn"));
-            if !by_door_a {
+            if !by_transactional {
                 seen_changes.push((before, *step, after));
             }
         }

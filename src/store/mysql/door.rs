@@ -19,7 +19,7 @@ use uuid::Uuid;
 use crate::error::{LimitError, StoreError};
 use crate::message::{Headers, Limits, MessageId, NewMessage, TraceContext, bucket};
 use crate::policy::hex::hex;
-use crate::store::{Door, NewEmail};
+use crate::store::{Enqueue, NewEmail};
 
 /// Lengths are twice those of the columns: everything stands in hexadecimal digits. Each limit that
 /// must be met stands for one row of `oncebox_limits`: a row that was deleted refuses everything.
@@ -67,7 +67,7 @@ const PACKET_UNASKED_MAX: i64 = 1_000_000;
 /// How often ids are made anew with the database's time before the door gives up.
 const TRIES_MAX: usize = 3;
 
-impl Door for MySqlConnection {
+impl Enqueue for MySqlConnection {
     async fn write(&mut self, mut messages: Vec<NewMessage>) -> Result<Vec<Uuid>, StoreError> {
         let mut largest = Largest::default();
         for message in &mut messages {

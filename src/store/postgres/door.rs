@@ -6,7 +6,7 @@ use uuid::Uuid;
 
 use crate::error::{LimitError, StoreError};
 use crate::message::{Headers, Limits, NewMessage};
-use crate::store::{Door, NewEmail};
+use crate::store::{Enqueue, NewEmail};
 
 /// A value of PostgreSQL is smaller than 1 GiB.
 const VALUE_BYTES_MAX: usize = (1 << 30) - 1;
@@ -24,7 +24,7 @@ const WIDEST: Limits = Limits {
     message_bytes_max: VALUE_BYTES_MAX,
 };
 
-impl Door for PgConnection {
+impl Enqueue for PgConnection {
     async fn write(&mut self, messages: Vec<NewMessage>) -> Result<Vec<Uuid>, StoreError> {
         let messages = checked(messages)?;
         if messages.is_empty() {

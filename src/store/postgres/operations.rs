@@ -1,8 +1,8 @@
-//! Idempotency records, and the transaction of door A.
+//! Idempotency records, and the transaction of a transactional operation.
 //!
 //! Guarantees: the primary key decides who executes; every other write is one statement that
 //! compares the epoch it saw (O4); an outcome is written only in the transaction that holds the
-//! claim, compared by its id inside that statement (O1, R23); door A never waits for another claim
+//! claim, compared by its id inside that statement (O1, R23); a transactional operation never waits for another claim
 //! of its key: an advisory lock is tried first (O15).
 
 mod expiry;
@@ -418,12 +418,12 @@ impl Operations for PostgresStore {
         basis: Basis<'_>,
         _: Duration,
     ) -> Result<Begun<Box<dyn OperationTx>>, StoreError> {
-        claim.requires(&[Mode::SameTx])?;
+        claim.requires(&[Mode::Transactional])?;
         Ok(tx::begin(self, claim, basis).await?.map(|tx| Box::new(tx) as Box<dyn OperationTx>))
     }
 
     async fn begin_unseen(&self, claim: &KeyClaim) -> Result<Option<Box<dyn OperationTx>>, StoreError> {
-        claim.requires(&[Mode::SameTx])?;
+        claim.requires(&[Mode::Transactional])?;
         Ok(tx::begin_unseen(self, claim).await?.map(|tx| Box::new(tx) as Box<dyn OperationTx>))
     }
 }

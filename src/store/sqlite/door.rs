@@ -15,7 +15,7 @@ use uuid::Uuid;
 use super::message::headers_to_json;
 use crate::error::StoreError;
 use crate::message::NewMessage;
-use crate::store::{Door, NewEmail};
+use crate::store::{Enqueue, NewEmail};
 
 const ONE: &str = "\
 insert into oncebox_outbox (message_id, topic, key, kind, headers, payload, content_type) values (?, ?, ?, ?, ?, ?, ?)";
@@ -76,7 +76,7 @@ impl Parts {
     }
 }
 
-impl Door for SqliteConnection {
+impl Enqueue for SqliteConnection {
     async fn write(&mut self, messages: Vec<NewMessage>) -> Result<Vec<Uuid>, StoreError> {
         let rows = messages.into_iter().map(Row::new).collect::<Result<Vec<_>, _>>()?;
         let ids = rows.iter().map(|row| row.id).collect();

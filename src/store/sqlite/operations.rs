@@ -1,7 +1,7 @@
-//! Idempotency records, and the transaction of door A.
+//! Idempotency records, and the transaction of a transactional operation.
 //!
 //! Guarantees: the primary key decides who executes, and one writer at a time makes every fenced
-//! statement see what is. Door A has no IN_PROGRESS: a duplicate waits its turn and finds the
+//! statement see what is. A transactional operation has no IN_PROGRESS: a duplicate waits its turn and finds the
 //! outcome (O18). A handler cannot commit by itself, and the savepoint set after the claim must
 //! still be there when the outcome is written (O1, R23).
 
@@ -317,7 +317,7 @@ impl Operations for SqliteStore {
         basis: Basis<'_>,
         patience: Duration,
     ) -> Result<Begun<Box<dyn OperationTx>>, StoreError> {
-        claim.requires(&[Mode::SameTx])?;
+        claim.requires(&[Mode::Transactional])?;
         Ok(tx::begin(self, claim, basis, patience).await?.map(|tx| Box::new(tx) as Box<dyn OperationTx>))
     }
 }

@@ -101,7 +101,7 @@ impl Facts {
         principal: PrincipalMatch::Other,
         fingerprint: Comparison::Different,
         state: State::UnknownRequiresRecovery,
-        mode: Mode::SameTx,
+        mode: Mode::Transactional,
         owned: true,
         parked: true,
         body: Body::Gone,
@@ -174,8 +174,8 @@ pub(super) const TABLE: &[Row] = &[
     row(ANY.seen(&[Seen::Nothing]).after_expiry(&[AfterExpiry::Reject]).age(&[KeyAge::Untimed]), Decision::KeyInvalid),
     row(ANY.seen(&[Seen::Nothing]).over_quota(&[true]), Decision::QuotaExceeded),
     row(ANY.seen(&[Seen::Nothing]), Decision::Claim),
-    // In progress. A committed claim of door A first: its lease says nothing (O1, O2).
-    row(RUNS.mode(&[Mode::SameTx]), Decision::MarkUnknown(Lost::CommittedClaim)),
+    // In progress. A committed claim of a transactional operation first: its lease says nothing (O1, O2).
+    row(RUNS.mode(&[Mode::Transactional]), Decision::MarkUnknown(Lost::CommittedClaim)),
     row(OWNED.while_running(&[WhileRunning::Conflict]), CONFLICT),
     row(OWNED.while_running(&[WhileRunning::Accepted]), ACCEPTED),
     row(OWNED.while_running(&[WhileRunning::Wait]), WAIT),

@@ -103,7 +103,7 @@ fn m42_a_lease_is_stale_from_its_end_on_and_an_answer_over_after_its_time() {
 #[test]
 fn o2_the_mode_that_claimed_decides_not_todays_route() {
     for now in [20_000, 40_000] {
-        let claimed = first(Mode::SameTx, State::InProgress);
+        let claimed = first(Mode::Transactional, State::InProgress);
         for mode in Mode::ALL {
             assert_eq!(again(&Route::new(mode), &claimed, now), Decision::MarkUnknown(Lost::CommittedClaim));
         }
@@ -170,9 +170,9 @@ fn o21_a_fingerprint_of_another_program_is_503_or_not_retained() {
 // Shown by: skipping the principal in the map; by claiming from it.
 #[test]
 fn o15_the_map_of_what_runs_here_answers_409_or_422_and_never_executes() {
-    let running = first(Mode::SameTx, State::InProgress);
+    let running = first(Mode::Transactional, State::InProgress);
     let found = Found::Running { principal: &running.principal, fingerprint: &running.fingerprint };
-    let route = Route::new(Mode::SameTx);
+    let route = Route::new(Mode::Transactional);
     assert_eq!(second(&route, "alice", 1_000, found), Decision::InProgress(InProgress::Conflict));
     assert_eq!(second(&route, "alice", 10_000, found), Decision::Mismatch);
     assert_eq!(second(&route, "bob", 1_000, found), Decision::PrincipalMismatch);
@@ -180,7 +180,7 @@ fn o15_the_map_of_what_runs_here_answers_409_or_422_and_never_executes() {
 
 #[test]
 fn o18_o19_an_uncommitted_claim_is_409_whatever_the_body_or_waited_for() {
-    let route = Route::new(Mode::SameTx);
+    let route = Route::new(Mode::Transactional);
     for amount in [1_000, 10_000] {
         assert_eq!(second(&route, "alice", amount, Found::Busy), Decision::InProgress(InProgress::Conflict));
     }

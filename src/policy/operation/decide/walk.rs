@@ -166,8 +166,8 @@ const PROPERTIES: &[Property] = &[
             _ => true,
         }
     }),
-    ("o1: a committed claim of door A is an alarm, whatever its lease says", |facts, decision| {
-        let committed = stands(facts) && facts.state == State::InProgress && facts.mode == Mode::SameTx;
+    ("o1: a committed claim of a transactional operation is an alarm, whatever its lease says", |facts, decision| {
+        let committed = stands(facts) && facts.state == State::InProgress && facts.mode == Mode::Transactional;
         committed == (decision == Decision::MarkUnknown(Lost::CommittedClaim))
     }),
     ("o3: expiry says nothing of IN_PROGRESS and UNKNOWN", |facts, decision| {
@@ -204,7 +204,8 @@ const PROPERTIES: &[Property] = &[
         decision != Decision::Recover || !facts.owned && !facts.parked && facts.mode == Mode::Phased
     }),
     ("m43: while the first request runs, the answer is the one that the route chose", |facts, decision| {
-        let runs = stands(facts) && facts.state == State::InProgress && facts.owned && facts.mode != Mode::SameTx;
+        let runs =
+            stands(facts) && facts.state == State::InProgress && facts.owned && facts.mode != Mode::Transactional;
         let expected = match facts.while_running {
             WhileRunning::Conflict => InProgress::Conflict,
             WhileRunning::Accepted => InProgress::Accepted,

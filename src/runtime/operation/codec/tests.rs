@@ -19,7 +19,7 @@ impl IdempotentCommand for Pay {
 }
 
 fn endpoint() -> Endpoint {
-    Endpoint::typed::<Pay>(Route::new(Mode::SameTx))
+    Endpoint::typed::<Pay>(Route::new(Mode::Transactional))
 }
 
 fn of(tenant: &str, key: &str, amount: i64) -> (Identity, Fingerprint) {

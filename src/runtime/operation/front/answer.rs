@@ -44,7 +44,7 @@ impl Front {
         Answered::Reply { reply, replayed: false }
     }
 
-    /// The answer to a duplicate while the first one runs in this process, for a door whose own
+    /// The answer to a duplicate while the first one runs in this process, for an operation whose own
     /// timeout came (O10).
     #[must_use]
     pub fn still_running(&self, ran: Duration) -> Answered {

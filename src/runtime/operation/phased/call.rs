@@ -70,7 +70,7 @@ impl Driver {
         window: Option<Window>,
     ) -> Result<Next, StoreError> {
         if !self.phased.is_ours().await? || !self.fits(effect).await {
-            return self.back_later(stored.attempts).await;
+            return self.release_with_backoff(stored.attempts).await;
         }
         match self.phased.store.begin_send(&self.driven, effect.name).await? {
             Some(number) => self.send(effect, stored, intent, number, window).await,
@@ -91,7 +91,7 @@ impl Driver {
             Ok(Some(bytes)) => bytes,
             Ok(None) => {
                 self.not_started(effect, number, "the lease is too short, or the database belongs to another").await?;
-                return self.back_later(stored.attempts).await;
+                return self.release_with_backoff(stored.attempts).await;
             }
             Err(error) => {
                 self.not_started(effect, number, "its request could not be had").await?;
@@ -167,7 +167,7 @@ impl Driver {
         asks: Asks,
     ) -> Result<Next, StoreError> {
         let Some(asked) = self.ask(effect, stored, intent).await? else {
-            return self.back_later(stored.attempts).await;
+            return self.release_with_backoff(stored.attempts).await;
         };
         self.asked = asks == Asks::First;
         let verdict = match asked.answer.verdict() {

@@ -222,7 +222,7 @@ impl Driver {
             return Ok(Next::End(End::Parked));
         }
         if self.stop.is_cancelled() && self.fresh.is_none() {
-            return Ok(Next::End(self.give_back(Duration::ZERO, false).await?));
+            return Ok(Next::End(self.release(Duration::ZERO, false).await?));
         }
         self.step(&stored).await
     }
@@ -233,7 +233,7 @@ impl Driver {
         match stored.stage {
             // A handler ended the transaction of the first phase: what it did may be done.
             Stage::Received => {
-                let next = self.given_up(FIRST_ENDED).await?;
+                let next = self.park_for_operator(FIRST_ENDED).await?;
                 self.note(Noted::TransactionEnded);
                 Ok(next)
             }
@@ -250,14 +250,14 @@ impl Driver {
                         _ => self.settled(flow, stored).await,
                     }
                 }
-                None => self.given_up("no-such-effect").await,
+                None => self.park_for_operator("no-such-effect").await,
             },
             Stage::Succeeded | Stage::Failed => Ok(Next::End(End::Known)),
         }
     }
 
     async fn local(&mut self, flow: &AnyFlow, stored: &StoredOperation) -> Result<Next, StoreError> {
-        let Some(code) = flow.local(&stored.point) else { return self.given_up("no-such-point").await };
+        let Some(code) = flow.local(&stored.point) else { return self.park_for_operator("no-such-point").await };
         let mut tx = match self.begin(stored).await? {
             Ok(tx) => tx,
             Err(next) => return Ok(next),
@@ -285,10 +285,10 @@ impl Driver {
     }
 
     async fn settled(&mut self, flow: &AnyFlow, stored: &StoredOperation) -> Result<Next, StoreError> {
-        let Some(code) = flow.settled(&stored.point) else { return self.given_up("no-such-point").await };
+        let Some(code) = flow.settled(&stored.point) else { return self.park_for_operator("no-such-point").await };
         if let Some(unknown) = stored.intents.iter().find(|one| flow.effect(&one.intent.effect).is_none()) {
             tracing::error!(flow = flow.name(), effect = %unknown.intent.effect, "an operation has an effect that its flow does not have");
-            return self.given_up("no-such-effect").await;
+            return self.park_for_operator("no-such-effect").await;
         }
         let settlements = self.settlements(flow, stored)?;
         let mut tx = match self.begin(stored).await? {
@@ -325,7 +325,7 @@ impl Driver {
                         effect,
                         "a phase says that an operation failed whose effect stands"
                     );
-                    self.given_up("failure-with-a-standing-effect").await
+                    self.park_for_operator("failure-with-a-standing-effect").await
                 }
             },
         }
@@ -333,12 +333,12 @@ impl Driver {
 
     async fn effect(&mut self, effect: &Declared, stored: &StoredOperation) -> Result<Next, StoreError> {
         let Some(intent) = stored.intents.iter().find(|intent| intent.intent.effect == effect.name) else {
-            return self.given_up("no-such-intent").await;
+            return self.park_for_operator("no-such-intent").await;
         };
         if intent.intent.adapter != effect.provider.name() || intent.intent.adapter_version > effect.provider.version()
         {
             tracing::warn!(effect = effect.name, adapter = %intent.intent.adapter, "an intent of an adapter that is not here");
-            return self.back_later(stored.attempts).await;
+            return self.release_with_backoff(stored.attempts).await;
         }
         let sends = Sends { first_sent_at: Some(intent.first_sent_at), begun: intent.sends };
         if self.fresh.take().is_some_and(|name| name == effect.name) && intent.sends == 1 {
@@ -363,16 +363,16 @@ impl Driver {
                 if self.came == Came::Due && stored.attempts.saturating_add(1) >= self.phased.settings.attempts_max {
                     return self.park_open(effect, intent, "cannot-be-sent").await;
                 }
-                Ok(Next::End(self.give_back(self.pause(stored.attempts), true).await?))
+                Ok(Next::End(self.release(self.pause(stored.attempts), true).await?))
             }
             // Nothing left us: nothing is unknown, and nothing counts (G10). The longer it has
             // waited, the longer it waits.
             Step::Send if self.is_spent() => {
                 let first = self.phased.settings.backoff_first.as_millis().max(1);
                 let doubled = (intent.first_sent_at.until(stored.now).as_millis() / first).max(1).ilog2();
-                self.back_later(stored.attempts.max(doubled)).await
+                self.release_with_backoff(stored.attempts.max(doubled)).await
             }
-            Step::Resend | Step::Query if self.is_spent() => self.doubt(stored.attempts).await,
+            Step::Resend | Step::Query if self.is_spent() => self.release_in_doubt(stored.attempts).await,
             Step::Send => {
                 self.catch_breath().await;
                 self.send_again(effect, stored, intent, None).await
@@ -512,7 +512,7 @@ impl Driver {
             return Ok(Next::Again);
         }
         tracing::debug!(operation = %stored.operation_id, ?time, "a provider asked for a pause");
-        Ok(Next::End(self.give_back(time, false).await?))
+        Ok(Next::End(self.release(time, false).await?))
     }
 
     /// Between calls of one drive: at once after a first send, then longer and longer.

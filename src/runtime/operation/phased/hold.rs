@@ -62,14 +62,14 @@ impl Hold {
     }
 
     /// Ends the renewals: the operation is given back or has its outcome.
-    pub(super) fn let_go(&self) {
+    pub(super) fn drop_lease_watch(&self) {
         self.shared.done.cancel();
     }
 }
 
 impl Drop for Hold {
     fn drop(&mut self) {
-        self.let_go();
+        self.drop_lease_watch();
     }
 }
 

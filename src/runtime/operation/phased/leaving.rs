@@ -31,7 +31,7 @@ impl Driver {
         }
         if error.is_transient() {
             // Best effort: the lease runs out otherwise.
-            let _ = self.give_back(self.pause(0), false).await;
+            let _ = self.release(self.pause(0), false).await;
             return Err(error);
         }
         tracing::error!(operation = %self.driven.operation_id, %error, "an operation was broken off");
@@ -39,10 +39,12 @@ impl Driver {
             Ok(Some(stored)) if stored.attempts >= self.phased.settings.attempts_max => {
                 self.drive_failed(&stored).await
             }
-            Ok(Some(stored)) if stored.stage.has_intents() => self.doubtful(self.pause(stored.attempts), true).await,
-            Ok(Some(stored)) => self.give_back(self.pause(stored.attempts), true).await,
+            Ok(Some(stored)) if stored.stage.has_intents() => {
+                self.release_unknown_outcome(self.pause(stored.attempts), true).await
+            }
+            Ok(Some(stored)) => self.release(self.pause(stored.attempts), true).await,
             // It cannot be read: whether it has an intent is not known.
-            _ => self.give_back(self.phased.settings.backoff_max, true).await,
+            _ => self.release(self.phased.settings.backoff_max, true).await,
         };
         // What broke it off says more than why it could not be given back.
         end.map_err(|_| error)
@@ -54,7 +56,7 @@ impl Driver {
         match self.park_unless_proven(&effect, &intent, REASON).await {
             Ok(Some(end)) => Ok(end),
             // The next drive settles it.
-            Ok(None) => self.give_back(Duration::ZERO, false).await,
+            Ok(None) => self.release(Duration::ZERO, false).await,
             // The evidence may be what cannot be read.
             Err(_) => self.park(REASON).await,
         }
@@ -79,7 +81,7 @@ impl Driver {
             return Ok(None);
         }
         tx.commit().await?;
-        self.hold.let_go();
+        self.hold.drop_lease_watch();
         Ok(Some(End::Parked))
     }
 
@@ -155,15 +157,15 @@ impl Driver {
             return Ok(Next::Again);
         }
         if error.is_terminal() || stored.attempts >= self.phased.settings.attempts_max {
-            return self.given_up("phase-failed").await;
+            return self.park_for_operator("phase-failed").await;
         }
         self.reached = true;
         let counts = !error.is_transient();
         let after = error.after().unwrap_or_else(|| self.pause(stored.attempts));
         if stored.stage.after(PhaseEnd::Lost) == Some(Stage::Unknown) {
-            return Ok(Next::End(self.doubtful(after, counts).await?));
+            return Ok(Next::End(self.release_unknown_outcome(after, counts).await?));
         }
-        Ok(Next::End(self.give_back(after, counts).await?))
+        Ok(Next::End(self.release(after, counts).await?))
     }
 
     /// When to come again.
@@ -173,27 +175,27 @@ impl Driver {
     }
 
     /// Gives it back where the evidence proves nothing.
-    pub(super) async fn doubt(&mut self, attempts: u32) -> Result<Next, StoreError> {
-        Ok(Next::End(self.doubtful(self.pause(attempts), self.reached).await?))
+    pub(super) async fn release_in_doubt(&mut self, attempts: u32) -> Result<Next, StoreError> {
+        Ok(Next::End(self.release_unknown_outcome(self.pause(attempts), self.reached).await?))
     }
 
     /// Gives it back until later; nothing counts.
-    pub(super) async fn back_later(&mut self, attempts: u32) -> Result<Next, StoreError> {
-        Ok(Next::End(self.give_back(self.pause(attempts), false).await?))
+    pub(super) async fn release_with_backoff(&mut self, attempts: u32) -> Result<Next, StoreError> {
+        Ok(Next::End(self.release(self.pause(attempts), false).await?))
     }
 
     /// Leaves it to an operator, whatever the evidence says: nothing can be done with it here.
-    pub(super) async fn given_up(&mut self, reason: &str) -> Result<Next, StoreError> {
+    pub(super) async fn park_for_operator(&mut self, reason: &str) -> Result<Next, StoreError> {
         Ok(Next::End(self.park(reason).await?))
     }
 
     /// `counts`: as an attempt, where it was due.
-    pub(super) async fn doubtful(&mut self, after: Duration, counts: bool) -> Result<End, StoreError> {
+    pub(super) async fn release_unknown_outcome(&mut self, after: Duration, counts: bool) -> Result<End, StoreError> {
         self.leave(Leave::Doubt(self.due(after, counts))).await
     }
 
-    /// As in [`Self::doubtful`]; the stage stays.
-    pub(super) async fn give_back(&mut self, after: Duration, counts: bool) -> Result<End, StoreError> {
+    /// As in [`Self::release_unknown_outcome`]; the stage stays.
+    pub(super) async fn release(&mut self, after: Duration, counts: bool) -> Result<End, StoreError> {
         self.leave(Leave::HandBack(self.due(after, counts))).await
     }
 
@@ -206,7 +208,7 @@ impl Driver {
     }
 
     async fn leave(&mut self, leave: Leave<'_>) -> Result<End, StoreError> {
-        self.hold.let_go();
+        self.hold.drop_lease_watch();
         let fenced = self.phased.store.leave(&self.driven, leave).await?;
         Ok(match (fenced, leave) {
             (Fenced::LostOwnership, _) => End::Lost,

@@ -4,7 +4,7 @@
 //! Promises: what refuses or fails here leaves nothing, or the refusal alone where it is binding; a
 //! handler that ended the transaction by itself is found out, and a person is told (O1).
 //!
-//! Not here: what becomes of the request ([`door`](super::door)), and what follows
+//! Not here: what becomes of the request ([`engine`](super::engine)), and what follows
 //! ([`driver`](super::driver)).
 
 use std::sync::Arc;
@@ -28,7 +28,7 @@ use crate::observe::Noted;
 use crate::policy::operation::doubt::{Aftermath, Doubt};
 use crate::policy::operation::flow::Stage;
 use crate::policy::operation::{Code, Record};
-use crate::runtime::operation::standing::stand_later;
+use crate::runtime::operation::standing::mark_unknown_later;
 use crate::runtime::operation::{Begin, BodyPermit, Reply};
 use crate::runtime::pace::Since;
 use crate::store::{Basis, Begun, Driven, FIRST_POINT, Fenced, NewIntent, NewOperation, Phases, Proof};
@@ -188,7 +188,7 @@ impl Opening {
             Ok(()) => crate::store::hint(),
             Err(StoreError::CommitUnknown(error)) => {
                 tracing::warn!(operation = %driven.operation_id, %error, "a first phase was lost sight of");
-                match Doubt::CommitLost.after(store.look_after(&begin.claim, begin.basis()).await) {
+                match Doubt::CommitLost.after(store.find_after_lost_commit(&begin.claim, begin.basis()).await) {
                     // Whether with an outcome or to be driven on: it is there.
                     Aftermath::Stored | Aftermath::MarkUnknown | Aftermath::Ended => {}
                     Aftermath::CommitUnknown | Aftermath::InsertUnknown => {
@@ -240,8 +240,8 @@ impl Opening {
     ) -> Result<Tried, StoreError> {
         let store = &self.phased.store;
         let nothing_ran_after = proof == Proof::Aborted;
-        let aftermath =
-            Doubt::TokenGone { nothing_ran_after }.after(store.look_after(&begin.claim, begin.basis()).await);
+        let aftermath = Doubt::TokenGone { nothing_ran_after }
+            .after(store.find_after_lost_commit(&begin.claim, begin.basis()).await);
         tracing::error!(operation = %driven.operation_id, ?aftermath, "a first phase ended its transaction by itself");
         if matches!(aftermath, Aftermath::InsertUnknown | Aftermath::MarkUnknown | Aftermath::Ended) {
             self.note(begin, Noted::TransactionEnded);
@@ -256,7 +256,7 @@ impl Opening {
                 if let Err(error) = stand(store.as_ref(), new, begin.basis(), self.patience).await {
                     tracing::error!(operation = %driven.operation_id, %error, "an operation that ended its transaction could not be made to stand");
                     let (engine, patience) = (&self.phased.engine, self.patience);
-                    stand_later(
+                    mark_unknown_later(
                         engine,
                         Arc::clone(store),
                         begin,

@@ -19,8 +19,8 @@ use std::time::Duration;
 use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
 
-use super::door::Door;
 use super::driver::{Came, Ended};
+use super::engine::PhasedEngine;
 use super::registry::Phased;
 use super::taken::taken;
 use crate::error::StoreError;
@@ -49,7 +49,7 @@ impl Default for RecoveryOptions {
     }
 }
 
-/// A recovery worker for the operations of one door.
+/// A recovery worker for the operations of one engine.
 #[derive(Debug)]
 pub struct Recovery {
     phased: Arc<Phased>,
@@ -97,10 +97,10 @@ impl Drop for One {
 }
 
 impl Recovery {
-    /// A worker for the operations of a door.
+    /// A worker for the operations of an engine.
     #[must_use]
-    pub fn new(door: &Door, options: RecoveryOptions, health: Health) -> Self {
-        Self { phased: door.phased(), options, health, driven_of: DrivenOf::default() }
+    pub fn new(engine: &PhasedEngine, options: RecoveryOptions, health: Health) -> Self {
+        Self { phased: engine.phased(), options, health, driven_of: DrivenOf::default() }
     }
 
     /// Runs until it is told to stop.

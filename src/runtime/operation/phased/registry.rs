@@ -5,7 +5,7 @@
 //! sent where the database's deployment is not the configured one: a clone of a database must not
 //! charge.
 //!
-//! Not here: requests ([`door`](super::door)), and the worker ([`recovery`](super::recovery)).
+//! Not here: requests ([`engine`](super::engine)), and the worker ([`recovery`](super::recovery)).
 
 use std::collections::BTreeMap;
 use std::sync::Arc;

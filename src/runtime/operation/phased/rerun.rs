@@ -48,7 +48,7 @@ impl Driver {
             Run::Unended => {
                 tracing::warn!(operation = %self.driven.operation_id, point,
                     "the server still has a run of a phase whose connection was lost: the phase waits until that ends");
-                Ok(Err(self.back_later(stored.attempts).await?))
+                Ok(Err(self.release_with_backoff(stored.attempts).await?))
             }
             Run::Begun(_) | Run::Marked => Ok(Err(self.ended_by_itself().await?)),
         }
@@ -98,7 +98,7 @@ impl Driver {
         self.note(Noted::TransactionEnded);
         let mut pace = Pace::new(Duration::from_millis(20), Duration::from_secs(1));
         loop {
-            match self.given_up("phase-ended-its-transaction").await {
+            match self.park_for_operator("phase-ended-its-transaction").await {
                 Err(error) if error.is_transient() && !self.hold.left().is_zero() => {
                     tracing::debug!(%operation, %error, "an operation that ended its transaction was not left to an operator yet");
                     tokio::time::sleep(pace.next_wait()).await;
@@ -114,7 +114,7 @@ impl Driver {
     pub(super) async fn impossible(&mut self, tx: Box<dyn PhaseTx>, end: PhaseEnd) -> Result<Next, StoreError> {
         tx.rollback().await?;
         tracing::error!(operation = %self.driven.operation_id, ?end, "a phase names a point or effect that its flow does not have");
-        self.given_up("phase-ended-impossibly").await
+        self.park_for_operator("phase-ended-impossibly").await
     }
 }
 

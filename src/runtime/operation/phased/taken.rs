@@ -1,7 +1,7 @@
 //! An operation that was taken up: what its driver needs is read, or it is said why it cannot be
 //! driven here.
 //!
-//! Not here: taking it up ([`door`](super::door), [`recovery`](super::recovery)).
+//! Not here: taking it up ([`engine`](super::engine), [`recovery`](super::recovery)).
 
 use std::sync::Arc;
 use std::time::Duration;

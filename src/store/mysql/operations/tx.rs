@@ -1,4 +1,4 @@
-//! The transaction of door A: claim, effects, outcome (O1, O15, O17).
+//! The transaction of a transactional operation: claim, effects, outcome (O1, O15, O17).
 
 use std::any::Any;
 

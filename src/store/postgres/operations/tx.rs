@@ -1,4 +1,4 @@
-//! The transaction of door A: claim, effects, outcome (O1, O15).
+//! The transaction of a transactional operation: claim, effects, outcome (O1, O15).
 
 use std::any::Any;
 
@@ -112,7 +112,7 @@ async fn staked_in(
     owned: &Owned,
 ) -> Result<Begun<(Bounded<Postgres>, String)>, StoreError> {
     if let Basis::Reclaim(seen) = basis
-        && seen.mode != Mode::SameTx
+        && seen.mode != Mode::Transactional
     {
         // Runs of that mode leave evidence, which is read under the lock of the row; nobody is
         // waited for.

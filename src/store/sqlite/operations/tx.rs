@@ -1,4 +1,4 @@
-//! The transaction of door A: claim, effects, outcome (O1, O18).
+//! The transaction of a transactional operation: claim, effects, outcome (O1, O18).
 
 use std::time::Duration;
 

@@ -1,4 +1,4 @@
-//! Door A: claim, effects, messages and the stored answer in one commit (O1, O15, O29, M50).
+//! Transactional operations: claim, effects, messages and the stored answer in one commit (O1, O15, O29, M50).
 //!
 //! Promises:
 //!
@@ -29,7 +29,7 @@ use super::endpoint::Registered;
 use super::engine::Engine;
 use super::front::{Asking, Begin, Front, KeyGiven, Turn};
 use super::reply::{Answered, Reply};
-use super::standing::stand_later;
+use super::standing::mark_unknown_later;
 use crate::error::{HandlerError, StoreError};
 use crate::message::NewMessage;
 use crate::observe::Noted;
@@ -140,7 +140,7 @@ impl<S: Operations + Base> Engine<S> {
     /// # Cancel safety
     /// Dropped, the operation goes on in its own task, and the retry with the same key finds its
     /// outcome.
-    pub async fn execute_tx<C, F>(
+    pub async fn execute_transactional<C, F>(
         &self,
         endpoint: &Registered,
         scope: Option<Scope>,
@@ -171,10 +171,10 @@ impl<S: Operations + Base> Engine<S> {
             }
         };
         let handler = Box::new(Typed { command, handler, of: PhantomData });
-        let door = Door { store: Arc::clone(self.store()) as Arc<dyn Operations>, front, handler };
+        let execution = Execution { store: Arc::clone(self.store()) as Arc<dyn Operations>, front, handler };
         // Boxed first: a large future would be moved by every step of its start.
-        let under_way = door.front.under_way();
-        match self.attended(self.spawn(Box::pin(door.run(begin)))).await {
+        let under_way = execution.front.under_way();
+        match self.attended(self.spawn(Box::pin(execution.run(begin)))).await {
             Some(Ok(answered)) => answered,
             // What has begun goes on, and its outcome is found by the next request.
             None => {
@@ -182,7 +182,7 @@ impl<S: Operations + Base> Engine<S> {
                 under_way.problem(Code::CommitUnknown)
             }
             Some(Err(error)) => {
-                tracing::error!(operation = %endpoint.operation(), %error, "door A failed");
+                tracing::error!(operation = %endpoint.operation(), %error, "a transactional operation failed");
                 Answered::Problem(super::Problem::new(Code::CommitUnknown))
             }
         }
@@ -231,13 +231,13 @@ where
     }
 }
 
-struct Door {
+struct Execution {
     store: Arc<dyn Operations>,
     front: Front,
     handler: Box<dyn Handle>,
 }
 
-impl Door {
+impl Execution {
     async fn run(mut self, start: Start) -> Answered {
         let engine = self.front.engine().clone();
         let mut place = engine.place_at_once(self.front.endpoint().operation());
@@ -490,7 +490,7 @@ impl Door {
 
     /// Looks for what became of a transaction, and follows.
     async fn after(&self, begin: &Begin, doubt: Doubt, answer: Option<(State, Reply)>) -> Tried {
-        let look = self.store.look_after(&begin.claim, begin.basis()).await;
+        let look = self.store.find_after_lost_commit(&begin.claim, begin.basis()).await;
         self.follow(begin, doubt, look, answer).await
     }
 
@@ -525,7 +525,7 @@ impl Door {
             tracing::error!(operation = %front.endpoint().operation(), key = front.short_key(), %error, "an operation that ended its transaction could not be marked as unknown");
             if aftermath == Aftermath::InsertUnknown {
                 let (engine, patience) = (front.engine(), front.patience());
-                stand_later(
+                mark_unknown_later(
                     engine,
                     Arc::clone(store),
                     begin,

@@ -1,4 +1,4 @@
-//! Door C: a claim of its own around any handler (O10 to O12).
+//! Edge operations: a claim of its own around any handler (O10 to O12).
 //!
 //! Promises:
 //!
@@ -149,7 +149,7 @@ async fn claim_and_drive<S, T, R, W>(
     R: FnOnce(Option<Guard<S>>) -> W,
     W: Future<Output = Ended<T>>,
 {
-    // A bridged handler holds a connection, as door A does; of another one nobody knows.
+    // A bridged handler holds a connection, as a transactional one does; of another one nobody knows.
     let place = match front.endpoint().route().mode {
         Mode::Bridged => match front.engine().place(front.endpoint().operation()).await {
             Some(place) => Some(place),

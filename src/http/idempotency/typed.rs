@@ -4,7 +4,7 @@
 //! # #[cfg(feature = "sqlite")]
 //! # mod on_sqlite {
 //! # use axum::{Router, extract::Request, routing::post};
-//! # use oncebox::http::idempotency::{JsonCommand, TypedDoor};
+//! # use oncebox::http::idempotency::{JsonCommand, TypedOperation};
 //! # use oncebox::policy::operation::{FingerprintWriter, IdempotentCommand, Mode, Outcome, Route};
 //! # use oncebox::runtime::operation::{Endpoint, Engine, EndpointError, Reply};
 //! # use oncebox::store::sqlite::SqliteStore;
@@ -18,11 +18,11 @@
 //! #     fn fingerprint(&self, _: u32, writer: &mut FingerprintWriter) { writer.field("amount", &self.amount); }
 //! # }
 //! fn routes(engine: &Engine<SqliteStore>) -> Result<Router, EndpointError> {
-//!     let door = TypedDoor::<_, Pay>::new(engine, Endpoint::typed::<Pay>(Route::new(Mode::SameTx)))?;
+//!     let typed = TypedOperation::<_, Pay>::new(engine, Endpoint::typed::<Pay>(Route::new(Mode::Transactional)))?;
 //!     let pay = move |request: Request| {
-//!         let door = door.clone();
+//!         let typed = typed.clone();
 //!         async move {
-//!             door.serve(request, |asked, mut tx| Box::pin(async move {
+//!             typed.serve(request, |asked, mut tx| Box::pin(async move {
 //!                 oncebox::sqlx::query("insert into payment (tenant, amount) values (?, ?)")
 //!                     .bind(asked.scope.tenant().to_owned()).bind(asked.command.amount)
 //!                     .execute(tx.connection()).await?;
@@ -85,7 +85,7 @@ impl<C: Canonical> Canonical for Scoped<C> {
     }
 }
 
-/// A command, its sender and its key, read from a request: for doors of one's own.
+/// A command, its sender and its key, read from a request: for operations of one's own.
 #[derive(Debug)]
 pub struct Taken<C> {
     /// The command, with the scope of its sender.
@@ -108,8 +108,8 @@ impl<C: Canonical> Canonical for Held<C> {
     }
 }
 
-/// The door of one typed operation of mode `same_tx`. Cheap to clone.
-pub struct TypedDoor<S: Keys, C> {
+/// One typed operation of mode `same_tx`. Cheap to clone.
+pub struct TypedOperation<S: Keys, C> {
     engine: Engine<S>,
     endpoint: Registered,
     command: PhantomData<fn() -> C>,
@@ -122,7 +122,7 @@ impl Canonical for Unread {
     fn write_canonical(&self, _: u32, _: &mut FingerprintWriter) {}
 }
 
-impl<S: Keys, C: JsonCommand> TypedDoor<S, C> {
+impl<S: Keys, C: JsonCommand> TypedOperation<S, C> {
     /// Protects an operation.
     ///
     /// # Errors
@@ -131,7 +131,7 @@ impl<S: Keys, C: JsonCommand> TypedDoor<S, C> {
         Ok(Self { engine: engine.clone(), endpoint: engine.protect(endpoint)?, command: PhantomData })
     }
 
-    /// The operation that this door protects.
+    /// The operation that this protects.
     #[must_use]
     pub fn endpoint(&self) -> &Registered {
         &self.endpoint
@@ -168,8 +168,8 @@ impl<S: Keys, C: JsonCommand> TypedDoor<S, C> {
     }
 }
 
-impl<S: Operations + Base, C: JsonCommand> TypedDoor<S, C> {
-    /// Serves a request: see [`Engine::execute_tx`].
+impl<S: Operations + Base, C: JsonCommand> TypedOperation<S, C> {
+    /// Serves a request: see [`Engine::execute_transactional`].
     pub async fn serve<F>(&self, request: Request, handler: F) -> Response
     where
         F: for<'t> Fn(&'t Scoped<C>, EffectTx<'t, S>) -> BoxFuture<'t, Result<Outcome<Reply>, HandlerError>>
@@ -183,8 +183,9 @@ impl<S: Operations + Base, C: JsonCommand> TypedDoor<S, C> {
         };
         let scope = Some(taken.scoped.scope.clone());
         let held = Held { scoped: taken.scoped, _permit: taken.permit };
-        let run =
-            self.engine.execute_tx(&self.endpoint, scope, taken.key, held, move |held, tx| handler(&held.scoped, tx));
+        let run = self
+            .engine
+            .execute_transactional(&self.endpoint, scope, taken.key, held, move |held, tx| handler(&held.scoped, tx));
         respond(run.await)
     }
 }
@@ -211,14 +212,14 @@ fn member_of(message: &str) -> Option<String> {
     })
 }
 
-impl<S: Keys, C> Clone for TypedDoor<S, C> {
+impl<S: Keys, C> Clone for TypedOperation<S, C> {
     fn clone(&self) -> Self {
         Self { engine: self.engine.clone(), endpoint: self.endpoint.clone(), command: PhantomData }
     }
 }
 
-impl<S: Keys, C> fmt::Debug for TypedDoor<S, C> {
+impl<S: Keys, C> fmt::Debug for TypedOperation<S, C> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("TypedDoor").field("endpoint", &self.endpoint).finish_non_exhaustive()
+        f.debug_struct("TypedOperation").field("endpoint", &self.endpoint).finish_non_exhaustive()
     }
 }

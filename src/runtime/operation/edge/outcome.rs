@@ -14,7 +14,7 @@ use crate::policy::operation::classify::Settle;
 use crate::policy::operation::record::Tombstone;
 use crate::policy::operation::{Code, Mode, Record, State};
 use crate::runtime::operation::codec::{Kept, error_code};
-use crate::runtime::operation::door_c::heart::Heart;
+use crate::runtime::operation::edge::heart::Heart;
 use crate::store::{AnswerBody, Basis, Claimed, Fenced, KeyClaim, Look, NewEvidence, Outcome, Owned, Sealed};
 
 /// Between two tries to write an outcome.

@@ -1,4 +1,4 @@
-//! Door B: a request for a phased operation (O15, O22).
+//! The engine of phased operations: a request for one (O15, O22).
 //!
 //! The first phase runs in the transaction that holds claim, command and operation; then a driver
 //! goes on by itself, and the request waits for it as long as its budget lasts. A request that
@@ -32,16 +32,16 @@ use crate::runtime::operation::{Answered, Asking, BodyPermit, Engine, Front, Key
 use crate::runtime::pace::Since;
 use crate::store::{Base, Phases, Taken};
 
-/// Door B of an engine. Cheap to clone.
+/// Runs the phased operations of an engine. Cheap to clone.
 #[derive(Debug)]
-pub struct Door {
+pub struct PhasedEngine {
     phased: Arc<Phased>,
     stop: CancellationToken,
 }
 
-/// Puts a door together.
+/// Puts the engine of phased operations together.
 #[derive(Debug)]
-pub struct DoorBuilder<S> {
+pub struct PhasedEngineBuilder<S> {
     phased: Phased,
     of: PhantomData<fn(S)>,
 }
@@ -49,7 +49,7 @@ pub struct DoorBuilder<S> {
 /// Why an operation cannot be registered.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
-pub enum DoorError {
+pub enum PhasedEngineError {
     /// The flow does not fit the lease of the endpoint, or is registered twice.
     #[error(transparent)]
     Flow(#[from] FlowError),
@@ -62,7 +62,7 @@ pub enum DoorError {
         operation: String,
     },
     /// The endpoint is of another mode.
-    #[error("the operation `{operation}` is of mode {mode}: door B takes mode phased")]
+    #[error("the operation `{operation}` is of mode {mode}: phases take mode phased")]
     Mode {
         /// The name of the endpoint's operation.
         operation: String,
@@ -71,7 +71,7 @@ pub enum DoorError {
     },
 }
 
-impl<S: Base> DoorBuilder<S> {
+impl<S: Base> PhasedEngineBuilder<S> {
     /// How operations are driven.
     #[must_use]
     pub fn settings(mut self, settings: DriveSettings) -> Self {
@@ -82,34 +82,34 @@ impl<S: Base> DoorBuilder<S> {
     /// Registers a flow of a protected operation.
     ///
     /// # Errors
-    /// [`DoorError`]: what could not be recovered.
-    pub fn register(mut self, flow: Flow<S>, endpoint: &Registered) -> Result<Self, DoorError> {
+    /// [`PhasedEngineError`]: what could not be recovered.
+    pub fn register(mut self, flow: Flow<S>, endpoint: &Registered) -> Result<Self, PhasedEngineError> {
         let (flow, operation) = (flow.any(), endpoint.operation().as_str());
         if flow.name() != operation {
-            return Err(DoorError::Name { flow: flow.name(), operation: operation.to_owned() });
+            return Err(PhasedEngineError::Name { flow: flow.name(), operation: operation.to_owned() });
         }
         if endpoint.route().mode != Mode::Phased {
-            return Err(DoorError::Mode { operation: operation.to_owned(), mode: endpoint.route().mode });
+            return Err(PhasedEngineError::Mode { operation: operation.to_owned(), mode: endpoint.route().mode });
         }
         self.phased.register(flow, endpoint.clone())?;
         Ok(self)
     }
 
-    /// Makes the door, with all flows that were registered.
+    /// Makes the engine, with all flows that were registered.
     #[must_use]
-    pub fn build(self) -> Door {
-        Door { phased: Arc::new(self.phased), stop: CancellationToken::new() }
+    pub fn build(self) -> PhasedEngine {
+        PhasedEngine { phased: Arc::new(self.phased), stop: CancellationToken::new() }
     }
 }
 
-impl Door {
-    /// Begins a door of this engine. `deployment` is the id of this deployment, from its
+impl PhasedEngine {
+    /// Begins the phased operations of this engine. `deployment` is the id of this deployment, from its
     /// configuration: where the database has another one, nothing is sent (O22).
     #[must_use]
-    pub fn builder<S: Phases + Base>(engine: &Engine<S>, deployment: Uuid) -> DoorBuilder<S> {
+    pub fn builder<S: Phases + Base>(engine: &Engine<S>, deployment: Uuid) -> PhasedEngineBuilder<S> {
         let store = Arc::clone(engine.store()) as Arc<dyn Phases>;
         let phased = Phased::new(engine.core().clone(), store, DriveSettings::default(), deployment);
-        DoorBuilder { phased, of: PhantomData }
+        PhasedEngineBuilder { phased, of: PhantomData }
     }
 
     pub(super) fn phased(&self) -> Arc<Phased> {
@@ -357,7 +357,7 @@ async fn wait(
     }
 }
 
-impl Clone for Door {
+impl Clone for PhasedEngine {
     fn clone(&self) -> Self {
         Self { phased: Arc::clone(&self.phased), stop: self.stop.clone() }
     }

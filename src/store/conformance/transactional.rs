@@ -1,4 +1,4 @@
-//! Cases of door A: claim, effects and outcome in one transaction (O1, O15, O17 to O19, O29, M50).
+//! Cases of a transactional operation: claim, effects and outcome in one transaction (O1, O15, O17 to O19, O29, M50).
 //! Whatever a handler does to its transaction, no outcome stands without its effects, and no effect
 //! without a record that keeps it from being done again.
 
@@ -30,7 +30,7 @@ async fn begin<F: Fixture>(trial: &Trial<F>, claim: &KeyClaim) -> Tx {
 /// (O29).
 pub async fn m50_claim_effects_messages_and_answer_commit_together<F: Fixture>(trial: &Trial<F>) {
     let mut session = trial.session("a").await;
-    let claim = claim(Mode::SameTx, "k", 1);
+    let claim = claim(Mode::Transactional, "k", 1);
     for commit in [false, true] {
         let mut tx = begin(trial, &claim).await;
         assert_eq!((tx.owned().operation_id, tx.owned().owner), (claim.operation_id, None));
@@ -49,7 +49,7 @@ pub async fn m50_claim_effects_messages_and_answer_commit_together<F: Fixture>(t
         read_nothing(&mut session).await;
     }
     let found = record(trial, &claim).await;
-    assert_eq!((found.state, found.mode, found.lease, found.epoch), (State::Completed, Mode::SameTx, None, 1));
+    assert_eq!((found.state, found.mode, found.lease, found.epoch), (State::Completed, Mode::Transactional, None, 1));
     let crate::store::AnswerBody::Kept(body) = answer().body else { panic!("a kept body") };
     assert_eq!(trial.store.body(&found).await.unwrap(), Some(body));
     assert_eq!(trial.effects("payment").await, 1);
@@ -58,7 +58,7 @@ pub async fn m50_claim_effects_messages_and_answer_commit_together<F: Fixture>(t
         Begun::Existing(record) => assert_eq!(*record, found),
         other => panic!("a finished key was claimed again: {other:?}"),
     }
-    assert_eq!(trial.store.look_after(&claim, Basis::New).await, doubt::Look::Ours(State::Completed));
+    assert_eq!(trial.store.find_after_lost_commit(&claim, Basis::New).await, doubt::Look::Ours(State::Completed));
 }
 
 /// Messages that are given with the outcome stand behind the others, in order, and nowhere without
@@ -74,7 +74,7 @@ pub async fn m50_messages_given_with_the_outcome_commit_with_it<F: Fixture>(tria
         for count in 0..3_u8 {
             let key = format!("{name}{count}");
             let last = || (0..count).map(|n| new_message(&key, format!("last{n}"))).collect::<Vec<_>>();
-            let claim = claim(Mode::SameTx, &key, 1);
+            let claim = claim(Mode::Transactional, &key, 1);
             let mut tx = begin(trial, &claim).await;
             careless::<F>(tx.connection().unwrap(), "rollback").await;
             // Where that is a setting, what is written now stands at once.
@@ -106,7 +106,7 @@ pub async fn m50_messages_given_with_the_outcome_commit_with_it<F: Fixture>(tria
 /// Dropped at another point each time, also in the middle of a statement; the store goes on
 /// working.
 pub async fn o29_a_dropped_operation_leaves_nothing<F: Fixture>(trial: &Trial<F>) {
-    let claim = claim(Mode::SameTx, "k", 1);
+    let claim = claim(Mode::Transactional, "k", 1);
     for round in 0..20 {
         let (store, claim) = (trial.store.clone(), claim.clone());
         let work = async move {
@@ -135,17 +135,17 @@ pub async fn o29_a_dropped_operation_leaves_nothing<F: Fixture>(trial: &Trial<F>
 /// The duplicate is answered while the first one is still open, and another key is not held up
 /// (O15, O17, O18).
 pub async fn o15_a_duplicate_of_an_open_operation_is_locked_and_does_not_wait<F: Fixture>(trial: &Trial<F>) {
-    let first = claim(Mode::SameTx, "k", 1);
+    let first = claim(Mode::Transactional, "k", 1);
     let mut tx = begin(trial, &first).await;
     effect::<F>(tx.connection().unwrap(), "payment", "1").await.unwrap();
     for command in [1, 2] {
-        let again = claim(Mode::SameTx, "k", command);
+        let again = claim(Mode::Transactional, "k", command);
         let patience = Duration::from_millis(100);
         let began = trial.store.begin_operation(&again, Basis::New, patience).await.unwrap();
         assert!(matches!(began, Begun::Locked), "{began:?}");
     }
     if F::CONCURRENT_WRITERS {
-        let mut other = begin(trial, &claim(Mode::SameTx, "other", 1)).await;
+        let mut other = begin(trial, &claim(Mode::Transactional, "other", 1)).await;
         assert_eq!(other.complete(Vec::new(), &completed(), &KEPT).await.unwrap(), Proof::Same);
         other.commit().await.unwrap();
     }
@@ -165,7 +165,7 @@ async fn unseen<F: Fixture>(trial: &Trial<F>, claim: &KeyClaim) -> Option<Tx> {
 /// transaction is as any other (O1, O15, O29).
 pub async fn o15_a_key_that_is_claimed_unseen_is_looked_for_all_the_same<F: Fixture>(trial: &Trial<F>) {
     assert!(trial.store.begin_unseen(&claim(Mode::Edge, "k", 1)).await.is_err() || !trial.store.claims_unseen());
-    let first = claim(Mode::SameTx, "k", 1);
+    let first = claim(Mode::Transactional, "k", 1);
     for commit in [false, true] {
         let Some(mut tx) = unseen(trial, &first).await else {
             assert!(!trial.store.claims_unseen(), "a new key was refused");
@@ -173,7 +173,7 @@ pub async fn o15_a_key_that_is_claimed_unseen_is_looked_for_all_the_same<F: Fixt
         };
         assert_eq!((tx.owned().operation_id, tx.owned().epoch), (first.operation_id, 1));
         effect::<F>(tx.connection().unwrap(), "payment", "1").await.unwrap();
-        assert!(unseen(trial, &claim(Mode::SameTx, "k", 2)).await.is_none(), "somebody holds it");
+        assert!(unseen(trial, &claim(Mode::Transactional, "k", 2)).await.is_none(), "somebody holds it");
         assert_eq!(tx.complete(Vec::new(), &completed(), &KEPT).await.unwrap(), Proof::Same);
         if commit {
             tx.commit().await.unwrap();
@@ -185,7 +185,7 @@ pub async fn o15_a_key_that_is_claimed_unseen_is_looked_for_all_the_same<F: Fixt
     assert_eq!((record(trial, &first).await.state, trial.effects("payment").await), (State::Completed, 1));
     assert!(unseen(trial, &first).await.is_none(), "a record is there");
 
-    let rejected = claim(Mode::SameTx, "rejected", 1);
+    let rejected = claim(Mode::Transactional, "rejected", 1);
     let mut tx = unseen(trial, &rejected).await.unwrap();
     effect::<F>(tx.connection().unwrap(), "payment", "2").await.unwrap();
     assert_eq!(tx.undo_effects().await.unwrap(), Proof::Same);
@@ -193,7 +193,7 @@ pub async fn o15_a_key_that_is_claimed_unseen_is_looked_for_all_the_same<F: Fixt
     tx.commit().await.unwrap();
     assert_eq!((record(trial, &rejected).await.epoch, trial.effects("payment").await), (1, 1));
 
-    let ended = claim(Mode::SameTx, "ended", 1);
+    let ended = claim(Mode::Transactional, "ended", 1);
     let mut tx = unseen(trial, &ended).await.unwrap();
     careless::<F>(tx.connection().unwrap(), "rollback").await;
     assert_ne!(tx.complete(Vec::new(), &completed(), &KEPT).await.unwrap(), Proof::Same);
@@ -208,7 +208,7 @@ pub async fn m41_of_many_at_once_one_has_its_effect<F: Fixture>(trial: &Trial<F>
         let mut racing = tokio::task::JoinSet::new();
         for _ in 0..20 {
             let (store, message) = (trial.store.clone(), message.clone());
-            let claim = claim(Mode::SameTx, &message, 1);
+            let claim = claim(Mode::Transactional, &message, 1);
             racing.spawn(async move {
                 match store.begin_operation(&claim, Basis::New, PATIENCE).await.unwrap() {
                     Begun::Claimed(mut tx) => {
@@ -218,7 +218,11 @@ pub async fn m41_of_many_at_once_one_has_its_effect<F: Fixture>(trial: &Trial<F>
                         true
                     }
                     Begun::Existing(record) => {
-                        assert_eq!(record.state, State::Completed, "nobody sees an open claim of door A");
+                        assert_eq!(
+                            record.state,
+                            State::Completed,
+                            "nobody sees an open claim of a transactional operation"
+                        );
                         false
                     }
                     Begun::Locked => false,
@@ -234,7 +238,7 @@ pub async fn m41_of_many_at_once_one_has_its_effect<F: Fixture>(trial: &Trial<F>
 /// a swallowed error.
 pub async fn o1_a_rejection_is_remembered_without_its_effects<F: Fixture>(trial: &Trial<F>) {
     for (key, careless) in [("plain", false), ("swallowed", true)] {
-        let claim = claim(Mode::SameTx, key, 1);
+        let claim = claim(Mode::Transactional, key, 1);
         let mut tx = begin(trial, &claim).await;
         effect::<F>(tx.connection().unwrap(), key, "1").await.unwrap();
         if careless {
@@ -268,7 +272,7 @@ pub async fn o1_a_handler_that_ends_its_transaction_never_completes<F: Fixture>(
     for (number, statements) in ends.into_iter().enumerate() {
         for undo in [false, true] {
             let key = format!("end{number}{undo}");
-            let claim = claim(Mode::SameTx, &key, 1);
+            let claim = claim(Mode::Transactional, &key, 1);
             let mut tx = begin(trial, &claim).await;
             effect::<F>(tx.connection().unwrap(), &key, "before").await.unwrap();
             for statement in statements {
@@ -284,7 +288,7 @@ pub async fn o1_a_handler_that_ends_its_transaction_never_completes<F: Fixture>(
             // A transaction that was ended may have nothing to roll back.
             let _ = tx.rollback().await;
             let committed = statements[0] == "commit" && F::CONCURRENT_WRITERS;
-            let look = trial.store.look_after(&claim, Basis::New).await;
+            let look = trial.store.find_after_lost_commit(&claim, Basis::New).await;
             if committed {
                 // The claim stands without outcome: it is found, made UNKNOWN, and never executed
                 // again.
@@ -299,7 +303,7 @@ pub async fn o1_a_handler_that_ends_its_transaction_never_completes<F: Fixture>(
             let found = record(trial, &claim).await;
             assert_eq!((found.state, found.operation_id), (State::UnknownRequiresRecovery, claim.operation_id));
             assert_eq!(
-                trial.store.look_after(&claim, Basis::New).await,
+                trial.store.find_after_lost_commit(&claim, Basis::New).await,
                 doubt::Look::Ours(State::UnknownRequiresRecovery)
             );
             for basis in [Basis::New, Basis::TakeOver(&found), Basis::Reclaim(&found), Basis::Anew(&found)] {
@@ -317,7 +321,7 @@ pub async fn o1_a_handler_that_ends_its_transaction_never_completes<F: Fixture>(
 /// Shown by: taking an aborted transaction for ours without asking for the savepoint (PostgreSQL).
 pub async fn o1_what_was_committed_behind_an_aborted_transaction_is_never_called_undone<F: Fixture>(trial: &Trial<F>) {
     for (key, ends) in [("rolled-back", "rollback"), ("committed", "commit")] {
-        let claim = claim(Mode::SameTx, key, 1);
+        let claim = claim(Mode::Transactional, key, 1);
         let mut tx = begin(trial, &claim).await;
         effect::<F>(tx.connection().unwrap(), key, "inside").await.unwrap();
         careless::<F>(tx.connection().unwrap(), ends).await;
@@ -337,7 +341,7 @@ pub async fn o1_what_was_committed_behind_an_aborted_transaction_is_never_called
 /// No connection of the pool was left in a state of its own.
 pub(super) async fn still_works<F: Fixture>(trial: &Trial<F>) {
     for round in 0..12 {
-        let claim = claim(Mode::SameTx, &format!("works{round}"), 1);
+        let claim = claim(Mode::Transactional, &format!("works{round}"), 1);
         let mut tx = begin(trial, &claim).await;
         effect::<F>(tx.connection().unwrap(), "works", "1").await.unwrap();
         assert_eq!(tx.complete(Vec::new(), &completed(), &KEPT).await.unwrap(), Proof::Same);
@@ -353,7 +357,7 @@ pub(super) async fn still_works<F: Fixture>(trial: &Trial<F>) {
 
 /// Either the database goes on, and all is there, or nothing is.
 pub async fn o1_an_error_that_was_swallowed_never_commits_half<F: Fixture>(trial: &Trial<F>) {
-    let claim = claim(Mode::SameTx, "k", 1);
+    let claim = claim(Mode::Transactional, "k", 1);
     let mut tx = begin(trial, &claim).await;
     effect::<F>(tx.connection().unwrap(), "before", "").await.unwrap();
     careless::<F>(tx.connection().unwrap(), "insert into no_such_table (a) values (1)").await;
@@ -367,7 +371,7 @@ pub async fn o1_an_error_that_was_swallowed_never_commits_half<F: Fixture>(trial
         Proof::Aborted => {
             tx.rollback().await.unwrap();
             assert_eq!((trial.effects("before").await, trial.effects("after").await), (0, 0));
-            assert_eq!(trial.store.look_after(&claim, Basis::New).await, doubt::Look::Nothing);
+            assert_eq!(trial.store.find_after_lost_commit(&claim, Basis::New).await, doubt::Look::Nothing);
         }
         Proof::Ended => panic!("nothing ended this transaction"),
     }
@@ -376,7 +380,7 @@ pub async fn o1_an_error_that_was_swallowed_never_commits_half<F: Fixture>(trial
 
 /// DDL commits on some databases and is part of the transaction on others.
 pub async fn o1_a_table_made_by_the_handler_never_splits_the_transaction<F: Fixture>(trial: &Trial<F>) {
-    let claim = claim(Mode::SameTx, "k", 1);
+    let claim = claim(Mode::Transactional, "k", 1);
     let mut tx = begin(trial, &claim).await;
     effect::<F>(tx.connection().unwrap(), "before", "").await.unwrap();
     careless::<F>(tx.connection().unwrap(), "create table made_by_handler (a int)").await;
@@ -386,7 +390,7 @@ pub async fn o1_a_table_made_by_the_handler_never_splits_the_transaction<F: Fixt
         assert_eq!((trial.effects("before").await, trial.effects("after").await), (1, 1));
     } else {
         let _ = tx.rollback().await;
-        let is_known = trial.store.look_after(&claim, Basis::New).await != doubt::Look::Nothing;
+        let is_known = trial.store.find_after_lost_commit(&claim, Basis::New).await != doubt::Look::Nothing;
         assert_eq!(is_known, trial.effects("before").await == 1, "an effect without a record would be done again");
         assert_eq!(trial.effects("after").await, 0, "what came after is rolled back");
     }
@@ -396,7 +400,7 @@ pub async fn o1_a_table_made_by_the_handler_never_splits_the_transaction<F: Fixt
 /// Retryable failures and expired keys run again in the same way, fenced by what was seen (O4,
 /// O29).
 pub async fn o4_door_a_runs_again_what_it_may<F: Fixture>(trial: &Trial<F>) {
-    let first = claim(Mode::SameTx, "k", 1);
+    let first = claim(Mode::Transactional, "k", 1);
     let mut tx = begin(trial, &first).await;
     assert_eq!(
         tx.complete(Vec::new(), &Outcome::FailedRetryable { error_code: None }, &KEPT).await.unwrap(),

@@ -1,4 +1,4 @@
-//! Door A on real databases: one effect, one outcome, whatever the handler and the network do (O1,
+//! Transactional operations on real databases: one effect, one outcome, whatever the handler and the network do (O1,
 //! O2, O15 to O20, O29).
 
 use std::sync::Arc;
@@ -64,7 +64,7 @@ async fn m50_claim_effect_message_and_answer_commit_together_and_are_replayed<S:
     }
     assert_eq!((world.effects().await, world.outbox().await, calls.load(Ordering::SeqCst)), (1, 1, 1));
     let record = world.record("t1", K1).await.unwrap();
-    assert_eq!((record.state, record.mode, record.attempts), (State::Completed, Mode::SameTx, 1));
+    assert_eq!((record.state, record.mode, record.attempts), (State::Completed, Mode::Transactional, 1));
 }
 
 /// A handler with an effect and a message at its end, that ends as it is told.
@@ -190,7 +190,7 @@ async fn is_unknown_for_ever<S: Sql>(
     assert_eq!((world.effects().await, calls.load(Ordering::SeqCst)), (effects, 1), "it ran once");
 }
 
-// Shown by: answering 503 where the proof fails; taking over a stale claim of door A: two effects.
+// Shown by: answering 503 where the proof fails; taking over a stale claim of a transactional operation: two effects.
 async fn o1_a_handler_that_commits_leaves_unknown_and_never_runs_again<S: Sql>(world: World<S>) {
     let statements = &["insert into effect (text) values ('in')", "commit", "insert into effect (text) values ('out')"];
     is_unknown_for_ever(world, statements, false, 1).await;
@@ -252,7 +252,7 @@ async fn begins<S: Sql>(world: &World<S>, claim: &KeyClaim) -> Box<dyn Operation
 // runs again beside its effect.
 async fn o1_a_run_of_an_old_record_that_ended_its_transaction_is_unknown_too<S: Sql>(world: World<S>) {
     for (key, reclaims) in [(K1, false), (K2, true)] {
-        let claim = claim(&world.protect(same_tx()), key, Mode::SameTx, SOON);
+        let claim = claim(&world.protect(same_tx()), key, Mode::Transactional, SOON);
         let mut tx = begins(&world, &claim).await;
         let outcome = oncebox::store::Outcome::FailedRetryable { error_code: None };
         let ttl = if reclaims { SOON } else { Duration::from_millis(1) };
@@ -309,7 +309,7 @@ async fn o1_m71_a_binding_rejection_is_replayed_without_its_effects<S: Sql>(worl
 // Shown by: executing on it (M118: an orphan is not safe because it is old).
 async fn o2_a_committed_claim_is_never_taken_over<S: Sql>(world: World<S>) {
     let endpoint = world.protect(same_tx());
-    let claim = claim(&endpoint, K1, Mode::SameTx, Duration::from_millis(1));
+    let claim = claim(&endpoint, K1, Mode::Transactional, Duration::from_millis(1));
     // A process that committed its claim by raw SQL, and died.
     let mut tx = begins(&world, &claim).await;
     let committed = S::run(tx.connection().unwrap(), "commit").await;
@@ -445,7 +445,8 @@ async fn o16_two_tenants_with_one_key_are_two_operations<S: Sql>(world: World<S>
     let gate = Gate::open();
     for (tenant, text) in [("t1", "a"), ("t2", "b"), ("T1", "c"), ("t1 ", "d")] {
         let engine = &world.engine;
-        let asks = || engine.execute_tx(&endpoint, Some(scope(tenant, "p1")), key(K1), put(text), effect(&gate));
+        let asks =
+            || engine.execute_transactional(&endpoint, Some(scope(tenant, "p1")), key(K1), put(text), effect(&gate));
         let one = first(asks().await);
         assert_eq!(replayed(asks().await).body, one.body, "{tenant}");
     }
@@ -461,7 +462,7 @@ async fn o20_another_principal_gets_the_answer_of_a_mismatch<S: Sql>(world: Worl
     let mismatch = problem(run(&world, &endpoint, K1, "b", effect(&gate)).await, Code::KeyReused);
     for text in ["a", "b"] {
         let other = Some(scope("t1", "p2"));
-        let other = world.engine.execute_tx(&endpoint, other, key(K1), put(text), effect(&gate)).await;
+        let other = world.engine.execute_transactional(&endpoint, other, key(K1), put(text), effect(&gate)).await;
         assert_eq!(problem(other, Code::KeyReused), mismatch);
     }
     assert_eq!(gate.calls(), 1);
@@ -493,7 +494,7 @@ async fn o29_an_error_a_panic_and_a_timeout_leave_no_row<S: Sql>(world: World<S>
     assert_eq!(world.effects().await, 1, "the key was not burnt, for another command either");
 }
 
-// Shown by: FAILED_RETRYABLE written in door A.
+// Shown by: FAILED_RETRYABLE written in a transactional operation.
 async fn o29_unkept_outcomes_leave_no_row<S: Sql>(world: World<S>) {
     let endpoint = world.protect(same_tx());
     let ends: [fn(Reply) -> Outcome<Reply>; 3] =
