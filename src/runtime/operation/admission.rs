@@ -1,14 +1,15 @@
-//! How many operations run at once that hold a connection from their beginning to their end.
+//! Limits how many operations that hold a connection from beginning to end run at once.
 //!
 //! Promises:
 //!
-//! * An operation begins when a connection can carry it to its end, and as much of the pool is left
-//!   as looks, heartbeats and outcomes need. Whoever finds no place waits for one for [`WAIT`] at
-//!   most; where none has turned for so long, he is refused at once, for those who run are slow.
-//! * Where an engine has more than one operation that needs places, none of them takes them all: a
-//!   slow one leaves a quarter to the others.
+//! * An operation begins only when a connection can carry it to its end. Part of the pool stays
+//!   free for reads, heartbeats and outcomes. A request that finds no free place waits for one for
+//!   at most [`WAIT`]. If no place was given or returned for that long, it is refused at once,
+//!   because the operations that run are slow.
+//! * In an engine with several operations that need places, one operation cannot take all places: a
+//!   quarter stays for the others.
 //!
-//! Not here: the bound of a tenant ([`quota`](super::quota)).
+//! Not here: the limits of a tenant ([`quota`](super::quota)).
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -18,7 +19,8 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
 use crate::policy::operation::OperationName;
 
-/// How long an operation waits for its place.
+/// How long an operation waits for its place, and how long no place may change hands before new
+/// requests are refused at once.
 const WAIT: Duration = Duration::from_secs(1);
 
 /// The places of an engine.
@@ -29,14 +31,14 @@ pub(super) struct Admission {
     shares: Mutex<HashMap<OperationName, Places>>,
 }
 
-/// So many places, and when one of them turned last.
+/// A number of places, and the time at which one was last given or returned.
 #[derive(Debug, Clone)]
 struct Places {
     free: Arc<Semaphore>,
     turns: Arc<Mutex<Instant>>,
 }
 
-/// The place of one operation; given back when dropped.
+/// The place of one operation. Dropping it returns the place.
 #[derive(Debug)]
 pub(super) struct Place {
     _of_share: Option<Held>,
@@ -50,14 +52,14 @@ struct Held {
 }
 
 impl Admission {
-    /// `connections`: how many the pool has; none: no bound.
+    /// `connections`: the size of the pool; `None` means no limit.
     pub(super) fn new(connections: Option<u32>) -> Self {
         let count = connections.map(places);
         let all = Places::new(count.map_or(Semaphore::MAX_PERMITS, |count| count as usize));
         Self { all, count, shares: Mutex::default() }
     }
 
-    /// Gives an operation its share. The second one takes from the first what is left to others.
+    /// Gives an operation its share. The second operation reduces the share of the first one.
     pub(super) fn shared_by(&self, operation: &OperationName) {
         let Some(count) = self.count else { return };
         let mut shares = self.shares.lock().unwrap_or_else(PoisonError::into_inner);
@@ -76,7 +78,7 @@ impl Admission {
         self.shares.lock().unwrap_or_else(PoisonError::into_inner).get(operation).cloned()
     }
 
-    /// A place, where one is free.
+    /// Returns a place if one is free now.
     pub(super) fn at_once(&self, operation: &OperationName) -> Option<Place> {
         let of_share = match self.share(operation) {
             Some(share) => Some(share.at_once()?),
@@ -85,7 +87,7 @@ impl Admission {
         Some(Place { _of_share: of_share, _of_all: self.all.at_once()? })
     }
 
-    /// A place; none: answer that there is no room.
+    /// Waits for a place. `None`: the caller answers that there is no room.
     pub(super) async fn place(&self, operation: &OperationName) -> Option<Place> {
         let until = Instant::now() + WAIT;
         let of_share = match self.share(operation) {
@@ -123,12 +125,13 @@ impl Places {
     }
 }
 
-/// Of ten connections eight: the others are for what is short. A pool of two has none to spare.
+/// How many of a pool's connections operations may hold: 8 of 10. The others serve short
+/// statements. A pool of two has none to spare.
 fn places(connections: u32) -> u32 {
     connections.saturating_sub(1 + connections / 10).max(connections.min(2))
 }
 
-/// Of so many places a quarter; of two none.
+/// How many places one operation leaves to the others: a quarter; of two places, none.
 fn left_to_others(places: u32) -> u32 {
     if places < 3 { 0 } else { (places / 4).max(1) }
 }

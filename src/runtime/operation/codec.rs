@@ -1,17 +1,19 @@
-//! What is kept of an answer, and how it becomes the same answer again (M62 to M68).
+//! Encodes an answer for storage, and decodes it to the same answer (M62 to M68).
 //!
 //! Promises:
 //!
-//! * Only allow-listed headers are kept; a name that repeats keeps all its values in their order.
-//! * What a pointer redacts, what is a secret, and what is too long never reaches the store: the
-//!   last two leave a tombstone, and are never run again to get an answer.
-//! * Bytes of one client's content coding are never another's answer: they leave a tombstone too
-//!   (pitfall 22).
-//! * What was sealed under a key is opened only for the same tenant, operation, key, command,
-//!   status, schema version and format; with a key, headers are sealed with the body: a `Location`
-//!   may be a signed URL.
+//! * Only allow-listed headers are kept. A repeated header keeps all its values in their order.
+//! * Values that a redaction pointer names, bodies that are secret, and bodies that are too long
+//!   never reach the store. A secret or too long body leaves a tombstone; the operation is never
+//!   run again to get the answer.
+//! * A body in a content coding (such as gzip) that one client asked for is never replayed to
+//!   another client: it leaves a tombstone too (pitfall 22).
+//! * Sealed bytes can be opened only for the same tenant, operation, key, command, status, schema
+//!   version and format. With an encryption key, headers are sealed together with the body, because
+//!   a `Location` may be a signed URL.
 //!
-//! Not here: streams, which never come here ([`Kept::Stream`]), and the lifetimes (`store`).
+//! Not here: the bodies of streams ([`Kept::Stream`] has only a status), and the lifetimes
+//! (`store`).
 
 mod headers;
 mod redact;
@@ -26,7 +28,7 @@ use crate::store::{Answer, AnswerBody, KeptBody, pack_headers, unpack_headers};
 use seal::FRAMED;
 pub use seal::{SealError, Sealer};
 
-/// What is kept of the answers of one operation.
+/// Which parts of the answers of one operation are kept.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Keeping {
     pub(super) headers: Vec<String>,
@@ -52,14 +54,14 @@ impl Keeping {
     }
 }
 
-/// What there is of an answer when it is to be kept.
+/// An answer, or the part of it that is known, to be kept.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Kept {
     /// The answer with headers and body.
     Whole(Reply),
-    /// Its status only: it was longer than the limit.
+    /// The status only: the body was longer than the limit.
     Oversize(u16),
-    /// Its status only: it is a stream.
+    /// The status only: the body is a stream.
     Stream(u16),
 }
 
@@ -74,7 +76,7 @@ impl Kept {
     }
 }
 
-/// What belongs to whom: a sealed body is opened only there.
+/// The associated data of a sealed body: it can be opened only with the same values.
 fn context(identity: &Identity, fingerprint: &Fingerprint, (status, schema_version): (u16, u32)) -> [Vec<u8>; 6] {
     [
         identity.tenant().as_bytes().to_vec(),
@@ -86,10 +88,10 @@ fn context(identity: &Identity, fingerprint: &Fingerprint, (status, schema_versi
     ]
 }
 
-/// The answer as it is stored.
+/// Encodes an answer for storage.
 ///
 /// # Errors
-/// The sealer's; nothing is stored in plain instead.
+/// The error of the sealer; the answer is not stored in plain instead.
 pub(super) fn encode(
     endpoint: &Endpoint,
     sealer: &Sealer,
@@ -117,7 +119,7 @@ pub(super) fn encode(
         }
         (Keep::Exact, _) if reply.body.len() > endpoint.keeping.body_max => AnswerBody::Tombstone(Tombstone::Oversize),
         (Keep::Exact, _) => match redact::redacted(&reply.body, &endpoint.keeping.redact) {
-            // It cannot be shown that nothing secret is in it.
+            // The body cannot be parsed, so nobody can prove that it holds no secret.
             None => AnswerBody::Tombstone(Tombstone::Withheld),
             Some(bytes) => {
                 let headers = headers::kept(&reply.headers, &endpoint.keeping.headers);
@@ -134,10 +136,11 @@ pub(super) fn encode(
     Ok(Answer { status: reply.status, schema_version, body })
 }
 
-/// The answer as it was.
+/// Decodes a stored answer.
 ///
 /// # Errors
-/// The sealer's: the key is not here, or the bytes are not what was stored for this request.
+/// The error of the sealer: this process does not have the key, or the bytes are not those that
+/// were stored for this request.
 pub(super) fn decode(
     endpoint: &Endpoint,
     sealer: &Sealer,
@@ -153,7 +156,7 @@ pub(super) fn decode(
         unframed(&bytes).ok_or(SealError::Broken)?
     };
     let mut reply = Reply { status, headers, body: bytes, schema_version, resource: None, keep: Keep::Exact };
-    // Step by step; where a step is missing the stored answer stands (M66).
+    // One version after the other. Where a step is missing, the answer stays as it is (M66).
     while let Some(change) =
         endpoint.upcasts.get(&reply.schema_version).filter(|_| reply.schema_version < endpoint.schema_version)
     {
@@ -166,14 +169,14 @@ pub(super) fn decode(
 /// Headers as names and values, in their order.
 type Headers = Vec<(String, Vec<u8>)>;
 
-/// Headers, behind their length in four bytes, and the body.
+/// Joins headers and body: the length of the headers in four bytes, the headers, the body.
 fn framed(headers: &[(String, Vec<u8>)], body: &[u8]) -> Vec<u8> {
     let headers = pack_headers(headers);
     let length = u32::try_from(headers.len()).unwrap_or(u32::MAX);
     [&length.to_be_bytes()[..], &headers, body].concat()
 }
 
-/// What [`framed`] put together.
+/// Splits what [`framed`] has joined.
 fn unframed(bytes: &[u8]) -> Option<(Headers, Vec<u8>)> {
     let (length, rest) = bytes.split_first_chunk::<4>()?;
     let (headers, body) = rest.split_at_checked(usize::try_from(u32::from_be_bytes(*length)).ok()?)?;
@@ -183,8 +186,9 @@ fn unframed(bytes: &[u8]) -> Option<(Headers, Vec<u8>)> {
 /// Longer codes are not kept.
 const ERROR_CODE_MAX: usize = 128;
 
-/// The code of a failure: the member `code` of a JSON body, stored in plain. So only of a body that
-/// is kept as it is, not where it is redacted, and only what looks like a code (M67).
+/// Reads the error code of a failure: the member `code` of a JSON body. The code is stored in
+/// plain. So it is read only from a body that is kept whole, after redaction, and only if it looks
+/// like a code (M67).
 pub(super) fn error_code(endpoint: &Endpoint, reply: &Reply) -> Option<String> {
     #[derive(serde::Deserialize)]
     struct Coded {
@@ -193,7 +197,7 @@ pub(super) fn error_code(endpoint: &Endpoint, reply: &Reply) -> Option<String> {
     if reply.keep != Keep::Exact {
         return None;
     }
-    // What is redacted reads `[redacted]` then, which is no code.
+    // A redacted code reads `[redacted]`, which is not a valid code.
     let body = redact::redacted(&reply.body, &endpoint.keeping.redact)?;
     let code = serde_json::from_slice::<Coded>(&body).ok()?.code;
     let is_code = |byte: u8| byte.is_ascii_alphanumeric() || b"_.:-".contains(&byte);

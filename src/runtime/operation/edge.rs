@@ -2,17 +2,20 @@
 //!
 //! Promises:
 //!
-//! * The claim is committed before the handler is called, by the task that calls it: a client that
-//!   goes away meanwhile leaves no claim that nobody drives, and one whose answer was lost is
-//!   released (O11). The handler runs in a task of its own, its lease extended while it lives.
-//!   Neither a client that goes away, nor the engine's own timeout (409), nor a lost lease ends it.
-//! * What cannot be remembered is not said: while the outcome is not written the answer is 503
-//!   `IDEMPOTENCY_RESULT_NOT_STORED`, and the write is tried until the lease ends, also after the
-//!   answer.
-//! * How it ended is judged by what is certain ([`classify`](crate::policy::operation::classify)).
+//! * The task that calls the handler commits the claim first. So a client that disconnects
+//!   meanwhile leaves no claim without a task that drives it, and a claim whose answer was lost is
+//!   released (O11). The handler runs in its own task, and its lease is extended while it runs. The
+//!   handler is not stopped when the client disconnects, when the engine's timeout answers 409, or
+//!   when the lease is lost.
+//! * The answer is given only after the outcome is stored. Until then the request gets 503
+//!   `IDEMPOTENCY_RESULT_NOT_STORED`, and the write is retried until the lease ends, also after
+//!   that answer.
+//! * How the run ended is judged only by what is certain
+//!   ([`classify`](crate::policy::operation::classify)).
 //!
-//! This is edge protection: a process that dies between the handler's commit and the outcome leaves
-//! UNKNOWN. A handler that ends with [`Guard::commit`] has both in one commit (mode `bridged`, O2).
+//! This mode protects the edge only: if the process dies between the handler's commit and the
+//! outcome, the record becomes UNKNOWN. A handler that ends with [`Guard::commit`] has both in one
+//! commit (mode `bridged`, O2).
 //!
 //! Not here: requests and responses (`http`).
 
@@ -42,19 +45,19 @@ use crate::store::{Claimed, Fenced, Keys, Owned};
 
 pub use guard::{Guard, GuardError, Progress};
 
-/// Between two tries to release a claim that was lost sight of.
+/// The first pause between two attempts to release a claim whose answer was lost.
 const RELEASE_AGAIN: Duration = Duration::from_millis(50);
-/// The same, after many.
+/// The longest such pause; the pause doubles each time.
 const RELEASE_AGAIN_MAX: Duration = Duration::from_secs(5);
 
 /// How a handler ended, as its transport saw it.
 #[derive(Debug)]
 pub struct Ended<T> {
-    /// What the handler said of it; none: judged by the status.
+    /// What the handler said about its outcome; `None`: the status decides.
     pub tag: Option<Outcome<()>>,
-    /// What there is to keep.
+    /// The part of the answer that can be stored.
     pub kept: Kept,
-    /// The answer in the transport's own form, for the first request.
+    /// The answer in the form of the transport, for the first request.
     pub answer: T,
 }
 
@@ -75,20 +78,21 @@ pub enum EdgeAnswer<T> {
     Ran {
         /// The answer that the handler gave.
         answer: T,
-        /// When to come again, where the same key may run again (O29).
+        /// After how many seconds to retry, where the same key may run again (O29).
         retry_after: Option<u32>,
     },
-    /// The engine's answer, or an outcome shown again.
+    /// An answer of the engine, or a replayed outcome.
     Answered(Answered),
 }
 
 impl<S: Keys> Engine<S> {
-    /// Runs a handler of mode `edge` or `bridged` once per key. `run` is given a guard where the
-    /// request carries a key; without one, on a route that does not require it, the handler runs
+    /// Runs a handler of mode `edge` or `bridged` once per key. `run` gets a [`Guard`] if the
+    /// request has a key. A request without a key, on a route that does not require one, runs
     /// unprotected.
     ///
     /// # Cancel safety
-    /// Dropped before the claim: nothing happened. Later: the handler goes on in its own task.
+    /// Dropped before the claim: nothing happened. Dropped later: the handler continues in its own
+    /// task.
     pub async fn execute_edge<T, R, W>(&self, endpoint: &Registered, asking: Asking, run: R) -> EdgeAnswer<T>
     where
         T: Send + 'static,
@@ -107,13 +111,13 @@ impl<S: Keys> Engine<S> {
             };
             let running = front.under_way();
             let (tell, told) = oneshot::channel();
-            // In a task of its own from the claim on: a claim that nobody drives would be unknown
-            // for ever (O11).
+            // The task begins before the claim: a claim that no task drives would become unknown
+            // (O11).
             self.spawn(claim_and_drive(self.clone(), front, begin, run, tell));
             let told = tokio::select! {
                 biased;
                 told = tokio::time::timeout(timeout, told) => told,
-                // What has begun goes on, and its outcome is found by the next request.
+                // The run continues. The next request with this key finds its outcome.
                 () = self.reach().lost() => {
                     running.note(Noted::StoreError("complete"));
                     return EdgeAnswer::Answered(running.problem(Code::ResultNotStored));
@@ -129,15 +133,15 @@ impl<S: Keys> Engine<S> {
     }
 }
 
-/// What a run's task tells the request that waits for it.
+/// What the task of a run sends to the request that waits for it.
 enum Step<T, R> {
-    /// The key is another's: look again.
+    /// Another run has the key: the request looks at the record again.
     Refused(Box<(Front, R)>),
     /// The run has ended, and the request gets this.
     Answer(EdgeAnswer<T>),
 }
 
-/// Claims, and drives what is ours then.
+/// Makes the claim, and if it succeeds, runs the handler.
 async fn claim_and_drive<S, T, R, W>(
     guards: Engine<S>,
     mut front: Front,
@@ -149,7 +153,8 @@ async fn claim_and_drive<S, T, R, W>(
     R: FnOnce(Option<Guard<S>>) -> W,
     W: Future<Output = Ended<T>>,
 {
-    // A bridged handler holds a connection, as a transactional one does; of another one nobody knows.
+    // A bridged handler holds a connection, as a transactional one does. Whether another handler
+    // holds one is not known.
     let place = match front.endpoint().route().mode {
         Mode::Bridged => match front.engine().place(front.endpoint().operation()).await {
             Some(place) => Some(place),
@@ -165,15 +170,15 @@ async fn claim_and_drive<S, T, R, W>(
             Edge { front, begin, owned }.drive(guards, run, tell).await;
             drop(place);
         }
-        // Judged by what stands there now; what vanished is looked for again, a bounded number of
-        // times.
+        // The next turn judges the record that stands there. A record that vanished is looked for
+        // again; `Front` limits the number of turns.
         Ok(Claimed::Existing(_) | Claimed::Vanished) => {
             drop(begin);
             front.look_again();
             drop(tell.send(Step::Refused(Box::new((front, run)))));
         }
         Err(error) => {
-            // Whoever asks again is judged by what stands in the store, if that is there again.
+            // A retry is judged by the record in the store, once the store answers again.
             begin.has_ended();
             let _ = tell.send(Step::Answer(EdgeAnswer::Answered(front.store_failed("claim", &error))));
             release_lost(&front, &begin).await;
@@ -181,13 +186,12 @@ async fn claim_and_drive<S, T, R, W>(
     }
 }
 
-/// Takes away a claim whose answer was lost, wherever it may have arrived: the handler was not
-/// called.
+/// Releases a claim whose answer was lost. The handler was not called, so the claim has no effect.
 ///
-/// The first answer that it is not there ends nothing: a claim that stands still in the server may
-/// come behind it, and would be unknown for ever. So it is tried until one was taken away, or a
-/// lease has passed. A retry that is faster than the claim itself is not touched, for the token is
-/// another.
+/// "There is no such claim" does not end the search: the claim may still be queued in the server,
+/// commit later, and then become unknown. So the release is tried until it has removed a claim, or
+/// until a lease has passed. A retry of the client that claims the key meanwhile is not affected,
+/// because its claim has another token.
 async fn release_lost(front: &Front, begin: &Begin) {
     let until = Instant::now() + begin.claim.lease;
     let (mut pause, mut answered) = (RELEASE_AGAIN, false);
@@ -226,7 +230,7 @@ impl Edge {
         let heart = Heart::start(&self.front, self.owned.clone());
         let guard = Guard::new(guards, endpoint.clone(), &self.begin.claim, self.owned.clone());
         let progress = guard.progress().clone();
-        // The closure may panic as well as its future.
+        // The closure itself may panic, not only its future.
         let called = AssertUnwindSafe(async move { run(Some(guard)).await }).catch_unwind().await;
         engine.has_run(endpoint.operation(), self.begin.ran());
         let reached = Run::of(route, progress.reached());
@@ -255,7 +259,7 @@ impl Edge {
                 self.front.note(Noted::CommitUnknown);
                 tell(EdgeAnswer::Answered(self.front.problem(Code::CommitUnknown)));
             }
-            // A bridged run that says it succeeded, and whose guard has committed nothing.
+            // A bridged run that reports a success, but whose guard has committed nothing.
             settle @ Settle::Finish(State::UnknownRequiresRecovery)
                 if route.mode == Mode::Bridged && ended.as_ref().is_some_and(Ended::is_success) =>
             {
@@ -283,7 +287,7 @@ impl Edge {
     }
 }
 
-/// What is answered where the handler panicked.
+/// The code of the answer after the handler panicked.
 fn panicked(settle: Settle) -> Code {
     match settle {
         Settle::Finish(State::UnknownRequiresRecovery) => Code::OutcomeUnknown,

@@ -1,10 +1,11 @@
-//! A protected operation as its author declared it: route, fingerprints, what is kept of its
-//! answers.
+//! A protected operation as its author declares it: route, fingerprints, and which parts of its
+//! answers are kept.
 //!
-//! Promise: what cannot keep the promise together is refused when it is registered, before a
-//! request is taken (M4).
+//! Promise: settings that cannot keep the promises together are refused at registration, before the
+//! first request (M4).
 //!
-//! Not here: the requests ([`Front`](super::Front)), and what a transport adds (`http`).
+//! Not here: the requests ([`Front`](super::Front)), and the settings that a transport adds
+//! (`http`).
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -27,42 +28,42 @@ use crate::policy::operation::{
     Code, Fingerprint, Fingerprinter, IdempotentCommand, Keyring, Mode, OperationName, Record, Route,
 };
 
-/// Builds an answer anew from what the operation made.
+/// Builds an answer again from the record of what the operation made.
 pub(super) type Rebuild = Arc<dyn Fn(Record) -> BoxFuture<'static, Result<Reply, HandlerError>> + Send + Sync>;
-/// Finds out how a run ended whose end was not seen.
+/// Finds out the outcome of a run whose end was not recorded.
 pub(super) type Reconcile =
     Arc<dyn Fn(Reconciling) -> BoxFuture<'static, Result<Reconciled, HandlerError>> + Send + Sync>;
-/// Turns an answer of one schema version into the next.
+/// Turns an answer of one schema version into the next version.
 pub(super) type Upcast = Arc<dyn Fn(Reply) -> Reply + Send + Sync>;
 
-/// A run whose end was not seen (O11).
+/// A run whose end was not recorded (O11).
 #[derive(Debug, Clone)]
 pub struct Reconciling {
     /// The tenant of the request; empty for the public scope.
     pub tenant: String,
-    /// The command, as its fingerprint.
+    /// The fingerprint of the command.
     pub command: Fingerprint,
-    /// The identity of the run, which the handler was given too.
+    /// The id of the run; the handler was given the same id.
     pub operation_id: Uuid,
 }
 
-/// What was found out about it.
+/// The result of a reconciliation.
 #[derive(Debug, Clone)]
 pub enum Reconciled {
-    /// It happened; this is its answer.
+    /// The effect happened; this is its answer.
     Completed(Reply),
-    /// It was refused for good; this is its answer.
+    /// The operation was refused for good; this is its answer.
     Failed(Reply),
-    /// It did not happen: the key is free again.
+    /// The effect did not happen: the key becomes free again.
     NotHappened,
-    /// Nobody can say yet.
+    /// The outcome cannot be found out yet.
     Unknown,
 }
 
 /// A protected operation as it is declared, before an engine registers it.
 pub struct Endpoint {
     route: Route,
-    /// The type of the command, where there is one.
+    /// The type of the command; `None` for a raw operation.
     command: Option<&'static str>,
     readable: std::ops::RangeInclusive<u32>,
     write_version: Option<u32>,
@@ -72,7 +73,7 @@ pub struct Endpoint {
     pub(super) upcasts: BTreeMap<u32, Upcast>,
     pub(super) rebuild: Option<Rebuild>,
     pub(super) reconcile: Option<Reconcile>,
-    /// With the version of the fingerprint from which each counts.
+    /// Each header has the version of the fingerprint from which it counts.
     counted_headers: Vec<(String, u32)>,
     request_body_max: usize,
     request_body_within: Duration,
@@ -80,7 +81,7 @@ pub struct Endpoint {
     place: Option<(String, String)>,
 }
 
-/// Why an operation cannot be protected so.
+/// Why an operation cannot be registered.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum EndpointError {
@@ -102,22 +103,22 @@ pub enum EndpointError {
     /// Not a JSON pointer.
     #[error("`{0}` is no JSON pointer: it begins with `/`")]
     Pointer(String),
-    /// A typed operation claims each request; one without a key gets the server's.
+    /// A typed operation claims every request; for a request without a key it makes one.
     #[error("`requirement = off` is for the layer: a typed operation takes `optional`")]
     Off,
-    /// The route builds answers anew, and nothing was given that can.
+    /// The route builds answers again, and no function for it was given; or the other way round.
     #[error("`replay = reconstruct` needs `rebuilt_by`, and only it")]
     Rebuild,
-    /// The route reconciles, and nothing was given that can.
+    /// The route reconciles, and no function for it was given; or the other way round.
     #[error("`reconciles` needs `reconciled_by`, and only it")]
     Reconcile,
-    /// A duplicate is sent to the operation, and no path says where that is.
+    /// The route answers duplicates with a link to the operation, and no path was given for it.
     #[error("`while_running = accepted` needs `operation_path`")]
     OperationPath,
     /// The store does not count what it keeps for a tenant.
     #[error("`stored_bytes_per_tenant_max` needs a store that counts the bytes of a tenant: a guard does not")]
     StoredBytes,
-    /// Another operation has the name.
+    /// Another operation of the engine has the name.
     #[error(
         "`{0}` is protected already, and otherwise: operations with one name share their keys, so each needs a name of its own; \
          one that is served at two places is registered once, or twice alike"
@@ -133,7 +134,7 @@ impl Endpoint {
         Self { command, ..Self::new(C::OPERATION, C::OLDEST..=C::VERSION, route) }
     }
 
-    /// An operation of which only the raw request is known: the generic layer (M18).
+    /// An operation of which only the raw request is known, as in the generic layer (M18).
     #[must_use]
     pub fn raw(operation: &str, route: Route) -> Self {
         Self::new(operation, 1..=1, route)
@@ -159,9 +160,9 @@ impl Endpoint {
         }
     }
 
-    /// The version that new fingerprints are written with; raised when every process reads it
-    /// (O21). Default the oldest that is read: a deploy that raises the newest one leaves the
-    /// processes before it able to answer.
+    /// The version with which new fingerprints are written. Raise it when every process reads that
+    /// version (O21). Default: the oldest version that is read, so that processes of the previous
+    /// deploy can still answer.
     #[must_use]
     pub fn write_version(mut self, version: u32) -> Self {
         self.write_version = Some(version);
@@ -169,16 +170,16 @@ impl Endpoint {
     }
 
     /// Counts this request header as a part of the command, in the generic layer (M22). `Prefer`
-    /// and `If-Match` always are. For a route that is served already:
+    /// and `If-Match` always count. For a route that already has stored keys, use
     /// [`Self::counts_header_since`].
     #[must_use]
     pub fn counts_header(self, name: &str) -> Self {
         self.counts_header_since(1, name)
     }
 
-    /// The same from this version of the layer's fingerprint on, which begins with 1: what was
-    /// stored before is compared without it, and [`Self::write_version`] says when it counts, after
-    /// every process knows it (O21, M24).
+    /// Counts this request header from this version of the layer's fingerprint on; the first
+    /// version is 1. Older stored fingerprints are compared without the header. Call
+    /// [`Self::write_version`] with the new version after every process knows it (O21, M24).
     #[must_use]
     pub fn counts_header_since(mut self, version: u32, name: &str) -> Self {
         self.counted_headers.push((name.to_ascii_lowercase(), version));
@@ -195,15 +196,15 @@ impl Endpoint {
         self
     }
 
-    /// How long a request body may take to come, from its head to its last byte. Default 10 s.
-    /// Beyond: 408 `IDEMPOTENCY_BODY_TOO_SLOW`.
+    /// How long a request body may take to arrive, from its head to its last byte. Default 10 s. A
+    /// slower one gets 408 `IDEMPOTENCY_BODY_TOO_SLOW`.
     #[must_use]
     pub fn request_body_within(mut self, time: Duration) -> Self {
         self.request_body_within = time;
         self
     }
 
-    /// The longest answer that is kept, in bytes; a longer one leaves a tombstone (pitfall 19).
+    /// The longest answer that is kept, in bytes. A longer one leaves a tombstone (pitfall 19).
     /// Default 256 KiB.
     #[must_use]
     pub fn kept_body_max(mut self, bytes: usize) -> Self {
@@ -211,14 +212,15 @@ impl Endpoint {
         self
     }
 
-    /// Keeps this header of answers too.
+    /// Also keeps this header of answers.
     #[must_use]
     pub fn keeps_header(mut self, name: &str) -> Self {
         self.keeping.headers.push(name.to_ascii_lowercase());
         self
     }
 
-    /// Puts `"[redacted]"` for what this JSON pointer names, before an answer is kept (M67).
+    /// Replaces the value that this JSON pointer names by `"[redacted]"` before an answer is kept
+    /// (M67).
     #[must_use]
     pub fn redacts(mut self, pointer: &str) -> Self {
         self.keeping.redact.push(pointer.to_owned());
@@ -232,16 +234,16 @@ impl Endpoint {
         self
     }
 
-    /// How an answer of version `from` becomes one of the next version. Without it, the stored
-    /// bytes are replayed as they are.
+    /// Gives the function that turns an answer of version `from` into one of the next version.
+    /// Without it, the stored bytes are replayed as they are.
     #[must_use]
     pub fn upcast(mut self, from: u32, change: impl Fn(Reply) -> Reply + Send + Sync + 'static) -> Self {
         self.upcasts.insert(from, Arc::new(change));
         self
     }
 
-    /// Builds the answer anew where the body is not kept ([`Replay::Reconstruct`]); nothing may be
-    /// changed by it.
+    /// Gives the function that builds the answer again where the body is not kept
+    /// ([`Replay::Reconstruct`]). The function must not change anything.
     #[must_use]
     pub fn rebuilt_by(
         mut self,
@@ -251,7 +253,8 @@ impl Endpoint {
         self
     }
 
-    /// Finds out how a run of mode `edge` ended whose end was not seen (O11).
+    /// Gives the function that finds out the outcome of an edge run whose end was not recorded
+    /// (O11).
     #[must_use]
     pub fn reconciled_by(
         mut self,
@@ -261,22 +264,22 @@ impl Endpoint {
         self
     }
 
-    /// Where an operation is read: `/operations/` and its id behind it.
+    /// The path at which clients read an operation; its id is appended: `/operations/`.
     #[must_use]
     pub fn operation_path(mut self, prefix: &str) -> Self {
         self.operation_path = Some(prefix.to_owned());
         self
     }
 
-    /// Method and path under which it is published (`/.well-known/idempotency`).
+    /// The method and path under which the operation is published (`/.well-known/idempotency`).
     #[must_use]
     pub fn served_at(mut self, method: &str, path: &str) -> Self {
         self.place = Some((method.to_owned(), path.to_owned()));
         self
     }
 
-    /// Whether it says the same of its operation; where that is served is beside it. What cannot be
-    /// compared is the same only where it is not given.
+    /// Whether both declare the same, apart from where they are served. Functions cannot be
+    /// compared, so an endpoint that has one equals no other.
     fn is_the_same(&self, other: &Self) -> bool {
         let comparable = |one: &Self| one.upcasts.is_empty() && one.rebuild.is_none() && one.reconcile.is_none();
         comparable(self)
@@ -324,7 +327,7 @@ pub struct Registered(Arc<Parts>);
 struct Parts {
     endpoint: Endpoint,
     fingerprinter: Fingerprinter,
-    /// Whether the last request that was looked for had no record: see [`Registered::saw`].
+    /// Whether the last request that was looked up had no record; see [`Registered::saw`].
     last_was_new: AtomicBool,
 }
 
@@ -353,7 +356,7 @@ impl Registered {
         self.0.endpoint.request_body_max
     }
 
-    /// How long a request body may take to come.
+    /// How long a request body may take to arrive.
     #[must_use]
     pub fn request_body_within(&self) -> Duration {
         self.0.endpoint.request_body_within
@@ -366,13 +369,13 @@ impl Registered {
         &self.0.endpoint.counted_headers
     }
 
-    /// Method and path, where it was said.
+    /// The method and path where it is served, if given.
     #[must_use]
     pub fn place(&self) -> Option<(&str, &str)> {
         self.0.endpoint.place.as_ref().map(|(method, path)| (method.as_str(), path.as_str()))
     }
 
-    /// The URL of an operation, where a path was given.
+    /// The URL of an operation, if a path was given.
     #[must_use]
     pub fn location_of(&self, operation_id: Uuid) -> Option<String> {
         self.0.endpoint.operation_path.as_ref().map(|prefix| format!("{prefix}{operation_id}"))
@@ -384,13 +387,14 @@ impl Registered {
         self.0.endpoint.keeping.body_max
     }
 
-    /// Counts a request that is refused with this code by itself, before it has asked what
-    /// becomes of its key: a body that is too long, or no command.
+    /// Counts a request that the caller refuses with this code before it takes a turn of its
+    /// [`Front`](super::Front): a body that is too long, or not a command.
     pub fn refused(&self, code: Code) {
         observe::noted(self.operation().as_str(), "", Noted::Rejected(code.as_str()));
     }
 
-    /// Whether the other one may stand beside it: another operation, or the same one once more.
+    /// Whether both may be registered in one engine: they are different operations, or declare the
+    /// same.
     pub(super) fn goes_with(&self, other: &Self) -> bool {
         Arc::ptr_eq(&self.0, &other.0)
             || self.operation() != other.operation()
@@ -401,10 +405,11 @@ impl Registered {
         &self.0.endpoint
     }
 
-    /// Notes whether a request was a first one. Requests of one kind come in a row, so the next is
-    /// probably the same; nothing is decided by it but in how many steps the store is asked.
+    /// Records whether a request was the first with its key. First requests often come in a row, so
+    /// the next request is probably one too. This only decides in how many steps the store is
+    /// asked.
     pub(super) fn saw(&self, new: bool) {
-        // Only written where it changes: it is read by every request of every thread.
+        // Written only when it changes, because every request on every thread reads it.
         if self.last_was_new() != new {
             self.0.last_was_new.store(new, Ordering::Relaxed);
         }

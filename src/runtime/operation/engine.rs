@@ -1,11 +1,12 @@
 //! The engine of a process: its store, secrets and limits, what runs in it, and the operations it
 //! protects.
 //!
-//! Promises: requests of one scope, operation and key run once, and get one answer (G13); one
-//! engine is shared by all operations of a process, by cheap clones; what it starts is tracked, so that
-//! [`Engine::drain`] can wait for it; a limit that is reached is answered, never waited for.
+//! Promises: requests with the same scope, operation and key run once and get one answer (G13). All
+//! operations of a process share one engine through cheap clones. Work that the engine starts is
+//! tracked, so that [`Engine::drain`] can wait for it. A request that meets a full limit is
+//! answered at once; it never waits.
 //!
-//! Not here: what becomes of a request ([`Front`](super::Front)).
+//! Not here: the decision about each request ([`Front`](super::Front)).
 
 use std::collections::{HashMap, HashSet};
 use std::fmt;
@@ -34,17 +35,17 @@ use crate::policy::operation::route::Durability;
 use crate::policy::operation::{Fingerprint, Identity, Keyring, Mode, OperationName, Record, Scope};
 use crate::store::{Answer, KeptBody, Keys};
 
-/// Where the keys of a scope are kept (M106).
+/// Returns the region that keeps the keys of a scope (M106).
 type Home = Arc<dyn Fn(&Scope) -> Option<String> + Send + Sync>;
 
-/// The operation engine on a store. Cheap to clone.
+/// The operation engine on one store. Cheap to clone.
 pub struct Engine<S: Keys> {
     core: Core,
     store: Arc<S>,
 }
 
-/// All of an [`Engine`] that is the same for any store: what operations without a transaction of the
-/// application's need. Cheap to clone.
+/// The part of an [`Engine`] that does not depend on the type of its store. It is enough for
+/// operations that do not use the application's transaction. Cheap to clone.
 #[derive(Clone)]
 pub struct Core {
     inner: Arc<Inner>,
@@ -67,7 +68,7 @@ struct Inner {
     tasks: TaskTracker,
 }
 
-/// How an engine is made.
+/// Collects the settings of an [`Engine`].
 pub struct EngineBuilder<S: Keys> {
     store: S,
     keyring: Keyring,
@@ -81,40 +82,42 @@ pub struct EngineBuilder<S: Keys> {
 }
 
 impl<S: Keys> EngineBuilder<S> {
-    /// The secrets of fingerprints and principals. Default: none, plain SHA-256, which can be
-    /// guessed offline by who reads the database (pitfall 25).
+    /// The secrets for the fingerprints of commands and principals. Default: none. The fingerprints
+    /// are then plain SHA-256, and someone who can read the database can guess commands offline
+    /// (pitfall 25).
     #[must_use]
     pub fn keyring(mut self, keyring: Keyring) -> Self {
         self.keyring = keyring;
         self
     }
 
-    /// The keys of stored bodies and commands. Default: plain.
+    /// The encryption keys for stored bodies and commands. Default: stored in plain.
     #[must_use]
     pub fn sealer(mut self, sealer: Sealer) -> Self {
         self.sealer = sealer;
         self
     }
 
-    /// How many bytes of request bodies may be in flight in this process. Default 64 MiB. Beyond:
-    /// 503 `IDEMPOTENCY_BODY_MEMORY_EXCEEDED`.
+    /// How many bytes of request bodies this process may hold at once. Default 64 MiB. A request
+    /// beyond the limit gets 503 `IDEMPOTENCY_BODY_MEMORY_EXCEEDED`.
     #[must_use]
     pub fn body_memory_max(mut self, bytes: usize) -> Self {
         self.body_memory_max = bytes;
         self
     }
 
-    /// How many of them may be one tenant's. Default half of them all: who sends many at once, or
-    /// slowly, leaves room for others.
+    /// How many bytes of [`Self::body_memory_max`] one tenant may hold. Default: half, so that a
+    /// tenant that sends many or slow requests leaves room for others.
     #[must_use]
     pub fn body_memory_per_tenant_max(mut self, bytes: usize) -> Self {
         self.body_memory_per_tenant_max = Some(bytes);
         self
     }
 
-    /// How many operations of one tenant may run in this process at once, and as many may be
-    /// committed without an outcome: running elsewhere, or unknown and not resolved (O11). Default:
-    /// no bound. Beyond: 429 `IDEMPOTENCY_QUOTA_EXCEEDED`, and nothing is stored. Costs a count
+    /// How many operations of one tenant may run in this process at once. The same number may be
+    /// committed without an outcome in the store: running in other processes, or unknown and not
+    /// resolved (O11). Default: no limit. A request beyond it gets 429
+    /// `IDEMPOTENCY_QUOTA_EXCEEDED`, and nothing is stored. The limit costs one count in the store
     /// before each claim.
     #[must_use]
     pub fn open_per_tenant_max(mut self, operations: u32) -> Self {
@@ -122,28 +125,30 @@ impl<S: Keys> EngineBuilder<S> {
         self
     }
 
-    /// How many bytes the answers may take that are stored for one tenant: headers and body, as
-    /// they stand in the database, until the end of the body's life. Default: no bound. Beyond: 429
-    /// `IDEMPOTENCY_QUOTA_EXCEEDED` to what would run for the first time, and nothing is stored;
-    /// what is stored is still replayed.
+    /// How many bytes the stored answers of one tenant may take: headers and body as they stand in
+    /// the database, until the lifetime of the body ends. Default: no limit. Beyond it, a request
+    /// that would run for the first time gets 429 `IDEMPOTENCY_QUOTA_EXCEEDED`, and nothing is
+    /// stored. Stored answers are still replayed.
     ///
-    /// The store is asked every five seconds, for a tenant that begins operations and in each
-    /// process; where that takes longer than a quarter of a second, less often, so that it is at
-    /// most a twentieth of the time. Between two looks the bound may be passed by what the tenant
-    /// stores meanwhile, and by what runs already: it keeps a database from filling over hours, and
-    /// how fast a tenant may be is the rate limit's to say. What is not counted: records without
-    /// their body, which are small, and commands of phased operations, which
-    /// [`Self::open_per_tenant_max`] bounds while they run.
+    /// Each process asks the store at most every five seconds, and only for tenants that begin
+    /// operations. When a query takes longer than a quarter of a second, the process asks less
+    /// often, so that queries take at most a twentieth of the time. Between two queries a tenant
+    /// can exceed the limit by what it stores meanwhile and by what already runs. The limit keeps a
+    /// database from filling over hours; use a rate limit against fast clients. It does not count
+    /// records without a body, which are small, nor the commands of phased operations, which
+    /// [`Self::open_per_tenant_max`] limits while they run.
     ///
-    /// A guard does not count: [`Engine::protect`](Core::protect) refuses.
+    /// A guard store does not count bytes: [`Engine::protect`](Core::protect) then returns an
+    /// error.
     #[must_use]
     pub fn stored_bytes_per_tenant_max(mut self, bytes: u64) -> Self {
         self.stored_bytes_per_tenant_max = Some(bytes);
         self
     }
 
-    /// The region of this service, and where the keys of a scope are kept: a request for another
-    /// region's is answered 421 with its name, never redirected (M106). `None`: at home everywhere.
+    /// The region of this service, and a function that returns the region that keeps the keys of a
+    /// scope. A request whose keys another region keeps gets 421 with that region's name; it is
+    /// never redirected (M106). The function returns `None` for keys that every region may serve.
     #[must_use]
     pub fn region(
         mut self,
@@ -154,16 +159,16 @@ impl<S: Keys> EngineBuilder<S> {
         self
     }
 
-    /// Where the engine shows whether its store is there, as the part `operations`: it asks four
-    /// times a second, on a connection of its own, and `/readyz` waits for no database. Default:
-    /// the log alone.
+    /// Where the engine reports whether its store answers, as the part `operations`. The engine
+    /// asks the store four times a second on a connection of its own, so `/readyz` waits for no
+    /// database. Default: the log only.
     #[must_use]
     pub fn health(mut self, health: Health) -> Self {
         self.health = health;
         self
     }
 
-    /// Makes the engine; inside a Tokio runtime it begins at once to watch its store.
+    /// Makes the engine. Inside a Tokio runtime, the engine begins at once to watch its store.
     #[must_use]
     pub fn build(self) -> Engine<S> {
         let admission = Admission::new(self.store.connections_max());
@@ -192,7 +197,7 @@ impl<S: Keys> EngineBuilder<S> {
 }
 
 impl<S: Keys> Engine<S> {
-    /// Begins to make an engine on this store.
+    /// Returns a builder for an engine on this store.
     pub fn builder(store: S) -> EngineBuilder<S> {
         EngineBuilder {
             store,
@@ -228,13 +233,14 @@ impl<S: Keys> Deref for Engine<S> {
 }
 
 impl Core {
-    /// Protects an operation. One that is served at two places is registered once, and cloned, or
-    /// twice alike.
+    /// Registers an operation, and returns the handle that requests use. For an operation that is
+    /// served at two paths, register once and clone the handle, or register the same endpoint
+    /// twice.
     ///
     /// # Errors
-    /// Choices that cannot keep the promise together; a name that another operation of this engine
-    /// has: they would share keys, and the lifetimes of one would hold for the other; a quota on
-    /// stored bytes of a store that does not count them.
+    /// Settings of the endpoint that contradict each other; a name that another operation of this
+    /// engine has (the two would share keys, and the lifetimes of one would apply to the other); a
+    /// limit on stored bytes with a store that does not count them.
     pub fn protect(&self, endpoint: Endpoint) -> Result<Registered, EndpointError> {
         if self.inner.stored_quota.is_some() && self.inner.store.durability() == Durability::Guard {
             return Err(EndpointError::StoredBytes);
@@ -259,43 +265,44 @@ impl Core {
         lock(&self.inner.endpoints).clone()
     }
 
-    /// The store, as far as any store goes.
+    /// The store, through the interface that every store has.
     pub(super) fn store(&self) -> &dyn Keys {
         self.inner.store.as_ref()
     }
 
-    /// The keys of stored bytes: commands of phased operations are sealed with it too.
+    /// The cipher of stored bytes. It also seals the commands of phased operations.
     #[must_use]
     pub fn sealer(&self) -> &Sealer {
         &self.inner.sealer
     }
 
-    /// What becomes of a request: see [`Front`].
+    /// A [`Front`] for one request: it decides what the request gets.
     #[must_use]
     pub fn front(&self, endpoint: &Registered, asking: Asking) -> Front {
         Front::new(self.clone(), endpoint.clone(), asking)
     }
 
-    /// The memory of a tenant's request body: nothing yet. Let it grow as bytes come, and keep it
-    /// as long as they are needed.
+    /// Returns a permit for the request body of a tenant; it holds no bytes yet. Call
+    /// [`BodyPermit::grow`] as bytes arrive, and keep the permit as long as the bytes are needed.
     #[must_use]
     pub fn body_memory(&self, tenant: &str) -> BodyPermit {
         self.inner.body_memory.of(tenant)
     }
 
-    /// Runs work that must end even when nobody waits for it any more: a client's disconnect drops
-    /// the request's future, not this (pitfall 2). [`Self::drain`] waits for it.
+    /// Runs work that must finish even when nobody waits for it any more. When a client
+    /// disconnects, the future of its request is dropped; this task is not (pitfall 2).
+    /// [`Self::drain`] waits for the task.
     pub fn spawn<T: Send + 'static>(&self, work: impl Future<Output = T> + Send + 'static) -> JoinHandle<T> {
         self.inner.tasks.spawn(work)
     }
 
-    /// Runs a call of the application's own for as long as the store is there: with the database
-    /// away it fails within two seconds, and stands in no line for a connection. It is dropped
-    /// then: a write may have happened.
+    /// Runs a database call of the application as long as the store answers. When the database is
+    /// away, the call fails within two seconds instead of waiting for a connection. The call's
+    /// future is dropped then; a write may have happened.
     ///
     /// # Errors
-    /// What the call says; [`StoreError::Unavailable`] where the store is away, or goes away
-    /// meanwhile.
+    /// The error of the call; [`StoreError::Unavailable`] if the store is away, or goes away before
+    /// the call ends.
     pub async fn while_there<T, E: Into<StoreError>>(
         &self,
         call: impl Future<Output = Result<T, E>>,
@@ -303,9 +310,9 @@ impl Core {
         self.reach().within(async { call.await.map_err(Into::into) }).await
     }
 
-    /// Waits until all that was started here has ended, at most this long; true if it has. Take no
-    /// more requests before; give it less than the shortest lease, so that what does not end is not
-    /// another's yet.
+    /// Waits at most this long until all tasks that were started here have ended; returns whether
+    /// they have. Stop taking requests first. Give less time than the shortest lease, so that no
+    /// other process takes over a task that still runs here.
     pub async fn drain(&self, at_most: Duration) -> bool {
         self.inner.tasks.close();
         let ended = tokio::time::timeout(at_most, self.inner.tasks.wait()).await.is_ok();
@@ -313,11 +320,11 @@ impl Core {
         ended
     }
 
-    /// The answer as it is stored for a request: sanitised, perhaps compressed and encrypted. For
-    /// what finishes a record by itself: a phased operation, and a guard.
+    /// Encodes an answer for storage: filtered, and compressed and encrypted where that is set. For
+    /// callers that finish a record themselves: phased operations and guards.
     ///
     /// # Errors
-    /// [`SealError`]; nothing is to be stored in plain instead.
+    /// [`SealError`]. Do not store the answer in plain instead.
     pub fn encode(
         &self,
         endpoint: &Registered,
@@ -328,7 +335,7 @@ impl Core {
         codec::encode(endpoint.endpoint(), &self.inner.sealer, identity, fingerprint, kept)
     }
 
-    /// The stored answer of a record, whose body was read.
+    /// Decodes the stored answer of a record. The caller has read `body`.
     ///
     /// # Errors
     /// [`SealError`].
@@ -339,27 +346,29 @@ impl Core {
         codec::decode(endpoint.endpoint(), &self.inner.sealer, of, (status, version), body)
     }
 
-    /// Sets the gauges of M103: call it before metrics are shown, in each process. As
-    /// [`Self::sweep`] it also writes down, now and then, which fingerprints this process reads and
-    /// writes, for `oncebox doctor` (O21); where that fails, it says so in the log and goes on.
+    /// Sets the gauges of M103. Call it in each process before metrics are shown. Like
+    /// [`Self::sweep`], it also records from time to time which fingerprint versions this process
+    /// reads and writes, for `oncebox doctor` (O21). If that fails, it logs a warning and
+    /// continues.
     ///
     /// # Errors
-    /// What the store says; the gauges stay as they were.
+    /// The error of the store; the gauges keep their values.
     pub async fn measure(&self) -> Result<(), StoreError> {
         let stats = self.reach().within(self.inner.store.operation_stats()).await?;
         self.announce().await;
-        // The claims of transactional operations are seen by nobody but the process that runs them (O19).
+        // The store cannot see the uncommitted claims of transactional operations; only the process
+        // that runs them can (O19).
         let oldest = stats.oldest_in_progress.max(self.inner.running.oldest());
         observe::operations_stand(oldest, stats.unknown);
         Ok(())
     }
 
-    /// Forgets what nobody was promised any more: bodies, then records of every protected
-    /// operation, at most about `limit` of each, in bounded statements (M101). Gives how many. Call
-    /// it now and then, in as many processes as you like.
+    /// Deletes expired data: bodies, then the records of every protected operation, about `limit`
+    /// of each at most, in bounded statements (M101). Returns how many rows it deleted or emptied.
+    /// Call it regularly, in as many processes as you like.
     ///
     /// # Errors
-    /// What the store says; what was forgotten before stays forgotten.
+    /// The error of the store; what was deleted before it stays deleted.
     pub async fn sweep(&self, limit: u32) -> Result<u64, StoreError> {
         self.announce().await;
         let mut forgotten = self.inner.store.expire_bodies(limit).await?;
@@ -375,24 +384,25 @@ impl Core {
         Ok(forgotten)
     }
 
-    /// Whether the store is there.
+    /// What is known of the store. Starts the task that watches it, if it does not run yet.
     pub(super) fn reach(&self) -> &Reach {
         self.inner.reach.attend(&self.inner.store);
         &self.inner.reach
     }
 
-    /// A place as [`Self::place`] gives it, where one is free.
+    /// Returns a place as [`Self::place`] does, but only if one is free now.
     pub(super) fn place_at_once(&self, operation: &OperationName) -> Option<Place> {
         self.inner.admission.at_once(operation)
     }
 
-    /// A place for an operation that holds a connection while it runs; none: there is no room.
+    /// Waits for a place for an operation that holds a connection while it runs. Returns `None` if
+    /// no place became free in time; the caller answers that there is no room.
     pub(super) async fn place(&self, operation: &OperationName) -> Option<Place> {
         self.inner.admission.place(operation).await
     }
 
-    /// Waits for a task that needs the store; none where that is away for longer than the task
-    /// would need to say so. The task goes on.
+    /// Waits for a task that needs the store. Returns `None` when the store is away for so long
+    /// that waiting is useless (see [`Reach::lost`]). The task continues in both cases.
     pub(super) async fn attended<T>(&self, mut task: JoinHandle<T>) -> Option<Result<T, JoinError>> {
         tokio::select! {
             biased;
@@ -406,7 +416,7 @@ impl Core {
         self.inner.live.announce(self.store(), &versions).await;
     }
 
-    /// Whether somebody waits for the end of all that was started here.
+    /// Whether [`Self::drain`] runs now.
     pub(super) fn is_draining(&self) -> bool {
         self.inner.tasks.is_closed()
     }
@@ -419,17 +429,17 @@ impl Core {
         &self.inner.keyring
     }
 
-    /// Whether this tenant has as much open as it may.
+    /// Whether as many operations of this tenant run in this process as are allowed.
     pub(super) fn is_over_quota(&self, tenant: &str) -> bool {
         self.inner.open_per_tenant_max.is_some_and(|max| self.inner.running.of_tenant(tenant) >= max)
     }
 
-    /// Whether something of a tenant is counted in the store before a claim.
+    /// Whether a limit for tenants must be checked in the store before a claim.
     pub(super) fn has_quota(&self) -> bool {
         self.inner.open_per_tenant_max.is_some() || self.inner.stored_quota.is_some()
     }
 
-    /// Whether it has as much committed without an outcome as it may.
+    /// Whether the tenant has as many committed records without an outcome as are allowed.
     pub(super) async fn is_over_open_quota(&self, tenant: &str) -> Result<bool, StoreError> {
         match self.inner.open_per_tenant_max {
             Some(max) => Ok(self.inner.store.open_of_tenant(tenant).await? >= u64::from(max)),
@@ -437,7 +447,7 @@ impl Core {
         }
     }
 
-    /// Whether it has as many bytes stored as it may.
+    /// Whether the tenant has as many bytes stored as are allowed.
     pub(super) async fn is_over_bytes(&self, tenant: &str) -> Result<bool, StoreError> {
         match &self.inner.stored_quota {
             Some(quota) => quota.is_reached(tenant, || self.inner.store.stored_of_tenant(tenant)).await,
@@ -445,7 +455,7 @@ impl Core {
         }
     }
 
-    /// The home of a scope's keys, if it is not here.
+    /// The region that keeps the keys of this scope, if it is not this one.
     pub(super) fn home_elsewhere(&self, scope: &Scope) -> Option<String> {
         let (here, home) = self.inner.region.as_ref()?;
         home(scope).filter(|home| home != here)

@@ -1,6 +1,6 @@
-//! The front: what every operation does with a request before and after its own part (O15).
+//! The front of every operation: what happens with a request before and after it executes (O15).
 //!
-//! An operation makes a [`Front`] for a request whose body is read and validated, and takes its turns:
+//! An operation makes a [`Front`] for a request whose body is read and validated, and takes turns:
 //!
 //! ```text
 //! loop {
@@ -17,13 +17,15 @@
 //! }
 //! ```
 //!
-//! Promises: it decides by [`decide`] alone; nothing is executed that it did not say so of; it
-//! holds no connection between two reads, so that duplicates that wait starve nobody; every loop
-//! has a bound; every turn is counted.
+//! Promises: [`decide`] alone decides, and nothing executes without its decision. A front holds no
+//! connection between two reads, so waiting duplicates do not starve others. Every loop has a
+//! bound, and every turn is counted in metrics.
 //!
-//! Cancel safety: dropped at any point, nothing is owned; the entry of the map goes with [`Begin`].
+//! Cancel safety: dropped at any point, it owns nothing. Dropping [`Begin`] removes its entry from
+//! the map of runs.
 //!
-//! Not here: claiming and executing, which each kind of operation does, and the form of answers (`http`, gRPC).
+//! Not here: claim and execution, which each kind of operation does, and the form of answers
+//! (`http`, gRPC).
 
 mod answer;
 
@@ -49,12 +51,11 @@ use crate::policy::operation::{
 };
 use crate::store::{Basis, Fenced, KeptBody, KeyClaim};
 
-/// How often a request may ask again without having waited, before it is told that the key is in
-/// use.
+/// How many turns a request may take without waiting, until it is answered that the key is in use.
 const ROUNDS_MAX: u32 = 8;
-/// Between two looks of a request that waits for another process.
+/// The first pause between two reads of a request that waits for another process.
 const LOOK_EVERY: Duration = Duration::from_millis(50);
-/// The same, when it has waited for long.
+/// The longest such pause.
 const LOOK_EVERY_MAX: Duration = Duration::from_millis(500);
 
 /// The key of a request.
@@ -62,51 +63,50 @@ const LOOK_EVERY_MAX: Duration = Duration::from_millis(500);
 pub enum KeyGiven {
     /// The request has no key.
     Missing,
-    /// What was sent is none.
+    /// The request has a key that is not valid.
     Malformed(KeyError),
     /// The request was sent with this key.
     Given(Key),
 }
 
-/// What a request asks.
+/// A request as the engine sees it.
 #[derive(Clone)]
 pub struct Asking {
-    /// Who asks, from verified authentication; never from a header that a client may set.
+    /// The tenant and principal, from verified authentication; never from a header that a client
+    /// may set.
     pub scope: Option<Scope>,
     /// The key that came with the request, or what was wrong with it.
     pub key: KeyGiven,
-    /// The command, read and validated before.
+    /// The command, which the caller has read and validated.
     pub command: Arc<dyn Canonical + Send + Sync>,
 }
 
-/// What the operation is to do next.
+/// What the operation does next.
 #[derive(Debug)]
 pub enum Turn {
     /// Run without protection: the route asks for no key.
     Unkeyed,
     /// Claim on this basis, then execute.
     Begin(Box<Begin>),
-    /// A phased operation whose driver is gone: take recovery ownership by `record.operation_id`.
+    /// The driver of a phased operation is gone: take the operation over by `record.operation_id`.
     Recover(Box<Record>),
     /// Give the request this answer.
     Answer(Answered),
 }
 
-/// A claim to be made. While it lives, or a place that was taken from it, duplicates in this
-/// process are answered from the map; dropped, they are woken.
+/// A claim to be made. While it lives (or a place that was taken from it), duplicates in this
+/// process are answered from the map of runs. Dropping it wakes the duplicates that wait.
 #[derive(Debug)]
 pub struct Begin {
-    /// The claim. Its operation id is that of the run: a new one, or that of the record that is run
-    /// again.
+    /// The claim. Its operation id is a new one, or that of the record that runs again.
     pub claim: KeyClaim,
     ground: Ground,
     entry: Arc<Entry>,
-    /// Whether it was claimed: it may be claimed anew after a deadlock, and executes for one
-    /// request.
+    /// Whether the claim succeeded before: after a deadlock it is made again, for the same request.
     claimed: AtomicBool,
 }
 
-/// What must still be there for the claim to succeed.
+/// The state of the record that the claim relies on.
 #[derive(Debug, Clone)]
 pub(super) enum Ground {
     New,
@@ -127,60 +127,62 @@ impl Ground {
 }
 
 impl Begin {
-    /// What must still be there for the claim to succeed.
+    /// The state of the record that the claim relies on; if it has changed, the store refuses the
+    /// claim.
     #[must_use]
     pub fn basis(&self) -> Basis<'_> {
         self.ground.basis()
     }
 
-    /// Whether its claim succeeds for the first time: what runs again after a deadlock counts once.
+    /// Returns true the first time the claim succeeds, so that a rerun after a deadlock counts
+    /// once.
     pub(super) fn is_first_claim(&self) -> bool {
         !self.claimed.swap(true, Ordering::Relaxed)
     }
 
-    /// The same, for work that outlives the request.
+    /// The same as an owned value, for work that outlives the request.
     pub(super) fn ground(&self) -> Ground {
         self.ground.clone()
     }
 
-    /// How long it has run.
+    /// How long the run has taken so far.
     #[must_use]
     pub fn ran(&self) -> Duration {
         self.entry.ran()
     }
 
-    /// Its place in the map, for work that outlives the request and must have its end before the
-    /// key is used again.
+    /// Its entry in the map of runs, for work that outlives the request and must end before the key
+    /// is used again.
     pub(super) fn place(&self) -> Arc<Entry> {
         Arc::clone(&self.entry)
     }
 
-    /// The run has its end; see `Entry::leave`.
+    /// Removes the run from the map; see `Entry::leave`.
     pub(super) fn has_ended(&self) {
         self.entry.leave();
     }
 }
 
-/// Where the front stands.
+/// Which source the next turn asks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Stage {
     /// Neither the map nor the store was asked yet.
     Fresh,
-    /// Look in the map, then in the store.
+    /// Look in the map of runs, then in the store.
     Look,
-    /// A lock or an insert was refused: what a read finds is judged, nothing found is busy (O15
-    /// step 4).
+    /// A lock or an insert was refused. A record that the next read finds is judged; no record
+    /// means that somebody holds the key (O15 step 4).
     Refused,
 }
 
-/// What was found, for what follows from the decision.
+/// The run or record that a decision is about.
 enum Seen {
     Nobody,
     Run(Arc<Run>),
     Record(Box<Record>, DbTime),
 }
 
-/// The turns of one request.
+/// Takes the turns of one request.
 pub struct Front {
     engine: Core,
     endpoint: Registered,
@@ -190,12 +192,12 @@ pub struct Front {
     stage: Stage,
     rounds: u32,
     waits_until: Option<Instant>,
-    /// The place among those that wait for this key.
+    /// The place among the duplicates that wait for this key.
     waiting: Option<Waiting>,
     look_every: Duration,
     /// Whether the tenant has as many bytes stored as it may.
     over_bytes: bool,
-    /// The body of the record that was seen last, where the store gave it along.
+    /// The body of the record that was read last, if the store returned it.
     body: Option<KeptBody>,
 }
 
@@ -224,7 +226,7 @@ impl Front {
         }
     }
 
-    /// The engine that this request came to.
+    /// The engine that received this request.
     #[must_use]
     pub fn engine(&self) -> &Core {
         &self.engine
@@ -236,21 +238,21 @@ impl Front {
         &self.endpoint
     }
 
-    /// How long a claim may wait for its turn where there is one writer at a time (O18): the
+    /// How long a claim may wait for its turn in a store with one writer at a time (O18): the
     /// `patience` of the store's calls.
     #[must_use]
     pub fn patience(&self) -> Duration {
         self.endpoint.route().wait_max
     }
 
-    /// What stands for the key in logs: a short hash; empty where there is no key.
+    /// A short hash of the key for logs; empty if there is no key.
     #[must_use]
     pub fn short_key(&self) -> String {
         self.identity.as_ref().map(|identity| identity.key().short_hash()).unwrap_or_default()
     }
 
-    /// What is answered before anybody is asked, and before a body is read: no key, no scope,
-    /// another region. None: go on.
+    /// The answer to a request that is refused before the store is asked and the body is read: no
+    /// key, no scope, another region. `None`: continue.
     #[must_use]
     pub fn early(&self) -> Option<Answered> {
         let decision = self.decide(Found::NotAsked);
@@ -258,13 +260,13 @@ impl Front {
         (!goes_on).then(|| self.refusal(decision, None))
     }
 
-    /// Whether the route asks for no key, and none was sent.
+    /// Whether the request has no key and the route requires none.
     #[must_use]
     pub fn is_unkeyed(&self) -> bool {
         self.decide(Found::NotAsked) == Decision::PassThrough
     }
 
-    /// The next thing to do.
+    /// Returns what the operation does next.
     pub async fn turn(&mut self) -> Turn {
         loop {
             let (decision, seen) = self.ask().await;
@@ -276,11 +278,11 @@ impl Front {
         }
     }
 
-    /// A claim to make without having looked, where this is probably a first request: the last one
-    /// of the operation was. None: take a turn. Whoever runs in this process is answered from the
-    /// map, the age of a key is judged by what a look says (O23), and a tenant's quota is counted
-    /// before its claim. Its place in the map says meanwhile that it tries: who asks for the key
-    /// then waits for what comes of it, and holds nothing.
+    /// Returns a claim to insert without a read before it, when this is probably a first request
+    /// because the last request of this operation was one. Returns `None` (the caller uses
+    /// [`Self::turn`]) if the key already runs in this process, if the route judges the age of keys
+    /// (O23), or if tenants have limits, which are checked before a claim. Until the result of the
+    /// claim is known, other requests for this key wait for it without a connection.
     pub(super) fn claim_unseen(&self) -> Option<Box<Begin>> {
         let digest = self.identity.as_ref()?.digest();
         let judges_age = self.endpoint.route().after_expiry == AfterExpiry::Reject;
@@ -295,8 +297,8 @@ impl Front {
         Some(Box::new(Begin { claim, ground: Ground::New, entry, claimed: AtomicBool::new(false) }))
     }
 
-    /// What [`Self::claim_unseen`] gave stands in a transaction. False: roll back, drop it, and
-    /// take a turn.
+    /// The claim of [`Self::claim_unseen`] stands in a transaction. Returns whether it may execute;
+    /// if not, the caller rolls back, drops `begin` and takes a turn.
     pub(super) fn claimed_unseen(&mut self, begin: &Begin) -> bool {
         let runs = self.decide(Found::Nothing(None)) == Decision::Claim;
         if runs {
@@ -306,20 +308,20 @@ impl Front {
         runs
     }
 
-    /// The claim was refused: another record stands there, or somebody holds it. The next turn
-    /// looks again.
+    /// Notes that the claim was refused: another record exists, or somebody holds the key. The next
+    /// turn reads the record.
     pub fn refused(&mut self, begin: Box<Begin>) {
         drop(begin);
         self.stage = Stage::Refused;
     }
 
-    /// A front of the same request, to answer with while another task holds this one.
+    /// A front of the same request, to make an answer while another task holds this one.
     pub(super) fn under_way(&self) -> Self {
         Self::new(self.engine.clone(), self.endpoint.clone(), self.asking.clone())
     }
 
-    /// The same request under a key that the server makes: for an operation that must claim, and a client
-    /// that sent none (M17).
+    /// The same request under a key that the server makes: for an operation that must claim when
+    /// the client sent no key (M17).
     #[must_use]
     pub fn under_own_key(&self) -> Self {
         let mut asking = self.asking.clone();
@@ -329,18 +331,19 @@ impl Front {
         Self::new(self.engine.clone(), self.endpoint.clone(), asking)
     }
 
-    /// Looks again from the beginning: after a recovery, or when an outcome was lost sight of.
+    /// Reads the record again in the next turn: after a recovery, or when the answer of a commit
+    /// was lost.
     pub fn look_again(&mut self) {
         self.stage = Stage::Look;
         self.rounds += 1;
     }
 
-    /// Notes it in metrics and spans.
+    /// Counts an event in metrics and notes it in the span.
     pub fn note(&self, noted: Noted) {
         observe::noted(self.endpoint.operation().as_str(), &self.short_key(), noted);
     }
 
-    /// The answer where the store failed at this stage: 503, and nothing was executed or everything
+    /// The answer after the store failed at this stage: 503. Nothing was executed, or everything
     /// was rolled back.
     pub fn store_failed(&self, stage: &'static str, error: &StoreError) -> Answered {
         tracing::warn!(operation = %self.endpoint.operation(), key = self.short_key(), stage, %error, "the store failed");
@@ -372,7 +375,7 @@ impl Front {
                     return (Decision::InProgress(InProgress::Accepted), Seen::Record(record, now));
                 }
                 None if !run.ended.is_cancelled() => return (decision, Seen::Run(run)),
-                // It has ended meanwhile: what it came to stands there.
+                // The run has ended meanwhile: the store has its outcome.
                 None => {}
             }
         }
@@ -395,7 +398,8 @@ impl Front {
                 let decision = self.decide(Found::Record(&record, look.now));
                 (decision, Seen::Record(Box::new(record), look.now))
             }
-            // Once: whoever held it may have rolled back, and then a wait finds the key free.
+            // Only once: whoever held the key may have rolled back; after a wait the key is then
+            // free.
             None if refused => (self.decide(Found::Busy), Seen::Nobody),
             None => {
                 let id_skew = self.endpoint.route().id_skew;
@@ -405,9 +409,9 @@ impl Front {
         }
     }
 
-    /// Where a duplicate of a run of this process is sent to its operation: the map knows of none,
-    /// and the record does once the claim is committed. None: there is nothing to point at, or no
-    /// connection at once, and the map's decision stands.
+    /// The record of a run in this process, where the route sends duplicates to their operation:
+    /// only the record has the operation's id, and only after the claim is committed. `None`: there
+    /// is no such record, or it was not read in time; the decision from the map stays.
     async fn operation_of(&self, decision: Decision, identity: &Identity) -> Option<(Box<Record>, DbTime)> {
         let accepts = self.endpoint.route().while_running == WhileRunning::Accepted;
         if !accepts || decision != Decision::InProgress(InProgress::Conflict) {
@@ -426,8 +430,8 @@ impl Front {
         accepted.then(|| (Box::new(record), look.now))
     }
 
-    /// What would start more, unless the tenant has as much open as it may, also elsewhere and
-    /// unresolved (O11), or as much stored.
+    /// Changes a decision to execute into a refusal if the tenant is at a limit: operations without
+    /// an outcome, in all processes (O11), or stored bytes.
     async fn within_quota(&mut self, decision: Decision) -> Decision {
         let starts = matches!(decision, Decision::Claim | Decision::Reclaim | Decision::ExecuteAsNew);
         let Some(scope) = self.asking.scope.as_ref().filter(|_| starts) else { return decision };
@@ -451,7 +455,7 @@ impl Front {
         }
     }
 
-    /// One read. After a transient failure it is asked again, a little later.
+    /// Reads the record. A transient error is retried a few times.
     async fn find(&self, identity: &Identity) -> Result<crate::store::Look, StoreError> {
         let mut tries = 0;
         loop {
@@ -485,14 +489,14 @@ impl Front {
         decide(route, asked, found)
     }
 
-    /// What follows from a decision; none: ask again.
+    /// Does what the decision says. `None`: decide again.
     async fn follow(&mut self, decision: Decision, seen: Seen) -> Option<Turn> {
         let record = match seen {
             Seen::Record(record, now) => Some((record, now)),
             Seen::Run(run) => {
                 if decision == Decision::InProgress(InProgress::Wait) && self.may_wait() {
                     let until = self.waits_until.map_or(self.look_every, |until| until.duration_since(Instant::now()));
-                    // A run of this process says itself when it has ended.
+                    // The run wakes its waiters when it ends.
                     let _ = tokio::time::timeout(until, run.ended.cancelled()).await;
                     return None;
                 }
@@ -551,11 +555,11 @@ impl Front {
 
     fn begin(&mut self, ground: Ground) -> Option<Turn> {
         let claim = self.claim(&ground)?;
-        // A wait has its own end.
+        // A request that waits is bounded by its time, not by its turns.
         if self.waiting.is_none() {
             self.rounds += 1;
         }
-        // None: another request of this process was faster; it is judged from the map.
+        // `None`: another request of this process was faster. The next turn finds it in the map.
         let entry = self.enter(&claim, false)?;
         self.waiting = None;
         Some(Turn::Begin(Box::new(Begin { claim, ground, entry, claimed: AtomicBool::new(false) })))
@@ -580,8 +584,8 @@ impl Front {
         Some(KeyClaim { identity, principal, fingerprint, mode, operation_id, owner, lease })
     }
 
-    /// Whether a run of what failed has ended after all, which is written now. Only runs of these
-    /// modes can lose a lease and still have an effect.
+    /// Whether an earlier run of this failed record has ended after all. If so, its outcome is
+    /// written now. Only runs of these modes can lose their lease and still have an effect.
     async fn end_of_late_run(&self, seen: &Record) -> Result<bool, StoreError> {
         if !matches!(seen.mode, Mode::Edge | Mode::Bridged) {
             return Ok(false);
@@ -601,15 +605,15 @@ impl Front {
         }
     }
 
-    /// Counts a key that is refused as locked: by what nobody can see (`unseen`), or after a wait
-    /// (M104).
+    /// Counts a request that is refused because the key is in use, if the holder has no visible
+    /// record (`unseen`) or the request has waited (M104).
     fn note_lock(&self, decision: Decision, unseen: bool) {
         if matches!(decision, Decision::InProgress(_)) && (unseen || self.waiting.is_some()) {
             self.note(Noted::LockTimeout);
         }
     }
 
-    /// Whether a duplicate may go on waiting; the first call starts its time, and takes a place.
+    /// Whether a duplicate may wait on. The first call starts its time and takes a place.
     fn may_wait(&mut self) -> bool {
         let route = self.endpoint.route();
         let until = *self.waits_until.get_or_insert_with(|| Instant::now() + route.wait_max);

@@ -1,7 +1,8 @@
-//! What this process says of the fingerprints that it reads and writes (O21).
+//! Records in the store which fingerprint versions this process reads and writes (O21).
 //!
-//! Promise: nothing waits for it longer than a second, and nothing fails by it; it is said once in
-//! [`SAID_EVERY`], again where an operation came, and tried again at the next turn where it failed.
+//! Promise: callers wait for it at most a second, and never fail because of it. It is written once
+//! in [`SAID_EVERY`], again when an operation was added, and again at the next call after a
+//! failure.
 
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
@@ -11,10 +12,10 @@ use uuid::Uuid;
 use crate::policy::operation::versions::{SAID_EVERY, Versions};
 use crate::store::Keys;
 
-/// How long it may take to say it.
+/// The longest time that one write may take.
 const AT_MOST: Duration = Duration::from_secs(1);
 
-/// Who this process is, and when it last said what it reads.
+/// The id of this process, and when it last recorded its versions.
 #[derive(Debug)]
 pub(super) struct Live {
     process: Uuid,
@@ -26,12 +27,12 @@ impl Live {
         Self { process: Uuid::now_v7(), said: Mutex::new(None) }
     }
 
-    /// Says it, where its time has come.
+    /// Writes the versions of this process, if that is due.
     pub(super) async fn announce(&self, store: &dyn Keys, versions: &[Versions]) {
         if !self.is_due(versions.len()) {
             return;
         }
-        // Whoever asks for gauges, or whether the service is ready, waits for no lock and no
+        // A caller that wants gauges or the readiness of the service must not wait for a lock or a
         // connection because of this.
         let failed = match tokio::time::timeout(AT_MOST, store.announce(self.process, versions)).await {
             Ok(Ok(())) => return,

@@ -1,15 +1,15 @@
-//! The memory that request bodies may fill, in the whole process and for one tenant
+//! Limits the memory of request bodies, for the whole process and for each tenant
 //! (`body_memory_max`, O29).
 //!
-//! Promise: only bytes that came are counted, so a connection that announces much and sends nothing
-//! takes nothing from others; what one tenant holds leaves room for the rest; what is held is given
-//! back when its holder is dropped; nobody waits for memory, because a queue of requests would hold
-//! as much again.
+//! Promise: only bytes that have arrived are counted, so a connection that announces a large body
+//! and sends nothing takes nothing from others. One tenant cannot take all of the memory. A permit
+//! returns its bytes when it is dropped. Nobody waits for memory, because a queue of requests would
+//! hold as much memory again.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// Bytes that are held now, in all and by tenant.
+/// The bytes that are held now, in total and by tenant.
 #[derive(Debug, Default)]
 struct Held {
     all: usize,
@@ -24,7 +24,7 @@ pub(super) struct BodyMemory {
     held: Arc<Mutex<Held>>,
 }
 
-/// Bytes of the budget that a tenant's request holds; given back when dropped.
+/// The bytes that one request of a tenant holds. Dropping it returns them.
 #[derive(Debug)]
 pub struct BodyPermit {
     memory: BodyMemory,
@@ -33,7 +33,7 @@ pub struct BodyPermit {
 }
 
 impl BodyMemory {
-    /// `tenant_max`: the share of one tenant; none: half.
+    /// `tenant_max`: the share of one tenant; `None` means half.
     pub(super) fn new(max: usize, tenant_max: Option<usize>) -> Self {
         Self { max, tenant_max: tenant_max.unwrap_or(max / 2), held: Arc::default() }
     }
@@ -49,7 +49,7 @@ impl BodyMemory {
 }
 
 impl BodyPermit {
-    /// Holds so many bytes more; false where they do not fit: answer 503
+    /// Adds this many bytes to the permit. Returns false if they do not fit; the caller answers 503
     /// [`Code::BodyMemoryExceeded`](crate::policy::operation::Code::BodyMemoryExceeded).
     #[must_use]
     pub fn grow(&mut self, bytes: usize) -> bool {

@@ -1,13 +1,13 @@
-//! What a tenant may have stored: how many bytes of answers, asked of the store now and then.
+//! Limits how many bytes of answers a tenant may have stored; asks the store from time to time.
 //!
-//! Promises: the store is asked at most once in [`EVERY`] for a tenant, by one request at a time,
-//! and for at most a twentieth of the time; what is remembered of tenants is bounded. Between two
-//! looks a tenant may pass its quota by what it stores meanwhile.
+//! Promises: for each tenant, the store is asked at most once in [`EVERY`], by one request at a
+//! time, and for at most a twentieth of the time. The number of tenants that are remembered is
+//! bounded. Between two queries a tenant can exceed its quota by what it stores meanwhile.
 //!
-//! Cancel safety: a request that is dropped while it asks lets the next one ask.
+//! Cancel safety: if a request is dropped while it asks, the next request may ask.
 //!
 //! Not here: the sum itself ([`Keys::stored_of_tenant`](crate::store::Keys::stored_of_tenant)), and
-//! what is open (`running`).
+//! the number of open operations (`running`).
 
 use std::collections::HashMap;
 use std::future::Future;
@@ -18,14 +18,14 @@ use tokio::sync::Mutex as Turn;
 
 use crate::error::StoreError;
 
-/// Between two looks at what a tenant has stored.
+/// How long the result of a query stays valid, at least.
 const EVERY: Duration = Duration::from_secs(5);
-/// A look that took long is followed by a pause of so many times its length.
+/// The result of a slow query stays valid for this many times its duration.
 const PAUSE: u32 = 19;
-/// Of how many tenants is remembered what they have stored.
+/// The largest number of tenants whose results are remembered.
 const TENANTS_MAX: usize = 4_096;
 
-/// The quota on stored bytes, and what is known of tenants.
+/// The limit on stored bytes, and the last results by tenant.
 #[derive(Debug)]
 pub(super) struct StoredQuota {
     bytes_max: u64,
@@ -36,7 +36,7 @@ pub(super) struct StoredQuota {
 #[derive(Debug, Default)]
 struct Tenant {
     known: Mutex<Option<Known>>,
-    /// Held by the request that asks.
+    /// The request that asks the store holds this lock.
     turn: Turn<()>,
 }
 
@@ -51,7 +51,7 @@ impl StoredQuota {
         Self { bytes_max, every: EVERY, tenants: Mutex::default() }
     }
 
-    /// Whether a tenant has as many bytes stored as it may, by what `ask` said last.
+    /// Whether a tenant has reached the limit, by the last result of `ask`.
     pub(super) async fn is_reached<F>(&self, tenant: &str, ask: impl FnOnce() -> F) -> Result<bool, StoreError>
     where
         F: Future<Output = Result<u64, StoreError>>,
@@ -68,11 +68,11 @@ impl StoredQuota {
         let _turn = match (known, tenant.turn.try_lock()) {
             (Some(known), _) if Instant::now() < known.until => return Ok(known.bytes),
             (_, Ok(turn)) => turn,
-            // Another request asks: what was known is good enough meanwhile.
+            // Another request asks now: the last result is good enough meanwhile.
             (Some(known), Err(_)) => return Ok(known.bytes),
             (None, Err(_)) => tenant.turn.lock().await,
         };
-        // Who had the turn before may have been told.
+        // The request that had the turn before may have asked.
         if let Some(known) = tenant.known().filter(|known| Instant::now() < known.until) {
             return Ok(known.bytes);
         }
@@ -83,7 +83,7 @@ impl StoredQuota {
         Ok(bytes)
     }
 
-    /// How long what a look of this length found is gone by.
+    /// How long the result of a query that took this long stays valid.
     fn pause(&self, look: Duration) -> Duration {
         self.every.max(look * PAUSE)
     }
@@ -125,7 +125,7 @@ mod tests {
 
     use super::*;
 
-    /// Up to 100 bytes, and no look again but after [`forget`].
+    /// A limit of 100 bytes, whose results stay valid until [`forget`].
     fn patient() -> StoredQuota {
         StoredQuota { every: Duration::from_secs(86_400), ..StoredQuota::new(100) }
     }
@@ -164,8 +164,8 @@ mod tests {
         quota.is_reached("t1", away).await.unwrap_err();
     }
 
-    // Shown by: waiting for who asks, where something was known; asking beside him, where nothing
-    // was.
+    // Shown by: waiting for the request that asks, although a result was known; asking beside it,
+    // although none was.
     #[tokio::test]
     async fn one_request_asks_while_others_go_by_what_was_known_or_wait_for_it() {
         let (quota, going) = (Arc::new(patient()), Arc::new(Notify::new()));
@@ -196,7 +196,7 @@ mod tests {
         assert!(!quota.is_reached("t1", || async { panic!("two ask at once") }).await.unwrap());
         going.notify_one();
         assert!(third.await.unwrap());
-        // Dropped while it asks, the next one may.
+        // A request that is dropped while it asks lets the next one ask.
         forget(&quota, "t1");
         let dropped = slow(100);
         begun.notified().await;

@@ -1,12 +1,13 @@
-//! Whether the store answers, known without asking for each request.
+//! Whether the store answers, known without a query for each request.
 //!
-//! One task of an engine asks the store for a sign of life, on a connection that no request uses: a
-//! pool that is used up is no outage. While the store is away, requests are refused at once and
-//! stand in no line for a connection; what waits for the store is told so.
+//! One task of an engine asks the store for a sign of life, on a connection that no request uses,
+//! so an exhausted pool is not mistaken for an outage. While the store is away, requests are
+//! refused at once and do not wait for a connection; calls that already wait for the store end with
+//! an error.
 //!
-//! Promise: an outage is known after [`EVERY`] and [`SIGN_MAX`] at the latest, its end as soon.
+//! Promise: an outage is known after at most [`EVERY`] plus [`SIGN_MAX`], and so is its end.
 //!
-//! Not here: what is answered then ([`Front`](super::Front)).
+//! Not here: the answer to a request during an outage ([`Front`](super::Front)).
 
 use std::future::Future;
 use std::sync::{Arc, Mutex, PoisonError, Weak};
@@ -21,17 +22,17 @@ use crate::store::Keys;
 
 /// The pause between two questions to the store.
 const EVERY: Duration = Duration::from_millis(250);
-/// How long a sign of life may take, in turns of this process: where the machine stands still, the
-/// store is not the one that is silent.
+/// How long a sign of life may take, counted in turns of this process, so that a pause of the whole
+/// machine is not mistaken for a silent store.
 const SIGN_MAX: Duration = Duration::from_secs(1);
 const TURN: Duration = Duration::from_millis(50);
-/// How long the store must be away until nobody waits any more for a task that needs it: one that
-/// has not begun says so itself.
+/// How long the store must be away before a request stops waiting for a task that needs it. A task
+/// that has not begun reports the outage itself within this time.
 const GRACE: Duration = Duration::from_millis(250);
 /// The name of the part in [`Health`].
 const PART: &str = "operations";
 
-/// Why the store is away; none: it is there.
+/// Why the store is away; `None`: it answers.
 type Away = Option<String>;
 
 /// What an engine knows of its store.
@@ -47,28 +48,29 @@ impl Reach {
         Self { away: Arc::new(watch::Sender::new(None)), health, asking: Mutex::new(None) }
     }
 
-    /// Begins to ask, where a runtime is there to do it and nobody asks yet.
+    /// Starts the task that asks, if there is a Tokio runtime and the task does not run yet.
     pub(super) fn attend(&self, store: &Arc<dyn Keys>) {
         let mut asking = self.asking.lock().unwrap_or_else(PoisonError::into_inner);
         if asking.as_ref().is_none_or(JoinHandle::is_finished)
             && let Ok(runtime) = tokio::runtime::Handle::try_current()
         {
-            // The store was connected to just now.
+            // The store was connected to a moment ago.
             self.health.set(PART, PartState::Ready);
             *asking = Some(runtime.spawn(ask(Arc::clone(store), Arc::downgrade(&self.away), self.health.clone())));
         }
     }
 
-    /// The error of whoever needs the store now; none where it is there, as far as is known.
+    /// The error for a caller that needs the store now; `None`: the store answers, as far as is
+    /// known.
     pub(super) fn error(&self) -> Option<StoreError> {
         self.away.borrow().as_deref().map(gone)
     }
 
-    /// Runs a call that may be dropped at any moment, for as long as the store is there.
+    /// Runs a call as long as the store answers. The call may be dropped at any moment.
     ///
     /// # Errors
-    /// What the call says; [`StoreError::Unavailable`] where the store is away, or goes away before
-    /// the call has ended.
+    /// The error of the call; [`StoreError::Unavailable`] if the store is away, or goes away before
+    /// the call ends.
     pub(super) async fn within<T>(&self, call: impl Future<Output = Result<T, StoreError>>) -> Result<T, StoreError> {
         let mut away = self.away.subscribe();
         if let Some(error) = self.error() {
@@ -81,7 +83,7 @@ impl Reach {
         }
     }
 
-    /// Comes when the store has gone away and has not come back for [`GRACE`].
+    /// Returns when the store has been away for [`GRACE`] without coming back.
     pub(super) async fn lost(&self) {
         let mut away = self.away.subscribe();
         loop {
@@ -98,7 +100,7 @@ async fn lost(away: &mut watch::Receiver<Away>) -> String {
     let why = away.wait_for(Option::is_some).await.map(|why| why.clone().unwrap_or_default());
     match why {
         Ok(why) => why,
-        // The engine is dropped.
+        // The engine is dropped, so no outage will be reported any more.
         Err(_) => std::future::pending().await,
     }
 }
@@ -108,7 +110,7 @@ fn gone(why: &str) -> StoreError {
     StoreError::Unavailable(sqlx::Error::Io(std::io::Error::new(std::io::ErrorKind::NotConnected, why)))
 }
 
-/// Asks until the engine is gone.
+/// Asks for signs of life until the engine is dropped.
 async fn ask(store: Arc<dyn Keys>, away: Weak<watch::Sender<Away>>, health: Health) {
     loop {
         let now = sign_of_life(store.as_ref()).await.err();

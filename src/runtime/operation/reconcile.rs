@@ -1,9 +1,9 @@
-//! Finds out how an edge run ended whose end was not seen, where its route can (O11).
+//! Finds out the outcome of an edge run whose end was not recorded, where its route can (O11).
 //!
-//! Promises: of twenty requests that wake it, one asks: it takes the record over by the fenced
-//! claim, so a slow answer that comes after another's changes nothing. What cannot be said leaves
-//! the record UNKNOWN. A run that ended after it had lost its lease has said so, which stands above
-//! what the route finds out: the key of a run that ended is not freed.
+//! Promises: however many requests start a reconciliation, one of them asks. It takes the record
+//! over with the fenced claim, so a slow answer that arrives after another's changes nothing. If
+//! the outcome cannot be found out, the record stays UNKNOWN. Evidence of a run that ended after it
+//! had lost its lease overrides the answer of the route: the key of a run that ended is not freed.
 
 use std::time::Duration;
 
@@ -19,7 +19,7 @@ use crate::store::{
     Answer, AnswerBody, Basis, Claimed, Fenced, KeyClaim, NewEvidence, Outcome, StoredEvidence, late_runs,
 };
 
-/// Asks in a task of its own.
+/// Starts a reconciliation in a task of its own.
 pub(super) fn wake(engine: &Core, endpoint: &Registered, record: &Record) {
     let Some(ask) = endpoint.endpoint().reconcile.clone() else { return };
     let (engine_of_task, endpoint, record) = (engine.clone(), endpoint.clone(), record.clone());
@@ -36,7 +36,7 @@ pub(super) fn wake(engine: &Core, endpoint: &Registered, record: &Record) {
         };
         let owned = match engine.store().claim(&claim, Basis::TakeOver(&record)).await {
             Ok(Claimed::Owned(owned)) => owned,
-            // Another one asks, or it is known by now.
+            // Another task asks, or the outcome is known by now.
             Ok(Claimed::Existing(_) | Claimed::Vanished) => return,
             Err(error) => return tracing::debug!(%error, "a record could not be taken over for reconciliation"),
         };
@@ -82,9 +82,9 @@ pub(super) fn wake(engine: &Core, endpoint: &Registered, record: &Record) {
     });
 }
 
-/// Writes what a run that lost its lease has said over a failure that may be retried: what happened
-/// is not executed again, though that run's process died before it could write its outcome itself.
-/// False: no run has said that it ended, and the key may run again.
+/// Replaces a failure that may be retried by the outcome that a late run reported as evidence. So
+/// an effect that happened is not executed again, even if the process of that run died before it
+/// wrote its outcome. Returns false if no run reported an end: the key may run again.
 pub(super) async fn end_of_late_run(engine: &Core, endpoint: &Registered, seen: &Record) -> Result<bool, StoreError> {
     let said = engine.store().runs_of(seen.operation_id).await?;
     let Some(run) = how_it_ended(&said) else { return Ok(false) };
@@ -103,19 +103,19 @@ pub(super) async fn end_of_late_run(engine: &Core, endpoint: &Registered, seen: 
     Ok(true)
 }
 
-/// What keeps the key from being freed.
+/// The outcome of a late run, by which the key was not freed.
 async fn ended(engine: &Core, endpoint: &Registered, record: &Record) -> Outcome {
     let said = engine.store().runs_of(record.operation_id).await.unwrap_or_default();
     how_it_ended(&said).map_or(Outcome::Unknown, |run| outcome_of(endpoint, run))
 }
 
-/// The last word of runs that lost their lease; a success counts, whatever another one said.
+/// The last report of runs that lost their lease. A success overrides a failure.
 fn how_it_ended(said: &[StoredEvidence]) -> Option<&NewEvidence> {
     let of = |verdict: &str| late_runs(said).find(|run| run.verdict == verdict);
     of("success").or_else(|| of("failure"))
 }
 
-/// The outcome of such a run, whose answer is not kept.
+/// The outcome of such a run. Its answer is not kept.
 fn outcome_of(endpoint: &Registered, run: &NewEvidence) -> Outcome {
     tracing::warn!(operation = %endpoint.operation(), verdict = %run.verdict, "a run had ended that the route did not find");
     let body = AnswerBody::Tombstone(Tombstone::Withheld);
@@ -126,7 +126,8 @@ fn outcome_of(endpoint: &Registered, run: &NewEvidence) -> Outcome {
     }
 }
 
-/// Whether a run that lost its lease has succeeded; where that cannot be read, nothing is decided.
+/// Whether a run that lost its lease has succeeded. Returns true if that cannot be read, so that
+/// nothing is decided against it.
 async fn late_success(engine: &Core, record: &Record) -> bool {
     let said = engine.store().runs_of(record.operation_id).await;
     said.map_or(true, |said| late_runs(&said).any(|run| run.verdict == "success"))

@@ -1,4 +1,4 @@
-//! What an operation answers, before HTTP or gRPC gives it its form.
+//! The answer of an operation, before HTTP or gRPC gives it a form.
 
 use uuid::Uuid;
 
@@ -11,15 +11,15 @@ use crate::policy::operation::record::Resource;
 pub struct Reply {
     /// The HTTP status, or the code of gRPC.
     pub status: u16,
-    /// Names, lower case, and values in order; a name may repeat.
+    /// Lower-case names and their values, in order; a name may repeat.
     pub headers: Vec<(String, Vec<u8>)>,
     /// The bytes of the body.
     pub body: Vec<u8>,
-    /// The version of the schema that the body is written in (M66); 0: the endpoint's, of today.
+    /// The version of the schema of the body (M66); 0 means the current version of the endpoint.
     pub schema_version: u32,
-    /// The resource that was made (M34).
+    /// The resource that the operation made (M34).
     pub resource: Option<Resource>,
-    /// What is kept of it.
+    /// Which parts of the answer are kept.
     pub keep: Keep,
 }
 
@@ -31,14 +31,14 @@ pub enum Keep {
     Exact,
     /// The reference to the resource.
     Reference,
-    /// The status: the body is a secret that is shown once.
+    /// The status only: the body is a secret that is shown once.
     Nothing,
 }
 
 /// What an operation answers.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Answered {
-    /// The operation's own answer, now or again.
+    /// The operation's own answer, first or replayed.
     Reply {
         /// The answer of the operation.
         reply: Reply,
@@ -56,19 +56,19 @@ pub struct Problem {
     pub code: Code,
     /// The status, which a route may choose for some codes.
     pub status: u16,
-    /// What is known of the key.
+    /// What is known about the key.
     pub key_state: KeyState,
-    /// When to come again, in seconds.
+    /// After how many seconds to retry.
     pub retry_after: Option<u32>,
-    /// The operation, where its id may be shown.
+    /// The id of the operation, if it may be shown.
     pub operation_id: Option<Uuid>,
     /// The URL of the operation or the resource.
     pub location: Option<String>,
-    /// The resource, for a result that is not retained.
+    /// The resource, if the result is not kept.
     pub resource: Option<Resource>,
-    /// The home of the key, for another region's.
+    /// The region that keeps the key, if it is another one.
     pub home_region: Option<String>,
-    /// What to say beside the title; never a value of the first request.
+    /// A sentence beside the title; it never holds a value of the first request.
     pub detail: Option<String>,
 }
 
@@ -88,14 +88,14 @@ impl Reply {
         Ok(Self { body, ..Self::new(status) }.header("content-type", "application/json"))
     }
 
-    /// With another header; a name may be given again.
+    /// Adds a header; the same name may be added again.
     #[must_use]
     pub fn header(mut self, name: &str, value: impl Into<Vec<u8>>) -> Self {
         self.headers.push((name.to_ascii_lowercase(), value.into()));
         self
     }
 
-    /// With the resource that was made, and its `Location`.
+    /// Sets the resource that the operation made, and its `Location`.
     #[must_use]
     pub fn made(mut self, kind: &str, id: &str, location: &str) -> Self {
         self.resource =
@@ -103,7 +103,7 @@ impl Reply {
         self.header("location", location)
     }
 
-    /// What is kept of it.
+    /// Sets which parts of the answer are kept.
     #[must_use]
     pub fn keep(mut self, keep: Keep) -> Self {
         self.keep = keep;
@@ -112,7 +112,7 @@ impl Reply {
 }
 
 impl Problem {
-    /// A problem with what its code says.
+    /// A problem with the values that its code has.
     #[must_use]
     pub fn new(code: Code) -> Self {
         Self {

@@ -1,12 +1,13 @@
-//! What runs in this process: one entry for each key whose operation was begun here and has not
-//! ended.
+//! The operations that run in this process: one entry for each key whose operation began here and
+//! has not ended.
 //!
 //! Promises: an entry answers a duplicate (409, or 422 for another command) without a connection,
-//! except where a route sends it to the operation (202), which only the record knows; it never
-//! decides that something executes (O15, O19). It goes when its holder is dropped, also by a panic,
-//! and wakes everybody who waits for it; how many wait for a key is bounded.
+//! except where a route answers with a link to the operation (202), which only the record knows. An
+//! entry never decides that something executes (O15, O19). Dropping its holder removes the entry,
+//! also after a panic, and wakes all requests that wait for it. The number of requests that wait
+//! for a key is bounded.
 //!
-//! Not here: runs of other processes, which only the store knows.
+//! Not here: the runs of other processes, which only the store knows.
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -26,13 +27,14 @@ pub(super) struct Run {
     pub(super) since: Instant,
     /// Cancelled when the run has ended.
     pub(super) ended: CancellationToken,
-    /// Whether it is claimed without a look, and not known yet to be a run: it answers nobody.
+    /// Whether this is a claim without a read whose result is not known yet. It answers no
+    /// duplicate.
     tries: AtomicBool,
     tried: Notify,
 }
 
 impl Run {
-    /// Waits until it is known whether this is a run; a claim without a look is one statement.
+    /// Waits until the result of a claim without a read is known; such a claim is one statement.
     pub(super) async fn known(&self) {
         let mut tried = std::pin::pin!(self.tried.notified());
         tried.as_mut().enable();
@@ -51,7 +53,7 @@ impl Run {
 struct Runs {
     by_key: HashMap<[u8; 32], Arc<Run>>,
     by_tenant: HashMap<String, u32>,
-    /// Duplicates that wait, by key; also for runs of other processes.
+    /// How many duplicates wait, by key; also for runs of other processes.
     waiting: HashMap<[u8; 32], u32>,
 }
 
@@ -59,14 +61,14 @@ struct Runs {
 #[derive(Debug, Clone, Default)]
 pub(super) struct Running(Arc<Mutex<Runs>>);
 
-/// Holds the place of one duplicate that waits.
+/// The place of one waiting duplicate.
 #[derive(Debug)]
 pub(super) struct Waiting {
     map: Running,
     digest: [u8; 32],
 }
 
-/// Holds the place of one run.
+/// The entry of one run.
 #[derive(Debug)]
 pub(super) struct Entry {
     map: Running,
@@ -77,8 +79,8 @@ pub(super) struct Entry {
 }
 
 impl Running {
-    /// Enters a run, or with `tries` a claim without a look, which may find that there is nothing
-    /// to run. None where one of this key is there already.
+    /// Enters a run; with `tries`, a claim without a read, which may find that there is nothing to
+    /// run. Returns `None` if this key has an entry already.
     pub(super) fn enter(
         &self,
         identity: &Identity,
@@ -115,7 +117,7 @@ impl Running {
         self.lock().by_key.get(digest).cloned()
     }
 
-    /// A place among those that wait for the run of a key; none where so many wait already.
+    /// A place among the requests that wait for a key. `None`: `at_most` requests wait already.
     pub(super) fn wait(&self, digest: [u8; 32], at_most: u32) -> Option<Waiting> {
         let mut runs = self.lock();
         let waiting = runs.waiting.get(&digest).copied().unwrap_or(0);
@@ -131,7 +133,7 @@ impl Running {
         self.lock().by_tenant.get(tenant).copied().unwrap_or(0)
     }
 
-    /// The age of the oldest run; none if nothing runs.
+    /// The age of the oldest run; `None` if nothing runs.
     pub(super) fn oldest(&self) -> Option<Duration> {
         self.lock().by_key.values().map(|run| run.since.elapsed()).max()
     }
@@ -152,18 +154,18 @@ impl Drop for Waiting {
 }
 
 impl Entry {
-    /// How long it has run.
+    /// How long the run has taken so far.
     pub(super) fn ran(&self) -> Duration {
         self.run.since.elapsed()
     }
 
-    /// It is a run.
+    /// Notes that the claim has succeeded: this is a run.
     pub(super) fn runs(&self) {
         self.run.is_known();
     }
 
-    /// Gives the place up before the answer is given: whoever has the answer and asks again is not
-    /// told that it runs.
+    /// Removes the entry before the answer is given, so that a client that repeats the request
+    /// after the answer is not told that it still runs.
     pub(super) fn leave(&self) {
         if self.left.swap(true, Ordering::Relaxed) {
             return;
@@ -263,7 +265,7 @@ mod tests {
         let second = enter(&map, "key-0000000000000002").unwrap();
         assert_eq!((map.of_tenant("t1"), map.of_tenant("t2")), (2, 0));
         let ended = first.run.ended.clone();
-        // The second call is of no effect, also on who has the place by then.
+        // The second call has no effect, not even on a new entry of the same key.
         first.leave();
         let again = enter(&map, "key-0000000000000001").unwrap();
         drop(first);

@@ -1,14 +1,14 @@
-//! What must come to stand after all, once its request has its answer: that a run is unknown which
-//! ended its transaction by itself.
+//! Marks a run that ended its own transaction as unknown, in the background, when that failed
+//! during the request.
 //!
-//! Promises: it is tried on until it stands or the time is over, which is said in the log; a drain
-//! of the engine waits for it. As long as it is tried, whoever comes with the key to this process
-//! is told that it runs.
+//! Promises: the write is retried until it succeeds or its time is over, which is logged as an
+//! error. A drain of the engine waits for it. While it is retried, other requests for the key in
+//! this process are answered that it runs.
 //!
-//! What is left: another process that is asked before it stands, and this one when the time is
-//! over, execute again.
+//! What remains possible: another process that gets the key before the write succeeds executes it
+//! again, and so does this process after the time is over.
 //!
-//! Not here: what is to stand, and whether ([`transactional`](super::transactional),
+//! Not here: which row is written, and when ([`transactional`](super::transactional),
 //! [`phased::opening`](super::phased)).
 
 use std::sync::Arc;
@@ -21,14 +21,15 @@ use super::front::Begin;
 use crate::error::StoreError;
 use crate::store::Basis;
 
-/// How long it is tried where the store does not answer, and how often.
+/// How long the write is retried, and the pause between two attempts.
 const TRIED_FOR: Duration = Duration::from_secs(60);
 const AGAIN: Duration = Duration::from_millis(250);
 
-/// Makes something stand on what the claim was to stand on.
+/// Writes the row, if the record is still as the claim saw it.
 pub(super) type Stand<S, T> = for<'a> fn(&'a S, &'a T, Basis<'a>, Duration) -> BoxFuture<'a, Result<(), StoreError>>;
 
-/// Tries on behind the answer: a retry that runs before it stands would be a second effect (O1).
+/// Retries `stand` after the answer: a retry of the client that ran first would be a second effect
+/// (O1).
 pub(super) fn mark_unknown_later<S: Send + Sync + ?Sized + 'static, T: Send + Sync + 'static>(
     engine: &Core,
     store: Arc<S>,

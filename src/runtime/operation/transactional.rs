@@ -1,15 +1,16 @@
-//! Transactional operations: claim, effects, messages and the stored answer in one commit (O1, O15, O29, M50).
+//! Transactional operations: claim, effects, messages and the stored answer in one commit (O1, O15,
+//! O29, M50).
 //!
 //! Promises:
 //!
-//! * The handler runs in a task of its own: a client that goes away drops the request, not the
+//! * The handler runs in its own task: when a client disconnects, its request is dropped, not the
 //!   transaction (pitfall 2).
-//! * Whatever the handler returns, the transaction must be shown to be the one that holds the claim
-//!   before anything follows from it. If it is not, "nothing happened" is said only where that is
-//!   proven (O1).
-//! * An error, a panic and a timeout roll back and leave no row; deadlocks and the like run again
-//!   (R27).
-//! * The answer is encoded before COMMIT: what cannot be stored is not committed.
+//! * Whatever the handler returns, nothing follows from it until it is proven that the transaction
+//!   is still the one that holds the claim. If it is not, "nothing happened" is answered only where
+//!   that is proven (O1).
+//! * An error, a panic and a timeout roll back and leave no row. After a transient error, such as a
+//!   deadlock, the handler runs again (R27).
+//! * The answer is encoded before COMMIT: an answer that cannot be stored is not committed.
 //!
 //! Not here: the decisions ([`Front`], [`doubt`](crate::policy::operation::doubt)).
 
@@ -39,31 +40,31 @@ use crate::policy::operation::{Canonical, Code, Outcome, Scope, State};
 use crate::runtime::handler::panic_text;
 use crate::store::{self, Base, Basis, Begun, OperationTx, Operations, Proof};
 
-/// How often a transient failure is followed by another try.
+/// How many attempts are made while the database returns transient errors.
 const TRIES_MAX: u32 = 10;
 
-/// The transaction of one operation: what is written through it commits together with the
-/// operation's outcome.
+/// The transaction of one operation. Everything that is written through it commits together with
+/// the operation's outcome.
 ///
-/// It has no commit and no rollback: what the handler returns decides. Statements that end the
-/// transaction are found out.
+/// It has no commit and no rollback: the value that the handler returns decides. A handler that
+/// ends the transaction with its own statement is detected.
 pub struct EffectTx<'t, S: Base> {
     connection: &'t mut <S::Db as Database>::Connection,
     operation_id: Uuid,
     sent: &'t mut Sent,
 }
 
-/// The messages of one try.
+/// The messages that one attempt enqueued.
 #[derive(Default)]
 struct Sent {
-    /// At least one message was enqueued in this try.
+    /// Whether this attempt enqueued at least one message.
     enqueued: bool,
-    /// Those that are written with the outcome.
+    /// The messages that are written together with the outcome.
     last: Vec<NewMessage>,
 }
 
 impl<'t, S: Base> EffectTx<'t, S> {
-    /// Of a transaction that this store began; an error where another kind of store did.
+    /// Wraps a transaction of the store `S`; an error if another kind of store began it.
     fn new(tx: &'t mut dyn OperationTx, sent: &'t mut Sent) -> Result<Self, StoreError> {
         Ok(Self { operation_id: tx.owned().operation_id, connection: tx.connection()?, sent })
     }
@@ -82,26 +83,26 @@ impl<'t, S: Base> EffectTx<'t, S> {
         store::enqueue(self.connection, message).await
     }
 
-    /// Enqueues a message in the same transaction when the handler has returned, with the outcome:
-    /// on PostgreSQL by the same statement, which saves the round trip of [`Self::enqueue`]. Such
-    /// messages stand behind all that `enqueue` and the connection wrote, in the order of these
-    /// calls. They go with every outcome that commits the effects, and not with a rejection, which
-    /// takes them back; a savepoint that the handler goes back to by itself does not.
+    /// Enqueues a message in the same transaction, but only when the outcome is written: on
+    /// PostgreSQL in the same statement, which saves the round trip of [`Self::enqueue`]. These
+    /// messages come after all that `enqueue` and the connection wrote, in the order of the calls.
+    /// They are committed with every outcome that commits the effects. A rejection, which takes the
+    /// effects back, drops them; a savepoint to which the handler itself rolls back does not.
     ///
     /// # Errors
-    /// [`StoreError::Limit`] where a trace header is malformed or given twice. What else is wrong
-    /// with it is found out with the outcome: nothing is committed then, and the answer is that of
-    /// an error of the handler.
+    /// [`StoreError::Limit`] if a trace header is malformed or given twice. Other errors in the
+    /// message are found when the outcome is written: then nothing is committed, and the request
+    /// gets the answer for an error of the handler.
     pub fn enqueue_last(&mut self, mut message: NewMessage) -> Result<(), StoreError> {
-        // The span is the handler's here.
+        // Taken now, because the current span is the handler's.
         message.settle_trace()?;
         self.sent.enqueued = true;
         self.sent.last.push(message);
         Ok(())
     }
 
-    /// The identity of this run, the same however often it is tried: make downstream identities
-    /// from it, never from the client's key (M78, M79).
+    /// The id of this run, the same in every attempt. Derive downstream ids from it, never from the
+    /// client's key (M78, M79).
     #[must_use]
     pub fn operation_id(&self) -> Uuid {
         self.operation_id
@@ -114,31 +115,31 @@ impl<S: Base> fmt::Debug for EffectTx<'_, S> {
     }
 }
 
-/// What one try came to.
+/// The result of one attempt.
 enum Tried {
     /// The handler's own answer, given for the first time.
     Done(Reply),
-    /// A record stands there, or somebody holds the key.
+    /// Another record exists, or somebody holds the key.
     Refused,
-    /// Nobody's fault, and nothing was done.
+    /// The store failed at this stage, and nothing was committed.
     Again(&'static str, StoreError),
-    /// The outcome stands: answer what is stored.
+    /// The outcome is stored: answer from the record.
     Stored,
     /// The request gets this answer.
     Answer(Answered),
 }
 
 impl<S: Operations + Base> Engine<S> {
-    /// Runs an operation of mode `same_tx` once per key, and answers its second requests (M1).
+    /// Runs a transactional operation once per key, and answers repeated requests (M1).
     ///
-    /// `handler` is called with the command and the transaction, and again after a deadlock;
-    /// nothing of the first call stays then. What it returns: [`Outcome::Completed`] commits; a
-    /// binding [`Outcome::Rejected`] takes its effects back and remembers the refusal; the others
-    /// roll everything back and free the key ([`Outcome::Unknown`] commits and needs an operator).
+    /// `handler` is called with the command and the transaction. After a deadlock it is called
+    /// again; nothing of the first call remains. [`Outcome::Completed`] commits. A binding
+    /// [`Outcome::Rejected`] takes the effects back and stores the refusal. [`Outcome::Unknown`]
+    /// commits and needs an operator. Every other outcome rolls everything back and frees the key.
     /// An error rolls back and answers 500 `OPERATION_FAILED`.
     ///
     /// # Cancel safety
-    /// Dropped, the operation goes on in its own task, and the retry with the same key finds its
+    /// Dropped, the operation continues in its own task, and a retry with the same key finds its
     /// outcome.
     pub async fn execute_transactional<C, F>(
         &self,
@@ -158,7 +159,7 @@ impl<S: Operations + Base> Engine<S> {
         let command = Arc::new(command);
         let asking = Asking { scope, key, command: Arc::clone(&command) as Arc<dyn Canonical + Send + Sync> };
         let mut front = self.front(endpoint, asking);
-        // What needs no execution needs no task.
+        // A request that executes nothing needs no task.
         let begin = loop {
             if let Some(begin) = self.store().claims_unseen().then(|| front.claim_unseen()).flatten() {
                 break Start::Unseen(begin);
@@ -172,11 +173,11 @@ impl<S: Operations + Base> Engine<S> {
         };
         let handler = Box::new(Typed { command, handler, of: PhantomData });
         let execution = Execution { store: Arc::clone(self.store()) as Arc<dyn Operations>, front, handler };
-        // Boxed first: a large future would be moved by every step of its start.
+        // Made before the future is boxed: a large future would be moved at each step of its start.
         let under_way = execution.front.under_way();
         match self.attended(self.spawn(Box::pin(execution.run(begin)))).await {
             Some(Ok(answered)) => answered,
-            // What has begun goes on, and its outcome is found by the next request.
+            // The operation continues; the next request with this key finds its outcome.
             None => {
                 under_way.note(Noted::CommitUnknown);
                 under_way.problem(Code::CommitUnknown)
@@ -189,15 +190,15 @@ impl<S: Operations + Base> Engine<S> {
     }
 }
 
-/// From where a run starts.
+/// How the claim of a run begins.
 enum Start {
-    /// The key was looked for.
+    /// The record was read before.
     Seen(Box<Begin>),
-    /// It is probably new: the statement of the claim looks.
+    /// The key is probably new: the claim is made without a read.
     Unseen(Box<Begin>),
 }
 
-/// A handler with its command, whatever its database.
+/// A handler together with its command, for any database.
 trait Handle: Send + Sync {
     fn handle<'t>(
         &'t self,
@@ -206,7 +207,7 @@ trait Handle: Send + Sync {
     ) -> BoxFuture<'t, Result<Outcome<Reply>, HandlerError>>;
 }
 
-/// A handler that writes through connections of one kind of database.
+/// A handler that writes through the connections of one kind of database.
 struct Typed<S, C, F> {
     command: Arc<C>,
     handler: F,
@@ -244,7 +245,7 @@ impl Execution {
         let (mut begin, mut claimed) = match start {
             Start::Seen(begin) => (begin, None),
             Start::Unseen(begin) => {
-                // What stands already is shown without a place.
+                // Without a place, the record is read instead: a stored answer needs no place.
                 let tried = match &place {
                     Some(_) => self.claim_unseen(begin).await,
                     None => {
@@ -283,7 +284,7 @@ impl Execution {
                     self.front.look_again();
                 }
             }
-            // Who waits for another holds no place.
+            // A request that waits for another run must hold no place.
             drop(held);
             begin = match self.turn().await {
                 Ok(begin) => begin,
@@ -301,7 +302,8 @@ impl Execution {
         }))
     }
 
-    /// The claim of a key that was not looked for, if it is to execute. None: nothing stands, look.
+    /// Makes a claim without a read. Returns `None` if the claim does not execute: take a turn,
+    /// which reads the record.
     async fn claim_unseen(
         &mut self,
         begin: Box<Begin>,
@@ -310,7 +312,7 @@ impl Execution {
         let tx = match engine.reach().within(self.store.begin_unseen(&begin.claim)).await {
             Ok(Some(tx)) => tx,
             Ok(None) | Err(StoreError::Busy(_)) => return Ok(None),
-            // A server that answers and takes no writes still says what stands.
+            // A server that answers but takes no writes can still return stored answers.
             Err(StoreError::Unavailable(sqlx::Error::Database(_))) => return Ok(None),
             Err(error) => return Err(error),
         };
@@ -321,7 +323,8 @@ impl Execution {
         Ok(Some((begin, tx)))
     }
 
-    /// Tries until it is somebody's fault (R27).
+    /// Repeats the attempt while the database returns transient errors (R27), up to [`TRIES_MAX`]
+    /// times and within the route's timeout.
     async fn tries(&self, begin: &Begin, mut claimed: Option<Box<dyn OperationTx>>) -> Tried {
         let until = Instant::now() + self.front.endpoint().route().timeout;
         for tried in 1.. {
@@ -339,7 +342,7 @@ impl Execution {
         Tried::Refused
     }
 
-    /// `claimed`: the claim stands already.
+    /// Makes one attempt. `claimed`: the transaction that already holds the claim.
     async fn try_once(&self, begin: &Begin, claimed: Option<Box<dyn OperationTx>>) -> Tried {
         let front = &self.front;
         let route = front.endpoint().route();
@@ -439,7 +442,7 @@ impl Execution {
         }
     }
 
-    /// A statement or COMMIT that failed for certain: nothing is there.
+    /// A statement or COMMIT has certainly failed: nothing was committed.
     fn failed_to_end(&self, stage: &'static str, error: StoreError) -> Tried {
         if error.is_transient() {
             return Tried::Again(stage, error);
@@ -448,11 +451,11 @@ impl Execution {
         Tried::Answer(self.front.problem(Code::OperationFailed))
     }
 
-    /// Rolls back a transaction that is shown to hold the claim; none: nothing happened.
+    /// Rolls back a transaction that is proven to hold the claim. Returns `None`: nothing happened.
     ///
     /// `transient`: the handler failed with a transient error, such as a deadlock, by which the
-    /// database itself may have ended the transaction (R27). Where the store proves that nothing
-    /// was committed, that burns no key.
+    /// database itself may have ended the transaction (R27). If the store proves that nothing was
+    /// committed, the key stays free.
     async fn roll_back(&self, begin: &Begin, mut tx: Box<dyn OperationTx>, transient: bool) -> Option<Tried> {
         let budget = self.front.endpoint().route().completion_budget;
         match tokio::time::timeout(budget, tx.undo_effects()).await {
@@ -467,7 +470,7 @@ impl Execution {
                 }
                 Some(self.doubt(begin, tx, proof).await)
             }
-            // Dropped: closed, and rolled back by the server.
+            // Dropping the transaction closes its connection, and the server rolls back.
             Ok(Err(error)) => Some(Tried::Again("execute", error)),
             Err(_) => {
                 drop(tx);
@@ -488,7 +491,7 @@ impl Execution {
         self.after(begin, Doubt::TokenGone { nothing_ran_after: proof == Proof::Aborted }, None).await
     }
 
-    /// Looks for what became of a transaction, and follows.
+    /// Reads the record on a new connection to learn what became of a transaction, and acts on it.
     async fn after(&self, begin: &Begin, doubt: Doubt, answer: Option<(State, Reply)>) -> Tried {
         let look = self.store.find_after_lost_commit(&begin.claim, begin.basis()).await;
         self.follow(begin, doubt, look, answer).await
@@ -500,7 +503,7 @@ impl Execution {
         let aftermath = doubt.after(look);
         let Some(code) = aftermath.code() else {
             return match answer {
-                // The id of a new run shows that it is this commit's.
+                // The id of a new run proves that the record is from this commit.
                 Some((state, reply))
                     if look == Look::Ours(state) && matches!(begin.basis(), Basis::New | Basis::Anew(_)) =>
                 {
@@ -539,7 +542,7 @@ impl Execution {
     }
 }
 
-/// Rolls back. Where that is not answered, the connection is closed, and the server rolls back.
+/// Rolls back. If the server does not answer, the connection is closed, and the server rolls back.
 async fn rolled_back(tx: Box<dyn OperationTx>) {
     if let Err(error) = tx.rollback().await {
         tracing::debug!(%error, "a rollback was not answered");

@@ -1,7 +1,7 @@
-//! Which headers of an answer are kept: a list of what may be, because nobody knows all that must
-//! not (pitfalls 20, 21).
+//! Which headers of an answer are kept: an allow-list, because no deny-list is ever complete
+//! (pitfalls 20, 21).
 
-/// Kept of every answer.
+/// Headers that are kept of every answer.
 const ALLOWED: [&str; 9] = [
     "content-type",
     "content-language",
@@ -14,8 +14,8 @@ const ALLOWED: [&str; 9] = [
     "preference-applied",
 ];
 
-/// Never kept, also where a route asks for them: they belong to one answer, one connection or one
-/// caller.
+/// Headers that are never kept, even where a route asks for them: they belong to one answer, one
+/// connection or one caller.
 const NEVER: [&str; 16] = [
     "set-cookie",
     "set-cookie2",
@@ -35,21 +35,21 @@ const NEVER: [&str; 16] = [
     "traceparent",
 ];
 
-/// Prefixes of the same.
+/// Prefixes of headers that are never kept.
 const NEVER_PREFIX: [&str; 5] = ["proxy-", "ratelimit-", "x-ratelimit-", "access-control-", "idempotent-"];
 
-/// Whether no route may keep it.
+/// Whether this header may never be kept.
 pub(super) fn is_never(name: &str) -> bool {
     NEVER.contains(&name) || NEVER_PREFIX.iter().any(|prefix| name.starts_with(prefix))
 }
 
-/// Whether the bytes of the body are of a coding, such as gzip, that one client asked for.
+/// Whether the body has a content coding, such as gzip.
 pub(super) fn is_coded(headers: &[(String, Vec<u8>)]) -> bool {
     let coded = |value: &[u8]| !value.is_empty() && !value.eq_ignore_ascii_case(b"identity");
     headers.iter().any(|(name, value)| name.eq_ignore_ascii_case("content-encoding") && coded(value.trim_ascii()))
 }
 
-/// What is kept of these, in their order.
+/// Returns the headers to keep, in their order; `more` are the names that the route adds.
 pub(super) fn kept(headers: &[(String, Vec<u8>)], more: &[String]) -> Vec<(String, Vec<u8>)> {
     // A header that `Connection` names belongs to the connection.
     let mut hop = Vec::new();

@@ -1,11 +1,12 @@
-//! Takes out of a JSON body what must not be kept (M67).
+//! Removes values that must not be stored from a JSON body (M67).
 //!
-//! Promise: bytes are left as they were where nothing is redacted; a body that is not JSON cannot
-//! be shown to be clean, and is not kept by a route that redacts.
+//! Promise: where nothing is redacted, the bytes do not change. A body that is not JSON cannot be
+//! redacted, so a route with pointers does not keep it.
 
 use serde_json::Value;
 
-/// The body without what the pointers name. None where it is no JSON, and there are pointers.
+/// Returns the body with `"[redacted]"` in every place that a pointer names. `None`: there are
+/// pointers, and the body is not JSON.
 pub(super) fn redacted(body: &[u8], pointers: &[String]) -> Option<Vec<u8>> {
     if pointers.is_empty() || body.is_empty() {
         return Some(body.to_vec());

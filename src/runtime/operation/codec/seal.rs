@@ -1,9 +1,9 @@
-//! Bytes as they are stored: perhaps smaller (feature `compress`), perhaps unreadable without the
-//! key (feature `encrypt`).
+//! The stored form of bytes: compressed (feature `compress`) and encrypted (feature `encrypt`),
+//! each where it is set.
 //!
-//! Promises: what was sealed is opened only in the context it was sealed in (the associated data
-//! names every part behind its length, and the format); a key id that is not here is said by name,
-//! so that another process can answer; no key is shown.
+//! Promises: sealed bytes open only in the context in which they were sealed (the associated data
+//! holds every part with its length, and the format). An unknown key id is reported by name, so
+//! that a process that has the key can answer. No key is ever printed.
 
 use std::fmt;
 
@@ -17,12 +17,12 @@ use crate::store::Sealed;
 const COMPRESSED: u16 = 1;
 /// The bytes are a nonce of 24 bytes and XChaCha20-Poly1305.
 const ENCRYPTED: u16 = 2;
-/// Headers stand before the body, sealed with it.
+/// The headers stand before the body and are sealed with it.
 pub(super) const FRAMED: u16 = 4;
-/// A shorter body is not worth the work.
+/// Shorter bodies are not compressed.
 #[cfg(feature = "compress")]
 const COMPRESS_FROM: usize = 4 << 10;
-/// What an opened body may grow to: stored bytes may be another's.
+/// The largest size of a decompressed body: someone else may have written the stored bytes.
 #[cfg(feature = "compress")]
 const OPENED_MAX: usize = 64 << 20;
 
@@ -30,34 +30,35 @@ const OPENED_MAX: usize = 64 << 20;
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum SealError {
-    /// Another process may have the key.
+    /// This process does not have the key; another process may.
     #[error("it was encrypted under the key id `{0}`, which this process does not have")]
     UnknownKid(String),
-    /// The bytes, or what they belong to, are not what was sealed.
+    /// The bytes, or the values that they belong to, are not what was sealed.
     #[error("the stored bytes are not what was stored for this request")]
     Broken,
-    /// Nobody sealed it, and what is not sealed is not opened here.
+    /// The bytes are not sealed, and this process opens sealed bytes only.
     #[error("the stored bytes are not sealed, and this process opens sealed ones only")]
     Plain,
-    /// This program was built without the feature that reads it.
+    /// This program was built without the feature that is needed to read the bytes.
     #[error("the stored bytes need the feature `{0}`")]
     Feature(&'static str),
-    /// The key to write with is none of those given, or has not 32 bytes.
+    /// The key to write with is not among the given keys; or a key is given twice, or has not 32
+    /// bytes.
     #[error("the encryption key `{0}` is missing, given twice, or has not 32 bytes")]
     Key(String),
 }
 
-/// Seals and opens. Cheap to clone.
+/// Seals and opens stored bytes. Cheap to clone.
 #[derive(Clone, Default)]
 pub struct Sealer {
     write: Option<Kid>,
-    /// What lies in plain is not opened.
+    /// Bytes that are stored in plain are refused.
     sealed_only: bool,
     #[cfg(feature = "encrypt")]
     keys: BTreeMap<String, chacha20poly1305::XChaCha20Poly1305>,
 }
 
-/// A body as it is stored, with its format and the id of the key it is encrypted with.
+/// A body as it is stored, with its format and the id of its encryption key.
 #[derive(Debug)]
 pub(super) struct SealedBody {
     pub(super) bytes: Vec<u8>,
@@ -66,13 +67,14 @@ pub(super) struct SealedBody {
 }
 
 impl Sealer {
-    /// Leaves bytes as they are.
+    /// A sealer that leaves bytes in plain.
     #[must_use]
     pub fn plain() -> Self {
         Self::default()
     }
 
-    /// Encrypts under `write`; opens what was encrypted under any of these keys of 32 bytes.
+    /// Encrypts with the key `write`. Opens bytes that were encrypted with any of `keys`. Each key
+    /// has 32 bytes.
     ///
     /// # Errors
     /// [`SealError::Key`].
@@ -93,34 +95,37 @@ impl Sealer {
         Ok(Self { write: Some(write.clone()), sealed_only: false, keys: by_kid })
     }
 
-    /// Answers with no stored body that lies in plain, and drives no command, sends no request and
-    /// believes no provider's answer that does: whoever can write to the database could put one
-    /// there, and it would be replayed, or charged, as if the service had said it. Take it when the
-    /// last answer from before encryption is gone, after `retention.body`, and the last operation
-    /// has ended that was begun before. An answer that an operator gave from a file lies in plain
-    /// too, and is then answered as one that is not kept; his words about operations are believed.
+    /// Refuses stored bytes that are in plain: such an answer is not replayed, such a command is
+    /// not driven, such a request is not sent, and such evidence of a provider is not used.
+    /// Otherwise, someone who can write to the database could store a false answer or command in
+    /// plain, and this service would replay it or charge for it. Set this after the last answer
+    /// from before encryption has expired (`retention.body`) and the last operation from before it
+    /// has ended. An answer that an operator gave from a file is in plain too; a request for it is
+    /// then answered as for a body that is not kept. An operator's decisions about operations are
+    /// still used.
     ///
     /// States, statuses, times, the reference of a resource and the reason of a missing body are
-    /// columns by which statements decide. They are neither sealed nor authenticated: whoever can
-    /// write them can write the rows of the business too, and needs no stored answer for that.
+    /// columns that statements use to decide. They are neither sealed nor authenticated. Someone
+    /// who can write these columns can also write the business rows, and needs no stored answer for
+    /// that.
     #[cfg(feature = "encrypt")]
     #[must_use]
     pub fn sealed_only(self) -> Self {
         Self { sealed_only: true, ..self }
     }
 
-    /// Seals bytes that belong to these parts, such as the command of a phased operation and its
-    /// id. They are never compressed.
+    /// Seals bytes in this context, such as the id of the operation whose command they are. The
+    /// bytes are never compressed.
     ///
     /// # Errors
-    /// As the cipher; nothing is given in plain instead.
+    /// The error of the cipher; the bytes are not returned in plain instead.
     pub fn seal(&self, context: &[&[u8]], bytes: Vec<u8>) -> Result<Sealed, SealError> {
         let format = if self.write.is_some() { ENCRYPTED } else { 0 };
         let (bytes, kid) = self.encrypt(&associated(context, format), bytes)?;
         Ok(Sealed { bytes, kid })
     }
 
-    /// Opens what [`Self::seal`] has sealed, with the same parts.
+    /// Opens bytes that [`Self::seal`] has sealed, with the same context.
     ///
     /// # Errors
     /// [`SealError::UnknownKid`], [`SealError::Broken`], [`SealError::Plain`].
@@ -132,12 +137,12 @@ impl Sealer {
         }
     }
 
-    /// Whether it encrypts what it seals.
+    /// Whether this sealer encrypts.
     pub(super) fn encrypts(&self) -> bool {
         self.write.is_some()
     }
 
-    /// `framed`: [`FRAMED`], or 0.
+    /// Seals a body; `framed` is [`FRAMED`] or 0.
     pub(super) fn seal_body(&self, context: &[Vec<u8>], bytes: Vec<u8>, framed: u16) -> Result<SealedBody, SealError> {
         let (bytes, compressed) = compress(bytes);
         let mut format = compressed | framed;
@@ -174,7 +179,7 @@ impl Sealer {
         use chacha20poly1305::aead::{Aead, Generate, Payload};
         let Some(kid) = &self.write else { return Ok((bytes, None)) };
         let cipher = self.keys.get(kid.as_str()).ok_or_else(|| SealError::Key(kid.to_string()))?;
-        // 24 random bytes: no two are equal in the life of a key.
+        // 24 random bytes: two equal nonces under one key are practically impossible.
         let nonce = XNonce::generate();
         let payload = Payload { msg: &bytes, aad: associated };
         let mut sealed = nonce.to_vec();
@@ -214,7 +219,7 @@ impl fmt::Debug for Sealer {
     }
 }
 
-/// The parts, each behind its length, and the format.
+/// Joins the format and the parts, each part after its length.
 fn associated(context: &[&[u8]], format: u16) -> Vec<u8> {
     let mut out = b"oncebox body".to_vec();
     out.extend_from_slice(&format.to_be_bytes());

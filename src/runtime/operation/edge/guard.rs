@@ -1,5 +1,5 @@
-//! What a handler behind the layer may hold: how far its run came, and the way to commit its
-//! outcome with its effects (O2).
+//! What the layer gives to a handler: how far its run has come, and a way to commit the outcome
+//! together with the handler's effects (O2).
 
 use std::fmt;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -19,11 +19,11 @@ use crate::runtime::operation::engine::Engine;
 use crate::runtime::operation::reply::Reply;
 use crate::store::{self, Base, Bridged, Fenced, KeyClaim, Keys, Operations, Outcome, Owned};
 
-/// How long a commit that was lost sight of is looked for (O29).
+/// How long a commit whose answer was lost is looked for (O29).
 const LOOK_FOR: Duration = Duration::from_secs(1);
 const LOOK_EVERY: Duration = Duration::from_millis(100);
 
-/// How far a run came (O10). Cheap to clone.
+/// How far a run has come (O10). Cheap to clone.
 #[derive(Debug, Clone, Default)]
 pub struct Progress(Arc<Far>);
 
@@ -44,13 +44,13 @@ enum Committed {
 }
 
 impl Progress {
-    /// A wrapper around the extractor of the body was met: from here on it is known whether the
-    /// operation has started.
+    /// Notes that the extractor of the body is wrapped. From now on it is known whether the
+    /// operation's own code has started.
     pub fn met_extractor(&self) {
         self.0.met.store(true, Ordering::Release);
     }
 
-    /// The request was accepted: the operation's own code begins.
+    /// Notes that the request was accepted and the operation's own code begins.
     pub fn started(&self) {
         self.0.started.store(true, Ordering::Release);
     }
@@ -71,7 +71,7 @@ impl Progress {
         }
     }
 
-    /// What the guard has stored.
+    /// The answer that the guard has committed.
     pub(super) fn stored(&self) -> Option<Reply> {
         match &*self.committed() {
             Committed::Yes(reply) => Some(reply.clone()),
@@ -84,7 +84,7 @@ impl Progress {
     }
 }
 
-/// The claim of the request that a handler works for.
+/// The claim of the request that a handler serves.
 pub struct Guard<S: Keys> {
     engine: Engine<S>,
     endpoint: Registered,
@@ -97,17 +97,17 @@ pub struct Guard<S: Keys> {
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum GuardError {
-    /// Another owner may have executed: everything was rolled back.
+    /// Another owner may have executed the operation. Everything was rolled back.
     #[error("the claim is not this run's any more: everything was rolled back")]
     LostOwnership,
     /// The guard has committed already, or does not know whether it has.
     #[error("the guard has committed before")]
     Again,
-    /// The answer could not be sealed: everything was rolled back.
+    /// The answer could not be sealed. Everything was rolled back.
     #[error(transparent)]
     Seal(#[from] SealError),
-    /// What the database said. [`StoreError::CommitUnknown`]: the answer is 503, and the retry
-    /// finds out.
+    /// An error of the database. After [`StoreError::CommitUnknown`] the request gets 503, and the
+    /// retry finds the outcome.
     #[error(transparent)]
     Store(#[from] StoreError),
 }
@@ -118,13 +118,13 @@ impl<S: Keys> Guard<S> {
         Self { engine, endpoint, fingerprint, owned, progress: Progress::default() }
     }
 
-    /// The identity of this run: make downstream identities from it, never from the client's key.
+    /// The id of this run. Derive downstream ids from it, never from the client's key.
     #[must_use]
     pub fn operation_id(&self) -> Uuid {
         self.owned.operation_id
     }
 
-    /// How far the run came.
+    /// How far this run has come.
     #[must_use]
     pub fn progress(&self) -> &Progress {
         &self.progress
@@ -132,35 +132,37 @@ impl<S: Keys> Guard<S> {
 }
 
 impl<S: Operations + Base> Guard<S> {
-    /// Writes the outcome into the handler's own transaction and commits both together; gives the
-    /// answer back. Statuses below 400 are a success, others a failure that is replayed.
+    /// Writes the outcome in the handler's own transaction, commits both together, and returns the
+    /// answer. A status below 400 is a success; any other is a failure that is replayed.
     ///
-    /// From here on this answer is the outcome, whatever other layers make of it. A success that is
-    /// answered without it is no success: its key becomes UNKNOWN, and the answer is 500
-    /// `IDEMPOTENCY_TRANSACTION_ENDED`, because a handler that commits by itself would be executed
-    /// again after a kill. So is a failure or a panic before it, unless the handler says by
-    /// [`Outcome::Retryable`](crate::policy::operation::Outcome::Retryable) that it has committed
-    /// nothing.
+    /// From then on this answer is the outcome, even if other layers change the response. A handler
+    /// that reports a success without this call has not succeeded: its key becomes UNKNOWN, and the
+    /// request gets 500 `IDEMPOTENCY_TRANSACTION_ENDED`, because a handler that commits by itself
+    /// would run again after a kill. A failure or a panic without this call makes the key UNKNOWN
+    /// too, unless the handler returns
+    /// [`Outcome::Retryable`](crate::policy::operation::Outcome::Retryable) to say that it has
+    /// committed nothing.
     ///
-    /// A transaction above READ COMMITTED may be refused by the database here (SQLSTATE 40001,
-    /// [`StoreError::Busy`]): where another one stands in its way, and where the lease of the claim
-    /// was extended after its first statement, as happens while a handler runs for longer than a
-    /// third of its lease. Answered with 503, the same key runs again.
+    /// The database may refuse a transaction above READ COMMITTED here (SQLSTATE 40001,
+    /// [`StoreError::Busy`]): when it conflicts with another transaction, or when the lease was
+    /// extended after the transaction's first statement, as happens in a handler that runs longer
+    /// than a third of its lease. The request gets 503, and the same key runs again.
     ///
     /// # Errors
-    /// [`GuardError`]; of all but [`StoreError::CommitUnknown`] the transaction was rolled back.
-    /// Each of its three steps, a look at the transaction, the outcome and COMMIT, may take the
-    /// route's completion budget.
+    /// [`GuardError`]. Except after two errors, the transaction was rolled back: after
+    /// [`StoreError::CommitUnknown`] its outcome is unknown, and [`StoreError::Fenced`] says that
+    /// the handler has ended the transaction itself. Each of the three steps (check of the
+    /// transaction, outcome, COMMIT) may take the route's completion budget.
     ///
     /// # Cancel safety
-    /// None: a dropped commit has an unknown outcome. The layer does not drop handlers.
+    /// None: the outcome of a dropped commit is unknown. The layer does not drop handlers.
     pub async fn commit(&self, mut tx: Transaction<'_, S::Db>, reply: Reply) -> Result<Reply, GuardError> {
         {
             let mut committed = self.progress.committed();
             if !matches!(*committed, Committed::No | Committed::Undone) {
                 return Err(GuardError::Again);
             }
-            // Until it is known, also where this future is dropped.
+            // Holds until the result is known, also if this future is dropped.
             *committed = Committed::Unknown;
         }
         let undone = |error: GuardError| {
@@ -178,9 +180,9 @@ impl<S: Operations + Base> Guard<S> {
             Outcome::FailedReplayable { answer, error_code: error_code(self.endpoint.endpoint(), &reply) }
         };
         let route = self.endpoint.route();
-        // A savepoint stands only inside a transaction: one that a swallowed deadlock or a raw
-        // ROLLBACK has ended would store the outcome by itself, without the effects (O2, R23). A
-        // raw COMMIT ends it too, so nothing is known of the effects then.
+        // A savepoint can be set only inside a transaction. If a swallowed deadlock or a raw
+        // ROLLBACK ended the transaction, the outcome would be stored without the effects (O2,
+        // R23). A raw COMMIT ends the transaction too, so nothing is known about the effects.
         match timeout(route.completion_budget, tx.stands()).await {
             Ok(Ok(())) => {}
             Ok(Err(error @ StoreError::Fenced(_))) => {
@@ -191,7 +193,8 @@ impl<S: Operations + Base> Guard<S> {
             Err(_) => return undone(StoreError::Unavailable(silent(route.completion_budget)).into()),
         }
         let finish = tx.finish_in(&self.owned, &outcome, &route.retention);
-        // The connection is the application's: nothing else bounds what is asked on it (R28).
+        // The connection belongs to the application, so no other timeout limits this statement
+        // (R28).
         let finished = timeout(route.completion_budget, finish).await;
         match finished.unwrap_or_else(|_| Err(StoreError::Unavailable(silent(route.completion_budget)))) {
             Ok(Fenced::Done) => {}
@@ -209,7 +212,7 @@ impl<S: Operations + Base> Guard<S> {
         Ok(reply)
     }
 
-    /// Whether a fresh connection finds the outcome.
+    /// Looks on a new connection for the outcome of a commit whose answer was lost.
     async fn is_there(&self) -> bool {
         let looks = async {
             loop {

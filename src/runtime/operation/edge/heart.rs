@@ -1,7 +1,7 @@
 //! Extends the lease of an edge claim while its handler lives, and while its outcome is written
 //! (O12).
 //!
-//! Promise: a lost lease is counted and said; it never ends the handler.
+//! Promise: a lost lease is counted in metrics; it never ends the handler.
 
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
@@ -13,10 +13,10 @@ use crate::policy::lease::Lease;
 use crate::runtime::operation::front::Front;
 use crate::store::{Fenced, Owned};
 
-/// A heart that beats until it is stopped or dropped, or the lease is lost.
+/// Renews a lease until it is stopped, dropped, or has lost the lease.
 #[derive(Debug)]
 pub(super) struct Heart {
-    /// Until when the claim is ours, by the local monotonic clock.
+    /// The end of the lease, by the local monotonic clock.
     ours_until: Arc<Mutex<Instant>>,
     stop: DropGuard,
 }
@@ -39,7 +39,7 @@ impl Heart {
                         pause = beats;
                     }
                     Ok(Fenced::LostOwnership) => {
-                        // The outcome that ends the claim ends the heartbeat too.
+                        // The outcome removes the claim; the loss after it is no loss.
                         if !stopped.is_cancelled() {
                             observe::noted(operation.as_str(), &key, Noted::HeartbeatLost);
                         }
@@ -55,7 +55,7 @@ impl Heart {
         Self { ours_until, stop: stop.drop_guard() }
     }
 
-    /// Whether the claim is still ours for certain.
+    /// Whether the lease is certainly still held.
     pub(super) fn is_ours(&self) -> bool {
         Instant::now() < *self.ours_until.lock().unwrap_or_else(PoisonError::into_inner)
     }

@@ -1,9 +1,10 @@
-//! Writes how an edge run ended, until the lease ends (O12).
+//! Writes the outcome of an edge run, with retries until the lease ends (O12).
 //!
-//! Promises: what the store refuses whole is written without its body, so that it is not unknown;
-//! evidence is never fenced, decisions are (O8). A run that was given up and ends after all says so
-//! by evidence, and takes the record over to write its outcome where nobody runs it again: UNKNOWN,
-//! free to be retried, or gone.
+//! Promises: if the store refuses an outcome because of its content, the outcome is written without
+//! its body, so that it does not become unknown. Evidence is never fenced; decisions are (O8). A
+//! run that lost its lease and ends later writes evidence. It also takes the record over to write
+//! its outcome, if nobody runs the record again: the record is UNKNOWN, free to be retried, or
+//! gone.
 
 use std::time::{Duration, Instant};
 
@@ -17,13 +18,14 @@ use crate::runtime::operation::codec::{Kept, error_code};
 use crate::runtime::operation::edge::heart::Heart;
 use crate::store::{AnswerBody, Basis, Claimed, Fenced, KeyClaim, Look, NewEvidence, Outcome, Owned, Sealed};
 
-/// Between two tries to write an outcome.
+/// The first pause between two attempts to write an outcome.
 const AGAIN: Duration = Duration::from_millis(100);
-/// The same, after many.
+/// The longest such pause; the pause doubles each time.
 const AGAIN_MAX: Duration = Duration::from_secs(2);
 
 impl Edge {
-    /// Writes it, and tells the answer as soon as it is known whether it will be remembered.
+    /// Writes the outcome, and gives the answer as soon as it is known whether the outcome is
+    /// stored.
     pub(super) async fn remember<T>(
         &self,
         settle: Settle,
@@ -61,8 +63,8 @@ impl Edge {
         self.front.note(Noted::StoreError("complete"));
         tell(EdgeAnswer::Answered(self.front.problem(Code::ResultNotStored)));
         let mut pause = AGAIN;
-        // The heart beats on: without a bound of its own, what can never be written would be tried
-        // for ever.
+        // The lease is still being renewed. Without a limit of its own, this loop would retry a
+        // write that can never succeed for ever.
         while heart.is_ours() && Instant::now() < until {
             tokio::time::sleep(pause).await;
             pause = (pause * 2).min(AGAIN_MAX);
@@ -81,7 +83,7 @@ impl Edge {
         tracing::error!(operation = %self.front.endpoint().operation(), key = self.front.short_key(), ?settle, "the lease ended before the outcome could be written: it becomes unknown");
     }
 
-    /// What is written; none: the record is taken away.
+    /// The outcome to write; `None`: the record is deleted.
     fn outcome(&self, settle: Settle, kept: Option<&Kept>) -> Option<Outcome> {
         let (engine, endpoint, claim) = (self.front.engine(), self.front.endpoint(), &self.begin.claim);
         let Settle::Finish(state) = settle else { return None };
@@ -110,7 +112,7 @@ impl Edge {
         }
     }
 
-    /// What became of this run, for an operator: a fact, whoever owns the record (O8).
+    /// Stores how this run ended as evidence for an operator, whoever owns the record (O8).
     async fn observe(&self, outcome: Option<&Outcome>) {
         let (verdict, status) = match outcome {
             Some(Outcome::Completed(answer)) => ("success", Some(answer.status)),
@@ -133,16 +135,17 @@ impl Edge {
         }
     }
 
-    /// The record is not ours any more: whether the outcome stands in it all the same.
+    /// The lease was lost. Returns whether the record holds this run's outcome in the end.
     ///
-    /// The evidence is written before the look, which waits for whoever changes the record: who
-    /// frees the key locks its record before he reads the evidence, so he sees it, or is seen here.
-    /// What nobody runs by now is taken over to write the outcome, by a claim that is fenced as any
-    /// other. Who dies before that leaves the evidence, by which a retry is answered.
+    /// The evidence is written before the record is read, and this read waits for whoever changes
+    /// the record. A process that frees the key locks the record before it reads the evidence. So
+    /// either that process sees the evidence, or this run sees the freed record. If nobody runs the
+    /// record, this run takes it over with a fenced claim and writes the outcome. If this process
+    /// dies before that, a retry is answered from the evidence.
     async fn late(&self, outcome: Option<&Outcome>) -> bool {
         let store = self.front.engine().store();
         let look = store.find(&self.owned.identity).await;
-        // An earlier try that was not answered has hit.
+        // An earlier write whose answer was lost has succeeded.
         let ours = |record: &Record| record.operation_id == self.owned.operation_id;
         if let Ok(Look { record: Some(record), .. }) = &look
             && ours(record)
@@ -179,7 +182,8 @@ impl Edge {
         }
     }
 
-    /// The record after whoever changes it; who holds it for long is asked again a few times.
+    /// Reads the record after the transaction that changes it. Retries a few times if that one
+    /// holds its lock for long.
     async fn settled(&self) -> Result<Look, StoreError> {
         let mut pause = AGAIN;
         loop {
@@ -193,15 +197,15 @@ impl Edge {
         }
     }
 
-    /// Says that the outcome stands in evidence only.
+    /// Logs that the outcome is stored only as evidence.
     fn anothers(&self, record: &Record) -> bool {
         tracing::warn!(operation = %self.front.endpoint().operation(), key = self.front.short_key(), state = %record.state, "a run ended whose key is another's by now: its outcome is evidence, and is not replayed");
         false
     }
 }
 
-/// What the store refuses, and not for a while: that it ended is remembered all the same, without
-/// what may be to blame.
+/// After an error that is not transient, removes the parts of the outcome that the store may have
+/// refused. The fact that the run ended is then still stored.
 fn shorten(write: &mut Option<Outcome>, error: &StoreError) {
     if error.is_transient() {
         return;

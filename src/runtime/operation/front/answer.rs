@@ -1,4 +1,4 @@
-//! Answers of the front: problems with the seconds of `Retry-After`, and outcomes shown again.
+//! The answers of the front: problems with `Retry-After`, and replayed outcomes.
 
 use std::time::Duration;
 
@@ -14,12 +14,12 @@ use crate::runtime::operation::codec::SealError;
 use crate::runtime::operation::reply::{Answered, Problem, Reply};
 use crate::runtime::operation::running::Run;
 
-/// When one who has as much stored as he may comes again: room is made by the minute, not by the
-/// second.
+/// `Retry-After` for a tenant that has too many bytes stored: space becomes free in minutes, not in
+/// seconds.
 const FULL: Duration = Duration::from_secs(30);
 
 impl Front {
-    /// A problem with this code, as its table has it.
+    /// A problem with this code and the values of its table.
     #[must_use]
     pub fn problem(&self, code: Code) -> Answered {
         Answered::Problem(Problem::new(code))
@@ -38,14 +38,14 @@ impl Front {
         Answered::Problem(problem)
     }
 
-    /// The answer of a run that has ended here for the first time.
+    /// The answer of a run that has ended in this process, for its own request.
     pub fn first(&self, begin_ran: Duration, reply: Reply) -> Answered {
         self.engine.has_run(self.endpoint.operation(), begin_ran);
         Answered::Reply { reply, replayed: false }
     }
 
-    /// The answer to a duplicate while the first one runs in this process, for an operation whose own
-    /// timeout came (O10).
+    /// The answer to a duplicate while the first request runs in this process, and to a request
+    /// whose own timeout has passed (O10).
     #[must_use]
     pub fn still_running(&self, ran: Duration) -> Answered {
         self.note(Noted::InProgress);
@@ -54,8 +54,8 @@ impl Front {
         Answered::Problem(problem)
     }
 
-    /// The answer where as many operations run as the store's connections carry: nothing was begun
-    /// (O29).
+    /// The answer when as many operations run as the store's connections can carry. Nothing was
+    /// begun (O29).
     #[must_use]
     pub(in crate::runtime::operation) fn no_room(&self) -> Answered {
         tracing::warn!(operation = %self.endpoint.operation(), key = self.short_key(), "no room: as many operations run as the connections of the database carry");
@@ -88,7 +88,7 @@ impl Front {
         };
         let body = match found {
             Ok(Some(body)) => body,
-            // Its life ended between the two reads.
+            // The lifetime of the body ended between the two reads.
             Ok(None) => return self.not_retained(record),
             Err(error) => return self.store_failed("replay", &error),
         };
@@ -100,7 +100,7 @@ impl Front {
             Err(error) => {
                 tracing::error!(operation = %self.endpoint.operation(), key = self.short_key(), %error, "a stored answer cannot be read");
                 self.note(Noted::StoreError("replay"));
-                // Another process may have the key; nobody can mend what is broken.
+                // Another process may have the key or the feature. Broken bytes cannot be repaired.
                 let elsewhere = matches!(error, SealError::UnknownKid(_) | SealError::Feature(_));
                 if elsewhere { self.problem(Code::FingerprintVersionUnknown) } else { self.not_retained(record) }
             }
@@ -119,7 +119,8 @@ impl Front {
 
     async fn rebuild(&self, record: &Record) -> Answered {
         let Some(rebuild) = self.endpoint.endpoint().rebuild.clone() else { return self.not_retained(record) };
-        // Nothing is run by it; it is tracked because it is the application's code and may panic.
+        // The function executes nothing. It runs as a tracked task because it is application code
+        // and may panic.
         match self.engine.spawn(rebuild(record.clone())).await {
             Ok(Ok(reply)) => {
                 self.note(Noted::Replayed("reconstructed"));
@@ -147,7 +148,7 @@ impl Front {
 
     pub(super) fn refusal(&self, decision: Decision, seen: Option<(&Record, DbTime)>) -> Answered {
         let Some((code, key_state)) = decision.problem() else {
-            // No answer belongs to this decision here: closed (M60).
+            // This decision has no answer here: fail closed (M60).
             return self.problem(Code::StoreUnavailable);
         };
         self.note_refusal(decision, code);
@@ -206,7 +207,7 @@ impl Front {
         }
     }
 
-    /// What is wrong with the key; no text of it repeats the key.
+    /// Says what is wrong with the key. The text never repeats the key.
     fn what_is_wrong(&self) -> Option<String> {
         match &self.asking.key {
             KeyGiven::Malformed(error) => Some(error.to_string()),
