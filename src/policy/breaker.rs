@@ -1,14 +1,15 @@
-//! When an outside place is left alone for a while: a breaker that opens after failures in a row.
+//! A circuit breaker: it opens after failures in a row and stops calls to one service for a while.
 //!
-//! Guarantees: while it is open nothing is let through; when its time is over exactly one trial is,
-//! until that one ended; a success closes it. It keeps no clock: time is given, counted from any
-//! fixed point.
+//! Guarantees: while the breaker is open it admits no attempt. When the open time is over it admits
+//! one trial, and no other attempt until that trial ended or the open time has passed again. A
+//! success closes it. It reads no clock: the caller passes the time since any fixed point.
 //!
-//! Not here: what counts as a failure, and what to do meanwhile (`client`, `runtime`).
+//! Not here: what counts as a failure, and what the caller does while it is open (`client`,
+//! `runtime`).
 
 use std::time::Duration;
 
-/// When it opens, and for how long.
+/// When the breaker opens, and for how long.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct BreakerOptions {
     /// Failures in a row that open it. Default 5.
@@ -23,12 +24,12 @@ impl Default for BreakerOptions {
     }
 }
 
-/// A breaker of one place.
+/// The circuit breaker of one service.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Breaker {
     options: BreakerOptions,
     failed: u32,
-    /// When the next trial may be.
+    /// When the next trial may begin; `None` while the breaker is closed.
     shut_until: Option<Duration>,
 }
 
@@ -39,16 +40,16 @@ impl Breaker {
         Self { options, failed: 0, shut_until: None }
     }
 
-    /// Lets an attempt through, or says how long to wait. What is let through is to be told of by
-    /// [`Breaker::ended`]; one that never is counts as failed when the open time has passed again.
+    /// Admits an attempt or refuses it. After an admitted attempt call [`Breaker::ended`]. A trial
+    /// for which that call never comes counts as failed when the open time has passed again.
     ///
     /// # Errors
-    /// How long nothing is let through.
+    /// The time after which an attempt may be admitted.
     pub fn admit(&mut self, now: Duration) -> Result<(), Duration> {
         match self.shut_until {
             Some(until) if now < until => Err(until - now),
             Some(_) => {
-                // This one is the trial; others wait for what comes of it.
+                // This attempt is the trial. Others are refused until it ended.
                 self.shut_until = Some(now.saturating_add(self.options.open));
                 Ok(())
             }
@@ -56,13 +57,13 @@ impl Breaker {
         }
     }
 
-    /// Whether nothing is let through now.
+    /// Whether attempts are refused now.
     #[must_use]
     pub fn is_open(&self, now: Duration) -> bool {
         self.shut_until.is_some_and(|until| now < until)
     }
 
-    /// How an attempt ended.
+    /// Records how an attempt ended: `well` is true for a success.
     pub fn ended(&mut self, well: bool, now: Duration) {
         if well {
             (self.failed, self.shut_until) = (0, None);

@@ -1,9 +1,10 @@
-//! Time as the database tells it: microseconds since 1970, UTC.
+//! The time of the database's clock: microseconds since 1970, UTC.
 //!
 //! Guarantees:
 //!
-//! * Rules that compare times take this type, so a process's own clock cannot slip in by accident.
-//! * Arithmetic saturates; a broken clock gives a wrong verdict, never a panic.
+//! * Rules that compare times take this type, so nobody can pass the time of a process's own clock
+//!   by accident.
+//! * Arithmetic saturates: a wrong clock leads to a wrong verdict, never to a panic.
 //!
 //! Not here: reading any clock (`store`).
 
@@ -41,19 +42,19 @@ impl DbTime {
         self.0.div_euclid(1_000)
     }
 
-    /// This moment and a while.
+    /// This moment plus a duration.
     #[must_use]
     pub fn after(self, duration: Duration) -> Self {
         Self(self.0.saturating_add(micros_of(duration)))
     }
 
-    /// A while before this moment.
+    /// This moment minus a duration.
     #[must_use]
     pub fn before(self, duration: Duration) -> Self {
         Self(self.0.saturating_sub(micros_of(duration)))
     }
 
-    /// How long it is until a later moment; zero if that one is not later.
+    /// The time from this moment to `later`; zero if `later` is not later.
     #[must_use]
     pub fn until(self, later: Self) -> Duration {
         if later.0 <= self.0 { Duration::ZERO } else { Duration::from_micros(later.0.abs_diff(self.0)) }

@@ -1,28 +1,30 @@
-//! Which rows go to the held table instead of the broker, so that nothing overtakes what could not
-//! be sent (R17).
+//! Which rows go to the held table instead of the broker, so that no later row of a key or topic
+//! overtakes a row that could not be sent (R17).
 //!
 //! Guarantees:
 //!
-//! * A key is diverted while a dead row of it under policy `hold`, or a held row of it, stands in
-//!   the table or in the window. A topic is diverted while a row held for its destination stands
-//!   there. Both are derived from the rows: no flag can be left behind.
-//! * Rows are counted by position: a row that is diverted, marked, loaded again or released is one
-//!   row.
-//! * A row behind a dead one is held *behind it* even when its topic is blocked too, so the
-//!   destination's return does not release it.
-//! * Where all that is held of a key, or of a topic, is on its way back already, the next row goes
-//!   after it: within a session the broker takes a prefix of what it was sent (R15).
+//! * A key is diverted while a dead row of it under policy `hold`, or a held row of it, is in the
+//!   table or in the window. A topic is diverted while a row held for its destination is there.
+//!   Both are derived from the rows, so no flag can be left over.
+//! * Rows are counted by position: a row that is diverted, marked, loaded again or released counts
+//!   once.
+//! * A row behind a dead row is held *behind it* even when its topic is blocked too. So the return
+//!   of the destination does not release it.
+//! * A row is *on its way back* when this session sent it, proved it or is to discard it, and it is
+//!   still in the table. When all held rows of a key or topic are on their way back, the next row
+//!   is sent after them: within a session the broker takes a prefix of what was sent (R15).
 //!
-//! A session loads what stands in the table, adds what it diverts, and forgets everything at its
-//! end. *Key* means (topic, key); a row without a key holds nothing and is held only for its
-//! destination.
+//! A session loads the rows in the table, adds the rows that it diverts, and drops this state at
+//! its end. *Key* means topic and key. A row without a key holds no other row, and is held only for
+//! its destination.
 //!
-//! Not here: rows dead under policy `skip`, which hold nothing and are not given here, and the
-//! bound on held rows (`held_rows_max`), for which [`len`](Diversion::len) is what counts.
+//! Not here: rows that are dead under policy `skip`, which hold no other row and are not passed to
+//! this module, and the bound on held rows (`held_rows_max`), which is compared with
+//! [`len`](Diversion::len).
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 
-/// Why a row does not go to the broker.
+/// Why a row is not sent to the broker.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Diverted {
     /// It is dead, and its topic's policy is `hold`.
@@ -38,29 +40,29 @@ pub enum Diverted {
 pub enum Way {
     /// The reader publishes the row to the broker.
     Send,
-    /// Put it into the held table, for this reason.
+    /// The reader puts the row into the held table, for this reason.
     Hold(Behind),
 }
 
-/// What a held row stands behind.
+/// What a held row waits for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Behind {
-    /// A dead row of its key.
+    /// A dead row of its key must leave.
     Dead,
-    /// The row's destination, which is blocked.
+    /// The destination must be open again.
     Destination,
 }
 
 /// A dead or held row, as it is loaded when a session starts.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct DivertedRow {
-    /// Its place in the outbox.
+    /// The row's position in the outbox.
     pub position: i64,
     /// The topic that the row is to be published to.
     pub topic: String,
-    /// The row's key; none where the message has no key.
+    /// The row's key; `None` if the message has no key.
     pub key: Option<String>,
-    /// Why it is there.
+    /// Why the row was diverted.
     pub why: Diverted,
 }
 
@@ -69,16 +71,15 @@ pub struct DivertedRow {
 pub struct Diversion {
     rows: BTreeMap<i64, DivertedRow>,
     topics: HashMap<String, Topic>,
-    /// Rows that were sent in this session, or proven, or are to be discarded, and stand in the
-    /// table still.
+    /// The positions that are on their way back.
     on_way: HashSet<i64>,
 }
 
 #[derive(Debug, Default)]
 struct Topic {
-    /// Rows held for the destination.
+    /// The number of rows that are held for the destination.
     blocked: usize,
-    /// Those of them that are on their way back.
+    /// How many of these are on their way back.
     on_way: usize,
     keys: HashMap<String, Key>,
 }
@@ -89,7 +90,7 @@ struct Key {
     dead: BTreeSet<i64>,
     behind_dead: BTreeSet<i64>,
     destination: BTreeSet<i64>,
-    /// Rows on their way back, dead ones not counted.
+    /// The number of rows on their way back, without dead ones.
     on_way: usize,
 }
 
@@ -110,14 +111,14 @@ impl Key {
         !self.is_behind_dead() && self.destination.is_empty()
     }
 
-    /// Whether all of it was sent in this session.
+    /// Whether all rows of the key are on their way back.
     fn is_on_way(&self) -> bool {
         self.dead.is_empty() && self.on_way == self.behind_dead.len() + self.destination.len()
     }
 }
 
 impl Diversion {
-    /// What stands in the table when a session starts.
+    /// Builds the state from the rows in the table when a session starts.
     pub fn load(rows: impl IntoIterator<Item = DivertedRow>) -> Self {
         let mut diversion = Self::default();
         for row in rows {
@@ -126,7 +127,7 @@ impl Diversion {
         diversion
     }
 
-    /// Where the next row of this topic and key goes.
+    /// Decides where the next row of this topic and key goes.
     #[must_use]
     pub fn decide(&self, topic: &str, key: Option<&str>) -> Way {
         let Some(topic) = self.topics.get(topic) else {
@@ -142,8 +143,8 @@ impl Diversion {
         }
     }
 
-    /// A row is diverted, or its reason changes: a held one turned out dead, a dead one was
-    /// redriven to held.
+    /// Adds a diverted row, or changes its reason: a held row is now dead, or a dead row was
+    /// redriven and is held.
     pub fn divert(&mut self, row: DivertedRow) {
         self.leave(row.position);
         let topic = self.topics.entry(row.topic.clone()).or_default();
@@ -154,7 +155,7 @@ impl Diversion {
         self.rows.insert(row.position, row);
     }
 
-    /// A row is on its way back: sent, proven, or to be discarded. False where it was already.
+    /// Records that a row is on its way back. Returns false if it already was.
     pub fn goes(&mut self, position: i64) -> bool {
         let is_new = self.on_way.insert(position);
         if is_new {
@@ -163,7 +164,7 @@ impl Diversion {
         is_new
     }
 
-    /// A row on its way back stays in the table.
+    /// Records that a row is not on its way back any more and stays in the table.
     pub fn stays(&mut self, position: i64) {
         if self.on_way.remove(&position) {
             self.count_on_way(position, |count| count - 1);
@@ -193,8 +194,8 @@ impl Diversion {
         self.on_way.len()
     }
 
-    /// A row left the table: published and marked, discarded, or dead under policy `skip` now. Says
-    /// whether it was known.
+    /// Removes a row that left the table: it was published and marked, was discarded, or is now
+    /// dead under policy `skip`. Returns whether the row was known.
     pub fn leave(&mut self, position: i64) -> bool {
         self.stays(position);
         let Some(row) = self.rows.remove(&position) else {
@@ -218,9 +219,10 @@ impl Diversion {
         true
     }
 
-    /// The rows on their way back, in the position order in which they must be published: not dead,
-    /// not behind a dead row of their key, and of a topic whose destination is open. A dead row
-    /// that was redriven is diverted again as [`Diverted::BehindDead`] first.
+    /// The rows that may be sent back to the broker, in the position order in which they must be
+    /// published: those that are not dead, have no older dead row of their key, and whose topic
+    /// `is_open`. A dead row that was redriven must first be diverted again as
+    /// [`Diverted::BehindDead`].
     pub fn releasable<'a>(&'a self, is_open: impl Fn(&str) -> bool + 'a) -> impl Iterator<Item = &'a DivertedRow> {
         self.rows.values().filter(move |row| {
             let key = self.topics.get(&row.topic).zip(row.key.as_ref()).and_then(|(topic, key)| topic.keys.get(key));
@@ -236,8 +238,8 @@ impl Diversion {
         self.rows.get(&position)
     }
 
-    /// Whether a row on its way back still is: it is known, not dead, no older row of its key is
-    /// dead, and the one before it of its key is on its way or gone.
+    /// Whether a row on its way back may still go: it is known and not dead, no older row of its
+    /// key is dead, and the held row before it of its key is on its way back or gone.
     #[must_use]
     pub fn is_free(&self, position: i64) -> bool {
         let Some(row) = self.rows.get(&position).filter(|row| row.why != Diverted::Dead) else { return false };
@@ -248,23 +250,23 @@ impl Diversion {
         key.dead.first().is_none_or(|&dead| position < dead) && before.is_none_or(|before| self.on_way.contains(before))
     }
 
-    /// The topics diverted for their destination, for the probe.
+    /// The topics that are diverted for their destination. The relay probes them.
     pub fn blocked_topics(&self) -> impl Iterator<Item = &str> {
         self.topics.iter().filter(|(_, topic)| topic.blocked > 0).map(|(name, _)| name.as_str())
     }
 
-    /// Whether a row held for its destination stands there.
+    /// Whether a row of this topic is held for its destination.
     #[must_use]
     pub fn blocks(&self, topic: &str) -> bool {
         self.topics.get(topic).is_some_and(|topic| topic.blocked > 0)
     }
 
-    /// The rows, in position order.
+    /// All diverted rows, in position order.
     pub fn rows(&self) -> impl Iterator<Item = &DivertedRow> {
         self.rows.values()
     }
 
-    /// How many rows there are.
+    /// The number of diverted rows.
     #[must_use]
     pub fn len(&self) -> usize {
         self.rows.len()
@@ -331,7 +333,7 @@ mod tests {
         let mut diversion = Diversion::load([dead, blocked]);
         assert_eq!(diversion.decide("payments", Some("a")), Way::Hold(Behind::Dead));
         assert_eq!(diversion.decide("payments", Some("b")), Way::Hold(Behind::Destination));
-        // On its way back, the blocked row is refused for what it is.
+        // When the blocked row is sent back, the broker refuses the row itself, so it is dead now.
         diversion.divert(row(3, "payments", Some("b"), Diverted::Destination));
         diversion.divert(row(2, "payments", Some("b"), Diverted::Dead));
         assert_eq!(diversion.decide("payments", Some("b")), Way::Hold(Behind::Dead));

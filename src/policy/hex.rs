@@ -1,8 +1,9 @@
-//! Bytes as hexadecimal digits: how hashes, ids and tokens stand in text.
+//! Bytes as hexadecimal digits: the text form of hashes, ids and tokens.
 //!
-//! Promise: one form, lower case; nothing else is read back, so that two texts are never one value.
+//! Promise: there is one form, in lower case. No other text is read back, so two different texts
+//! never mean the same bytes.
 //!
-//! Not here: what is written so.
+//! Not here: which values are written this way.
 
 /// The bytes as lower-case hexadecimal digits, two for each byte.
 pub(crate) fn hex(bytes: &[u8]) -> String {
@@ -15,7 +16,7 @@ pub(crate) fn hex(bytes: &[u8]) -> String {
     text
 }
 
-/// The bytes of lower-case hexadecimal digits; none where the text is anything else.
+/// The bytes of a text of lower-case hexadecimal digits; `None` for any other text.
 pub(crate) fn unhex(text: &str) -> Option<Vec<u8>> {
     let digit = |byte: u8| char::from(byte).to_digit(16).filter(|_| !byte.is_ascii_uppercase());
     let (pairs, rest) = text.as_bytes().as_chunks::<2>();

@@ -1,17 +1,18 @@
-//! How long the inbox must remember, and what is too old or from the future to be judged by it
-//! (R31).
+//! How long the inbox must remember message ids, and which unknown messages are too old or from the
+//! future to be called new (R31).
 //!
 //! Guarantees:
 //!
-//! * A duplicate whose inbox row was purged is *too old*, never new (G8): a time below what this
-//!   consumer purged means that the answer is gone. A consumer that never purged calls nothing too
-//!   old.
-//! * An id from beyond the clock's skew is *from the future*: it would outlive every purge bound.
-//! * A horizon within which a duplicate can still come is refused, and the reason is named.
+//! * A duplicate whose inbox row was purged is *too old*, never new (G8): when its time is below
+//!   what this consumer has purged, the row that could tell is gone. A consumer that never purged
+//!   calls no message too old.
+//! * An id whose time lies beyond database time and skew is *from the future*. Its inbox row would
+//!   outlive every purge bound.
+//! * A horizon is refused, with its reason, when a duplicate can still come after it.
 //!
-//! Not here: the lookup in the inbox, which comes first (a known id is a duplicate, however old),
-//! reading the time out of an id (`message`: only a canonical UUID v7 is timed), and rows of
-//! messages that still wait or are dead, which a purge leaves alone whatever their age (`store`).
+//! Not here: the lookup in the inbox, which comes first (a known id is a duplicate, however old);
+//! reading the time out of an id (`message`: only a canonical UUID v7 has one); and rows of
+//! messages that are waiting or dead, which no purge removes (`store`).
 
 use std::fmt;
 use std::time::Duration;
@@ -20,45 +21,45 @@ use humantime::format_duration;
 
 use super::db_time::DbTime;
 
-/// What tells the age of a message that the inbox does not know.
+/// The time from which the age of a message is known, when the inbox does not know the message.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Age {
-    /// The time inside its id. Such rows are purged by this very time, once they were received so
-    /// long ago too.
+    /// The time inside the id. Such a row is purged when both this time and its time of receipt are
+    /// past the purge bound.
     InId(DbTime),
-    /// `ce_time` or the broker's record time, for an id without time. Such rows are purged by the
-    /// time of receipt.
+    /// `ce_time`, or the broker's record time, for an id without a time. Such a row is purged by
+    /// its time of receipt.
     Stated(DbTime),
-    /// Nothing: nothing can be promised, and `doctor` says so.
+    /// The message has no time. Then an old duplicate cannot be told from a new message; `doctor`
+    /// reports this.
     Unknown,
 }
 
-/// What the consumer's database says at the lookup.
+/// What the consumer's database returned with the lookup.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Bounds {
-    /// Everything below it was purged for this consumer; `None` without a purge since its first
-    /// start.
+    /// Rows below this time were purged for this consumer; `None` if it never purged.
     pub purged_below: Option<DbTime>,
-    /// Database time, not later than the time of receipt of a row that was inserted before this was
-    /// asked.
+    /// Database time. It is not later than the time of receipt of a row that is inserted after this
+    /// was read.
     pub now: DbTime,
     /// How far a clock may be off.
     pub id_skew: Duration,
 }
 
-/// What becomes of a message that the inbox does not know.
+/// How a message that the inbox does not know is treated.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Verdict {
     /// The message is new: its handler runs.
     GoOn,
-    /// Dead: what could answer was purged.
+    /// The message is dead: the row that could tell whether it is a duplicate was purged.
     TooOld,
-    /// Dead: its time lies beyond database time and skew.
+    /// The message is dead: its time lies beyond database time and skew.
     FromTheFuture,
 }
 
 impl Verdict {
-    /// The word under which a message is stored as dead; none for one that is new.
+    /// The reason that is stored with a dead message; `None` for a new message.
     #[must_use]
     pub fn reason(self) -> Option<&'static str> {
         match self {
@@ -68,21 +69,22 @@ impl Verdict {
         }
     }
 
-    /// Whether a message that is dead for this reason was stored so by a verdict, and its inbox row
-    /// taken back.
+    /// Whether this stored reason comes from a verdict of this module. The inbox row of such a
+    /// message was removed.
     #[must_use]
     pub fn left_no_inbox_row(reason: &str) -> bool {
         [Self::TooOld, Self::FromTheFuture].iter().any(|verdict| verdict.reason() == Some(reason))
     }
 }
 
-/// The verdict on a message that the inbox does not know.
+/// Decides on a message that the inbox does not know.
 #[must_use]
 pub fn judge(age: Age, bounds: Bounds) -> Verdict {
     let (time, certain_from) = match age {
         Age::InId(time) => (time, bounds.purged_below),
-        // A stated time may run ahead of the time of receipt by the skew, and no more: else it is
-        // from the future.
+        // Rows without a time in their id are purged by their time of receipt. A stated time may be
+        // later than the receipt by up to the skew (beyond it the message is from the future), so
+        // only times above the bound plus the skew are certain.
         Age::Stated(time) => (time, bounds.purged_below.map(|bound| bound.after(bounds.id_skew))),
         Age::Unknown => return Verdict::GoOn,
     };
@@ -95,32 +97,33 @@ pub fn judge(age: Age, bounds: Bounds) -> Verdict {
     }
 }
 
-/// The bound that must be recorded before, or with, the loss of a row; `None` where a purge up to
-/// `below` must leave it. Its id's time, where it has one, and its time of receipt must both be
-/// past, so that a message which is redriven long after its time is known again for as long as any
-/// other.
+/// Decides whether a purge up to `below` may remove a row. Returns the bound that must be recorded
+/// before the row is gone or in the same transaction, or `None` if the row must stay. The time in
+/// the row's id, if there is one, and the time of receipt must both be below `below`. So a message
+/// that is redriven long after its time is remembered for as long as any other.
 ///
-/// The bound is that of the row, not that of the purge: a consumer that was away for longer than
-/// its horizon has forgotten nothing of what came meanwhile, and must not call it too old.
+/// The bound is just above the time of the row, not the bound of the whole purge. A consumer that
+/// was away for longer than its horizon has purged nothing that came in the meantime, and must not
+/// call it too old.
 #[must_use]
 pub fn purge_row(in_id: Option<DbTime>, received: DbTime, below: DbTime) -> Option<DbTime> {
     let is_past = received < below && in_id.is_none_or(|time| time < below);
-    // Whole milliseconds, as the times of ids are.
+    // In whole milliseconds, like the times in ids.
     is_past.then(|| DbTime::from_millis(in_id.unwrap_or(received).millis().saturating_add(1)))
 }
 
 /// How long inbox rows live.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Horizon {
-    /// For ever. The default where a topic is compacted or unlimited.
+    /// Rows live for ever. The default for a topic that is compacted or unlimited.
     Never,
     /// Rows live for this long; older ones may be purged.
     After(Duration),
 }
 
 impl Horizon {
-    /// Rows from before this may go in a purge that begins now, in whole milliseconds as the times
-    /// of ids are; `None` if none may.
+    /// Rows older than the returned time may be removed by a purge that begins now; `None` if no
+    /// row may. The time is in whole milliseconds, like the times in ids.
     #[must_use]
     pub fn purge_bound(self, now: DbTime) -> Option<DbTime> {
         match self {
@@ -130,19 +133,20 @@ impl Horizon {
     }
 }
 
-/// How long a topic keeps what a consumer may read again.
+/// How long a topic keeps records that a consumer may read again.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum TopicRetention {
-    /// At most so long.
+    /// The topic keeps a record at most this long.
     For(Duration),
-    /// Without limit in time, or limited by size only.
+    /// The topic has no limit in time, or is limited by size only.
     Unlimited,
-    /// The last record of each key, for ever.
+    /// The topic keeps the last record of each key for ever.
     Compacted,
 }
 
 impl TopicRetention {
-    /// That of two topics together: a duplicate may come from either.
+    /// The retention of two topics together: the longer one, because a duplicate may come from
+    /// either.
     #[must_use]
     pub fn or_longer(self, other: Self) -> Self {
         match (self, other) {
@@ -152,59 +156,58 @@ impl TopicRetention {
     }
 }
 
-/// Where a duplicate can still come from, and how late.
+/// The sources of duplicates, and how late a duplicate can come from each.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Sources {
-    /// The longest of the consumer's topics; `None` where the broker does not tell.
+    /// The longest retention of the consumer's topics; `None` if the broker does not report it.
     pub topic: Option<TopicRetention>,
-    /// Outbox rows that were proven can be sent again while they are kept.
+    /// How long the outbox keeps proven rows. They can be sent again while they are kept.
     pub outbox: Duration,
-    /// The age that a waiting message may reach.
+    /// The maximum age of a waiting message.
     pub waiting: Duration,
-    /// The age up to which a dead message may be redriven under its id.
+    /// The maximum age at which a dead message may be redriven under its id.
     pub dead: Duration,
-    /// How far a clock may be off: a time that a message states for itself is believed only up to
-    /// this.
+    /// How far a clock may be off. A time that a message states is believed only up to this.
     pub skew: Duration,
 }
 
-/// A horizon within which a duplicate can still come.
+/// A horizon after which a duplicate can still come.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct HorizonTooShort {
-    /// What was asked for.
+    /// The horizon that was set.
     pub horizon: Duration,
-    /// What it must exceed, clocks that are off included, or `None` if only [`Horizon::Never`] will
-    /// do.
+    /// The duration that the horizon must exceed, with the skew included; `None` if only
+    /// [`Horizon::Never`] is long enough.
     pub needs: Option<Duration>,
-    /// What asks for it.
+    /// The source of duplicates that needs the longer horizon.
     pub because: Because,
 }
 
-/// What keeps a duplicate for so long.
+/// The source that can deliver a duplicate so late.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Because {
-    /// A topic keeps records for so long.
+    /// A topic keeps records for this long.
     TopicRetention,
     /// A topic keeps records without limit.
     TopicUnlimited,
     /// A topic keeps the last record of each key for ever.
     TopicCompacted,
-    /// The outbox keeps proven rows for so long.
+    /// The outbox keeps proven rows for this long.
     OutboxRetention,
-    /// Waiting messages may become so old.
+    /// Waiting messages may become this old.
     Waiting,
-    /// Dead messages may become so old.
+    /// Dead messages may be redriven until they are this old.
     Dead,
 }
 
 impl Sources {
-    /// Whether a horizon exceeds every way in which a duplicate can come, and by more than clocks
-    /// may be off.
+    /// Checks that a horizon is longer than the time after which any duplicate can come, plus the
+    /// skew of clocks.
     ///
     /// # Errors
     ///
-    /// The longest of those that it does not exceed.
+    /// The source with the longest time, if the horizon does not exceed that time.
     pub fn check(&self, horizon: Horizon) -> Result<(), HorizonTooShort> {
         let Horizon::After(horizon) = horizon else {
             return Ok(());
@@ -294,8 +297,8 @@ mod tests {
 
     #[test]
     fn g8_a_stated_time_is_trusted_only_up_to_the_skew() {
-        // Received 60 s before the time it states: its row went with a purge below 5,000 at a
-        // stated time of 5,059.
+        // The message was received 60 s before the time that it states. So a purge below 5,000
+        // removed its row although it states 5,059.
         let bounds = bounds(Some(at(5_000)));
         assert_eq!(judge(Age::Stated(at(5_059)), bounds), Verdict::TooOld);
         assert_eq!(judge(Age::Stated(at(5_060)), bounds), Verdict::GoOn);

@@ -1,12 +1,13 @@
-//! Several hosts in one URL: a URL for each of them, in their order.
+//! Splits a URL with several hosts into one URL for each host, in their order.
 //!
 //! `postgres://app:secret@a:5432,b:5432/shop?sslmode=verify-full` means two servers with the same
-//! user, password, path and query. Whether and how more than one host is used, the adapter says.
+//! user, password, path and query. The adapter decides whether and how it uses more than one host.
 
-/// A URL for each host that stands before the path; one for a URL with one host.
+/// Returns a URL for each host before the path; the URL as it is if it has one host.
 ///
 /// # Errors
-/// A host between commas is empty. The text has no part of the URL in it.
+/// A host between commas is empty. The error text holds no part of the URL, which may have a
+/// password.
 pub(crate) fn each(url: &str) -> Result<Vec<String>, &'static str> {
     let Some((scheme, rest)) = url.split_once("://") else { return Ok(vec![url.to_owned()]) };
     let (authority, tail) = rest.split_at(rest.find(['/', '?', '#']).unwrap_or(rest.len()));

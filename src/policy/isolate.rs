@@ -1,28 +1,29 @@
-//! Whether a relay's session ended by the fault of one message (R16).
+//! Whether one message is the reason that a relay's sessions end (R16).
 //!
 //! Guarantees:
 //!
-//! * A message of which the broker says nothing is dead only when alone it ended three sessions
-//!   while a probe on a fresh session succeeded between them.
-//! * What speaks of the message, the destination or of a broker that is away is not told here: it
-//!   counts nothing.
+//! * A message for which the broker reports no error is dead only when it was sent alone and ended
+//!   three sessions, and a probe on a fresh session succeeded between them.
+//! * A failure whose cause is known (the message, its destination, or a broker that is away) is not
+//!   reported to this module and counts nothing.
 //!
 //! ```text
 //!           ended twice at one row              proven, dead or diverted
 //!  window ------------------------> alone(row) -------------------------> window
 //! ```
 //!
-//! Not here: messages that the broker refuses, the probe itself, and the pace of new sessions
-//! (`runtime`). Nothing is persisted: a new process starts without suspicion.
+//! Not here: messages that the broker refuses, the probe itself, and the pause between sessions
+//! (`runtime`). Nothing is persisted: a new process suspects no row.
 
 use std::collections::BTreeMap;
 
-/// Ends of sessions at one row, while it is not settled, until it is sent alone.
+/// After this many ends of sessions at one row that is not settled, the row is sent alone.
 pub const ENDS_BEFORE_ALONE: u32 = 2;
-/// Ends of sessions by one row alone, with a successful probe between, until it is dead.
+/// After this many ends of sessions at one row that was sent alone, with a successful probe between
+/// them, the row is dead.
 pub const ENDS_ALONE_BEFORE_DEAD: u32 = 3;
-/// So many rows are remembered; beyond it the highest is forgotten, and will be met again after the
-/// lower ones.
+/// The maximum number of suspected rows. Beyond it the highest position is forgotten; sessions will
+/// end at it again after the lower ones are settled.
 pub const SUSPECTS_MAX: usize = 1_024;
 
 /// What to do next.
@@ -39,27 +40,27 @@ pub enum Verdict {
 /// How the next session sends.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Mode {
-    /// As usual, many rows in flight.
+    /// The usual mode, with many rows in flight.
     Window,
-    /// This row with nothing else in flight, and everything before it proven.
+    /// Send this row with nothing else in flight, after everything before it is proven.
     Alone(i64),
 }
 
-/// What is remembered between the sessions of one shard.
+/// The state that is kept between the sessions of one shard.
 #[derive(Debug, Clone, Default)]
 pub struct Isolation {
-    /// The rows at which sessions ended, by position, until they are settled. More than one,
-    /// because two bad rows may end sessions by turns.
+    /// The positions at which sessions ended, until they are settled. There can be several, because
+    /// two bad rows may end sessions in turn.
     suspects: BTreeMap<i64, Suspect>,
 }
 
 #[derive(Debug, Clone, Copy, Default)]
 struct Suspect {
-    /// Sessions that ended at it under the usual window.
+    /// Sessions that ended at this row in the usual mode.
     ends: u32,
-    /// Sessions that it ended alone.
+    /// Sessions that ended while this row was sent alone.
     ends_alone: u32,
-    /// A probe succeeded since the last of those.
+    /// Whether a probe succeeded since the last session that ended at this row alone.
     probed: bool,
 }
 
@@ -70,7 +71,8 @@ impl Isolation {
         Self::default()
     }
 
-    /// How the next session sends. Of several rows to isolate, the first is.
+    /// How the next session sends. If several rows must be isolated, the lowest position comes
+    /// first.
     #[must_use]
     pub fn mode(&self) -> Mode {
         let isolated = self.suspects.iter().find(|(_, suspect)| suspect.is_isolated());
@@ -97,8 +99,8 @@ impl Isolation {
         self.suspects.remove(&position);
     }
 
-    /// A session ended, and nothing said why. `position` is the row it ended at: the first that was
-    /// sent and not proven.
+    /// Records that a session ended without a known cause, and returns what to do next. `position`
+    /// is the first row that was sent and not proven.
     pub fn on_session_end(&mut self, position: i64) -> Verdict {
         let alone = self.mode() == Mode::Alone(position);
         let suspect = self.suspects.entry(position).or_default();
@@ -125,7 +127,8 @@ impl Suspect {
 
     fn ended_alone(&mut self) -> Verdict {
         if self.ends_alone > 0 && !self.probed {
-            // Without a probe between them, two ends may be one outage.
+            // Without a successful probe between them, two ends may have the same outage as their
+            // cause.
             return Verdict::Alone;
         }
         self.ends_alone += 1;

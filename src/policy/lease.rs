@@ -1,15 +1,15 @@
-//! Who owns a shard or a partition, and whether a session is still the one that it was (R7, R22).
+//! Who owns a shard or a partition, and whether a session still holds its lease (R7, R22).
 //!
 //! Guarantees:
 //!
-//! * A lease is judged in database time only. One that ends later than now plus its length was
-//!   written before the clock went back, and counts as expired: otherwise nobody could take it
+//! * A lease is judged in database time only. A lease that ends later than now plus its length was
+//!   written before the clock went back, and counts as expired. Otherwise nobody could take it
 //!   until the clock has caught up.
-//! * A session whose epoch or revision is not the one it wrote last has ended, whatever the lease
-//!   says.
+//! * A session has ended when the epoch or revision in the row is not the one that it wrote last,
+//!   whatever the lease says.
 //!
-//! Not here: writing the row, and the epoch's place in every fenced statement (`store`). A lease
-//! only decides who may try; the epoch decides whose write counts.
+//! Not here: writing the row, and comparing the epoch in every fenced statement (`store`). A lease
+//! only decides which process may try; the epoch decides whose write takes effect.
 
 use std::fmt;
 use std::time::Duration;
@@ -26,41 +26,43 @@ pub struct Lease {
 }
 
 impl Lease {
-    /// Whether anybody may take it.
+    /// Whether another process may take the lease.
     #[must_use]
     pub fn is_expired(self, now: DbTime) -> bool {
         self.until <= now || self.until > now.after(self.length)
     }
 
-    /// How long after it was granted its owner renews it: a third of it, so that two renewals may
-    /// fail. The owner's own clock may measure this, for it decides only when to ask.
+    /// The time after the grant at which the owner renews the lease: a third of its length, so that
+    /// two renewals may fail. The owner may measure it with its own clock, because it only decides
+    /// when to ask.
     #[must_use]
     pub fn renewed_after(length: Duration) -> Duration {
         length / 3
     }
 
-    /// What is left of it.
+    /// The time until the lease ends; zero if it is expired.
     #[must_use]
     pub fn remaining(self, now: DbTime) -> Duration {
         if self.is_expired(now) { Duration::ZERO } else { now.until(self.until) }
     }
 }
 
-/// What fences a session's writes: the epoch it raised, and the revision it wrote last.
+/// The values that fence a session's writes: the epoch that it raised, and the revision that it
+/// wrote last.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Fence {
-    /// Raised by every change of owner.
+    /// The number that every change of owner raises.
     pub epoch: i64,
-    /// Raised by every write of the owner.
+    /// The number that every write of the owner raises.
     pub revision: i64,
 }
 
 impl Fence {
-    /// Compares what the row says with what this session wrote last.
+    /// Compares the values in the row with those that this session wrote last.
     ///
     /// # Errors
     ///
-    /// Any difference ends the session: another owner took over, or another server answers.
+    /// The values differ: another owner took over, or another server answers. The session ends.
     pub fn check(self, seen: Self) -> Result<(), FenceLost> {
         if seen.epoch > self.epoch {
             Err(FenceLost::TakenOver { mine: self.epoch, seen: seen.epoch })
@@ -83,7 +85,8 @@ pub enum FenceLost {
         /// The epoch in the row.
         seen: i64,
     },
-    /// The row is not as this session left it: a pooler or a failover put another server under it.
+    /// The row is not as this session left it: after a pooler's switch or a failover another server
+    /// answers.
     NotMine {
         /// What this session wrote last.
         mine: Fence,

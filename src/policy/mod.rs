@@ -1,26 +1,27 @@
-//! What to decide: pure rules, each of which a reasonable version has broken once.
+//! The pure rules that decide what relay, consumer and operations do next. A version without one of
+//! these rules lost, doubled or reordered something.
 //!
 //! Guarantees:
 //!
 //! * Nothing here reads a clock, a file, a socket or the environment, awaits, or draws a random
-//!   number. Time and chance are arguments, so every rule can be run by the thousand in a test.
-//! * Nothing here imports another room. The adapters and the runtime ask; this room answers.
+//!   number. Time and chance are arguments, so a test can run each rule thousands of times.
+//! * Nothing here imports another top-level module. The adapters and the runtime call this module.
 //!
 //! | module | decides | rules |
 //! |---|---|---|
 //! | [`gaps`] | which outbox positions may still appear, and what a relay persists | R2 to R6, R9, R18 |
-//! | [`isolate`] | whether a failure speaks of the message, the destination or the connection | R16 |
+//! | [`isolate`] | whether one message makes a relay's sessions end | R16 |
 //! | [`diversion`] | which rows go to the held table instead of the broker | R17 |
-//! | [`lease`] | who owns, and whether the session is still the one that it was | R7, R22 |
+//! | [`lease`] | who owns a lease, and whether a session still holds it | R7, R22 |
 //! | [`watermark`] | up to where a consumer may commit offsets or acknowledge | R29 |
-//! | [`position`] | where a consumer begins in a partition | |
+//! | [`position`] | the offset at which a consumer begins to read a partition | |
 //! | [`retry`] | when a failed message is tried again, and when it is dead | R25 |
-//! | [`suspicion`] | which deliveries run alone, with the attempt written first | R26 |
+//! | [`suspicion`] | which deliveries run with the attempt written first, and which of them alone | R26 |
 //! | [`split`] | how a failed batch is run again | R27 |
-//! | `hosts` | which servers a URL with several hosts means | |
+//! | `hosts` | which servers a URL with several hosts names | |
 //! | [`horizon`] | what is too old or from the future, and how long the inbox must remember | R31 |
-//! | [`breaker`] | when an outside place is left alone for a while | M110 |
-//! | [`operation`] | what a second request is, and what becomes of it | O1 to O29 |
+//! | [`breaker`] | when calls to a service that fails are stopped for a while | M110 |
+//! | [`operation`] | whether a request is new or repeated, and how it is answered | O1 to O29 |
 //!
 //! Not here: SQL, brokers, tasks and timers (`store`, `broker`, `runtime`), and the words for
 //! metrics (`observe`).

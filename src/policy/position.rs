@@ -1,66 +1,70 @@
-//! Where a consumer begins in a partition. Pure: no I/O, no clock.
+//! The offset at which a consumer begins to read a partition. Pure: no I/O, no clock.
 //!
-//! Promise: nothing is passed over that the database does not know as done, whatever the broker's
-//! own note says. A database that went back (a standby that was promoted, a backup that was
-//! restored) lowers the start; a topic that was made anew is read from its beginning; what the
-//! broker has deleted before it was read is counted.
+//! Promise: a partition never begins above the offset up to which the database knows that
+//! everything is done, whatever offset the group has committed at the broker. A database that went
+//! back (a standby that was promoted, a backup that was restored) lowers the start. A topic that
+//! was deleted and made again is read from its beginning. Records that the broker deleted before
+//! they were read are reported.
 
-/// Where a consumer stands in a partition.
+/// The position of a consumer in a partition.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Position {
-    /// Which topic of this name it is, where the broker tells: a topic made anew has another id.
+    /// The id of the topic, if the broker reports one. A topic that is deleted and made again has
+    /// another id.
     pub topic_id: Option<String>,
-    /// The next offset: all before it is done.
+    /// The next offset. Everything before it is done.
     pub next: i64,
 }
 
-/// What the broker says of a partition that was assigned.
+/// What the broker reports of a partition that was assigned.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Found {
-    /// Which topic of this name it is, where the broker tells.
+    /// The id of the topic, if the broker reports one.
     pub topic_id: Option<String>,
-    /// What the group has committed.
+    /// The offset that the group has committed.
     pub committed: Option<i64>,
-    /// The first offset that is there.
+    /// The first offset that the broker still has.
     pub first: i64,
     /// The offset that the next record gets.
     pub end: i64,
 }
 
-/// Where a partition begins, and what is wrong with that.
+/// Where to begin in a partition, and why not at the consumer's position.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Start {
     /// The first offset to be delivered.
     pub at: i64,
-    /// Why it does not simply go on.
+    /// Why the consumer does not continue at its position; `None` if it does.
     pub because: Option<Break>,
 }
 
-/// Why a partition does not go on where its consumer stood.
+/// Why a consumer does not continue at its position.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Break {
-    /// The topic was deleted and made anew: its beginning.
+    /// The topic was deleted and made again. The consumer begins at the first offset.
     MadeAnew {
-        /// The first offset that is left: the broker has deleted what stood before it.
+        /// The first offset that the broker still has.
         first: i64,
     },
-    /// The consumer stood beyond the end of the partition: its beginning.
+    /// The consumer's position is beyond the end of the partition. The consumer begins at the first
+    /// offset.
     BeyondEnd {
-        /// The offset at which the consumer stood.
+        /// The position of the consumer.
         stood: i64,
         /// Where the partition ends.
         end: i64,
     },
-    /// The broker has deleted records that were not done: the first one that is left.
+    /// The broker has deleted records that were not done. The consumer begins at the first offset
+    /// that is left.
     Lost {
-        /// Where the consumer stood.
+        /// The position of the consumer.
         stood: i64,
         /// The first offset that is left.
         first: i64,
     },
 }
 
-/// Where to begin, `remembered` being what the consumer's database knows.
+/// Decides where to begin. `remembered` is the position that the consumer's database holds.
 #[must_use]
 pub fn start(remembered: Option<&Position>, found: &Found) -> Start {
     let beginning = |because| Start { at: found.first, because };
@@ -70,8 +74,8 @@ pub fn start(remembered: Option<&Position>, found: &Found) -> Start {
     {
         return beginning(Some(Break::MadeAnew { first: found.first }));
     }
-    // The group's note runs ahead where the database went back, and behind where a commit of
-    // offsets got lost.
+    // Take the lower one. The committed offset is ahead when the database went back, and behind
+    // when a commit of offsets was lost.
     let Some(stood) = remembered.map(|position| position.next).into_iter().chain(found.committed).min() else {
         return beginning(None);
     };

@@ -2,8 +2,10 @@
 //!
 //! Guarantees:
 //!
-//! * A few quick tries in place, then durable waits that grow and never exceed the cap, then dead.
-//! * Every wait is bounded, whatever the settings, the attempt number, or what a handler asks for.
+//! * A message gets a few quick tries in place, then durable waits that grow up to a maximum, and
+//!   then it is dead.
+//! * Every wait is bounded, whatever the settings, the attempt number, or the time that a handler
+//!   asks for.
 //! * The same arguments give the same answer: chance is an argument.
 //!
 //! Not here: storing a waiting message (`store`), transient failures, which count no attempt
@@ -19,26 +21,26 @@ use std::time::Duration;
 pub struct RetryPolicy {
     /// Tries in place after the first failure, before the message is stored as waiting. Default 2.
     pub in_place: u32,
-    /// The pause before each of them; they hold their lane. Default 50 ms.
+    /// The pause before each try in place. Its lane waits meanwhile. Default 50 ms.
     pub in_place_delay: Duration,
-    /// Attempts in all, the first included; after the last the message is dead. Default 20, which
-    /// with the other defaults is about an hour and a half.
+    /// The number of attempts, the first included. After the last one the message is dead. Default
+    /// 20, which with the other defaults takes about an hour and a half.
     pub max_attempts: u32,
     /// The first durable wait. Default 1 s.
     pub base: Duration,
-    /// No durable wait is longer, also none that a handler asks for. Default 10 min.
+    /// The longest durable wait, also for a wait that a handler asks for. Default 10 min.
     pub cap: Duration,
-    /// Each durable wait is so many times the one before. Default 2.
+    /// Each durable wait is the one before times this factor. Default 2.
     pub multiplier: f64,
-    /// The share of a wait that chance may take away, 0 to 1, so that what failed together does not
-    /// come back together. Default 0.2.
+    /// The share of a wait, 0 to 1, that chance may take away, so that messages which failed
+    /// together are not tried again together. Default 0.2.
     pub jitter: f64,
 }
 
 /// What happens to a message that failed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Decision {
-    /// Try again here after this pause.
+    /// Try again in place after this pause.
     InPlace(Duration),
     /// Store it as waiting, due after this time.
     Wait(Duration),
@@ -51,12 +53,12 @@ pub enum Decision {
 pub enum Death {
     /// Its handler said that no retry can help.
     Terminal,
-    /// It had its last attempt.
+    /// Its last attempt has failed.
     Attempts,
 }
 
 impl Death {
-    /// The word under which it is stored.
+    /// The reason that is stored with the dead message.
     #[must_use]
     pub fn reason(self) -> &'static str {
         match self {
@@ -71,12 +73,12 @@ impl Death {
 pub enum Asked {
     /// Nothing: the schedule decides.
     Nothing,
-    /// To be tried again after this time.
+    /// Try again after this time.
     After(Duration),
-    /// Not to be tried again in place: the try took as long as it may, and what stands behind it is
-    /// not to wait for another.
+    /// Do not try again in place: the try took as long as it may, and the messages behind it shall
+    /// not wait for another one.
     NotInPlace,
-    /// Not to be tried again.
+    /// Do not try again at all.
     NoRetry,
 }
 
@@ -111,9 +113,9 @@ impl Default for RetryPolicy {
 }
 
 impl RetryPolicy {
-    /// What follows a failure, where `failed` attempts have failed, this one included, and `chance`
-    /// is drawn from 0 to 1. A time that was asked for is given up to the cap, and the attempt
-    /// counts: one that did not would never end.
+    /// Decides what follows a failure. `failed` is the number of attempts that failed, this one
+    /// included; `chance` is drawn from 0 to 1. A time that a handler asks for is granted up to
+    /// `cap`, and the attempt counts. Otherwise such a message could be tried for ever.
     #[must_use]
     pub fn next(&self, failed: u32, asked: Asked, chance: f64) -> Decision {
         match asked {
@@ -127,15 +129,15 @@ impl RetryPolicy {
         }
     }
 
-    /// Whether the attempt of this number, counted from 1, may still begin. One beyond the last is
-    /// met where every try ended with its process.
+    /// Whether the attempt of this number, counted from 1, may begin. A number above the last one
+    /// occurs when every attempt ended with the death of its process.
     #[must_use]
     pub fn allows(&self, attempt: u32) -> bool {
         attempt <= self.max_attempts
     }
 
-    /// How long all waits together can be at most, whatever handlers ask for; the time of the
-    /// handlers comes on top.
+    /// The longest that all waits together can take, whatever handlers ask for. The time of the
+    /// handlers is not included.
     #[must_use]
     pub fn longest(&self) -> Duration {
         self.cap.max(self.in_place_delay).saturating_mul(self.max_attempts)
@@ -173,16 +175,16 @@ impl RetryPolicy {
     }
 }
 
-/// The pause after so many failures in a row: from `first`, doubling, to `longest`. `chance` is
-/// drawn from 0 to 1 and picks from half of it to all of it, so that what failed together does not
-/// come back together.
+/// The pause after this many failures in a row: `first`, doubled with each failure, up to
+/// `longest`. `chance` is drawn from 0 to 1 and picks from half of that to all of it, so that
+/// callers which failed together do not try again together.
 #[must_use]
 pub fn pause(first: Duration, longest: Duration, failures: u32, chance: f64) -> Duration {
     let doubled = 1_u32.checked_shl(failures.saturating_sub(1)).unwrap_or(u32::MAX);
     first.saturating_mul(doubled).min(longest).mul_f64(0.5 + 0.5 * fraction(chance))
 }
 
-/// A draw or a share as a number from 0 to 1, also when it is none.
+/// The number clamped to 0 to 1; 0 for NaN.
 fn fraction(share: f64) -> f64 {
     if share.is_nan() { 0.0 } else { share.clamp(0.0, 1.0) }
 }

@@ -2,17 +2,18 @@
 //!
 //! Guarantees:
 //!
-//! * The parts of a plan cover the batch once, in its order, so no part runs a later message of a
-//!   key first.
+//! * The parts of a plan cover the batch once and in its order, so no part runs a later message of
+//!   a key before an earlier one.
 //! * The message that failed runs alone: no other message shares its rollback, its retries or its
 //!   attempts.
-//! * A transient failure counts no attempt. The same batch is tried again, and halved after
-//!   every third time, so that one which is too large to ever commit becomes small enough. The
-//!   message whose handler reported it runs alone then: where its own statement always fails so,
-//!   that is found out in a few tries, whatever the size of the batch.
+//! * A transient failure counts no attempt. The same batch is tried again, and is halved after
+//!   every third failure, so that a batch which is too large to commit becomes small enough. If the
+//!   handler of one message reported the failure, that message then runs alone. So a message whose
+//!   own statement always fails this way is found after a few tries, whatever the size of the
+//!   batch.
 //!
-//! Not here: which failure is transient (each adapter maps its own codes), and the retries of the
-//! one that runs alone ([`retry`](super::retry)).
+//! Not here: which failure is transient (each adapter maps its own codes), and the retries of a
+//! message that runs alone ([`retry`](super::retry)).
 
 use std::ops::Range;
 use std::time::Duration;
@@ -22,14 +23,14 @@ use super::retry::pause;
 /// A part of a batch.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Part {
-    /// Which of its messages.
+    /// The indexes of the messages in the batch.
     pub messages: Range<usize>,
-    /// Whether this is the message to blame, under the retry policy.
+    /// Whether the part is one message that runs alone, under the retry policy.
     pub alone: bool,
 }
 
-/// The plan for a batch in which one message failed: the part before it, it alone, the rest. A
-/// message that is not in the batch gives the batch as it was.
+/// The plan for a batch in which one message failed: the part before the message, the message
+/// alone, the rest. If the batch does not hold this message, the plan is the whole batch.
 #[must_use]
 pub fn around(batch: Range<usize>, failed: usize) -> Vec<Part> {
     let together = |messages: Range<usize>| Part { messages, alone: false };
@@ -44,21 +45,22 @@ pub fn around(batch: Range<usize>, failed: usize) -> Vec<Part> {
     parts.into_iter().filter(|part| !part.messages.is_empty()).collect()
 }
 
-/// The plan for a batch that failed as a whole, as under a handler of batches or a constraint
-/// checked at COMMIT: two halves, down to the one message that is to blame.
+/// The plan for a batch that failed as a whole, for example in a handler of batches or by a
+/// constraint that is checked at COMMIT: two halves. Repeated, this ends at the one message that
+/// fails.
 #[must_use]
 pub fn without_blame(batch: Range<usize>) -> Vec<Part> {
     let alone = batch.len() == 1;
     halves(batch).into_iter().map(|messages| Part { messages, alone }).collect()
 }
 
-/// Transient failures in a row: a deadlock, a lost connection, a full database.
+/// Counts transient failures in a row, such as a deadlock, a lost connection, a full database.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct TransientFault {
     times: u32,
 }
 
-/// What to run after such a failure.
+/// What to run after a transient failure.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Again {
     /// The batch, or its parts, in order.
@@ -67,28 +69,29 @@ pub struct Again {
     pub pause: Duration,
 }
 
-/// After so many times in a row the batch is halved.
+/// The batch is halved each time this many more failures came in a row.
 pub const TIMES_BEFORE_HALVING: u32 = 3;
-/// The longest pause after the first failure; it doubles with each.
+/// The longest pause after the first failure. It doubles with each further failure.
 pub const PAUSE_FIRST: Duration = Duration::from_millis(20);
-/// No pause is longer: what is back should be noticed within it.
+/// The longest pause of all, so that work resumes within it after the cause has ended.
 pub const PAUSE_MAX: Duration = Duration::from_secs(5);
 
 impl TransientFault {
-    /// How often in a row.
+    /// The number of transient failures in a row.
     #[must_use]
     pub fn times(self) -> u32 {
         self.times
     }
 
-    /// Something worked: whatever it was is over.
+    /// Sets the count to zero. Call this when a batch succeeded.
     pub fn is_over(&mut self) {
         self.times = 0;
     }
 
-    /// This batch failed with a transient error, reported by the handler of the message `of`.
-    /// `chance` is drawn from 0 to 1 and picks the pause, from half of the full one to all of it.
-    /// The count goes on in the halves: pauses keep growing while the cause lasts.
+    /// Counts a transient failure of this batch and returns what to run next. `of` is the message
+    /// whose handler reported it, if one did. `chance` is drawn from 0 to 1 and picks the pause,
+    /// from half of the full pause to all of it. Halves do not reset the count, so pauses keep
+    /// growing while the cause lasts.
     #[must_use]
     pub fn again(&mut self, batch: Range<usize>, of: Option<usize>, chance: f64) -> Again {
         self.times = self.times.saturating_add(1);
@@ -107,7 +110,7 @@ impl TransientFault {
     }
 }
 
-/// Two halves, the first not smaller; one message, or none, is not divided.
+/// Two halves, the first not smaller than the second. A batch of one message stays whole.
 fn halves(batch: Range<usize>) -> Vec<Range<usize>> {
     let middle = batch.start + batch.len().div_ceil(2);
     [batch.start..middle, middle..batch.end].into_iter().filter(|half| !half.is_empty()).collect()

@@ -1,67 +1,72 @@
-//! Which deliveries run with their try counted first, and which of them alone, so that a killer is
-//! counted (R26).
+//! Which deliveries run with their attempt counted first, and which of them alone, so that the
+//! attempts of a message that kills its process are counted (R26).
 //!
 //! Guarantees:
 //!
-//! * The good path writes nothing per message: without a reason for suspicion, nothing is counted.
-//! * A message that kills the process is met again as one of the first `max_in_flight` unknown
-//!   deliveries of a partition that was not closed cleanly, or with the redelivered flag. So it is
-//!   counted from its second delivery on, and a killer is dead after N + 1 kills.
-//! * After one death suspects run in batches, their tries counted in one transaction: nearly all of
-//!   them only happened to be in flight. What was counted and comes once more was there at a second
-//!   death: it runs alone, so that from then on nobody is counted for another's fault.
+//! * The normal path writes nothing per message: without a suspicion no attempt is counted before
+//!   its run.
+//! * A message that kills the process comes again as one of the first `max_in_flight` deliveries
+//!   that the inbox does not know, in a partition that was not closed cleanly, or with the
+//!   redelivered flag. So it is counted from its second delivery on, and it is dead after N + 1
+//!   kills.
+//! * After one death suspects run in batches, and one transaction counts their attempts: most of
+//!   them only happened to be in flight. A message that was counted and comes again was in flight
+//!   at a second death too. It runs alone, so that no other message is counted for its fault.
 //!
 //! Not here: the attempt rows and the assignment rows (`store`), and a message whose try failed,
-//! which runs alone too ([`split`](super::split)). RabbitMQ has the redelivered flag and no
+//! which also runs alone ([`split`](super::split)). RabbitMQ has the redelivered flag and no
 //! assignment row; Kafka and the embedded broker have the row and no flag.
 
-/// What is known of a delivery when it is about to be handled. The inbox was asked before.
+/// What is known of a delivery before its handler runs. The inbox was asked before.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Facts {
-    /// The inbox knew it: a duplicate, for which no handler runs.
+    /// The inbox knows it. It is a duplicate, and no handler runs for it.
     pub known: bool,
     /// The broker says that it was delivered before.
     pub redelivered: bool,
-    /// A try of it was counted, or a message has only one: it cannot be counted for what another
-    /// one did.
+    /// An attempt of it was counted already, or the retry policy allows only one attempt. So no
+    /// further attempt of it may be counted for the fault of another message.
     pub has_none_to_spare: bool,
 }
 
 /// How a delivery runs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Run {
-    /// With the others of its lane.
+    /// In a batch with other messages of its lane.
     InBatch,
-    /// With the others of its lane, after its first try was counted in a transaction of its own.
+    /// In a batch with other messages of its lane, after its attempt was counted in a transaction
+    /// of its own.
     Counted,
-    /// Alone in the process, after its attempt was written in a transaction of its own.
+    /// In a transaction without others, after its attempt was counted in a transaction of its own.
+    /// For its first second nothing else runs in the process.
     Alone,
 }
 
 /// The suspicion against one partition since it was assigned.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Suspicion {
-    /// How many more deliveries that the inbox does not know are suspected.
+    /// How many more deliveries are suspected, of those that the inbox does not know.
     unknown_left: usize,
 }
 
 impl Suspicion {
-    /// The last owner closed the assignment cleanly, or there is no assignment row.
+    /// No suspicion: the last owner closed the assignment cleanly, or there is no assignment row.
     #[must_use]
     pub fn closed() -> Self {
         Self { unknown_left: 0 }
     }
 
-    /// The assignment row was found open: an owner died, with at most `max_in_flight` deliveries
-    /// that ran or waited for their turn and that the inbox does not know. Those that stood aside
-    /// did not run; where they come first now, a killer behind them is counted one death later,
-    /// because those before it in its lane are done by then.
+    /// The assignment row was found open: an owner died. At most `max_in_flight` deliveries that
+    /// the inbox does not know ran or waited for their turn then. Messages that stood aside did not
+    /// run. If such messages come first now, a killer behind them is counted one death later,
+    /// because the messages before it in its lane are done by then.
     #[must_use]
     pub fn found_open(max_in_flight: usize) -> Self {
         Self { unknown_left: max_in_flight }
     }
 
-    /// How this delivery runs. What is suspected is taken from the count: it is asked about once.
+    /// Decides how this delivery runs. Call this once for each delivery: a suspected one lowers the
+    /// number of deliveries that are still suspected.
     pub fn judge(&mut self, facts: Facts) -> Run {
         let among_first = !facts.known && self.unknown_left > 0;
         self.unknown_left -= usize::from(among_first);
@@ -72,7 +77,7 @@ impl Suspicion {
         }
     }
 
-    /// Whether unknown deliveries are still suspected.
+    /// Whether further deliveries that the inbox does not know are suspected.
     #[must_use]
     pub fn is_active(self) -> bool {
         self.unknown_left > 0

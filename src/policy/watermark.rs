@@ -1,14 +1,14 @@
-//! The low-water mark of finished deliveries of one partition: up to where a consumer may commit or
-//! acknowledge.
+//! The low-water mark of finished deliveries of one partition: the number up to which a consumer
+//! may commit offsets or acknowledge.
 //!
 //! Guarantees:
 //!
-//! * [`committable`](Watermark::committable) is never at or above a delivery that is not finished:
-//!   nothing is acknowledged before its commit returned (G5).
-//! * Sequence numbers may start anywhere and have holes: only what was delivered counts. Offsets of
-//!   compacted or transactional Kafka topics have holes; RabbitMQ's delivery tags have none.
-//! * Memory is bounded: at its capacity the partition must be paused until the oldest delivery is
-//!   finished.
+//! * [`committable`](Watermark::committable) is always below the oldest delivery that is not
+//!   finished. So nothing is acknowledged before its commit in the database returned (G5).
+//! * Sequence numbers may start at any number and have holes; only delivered numbers count. Offsets
+//!   of compacted or transactional Kafka topics have holes, RabbitMQ's delivery tags have none.
+//! * Memory is bounded: when the capacity is reached, the caller must pause the partition until the
+//!   oldest delivery is finished.
 //!
 //! ```
 //! use oncebox::policy::watermark::Watermark;
@@ -35,7 +35,8 @@ use std::fmt;
 #[derive(Debug)]
 pub struct Watermark {
     capacity: usize,
-    /// Deliveries above the mark, ascending, and whether each is finished. The first never is.
+    /// Deliveries above the mark in ascending order, each with whether it is finished. The first
+    /// one is never finished.
     above: VecDeque<(i64, bool)>,
     mark: Option<i64>,
 }
@@ -44,9 +45,10 @@ pub struct Watermark {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum WatermarkError {
-    /// As many deliveries as its capacity stand above the mark.
+    /// The number of deliveries above the mark has reached the capacity.
     Full,
-    /// The number is not above the last one: meanwhile the partition was seeked or reassigned.
+    /// The number is not above the last one: the partition was seeked or reassigned in the
+    /// meantime.
     NotAscending {
         /// The last number taken.
         last: i64,
@@ -56,13 +58,13 @@ pub enum WatermarkError {
 }
 
 impl Watermark {
-    /// With room for this many deliveries above the mark.
+    /// A mark with room for this many deliveries above it.
     #[must_use]
     pub fn new(capacity: usize) -> Self {
         Self { capacity, above: VecDeque::new(), mark: None }
     }
 
-    /// Notes a delivery. They come in ascending order.
+    /// Records a delivery. Deliveries must come in ascending order.
     ///
     /// # Errors
     ///
@@ -81,7 +83,8 @@ impl Watermark {
         Ok(())
     }
 
-    /// Notes that a delivery is finished: its transaction committed. Says whether it was in flight.
+    /// Records that a delivery is finished, that is, its transaction committed. Returns false if
+    /// the delivery was unknown or finished before.
     pub fn finished(&mut self, sequence: i64) -> bool {
         let Ok(index) = self.above.binary_search_by_key(&sequence, |&(number, _)| number) else {
             return false;
@@ -95,7 +98,7 @@ impl Watermark {
         true
     }
 
-    /// The highest number such that it and everything delivered below it is finished.
+    /// The highest number up to which all deliveries are finished; `None` until there is one.
     #[must_use]
     pub fn committable(&self) -> Option<i64> {
         self.mark

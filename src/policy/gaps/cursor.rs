@@ -1,37 +1,38 @@
-//! The state machine of one relay session over one shard (R2).
+//! The state machine of one relay session over one shard: which positions to read, which gaps are
+//! open or closed, and what a mark persists (R2).
 //!
 //! Guarantees:
 //!
-//! * What must not happen cannot be called: a claim fences only gaps found before it began
-//!   ([`ClaimTicket`]), and lock holders that ended close a gap only at a read that begins after
-//!   they ended ([`GapCursor::begin_read`]).
-//! * A call that returns an error has changed nothing that a later mark would persist.
+//! * The API does not allow two wrong steps: a claim fences only gaps that were found before the
+//!   claim began ([`ClaimTicket`]), and the end of the lock holders closes a gap only at a read
+//!   that begins after that end ([`GapCursor::begin_read`]).
+//! * A call that returns an error changes nothing that a later mark would persist.
 //!
-//! Not here: time. Ages are differences of a counter that the caller supplies and that never goes
-//! back.
+//! Not here: time. The caller supplies a counter that never goes back; an age is a difference of
+//! two of its values.
 
 use super::open::{OpenGaps, Seen};
 use super::window::Window;
 use super::{ClaimTicket, CursorError, GapSet, Mark, Range, ReadOutcome, ReadPlan};
 
-/// The cap on ranges of open gaps (R9): at some 20 us a range, a read over so many stays under a
-/// tenth of a second.
+/// The maximum number of ranges of open gaps (R9). A range adds about 20 us to a read, so a read
+/// over this many ranges takes less than a tenth of a second.
 pub const RANGES_MAX: usize = 4_096;
 
 /// The cursor of one session; see the [module](super) for the steps.
 #[derive(Debug)]
 pub struct GapCursor {
     ranges_max: usize,
-    /// What the shard's row holds.
+    /// Both fields are stored in the shard's row.
     scanned_to: i64,
     persisted: GapSet,
-    /// What only memory holds.
+    /// The fields from here on exist only in memory.
     read_to: i64,
     open: OpenGaps,
     window: Window,
     plan: Option<ReadPlan>,
     reads: u64,
-    /// The last read that a claim must follow, and the last one that a claim followed.
+    /// The number of the last read that needs a claim, and of the last read that a claim followed.
     claim_due: u64,
     claimed: u64,
     xmin: u64,
@@ -39,7 +40,7 @@ pub struct GapCursor {
     watch: Watch,
 }
 
-/// Where the watch over lock holders stands (R6).
+/// The state of the watch over the transactions that hold a lock on the outbox (R6).
 #[derive(Debug, PartialEq, Eq)]
 enum Watch {
     Idle,
@@ -50,8 +51,8 @@ enum Watch {
 
 impl GapCursor {
     /// Starts a session from what is persisted. `fence` is the id of the synchronous transaction
-    /// that took the lease and raised the epoch (R2.1), `ranges_max` the cap on ranges of open
-    /// gaps: [`RANGES_MAX`].
+    /// that took the lease and raised the epoch. `ranges_max` is the maximum number of ranges of
+    /// open gaps, normally [`RANGES_MAX`].
     #[must_use]
     pub fn start(scanned_to: i64, gaps: &GapSet, fence: u64, ranges_max: usize) -> Self {
         // A gap above `scanned_to` is read again as part of the tail.
@@ -73,14 +74,14 @@ impl GapCursor {
         }
     }
 
-    /// How far this session has read.
+    /// The highest position that this session has read.
     #[must_use]
     pub fn read_to(&self) -> i64 {
         self.read_to
     }
 
-    /// How many more ranges fit under the cap. A row adds at most one, so this is also a bound for
-    /// a read's LIMIT.
+    /// How many more ranges fit under the maximum. A row adds at most one range, so this number
+    /// also bounds the LIMIT of a read.
     #[must_use]
     pub fn room(&self) -> usize {
         self.ranges_max.saturating_sub(self.open.len())
@@ -92,33 +93,34 @@ impl GapCursor {
         self.open.len()
     }
 
-    /// How many may be: from then on reads cover gaps only, until some close. Show it (R9).
+    /// The maximum number of ranges of open gaps.
     #[must_use]
     pub fn open_gaps_max(&self) -> usize {
         self.ranges_max
     }
 
-    /// Whether the cap is reached: reads cover gaps only, until some close. Show it (R9).
+    /// Whether the maximum is reached. Reads then cover gaps only, until some gaps close (R9).
     #[must_use]
     pub fn at_cap(&self) -> bool {
         self.room() == 0
     }
 
-    /// The LIMIT for the next read when `rows` are wanted: never more than the cap has room for,
-    /// never none.
+    /// The LIMIT for the next read when the caller wants `rows`: at most [`room`](Self::room), and
+    /// at least 1.
     #[must_use]
     pub fn row_limit(&self, rows: usize) -> usize {
         rows.min(self.room()).max(1)
     }
 
-    /// Whether the sequence stands behind this cursor (R7): new rows would get positions that count
-    /// as scanned.
+    /// Whether the sequence is behind this cursor (R7). New rows would then get positions that
+    /// count as scanned.
     #[must_use]
     pub fn is_ahead_of(&self, last_value: i64) -> bool {
         last_value < self.read_to
     }
 
-    /// Begins a read. Call it before the statement is sent; every call starts over.
+    /// Begins a read and returns what it must cover. Call this before the statement is sent. A
+    /// second call replaces the plan of the first.
     pub fn begin_read(&mut self) -> ReadPlan {
         if self.watch == Watch::Gone {
             self.open.holders_gone();
@@ -130,10 +132,10 @@ impl GapCursor {
         plan
     }
 
-    /// Takes what the statement returned: `pg_snapshot_xmin`, the positions of **all** rows in the
-    /// order they came, and whether there were as many as its LIMIT (R2.3, R2.4). With `passes`, no
-    /// row of it is of this shard and no mark is on its way: such reads take no room, whatever
-    /// their number, for each goes to the batch of the one before.
+    /// Takes the result of the statement: `pg_snapshot_xmin`, the positions of **all** rows in the
+    /// order in which they came, and whether their number reached the LIMIT. `passes` means that
+    /// none of these rows is of this shard and that no mark is under way. Such reads join one
+    /// batch, so any number of them needs no more memory than one.
     ///
     /// # Errors
     ///
@@ -169,7 +171,8 @@ impl GapCursor {
         }
         debug_assert!(self.open.len() <= ranges_before + positions.len());
 
-        // With the LIMIT reached, absence is known only below the last row.
+        // When the LIMIT was reached, the read says nothing about positions at or above the last
+        // row.
         let below = limit_reached.then(|| positions.last().copied().unwrap_or(i64::MIN));
         let closed = self.open.close(Seen { xmin, below });
         let batch = (!positions.is_empty()).then(|| {
@@ -197,25 +200,25 @@ impl GapCursor {
         }
     }
 
-    /// Whether a claim is due: something was read since the last one began. Send no batch before it
-    /// returned (R5), and claim within a second even when no row was of this shard.
+    /// Whether a claim is due: rows were read since the last claim began. Send no batch before that
+    /// claim returned (R5). Claim within a second even when no row was of this shard.
     #[must_use]
     pub fn needs_claim(&self) -> bool {
         self.claim_due > self.claimed
     }
 
-    /// Begins a claim. Call it before the transaction begins.
+    /// Begins a claim. Call this before the claim's transaction begins.
     #[must_use]
     pub fn begin_claim(&self) -> ClaimTicket {
         ClaimTicket { reads: self.reads }
     }
 
-    /// The claim's synchronous commit returned: its transaction id is the fence of the gaps that
-    /// had none (R2.5).
+    /// The synchronous commit of the claim returned. Its transaction id becomes the fence of the
+    /// gaps that were found before the claim began and have no fence yet.
     ///
     /// # Errors
     ///
-    /// An id that is not above the last one ends the session.
+    /// The id is not above the last fence. The session ends.
     pub fn on_claim(&mut self, ticket: ClaimTicket, xid: u64, now: u64) -> Result<(), CursorError> {
         if xid <= self.fence {
             return Err(CursorError::FenceWentBack { last: self.fence, now: xid });
@@ -226,19 +229,20 @@ impl GapCursor {
         Ok(())
     }
 
-    /// What to persist for every batch up to this one, all of them wholly proven, dead or held.
+    /// What to persist for all batches up to this one. The caller makes sure that every row of them
+    /// is proven, dead or held. `None` if the window does not hold this batch.
     #[must_use]
     pub fn mark_through(&self, batch: u64) -> Option<Mark> {
         let scanned_to = self.window.get(batch)?.read_to;
-        // The rows at gaps of later batches have left `open` and are not proven: a crash would
-        // forget them.
+        // Rows at gaps of later batches have left `open` and are not proven yet. Without them in
+        // the mark, a crash would lose them.
         let mut gaps: GapSet = self.open.ranges().collect();
         gaps.extend(self.window.gap_rows_after(batch));
         Some(Mark { batch, scanned_to, gaps: gaps.cut_at(scanned_to) })
     }
 
-    /// What to persist while nothing is in the window, because gaps have closed since the last
-    /// mark; a partition can be freed only when its gaps are closed on disk too (R8).
+    /// What to persist while the window is empty, if gaps have closed since the last mark. A
+    /// partition can be freed only when its gaps are closed on disk too (R8).
     #[must_use]
     pub fn mark_idle(&self) -> Option<Mark> {
         if self.window.oldest().is_some() {
@@ -248,7 +252,7 @@ impl GapCursor {
         (gaps != self.persisted).then(|| Mark { batch: self.window.marked(), scanned_to: self.read_to, gaps })
     }
 
-    /// The marking transaction committed. Marks commit in the order in which they were made.
+    /// The transaction of a mark committed. Marks must commit in the order in which they were made.
     pub fn on_marked(&mut self, mark: Mark) {
         debug_assert!(mark.scanned_to >= self.scanned_to, "a mark goes back");
         self.window.drop_through(mark.batch);
@@ -257,8 +261,8 @@ impl GapCursor {
         debug_assert_eq!(self.check(), Ok(()));
     }
 
-    /// Begins a watch over the lock holders of the stale gaps, unless one runs; says how many
-    /// ranges it covers. Call it before the holders are listed.
+    /// Begins a watch over the lock holders of the stale gaps and returns how many ranges it
+    /// covers; 0 if a watch already runs. Call this before the holders are listed.
     pub fn begin_lock_watch(&mut self, now: u64, age: u64) -> usize {
         if self.watch != Watch::Idle {
             return 0;
@@ -270,15 +274,16 @@ impl GapCursor {
         count
     }
 
-    /// The **transaction ids** of all holders of a RowExclusiveLock on the outbox, prepared ones
-    /// included. Never pids or virtual transactions: PREPARE and a restart change them (R6).
+    /// Takes the **transaction ids** of all holders of a RowExclusiveLock on the outbox, those of
+    /// prepared transactions included. Never pass pids or virtual transaction ids: PREPARE and a
+    /// restart change them (R6).
     pub fn on_lock_holders(&mut self, holders: Vec<u64>) {
         if self.watch == Watch::Listing {
             self.watch = if holders.is_empty() { Watch::Gone } else { Watch::Watching(holders) };
         }
     }
 
-    /// The ids still to watch.
+    /// The transaction ids that must still be watched; `None` when no watch waits for any.
     #[must_use]
     pub fn lock_watch(&self) -> Option<&[u64]> {
         match &self.watch {
@@ -287,8 +292,8 @@ impl GapCursor {
         }
     }
 
-    /// Of the ids watched, these still hold their `transactionid` lock. With none left, the next
-    /// read that begins without finding the row closes the gap.
+    /// Takes the watched ids that still hold their `transactionid` lock. When none is left, the
+    /// next read that begins and does not find the row closes the gap.
     pub fn on_still_holding(&mut self, still: &[u64]) {
         if let Watch::Watching(holders) = &mut self.watch {
             holders.retain(|holder| still.contains(holder));
@@ -298,7 +303,7 @@ impl GapCursor {
         }
     }
 
-    /// The invariants of the state, for tests and debug assertions.
+    /// Checks the invariants of the state, for tests and debug assertions.
     ///
     /// # Errors
     ///

@@ -1,40 +1,41 @@
-//! Why a cursor cannot be trusted any more.
+//! The errors after which a cursor must not be used any more.
 //!
-//! Guarantee: the caller's answer to each of them is the same. The session ends, memory is
-//! forgotten, and a new one starts from what is persisted (R2.8).
+//! Guarantee: the caller does the same after each of them. The session ends, its memory is dropped,
+//! and a new session starts from what is persisted.
 //!
-//! Not here: a lost lease or a moved revision ([`lease`](crate::policy::lease)), and failures of
+//! Not here: a lost lease or a changed revision ([`lease`](crate::policy::lease)), and failures of
 //! the database itself.
 
 use std::fmt;
 
-/// What the database answered cannot come from the server that this session began on.
+/// The database answered something that the server on which this session began cannot answer.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum CursorError {
-    /// [`on_read`](super::GapCursor::on_read) came without a
-    /// [`begin_read`](super::GapCursor::begin_read).
+    /// [`on_read`](super::GapCursor::on_read) was called without a
+    /// [`begin_read`](super::GapCursor::begin_read) before it.
     ReadNotBegun,
-    /// Positions did not ascend: the plan of the read is not the one it must be.
+    /// The positions did not ascend: the database did not execute the read with the expected plan.
     NotAscending {
         /// The position that came first.
         before: i64,
         /// The one that followed it.
         after: i64,
     },
-    /// A row stands where none was asked for: neither at an open gap nor in the tail.
+    /// The read returned a row that it did not ask for: neither at an open gap nor in the tail.
     Unexpected {
         /// The position of the row that was not expected.
         position: i64,
     },
-    /// The oldest running transaction is older than one seen before: another server answers.
+    /// The oldest running transaction is older than one that was seen before: another server
+    /// answers.
     XminWentBack {
         /// What an earlier read saw.
         seen: u64,
         /// What this one says.
         now: u64,
     },
-    /// A claim got an id that is not above the ones before: another server answers.
+    /// The transaction id of a claim is not above the earlier ones: another server answers.
     FenceWentBack {
         /// The fence before this claim, as the id of a transaction.
         last: u64,

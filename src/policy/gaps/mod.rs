@@ -1,34 +1,35 @@
-//! The cursor over a PostgreSQL outbox: reads in position order, at once, and forgets no row that
-//! commits late.
+//! The cursor over a PostgreSQL outbox. It reads rows in position order without waiting for open
+//! transactions, and it does not miss a row that commits late.
 //!
-//! A sequence hands out positions in one order and transactions commit in another, so a position
-//! that is missing today may stand there tomorrow. The cursor keeps every missing position as a
-//! *gap* until its row appears or until it is certain that it never will.
+//! A sequence gives out positions in one order, and transactions commit in another. So a position
+//! that is missing now may get its row later. The cursor keeps each missing position as a *gap*
+//! until the row appears, or until it is certain that no row will appear.
 //!
 //! Guarantees (rules R2 to R6 and R9):
 //!
 //! * A committed position at or below the persisted `scanned_to` is proven, dead, held, discarded,
 //!   or in the persisted gaps. A crash at any instruction forgets nothing.
-//! * A row is read in an order that keeps every causal order: had its writer committed before
-//!   another row was enqueued, it comes first.
-//! * A long transaction elsewhere delays nothing but the closing of gaps.
+//! * The order of reads keeps every causal order: when the writer of one row committed before
+//!   another row was enqueued, the first row is read first.
+//! * A long transaction on other tables delays only the closing of gaps.
 //!
-//! The steps of a session, and what each must wait for:
+//! The steps of a session, and the condition of each step:
 //!
 //! | step | call | rule |
 //! |---|---|---|
 //! | take the lease | [`GapCursor::start`] | one synchronous transaction; its id is the first fence |
 //! | read | [`begin_read`](GapCursor::begin_read), then [`on_read`](GapCursor::on_read) | one statement over all ranges and the tail |
 //! | claim | [`begin_claim`](GapCursor::begin_claim), then [`on_claim`](GapCursor::on_claim) | a synchronous transaction begun after the read |
-//! | send | not while [`needs_claim`](GapCursor::needs_claim) | only a claimed batch, in position order |
+//! | send | only after [`needs_claim`](GapCursor::needs_claim) returns false | only a claimed batch, in position order |
 //! | mark | [`mark_through`](GapCursor::mark_through), then [`on_marked`](GapCursor::on_marked) | the oldest batches, wholly proven, dead or held |
-//! | close by locks | [`begin_lock_watch`](GapCursor::begin_lock_watch) and following | ids of transactions, nothing else |
+//! | close gaps by locks | [`begin_lock_watch`](GapCursor::begin_lock_watch) and following | transaction ids only |
 //!
-//! Any doubt (an error from here, a lost connection, a fenced write that touched no row) ends the
-//! session: drop the cursor and start a new one from what is persisted. Nothing else survives.
+//! An error from here, a lost connection, or a fenced write that changed no row ends the session:
+//! drop the cursor and start a new one from what is persisted. Nothing in memory is used again.
 //!
-//! Not here: the statements (`store::postgres`), which rows belong to a shard, what was proven by
-//! the broker, and the epoch and revision that fence every write ([`lease`](crate::policy::lease)).
+//! Not here: the statements (`store::postgres`), which rows belong to a shard, which rows the
+//! broker has confirmed, and the epoch and revision that fence every write
+//! ([`lease`](crate::policy::lease)).
 
 mod cursor;
 mod error;

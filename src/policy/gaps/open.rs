@@ -1,10 +1,10 @@
-//! The open gaps in memory: each range with its fence, its age, and what is known of its lock
+//! The open gaps in memory: each range with its fence, its age, and what is known about its lock
 //! holders.
 //!
 //! Guarantees:
 //!
-//! * A range is never joined with another, so a fence speaks for exactly the positions it was taken
-//!   for.
+//! * A range is never joined with another, so a fence holds for exactly the positions for which it
+//!   was taken.
 //! * A row taken out of a range splits it; both parts keep the fence.
 //!
 //! Not here: what is persisted of them ([`GapSet`]), and the order of steps (`cursor`).
@@ -16,11 +16,11 @@ use super::{GapSet, Range};
 /// What is known about the transactions that could still fill a gap (R6).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Holders {
-    /// Nobody has asked for the lock holders yet.
+    /// The lock holders were not listed yet.
     Unasked,
-    /// They are being listed or watched.
+    /// The lock holders are being listed or watched.
     Watched,
-    /// All of them ended before the read that has begun.
+    /// All lock holders ended before the current read began.
     Gone,
 }
 
@@ -39,12 +39,12 @@ struct Gap {
     holders: Holders,
 }
 
-/// What a statement saw, for closing.
+/// What a read saw, as far as it decides which gaps can be closed.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Seen {
-    /// Every transaction below this id had ended.
+    /// Every transaction with a smaller id had ended.
     pub(super) xmin: u64,
-    /// The LIMIT was reached: nothing is known at or above this position.
+    /// If the LIMIT was reached: the read says nothing about positions at or above this one.
     pub(super) below: Option<i64>,
 }
 
@@ -54,7 +54,8 @@ pub(super) struct OpenGaps {
 }
 
 impl OpenGaps {
-    /// The gaps that a session starts with: all fenced by the transaction that took the lease.
+    /// The gaps with which a session starts. The transaction that took the lease is the fence of
+    /// all.
     pub(super) fn fenced(gaps: &GapSet, xid: u64) -> Self {
         let fence = Some(Fence { xid, taken_at: 0 });
         let gap = |range: Range| Gap { to: range.to, found: 0, fence, holders: Holders::Unasked };
@@ -79,7 +80,7 @@ impl OpenGaps {
         self.gaps.insert(range.from, gap);
     }
 
-    /// A row appeared at this position.
+    /// Removes a position from its range, because its row appeared.
     pub(super) fn take_row(&mut self, position: i64) {
         let Some((&from, &gap)) = self.gaps.range(..=position).next_back() else {
             return;
@@ -96,7 +97,8 @@ impl OpenGaps {
         }
     }
 
-    /// A claim that began after read number `reads` fences what was found until then.
+    /// Sets the transaction of a claim, which began after read number `reads`, as the fence of all
+    /// gaps that were found up to that read and have none.
     pub(super) fn fence(&mut self, reads: u64, xid: u64, now: u64) {
         for gap in self.gaps.values_mut().filter(|gap| gap.fence.is_none() && gap.found <= reads) {
             gap.fence = Some(Fence { xid, taken_at: now });
@@ -107,7 +109,8 @@ impl OpenGaps {
         self.gaps.values().any(|gap| gap.fence.is_none())
     }
 
-    /// Closes what this statement proves empty (R2.4, R6) and returns it.
+    /// Closes and returns the positions of which this read proves that no row will come: their
+    /// fence is at or below `xmin`, or their lock holders are gone.
     pub(super) fn close(&mut self, seen: Seen) -> Vec<Range> {
         let certain = |gap: &Gap| gap.holders == Holders::Gone || gap.fence.is_some_and(|fence| fence.xid <= seen.xmin);
         let mut closed = Vec::new();
@@ -128,7 +131,7 @@ impl OpenGaps {
         closed
     }
 
-    /// Watches what is stale; says how many ranges that is.
+    /// Marks all stale gaps as watched and returns how many ranges that is.
     pub(super) fn watch_stale(&mut self, now: u64, age: u64) -> usize {
         let mut count = 0;
         for gap in self.gaps.values_mut().filter(|gap| gap.is_stale(now, age)) {
@@ -138,7 +141,7 @@ impl OpenGaps {
         count
     }
 
-    /// All holders of what is watched have ended, and the read that sees it begins now.
+    /// All lock holders of the watched gaps have ended, and a read begins now that sees their rows.
     pub(super) fn holders_gone(&mut self) {
         for gap in self.gaps.values_mut().filter(|gap| gap.holders == Holders::Watched) {
             gap.holders = Holders::Gone;

@@ -1,7 +1,7 @@
-//! What passes between the cursor and the adapter that runs its statements.
+//! The values that the cursor and the adapter that runs its statements exchange.
 //!
-//! Guarantee: plain values; a [`ClaimTicket`] can only be made by the cursor, because its whole
-//! meaning is *when*.
+//! Guarantee: these are plain values. Only the cursor can make a [`ClaimTicket`], because the
+//! ticket records the moment at which it was made.
 //!
 //! Not here: rows and payloads, which the cursor never sees.
 
@@ -12,26 +12,27 @@ use super::{GapSet, Range};
 pub struct ReadPlan {
     /// Every open gap, ascending.
     pub ranges: Vec<Range>,
-    /// Where the tail begins, the last range of the read; `None` at the cap on gaps, where only
-    /// gaps are read (R9). An upper end of the tail, while shards are merged, is the caller's to
-    /// choose.
+    /// Where the tail begins, which is the last range of the read. `None` when the maximum of open
+    /// gaps is reached: the read then covers gaps only (R9). The caller may choose an upper end of
+    /// the tail, for example while shards are merged.
     pub tail_from: Option<i64>,
 }
 
 /// What a read changed.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ReadOutcome {
-    /// The batch that its rows form, if there were any, counted from 1 in each session.
+    /// The number of the batch that the rows of this read belong to, counted from 1 in each
+    /// session. `None` if the read returned no row.
     pub batch: Option<u64>,
-    /// How many of its rows stood at gaps.
+    /// How many rows of the read stood at gaps.
     pub gap_rows: usize,
-    /// How many new ranges of missing positions it found.
+    /// How many new ranges of missing positions the read found.
     pub new_gaps: usize,
     /// The positions that will never have a row: their transactions ended without one.
     pub closed: Vec<Range>,
 }
 
-/// Proof that a claim began after the reads that it speaks for. Take it before `BEGIN`.
+/// Proof that a claim began after the reads that it covers. Take it before `BEGIN`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ClaimTicket {
     pub(super) reads: u64,
@@ -40,7 +41,7 @@ pub struct ClaimTicket {
 /// What the marking transaction persists.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Mark {
-    /// The last batch that it marks; all before it are marked too.
+    /// The last batch that this marks; all batches before it are marked too.
     pub batch: u64,
     /// The new value of `scanned_to` in the shard's row.
     pub scanned_to: i64,

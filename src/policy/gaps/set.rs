@@ -1,4 +1,5 @@
-//! Sets of positions, kept as ascending half-open ranges: what a shard's row persists as its gaps.
+//! Sets of positions as ascending half-open ranges. The gaps in a shard's row are stored in this
+//! form.
 //!
 //! Guarantees:
 //!
@@ -66,7 +67,7 @@ impl GapSet {
         Self::default()
     }
 
-    /// Adds all positions of a range; what is there already stays.
+    /// Adds all positions of a range. Positions that are already in the set stay.
     pub fn insert_range(&mut self, range: Range) {
         if range.is_empty() {
             return;
@@ -86,12 +87,12 @@ impl GapSet {
         self.ranges.insert(from, to);
     }
 
-    /// Adds one position; one that is there already stays.
+    /// Adds one position, if the set does not hold it yet.
     pub fn insert(&mut self, position: i64) {
         self.insert_range(Range::one(position));
     }
 
-    /// Takes one position out, splitting its range; says whether it was there.
+    /// Removes one position, which may split its range. Returns whether the set held it.
     pub fn remove(&mut self, position: i64) -> bool {
         let Some(range) = self.range_at(position) else {
             return false;
@@ -117,7 +118,8 @@ impl GapSet {
         self.ranges.iter().map(|(&from, &to)| Range { from, to })
     }
 
-    /// How many ranges there are: what a read costs, and what the cap counts (R9).
+    /// The number of ranges. A read's cost grows with it, and the maximum of open gaps counts it
+    /// (R9).
     #[must_use]
     pub fn len(&self) -> usize {
         self.ranges.len()
@@ -129,13 +131,13 @@ impl GapSet {
         self.ranges.is_empty()
     }
 
-    /// The highest position in the set; none where it is empty.
+    /// The highest position in the set; `None` if the set is empty.
     #[must_use]
     pub fn last(&self) -> Option<i64> {
         self.ranges.last_key_value().map(|(_, &to)| to - 1)
     }
 
-    /// The part that lies at or below `scanned_to`.
+    /// The part of the set at or below `scanned_to`.
     #[must_use]
     pub fn cut_at(&self, scanned_to: i64) -> Self {
         let end = scanned_to.saturating_add(1);
@@ -207,7 +209,7 @@ impl FromStr for GapSet {
     }
 }
 
-/// `{}` or `{[1,2),[5,9)}`: the only form in which PostgreSQL prints a canonical, bounded
+/// Reads `{}` or `{[1,2),[5,9)}`, the only form in which PostgreSQL prints a bounded
 /// `int8multirange`.
 fn parse(text: &str) -> Option<GapSet> {
     let inner = text.strip_prefix('{')?.strip_suffix('}')?;

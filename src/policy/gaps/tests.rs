@@ -1,4 +1,4 @@
-//! The rules of the cursor, one sentence each. The random histories are in
+//! The rules of the cursor, one test for each. Tests with random histories are in
 //! `tests/policy_gap_model`.
 
 use super::*;
@@ -7,12 +7,12 @@ fn set(ranges: &[(i64, i64)]) -> GapSet {
     ranges.iter().map(|&(from, to)| Range { from, to }).collect()
 }
 
-/// The open gaps, as the next read asks for them.
+/// The open gaps of the next read.
 fn ranges(cursor: &mut GapCursor) -> Vec<(i64, i64)> {
     cursor.begin_read().ranges.iter().map(|range| (range.from, range.to)).collect()
 }
 
-/// A whole read whose LIMIT was not reached.
+/// A complete read that did not reach its LIMIT.
 fn read(cursor: &mut GapCursor, xmin: u64, positions: &[i64]) -> ReadOutcome {
     cursor.begin_read();
     cursor.on_read(xmin, positions, false, false).expect("a clean read")
@@ -267,7 +267,7 @@ fn a_set_is_written_as_its_ranges_and_read_back_equal() {
     assert_eq!(serde_json::from_str::<GapSet>(twice).expect("a set"), set(&[(1, 6)]), "any order, overlapping");
 }
 
-/// Shown to fail with a batch for each read: 1,000 of them.
+/// Shown to fail when each read makes a batch of its own: there are 1,000 of them then.
 #[test]
 fn g11_reads_of_other_shards_rows_are_one_batch() {
     let mut cursor = started();
@@ -281,7 +281,7 @@ fn g11_reads_of_other_shards_rows_are_one_batch() {
     };
     for position in 2..1_000 {
         assert_eq!(pass(&mut cursor, &[position * 2]), Some(2));
-        // It commits late, and is not ours to prove.
+        // This row commits late, and this shard does not have to prove it.
         assert_eq!(pass(&mut cursor, &[position * 2 - 1]), Some(2));
     }
     claim(&mut cursor, 12, 0);

@@ -1,9 +1,8 @@
 //! The batches that were read and are not marked yet, in read order.
 //!
-//! Guarantee: a batch leaves only at the front, together with everything before it.
+//! Guarantee: a batch leaves only at the front, together with all batches before it.
 //!
-//! Not here: the rows of a batch and their proofs, which the runtime keeps under the batch's
-//! number.
+//! Not here: the rows of a batch and their proofs. The runtime keeps them under the batch's number.
 
 use std::collections::VecDeque;
 
@@ -13,18 +12,19 @@ use super::GapSet;
 pub(super) struct Batch {
     /// Counted from 1 in each session.
     pub(super) number: u64,
-    /// How far this session had read after it.
+    /// The highest position that the session had read after this batch.
     pub(super) read_to: i64,
-    /// Its rows that stood at gaps: out of memory's open gaps, and not proven.
+    /// The batch's rows that stood at gaps. They are no longer open gaps in memory, and not proven
+    /// yet.
     pub(super) gap_rows: GapSet,
-    /// None of its rows is of this shard: the next read of that kind makes it longer.
+    /// None of its rows is of this shard. The next read of that kind extends this batch.
     pub(super) is_passed: bool,
 }
 
 #[derive(Debug, Default)]
 pub(super) struct Window {
     batches: VecDeque<Batch>,
-    /// The number of the last batch that left.
+    /// The number of the last batch that was dropped.
     marked: u64,
 }
 
@@ -39,8 +39,8 @@ impl Window {
         number
     }
 
-    /// Takes a read with rows of other shards alone, however many of them follow each other, as one
-    /// batch. Their owner keeps what it has not proven.
+    /// Adds a read that returned only rows of other shards. Consecutive reads of this kind form one
+    /// batch, because the rows are not this shard's to prove.
     pub(super) fn pass(&mut self, read_to: i64) -> u64 {
         match self.batches.back_mut().filter(|last| last.is_passed) {
             Some(last) => last.read_to = read_to,
@@ -66,7 +66,7 @@ impl Window {
         self.batches.iter().filter(move |batch| batch.number > number).flat_map(|batch| batch.gap_rows.iter())
     }
 
-    /// Drops every batch up to this one.
+    /// Drops all batches up to this one.
     pub(super) fn drop_through(&mut self, number: u64) {
         while self.batches.front().is_some_and(|batch| batch.number <= number) {
             self.batches.pop_front();
