@@ -1,29 +1,29 @@
-//! Phased operations: operations in phases, with calls of outside providers between them (O5 to O9, O13, O22;
-//! M52, M53, M78 to M83).
+//! Phased operations: phases in transactions of their own, with calls of providers between them (O5
+//! to O9, O13, O22; M52, M53, M78 to M83).
 //!
-//! An author writes phases and an adapter of each provider. A phase is a transaction that ends at a
-//! recovery point or with the intent to call; the engine commits what it will send, sends it, keeps
-//! every answer as evidence, decides from it, and goes on with the next phase. A crash at any point
-//! leaves an operation that a worker, or the repeating request, takes up where it is.
+//! An author writes phases, and an adapter for each provider. A phase is a transaction that ends at
+//! a recovery point or with the intent to call a provider. The engine commits the bytes that it
+//! will send, sends them, stores every answer as evidence, decides from the evidence, and runs the
+//! next phase. After a crash at any point, a worker or the repeated request continues the operation
+//! from its last commit.
 //!
 //! | file | holds |
 //! |---|---|
 //! | `flow`, `phase`, `ends` | what an author writes, and how a phase may end |
 //! | `effect`, `provider`, `http` | effects, adapters, an adapter over HTTP |
-//! | `sending`, `webhook`, `email` | an operation that is one thing sent to others: a signed webhook, an e-mail |
+//! | `sending`, `webhook`, `email` | an operation with one effect: a signed webhook, an e-mail |
 //! | `identity` | identities derived from the operation |
-//! | `engine`, `opening` | a request, and the first phase |
-//! | `taken` | an operation that was taken up |
-//! | `driver`, `call`, `hold`, `leaving` | from a recovery point to the next: phases, calls, the lease, and letting go |
-//! | `evidence`, `vault` | how what was seen is stored |
-//! | `registry`, `recovery` | what is registered, and the worker |
+//! | `engine`, `opening` | a request for an operation, and the first phase |
+//! | `taken` | prepares the driver of an operation that was taken over |
+//! | `driver`, `call`, `hold`, `leaving` | from a recovery point to the next: phases, calls, the lease, and its release |
+//! | `evidence`, `vault` | how observations are stored |
+//! | `registry`, `recovery` | the registered flows, and the worker |
 //!
 //! The worker is built with the service's flows, so it runs in the service's process:
-//! `Recovery::new(&phased, ..).run(stop)` beside the server, as `examples/payments_api` does, or in a
-//! binary of the same crate with nothing else in it. The stock `publisher` has no flows and
-//! recovers nothing.
+//! `Recovery::new(&phased, ..).run(stop)` beside the server, as in `examples/payments_api`, or in a
+//! separate binary of the same crate. The stock `publisher` has no flows and recovers nothing.
 //!
-//! Not here: what an answer proves and what is next
+//! Not here: what an answer proves and what the next step is
 //! ([`policy::operation::provider`](crate::policy::operation::provider)), which stage follows which
 //! ([`policy::operation::flow`](crate::policy::operation::flow)), and the rows (`store`).
 

@@ -1,6 +1,6 @@
-//! One call of a provider: begun and committed before it starts, within the lease and the
-//! provider's window as they are in the moment of the call, its answer kept whatever became of the
-//! lease (O5, O6, O8).
+//! One call of a provider. Its beginning is committed before it starts. It starts only if it fits
+//! into the lease and into the provider's window at that moment. Its answer is stored even if the
+//! lease is lost (O5, O6, O8).
 //!
 //! Not here: whether a call is made ([`driver`](super::driver)), and what its answer proves
 //! ([`provider`](crate::policy::operation::provider)).
@@ -19,18 +19,18 @@ use crate::policy::operation::provider::{Answer, QueryAnswer, Settled, Verdict, 
 use crate::runtime::pace::Pace;
 use crate::store::{Fenced, StoredIntent, StoredOperation};
 
-/// Why a provider is asked.
+/// Why a provider is queried.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Asks {
-    /// Its strategy leaves nothing else.
+    /// The strategy of the effect allows nothing else.
     Only,
-    /// The provider is asked before the effect is sent again.
+    /// To find the effect before it is sent again.
     First,
 }
 
-/// Whether a call is in vain, unless what it says settles the effect, which is looked at first: a
-/// refusal does if it answers the only send, and to a later one it is no reason to send again at
-/// once, nor for ever.
+/// Whether a call counts as vain. Whether the answer settles the effect is checked first: a refusal
+/// settles it if it answers the only send. After several sends a refusal is no reason to send again
+/// at once, or without end.
 fn is_vain(verdict: Verdict) -> bool {
     matches!(
         verdict,
@@ -38,19 +38,20 @@ fn is_vain(verdict: Verdict) -> bool {
     )
 }
 
-/// Whether it may decide what became of the effect.
+/// Whether this verdict may decide the outcome of the effect.
 fn proves(verdict: Verdict) -> bool {
     matches!(verdict, Verdict::Succeeded | Verdict::Failed | Verdict::Refused | Verdict::Mismatch)
 }
 
-/// Why an operation is parked whose evidence could not be stored: the evidence itself.
+/// The reason to park an operation whose evidence could not be stored; it holds the evidence
+/// itself.
 fn unstored(effect: &Declared, send: u32, verdict: Verdict, status: Option<u16>) -> String {
     let status = status.map(|status| format!(" {status}")).unwrap_or_default();
     format!("evidence-not-stored: {} send {send}: {}{status}", effect.name, verdict.name())
 }
 
 impl Driver {
-    /// The send that was begun with its intent.
+    /// Makes the send that was begun together with its intent.
     pub(super) async fn first_send(
         &mut self,
         effect: &Declared,
@@ -60,8 +61,8 @@ impl Driver {
         self.send(effect, stored, intent, 1, None).await
     }
 
-    /// Another send of the same bytes under the same key. `window`: the one that it must still be
-    /// in, where an earlier send may have arrived.
+    /// Sends the same bytes again under the same key. `window`: the window in which the send must
+    /// start, because an earlier send may have arrived.
     pub(super) async fn send_again(
         &mut self,
         effect: &Declared,
@@ -86,7 +87,7 @@ impl Driver {
         number: u32,
         window: Option<Window>,
     ) -> Result<Next, StoreError> {
-        // Begun, and nothing left us yet.
+        // The send is begun in the store, and nothing was sent yet.
         let bytes = match self.ready(effect, intent).await {
             Ok(Some(bytes)) => bytes,
             Ok(None) => {
@@ -98,8 +99,8 @@ impl Driver {
                 return Err(error);
             }
         };
-        // What was decided may be long ago: pauses, the database, a process that stood still. No
-        // wait is between this and the call.
+        // The decision may be old: pauses, the database or a stopped process took time. There is no
+        // await between this check and the call.
         let now = stored.now.after(self.read_at.elapsed());
         if window.is_some_and(|window| !window.is_open(intent.first_sent_at, now)) {
             self.not_started(effect, number, "the provider may have forgotten the key meanwhile").await?;
@@ -121,15 +122,15 @@ impl Driver {
         Ok(Next::Again)
     }
 
-    /// The bytes to send, where the call may start; whether it fits into the lease is looked at
-    /// last.
+    /// Returns the bytes to send, or `None` if the call may not start. Whether the call fits into
+    /// the lease is checked last.
     async fn ready(&self, effect: &Declared, intent: &StoredIntent) -> Result<Option<Vec<u8>>, StoreError> {
         let bytes = self.request(effect, intent)?;
         let may = self.phased.is_ours().await? && self.fits(effect).await;
         Ok(may.then_some(bytes))
     }
 
-    /// Keeps that a send which was begun did not leave us.
+    /// Stores that a send that was begun did not start.
     async fn not_started(&mut self, effect: &Declared, number: u32, why: &str) -> Result<(), StoreError> {
         let saw = format!("not started: {why}").into_bytes();
         if self.taken_back(effect, number, &saw).await {
@@ -138,9 +139,10 @@ impl Driver {
         self.keep_answer(effect, number, &Sent { answer: Answer::NotConnected, saw }).await
     }
 
-    /// Whether nothing is left to say of a send that did not leave us: its beginning was taken
-    /// back, or may have been, so that its number stands for another one by now. Then it is in
-    /// doubt, which is careful, and no evidence may name it.
+    /// Tries to take the beginning of a send back. Returns true if no evidence is to be stored: the
+    /// beginning was taken back; or perhaps it was, and then the number of this send may belong to
+    /// another send, so evidence must not name it. In doubt the send counts as made, which is the
+    /// careful choice.
     async fn taken_back(&self, effect: &Declared, number: u32, why: &[u8]) -> bool {
         let operation = self.driven.operation_id;
         match self.phased.store.take_back_send(&self.driven, effect.name, number).await {
@@ -157,8 +159,8 @@ impl Driver {
         }
     }
 
-    /// Asks for the effect. That it is not found before a resend proves nothing, and is no reason
-    /// to ask no more: it is kept as such.
+    /// Queries the provider for the effect. "Not found" before a resend proves nothing and must not
+    /// end later queries, so it is stored as indefinite.
     pub(super) async fn query(
         &mut self,
         effect: &Declared,
@@ -177,7 +179,8 @@ impl Driver {
         if asks == Asks::Only && is_vain(verdict) {
             self.vain += 1;
         }
-        // A provider that is away says the same each time, which proves nothing and is kept once.
+        // A provider that is away gives the same answer each time. It proves nothing and is stored
+        // once.
         let of_it = stored.evidence.iter().map(|row| &row.evidence).rfind(|row| row.effect == effect.name);
         let is_said = verdict == Verdict::Indefinite
             && of_it
@@ -188,7 +191,7 @@ impl Driver {
         Ok(Next::Again)
     }
 
-    /// One query; none where it may not start.
+    /// Makes one query; `None` if it may not start.
     async fn ask(
         &mut self,
         effect: &Declared,
@@ -209,7 +212,7 @@ impl Driver {
         Ok(Some(asked))
     }
 
-    /// Whether a call may start; the lease is renewed where it would not fit.
+    /// Whether a call fits into the lease. Renews the lease first if it would not fit.
     async fn fits(&self, effect: &Declared) -> bool {
         if !may_start(effect.provider.timeout(), self.hold.left()) {
             self.hold.renew().await;
@@ -230,7 +233,7 @@ impl Driver {
         self.keep(effect, number, (by, sent.answer.verdict(), status, &sent.saw)).await
     }
 
-    /// Appends what was seen, whether the lease is ours or not, and tells loudly where it
+    /// Appends an observation, whether the lease is held or lost, and logs an error if it
     /// contradicts an outcome (O8).
     async fn keep(
         &mut self,
@@ -243,7 +246,7 @@ impl Driver {
         let row = evidence::row(&self.phased.vault, &seen)?;
         let mut pace = Pace::new(Duration::from_millis(20), Duration::from_secs(1));
         let until = tokio::time::Instant::now() + self.phased.settings.refused_max;
-        // It is known nowhere else. A row that is written twice counts once.
+        // The observation exists only here. A row that is written twice counts once.
         while let Err(error) = self.phased.store.observe(&row).await {
             tracing::error!(operation = %operation_id, effect = effect.name, send, verdict = verdict.name(), status, %error,
                 "what a provider said waits to be stored");
@@ -251,8 +254,8 @@ impl Driver {
             if !patient && !proves(verdict) {
                 return Err(error);
             }
-            // Said where it can be, and shown to the operator. Where that is refused too, it is
-            // tried on while this process lives.
+            // The proof becomes the reason of a parked operation, so an operator sees it. If
+            // parking fails too, storing is retried as long as this process lives.
             if !patient && self.park(&unstored(effect, send, verdict, status)).await.ok() == Some(End::Parked) {
                 return Ok(());
             }
@@ -267,11 +270,11 @@ impl Driver {
         Ok(())
     }
 
-    /// Tells loudly where what providers said contradicts what was decided, by another driver or by
-    /// an operator.
+    /// Logs an error if the evidence of providers contradicts what another driver or an operator
+    /// decided.
     pub(super) fn look_for_conflict(&self, stored: &StoredOperation) -> Result<(), StoreError> {
         for intent in &stored.intents {
-            // An operator who ends the operation settles no effect.
+            // An operator who ends the operation leaves its effects without an outcome.
             let decided = match (intent.outcome.as_deref(), stored.stage) {
                 (Some("succeeded"), _) | (None, Stage::Succeeded) => Settled::Succeeded,
                 (Some(_), _) | (None, Stage::Failed) => Settled::Failed,
@@ -288,7 +291,7 @@ impl Driver {
         Ok(())
     }
 
-    /// Counts what became of its operation.
+    /// Counts an event of this operation.
     pub(super) fn note(&self, what: Noted) {
         self.member.note(self.context.identity(), what);
     }

@@ -1,24 +1,23 @@
-//! Drives one operation from where it stands to its outcome, or to where it cannot go on now (M53,
-//! M80, O5 to O9).
+//! Drives one operation from its current point to its outcome, or until it cannot continue now
+//! (M53, M80, O5 to O9).
 //!
-//! It reads where the operation stands, does one thing, and reads again: nothing is remembered
-//! between the steps but which send was just begun, so a driver that takes up another's operation
-//! does what that one would have done.
+//! The driver reads the state of the operation, does one step, and reads again. Between steps it
+//! remembers only which send it has just begun, so a driver that takes over an operation does the
+//! same as the driver before it.
 //!
 //! Promises:
 //!
-//! * No transaction is open across a call (M52). Every send is begun and committed before it starts
-//!   (O5).
-//! * What settles an effect is decided in the transaction that says so, from the evidence read
-//!   there (O8).
-//! * A lost lease ends the driving after the call in flight, whose answer becomes evidence.
-//! * After an intent, an error or a panic leaves the operation UNKNOWN and due again, and whatever
-//!   cannot be found out goes to an operator with a reason. Nothing unknown becomes a failure (O9,
-//!   O13).
+//! * No transaction is open across a call (M52). Every send is recorded and committed before it
+//!   starts (O5).
+//! * The transaction that settles an effect decides from the evidence that it reads itself (O8).
+//! * A lost lease ends the drive after the call in flight, whose answer is stored as evidence.
+//! * After an intent, an error or a panic makes the operation UNKNOWN and due again. An outcome
+//!   that cannot be found out goes to an operator with a reason. Nothing unknown becomes a failure
+//!   (O9, O13).
 //!
-//! Not here: the first phase ([`opening`](super::opening)), the calls ([`call`](super::call)), what
-//! follows a phase that did not move its operation on ([`rerun`](super::rerun)), how an operation
-//! is let go ([`leaving`](super::leaving)), and which step is next
+//! Not here: the first phase ([`opening`](super::opening)), the calls ([`call`](super::call)), a
+//! phase that did not advance its operation ([`rerun`](super::rerun)), the release of an operation
+//! ([`leaving`](super::leaving)), and the choice of the next step
 //! ([`provider`](crate::policy::operation::provider)).
 
 use std::panic::AssertUnwindSafe;
@@ -49,40 +48,41 @@ use crate::runtime::operation::{Kept, Reply};
 use crate::runtime::pace::{Since, sleep_unless};
 use crate::store::{Driven, Fenced, NewIntent, Outcome, PhaseTx, Proof, StoredOperation};
 
-/// How often a unit runs again that the database rolled back and nobody failed (R27).
+/// How often a phase runs again after a transient error of the database (R27).
 pub(super) const TRIES: u32 = 5;
 
-/// The moment before it runs again.
+/// The pause before a phase runs again.
 pub(super) fn before_try(number: u32) -> Duration {
     Duration::from_millis(fastrand::u64(1..=10) << number.min(TRIES))
 }
 
-/// Where an operation stood when its driver ended.
+/// The state of an operation when its driver ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum End {
     /// The outcome is known and stored.
     Known,
-    /// It goes on later.
+    /// It will be continued later.
     Later,
-    /// An operator has it.
+    /// It is parked for an operator.
     Parked,
-    /// Somebody else drives it.
+    /// Another process drives it.
     Lost,
 }
 
-/// How a driver came to its operation.
+/// How a driver got its operation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Came {
-    /// With its first phase.
+    /// It has just committed the first phase.
     First,
-    /// It was due: an end in vain counts as an attempt.
+    /// The operation was due: a drive in vain counts as an attempt.
     Due,
-    /// A request came for it before it was due. It counts as no attempt and stays due when it was:
-    /// clients that ask often must not use it up, or put it off.
+    /// A request took the operation over before it was due. This drive counts no attempt and does
+    /// not change the due time, so clients that ask often neither use up the attempts nor delay the
+    /// operation.
     Early,
 }
 
-/// How driving ended, with the answer where this driver wrote it.
+/// The end of a drive, and the answer if this driver wrote the outcome.
 #[derive(Debug)]
 pub(super) struct Ended {
     pub(super) end: End,
@@ -98,38 +98,38 @@ pub(super) struct Driver {
     pub(super) command: AnyCommand,
     pub(super) driven: Driven,
     pub(super) hold: Hold,
-    /// For the cipher of the answer.
+    /// The fingerprint is part of the associated data of the sealed answer.
     pub(super) fingerprint: Fingerprint,
     pub(super) stop: CancellationToken,
-    /// The effect whose first send this driver committed with its intent, and has not made yet.
+    /// The effect whose first send this driver committed with its intent and has not made yet.
     pub(super) fresh: Option<&'static str>,
     pub(super) came: Came,
-    /// Whether a provider was there: one that is away counts no attempt (G10).
+    /// Whether a provider answered: a provider that is away counts no attempt (G10).
     pub(super) reached: bool,
-    /// Calls of this drive that proved nothing.
+    /// How many calls of this drive proved nothing.
     pub(super) vain: u32,
-    /// Whether one of them could not even be made, for a reason of ours.
+    /// Whether a call could not even be made, for a reason on our side.
     pub(super) unmade: bool,
-    /// How often what nobody failed has run again since the last commit.
+    /// How often work ran again after transient errors since the last commit.
     pub(super) again: u32,
-    /// Whether it stored proof of an effect.
+    /// Whether this driver stored proof of an effect.
     pub(super) proof: bool,
-    /// From before the last look: never later than the database time that it read.
+    /// Taken before the last read, so it is never later than the database time of that read.
     pub(super) read_at: Since,
-    /// Whether the provider was just asked, before a resend.
+    /// Whether the provider was just queried before a resend.
     pub(super) asked: bool,
-    /// The answer that was written with the outcome.
+    /// The answer that this driver wrote with the outcome.
     pub(super) reply: Option<Reply>,
 }
 
-/// What came of a step.
+/// The result of a step.
 pub(super) enum Next {
     Again,
     End(End),
 }
 
 impl Driver {
-    /// A driver that holds its operation. What was read is as old as what it holds.
+    /// A driver of the operation that `hold` holds.
     pub(super) fn new(
         phased: Arc<Phased>,
         (member, context, command, fingerprint): (Arc<Member>, Context, AnyCommand, Fingerprint),
@@ -159,8 +159,8 @@ impl Driver {
         }
     }
 
-    /// Drives on. Errors of the database end it: what is committed stands, and it is given back as
-    /// far as that can be said.
+    /// Drives until the operation ends, waits or is lost. An error of the database ends the drive:
+    /// committed steps stay, and the operation is released if the database allows it.
     pub(super) async fn drive(mut self) -> Result<Ended, StoreError> {
         let end = match self.drive_on().await {
             Err(error) => self.broken_off(error).await,
@@ -179,7 +179,7 @@ impl Driver {
             match self.turn().await {
                 Ok(Next::Again) => {}
                 Ok(Next::End(end)) => return Ok(end),
-                // Rolled back: the unit again (R27).
+                // The transaction was rolled back: the same step runs again (R27).
                 Err(StoreError::Busy(error)) if self.once_more().await => {
                     tracing::debug!(operation = %self.driven.operation_id, %error, "the database asks to try again");
                 }
@@ -188,7 +188,8 @@ impl Driver {
         }
     }
 
-    /// Whether what nobody failed runs again in this drive, after a moment.
+    /// Counts a transient failure and waits a moment. Returns whether the step runs again in this
+    /// drive.
     pub(super) async fn once_more(&mut self) -> bool {
         self.again += 1;
         if self.again <= TRIES {
@@ -197,7 +198,7 @@ impl Driver {
         self.again <= TRIES
     }
 
-    /// Reads where it stands, and does one thing.
+    /// Reads the state of the operation and does one step.
     async fn turn(&mut self) -> Result<Next, StoreError> {
         if self.hold.is_lost() {
             return Ok(Next::End(End::Lost));
@@ -209,7 +210,7 @@ impl Driver {
         let taken_over = stored.epoch != self.driven.epoch;
         if taken_over {
             self.look_for_conflict(&stored)?;
-            // The answer that is stored is another one.
+            // The stored answer is not the one that this driver wrote.
             self.reply = None;
         }
         if matches!(stored.stage, Stage::Succeeded | Stage::Failed) {
@@ -231,7 +232,8 @@ impl Driver {
         let member = Arc::clone(&self.member);
         let flow = member.flow();
         match stored.stage {
-            // A handler ended the transaction of the first phase: what it did may be done.
+            // A handler ended the transaction of the first phase itself: its effects may be
+            // committed.
             Stage::Received => {
                 let next = self.park_for_operator(FIRST_ENDED).await?;
                 self.note(Noted::TransactionEnded);
@@ -241,11 +243,12 @@ impl Driver {
             Stage::Settled => self.settled(flow, stored).await,
             Stage::Outstanding | Stage::Unknown => match flow.effect_at(&stored.point) {
                 Some(effect) => self.effect(effect, stored).await,
-                // UNKNOWN at a point behind the phase of its effect: all effects are settled, and
+                // UNKNOWN at a point after the phase of its effect: all effects are settled, and
                 // the phase runs.
                 None if stored.intents.iter().all(|intent| intent.outcome.is_some()) => {
                     match flow.local(&stored.point) {
-                        // Nothing was intended yet: a phase of ours was given up.
+                        // No effect was intended: a local phase failed and the operation was
+                        // released.
                         Some(_) if stored.intents.is_empty() => self.local(flow, stored).await,
                         _ => self.settled(flow, stored).await,
                     }
@@ -270,7 +273,7 @@ impl Driver {
             Ok(end) => end,
             Err(error) => return self.failed(tx, stored, &error).await,
         };
-        // UNKNOWN here means that it was given up at this point.
+        // The stage UNKNOWN means here that an earlier drive was given up at this point.
         let Some(stage) = Stage::Local.after(end.end()) else { return self.impossible(tx, end.end()).await };
         match end {
             Local::RecoveryPoint(point) if flow.local(point.0).is_some() => {
@@ -305,7 +308,7 @@ impl Driver {
             Ok(end) => end,
             Err(error) => return self.failed(tx, stored, &error).await,
         };
-        // UNKNOWN here means that an earlier run of this very phase was lost.
+        // The stage UNKNOWN means here that an earlier run of this phase was lost.
         let Some(stage) = Stage::Settled.after(end.end()) else { return self.impossible(tx, end.end()).await };
         match end {
             Settled::RecoveryPoint(point) if flow.settled(point.0).is_some() => {
@@ -350,23 +353,23 @@ impl Driver {
             effect.strategy.next(sends, &seen, stored.now).within(stored.attempts, self.phased.settings.attempts_max);
         match step {
             Step::Settle(_) => self.settle(effect, sends, &stored.point).await,
-            // What may be done about it was said when it was intended (O6), and proof alone settles
-            // it otherwise.
+            // The means to find out the outcome were fixed with the intent (O6). With another
+            // strategy, only proof settles the effect.
             _ if intent.intent.strategy != effect.strategy_name() => {
                 tracing::error!(operation = %self.driven.operation_id, effect = effect.name, intended = %intent.intent.strategy,
                     declared = effect.strategy_name(), "an effect was intended with another strategy");
                 self.park_open(effect, intent, "another-strategy").await
             }
-            // It cannot be made here, and no wait mends that: it counts, and is a person's in the
-            // end.
+            // The call cannot be made in this process, and waiting does not change that: the
+            // attempt counts, and after the last one the operation is parked.
             Step::Send if self.is_spent() && self.unmade => {
                 if self.came == Came::Due && stored.attempts.saturating_add(1) >= self.phased.settings.attempts_max {
                     return self.park_open(effect, intent, "cannot-be-sent").await;
                 }
                 Ok(Next::End(self.release(self.pause(stored.attempts), true).await?))
             }
-            // Nothing left us: nothing is unknown, and nothing counts (G10). The longer it has
-            // waited, the longer it waits.
+            // Nothing was sent, so nothing is unknown and no attempt counts (G10). The longer the
+            // effect has waited, the longer is the pause.
             Step::Send if self.is_spent() => {
                 let first = self.phased.settings.backoff_first.as_millis().max(1);
                 let doubled = (intent.first_sent_at.until(stored.now).as_millis() / first).max(1).ilog2();
@@ -379,8 +382,8 @@ impl Driver {
             }
             Step::Resend => {
                 self.catch_breath().await;
-                // What is found needs no second send, and a provider may have forgotten a key too
-                // early.
+                // An effect that the query finds needs no second send. Also, a provider may have
+                // forgotten a key before its time.
                 if matches!(effect.strategy, Strategy::KeyAndQuery(_)) && !self.asked {
                     return self.query(effect, stored, intent, Asks::First).await;
                 }
@@ -402,18 +405,18 @@ impl Driver {
         }
     }
 
-    /// Whether this drive has called in vain often enough.
+    /// Whether this drive has made as many calls in vain as it may.
     fn is_spent(&self) -> bool {
         self.vain >= self.phased.settings.calls_per_drive
     }
 
-    /// Says what is proven of an effect, in the transaction that reads the evidence.
+    /// Settles an effect in the transaction that reads its evidence.
     async fn settle(&mut self, effect: &Declared, sends: Sends, point: &str) -> Result<Next, StoreError> {
         let mut tx = self.phased.store.begin_phase(&self.driven).await?;
         let stored = tx.evidence().await?;
         let rows = evidence::rows(&self.phased.vault, &stored, effect.name)?;
         let Some(settled) = evidence::evidence(&rows).settled(sends) else {
-            // Another row came in between: decide again.
+            // New evidence has arrived: decide again.
             tx.rollback().await?;
             return Ok(Next::Again);
         };
@@ -477,7 +480,7 @@ impl Driver {
         let outcome = outcome(&self.member, &self.phased, &self.context, &self.fingerprint, reply, failure)?;
         let moved = tx.finish(from, &outcome, &self.member.retention()).await?;
         let next = self.commit(tx, moved).await?;
-        // Shown only where the next look finds the outcome.
+        // Shown only if the next read finds the outcome.
         self.reply = Some(reply.clone());
         Ok(next)
     }
@@ -496,7 +499,7 @@ impl Driver {
                 self.again = 0;
                 crate::store::hint();
             }
-            // The next look shows what came of it.
+            // The next read shows whether the commit took effect.
             Err(error @ StoreError::CommitUnknown(_)) => {
                 tracing::warn!(operation = %self.driven.operation_id, %error, "a phase was lost sight of");
                 self.note(Noted::CommitUnknown);
@@ -515,7 +518,8 @@ impl Driver {
         Ok(Next::End(self.release(time, false).await?))
     }
 
-    /// Between calls of one drive: at once after a first send, then longer and longer.
+    /// Pauses before a further call of this drive: not before the first call, then longer each
+    /// time.
     async fn catch_breath(&self) {
         if self.vain > 0 {
             let time = retry::pause(Duration::from_millis(50), Duration::from_secs(1), self.vain, fastrand::f64());
@@ -524,7 +528,7 @@ impl Driver {
     }
 }
 
-/// Whether this verdict is what settled an effect so.
+/// Whether this verdict is one that settles an effect this way.
 fn settles(verdict: Verdict, settled: provider::Settled) -> bool {
     match settled {
         provider::Settled::Succeeded => verdict == Verdict::Succeeded,
@@ -532,7 +536,7 @@ fn settles(verdict: Verdict, settled: provider::Settled) -> bool {
     }
 }
 
-/// Runs a phase; a panic, and a run that takes too long, is an error (O13).
+/// Runs a phase. A panic and a timeout become errors (O13).
 pub(super) async fn guarded<T>(
     timeout: Duration,
     phase: impl Future<Output = Result<T, HandlerError>>,
@@ -544,7 +548,7 @@ pub(super) async fn guarded<T>(
     }
 }
 
-/// The intent as it is committed.
+/// Builds the row of an intent.
 pub(super) fn new_intent(
     phased: &Phased,
     context: &Context,
@@ -563,7 +567,7 @@ pub(super) fn new_intent(
     })
 }
 
-/// The outcome as it is written; `failure` holds the code of one.
+/// Builds the outcome to store; `failure` holds the error code of a failure.
 pub(super) fn outcome(
     member: &Member,
     phased: &Phased,

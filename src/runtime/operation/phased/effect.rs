@@ -1,8 +1,8 @@
-//! Effects at outside providers: declared with a strategy, intended with exact bytes, settled by
-//! proof (O5, O6, O13).
+//! Effects at providers: declared with a strategy, intended with exact bytes, settled by proof (O5,
+//! O6, O13).
 //!
-//! By types: an effect has a strategy, or it is none; a failure of the operation can be said only
-//! with a [`Proven`], which only the driver makes, from evidence that settled.
+//! The types enforce two rules: every effect has a strategy; and a phase can end as failed only
+//! with a [`Proven`], which only the driver makes, from evidence that settled an effect.
 //!
 //! Not here: what settles an effect
 //! ([`policy::operation::provider`](crate::policy::operation::provider)).
@@ -17,35 +17,35 @@ use super::provider::{Prepare, Provider};
 use crate::error::HandlerError;
 use crate::policy::operation::provider::{Settled, Strategy};
 
-/// An effect at a provider.
+/// An effect at a provider, declared by the author of a flow.
 #[derive(Debug)]
 pub struct Effect<P> {
     provider: Arc<P>,
     declared: Declared,
 }
 
-/// An effect that undoes another one: with an identity of its own, as every effect.
+/// An effect that undoes another effect. It has an identity of its own, like every effect.
 #[derive(Debug)]
 pub struct Undo<P>(Effect<P>);
 
-/// What is registered of an effect.
+/// The registered part of an effect.
 #[derive(Debug, Clone)]
 pub(super) struct Declared {
     pub(super) name: &'static str,
     pub(super) provider: Arc<dyn Provider>,
     pub(super) strategy: Strategy,
-    /// The point at which it may have been sent.
+    /// The point at which the effect may have been sent.
     pub(super) sent: String,
-    /// The point at which it is settled, where its next phase runs.
+    /// The point at which the effect is settled and its next phase runs.
     pub(super) settled: String,
     pub(super) undoes: Option<&'static str>,
 }
 
-/// What is to be sent: committed, with these bytes, before it is.
+/// A request that will be sent. Its bytes are committed before the first send.
 #[derive(Debug)]
 pub struct Intent(pub(super) Prepared);
 
-/// What is to be sent to undo an effect.
+/// A request that will be sent to undo an effect.
 #[derive(Debug)]
 pub struct Compensation(pub(super) Prepared);
 
@@ -55,30 +55,32 @@ pub(super) struct Prepared {
     pub(super) bytes: Vec<u8>,
 }
 
-/// Proof that an operation failed: a provider's verdict of O7, or the undoing of what was done.
+/// Proof that an operation failed: a provider's verdict (O7), or an effect that undid what was
+/// done.
 #[derive(Debug, Clone)]
 pub struct Proven(());
 
-/// What is proven of an effect.
+/// The proven outcome of an effect.
 #[derive(Debug, Clone)]
 pub enum Settlement {
-    /// It happened, once, as we asked.
+    /// The effect happened once, as requested.
     Succeeded,
-    /// It did not happen, and will not.
+    /// The effect did not happen and will not happen.
     Failed(Proven),
-    /// It undid what it was to undo.
+    /// The effect undid the effect that it was declared to undo.
     Undone(Proven),
-    /// It did not undo it: that stands.
+    /// The effect did not undo the other effect, which still stands.
     NotUndone,
 }
 
-/// What is proven of an operation's effects.
+/// The proven outcomes of an operation's effects.
 #[derive(Debug, Clone, Default)]
 pub struct Settlements(BTreeMap<String, (Settlement, String)>);
 
 impl<P: Provider> Effect<P> {
-    /// An effect. Its name is the same for ever: the provider's key is derived from it. Its points
-    /// are `NAME:sent` and `NAME:settled`, unless they are named.
+    /// An effect with this name. The name must never change, because the provider's key is derived
+    /// from it. The points of the effect are `NAME:sent` and `NAME:settled`, unless [`Self::at`]
+    /// names them.
     #[must_use]
     pub fn new(name: &'static str, provider: P, strategy: Strategy) -> Self {
         let provider = Arc::new(provider);
@@ -93,7 +95,7 @@ impl<P: Provider> Effect<P> {
         Self { provider, declared }
     }
 
-    /// Gives its points other names: where it is committed and sent, and where it is settled.
+    /// Names the points of the effect: `sent`, where its intent is committed, and `settled`.
     #[must_use]
     pub fn at(mut self, sent: &'static str, settled: SettledPoint) -> Self {
         sent.clone_into(&mut self.declared.sent);
@@ -101,14 +103,14 @@ impl<P: Provider> Effect<P> {
         self
     }
 
-    /// Makes it one that undoes another effect of the flow.
+    /// Makes this an effect that undoes another effect of the flow.
     #[must_use]
     pub fn undoing(mut self, effect: &'static str) -> Undo<P> {
         self.declared.undoes = Some(effect);
         Undo(self)
     }
 
-    /// Intends to send this request. The bytes are made here, once (O5).
+    /// Returns the intent to send this request. The bytes are made here, once (O5).
     ///
     /// # Errors
     /// The request cannot be written.
@@ -134,7 +136,7 @@ impl<P: Provider> Effect<P> {
 }
 
 impl<P: Provider> Undo<P> {
-    /// Intends to undo it by this request.
+    /// Returns the intent to undo the other effect by this request.
     ///
     /// # Errors
     /// The request cannot be written.
@@ -163,7 +165,7 @@ impl<P> Clone for Undo<P> {
 }
 
 impl Declared {
-    /// The strategy's name, as an intent has it.
+    /// The name of the strategy, as it is stored with an intent.
     pub(super) fn strategy_name(&self) -> &'static str {
         match self.strategy {
             Strategy::Key(_) => "key",
@@ -174,7 +176,7 @@ impl Declared {
         }
     }
 
-    /// What it means that this effect settled so.
+    /// The settlement of this effect for a proven outcome.
     pub(super) fn settlement(&self, settled: Settled) -> Settlement {
         match (self.undoes, settled) {
             (None, Settled::Succeeded) => Settlement::Succeeded,
@@ -190,13 +192,13 @@ impl Settlements {
         self.0.insert(effect.to_owned(), (settlement, saw));
     }
 
-    /// What is proven of an effect; none while nothing is.
+    /// The proven outcome of an effect; `None` while nothing is proven.
     #[must_use]
     pub fn of(&self, effect: &str) -> Option<&Settlement> {
         self.0.get(effect).map(|(settlement, _)| settlement)
     }
 
-    /// What the adapter kept of the answer that settled it.
+    /// What the adapter recorded of the answer that settled the effect.
     #[must_use]
     pub fn saw(&self, effect: &str) -> Option<&str> {
         self.0.get(effect).map(|(_, saw)| saw.as_str())

@@ -1,24 +1,25 @@
-//! E-mails as operations in phases: durable, sent again under one Message-ID, and never guessed
-//! about (O28).
+//! E-mails as phased operations: durable, sent again under the same Message-ID, with no guessed
+//! outcome (O28).
 //!
-//! SMTP has no key and cannot be asked, so the strategy is [`Strategy::Repeatable`]: at least once,
-//! with the same bytes, so that who reads them sees one Message-ID. So:
+//! SMTP has no idempotency key and no query, so the strategy is [`Strategy::Repeatable`]: at least
+//! once, with the same bytes, so that readers see one Message-ID:
 //!
-//! * The e-mail is composed once, with its Date and a Message-ID that is made from the key of the
-//!   effect, and committed before it is sent for the first time.
-//! * A server that takes it is the end. A 5xx to the only try that can have arrived is a refusal;
-//!   to a later one it proves nothing.
-//! * A 4xx, a 5xx that is about our credentials, and a connection that was refused, prove that this
-//!   try did not arrive: it waits, and is tried again with the backoff of
-//!   [`DriveSettings`](super::DriveSettings), without an attempt being counted. An answer that is
-//!   lost counts: it is `possibly sent N times` from then on, and after as many attempts dead,
-//!   which an operator sees as parked.
-//! * Into files it is sent exactly once: the second try replaces the first.
+//! * The e-mail is composed once, with its Date and a Message-ID that is derived from the key of
+//!   the effect. It is committed before the first send.
+//! * A server that accepts the e-mail ends the operation. A 5xx is a refusal if it answers the only
+//!   attempt that can have arrived; after a later attempt it proves nothing.
+//! * A 4xx, a 5xx about our credentials, and a refused connection prove that this attempt did not
+//!   arrive. It waits and is tried again with the backoff of
+//!   [`DriveSettings`](super::DriveSettings), and no attempt is counted. A lost answer counts: from
+//!   then on the state is `possibly sent N times`. When the attempts are used up, the e-mail is
+//!   dead, which an operator sees as parked.
+//! * The transport that writes files sends exactly once: a second attempt replaces the file of the
+//!   first.
 //!
-//! [`Emails::flow`] is an operation of its own; in a flow of one's own,
-//! `Effect::new("receipt", emails, Strategy::Repeatable)` sends one beside other effects.
+//! [`Emails::flow`] is an operation of its own. In another flow, `Effect::new("receipt", emails,
+//! Strategy::Repeatable)` sends an e-mail beside other effects.
 //!
-//! Not here: e-mails that a handler queues in its transaction, which are rows
+//! Not here: e-mails that a handler queues in its transaction; those are rows
 //! ([`Mailbox`](crate::store::Mailbox)).
 
 use std::time::Duration;
@@ -42,17 +43,18 @@ use crate::runtime::carriage::{Failure, address, compose, message_id};
 use crate::runtime::operation::Endpoint;
 use crate::store::Base;
 
-/// The whole of one sending; with what is around it, it fits into two thirds of the usual lease.
+/// The time limit of one sending. With the time around it, it fits into two thirds of the usual
+/// lease.
 const SENDING: Duration = Duration::from_secs(15);
 
-/// An e-mail to be sent.
+/// The command to send one e-mail.
 #[derive(Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SendEmail {
     /// The address of the recipient.
     pub recipient: String,
-    /// The subject; line ends in it add no header.
+    /// The subject; line ends in the text add no header.
     pub subject: String,
-    /// The body, plain text.
+    /// The body, in plain text.
     pub body: String,
 }
 
@@ -73,14 +75,14 @@ impl IdempotentCommand for SendEmail {
     }
 }
 
-/// The sender of e-mails: a provider of phased operations. Clones share connections.
+/// Sends e-mails: a provider of phased operations. Clones share connections.
 #[derive(Debug, Clone)]
 pub struct Emails {
     transport: EmailTransport,
     from: Address,
 }
 
-/// Who sends to whom, as it stands before the e-mail in the stored bytes.
+/// Sender and recipients, as they stand before the e-mail in the stored bytes.
 #[derive(Serialize, Deserialize)]
 struct Parties {
     from: String,
@@ -88,10 +90,10 @@ struct Parties {
 }
 
 impl Emails {
-    /// A sender of e-mails that come from this address.
+    /// A sender of e-mails with this sender address.
     ///
     /// # Errors
-    /// It cannot be used, or the directory cannot be made.
+    /// The address is not valid, or the directory of a file transport cannot be made.
     pub fn new(transport: EmailTransport, from: &str) -> Result<Self, String> {
         transport.make()?;
         Ok(Self { transport, from: address(from)? })
@@ -112,7 +114,7 @@ impl Emails {
     }
 }
 
-/// Whom to, and the e-mail.
+/// Splits the stored bytes into the envelope and the e-mail.
 fn opened(bytes: &[u8]) -> Result<(Envelope, &[u8]), HandlerError> {
     let (parties, email) = sending::opened::<Parties>(bytes)?;
     let address = |text: &String| text.parse().map_err(HandlerError::terminal);
@@ -132,7 +134,7 @@ impl Provider for Emails {
     }
 
     fn timeout(&self) -> Duration {
-        // Longer than what is bounded inside, which knows more of what happened.
+        // Longer than the limit inside `send`, whose error says more about what happened.
         SENDING + Duration::from_secs(1)
     }
 
@@ -145,7 +147,7 @@ impl Provider for Emails {
             Ok(()) => {
                 let mut answer = Answer::status(200);
                 if let Answer::Status { matches, .. } = &mut answer {
-                    // A server that takes it says no more.
+                    // A server that accepts an e-mail gives no body to compare.
                     *matches = Matches::ALL;
                 }
                 Sent { answer, saw: Vec::new() }
@@ -154,8 +156,8 @@ impl Provider for Emails {
                 let answer = match (permanent, arrived) {
                     (true, _) => Answer::status(422),
                     (false, true) => Answer::NoAnswer,
-                    // Whatever left us, the server has said that it did not take it, or there was
-                    // none.
+                    // Even if bytes were sent, the server has said that it did not accept the
+                    // e-mail; or there was no server.
                     (false, false) => Answer::NotConnected,
                 };
                 Sent { answer, saw: error.into_bytes() }

@@ -1,8 +1,8 @@
-//! How a phase may end, by types (O13).
+//! How a phase may end; the types allow nothing else (O13).
 //!
-//! A phase before the first intent can refuse, ask for a retry, or forget itself. After the first
-//! intent is committed it cannot: what a provider may have done is not undone by a word. An error
-//! or a panic there is UNKNOWN, and recovery goes on.
+//! A phase before the first intent may refuse, ask for a retry, or leave no trace. After the first
+//! intent is committed it may not, because the answer of a phase does not undo what a provider has
+//! done. An error or a panic there makes the operation UNKNOWN, and recovery continues it.
 //!
 //! ```compile_fail,E0599
 //! use oncebox::runtime::operation::{Reply, phased::Settled};
@@ -25,7 +25,7 @@
 //! }
 //! ```
 //!
-//! A failure needs proof, which nobody but the driver can make:
+//! A failure needs a proof, which only the driver can make:
 //!
 //! ```compile_fail,E0423
 //! use oncebox::runtime::operation::{Reply, phased::{Proven, Settled}};
@@ -34,8 +34,8 @@
 //! }
 //! ```
 //!
-//! A phase that has no effect to undo cannot compensate, and no phase goes on at a point of the
-//! other kind:
+//! A phase without an effect to undo cannot compensate, and a phase cannot continue at a point of
+//! the other kind:
 //!
 //! ```compile_fail,E0308
 //! use oncebox::runtime::operation::phased::{Local, SettledPoint};
@@ -44,7 +44,7 @@
 //! }
 //! ```
 //!
-//! What does compile:
+//! This compiles:
 //!
 //! ```
 //! use oncebox::runtime::operation::{Reply, phased::{Settled, Settlement, Settlements}};
@@ -71,27 +71,27 @@ pub struct LocalPoint(pub &'static str);
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct SettledPoint(pub &'static str);
 
-/// How the first phase ends. Nothing of the operation is there before it commits.
+/// How the first phase ends. Before it commits, nothing of the operation is stored.
 #[derive(Debug)]
 pub enum First {
-    /// Commit, and go on from there.
+    /// Commit, and continue at this point.
     RecoveryPoint(LocalPoint),
     /// Commit the intent, then send it.
     Intent(Intent),
-    /// It succeeded, without a provider.
+    /// The operation succeeded without a provider.
     Response(Reply),
-    /// A business rule refused it: what the phase wrote is taken back.
+    /// A business rule refused the request. The writes of the phase are taken back.
     Rejected {
-        /// The answer, which says why it was refused.
+        /// The answer, which says why the request was refused.
         reply: Reply,
-        /// The code of the refusal, stored where `binding` is set; none stores none.
+        /// The code of the refusal. It is stored only if `binding` is true.
         code: Option<String>,
-        /// Whether it is remembered for this key; else the key is free.
+        /// Whether the refusal is stored for this key; otherwise the key becomes free.
         binding: bool,
     },
     /// Nothing happened; the same key may run again.
     Retryable(Reply),
-    /// Nothing happened, and nothing is remembered.
+    /// Nothing happened, and nothing is stored.
     DontStore(Reply),
 }
 

@@ -1,13 +1,13 @@
-//! The engine of phased operations: a request for one (O15, O22).
+//! The engine of phased operations: handles a request for one (O15, O22).
 //!
-//! The first phase runs in the transaction that holds claim, command and operation; then a driver
-//! goes on by itself, and the request waits for it as long as its budget lasts. A request that
-//! finds an operation without a driver takes it up in the same way.
+//! The first phase runs in the transaction that holds claim, command and operation. Then a driver
+//! continues in its own task, and the request waits for it as long as its budget lasts. A request
+//! that finds an operation without a driver takes it over in the same way.
 //!
-//! Promises: nobody who waits is needed: a client's disconnect, and the end of the budget, leave
-//! the driver at work; the answer of the first request is the one that is stored.
+//! Promises: the driver needs no waiting request: it continues when the client disconnects or the
+//! budget ends. The answer of the first request is the stored answer.
 //!
-//! Not here: what follows the first phase ([`driver`](super::driver)).
+//! Not here: the phases after the first ([`driver`](super::driver)).
 
 use std::marker::PhantomData;
 use std::sync::Arc;
@@ -39,7 +39,7 @@ pub struct PhasedEngine {
     stop: CancellationToken,
 }
 
-/// Puts the engine of phased operations together.
+/// Collects the flows and settings of a [`PhasedEngine`].
 #[derive(Debug)]
 pub struct PhasedEngineBuilder<S> {
     phased: Phased,
@@ -50,10 +50,10 @@ pub struct PhasedEngineBuilder<S> {
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum PhasedEngineError {
-    /// The flow does not fit the lease of the endpoint, or is registered twice.
+    /// The flow does not fit into the lease of the endpoint, or is registered twice.
     #[error(transparent)]
     Flow(#[from] FlowError),
-    /// Flow and endpoint are of different operations.
+    /// Flow and endpoint belong to different operations.
     #[error("flow `{flow}` is not of the operation `{operation}`: give them one name")]
     Name {
         /// The name of the flow.
@@ -61,7 +61,7 @@ pub enum PhasedEngineError {
         /// The name of the endpoint's operation.
         operation: String,
     },
-    /// The endpoint is of another mode.
+    /// The mode of the endpoint is not phased.
     #[error("the operation `{operation}` is of mode {mode}: phases take mode phased")]
     Mode {
         /// The name of the endpoint's operation.
@@ -72,17 +72,17 @@ pub enum PhasedEngineError {
 }
 
 impl<S: Base> PhasedEngineBuilder<S> {
-    /// How operations are driven.
+    /// Sets how operations are driven.
     #[must_use]
     pub fn settings(mut self, settings: DriveSettings) -> Self {
         self.phased.settings = settings;
         self
     }
 
-    /// Registers a flow of a protected operation.
+    /// Registers a flow for a protected operation.
     ///
     /// # Errors
-    /// [`PhasedEngineError`]: what could not be recovered.
+    /// [`PhasedEngineError`]: the operation could not be recovered.
     pub fn register(mut self, flow: Flow<S>, endpoint: &Registered) -> Result<Self, PhasedEngineError> {
         let (flow, operation) = (flow.any(), endpoint.operation().as_str());
         if flow.name() != operation {
@@ -95,7 +95,7 @@ impl<S: Base> PhasedEngineBuilder<S> {
         Ok(self)
     }
 
-    /// Makes the engine, with all flows that were registered.
+    /// Makes the engine with all registered flows.
     #[must_use]
     pub fn build(self) -> PhasedEngine {
         PhasedEngine { phased: Arc::new(self.phased), stop: CancellationToken::new() }
@@ -103,8 +103,8 @@ impl<S: Base> PhasedEngineBuilder<S> {
 }
 
 impl PhasedEngine {
-    /// Begins the phased operations of this engine. `deployment` is the id of this deployment, from its
-    /// configuration: where the database has another one, nothing is sent (O22).
+    /// Returns a builder for the phased operations of this engine. `deployment` is the id of this
+    /// deployment, from its configuration. If the database has another id, nothing is sent (O22).
     #[must_use]
     pub fn builder<S: Phases + Base>(engine: &Engine<S>, deployment: Uuid) -> PhasedEngineBuilder<S> {
         let store = Arc::clone(engine.store()) as Arc<dyn Phases>;
@@ -116,17 +116,18 @@ impl PhasedEngine {
         Arc::clone(&self.phased)
     }
 
-    /// Stops what is driven here for requests, after the calls in flight; what is not done goes to
-    /// a worker. [`Engine::drain`](crate::runtime::operation::Core::drain) waits for it.
+    /// Stops the drivers that requests started here, after the calls in flight. A worker continues
+    /// their operations. [`Engine::drain`](crate::runtime::operation::Core::drain) waits for them.
     pub fn stop(&self) {
         self.stop.cancel();
     }
 
-    /// Runs an operation for a request, and waits for its outcome for at most `budget`; then 202 or
-    /// 409 `IDEMPOTENCY_RECOVERY_PENDING`, and it goes on.
+    /// Runs an operation for a request, and waits for its outcome for at most `budget`. After that
+    /// it answers 202 or 409 `IDEMPOTENCY_RECOVERY_PENDING`, and the operation continues.
     ///
     /// # Cancel safety
-    /// Dropped, the operation goes on; before its first phase has begun, nothing happened.
+    /// Dropped before the first phase has begun: nothing happened. Dropped later: the operation
+    /// continues.
     pub async fn execute_phased<C>(
         &self,
         endpoint: &Registered,
@@ -141,8 +142,9 @@ impl PhasedEngine {
         self.execute(None, endpoint, (scope, key, command), budget).await
     }
 
-    /// The same of a command whose body takes memory of the engine's budget (`body_memory_max`):
-    /// that is given back when neither this request nor a driver that it began needs the command.
+    /// As [`Self::execute_phased`], for a command whose body holds a permit of the engine's memory
+    /// budget (`body_memory_max`). The permit is returned when neither this request nor its driver
+    /// needs the command.
     ///
     /// # Cancel safety
     /// As [`Self::execute_phased`].
@@ -197,7 +199,7 @@ impl PhasedEngine {
                     Ok(Recovered::Look) => front.look_again(),
                     Ok(Recovered::Pending) => return shown(front.pending(&record)),
                     Ok(Recovered::Unknown) => return front.problem(Code::OutcomeUnknown),
-                    // There is an operation, and what it did is not undone by a store that is away.
+                    // The operation exists; an outage of the store does not undo what it did.
                     Err(error) => {
                         drop(front.store_failed("recover", &error));
                         return shown(front.pending(&record));
@@ -225,7 +227,7 @@ impl PhasedEngine {
                             return front.problem(Code::CommitUnknown);
                         }
                     };
-                    // From here on it holds a connection for moments only.
+                    // From here on the operation holds a connection only for short moments.
                     drop(place);
                     match opened {
                         Opened::Refused(begin) => front.refused(begin),
@@ -237,7 +239,7 @@ impl PhasedEngine {
                             if let Some(answered) = wait(&front, driving, until, began).await {
                                 return answered;
                             }
-                            // Not known here: what is stored says what it is.
+                            // This task does not know the answer: read what is stored.
                             return self.stands(&mut front, &claim.operation_id).await;
                         }
                     }
@@ -246,7 +248,7 @@ impl PhasedEngine {
         }
     }
 
-    /// The answer of an operation that goes on without its first request.
+    /// The answer for an operation that continues without its first request.
     async fn stands(&self, front: &mut Front, operation_id: &Uuid) -> Answered {
         front.look_again();
         match front.turn().await {
@@ -265,7 +267,7 @@ impl PhasedEngine {
         }
     }
 
-    /// Takes the operation up and waits for it.
+    /// Takes the operation over and waits for it.
     async fn recover(&self, record: &Record, until: tokio::time::Instant) -> Result<Recovered, StoreError> {
         let store = &self.phased.store;
         let found = match store.operation(record.operation_id).await {
@@ -278,8 +280,8 @@ impl PhasedEngine {
             Err(error) => return Err(error),
         };
         let Some(member) = self.phased.member(&found.flow, found.flow_version) else {
-            // A process that has its flow drives it when it is due: clients that ask here must
-            // neither use it up, nor defeat its pauses.
+            // A process that has the flow drives the operation when it is due. Clients that ask
+            // here must neither use up its attempts nor shorten its pauses.
             return Ok(Recovered::Pending);
         };
         if !self.phased.is_ours().await? {
@@ -288,7 +290,7 @@ impl PhasedEngine {
         let asked = Since::now();
         let (driven, stored) = match store.take_operation(record.operation_id, member.lease()).await? {
             Taken::Driven(driven, stored) => (driven, *stored),
-            // Its outcome may have come in between.
+            // The outcome may have been stored in between.
             Taken::Not(stored) if matches!(stored.stage, Stage::Succeeded | Stage::Failed) => {
                 return Ok(Recovered::Look);
             }
@@ -315,7 +317,7 @@ impl PhasedEngine {
     }
 }
 
-/// A recovery that goes on is 202 where there is a place to look at it.
+/// Changes the status of a recovery that continues to 202 if the answer has a location.
 fn shown(mut answered: Answered) -> Answered {
     if let Answered::Problem(problem) = &mut answered
         && problem.code == Code::RecoveryPending
@@ -326,17 +328,17 @@ fn shown(mut answered: Answered) -> Answered {
     answered
 }
 
-/// What came of a recovery by a request.
+/// The result of a recovery by a request.
 enum Recovered {
-    /// The record has changed, or may have: read it again.
+    /// The record has changed, or may have changed: read it again.
     Look,
-    /// The operation has no outcome yet, and goes on later or elsewhere.
+    /// The operation has no outcome yet. It continues later or in another process.
     Pending,
-    /// There is a record, and nothing to go on with.
+    /// The record exists, but its operation does not or cannot be read.
     Unknown,
 }
 
-/// Waits for a driver; none where its end says no answer of its own.
+/// Waits for a driver. `None`: the driver ended without an answer, or the time is over.
 async fn wait(
     front: &Front,
     driving: JoinHandle<Result<Ended, StoreError>>,

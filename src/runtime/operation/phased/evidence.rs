@@ -31,7 +31,7 @@ use crate::error::StoreError;
 use crate::policy::operation::provider::{Evidence, Proof, Verdict};
 use crate::store::{NewEvidence, StoredEvidence};
 
-/// So many bytes are kept of what was seen.
+/// The largest number of bytes that are kept of what was observed.
 const SAW_MAX: usize = 2_048;
 const OPERATOR: &str = "operator";
 
@@ -123,7 +123,7 @@ fn read(vault: &Vault, stored: &StoredEvidence) -> Result<Row, StoreError> {
             "waived" => Verdict::Waived,
             _ => Verdict::Indefinite,
         };
-        // The command line has no keys: it writes in plain, and is believed.
+        // The command line has no keys, so it writes in plain; these rows are used all the same.
         let saw = String::from_utf8_lossy(&row.bytes.bytes).into_owned();
         return Ok(Row {
             proof: Proof { send: (row.send > 0).then_some(row.send), verdict, at: stored.at },
@@ -175,7 +175,7 @@ pub(super) fn rows(vault: &Vault, stored: &[StoredEvidence], effect: &str) -> Re
 
 fn all(vault: &Vault, stored: &[StoredEvidence], effect: &str) -> Result<Vec<Row>, StoreError> {
     let mut rows = Vec::new();
-    // A row of kind `run` tells that a handler ended after its lease; it says nothing of a
+    // A row of kind `run` records that a handler ended after its lease was lost; it is not about a
     // provider.
     for one in stored.iter().filter(|one| one.evidence.effect == effect && one.evidence.kind != "run") {
         rows.push(read(vault, one)?);
@@ -257,8 +257,8 @@ mod tests {
         assert!(matches!(rows(&plain(), &[newer], "charge"), Err(StoreError::Corrupt(_))));
     }
 
-    // Shown by: letting the mismatch count beside the operator's word: it went to the operator for
-    // ever.
+    // Shown by: counting the mismatch beside the operator's decision: the operation was parked
+    // again and again.
     #[test]
     fn o9_the_last_word_of_an_operator_decides_alone() {
         let mismatch = observed(Verdict::Mismatch, 1, By::Answer);
@@ -267,7 +267,8 @@ mod tests {
         assert_eq!(read.iter().map(|row| row.proof.verdict).collect::<Vec<_>>(), [Verdict::Succeeded]);
     }
 
-    // Shown by: the operator's last word alone (it failed, though it had happened).
+    // Shown by: using the operator's last decision alone (failed, although the effect had
+    // happened).
     #[test]
     fn o8_proof_that_comes_after_an_operators_failure_is_a_conflict_until_it_is_judged() {
         let (vault, proof) = (plain(), observed(Verdict::Succeeded, 1, By::Answer));
@@ -277,7 +278,7 @@ mod tests {
         let failure = operators("failure");
         assert_eq!(settled(std::slice::from_ref(&failure)), Some(Settled::Failed));
         assert_eq!(settled(&[failure.clone(), proof.clone()]), None);
-        // Judged, against the evidence.
+        // The operator decided again, against the evidence.
         assert_eq!(settled(&[failure.clone(), proof.clone(), failure.clone()]), Some(Settled::Failed));
         let said = providers(&vault, &[proof, failure], "charge").expect("read");
         assert!(evidence(&said).contradicts(Settled::Failed));

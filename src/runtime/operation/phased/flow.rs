@@ -1,10 +1,10 @@
 //! A phased operation as it is registered: its name, version, command, phases and effects (O22).
 //!
-//! Checked when it is built: every point and effect once, windows in which something can be
-//! repeated (O6), what is undone is there, and calls that fit into the lease (O5). Nothing that
-//! could not be recovered starts.
+//! `build` checks that every point and effect has one name, that something can be repeated within
+//! each window (O6), and that an effect to be undone exists. Registration checks that calls fit
+//! into the lease (O5). An operation that could not be recovered is never started.
 //!
-//! Not here: running it ([`driver`](super::driver)).
+//! Not here: the execution ([`driver`](super::driver)).
 
 use std::any::Any;
 use std::collections::BTreeMap;
@@ -24,14 +24,14 @@ use crate::error::{HandlerError, StoreError};
 use crate::policy::operation::provider::{Strategy, WindowError};
 use crate::store::{Base, FIRST_POINT, PhaseTx};
 
-/// A command whose type was put aside.
+/// A command without its type.
 pub(super) type AnyCommand = Arc<dyn Any + Send + Sync>;
 
-/// A registered operation; a worker takes only flows of the names and versions that it has.
+/// A registered operation. A worker drives only the flows and versions that it has.
 #[derive(Debug)]
 pub struct Flow<S>(AnyFlow, PhantomData<fn(S)>);
 
-/// A flow as it is driven, whatever its database.
+/// A flow without the type of its database, as drivers use it.
 #[derive(Debug)]
 pub(super) struct AnyFlow {
     name: &'static str,
@@ -43,11 +43,11 @@ pub(super) struct AnyFlow {
     effects: Vec<Declared>,
 }
 
-/// Puts a flow together.
+/// Builds a flow from its phases and effects.
 #[derive(Debug)]
 pub struct FlowBuilder<S, C> {
     flow: AnyFlow,
-    /// Points in the order of registration, to find doubles.
+    /// The points in the order of registration, to find duplicates.
     points: Vec<String>,
     of: PhantomData<fn(S, C)>,
 }
@@ -64,7 +64,7 @@ pub enum FlowError {
         /// The point or effect.
         name: String,
     },
-    /// The window of an effect is one within which nothing can be sent again (O6).
+    /// Nothing can be sent again within the window of an effect (O6).
     #[error("flow `{flow}`, effect `{effect}`: {error}")]
     Window {
         /// The name of the flow.
@@ -84,7 +84,7 @@ pub enum FlowError {
         /// The name of the effect.
         effect: &'static str,
     },
-    /// An effect undoes one that is not there.
+    /// An effect undoes an effect that the flow does not have.
     #[error("flow `{flow}`, effect `{effect}` undoes `{undoes}`, which is no effect of the flow")]
     Undoes {
         /// The name of the flow.
@@ -105,7 +105,7 @@ pub enum FlowError {
         /// The lease of the operation's route; two thirds of it are the bound.
         lease: Duration,
     },
-    /// The same name and version twice.
+    /// A flow is registered twice with the same name and version.
     #[error("flow `{flow}` is registered twice with version {version}")]
     Registered {
         /// The name of the flow.
@@ -116,9 +116,9 @@ pub enum FlowError {
 }
 
 impl<S: Base> Flow<S> {
-    /// Begins a flow with its first phase. Name and version stand with every operation: raise the
-    /// version when phases or the command change, and keep the old flow until its last operation
-    /// has its outcome.
+    /// Begins a flow with its first phase. Name and version are stored with every operation. Raise
+    /// the version when the phases or the command change, and keep the old flow until its last
+    /// operation has an outcome.
     #[must_use]
     pub fn begin<C>(name: &'static str, version: u32, first: impl FirstPhase<S, C>) -> FlowBuilder<S, C>
     where
@@ -136,7 +136,7 @@ impl<S: Base> Flow<S> {
         FlowBuilder { flow, points: vec![FIRST_POINT.to_owned()], of: PhantomData }
     }
 
-    /// The flow without the type of its store, as drivers take it.
+    /// The flow without the type of its store.
     pub(super) fn any(self) -> AnyFlow {
         self.0
     }
@@ -178,8 +178,8 @@ impl AnyFlow {
         self.effects.iter().find(|effect| effect.sent == point || effect.settled == point)
     }
 
-    /// The effects that stand, as far as is proven, and are not declared repeatable: none may,
-    /// where an operation failed.
+    /// Returns an effect that is proven to stand and is not declared repeatable. A failed operation
+    /// must not have such an effect.
     pub(super) fn standing(&self, settled: &Settlements) -> Option<&'static str> {
         use super::effect::Settlement::{Succeeded, Undone};
         let undone = |name| {
@@ -195,7 +195,7 @@ impl AnyFlow {
         self.effects.iter().find(stands).map(|effect| effect.name)
     }
 
-    /// Checks that every call fits into what a renewed lease leaves.
+    /// Checks that every call fits into the time that a renewed lease leaves.
     pub(super) fn fits(&self, lease: Duration) -> Result<(), FlowError> {
         // A lease is renewed after a third of it.
         let longest = lease * 2 / 3;
@@ -208,7 +208,7 @@ impl AnyFlow {
 }
 
 impl<S: Base, C: Send + Sync + 'static> FlowBuilder<S, C> {
-    /// A phase before the first intent, at this point.
+    /// Adds a phase before the first intent, at this point.
     #[must_use]
     pub fn local(mut self, point: LocalPoint, phase: impl LocalPhase<S, C>) -> Self {
         self.points.push(point.0.to_owned());
@@ -216,19 +216,19 @@ impl<S: Base, C: Send + Sync + 'static> FlowBuilder<S, C> {
         self
     }
 
-    /// An effect, and the phase that runs when it is settled.
+    /// Adds an effect, and the phase that runs when it is settled.
     #[must_use]
     pub fn effect<P: Provider>(self, effect: &Effect<P>, then: impl SettledPhase<S, C>) -> Self {
         self.declare(effect.declared(), Box::new(Typed::<S, _, C>::new(then)))
     }
 
-    /// An effect that undoes another, and the phase that runs when it is settled.
+    /// Adds an effect that undoes another, and the phase that runs when it is settled.
     #[must_use]
     pub fn undo<P: Provider>(self, undo: &Undo<P>, then: impl SettledPhase<S, C>) -> Self {
         self.declare(undo.declared(), Box::new(Typed::<S, _, C>::new(then)))
     }
 
-    /// A further phase after an effect is settled, at this point.
+    /// Adds another phase after an effect is settled, at this point.
     #[must_use]
     pub fn settled(mut self, point: SettledPoint, phase: impl SettledPhase<S, C>) -> Self {
         self.points.push(point.0.to_owned());
@@ -243,10 +243,10 @@ impl<S: Base, C: Send + Sync + 'static> FlowBuilder<S, C> {
         self
     }
 
-    /// The flow.
+    /// Checks the flow and returns it.
     ///
     /// # Errors
-    /// [`FlowError`]: what could not be recovered.
+    /// [`FlowError`]: the flow could not be recovered.
     pub fn build(self) -> Result<Flow<S>, FlowError> {
         let Self { flow, mut points, .. } = self;
         let mut names: Vec<String> = flow.effects.iter().map(|effect| effect.name.to_owned()).collect();
@@ -274,7 +274,7 @@ impl<S: Base, C: Send + Sync + 'static> FlowBuilder<S, C> {
     }
 }
 
-/// A phase with the types of its database and its command put aside.
+/// A phase without the types of its database and its command.
 struct Typed<S, P, C> {
     phase: P,
     of: PhantomData<fn(S, C)>,
@@ -290,7 +290,7 @@ fn typed<C: 'static>(command: &AnyCommand) -> Result<&C, HandlerError> {
     command.downcast_ref().ok_or_else(|| HandlerError::terminal("the command is of another type than the flow's"))
 }
 
-/// What a phase gets: its transaction, what is known of the operation, and the command.
+/// The arguments of a phase: its transaction, the context of the operation, and the command.
 pub(super) struct Given<'a> {
     pub(super) tx: &'a mut dyn PhaseTx,
     pub(super) context: &'a Context,

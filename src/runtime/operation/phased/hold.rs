@@ -1,11 +1,11 @@
-//! Holding an operation: its lease is renewed while it is driven, and what is left of it is known
-//! by this process's own clocks (O5, O9).
+//! Holds an operation: renews its lease while it is driven, and knows the time that is left by the
+//! clocks of this process (O5, O9).
 //!
-//! Promises: what is left is counted from before the statement that granted it was sent, so it is
-//! never more than the truth; a lost lease is a flag that stops what would start, and cancels
-//! nothing that runs (O8); no statement is dropped half way.
+//! Promises: the lease is counted from the moment before the statement that granted it was sent, so
+//! the time left is never overestimated. A lost lease is a flag: it prevents new work and cancels
+//! nothing that runs (O8). No statement is dropped before its answer.
 //!
-//! Not here: the fence, which every statement carries.
+//! Not here: the fence, which is part of every statement.
 
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
@@ -16,7 +16,7 @@ use crate::policy::lease::Lease;
 use crate::runtime::pace::{Since, sleep_unless};
 use crate::store::{Driven, Fenced, Phases};
 
-/// A lease that is renewed until it is dropped.
+/// A lease that is renewed until this value is dropped.
 #[derive(Debug)]
 pub(super) struct Hold {
     shared: Arc<Shared>,
@@ -33,7 +33,7 @@ struct Shared {
 }
 
 impl Hold {
-    /// Holds what was granted by a statement that was sent at `asked`.
+    /// Holds a lease that a statement sent at `asked` has granted.
     pub(super) fn new(store: Arc<dyn Phases>, driven: Driven, lease: Duration, asked: Since) -> Self {
         let (lost, done) = (CancellationToken::new(), CancellationToken::new());
         let shared = Arc::new(Shared { store, driven, lease, granted: Mutex::new(asked), lost, done });
@@ -46,12 +46,12 @@ impl Hold {
         &self.shared.driven
     }
 
-    /// What is left at least; zero where it is lost.
+    /// The time that is left at least; zero if the lease is lost.
     pub(super) fn left(&self) -> Duration {
         if self.is_lost() { Duration::ZERO } else { self.shared.left() }
     }
 
-    /// Whether somebody else drives it.
+    /// Whether another process drives the operation.
     pub(super) fn is_lost(&self) -> bool {
         self.shared.lost.is_cancelled()
     }
@@ -61,7 +61,7 @@ impl Hold {
         self.shared.renew().await;
     }
 
-    /// Ends the renewals: the operation is given back or has its outcome.
+    /// Stops the renewals: the operation was released or has its outcome.
     pub(super) fn drop_lease_watch(&self) {
         self.shared.done.cancel();
     }

@@ -1,12 +1,12 @@
-//! An HTTP client for adapters of providers: it says what is certain of a failed call (O7), and
-//! does nothing twice.
+//! An HTTP client for adapters of providers. It reports what is certain about a failed call (O7),
+//! and never sends twice.
 //!
-//! Promises: redirects and retries of the client library are off; [`Outcome::NotConnected`] only
-//! where no connection came to be (name not found, refused, TLS failed); an answer is read to a
-//! bound; proxies of the environment are not used, because one that refuses a connection says
-//! nothing of the provider.
+//! Promises: redirects and retries of the client library are off. [`Outcome::NotConnected`] is
+//! returned only if no connection was made (name not found, refused, TLS failed). An answer is read
+//! up to a limit. Proxies of the environment are not used, because a proxy that refuses a
+//! connection proves nothing about the provider.
 //!
-//! Not here: what an answer proves: an adapter reads status and body.
+//! Not here: what an answer proves; an adapter reads status and body.
 
 use std::time::Duration;
 
@@ -25,18 +25,18 @@ pub struct HttpCaller {
     client: reqwest::Client,
 }
 
-/// What came of a call.
+/// The result of a call.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Outcome {
-    /// No connection came to be: not a byte of the request left.
+    /// No connection was made: not one byte of the request was sent.
     NotConnected(String),
-    /// It ended without a whole answer: anything may have happened.
+    /// The call ended without a complete answer: the effect may have happened.
     NoAnswer(String),
-    /// The provider answered; the answer is whole.
+    /// The provider answered, and the answer is complete.
     Answered(Response),
 }
 
-/// An answer that was read whole.
+/// An answer that was read completely.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Response {
     /// The HTTP status of the answer.
@@ -61,10 +61,10 @@ impl HttpCaller {
         Self::over(reqwest::Client::builder(), timeout)
     }
 
-    /// The same over settings of a builder's: certificates, name resolution.
+    /// As [`Self::new`], with the settings of a builder, such as certificates or name resolution.
     ///
     /// # Errors
-    /// They cannot be used.
+    /// The settings cannot be used.
     pub fn over(builder: reqwest::ClientBuilder, timeout: Duration) -> Result<Self, reqwest::Error> {
         let client = builder
             .redirect(redirect::Policy::none())
@@ -79,10 +79,10 @@ impl HttpCaller {
     /// Sends these bytes once.
     ///
     /// # Errors
-    /// A header cannot be sent: nothing left.
+    /// A header cannot be sent; no byte was sent.
     ///
     /// # Cancel safety
-    /// Dropped, the outcome is unknown.
+    /// If the future is dropped, the outcome is unknown.
     pub async fn call(
         &self,
         method: Method,
@@ -107,7 +107,7 @@ impl HttpCaller {
                 Ok(Some(chunk)) if body.len() + chunk.len() <= ANSWER_MAX => body.extend_from_slice(&chunk),
                 Ok(Some(_)) => return Ok(Outcome::NoAnswer("the answer is too long".to_owned())),
                 Ok(None) => return Ok(Outcome::Answered(Response { status, headers, body })),
-                // The status alone decides nothing: what was done stands in the body.
+                // The status alone decides nothing: the body says what was done.
                 Err(error) => return Ok(Outcome::NoAnswer(chain(&error))),
             }
         }
@@ -115,13 +115,13 @@ impl HttpCaller {
 }
 
 impl Response {
-    /// Its `Retry-After`, in seconds or as a date.
+    /// The pause that `Retry-After` asks for, given in seconds or as a date.
     #[must_use]
     pub fn retry_after(&self) -> Option<Duration> {
         asked_to_wait(self.headers.get(RETRY_AFTER)?.to_str().ok()?, std::time::SystemTime::now())
     }
 
-    /// The answer with nothing known of it but status and `Retry-After`.
+    /// The answer with only the status and `Retry-After` filled in.
     #[must_use]
     pub fn answer(&self) -> Answer {
         match Answer::status(self.status) {
@@ -133,10 +133,10 @@ impl Response {
     }
 }
 
-/// What is certain of a call that failed.
+/// What is certain about a call that failed.
 fn lost(error: &reqwest::Error) -> Outcome {
-    // reqwest says so of errors while the connection is made, and of no others: its connector's
-    // timeout is one of them.
+    // reqwest sets this only for errors while the connection is made, which include the timeout of
+    // its connector.
     if error.is_connect() || error.is_builder() {
         return Outcome::NotConnected(chain(error));
     }

@@ -1,8 +1,8 @@
-//! The identities of what an operation does outside and downstream (M78, M79, pitfall 40).
+//! The ids of an operation's effects, rows and messages (M78, M79, pitfall 40).
 //!
-//! Each is derived from the deployment, the operation and the name of what is done, and from
-//! nothing that a client sent: a crash, a resend and a recovery by another process come to the same
-//! ones, and a clone of the database under another deployment to others.
+//! Each id is derived from the deployment, the operation and a name, and from nothing that a client
+//! sent. So a crash, a resend and a recovery by another process give the same ids, and a clone of
+//! the database under another deployment gives others.
 //!
 //! Not here: the operation's own id, which the claim makes.
 
@@ -11,12 +11,11 @@ use std::fmt;
 use sha2::{Digest, Sha256};
 use uuid::{Builder, Uuid};
 
-/// The key that a provider sees for an effect: `op_` and 40 hexadecimal digits. It never changes
-/// (O7).
+/// The key of an effect at its provider: `op_` and 40 hexadecimal digits. It never changes (O7).
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct ProviderKey(String);
 
-/// Derives the identities of one operation.
+/// Derives the ids of one operation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Identities {
     deployment: Uuid,
@@ -30,7 +29,7 @@ impl ProviderKey {
         &self.0
     }
 
-    /// A key as it was stored.
+    /// A key as it was read from the store.
     pub(super) fn stored(text: &str) -> Self {
         Self(text.to_owned())
     }
@@ -43,7 +42,7 @@ impl fmt::Display for ProviderKey {
 }
 
 impl Identities {
-    /// Of an operation in a deployment.
+    /// The ids of an operation in a deployment.
     #[must_use]
     pub fn new(deployment: Uuid, operation_id: Uuid) -> Self {
         Self { deployment, operation_id }
@@ -63,16 +62,16 @@ impl Identities {
         ProviderKey(format!("op_{digits}"))
     }
 
-    /// The id of a row that the operation makes: a UUID v7 of the time of the operation's own id.
+    /// The id of a row that the operation makes: a UUID v7 with the time of the operation's own id.
     #[must_use]
     pub fn row(self, name: &str) -> Uuid {
         self.id("row", name)
     }
 
-    /// The id of a message that the operation enqueues, of the time of the operation's own id. A
-    /// consumer whose horizon is shorter than operations may take to be recovered takes such a
-    /// message for too old: let the outbox make the id then; the transaction that enqueues commits
-    /// once.
+    /// The id of a message that the operation enqueues, with the time of the operation's own id. If
+    /// recovery may take longer than the horizon of a consumer, the consumer would treat such a
+    /// message as too old. In that case let the outbox make the id; this is safe because the
+    /// transaction that enqueues commits once.
     #[must_use]
     pub fn message(self, name: &str) -> Uuid {
         self.id("message", name)

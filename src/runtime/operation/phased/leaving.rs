@@ -1,14 +1,14 @@
-//! How a driver lets its operation go: back, to be taken up later; in doubt; to an operator. And
-//! what it still does for one that it lost (O8, O9, O13).
+//! How a driver releases its operation: to be continued later, with an unknown outcome, or to an
+//! operator. Also what it still does for an operation that it lost (O8, O9, O13).
 //!
 //! Promises:
 //!
-//! * An operation whose effect is open goes to an operator only in a transaction that finds no
-//!   proof in its evidence; who brings proof later un-parks it (O8).
-//! * One that a request took up before it was due is due when it was: clients that ask often move
-//!   nothing.
+//! * An operation with an open effect is parked only in a transaction that finds no proof in the
+//!   evidence. A driver that stores proof later unparks it (O8).
+//! * An operation that a request took over before it was due keeps its due time, so clients that
+//!   ask often change nothing.
 //!
-//! Not here: why it goes ([`driver`](super::driver)).
+//! Not here: why the operation is released ([`driver`](super::driver)).
 
 use std::time::Duration;
 
@@ -23,14 +23,15 @@ use crate::runtime::pace::Pace;
 use crate::store::{Due, Fenced, Leave, StoredEvidence, StoredIntent, StoredOperation};
 
 impl Driver {
-    /// What no retry of the database helps with is not tried for ever: it counts, is UNKNOWN after
-    /// an intent, and goes to an operator in the end (O9, O13).
+    /// Ends a drive after an error. An error that is not transient counts as an attempt and makes
+    /// the operation UNKNOWN after an intent; after the last attempt the operation is parked (O9,
+    /// O13).
     pub(super) async fn broken_off(&mut self, error: StoreError) -> Result<End, StoreError> {
         if matches!(error, StoreError::Fenced(_)) {
             return Err(error);
         }
         if error.is_transient() {
-            // Best effort: the lease runs out otherwise.
+            // Best effort: if the release fails, the lease expires.
             let _ = self.release(self.pause(0), false).await;
             return Err(error);
         }
@@ -43,10 +44,10 @@ impl Driver {
                 self.release_unknown_outcome(self.pause(stored.attempts), true).await
             }
             Ok(Some(stored)) => self.release(self.pause(stored.attempts), true).await,
-            // It cannot be read: whether it has an intent is not known.
+            // The operation cannot be read, so it is not known whether it has an intent.
             _ => self.release(self.phased.settings.backoff_max, true).await,
         };
-        // What broke it off says more than why it could not be given back.
+        // The first error says more than the error of the release.
         end.map_err(|_| error)
     }
 
@@ -57,12 +58,12 @@ impl Driver {
             Ok(Some(end)) => Ok(end),
             // The next drive settles it.
             Ok(None) => self.release(Duration::ZERO, false).await,
-            // The evidence may be what cannot be read.
+            // Perhaps the evidence is what cannot be read.
             Err(_) => self.park(REASON).await,
         }
     }
 
-    /// Leaves it to an operator. None: proof stands there by now, and nothing is left.
+    /// Parks the operation. `None`: the evidence now holds proof, and the operation was not parked.
     async fn park_unless_proven(
         &mut self,
         effect: &Declared,
@@ -70,8 +71,8 @@ impl Driver {
         reason: &str,
     ) -> Result<Option<End>, StoreError> {
         let mut tx = self.phased.store.begin_phase(&self.driven).await?;
-        // It locks the row: who brings evidence that is not seen here waits for the end, and finds
-        // it parked.
+        // This locks the row. A driver that stores evidence not seen here waits for the end of this
+        // transaction, and then finds the operation parked.
         if tx.park(reason).await? == Fenced::LostOwnership {
             tx.rollback().await?;
             return Ok(Some(End::Lost));
@@ -85,7 +86,7 @@ impl Driver {
         Ok(Some(End::Parked))
     }
 
-    /// Leaves an open effect to an operator, or goes on where proof has come.
+    /// Parks an operation with an open effect, or continues if proof has arrived.
     pub(super) async fn park_open(
         &mut self,
         effect: &Declared,
@@ -96,8 +97,8 @@ impl Driver {
         Ok(end.map_or(Next::Again, Next::End))
     }
 
-    /// The proof that this driver brought may have come after another one, who has the operation by
-    /// now, looked for it and parked: then it goes on (O8).
+    /// Unparks the operation if it needs no operator: another driver may have taken it over, found
+    /// no proof and parked it before this driver stored its proof (O8).
     pub(super) async fn speak_up(&self) {
         let mut pace = Pace::new(Duration::from_millis(20), Duration::from_secs(1));
         let operation = self.driven.operation_id;
@@ -126,12 +127,12 @@ impl Driver {
             return Ok(false);
         }
         let Some((effect, intent)) = self.open_effect(&stored) else { return Ok(false) };
-        // Whether it is parked is asked under the lock of its row only.
+        // `unpark` checks under the lock of the row whether the operation is parked.
         Ok(self.is_proven(&effect, &intent, &stored.evidence)?
             && store.unpark(stored.operation_id).await? == Fenced::Done)
     }
 
-    /// The effect that it waits for.
+    /// The effect that the operation waits for.
     fn open_effect(&self, stored: &StoredOperation) -> Option<(Declared, StoredIntent)> {
         let effect = self.member.flow().effect_at(&stored.point)?;
         let intent = stored.intents.iter().find(|one| one.intent.effect == effect.name && one.outcome.is_none())?;
@@ -144,8 +145,8 @@ impl Driver {
         Ok(evidence::evidence(&rows).settled(sends).is_some())
     }
 
-    /// A phase failed, and nothing of it stands: again at once where the failure is transient, else
-    /// later; an operator in the end.
+    /// Handles a phase that failed and was rolled back: it runs again at once after a transient
+    /// error, else later; at the end the operation is parked.
     pub(super) async fn phase_failed(
         &mut self,
         stored: &StoredOperation,
@@ -168,33 +169,33 @@ impl Driver {
         Ok(Next::End(self.release(after, counts).await?))
     }
 
-    /// When to come again.
+    /// The pause until the operation is due again.
     pub(super) fn pause(&self, attempts: u32) -> Duration {
         let settings = &self.phased.settings;
         retry::pause(settings.backoff_first, settings.backoff_max, attempts.saturating_add(1), fastrand::f64())
     }
 
-    /// Gives it back where the evidence proves nothing.
+    /// Releases the operation as UNKNOWN, because the evidence proves nothing.
     pub(super) async fn release_in_doubt(&mut self, attempts: u32) -> Result<Next, StoreError> {
         Ok(Next::End(self.release_unknown_outcome(self.pause(attempts), self.reached).await?))
     }
 
-    /// Gives it back until later; nothing counts.
+    /// Releases the operation until later, without counting an attempt.
     pub(super) async fn release_with_backoff(&mut self, attempts: u32) -> Result<Next, StoreError> {
         Ok(Next::End(self.release(self.pause(attempts), false).await?))
     }
 
-    /// Leaves it to an operator, whatever the evidence says: nothing can be done with it here.
+    /// Parks the operation, whatever the evidence says: it cannot be driven here.
     pub(super) async fn park_for_operator(&mut self, reason: &str) -> Result<Next, StoreError> {
         Ok(Next::End(self.park(reason).await?))
     }
 
-    /// `counts`: as an attempt, where it was due.
+    /// Releases the operation as UNKNOWN. `counts`: as an attempt, if the operation was due.
     pub(super) async fn release_unknown_outcome(&mut self, after: Duration, counts: bool) -> Result<End, StoreError> {
         self.leave(Leave::Doubt(self.due(after, counts))).await
     }
 
-    /// As in [`Self::release_unknown_outcome`]; the stage stays.
+    /// Releases the operation in its stage. `counts` as in [`Self::release_unknown_outcome`].
     pub(super) async fn release(&mut self, after: Duration, counts: bool) -> Result<End, StoreError> {
         self.leave(Leave::HandBack(self.due(after, counts))).await
     }
@@ -218,7 +219,7 @@ impl Driver {
     }
 }
 
-/// The reason that an operator reads.
+/// The reason as an operator reads it.
 pub(super) fn gap_name(gap: Gap) -> &'static str {
     match gap {
         Gap::NoMeans => "provider-without-key-or-query",

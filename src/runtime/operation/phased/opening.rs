@@ -1,10 +1,11 @@
-//! The first phase of an operation: claim, command, operation and what it writes commit together
-//! (O22).
+//! The first phase of an operation: claim, command, operation and the writes of the phase commit
+//! together (O22).
 //!
-//! Promises: what refuses or fails here leaves nothing, or the refusal alone where it is binding; a
-//! handler that ended the transaction by itself is found out, and a person is told (O1).
+//! Promises: a first phase that refuses or fails leaves nothing, or only the refusal if it is
+//! binding. A handler that ended the transaction itself is detected, and the operation is parked
+//! for an operator (O1).
 //!
-//! Not here: what becomes of the request ([`engine`](super::engine)), and what follows
+//! Not here: the answer to the request ([`engine`](super::engine)), and the later phases
 //! ([`driver`](super::driver)).
 
 use std::sync::Arc;
@@ -33,20 +34,20 @@ use crate::runtime::operation::{Begin, BodyPermit, Reply};
 use crate::runtime::pace::Since;
 use crate::store::{Basis, Begun, Driven, FIRST_POINT, Fenced, NewIntent, NewOperation, Phases, Proof};
 
-/// Why an operation is parked whose first phase is not known to be committed as a whole.
+/// The reason to park an operation whose first phase may not be committed as a whole.
 pub(super) const FIRST_ENDED: &str = "first-phase-ended-its-transaction";
 
-/// What came of the first phase.
+/// The result of the first phase.
 pub(super) enum Opened {
-    /// Another record or claim stands there.
+    /// Another record or claim exists.
     Refused(Box<Begin>),
-    /// It ended here: with an outcome that is stored, or with nothing.
+    /// The operation ended here, with a stored outcome or with nothing stored.
     Replied(Reply),
-    /// It was lost sight of, and is there: look.
+    /// The answer of the commit was lost, and the record exists: read it.
     Look,
     /// The engine answers with this code.
     Problem(Code),
-    /// The first phase is committed, and this task drives what follows.
+    /// The first phase is committed, and this task drives the next phases.
     Driving(JoinHandle<Result<Ended, StoreError>>),
     Failed(StoreError),
 }
@@ -59,7 +60,7 @@ pub(super) struct Opening {
     pub(super) command: AnyCommand,
     pub(super) bytes: Vec<u8>,
     pub(super) patience: Duration,
-    /// The memory of the command, which the driver holds on.
+    /// The memory permit of the command; the driver keeps it.
     pub(super) permit: Arc<Option<BodyPermit>>,
 }
 
@@ -67,18 +68,19 @@ pub(super) struct Opening {
 enum Move {
     Advance(String, Stage, Option<(&'static str, NewIntent)>),
     Finish(Reply, Option<Option<String>>),
-    /// Nothing of the phase stays; this is the answer.
+    /// Nothing of the phase is stored; this is the answer.
     Forget(Reply),
 }
 
-/// What came of one try.
+/// The result of one attempt.
 enum Tried {
-    /// Another record or claim stands there.
+    /// Another record or claim exists.
     Refused,
     Ended(Opened),
-    /// It is committed, and to be driven on: with the effect that was intended.
+    /// The phase is committed; the driver continues, with the effect that was intended.
     Begun(Driven, Context, Option<&'static str>),
-    /// Nothing stays, and nobody failed (R27).
+    /// A transient error: nothing is stored, and the phase runs again (R27). Holds the result after
+    /// the last attempt.
     Again(Opened),
 }
 
@@ -118,7 +120,7 @@ impl Opening {
             fresh,
             ..Driver::new(self.phased, (self.member, context, self.command, fingerprint), hold, Came::First, self.stop)
         };
-        // From here on duplicates read the operation itself.
+        // From here on duplicates read the record of the operation.
         drop(begin);
         let permit = self.permit;
         Ok(Opened::Driving(phased.engine.spawn(async move {
@@ -170,7 +172,7 @@ impl Opening {
                 (tx.advance(FIRST_POINT, &to, stage, &intents).await?, Ok(fresh.first().copied()))
             }
             Move::Finish(reply, failure) => {
-                // A rejection takes back what was written before it (pitfall 18).
+                // A rejection takes back the writes of the phase before it (pitfall 18).
                 let proof = if rejected { tx.undo_effects().await? } else { Proof::Same };
                 if proof == Proof::Same {
                     let outcome = outcome(&self.member, phased, &context, &begin.claim.fingerprint, &reply, failure)?;
@@ -189,7 +191,7 @@ impl Opening {
             Err(StoreError::CommitUnknown(error)) => {
                 tracing::warn!(operation = %driven.operation_id, %error, "a first phase was lost sight of");
                 match Doubt::CommitLost.after(store.find_after_lost_commit(&begin.claim, begin.basis()).await) {
-                    // Whether with an outcome or to be driven on: it is there.
+                    // The operation is stored, with an outcome or to be driven further.
                     Aftermath::Stored | Aftermath::MarkUnknown | Aftermath::Ended => {}
                     Aftermath::CommitUnknown | Aftermath::InsertUnknown => {
                         self.note(begin, Noted::CommitUnknown);
@@ -230,7 +232,8 @@ impl Opening {
         })
     }
 
-    /// A handler ended the transaction of the first phase: what it did may be done (O1).
+    /// Handles a handler that ended the transaction of the first phase itself: its effects may be
+    /// committed (O1).
     async fn ended_by_itself(
         &self,
         new: &NewOperation,
@@ -286,8 +289,8 @@ fn seen_by(basis: Basis<'_>) -> Option<&Record> {
     }
 }
 
-/// Makes an operation stand where its run left nothing of its own (O1): parked, under its key, also
-/// where that key was used before. Where another run has claimed since, nothing is changed.
+/// Stores an operation whose run left no row of its own (O1): parked, under its key, also if the
+/// key was used before. If another run has claimed the key since, nothing changes.
 async fn stand(store: &dyn Phases, new: &NewOperation, basis: Basis<'_>, patience: Duration) -> Result<(), StoreError> {
     let busy = |what: &str| StoreError::Busy(sqlx::Error::Protocol(what.to_owned()));
     match store.begin_first(new, basis, patience).await? {
@@ -295,7 +298,8 @@ async fn stand(store: &dyn Phases, new: &NewOperation, basis: Basis<'_>, patienc
             tx.park(FIRST_ENDED).await?;
             tx.commit().await
         }
-        // Its time of being retried may be over by now, which renewing asks for.
+        // The claim may be refused because the record's time for a retry is over; the caller tries
+        // again.
         Begun::Existing(record) if seen_by(basis).is_some_and(|seen| seen.epoch == record.epoch) => {
             Err(busy("the record stands as it was seen"))
         }
@@ -304,7 +308,7 @@ async fn stand(store: &dyn Phases, new: &NewOperation, basis: Basis<'_>, patienc
     }
 }
 
-/// The first phase failed, and nothing of it stayed.
+/// Logs that the first phase failed and nothing of it is stored, and returns the code to answer.
 fn failed(error: &HandlerError) -> Opened {
     tracing::warn!(%error, "a first phase failed: nothing happened");
     Opened::Problem(if error.is_transient() { Code::StoreUnavailable } else { Code::OperationFailed })

@@ -1,9 +1,10 @@
-//! The phases that an author writes: code that runs in one transaction, and says how it ends (M53).
+//! The phases that an author writes: code that runs in one transaction and returns how it ends
+//! (M53).
 //!
-//! A phase may run more than once: only one run of it commits. It calls no provider and waits for
-//! nothing outside: no transaction stays open across a call (M52).
+//! A phase may run more than once, but only one run commits. It calls no provider and waits for
+//! nothing outside, so no transaction stays open across a call (M52).
 //!
-//! Not here: how a phase may end ([`ends`](super::ends)), and who runs it
+//! Not here: how a phase may end ([`ends`](super::ends)), and the code that runs it
 //! ([`driver`](super::driver)).
 
 use std::fmt;
@@ -19,37 +20,39 @@ use crate::message::NewMessage;
 use crate::policy::operation::Identity;
 use crate::store::{Base, PhaseTx, enqueue};
 
-/// What a phase knows of its operation.
+/// The facts about its operation that a phase may use.
 #[derive(Debug, Clone)]
 pub struct Context {
     identities: Identities,
     identity: Identity,
 }
 
-/// The transaction of a phase: a connection, and no way to end it.
+/// The transaction of a phase: a connection, without a way to end the transaction.
 pub struct Phase<'a, S: Base> {
     connection: &'a mut <S::Db as sqlx::Database>::Connection,
     context: &'a Context,
 }
 
-/// The first phase. Every check that may refuse stands here, uniqueness included (O13).
+/// The first phase. Every check that may refuse the request belongs here, uniqueness included
+/// (O13).
 #[async_trait]
 pub trait FirstPhase<S: Base, C>: Send + Sync + 'static {
-    /// Runs it. An error rolls back: nothing happened.
+    /// Runs the phase. An error rolls back: nothing happened.
     async fn run(&self, phase: &mut Phase<'_, S>, command: &C) -> Result<First, HandlerError>;
 }
 
 /// A later phase before the first intent.
 #[async_trait]
 pub trait LocalPhase<S: Base, C>: Send + Sync + 'static {
-    /// Runs it. An error rolls back this phase; it runs again.
+    /// Runs the phase. An error rolls this phase back, and it runs again.
     async fn run(&self, phase: &mut Phase<'_, S>, command: &C) -> Result<Local, HandlerError>;
 }
 
 /// A phase after an effect is settled.
 #[async_trait]
 pub trait SettledPhase<S: Base, C>: Send + Sync + 'static {
-    /// Runs it. An error rolls back this phase, and the operation is UNKNOWN until it succeeds.
+    /// Runs the phase. An error rolls this phase back; the operation is UNKNOWN until the phase
+    /// succeeds.
     async fn run(&self, phase: &mut Phase<'_, S>, command: &C, settled: &Settlements) -> Result<Settled, HandlerError>;
 }
 
@@ -70,13 +73,13 @@ impl Context {
         self.identities
     }
 
-    /// Whose operation it is.
+    /// The tenant of the request.
     #[must_use]
     pub fn tenant(&self) -> &str {
         self.identity.tenant()
     }
 
-    /// Tenant, operation and key of the request.
+    /// The tenant, operation and key of the request.
     #[must_use]
     pub fn identity(&self) -> &Identity {
         &self.identity
@@ -90,23 +93,23 @@ impl<S: Base> fmt::Debug for Phase<'_, S> {
 }
 
 impl<'a, S: Base> Phase<'a, S> {
-    /// Of a transaction that this store began; an error where another kind of store did.
+    /// Wraps a transaction of the store `S`; an error if another kind of store began it.
     pub(super) fn new(tx: &'a mut dyn PhaseTx, context: &'a Context) -> Result<Self, StoreError> {
         Ok(Self { connection: tx.connection()?, context })
     }
 
-    /// The connection, inside the transaction.
+    /// The connection, inside the transaction of the phase.
     pub fn connection(&mut self) -> &mut <<S as Base>::Db as sqlx::Database>::Connection {
         self.connection
     }
 
-    /// What is known of the operation.
+    /// The context of the operation.
     #[must_use]
     pub fn context(&self) -> &'a Context {
         self.context
     }
 
-    /// Enqueues a message in this transaction: it exists exactly if the phase commits.
+    /// Enqueues a message in this transaction: the message exists exactly if the phase commits.
     ///
     /// # Errors
     /// As [`enqueue`].

@@ -1,16 +1,16 @@
-//! The recovery worker: takes up operations that nobody drives, and drives them through the same
-//! phases (M80, M83, O22).
+//! The recovery worker: takes over operations that no process drives, and drives them through the
+//! same phases (M80, M83, O22).
 //!
-//! Promises: ownership is taken by one statement, so of many workers one has an operation; at most
-//! `concurrency` at once, and of one tenant at most `per_tenant`, so that what is slow for one
-//! delays nobody else's for long; only flows and versions of this process; where the deployment is
-//! not ours nothing is taken, let alone sent. At a stop it takes nothing more, lets calls in flight
-//! end, gives back what it holds, and returns.
+//! Promises: one statement takes the lease, so only one of many workers has an operation. A worker
+//! drives at most `concurrency` operations at once, and at most `per_tenant` of one tenant, so that
+//! a slow tenant does not delay the others for long. It takes only the flows and versions of this
+//! process, and nothing if the database belongs to another deployment. At a stop it takes nothing
+//! more, lets calls in flight end, releases what it holds, and returns.
 //!
-//! It runs in the service's process, or in one built with the same flows; the stock `publisher` has
-//! none.
+//! It runs in the service's process, or in one that is built with the same flows; the stock
+//! `publisher` has none.
 //!
-//! Not here: what is done with an operation ([`driver`](super::driver)).
+//! Not here: how an operation is driven ([`driver`](super::driver)).
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -28,18 +28,18 @@ use crate::observe::{Health, PartState};
 use crate::runtime::pace::{Pace, Since, sleep_unless};
 
 const PART: &str = "recovery";
-/// How long it waits after it has seen that the deployment is another.
+/// The pause after the worker has seen that the database belongs to another deployment.
 const FOREIGN: Duration = Duration::from_secs(30);
 
-/// Settings of a worker.
+/// Settings of a recovery worker.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RecoveryOptions {
-    /// Operations that are driven at once. Default 8.
+    /// How many operations are driven at once. Default 8.
     pub concurrency: u32,
-    /// Of these at most so many of one tenant. Default 6; a service with one tenant may say as many
-    /// as `concurrency`.
+    /// How many of these may belong to one tenant. Default 6. A service with one tenant may set the
+    /// same number as for `concurrency`.
     pub per_tenant: u32,
-    /// How often it looks where nothing was due. Default 500 ms.
+    /// The pause between two searches when nothing was due. Default 500 ms.
     pub every: Duration,
 }
 
@@ -58,18 +58,19 @@ pub struct Recovery {
     driven_of: DrivenOf,
 }
 
-/// How many operations of each tenant are driven.
+/// The number of operations that are driven, by tenant.
 #[derive(Debug, Clone, Default)]
 struct DrivenOf(Arc<Mutex<HashMap<Vec<u8>, u32>>>);
 
 impl DrivenOf {
-    /// Counts one until the answer is dropped.
+    /// Counts one operation of a tenant until the returned value is dropped.
     fn one(&self, tenant: Vec<u8>) -> One {
         *self.0.lock().unwrap_or_else(PoisonError::into_inner).entry(tenant.clone()).or_default() += 1;
         One { of: self.clone(), tenant }
     }
 
-    /// The tenants that have as many as they may, and how many more any other one may have.
+    /// Returns the tenants that are at the limit, and how many more operations every other tenant
+    /// may have.
     fn full(&self, per_tenant: u32) -> (Vec<Vec<u8>>, u32) {
         let driven = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let full = driven.iter().filter(|(_, count)| **count >= per_tenant).map(|(tenant, _)| tenant.clone()).collect();
@@ -78,7 +79,7 @@ impl DrivenOf {
     }
 }
 
-/// One operation of a tenant that is driven.
+/// One operation of a tenant that is driven now.
 struct One {
     of: DrivenOf,
     tenant: Vec<u8>,
@@ -103,13 +104,14 @@ impl Recovery {
         Self { phased: engine.phased(), options, health, driven_of: DrivenOf::default() }
     }
 
-    /// Runs until it is told to stop.
+    /// Runs until `stop` is cancelled.
     ///
     /// # Errors
-    /// None now: a database that is away, or refuses, is tried again, and health says so.
+    /// None at present: after an error of the database it tries again and reports the error in its
+    /// health.
     ///
     /// # Cancel safety
-    /// Dropped, leases run out, and others take up what was held.
+    /// If the future is dropped, the leases expire, and other workers take the operations over.
     pub async fn run(self, stop: CancellationToken) -> Result<(), StoreError> {
         let mut pace = Pace::new(Duration::from_millis(200), Duration::from_secs(5));
         let mut driven: JoinSet<Result<Ended, StoreError>> = JoinSet::new();
@@ -121,8 +123,8 @@ impl Recovery {
                     self.health.set(PART, PartState::Ready);
                     self.pause(&mut driven, worked, &stop).await;
                 }
-                // One row or flow that cannot be read stops no other: the next round begins with
-                // another flow.
+                // One row or flow that cannot be read must not stop the others: the next round
+                // begins with another flow.
                 Err(error) => {
                     if !error.is_transient() {
                         tracing::error!(%error, "due operations were not taken up");
@@ -162,8 +164,8 @@ impl Recovery {
             if free == 0 || stop.is_cancelled() {
                 break;
             }
-            // Each flow its part, so that one with much to do leaves room; what is left over goes
-            // to the next round.
+            // Each flow gets a share, so that a busy one leaves room for the others. What is left
+            // goes to the next round.
             let share = free.div_ceil(u32::try_from(count - at).unwrap_or(u32::MAX));
             let (full, more) = self.driven_of.full(self.options.per_tenant.max(1));
             let store = &self.phased.store;
@@ -183,7 +185,7 @@ impl Recovery {
         Ok(worked)
     }
 
-    /// Waits for what may bring work: a driver that ended, a request that asks, time.
+    /// Waits for a driver that ended, a request that brings work, or the next search.
     async fn pause(&self, driven: &mut JoinSet<Result<Ended, StoreError>>, worked: bool, stop: &CancellationToken) {
         if worked && driven.len() < self.options.concurrency as usize {
             return;

@@ -1,9 +1,9 @@
-//! The phased operations of a process: flows with their endpoints, what seals their bytes, and
-//! which deployment they belong to (O22).
+//! The phased operations of a process: flows with their endpoints, the cipher of their bytes, and
+//! the deployment that they belong to (O22).
 //!
-//! Promises: a flow is registered by name and version, once; a worker takes only those. Nothing is
-//! sent where the database's deployment is not the configured one: a clone of a database must not
-//! charge.
+//! Promises: a flow is registered once by name and version; a worker drives only registered flows.
+//! Nothing is sent if the deployment in the database is not the configured one, because a clone of
+//! a database must not charge anybody.
 //!
 //! Not here: requests ([`engine`](super::engine)), and the worker ([`recovery`](super::recovery)).
 
@@ -23,24 +23,25 @@ use crate::policy::operation::retention::Retention;
 use crate::runtime::operation::{Core, Registered};
 use crate::store::Phases;
 
-/// How operations are driven.
+/// Settings of the drivers of operations.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct DriveSettings {
-    /// Vain attempts of recovery until an operator gets it (O9). Default 100: with the other
-    /// defaults more than an hour.
+    /// After how many attempts in vain an operation is parked (O9). Default 100, which takes more
+    /// than an hour with the other defaults.
     pub attempts_max: u32,
-    /// Calls of one drive that prove nothing, until it is given back. Default 3.
+    /// After how many calls that prove nothing a drive releases its operation. Default 3.
     pub calls_per_drive: u32,
-    /// The longest pause of a provider that a driver sits out; for a longer one it gives the
-    /// operation back. Default 2.5 s.
+    /// The longest pause that a provider may ask for while the driver waits. For a longer pause the
+    /// driver releases the operation. Default 2.5 s.
     pub wait_max: Duration,
-    /// When it is due again after the first vain attempt; doubled each time, with jitter. Default 1
-    /// s.
+    /// The pause until an operation is due again after the first attempt in vain. It doubles each
+    /// time, with jitter. Default 1 s.
     pub backoff_first: Duration,
-    /// The longest time until it is due again. Default 1 min.
+    /// The longest pause until an operation is due again. Default 1 min.
     pub backoff_max: Duration,
-    /// How long proof is tried to be stored that the database refuses (one that is away is waited
-    /// for), until the operation goes to an operator with that proof as the reason. Default 20 s.
+    /// How long to retry storing proof that the database refuses, before the operation is parked
+    /// with that proof as the reason. A database that is away does not count: the driver waits for
+    /// it. Default 20 s.
     pub refused_max: Duration,
 }
 
@@ -57,14 +58,14 @@ impl Default for DriveSettings {
     }
 }
 
-/// A flow and how its answers are kept.
+/// A flow and the endpoint of its operation.
 #[derive(Debug)]
 pub(super) struct Member {
     flow: AnyFlow,
     endpoint: Registered,
 }
 
-/// What drives operations in this process.
+/// The shared state of all drivers in this process.
 #[derive(Debug)]
 pub(super) struct Phased {
     pub(super) engine: Core,
@@ -72,7 +73,7 @@ pub(super) struct Phased {
     pub(super) vault: Vault,
     pub(super) settings: DriveSettings,
     pub(super) deployment: Uuid,
-    /// Wakes the worker of this process.
+    /// Wakes the recovery worker of this process.
     pub(super) wake: Notify,
     members: BTreeMap<(&'static str, u32), Arc<Member>>,
 }
@@ -86,7 +87,7 @@ impl Member {
         &self.endpoint
     }
 
-    /// Counts what became of an operation, and notes it in a span.
+    /// Counts an event of an operation and notes it in the span.
     pub(super) fn note(&self, identity: &Identity, what: Noted) {
         noted(self.flow.name(), &identity.key().short_hash(), what);
     }
@@ -128,12 +129,12 @@ impl Phased {
             .map(|(_, member)| Arc::clone(member))
     }
 
-    /// The newest version of a flow.
+    /// The newest registered version of a flow.
     pub(super) fn newest(&self, flow: &str) -> Option<Arc<Member>> {
         self.members.iter().rev().find(|((name, _), _)| *name == flow).map(|(_, member)| Arc::clone(member))
     }
 
-    /// Flows with their versions and the lease of the newest.
+    /// Flows with their versions, and the lease of the newest version.
     pub(super) fn flows(&self) -> Vec<(&'static str, Vec<u32>, Duration)> {
         let mut flows: Vec<(&'static str, Vec<u32>, Duration)> = Vec::new();
         for ((name, version), member) in &self.members {
@@ -148,8 +149,8 @@ impl Phased {
         flows
     }
 
-    /// Whether the database belongs to the configured deployment. If not, nothing may be sent, and
-    /// it is said loudly.
+    /// Whether the database belongs to the configured deployment. If not, an error is logged, and
+    /// nothing may be sent.
     pub(super) async fn is_ours(&self) -> Result<bool, StoreError> {
         let found = self.store.deployment().await?;
         if found != self.deployment {

@@ -1,11 +1,11 @@
-//! What follows a later phase that did not move its operation on: it runs again, or an operator has
-//! it (O1, O9, R23).
+//! Handles a later phase that did not advance its operation: the phase runs again, or the operation
+//! is parked (O1, O9, R23).
 //!
-//! Promise: a phase runs again only where it is proven that nothing of its run before was
-//! committed: the transaction itself says so, or, where nobody heard how that one ended, its mark
-//! is not there.
+//! Promise: a phase runs again only if it is proven that its earlier run committed nothing: the
+//! transaction proves it, or, if the answer of its commit was lost, its mark is not in the
+//! database.
 //!
-//! Not here: when it runs again ([`leaving`](super::leaving)), what may run again
+//! Not here: when the phase runs again ([`leaving`](super::leaving)), what may run again
 //! ([`doubt`](crate::policy::operation::doubt)), and the first phase ([`opening`](super::opening)).
 
 use std::time::Duration;
@@ -18,16 +18,16 @@ use crate::policy::operation::flow::PhaseEnd;
 use crate::runtime::pace::Pace;
 use crate::store::{PhaseTx, Proof, Run, StoredOperation};
 
-/// Why a phase failed that said it had not.
+/// The reason for the failure of a phase that returned a success.
 const SWALLOWED: &str = "the phase swallowed an error by which its transaction was taken back";
 
-/// How often it is looked what became of a commit of this driver's whose answer was lost.
+/// The pause between two checks of this driver's own commit whose answer was lost.
 const OWN_COMMIT_EVERY: Duration = Duration::from_millis(100);
 
 impl Driver {
-    /// Begins a phase whose code is a handler's, if no run before was committed, or may still be.
-    /// As long as the server has one, the operation is looked at now and then, however long that
-    /// lasts: nothing counts, and no connection is kept for it.
+    /// Begins the transaction of a phase, if no earlier run is committed or may still commit. While
+    /// the server still has an earlier run, the operation is released with a backoff, however long
+    /// that lasts; no attempt counts, and no connection is kept for it.
     pub(super) async fn begin(
         &mut self,
         stored: &StoredOperation,
@@ -37,10 +37,10 @@ impl Driver {
         let trace = if matches!(run, Run::Begun(_)) { Trace::Unmarked } else { Trace::Marked };
         match run {
             Run::Begun(tx) if trace.may_run_again() => Ok(Ok(tx)),
-            // The next look says who has it, and where.
+            // The next read shows who has the operation, and at which point.
             Run::Overtaken => Ok(Err(Next::Again)),
-            // It is this driver's own commit, whose answer was lost, that the server is at: what
-            // that intends nobody else may send first.
+            // The server still works on this driver's own commit, whose answer was lost. Nobody
+            // else may send first what that commit intends.
             Run::Unended if self.fresh.is_some() && !self.hold.left().is_zero() => {
                 tokio::time::sleep(OWN_COMMIT_EVERY).await;
                 Ok(Err(Next::Again))
@@ -54,9 +54,9 @@ impl Driver {
         }
     }
 
-    /// The transaction of a phase that says it succeeded is not there any more. Where it is proven
-    /// that nothing was committed, the phase has failed as any other: it swallowed an error by
-    /// which the database took its transaction back (R23).
+    /// The transaction of a phase that returned a success is gone. If it is proven that nothing was
+    /// committed, the phase failed: it swallowed an error after which the database rolled its
+    /// transaction back (R23).
     pub(super) async fn gone(&mut self, tx: Box<dyn PhaseTx>, proof: Proof) -> Result<Next, StoreError> {
         let trace = match take_back(tx).await {
             Err(error @ StoreError::Busy(_)) => return Err(error),
@@ -74,7 +74,7 @@ impl Driver {
         }
     }
 
-    /// A phase failed: it is rolled back, if its transaction is still the one that began.
+    /// Rolls back a phase that failed, if its transaction is still the one that began.
     pub(super) async fn failed(
         &mut self,
         tx: Box<dyn PhaseTx>,
@@ -82,16 +82,17 @@ impl Driver {
         error: &HandlerError,
     ) -> Result<Next, StoreError> {
         let trace = match take_back(tx).await? {
-            // Aborted: not by us, and nothing stands.
+            // Aborted by the database, not by this driver: nothing was committed.
             Proof::Same | Proof::Aborted => Trace::Undone,
             Proof::Ended => Trace::Ended,
         };
         if trace.may_run_again() { self.phase_failed(stored, error).await } else { self.ended_by_itself().await }
     }
 
-    /// What the handler committed by itself is there, and its point was not moved: only a person
-    /// can say what it did. It is tried for as long as the lease keeps others away: where the
-    /// handler took its mark back, nothing else says that it must not run again.
+    /// Parks an operation whose handler committed by itself without moving the point: only a person
+    /// can find out what it did. Parking is retried as long as the lease keeps other drivers away,
+    /// because if the handler rolled its mark back, nothing else tells them not to run the phase
+    /// again.
     async fn ended_by_itself(&mut self) -> Result<Next, StoreError> {
         let operation = self.driven.operation_id;
         tracing::error!(%operation, "a phase ended its transaction by itself");
@@ -103,14 +104,14 @@ impl Driver {
                     tracing::debug!(%operation, %error, "an operation that ended its transaction was not left to an operator yet");
                     tokio::time::sleep(pace.next_wait()).await;
                 }
-                // Not to be begun again in this drive.
+                // Changed so that this drive does not begin the phase again.
                 Err(StoreError::Busy(error)) => return Err(StoreError::Unavailable(error)),
                 end => return end,
             }
         }
     }
 
-    /// A phase ended as it cannot here: nothing was committed.
+    /// A phase ended in a way that is not allowed at its point: rolls back and parks the operation.
     pub(super) async fn impossible(&mut self, tx: Box<dyn PhaseTx>, end: PhaseEnd) -> Result<Next, StoreError> {
         tx.rollback().await?;
         tracing::error!(operation = %self.driven.operation_id, ?end, "a phase names a point or effect that its flow does not have");
@@ -118,11 +119,10 @@ impl Driver {
     }
 }
 
-/// Takes back all that a phase wrote, and says whether its transaction was still the one that
-/// began.
+/// Rolls back all writes of a phase. Returns whether its transaction was still the one that began.
 pub(super) async fn take_back(mut tx: Box<dyn PhaseTx>) -> Result<Proof, StoreError> {
     let proof = tx.undo_effects().await;
-    // A connection that does not answer is closed, and the server rolls back.
+    // If the connection does not answer, it is closed, and the server rolls back.
     let _ = tx.rollback().await;
     proof
 }

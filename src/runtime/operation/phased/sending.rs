@@ -1,7 +1,7 @@
-//! An operation that is one thing sent to others: its intent is committed, it is sent, and what
-//! became of it is the answer.
+//! An operation with one effect that is sent to others: its intent is committed, the effect is
+//! sent, and its result is the answer.
 //!
-//! Not here: what is sent and how, which the provider says ([`webhook`](super::webhook),
+//! Not here: what is sent and how, which the provider decides ([`webhook`](super::webhook),
 //! [`email`](super::email)).
 
 use std::collections::BTreeSet;
@@ -22,7 +22,7 @@ use crate::policy::operation::provider::{Settled as Proved, Strategy};
 use crate::runtime::operation::Reply;
 use crate::store::{Base, StoredOperation};
 
-/// The operation that has this one effect; `refused`: the code of its answer where it is refused.
+/// The flow with this one effect; `refused` is the code of the answer to a refused effect.
 pub(super) fn flow<S, C, P>(
     name: &'static str,
     provider: P,
@@ -39,7 +39,7 @@ where
     Flow::begin::<C>(C::OPERATION, 1, begin).effect(&effect, End { name, refused }).build()
 }
 
-/// The first phase: it commits the intent to send.
+/// The first phase, which commits the intent to send.
 struct Begin<P> {
     effect: Effect<P>,
     refused: &'static str,
@@ -64,7 +64,7 @@ impl<S: Base, C: Send + Sync + 'static, P: Prepare<C>> FirstPhase<S, C> for Begi
     }
 }
 
-/// Says what became of it.
+/// The last phase, which answers with the result of the effect.
 struct End {
     name: &'static str,
     refused: &'static str,
@@ -87,19 +87,19 @@ impl<S: Base, C: Send + Sync + 'static> SettledPhase<S, C> for End {
     }
 }
 
-/// The bytes that are stored: a line that says where to, and what is sent.
+/// Builds the stored bytes: one line with the destination, then the body.
 pub(super) fn packed(whereto: &impl Serialize, body: &[u8]) -> Result<Vec<u8>, HandlerError> {
     Ok([serde_json::to_vec(whereto)?.as_slice(), b"\n", body].concat())
 }
 
-/// The inverse of [`packed`].
+/// Splits what [`packed`] has joined.
 pub(super) fn opened<T: DeserializeOwned>(bytes: &[u8]) -> Result<(T, &[u8]), HandlerError> {
     let end = bytes.iter().position(|&byte| byte == b'\n');
     let end = end.ok_or_else(|| HandlerError::terminal("the stored bytes have no first line"))?;
     Ok((serde_json::from_slice(&bytes[..end])?, &bytes[end + 1..]))
 }
 
-/// What became of the first effect of an operation that is sent to others; none before its intent.
+/// The delivery state of the first effect of such an operation; `None` before its intent.
 #[must_use]
 pub fn delivery(stored: &StoredOperation) -> Option<Delivery> {
     let intent = stored.intents.first()?;

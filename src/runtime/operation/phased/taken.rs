@@ -1,7 +1,7 @@
-//! An operation that was taken up: what its driver needs is read, or it is said why it cannot be
-//! driven here.
+//! Starts the driver of an operation that was taken over: reads what the driver needs, or records
+//! why the operation cannot be driven here.
 //!
-//! Not here: taking it up ([`engine`](super::engine), [`recovery`](super::recovery)).
+//! Not here: taking the operation over ([`engine`](super::engine), [`recovery`](super::recovery)).
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -20,7 +20,7 @@ use crate::policy::operation::Fingerprint;
 use crate::runtime::pace::Since;
 use crate::store::{Driven, Due, StoredOperation};
 
-/// Drives an operation that was taken up by a statement sent at `asked`, which granted `lease`.
+/// Drives an operation. The statement that took it over was sent at `asked` and granted `lease`.
 pub(super) async fn taken(
     phased: Arc<Phased>,
     driven: Driven,
@@ -40,7 +40,7 @@ pub(super) async fn taken(
         }
         Ok(Prepared::Gone(reason)) => reason,
         Err(error) => {
-            // Another process may have the key or the version.
+            // Another process may have the encryption key or the flow version.
             tracing::error!(operation = %stored.operation_id, %error, "an operation cannot be read here");
             let after = (came != Came::Early).then_some(phased.settings.backoff_max);
             store.hand_back(&driven, Due { after, attempt: false }).await?;

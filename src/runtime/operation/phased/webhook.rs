@@ -1,25 +1,26 @@
-//! Webhooks as operations in phases: durable, signed, repeated under one id (O28).
+//! Webhooks as phased operations: durable, signed, and sent again under one id (O28).
 //!
-//! By contract with the receiver (Standard Webhooks) the strategy is [`Strategy::Key`]: a receiver
-//! keeps `webhook-id` for the window's retention, and takes it once. So:
+//! By the contract with the receiver (Standard Webhooks) the strategy is [`Strategy::Key`]: a
+//! receiver remembers a `webhook-id` for the window's retention and takes it once:
 //!
-//! * `webhook-id`, `Idempotency-Key` and the body's bytes are committed before the first send and
-//!   are the same in each; timestamp and signature are made anew for each.
-//! * A 2xx is the end. A 4xx to the only send that can have arrived is a refusal. Redirects are not
-//!   followed and are failures. All else is tried again with the backoff of
-//!   [`DriveSettings`](super::DriveSettings), while the window is open; then it is dead, which an
-//!   operator sees as parked.
-//! * An endpoint that keeps failing is left alone for a while, without an attempt being counted.
-//! * Endpoints at private addresses are refused, unless their host is allowed. A name that resolves
-//!   to one is not spoken to; that is no refusal, for the next answer may be another one, but it
-//!   counts as an attempt.
-//! * One endpoint has so many requests at once, and so many endpoints that fail are remembered.
+//! * `webhook-id`, `Idempotency-Key` and the bytes of the body are committed before the first send
+//!   and are the same in every send. Timestamp and signature are made for each send.
+//! * A 2xx ends the operation. A 4xx is a refusal if it answers the only send that can have
+//!   arrived. Redirects are failures and are not followed. All other results are tried again with
+//!   the backoff of [`DriveSettings`](super::DriveSettings) while the window is open. After that
+//!   the webhook is dead, which an operator sees as parked.
+//! * An endpoint that keeps failing gets no requests for a while; no attempt is counted.
+//! * Endpoints at private addresses are refused, unless their host is allowed. If a name resolves
+//!   to a private address, nothing is sent. This is no refusal, because the next resolution may
+//!   differ, but it counts as an attempt.
+//! * The number of requests to one endpoint at a time, and of failing endpoints that are
+//!   remembered, is bounded.
 //!
-//! [`Webhooks::flow`] is an operation of its own: give the event's id as its key, and it is sent
-//! once however often it is asked for. In a flow of one's own,
-//! `Effect::new("notify", webhooks, strategy)` sends one beside other effects.
+//! [`Webhooks::flow`] is an operation of its own: use the id of the event as its key, and the
+//! webhook is sent once, however often it is requested. In another flow, `Effect::new("notify",
+//! webhooks, strategy)` sends one beside other effects.
 //!
-//! Not here: which events a receiver wants, and where its secret is kept.
+//! Not here: which events a receiver wants, and the storage of its secret.
 
 mod address;
 mod sign;
@@ -49,25 +50,26 @@ use crate::policy::operation::{FingerprintWriter, IdempotentCommand, Mode, Route
 use crate::runtime::operation::Endpoint;
 use crate::store::Base;
 
-/// So much of a receiver's answer is kept as evidence, in bytes.
+/// The largest number of bytes of a receiver's answer that are kept as evidence.
 const SAW_MAX: usize = 512;
 /// How long a name may take to be resolved.
 const RESOLVING: Duration = Duration::from_secs(2);
-/// So many endpoints are remembered that fail, or that have requests under way.
+/// The largest number of endpoints that are remembered because they fail or have requests under
+/// way.
 const ENDPOINTS_MAX: usize = 4_096;
 
-/// Which secrets sign for an endpoint: all of them, so that a receiver can change from one to the
-/// next.
+/// Returns the secrets that sign for an endpoint: all of them, so that a receiver can change from
+/// one to the next.
 type Secrets = Arc<dyn Fn(&Url) -> Vec<WebhookSecret> + Send + Sync>;
 
-/// A webhook to be sent once.
+/// The command to send one webhook.
 #[derive(Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SendWebhook {
-    /// Where to: `https`, or `http` where the host is allowed.
+    /// The URL of the endpoint: `https`, or `http` if the host is allowed.
     pub url: String,
     /// The type of the body.
     pub content_type: String,
-    /// The body, sent as it is.
+    /// The body, which is sent unchanged.
     pub body: String,
 }
 
@@ -91,14 +93,14 @@ impl IdempotentCommand for SendWebhook {
 /// Settings of the sender.
 #[derive(Debug, Clone)]
 pub struct WebhookOptions {
-    /// How long a receiver may take. Default 10 s.
+    /// How long a receiver may take to answer. Default 10 s.
     pub timeout: Duration,
-    /// Hosts that may be at private addresses, and may be spoken to by `http`. Default none.
+    /// Hosts that may have private addresses and may be called by `http`. Default: none.
     pub allowed_hosts: BTreeSet<String>,
-    /// When an endpoint is left alone.
+    /// After how many failures an endpoint gets no requests, and for how long.
     pub breaker: BreakerOptions,
-    /// Requests that one endpoint has at once from this process, so that a slow one leaves room for
-    /// others. Default 4.
+    /// How many requests this process may send to one endpoint at a time, so that a slow endpoint
+    /// leaves room for others. Default 4.
     pub in_flight_max: u32,
 }
 
@@ -113,7 +115,7 @@ impl Default for WebhookOptions {
     }
 }
 
-/// The sender of webhooks: a provider of phased operations. Clones share connections and breakers.
+/// Sends webhooks: a provider of phased operations. Clones share connections and breakers.
 #[derive(Clone)]
 pub struct Webhooks {
     caller: HttpCaller,
@@ -130,14 +132,14 @@ impl std::fmt::Debug for Webhooks {
     }
 }
 
-/// What is known of the endpoints of one origin.
+/// The state of the endpoints of one origin.
 #[derive(Debug)]
 struct Endpoints {
     breaker: Breaker,
     in_flight: u32,
 }
 
-/// Where to, as it stands before the body in the stored bytes.
+/// The destination, as it stands before the body in the stored bytes.
 #[derive(Serialize, Deserialize)]
 struct Envelope {
     url: String,
@@ -145,8 +147,8 @@ struct Envelope {
 }
 
 impl Webhooks {
-    /// A sender that signs with what `secrets` gives for an endpoint; where that is nothing,
-    /// nothing is sent.
+    /// A sender that signs with the secrets that `secrets` returns for an endpoint. If it returns
+    /// none, nothing is sent.
     ///
     /// # Errors
     /// TLS cannot be set up.
@@ -166,10 +168,10 @@ impl Webhooks {
         })
     }
 
-    /// The operation that sends one webhook, with the receivers' window.
+    /// The flow of the operation that sends one webhook; `window` is the window of the receivers.
     ///
     /// # Errors
-    /// Nothing can be repeated in that window.
+    /// Nothing can be sent again in that window.
     pub fn flow<S: Base>(self, window: Window) -> Result<Flow<S>, FlowError> {
         sending::flow::<S, SendWebhook, _>("webhook", self, Strategy::Key(window), "WEBHOOK_REFUSED")
     }
@@ -192,14 +194,14 @@ impl Webhooks {
             Err(error) => return not_made(error.to_string()),
         };
         if let Err(error) = self.addresses.permits(&url) {
-            // Ours to refuse, as a receiver that is not the one that was asked would: not a verdict
-            // on earlier sends.
+            // 421 is this sender's own refusal, as if a wrong receiver had answered; it is no
+            // verdict on earlier sends.
             return Sent { answer: Answer::status(421), saw: error.to_string().into_bytes() };
         }
         match tokio::time::timeout(RESOLVING, self.addresses.resolves(&url)).await {
             Err(_) => return not_sent("the host's name was not resolved in time".to_owned()),
             Ok(Err(error @ Barred::Unresolved(_))) => return not_sent(error.to_string()),
-            // One answer of one resolver: the next one may be another.
+            // This is one answer of one resolver; the next may differ.
             Ok(Err(error)) => return not_made(error.to_string()),
             Ok(Ok(())) => {}
         }
@@ -228,7 +230,7 @@ impl Webhooks {
                 let well = matches!(response.status, 200..=299 | 400..=499);
                 let mut answer = response.answer();
                 if let Answer::Status { matches, .. } = &mut answer {
-                    // A receiver that takes it says no more than 2xx.
+                    // A receiver that accepts a webhook says no more than 2xx.
                     *matches = Matches::ALL;
                 }
                 let mut saw = response.body;
@@ -237,14 +239,14 @@ impl Webhooks {
             }
             Ok(Outcome::NoAnswer(saw)) => (Sent { answer: Answer::NoAnswer, saw: saw.into_bytes() }, false),
             Ok(Outcome::NotConnected(saw)) => (not_sent(saw), false),
-            // Nothing is wrong with the endpoint.
+            // The fault is not the endpoint's.
             Err(error) => (not_made(error.to_string()), true),
         };
         place.well = Some(well);
         sent
     }
 
-    /// Takes a place at the endpoint, or says why there is none.
+    /// Takes a place at the endpoint; the error says why there is none.
     fn admit(&self, origin: &str) -> Result<(), String> {
         let now = self.began.elapsed();
         let mut endpoints = self.endpoints.lock().unwrap_or_else(PoisonError::into_inner);
@@ -265,7 +267,7 @@ impl Webhooks {
         Ok(())
     }
 
-    /// Gives the place back, and says how it went; none: nobody knows.
+    /// Returns the place and records whether the request went well; `None`: not known.
     fn leave(&self, origin: &str, well: Option<bool>) {
         let mut endpoints = self.endpoints.lock().unwrap_or_else(PoisonError::into_inner);
         let Some(endpoint) = endpoints.get_mut(origin) else { return };
@@ -279,7 +281,7 @@ impl Webhooks {
     }
 }
 
-/// A place at an endpoint, given back where its request is dropped too.
+/// A place at an endpoint. It is also returned if the request is dropped.
 struct Place<'a> {
     webhooks: &'a Webhooks,
     origin: &'a str,
@@ -303,7 +305,7 @@ impl Provider for Webhooks {
     }
 
     fn timeout(&self) -> Duration {
-        // Longer than what is bounded inside, which knows more of what happened.
+        // Longer than the limits inside `post`, whose errors say more about what happened.
         self.options.timeout + RESOLVING + Duration::from_millis(500)
     }
 
@@ -348,7 +350,7 @@ mod tests {
         webhooks.admit("https://healthy.example").expect("let in");
         webhooks.leave("https://healthy.example", Some(true));
         assert!(count() <= before);
-        // All of them busy: one more is not remembered, and not spoken to.
+        // All of them are busy: one more endpoint is neither remembered nor called.
         let webhooks = self::webhooks(1);
         for number in 0..ENDPOINTS_MAX {
             webhooks.admit(&format!("https://{number}.example")).expect("let in");
@@ -358,7 +360,7 @@ mod tests {
         assert_eq!(webhooks.admit("https://one-more.example"), Ok(()));
     }
 
-    // Shown by: no bound: one slow receiver has all of a worker's hands.
+    // Shown by: no limit: one slow receiver takes all places of a worker.
     #[test]
     fn one_endpoint_has_so_many_requests_at_once_and_others_have_their_own() {
         let webhooks = webhooks(2);
@@ -366,7 +368,7 @@ mod tests {
             assert_eq!(webhooks.admit("https://slow.example").is_ok(), expected);
         }
         assert_eq!(webhooks.admit("https://other.example"), Ok(()));
-        // Dropped without an end, as by a timeout.
+        // Dropped without a result, as by a timeout.
         drop(Place { webhooks: &webhooks, origin: "https://slow.example", well: None });
         assert_eq!(webhooks.admit("https://slow.example"), Ok(()));
     }

@@ -1,8 +1,8 @@
-//! Which endpoints may be spoken to: public addresses, and hosts that were allowed.
+//! Which endpoints may be called: those at public addresses, and hosts that are allowed.
 //!
-//! Guarantees: an address is checked where it stands in the URL, where a name is resolved, and
-//! again by the resolver that the connection itself uses, so a name that changes in between leads
-//! nowhere. One private address among public ones refuses the name.
+//! Guarantees: an address is checked if it stands in the URL, when a name is resolved, and again by
+//! the resolver of the connection itself, so a name that changes in between reaches no private
+//! address. One private address among public ones refuses the name.
 
 use std::collections::BTreeSet;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
@@ -12,28 +12,28 @@ use reqwest::Url;
 use reqwest::dns::{Addrs, Name, Resolve, Resolving};
 use url::Host;
 
-/// Which addresses may be spoken to: public ones, and those of the hosts that are allowed.
+/// Decides which addresses may be called: public ones, and those of allowed hosts.
 #[derive(Debug)]
 pub(super) struct Addresses {
     allowed_hosts: BTreeSet<String>,
 }
 
-/// Why an endpoint is not spoken to.
+/// Why an endpoint is not called.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum Barred {
-    /// `https`, or `http` to a host that is allowed.
+    /// The URL is neither `https` nor `http` to an allowed host.
     #[error("the endpoint is not `https`")]
     Scheme,
-    /// A password in a URL ends in logs.
+    /// The URL holds a user or a password, which would end up in logs.
     #[error("the endpoint's URL holds a user or a password")]
     Credentials,
-    /// It has no host.
+    /// The URL has no host.
     #[error("the endpoint's URL has no host")]
     NoHost,
-    /// It is private, or reserved.
+    /// The address is private or reserved.
     #[error("the endpoint is at {0}, which is no public address")]
     Private(IpAddr),
-    /// No answer, which may be another one later.
+    /// The name was not resolved; it may be later.
     #[error("the endpoint's name is not resolved: {0}")]
     Unresolved(std::io::Error),
 }
@@ -47,7 +47,7 @@ impl Addresses {
         self.allowed_hosts.contains(host)
     }
 
-    /// What the URL alone says.
+    /// Checks what the URL alone says.
     pub(super) fn permits(&self, url: &Url) -> Result<(), Barred> {
         let host = url.host_str().ok_or(Barred::NoHost)?;
         let allowed = self.is_allowed(host);
@@ -65,7 +65,7 @@ impl Addresses {
         }
     }
 
-    /// What the URL's name resolves to now.
+    /// Checks the addresses to which the URL's name resolves now.
     pub(super) async fn resolves(&self, url: &Url) -> Result<(), Barred> {
         match url.host() {
             Some(Host::Domain(name)) => self.resolve(name).await.map(drop),
@@ -82,7 +82,7 @@ impl Addresses {
     }
 }
 
-/// The resolver of connections: gives no address that is barred.
+/// The resolver of connections. It returns no address that is barred.
 #[derive(Debug, Clone)]
 pub(super) struct Public(pub(super) Arc<Addresses>);
 
@@ -104,7 +104,7 @@ fn public(ip: IpAddr) -> Result<(), Barred> {
     if is_public { Ok(()) } else { Err(Barred::Private(ip)) }
 }
 
-/// Everything that IANA's registry of special addresses does not call globally reachable.
+/// Refuses every range that IANA's registry of special addresses does not call globally reachable.
 fn is_public_v4(ip: Ipv4Addr) -> bool {
     let [a, b, c, _] = ip.octets();
     !(a == 0
@@ -120,8 +120,8 @@ fn is_public_v4(ip: Ipv4Addr) -> bool {
         || a >= 240)
 }
 
-/// Global unicast that is no other address in disguise: mapped, translated and tunnelled ones are
-/// judged by the one inside, or refused.
+/// Accepts global unicast only. Mapped, translated and 6to4 addresses are judged by the IPv4
+/// address inside them.
 fn is_public_v6(ip: Ipv6Addr) -> bool {
     let inside = |high: u16, low: u16| {
         let [a, b] = high.to_be_bytes();
@@ -132,7 +132,7 @@ fn is_public_v6(ip: Ipv6Addr) -> bool {
         [0, 0, 0, 0, 0, 0xffff, high, low] | [0x64, 0xff9b, 0, 0, 0, 0, high, low] | [0x2002, high, low, ..] => {
             inside(high, low)
         }
-        // Teredo, benchmarks, ORCHID; documentation.
+        // Teredo, benchmarking and ORCHID; documentation.
         [0x2001, 0..=0x1ff, ..] | [0x2001, 0xdb8, ..] | [0x3fff, 0..=0xfff, ..] => false,
         [first, ..] => (0x2000..=0x3fff).contains(&first),
     }
@@ -147,7 +147,7 @@ mod tests {
         Addresses::new(hosts.iter().map(|&host| host.to_owned()).collect())
     }
 
-    // Shown by: dropping each line of the two lists.
+    // Shown by: removing any line of the two lists.
     #[test]
     fn o28_private_and_disguised_addresses_are_refused() {
         for private in [
@@ -218,7 +218,7 @@ mod tests {
         assert!(matches!(allows.permits(&url("https://127.0.0.2/")), Err(Barred::Private(_))));
     }
 
-    // Shown by: resolving without the check.
+    // Shown by: resolving without the check of addresses.
     #[tokio::test]
     async fn o28_a_name_that_resolves_to_a_private_address_is_not_spoken_to() {
         let url = Url::parse("https://localhost/hook").unwrap();

@@ -1,18 +1,19 @@
-//! Signatures of webhooks as Standard Webhooks has them: HMAC-SHA256 over id, timestamp and body.
+//! Signatures of webhooks by the Standard Webhooks specification: HMAC-SHA256 over id, timestamp
+//! and body.
 
 use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
 use hmac::{Hmac, KeyInit, Mac};
 use sha2::Sha256;
 
-/// What a secret begins with, as it is handed to receivers.
+/// The prefix of a secret as it is given to receivers.
 const PREFIX: &str = "whsec_";
 
-/// A secret that is shared with a receiver. Never printed.
+/// A secret that is shared with a receiver. It is never printed.
 #[derive(Clone, PartialEq, Eq)]
 pub struct WebhookSecret(Vec<u8>);
 
-/// A text is no secret; it is not repeated.
+/// A text is not a valid secret; the error does not repeat the text.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("a webhook's secret is `whsec_` and 24 to 64 bytes in base64")]
 pub struct BadSecret;
@@ -32,10 +33,10 @@ impl std::fmt::Debug for WebhookSecret {
     }
 }
 
-/// The header: one signature for each secret, with a space between.
+/// The value of the signature header: one signature for each secret, separated by spaces.
 pub(super) fn signatures(secrets: &[WebhookSecret], id: &str, timestamp: &str, body: &[u8]) -> String {
     let one = |secret: &WebhookSecret| {
-        // A key of any length is taken.
+        // This accepts a key of any length.
         let mut mac = Hmac::<Sha256>::new_from_slice(&secret.0).ok()?;
         mac.update(format!("{id}.{timestamp}.").as_bytes());
         mac.update(body);
