@@ -1,14 +1,14 @@
-//! How bytes leave and arrive: the traits that a broker adapter fulfils.
+//! The traits that a broker adapter implements, for publishing and for consuming.
 //!
-//! One adapter, one folder, the same file names in each: `config`, `publisher`, `subscriber` (and
+//! Each adapter has one folder with the same file names: `config`, `publisher`, `subscriber` (and
 //! `topology` where the broker has one). The suite in `conformance` (feature `testing`) is the
-//! executable definition and runs on any adapter.
+//! executable definition of these traits and runs on any adapter.
 //!
-//! Guarantees: a row is settled only by the broker's own proof; within a session the broker takes a
-//! prefix of what was sent per key (R15); acknowledgements never run ahead of what the runtime said
-//! is committed.
+//! Guarantees: a row is settled only by the broker's own proof. Within a session the broker takes,
+//! for each key, a prefix of what was sent (R15). An acknowledgement is sent only for deliveries
+//! that the runtime reported as committed.
 //!
-//! Not here: SQL of the outbox or inbox, decisions on refusals (room `policy`), retries over
+//! Not here: SQL of the outbox or inbox, decisions about refusals (room `policy`), retries across
 //! sessions (room `runtime`).
 
 #[cfg(feature = "testing")]
@@ -38,39 +38,40 @@ use crate::message::{Arrived, OutgoingMessage};
 use crate::policy::horizon::TopicRetention;
 use crate::policy::position::{Position, Start};
 
-/// What is known of a topic before anything is produced to it (R19).
+/// Whether a topic can be sent to. The relay asks before it sends anything to the topic (R19).
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum TopicState {
-    /// It is there, as far as the broker lets one see.
+    /// The topic exists and can be sent to, as far as the broker shows it.
     Ready,
-    /// It is not: rows of it are diverted with this reason.
+    /// The topic cannot be sent to. Its rows are diverted, and this is the reason.
     NotReady(String),
 }
 
 /// Why the broker did not take a message.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Refusal {
-    /// For what this message is: too large, invalid; or for what another is that went with it, so
-    /// only alone it is sure. Nothing of its key that was handed over with it and is not on its way
-    /// is sent (`Behind`).
+    /// The broker refuses the message itself (too large, invalid), or it refuses a batch because of
+    /// another message in it: only a refusal of a message that was sent alone is certain. Later
+    /// messages of the key that the client holds and has not sent yet are not sent; each gets
+    /// [`Refusal::Behind`].
     Message(String),
-    /// It was not sent, for an earlier message of its key was refused. What is handed over once the
-    /// runtime has taken this outcome is meant.
+    /// The message was not sent, because an earlier message of its key was refused. Messages that
+    /// the runtime sends after it received this outcome are sent normally.
     Behind(String),
-    /// For where it goes: unknown topic, no route, denied. Never the message's fault. Nothing of
-    /// the topic that was not on its way by then is sent until the runtime has taken this outcome;
-    /// rows of other topics go on.
+    /// The broker refuses the destination: unknown topic, no route, access denied. It says nothing
+    /// against the message. Messages for this topic that the client has not sent yet are not sent
+    /// until the runtime received this outcome. Other topics go on.
     Destination(String),
-    /// Anything else, a nack too: the session is in doubt.
+    /// Any other failure, also a nack. What happened is not known, so the session must end.
     Session(String),
 }
 
-/// The broker's word on one row.
+/// The broker's result for one row.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Settled {
-    /// The tag it was sent with.
+    /// The tag that [`Publisher::send`] was given for the row.
     pub tag: u64,
-    /// Where it went, or why not.
+    /// Where the message went, or why the broker did not take it.
     pub outcome: Result<Receipt, Refusal>,
 }
 
@@ -88,65 +89,65 @@ pub enum Receipt {
     Confirm,
 }
 
-/// A broker as configured; cheap, makes sessions.
+/// A configured broker. Cheap to hold; it opens publishing sessions and subscribers.
 #[async_trait]
 pub trait Broker: Debug + Send + Sync {
-    /// `kafka`, `rabbitmq`, `embedded` or `memory`, for labels and messages.
+    /// `kafka`, `rabbitmq`, `embedded` or `memory`, for metric labels and messages.
     fn name(&self) -> &'static str;
 
-    /// True for a log whose coordinates mean the same for ever (Kafka, embedded); false for a queue
-    /// (RabbitMQ), which says itself what it delivers again.
+    /// True for a log, whose coordinates never change their meaning (Kafka, embedded). False for a
+    /// queue (RabbitMQ), which itself marks what it delivers again.
     fn is_log(&self) -> bool {
         true
     }
 
-    /// Opens a fresh publishing session, warmed so that the first message does not wait.
+    /// Opens a new publishing session. It is warmed up, so that the first message does not wait.
     async fn publisher(&self) -> Result<Box<dyn Publisher>, BrokerError>;
 
-    /// Where the messages of a subscription stand in this broker: in its topics, or in its queues.
+    /// The topics or queues of this broker in which the messages of a subscription are.
     fn places(&self, subscription: &Subscription) -> Vec<String> {
         subscription.topics.clone()
     }
 
-    /// Joins as a consumer.
+    /// Joins the consumer group, or the queues, of a subscription.
     async fn subscriber(&self, subscription: &Subscription) -> Result<Box<dyn Subscriber>, BrokerError>;
 
-    /// How long these topics keep what a consumer may read again, the longest of them; none where
-    /// the broker does not tell, or none of them is there yet.
+    /// The longest time for which any of these topics keeps messages that a consumer may read
+    /// again. `None` where the broker does not tell, or where none of the topics exists yet.
     async fn retention(&self, _topics: &[String]) -> Result<Option<TopicRetention>, BrokerError> {
         Ok(None)
     }
 
-    /// Declares what the publisher's side owns: the exchange on RabbitMQ, topics where
+    /// Creates what belongs to the publisher's side: the exchange on RabbitMQ, and topics where
     /// `create_topics` is on.
     async fn declare(&self, topics: &[String]) -> Result<(), BrokerError>;
 
-    /// Looks for what breaks or weakens a promise: each answer is (name, severity as in `Finding`,
-    /// detail, remedy).
+    /// Examines the broker for anything that breaks or weakens a promise. Each [`BrokerFinding`]
+    /// has a name, what was found, and the remedy where one is needed.
     async fn check(&self, subscriptions: &[Subscription]) -> Result<Vec<BrokerFinding>, BrokerError>;
 
     /// Reads every message that a topic holds now, from the beginning, without a group and without
-    /// acknowledging: for `demo`, `bench` and tests. RabbitMQ has no such read: it answers with
-    /// what a tap queue collected since [`Broker::tap`].
+    /// acknowledging: for `demo`, `bench` and tests. RabbitMQ has no such read: it returns what a
+    /// tap queue collected since [`Broker::tap`].
     async fn read_all(&self, topic: &str) -> Result<Vec<Arrived>, BrokerError>;
 
-    /// Makes sure that [`Broker::read_all`] will see what is published from now on (a tap queue on
-    /// RabbitMQ, else nothing).
+    /// Makes sure that [`Broker::read_all`] will return what is published from now on. It makes a
+    /// tap queue on RabbitMQ and does nothing on the others.
     async fn tap(&self, topic: &str) -> Result<(), BrokerError>;
 
-    /// Takes topics, queues and groups of these subscriptions away, with everything in them: for
-    /// `demo`, `bench` and tests, which made them. What is not there is no error.
+    /// Deletes the topics, queues and groups of these subscriptions with all their messages: for
+    /// `demo`, `bench` and tests, which made them. One that does not exist is no error.
     async fn remove(&self, subscriptions: &[Subscription]) -> Result<(), BrokerError>;
 }
 
 /// One answer of [`Broker::check`].
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct BrokerFinding {
-    /// What was looked at.
+    /// What was examined: a broker, topic, group or queue.
     pub name: String,
-    /// True where a promise is broken, false where all is well or only weaker.
+    /// True where a promise is broken; false where all is well or a promise is only weaker.
     pub refused: bool,
-    /// True where messages stand that nobody reads, or with which nobody gets on.
+    /// True where messages are not read by anyone, or are not making progress.
     pub stuck: bool,
     /// What was found, in words for the operator.
     pub detail: String,
@@ -154,52 +155,53 @@ pub struct BrokerFinding {
     pub remedy: Option<String>,
 }
 
-/// Between two looks at a group or queue that has members and messages: many times what one at work
-/// needs to get on.
+/// The pause between two looks at a group or queue that has members and messages. It is many times
+/// longer than a working consumer needs to make progress.
 #[cfg(any(feature = "kafka", feature = "rabbitmq", feature = "embedded"))]
 pub(crate) const BETWEEN_LOOKS: std::time::Duration = std::time::Duration::from_secs(2);
 
-/// What to do where messages stand though somebody is there to handle them.
+/// The remedy where messages make no progress although a consumer is connected.
 #[cfg(any(feature = "kafka", feature = "rabbitmq", feature = "embedded"))]
 pub(crate) const STANDS_STILL: &str =
     "see `/readyz` and the log of its processes: the database, a lock, or a slow handler";
 
-/// One publishing session. Any error ends it: drop it and start again from the first row that is
-/// not proven.
+/// One publishing session. Any error ends it: drop it, open a new one and start again from the
+/// first row that is not proven.
 #[async_trait]
 pub trait Publisher: Send {
-    /// Whether topics are there, each named once, in their order. Cached; asks the broker again
-    /// about those that were not there. Cheap for topics known to be ready, and one request for
-    /// many where the broker can tell. Where a topic was refused in this session and the runtime
-    /// took that outcome, asking for it again means that what is sent to it from now on is meant.
+    /// The state of each of these topics, in the order of the names; no name may be given twice.
+    /// States are cached: a topic that is known to be ready costs nothing; the broker is asked
+    /// again about the others, in one request where it allows that. If a topic was refused in this
+    /// session and the runtime received that outcome, asking for the topic lifts the block:
+    /// messages that are handed over from now on are sent.
     async fn topics(&mut self, topics: &[String]) -> Result<Vec<TopicState>, BrokerError>;
 
-    /// The same for one.
+    /// The state of one topic, as [`topics`](Self::topics) tells it.
     async fn topic(&mut self, topic: &str) -> Result<TopicState, BrokerError> {
         let states = self.topics(&[topic.to_owned()]).await?;
         states.into_iter().next().ok_or_else(|| BrokerError::Session(format!("nothing is known of topic `{topic}`")))
     }
 
-    /// Hands rows over, in order, each with a tag that ascends within the session. Returns when the
-    /// client holds them all; waits only where a bound of the client is reached.
+    /// Hands rows over in order, each with a tag that ascends within the session. Returns when the
+    /// client holds all of them; waits only while a bound of the client is reached.
     ///
     /// # Cancel safety
-    /// None: drop the session with it.
+    /// Not cancel safe: when this future is dropped, drop the session too.
     async fn send(&mut self, rows: Vec<(u64, OutgoingMessage)>) -> Result<(), BrokerError>;
 
-    /// Waits until the broker said something, and appends it. Returns without outcomes where
-    /// nothing is in flight.
+    /// Waits until the broker confirmed or refused at least one row, and appends these outcomes.
+    /// Returns without outcomes where nothing is in flight.
     ///
     /// # Cancel safety
-    /// Safe: no outcome is lost when dropped.
+    /// Safe: no outcome is lost when the future is dropped.
     async fn settle(&mut self, settled: &mut Vec<Settled>) -> Result<(), BrokerError>;
 
-    /// Why the broker takes nothing for now (a memory alarm), which is no failure.
+    /// Why the broker accepts no messages for now (a memory alarm). This is no failure.
     fn blocked(&self) -> Option<String> {
         None
     }
 
-    /// Ends the session within a deadline.
+    /// Ends the session, within a deadline of its own.
     async fn close(self: Box<Self>);
 }
 
@@ -210,19 +212,19 @@ pub struct Subscription {
     pub consumer: String,
     /// The topics that the consumer reads.
     pub topics: Vec<String>,
-    /// Another group name than the consumer's.
+    /// The name of the group, where it is not the consumer's.
     pub group: Option<String>,
-    /// Queue names by topic, where not `<topic>.<consumer>`.
+    /// Queue names by topic, where they are not `<topic>.<consumer>`.
     pub queues: BTreeMap<String, String>,
     /// Upper bound of deliveries that are neither acknowledged nor
     /// [`finished`](Subscriber::finished) nor [set aside](Subscriber::set_aside).
     pub in_flight_max: usize,
-    /// How long a revoked partition may drain.
+    /// How long the runtime may take to finish the work of a revoked partition.
     pub drain: Duration,
 }
 
 impl Subscription {
-    /// Defaults around a consumer and its topics.
+    /// The defaults for a consumer and its topics.
     pub fn new(consumer: impl Into<String>, topics: Vec<String>) -> Self {
         Self {
             consumer: consumer.into(),
@@ -240,7 +242,7 @@ impl Subscription {
         self.group.as_deref().unwrap_or(&self.consumer)
     }
 
-    /// The queue of a topic.
+    /// The name of the queue that holds the topic's messages for this consumer (RabbitMQ).
     #[must_use]
     pub fn queue(&self, topic: &str) -> String {
         self.queues.get(topic).cloned().unwrap_or_else(|| format!("{topic}.{}", self.consumer))
@@ -250,43 +252,43 @@ impl Subscription {
 /// One assignment of one ordered source: a partition of a topic, or a queue on one channel.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct PartitionId {
-    /// Topic, or queue on RabbitMQ.
+    /// The topic, or the queue on RabbitMQ.
     pub place: Arc<str>,
-    /// Partition; 0 on RabbitMQ.
+    /// The number of the partition; 0 on RabbitMQ.
     pub partition: i32,
-    /// Distinguishes assignments of the same partition in one process.
+    /// Tells apart several assignments of the same partition in one process.
     pub generation: u64,
 }
 
 /// One message that the broker delivered, and where it came from.
 #[derive(Debug)]
 pub struct Delivery {
-    /// Where it came from.
+    /// The assignment that it was delivered under.
     pub source: PartitionId,
-    /// Offset, or delivery tag: ascends within a source.
+    /// The offset, or the delivery tag on RabbitMQ; it ascends within a source.
     pub sequence: i64,
-    /// The broker says that it was delivered before (RabbitMQ).
+    /// True where the broker says that it delivered this message before (RabbitMQ).
     pub redelivered: bool,
     /// The message itself, as the adapter took it from the broker.
     pub arrived: Arrived,
 }
 
-/// What a subscriber tells the runtime.
+/// What a subscriber reports to the runtime.
 #[derive(Debug)]
 pub enum Event {
-    /// These sources are ours from now on.
+    /// These sources belong to this consumer from now on.
     Assigned(Vec<PartitionId>),
-    /// Deliveries, in the order of their sources.
+    /// Deliveries; those of one source are in its order.
     Deliveries(Vec<Delivery>),
-    /// These sources are to be given up: start nothing more of them, finish what runs, acknowledge,
-    /// then drop `done`.
+    /// These sources go to another consumer. The runtime starts nothing more of them, finishes what
+    /// runs, acknowledges it, and then drops `done`.
     Revoked {
         /// The sources that this consumer loses.
         sources: Vec<PartitionId>,
-        /// True where the broker has given them to somebody else already: nothing can be
-        /// acknowledged.
+        /// True where the broker already gave them to another consumer, so that nothing can be
+        /// acknowledged any more.
         lost: bool,
-        /// Dropped when the runtime is through; the adapter waits for it at most the drain time.
+        /// The runtime drops it when it has finished; the adapter waits at most the drain time.
         done: RevokeGuard,
     },
 }
@@ -299,14 +301,14 @@ pub struct RevokeGuard {
 }
 
 impl RevokeGuard {
-    /// A guard and the side that waits for it: `recv_timeout` ends when the guard is dropped.
+    /// A guard, and the receiver to wait on: `recv_timeout` ends when the guard is dropped.
     #[must_use]
     pub fn pair() -> (Self, std::sync::mpsc::Receiver<()>) {
         let (sender, receiver) = std::sync::mpsc::sync_channel(1);
         (Self { _sender: Some(sender), _shared: None }, receiver)
     }
 
-    /// A guard nobody waits for.
+    /// A guard that no adapter waits for.
     #[must_use]
     pub fn idle() -> Self {
         Self { _sender: None, _shared: None }
@@ -319,14 +321,14 @@ impl RevokeGuard {
     }
 }
 
-/// How a source of a log began.
+/// Where a source of a log begins.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Begun {
     /// The source that began.
     pub source: PartitionId,
-    /// Which topic of this name it is, where the broker tells.
+    /// The id of the topic that now has this name, where the broker tells it.
     pub topic_id: Option<String>,
-    /// Where it begins, and why not where it stood.
+    /// The first position, and the reason where it is not the position that was remembered.
     pub start: Start,
 }
 
@@ -343,50 +345,50 @@ pub trait Subscriber: Send {
     /// Safe: no event is lost when dropped.
     async fn next(&mut self) -> Result<Event, BrokerError>;
 
-    /// Where sources that were just assigned begin (`policy::position`); `remembered` is what the
-    /// consumer's database knows of each. A source for which it is not called before the following
-    /// `next` begins where the group stands. A queue has no positions: its answer is empty.
+    /// Decides where sources that were just assigned begin (`policy::position`), and returns it.
+    /// `remembered` is what the consumer's database knows of each. A source for which this is not
+    /// called before the following `next` begins at the group's offset. A queue has no positions:
+    /// its answer is empty.
     async fn begin(&mut self, _remembered: Vec<(PartitionId, Option<Position>)>) -> Result<Vec<Begun>, BrokerError> {
         Ok(Vec::new())
     }
 
-    /// Why nothing comes for now, where the broker is away and the client waits for it.
+    /// Why nothing is delivered for now: the broker is away and the client waits for it.
     fn away(&self) -> Option<String> {
         None
     }
 
-    /// All deliveries of this source up to and including `through` are committed.
+    /// Says that all deliveries of this source up to and including `through` are committed.
     ///
     /// # Errors
-    /// An acknowledgement that did not arrive is no loss: the inbox knows the message. Errors that
-    /// end the subscriber come from `next`.
+    /// An acknowledgement that does not arrive loses nothing: the delivery comes again, and the
+    /// inbox knows it. Errors that end the subscriber come from `next`.
     async fn acknowledge(&mut self, source: &PartitionId, through: i64) -> Result<(), BrokerError>;
 
-    /// These deliveries are committed, and an older one of their source is not, so that
-    /// [`acknowledge`](Self::acknowledge) cannot tell of them yet. From now on they count neither
-    /// as deliveries nor as bytes in flight. The runtime says so where room is needed, not each
-    /// time.
+    /// Says that these deliveries are committed while an older one of their source is not, so that
+    /// [`acknowledge`](Self::acknowledge) cannot cover them yet. From now on they count neither as
+    /// deliveries nor as bytes in flight. The runtime calls this only when room is needed.
     async fn finished(&mut self, _source: &PartitionId, _sequences: &[i64]) {}
 
-    /// This delivery waits for a transaction of another process. It counts no more against
-    /// `in_flight_max`; its bytes still count.
+    /// Says that this delivery waits for a transaction of another process. It no longer counts
+    /// against `in_flight_max`; its bytes still count.
     fn set_aside(&mut self, _source: &PartitionId, _sequence: i64) {}
 
-    /// True where the group has said what this member has, and it is nothing: there are more
-    /// members than partitions.
+    /// True where the group has assigned nothing to this member, because there are more members
+    /// than partitions.
     fn has_no_share(&self) -> bool {
         false
     }
 
-    /// Asks the broker for nothing more for now; `next` must still be called (heartbeats,
-    /// rebalances).
+    /// Stops or restarts asking the broker for messages. `next` must still be called, for
+    /// heartbeats and rebalances.
     fn pause(&mut self, paused: bool);
 
-    /// True once assigned and once every source has delivered what stood in it when it was
-    /// assigned.
+    /// True once sources were assigned and each has delivered everything that it held at its
+    /// assignment.
     async fn caught_up(&mut self) -> Result<bool, BrokerError>;
 
-    /// A planned end: acknowledgements have arrived when it returns; nothing is handed back out of
-    /// order (R29).
+    /// A planned end: when it returns, acknowledgements have arrived. Nothing goes back to the
+    /// broker out of order (R29).
     async fn close(self: Box<Self>);
 }

@@ -1,17 +1,17 @@
-//! CloudEvents in Kafka's names: what a log keeps beside key and payload, and how a message is read
-//! back from it.
+//! The CloudEvents envelope of a log: which headers a message is stored with, under the names that
+//! Kafka's binding uses, and how a message is read back from them.
 //!
-//! Promise: what [`headers`] writes, [`arrive`] reads back as it was; headers of others stand as
-//! they came and break nothing.
+//! Promise: what [`headers`] writes, [`arrive`] reads back unchanged. Headers of other producers
+//! are kept as they are and cause no error.
 //!
-//! Not here: Kafka's own records and AMQP properties (their adapters).
+//! Not here: Kafka's own records and AMQP properties (see their adapters).
 
 use chrono::{DateTime, Utc};
 
 use crate::message::wire::{self, CONTENT_TYPE, KAFKA, SPEC_VERSION, TRACEPARENT, TRACESTATE};
 use crate::message::{Arrived, Coordinates, OutgoingMessage};
 
-/// The headers of a message, envelope first.
+/// The headers of a message: the envelope first, then the message's own.
 pub(super) fn headers(message: &OutgoingMessage, source: &str) -> Vec<(String, String)> {
     let mut headers = Vec::with_capacity(message.headers.len() + 9);
     let mut add = |name: &str, value: String| headers.push((name.to_owned(), value));
@@ -34,7 +34,7 @@ pub(super) fn headers(message: &OutgoingMessage, source: &str) -> Vec<(String, S
     headers
 }
 
-/// A message as it stood in a log, with the envelope taken from its headers.
+/// Builds a message from a record of a log. The envelope is read from the headers.
 pub(super) fn arrive(
     key: Option<Vec<u8>>,
     headers: Vec<(String, Vec<u8>)>,

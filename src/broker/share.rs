@@ -1,32 +1,33 @@
-//! Which partitions a member takes and gives up: a function of who lives and who owns what, the
-//! same for every member.
+//! Which partitions a member takes and which it gives up: a function of the live members and the
+//! owners of partitions, with the same result for every member.
 //!
 //! Guarantees: the quotas of a topic's members add up to its partitions, so that every partition
-//! finds an owner; a member gives up only what is above its quota (the others keep reading); topics
-//! give their odd partitions to different members.
+//! gets an owner. A member gives up only what is above its quota; the other partitions are read
+//! without a break. The partitions that cannot be divided evenly go to different members for
+//! different topics.
 
 use std::collections::HashSet;
 
-/// One partition of one topic as a group sees it.
+/// One partition of one topic, with its owner.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Seat {
     pub(super) topic_id: i64,
     pub(super) partition_id: i64,
-    /// The member that owns it, live or not.
+    /// The member that owns it. That member may be dead.
     pub(super) owner: Option<i64>,
 }
 
-/// What a member is to do.
+/// The partitions that a member must take and give up.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(super) struct Share {
     pub(super) take: Vec<i64>,
     pub(super) give_up: Vec<i64>,
-    /// Every partition of its topics has a live owner once `take` is taken.
+    /// True where every partition of its topics has a live owner once `take` is taken.
     pub(super) complete: bool,
 }
 
-/// The share of `me`. `members` are the live ones with the topics they read, in the order in which
-/// they joined; `seats` are those of all topics, by partition.
+/// The share of member `me`. `members` are the live ones with the topics that they read, in the
+/// order in which they joined. `seats` are the partitions of all topics, ordered by partition.
 pub(super) fn share(me: i64, members: &[(i64, Vec<i64>)], seats: &[Seat]) -> Share {
     let alive: HashSet<i64> = members.iter().map(|(member, _)| *member).collect();
     let Some((_, topics)) = members.iter().find(|(member, _)| *member == me) else { return Share::default() };
@@ -53,7 +54,8 @@ pub(super) fn share(me: i64, members: &[(i64, Vec<i64>)], seats: &[Seat]) -> Sha
     share
 }
 
-/// How many of a topic's partitions the reader of this rank has; the odd ones go round by topic.
+/// How many of a topic's partitions the reader of this rank gets. Which readers get one more when
+/// the number cannot be divided evenly changes with the topic.
 fn quota(partitions: usize, readers: usize, rank: usize, topic_id: i64) -> usize {
     let turned = (rank + usize::try_from(topic_id).unwrap_or_default() % readers) % readers;
     partitions / readers + usize::from(turned < partitions % readers)
@@ -66,7 +68,8 @@ mod tests {
 
     use super::*;
 
-    /// Applies the shares of all members in turn until nothing changes; gives the rounds it took.
+    /// Applies the shares of all members in turn until nothing changes; returns the number of
+    /// rounds.
     fn settle(members: &[(i64, Vec<i64>)], seats: &mut [Seat]) -> usize {
         for round in 1..20 {
             let mut changed = false;
@@ -103,7 +106,8 @@ mod tests {
         ) {
             let members: Vec<(i64, Vec<i64>)> = (1..=i64::try_from(readers).unwrap()).map(|m| (m, vec![1])).collect();
             let mut seats = seats_of(&[(1, partitions)]);
-            // Any start: owned by live ones, by dead ones (member 8), or free.
+            // Any start: partitions that live members own, that a dead one owns (member 8), or
+            // free.
             for (seat, owner) in seats.iter_mut().zip(owners) {
                 seat.owner = Some(owner).filter(|owner| *owner > 0);
             }
