@@ -1,4 +1,4 @@
-//! Kafka, through librdkafka.
+//! The adapter for Kafka, built on librdkafka.
 //!
 //! Guarantees:
 //! - a row is settled by its delivery report only, with `enable.idempotence`, `acks=all` and no
@@ -6,7 +6,7 @@
 //! - nothing is produced to a topic that was not seen in the broker's metadata (R19);
 //! - an offset is committed only after the runtime acknowledged it, for the assignment it was
 //!   delivered under;
-//! - no executor thread waits for librdkafka: its calls that block run on threads of their own.
+//! - no executor thread waits for librdkafka: its blocking calls run on threads of their own.
 //!
 //! Not here: Kafka transactions (effects commit in the database, so they are not needed), a schema
 //! registry, regular expressions as topics.
@@ -43,11 +43,11 @@ use crate::message::Arrived;
 use crate::policy::horizon::TopicRetention;
 use topology::TopicLimits;
 
-/// Kafka as configured. Cheap: connections are made by its sessions.
+/// A configured Kafka. Cheap: only its sessions make connections.
 #[derive(Clone)]
 pub struct KafkaBroker {
     config: Arc<KafkaConfig>,
-    // What topics take, learned by one session and used by the next ones (R19).
+    // The size limits of topics, learned by one session and used by the next ones (R19).
     limits: Arc<TopicLimits>,
 }
 

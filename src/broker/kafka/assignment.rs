@@ -1,10 +1,10 @@
-//! The partitions of one member: what was delivered, what is acknowledged, what is committed. Pure:
-//! no I/O, no clock.
+//! The bookkeeping for the partitions of one group member: what was delivered, what is
+//! acknowledged, what is committed. Pure: no I/O, no clock.
 //!
-//! Promises: what is committed never runs ahead of what was acknowledged for the assignment it was
-//! delivered under; deliveries in flight are counted exactly.
+//! Promises: an offset is committed only up to what was acknowledged for the assignment it was
+//! delivered under. Deliveries in flight are counted exactly.
 //!
-//! Not here: talking to librdkafka (`poller`).
+//! Not here: the calls to librdkafka (`poller`).
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::sync::Arc;
@@ -14,7 +14,7 @@ use crate::broker::PartitionId;
 /// Topic, partition and the offset after the last acknowledged one.
 pub(super) type Position = (Arc<str>, i32, i64);
 
-/// All partitions that are ours.
+/// All partitions that this member owns.
 #[derive(Debug, Default)]
 pub(super) struct Assignment {
     topics: HashMap<Arc<str>, BTreeMap<i32, Source>>,
@@ -22,8 +22,8 @@ pub(super) struct Assignment {
     assigned_once: bool,
     rows: usize,
     bytes: usize,
-    // How often the end of any partition of this number was reported at an offset: the reports name
-    // no topic. Kept until all partitions of the number have reached theirs.
+    // How often an end was reported for a partition number at an offset. A report names no topic,
+    // so that several topics share an entry. Kept until all partitions of the number have ended.
     ends_seen: HashMap<(i32, i64), usize>,
 }
 
@@ -31,9 +31,9 @@ pub(super) struct Assignment {
 #[derive(Debug)]
 struct InFlight {
     offset: i64,
-    /// Its bytes, as far as they count.
+    /// Its size in bytes; 0 once it no longer counts.
     weight: usize,
-    /// It counts against the bound of rows.
+    /// True while it counts against the bound of rows.
     counts: bool,
 }
 
@@ -41,16 +41,16 @@ struct InFlight {
 struct Source {
     id: PartitionId,
     in_flight: VecDeque<InFlight>,
-    /// Where the next delivery starts, once it is said where the partition begins.
+    /// The offset of the next delivery; `None` until `begin` has set the start.
     next: Option<i64>,
-    /// The last delivery that the caller has; later ones are still on their way to it.
+    /// The last delivery that the caller received; later ones are still on their way to the caller.
     handed: Option<i64>,
     acknowledged: Option<i64>,
     sent: Option<i64>,
     confirmed: Option<i64>,
-    /// Where the partition ended when it began.
+    /// The end of the partition at the time of its start.
     end: Option<i64>,
-    /// Its end was reported.
+    /// True once the broker reported that this end was reached.
     ended: bool,
     paused: bool,
 }
@@ -78,7 +78,7 @@ impl Assignment {
         self.topics.values_mut().flat_map(BTreeMap::values_mut)
     }
 
-    /// Takes partitions, each under a generation of its own.
+    /// Takes partitions and gives each a generation of its own.
     pub(super) fn assign(&mut self, partitions: &[(String, i32)]) -> Vec<PartitionId> {
         self.assigned_once = true;
         self.remove(partitions);
@@ -114,7 +114,7 @@ impl Assignment {
         partitions.iter().filter_map(|(topic, partition)| Some(self.source(topic, *partition)?.id.clone())).collect()
     }
 
-    /// Forgets partitions, with what is in flight of them.
+    /// Forgets partitions and their deliveries in flight.
     pub(super) fn remove(&mut self, partitions: &[(String, i32)]) {
         for (topic, partition) in partitions {
             let Some(sources) = self.topics.get_mut(topic.as_str()) else { continue };
@@ -131,7 +131,7 @@ impl Assignment {
         (self.rows, self.bytes) = (0, 0);
     }
 
-    /// Counts a delivery. Nothing for a partition that is not ours.
+    /// Counts a delivery. Returns `None` for a partition that this member does not own.
     pub(super) fn deliver(&mut self, topic: &str, partition: i32, offset: i64, weight: usize) -> Option<PartitionId> {
         let source = self.source_mut(topic, partition)?;
         source.in_flight.push_back(InFlight { offset, weight, counts: true });
@@ -142,15 +142,15 @@ impl Assignment {
         Some(id)
     }
 
-    /// The caller has a delivery. Nothing for an assignment of the past.
+    /// Notes that the caller received a delivery. Does nothing for an assignment that has ended.
     pub(super) fn hand(&mut self, id: &PartitionId, offset: i64) {
         if let Some(source) = self.source_mut(&id.place, id.partition).filter(|source| source.id == *id) {
             source.handed = source.handed.max(Some(offset));
         }
     }
 
-    /// Everything of this assignment up to an offset is committed in the database. False for an
-    /// assignment of the past.
+    /// Notes that everything of this assignment up to an offset is committed in the database.
+    /// Returns false for an assignment that has ended.
     pub(super) fn acknowledge(&mut self, id: &PartitionId, through: i64) -> bool {
         let Some(source) = self.source_mut(&id.place, id.partition).filter(|source| source.id == *id) else {
             return false;
@@ -165,8 +165,8 @@ impl Assignment {
         true
     }
 
-    /// A delivery of this assignment counts no more as a row; where it is finished, its bytes count
-    /// no more either.
+    /// Counts a delivery of this assignment no longer as a row. If it is finished, its bytes do not
+    /// count any more either.
     pub(super) fn spare(&mut self, id: &PartitionId, offset: i64, is_finished: bool) {
         let Some(source) = self.source_mut(&id.place, id.partition).filter(|source| source.id == *id) else { return };
         let Ok(at) = source.in_flight.binary_search_by_key(&offset, |one| one.offset) else { return };
@@ -182,7 +182,7 @@ impl Assignment {
         self.rows >= rows_max.max(1) || (self.bytes > 0 && self.bytes >= bytes_max)
     }
 
-    /// What is acknowledged and was not sent to the broker yet; it counts as sent from now on.
+    /// What is acknowledged and not yet sent to the broker. From now on it counts as sent.
     pub(super) fn take_due(&mut self) -> Vec<Position> {
         let due = self.sources_mut().filter(|source| source.acknowledged > source.sent);
         due.filter_map(|source| {
@@ -192,7 +192,7 @@ impl Assignment {
         .collect()
     }
 
-    /// What is acknowledged and not known to be committed, of these partitions or of all.
+    /// What is acknowledged and not known to be committed: of these partitions, or of all.
     pub(super) fn unconfirmed(&self, of: Option<&[(String, i32)]>) -> Vec<Position> {
         let is_asked = |source: &&Source| {
             let (place, partition) = (&*source.id.place, source.id.partition);
@@ -205,7 +205,7 @@ impl Assignment {
             .collect()
     }
 
-    /// The broker's answer to a commit. What failed is due again.
+    /// Takes the broker's answer to a commit. What failed is due again.
     pub(super) fn committed(&mut self, topic: &str, partition: i32, offset: i64, done: bool) {
         let Some(source) = self.source_mut(topic, partition) else { return };
         if done {
@@ -215,8 +215,8 @@ impl Assignment {
         }
     }
 
-    /// The partitions whose consumption is to be paused or resumed, so that all are as wanted; they
-    /// count as such from now on.
+    /// The partitions that must be paused or resumed so that all are in the wanted state. From now
+    /// on they count as changed.
     pub(super) fn take_to_pause(&mut self, paused: bool) -> Vec<(Arc<str>, i32)> {
         self.sources_mut()
             .filter(|source| source.paused != paused)
@@ -227,7 +227,7 @@ impl Assignment {
             .collect()
     }
 
-    /// Those of these partitions that are paused.
+    /// The ones among these partitions that are paused.
     pub(super) fn paused_of(&self, partitions: &[(String, i32)]) -> Vec<(Arc<str>, i32)> {
         let sources = partitions.iter().filter_map(|(topic, partition)| self.source(topic, *partition));
         sources
@@ -236,7 +236,7 @@ impl Assignment {
             .collect()
     }
 
-    /// The end of a partition of this number was reached at this offset.
+    /// Notes a report that a partition of this number reached its end at this offset.
     pub(super) fn end_reached(&mut self, partition: i32, offset: i64) {
         if self.have_ended(partition) {
             return;
@@ -258,7 +258,7 @@ impl Assignment {
         self.sources().all(|source| source.id.partition != partition || source.ended)
     }
 
-    /// It is said where a partition begins, and the broker has said where it ends.
+    /// Sets where a partition begins, and its end as the broker told it.
     pub(super) fn begin(&mut self, id: &PartitionId, at: i64, end: i64) {
         if let Some(source) = self.source_mut(&id.place, id.partition).filter(|source| source.id == *id) {
             source.next = Some(at);
@@ -266,25 +266,26 @@ impl Assignment {
         }
     }
 
-    /// Where these partitions begin, once that is said of all that are still ours.
+    /// Where these partitions begin; `None` until `begin` was called for all that this member still
+    /// owns.
     pub(super) fn starts(&self, of: &[(String, i32)]) -> Option<Vec<Position>> {
         let sources = of.iter().filter_map(|(topic, partition)| self.source(topic, *partition));
         sources.map(|source| Some((Arc::clone(&source.id.place), source.id.partition, source.next?))).collect()
     }
 
-    /// True once assigned, and nothing was.
+    /// True where an assignment has come and this member owns no partition.
     pub(super) fn has_no_share(&self) -> bool {
         self.assigned_once && self.sources().next().is_none()
     }
 
-    /// True once assigned and once the caller has what stood in every partition when its end was
-    /// asked.
+    /// True where an assignment has come and the caller has received everything that was in each
+    /// partition when its end was asked.
     pub(super) fn is_caught_up(&self) -> bool {
         self.assigned_once && self.sources().all(|source| self.has_reached_end(source) && source.is_handed_out())
     }
 
-    /// By its offsets; or, where the last ones hold no message (aborted, compacted, markers), by a
-    /// reported end that no other partition of the same number explains.
+    /// Decides by the offsets. Where the last offsets hold no message (aborted, compacted,
+    /// markers), decides by a reported end that no other partition of the same number explains.
     fn has_reached_end(&self, source: &Source) -> bool {
         let Some(end) = source.end else { return false };
         if source.ended || source.next.is_some_and(|next| next >= end) {
@@ -398,7 +399,7 @@ mod tests {
         assert!((all.rows, all.bytes) == (0, 0));
     }
 
-    // Shown by: not asking whether the caller has them (a run until idle ended before the last
+    // Shown by: not asking whether the caller received them (a run until idle ended before the last
     // ones).
     #[test]
     fn caught_up_means_the_end_that_was_seen() {
@@ -430,7 +431,7 @@ mod tests {
         assert!(all.is_caught_up(), "one of the two reports is of topic b");
     }
 
-    // Each row that comes is followed by an end, for as long as the process lives.
+    // While the process lives, an end is reported after each row that arrives.
     #[test]
     fn ends_are_kept_only_until_every_partition_has_reached_its_own() {
         let mut all = Assignment::default();

@@ -1,6 +1,6 @@
-//! librdkafka's calls that wait, on threads where waiting is allowed.
+//! Runs the blocking calls of librdkafka on threads that may wait.
 //!
-//! Promise: no executor thread waits for the broker; a wrong password ends the wait early, because
+//! Promise: no executor thread waits for the broker. A wrong password ends the wait early;
 //! librdkafka itself would try again until the deadline.
 //!
 //! Not here: the threads that poll (`publisher`, `poller`).
@@ -26,18 +26,18 @@ use crate::error::BrokerError;
 // The first wait for an answer; each next one is twice as long.
 const FIRST_SLICE: Duration = Duration::from_millis(250);
 
-// All brokers are away, and were still when asked again for so long: no need to use the deadline
-// up.
+// If a wait longer than this got no answer while all brokers are away, the question ends before its
+// deadline.
 const SURE_AFTER: Duration = Duration::from_secs(1);
 
-/// How long reports are served after a question. librdkafka gives one at a time, log lines between
-/// them.
+/// How long reports are served after a question. librdkafka gives one report per poll, with log
+/// lines between them.
 pub(super) const SERVE: Duration = Duration::from_millis(10);
 
-/// Runs what waits on a thread for it.
+/// Runs blocking work on a thread for such work.
 ///
 /// # Cancel safety
-/// When dropped, the work still runs to its end; its answer is lost.
+/// When the future is dropped, the work still runs to its end; its answer is lost.
 pub(super) async fn run<T: Send + 'static>(
     work: impl FnOnce() -> Result<T, BrokerError> + Send + 'static,
 ) -> Result<T, BrokerError> {
@@ -47,7 +47,7 @@ pub(super) async fn run<T: Send + 'static>(
     }
 }
 
-/// Waits until a broker answers, refuses us, or the deadline passes.
+/// Waits until a broker answers, refuses this client, or the deadline passes.
 pub(super) fn reach<C: ClientContext>(
     client: &Client<C>,
     reports: &Reports,
@@ -58,8 +58,8 @@ pub(super) fn reach<C: ClientContext>(
     ask_until(reports, deadline, serve, ask).map(drop)
 }
 
-/// Asks for metadata of one topic, or of all, until it is answered, the broker refuses us, or the
-/// deadline passes.
+/// Asks for the metadata of one topic, or of all, until it is answered, the broker refuses this
+/// client, or the deadline passes.
 pub(super) fn metadata<C: ClientContext>(
     client: &Client<C>,
     reports: &Reports,
@@ -100,14 +100,14 @@ fn ask_until<T>(
     }
 }
 
-/// Which topics of these names there are, where the broker tells.
+/// The ids of the topics that have these names now, where the broker tells them.
 pub(super) fn topic_ids(config: &KafkaConfig, topics: &[&str]) -> Result<Vec<(String, String)>, BrokerError> {
     let asker = Asker::with(&client::topic_asker(config))?;
     let mut ids = Vec::new();
     for topic in topics {
         asker.metadata(Some(topic))?;
-        // The log, which tells it, is served after the answer. A broker that is too old tells
-        // nothing.
+        // The id comes in a log line, which is served after the answer. Old brokers do not tell an
+        // id.
         let end = Instant::now() + SURE_AFTER;
         while asker.reports.topic_id(topic).is_none() && Instant::now() < end {
             asker.producer.poll(SERVE);
@@ -117,7 +117,7 @@ pub(super) fn topic_ids(config: &KafkaConfig, topics: &[&str]) -> Result<Vec<(St
     Ok(ids)
 }
 
-/// A client for questions.
+/// A client that only asks questions.
 pub(super) struct Asker {
     producer: BaseProducer<AskContext>,
     reports: Arc<Reports>,
@@ -137,7 +137,7 @@ impl Asker {
         Ok(Self { producer, reports })
     }
 
-    /// Waits for the broker.
+    /// Waits until the broker answers.
     pub(super) fn reach(&self) -> Result<(), BrokerError> {
         reach(self.client(), &self.reports, client::OPEN_DEADLINE, || self.producer.poll(SERVE))
     }
@@ -154,12 +154,12 @@ impl Asker {
     }
 }
 
-/// A client for administration. It serves no errors of its own: ask an [`Asker`] first whether the
-/// broker is there.
+/// A client for administration. It does not report connection errors: first ask an [`Asker`]
+/// whether the broker can be reached.
 pub(super) struct Admin(Option<AdminClient<DefaultClientContext>>);
 
 impl Admin {
-    /// Makes a librdkafka client for administration; a setting that it refuses is an error.
+    /// Makes the librdkafka client; a setting that it refuses is an error.
     pub(super) fn new(config: &KafkaConfig) -> Result<Self, BrokerError> {
         let client = AdminClient::from_config_and_context(&client::asker(config), DefaultClientContext)
             .map_err(|error| BrokerError::Refused(format!("kafka settings: {}", properties::reason(&error))))?;
@@ -183,7 +183,8 @@ impl Admin {
 }
 
 impl Drop for Admin {
-    // Destroying it waits 0.1 s for a thread of its own: nobody needs to wait with it.
+    // Destroying the client takes 0.1 s, because it waits for a thread of its own. A new thread
+    // does it, so that the caller does not wait.
     fn drop(&mut self) {
         let client = self.0.take();
         std::thread::spawn(move || drop(client));

@@ -1,8 +1,9 @@
-//! What `doctor` says of Kafka: what breaks or weakens a promise, with the command that mends it.
+//! What `doctor` reports about Kafka: everything that breaks or weakens a promise, with the command
+//! that mends it.
 //!
-//! Promise: nothing is changed by looking.
+//! Promise: a check changes nothing.
 //!
-//! Not here: settings of ours, which are refused before any connection (`config`, `properties`).
+//! Not here: our own settings, which are refused before any connection (`config`, `properties`).
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -18,10 +19,10 @@ use crate::broker::{BETWEEN_LOOKS, BrokerFinding, STANDS_STILL, Subscription, To
 use crate::error::BrokerError;
 use crate::policy::horizon::TopicRetention;
 
-// What the default limits let through at enqueue, with room for headers of a record.
+// What the default limits allow at enqueue, with room for the headers of a record.
 const ENQUEUE_BYTES_MAX: usize = 900_000 + 4_096;
 
-/// Looks at the broker, the topics and the groups.
+/// Examines the broker, the topics and the groups.
 pub(super) async fn check(
     config: &Arc<KafkaConfig>,
     subscriptions: &[Subscription],
@@ -150,7 +151,7 @@ fn of_group(config: &KafkaConfig, asker: &Asker, subscription: &Subscription) ->
         Ok(groups) => groups,
         Err(error) => return untold(group, &format!("who is in it cannot be told: {error}")),
     };
-    // A group that nobody was ever in is in no list.
+    // A group that never had a member is in no list.
     let found = groups.groups().iter().find(|found| found.name() == group);
     let (members, state, protocol) =
         found.map_or((0, "", ""), |found| (found.members().len(), found.state(), found.protocol()));
@@ -179,7 +180,7 @@ fn of_group(config: &KafkaConfig, asker: &Asker, subscription: &Subscription) ->
             remedy: Some(format!("start the consumer `{}`", subscription.consumer)),
         };
     }
-    // While it shares its partitions out, nothing moves.
+    // While the group rebalances, nothing moves: only a stable group is examined.
     if members > 0
         && state == "Stable"
         && !unread.is_empty()
@@ -196,7 +197,8 @@ fn of_group(config: &KafkaConfig, asker: &Asker, subscription: &Subscription) ->
     fine(name, format!("{members} member(s), {}", if state.is_empty() { "not used yet" } else { state }))
 }
 
-/// Nothing that was looked for is silent: what is not known is no good news.
+/// The finding for a group that could not be examined: what is not known must not look like good
+/// news.
 fn untold(group: &str, what: &str) -> BrokerFinding {
     weaker(
         format!("kafka group {group}"),

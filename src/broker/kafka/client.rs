@@ -1,6 +1,7 @@
-//! What librdkafka is told: for a producer, a consumer, a reader and for questions.
+//! The settings of each kind of librdkafka client: producer, consumer, reader, and clients that
+//! only ask questions.
 //!
-//! Promise: the settings that promises rest on are set here and cannot be changed by a property
+//! Promise: the settings that the promises depend on are set here, and no property can change them
 //! (`properties` refuses it).
 //!
 //! Not here: sizes that depend on topics (`topology`).
@@ -19,21 +20,22 @@ pub(super) const OPEN_DEADLINE: Duration = Duration::from_secs(10);
 /// How long one question to the broker may take.
 pub(super) const ASK_DEADLINE: Duration = Duration::from_secs(5);
 
-// The client's own limit is twice ours, which is the one that is waited for: a full queue is an
-// error in librdkafka.
+// librdkafka's queue is twice as large as our own bound. The publisher waits at our bound, because
+// a full queue is an error in librdkafka.
 const QUEUE_ROWS_MIN: usize = 1_000;
 
 fn common(config: &KafkaConfig) -> ClientConfig {
     let mut settings = ClientConfig::new();
-    // Level `debug` only lets pass what `debug` below asks for; `context` filters.
+    // Level `debug` lets through only the contexts that `debug` below names; `context` filters
+    // them.
     settings.set_log_level(RDKafkaLogLevel::Debug);
     settings
         .set("bootstrap.servers", config.bootstrap())
         .set("client.id", &config.client_id)
         .set("allow.auto.create.topics", "false")
         .set("socket.keepalive.enable", "true")
-        // A frozen leader keeps its sockets open: requests hung for more than 30 s with the default
-        // of 60 s.
+        // A broker that is frozen keeps its sockets open: with the default of 60 s, requests hung
+        // for more than 30 s.
         .set("socket.timeout.ms", "10000")
         .set("socket.connection.setup.timeout.ms", "10000")
         .set("reconnect.backoff.ms", "50")
@@ -72,7 +74,7 @@ pub(super) fn asker(config: &KafkaConfig) -> ClientConfig {
     with_properties(config, common(config))
 }
 
-/// A producer that asks which topic of a name it is.
+/// A producer that asks for the ids of topics.
 pub(super) fn topic_asker(config: &KafkaConfig) -> ClientConfig {
     with_debug(asker(config), "metadata")
 }
@@ -84,11 +86,11 @@ pub(super) fn producer(config: &KafkaConfig, sizes: Sizes) -> ClientConfig {
     let kbytes = (config.publish_bytes_max / 1024).saturating_mul(2).max(1024);
     settings
         .set("enable.idempotence", "true")
-        // Otherwise the client goes on behind a message that the broker refused, and the later ones
+        // Without it the client goes on after a message that the broker refused, and later messages
         // of its key overtake it.
         .set("enable.gapless.guarantee", "true")
         .set("acks", "all")
-        // A finite one reorders across retries: m0, m2, m1 (shown).
+        // A finite timeout reorders messages across retries: m0, m2, m1 (shown).
         .set("message.timeout.ms", "0")
         .set("max.in.flight", "5")
         .set("partitioner", "murmur2_random")
@@ -97,24 +99,24 @@ pub(super) fn producer(config: &KafkaConfig, sizes: Sizes) -> ClientConfig {
         .set("queue.buffering.max.kbytes", kbytes.min(2_000_000).to_string())
         .set("message.max.bytes", sizes.message_max.to_string());
     let mut settings = with_properties(config, settings);
-    // A batch must fit into the smallest topic, else the broker refuses innocents with it; a
-    // message that is larger than a batch travels alone, so that it is judged alone.
+    // A batch must fit into the smallest topic: otherwise the broker refuses good messages with the
+    // large one. A message that is larger than a batch is sent alone, so that it alone is judged.
     let batch = settings.get("batch.size").and_then(|size| size.parse().ok()).unwrap_or(sizes.batch_max);
     settings.set("batch.size", batch.min(sizes.batch_max).to_string());
-    // The only way to see that the idempotent producer has its id, without which the first message
+    // Only this log shows that the idempotent producer has its id. Without the id the first message
     // waits 0.5 s.
     with_debug(settings, "eos")
 }
 
-/// Asks for a context of librdkafka's log as well, of which `context` takes what nothing else
-/// tells.
+/// Turns on one more context of librdkafka's log. `context` reads from it what librdkafka reports
+/// nowhere else.
 fn with_debug(mut settings: ClientConfig, context: &str) -> ClientConfig {
     let debug = settings.get("debug").map_or_else(|| context.to_owned(), |contexts| format!("{contexts},{context}"));
     settings.set("debug", debug);
     settings
 }
 
-/// What every consumer has in common.
+/// The settings that all consumers share.
 fn consumer_common(config: &KafkaConfig, group: &str) -> ClientConfig {
     let mut settings = common(config);
     settings
@@ -125,18 +127,19 @@ fn consumer_common(config: &KafkaConfig, group: &str) -> ClientConfig {
         .set("isolation.level", "read_committed")
         .set("check.crcs", "true")
         .set("enable.partition.eof", "true")
-        // Low latency: a partition that was just assigned or resumed waits for the fetch in flight.
+        // For low latency: a partition that was just assigned or resumed waits for the fetch in
+        // flight.
         .set("fetch.wait.max.ms", "100")
         .set("fetch.error.backoff.ms", "200")
-        // With the default of 1,000 a full queue stalls the consumer a second at a time (55k
-        // instead of 1.5M a second).
+        // With the default of 1,000 a full queue stalls the consumer for a second each time (55k
+        // messages instead of 1.5M a second).
         .set("fetch.queue.backoff.ms", "5")
         .set("queued.min.messages", "20000")
         .set("queued.max.messages.kbytes", "16384");
     settings
 }
 
-/// The member of a group.
+/// A client that is a member of a group.
 pub(super) fn member(config: &KafkaConfig, group: &str) -> ClientConfig {
     let mut settings = consumer_common(config, group);
     let session = config.session_timeout.as_millis().max(1);
@@ -144,22 +147,22 @@ pub(super) fn member(config: &KafkaConfig, group: &str) -> ClientConfig {
         .set("partition.assignment.strategy", "cooperative-sticky")
         .set("session.timeout.ms", session.to_string())
         .set("heartbeat.interval.ms", (session / 3).clamp(1, 3_000).to_string())
-        // A topic that is not there yet is found soon after it is made.
+        // Short, so that a topic that is created later is found soon.
         .set("topic.metadata.refresh.interval.ms", "2000");
     let mut settings = with_properties(config, settings);
-    // Every start is told; an offset that is not there ends the session, and the next one says what
-    // was lost.
+    // The start of each partition is given explicitly. An offset that no longer exists ends the
+    // session, and the next session reports what was lost.
     settings.set("auto.offset.reset", "error");
-    // The only way to see which topic of a name it is, and that the broker answers.
+    // Only this log shows the ids of topics, and that the broker answers.
     with_debug(settings, "metadata")
 }
 
-/// A client that asks where a group stands and does not join it.
+/// A client that asks for the offsets of a group and does not join it.
 pub(super) fn group_reader(config: &KafkaConfig, group: &str) -> ClientConfig {
     with_properties(config, consumer_common(config, group))
 }
 
-/// A reader that joins no group; librdkafka wants the name of one, but nothing is committed to it.
+/// A reader that joins no group. librdkafka needs a group name, but nothing is committed to it.
 pub(super) fn reader(config: &KafkaConfig) -> ClientConfig {
     let group = format!("oncebox-reader-{}", uuid::Uuid::now_v7());
     group_reader(config, &group)

@@ -1,9 +1,9 @@
-//! Where Kafka is and how it is to be used: from a URL, then from settings.
+//! The configuration of Kafka: read from a URL, then changed by settings.
 //!
-//! Promises: a setting that cannot hold is refused with its name and the remedy; no password is
-//! ever shown.
+//! Promises: a setting that is invalid or breaks a promise is refused with its name and the remedy.
+//! No password is ever shown.
 //!
-//! Not here: reading files or the environment (room `app`), what librdkafka is told (`client`).
+//! Not here: reading files or the environment (room `app`), the settings of librdkafka (`client`).
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -17,24 +17,24 @@ use crate::error::{BrokerError, redact};
 
 const DEFAULT_PORT: u16 = 9092;
 
-/// Kafka as configured: `[broker] url` and `[broker.kafka]`.
+/// The configuration of Kafka: `[broker] url` and `[broker.kafka]`.
 #[derive(Clone)]
 pub struct KafkaConfig {
     /// Bootstrap servers, each as `host:port`; port 9092 where the URL names none.
     pub servers: Vec<String>,
     /// TLS, by the scheme `kafkas://`; the broker's certificate and host name are always verified.
     pub tls: bool,
-    /// User name for SASL; none connects without.
+    /// User name for SASL; `None` connects without SASL.
     pub user: Option<String>,
-    /// The password for SASL; read only where `user` is set, and empty where it is `None`.
+    /// The password for SASL. It is read only where `user` is set; `None` counts as empty.
     pub password: Option<String>,
-    /// How user and password are proven.
+    /// The SASL mechanism for user and password.
     pub sasl_mechanism: SaslMechanism,
     /// Certificates that are trusted instead of the system's.
     pub ca_file: Option<PathBuf>,
-    /// What the broker calls this client in its logs and quotas.
+    /// The name of this client in the broker's logs and quotas.
     pub client_id: String,
-    /// `ce_source` of what is published.
+    /// The header `ce_source` of every published message.
     pub source: String,
     /// Whether topics that are missing are created.
     pub create_topics: bool,
@@ -42,15 +42,15 @@ pub struct KafkaConfig {
     pub partitions: i32,
     /// Replication factor of topics that are created here; -1 takes the broker's default.
     pub replication: i32,
-    /// After how long without a heartbeat a member's partitions go to others.
+    /// After how long without a heartbeat a member's partitions go to other members.
     pub session_timeout: Duration,
-    /// How long the client may wait for company before a batch is sent.
+    /// How long the client may wait for more messages before it sends a batch.
     pub linger: Duration,
-    /// Rows that the client holds at most until the broker proved them.
+    /// Most rows that the client holds before the broker has proven them.
     pub publish_rows_max: usize,
-    /// Bytes that the client holds at most until the broker proved them.
+    /// Most bytes that the client holds before the broker has proven them.
     pub publish_bytes_max: usize,
-    /// Bytes of deliveries that are not yet acknowledged, at most (one delivery is always allowed).
+    /// Most bytes of deliveries that are not yet acknowledged (one delivery is always allowed).
     pub in_flight_bytes_max: usize,
     /// Settings of librdkafka, passed through; one that breaks a promise is refused by name.
     pub properties: BTreeMap<String, String>,
@@ -59,7 +59,7 @@ pub struct KafkaConfig {
 /// How a user name and password are proven to the broker.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum SaslMechanism {
-    /// The password itself, readable unless TLS is used.
+    /// The password itself, readable on the network unless TLS is used.
     Plain,
     /// SCRAM with SHA-256; needs the feature `kafka-tls`.
     ScramSha256,
@@ -91,10 +91,11 @@ impl FromStr for SaslMechanism {
 }
 
 impl KafkaConfig {
-    /// Defaults around a URL `kafka://HOST:PORT,HOST:PORT` or `kafkas://USER:PASSWORD@HOST:PORT`.
+    /// Builds a configuration with defaults from a URL: `kafka://HOST:PORT,HOST:PORT` or
+    /// `kafkas://USER:PASSWORD@HOST:PORT`.
     ///
     /// # Errors
-    /// [`BrokerError::Refused`] names what is wrong in the URL, without its password.
+    /// [`BrokerError::Refused`] says what is wrong in the URL, without its password.
     pub fn from_url(url: &str) -> Result<Self, BrokerError> {
         let wrong = |what: String| refused(format!("the broker URL `{}`: {what}", redact(url)));
         let (scheme, rest) =
@@ -107,7 +108,8 @@ impl KafkaConfig {
         if rest.contains(['?', '#']) {
             return Err(wrong("it takes no parameters, they belong into `[broker.kafka]`".to_owned()));
         }
-        // A password may hold `@` and `/` without being escaped: the last `@` ends it.
+        // A password may contain `@` and `/` unescaped, so the last `@` is the one before the
+        // hosts.
         let (user_info, hosts) = match rest.rsplit_once('@') {
             Some((user_info, hosts)) => (Some(user_info), hosts),
             None => (None, rest),
@@ -191,19 +193,20 @@ impl KafkaConfig {
         }
     }
 
-    /// Whether batches are compressed: then a message's size says little of what the broker gets.
+    /// Whether batches are compressed. Then the size of a message says little about the size at the
+    /// broker.
     pub(super) fn compresses(&self) -> bool {
         let set = ["compression.type", "compression.codec"].iter().find_map(|name| self.properties.get(*name));
         set.is_some_and(|codec| codec != "none")
     }
 
-    /// The servers as Kafka's own tools take them.
+    /// The servers in the form that Kafka's own tools take.
     pub(super) fn bootstrap(&self) -> String {
         self.servers.join(",")
     }
 }
 
-// Passwords and whatever librdkafka calls a secret are not shown.
+// Passwords and librdkafka's own secrets are not shown.
 impl fmt::Debug for KafkaConfig {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let properties: BTreeMap<&str, &str> = self
@@ -241,7 +244,7 @@ fn needs_tls_feature(what: &str) -> BrokerError {
     refused(format!("{what} needs the cargo feature `kafka-tls`: build with `--features kafka-tls`"))
 }
 
-/// Reads `host`, `host:port` or `[v6]:port` and gives it with a port, 9092 by default.
+/// Reads `host`, `host:port` or `[v6]:port`. Returns it with a port, 9092 by default.
 fn server(text: &str) -> Result<String, String> {
     let (host, port) = match text.rsplit_once(':') {
         Some((host, port)) if !port.ends_with(']') => (host, Some(port)),

@@ -1,8 +1,9 @@
-//! What librdkafka says on the side: errors that belong to no message, logs, and the state they add
-//! up to.
+//! What librdkafka reports outside of messages: errors of the whole client, log lines, and the
+//! state of the connection that results from them.
 //!
 //! Promises: an error of authentication or of TLS is kept, with the broker's name and without
-//! secrets, until somebody asks; a broker that is away is said once, and once when it is back.
+//! secrets, until the connection works again. An outage of all brokers is logged once, and its end
+//! is logged once.
 //!
 //! Not here: errors of messages (`window`) and of partitions (`poller`).
 
@@ -20,24 +21,25 @@ use tokio::sync::watch;
 
 use crate::error::BrokerError;
 
-/// What one client reported so far.
+/// What one client has reported so far.
 #[derive(Debug)]
 pub(super) struct Reports {
     unauthorised: Mutex<Option<String>>,
     down: Mutex<Down>,
     last: Mutex<Option<String>>,
     trouble: AtomicBool,
-    // The offset of the last end of a partition: rdkafka's error carries only the partition.
+    // The offset of the partition end that was reported last: rdkafka's error has only the
+    // partition.
     eof_offset: AtomicI64,
     topics: Mutex<Topics>,
     producer_id: watch::Sender<bool>,
 }
 
-/// Which topic of its name each one is.
+/// The ids of topics by name.
 #[derive(Debug, Default)]
 struct Topics {
     ids: HashMap<String, String>,
-    /// The first one that turned into another.
+    /// The first topic whose id changed.
     made_anew: Option<String>,
 }
 
@@ -62,7 +64,7 @@ impl Default for Reports {
 }
 
 impl Reports {
-    /// The connection works: whatever was wrong with it is past.
+    /// Call it when the connection works: what was wrong with it before is forgotten.
     pub(super) fn works(&self) {
         if !self.trouble.load(Ordering::Relaxed) || !self.trouble.swap(false, Ordering::Relaxed) {
             return;
@@ -77,7 +79,7 @@ impl Reports {
         }
     }
 
-    /// Why no broker can be reached, where that is so.
+    /// Why no broker can be reached; `None` while one may be reachable.
     pub(super) fn all_down(&self) -> Option<String> {
         let down = self.down.lock().ok()?;
         down.all.then(|| down.last_reason.clone().unwrap_or_else(|| "no broker can be reached".to_owned()))
@@ -90,8 +92,8 @@ impl Reports {
         Some(if is_untrusted { BrokerError::Untrusted(reason) } else { BrokerError::Unauthorised(reason) })
     }
 
-    /// What to say when a question was not answered: the reason that librdkafka gave on the side,
-    /// if any.
+    /// The error for a question that was not answered. It has the reason that librdkafka reported
+    /// beside the answer, or `otherwise` where there is none.
     pub(super) fn explain(&self, question: &str, otherwise: &str) -> BrokerError {
         if let Some(error) = self.unauthorised() {
             return error;
@@ -100,22 +102,22 @@ impl Reports {
         BrokerError::Unavailable(format!("{question}: {}", reason.as_deref().unwrap_or(otherwise)))
     }
 
-    /// The reason of the last error, which rdkafka leaves out of what polling gives.
+    /// Takes the reason of the last error: the error that polling returns does not have it.
     pub(super) fn take_last(&self) -> Option<String> {
         self.last.lock().ok()?.take()
     }
 
-    /// Where the partition ended whose end was reported last.
+    /// The end offset that was reported last.
     pub(super) fn eof_offset(&self) -> i64 {
         self.eof_offset.load(Ordering::Relaxed)
     }
 
-    /// Which topic of this name it is, where the broker told.
+    /// The id of the topic that has this name, where the broker told it.
     pub(super) fn topic_id(&self, topic: &str) -> Option<String> {
         self.topics.lock().ok()?.ids.get(topic).cloned()
     }
 
-    /// Takes note of which topic of this name it is.
+    /// Remembers the id of the topic that has this name, and notes a change of it.
     pub(super) fn set_topic_id(&self, topic: &str, id: &str) {
         let Ok(mut topics) = self.topics.lock() else { return };
         let known = topics.ids.insert(topic.to_owned(), id.to_owned());
@@ -129,12 +131,12 @@ impl Reports {
         self.topics.lock().ok()?.made_anew.clone()
     }
 
-    /// Becomes true when the idempotent producer has its id.
+    /// A receiver that becomes true when the idempotent producer has its id.
     pub(super) fn producer_id(&self) -> watch::Receiver<bool> {
         self.producer_id.subscribe()
     }
 
-    /// Takes an error of the whole client.
+    /// Handles an error of the whole client.
     pub(super) fn error(&self, error: &KafkaError, reason: &str) {
         use RDKafkaErrorCode as Code;
         let code = error.rdkafka_error_code();
@@ -173,7 +175,7 @@ impl Reports {
         }
     }
 
-    /// Takes a line of librdkafka's log.
+    /// Handles a line of librdkafka's log.
     pub(super) fn log(&self, level: RDKafkaLogLevel, facility: &str, line: &str) {
         match facility {
             "IDEMPSTATE" if line.ends_with("-> Assigned") => {
@@ -189,7 +191,8 @@ impl Reports {
             _ => {}
         }
         match level {
-            // What is an error is also reported as one, where it is told apart; the log repeats it.
+            // These lines repeat errors that librdkafka also reports as errors, where they are
+            // classified.
             _ if matches!(facility, "FAIL" | "ERROR" | "CONFWARN") => tracing::debug!(facility, line, "librdkafka"),
             RDKafkaLogLevel::Emerg | RDKafkaLogLevel::Alert | RDKafkaLogLevel::Critical | RDKafkaLogLevel::Error => {
                 tracing::warn!(facility, line, "librdkafka");
@@ -201,23 +204,24 @@ impl Reports {
     }
 }
 
-/// What OpenSSL says of a certificate that is not trusted.
+/// OpenSSL's words for a certificate that is not trusted.
 const UNTRUSTED: &str = "certificate verify failed";
 
-/// Whether this client is refused, or refuses the broker's certificate.
+/// Whether the broker refuses this client, or this client refuses the broker's certificate.
 fn is_refusal(code: Option<RDKafkaErrorCode>, reason: &str) -> bool {
     use RDKafkaErrorCode as Code;
     match code {
         Some(Code::Authentication | Code::SaslAuthenticationFailed | Code::SSL) => true,
-        // librdkafka takes steps of a handshake in three places, and says `SSL` in one of them. Not
-        // every error of TLS is a refusal: a connection that breaks in the middle of its life is
-        // one too.
+        // librdkafka runs the steps of a handshake in three places, and only one of them reports
+        // `SSL`. The others report a transport failure, which is also what a connection reports
+        // that breaks while in use. So the text decides.
         Some(Code::BrokerTransportFailure) => reason.contains(UNTRUSTED),
         _ => false,
     }
 }
 
-/// "[thrd:main]: Topic payments changed id from AAAAAAAAAAAAAAAAAAAAAA to 6cKjKR1yTl6PgRTBI1vCDw"
+/// Reads "[thrd:main]: Topic payments changed id from AAAAAAAAAAAAAAAAAAAAAA to
+/// 6cKjKR1yTl6PgRTBI1vCDw"
 fn id_of_topic(line: &str) -> Option<(&str, &str)> {
     let (before, after) = line.split_once(" changed id from ")?;
     let (_, topic) = before.rsplit_once("Topic ")?;
@@ -226,21 +230,21 @@ fn id_of_topic(line: &str) -> Option<(&str, &str)> {
     (!id.trim_matches('A').is_empty()).then_some((topic, id))
 }
 
-/// "[thrd:main]: b:9092/bootstrap: 3 brokers, 1 topics": a broker has answered just now.
+/// Finds "[thrd:main]: b:9092/bootstrap: 3 brokers, 1 topics": a broker has just answered.
 fn is_metadata(line: &str) -> bool {
     line.ends_with(" topics") && line.contains(" brokers, ")
 }
 
-/// "Fetch from broker 1 reached end of partition at offset 5 (HighwaterMark 5)"
+/// Reads "Fetch from broker 1 reached end of partition at offset 5 (HighwaterMark 5)"
 fn offset_of_end(reason: &str) -> Option<i64> {
     let (_, rest) = reason.split_once("at offset ")?;
     rest.split(' ').next()?.parse().ok()
 }
 
-/// The context of a client that only asks and reads.
+/// The context of a client that only asks questions and reads.
 #[derive(Debug, Default)]
 pub(super) struct AskContext {
-    /// What librdkafka reported on this client: its errors, and whether the broker answers.
+    /// What librdkafka reported about this client: its errors, and whether a broker answers.
     pub(super) reports: std::sync::Arc<Reports>,
 }
 
@@ -283,7 +287,7 @@ mod tests {
         log("[thrd:main]: Topic b changed id from AAAAAAAAAAAAAAAAAAAAAA to AAAAAAAAAAAAAAAAAAAAAA");
         assert_eq!(reports.topic_id("a").as_deref(), Some("6cKjKR1yTl6PgRTBI1vCDw"));
         assert_eq!((reports.topic_id("b"), reports.made_anew()), (None, None), "a broker without ids");
-        // A partition that comes again is learned again.
+        // A partition that is assigned again is reported again with the same id.
         log("[thrd:main]: Topic a changed id from AAAAAAAAAAAAAAAAAAAAAA to 6cKjKR1yTl6PgRTBI1vCDw");
         assert_eq!(reports.made_anew(), None);
         log("[thrd:main]: Topic a changed id from 6cKjKR1yTl6PgRTBI1vCDw to u3aJzq0uS9mY1oH5o8v3Vg");
@@ -300,7 +304,7 @@ mod tests {
         assert!(reports.all_down().is_none());
     }
 
-    // Shown by: going by the code alone.
+    // Shown by: deciding by the code alone.
     #[test]
     fn a_refused_certificate_is_told_from_a_broken_connection_whatever_its_code() {
         let refused = "sasl_ssl://b:1/bootstrap: ../ssl/statem/statem_clnt.c:1889:tls_post_process_server_certificate \

@@ -1,20 +1,21 @@
-//! What librdkafka's error codes mean for a row, a session, a topic.
+//! Classifies librdkafka's error codes: about the message, the destination or the session.
 //!
-//! Promise: only what the broker holds against the message itself makes it the message's fault
-//! (R16); what speaks of the destination never does; everything unknown is a doubt of the session.
+//! Promise: only an error about the message itself counts as the message's fault (R16). An error
+//! about the destination never does. Every unknown error puts the session in doubt.
 //!
-//! Not here: errors without a message (`context`).
+//! Not here: errors that belong to no message (`context`).
 
 use rdkafka::error::{KafkaError, RDKafkaErrorCode as Code};
 
 use crate::broker::Refusal;
 
-/// Why a row was not taken, from a delivery report or from the client itself.
+/// Why a row was not taken, from its delivery report or from the client itself.
 pub(super) fn refusal(topic: &str, error: &KafkaError) -> Refusal {
     let Some(code) = error.rdkafka_error_code() else { return Refusal::Session(error.to_string()) };
     match code {
-        // `InvalidMessage` is CORRUPT_MESSAGE, which the broker answers for what the message is (as
-        // a null key on a compacted topic); damage on the way is retried by librdkafka first.
+        // `InvalidMessage` is CORRUPT_MESSAGE. The broker answers it for a property of the message,
+        // such as a null key on a compacted topic; damage on the way is first retried by
+        // librdkafka.
         Code::MessageSizeTooLarge | Code::InvalidMessageSize | Code::InvalidMessage | Code::InvalidRecord => {
             Refusal::Message(format!("kafka refuses the message for topic `{topic}`: {code}"))
         }
@@ -25,10 +26,10 @@ pub(super) fn refusal(topic: &str, error: &KafkaError) -> Refusal {
         | Code::TopicAuthorizationFailed
         | Code::NotEnoughReplicas
         | Code::NotEnoughReplicasAfterAppend
-        // The disk under a partition failed, which passes when its broker has another one.
+        // The disk under a partition failed. This passes when another broker leads the partition.
         | Code::KafkaStorageError => Refusal::Destination(format!("kafka topic `{topic}`: {code}")),
-        // The record has the time of its row: no clock of the message is wrong, but the database's,
-        // or a setting of the topic.
+        // A record has the time of its row. So the message is not at fault, but the database's
+        // clock or a setting of the topic.
         Code::InvalidTimestamp => Refusal::Destination(format!(
             "kafka topic `{topic}`: {code}: the clocks of the database and of kafka differ, or the topic's \
              `message.timestamp.before.max.ms` or `message.timestamp.after.max.ms` is shorter than messages wait"
@@ -37,7 +38,7 @@ pub(super) fn refusal(topic: &str, error: &KafkaError) -> Refusal {
     }
 }
 
-/// Why a topic cannot be used, from the error in its metadata.
+/// Why a topic cannot be used, in words, from the error in its metadata.
 pub(super) fn topic_trouble(code: Code) -> String {
     match code {
         Code::UnknownTopic | Code::UnknownTopicOrPartition => "it does not exist".to_owned(),

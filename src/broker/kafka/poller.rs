@@ -1,9 +1,10 @@
-//! The thread that polls a member of a group, and the rebalances that librdkafka calls on it.
+//! The thread that polls a group member, and the rebalance callbacks that librdkafka calls on this
+//! thread.
 //!
-//! Promises: polling does not wait for handlers for longer than a second (it pauses partitions
-//! then), so that a slow handler costs no membership; partitions that are taken away are drained up
-//! to a deadline, then what was acknowledged is committed, then they go; what was lost already is
-//! not committed.
+//! Promises: polling stops for at most a second while handlers are slow; then partitions are paused
+//! and polling goes on, so that a slow handler does not cost the membership. Partitions that are
+//! revoked are drained up to a deadline, then what was acknowledged is committed, then they are
+//! given up. Partitions that were already lost are not committed.
 //!
 //! Not here: the bookkeeping (`assignment`), the async side (`subscriber`).
 
@@ -30,25 +31,25 @@ use crate::error::BrokerError;
 
 const POLL: Duration = Duration::from_millis(100);
 const POLL_PAUSED: Duration = Duration::from_millis(10);
-/// How long one wait for room lasts.
+/// How long one wait for room, starts or a drain lasts before the thread looks again.
 const BRIEF: Duration = Duration::from_millis(100);
-/// How long polling may stand still for want of room, far below every session timeout. Then
-/// partitions are paused, which throws away what was fetched ahead: a consumer that is slower than
-/// its broker would fetch everything several times.
+/// How long polling may stop for want of room, far below every session timeout. After it,
+/// partitions are paused. A pause discards what librdkafka fetched ahead, so pausing at once would
+/// make a slow consumer fetch everything several times.
 const STILL: Duration = Duration::from_secs(1);
 const COMMIT_EVERY: Duration = Duration::from_millis(200);
-/// How long a commit is tried again while the group is between two generations.
+/// How long a commit is retried while the group rebalances.
 const COMMIT_PATIENCE: Duration = Duration::from_secs(3);
 const COMMIT_AGAIN: Duration = Duration::from_millis(50);
 const BATCH_ROWS: usize = 500;
 const SAY_AGAIN: Duration = Duration::from_secs(30);
 
-/// What the thread, librdkafka's callbacks and the async side have in common.
+/// The state that the thread, librdkafka's callbacks and the async side share.
 pub(super) struct Shared {
     assignment: Mutex<Assignment>,
     acknowledged: Condvar,
-    // Converted and not handed over yet; touched by the thread only, and by callbacks, which run on
-    // it.
+    // Converted and not handed over yet. Only the thread touches it, and callbacks, which run on
+    // the thread.
     pending: Mutex<Vec<Delivery>>,
     events: UnboundedSender<Result<Event, BrokerError>>,
     closing: AtomicBool,
@@ -82,12 +83,12 @@ impl Shared {
         }
     }
 
-    /// The bookkeeping. Held for moments only.
+    /// The bookkeeping. The lock is held only for moments.
     pub(super) fn assignment(&self) -> MutexGuard<'_, Assignment> {
         self.assignment.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Room may have been made.
+    /// Wakes the thread, because there may be room, or starts, or a new pause.
     pub(super) fn wake(&self) {
         self.acknowledged.notify_one();
     }
@@ -100,15 +101,16 @@ impl Shared {
 
     pub(super) fn pause(&self, paused: bool) {
         {
-            // Held, so that the thread does not look just before and sleep just after.
+            // Held, so that the thread cannot check the flag just before the change and wait just
+            // after it.
             let _assignment = self.assignment();
             self.paused.store(paused, Ordering::Relaxed);
         }
         self.wake();
     }
 
-    /// Waits until it is said where these partitions begin. Nothing where the subscriber closes
-    /// first.
+    /// Waits until `begin` has set where these partitions begin. Returns nothing where the
+    /// subscriber closes first.
     fn wait_for_starts(&self, partitions: &[(String, i32)]) -> Vec<Position> {
         let mut assignment = self.assignment();
         while !self.is_closing() {
@@ -121,13 +123,14 @@ impl Shared {
         Vec::new()
     }
 
-    /// Waits for room, a moment at most.
+    /// Waits for room, for at most `BRIEF`.
     fn wait_for_room(&self) {
         let crowded = |assignment: &mut Assignment| self.is_crowded(assignment, 1) && !self.is_closing();
         let _room_or_time = self.acknowledged.wait_timeout_while(self.assignment(), BRIEF, crowded);
     }
 
-    /// Whether so large a part of the bounds is in flight, or nothing more is wanted.
+    /// Whether the given part of the bounds is in flight (1: all, 2: half), or the runtime has
+    /// paused.
     fn is_crowded(&self, assignment: &Assignment, part: usize) -> bool {
         self.paused.load(Ordering::Relaxed) || assignment.is_full((self.rows_max / part).max(1), self.bytes_max / part)
     }
@@ -140,17 +143,17 @@ impl Shared {
         self.pending.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// What is acknowledged and not known to be committed, of these partitions or of all.
+    /// What is acknowledged and not known to be committed: of these partitions, or of all.
     fn unconfirmed(&self, of: Option<&[(String, i32)]>) -> Vec<Position> {
         self.assignment().unconfirmed(of)
     }
 
     fn tell(&self, event: Result<Event, BrokerError>) {
-        // Nobody listens any more when the subscriber was dropped: then the thread is about to end.
+        // Sending fails only when the subscriber was dropped: then the thread is about to end.
         let _nobody = self.events.send(event);
     }
 
-    /// Says what passes by itself, but not over and over.
+    /// Logs an error that passes by itself, each reason at most once in `SAY_AGAIN`.
     fn say(&self, reason: &str) {
         let mut said = self.said.lock().unwrap_or_else(PoisonError::into_inner);
         let now = Instant::now();
@@ -171,7 +174,7 @@ impl Shared {
     }
 }
 
-/// What librdkafka calls on the polling thread.
+/// The callbacks that librdkafka calls on the polling thread.
 pub(super) struct MemberContext(pub(super) Arc<Shared>);
 
 impl ClientContext for MemberContext {
@@ -204,7 +207,7 @@ impl ConsumerContext for MemberContext {
     fn commit_callback(&self, result: KafkaResult<()>, offsets: &TopicPartitionList) {
         match &result {
             Ok(()) => self.0.reports.works(),
-            // A rebalance, mostly: what was not committed is delivered again, and the inbox knows
+            // Mostly a rebalance. What was not committed is delivered again, and the inbox knows
             // it.
             Err(error) => tracing::debug!(%error, "kafka offsets were not committed"),
         }
@@ -219,7 +222,7 @@ impl ConsumerContext for MemberContext {
 }
 
 impl MemberContext {
-    /// Takes partitions, and writes into the list where each begins.
+    /// Takes partitions, and sets in the list where each begins.
     fn assign(&self, list: &mut TopicPartitionList) -> KafkaResult<()> {
         let assigned = partitions(list);
         let sources = self.0.assignment().assign(&assigned);
@@ -239,7 +242,7 @@ impl MemberContext {
         let shared = &self.0;
         let lost = consumer.assignment_lost();
         let sources = shared.assignment().ids(revoked);
-        // librdkafka keeps the mark of a paused partition also when it comes back later.
+        // librdkafka remembers that a partition is paused, even if the partition comes back later.
         let paused = shared.assignment().paused_of(revoked);
         if !paused.is_empty()
             && let Err(error) = consumer.resume(&list(&paused))
@@ -250,7 +253,7 @@ impl MemberContext {
         shared.hand_over();
         tracing::debug!(partitions = sources.len(), lost, "kafka partitions revoked");
         if lost {
-            // Others may own them already: a commit would be refused, or worse, taken.
+            // Other members may own them already: a commit would be refused, or accepted and wrong.
             shared.assignment().remove(revoked);
             if !sources.is_empty() {
                 shared.tell(Ok(Event::Revoked { sources, lost, done: RevokeGuard::idle() }));
@@ -261,7 +264,7 @@ impl MemberContext {
             let (done, wait) = RevokeGuard::pair();
             shared.tell(Ok(Event::Revoked { sources, lost, done }));
             let deadline = Instant::now() + shared.drain;
-            // The guard sends nothing: its end is what is waited for. A subscriber that closes need
+            // The guard sends nothing; its drop ends the wait. A subscriber that is closing need
             // not drain.
             while let Err(std::sync::mpsc::RecvTimeoutError::Timeout) = wait.recv_timeout(BRIEF) {
                 if Instant::now() >= deadline {
@@ -306,7 +309,7 @@ fn offsets(positions: &[Position]) -> KafkaResult<TopicPartitionList> {
 #[derive(Debug, PartialEq, Eq)]
 enum Committed {
     Done,
-    /// The group is between two generations; the same commit is taken after it.
+    /// The group is rebalancing. The same commit is accepted after it.
     Later,
 }
 
@@ -327,7 +330,7 @@ fn commit_now(consumer: &BaseConsumer<MemberContext>, shared: &Shared, positions
             tracing::debug!(%error, "kafka offsets were not committed");
             match error.rdkafka_error_code() {
                 Some(Code::RebalanceInProgress | Code::IllegalGeneration) => Committed::Later,
-                // The next owner sees duplicates, which the inbox knows.
+                // The next owner gets duplicates, which the inbox knows.
                 _ => Committed::Done,
             }
         }
@@ -362,7 +365,7 @@ pub(super) fn run(consumer: Arc<BaseConsumer<MemberContext>>, shared: &Shared) {
         };
         let polled = consumer.poll(wait);
         if let Some(topic) = shared.reports.made_anew() {
-            // What is acknowledged speaks of a topic that is gone.
+            // What is acknowledged belongs to the topic that is gone.
             shared.assignment().clear();
             shared.tell(Err(BrokerError::Session(format!("the kafka topic `{topic}` was deleted and made anew"))));
             break;
@@ -387,17 +390,17 @@ pub(super) fn run(consumer: Arc<BaseConsumer<MemberContext>>, shared: &Shared) {
     }
     let end = Instant::now() + COMMIT_PATIENCE;
     while commit_now(&consumer, shared, &shared.unconfirmed(None)) == Committed::Later && Instant::now() < end {
-        // Lets the rebalance come to its end; what is delivered meanwhile comes again to the next
-        // owner.
+        // Polls, so that the rebalance can finish. What is delivered meanwhile comes again to the
+        // next owner.
         drop(consumer.poll(COMMIT_AGAIN));
     }
-    // Leaves the group: its revocation comes back to `revoke`, on this thread.
+    // Leaving the group calls `revoke` on this thread.
     shared.close();
     drop(consumer);
 }
 
-/// Serves what librdkafka has to say before the thread runs. An error that is not taken here is not
-/// repeated.
+/// Handles what librdkafka reports before the thread runs: an error that is not taken here is not
+/// reported again.
 pub(super) fn serve(consumer: &BaseConsumer<MemberContext>, shared: &Shared) {
     let end = Instant::now() + blocking::SERVE;
     while Instant::now() < end {
@@ -407,19 +410,19 @@ pub(super) fn serve(consumer: &BaseConsumer<MemberContext>, shared: &Shared) {
     }
 }
 
-/// What a lack of room asks of the thread.
+/// What the thread does about a lack of room.
 enum Pressure {
-    /// There is room: the thread polls for more messages.
+    /// There is room: poll for more messages.
     No,
-    /// Stand still: most often room is made soon.
+    /// Stop polling for a moment: most often there is room soon.
     Still,
-    /// Poll with everything paused, so that the group hears of us.
+    /// Poll with all partitions paused, so that the group still gets heartbeats.
     Paused,
 }
 
 fn pressure(shared: &Shared, since: &mut Option<Instant>) -> Pressure {
     let paused = since.is_some_and(|since| since.elapsed() >= STILL);
-    // What was paused goes on at half.
+    // Paused partitions are resumed only when half of the bounds is free.
     if !shared.is_crowded(&shared.assignment(), if paused { 2 } else { 1 }) {
         *since = None;
         return Pressure::No;
@@ -444,7 +447,7 @@ fn take(shared: &Shared, record: &rdkafka::message::BorrowedMessage<'_>) {
     let arrived = wire::arrived(record);
     let weight = arrived.weight();
     let source = shared.assignment().deliver(record.topic(), record.partition(), record.offset(), weight);
-    // A record of a partition that is not ours any more belongs to its new owner.
+    // The partition is not ours any more: its new owner gets the record.
     if let Some(source) = source {
         shared.pending().push(Delivery { source, sequence: record.offset(), redelivered: false, arrived });
     }
@@ -463,7 +466,8 @@ fn commit_due(consumer: &BaseConsumer<MemberContext>, shared: &Shared) {
     }
 }
 
-/// An error that polling gave: most pass by themselves and are only said; some end the subscriber.
+/// Handles an error that polling returned. Most pass by themselves and are only logged; some end
+/// the subscriber.
 fn trouble(shared: &Shared, error: &KafkaError) {
     use RDKafkaErrorCode as Code;
     let reason = shared.reports.take_last().unwrap_or_else(|| error.to_string());
@@ -479,7 +483,7 @@ fn trouble(shared: &Shared, error: &KafkaError) {
         Some(Code::AutoOffsetReset | Code::LogTruncation) => {
             BrokerError::Session(format!("what follows in a kafka partition is not there any more: {reason}"))
         }
-        // Said where they are collected.
+        // `Reports` logs these.
         Some(
             Code::AllBrokersDown
             | Code::BrokerTransportFailure

@@ -1,8 +1,8 @@
-//! Which settings of librdkafka a user may pass through, and why not the others.
+//! Which settings of librdkafka a user may set, and the reason for each that is refused.
 //!
-//! Promise: a property that would break a promise of this project, that would be overruled
-//! silently, or that librdkafka does not know, is refused by its name with the reason, before any
-//! connection is made.
+//! Promise: a property is refused by name, with the reason and before any connection, if it would
+//! break a promise of this project, if another setting would silently override it, or if librdkafka
+//! does not know it.
 //!
 //! Not here: the values that are set by default (`client`).
 
@@ -13,8 +13,8 @@ use rdkafka::error::KafkaError;
 
 use crate::error::BrokerError;
 
-/// Names of which librdkafka knows several. It takes the last one it sees, and rdkafka hands them
-/// over in random order.
+/// Other names of a property, with the one we use. librdkafka takes the last one that it gets, and
+/// rdkafka passes them in random order.
 const ALIASES: &[(&str, &str)] = &[
     ("request.required.acks", "acks"),
     ("max.in.flight.requests.per.connection", "max.in.flight"),
@@ -29,13 +29,13 @@ const ALIASES: &[(&str, &str)] = &[
 ];
 
 enum Rule {
-    /// Only these values, compared without regard to case.
+    /// Only these values are allowed; the case of letters does not matter.
     Only(&'static [&'static str]),
-    /// A whole number between these, both included.
+    /// A whole number between these two, both included.
     Between(i64, i64),
     /// The user may give this property no value at all.
     Never,
-    /// It has a setting of its own.
+    /// Our own configuration has a setting for it.
     UseInstead,
 }
 
@@ -64,7 +64,7 @@ const RULES: &[(&str, Rule, &str)] = &[
     ("transactional.id", Never, "effects commit in the database; Kafka transactions are not used"),
     ("transaction.timeout.ms", Never, "Kafka transactions are not used"),
     ("test.mock.num.brokers", Never, "a mock broker loses everything when the program ends"),
-    // Nothing is acknowledged or skipped behind the inbox's back.
+    // Nothing is acknowledged or skipped without the inbox.
     ("enable.auto.commit", Only(&["false", "f", "0"]), "an offset is committed only after the database commit"),
     ("enable.auto.offset.store", Only(&["false", "f", "0"]), "an offset is stored only after the database commit"),
     ("offset.store.method", Only(&["broker"]), "offsets are kept by the broker"),
@@ -97,7 +97,7 @@ const RULES: &[(&str, Rule, &str)] = &[
     ),
     ("ssl.endpoint.identification.algorithm", Only(&["https"]), "the broker's host name is always verified"),
     ("enable.sasl.oauthbearer.unsecure.jwt", Only(&["false", "f", "0"]), "anybody can make an unsigned token"),
-    // What has a setting of its own, which would be overruled here.
+    // Properties that our own settings would override.
     ("bootstrap.servers", UseInstead, "name the servers in `[broker] url`"),
     ("security.protocol", UseInstead, "the scheme of `[broker] url` decides: `kafka://` or `kafkas://` (TLS)"),
     ("sasl.username", UseInstead, "name the user in `[broker] url`"),
@@ -115,7 +115,7 @@ const RULES: &[(&str, Rule, &str)] = &[
     ("log.queue", Never, "logs are read from it"),
 ];
 
-/// The one name of a property that has several.
+/// The name that we use for a property with several names.
 pub(super) fn canonical(name: &str) -> &str {
     ALIASES.iter().find(|(alias, _)| *alias == name).map_or(name, |(_, name)| name)
 }
@@ -161,7 +161,7 @@ impl Rule {
     }
 }
 
-/// What librdkafka says of a configuration, without the value, which may be a secret.
+/// librdkafka's reason for refusing a configuration, without the value, which may be a secret.
 pub(super) fn reason(error: &KafkaError) -> String {
     match error {
         KafkaError::ClientConfig(_, description, _, _) => format!("librdkafka says: {description}"),

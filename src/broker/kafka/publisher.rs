@@ -1,11 +1,11 @@
 //! One publishing session: one idempotent producer.
 //!
-//! Guarantees: a row is settled by its delivery report only; rows go out in the order of `send`, to
-//! topics that were seen (R19), and nothing goes out behind a refusal (R15). Opening waits until
-//! the producer has its id, so that the first message does not. Dropping it purges what the client
-//! holds and waits for nothing.
+//! Guarantees: a row is settled by its delivery report only. Rows are sent in the order of `send`,
+//! only to topics that were seen in the metadata (R19), and no later row of a refused key or topic
+//! is sent (R15). Opening waits until the producer has its id, so that the first message does not
+//! wait for it. Dropping the session purges what the client holds and waits for nothing.
 //!
-//! Not here: bounds and reports (`window`), retries over sessions (room `runtime`).
+//! Not here: bounds and delivery reports (`window`), retries across sessions (room `runtime`).
 
 use std::collections::{HashMap, HashSet};
 use std::fmt;
@@ -32,14 +32,14 @@ use crate::broker::{Publisher, Settled, TopicState};
 use crate::error::BrokerError;
 use crate::message::OutgoingMessage;
 
-// How often a session that opens looks whether it failed for good.
+// How often a session that is opening checks for a fatal error.
 const WARM_LOOK: Duration = Duration::from_millis(50);
 const REPORT_DEADLINE: Duration = Duration::from_millis(250);
 const CLOSE_DEADLINE: Duration = Duration::from_secs(5);
-// Rows handed over between two chances for other tasks: about 3 us each.
+// Rows sent before other tasks get a turn: about 3 us each.
 const ROWS_PER_TURN: usize = 128;
 
-/// A session of [`super::KafkaBroker`].
+/// A publishing session of [`super::KafkaBroker`].
 pub(super) struct KafkaPublisher {
     config: Arc<KafkaConfig>,
     limits: Arc<TopicLimits>,
@@ -54,9 +54,10 @@ struct Session {
     window: Arc<Window>,
     reports: Arc<Reports>,
     sizes: Sizes,
-    /// The thread has ended, be it by a panic: nothing is sent and nothing heard any more.
+    /// Cancelled when the thread has ended, also by a panic. After that nothing is sent and no
+    /// report arrives.
     ended: CancellationToken,
-    // Dropped after `producer`, so that the thread is the one that lets go of it last.
+    // Dropped after `producer`, so that the thread's reference to the producer is the last one.
     _stop: StopOnDrop,
 }
 
@@ -70,7 +71,7 @@ impl Drop for StopOnDrop {
 }
 
 impl KafkaPublisher {
-    /// Opens a session and waits until its first message would not wait.
+    /// Opens a session. Returns when a first message would be sent without delay.
     pub(super) async fn open(config: &Arc<KafkaConfig>, limits: &Arc<TopicLimits>) -> Result<Self, BrokerError> {
         let session = Session::open(config, limits.sizes()).await?;
         let (config, limits) = (Arc::clone(config), Arc::clone(limits));
@@ -83,7 +84,7 @@ impl KafkaPublisher {
         self.session.window.stale().or_else(ended).or_else(unpolled).map(BrokerError::Session)
     }
 
-    /// Waits until there may be something to take, or a doubt.
+    /// Waits until there may be an outcome or room, or the thread has ended.
     async fn changed(&self) {
         tokio::select! {
             () = self.session.window.changed() => {}
@@ -91,8 +92,8 @@ impl KafkaPublisher {
         }
     }
 
-    /// Makes the producer fit topics that were not seen before (R19); true where it is another one
-    /// now.
+    /// Makes the producer's sizes fit topics that were not seen before (R19). Returns true where it
+    /// had to open another producer.
     async fn fit(&mut self, topics: &[String]) -> Result<bool, BrokerError> {
         let needed = self.limits.sizes();
         if self.session.sizes.covers(needed) {
@@ -111,9 +112,10 @@ impl KafkaPublisher {
         Ok(true)
     }
 
-    /// Why a message surely does not fit its topic. Found out by the broker, it would have later
-    /// ones of its key in the client behind it, which the client sends: the key's order would be
-    /// lost. Compressed it may fit, and the broker says so.
+    /// The reason why a message certainly does not fit its topic, so that it is refused before it
+    /// is sent. If the broker refused it, later messages of its key would already be in the client,
+    /// which would send them: the order of the key would be lost. With compression the message may
+    /// still fit, and the broker decides.
     fn too_large(&self, message: &OutgoingMessage) -> Option<String> {
         let bytes = message.payload.len() + message.key.as_ref().map_or(0, String::len);
         if bytes <= self.session.sizes.batch_max || self.config.compresses() {
@@ -124,16 +126,16 @@ impl KafkaPublisher {
         Some(format!("the message has {bytes} bytes, and kafka topic `{topic}` takes {max} (`max.message.bytes`)"))
     }
 
-    /// Gives one row to the client; `Some` gives the slot back where the client's own queue is
-    /// full.
+    /// Passes one row to the client. Returns the slot where the client's own queue is full, so that
+    /// the caller tries again.
     fn produce(&self, message: &OutgoingMessage, slot: usize) -> Option<usize> {
         let record: BaseRecord<'_, [u8], [u8], usize> = BaseRecord {
             topic: &message.topic,
             partition: None,
             payload: Some(&message.payload),
             key: message.key.as_deref().map(str::as_bytes),
-            // The time of the row, by the database's clock: the clock of this process decides
-            // nothing.
+            // The time of the row, from the database's clock: the clock of this process is not
+            // used.
             timestamp: Some(message.created_at.timestamp_millis()),
             headers: Some(wire::headers(message, &self.config.source)),
             delivery_opaque: slot,
@@ -150,8 +152,8 @@ impl KafkaPublisher {
         }
     }
 
-    /// A topic that was refused must be seen again before it is used, and its limits may be others
-    /// by now.
+    /// Forgets refused topics: each must be seen in the metadata again before it is used, and its
+    /// limits may have changed.
     fn distrust_refused_topics(&mut self) {
         for refused in self.session.window.refused_topics() {
             if self.ready.remove(&refused) {
@@ -159,7 +161,8 @@ impl KafkaPublisher {
             }
         }
         for too_small in self.session.window.take_too_small() {
-            // Asked for again, the next one that is too large is found out before it is sent.
+            // The topic's limits are read again, so that the next message that is too large is
+            // refused before it is sent.
             self.ready.remove(&too_small);
             self.limits.forget(&too_small);
         }
@@ -189,14 +192,15 @@ impl Publisher for KafkaPublisher {
         }
         let mut states = self.session.ask(&unseen, &self.limits, &self.config).await?;
         if self.fit(&unseen).await? {
-            // The producer is another one now: it must have seen the topics itself.
+            // The producer is new: it must see the topics in its own metadata.
             states = self.session.ask(&unseen, &self.limits, &self.config).await?;
         }
         for (topic, state) in unseen.iter().zip(&states) {
             if *state == TopicState::Ready {
                 self.ready.insert(topic.clone());
             } else {
-                // Copies that are short now may be enough once the topic's settings change.
+                // The limits are read again next time: fewer copies suffice once the topic's
+                // settings change.
                 self.limits.forget(topic);
             }
         }
@@ -217,7 +221,8 @@ impl Publisher for KafkaPublisher {
                 continue;
             }
             if !self.ready.contains(&message.topic) {
-                // R19: whoever sends without asking first must not find out by reordering.
+                // A row for a topic that was not asked about: ask now, because the broker's refusal
+                // would come after later rows were sent and would reorder them (R19).
                 if let TopicState::NotReady(reason) = self.topic(&message.topic).await? {
                     let reason = format!("kafka topic `{}`: {reason}", message.topic);
                     self.session.window.refuse_topic(tag, &message.topic, reason);
@@ -247,12 +252,13 @@ impl Publisher for KafkaPublisher {
                 return Ok(());
             }
             if let Some(doubt) = self.doubt() {
-                // Where it ended over a message, the report of that one comes right behind.
+                // If one message ended the producer, its delivery report follows at once.
                 let named = self.session.window.has_refused();
                 if !named && tokio::time::timeout(REPORT_DEADLINE, self.session.window.changed()).await.is_ok() {
                     continue;
                 }
-                // It may have come since the look above: what is known goes before the end.
+                // An outcome may have come since the check above. Outcomes are returned before the
+                // error.
                 return if self.session.window.take(settled) { Ok(()) } else { Err(doubt) };
             }
             self.changed().await;
@@ -287,7 +293,8 @@ impl Session {
         Ok(session)
     }
 
-    /// Without its id an idempotent producer keeps its first message back for 0.5 s.
+    /// Waits for the producer's id: without it an idempotent producer delays its first message by
+    /// 0.5 s.
     async fn warm(&self) -> Result<(), BrokerError> {
         let (producer, reports) = (Arc::clone(&self.producer), Arc::clone(&self.reports));
         blocking::run(move || blocking::reach(producer.client(), &reports, OPEN_DEADLINE, || {})).await?;
@@ -308,13 +315,14 @@ impl Session {
         }
     }
 
-    /// Why the producer is of no use any more, where that is so.
+    /// The producer's fatal error; `None` while it works.
     fn fatal(&self) -> Option<String> {
         self.producer.client().fatal_error().map(|(_, reason)| reason)
     }
 
-    /// Asks the broker, through this producer, so that it knows the topics when their first rows
-    /// come. Many are asked for at once, by asking for all that there are.
+    /// Asks the broker through this producer, so that the producer knows the topics before their
+    /// first rows. More than `ASKED_ONE_BY_ONE` topics are asked for with one request for all
+    /// topics.
     async fn ask(
         &self,
         topics: &[String],
@@ -352,13 +360,13 @@ impl Session {
 
 impl Drop for Session {
     fn drop(&mut self) {
-        // What the client still holds belongs to a session that ended: the next one sends it.
+        // What the client still holds is purged: the next session sends it.
         self.producer.purge(PurgeConfig::default().queue().inflight().non_blocking());
     }
 }
 
-/// The thread holds the producer to the end, because destroying one waits: for its broker threads,
-/// and up to 0.5 s for reports of what was purged.
+/// The thread holds the producer to the end, because destroying it waits: for its broker threads,
+/// and up to 0.5 s for reports of purged messages.
 fn poll_on_a_thread(
     producer: &Arc<BaseProducer<PublishContext>>,
     stop: &Arc<AtomicBool>,
@@ -371,8 +379,8 @@ fn poll_on_a_thread(
         while !stop.load(Ordering::Relaxed) {
             producer.poll(Duration::from_millis(50));
         }
-        // Somebody may still be asking through it: then the last one to let go destroys it, on a
-        // thread that may wait.
+        // A question may still run on another thread that may wait. Then that thread holds the last
+        // reference and destroys the producer.
         drop(producer);
     };
     std::thread::Builder::new()

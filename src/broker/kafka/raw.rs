@@ -1,8 +1,8 @@
-//! The client library alone, with the headers of a row but without session, window or order: what
-//! `bench` compares with.
+//! The Kafka client alone: it sends the headers of a row, without session, window or order. `bench`
+//! compares oncebox with it.
 //!
-//! Promise: the settings that a careful user would take (idempotence, all replicas), and one
-//! warm-up before anything is timed.
+//! Promise: it uses the settings that a careful user would take (idempotence, all replicas). It
+//! does no warm-up: a caller that measures time sends one message before.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -20,9 +20,9 @@ use super::{blocking, client, properties, wire};
 use crate::error::BrokerError;
 use crate::message::OutgoingMessage;
 
-// How long the broker may say nothing before the comparison is given up.
+// How long the broker may be silent before sending ends with an error.
 const PATIENCE: Duration = Duration::from_secs(60);
-// Polling per message would cost more than the rest; this is what the client's own examples do.
+// Polling after each message would cost more than the rest; the client's own examples do the same.
 const POLL_EVERY: usize = 256;
 
 #[derive(Default)]
@@ -44,7 +44,7 @@ impl ProducerContext for Counting {
     }
 }
 
-/// A producer without oncebox.
+/// A Kafka producer without any of oncebox's guarantees.
 pub struct RawProducer {
     producer: Arc<BaseProducer<Counting>>,
     counts: Arc<Counts>,
@@ -58,7 +58,7 @@ impl std::fmt::Debug for RawProducer {
 }
 
 impl RawProducer {
-    /// A producer that waits for company as long as `linger` says.
+    /// Makes a producer that waits for more messages, up to `linger`, before it sends a batch.
     ///
     /// # Errors
     /// [`BrokerError::Refused`] names a setting that the client does not take.
@@ -76,10 +76,10 @@ impl RawProducer {
         Ok(Self { producer: Arc::new(producer), counts, source: config.source.clone() })
     }
 
-    /// Sends all, as fast as the client takes them, and waits until all are delivered.
+    /// Sends all messages as fast as the client takes them, and waits until all are delivered.
     ///
     /// # Errors
-    /// The first refusal, or a broker that says nothing for a minute.
+    /// The first refusal, or a broker that is silent for a minute.
     pub async fn send_all(&self, messages: Arc<Vec<OutgoingMessage>>) -> Result<(), BrokerError> {
         let (producer, counts, source) = (Arc::clone(&self.producer), Arc::clone(&self.counts), self.source.clone());
         blocking::run(move || send_all(&producer, &counts, &source, &messages)).await

@@ -1,7 +1,7 @@
 //! Reads everything that a topic holds, outside of any group: for `demo`, `bench` and tests.
 //!
-//! Promises: nothing is joined, committed or acknowledged; a partition is read up to the end that
-//! was seen.
+//! Promises: it joins no group, commits nothing and acknowledges nothing. Each partition is read up
+//! to the first end that the broker reports.
 //!
 //! Not here: following a topic (`subscriber`).
 
@@ -22,10 +22,10 @@ use crate::broker::TopicState;
 use crate::error::BrokerError;
 use crate::message::Arrived;
 
-// Without anything new for so long, the broker is considered away.
+// If nothing new comes for so long, reading fails as if the broker were away.
 const PATIENCE: Duration = Duration::from_secs(30);
 
-/// Every message of a topic, by partition and offset.
+/// Every message of a topic, ordered by partition and offset.
 pub(super) async fn read_all(config: &Arc<KafkaConfig>, topic: &str) -> Result<Vec<Arrived>, BrokerError> {
     let (config, topic) = (Arc::clone(config), topic.to_owned());
     blocking::run(move || read(&config, &topic)).await
@@ -58,7 +58,7 @@ fn read(config: &KafkaConfig, topic: &str) -> Result<Vec<Arrived>, BrokerError> 
             Some(Ok(record)) => {
                 heard = Instant::now();
                 let arrived = wire::arrived(&record);
-                // What came after the end that was seen is not asked for.
+                // Messages after the first reported end are left out.
                 if open.contains(&arrived.coordinates.partition) {
                     found.push(arrived);
                 }

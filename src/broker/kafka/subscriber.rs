@@ -1,8 +1,8 @@
-//! One member of a consumer group, seen from async code.
+//! One member of a consumer group, for async code.
 //!
-//! Guarantees: events come in the order they happened; `next` and its events lose nothing when
-//! dropped; closing commits what was acknowledged and leaves the group; dropping does the same
-//! without waiting.
+//! Guarantees: events come in the order in which they happened. `next` loses no event when it is
+//! dropped. `close` commits what was acknowledged and leaves the group; dropping the subscriber
+//! does the same without waiting.
 //!
 //! Not here: polling and rebalances (`poller`).
 
@@ -33,17 +33,17 @@ const ASK_AGAIN: Duration = Duration::from_millis(100);
 pub(super) struct KafkaSubscriber {
     shared: Arc<Shared>,
     events: mpsc::UnboundedReceiver<Result<Event, BrokerError>>,
-    // The thread owns it, because destroying a consumer waits.
+    // The thread owns the consumer, because destroying it waits.
     consumer: Weak<BaseConsumer<MemberContext>>,
-    // Answers when the thread has ended, in order or not.
+    // Resolves when the thread has ended; with an error where it panicked.
     left: Option<oneshot::Receiver<()>>,
     config: Arc<KafkaConfig>,
-    // Assigned, and not yet said where they begin.
+    // Assigned sources for which `begin` was not called yet.
     unbegun: Vec<PartitionId>,
 }
 
 impl KafkaSubscriber {
-    /// Connects, says which topics are missing, and starts to join the group.
+    /// Connects, logs which topics are missing, and starts to join the group.
     pub(super) async fn open(config: &Arc<KafkaConfig>, subscription: &Subscription) -> Result<Self, BrokerError> {
         let topics = subscription.topics.clone();
         if topics.is_empty() {
@@ -120,7 +120,8 @@ impl Subscriber for KafkaSubscriber {
             Event::Assigned(sources) => self.unbegun.extend(sources.iter().cloned()),
             Event::Deliveries(deliveries) => {
                 let mut assignment = self.shared.assignment();
-                // They come in runs of one source, in order: the last one says it of all before.
+                // Deliveries of one source stand together and in order, so the last one of a run
+                // covers the run.
                 for run in deliveries.chunk_by(|one, next| one.source == next.source) {
                     if let Some(last) = run.last() {
                         assignment.hand(&last.source, last.sequence);
@@ -157,8 +158,8 @@ impl Subscriber for KafkaSubscriber {
     }
 
     async fn acknowledge(&mut self, source: &PartitionId, through: i64) -> Result<(), BrokerError> {
-        // One of a past assignment is no loss: its new owner sees duplicates, which the inbox
-        // knows.
+        // False for an assignment that has ended. That loses nothing: the new owner gets
+        // duplicates, which the inbox knows.
         if self.shared.assignment().acknowledge(source, through) {
             self.shared.wake();
         }
@@ -191,7 +192,8 @@ impl Subscriber for KafkaSubscriber {
 
     async fn close(mut self: Box<Self>) {
         let left = self.left.take();
-        // Drops the receiver, and with it guards of revocations that nobody will drain.
+        // Drops the receiver of events, and with it the guards of revocations that will not be
+        // drained.
         drop(self);
         if let Some(left) = left
             && tokio::time::timeout(CLOSE_DEADLINE, left).await.is_err()
@@ -209,17 +211,17 @@ impl Drop for KafkaSubscriber {
     }
 }
 
-/// Until the thread has ended; the second time at once.
+/// Waits until the thread has ended; later calls return at once.
 async fn ended(left: &mut Option<oneshot::Receiver<()>>) {
     if let Some(running) = left {
-        // An error says that it panicked.
+        // An error means that the thread panicked.
         let _in_order = running.await;
         *left = None;
     }
 }
 
-/// What the broker says of partitions, in their order. A leader that is being elected is waited
-/// for.
+/// The offsets that the broker has for these partitions, in their order. Retries up to a deadline,
+/// because a leader may be under election.
 fn found(
     config: &KafkaConfig,
     shared: &Shared,
@@ -228,7 +230,7 @@ fn found(
 ) -> Result<Vec<Found>, BrokerError> {
     let gone = || BrokerError::Session("the kafka consumer is closed".to_owned());
     let topics: BTreeSet<&str> = sources.iter().map(|source| &*source.place).collect();
-    // A topic that was made after the consumer was opened.
+    // Topics that were made after the consumer was opened: their ids are not known yet.
     let unknown: Vec<&str> = topics.into_iter().filter(|topic| shared.reports.topic_id(topic).is_none()).collect();
     if !unknown.is_empty() {
         for (topic, id) in blocking::topic_ids(config, &unknown)? {
@@ -260,7 +262,7 @@ fn offsets(
         }
         Ok::<_, BrokerError>(list)
     };
-    // A logical offset where a time is expected asks for that offset.
+    // A logical offset in place of a time asks for that offset.
     let ends = consumer.offsets_for_times(all_at(Offset::End)?, ASK_DEADLINE).map_err(failed)?;
     let firsts = consumer.offsets_for_times(all_at(Offset::Beginning)?, ASK_DEADLINE).map_err(failed)?;
     let committed = consumer.committed_offsets(all_at(Offset::Invalid)?, ASK_DEADLINE).map_err(failed)?;
@@ -298,7 +300,8 @@ impl fmt::Debug for KafkaSubscriber {
 mod tests {
     use super::*;
 
-    // It held the other end of its own events: nobody heard of a panic in librdkafka's callbacks.
+    // Shown by: the subscriber holding the other end of its own events. A panic in a callback of
+    // librdkafka was not noticed then.
     #[tokio::test]
     async fn a_thread_that_ended_in_disorder_ends_the_subscriber() {
         let (sender, events) = mpsc::unbounded_channel();

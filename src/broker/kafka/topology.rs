@@ -1,8 +1,8 @@
-//! Topics: whether they are there, how much they take, and making them where that was asked for.
+//! Topics: whether they can be used, their size limits, and creating them where that was asked for.
 //!
-//! Promises: nothing is created unless `create_topics` is on; a topic counts as there only when the
-//! broker's metadata shows it with a leader, and every partition with as many copies in sync as a
-//! producer that waits for all of them needs (R16, R19).
+//! Promises: nothing is created unless `create_topics` is on. A topic counts as ready only when the
+//! broker's metadata shows it with a leader, and with as many copies in sync in every partition as
+//! a producer that waits for all of them needs (R16, R19).
 //!
 //! Not here: what is worth a warning (`check`).
 
@@ -22,21 +22,21 @@ use crate::broker::{Subscription, TopicState};
 use crate::error::BrokerError;
 use crate::policy::horizon::TopicRetention;
 
-// Above what a broker takes by default (1,048,588), so that a session need not start anew for it.
+// Above the broker's default limit (1,048,588), so that a session need not start anew for it.
 const MESSAGE_MAX_FLOOR: usize = 2 << 20;
 const BATCH_MAX: usize = 1_000_000;
-/// So many topics are asked for by name; beyond it all that there are are.
+/// Up to so many topics are asked for by name; for more, one request asks for all topics.
 pub(super) const ASKED_ONE_BY_ONE: usize = 8;
 
 /// Settings of a topic by name.
 pub(super) type TopicSettings = BTreeMap<String, String>;
 
-/// What a producer must be told for the topics it serves.
+/// The sizes that a producer needs for its topics.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Sizes {
-    /// The largest message that any topic takes.
+    /// The largest message that any of the topics takes.
     pub(super) message_max: usize,
-    /// The largest batch that every topic takes.
+    /// The largest batch that all of the topics take.
     pub(super) batch_max: usize,
 }
 
@@ -47,7 +47,7 @@ impl Sizes {
     }
 }
 
-/// What the broker told of a topic; what it does not tell is nothing.
+/// What the broker told about a topic; `None` for what it did not tell.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(super) struct Limits {
     /// The topic's setting `max.message.bytes`, in bytes.
@@ -63,7 +63,7 @@ impl Limits {
     }
 }
 
-/// The limits of the topics that were seen, for all sessions of a process.
+/// The limits of the topics that were seen; all sessions of a process share them.
 #[derive(Debug, Default)]
 pub(super) struct TopicLimits(Mutex<BTreeMap<String, Limits>>);
 
@@ -72,21 +72,21 @@ impl TopicLimits {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Those of these topics that were not asked about.
+    /// The topics among these that the broker was not asked about.
     fn unknown<'a>(&self, topics: &[&'a str]) -> BTreeSet<&'a str> {
         let known = self.known();
         topics.iter().copied().filter(|topic| !known.contains_key(*topic)).collect()
     }
 
-    /// Asks the broker about topics that were not asked about, in one request. Where it does not
-    /// tell, the defaults serve.
+    /// Asks the broker, in one request, about topics that it was not asked about. Where it does not
+    /// tell, the defaults are used.
     pub(super) fn learn(&self, config: &KafkaConfig, topics: &[&str]) {
         let unknown = self.unknown(topics);
         if unknown.is_empty() {
             return;
         }
         let found = settings(config, &unknown).unwrap_or_else(|error| {
-            // Not allowed, or not spoken by this broker.
+            // Access is denied, or this broker does not know the request.
             tracing::debug!(%error, "settings of topics cannot be read");
             BTreeMap::new()
         });
@@ -96,17 +96,17 @@ impl TopicLimits {
         }
     }
 
-    /// The largest message that a topic takes, where that is known.
+    /// The largest message that a topic takes; `None` where that is not known.
     pub(super) fn message_max(&self, topic: &str) -> Option<usize> {
         self.known().get(topic)?.message_max
     }
 
-    /// What was told of a topic is doubted: it is asked about again.
+    /// Forgets the limits of a topic, so that the broker is asked again.
     pub(super) fn forget(&self, topic: &str) {
         self.known().remove(topic);
     }
 
-    /// What a producer must be told to fit all topics known.
+    /// The sizes that fit all known topics.
     pub(super) fn sizes(&self) -> Sizes {
         let known = self.known();
         let known = known.values().filter_map(|limits| limits.message_max);
@@ -116,9 +116,9 @@ impl TopicLimits {
         })
     }
 
-    /// Why a topic takes nothing although it is there: too few copies of a partition are in sync.
-    /// No more are asked for than there are: Kafka 4 does the same, and of an older one the silence
-    /// says it.
+    /// Why an existing topic takes no messages: too few copies of a partition are in sync. Never
+    /// requires more copies than the partition has: Kafka 4 does the same, and an older broker
+    /// answers for itself when it gets the message.
     pub(super) fn short_of_copies(&self, topic: &MetadataTopic) -> Option<String> {
         let wanted = self.known().get(topic.name())?.in_sync_min?;
         let copies = |partition: &MetadataPartition| Copies {
@@ -130,7 +130,7 @@ impl TopicLimits {
     }
 }
 
-/// The copies of a partition.
+/// The number of copies of a partition.
 #[derive(Debug, Clone, Copy)]
 struct Copies {
     partition: i32,
@@ -138,18 +138,19 @@ struct Copies {
     all: usize,
 }
 
-/// The first partition with fewer copies in sync than are wanted, or than there are.
+/// Describes the first partition that has fewer copies in sync than wanted. A partition with fewer
+/// copies than wanted needs all of them in sync.
 fn short_of_copies(wanted: usize, mut partitions: impl Iterator<Item = Copies>) -> Option<String> {
     let Copies { partition, in_sync, .. } = partitions.find(|copies| copies.in_sync < wanted.min(copies.all))?;
     Some(format!("partition {partition} has {in_sync} in-sync replicas, and `min.insync.replicas` is {wanted}"))
 }
 
-/// A topic in metadata.
+/// Finds a topic in metadata by its name.
 pub(super) fn find<'a>(metadata: &'a Metadata, name: &str) -> Option<&'a MetadataTopic> {
     metadata.topics().iter().find(|topic| topic.name() == name)
 }
 
-/// What metadata says of a topic.
+/// Whether a topic can be used, from its metadata.
 pub(super) fn state(topic: Option<&MetadataTopic>) -> TopicState {
     let Some(topic) = topic else {
         return TopicState::NotReady("it does not exist".to_owned());
@@ -165,7 +166,7 @@ fn topic_error(topic: &MetadataTopic) -> Option<RDKafkaErrorCode> {
     topic.error().map(RDKafkaErrorCode::from)
 }
 
-/// The settings of topics. Topics that cannot be read are left out.
+/// The settings of topics. A topic whose settings cannot be read is left out.
 pub(super) fn settings(
     config: &KafkaConfig,
     topics: &BTreeSet<&str>,
@@ -174,7 +175,7 @@ pub(super) fn settings(
     let answer = Admin::new(config)?
         .ask("settings of kafka topics", async |admin, options| admin.describe_configs(&resources, options).await)?;
     let mut found = BTreeMap::new();
-    // The answers stand in the order of the questions.
+    // The answers have the order of the questions.
     for (topic, resource) in topics.iter().zip(answer) {
         match resource {
             Ok(resource) => {
@@ -188,7 +189,7 @@ pub(super) fn settings(
     Ok(found)
 }
 
-/// How long a topic keeps its records, where its settings tell.
+/// How long a topic keeps its records; `None` where its settings do not tell.
 pub(super) fn kept(settings: &TopicSettings) -> Option<TopicRetention> {
     if settings.get("cleanup.policy").is_some_and(|policy| policy.contains("compact")) {
         return Some(TopicRetention::Compacted);
@@ -197,7 +198,7 @@ pub(super) fn kept(settings: &TopicSettings) -> Option<TopicRetention> {
     Some(u64::try_from(kept).map_or(TopicRetention::Unlimited, |kept| TopicRetention::For(Duration::from_millis(kept))))
 }
 
-/// The longest of these topics; those whose settings cannot be read tell nothing.
+/// The longest retention of these topics; a topic whose settings cannot be read is ignored.
 pub(super) async fn retention(
     config: &Arc<KafkaConfig>,
     topics: &[String],
@@ -210,7 +211,7 @@ pub(super) async fn retention(
     .await
 }
 
-/// The command that creates a topic.
+/// The command with which an operator creates a topic.
 pub(super) fn how_to_create(config: &KafkaConfig, topic: &str) -> String {
     let (servers, partitions) = (config.bootstrap(), config.partitions);
     let copies = match config.replication {
@@ -228,8 +229,8 @@ pub(super) async fn declare(config: &Arc<KafkaConfig>, topics: &[String]) -> Res
     if !config.create_topics || topics.is_empty() {
         return Ok(());
     }
-    // A set: a name given twice makes librdkafka answer without a result, on which rdkafka 0.39
-    // crashes.
+    // A set, because a name that is given twice makes librdkafka answer without a result, and
+    // rdkafka 0.39 crashes on that.
     let (config, topics) = (Arc::clone(config), topics.iter().cloned().collect::<BTreeSet<_>>());
     blocking::run(move || create_missing(&config, &topics)).await
 }
@@ -243,7 +244,8 @@ fn create_missing(config: &KafkaConfig, topics: &BTreeSet<String>) -> Result<(),
     }
     let wanted = missing.iter().map(|topic| {
         let wanted = NewTopic::new(topic, config.partitions, TopicReplication::Fixed(config.replication));
-        // With three copies two must have a message before it counts, so that one may be lost.
+        // With three copies, two must have a message before it counts, so that one copy may be
+        // lost.
         if config.replication >= 3 { wanted.set("min.insync.replicas", "2") } else { wanted }
     });
     let wanted: Vec<_> = wanted.collect();
@@ -257,14 +259,14 @@ fn create_missing(config: &KafkaConfig, topics: &BTreeSet<String>) -> Result<(),
             Err((topic, code)) => _ = refused.insert(topic, code),
         }
     }
-    // One that is refused is in the way of no other.
+    // A refused topic does not stop the others.
     let made: Vec<&str> = missing.into_iter().filter(|topic| !refused.contains_key(*topic)).collect();
     wait_until_ready(&asker, made)?;
     refused.pop_first().map_or(Ok(()), |(topic, code)| Err(creation_error(&topic, code)))
 }
 
-/// Those of these topics that are not ready, and why. Many are asked for at once, by asking for all
-/// that there are.
+/// The topics among these that are not ready, each with the reason. More than `ASKED_ONE_BY_ONE`
+/// topics are asked for with one request for all topics.
 fn not_ready<'a>(asker: &Asker, topics: &[&'a str]) -> Result<Vec<(&'a str, String)>, BrokerError> {
     let mut answers = Vec::new();
     if topics.len() > ASKED_ONE_BY_ONE {
@@ -340,7 +342,7 @@ fn removed(answers: Vec<Result<String, (String, RDKafkaErrorCode)>>) -> Result<(
     }
 }
 
-// Creation is answered by the controller; brokers hear of it a little later.
+// The controller answers the creation; the brokers learn of it a little later.
 fn wait_until_ready(asker: &Asker, topics: Vec<&str>) -> Result<(), BrokerError> {
     let end = Instant::now() + client::ASK_DEADLINE;
     let mut left = topics;

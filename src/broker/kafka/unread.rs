@@ -1,6 +1,6 @@
-//! What a group has not acknowledged, and whether it gets on with it.
+//! The records that a group has not acknowledged, and whether it makes progress with them.
 //!
-//! Promise: nothing is changed by looking; the group is not joined.
+//! Promise: a check changes nothing and does not join the group.
 
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
@@ -33,7 +33,7 @@ impl std::fmt::Display for Unread {
     }
 }
 
-/// A client that looks at one group.
+/// A client that examines one group.
 pub(super) struct Looker<'a> {
     reader: BaseConsumer<AskContext>,
     topics: &'a [String],
@@ -46,7 +46,8 @@ impl<'a> Looker<'a> {
         Some(Self { reader, topics: &subscription.topics })
     }
 
-    /// Partitions with records that the group has not acknowledged; none where that cannot be told.
+    /// Partitions with records that the group has not acknowledged; `None` where the broker does
+    /// not tell.
     pub(super) fn unread(&self) -> Option<Vec<Unread>> {
         let mut list = TopicPartitionList::new();
         for topic in self.topics {
@@ -68,8 +69,8 @@ impl<'a> Looker<'a> {
         Some(unread.collect())
     }
 
-    /// What stands: a record can be read there, and of all these partitions none got on since they
-    /// were looked at.
+    /// Describes the first partition with a readable record, if none of these partitions made
+    /// progress since `before` was taken. Returns `None` where one made progress.
     pub(super) fn stands(&self, before: &[Unread]) -> Option<String> {
         let until = Instant::now() + BETWEEN_LOOKS;
         let mut places = TopicPartitionList::with_capacity(before.len());
@@ -77,7 +78,8 @@ impl<'a> Looker<'a> {
             places.add_partition_offset(topic, *partition, Offset::Offset(*from)).ok()?;
         }
         self.reader.assign(&places).ok()?;
-        // Behind the last message there may be marks of transactions, which nobody acknowledges.
+        // After the last message there may be only markers of transactions, which no consumer
+        // acknowledges.
         let mut written = BTreeMap::new();
         while Instant::now() < until {
             if let Some(Ok(record)) = self.reader.poll(POLL) {

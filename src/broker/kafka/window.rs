@@ -1,11 +1,12 @@
-//! What a publishing session holds until the broker proved it: the bounds, and the way of delivery
-//! reports to the relay.
+//! The rows that a publishing session holds until the broker has proven them: the bounds, and how
+//! delivery reports get to the relay.
 //!
-//! Promises: rows and bytes in the client are bounded, by waiting and never by an error; no
-//! delivery report is lost, also when the one who waits for it is dropped; after a refusal no later
-//! row of that key or topic is sent until the relay has seen that outcome (R15).
+//! Promises: rows and bytes in the client are bounded; at a bound the sender waits and gets no
+//! error. No delivery report is lost, even if the future that waits for it is dropped. After a
+//! refusal no later row of that key or topic is sent until the relay has received that outcome
+//! (R15).
 //!
-//! Not here: what an error means (`errors`).
+//! Not here: the meaning of errors (`errors`).
 
 use std::collections::{HashMap, HashSet};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -26,7 +27,7 @@ use crate::broker::{Receipt, Refusal, Settled};
 pub(super) struct Window {
     rows_max: usize,
     bytes_max: usize,
-    /// Rows up to these bytes share batches.
+    /// A row of at most so many bytes may share a batch with others.
     batch_max: usize,
     state: Mutex<State>,
     changed: Notify,
@@ -34,21 +35,22 @@ pub(super) struct Window {
 
 #[derive(Debug, Default)]
 struct State {
-    // A row's slot is what the client carries: a number instead of an allocation per row.
+    // The client carries the number of a row's slot; that needs no allocation per row.
     slots: Vec<(u64, usize)>,
     free: Vec<usize>,
     rows: usize,
     bytes: usize,
     settled: Vec<Settled>,
     refused_keys: HashSet<(String, Vec<u8>)>,
-    /// Outcomes were taken since the last of these: the relay knows of them all.
+    /// True where the relay has taken outcomes since a key was last refused: it knows all refused
+    /// keys.
     keys_are_known: bool,
     refused_topics: HashMap<String, RefusedTopic>,
     /// Topics that refused a message as too large.
     too_small: Vec<String>,
-    /// A row was refused in this session.
+    /// True once a row was refused in this session.
     has_refused: bool,
-    /// Why what was refused may be the fault of the session alone.
+    /// Set where a refusal may be due to this session's batch size. Then the session must end.
     stale: Option<String>,
     waiting: Option<Wait>,
 }
@@ -56,7 +58,7 @@ struct State {
 #[derive(Debug)]
 struct RefusedTopic {
     reason: String,
-    /// Outcomes were taken since: the relay knows of it.
+    /// True once the relay has taken outcomes after the refusal.
     is_known: bool,
 }
 
@@ -72,11 +74,11 @@ impl Window {
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
-        // Nothing in here panics between two changes that belong together.
+        // No code under this lock panics between two changes that belong together.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// A slot for a row, or nothing where a bound is reached. One row is always allowed.
+    /// Returns a slot for a row, or `None` where a bound is reached. One row is always allowed.
     pub(super) fn reserve(&self, tag: u64, weight: usize) -> Option<usize> {
         let mut state = self.state();
         if state.rows > 0 && (state.rows >= self.rows_max || state.bytes.saturating_add(weight) > self.bytes_max) {
@@ -97,7 +99,8 @@ impl Window {
         })
     }
 
-    /// Waits until there is room again, or something else happened: the caller looks anew.
+    /// Waits until something changed: there is room, or an outcome, or an error. The caller checks
+    /// again.
     pub(super) async fn changed(&self) {
         self.changed.notified().await;
     }
@@ -107,7 +110,8 @@ impl Window {
         self.changed.notify_one();
     }
 
-    /// Whether a row may not be sent in this session, because one before it was refused.
+    /// Why a row may not be sent now: an earlier row of its topic or key was refused. `None` where
+    /// it may be sent.
     pub(super) fn stands_behind(&self, topic: &str, key: Option<&[u8]>) -> Option<Refusal> {
         let state = self.state();
         if state.refused_keys.is_empty() && state.refused_topics.is_empty() {
@@ -122,8 +126,9 @@ impl Window {
         })
     }
 
-    /// Forgets refused keys whose outcome was taken, and refused topics once every row is settled
-    /// and every outcome was taken: what is sent from now on is meant.
+    /// Forgets refused keys if the relay took outcomes since, and refused topics once every row is
+    /// settled and every outcome was taken. Called at the start of `send`: rows that come now were
+    /// sent with that knowledge.
     pub(super) fn forget_what_is_known(&self) {
         let mut state = self.state();
         if std::mem::take(&mut state.keys_are_known) {
@@ -134,7 +139,8 @@ impl Window {
         }
     }
 
-    /// Who asks for a topic after its refusal was taken means what is sent to it from then on.
+    /// Lifts the refusal of these topics, where the relay has taken it: a relay that asks again
+    /// wants to send to them.
     pub(super) fn forgive_topics(&self, topics: &[String]) {
         let mut state = self.state();
         if !state.refused_topics.is_empty() {
@@ -142,7 +148,7 @@ impl Window {
         }
     }
 
-    /// Topics that refused a message as too large since this was asked.
+    /// Takes the topics that have refused a message as too large since the last call.
     pub(super) fn take_too_small(&self) -> Vec<String> {
         std::mem::take(&mut self.state().too_small)
     }
@@ -152,14 +158,14 @@ impl Window {
         self.state().has_refused
     }
 
-    /// Why the session must begin anew, where a topic takes smaller batches than it makes.
+    /// Why the session must start anew: a topic takes smaller batches than this session makes.
     pub(super) fn stale(&self) -> Option<String> {
         self.state().stale.clone()
     }
 
-    /// A row was refused that may have gone in one batch with others: the topic takes less than it
-    /// did, and the batch was too large, not the row. True where the session ends over it; alone,
-    /// the row is what was refused.
+    /// Handles a row that was refused as too large. If the row may have shared a batch, the topic's
+    /// limit may have been lowered and the batch was too large, not the row: returns true, and the
+    /// session ends. A row that was alone was itself refused: returns false.
     fn is_stale(&self, topic: &str, bytes: usize) -> bool {
         let mut state = self.state();
         if state.rows <= 1 || bytes > self.batch_max {
@@ -173,32 +179,32 @@ impl Window {
         true
     }
 
-    /// The topics that were refused as destinations.
+    /// The topics that refused messages as destinations.
     pub(super) fn refused_topics(&self) -> Vec<String> {
         self.state().refused_topics.keys().cloned().collect()
     }
 
-    /// The outcome of a row that never got a slot.
+    /// Settles a row that never got a slot.
     pub(super) fn settle_unsent(&self, tag: u64, refusal: Refusal) {
         let mut state = self.state();
         state.settled.push(Settled { tag, outcome: Err(refusal) });
         self.tell(&mut state);
     }
 
-    /// The outcome of a row whose topic cannot be used, and of all that follow it there.
+    /// Settles a row whose topic cannot be used, and refuses the rows of the topic that follow.
     pub(super) fn refuse_topic(&self, tag: u64, topic: &str, reason: String) {
         self.state().refuse_topic(topic, &reason);
         self.settle_unsent(tag, Refusal::Destination(reason));
     }
 
-    /// The outcome of a row that is refused for what it is before it is sent, and of all that
-    /// follow it of its key.
+    /// Settles a row that is refused before it is sent, because of its own content, and holds back
+    /// the rows of its key that follow.
     pub(super) fn refuse_message(&self, tag: u64, topic: &str, key: Option<&[u8]>, reason: String) {
         self.state().refuse_message(topic, key);
         self.settle_unsent(tag, Refusal::Message(reason));
     }
 
-    /// The outcome of a row.
+    /// Settles a row that has a slot.
     pub(super) fn settle(&self, slot: usize, topic: &str, key: Option<&[u8]>, outcome: Result<Receipt, Refusal>) {
         let mut state = self.state();
         let Some((tag, weight)) = state.slots.get(slot).copied() else { return };
@@ -220,7 +226,8 @@ impl Window {
         let now = match state.waiting {
             None => false,
             Some(Wait::Outcome) => true,
-            // A quarter of the window at a time, else each row that leaves wakes the sender.
+            // Wakes the sender only when a quarter of the window is free; otherwise each settled
+            // row would wake it.
             Some(Wait::Room) => {
                 state.rows == 0
                     || (state.rows <= self.rows_max - self.rows_max / 4
@@ -233,7 +240,8 @@ impl Window {
         }
     }
 
-    /// Moves the outcomes out. True where there is nothing left to wait for.
+    /// Moves the outcomes into `settled`. Returns true where outcomes were moved, or no row is in
+    /// flight.
     pub(super) fn take(&self, settled: &mut Vec<Settled>) -> bool {
         let mut state = self.state();
         if state.settled.is_empty() {
@@ -250,7 +258,7 @@ impl Window {
         true
     }
 
-    /// Rows that the broker has not answered yet.
+    /// Rows that the broker has not answered.
     pub(super) fn in_flight(&self) -> usize {
         self.state().rows
     }
@@ -277,12 +285,12 @@ impl State {
     }
 }
 
-/// What librdkafka calls from the thread that polls the producer.
+/// The callbacks that librdkafka calls on the thread that polls the producer.
 #[derive(Debug)]
 pub(super) struct PublishContext {
-    /// Where delivery reports go.
+    /// Receives the delivery reports.
     pub(super) window: Arc<Window>,
-    /// Where everything else goes.
+    /// Receives all other reports.
     pub(super) reports: Arc<Reports>,
 }
 
@@ -307,7 +315,8 @@ impl ProducerContext for PublishContext {
                 let receipt = Receipt::Offset { partition: record.partition(), offset: record.offset() };
                 self.window.settle(slot, "", None, Ok(receipt));
             }
-            // They went with the session; what became of it says more.
+            // These rows were purged with the session. The reason why the session ended is reported
+            // elsewhere.
             Err((KafkaError::MessageProduction(Code::Fatal | Code::PurgeQueue | Code::PurgeInflight), _)) => {}
             Err((error, record)) => {
                 let topic = record.topic();
@@ -385,8 +394,8 @@ mod tests {
         assert_eq!(window.refused_topics(), ["t"]);
     }
 
-    /// Shown to fail: forgotten only when nothing at all is in flight, a topic that was opened
-    /// again was refused without end while others were busy.
+    /// Shown by: forgetting refused topics only when nothing is in flight. A topic that worked
+    /// again was then refused for as long as other topics had rows in flight.
     #[test]
     fn a_refused_topic_is_forgiven_when_it_is_asked_for_after_its_refusal_was_taken() {
         let window = Window::new(10, 1_000, 10);

@@ -1,10 +1,10 @@
-//! CloudEvents 1.0, binary mode, on Kafka: from an outbox row to record headers, and from a record
-//! to what arrived.
+//! CloudEvents 1.0 in binary mode on Kafka: from an outbox row to record headers, and from a record
+//! to an [`Arrived`] message.
 //!
-//! Promises: payload and key bytes are untouched, an absent key is null; nothing that arrives can
-//! end the program.
+//! Promises: payload and key bytes are unchanged; an absent key is null. No record can end the
+//! program.
 //!
-//! Not here: what makes an id usable (room `message`).
+//! Not here: which ids are valid (room `message`).
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
@@ -16,7 +16,7 @@ use crate::message::{Arrived, Coordinates, OutgoingMessage};
 
 const ENVELOPE_HEADERS: usize = 9;
 
-/// The headers of a row. Costs no allocation but librdkafka's own, one per header.
+/// The headers of a row. Allocates nothing but librdkafka's own memory, once per header.
 pub(super) fn headers(message: &OutgoingMessage, source: &str) -> OwnedHeaders {
     fn put(headers: OwnedHeaders, key: &str, value: &str) -> OwnedHeaders {
         headers.insert(Header { key, value: Some(value) })
@@ -52,8 +52,8 @@ pub(super) fn headers(message: &OutgoingMessage, source: &str) -> OwnedHeaders {
 
 const TIME_LENGTH: usize = "2026-11-21T03:28:00.123456Z".len();
 
-/// What `format_time` gives, at a tenth of its cost; nothing for years that do not have four
-/// digits.
+/// The same text as `format_time` at a tenth of its cost. `None` for years without four digits and
+/// for leap seconds.
 fn fast_time(time: DateTime<Utc>, buffer: &mut [u8; TIME_LENGTH]) -> Option<&str> {
     let year = u32::try_from(time.year()).ok().filter(|year| (1_000..10_000).contains(year))?;
     let micros = time.nanosecond() / 1_000;
@@ -77,7 +77,7 @@ fn fast_time(time: DateTime<Utc>, buffer: &mut [u8; TIME_LENGTH]) -> Option<&str
     std::str::from_utf8(buffer).ok()
 }
 
-/// What a record holds, envelope and all.
+/// Reads a record: key, payload, headers and envelope.
 pub(super) fn arrived(record: &BorrowedMessage<'_>) -> Arrived {
     let headers = record.headers().map(read_headers).unwrap_or_default();
     let text = |name: &str| {
@@ -104,7 +104,7 @@ pub(super) fn arrived(record: &BorrowedMessage<'_>) -> Arrived {
 }
 
 fn read_headers(headers: &BorrowedHeaders) -> Vec<(String, Vec<u8>)> {
-    // rdkafka panics on a header name that is not UTF-8, which any producer can send: such a header
+    // rdkafka panics on a header name that is not UTF-8, which any producer can send. Such a header
     // is left out.
     let all = catch_unwind(AssertUnwindSafe(|| (0..headers.count()).map(|at| read_header(headers, at)).collect()));
     all.unwrap_or_else(|_| {
